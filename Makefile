@@ -1,0 +1,50 @@
+# One environment in .venv, made on demand; a stamp file per set of packages, so nothing is installed twice.
+# Where packages come from is pip's own configuration; which versions is constraints.txt.
+PYTHON ?= python3
+VENV ?= .venv
+TORCH ?= torch==2.13.0
+PYTEST_FLAGS ?= -n auto
+
+BIN := $(VENV)/bin
+INSTALL := $(BIN)/python -m pip install --quiet --disable-pip-version-check --constraint constraints.txt
+
+.DEFAULT_GOAL := help
+.PHONY: help plan test bench lint format clean
+
+help: ## what can be made
+	@awk -F ':.*## ' '/^[a-z]+:.*## / { printf "make %-8s %s\n", $$1, $$2 }' $(MAKEFILE_LIST)
+
+plan: $(VENV)/.base ## plan the example workload: prints the plan and writes plan.json
+	$(BIN)/capplan plan examples/chat-96/workload.yaml -o plan.json
+
+test: lint ## everything CI runs: linters, types, import arrows, tests with coverage
+	$(BIN)/python -m pytest $(PYTEST_FLAGS) --cov --cov-report=term
+
+bench: $(VENV)/.test ## time what has a speed to keep
+	$(BIN)/python -m pytest benchmarks --benchmark-only
+
+lint: $(VENV)/.test ## ruff, mypy, import-linter
+	$(BIN)/ruff check .
+	$(BIN)/ruff format --check .
+	$(BIN)/mypy
+	$(BIN)/lint-imports
+
+format: $(VENV)/.test ## rewrite the sources in the house format
+	$(BIN)/ruff check --fix .
+	$(BIN)/ruff format .
+
+clean: ## remove the environment, caches and build products
+	rm -rf $(VENV) build dist *.egg-info .mypy_cache .ruff_cache .pytest_cache .import_linter_cache
+	rm -rf .hypothesis .benchmarks .coverage .coverage.* htmlcov plan.json
+	find . -name __pycache__ -type d -prune -exec rm -rf {} +
+
+$(BIN)/python:
+	$(PYTHON) -m venv $(VENV)
+
+$(VENV)/.base: pyproject.toml constraints.txt | $(BIN)/python
+	$(INSTALL) --editable .
+	@touch $@
+
+$(VENV)/.test: pyproject.toml constraints.txt | $(BIN)/python
+	$(INSTALL) --editable '.[dev,bench]' $(TORCH)
+	@touch $@ $(VENV)/.base

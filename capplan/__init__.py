@@ -1,0 +1,82 @@
+"""From a workload file to a multi-LoRA serving plan that is verified before anyone deploys it.
+
+Public names are loaded on first use (PEP 562): ``import capplan`` loads neither pandas nor scikit-learn,
+and a program that only reads a plan never pays for the twin.
+"""
+
+from importlib import import_module, metadata
+from types import MappingProxyType
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    from capplan import errors
+    from capplan.datasets import list_profiles, load_profile, load_surrogate
+    from capplan.planner import plan
+    from capplan.spec import Adapter, EngineConfig, Lengths, Plan, Profile, Slo, Workload, load_workload
+    from capplan.twin import SimulationResult, simulate
+
+    __version__: str
+
+__all__ = [
+    "Adapter",
+    "EngineConfig",
+    "Lengths",
+    "Plan",
+    "Profile",
+    "SimulationResult",
+    "Slo",
+    "Workload",
+    "__version__",
+    "errors",
+    "list_profiles",
+    "load_profile",
+    "load_surrogate",
+    "load_workload",
+    "plan",
+    "simulate",
+]
+
+_HOME = MappingProxyType(
+    {
+        "Adapter": "capplan.spec",
+        "EngineConfig": "capplan.spec",
+        "Lengths": "capplan.spec",
+        "Plan": "capplan.spec",
+        "Profile": "capplan.spec",
+        "Slo": "capplan.spec",
+        "Workload": "capplan.spec",
+        "load_workload": "capplan.spec",
+        "list_profiles": "capplan.datasets",
+        "load_profile": "capplan.datasets",
+        "load_surrogate": "capplan.datasets",
+        "SimulationResult": "capplan.twin",
+        "simulate": "capplan.twin",
+        "plan": "capplan.planner",
+    }
+)
+
+
+def _version() -> str:
+    """Version of the installed package; a bare checkout has none and says so."""
+    try:
+        return metadata.version("capplan")
+    except metadata.PackageNotFoundError:
+        return "0.0.0+checkout"
+
+
+def _resolve(name: str) -> object:
+    if name == "__version__":
+        return _version()
+    if name == "errors":
+        return import_module("capplan.errors")
+    if name in _HOME:
+        return getattr(import_module(_HOME[name]), name)
+    raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+
+
+if not TYPE_CHECKING:  # type checkers see the imports above instead, and so notice a misspelt name
+    __getattr__ = _resolve
+
+
+def __dir__() -> list[str]:
+    return list(__all__)

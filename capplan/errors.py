@@ -1,0 +1,91 @@
+"""The errors a caller can branch on; each carries the exit status of the command line."""
+
+from __future__ import annotations
+
+from typing import ClassVar, Final, Literal, TypeAlias
+
+InfeasibleReason: TypeAlias = Literal["memory", "starvation", "slo", "gpus"]
+
+_VALUE_LIMIT: Final = 80  # characters of a value shown in a message
+
+
+class NoValue:
+    """Type of :data:`NO_VALUE`; a class of its own, because ``None`` is a value a user can give."""
+
+    def __repr__(self) -> str:
+        return "NO_VALUE"
+
+
+NO_VALUE: Final = NoValue()
+
+
+class CapplanError(Exception):
+    """Base of every error capplan raises on purpose.
+
+    Attributes
+    ----------
+    exit_code : int
+        Exit status of the command line when the error reaches it.
+    """
+
+    exit_code: ClassVar[int] = 1
+
+
+class InputError(CapplanError, ValueError):
+    """Something the user gave breaks a rule.
+
+    ``str(error)`` is one line: ``LOCATION: RULE (got VALUE)``.
+
+    Parameters
+    ----------
+    rule : str
+        What must hold, such as ``"must be a finite number >= 0"``.
+    value : object
+        The value that breaks the rule; left out of the message when not given.
+    location : str
+        Where it stands: ``FILE:LINE: key``, ``FILE: key``, ``Class.field``, a flag, or empty.
+    """
+
+    exit_code: ClassVar[int] = 2
+
+    def __init__(self, rule: str, value: object = NO_VALUE, location: str = "") -> None:
+        super().__init__(rule, value, location)
+        self.rule = rule
+        self.value = value
+        self.location = location
+
+    def __str__(self) -> str:
+        where = f"{self.location}: " if self.location else ""
+        got = "" if isinstance(self.value, NoValue) else f" (got {_short(self.value)})"
+        return _one_line(f"{where}{self.rule}{got}")
+
+
+class InfeasibleError(CapplanError):
+    """No plan can satisfy the workload on the hardware given.
+
+    Parameters
+    ----------
+    message : str
+        One line that says what does not fit and by how much.
+    reason : {"memory", "starvation", "slo", "gpus"}
+        What stands in the way: memory of one GPU, requests that starve, a latency bound, too few GPUs.
+    """
+
+    exit_code: ClassVar[int] = 3
+
+    def __init__(self, message: str, reason: InfeasibleReason) -> None:
+        super().__init__(message, reason)
+        self.message = message
+        self.reason: InfeasibleReason = reason
+
+    def __str__(self) -> str:
+        return _one_line(self.message)
+
+
+def _short(value: object) -> str:
+    text = repr(value)
+    return text if len(text) <= _VALUE_LIMIT else f"{text[: _VALUE_LIMIT - 3]}..."
+
+
+def _one_line(text: str) -> str:
+    return " ".join(text.split())

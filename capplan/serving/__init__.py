@@ -1,0 +1,24 @@
+"""The serving rules: pure functions over flat arrays, called by the engine once a step and by the twin in one loop."""
+
+from capplan.serving.memory import adapter_bytes, kv_bytes_per_token, slot_bytes, weight_bytes
+from capplan.serving.rules import RULES, ServingRules, serving_rules
+from capplan.serving.scheduler import commit, finish, schedule, submit
+from capplan.serving.state import NONE, Limits, State, new_state
+
+__all__ = [
+    "NONE",
+    "RULES",
+    "Limits",
+    "ServingRules",
+    "State",
+    "adapter_bytes",
+    "commit",
+    "finish",
+    "kv_bytes_per_token",
+    "new_state",
+    "schedule",
+    "serving_rules",
+    "slot_bytes",
+    "submit",
+    "weight_bytes",
+]

@@ -1,0 +1,57 @@
+"""Compilation of the serving rules and of the twin, with a disk cache that notices every edit.
+
+numba's own cache looks at the file of the function it compiled, not at the files of the functions that it calls: an
+edited rule could keep running in its old form. Here the cache folder is named after a digest of all sources that are
+compiled together, so an edit anywhere in them starts a new folder.
+"""
+
+from __future__ import annotations
+
+import functools
+import hashlib
+import os
+from collections.abc import Callable
+from pathlib import Path
+from typing import TypeVar
+
+import numba
+
+F = TypeVar("F", bound=Callable[..., object])
+
+_PACKAGE = Path(__file__).resolve().parent.parent
+_COMPILED_PACKAGES = ("serving", "models", "twin")
+
+
+@functools.cache
+def source_digest() -> str:
+    """Return the digest of every source file whose functions may be compiled together, and of numba's version."""
+    digest = hashlib.sha256(numba.__version__.encode())
+    for package in _COMPILED_PACKAGES:
+        for file in sorted((_PACKAGE / package).resolve().glob("*.py")):
+            digest.update(file.name.encode())
+            digest.update(file.read_bytes())
+    return digest.hexdigest()[:16]
+
+
+@functools.cache
+def cache_dir() -> Path:
+    """Return the folder of the compiled code: ``$CAPPLAN_CACHE_DIR`` or ``~/.cache/capplan``, then the digest."""
+    base = os.environ.get("CAPPLAN_CACHE_DIR")
+    root = Path(base) if base else Path(os.environ.get("XDG_CACHE_HOME", Path.home() / ".cache")) / "capplan"
+    return root / f"compiled-{source_digest()}"
+
+
+def is_compiled() -> bool:
+    """Tell whether compiled code for these very sources is already on disk."""
+    return any(cache_dir().rglob("*.nbc"))
+
+
+def jit(function: F) -> F:
+    """Compile `function` with numba, cached on disk under the digest of all compiled sources."""
+    before = numba.config.CACHE_DIR
+    numba.config.CACHE_DIR = str(cache_dir())
+    try:
+        compiled: F = numba.njit(cache=True, error_model="numpy", _nrt=False)(function)
+    finally:
+        numba.config.CACHE_DIR = before
+    return compiled

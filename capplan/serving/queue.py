@@ -1,0 +1,106 @@
+"""The waiting queue: first come, first served, where requests whose adapter finds no slot are overtaken, not blocking.
+
+vLLM scans one deque and sets blocked requests aside in their order. The same choice without a scan: every adapter has a
+queue of its own, and the request to look at next is the head with the smallest key among the adapters that may run.
+Keys grow at the back (arrivals) and fall at the front (preempted requests), so the order of the deque is the order of keys.
+"""
+
+from __future__ import annotations
+
+from capplan.serving.compile import jit
+from capplan.serving.heap import Heap, heap_push, heap_remove
+from capplan.serving.state import BACK_KEY, FRONT_KEY, N_WAITING, NONE, State
+
+
+@jit
+def queue_heap(state: State, adapter: int) -> Heap:
+    """Return the heap that lists this adapter's queue: `hot` when the adapter may run without a new slot."""
+    if adapter == 0 or state.users[adapter] > 0:
+        return state.hot
+    return state.cold
+
+
+@jit
+def push_back(state: State, row: int) -> None:
+    """Queue a new request behind all others."""
+    c = state.counters
+    adapter = state.adapter[row]
+    state.waiting_key[row] = c[BACK_KEY]
+    c[BACK_KEY] += 1
+    state.following[row] = NONE
+    tail = state.queue_tail[adapter]
+    state.queue_tail[adapter] = row
+    if tail == NONE:
+        state.queue_head[adapter] = row
+        heap_push(queue_heap(state, adapter), adapter, state.waiting_key[row])
+    else:
+        state.following[tail] = row
+    c[N_WAITING] += 1
+
+
+@jit
+def push_front(state: State, row: int) -> None:
+    """Queue a preempted request before all others."""
+    c = state.counters
+    adapter = state.adapter[row]
+    state.waiting_key[row] = c[FRONT_KEY]
+    c[FRONT_KEY] -= 1
+    head = state.queue_head[adapter]
+    heap = queue_heap(state, adapter)
+    state.following[row] = head
+    state.queue_head[adapter] = row
+    if head == NONE:
+        state.queue_tail[adapter] = row
+    else:
+        heap_remove(heap, adapter)
+    heap_push(heap, adapter, state.waiting_key[row])
+    c[N_WAITING] += 1
+
+
+@jit
+def next_adapter(state: State, slot_free: bool) -> int:
+    """Return the adapter whose head is next in line, or NONE.
+
+    Parameters
+    ----------
+    state
+        The instance.
+    slot_free
+        Whether an adapter without running requests may join the batch.
+    """
+    hot = state.hot
+    cold = state.cold
+    chosen = NONE
+    if hot.size[0] > 0:
+        chosen = hot.ids[0]
+    if slot_free and cold.size[0] > 0:
+        other = cold.ids[0]
+        if chosen == NONE or cold.key[other] < hot.key[chosen]:
+            chosen = other
+    return chosen
+
+
+@jit
+def pop_head(state: State, adapter: int) -> int:
+    """Take the head out of this adapter's queue and return its row."""
+    row = state.queue_head[adapter]
+    after = state.following[row]
+    heap = queue_heap(state, adapter)
+    heap_remove(heap, adapter)
+    state.queue_head[adapter] = after
+    if after == NONE:
+        state.queue_tail[adapter] = NONE
+    else:
+        heap_push(heap, adapter, state.waiting_key[after])
+    state.counters[N_WAITING] -= 1
+    return row
+
+
+@jit
+def set_hot(state: State, adapter: int, hot: bool) -> None:
+    """List this adapter's queue among those of active (`hot`) or inactive adapters; base requests are always active."""
+    if adapter == 0 or state.queue_head[adapter] == NONE:
+        return
+    old, new = (state.cold, state.hot) if hot else (state.hot, state.cold)
+    heap_remove(old, adapter)
+    heap_push(new, adapter, old.key[adapter])

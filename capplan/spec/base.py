@@ -1,0 +1,129 @@
+"""What all documents share: frozen models whose broken rules become one-line input errors."""
+
+from __future__ import annotations
+
+import difflib
+from collections.abc import Callable, Iterable, Mapping
+from typing import Any, Self, TypeAlias, TypeVar
+
+from pydantic import BaseModel, ConfigDict, ValidationError, model_validator
+from pydantic_core import ErrorDetails, PydanticCustomError
+
+from capplan.errors import NO_VALUE, InputError
+
+Key: TypeAlias = tuple[str | int, ...]
+"""Path of a value inside a document, such as ``("adapters", 1, "rate_rps")``."""
+
+
+class SpecModel(BaseModel):
+    """Frozen, no unknown keys, no NaN; construction raises :class:`~capplan.errors.InputError`.
+
+    ``model_validate`` keeps pydantic's own error, with its structured positions, for readers of files;
+    :func:`checked` turns it into an input error that says where in the file.
+    """
+
+    model_config = ConfigDict(frozen=True, extra="forbid", allow_inf_nan=False)
+
+    def __init__(self, /, **fields: Any) -> None:
+        try:
+            super().__init__(**fields)
+        except ValidationError as error:
+            name = type(self).__name__
+            raise input_error(error, lambda key: f"{name}.{dotted(key)}" if key else name) from None
+
+    # Pydantic calls a custom __init__ for nested models too, which would hide the path of an error in them.
+    # This marks ours as equivalent to the inherited one, as pydantic's own RootModel does.
+    __init__.__pydantic_base_init__ = True  # type: ignore[attr-defined]
+
+    @model_validator(mode="before")
+    @classmethod
+    def _known_keys_only(cls, data: Any) -> Any:
+        if isinstance(data, Mapping):
+            for key in data:
+                if key not in cls.model_fields:
+                    raise broken(unknown_key(key, cls.model_fields), key=(str(key),))
+        return data
+
+    def replace(self, **changes: Any) -> Self:
+        """Return a copy with the given fields changed, checked like a new one."""
+        fields = {name: getattr(self, name) for name in type(self).model_fields}
+        return type(self)(**(fields | changes))
+
+
+Model = TypeVar("Model", bound=BaseModel)
+
+
+def checked(model: type[Model], data: object, locate: Callable[[Key], str]) -> Model:
+    """Validate ``data``; ``locate`` turns the key of the first broken rule into a location.
+
+    Raises
+    ------
+    InputError
+        For the first broken rule.
+    """
+    try:
+        return model.model_validate(data)
+    except ValidationError as error:
+        raise input_error(error, locate) from None
+
+
+def input_error(error: ValidationError, locate: Callable[[Key], str]) -> InputError:
+    """Translate the first error of a pydantic report."""
+    first = error.errors(include_url=False)[0]
+    context = first.get("ctx", {})
+    # Parts in angle brackets are tags of a union, not keys of the document.
+    key = tuple(part for part in first["loc"] if not str(part).startswith("<")) + context.get("key", ())
+    missing = first["type"] == "missing"
+    value = NO_VALUE if missing else context.get("value", first["input"])
+    if isinstance(value, Mapping | BaseModel):
+        value = NO_VALUE  # too long to help
+    return InputError(_rule_of(first), value, locate(key))
+
+
+def _rule_of(detail: ErrorDetails) -> str:
+    match detail["type"]:
+        case "rule":
+            return detail["msg"]
+        case "missing":
+            return "is required"
+        case "model_type" | "model_attributes_type" | "dict_type":
+            return "must be a mapping of keys to values"
+        case "tuple_type":
+            return "must be a list"
+        case "too_short":
+            return "must not be empty"
+        case _:
+            return detail["msg"].replace("Input should be", "must be").replace("a valid ", "")
+
+
+def broken(rule: str, *, key: Key = (), value: object = NO_VALUE) -> PydanticCustomError:
+    """Return the error a validator raises; ``key`` leads from the validated value to the one at fault."""
+    position = {"key": key, "value": value} if key else {}
+    return PydanticCustomError("rule", "{rule}", {"rule": rule, **position})
+
+
+def check_unique(key: str, names: Iterable[str], field: str = "name") -> set[str]:
+    """Return the names, of which the i-th is found under ``key[i].field``; raise for one that repeats."""
+    seen: set[str] = set()
+    for index, name in enumerate(names):
+        if name in seen:
+            raise broken("must be unique", key=(key, index, field), value=name)
+        seen.add(name)
+    return seen
+
+
+def unknown_key(key: object, valid: Iterable[str]) -> str:
+    """Return the rule that an unknown key breaks, with the nearest valid one or all of them."""
+    names = list(valid)
+    near = difflib.get_close_matches(str(key), names, n=1)
+    return (
+        f"unknown key; did you mean {near[0]!r}?"
+        if near
+        else f"unknown key; valid keys are {', '.join(names)}"
+    )
+
+
+def dotted(key: Key) -> str:
+    """Return ``adapters[1].rate_rps`` for ``("adapters", 1, "rate_rps")``."""
+    text = "".join(f"[{part}]" if isinstance(part, int) else f".{part}" for part in key)
+    return text.removeprefix(".")

@@ -1,0 +1,197 @@
+"""The parts of a plan: groups of identical GPUs, what they serve, and what is predicted of them."""
+
+from __future__ import annotations
+
+import itertools
+from typing import Literal, Self
+
+from pydantic import Field, model_validator
+
+from capplan.spec.base import SpecModel, broken, check_unique
+from capplan.spec.settings import Utilization
+from capplan.spec.types import Count, Flag, Fraction, LoraRank, Name, Natural, NonNegative, Rank, Share, Text
+
+
+class PlanEngine(SpecModel):
+    """The serving engine a plan is made for."""
+
+    name: Text = Field(description="Name of the engine, such as vllm.")
+    version: Text = Field(description="Version of the engine.")
+    rules: Text = Field(description="Serving rules the twin followed, such as vllm-0.8.")
+
+
+class EngineArgs(SpecModel):
+    """Engine flags of a group, named as in vLLM."""
+
+    max_loras: Count = Field(description="Adapter slots in GPU memory (A_max).")
+    max_lora_rank: LoraRank = Field(description="Rank every slot is sized for (S_max).")
+    max_cpu_loras: Count | None = Field(None, description="Adapters kept in host memory; null: all of them.")
+    max_num_seqs: Count = Field(description="Most requests running at once.")
+    max_num_batched_tokens: Count = Field(description="Most tokens computed in one step.")
+    gpu_memory_utilization: Utilization = Field(description="Share of GPU memory the engine may use.")
+    max_model_len: Count = Field(description="Longest prompt + output, in tokens.")
+
+
+class PlanAdapter(SpecModel):
+    """An adapter on a group, with the share of its traffic that goes there."""
+
+    name: Name = Field(description="Name of the adapter.")
+    rank: Rank = Field(description="LoRA rank.")
+    rate_rps: NonNegative = Field(
+        description="Rate of all the adapter's requests, over all groups, per second."
+    )
+    path: Text | None = Field(None, description="Where the weights are.")
+    share: Share = Field(description="Share of the adapter's requests that goes to this group.")
+
+
+class Wrs(SpecModel):
+    """Weighted request size: (a * prompt / max + b * output / max) * adapter bytes / max; ratios end at 1."""
+
+    a: NonNegative = Field(description="Weight of the prompt.")
+    b: NonNegative = Field(description="Weight of the predicted output.")
+    max_prompt_tokens: Count = Field(description="Prompt length that counts as 1, in tokens.")
+    max_output_tokens: Count = Field(description="Output length that counts as 1, in tokens.")
+    max_adapter_bytes: Count = Field(description="Adapter size that counts as 1, in bytes.")
+
+
+class QueueClass(SpecModel):
+    """One queue: requests up to a size, and the tokens it may have in execution."""
+
+    upper_wrs: NonNegative | None = Field(description="Largest size in this queue; null in the last.")
+    quota_tokens: Count = Field(description="Tokens this queue may have in execution.")
+
+
+class Queues(SpecModel):
+    """Queues by request size."""
+
+    wrs: Wrs = Field(description="How the size of a request is computed.")
+    classes: tuple[QueueClass, ...] = Field(min_length=1, description="Queues by ascending size.")
+
+    @model_validator(mode="after")
+    def _ascending_and_open(self) -> Self:
+        uppers = [queue.upper_wrs for queue in self.classes]
+        if uppers[-1] is not None:
+            raise broken("must be null in the last class", key=("classes", len(uppers) - 1, "upper_wrs"))
+        for index, (low, high) in enumerate(itertools.pairwise([-1.0, *uppers[:-1]])):
+            if low is None or high is None or high <= low:
+                raise broken(
+                    "must be a number above the class before", key=("classes", index, "upper_wrs"), value=high
+                )
+        return self
+
+
+class Cache(SpecModel):
+    """How adapters are evicted from the group's caches."""
+
+    policy: Text = Field(description="Name of the eviction policy, such as lru, chameleon or gdsf.")
+    weights: dict[str, float] = Field({}, description="Weights of the policy's terms, by name.")
+
+
+class Percentiles(SpecModel):
+    """Distribution of a latency over completed requests; null where none completed."""
+
+    mean: NonNegative | None = Field(None, description="Mean.")
+    p50: NonNegative | None = Field(None, description="Median.")
+    p95: NonNegative | None = Field(None, description="95th percentile.")
+    p99: NonNegative | None = Field(None, description="99th percentile.")
+
+
+class Predicted(SpecModel):
+    """What one GPU of the group is predicted to do."""
+
+    throughput_tok_s: NonNegative = Field(
+        description="Input + output tokens of completed requests per second."
+    )
+    low_tok_s: NonNegative = Field(description="Lower end of the throughput's interval.")
+    high_tok_s: NonNegative = Field(description="Upper end of the throughput's interval.")
+    ttft_s: Percentiles = Field(Percentiles(), description="Time to first token, in seconds.")
+    tpot_ms: Percentiles = Field(Percentiles(), description="Time per output token after the first, in ms.")
+    served_fraction: Fraction = Field(description="Tokens of completed requests / tokens submitted.")
+    kv_tokens: Natural = Field(description="Tokens the KV cache holds.")
+    load_over_capacity: NonNegative | None = Field(None, description="Offered load / sustainable load.")
+    source: Text = Field(description="Where the numbers come from, such as twin or surrogate.")
+
+    @model_validator(mode="after")
+    def _ordered_interval(self) -> Self:
+        if self.low_tok_s > self.high_tok_s:
+            raise broken("must not be below low_tok_s", key=("high_tok_s",), value=self.high_tok_s)
+        return self
+
+
+class Binds(SpecModel):
+    """The constraint that keeps a group from serving more."""
+
+    resource: Literal["kv", "slots", "compute", "slo"] = Field(description="What runs out first.")
+    value: float = Field(strict=True, description="The number that binds; note says what it is.")
+    note: str = Field(description="The constraint in words.")
+
+
+class Group(SpecModel):
+    """Identical GPUs that serve the same adapters."""
+
+    id: Name = Field(description="Identity of the group within the plan.")
+    replicas: Count = Field(description="How many identical instances.")
+    pool: Name | None = Field(None, description="Pool the GPUs come from; null without pools.")
+    gpu: Text = Field(description="Kind of GPU.")
+    tp: Count = Field(1, description="GPUs per instance (tensor parallelism).")
+    profile: Text = Field(description="Profile the predictions rest on.")
+    engine_args: EngineArgs = Field(description="Engine flags.")
+    adapters: tuple[PlanAdapter, ...] = Field(min_length=1, description="Adapters served, with their shares.")
+    queues: Queues | None = Field(None, description="Queues by request size; null: one queue.")
+    cache: Cache | None = Field(None, description="Eviction policy; null: the engine's own.")
+    predicted: Predicted = Field(description="What one instance is predicted to do.")
+    binds: Binds | None = Field(
+        None, description="What keeps the group from serving more; null: nothing in sight."
+    )
+
+    @model_validator(mode="after")
+    def _adapters_fit(self) -> Self:
+        check_unique("adapters", (adapter.name for adapter in self.adapters))
+        for index, adapter in enumerate(self.adapters):
+            if adapter.rank > self.engine_args.max_lora_rank:
+                limit = self.engine_args.max_lora_rank
+                at = ("adapters", index, "rank")
+                raise broken(
+                    f"must not exceed engine_args.max_lora_rank, which is {limit}", key=at, value=adapter.rank
+                )
+        return self
+
+
+class Totals(SpecModel):
+    """Size and price of the plan."""
+
+    gpus: Count = Field(description="GPUs used.")
+    lower_bound_gpus: Natural = Field(description="No plan can use fewer GPUs than this.")
+    usd_per_hour: NonNegative | None = Field(None, description="Price per hour; null without prices.")
+
+
+class Move(SpecModel):
+    """A change from the plan in force: an adapter placed, taken away, or moved."""
+
+    adapter: Name = Field(description="Name of the adapter.")
+    from_group: Name | None = Field(None, description="Group it leaves; null: newly placed.")
+    to_group: Name | None = Field(None, description="Group it goes to; null: taken away.")
+    share: Share = Field(1.0, description="Share of the adapter's requests that moves.")
+
+
+class GroupVerification(SpecModel):
+    """Verdict of the twin on one group."""
+
+    id: Name = Field(description="Group the verdict is on.")
+    ok: Flag = Field(description="Whether every rule held on every seed.")
+    served_fraction: Fraction = Field(description="Least over the seeds.")
+    throughput_tok_s: NonNegative = Field(description="Mean over the seeds.")
+    ttft_p99_s: NonNegative | None = Field(
+        None, description="Largest over the seeds; null if none completed."
+    )
+    note: str = Field("", description="What failed, in words.")
+
+
+class Verification(SpecModel):
+    """What the twin says of the plan, on seeds the search has not seen."""
+
+    ok: Flag = Field(description="Whether every group passed.")
+    seeds: tuple[Natural, ...] = Field(description="Seeds used.")
+    duration_s: NonNegative = Field(description="Simulated seconds per seed.")
+    min_served_fraction: Fraction = Field(description="Least over groups and seeds.")
+    groups: tuple[GroupVerification, ...] = Field((), description="Verdict per group.")

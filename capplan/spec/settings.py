@@ -1,0 +1,123 @@
+"""Settings a workload may fix: latency objectives, engine flags, GPUs."""
+
+from __future__ import annotations
+
+from enum import StrEnum
+from typing import Annotated, Any, Self
+
+from pydantic import Field, Strict, model_validator
+
+from capplan.spec.base import SpecModel, broken
+from capplan.spec.types import Count, LoraRank, Name, NonNegative, Positive, Share, Text, rule
+
+Ratio = Annotated[float, Strict(), Field(ge=1), rule("must be a finite number >= 1")]
+
+
+class Objective(StrEnum):
+    """What a plan should make as small, or as large, as it can."""
+
+    MIN_GPUS = "min_gpus"
+    MIN_COST = "min_cost"
+    MIN_LATENCY = "min_latency"
+    MAX_THROUGHPUT = "max_throughput"
+
+
+def _bound(metric: str, statistic: str, unit: str) -> Any:
+    which = {"mean": "Mean", "p50": "Median"}.get(statistic, f"{statistic[1:]}th percentile")
+    return Field(None, description=f"Upper bound: {which.lower()} {metric}, in {unit}.")
+
+
+class Slo(SpecModel):
+    """Service-level objectives; every bound given must hold on every GPU.
+
+    TTFT = time to first token; E2E = arrival to last token; TPOT = (E2E - TTFT) / (output tokens - 1);
+    TPT = E2E / output tokens; ITL = gap between consecutive tokens.
+    """
+
+    ttft_mean_s: Positive | None = _bound("time to first token", "mean", "s")
+    ttft_p50_s: Positive | None = _bound("time to first token", "p50", "s")
+    ttft_p95_s: Positive | None = _bound("time to first token", "p95", "s")
+    ttft_p99_s: Positive | None = _bound("time to first token", "p99", "s")
+    e2e_mean_s: Positive | None = _bound("time from arrival to last token", "mean", "s")
+    e2e_p50_s: Positive | None = _bound("time from arrival to last token", "p50", "s")
+    e2e_p95_s: Positive | None = _bound("time from arrival to last token", "p95", "s")
+    e2e_p99_s: Positive | None = _bound("time from arrival to last token", "p99", "s")
+    tpot_mean_ms: Positive | None = _bound("time per output token after the first", "mean", "ms")
+    tpot_p50_ms: Positive | None = _bound("time per output token after the first", "p50", "ms")
+    tpot_p95_ms: Positive | None = _bound("time per output token after the first", "p95", "ms")
+    tpot_p99_ms: Positive | None = _bound("time per output token after the first", "p99", "ms")
+    tpt_mean_ms: Positive | None = _bound("end-to-end time per output token", "mean", "ms")
+    tpt_p50_ms: Positive | None = _bound("end-to-end time per output token", "p50", "ms")
+    tpt_p95_ms: Positive | None = _bound("end-to-end time per output token", "p95", "ms")
+    tpt_p99_ms: Positive | None = _bound("end-to-end time per output token", "p99", "ms")
+    itl_mean_ms: Positive | None = _bound("inter-token latency", "mean", "ms")
+    itl_p50_ms: Positive | None = _bound("inter-token latency", "p50", "ms")
+    itl_p95_ms: Positive | None = _bound("inter-token latency", "p95", "ms")
+    itl_p99_ms: Positive | None = _bound("inter-token latency", "p99", "ms")
+    tpt_over_base: Ratio | None = Field(
+        None,
+        description="A request is good when its TPT is at most this multiple of the mean TPT without LoRA.",
+    )
+    attainment: Share | None = Field(
+        None, description="Least share of good requests; goes with tpt_over_base."
+    )
+    served_fraction: Share = Field(
+        0.9, description="Least tokens of completed requests / tokens submitted; below it a GPU starves."
+    )
+
+    @model_validator(mode="after")
+    def _pairs(self) -> Self:
+        if (self.tpt_over_base is None) != (self.attainment is None):
+            raise broken("tpt_over_base and attainment go together: give both or neither")
+        return self
+
+    def latency_bounds(self) -> dict[str, float]:
+        """Return the latency bounds that are set: key (``"ttft_p99_s"``) to value, in the key's unit."""
+        bounds = {
+            name: getattr(self, name) for name in type(self).model_fields if name.endswith(("_s", "_ms"))
+        }
+        return {name: value for name, value in bounds.items() if value is not None}
+
+
+Utilization = Annotated[
+    float, Strict(), Field(gt=0, le=1), rule("must be a number above 0 and at most 1, such as 0.9")
+]
+
+
+class EngineConfig(SpecModel):
+    """Engine flags, named as in vLLM: a value is fixed, an absent one is the planner's choice."""
+
+    max_num_seqs: Count | None = Field(None, description="Most requests running at once on one GPU.")
+    max_num_batched_tokens: Count | None = Field(None, description="Most tokens computed in one step.")
+    max_model_len: Count | None = Field(None, description="Longest prompt + output, in tokens.")
+    gpu_memory_utilization: Utilization | None = Field(
+        None, description="Share of GPU memory the engine may use."
+    )
+    max_loras: Count | None = Field(None, description="Adapter slots in GPU memory (A_max).")
+    max_lora_rank: LoraRank | None = Field(None, description="Rank every slot is sized for (S_max).")
+    max_cpu_loras: Count | None = Field(
+        None, description="Adapters kept in host memory; absent: all of them fit."
+    )
+
+    @model_validator(mode="after")
+    def _consistent(self) -> Self:
+        for small, large in (("max_loras", "max_cpu_loras"), ("max_num_seqs", "max_num_batched_tokens")):
+            low, high = getattr(self, small), getattr(self, large)
+            if low is not None and high is not None and high < low:
+                raise broken(f"must be at least {small}, which is {low}", key=(large,), value=high)
+        return self
+
+
+class Gpus(SpecModel):
+    """GPUs of one kind that a plan may use."""
+
+    count: Count = Field(description="How many GPUs a plan may use.")
+
+
+class Pool(SpecModel):
+    """GPUs of one kind among several, with their own profile and price."""
+
+    name: Name = Field(description="Name of the pool, which adapters refer to.")
+    profile: Text = Field(description="Name of a shipped profile, or path of a profile JSON.")
+    count: Count = Field(description="How many GPUs of this pool a plan may use.")
+    usd_per_hour: NonNegative | None = Field(None, description="Price of one GPU in US dollars per hour.")

@@ -1,0 +1,186 @@
+"""A recorded stream of requests, kept for replay."""
+
+from __future__ import annotations
+
+import hashlib
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any, Final
+
+from pydantic_core import CoreSchema, core_schema
+
+from capplan.errors import InputError
+from capplan.spec.types import MAX_TOKENS
+
+if TYPE_CHECKING:
+    import numpy as np
+    from numpy.typing import ArrayLike, NDArray
+    from pydantic import GetCoreSchemaHandler
+
+NS_PER_S: Final = 1_000_000_000
+_MAX_DURATION_S: Final = 9e9  # int64 nanoseconds end at 292 years
+
+
+@dataclass(frozen=True, eq=False)
+class Trace:
+    """Requests as they came, sorted by arrival; the arrays are read-only. Build it with :meth:`from_arrays`.
+
+    Attributes
+    ----------
+    names : tuple of str
+        Adapters of the trace.
+    arrival_ns : ndarray of int64, shape (n,)
+        Arrival times in nanoseconds from the start of the trace.
+    adapter : ndarray of int32, shape (n,)
+        Position of each request's adapter in ``names``.
+    prompt_tokens, output_tokens : ndarray of int32, shape (n,)
+        Lengths in tokens.
+    duration_s : float
+        Length of the recording in seconds: the denominator of rates.
+    """
+
+    names: tuple[str, ...]
+    arrival_ns: NDArray[np.int64]
+    adapter: NDArray[np.int32]
+    prompt_tokens: NDArray[np.int32]
+    output_tokens: NDArray[np.int32]
+    duration_s: float
+
+    @classmethod
+    def from_arrays(
+        cls,
+        arrival_s: ArrayLike,
+        adapter: Sequence[str],
+        prompt_tokens: ArrayLike,
+        output_tokens: ArrayLike,
+        duration_s: float | None = None,
+    ) -> Trace:
+        """Check and keep four columns of equal length; ``adapter`` holds names.
+
+        Parameters
+        ----------
+        duration_s : float, optional
+            Length of the recording in seconds; the last arrival by default.
+
+        Raises
+        ------
+        InputError
+            Located at the column: arrivals not finite, negative or not sorted, lengths not whole numbers
+            of at least 1 token, an adapter without a name, or a duration that ends before the last arrival.
+        """
+        import numpy as np
+
+        arrivals = _arrivals(arrival_s)
+        end_s = float(arrivals[-1]) if duration_s is None else duration_s
+        if not (0 < end_s <= _MAX_DURATION_S and end_s >= arrivals[-1]):
+            raise InputError("must be above 0 and not end before the last arrival", end_s, "duration_s")
+        names, position = _names(adapter)
+        lengths = (_lengths("prompt_tokens", prompt_tokens), _lengths("output_tokens", output_tokens))
+        if len({len(arrivals), len(position), len(lengths[0]), len(lengths[1])}) != 1:
+            raise InputError("columns must be equally long")
+        return cls._frozen(names, np.rint(arrivals * NS_PER_S).astype(np.int64), position, *lengths, end_s)
+
+    @classmethod
+    def _frozen(cls, names: tuple[str, ...], *columns: Any) -> Trace:
+        for array in columns[:-1]:
+            array.setflags(write=False)
+        return cls(names, *columns)
+
+    @classmethod
+    def __get_pydantic_core_schema__(cls, source: Any, handler: GetCoreSchemaHandler) -> CoreSchema:
+        """Documents hold a trace as it is, and write its digest."""
+        written = core_schema.plain_serializer_function_ser_schema(cls.digest, when_used="json")
+        return core_schema.is_instance_schema(cls, serialization=written)
+
+    def __len__(self) -> int:
+        return len(self.arrival_ns)
+
+    def subset(self, shares: Mapping[str, float]) -> Trace:
+        """Return the requests of the adapters in ``shares``, thinned evenly to each one's share.
+
+        Of an adapter's k requests so far, floor(k * share) are kept; nothing is drawn at random.
+        """
+        import numpy as np
+
+        names = tuple(name for name in self.names if name in shares)
+        share = np.array([shares.get(name, 0.0) for name in self.names])
+        keep = share[self.adapter] == 1
+        for position in np.flatnonzero((share > 0) & (share < 1)):
+            mine = np.flatnonzero(self.adapter == position)
+            due = np.floor(np.arange(len(mine) + 1) * share[position] + 1e-9)
+            keep[mine[np.diff(due) > 0]] = True
+        renumber = (np.cumsum(share > 0) - 1).astype(np.int32)
+        columns = (self.arrival_ns, renumber[self.adapter], self.prompt_tokens, self.output_tokens)
+        return self._frozen(names, *(column[keep] for column in columns), self.duration_s)
+
+    def lengths_by_adapter(self) -> dict[str, tuple[NDArray[np.int32], NDArray[np.int32]]]:
+        """Return the prompt and the output lengths of each adapter's requests, in tokens."""
+        import numpy as np
+
+        order = np.argsort(self.adapter, kind="stable")
+        cuts = np.cumsum(np.bincount(self.adapter, minlength=len(self.names)))[:-1]
+        prompts, outputs = (
+            np.split(column[order], cuts) for column in (self.prompt_tokens, self.output_tokens)
+        )
+        return dict(zip(self.names, zip(prompts, outputs, strict=True), strict=True))
+
+    def digest(self) -> str:
+        """Return the SHA-256 of the contents, in hexadecimal; the same on every machine."""
+        sha = hashlib.sha256(repr((self.names, self.duration_s)).encode())
+        for column in (self.arrival_ns, self.adapter, self.prompt_tokens, self.output_tokens):
+            sha.update(column.astype("<i8").tobytes())
+        return sha.hexdigest()
+
+    def __eq__(self, other: object) -> bool:
+        return isinstance(other, Trace) and self.digest() == other.digest()
+
+    def __hash__(self) -> int:
+        return hash((self.names, len(self), self.duration_s))
+
+
+def _arrivals(column: ArrayLike) -> NDArray[np.float64]:
+    import numpy as np
+
+    arrivals = _numbers("arrival_s", column)
+    if len(arrivals) == 0:
+        raise InputError("must hold at least one request", location="arrival_s")
+    _require("arrival_s", arrivals, np.isfinite(arrivals) & (arrivals >= 0), "must be finite seconds >= 0")
+    _require("arrival_s", arrivals, np.diff(arrivals, prepend=arrivals[0]) >= 0, "must be sorted by arrival")
+    return arrivals
+
+
+def _lengths(name: str, column: ArrayLike) -> NDArray[np.int32]:
+    import numpy as np
+
+    tokens = _numbers(name, column)
+    whole = (tokens >= 1) & (tokens <= MAX_TOKENS) & (tokens == np.floor(tokens))
+    _require(name, tokens, whole, f"must be whole numbers of tokens from 1 to {MAX_TOKENS}")
+    return tokens.astype(np.int32)
+
+
+def _names(column: Sequence[str]) -> tuple[tuple[str, ...], NDArray[np.int32]]:
+    """Return the distinct names, in order of first use, and each request's position among them."""
+    import numpy as np
+
+    positions: dict[str, int] = {}
+    index = np.empty(len(column), dtype=np.int32)
+    for row, name in enumerate(column):
+        if not isinstance(name, str) or not name:
+            raise InputError(f"must name an adapter (row {row + 1})", name, "adapter")
+        index[row] = positions.setdefault(name, len(positions))
+    return tuple(positions), index
+
+
+def _numbers(name: str, column: ArrayLike) -> NDArray[np.float64]:
+    import numpy as np
+
+    array = np.asarray(column)
+    if array.ndim != 1 or array.dtype.kind not in "iuf":
+        raise InputError("must be a column of numbers", location=name)
+    return array.astype(np.float64)
+
+
+def _require(name: str, column: NDArray[np.float64], holds: NDArray[np.bool_], rule: str) -> None:
+    if not holds.all():
+        row = int(holds.argmin())
+        raise InputError(f"{rule} (row {row + 1})", float(column[row]), name)

@@ -1,0 +1,215 @@
+"""The workload: which adapters, how often, how long, and what the plan should achieve."""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import math
+from collections.abc import Iterable, Mapping
+from enum import StrEnum
+from pathlib import PurePath
+from typing import Annotated, Any, Self
+
+from pydantic import BeforeValidator, Field, Strict, model_validator
+from pydantic.json_schema import SkipJsonSchema
+
+from capplan.errors import InputError
+from capplan.spec.base import Key, SpecModel, broken, check_unique
+from capplan.spec.lengths import Lengths
+from capplan.spec.settings import EngineConfig, Gpus, Objective, Pool, Slo
+from capplan.spec.trace import Trace
+from capplan.spec.types import Count, Name, Natural, NonNegative, Rank, Text, rule
+
+
+class Arrivals(StrEnum):
+    """How requests of one adapter follow each other in time."""
+
+    POISSON = "poisson"
+
+
+def _sequence_of_names(value: Any) -> Any:
+    if isinstance(value, str):
+        raise broken("must be a list of adapter names")
+    return value
+
+
+AdapterNames = Annotated[tuple[Name, ...], BeforeValidator(_sequence_of_names)]
+
+
+class AdapterFields(SpecModel):
+    """What an adapter and an entry of a workload file have in common."""
+
+    name: Name = Field(description="Name of the adapter, as requests give it.")
+    rank: Rank = Field(description="LoRA rank, 1 to 512.")
+    rate_rps: NonNegative = Field(
+        description="Mean arrival rate in requests per second; 0 = idle, but deployed."
+    )
+    path: Text | None = Field(None, description="Where the weights are: a directory, a hub id or a URL.")
+    pool: Name | None = Field(None, description="Pool the adapter must be served from.")
+    max_replicas: Count | None = Field(None, description="Most GPUs that may share this adapter's traffic.")
+    apart_from: AdapterNames = Field((), description="Adapters that must not be on the same GPU.")
+    together_with: AdapterNames = Field((), description="Adapters that must be on the same GPU.")
+
+
+class Adapter(AdapterFields):
+    """A LoRA adapter and its traffic."""
+
+    prompt_tokens: Lengths | None = Field(None, description="Prompt lengths; absent: the workload's.")
+    output_tokens: Lengths | None = Field(None, description="Output lengths; absent: the workload's.")
+
+
+Headroom = Annotated[
+    float, Strict(), Field(ge=0, lt=1), rule("must be a number from 0 to below 1, such as 0.1")
+]
+
+
+class PlanningWishes(SpecModel):
+    """What a workload and a workload file have in common."""
+
+    base_model: Text = Field(description="Hugging Face id of the model the adapters belong to.")
+    profile: Text | None = Field(None, description="Name of a shipped profile, or path of a profile JSON.")
+    gpus: Gpus | None = Field(None, description="GPUs a plan may use, beside profile.")
+    pools: tuple[Pool, ...] = Field((), description="GPUs of several kinds, instead of profile and gpus.")
+    engine: EngineConfig = Field(EngineConfig(), description="Engine flags that are fixed.")
+    slo: Slo = Field(Slo(), description="Service-level objectives.")
+    objective: Objective = Field(Objective.MIN_GPUS, description="What the plan should optimise.")
+    headroom: Headroom = Field(0.1, description="Share of each GPU's capacity that stays free.")
+    previous_plan: Text | None = Field(None, description="Plan in force, to keep adapters where they are.")
+
+    @model_validator(mode="after")
+    def _consistent_pools(self) -> Self:
+        if self.pools and (self.profile is not None or self.gpus is not None):
+            raise broken("replaces profile and gpus: give one or the other", key=("pools",))
+        check_unique("pools", [pool.name for pool in self.pools])
+        if self.objective is Objective.MIN_COST:
+            if not self.pools:
+                raise broken("min_cost needs pools, each with usd_per_hour", key=("objective",))
+            for index, pool in enumerate(self.pools):
+                if pool.usd_per_hour is None:
+                    raise broken("is required for objective min_cost", key=("pools", index, "usd_per_hour"))
+        return self
+
+
+class Workload(PlanningWishes):
+    """Everything a planner needs to know, self-contained and immutable.
+
+    Rates are Poisson means unless a trace is given, which is then replayed.
+    """
+
+    adapters: tuple[Adapter, ...] = Field(min_length=1, description="Adapters to serve.")
+    prompt_tokens: Lengths = Field(description="Prompt lengths of adapters without their own.")
+    output_tokens: Lengths = Field(description="Output lengths of adapters without their own.")
+    arrivals: Arrivals = Field(Arrivals.POISSON, description="Arrival process of each adapter.")
+    shared_prefix_tokens: Natural = Field(0, description="Tokens all prompts of an adapter begin with.")
+    trace: SkipJsonSchema[Trace | None] = Field(
+        None, description="Recorded requests, replayed instead of drawing."
+    )
+
+    @model_validator(mode="after")
+    def _consistent_adapters(self) -> Self:
+        names = check_unique("adapters", [adapter.name for adapter in self.adapters])
+        pools = {pool.name for pool in self.pools}
+        for index, adapter in enumerate(self.adapters):
+            _check_references(("adapters", index), adapter, names)
+            if adapter.pool is not None and adapter.pool not in pools:
+                raise broken(
+                    "must be the name of a pool", key=("adapters", index, "pool"), value=adapter.pool
+                )
+            largest = self.engine.max_lora_rank
+            if largest is not None and adapter.rank > largest:
+                at = ("adapters", index, "rank")
+                raise broken(
+                    f"must not exceed engine.max_lora_rank, which is {largest}", key=at, value=adapter.rank
+                )
+        return self
+
+    @model_validator(mode="after")
+    def _trace_of_these_adapters(self) -> Self:
+        if self.trace is not None:
+            unknown = set(self.trace.names) - {adapter.name for adapter in self.adapters}
+            if unknown:
+                raise broken(
+                    "holds requests of an adapter that is not in adapters", key=("trace",), value=min(unknown)
+                )
+        return self
+
+    @property
+    def total_rate_rps(self) -> float:
+        """Sum of the adapters' rates, in requests per second."""
+        return math.fsum(adapter.rate_rps for adapter in self.adapters)
+
+    def subset(self, names: Iterable[str], shares: Mapping[str, float] | None = None) -> Workload:
+        """Return the workload of one GPU: only these adapters, in this workload's order.
+
+        Parameters
+        ----------
+        names : iterable of str
+            Adapters to keep. Wishes that name an adapter left out (apart_from, together_with) are dropped.
+        shares : mapping of str to float, optional
+            Share of each adapter's requests, above 0 and at most 1; 1 where not given.
+            A trace is thinned evenly.
+
+        Raises
+        ------
+        InputError
+            For a name that is not in the workload, no name at all, or a share out of range.
+        """
+        wanted = set(names)
+        share_of = dict.fromkeys(wanted, 1.0) | dict(shares or {})
+        unknown = (wanted | share_of.keys()) - {adapter.name for adapter in self.adapters}
+        if unknown or not wanted or share_of.keys() - wanted:
+            culprit = min(unknown or share_of.keys() - wanted, default=())
+            raise InputError(
+                "must name adapters of the workload, at least one", culprit, "Workload.subset: names"
+            )
+        for name, share in share_of.items():
+            if not 0 < share <= 1:
+                raise InputError("must be above 0 and at most 1", share, f"Workload.subset: shares[{name!r}]")
+        # Every rule that held for the whole holds for the part, so the copies are not checked again.
+        adapters = tuple(_part(a, share_of[a.name], wanted) for a in self.adapters if a.name in wanted)
+        trace = None if self.trace is None else self.trace.subset(share_of)
+        return self.model_copy(update={"adapters": adapters, "trace": trace})
+
+    def digest(self) -> str:
+        """Return the SHA-256 of the canonical JSON, in hexadecimal; the same on every machine.
+
+        The plan in force is left out, and of a profile's path only the file name counts.
+        """
+        document = self.model_dump(mode="json", exclude={"previous_plan"}, exclude_none=True)
+        for holder in (document, *document["pools"]):
+            holder["profile"] = _portable(holder.get("profile"))
+        text = json.dumps(document, sort_keys=True, separators=(",", ":"), ensure_ascii=True, allow_nan=False)
+        return hashlib.sha256(text.encode()).hexdigest()
+
+
+def is_profile_path(profile: str) -> bool:
+    """Tell whether ``profile`` is a path (starts with ./, ../ or /, or ends in .json) or a shipped name."""
+    return profile.startswith(("./", "../", "/")) or profile.endswith(".json")
+
+
+def _portable(profile: str | None) -> str | None:
+    return PurePath(profile).name if profile is not None and is_profile_path(profile) else profile
+
+
+def _part(adapter: Adapter, share: float, names: set[str]) -> Adapter:
+    if share == 1 and not adapter.apart_from and not adapter.together_with:
+        return adapter
+    return adapter.model_copy(
+        update={
+            "rate_rps": adapter.rate_rps * share,
+            "apart_from": tuple(name for name in adapter.apart_from if name in names),
+            "together_with": tuple(name for name in adapter.together_with if name in names),
+        }
+    )
+
+
+def _check_references(at: Key, adapter: Adapter, names: set[str]) -> None:
+    for field in ("apart_from", "together_with"):
+        for index, other in enumerate(getattr(adapter, field)):
+            if other not in names or other == adapter.name:
+                raise broken(
+                    "must name another adapter of the workload", key=(*at, field, index), value=other
+                )
+    both = set(adapter.apart_from) & set(adapter.together_with)
+    if both:
+        raise broken("must not name an adapter of apart_from", key=(*at, "together_with"), value=min(both))

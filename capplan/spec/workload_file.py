@@ -1,0 +1,120 @@
+"""The schema of workload.yaml."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Annotated, Any, Literal, Self, TypeAlias
+
+from pydantic import Discriminator, Field, Tag, model_validator
+
+from capplan.spec.base import SpecModel, broken
+from capplan.spec.lengths import Lengths
+from capplan.spec.types import Count, Natural, Positive, Text
+from capplan.spec.workload import AdapterFields, Arrivals, PlanningWishes
+
+
+class LengthsFile(SpecModel):
+    """Lengths taken from one column of a file."""
+
+    file: Text = Field(
+        description="Parquet or CSV file with one request per row, relative to the workload file."
+    )
+    column: Text = Field(description="Column that holds the lengths, in tokens.")
+
+
+def _form_of_lengths(value: Any) -> str:
+    if isinstance(value, Mapping):
+        return "<file>" if "file" in value or "column" in value else "<lengths>"
+    return "<file>" if isinstance(value, LengthsFile) else "<lengths>"
+
+
+LengthsSource: TypeAlias = Annotated[
+    Annotated[Lengths, Tag("<lengths>")] | Annotated[LengthsFile, Tag("<file>")],
+    Discriminator(_form_of_lengths),
+]
+
+
+class AdapterEntry(AdapterFields):
+    """One adapter, or with ``count`` a group of them; ``{i}`` in a text stands for 0, 1, ... count - 1."""
+
+    count: Count | None = Field(None, description="How many adapters this entry stands for.")
+    prompt_tokens: LengthsSource | None = Field(
+        None, description="Prompt lengths; absent: those of requests."
+    )
+    output_tokens: LengthsSource | None = Field(
+        None, description="Output lengths; absent: those of requests."
+    )
+
+    @model_validator(mode="after")
+    def _numbered_names(self) -> Self:
+        if self.count is None and "{i}" in self.name:
+            raise broken("goes with count, which is absent", key=("name",), value=self.name)
+        if (self.count or 1) > 1 and "{i}" not in self.name:
+            raise broken("must contain {i}, so that names differ", key=("name",), value=self.name)
+        return self
+
+
+class RequestsEntry(SpecModel):
+    """What all adapters' requests have in common."""
+
+    prompt_tokens: LengthsSource | None = Field(
+        None, description="Prompt lengths, in tokens; required without a trace."
+    )
+    output_tokens: LengthsSource | None = Field(
+        None, description="Output lengths, in tokens; required without a trace."
+    )
+    arrivals: Arrivals = Field(Arrivals.POISSON, description="Arrival process of each adapter.")
+    shared_prefix_tokens: Natural = Field(0, description="Tokens all prompts of an adapter begin with.")
+
+
+class TraceEntry(SpecModel):
+    """Recorded requests to replay."""
+
+    file: Text = Field(
+        description="Parquet or CSV file with columns arrival_s, adapter, prompt_tokens, output_tokens."
+    )
+    ranks: Text = Field(
+        description="CSV file with columns name, rank and, if wanted, path: the adapters of the trace."
+    )
+    duration_s: Positive | None = Field(
+        None, description="Length of the recording in seconds; absent: until the last arrival."
+    )
+
+
+def _form_of_adapters(value: Any) -> str:
+    return "<csv>" if isinstance(value, str) else "<list>"
+
+
+AdaptersSource: TypeAlias = Annotated[
+    Annotated[tuple[AdapterEntry, ...], Field(min_length=1), Tag("<list>")] | Annotated[Text, Tag("<csv>")],
+    Discriminator(_form_of_adapters),
+]
+
+
+class WorkloadFile(PlanningWishes):
+    """A workload file as it is written; :func:`~capplan.spec.load.load_workload` resolves it."""
+
+    version: Literal[1] = Field(1, description="Version of this format.")
+    requests: RequestsEntry = Field(
+        RequestsEntry(),
+        description="Lengths, arrivals and shared prefix; adapters may have lengths of their own.",
+    )
+    adapters: AdaptersSource | None = Field(
+        None,
+        description="List of adapters, or name of a CSV file with columns name, rank, rate_rps[, path].",
+    )
+    trace: TraceEntry | None = Field(None, description="Recorded requests, instead of adapters.")
+
+    @model_validator(mode="after")
+    def _one_source_of_each(self) -> Self:
+        if not self.pools and self.profile is None:
+            raise broken("is required, unless pools are given", key=("profile",))
+        if (self.adapters is None) == (self.trace is None):
+            raise broken("must give adapters or trace, one of the two")
+        for name in ("prompt_tokens", "output_tokens"):
+            given = getattr(self.requests, name) is not None
+            if given and self.trace is not None:
+                raise broken("does not go with trace, which holds the lengths", key=("requests", name))
+            if not given and self.trace is None:
+                raise broken("is required", key=("requests", name))
+        return self

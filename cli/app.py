@@ -1,0 +1,56 @@
+"""The application: its commands and the options that all of them share."""
+
+from __future__ import annotations
+
+from typing import Annotated
+
+import typer
+
+from capplan.cli.explain import explain
+from capplan.cli.export import export
+from capplan.cli.plan import plan
+from capplan.cli.profiles import profiles
+from capplan.cli.reporting import ReportingGroup
+from capplan.cli.schema import schema
+from capplan.cli.simulate import simulate
+
+
+def _show_version(wanted: bool) -> None:
+    if wanted:
+        import capplan
+
+        typer.echo(f"capplan {capplan.__version__}")
+        raise typer.Exit
+
+
+def _shared_options(
+    version: Annotated[
+        bool,
+        typer.Option(
+            "--version", callback=_show_version, is_eager=True, help="Print the version and stop."
+        ),
+    ] = False,
+    debug: Annotated[bool, typer.Option("--debug", help="Show the traceback of an error.")] = False,
+) -> None:
+    """From a workload file to a multi-LoRA serving plan that is verified before anyone deploys it.
+
+    Exit status: 0 done, 1 a verification disagrees, 2 something given is wrong, 3 no plan is possible.
+    """
+
+
+app = typer.Typer(
+    name="capplan",
+    cls=ReportingGroup,
+    callback=_shared_options,
+    no_args_is_help=True,
+    add_completion=False,
+    pretty_exceptions_enable=False,
+    context_settings={"help_option_names": ["-h", "--help"]},
+)
+for command in (plan, simulate, explain, export, profiles, schema):
+    app.command()(command)
+
+
+def main() -> None:
+    """Run the command line; never returns."""
+    app(prog_name="capplan")

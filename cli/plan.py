@@ -1,0 +1,122 @@
+"""`capplan plan`: from a workload file to a verified plan."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Annotated
+
+import typer
+
+from capplan.cli.console import DASH, console, counted, number, percent, table
+from capplan.cli.inputs import AsJson, ProfileName, WorkloadFile, chosen_profile
+from capplan.cli.output import require_writable_file
+from capplan.cli.progress import announce_compilation, progress_bars
+
+if TYPE_CHECKING:
+    from rich.table import Table
+
+    from capplan.spec import Group, Plan
+
+_DISAGREES = 1
+
+
+def plan(
+    workload: WorkloadFile,
+    output: Annotated[
+        str | None,
+        typer.Option("--output", "-o", metavar="FILE", help="Write the plan here: all of it or nothing."),
+    ] = None,
+    profile: ProfileName = None,
+    gpus: Annotated[
+        int | None,
+        typer.Option("--gpus", metavar="N", help="GPUs the plan may use; default: the workload's."),
+    ] = None,
+    solver: Annotated[str, typer.Option("--solver", metavar="NAME", help="How to place.")] = "capplan",
+    seed: Annotated[int, typer.Option("--seed", metavar="N", help="Same seed, same plan.")] = 0,
+    verify: Annotated[
+        bool, typer.Option("--verify/--no-verify", help="Have the twin confirm every group.")
+    ] = True,
+    as_json: AsJson = False,
+    quiet: Annotated[bool, typer.Option("--quiet", "-q", help="Print nothing but errors.")] = False,
+) -> None:
+    """Plan which adapters share which GPUs and with which engine settings, and verify it with the twin."""
+    from capplan.spec import load_workload
+
+    if output is not None:
+        require_writable_file(output)
+    wishes = load_workload(workload)
+    chosen = chosen_profile(wishes, profile)
+    announce_compilation(quiet=quiet)
+    from capplan import planner
+
+    with progress_bars(quiet=quiet) as on_progress:
+        result = planner.plan(
+            wishes,
+            gpus=gpus,
+            profile=chosen,
+            solver=solver,
+            seed=seed,
+            verify=verify,
+            progress=on_progress,
+        )
+    if output is not None:
+        result.to_json(output)
+    if as_json:
+        typer.echo(result.to_json(), nl=False)
+    elif not quiet:
+        out = console()
+        out.print(groups_table(result))
+        out.print(_summary(result, output))
+    if verify and not result.verification.ok:
+        raise typer.Exit(_DISAGREES)
+
+
+def groups_table(plan: Plan) -> Table:
+    """Return one row per group; predictions are for one GPU of it."""
+    rows = table(
+        "group", "profile", "adapters", "rate\nreq/s", "max\nloras", "max lora\nrank", "KV\ntokens",
+        "tok/s\n(low..high)", "TTFT p99\ns", "TPOT p99\nms", "served", "binds", numbers_from=2,
+    )  # fmt: skip
+    for group in plan.groups:
+        predicted, args = group.predicted, group.engine_args
+        throughput = (predicted.throughput_tok_s, predicted.low_tok_s, predicted.high_tok_s)
+        rows.add_row(
+            group.id if group.replicas == 1 else f"{group.id} ×{group.replicas}",
+            group.profile,
+            f"{len(group.adapters):,}",
+            number(group_rate_rps(group), 2),
+            str(args.max_loras),
+            str(args.max_lora_rank),
+            number(predicted.kv_tokens),
+            "{}\n({}..{})".format(*map(number, throughput)),
+            number(predicted.ttft_s.p99, 2),
+            number(predicted.tpot_ms.p99, 1),
+            percent(predicted.served_fraction),
+            DASH if group.binds is None else group.binds.resource,
+        )
+    return rows
+
+
+def group_rate_rps(group: Group) -> float:
+    """Return the rate of all requests that reach a group, over its replicas, in requests per second."""
+    return sum(adapter.rate_rps * adapter.share for adapter in group.adapters)
+
+
+def verdict(plan: Plan) -> str:
+    """Return in words what the twin says of a plan."""
+    check = plan.verification
+    if not check.seeds:
+        return "not verified"
+    tried = f"on {counted(len(check.seeds), 'seed')} × {check.duration_s:g} s"
+    served = f"at least {percent(check.min_served_fraction)} of the tokens served"
+    if check.ok:
+        return f"verified {tried}, {served}"
+    failed = ", ".join(group.id for group in check.groups if not group.ok)
+    return f"VERIFICATION DISAGREES {tried}, {served}; failing: {failed or 'the plan as a whole'}"
+
+
+def _summary(plan: Plan, output: str | None) -> str:
+    totals = plan.totals
+    price = "" if totals.usd_per_hour is None else f", {totals.usd_per_hour:,.2f} USD per hour"
+    written = "not written (-o FILE writes it)" if output is None else f"written to {output}"
+    gpus = f"{counted(totals.gpus, 'GPU')} (lower bound {totals.lower_bound_gpus})"
+    return f"{gpus}{price}; {verdict(plan)}; {written}"

@@ -1,0 +1,98 @@
+"""`capplan profiles`: which profiles are shipped, and what one rests on."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Annotated
+
+import typer
+
+from capplan.cli.console import DASH, console, number, print_json, table
+from capplan.cli.inputs import AsJson
+
+if TYPE_CHECKING:
+    from rich.console import Console
+
+    from capplan.spec import FittedModel, Profile
+
+_PARTS = ("step_latency", "memory", "loading", "host")
+
+
+def profiles(
+    name: Annotated[
+        str | None, typer.Argument(metavar="[NAME]", help="Shipped name or path: show this one in full.")
+    ] = None,
+    as_json: AsJson = False,
+) -> None:
+    """List the shipped profiles, or show one with its coefficients, ranges and source."""
+    from capplan.datasets import list_profiles, load_profile
+
+    if name is not None:
+        profile = load_profile(name)
+        print_json(profile.model_dump(mode="json")) if as_json else _show(console(), profile)
+        return
+    shipped = {each: load_profile(each) for each in list_profiles()}
+    if as_json:
+        print_json([_summary(each, profile) for each, profile in shipped.items()])
+        return
+    rows = table("profile", "GPU", "model", "engine", "provenance", "fit error")
+    for each, profile in shipped.items():
+        engine = f"{profile.engine.name} {profile.engine.version}"
+        fit = profile.step_latency.fit
+        error = f"{fit.error:.3g} ({fit.error_formula})"
+        rows.add_row(each, profile.gpu.name, profile.model.name, engine, profile.provenance.kind, error)
+    console().print(rows)
+
+
+def _summary(name: str, profile: Profile) -> dict[str, object]:
+    fit = profile.step_latency.fit
+    return {
+        "name": name,
+        "gpu": profile.gpu.name,
+        "tp": profile.tp,
+        "model": profile.model.name,
+        "engine": profile.engine.name,
+        "engine_version": profile.engine.version,
+        "rules": profile.engine.rules,
+        "provenance": profile.provenance.kind,
+        "fit_error": fit.error,
+        "fit_error_formula": fit.error_formula,
+    }
+
+
+def _show(out: Console, profile: Profile) -> None:
+    engine, origin = profile.engine, profile.provenance
+    licence = f", {origin.license}" if origin.license else ""
+    out.print(f"{profile.name}")
+    out.print(f"  GPU         {profile.gpu.name}, {profile.gpu.memory_bytes / 2**30:.1f} GiB, tp {profile.tp}")
+    out.print(f"  model       {profile.model.name}: {', '.join(profile.model.hf_ids)}")
+    out.print(f"  engine      {engine.name} {engine.version}, rules {engine.rules}, kernel {engine.kernel}")
+    out.print(f"  provenance  {origin.kind}: {origin.source}{licence}")
+    out.print(f"  made by     {origin.command}")
+    if origin.notes:
+        out.print(f"  notes       {origin.notes}")
+    for part in _PARTS:
+        _show_part(out, part, getattr(profile, part))
+
+
+def _show_part(out: Console, part: str, model: FittedModel) -> None:
+    fit = model.fit
+    out.print(f"\n{part}: {model.form}")
+    out.print(f"  fitted on {fit.samples:,} samples of {fit.source}")
+    errors = {"error": fit.error, "cross-validated": fit.cross_validated_error, "largest": fit.max_error}
+    told = ", ".join(f"{what} {value:.3g}" for what, value in errors.items() if value is not None)
+    out.print(f"  {told} ({fit.error_formula})")
+    rows = table("coefficient", "value", "standard error", numbers_from=1)
+    for name, coefficient in model.coefficients.items():
+        error = DASH if coefficient.std_error is None else f"{coefficient.std_error:.2g}"
+        rows.add_row(name, f"{coefficient.value:.6g}", error)
+    if model.coefficients:
+        out.print(rows)
+    if model.fitted_range:
+        ranges = table("fitted over", "from", "to", numbers_from=1)
+        for name, (low, high) in model.fitted_range.items():
+            ranges.add_row(name, number(low, _decimals(low)), number(high, _decimals(high)))
+        out.print(ranges)
+
+
+def _decimals(value: float) -> int:
+    return 0 if float(value).is_integer() else 3

@@ -1,0 +1,67 @@
+"""Profiles as files: the shipped ones by name, anybody's by path."""
+
+from __future__ import annotations
+
+import difflib
+import os
+from pathlib import Path
+from typing import Final
+
+from capplan.errors import InputError
+from capplan.spec import Profile, read_text
+from capplan.spec.base import checked, dotted
+from capplan.spec.plan import parse_json
+from capplan.spec.workload import is_profile_path
+
+_SHIPPED: Final = Path(__file__).parent / "profiles"
+
+
+def list_profiles() -> tuple[str, ...]:
+    """Return the names of the shipped profiles, sorted: ``GPU/MODEL/ENGINE-VERSION``."""
+    files = _SHIPPED.glob("*/*/*.json")
+    return tuple(sorted(file.relative_to(_SHIPPED).as_posix().removesuffix(".json") for file in files))
+
+
+def load_profile(name_or_path: str | os.PathLike[str]) -> Profile:
+    """Return a shipped profile, or one from a file.
+
+    Parameters
+    ----------
+    name_or_path : str or path-like
+        A name of :func:`list_profiles`, or the path of a profile JSON.
+
+    Raises
+    ------
+    InputError
+        For an unknown name, with the nearest shipped one; for a file that is unreadable, not JSON or
+        against the schema, as ``FILE: key: rule (got VALUE)``.
+    """
+    name = os.fspath(name_or_path)
+    if not is_profile_path(name):
+        shipped = list_profiles()
+        if name in shipped:
+            return _read(_SHIPPED / f"{name}.json")
+        if not _is_file(name):
+            raise InputError(_unknown(name, shipped), name, "profile")
+    return _read(Path(name))
+
+
+def _read(path: Path) -> Profile:
+    document = parse_json(read_text(path), str(path))
+    return checked(Profile, document, lambda key: f"{path}: {dotted(key)}" if key else str(path))
+
+
+def _is_file(name: str) -> bool:
+    try:
+        return Path(name).is_file()
+    except (OSError, ValueError):  # too long for a path, or with a null byte: then it is no file
+        return False
+
+
+def _unknown(name: str, shipped: tuple[str, ...]) -> str:
+    rule = "must be the path of a profile JSON or the name of a shipped profile"
+    if not shipped:
+        return rule
+    near = difflib.get_close_matches(name, shipped, n=1)
+    hint = f"did you mean {near[0]!r}? " if near else ""
+    return f"{rule}; {hint}shipped: {', '.join(shipped)}"

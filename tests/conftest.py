@@ -1,0 +1,20 @@
+import os
+from pathlib import Path
+
+import pytest
+from hypothesis import settings
+
+REFERENCE_DIR = Path(__file__).resolve().parents[2] / "shared" / "reference"
+
+# CI must give the same answer twice: fixed examples, no deadline on a busy machine.
+settings.register_profile("ci", deadline=None, derandomize=True, max_examples=25)
+settings.register_profile("dev", deadline=None, max_examples=50)
+settings.load_profile("ci" if os.environ.get("CI") else "dev")
+
+
+@pytest.fixture(scope="session")
+def reference_dir() -> Path:
+    """Other people's measurements and recordings, kept in a folder beside the checkout."""
+    if not REFERENCE_DIR.is_dir():
+        pytest.skip("no ../shared/reference beside the checkout: published measurements are not at hand")
+    return REFERENCE_DIR

@@ -1,0 +1,60 @@
+import json
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+import capplan
+
+ROOT = Path(__file__).resolve().parents[1]
+HEAVY = ("numba", "pandas", "sklearn", "torch", "xgboost")
+
+
+def loaded_after(statement: str) -> list[str]:
+    """Return which heavy libraries a fresh interpreter has loaded after the statement."""
+    program = f"{statement}\nimport json, sys\nprint(json.dumps([m for m in {HEAVY!r} if m in sys.modules]))"
+    done = subprocess.run(
+        [sys.executable, "-c", program], cwd=ROOT, capture_output=True, text=True, check=True, timeout=120
+    )
+    result: list[str] = json.loads(done.stdout.splitlines()[-1])
+    return result
+
+
+def test_importing_capplan_loads_no_heavy_library() -> None:
+    assert loaded_after("import capplan") == []
+
+
+def test_listing_the_public_names_loads_no_heavy_library() -> None:
+    assert loaded_after("import capplan; dir(capplan); capplan.__version__; capplan.errors") == []
+
+
+def test_loaded_after_sees_a_heavy_library() -> None:
+    assert "pandas" in loaded_after("import pandas")
+
+
+@pytest.mark.parametrize("statement", ["from capplan import simulate", "from capplan import plan"])
+def test_planning_and_simulating_load_no_torch(statement: str) -> None:
+    assert "torch" not in loaded_after(statement)
+
+
+@pytest.mark.parametrize("name", capplan.__all__)
+def test_every_public_name_resolves(name: str) -> None:
+    assert getattr(capplan, name) is not None
+
+
+def test_dir_is_the_public_surface() -> None:
+    assert sorted(dir(capplan)) == sorted(capplan.__all__)
+
+
+def test_an_unknown_name_is_an_attribute_error_that_names_it() -> None:
+    with pytest.raises(AttributeError, match="no attribute 'simulatte'"):
+        capplan.simulatte  # type: ignore[attr-defined]  # noqa: B018
+
+
+def test_the_module_runs_from_a_bare_checkout() -> None:
+    done = subprocess.run(
+        [sys.executable, "-m", "capplan", "--help"], cwd=ROOT, capture_output=True, text=True, timeout=120
+    )
+    assert done.returncode == 0, done.stderr
+    assert "plan" in done.stdout

@@ -1,0 +1,98 @@
+import re
+import tomllib
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).resolve().parents[1]
+LINKED = ("cli", "datasets", "models", "profiling", "twin")
+OUTSIDE = (".ci", "benchmarks", "docs", "examples", "tests")
+MAX_LINES = 300
+TEXT_SUFFIXES = {".cfg", ".csv", ".json", ".md", ".out", ".py", ".sh", ".toml", ".txt", ".yaml", ".yml"}
+MACHINE_PATH = re.compile(r"(?<![\w.$}~-])/(?:work|root|home|Users)/")
+
+
+def real_files(*folders: str) -> Iterator[Path]:
+    """Files below the folders; rglob does not enter the links, so each file comes once."""
+    for folder in folders:
+        for path in sorted((ROOT / folder).rglob("*")):
+            if path.is_file() and "__pycache__" not in path.parts:
+                yield path
+
+
+def table_names(page: str) -> list[str]:
+    """What stands in back quotes in the first column of the tables of a page."""
+    text = (ROOT / "docs" / page).read_text(encoding="utf-8")
+    return re.findall(r"^\| `([^`]+)` \|", text, flags=re.MULTILINE)
+
+
+def packages() -> set[str]:
+    found = real_files("capplan", *LINKED)
+    return {f"{path.parent.relative_to(ROOT)}/" for path in found if path.name == "__init__.py"}
+
+
+def declared_dependencies() -> set[str]:
+    project = tomllib.loads((ROOT / "pyproject.toml").read_text(encoding="utf-8"))["project"]
+    groups = [project["dependencies"], *project["optional-dependencies"].values()]
+    return {re.split(r"[<>=!~;\[ ]", requirement)[0] for group in groups for requirement in group}
+
+
+def test_map_names_every_package_and_no_other() -> None:
+    assert set(table_names("map.md")) - {f"{name}/" for name in OUTSIDE} == packages()
+
+
+def test_map_names_no_folder_twice() -> None:
+    names = table_names("map.md")
+    assert len(names) == len(set(names))
+
+
+@pytest.mark.parametrize("folder", OUTSIDE)
+def test_map_names_the_folders_outside_the_package(folder: str) -> None:
+    assert f"{folder}/" in table_names("map.md")
+    assert (ROOT / folder).is_dir()
+
+
+def test_every_dependency_is_explained_and_every_explained_one_is_declared() -> None:
+    assert set(table_names("dependencies.md")) == declared_dependencies()
+
+
+@pytest.mark.parametrize("folder", LINKED)
+def test_side_folder_is_tied_in_by_a_relative_link(folder: str) -> None:
+    link = ROOT / "capplan" / folder
+    assert link.is_symlink()
+    assert link.readlink() == Path("..") / folder
+    assert (ROOT / folder).is_dir()
+    assert not (ROOT / folder).is_symlink()
+
+
+def test_no_module_is_longer_than_three_hundred_lines() -> None:
+    lines = {
+        str(path.relative_to(ROOT)): len(path.read_text(encoding="utf-8").splitlines())
+        for path in real_files("capplan", "benchmarks", "examples", *LINKED)
+        if path.suffix == ".py"
+    }
+    assert {name: count for name, count in lines.items() if count > MAX_LINES} == {}
+
+
+def test_no_file_names_a_path_of_one_machine() -> None:
+    top = (path for path in ROOT.iterdir() if path.is_file())
+    offenders = [
+        str(path.relative_to(ROOT))
+        for path in (*top, *real_files("capplan", *LINKED, *OUTSIDE))
+        if (path.suffix in TEXT_SUFFIXES or path.name in ("Makefile", "run"))
+        and MACHINE_PATH.search(path.read_text(encoding="utf-8"))
+    ]
+    assert offenders == []
+
+
+def test_constraints_pin_exactly_what_the_tests_install() -> None:
+    lines = (ROOT / "constraints.txt").read_text(encoding="utf-8").splitlines()
+    pins = [line for line in lines if line and not line.startswith("#")]
+    assert [pin for pin in pins if not re.fullmatch(r"[\w.-]+==[\w.]+", pin)] == []
+    pinned = {pin.split("==")[0].lower().replace("_", "-") for pin in pins}
+    project = tomllib.loads((ROOT / "pyproject.toml").read_text(encoding="utf-8"))["project"]
+    extras = project["optional-dependencies"]
+    wanted = [*project["dependencies"], *extras["dev"], *extras["bench"], "torch"]
+    assert {re.split(r"[<>=!~;\[ ]", name)[0].lower() for name in wanted} - pinned == set()
+    assert "triton" not in pinned

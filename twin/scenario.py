@@ -1,0 +1,125 @@
+"""What one simulated instance needs: requests, limits, costs; all plain arrays and numbers, for both forms of the twin."""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+import numpy as np
+from numpy.typing import NDArray
+
+from capplan.errors import InputError
+from capplan.models.loading import disk_load_ms, gpu_load_ms
+from capplan.models.memory import require_kv_tokens
+from capplan.models.step_latency import coefficient_array, latency_form
+from capplan.serving import Limits, serving_rules
+from capplan.spec import Profile, Workload
+from capplan.workload import Requests, draw_requests
+
+NS_PER_S = 1_000_000_000
+NS_PER_MS = 1_000_000
+
+
+class Costs(NamedTuple):
+    """Everything that takes time, as compiled code reads it."""
+
+    form: int
+    """Code of the step-latency form."""
+    coefficients: NDArray[np.float64]
+    a_max: int
+    s_max: int
+    slots_per_adapter: float
+    load_ns: NDArray[np.int64]
+    """Copy of each adapter from host to GPU, shape (adapters + 1,); entry 0 is the base model."""
+    disk_ns: NDArray[np.int64]
+    """Read of each adapter from disk, same shape."""
+
+
+class Scenario(NamedTuple):
+    """One instance under one stream of requests."""
+
+    requests: Requests
+    limits: Limits
+    num_blocks: int
+    costs: Costs
+    horizon_ns: int
+    max_in_flight: int
+    """Most requests in the engine at once; further arrivals are rejected."""
+
+    @property
+    def adapters(self) -> int:
+        """Number of adapters."""
+        return self.costs.load_ns.size - 1
+
+
+def build_scenario(
+    workload: Workload,
+    profile: Profile,
+    *,
+    a_max: int,
+    s_max: int,
+    duration_s: float,
+    seed: int,
+    max_num_seqs: int,
+    max_num_batched_tokens: int,
+    max_cpu_loras: int | None,
+    max_model_len: int,
+    gpu_memory_utilization: float,
+    max_in_flight: int | None,
+) -> Scenario:
+    """Check the settings, size the memory and draw the requests; see `simulate` for the parameters."""
+    adapters = len(workload.adapters)
+    host_slots = adapters if max_cpu_loras is None else max_cpu_loras
+    largest_rank = max(a.rank for a in workload.adapters)
+    for name, value in (("a_max", a_max), ("max_num_seqs", max_num_seqs), ("max_model_len", max_model_len)):
+        if value < 1:
+            raise InputError("must be >= 1", value, name)
+    if s_max < largest_rank:
+        raise InputError(f"must be at least the largest adapter rank, {largest_rank}", s_max, "s_max")
+    if max_cpu_loras is not None and max_cpu_loras < min(a_max, adapters):
+        raise InputError(f"must be at least a_max, {a_max}", max_cpu_loras, "max_cpu_loras")
+    if max_num_batched_tokens < 1:
+        raise InputError("must be >= 1", max_num_batched_tokens, "max_num_batched_tokens")
+    if not 0.0 < duration_s < float("inf"):
+        raise InputError("must be a finite number > 0", duration_s, "duration_s")
+    if not 0.0 < gpu_memory_utilization <= 1.0:
+        raise InputError("must be in (0, 1]", gpu_memory_utilization, "gpu_memory_utilization")
+    if max_in_flight is not None and max_in_flight < 1:
+        raise InputError("must be >= 1", max_in_flight, "max_in_flight")
+    kv = require_kv_tokens(profile, a_max, s_max, gpu_memory_utilization, max_num_seqs, max_model_len)
+    num_blocks = kv // profile.engine.block_size
+    rules = serving_rules(profile.engine.rules)
+    limits = Limits(
+        max_num_seqs=max_num_seqs,
+        max_num_batched_tokens=max_num_batched_tokens,
+        max_model_len=max_model_len,
+        max_loras=a_max,
+        max_cpu_loras=max(host_slots, 1),
+        block_size=profile.engine.block_size,
+        watermark_blocks=int(rules.watermark * num_blocks),
+        long_prefill_tokens=rules.long_prefill_tokens,
+        reserve_full_sequence=int(rules.reserve_full_sequence),
+    )
+    requests = draw_requests(workload, duration_s, seed, max_model_len)
+    return Scenario(
+        requests=requests,
+        limits=limits,
+        num_blocks=num_blocks,
+        costs=build_costs(workload, profile, a_max, s_max),
+        horizon_ns=round(duration_s * NS_PER_S),
+        max_in_flight=max_in_flight if max_in_flight is not None else max(1, requests.arrival_ns.size),
+    )
+
+
+def build_costs(workload: Workload, profile: Profile, a_max: int, s_max: int) -> Costs:
+    """Evaluate the profile's models for these adapters and slots."""
+    gpu = [0.0, *(gpu_load_ms(profile.loading, a.rank, s_max) for a in workload.adapters)]
+    disk = [0.0, *(disk_load_ms(profile.loading, a.rank) for a in workload.adapters)]
+    return Costs(
+        form=latency_form(profile.step_latency.form).code,
+        coefficients=coefficient_array(profile.step_latency),
+        a_max=a_max,
+        s_max=s_max,
+        slots_per_adapter=min(1.0, a_max / len(workload.adapters)),
+        load_ns=np.round(np.array(gpu) * NS_PER_MS).astype(np.int64),
+        disk_ns=np.round(np.array(disk) * NS_PER_MS).astype(np.int64),
+    )
