@@ -26,9 +26,7 @@ def _show_version(wanted: bool) -> None:
 def _shared_options(
     version: Annotated[
         bool,
-        typer.Option(
-            "--version", callback=_show_version, is_eager=True, help="Print the version and stop."
-        ),
+        typer.Option("--version", callback=_show_version, is_eager=True, help="Print the version and stop."),
     ] = False,
     debug: Annotated[bool, typer.Option("--debug", help="Show the traceback of an error.")] = False,
 ) -> None:

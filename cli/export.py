@@ -6,6 +6,7 @@ from typing import Annotated
 
 import typer
 
+from capplan.cli.console import counted
 from capplan.cli.inputs import PlanFile
 from capplan.cli.output import require_writable_folder, write_folder
 from capplan.errors import InputError
@@ -23,9 +24,11 @@ def export(
     runtime_updates: Annotated[
         bool, typer.Option("--runtime-updates", help="Let clients load and unload adapters at run time.")
     ] = False,
-    force: Annotated[bool, typer.Option("--force", help="Replace the directory of an earlier export.")] = False,
+    force: Annotated[
+        bool, typer.Option("--force", help="Replace the directory of an earlier export.")
+    ] = False,
 ) -> None:
-    """Write launch scripts, one per server, and routing.json: which share of an adapter's requests goes where."""
+    """Write a launch script per server, and routing.json: which share of an adapter's requests goes where."""
     from capplan.deploy import EXPORTERS, TOP_NAMES
     from capplan.spec import Plan
 
@@ -35,4 +38,4 @@ def export(
     files = EXPORTERS[target](Plan.from_json(plan), port=port, runtime_updates=runtime_updates)
     scripts = frozenset(name for name in files if name.endswith(".sh"))
     write_folder(output, files, scripts)
-    typer.echo(f"{len(scripts)} launch script{'s' * (len(scripts) != 1)} and routing.json written to {output}")
+    typer.echo(f"{counted(len(scripts), 'launch script')} and routing.json written to {output}")

@@ -114,7 +114,7 @@ def _fill(folder: Path, files: Mapping[str, str], executable: frozenset[str]) ->
 
 
 def _swap(new: Path, target: Path, old: Path) -> None:
-    """Put ``new`` in the place of ``target``; what was there is at ``old`` afterwards, or back if this fails."""
+    """Put ``new`` in the place of ``target``; what was there is at ``old`` then, or back if this fails."""
     try:
         if target.is_dir():
             target.rename(old)

@@ -63,7 +63,8 @@ def _show(out: Console, profile: Profile) -> None:
     engine, origin = profile.engine, profile.provenance
     licence = f", {origin.license}" if origin.license else ""
     out.print(f"{profile.name}")
-    out.print(f"  GPU         {profile.gpu.name}, {profile.gpu.memory_bytes / 2**30:.1f} GiB, tp {profile.tp}")
+    memory_gib = profile.gpu.memory_bytes / 2**30
+    out.print(f"  GPU         {profile.gpu.name}, {memory_gib:.1f} GiB, tp {profile.tp}")
     out.print(f"  model       {profile.model.name}: {', '.join(profile.model.hf_ids)}")
     out.print(f"  engine      {engine.name} {engine.version}, rules {engine.rules}, kernel {engine.kernel}")
     out.print(f"  provenance  {origin.kind}: {origin.source}{licence}")

@@ -18,9 +18,9 @@ OnProgress: TypeAlias = Callable[[str, int, int], None]
 
 @contextmanager
 def progress_bars(*, quiet: bool = False) -> Iterator[OnProgress]:
-    """Give a callback that draws one bar per stage, with the time left; only on a terminal, and unless quiet."""
+    """Give a callback that draws a bar per stage with the time left, only on a terminal and unless quiet."""
     if quiet or not sys.stderr.isatty():
-        yield lambda stage, done, total: None
+        yield _ignore
         return
     tasks: dict[str, TaskID] = {}
     columns = (TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn(), TimeRemainingColumn())
@@ -32,6 +32,10 @@ def progress_bars(*, quiet: bool = False) -> Iterator[OnProgress]:
             bars.update(tasks[stage], completed=done, total=total)
 
         yield show
+
+
+def _ignore(stage: str, done: int, total: int) -> None:
+    """Show nothing."""
 
 
 def announce_compilation(*, quiet: bool = False) -> None:

@@ -3,11 +3,14 @@
 from __future__ import annotations
 
 from enum import StrEnum
-from typing import Annotated
+from typing import TYPE_CHECKING, Annotated
 
 import typer
 
 from capplan.cli.console import print_json
+
+if TYPE_CHECKING:
+    from pydantic import BaseModel
 
 
 class Document(StrEnum):
@@ -24,5 +27,9 @@ def schema(
     """Print the JSON Schema of plan.json, workload.yaml or a profile."""
     from capplan.spec import Plan, Profile, WorkloadFile
 
-    models = {Document.PLAN: Plan, Document.WORKLOAD: WorkloadFile, Document.PROFILE: Profile}
+    models: dict[Document, type[BaseModel]] = {
+        Document.PLAN: Plan,
+        Document.WORKLOAD: WorkloadFile,
+        Document.PROFILE: Profile,
+    }
     print_json(models[document].model_json_schema())

@@ -19,13 +19,6 @@ if TYPE_CHECKING:
 
     Outcome = SimulationResult | InfeasibleError
 
-_ENGINE_KEYS = (
-    "max_num_seqs",
-    "max_num_batched_tokens",
-    "max_cpu_loras",
-    "max_model_len",
-    "gpu_memory_utilization",
-)
 _ROWS = (  # metric of the result, its name with unit, decimals
     ("throughput_tok_s", "throughput, tok/s", 0),
     ("offered_tok_s", "offered, tok/s", 0),
@@ -66,7 +59,9 @@ def simulate(
     ] = 3600.0,
     seed: Annotated[int, typer.Option("--seed", metavar="N", help="Same seed, same result.")] = 0,
     max_num_seqs: Annotated[int | None, typer.Option("--max-num-seqs", metavar="N")] = None,
-    max_num_batched_tokens: Annotated[int | None, typer.Option("--max-num-batched-tokens", metavar="N")] = None,
+    max_num_batched_tokens: Annotated[
+        int | None, typer.Option("--max-num-batched-tokens", metavar="N")
+    ] = None,
     max_cpu_loras: Annotated[int | None, typer.Option("--max-cpu-loras", metavar="N")] = None,
     max_model_len: Annotated[int | None, typer.Option("--max-model-len", metavar="N")] = None,
     gpu_memory_utilization: Annotated[
@@ -143,8 +138,8 @@ def _slot_rank(given: int | None, workload: Workload) -> int:
 
 
 def _engine_settings(workload: Workload, **given: float | None) -> dict[str, Any]:
-    """Return the settings that the command line or else the workload gives; the twin has its own defaults."""
-    merged = {key: getattr(workload.engine, key) if given[key] is None else given[key] for key in _ENGINE_KEYS}
+    """Return the settings that the command line or else the workload gives; the twin has the defaults."""
+    merged = {key: getattr(workload.engine, key) if value is None else value for key, value in given.items()}
     return {key: value for key, value in merged.items() if value is not None}
 
 

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import hashlib
 import json
+import re
 import shlex
 from collections.abc import Iterable
 from typing import Any, Final
@@ -14,6 +15,7 @@ from typing import Any, Final
 from capplan.deploy.instances import ROUTING, Instance, instances
 from capplan.spec import EngineArgs, Group, Plan, PlanAdapter
 
+_FIRST_WITH_RANK_1: Final = (0, 11, 1)
 _ROOT: Final = '"$ADAPTER_ROOT"'
 
 
@@ -56,7 +58,7 @@ def _script(plan: Plan, server: Instance, digest: str, runtime_updates: bool) ->
         f"exec vllm serve {shlex.quote(plan.base_model)}",
         f'--port "${{PORT:-{server.port}}}"',
         f"--tensor-parallel-size {group.tp}",
-        *_engine_flags(group.engine_args, adapters=len(group.adapters)),
+        *_engine_flags(group.engine_args, len(group.adapters), plan.engine.version),
         '"$@"',  # before --lora-modules, which takes every word up to the next flag
         "--lora-modules",
         *(_lora_module(adapter) for adapter in group.adapters),
@@ -74,7 +76,8 @@ def _header(plan: Plan, server: Instance, digest: str) -> Iterable[str]:
     if group.queues is not None or group.cache is not None:
         yield "The plan's own queues and cache policy are left out: vLLM has no flags for them."
     if not plan.engine.rules.startswith("vllm"):
-        yield f"The plan was verified under the rules {_in_comment(plan.engine.rules)}, which vLLM does not follow."
+        rules = _in_comment(plan.engine.rules)
+        yield f"The plan was verified under the rules {rules}, which vLLM does not follow."
 
 
 def _in_comment(text: str) -> str:
@@ -82,16 +85,22 @@ def _in_comment(text: str) -> str:
     return json.dumps(text)
 
 
-def _engine_flags(args: EngineArgs, adapters: int) -> Iterable[str]:
+def _engine_flags(args: EngineArgs, adapters: int, version: str) -> Iterable[str]:
     host_slots = max(args.max_loras, adapters) if args.max_cpu_loras is None else args.max_cpu_loras
     yield "--enable-lora"
     yield f"--max-loras {args.max_loras}"
-    yield f"--max-lora-rank {args.max_lora_rank}"
+    yield f"--max-lora-rank {_accepted_rank(args.max_lora_rank, version)}"
     yield f"--max-cpu-loras {max(args.max_loras, host_slots)}"  # vLLM refuses fewer than max-loras
     yield f"--max-num-seqs {args.max_num_seqs}"
     yield f"--max-num-batched-tokens {args.max_num_batched_tokens}"
     yield f"--gpu-memory-utilization {args.gpu_memory_utilization:g}"
     yield f"--max-model-len {args.max_model_len}"
+
+
+def _accepted_rank(rank: int, version: str) -> int:
+    """Return the rank, or the least that the version takes: releases before 0.11.1 refuse 1."""
+    numbers = tuple(map(int, re.findall(r"\d+", version)[:3]))
+    return max(rank, 8) if numbers < _FIRST_WITH_RANK_1 else rank
 
 
 def _lora_module(adapter: PlanAdapter) -> str:

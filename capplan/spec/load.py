@@ -15,7 +15,7 @@ from capplan.spec.tables import read_adapters, read_lengths, read_trace
 from capplan.spec.trace import Trace
 from capplan.spec.workload import AdapterFields, PlanningWishes, Workload, is_profile_path
 from capplan.spec.workload_file import AdapterEntry, LengthsFile, TraceEntry, WorkloadFile
-from capplan.spec.yaml_source import YamlSource, read_yaml
+from capplan.spec.yaml_source import read_yaml
 
 _LENGTHS = ("prompt_tokens", "output_tokens")
 
@@ -32,7 +32,7 @@ def load_workload(path: str | os.PathLike[str]) -> Workload:
     """
     source = read_yaml(os.fspath(path))
     file = checked(WorkloadFile, source.data, source.locate)
-    reader = _Reader(source, Path(path).parent)
+    reader = _Reader(Path(path).parent)
     wishes = reader.wishes(file)
     if file.trace is not None:
         adapters, requests = reader.traced(file.trace)
@@ -53,8 +53,6 @@ def load_workload(path: str | os.PathLike[str]) -> Workload:
         match key:
             case ("adapters", int(index), *rest):
                 return source.locate((*adapters[index].key, *rest))
-            case (("prompt_tokens" | "output_tokens"), *_):
-                return source.locate(("requests", *key))
             case _:
                 return source.locate(key)
 
@@ -71,7 +69,6 @@ class _Placed:
 
 @dataclass(frozen=True)
 class _Reader:
-    source: YamlSource
     folder: Path
 
     def wishes(self, file: WorkloadFile) -> dict[str, Any]:

@@ -2,8 +2,8 @@
 
 Rounding and clipping move the mean (short requests are rounded up to 1 token, long ones cut), so the
 parameters of the gamma are solved for: its scale such that the mean of the result is exact, its shape such
-that the standard deviation is too, or as close as the clip allows without changing the shape more than fourfold.
-Below half a token of standard deviation rounding decides everything, and callers use a constant instead.
+that the standard deviation is too, or as close as the clip allows without changing the shape more than
+fourfold. Below half a token of standard deviation rounding decides everything: callers use a constant.
 """
 
 from __future__ import annotations

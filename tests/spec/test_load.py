@@ -133,7 +133,7 @@ def test_the_digest_does_not_depend_on_the_folder(tmp_path):
         (
             "[legal]",
             "[lawful]",
-            "workload.yaml:14: adapters[2].apart_from[0]: must name another adapter of the workload (got 'lawful')",
+            "workload.yaml:14: adapters[2].apart_from[0]: must name another adapter",
         ),
         (
             "name: legal",
@@ -179,7 +179,7 @@ def test_the_digest_does_not_depend_on_the_folder(tmp_path):
         (
             "mean: 223",
             "mean: on",
-            "workload.yaml:5: requests.prompt_tokens.mean: must be a number of tokens from 1 to 16777216 (got 'on')",
+            "workload.yaml:5: requests.prompt_tokens.mean: must be a number of tokens",
         ),
         (
             "mean: 223",

@@ -217,7 +217,7 @@ def test_a_write_that_fails_leaves_the_old_file_and_nothing_beside_it(tmp_path):
     with pytest.raises(InputError, match="cannot be written"):
         write_text_atomic(path, "\ud800")
     assert path.read_text() == "old"
-    assert os.listdir(tmp_path) == ["plan.json"]
+    assert list(tmp_path.iterdir()) == [path]
 
 
 def test_an_unwritable_output_is_an_input_error(tmp_path):

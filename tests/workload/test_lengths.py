@@ -31,11 +31,18 @@ def test_the_realised_spread_is_the_one_asked_for_where_the_clip_leaves_room(mea
     assert table.std_tokens == pytest.approx(std, rel=0.05)
 
 
-@pytest.mark.parametrize(("mean", "std"), [(1000, 1500), (1000, 300), (2000, 4000)])
+@pytest.mark.parametrize(("mean", "std"), [(1000, 1500), (1000, 300), (2000, 4000), (2040, 500)])
 def test_a_tight_clip_cuts_the_spread_but_not_the_mean(mean, std):
     table = length_table(Lengths(mean=mean, std=std), 2048)
     assert table.mean_tokens == pytest.approx(mean, rel=1e-3)
     assert table.std_tokens <= std * 1.001
+
+
+@pytest.mark.parametrize(
+    ("mean", "std", "limit"), [(130.25, 0.5, LIMIT), (3, 1, 4), (60, 50, 100), (1.01, 0.5, 64)]
+)
+def test_corners_keep_the_mean(mean, std, limit):
+    assert length_table(Lengths(mean=mean, std=std), limit).mean_tokens == pytest.approx(mean, rel=1e-3)
 
 
 @pytest.mark.parametrize(
@@ -46,10 +53,11 @@ def test_a_tight_clip_cuts_the_spread_but_not_the_mean(mean, std):
         (Lengths(mean=4096, std=10), 4096),
         (Lengths(mean=1, std=3), 4096),
         (Lengths(mean=10), 0),
+        (Lengths(mean=4096 - 1e-9, std=40_000), 4096),
     ],
 )
 def test_a_mean_that_cannot_be_reached_is_refused(lengths, limit):
-    with pytest.raises(InputError, match="must be|cannot be reached"):
+    with pytest.raises(InputError, match=r"must be|cannot be reached"):
         length_table(lengths, limit)
 
 

@@ -150,7 +150,7 @@ def test_a_shared_adapter_is_drawn_at_its_share_of_the_rate():
 
 @pytest.mark.parametrize(("duration_s", "limit_s"), [(3600, 0.010), (3600 * 48, 0.400)])
 def test_drawing_is_fast(duration_s, limit_s):
-    """27,000 requests of an hour in 10 ms, 1.3 million in 400 ms: the best of some runs, on a busy machine too."""
+    """27,000 requests of an hour in 10 ms, 1.3 million in 400 ms; the best of some runs."""
     w = workload([7.5 / 384] * 384)
     walls = []
     for seed in range(6):

@@ -1,0 +1,142 @@
+import os
+import signal
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+import capplan
+from capplan.errors import InfeasibleError, InputError
+from tests.cli.conftest import ROOT, Process, Run, command, environment, error_line
+from tests.cli.examples import small_plan
+
+COMMANDS = ("plan", "simulate", "explain", "export", "profiles", "schema")
+
+
+@pytest.mark.parametrize("arguments", [("--help",), *((name, "--help") for name in COMMANDS)])
+def test_help_is_at_hand(run: Run, arguments: tuple[str, ...]) -> None:
+    result = run(*arguments)
+    assert result.exit_code == 0
+    assert "Usage: capplan" in result.stdout
+
+
+def test_help_lists_every_command(run: Run) -> None:
+    text = run("--help").stdout
+    assert all(f" {name} " in text for name in COMMANDS)
+
+
+def test_the_documentation_names_every_command_and_flag() -> None:
+    import typer
+
+    from capplan.cli.app import app
+
+    text = (ROOT / "docs" / "cli.md").read_text(encoding="utf-8")
+    group = typer.main.get_command(app)
+    commands = group.commands  # type: ignore[attr-defined]
+    assert set(commands) == set(COMMANDS)
+    for name, each in commands.items():
+        start = text.index(f"## `capplan {name}`")
+        end = text.find("\n## ", start)
+        section = text[start : end if end > 0 else None]
+        flags = [flag for parameter in each.params for flag in parameter.opts if flag.startswith("--")]
+        assert [flag for flag in flags if f"`{flag}" not in section] == []
+
+
+def test_version_is_the_package_version(run: Run) -> None:
+    assert run("--version").stdout == f"capplan {capplan.__version__}\n"
+
+
+@pytest.mark.parametrize(
+    "arguments", [("simulte", "w.yaml"), ("plan", "w.yaml", "--gpu", "3"), ("plan",), ("plan", "w", "--gpus", "x")]
+)
+def test_wrong_usage_exits_2_without_a_traceback(run: Run, arguments: tuple[str, ...]) -> None:
+    result = run(*arguments)
+    assert result.exit_code == 2
+    assert "Traceback" not in result.output
+    assert result.stdout == ""
+
+
+def test_an_input_error_is_one_line(run: Run, tmp_path: Path) -> None:
+    assert "absent.json: cannot be read: No such file" in error_line(run("explain", tmp_path / "absent.json"))
+
+
+def test_debug_shows_the_traceback_before_the_line(run: Run, tmp_path: Path) -> None:
+    result = run("--debug", "explain", tmp_path / "absent.json")
+    assert result.exit_code == 2
+    assert "Traceback (most recent call last)" in result.stderr
+    assert result.stderr.splitlines()[-1].startswith("error: ")
+
+
+@pytest.mark.parametrize(
+    ("error", "status", "text"),
+    [
+        (InputError("must be so", 3, "key"), 2, "error: key: must be so (got 3)"),
+        (InfeasibleError("memory: too\nsmall", "memory"), 3, "error: memory: too small"),
+        (KeyboardInterrupt(), 130, "interrupted"),
+    ],
+)
+def test_every_kind_of_end_has_its_status(error: BaseException, status: int, text: str) -> None:
+    program = (
+        "import sys, pickle\n"
+        "from capplan import datasets\n"
+        "from capplan.errors import *\n"
+        f"def fail(): raise {error!r}\n"
+        "datasets.list_profiles = fail\n"
+        "from capplan.cli import main\n"
+        "sys.argv[1:] = ['profiles']\n"
+        "main()\n"
+    )
+    done = subprocess.run(
+        [sys.executable, "-c", program], cwd=ROOT, capture_output=True, text=True, timeout=120
+    )
+    assert (done.returncode, done.stdout, done.stderr) == (status, "", f"{text}\n")
+
+
+def test_a_reader_that_goes_away_is_no_error() -> None:
+    read, write = os.pipe()
+    os.close(read)
+    with os.fdopen(write, "wb") as closed:
+        done = subprocess.run(
+            command(["schema", "plan"]), env=environment(), stdout=closed, stderr=subprocess.PIPE, timeout=120
+        )
+    assert done.stderr == b""
+    assert done.returncode == 128 + signal.SIGPIPE
+
+
+def test_a_table_for_a_reader_that_goes_away_is_no_error(tmp_path: Path) -> None:
+    small_plan().to_json(tmp_path / "plan.json")
+    read, write = os.pipe()
+    os.close(read)
+    with os.fdopen(write, "wb") as closed:
+        done = subprocess.run(
+            command(["explain", tmp_path / "plan.json"]),
+            env=environment(),
+            stdout=closed,
+            stderr=subprocess.PIPE,
+            timeout=120,
+        )
+    assert (done.returncode, done.stderr) == (141, b"")
+
+
+@pytest.mark.parametrize(
+    "statement",
+    [
+        "import capplan.cli",
+        "from typer.testing import CliRunner; from capplan.cli.app import app; CliRunner().invoke(app, ['--help'])",
+        "from typer.testing import CliRunner; from capplan.cli.app import app; "
+        "CliRunner().invoke(app, ['schema', 'plan'])",
+    ],
+)
+def test_asking_for_help_loads_no_heavy_library(statement: str) -> None:
+    heavy = ("numba", "pandas", "sklearn", "torch", "xgboost", "optuna")
+    program = f"{statement}\nimport sys; print([name for name in {heavy!r} if name in sys.modules])"
+    done = subprocess.run(
+        [sys.executable, "-c", program], cwd=ROOT, capture_output=True, text=True, check=True, timeout=120
+    )
+    assert done.stdout.splitlines()[-1] == "[]"
+
+
+def test_the_module_and_the_function_are_one_command_line(process: Process, run: Run) -> None:
+    done = process("schema", "workload")
+    assert (done.returncode, done.stdout) == (0, run("schema", "workload").stdout)

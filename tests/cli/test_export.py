@@ -1,0 +1,87 @@
+import json
+import os
+from pathlib import Path
+
+import pytest
+
+from capplan.deploy import vllm_files
+from tests.cli.conftest import Run, error_line
+from tests.cli.examples import small_plan
+
+
+@pytest.fixture
+def plan_json(tmp_path: Path) -> Path:
+    small_plan().to_json(tmp_path / "plan.json")
+    return tmp_path / "plan.json"
+
+
+def contents(folder: Path) -> dict[str, str]:
+    return {str(path.relative_to(folder)): path.read_text() for path in folder.rglob("*") if path.is_file()}
+
+
+def test_the_directory_holds_exactly_what_the_exporter_returns(run: Run, plan_json: Path) -> None:
+    out = plan_json.parent / "deploy"
+    result = run("export", plan_json, "--target", "vllm", "-o", out, "--port", "9100")
+    assert result.exit_code == 0, result.output
+    assert result.stdout == f"3 launch scripts and routing.json written to {out}\n"
+    assert contents(out) == vllm_files(small_plan(), port=9100)
+    assert sorted(plan_json.parent.iterdir()) == [out, plan_json]
+
+
+def test_scripts_can_be_run_and_the_table_cannot(run: Run, plan_json: Path) -> None:
+    out = plan_json.parent / "deploy"
+    run("export", plan_json, "--target", "vllm", "-o", out, "--runtime-updates")
+    for script in (out / "launch").iterdir():
+        assert script.stat().st_mode & 0o111 == 0o111
+        assert "VLLM_ALLOW_RUNTIME_LORA_UPDATING" in script.read_text()
+    assert (out / "routing.json").stat().st_mode & 0o111 == 0
+
+
+def test_an_existing_directory_is_kept_unless_forced(run: Run, plan_json: Path) -> None:
+    out = plan_json.parent / "deploy"
+    first = ("export", plan_json, "--target", "vllm", "-o", out)
+    run(*first, "--port", "9100")
+    assert "exists already; --force replaces it" in error_line(run(*first, "--port", "9200"))
+    assert json.loads((out / "routing.json").read_text())["groups"]["g0"]["instances"][0]["port"] == 9100
+    assert run(*first, "--port", "9200", "--force").exit_code == 0
+    assert contents(out) == vllm_files(small_plan(), port=9200)
+    assert sorted(plan_json.parent.iterdir()) == [out, plan_json]
+
+
+def test_force_removes_no_file_that_no_export_wrote(run: Run, plan_json: Path) -> None:
+    out = plan_json.parent / "deploy"
+    out.mkdir()
+    (out / "thesis.tex").write_text("years of work")
+    line = error_line(run("export", plan_json, "--target", "vllm", "-o", out, "--force"))
+    assert "thesis.tex" in line
+    assert contents(out) == {"thesis.tex": "years of work"}
+
+
+def test_an_unknown_target_gets_the_known_ones(run: Run, plan_json: Path) -> None:
+    line = error_line(run("export", plan_json, "--target", "vlm", "-o", plan_json.parent / "deploy"))
+    assert "--target: must be one of vllm (got 'vlm')" in line
+    assert list(plan_json.parent.iterdir()) == [plan_json]
+
+
+@pytest.mark.parametrize("where", ["plan.json", "plan.json/deploy", "absent/deploy", "", "a\0b"])
+def test_an_impossible_directory_is_one_line(
+    run: Run, plan_json: Path, where: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(plan_json.parent)
+    error_line(run("export", plan_json, "--target", "vllm", "-o", where))
+    assert list(plan_json.parent.iterdir()) == [plan_json]
+
+
+def test_a_port_out_of_range_leaves_nothing(run: Run, plan_json: Path) -> None:
+    line = error_line(run("export", plan_json, "--target", "vllm", "-o", plan_json.parent / "d", "--port", "0"))
+    assert "port: must be from 1 to" in line
+    assert list(plan_json.parent.iterdir()) == [plan_json]
+
+
+def test_a_link_is_not_followed(run: Run, plan_json: Path) -> None:
+    target, link = plan_json.parent / "real", plan_json.parent / "link"
+    target.mkdir()
+    link.symlink_to(target)
+    error_line(run("export", plan_json, "--target", "vllm", "-o", link, "--force"))
+    assert link.readlink() == target
+    assert os.listdir(target) == []

@@ -1,0 +1,262 @@
+import hashlib
+import json
+import os
+import shlex
+import subprocess
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from capplan import errors
+from capplan.deploy import EXPORTERS, TOP_NAMES, vllm_files
+from capplan.spec import Cache, Group, Plan, PlanEngine, Totals, Verification
+from tests.cli.examples import MODEL, group, small_plan
+
+# The options of `vllm serve`, as its documentation names them, with the kind of their values.
+WHOLE_NUMBERS = {
+    "--port",
+    "--tensor-parallel-size",
+    "--max-loras",
+    "--max-lora-rank",
+    "--max-cpu-loras",
+    "--max-num-seqs",
+    "--max-num-batched-tokens",
+    "--max-model-len",
+}
+
+
+def plan_of(*groups: Group, **changes: Any) -> Plan:
+    """Return a plan of these groups alone."""
+    gpus = sum(g.replicas for g in groups)
+    check = Verification(ok=True, seeds=(1,), duration_s=60.0, min_served_fraction=1.0)
+    totals = Totals(gpus=gpus, lower_bound_gpus=1)
+    return small_plan(groups=groups, totals=totals, verification=check, **changes)
+
+
+def launched(
+    folder: Path, script: str, *arguments: str, **environment: str
+) -> tuple[list[str], dict[str, str], subprocess.CompletedProcess[str]]:
+    """Run a script with a `vllm` that records what it is given; return its arguments and environment."""
+    path, record = folder / "run.sh", folder / "record"
+    path.write_text(script)
+    fake = folder / "bin" / "vllm"
+    fake.parent.mkdir(exist_ok=True)
+    fake.write_text('#!/bin/sh\nprintf "%s\\0" "$@" > "$RECORD"\nenv -0 > "$RECORD.env"\n')
+    fake.chmod(0o755)
+    variables = {"PATH": f"{fake.parent}:{os.environ['PATH']}", "RECORD": str(record), **environment}
+    done = subprocess.run(
+        ["sh", str(path), *arguments], env=variables, capture_output=True, text=True, timeout=30
+    )
+    if not record.exists():
+        return [], {}, done
+    pairs = (record.with_name("record.env")).read_text().split("\0")
+    seen = dict(pair.split("=", 1) for pair in pairs if pair)
+    return record.read_text().split("\0")[:-1], seen, done
+
+
+def options(argv: list[str]) -> dict[str, list[str]]:
+    """Return the values of each option, as argparse would hand them to vLLM."""
+    assert argv[:2] == ["serve", MODEL]
+    result: dict[str, list[str]] = {}
+    for word in argv[2:]:
+        if word.startswith("--"):
+            assert word not in result
+            result[word] = []
+        else:
+            result[list(result)[-1]].append(word)
+    return result
+
+
+def only_script(plan: Plan, *, runtime_updates: bool = False) -> str:
+    files = vllm_files(plan, runtime_updates=runtime_updates)
+    (script,) = (text for name, text in files.items() if name.endswith(".sh"))
+    return script
+
+
+def test_one_script_per_group_and_replica_beside_the_routing_table() -> None:
+    assert set(vllm_files(small_plan())) == {
+        "launch/g0-1.sh",
+        "launch/g0-2.sh",
+        "launch/g1.sh",
+        "routing.json",
+    }
+    assert {name.split("/")[0] for name in vllm_files(small_plan())} == set(TOP_NAMES)
+
+
+@pytest.mark.parametrize("runtime_updates", [False, True])
+def test_every_script_is_shell(tmp_path: Path, runtime_updates: bool) -> None:
+    for name, text in vllm_files(small_plan(), runtime_updates=runtime_updates).items():
+        if name.endswith(".sh"):
+            done = subprocess.run(["bash", "-n"], input=text, capture_output=True, text=True, timeout=30)
+            assert (done.returncode, done.stderr) == (0, "")
+
+
+def test_vllm_is_given_every_setting_of_the_group(tmp_path: Path) -> None:
+    argv, _, done = launched(tmp_path, vllm_files(small_plan())["launch/g1.sh"], ADAPTER_ROOT="/adapters")
+    assert done.returncode == 0, done.stderr
+    given = options(argv)
+    assert given.pop("--enable-lora") == []
+    assert given.pop("--lora-modules") == ["b=/models/b", "shared=/adapters/shared"]
+    assert given.pop("--gpu-memory-utilization") == ["0.9"]
+    assert set(given) == WHOLE_NUMBERS
+    args = small_plan().groups[1].engine_args
+    assert {name: int(value) for name, (value,) in given.items()} == {
+        "--port": 8002,
+        "--tensor-parallel-size": 1,
+        "--max-loras": args.max_loras,
+        "--max-lora-rank": args.max_lora_rank,
+        "--max-cpu-loras": 2,
+        "--max-num-seqs": args.max_num_seqs,
+        "--max-num-batched-tokens": args.max_num_batched_tokens,
+        "--max-model-len": args.max_model_len,
+    }
+
+
+def test_servers_of_one_host_never_share_a_port() -> None:
+    routing = json.loads(vllm_files(small_plan(), port=9000)["routing.json"])
+    ports = [each["port"] for part in routing["groups"].values() for each in part["instances"]]
+    assert ports == [9000, 9001, 9002]
+
+
+def test_port_and_further_flags_come_from_the_caller(tmp_path: Path) -> None:
+    script = vllm_files(small_plan())["launch/g0-1.sh"]
+    argv, _, _ = launched(tmp_path, script, "--api-key", "a b", PORT="1234", ADAPTER_ROOT="/with space")
+    given = options(argv)
+    assert given["--port"] == ["1234"]
+    assert given["--api-key"] == ["a b"]
+    assert given["--lora-modules"] == ["a=/with space/a", "shared=/with space/shared"]
+
+
+def test_a_missing_adapter_root_stops_the_script_and_says_so(tmp_path: Path) -> None:
+    argv, _, done = launched(tmp_path, vllm_files(small_plan())["launch/g0-1.sh"])
+    assert argv == []
+    assert done.returncode != 0
+    assert "ADAPTER_ROOT: must name the directory" in done.stderr
+
+
+def test_no_adapter_root_is_asked_for_when_every_path_is_known(tmp_path: Path) -> None:
+    script = only_script(plan_of(group("g", adapters=(("a", 8, 1.0, "org/a"),))))
+    argv, _, done = launched(tmp_path, script)
+    assert done.returncode == 0
+    assert options(argv)["--lora-modules"] == ["a=org/a"]
+
+
+def test_all_adapters_stay_on_the_host_unless_the_plan_says_otherwise(tmp_path: Path) -> None:
+    many = tuple((f"a{i}", 8, 1.0, "p") for i in range(7))
+    for wanted, flag in ((None, ["7"]), (3, ["3"])):
+        script = only_script(plan_of(group("g", adapters=many, max_cpu_loras=wanted)))
+        assert options(launched(tmp_path, script)[0])["--max-cpu-loras"] == flag
+
+
+def test_host_slots_never_fall_below_gpu_slots(tmp_path: Path) -> None:
+    script = only_script(plan_of(group("g", adapters=(("a", 8, 1.0, "p"),), max_loras=4)))
+    assert options(launched(tmp_path, script)[0])["--max-cpu-loras"] == ["4"]
+
+
+@pytest.mark.parametrize(
+    ("version", "flag"), [("0.8.5", "8"), ("0.11.0", "8"), ("0.11.1", "1"), ("0.32.0rc1", "1")]
+)
+def test_rank_1_is_raised_where_the_release_refuses_it(tmp_path: Path, version: str, flag: str) -> None:
+    engine = PlanEngine(name="vllm", version=version, rules="vllm-0.8")
+    plan = plan_of(group("g", adapters=(("a", 1, 1.0, "p"),), max_lora_rank=1), engine=engine)
+    assert options(launched(tmp_path, only_script(plan))[0])["--max-lora-rank"] == [flag]
+
+
+def test_runtime_updates_are_allowed_only_on_request(tmp_path: Path) -> None:
+    plan = plan_of(group("g", adapters=(("a", 8, 1.0, "p"),)))
+    variable = "VLLM_ALLOW_RUNTIME_LORA_UPDATING"
+    assert variable not in launched(tmp_path, only_script(plan))[1]
+    assert launched(tmp_path, only_script(plan, runtime_updates=True))[1][variable] == "True"
+
+
+HOSTILE = ("$(touch pwned)", "`touch pwned`", "';touch pwned;'", '"&touch pwned', "a\\b", "*", "~", "é漢")
+
+
+@pytest.mark.parametrize("text", HOSTILE)
+def test_no_text_of_a_plan_reaches_the_shell(tmp_path: Path, text: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+    name = text.replace(" ", "_")
+    part = group("g", adapters=((name, 8, 1.0, f"/p/{text}"), (f"{name}2", 8, 1.0, None)))
+    argv, _, done = launched(tmp_path, only_script(plan_of(part)), ADAPTER_ROOT="/r")
+    assert done.returncode == 0, done.stderr
+    assert options(argv)["--lora-modules"] == [f"{name}=/p/{text}", f"{name}2=/r/{name}2"]
+    assert not (tmp_path / "pwned").exists()
+
+
+def test_a_line_break_in_a_comment_starts_no_command(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+    part = group("g", adapters=(("a", 8, 1.0, "p"),)).replace(profile="x\ntouch pwned", gpu="y\ntouch pwned")
+    plan = plan_of(part, created_by="z\ntouch pwned")
+    _, _, done = launched(tmp_path, only_script(plan))
+    assert done.returncode == 0
+    assert not (tmp_path / "pwned").exists()
+
+
+@pytest.mark.parametrize(("name", "path"), [("a", "s3://b/x=1"), ("a", "/p,q"), ("-a", "/p"), ("{a", "/p")])
+def test_a_module_vllm_would_misread_is_given_as_json(tmp_path: Path, name: str, path: str) -> None:
+    argv, _, _ = launched(tmp_path, only_script(plan_of(group("g", adapters=((name, 8, 1.0, path),)))))
+    (word,) = options(argv)["--lora-modules"]
+    assert json.loads(word) == {"name": name, "path": path}
+
+
+@pytest.mark.parametrize("name", ["../../x", "/etc/x", "..", "é", "a/b", "-rf", "x" * 256])
+def test_no_group_id_leads_out_of_the_launch_folder(name: str) -> None:
+    part = group(name, adapters=(("a", 8, 1.0, "p"),))
+    (path,) = (Path(each) for each in vllm_files(plan_of(part)) if each.endswith(".sh"))
+    assert path.parent == Path("launch")
+    assert not path.name.startswith((".", "-"))
+    assert len(path.name.encode()) <= 255
+
+
+def test_groups_whose_ids_look_alike_keep_their_own_script() -> None:
+    ids = ("a/b", "a_b", "A_B", "c-1", "c")
+    groups = [group(name, adapters=((f"on-{i}", 8, 1.0, "p"),)) for i, name in enumerate(ids)]
+    groups[-1] = groups[-1].replace(replicas=2)
+    files = vllm_files(plan_of(*groups))
+    assert len({name.lower() for name in files}) == len(ids) + 1 + 1
+    routing = json.loads(files["routing.json"])
+    for index, name in enumerate(ids):
+        for each in routing["groups"][name]["instances"]:
+            assert f"on-{index}=p" in shlex.split(files[each["script"]], comments=True)
+
+
+def test_routing_sends_every_request_of_every_adapter_somewhere() -> None:
+    routing = json.loads(vllm_files(small_plan())["routing.json"])
+    assert set(routing["adapters"]) == {"a", "b", "shared"}
+    assert routing["adapters"]["shared"] == [{"group": "g0", "share": 0.25}, {"group": "g1", "share": 0.75}]
+    for ways in routing["adapters"].values():
+        assert sum(way["share"] for way in ways) == pytest.approx(1.0)
+        assert {way["group"] for way in ways} <= set(routing["groups"])
+
+
+def test_files_name_the_plan_they_come_from(tmp_path: Path) -> None:
+    small_plan().to_json(tmp_path / "plan.json")
+    digest = hashlib.sha256((tmp_path / "plan.json").read_bytes()).hexdigest()
+    for text in vllm_files(small_plan()).values():
+        assert digest in text
+        assert MODEL in text
+
+
+def test_what_vllm_cannot_do_is_said() -> None:
+    part = group("g", adapters=(("a", 8, 1.0, "p"),)).replace(cache=Cache(policy="gdsf"))
+    engine = PlanEngine(name="capplan", version="1", rules="capplan")
+    script = only_script(plan_of(part, engine=engine))
+    assert "cache policy are left out" in script
+    assert 'verified under the rules "capplan"' in script
+    assert "left out" not in only_script(plan_of(group("g", adapters=(("a", 8, 1.0, "p"),))))
+
+
+@pytest.mark.parametrize("port", [0, -1, 65534, 70000])
+def test_a_port_out_of_range_is_refused(port: int) -> None:
+    with pytest.raises(errors.InputError, match=r"port: must be from 1 to 65533"):
+        vllm_files(small_plan(), port=port)
+
+
+def test_the_last_ports_can_be_used() -> None:
+    routing = json.loads(vllm_files(small_plan(), port=65533)["routing.json"])
+    assert routing["groups"]["g1"]["instances"][0]["port"] == 65535
+
+
+def test_the_same_plan_gives_the_same_files() -> None:
+    assert EXPORTERS["vllm"](small_plan(), port=8000, runtime_updates=False) == vllm_files(small_plan())
