@@ -39,6 +39,11 @@ def table(*columns: str, numbers_from: int | None = None) -> Table:
     return result
 
 
+def print_table(rows: Table) -> None:
+    """Print a table on stdout."""
+    console().print(rows)
+
+
 def print_json(document: Any) -> None:
     """Print a document as JSON on stdout; numbers that are not finite become null."""
     typer.echo(json.dumps(finite(document), indent=2, ensure_ascii=False, allow_nan=False))

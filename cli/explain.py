@@ -4,7 +4,9 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, Any
 
-from capplan.cli.console import console, counted, number, percent, print_json, table
+import typer
+
+from capplan.cli.console import counted, number, percent, print_json, print_table, table
 from capplan.cli.inputs import AsJson, PlanFile
 from capplan.cli.plan import group_rate_rps, verdict
 
@@ -29,22 +31,21 @@ def explain(plan: PlanFile, as_json: AsJson = False) -> None:
     if as_json:
         print_json(_document(document))
         return
-    out = console()
     engine = document.engine
-    out.print(f"{document.base_model} on {engine.name} {engine.version} (rules {engine.rules})")
-    out.print(f"  {gpus_reason(document)}")
-    out.print(f"  {verdict(document)}")
+    typer.echo(f"{document.base_model} on {engine.name} {engine.version} (rules {engine.rules})")
+    typer.echo(f"  {gpus_reason(document)}")
+    typer.echo(f"  {verdict(document)}")
     verdicts = {check.id: check for check in document.verification.groups}
     for group in document.groups:
-        out.print(f"\n{group.id}: {_size(group)}")
-        out.print(f"  {binding(group)}")
-        out.print(f"  {_verified(verdicts.get(group.id))}")
-        out.print(_predicted_table(group))
+        typer.echo(f"\n{group.id}: {_size(group)}")
+        typer.echo(f"  {binding(group)}")
+        typer.echo(f"  {_verified(verdicts.get(group.id))}")
+        print_table(_predicted_table(group))
     if document.provenance:
         rows = table("where it comes from", "")
         for key, value in document.provenance.items():
             rows.add_row(key, value if isinstance(value, str) else _compact(value))
-        out.print(rows)
+        print_table(rows)
 
 
 def binding(group: Group) -> str:
@@ -69,7 +70,7 @@ def gpus_reason(plan: Plan) -> str:
     filled = "; ".join(f"{name} on {', '.join(ids)}" for name, ids in binds.items() if ids)
     parts = [
         f"{counted(used, 'GPU')}, {used - least} above the lower bound of {least}, "
-        "which would divide the load freely among GPUs, adapter by adapter and slot by slot",
+        "which no plan can beat but which may be out of reach",
         f"what fills them: {filled}" if filled else "no group is full",
     ]
     loads = [g.predicted.load_over_capacity for g in plan.groups for _ in range(g.replicas)]

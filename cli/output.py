@@ -24,8 +24,8 @@ def require_writable_file(path: str) -> None:
     InputError
         When it is a folder, or its folder is missing or closed to us.
     """
-    target = Path(os.path.realpath(path))
     with _refusals(path):
+        target = Path(os.path.realpath(path))
         if target.is_dir():
             raise InputError("cannot be written: it is a directory", location=path)
         if target.exists() and not target.is_file():  # a device or a pipe, which opening might block
@@ -52,8 +52,8 @@ def require_writable_folder(path: str, known: frozenset[str], *, force: bool) ->
     InputError
         When it exists and may not be replaced, or its parent is missing or closed to us.
     """
-    target = Path(path)
     with _refusals(path):
+        target = Path(path)
         if target.is_symlink() or (target.exists() and not target.is_dir()):
             raise InputError("must be a directory, or nothing yet", location=path)
         if target.is_dir():
@@ -82,8 +82,8 @@ def write_folder(path: str, files: Mapping[str, str], executable: frozenset[str]
     InputError
         When the folder cannot be written; an existing one is then left as it was.
     """
-    target = Path(os.path.realpath(path))
     with _refusals(path):
+        target = Path(os.path.realpath(path))
         workshop = Path(tempfile.mkdtemp(prefix=f".{target.name[:100]}.", dir=target.parent))
         try:
             _fill(workshop / "new", files, executable)

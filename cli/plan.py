@@ -6,7 +6,7 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from capplan.cli.console import DASH, console, counted, number, percent, table
+from capplan.cli.console import DASH, counted, number, percent, print_table, table
 from capplan.cli.inputs import AsJson, ProfileName, WorkloadFile, chosen_profile
 from capplan.cli.output import require_writable_file
 from capplan.cli.progress import announce_compilation, progress_bars
@@ -63,9 +63,8 @@ def plan(
     if as_json:
         typer.echo(result.to_json(), nl=False)
     elif not quiet:
-        out = console()
-        out.print(groups_table(result))
-        out.print(_summary(result, output))
+        print_table(groups_table(result))
+        typer.echo(_summary(result, output))
     if verify and not result.verification.ok:
         raise typer.Exit(_DISAGREES)
 

@@ -6,12 +6,10 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from capplan.cli.console import DASH, console, number, print_json, table
+from capplan.cli.console import DASH, number, print_json, print_table, table
 from capplan.cli.inputs import AsJson
 
 if TYPE_CHECKING:
-    from rich.console import Console
-
     from capplan.spec import FittedModel, Profile
 
 _PARTS = ("step_latency", "memory", "loading", "host")
@@ -28,7 +26,7 @@ def profiles(
 
     if name is not None:
         profile = load_profile(name)
-        print_json(profile.model_dump(mode="json")) if as_json else _show(console(), profile)
+        print_json(profile.model_dump(mode="json")) if as_json else _show(profile)
         return
     shipped = {each: load_profile(each) for each in list_profiles()}
     if as_json:
@@ -40,7 +38,7 @@ def profiles(
         fit = profile.step_latency.fit
         error = f"{fit.error:.3g} ({fit.error_formula})"
         rows.add_row(each, profile.gpu.name, profile.model.name, engine, profile.provenance.kind, error)
-    console().print(rows)
+    print_table(rows)
 
 
 def _summary(name: str, profile: Profile) -> dict[str, object]:
@@ -59,40 +57,40 @@ def _summary(name: str, profile: Profile) -> dict[str, object]:
     }
 
 
-def _show(out: Console, profile: Profile) -> None:
+def _show(profile: Profile) -> None:
     engine, origin = profile.engine, profile.provenance
     licence = f", {origin.license}" if origin.license else ""
-    out.print(f"{profile.name}")
+    typer.echo(profile.name)
     memory_gib = profile.gpu.memory_bytes / 2**30
-    out.print(f"  GPU         {profile.gpu.name}, {memory_gib:.1f} GiB, tp {profile.tp}")
-    out.print(f"  model       {profile.model.name}: {', '.join(profile.model.hf_ids)}")
-    out.print(f"  engine      {engine.name} {engine.version}, rules {engine.rules}, kernel {engine.kernel}")
-    out.print(f"  provenance  {origin.kind}: {origin.source}{licence}")
-    out.print(f"  made by     {origin.command}")
+    typer.echo(f"  GPU         {profile.gpu.name}, {memory_gib:.1f} GiB, tp {profile.tp}")
+    typer.echo(f"  model       {profile.model.name}: {', '.join(profile.model.hf_ids)}")
+    typer.echo(f"  engine      {engine.name} {engine.version}, rules {engine.rules}, kernel {engine.kernel}")
+    typer.echo(f"  provenance  {origin.kind}: {origin.source}{licence}")
+    typer.echo(f"  made by     {origin.command}")
     if origin.notes:
-        out.print(f"  notes       {origin.notes}")
+        typer.echo(f"  notes       {origin.notes}")
     for part in _PARTS:
-        _show_part(out, part, getattr(profile, part))
+        _show_part(part, getattr(profile, part))
 
 
-def _show_part(out: Console, part: str, model: FittedModel) -> None:
+def _show_part(part: str, model: FittedModel) -> None:
     fit = model.fit
-    out.print(f"\n{part}: {model.form}")
-    out.print(f"  fitted on {fit.samples:,} samples of {fit.source}")
+    typer.echo(f"\n{part}: {model.form}")
+    typer.echo(f"  fitted on {fit.samples:,} samples of {fit.source}")
     errors = {"error": fit.error, "cross-validated": fit.cross_validated_error, "largest": fit.max_error}
     told = ", ".join(f"{what} {value:.3g}" for what, value in errors.items() if value is not None)
-    out.print(f"  {told} ({fit.error_formula})")
+    typer.echo(f"  {told} ({fit.error_formula})")
     rows = table("coefficient", "value", "standard error", numbers_from=1)
     for name, coefficient in model.coefficients.items():
         error = DASH if coefficient.std_error is None else f"{coefficient.std_error:.2g}"
         rows.add_row(name, f"{coefficient.value:.6g}", error)
     if model.coefficients:
-        out.print(rows)
+        print_table(rows)
     if model.fitted_range:
         ranges = table("fitted over", "from", "to", numbers_from=1)
         for name, (low, high) in model.fitted_range.items():
             ranges.add_row(name, number(low, _decimals(low)), number(high, _decimals(high)))
-        out.print(ranges)
+        print_table(ranges)
 
 
 def _decimals(value: float) -> int:

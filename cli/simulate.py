@@ -6,7 +6,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from capplan.cli.console import DASH, console, number, percent, print_json, table
+from capplan.cli.console import DASH, number, percent, print_json, print_table, table
 from capplan.cli.inputs import AsJson, ProfileName, WorkloadFile, chosen_profile
 from capplan.cli.progress import announce_compilation, progress_bars
 from capplan.errors import InfeasibleError, InputError
@@ -114,7 +114,10 @@ def simulate(
     if as_json:
         print_json({"profile": used.name, "settings": settings, "results": _documents(outcomes)})
     else:
-        console().print(_metrics_table(outcomes))
+        print_table(_metrics_table(outcomes))
+        for count, outcome in outcomes.items():
+            if isinstance(outcome, InfeasibleError):
+                typer.echo(f"a_max {count}: {outcome}")
 
 
 def _slots(given: str | None, workload: Workload) -> tuple[int, ...]:
@@ -165,7 +168,4 @@ def _metrics_table(outcomes: dict[int, Outcome]) -> Table:
         add(name, lambda result, m=metric, d=decimals: number(getattr(result, m), d))
     add("served", lambda result: percent(result.served_fraction))
     add("starved", lambda result: "yes" if result.starved else "no")
-    for slots, outcome in outcomes.items():
-        if isinstance(outcome, InfeasibleError):
-            rows.caption = f"a_max {slots}: {outcome}"
     return rows

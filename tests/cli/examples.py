@@ -41,7 +41,9 @@ def profile_document() -> dict[str, Any]:
     }
 
     def part(form: str, **values: float) -> dict[str, Any]:
-        coefficients = {name: {"value": value, "std_error": abs(value) / 10} for name, value in values.items()}
+        coefficients = {
+            name: {"value": value, "std_error": abs(value) / 10} for name, value in values.items()
+        }
         return {"form": form, "coefficients": coefficients, "fitted_range": {"tokens": [1, 2048]}, "fit": fit}
 
     return {

@@ -11,6 +11,7 @@ from capplan.errors import InfeasibleError, InputError
 from tests.cli.conftest import ROOT, Process, Run, command, environment, error_line
 from tests.cli.examples import small_plan
 
+RUNNER = "from typer.testing import CliRunner; from capplan.cli.app import app; CliRunner()"
 COMMANDS = ("plan", "simulate", "explain", "export", "profiles", "schema")
 
 
@@ -48,7 +49,8 @@ def test_version_is_the_package_version(run: Run) -> None:
 
 
 @pytest.mark.parametrize(
-    "arguments", [("simulte", "w.yaml"), ("plan", "w.yaml", "--gpu", "3"), ("plan",), ("plan", "w", "--gpus", "x")]
+    "arguments",
+    [("simulte", "w.yaml"), ("plan", "w.yaml", "--gpu", "3"), ("plan",), ("plan", "w", "--gpus", "x")],
 )
 def test_wrong_usage_exits_2_without_a_traceback(run: Run, arguments: tuple[str, ...]) -> None:
     result = run(*arguments)
@@ -123,9 +125,8 @@ def test_a_table_for_a_reader_that_goes_away_is_no_error(tmp_path: Path) -> None
     "statement",
     [
         "import capplan.cli",
-        "from typer.testing import CliRunner; from capplan.cli.app import app; CliRunner().invoke(app, ['--help'])",
-        "from typer.testing import CliRunner; from capplan.cli.app import app; "
-        "CliRunner().invoke(app, ['schema', 'plan'])",
+        f"{RUNNER}.invoke(app, ['--help'])",
+        f"{RUNNER}.invoke(app, ['schema', 'plan'])",
     ],
 )
 def test_asking_for_help_loads_no_heavy_library(statement: str) -> None:

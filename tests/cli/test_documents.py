@@ -54,7 +54,9 @@ def test_profiles_lists_what_the_package_ships(run: Run) -> None:
     assert [each["name"] for each in json.loads(run("profiles", "--json").stdout)] == list(list_profiles())
 
 
-def test_one_profile_is_shown_with_every_coefficient_its_error_range_and_source(run: Run, tmp_path: Path) -> None:
+def test_one_profile_is_shown_with_every_coefficient_its_error_range_and_source(
+    run: Run, tmp_path: Path
+) -> None:
     document = profile_document()
     (tmp_path / "p.json").write_text(json.dumps(document))
     text = run("profiles", tmp_path / "p.json").stdout

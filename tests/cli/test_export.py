@@ -1,5 +1,4 @@
 import json
-import os
 from pathlib import Path
 
 import pytest
@@ -73,7 +72,9 @@ def test_an_impossible_directory_is_one_line(
 
 
 def test_a_port_out_of_range_leaves_nothing(run: Run, plan_json: Path) -> None:
-    line = error_line(run("export", plan_json, "--target", "vllm", "-o", plan_json.parent / "d", "--port", "0"))
+    line = error_line(
+        run("export", plan_json, "--target", "vllm", "-o", plan_json.parent / "d", "--port", "0")
+    )
     assert "port: must be from 1 to" in line
     assert list(plan_json.parent.iterdir()) == [plan_json]
 
@@ -84,4 +85,4 @@ def test_a_link_is_not_followed(run: Run, plan_json: Path) -> None:
     link.symlink_to(target)
     error_line(run("export", plan_json, "--target", "vllm", "-o", link, "--force"))
     assert link.readlink() == target
-    assert os.listdir(target) == []
+    assert list(target.iterdir()) == []

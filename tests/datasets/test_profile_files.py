@@ -37,7 +37,9 @@ def message(name: str | Path) -> str:
 
 
 def test_every_shipped_profile_loads_under_its_own_name() -> None:
-    assert {name: load_profile(name).name for name in list_profiles()} == {name: name for name in list_profiles()}
+    assert {name: load_profile(name).name for name in list_profiles()} == {
+        name: name for name in list_profiles()
+    }
 
 
 def test_names_are_gpu_model_and_engine_in_order(shipped: tuple[str, str]) -> None:
@@ -70,7 +72,9 @@ def test_an_unknown_name_gets_the_nearest_and_all_shipped_ones(shipped: tuple[st
     assert all(name in text for name in shipped)
 
 
-@pytest.mark.parametrize("name", ["", "x" * 5000, "a\0b", "../profiles/gpu-a/model/vllm-0.8.5", "gpu-a/model"])
+@pytest.mark.parametrize(
+    "name", ["", "x" * 5000, "a\0b", "../profiles/gpu-a/model/vllm-0.8.5", "gpu-a/model"]
+)
 def test_no_odd_name_leads_to_a_profile(name: str, shipped: tuple[str, str]) -> None:
     message(name)
 

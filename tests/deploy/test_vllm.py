@@ -174,7 +174,9 @@ HOSTILE = ("$(touch pwned)", "`touch pwned`", "';touch pwned;'", '"&touch pwned'
 
 
 @pytest.mark.parametrize("text", HOSTILE)
-def test_no_text_of_a_plan_reaches_the_shell(tmp_path: Path, text: str, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_no_text_of_a_plan_reaches_the_shell(
+    tmp_path: Path, text: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.chdir(tmp_path)
     name = text.replace(" ", "_")
     part = group("g", adapters=((name, 8, 1.0, f"/p/{text}"), (f"{name}2", 8, 1.0, None)))

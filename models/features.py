@@ -1,0 +1,102 @@
+"""What a surrogate is asked: the workload of one GPU and its settings as a vector of numbers.
+
+The adapter-caching paper's features (section 6: adapters, sum and spread of rates, largest, mean and spread of sizes,
+A_max), request lengths, the engine's limits, and what physics says of them: KV capacity, the KV a request holds, and
+the load offered.
+"""
+
+from __future__ import annotations
+
+import numpy as np
+from numpy.typing import NDArray
+
+from capplan.models.memory import kv_tokens
+from capplan.spec import Profile, Workload
+
+FEATURES = (
+    "adapters",
+    "rate_sum_rps",
+    "rate_std_rps",
+    "rank_max",
+    "rank_mean",
+    "rank_std",
+    "a_max",
+    "s_max",
+    "prompt_mean_tokens",
+    "prompt_std_tokens",
+    "output_mean_tokens",
+    "output_std_tokens",
+    "max_num_seqs",
+    "max_num_batched_tokens",
+    "kv_tokens",
+    "offered_tok_s",
+    "kv_tokens_per_request",
+    "active_adapters_per_s",
+)
+
+
+def offered_tok_s(workload: Workload) -> float:
+    """Return the input and output tokens per second that the workload asks for."""
+    total = 0.0
+    for adapter in workload.adapters:
+        prompt = (adapter.prompt_tokens or workload.prompt_tokens).mean_tokens
+        output = (adapter.output_tokens or workload.output_tokens).mean_tokens
+        total += adapter.rate_rps * (prompt + output)
+    return total
+
+
+def feature_vector(
+    workload: Workload,
+    profile: Profile,
+    *,
+    a_max: int,
+    s_max: int,
+    max_num_seqs: int,
+    max_num_batched_tokens: int,
+    gpu_memory_utilization: float,
+) -> NDArray[np.float32]:
+    """Return the features of one GPU that serves all of `workload`, in the order of `FEATURES`, shape (features,)."""
+    rates = np.array([a.rate_rps for a in workload.adapters])
+    ranks = np.array([a.rank for a in workload.adapters], float)
+    lengths = _mean_lengths(workload, rates)
+    prompt_mean, prompt_std, output_mean, output_std = lengths
+    held = prompt_mean + (output_mean + output_std**2 / max(output_mean, 1.0)) / 2
+    return np.array(
+        [
+            rates.size,
+            rates.sum(),
+            rates.std(),
+            ranks.max(),
+            ranks.mean(),
+            ranks.std(),
+            a_max,
+            s_max,
+            *lengths,
+            max_num_seqs,
+            max_num_batched_tokens,
+            kv_tokens(profile, a_max, s_max, gpu_memory_utilization, max_num_seqs),
+            offered_tok_s(workload),
+            held,
+            # Adapters that ask at least once within five seconds: about a request's life.
+            np.sum(1.0 - np.exp(-5.0 * rates)),
+        ],
+        np.float32,
+    )
+
+
+def _mean_lengths(workload: Workload, rates: NDArray[np.float64]) -> tuple[float, float, float, float]:
+    """Return mean and standard deviation of prompt and output lengths over the requests of all adapters."""
+    weight = rates / rates.sum() if rates.sum() > 0 else np.full(rates.size, 1.0 / rates.size)
+    moments = []
+    for default, own in (
+        (workload.prompt_tokens, [a.prompt_tokens for a in workload.adapters]),
+        (workload.output_tokens, [a.output_tokens for a in workload.adapters]),
+    ):
+        if not any(own):
+            moments += [default.mean_tokens, default.std_tokens]
+            continue
+        each = [lengths or default for lengths in own]
+        mean = float(np.sum(weight * [e.mean_tokens for e in each]))
+        second = float(np.sum(weight * [e.std_tokens**2 + e.mean_tokens**2 for e in each]))
+        moments += [mean, max(0.0, second - mean**2) ** 0.5]
+    return moments[0], moments[1], moments[2], moments[3]

@@ -1,0 +1,176 @@
+import json
+import os
+import pty
+import select
+import signal
+import subprocess
+import time
+from pathlib import Path
+
+import pytest
+
+from capplan import Plan, load_profile, load_workload, plan
+from capplan.spec import Verification
+from tests.cli.conftest import Process, Run, command, environment
+from tests.cli.examples import MODEL, WORKLOAD, small_plan, verdict, write_inputs
+
+LARGE = f"""\
+base_model: {MODEL}
+profile: ./profile.json
+gpus: {{count: 64}}
+requests: {{prompt_tokens: {{mean: 400, std: 300}}, output_tokens: {{mean: 200, std: 150}}}}
+adapters:
+  - {{name: "small-{{i}}", count: 600, rank: 8, rate_rps: 0.05}}
+  - {{name: "large-{{i}}", count: 400, rank: 64, rate_rps: 0.08}}
+"""
+
+
+@pytest.fixture
+def workload_yaml(tmp_path: Path) -> Path:
+    return write_inputs(tmp_path)
+
+
+def test_the_file_is_the_plan_of_the_library(run: Run, workload_yaml: Path) -> None:
+    out = workload_yaml.with_name("plan.json")
+    result = run("plan", workload_yaml, "-o", out, "--seed", "5")
+    assert result.exit_code == 0, result.output
+    profile = load_profile(workload_yaml.with_name("profile.json"))
+    wanted = plan(load_workload(workload_yaml), profile=profile, seed=5)
+    told, known = (each.model_dump(exclude={"provenance"}) for each in (Plan.from_json(out), wanted))
+    assert told == known
+
+
+def test_the_table_names_every_group_and_the_summary_says_what_was_verified(
+    run: Run, workload_yaml: Path
+) -> None:
+    out = workload_yaml.with_name("plan.json")
+    text = run("plan", workload_yaml, "-o", out).stdout
+    written = Plan.from_json(out)
+    for group in written.groups:
+        assert any(line.split()[:1] == [group.id] for line in text.splitlines())
+    check = written.verification
+    assert f"(lower bound {written.totals.lower_bound_gpus}); verified on {len(check.seeds)} seed" in text
+    assert f"× {check.duration_s:g} s" in text
+    assert f"written to {out}" in " ".join(text.split())
+
+
+def test_json_is_the_only_thing_on_stdout_and_equals_the_file(run: Run, workload_yaml: Path) -> None:
+    out = workload_yaml.with_name("plan.json")
+    result = run("plan", workload_yaml, "-o", out, "--json")
+    assert result.stdout == out.read_text()
+    assert json.loads(result.stdout)["base_model"] == MODEL
+
+
+def test_quiet_says_nothing(run: Run, workload_yaml: Path) -> None:
+    out = workload_yaml.with_name("plan.json")
+    result = run("plan", workload_yaml, "-o", out, "--quiet")
+    assert (result.exit_code, result.output) == (0, "")
+    assert out.exists()
+
+
+def test_without_an_output_nothing_is_written(run: Run, workload_yaml: Path) -> None:
+    before = sorted(workload_yaml.parent.iterdir())
+    assert "not written" in run("plan", workload_yaml).stdout
+    assert sorted(workload_yaml.parent.iterdir()) == before
+
+
+def test_flags_win_over_the_file(run: Run, workload_yaml: Path) -> None:
+    workload_yaml.write_text(WORKLOAD.replace("gpus: {count: 2}\n", ""))
+    other = workload_yaml.with_name("other.json")
+    document = json.loads(workload_yaml.with_name("profile.json").read_text()) | {"name": "another"}
+    other.write_text(json.dumps(document))
+    result = run("plan", workload_yaml, "--gpus", "1", "--profile", other, "--json")
+    assert result.exit_code == 0, result.output
+    told = json.loads(result.stdout)
+    assert told["totals"]["gpus"] == 1
+    assert {group["profile"] for group in told["groups"]} == {"another"}
+
+
+def test_an_unverified_plan_says_so(run: Run, workload_yaml: Path) -> None:
+    result = run("plan", workload_yaml, "--no-verify")
+    assert result.exit_code == 0, result.output
+    assert "not verified" in " ".join(result.stdout.split())
+
+
+def test_a_plan_the_twin_disagrees_with_exits_1_and_is_written_all_the_same(
+    run: Run, workload_yaml: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    check = Verification(
+        ok=False, seeds=(1,), duration_s=60.0, min_served_fraction=0.5, groups=(verdict("g1", ok=False),)
+    )
+    failing = small_plan(verification=check)
+    monkeypatch.setattr("capplan.planner.plan", lambda workload, **wishes: failing)
+    out = workload_yaml.with_name("plan.json")
+    result = run("plan", workload_yaml, "-o", out)
+    assert result.exit_code == 1
+    assert "VERIFICATION DISAGREES" in result.stdout
+    assert Plan.from_json(out) == failing
+
+
+def test_an_infeasible_workload_exits_3_with_the_reason_and_leaves_nothing(
+    run: Run, workload_yaml: Path
+) -> None:
+    workload_yaml.write_text(WORKLOAD.replace("rate_rps: 0.05", "rate_rps: 50"))
+    before = sorted(workload_yaml.parent.iterdir())
+    result = run("plan", workload_yaml, "-o", workload_yaml.with_name("plan.json"))
+    assert result.exit_code == 3
+    assert result.stdout == ""
+    assert result.stderr.splitlines()[-1].startswith("error: ")
+    assert sorted(workload_yaml.parent.iterdir()) == before
+
+
+def test_a_plan_can_be_explained_and_exported(run: Run, workload_yaml: Path) -> None:
+    out, deploy = workload_yaml.with_name("plan.json"), workload_yaml.with_name("deploy")
+    run("plan", workload_yaml, "-o", out, "--quiet")
+    assert (
+        "no plan can use fewer" in run("explain", out).stdout
+        or "above the lower bound" in run("explain", out).stdout
+    )
+    assert run("export", out, "--target", "vllm", "-o", deploy).exit_code == 0
+    routed = json.loads((deploy / "routing.json").read_text())["adapters"]
+    assert set(routed) == {adapter.name for adapter in load_workload(workload_yaml).adapters}
+
+
+def test_a_process_plans_and_shows_no_bar_where_there_is_no_terminal(
+    process: Process, workload_yaml: Path
+) -> None:
+    done = process("plan", workload_yaml, "-o", workload_yaml.with_name("plan.json"))
+    assert done.returncode == 0, done.stderr
+    assert "written to" in done.stdout
+    assert [line for line in done.stderr.splitlines() if not line.startswith("compiling")] == []
+
+
+def test_an_interrupted_plan_leaves_the_old_file_and_no_part_of_a_new_one(tmp_path: Path) -> None:
+    """The bar on the terminal tells when the search has begun; then comes Ctrl-C."""
+    path, out = write_inputs(tmp_path, LARGE), tmp_path / "plan.json"
+    out.write_text("the plan in force")
+    before = sorted(tmp_path.iterdir())
+    terminal, side = pty.openpty()
+    arguments = command(["plan", path, "-o", out])
+    process = subprocess.Popen(arguments, env=environment(), stdout=subprocess.PIPE, stderr=side)
+    os.close(side)
+    try:
+        shown = _read_until(terminal, b"/", seconds=120)  # done/total
+        process.send_signal(signal.SIGINT)
+        shown += _read_until(terminal, b"interrupted", seconds=60)
+        assert process.wait(timeout=60) == 128 + signal.SIGINT
+    finally:
+        process.kill()
+        process.wait()
+        os.close(terminal)
+    assert b"Traceback" not in shown
+    assert process.stdout is not None
+    assert process.stdout.read() == b""
+    process.stdout.close()
+    assert out.read_text() == "the plan in force"
+    assert sorted(tmp_path.iterdir()) == before
+
+
+def _read_until(terminal: int, wanted: bytes, seconds: float) -> bytes:
+    """Return what a terminal shows up to and with ``wanted``."""
+    shown, deadline = b"", time.monotonic() + seconds
+    while wanted not in shown:
+        assert time.monotonic() < deadline, shown
+        if select.select([terminal], [], [], 1.0)[0]:
+            shown += os.read(terminal, 4096)
+    return shown
