@@ -10,7 +10,8 @@ from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
     from capplan import errors
-    from capplan.datasets import list_profiles, load_profile, load_surrogate
+    from capplan.datasets import list_profiles, load_profile
+    from capplan.models import load_surrogate
     from capplan.planner import plan
     from capplan.spec import Adapter, EngineConfig, Lengths, Plan, Profile, Slo, Workload, load_workload
     from capplan.twin import SimulationResult, simulate
@@ -48,7 +49,7 @@ _HOME = MappingProxyType(
         "load_workload": "capplan.spec",
         "list_profiles": "capplan.datasets",
         "load_profile": "capplan.datasets",
-        "load_surrogate": "capplan.datasets",
+        "load_surrogate": "capplan.models",
         "SimulationResult": "capplan.twin",
         "simulate": "capplan.twin",
         "plan": "capplan.planner",

@@ -13,6 +13,7 @@ from capplan.cli.profiles import profiles
 from capplan.cli.reporting import ReportingGroup
 from capplan.cli.schema import schema
 from capplan.cli.simulate import simulate
+from capplan.cli.train import train
 
 
 def _show_version(wanted: bool) -> None:
@@ -45,7 +46,7 @@ app = typer.Typer(
     pretty_exceptions_enable=False,
     context_settings={"help_option_names": ["-h", "--help"]},
 )
-for command in (plan, simulate, explain, export, profiles, schema):
+for command in (plan, simulate, explain, export, profiles, train, schema):
     app.command()(command)
 
 

@@ -14,12 +14,18 @@ from capplan.spec.plan import parse_json
 from capplan.spec.workload import is_profile_path
 
 _SHIPPED: Final = Path(__file__).parent / "profiles"
+_SURROGATES: Final = Path(__file__).parent / "surrogates"
 
 
 def list_profiles() -> tuple[str, ...]:
     """Return the names of the shipped profiles, sorted: ``GPU/MODEL/ENGINE-VERSION``."""
     files = _SHIPPED.glob("*/*/*.json")
     return tuple(sorted(file.relative_to(_SHIPPED).as_posix().removesuffix(".json") for file in files))
+
+
+def surrogate_path(profile_name: str, kind: str) -> Path:
+    """Return where the shipped surrogate of a profile stands, whether or not there is one."""
+    return _SURROGATES / f"{profile_name}.{kind}.npz"
 
 
 def load_profile(name_or_path: str | os.PathLike[str]) -> Profile:

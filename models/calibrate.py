@@ -33,8 +33,8 @@ class LinearProblem:
     y
         Measurements, shape (samples,), positive.
     free_sign
-        Coefficients that may be negative; all others are bounded below by 0, since no part of a step takes less
-        than no time.
+        Coefficients that may be negative; all others are bounded below by 0, since no part of a step takes
+        less than no time.
     """
 
     names: tuple[str, ...]
@@ -137,7 +137,9 @@ def fitted_model(
     predicted = fit.predict(fit.problem.design)
     coefficients = {name: Coefficient(value=value) for name, value in fixed}
     for name, value, error in zip(fit.problem.names, fit.values, fit.std_errors, strict=True):
-        coefficients[name] = Coefficient(value=float(value), std_error=None if np.isnan(error) else float(error))
+        coefficients[name] = Coefficient(
+            value=float(value), std_error=None if np.isnan(error) else float(error)
+        )
     return FittedModel(
         form=form,
         coefficients=coefficients,

@@ -1,8 +1,8 @@
 """What a surrogate is asked: the workload of one GPU and its settings as a vector of numbers.
 
-The adapter-caching paper's features (section 6: adapters, sum and spread of rates, largest, mean and spread of sizes,
-A_max), request lengths, the engine's limits, and what physics says of them: KV capacity, the KV a request holds, and
-the load offered.
+The adapter-caching paper's features (section 6: adapters, sum and spread of rates, largest, mean and spread
+of sizes, A_max), request lengths, the engine's limits, and what physics says of them: KV capacity, the KV a
+request holds, and the load offered.
 """
 
 from __future__ import annotations
@@ -10,7 +10,9 @@ from __future__ import annotations
 import numpy as np
 from numpy.typing import NDArray
 
+from capplan.models.mean_field import mean_field
 from capplan.models.memory import kv_tokens
+from capplan.models.step_latency import coefficient_array, latency_form
 from capplan.spec import Profile, Workload
 
 FEATURES = (
@@ -31,7 +33,11 @@ FEATURES = (
     "kv_tokens",
     "offered_tok_s",
     "kv_tokens_per_request",
-    "active_adapters_per_s",
+    "load_over_saturation",
+    "batch_over_limit",
+    "active_adapters",
+    "active_adapters_over_slots",
+    "load_outside_slots",
 )
 
 
@@ -55,12 +61,25 @@ def feature_vector(
     max_num_batched_tokens: int,
     gpu_memory_utilization: float,
 ) -> NDArray[np.float32]:
-    """Return the features of one GPU that serves all of `workload`, in the order of `FEATURES`, shape (features,)."""
+    """Return the features of one GPU that serves all of `workload`, in the order of `FEATURES`."""
     rates = np.array([a.rate_rps for a in workload.adapters])
     ranks = np.array([a.rank for a in workload.adapters], float)
     lengths = _mean_lengths(workload, rates)
-    prompt_mean, prompt_std, output_mean, output_std = lengths
+    prompt_mean, _, output_mean, output_std = lengths
     held = prompt_mean + (output_mean + output_std**2 / max(output_mean, 1.0)) / 2
+    kv = kv_tokens(profile, a_max, s_max, gpu_memory_utilization, max_num_seqs)
+    state = mean_field(
+        latency_form(profile.step_latency.form).code,
+        coefficient_array(profile.step_latency),
+        rates,
+        a_max,
+        s_max,
+        prompt_mean,
+        output_mean,
+        min(max_num_seqs, max(1.0, kv / held)),
+        max_num_batched_tokens,
+    )
+    busiest = np.sort(rates)[::-1]
     return np.array(
         [
             rates.size,
@@ -74,11 +93,14 @@ def feature_vector(
             *lengths,
             max_num_seqs,
             max_num_batched_tokens,
-            kv_tokens(profile, a_max, s_max, gpu_memory_utilization, max_num_seqs),
+            kv,
             offered_tok_s(workload),
             held,
-            # Adapters that ask at least once within five seconds: about a request's life.
-            np.sum(1.0 - np.exp(-5.0 * rates)),
+            rates.sum() / state.saturation_rps,
+            state.batch_over_limit,
+            state.adapters,
+            state.adapters / a_max,
+            busiest[a_max:].sum() / max(rates.sum(), 1e-12),
         ],
         np.float32,
     )

@@ -1,4 +1,4 @@
-"""Tree ensembles as flat arrays: answered by compiled code, stored without anything that could run on load."""
+"""Tree ensembles as flat arrays: answered by compiled code, stored without anything that can run on load."""
 
 from __future__ import annotations
 
@@ -46,10 +46,10 @@ def forest_answer(forest: Forest, x: NDArray[np.float32]) -> float:
 
 
 def flatten_forest(model: RandomForestRegressor | RandomForestClassifier) -> Forest:
-    """Return a fitted scikit-learn forest as flat arrays; a classifier's answer is the probability of its second class.
+    """Return a fitted scikit-learn forest as flat arrays; a classifier answers the second class's share.
 
-    scikit-learn compares float32 features with float64 thresholds. Rounding a threshold down to float32 keeps every
-    comparison as it was.
+    scikit-learn compares float32 features with float64 thresholds. Rounding a threshold down to float32 keeps
+    every comparison as it was.
     """
     roots, parts, offset = [], [], 0
     for estimator in model.estimators_:

@@ -8,8 +8,8 @@ from capplan.spec import Profile
 
 FORM = "slots-and-reserve"
 """``gpu_memory * utilization - weights - reserved - a_max * (slot_factor * slot_bytes(s_max) + slot_overhead)
-- bytes_per_seq * max(0, max_num_seqs - seqs_in_reserve)``: vLLM's start-up run samples for max_num_seqs requests, and
-beyond some number the logits of that run, not its activations, set the peak.
+- bytes_per_seq * max(0, max_num_seqs - seqs_in_reserve)``: vLLM's start-up run samples for max_num_seqs
+requests, and beyond some number the logits of that run, not its activations, set the peak.
 """
 
 

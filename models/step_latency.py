@@ -1,7 +1,7 @@
 """The family of step-latency models: milliseconds of one engine step from what the step holds.
 
-Every form is an entry of `FORMS`: the names of its coefficients and, compiled, its formula. Inside the twin a form is a
-number and its coefficients an array, since functions passed as arguments defeat numba's disk cache.
+Every form is an entry of `FORMS`: the names of its coefficients and, compiled, its formula. Inside the twin a
+form is a number and its coefficients an array, since functions passed as arguments defeat numba's disk cache.
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ class StepFeatures(NamedTuple):
     s_max: float
     waiting: float
     slots_per_adapter: float
-    """a_max over the number of adapters served, at most 1: the share of waiting requests that find their adapter."""
+    """a_max over adapters served, at most 1: the share of waiting requests that find their adapter."""
 
 
 @dataclass(frozen=True)
@@ -56,14 +56,18 @@ ADDITIVE = LatencyForm(
         "ms_per_slot_rank16",
         "ms_per_adapter",
         "ms_per_adapter_ktoken",
+        "ms_per_adapter_krequest",
+        "ms_per_adapter_queued",
         "ms_per_waiting_krequest",
         "ms_beyond_graphs",
     ),
 )
-"""Ours: a sum of what a step reads and computes. Slots cost even when empty, since vLLM launches blocks for all of them."""
+"""Ours: a sum of what a step reads and computes. Empty slots cost, too: vLLM launches blocks for them."""
 
 DIGITAL_TWIN = LatencyForm("digital-twin", 1, ("k1", "k2", "k3", "k4", "k5", "k6", "k7"))
-"""The adapter-caching paper's eq. 1: ``k1*B + k2*W + k3*W*A_max/adapters + (k4*B + k5) * (k6*A + k7)``, scheduler first."""
+"""The adapter-caching paper's eq. 1, scheduler first:
+``k1*B + k2*W + k3*W*A_max/adapters + (k4*B + k5) * (k6*A + k7)``.
+"""
 
 FORMS = (ADDITIVE, DIGITAL_TWIN)
 
@@ -112,7 +116,8 @@ def step_ms(form: int, k: NDArray[np.float64], step: StepFeatures) -> float:
         + k[1] * ktokens
         + k[2] * step.kv_tokens / 1000.0
         + step.a_max * (k[3] + k[4] * ktokens + k[5] * step.s_max / 16.0)
-        + step.adapters * (k[6] + k[7] * ktokens)
-        + k[8] * step.waiting / 1000.0 * (1.0 - step.slots_per_adapter)
-        + (k[9] if step.tokens > _GRAPH_TOKENS else 0.0)
+        + step.adapters * (k[6] + k[7] * ktokens + k[8] * step.requests / 1000.0)
+        + (k[9] * step.adapters if step.waiting > 0 else 0.0)
+        + k[10] * step.waiting / 1000.0 * (1.0 - step.slots_per_adapter)
+        + (k[11] if step.tokens > _GRAPH_TOKENS else 0.0)
     )

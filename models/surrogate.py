@@ -1,4 +1,4 @@
-"""Surrogates: throughput and starvation of one GPU in microseconds, with an interval and a range of validity."""
+"""Surrogates: throughput and starvation of one GPU in microseconds, with an interval and a valid range."""
 
 from __future__ import annotations
 
@@ -122,7 +122,8 @@ def load_surrogate(profile: str | Profile, kind: str = "forest") -> Surrogate:
     Raises
     ------
     InputError
-        When there is none, its file is damaged, or it was trained for other numbers than the profile holds now.
+        When there is none, its file is damaged, or it was trained for other numbers than the profile holds
+        now.
     """
     if kind not in KINDS:
         raise InputError(f"must be one of {', '.join(KINDS)}", kind, "kind")
@@ -141,9 +142,13 @@ def read_surrogate(path: Path, profile: Profile) -> Surrogate:
         forests = [Forest(*(columns[f"{name}_{field}"] for field in Forest._fields)) for name in _FORESTS]
         low, high = columns["low"], columns["high"]
     except FileNotFoundError:
-        raise InputError(f"no surrogate; make one with: capplan train {profile.name}", location=where) from None
+        raise InputError(
+            f"no surrogate; make one with: capplan train {profile.name}", location=where
+        ) from None
     except (OSError, EOFError, ValueError, KeyError, TypeError, zipfile.BadZipFile):
-        raise InputError(f"damaged; make a new one with: capplan train {profile.name}", location=where) from None
+        raise InputError(
+            f"damaged; make a new one with: capplan train {profile.name}", location=where
+        ) from None
     for key, expected in (
         ("version", SURROGATE_VERSION),
         ("profile_digest", profile_digest(profile)),
@@ -170,7 +175,7 @@ _FORESTS = ("throughput", "starvation")
 
 
 def _check_forest(forest: Forest, where: str) -> None:
-    """Refuse arrays that would lead the compiled walk astray: every step must go forward, to a node that exists."""
+    """Refuse arrays that lead the compiled walk astray: every step must go forward, to a node that exists."""
     nodes = np.arange(forest.feature.size)
     inner = forest.feature >= 0
     sound = (

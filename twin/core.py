@@ -51,7 +51,13 @@ def run(scenario: Scenario) -> Trace:
     state = new_state(rows, scenario.adapters, scenario.num_blocks, scenario.limits)
     trace = new_trace(requests)
     _advance(
-        state, scenario.limits, scenario.requests, scenario.costs, trace, scenario.max_in_flight, scenario.horizon_ns
+        state,
+        scenario.limits,
+        scenario.requests,
+        scenario.costs,
+        trace,
+        scenario.max_in_flight,
+        scenario.horizon_ns,
     )
     return trace
 
@@ -88,7 +94,9 @@ def _advance(
 
 
 @jit
-def _take_arrivals(state: State, limits: Limits, requests: Requests, trace: Trace, max_in_flight: int) -> None:
+def _take_arrivals(
+    state: State, limits: Limits, requests: Requests, trace: Trace, max_in_flight: int
+) -> None:
     """Queue what has arrived by now; what the engine cannot take is rejected."""
     counts = trace.counts
     c = state.counters
@@ -96,7 +104,9 @@ def _take_arrivals(state: State, limits: Limits, requests: Requests, trace: Trac
     while i < requests.arrival_ns.size and requests.arrival_ns[i] <= counts[NOW_NS]:
         row = NONE
         if c[N_RUNNING] + c[N_WAITING] < max_in_flight:
-            row = submit(state, limits, i, requests.adapter[i], requests.prompt_tokens[i], requests.output_tokens[i])
+            row = submit(
+                state, limits, i, requests.adapter[i], requests.prompt_tokens[i], requests.output_tokens[i]
+            )
         if row == NONE:
             counts[REJECTED] += 1
         i += 1
@@ -127,7 +137,7 @@ def _charge(state: State, costs: Costs, trace: Trace, tokens: int) -> int:
         waiting=float(c[N_WAITING]),
         slots_per_adapter=costs.slots_per_adapter,
     )
-    return load_ns + int(round(step_ms(costs.form, costs.coefficients, features) * 1e6))
+    return load_ns + round(step_ms(costs.form, costs.coefficients, features) * 1e6)
 
 
 @jit

@@ -1,19 +1,20 @@
 """Fit the shipped H100 profiles from the published measurements of Agullo et al. (arXiv 2508.08343).
 
-``python -m capplan.twin.published_h100 REFERENCE_DIR OUT_DIR`` writes one profile JSON per model below OUT_DIR
-(the shipped ones live in ``datasets/profiles``). REFERENCE_DIR holds the published tables: profiling_memory.csv,
-profiling_loading.csv, step_windows.parquet, runs.csv.
+``python -m capplan.twin.published_h100 REFERENCE_DIR OUT_DIR`` writes one profile JSON per model below
+OUT_DIR (the shipped ones live in ``datasets/profiles``). REFERENCE_DIR holds the published tables:
+profiling_memory.csv, profiling_loading.csv, step_windows.parquet, runs.csv.
 """
 
 from __future__ import annotations
 
 import json
 import sys
-from dataclasses import dataclass
+from collections.abc import Mapping
 from pathlib import Path
 
 import numpy as np
 import pandas as pd
+from numpy.typing import NDArray
 
 from capplan.models import loading, memory
 from capplan.models.calibrate import LinearProblem, cross_validate, fit_linear, fitted_model
@@ -21,89 +22,47 @@ from capplan.models.step_latency import ADDITIVE
 from capplan.serving.memory import kv_bytes_per_token, slot_bytes, weight_bytes
 from capplan.spec import (
     Coefficient,
-    Engine,
     Fit,
     FittedModel,
-    Gpu,
-    ModelArch,
     Profile,
     Provenance,
     ProvenanceKind,
     write_text_atomic,
 )
+from capplan.twin.published_models import ENGINE, GPU, PUBLISHED, UTILIZATION, PublishedModel
 from capplan.twin.published_runs import GROUPS, MAX_NUM_SEQS, TOKEN_BUDGET, published_runs
 
-GPU = Gpu(name="NVIDIA H100 64GB HBM2", memory_bytes=64 * 2**30)
-UTILIZATION = 0.9
-
-@dataclass(frozen=True)
-class PublishedModel:
-    """One of the two models that were measured."""
-
-    key: str
-    """Its name in the tables."""
-    profile: str
-    arch: ModelArch
-
-
-PUBLISHED = (
-    PublishedModel(
-        key="llama-3.1-8b-instruct",
-        profile="h100-64g/llama-3.1-8b/vllm-0.8.5",
-        arch=ModelArch(
-            name="Llama-3.1-8B",
-            hf_ids=("meta-llama/Llama-3.1-8B-Instruct", "meta-llama/Llama-3.1-8B"),
-            layers=32,
-            hidden_size=4096,
-            heads=32,
-            kv_heads=8,
-            head_dim=128,
-            intermediate_size=14336,
-            vocab_size=128256,
-            lora_on_embeddings=True,
-        ),
-    ),
-    PublishedModel(
-        key="qwen-2.5-7b-instruct",
-        profile="h100-64g/qwen2.5-7b/vllm-0.8.5",
-        arch=ModelArch(
-            name="Qwen2.5-7B",
-            hf_ids=("Qwen/Qwen2.5-7B-Instruct", "Qwen/Qwen2.5-7B"),
-            layers=28,
-            hidden_size=3584,
-            heads=28,
-            kv_heads=4,
-            head_dim=128,
-            intermediate_size=18944,
-            vocab_size=152064,
-        ),
-    ),
-)
-
-ENGINE = Engine(name="vllm", version="0.8.5", rules="vllm-0.8", lora_extra_vocab=256)
+LOAD_ROUNDS = 2
 
 
 def fit_memory(reference: Path, model: PublishedModel) -> FittedModel:
-    """Fit reserve, slot factor and slot overhead to the KV sizes that vLLM printed, then the cost of max_num_seqs."""
+    """Fit reserve, slot factor, slot overhead and bytes per sequence to the KV sizes that vLLM printed."""
     table = pd.read_csv(reference / "profiling_memory.csv")
     table = table[(table.model == model.key) & table.source.str.startswith("v0.8.5")]
     per_token = kv_bytes_per_token(model.arch)
     per_seq, seqs_free = _fit_sequences(table[table.a_max == 0], per_token)
-    slots = table[(table.source == "v0.8.5_find_available_gpu_memory") & (table.kv_tokens_incl_crash_estimate > 0)]
+    slots = table[
+        (table.source == "v0.8.5_find_available_gpu_memory") & (table.kv_tokens_incl_crash_estimate > 0)
+    ]
     kv_bytes = slots.kv_tokens_incl_crash_estimate.to_numpy(float) * per_token
     budget = GPU.memory_bytes * UTILIZATION - weight_bytes(model.arch) - per_seq * (MAX_NUM_SEQS - seqs_free)
     a_max = slots.a_max.to_numpy(float)
     one_slot = np.array([slot_bytes(model.arch, ENGINE, int(s)) for s in slots.s_max], float)
     names = ("reserved_bytes", "slot_factor", "slot_overhead_bytes")
     fit = fit_linear(
-        LinearProblem(names, np.column_stack([np.ones_like(a_max), a_max * one_slot, a_max]), budget - kv_bytes)
+        LinearProblem(
+            names, np.column_stack([np.ones_like(a_max), a_max * one_slot, a_max]), budget - kv_bytes
+        )
     )
     predicted = budget - fit.predict(fit.problem.design)
     fitted = fitted_model(
         memory.FORM,
         fit,
         f"profiling_memory.csv: {len(slots)} start-ups of vLLM 0.8.5, max_num_seqs {MAX_NUM_SEQS}",
-        ranges={"a_max": (slots.a_max.min(), slots.a_max.max()), "s_max": (slots.s_max.min(), slots.s_max.max())},
+        ranges={
+            "a_max": (slots.a_max.min(), slots.a_max.max()),
+            "s_max": (slots.s_max.min(), slots.s_max.max()),
+        },
         fixed=(("bytes_per_seq", per_seq), ("seqs_in_reserve", seqs_free)),
     )
     return fitted.replace(
@@ -125,7 +84,7 @@ def _fit_sequences(no_lora: pd.DataFrame, per_token: int) -> tuple[float, float]
 
 
 def fit_loading(reference: Path, model: PublishedModel) -> FittedModel:
-    """Fit copies into slots and reads from disk to the table of loads, weighted by the number of loads behind a row."""
+    """Fit copies into slots and reads from disk to the table of loads; every row is the mean of about 50."""
     table = pd.read_csv(reference / "profiling_loading.csv")
     table = table[(table.model == model.key) & table.source.str.startswith("predictor")]
     swaps = table[table.kind == "cpu_to_gpu_swap"]
@@ -141,7 +100,9 @@ def fit_loading(reference: Path, model: PublishedModel) -> FittedModel:
     rank = disk.adapter_rank.to_numpy(float)
     disk_fit = fit_linear(
         LinearProblem(
-            ("disk_base_ms", "disk_ms_per_rank"), np.column_stack([np.ones_like(rank), rank]), disk.mean_ms.to_numpy()
+            ("disk_base_ms", "disk_ms_per_rank"),
+            np.column_stack([np.ones_like(rank), rank]),
+            disk.mean_ms.to_numpy(),
         )
     )
     fitted = fitted_model(
@@ -151,48 +112,82 @@ def fit_loading(reference: Path, model: PublishedModel) -> FittedModel:
         ranges={"rank": (8.0, 32.0), "s_max": (8.0, 32.0)},
     )
     disk_part = fitted_model(loading.FORM, disk_fit, "").coefficients
-    return fitted.replace(coefficients=fitted.coefficients | disk_part)
+    idle = {"serving_factor": Coefficient(value=1.0)}
+    return fitted.replace(coefficients=fitted.coefficients | disk_part | idle)
 
 
-def fit_steps(reference: Path, model: PublishedModel, groups: tuple[str, ...]) -> FittedModel:
-    """Fit the additive step model to ten-second windows of real runs, of the named groups of runs."""
+def fit_steps(
+    reference: Path,
+    model: PublishedModel,
+    groups: tuple[str, ...],
+    load_ms: Mapping[int, float] | None = None,
+) -> tuple[FittedModel, float]:
+    """Fit the additive step model to ten-second windows of real runs.
+
+    Parameters
+    ----------
+    reference, model
+        Tables and model.
+    groups
+        Groups of runs whose windows are used.
+    load_ms
+        Adapter loads per step of each run, in milliseconds on an idle engine; None: none.
+
+    Returns
+    -------
+    model : FittedModel
+    serving_factor : float
+        How much longer the loads take than on an idle engine.
+    """
     windows = pd.read_parquet(reference / "step_windows.parquet")
     runs = pd.read_csv(reference / "runs.csv")
     disturbed = runs[runs.anomalies.fillna("").str.contains("exclude")].run_idx
     windows = windows[
         (windows.model == model.key) & windows.group.isin(groups) & ~windows.run_idx.isin(disturbed)
     ]
-    problem = step_problem(windows)
+    loads = windows.run_idx.map(load_ms or {}).fillna(0.0).to_numpy(float)
+    problem = step_problem(windows, loads)
     fit = fit_linear(problem)
-    error = cross_validate(problem, windows.run_idx)
-    return fitted_model(
+    fitted = fitted_model(
         ADDITIVE.name,
         fit,
         f"step_windows.parquet: {len(windows)} windows of {windows.run_idx.nunique()} runs",
-        cross_validated=error,
+        cross_validated=cross_validate(problem, windows.run_idx),
         ranges=_step_ranges(windows),
     )
+    coefficients = dict(fitted.coefficients)
+    factor = coefficients.pop("serving_factor").value
+    return fitted.replace(coefficients=coefficients), factor
 
 
-def step_problem(windows: pd.DataFrame) -> LinearProblem:
-    """Return the linear problem of the additive form for a table of windows."""
-    tokens = np.minimum(TOKEN_BUDGET, windows.running_mean + windows.prefill_tokens_per_step).to_numpy(float)
+def step_problem(windows: pd.DataFrame, load_ms: NDArray[np.float64]) -> LinearProblem:
+    """Return the linear problem of the additive form, and of the loads beside it, for a table of windows."""
+    requests = windows.running_mean.to_numpy(float)
+    tokens = np.minimum(TOKEN_BUDGET, requests + windows.prefill_tokens_per_step.to_numpy(float))
     a_max = windows.a_max.to_numpy(float)
     adapters = windows.unique_adapters_est.to_numpy(float)
+    waiting = windows.waiting_mean.to_numpy(float)
     blocked = np.maximum(0.0, 1.0 - a_max / windows.n_adapters.to_numpy(float))
-    columns = (
-        np.ones_like(tokens),
-        tokens / 1000,
-        windows.kv_ktokens.to_numpy(float),
-        a_max,
-        a_max * tokens / 1000,
-        a_max * windows.s_max.to_numpy(float) / 16,
-        adapters,
-        adapters * tokens / 1000,
-        windows.waiting_mean.to_numpy(float) / 1000 * blocked,
-        (tokens > 512).astype(float),
+    columns = {
+        "base_ms": np.ones_like(tokens),
+        "ms_per_ktoken": tokens / 1000,
+        "ms_per_kv_ktoken": windows.kv_ktokens.to_numpy(float),
+        "ms_per_slot": a_max,
+        "ms_per_slot_ktoken": a_max * tokens / 1000,
+        "ms_per_slot_rank16": a_max * windows.s_max.to_numpy(float) / 16,
+        "ms_per_adapter": adapters,
+        "ms_per_adapter_ktoken": adapters * tokens / 1000,
+        "ms_per_adapter_krequest": adapters * requests / 1000,
+        # With a mean of W waiting requests, a step had none with a probability of about exp(-W).
+        "ms_per_adapter_queued": adapters * (1.0 - np.exp(-waiting)),
+        "ms_per_waiting_krequest": waiting / 1000 * blocked,
+        "ms_beyond_graphs": (tokens > 512).astype(float),
+        "serving_factor": load_ms,
+    }
+    names = (*ADDITIVE.coefficients, "serving_factor")
+    return LinearProblem(
+        names, np.column_stack([columns[name] for name in names]), windows.step_ms.to_numpy(float)
     )
-    return LinearProblem(ADDITIVE.coefficients, np.column_stack(columns), windows.step_ms.to_numpy(float))
 
 
 def _step_ranges(windows: pd.DataFrame) -> dict[str, tuple[float, float]]:
@@ -208,12 +203,14 @@ def _step_ranges(windows: pd.DataFrame) -> dict[str, tuple[float, float]]:
 
 
 def fit_host(reference: Path, profile: Profile, model: PublishedModel) -> FittedModel:
-    """Fit the time a request spends outside engine steps: the median gap to the twin's TTFT where nobody queues."""
+    """Fit the time outside engine steps: the median gap to the simulated TTFT where nobody queues."""
     calm = [run for run in published_runs(reference, model.key) if run.mean_waiting < 1.0 and not run.starved]
     ours = np.array([run.simulate(profile, duration_s=900.0).ttft_s_p50 for run in calm])
     measured = np.array([run.ttft_s_p50 for run in calm])
     request_ms = max(0.0, float(np.median(measured - ours)) * 1e3)
-    return _host(request_ms, len(calm), float(np.median(np.abs((ours + request_ms / 1e3) / measured - 1)) * 100))
+    return _host(
+        request_ms, len(calm), float(np.median(np.abs((ours + request_ms / 1e3) / measured - 1)) * 100)
+    )
 
 
 def _host(request_ms: float, samples: int = 0, error: float = 0.0) -> FittedModel:
@@ -230,26 +227,50 @@ def _host(request_ms: float, samples: int = 0, error: float = 0.0) -> FittedMode
 
 
 def build_profile(reference: Path, model: PublishedModel, groups: tuple[str, ...] = GROUPS) -> Profile:
-    """Fit everything for one model; the step model on runs of the named groups only."""
+    """Fit everything for one model; the step model on runs of the named groups only.
+
+    The tables do not count adapter loads, so the twin does: a first fit without them, then one with the loads
+    that the twin sees in each run.
+    """
+    steps, _ = fit_steps(reference, model, groups)
+    idle_loading = fit_loading(reference, model)
     profile = Profile(
         name=model.profile,
         gpu=GPU,
         model=model.arch,
         engine=ENGINE,
-        step_latency=fit_steps(reference, model, groups),
+        step_latency=steps,
         memory=fit_memory(reference, model),
-        loading=fit_loading(reference, model),
+        loading=idle_loading,
         host=_host(0.0),
         provenance=Provenance(
             kind=ProvenanceKind.PUBLISHED,
-            source="Agullo et al., arXiv 2508.08343; tables extracted from GPULLMAdapterOptimization, commit bae36e2",
+            source="Agullo et al., arXiv 2508.08343; "
+            "tables extracted from GPULLMAdapterOptimization, commit bae36e2",
             license="Apache-2.0",
             command="python -m capplan.twin.published_h100 REFERENCE_DIR OUT_DIR",
-            notes="One NVIDIA H100 64GB HBM2, vLLM 0.8.5 (V1 engine), bf16, prefix caching off, token budget 2048. "
-            "Nothing was measured with a token budget above 2048 or a mean prompt above 1,100 tokens.",
+            notes="One NVIDIA H100 64GB HBM2, vLLM 0.8.5 (V1 engine), bf16, prefix caching off, "
+            "token budget 2048. Nothing was measured with a token budget above 2048 or a mean prompt above 1,100 tokens.",
         ),
     )
+    for _ in range(LOAD_ROUNDS):
+        loads = _idle_load_ms(reference, profile, model, groups)
+        steps, factor = fit_steps(reference, model, groups, loads)
+        scaled = idle_loading.coefficients | {"serving_factor": Coefficient(value=factor)}
+        profile = profile.replace(step_latency=steps, loading=idle_loading.replace(coefficients=scaled))
     return profile.replace(host=fit_host(reference, profile, model))
+
+
+def _idle_load_ms(
+    reference: Path, profile: Profile, model: PublishedModel, groups: tuple[str, ...]
+) -> dict[int, float]:
+    """Return the mean milliseconds of adapter loads per step that the twin sees in each run, on an idle engine."""
+    factor = profile.loading.value("serving_factor")
+    loads = {}
+    for run in published_runs(reference, model.key, groups):
+        result = run.simulate(profile, duration_s=1200.0)
+        loads[run.index] = result.load_s * 1e3 / factor / max(1, result.steps)
+    return loads
 
 
 def main(arguments: list[str]) -> None:
@@ -260,7 +281,8 @@ def main(arguments: list[str]) -> None:
         path = out / f"{model.profile}.json"
         path.parent.mkdir(parents=True, exist_ok=True)
         write_text_atomic(path, json.dumps(profile.model_dump(mode="json"), indent=2) + "\n")
-        sys.stdout.write(f"{path}: step SMAPE {profile.step_latency.fit.cross_validated_error:.2f} % on left-out runs\n")
+        error = profile.step_latency.fit.cross_validated_error
+        sys.stdout.write(f"{path}: step SMAPE {error:.2f} % on left-out runs\n")
 
 
 if __name__ == "__main__":

@@ -1,7 +1,8 @@
-"""The published hour-long vLLM runs as workloads: what a planner would have known of each, and what was measured.
+"""The published hour-long vLLM runs: what a planner would have known of each, and what was measured.
 
-Source: runs.csv, extracted from the artefacts of Agullo et al. (arXiv 2508.08343). A planner knows adapters, ranks, rates
-and the mean and spread of lengths; it does not know the arrivals, the lengths themselves, or which rank got which rate.
+Source: runs.csv, extracted from the artefacts of Agullo et al. (arXiv 2508.08343). A planner knows adapters,
+ranks, rates and the mean and spread of lengths; it does not know the arrivals, the lengths themselves, or
+which rank got which rate.
 """
 
 from __future__ import annotations
@@ -111,6 +112,9 @@ def _workload(row: pd.Series) -> Workload:
     ranks = [int(rank) for rank in row.rank_list.split()]
     prompt, output = _LENGTHS[row.model]
     adapters = [
-        Adapter(name=f"dummy-{i}", rank=ranks[i % len(ranks)], rate_rps=float(rate)) for i, rate in enumerate(rates)
+        Adapter(name=f"dummy-{i}", rank=ranks[i % len(ranks)], rate_rps=float(rate))
+        for i, rate in enumerate(rates)
     ]
-    return Workload(base_model=row.model, adapters=tuple(adapters), prompt_tokens=prompt, output_tokens=output)
+    return Workload(
+        base_model=row.model, adapters=tuple(adapters), prompt_tokens=prompt, output_tokens=output
+    )

@@ -1,7 +1,8 @@
 """The readable twin: the serving rules as one would tell them, with plain lists, one request at a time.
 
-It shares the step-latency and loading costs with the compiled twin and nothing else; on any scenario both must leave the
-same trace. Slow on purpose: it scans the whole waiting queue in every step, as the engine does.
+It shares the step-latency and loading costs with the compiled twin and nothing else; on any scenario both
+must leave the same trace. Slow on purpose: it scans the whole waiting queue in every step, as the engine
+does.
 """
 
 from __future__ import annotations
@@ -69,7 +70,7 @@ class _Engine:
         return {r.adapter for r in self.running} - {0}
 
     def schedule(self) -> tuple[dict[int, int], list[_Request], list[tuple[int, bool]]]:
-        """Return tokens by position in `running`, the preempted requests, and the loads (adapter, from disk)."""
+        """Return tokens by position in `running`, preempted requests, and loads (adapter, from disk)."""
         limits = self.limits
         budget = limits.max_num_batched_tokens
         scheduled: dict[int, int] = {}
@@ -155,7 +156,7 @@ class _Engine:
 
 
 def run_reference(scenario: Scenario) -> t.Trace:
-    """Simulate `scenario` to its horizon, slowly; same signature and same result as `capplan.twin.core.run`."""
+    """Simulate `scenario` to its horizon, slowly; signature and result of `capplan.twin.core.run`."""
     requests, limits = scenario.requests, scenario.limits
     engine = _Engine(scenario)
     trace = t.new_trace(requests.arrival_ns.size)
@@ -192,7 +193,9 @@ def _charge(
     scenario: Scenario, engine: _Engine, trace: t.Trace, tokens: int, loads: list[tuple[int, bool]]
 ) -> int:
     costs, counts, sums = scenario.costs, trace.counts, trace.sums
-    load_ns = sum(int(costs.load_ns[a]) + (int(costs.disk_ns[a]) if from_disk else 0) for a, from_disk in loads)
+    load_ns = sum(
+        int(costs.load_ns[a]) + (int(costs.disk_ns[a]) if from_disk else 0) for a, from_disk in loads
+    )
     features = StepFeatures(
         tokens=float(tokens),
         requests=float(len(engine.running)),

@@ -16,7 +16,7 @@ STARVED_BELOW = 0.9
 
 @dataclass(frozen=True)
 class SimulationResult:
-    """One simulated GPU over one horizon. Latencies are of requests completed within it; NaN when there are none."""
+    """One simulated GPU over one horizon. Latencies: requests completed within it, NaN without any."""
 
     throughput_tok_s: float
     """Input and output tokens of completed requests over the horizon."""
@@ -49,7 +49,7 @@ class SimulationResult:
     tpt_ms_p95: float
     tpt_ms_p99: float
     served_fraction: float
-    """Tokens of completed over tokens of submitted requests, those in execution at the end left out of both."""
+    """Tokens of completed over submitted requests, those in execution at the end left out of both."""
     starved: bool
     completed: int
     submitted: int

@@ -1,4 +1,4 @@
-"""What one simulated instance needs: requests, limits, costs; all plain arrays and numbers, for both forms of the twin."""
+"""What one simulated instance needs, as plain arrays and numbers: requests, limits, costs."""
 
 from __future__ import annotations
 

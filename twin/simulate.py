@@ -89,4 +89,3 @@ def simulate(
     trace = runner(scenario)
     result = summarize(scenario, trace, profile.host.value("request_ms"))
     return replace(result, wall_s=time.perf_counter() - started)
-

@@ -1,4 +1,4 @@
-"""What a simulated instance leaves behind: times per request, a histogram of token gaps, sums over time, counts."""
+"""What a simulated instance leaves behind: times per request, token gaps, sums over time, counts."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The serving rules: pure functions over flat arrays, called by the engine once a step and by the twin in one loop."""
+"""The serving rules: pure functions over flat arrays, which engine and twin call once a step."""
 
 from capplan.serving.memory import adapter_bytes, kv_bytes_per_token, slot_bytes, weight_bytes
 from capplan.serving.rules import RULES, ServingRules, serving_rules

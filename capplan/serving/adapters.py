@@ -1,7 +1,7 @@
 """Adapter slots on the GPU and the cache on the host: two nested least-recently-used lists, as in vLLM.
 
-An adapter is *active* while requests that run use it, and every step touches all active adapters. So only idle ones can
-be victims, and their order of last use is the order in which they became idle.
+An adapter is *active* while requests that run use it, and every step touches all active adapters. So only
+idle ones can be victims, and their order of last use is the order in which they became idle.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ def acquire_adapter(state: State, limits: Limits, adapter: int) -> None:
 
 @jit
 def release_adapter(state: State, adapter: int) -> None:
-    """Count one running request of `adapter` less; with the last one it becomes the most recently used idle adapter."""
+    """Count one running request of `adapter` less; after the last it is the most recently used idle one."""
     if adapter == 0:
         return
     state.users[adapter] -= 1

@@ -1,8 +1,8 @@
 """Compilation of the serving rules and of the twin, with a disk cache that notices every edit.
 
-numba's own cache looks at the file of the function it compiled, not at the files of the functions that it calls: an
-edited rule could keep running in its old form. Here the cache folder is named after a digest of all sources that are
-compiled together, so an edit anywhere in them starts a new folder.
+numba's own cache looks at the file of the function it compiled, not at the files of the functions that it
+calls: an edited rule could keep running in its old form. Here the cache folder is named after a digest of all
+sources that are compiled together, so an edit anywhere in them starts a new folder.
 """
 
 from __future__ import annotations
@@ -10,13 +10,25 @@ from __future__ import annotations
 import functools
 import hashlib
 import os
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from pathlib import Path
-from typing import TypeVar
+from types import MappingProxyType
+from typing import Any, Final, TypeVar
 
 import numba
 
 F = TypeVar("F", bound=Callable[..., object])
+
+_OPTIONS: Final[Mapping[str, Any]] = MappingProxyType(
+    {
+        "cache": True,
+        "error_model": "numpy",
+        # Undocumented: compiled code without numba's runtime counts no references. Every call from one compiled
+        # function to another would count the state's 45 arrays up and down, four fifths of the twin's time.
+        # Nothing is lost by it: a function that allocates an array, the runtime's purpose, fails to compile.
+        "_nrt": False,
+    }
+)
 
 _PACKAGE = Path(__file__).resolve().parent.parent
 _COMPILED_PACKAGES = ("serving", "models", "twin")
@@ -24,7 +36,7 @@ _COMPILED_PACKAGES = ("serving", "models", "twin")
 
 @functools.cache
 def source_digest() -> str:
-    """Return the digest of every source file whose functions may be compiled together, and of numba's version."""
+    """Return the digest of every source that may be compiled together with others, and of numba's version."""
     digest = hashlib.sha256(numba.__version__.encode())
     for package in _COMPILED_PACKAGES:
         for file in sorted((_PACKAGE / package).resolve().glob("*.py")):
@@ -35,7 +47,7 @@ def source_digest() -> str:
 
 @functools.cache
 def cache_dir() -> Path:
-    """Return the folder of the compiled code: ``$CAPPLAN_CACHE_DIR`` or ``~/.cache/capplan``, then the digest."""
+    """Return the folder of the compiled code, below ``$CAPPLAN_CACHE_DIR`` or ``~/.cache/capplan``."""
     base = os.environ.get("CAPPLAN_CACHE_DIR")
     root = Path(base) if base else Path(os.environ.get("XDG_CACHE_HOME", Path.home() / ".cache")) / "capplan"
     return root / f"compiled-{source_digest()}"
@@ -48,10 +60,11 @@ def is_compiled() -> bool:
 
 def jit(function: F) -> F:
     """Compile `function` with numba, cached on disk under the digest of all compiled sources."""
-    before = numba.config.CACHE_DIR
-    numba.config.CACHE_DIR = str(cache_dir())
+    # numba fixes a function's cache folder when it is decorated.
+    before = config.CACHE_DIR
+    config.CACHE_DIR = str(cache_dir())
     try:
-        compiled: F = numba.njit(cache=True, error_model="numpy", _nrt=False)(function)
+        compiled: F = numba.njit(**_OPTIONS)(function)
     finally:
-        numba.config.CACHE_DIR = before
+        config.CACHE_DIR = before
     return compiled

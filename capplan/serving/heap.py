@@ -1,4 +1,4 @@
-"""An indexed binary heap over flat arrays: the smallest key first, any member removable in logarithmic time."""
+"""An indexed binary heap over flat arrays: smallest key first, any member removable in logarithmic time."""
 
 from __future__ import annotations
 

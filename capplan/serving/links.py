@@ -12,7 +12,7 @@ _AFTER = 1
 
 
 def new_links(capacity: int) -> NDArray[np.int32]:
-    """Return an empty list for the members 0 .. capacity - 1, shape (2, capacity + 1); the last entry is the sentinel."""
+    """Return an empty list for the members 0 .. capacity - 1: shape (2, capacity + 1), sentinel last."""
     links = np.full((2, capacity + 1), -1, np.int32)
     links[:, capacity] = capacity
     return links

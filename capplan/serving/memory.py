@@ -1,12 +1,12 @@
 """Bytes of adapter slots and of KV blocks: the arithmetic by which an engine sizes its cache.
 
-Source: vLLM's LoRA layers and ``determine_available_memory``, 0.8.5 to 0.32.0: every slot holds A and B matrices of
-every wrapped linear layer at the largest rank, whatever the adapters in it need.
+Source: vLLM's LoRA layers and ``determine_available_memory``, 0.8.5 to 0.32.0: every slot holds A and B
+matrices of every wrapped linear layer at the largest rank, whatever the adapters in it need.
 """
 
 from __future__ import annotations
 
-from capplan.spec import Engine, ModelArch
+from capplan.spec.profile import Engine, ModelArch
 
 
 def kv_bytes_per_token(arch: ModelArch, tp: int = 1) -> int:
@@ -18,7 +18,8 @@ def kv_bytes_per_token(arch: ModelArch, tp: int = 1) -> int:
 def lora_elements_per_rank(arch: ModelArch, tp: int = 1) -> int:
     """Return the elements that q, k, v, o, gate, up and down take per unit of rank, all layers, on one GPU.
 
-    A column-parallel layer keeps its whole input side and a share of the output side; a row-parallel one the reverse.
+    A column-parallel layer keeps its whole input side and a share of the output side; a row-parallel one the
+    reverse.
     """
     query = arch.heads * arch.head_dim
     kv = arch.kv_heads * arch.head_dim

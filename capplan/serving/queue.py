@@ -1,8 +1,9 @@
-"""The waiting queue: first come, first served, where requests whose adapter finds no slot are overtaken, not blocking.
+"""The waiting queue: first come, first served; a request whose adapter finds no slot is overtaken.
 
-vLLM scans one deque and sets blocked requests aside in their order. The same choice without a scan: every adapter has a
-queue of its own, and the request to look at next is the head with the smallest key among the adapters that may run.
-Keys grow at the back (arrivals) and fall at the front (preempted requests), so the order of the deque is the order of keys.
+vLLM scans one deque and sets blocked requests aside in their order. The same choice without a scan: every
+adapter has a queue of its own, and the request to look at next is the head with the smallest key among the
+adapters that may run. Keys grow at the back (arrivals) and fall at the front (preempted requests), so the
+order of the deque is the order of keys.
 """
 
 from __future__ import annotations
@@ -98,7 +99,7 @@ def pop_head(state: State, adapter: int) -> int:
 
 @jit
 def set_hot(state: State, adapter: int, hot: bool) -> None:
-    """List this adapter's queue among those of active (`hot`) or inactive adapters; base requests are always active."""
+    """List this adapter's queue among those of active (`hot`) or inactive adapters; base is always hot."""
     if adapter == 0 or state.queue_head[adapter] == NONE:
         return
     old, new = (state.cold, state.hot) if hot else (state.hot, state.cold)

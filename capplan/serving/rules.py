@@ -1,4 +1,4 @@
-"""The serving rules by name: what differs between engine versions is a switch here, never a copy of the scheduler."""
+"""The serving rules by name: what differs between engine versions is a switch, never a second scheduler."""
 
 from __future__ import annotations
 
@@ -19,7 +19,8 @@ class ServingRules:
         Admit a waiting request only if its whole known sequence fits into free KV blocks now
         (vLLM's ``scheduler_reserve_full_isl``, on since 0.20).
     watermark
-        Share of the KV blocks that must stay free when a request is admitted while others run (vLLM 0.27 and later).
+        Share of the KV blocks that must stay free when a request is admitted while others run (vLLM 0.27 and
+        later).
     long_prefill_tokens
         Most prompt tokens of one request in one step; 0 switches the limit off
         (vLLM's ``long_prefill_token_threshold``).
@@ -34,7 +35,9 @@ class ServingRules:
         if not 0.0 <= self.watermark < 1.0:
             raise InputError(rule="must be in [0, 1)", value=self.watermark, location="rules.watermark")
         if self.long_prefill_tokens < 0:
-            raise InputError(rule="must be >= 0", value=self.long_prefill_tokens, location="rules.long_prefill_tokens")
+            raise InputError(
+                rule="must be >= 0", value=self.long_prefill_tokens, location="rules.long_prefill_tokens"
+            )
 
 
 RULES: tuple[ServingRules, ...] = (ServingRules("vllm-0.8"),)

@@ -1,7 +1,7 @@
 """Running requests: their order, what a decoding row has computed by now, and how rows change kind.
 
-A decoding row needs a new block in the steps at which its computed tokens are a multiple of the block size, so counting
-rows by `(computed - since) mod block_size` tells the blocks of a whole step at once.
+A decoding row needs a new block in the steps at which its computed tokens are a multiple of the block size,
+so counting rows by `(computed - since) mod block_size` tells the blocks of a whole step at once.
 """
 
 from __future__ import annotations

@@ -1,9 +1,10 @@
 """vLLM's V1 scheduling rules: `submit`, `schedule`, `commit`.
 
-A step first serves running requests in the order of their admission, then admits waiting ones. There is no prefill or
-decode phase: every request just catches up with the tokens it knows, under one token budget per step. A running request
-that finds no KV block preempts the one admitted last; in a step with a preemption nobody is admitted. A waiting request
-whose adapter finds no slot is set aside and overtaken; one that finds no blocks stops the scan.
+A step first serves running requests in the order of their admission, then admits waiting ones. There is no
+prefill or decode phase: every request just catches up with the tokens it knows, under one token budget per
+step. A running request that finds no KV block preempts the one admitted last; in a step with a preemption
+nobody is admitted. A waiting request whose adapter finds no slot is set aside and overtaken; one that finds
+no blocks stops the scan.
 
 Read off vLLM 0.8.5 to 0.32.0, ``vllm/v1/core/sched/scheduler.py``. Nothing here knows a clock.
 """
@@ -37,7 +38,6 @@ from capplan.serving.state import (
     N_RESUMED,
     N_RUNNING,
     N_STALLED,
-    N_WAITING,
     NONE,
     RUN_HEAD,
     RUN_TAIL,
@@ -52,7 +52,7 @@ from capplan.serving.state import (
 
 @jit
 def submit(state: State, limits: Limits, request: int, adapter: int, prompt: int, output: int) -> int:
-    """Queue a request and return its row, or NONE when no row is free or the prompt leaves no room for a token."""
+    """Queue a request and return its row; NONE when no row is free or the prompt leaves no room."""
     c = state.counters
     if c[N_FREE_ROWS] == 0 or prompt >= limits.max_model_len:
         return NONE
@@ -74,8 +74,8 @@ def submit(state: State, limits: Limits, request: int, adapter: int, prompt: int
 def schedule(state: State, limits: Limits) -> int:
     """Decide one step and return its number of tokens; 0 means that nothing can run.
 
-    What the step does stands in the state: decoding rows get one token each, partial rows `tokens[row]`; `admitted`,
-    `preempted`, `stalled` and `loads` list the rest.
+    What the step does stands in the state: decoding rows get one token each, partial rows `tokens[row]`;
+    `admitted`, `preempted`, `stalled` and `loads` list the rest.
     """
     c = state.counters
     c[N_ADMITTED] = c[N_PREEMPTED] = c[N_STALLED] = c[N_LOADS] = 0
@@ -101,7 +101,7 @@ def _wanted(state: State, limits: Limits, row: int) -> int:
 
 @jit
 def _order_matters(state: State, limits: Limits) -> bool:
-    """Tell whether running requests compete for the token budget other than by "all decodes, then the last row"."""
+    """Tell whether running requests compete for tokens other than by "all decodes, then the last row"."""
     c = state.counters
     partial = c[N_PARTIAL]
     if c[N_DECODING] > limits.max_num_batched_tokens:
@@ -133,10 +133,11 @@ def _new_blocks(state: State, limits: Limits, row: int, tokens: int) -> int:
 
 @jit
 def _serve_together(state: State, limits: Limits) -> int:
-    """Serve all running requests at once: every decoding row one token, then the partial rows. Return the tokens.
+    """Serve running requests together, decoding rows one token each, then partial rows. Return the tokens.
 
-    Where blocks lack, preempting from the end until the rest fits is what the scan in running order comes to: a
-    victim always stands at or behind the request that needs the block, so it has taken nothing in this step yet.
+    Where blocks lack, preempting from the end until the rest fits is what the scan in running order comes to:
+    a victim always stands at or behind the request that needs the block, so it has taken nothing in this step
+    yet.
     """
     c = state.counters
     while True:
@@ -229,8 +230,9 @@ def _admit(state: State, limits: Limits, budget: int) -> int:
 def commit(state: State, limits: Limits) -> None:
     """Apply the step that `schedule` decided: tokens appended, finished requests out, their blocks free.
 
-    `first`, `resumed` and `finished` list the rows that emitted their first token, emitted again after having been
-    stalled, and ended. The row of a finished request stays readable until `submit` gives it to another one.
+    `first`, `resumed` and `finished` list the rows that emitted their first token, emitted again after having
+    been stalled, and ended. The row of a finished request stays readable until `submit` gives it to another
+    one.
     """
     c = state.counters
     c[TICK] += 1
@@ -267,7 +269,7 @@ def _finish_due(state: State, limits: Limits) -> None:
 
 @jit
 def finish(state: State, limits: Limits, row: int) -> None:
-    """End a running request between two steps: its last token came, a stop token was sampled, or its client left."""
+    """End a running request between two steps: last token, stop token, or its client left."""
     c = state.counters
     if state.since[row] != NONE:
         stop_decoding(state, row)

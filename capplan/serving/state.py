@@ -1,11 +1,13 @@
-"""The state of one engine instance as flat arrays: requests, running order, waiting queues, KV blocks, adapters.
+"""The state of one engine as flat arrays: requests, running order, waiting queues, KV blocks, adapters.
 
-A request in flight owns a *row*. Adapters are numbered from 1; adapter 0 is the base model, which needs no slot.
+A request in flight owns a *row*. Adapters are numbered from 1; adapter 0 is the base model, which needs no
+slot.
 
-Running requests come in two kinds. *Decoding* rows get one token in every step and are not touched by it: what they have
-computed follows from the number of steps since they started, `counters[TICK] - since[row]`. *Partial* rows (in prefill,
-recomputing, or left out of a step by the token budget) are listed in running order and handled one by one. So a step
-costs time in proportion to what changes in it, whatever the size of the batch or the queue.
+Running requests come in two kinds. *Decoding* rows get one token in every step and are not touched by it:
+what they have computed follows from the number of steps since they started, `counters[TICK] - since[row]`.
+*Partial* rows (in prefill, recomputing, or left out of a step by the token budget) are listed in running
+order and handled one by one. So a step costs time in proportion to what changes in it, whatever the size of
+the batch or the queue.
 """
 
 from __future__ import annotations
@@ -126,8 +128,8 @@ def new_state(rows: int, adapters: int, num_blocks: int, limits: Limits) -> Stat
 
     Notes
     -----
-    Every adapter was loaded once at start-up in the order of its number, as ``--lora-modules`` does, so the host holds
-    the last `max_cpu_loras` of them; GPU slots start empty.
+    Every adapter was loaded once at start-up in the order of its number, as ``--lora-modules`` does, so the
+    host holds the last `max_cpu_loras` of them; GPU slots start empty.
     """
     running = max(1, min(rows, limits.max_num_seqs))
     counters = np.zeros(N_COUNTERS, np.int64)

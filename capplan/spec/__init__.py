@@ -1,6 +1,6 @@
 """What the user writes and reads: workloads, plans, profiles, and the rules they must keep."""
 
-from capplan.spec.files import read_text, write_text_atomic
+from capplan.spec.files import read_text, write_bytes_atomic, write_text_atomic
 from capplan.spec.lengths import Lengths
 from capplan.spec.load import load_workload
 from capplan.spec.plan import Plan
@@ -81,5 +81,6 @@ __all__ = [
     "allowed_lora_rank",
     "load_workload",
     "read_text",
+    "write_bytes_atomic",
     "write_text_atomic",
 ]

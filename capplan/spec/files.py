@@ -35,9 +35,14 @@ def read_text(path: str | os.PathLike[str], max_bytes: int = MAX_BYTES) -> str:
 
 
 def write_text_atomic(path: str | os.PathLike[str], text: str) -> None:
-    """Write ``text`` so that readers see the old file or the new one, never a part.
+    """Write ``text`` as UTF-8; as :func:`write_bytes_atomic`."""
+    write_bytes_atomic(path, text.encode("utf-8"))
 
-    The text is written beside the target and renamed. A device or a pipe is written to directly.
+
+def write_bytes_atomic(path: str | os.PathLike[str], data: bytes) -> None:
+    """Write ``data`` so that readers see the old file or the new one, never a part.
+
+    The data is written beside the target and renamed. A device or a pipe is written to directly.
 
     Raises
     ------
@@ -47,18 +52,18 @@ def write_text_atomic(path: str | os.PathLike[str], text: str) -> None:
     try:
         target = Path(os.path.realpath(path))  # a link stays a link, and what it points to is replaced
         if target.exists() and not target.is_file():
-            target.write_text(text, encoding="utf-8")
+            target.write_bytes(data)
             return
-        _write_and_rename(target, text)
+        _write_and_rename(target, data)
     except (OSError, ValueError) as error:
         raise InputError(f"cannot be written: {reason(error)}", location=os.fspath(path)) from None
 
 
-def _write_and_rename(target: Path, text: str) -> None:
+def _write_and_rename(target: Path, data: bytes) -> None:
     beside = target.with_name(f".{target.name}.{os.getpid()}.tmp")
     try:
-        with beside.open("x", encoding="utf-8", newline="\n") as file:
-            file.write(text)
+        with beside.open("xb") as file:
+            file.write(data)
         beside.replace(target)
     except BaseException:
         with contextlib.suppress(OSError):

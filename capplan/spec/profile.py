@@ -1,4 +1,4 @@
-"""A profile: what is known of one GPU type with one model under one engine version, and how well it is known."""
+"""A profile: what is known of a GPU type with one model under one engine version, and how well."""
 
 from __future__ import annotations
 
@@ -34,11 +34,12 @@ class ProvenanceKind(StrEnum):
 
 
 class ModelArch(SpecModel):
-    """The shape of a transformer with grouped-query attention and a gated MLP, as its ``config.json`` gives it."""
+    """A transformer with grouped-query attention and a gated MLP, by the numbers in its ``config.json``."""
 
     name: str
-    hf_ids: Annotated[tuple[str, ...], Field(min_length=1)]
-    """Hugging Face ids of models of this very shape; a workload's base_model must be one of them."""
+    hf_ids: Annotated[tuple[str, ...], Field(min_length=1)] = Field(
+        description="Hugging Face ids of models of this very shape; a workload's base_model must be one of them"
+    )
     layers: Count
     hidden_size: Count
     heads: Count
@@ -48,8 +49,10 @@ class ModelArch(SpecModel):
     vocab_size: Count
     tied_embeddings: bool = False
     dtype_bytes: Annotated[int, Field(ge=1, le=4)] = 2
-    lora_on_embeddings: bool = False
-    """Whether the engine reserves slot space for embedding and output head (vLLM: Llama yes, Qwen2 no)."""
+    lora_on_embeddings: bool = Field(
+        default=False,
+        description="whether slots hold space for embedding and output head (vLLM: Llama yes, Qwen2 no)",
+    )
 
 
 class Gpu(SpecModel):
@@ -64,12 +67,12 @@ class Engine(SpecModel):
 
     name: str
     version: str
-    rules: str
-    """Name of its serving rules, such as ``vllm-0.8``."""
-    kernel: Kernel = Kernel.VLLM
-    block_size: Count = 16
-    lora_extra_vocab: Annotated[int, Field(ge=0)] = 0
-    """Extra vocabulary rows per slot (vLLM up to 0.11: 256)."""
+    rules: str = Field(description="name of its serving rules, such as vllm-0.8")
+    kernel: Kernel = Field(default=Kernel.VLLM, description="which rank its LoRA kernels pay for")
+    block_size: Count = Field(default=16, description="tokens of one KV block")
+    lora_extra_vocab: Annotated[int, Field(ge=0)] = Field(
+        default=0, description="extra vocabulary rows per slot (vLLM up to 0.11: 256)"
+    )
 
 
 class Coefficient(SpecModel):
@@ -82,23 +85,26 @@ class Coefficient(SpecModel):
 class Fit(SpecModel):
     """How a model was fitted and how well it does."""
 
-    source: str
-    """What it was fitted on: file and rows."""
+    source: str = Field(description="what it was fitted on: file and rows")
     samples: Annotated[int, Field(ge=0)]
     error_formula: str
-    error: float
-    """Error on the samples it was fitted on, by that formula."""
-    cross_validated_error: float | None = None
-    """Error on samples left out in turn, by the same formula."""
-    max_error: float | None = None
+    error: float = Field(description="error on the samples it was fitted on, by that formula")
+    cross_validated_error: float | None = Field(
+        default=None, description="error on samples left out in turn, by the same formula"
+    )
+    max_error: float | None = Field(
+        default=None, description="largest relative error of a sample, in percent"
+    )
 
 
 class FittedModel(SpecModel):
     """Coefficients of a named form, the range they were fitted on, and their error."""
 
-    form: str
+    form: str = Field(description="name of the formula")
     coefficients: dict[str, Coefficient]
-    fitted_range: dict[str, tuple[float, float]] = {}
+    fitted_range: dict[str, tuple[float, float]] = Field(
+        default_factory=dict, description="smallest and largest value of each input on which the fit rests"
+    )
     fit: Fit
 
     def value(self, name: str) -> float:
@@ -112,22 +118,21 @@ class Provenance(SpecModel):
     kind: ProvenanceKind
     source: str
     license: str | None = None
-    command: str
-    """The command of this project that made the profile."""
+    command: str = Field(description="the command of this project that made the profile")
     notes: str = ""
 
 
 class Profile(SpecModel):
-    """Everything the twin and the planner need to know of (GPU type, model, engine version, tensor parallelism)."""
+    """All that twin and planner need to know of (GPU type, model, engine version, tensor parallelism)."""
 
     schema_version: Annotated[int, Field(ge=1, le=1)] = 1
     name: str
     gpu: Gpu
-    tp: Count = 1
+    tp: Count = Field(default=1, description="GPUs that share one copy of the model")
     model: ModelArch
     engine: Engine
-    step_latency: FittedModel
-    memory: FittedModel
-    loading: FittedModel
-    host: FittedModel
+    step_latency: FittedModel = Field(description="milliseconds of one engine step")
+    memory: FittedModel = Field(description="KV tokens beside weights and adapter slots")
+    loading: FittedModel = Field(description="milliseconds until an adapter is on the host and in a slot")
+    host: FittedModel = Field(description="milliseconds a request spends outside engine steps")
     provenance: Provenance

@@ -1,0 +1,25 @@
+"""Service-level objectives against simulated metrics."""
+
+from __future__ import annotations
+
+from capplan.spec import Slo
+from capplan.twin import SimulationResult
+
+
+def broken_bounds(slo: Slo, result: SimulationResult) -> tuple[str, ...]:
+    """Return the bounds that a simulated GPU breaks, each in words; none when it keeps all of them."""
+    broken = []
+    if result.served_fraction < slo.served_fraction:
+        broken.append(f"served_fraction {result.served_fraction:.3f} < {slo.served_fraction:g}")
+    for name, bound in slo.latency_bounds().items():
+        value = metric(result, name)
+        if not value <= bound:  # NaN: nothing was completed, which keeps no bound
+            broken.append(f"{name} {value:.3g} > {bound:g}")
+    return tuple(broken)
+
+
+def metric(result: SimulationResult, name: str) -> float:
+    """Return the metric that a bound such as ``ttft_p99_s`` is on."""
+    kind, statistic, unit = name.split("_")
+    value: float = getattr(result, f"{kind}_{unit}_{statistic}")
+    return value
