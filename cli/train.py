@@ -13,12 +13,21 @@ from capplan.cli.progress import announce_compilation, progress_bars
 
 
 def train(
-    profile: Annotated[str, typer.Argument(metavar="PROFILE", help="Shipped profile or path of a profile JSON.")],
+    profile: Annotated[
+        str, typer.Argument(metavar="PROFILE", help="Shipped profile or path of a profile JSON.")
+    ],
     output: Annotated[
         str | None,
-        typer.Option("--output", "-o", metavar="FILE", help="Where to write; default: where the profile's is looked for."),
+        typer.Option(
+            "--output",
+            "-o",
+            metavar="FILE",
+            help="Where to write; default: where the profile's is looked for.",
+        ),
     ] = None,
-    scenarios: Annotated[int, typer.Option("--scenarios", metavar="N", min=64, help="Twin runs to learn from.")] = 4096,
+    scenarios: Annotated[
+        int, typer.Option("--scenarios", metavar="N", min=64, help="Twin runs to learn from.")
+    ] = 4096,
     seed: Annotated[int, typer.Option("--seed", metavar="N", min=0, help="Same seed, same surrogate.")] = 0,
     workers: Annotated[
         int | None, typer.Option("--workers", metavar="N", min=1, help="Processes; default: one per core.")

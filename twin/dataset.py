@@ -6,6 +6,7 @@ from collections.abc import Callable, Iterator
 from concurrent.futures import ProcessPoolExecutor
 from dataclasses import dataclass
 from functools import partial
+from typing import TypedDict
 
 import numpy as np
 from numpy.typing import NDArray
@@ -30,6 +31,16 @@ class Sample:
     s_max: int
     max_num_seqs: int
     max_num_batched_tokens: int
+
+
+class _Settings(TypedDict):
+    """What twin and features are both told of a scenario."""
+
+    a_max: int
+    s_max: int
+    max_num_seqs: int
+    max_num_batched_tokens: int
+    gpu_memory_utilization: float
 
 
 @dataclass(frozen=True)
@@ -108,13 +119,13 @@ def _answer(
 ) -> list[float] | None:
     number, point = numbered
     sample = sample_at(point, np.random.default_rng([seed, number]))
-    settings = {
-        "a_max": sample.a_max,
-        "s_max": sample.s_max,
-        "max_num_seqs": sample.max_num_seqs,
-        "max_num_batched_tokens": sample.max_num_batched_tokens,
-        "gpu_memory_utilization": UTILIZATION,
-    }
+    settings = _Settings(
+        a_max=sample.a_max,
+        s_max=sample.s_max,
+        max_num_seqs=sample.max_num_seqs,
+        max_num_batched_tokens=sample.max_num_batched_tokens,
+        gpu_memory_utilization=UTILIZATION,
+    )
     try:
         result = simulate(
             sample.workload, profile, duration_s=duration_s, seed=number, max_in_flight=25_000, **settings
@@ -170,4 +181,5 @@ def _between(at: float, low: float, high: float) -> float:
 def _rates(rng: np.random.Generator, adapters: int, total_rps: float, spread: float) -> NDArray[np.float64]:
     """Return log-normal rates that add up to `total_rps`."""
     weights = np.exp(spread * rng.standard_normal(adapters))
-    return total_rps * weights / weights.sum()
+    rates: NDArray[np.float64] = total_rps * weights / weights.sum()
+    return rates

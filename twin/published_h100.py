@@ -145,7 +145,7 @@ def fit_steps(
     windows = windows[
         (windows.model == model.key) & windows.group.isin(groups) & ~windows.run_idx.isin(disturbed)
     ]
-    loads = windows.run_idx.map(load_ms or {}).fillna(0.0).to_numpy(float)
+    loads = np.asarray(windows.run_idx.map(load_ms or {}).fillna(0.0), np.float64)
     problem = step_problem(windows, loads)
     fit = fit_linear(problem)
     fitted = fitted_model(
@@ -250,7 +250,8 @@ def build_profile(reference: Path, model: PublishedModel, groups: tuple[str, ...
             license="Apache-2.0",
             command="python -m capplan.twin.published_h100 REFERENCE_DIR OUT_DIR",
             notes="One NVIDIA H100 64GB HBM2, vLLM 0.8.5 (V1 engine), bf16, prefix caching off, "
-            "token budget 2048. Nothing was measured with a token budget above 2048 or a mean prompt above 1,100 tokens.",
+            "token budget 2048. Nothing was measured with a token budget above 2048 "
+            "or a mean prompt above 1,100 tokens.",
         ),
     )
     for _ in range(LOAD_ROUNDS):
@@ -264,7 +265,7 @@ def build_profile(reference: Path, model: PublishedModel, groups: tuple[str, ...
 def _idle_load_ms(
     reference: Path, profile: Profile, model: PublishedModel, groups: tuple[str, ...]
 ) -> dict[int, float]:
-    """Return the mean milliseconds of adapter loads per step that the twin sees in each run, on an idle engine."""
+    """Return the milliseconds of adapter loads per step of each run, as the twin counts, engine idle."""
     factor = profile.loading.value("serving_factor")
     loads = {}
     for run in published_runs(reference, model.key, groups):

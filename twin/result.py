@@ -26,8 +26,10 @@ class SimulationResult:
     """Input and output tokens of submitted requests over the horizon."""
     itl_ms_mean: float
     """Mean gap between tokens, every gap counting alike."""
+    itl_ms_p50: float
+    itl_ms_p95: float
     itl_ms_p99: float
-    """Over the gaps of all requests, also unfinished ones; exact to half a percent."""
+    """Percentiles are over the gaps of all requests, also unfinished ones, and exact to half a percent."""
     ttft_s_mean: float
     ttft_s_p50: float
     ttft_s_p95: float
@@ -117,6 +119,8 @@ def summarize(scenario: Scenario, trace: t.Trace, request_overhead_ms: float) ->
         output_tok_s=float(out.sum()) / horizon_s,
         offered_tok_s=float(tokens.sum()) / horizon_s,
         itl_ms_mean=float(decoding_ms.sum() / gaps.sum()) if several.any() else float("nan"),
+        itl_ms_p50=t.gap_quantile_ms(trace.gaps, 0.50),
+        itl_ms_p95=t.gap_quantile_ms(trace.gaps, 0.95),
         itl_ms_p99=t.gap_quantile_ms(trace.gaps, 0.99),
         ttft_s_mean_charged=charged,
         **_summary("ttft_s", ttft_s),

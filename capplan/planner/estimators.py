@@ -29,7 +29,9 @@ class TwinEstimator:
             result = run_twin(self.problem, parts, a_max, self.seed, self.duration_s, scale)
         except InfeasibleError:
             return Estimate(0.0, starved=True)
-        return Estimate(result.throughput_tok_s, starved=bool(broken_bounds(self.problem.workload.slo, result)))
+        return Estimate(
+            result.throughput_tok_s, starved=bool(broken_bounds(self.problem.workload.slo, result))
+        )
 
 
 @dataclass(frozen=True)

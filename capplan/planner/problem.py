@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from functools import cached_property
 from typing import Protocol
 
 from capplan.models.memory import kv_tokens
@@ -96,7 +97,7 @@ class Problem:
 
     def subworkload(self, parts: Sequence[Part], scale: float = 1.0) -> Workload:
         """Return the workload of one GPU; `scale` multiplies every rate."""
-        shares = {name: share for name, share in _shares(parts).items()}
+        shares = _shares(parts)
         part = self.workload.subset(shares, shares)
         if scale == 1.0:
             return part
@@ -115,7 +116,7 @@ class Problem:
         """Return the input and output tokens per second that a part asks for."""
         return part.rate_rps * self._tokens_per_request[part.name]
 
-    @property
+    @cached_property
     def _tokens_per_request(self) -> Mapping[str, float]:
         return {
             a.name: (a.prompt_tokens or self.workload.prompt_tokens).mean_tokens

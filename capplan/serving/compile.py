@@ -22,10 +22,11 @@ F = TypeVar("F", bound=Callable[..., object])
 _OPTIONS: Final[Mapping[str, Any]] = MappingProxyType(
     {
         "cache": True,
+        "nogil": True,  # the planner verifies GPUs in threads
         "error_model": "numpy",
-        # Undocumented: compiled code without numba's runtime counts no references. Every call from one compiled
-        # function to another would count the state's 45 arrays up and down, four fifths of the twin's time.
-        # Nothing is lost by it: a function that allocates an array, the runtime's purpose, fails to compile.
+        # Undocumented: without numba's runtime, compiled code counts no references. With it, every call between
+        # compiled functions counts the state's 45 arrays up and down: four fifths of the twin's time.
+        # A function that allocates an array, the runtime's purpose, fails to compile instead.
         "_nrt": False,
     }
 )
@@ -61,6 +62,7 @@ def is_compiled() -> bool:
 def jit(function: F) -> F:
     """Compile `function` with numba, cached on disk under the digest of all compiled sources."""
     # numba fixes a function's cache folder when it is decorated.
+    config: Any = numba.config  # its entries are made at run time, out of sight of type checkers
     before = config.CACHE_DIR
     config.CACHE_DIR = str(cache_dir())
     try:

@@ -38,7 +38,7 @@ class ModelArch(SpecModel):
 
     name: str
     hf_ids: Annotated[tuple[str, ...], Field(min_length=1)] = Field(
-        description="Hugging Face ids of models of this very shape; a workload's base_model must be one of them"
+        description="Hugging Face ids of models of this shape; a workload's base_model must be among them"
     )
     layers: Count
     hidden_size: Count

@@ -1,0 +1,136 @@
+"""Our solver: the fewest GPUs on which an even spread holds, by trying from the lower bound upwards.
+
+GPUs of one kind that share the load evenly leave each the same slack, so a number of GPUs that fails with an even spread
+rarely works with an uneven one. Two spreads are tried for every number: adapters of one rank together, so that small
+ranks do not pay for slots of the largest one, and all ranks mixed.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+
+from capplan.errors import InfeasibleError
+from capplan.planner.bound import lower_bound_gpus
+from capplan.planner.problem import GRID, Assignment, Estimator, Part, Problem
+
+Spread = Callable[[Problem, int], list[list[Part]]]
+_CONFIRMED = 3
+"""Slot numbers per GPU that the exact estimator is asked about."""
+
+
+def solve_balanced(problem: Problem, quick: Estimator, exact: Estimator) -> tuple[Assignment, ...]:
+    """Place all parts on the fewest GPUs found.
+
+    Parameters
+    ----------
+    problem
+        The problem.
+    quick
+        Ranks numbers of slots.
+    exact
+        Decides whether a GPU holds.
+
+    Raises
+    ------
+    InfeasibleError
+        When not even all GPUs suffice.
+    """
+    fewest = max(lower_bound_gpus(problem), max((part.number + 1 for part in problem.parts), default=1))
+    most = min(problem.gpus, len(problem.parts))
+    for gpus in range(min(fewest, most), most + 1):
+        for spread in (spread_by_rank, spread_mixed):
+            assignments = _try(problem, spread(problem, gpus), quick, exact)
+            if assignments is not None:
+                return assignments
+    raise InfeasibleError(
+        f"gpus: {problem.gpus} GPUs cannot hold {len(problem.workload.adapters)} adapters at "
+        f"{problem.workload.total_rate_rps:g} req/s with headroom {problem.workload.headroom:g}; the lower bound is "
+        f"{lower_bound_gpus(problem)}",
+        reason="slo" if problem.workload.slo.latency_bounds() else "gpus",
+    )
+
+
+def _try(
+    problem: Problem, loads: Sequence[list[Part]], quick: Estimator, exact: Estimator
+) -> tuple[Assignment, ...] | None:
+    assignments = []
+    for parts in loads:
+        a_max = choose_slots(problem, parts, quick, exact)
+        if a_max is None:
+            return None
+        assignments.append(Assignment(tuple(parts), a_max))
+    return tuple(assignments)
+
+
+def choose_slots(problem: Problem, parts: Sequence[Part], quick: Estimator, exact: Estimator) -> int | None:
+    """Return a number of slots with which a GPU holds these parts, the most promising first; None if there is none."""
+    for a_max in slot_candidates(problem, parts, quick)[:_CONFIRMED]:
+        if not exact(parts, a_max).starved:
+            return a_max
+    return None
+
+
+def slot_candidates(problem: Problem, parts: Sequence[Part], quick: Estimator) -> list[int]:
+    """Return the numbers of slots that fit in memory, best first: unstarved, then by throughput, then more slots."""
+    distinct = len({part.name for part in parts})
+    if problem.fixed_a_max is not None:
+        values = [problem.fixed_a_max]
+    else:
+        values = sorted({value for value in GRID if value < distinct} | {distinct})
+    fitting = [value for value in values if problem.fits_in_memory(parts, value)]
+    estimates = {value: quick(parts, value) for value in fitting}
+    return sorted(fitting, key=lambda v: (estimates[v].starved, -estimates[v].throughput_tok_s, -v))
+
+
+def spread_by_rank(problem: Problem, gpus: int) -> list[list[Part]]:
+    """Return parts sorted by rank and cut into runs of equal load; shares of one adapter never meet."""
+    ordered = sorted(problem.parts, key=lambda p: (-p.rank, -problem.offered_tok_s(p), p.name, p.number))
+    loads = _Loads(problem, gpus)
+    rest = sum(problem.offered_tok_s(part) for part in ordered)
+    at = 0
+    for position, part in enumerate(ordered):
+        goal = rest / (gpus - at)
+        parts_left = len(ordered) - position
+        crosses = loads.tok_s[at] + problem.offered_tok_s(part) / 2 > goal
+        if loads.parts[at] and at < gpus - 1 and crosses and parts_left >= gpus - at - 1:
+            rest -= loads.tok_s[at]
+            at += 1
+        loads.add(at if loads.free_of(part, at) else loads.lightest(part), part)
+    return loads.used()
+
+
+def spread_mixed(problem: Problem, gpus: int) -> list[list[Part]]:
+    """Return parts dealt from the heaviest down, each to the GPU with the least load so far."""
+    loads = _Loads(problem, gpus)
+    for part in sorted(problem.parts, key=lambda p: (-problem.offered_tok_s(p), -p.rank, p.name, p.number)):
+        loads.add(loads.lightest(part), part)
+    return loads.used()
+
+
+class _Loads:
+    """GPUs that are being filled."""
+
+    def __init__(self, problem: Problem, gpus: int) -> None:
+        self.problem = problem
+        self.parts: list[list[Part]] = [[] for _ in range(gpus)]
+        self.tok_s = [0.0] * gpus
+        self.names: list[set[str]] = [set() for _ in range(gpus)]
+
+    def add(self, gpu: int, part: Part) -> None:
+        self.parts[gpu].append(part)
+        self.tok_s[gpu] += self.problem.offered_tok_s(part)
+        self.names[gpu].add(part.name)
+
+    def free_of(self, part: Part, gpu: int) -> bool:
+        """Tell whether the GPU has no share of this part's adapter."""
+        return part.name not in self.names[gpu]
+
+    def lightest(self, part: Part) -> int:
+        """Return the GPU with the least load, and of equals the fewest parts, that has no share of this adapter."""
+        free = [gpu for gpu in range(len(self.parts)) if self.free_of(part, gpu)]
+        return min(
+            free or range(len(self.parts)), key=lambda gpu: (self.tok_s[gpu], len(self.parts[gpu]), gpu)
+        )
+
+    def used(self) -> list[list[Part]]:
+        return [parts for parts in self.parts if parts]

@@ -1,0 +1,70 @@
+"""Verification: the twin runs every GPU of an assignment on fresh seeds."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass
+from os import cpu_count
+
+from capplan.planner.estimators import run_twin
+from capplan.planner.problem import Assignment, Problem
+from capplan.planner.slo import broken_bounds
+from capplan.twin import SimulationResult
+
+FRESH_SEEDS = 5
+_FIRST_FRESH_SEED = 1_000_003
+"""Verification seeds start here, away from the seed that the search used."""
+
+
+@dataclass(frozen=True)
+class Verdict:
+    """What the twin said of one GPU, one result per seed."""
+
+    results: tuple[SimulationResult, ...]
+    broken: tuple[str, ...]
+    """Bounds broken on some seed, in words; empty when the GPU holds."""
+
+    @property
+    def ok(self) -> bool:
+        """Whether every bound held on every seed."""
+        return not self.broken
+
+
+@dataclass(frozen=True)
+class Verifier:
+    """How plans are verified."""
+
+    problem: Problem
+    seeds: tuple[int, ...]
+    duration_s: float = 3600.0
+
+    def __call__(
+        self, assignments: Sequence[Assignment], progress: Callable[[int, int], None] | None = None
+    ) -> list[Verdict]:
+        """Return a verdict per assignment; compiled code lets other threads run, so all cores share the work."""
+        jobs = [(assignment, seed) for assignment in assignments for seed in self.seeds]
+        results = []
+        with ThreadPoolExecutor(cpu_count()) as pool:
+            for result in pool.map(self._simulate, jobs):
+                results.append(result)
+                if progress is not None:
+                    progress(len(results), len(jobs))
+        count = len(self.seeds)
+        return [self._verdict(results[i * count : (i + 1) * count]) for i in range(len(assignments))]
+
+    def _simulate(self, job: tuple[Assignment, int]) -> SimulationResult:
+        assignment, seed = job
+        return run_twin(self.problem, assignment.parts, assignment.a_max, seed, self.duration_s)
+
+    def _verdict(self, results: Sequence[SimulationResult]) -> Verdict:
+        broken: dict[str, None] = {}
+        for seed, result in zip(self.seeds, results, strict=True):
+            for words in broken_bounds(self.problem.workload.slo, result):
+                broken[f"seed {seed}: {words}"] = None
+        return Verdict(tuple(results), tuple(broken))
+
+
+def fresh_seeds(seed: int, count: int = FRESH_SEEDS) -> tuple[int, ...]:
+    """Return the verification seeds that belong to a planning seed."""
+    return tuple(_FIRST_FRESH_SEED * (seed + 1) + i for i in range(count))

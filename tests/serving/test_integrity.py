@@ -1,0 +1,94 @@
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+from hypothesis import given
+
+from capplan.serving import state as s
+from capplan.testing.integrity import check_integrity, running_rows, waiting_rows
+from tests.serving.worlds import World, make_world, play, seeded, worlds
+
+ROOT = Path(__file__).resolve().parents[2]
+
+
+@given(worlds())
+def test_a_state_holds_together_after_every_step(world: World) -> None:
+    for state, _ in play(world):
+        check_integrity(state, world.limits, world.num_blocks)
+
+
+@given(worlds())
+def test_every_request_that_fits_ends_exactly_once(world: World) -> None:
+    finished = [request for _, decision in play(world) for request in decision.finished]
+    fitting = [i for i, r in enumerate(world.requests) if r.prompt < world.limits.max_model_len]
+    assert sorted(finished) == fitting
+
+
+@given(worlds())
+def test_a_request_computes_its_tokens_once_and_again_only_after_a_preemption(world: World) -> None:
+    computed = dict.fromkeys(range(len(world.requests)), 0)
+    for _, decision in play(world):
+        for request in decision.preempted:
+            computed[request] = 0
+        for request, tokens in decision.tokens:
+            computed[request] += tokens
+        for request in decision.finished:
+            asked = world.requests[request]
+            output = min(asked.output, world.limits.max_model_len - asked.prompt)
+            # The last token is sampled, never computed.
+            assert computed[request] == asked.prompt + output - 1
+
+
+@given(worlds())
+def test_every_request_emits_its_first_token_once(world: World) -> None:
+    first = [request for _, decision in play(world) for request in decision.first]
+    assert len(first) == len(set(first))
+    assert set(first) == {request for _, decision in play(world) for request in decision.finished}
+
+
+def test_the_counted_blocks_and_rows_are_checked() -> None:
+    world = make_world(seeded(1))
+    state, _ = next(pair for pair in play(world) if running_rows(pair[0]) and waiting_rows(pair[0]))
+    check_integrity(state, world.limits, world.num_blocks)
+    for position in (s.FREE_BLOCKS, s.KV_TOKENS, s.N_RUNNING, s.N_WAITING, s.N_DECODING, s.N_ACTIVE, s.N_RESIDENT):
+        state.counters[position] += 1
+        with pytest.raises(AssertionError):
+            check_integrity(state, world.limits, world.num_blocks)
+        state.counters[position] -= 1
+    check_integrity(state, world.limits, world.num_blocks)
+
+
+_PROGRAM = """
+import json
+from capplan.testing.integrity import check_integrity
+from tests.serving.worlds import make_world, play, seeded
+
+decisions = []
+for seed in range(40):
+    world = make_world(seeded(seed))
+    for state, decision in play(world):
+        check_integrity(state, world.limits, world.num_blocks)
+        decisions.append(decision)
+print(json.dumps(decisions))
+"""
+
+
+def test_interpreted_and_compiled_rules_decide_alike() -> None:
+    answers = []
+    for disabled in ("0", "1"):
+        environment = os.environ | {"NUMBA_DISABLE_JIT": disabled}
+        done = subprocess.run(
+            [sys.executable, "-c", _PROGRAM],
+            cwd=ROOT,
+            env=environment,
+            capture_output=True,
+            text=True,
+            check=True,
+            timeout=300,
+        )
+        answers.append(json.loads(done.stdout))
+    assert len(answers[0]) > 1000
+    assert answers[0] == answers[1]

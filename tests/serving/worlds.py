@@ -1,0 +1,134 @@
+"""Small random engines and requests, so tight that every rule of the scheduler comes into play, and their replay."""
+
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from typing import NamedTuple
+
+import numpy as np
+from hypothesis import strategies as st
+
+from capplan.serving import NONE, Limits, State, commit, new_state, schedule, submit
+from capplan.serving import state as s
+from capplan.testing.integrity import running_rows
+
+Choose = Callable[[int, int], int]
+"""Returns a whole number between two bounds, both included."""
+
+
+class Request(NamedTuple):
+    """`step` is the first step that may see it."""
+
+    step: int
+    adapter: int
+    prompt: int
+    output: int
+
+
+@dataclass(frozen=True)
+class World:
+    """An engine and what it is asked."""
+
+    limits: Limits
+    num_blocks: int
+    adapters: int
+    requests: tuple[Request, ...]
+
+    def new_state(self, rows: int | None = None) -> State:
+        """Return the empty engine."""
+        return new_state(rows or max(1, len(self.requests)), self.adapters, self.num_blocks, self.limits)
+
+
+def make_world(choose: Choose, max_requests: int = 24) -> World:
+    """Return a world; one request of max_model_len always fits, as every engine demands at start-up."""
+    adapters = choose(1, 6)
+    max_loras = choose(1, 4)
+    block_size = choose(1, 5)
+    num_blocks = choose(1, 24)
+    limits = Limits(
+        max_num_seqs=choose(1, 9),
+        max_num_batched_tokens=choose(1, 20),
+        max_model_len=choose(2, max(2, num_blocks * block_size)),
+        max_loras=max_loras,
+        max_cpu_loras=choose(max_loras, 7),
+        block_size=block_size,
+        watermark_blocks=choose(-4, 2),
+        long_prefill_tokens=choose(-6, 6),
+        reserve_full_sequence=choose(0, 1),
+    )
+    # Half of all worlds go without a watermark or a prefill limit, as most engines do.
+    limits = limits._replace(
+        watermark_blocks=max(0, limits.watermark_blocks), long_prefill_tokens=max(0, limits.long_prefill_tokens)
+    )
+    step = 0
+    requests = []
+    for _ in range(choose(0, max_requests)):
+        step += choose(-3, 3) if choose(0, 3) else 0
+        step = max(step, requests[-1].step if requests else 0)
+        requests.append(Request(step, choose(0, adapters), choose(1, limits.max_model_len + 1), choose(1, 14)))
+    blocks_of_one = -(-limits.max_model_len // block_size)
+    return World(limits, max(num_blocks, blocks_of_one), adapters, tuple(requests))
+
+
+@st.composite
+def worlds(draw: st.DrawFn) -> World:
+    """Return a strategy of worlds."""
+    return make_world(lambda low, high: draw(st.integers(low, high)))
+
+
+def seeded(seed: int) -> Choose:
+    """Return a chooser that needs no hypothesis."""
+    rng = np.random.default_rng(seed)
+    return lambda low, high: int(rng.integers(low, high + 1))
+
+
+class Decision(NamedTuple):
+    """One step, requests by their number."""
+
+    tokens: list[tuple[int, int]]
+    """(request, tokens) in running order, those without a token left out."""
+    preempted: list[int]
+    loads: list[tuple[int, bool]]
+    first: list[int]
+    finished: list[int]
+    free_blocks: int
+    """After scheduling, before anything finished."""
+
+
+def play(world: World, max_steps: int = 4000) -> Iterator[tuple[State, Decision]]:
+    """Run a world to its end; yields after every commit."""
+    state, limits = world.new_state(), world.limits
+    c = state.counters
+    upcoming = 0
+    for step in range(max_steps):
+        while upcoming < len(world.requests) and world.requests[upcoming].step <= step:
+            request = world.requests[upcoming]
+            submit(state, limits, upcoming, request.adapter, request.prompt, request.output)
+            upcoming += 1
+        total = schedule(state, limits)
+        tokens = scheduled(state)
+        assert sum(n for _, n in tokens) == total
+        preempted, loads, free = _requests(state, state.preempted, s.N_PREEMPTED), _loads(state), c[s.FREE_BLOCKS]
+        commit(state, limits)
+        first = _requests(state, state.first, s.N_FIRST)
+        finished = _requests(state, state.finished, s.N_FINISHED)
+        yield state, Decision(tokens, preempted, loads, first, finished, int(free))
+        if upcoming == len(world.requests) and c[s.N_RUNNING] + c[s.N_WAITING] == 0:
+            return
+    raise AssertionError(f"{world} does not come to an end")
+
+
+def scheduled(state: State) -> list[tuple[int, int]]:
+    """Return (request, tokens) in running order between `schedule` and `commit`."""
+    rows = running_rows(state)
+    each = [(int(state.request[r]), 1 if state.since[r] != NONE else int(state.tokens[r])) for r in rows]
+    return [(request, tokens) for request, tokens in each if tokens]
+
+
+def _requests(state: State, rows: np.ndarray, count: int) -> list[int]:
+    return [int(state.request[row]) for row in rows[: state.counters[count]]]
+
+
+def _loads(state: State) -> list[tuple[int, bool]]:
+    n = state.counters[s.N_LOADS]
+    pairs = zip(state.loads[:n].tolist(), state.load_from_disk[:n].tolist(), strict=True)
+    return [(adapter, bool(disk)) for adapter, disk in pairs]
