@@ -104,9 +104,12 @@ class Surrogate:
 
 
 def profile_digest(profile: Profile) -> str:
-    """Return a digest of everything in a profile that a twin's answer depends on."""
-    relevant = profile.model_dump_json(exclude={"provenance"})
-    return hashlib.sha256(relevant.encode()).hexdigest()
+    """Return a digest of everything in a profile that throughput and starvation depend on."""
+    relevant = profile.model_dump(include={"gpu", "tp", "model", "engine"})
+    for part in ("step_latency", "memory", "loading"):
+        fitted = getattr(profile, part)
+        relevant[part] = [fitted.form, {name: c.value for name, c in fitted.coefficients.items()}]
+    return hashlib.sha256(json.dumps(relevant, sort_keys=True, default=str).encode()).hexdigest()
 
 
 def load_surrogate(profile: str | Profile, kind: str = "forest") -> Surrogate:

@@ -25,7 +25,7 @@ class SimulationResult:
     offered_tok_s: float
     """Input and output tokens of submitted requests over the horizon."""
     itl_ms_mean: float
-    """Mean gap between tokens, every gap counting alike."""
+    """Mean gap between tokens as a client sees them, every gap counting alike."""
     itl_ms_p50: float
     itl_ms_p95: float
     itl_ms_p99: float
@@ -78,7 +78,9 @@ class SimulationResult:
     """Seconds of computing, drawing of requests included."""
 
 
-def summarize(scenario: Scenario, trace: t.Trace, request_overhead_ms: float) -> SimulationResult:
+def summarize(
+    scenario: Scenario, trace: t.Trace, request_overhead_ms: float, client_itl_factor: float = 1.0
+) -> SimulationResult:
     """Reduce a trace to its metrics.
 
     Parameters
@@ -87,6 +89,9 @@ def summarize(scenario: Scenario, trace: t.Trace, request_overhead_ms: float) ->
         What was simulated and what it left.
     request_overhead_ms
         Time a request spends outside the engine's steps before its first token (HTTP, tokenizer).
+    client_itl_factor
+        How much longer the gaps between tokens are for a client than in the engine: where two tokens reach it in one
+        chunk, it sees one gap for two steps.
     """
     requests = scenario.requests
     horizon_s = scenario.horizon_ns / NS_PER_S
@@ -118,10 +123,10 @@ def summarize(scenario: Scenario, trace: t.Trace, request_overhead_ms: float) ->
         input_tok_s=float(prompt[done].sum()) / horizon_s,
         output_tok_s=float(out.sum()) / horizon_s,
         offered_tok_s=float(tokens.sum()) / horizon_s,
-        itl_ms_mean=float(decoding_ms.sum() / gaps.sum()) if several.any() else float("nan"),
-        itl_ms_p50=t.gap_quantile_ms(trace.gaps, 0.50),
-        itl_ms_p95=t.gap_quantile_ms(trace.gaps, 0.95),
-        itl_ms_p99=t.gap_quantile_ms(trace.gaps, 0.99),
+        itl_ms_mean=client_itl_factor * float(decoding_ms.sum() / gaps.sum()) if several.any() else float("nan"),
+        itl_ms_p50=client_itl_factor * t.gap_quantile_ms(trace.gaps, 0.50),
+        itl_ms_p95=client_itl_factor * t.gap_quantile_ms(trace.gaps, 0.95),
+        itl_ms_p99=client_itl_factor * t.gap_quantile_ms(trace.gaps, 0.99),
         ttft_s_mean_charged=charged,
         **_summary("ttft_s", ttft_s),
         **_summary("tpot_ms", decoding_ms[several] / gaps[several]),

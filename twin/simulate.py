@@ -87,5 +87,6 @@ def simulate(
         max_in_flight=max_in_flight,
     )
     trace = runner(scenario)
-    result = summarize(scenario, trace, profile.host.value("request_ms"))
+    host = profile.host
+    result = summarize(scenario, trace, host.value("request_ms"), host.value("client_itl_factor"))
     return replace(result, wall_s=time.perf_counter() - started)

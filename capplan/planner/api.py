@@ -9,10 +9,10 @@ from dataclasses import replace
 from capplan.errors import InputError
 from capplan.planner.assemble import build_plan
 from capplan.planner.balanced import solve_balanced
-from capplan.planner.estimators import TwinEstimator, make_estimator
+from capplan.planner.estimators import ForestEstimator, TwinEstimator, make_estimator
 from capplan.planner.greedy import solve_greedy
 from capplan.planner.parts import split_hot, whole_parts
-from capplan.planner.problem import Assignment, Part, Problem, complete_engine
+from capplan.planner.problem import Assignment, Problem, complete_engine
 from capplan.planner.repair import Repaired, repair
 from capplan.planner.verify import Verifier, fresh_seeds
 from capplan.spec import Objective, Plan, Profile, Workload
@@ -45,14 +45,14 @@ def plan(
     profile
         Profile, name of a shipped one or path of a JSON; None: as the workload says.
     solver
-        ``capplan`` (ours: the fewest GPUs with an even load) or ``greedy`` (the adapter-caching paper's Algorithms 1
-        and 2).
+        ``capplan`` (ours: the fewest GPUs, evenly loaded) or ``greedy`` (the adapter-caching paper's
+        Algorithms 1 and 2).
     estimator
-        What the solver asks: ``forest``, ``twin``, or ``auto`` (forests unless latencies are bounded).
+        What the solver asks: ``forest``, ``twin``, or ``auto`` (forests where they know enough).
     seed
         Same seed, same plan.
     verify
-        Run the twin on fresh seeds. Without, the plan says that it is unverified.
+        Run the twin on fresh seeds. Without, the plan says that it is unverified, and nothing is mended.
     repair
         Mend GPUs on which the twin disagrees with the solver; otherwise their verdict stands in the plan.
     progress
@@ -72,32 +72,38 @@ def plan(
         raise InputError("must be a whole number >= 0", seed, "seed")
     report = progress or _silent
     report("placing", 0, 1)
-    quick = make_estimator(problem, estimator, seed)
     exact = TwinEstimator(problem, seed)
+    quick = make_estimator(problem, estimator, exact)
+    problem = replace(problem, parts=split_hot(problem, quick if solver == "greedy" else exact))
     if solver == "greedy":
-        problem = _with_parts(problem, split_hot(problem, quick))
         assignments = solve_greedy(problem, quick)
     else:
-        problem = _with_parts(problem, split_hot(problem, exact))
         assignments = solve_balanced(problem, quick, exact)
     report("placing", 1, 1)
-    seeds = fresh_seeds(seed) if verify else fresh_seeds(seed, 1)
-    verifier = Verifier(problem, seeds)
+    verifier = _verifier(problem, exact, seed, verify)
     outcome = _verified(problem, assignments, verifier, exact, verify and repair, report)
     return build_plan(
         problem,
         outcome.assignments,
         outcome.verdicts,
-        seeds=seeds,
+        seeds=verifier.seeds,
         duration_s=verifier.duration_s,
         verified=verify,
         notes={
             "solver": solver,
-            "estimator": type(quick).__name__,
+            "estimator": "forest" if isinstance(quick, ForestEstimator) else "twin",
             "seed": seed,
             "repairs": list(outcome.changes),
         },
     )
+
+
+def _verifier(problem: Problem, exact: TwinEstimator, seed: int, verify: bool) -> Verifier:
+    """Return how to verify; a trace is replayed as it is, so that one seed says it all."""
+    trace = problem.workload.trace
+    if trace is not None:
+        return Verifier(problem, fresh_seeds(seed, 1), exact, trace.duration_s)
+    return Verifier(problem, fresh_seeds(seed) if verify else fresh_seeds(seed, 1), exact)
 
 
 def _verified(
@@ -132,12 +138,12 @@ def _problem(workload: Workload, gpus: int | None, profile: Profile | str | None
         raise InputError(
             f"must be a model that profile {loaded.name} is for: {models}", workload.base_model, "base_model"
         )
-    problem = Problem(workload, loaded, count, complete_engine(workload.engine), ())
-    return _with_parts(problem, whole_parts(problem))
-
-
-def _with_parts(problem: Problem, parts: Sequence[Part]) -> Problem:
-    return replace(problem, parts=tuple(parts))
+    if count < loaded.tp:
+        raise InputError(
+            f"must be at least the {loaded.tp} GPUs of one instance of profile {loaded.name}", count, "gpus"
+        )
+    problem = Problem(workload, loaded, count // loaded.tp, complete_engine(workload.engine), ())
+    return replace(problem, parts=whole_parts(problem))
 
 
 def _require_supported(workload: Workload) -> None:

@@ -3,7 +3,10 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from concurrent.futures import ThreadPoolExecutor
+from functools import partial
 from importlib.metadata import PackageNotFoundError, version
+from os import cpu_count
 from statistics import fmean
 
 from capplan.planner.binding import find_binding
@@ -12,6 +15,7 @@ from capplan.planner.problem import Assignment, Problem
 from capplan.planner.slo import metric
 from capplan.planner.verify import Verdict
 from capplan.spec import (
+    Binds,
     EngineArgs,
     Group,
     GroupVerification,
@@ -52,11 +56,10 @@ def build_plan(
         What the provenance should say of the solver.
     """
     workload, profile = problem.workload, problem.profile
-    groups = tuple(
-        _group(problem, f"gpu-{i}", assignment, verdict)
-        for i, (assignment, verdict) in enumerate(zip(assignments, verdicts, strict=True))
-    )
-    bound = lower_bound_gpus(problem)
+    with ThreadPoolExecutor(cpu_count()) as pool:
+        bindings = list(pool.map(partial(find_binding, problem), assignments))
+    answers = zip(assignments, verdicts, bindings, strict=True)
+    groups = tuple(_group(problem, f"gpu-{i}", *answer) for i, answer in enumerate(answers))
     return Plan(
         created_by=f"capplan {_version()}",
         base_model=workload.base_model,
@@ -67,12 +70,14 @@ def build_plan(
         slo=workload.slo,
         workload_digest=workload.digest(),
         groups=groups,
-        totals=Totals(gpus=sum(g.replicas * g.tp for g in groups), lower_bound_gpus=bound),
+        totals=Totals(
+            gpus=len(groups) * profile.tp, lower_bound_gpus=lower_bound_gpus(problem) * profile.tp
+        ),
         provenance={
             "profile": profile.name,
             "profile_kind": profile.provenance.kind.value,
             "profile_source": profile.provenance.source,
-            "lower_bound": f"{busy_gpus(problem):.3f} GPUs are busy with tokens, KV reads and full batches alone",
+            "lower_bound": f"tokens, KV reads and full batches alone keep {busy_gpus(problem):.3f} GPUs busy",
             "headroom": workload.headroom,
             **notes,
         },
@@ -88,9 +93,15 @@ def build_plan(
     )
 
 
-def _group(problem: Problem, name: str, assignment: Assignment, verdict: Verdict) -> Group:
+def _group(
+    problem: Problem,
+    name: str,
+    assignment: Assignment,
+    verdict: Verdict,
+    binding: tuple[Binds | None, float | None],
+) -> Group:
     profile, engine = problem.profile, problem.engine
-    binds, load_over_capacity = find_binding(problem, assignment)
+    binds, load_over_capacity = binding
     shares: dict[str, float] = {}
     for part in assignment.parts:
         shares[part.name] = shares.get(part.name, 0.0) + part.share

@@ -1,17 +1,20 @@
 """Our solver: the fewest GPUs on which an even spread holds, by trying from the lower bound upwards.
 
-GPUs of one kind that share the load evenly leave each the same slack, so a number of GPUs that fails with an even spread
-rarely works with an uneven one. Two spreads are tried for every number: adapters of one rank together, so that small
-ranks do not pay for slots of the largest one, and all ranks mixed.
+GPUs of one kind that share the load evenly leave each the same slack. Two spreads are tried for every number of GPUs:
+adapters of one rank together, so that small ranks do not pay for slots of the largest one, and all ranks mixed.
+Where an even spread needs more than the lower bound, the greedy algorithm gets a chance to need fewer: GPUs of
+different ranks may have to be filled unevenly.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from dataclasses import replace
 
 from capplan.errors import InfeasibleError
 from capplan.planner.bound import lower_bound_gpus
-from capplan.planner.problem import GRID, Assignment, Estimator, Part, Problem
+from capplan.planner.greedy import solve_greedy
+from capplan.planner.problem import GRID, Assignment, Estimator, Part, Problem, distinct_adapters
 
 Spread = Callable[[Problem, int], list[list[Part]]]
 _CONFIRMED = 3
@@ -35,19 +38,46 @@ def solve_balanced(problem: Problem, quick: Estimator, exact: Estimator) -> tupl
     InfeasibleError
         When not even all GPUs suffice.
     """
-    fewest = max(lower_bound_gpus(problem), max((part.number + 1 for part in problem.parts), default=1))
+    bound = lower_bound_gpus(problem)
     most = min(problem.gpus, len(problem.parts))
-    for gpus in range(min(fewest, most), most + 1):
+    fewest = min(most, max(bound, *(part.number + 1 for part in problem.parts)))
+    even = _fewest_even(problem, range(fewest, most + 1), quick, exact)
+    if even is not None and len(even) <= fewest:
+        return even
+    uneven = _greedy(problem, most if even is None else len(even) - 1, exact)
+    if uneven is not None:
+        return uneven
+    if even is not None:
+        return even
+    raise InfeasibleError(
+        f"gpus: {problem.gpus} instance(s) cannot hold {len(problem.workload.adapters)} adapters at "
+        f"{problem.workload.total_rate_rps:g} req/s with headroom {problem.workload.headroom:g}; the lower bound "
+        f"is {bound}",
+        reason="slo" if problem.workload.slo.latency_bounds() else "gpus",
+    )
+
+
+def _fewest_even(
+    problem: Problem, numbers: range, quick: Estimator, exact: Estimator
+) -> tuple[Assignment, ...] | None:
+    for gpus in numbers:
         for spread in (spread_by_rank, spread_mixed):
             assignments = _try(problem, spread(problem, gpus), quick, exact)
             if assignments is not None:
                 return assignments
-    raise InfeasibleError(
-        f"gpus: {problem.gpus} GPUs cannot hold {len(problem.workload.adapters)} adapters at "
-        f"{problem.workload.total_rate_rps:g} req/s with headroom {problem.workload.headroom:g}; the lower bound is "
-        f"{lower_bound_gpus(problem)}",
-        reason="slo" if problem.workload.slo.latency_bounds() else "gpus",
-    )
+    return None
+
+
+def _greedy(problem: Problem, gpus: int, exact: Estimator) -> tuple[Assignment, ...] | None:
+    """Return what the greedy algorithm makes of that many GPUs, if shares of one adapter do not meet in it."""
+    if gpus < 1:
+        return None
+    try:
+        assignments = solve_greedy(replace(problem, gpus=gpus), exact)
+    except InfeasibleError:
+        return None
+    apart = all(distinct_adapters(a.parts) == len(a.parts) for a in assignments)
+    return assignments if apart else None
 
 
 def _try(
@@ -63,7 +93,7 @@ def _try(
 
 
 def choose_slots(problem: Problem, parts: Sequence[Part], quick: Estimator, exact: Estimator) -> int | None:
-    """Return a number of slots with which a GPU holds these parts, the most promising first; None if there is none."""
+    """Return the most promising number of slots with which a GPU holds these parts; None if there is none."""
     for a_max in slot_candidates(problem, parts, quick)[:_CONFIRMED]:
         if not exact(parts, a_max).starved:
             return a_max
@@ -71,8 +101,8 @@ def choose_slots(problem: Problem, parts: Sequence[Part], quick: Estimator, exac
 
 
 def slot_candidates(problem: Problem, parts: Sequence[Part], quick: Estimator) -> list[int]:
-    """Return the numbers of slots that fit in memory, best first: unstarved, then by throughput, then more slots."""
-    distinct = len({part.name for part in parts})
+    """Return the numbers of slots that fit in memory, best first: unstarved, by throughput, more slots."""
+    distinct = distinct_adapters(parts)
     if problem.fixed_a_max is not None:
         values = [problem.fixed_a_max]
     else:
@@ -126,7 +156,7 @@ class _Loads:
         return part.name not in self.names[gpu]
 
     def lightest(self, part: Part) -> int:
-        """Return the GPU with the least load, and of equals the fewest parts, that has no share of this adapter."""
+        """Return the GPU with the least load, then the fewest parts, that has no share of this adapter."""
         free = [gpu for gpu in range(len(self.parts)) if self.free_of(part, gpu)]
         return min(
             free or range(len(self.parts)), key=lambda gpu: (self.tok_s[gpu], len(self.parts[gpu]), gpu)

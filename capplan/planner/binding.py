@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from capplan.planner.estimators import run_twin
-from capplan.planner.problem import Assignment, Problem
+from capplan.planner.problem import Assignment, Problem, distinct_adapters
 from capplan.planner.slo import broken_bounds
 from capplan.spec import Binds
 from capplan.twin import SimulationResult
@@ -19,8 +19,8 @@ _FULL = 0.95
 def find_binding(problem: Problem, assignment: Assignment) -> tuple[Binds | None, float | None]:
     """Return what keeps a GPU from serving more, and its load over the largest load that it holds.
 
-    The load of every adapter is scaled up together until a bound breaks; what the twin then finds full is what binds.
-    Both are None when even the largest scale breaks nothing, as with idle adapters.
+    The load of every adapter is scaled up together until a bound breaks; what the twin then finds full is what
+    binds. Nothing does when even the largest scale breaks no bound; idle adapters have no load at all.
     """
     if sum(part.rate_rps for part in assignment.parts) == 0.0:
         return None, None
@@ -53,7 +53,7 @@ def _what_is_full(problem: Problem, assignment: Assignment, result: SimulationRe
         return Binds(resource="slo", value=load, note=f"{first} {at}")
     kv_use = result.kv_tokens_mean / result.kv_tokens
     slot_use = result.adapters_mean / assignment.a_max
-    distinct = len({part.name for part in assignment.parts})
+    distinct = distinct_adapters(assignment.parts)
     if kv_use >= _FULL or result.preemptions > 0.01 * result.completed:
         return Binds(
             resource="kv", value=kv_use, note=f"{kv_use:.0%} of {result.kv_tokens} KV tokens in use {at}"

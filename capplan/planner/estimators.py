@@ -3,15 +3,18 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 from capplan.errors import InfeasibleError, InputError
 from capplan.models import Surrogate, load_surrogate
 from capplan.planner.problem import Estimate, Estimator, Part, Problem
 from capplan.planner.slo import broken_bounds
 from capplan.twin import SimulationResult, simulate
+from capplan.twin.result import STARVED_BELOW
+from capplan.twin.simulate import DEFAULT_MAX_MODEL_LEN
 
 SEARCH_DURATION_S = 900.0
+NAMES = ("auto", "forest", "twin")
 
 
 @dataclass(frozen=True)
@@ -21,9 +24,17 @@ class TwinEstimator:
     problem: Problem
     seed: int
     duration_s: float = SEARCH_DURATION_S
+    _answers: dict[tuple[frozenset[Part], int], Estimate] = field(default_factory=dict, compare=False)
+    """Solvers ask the same question more than once."""
 
     def __call__(self, parts: Sequence[Part], a_max: int) -> Estimate:
         """Simulate one seed; latency bounds count as starvation does."""
+        question = (frozenset(parts), a_max)
+        if question not in self._answers:
+            self._answers[question] = self._ask(parts, a_max)
+        return self._answers[question]
+
+    def _ask(self, parts: Sequence[Part], a_max: int) -> Estimate:
         scale = 1.0 / (1.0 - self.problem.workload.headroom)
         try:
             result = run_twin(self.problem, parts, a_max, self.seed, self.duration_s, scale)
@@ -58,17 +69,20 @@ class ForestEstimator:
         return Estimate(answer.throughput_tok_s, answer.starved)
 
 
-def make_estimator(problem: Problem, name: str, seed: int) -> Estimator:
+def make_estimator(problem: Problem, name: str, twin: TwinEstimator) -> Estimator:
     """Return the estimator called `name`: ``forest``, ``twin``, or ``auto``.
 
-    ``auto`` takes the forests, unless the workload bounds latencies, a trace sets its arrivals, or no forest was
-    trained for the profile: of these only the twin knows something.
+    ``auto`` takes the forests, unless the workload asks for what they were not trained on, or no forest was
+    trained for the profile.
+
+    Raises
+    ------
+    InputError
+        For another name, and for ``forest`` where there is none.
     """
-    twin = TwinEstimator(problem, seed)
-    if name not in ("auto", "forest", "twin"):
-        raise InputError("must be one of auto, forest, twin", name, "estimator")
-    workload = problem.workload
-    if name == "twin" or (name == "auto" and (workload.slo.latency_bounds() or workload.trace is not None)):
+    if name not in NAMES:
+        raise InputError(f"must be one of {', '.join(NAMES)}", name, "estimator")
+    if name == "twin" or (name == "auto" and _only_the_twin_knows(problem)):
         return twin
     try:
         return ForestEstimator(problem, load_surrogate(problem.profile), twin)
@@ -78,21 +92,36 @@ def make_estimator(problem: Problem, name: str, seed: int) -> Estimator:
         return twin
 
 
+def _only_the_twin_knows(problem: Problem) -> bool:
+    """Tell whether the workload goes beyond what scenarios of the training data vary."""
+    workload = problem.workload
+    host = workload.engine.max_cpu_loras
+    return bool(
+        workload.slo.latency_bounds()
+        or workload.slo.served_fraction != STARVED_BELOW
+        or workload.trace is not None
+        or workload.length_correlation
+        or (host is not None and host < len(workload.adapters))
+        or problem.engine.max_model_len < DEFAULT_MAX_MODEL_LEN
+    )
+
+
 def run_twin(
     problem: Problem, parts: Sequence[Part], a_max: int, seed: int, duration_s: float, scale: float = 1.0
 ) -> SimulationResult:
-    """Simulate one GPU of a problem."""
+    """Simulate one GPU of a problem; a trace is replayed as a whole, whatever the duration."""
     engine = problem.engine
+    workload = problem.subworkload(parts, scale)
     return simulate(
-        problem.subworkload(parts, scale),
+        workload,
         problem.profile,
         a_max=a_max,
         s_max=problem.s_max(parts),
-        duration_s=duration_s,
+        duration_s=duration_s if workload.trace is None else workload.trace.duration_s,
         seed=seed,
         max_num_seqs=engine.max_num_seqs,
         max_num_batched_tokens=engine.max_num_batched_tokens,
         max_model_len=engine.max_model_len,
         gpu_memory_utilization=engine.gpu_memory_utilization,
-        max_cpu_loras=problem.workload.engine.max_cpu_loras,
+        max_cpu_loras=workload.engine.max_cpu_loras,
     )

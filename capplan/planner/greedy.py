@@ -1,9 +1,9 @@
-"""The greedy caching algorithm of the adapter-caching paper (section 7, Algorithms 1 and 2): first-fit decreasing.
+"""The greedy caching algorithm of the adapter-caching paper (section 7, Algorithms 1 and 2).
 
-Adapters go to the current GPU one by one, largest first; at testing points an estimator judges what was added since the
-last one. A GPU that fails a test keeps what was committed before and is closed. Where the paper is silent this follows
-the reading that its published program does; a GPU that holds an untested rest when the adapters end is tested at its
-true size.
+Adapters go to the current GPU one by one, largest first; at testing points an estimator judges what was added
+since the last one. A GPU that fails a test keeps what was committed before and is closed. Where the paper is
+silent this follows its published program: an untested rest, when the adapters end, is tested at its true size,
+and goes to the next GPU when it fails. A GPU is full at the largest testing point.
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ from dataclasses import dataclass, field
 from itertools import groupby
 
 from capplan.errors import InfeasibleError
-from capplan.planner.problem import GRID, Assignment, Estimator, Part, Problem
+from capplan.planner.problem import GRID, Assignment, Estimator, Part, Problem, distinct_adapters
 
 
 @dataclass
@@ -45,7 +45,7 @@ def solve_greedy(problem: Problem, estimator: Estimator) -> tuple[Assignment, ..
             raise _too_few(problem, closed, waiting)
         gpu = _fill(problem, estimator, waiting)
         if gpu.committed:
-            a_max = problem.fixed_a_max or min(gpu.a_max, len(gpu.committed))
+            a_max = problem.fixed_a_max or min(gpu.a_max, distinct_adapters(gpu.committed))
             closed.append(Assignment(tuple(gpu.committed), a_max))
         else:
             raise _fits_nowhere(problem, waiting[0])
@@ -68,7 +68,10 @@ def _fill(problem: Problem, estimator: Estimator, waiting: deque[Part]) -> _Open
 
 
 def test_allocation(problem: Problem, estimator: Estimator, parts: Sequence[Part], a_max: int) -> int | None:
-    """Return the better of the present and the next number of slots, or None when the GPU would starve (Algorithm 2)."""
+    """Return the better of the present and the next number of slots (Algorithm 2).
+
+    None when the GPU would starve with it, or when neither fits in memory.
+    """
     candidates = _candidates(problem, parts, a_max)
     if not candidates:
         return None
@@ -102,8 +105,8 @@ def priority_order(parts: Iterable[Part]) -> list[Part]:
 def _too_few(problem: Problem, closed: Sequence[Assignment], waiting: deque[Part]) -> InfeasibleError:
     placed = sum(len(assignment.parts) for assignment in closed)
     return InfeasibleError(
-        f"gpus: {problem.gpus} GPUs hold {placed} of {placed + len(waiting)} adapters before the next would starve; "
-        f"more GPUs, or a lower headroom than {problem.workload.headroom:g}, are needed",
+        f"gpus: the greedy algorithm fits {placed} of {placed + len(waiting)} adapters (shares of split ones "
+        f"counted) on {problem.gpus} instance(s) with headroom {problem.workload.headroom:g}",
         reason="gpus",
     )
 
@@ -116,7 +119,7 @@ def _fits_nowhere(problem: Problem, part: Part) -> InfeasibleError:
             reason="memory",
         )
     return InfeasibleError(
-        f"starvation: adapter {part.name} at {part.rate_rps:g} req/s breaks served_fraction or a latency bound even "
-        f"alone on a {problem.profile.gpu.name} with headroom {problem.workload.headroom:g}",
+        f"starvation: adapter {part.name} at {part.rate_rps:g} req/s breaks served_fraction or a latency bound "
+        f"even alone on a {problem.profile.gpu.name} with headroom {problem.workload.headroom:g}",
         reason="slo" if problem.workload.slo.latency_bounds() else "starvation",
     )

@@ -3,15 +3,15 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cached_property
 from typing import Protocol
 
 from capplan.models.memory import kv_tokens
-from capplan.spec import EngineConfig, Profile, Workload, allowed_lora_rank
+from capplan.spec import EngineConfig, Profile, Trace, Workload, allowed_lora_rank
 
 GRID = (1, 2, 4, 8, 16, 32, 64, 96, 128, 160, 192, 256, 320, 384)
-"""Adapter counts and values of A_max that are tested (adapter-caching paper, section 7), with 1, 2 and 4 before 8."""
+"""Adapter counts and values of A_max that are tested: those of the adapter-caching paper's section 7, and 1, 2 and 4."""
 
 
 @dataclass(frozen=True)
@@ -64,7 +64,7 @@ class Estimator(Protocol):
 
 @dataclass(frozen=True)
 class Problem:
-    """Adapters to place on at most `gpus` equal GPUs.
+    """Adapters to place on at most `gpus` equal instances, each of the profile's `tp` GPUs.
 
     Attributes
     ----------
@@ -73,7 +73,7 @@ class Problem:
     profile
         What is known of the GPUs.
     gpus
-        How many there are.
+        How many instances the GPUs make.
     engine
         Settings of every instance, complete but for the slots.
     parts
@@ -96,17 +96,21 @@ class Problem:
         return self.workload.engine.max_lora_rank or allowed_lora_rank(max(part.rank for part in parts))
 
     def subworkload(self, parts: Sequence[Part], scale: float = 1.0) -> Workload:
-        """Return the workload of one GPU; `scale` multiplies every rate."""
+        """Return the workload of one GPU; `scale` multiplies every rate, and plays a trace that much faster."""
         shares = _shares(parts)
         part = self.workload.subset(shares, shares)
         if scale == 1.0:
             return part
-        adapters = tuple(a.replace(rate_rps=a.rate_rps * scale) for a in part.adapters)
-        return part.replace(adapters=adapters)
+        # A copy with other rates keeps every rule that the workload kept: no need to check them again.
+        adapters = tuple(a.model_copy(update={"rate_rps": a.rate_rps * scale}) for a in part.adapters)
+        trace = part.trace if part.trace is None else _faster(part.trace, scale)
+        return part.model_copy(update={"adapters": adapters, "trace": trace})
 
     def fits_in_memory(self, parts: Sequence[Part], a_max: int) -> bool:
-        """Tell whether one request of max_model_len fits beside the slots."""
-        engine = self.engine
+        """Tell whether one request of max_model_len fits beside the slots, and their adapters on the host."""
+        engine, host = self.engine, self.workload.engine.max_cpu_loras
+        if host is not None and host < min(a_max, distinct_adapters(parts)):
+            return False
         tokens = kv_tokens(
             self.profile, a_max, self.s_max(parts), engine.gpu_memory_utilization, engine.max_num_seqs
         )
@@ -125,6 +129,26 @@ class Problem:
         }
 
 
+def distinct_adapters(parts: Sequence[Part]) -> int:
+    """Return how many adapters these are parts of."""
+    return len({part.name for part in parts})
+
+
+def complete_engine(config: EngineConfig) -> EngineDefaults:
+    """Return the workload's engine settings with the open ones filled in.
+
+    A step must have a token for every running request: what is open gives way to what is fixed.
+    """
+    defaults = EngineDefaults()
+    seqs, tokens = config.max_num_seqs, config.max_num_batched_tokens
+    return EngineDefaults(
+        max_num_seqs=seqs or min(defaults.max_num_seqs, tokens or defaults.max_num_seqs),
+        max_num_batched_tokens=tokens or max(defaults.max_num_batched_tokens, seqs or 0),
+        max_model_len=config.max_model_len or defaults.max_model_len,
+        gpu_memory_utilization=config.gpu_memory_utilization or defaults.gpu_memory_utilization,
+    )
+
+
 def _shares(parts: Sequence[Part]) -> dict[str, float]:
     """Return the share of each adapter's traffic among these parts."""
     shares: dict[str, float] = {}
@@ -133,11 +157,6 @@ def _shares(parts: Sequence[Part]) -> dict[str, float]:
     return shares
 
 
-def complete_engine(config: EngineConfig) -> EngineDefaults:
-    """Return the workload's engine settings with the open ones filled in."""
-    given = {
-        name: value
-        for name in ("max_num_seqs", "max_num_batched_tokens", "max_model_len", "gpu_memory_utilization")
-        if (value := getattr(config, name)) is not None
-    }
-    return EngineDefaults(**given)
+def _faster(trace: Trace, scale: float) -> Trace:
+    arrival_ns = (trace.arrival_ns / scale).astype(trace.arrival_ns.dtype)
+    return replace(trace, arrival_ns=arrival_ns, duration_s=trace.duration_s / scale)

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
 from capplan.planner.balanced import choose_slots, slot_candidates
@@ -10,6 +10,7 @@ from capplan.planner.problem import Assignment, Estimator, Part, Problem
 from capplan.planner.verify import Verdict, Verifier
 
 _ROUNDS = 12
+_ROUNDS_PER_GPU = 2
 
 
 @dataclass(frozen=True)
@@ -19,11 +20,6 @@ class Repaired:
     assignments: tuple[Assignment, ...]
     verdicts: tuple[Verdict, ...]
     changes: tuple[str, ...]
-
-    @property
-    def ok(self) -> bool:
-        """Whether every GPU holds."""
-        return all(verdict.ok for verdict in self.verdicts)
 
 
 def repair(
@@ -35,13 +31,13 @@ def repair(
 ) -> Repaired:
     """Change GPUs that fail until all hold, or nothing more can be tried.
 
-    A failing GPU first gets every other number of slots. If none holds, a quarter of its load goes to the lightest
-    other GPU, or to an unused one.
+    A failing GPU first gets every other number of slots with which `exact` believes in it. If none holds, a
+    quarter of its load goes to an unused GPU, or to the lightest of the others.
     """
-    current, judged = list(assignments), list(verdicts)
+    current, judged = dict(enumerate(assignments)), dict(enumerate(verdicts))
     changes: list[str] = []
-    for _ in range(_ROUNDS):
-        failing = next((i for i, verdict in enumerate(judged) if not verdict.ok), None)
+    for _ in range(_ROUNDS + _ROUNDS_PER_GPU * problem.gpus):
+        failing = next((i for i, verdict in judged.items() if not verdict.ok), None)
         if failing is None:
             break
         other = _other_slots(problem, current[failing], verifier, exact)
@@ -50,21 +46,21 @@ def repair(
             current[failing], judged[failing] = other
             continue
         moved = _move_load(problem, current, failing, exact)
-        if moved is None:
+        if not moved:
             break
-        target, note = moved
-        changes.append(note)
-        if target == len(judged):
-            judged.append(judged[failing])
-        judged[failing], judged[target] = verifier([current[failing], current[target]])
-    return Repaired(tuple(current), tuple(judged), tuple(changes))
+        target = next(i for i in moved if i != failing)
+        gone = len(current[failing].parts) - len(moved[failing].parts)
+        changes.append(f"gpu {failing}: {gone} adapters moved to gpu {target}")
+        current |= moved
+        judged |= dict(zip(moved, verifier(list(moved.values())), strict=True))
+    return Repaired(tuple(current.values()), tuple(judged.values()), tuple(changes))
 
 
 def _other_slots(
     problem: Problem, assignment: Assignment, verifier: Verifier, exact: Estimator
 ) -> tuple[Assignment, Verdict] | None:
     for a_max in slot_candidates(problem, assignment.parts, exact):
-        if a_max != assignment.a_max:
+        if a_max != assignment.a_max and not exact(assignment.parts, a_max).starved:
             candidate = Assignment(assignment.parts, a_max)
             (verdict,) = verifier([candidate])
             if verdict.ok:
@@ -73,32 +69,45 @@ def _other_slots(
 
 
 def _move_load(
-    problem: Problem, current: list[Assignment], failing: int, exact: Estimator
-) -> tuple[int, str] | None:
-    """Move about a quarter of a GPU's load away; return where to, or None when there is no place or nothing to move."""
-    parts = current[failing].parts
-    if len(parts) < 2:
-        return None
+    problem: Problem, current: Mapping[int, Assignment], failing: int, exact: Estimator
+) -> dict[int, Assignment]:
+    """Return the two GPUs after a move of load from one to the other; nothing when there is no place for it."""
+    moving = _quarter(problem, current[failing].parts)
+    target = _target(problem, current, failing, moving)
+    if not moving or target is None:
+        return {}
+    staying = tuple(part for part in current[failing].parts if part not in moving)
+    there = current[target].parts if target in current else ()
+    moved: dict[int, Assignment] = {}
+    for gpu, parts in ((failing, staying), (target, (*there, *moving))):
+        a_max = choose_slots(problem, parts, exact, exact)
+        fitting = [a_max] if a_max is not None else slot_candidates(problem, parts, exact)
+        if not fitting:
+            return {}
+        moved[gpu] = Assignment(parts, fitting[0])
+    return moved
+
+
+def _quarter(problem: Problem, parts: Sequence[Part]) -> tuple[Part, ...]:
+    """Return the lightest parts that together make a quarter of the load, but never all parts."""
     total = sum(map(problem.offered_tok_s, parts))
     moving: list[Part] = []
-    for part in sorted(parts, key=lambda p: (problem.offered_tok_s(p), p.name)):
+    for part in sorted(parts, key=lambda p: (problem.offered_tok_s(p), p.name, p.number)):
         if len(moving) + 1 < len(parts) and sum(map(problem.offered_tok_s, moving)) < total / 4:
             moving.append(part)
-    staying = tuple(part for part in parts if part not in moving)
+    return tuple(moving)
+
+
+def _target(
+    problem: Problem, current: Mapping[int, Assignment], failing: int, moving: Sequence[Part]
+) -> int | None:
+    """Return an unused GPU, else the lightest one without a share of what moves."""
     if len(current) < problem.gpus:
-        target = len(current)
-        current.append(Assignment((), 1))
-    else:
-        names = {part.name for part in moving}
-        others = [
-            i
-            for i, a in enumerate(current)
-            if i != failing and names.isdisjoint(part.name for part in a.parts)
-        ]
-        if not others:
-            return None
-        target = min(others, key=lambda i: (sum(map(problem.offered_tok_s, current[i].parts)), i))
-    for at, load in ((failing, staying), (target, current[target].parts + tuple(moving))):
-        distinct = len({part.name for part in load})
-        current[at] = Assignment(load, choose_slots(problem, load, exact, exact) or distinct)
-    return target, f"gpu {failing}: {len(moving)} adapters moved to gpu {target}"
+        return len(current)
+    names = {part.name for part in moving}
+    others = [
+        gpu
+        for gpu, assignment in current.items()
+        if gpu != failing and names.isdisjoint(part.name for part in assignment.parts)
+    ]
+    return min(others, key=lambda i: (sum(map(problem.offered_tok_s, current[i].parts)), i), default=None)

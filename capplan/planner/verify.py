@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from os import cpu_count
 
 from capplan.planner.estimators import run_twin
-from capplan.planner.problem import Assignment, Problem
+from capplan.planner.problem import Assignment, Estimator, Problem
 from capplan.planner.slo import broken_bounds
 from capplan.twin import SimulationResult
 
@@ -23,26 +23,33 @@ class Verdict:
 
     results: tuple[SimulationResult, ...]
     broken: tuple[str, ...]
-    """Bounds broken on some seed, in words; empty when the GPU holds."""
+    """What was broken, in words; empty when the GPU holds."""
 
     @property
     def ok(self) -> bool:
-        """Whether every bound held on every seed."""
+        """Whether every bound held on every seed, and with the headroom."""
         return not self.broken
 
 
 @dataclass(frozen=True)
 class Verifier:
-    """How plans are verified."""
+    """How plans are verified: at the planned load on fresh seeds, and once at the load over (1 - headroom)."""
 
     problem: Problem
     seeds: tuple[int, ...]
+    with_headroom: Estimator
     duration_s: float = 3600.0
 
     def __call__(
         self, assignments: Sequence[Assignment], progress: Callable[[int, int], None] | None = None
     ) -> list[Verdict]:
-        """Return a verdict per assignment; compiled code lets other threads run, so all cores share the work."""
+        """Return a verdict per assignment; compiled code lets other threads run, so all cores share the work.
+
+        Raises
+        ------
+        InfeasibleError
+            For an assignment that does not fit in memory.
+        """
         jobs = [(assignment, seed) for assignment in assignments for seed in self.seeds]
         results = []
         with ThreadPoolExecutor(cpu_count()) as pool:
@@ -50,18 +57,25 @@ class Verifier:
                 results.append(result)
                 if progress is not None:
                     progress(len(results), len(jobs))
+            kept = list(pool.map(self._keeps_headroom, assignments))
         count = len(self.seeds)
-        return [self._verdict(results[i * count : (i + 1) * count]) for i in range(len(assignments))]
+        return [self._verdict(results[i * count : (i + 1) * count], kept[i]) for i in range(len(assignments))]
 
     def _simulate(self, job: tuple[Assignment, int]) -> SimulationResult:
         assignment, seed = job
         return run_twin(self.problem, assignment.parts, assignment.a_max, seed, self.duration_s)
 
-    def _verdict(self, results: Sequence[SimulationResult]) -> Verdict:
-        broken: dict[str, None] = {}
-        for seed, result in zip(self.seeds, results, strict=True):
-            for words in broken_bounds(self.problem.workload.slo, result):
-                broken[f"seed {seed}: {words}"] = None
+    def _keeps_headroom(self, assignment: Assignment) -> bool:
+        return not self.with_headroom(assignment.parts, assignment.a_max).starved
+
+    def _verdict(self, results: Sequence[SimulationResult], keeps_headroom: bool) -> Verdict:
+        broken = [
+            f"seed {seed}: {words}"
+            for seed, result in zip(self.seeds, results, strict=True)
+            for words in broken_bounds(self.problem.workload.slo, result)
+        ]
+        if not broken and not keeps_headroom:
+            broken = [f"a bound breaks at the load over (1 - headroom {self.problem.workload.headroom:g})"]
         return Verdict(tuple(results), tuple(broken))
 
 

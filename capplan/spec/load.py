@@ -45,6 +45,7 @@ def load_workload(path: str | os.PathLike[str]) -> Workload:
         **wishes,
         **requests,
         "arrivals": file.requests.arrivals,
+        "length_correlation": file.requests.length_correlation,
         "shared_prefix_tokens": file.requests.shared_prefix_tokens,
         "adapters": [entry.fields for entry in adapters],
     }

@@ -58,6 +58,10 @@ class Adapter(AdapterFields):
     output_tokens: Lengths | None = Field(None, description="Output lengths; absent: the workload's.")
 
 
+LENGTH_CORRELATION = (
+    "Correlation of a request's prompt and output length, between their normal scores; 0: independent."
+)
+Correlation = Annotated[float, Strict(), Field(gt=-1, lt=1), rule("must be a number above -1 and below 1, such as -0.4")]
 Headroom = Annotated[
     float, Strict(), Field(ge=0, lt=1), rule("must be a number from 0 to below 1, such as 0.1")
 ]
@@ -100,6 +104,7 @@ class Workload(PlanningWishes):
     prompt_tokens: Lengths = Field(description="Prompt lengths of adapters without their own.")
     output_tokens: Lengths = Field(description="Output lengths of adapters without their own.")
     arrivals: Arrivals = Field(Arrivals.POISSON, description="Arrival process of each adapter.")
+    length_correlation: Correlation = Field(0.0, description=LENGTH_CORRELATION)
     shared_prefix_tokens: Natural = Field(0, description="Tokens all prompts of an adapter begin with.")
     trace: SkipJsonSchema[Trace | None] = Field(
         None, description="Recorded requests, replayed instead of drawing."

@@ -10,7 +10,7 @@ from pydantic import Discriminator, Field, Tag, model_validator
 from capplan.spec.base import SpecModel, broken
 from capplan.spec.lengths import Lengths
 from capplan.spec.types import Count, Natural, Positive, Text
-from capplan.spec.workload import AdapterFields, Arrivals, PlanningWishes
+from capplan.spec.workload import LENGTH_CORRELATION, AdapterFields, Arrivals, Correlation, PlanningWishes
 
 
 class LengthsFile(SpecModel):
@@ -64,6 +64,7 @@ class RequestsEntry(SpecModel):
         None, description="Output lengths, in tokens; required without a trace."
     )
     arrivals: Arrivals = Field(Arrivals.POISSON, description="Arrival process of each adapter.")
+    length_correlation: Correlation = Field(0.0, description=LENGTH_CORRELATION)
     shared_prefix_tokens: Natural = Field(0, description="Tokens all prompts of an adapter begin with.")
 
 

@@ -8,6 +8,7 @@ from typing import Final, NamedTuple
 
 import numpy as np
 from numpy.typing import NDArray
+from scipy.special import ndtr, ndtri
 
 from capplan.errors import InputError
 from capplan.spec import Lengths, Trace, Workload
@@ -73,12 +74,24 @@ def draw_requests(workload: Workload, duration_s: float, seed: int, max_model_le
     adapter = _choose(choices.random(n), tuple(a.rate_rps for a in workload.adapters))
     prompt = [workload.prompt_tokens, *(a.prompt_tokens or workload.prompt_tokens for a in workload.adapters)]
     output = [workload.output_tokens, *(a.output_tokens or workload.output_tokens for a in workload.adapters)]
+    for_prompt, for_output = prompts.random(n), outputs.random(n)
+    if workload.length_correlation != 0.0:
+        for_output = _correlated(for_prompt, for_output, workload.length_correlation)
     return Requests(
         arrival_ns,
         adapter,
-        _lengths(prompts.random(n), adapter, prompt, max_model_len),
-        _lengths(outputs.random(n), adapter, output, max_model_len),
+        _lengths(for_prompt, adapter, prompt, max_model_len),
+        _lengths(for_output, adapter, output, max_model_len),
     )
+
+
+def _correlated(
+    first: NDArray[np.float64], second: NDArray[np.float64], correlation: float
+) -> NDArray[np.float64]:
+    """Return uniform numbers whose normal scores correlate with those of ``first`` (a Gaussian copula)."""
+    scores = correlation * ndtri(first) + math.sqrt(1.0 - correlation**2) * ndtri(second)
+    uniform: NDArray[np.float64] = ndtr(scores)
+    return np.minimum(uniform, np.nextafter(1.0, 0.0))
 
 
 def _arrivals(rng: np.random.Generator, expected: float, horizon_ns: int) -> NDArray[np.int64]:

@@ -53,7 +53,15 @@ def test_the_counted_blocks_and_rows_are_checked() -> None:
     world = make_world(seeded(1))
     state, _ = next(pair for pair in play(world) if running_rows(pair[0]) and waiting_rows(pair[0]))
     check_integrity(state, world.limits, world.num_blocks)
-    for position in (s.FREE_BLOCKS, s.KV_TOKENS, s.N_RUNNING, s.N_WAITING, s.N_DECODING, s.N_ACTIVE, s.N_RESIDENT):
+    for position in (
+        s.FREE_BLOCKS,
+        s.KV_TOKENS,
+        s.N_RUNNING,
+        s.N_WAITING,
+        s.N_DECODING,
+        s.N_ACTIVE,
+        s.N_RESIDENT,
+    ):
         state.counters[position] += 1
         with pytest.raises(AssertionError):
             check_integrity(state, world.limits, world.num_blocks)

@@ -39,7 +39,11 @@ def test_a_lora_blocked_request_keeps_its_place_and_is_overtaken() -> None:
     for request, adapter in enumerate([1, 2, 1, 0, 2]):
         submit(state, LIMITS, request, adapter, 8, 3)
     step(state)
-    assert names(state, running_rows(state)) == [0, 2, 3]  # adapter 1 holds the only slot; the base needs none
+    assert names(state, running_rows(state)) == [
+        0,
+        2,
+        3,
+    ]  # adapter 1 holds the only slot; the base needs none
     assert names(state, waiting_rows(state)) == [1, 4]
     submit(state, LIMITS, 5, 3, 8, 3)
     step(state)
@@ -109,7 +113,9 @@ def test_a_long_prompt_takes_no_more_than_its_share_of_a_step() -> None:
 
 
 @pytest.mark.parametrize(("reserve", "admitted"), [(0, [(0, 8)]), (1, [])])
-def test_a_whole_sequence_must_fit_where_the_rules_say_so(reserve: int, admitted: list[tuple[int, int]]) -> None:
+def test_a_whole_sequence_must_fit_where_the_rules_say_so(
+    reserve: int, admitted: list[tuple[int, int]]
+) -> None:
     limits = LIMITS._replace(max_num_batched_tokens=8, reserve_full_sequence=reserve)
     state = engine(limits, blocks=4)
     submit(state, limits, 0, 0, 20, 2)

@@ -43,28 +43,31 @@ def make_world(choose: Choose, max_requests: int = 24) -> World:
     adapters = choose(1, 6)
     max_loras = choose(1, 4)
     block_size = choose(1, 5)
-    num_blocks = choose(1, 24)
+    num_blocks = choose(1, 32)
     limits = Limits(
         max_num_seqs=choose(1, 9),
-        max_num_batched_tokens=choose(1, 20),
-        max_model_len=choose(2, max(2, num_blocks * block_size)),
+        max_num_batched_tokens=choose(1, 4) if choose(0, 1) else choose(5, 24),
+        max_model_len=choose(max(2, num_blocks * block_size // 2), max(2, num_blocks * block_size)),
         max_loras=max_loras,
         max_cpu_loras=choose(max_loras, 7),
         block_size=block_size,
         watermark_blocks=choose(-4, 2),
-        long_prefill_tokens=choose(-6, 6),
+        long_prefill_tokens=choose(-4, 4),
         reserve_full_sequence=choose(0, 1),
     )
     # Half of all worlds go without a watermark or a prefill limit, as most engines do.
     limits = limits._replace(
-        watermark_blocks=max(0, limits.watermark_blocks), long_prefill_tokens=max(0, limits.long_prefill_tokens)
+        watermark_blocks=max(0, limits.watermark_blocks),
+        long_prefill_tokens=max(0, limits.long_prefill_tokens),
     )
     step = 0
     requests = []
     for _ in range(choose(0, max_requests)):
         step += choose(-3, 3) if choose(0, 3) else 0
         step = max(step, requests[-1].step if requests else 0)
-        requests.append(Request(step, choose(0, adapters), choose(1, limits.max_model_len + 1), choose(1, 14)))
+        requests.append(
+            Request(step, choose(0, adapters), choose(1, min(24, limits.max_model_len + 1)), choose(1, 18))
+        )
     blocks_of_one = -(-limits.max_model_len // block_size)
     return World(limits, max(num_blocks, blocks_of_one), adapters, tuple(requests))
 
@@ -107,7 +110,11 @@ def play(world: World, max_steps: int = 4000) -> Iterator[tuple[State, Decision]
         total = schedule(state, limits)
         tokens = scheduled(state)
         assert sum(n for _, n in tokens) == total
-        preempted, loads, free = _requests(state, state.preempted, s.N_PREEMPTED), _loads(state), c[s.FREE_BLOCKS]
+        preempted, loads, free = (
+            _requests(state, state.preempted, s.N_PREEMPTED),
+            _loads(state),
+            c[s.FREE_BLOCKS],
+        )
         commit(state, limits)
         first = _requests(state, state.first, s.N_FIRST)
         finished = _requests(state, state.finished, s.N_FINISHED)

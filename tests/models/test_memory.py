@@ -1,0 +1,131 @@
+from pathlib import Path
+
+import numpy as np
+import pandas as pd
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from capplan import errors, load_profile
+from capplan.models.memory import kv_tokens, require_kv_tokens
+from capplan.serving.memory import adapter_bytes, kv_bytes_per_token, slot_bytes, weight_bytes
+from capplan.spec import Engine, ModelArch
+
+MIB = 2**20
+TODAY = Engine(name="vllm", version="0.32.0", rules="vllm-0.8")
+OLD = TODAY.replace(version="0.8.5", lora_extra_vocab=256)
+PROFILES = ("h100-64g/llama-3.1-8b/vllm-0.8.5", "h100-64g/qwen2.5-7b/vllm-0.8.5")
+
+
+def arch(
+    layers: int, hidden: int, heads: int, kv_heads: int, inner: int, vocab: int, **other: object
+) -> ModelArch:
+    return ModelArch(
+        name="any",
+        hf_ids=("org/any",),
+        layers=layers,
+        hidden_size=hidden,
+        heads=heads,
+        kv_heads=kv_heads,
+        head_dim=128,
+        intermediate_size=inner,
+        vocab_size=vocab,
+        **other,
+    )
+
+
+LLAMA_2_7B = arch(32, 4096, 32, 32, 11008, 32000, lora_on_embeddings=True)
+LLAMA_31_8B = arch(32, 4096, 32, 8, 14336, 128256, lora_on_embeddings=True)
+QWEN_25_7B = arch(28, 3584, 28, 4, 18944, 152064)
+LLAMA_2_13B = arch(40, 5120, 40, 40, 13824, 32000, lora_on_embeddings=True)
+
+
+@pytest.mark.parametrize(
+    ("model", "mib", "kv_bytes"),
+    [
+        (LLAMA_2_7B, 78.5, 524288),
+        (LLAMA_31_8B, 88.1, 131072),
+        (QWEN_25_7B, 77.0, 57344),
+        (LLAMA_2_13B, 121.6, 819200),
+    ],
+)
+def test_slots_and_kv_take_what_vllm_allocates(model: ModelArch, mib: float, kv_bytes: int) -> None:
+    assert slot_bytes(model, TODAY, 16) / MIB == pytest.approx(mib, abs=0.05)
+    assert kv_bytes_per_token(model) == kv_bytes
+
+
+def test_a_slot_as_measured_in_a_small_model() -> None:
+    """Allocated by vLLM 0.32 for hidden 256, inner 512, 4 layers, 4/2 heads of 64, vocabulary 512, rank 32, fp32."""
+    small = arch(4, 256, 4, 2, 512, 512, lora_on_embeddings=True).replace(head_dim=64, dtype_bytes=4)
+    assert slot_bytes(small, TODAY, 32) == 2_293_760
+
+
+def test_vllm_0_8_reserves_256_more_rows_of_both_vocabularies() -> None:
+    assert slot_bytes(LLAMA_31_8B, OLD, 16) - slot_bytes(LLAMA_31_8B, TODAY, 16) == 16 * 2 * 2 * 256
+    assert slot_bytes(QWEN_25_7B, OLD, 16) == slot_bytes(QWEN_25_7B, TODAY, 16)
+
+
+def test_an_adapter_of_its_own_rank_takes_its_share_of_a_slot() -> None:
+    assert adapter_bytes(QWEN_25_7B, 8) * 2 == slot_bytes(QWEN_25_7B, TODAY, 16)
+
+
+def test_weights_of_a_model_of_known_size() -> None:
+    assert weight_bytes(LLAMA_31_8B) / 2 == pytest.approx(8.03e9, rel=0.001)
+    assert weight_bytes(LLAMA_2_7B) / 2 == pytest.approx(6.74e9, rel=0.001)
+
+
+def test_two_gpus_halve_what_is_split() -> None:
+    assert kv_bytes_per_token(LLAMA_31_8B, tp=2) * 2 == kv_bytes_per_token(LLAMA_31_8B)
+    assert weight_bytes(LLAMA_31_8B, tp=2) * 2 == weight_bytes(LLAMA_31_8B)
+    assert slot_bytes(QWEN_25_7B, TODAY, 16) / 2 < slot_bytes(QWEN_25_7B, TODAY, 16, tp=2)
+    assert slot_bytes(QWEN_25_7B, TODAY, 16, tp=2) < slot_bytes(QWEN_25_7B, TODAY, 16)
+
+
+@pytest.mark.parametrize("name", PROFILES)
+@given(
+    a_max=st.integers(1, 400),
+    s_max=st.sampled_from([8, 16, 32]),
+    seqs=st.integers(1, 2048),
+    use=st.floats(0.5, 0.95),
+)
+def test_more_slots_larger_slots_and_more_sequences_leave_less(
+    name: str, a_max: int, s_max: int, seqs: int, use: float
+) -> None:
+    profile = load_profile(name)
+    left = kv_tokens(profile, a_max, s_max, use, seqs)
+    assert left >= 0
+    assert left % profile.engine.block_size == 0
+    assert kv_tokens(profile, a_max + 1, s_max, use, seqs) <= left
+    assert kv_tokens(profile, a_max, 2 * s_max, use, seqs) <= left
+    assert kv_tokens(profile, a_max, s_max, use, seqs + 64) <= left
+    assert kv_tokens(profile, a_max, s_max, use + 0.05, seqs) >= left
+
+
+@pytest.mark.parametrize("name", PROFILES)
+def test_kv_sizes_that_vllm_printed_are_met_within_the_stated_error(name: str, reference_dir: Path) -> None:
+    profile = load_profile(name)
+    key = {"llama-3.1-8b": "llama-3.1-8b-instruct", "qwen2.5-7b": "qwen-2.5-7b-instruct"}[name.split("/")[1]]
+    table = pd.read_csv(reference_dir / "vllm_h100" / "profiling_memory.csv")
+    rows = table[
+        (table.model == key)
+        & (table.source == "v0.8.5_find_available_gpu_memory")
+        & (table.kv_tokens_incl_crash_estimate > 0)
+    ]
+    measured = rows.kv_tokens_incl_crash_estimate.to_numpy(float)
+    ours = np.array([kv_tokens(profile, int(r.a_max), int(r.s_max), 0.9, 2048) for r in rows.itertuples()])
+    errors_percent = 100 * np.abs(ours / measured - 1)
+    assert rows.shape[0] == profile.memory.fit.samples > 20
+    # The table's numbers of tokens are whole blocks: an error of one block in the smallest of them.
+    slack = 100 * profile.engine.block_size / measured.min()
+    assert errors_percent.mean() <= profile.memory.fit.error + slack
+    assert profile.memory.fit.max_error is not None
+    assert errors_percent.max() <= profile.memory.fit.max_error + slack
+
+
+def test_an_engine_that_cannot_hold_one_request_is_infeasible() -> None:
+    profile = load_profile(PROFILES[0])
+    tokens = kv_tokens(profile, 8, 16, 0.9, 256)
+    assert require_kv_tokens(profile, 8, 16, 0.9, 256, tokens) == tokens
+    with pytest.raises(errors.InfeasibleError) as caught:
+        require_kv_tokens(profile, 8, 16, 0.9, 256, tokens + 1)
+    assert caught.value.reason == "memory"

@@ -1,0 +1,54 @@
+"""Small random scenarios for both forms of the twin: tight limits, and clocks that often coincide."""
+
+import numpy as np
+from hypothesis import strategies as st
+
+from capplan.models.step_latency import ADDITIVE, DIGITAL_TWIN
+from capplan.twin import Scenario
+from capplan.twin.scenario import NS_PER_MS, Costs
+from capplan.workload import Requests
+from tests.serving.worlds import Choose, make_world, seeded
+
+
+def make_scenario(choose: Choose, max_requests: int = 24) -> Scenario:
+    """Return a scenario. Times are small multiples of a millisecond, so arrivals often meet the end of a step."""
+    world = make_world(choose, max_requests)
+    form = ADDITIVE if choose(0, 3) else DIGITAL_TWIN
+    coefficients = np.array([choose(0, 3) / choose(1, 3) for _ in form.coefficients])
+    coefficients[-1 if form is DIGITAL_TWIN else 0] = choose(1, 4)
+    load_ns = np.array([0, *(choose(0, 6) * NS_PER_MS for _ in range(world.adapters))], np.int64)
+    disk_ns = np.array([0, *(choose(0, 20) * NS_PER_MS for _ in range(world.adapters))], np.int64)
+    requests = Requests(
+        arrival_ns=np.array([r.step * NS_PER_MS * choose(1, 2) for r in world.requests], np.int64).cumsum()
+        // 2,
+        adapter=np.array([r.adapter for r in world.requests], np.int32),
+        prompt_tokens=np.array([r.prompt for r in world.requests], np.int32),
+        output_tokens=np.array([r.output for r in world.requests], np.int32),
+    )
+    return Scenario(
+        requests=requests,
+        limits=world.limits,
+        num_blocks=world.num_blocks,
+        costs=Costs(
+            form=form.code,
+            coefficients=coefficients,
+            a_max=world.limits.max_loras,
+            s_max=choose(8, 32),
+            slots_per_adapter=min(1.0, world.limits.max_loras / world.adapters),
+            load_ns=load_ns,
+            disk_ns=disk_ns,
+        ),
+        horizon_ns=choose(1, 400) * choose(1, 5) * NS_PER_MS,
+        max_in_flight=choose(1, 30),
+    )
+
+
+@st.composite
+def scenarios(draw: st.DrawFn) -> Scenario:
+    """Return a strategy of scenarios."""
+    return make_scenario(lambda low, high: draw(st.integers(low, high)))
+
+
+def seeded_scenario(seed: int) -> Scenario:
+    """Return the scenario of a seed."""
+    return make_scenario(seeded(seed))
