@@ -106,6 +106,27 @@ def feature_vector(
     )
 
 
+def expected_tok_s(features: NDArray[np.float32]) -> NDArray[np.float64]:
+    """Return the throughput that the mean field expects: the offered load, up to saturation.
+
+    Forests answer relative to it, so that they need not extrapolate where the load grows without bound.
+
+    Parameters
+    ----------
+    features
+        Vectors in the order of `FEATURES`, shape (..., features).
+
+    Returns
+    -------
+    ndarray
+        Tokens per second, shape (...).
+    """
+    offered = features[..., FEATURES.index("offered_tok_s")].astype(float)
+    overload = features[..., FEATURES.index("load_over_saturation")].astype(float)
+    expected: NDArray[np.float64] = offered / np.maximum(1.0, overload)
+    return expected
+
+
 def _mean_lengths(workload: Workload, rates: NDArray[np.float64]) -> tuple[float, float, float, float]:
     """Return mean and standard deviation of prompt and output lengths over the requests of all adapters."""
     weight = rates / rates.sum() if rates.sum() > 0 else np.full(rates.size, 1.0 / rates.size)

@@ -1,8 +1,8 @@
 """A mean-field estimate of one GPU: the batch size at which requests leave as fast as they come.
 
-No queue and no randomness: the batch B and the step time t solve ``B = rate * output * t(B)`` (Little's law), where the
-step holds ``B * (1 + prompt / output)`` tokens and the adapters that ask within a request's life. Good enough to tell a
-surrogate where saturation lies; the twin knows the rest.
+No queue and no randomness: the batch B and the step time t solve ``B = rate * output * t(B)`` (Little's law),
+where the step holds ``B * (1 + prompt / output)`` tokens and the adapters that ask within a request's life.
+Good enough to tell a surrogate where saturation lies; the twin knows the rest.
 """
 
 from __future__ import annotations

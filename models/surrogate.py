@@ -14,7 +14,7 @@ from numpy.typing import NDArray
 
 from capplan.datasets import load_profile, surrogate_path
 from capplan.errors import InputError
-from capplan.models.features import FEATURES, feature_vector
+from capplan.models.features import FEATURES, expected_tok_s, feature_vector
 from capplan.models.forest import Forest, forest_answer
 from capplan.spec import Profile, Workload
 
@@ -47,7 +47,7 @@ class Surrogate:
     profile
         The profile whose twin they were trained on.
     throughput
-        Answers the natural logarithm of throughput over offered load.
+        Answers the natural logarithm of throughput over the load that the mean field expects to be carried.
     starvation
         Answers the probability that the served fraction is below 0.9.
     low, high
@@ -90,13 +90,13 @@ class Surrogate:
 
     def answer(self, features: NDArray[np.float32]) -> SurrogateAnswer:
         """Answer for a feature vector in the order of `FEATURES`."""
-        offered = float(features[FEATURES.index("offered_tok_s")])
+        expected = float(expected_tok_s(features))
         share = forest_answer(self.throughput, features)
         probability = float(forest_answer(self.starvation, features))
         return SurrogateAnswer(
-            throughput_tok_s=offered * float(np.exp(share)),
-            low_tok_s=offered * float(np.exp(share + self.interval[0])),
-            high_tok_s=offered * float(np.exp(share + self.interval[1])),
+            throughput_tok_s=expected * float(np.exp(share)),
+            low_tok_s=expected * float(np.exp(share + self.interval[0])),
+            high_tok_s=expected * float(np.exp(share + self.interval[1])),
             starvation_probability=probability,
             starved=probability >= 0.5,
             in_range=bool(np.all((features >= self.low) & (features <= self.high))),

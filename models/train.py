@@ -8,7 +8,7 @@ from sklearn.ensemble import RandomForestClassifier, RandomForestRegressor
 from sklearn.metrics import f1_score
 
 from capplan.models.calibrate import SMAPE_FORMULA, smape
-from capplan.models.features import FEATURES
+from capplan.models.features import FEATURES, expected_tok_s
 from capplan.models.forest import flatten_forest
 from capplan.models.surrogate import Surrogate
 from capplan.spec import Profile
@@ -37,7 +37,8 @@ def train_surrogate(
         Seed of the forests.
     """
     offered = features[:, FEATURES.index("offered_tok_s")].astype(float)
-    target = np.log(np.maximum(throughput_tok_s, 1e-3) / offered)
+    expected = expected_tok_s(features)
+    target = np.log(np.maximum(throughput_tok_s, 1e-3) / expected)
     starved = served_fraction < STARVED_BELOW
     shared = {
         "n_estimators": _TREES,
@@ -57,8 +58,8 @@ def train_surrogate(
         "starved_share": float(starved.mean()),
         "held_out": "out of bag: every scenario is answered by the trees that were not trained on it",
         "error_formula": SMAPE_FORMULA,
-        "throughput_smape": smape(offered * np.exp(unseen), throughput_tok_s),
-        "throughput_smape_starved": smape((offered * np.exp(unseen))[starved], throughput_tok_s[starved]),
+        "throughput_smape": smape(expected * np.exp(unseen), throughput_tok_s),
+        "throughput_smape_starved": smape((expected * np.exp(unseen))[starved], throughput_tok_s[starved]),
         "throughput_smape_offered_load": smape(offered, throughput_tok_s),
         "starvation_macro_f1": float(f1_score(starved, probability >= 0.5, average="macro")),
         "starvation_macro_f1_near_the_edge": float(

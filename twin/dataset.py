@@ -144,7 +144,8 @@ def _answer(
 def sample_at(point: NDArray[np.float64], rng: np.random.Generator) -> Sample:
     """Turn a point of the unit cube into a scenario; `rng` deals ranks and rates.
 
-    Loads reach from a tenth to several times of what a GPU can do, since the planner asks most near the edge.
+    Three in four loads lie between a tenth and four times of what a GPU can do, since the planner asks most
+    near the edge; the rest reach up to forty times.
     """
     adapters = round(_between(point[0], 1, 512))
     prompt_mean, output_mean = _between(point[1], 16, 4000), _between(point[2], 8, 800)
@@ -152,7 +153,9 @@ def sample_at(point: NDArray[np.float64], rng: np.random.Generator) -> Sample:
     a_max = max(1, round(_between(point[4], 1, min(adapters, 384))))
     # About what an H100 does with an 8B model: so many output tokens per second beside so many prompt tokens.
     seconds_per_request = prompt_mean / 25_000 + output_mean / 4_000
-    load = _between(point[5], 0.05, 4.0)
+    load = (
+        _between(point[5] / 0.75, 0.1, 4.0) if point[5] < 0.75 else _between(4.0 * point[5] - 3.0, 4.0, 40.0)
+    )
     rates = _rates(rng, adapters, load / seconds_per_request, spread=2.0 * point[6])
     dealt = rng.choice(ranks, size=adapters)
     workload = Workload(

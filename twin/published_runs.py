@@ -24,9 +24,10 @@ CLIENT_MAX_IN_FLIGHT = 25_000
 """Connections that the client of those runs could hold open."""
 
 LENGTH_CORRELATION = -0.4
-"""Of those prompts and outputs, solved from the KV tokens that running requests held: 361 each, where independent lengths
-of the same mean and spread would hold 437. The table of lengths has no joint distribution, so this is an inference, and
-predictions use it only where they say so."""
+"""Of those prompts and outputs, solved from the KV tokens that running requests held: 361 each, where
+independent lengths of the same mean and spread would hold 437. The table of lengths has no joint
+distribution, so this is an inference, and predictions use it only where they say so.
+"""
 
 _KV_FULL = 0.97
 
@@ -63,7 +64,9 @@ class PublishedRun:
     ) -> SimulationResult:
         """Return what the twin predicts for this run."""
         return simulate(
-            self.workload.replace(length_correlation=length_correlation) if length_correlation else self.workload,
+            self.workload.replace(length_correlation=length_correlation)
+            if length_correlation
+            else self.workload,
             profile,
             a_max=self.a_max,
             s_max=self.s_max,

@@ -90,8 +90,8 @@ def summarize(
     request_overhead_ms
         Time a request spends outside the engine's steps before its first token (HTTP, tokenizer).
     client_itl_factor
-        How much longer the gaps between tokens are for a client than in the engine: where two tokens reach it in one
-        chunk, it sees one gap for two steps.
+        How much longer the gaps between tokens are for a client than in the engine: where two tokens reach it
+        in one chunk, it sees one gap for two steps.
     """
     requests = scenario.requests
     horizon_s = scenario.horizon_ns / NS_PER_S
@@ -123,7 +123,9 @@ def summarize(
         input_tok_s=float(prompt[done].sum()) / horizon_s,
         output_tok_s=float(out.sum()) / horizon_s,
         offered_tok_s=float(tokens.sum()) / horizon_s,
-        itl_ms_mean=client_itl_factor * float(decoding_ms.sum() / gaps.sum()) if several.any() else float("nan"),
+        itl_ms_mean=client_itl_factor * float(decoding_ms.sum() / gaps.sum())
+        if several.any()
+        else float("nan"),
         itl_ms_p50=client_itl_factor * t.gap_quantile_ms(trace.gaps, 0.50),
         itl_ms_p95=client_itl_factor * t.gap_quantile_ms(trace.gaps, 0.95),
         itl_ms_p99=client_itl_factor * t.gap_quantile_ms(trace.gaps, 0.99),

@@ -3,14 +3,13 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from concurrent.futures import ThreadPoolExecutor
 from functools import partial
 from importlib.metadata import PackageNotFoundError, version
-from os import cpu_count
 from statistics import fmean
 
 from capplan.planner.binding import find_binding
 from capplan.planner.bound import busy_gpus, lower_bound_gpus
+from capplan.planner.parallel import in_parallel
 from capplan.planner.problem import Assignment, Problem
 from capplan.planner.slo import metric
 from capplan.planner.verify import Verdict
@@ -56,8 +55,7 @@ def build_plan(
         What the provenance should say of the solver.
     """
     workload, profile = problem.workload, problem.profile
-    with ThreadPoolExecutor(cpu_count()) as pool:
-        bindings = list(pool.map(partial(find_binding, problem), assignments))
+    bindings = in_parallel(partial(find_binding, problem), assignments)
     answers = zip(assignments, verdicts, bindings, strict=True)
     groups = tuple(_group(problem, f"gpu-{i}", *answer) for i, answer in enumerate(answers))
     return Plan(
@@ -70,9 +68,7 @@ def build_plan(
         slo=workload.slo,
         workload_digest=workload.digest(),
         groups=groups,
-        totals=Totals(
-            gpus=len(groups) * profile.tp, lower_bound_gpus=lower_bound_gpus(problem) * profile.tp
-        ),
+        totals=Totals(gpus=len(groups) * profile.tp, lower_bound_gpus=lower_bound_gpus(problem) * profile.tp),
         provenance={
             "profile": profile.name,
             "profile_kind": profile.provenance.kind.value,

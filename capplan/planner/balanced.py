@@ -1,19 +1,21 @@
 """Our solver: the fewest GPUs on which an even spread holds, by trying from the lower bound upwards.
 
-GPUs of one kind that share the load evenly leave each the same slack. Two spreads are tried for every number of GPUs:
-adapters of one rank together, so that small ranks do not pay for slots of the largest one, and all ranks mixed.
-Where an even spread needs more than the lower bound, the greedy algorithm gets a chance to need fewer: GPUs of
-different ranks may have to be filled unevenly.
+GPUs of one kind that share the load evenly leave each the same slack. Two spreads are tried for every number
+of GPUs: adapters of one rank together, so that small ranks do not pay for slots of the largest one, and all
+ranks mixed. Where an even spread needs more than the lower bound, the greedy algorithm gets a chance to need
+fewer: GPUs of different ranks may have to be filled unevenly.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import replace
+from functools import partial
 
 from capplan.errors import InfeasibleError
 from capplan.planner.bound import lower_bound_gpus
 from capplan.planner.greedy import solve_greedy
+from capplan.planner.parallel import in_parallel
 from capplan.planner.problem import GRID, Assignment, Estimator, Part, Problem, distinct_adapters
 
 Spread = Callable[[Problem, int], list[list[Part]]]
@@ -44,15 +46,15 @@ def solve_balanced(problem: Problem, quick: Estimator, exact: Estimator) -> tupl
     even = _fewest_even(problem, range(fewest, most + 1), quick, exact)
     if even is not None and len(even) <= fewest:
         return even
-    uneven = _greedy(problem, most if even is None else len(even) - 1, exact)
+    uneven = _greedy(problem, most if even is None else len(even) - 1, quick, exact)
     if uneven is not None:
         return uneven
     if even is not None:
         return even
     raise InfeasibleError(
         f"gpus: {problem.gpus} instance(s) cannot hold {len(problem.workload.adapters)} adapters at "
-        f"{problem.workload.total_rate_rps:g} req/s with headroom {problem.workload.headroom:g}; the lower bound "
-        f"is {bound}",
+        f"{problem.workload.total_rate_rps:g} req/s with headroom {problem.workload.headroom:g}; the lower "
+        f"bound is {bound}",
         reason="slo" if problem.workload.slo.latency_bounds() else "gpus",
     )
 
@@ -68,16 +70,19 @@ def _fewest_even(
     return None
 
 
-def _greedy(problem: Problem, gpus: int, exact: Estimator) -> tuple[Assignment, ...] | None:
-    """Return what the greedy algorithm makes of that many GPUs, if shares of one adapter do not meet in it."""
+def _greedy(problem: Problem, gpus: int, quick: Estimator, exact: Estimator) -> tuple[Assignment, ...] | None:
+    """Return what the greedy algorithm makes of that many GPUs, where the exact estimator agrees.
+
+    None, too, when shares of one adapter meet on a GPU.
+    """
     if gpus < 1:
         return None
     try:
-        assignments = solve_greedy(replace(problem, gpus=gpus), exact)
+        assignments = solve_greedy(replace(problem, gpus=gpus), quick)
     except InfeasibleError:
         return None
     apart = all(distinct_adapters(a.parts) == len(a.parts) for a in assignments)
-    return assignments if apart else None
+    return assignments if apart and not any(exact(a.parts, a.a_max).starved for a in assignments) else None
 
 
 def _try(
@@ -108,7 +113,7 @@ def slot_candidates(problem: Problem, parts: Sequence[Part], quick: Estimator) -
     else:
         values = sorted({value for value in GRID if value < distinct} | {distinct})
     fitting = [value for value in values if problem.fits_in_memory(parts, value)]
-    estimates = {value: quick(parts, value) for value in fitting}
+    estimates = dict(zip(fitting, in_parallel(partial(quick, parts), fitting), strict=True))
     return sorted(fitting, key=lambda v: (estimates[v].starved, -estimates[v].throughput_tok_s, -v))
 
 

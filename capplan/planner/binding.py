@@ -19,8 +19,8 @@ _FULL = 0.95
 def find_binding(problem: Problem, assignment: Assignment) -> tuple[Binds | None, float | None]:
     """Return what keeps a GPU from serving more, and its load over the largest load that it holds.
 
-    The load of every adapter is scaled up together until a bound breaks; what the twin then finds full is what
-    binds. Nothing does when even the largest scale breaks no bound; idle adapters have no load at all.
+    The load of every adapter is scaled up together until a bound breaks; what the twin then finds full is
+    what binds. Nothing does when even the largest scale breaks no bound; idle adapters have no load at all.
     """
     if sum(part.rate_rps for part in assignment.parts) == 0.0:
         return None, None

@@ -1,13 +1,14 @@
 """A lower bound on GPUs: a plan that keeps the bounds and the headroom does not use fewer.
 
-Relaxation: requests are divisible, adapters are free and everywhere, batches are as large as they may be, and
-nobody waits. What remains is the time that the step model charges for tokens, for reading KV, and for its base
-once per batch of decodes. Of the load only `served_fraction` has to be served, and the cheapest tokens are.
+Relaxation: requests are divisible, adapters are free and everywhere, batches are as large as they may be,
+nobody waits. What remains is the time that the step model charges for tokens, for reading KV, and for its
+base once per batch of decodes. Of the load only `served_fraction` has to be served: the cheapest tokens.
 """
 
 from __future__ import annotations
 
 import math
+from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
@@ -87,7 +88,7 @@ def _kinds(problem: Problem) -> NDArray[np.int64]:
     return np.array([0, *kinds], dtype=np.int64)
 
 
-def _cheapest(fraction: float, tokens: NDArray[np.float64], busy_ms: NDArray[np.float64]) -> float:
+def _cheapest(fraction: float, tokens: NDArray[Any], busy_ms: NDArray[Any]) -> float:
     """Return the least time that serves this fraction of all tokens, the kinds cheapest per token first."""
     asked = tokens > 0.0
     tokens, busy_ms = tokens[asked], busy_ms[asked]

@@ -2,7 +2,7 @@
 
 Adapters go to the current GPU one by one, largest first; at testing points an estimator judges what was added
 since the last one. A GPU that fails a test keeps what was committed before and is closed. Where the paper is
-silent this follows its published program: an untested rest, when the adapters end, is tested at its true size,
+silent this follows its published program: an untested rest, when the adapters end, is tested at its true size
 and goes to the next GPU when it fails. A GPU is full at the largest testing point.
 """
 
@@ -11,9 +11,11 @@ from __future__ import annotations
 from collections import deque
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
+from functools import partial
 from itertools import groupby
 
 from capplan.errors import InfeasibleError
+from capplan.planner.parallel import in_parallel
 from capplan.planner.problem import GRID, Assignment, Estimator, Part, Problem, distinct_adapters
 
 
@@ -75,7 +77,7 @@ def test_allocation(problem: Problem, estimator: Estimator, parts: Sequence[Part
     candidates = _candidates(problem, parts, a_max)
     if not candidates:
         return None
-    estimates = {candidate: estimator(parts, candidate) for candidate in candidates}
+    estimates = dict(zip(candidates, in_parallel(partial(estimator, parts), candidates), strict=True))
     best = max(candidates, key=lambda candidate: (estimates[candidate].throughput_tok_s, candidate))
     return None if estimates[best].starved else best
 
@@ -119,7 +121,7 @@ def _fits_nowhere(problem: Problem, part: Part) -> InfeasibleError:
             reason="memory",
         )
     return InfeasibleError(
-        f"starvation: adapter {part.name} at {part.rate_rps:g} req/s breaks served_fraction or a latency bound "
-        f"even alone on a {problem.profile.gpu.name} with headroom {problem.workload.headroom:g}",
+        f"starvation: adapter {part.name} at {part.rate_rps:g} req/s breaks served_fraction or a latency "
+        f"bound even alone on a {problem.profile.gpu.name} with headroom {problem.workload.headroom:g}",
         reason="slo" if problem.workload.slo.latency_bounds() else "starvation",
     )

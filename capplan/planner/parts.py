@@ -19,13 +19,14 @@ def whole_parts(problem: Problem) -> tuple[Part, ...]:
 def split_hot(problem: Problem, estimator: Estimator) -> tuple[Part, ...]:
     """Return the parts of the problem, those that starve a GPU by themselves in the fewest shares.
 
-    Among adapters that differ in nothing but their rates, the hottest are tried first, until one needs no split:
-    a colder one needs none either.
+    Among adapters that differ in nothing but their rates, the hottest are tried first, until one needs no
+    split: a colder one needs none either.
 
     Raises
     ------
     InfeasibleError
-        When one adapter alone does not fit in memory, or when its `max_replicas` or the GPUs allow too few shares.
+        When one adapter alone does not fit in memory, or when its `max_replicas` or the GPUs allow too few
+        shares.
     """
     _require_memory(problem)
     split: dict[str, tuple[Part, ...]] = {}
@@ -51,9 +52,9 @@ def _require_memory(problem: Problem) -> None:
     slots = problem.fixed_a_max or 1
     if not problem.fits_in_memory([largest], slots):
         raise InfeasibleError(
-            f"memory: {slots} adapter slot(s) of rank {problem.s_max([largest])}, which adapter {largest.name} "
-            f"needs, leave no room for one request of max_model_len {problem.engine.max_model_len} on "
-            f"{problem.profile.gpu.name}",
+            f"memory: {slots} adapter slot(s) of rank {problem.s_max([largest])}, which adapter "
+            f"{largest.name} needs, leave no room for one request of max_model_len "
+            f"{problem.engine.max_model_len} on {problem.profile.gpu.name}",
             reason="memory",
         )
 

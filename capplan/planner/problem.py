@@ -11,7 +11,7 @@ from capplan.models.memory import kv_tokens
 from capplan.spec import EngineConfig, Profile, Trace, Workload, allowed_lora_rank
 
 GRID = (1, 2, 4, 8, 16, 32, 64, 96, 128, 160, 192, 256, 320, 384)
-"""Adapter counts and values of A_max that are tested: those of the adapter-caching paper's section 7, and 1, 2 and 4."""
+"""Adapter counts and values of A_max tested: 1, 2, 4, and those of the adapter-caching paper (section 7)."""
 
 
 @dataclass(frozen=True)
@@ -96,7 +96,7 @@ class Problem:
         return self.workload.engine.max_lora_rank or allowed_lora_rank(max(part.rank for part in parts))
 
     def subworkload(self, parts: Sequence[Part], scale: float = 1.0) -> Workload:
-        """Return the workload of one GPU; `scale` multiplies every rate, and plays a trace that much faster."""
+        """Return the workload of one GPU; `scale` multiplies every rate, a trace's too."""
         shares = _shares(parts)
         part = self.workload.subset(shares, shares)
         if scale == 1.0:
@@ -159,4 +159,5 @@ def _shares(parts: Sequence[Part]) -> dict[str, float]:
 
 def _faster(trace: Trace, scale: float) -> Trace:
     arrival_ns = (trace.arrival_ns / scale).astype(trace.arrival_ns.dtype)
+    arrival_ns.setflags(write=False)  # as in every trace: numba compiles the twin anew for other arrays
     return replace(trace, arrival_ns=arrival_ns, duration_s=trace.duration_s / scale)

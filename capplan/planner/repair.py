@@ -71,7 +71,7 @@ def _other_slots(
 def _move_load(
     problem: Problem, current: Mapping[int, Assignment], failing: int, exact: Estimator
 ) -> dict[int, Assignment]:
-    """Return the two GPUs after a move of load from one to the other; nothing when there is no place for it."""
+    """Return the two GPUs after a move of load from one to the other; nothing when there is no place."""
     moving = _quarter(problem, current[failing].parts)
     target = _target(problem, current, failing, moving)
     if not moving or target is None:

@@ -9,7 +9,7 @@ from capplan.twin import SimulationResult
 def broken_bounds(slo: Slo, result: SimulationResult) -> tuple[str, ...]:
     """Return the bounds that a simulated GPU breaks, each in words; none when it keeps all of them.
 
-    A latency that no request had (NaN) breaks no bound: where requests waited in vain, `served_fraction` tells.
+    A latency that no request had (NaN) breaks no bound: where they waited in vain, `served_fraction` tells.
     """
     broken = []
     if result.served_fraction < slo.served_fraction:

@@ -3,11 +3,10 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
-from os import cpu_count
 
 from capplan.planner.estimators import run_twin
+from capplan.planner.parallel import in_parallel
 from capplan.planner.problem import Assignment, Estimator, Problem
 from capplan.planner.slo import broken_bounds
 from capplan.twin import SimulationResult
@@ -33,7 +32,7 @@ class Verdict:
 
 @dataclass(frozen=True)
 class Verifier:
-    """How plans are verified: at the planned load on fresh seeds, and once at the load over (1 - headroom)."""
+    """How plans are verified: at the planned load on fresh seeds, and once with the headroom used up."""
 
     problem: Problem
     seeds: tuple[int, ...]
@@ -43,7 +42,7 @@ class Verifier:
     def __call__(
         self, assignments: Sequence[Assignment], progress: Callable[[int, int], None] | None = None
     ) -> list[Verdict]:
-        """Return a verdict per assignment; compiled code lets other threads run, so all cores share the work.
+        """Return a verdict per assignment.
 
         Raises
         ------
@@ -51,13 +50,9 @@ class Verifier:
             For an assignment that does not fit in memory.
         """
         jobs = [(assignment, seed) for assignment in assignments for seed in self.seeds]
-        results = []
-        with ThreadPoolExecutor(cpu_count()) as pool:
-            for result in pool.map(self._simulate, jobs):
-                results.append(result)
-                if progress is not None:
-                    progress(len(results), len(jobs))
-            kept = list(pool.map(self._keeps_headroom, assignments))
+        report = progress or _silent
+        results = in_parallel(self._simulate, jobs, lambda done: report(done, len(jobs)))
+        kept = in_parallel(self._keeps_headroom, assignments)
         count = len(self.seeds)
         return [self._verdict(results[i * count : (i + 1) * count], kept[i]) for i in range(len(assignments))]
 
@@ -82,3 +77,7 @@ class Verifier:
 def fresh_seeds(seed: int, count: int = FRESH_SEEDS) -> tuple[int, ...]:
     """Return the verification seeds that belong to a planning seed."""
     return tuple(_FIRST_FRESH_SEED * (seed + 1) + i for i in range(count))
+
+
+def _silent(done: int, total: int) -> None:
+    """Report nothing."""

@@ -1,5 +1,16 @@
 """What the user writes and reads: workloads, plans, profiles, and the rules they must keep."""
 
+from capplan.spec.arrivals import (
+    ArrivalProcess,
+    Arrivals,
+    Burst,
+    Diurnal,
+    Renewal,
+    ShiftingSkew,
+    Steps,
+    Stickiness,
+    Unpredictable,
+)
 from capplan.spec.files import read_text, write_bytes_atomic, write_text_atomic
 from capplan.spec.lengths import Lengths
 from capplan.spec.load import load_workload
@@ -36,16 +47,19 @@ from capplan.spec.profile import (
 from capplan.spec.settings import EngineConfig, Gpus, Objective, Pool, Slo
 from capplan.spec.trace import Trace
 from capplan.spec.types import LORA_RANKS, allowed_lora_rank
-from capplan.spec.workload import Adapter, Arrivals, Workload
+from capplan.spec.workload import Adapter, Workload
 from capplan.spec.workload_file import WorkloadFile
 
 __all__ = [
     "LORA_RANKS",
     "Adapter",
+    "ArrivalProcess",
     "Arrivals",
     "Binds",
+    "Burst",
     "Cache",
     "Coefficient",
+    "Diurnal",
     "Engine",
     "EngineArgs",
     "EngineConfig",
@@ -71,9 +85,14 @@ __all__ = [
     "ProvenanceKind",
     "QueueClass",
     "Queues",
+    "Renewal",
+    "ShiftingSkew",
     "Slo",
+    "Steps",
+    "Stickiness",
     "Totals",
     "Trace",
+    "Unpredictable",
     "Verification",
     "Workload",
     "WorkloadFile",

@@ -45,6 +45,7 @@ def load_workload(path: str | os.PathLike[str]) -> Workload:
         **wishes,
         **requests,
         "arrivals": file.requests.arrivals,
+        "stickiness": file.requests.stickiness,
         "length_correlation": file.requests.length_correlation,
         "shared_prefix_tokens": file.requests.shared_prefix_tokens,
         "adapters": [entry.fields for entry in adapters],
@@ -87,10 +88,9 @@ class _Reader:
             key = ("adapters", index)
             fields = _fields(entry, AdapterFields)
             fields |= {name: self.lengths(getattr(entry, name)) for name in _LENGTHS}
-            if entry.count is None:
-                placed.append(_Placed(fields, key))
-            else:
-                placed += [_Placed(_numbered(fields, i), key) for i in range(entry.count)]
+            for i, rate_rps in enumerate(entry.rates_rps()):
+                numbered = fields if entry.count is None else _numbered(fields, i)
+                placed.append(_Placed(numbered | {"rate_rps": rate_rps}, key))
         return placed
 
     def table(self, name: str) -> list[_Placed]:

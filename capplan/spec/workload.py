@@ -6,7 +6,6 @@ import hashlib
 import json
 import math
 from collections.abc import Iterable, Mapping
-from enum import StrEnum
 from pathlib import PurePath
 from typing import Annotated, Any, Self
 
@@ -14,17 +13,12 @@ from pydantic import BeforeValidator, Field, Strict, model_validator
 from pydantic.json_schema import SkipJsonSchema
 
 from capplan.errors import InputError
+from capplan.spec.arrivals import ArrivalProcess, Arrivals, Stickiness
 from capplan.spec.base import Key, SpecModel, broken, check_unique
 from capplan.spec.lengths import Lengths
 from capplan.spec.settings import EngineConfig, Gpus, Objective, Pool, Slo
 from capplan.spec.trace import Trace
 from capplan.spec.types import Count, Name, Natural, NonNegative, Rank, Text, rule
-
-
-class Arrivals(StrEnum):
-    """How requests of one adapter follow each other in time."""
-
-    POISSON = "poisson"
 
 
 def _sequence_of_names(value: Any) -> Any:
@@ -61,7 +55,10 @@ class Adapter(AdapterFields):
 LENGTH_CORRELATION = (
     "Correlation of a request's prompt and output length, between their normal scores; 0: independent."
 )
-Correlation = Annotated[float, Strict(), Field(gt=-1, lt=1), rule("must be a number above -1 and below 1, such as -0.4")]
+STICKINESS = "Requests that repeat an adapter asked for just before; absent: none do so on purpose."
+Correlation = Annotated[
+    float, Strict(), Field(gt=-1, lt=1), rule("must be a number above -1 and below 1, such as -0.4")
+]
 Headroom = Annotated[
     float, Strict(), Field(ge=0, lt=1), rule("must be a number from 0 to below 1, such as 0.1")
 ]
@@ -97,13 +94,14 @@ class PlanningWishes(SpecModel):
 class Workload(PlanningWishes):
     """Everything a planner needs to know, self-contained and immutable.
 
-    Rates are Poisson means unless a trace is given, which is then replayed.
+    Rates are long-run means of ``arrivals``, unless a trace is given, which is then replayed.
     """
 
     adapters: tuple[Adapter, ...] = Field(min_length=1, description="Adapters to serve.")
     prompt_tokens: Lengths = Field(description="Prompt lengths of adapters without their own.")
     output_tokens: Lengths = Field(description="Output lengths of adapters without their own.")
-    arrivals: Arrivals = Field(Arrivals.POISSON, description="Arrival process of each adapter.")
+    arrivals: ArrivalProcess = Field(Arrivals.POISSON, description="Arrival process of each adapter.")
+    stickiness: Stickiness | None = Field(None, description=STICKINESS)
     length_correlation: Correlation = Field(0.0, description=LENGTH_CORRELATION)
     shared_prefix_tokens: Natural = Field(0, description="Tokens all prompts of an adapter begin with.")
     trace: SkipJsonSchema[Trace | None] = Field(
@@ -178,9 +176,12 @@ class Workload(PlanningWishes):
     def digest(self) -> str:
         """Return the SHA-256 of the canonical JSON, in hexadecimal; the same on every machine.
 
-        The plan in force is left out, and of a profile's path only the file name counts.
+        The plan in force is left out, and of a profile's path only the file name counts. Fields that came
+        after the first release count when they say something: plans of before keep their digests.
         """
         document = self.model_dump(mode="json", exclude={"previous_plan"}, exclude_none=True)
+        if self.length_correlation == 0:
+            del document["length_correlation"]
         for holder in (document, *document["pools"]):
             holder["profile"] = _portable(holder.get("profile"))
         text = json.dumps(document, sort_keys=True, separators=(",", ":"), ensure_ascii=True, allow_nan=False)

@@ -7,10 +7,12 @@ from typing import Annotated, Any, Literal, Self, TypeAlias
 
 from pydantic import Discriminator, Field, Tag, model_validator
 
+from capplan.spec.arrivals import ArrivalProcess, Arrivals, Stickiness
 from capplan.spec.base import SpecModel, broken
 from capplan.spec.lengths import Lengths
-from capplan.spec.types import Count, Natural, Positive, Text
-from capplan.spec.workload import LENGTH_CORRELATION, AdapterFields, Arrivals, Correlation, PlanningWishes
+from capplan.spec.popularity import Popularity
+from capplan.spec.types import Count, Natural, NonNegative, Positive, Text
+from capplan.spec.workload import LENGTH_CORRELATION, STICKINESS, AdapterFields, Correlation, PlanningWishes
 
 
 class LengthsFile(SpecModel):
@@ -38,6 +40,15 @@ class AdapterEntry(AdapterFields):
     """One adapter, or with ``count`` a group of them; ``{i}`` in a text stands for 0, 1, ... count - 1."""
 
     count: Count | None = Field(None, description="How many adapters this entry stands for.")
+    rate_rps: NonNegative = Field(
+        0.0, description="Mean arrival rate of each in requests per second; required without popularity."
+    )
+    popularity: Popularity | None = Field(
+        None, description="How the group shares total_rate_rps out, instead of rate_rps."
+    )
+    total_rate_rps: NonNegative | None = Field(
+        None, description="Mean arrival rate of the group in requests per second, beside popularity."
+    )
     prompt_tokens: LengthsSource | None = Field(
         None, description="Prompt lengths; absent: those of requests."
     )
@@ -53,6 +64,27 @@ class AdapterEntry(AdapterFields):
             raise broken("must contain {i}, so that names differ", key=("name",), value=self.name)
         return self
 
+    @model_validator(mode="after")
+    def _one_source_of_rates(self) -> Self:
+        given = "rate_rps" in self.model_fields_set
+        if self.popularity is None and self.total_rate_rps is None:
+            if not given:
+                raise broken("is required", key=("rate_rps",))
+            return self
+        if given:
+            raise broken("does not go with popularity", key=("rate_rps",), value=self.rate_rps)
+        for name in ("popularity", "total_rate_rps"):
+            if getattr(self, name) is None:
+                raise broken("is required: popularity and total_rate_rps go together", key=(name,))
+        return self
+
+    def rates_rps(self) -> tuple[float, ...]:
+        """Return the rate of each adapter this entry stands for, in requests per second."""
+        if self.popularity is None or self.total_rate_rps is None:
+            return (self.rate_rps,) * (self.count or 1)
+        total_rps = self.total_rate_rps
+        return tuple(share * total_rps for share in self.popularity.shares(self.count or 1))
+
 
 class RequestsEntry(SpecModel):
     """What all adapters' requests have in common."""
@@ -63,7 +95,8 @@ class RequestsEntry(SpecModel):
     output_tokens: LengthsSource | None = Field(
         None, description="Output lengths, in tokens; required without a trace."
     )
-    arrivals: Arrivals = Field(Arrivals.POISSON, description="Arrival process of each adapter.")
+    arrivals: ArrivalProcess = Field(Arrivals.POISSON, description="Arrival process of each adapter.")
+    stickiness: Stickiness | None = Field(None, description=STICKINESS)
     length_correlation: Correlation = Field(0.0, description=LENGTH_CORRELATION)
     shared_prefix_tokens: Natural = Field(0, description="Tokens all prompts of an adapter begin with.")
 

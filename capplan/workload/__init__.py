@@ -1,6 +1,15 @@
 """Requests over time: arrivals and lengths drawn from a workload, or replayed from its trace."""
 
 from capplan.workload.length_tables import LengthTable, length_table
+from capplan.workload.popularity import exponential, power_law, zipf
 from capplan.workload.requests import Requests, draw_requests
 
-__all__ = ["LengthTable", "Requests", "draw_requests", "length_table"]
+__all__ = [
+    "LengthTable",
+    "Requests",
+    "draw_requests",
+    "exponential",
+    "length_table",
+    "power_law",
+    "zipf",
+]

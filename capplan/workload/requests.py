@@ -11,12 +11,13 @@ from numpy.typing import NDArray
 from scipy.special import ndtr, ndtri
 
 from capplan.errors import InputError
-from capplan.spec import Lengths, Trace, Workload
+from capplan.spec import Arrivals, Lengths, Stickiness, Trace, Workload
+from capplan.workload.arrivals import draw_arrivals, repeat_recent
 from capplan.workload.discrete import Discrete, discrete, invert
 from capplan.workload.length_tables import length_table
+from capplan.workload.renewal import MAX_REQUESTS
 
 NS_PER_S: Final = 1_000_000_000
-_MAX_REQUESTS: Final = 1e8  # more than fit in memory beside their results
 _MAX_DURATION_S: Final = 9e9  # int64 nanoseconds end at 292 years
 
 
@@ -34,9 +35,9 @@ class Requests(NamedTuple):
 def draw_requests(workload: Workload, duration_s: float, seed: int, max_model_len: int) -> Requests:
     """Return the requests that arrive in [0, ``duration_s``).
 
-    Each adapter is a Poisson process of its rate; together they are one process of the summed rate whose
-    requests choose their adapter in proportion. Arrivals, adapters, prompts and outputs have random streams
-    of their own, so that changing lengths leaves arrivals as they are.
+    Each adapter has an arrival process of its own. Poisson ones together are one of the summed rate whose
+    requests choose their adapter in proportion. Arrivals, adapters, prompts, outputs and repetitions have
+    random streams of their own, so that changing lengths leaves arrivals as they are.
 
     A workload with a trace is replayed instead, whatever the seed, with the recorded lengths as they are:
     refusing a request that is too long is up to the serving rules.
@@ -61,17 +62,27 @@ def draw_requests(workload: Workload, duration_s: float, seed: int, max_model_le
     if workload.trace is not None:
         return _replay(workload, workload.trace, duration_s)
     expected = workload.total_rate_rps * duration_s
-    if expected > _MAX_REQUESTS:
+    if expected > MAX_REQUESTS:
         raise InputError(
-            f"rates x duration must not exceed {_MAX_REQUESTS:g} requests", expected, "duration_s"
+            f"rates x duration must not exceed {MAX_REQUESTS:g} requests", expected, "duration_s"
         )
     if seed < 0:
         raise InputError("must be a whole number >= 0", seed, "seed")
-    streams = np.random.SeedSequence(seed).spawn(4)
-    times, choices, prompts, outputs = (np.random.Generator(np.random.PCG64(stream)) for stream in streams)
-    arrival_ns = _arrivals(times, expected, round(duration_s * NS_PER_S))
+    streams = np.random.SeedSequence(seed).spawn(5)
+    times, choices, prompts, outputs, repetitions = (
+        np.random.Generator(np.random.PCG64(stream)) for stream in streams
+    )
+    horizon_ns = round(duration_s * NS_PER_S)
+    if workload.arrivals == Arrivals.POISSON:
+        arrival_ns = _arrivals(times, expected, horizon_ns)
+        adapter = _choose(choices.random(len(arrival_ns)), tuple(a.rate_rps for a in workload.adapters))
+    else:
+        position, time_s = draw_arrivals(times, workload, duration_s)
+        arrival_ns = np.minimum((time_s * NS_PER_S).astype(np.int64), horizon_ns - 1)
+        adapter = position.astype(np.int32) + np.int32(1)
     n = len(arrival_ns)
-    adapter = _choose(choices.random(n), tuple(a.rate_rps for a in workload.adapters))
+    if workload.stickiness is not None:
+        adapter = _sticky(repetitions, workload.stickiness, adapter)
     prompt = [workload.prompt_tokens, *(a.prompt_tokens or workload.prompt_tokens for a in workload.adapters)]
     output = [workload.output_tokens, *(a.output_tokens or workload.output_tokens for a in workload.adapters)]
     for_prompt, for_output = prompts.random(n), outputs.random(n)
@@ -83,6 +94,13 @@ def draw_requests(workload: Workload, duration_s: float, seed: int, max_model_le
         _lengths(for_prompt, adapter, prompt, max_model_len),
         _lengths(for_output, adapter, output, max_model_len),
     )
+
+
+def _sticky(
+    rng: np.random.Generator, stickiness: Stickiness, adapter: NDArray[np.int32]
+) -> NDArray[np.int32]:
+    repeats = rng.random(len(adapter)) < stickiness.probability
+    return repeat_recent(adapter, repeats, rng.random(len(adapter)), stickiness.last)
 
 
 def _correlated(

@@ -55,7 +55,7 @@ def test_slots_and_kv_take_what_vllm_allocates(model: ModelArch, mib: float, kv_
 
 
 def test_a_slot_as_measured_in_a_small_model() -> None:
-    """Allocated by vLLM 0.32 for hidden 256, inner 512, 4 layers, 4/2 heads of 64, vocabulary 512, rank 32, fp32."""
+    """Allocated by vLLM 0.32: hidden 256, inner 512, 4 layers, 4/2 heads of 64, vocabulary 512, fp32."""
     small = arch(4, 256, 4, 2, 512, 512, lora_on_embeddings=True).replace(head_dim=64, dtype_bytes=4)
     assert slot_bytes(small, TODAY, 32) == 2_293_760
 

@@ -67,4 +67,5 @@ def test_every_step_is_the_one_that_vllm_took(cases: dict[str, Any], name: str) 
         assert ours == theirs, f"step {step}"
         commit(state, bounds)
         check_integrity(state, limits, blocks)
-    assert c[s.N_RUNNING] + c[s.N_WAITING] == 0 and not arrivals
+    assert c[s.N_RUNNING] + c[s.N_WAITING] == 0
+    assert not arrivals

@@ -1,4 +1,4 @@
-"""Small random engines and requests, so tight that every rule of the scheduler comes into play, and their replay."""
+"""Small random engines and requests, so tight that every rule comes into play, and their replay."""
 
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass

@@ -11,7 +11,7 @@ from tests.serving.worlds import Choose, make_world, seeded
 
 
 def make_scenario(choose: Choose, max_requests: int = 24) -> Scenario:
-    """Return a scenario. Times are small multiples of a millisecond, so arrivals often meet the end of a step."""
+    """Return a scenario. Times are small multiples of 1 ms, so arrivals often meet the end of a step."""
     world = make_world(choose, max_requests)
     form = ADDITIVE if choose(0, 3) else DIGITAL_TWIN
     coefficients = np.array([choose(0, 3) / choose(1, 3) for _ in form.coefficients])

@@ -119,7 +119,7 @@ def test_every_event_happens_in_some_of_the_scenarios() -> None:
         seen["preempted"] += bool(counts[t.PREEMPTIONS])
         seen["rejected"] += bool(counts[t.REJECTED])
         seen["from disk"] += bool(counts[t.DISK_LOADS])
-        # With blocks in plenty nobody is preempted: who then stalls was left out of a step by the token budget.
+        # With blocks in plenty nobody is preempted: who then stalls was left out of a step.
         seen["left out"] += bool(np.any(run(scenario._replace(num_blocks=1000)).stalled_ns > 0))
         seen["chunked"] += bool(np.any(prompts[done] > limits.max_num_batched_tokens))
         seen["cut off"] += bool(np.any(trace.running_at_end))

@@ -1,0 +1,136 @@
+"""What every placement solver has to keep: subclass `SolverContract` and give it a fixture `solver`."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, replace
+
+import numpy as np
+
+from capplan.datasets import load_profile
+from capplan.errors import InfeasibleError
+from capplan.planner.parts import split_hot, whole_parts
+from capplan.planner.problem import (
+    Assignment,
+    Estimate,
+    Estimator,
+    Part,
+    Problem,
+    complete_engine,
+    distinct_adapters,
+)
+from capplan.spec import Adapter, EngineConfig, Lengths, Workload
+
+Solver = Callable[[Problem, Estimator], Sequence[Assignment]]
+_PROFILE = "h100-64g/llama-3.1-8b/vllm-0.8.5"
+_RANKS = (8, 16, 32, 64)
+
+
+@dataclass(frozen=True)
+class Capacity:
+    """A simple estimator: a GPU holds so many requests per second, fewer the larger its slots.
+
+    More adapters, more load or larger ranks never help it, so what holds still holds with less.
+    """
+
+    rps: float
+    rps_per_slot_of_rank_16: float = 0.0
+    adapters_per_slot: float = 4.0
+
+    def __call__(self, parts: Sequence[Part], a_max: int) -> Estimate:
+        """Return throughput in requests per second, and whether load or adapters are too many."""
+        load_rps = sum(part.rate_rps for part in parts)
+        slots = min(a_max, distinct_adapters(parts))
+        holds_rps = self.rps - self.rps_per_slot_of_rank_16 * slots * max(p.rank for p in parts) / 16
+        crowded = distinct_adapters(parts) > self.adapters_per_slot * a_max
+        return Estimate(max(0.0, min(load_rps, holds_rps)), load_rps > holds_rps or crowded)
+
+
+def example_problem(
+    seed: int, adapters: int, gpus: int, engine: EngineConfig | None = None, largest_rps: float = 1.0
+) -> Problem:
+    """Return a problem with adapters of random ranks and rates, a few of them idle."""
+    random = np.random.default_rng(seed)
+    rates = np.round(largest_rps * random.random(adapters) * (random.random(adapters) > 0.1), 3)
+    workload = Workload(
+        base_model="meta-llama/Llama-3.1-8B-Instruct",
+        adapters=tuple(
+            Adapter(name=f"a{i}", rank=int(random.choice(_RANKS)), rate_rps=float(rate))
+            for i, rate in enumerate(rates)
+        ),
+        prompt_tokens=Lengths(mean=100.0),
+        output_tokens=Lengths(mean=50.0),
+        engine=engine or EngineConfig(),
+    )
+    problem = Problem(workload, load_profile(_PROFILE), gpus, complete_engine(workload.engine), ())
+    return replace(problem, parts=whole_parts(problem))
+
+
+def _solved(solver: Solver, seed: int) -> tuple[Problem, Estimator, Sequence[Assignment]]:
+    problem = example_problem(seed, adapters=5 + 13 * seed, gpus=24)
+    estimator = Capacity(rps=4.0, rps_per_slot_of_rank_16=0.01)
+    return problem, estimator, solver(problem, estimator)
+
+
+class SolverContract:
+    """Tests of a solver, called as ``solver(problem, estimator)``; it returns assignments."""
+
+    def test_every_part_is_placed_exactly_once(self, solver: Solver) -> None:
+        """Nothing is lost, nothing is placed twice."""
+        for seed in range(6):
+            problem, _, answer = _solved(solver, seed)
+            placed = [part for assignment in answer for part in assignment.parts]
+            assert sorted(placed, key=_identity) == sorted(problem.parts, key=_identity)
+
+    def test_no_more_gpus_than_there_are_and_none_empty(self, solver: Solver) -> None:
+        """The answer is within the GPUs given."""
+        for seed in range(6):
+            problem, _, answer = _solved(solver, seed)
+            assert 1 <= len(answer) <= problem.gpus
+            assert all(assignment.parts for assignment in answer)
+
+    def test_every_gpu_holds_what_it_gets(self, solver: Solver) -> None:
+        """The estimator agrees, and the memory model does."""
+        for seed in range(6):
+            problem, estimator, answer = _solved(solver, seed)
+            for assignment in answer:
+                assert 1 <= assignment.a_max <= distinct_adapters(assignment.parts)
+                assert problem.fits_in_memory(assignment.parts, assignment.a_max)
+                assert not estimator(assignment.parts, assignment.a_max).starved
+
+    def test_a_fixed_number_of_slots_is_kept(self, solver: Solver) -> None:
+        """What the workload fixes is not for the solver to choose."""
+        problem = example_problem(1, adapters=20, gpus=12, engine=EngineConfig(max_loras=3))
+        answer = solver(problem, Capacity(rps=4.0))
+        assert {assignment.a_max for assignment in answer} == {3}
+
+    def test_the_same_problem_has_the_same_answer_in_any_order_of_parts(self, solver: Solver) -> None:
+        """Plans are reproducible."""
+        problem, estimator, answer = _solved(solver, 3)
+        shuffled = replace(problem, parts=tuple(reversed(problem.parts)))
+        assert list(solver(problem, estimator)) == list(answer)
+        assert [set(a.parts) for a in solver(shuffled, estimator)] == [set(a.parts) for a in answer]
+
+    def test_shares_of_a_hot_adapter_are_all_placed(self, solver: Solver) -> None:
+        """Shares of one adapter sum to 1 over the GPUs."""
+        problem, estimator = example_problem(2, adapters=8, gpus=24, largest_rps=9.0), Capacity(rps=4.0)
+        split = replace(problem, parts=split_hot(problem, estimator))
+        assert len(split.parts) > len(problem.parts)
+        total = dict.fromkeys((part.name for part in split.parts), 0.0)
+        for assignment in solver(split, estimator):
+            for part in assignment.parts:
+                total[part.name] += part.share
+        assert all(abs(share - 1.0) < 1e-9 for share in total.values())
+
+    def test_too_few_gpus_are_an_error_with_a_reason(self, solver: Solver) -> None:
+        """What cannot be done is an InfeasibleError, never a bad answer."""
+        reason = None
+        try:
+            solver(example_problem(4, adapters=40, gpus=2), Capacity(rps=4.0))
+        except InfeasibleError as error:
+            reason = error.reason
+        assert reason is not None, "no two GPUs can hold that"
+
+
+def _identity(part: Part) -> tuple[str, int]:
+    return part.name, part.number

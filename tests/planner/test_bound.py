@@ -1,0 +1,89 @@
+from collections.abc import Callable
+from dataclasses import replace
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from capplan import Adapter, Lengths, Profile, Workload, load_profile, simulate
+from capplan.planner.bound import busy_gpus, lower_bound_gpus
+from capplan.planner.problem import Problem, complete_engine
+from tests.planner.conftest import MODEL, PROFILE
+
+
+def problem_of(workload: Workload, profile: Profile) -> Problem:
+    return Problem(workload, profile, 8, complete_engine(workload.engine), ())
+
+
+lengths = st.builds(
+    lambda prompt, output, spread: (
+        Lengths(mean=prompt, std=spread * prompt),
+        Lengths(mean=output, std=spread * output),
+    ),
+    st.floats(20, 1500),
+    st.floats(5, 400),
+    st.floats(0, 1.2),
+)
+
+
+@settings(max_examples=12)
+@given(kinds=st.lists(lengths, min_size=1, max_size=3), busy=st.floats(0.5, 1.6), seed=st.integers(0, 99))
+def test_what_one_simulated_gpu_serves_never_keeps_more_than_one_busy(
+    kinds: list[tuple[Lengths, Lengths]], busy: float, seed: int
+) -> None:
+    profile = load_profile(PROFILE)
+    workload = Workload(
+        base_model=MODEL,
+        adapters=tuple(
+            Adapter(name=f"a{i}", rank=8, rate_rps=1.0, prompt_tokens=prompt, output_tokens=output)
+            for i, (prompt, output) in enumerate(kinds)
+        ),
+        prompt_tokens=Lengths(mean=1),
+        output_tokens=Lengths(mean=1),
+        headroom=0.0,
+    )
+    scale = busy / busy_gpus(problem_of(workload, profile))
+    loaded = workload.replace(adapters=tuple(a.replace(rate_rps=scale) for a in workload.adapters))
+    result = simulate(loaded, profile, a_max=len(kinds), s_max=8, duration_s=600.0, seed=seed)
+    if not result.starved:
+        drawn = result.offered_tok_s / (scale * sum(p.mean_tokens + o.mean_tokens for p, o in kinds))
+        assert busy_gpus(problem_of(loaded, profile)) * drawn <= 1.01
+
+
+def test_is_proportional_to_rates_and_to_the_inverse_of_what_headroom_leaves(
+    workload: Callable[..., Workload], profile: Profile
+) -> None:
+    base = problem_of(workload(("a", 8, 2.0), ("b", 16, 5.0), headroom=0.0), profile)
+    double = problem_of(workload(("a", 8, 4.0), ("b", 16, 10.0), headroom=0.0), profile)
+    half = replace(base, workload=base.workload.replace(headroom=0.5))
+    assert busy_gpus(double) == pytest.approx(2 * busy_gpus(base), rel=1e-9)
+    assert busy_gpus(half) == pytest.approx(2 * busy_gpus(base), rel=1e-9)
+
+
+def test_more_of_one_adapter_never_lowers_it(workload: Callable[..., Workload], profile: Profile) -> None:
+    bounds = [
+        lower_bound_gpus(problem_of(workload(("a", 8, 3.0), ("b", 16, rate)), profile))
+        for rate in (0.0, 1.0, 5.0, 20.0, 80.0)
+    ]
+    assert bounds == sorted(bounds)
+    assert bounds[-1] > bounds[0]
+
+
+def test_is_one_where_nothing_is_asked_or_known(workload: Callable[..., Workload], profile: Profile) -> None:
+    assert lower_bound_gpus(problem_of(workload(("idle", 8, 0.0)), profile)) == 1
+    step = profile.step_latency
+    odd = {name: c.replace(value=-c.value) for name, c in step.coefficients.items()}
+    strange = profile.replace(step_latency=step.replace(coefficients=odd))
+    assert lower_bound_gpus(problem_of(workload(("a", 8, 90.0)), strange)) == 1
+
+
+def test_answers_cut_short_by_the_model_length_cost_less(
+    workload: Callable[..., Workload], profile: Profile
+) -> None:
+    one = (("a", 8, 20.0),)
+    long = workload(*one, output_tokens=Lengths(mean=2000), prompt_tokens=Lengths(mean=100))
+    short = long.replace(engine=long.engine.replace(max_model_len=2048))
+    shorter = long.replace(engine=long.engine.replace(max_model_len=2000))
+    values = [busy_gpus(problem_of(w, profile)) for w in (shorter, short, long)]
+    assert values == sorted(values)
+    assert values[0] < values[2]

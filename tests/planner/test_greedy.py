@@ -1,0 +1,156 @@
+from collections.abc import Sequence
+from dataclasses import replace
+from typing import Any
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from capplan.errors import InfeasibleError
+from capplan.planner.greedy import priority_order, solve_greedy
+from capplan.planner.problem import GRID, Assignment, Estimate, Estimator, Part, Problem
+from capplan.spec import EngineConfig
+from capplan.testing import Capacity, SolverContract, example_problem
+
+
+class TestGreedy(SolverContract):
+    @pytest.fixture
+    def solver(self) -> Any:
+        return solve_greedy
+
+
+def literal_order(parts: Sequence[Part]) -> list[Part]:
+    """Rank descending; inside a rank highest, lowest, second highest, second lowest rate, ..."""
+    ordered = []
+    for rank in sorted({p.rank for p in parts}, reverse=True):
+        left = sorted((p for p in parts if p.rank == rank), key=lambda p: (-p.rate_rps, p.name))
+        while left:
+            ordered.append(left.pop(0))
+            left.reverse()  # the other end comes next
+    return ordered
+
+
+def literal_greedy(problem: Problem, estimator: Estimator) -> list[tuple[list[Part], int]]:
+    """Algorithms 1 and 2 line by line; an untested rest that fails goes to the next GPU, as published."""
+    a_q, g_q = literal_order(problem.parts), list(range(problem.gpus))
+    alloc: dict[int, list[Part]] = {g: [] for g in g_q}
+    prov: dict[int, list[Part]] = {g: [] for g in g_q}
+    a_max = dict.fromkeys(g_q, 0)
+    while a_q:
+        a = a_q.pop(0)
+        if not g_q:
+            raise InfeasibleError("starvation", "gpus")
+        g = g_q.pop(0)
+        prov[g].append(a)
+        if len(alloc[g]) + len(prov[g]) in GRID or not a_q:
+            p, everything = a_max[g], alloc[g] + prov[g]
+            p_next = min((value for value in GRID if value > p), default=p)
+            candidates = [c for c in (p, p_next) if c > 0 and problem.fits_in_memory(everything, c)]
+            throughput = {c: estimator(everything, c).throughput_tok_s for c in candidates}
+            p_best = max((c for c in candidates if throughput[c] == max(throughput.values())), default=0)
+            if p_best and not estimator(everything, p_best).starved:
+                alloc[g], prov[g], a_max[g] = everything, [], p_best
+                if len(everything) < GRID[-1]:
+                    g_q.insert(0, g)
+            else:
+                a_q, prov[g] = prov[g] + a_q, []
+        else:
+            g_q.insert(0, g)
+    return [(alloc[g], min(a_max[g], len(alloc[g]))) for g in alloc if alloc[g]]
+
+
+def outcome(solve: Any, problem: Problem, estimator: Estimator) -> list[tuple[list[Part], int]] | None:
+    try:
+        answer = solve(problem, estimator)
+    except InfeasibleError:
+        return None
+    return [(list(a.parts), a.a_max) if isinstance(a, Assignment) else a for a in answer]
+
+
+@given(
+    seed=st.integers(0, 10_000),
+    adapters=st.integers(1, 150),
+    gpus=st.integers(1, 12),
+    rps=st.floats(0.5, 40.0),
+    slot_rps=st.floats(0.0, 0.1),
+    per_slot=st.sampled_from([1.0, 2.0, 8.0]),
+)
+def test_equals_a_literal_transcription_of_the_paper(
+    seed: int, adapters: int, gpus: int, rps: float, slot_rps: float, per_slot: float
+) -> None:
+    problem = example_problem(seed, adapters, gpus)
+    estimator = Capacity(rps, slot_rps, per_slot)
+    assert outcome(solve_greedy, problem, estimator) == outcome(literal_greedy, problem, estimator)
+
+
+@given(seed=st.integers(0, 10_000), adapters=st.integers(1, 60), salt=st.integers(0, 99))
+def test_equals_the_transcription_under_an_estimator_without_sense(
+    seed: int, adapters: int, salt: int
+) -> None:
+    """The algorithm must not lean on monotone answers: forests give none."""
+
+    def capricious(parts: Sequence[Part], a_max: int) -> Estimate:
+        dice = (salt + 31 * a_max + sum(int(p.name[1:]) * 7 + p.rank for p in parts)) % 11
+        return Estimate(float(dice), starved=dice < 3 and len(parts) > 1)
+
+    problem = example_problem(seed, adapters, gpus=40)
+    assert outcome(solve_greedy, problem, capricious) == outcome(literal_greedy, problem, capricious)
+
+
+def test_ranks_descend_and_rates_zigzag_within_a_rank() -> None:
+    parts = [Part("x", 8, 1.0), *(Part(f"a{i}", 16, float(i)) for i in range(5)), Part("z", 64, 0.1)]
+    assert [part.name for part in priority_order(parts)] == ["z", "a4", "a0", "a3", "a1", "a2", "x"]
+
+
+def test_a_gpu_is_full_at_the_largest_testing_point() -> None:
+    problem = example_problem(0, adapters=385, gpus=2, largest_rps=0.01)
+    answer = solve_greedy(problem, Capacity(rps=1e6, adapters_per_slot=1e6))
+    assert [len(a.parts) for a in answer] == [384, 1]
+
+
+def test_a_rest_between_testing_points_is_tested_as_it_is() -> None:
+    asked: list[int] = []
+
+    def estimator(parts: Sequence[Part], a_max: int) -> Estimate:
+        asked.append(len(parts))
+        return Estimate(1.0, starved=False)
+
+    (only,) = solve_greedy(example_problem(0, adapters=11, gpus=1), estimator)
+    assert sorted(set(asked)) == [1, 2, 4, 8, 11]
+    assert only.a_max <= 11
+
+
+def test_slots_never_exceed_adapters_even_where_a_larger_number_was_tested() -> None:
+    (only,) = solve_greedy(
+        example_problem(0, adapters=5, gpus=1), lambda parts, a_max: Estimate(float(a_max), False)
+    )
+    assert only.a_max == 5
+
+
+def test_slots_that_do_not_fit_in_memory_are_never_tested() -> None:
+    problem = example_problem(0, adapters=150, gpus=20, engine=EngineConfig(max_lora_rank=320))
+    asked: set[int] = set()
+
+    def estimator(parts: Sequence[Part], a_max: int) -> Estimate:
+        asked.add(a_max)
+        return Estimate(float(a_max), starved=False)
+
+    solve_greedy(problem, estimator)
+    refused = [value for value in GRID if not problem.fits_in_memory(problem.parts, value)]
+    assert refused
+    assert asked.isdisjoint(refused)
+
+
+def test_an_adapter_that_fails_alone_is_named() -> None:
+    problem = example_problem(0, adapters=4, gpus=4)
+    with pytest.raises(InfeasibleError, match="adapter a") as error:
+        solve_greedy(problem, lambda parts, a_max: Estimate(0.0, starved=True))
+    assert error.value.reason == "starvation"
+
+
+def test_an_adapter_whose_slot_does_not_fit_is_named_with_the_reason_memory() -> None:
+    problem = example_problem(0, adapters=4, gpus=4)
+    tight = replace(problem, engine=replace(problem.engine, max_model_len=10_000_000))
+    with pytest.raises(InfeasibleError, match="memory") as error:
+        solve_greedy(tight, Capacity(rps=4.0))
+    assert error.value.reason == "memory"

@@ -1,0 +1,300 @@
+import json
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+from typer.testing import CliRunner
+
+from capplan import Lengths, Profile, Workload, plan, simulate
+from capplan.cli.app import app
+from capplan.datasets import surrogate_path
+from capplan.errors import InfeasibleError, InputError
+from capplan.planner.problem import Assignment, Problem
+from capplan.spec import EngineConfig, Slo, Trace
+from tests.planner.conftest import MODEL, PROFILE
+
+Make = Callable[..., Workload]
+
+
+def all_on_one_gpu(problem: Problem, *_: object) -> tuple[Assignment, ...]:
+    return (Assignment(problem.parts, 1),)
+
+
+def crowd(workload: Make, **fields: Any) -> Workload:
+    """Adapters that need more than one slot: one slot serves one adapter at a time."""
+    return workload(*((f"a{i}", 8, 0.6) for i in range(24)), **fields)
+
+
+@pytest.mark.parametrize("solver", ["capplan", "greedy"])
+def test_the_same_seed_gives_the_same_plan_on_any_number_of_threads(
+    workload: Make, solver: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    wishes = crowd(workload)
+    texts = []
+    for threads in (1, 5):
+        monkeypatch.setattr("capplan.planner.parallel.cpu_count", lambda threads=threads: threads)
+        texts.append(plan(wishes, solver=solver, seed=3).to_json())
+    assert texts[0] == texts[1]
+
+
+def test_predictions_keep_the_bounds(workload: Make) -> None:
+    slo = Slo(ttft_p99_s=2.0, tpot_p99_ms=60.0, served_fraction=0.95)
+    made = plan(workload(*((f"a{i}", 16, 0.8) for i in range(16)), slo=slo))
+    assert made.verification.ok
+    assert made.verification.min_served_fraction >= 0.95
+    for group in made.groups:
+        assert group.predicted.ttft_s.p99 is not None
+        assert group.predicted.ttft_s.p99 <= 2.0
+        assert group.predicted.tpot_ms.p99 is not None
+        assert group.predicted.tpot_ms.p99 <= 60.0
+
+
+def test_a_hot_adapter_is_shared_and_its_shares_sum_to_one(workload: Make) -> None:
+    made = plan(workload(("hot", 8, 60.0), ("cold", 8, 0.1), gpus={"count": 8}), verify=False)
+    shares = [a.share for g in made.groups for a in g.adapters if a.name == "hot"]
+    assert len(shares) == len([g for g in made.groups if any(a.name == "hot" for a in g.adapters)])
+    assert len(shares) >= 2
+    assert sum(shares) == pytest.approx(1.0)
+
+
+def test_a_wrong_answer_of_a_solver_is_repaired(workload: Make, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("capplan.planner.api.solve_balanced", all_on_one_gpu)
+    made = plan(crowd(workload, gpus={"count": 2}))
+    assert made.verification.ok
+    assert made.provenance["repairs"]
+    assert sum(len(group.adapters) for group in made.groups) == 24
+
+
+def test_load_is_moved_where_no_number_of_slots_helps(
+    workload: Make, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("capplan.planner.api.solve_balanced", all_on_one_gpu)
+    made = plan(workload(*((f"a{i}", 8, 2.5) for i in range(14)), gpus={"count": 4}))
+    assert made.verification.ok
+    assert len(made.groups) > 1
+    assert any("moved" in str(change) for change in made.provenance["repairs"])  # type: ignore[union-attr]
+
+
+def test_without_repair_the_verdict_stands_in_the_plan(
+    workload: Make, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("capplan.planner.api.solve_balanced", all_on_one_gpu)
+    made = plan(crowd(workload), repair=False)
+    assert not made.verification.ok
+    assert made.provenance["repairs"] == []
+    assert made.verification.groups[0].note
+
+
+def test_without_verification_the_plan_says_so(workload: Make) -> None:
+    made = plan(workload(("a", 8, 0.1)), verify=False)
+    assert made.verification.seeds == ()
+    assert not made.verification.ok
+
+
+@pytest.mark.parametrize("solver", ["capplan", "greedy"])
+@pytest.mark.parametrize(
+    ("adapters", "fields", "reason"),
+    [
+        ([("a", 256, 0.01), ("b", 8, 0.5)], {"engine": EngineConfig(max_loras=256)}, "memory"),
+        ([("a", 8, 0.1)], {"engine": EngineConfig(max_model_len=10_000_000)}, "memory"),
+        ([("hot", 8, 90.0)], {"gpus": {"count": 1}}, "starvation"),
+        ([(f"a{i}", 8, 7.0) for i in range(6)], {"gpus": {"count": 1}}, "gpus"),
+        ([("a", 8, 0.5)], {"slo": Slo(ttft_p99_s=0.001)}, "slo"),
+    ],
+    ids=["slots", "model length", "hot adapter", "too few", "latency"],
+)
+def test_what_cannot_be_done_is_refused_with_its_reason(
+    workload: Make, adapters: Any, fields: Any, reason: str, solver: str
+) -> None:
+    with pytest.raises(InfeasibleError) as error:
+        plan(workload(*adapters, **fields), solver=solver)
+    assert error.value.reason == reason
+    assert len(str(error.value).splitlines()) == 1
+
+
+def test_the_command_exits_3_with_one_line(tmp_path: Path) -> None:
+    path = tmp_path / "workload.yaml"
+    path.write_text(
+        f"base_model: {MODEL}\nprofile: {PROFILE}\ngpus: {{count: 1}}\nslo: {{ttft_p99_s: 0.001}}\n"
+        "requests: {prompt_tokens: {mean: 100}, output_tokens: {mean: 10}}\n"
+        "adapters: [{name: a, rank: 8, rate_rps: 0.5}]\n"
+    )
+    result = CliRunner().invoke(app, ["plan", str(path)])
+    assert result.exit_code == 3
+    lines = [line for line in result.stderr.splitlines() if not line.startswith("compiling")]
+    assert len(lines) == 1
+    assert "adapter a" in lines[0]
+
+
+def with_adapter(**changes: Any) -> Callable[[Workload], Workload]:
+    return lambda w: w.replace(adapters=(w.adapters[0].replace(**changes), *w.adapters[1:]))
+
+
+@pytest.mark.parametrize(
+    ("change", "key"),
+    [
+        (with_adapter(apart_from=("b",)), "apart_from"),
+        (with_adapter(together_with=("b",)), "together_with"),
+        (lambda w: w.replace(objective="min_latency"), "objective"),
+        (lambda w: w.replace(previous_plan="old.json"), "previous_plan"),
+        (lambda w: w.replace(slo=Slo(tpt_over_base=1.5, attainment=0.9)), "tpt_over_base"),
+        (
+            lambda w: w.replace(
+                profile=None,
+                gpus=None,
+                objective="min_cost",
+                pools=({"name": "p", "profile": PROFILE, "count": 1, "usd_per_hour": 1.0},),
+            ),
+            "pools",
+        ),
+    ],
+)
+def test_a_wish_that_no_solver_honours_is_refused_in_one_line(workload: Make, change: Any, key: str) -> None:
+    with pytest.raises(InputError, match=key) as error:
+        plan(change(workload(("a", 8, 0.1), ("b", 8, 0.1))))
+    assert len(str(error.value).splitlines()) == 1
+
+
+@pytest.mark.parametrize(
+    ("arguments", "key"),
+    [
+        ({"solver": "magic"}, "solver"),
+        ({"estimator": "oracle"}, "estimator"),
+        ({"seed": -1}, "seed"),
+        ({"gpus": 0}, "gpus"),
+    ],
+)
+def test_a_wrong_argument_is_named(workload: Make, arguments: Any, key: str) -> None:
+    with pytest.raises(InputError, match=key):
+        plan(workload(("a", 8, 0.1)), **arguments)
+
+
+@pytest.mark.parametrize("slo", [Slo(), Slo(ttft_p99_s=1.0)])
+def test_idle_adapters_are_planned_onto_one_gpu(workload: Make, slo: Slo) -> None:
+    """No request, no latency: a bound on it holds."""
+    made = plan(workload(*((f"a{i}", 8, 0.0) for i in range(9)), slo=slo))
+    assert made.totals.gpus == 1
+    assert made.verification.ok
+    assert made.groups[0].binds is None
+
+
+@pytest.mark.parametrize("rank", [1, 512])
+def test_one_adapter_of_any_rank_is_planned(workload: Make, rank: int) -> None:
+    made = plan(workload(("only", rank, 0.2)))
+    (group,) = made.groups
+    assert made.verification.ok
+    assert (group.engine_args.max_loras, group.engine_args.max_lora_rank) == (1, rank)
+
+
+def recorded(workload: Make, rate_rps: float, seconds: float = 300.0) -> Workload:
+    random = np.random.default_rng(0)
+    n = int(rate_rps * seconds)
+    arrivals = np.sort(random.random(n)) * seconds
+    names = [f"a{i}" for i in random.integers(0, 6, n)]
+    trace = Trace.from_arrays(arrivals, names, np.full(n, 400), np.full(n, 100), seconds)
+    rates = {name: names.count(name) / seconds for name in names}
+    constant = {"prompt_tokens": Lengths(mean=400), "output_tokens": Lengths(mean=100)}
+    return workload(*((name, 8, rates[name]) for name in sorted(rates)), trace=trace, **constant)
+
+
+def test_a_trace_is_replayed_to_its_end_and_no_further(workload: Make) -> None:
+    made = plan(recorded(workload, rate_rps=3.0))
+    assert made.verification.ok
+    assert made.verification.duration_s == 300.0
+    assert len(made.verification.seeds) == 1
+    assert made.groups[0].predicted.throughput_tok_s == pytest.approx(1500.0, rel=0.05)
+
+
+def test_a_trace_too_dense_for_one_gpu_gets_more_and_keeps_its_headroom(workload: Make) -> None:
+    """Time after the last arrival would hide the overload."""
+    made = plan(recorded(workload, rate_rps=40.0))
+    assert made.verification.ok
+    assert made.totals.gpus >= 2
+    loads = [group.predicted.load_over_capacity for group in made.groups]
+    assert all(load is not None and load <= 0.9 + 0.02 for load in loads)
+
+
+def test_auto_asks_the_twin_where_no_forest_was_trained(workload: Make, unsurrogated: Profile) -> None:
+    made = plan(workload(("a", 8, 0.1)), profile=unsurrogated, verify=False)
+    assert made.provenance["estimator"] == "twin"
+    with pytest.raises(InputError, match="capplan train"):
+        plan(workload(("a", 8, 0.1)), profile=unsurrogated, estimator="forest")
+
+
+def test_forests_are_asked_where_they_are_shipped_and_the_twin_still_confirms(
+    workload: Make, profile: Profile
+) -> None:
+    if not surrogate_path(profile.name, "forest").exists():
+        pytest.skip("no forests are shipped for this profile")
+    made = plan(crowd(workload), estimator="forest")
+    assert made.provenance["estimator"] == "forest"
+    assert made.verification.ok
+
+
+def test_engine_settings_left_open_give_way_to_fixed_ones(workload: Make) -> None:
+    few_tokens = plan(workload(("a", 8, 0.1), engine=EngineConfig(max_num_batched_tokens=64)), verify=False)
+    assert few_tokens.groups[0].engine_args.max_num_seqs <= 64
+    many_seqs = plan(workload(("a", 8, 0.1), engine=EngineConfig(max_num_seqs=3000)), verify=False)
+    assert many_seqs.groups[0].engine_args.max_num_batched_tokens >= 3000
+
+
+@pytest.mark.parametrize("solver", ["capplan", "greedy"])
+def test_slots_stay_within_the_adapters_that_the_host_keeps(workload: Make, solver: str) -> None:
+    made = plan(
+        workload(*((f"a{i}", 8, 0.1) for i in range(12)), engine=EngineConfig(max_cpu_loras=6)),
+        solver=solver,
+        verify=False,
+    )
+    assert all(group.engine_args.max_loras <= 6 for group in made.groups)
+
+
+def test_tensor_parallel_instances_count_all_their_gpus(workload: Make, profile: Profile) -> None:
+    two = profile.replace(tp=2)
+    made = plan(workload(*((f"a{i}", 8, 6.0) for i in range(6))), profile=two, gpus=5, verify=False)
+    assert made.totals.gpus == 2 * len(made.groups) <= 4
+    with pytest.raises(InputError, match="gpus"):
+        plan(workload(("a", 8, 0.1)), profile=two, gpus=1)
+
+
+def test_the_order_of_adapters_does_not_change_who_shares_a_gpu_of_a_clear_case(workload: Make) -> None:
+    adapters = [("a", 8, 5.0), ("b", 8, 5.5), ("c", 64, 5.2), ("d", 64, 5.1)]
+    placed = [
+        {frozenset(a.name for a in group.adapters) for group in plan(workload(*order), verify=False).groups}
+        for order in (adapters, adapters[::-1])
+    ]
+    assert placed[0] == placed[1]
+
+
+def test_a_plan_is_read_back_from_its_file_as_it_was(workload: Make, tmp_path: Path) -> None:
+    made = plan(workload(("a", 8, 0.1)), verify=False)
+    path = tmp_path / "plan.json"
+    made.to_json(path)
+    assert json.loads(path.read_text())["provenance"]["estimator"] in ("forest", "twin")
+    assert type(made).from_json(path) == made
+
+
+def test_what_a_plan_predicts_is_what_the_twin_says_with_its_settings(
+    workload: Make, profile: Profile
+) -> None:
+    wishes = workload(("a", 8, 1.0), ("b", 16, 2.0))
+    made = plan(wishes)
+    args = made.groups[0].engine_args
+    runs = [
+        simulate(
+            wishes,
+            profile,
+            a_max=args.max_loras,
+            s_max=args.max_lora_rank,
+            duration_s=made.verification.duration_s,
+            seed=seed,
+            max_num_seqs=args.max_num_seqs,
+            max_num_batched_tokens=args.max_num_batched_tokens,
+            max_model_len=args.max_model_len,
+            gpu_memory_utilization=args.gpu_memory_utilization,
+        )
+        for seed in made.verification.seeds
+    ]
+    mean = sum(run.throughput_tok_s for run in runs) / len(runs)
+    assert made.groups[0].predicted.throughput_tok_s == pytest.approx(mean, rel=1e-12)
