@@ -38,7 +38,7 @@ def train(
     import json
 
     from capplan.datasets import load_profile, surrogate_path
-    from capplan.models.surrogate import surrogate_bytes
+    from capplan.models.surrogate_file import surrogate_bytes
     from capplan.models.train import train_surrogate
     from capplan.spec import write_bytes_atomic
     from capplan.twin.dataset import generate_dataset

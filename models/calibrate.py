@@ -73,7 +73,8 @@ class LinearFit:
 def fit_linear(problem: LinearProblem) -> LinearFit:
     """Minimise the relative squared error within the bounds."""
     weighted = problem.design / problem.y[:, None]
-    scale = np.maximum(np.abs(weighted).max(axis=0), 1e-300)
+    largest = np.abs(weighted).max(axis=0)
+    scale = np.where(largest > 0, largest, 1.0)  # a regressor that is always 0 gets the coefficient 0
     solution = lsq_linear(weighted / scale, np.ones(problem.y.size), bounds=(problem.lower_bounds(), np.inf))
     values = solution.x / scale
     free = solution.active_mask == 0

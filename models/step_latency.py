@@ -109,15 +109,17 @@ def step_ms(form: int, k: NDArray[np.float64], step: StepFeatures) -> float:
     """
     if form == 1:
         scheduler = k[0] * step.requests + step.waiting * (k[1] + k[2] * step.slots_per_adapter)
-        return scheduler + (k[3] * step.requests + k[4]) * (k[5] * step.adapters + k[6])
-    ktokens = step.tokens / 1000.0
-    return (
-        k[0]
-        + k[1] * ktokens
-        + k[2] * step.kv_tokens / 1000.0
-        + step.a_max * (k[3] + k[4] * ktokens + k[5] * step.s_max / 16.0)
-        + step.adapters * (k[6] + k[7] * ktokens + k[8] * step.requests / 1000.0)
-        + (k[9] * step.adapters if step.waiting > 0 else 0.0)
-        + k[10] * step.waiting / 1000.0 * (1.0 - step.slots_per_adapter)
-        + (k[11] if step.tokens > _GRAPH_TOKENS else 0.0)
-    )
+        milliseconds = scheduler + (k[3] * step.requests + k[4]) * (k[5] * step.adapters + k[6])
+    else:
+        ktokens = step.tokens / 1000.0
+        milliseconds = (
+            k[0]
+            + k[1] * ktokens
+            + k[2] * step.kv_tokens / 1000.0
+            + step.a_max * (k[3] + k[4] * ktokens + k[5] * step.s_max / 16.0)
+            + step.adapters * (k[6] + k[7] * ktokens + k[8] * step.requests / 1000.0)
+            + (k[9] * step.adapters if step.waiting > 0 else 0.0)
+            + k[10] * step.waiting / 1000.0 * (1.0 - step.slots_per_adapter)
+            + (k[11] if step.tokens > _GRAPH_TOKENS else 0.0)
+        )
+    return max(0.0, milliseconds)  # a coefficient that is free in sign must not turn the clock back

@@ -2,25 +2,14 @@
 
 from __future__ import annotations
 
-import hashlib
-import io
-import json
-import zipfile
 from dataclasses import dataclass
-from pathlib import Path
 
 import numpy as np
 from numpy.typing import NDArray
 
-from capplan.datasets import load_profile, surrogate_path
-from capplan.errors import InputError
 from capplan.models.features import FEATURES, expected_tok_s, feature_vector
 from capplan.models.forest import Forest, forest_answer
 from capplan.spec import Profile, Workload
-
-SURROGATE_VERSION = 1
-KINDS = ("forest",)
-_MAX_BYTES = 64 * 2**20
 
 
 @dataclass(frozen=True)
@@ -101,112 +90,3 @@ class Surrogate:
             starved=probability >= 0.5,
             in_range=bool(np.all((features >= self.low) & (features <= self.high))),
         )
-
-
-def profile_digest(profile: Profile) -> str:
-    """Return a digest of everything in a profile that throughput and starvation depend on."""
-    relevant = profile.model_dump(include={"gpu", "tp", "model", "engine"})
-    for part in ("step_latency", "memory", "loading"):
-        fitted = getattr(profile, part)
-        relevant[part] = [fitted.form, {name: c.value for name, c in fitted.coefficients.items()}]
-    return hashlib.sha256(json.dumps(relevant, sort_keys=True, default=str).encode()).hexdigest()
-
-
-def load_surrogate(profile: str | Profile, kind: str = "forest") -> Surrogate:
-    """Load the surrogate shipped for a profile.
-
-    Parameters
-    ----------
-    profile
-        Name of a shipped profile, path of a profile JSON, or a profile.
-    kind
-        ``forest``.
-
-    Raises
-    ------
-    InputError
-        When there is none, its file is damaged, or it was trained for other numbers than the profile holds
-        now.
-    """
-    if kind not in KINDS:
-        raise InputError(f"must be one of {', '.join(KINDS)}", kind, "kind")
-    loaded = load_profile(profile) if isinstance(profile, str) else profile
-    return read_surrogate(surrogate_path(loaded.name, kind), loaded)
-
-
-def read_surrogate(path: Path, profile: Profile) -> Surrogate:
-    """Read a surrogate file and check that it belongs to `profile`."""
-    where = str(path)
-    try:
-        data = path.read_bytes() if path.stat().st_size <= _MAX_BYTES else b""
-        with np.load(io.BytesIO(data), allow_pickle=False) as arrays:
-            columns = {name: arrays[name] for name in arrays.files}
-        header = json.loads(columns.pop("header").item())
-        forests = [Forest(*(columns[f"{name}_{field}"] for field in Forest._fields)) for name in _FORESTS]
-        low, high = columns["low"], columns["high"]
-    except FileNotFoundError:
-        raise InputError(
-            f"no surrogate; make one with: capplan train {profile.name}", location=where
-        ) from None
-    except (OSError, EOFError, ValueError, KeyError, TypeError, zipfile.BadZipFile):
-        raise InputError(
-            f"damaged; make a new one with: capplan train {profile.name}", location=where
-        ) from None
-    for key, expected in (
-        ("version", SURROGATE_VERSION),
-        ("profile_digest", profile_digest(profile)),
-        ("features", list(FEATURES)),
-    ):
-        if header.get(key) != expected:
-            raise InputError(
-                f"{key} does not match; make a new one with: capplan train {profile.name}", location=where
-            )
-    for forest in forests:
-        _check_forest(forest, where)
-    return Surrogate(
-        profile=profile,
-        throughput=forests[0],
-        starvation=forests[1],
-        low=low,
-        high=high,
-        interval=(float(header["interval"][0]), float(header["interval"][1])),
-        report=header["report"],
-    )
-
-
-_FORESTS = ("throughput", "starvation")
-
-
-def _check_forest(forest: Forest, where: str) -> None:
-    """Refuse arrays that lead the compiled walk astray: every step must go forward, to a node that exists."""
-    nodes = np.arange(forest.feature.size)
-    inner = forest.feature >= 0
-    sound = (
-        all(column.shape == nodes.shape for column in forest[1:])
-        and forest.roots.size > 0
-        and bool(np.all((forest.roots >= 0) & (forest.roots < nodes.size)))
-        and bool(np.all(forest.feature < len(FEATURES)))
-        and bool(np.all(forest.left[inner] > nodes[inner]) and np.all(forest.left[inner] < nodes.size))
-        and bool(np.all(forest.right[inner] > nodes[inner]) and np.all(forest.right[inner] < nodes.size))
-        and bool(np.all(np.isfinite(forest.value)))
-    )
-    if not sound:
-        raise InputError("damaged: the trees do not hold together", location=where)
-
-
-def surrogate_bytes(surrogate: Surrogate) -> bytes:
-    """Return the file of a surrogate: arrays and a JSON header, nothing that could run on load."""
-    header = {
-        "version": SURROGATE_VERSION,
-        "profile": surrogate.profile.name,
-        "profile_digest": profile_digest(surrogate.profile),
-        "features": list(FEATURES),
-        "interval": list(surrogate.interval),
-        "report": surrogate.report,
-    }
-    columns: dict[str, NDArray[np.generic]] = {"header": np.array(json.dumps(header, sort_keys=True))}
-    for name, forest in zip(_FORESTS, (surrogate.throughput, surrogate.starvation), strict=True):
-        columns |= {f"{name}_{field}": getattr(forest, field) for field in Forest._fields}
-    buffer = io.BytesIO()
-    np.savez_compressed(buffer, low=surrogate.low, high=surrogate.high, **columns)  # type: ignore[arg-type]
-    return buffer.getvalue()

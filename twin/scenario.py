@@ -18,6 +18,8 @@ from capplan.workload import Requests, draw_requests
 NS_PER_S = 1_000_000_000
 NS_PER_MS = 1_000_000
 
+_MOST = 2**31 - 1  # of anything that is counted: rows and tokens are 32-bit numbers
+
 
 class Costs(NamedTuple):
     """Everything that takes time, as compiled code reads it."""
@@ -70,21 +72,25 @@ def build_scenario(
     adapters = len(workload.adapters)
     host_slots = adapters if max_cpu_loras is None else max_cpu_loras
     largest_rank = max(a.rank for a in workload.adapters)
-    for name, value in (("a_max", a_max), ("max_num_seqs", max_num_seqs), ("max_model_len", max_model_len)):
-        if value < 1:
-            raise InputError("must be >= 1", value, name)
+    counts = {
+        "a_max": a_max,
+        "s_max": s_max,
+        "max_num_seqs": max_num_seqs,
+        "max_num_batched_tokens": max_num_batched_tokens,
+        "max_model_len": max_model_len,
+        "max_cpu_loras": max(1, host_slots),
+        "max_in_flight": 1 if max_in_flight is None else max_in_flight,
+    }
+    for name, value in counts.items():
+        _require_count(name, value)
     if s_max < largest_rank:
         raise InputError(f"must be at least the largest adapter rank, {largest_rank}", s_max, "s_max")
     if max_cpu_loras is not None and max_cpu_loras < min(a_max, adapters):
         raise InputError(f"must be at least a_max, {a_max}", max_cpu_loras, "max_cpu_loras")
-    if max_num_batched_tokens < 1:
-        raise InputError("must be >= 1", max_num_batched_tokens, "max_num_batched_tokens")
     if not 0.0 < duration_s < float("inf"):
         raise InputError("must be a finite number > 0", duration_s, "duration_s")
     if not 0.0 < gpu_memory_utilization <= 1.0:
         raise InputError("must be in (0, 1]", gpu_memory_utilization, "gpu_memory_utilization")
-    if max_in_flight is not None and max_in_flight < 1:
-        raise InputError("must be >= 1", max_in_flight, "max_in_flight")
     kv = require_kv_tokens(profile, a_max, s_max, gpu_memory_utilization, max_num_seqs, max_model_len)
     num_blocks = kv // profile.engine.block_size
     rules = serving_rules(profile.engine.rules)
@@ -108,6 +114,11 @@ def build_scenario(
         horizon_ns=round(duration_s * NS_PER_S),
         max_in_flight=max_in_flight if max_in_flight is not None else max(1, requests.arrival_ns.size),
     )
+
+
+def _require_count(name: str, value: int) -> None:
+    if not isinstance(value, int | np.integer) or isinstance(value, bool) or not 1 <= value <= _MOST:
+        raise InputError(f"must be a whole number from 1 to {_MOST}", value, name)
 
 
 def build_costs(workload: Workload, profile: Profile, a_max: int, s_max: int) -> Costs:

@@ -21,7 +21,6 @@ F = TypeVar("F", bound=Callable[..., object])
 
 _OPTIONS: Final[Mapping[str, Any]] = MappingProxyType(
     {
-        "cache": True,
         "nogil": True,  # the planner verifies GPUs in threads
         "error_model": "numpy",
         # Undocumented: without numba's runtime, compiled code counts no references. With it, every call from
@@ -32,7 +31,7 @@ _OPTIONS: Final[Mapping[str, Any]] = MappingProxyType(
 )
 
 _PACKAGE = Path(__file__).resolve().parent.parent
-_COMPILED_PACKAGES = ("serving", "models", "twin")
+_COMPILED_PACKAGES = ("serving", "models", "twin", "workload")
 
 
 @functools.cache
@@ -54,19 +53,32 @@ def cache_dir() -> Path:
     return root / f"compiled-{source_digest()}"
 
 
+@functools.cache
+def _cache_is_writable() -> bool:
+    """Tell whether the folder can be written; if not, numba would fall back to one that no digest guards."""
+    try:
+        cache_dir().mkdir(parents=True, exist_ok=True)
+    except OSError:
+        return False
+    return os.access(cache_dir(), os.W_OK)
+
+
 def is_compiled() -> bool:
     """Tell whether compiled code for these very sources is already on disk."""
     return any(cache_dir().rglob("*.nbc"))
 
 
 def jit(function: F) -> F:
-    """Compile `function` with numba, cached on disk under the digest of all compiled sources."""
+    """Compile `function` with numba, cached on disk under the digest of all compiled sources.
+
+    Where the cache folder cannot be written, every process compiles for itself.
+    """
     # numba fixes a function's cache folder when it is decorated.
     config: Any = numba.config  # its entries are made at run time, out of sight of type checkers
     before = config.CACHE_DIR
     config.CACHE_DIR = str(cache_dir())
     try:
-        compiled: F = numba.njit(**_OPTIONS)(function)
+        compiled: F = numba.njit(cache=_cache_is_writable(), **_OPTIONS)(function)
     finally:
         config.CACHE_DIR = before
     return compiled

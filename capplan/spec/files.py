@@ -36,7 +36,11 @@ def read_text(path: str | os.PathLike[str], max_bytes: int = MAX_BYTES) -> str:
 
 def write_text_atomic(path: str | os.PathLike[str], text: str) -> None:
     """Write ``text`` as UTF-8; as :func:`write_bytes_atomic`."""
-    write_bytes_atomic(path, text.encode("utf-8"))
+    try:
+        data = text.encode("utf-8")
+    except UnicodeEncodeError as error:
+        raise InputError(f"cannot be written: {error.reason}", location=os.fspath(path)) from None
+    write_bytes_atomic(path, data)
 
 
 def write_bytes_atomic(path: str | os.PathLike[str], data: bytes) -> None:

@@ -11,8 +11,9 @@ from typing import Any
 from capplan.errors import InputError
 from capplan.spec.base import Key, SpecModel, checked
 from capplan.spec.lengths import Lengths
-from capplan.spec.tables import read_adapters, read_lengths, read_trace
+from capplan.spec.tables import read_adapters, read_lengths
 from capplan.spec.trace import Trace
+from capplan.spec.trace_files import read_trace
 from capplan.spec.workload import AdapterFields, PlanningWishes, Workload, is_profile_path
 from capplan.spec.workload_file import AdapterEntry, LengthsFile, TraceEntry, WorkloadFile
 from capplan.spec.yaml_source import read_yaml

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from itertools import pairwise
 from typing import Annotated, Self
 
 from pydantic import Field, Strict, model_validator
@@ -48,7 +49,7 @@ def power_law(adapters: int, alpha: float) -> tuple[float, ...]:
     """
     _require(adapters, 0 < alpha <= 1, "alpha", alpha, "must be a number above 0 and at most 1")
     together = [(k / adapters) ** alpha for k in range(adapters + 1)]
-    return _shared([high - low for low, high in zip(together, together[1:], strict=False)])
+    return _shared([high - low for low, high in pairwise(together)])
 
 
 def exponential(adapters: int, b: float) -> tuple[float, ...]:

@@ -7,6 +7,7 @@ from typing import Annotated
 
 from pydantic import Field
 
+from capplan.errors import InputError
 from capplan.spec.base import SpecModel
 
 Positive = Annotated[float, Field(gt=0)]
@@ -109,7 +110,11 @@ class FittedModel(SpecModel):
 
     def value(self, name: str) -> float:
         """Return the coefficient `name`."""
-        return self.coefficients[name].value
+        try:
+            return self.coefficients[name].value
+        except KeyError:
+            rule = f"must hold {name!r}, which the form {self.form!r} needs"
+            raise InputError(rule, location="profile: coefficients") from None
 
 
 class Provenance(SpecModel):

@@ -12,14 +12,11 @@ from capplan.errors import InputError
 from capplan.spec.base import Key, checked, unknown_key
 from capplan.spec.files import read_text, reason
 from capplan.spec.lengths import Lengths
-from capplan.spec.trace import Trace
 from capplan.spec.workload import AdapterFields
 from capplan.spec.yaml_source import parse_scalar
 
 if TYPE_CHECKING:
     import pandas as pd
-
-_TRACE_COLUMNS = ("arrival_s", "adapter", "prompt_tokens", "output_tokens")
 
 
 def read_adapters(path: Path, columns: Sequence[str], optional: Sequence[str] = ()) -> list[AdapterFields]:
@@ -71,28 +68,6 @@ def _adapter_of(row: dict[str | Any, str | Any], path: Path, line: int) -> Adapt
     return checked(AdapterFields, data, locate)
 
 
-def read_trace(path: Path, duration_s: float | None) -> Trace:
-    """Read a trace with columns arrival_s, adapter, prompt_tokens, output_tokens; others are ignored.
-
-    Raises
-    ------
-    InputError
-        For an unreadable file, a missing column, or the first row that breaks a rule, with file and column.
-    """
-    table = _read_columns(path, _TRACE_COLUMNS)
-    names = table["adapter"].astype(object).tolist()
-    try:
-        return Trace.from_arrays(
-            table["arrival_s"].to_numpy(),
-            names,
-            table["prompt_tokens"].to_numpy(),
-            table["output_tokens"].to_numpy(),
-            duration_s,
-        )
-    except InputError as error:
-        raise InputError(error.rule, error.value, f"{path}: {error.location}") from None
-
-
 def read_lengths(path: Path, column: str) -> Lengths:
     """Read one column of lengths as a histogram of exact values.
 
@@ -101,15 +76,21 @@ def read_lengths(path: Path, column: str) -> Lengths:
     InputError
         For an unreadable file, a missing column, or a value that is not a length.
     """
-    tokens = _read_columns(path, (column,))[column].to_numpy()
+    tokens = read_columns(path, (column,))[column].to_numpy()
     try:
         return Lengths.of(tokens)
     except InputError as error:
         raise InputError(error.rule, error.value, f"{path}: {column}") from None
 
 
-def _read_columns(path: Path, columns: Sequence[str]) -> pd.DataFrame:
-    """Read columns of a .parquet file, or of a CSV file under any other name."""
+def read_columns(path: Path, columns: Sequence[str], optional: Sequence[str] = ()) -> pd.DataFrame:
+    """Read columns of a .parquet file, or of a CSV file under any other name; ``optional`` ones if there.
+
+    Raises
+    ------
+    InputError
+        For an unreadable file or a missing column.
+    """
     import pandas as pd
     import pyarrow as pa
 
@@ -117,7 +98,7 @@ def _read_columns(path: Path, columns: Sequence[str]) -> pd.DataFrame:
         if path.suffix == ".parquet":
             table = pd.read_parquet(path)
         else:
-            keep_text = {"adapter": str} if "adapter" in columns else None
+            keep_text = {"adapter": str} if "adapter" in (*columns, *optional) else None
             table = pd.read_csv(path, dtype=keep_text, keep_default_na=False, na_values=[""])
     except (
         OSError,
@@ -128,4 +109,4 @@ def _read_columns(path: Path, columns: Sequence[str]) -> pd.DataFrame:
     for name in columns:
         if name not in table.columns:
             raise InputError("column is missing", location=f"{path}: {name}")
-    return table[list(columns)]
+    return table[[*columns, *(name for name in optional if name in table.columns)]]

@@ -75,7 +75,10 @@ class Trace:
         if not (0 < end_s <= _MAX_DURATION_S and end_s >= arrivals[-1]):
             raise InputError("must be above 0 and not end before the last arrival", end_s, "duration_s")
         names, position = _names(adapter)
-        lengths = (_lengths("prompt_tokens", prompt_tokens), _lengths("output_tokens", output_tokens))
+        lengths = (
+            lengths_column("prompt_tokens", prompt_tokens),
+            lengths_column("output_tokens", output_tokens),
+        )
         if len({len(arrivals), len(position), len(lengths[0]), len(lengths[1])}) != 1:
             raise InputError("columns must be equally long")
         return cls._frozen(names, np.rint(arrivals * NS_PER_S).astype(np.int64), position, *lengths, end_s)
@@ -113,6 +116,17 @@ class Trace:
         columns = (self.arrival_ns, renumber[self.adapter], self.prompt_tokens, self.output_tokens)
         return self._frozen(names, *(column[keep] for column in columns), self.duration_s)
 
+    def at_rate(self, rate_rps: float) -> Trace:
+        """Return the same requests at another mean rate: all times are scaled in proportion."""
+        import numpy as np
+
+        scale = len(self) / (rate_rps * self.duration_s)
+        if not 0 < self.duration_s * scale <= _MAX_DURATION_S:
+            raise InputError("makes the recording too long", rate_rps, "rate_rps")
+        arrival_ns = np.rint(self.arrival_ns * scale).astype(np.int64)
+        columns = (arrival_ns, self.adapter, self.prompt_tokens, self.output_tokens)
+        return self._frozen(self.names, *columns, self.duration_s * scale)
+
     def lengths_by_adapter(self) -> dict[str, tuple[NDArray[np.int32], NDArray[np.int32]]]:
         """Return the prompt and the output lengths of each adapter's requests, in tokens."""
         import numpy as np
@@ -149,7 +163,14 @@ def _arrivals(column: ArrayLike) -> NDArray[np.float64]:
     return arrivals
 
 
-def _lengths(name: str, column: ArrayLike) -> NDArray[np.int32]:
+def lengths_column(name: str, column: ArrayLike) -> NDArray[np.int32]:
+    """Return a column of whole numbers of tokens, checked.
+
+    Raises
+    ------
+    InputError
+        Located at ``name``, with the row.
+    """
     import numpy as np
 
     tokens = _numbers(name, column)

@@ -1,7 +1,7 @@
 """Examples print what is recorded beside them.
 
-Text must match; numbers within 1 %: compiled code may round differently on another processor, and a request
-more or less shifts a percentile. Columns follow the widths of numbers, so runs of spaces and lines count as one.
+Text must match, numbers within 1 %: compiled code may round differently on another processor, and a request
+more or less shifts a percentile. Columns follow the widths of numbers, so runs of spaces count as one.
 """
 
 import difflib
