@@ -38,11 +38,17 @@ def _itl(prediction: Prediction) -> tuple[float, float, bool]:
 
 def _panel(axes: plt.Axes, model: str, what: str, points: list[tuple[float, float, bool]]) -> None:
     for starved, name in ((False, "held"), (True, "starved")):
-        chosen = [(measured, predicted) for measured, predicted, is_starved in points if is_starved is starved]
-        axes.scatter(*zip(*chosen, strict=True), s=9, alpha=0.6, color=COLOURS[name], label=name, linewidths=0)
+        chosen = [
+            (measured, predicted) for measured, predicted, is_starved in points if is_starved is starved
+        ]
+        axes.scatter(
+            *zip(*chosen, strict=True), s=9, alpha=0.6, color=COLOURS[name], label=name, linewidths=0
+        )
     low, high = min(p[0] for p in points), max(p[0] for p in points)
     axes.plot([low, high], [low, high], color="#333333", linewidth=0.8)
-    axes.set(xscale="log", yscale="log", xlabel=f"measured {what}", ylabel="predicted", title=f"{model}: {what}")
+    axes.set(
+        xscale="log", yscale="log", xlabel=f"measured {what}", ylabel="predicted", title=f"{model}: {what}"
+    )
     axes.legend(frameon=False)
 
 

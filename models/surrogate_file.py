@@ -1,4 +1,4 @@
-"""Surrogates as files: arrays and a JSON header, nothing that could run on load; a damaged file is refused."""
+"""Surrogates as files: arrays and a JSON header, nothing that could run on load; damaged ones are refused."""
 
 from __future__ import annotations
 
@@ -7,8 +7,10 @@ import io
 import json
 import zipfile
 import zlib
+from collections.abc import Mapping
 from pathlib import Path
-from typing import Any
+from types import MappingProxyType
+from typing import Any, Final
 
 import numpy as np
 from numpy.typing import NDArray
@@ -25,14 +27,16 @@ KINDS = ("forest",)
 
 _MAX_BYTES = 64 * 2**20
 _FORESTS = ("throughput", "starvation")
-_FOREST_DTYPES = Forest(
-    roots=np.dtype(np.int32),
-    feature=np.dtype(np.int16),
-    threshold=np.dtype(np.float32),
-    left=np.dtype(np.int32),
-    right=np.dtype(np.int32),
-    value=np.dtype(np.float32),
-)  # type: ignore[arg-type]
+_DTYPES: Final[Mapping[str, type[np.generic]]] = MappingProxyType(
+    {
+        "roots": np.int32,
+        "feature": np.int16,
+        "threshold": np.float32,
+        "left": np.int32,
+        "right": np.int32,
+        "value": np.float32,
+    }
+)
 
 
 def load_surrogate(profile: str | Profile, kind: str = "forest") -> Surrogate:
@@ -75,15 +79,14 @@ def read_surrogate(path: Path, profile: Profile) -> Surrogate:
     for key, expected in _identity(profile).items():
         if header.get(key) != expected:
             raise InputError(f"{key} does not match; {advice}", location=str(path))
-    forests = [Forest(*(columns.get(f"{name}_{field}") for field in Forest._fields)) for name in _FORESTS]
-    low, high, interval = columns.get("low"), columns.get("high"), header.get("interval")
-    sound = all(map(_is_forest, forests)) and _is_bound(low) and _is_bound(high) and _is_interval(interval)
-    if not sound or not isinstance(header.get("report"), dict):
+    forests = [_forest(columns, name) for name in _FORESTS]
+    sound = all(map(_holds_together, forests)) and all(_is_bound(columns.get(end)) for end in ("low", "high"))
+    if not sound or not _is_interval(header.get("interval")) or not isinstance(header.get("report"), dict):
         raise InputError(f"damaged; {advice}", location=str(path))
     return Surrogate(
         profile=profile,
-        throughput=forests[0],
-        starvation=forests[1],
+        throughput=Forest(**forests[0]),
+        starvation=Forest(**forests[1]),
         low=columns["low"],
         high=columns["high"],
         interval=(float(header["interval"][0]), float(header["interval"][1])),
@@ -135,22 +138,31 @@ def _unpack(path: Path) -> tuple[dict[str, Any], dict[str, NDArray[Any]]]:
     return header, columns
 
 
-def _is_forest(forest: Forest) -> bool:
+def _forest(columns: Mapping[str, NDArray[Any]], name: str) -> dict[str, NDArray[Any]]:
+    """Return the arrays of one forest by field; those that lack, or are of another type, are left out."""
+    found = {field: columns.get(f"{name}_{field}") for field in _DTYPES}
+    return {
+        field: column
+        for field, column in found.items()
+        if column is not None and column.ndim == 1 and column.dtype == _DTYPES[field]
+    }
+
+
+def _holds_together(forest: Mapping[str, NDArray[Any]]) -> bool:
     """Tell whether the compiled walk stays inside: every step must go forward, to a node that exists."""
-    typed = all(
-        isinstance(column, np.ndarray) and column.ndim == 1 and column.dtype == dtype
-        for column, dtype in zip(forest, _FOREST_DTYPES, strict=True)
-    )
-    if not typed or any(column.size != forest.feature.size for column in forest[1:]) or not forest.roots.size:
+    if set(forest) != set(_DTYPES) or forest["roots"].size == 0:
         return False
-    nodes = np.arange(forest.feature.size)
-    inner = forest.feature >= 0
-    children = (forest.left[inner], forest.right[inner])
+    roots, feature = forest["roots"], forest["feature"]
+    nodes = np.arange(feature.size)
+    if any(forest[field].size != nodes.size for field in _DTYPES if field != "roots"):
+        return False
+    inner = feature >= 0
+    children = (forest["left"][inner], forest["right"][inner])
     return (
-        bool(np.all((forest.roots >= 0) & (forest.roots < nodes.size)))
-        and bool(np.all(forest.feature < len(FEATURES)))
+        bool(np.all((roots >= 0) & (roots < nodes.size)))
+        and bool(np.all(feature < len(FEATURES)))
         and all(bool(np.all((child > nodes[inner]) & (child < nodes.size))) for child in children)
-        and bool(np.all(np.isfinite(forest.value)))
+        and bool(np.all(np.isfinite(forest["value"])))
     )
 
 

@@ -12,6 +12,7 @@ from capplan.spec.arrivals import (
     Unpredictable,
 )
 from capplan.spec.files import read_text, write_bytes_atomic, write_text_atomic
+from capplan.spec.length_pairs import LengthPairs
 from capplan.spec.lengths import Lengths
 from capplan.spec.load import load_workload
 from capplan.spec.plan import Plan
@@ -46,6 +47,7 @@ from capplan.spec.profile import (
 )
 from capplan.spec.settings import EngineConfig, Gpus, Objective, Pool, Slo
 from capplan.spec.trace import Trace
+from capplan.spec.trace_files import TraceFormat, read_length_pairs, read_trace
 from capplan.spec.types import LORA_RANKS, allowed_lora_rank
 from capplan.spec.workload import Adapter, Workload
 from capplan.spec.workload_file import WorkloadFile
@@ -70,6 +72,7 @@ __all__ = [
     "Group",
     "GroupVerification",
     "Kernel",
+    "LengthPairs",
     "Lengths",
     "ModelArch",
     "Move",
@@ -92,6 +95,7 @@ __all__ = [
     "Stickiness",
     "Totals",
     "Trace",
+    "TraceFormat",
     "Unpredictable",
     "Verification",
     "Workload",
@@ -99,7 +103,9 @@ __all__ = [
     "Wrs",
     "allowed_lora_rank",
     "load_workload",
+    "read_length_pairs",
     "read_text",
+    "read_trace",
     "write_bytes_atomic",
     "write_text_atomic",
 ]

@@ -40,14 +40,16 @@ class LengthPairs:
         InputError
             Located at the column: lengths not whole numbers of at least 1 token, or no request.
         """
+        import numpy as np
+
+        if np.size(prompt_tokens) == 0:
+            raise InputError("must hold at least one request", location="prompt_tokens")
         columns = (
             lengths_column("prompt_tokens", prompt_tokens),
             lengths_column("output_tokens", output_tokens),
         )
         if len(columns[0]) != len(columns[1]):
             raise InputError("columns must be equally long")
-        if len(columns[0]) == 0:
-            raise InputError("must hold at least one request", location="prompt_tokens")
         for column in columns:
             column.setflags(write=False)
         return cls(*columns)

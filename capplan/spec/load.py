@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import os
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -13,9 +14,9 @@ from capplan.spec.base import Key, SpecModel, checked
 from capplan.spec.lengths import Lengths
 from capplan.spec.tables import read_adapters, read_lengths
 from capplan.spec.trace import Trace
-from capplan.spec.trace_files import read_trace
+from capplan.spec.trace_files import read_length_pairs, read_trace
 from capplan.spec.workload import AdapterFields, PlanningWishes, Workload, is_profile_path
-from capplan.spec.workload_file import AdapterEntry, LengthsFile, TraceEntry, WorkloadFile
+from capplan.spec.workload_file import AdapterEntry, LengthsFile, RequestsEntry, TraceEntry, WorkloadFile
 from capplan.spec.yaml_source import read_yaml
 
 _LENGTHS = ("prompt_tokens", "output_tokens")
@@ -36,12 +37,10 @@ def load_workload(path: str | os.PathLike[str]) -> Workload:
     reader = _Reader(Path(path).parent)
     wishes = reader.wishes(file)
     if file.trace is not None:
-        adapters, requests = reader.traced(file.trace)
+        adapters, requests = reader.traced(file.trace, file.adapters)
     else:
-        adapters = (
-            reader.table(file.adapters) if isinstance(file.adapters, str) else reader.listed(file.adapters)
-        )
-        requests = {name: reader.lengths(getattr(file.requests, name)) for name in _LENGTHS}
+        adapters = reader.adapters(file.adapters)
+        requests = reader.requests(file.requests)
     document = {
         **wishes,
         **requests,
@@ -82,10 +81,14 @@ class _Reader:
         wishes["previous_plan"] = file.previous_plan and str(self.folder / file.previous_plan)
         return wishes
 
-    def listed(self, entries: Sequence[AdapterEntry] | None) -> list[_Placed]:
+    def adapters(self, source: Sequence[AdapterEntry] | str | None) -> list[_Placed]:
+        """Return the adapters of the list or of the CSV file."""
+        return self.table(source) if isinstance(source, str) else self.listed(source or ())
+
+    def listed(self, entries: Sequence[AdapterEntry]) -> list[_Placed]:
         """Return the adapters that the entries of the list stand for."""
         placed = []
-        for index, entry in enumerate(entries or ()):
+        for index, entry in enumerate(entries):
             key = ("adapters", index)
             fields = _fields(entry, AdapterFields)
             fields |= {name: self.lengths(getattr(entry, name)) for name in _LENGTHS}
@@ -100,20 +103,40 @@ class _Reader:
         adapters = read_adapters(path, ("name", "rank", "rate_rps"), ("path",))
         return [_Placed(_fields(adapter, AdapterFields), ("adapters",)) for adapter in adapters]
 
-    def traced(self, entry: TraceEntry) -> tuple[list[_Placed], dict[str, Any]]:
+    def traced(
+        self, entry: TraceEntry, source: Sequence[AdapterEntry] | str | None
+    ) -> tuple[list[_Placed], dict[str, Any]]:
         """Return the adapters of a trace, with the rates and lengths seen in it, and the common fields."""
-        trace = read_trace(self.folder / entry.file, entry.duration_s)
-        path = self.folder / entry.ranks
-        ranked = read_adapters(path, ("name", "rank"), ("path",))
-        unranked = set(trace.names) - {adapter.name for adapter in ranked}
-        if unranked:
-            raise InputError(
-                "must give a rank for every adapter of the trace", min(unranked), f"{path}: name"
-            )
+        file = self.folder / entry.file
+        options = (entry.duration_s, entry.format, entry.rate_rps)
+        if entry.ranks is not None:
+            trace = read_trace(file, *options)
+            ranked = self._ranked(entry.ranks)
+            rule = "must give a rank for every adapter of the trace"
+            where = f"{self.folder / entry.ranks}: name"
+        else:
+            ranked = self.adapters(source)
+            trace = read_trace(file, *options, deal=partial(_dealt, ranked, entry.seed))
+            rule, where = "must be the name of one of adapters", f"{file}: adapter"
+        unknown = set(trace.names) - {each.fields["name"] for each in ranked}
+        if unknown:
+            raise InputError(rule, min(unknown), where)
         seen = _seen(trace)
-        fields = [_fields(adapter, AdapterFields) | seen.get(adapter.name, {}) for adapter in ranked]
+        idle = {"rate_rps": 0.0}
+        placed = [replace(each, fields=each.fields | seen.get(each.fields["name"], idle)) for each in ranked]
         common = {name: Lengths.of(getattr(trace, name)) for name in _LENGTHS}
-        return [_Placed(each, ("trace", "ranks")) for each in fields], {**common, "trace": trace}
+        return placed, {**common, "trace": trace}
+
+    def _ranked(self, name: str) -> list[_Placed]:
+        adapters = read_adapters(self.folder / name, ("name", "rank"), ("path",))
+        return [_Placed(_fields(adapter, AdapterFields), ("trace", "ranks")) for adapter in adapters]
+
+    def requests(self, entry: RequestsEntry) -> dict[str, Any]:
+        """Return the common lengths, each on its own or in pairs."""
+        if entry.lengths_from is None:
+            return {name: self.lengths(getattr(entry, name)) for name in _LENGTHS}
+        pairs = read_length_pairs(self.folder / entry.lengths_from.file, entry.lengths_from.format)
+        return {**dict(zip(_LENGTHS, pairs.marginals(), strict=True)), "length_pairs": pairs}
 
     def lengths(self, source: Lengths | LengthsFile | None) -> Lengths | None:
         """Return lengths as they are, or as a file holds them."""
@@ -144,6 +167,18 @@ def _numbered(fields: dict[str, Any], number: int) -> dict[str, Any]:
         return value.replace("{i}", str(number)) if isinstance(value, str) else value
 
     return {name: fill(value) for name, value in fields.items()}
+
+
+def _dealt(adapters: Sequence[_Placed], seed: int, requests: int) -> list[str]:
+    """Return the name of an adapter for each request, drawn in proportion to the rates."""
+    import numpy as np
+
+    rates = np.array([each.fields["rate_rps"] for each in adapters])
+    if not rates.any():
+        raise InputError("must have a rate above 0, by which requests are dealt out", location="adapters")
+    rng = np.random.Generator(np.random.PCG64(seed))
+    chosen = rng.choice(len(adapters), size=requests, p=rates / rates.sum())
+    return [adapters[position].fields["name"] for position in chosen.tolist()]
 
 
 def _seen(trace: Trace) -> dict[str, dict[str, Any]]:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
 from collections.abc import Callable, Mapping, Sequence
 from enum import StrEnum
@@ -23,6 +24,7 @@ Deal: TypeAlias = Callable[[int], Sequence[str]]
 """Names the adapters of so many requests, for a file that does not."""
 
 _MAX_BYTES: Final = 2**30
+_MAX_HEADER: Final = 65_536
 _LENGTHS: Final = ("prompt_tokens", "output_tokens")
 
 
@@ -98,9 +100,9 @@ def read_trace(
             rule = "column is missing; give adapters beside trace to deal the requests out to"
             raise InputError(rule, location=f"{path}: {columns.labels.get('adapter', 'adapter')}")
         values["adapter"] = deal(len(values["arrival_s"]))
-    with_lengths = (values[name] for name in _LENGTHS)
+    prompts, outputs = (values[name] for name in _LENGTHS)
     try:
-        trace = Trace.from_arrays(values["arrival_s"], values["adapter"], *with_lengths, duration_s)
+        trace = Trace.from_arrays(values["arrival_s"], values["adapter"], prompts, outputs, duration_s)
         return trace if rate_rps is None else trace.at_rate(rate_rps)
     except InputError as error:
         raise _relabelled(error, path, columns.labels) from None
@@ -138,11 +140,8 @@ def _read(
     match kind:
         case TraceFormat.TABLE | TraceFormat.AZURE:
             table = read_columns(path, tuple(wanted.values()), tuple(extra.values()))
-            values = {
-                name: table[label].to_numpy()
-                for name, label in (wanted | extra).items()
-                if label in table.columns
-            }
+            seen = {name: label for name, label in (wanted | extra).items() if label in table.columns}
+            values: dict[str, Any] = {name: table[label].to_numpy() for name, label in seen.items()}
             if "adapter" in values:
                 values["adapter"] = values["adapter"].astype(object).tolist()
             if kind is TraceFormat.AZURE and "arrival_s" in values:
@@ -163,10 +162,17 @@ def _format_of(path: Path) -> TraceFormat:
         case ".json":
             return TraceFormat.VLLM
         case ".csv":
-            header = read_text(path, _MAX_BYTES).partition("\n")[0]
-            return TraceFormat.AZURE if "ContextTokens" in header else TraceFormat.TABLE
+            header = _first_line(path)
+            is_azure = b"TIMESTAMP" in header or b"ContextTokens" in header
+            return TraceFormat.AZURE if is_azure else TraceFormat.TABLE
         case _:
             return TraceFormat.TABLE
+
+
+def _first_line(path: Path) -> bytes:
+    with contextlib.suppress(OSError, ValueError), path.open("rb") as file:
+        return file.readline(_MAX_HEADER)
+    return b""  # whoever reads the whole file says why it cannot be read
 
 
 def _seconds_of_timestamps(column: Any, path: Path) -> NDArray[np.float64]:
@@ -208,23 +214,24 @@ def _json_lines(path: Path, wanted: Mapping[str, str]) -> dict[str, Any]:
 
 
 def _vllm_result(path: Path, wanted: Mapping[str, str], extra: Mapping[str, str]) -> dict[str, Any]:
-    """Return columns of ``vllm bench serve --save-result --save-detailed``, by start; failed ones left out."""
+    """Return columns of ``vllm bench serve --save-result --save-detailed``, by start, without failures."""
     record = _parsed(read_text(path, _MAX_BYTES), str(path))
     for label in wanted.values():
         if label not in record:
             rule = "is required: run vllm bench serve with --save-result --save-detailed"
             raise InputError(rule, location=f"{path}: {label}")
-    # The file keeps the flag --lora-modules under the same name, if at all: a list per request is another thing.
     labels = dict(wanted) | {
         name: label for name, label in extra.items() if isinstance(record.get(label), list)
     }
     columns = {name: record[label] for name, label in labels.items()}
-    requests = len(record[next(iter(wanted.values()))])
+    requests: int | None = None
     for name, column in columns.items():
-        if not isinstance(column, list) or len(column) != requests:
-            raise InputError("must be a list with one value per request", location=f"{path}: {labels[name]}")
-    errors = record.get("errors") or [""] * requests
-    kept = [row for row in range(requests) if not errors[row]]
+        if not isinstance(column, list) or len(column) != (requests or len(column)):
+            rule = f"must be a list as long as {next(iter(wanted.values()))}"
+            raise InputError(rule, location=f"{path}: {labels[name]}")
+        requests = len(column)
+    errors = record.get("errors") or []
+    kept = [row for row in range(requests or 0) if row >= len(errors) or not errors[row]]
     starts = columns.get("arrival_s")
     if starts is None:
         return {name: [column[row] for row in kept] for name, column in columns.items()}

@@ -15,6 +15,7 @@ from pydantic.json_schema import SkipJsonSchema
 from capplan.errors import InputError
 from capplan.spec.arrivals import ArrivalProcess, Arrivals, Stickiness
 from capplan.spec.base import Key, SpecModel, broken, check_unique
+from capplan.spec.length_pairs import LengthPairs
 from capplan.spec.lengths import Lengths
 from capplan.spec.settings import EngineConfig, Gpus, Objective, Pool, Slo
 from capplan.spec.trace import Trace
@@ -104,6 +105,9 @@ class Workload(PlanningWishes):
     stickiness: Stickiness | None = Field(None, description=STICKINESS)
     length_correlation: Correlation = Field(0.0, description=LENGTH_CORRELATION)
     shared_prefix_tokens: Natural = Field(0, description="Tokens all prompts of an adapter begin with.")
+    length_pairs: SkipJsonSchema[LengthPairs | None] = Field(
+        None, description="Lengths drawn in pairs, for adapters without any lengths of their own."
+    )
     trace: SkipJsonSchema[Trace | None] = Field(
         None, description="Recorded requests, replayed instead of drawing."
     )
@@ -124,6 +128,13 @@ class Workload(PlanningWishes):
                 raise broken(
                     f"must not exceed engine.max_lora_rank, which is {largest}", key=at, value=adapter.rank
                 )
+        return self
+
+    @model_validator(mode="after")
+    def _one_dependence_of_lengths(self) -> Self:
+        if self.length_pairs is not None and self.length_correlation != 0:
+            key = ("length_correlation",)
+            raise broken("does not go with length_pairs", key=key, value=self.length_correlation)
         return self
 
     @model_validator(mode="after")

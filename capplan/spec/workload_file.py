@@ -5,12 +5,13 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Annotated, Any, Literal, Self, TypeAlias
 
-from pydantic import Discriminator, Field, Tag, model_validator
+from pydantic import BeforeValidator, Discriminator, Field, Tag, model_validator
 
 from capplan.spec.arrivals import ArrivalProcess, Arrivals, Stickiness
 from capplan.spec.base import SpecModel, broken
 from capplan.spec.lengths import Lengths
 from capplan.spec.popularity import Popularity
+from capplan.spec.trace_files import TraceFormat
 from capplan.spec.types import Count, Natural, NonNegative, Positive, Text
 from capplan.spec.workload import LENGTH_CORRELATION, STICKINESS, AdapterFields, Correlation, PlanningWishes
 
@@ -86,6 +87,24 @@ class AdapterEntry(AdapterFields):
         return tuple(share * total_rps for share in self.popularity.shares(self.count or 1))
 
 
+class LengthPairsFile(SpecModel):
+    """Pairs of lengths taken from a file of requests."""
+
+    file: Text = Field(description="File in a format that trace reads, relative to the workload file.")
+    format: TraceFormat | None = Field(
+        None, description="Layout of the file; absent: judged by its ending and its header."
+    )
+
+
+def _file_of_name(value: Any) -> Any:
+    return {"file": value} if isinstance(value, str) else value
+
+
+PairsFile: TypeAlias = Annotated[
+    LengthPairsFile, BeforeValidator(_file_of_name, json_schema_input_type=Text | LengthPairsFile)
+]
+
+
 class RequestsEntry(SpecModel):
     """What all adapters' requests have in common."""
 
@@ -94,6 +113,9 @@ class RequestsEntry(SpecModel):
     )
     output_tokens: LengthsSource | None = Field(
         None, description="Output lengths, in tokens; required without a trace."
+    )
+    lengths_from: PairsFile | None = Field(
+        None, description="File of requests whose prompt and output lengths are drawn together, in pairs."
     )
     arrivals: ArrivalProcess = Field(Arrivals.POISSON, description="Arrival process of each adapter.")
     stickiness: Stickiness | None = Field(None, description=STICKINESS)
@@ -105,14 +127,24 @@ class TraceEntry(SpecModel):
     """Recorded requests to replay."""
 
     file: Text = Field(
-        description="Parquet or CSV file with columns arrival_s, adapter, prompt_tokens, output_tokens."
+        description="Parquet or CSV file with columns arrival_s, adapter, prompt_tokens, output_tokens, or "
+        "another format; without adapters, requests are dealt out to those of adapters by their rates."
     )
-    ranks: Text = Field(
-        description="CSV file with columns name, rank and, if wanted, path: the adapters of the trace."
+    format: TraceFormat | None = Field(
+        None, description="Layout of the file; absent: judged by its ending and its header."
+    )
+    ranks: Text | None = Field(
+        None,
+        description="CSV file with columns name, rank and, if wanted, path: the adapters of the trace, "
+        "unless adapters are given.",
     )
     duration_s: Positive | None = Field(
         None, description="Length of the recording in seconds; absent: until the last arrival."
     )
+    rate_rps: Positive | None = Field(
+        None, description="Mean rate to replay at: times are scaled in proportion; absent: as recorded."
+    )
+    seed: Natural = Field(0, description="Seed of dealing requests out to adapters.")
 
 
 def _form_of_adapters(value: Any) -> str:
@@ -137,18 +169,45 @@ class WorkloadFile(PlanningWishes):
         None,
         description="List of adapters, or name of a CSV file with columns name, rank, rate_rps[, path].",
     )
-    trace: TraceEntry | None = Field(None, description="Recorded requests, instead of adapters.")
+    trace: TraceEntry | None = Field(
+        None, description="Recorded requests, replayed as they were instead of drawing."
+    )
 
     @model_validator(mode="after")
     def _one_source_of_each(self) -> Self:
         if not self.pools and self.profile is None:
             raise broken("is required, unless pools are given", key=("profile",))
-        if (self.adapters is None) == (self.trace is None):
+        if self.trace is None and self.adapters is None:
             raise broken("must give adapters or trace, one of the two")
+        if self.trace is not None:
+            self._check_trace(self.trace)
+        else:
+            self._check_lengths()
+        return self
+
+    def _check_trace(self, trace: TraceEntry) -> None:
+        if self.adapters is not None and trace.ranks is not None:
+            raise broken("must give adapters or trace, one of the two, where trace has ranks")
+        if self.adapters is None and trace.ranks is None:
+            raise broken("is required, unless adapters are given", key=("trace", "ranks"))
+        neutral = RequestsEntry(shared_prefix_tokens=self.requests.shared_prefix_tokens)
+        for name in RequestsEntry.model_fields:
+            if getattr(self.requests, name) != getattr(neutral, name):
+                raise broken("does not go with trace, which holds the requests", key=("requests", name))
+        for index, entry in enumerate(self.adapters if isinstance(self.adapters, tuple) else ()):
+            for name in ("prompt_tokens", "output_tokens"):
+                if getattr(entry, name) is not None:
+                    at = ("adapters", index, name)
+                    raise broken("does not go with trace, which holds the lengths", key=at)
+
+    def _check_lengths(self) -> None:
+        joint = self.requests.lengths_from is not None
+        if joint and self.requests.length_correlation != 0:
+            at = ("requests", "length_correlation")
+            raise broken("does not go with lengths_from", key=at, value=self.requests.length_correlation)
         for name in ("prompt_tokens", "output_tokens"):
             given = getattr(self.requests, name) is not None
-            if given and self.trace is not None:
-                raise broken("does not go with trace, which holds the lengths", key=("requests", name))
-            if not given and self.trace is None:
+            if given and joint:
+                raise broken("does not go with lengths_from", key=("requests", name))
+            if not given and not joint:
                 raise broken("is required", key=("requests", name))
-        return self

@@ -83,17 +83,20 @@ def draw_requests(workload: Workload, duration_s: float, seed: int, max_model_le
     n = len(arrival_ns)
     if workload.stickiness is not None:
         adapter = _sticky(repetitions, workload.stickiness, adapter)
-    prompt = [workload.prompt_tokens, *(a.prompt_tokens or workload.prompt_tokens for a in workload.adapters)]
-    output = [workload.output_tokens, *(a.output_tokens or workload.output_tokens for a in workload.adapters)]
     for_prompt, for_output = prompts.random(n), outputs.random(n)
     if workload.length_correlation != 0.0:
         for_output = _correlated(for_prompt, for_output, workload.length_correlation)
-    return Requests(
-        arrival_ns,
-        adapter,
-        _lengths(for_prompt, adapter, prompt, max_model_len),
-        _lengths(for_output, adapter, output, max_model_len),
-    )
+    prompt = [workload.prompt_tokens, *(a.prompt_tokens or workload.prompt_tokens for a in workload.adapters)]
+    output = [workload.output_tokens, *(a.output_tokens or workload.output_tokens for a in workload.adapters)]
+    prompt_tokens = _lengths(for_prompt, adapter, prompt, max_model_len)
+    output_tokens = _lengths(for_output, adapter, output, max_model_len)
+    if workload.length_pairs is not None:
+        own = [a.prompt_tokens is not None or a.output_tokens is not None for a in workload.adapters]
+        rows = np.flatnonzero(~np.array([False, *own])[adapter])
+        chosen = (for_prompt[rows] * len(workload.length_pairs)).astype(np.int64)
+        prompt_tokens[rows] = np.minimum(workload.length_pairs.prompt_tokens[chosen], max_model_len)
+        output_tokens[rows] = np.minimum(workload.length_pairs.output_tokens[chosen], max_model_len)
+    return Requests(arrival_ns, adapter, prompt_tokens, output_tokens)
 
 
 def _sticky(

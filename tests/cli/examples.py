@@ -71,6 +71,8 @@ def profile_document() -> dict[str, Any]:
             ms_per_slot_rank16=0.01,
             ms_per_adapter=0.05,
             ms_per_adapter_ktoken=0.0,
+            ms_per_adapter_krequest=0.0,
+            ms_per_adapter_queued=0.0,
             ms_per_waiting_krequest=0.1,
             ms_beyond_graphs=1.0,
         ),
@@ -84,13 +86,14 @@ def profile_document() -> dict[str, Any]:
         ),
         "loading": part(
             "copies-and-bytes",
+            serving_factor=1.0,
             gpu_base_ms=8.0,
             gpu_ms_per_rank=0.1,
             gpu_padding_ms=1.0,
             disk_base_ms=50.0,
             disk_ms_per_rank=2.0,
         ),
-        "host": part("per-request", request_ms=5.0),
+        "host": part("per-request", request_ms=5.0, client_itl_factor=1.0),
         "provenance": {"kind": "roofline", "source": "an estimate for tests", "command": "none"},
     }
 

@@ -153,7 +153,7 @@ def test_an_existing_plan_survives_a_failed_one(run: Run, inputs: Path) -> None:
         (("--a-max", "four"), "--a-max: must be whole numbers"),
         (("--a-max", "4,"), "--a-max: must be whole numbers"),
         (("--a-max", ""), "--a-max: must be whole numbers"),
-        (("--a-max", "0"), "must be >= 1 (got 0)"),
+        (("--a-max", "0"), "must be a whole number from 1 to 2147483647 (got 0)"),
         (("--a-max", "4", "--s-max", "8"), "s_max: must be at least the largest adapter rank"),
         (("--a-max", "4", "--duration", "0"), "duration_s"),
         (("--a-max", "4", "--duration", "nan"), "duration_s"),
