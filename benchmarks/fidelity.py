@@ -1,7 +1,9 @@
 """How well the twin predicts the published hour-long vLLM runs.
 
-``python -m benchmarks.fidelity REFERENCE_DIR [--seeds N] [--held-out] [--markdown FILE]``; runs.csv is in
-REFERENCE_DIR.
+``python -m benchmarks.fidelity REFERENCE_DIR [--seeds N] [--held-out]
+[--length-correlation R] [--markdown FILE]``
+
+REFERENCE_DIR holds runs.csv and, for ``--held-out``, the profiling tables.
 
 The twin is told what a planner would know: adapters, ranks, rates, mean and spread of lengths, engine
 settings. The shipped profiles were fitted to windows of these same runs. With ``--held-out`` a profile is
@@ -62,9 +64,20 @@ class Prediction:
         return smape([self.throughput_tok_s], [self.run.throughput_tok_s])
 
 
-def predict(profile: Profile, seeds: int, run: PublishedRun) -> Prediction:
+@dataclass(frozen=True)
+class Options:
+    """What is compared with what."""
+
+    reference: Path
+    seeds: int = 1
+    held_out: bool = False
+    length_correlation: float = 0.0
+
+
+def predict(profile: Profile, options: Options, run: PublishedRun) -> Prediction:
     """Return what the twin says of a run."""
-    results = [run.simulate(profile, seed) for seed in range(seeds)]
+    correlation = options.length_correlation
+    results = [run.simulate(profile, seed, length_correlation=correlation) for seed in range(options.seeds)]
     return Prediction(
         run=run,
         throughput_tok_s=float(np.mean([r.throughput_tok_s for r in results])),
@@ -73,13 +86,14 @@ def predict(profile: Profile, seeds: int, run: PublishedRun) -> Prediction:
     )
 
 
-def predict_all(model: PublishedModel, reference: Path, seeds: int, held_out: bool) -> list[Prediction]:
+def predict_all(model: PublishedModel, options: Options) -> list[Prediction]:
     """Return the predictions for every run of a model, or for those of the groups that were not fitted."""
+    reference, held_out = options.reference, options.held_out
     groups = tuple(group for group in GROUPS if group != FITTED_GROUP) if held_out else GROUPS
     profile = build_profile(reference, model, (FITTED_GROUP,)) if held_out else load_profile(model.profile)
     runs = published_runs(reference, model.key, groups)
     with ProcessPoolExecutor(WORKERS) as pool:
-        answers = pool.map(partial(predict, profile, seeds), runs)
+        answers = pool.map(partial(predict, profile, options), runs)
         return list(track(answers, model.key, total=len(runs), console=Console(stderr=True)))
 
 
@@ -150,16 +164,22 @@ def markdown(header: Sequence[str], rows: Iterable[Sequence[str]]) -> str:
     return "\n".join(f"| {' | '.join(line)} |" for line in lines)
 
 
-def report(reference: Path, seeds: int, held_out: bool) -> str:
+def report(options: Options) -> str:
     """Return the whole report."""
     how = (
         f"Profiles fitted to the runs of `{FITTED_GROUP}` only and judged on the others."
-        if held_out
+        if options.held_out
         else "Shipped profiles, whose step model was fitted to windows of these same runs: not held out."
     )
-    parts = [f"{how} SMAPE is `{SMAPE_FORMULA}`; seeds per run: {seeds}."]
+    lengths = "independent"
+    if options.length_correlation:
+        lengths = f"correlated by {options.length_correlation:g} (normal scores)"
+    parts = [
+        f"{how} SMAPE is `{SMAPE_FORMULA}`; seeds per run: {options.seeds}; "
+        f"prompt and output lengths {lengths}."
+    ]
     for model in PUBLISHED:
-        predictions = predict_all(model, reference, seeds, held_out)
+        predictions = predict_all(model, options)
         parts += [
             f"## {model.arch.name}",
             markdown(HEADER, table(predictions)),
@@ -174,9 +194,12 @@ def main() -> None:
     parser.add_argument("reference", type=Path, metavar="REFERENCE_DIR")
     parser.add_argument("--seeds", type=int, default=1, metavar="N")
     parser.add_argument("--held-out", action="store_true")
+    parser.add_argument("--length-correlation", type=float, default=0.0, metavar="R")
     parser.add_argument("--markdown", type=Path, metavar="FILE")
     arguments = parser.parse_args()
-    text = report(arguments.reference, arguments.seeds, arguments.held_out)
+    text = report(
+        Options(arguments.reference, arguments.seeds, arguments.held_out, arguments.length_correlation)
+    )
     print(text)
     if arguments.markdown:
         arguments.markdown.write_text(f"# Fidelity\n\n{text}", encoding="utf-8")

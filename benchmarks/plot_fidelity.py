@@ -9,18 +9,19 @@ import sys
 from pathlib import Path
 
 import matplotlib.pyplot as plt
+from matplotlib.ticker import LogLocator, NullFormatter, ScalarFormatter
 
-from benchmarks.fidelity import Prediction, predict_all
+from benchmarks.fidelity import Options, Prediction, predict_all
 from capplan.twin.published_models import PUBLISHED
 
-COLOURS = {"held": "#1b6ca8", "starved": "#d1495b"}
+COLOURS = {"kept up": "#1b6ca8", "starved": "#d1495b"}
 
 
 def main(reference: Path, picture: Path) -> None:
     """Simulate every run once and write the picture."""
     figure, axes = plt.subplots(2, 2, figsize=(9, 8), constrained_layout=True)
     for row, model in zip(axes, PUBLISHED, strict=True):
-        predictions = predict_all(model, reference, seeds=1, held_out=False)
+        predictions = predict_all(model, Options(reference))
         _panel(row[0], model.arch.name, "throughput, tok/s", [_throughput(p) for p in predictions])
         reliable = [p for p in predictions if p.run.itl_is_reliable]
         _panel(row[1], model.arch.name, "mean inter-token latency, ms", [_itl(p) for p in reliable])
@@ -37,7 +38,7 @@ def _itl(prediction: Prediction) -> tuple[float, float, bool]:
 
 
 def _panel(axes: plt.Axes, model: str, what: str, points: list[tuple[float, float, bool]]) -> None:
-    for starved, name in ((False, "held"), (True, "starved")):
+    for starved, name in ((False, "kept up"), (True, "starved")):
         chosen = [
             (measured, predicted) for measured, predicted, is_starved in points if is_starved is starved
         ]
@@ -49,6 +50,10 @@ def _panel(axes: plt.Axes, model: str, what: str, points: list[tuple[float, floa
     axes.set(
         xscale="log", yscale="log", xlabel=f"measured {what}", ylabel="predicted", title=f"{model}: {what}"
     )
+    for axis in (axes.xaxis, axes.yaxis):
+        axis.set_major_locator(LogLocator(subs=(1.0, 2.0, 5.0)))
+        axis.set_major_formatter(ScalarFormatter())
+        axis.set_minor_formatter(NullFormatter())
     axes.legend(frameon=False)
 
 

@@ -14,6 +14,7 @@ from capplan.cli.reporting import ReportingGroup
 from capplan.cli.schema import schema
 from capplan.cli.simulate import simulate
 from capplan.cli.train import train
+from capplan.cli.workload import workload
 
 
 def _show_version(wanted: bool) -> None:
@@ -48,6 +49,7 @@ app = typer.Typer(
 )
 for command in (plan, simulate, explain, export, profiles, train, schema):
     app.command()(command)
+app.add_typer(workload, name="workload")
 
 
 def main() -> None:

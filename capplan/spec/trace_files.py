@@ -226,7 +226,7 @@ def _vllm_result(path: Path, wanted: Mapping[str, str], extra: Mapping[str, str]
     columns = {name: record[label] for name, label in labels.items()}
     requests: int | None = None
     for name, column in columns.items():
-        if not isinstance(column, list) or len(column) != (requests or len(column)):
+        if not isinstance(column, list) or requests not in (None, len(column)):
             rule = f"must be a list as long as {next(iter(wanted.values()))}"
             raise InputError(rule, location=f"{path}: {labels[name]}")
         requests = len(column)

@@ -167,7 +167,7 @@ def rewrite(file: Path, **changes: Any) -> None:
 
 
 def test_a_later_version_is_refused(file: Path) -> None:
-    rewrite(file, header={"version": 2})
+    rewrite(file, header={"version": 3})
     assert "version does not match" in refused(file)
 
 

@@ -272,7 +272,7 @@ def test_repetitions_come_from_the_last_adapters_only():
 def test_too_many_requests_are_refused_before_they_are_drawn():
     process = {"process": "unpredictable", "lognormal_gaps": "published_client", "every_s": 1e6}
     with pytest.raises(InputError, match="must not exceed 1e\\+08 requests"):
-        draw_requests(workload([1.0] * 2000, process), 1e6, 0, LIMIT)
+        draw_requests(workload([0.001] * 2000, process), 1e6, 0, LIMIT)
     steps = {"kind": "steps", "steps": [[0, 0], [100, 1]]}
     with pytest.raises(InputError, match="steps: must have a factor above 0 within the duration"):
         draw_requests(workload([1.0], moved(steps)), 50.0, 0, LIMIT)

@@ -1,0 +1,83 @@
+import json
+from pathlib import Path
+
+import pytest
+import typer
+
+from capplan.cli.workload import workload
+from capplan.spec import load_workload
+from capplan.workload.presets import presets
+from tests.cli.conftest import ROOT, Run, error_line
+from tests.cli.examples import MODEL, profile_document
+
+
+def test_the_list_names_every_preset_with_its_source(run: Run) -> None:
+    text = run("workload", "preset", "--list").stdout
+    for each in presets().values():
+        assert f"{each.name} " in text
+        assert each.source in text
+    listed = json.loads(run("workload", "preset", "--list", "--json").stdout)
+    assert [each["name"] for each in listed] == list(presets())
+    assert {each["needs"] is None for each in listed} == {True, False}
+
+
+def test_a_preset_is_written_or_printed(run: Run, tmp_path: Path) -> None:
+    path = tmp_path / "workload.yaml"
+    result = run("workload", "preset", "dt-figure1", "-o", path)
+    assert result.exit_code == 0
+    assert result.stdout == f"dt-figure1 written to {path}\n"
+    assert len(load_workload(path).adapters) == 128
+    assert run("workload", "preset", "dt-figure1").stdout == path.read_text()
+    document = json.loads(run("workload", "preset", "dt-figure1", "--json").stdout)
+    assert document["workload"] == path.read_text()
+    assert document["assumed"]
+
+
+def test_a_profile_and_gpus_are_filled_in(run: Run, tmp_path: Path) -> None:
+    (tmp_path / "p.json").write_text(json.dumps(profile_document()))
+    path = tmp_path / "workload.yaml"
+    more = ("--profile", tmp_path / "p.json", "--gpus", 3, "-o", path)
+    assert run("workload", "preset", "dlora-4", *more).exit_code == 0
+    w = load_workload(path)
+    assert (w.profile, w.gpus.count, w.base_model) == (str(tmp_path / "p.json"), 3, MODEL)
+    assert "# the source has huggyllama/llama-7b" in path.read_text()
+
+
+def test_a_preset_that_needs_a_trace_asks_for_it_and_leaves_nothing(run: Run, tmp_path: Path) -> None:
+    path = tmp_path / "workload.yaml"
+    told = error_line(run("workload", "preset", "real-azure-code", "-o", path))
+    assert "--traces: is required: preset real-azure-code needs azure_llm_2023_code.parquet" in told
+    assert not path.exists()
+
+
+def test_a_preset_with_its_trace_is_a_whole_workload(run: Run, tmp_path: Path) -> None:
+    traces = ROOT.parent / "shared" / "traces"
+    if not (traces / "azure_llm_2023_code.parquet").is_file():
+        pytest.skip("no ../shared/traces beside the checkout: public traces are not at hand")
+    path = tmp_path / "workload.yaml"
+    assert run("workload", "preset", "real-azure-code", "--traces", traces, "-o", path).exit_code == 0
+    assert len(load_workload(path).trace) == 8819
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        ((), "NAME: is required, or --list"),
+        (("dt-figure1", "--list"), "--list: does not go with the name of a preset (got 'dt-figure1')"),
+        (("dt-figure",), "did you mean 'dt-figure1'?"),
+        (("dt-figure1", "-o", "/nowhere/w.yaml"), "/nowhere/w.yaml: cannot be written"),
+        (("dt-figure1", "--profile", "none"), "must be the path of a profile JSON or the name of a shipped"),
+    ],
+)
+def test_a_mistake_is_one_line(run: Run, arguments: tuple[str, ...], message: str) -> None:
+    assert message in error_line(run("workload", "preset", *arguments))
+
+
+def test_the_documentation_names_every_flag() -> None:
+    text = (ROOT / "docs" / "cli.md").read_text(encoding="utf-8")
+    start = text.index("## `capplan workload`")
+    end = text.find("\n## ", start)
+    section = text[start : end if end > 0 else None]
+    command = typer.main.get_command(workload).commands["preset"]  # type: ignore[attr-defined]
+    flags = [flag for each in command.params for flag in each.opts if flag.startswith("--")]
+    assert [flag for flag in flags if f"`{flag}" not in section] == []
