@@ -9,6 +9,7 @@ from capplan.errors import InfeasibleError, InputError
 from capplan.models import Surrogate, load_surrogate
 from capplan.planner.problem import Estimate, Estimator, Part, Problem
 from capplan.planner.slo import broken_bounds
+from capplan.spec import Arrivals
 from capplan.twin import SimulationResult, simulate
 from capplan.twin.result import STARVED_BELOW
 from capplan.twin.simulate import DEFAULT_MAX_MODEL_LEN
@@ -100,7 +101,10 @@ def _only_the_twin_knows(problem: Problem) -> bool:
         workload.slo.latency_bounds()
         or workload.slo.served_fraction != STARVED_BELOW
         or workload.trace is not None
+        or workload.arrivals != Arrivals.POISSON
+        or workload.stickiness is not None
         or workload.length_correlation
+        or workload.length_pairs is not None
         or (host is not None and host < len(workload.adapters))
         or problem.engine.max_model_len < DEFAULT_MAX_MODEL_LEN
     )

@@ -101,3 +101,14 @@ def test_the_readme_names_every_example() -> None:
     text = (EXAMPLES / "README.md").read_text(encoding="utf-8")
     for path in (*EXAMPLES.glob("*.py"), *EXAMPLES.glob("*/workload.yaml")):
         assert f"`{path.relative_to(EXAMPLES)}`" in text
+
+
+def test_the_readme_shows_the_recorded_plan_and_workload() -> None:
+    readme = (ROOT / "README.md").read_text(encoding="utf-8")
+    recorded = (EXAMPLES / "chat-96" / "plan.out").read_text(encoding="utf-8")
+    for line in recorded.replace("not written (-o FILE writes it)", "written to plan.json").splitlines():
+        assert line.rstrip() in readme
+    workload = (EXAMPLES / "chat-96" / "workload.yaml").read_text(encoding="utf-8")
+    adapters = [line.strip() for line in workload.splitlines() if line.strip().startswith("- {name")]
+    assert adapters
+    assert all(line in readme for line in adapters)
