@@ -9,6 +9,7 @@ import typer
 
 from capplan.cli.console import print_table, table
 from capplan.cli.inputs import AsJson
+from capplan.cli.output import require_writable_file
 from capplan.cli.progress import announce_compilation, progress_bars
 
 
@@ -45,6 +46,9 @@ def train(
 
     loaded = load_profile(profile)
     path = output or str(surrogate_path(loaded.name, "forest"))
+    if output is None:
+        surrogate_path(loaded.name, "forest").parent.mkdir(parents=True, exist_ok=True)
+    require_writable_file(path)
     announce_compilation()
     with progress_bars() as on_progress:
         data = generate_dataset(
@@ -55,8 +59,6 @@ def train(
             progress=lambda done, total: on_progress("simulating", done, total),
         )
     surrogate = train_surrogate(loaded, data.features, data.throughput_tok_s, data.served_fraction, seed)
-    if output is None:
-        surrogate_path(loaded.name, "forest").parent.mkdir(parents=True, exist_ok=True)
     write_bytes_atomic(path, surrogate_bytes(surrogate))
     if as_json:
         typer.echo(json.dumps(surrogate.report, indent=2))

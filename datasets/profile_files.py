@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import difflib
 import os
+import re
 from pathlib import Path
 from typing import Final
 
@@ -14,6 +15,7 @@ from capplan.spec.plan import parse_json
 from capplan.spec.workload import is_profile_path
 
 _SHIPPED: Final = Path(__file__).parent / "profiles"
+_SAFE_NAME: Final = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]*(/[A-Za-z0-9][A-Za-z0-9._-]*)*")
 _SURROGATES: Final = Path(__file__).parent / "surrogates"
 
 
@@ -24,7 +26,17 @@ def list_profiles() -> tuple[str, ...]:
 
 
 def surrogate_path(profile_name: str, kind: str) -> Path:
-    """Return where the shipped surrogate of a profile stands, whether or not there is one."""
+    """Return where the surrogate of a profile stands, whether or not there is one.
+
+    Raises
+    ------
+    InputError
+        For a name that would lead out of the folder of surrogates: profiles may come from anybody.
+    """
+    if not _SAFE_NAME.fullmatch(profile_name):
+        raise InputError(
+            "must be words of letters, digits, . _ - between slashes", profile_name, "profile: name"
+        )
     return _SURROGATES / f"{profile_name}.{kind}.npz"
 
 
