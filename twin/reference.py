@@ -125,7 +125,7 @@ class _Engine:
             self.free_blocks -= self.blocks(tokens)
             scheduled[len(self.running) - 1] = tokens
             budget -= tokens
-        self.waiting.extendleft(reversed(aside))
+        self.waiting.extendleft(aside if limits.reverse_set_aside else reversed(aside))
         return loads
 
     def _load(self, adapter: int, active: set[int]) -> list[tuple[int, bool]]:

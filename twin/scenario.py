@@ -104,6 +104,7 @@ def build_scenario(
         watermark_blocks=int(rules.watermark * num_blocks),
         long_prefill_tokens=rules.long_prefill_tokens,
         reserve_full_sequence=int(rules.reserve_full_sequence),
+        reverse_set_aside=int(rules.reverse_set_aside),
     )
     requests = draw_requests(workload, duration_s, seed, max_model_len)
     return Scenario(

@@ -12,6 +12,9 @@ from capplan.serving.compile import jit
 from capplan.serving.heap import Heap, heap_push, heap_remove
 from capplan.serving.state import BACK_KEY, FRONT_KEY, N_WAITING, NONE, State
 
+END_OF_QUEUE = 2**62
+"""A key behind every waiting request."""
+
 
 @jit
 def queue_heap(state: State, adapter: int) -> Heap:
@@ -105,3 +108,45 @@ def set_hot(state: State, adapter: int, hot: bool) -> None:
     old, new = (state.cold, state.hot) if hot else (state.hot, state.cold)
     heap_remove(old, adapter)
     heap_push(new, adapter, old.key[adapter])
+
+
+@jit
+def reverse_set_aside(state: State, scanned_to: int) -> None:
+    """Reverse the order of the requests that a scan set aside: those of inactive adapters before a key.
+
+    Their keys are mirrored within their own range, so nobody else's place changes.
+    """
+    cold = state.cold
+    low, high = END_OF_QUEUE, -END_OF_QUEUE
+    for adapter in range(1, state.queue_head.size):
+        if cold.position[adapter] >= 0:
+            row = state.queue_head[adapter]
+            while row != NONE and state.waiting_key[row] < scanned_to:
+                low = min(low, state.waiting_key[row])
+                high = max(high, state.waiting_key[row])
+                row = state.following[row]
+    if low >= high:
+        return
+    for adapter in range(1, state.queue_head.size):
+        if cold.position[adapter] >= 0 and state.waiting_key[state.queue_head[adapter]] < scanned_to:
+            heap_remove(cold, adapter)
+            _mirror_queue(state, adapter, scanned_to, low + high)
+            heap_push(cold, adapter, state.waiting_key[state.queue_head[adapter]])
+
+
+@jit
+def _mirror_queue(state: State, adapter: int, scanned_to: int, ends: int) -> None:
+    """Turn round the part of an adapter's queue before a key, and mirror its keys between two ends."""
+    first = state.queue_head[adapter]
+    row = first
+    before = NONE
+    while row != NONE and state.waiting_key[row] < scanned_to:
+        after = state.following[row]
+        state.waiting_key[row] = ends - state.waiting_key[row]
+        state.following[row] = before
+        before = row
+        row = after
+    state.following[first] = row
+    state.queue_head[adapter] = before
+    if row == NONE:
+        state.queue_tail[adapter] = first

@@ -18,6 +18,9 @@ class ServingRules:
     reserve_full_sequence
         Admit a waiting request only if its whole known sequence fits into free KV blocks now
         (vLLM's ``scheduler_reserve_full_isl``, on since 0.20).
+    reverse_set_aside
+        Requests that were set aside because their adapter found no slot come back in reversed order
+        (vLLM 0.9.2 to 0.13); otherwise they keep their order.
     watermark
         Share of the KV blocks that must stay free when a request is admitted while others run (vLLM 0.27 and
         later).
@@ -28,6 +31,7 @@ class ServingRules:
 
     name: str
     reserve_full_sequence: bool = False
+    reverse_set_aside: bool = False
     watermark: float = 0.0
     long_prefill_tokens: int = 0
 
@@ -40,7 +44,10 @@ class ServingRules:
             )
 
 
-RULES: tuple[ServingRules, ...] = (ServingRules("vllm-0.8"),)
+RULES: tuple[ServingRules, ...] = (
+    ServingRules("vllm-0.8"),
+    ServingRules("vllm-0.11", reverse_set_aside=True),
+)
 """Every named set of rules; sources in the docstring of `capplan.serving.scheduler`."""
 
 

@@ -13,7 +13,7 @@ from __future__ import annotations
 
 from capplan.serving.adapters import acquire_adapter
 from capplan.serving.compile import jit
-from capplan.serving.queue import next_adapter, pop_head, push_back
+from capplan.serving.queue import END_OF_QUEUE, next_adapter, pop_head, push_back, reverse_set_aside
 from capplan.serving.running import (
     append_running,
     blocks_for,
@@ -198,11 +198,14 @@ def _admit(state: State, limits: Limits, budget: int) -> int:
     """Admit waiting requests while tokens, places, slots and blocks last. Return the tokens given out."""
     c = state.counters
     left = budget
+    scanned_to = -END_OF_QUEUE
     while left > 0 and c[N_RUNNING] < limits.max_num_seqs:
         adapter = next_adapter(state, c[N_ACTIVE] < limits.max_loras)
         if adapter == NONE:
+            scanned_to = END_OF_QUEUE
             break
         row = state.queue_head[adapter]
+        scanned_to = state.waiting_key[row]
         tokens = min(_wanted(state, limits, row), left)
         blocks = blocks_for(tokens, limits.block_size)
         must_fit = blocks
@@ -223,6 +226,8 @@ def _admit(state: State, limits: Limits, budget: int) -> int:
         state.admitted[c[N_ADMITTED]] = row
         c[N_ADMITTED] += 1
         left -= tokens
+    if limits.reverse_set_aside:
+        reverse_set_aside(state, scanned_to)
     return budget - left
 
 

@@ -66,6 +66,7 @@ class Limits(NamedTuple):
     watermark_blocks: int
     long_prefill_tokens: int
     reserve_full_sequence: int
+    reverse_set_aside: int = 0
 
 
 class State(NamedTuple):

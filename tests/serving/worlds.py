@@ -54,6 +54,7 @@ def make_world(choose: Choose, max_requests: int = 24) -> World:
         watermark_blocks=choose(-4, 2),
         long_prefill_tokens=choose(-4, 4),
         reserve_full_sequence=choose(0, 1),
+        reverse_set_aside=choose(0, 1),
     )
     # Half of all worlds go without a watermark or a prefill limit, as most engines do.
     limits = limits._replace(
