@@ -95,7 +95,7 @@ def _verified(check: GroupVerification | None) -> str:
     note = f": {check.note}" if check.note else ""
     return (
         f"{'verified' if check.ok else 'FAILED'}{note}; {percent(check.served_fraction)} served, "
-        f"{number(check.throughput_tok_s)} tok/s, TTFT p99 {number(check.ttft_p99_s, 2)} s"
+        f"{number(check.throughput_tok_s)} tok/s, TTFT p99 {number(check.ttft_p99_s, 2)} s on the worst seed"
     )
 
 

@@ -62,8 +62,9 @@ def require_kv_tokens(
     tokens = kv_tokens(profile, a_max, s_max, gpu_memory_utilization, max_num_seqs)
     if tokens < max_model_len:
         raise InfeasibleError(
-            f"memory: {a_max} adapter slots of rank {s_max} leave {tokens} KV tokens on {profile.gpu.name}, "
-            f"fewer than one request of max_model_len {max_model_len}",
+            f"memory: weights, {a_max} adapter slots of rank {s_max} and max_num_seqs {max_num_seqs} "
+            f"leave {tokens} KV tokens in {gpu_memory_utilization:g} of a {profile.gpu.name}, fewer than one "
+            f"request of max_model_len {max_model_len}",
             reason="memory",
         )
     return tokens

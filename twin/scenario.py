@@ -91,6 +91,7 @@ def build_scenario(
         raise InputError("must be a finite number > 0", duration_s, "duration_s")
     if not 0.0 < gpu_memory_utilization <= 1.0:
         raise InputError("must be in (0, 1]", gpu_memory_utilization, "gpu_memory_utilization")
+    _require_room(workload, max_model_len)
     kv = require_kv_tokens(profile, a_max, s_max, gpu_memory_utilization, max_num_seqs, max_model_len)
     num_blocks = kv // profile.engine.block_size
     rules = serving_rules(profile.engine.rules)
@@ -106,7 +107,7 @@ def build_scenario(
         reserve_full_sequence=int(rules.reserve_full_sequence),
         reverse_set_aside=int(rules.reverse_set_aside),
     )
-    requests = draw_requests(workload, duration_s, seed, max_model_len)
+    requests = _with_room(workload, draw_requests(workload, duration_s, seed, max_model_len), max_model_len)
     return Scenario(
         requests=requests,
         limits=limits,
@@ -115,6 +116,28 @@ def build_scenario(
         horizon_ns=round(duration_s * NS_PER_S),
         max_in_flight=max_in_flight if max_in_flight is not None else max(1, requests.arrival_ns.size),
     )
+
+
+def _with_room(workload: Workload, requests: Requests, max_model_len: int) -> Requests:
+    """Cut drawn prompts to leave room for one token; recorded ones stay, and the long ones are rejected."""
+    if workload.trace is not None:
+        return requests
+    longest = max(1, max_model_len - 1)
+    return requests._replace(prompt_tokens=np.minimum(requests.prompt_tokens, np.int32(longest)))
+
+
+def _require_room(workload: Workload, max_model_len: int) -> None:
+    """Refuse lengths of which a typical request would be cut: the answer would be about another workload."""
+    if workload.trace is not None or workload.length_pairs is not None:
+        return
+    for adapter in workload.adapters:
+        prompt = (adapter.prompt_tokens or workload.prompt_tokens).mean_tokens
+        output = (adapter.output_tokens or workload.output_tokens).mean_tokens
+        if prompt + output > max_model_len:
+            rule = (
+                f"must be at least mean prompt + mean output of adapter {adapter.name}, {prompt + output:g}"
+            )
+            raise InputError(rule, max_model_len, "max_model_len")
 
 
 def _require_count(name: str, value: int) -> None:

@@ -13,6 +13,7 @@ from collections.abc import Iterable
 from typing import Any, Final
 
 from capplan.deploy.instances import ROUTING, Instance, instances
+from capplan.errors import InputError
 from capplan.spec import EngineArgs, Group, Plan, PlanAdapter
 
 _FIRST_WITH_RANK_1: Final = (0, 11, 1)
@@ -106,6 +107,9 @@ def _accepted_rank(rank: int, version: str) -> int:
 def _lora_module(adapter: PlanAdapter) -> str:
     """Return the word ``name=path``, or JSON where vLLM would take the word apart or for a flag."""
     if adapter.path is None:
+        if ".." in adapter.name.split("/") or adapter.name.startswith("/"):
+            rule = "must have a path, or a name that stays in the adapters' folder"
+            raise InputError(rule, adapter.name, "adapters: name")
         return f"{shlex.quote(f'{adapter.name}=')}{_ROOT}/{shlex.quote(adapter.name)}"
     if adapter.name.startswith(("-", "{")) or set("=,") & set(adapter.path):
         return shlex.quote(json.dumps({"name": adapter.name, "path": adapter.path}))

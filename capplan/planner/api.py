@@ -126,7 +126,8 @@ def _problem(workload: Workload, gpus: int | None, profile: Profile | str | None
     _require_supported(workload)
     count = gpus if gpus is not None else (workload.gpus.count if workload.gpus else None)
     if count is None:
-        raise InputError("is required: say how many GPUs a plan may use", location="gpus")
+        rule = "is required: say how many GPUs a plan may use (gpus: {count: N} in the workload, or --gpus N)"
+        raise InputError(rule, location="gpus")
     if count < 1:
         raise InputError("must be >= 1", count, "gpus")
     wanted = profile if profile is not None else workload.profile
@@ -142,6 +143,7 @@ def _problem(workload: Workload, gpus: int | None, profile: Profile | str | None
         raise InputError(
             f"must be at least the {loaded.tp} GPUs of one instance of profile {loaded.name}", count, "gpus"
         )
+    _require_prompts_that_fit(workload, complete_engine(workload.engine).max_model_len)
     problem = Problem(workload, loaded, count // loaded.tp, complete_engine(workload.engine), ())
     return replace(problem, parts=whole_parts(problem))
 
@@ -160,6 +162,21 @@ def _require_supported(workload: Workload) -> None:
         if adapter.apart_from or adapter.together_with:
             key = "apart_from" if adapter.apart_from else "together_with"
             raise InputError("no solver handles this constraint yet", adapter.name, f"adapters: {key}")
+
+
+def _require_prompts_that_fit(workload: Workload, max_model_len: int) -> None:
+    """Refuse a trace of which so much is too long for the engine that no number of GPUs would do."""
+    trace = workload.trace
+    if trace is None:
+        return
+    tokens = trace.prompt_tokens.astype(float) + trace.output_tokens
+    too_long = trace.prompt_tokens >= max_model_len
+    if tokens[too_long].sum() > (1.0 - workload.slo.served_fraction) * tokens.sum():
+        rule = (
+            f"must exceed the prompts of the trace: {int(too_long.sum())} of {too_long.size} do not fit, "
+            f"the longest has {int(trace.prompt_tokens.max())} tokens"
+        )
+        raise InputError(rule, max_model_len, "engine.max_model_len")
 
 
 def _silent(stage: str, done: int, total: int) -> None:

@@ -42,7 +42,9 @@ class TwinEstimator:
         except InfeasibleError:
             return Estimate(0.0, starved=True)
         return Estimate(
-            result.throughput_tok_s, starved=bool(broken_bounds(self.problem.workload.slo, result))
+            result.throughput_tok_s,
+            starved=bool(broken_bounds(self.problem.workload.slo, result)),
+            ttft_s_p99=result.ttft_s_p99 if result.completed else 0.0,
         )
 
 

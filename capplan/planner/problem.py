@@ -52,6 +52,8 @@ class Estimate:
     throughput_tok_s: float
     starved: bool
     """Whether it would starve, or break a latency bound where the estimator can tell."""
+    ttft_s_p99: float = 0.0
+    """99th percentile of the time to first token; 0 where the estimator cannot tell."""
 
 
 class Estimator(Protocol):

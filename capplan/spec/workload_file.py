@@ -5,15 +5,19 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Annotated, Any, Literal, Self, TypeAlias
 
-from pydantic import BeforeValidator, Discriminator, Field, Tag, model_validator
+from pydantic import BeforeValidator, Discriminator, Field, Strict, Tag, model_validator
 
 from capplan.spec.arrivals import ArrivalProcess, Arrivals, Stickiness
 from capplan.spec.base import SpecModel, broken
 from capplan.spec.lengths import Lengths
 from capplan.spec.popularity import Popularity
 from capplan.spec.trace_files import TraceFormat
-from capplan.spec.types import Count, Natural, NonNegative, Positive, Text
+from capplan.spec.types import Natural, NonNegative, Positive, Text, rule
 from capplan.spec.workload import LENGTH_CORRELATION, STICKINESS, AdapterFields, Correlation, PlanningWishes
+
+GroupCount = Annotated[
+    int, Strict(), Field(ge=1, le=100_000), rule("must be a whole number from 1 to 100000")
+]
 
 
 class LengthsFile(SpecModel):
@@ -40,7 +44,7 @@ LengthsSource: TypeAlias = Annotated[
 class AdapterEntry(AdapterFields):
     """One adapter, or with ``count`` a group of them; ``{i}`` in a text stands for 0, 1, ... count - 1."""
 
-    count: Count | None = Field(None, description="How many adapters this entry stands for.")
+    count: GroupCount | None = Field(None, description="How many adapters this entry stands for.")
     rate_rps: NonNegative = Field(
         0.0, description="Mean arrival rate of each in requests per second; required without popularity."
     )

@@ -91,7 +91,7 @@ def test_slots_that_do_not_fit_are_infeasible(run: Run, workload_yaml: Path) -> 
     result = run("simulate", workload_yaml, "--a-max", "4000", *SHORT)
     assert result.exit_code == 3
     assert result.stdout == ""
-    assert result.stderr.splitlines()[-1].startswith("error: memory: 4000 adapter slots")
+    assert result.stderr.splitlines()[-1].startswith("error: memory: weights, 4000 adapter slots")
 
 
 def test_slots_that_do_not_fit_leave_the_others_their_column(run: Run, workload_yaml: Path) -> None:
