@@ -18,6 +18,8 @@ from capplan.workload import Requests, draw_requests
 NS_PER_S = 1_000_000_000
 NS_PER_MS = 1_000_000
 
+_MOST_CUT = 0.1
+"""Share of a workload's tokens that max_model_len may cut off."""
 _MOST = 2**31 - 1  # of anything that is counted: rows and tokens are 32-bit numbers
 
 
@@ -127,17 +129,23 @@ def _with_room(workload: Workload, requests: Requests, max_model_len: int) -> Re
 
 
 def _require_room(workload: Workload, max_model_len: int) -> None:
-    """Refuse lengths of which a typical request would be cut: the answer would be about another workload."""
-    if workload.trace is not None or workload.length_pairs is not None:
+    """Refuse lengths of which too much would be cut: the answer would be about another workload."""
+    if workload.trace is not None:
+        return
+    if workload.length_pairs is not None:
+        pairs = workload.length_pairs
+        tokens = pairs.prompt_tokens.astype(np.int64) + pairs.output_tokens
+        if np.maximum(tokens - max_model_len, 0).sum() > _MOST_CUT * tokens.sum():
+            share = f"{1 - _MOST_CUT:.0%} of the tokens of lengths_from"
+            rule = f"must leave {share}, whose longest row has {tokens.max()}"
+            raise InputError(rule, max_model_len, "max_model_len")
         return
     for adapter in workload.adapters:
         prompt = (adapter.prompt_tokens or workload.prompt_tokens).mean_tokens
         output = (adapter.output_tokens or workload.output_tokens).mean_tokens
         if prompt + output > max_model_len:
-            rule = (
-                f"must be at least mean prompt + mean output of adapter {adapter.name}, {prompt + output:g}"
-            )
-            raise InputError(rule, max_model_len, "max_model_len")
+            mean = f"mean prompt + mean output of adapter {adapter.name}, {prompt + output:g}"
+            raise InputError(f"must be at least {mean}", max_model_len, "max_model_len")
 
 
 def _require_count(name: str, value: int) -> None:

@@ -262,3 +262,10 @@ def test_the_last_ports_can_be_used() -> None:
 
 def test_the_same_plan_gives_the_same_files() -> None:
     assert EXPORTERS["vllm"](small_plan(), port=8000, runtime_updates=False) == vllm_files(small_plan())
+
+
+@pytest.mark.parametrize("name", ["../a", "x/../../a", "/etc"])
+def test_a_name_that_leads_out_of_the_folder_of_adapters_needs_a_path(name: str) -> None:
+    with pytest.raises(errors.InputError, match="adapters: name"):
+        vllm_files(plan_of(group("g0", ((name, 8, 1.0, None),))))
+    assert vllm_files(plan_of(group("g0", ((name, 8, 1.0, "/srv/a"),))))

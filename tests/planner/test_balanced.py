@@ -7,10 +7,10 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from capplan.errors import InfeasibleError
-from capplan.planner.balanced import solve_balanced, spread_by_rank, spread_mixed
+from capplan.planner.balanced import choose_slots, solve_balanced, spread_by_rank, spread_mixed
 from capplan.planner.greedy import solve_greedy
 from capplan.planner.parts import equal_shares, split_hot
-from capplan.planner.problem import Assignment, Estimator, Problem, distinct_adapters
+from capplan.planner.problem import Assignment, Estimate, Estimator, Part, Problem, distinct_adapters
 from capplan.spec import EngineConfig
 from capplan.testing import Capacity, SolverContract, example_problem
 
@@ -112,3 +112,24 @@ def with_adapter(problem: Problem, adapter: Any) -> Problem:
     adapters = tuple(adapter if a.name == adapter.name else a for a in problem.workload.adapters)
     changed = replace(problem, workload=problem.workload.replace(adapters=adapters))
     return replace(changed, parts=whole_parts(changed))
+
+
+def test_of_slots_that_serve_as_much_those_with_the_shortest_wait_are_taken() -> None:
+    """A nearly idle GPU serves its whole load with any number of slots; the wait tells them apart."""
+    problem = example_problem(0, 7, 1)
+
+    def estimator(parts: Sequence[Part], a_max: int) -> Estimate:
+        return Estimate(
+            1000.0 + 5.0 * (a_max == 4), starved=False, ttft_s_p99={4: 12.0, 7: 0.09}.get(a_max, 90.0)
+        )
+
+    assert choose_slots(problem, problem.parts, estimator, estimator) == 7
+
+
+def test_more_throughput_beats_a_shorter_wait() -> None:
+    problem = example_problem(0, 7, 1)
+
+    def estimator(parts: Sequence[Part], a_max: int) -> Estimate:
+        return Estimate(1000.0 if a_max == 2 else 900.0, starved=False, ttft_s_p99=5.0 if a_max == 2 else 0.1)
+
+    assert choose_slots(problem, problem.parts, estimator, estimator) == 2

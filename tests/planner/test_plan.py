@@ -298,3 +298,12 @@ def test_what_a_plan_predicts_is_what_the_twin_says_with_its_settings(
     ]
     mean = sum(run.throughput_tok_s for run in runs) / len(runs)
     assert made.groups[0].predicted.throughput_tok_s == pytest.approx(mean, rel=1e-12)
+
+
+def test_a_trace_of_prompts_too_long_for_the_engine_names_the_flag_to_raise(workload: Make) -> None:
+    """More GPUs would not help, so this is no starvation."""
+    seconds = np.arange(10.0)
+    trace = Trace.from_arrays(seconds, ["a0"] * 10, np.full(10, 9000), np.full(10, 10), 10.0)
+    constant = {"prompt_tokens": Lengths(mean=9000), "output_tokens": Lengths(mean=10)}
+    with pytest.raises(InputError, match=r"engine\.max_model_len: .*10 of 10 do not fit.*9000 tokens"):
+        plan(workload(("a0", 8, 1.0), trace=trace, **constant))

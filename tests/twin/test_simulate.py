@@ -10,6 +10,7 @@ from hypothesis import strategies as st
 from capplan import errors, load_profile, simulate
 from capplan.models.step_latency import DIGITAL_TWIN
 from capplan.serving import Limits
+from capplan.spec import LengthPairs, Lengths
 from capplan.twin import Scenario
 from capplan.twin.core import run
 from capplan.twin.reference import run_reference
@@ -190,3 +191,21 @@ def test_gap_quantiles_are_exact_to_half_a_percent(gaps: list[int], quantile: fl
         bins[gap_bin(gap)] += 1
     exact = sorted(gaps)[math.ceil(quantile * len(gaps)) - 1] / 1e6
     assert gap_quantile_ms(bins, quantile) == pytest.approx(exact, rel=0.0051)
+
+
+def test_a_drawn_prompt_leaves_room_for_an_answer() -> None:
+    """Drawn lengths end at max_model_len; a prompt of that very length would be rejected as too long."""
+    long = workload().replace(prompt_tokens=Lengths(mean=100, std=200), output_tokens=Lengths(mean=8))
+    result = simulate(long, profile(step_ms=1.0), **SETTINGS)
+    assert result.submitted > 0
+    assert result.rejected == 0
+
+
+@pytest.mark.parametrize("lengths", ["means", "pairs"])
+def test_lengths_that_would_be_cut_are_refused_rather_than_answered_for(lengths: str) -> None:
+    too_long = workload().replace(prompt_tokens=Lengths(mean=400), output_tokens=Lengths(mean=400))
+    if lengths == "pairs":
+        pairs = LengthPairs.from_arrays(np.array([400, 500]), np.array([400, 500]))
+        too_long = workload().replace(length_pairs=pairs)
+    with pytest.raises(errors.InputError, match=r"^max_model_len: must .*\(got 512\)$"):
+        simulate(too_long, profile(), **SETTINGS)
