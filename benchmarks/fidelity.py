@@ -26,6 +26,7 @@ from sklearn.metrics import f1_score
 
 from capplan import Profile, load_profile
 from capplan.models.calibrate import SMAPE_FORMULA, smape
+from capplan.spec import STARVED_BELOW
 from capplan.twin.published_h100 import build_profile
 from capplan.twin.published_models import PUBLISHED, PublishedModel
 from capplan.twin.published_runs import GROUPS, PublishedRun, published_runs
@@ -33,7 +34,6 @@ from capplan.twin.published_runs import GROUPS, PublishedRun, published_runs
 FITTED_GROUP = "dt_real_results"
 WORKERS = 2
 WORST = 10
-STARVED_BELOW = 0.9
 HEADER = (
     "runs",
     "n",

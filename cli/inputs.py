@@ -40,8 +40,5 @@ def chosen_profile(workload: Workload, name: str | None) -> Profile | None:
     if wanted is None:
         raise InputError("is required: name one in the workload or with --profile", location="profile")
     profile = load_profile(wanted)
-    if workload.base_model not in profile.model.hf_ids:
-        models = ", ".join(profile.model.hf_ids)
-        rule = f"must be a model that profile {profile.name} is for: {models}"
-        raise InputError(rule, workload.base_model, "base_model")
+    profile.require_model(workload.base_model)
     return profile

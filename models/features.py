@@ -45,9 +45,8 @@ def offered_tok_s(workload: Workload) -> float:
     """Return the input and output tokens per second that the workload asks for."""
     total = 0.0
     for adapter in workload.adapters:
-        prompt = (adapter.prompt_tokens or workload.prompt_tokens).mean_tokens
-        output = (adapter.output_tokens or workload.output_tokens).mean_tokens
-        total += adapter.rate_rps * (prompt + output)
+        prompt, output = workload.lengths_of(adapter)
+        total += adapter.rate_rps * (prompt.mean_tokens + output.mean_tokens)
     return total
 
 

@@ -11,9 +11,8 @@ from capplan.models.calibrate import SMAPE_FORMULA, smape
 from capplan.models.features import FEATURES, expected_tok_s
 from capplan.models.forest import flatten_forest
 from capplan.models.surrogate import Surrogate
-from capplan.spec import Profile
+from capplan.spec import STARVED_BELOW, Profile
 
-STARVED_BELOW = 0.9
 _TREES = 64
 _INTERVAL = (0.05, 0.95)
 

@@ -7,11 +7,9 @@ from dataclasses import dataclass
 import numpy as np
 from numpy.typing import NDArray
 
+from capplan.spec import STARVED_BELOW
 from capplan.twin import trace as t
 from capplan.twin.scenario import NS_PER_MS, NS_PER_S, Scenario
-
-STARVED_BELOW = 0.9
-"""Served fraction under which a GPU counts as starved (adapter-caching paper, sections 2.3 and 6)."""
 
 
 @dataclass(frozen=True)

@@ -141,10 +141,9 @@ def _require_room(workload: Workload, max_model_len: int) -> None:
             raise InputError(rule, max_model_len, "max_model_len")
         return
     for adapter in workload.adapters:
-        prompt = (adapter.prompt_tokens or workload.prompt_tokens).mean_tokens
-        output = (adapter.output_tokens or workload.output_tokens).mean_tokens
-        if prompt + output > max_model_len:
-            mean = f"mean prompt + mean output of adapter {adapter.name}, {prompt + output:g}"
+        mean_tokens = sum(lengths.mean_tokens for lengths in workload.lengths_of(adapter))
+        if mean_tokens > max_model_len:
+            mean = f"mean prompt + mean output of adapter {adapter.name}, {mean_tokens:g}"
             raise InputError(f"must be at least {mean}", max_model_len, "max_model_len")
 
 

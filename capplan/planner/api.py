@@ -134,17 +134,14 @@ def _problem(workload: Workload, gpus: int | None, profile: Profile | str | None
     if wanted is None:
         raise InputError("is required: name a shipped profile or a profile JSON", location="profile")
     loaded = load_profile(wanted) if isinstance(wanted, str | os.PathLike) else wanted
-    if workload.base_model not in loaded.model.hf_ids:
-        models = ", ".join(loaded.model.hf_ids)
-        raise InputError(
-            f"must be a model that profile {loaded.name} is for: {models}", workload.base_model, "base_model"
-        )
+    loaded.require_model(workload.base_model)
     if count < loaded.tp:
         raise InputError(
             f"must be at least the {loaded.tp} GPUs of one instance of profile {loaded.name}", count, "gpus"
         )
-    _require_prompts_that_fit(workload, complete_engine(workload.engine).max_model_len)
-    problem = Problem(workload, loaded, count // loaded.tp, complete_engine(workload.engine), ())
+    engine = complete_engine(workload.engine)
+    _require_prompts_that_fit(workload, engine.max_model_len)
+    problem = Problem(workload, loaded, count // loaded.tp, engine, ())
     return replace(problem, parts=whole_parts(problem))
 
 

@@ -80,7 +80,7 @@ def _kinds(problem: Problem) -> NDArray[np.int64]:
     numbers: dict[tuple[Lengths, Lengths], int] = {}
     kinds = [
         numbers.setdefault(
-            (a.prompt_tokens or workload.prompt_tokens, a.output_tokens or workload.output_tokens),
+            workload.lengths_of(a),
             len(numbers),
         )
         for a in workload.adapters

@@ -9,9 +9,8 @@ from capplan.errors import InfeasibleError, InputError
 from capplan.models import Surrogate, load_surrogate
 from capplan.planner.problem import Estimate, Estimator, Part, Problem
 from capplan.planner.slo import broken_bounds
-from capplan.spec import Arrivals
+from capplan.spec import STARVED_BELOW, Arrivals
 from capplan.twin import SimulationResult, simulate
-from capplan.twin.result import STARVED_BELOW
 from capplan.twin.simulate import DEFAULT_MAX_MODEL_LEN
 
 SEARCH_DURATION_S = 900.0

@@ -125,8 +125,7 @@ class Problem:
     @cached_property
     def _tokens_per_request(self) -> Mapping[str, float]:
         return {
-            a.name: (a.prompt_tokens or self.workload.prompt_tokens).mean_tokens
-            + (a.output_tokens or self.workload.output_tokens).mean_tokens
+            a.name: sum(lengths.mean_tokens for lengths in self.workload.lengths_of(a))
             for a in self.workload.adapters
         }
 

@@ -45,7 +45,7 @@ from capplan.spec.profile import (
     Provenance,
     ProvenanceKind,
 )
-from capplan.spec.settings import EngineConfig, Gpus, Objective, Pool, Slo
+from capplan.spec.settings import STARVED_BELOW, EngineConfig, Gpus, Objective, Pool, Slo
 from capplan.spec.trace import Trace
 from capplan.spec.trace_files import TraceFormat, read_length_pairs, read_trace
 from capplan.spec.types import LORA_RANKS, allowed_lora_rank
@@ -54,6 +54,7 @@ from capplan.spec.workload_file import WorkloadFile
 
 __all__ = [
     "LORA_RANKS",
+    "STARVED_BELOW",
     "Adapter",
     "ArrivalProcess",
     "Arrivals",

@@ -141,3 +141,16 @@ class Profile(SpecModel):
     loading: FittedModel = Field(description="milliseconds until an adapter is on the host and in a slot")
     host: FittedModel = Field(description="milliseconds a request spends outside engine steps")
     provenance: Provenance
+
+    def require_model(self, base_model: str) -> None:
+        """Check that the profile is for a workload's base model.
+
+        Raises
+        ------
+        InputError
+            When it is not; the message lists the models it is for.
+        """
+        if base_model not in self.model.hf_ids:
+            models = ", ".join(self.model.hf_ids)
+            rule = f"must be a model that profile {self.name} is for: {models}"
+            raise InputError(rule, base_model, "base_model")

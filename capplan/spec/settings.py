@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from enum import StrEnum
-from typing import Annotated, Any, Self
+from typing import Annotated, Any, Final, Self
 
 from pydantic import Field, Strict, model_validator
 
@@ -25,6 +25,10 @@ class Objective(StrEnum):
 def _bound(metric: str, statistic: str, unit: str) -> Any:
     which = {"mean": "Mean", "p50": "Median"}.get(statistic, f"{statistic[1:]}th percentile")
     return Field(None, description=f"Upper bound: {which.lower()} {metric}, in {unit}.")
+
+
+STARVED_BELOW: Final = 0.9
+"""Served fraction under which a GPU counts as starved (adapter-caching paper, sections 2.3 and 6)."""
 
 
 class Slo(SpecModel):
@@ -62,7 +66,8 @@ class Slo(SpecModel):
         None, description="Least share of good requests; goes with tpt_over_base."
     )
     served_fraction: Share = Field(
-        0.9, description="Least tokens of completed requests / tokens submitted; below it a GPU starves."
+        STARVED_BELOW,
+        description="Least tokens of completed requests / tokens submitted; below it a GPU starves.",
     )
 
     @model_validator(mode="after")

@@ -152,6 +152,10 @@ class Workload(PlanningWishes):
         """Sum of the adapters' rates, in requests per second."""
         return math.fsum(adapter.rate_rps for adapter in self.adapters)
 
+    def lengths_of(self, adapter: Adapter) -> tuple[Lengths, Lengths]:
+        """Return an adapter's prompt and output lengths: its own, or else the workload's."""
+        return adapter.prompt_tokens or self.prompt_tokens, adapter.output_tokens or self.output_tokens
+
     def subset(self, names: Iterable[str], shares: Mapping[str, float] | None = None) -> Workload:
         """Return the workload of one GPU: only these adapters, in this workload's order.
 

@@ -86,8 +86,9 @@ def draw_requests(workload: Workload, duration_s: float, seed: int, max_model_le
     for_prompt, for_output = prompts.random(n), outputs.random(n)
     if workload.length_correlation != 0.0:
         for_output = _correlated(for_prompt, for_output, workload.length_correlation)
-    prompt = [workload.prompt_tokens, *(a.prompt_tokens or workload.prompt_tokens for a in workload.adapters)]
-    output = [workload.output_tokens, *(a.output_tokens or workload.output_tokens for a in workload.adapters)]
+    lengths = [workload.lengths_of(adapter) for adapter in workload.adapters]
+    prompt = [workload.prompt_tokens, *(prompts_of for prompts_of, _ in lengths)]
+    output = [workload.output_tokens, *(outputs_of for _, outputs_of in lengths)]
     prompt_tokens = _lengths(for_prompt, adapter, prompt, max_model_len)
     output_tokens = _lengths(for_output, adapter, output, max_model_len)
     if workload.length_pairs is not None:
