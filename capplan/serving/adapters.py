@@ -6,10 +6,22 @@ idle ones can be victims, and their order of last use is the order in which they
 
 from __future__ import annotations
 
-from capplan.serving.compile import jit
+from capplan.compile import inner, jit
 from capplan.serving.links import links_append, links_first, links_remove
-from capplan.serving.queue import set_hot
-from capplan.serving.state import N_ACTIVE, N_LOADS, N_ON_HOST, N_RESIDENT, Limits, State
+from capplan.serving.queue import list_queue, unlist_queue
+from capplan.serving.state import (
+    LOADING,
+    N_ACTIVE,
+    N_CLAIMED,
+    N_LOADS,
+    N_ON_HOST,
+    N_RESIDENT,
+    NO_CLAIM,
+    NONE,
+    READY,
+    Limits,
+    State,
+)
 
 
 @jit
@@ -20,12 +32,19 @@ def acquire_adapter(state: State, limits: Limits, adapter: int) -> None:
     """
     if adapter == 0:
         return
-    if state.users[adapter] == 0:
-        set_hot(state, adapter, True)
+    if state.adapters.claim[adapter] == READY:  # the request takes over the use that the claim counted
+        state.adapters.claim[adapter] = NO_CLAIM
+        state.counters[N_CLAIMED] -= 1
+        return
+    if state.adapters.users[adapter] == 0:
+        unlist_queue(state, adapter)
         state.counters[N_ACTIVE] += 1
         from_disk = _bring_to_host(state, limits, adapter)
         _bring_to_gpu(state, limits, adapter, from_disk)
-    state.users[adapter] += 1
+        state.adapters.users[adapter] = 1
+        list_queue(state, adapter)
+    else:
+        state.adapters.users[adapter] += 1
 
 
 @jit
@@ -33,18 +52,49 @@ def release_adapter(state: State, adapter: int) -> None:
     """Count one running request of `adapter` less; after the last it is the most recently used idle one."""
     if adapter == 0:
         return
-    state.users[adapter] -= 1
-    if state.users[adapter] == 0:
-        set_hot(state, adapter, False)
+    state.adapters.users[adapter] -= 1
+    if state.adapters.users[adapter] == 0:
+        unlist_queue(state, adapter)
+        list_queue(state, adapter)
         state.counters[N_ACTIVE] -= 1
         links_append(state.gpu_idle, adapter)
         links_append(state.host_idle, adapter)
 
 
+@inner
+def needs_load(state: State, adapter: int) -> bool:
+    """Tell whether a request of this adapter would have to wait for a copy into a slot."""
+    return adapter != 0 and state.adapters.resident[adapter] == 0
+
+
+@inner
+def claim_adapter(state: State, limits: Limits, adapter: int) -> None:
+    """Begin to load an adapter beside the batch; its requests are set aside until `adapter_loaded`.
+
+    The claim counts as a use, so that the slot stays the adapter's until a request of it runs.
+    """
+    acquire_adapter(state, limits, adapter)
+    unlist_queue(state, adapter)
+    state.adapters.claim[adapter] = LOADING
+    state.counters[N_CLAIMED] += 1
+
+
 @jit
+def adapter_loaded(state: State, adapter: int) -> None:
+    """Say that an adapter claimed by `schedule` has arrived in its slot."""
+    if state.adapters.queue_head[adapter] == NONE:  # whoever asked for it is gone
+        state.adapters.claim[adapter] = NO_CLAIM
+        state.counters[N_CLAIMED] -= 1
+        release_adapter(state, adapter)
+    else:
+        state.adapters.claim[adapter] = READY
+        list_queue(state, adapter)
+
+
+@inner
 def _bring_to_host(state: State, limits: Limits, adapter: int) -> bool:
     """Make `adapter` active in the host cache; return whether it had to come from disk."""
-    if state.on_host[adapter]:
+    if state.adapters.on_host[adapter]:
         links_remove(state.host_idle, adapter)
         return False
     if state.counters[N_ON_HOST] < limits.max_cpu_loras:
@@ -52,19 +102,19 @@ def _bring_to_host(state: State, limits: Limits, adapter: int) -> bool:
     else:
         victim = links_first(state.host_idle)
         links_remove(state.host_idle, victim)
-        state.on_host[victim] = 0
-        if state.resident[victim]:  # an adapter that leaves the host loses its slot, too
+        state.adapters.on_host[victim] = 0
+        if state.adapters.resident[victim]:  # an adapter that leaves the host loses its slot, too
             links_remove(state.gpu_idle, victim)
-            state.resident[victim] = 0
+            state.adapters.resident[victim] = 0
             state.counters[N_RESIDENT] -= 1
-    state.on_host[adapter] = 1
+    state.adapters.on_host[adapter] = 1
     return True
 
 
-@jit
+@inner
 def _bring_to_gpu(state: State, limits: Limits, adapter: int, from_disk: bool) -> None:
     """Make `adapter` active in a GPU slot and list the copy that this takes."""
-    if state.resident[adapter]:
+    if state.adapters.resident[adapter]:
         links_remove(state.gpu_idle, adapter)
         return
     if state.counters[N_RESIDENT] < limits.max_loras:
@@ -72,9 +122,9 @@ def _bring_to_gpu(state: State, limits: Limits, adapter: int, from_disk: bool) -
     else:
         victim = links_first(state.gpu_idle)
         links_remove(state.gpu_idle, victim)
-        state.resident[victim] = 0
-    state.resident[adapter] = 1
+        state.adapters.resident[victim] = 0
+    state.adapters.resident[adapter] = 1
     at = state.counters[N_LOADS]
-    state.loads[at] = adapter
-    state.load_from_disk[at] = from_disk
+    state.adapters.loads[at] = adapter
+    state.adapters.load_from_disk[at] = from_disk
     state.counters[N_LOADS] = at + 1

@@ -2,78 +2,78 @@
 
 from __future__ import annotations
 
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import numpy as np
 from numpy.typing import NDArray
 
-from capplan.serving.compile import jit
+from capplan.compile import inner, jit
+
+_ITEM = np.dtype([("ids", np.int64), ("position", np.int64), ("key", np.int64)], align=True)
 
 
 class Heap(NamedTuple):
-    """Members are small integers; `key` holds the key of every possible member."""
+    """Members are small integers."""
 
-    ids: NDArray[np.int32]
-    """Shape (capacity,): the members in heap order; the first `size[0]` entries count."""
-    position: NDArray[np.int32]
-    """Shape (capacity,): where a member stands in `ids`; -1 when it is not in the heap."""
-    key: NDArray[np.int64]
-    """Shape (capacity,): the keys. Equal keys are never used: ties are part of the key."""
+    items: np.recarray[Any, Any]
+    """Shape (capacity,). ``ids``: the members in heap order, of which the first `size[0]` count.
+    ``position``: 1 + where a member stands there; 0 when it is not in the heap. ``key``: its key;
+    equal keys are never used, ties are part of the key.
+    """
     size: NDArray[np.int64]
     """Shape (1,): the number of members."""
 
 
 def new_heap(capacity: int) -> Heap:
     """Return an empty heap for the members 0 .. capacity - 1."""
-    return Heap(
-        ids=np.zeros(capacity, np.int32),
-        position=np.full(capacity, -1, np.int32),
-        key=np.zeros(capacity, np.int64),
-        size=np.zeros(1, np.int64),
-    )
+    # All zeros, so that members nobody uses take no memory.
+    return Heap(np.zeros(capacity, _ITEM).view(np.recarray), np.zeros(1, np.int64))
 
 
-@jit
+@inner
 def _sift_up(heap: Heap, at: int) -> None:
-    member = heap.ids[at]
+    member = heap.items.ids[at]
     while at > 0:
         parent = (at - 1) >> 1
-        other = heap.ids[parent]
-        if heap.key[other] <= heap.key[member]:
+        other = heap.items.ids[parent]
+        if heap.items.key[other] <= heap.items.key[member]:
             break
-        heap.ids[at] = other
-        heap.position[other] = at
+        heap.items.ids[at] = other
+        heap.items.position[other] = at + 1
         at = parent
-    heap.ids[at] = member
-    heap.position[member] = at
+    heap.items.ids[at] = member
+    heap.items.position[member] = at + 1
 
 
-@jit
+@inner
 def _sift_down(heap: Heap, at: int) -> None:
     size = heap.size[0]
-    member = heap.ids[at]
+    member = heap.items.ids[at]
     while True:
         child = 2 * at + 1
         if child >= size:
             break
-        if child + 1 < size and heap.key[heap.ids[child + 1]] < heap.key[heap.ids[child]]:
+        if (
+            child + 1 < size
+            and heap.items.key[heap.items.ids[child + 1]] < heap.items.key[heap.items.ids[child]]
+        ):
             child += 1
-        other = heap.ids[child]
-        if heap.key[member] <= heap.key[other]:
+        other = heap.items.ids[child]
+        if heap.items.key[member] <= heap.items.key[other]:
             break
-        heap.ids[at] = other
-        heap.position[other] = at
+        heap.items.ids[at] = other
+        heap.items.position[other] = at + 1
         at = child
-    heap.ids[at] = member
-    heap.position[member] = at
+    heap.items.ids[at] = member
+    heap.items.position[member] = at + 1
 
 
 @jit
 def heap_push(heap: Heap, member: int, key: int) -> None:
     """Add `member`, which must not be in the heap, with `key`."""
     at = heap.size[0]
-    heap.key[member] = key
-    heap.ids[at] = member
+    heap.items.key[member] = key
+    heap.items.ids[at] = member
     heap.size[0] = at + 1
     _sift_up(heap, at)
 
@@ -81,14 +81,14 @@ def heap_push(heap: Heap, member: int, key: int) -> None:
 @jit
 def heap_remove(heap: Heap, member: int) -> None:
     """Take out `member`, which must be in the heap."""
-    at = heap.position[member]
+    at = heap.items.position[member] - 1
     last = heap.size[0] - 1
     heap.size[0] = last
-    heap.position[member] = -1
+    heap.items.position[member] = 0
     if at == last:
         return
-    moved = heap.ids[last]
-    heap.ids[at] = moved
-    heap.position[moved] = at
+    moved = heap.items.ids[last]
+    heap.items.ids[at] = moved
+    heap.items.position[moved] = at + 1
     _sift_up(heap, at)
-    _sift_down(heap, heap.position[moved])
+    _sift_down(heap, heap.items.position[moved] - 1)

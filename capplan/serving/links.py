@@ -1,36 +1,54 @@
-"""A doubly linked list over one flat array: append, take out and pop the oldest, each in constant time."""
+"""A doubly linked list over one flat array: add at either end or take out, each in constant time."""
 
 from __future__ import annotations
 
 import numpy as np
 from numpy.typing import NDArray
 
-from capplan.serving.compile import jit
+from capplan.compile import inner, jit
 
 _BEFORE = 0
 _AFTER = 1
 
 
-def new_links(capacity: int) -> NDArray[np.int32]:
-    """Return an empty list for the members 0 .. capacity - 1: shape (2, capacity + 1), sentinel last."""
-    links = np.full((2, capacity + 1), -1, np.int32)
-    links[:, capacity] = capacity
+def new_links(capacity: int, listed_from: int | None = None) -> NDArray[np.int64]:
+    """Return a list for the members 0 .. capacity - 1: shape (2, capacity + 1), sentinel last.
+
+    It is empty, or lists the members from `listed_from` on in their order.
+    """
+    links = np.full((2, capacity + 1), -1, np.int64)
+    ring = np.arange(capacity if listed_from is None else min(listed_from, capacity), capacity + 1)
+    links[_BEFORE, ring] = np.roll(ring, 1)
+    links[_AFTER, ring] = np.roll(ring, -1)
+    return links
+
+
+def new_rings(capacity: int, rings: int) -> NDArray[np.int64]:
+    """Return several empty lists over the same members: list i has the sentinel ``capacity + i``."""
+    links = np.full((2, capacity + rings), -1, np.int64)
+    links[:, capacity:] = np.arange(capacity, capacity + rings)
     return links
 
 
 @jit
-def links_append(links: NDArray[np.int32], member: int) -> None:
+def links_append(links: NDArray[np.int64], member: int) -> None:
     """Add `member`, which must not be listed, at the end."""
-    sentinel = links.shape[1] - 1
-    last = links[_BEFORE, sentinel]
-    links[_BEFORE, member] = last
-    links[_AFTER, member] = sentinel
-    links[_AFTER, last] = member
-    links[_BEFORE, sentinel] = member
+    ring_append(links, links.shape[1] - 1, member)
 
 
 @jit
-def links_remove(links: NDArray[np.int32], member: int) -> None:
+def links_prepend(links: NDArray[np.int64], member: int) -> None:
+    """Add `member`, which must not be listed, at the beginning."""
+    sentinel = links.shape[1] - 1
+    first = links[_AFTER, sentinel]
+    links[_AFTER, member] = first
+    links[_BEFORE, member] = sentinel
+    links[_BEFORE, first] = member
+    links[_AFTER, sentinel] = member
+
+
+@jit
+def links_remove(links: NDArray[np.int64], member: int) -> None:
     """Take out `member`, which must be listed."""
     before = links[_BEFORE, member]
     after = links[_AFTER, member]
@@ -41,8 +59,25 @@ def links_remove(links: NDArray[np.int32], member: int) -> None:
 
 
 @jit
-def links_first(links: NDArray[np.int32]) -> int:
+def links_first(links: NDArray[np.int64]) -> int:
     """Return the oldest member, or -1 when the list is empty."""
     sentinel = links.shape[1] - 1
     first: int = links[_AFTER, sentinel]
     return -1 if first == sentinel else first
+
+
+@inner
+def ring_append(links: NDArray[np.int64], sentinel: int, member: int) -> None:
+    """Add `member`, which must not be listed, at the end of the list with this sentinel."""
+    last = links[_BEFORE, sentinel]
+    links[_BEFORE, member] = last
+    links[_AFTER, member] = sentinel
+    links[_AFTER, last] = member
+    links[_BEFORE, sentinel] = member
+
+
+@inner
+def ring_next(links: NDArray[np.int64], member: int) -> int:
+    """Return the member behind `member`, or the sentinel; of a sentinel, the first member."""
+    following: int = links[_AFTER, member]
+    return following

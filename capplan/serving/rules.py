@@ -1,10 +1,11 @@
-"""The serving rules by name: what differs between engine versions is a switch, never a second scheduler."""
+"""The serving rules by name: what differs between engines and their versions is a switch."""
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from capplan.errors import InputError
+from capplan.serving.state import SLORA, VLLM, Limits
 
 
 @dataclass(frozen=True)
@@ -15,6 +16,14 @@ class ServingRules:
     ----------
     name
         The name that profiles and plans use.
+    prefix_caching
+        Full KV blocks stay until they are needed for something else, and requests that begin with the same
+        tokens under the same adapter use them again; so does a preempted request with its own.
+    unhashed_to_front
+        Blocks that cannot be found again are taken before all others (vLLM after 0.14); otherwise free blocks
+        are taken in the order in which they became free.
+    async_scheduling
+        A step is decided while the one before runs (vLLM's default on GPUs since 0.14).
     reserve_full_sequence
         Admit a waiting request only if its whole known sequence fits into free KV blocks now
         (vLLM's ``scheduler_reserve_full_isl``, on since 0.20).
@@ -27,26 +36,84 @@ class ServingRules:
     long_prefill_tokens
         Most prompt tokens of one request in one step; 0 switches the limit off
         (vLLM's ``long_prefill_token_threshold``).
+    lone_prefill_exempt
+        That limit does not hold for a request that is alone in the engine (vLLM 0.32).
+    load_beside
+        Adapters are loaded beside the batch: a request whose adapter is not there yet is set aside, and
+        nobody else waits. Otherwise a load blocks the step.
+    declared_output
+        S-LoRA's rules instead of vLLM's: see `capplan.serving.slora`. Adapters take KV blocks, not slots.
     """
 
     name: str
+    prefix_caching: bool = False
+    unhashed_to_front: bool = False
+    async_scheduling: bool = False
     reserve_full_sequence: bool = False
     reverse_set_aside: bool = False
     watermark: float = 0.0
     long_prefill_tokens: int = 0
+    lone_prefill_exempt: bool = False
+    load_beside: bool = False
+    declared_output: bool = False
 
     def __post_init__(self) -> None:
         if not 0.0 <= self.watermark < 1.0:
             raise InputError(rule="must be in [0, 1)", value=self.watermark, location="rules.watermark")
+        if self.load_beside and self.reverse_set_aside:
+            raise InputError("must be off where reverse_set_aside is on", True, "rules.load_beside")
         if self.long_prefill_tokens < 0:
             raise InputError(
                 rule="must be >= 0", value=self.long_prefill_tokens, location="rules.long_prefill_tokens"
             )
 
+    def limits(
+        self,
+        *,
+        max_num_seqs: int,
+        max_num_batched_tokens: int,
+        max_model_len: int,
+        max_loras: int,
+        max_cpu_loras: int,
+        block_size: int,
+        num_blocks: int,
+    ) -> Limits:
+        """Return the limits of an engine under these rules; `num_blocks` counts usable KV blocks."""
+        return Limits(
+            max_num_seqs=max_num_seqs,
+            max_num_batched_tokens=max_num_batched_tokens,
+            max_model_len=max_model_len,
+            max_loras=max_loras,
+            max_cpu_loras=max_cpu_loras,
+            block_size=block_size,
+            watermark_blocks=int(self.watermark * (num_blocks + 1)),  # vLLM counts its null block, too
+            long_prefill_tokens=self.long_prefill_tokens,
+            reserve_full_sequence=int(self.reserve_full_sequence),
+            reverse_set_aside=int(self.reverse_set_aside),
+            lone_prefill_exempt=int(self.lone_prefill_exempt),
+            async_scheduling=int(self.async_scheduling),
+            prefix_caching=int(self.prefix_caching),
+            unhashed_to_front=int(self.unhashed_to_front),
+            load_beside=int(self.load_beside),
+            policy=SLORA if self.declared_output else VLLM,
+        )
+
+
+_VLLM_0_32 = ServingRules(
+    "vllm-0.32-sync",
+    prefix_caching=True,
+    unhashed_to_front=True,
+    reserve_full_sequence=True,
+    lone_prefill_exempt=True,
+)
 
 RULES: tuple[ServingRules, ...] = (
-    ServingRules("vllm-0.8"),
-    ServingRules("vllm-0.11", reverse_set_aside=True),
+    ServingRules("vllm-0.8", prefix_caching=True),
+    ServingRules("vllm-0.11", prefix_caching=True, reverse_set_aside=True),
+    _VLLM_0_32,
+    replace(_VLLM_0_32, name="vllm-0.32-async", async_scheduling=True),
+    replace(_VLLM_0_32, name="capplan", load_beside=True),
+    ServingRules("slora", declared_output=True),
 )
 """Every named set of rules; sources in the docstring of `capplan.serving.scheduler`."""
 

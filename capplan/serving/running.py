@@ -6,18 +6,25 @@ so counting rows by `(computed - since) mod block_size` tells the blocks of a wh
 
 from __future__ import annotations
 
+from capplan.compile import inner
 from capplan.serving.adapters import release_adapter
-from capplan.serving.compile import jit
 from capplan.serving.heap import heap_push, heap_remove
+from capplan.serving.links import links_remove, ring_append
+from capplan.serving.prefix import leave_blocks
 from capplan.serving.queue import push_front
 from capplan.serving.state import (
+    ENDING,
     FREE_BLOCKS,
+    FRESH_ROW,
     KV_TOKENS,
     N_DECODING,
+    N_ENDING,
     N_FREE_ROWS,
+    N_GONE,
     N_PREEMPTED,
     N_RUNNING,
     N_STALLED,
+    N_WAITING,
     NONE,
     RUN_HEAD,
     RUN_TAIL,
@@ -27,114 +34,169 @@ from capplan.serving.state import (
 )
 
 
-@jit
+@inner
 def blocks_for(tokens: int, block_size: int) -> int:
     """Return the number of KV blocks that hold `tokens`."""
     return (tokens + block_size - 1) // block_size
 
 
-@jit
+@inner
 def computed_tokens(state: State, row: int) -> int:
     """Return the tokens of `row` with valid KV."""
-    if state.since[row] == NONE:
-        return state.computed[row]
-    return state.computed[row] + state.counters[TICK] - state.since[row]
+    if state.rows.since[row] < 0:
+        return state.rows.computed[row]
+    return state.rows.computed[row] + state.counters[TICK] - state.rows.since[row]
 
 
-@jit
+@inner
 def output_tokens(state: State, row: int) -> int:
     """Return the tokens that `row` has generated."""
-    if state.since[row] == NONE:
-        return state.output[row]
-    return state.output[row] + state.counters[TICK] - state.since[row]
+    if state.rows.since[row] < 0:
+        return state.rows.output[row]
+    return state.rows.output[row] + state.counters[TICK] - state.rows.since[row]
 
 
-@jit
+@inner
 def start_decoding(state: State, row: int) -> None:
     """Make a row that lacks exactly one token of its known sequence a decoding one, from this tick on."""
     c = state.counters
     tick = c[TICK]
-    state.since[row] = tick
-    state.phase[(state.computed[row] - tick) % state.phase.size] += 1
-    last_tick = tick + state.target[row] - state.output[row]
-    heap_push(state.finish, row, (last_tick << 32) | state.sequence[row])
+    state.rows.since[row] = tick
+    phase = (state.rows.computed[row] - tick) % state.phase.size
+    state.phase[phase] += 1
+    if state.pool.blocks.content.size > 0:
+        ring_append(state.in_phase, state.rows.request.size + phase, row)
+    last_tick = tick + state.rows.target[row] - state.rows.output[row]
+    heap_push(state.finish, row, (last_tick << 32) | state.rows.sequence[row])
     c[N_DECODING] += 1
 
 
-@jit
+@inner
 def stop_decoding(state: State, row: int) -> None:
     """Write down what a decoding row has computed and generated; it is partial from now on."""
     c = state.counters
-    state.phase[(state.computed[row] - state.since[row]) % state.phase.size] -= 1
-    steps = c[TICK] - state.since[row]
-    state.computed[row] += steps
-    state.output[row] += steps
-    state.since[row] = NONE
+    state.phase[(state.rows.computed[row] - state.rows.since[row]) % state.phase.size] -= 1
+    if state.pool.blocks.content.size > 0:
+        links_remove(state.in_phase, row)
+    steps = c[TICK] - state.rows.since[row]
+    state.rows.streak[row] = steps > 0 or state.rows.emitted[row] == c[TICK] - 1
+    state.rows.emitted[row] = c[TICK]
+    state.rows.computed[row] += steps
+    state.rows.output[row] += steps
+    state.rows.since[row] = NONE
     heap_remove(state.finish, row)
     c[N_DECODING] -= 1
 
 
-@jit
+@inner
 def append_running(state: State, row: int) -> None:
     """Put `row` at the end of the running order."""
     c = state.counters
     tail = c[RUN_TAIL]
-    state.previous[row] = tail
-    state.following[row] = NONE
+    state.rows.previous[row] = tail
+    state.rows.following[row] = NONE
     if tail == NONE:
         c[RUN_HEAD] = row
     else:
-        state.following[tail] = row
+        state.rows.following[tail] = row
     c[RUN_TAIL] = row
     c[N_RUNNING] += 1
 
 
-@jit
+@inner
 def _remove_running(state: State, row: int) -> None:
     c = state.counters
-    before, after = state.previous[row], state.following[row]
+    before, after = state.rows.previous[row], state.rows.following[row]
     if before == NONE:
         c[RUN_HEAD] = after
     else:
-        state.following[before] = after
+        state.rows.following[before] = after
     if after == NONE:
         c[RUN_TAIL] = before
     else:
-        state.previous[after] = before
+        state.rows.previous[after] = before
     c[N_RUNNING] -= 1
 
 
-@jit
-def leave_running(state: State, limits: Limits, row: int) -> None:
-    """Take a partial row out of the running order; its blocks and its use of the adapter end."""
+@inner
+def leave_running(state: State, limits: Limits, row: int, ended: bool) -> None:
+    """Take a row that does not decode out of the running order; its blocks become free."""
     c = state.counters
-    c[FREE_BLOCKS] += blocks_for(state.computed[row], limits.block_size)
-    c[KV_TOKENS] -= state.computed[row]
+    if limits.prefix_caching:
+        c[FREE_BLOCKS] += leave_blocks(state, limits, row, _known_blocks(state, limits, row, ended), ended)
+    else:
+        c[FREE_BLOCKS] += blocks_for(state.rows.computed[row], limits.block_size)
     _remove_running(state, row)
-    release_adapter(state, state.adapter[row])
 
 
-@jit
+@inner
+def _known_blocks(state: State, limits: Limits, row: int, ended: bool) -> int:
+    """Return how many full blocks of a row the host has registered when the row leaves.
+
+    A block is registered once all its tokens are known to the host. In async scheduling the token of the step
+    before is still in flight when the next one is decided, so the block that it completed is not, yet.
+    """
+    tokens = state.rows.computed[row]
+    if limits.async_scheduling and not ended and state.rows.streak[row]:
+        tokens -= state.rows.emitted[row] == state.counters[TICK]
+    return tokens // limits.block_size
+
+
+@inner
 def preempt_last(state: State, limits: Limits) -> int:
     """Preempt the request admitted last: it loses its KV and waits before all others. Return its row."""
     c = state.counters
     row = c[RUN_TAIL]
-    if state.since[row] != NONE:
-        stop_decoding(state, row)
-        state.stalled[c[N_STALLED]] = row
-        c[N_STALLED] += 1
-    leave_running(state, limits, row)
-    state.computed[row] = 0
-    state.tokens[row] = 0
-    push_front(state, row)
-    state.preempted[c[N_PREEMPTED]] = row
+    state.lists.preempted[c[N_PREEMPTED]] = row
     c[N_PREEMPTED] += 1
+    if state.rows.since[row] == ENDING:
+        _preempt_ending(state, limits, row)
+        return int(row)
+    if state.rows.since[row] != NONE:
+        stop_decoding(state, row)
+        state.lists.stalled[c[N_STALLED]] = row
+        c[N_STALLED] += 1
+    leave_running(state, limits, row, False)
+    release_adapter(state, state.rows.adapter[row])
+    c[KV_TOKENS] -= state.rows.computed[row]
+    state.rows.computed[row] = 0
+    state.rows.tokens[row] = 0
+    push_front(state, row)
     return row
 
 
-@jit
+@inner
+def _preempt_ending(state: State, limits: Limits, row: int) -> None:
+    """Preempt a row whose last token is in flight: it waits until that token ends it, in this very step."""
+    c = state.counters
+    leave_running(state, limits, row, False)
+    kept = 0
+    for i in range(c[N_ENDING]):
+        if state.lists.ending[i] != row:
+            state.lists.ending[kept] = state.lists.ending[i]
+            kept += 1
+    c[N_ENDING] = kept
+    free_row(state, row)
+    c[N_WAITING] += 1
+    c[N_GONE] += 1
+
+
+@inner
 def free_row(state: State, row: int) -> None:
     """Hand the row of a finished request back for reuse."""
     c = state.counters
-    state.free_rows[c[N_FREE_ROWS]] = row
+    returned = c[N_FREE_ROWS] - (state.rows.size - c[FRESH_ROW])
+    state.rows.free_rows[returned] = row
     c[N_FREE_ROWS] += 1
+
+
+@inner
+def take_row(state: State) -> int:
+    """Return a row that no request has: one that was handed back, or the next that nobody ever had."""
+    c = state.counters
+    returned = c[N_FREE_ROWS] - (state.rows.size - c[FRESH_ROW])
+    c[N_FREE_ROWS] -= 1
+    if returned > 0:
+        return int(state.rows.free_rows[returned - 1])
+    c[FRESH_ROW] += 1
+    return int(c[FRESH_ROW] - 1)

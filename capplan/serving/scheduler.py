@@ -1,49 +1,48 @@
-"""vLLM's V1 scheduling rules: `submit`, `schedule`, `commit`.
+"""The serving rules, one step at a time: `submit`, `schedule`, `commit`.
 
-A step first serves running requests in the order of their admission, then admits waiting ones. There is no
-prefill or decode phase: every request just catches up with the tokens it knows, under one token budget per
-step. A running request that finds no KV block preempts the one admitted last; in a step with a preemption
-nobody is admitted. A waiting request whose adapter finds no slot is set aside and overtaken; one that finds
-no blocks stops the scan.
+vLLM's V1 rules: a step first serves running requests in the order of their admission, then admits waiting
+ones. There is no prefill or decode phase: every request just catches up with the tokens it knows, under one
+token budget per step. A running request that finds no KV block preempts the one admitted last; in a step with
+a preemption nobody is admitted. A waiting request whose adapter finds no slot is set aside and overtaken; one
+that finds no blocks stops the scan. In asynchronous scheduling a step is decided while the one before still
+runs, so the end of a request is seen one step later: its blocks and its place stay taken until then.
 
-Read off vLLM 0.8.5 to 0.32.0, ``vllm/v1/core/sched/scheduler.py``. Nothing here knows a clock.
+Read off vLLM 0.8.5 to 0.32.0, ``vllm/v1/core/sched/scheduler.py``; S-LoRA's rules are in
+`capplan.serving.slora`. Nothing here knows a clock.
 """
 
 from __future__ import annotations
 
-from capplan.serving.adapters import acquire_adapter
-from capplan.serving.compile import jit
-from capplan.serving.queue import END_OF_QUEUE, next_adapter, pop_head, push_back, reverse_set_aside
-from capplan.serving.running import (
-    append_running,
-    blocks_for,
-    free_row,
-    leave_running,
-    preempt_last,
-    start_decoding,
-    stop_decoding,
-)
+from capplan.compile import inner, jit
+from capplan.serving.adapters import release_adapter
+from capplan.serving.admission import admit_waiting
+from capplan.serving.prefix import same_answers
+from capplan.serving.queue import push_back
+from capplan.serving.running import free_row, leave_running, start_decoding, stop_decoding, take_row
+from capplan.serving.serve import prefill_cap, serve_running
+from capplan.serving.slora import drop_unused, remove_from_order, schedule_slora, slora_takes
 from capplan.serving.state import (
-    FREE_BLOCKS,
+    ENDING,
     KV_TOKENS,
-    N_ACTIVE,
     N_ADMITTED,
     N_DECODING,
+    N_ENDING,
     N_FINISHED,
     N_FIRST,
     N_FREE_ROWS,
+    N_GONE,
     N_LOADS,
     N_PARTIAL,
     N_PREEMPTED,
     N_RESUMED,
-    N_RUNNING,
     N_STALLED,
+    N_WAITING,
     NONE,
-    RUN_HEAD,
-    RUN_TAIL,
-    SEQUENCE,
+    SAME_ANSWERS,
+    SLORA,
     STEP_DECODES,
     STEP_TOKENS,
+    SUBMITTED,
     TICK,
     Limits,
     State,
@@ -51,21 +50,53 @@ from capplan.serving.state import (
 
 
 @jit
-def submit(state: State, limits: Limits, request: int, adapter: int, prompt: int, output: int) -> int:
-    """Queue a request and return its row; NONE when no row is free or the prompt leaves no room."""
+def submit(
+    state: State,
+    limits: Limits,
+    request: int,
+    adapter: int,
+    prompt: int,
+    output: int,
+    prefix: int = 0,
+    shared_tokens: int = 0,
+) -> int:
+    """Queue a request and return its row; NONE when no row is free or the request can never run.
+
+    Parameters
+    ----------
+    state, limits
+        The instance.
+    request
+        The caller's name for it.
+    adapter
+        Its adapter; 0 is the base model.
+    prompt, output
+        Tokens of the prompt, and tokens after which it ends.
+    prefix, shared_tokens
+        The first `shared_tokens` of the prompt are those of all requests of this adapter with this prefix.
+    """
     c = state.counters
     if c[N_FREE_ROWS] == 0 or prompt >= limits.max_model_len:
         return NONE
-    c[N_FREE_ROWS] -= 1
-    row = state.free_rows[c[N_FREE_ROWS]]
-    state.request[row] = request
-    state.adapter[row] = adapter
-    state.prompt[row] = prompt
-    state.target[row] = min(output, limits.max_model_len - prompt)
-    state.computed[row] = 0
-    state.output[row] = 0
-    state.since[row] = NONE
-    state.tokens[row] = 0
+    target = min(output, limits.max_model_len - prompt)
+    if limits.policy == SLORA and not slora_takes(state, limits, adapter, prompt, target):
+        return NONE
+    row = take_row(state)
+    state.rows.request[row] = request
+    state.rows.adapter[row] = adapter
+    state.rows.prompt[row] = prompt
+    state.rows.target[row] = target
+    state.rows.computed[row] = 0
+    state.rows.output[row] = 0
+    state.rows.since[row] = NONE
+    state.rows.emitted[row] = NONE
+    state.rows.place[row] = NONE
+    state.rows.tokens[row] = 0
+    state.rows.content[row] = c[SUBMITTED]
+    state.rows.prefix[row] = prefix * state.adapters.users.size + adapter
+    state.rows.shared[row] = min(shared_tokens, prompt)
+    c[SUBMITTED] += 1
+    c[SAME_ANSWERS] += same_answers(state, row)
     push_back(state, row)
     return row
 
@@ -79,156 +110,16 @@ def schedule(state: State, limits: Limits) -> int:
     """
     c = state.counters
     c[N_ADMITTED] = c[N_PREEMPTED] = c[N_STALLED] = c[N_LOADS] = 0
+    if limits.policy == SLORA:
+        c[STEP_TOKENS] = schedule_slora(state, limits)
+        return int(c[STEP_TOKENS])
     budget = limits.max_num_batched_tokens
-    if _order_matters(state, limits):
-        budget -= _serve_one_by_one(state, limits)
-    else:
-        budget -= _serve_together(state, limits)
+    cap = prefill_cap(state, limits)
+    budget -= serve_running(state, limits, cap)
     if c[N_PREEMPTED] == 0:
-        budget -= _admit(state, limits, budget)
+        budget -= admit_waiting(state, limits, cap, budget)
     c[STEP_TOKENS] = limits.max_num_batched_tokens - budget
-    return c[STEP_TOKENS]
-
-
-@jit
-def _wanted(state: State, limits: Limits, row: int) -> int:
-    """Return the tokens that a partial row could take in this step, budget aside."""
-    missing = state.prompt[row] + state.output[row] - state.computed[row]
-    if limits.long_prefill_tokens > 0:
-        missing = min(missing, limits.long_prefill_tokens)
-    return missing
-
-
-@jit
-def _order_matters(state: State, limits: Limits) -> bool:
-    """Tell whether running requests compete for tokens other than by "all decodes, then the last row"."""
-    c = state.counters
-    partial = c[N_PARTIAL]
-    if c[N_DECODING] > limits.max_num_batched_tokens:
-        return True
-    if partial == 0 or (partial == 1 and state.partial[0] == c[RUN_TAIL]):
-        return False
-    wanted = c[N_DECODING]
-    for i in range(partial):
-        wanted += _wanted(state, limits, state.partial[i])
-    return wanted > limits.max_num_batched_tokens or not _blocks_suffice(state, limits)
-
-
-@jit
-def _blocks_suffice(state: State, limits: Limits) -> bool:
-    """Tell whether every running request gets the blocks it wants, when the budget is no limit."""
-    c = state.counters
-    needed = state.phase[(-c[TICK]) % limits.block_size]
-    for i in range(c[N_PARTIAL]):
-        row = state.partial[i]
-        needed += _new_blocks(state, limits, row, _wanted(state, limits, row))
-    return needed <= c[FREE_BLOCKS]
-
-
-@jit
-def _new_blocks(state: State, limits: Limits, row: int, tokens: int) -> int:
-    held = blocks_for(state.computed[row], limits.block_size)
-    return blocks_for(state.computed[row] + tokens, limits.block_size) - held
-
-
-@jit
-def _serve_together(state: State, limits: Limits) -> int:
-    """Serve running requests together, decoding rows one token each, then partial rows. Return the tokens.
-
-    Where blocks lack, preempting from the end until the rest fits is what the scan in running order comes to:
-    a victim always stands at or behind the request that needs the block, so it has taken nothing in this step
-    yet.
-    """
-    c = state.counters
-    while True:
-        budget = limits.max_num_batched_tokens - c[N_DECODING]
-        needed = state.phase[(-c[TICK]) % limits.block_size]
-        for i in range(c[N_PARTIAL]):
-            row = state.partial[i]
-            tokens = min(_wanted(state, limits, row), budget)
-            state.tokens[row] = tokens
-            budget -= tokens
-            needed += _new_blocks(state, limits, row, tokens)
-        if needed <= c[FREE_BLOCKS]:
-            break
-        victim = preempt_last(state, limits)
-        if c[N_PARTIAL] > 0 and state.partial[c[N_PARTIAL] - 1] == victim:
-            c[N_PARTIAL] -= 1
-    c[FREE_BLOCKS] -= needed
-    c[STEP_DECODES] = c[N_DECODING]
-    return limits.max_num_batched_tokens - budget
-
-
-@jit
-def _serve_one_by_one(state: State, limits: Limits) -> int:
-    """Serve running requests one after the other, as vLLM's loop is written. Return the tokens."""
-    c = state.counters
-    row = c[RUN_HEAD]
-    c[N_PARTIAL] = 0
-    while row != NONE:
-        if state.since[row] != NONE:
-            stop_decoding(state, row)
-            state.stalled[c[N_STALLED]] = row
-            c[N_STALLED] += 1
-        state.tokens[row] = 0
-        state.partial[c[N_PARTIAL]] = row
-        c[N_PARTIAL] += 1
-        row = state.following[row]
-    c[STEP_DECODES] = 0
-    budget = limits.max_num_batched_tokens
-    at = 0
-    while at < c[N_PARTIAL] and budget > 0:
-        row = state.partial[at]
-        tokens = min(_wanted(state, limits, row), budget)
-        needed = _new_blocks(state, limits, row, tokens)
-        while needed > c[FREE_BLOCKS] and c[N_PARTIAL] > at:
-            preempt_last(state, limits)
-            c[N_PARTIAL] -= 1
-        if c[N_PARTIAL] == at:
-            break
-        c[FREE_BLOCKS] -= needed
-        state.tokens[row] = tokens
-        budget -= tokens
-        at += 1
-    return limits.max_num_batched_tokens - budget
-
-
-@jit
-def _admit(state: State, limits: Limits, budget: int) -> int:
-    """Admit waiting requests while tokens, places, slots and blocks last. Return the tokens given out."""
-    c = state.counters
-    left = budget
-    scanned_to = -END_OF_QUEUE
-    while left > 0 and c[N_RUNNING] < limits.max_num_seqs:
-        adapter = next_adapter(state, c[N_ACTIVE] < limits.max_loras)
-        if adapter == NONE:
-            scanned_to = END_OF_QUEUE
-            break
-        row = state.queue_head[adapter]
-        scanned_to = state.waiting_key[row]
-        tokens = min(_wanted(state, limits, row), left)
-        blocks = blocks_for(tokens, limits.block_size)
-        must_fit = blocks
-        if limits.reserve_full_sequence:
-            must_fit = blocks_for(state.prompt[row] + state.output[row], limits.block_size)
-        reserve = limits.watermark_blocks if c[N_RUNNING] > 0 else 0
-        if must_fit + reserve > c[FREE_BLOCKS]:
-            break
-        pop_head(state, adapter)
-        acquire_adapter(state, limits, adapter)
-        c[SEQUENCE] += 1
-        state.sequence[row] = c[SEQUENCE]
-        append_running(state, row)
-        c[FREE_BLOCKS] -= blocks
-        state.tokens[row] = tokens
-        state.partial[c[N_PARTIAL]] = row
-        c[N_PARTIAL] += 1
-        state.admitted[c[N_ADMITTED]] = row
-        c[N_ADMITTED] += 1
-        left -= tokens
-    if limits.reverse_set_aside:
-        reverse_set_aside(state, scanned_to)
-    return budget - left
+    return int(c[STEP_TOKENS])
 
 
 @jit
@@ -240,52 +131,90 @@ def commit(state: State, limits: Limits) -> None:
     one.
     """
     c = state.counters
-    c[TICK] += 1
+    _release_ended(state, limits)
+    if c[STEP_DECODES] > 0 or c[N_DECODING] == 0:  # S-LoRA's decoding rows pause while others prefill
+        c[TICK] += 1
     c[KV_TOKENS] += c[STEP_TOKENS]
     c[N_FIRST] = c[N_RESUMED] = c[N_FINISHED] = 0
     kept = 0
     for i in range(c[N_PARTIAL]):
-        row = state.partial[i]
-        state.computed[row] += state.tokens[row]
-        if state.tokens[row] == 0 or state.computed[row] < state.prompt[row] + state.output[row]:
-            state.partial[kept] = row
+        row = state.lists.partial[i]
+        state.rows.computed[row] += state.rows.tokens[row]
+        known = state.rows.prompt[row] + state.rows.output[row]
+        if state.rows.tokens[row] == 0 or state.rows.computed[row] < known:
+            state.lists.partial[kept] = row
             kept += 1
             continue
-        if state.output[row] == 0:
-            state.first[c[N_FIRST]] = row
+        if state.rows.output[row] == 0:
+            state.lists.first[c[N_FIRST]] = row
             c[N_FIRST] += 1
         else:
-            state.resumed[c[N_RESUMED]] = row
+            state.lists.resumed[c[N_RESUMED]] = row
             c[N_RESUMED] += 1
-        state.output[row] += 1
+        state.rows.output[row] += 1
         start_decoding(state, row)
     c[N_PARTIAL] = kept
-    _finish_due(state, limits)
+    _end_due(state, limits)
 
 
-@jit
-def _finish_due(state: State, limits: Limits) -> None:
+@inner
+def _release_ended(state: State, limits: Limits) -> None:
+    """Free what requests held whose last token came back while the next step was being decided."""
+    c = state.counters
+    for i in range(c[N_ENDING]):
+        row = state.lists.ending[i]
+        leave_running(state, limits, row, True)
+        free_row(state, row)
+    c[N_WAITING] -= c[N_GONE]
+    c[N_ENDING] = c[N_GONE] = 0
+
+
+@inner
+def _end_due(state: State, limits: Limits) -> None:
     """End the requests whose last token came in this step, oldest admission first."""
     c = state.counters
     heap = state.finish
-    while heap.size[0] > 0 and heap.key[heap.ids[0]] >> 32 == c[TICK]:
-        finish(state, limits, heap.ids[0])
+    while heap.size[0] > 0 and heap.items.key[heap.items.ids[0]] >> 32 == c[TICK]:
+        if limits.async_scheduling:
+            _await_end(state, heap.items.ids[0])
+        else:
+            finish(state, limits, heap.items.ids[0])
+    if limits.policy == SLORA and c[N_FINISHED] > 0:
+        drop_unused(state)
+
+
+@inner
+def _await_end(state: State, row: int) -> None:
+    """Stop scheduling a row whose last token is in flight; it keeps its blocks and its place for one step."""
+    c = state.counters
+    stop_decoding(state, row)
+    state.rows.since[row] = ENDING
+    release_adapter(state, state.rows.adapter[row])
+    c[KV_TOKENS] -= state.rows.computed[row]
+    state.lists.ending[c[N_ENDING]] = row
+    c[N_ENDING] += 1
+    state.lists.finished[c[N_FINISHED]] = row
+    c[N_FINISHED] += 1
 
 
 @jit
 def finish(state: State, limits: Limits, row: int) -> None:
     """End a running request between two steps: last token, stop token, or its client left."""
     c = state.counters
-    if state.since[row] != NONE:
+    if state.rows.since[row] != NONE:
         stop_decoding(state, row)
     else:
         kept = 0
         for i in range(c[N_PARTIAL]):
-            if state.partial[i] != row:
-                state.partial[kept] = state.partial[i]
+            if state.lists.partial[i] != row:
+                state.lists.partial[kept] = state.lists.partial[i]
                 kept += 1
         c[N_PARTIAL] = kept
-    leave_running(state, limits, row)
+    if limits.policy == SLORA:
+        remove_from_order(state, row)
+    leave_running(state, limits, row, True)
+    release_adapter(state, state.rows.adapter[row])
+    c[KV_TOKENS] -= state.rows.computed[row]
     free_row(state, row)
-    state.finished[c[N_FINISHED]] = row
+    state.lists.finished[c[N_FINISHED]] = row
     c[N_FINISHED] += 1

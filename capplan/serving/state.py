@@ -12,16 +12,17 @@ the batch or the queue.
 
 from __future__ import annotations
 
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import numpy as np
 from numpy.typing import NDArray
 
+from capplan.serving.blocks import BlockPool, new_pool
 from capplan.serving.heap import Heap, new_heap
-from capplan.serving.links import links_append, new_links
+from capplan.serving.links import new_links, new_rings
 
 # Positions in `State.counters`.
-TICK = 0  # steps committed so far
+TICK = 0  # steps committed so far in which decoding rows advanced
 SEQUENCE = 1  # admissions so far: the age of a running request
 BACK_KEY = 2  # next key at the back of the waiting queue (grows)
 FRONT_KEY = 3  # next key at its front (falls below zero)
@@ -48,10 +49,31 @@ N_LOADS = 21
 N_FIRST = 22
 N_RESUMED = 23
 N_FINISHED = 24
-N_COUNTERS = 25
+# Kept by some of the rules only.
+SUBMITTED = 25  # requests so far, which names the content of their blocks
+N_ENDING = 26  # async: running rows whose last token is not back yet
+N_CLAIMED = 27  # loads beside the batch: adapters under way, or there but not used yet
+N_HIT_TOKENS = 28  # prefix caching: tokens found instead of computed, so far
+SINCE_PREFILL = 29  # slora: decode steps since the last batch of prompts
+CAPACITY = 30  # usable KV blocks in all
+ADAPTER_PAGES = 31  # slora: KV blocks that adapters take
+SAME_ANSWERS = 32  # prefix caching: requests so far whose whole prompt was shared
+N_FREE_PLACES = 33
+FRESH_ROW = 34  # the next row that no request ever had
+N_GONE = 35  # async: rows preempted in this step whose last token was in flight; they count as waiting
+N_COUNTERS = 36
 
 NONE = -1
 """No row, no adapter."""
+ENDING = -2
+"""Stands in `since` for a row whose last token is in flight (async)."""
+
+NO_CLAIM = 0
+LOADING = 1  # an adapter on its way into a slot, beside the batch
+READY = 2  # ... and one that is there and keeps its slot until the request that asked for it runs
+
+VLLM = 0
+SLORA = 1
 
 
 class Limits(NamedTuple):
@@ -67,50 +89,96 @@ class Limits(NamedTuple):
     long_prefill_tokens: int
     reserve_full_sequence: int
     reverse_set_aside: int = 0
+    lone_prefill_exempt: int = 0
+    async_scheduling: int = 0
+    prefix_caching: int = 0
+    unhashed_to_front: int = 0
+    load_beside: int = 0
+    policy: int = VLLM
+
+
+def _fields(*names: str) -> np.dtype[np.void]:
+    return np.dtype([(name, np.int64) for name in names], align=True)
+
+
+_ROW = _fields(
+    "request",  # the caller's name for the request
+    "adapter",
+    "prompt",
+    "target",  # output tokens after which the request ends
+    "computed",  # tokens with valid KV (decoding rows: at tick `since`)
+    "output",  # tokens generated (decoding rows: at tick `since`)
+    "since",  # tick at which the row began to decode; NONE while partial or waiting
+    "sequence",  # when it was admitted
+    "tokens",  # partial rows: tokens in this step
+    "following",  # next row in the running list or in the adapter's waiting queue
+    "previous",  # previous row in the running list
+    "waiting_key",
+    "emitted",  # tick of the last token of a row that was interrupted
+    "streak",  # whether that row had a token in the step before, too
+    "content",  # names what only this request's blocks contain
+    "prefix",  # names the prefix that it shares with others
+    "shared",  # length of that prefix in tokens
+    "registered",  # its first blocks that are in the pool's index
+    "place",  # its line in the pool's table while it runs
+    "free_rows",  # not of this row: the stack of rows that no request has
+)
+_ADAPTER = _fields(
+    "queue_head",  # first and last waiting row
+    "queue_tail",
+    "users",  # rows that run, and claims
+    "resident",  # 1: in a GPU slot
+    "on_host",  # 1: in host memory
+    "claim",  # NO_CLAIM, LOADING or READY
+    "pages",  # slora: KV blocks that it takes
+    "loads",  # not of this adapter: those to copy into a slot in the last step
+    "load_from_disk",
+)
+_LISTS = _fields(
+    "partial",  # partial rows in running order
+    "ending",  # async: rows whose last token is not back yet
+    "due",  # prefix caching: rows that need a block in this step
+    "by_end",  # slora: running rows, those that end last first
+    # -- the last step --
+    "admitted",
+    "preempted",
+    "stalled",  # decoding rows that got no token in this step (preempted ones included)
+    "first",  # rows that emitted their first token
+    "resumed",  # rows that emitted a later token after having been stalled
+    "finished",
+)
+
+Records = np.recarray[Any, Any]
 
 
 class State(NamedTuple):
-    """One engine instance. Rows index the per-request arrays, adapter numbers the per-adapter ones."""
+    """One engine instance.
+
+    Numbers that belong together stand in one array of records: compiled code hands all arrays of a state from
+    function to function one by one, so few arrays are many times faster to compile and to call.
+    """
 
     counters: NDArray[np.int64]
-    # -- requests in flight, shape (rows,) --
-    request: NDArray[np.int64]  # the caller's name for the request
-    adapter: NDArray[np.int32]
-    prompt: NDArray[np.int32]
-    target: NDArray[np.int32]  # output tokens after which the request ends
-    computed: NDArray[np.int64]  # tokens with valid KV (decoding rows: at tick `since`)
-    output: NDArray[np.int64]  # tokens generated (decoding rows: at tick `since`)
-    since: NDArray[np.int64]  # tick at which the row began to decode; NONE while partial or waiting
-    sequence: NDArray[np.int64]  # when it was admitted
-    tokens: NDArray[np.int32]  # partial rows: tokens in this step
-    following: NDArray[np.int32]  # next row in the running list or in the adapter's waiting queue
-    previous: NDArray[np.int32]  # previous row in the running list
-    waiting_key: NDArray[np.int64]
-    free_rows: NDArray[np.int32]
-    # -- running --
-    partial: NDArray[np.int32]  # partial rows in running order
-    phase: NDArray[np.int64]  # (block_size,): decoding rows by (computed - since) mod block_size
-    finish: Heap  # decoding rows by (tick of their last token, admission)
-    # -- waiting: one queue per adapter, the queues of active and of inactive adapters in two heaps --
-    queue_head: NDArray[np.int32]
-    queue_tail: NDArray[np.int32]
+    rows: Records
+    """Requests in flight, shape (rows,); fields as in `_ROW`."""
+    adapters: Records
+    """Shape (adapters + 1,); fields as in `_ADAPTER`."""
+    lists: Records
+    """Lists of rows, each in a field of its own, as long as its counter says; fields as in `_LISTS`."""
+    phase: NDArray[np.int64]
+    """Shape (block_size,): decoding rows by (computed - since) mod block_size."""
+    finish: Heap
+    """Decoding rows by (tick of their last token, admission)."""
     hot: Heap
+    """Adapters with waiting requests that may be admitted without a new slot, by their first request ..."""
     cold: Heap
-    # -- adapters: users, residence, and idle ones from the least to the most recently used --
-    users: NDArray[np.int32]
-    resident: NDArray[np.int8]
-    on_host: NDArray[np.int8]
-    gpu_idle: NDArray[np.int32]  # (2, adapters + 2): links of the idle residents, sentinel last
-    host_idle: NDArray[np.int32]
-    # -- the last step --
-    admitted: NDArray[np.int32]
-    preempted: NDArray[np.int32]
-    stalled: NDArray[np.int32]  # decoding rows that got no token in this step (preempted ones included)
-    loads: NDArray[np.int32]  # adapters to copy into a GPU slot
-    load_from_disk: NDArray[np.int8]
-    first: NDArray[np.int32]  # rows that emitted their first token
-    resumed: NDArray[np.int32]  # rows that emitted a later token after having been stalled
-    finished: NDArray[np.int32]
+    """... and those that need one."""
+    gpu_idle: NDArray[np.int64]
+    """Links of the residents that nobody uses, least recently used first, shape (2, adapters + 2)."""
+    host_idle: NDArray[np.int64]
+    pool: BlockPool
+    in_phase: NDArray[np.int64]
+    """Prefix caching: decoding rows listed by phase, shape (2, rows + block_size)."""
 
 
 def new_state(rows: int, adapters: int, num_blocks: int, limits: Limits) -> State:
@@ -134,51 +202,32 @@ def new_state(rows: int, adapters: int, num_blocks: int, limits: Limits) -> Stat
     """
     running = max(1, min(rows, limits.max_num_seqs))
     counters = np.zeros(N_COUNTERS, np.int64)
-    counters[FREE_BLOCKS] = num_blocks
+    counters[FREE_BLOCKS] = counters[CAPACITY] = num_blocks
     counters[N_FREE_ROWS] = rows
     counters[FRONT_KEY] = -1
     counters[RUN_HEAD] = counters[RUN_TAIL] = NONE
-    on_host = np.zeros(adapters + 1, np.int8)
-    host_idle = new_links(adapters + 1)
     first_on_host = max(1, adapters - limits.max_cpu_loras + 1)
-    for adapter in range(first_on_host, adapters + 1):
-        on_host[adapter] = 1
-        links_append(host_idle, adapter)
     counters[N_ON_HOST] = adapters + 1 - first_on_host
-
+    records = np.zeros(adapters + 1, _ADAPTER).view(np.recarray)
+    records.queue_head = records.queue_tail = NONE
+    records.on_host[first_on_host:] = 1
+    cached = limits.prefix_caching
+    counters[N_FREE_PLACES] = running if cached else 0
     return State(
         counters=counters,
-        request=np.zeros(rows, np.int64),
-        adapter=np.zeros(rows, np.int32),
-        prompt=np.zeros(rows, np.int32),
-        target=np.zeros(rows, np.int32),
-        computed=np.zeros(rows, np.int64),
-        output=np.zeros(rows, np.int64),
-        since=np.full(rows, NONE, np.int64),
-        sequence=np.zeros(rows, np.int64),
-        tokens=np.zeros(rows, np.int32),
-        following=np.full(rows, NONE, np.int32),
-        previous=np.full(rows, NONE, np.int32),
-        waiting_key=np.zeros(rows, np.int64),
-        free_rows=np.arange(rows - 1, -1, -1, dtype=np.int32),
-        partial=np.zeros(running, np.int32),
+        rows=np.zeros(rows, _ROW).view(np.recarray),
+        adapters=records,
+        lists=np.zeros(running, _LISTS).view(np.recarray),
         phase=np.zeros(limits.block_size, np.int64),
         finish=new_heap(rows),
-        queue_head=np.full(adapters + 1, NONE, np.int32),
-        queue_tail=np.full(adapters + 1, NONE, np.int32),
         hot=new_heap(adapters + 1),
         cold=new_heap(adapters + 1),
-        users=np.zeros(adapters + 1, np.int32),
-        resident=np.zeros(adapters + 1, np.int8),
-        on_host=on_host,
         gpu_idle=new_links(adapters + 1),
-        host_idle=host_idle,
-        admitted=np.zeros(running, np.int32),
-        preempted=np.zeros(running, np.int32),
-        stalled=np.zeros(running, np.int32),
-        loads=np.zeros(adapters + 1, np.int32),
-        load_from_disk=np.zeros(adapters + 1, np.int8),
-        first=np.zeros(running, np.int32),
-        resumed=np.zeros(running, np.int32),
-        finished=np.zeros(running, np.int32),
+        host_idle=new_links(adapters + 1, first_on_host),
+        pool=new_pool(
+            blocks=num_blocks if cached else 0,
+            places=running if cached else 0,
+            blocks_per_request=-(-limits.max_model_len // limits.block_size) if cached else 0,
+        ),
+        in_phase=new_rings(rows if cached else 0, limits.block_size),
     )

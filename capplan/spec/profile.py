@@ -71,6 +71,9 @@ class Engine(SpecModel):
     rules: str = Field(description="name of its serving rules, such as vllm-0.8")
     kernel: Kernel = Field(default=Kernel.VLLM, description="which rank its LoRA kernels pay for")
     block_size: Count = Field(default=16, description="tokens of one KV block")
+    prefix_caching: bool | None = Field(
+        default=None, description="whether it kept KV of shared prompt beginnings; absent: as its rules do"
+    )
     lora_extra_vocab: Annotated[int, Field(ge=0)] = Field(
         default=0, description="extra vocabulary rows per slot (vLLM up to 0.11: 256)"
     )
@@ -140,6 +143,11 @@ class Profile(SpecModel):
     memory: FittedModel = Field(description="KV tokens beside weights and adapter slots")
     loading: FittedModel = Field(description="milliseconds until an adapter is on the host and in a slot")
     host: FittedModel = Field(description="milliseconds a request spends outside engine steps")
+    length_correlation: Annotated[float, Field(gt=-1, lt=1)] = Field(
+        default=0.0,
+        description="correlation of prompt and output length (normal scores) in the requests it was measured "
+        "with; taken where a workload does not state its own",
+    )
     provenance: Provenance
 
     def require_model(self, base_model: str) -> None:

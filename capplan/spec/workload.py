@@ -54,7 +54,8 @@ class Adapter(AdapterFields):
 
 
 LENGTH_CORRELATION = (
-    "Correlation of a request's prompt and output length, between their normal scores; 0: independent."
+    "Correlation of a request's prompt and output length, between their normal scores; 0: independent; "
+    "absent: as in the requests that the profile was measured with."
 )
 STICKINESS = "Requests that repeat an adapter asked for just before; absent: none do so on purpose."
 Correlation = Annotated[
@@ -103,7 +104,7 @@ class Workload(PlanningWishes):
     output_tokens: Lengths = Field(description="Output lengths of adapters without their own.")
     arrivals: ArrivalProcess = Field(Arrivals.POISSON, description="Arrival process of each adapter.")
     stickiness: Stickiness | None = Field(None, description=STICKINESS)
-    length_correlation: Correlation = Field(0.0, description=LENGTH_CORRELATION)
+    length_correlation: Correlation | None = Field(None, description=LENGTH_CORRELATION)
     shared_prefix_tokens: Natural = Field(0, description="Tokens all prompts of an adapter begin with.")
     length_pairs: SkipJsonSchema[LengthPairs | None] = Field(
         None, description="Lengths drawn in pairs, for adapters without any lengths of their own."
@@ -132,7 +133,7 @@ class Workload(PlanningWishes):
 
     @model_validator(mode="after")
     def _one_dependence_of_lengths(self) -> Self:
-        if self.length_pairs is not None and self.length_correlation != 0:
+        if self.length_pairs is not None and self.length_correlation:
             key = ("length_correlation",)
             raise broken("does not go with length_pairs", key=key, value=self.length_correlation)
         return self
@@ -192,11 +193,9 @@ class Workload(PlanningWishes):
         """Return the SHA-256 of the canonical JSON, in hexadecimal; the same on every machine.
 
         The plan in force is left out, and of a profile's path only the file name counts. Fields that came
-        after the first release count when they say something: plans of before keep their digests.
+        after the first release count when they are given: plans of before keep their digests.
         """
         document = self.model_dump(mode="json", exclude={"previous_plan"}, exclude_none=True)
-        if self.length_correlation == 0:
-            del document["length_correlation"]
         for holder in (document, *document["pools"]):
             holder["profile"] = _portable(holder.get("profile"))
         text = json.dumps(document, sort_keys=True, separators=(",", ":"), ensure_ascii=True, allow_nan=False)

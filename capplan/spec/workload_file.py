@@ -123,7 +123,7 @@ class RequestsEntry(SpecModel):
     )
     arrivals: ArrivalProcess = Field(Arrivals.POISSON, description="Arrival process of each adapter.")
     stickiness: Stickiness | None = Field(None, description=STICKINESS)
-    length_correlation: Correlation = Field(0.0, description=LENGTH_CORRELATION)
+    length_correlation: Correlation | None = Field(None, description=LENGTH_CORRELATION)
     shared_prefix_tokens: Natural = Field(0, description="Tokens all prompts of an adapter begin with.")
 
 
@@ -206,7 +206,7 @@ class WorkloadFile(PlanningWishes):
 
     def _check_lengths(self) -> None:
         joint = self.requests.lengths_from is not None
-        if joint and self.requests.length_correlation != 0:
+        if joint and self.requests.length_correlation:
             at = ("requests", "length_correlation")
             raise broken("does not go with lengths_from", key=at, value=self.requests.length_correlation)
         for name in ("prompt_tokens", "output_tokens"):

@@ -5,11 +5,11 @@ from __future__ import annotations
 from typing import Any
 
 import numpy as np
-from numpy.typing import NDArray
 
 from capplan.serving import NONE, Limits, State
 from capplan.serving import state as s
 from capplan.serving.heap import Heap
+from capplan.testing.blocks import check_pool, links_members
 
 
 def check_integrity(state: State, limits: Limits, num_blocks: int) -> None:
@@ -34,6 +34,8 @@ def check_integrity(state: State, limits: Limits, num_blocks: int) -> None:
     waiting = waiting_rows(state)
     _check_rows(state, running, waiting)
     _check_blocks(state, limits, num_blocks, running)
+    if limits.prefix_caching:
+        check_pool(state, limits, running)
     _check_decoding(state, limits, running)
     _check_queues(state, waiting)
     _check_adapters(state, limits, running)
@@ -45,7 +47,7 @@ def running_rows(state: State) -> list[int]:
     rows = _follow(state, int(state.counters[s.RUN_HEAD]))
     before = NONE
     for row in rows:
-        _same("previous running row", state.previous[row], before)
+        _same("previous running row", state.rows.previous[row], before)
         before = row
     _same("last running row", state.counters[s.RUN_TAIL], before)
     return rows
@@ -54,65 +56,80 @@ def running_rows(state: State) -> list[int]:
 def waiting_rows(state: State) -> list[int]:
     """Return the waiting rows in queue order."""
     rows = []
-    for adapter, head in enumerate(state.queue_head):
+    for adapter, head in enumerate(state.adapters.queue_head):
         queue = _follow(state, int(head))
-        _same(f"tail of queue {adapter}", state.queue_tail[adapter], queue[-1] if queue else NONE)
-        _same(f"adapters in queue {adapter}", {int(state.adapter[r]) for r in queue} - {adapter}, set())
+        _same(f"tail of queue {adapter}", state.adapters.queue_tail[adapter], queue[-1] if queue else NONE)
+        _same(f"adapters in queue {adapter}", {int(state.rows.adapter[r]) for r in queue} - {adapter}, set())
         rows += queue
-    return sorted(rows, key=lambda row: int(state.waiting_key[row]))
+    return sorted(rows, key=lambda row: int(state.rows.waiting_key[row]))
 
 
 def computed(state: State, row: int) -> int:
     """Return the tokens of `row` with valid KV."""
-    return int(state.computed[row]) + _decoded(state, row)
+    return int(state.rows.computed[row]) + _decoded(state, row)
 
 
 def _decoded(state: State, row: int) -> int:
-    since = int(state.since[row])
-    return 0 if since == NONE else int(state.counters[s.TICK]) - since
+    since = int(state.rows.since[row])
+    return 0 if since < 0 else int(state.counters[s.TICK]) - since
+
+
+def _ending(state: State) -> list[int]:
+    return [int(row) for row in state.lists.ending[: state.counters[s.N_ENDING]]]
 
 
 def _follow(state: State, row: int) -> list[int]:
     rows = []
     while row != NONE:
         rows.append(row)
-        assert len(rows) <= state.following.size, "a list of rows runs in a circle"
-        row = int(state.following[row])
+        assert len(rows) <= state.rows.following.size, "a list of rows runs in a circle"
+        row = int(state.rows.following[row])
     return rows
 
 
 def _check_rows(state: State, running: list[int], waiting: list[int]) -> None:
     c = state.counters
-    free = [int(row) for row in state.free_rows[: c[s.N_FREE_ROWS]]]
-    _same("rows running, waiting and free", sorted(running + waiting + free), list(range(state.request.size)))
+    fresh = list(range(int(c[s.FRESH_ROW]), state.rows.size))
+    free = fresh + [int(row) for row in state.rows.free_rows[: c[s.N_FREE_ROWS] - len(fresh)]]
+    everyone = sorted(running + waiting + free)
+    _same("rows running, waiting and free", everyone, list(range(state.rows.size)))
+    ending = [row for row in running if state.rows.since[row] == s.ENDING]
+    _same("ending rows", sorted(_ending(state)), sorted(ending))
     _same("number of running rows", c[s.N_RUNNING], len(running))
     _same("number of waiting rows", c[s.N_WAITING], len(waiting))
-    ages = [int(state.sequence[row]) for row in running]
+    ages = [int(state.rows.sequence[row]) for row in running]
     _same("ages of running rows", ages, sorted(set(ages)))
     for row in waiting:
         _same(f"computed tokens of waiting row {row}", computed(state, row), 0)
 
 
 def _check_blocks(state: State, limits: Limits, num_blocks: int, running: list[int]) -> None:
-    held = [computed(state, row) for row in running]
-    blocks = sum(-(-tokens // limits.block_size) for tokens in held)
-    _same("free and held blocks", state.counters[s.FREE_BLOCKS] + blocks, num_blocks)
-    assert state.counters[s.FREE_BLOCKS] >= 0, "more blocks held than there are"
-    _same("KV tokens", state.counters[s.KV_TOKENS], sum(held))
-    for row, tokens in zip(running, held, strict=True):
+    c = state.counters
+    held = {row: computed(state, row) for row in running}
+    resident_pages = sum(
+        int(state.adapters.pages[a]) for a in range(state.adapters.pages.size) if state.adapters.resident[a]
+    )
+    _same("pages of adapters", c[s.ADAPTER_PAGES], resident_pages)
+    if not limits.prefix_caching:
+        blocks = sum(-(-tokens // limits.block_size) for tokens in held.values())
+        _same("free and held blocks", c[s.FREE_BLOCKS] + blocks + resident_pages, num_blocks)
+    assert c[s.FREE_BLOCKS] >= 0, "more blocks held than there are"
+    reading = [tokens for row, tokens in held.items() if state.rows.since[row] != s.ENDING]
+    _same("KV tokens", c[s.KV_TOKENS], sum(reading))
+    for row, tokens in held.items():
         assert tokens < limits.max_model_len, f"row {row} outgrew max_model_len"
 
 
 def _check_decoding(state: State, limits: Limits, running: list[int]) -> None:
     c = state.counters
-    decoding = [row for row in running if state.since[row] != NONE]
-    partial = [row for row in running if state.since[row] == NONE]
-    _same("partial rows", [int(row) for row in state.partial[: c[s.N_PARTIAL]]], partial)
+    decoding = [row for row in running if state.rows.since[row] >= 0]
+    partial = [row for row in running if state.rows.since[row] == NONE]
+    _same("partial rows", [int(row) for row in state.lists.partial[: c[s.N_PARTIAL]]], partial)
     _same("number of decoding rows", c[s.N_DECODING], len(decoding))
     phase = np.zeros(limits.block_size, np.int64)
     for row in decoding:
-        phase[(state.computed[row] - state.since[row]) % limits.block_size] += 1
-        known = int(state.prompt[row] + state.output[row]) + _decoded(state, row)
+        phase[(state.rows.computed[row] - state.rows.since[row]) % limits.block_size] += 1
+        known = int(state.rows.prompt[row] + state.rows.output[row]) + _decoded(state, row)
         _same(f"tokens that decoding row {row} lacks", known - computed(state, row), 1)
     _same("phases", state.phase.tolist(), phase.tolist())
     due = {row: _due(state, row) for row in decoding}
@@ -121,37 +138,42 @@ def _check_decoding(state: State, limits: Limits, running: list[int]) -> None:
 
 
 def _due(state: State, row: int) -> int:
-    last_tick = int(state.since[row]) + int(state.target[row]) - int(state.output[row])
-    return (last_tick << 32) | int(state.sequence[row])
+    last_tick = int(state.rows.since[row]) + int(state.rows.target[row]) - int(state.rows.output[row])
+    return (last_tick << 32) | int(state.rows.sequence[row])
 
 
 def _check_queues(state: State, waiting: list[int]) -> None:
     heads: dict[int, int] = {}
     for row in waiting:
-        heads.setdefault(int(state.adapter[row]), int(state.waiting_key[row]))
-    hot = {a: key for a, key in heads.items() if a == 0 or state.users[a] > 0}
+        heads.setdefault(int(state.rows.adapter[row]), int(state.rows.waiting_key[row]))
+    listed = {a: key for a, key in heads.items() if state.adapters.claim[a] != s.LOADING}
+    hot = {a: key for a, key in listed.items() if a == 0 or state.adapters.users[a] > 0}
     _check_heap("hot", state.hot, hot)
-    _check_heap("cold", state.cold, {a: key for a, key in heads.items() if a not in hot})
+    _check_heap("cold", state.cold, {a: key for a, key in listed.items() if a not in hot})
 
 
 def _check_heap(name: str, heap: Heap, members: dict[int, int]) -> None:
-    ids = [int(i) for i in heap.ids[: heap.size[0]]]
+    ids = [int(i) for i in heap.items.ids[: heap.size[0]]]
     _same(f"members of heap {name}", sorted(ids), sorted(members))
-    _same(f"keys of heap {name}", {i: int(heap.key[i]) for i in ids}, members)
-    _same(f"positions in heap {name}", [int(heap.position[i]) for i in ids], list(range(len(ids))))
-    _same(f"number of positions in heap {name}", int((heap.position >= 0).sum()), len(ids))
+    _same(f"keys of heap {name}", {i: int(heap.items.key[i]) for i in ids}, members)
+    positions = [int(heap.items.position[i]) for i in ids]
+    _same(f"positions in heap {name}", positions, list(range(1, len(ids) + 1)))
+    _same(f"number of positions in heap {name}", int((heap.items.position > 0).sum()), len(ids))
     for at, member in enumerate(ids[1:], start=1):
         assert members[ids[(at - 1) // 2]] < members[member], f"heap {name} is out of order"
 
 
 def _check_adapters(state: State, limits: Limits, running: list[int]) -> None:
     c = state.counters
-    adapters = range(1, state.users.size)
-    users = np.bincount([int(state.adapter[row]) for row in running], minlength=state.users.size)
-    _same("users of adapters", state.users[1:].tolist(), users[1:].tolist())
+    adapters = range(1, state.adapters.users.size)
+    using = [int(state.rows.adapter[row]) for row in running if state.rows.since[row] != s.ENDING]
+    claims = state.adapters.claim != s.NO_CLAIM
+    users = np.bincount(using, minlength=state.adapters.users.size) + claims
+    _same("users of adapters", state.adapters.users[1:].tolist(), users[1:].tolist())
+    _same("claims on slots", c[s.N_CLAIMED], int(claims.sum()))
     active = {a for a in adapters if users[a] > 0}
-    resident = {a for a in adapters if state.resident[a]}
-    on_host = {a for a in adapters if state.on_host[a]}
+    resident = {a for a in adapters if state.adapters.resident[a]}
+    on_host = {a for a in adapters if state.adapters.on_host[a]}
     for name, counter, members in (
         ("active", s.N_ACTIVE, active),
         ("resident", s.N_RESIDENT, resident),
@@ -163,29 +185,14 @@ def _check_adapters(state: State, limits: Limits, running: list[int]) -> None:
     )
     assert len(resident) <= limits.max_loras, "more adapters resident than slots"
     assert len(on_host) <= max(limits.max_cpu_loras, 0), "more adapters on the host than max_cpu_loras"
-    _same("idle residents", set(_links(state.gpu_idle)), resident - active)
-    _same("idle on host", set(_links(state.host_idle)), on_host - active)
-
-
-def _links(links: NDArray[np.int32]) -> list[int]:
-    before, after = links
-    sentinel = before.size - 1
-    members: list[int] = []
-    at = int(after[sentinel])
-    _same("link back to the sentinel", before[at], sentinel)
-    while at != sentinel:
-        members.append(at)
-        assert len(members) < before.size, "links run in a circle"
-        _same(f"link back to {at}", before[after[at]], at)
-        at = int(after[at])
-    unlisted = np.setdiff1d(np.arange(sentinel), members)
-    assert np.all(links[:, unlisted] == -1), "an unlisted member has links"
-    return members
+    _same("idle residents", set(links_members(state.gpu_idle)), resident - active)
+    _same("idle on host", set(links_members(state.host_idle)), on_host - active)
 
 
 def _check_last_step(state: State, limits: Limits, running: list[int]) -> None:
     c = state.counters
-    assert 0 <= c[s.STEP_TOKENS] <= limits.max_num_batched_tokens, "the step exceeded its token budget"
+    if limits.policy != s.SLORA or c[s.STEP_DECODES] == 0:  # whose decoding batch no token budget bounds
+        assert 0 <= c[s.STEP_TOKENS] <= limits.max_num_batched_tokens, "the step exceeded its token budget"
     assert len(running) <= limits.max_num_seqs, "more requests run than max_num_seqs"
     assert c[s.N_PREEMPTED] == 0 or c[s.N_ADMITTED] == 0, "a step preempted and admitted"
 

@@ -1,4 +1,4 @@
-"""Arrivals of every adapter under any process but the plain Poisson one, which has a shorter way."""
+"""Arrivals of every adapter: of the plain Poisson process in compiled code, of all others in arrays."""
 
 from __future__ import annotations
 
@@ -8,10 +8,13 @@ from typing import Final
 import numpy as np
 from numpy.typing import NDArray
 
+from capplan.compile import jit
 from capplan.spec import Arrivals, Renewal, Unpredictable, Workload
 from capplan.workload.modulation import clock
 from capplan.workload.renewal import Floats, GapLaw, Owners, gap_law, renewals
+from capplan.workload.streams import exponential, uniform
 
+NS_PER_S: Final = 1_000_000_000
 _LARGEST_EXPONENT: Final = 700.0  # e to it is still a floating-point number
 
 
@@ -91,34 +94,67 @@ def _law_of_cells(process: Unpredictable, rates_rps: Floats, *, lognormal: bool)
     return GapLaw(1.0, gaps, gaps), np.ones(len(rates_rps))
 
 
+def poisson_arrivals(key: np.uint64, rate_rps: float, horizon_ns: int) -> NDArray[np.int64]:
+    """Return the times of a Poisson process in [0, `horizon_ns`), sorted, in nanoseconds.
+
+    A longer horizon adds arrivals behind these and changes none of them.
+    """
+    if rate_rps == 0:
+        return np.zeros(0, np.int64)
+    mean_gap_ns = NS_PER_S / rate_rps
+    expected = horizon_ns / mean_gap_ns
+    room = math.ceil(expected + 8 * math.sqrt(expected)) + 32
+    while True:
+        arrival_ns = np.empty(room, np.int64)
+        count = _fill_poisson(arrival_ns, key, mean_gap_ns, horizon_ns)
+        if count < room:  # so it is but for one draw in 1e14
+            return arrival_ns[:count]
+        room *= 2
+
+
+@jit
+def _fill_poisson(arrival_ns: NDArray[np.int64], key: np.uint64, mean_gap_ns: float, horizon_ns: int) -> int:
+    """Write arrivals until the horizon, or until there is no room left, and return their number."""
+    time_ns = 0.0
+    for i in range(arrival_ns.size):
+        time_ns += exponential(key, i) * mean_gap_ns
+        if time_ns >= horizon_ns:
+            return i
+        arrival_ns[i] = int(time_ns)
+    return arrival_ns.size
+
+
+@jit
 def repeat_recent(
-    adapter: NDArray[np.int32], repeats: NDArray[np.bool_], uniform: Floats, last: int
-) -> NDArray[np.int32]:
-    """Return the adapters asked for when the requests marked in ``repeats`` repeat a recent one.
+    adapter: NDArray[np.int32],
+    recent: NDArray[np.int32],
+    probability: float,
+    repetitions: np.uint64,
+    repeated: np.uint64,
+) -> None:
+    """Let requests repeat one of the adapters asked for last, each of them equally likely.
 
     Parameters
     ----------
     adapter : ndarray of int32, shape (n,)
-        Adapter of each request that does not repeat.
-    repeats : ndarray of bool, shape (n,)
-        Which requests repeat one of the ``last`` adapters asked for last, each of them equally likely.
-    uniform : ndarray of float64, shape (n,)
-        Numbers of [0, 1) that choose among them.
+        Adapter of each request that does not repeat; changed in place.
+    recent : ndarray of int32, shape (last,)
+        Room for the adapters asked for last.
+    probability : float
+        Of a repetition.
+    repetitions, repeated : uint64
+        Streams that say which requests repeat, and which adapter.
     """
-    if last == 1:  # every request asks what the last one did that was free to choose
-        source = np.where(repeats, 0, np.arange(len(adapter)))
-        return adapter[np.maximum.accumulate(source)]
-    recent: list[int] = []
-    result = adapter.tolist()
-    for position, (chosen, again, choice) in enumerate(
-        zip(result, repeats.tolist(), uniform.tolist(), strict=True)
-    ):
-        if again and recent:
-            chosen = recent[int(choice * len(recent))]
-            result[position] = chosen
-        if chosen in recent:
-            recent.remove(chosen)
-        elif len(recent) == last:
-            recent.pop()
-        recent.insert(0, chosen)
-    return np.array(result, dtype=np.int32)
+    known = 0
+    for i in range(adapter.size):
+        if known > 0 and uniform(repetitions, i) < probability:
+            adapter[i] = recent[int(uniform(repeated, i) * known)]
+        at = 0
+        while at < known and recent[at] != adapter[i]:
+            at += 1
+        if at == known:
+            known = min(known + 1, recent.size)
+            at = known - 1
+        for later in range(at, 0, -1):
+            recent[later] = recent[later - 1]
+        recent[0] = adapter[i]

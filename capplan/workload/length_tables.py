@@ -12,7 +12,8 @@ from numpy.typing import NDArray
 
 from capplan.errors import InputError
 from capplan.spec import Lengths
-from capplan.workload.discrete import Discrete, discrete, invert
+from capplan.workload.copula import over_scores
+from capplan.workload.discrete import Discrete, discrete, fill_inverted
 from capplan.workload.gamma import gamma_probabilities
 
 _CONSTANT_STD: Final = 0.5  # tokens; with less spread, rounding decides everything
@@ -26,7 +27,6 @@ class LengthTable(NamedTuple):
     """Lengths that occur, ascending."""
     probabilities: NDArray[np.float64]
     """Probability of each; they sum to 1."""
-    inverse: Discrete
 
     @property
     def mean_tokens(self) -> float:
@@ -40,7 +40,10 @@ class LengthTable(NamedTuple):
 
     def draw(self, uniform: NDArray[np.float64]) -> NDArray[np.int32]:
         """Return the length at each number of [0, 1) of the inverse distribution."""
-        return self.tokens[invert(self.inverse, uniform)]
+        drawn = np.empty(len(uniform), np.int32)
+        only = np.zeros(len(uniform), np.int32)
+        fill_inverted(drawn, discrete([(self.tokens, self.probabilities)]), only, uniform)
+        return drawn
 
 
 @lru_cache(maxsize=1024)
@@ -64,7 +67,21 @@ def length_table(lengths: Lengths, max_model_len: int) -> LengthTable:
         tokens, weights = tokens[: last + 1], np.append(weights[:last], weights[last:].sum())
     kept = weights > _NEVER * weights.sum()
     tokens, probabilities = tokens[kept], weights[kept] / weights[kept].sum()
-    return LengthTable(tokens.astype(np.int32), probabilities, discrete(probabilities))
+    return LengthTable(tokens.astype(np.int32), probabilities)
+
+
+@lru_cache(maxsize=64)
+def length_draws(lengths: tuple[Lengths, ...], max_model_len: int, longest: int) -> Discrete:
+    """Return these distributions on [1, ``max_model_len``], then cut to ``longest``, ready to draw from."""
+    tables = [length_table(each, max_model_len) for each in lengths]
+    return discrete([(np.minimum(table.tokens, np.int32(longest)), table.probabilities) for table in tables])
+
+
+@lru_cache(maxsize=64)
+def length_draws_over_scores(lengths: tuple[Lengths, ...], max_model_len: int) -> Discrete:
+    """Return these distributions on [1, ``max_model_len``], ready to draw from at normal scores."""
+    tables = [length_table(each, max_model_len) for each in lengths]
+    return discrete([(table.tokens, table.probabilities) for table in tables], over_scores)
 
 
 def _weights(lengths: Lengths, limit: int) -> tuple[NDArray[np.int64], NDArray[np.float64]]:

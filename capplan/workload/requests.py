@@ -4,21 +4,23 @@ from __future__ import annotations
 
 import math
 from functools import lru_cache
-from typing import Final, NamedTuple
+from typing import Final, NamedTuple, TypeAlias
 
 import numpy as np
 from numpy.typing import NDArray
-from scipy.special import ndtr, ndtri
 
 from capplan.errors import InputError
 from capplan.spec import Arrivals, Lengths, Stickiness, Trace, Workload
-from capplan.workload.arrivals import draw_arrivals, repeat_recent
-from capplan.workload.discrete import Discrete, discrete, invert
-from capplan.workload.length_tables import length_table
+from capplan.workload.arrivals import NS_PER_S, draw_arrivals, poisson_arrivals, repeat_recent
+from capplan.workload.copula import copula, fill_pairs
+from capplan.workload.discrete import Discrete, discrete, fill_drawn, fill_inverted
+from capplan.workload.length_tables import length_draws, length_draws_over_scores
 from capplan.workload.renewal import MAX_REQUESTS
+from capplan.workload.streams import Streams, streams, uniforms
 
-NS_PER_S: Final = 1_000_000_000
 _MAX_DURATION_S: Final = 9e9  # int64 nanoseconds end at 292 years
+
+Column: TypeAlias = NDArray[np.int32]
 
 
 class Requests(NamedTuple):
@@ -32,7 +34,9 @@ class Requests(NamedTuple):
     output_tokens: NDArray[np.int32]
 
 
-def draw_requests(workload: Workload, duration_s: float, seed: int, max_model_len: int) -> Requests:
+def draw_requests(
+    workload: Workload, duration_s: float, seed: int, max_model_len: int, max_prompt_tokens: int | None = None
+) -> Requests:
     """Return the requests that arrive in [0, ``duration_s``).
 
     Each adapter has an arrival process of its own. Poisson ones together are one of the summed rate whose
@@ -49,7 +53,9 @@ def draw_requests(workload: Workload, duration_s: float, seed: int, max_model_le
     seed : int
         At least 0; the same seed gives the same requests.
     max_model_len : int
-        Longest prompt, and longest output, drawn, in tokens.
+        Where length distributions end, in tokens.
+    max_prompt_tokens : int, optional
+        What longer prompts are cut to after they were drawn; `max_model_len` unless given.
 
     Raises
     ------
@@ -61,98 +67,90 @@ def draw_requests(workload: Workload, duration_s: float, seed: int, max_model_le
         raise InputError(rule, duration_s, "duration_s")
     if workload.trace is not None:
         return _replay(workload, workload.trace, duration_s)
-    expected = workload.total_rate_rps * duration_s
-    if expected > MAX_REQUESTS:
-        raise InputError(
-            f"rates x duration must not exceed {MAX_REQUESTS:g} requests", expected, "duration_s"
-        )
     if seed < 0:
         raise InputError("must be a whole number >= 0", seed, "seed")
-    streams = np.random.SeedSequence(seed).spawn(5)
-    times, choices, prompts, outputs, repetitions = (
-        np.random.Generator(np.random.PCG64(stream)) for stream in streams
-    )
-    horizon_ns = round(duration_s * NS_PER_S)
-    if workload.arrivals == Arrivals.POISSON:
-        arrival_ns = _arrivals(times, expected, horizon_ns)
-        adapter = _choose(choices.random(len(arrival_ns)), tuple(a.rate_rps for a in workload.adapters))
-    else:
-        position, time_s = draw_arrivals(times, workload, duration_s)
-        arrival_ns = np.minimum((time_s * NS_PER_S).astype(np.int64), horizon_ns - 1)
-        adapter = position.astype(np.int32) + np.int32(1)
-    n = len(arrival_ns)
+    keys = streams(seed)
+    arrival_ns, adapter = _arrivals(workload, duration_s, seed, keys)
     if workload.stickiness is not None:
-        adapter = _sticky(repetitions, workload.stickiness, adapter)
-    for_prompt, for_output = prompts.random(n), outputs.random(n)
-    if workload.length_correlation != 0.0:
-        for_output = _correlated(for_prompt, for_output, workload.length_correlation)
-    lengths = [workload.lengths_of(adapter) for adapter in workload.adapters]
-    prompt = [workload.prompt_tokens, *(prompts_of for prompts_of, _ in lengths)]
-    output = [workload.output_tokens, *(outputs_of for _, outputs_of in lengths)]
-    prompt_tokens = _lengths(for_prompt, adapter, prompt, max_model_len)
-    output_tokens = _lengths(for_output, adapter, output, max_model_len)
-    if workload.length_pairs is not None:
-        own = [a.prompt_tokens is not None or a.output_tokens is not None for a in workload.adapters]
-        rows = np.flatnonzero(~np.array([False, *own])[adapter])
-        chosen = (for_prompt[rows] * len(workload.length_pairs)).astype(np.int64)
-        prompt_tokens[rows] = np.minimum(workload.length_pairs.prompt_tokens[chosen], max_model_len)
-        output_tokens[rows] = np.minimum(workload.length_pairs.output_tokens[chosen], max_model_len)
+        _repeat(adapter, workload.stickiness, keys)
+    longest_prompt = max_model_len if max_prompt_tokens is None else max_prompt_tokens
+    prompt_tokens, output_tokens = _lengths(workload, adapter, keys, max_model_len, longest_prompt)
     return Requests(arrival_ns, adapter, prompt_tokens, output_tokens)
 
 
-def _sticky(
-    rng: np.random.Generator, stickiness: Stickiness, adapter: NDArray[np.int32]
-) -> NDArray[np.int32]:
-    repeats = rng.random(len(adapter)) < stickiness.probability
-    return repeat_recent(adapter, repeats, rng.random(len(adapter)), stickiness.last)
-
-
-def _correlated(
-    first: NDArray[np.float64], second: NDArray[np.float64], correlation: float
-) -> NDArray[np.float64]:
-    """Return uniform numbers whose normal scores correlate with those of ``first`` (a Gaussian copula)."""
-    scores = correlation * ndtri(first) + math.sqrt(1.0 - correlation**2) * ndtri(second)
-    uniform: NDArray[np.float64] = ndtr(scores)
-    return np.minimum(uniform, np.nextafter(1.0, 0.0))
-
-
-def _arrivals(rng: np.random.Generator, expected: float, horizon_ns: int) -> NDArray[np.int64]:
-    """Return the times of a Poisson process with ``expected`` arrivals on average, in [0, horizon)."""
-    n = int(rng.poisson(expected))
-    # n sorted uniform numbers are the partial sums of n + 1 exponential ones over their total.
-    sums = np.cumsum(rng.standard_exponential(n + 1))
-    times_ns: NDArray[np.int64] = (sums[:-1] * (horizon_ns / sums[-1])).astype(np.int64)
-    return np.minimum(times_ns, horizon_ns - 1, out=times_ns)  # rounding can reach the horizon itself
-
-
-def _choose(uniform: NDArray[np.float64], rates_rps: tuple[float, ...]) -> NDArray[np.int32]:
-    """Return the number of each request's adapter, chosen by rate; without requests all rates may be 0."""
-    if len(uniform) == 0:
-        return np.zeros(0, dtype=np.int32)
-    return invert(_chooser(rates_rps), uniform) + np.int32(1)
+def _arrivals(
+    workload: Workload, duration_s: float, seed: int, keys: Streams
+) -> tuple[NDArray[np.int64], Column]:
+    """Return when requests arrive, and whose adapter each asks for."""
+    rates_rps = tuple(adapter.rate_rps for adapter in workload.adapters)
+    total_rps = math.fsum(rates_rps)
+    if total_rps * duration_s > MAX_REQUESTS:
+        rule = f"rates x duration must not exceed {MAX_REQUESTS:g} requests"
+        raise InputError(rule, total_rps * duration_s, "duration_s")
+    horizon_ns = round(duration_s * NS_PER_S)
+    if workload.arrivals == Arrivals.POISSON:
+        arrival_ns = poisson_arrivals(keys.arrivals, total_rps, horizon_ns)
+        adapter = np.empty(len(arrival_ns), np.int32)
+        if len(arrival_ns):  # without any, all rates may be 0
+            fill_drawn(adapter, _chooser(rates_rps), keys.adapters)
+        return arrival_ns, adapter
+    rng = np.random.Generator(np.random.PCG64(np.random.SeedSequence(seed, spawn_key=(0,))))
+    position, time_s = draw_arrivals(rng, workload, duration_s)
+    arrival_ns = np.minimum((time_s * NS_PER_S).astype(np.int64), horizon_ns - 1)
+    return arrival_ns, position.astype(np.int32) + np.int32(1)
 
 
 @lru_cache(maxsize=64)
 def _chooser(rates_rps: tuple[float, ...]) -> Discrete:
-    return discrete(np.array(rates_rps))
+    return discrete([(np.arange(1, len(rates_rps) + 1, dtype=np.int32), np.array(rates_rps))])
+
+
+def _repeat(adapter: Column, stickiness: Stickiness, keys: Streams) -> None:
+    recent = np.zeros(stickiness.last, np.int32)
+    repeat_recent(adapter, recent, stickiness.probability, keys.repetitions, keys.repeated)
 
 
 def _lengths(
-    uniform: NDArray[np.float64], adapter: NDArray[np.int32], by_adapter: list[Lengths], max_model_len: int
-) -> NDArray[np.int32]:
-    """Return each request's length under the distribution of its adapter."""
+    workload: Workload, adapter: Column, keys: Streams, max_model_len: int, longest_prompt: int
+) -> tuple[Column, Column]:
+    """Return each request's prompt and output length, in tokens."""
+    prompts, prompts_of = _kinds([workload.prompt_tokens, *(a.prompt_tokens for a in workload.adapters)])
+    outputs, outputs_of = _kinds([workload.output_tokens, *(a.output_tokens for a in workload.adapters)])
+    prompt_table = length_draws(prompts, max_model_len, longest_prompt)
+    n = len(adapter)
+    prompt_tokens, output_tokens = np.empty(n, np.int32), np.empty(n, np.int32)
+    alike = len(prompts) == len(outputs) == 1
+    correlation = workload.length_correlation or 0.0
+    if correlation != 0.0 and workload.length_pairs is None:
+        over_scores = length_draws_over_scores(outputs, max_model_len)
+        of_prompt, of_output = (prompts_of[:0],) * 2 if alike else (prompts_of[adapter], outputs_of[adapter])
+        tables = (prompt_table, over_scores, of_prompt, of_output)
+        fill_pairs(prompt_tokens, output_tokens, *tables, keys.prompts, keys.outputs, copula(correlation))
+        return prompt_tokens, output_tokens
+    output_table = length_draws(outputs, max_model_len, max_model_len)
+    if alike and workload.length_pairs is None:
+        fill_drawn(prompt_tokens, prompt_table, keys.prompts)
+        fill_drawn(output_tokens, output_table, keys.outputs)
+        return prompt_tokens, output_tokens
+    for_prompt = uniforms(keys.prompts, n)
+    fill_inverted(prompt_tokens, prompt_table, prompts_of[adapter], for_prompt)
+    fill_inverted(output_tokens, output_table, outputs_of[adapter], uniforms(keys.outputs, n))
+    if workload.length_pairs is not None:
+        rows = np.flatnonzero((prompts_of + outputs_of)[adapter] == 0)
+        chosen = (for_prompt[rows] * len(workload.length_pairs)).astype(np.int64)
+        prompt_tokens[rows] = np.minimum(workload.length_pairs.prompt_tokens[chosen], longest_prompt)
+        output_tokens[rows] = np.minimum(workload.length_pairs.output_tokens[chosen], max_model_len)
+    return prompt_tokens, output_tokens
+
+
+def _kinds(lengths: list[Lengths | None]) -> tuple[tuple[Lengths, ...], Column]:
+    """Return the distinct lengths, and which of them each adapter has; the first is that of None."""
     kinds: dict[Lengths, int] = {}
-    kind_of_adapter = np.array([kinds.setdefault(lengths, len(kinds)) for lengths in by_adapter])
-    tables = [length_table(lengths, max_model_len) for lengths in kinds]
-    if len(tables) == 1:
-        return tables[0].draw(uniform)
-    kind = kind_of_adapter[adapter]
-    order = np.argsort(kind, kind="stable")
-    cuts = np.cumsum(np.bincount(kind, minlength=len(tables)))[:-1]
-    tokens = np.empty(len(uniform), dtype=np.int32)
-    for table, rows in zip(tables, np.split(order, cuts), strict=True):
-        tokens[rows] = table.draw(uniform[rows])
-    return tokens
+    which = np.zeros(len(lengths), np.int32)
+    for number, own in enumerate(lengths):
+        if own is not None:
+            which[number] = kinds.setdefault(own, len(kinds))
+    return tuple(kinds), which
 
 
 def _replay(workload: Workload, trace: Trace, duration_s: float) -> Requests:

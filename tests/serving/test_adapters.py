@@ -25,15 +25,15 @@ def use(state: State, bounds: Limits, adapter: int) -> list[tuple[int, bool]]:
     acquire_adapter(state, bounds, adapter)
     release_adapter(state, adapter)
     n = int(state.counters[s.N_LOADS])
-    return [(int(state.loads[i]), bool(state.load_from_disk[i])) for i in range(n)]
+    return [(int(state.adapters.loads[i]), bool(state.adapters.load_from_disk[i])) for i in range(n)]
 
 
 def resident(state: State) -> set[int]:
-    return {a for a in range(ADAPTERS + 1) if state.resident[a]}
+    return {a for a in range(ADAPTERS + 1) if state.adapters.resident[a]}
 
 
 def on_host(state: State) -> set[int]:
-    return {a for a in range(ADAPTERS + 1) if state.on_host[a]}
+    return {a for a in range(ADAPTERS + 1) if state.adapters.on_host[a]}
 
 
 def test_the_host_starts_with_the_adapters_named_last() -> None:

@@ -31,7 +31,7 @@ def step(state: State, limits: Limits = LIMITS) -> list[tuple[int, int]]:
 
 
 def names(state: State, rows: list[int]) -> list[int]:
-    return [int(state.request[row]) for row in rows]
+    return [int(state.rows.request[row]) for row in rows]
 
 
 def test_a_lora_blocked_request_keeps_its_place_and_is_overtaken() -> None:
@@ -137,7 +137,7 @@ def test_a_prompt_that_leaves_no_room_for_a_token_is_refused(prompt: int) -> Non
     assert submit(state, LIMITS, 0, 0, prompt, 1) == NONE
     assert submit(state, LIMITS, 1, 0, 63, 9) != NONE
     step(state)
-    assert names(state, [int(row) for row in state.finished[: state.counters[s.N_FINISHED]]]) == [1]
+    assert names(state, [int(row) for row in state.lists.finished[: state.counters[s.N_FINISHED]]]) == [1]
 
 
 def test_a_full_table_refuses() -> None:

@@ -17,8 +17,8 @@ def test_a_heap_hands_out_its_members_sorted_by_key(keys: list[int]) -> None:
         heap_push(heap, member, key)
     out = []
     while heap.size[0] > 0:
-        first = int(heap.ids[0])
-        out.append(int(heap.key[first]))
+        first = int(heap.items.ids[0])
+        out.append(int(heap.items.key[first]))
         heap_remove(heap, first)
     assert out == sorted(keys)
 
@@ -33,10 +33,10 @@ def test_a_heap_keeps_the_smallest_first_whatever_is_taken_out(touches: list[int
         else:
             kept[member] = random.randrange(1000) * 1000 + number  # type: ignore[attr-defined]
             heap_push(heap, member, kept[member])
-        assert {int(i) for i in heap.ids[: heap.size[0]]} == set(kept)
-        assert {int(i) for i in np.flatnonzero(heap.position >= 0)} == set(kept)
+        assert {int(i) for i in heap.items.ids[: heap.size[0]]} == set(kept)
+        assert {int(i) for i in np.flatnonzero(heap.items.position > 0)} == set(kept)
         if kept:
-            assert int(heap.ids[0]) == min(kept, key=kept.__getitem__)
+            assert int(heap.items.ids[0]) == min(kept, key=kept.__getitem__)
 
 
 @given(touches)

@@ -7,8 +7,9 @@ from typing import NamedTuple
 import numpy as np
 from hypothesis import strategies as st
 
-from capplan.serving import NONE, Limits, State, commit, new_state, schedule, submit
+from capplan.serving import Limits, State, adapter_loaded, commit, new_state, schedule, submit
 from capplan.serving import state as s
+from capplan.serving.state import SLORA, VLLM
 from capplan.testing.integrity import running_rows
 
 Choose = Callable[[int, int], int]
@@ -22,6 +23,8 @@ class Request(NamedTuple):
     adapter: int
     prompt: int
     output: int
+    prefix: int = 0
+    shared: int = 0
 
 
 @dataclass(frozen=True)
@@ -32,10 +35,23 @@ class World:
     num_blocks: int
     adapters: int
     requests: tuple[Request, ...]
+    pages: tuple[int, ...] = ()
 
     def new_state(self, rows: int | None = None) -> State:
         """Return the empty engine."""
-        return new_state(rows or max(1, len(self.requests)), self.adapters, self.num_blocks, self.limits)
+        state = new_state(rows or max(1, len(self.requests)), self.adapters, self.num_blocks, self.limits)
+        state.adapters.pages[1 : 1 + len(self.pages)] = self.pages
+        return state
+
+    def fits(self, request: Request) -> bool:
+        """Tell whether the engine can ever serve this request."""
+        limits = self.limits
+        if limits.policy != SLORA or request.prompt >= limits.max_model_len:
+            return request.prompt < limits.max_model_len
+        tokens = request.prompt + min(request.output, limits.max_model_len - request.prompt)
+        pages = self.pages[request.adapter - 1] if request.adapter else 0
+        room = (self.num_blocks - pages) * limits.block_size
+        return request.prompt <= limits.max_num_batched_tokens and tokens + limits.block_size - 1 < room
 
 
 def make_world(choose: Choose, max_requests: int = 24) -> World:
@@ -55,7 +71,18 @@ def make_world(choose: Choose, max_requests: int = 24) -> World:
         long_prefill_tokens=choose(-4, 4),
         reserve_full_sequence=choose(0, 1),
         reverse_set_aside=choose(0, 1),
+        lone_prefill_exempt=choose(0, 1),
+        async_scheduling=choose(0, 1),
+        prefix_caching=choose(0, 1),
+        unhashed_to_front=choose(0, 1),
+        load_beside=int(choose(0, 3) == 0),
+        policy=SLORA if choose(0, 5) == 0 else VLLM,
     )
+    if limits.load_beside:
+        limits = limits._replace(reverse_set_aside=0)
+    if limits.policy == SLORA:  # no slots, no cached prefixes, one batch at a time
+        limits = limits._replace(max_loras=adapters, prefix_caching=0, async_scheduling=0, load_beside=0)
+        limits = limits._replace(max_cpu_loras=max(adapters, limits.max_cpu_loras))
     # Half of all worlds go without a watermark or a prefill limit, as most engines do.
     limits = limits._replace(
         watermark_blocks=max(0, limits.watermark_blocks),
@@ -67,10 +94,18 @@ def make_world(choose: Choose, max_requests: int = 24) -> World:
         step += choose(-3, 3) if choose(0, 3) else 0
         step = max(step, requests[-1].step if requests else 0)
         requests.append(
-            Request(step, choose(0, adapters), choose(1, min(24, limits.max_model_len + 1)), choose(1, 18))
+            Request(
+                step,
+                choose(0, adapters),
+                choose(1, min(24, limits.max_model_len + 1)),
+                choose(1, 18),
+                choose(0, 1),
+                choose(0, 20),
+            )
         )
     blocks_of_one = -(-limits.max_model_len // block_size)
-    return World(limits, max(num_blocks, blocks_of_one), adapters, tuple(requests))
+    pages = tuple(choose(0, 4) for _ in range(adapters)) if limits.policy == SLORA else ()
+    return World(limits, max(num_blocks, blocks_of_one), adapters, tuple(requests), pages)
 
 
 @st.composite
@@ -106,19 +141,22 @@ def play(world: World, max_steps: int = 4000) -> Iterator[tuple[State, Decision]
     for step in range(max_steps):
         while upcoming < len(world.requests) and world.requests[upcoming].step <= step:
             request = world.requests[upcoming]
-            submit(state, limits, upcoming, request.adapter, request.prompt, request.output)
+            submit(state, limits, upcoming, *request[1:])
             upcoming += 1
+        for adapter in np.flatnonzero(state.adapters.claim == s.LOADING):
+            if step % 3 == 0:  # some loads take a few steps
+                adapter_loaded(state, adapter)
         total = schedule(state, limits)
         tokens = scheduled(state)
         assert sum(n for _, n in tokens) == total
         preempted, loads, free = (
-            _requests(state, state.preempted, s.N_PREEMPTED),
+            _requests(state, state.lists.preempted, s.N_PREEMPTED),
             _loads(state),
             c[s.FREE_BLOCKS],
         )
         commit(state, limits)
-        first = _requests(state, state.first, s.N_FIRST)
-        finished = _requests(state, state.finished, s.N_FINISHED)
+        first = _requests(state, state.lists.first, s.N_FIRST)
+        finished = _requests(state, state.lists.finished, s.N_FINISHED)
         yield state, Decision(tokens, preempted, loads, first, finished, int(free))
         if upcoming == len(world.requests) and c[s.N_RUNNING] + c[s.N_WAITING] == 0:
             return
@@ -127,16 +165,23 @@ def play(world: World, max_steps: int = 4000) -> Iterator[tuple[State, Decision]
 
 def scheduled(state: State) -> list[tuple[int, int]]:
     """Return (request, tokens) in running order between `schedule` and `commit`."""
-    rows = running_rows(state)
-    each = [(int(state.request[r]), 1 if state.since[r] != NONE else int(state.tokens[r])) for r in rows]
-    return [(request, tokens) for request, tokens in each if tokens]
+    tokens = [(int(state.rows.request[row]), _tokens(state, row)) for row in running_rows(state)]
+    return [(request, n) for request, n in tokens if n]
+
+
+def _tokens(state: State, row: int) -> int:
+    if state.rows.since[row] == s.ENDING:
+        return 0
+    if state.rows.since[row] >= 0:
+        return int(state.counters[s.STEP_DECODES] > 0)
+    return int(state.rows.tokens[row])
 
 
 def _requests(state: State, rows: np.ndarray, count: int) -> list[int]:
-    return [int(state.request[row]) for row in rows[: state.counters[count]]]
+    return [int(state.rows.request[row]) for row in rows[: state.counters[count]]]
 
 
 def _loads(state: State) -> list[tuple[int, bool]]:
     n = state.counters[s.N_LOADS]
-    pairs = zip(state.loads[:n].tolist(), state.load_from_disk[:n].tolist(), strict=True)
+    pairs = zip(state.adapters.loads[:n].tolist(), state.adapters.load_from_disk[:n].tolist(), strict=True)
     return [(adapter, bool(disk)) for adapter, disk in pairs]

@@ -1,7 +1,5 @@
 """Every arrival process keeps the adapter's mean rate; what else it does is what its name says."""
 
-import time
-
 import numpy as np
 import pytest
 from hypothesis import given, settings
@@ -276,17 +274,3 @@ def test_too_many_requests_are_refused_before_they_are_drawn():
     steps = {"kind": "steps", "steps": [[0, 0], [100, 1]]}
     with pytest.raises(InputError, match="steps: must have a factor above 0 within the duration"):
         draw_requests(workload([1.0], moved(steps)), 50.0, 0, LIMIT)
-
-
-@pytest.mark.parametrize(
-    "arrivals", [HEAVY[0], moved(MODULATIONS[2], "weibull", cv=2.0), UNPREDICTABLE[0] | {"every_s": 300}]
-)
-def test_drawing_is_fast(arrivals):
-    """27,000 requests of an hour for 384 adapters in tens of milliseconds; the best of some runs."""
-    w = workload([7.5 / 384] * 384, arrivals)
-    walls = []
-    for seed in range(5):
-        start = time.perf_counter()
-        draw_requests(w, 3600.0, seed, LIMIT)
-        walls.append(time.perf_counter() - start)
-    assert min(walls) < 0.08

@@ -8,6 +8,7 @@ from hypothesis import strategies as st
 from capplan.errors import InputError
 from capplan.spec import Lengths
 from capplan.workload import length_table
+from capplan.workload.discrete import discrete, fill_inverted
 
 LIMIT = 8192
 
@@ -102,6 +103,32 @@ def test_draws_invert_the_cumulative_distribution(counts, draws):
             for shift in (-1e-12, 0.0, 1e-12)
         )
     assert all(counts[tokens - 1] > 0 for tokens in drawn)
+
+
+@given(
+    distributions=st.lists(
+        st.lists(st.floats(0, 5), min_size=1, max_size=40).filter(lambda weights: max(weights) > 1e-3),
+        min_size=1,
+        max_size=6,
+    ),
+    draws=st.lists(st.floats(0, 1, exclude_max=True), min_size=1, max_size=20),
+)
+def test_each_of_several_distributions_is_inverted_by_its_own_cumulative(distributions, draws):
+    tables = [
+        (np.arange(10 * k, 10 * k + len(weights), dtype=np.int32) + 1, np.array(weights))
+        for k, weights in enumerate(distributions)
+    ]
+    numbers = np.tile(draws, len(tables))
+    which = np.repeat(np.arange(len(tables), dtype=np.int32), len(draws))
+    drawn = np.empty(len(numbers), np.int32)
+    fill_inverted(drawn, discrete(tables), which, numbers)
+    for u, k, value in zip(numbers, which, drawn, strict=True):
+        values, weights = tables[k]
+        cumulative = np.cumsum(weights) / weights.sum()
+        at = int(np.flatnonzero(values == value)[0])
+        assert weights[at] > 0
+        assert cumulative[at] >= u - 1e-12
+        assert at == 0 or cumulative[at - 1] <= u + 1e-12
 
 
 def test_drawn_frequencies_are_the_probabilities():

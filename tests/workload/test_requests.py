@@ -1,7 +1,5 @@
 """Requests are independent Poisson processes with the lengths asked for, or the trace itself."""
 
-import time
-
 import numpy as np
 import pytest
 from hypothesis import given
@@ -100,6 +98,67 @@ def test_lengths_do_not_move_arrivals():
     assert np.array_equal(left.output_tokens, right.output_tokens)
 
 
+def test_a_longer_horizon_only_adds_requests():
+    w = workload([2.0, 1.0])
+    short, long = draw_requests(w, 100, 4, LIMIT), draw_requests(w, 300, 4, LIMIT)
+    n = len(short.arrival_ns)
+    assert 0 < n < len(long.arrival_ns)
+    assert same(short, [column[:n] for column in long])
+    assert long.arrival_ns[n] >= 100e9
+
+
+def test_the_number_of_requests_is_poisson():
+    w = workload([0.25])
+    counts = [len(draw_requests(w, 16, seed, LIMIT).arrival_ns) for seed in range(4000)]
+    observed = np.bincount(np.minimum(counts, 9), minlength=10)
+    probability = np.append(stats.poisson.pmf(np.arange(9), 4.0), stats.poisson.sf(8, 4.0))
+    assert stats.chisquare(observed, probability * 4000).pvalue > 0.001
+
+
+@pytest.mark.parametrize("rates", [[1.6, 0.8, 0.4] * 40, [100.0, 1.0, 0.0, 1e-3], [1.0] * 3000])
+def test_requests_choose_adapters_in_proportion_to_rates(rates):
+    drawn = draw_requests(workload(rates), 400_000 / sum(rates), 8, LIMIT).adapter
+    expected = np.array(rates) * len(drawn) / sum(rates)
+    observed = np.bincount(drawn, minlength=len(rates) + 1)[1:]
+    often = expected > 10
+    assert (
+        stats.chisquare(
+            np.append(observed[often], observed[~often].sum() + 1),
+            np.append(expected[often], expected[~often].sum() + 1),
+            sum_check=False,
+        ).pvalue
+        > 0.001
+    )
+
+
+def test_each_length_is_drawn_as_often_as_its_probability_says():
+    r = draw_requests(workload([100.0]), 4000, 6, LIMIT)
+    for drawn, lengths in (
+        (r.prompt_tokens, Lengths(mean=223, std=245)),
+        (r.output_tokens, Lengths(mean=194, std=206)),
+    ):
+        table = length_table(lengths, LIMIT)
+        seen = np.bincount(drawn, minlength=table.tokens[-1] + 1)[table.tokens]
+        expected = table.probabilities * len(drawn)
+        often = expected > 20
+        statistic = ((seen - expected)[often] ** 2 / expected[often]).sum()
+        assert abs(statistic - often.sum()) < 5 * np.sqrt(2 * often.sum())
+
+
+def test_prompt_output_adapter_and_gap_of_a_request_are_independent():
+    r = draw_requests(workload([30.0, 60.0]), 3000, 1, LIMIT)
+    columns = np.stack([np.diff(r.arrival_ns), *(column[1:] for column in r[1:])])
+    correlation = np.corrcoef(columns)[np.triu_indices(4, 1)]
+    assert np.abs(correlation).max() < 5 / np.sqrt(columns.shape[1])
+
+
+def test_a_prompt_limit_cuts_prompts_after_they_were_drawn():
+    w = workload([20.0])
+    free, cut = draw_requests(w, 100, 3, LIMIT), draw_requests(w, 100, 3, LIMIT, 150)
+    assert np.array_equal(cut.prompt_tokens, np.minimum(free.prompt_tokens, 150))
+    assert np.array_equal(cut.output_tokens, free.output_tokens)
+
+
 def test_idle_adapters_draw_nothing():
     assert all(len(column) == 0 for column in draw_requests(workload([0.0, 0.0]), 3600, 0, LIMIT))
 
@@ -146,18 +205,6 @@ def test_a_replay_ends_at_the_duration_and_follows_a_subset():
 def test_a_shared_adapter_is_drawn_at_its_share_of_the_rate():
     w = workload([4.0, 4.0]).subset(["a1"], {"a1": 0.25})
     assert len(draw_requests(w, 10_000, 0, LIMIT).adapter) == pytest.approx(10_000, abs=500)
-
-
-@pytest.mark.parametrize(("duration_s", "limit_s"), [(3600, 0.010), (3600 * 48, 0.400)])
-def test_drawing_is_fast(duration_s, limit_s):
-    """27,000 requests of an hour in 10 ms, 1.3 million in 400 ms; the best of some runs."""
-    w = workload([7.5 / 384] * 384)
-    walls = []
-    for seed in range(6):
-        start = time.perf_counter()
-        draw_requests(w, duration_s, seed, LIMIT)
-        walls.append(time.perf_counter() - start)
-    assert min(walls) < limit_s
 
 
 def test_tables_are_built_once():

@@ -8,9 +8,9 @@ import numpy as np
 import pytest
 from numba.core.errors import TypingError
 
-from capplan.serving.compile import cache_dir, jit, source_digest
+from capplan.compile import cache_dir, jit, source_digest
 
-PACKAGE = Path(__file__).resolve().parents[2] / "capplan"
+PACKAGE = Path(__file__).resolve().parents[1] / "capplan"
 
 # Two slots are used by adapters 1, 2 and 1 again; then 3 needs one. Who still has a slot?
 _PROGRAM = """
@@ -22,7 +22,7 @@ state = new_state(8, 4, 64, limits)
 for adapter in (1, 2, 1, 3):
     acquire_adapter(state, limits, adapter)
     release_adapter(state, adapter)
-print([adapter for adapter in range(5) if state.resident[adapter]])
+print([adapter for adapter in range(5) if state.adapters.resident[adapter]])
 """
 
 

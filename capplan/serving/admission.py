@@ -1,0 +1,99 @@
+"""The second half of a step: waiting requests are admitted while tokens, places, slots and blocks last."""
+
+from __future__ import annotations
+
+from capplan.compile import inner
+from capplan.serving.adapters import acquire_adapter, claim_adapter, needs_load
+from capplan.serving.prefix import enter, free_among_found, look_up
+from capplan.serving.queue import END_OF_QUEUE, next_adapter, pop_head, reverse_set_aside
+from capplan.serving.running import append_running, blocks_for
+from capplan.serving.state import (
+    FREE_BLOCKS,
+    KV_TOKENS,
+    N_ACTIVE,
+    N_ADMITTED,
+    N_HIT_TOKENS,
+    N_PARTIAL,
+    N_RUNNING,
+    NONE,
+    SEQUENCE,
+    Limits,
+    State,
+)
+
+
+@inner
+def admit_waiting(state: State, limits: Limits, cap: int, budget: int) -> int:
+    """Admit waiting requests in their order and return the tokens given out."""
+    c = state.counters
+    left = budget
+    scanned_to = -END_OF_QUEUE
+    while left > 0 and c[N_RUNNING] < limits.max_num_seqs:
+        adapter = next_adapter(state, c[N_ACTIVE] < limits.max_loras)
+        if adapter == NONE:
+            scanned_to = END_OF_QUEUE
+            break
+        row = state.adapters.queue_head[adapter]
+        scanned_to = state.rows.waiting_key[row]
+        if limits.load_beside and needs_load(state, adapter):
+            claim_adapter(state, limits, adapter)
+            continue
+        hits = look_up(state, limits, row) if limits.prefix_caching else 0
+        if blocks_to_admit(state, limits, row, hits, min(cap, left)) > c[FREE_BLOCKS]:
+            break
+        pop_head(state, adapter)
+        acquire_adapter(state, limits, adapter)
+        left -= start_row(state, limits, row, hits, min(cap, left))
+    if limits.reverse_set_aside:
+        reverse_set_aside(state, scanned_to)
+    return budget - left
+
+
+@inner
+def blocks_to_admit(state: State, limits: Limits, row: int, hits: int, most_tokens: int) -> int:
+    """Return the free blocks without which a waiting row is not admitted.
+
+    Parameters
+    ----------
+    state, limits
+        The instance.
+    row
+        The row.
+    hits
+        Blocks that it found in the prefix cache.
+    most_tokens
+        Tokens that it may compute in this step.
+    """
+    known = state.rows.prompt[row] + state.rows.output[row]
+    computed = hits * limits.block_size
+    target = known if limits.reserve_full_sequence else min(known, computed + most_tokens)
+    blocks = blocks_for(target, limits.block_size) - hits
+    if hits > 0:
+        blocks += free_among_found(state, hits)
+    if state.counters[N_RUNNING] > 0:
+        blocks += limits.watermark_blocks
+    return blocks
+
+
+@inner
+def start_row(state: State, limits: Limits, row: int, hits: int, most_tokens: int) -> int:
+    """Put a row that has left the queue behind the running ones and return the tokens it computes."""
+    c = state.counters
+    size = limits.block_size
+    tokens = min(state.rows.prompt[row] + state.rows.output[row] - hits * size, most_tokens)
+    blocks = blocks_for(hits * size + tokens, size) - hits
+    if limits.prefix_caching:
+        blocks += free_among_found(state, hits)
+        enter(state, limits, row, hits, tokens)
+        c[N_HIT_TOKENS] += hits * size
+        c[KV_TOKENS] += hits * size
+    c[FREE_BLOCKS] -= blocks
+    c[SEQUENCE] += 1
+    state.rows.sequence[row] = c[SEQUENCE]
+    append_running(state, row)
+    state.rows.tokens[row] = tokens
+    state.lists.partial[c[N_PARTIAL]] = row
+    c[N_PARTIAL] += 1
+    state.lists.admitted[c[N_ADMITTED]] = row
+    c[N_ADMITTED] += 1
+    return int(tokens)

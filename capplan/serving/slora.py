@@ -1,0 +1,233 @@
+"""S-LoRA's rules: whole prompts in batches of their own, memory promised in advance, adapters beside the KV.
+
+KV and adapter weights share one pool of pages (KV blocks here). A request is admitted only when its declared
+output fits beside everything that already runs, so nobody is ever preempted. New requests are looked at every
+ten decode steps; their prompts form a batch of their own while decoding pauses. Adapters of queued requests
+are fetched beside the batch, and when a request ends every adapter that nobody uses is dropped.
+
+Read off S-LoRA c1ddf48, ``router/manager.py`` and ``router/req_queue.py``.
+"""
+
+from __future__ import annotations
+
+from capplan.compile import inner
+from capplan.serving.adapters import acquire_adapter, release_adapter
+from capplan.serving.admission import start_row
+from capplan.serving.links import links_first, links_remove
+from capplan.serving.queue import next_adapter, pop_head
+from capplan.serving.running import output_tokens
+from capplan.serving.state import (
+    ADAPTER_PAGES,
+    CAPACITY,
+    FREE_BLOCKS,
+    N_CLAIMED,
+    N_DECODING,
+    N_RESIDENT,
+    N_RUNNING,
+    NO_CLAIM,
+    NONE,
+    READY,
+    SINCE_PREFILL,
+    STEP_DECODES,
+    TICK,
+    Limits,
+    State,
+)
+
+_STEPS_BETWEEN_PREFILLS = 10
+_FETCH_AT = (5, 7)
+
+
+@inner
+def slora_takes(state: State, limits: Limits, adapter: int, prompt: int, output: int) -> bool:
+    """Tell whether a request fits at all: its prompt into one batch, all of it into memory."""
+    tokens = prompt + output + limits.block_size - 1
+    room = (state.counters[CAPACITY] - state.adapters.pages[adapter]) * limits.block_size
+    return prompt <= limits.max_num_batched_tokens and tokens < room
+
+
+@inner
+def schedule_slora(state: State, limits: Limits) -> int:
+    """Decide one step, either a batch of prompts or one token for each decoding row; return its tokens."""
+    c = state.counters
+    c[STEP_DECODES] = 0
+    if c[N_RUNNING] == 0 or c[SINCE_PREFILL] >= _STEPS_BETWEEN_PREFILLS:
+        tokens = _admit_batch(state, limits)
+        if tokens > 0:
+            c[SINCE_PREFILL] = 0
+            return tokens
+    if c[N_DECODING] == 0:
+        return 0
+    if c[SINCE_PREFILL] == _FETCH_AT[0] or c[SINCE_PREFILL] == _FETCH_AT[1]:
+        _fetch_ahead(state, limits)
+    c[SINCE_PREFILL] += 1
+    c[FREE_BLOCKS] -= state.phase[(-c[TICK]) % limits.block_size]
+    c[STEP_DECODES] = c[N_DECODING]
+    return int(c[N_DECODING])
+
+
+@inner
+def _admit_batch(state: State, limits: Limits) -> int:
+    """Admit waiting requests in their order up to the first that does not fit; return their tokens."""
+    c = state.counters
+    tokens = 0
+    while c[N_RUNNING] < limits.max_num_seqs:
+        adapter = next_adapter(state, True)
+        if adapter == NONE:
+            break
+        row = state.adapters.queue_head[adapter]
+        if tokens + state.rows.prompt[row] > limits.max_num_batched_tokens:
+            break
+        if not _fits(state, limits, row, _new_pages(state, adapter)):
+            _drop_fetched(state, adapter)
+            if not _fits(state, limits, row, _new_pages(state, adapter)):
+                break
+        pop_head(state, adapter)
+        _use(state, limits, adapter)
+        tokens += start_row(state, limits, row, 0, limits.max_num_batched_tokens)
+        _insert(state, row)
+    return tokens
+
+
+@inner
+def _new_pages(state: State, adapter: int) -> int:
+    return 0 if state.adapters.resident[adapter] else state.adapters.pages[adapter]
+
+
+@inner
+def _drop_fetched(state: State, kept: int) -> None:
+    """Drop the adapters that were fetched ahead, all but one: a request that is due needs their pages."""
+    c = state.counters
+    if c[N_CLAIMED] == 0:
+        return
+    for adapter in range(1, state.adapters.claim.size):
+        if adapter != kept and state.adapters.claim[adapter] == READY:
+            state.adapters.claim[adapter] = NO_CLAIM
+            c[N_CLAIMED] -= 1
+            release_adapter(state, adapter)
+    drop_unused(state)
+
+
+@inner
+def _left(state: State, row: int) -> int:
+    """Return the tokens that a row may still generate after the next one."""
+    return int(state.rows.target[row] - output_tokens(state, row) - 1)
+
+
+@inner
+def _insert(state: State, row: int) -> None:
+    """Put an admitted row into the order of who ends last; the order of the others stays what it was."""
+    at = state.counters[N_RUNNING] - 1
+    left = _left(state, row)
+    while at > 0 and _left(state, state.lists.by_end[at - 1]) < left:
+        state.lists.by_end[at] = state.lists.by_end[at - 1]
+        at -= 1
+    state.lists.by_end[at] = row
+
+
+@inner
+def remove_from_order(state: State, row: int) -> None:
+    """Take a row that ends out of the order of who ends last; call it while the row still runs."""
+    last = state.counters[N_RUNNING] - 1
+    at = last
+    while state.lists.by_end[at] != row:
+        at -= 1
+    for i in range(at, last):
+        state.lists.by_end[i] = state.lists.by_end[i + 1]
+
+
+@inner
+def _fits(state: State, limits: Limits, new: int, new_pages: int) -> bool:
+    """Tell whether the batch can run to its end without preemption if the row `new` and pages join it.
+
+    When the i-th of the requests ends, in the order of who ends last, those before it have grown by as many
+    tokens as it has: ``need = max_i(left_i * i + sum of what the first i hold now)``. `new` may be NONE.
+    """
+    c = state.counters
+    waste = limits.block_size - 1  # what the last block of a request may leave unused
+    room = (c[CAPACITY] - c[ADAPTER_PAGES] - new_pages) * limits.block_size
+    held = n = 0
+    pending = new != NONE
+    at = 0
+    while at < c[N_RUNNING] or pending:
+        if pending and (
+            at == c[N_RUNNING] or _left(state, state.lists.by_end[at]) < state.rows.target[new] - 1
+        ):
+            left = state.rows.target[new] - 1
+            held += state.rows.prompt[new] + 1 + waste
+            pending = False
+        else:
+            row = state.lists.by_end[at]
+            left = _left(state, row)
+            held += state.rows.prompt[row] + max(1, output_tokens(state, row)) + waste
+            at += 1
+        n += 1
+        if left * n + held >= room:
+            return False
+    return True
+
+
+@inner
+def _use(state: State, limits: Limits, adapter: int) -> None:
+    """Count one more use of an adapter; where it is not resident, it takes its pages."""
+    c = state.counters
+    if adapter != 0 and not state.adapters.resident[adapter]:
+        c[FREE_BLOCKS] -= state.adapters.pages[adapter]
+        c[ADAPTER_PAGES] += state.adapters.pages[adapter]
+    acquire_adapter(state, limits, adapter)
+
+
+@inner
+def _fetch_ahead(state: State, limits: Limits) -> None:
+    """Begin to load the adapters of the requests that the next batch could take, where memory is left."""
+    row = _first_waiting(state)
+    tokens = 0
+    while row != NONE:
+        tokens += state.rows.prompt[row]
+        adapter = state.rows.adapter[row]
+        if tokens > limits.max_num_batched_tokens or not _fits(
+            state, limits, NONE, _new_pages(state, adapter)
+        ):
+            break
+        if adapter != 0 and not state.adapters.resident[adapter]:
+            _use(state, limits, adapter)
+            state.adapters.claim[adapter] = READY
+            state.counters[N_CLAIMED] += 1
+        row = _next_waiting(state, row)
+
+
+@inner
+def _first_waiting(state: State) -> int:
+    adapter = next_adapter(state, True)
+    return NONE if adapter == NONE else state.adapters.queue_head[adapter]
+
+
+@inner
+def _next_waiting(state: State, row: int) -> int:
+    """Return the waiting row behind `row` over all queues; there are few adapters to look at."""
+    chosen = NONE
+    key = state.rows.waiting_key[row]
+    for heap in (state.hot, state.cold):
+        for i in range(heap.size[0]):
+            other = state.adapters.queue_head[heap.items.ids[i]]
+            while other != NONE and state.rows.waiting_key[other] <= key:
+                other = state.rows.following[other]
+            if other != NONE and (
+                chosen == NONE or state.rows.waiting_key[other] < state.rows.waiting_key[chosen]
+            ):
+                chosen = other
+    return chosen
+
+
+@inner
+def drop_unused(state: State) -> None:
+    """Drop every adapter that neither runs nor was fetched ahead, and free its pages."""
+    c = state.counters
+    adapter = links_first(state.gpu_idle)
+    while adapter != NONE:
+        links_remove(state.gpu_idle, adapter)
+        state.adapters.resident[adapter] = 0
+        c[N_RESIDENT] -= 1
+        c[FREE_BLOCKS] += state.adapters.pages[adapter]
+        c[ADAPTER_PAGES] -= state.adapters.pages[adapter]
+        adapter = links_first(state.gpu_idle)
