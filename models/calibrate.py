@@ -75,7 +75,10 @@ def fit_linear(problem: LinearProblem) -> LinearFit:
     weighted = problem.design / problem.y[:, None]
     largest = np.abs(weighted).max(axis=0)
     scale = np.where(largest > 0, largest, 1.0)  # a regressor that is always 0 gets the coefficient 0
-    solution = lsq_linear(weighted / scale, np.ones(problem.y.size), bounds=(problem.lower_bounds(), np.inf))
+    # The triangle of a QR decomposition has the same least squares as all the rows, and few of its own.
+    q, r = np.linalg.qr(weighted / scale)
+    answer = q.T @ np.ones(problem.y.size)
+    solution = lsq_linear(r, answer, bounds=(problem.lower_bounds(), np.inf), method="bvls")
     values = solution.x / scale
     free = solution.active_mask == 0
     errors = np.full(values.size, np.nan)

@@ -12,7 +12,7 @@ from numpy.typing import NDArray
 
 from capplan.models.mean_field import mean_field
 from capplan.models.memory import kv_tokens
-from capplan.models.step_latency import coefficient_array, latency_form
+from capplan.models.step_latency import coefficient_array, latency_code
 from capplan.spec import Profile, Workload
 
 FEATURES = (
@@ -64,11 +64,12 @@ def feature_vector(
     rates = np.array([a.rate_rps for a in workload.adapters])
     ranks = np.array([a.rank for a in workload.adapters], float)
     lengths = _mean_lengths(workload, rates)
-    prompt_mean, _, output_mean, output_std = lengths
-    held = prompt_mean + (output_mean + output_std**2 / max(output_mean, 1.0)) / 2
+    prompt_mean, _, output_mean, _ = lengths
+    stated = workload.length_correlation
+    held = held_tokens(*lengths, profile.length_correlation if stated is None else stated)
     kv = kv_tokens(profile, a_max, s_max, gpu_memory_utilization, max_num_seqs)
     state = mean_field(
-        latency_form(profile.step_latency.form).code,
+        latency_code(profile.step_latency.form, profile.engine.kernel),
         coefficient_array(profile.step_latency),
         rates,
         a_max,
@@ -77,6 +78,8 @@ def feature_vector(
         output_mean,
         min(max_num_seqs, max(1.0, kv / held)),
         max_num_batched_tokens,
+        float(np.average(ranks, weights=rates)) if rates.sum() > 0.0 else float(ranks.mean()),
+        float(ranks.max()),
     )
     busiest = np.sort(rates)[::-1]
     return np.array(
@@ -103,6 +106,27 @@ def feature_vector(
         ],
         np.float32,
     )
+
+
+def held_tokens(
+    prompt_mean: float, prompt_std: float, output_mean: float, output_std: float, correlation: float
+) -> float:
+    """Return the KV tokens that a decoding request holds on average.
+
+    It holds its prompt and half of its output, and long outputs decode longest; so prompts count as those
+    that go with long outputs, by the covariance of log-normal lengths of these moments.
+
+    Parameters
+    ----------
+    prompt_mean, prompt_std, output_mean, output_std
+        Lengths in tokens.
+    correlation
+        Of the normal scores of prompt and output length.
+    """
+    prompt_log_var = np.log1p((prompt_std / max(prompt_mean, 1.0)) ** 2)
+    output_log_var = np.log1p((output_std / max(output_mean, 1.0)) ** 2)
+    together = np.exp(correlation * np.sqrt(prompt_log_var * output_log_var))
+    return float(prompt_mean * together + (output_mean + output_std**2 / max(output_mean, 1.0)) / 2)
 
 
 def expected_tok_s(features: NDArray[np.float32]) -> NDArray[np.float64]:

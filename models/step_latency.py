@@ -2,19 +2,24 @@
 
 Every form is an entry of `FORMS`: the names of its coefficients and, compiled, its formula. Inside the twin a
 form is a number and its coefficients an array, since functions passed as arguments defeat numba's disk cache.
+
+A step takes ``step_ms + rank_ms``. The second part asks for the ranks of the requests in the step; it is kept
+apart, so that the twin counts ranks only where `uses_ranks` says that a profile pays for them.
 """
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from types import MappingProxyType
 from typing import NamedTuple
 
 import numpy as np
 from numpy.typing import NDArray
 
+from capplan.compile import jit
 from capplan.errors import InputError
-from capplan.serving.compile import jit
-from capplan.spec import FittedModel
+from capplan.spec import FittedModel, Kernel
 
 
 class StepFeatures(NamedTuple):
@@ -35,6 +40,35 @@ class StepFeatures(NamedTuple):
     """a_max over adapters served, at most 1: the share of waiting requests that find their adapter."""
 
 
+class StepRanks(NamedTuple):
+    """Whose adapters one step multiplies with.
+
+    A request *decodes* in a step when it computes one token there and has emitted one before; any other that
+    computes tokens there is in *prefill* (its first pass, and recomputing after a preemption). Requests that
+    the token budget leaves out of the step are in neither. Requests of the base model have no rank and count
+    in the first two fields only.
+    """
+
+    decodes: float
+    """Requests that decode, with an adapter or without."""
+    prefills: float
+    """Requests in prefill, with an adapter or without."""
+    lora_decodes: float
+    """Requests with an adapter that decode."""
+    lora_prefills: float
+    """Requests with an adapter in prefill."""
+    lora_prefill_tokens: float
+    """Tokens that `lora_prefills` compute."""
+    max_rank: float
+    """Largest rank among `lora_decodes` and `lora_prefills` together, 0 without any."""
+    decode_rank_sum: float
+    """Sum over `lora_decodes` of the rank of each request's adapter."""
+    prefill_rank_sum: float
+    """The same over `lora_prefills`."""
+    prefill_rank_tokens: float
+    """Sum over `lora_prefills` of tokens computed times rank."""
+
+
 @dataclass(frozen=True)
 class LatencyForm:
     """One form of the model."""
@@ -42,6 +76,13 @@ class LatencyForm:
     name: str
     code: int
     coefficients: tuple[str, ...]
+    optional: Mapping[str, str | None] = field(default_factory=lambda: MappingProxyType({}))
+    """Coefficients that a profile may leave out, each with the one it then equals; None: it is then 0."""
+
+    @property
+    def names(self) -> tuple[str, ...]:
+        """Names of all coefficients, in the order of the array."""
+        return (*self.coefficients, *self.optional)
 
 
 ADDITIVE = LatencyForm(
@@ -55,24 +96,65 @@ ADDITIVE = LatencyForm(
         "ms_per_slot_ktoken",
         "ms_per_slot_rank16",
         "ms_per_adapter",
-        "ms_per_adapter_ktoken",
+        "ms_per_adapter_rank16",
+        "ms_per_adapter_small_rank16",
         "ms_per_adapter_krequest",
         "ms_per_adapter_queued",
         "ms_per_waiting_krequest",
-        "ms_beyond_graphs",
+        "ms_per_ktoken_beyond_graphs",
     ),
+    MappingProxyType({"ms_per_decode_krank": None, "ms_per_prefill_krank": None}),
 )
-"""Ours: a sum of what a step reads and computes. Empty slots cost, too: vLLM launches blocks for them."""
+"""Ours: a sum of what a step reads and computes. Empty slots cost, too: vLLM launches blocks for them.
 
-DIGITAL_TWIN = LatencyForm("digital-twin", 1, ("k1", "k2", "k3", "k4", "k5", "k6", "k7"))
-"""The adapter-caching paper's eq. 1, scheduler first:
-``k1*B + k2*W + k3*W*A_max/adapters + (k4*B + k5) * (k6*A + k7)``.
+Coefficients in ``rank16`` are per adapter and 16 ranks of ``s_max``. In steps of fewer than `SPLIT_TOKENS`
+tokens ``ms_per_adapter_small_rank16`` counts whole blocks of 16; in steps of more than `GRAPH_TOKENS`
+``ms_per_ktoken_beyond_graphs`` counts the tokens beyond.
+
+The two optional ones are milliseconds per 1000 units of LoRA work, where a token of a request with an adapter
+is as many units as the rank that the engine's kernel multiplies it with (`capplan.spec.Kernel`): ``bgmv`` the
+largest rank in the step, ``mbgmv`` the request's own, ``vllm`` the configured ``s_max``. One coefficient for
+decode, one for prefill, whose kernels differ (S-LoRA: a gathered matrix-vector and a matrix-matrix product).
 """
 
-FORMS = (ADDITIVE, DIGITAL_TWIN)
+DIGITAL_TWIN = LatencyForm(
+    "digital-twin",
+    1,
+    ("k1", "k2", "k3", "k4", "k5", "k6", "k7"),
+    MappingProxyType({"k7_base": "k7"}),
+)
+"""The adapter-caching paper's eq. 1, scheduler first:
+``k1*B + k2*W + k3*W*A_max/adapters + (k4*B + k5) * (k6*A + k7)``.
 
-_GRAPH_TOKENS = 512
+A counts the distinct adapters in the batch. From none to one is a jump (section 5.1.2): a batch without
+adapters may have a constant of its own, ``k7_base`` in place of ``k6*A + k7``.
+"""
+
+TOPPINGS_BGMV = LatencyForm(
+    "toppings-bgmv", 2, ("decode_alpha", "decode_beta", "prefill_alpha", "prefill_beta")
+)
+"""Toppings' eq. 2 for padded kernels: ``alpha * |S| * max rank + beta`` milliseconds for an iteration, one
+(alpha, beta) for the requests of a step that decode and one for those in prefill; a step that does both is
+two iterations, one after the other. S are the requests with an adapter; beta holds the base model. There is
+no count of tokens, so a long prompt costs what a short one does (PAPER_NOTES 1).
+"""
+
+TOPPINGS_MBGMV = LatencyForm("toppings-mbgmv", 3, TOPPINGS_BGMV.coefficients)
+"""The same for kernels without padding: ``alpha * sum of ranks + beta``."""
+
+FORMS = (ADDITIVE, DIGITAL_TWIN, TOPPINGS_BGMV, TOPPINGS_MBGMV)
+
+_ADDITIVE_BGMV = 4
+_ADDITIVE_MBGMV = 5
+_DECODE_KRANK = len(ADDITIVE.coefficients)
+_PREFILL_KRANK = _DECODE_KRANK + 1
+
+GRAPH_TOKENS = 512
 """vLLM's largest captured CUDA graph; larger steps launch every kernel from the host."""
+
+SPLIT_TOKENS = 128
+"""From so many tokens on, vLLM's LoRA kernels cut the inner dimension into fewer parts; in smaller steps
+every adapter launches many blocks that each do little, for each 16 ranks of its slot."""
 
 
 def latency_form(name: str) -> LatencyForm:
@@ -89,27 +171,56 @@ def latency_form(name: str) -> LatencyForm:
     raise InputError(f"must be one of {', '.join(f.name for f in FORMS)}", name, "step_latency.form")
 
 
+def latency_code(name: str, kernel: Kernel = Kernel.VLLM) -> int:
+    """Return the number by which `step_ms` and `rank_ms` know a form under a kernel.
+
+    Only the additive form asks which kernel it is; the others have theirs in the name, or none.
+    """
+    form = latency_form(name)
+    if form is not ADDITIVE or kernel is Kernel.VLLM:
+        return form.code
+    return _ADDITIVE_BGMV if kernel is Kernel.BGMV else _ADDITIVE_MBGMV
+
+
 def coefficient_array(model: FittedModel) -> NDArray[np.float64]:
-    """Return the coefficients of `model` in the order of its form."""
-    return np.array([model.value(name) for name in latency_form(model.form).coefficients])
+    """Return the coefficients of `model` in the order of its form; optional ones only where it has any."""
+    form = latency_form(model.form)
+    values = [model.value(name) for name in form.coefficients]
+    if model.coefficients.keys() & form.optional.keys():
+        for name, instead in form.optional.items():
+            if name in model.coefficients:
+                values.append(model.value(name))
+            else:
+                values.append(0.0 if instead is None else model.value(instead))
+    return np.array(values)
+
+
+def uses_ranks(form: int, k: NDArray[np.float64]) -> bool:
+    """Tell whether `rank_ms` can be anything but 0; if not, nobody needs to count ranks."""
+    if form in (TOPPINGS_BGMV.code, TOPPINGS_MBGMV.code):
+        return True
+    return form != DIGITAL_TWIN.code and bool(np.any(k[_DECODE_KRANK:] != 0.0))
 
 
 @jit
 def step_ms(form: int, k: NDArray[np.float64], step: StepFeatures) -> float:
-    """Return the milliseconds of a step, adapter loads left out.
+    """Return the milliseconds of a step, adapter loads and `rank_ms` left out.
 
     Parameters
     ----------
     form
-        Code of the form.
+        Number of the form, by `latency_code`.
     k
         Its coefficients in order, shape (n,).
     step
         What the step holds.
     """
+    if form == 2 or form == 3:
+        return 0.0
     if form == 1:
         scheduler = k[0] * step.requests + step.waiting * (k[1] + k[2] * step.slots_per_adapter)
-        milliseconds = scheduler + (k[3] * step.requests + k[4]) * (k[5] * step.adapters + k[6])
+        overhead = k[7] if k.size > 7 and step.adapters == 0.0 else k[5] * step.adapters + k[6]
+        milliseconds = scheduler + (k[3] * step.requests + k[4]) * overhead
     else:
         ktokens = step.tokens / 1000.0
         milliseconds = (
@@ -117,9 +228,42 @@ def step_ms(form: int, k: NDArray[np.float64], step: StepFeatures) -> float:
             + k[1] * ktokens
             + k[2] * step.kv_tokens / 1000.0
             + step.a_max * (k[3] + k[4] * ktokens + k[5] * step.s_max / 16.0)
-            + step.adapters * (k[6] + k[7] * ktokens + k[8] * step.requests / 1000.0)
-            + (k[9] * step.adapters if step.waiting > 0 else 0.0)
-            + k[10] * step.waiting / 1000.0 * (1.0 - step.slots_per_adapter)
-            + (k[11] if step.tokens > _GRAPH_TOKENS else 0.0)
+            + step.adapters * (k[6] + k[7] * step.s_max / 16.0 + k[9] * step.requests / 1000.0)
+            + (k[8] * step.adapters * np.ceil(step.s_max / 16.0) if step.tokens < SPLIT_TOKENS else 0.0)
+            + (k[10] * step.adapters if step.waiting > 0 else 0.0)
+            + k[11] * step.waiting / 1000.0 * (1.0 - step.slots_per_adapter)
+            + k[12] * max(0.0, step.tokens - GRAPH_TOKENS) / 1000.0
         )
     return max(0.0, milliseconds)  # a coefficient that is free in sign must not turn the clock back
+
+
+@jit
+def rank_ms(form: int, k: NDArray[np.float64], s_max: float, ranks: StepRanks) -> float:
+    """Return the milliseconds of a step that depend on the ranks in it.
+
+    Parameters
+    ----------
+    form, k
+        As for `step_ms`.
+    s_max
+        Rank that slots are sized for.
+    ranks
+        Whose adapters the step multiplies with.
+    """
+    if form == 2 or form == 3:
+        decode = ranks.decode_rank_sum if form == 3 else ranks.lora_decodes * ranks.max_rank
+        prefill = ranks.prefill_rank_sum if form == 3 else ranks.lora_prefills * ranks.max_rank
+        milliseconds = (k[0] * decode + k[1] if ranks.decodes > 0.0 else 0.0) + (
+            k[2] * prefill + k[3] if ranks.prefills > 0.0 else 0.0
+        )
+    elif form == 1 or k.size <= _PREFILL_KRANK:
+        milliseconds = 0.0
+    else:
+        decode = ranks.decode_rank_sum
+        prefill = ranks.prefill_rank_tokens
+        if form != _ADDITIVE_MBGMV:
+            padded_to = s_max if form == 0 else ranks.max_rank
+            decode = ranks.lora_decodes * padded_to
+            prefill = ranks.lora_prefill_tokens * padded_to
+        milliseconds = k[_DECODE_KRANK] * decode / 1000.0 + k[_PREFILL_KRANK] * prefill / 1000.0
+    return max(0.0, milliseconds)

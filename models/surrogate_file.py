@@ -110,7 +110,7 @@ def surrogate_bytes(surrogate: Surrogate) -> bytes:
 
 def profile_digest(profile: Profile) -> str:
     """Return a digest of everything in a profile that throughput and starvation depend on."""
-    relevant = profile.model_dump(include={"gpu", "tp", "model", "engine"})
+    relevant = profile.model_dump(include={"gpu", "tp", "model", "engine", "length_correlation"})
     for part in ("step_latency", "memory", "loading"):
         fitted = getattr(profile, part)
         relevant[part] = [fitted.form, {name: c.value for name, c in fitted.coefficients.items()}]

@@ -2,175 +2,224 @@
 
 from __future__ import annotations
 
-from capplan.models.step_latency import StepFeatures, step_ms
+from capplan.compile import inner, jit
 from capplan.serving import Limits, State, commit, new_state, schedule, submit
-from capplan.serving.compile import jit
+from capplan.serving.jump import decode_step, steps_ahead
 from capplan.serving.state import (
+    FREE_BLOCKS,
     KV_TOKENS,
-    N_ACTIVE,
-    N_FINISHED,
-    N_FIRST,
+    N_DECODING,
+    N_ENDING,
     N_LOADS,
     N_PREEMPTED,
-    N_RESUMED,
     N_RUNNING,
-    N_STALLED,
     N_WAITING,
     NONE,
     RUN_HEAD,
-    STEP_DECODES,
+    SLORA,
+    TICK,
 )
+from capplan.twin.clock import (
+    VISIBLE_NS,
+    Clock,
+    compute_ns,
+    loads_ns,
+    new_clock,
+    next_copy_ns,
+    ranks_ms,
+    take_copies,
+)
+from capplan.twin.observe import note_stalls, record_details, record_gaps, record_tokens, sum_up
+from capplan.twin.recording import record_loads, record_rejection
 from capplan.twin.scenario import Costs, Scenario
 from capplan.twin.trace import (
-    ADAPTER_LOADS,
-    ADAPTER_NS,
-    BUSY_NS,
-    DISK_LOADS,
-    KV_TOKEN_NS,
     LOAD_NS,
-    MAX_RUNNING,
-    MAX_WAITING,
+    NEVER,
     NEXT_REQUEST,
     NOW_NS,
     PREEMPTIONS,
-    REJECTED,
-    RUNNING_NS,
-    STEPS,
-    WAITING_NS,
+    STATUS_RUNNING,
     Trace,
-    gap_bin,
     new_trace,
 )
 from capplan.workload import Requests
 
 
-def run(scenario: Scenario) -> Trace:
-    """Simulate `scenario` to its horizon."""
+def run(scenario: Scenario, jump: bool = True) -> Trace:
+    """Simulate `scenario` to its horizon; without `jump` the scheduler is asked for every single step."""
     requests = scenario.requests.arrival_ns.size
     rows = max(1, min(requests, scenario.max_in_flight))
     state = new_state(rows, scenario.adapters, scenario.num_blocks, scenario.limits)
-    trace = new_trace(requests)
-    _advance(
+    state.adapters.pages[:] = scenario.costs.pages
+    trace = new_trace(requests, scenario.adapters, scenario.buckets, scenario.horizon_ns)
+    advance(
         state,
         scenario.limits,
         scenario.requests,
+        scenario.shared_prefix_tokens,
         scenario.costs,
+        new_clock(scenario.adapters),
         trace,
         scenario.max_in_flight,
         scenario.horizon_ns,
+        jump,
     )
     return trace
 
 
 @jit
-def _advance(
+def advance(
     state: State,
     limits: Limits,
     requests: Requests,
+    shared_prefix_tokens: int,
     costs: Costs,
+    clock: Clock,
     trace: Trace,
     max_in_flight: int,
     until_ns: int,
+    jump: bool,
 ) -> None:
     """Run steps until the clock reaches `until_ns` or nothing is left to do before it."""
     counts = trace.counts
     while counts[NOW_NS] < until_ns:
-        _take_arrivals(state, limits, requests, trace, max_in_flight)
+        _take_arrivals(state, limits, requests, shared_prefix_tokens, clock, trace, max_in_flight)
+        take_copies(state, clock)
+        if jump and _jump(state, limits, requests, costs, clock, trace, until_ns):
+            continue
         tokens = schedule(state, limits)
         if tokens == 0:
-            upcoming = counts[NEXT_REQUEST]
-            if upcoming >= requests.arrival_ns.size or requests.arrival_ns[upcoming] >= until_ns:
+            if state.counters[N_LOADS] > 0:  # loads beside the batch begin whether or not there is one
+                loads_ns(state, limits, costs, clock, trace, counts[NOW_NS])
+                record_loads(trace, counts[NOW_NS], state.counters[N_LOADS])
+            if not _wait(state, limits, requests, clock, trace, until_ns):
                 break
-            counts[NOW_NS] = requests.arrival_ns[upcoming]
             continue
-        duration_ns = _charge(state, costs, trace, tokens)
-        _observe(state, trace, duration_ns)
+        _charge(state, limits, requests, costs, clock, trace, tokens)
         commit(state, limits)
-        _record(state, trace)
+        record_tokens(state, trace)
     row = state.counters[RUN_HEAD]
     while row != NONE:
-        trace.running_at_end[state.request[row]] = 1
-        row = state.following[row]
+        if trace.finish_ns[state.rows.request[row]] == NEVER:
+            trace.status[state.rows.request[row]] = STATUS_RUNNING
+        row = state.rows.following[row]
 
 
-@jit
+@inner
 def _take_arrivals(
-    state: State, limits: Limits, requests: Requests, trace: Trace, max_in_flight: int
+    state: State,
+    limits: Limits,
+    requests: Requests,
+    shared: int,
+    clock: Clock,
+    trace: Trace,
+    max_in_flight: int,
 ) -> None:
     """Queue what has arrived by now; what the engine cannot take is rejected."""
     counts = trace.counts
     c = state.counters
     i = counts[NEXT_REQUEST]
-    while i < requests.arrival_ns.size and requests.arrival_ns[i] <= counts[NOW_NS]:
+    while i < requests.arrival_ns.size and requests.arrival_ns[i] <= clock.at[VISIBLE_NS]:
         row = NONE
         if c[N_RUNNING] + c[N_WAITING] < max_in_flight:
+            adapter = requests.adapter[i]
             row = submit(
-                state, limits, i, requests.adapter[i], requests.prompt_tokens[i], requests.output_tokens[i]
+                state, limits, i, adapter, requests.prompt_tokens[i], requests.output_tokens[i], 0, shared
             )
         if row == NONE:
-            counts[REJECTED] += 1
+            record_rejection(trace, i)
         i += 1
     counts[NEXT_REQUEST] = i
 
 
-@jit
-def _charge(state: State, costs: Costs, trace: Trace, tokens: int) -> int:
-    """Return the nanoseconds of the step: the model's answer, and the loads that block it."""
+@inner
+def _wait(
+    state: State, limits: Limits, requests: Requests, clock: Clock, trace: Trace, until_ns: int
+) -> bool:
+    """Move the clock on when nothing can run; False when nothing will before `until_ns`."""
+    counts = trace.counts
+    at = clock.at
+    if state.counters[N_ENDING] > 0 or at[VISIBLE_NS] < counts[NOW_NS]:
+        # In async scheduling a step is still running; once it has ended there may be more to do.
+        note_stalls(state, trace)
+        counts[PREEMPTIONS] += state.counters[N_PREEMPTED]
+        commit(state, limits)
+        at[VISIBLE_NS] = counts[NOW_NS]
+        return True
+    upcoming = next_copy_ns(clock)
+    if counts[NEXT_REQUEST] < requests.arrival_ns.size:
+        upcoming = min(upcoming, requests.arrival_ns[counts[NEXT_REQUEST]])
+    if upcoming >= until_ns:
+        return False
+    counts[NOW_NS] = at[VISIBLE_NS] = upcoming
+    return True
+
+
+@inner
+def _jump(
+    state: State,
+    limits: Limits,
+    requests: Requests,
+    costs: Costs,
+    clock: Clock,
+    trace: Trace,
+    until_ns: int,
+) -> bool:
+    """Take the steps in which nothing can be decided, up to the next event; False when there is none."""
+    counts = trace.counts
+    c = state.counters
+    steps = left = steps_ahead(state, limits)
+    if steps <= 0:
+        return False
+    event_ns = next_copy_ns(clock)
+    if counts[NEXT_REQUEST] < requests.arrival_ns.size:
+        event_ns = min(event_ns, requests.arrival_ns[counts[NEXT_REQUEST]])
+    constant_ms = 0.0
+    while left > 0 and counts[NOW_NS] < until_ns and clock.at[VISIBLE_NS] < event_ns:
+        needed = state.phase[(-c[TICK]) % limits.block_size]
+        if needed > c[FREE_BLOCKS]:
+            break
+        decode_step(state, limits, needed)
+        if left == steps:
+            constant_ms = ranks_ms(state, costs)  # the ranks of those who decode stay the same
+        begin_ns = counts[NOW_NS]
+        duration_ns = compute_ns(c, costs, c[N_DECODING], constant_ms)
+        if trace.series.shape[0] > 0:
+            tokens = c[N_DECODING]
+            record_details(state, limits, requests, clock, trace, begin_ns, duration_ns, 0, tokens)
+        counts[NOW_NS] += duration_ns
+        clock.at[VISIBLE_NS] = begin_ns if limits.async_scheduling else counts[NOW_NS]
+        sum_up(c, trace.counts, trace.sums, duration_ns)
+        record_gaps(c, clock.at, trace.gaps, duration_ns)
+        c[TICK] += 1
+        c[KV_TOKENS] += c[N_DECODING]
+        left -= 1
+    return left < steps
+
+
+@inner
+def _charge(
+    state: State,
+    limits: Limits,
+    requests: Requests,
+    costs: Costs,
+    clock: Clock,
+    trace: Trace,
+    tokens: int,
+) -> None:
+    """Move the clock over the step that was decided and write down what runs in it."""
     c = state.counters
     counts = trace.counts
+    begin_ns = counts[NOW_NS]
+    note_stalls(state, trace)
     load_ns = 0
-    for i in range(c[N_LOADS]):
-        adapter = state.loads[i]
-        load_ns += costs.load_ns[adapter]
-        if state.load_from_disk[i]:
-            load_ns += costs.disk_ns[adapter]
-            counts[DISK_LOADS] += 1
-    counts[ADAPTER_LOADS] += c[N_LOADS]
-    counts[LOAD_NS] += load_ns
-    features = StepFeatures(
-        tokens=float(tokens),
-        requests=float(c[N_RUNNING]),
-        kv_tokens=float(c[KV_TOKENS]),
-        adapters=float(c[N_ACTIVE]),
-        a_max=float(costs.a_max),
-        s_max=float(costs.s_max),
-        waiting=float(c[N_WAITING]),
-        slots_per_adapter=costs.slots_per_adapter,
-    )
-    return load_ns + round(step_ms(costs.form, costs.coefficients, features) * 1e6)
-
-
-@jit
-def _observe(state: State, trace: Trace, duration_ns: int) -> None:
-    """Move the clock over the step and write down what ran in it."""
-    c = state.counters
-    counts = trace.counts
-    sums = trace.sums
-    for i in range(c[N_STALLED]):
-        trace.stalled_ns[state.request[state.stalled[i]]] = counts[NOW_NS]
+    if c[N_LOADS] > 0 or limits.policy == SLORA:
+        load_ns = loads_ns(state, limits, costs, clock, trace, begin_ns)
+        counts[LOAD_NS] += load_ns
+    duration_ns = load_ns + compute_ns(c, costs, tokens, ranks_ms(state, costs))
+    if trace.series.shape[0] > 0:
+        record_details(state, limits, requests, clock, trace, begin_ns, duration_ns, load_ns, tokens)
     counts[NOW_NS] += duration_ns
-    counts[STEPS] += 1
-    counts[PREEMPTIONS] += c[N_PREEMPTED]
-    counts[MAX_RUNNING] = max(counts[MAX_RUNNING], c[N_RUNNING])
-    counts[MAX_WAITING] = max(counts[MAX_WAITING], c[N_WAITING])
-    sums[BUSY_NS] += duration_ns
-    sums[RUNNING_NS] += float(c[N_RUNNING]) * duration_ns
-    sums[WAITING_NS] += float(c[N_WAITING]) * duration_ns
-    sums[KV_TOKEN_NS] += float(c[KV_TOKENS]) * duration_ns
-    sums[ADAPTER_NS] += float(c[N_ACTIVE]) * duration_ns
-    if c[STEP_DECODES] > 0:
-        trace.gaps[gap_bin(duration_ns)] += c[STEP_DECODES]
-
-
-@jit
-def _record(state: State, trace: Trace) -> None:
-    """Write down the tokens that ended the step, where they begin, resume or end a request."""
-    c = state.counters
-    now = trace.counts[NOW_NS]
-    for i in range(c[N_FIRST]):
-        trace.first_ns[state.request[state.first[i]]] = now
-    for i in range(c[N_RESUMED]):
-        request = state.request[state.resumed[i]]
-        trace.gaps[gap_bin(now - trace.stalled_ns[request])] += 1
-    for i in range(c[N_FINISHED]):
-        trace.finish_ns[state.request[state.finished[i]]] = now
+    clock.at[VISIBLE_NS] = begin_ns if limits.async_scheduling else counts[NOW_NS]
+    sum_up(c, counts, trace.sums, duration_ns)
+    record_gaps(c, clock.at, trace.gaps, duration_ns)

@@ -8,7 +8,7 @@ from capplan.spec import Engine, Gpu, ModelArch
 
 GPU = Gpu(name="NVIDIA H100 64GB HBM2", memory_bytes=64 * 2**30)
 UTILIZATION = 0.9
-ENGINE = Engine(name="vllm", version="0.8.5", rules="vllm-0.8", lora_extra_vocab=256)
+ENGINE = Engine(name="vllm", version="0.8.5", rules="vllm-0.8", lora_extra_vocab=256, prefix_caching=False)
 
 
 @dataclass(frozen=True)

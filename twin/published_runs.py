@@ -7,6 +7,7 @@ which rank got which rate.
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -14,8 +15,11 @@ import numpy as np
 import pandas as pd
 
 from capplan.spec import Adapter, Lengths, Profile, Workload
+from capplan.twin.core import run
 from capplan.twin.result import SimulationResult
+from capplan.twin.scenario import Scenario
 from capplan.twin.simulate import simulate
+from capplan.twin.trace import Trace
 
 GROUPS = ("dt_real_results", "ml_test_dataset")
 MAX_NUM_SEQS = 2048
@@ -23,15 +27,9 @@ TOKEN_BUDGET = 2048
 CLIENT_MAX_IN_FLIGHT = 25_000
 """Connections that the client of those runs could hold open."""
 
-LENGTH_CORRELATION = -0.4
-"""Of those prompts and outputs, solved from the KV tokens that running requests held: 361 each, where
-independent lengths of the same mean and spread would hold 437. The table of lengths has no joint
-distribution, so this is an inference, and predictions use it only where they say so.
-"""
-
 _KV_FULL = 0.97
 
-_LENGTHS = {
+LENGTHS = {
     "llama-3.1-8b-instruct": (Lengths(mean=223, std=245), Lengths(mean=194, std=206)),
     "qwen-2.5-7b-instruct": (Lengths(mean=223, std=245), Lengths(mean=190.5, std=206)),
 }
@@ -55,18 +53,31 @@ class PublishedRun:
     itl_is_reliable: bool
     """False where the median ITL is under 1 ms: the client read tokens in bursts."""
     ttft_s_p50: float
+    ttft_s_mean_charged: float
+    """Unfinished requests charged the whole run; NaN where requests were not counted as they were sent."""
+    mean_running: float
     mean_waiting: float
     kv_bound: bool
     """Whether the KV cache was ever full."""
+    client_bound: bool
+    """Whether the client ran out of connections, so that requests failed without reaching the engine."""
+
+    @property
+    def queued(self) -> bool:
+        """Whether requests waited, most of the time."""
+        return self.mean_waiting >= 1.0
 
     def simulate(
-        self, profile: Profile, seed: int = 0, duration_s: float = 3600.0, length_correlation: float = 0.0
+        self,
+        profile: Profile,
+        seed: int = 0,
+        duration_s: float = 3600.0,
+        length_correlation: float | None = None,
+        runner: Callable[[Scenario], Trace] = run,
     ) -> SimulationResult:
-        """Return what the twin predicts for this run."""
+        """Return what the twin predicts for this run; lengths as the profile correlates them, unless told."""
         return simulate(
-            self.workload.replace(length_correlation=length_correlation)
-            if length_correlation
-            else self.workload,
+            self.workload.model_copy(update={"length_correlation": length_correlation}),
             profile,
             a_max=self.a_max,
             s_max=self.s_max,
@@ -75,6 +86,7 @@ class PublishedRun:
             max_num_seqs=MAX_NUM_SEQS,
             max_num_batched_tokens=TOKEN_BUDGET,
             max_in_flight=CLIENT_MAX_IN_FLIGHT,
+            runner=runner,
         )
 
 
@@ -114,8 +126,11 @@ def _run(row: pd.Series) -> PublishedRun:
         itl_ms_mean=float(row.itl_mean_ms),
         itl_is_reliable=bool(row.itl_median_ms >= 1.0),
         ttft_s_p50=float(row.ttft_median_ms) / 1e3,
+        ttft_s_mean_charged=float(row.ttft_mean_authors_def_ms) / 1e3,
+        mean_running=float(row.mean_running),
         mean_waiting=float(row.mean_waiting),
         kv_bound=bool(row.max_kv_usage > _KV_FULL),
+        client_bound="client_port_exhaustion" in str(row.anomalies),
     )
 
 
@@ -125,7 +140,7 @@ def _workload(row: pd.Series) -> Workload:
     rates = np.repeat([float(rate) for rate in row.rate_values.split()], counts)
     np.random.default_rng(int(row.run_idx)).shuffle(rates)
     ranks = [int(rank) for rank in row.rank_list.split()]
-    prompt, output = _LENGTHS[row.model]
+    prompt, output = LENGTHS[row.model]
     adapters = [
         Adapter(name=f"dummy-{i}", rank=ranks[i % len(ranks)], rate_rps=float(rate))
         for i, rate in enumerate(rates)

@@ -1,240 +1,234 @@
 """The readable twin: the serving rules as one would tell them, with plain lists, one request at a time.
 
-It shares the step-latency and loading costs with the compiled twin and nothing else; on any scenario both
-must leave the same trace. Slow on purpose: it scans the whole waiting queue in every step, as the engine
-does.
+It shares the costs and the record with the compiled twin and nothing else; on any scenario both must leave
+the same trace. Slow on purpose: it scans the whole waiting queue in every step, as the engine does, and takes
+every single step.
 """
 
 from __future__ import annotations
 
-from collections import deque
-from dataclasses import dataclass, field
-
-from capplan.models.step_latency import StepFeatures, step_ms
-from capplan.serving import Limits
+from capplan.models.step_latency import StepFeatures, StepRanks, rank_ms, step_ms
+from capplan.serving.state import SLORA
+from capplan.twin import recording
 from capplan.twin import trace as t
+from capplan.twin.clock import with_reloads_ns
+from capplan.twin.readable import ReadableScheduler
+from capplan.twin.readable_copier import ReadableCopier
+from capplan.twin.readable_request import ReadableRequest, ReadableStep
+from capplan.twin.readable_slora import ReadableSlora
 from capplan.twin.scenario import Scenario
-
-
-@dataclass
-class _Request:
-    index: int
-    adapter: int
-    prompt: int
-    target: int
-    computed: int = 0
-    output: int = 0
-    last_token_ns: int = 0
-
-    @property
-    def known(self) -> int:
-        return self.prompt + self.output
-
-
-@dataclass
-class _Lru:
-    """Adapters from the least to the most recently used."""
-
-    capacity: int
-    order: list[int] = field(default_factory=list)
-
-    def touch(self, adapter: int) -> None:
-        self.order.remove(adapter)
-        self.order.append(adapter)
-
-    def insert(self, adapter: int, in_use: set[int]) -> int | None:
-        """Add an adapter and return the idle one that had to go, if any."""
-        victim = None
-        if len(self.order) == self.capacity:
-            victim = next(a for a in self.order if a not in in_use)
-            self.order.remove(victim)
-        self.order.append(adapter)
-        return victim
-
-
-class _Engine:
-    def __init__(self, scenario: Scenario) -> None:
-        limits = scenario.limits
-        self.limits: Limits = limits
-        self.free_blocks = scenario.num_blocks
-        self.waiting: deque[_Request] = deque()
-        self.running: list[_Request] = []
-        self.slots = _Lru(limits.max_loras)
-        first_on_host = max(1, scenario.adapters - limits.max_cpu_loras + 1)
-        self.host = _Lru(limits.max_cpu_loras, list(range(first_on_host, scenario.adapters + 1)))
-
-    def blocks(self, tokens: int) -> int:
-        return -(-tokens // self.limits.block_size)
-
-    def in_use(self) -> set[int]:
-        return {r.adapter for r in self.running} - {0}
-
-    def schedule(self) -> tuple[dict[int, int], list[_Request], list[tuple[int, bool]]]:
-        """Return tokens by position in `running`, preempted requests, and loads (adapter, from disk)."""
-        limits = self.limits
-        budget = limits.max_num_batched_tokens
-        scheduled: dict[int, int] = {}
-        preempted: list[_Request] = []
-        at = 0
-        while at < len(self.running) and budget > 0:
-            request = self.running[at]
-            tokens = min(self._wanted(request), budget)
-            needed = self.blocks(request.computed + tokens) - self.blocks(request.computed)
-            while needed > self.free_blocks and len(self.running) > at:
-                preempted.append(self._preempt_last())
-            if len(self.running) == at:
-                break
-            self.free_blocks -= needed
-            scheduled[at] = tokens
-            budget -= tokens
-            at += 1
-        loads = [] if preempted else self._admit(budget, scheduled)
-        return scheduled, preempted, loads
-
-    def _wanted(self, request: _Request) -> int:
-        missing = request.known - request.computed
-        return min(missing, self.limits.long_prefill_tokens or missing)
-
-    def _preempt_last(self) -> _Request:
-        request = self.running.pop()
-        self.free_blocks += self.blocks(request.computed)
-        self._idle(request.adapter)
-        request.computed = 0
-        self.waiting.appendleft(request)
-        return request
-
-    def _admit(self, budget: int, scheduled: dict[int, int]) -> list[tuple[int, bool]]:
-        limits = self.limits
-        aside: list[_Request] = []
-        loads: list[tuple[int, bool]] = []
-        while self.waiting and budget > 0 and len(self.running) < limits.max_num_seqs:
-            request = self.waiting[0]
-            active = self.in_use()
-            if request.adapter and request.adapter not in active and len(active) == limits.max_loras:
-                aside.append(self.waiting.popleft())
-                continue
-            tokens = min(self._wanted(request), budget)
-            must_fit = self.blocks(request.known if limits.reserve_full_sequence else tokens)
-            reserve = limits.watermark_blocks if self.running else 0
-            if must_fit + reserve > self.free_blocks:
-                break
-            self.waiting.popleft()
-            if request.adapter and request.adapter not in active:
-                loads += self._load(request.adapter, active)
-            self.running.append(request)
-            self.free_blocks -= self.blocks(tokens)
-            scheduled[len(self.running) - 1] = tokens
-            budget -= tokens
-        self.waiting.extendleft(aside if limits.reverse_set_aside else reversed(aside))
-        return loads
-
-    def _load(self, adapter: int, active: set[int]) -> list[tuple[int, bool]]:
-        from_disk = adapter not in self.host.order
-        if from_disk:
-            victim = self.host.insert(adapter, active)
-            if victim in self.slots.order:
-                self.slots.order.remove(victim)
-        else:
-            self.host.touch(adapter)
-        if adapter in self.slots.order:
-            self.slots.touch(adapter)
-            return []
-        self.slots.insert(adapter, active)
-        return [(adapter, from_disk)]
-
-    def finish(self, request: _Request) -> None:
-        """Take a finished request out of the running ones."""
-        self.running.remove(request)
-        self.free_blocks += self.blocks(request.computed)
-        self._idle(request.adapter)
-
-    def _idle(self, adapter: int) -> None:
-        """Make an adapter that nobody uses any more the most recently used of the idle ones."""
-        if adapter and adapter not in self.in_use():
-            self.slots.touch(adapter)
-            self.host.touch(adapter)
 
 
 def run_reference(scenario: Scenario) -> t.Trace:
     """Simulate `scenario` to its horizon, slowly; signature and result of `capplan.twin.core.run`."""
-    requests, limits = scenario.requests, scenario.limits
-    engine = _Engine(scenario)
-    trace = t.new_trace(requests.arrival_ns.size)
-    counts = trace.counts
-    upcoming = 0
-    now = 0
-    while now < scenario.horizon_ns:
-        while upcoming < requests.arrival_ns.size and requests.arrival_ns[upcoming] <= now:
-            prompt = int(requests.prompt_tokens[upcoming])
-            in_flight = len(engine.running) + len(engine.waiting)
-            if in_flight >= scenario.max_in_flight or prompt >= limits.max_model_len:
-                counts[t.REJECTED] += 1
+    return _Run(scenario).finish()
+
+
+def _engine(scenario: Scenario) -> ReadableScheduler | ReadableSlora:
+    if scenario.limits.policy == SLORA:
+        return ReadableSlora(scenario.limits, scenario.num_blocks, scenario.costs.pages.tolist())
+    return ReadableScheduler(scenario.limits, scenario.num_blocks, scenario.adapters)
+
+
+class _Run:
+    def __init__(self, scenario: Scenario) -> None:
+        self.scenario = scenario
+        self.engine = _engine(scenario)
+        self.copier = ReadableCopier()
+        requests = scenario.requests.arrival_ns.size
+        self.trace = t.new_trace(requests, scenario.adapters, scenario.buckets, scenario.horizon_ns)
+        self.last_token_ns: dict[int, int] = {}
+        self.upcoming = 0
+        self.now_ns = 0
+        self.visible_ns = 0
+        """Arrivals up to here are known when the next step is decided."""
+
+    def finish(self) -> t.Trace:
+        scenario, counts = self.scenario, self.trace.counts
+        asynchronous = bool(scenario.limits.async_scheduling)
+        while self.now_ns < scenario.horizon_ns:
+            self._take_arrivals()
+            self._take_copies()
+            step = self.engine.schedule()
+            begin_ns = self.now_ns
+            self._begin_loads(step)
+            if step.tokens:
+                self.now_ns += self._charge(step)
+                self._commit()
+                self.visible_ns = begin_ns if asynchronous else self.now_ns
+            elif asynchronous and self.visible_ns < self.now_ns:
+                counts[t.PREEMPTIONS] += len(step.preempted)
+                self._commit()
+                self.visible_ns = self.now_ns
+            elif (upcoming := self._next_event_ns()) < scenario.horizon_ns:
+                self.now_ns = self.visible_ns = upcoming
             else:
-                target = min(int(requests.output_tokens[upcoming]), limits.max_model_len - prompt)
-                engine.waiting.append(_Request(upcoming, int(requests.adapter[upcoming]), prompt, target))
-            upcoming += 1
-        scheduled, preempted, loads = engine.schedule()
-        if not scheduled:
-            if upcoming >= requests.arrival_ns.size or requests.arrival_ns[upcoming] >= scenario.horizon_ns:
                 break
-            now = int(requests.arrival_ns[upcoming])
-            continue
-        duration = _charge(scenario, engine, trace, sum(scheduled.values()), loads)
-        now += duration
-        counts[t.PREEMPTIONS] += len(preempted)
-        _commit(engine, trace, scheduled, now)
-    counts[t.NOW_NS], counts[t.NEXT_REQUEST] = now, upcoming
-    for request in engine.running:
-        trace.running_at_end[request.index] = 1
-    return trace
+        counts[t.NOW_NS], counts[t.NEXT_REQUEST] = self.now_ns, self.upcoming
+        for request in self.engine.running:
+            if self.trace.finish_ns[request.number] != t.NEVER:
+                continue  # its last token is on its way
+            self.trace.status[request.number] = t.STATUS_RUNNING
+        return self.trace
 
+    def _next_event_ns(self) -> int:
+        """Return when the next request or adapter arrives, or the horizon."""
+        upcoming = self.scenario.horizon_ns
+        arrival_ns = self.scenario.requests.arrival_ns
+        if self.upcoming < arrival_ns.size:
+            upcoming = min(upcoming, int(arrival_ns[self.upcoming]))
+        copied_ns = self.copier.next_ns()
+        return upcoming if copied_ns is None else min(upcoming, copied_ns)
 
-def _charge(
-    scenario: Scenario, engine: _Engine, trace: t.Trace, tokens: int, loads: list[tuple[int, bool]]
-) -> int:
-    costs, counts, sums = scenario.costs, trace.counts, trace.sums
-    load_ns = sum(
-        int(costs.load_ns[a]) + (int(costs.disk_ns[a]) if from_disk else 0) for a, from_disk in loads
-    )
-    features = StepFeatures(
-        tokens=float(tokens),
-        requests=float(len(engine.running)),
-        kv_tokens=float(sum(r.computed for r in engine.running)),
-        adapters=float(len(engine.in_use())),
-        a_max=float(costs.a_max),
-        s_max=float(costs.s_max),
-        waiting=float(len(engine.waiting)),
-        slots_per_adapter=costs.slots_per_adapter,
-    )
-    duration = load_ns + round(step_ms(costs.form, costs.coefficients, features) * 1e6)
-    counts[t.ADAPTER_LOADS] += len(loads)
-    counts[t.DISK_LOADS] += sum(from_disk for _, from_disk in loads)
-    counts[t.LOAD_NS] += load_ns
-    counts[t.STEPS] += 1
-    counts[t.MAX_RUNNING] = max(counts[t.MAX_RUNNING], len(engine.running))
-    counts[t.MAX_WAITING] = max(counts[t.MAX_WAITING], len(engine.waiting))
-    sums[t.BUSY_NS] += duration
-    sums[t.RUNNING_NS] += features.requests * duration
-    sums[t.WAITING_NS] += features.waiting * duration
-    sums[t.KV_TOKEN_NS] += features.kv_tokens * duration
-    sums[t.ADAPTER_NS] += features.adapters * duration
-    return duration
+    def _take_copies(self) -> None:
+        for adapter in self.copier.arrived(self.visible_ns):
+            if isinstance(self.engine, ReadableScheduler):
+                self.engine.adapter_loaded(adapter)
 
+    def _take_arrivals(self) -> None:
+        requests, engine = self.scenario.requests, self.engine
+        while (
+            self.upcoming < requests.arrival_ns.size and requests.arrival_ns[self.upcoming] <= self.visible_ns
+        ):
+            i = self.upcoming
+            full = len(engine.running) + len(engine.waiting) >= self.scenario.max_in_flight
+            if full or not engine.submit(
+                i,
+                int(requests.adapter[i]),
+                int(requests.prompt_tokens[i]),
+                int(requests.output_tokens[i]),
+                shared_prefix_tokens=self.scenario.shared_prefix_tokens,
+            ):
+                recording.record_rejection(self.trace, i)
+            self.upcoming += 1
 
-def _commit(engine: _Engine, trace: t.Trace, scheduled: dict[int, int], now: int) -> None:
-    finished = []
-    for at, request in enumerate(engine.running):
-        request.computed += scheduled.get(at, 0)
-        if at not in scheduled or request.computed < request.known:
-            continue
-        request.output += 1
-        if request.output == 1:
-            trace.first_ns[request.index] = now
-        else:
-            trace.gaps[t.gap_bin(now - request.last_token_ns)] += 1
-        request.last_token_ns = now
-        if request.output == request.target:
-            finished.append(request)
-    for request in finished:
-        trace.finish_ns[request.index] = now
-        engine.finish(request)
+    def _charge(self, step: ReadableStep) -> int:
+        """Return how long a step takes, and write down what runs in it."""
+        costs, counts, sums, engine = self.scenario.costs, self.trace.counts, self.trace.sums, self.engine
+        in_step = {number for number, _ in step.tokens}
+        # In async scheduling, who only awaits the last token still runs but takes no part in the step.
+        running = [r for r in engine.running if r.number in in_step or not r.draining]
+        load_ns = self._wait_for_loads(step)
+        tokens = sum(count for _, count in step.tokens)
+        features = StepFeatures(
+            tokens=float(tokens),
+            requests=float(len(running)),
+            kv_tokens=float(sum(r.computed for r in running) - tokens),
+            adapters=float(len({r.adapter for r in running} - {0})),
+            a_max=float(costs.a_max),
+            s_max=float(costs.s_max),
+            waiting=float(len(engine.waiting)),
+            slots_per_adapter=costs.slots_per_adapter,
+        )
+        milliseconds = step_ms(costs.form, costs.coefficients, features)
+        if costs.uses_ranks:
+            milliseconds += rank_ms(costs.form, costs.coefficients, float(costs.s_max), self._ranks(step))
+        duration_ns = load_ns + round(milliseconds * 1e6)
+        counts[t.LOAD_NS] += load_ns
+        self._record_details(step, features, duration_ns, load_ns)
+        counts[t.PREEMPTIONS] += len(step.preempted)
+        counts[t.STEPS] += 1
+        counts[t.REQUEST_STEPS] += len(running)
+        counts[t.SMALL_REQUEST_STEPS] += len(running) if len(running) <= t.SMALL_BATCH else 0
+        counts[t.MAX_RUNNING] = max(counts[t.MAX_RUNNING], len(running))
+        counts[t.MAX_WAITING] = max(counts[t.MAX_WAITING], len(engine.waiting))
+        sums[t.BUSY_NS] += duration_ns
+        sums[t.RUNNING_NS] += features.requests * duration_ns
+        sums[t.WAITING_NS] += features.waiting * duration_ns
+        sums[t.KV_TOKEN_NS] += features.kv_tokens * duration_ns
+        sums[t.ADAPTER_NS] += features.adapters * duration_ns
+        return duration_ns
+
+    def _begin_loads(self, step: ReadableStep) -> None:
+        """Write down the loads that were decided; those beside the batch begin even if no step follows."""
+        limits, counts = self.scenario.limits, self.trace.counts
+        for adapter, from_disk in step.loads:
+            load_ns = self._load_ns(adapter, from_disk)
+            recording.record_load(self.trace, adapter, load_ns)
+            counts[t.ADAPTER_LOADS] += 1
+            counts[t.DISK_LOADS] += from_disk
+            if limits.load_beside or limits.policy == SLORA:
+                self.copier.begin(adapter, self.now_ns, load_ns, announce=bool(limits.load_beside))
+        if step.loads and not step.tokens:
+            recording.record_loads(self.trace, self.now_ns, len(step.loads))
+
+    def _load_ns(self, adapter: int, from_disk: bool) -> int:
+        costs = self.scenario.costs
+        return int(costs.load_ns[adapter]) + (int(costs.disk_ns[adapter]) if from_disk else 0)
+
+    def _wait_for_loads(self, step: ReadableStep) -> int:
+        """Return for how long the step waits for its adapters."""
+        limits, running = self.scenario.limits, self.engine.running
+        if limits.load_beside:
+            return 0
+        if limits.policy == SLORA:
+            admitted = {r.adapter for r in running if r.number in step.admitted}
+            return max((self.copier.wait_ns(adapter, self.now_ns) for adapter in admitted), default=0)
+        in_step = {number for number, _ in step.tokens}
+        active = len({r.adapter for r in running if r.number in in_step or not r.draining} - {0})
+        return with_reloads_ns(sum(self._load_ns(*load) for load in step.loads), active, limits.max_loras)
+
+    def _ranks(self, step: ReadableStep) -> StepRanks:
+        """Count the ranks in a step."""
+        by_number = {r.number: r for r in self.engine.running}
+        parts = [(by_number[number], tokens) for number, tokens in step.tokens]
+        rank = self.scenario.costs.rank
+
+        def decodes(request: ReadableRequest, tokens: int) -> bool:
+            return tokens == 1 and request.output + request.promised > 0
+
+        decoding = [r for r, tokens in parts if decodes(r, tokens)]
+        prefilling = [(r, tokens) for r, tokens in parts if not decodes(r, tokens)]
+        return StepRanks(
+            decodes=float(len(decoding)),
+            prefills=float(len(prefilling)),
+            lora_decodes=float(sum(r.adapter > 0 for r in decoding)),
+            lora_prefills=float(sum(r.adapter > 0 for r, _ in prefilling)),
+            lora_prefill_tokens=float(sum(tokens for r, tokens in prefilling if r.adapter > 0)),
+            max_rank=float(max((rank[r.adapter] for r, _ in parts), default=0)),
+            decode_rank_sum=float(sum(rank[r.adapter] for r in decoding)),
+            prefill_rank_sum=float(sum(rank[r.adapter] for r, _ in prefilling)),
+            prefill_rank_tokens=float(sum(tokens * rank[r.adapter] for r, tokens in prefilling)),
+        )
+
+    def _record_details(
+        self, step: ReadableStep, features: StepFeatures, duration_ns: int, load_ns: int
+    ) -> None:
+        adapter_of = {r.number: r.adapter for r in self.engine.running}
+        for number in step.admitted:
+            if self.scenario.limits.load_beside:
+                self._record_wait(number, adapter_of[number])
+            recording.record_admission(self.trace, number, adapter_of[number], self.now_ns, load_ns)
+        recording.record_step(
+            self.trace,
+            self.now_ns,
+            duration_ns,
+            int(features.requests),
+            int(features.waiting),
+            int(features.kv_tokens),
+            int(features.adapters),
+            len(self.engine.residents()),
+            len(step.loads),
+            load_ns,
+            int(features.tokens),
+        )
+
+    def _record_wait(self, number: int, adapter: int) -> None:
+        """Write down for how long a request that is admitted for the first time was set aside for a load."""
+        if self.scenario.buckets and self.trace.admitted_ns[number] == t.NEVER:
+            arrival_ns = int(self.scenario.requests.arrival_ns[number])
+            waited_ns = self.copier.waited_ns(adapter, arrival_ns)
+            recording.record_wait_for_load(self.trace, number, waited_ns)
+
+    def _commit(self) -> None:
+        """Write down the tokens that end a step; in async scheduling the engine sees them one step later."""
+        output = self.engine.commit()
+        for number in output.first:
+            loads_ns = self.trace.counts[t.LOAD_NS]
+            recording.record_first_token(self.trace, number, self.now_ns, loads_ns)
+        for number in output.later:
+            self.trace.gaps[t.gap_bin(self.now_ns - self.last_token_ns[number])] += 1
+        for number in [*output.first, *output.later]:
+            self.last_token_ns[number] = self.now_ns
+        for number in output.finished:
+            self.trace.finish_ns[number] = self.now_ns

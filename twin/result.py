@@ -4,11 +4,19 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-import numpy as np
-from numpy.typing import NDArray
-
 from capplan.spec import STARVED_BELOW
 from capplan.twin import trace as t
+from capplan.twin.reduction import (
+    COMPLETED,
+    DECODING_NS,
+    EXECUTING_TOKENS,
+    OUTPUT_TOKENS,
+    PERCENTILES,
+    PROMPT_TOKENS,
+    TOKENS,
+    reduce_trace,
+    statistics,
+)
 from capplan.twin.scenario import NS_PER_MS, NS_PER_S, Scenario
 
 
@@ -25,11 +33,13 @@ class SimulationResult:
     itl_ms_mean: float
     """Mean gap between tokens as a client sees them, every gap counting alike."""
     itl_ms_p50: float
+    itl_ms_p90: float
     itl_ms_p95: float
     itl_ms_p99: float
     """Percentiles are over the gaps of all requests, also unfinished ones, and exact to half a percent."""
     ttft_s_mean: float
     ttft_s_p50: float
+    ttft_s_p90: float
     ttft_s_p95: float
     ttft_s_p99: float
     ttft_s_mean_charged: float
@@ -37,15 +47,18 @@ class SimulationResult:
     tpot_ms_mean: float
     """(E2E - TTFT) / (output tokens - 1), every request counting alike."""
     tpot_ms_p50: float
+    tpot_ms_p90: float
     tpot_ms_p95: float
     tpot_ms_p99: float
     e2e_s_mean: float
     e2e_s_p50: float
+    e2e_s_p90: float
     e2e_s_p95: float
     e2e_s_p99: float
     tpt_ms_mean: float
     """E2E / output tokens (Toppings section 7.1)."""
     tpt_ms_p50: float
+    tpt_ms_p90: float
     tpt_ms_p95: float
     tpt_ms_p99: float
     served_fraction: float
@@ -91,26 +104,22 @@ def summarize(
         How much longer the gaps between tokens are for a client than in the engine: where two tokens reach it
         in one chunk, it sees one gap for two steps.
     """
-    requests = scenario.requests
     horizon_s = scenario.horizon_ns / NS_PER_S
-    done = (trace.finish_ns != t.NEVER) & (trace.finish_ns <= scenario.horizon_ns)
-    prompt, output = requests.prompt_tokens, _generated(scenario)
-    tokens = prompt.astype(np.int64) + output
-    # A step that began within the horizon may end after it; its requests were in execution at the end.
-    executing = (trace.running_at_end != 0) | (trace.finish_ns > scenario.horizon_ns)
-    completed_tokens = int(tokens[done].sum())
-    answerable = int(tokens.sum()) - int(tokens[executing].sum())
+    reduced = reduce_trace(
+        scenario.requests,
+        trace,
+        scenario.horizon_ns,
+        scenario.limits.max_model_len,
+        request_overhead_ms / 1e3,
+    )
+    totals = reduced.totals.tolist()
+    completed, submitted = totals[COMPLETED], scenario.requests.arrival_ns.size
+    completed_tokens = totals[PROMPT_TOKENS] + totals[OUTPUT_TOKENS]
+    answerable = totals[TOKENS] - totals[EXECUTING_TOKENS]
     served = completed_tokens / answerable if answerable > 0 else 1.0
-
-    arrival, first, last = requests.arrival_ns[done], trace.first_ns[done], trace.finish_ns[done]
-    out = output[done]
-    ttft_s = (first - arrival) / NS_PER_S + request_overhead_ms / 1e3
-    e2e_s = (last - arrival) / NS_PER_S + request_overhead_ms / 1e3
-    gaps = out - 1
-    decoding_ms = (last - first) / NS_PER_MS
-    several = gaps > 0
-    unfinished = done.size - int(done.sum())
-    charged = (float(ttft_s.sum()) + unfinished * horizon_s) / done.size if done.size else float("nan")
+    gaps = totals[OUTPUT_TOKENS] - completed
+    itl_ms = totals[DECODING_NS] / NS_PER_MS / gaps if gaps else float("nan")
+    charged_s = float(reduced.ttft_s.sum()) + (submitted - completed) * horizon_s
     busy = float(trace.sums[t.BUSY_NS])
 
     def mean_over_busy(position: int) -> float:
@@ -118,24 +127,19 @@ def summarize(
 
     return SimulationResult(
         throughput_tok_s=completed_tokens / horizon_s,
-        input_tok_s=float(prompt[done].sum()) / horizon_s,
-        output_tok_s=float(out.sum()) / horizon_s,
-        offered_tok_s=float(tokens.sum()) / horizon_s,
-        itl_ms_mean=client_itl_factor * float(decoding_ms.sum() / gaps.sum())
-        if several.any()
-        else float("nan"),
-        itl_ms_p50=client_itl_factor * t.gap_quantile_ms(trace.gaps, 0.50),
-        itl_ms_p95=client_itl_factor * t.gap_quantile_ms(trace.gaps, 0.95),
-        itl_ms_p99=client_itl_factor * t.gap_quantile_ms(trace.gaps, 0.99),
-        ttft_s_mean_charged=charged,
-        **_summary("ttft_s", ttft_s),
-        **_summary("tpot_ms", decoding_ms[several] / gaps[several]),
-        **_summary("e2e_s", e2e_s),
-        **_summary("tpt_ms", e2e_s * 1e3 / out),
+        input_tok_s=totals[PROMPT_TOKENS] / horizon_s,
+        output_tok_s=totals[OUTPUT_TOKENS] / horizon_s,
+        offered_tok_s=totals[TOKENS] / horizon_s,
+        ttft_s_mean_charged=charged_s / submitted if submitted else float("nan"),
+        **_named("itl_ms", (itl_ms, *t.gap_percentiles_ms(trace.gaps, PERCENTILES)), client_itl_factor),
+        **_named("ttft_s", statistics(reduced.ttft_s)),
+        **_named("tpot_ms", statistics(reduced.tpot_ms)),
+        **_named("e2e_s", statistics(reduced.e2e_s)),
+        **_named("tpt_ms", statistics(reduced.tpt_ms)),
         served_fraction=served,
         starved=served < STARVED_BELOW,
-        completed=int(done.sum()),
-        submitted=done.size,
+        completed=completed,
+        submitted=submitted,
         rejected=int(trace.counts[t.REJECTED]),
         preemptions=int(trace.counts[t.PREEMPTIONS]),
         adapter_loads=int(trace.counts[t.ADAPTER_LOADS]),
@@ -154,20 +158,7 @@ def summarize(
     )
 
 
-def _generated(scenario: Scenario) -> NDArray[np.int64]:
-    """Return the output tokens that the engine generates: a request ends where max_model_len ends."""
-    room = scenario.limits.max_model_len - scenario.requests.prompt_tokens.astype(np.int64)
-    return np.minimum(scenario.requests.output_tokens, np.maximum(room, 1))
-
-
-def _summary(name: str, values: NDArray[np.float64]) -> dict[str, float]:
-    """Return mean, p50, p95 and p99 under their field names."""
-    if values.size == 0:
-        return {f"{name}_{k}": float("nan") for k in ("mean", "p50", "p95", "p99")}
-    p50, p95, p99 = np.percentile(values, (50, 95, 99))
-    return {
-        f"{name}_mean": float(values.mean()),
-        f"{name}_p50": float(p50),
-        f"{name}_p95": float(p95),
-        f"{name}_p99": float(p99),
-    }
+def _named(metric: str, values: tuple[float, ...], factor: float = 1.0) -> dict[str, float]:
+    """Return mean and percentiles, times `factor`, under their field names."""
+    statistic = ("mean", *(f"p{percent}" for percent in PERCENTILES))
+    return {f"{metric}_{name}": factor * value for name, value in zip(statistic, values, strict=True)}

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping, Sequence
+from dataclasses import replace
 from typing import NamedTuple
 
 import numpy as np
@@ -10,8 +12,8 @@ from numpy.typing import NDArray
 from capplan.errors import InputError
 from capplan.models.loading import disk_load_ms, gpu_load_ms
 from capplan.models.memory import require_kv_tokens
-from capplan.models.step_latency import coefficient_array, latency_form
-from capplan.serving import Limits, serving_rules
+from capplan.models.step_latency import coefficient_array, latency_code, uses_ranks
+from capplan.serving import Limits, ServingRules, adapter_bytes, kv_bytes_per_token, serving_rules
 from capplan.spec import Profile, Workload
 from capplan.workload import Requests, draw_requests
 
@@ -36,6 +38,12 @@ class Costs(NamedTuple):
     """Copy of each adapter from host to GPU, shape (adapters + 1,); entry 0 is the base model."""
     disk_ns: NDArray[np.int64]
     """Read of each adapter from disk, same shape."""
+    rank: NDArray[np.int64]
+    """Rank of each adapter, same shape."""
+    uses_ranks: bool
+    """Whether the ranks in a step change how long it takes."""
+    pages: NDArray[np.int64]
+    """KV blocks that each adapter takes where adapters and KV share one pool (S-LoRA), same shape."""
 
 
 class Scenario(NamedTuple):
@@ -48,6 +56,10 @@ class Scenario(NamedTuple):
     horizon_ns: int
     max_in_flight: int
     """Most requests in the engine at once; further arrivals are rejected."""
+    shared_prefix_tokens: int = 0
+    """Tokens that all prompts of an adapter begin with."""
+    buckets: int = 0
+    """Buckets of the time series; 0: a plain run, without details per request and adapter."""
 
     @property
     def adapters(self) -> int:
@@ -69,6 +81,9 @@ def build_scenario(
     max_model_len: int,
     gpu_memory_utilization: float,
     max_in_flight: int | None,
+    rules: str | None = None,
+    prefix_caching: bool | None = None,
+    buckets: int = 0,
 ) -> Scenario:
     """Check the settings, size the memory and draw the requests; see `simulate` for the parameters."""
     adapters = len(workload.adapters)
@@ -94,22 +109,23 @@ def build_scenario(
     if not 0.0 < gpu_memory_utilization <= 1.0:
         raise InputError("must be in (0, 1]", gpu_memory_utilization, "gpu_memory_utilization")
     _require_room(workload, max_model_len)
-    kv = require_kv_tokens(profile, a_max, s_max, gpu_memory_utilization, max_num_seqs, max_model_len)
+    serving = chosen_rules(profile, rules, prefix_caching)
+    slots = 0 if serving.declared_output else a_max
+    kv = require_kv_tokens(profile, slots, s_max, gpu_memory_utilization, max_num_seqs, max_model_len)
     num_blocks = kv // profile.engine.block_size
-    rules = serving_rules(profile.engine.rules)
-    limits = Limits(
+    limits = serving.limits(
         max_num_seqs=max_num_seqs,
         max_num_batched_tokens=max_num_batched_tokens,
         max_model_len=max_model_len,
-        max_loras=a_max,
+        max_loras=adapters if serving.declared_output else a_max,
         max_cpu_loras=max(host_slots, 1),
         block_size=profile.engine.block_size,
-        watermark_blocks=int(rules.watermark * num_blocks),
-        long_prefill_tokens=rules.long_prefill_tokens,
-        reserve_full_sequence=int(rules.reserve_full_sequence),
-        reverse_set_aside=int(rules.reverse_set_aside),
+        num_blocks=num_blocks,
     )
-    requests = _with_room(workload, draw_requests(workload, duration_s, seed, max_model_len), max_model_len)
+    # Drawn prompts leave room for one token; recorded ones stay as they are, and the long ones are rejected.
+    requests = draw_requests(
+        with_length_correlation(workload, profile), duration_s, seed, max_model_len, max(1, max_model_len - 1)
+    )
     return Scenario(
         requests=requests,
         limits=limits,
@@ -117,15 +133,37 @@ def build_scenario(
         costs=build_costs(workload, profile, a_max, s_max),
         horizon_ns=round(duration_s * NS_PER_S),
         max_in_flight=max_in_flight if max_in_flight is not None else max(1, requests.arrival_ns.size),
+        shared_prefix_tokens=workload.shared_prefix_tokens,
+        buckets=buckets,
     )
 
 
-def _with_room(workload: Workload, requests: Requests, max_model_len: int) -> Requests:
-    """Cut drawn prompts to leave room for one token; recorded ones stay, and the long ones are rejected."""
-    if workload.trace is not None:
-        return requests
-    longest = max(1, max_model_len - 1)
-    return requests._replace(prompt_tokens=np.minimum(requests.prompt_tokens, np.int32(longest)))
+def chosen_rules(profile: Profile, name: str | None, prefix_caching: bool | None) -> ServingRules:
+    """Return the serving rules of a profile, or those named instead; with or without prefix caching.
+
+    Prefix caching: as asked for, or else as in the engine that was measured, or else as the rules have it.
+
+    Raises
+    ------
+    InputError
+        For an unknown name, and for prefix caching under rules that have none.
+    """
+    rules = serving_rules(name or profile.engine.rules)
+    if prefix_caching is None and not rules.declared_output:
+        prefix_caching = profile.engine.prefix_caching
+    if prefix_caching is None:
+        return rules
+    if prefix_caching and rules.declared_output:
+        raise InputError(f"must be off under the rules {rules.name}, which have none", True, "prefix_caching")
+    return replace(rules, prefix_caching=prefix_caching)
+
+
+def with_length_correlation(workload: Workload, profile: Profile) -> Workload:
+    """Return the workload with the profile's correlation of lengths where it draws them and states none."""
+    recorded = workload.trace is not None or workload.length_pairs is not None
+    if recorded or workload.length_correlation is not None:
+        return workload
+    return workload.model_copy(update={"length_correlation": profile.length_correlation})
 
 
 def _require_room(workload: Workload, max_model_len: int) -> None:
@@ -140,7 +178,8 @@ def _require_room(workload: Workload, max_model_len: int) -> None:
             rule = f"must leave {share}, whose longest row has {tokens.max()}"
             raise InputError(rule, max_model_len, "max_model_len")
         return
-    for adapter in workload.adapters:
+    first_with = {(id(a.prompt_tokens), id(a.output_tokens)): a for a in reversed(workload.adapters)}
+    for adapter in first_with.values():
         mean_tokens = sum(lengths.mean_tokens for lengths in workload.lengths_of(adapter))
         if mean_tokens > max_model_len:
             mean = f"mean prompt + mean output of adapter {adapter.name}, {mean_tokens:g}"
@@ -154,14 +193,28 @@ def _require_count(name: str, value: int) -> None:
 
 def build_costs(workload: Workload, profile: Profile, a_max: int, s_max: int) -> Costs:
     """Evaluate the profile's models for these adapters and slots."""
-    gpu = [0.0, *(gpu_load_ms(profile.loading, a.rank, s_max) for a in workload.adapters)]
-    disk = [0.0, *(disk_load_ms(profile.loading, a.rank) for a in workload.adapters)]
+    ranks = [adapter.rank for adapter in workload.adapters]
+    gpu_ms = {rank: gpu_load_ms(profile.loading, rank, s_max) for rank in set(ranks)}
+    disk_ms = {rank: disk_load_ms(profile.loading, rank) for rank in set(ranks)}
+    form = latency_code(profile.step_latency.form, profile.engine.kernel)
+    coefficients = coefficient_array(profile.step_latency)
+    page_bytes = kv_bytes_per_token(profile.model) * profile.engine.block_size
+    pages = {rank: -(-adapter_bytes(profile.model, rank) // page_bytes) for rank in set(ranks)}
     return Costs(
-        form=latency_form(profile.step_latency.form).code,
-        coefficients=coefficient_array(profile.step_latency),
+        form=form,
+        coefficients=coefficients,
         a_max=a_max,
         s_max=s_max,
         slots_per_adapter=min(1.0, a_max / len(workload.adapters)),
-        load_ns=np.round(np.array(gpu) * NS_PER_MS).astype(np.int64),
-        disk_ns=np.round(np.array(disk) * NS_PER_MS).astype(np.int64),
+        load_ns=_per_adapter_ns(gpu_ms, ranks),
+        disk_ns=_per_adapter_ns(disk_ms, ranks),
+        rank=np.array([0, *ranks], np.int64),
+        uses_ranks=uses_ranks(form, coefficients),
+        pages=np.array([0, *map(pages.__getitem__, ranks)], np.int64),
     )
+
+
+def _per_adapter_ns(ms_of_rank: Mapping[int, float], ranks: Sequence[int]) -> NDArray[np.int64]:
+    """Return whole nanoseconds by number of the adapter; 0 for the base model."""
+    ms = np.array([0.0, *map(ms_of_rank.__getitem__, ranks)])
+    return np.round(ms * NS_PER_MS).astype(np.int64)

@@ -1,13 +1,18 @@
-"""What a simulated instance leaves behind: times per request, token gaps, sums over time, counts."""
+"""What a simulated instance leaves behind: times per request, token gaps, sums over time, counts.
+
+A plain run records what `SimulationResult` needs. A detailed one (``buckets`` above 0) also records a time
+series, and what happened to each request and each adapter; `capplan.twin.recording` writes it.
+"""
 
 from __future__ import annotations
 
+import math
 from typing import NamedTuple
 
 import numpy as np
 from numpy.typing import NDArray
 
-from capplan.serving.compile import jit
+from capplan.compile import jit
 
 # Positions in `Trace.counts`.
 STEPS = 0
@@ -20,7 +25,15 @@ NEXT_REQUEST = 6
 MAX_RUNNING = 7
 MAX_WAITING = 8
 LOAD_NS = 9
-N_COUNTS = 10
+BUCKET = 10  # of the time series: the one that the last step ended in,
+BUCKET_END_NS = 11  # when it ends,
+BUCKET_NS = 12  # and how long each is
+REQUEST_STEPS = 13  # sum over steps of the requests that run,
+SMALL_REQUEST_STEPS = 14  # and of steps with at most SMALL_BATCH of them
+N_COUNTS = 15
+
+SMALL_BATCH = 128
+"""Requests whose tokens vLLM's API server hands out in one go (``VLLM_V1_OUTPUT_PROC_CHUNK_SIZE``)."""
 
 # Positions in `Trace.sums`: integrals over simulated time, in units x nanoseconds.
 BUSY_NS = 0
@@ -30,11 +43,37 @@ KV_TOKEN_NS = 3
 ADAPTER_NS = 4
 N_SUMS = 5
 
+# Columns of `Trace.series`: sums over the steps that end in a bucket. Whole numbers, so that their order does
+# not matter; the first six are integrals over time, in units x nanoseconds.
+SERIES_BUSY_NS = 0
+SERIES_RUNNING_NS = 1
+SERIES_WAITING_NS = 2
+SERIES_KV_TOKEN_NS = 3
+SERIES_ACTIVE_NS = 4
+SERIES_RESIDENT_NS = 5
+SERIES_STEPS = 6
+SERIES_TOKENS = 7
+SERIES_LOADS = 8
+SERIES_LOAD_NS = 9
+N_SERIES = 10
+
+# Columns of `Trace.adapters`.
+ADMISSIONS = 0
+HITS = 1  # admissions that found the adapter resident
+LOADS = 2
+ADAPTER_LOAD_NS = 3
+LOADED_AT = 4  # number of the step of the last load, counted from 1
+N_ADAPTER = 5
+
+# Values of `Trace.status`.
+STATUS_RUNNING = 1
+STATUS_REJECTED = 2
+
 NEVER = -1
 
-_GAP_BINS = 4096
 _GAP_SMALLEST_NS = 1e5
-_GAP_BIN_WIDTH = 0.005  # of the natural logarithm: half a percent
+_BINS_PER_OCTAVE = 256  # each at most 0.4 percent wide
+_GAP_BINS = 30 * _BINS_PER_OCTAVE  # up to a day
 
 
 class Trace(NamedTuple):
@@ -46,24 +85,56 @@ class Trace(NamedTuple):
     """Clock at each request's last token; NEVER before."""
     stalled_ns: NDArray[np.int64]
     """Clock at the last token before a request was preempted or left out of a step."""
-    running_at_end: NDArray[np.int8]
-    """1 for requests in execution when the simulation ended."""
+    status: NDArray[np.int8]
+    """STATUS_RUNNING: in execution when the simulation ended; STATUS_REJECTED: refused; 0: neither."""
     gaps: NDArray[np.int64]
     """Histogram of the gaps between a request's tokens, in logarithmic bins."""
     counts: NDArray[np.int64]
     sums: NDArray[np.float64]
+    # -- a detailed run only; otherwise of length 0 --
+    series: NDArray[np.int64]
+    """Sums over the steps that end in each bucket of time, shape (buckets, N_SERIES)."""
+    adapters: NDArray[np.int64]
+    """What each adapter saw, shape (adapters + 1, N_ADAPTER); row 0 is the base model."""
+    admitted_ns: NDArray[np.int64]
+    """Clock at the start of the step that admitted each request first; NEVER before."""
+    set_aside_ns: NDArray[np.int64]
+    """Time that each request, not yet admitted, waited for its adapter to be loaded beside the batch."""
+    held_up_ns: NDArray[np.int64]
+    """Time of loads inside the steps from each request's first admission to its first token."""
 
 
-def new_trace(requests: int) -> Trace:
-    """Return an empty record for that many requests."""
+def new_trace(requests: int, adapters: int = 0, buckets: int = 0, horizon_ns: int = 0) -> Trace:
+    """Return an empty record.
+
+    Parameters
+    ----------
+    requests
+        Number of requests.
+    adapters
+        Number of adapters.
+    buckets
+        Buckets of the time series; 0: no time series, and nothing per adapter or beside the token times.
+    horizon_ns
+        What the buckets divide evenly; steps that end after it count in the last one.
+    """
+    counts = np.zeros(N_COUNTS, np.int64)
+    detailed = requests if buckets else 0
+    if buckets:
+        counts[BUCKET_NS] = counts[BUCKET_END_NS] = max(1, -(-horizon_ns // buckets))
     return Trace(
         first_ns=np.full(requests, NEVER, np.int64),
         finish_ns=np.full(requests, NEVER, np.int64),
         stalled_ns=np.zeros(requests, np.int64),
-        running_at_end=np.zeros(requests, np.int8),
+        status=np.zeros(requests, np.int8),
         gaps=np.zeros(_GAP_BINS, np.int64),
-        counts=np.zeros(N_COUNTS, np.int64),
+        counts=counts,
         sums=np.zeros(N_SUMS),
+        series=np.zeros((buckets, N_SERIES), np.int64),
+        adapters=np.zeros((adapters + 1 if buckets else 0, N_ADAPTER), np.int64),
+        admitted_ns=np.full(detailed, NEVER, np.int64),
+        set_aside_ns=np.zeros(detailed, np.int64),
+        held_up_ns=np.zeros(detailed, np.int64),
     )
 
 
@@ -72,13 +143,19 @@ def gap_bin(gap_ns: int) -> int:
     """Return the bin of a gap between tokens."""
     if gap_ns <= _GAP_SMALLEST_NS:
         return 0
-    return min(_GAP_BINS - 1, int(np.log(gap_ns / _GAP_SMALLEST_NS) / _GAP_BIN_WIDTH))
+    fraction, octave = math.frexp(gap_ns / _GAP_SMALLEST_NS)  # cheaper than a logarithm
+    return min(
+        _GAP_BINS - 1, (octave - 1) * _BINS_PER_OCTAVE + int((2.0 * fraction - 1.0) * _BINS_PER_OCTAVE)
+    )
 
 
-def gap_quantile_ms(gaps: NDArray[np.int64], quantile: float) -> float:
-    """Return a quantile of the token gaps, exact to half a percent; NaN when there is none."""
-    total = int(gaps.sum())
+def gap_percentiles_ms(gaps: NDArray[np.int64], percentiles: tuple[float, ...]) -> tuple[float, ...]:
+    """Return percentiles of the token gaps, exact to half a percent; NaN when there is none."""
+    up_to = np.cumsum(gaps)
+    total = int(up_to[-1])
     if total == 0:
-        return float("nan")
-    at = int(np.searchsorted(np.cumsum(gaps), quantile * total))
-    return float(_GAP_SMALLEST_NS * np.exp((min(at, _GAP_BINS - 1) + 0.5) * _GAP_BIN_WIDTH) / 1e6)
+        return (math.nan,) * len(percentiles)
+    bins = np.searchsorted(up_to, np.array(percentiles) / 100 * total)
+    octave, within = np.divmod(np.minimum(bins, _GAP_BINS - 1), _BINS_PER_OCTAVE)
+    middles = 2.0**octave * (1.0 + (within + 0.5) / _BINS_PER_OCTAVE)
+    return tuple((_GAP_SMALLEST_NS / 1e6 * middles).tolist())

@@ -78,7 +78,7 @@ STEP = StepFeatures(
     kv_tokens=30_000.0,
     adapters=10.0,
     a_max=32.0,
-    s_max=16.0,
+    s_max=40.0,
     waiting=2000.0,
     slots_per_adapter=0.25,
 )
@@ -91,13 +91,14 @@ def test_every_coefficient_of_the_additive_form_adds_its_own_part() -> None:
         "ms_per_kv_ktoken": 30.0,
         "ms_per_slot": 32.0,
         "ms_per_slot_ktoken": 32 * 0.6,
-        "ms_per_slot_rank16": 32.0,
+        "ms_per_slot_rank16": 32.0 * 2.5,
         "ms_per_adapter": 10.0,
-        "ms_per_adapter_ktoken": 10 * 0.6,
+        "ms_per_adapter_rank16": 10.0 * 2.5,
+        "ms_per_adapter_small_rank16": 0.0,
         "ms_per_adapter_krequest": 10 * 0.1,
         "ms_per_adapter_queued": 10.0,
         "ms_per_waiting_krequest": 2 * 0.75,
-        "ms_beyond_graphs": 1.0,
+        "ms_per_ktoken_beyond_graphs": 0.088,
     }
     assert set(expected) == set(ADDITIVE.coefficients)
     for at, name in enumerate(ADDITIVE.coefficients):
@@ -106,13 +107,23 @@ def test_every_coefficient_of_the_additive_form_adds_its_own_part() -> None:
         assert step_ms(ADDITIVE.code, one, STEP) == pytest.approx(expected[name]), name
 
 
-def test_an_empty_queue_and_a_small_step_cost_nothing_extra() -> None:
-    ones = np.ones(len(ADDITIVE.coefficients))
-    calm = STEP._replace(waiting=0.0)
-    assert step_ms(ADDITIVE.code, ones, STEP) - step_ms(ADDITIVE.code, ones, calm) == pytest.approx(10 + 1.5)
-    small, large = STEP._replace(tokens=512.0), STEP._replace(tokens=513.0)
-    rise = step_ms(ADDITIVE.code, ones, large) - step_ms(ADDITIVE.code, ones, small)
-    assert rise == pytest.approx(1 + 0.001 * (1 + 32 + 10))
+def milliseconds(**changes: float) -> float:
+    return step_ms(ADDITIVE.code, np.ones(len(ADDITIVE.coefficients)), STEP._replace(**changes))
+
+
+def test_an_empty_queue_costs_nothing_extra() -> None:
+    assert milliseconds() - milliseconds(waiting=0.0) == pytest.approx(10 + 1.5)
+
+
+def test_tokens_beyond_the_graphs_cost_more_each_and_no_step_jumps_there() -> None:
+    each = 0.001 * (1 + 32)
+    assert milliseconds(tokens=512.0) - milliseconds(tokens=511.0) == pytest.approx(each)
+    assert milliseconds(tokens=513.0) - milliseconds(tokens=512.0) == pytest.approx(each + 0.001)
+
+
+def test_adapters_cost_blocks_of_16_ranks_in_steps_of_few_tokens() -> None:
+    drop = milliseconds(tokens=127.0) - milliseconds(tokens=128.0)
+    assert drop == pytest.approx(10 * 3 - 0.001 * (1 + 32))
 
 
 def test_the_digital_twin_form_is_the_papers_equation() -> None:

@@ -3,19 +3,22 @@
 import numpy as np
 from hypothesis import strategies as st
 
-from capplan.models.step_latency import ADDITIVE, DIGITAL_TWIN
+from capplan.models.step_latency import FORMS, uses_ranks
 from capplan.twin import Scenario
 from capplan.twin.scenario import NS_PER_MS, Costs
 from capplan.workload import Requests
 from tests.serving.worlds import Choose, make_world, seeded
 
 
-def make_scenario(choose: Choose, max_requests: int = 24) -> Scenario:
+def make_scenario(choose: Choose, max_requests: int = 40) -> Scenario:
     """Return a scenario. Times are small multiples of 1 ms, so arrivals often meet the end of a step."""
     world = make_world(choose, max_requests)
-    form = ADDITIVE if choose(0, 3) else DIGITAL_TWIN
-    coefficients = np.array([choose(0, 3) / choose(1, 3) for _ in form.coefficients])
-    coefficients[-1 if form is DIGITAL_TWIN else 0] = choose(1, 4)
+    form = FORMS[choose(0, len(FORMS) - 1)]
+    names = form.names if choose(0, 1) else form.coefficients
+    coefficients = np.array([choose(0, 3) / choose(1, 3) for _ in names])
+    for always in ("base_ms", "k7", "k7_base", "decode_beta", "prefill_beta"):  # no step takes no time
+        if always in names:
+            coefficients[names.index(always)] = choose(1, 4)
     load_ns = np.array([0, *(choose(0, 6) * NS_PER_MS for _ in range(world.adapters))], np.int64)
     disk_ns = np.array([0, *(choose(0, 20) * NS_PER_MS for _ in range(world.adapters))], np.int64)
     requests = Requests(
@@ -37,9 +40,14 @@ def make_scenario(choose: Choose, max_requests: int = 24) -> Scenario:
             slots_per_adapter=min(1.0, world.limits.max_loras / world.adapters),
             load_ns=load_ns,
             disk_ns=disk_ns,
+            rank=np.array([0, *(choose(1, 32) for _ in range(world.adapters))], np.int64),
+            uses_ranks=uses_ranks(form.code, coefficients),
+            pages=np.array([0, *(world.pages or [0] * world.adapters)], np.int64),
         ),
-        horizon_ns=choose(1, 400) * choose(1, 5) * NS_PER_MS,
-        max_in_flight=choose(1, 30),
+        horizon_ns=choose(1, 400) * (choose(1, 5) if choose(0, 1) else 100) * NS_PER_MS,
+        max_in_flight=choose(1, 30) if choose(0, 1) else 1000,
+        shared_prefix_tokens=max(0, choose(-20, 20)),
+        buckets=max(0, choose(-20, 20)),
     )
 
 

@@ -1,0 +1,179 @@
+"""Candidates for the step model: the columns of a step table that each form regresses on, and the fit."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from types import MappingProxyType
+from typing import Final
+
+import numpy as np
+from numpy.typing import NDArray
+
+from capplan.errors import InputError
+from capplan.models.calibrate import LinearProblem, fit_linear
+from capplan.models.calibration_columns import unit_columns
+from capplan.models.calibration_errors import clustered_errors
+from capplan.models.calibration_tables import FROM_PREFILLS, StepTable
+from capplan.models.calibration_twin_form import fit_digital_twin, predict_digital_twin
+from capplan.models.step_latency import (
+    ADDITIVE,
+    DIGITAL_TWIN,
+    TOPPINGS_BGMV,
+    TOPPINGS_MBGMV,
+    LatencyForm,
+    latency_code,
+)
+from capplan.spec import Coefficient, Kernel
+
+SERVING_FACTOR: Final = "serving_factor"
+"""Fitted beside every form where the table knows loads: how much longer they take than on an idle engine."""
+
+TERM_GROUPS: Final[Mapping[str, tuple[str, ...]]] = MappingProxyType(
+    {
+        "kv": tuple(name for name in ADDITIVE.coefficients if "_kv_" in name),
+        "slots": tuple(name for name in ADDITIVE.coefficients if "_per_slot" in name),
+        "adapters": tuple(name for name in ADDITIVE.coefficients if "_per_adapter" in name),
+        "queue": tuple(name for name in ADDITIVE.coefficients if "_per_waiting" in name),
+        "graphs": tuple(name for name in ADDITIVE.coefficients if "_beyond_graphs" in name),
+        "ranks": tuple(ADDITIVE.optional),
+    }
+)
+"""Terms of the additive form that are left out together, to see what they are worth."""
+
+_RANK_FIELDS: Final = ("lora_decodes", "lora_prefill_tokens")
+_NEEDED: Final[Mapping[Kernel, tuple[str, ...]]] = MappingProxyType(
+    {
+        Kernel.VLLM: _RANK_FIELDS,
+        Kernel.BGMV: (*_RANK_FIELDS, "max_rank"),
+        Kernel.MBGMV: ("decode_rank_sum", "prefill_rank_tokens"),
+    }
+)
+
+
+@dataclass(frozen=True)
+class Candidate:
+    """One form of the step model that may be fitted."""
+
+    label: str
+    form: LatencyForm
+    kernel: Kernel
+    left_out: tuple[str, ...] = ()
+    """Coefficients of the form that stay 0."""
+
+    def missing(self, table: StepTable) -> tuple[str, ...]:
+        """Return the columns that this form needs and the table does not have."""
+        missing = tuple(name for name in self._needed() if name not in table.ranks)
+        return tuple(n for n in missing if n not in FROM_PREFILLS) if "prefills" in missing else missing
+
+    def _needed(self) -> tuple[str, ...]:
+        phases = ("decodes", "prefills")
+        if self.form is TOPPINGS_BGMV:
+            return (*phases, "lora_decodes", "lora_prefills", "max_rank")
+        if self.form is TOPPINGS_MBGMV:
+            return (*phases, "decode_rank_sum", "prefill_rank_sum")
+        return ()
+
+    def columns(self, table: StepTable) -> dict[str, NDArray[np.float64]]:
+        """Return the regressor of each coefficient, loads among them; only of forms that are linear."""
+        columns = unit_columns(latency_code(self.form.name, self.kernel), self.form.names, table)
+        if table.load_ms is not None:
+            columns[SERVING_FACTOR] = table.load_ms
+        return {name: values for name, values in columns.items() if name not in self.left_out}
+
+    def fit(self, table: StepTable) -> FormFit:
+        """Minimise the relative squared error of the steps' times."""
+        if self.form is DIGITAL_TWIN:
+            solution = fit_digital_twin(table)
+            return FormFit(self, solution.names, solution.values, solution.std_errors)
+        columns = self.columns(table)
+        problem = LinearProblem(tuple(columns), np.column_stack(list(columns.values())), table.step_ms)
+        fit = fit_linear(problem)
+        bound = np.isnan(fit.std_errors) if table.rows > len(columns) else np.zeros(len(columns), bool)
+        values = np.where(bound, 0.0, fit.values)  # the solver stops a hair's breadth before the bound
+        weighted = problem.design / problem.y[:, None]
+        errors = clustered_errors(weighted, weighted @ values - 1.0, ~bound, table.run)
+        return FormFit(self, problem.names, values, errors)
+
+
+@dataclass(frozen=True)
+class FormFit:
+    """A candidate with its coefficients, loads' factor among them."""
+
+    candidate: Candidate
+    names: tuple[str, ...]
+    values: NDArray[np.float64]
+    std_errors: NDArray[np.float64]
+    """NaN for coefficients on their bound."""
+
+    def predict(self, table: StepTable) -> NDArray[np.float64]:
+        """Return the milliseconds of each row, loads included."""
+        if self.candidate.form is DIGITAL_TWIN:
+            return predict_digital_twin(table, dict(zip(self.names, self.values, strict=True)))
+        columns = self.candidate.columns(table)
+        return np.column_stack([columns[name] for name in self.names]) @ self.values
+
+    def coefficients(self) -> dict[str, Coefficient]:
+        """Return the coefficients of the form as a profile stores them, in its order."""
+        fitted = {
+            name: Coefficient(value=float(value), std_error=None if np.isnan(error) else float(error))
+            for name, value, error in zip(self.names, self.values, self.std_errors, strict=True)
+        }
+        form = self.candidate.form
+        optional = {name for name in form.optional if name in fitted and fitted[name].value != 0.0}
+        return {
+            name: fitted.get(name, Coefficient(value=0.0))
+            for name in form.names
+            if name in form.coefficients or name in optional
+        }
+
+    @property
+    def serving_factor(self) -> Coefficient | None:
+        """How much longer loads take than on an idle engine; None where the table did not know them."""
+        if SERVING_FACTOR not in self.names:
+            return None
+        at = self.names.index(SERVING_FACTOR)
+        error = self.std_errors[at]
+        return Coefficient(value=float(self.values[at]), std_error=None if np.isnan(error) else float(error))
+
+
+def candidates(table: StepTable, kernel: Kernel) -> tuple[Candidate, ...]:
+    """Return the forms that are compared: ours, ours without each group of terms, and the papers'.
+
+    The order is that of preference among forms that are as good as each other. The rank terms are among ours
+    where the table knows the ranks that the kernel pays for; under ``vllm``, whose slots have terms of their
+    own, they must make a difference. With them ours is also shown as it would be under each other kernel, for
+    comparison: which one an engine has is known, not fitted.
+    """
+    ranks_known = all(name in table.ranks for name in _NEEDED[kernel])
+    unknown = () if ranks_known else TERM_GROUPS["ranks"]
+    ours = [Candidate(ADDITIVE.name, ADDITIVE, kernel, unknown)]
+    for group, terms in TERM_GROUPS.items():
+        if ranks_known or group != "ranks":
+            ours.append(Candidate(f"additive-without-{group}", ADDITIVE, kernel, (*unknown, *terms)))
+    ours += [
+        Candidate(f"additive-as-{other}", ADDITIVE, other)
+        for other in Kernel
+        if ranks_known and other is not kernel and all(name in table.ranks for name in _NEEDED[other])
+    ]
+    if ranks_known and kernel is Kernel.VLLM:
+        ours.sort(key=lambda each: each.label != "additive-without-ranks")
+    papers = [Candidate(form.name, form, kernel) for form in (DIGITAL_TWIN, TOPPINGS_BGMV, TOPPINGS_MBGMV)]
+    return (*ours, *papers)
+
+
+def candidate_named(label: str, table: StepTable, kernel: Kernel) -> Candidate:
+    """Return one candidate.
+
+    Raises
+    ------
+    InputError
+        For an unknown name, or a form that needs columns which the table does not have.
+    """
+    known = {each.label: each for each in candidates(table, kernel)}
+    if label not in known:
+        raise InputError(f"must be one of {', '.join(known)}", label, "--form")
+    missing = known[label].missing(table)
+    if missing:
+        raise InputError(f"form {label} needs the columns {', '.join(missing)}", location=table.source)
+    return known[label]

@@ -1,0 +1,223 @@
+"""The step model of a profile: every form fitted to a step table, and the one that predicts best chosen."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass
+from typing import Final
+
+import numpy as np
+from numpy.typing import NDArray
+
+from capplan.errors import InputError
+from capplan.models.calibrate import SMAPE_FORMULA, smape
+from capplan.models.calibration_forms import Candidate, FormFit, candidate_named, candidates
+from capplan.models.calibration_tables import REGIMES, StepTable
+from capplan.spec import Fit, FittedModel, Kernel
+
+DEFAULT_FOLDS: Final = 5
+
+NEGLIGIBLE: Final = 0.01
+NEGLIGIBLE_POINTS: Final = 0.02
+"""Forms are as good as each other when their held-out errors differ by less than the first as a share of the
+error, or by less than the second in percentage points.
+
+Among those the whole of ours comes first: runs of one mix of lengths cannot tell tokens of the KV cache from
+requests, say, and a term that was left out for want of a difference would be missed with another mix.
+"""
+
+
+@dataclass(frozen=True)
+class FormScore:
+    """How well one form does; NaN where it could not be fitted."""
+
+    label: str
+    coefficients: int
+    error: float
+    """SMAPE on the rows of the fit, in percent."""
+    held_out_error: float
+    """SMAPE on rows whose run was left out of the fit, in percent."""
+    held_out_r2: float
+    """Share of the variance of step times explained on left-out rows; below 0 is worse than their mean."""
+    missing: tuple[str, ...] = ()
+    """Columns for want of which it could not be fitted."""
+
+
+@dataclass(frozen=True)
+class Residuals:
+    """Errors of predictions on left-out rows in one part of the table, in percent."""
+
+    name: str
+    rows: int
+    bias: float
+    """Mean of predicted / measured - 1."""
+    error: float
+    """SMAPE."""
+    p95: float
+    """95th percentile of |predicted / measured - 1|."""
+
+
+@dataclass(frozen=True)
+class StepCalibration:
+    """The chosen step model and what it was chosen from."""
+
+    table: StepTable
+    fit: FormFit
+    forced: bool
+    """Whether the form was asked for, not chosen."""
+    scores: tuple[FormScore, ...]
+    """Of all forms, the best first."""
+    held_out_ms: NDArray[np.float64]
+    """Predictions of the chosen form by fits that left the row's run out, shape (rows,)."""
+
+    @property
+    def score(self) -> FormScore:
+        """The chosen form's."""
+        return next(score for score in self.scores if score.label == self.fit.candidate.label)
+
+    def model(self) -> FittedModel:
+        """Return the step model as a profile stores it."""
+        table = self.table
+        predicted = self.fit.predict(table)
+        runs = f" of {len(table.run_names)} runs" if table.run_names else ""
+        ranges = {
+            name: (float(np.min(values)), float(np.max(values)))
+            for name in ("tokens", "requests", "kv_tokens", "adapters", "a_max", "s_max", "waiting")
+            if (values := getattr(table, name)).size
+        }
+        return FittedModel(
+            form=self.fit.candidate.form.name,
+            coefficients=self.fit.coefficients(),
+            fitted_range=ranges,
+            fit=Fit(
+                source=f"{table.source}: {table.rows} rows{runs}",
+                samples=table.rows,
+                error_formula=SMAPE_FORMULA,
+                error=smape(predicted, table.step_ms),
+                cross_validated_error=self.score.held_out_error,
+                max_error=float(100 * np.max(np.abs(predicted / table.step_ms - 1.0))),
+            ),
+        )
+
+    def by_regime(self) -> tuple[Residuals, ...]:
+        """Return the errors in each regime, in the order of `REGIMES`, others after them."""
+        there = set(self.table.regime.tolist())
+        order = [*(name for name in REGIMES if name in there), *sorted(there - set(REGIMES))]
+        return tuple(self._residuals(name, self.table.regime == name) for name in order)
+
+    def by_a_max(self) -> tuple[Residuals, ...]:
+        """Return the errors at each number of slots."""
+        values = np.unique(self.table.a_max)
+        return tuple(self._residuals(f"{value:g}", self.table.a_max == value) for value in values)
+
+    def _residuals(self, name: str, keep: NDArray[np.bool_]) -> Residuals:
+        predicted, measured = self.held_out_ms[keep], self.table.step_ms[keep]
+        relative = predicted / measured - 1.0
+        return Residuals(
+            name=name,
+            rows=int(keep.sum()),
+            bias=100 * float(np.mean(relative)),
+            error=smape(predicted, measured),
+            p95=100 * float(np.percentile(np.abs(relative), 95)),
+        )
+
+
+def calibrate_steps(
+    table: StepTable,
+    kernel: Kernel = Kernel.VLLM,
+    *,
+    form: str | None = None,
+    folds: int = DEFAULT_FOLDS,
+    progress: Callable[[int, int], None] | None = None,
+) -> StepCalibration:
+    """Fit every form and choose.
+
+    Parameters
+    ----------
+    table
+        The measured steps.
+    kernel
+        Which rank the engine's LoRA kernels pay for.
+    form
+        Name of the form to take, whatever its error; None: the first in the order of `candidates` whose
+        held-out error is as good as the lowest, by `NEGLIGIBLE`.
+    folds
+        Parts of the cross-validation; run g belongs to part g mod folds, and is never on both sides.
+    progress
+        Called with (fits done, fits in all).
+
+    Raises
+    ------
+    InputError
+        For an unknown form, one that the table has too few columns for, or fewer rows than coefficients.
+    """
+    forced = None if form is None else candidate_named(form, table, kernel)
+    everything = candidates(table, kernel)
+    possible = [each for each in everything if not each.missing(table)]
+    fits: dict[str, FormFit] = {}
+    held_out: dict[str, NDArray[np.float64]] = {}
+    for done, each in enumerate(possible):
+        if progress is not None:
+            progress(done, len(possible))
+        fits[each.label] = _fit(each, table)
+        held_out[each.label] = predict_left_out(each, table, folds)
+    if progress is not None:
+        progress(len(possible), len(possible))
+    scores = _sorted(
+        [_score(fits[each.label], table, held_out[each.label]) for each in possible]
+        + [_unfitted(each, table) for each in everything if each not in possible]
+    )
+    preferred = [each.label for each in possible if each.kernel is kernel]
+    label = _best(scores, preferred) if forced is None else forced.label
+    return StepCalibration(table, fits[label], forced is not None, scores, held_out[label])
+
+
+def predict_left_out(candidate: Candidate, table: StepTable, folds: int) -> NDArray[np.float64]:
+    """Return the milliseconds of each row as predicted by a fit without the row's run, shape (rows,)."""
+    _, numbers = np.unique(table.run, return_inverse=True)
+    part = numbers % folds
+    if np.unique(part).size < 2:
+        rule = "must hold two runs to be cross-validated; without a column run, rows are cut in stretches"
+        raise InputError(rule, location=table.source)
+    predicted = np.empty(table.rows)
+    for fold in np.unique(part):
+        out = part == fold
+        predicted[out] = _fit(candidate, table.select(~out)).predict(table.select(out))
+    return predicted
+
+
+def _fit(candidate: Candidate, table: StepTable) -> FormFit:
+    wanted = len(candidate.form.names) - len(candidate.left_out)
+    if table.rows < wanted:
+        rule = f"must leave at least {wanted} rows to each fit of the form {candidate.label}"
+        raise InputError(rule, table.rows, table.source)
+    return candidate.fit(table)
+
+
+def _score(fit: FormFit, table: StepTable, held_out: NDArray[np.float64]) -> FormScore:
+    spread = float(np.sum((table.step_ms - table.step_ms.mean()) ** 2))
+    missed = float(np.sum((held_out - table.step_ms) ** 2))
+    return FormScore(
+        label=fit.candidate.label,
+        coefficients=int(np.sum(~np.isnan(fit.std_errors))),
+        error=smape(fit.predict(table), table.step_ms),
+        held_out_error=smape(held_out, table.step_ms),
+        held_out_r2=1.0 - missed / spread if spread > 0.0 else float("nan"),
+    )
+
+
+def _unfitted(candidate: Candidate, table: StepTable) -> FormScore:
+    nothing = float("nan")
+    return FormScore(candidate.label, 0, nothing, nothing, nothing, candidate.missing(table))
+
+
+def _sorted(scores: Iterable[FormScore]) -> tuple[FormScore, ...]:
+    return tuple(sorted(scores, key=lambda s: (np.isnan(s.held_out_error), s.held_out_error, s.coefficients)))
+
+
+def _best(scores: tuple[FormScore, ...], preferred: Sequence[str]) -> str:
+    """Return the label of the best form: the first in order of preference that is as good as any."""
+    errors = {score.label: score.held_out_error for score in scores}
+    least = min(errors[label] for label in preferred)
+    limit = least + max(NEGLIGIBLE * least, NEGLIGIBLE_POINTS)
+    return next(label for label in preferred if errors[label] <= limit)

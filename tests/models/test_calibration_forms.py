@@ -1,0 +1,181 @@
+"""Every form of the step model, fitted to steps of which the truth is known."""
+
+from collections.abc import Mapping
+
+import numpy as np
+import pandas as pd
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from capplan.errors import InputError
+from capplan.models.calibration_errors import clustered_errors
+from capplan.models.calibration_forms import TERM_GROUPS, candidate_named, candidates
+from capplan.models.calibration_steps import calibrate_steps, predict_left_out
+from capplan.models.calibration_tables import StepTable, step_table
+from capplan.models.step_latency import ADDITIVE
+from capplan.spec import Kernel
+from tests.models.step_tables import (
+    ADDITIVE_TRUTH,
+    DIGITAL_TWIN_TRUTH,
+    TOPPINGS_TRUTH,
+    milliseconds,
+    steps_of,
+)
+
+CASES = [
+    pytest.param("additive", ADDITIVE_TRUTH, Kernel.VLLM, id="additive-vllm"),
+    pytest.param("additive", ADDITIVE_TRUTH, Kernel.BGMV, id="additive-bgmv"),
+    pytest.param("additive", ADDITIVE_TRUTH, Kernel.MBGMV, id="additive-mbgmv"),
+    pytest.param("digital-twin", DIGITAL_TWIN_TRUTH, Kernel.VLLM, id="digital-twin"),
+    pytest.param("toppings-bgmv", TOPPINGS_TRUTH, Kernel.VLLM, id="toppings-bgmv"),
+    pytest.param("toppings-mbgmv", TOPPINGS_TRUTH, Kernel.VLLM, id="toppings-mbgmv"),
+]
+
+
+def table_of(frame: pd.DataFrame) -> StepTable:
+    return step_table(frame, "steps.csv")
+
+
+@pytest.mark.parametrize(("form", "truth", "kernel"), CASES)
+def test_the_coefficients_of_exact_steps_are_recovered(
+    form: str, truth: Mapping[str, float], kernel: Kernel
+) -> None:
+    table = table_of(steps_of(form, truth, kernel=kernel))
+    fit = candidate_named(form, table, kernel).fit(table)
+    found = {name: coefficient.value for name, coefficient in fit.coefficients().items()}
+    if form == "digital-twin":  # k1 * B and k4 * B are told apart by the adapters beside them only
+        assert found["k1"] + found["k4"] == pytest.approx(truth["k1"] + truth["k4"], rel=1e-3)
+    assert found == pytest.approx(dict(truth), rel=2e-3, abs=1e-6)
+    assert fit.serving_factor is not None
+    assert fit.serving_factor.value == pytest.approx(1.5, rel=1e-3)
+
+
+@pytest.mark.parametrize(("form", "truth", "kernel"), CASES)
+def test_a_fit_predicts_what_the_twin_charges_with_its_coefficients(
+    form: str, truth: Mapping[str, float], kernel: Kernel
+) -> None:
+    frame = steps_of(form, truth, kernel=kernel, rows=120, noise=0.2, seed=3)
+    table = table_of(frame)
+    fit = candidate_named(form, table, kernel).fit(table)
+    assert fit.serving_factor is not None
+    stored = {name: coefficient.value for name, coefficient in fit.coefficients().items()}
+    by_twin = milliseconds(frame, form, stored, kernel) + table.load_ms * (fit.serving_factor.value - 1.5)
+    assert fit.predict(table) == pytest.approx(by_twin)
+
+
+def test_the_form_that_made_the_steps_is_chosen() -> None:
+    for form, truth in (
+        ("additive", ADDITIVE_TRUTH),
+        ("digital-twin", DIGITAL_TWIN_TRUTH),
+        ("toppings-mbgmv", TOPPINGS_TRUTH),
+    ):
+        made = calibrate_steps(table_of(steps_of(form, truth, noise=0.01)))
+        assert made.fit.candidate.label == form
+        assert made.score.held_out_error == pytest.approx(0.4, abs=0.15)  # half the mean of |N(0, 1 %)|
+        assert made.score.held_out_r2 > 0.99
+
+
+def test_what_a_part_of_ours_is_worth_shows_in_the_error_without_it() -> None:
+    made = calibrate_steps(table_of(steps_of("additive", ADDITIVE_TRUTH, noise=0.01, rows=1000)))
+    errors = {score.label: score.held_out_error for score in made.scores}
+    for group, terms in TERM_GROUPS.items():
+        assert errors[f"additive-without-{group}"] > errors["additive"]
+        absent = candidate_named(f"additive-without-{group}", made.table, Kernel.VLLM).fit(made.table)
+        assert not set(absent.names) & set(terms)
+        assert all(
+            absent.coefficients()[name].value == 0.0 for name in terms if name in ADDITIVE.coefficients
+        )
+    assert [score.held_out_error for score in made.scores] == sorted(errors.values())
+
+
+def test_a_part_that_makes_no_difference_stays() -> None:
+    flat = ADDITIVE_TRUTH | dict.fromkeys((*TERM_GROUPS["queue"], *TERM_GROUPS["graphs"]), 0.0)
+    made = calibrate_steps(table_of(steps_of("additive", flat, noise=0.03)))
+    assert made.fit.candidate.label == "additive"
+
+
+def test_an_asked_for_form_is_taken_whatever_its_error() -> None:
+    made = calibrate_steps(table_of(steps_of("additive", ADDITIVE_TRUTH)), form="toppings-bgmv")
+    assert made.forced
+    assert made.model().form == "toppings-bgmv"
+    assert made.score.held_out_error > min(score.held_out_error for score in made.scores)
+
+
+def test_forms_without_their_columns_are_named_and_left_out() -> None:
+    frame = steps_of("additive", {**ADDITIVE_TRUTH, "ms_per_decode_krank": 0.0, "ms_per_prefill_krank": 0.0})
+    frame = frame[[name for name in frame.columns if "rank" not in name and "lora" not in name]]
+    frame = frame.drop(columns=["decodes", "prefills"])
+    made = calibrate_steps(table_of(frame))
+    missing = {score.label: score.missing for score in made.scores if score.missing}
+    assert missing == {
+        "toppings-bgmv": ("prefills", "max_rank"),
+        "toppings-mbgmv": ("prefills", "decode_rank_sum", "prefill_rank_sum"),
+    }
+    assert made.fit.candidate.label == "additive"
+    assert set(made.model().coefficients) == set(ADDITIVE.coefficients)
+    with pytest.raises(InputError, match="needs the columns prefills, max_rank"):
+        calibrate_steps(table_of(frame), form="toppings-bgmv")
+
+
+def test_the_engines_kernel_is_not_fitted_but_others_are_shown() -> None:
+    table = table_of(steps_of("additive", ADDITIVE_TRUTH, kernel=Kernel.MBGMV, noise=0.01))
+    made = calibrate_steps(table, Kernel.VLLM)
+    assert made.fit.candidate.kernel is Kernel.VLLM
+    errors = {score.label: score.held_out_error for score in made.scores}
+    assert errors["additive-as-mbgmv"] < errors["additive"]
+    assert calibrate_steps(table, form="additive-as-mbgmv").fit.candidate.kernel is Kernel.MBGMV
+
+
+def test_a_run_does_not_help_its_own_prediction() -> None:
+    frame = steps_of("additive", ADDITIVE_TRUTH, rows=300, runs=6)
+    table = table_of(frame)
+    plain = candidate_named("additive-without-ranks", table, Kernel.VLLM)
+    blind = predict_left_out(plain, table, folds=6)
+    changed = frame.copy()
+    of_first = (frame["run"] == 0).to_numpy()
+    changed.loc[of_first, "step_ms"] *= 3.0
+    again = predict_left_out(plain, table_of(changed), folds=6)
+    assert again[of_first] == pytest.approx(blind[of_first])
+    assert not np.allclose(again[~of_first], blind[~of_first])
+
+
+@given(st.integers(0, 50))
+def test_residuals_by_regime_and_by_slots_cover_every_row_once(seed: int) -> None:
+    frame = steps_of("additive", ADDITIVE_TRUTH, rows=150, noise=0.1, seed=seed)
+    made = calibrate_steps(table_of(frame), form="toppings-bgmv", folds=3)
+    for parts in (made.by_regime(), made.by_a_max()):
+        assert sum(part.rows for part in parts) == 150
+        weighted = sum(part.rows * part.error for part in parts) / 150
+        assert weighted == pytest.approx(made.score.held_out_error)
+
+
+def test_fewer_rows_than_coefficients_are_refused() -> None:
+    frame = steps_of("additive", ADDITIVE_TRUTH, rows=12, runs=4)
+    with pytest.raises(InputError, match=r"steps\.csv: must leave at least"):
+        calibrate_steps(table_of(frame))
+
+
+def test_an_unknown_form_is_refused_with_the_known_ones() -> None:
+    table = table_of(steps_of("additive", ADDITIVE_TRUTH, rows=50))
+    with pytest.raises(InputError, match=r"additive-without-kv.*toppings-mbgmv") as refused:
+        calibrate_steps(table, form="quadratic")
+    assert all(each.label in str(refused.value) for each in candidates(table, Kernel.VLLM))
+
+
+def test_errors_of_coefficients_allow_for_runs_whose_residuals_go_together() -> None:
+    """Twenty rows of a run that share their residual tell no more than one."""
+    rng = np.random.default_rng(0)
+    groups = np.repeat(np.arange(60), 20)
+    x = rng.uniform(1.0, 2.0, 60)[groups]
+    jacobian = np.column_stack([np.ones_like(x), x])
+    shared = rng.standard_normal(60)[groups]
+    own = rng.standard_normal(groups.size)
+    free = np.array([True, True])
+    together = clustered_errors(jacobian, shared, free, groups)
+    apart = clustered_errors(jacobian, shared, free, np.arange(groups.size))
+    assert together == pytest.approx(np.sqrt(20) * apart, rel=0.25)
+    assert clustered_errors(jacobian, own, free, groups) == pytest.approx(
+        clustered_errors(jacobian, own, free, np.arange(groups.size)), rel=0.35
+    )
+    assert np.isnan(clustered_errors(jacobian, own, np.array([True, False]), groups)[1])

@@ -1,0 +1,96 @@
+"""The forms of the twin on one scenario: jumping, stepping, stopped after every step, and readable."""
+
+import numpy as np
+
+from capplan.serving import Limits, State, new_state
+from capplan.serving import state as s
+from capplan.serving.state import SLORA
+from capplan.testing.integrity import check_integrity
+from capplan.twin import Scenario
+from capplan.twin import trace as t
+from capplan.twin.clock import FIRST_COPY, N_COPIES, Clock, new_clock
+from capplan.twin.core import advance, run
+from capplan.twin.reference import run_reference
+
+# The compiled twin's notes for itself; the readable one remembers every token instead.
+COMPARED = [field for field in t.Trace._fields if field != "stalled_ns"]
+
+
+def assert_same(ours: t.Trace, theirs: t.Trace, but: tuple[str, ...] = ()) -> None:
+    for field in t.Trace._fields:
+        if field not in but:
+            np.testing.assert_array_equal(getattr(ours, field), getattr(theirs, field), err_msg=field)
+
+
+def differs(ours: t.Trace, theirs: t.Trace) -> bool:
+    return any(not np.array_equal(getattr(ours, field), getattr(theirs, field)) for field in COMPARED)
+
+
+def assert_forms_agree(scenario: Scenario) -> None:
+    """Assert that jumping and the readable twin leave the trace that stepping leaves, and that it adds up."""
+    stepping = run(scenario, jump=False)
+    assert_same(run(scenario), stepping)
+    assert_same(run_reference(scenario), stepping, but=("stalled_ns",))
+    # Each stop marks those who run just then.
+    assert_same(run_stopping(scenario), stepping, but=("status",))
+
+
+def run_stopping(scenario: Scenario) -> t.Trace:
+    """Simulate as `run` does, but stop after every step and check the state."""
+    limits, requests, horizon_ns = scenario.limits, scenario.requests, scenario.horizon_ns
+    in_flight = scenario.max_in_flight
+    rows = max(1, min(requests.arrival_ns.size, in_flight))
+    state = new_state(rows, scenario.adapters, scenario.num_blocks, limits)
+    state.adapters.pages[:] = scenario.costs.pages
+    trace = t.new_trace(requests.arrival_ns.size, scenario.adapters, scenario.buckets, horizon_ns)
+    clock = new_clock(scenario.adapters)
+    until_ns = 1
+    while True:
+        before = trace.counts.copy()
+        until_ns = min(until_ns, horizon_ns)
+        shared = scenario.shared_prefix_tokens
+        advance(
+            state, limits, requests, shared, scenario.costs, clock, trace, in_flight, until_ns, jump=False
+        )
+        check_integrity(state, limits, scenario.num_blocks)
+        check_requests(state, trace)
+        if trace.counts[t.NOW_NS] >= horizon_ns:
+            return trace
+        if np.array_equal(trace.counts, before):
+            if until_ns == horizon_ns:
+                return trace
+            until_ns = _next_event_ns(scenario, clock, trace) + 1
+        else:
+            until_ns = int(trace.counts[t.NOW_NS]) + 1
+
+
+def _next_event_ns(scenario: Scenario, clock: Clock, trace: t.Trace) -> int:
+    events_ns = [scenario.horizon_ns]
+    upcoming = trace.counts[t.NEXT_REQUEST]
+    if upcoming < scenario.requests.arrival_ns.size:
+        events_ns.append(int(scenario.requests.arrival_ns[upcoming]))
+    if clock.at[N_COPIES] > 0:
+        events_ns.append(int(clock.ready_ns[clock.copies[clock.at[FIRST_COPY]]]))
+    return min(events_ns)
+
+
+def check_requests(state: State, trace: t.Trace) -> None:
+    """Assert that every request that has come is finished, running, waiting or rejected."""
+    c = state.counters
+    finished = int((trace.finish_ns != t.NEVER).sum())
+    in_engine = int(c[s.N_RUNNING] - c[s.N_ENDING] + c[s.N_WAITING])
+    assert finished + in_engine + trace.counts[t.REJECTED] == trace.counts[t.NEXT_REQUEST]
+
+
+def rules_in(limits: Limits) -> str:
+    """Return the switches that decide which code runs, in words."""
+    if limits.policy == SLORA:
+        return "slora"
+    switches = {
+        "async": limits.async_scheduling,
+        "prefix caching": limits.prefix_caching,
+        "reversed": limits.reverse_set_aside,
+        "whole sequence": limits.reserve_full_sequence,
+        "beside": limits.load_beside,
+    }
+    return ", ".join(["vllm", *(name for name, on in switches.items() if on)])

@@ -1,0 +1,110 @@
+"""Whatever is wrong with what `simulate` is given is one `InputError` at the argument, before any work."""
+
+import math
+from typing import Any
+
+import numpy as np
+import pytest
+
+from capplan import errors, simulate
+from capplan.spec import Trace, Workload
+from capplan.twin import simulate_detailed
+from capplan.twin.reference import run_reference
+from tests.twin.examples import profile, workload
+
+SETTINGS: dict[str, Any] = {"a_max": 4, "s_max": 8, "duration_s": 20.0, "max_model_len": 512}
+
+WRONG: list[tuple[str, Any]] = [
+    *((name, 0) for name in ("a_max", "max_num_seqs", "max_num_batched_tokens", "max_model_len")),
+    *((name, "8") for name in ("a_max", "s_max", "max_num_seqs", "max_cpu_loras", "max_in_flight")),
+    *((name, 2.5) for name in ("a_max", "s_max", "max_model_len", "max_cpu_loras", "seed")),
+    *((name, None) for name in ("a_max", "s_max", "duration_s", "seed", "gpu_memory_utilization")),
+    *((name, True) for name in ("a_max", "duration_s", "seed")),
+    *((name, math.nan) for name in ("a_max", "duration_s", "seed", "gpu_memory_utilization")),
+    ("a_max", 2**31),
+    ("s_max", 4),
+    ("max_cpu_loras", 3),
+    ("duration_s", 0.0),
+    ("duration_s", -1.0),
+    ("duration_s", math.inf),
+    ("duration_s", "60"),
+    ("duration_s", [60.0]),
+    ("gpu_memory_utilization", 0.0),
+    ("gpu_memory_utilization", 1.1),
+    ("gpu_memory_utilization", "0.9"),
+    ("max_in_flight", 0),
+    ("seed", -1),
+    ("seed", "0"),
+    ("rules", "vllm-9"),
+    ("rules", 8),
+    ("prefix_caching", 1),
+    ("prefix_caching", "on"),
+]
+
+
+@pytest.mark.parametrize("run", [simulate, simulate_detailed])
+@pytest.mark.parametrize(("name", "value"), WRONG, ids=repr)
+def test_a_bad_setting_is_named_with_its_value(run: Any, name: str, value: Any) -> None:
+    with pytest.raises(errors.InputError) as caught:
+        run(workload(), profile(), **(SETTINGS | {name: value}))
+    assert name in caught.value.location
+    assert repr(value) in str(caught.value)
+
+
+@pytest.mark.parametrize("name", ["workload", "profile"])
+@pytest.mark.parametrize("value", ["workload.yaml", None, {}, 3])
+def test_what_is_no_workload_or_profile_is_named(name: str, value: Any) -> None:
+    given: dict[str, Any] = {"workload": workload(), "profile": profile(), name: value}
+    with pytest.raises(errors.InputError, match=rf"^{name}: must be a "):
+        simulate(given["workload"], given["profile"], **SETTINGS)
+
+
+def test_numpy_numbers_count_as_the_numbers_they_are() -> None:
+    as_numpy = {"a_max": np.int64(4), "s_max": np.int32(8), "duration_s": np.float32(20), "seed": np.uint8(1)}
+    ours = simulate(workload(), profile(), **(SETTINGS | as_numpy))
+    plain = simulate(workload(), profile(), **(SETTINGS | {"seed": 1}))
+    assert (ours.completed, ours.e2e_s_p99) == (plain.completed, plain.e2e_s_p99)
+
+
+def replayed(**changes: Any) -> Workload:
+    columns = {
+        "arrival_s": [0.0, 0.5, 1.0, 1.5],
+        "adapter": ["a0", "a1", "a0", "a3"],
+        "prompt_tokens": [64, 511, 512, 700],
+        "output_tokens": [4, 4, 4, 4],
+    }
+    return workload().replace(trace=Trace.from_arrays(**(columns | changes)))
+
+
+@pytest.mark.parametrize(
+    ("changes", "message"),
+    [
+        ({"arrival_s": [0.0, 2.0, 1.0, 3.0]}, "arrival_s: must be sorted by arrival (row 3) (got 1.0)"),
+        ({"arrival_s": [-1.0, 0.0, 1.0, 2.0]}, "arrival_s: must be finite seconds >= 0 (row 1) (got -1.0)"),
+        (
+            {"arrival_s": [0.0, 1.0, math.nan, 2.0]},
+            "arrival_s: must be finite seconds >= 0 (row 3) (got nan)",
+        ),
+        ({"adapter": ["a0", "zz", "a0", "a0"]}, "adapter that is not in adapters (got 'zz')"),
+        ({"prompt_tokens": [1, 0, 1, 1]}, "prompt_tokens: must be whole numbers of tokens"),
+        ({"output_tokens": [1, 1, 1, 0]}, "output_tokens: must be whole numbers of tokens"),
+        ({"output_tokens": [1, 1, 1, math.nan]}, "output_tokens: must be whole numbers of tokens"),
+        ({"duration_s": math.nan}, "duration_s: must be above 0"),
+    ],
+)
+def test_a_bad_trace_never_becomes_a_workload(changes: dict[str, Any], message: str) -> None:
+    with pytest.raises(errors.InputError) as caught:
+        replayed(**changes)
+    assert message in str(caught.value)
+
+
+@pytest.mark.parametrize("runner", [None, run_reference])
+def test_recorded_prompts_that_leave_no_room_are_rejected_and_counted(runner: Any) -> None:
+    """As the engine does: a prompt of max_model_len tokens leaves no room for an answer."""
+    given = {} if runner is None else {"runner": runner}
+    result = simulate(replayed(), profile(), **SETTINGS, **given)
+    assert (result.submitted, result.completed, result.rejected) == (4, 2, 2)
+    # The prompt of 511 tokens is answered by the one token that max_model_len leaves.
+    assert result.output_tok_s == pytest.approx((4 + 1) / 20.0)
+    answerable = 64 + 4 + 511 + 1 + 512 + 1 + 700 + 1
+    assert result.served_fraction == pytest.approx((64 + 4 + 511 + 1) / answerable)

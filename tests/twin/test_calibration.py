@@ -1,0 +1,310 @@
+"""Calibration with the twin in the loop, on runs that the twin itself made under a known profile."""
+
+from pathlib import Path
+
+import numpy as np
+import pandas as pd
+import pytest
+
+from capplan.errors import InputError
+from capplan.models.calibrate import smape
+from capplan.models.calibration_tables import read_steps
+from capplan.models.step_latency import ADDITIVE
+from capplan.spec import Coefficient, Profile
+from capplan.twin.calibration import Options, Tables, calibrate
+from capplan.twin.calibration_free import free_coefficients, with_coefficients
+from capplan.twin.calibration_loop import calibrate_runs
+from capplan.twin.calibration_outside import answer, is_outside
+from capplan.twin.calibration_published import loading_frame, memory_frame, run_frame, step_frame
+from capplan.twin.calibration_runs import TARGETS, MeasuredRun, read_runs
+from capplan.twin.published_models import PUBLISHED
+from tests.twin.examples import part, profile
+
+BASE = dict.fromkeys(ADDITIVE.coefficients, 0.0) | {
+    "base_ms": 6.0,
+    "ms_per_ktoken": 30.0,
+    "ms_per_adapter": 0.1,
+}
+TRUTH = BASE | {"base_ms": 10.0, "ms_per_ktoken": 45.0, "ms_per_adapter": 0.4}
+LOADS = {
+    "serving_factor": 1.0,
+    "gpu_base_ms": 4.0,
+    "gpu_ms_per_rank": 0.0,
+    "gpu_padding_ms": 0.0,
+    "disk_base_ms": 0.0,
+    "disk_ms_per_rank": 0.0,
+}
+
+
+def engine(request_ms: float = 20.0, serving_factor: float = 1.0, **step: float) -> Profile:
+    """Return a profile of the additive form on a GPU that holds any number of tiny slots."""
+    tiny = profile(request_ms=request_ms)
+    return tiny.replace(
+        step_latency=part("additive", **(BASE | step)),
+        loading=part("copies-and-bytes", **(LOADS | {"serving_factor": serving_factor})),
+    )
+
+
+def run_table(truth: Profile, tmp_path: Path) -> Path:
+    """Write runs from idle to starved, as the twin would have measured them."""
+    rows = [
+        {
+            "run": f"run-{number}",
+            "adapters": adapters,
+            "ranks": "8 16",
+            "rates_rps": f"{rate} {rate / 2}",
+            "prompt_mean": prompt,
+            "prompt_std": 20.0,
+            "output_mean": output,
+            "output_std": 10.0,
+            "a_max": a_max,
+            "s_max": 16,
+            "max_num_seqs": 64,
+            "duration_s": 60.0,
+        }
+        for number, (adapters, a_max, rate, prompt, output) in enumerate(
+            [
+                (4, 4, 0.5, 40.0, 30.0),
+                (8, 8, 1.0, 100.0, 20.0),
+                (16, 16, 0.8, 30.0, 60.0),
+                (16, 4, 1.0, 60.0, 40.0),
+                (32, 8, 8.0, 60.0, 40.0),
+                (8, 2, 20.0, 200.0, 20.0),
+                (2, 2, 8.0, 250.0, 8.0),
+                (24, 24, 2.0, 80.0, 50.0),
+            ]
+        )
+    ]
+    path = tmp_path / "runs.csv"
+    pd.DataFrame(rows).assign(throughput_tok_s=1.0).to_csv(path, index=False)
+    for row, run in zip(rows, read_runs(path, "org/tiny"), strict=True):
+        result = run.simulate(truth, seed=1000 + len(str(row["run"])))
+        row["throughput_tok_s"] = result.throughput_tok_s
+        row["itl_ms_mean"] = result.itl_ms_mean
+        row["ttft_s_p50"] = result.ttft_s_p50 if result.waiting_mean < 1.0 else None
+    pd.DataFrame(rows).to_csv(path, index=False)
+    return path
+
+
+def test_runs_alone_find_the_coefficients_and_beat_the_start(tmp_path: Path) -> None:
+    truth = engine(**{name: TRUTH[name] for name in ("base_ms", "ms_per_ktoken", "ms_per_adapter")})
+    path = run_table(truth, tmp_path)
+    free = ("base_ms", "ms_per_ktoken", "ms_per_adapter", "request_ms")
+    done: list[tuple[int, int]] = []
+    made = calibrate(
+        engine(request_ms=5.0),
+        Tables(runs=str(path)),
+        Options(free=free, folds=4),
+        lambda stage, at, total: done.append((at, total)),
+    )
+    assert made.runs is not None
+    before, after = made.runs.errors(made.runs.before), made.runs.errors(made.runs.after)
+    held_out = made.runs.errors(made.runs.held_out)
+    assert before["itl_ms_mean"] > 20.0
+    assert after["itl_ms_mean"] < 2.0
+    assert held_out["itl_ms_mean"] < 4.0
+    assert after["throughput_tok_s"] < 5.0  # other requests than measured arrive, for a minute
+    starved = "slot-bound"  # where throughput is the engine's, not the clients'
+    assert made.runs.errors(made.runs.before, starved)["throughput_tok_s"] > 8.0
+    assert made.runs.errors(made.runs.after, starved)["throughput_tok_s"] < 4.0
+    found = made.profile.step_latency
+    assert found.value("base_ms") == pytest.approx(10.0, rel=0.08)
+    assert found.value("ms_per_ktoken") == pytest.approx(45.0, rel=0.25)
+    assert found.value("ms_per_adapter") == pytest.approx(0.4, rel=0.25)
+    assert made.profile.host.value("request_ms") == pytest.approx(20.0, rel=0.4)
+    assert all(found.coefficients[name].std_error for name in free if name in found.coefficients)
+    assert made.profile.memory == made.base.memory
+    assert done[-1][0] == done[-1][1]
+    assert all(at <= total for at, total in done)
+
+
+def test_the_same_tables_give_the_same_profile_whatever_the_threads(tmp_path: Path) -> None:
+    path = run_table(engine(base_ms=8.0), tmp_path)
+    options = [Options(free=("base_ms",), workers=workers) for workers in (1, 3)]
+    first, second = (calibrate(engine(), Tables(runs=str(path)), each).profile for each in options)
+    assert first == second
+
+
+def test_the_twin_counts_the_loads_that_a_step_table_does_not_tell(tmp_path: Path) -> None:
+    truth = engine(serving_factor=3.0)
+    path = run_table(truth, tmp_path)
+    rows = []
+    for number, run in enumerate(read_runs(path, "org/tiny")):
+        for stretch in range(4):
+            result = run.simulate(truth, seed=50 * number + stretch)
+            tokens = (result.input_tok_s + result.output_tok_s) * result.duration_s / result.steps
+            rows.append(
+                {
+                    "run": run.name,
+                    "steps": result.steps,
+                    "step_ms": result.busy_fraction * result.duration_s * 1e3 / result.steps,
+                    "tokens": tokens,
+                    "requests": result.running_mean,
+                    "kv_tokens": result.kv_tokens_mean,
+                    "adapters": result.adapters_mean,
+                    "a_max": run.settings["a_max"],
+                    "s_max": run.settings["s_max"],
+                    "waiting": result.waiting_mean,
+                    "adapters_served": len(run.workload.adapters),
+                }
+            )
+    pd.DataFrame(rows).to_csv(tmp_path / "steps.csv", index=False)
+    tables = Tables(steps=str(tmp_path / "steps.csv"), runs=str(path))
+    made = calibrate(engine(), tables, Options(folds=3))
+    assert made.loads == "the twin"
+    assert made.profile.loading.value("serving_factor") == pytest.approx(3.0, rel=0.5)
+    assert made.steps is not None
+    blind = calibrate(engine(), Tables(steps=tables.steps), Options(folds=3))
+    assert blind.loads == "unknown"
+    assert blind.profile.loading == blind.base.loading
+    assert blind.steps is not None
+    assert made.steps.score.error < blind.steps.score.error
+    assert made.runs is not None
+    assert {free.name for free in made.runs.free} == {"client_itl_factor", "request_ms"}
+    strange = pd.DataFrame(rows).assign(run="elsewhere")
+    strange.to_csv(tmp_path / "steps.csv", index=False)
+    with pytest.raises(InputError, match=r"steps\.csv: run: must name runs of the table of runs"):
+        calibrate(engine(), tables)
+
+
+def test_time_outside_the_steps_is_shifted_as_a_simulation_would(tmp_path: Path) -> None:
+    base = engine()
+    free = free_coefficients(
+        base, ("request_ms", "client_itl_factor"), steps_known=True, latency_measured=True
+    )
+    assert all(is_outside(each) for each in free)
+    changed = with_coefficients(base, free, [75.0, 1.2])
+    before = {"request_ms": 20.0, "client_itl_factor": 1.0}
+    for run in read_runs(run_table(base, tmp_path), "org/tiny")[3:6]:
+        shifted = answer(run.simulate(base, 0), before, {"request_ms": 75.0, "client_itl_factor": 1.2})
+        simulated = run.simulate(changed, 0)
+        assert shifted == pytest.approx([getattr(simulated, target) for target in TARGETS], rel=1e-6)
+
+
+def test_a_coefficient_that_is_0_starts_small() -> None:
+    base = engine()
+    free = free_coefficients(base, ("ms_per_slot", "base_ms"), steps_known=False, latency_measured=False)
+    assert free[0].start > 0.0
+    assert free[1].start == base.step_latency.value("base_ms")
+    for names, rule in ((("weight",), "must be one of base_ms"), (("base_ms", "base_ms"), "once")):
+        with pytest.raises(InputError, match=rule):
+            free_coefficients(base, names, steps_known=False, latency_measured=False)
+
+
+def test_coefficients_that_the_runs_say_nothing_of_stay(tmp_path: Path) -> None:
+    base = engine()
+    runs = read_runs(run_table(base, tmp_path), "org/tiny")[:3]
+    free = free_coefficients(base, ("base_ms", "disk_base_ms"), steps_known=False, latency_measured=False)
+    found = calibrate_runs(runs, base, free)
+    assert found.fitted[1] == pytest.approx(free[1].start)
+
+
+@pytest.mark.parametrize(
+    ("changes", "rule"),
+    [
+        ({"throughput_tok_s": None, "itl_ms_mean": None, "ttft_s_p50": None}, "row 1: must have a value of"),
+        ({"itl_ms_mean": -3.0}, "itl_ms_mean, row 1: must be a finite number above 0"),
+        ({"a_max": 2.5}, "a_max, row 1: must be a whole number"),
+        ({"a_max": 0}, "a_max, row 1: must be a finite number of at least 1"),
+        ({"ranks": "8 x"}, "ranks, row 1: must be one number above 0, or several"),
+        ({"rates_rps": ""}, "rates_rps, row 1: must be one number above 0, or several"),
+        ({"rate_counts": "1 1"}, "rate_counts, row 1: must hold one number for each rate, 4 in sum"),
+        ({"ranks": "1024"}, "row 1: .*rank"),
+        ({"prompt_mean": 0.2}, "row 1: .*mean"),
+        ({"workload": "nowhere.yaml"}, "nowhere.yaml: cannot be read"),
+    ],
+)
+def test_a_broken_row_is_refused_with_its_number(
+    tmp_path: Path, changes: dict[str, object], rule: str
+) -> None:
+    path = run_table(engine(), tmp_path)
+    frame = pd.read_csv(path).head(1).astype(object)
+    for name, value in changes.items():
+        frame[name] = [value]
+    frame.to_csv(path, index=False)
+    with pytest.raises(InputError, match=rule):
+        read_runs(path, "org/tiny")
+
+
+def test_settings_that_cannot_have_run_are_refused_with_their_row(tmp_path: Path) -> None:
+    path = run_table(engine(), tmp_path)
+    frame = pd.read_csv(path)
+    for column, value, rule in (
+        ("s_max", 8, "row 2: s_max: must be at least"),
+        ("a_max", 4000, "was measured, but"),
+    ):
+        frame.assign(**{column: [16 if column == "s_max" else 4, value] + [value] * 6}).to_csv(
+            path, index=False
+        )
+        with pytest.raises(InputError, match=rule):
+            calibrate(engine(), Tables(runs=str(path)), Options(free=("base_ms",)))
+
+
+def test_a_workload_file_can_stand_in_for_the_columns(tmp_path: Path) -> None:
+    (tmp_path / "w.yaml").write_text(
+        "base_model: org/tiny\nprofile: ./p.json\n"
+        "requests: {prompt_tokens: {mean: 50}, output_tokens: {mean: 20}}\n"
+        "adapters: [{name: a, rank: 8, rate_rps: 1.0}]\n"
+    )
+    path = tmp_path / "runs.csv"
+    path.write_text("workload,a_max,s_max,throughput_tok_s\nw.yaml,1,8,70\n")
+    (run,) = read_runs(path, "org/other")
+    assert isinstance(run, MeasuredRun)
+    assert (run.name, run.workload.base_model, run.settings["duration_s"]) == ("1", "org/tiny", 3600.0)
+
+
+@pytest.mark.parametrize("model", PUBLISHED, ids=lambda model: model.key)
+def test_the_published_tables_become_input(reference_dir: Path, tmp_path: Path, model: object) -> None:
+    tables = reference_dir / "vllm_h100"
+    paths = {}
+    for name, make in (
+        ("steps", step_frame),
+        ("runs", run_frame),
+        ("memory", memory_frame),
+        ("loading", loading_frame),
+    ):
+        paths[name] = str(tmp_path / f"{name}.csv")
+        make(tables, model).to_csv(paths[name], index=False)
+    runs = paths.pop("runs")
+    base = profile().replace(model=model.arch, gpu=profile().gpu.replace(memory_bytes=64 * 2**30))
+    made = calibrate(base, Tables(**paths))
+    assert made.steps is not None
+    assert made.steps.fit.candidate.form.name == "additive"
+    assert made.steps.table.rows > 10_000
+    errors = {score.label: score.held_out_error for score in made.steps.scores}
+    assert errors["additive"] < 2.5 < errors["digital-twin"] < 4.0 < errors["toppings-mbgmv"]
+    assert {part.name for part in made.steps.by_regime()} >= {
+        "un-queued",
+        "slot-bound",
+        "KV-bound",
+        "overloaded",
+    }
+    assert made.profile.memory.fit.error < 3.0
+    measured = read_runs(runs, base.model.hf_ids[0])
+    assert len(measured) > 300
+    named = {run.name for run in measured}
+    table = read_steps(paths["steps"])
+    assert {table.run_names[at] for at in table.run[table.unknown_loads]} <= named
+    offered = np.array([run.workload.total_rate_rps for run in measured])
+    calm = np.array(["ttft_s_p50" in run.measured for run in measured])
+    assert offered[calm].mean() < offered[~calm].mean()
+
+
+def test_what_was_not_measured_is_not_compared() -> None:
+    assert np.isnan(smape([], []))
+    with pytest.raises(InputError, match="needs a table of steps, runs, memory or loading"):
+        calibrate(engine(), Tables())
+    for options, flag in ((Options(free=("base_ms",)), "--free"), (Options(form="additive"), "--form")):
+        with pytest.raises(InputError, match=flag):
+            calibrate(engine(), Tables(memory="memory.csv"), options)
+
+
+def test_fitted_values_replace_only_what_was_fitted() -> None:
+    base = engine()
+    free = free_coefficients(base, ("base_ms", "serving_factor"), steps_known=False, latency_measured=False)
+    changed = with_coefficients(base, free, [11.0, 2.0])
+    assert changed.step_latency.coefficients == base.step_latency.coefficients | {
+        "base_ms": Coefficient(value=11.0)
+    }
+    assert changed.loading.value("serving_factor") == 2.0
+    assert changed.host == base.host

@@ -1,0 +1,152 @@
+"""Sweeps answer the same wherever they run."""
+
+import dataclasses
+import subprocess
+import sys
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+
+from capplan.errors import InfeasibleError, InputError
+from capplan.twin import DetailedResult, SimulationResult, simulate
+from capplan.twin.simulate import Settings
+from capplan.twin.sweep import Job, cores, in_parallel, sweep, sweep_detailed
+from tests.twin.examples import profile, workload
+
+ROOT = Path(__file__).resolve().parents[2]
+
+
+def jobs() -> list[Job]:
+    """Return nine jobs, of which one does not fit in memory."""
+    busy, engine = workload(adapters=6, rate_rps=2.0), profile(load_ms=5)
+    points = [(a_max, seed) for a_max in (1, 3) for seed in range(4)]
+    points.insert(5, (4000, 0))
+    return [
+        Job(busy, engine, Settings(a_max=a, s_max=8, seed=seed, duration_s=30.0, max_model_len=512))
+        for a, seed in points
+    ]
+
+
+def told(answers: list[SimulationResult | InfeasibleError]) -> list[Any]:
+    """Return what can be compared: the reason of an error, and a result without its computing time."""
+    return [
+        str(each) if isinstance(each, InfeasibleError) else dataclasses.replace(each, wall_s=0.0)
+        for each in answers
+    ]
+
+
+def test_one_worker_and_two_answer_as_simulate_does() -> None:
+    one, two = (sweep(jobs(), workers=workers) for workers in (1, 2))
+    assert told(one) == told(two)
+    assert isinstance(one[5], InfeasibleError)
+    first = jobs()[0]
+    assert told(one)[0] == dataclasses.replace(
+        simulate(first.workload, first.profile, **first.settings), wall_s=0.0
+    )
+    assert len({each.e2e_s_mean for each in one if isinstance(each, SimulationResult)}) == 8
+
+
+def test_details_travel_between_processes_whole() -> None:
+    one, two = (sweep_detailed(jobs()[:3], workers=workers) for workers in (1, 2))
+    for ours, theirs in zip(one, two, strict=True):
+        assert isinstance(ours, DetailedResult)
+        assert isinstance(theirs, DetailedResult)
+        for part in ("overall", "by_rank", "by_adapter", "slo"):  # as text: NaN is not equal to itself
+            assert repr(getattr(ours, part)) == repr(getattr(theirs, part))
+        for name, column in ours.requests.columns().items():
+            np.testing.assert_array_equal(column, theirs.requests.columns()[name])
+        for field in dataclasses.fields(ours.series):
+            np.testing.assert_array_equal(
+                getattr(ours.series, field.name), getattr(theirs.series, field.name)
+            )
+
+
+def test_progress_is_told_of_every_answer() -> None:
+    calls: list[tuple[int, int]] = []
+    sweep(jobs(), workers=2, progress=lambda done, total: calls.append((done, total)))
+    assert calls == [(done, 9) for done in range(1, 10)]
+
+
+def test_nothing_to_do_is_done() -> None:
+    assert sweep([], workers=2) == []
+
+
+@pytest.mark.parametrize("workers", [1, 2])
+def test_a_wrong_job_stops_the_sweep_with_its_error(workers: int) -> None:
+    wrong = [*jobs(), dataclasses.replace(jobs()[0], settings=Settings(a_max=0, s_max=8))]
+    with pytest.raises(InputError, match=r"^a_max: must be a whole number"):
+        sweep(wrong, workers=workers)
+
+
+@pytest.mark.parametrize("workers", [0, -1, 1.5, True, "2"])
+def test_a_wrong_number_of_workers_is_refused(workers: Any) -> None:
+    with pytest.raises(InputError, match=r"^workers: must be a whole number >= 1"):
+        sweep(jobs(), workers=workers)
+
+
+def test_answers_come_in_order_and_one_at_a_time() -> None:
+    answers = in_parallel(partial(pow, 2), range(50), workers=2)
+    assert next(answers) == 1
+    answers.close()
+    assert list(in_parallel(partial(pow, 2), range(50), workers=2)) == [2**n for n in range(50)]
+
+
+def test_this_process_has_a_core() -> None:
+    assert cores() >= 1
+
+
+_SPAWNED = """
+import multiprocessing
+from tests.twin.test_sweep import jobs, told
+from capplan.twin.sweep import sweep
+if __name__ == "__main__":
+    multiprocessing.set_start_method("spawn")
+    print(repr(told(sweep(jobs(), workers=2))))
+"""
+
+
+@pytest.mark.slow
+def test_workers_that_inherit_nothing_answer_the_same(tmp_path: Path) -> None:
+    program = tmp_path / "program.py"
+    program.write_text(_SPAWNED)
+    done = subprocess.run(
+        [sys.executable, str(program)],
+        cwd=ROOT,
+        env=path_to_here(),
+        capture_output=True,
+        text=True,
+        timeout=300,
+    )
+    assert done.stdout.strip() == repr(told(sweep(jobs(), workers=1))), done.stderr
+
+
+def path_to_here() -> dict[str, str]:
+    """Return an environment in which a process finds this checkout."""
+    import os
+
+    return {**os.environ, "PYTHONPATH": str(ROOT)}
+
+
+def test_a_cluster_without_ray_is_one_line(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(sys.modules, "ray", None)
+    with pytest.raises(InputError) as caught:
+        sweep(jobs(), ray_address="auto")
+    assert str(caught.value) == "ray_address: needs Ray: pip install 'capplan[ray]'"
+
+
+@pytest.mark.slow
+def test_a_cluster_answers_the_same(monkeypatch: pytest.MonkeyPatch) -> None:
+    pytest.importorskip("ray", reason="the extra `ray` is not installed")
+    monkeypatch.setenv("PYTHONPATH", str(ROOT))  # for the processes that Ray starts
+    calls: list[tuple[int, int]] = []
+    clustered = sweep(jobs(), ray_address="local", progress=lambda done, total: calls.append((done, total)))
+    assert told(clustered) == told(sweep(jobs(), workers=1))
+    assert calls[-1] == (9, 9)
+    wrong = dataclasses.replace(jobs()[0], settings=Settings(a_max=0, s_max=8))
+    with pytest.raises(InputError, match=r"^a_max: must be a whole number"):
+        sweep([wrong], ray_address="local")
+    with pytest.raises(InputError, match=r"^ray_address: must be the address of a Ray cluster"):
+        sweep(jobs(), ray_address="127.0.0.1:1")

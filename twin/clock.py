@@ -1,0 +1,199 @@
+"""The twin's clock: what a step costs, and the copies of adapters that go on beside it."""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+import numpy as np
+from numpy.typing import NDArray
+
+from capplan.compile import inner, jit
+from capplan.models.step_latency import StepFeatures, StepRanks, rank_ms, step_ms
+from capplan.serving import Limits, State, adapter_loaded
+from capplan.serving.state import (
+    KV_TOKENS,
+    N_ACTIVE,
+    N_ADMITTED,
+    N_CLAIMED,
+    N_ENDING,
+    N_LOADS,
+    N_RUNNING,
+    N_WAITING,
+    NONE,
+    RUN_HEAD,
+    SLORA,
+    STEP_DECODES,
+)
+from capplan.twin.recording import record_load
+from capplan.twin.scenario import Costs
+from capplan.twin.trace import ADAPTER_LOADS, DISK_LOADS, Trace
+
+# Positions in `Clock.at`.
+VISIBLE_NS = 0  # arrivals up to here are known when the next step is decided
+COPIER_FREE_NS = 1  # when the last copy that has been begun will be done
+FIRST_COPY = 2  # copies beside the batch: position of the oldest in `copies`,
+N_COPIES = 3  # and their number
+PAUSED_NS = 4  # time for which decoding rows have paused,
+PAUSED_ROWS = 5  # and how many did
+N_AT = 6
+
+NEVER_NS = 2**62
+
+
+class Clock(NamedTuple):
+    """What the twin has to remember beside the instance itself."""
+
+    at: NDArray[np.int64]
+    ready_ns: NDArray[np.int64]
+    """When the last copy of each adapter is, or was, done; shape (adapters + 1,)."""
+    begun_ns: NDArray[np.int64]
+    """When that copy was asked for."""
+    copies: NDArray[np.int64]
+    """Adapters on their way beside the batch, a ring of the same length."""
+
+
+def new_clock(adapters: int) -> Clock:
+    """Return a clock at 0 with no copy under way."""
+    return Clock(
+        at=np.zeros(N_AT, np.int64),
+        ready_ns=np.full(adapters + 1, -1, np.int64),
+        begun_ns=np.zeros(adapters + 1, np.int64),
+        copies=np.zeros(adapters + 1, np.int64),
+    )
+
+
+@inner
+def compute_ns(c: NDArray[np.int64], costs: Costs, tokens: int, ranks_ms: float) -> int:
+    """Return the nanoseconds of the step but for waits for adapters; `c` are the state's counters."""
+    features = StepFeatures(
+        tokens=float(tokens),
+        requests=float(c[N_RUNNING] - c[N_ENDING]),
+        kv_tokens=float(c[KV_TOKENS]),
+        adapters=float(c[N_ACTIVE] - c[N_CLAIMED]),
+        a_max=float(costs.a_max),
+        s_max=float(costs.s_max),
+        waiting=float(c[N_WAITING]),
+        slots_per_adapter=costs.slots_per_adapter,
+    )
+    return round((step_ms(costs.form, costs.coefficients, features) + ranks_ms) * 1e6)
+
+
+@inner
+def ranks_ms(state: State, costs: Costs) -> float:
+    """Return the milliseconds of the step that depend on whose adapters are in it."""
+    if not costs.uses_ranks:
+        return 0.0
+    return rank_ms(costs.form, costs.coefficients, float(costs.s_max), _ranks(state, costs))
+
+
+@inner
+def _ranks(state: State, costs: Costs) -> StepRanks:
+    """Count the ranks in the step, request by request."""
+    c = state.counters
+    decodes = prefills = lora_decodes = lora_prefills = lora_prefill_tokens = 0
+    max_rank = decode_ranks = prefill_ranks = prefill_rank_tokens = 0
+    row = c[RUN_HEAD]
+    while row != NONE:
+        rank = costs.rank[state.rows.adapter[row]]
+        tokens = 0
+        if state.rows.since[row] >= 0:
+            tokens = 1 if c[STEP_DECODES] > 0 else 0
+        elif state.rows.since[row] == NONE:
+            tokens = state.rows.tokens[row]
+        if tokens == 1 and state.rows.output[row] > 0:
+            decodes += 1
+            lora_decodes += rank > 0
+            decode_ranks += rank
+        elif tokens > 0:
+            prefills += 1
+            lora_prefills += rank > 0
+            lora_prefill_tokens += tokens * (rank > 0)
+            prefill_ranks += rank
+            prefill_rank_tokens += tokens * rank
+        if tokens > 0:
+            max_rank = max(max_rank, rank)
+        row = state.rows.following[row]
+    return StepRanks(
+        decodes=float(decodes),
+        prefills=float(prefills),
+        lora_decodes=float(lora_decodes),
+        lora_prefills=float(lora_prefills),
+        lora_prefill_tokens=float(lora_prefill_tokens),
+        max_rank=float(max_rank),
+        decode_rank_sum=float(decode_ranks),
+        prefill_rank_sum=float(prefill_ranks),
+        prefill_rank_tokens=float(prefill_rank_tokens),
+    )
+
+
+@inner
+def loads_ns(state: State, limits: Limits, costs: Costs, clock: Clock, trace: Trace, begin_ns: int) -> int:
+    """Begin the loads of a step and return for how long it waits for adapters."""
+    c = state.counters
+    if c[N_LOADS] == 0 and limits.policy != SLORA:
+        return 0
+    beside = limits.load_beside != 0
+    through_copier = beside or limits.policy == SLORA
+    in_step_ns = 0
+    for i in range(c[N_LOADS]):
+        adapter = state.adapters.loads[i]
+        load_ns = costs.load_ns[adapter]
+        if state.adapters.load_from_disk[i]:
+            load_ns += costs.disk_ns[adapter]
+            trace.counts[DISK_LOADS] += 1
+        record_load(trace, adapter, load_ns)
+        if through_copier:
+            _begin_copy(clock, adapter, begin_ns, load_ns, beside)
+        else:
+            in_step_ns += load_ns
+    trace.counts[ADAPTER_LOADS] += c[N_LOADS]
+    in_step_ns = with_reloads_ns(in_step_ns, c[N_ACTIVE], limits.max_loras)
+    if limits.policy == SLORA:  # a batch of prompts waits until all of its adapters are there
+        for i in range(c[N_ADMITTED]):
+            ready_ns = clock.ready_ns[state.rows.adapter[state.lists.admitted[i]]]
+            in_step_ns = max(in_step_ns, ready_ns - begin_ns)
+    return in_step_ns
+
+
+@jit
+def with_reloads_ns(load_ns: int, active: int, max_loras: int) -> int:
+    """Return the time of a step's loads with those that they bring about while every slot is in use.
+
+    vLLM's worker makes the adapters of a step resident one by one, in the order of a set, and evicts the one
+    it has touched least recently. With every slot in use, a new adapter mostly takes the slot of one that the
+    same step still needs, which takes the next one's, and so on up to the slot that had become free: that one
+    lies behind with a chance of a half, and then a third of the adapters away.
+    """
+    if active < max_loras:
+        return load_ns
+    return load_ns + load_ns * active // 6
+
+
+@inner
+def _begin_copy(clock: Clock, adapter: int, begin_ns: int, load_ns: int, announced: bool) -> None:
+    """Queue a copy behind those under way; where it is to be announced, list it."""
+    at = clock.at
+    at[COPIER_FREE_NS] = max(at[COPIER_FREE_NS], begin_ns) + load_ns
+    clock.ready_ns[adapter] = at[COPIER_FREE_NS]
+    clock.begun_ns[adapter] = begin_ns
+    if announced:
+        clock.copies[(at[FIRST_COPY] + at[N_COPIES]) % clock.copies.size] = adapter
+        at[N_COPIES] += 1
+
+
+@inner
+def next_copy_ns(clock: Clock) -> int:
+    """Return when the next adapter arrives beside the batch; NEVER_NS when none is under way."""
+    if clock.at[N_COPIES] == 0:
+        return NEVER_NS
+    return int(clock.ready_ns[clock.copies[clock.at[FIRST_COPY]]])
+
+
+@inner
+def take_copies(state: State, clock: Clock) -> None:
+    """Tell the scheduler of the adapters that have arrived."""
+    at = clock.at
+    while at[N_COPIES] > 0 and next_copy_ns(clock) <= at[VISIBLE_NS]:
+        adapter_loaded(state, clock.copies[at[FIRST_COPY]])
+        at[FIRST_COPY] = (at[FIRST_COPY] + 1) % clock.copies.size
+        at[N_COPIES] -= 1
