@@ -1,67 +1,49 @@
 """How well the twin predicts the published hour-long vLLM runs.
 
-``python -m benchmarks.fidelity REFERENCE_DIR [--seeds N] [--held-out]
+``python -m benchmarks.fidelity REFERENCE_DIR [--seeds N] [--shipped-seeds N] [--fitted DIR] [--workers N]
 [--length-correlation R] [--markdown FILE]``
 
-REFERENCE_DIR holds runs.csv and, for ``--held-out``, the profiling tables.
+REFERENCE_DIR holds the published tables. The twin is told what a planner would know: adapters, ranks, rates,
+mean and spread of lengths, engine settings.
 
-The twin is told what a planner would know: adapters, ranks, rates, mean and spread of lengths, engine
-settings. The shipped profiles were fitted to windows of these same runs. With ``--held-out`` a profile is
-fitted to the runs of one group and judged on those of the other.
+Held out: profiles are fitted to the runs of one group and judged on those of the other, both ways round. What
+is fitted to a group: step model, serving factor of loads, correlation of lengths, host model. Memory, idle
+loads and profiled steps were measured apart from the runs and are shared. ``--fitted`` names a folder of
+such profiles, DIR/GROUP/PROFILE.json, to use again; those that are missing are fitted and written there.
+
+Not held out: the shipped profiles, fitted to the runs of both groups.
 """
 
 from __future__ import annotations
 
 import argparse
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
 from concurrent.futures import ProcessPoolExecutor
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
 
-import numpy as np
 from rich.console import Console
 from rich.progress import track
-from sklearn.metrics import f1_score
 
+from benchmarks.fidelity_figures import (
+    HEADER,
+    WORST,
+    WORST_HEADER,
+    Prediction,
+    by_regime,
+    markdown,
+    percent,
+    predict,
+    table,
+    worst,
+)
 from capplan import Profile, load_profile
-from capplan.models.calibrate import SMAPE_FORMULA, smape
-from capplan.spec import STARVED_BELOW
+from capplan.models.calibrate import SMAPE_FORMULA
+from capplan.spec import write_text_atomic
 from capplan.twin.published_h100 import build_profile
 from capplan.twin.published_models import PUBLISHED, PublishedModel
 from capplan.twin.published_runs import GROUPS, PublishedRun, published_runs
-
-FITTED_GROUP = "dt_real_results"
-WORKERS = 2
-WORST = 10
-HEADER = (
-    "runs",
-    "n",
-    "throughput",
-    "offered load as answer",
-    "mean ITL",
-    "n of ITL",
-    "starvation agreement",
-    "starvation F1",
-)
-
-
-@dataclass(frozen=True)
-class Prediction:
-    """A measured run beside the mean of the twin's answers over all seeds."""
-
-    run: PublishedRun
-    throughput_tok_s: float
-    itl_ms_mean: float
-    served_fraction: float
-
-    @property
-    def starved(self) -> bool:
-        return self.served_fraction < STARVED_BELOW
-
-    @property
-    def error(self) -> float:
-        return smape([self.throughput_tok_s], [self.run.throughput_tok_s])
 
 
 @dataclass(frozen=True)
@@ -70,135 +52,163 @@ class Options:
 
     reference: Path
     seeds: int = 1
-    held_out: bool = False
-    length_correlation: float = 0.0
+    shipped_seeds: int = 1
+    workers: int = 1
+    fitted: Path | None = None
+    length_correlation: float | None = None
 
 
-def predict(profile: Profile, options: Options, run: PublishedRun) -> Prediction:
-    """Return what the twin says of a run."""
-    correlation = options.length_correlation
-    results = [run.simulate(profile, seed, length_correlation=correlation) for seed in range(options.seeds)]
-    return Prediction(
-        run=run,
-        throughput_tok_s=float(np.mean([r.throughput_tok_s for r in results])),
-        itl_ms_mean=float(np.mean([r.itl_ms_mean for r in results])),
-        served_fraction=float(np.mean([r.served_fraction for r in results])),
-    )
+@dataclass(frozen=True)
+class Comparison:
+    """A profile judged on runs."""
+
+    model: PublishedModel
+    title: str
+    profile: Profile
+    predictions: tuple[Prediction, ...]
 
 
-def predict_all(model: PublishedModel, options: Options) -> list[Prediction]:
-    """Return the predictions for every run of a model, or for those of the groups that were not fitted."""
-    reference, held_out = options.reference, options.held_out
-    groups = tuple(group for group in GROUPS if group != FITTED_GROUP) if held_out else GROUPS
-    profile = build_profile(reference, model, (FITTED_GROUP,)) if held_out else load_profile(model.profile)
-    runs = published_runs(reference, model.key, groups)
-    with ProcessPoolExecutor(WORKERS) as pool:
-        answers = pool.map(partial(predict, profile, options), runs)
-        return list(track(answers, model.key, total=len(runs), console=Console(stderr=True)))
+def fitted_profile(model: PublishedModel, group: str, options: Options) -> Profile:
+    """Return the profile fitted to the runs of a group; from a file where there is one."""
+    if options.fitted is None:
+        return build_profile(options.reference, model, (group,))
+    path = options.fitted / group / f"{model.profile}.json"
+    if not path.exists():
+        profile = build_profile(options.reference, model, (group,))
+        path.parent.mkdir(parents=True, exist_ok=True)
+        write_text_atomic(path, profile.model_dump_json(indent=2) + "\n")
+    return load_profile(path)
 
 
-def table(predictions: Sequence[Prediction]) -> list[tuple[str, ...]]:
-    """Return one row for all runs, one for the starved and one for the others; errors in percent."""
+def compare(
+    model: PublishedModel,
+    title: str,
+    profile: Profile,
+    runs: Sequence[PublishedRun],
+    seeds: int,
+    options: Options,
+) -> Comparison:
+    """Predict every run."""
+    ask = partial(predict, profile, seeds, options.length_correlation)
+    label = f"{model.arch.name}, {title}"
+    with ProcessPoolExecutor(options.workers) as pool:
+        answers = track(pool.map(ask, runs), label, total=len(runs), console=Console(stderr=True))
+        return Comparison(model, title, profile, tuple(answers))
+
+
+def held_out(options: Options) -> list[Comparison]:
+    """Return both models, fitted on each group and judged on the other."""
     return [
-        row("all", predictions),
-        row("starved", [p for p in predictions if p.run.starved]),
-        row("not starved", [p for p in predictions if not p.run.starved]),
-    ]
-
-
-def row(name: str, predictions: Sequence[Prediction]) -> tuple[str, ...]:
-    measured = [p.run.throughput_tok_s for p in predictions]
-    reliable = [p for p in predictions if p.run.itl_is_reliable]
-    truth = [p.run.starved for p in predictions]
-    said = [p.starved for p in predictions]
-    itl = smape([p.itl_ms_mean for p in reliable], [p.run.itl_ms_mean for p in reliable])
-    # F1 needs both kinds of runs.
-    f1 = f"{f1_score(truth, said):.3f}" if 0 < sum(truth) < len(truth) else "-"
-    return (
-        name,
-        str(len(predictions)),
-        f"{smape([p.throughput_tok_s for p in predictions], measured):.2f} %",
-        f"{smape([p.run.offered_tok_s for p in predictions], measured):.2f} %",
-        f"{itl:.2f} %",
-        str(len(reliable)),
-        f"{100 * np.mean(np.equal(truth, said)):.1f} %",
-        f1,
-    )
-
-
-def worst(predictions: Iterable[Prediction]) -> list[tuple[str, ...]]:
-    """Return the runs whose throughput is predicted worst."""
-    ordered = sorted(predictions, key=lambda p: p.error, reverse=True)
-    return [
-        (
-            str(p.run.index),
-            str(len(p.run.workload.adapters)),
-            str(p.run.a_max),
-            str(p.run.s_max),
-            f"{p.run.workload.total_rate_rps:.1f}",
-            f"{p.run.throughput_tok_s:.0f}",
-            f"{p.throughput_tok_s:.0f}",
-            f"{p.error:.1f} %",
-            "yes" if p.run.kv_bound else "no",
+        compare(
+            model,
+            f"fitted on {fitted_on}, judged on {judged_on}",
+            fitted_profile(model, fitted_on, options),
+            published_runs(options.reference, model.key, (judged_on,)),
+            options.seeds,
+            options,
         )
-        for p in ordered[:WORST]
+        for model in PUBLISHED
+        for fitted_on, judged_on in (GROUPS, GROUPS[::-1])
     ]
 
 
-WORST_HEADER = (
-    "run",
-    "adapters",
-    "a_max",
-    "s_max",
-    "req/s",
-    "measured tok/s",
-    "twin tok/s",
-    "SMAPE",
-    "KV full",
+def shipped(options: Options) -> list[Comparison]:
+    """Return both models with the shipped profiles, on all runs."""
+    return [
+        compare(
+            model,
+            "shipped",
+            load_profile(model.profile),
+            published_runs(options.reference, model.key),
+            options.shipped_seeds,
+            options,
+        )
+        for model in PUBLISHED
+    ]
+
+
+FITTED_HEADER = (
+    "model",
+    "profile",
+    "step model, left-out runs",
+    "length correlation",
+    "serving factor",
+    "request ms",
+    "scrape: us per series",
+    "us per series and adapter",
+    "share",
 )
 
 
-def markdown(header: Sequence[str], rows: Iterable[Sequence[str]]) -> str:
-    """Return a table."""
-    lines = [header, ["---"] * len(header), *rows]
-    return "\n".join(f"| {' | '.join(line)} |" for line in lines)
+def constants(comparison: Comparison) -> tuple[str, ...]:
+    """Return what was fitted besides the coefficients of the step model, under `FITTED_HEADER`."""
+    profile = comparison.profile
+    host = ("request_ms", "scrape_us_per_series", "scrape_us_per_series_adapter", "scrape_share")
+    return (
+        comparison.model.arch.name,
+        comparison.title.split(",")[0],
+        percent(profile.step_latency.fit.cross_validated_error or float("nan")),
+        f"{profile.length_correlation:.3f}",
+        f"{profile.loading.value('serving_factor'):.3f}",
+        *(f"{profile.host.value(name):.3g}" for name in host),
+    )
+
+
+def figures(comparison: Comparison) -> list[str]:
+    """Return title and tables of a comparison."""
+    return [
+        f"### {comparison.model.arch.name}, {comparison.title}",
+        markdown(HEADER, table(comparison.predictions)),
+        markdown(HEADER, by_regime(comparison.predictions)),
+    ]
 
 
 def report(options: Options) -> str:
     """Return the whole report."""
-    how = (
-        f"Profiles fitted to the runs of `{FITTED_GROUP}` only and judged on the others."
-        if options.held_out
-        else "Shipped profiles, whose step model was fitted to windows of these same runs: not held out."
-    )
-    lengths = "independent"
-    if options.length_correlation:
+    lengths = "correlated as the profile says"
+    if options.length_correlation is not None:
         lengths = f"correlated by {options.length_correlation:g} (normal scores)"
+    split, fitted_to_all = held_out(options), shipped(options)
     parts = [
-        f"{how} SMAPE is `{SMAPE_FORMULA}`; seeds per run: {options.seeds}; "
-        f"prompt and output lengths {lengths}."
+        f"SMAPE is `{SMAPE_FORMULA}`; seeds per run: {options.seeds} held out, {options.shipped_seeds} with "
+        f"the shipped profiles; prompt and output lengths {lengths}.",
+        "## Held out",
     ]
+    for comparison in split:
+        parts += figures(comparison)
     for model in PUBLISHED:
-        predictions = predict_all(model, options)
+        every = [p for c in split if c.model is model for p in c.predictions]
         parts += [
-            f"## {model.arch.name}",
-            markdown(HEADER, table(predictions)),
-            f"The {WORST} runs whose throughput is predicted worst:",
-            markdown(WORST_HEADER, worst(predictions)),
+            f"### {model.arch.name}: the {WORST} runs whose throughput is predicted worst, held out",
+            markdown(WORST_HEADER, worst(every)),
         ]
+    parts.append("## Shipped profiles, not held out")
+    for comparison in fitted_to_all:
+        parts += figures(comparison)
+    parts += ["## What was fitted", markdown(FITTED_HEADER, map(constants, (*split, *fitted_to_all)))]
     return "\n\n".join(parts) + "\n"
 
 
 def main() -> None:
+    """Print the report."""
     parser = argparse.ArgumentParser(prog="python -m benchmarks.fidelity")
     parser.add_argument("reference", type=Path, metavar="REFERENCE_DIR")
-    parser.add_argument("--seeds", type=int, default=1, metavar="N")
-    parser.add_argument("--held-out", action="store_true")
-    parser.add_argument("--length-correlation", type=float, default=0.0, metavar="R")
+    parser.add_argument("--seeds", type=int, default=3, metavar="N")
+    parser.add_argument("--shipped-seeds", type=int, default=1, metavar="N")
+    parser.add_argument("--workers", type=int, default=1, metavar="N")
+    parser.add_argument("--fitted", type=Path, metavar="DIR")
+    parser.add_argument("--length-correlation", type=float, metavar="R")
     parser.add_argument("--markdown", type=Path, metavar="FILE")
     arguments = parser.parse_args()
     text = report(
-        Options(arguments.reference, arguments.seeds, arguments.held_out, arguments.length_correlation)
+        Options(
+            reference=arguments.reference,
+            seeds=arguments.seeds,
+            shipped_seeds=arguments.shipped_seeds,
+            workers=arguments.workers,
+            fitted=arguments.fitted,
+            length_correlation=arguments.length_correlation,
+        )
     )
     print(text)
     if arguments.markdown:

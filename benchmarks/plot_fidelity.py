@@ -11,8 +11,8 @@ from pathlib import Path
 import matplotlib.pyplot as plt
 from matplotlib.ticker import LogLocator, NullFormatter, ScalarFormatter
 
-from benchmarks.fidelity import Options, Prediction, predict_all
-from capplan.twin.published_models import PUBLISHED
+from benchmarks.fidelity import Options, shipped
+from benchmarks.fidelity_figures import Prediction
 
 COLOURS = {"kept up": "#1b6ca8", "starved": "#d1495b"}
 
@@ -20,11 +20,11 @@ COLOURS = {"kept up": "#1b6ca8", "starved": "#d1495b"}
 def main(reference: Path, picture: Path) -> None:
     """Simulate every run once and write the picture."""
     figure, axes = plt.subplots(2, 2, figsize=(9, 8), constrained_layout=True)
-    for row, model in zip(axes, PUBLISHED, strict=True):
-        predictions = predict_all(model, Options(reference))
-        _panel(row[0], model.arch.name, "throughput, tok/s", [_throughput(p) for p in predictions])
+    for row, comparison in zip(axes, shipped(Options(reference)), strict=True):
+        name, predictions = comparison.model.arch.name, comparison.predictions
+        _panel(row[0], name, "throughput, tok/s", [_throughput(p) for p in predictions])
         reliable = [p for p in predictions if p.run.itl_is_reliable]
-        _panel(row[1], model.arch.name, "mean inter-token latency, ms", [_itl(p) for p in reliable])
+        _panel(row[1], name, "mean inter-token latency, ms", [_itl(p) for p in reliable])
     picture.parent.mkdir(parents=True, exist_ok=True)
     figure.savefig(picture, dpi=110)
 

@@ -11,7 +11,7 @@ from pathlib import Path
 import numpy as np
 from sklearn.metrics import f1_score
 
-from benchmarks.fidelity import markdown
+from benchmarks.fidelity_figures import markdown
 from capplan import load_surrogate
 from capplan.models.calibrate import smape
 from capplan.twin.published_models import PUBLISHED

@@ -14,7 +14,7 @@ if TYPE_CHECKING:
     from capplan.models import load_surrogate
     from capplan.planner import plan
     from capplan.spec import Adapter, EngineConfig, Lengths, Plan, Profile, Slo, Workload, load_workload
-    from capplan.twin import SimulationResult, simulate
+    from capplan.twin import SimulationResult, simulate, simulate_detailed
 
     __version__: str
 
@@ -35,6 +35,7 @@ __all__ = [
     "load_workload",
     "plan",
     "simulate",
+    "simulate_detailed",
 ]
 
 _HOME = MappingProxyType(
@@ -52,6 +53,7 @@ _HOME = MappingProxyType(
         "load_surrogate": "capplan.models",
         "SimulationResult": "capplan.twin",
         "simulate": "capplan.twin",
+        "simulate_detailed": "capplan.twin",
         "plan": "capplan.planner",
     }
 )

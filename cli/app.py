@@ -6,6 +6,7 @@ from typing import Annotated
 
 import typer
 
+from capplan.cli.calibrate import calibrate
 from capplan.cli.explain import explain
 from capplan.cli.export import export
 from capplan.cli.plan import plan
@@ -47,7 +48,7 @@ app = typer.Typer(
     pretty_exceptions_enable=False,
     context_settings={"help_option_names": ["-h", "--help"]},
 )
-for command in (plan, simulate, explain, export, profiles, train, schema):
+for command in (plan, simulate, explain, export, profiles, calibrate, train, schema):
     app.command()(command)
 app.add_typer(workload, name="workload")
 

@@ -40,7 +40,7 @@ def _ignore(stage: str, done: int, total: int) -> None:
 
 def announce_compilation(*, quiet: bool = False) -> None:
     """Say that the twin is about to be compiled, if it is: otherwise the wait would look like a hang."""
-    from capplan.serving.compile import cache_dir, is_compiled
+    from capplan.compile import cache_dir, is_compiled
 
     if not quiet and not is_compiled():
         typer.echo(

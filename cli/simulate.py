@@ -2,45 +2,28 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Annotated, Any
+from typing import TYPE_CHECKING, Annotated, Any, cast
 
 import typer
 
-from capplan.cli.console import DASH, number, percent, print_json, print_table, table
+from capplan.cli.console import print_json, print_table
 from capplan.cli.inputs import AsJson, ProfileName, WorkloadFile, chosen_profile
+from capplan.cli.output import require_writable_file
 from capplan.cli.progress import announce_compilation, progress_bars
+from capplan.cli.simulation_tables import (
+    Details,
+    Outcomes,
+    documents,
+    metrics_table,
+    ranks_table,
+    slo_table,
+)
 from capplan.errors import InfeasibleError, InputError
 
 if TYPE_CHECKING:
-    from rich.table import Table
-
     from capplan.spec import Workload
-    from capplan.twin import SimulationResult
-
-    Outcome = SimulationResult | InfeasibleError
-
-_ROWS = (  # metric of the result, its name with unit, decimals
-    ("throughput_tok_s", "throughput, tok/s", 0),
-    ("offered_tok_s", "offered, tok/s", 0),
-    ("input_tok_s", "input, tok/s", 0),
-    ("output_tok_s", "output, tok/s", 0),
-    ("ttft_s_mean", "TTFT mean, s", 3),
-    ("ttft_s_p50", "TTFT p50, s", 3),
-    ("ttft_s_p99", "TTFT p99, s", 3),
-    ("tpot_ms_mean", "TPOT mean, ms", 2),
-    ("tpot_ms_p99", "TPOT p99, ms", 2),
-    ("itl_ms_mean", "ITL mean, ms", 2),
-    ("itl_ms_p99", "ITL p99, ms", 2),
-    ("e2e_s_p99", "E2E p99, s", 2),
-    ("completed", "completed requests", 0),
-    ("submitted", "submitted requests", 0),
-    ("rejected", "rejected requests", 0),
-    ("preemptions", "preemptions", 0),
-    ("adapter_loads", "adapter loads", 0),
-    ("running_mean", "running, mean", 1),
-    ("waiting_mean", "waiting, mean", 1),
-    ("kv_tokens", "KV capacity, tokens", 0),
-)
+    from capplan.twin.simulate import Settings
+    from capplan.twin.sweep import Job
 
 
 def simulate(
@@ -71,14 +54,47 @@ def simulate(
         int | None,
         typer.Option("--max-in-flight", metavar="N", help="Reject arrivals beyond this many requests."),
     ] = None,
+    rules: Annotated[
+        str | None,
+        typer.Option("--rules", metavar="NAME", help="Serving rules instead of the profile's."),
+    ] = None,
+    prefix_caching: Annotated[
+        bool | None,
+        typer.Option(
+            "--prefix-caching/--no-prefix-caching",
+            help="Whether KV of shared prompt beginnings is used again; default: as in the profile.",
+        ),
+    ] = None,
+    detail: Annotated[
+        bool,
+        typer.Option("--detail", help="Also slowdown, waits, hit rate, metrics per rank, SLO attainment."),
+    ] = False,
+    report: Annotated[
+        str | None,
+        typer.Option("--report", metavar="FILE", help="Write an HTML report with charts, readable offline."),
+    ] = None,
+    requests_out: Annotated[
+        str | None,
+        typer.Option("--requests-out", metavar="FILE", help="Write every request as Parquet, one row each."),
+    ] = None,
+    workers: Annotated[
+        int | None, typer.Option("--workers", metavar="N", help="Processes; default: one per core.")
+    ] = None,
+    ray_address: Annotated[
+        str | None,
+        typer.Option("--ray-address", metavar="ADDRESS", help="Simulate on this Ray cluster instead."),
+    ] = None,
     as_json: AsJson = False,
 ) -> None:
     """Simulate one GPU that serves the whole workload.
 
     Engine settings that are not given come from the workload file, then from the twin's defaults.
     """
-    from capplan.spec import load_workload
+    from capplan.spec import load_workload, write_text_atomic
 
+    for path in (report, requests_out):
+        if path is not None:
+            require_writable_file(path)
     wishes = load_workload(workload)
     slots = _slots(a_max, wishes)
     used = chosen_profile(wishes, profile)
@@ -89,6 +105,8 @@ def simulate(
         "duration_s": duration_s,
         "seed": seed,
         "max_in_flight": max_in_flight,
+        "rules": rules,
+        "prefix_caching": prefix_caching,
         **_engine_settings(
             wishes,
             max_num_seqs=max_num_seqs,
@@ -99,25 +117,72 @@ def simulate(
         ),
     }
     announce_compilation()
-    from capplan import twin
+    from capplan.twin.sweep import Job
 
-    outcomes: dict[int, Outcome] = {}
-    with progress_bars() as on_progress:
-        for done, count in enumerate(slots):
-            on_progress("simulate", done, len(slots))
-            try:
-                outcomes[count] = twin.simulate(wishes, used, a_max=count, **settings)
-            except InfeasibleError as error:
-                outcomes[count] = error
-    if all(isinstance(outcome, InfeasibleError) for outcome in outcomes.values()):
-        raise next(outcome for outcome in outcomes.values() if isinstance(outcome, InfeasibleError))
+    jobs = [Job(wishes, used, cast("Settings", {"a_max": count, **settings})) for count in slots]
+    in_detail = detail or report is not None or requests_out is not None
+    outcomes, details = _simulated(jobs, in_detail=in_detail, workers=workers, ray_address=ray_address)
+    if requests_out is not None:
+        _write_requests(requests_out, details)
+    if report is not None:
+        from capplan.cli.simulation_report import simulation_report
+
+        write_text_atomic(report, simulation_report(workload, wishes, used, settings, outcomes, details))
+    shown = details if detail else {}
     if as_json:
-        print_json({"profile": used.name, "settings": settings, "results": _documents(outcomes)})
+        print_json({"profile": used.name, "settings": settings, "results": documents(outcomes, shown)})
     else:
-        print_table(_metrics_table(outcomes))
-        for count, outcome in outcomes.items():
-            if isinstance(outcome, InfeasibleError):
-                typer.echo(f"a_max {count}: {outcome}")
+        _print(outcomes, shown)
+
+
+def _simulated(
+    jobs: list[Job], *, in_detail: bool, workers: int | None, ray_address: str | None
+) -> tuple[Outcomes, Details]:
+    """Return the results by number of slots, and the details where they are asked for.
+
+    Raises
+    ------
+    InfeasibleError
+        When no number of slots fits.
+    """
+    from capplan.twin import DetailedResult
+    from capplan.twin.sweep import sweep, sweep_detailed
+
+    run = sweep_detailed if in_detail else sweep
+    slots = [job.settings["a_max"] for job in jobs]
+    with progress_bars() as on_progress:
+        on_progress("simulate", 0, len(jobs))
+        answers = run(
+            jobs,
+            workers=workers,
+            ray_address=ray_address,
+            progress=lambda done, total: on_progress("simulate", done, total),
+        )
+    if all(isinstance(answer, InfeasibleError) for answer in answers):
+        raise next(answer for answer in answers if isinstance(answer, InfeasibleError))
+    found = dict(zip(slots, answers, strict=True))
+    details = {count: each for count, each in found.items() if isinstance(each, DetailedResult)}
+    outcomes = {c: each.result if isinstance(each, DetailedResult) else each for c, each in found.items()}
+    return outcomes, details
+
+
+def _write_requests(path: str, details: Details) -> None:
+    from capplan.twin.request_table import several_tables, write_parquet
+
+    tables = {count: detail.requests for count, detail in details.items()}
+    write_parquet(path, several_tables(tables, by="a_max"))
+
+
+def _print(outcomes: Outcomes, details: Details) -> None:
+    print_table(metrics_table(outcomes, details))
+    if details:
+        print_table(ranks_table(details))
+        kept = slo_table(details)
+        if kept is not None:
+            print_table(kept)
+    for count, outcome in outcomes.items():
+        if isinstance(outcome, InfeasibleError):
+            typer.echo(f"a_max {count}: {outcome}")
 
 
 def _slots(given: str | None, workload: Workload) -> tuple[int, ...]:
@@ -144,28 +209,3 @@ def _engine_settings(workload: Workload, **given: float | None) -> dict[str, Any
     """Return the settings that the command line or else the workload gives; the twin has the defaults."""
     merged = {key: getattr(workload.engine, key) if value is None else value for key, value in given.items()}
     return {key: value for key, value in merged.items() if value is not None}
-
-
-def _documents(outcomes: dict[int, Outcome]) -> list[dict[str, Any]]:
-    from dataclasses import asdict
-
-    return [
-        {"a_max": slots, "infeasible": str(outcome)}
-        if isinstance(outcome, InfeasibleError)
-        else {"a_max": slots, **asdict(outcome)}
-        for slots, outcome in outcomes.items()
-    ]
-
-
-def _metrics_table(outcomes: dict[int, Outcome]) -> Table:
-    rows = table("metric", *(f"a_max {slots}" for slots in outcomes), numbers_from=1)
-
-    def add(name: str, cell: Any) -> None:
-        cells = (DASH if isinstance(each, InfeasibleError) else cell(each) for each in outcomes.values())
-        rows.add_row(name, *cells)
-
-    for metric, name, decimals in _ROWS:
-        add(name, lambda result, m=metric, d=decimals: number(getattr(result, m), d))
-    add("served", lambda result: percent(result.served_fraction))
-    add("starved", lambda result: "yes" if result.starved else "no")
-    return rows

@@ -35,7 +35,7 @@ def busy_gpus(problem: Problem) -> float:
     0 where the profile's step model is of another form than ours, or a step gets cheaper by holding more.
     """
     workload, step = problem.workload, problem.profile.step_latency
-    if step.form != ADDITIVE.name or min(step.value(name) for name in ADDITIVE.coefficients) < 0.0:
+    if step.form != ADDITIVE.name or min(c.value for c in step.coefficients.values()) < 0.0:
         return 0.0
     requests, duration_s, error = _sample(problem)
     if requests.arrival_ns.size == 0:

@@ -104,7 +104,7 @@ def _only_the_twin_knows(problem: Problem) -> bool:
         or workload.trace is not None
         or workload.arrivals != Arrivals.POISSON
         or workload.stickiness is not None
-        or workload.length_correlation
+        or workload.length_correlation not in (None, problem.profile.length_correlation)
         or workload.length_pairs is not None
         or (host is not None and host < len(workload.adapters))
         or problem.engine.max_model_len < DEFAULT_MAX_MODEL_LEN

@@ -1,10 +1,15 @@
 import json
+import re
+import sys
 from pathlib import Path
+from typing import Any
 
+import pandas as pd
 import pytest
 
 from capplan import load_profile, load_workload, simulate
 from capplan.spec import Workload
+from capplan.twin import simulate_detailed
 from tests.cli.conftest import Run, error_line
 from tests.cli.examples import WORKLOAD, write_inputs
 
@@ -16,14 +21,14 @@ def workload_yaml(tmp_path: Path) -> Path:
     return write_inputs(tmp_path)
 
 
-def results(run: Run, *arguments: object) -> list[dict[str, float]]:
+def results(run: Run, *arguments: object) -> list[dict[str, Any]]:
     result = run("simulate", *arguments, *SHORT, "--json")
     assert result.exit_code == 0, result.output
-    document: dict[str, list[dict[str, float]]] = json.loads(result.stdout)
+    document: dict[str, list[dict[str, Any]]] = json.loads(result.stdout)
     return document["results"]
 
 
-def expected(path: Path, **settings: float) -> dict[str, float]:
+def expected(path: Path, **settings: Any) -> dict[str, Any]:
     from dataclasses import asdict
 
     workload: Workload = load_workload(path)
@@ -32,7 +37,7 @@ def expected(path: Path, **settings: float) -> dict[str, float]:
     return asdict(simulate(workload, profile, duration_s=60.0, **given))  # type: ignore[arg-type]
 
 
-def same(told: dict[str, float], wanted: dict[str, float]) -> bool:
+def same(told: dict[str, Any], wanted: dict[str, float]) -> bool:
     return all(told[name] == wanted[name] for name in wanted if name != "wall_s")
 
 
@@ -112,7 +117,7 @@ def test_metrics_without_a_completed_request_are_null(run: Run, workload_yaml: P
 def test_the_wait_for_compilation_is_announced(
     run: Run, workload_yaml: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    from capplan.serving import compile as compilation
+    from capplan import compile as compilation
 
     monkeypatch.setattr(compilation, "is_compiled", lambda: False)
     text = run("simulate", workload_yaml, "--a-max", "4", *SHORT).stderr
@@ -124,9 +129,136 @@ def test_the_wait_for_compilation_is_announced(
 def test_an_impossible_flag_is_told_before_anything_is_compiled(
     run: Run, workload_yaml: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    from capplan.serving import compile as compilation
+    from capplan import compile as compilation
 
     monkeypatch.setattr(compilation, "is_compiled", lambda: False)
     result = run("simulate", workload_yaml, "--a-max", "four")
     assert "compiling" not in result.stderr
     error_line(result)
+
+
+def with_slo(path: Path) -> None:
+    path.write_text(WORKLOAD + "slo: {ttft_p99_s: 0.2, tpot_mean_ms: 500}\n")
+
+
+def test_details_are_those_of_the_library(run: Run, workload_yaml: Path) -> None:
+    with_slo(workload_yaml)
+    (told,) = results(run, workload_yaml, "--a-max", "4", "--detail")
+    settings = {"max_num_seqs": 64, "max_num_batched_tokens": 2048, "max_model_len": 4096}
+    wanted = simulate_detailed(
+        load_workload(workload_yaml),
+        load_profile(workload_yaml.parent / "profile.json"),
+        a_max=4,
+        s_max=16,
+        duration_s=60.0,
+        **settings,
+    )
+    assert same(told, expected(workload_yaml, a_max=4, s_max=16))
+    assert told["overall"]["ttft_s"]["p90"] == wanted.overall.ttft_s.p90 == pytest.approx(told["ttft_s_p90"])
+    assert list(told["by_rank"]) == ["8", "16"]
+    assert told["by_rank"]["16"]["hit_rate"] == wanted.by_rank[16].hit_rate
+    assert told["by_adapter"]["legal"]["slowdown"]["p50"] == wanted.by_adapter["legal"].slowdown.p50
+    assert [each["share"] for each in told["slo"]] == [each.share for each in wanted.slo]
+    assert told["series"]["running"] == wanted.series.running.tolist()
+
+
+def test_details_are_shown_when_asked_for(run: Run, workload_yaml: Path) -> None:
+    with_slo(workload_yaml)
+    plain = run("simulate", workload_yaml, "--a-max", "2,4", *SHORT).stdout
+    detailed = run("simulate", workload_yaml, "--a-max", "2,4", *SHORT, "--detail").stdout
+    for words in ("slowdown p99", "adapter was resident", "ttft_p99_s: TTFT <= 0.2 s", "all of these"):
+        assert words in detailed
+        assert words not in plain
+
+
+def test_every_request_is_written_with_its_number_of_slots(
+    run: Run, workload_yaml: Path, tmp_path: Path
+) -> None:
+    path = tmp_path / "requests.parquet"
+    told = results(run, workload_yaml, "--a-max", "4,2,4000", "--requests-out", path)
+    table = pd.read_parquet(path)
+    assert table.groupby("a_max").size().to_dict() == {each["a_max"]: each["submitted"] for each in told[:2]}
+    ended = table[table["status"] == "finished"].groupby("a_max").size().to_dict()
+    assert ended == {each["a_max"]: each["completed"] for each in told[:2]}
+    assert set(table["adapter"]) <= {"legal", *(f"support-{i}" for i in range(12))}
+
+
+def test_a_report_shows_every_number_of_slots_and_explains_its_terms(
+    run: Run, workload_yaml: Path, tmp_path: Path
+) -> None:
+    with_slo(workload_yaml)
+    path = tmp_path / "sim.html"
+    told = results(run, workload_yaml, "--a-max", "2,4,4000", "--report", path)
+    page = path.read_text()
+    for heading in (
+        "Summary",
+        "Against A_max",
+        "Over time",
+        "Service-level objectives",
+        "By rank",
+        "By adapter",
+        "What the terms mean",
+        "Settings",
+    ):
+        assert f"<h2>{heading}</h2>" in page
+    for each in told[:2]:
+        assert f"{each['throughput_tok_s']:,.0f}" in page
+        assert f"A_max {each['a_max']}" in page
+    assert "A_max 4000: memory" in page
+    assert page.count('<svg class="chart"') == 19
+    assert re.search(r"(src|href)=\"(?!#)", page) is None
+    assert "http" not in page.replace("http-equiv", "")
+    assert path.stat().st_size < 500_000
+
+
+def test_a_report_of_one_number_of_slots_compares_nothing(
+    run: Run, workload_yaml: Path, tmp_path: Path
+) -> None:
+    path = tmp_path / "sim.html"
+    run("simulate", workload_yaml, "--a-max", "4", *SHORT, "--report", path)
+    page = path.read_text()
+    assert "Against A_max" not in page
+    assert "Service-level objectives" not in page
+    assert "<h2>Over time</h2>" in page
+
+
+def test_the_same_command_writes_the_same_report_whatever_the_workers(
+    run: Run, workload_yaml: Path, tmp_path: Path
+) -> None:
+    for workers in ("1", "2"):
+        flags = ("--workers", workers, "--report", tmp_path / f"{workers}.html")
+        assert run("simulate", workload_yaml, "--a-max", "2,4,8", *SHORT, *flags).exit_code == 0
+    assert (tmp_path / "1.html").read_bytes() == (tmp_path / "2.html").read_bytes()
+
+
+def test_names_of_adapters_cannot_become_markup(run: Run, workload_yaml: Path, tmp_path: Path) -> None:
+    workload_yaml.write_text(WORKLOAD.replace("name: legal", 'name: "<b>&legal</b>"'))
+    path = tmp_path / "sim.html"
+    assert run("simulate", workload_yaml, "--a-max", "4", *SHORT, "--report", path).exit_code == 0
+    assert "&lt;b&gt;&amp;legal&lt;/b&gt;" in path.read_text()
+    assert "<b>" not in path.read_text()
+
+
+def test_other_rules_can_be_simulated(run: Run, workload_yaml: Path) -> None:
+    flags = ("--rules", "vllm-0.32-sync", "--no-prefix-caching")
+    (told,) = results(run, workload_yaml, "--a-max", "4", *flags)
+    other = {"rules": "vllm-0.32-sync", "prefix_caching": False}
+    assert same(told, expected(workload_yaml, a_max=4, s_max=16, **other))
+
+
+def test_a_cluster_without_ray_is_one_line(
+    run: Run, workload_yaml: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setitem(sys.modules, "ray", None)
+    line = error_line(run("simulate", workload_yaml, "--a-max", "4", *SHORT, "--ray-address", "auto"))
+    assert line == "error: ray_address: needs Ray: pip install 'capplan[ray]'"
+
+
+@pytest.mark.parametrize("flag", ["--report", "--requests-out"])
+@pytest.mark.parametrize("where", ["", ".", "absent/out"])
+def test_an_output_that_cannot_be_written_stops_the_simulation_before_it_starts(
+    run: Run, workload_yaml: Path, flag: str, where: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(workload_yaml.parent)
+    workload_yaml.write_text("broken: [")  # would be the next error
+    assert "cannot be written" in error_line(run("simulate", workload_yaml, "--a-max", "4", flag, where))

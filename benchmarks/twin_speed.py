@@ -1,0 +1,267 @@
+"""How fast the twin simulates: ``python -m benchmarks.twin_speed`` prints the tables of the docs.
+
+Everything is measured on the public `simulate()`, drawing of requests included, in CPU seconds of this
+process, after compilation. Since machines differ, two baselines are measured in the same run: the readable
+reference twin on a small case, and the drawing of requests alone.
+"""
+
+from __future__ import annotations
+
+import argparse
+import resource
+import subprocess
+import sys
+import time
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, fields
+from functools import partial, reduce
+from pathlib import Path
+from typing import TypeVar
+
+import numpy as np
+
+from capplan import Adapter, Lengths, Workload, load_profile, simulate
+from capplan.spec import write_text_atomic
+from capplan.twin import Scenario, SimulationResult
+from capplan.twin.core import run
+from capplan.twin.reference import run_reference
+from capplan.twin.scenario import with_length_correlation
+from capplan.twin.simulate import DEFAULT_MAX_MODEL_LEN
+from capplan.twin.trace import Trace
+from capplan.workload import Requests, draw_requests
+
+ROOT = Path(__file__).resolve().parents[1]
+PROFILE = load_profile("h100-64g/llama-3.1-8b/vllm-0.8.5")
+HOUR_S = 3600.0
+SIZES = (8, 16, 32, 64, 128, 192, 256, 320, 384)
+RATE_SETS = {"high": (1.6, 0.8, 0.4), "low": (0.1, 0.05, 0.025)}
+IN_FLIGHT = 25_000
+Answer = TypeVar("Answer")
+CHATS = (Lengths(mean=223, std=245), Lengths(mean=194, std=206))
+
+GRID_BAR = 50_000.0  # simulated seconds per CPU second
+SHORT_BAR = 60_000.0
+RSS_BAR_MB = 400.0
+RSS_REQUESTS = 400_000
+
+
+@dataclass(frozen=True)
+class Case:
+    """One call of `simulate()`."""
+
+    name: str
+    workload: Workload
+    a_max: int
+    duration_s: float = HOUR_S
+    max_in_flight: int | None = None
+    seed: int = 0
+
+    def run(self, runner: Callable[[Scenario], Trace] = run) -> SimulationResult:
+        return simulate(
+            self.workload,
+            PROFILE,
+            a_max=self.a_max,
+            s_max=8,
+            duration_s=self.duration_s,
+            seed=self.seed,
+            max_in_flight=self.max_in_flight,
+            runner=runner,
+        )
+
+    def draw(self) -> Requests:
+        correlated = with_length_correlation(self.workload, PROFILE)
+        return draw_requests(correlated, self.duration_s, self.seed, DEFAULT_MAX_MODEL_LEN)
+
+
+@dataclass(frozen=True)
+class Cost:
+    """What some calls of `simulate()` took together."""
+
+    simulated_s: float
+    cpu_s: float
+    drawing_s: float
+    """CPU seconds of drawing the same requests without simulating them."""
+    requests: int
+    steps: int
+
+    @property
+    def times_real_time(self) -> float:
+        return self.simulated_s / self.cpu_s
+
+    @property
+    def ns_per_request(self) -> float:
+        return 1e9 * self.cpu_s / self.requests
+
+    def __add__(self, other: Cost) -> Cost:
+        return Cost(*(getattr(self, f.name) + getattr(other, f.name) for f in fields(self)))
+
+
+def workload(rates_rps: Iterable[float], lengths: tuple[Lengths, Lengths] = CHATS) -> Workload:
+    """Return adapters of rank 8."""
+    return Workload(
+        base_model="meta-llama/Llama-3.1-8B-Instruct",
+        adapters=tuple(Adapter(name=f"a{i}", rank=8, rate_rps=rate) for i, rate in enumerate(rates_rps)),
+        prompt_tokens=lengths[0],
+        output_tokens=lengths[1],
+    )
+
+
+def even(adapters: int, total_rps: float) -> Workload:
+    """Return adapters that share a rate evenly."""
+    return workload([total_rps / adapters] * adapters)
+
+
+def grid(rates: str) -> Iterator[Case]:
+    """Yield section 8.2 of the adapter-caching paper: one hour per pair A_max <= A, rates dealt in turn."""
+    for adapters in SIZES:
+        dealt = workload(RATE_SETS[rates][i % 3] for i in range(adapters))
+        for a_max in (size for size in SIZES if size <= adapters):
+            yield Case(f"{rates} {adapters}/{a_max}", dealt, a_max, max_in_flight=IN_FLIGHT)
+
+
+def short_cases(spread: float, seeds: int = 20) -> Iterator[Case]:
+    """Yield about 12,000 requests at 20 per second, of 250 and 230 tokens, 128 adapters on 32 slots."""
+    lengths = (Lengths(mean=250, std=250 * spread), Lengths(mean=230, std=230 * spread))
+    for seed in range(seeds):
+        yield Case(f"short {seed}", workload([20 / 128] * 128, lengths), 32, duration_s=600.0, seed=seed)
+
+
+def by_adapters() -> dict[float, Case]:
+    return {n: Case(f"{n} adapters", even(n, 7.5), min(64, n)) for n in (16, 128, 1024, 10_000)}
+
+
+def by_rate() -> dict[float, Case]:
+    rates = (1.0, 4.0, 16.0, 64.0, 256.0)
+    return {r: Case(f"{r:g} req/s", even(128, r), 64, max_in_flight=IN_FLIGHT) for r in rates}
+
+
+def by_horizon() -> dict[float, Case]:
+    return {h: Case(f"{h:g} h", even(128, 7.5), 64, duration_s=h * HOUR_S) for h in (0.25, 1.0, 4.0, 16.0)}
+
+
+def small_case() -> Case:
+    """Return what the readable reference, too, can simulate in seconds."""
+    return Case("small", even(16, 2.0), 8, duration_s=120.0)
+
+
+def timed(call: Callable[[], Answer]) -> tuple[float, Answer]:
+    """Return the CPU seconds of a call, and its answer."""
+    begin_s = time.process_time()
+    answer = call()
+    return time.process_time() - begin_s, answer
+
+
+def cost(case: Case, repeat: int = 1) -> Cost:
+    """Time a case and its drawing; of `repeat` runs the fastest counts."""
+    runs = [timed(case.run) for _ in range(repeat)]
+    drawing_s = min(timed(case.draw)[0] for _ in range(repeat))
+    result = runs[0][1]
+    return Cost(case.duration_s, min(s for s, _ in runs), drawing_s, result.submitted, result.steps)
+
+
+def total(cases: Iterable[Case], repeat: int = 1) -> Cost:
+    return reduce(Cost.__add__, (cost(case, repeat) for case in cases))
+
+
+def slope(costs: Sequence[Cost]) -> float:
+    """Return the exponent of CPU time in the number of requests, by least squares over these costs."""
+    requests, seconds = zip(*((c.requests, c.cpu_s) for c in costs), strict=True)
+    return float(np.polyfit(np.log(requests), np.log(seconds), 1)[0])
+
+
+def peak_rss_mb() -> float:
+    """Return the most memory that a fresh process needs for an hour with 400,000 arrivals."""
+    command = [sys.executable, "-m", "benchmarks.twin_speed", "--peak-rss"]
+    for _ in range(2):  # the first one compiles, where that is still to be done, which takes more memory
+        done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, check=True)
+    return float(done.stdout)
+
+
+def own_peak_rss_mb() -> float:
+    """Simulate that hour and return this process's peak; VmHWM, unlike ru_maxrss, forgets the parent."""
+    result = Case("memory", even(128, RSS_REQUESTS / HOUR_S), 64).run()
+    if abs(result.submitted / RSS_REQUESTS - 1) > 0.01:
+        raise AssertionError(f"{result.submitted} arrivals instead of {RSS_REQUESTS}")
+    status = Path("/proc/self/status")
+    if status.exists():
+        return int(status.read_text().split("VmHWM:")[1].split()[0]) / 1024
+    return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / 2**20
+
+
+def speed_table(repeat: int) -> list[str]:
+    high, low = (total(grid(rates), repeat) for rates in RATE_SETS)
+    rows = (
+        ("section 8.2, high rates, 45 hours", high, None),
+        ("section 8.2, low rates, 45 hours", low, None),
+        ("section 8.2, all 90 hours", high + low, GRID_BAR),
+        ("12,000 requests at 20 req/s, constant lengths, 20 seeds", total(short_cases(0), repeat), SHORT_BAR),
+        ("the same, lengths spread as far as their mean", total(short_cases(1), repeat), SHORT_BAR),
+    )
+    return [
+        "| scenarios | requests | steps | CPU s | of it drawing | simulated s per CPU s | bar |",
+        "|---|---|---|---|---|---|---|",
+        *(
+            f"| {name} | {c.requests:,} | {c.steps:,} | {c.cpu_s:.2f} | {c.drawing_s / c.cpu_s:.0%} "
+            f"| {c.times_real_time:,.0f} | {f'{bar:,.0f}' if bar else ''} |"
+            for name, c, bar in rows
+        ),
+    ]
+
+
+def growth_table(repeat: int) -> list[str]:
+    families: dict[str, Mapping[float, Case]] = {
+        "adapters, 7.5 req/s in all": by_adapters(),
+        "req/s, 128 adapters": by_rate(),
+        "hours, 128 adapters at 7.5 req/s": by_horizon(),
+    }
+    return [
+        "| one GPU, 64 slots | requests | CPU ms | ns per request | of it drawing |",
+        "|---|---|---|---|---|",
+        *(
+            f"| {value:,g} {family} | {c.requests:,} | {1e3 * c.cpu_s:.1f} | {c.ns_per_request:,.0f} "
+            f"| {1e9 * c.drawing_s / c.requests:.0f} |"
+            for family, cases in families.items()
+            for value, c in ((value, cost(case, repeat)) for value, case in cases.items())
+        ),
+    ]
+
+
+def baseline_table(repeat: int) -> list[str]:
+    small = small_case()
+    compiled = cost(small, max(repeat, 5))
+    readable_s, _ = timed(partial(small.run, run_reference))
+    rows = {
+        f"readable reference twin, {compiled.steps:,} steps, {compiled.requests} requests": (
+            f"{readable_s:.2f} CPU s"
+        ),
+        "compiled twin on the same": (
+            f"{1e3 * compiled.cpu_s:.2f} CPU ms, {readable_s / compiled.cpu_s:,.0f} times faster"
+        ),
+        f"peak memory of an hour with {RSS_REQUESTS:,} arrivals": (
+            f"{peak_rss_mb():.0f} MB (bar {RSS_BAR_MB:.0f})"
+        ),
+    }
+    return ["| baseline | value |", "|---|---|", *(f"| {name} | {value} |" for name, value in rows.items())]
+
+
+def main(arguments: Sequence[str] | None = None) -> None:
+    parser = argparse.ArgumentParser(prog="python -m benchmarks.twin_speed", description=__doc__)
+    parser.add_argument(
+        "--repeat", type=int, default=1, help="runs of each case, of which the fastest counts"
+    )
+    parser.add_argument("--markdown", type=Path, help="write the tables to this file, too")
+    parser.add_argument("--peak-rss", action="store_true", help=argparse.SUPPRESS)
+    chosen = parser.parse_args(arguments)
+    if chosen.peak_rss:
+        print(own_peak_rss_mb())
+        return
+    small_case().run()  # compile first
+    tables = [table(chosen.repeat) for table in (speed_table, growth_table, baseline_table)]
+    text = "\n\n".join("\n".join(table) for table in tables) + "\n"
+    print(text, end="")
+    if chosen.markdown:
+        write_text_atomic(chosen.markdown, text)
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,194 @@
+"""`capplan calibrate`: from tables of measurements to a profile, with a report of how good it is."""
+
+from __future__ import annotations
+
+import os
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated, Any
+
+import typer
+
+from capplan.cli.calibrate_document import document, show
+from capplan.cli.console import print_json
+from capplan.cli.inputs import AsJson
+from capplan.cli.output import require_writable_file
+from capplan.cli.progress import announce_compilation, progress_bars
+from capplan.errors import InputError
+
+if TYPE_CHECKING:
+    from capplan.spec import Profile
+
+_GIB = 2**30
+
+
+def calibrate(
+    output: Annotated[str, typer.Option("--output", "-o", metavar="FILE", help="Profile JSON to write.")],
+    steps: Annotated[
+        str | None, typer.Option("--steps", metavar="FILE", help="Table of measured steps (CSV or Parquet).")
+    ] = None,
+    runs: Annotated[
+        str | None,
+        typer.Option(
+            "--runs", metavar="FILE", help="Table of measured runs; fitted with the twin in the loop."
+        ),
+    ] = None,
+    memory: Annotated[
+        str | None, typer.Option("--memory", metavar="FILE", help="Table of KV tokens by adapter slots.")
+    ] = None,
+    loading: Annotated[
+        str | None, typer.Option("--loading", metavar="FILE", help="Table of adapter loads.")
+    ] = None,
+    base: Annotated[
+        str | None,
+        typer.Option(
+            "--base", metavar="NAME", help="Profile to start from: a shipped one or a profile JSON."
+        ),
+    ] = None,
+    model_config: Annotated[
+        str | None,
+        typer.Option("--model-config", metavar="FILE", help="Without --base: config.json of the model."),
+    ] = None,
+    base_model: Annotated[
+        str | None, typer.Option("--base-model", metavar="ID", help="Without --base: its Hugging Face id.")
+    ] = None,
+    gpu: Annotated[str | None, typer.Option("--gpu", metavar="NAME", help="Without --base.")] = None,
+    gpu_memory_gib: Annotated[
+        float | None, typer.Option("--gpu-memory-gib", metavar="N", help="Without --base: memory of one GPU.")
+    ] = None,
+    tp: Annotated[int, typer.Option("--tp", metavar="N", min=1, help="Without --base: GPUs per copy.")] = 1,
+    engine_version: Annotated[
+        str, typer.Option("--engine-version", metavar="VERSION", help="Without --base: of vLLM.")
+    ] = "0.8.5",
+    rules: Annotated[
+        str, typer.Option("--rules", metavar="NAME", help="Without --base: serving rules.")
+    ] = "vllm-0.8",
+    kernel: Annotated[
+        str | None, typer.Option("--kernel", metavar="NAME", help="bgmv, mbgmv or vllm; default: the base's.")
+    ] = None,
+    form: Annotated[
+        str | None, typer.Option("--form", metavar="NAME", help="Step model; default: best on left-out runs.")
+    ] = None,
+    free: Annotated[
+        str | None,
+        typer.Option("--free", metavar="NAME[,NAME...]", help="Coefficients that runs are fitted by."),
+    ] = None,
+    folds: Annotated[
+        int, typer.Option("--folds", metavar="N", min=2, help="Parts of the cross-validation.")
+    ] = 5,
+    seed: Annotated[int, typer.Option("--seed", metavar="N", min=0, help="Same seed, same profile.")] = 0,
+    workers: Annotated[
+        int | None, typer.Option("--workers", metavar="N", min=1, help="Threads; default: one per core.")
+    ] = None,
+    name: Annotated[
+        str | None, typer.Option("--name", metavar="NAME", help="Of the profile; default: BASE-calibrated.")
+    ] = None,
+    source: Annotated[
+        str | None, typer.Option("--source", metavar="TEXT", help="Where the measurements are from.")
+    ] = None,
+    report: Annotated[
+        str | None, typer.Option("--report", metavar="FILE", help="Write a report as one HTML file.")
+    ] = None,
+    as_json: AsJson = False,
+    quiet: Annotated[bool, typer.Option("--quiet", "-q", help="Print nothing but errors.")] = False,
+) -> None:
+    """Fit a profile to measured steps or whole runs, and say how well it predicts what it has not seen.
+
+    Several step models are compared, ours with and without each of its parts and those of the papers.
+    """
+    from capplan.spec import write_text_atomic
+    from capplan.twin.calibration import Options, Tables
+
+    given = {"--model-config": model_config, "--base-model": base_model, "--gpu": gpu}
+    start = _base(base, given, gpu_memory_gib, tp, engine_version, rules)
+    for path in filter(None, (output, report)):
+        require_writable_file(path)
+    if report is not None and Path(report).resolve() == Path(output).resolve():
+        raise InputError("must be another file than --output", report, "--report")
+    tables = Tables(steps=steps, runs=runs, memory=memory, loading=loading)
+    options = Options(
+        name=name,
+        source=source,
+        kernel=_kernel(kernel),
+        form=form,
+        free=None if free is None else tuple(each.strip() for each in free.split(",")),
+        folds=folds,
+        seed=seed,
+        workers=workers or os.cpu_count() or 1,
+        command=_command(tables, base),
+    )
+    if runs is not None:
+        announce_compilation(quiet=quiet)
+    from capplan.twin.calibration import calibrate as fit
+
+    with progress_bars(quiet=quiet) as on_progress:
+        made = fit(start, tables, options, on_progress)
+    if report is not None:
+        from capplan.cli.calibrate_page import calibration_page
+
+        write_text_atomic(report, calibration_page(made))
+    write_text_atomic(output, _json(made.profile))
+    if as_json:
+        print_json(document(made))
+    elif not quiet:
+        show(made)
+        typer.echo(f"written to {output}" + (f", report to {report}" if report else ""))
+
+
+def _json(profile: Profile) -> str:
+    import json
+
+    return json.dumps(profile.model_dump(mode="json"), indent=2) + "\n"
+
+
+def _kernel(name: str | None) -> Any:
+    from capplan.spec import Kernel
+
+    if name is None:
+        return None
+    try:
+        return Kernel(name)
+    except ValueError:
+        raise InputError(f"must be one of {', '.join(Kernel)}", name, "--kernel") from None
+
+
+def _base(
+    base: str | None,
+    given: dict[str, str | None],
+    gpu_memory_gib: float | None,
+    tp: int,
+    engine_version: str,
+    rules: str,
+) -> Profile:
+    """Return the profile to start from: a named one, or one of assumptions about a model on a GPU."""
+    if base is not None:
+        from capplan.datasets import load_profile
+
+        for flag, value in (*given.items(), ("--gpu-memory-gib", gpu_memory_gib)):
+            if value is not None:
+                raise InputError("does not go with --base, which says it", value, flag)
+        return load_profile(base)
+    for flag, value in (*given.items(), ("--gpu-memory-gib", gpu_memory_gib)):
+        if value is None:
+            raise InputError("is required without --base", location=flag)
+    from capplan.models.calibration_base import Hardware, assumed_profile, read_arch
+    from capplan.serving import serving_rules
+
+    if gpu_memory_gib is None or not 0.0 < gpu_memory_gib < float("inf"):
+        raise InputError("must be a finite number above 0", gpu_memory_gib, "--gpu-memory-gib")
+    hardware = Hardware(
+        gpu=str(given["--gpu"]),
+        gpu_memory_bytes=round(gpu_memory_gib * _GIB),
+        tp=tp,
+        engine_version=engine_version,
+        rules=serving_rules(rules).name,
+    )
+    return assumed_profile(read_arch(str(given["--model-config"]), str(given["--base-model"])), hardware)
+
+
+def _command(tables: Any, base: str | None) -> str:
+    """Return the command for the profile's record; files by their names, without their folders."""
+    given = {"--steps": tables.steps, "--runs": tables.runs, "--memory": tables.memory}
+    given |= {"--loading": tables.loading}
+    parts = [f"{flag} {Path(path).name}" for flag, path in given.items() if path is not None]
+    start = [] if base is None else [f"--base {Path(base).name if base.endswith('.json') else base}"]
+    return " ".join(("capplan calibrate", *start, *parts))

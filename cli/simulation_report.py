@@ -1,0 +1,229 @@
+"""The HTML report of `capplan simulate`: metrics against adapter slots, their course, and who got what."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import TYPE_CHECKING, Any, Final
+
+from capplan.cli import html
+from capplan.cli.charts import Axis, Curve, line_chart
+from capplan.cli.console import DASH, number, percent
+from capplan.cli.simulation_report_tables import (
+    adapter_tables,
+    latency_table,
+    rank_table,
+    settings_table,
+    slo_tables,
+)
+from capplan.cli.simulation_tables import Details, Outcomes, share
+from capplan.errors import InfeasibleError
+
+if TYPE_CHECKING:
+    import numpy as np
+    from numpy.typing import NDArray
+
+    from capplan.spec import Profile, Workload
+
+_OVERLAID: Final = 8  # runs in one chart over time
+_COARSER: Final = 5  # buckets that make one point of a rate
+_LOG_FROM: Final = 50  # ratio of values from which a logarithmic axis shows more
+
+MEANINGS: Final[Mapping[str, str]] = {
+    "A_max": "adapter slots in GPU memory (vLLM --max-loras)",
+    "throughput": "input and output tokens of requests completed within the horizon, per second",
+    "offered": "input and output tokens of submitted requests, per second",
+    "served": "tokens of completed over tokens of submitted requests; those in execution at the end are left "
+    "out of both, those that wait or were rejected are not",
+    "starved": "less than 90 % served",
+    "TTFT": "time from arrival to the first token",
+    "E2E": "time from arrival to the last token",
+    "TPOT": "(E2E - TTFT) / (output tokens - 1), per request",
+    "TPT": "E2E / output tokens, per request",
+    "ITL": "gap between two tokens as a client sees it, every gap counting alike; its percentiles are over "
+    "all requests and exact to half a percent",
+    "slowdown": "E2E over the E2E of the same request alone on an idle engine with its adapter resident",
+    "queueing": "time from arrival to the step that first computes something for the request, less the wait "
+    "for its own adapter",
+    "wait for loads": "adapter loads on the request's way to its first token: the wait for its own adapter, "
+    "or loads inside its steps, which hold up all that is in them",
+    "adapter was resident": "share of admissions that found the adapter in a GPU slot (hit rate)",
+    "kept": "share of requests that kept a bound, of those that kept or broke it; a rejected request broke "
+    "it, a request on its way did once it has taken longer",
+    "p50, p90, p95, p99": "percentiles over completed requests, interpolated linearly",
+}
+
+
+def simulation_report(
+    path: str,
+    workload: Workload,
+    profile: Profile,
+    settings: Mapping[str, Any],
+    outcomes: Outcomes,
+    details: Details,
+) -> str:
+    """Return the report as one HTML document.
+
+    Parameters
+    ----------
+    path : str
+        Where the workload came from.
+    workload, profile, settings
+        What was simulated.
+    outcomes, details
+        Results by number of slots, and the details of those that fit.
+    """
+    rate = f"{len(workload.adapters)} adapters, {number(workload.total_rate_rps, 2)} requests/s"
+    first = next(iter(details.values()))
+    asked = (
+        f"{number(first.result.submitted)} requests in {first.result.duration_s:g} s ask for "
+        f"{number(first.result.offered_tok_s)} tokens/s, prompts and answers together."
+    )
+    bucket_s = first.series.bucket_s
+    course = (
+        f"Means over the time that steps ran, in buckets of {bucket_s:g} s; a step counts where it ends. "
+        f"Rates, arrivals and step durations are shown over {_COARSER * bucket_s:g} s."
+    )
+    against = [_against_slots(workload, details)] if len(details) > 1 else []
+    return html.page(
+        f"Simulation of {path}",
+        html.section("Summary", _summary_table(outcomes, details), *_infeasible(outcomes), intro=asked),
+        *against,
+        html.section("Over time", html.charts(*_course(details)), intro=course),
+        html.section("Latencies", latency_table(details), intro="Requests completed within the horizon."),
+        *([html.section("Service-level objectives", *slo_tables(details))] if first.slo else []),
+        html.section("By rank", rank_table(details)),
+        html.section("By adapter", *adapter_tables(details)),
+        html.section("What the terms mean", html.definitions(MEANINGS)),
+        html.section("Settings", settings_table(profile, settings)),
+        subtitle=f"{rate}; one {profile.gpu.name} with {profile.model.name}, profile {profile.name}",
+    )
+
+
+def _summary_table(outcomes: Outcomes, details: Details) -> html.Html:
+    head = ("A_max", "tok/s", "served", "starved", "TTFT p50, s", "TTFT p99, s")
+    more = ("ITL mean, ms", "ITL p99, ms", "resident", "rejected", "preempted", "KV tokens")
+    rows = []
+    for slots, outcome in outcomes.items():
+        if isinstance(outcome, InfeasibleError):
+            rows.append((str(slots), *[DASH] * (len(head) + len(more) - 1)))
+            continue
+        rows.append(
+            (
+                str(slots),
+                number(outcome.throughput_tok_s),
+                percent(outcome.served_fraction),
+                html.bad("yes") if outcome.starved else html.good("no"),
+                number(outcome.ttft_s_p50, 3),
+                number(outcome.ttft_s_p99, 3),
+                number(outcome.itl_ms_mean, 2),
+                number(outcome.itl_ms_p99, 2),
+                share(details[slots].overall.hit_rate),
+                number(outcome.rejected),
+                number(outcome.preemptions),
+                number(outcome.kv_tokens),
+            )
+        )
+    return html.table((*head, *more), rows)
+
+
+def _infeasible(outcomes: Outcomes) -> list[html.Html]:
+    return [
+        html.paragraph(f"A_max {slots}: {outcome}")
+        for slots, outcome in outcomes.items()
+        if isinstance(outcome, InfeasibleError)
+    ]
+
+
+def _against_slots(workload: Workload, details: Details) -> html.Section:
+    from capplan.spec import STARVED_BELOW
+
+    slots = sorted(details)
+    results = [details[count].result for count in slots]
+    spread = slots[-1] / slots[0]
+    across = Axis("A_max, slots", log=spread >= 8, ticks=tuple(float(count) for count in slots))
+    bounds = workload.slo.latency_bounds()
+
+    def chart(title: str, unit: str, metrics: Mapping[str, str], rules: Mapping[str, float]) -> html.Html:
+        curves = [
+            Curve(name, slots, [getattr(result, metric) for result in results], marked=True)
+            for name, metric in metrics.items()
+        ]
+        values = [y for curve in curves for y in curve.y if y > 0]
+        is_wide = unit in ("s", "ms") and bool(values) and max(values) > _LOG_FROM * min(values)
+        return line_chart(title, curves, across, Axis(f"{title}, {unit}", log=is_wide), rules=rules)
+
+    def latency(name: str, metric: str, unit: str) -> html.Html:
+        statistics = {s: f"{metric}_{unit}_{s}" for s in ("mean", "p50", "p90", "p99")}
+        kept = {key: bound for key, bound in bounds.items() if key.startswith(metric)}
+        return chart(name, unit, statistics, kept)
+
+    tokens = {"throughput": "throughput_tok_s", "offered": "offered_tok_s"}
+    starved = {"starved below": STARVED_BELOW}
+    hits = [Curve("", slots, [details[count].overall.hit_rate for count in slots], marked=True)]
+    share_axis = Axis("share of admissions", low=0.0, high=1.0)
+    return html.section(
+        "Against A_max",
+        html.charts(
+            chart("Throughput", "tokens/s", tokens, {}),
+            chart("Served fraction", "share of tokens", {"": "served_fraction"}, starved),
+            latency("ITL", "itl", "ms"),
+            latency("TTFT", "ttft", "s"),
+            latency("TPOT", "tpot", "ms"),
+            line_chart("Adapter was resident", hits, across, share_axis),
+            chart("KV capacity", "tokens", {"": "kv_tokens"}, {}),
+            chart("Running, mean while busy", "requests", {"": "running_mean"}, {}),
+            chart("Waiting, mean while busy", "requests", {"": "waiting_mean"}, {}),
+        ),
+        intro="More slots let more adapters run at once, but each takes KV memory and time in every step.",
+    )
+
+
+def _course(details: Details) -> list[html.Html]:
+    shown = _spread(sorted(details))
+    left_out = f"{len(shown)} of {len(details)} runs" if len(shown) < len(details) else ""
+    duration_s = details[shown[0]].result.duration_s
+
+    def chart(
+        title: str, label: str, attribute: str, *, high: float | None = None, every: int = 1
+    ) -> html.Html:
+        curves = []
+        is_the_same = attribute == "arrivals_rps"  # in every run
+        for slots in shown[:1] if is_the_same else shown:
+            series = details[slots].series
+            time_s, values = (_coarser(v, every) for v in (series.time_s, getattr(series, attribute)))
+            curves.append(Curve("" if is_the_same or len(shown) == 1 else f"A_max {slots}", time_s, values))
+        return line_chart(
+            title, curves, Axis("time, s", low=0.0, high=duration_s), Axis(label, high=high), note=left_out
+        )
+
+    return [
+        chart("Running requests", "requests", "running"),
+        chart("Waiting requests", "requests", "waiting"),
+        chart("KV memory in use", "share of KV tokens", "kv_share", high=1.0),
+        chart("Resident adapters", "adapters", "resident_adapters"),
+        chart("Adapters of running requests", "adapters", "active_adapters"),
+        chart("Adapter loads", "loads/s", "loads_per_s", every=_COARSER),
+        chart("Time waiting for loads", "share of time", "load_share", every=_COARSER),
+        chart("Completed tokens", "tokens/s", "completed_tok_s", every=_COARSER),
+        chart("Step duration", "ms", "step_ms", every=_COARSER),
+        chart("Arrivals", "requests/s", "arrivals_rps", every=_COARSER),
+    ]
+
+
+def _coarser(values: NDArray[np.float64], every: int) -> list[float]:
+    """Return the means of so many values each; what is left at the end makes a last one."""
+    import numpy as np
+
+    starts = np.arange(0, values.size, every)
+    known = ~np.isnan(values)
+    sums = np.add.reduceat(np.where(known, values, 0.0), starts)
+    counts = np.add.reduceat(known.astype(np.float64), starts)
+    means: list[float] = np.where(counts > 0, sums / np.maximum(counts, 1.0), np.nan).tolist()
+    return means
+
+
+def _spread(slots: Sequence[int]) -> list[int]:
+    """Return at most as many as one chart can show, evenly spread, first and last among them."""
+    if len(slots) <= _OVERLAID:
+        return list(slots)
+    return [slots[round(at * (len(slots) - 1) / (_OVERLAID - 1))] for at in range(_OVERLAID)]

@@ -1,0 +1,102 @@
+"""Made-up measurements: the twin under a known profile, written as tables that `capplan calibrate` reads.
+
+`python examples/calibrate/make_tables.py DIR` writes steps.csv, runs.csv and truth.json into DIR. Real steps
+come from an engine's log: for every ten seconds or so, what a step held on average and how long it took.
+"""
+
+import itertools
+import json
+import sys
+from pathlib import Path
+
+import pandas as pd
+
+from capplan import Adapter, Lengths, Profile, Workload, simulate
+from capplan.models.calibration_base import Hardware, assumed_profile, read_arch
+from capplan.spec import Coefficient
+
+MODEL = "example/3b"
+TRUTH = {
+    "base_ms": 9.0,
+    "ms_per_ktoken": 22.0,
+    "ms_per_kv_ktoken": 0.03,
+    "ms_per_slot_ktoken": 0.06,
+    "ms_per_slot_rank16": 0.03,
+    "ms_per_adapter": 0.25,
+    "ms_per_waiting_krequest": 0.3,
+}
+
+
+def true_profile() -> Profile:
+    arch = read_arch(Path(__file__).parent / "config.json", MODEL)
+    profile = assumed_profile(arch, Hardware(gpu="Example 24GB", gpu_memory_bytes=24 * 2**30))
+    known = {name: Coefficient(value=value) for name, value in TRUTH.items()}
+    step = profile.step_latency
+    return profile.replace(step_latency=step.replace(coefficients=step.coefficients | known))
+
+
+def settings() -> list[dict[str, float]]:
+    """Few and many adapters and slots, short and long requests, light and heavy load."""
+    slots = [(8, 8, 16), (32, 8, 16), (32, 32, 16), (96, 32, 32), (96, 96, 16), (64, 16, 32)]
+    lengths = [(60.0, 250.0), (250.0, 200.0), (900.0, 60.0)]
+    loads = [0.5, 2.0, 8.0, 20.0]
+    return [
+        {"adapters": n, "a_max": a_max, "s_max": s_max, "prompt": prompt, "output": output, "rps": rps}
+        for (n, a_max, s_max), (prompt, output), rps in itertools.product(slots, lengths, loads)
+    ]
+
+
+def main(folder: Path) -> None:
+    profile = true_profile()
+    steps, runs = [], []
+    for number, each in enumerate(settings()):
+        adapters, rate = int(each["adapters"]), each["rps"] / each["adapters"]
+        workload = Workload(
+            base_model=MODEL,
+            adapters=[Adapter(name=f"a{i}", rank=int(each["s_max"]), rate_rps=rate) for i in range(adapters)],
+            prompt_tokens=Lengths(mean=each["prompt"], std=each["prompt"]),
+            output_tokens=Lengths(mean=each["output"], std=each["output"]),
+        )
+        slots = {"a_max": int(each["a_max"]), "s_max": int(each["s_max"])}
+        result = simulate(workload, profile, duration_s=600.0, seed=number, **slots)
+        tokens = (result.input_tok_s + result.output_tok_s) * result.duration_s / result.steps
+        steps.append(
+            {
+                "run": number,
+                "steps": result.steps,
+                "step_ms": round(result.busy_fraction * result.duration_s * 1e3 / result.steps, 4),
+                "tokens": round(tokens, 3),
+                "requests": round(result.running_mean, 3),
+                "kv_tokens": round(result.kv_tokens_mean),
+                "adapters": round(result.adapters_mean, 3),
+                **slots,
+                "waiting": round(result.waiting_mean, 2),
+                "adapters_served": adapters,
+                "load_ms": round(result.load_s * 1e3 / result.steps, 4),
+                "kv_capacity": result.kv_tokens,
+            }
+        )
+        runs.append(
+            {
+                "run": number,
+                "adapters": adapters,
+                "ranks": slots["s_max"],
+                "rates_rps": rate,
+                "prompt_mean": each["prompt"],
+                "prompt_std": each["prompt"],
+                "output_mean": each["output"],
+                "output_std": each["output"],
+                **slots,
+                "duration_s": 600,
+                "throughput_tok_s": round(result.throughput_tok_s, 1),
+                "itl_ms_mean": round(result.itl_ms_mean, 3),
+                "ttft_s_p50": round(result.ttft_s_p50, 4) if result.waiting_mean < 1 else None,
+            }
+        )
+    pd.DataFrame(steps).to_csv(folder / "steps.csv", index=False)
+    pd.DataFrame(runs[::3]).to_csv(folder / "runs.csv", index=False)
+    (folder / "truth.json").write_text(json.dumps(profile.model_dump(mode="json"), indent=2) + "\n")
+
+
+if __name__ == "__main__":
+    main(Path(sys.argv[1]))

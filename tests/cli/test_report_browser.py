@@ -1,0 +1,48 @@
+"""The report in a real browser: everything is drawn, nothing is asked from anywhere, nothing goes wrong."""
+
+import re
+import shutil
+import subprocess
+from pathlib import Path
+
+import pytest
+from matplotlib.image import imread
+
+from tests.cli.conftest import Run
+from tests.cli.examples import write_inputs
+
+CHROMIUM = shutil.which("chromium") or shutil.which("chromium-browser") or shutil.which("google-chrome")
+QUIET = (
+    "--headless",
+    "--no-sandbox",
+    "--disable-gpu",
+    "--disable-quic",
+    "--no-first-run",
+    "--disable-background-networking",
+    "--disable-component-update",
+    "--disable-sync",
+    "--enable-logging=stderr",
+)
+
+
+def browse(page: Path, *flags: str) -> "subprocess.CompletedProcess[str]":
+    profile = page.parent / f"browser-{len(list(page.parent.iterdir()))}"
+    command = [str(CHROMIUM), *QUIET, f"--user-data-dir={profile}", *flags, page.as_uri()]
+    return subprocess.run(command, capture_output=True, text=True, timeout=120, check=True)
+
+
+@pytest.mark.slow
+@pytest.mark.skipif(CHROMIUM is None, reason="no chromium on this machine to look at the report with")
+def test_a_browser_draws_the_whole_report_and_complains_about_nothing(run: Run, tmp_path: Path) -> None:
+    page = tmp_path / "sim.html"
+    run("simulate", write_inputs(tmp_path), "--a-max", "2,4", "--duration", "60", "--report", page)
+    seen = browse(page, "--dump-dom")
+    assert seen.stdout.count('<svg class="chart"') == page.read_text().count('<svg class="chart"') > 10
+    assert re.search(r"CONSOLE|Content Security Policy", seen.stderr) is None
+    picture = tmp_path / "picture.png"
+    browse(page, f"--screenshot={picture}", "--window-size=1280,6000")
+    pixels = imread(picture)[..., :3]
+    assert pixels.shape[:2] == (6000, 1280)
+    # Blue lines of the first curve, on every chart of the page from top to bottom.
+    blue = (abs(pixels - (0.0, 0x72 / 255, 0xB2 / 255)) < 0.05).all(axis=2)
+    assert blue.any(axis=1).sum() > 500
