@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
+from itertools import product
 from typing import Final
 
-from capplan.workload.presets.base import LLAMA_3_8B, SHAREGPT, Preset, at_random, group
+from capplan.workload.presets.base import LLAMA_3_8B, SHAREGPT, SHAREGPT_SPREAD, Preset, at_random, group
 
 HIGH: Final = (1.6, 0.8, 0.4)
 LOW: Final = (0.1, 0.05, 0.025)
@@ -20,6 +21,17 @@ _TRAINING_RATES: Final = {
     "mixed": (3.2, 0.1, 0.003125),
     "slow": (0.0125, 0.00625, 0.003125),
 }
+_PREDICTABLE: Final = (8, 16, 32, 64, 128, 192, 256, 320, 384)  # adapters
+_CACHING_ADAPTERS: Final = ((4, 192), (1, 48))  # GPUs, adapters
+_LENGTHS: Final = {  # what the paper calls them: end of the name, lengths, in words
+    "Mean": ("", SHAREGPT, "every request at the mean lengths of cleaned ShareGPT (the paper's mode Mean)"),
+    "Original": (
+        "-original",
+        SHAREGPT_SPREAD,
+        "gamma lengths with the means of cleaned ShareGPT, where the paper's mode Original has real pairs; "
+        "their spread, 1.1 and 1.06 times the mean",
+    ),
+}
 _PICKED: Final = "which adapter has which size and rate: picked once at random"
 
 
@@ -31,22 +43,22 @@ def presets() -> Iterator[Preset]:
         "128 adapters of rank 8 at 0.05 RPS each",
         (group("a", 128, 8, 6.4),),
         assumed=("128 adapters: the figure varies them",),
-        requests=("prompt_tokens: {mean: 250}", "output_tokens: {mean: 231}"),
     )
     for name, rates in (("high", HIGH), ("low", LOW)):
         for sizes in ((8, 16), (8, 16, 32)):
-            for adapters in (32, 128, 384):
+            for adapters, mode in product(_PREDICTABLE, _LENGTHS):
                 label = "-".join(map(str, sizes))
                 yield _preset(
                     f"dt-predictable-{name}-r{label}-n{adapters}",
                     "section 8.2",
                     f"{adapters} adapters of ranks {label}, {name} rates, Poisson",
                     at_random(sizes, rates, adapters),
+                    mode=mode,
                 )
     for client in ("unpredictable", "published-client"):
         for name, rates in (("high", HIGH), ("low", LOW)):
-            for adapters in (32, 64, 128):
-                yield _unpredictable(client, name, rates, adapters)
+            for adapters, mode in product((32, 64, 128), _LENGTHS):
+                yield _unpredictable(client, name, rates, adapters, mode)
     for name, rates in _TRAINING_RATES.items():
         yield _preset(
             f"dt-training-{name}",
@@ -56,18 +68,19 @@ def presets() -> Iterator[Preset]:
             assumed=(_PICKED, "which three of the ten rates, and 128 adapters: the paper takes all"),
         )
     for rate_name, all_rates in _CACHING_RATES.items():
-        for size_name, all_sizes in _CACHING_SIZES.items():
+        for (size_name, all_sizes), (gpus, adapters) in product(_CACHING_SIZES.items(), _CACHING_ADAPTERS):
+            where = "one GPU" if gpus == 1 else f"{gpus} GPUs"
             yield _preset(
-                f"dt-caching-{rate_name}-{size_name}",
+                f"dt-caching-{rate_name}-{size_name}" + ("-1gpu" if gpus == 1 else ""),
                 "section 8.4",
-                f"192 adapters on 4 GPUs, {rate_name} rates, {size_name} sizes",
-                at_random(all_sizes, all_rates, 192),
-                assumed=(_PICKED, "192 adapters: the paper varies them"),
-                gpus=4,
+                f"{adapters} adapters on {where}, {rate_name} rates, {size_name} sizes",
+                at_random(all_sizes, all_rates, adapters),
+                assumed=(_PICKED, f"{adapters} adapters: the paper varies them"),
+                gpus=gpus,
             )
 
 
-def _unpredictable(client: str, name: str, rates: Sequence[float], adapters: int) -> Preset:
+def _unpredictable(client: str, name: str, rates: Sequence[float], adapters: int, mode: str) -> Preset:
     published = client == "published-client"
     settings = "clip: 7.5, " + (
         "factor: 1.5, lognormal_gaps: published_client" if published else "factor: 2, sigma: 1"
@@ -80,7 +93,8 @@ def _unpredictable(client: str, name: str, rates: Sequence[float], adapters: int
         f"{adapters} adapters of rank 8, {name} first rates that change every 5 minutes, {told}",
         at_random((8,), rates, adapters),
         assumed=(_PICKED, *unsaid),
-        requests=(*SHAREGPT, f"arrivals: {{process: unpredictable, every_s: 300, {settings}}}"),
+        requests=(f"arrivals: {{process: unpredictable, every_s: 300, {settings}}}",),
+        mode=mode,
         engine="{max_loras: 32}",
     )
 
@@ -91,18 +105,20 @@ def _preset(
     summary: str,
     adapters: tuple[str, ...],
     assumed: tuple[str, ...] = (_PICKED,),
-    requests: tuple[str, ...] = SHAREGPT,
+    requests: tuple[str, ...] = (),
     gpus: int = 1,
     engine: str = "",
+    mode: str = "Mean",
 ) -> Preset:
+    ending, lengths, in_words = _LENGTHS[mode]
     return Preset(
-        name=name,
+        name=name + ending,
         source=f"Digital twin for adapter caching, {where}",
-        summary=summary,
+        summary=summary + (", lengths that vary" if ending else ""),
         base_model=LLAMA_3_8B,
-        requests=requests,
+        requests=(*lengths, *requests),
         adapters=adapters,
-        assumed=(*assumed, "every request at the mean lengths of cleaned ShareGPT (the paper's mode Mean)"),
+        assumed=(*assumed, in_words),
         gpus=gpus,
         engine=engine,
         slo="{served_fraction: 0.9}",
