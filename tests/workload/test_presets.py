@@ -26,7 +26,7 @@ def loaded(name: str, folder: Path) -> Workload:
 def test_every_preset_loads_and_draws(name, tmp_path):
     w = loaded(name, tmp_path)
     assert w.gpus.count == preset(name).gpus
-    duration_s = 40 / w.total_rate_rps + 1
+    duration_s = 400 / w.total_rate_rps + 1  # gaps of cv 12 leave shorter times empty now and then
     r = draw_requests(w, duration_s, 0, 16_384)
     assert len(r.adapter) > 0
     assert np.all(r.prompt_tokens >= 1)
@@ -58,6 +58,11 @@ def test_every_preset_says_where_it_is_from_and_what_is_assumed(name):
         ("toppings-s4", 50, 3.0),
         ("toppings-simulation", 40_000, 340.0),
         ("dt-figure1", 128, 6.4),
+        ("loraserve-scaleout-8", 50, 64.0),
+        ("loraserve-scaleout-12", 75, 96.0),
+        ("chameleon-up-burst", 100, 9.5),
+        ("slora-table-1000", 1000, 10.0),
+        ("real-tenants-bursty-mid", 109, 3.0),
         ("slora-n-50", 50, 2.0),
         ("dlora-6", 128, 6.0),
         ("vllm-hot-adapter", 32, 8.0),
@@ -113,6 +118,41 @@ def test_profile_model_and_gpus_can_be_chosen(tmp_path):
     assert (w.base_model, w.gpus.count) == ("other/model", 7)
     assert w.profile.endswith('a "quoted".json')
     assert "# the source has meta-llama/Llama-3.1-8B-Instruct" in text
+
+
+@pytest.mark.parametrize("adapters", [8, 16, 32, 64, 128, 192, 256, 320, 384])
+@pytest.mark.parametrize(("rates", "allowed"), [("high", {1.6, 0.8, 0.4}), ("low", {0.1, 0.05, 0.025})])
+def test_predictable_workloads_of_every_size_draw_from_the_published_sets(adapters, rates, allowed, tmp_path):
+    w = loaded(f"dt-predictable-{rates}-r8-16-n{adapters}", tmp_path)
+    assert len(w.adapters) == adapters
+    assert {a.rate_rps for a in w.adapters} <= allowed
+    assert {a.rank for a in w.adapters} <= {8, 16}
+
+
+@pytest.mark.parametrize("name", ["dt-predictable-low-r8-16-32-n64", "dt-unpredictable-low-64"])
+def test_original_differs_from_mean_in_lengths_alone(name, tmp_path):
+    mean, original = loaded(name, tmp_path), loaded(f"{name}-original", tmp_path)
+    assert original.adapters == mean.adapters
+    assert original.arrivals == mean.arrivals
+    prompts, outputs = (length_table(x, 16_384) for x in (original.prompt_tokens, original.output_tokens))
+    assert (prompts.mean_tokens, prompts.std_tokens) == pytest.approx((223, 245), rel=0.01)
+    assert (outputs.mean_tokens, outputs.std_tokens) == pytest.approx((194, 206), rel=0.01)
+    assert length_table(mean.prompt_tokens, 16_384).std_tokens < 1
+
+
+def test_the_burst_comes_at_five_minutes(tmp_path):
+    w = loaded("chameleon-up-burst", tmp_path)
+    arrival_s = np.concatenate([draw_requests(w, 600.0, seed, 8192).arrival_ns / 1e9 for seed in range(10)])
+    burst = np.count_nonzero((arrival_s >= 300) & (arrival_s < 330)) / 30
+    rest = np.count_nonzero((arrival_s < 300) | (arrival_s >= 330)) / 570
+    assert burst / rest == pytest.approx(2, rel=0.1)
+
+
+def test_a_preset_of_one_gpu_stands_beside_that_of_four(tmp_path):
+    for rates in ("high", "low", "mixed"):
+        four, one = (loaded(f"dt-caching-{rates}-mixed{end}", tmp_path) for end in ("", "-1gpu"))
+        assert (four.gpus.count, one.gpus.count) == (4, 1)
+        assert len(four.adapters) == 4 * len(one.adapters)
 
 
 def test_a_missing_trace_and_an_unknown_name_are_refused(tmp_path):

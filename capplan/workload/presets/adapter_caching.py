@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
+from dataclasses import replace
 from itertools import product
 from typing import Final
 
@@ -28,8 +29,7 @@ _LENGTHS: Final = {  # what the paper calls them: end of the name, lengths, in w
     "Original": (
         "-original",
         SHAREGPT_SPREAD,
-        "gamma lengths with the means of cleaned ShareGPT, where the paper's mode Original has real pairs; "
-        "their spread, 1.1 and 1.06 times the mean",
+        "gamma lengths with mean and spread of the published runs, where the paper's mode Original has pairs",
     ),
 }
 _PICKED: Final = "which adapter has which size and rate: picked once at random"
@@ -37,13 +37,14 @@ _PICKED: Final = "which adapter has which size and rate: picked once at random"
 
 def presets() -> Iterator[Preset]:
     """Yield the preset of every workload."""
-    yield _preset(
+    figure = _preset(
         "dt-figure1",
         "section 2, figure 1",
         "128 adapters of rank 8 at 0.05 RPS each",
         (group("a", 128, 8, 6.4),),
         assumed=("128 adapters: the figure varies them",),
     )
+    yield replace(figure, requests=("prompt_tokens: {mean: 250}", "output_tokens: {mean: 231}"))
     for name, rates in (("high", HIGH), ("low", LOW)):
         for sizes in ((8, 16), (8, 16, 32)):
             for adapters, mode in product(_PREDICTABLE, _LENGTHS):

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
+from dataclasses import replace
 from typing import Final
 
 from capplan.spec.popularity import zipf
@@ -27,6 +28,7 @@ def presets() -> Iterator[Preset]:
     for mix in ("up", "pp"):
         for adapters in (10, 50, 100, 150, 200):
             yield _mix(f"chameleon-{mix}-{adapters}", mix, adapters, 9.5, f"{adapters} adapters at 9.5 RPS")
+    yield _burst()
     sizes = (("7b", LLAMA_7B, 500), ("13b", "huggyllama/llama-13b", 100), ("30b", "huggyllama/llama-30b", 10))
     for size, model, adapters in sizes:
         summary = f"scale-up on an A100, {size}, {adapters} adapters"
@@ -43,6 +45,20 @@ def presets() -> Iterator[Preset]:
             assumed=(_LENGTHS,),
             file=AZURE_CONVERSATIONS,
         )
+
+
+def _burst() -> Preset:
+    mix = _mix("chameleon-up-burst", "up", 100, 9.5, "a burst at 300 s, 9.5 RPS on average")
+    burst = "{kind: burst, factor: 2, every_s: 600, length_s: 30, at_s: 300}"
+    return replace(
+        mix,
+        source="Chameleon, section 5, figure 19",
+        requests=("lengths_from: $FILE", f"arrivals: {{modulation: {burst}}}"),
+        assumed=(
+            *mix.assumed,
+            "twice the rate for 30 s, again every 600 s: the paper says only when it comes",
+        ),
+    )
 
 
 def _mix(name: str, mix: str, adapters: int, rps: float, summary: str, base_model: str = LLAMA_7B) -> Preset:

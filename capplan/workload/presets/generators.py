@@ -1,4 +1,4 @@
-"""Workload generators of other systems: S-LoRA, dLoRA, vLLM."""
+"""Workload generators of other systems: S-LoRA, dLoRA, AlpaServe, vLLM."""
 
 from __future__ import annotations
 
@@ -34,6 +34,7 @@ def presets() -> Iterator[Preset]:
         yield _slora(f"n-{adapters}", adapters=adapters)
     yield _slora("a100", LLAMA_13B, (64, 32, 16), adapters=400, rps=6.0)
     yield _slora("table", LLAMA_7B, (8,), adapters=2000, rps=10.0)
+    yield _slora("table-1000", LLAMA_7B, (8,), adapters=1000, rps=10.0)
     for rps in (1, 2, 4, 6, 8, 10):
         yield Preset(
             name=f"dlora-{rps}",
@@ -45,6 +46,20 @@ def presets() -> Iterator[Preset]:
             assumed=(
                 "rank 8",
                 "a Zipf law of 1.44, the same all the time, for shares that change every hour",
+                "ShareGPT's mean lengths",
+            ),
+        )
+    for cv in (1, 2, 4, 8):
+        yield Preset(
+            name=f"alpaserve-cv-{cv}",
+            source="AlpaServe, alpa_serve/trace",
+            summary=f"128 adapters, Azure Functions skew, gamma gaps of cv {cv}, 8 RPS",
+            base_model=LLAMA_7B,
+            requests=(*SHAREGPT, f"arrivals: {{process: gamma, cv: {cv}}}"),
+            adapters=(group("a", 128, 8, 8.0, "{zipf: 1.44}"),),
+            assumed=(
+                "128 adapters of rank 8, 8 RPS, the cv: the generator takes a factor for rate and cv",
+                "a Zipf law of 1.44 and one cv, the same all the time, for fits to every 10 to 60 minutes",
                 "ShareGPT's mean lengths",
             ),
         )

@@ -28,6 +28,8 @@ def presets() -> Iterator[Preset]:
     for arrivals, written in (("uniform", "deterministic"), ("poisson", "poisson")):
         for skew in ("uniform", "shifting", "exponential"):
             yield _azure(arrivals, written, skew)
+    for servers in (8, 12):
+        yield _scaled_out(servers)
     for label, alpha in (("third", 1 / 3), ("1", 1.0), ("2", 2.0), ("3", 3.0)):
         yield Preset(
             name=f"loraserve-rankskew-{label}",
@@ -90,6 +92,22 @@ def _azure(arrivals: str, written: str, skew: str) -> Preset:
         adapters=by_rank(RANKS, means, 32.0, 5, "{zipf: 0}"),
         assumed=tuple(assumed),
         gpus=4,
+        slo=_SLO,
+        file=AZURE_CONVERSATIONS,
+    )
+
+
+def _scaled_out(servers: int) -> Preset:
+    adapters, rps = 25 * servers // 4, 8.0 * servers
+    return Preset(
+        name=f"loraserve-scaleout-{servers}",
+        source="LoRAServe, section V-G (scalability, figure 21)",
+        summary=f"{servers} servers, {adapters} adapters, {rps:g} RPS: both grow with the servers",
+        base_model=LLAMA_7B,
+        requests=("lengths_from: $FILE", "arrivals: poisson"),
+        adapters=by_rank(RANKS, (0.2,) * 5, rps, adapters // 5, "{zipf: 0}"),
+        assumed=("25 adapters per 4 servers, Poisson, all equally popular", _LENGTHS),
+        gpus=servers,
         slo=_SLO,
         file=AZURE_CONVERSATIONS,
     )

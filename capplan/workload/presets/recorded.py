@@ -39,6 +39,13 @@ _TRACES: Final = (  # name, file, source, summary, mean rate of the record in RP
 )
 
 
+_BURSTY: Final = (  # pool, tenants, Zipf's exponent, cv of gaps; mean and spread of prompt and output tokens
+    ("large", 162, 1.14, 3.5, (636, 779), (160, 213)),
+    ("mid", 109, 1.52, 12, (334, 501), (58, 87)),
+    ("small", 43, 1.46, 3.6, (240, 545), (37, 52)),
+)
+
+
 def presets() -> Iterator[Preset]:
     """Yield the preset of every trace."""
     for name, file, source, what, rps in _TRACES:
@@ -84,3 +91,22 @@ def presets() -> Iterator[Preset]:
         ),
         gpus=4,
     )
+    for pool, tenants, zipf, cv, prompt, output in _BURSTY:
+        yield Preset(
+            name=f"real-tenants-bursty-{pool}",
+            source=f"ServeGen m-{pool}, client rates of 14 days",
+            summary=f"{tenants} tenants with gaps of cv {cv:g}, as in 10 minutes of their large ones",
+            base_model=LLAMA_3_8B,
+            requests=(
+                f"prompt_tokens: {{mean: {prompt[0]}, std: {prompt[1]}}}",
+                f"output_tokens: {{mean: {output[0]}, std: {output[1]}}}",
+                f"arrivals: {{process: weibull, cv: {cv:g}}}",
+            ),
+            adapters=(group("tenant", tenants, 16, 3.0, f"{{zipf: {zipf:g}}}"),),
+            assumed=(
+                "rank 16, 3 RPS, one distribution of lengths for all tenants"
+                + (", its spread of 1.5 times the mean" if pool == "mid" else ""),
+                "the mean cv of all requests for every tenant: the median tenant has 1.2 to 1.3",
+            ),
+            gpus=4,
+        )
