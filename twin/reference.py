@@ -56,7 +56,7 @@ class _Run:
                 self.now_ns += self._charge(step)
                 self._commit()
                 self.visible_ns = begin_ns if asynchronous else self.now_ns
-            elif asynchronous and self.visible_ns < self.now_ns:
+            elif asynchronous and (self.visible_ns < self.now_ns or self._awaits_last_tokens()):
                 counts[t.PREEMPTIONS] += len(step.preempted)
                 self._commit()
                 self.visible_ns = self.now_ns
@@ -70,6 +70,10 @@ class _Run:
                 continue  # its last token is on its way
             self.trace.status[request.number] = t.STATUS_RUNNING
         return self.trace
+
+    def _awaits_last_tokens(self) -> bool:
+        """Tell whether a step is in flight although no time has passed in it."""
+        return any(request.draining for request in self.engine.running)
 
     def _next_event_ns(self) -> int:
         """Return when the next request or adapter arrives, or the horizon."""

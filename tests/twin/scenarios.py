@@ -19,6 +19,8 @@ def make_scenario(choose: Choose, max_requests: int = 40) -> Scenario:
     for always in ("base_ms", "k7", "k7_base", "decode_beta", "prefill_beta"):  # no step takes no time
         if always in names:
             coefficients[names.index(always)] = choose(1, 4)
+    if "k5" in names and not any(coefficients[names.index(name)] for name in ("k1", "k4", "k5")):
+        coefficients[names.index("k5")] = 1  # what k7 is multiplied with
     load_ns = np.array([0, *(choose(0, 6) * NS_PER_MS for _ in range(world.adapters))], np.int64)
     disk_ns = np.array([0, *(choose(0, 20) * NS_PER_MS for _ in range(world.adapters))], np.int64)
     requests = Requests(
