@@ -111,6 +111,9 @@ def build_scenario(
     _require_room(workload, max_model_len)
     serving = chosen_rules(profile, rules, prefix_caching)
     slots = 0 if serving.declared_output else a_max
+    if serving.declared_output and host_slots < adapters:
+        rule = f"must be at least the {adapters} adapters under the rules {serving.name}"
+        raise InputError(rule, host_slots, "max_cpu_loras")
     kv = require_kv_tokens(profile, slots, s_max, gpu_memory_utilization, max_num_seqs, max_model_len)
     num_blocks = kv // profile.engine.block_size
     limits = serving.limits(

@@ -108,3 +108,8 @@ def test_recorded_prompts_that_leave_no_room_are_rejected_and_counted(runner: An
     assert result.output_tok_s == pytest.approx((4 + 1) / 20.0)
     answerable = 64 + 4 + 511 + 1 + 512 + 1 + 700 + 1
     assert result.served_fraction == pytest.approx((64 + 4 + 511 + 1) / answerable)
+
+
+def test_slora_keeps_every_adapter_on_the_host() -> None:
+    with pytest.raises(errors.InputError, match="max_cpu_loras"):
+        simulate(workload(), profile(), **{**SETTINGS, "a_max": 1}, max_cpu_loras=1, rules="slora")
