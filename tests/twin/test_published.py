@@ -115,8 +115,10 @@ def test_the_fitting_command_makes_the_shipped_profile(tables: Path) -> None:
     ours, shipped = build_profile(tables, model), load_profile(model.profile)
     for name in ("step_latency", "memory", "loading", "host"):
         part = getattr(shipped, name)
-        # The twin counts the loads: how requests are drawn moves its counts by some tenths of a percent.
-        assert_same_fit(getattr(ours, name), part, set(part.coefficients), tolerance=0.02)
+        # The twin counts the loads: how requests are drawn moves its counts by some tenths of a percent, and
+        # the share of a scrape, which is searched in steps of 0.025, by one of these.
+        tolerance = 0.03 if name == "host" else 0.02
+        assert_same_fit(getattr(ours, name), part, set(part.coefficients), tolerance)
     for name in ("engine", "length_correlation", "provenance"):
         assert getattr(ours, name) == getattr(shipped, name)
 
