@@ -7,7 +7,7 @@ import pytest
 from pytest_benchmark.fixture import BenchmarkFixture
 from sklearn.ensemble import RandomForestRegressor
 
-from capplan.models.forest import flatten_forest, forest_answer
+from capplan.models.surrogates.forest import flatten_forest, forest_answer
 
 
 @pytest.fixture(scope="module")

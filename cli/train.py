@@ -39,10 +39,10 @@ def train(
     import json
 
     from capplan.datasets import load_profile, surrogate_path
-    from capplan.models.surrogate_file import surrogate_bytes
-    from capplan.models.train import train_surrogate
+    from capplan.models.surrogates.files import surrogate_bytes
+    from capplan.models.surrogates.train import train_surrogate
     from capplan.spec import write_bytes_atomic
-    from capplan.twin.dataset import generate_dataset
+    from capplan.twin.dataset.old import generate_dataset
 
     loaded = load_profile(profile)
     path = output or str(surrogate_path(loaded.name, "forest"))

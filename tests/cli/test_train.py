@@ -6,7 +6,7 @@ import json
 from pathlib import Path
 
 from capplan import load_profile
-from capplan.models.surrogate_file import read_surrogate
+from capplan.models.surrogates.files import read_surrogate
 from tests.cli.conftest import Run
 from tests.cli.examples import profile_document
 

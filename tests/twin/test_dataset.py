@@ -2,8 +2,8 @@ import numpy as np
 import pytest
 
 from capplan import load_profile
-from capplan.models.features import FEATURES
-from capplan.twin.dataset import generate_dataset, sample_at
+from capplan.models.surrogates.features import FEATURES
+from capplan.twin.dataset.old import generate_dataset, sample_at
 
 PROFILE = load_profile("h100-64g/llama-3.1-8b/vllm-0.8.5")
 

@@ -7,8 +7,8 @@ from dataclasses import dataclass
 import numpy as np
 from numpy.typing import NDArray
 
-from capplan.models.features import expected_tok_s, feature_vector
-from capplan.models.forest import Forest, forest_answer
+from capplan.models.surrogates.features import expected_tok_s, feature_vector
+from capplan.models.surrogates.forest import Forest, forest_answer
 from capplan.spec import Profile, Workload
 
 

@@ -13,7 +13,7 @@ from numpy.typing import NDArray
 from scipy.stats import qmc
 
 from capplan.errors import InfeasibleError
-from capplan.models.features import FEATURES, feature_vector
+from capplan.models.surrogates.features import FEATURES, feature_vector
 from capplan.spec import Adapter, Lengths, Profile, Workload, allowed_lora_rank
 from capplan.twin.simulate import simulate
 
@@ -50,7 +50,7 @@ class Dataset:
     Attributes
     ----------
     features
-        Shape (scenarios, features), in the order of `capplan.models.features.FEATURES`.
+        Shape (scenarios, features), in the order of `capplan.models.surrogates.features.FEATURES`.
     throughput_tok_s
         Tokens of completed requests per second, shape (scenarios,).
     served_fraction

@@ -17,9 +17,9 @@ from numpy.typing import NDArray
 
 from capplan.datasets import load_profile, surrogate_path
 from capplan.errors import InputError
-from capplan.models.features import FEATURES
-from capplan.models.forest import Forest
-from capplan.models.surrogate import Surrogate
+from capplan.models.surrogates.features import FEATURES
+from capplan.models.surrogates.forest import Forest
+from capplan.models.surrogates.surrogate import Surrogate
 from capplan.spec import Profile
 
 SURROGATE_VERSION = 2

@@ -3,7 +3,7 @@
 import numpy as np
 import pytest
 
-from capplan.models.features import held_tokens
+from capplan.models.surrogates.features import held_tokens
 
 
 @pytest.mark.parametrize("correlation", [-0.8, -0.4, 0.0, 0.5])

@@ -10,9 +10,9 @@ from __future__ import annotations
 import numpy as np
 from numpy.typing import NDArray
 
-from capplan.models.mean_field import mean_field
 from capplan.models.memory import kv_tokens
 from capplan.models.step_latency import coefficient_array, latency_code
+from capplan.models.surrogates.mean_field import mean_field
 from capplan.spec import Profile, Workload
 
 FEATURES = (
@@ -129,6 +129,12 @@ def held_tokens(
     return float(prompt_mean * together + (output_mean + output_std**2 / max(output_mean, 1.0)) / 2)
 
 
+def feature_of(features: NDArray[np.float32], name: str) -> NDArray[np.float64]:
+    """Return one feature by its name, as float64; shape (...)."""
+    column: NDArray[np.float64] = features[..., FEATURES.index(name)].astype(float)
+    return column
+
+
 def expected_tok_s(features: NDArray[np.float32]) -> NDArray[np.float64]:
     """Return the throughput that the mean field expects: the offered load, up to saturation.
 
@@ -144,8 +150,8 @@ def expected_tok_s(features: NDArray[np.float32]) -> NDArray[np.float64]:
     ndarray
         Tokens per second, shape (...).
     """
-    offered = features[..., FEATURES.index("offered_tok_s")].astype(float)
-    overload = features[..., FEATURES.index("load_over_saturation")].astype(float)
+    offered = feature_of(features, "offered_tok_s")
+    overload = feature_of(features, "load_over_saturation")
     expected: NDArray[np.float64] = offered / np.maximum(1.0, overload)
     return expected
 

@@ -8,9 +8,9 @@ from sklearn.ensemble import RandomForestClassifier, RandomForestRegressor
 from sklearn.metrics import f1_score
 
 from capplan.models.calibrate import SMAPE_FORMULA, smape
-from capplan.models.features import FEATURES, expected_tok_s
-from capplan.models.forest import flatten_forest
-from capplan.models.surrogate import Surrogate
+from capplan.models.surrogates.features import FEATURES, expected_tok_s
+from capplan.models.surrogates.forest import flatten_forest
+from capplan.models.surrogates.surrogate import Surrogate
 from capplan.spec import STARVED_BELOW, Profile
 
 _TREES = 64
@@ -31,7 +31,7 @@ def train_surrogate(
     profile
         The profile whose twin answered.
     features, throughput_tok_s, served_fraction
-        As in `capplan.twin.dataset.Dataset`.
+        As in `capplan.twin.dataset.old.Dataset`.
     seed
         Seed of the forests.
     """

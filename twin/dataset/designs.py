@@ -1,0 +1,258 @@
+"""Which scenarios the twin is asked: the adapter-caching paper's grid, and a design that fills the space.
+
+A scenario is a pure function of (design, profile, seed, number), so that any part of a dataset can be drawn
+again by itself.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from itertools import combinations, combinations_with_replacement
+from types import MappingProxyType
+from typing import Final
+
+import numpy as np
+from numpy.typing import NDArray
+from scipy.stats import qmc
+
+from capplan.errors import InputError
+from capplan.models.surrogates.features import feature_of, feature_vector
+from capplan.spec import Adapter, Lengths, Profile, Workload, allowed_lora_rank
+from capplan.spec.arrivals import ArrivalProcess, Arrivals, Renewal
+from capplan.spec.popularity import zipf
+from capplan.twin.simulate import Settings
+
+MAX_IN_FLIGHT: Final = 25_000
+"""Requests that the front end holds, as the client of the published runs did. Without a bound, an overloaded
+engine would be slowed by the scan of a queue far longer than any that a profile was fitted on."""
+
+GRID_COUNTS: Final = (8, 16, 32, 64, 96, 128, 160, 192, 256, 320, 384)
+GRID_RATES_RPS: Final = (3.2, 1.6, 0.8, 0.4, 0.1, 0.05, 0.025, 0.0125, 0.00625, 0.003125)
+GRID_RANKS: Final = (8, 16, 32)
+GRID_LENGTHS: Final = ((223.0, 245.0), (194.0, 206.0))
+"""Mean and standard deviation of prompts and outputs of the paper's requests (ShareGPT)."""
+
+_RANK_SETS: Final = (
+    *((8,), (16,), (32,), (64,), (8, 16), (8, 32), (16, 32), (8, 16, 32)),
+    *((128,), (4, 8), (8, 16, 32, 64), (8, 16, 32, 64, 128)),
+)
+_MOST_RPS: Final = 1_000.0
+_DIMENSIONS: Final = 17
+
+
+@dataclass(frozen=True)
+class Sample:
+    """One scenario of one GPU.
+
+    Attributes
+    ----------
+    group
+        Scenarios of one group share adapters and lengths: near twins, to be kept together when data is split.
+    workload, settings
+        What `capplan.simulate` is asked.
+    """
+
+    group: int
+    workload: Workload
+    settings: Settings
+
+
+def draw(design: str, profile: Profile, seed: int, start: int, stop: int) -> list[Sample]:
+    """Return the scenarios numbered `start` to `stop` of a design.
+
+    Parameters
+    ----------
+    design
+        One of `DESIGNS`.
+    profile
+        Whose capacity the load of space-filling scenarios is relative to.
+    seed
+        Seed of the whole design.
+    start, stop
+        First number, and the number after the last.
+
+    Raises
+    ------
+    InputError
+        For an unknown design.
+    """
+    if design not in DESIGNS:
+        raise InputError(f"must be one of {', '.join(DESIGNS)}", design, "design")
+    return DESIGNS[design](profile, seed, start, stop)
+
+
+def paper_grid(profile: Profile, seed: int, start: int, stop: int) -> list[Sample]:
+    """Return cells of the grid of section 8.3, in a random order without repetition until all were dealt.
+
+    Three different rates of ten; three sizes of {8, 16, 32} with at most one 32, as the published launcher
+    has them; adapters and A_max from 8 to 384, A_max <= adapters. Which adapter gets which size and rate is
+    random, and so is whether requests all have the mean length or spread as ShareGPT's do.
+    """
+    del profile
+    rates = list(combinations(GRID_RATES_RPS, 3))
+    sizes = [s for s in combinations_with_replacement(GRID_RANKS, 3) if s.count(32) <= 1]
+    pairs = [(count, a_max) for count in GRID_COUNTS for a_max in GRID_COUNTS if a_max <= count]
+    cells = len(rates) * len(sizes) * len(pairs)
+    samples = []
+    for number in range(start, stop):
+        turn, place = divmod(number, cells)
+        order = np.random.default_rng([seed, turn]).permutation(cells)
+        set_number, pair_number = divmod(int(order[place]), len(pairs))
+        count, a_max = pairs[pair_number]
+        rng = np.random.default_rng([seed, 1, number])
+        workload = _workload(
+            ranks=rng.choice(sizes[set_number % len(sizes)], count),
+            rates_rps=rng.choice(rates[set_number // len(sizes)], count),
+            prompt=GRID_LENGTHS[0],
+            output=GRID_LENGTHS[1],
+            spread=bool(rng.random() < 0.5),
+        )
+        max_num_seqs = int(rng.choice((256, 512, 1024, 2048), p=(0.45, 0.05, 0.05, 0.45)))
+        samples.append(Sample(set_number, workload, _settings(workload, a_max, max_num_seqs, 2048, 0.9)))
+    return samples
+
+
+def space_filling(profile: Profile, seed: int, start: int, stop: int) -> list[Sample]:
+    """Return points of a scrambled Sobol sequence over everything that a workload and its engine may vary.
+
+    Beyond the grid: lengths, their spread and correlation, burstiness of arrivals, popularity, engine limits
+    and memory. Loads are drawn around the profile's estimated capacity, since planners ask near the edge.
+    Pairs of scenarios share a workload but for its load, and differ in A_max and engine settings.
+    """
+    engine = qmc.Sobol(_DIMENSIONS, rng=np.random.default_rng(seed))
+    if start:
+        engine.fast_forward(start)
+    points = engine.random(stop - start)
+    shared = qmc.Sobol(_DIMENSIONS, rng=np.random.default_rng([seed, 1]))
+    shared.fast_forward(start // 2) if start // 2 else None
+    bases = shared.random((stop + 1) // 2 - start // 2)
+    return [
+        _space_filling_sample(profile, seed, number, bases[number // 2 - start // 2], points[number - start])
+        for number in range(start, stop)
+    ]
+
+
+Design = Callable[[Profile, int, int, int], list[Sample]]
+DESIGNS: Final[Mapping[str, Design]] = MappingProxyType(
+    {"paper-grid": paper_grid, "space-filling": space_filling}
+)
+
+
+def _space_filling_sample(
+    profile: Profile, seed: int, number: int, base: NDArray[np.float64], own: NDArray[np.float64]
+) -> Sample:
+    group = number // 2
+    rng = np.random.default_rng([seed, 2, group])
+    count = round(_between(base[0], 1, 512))
+    prompt_mean, output_mean = _between(base[1], 16, 4000), _between(base[2], 8, 1000)
+    a_max = max(1, round(_between(own[0], 1, min(count, 384))))
+    max_num_seqs = round(_between(own[1], 16, 2048))
+    workload = _workload(
+        ranks=rng.choice(_RANK_SETS[int(base[3] * len(_RANK_SETS))], count),
+        rates_rps=_popularity(rng, count, base[4], base[5]),
+        prompt=(prompt_mean, _spread(base[6]) * prompt_mean),
+        output=(output_mean, _spread(base[7]) * output_mean),
+        spread=True,
+        arrivals=_arrivals(base[8]),
+        length_correlation=None if base[9] < 0.8 else -0.6 + 1.2 * (base[9] - 0.8) / 0.2,
+    )
+    settings = _settings(
+        workload,
+        a_max,
+        max_num_seqs,
+        max(max_num_seqs, round(_between(own[2], 256, 8192))),
+        0.9 if own[3] < 0.4 else 0.5 + 0.46 * (own[3] - 0.4) / 0.6,
+    )
+    load_rps = min(_MOST_RPS, _load(own[4]) * _saturation_rps(workload, profile, settings))
+    return Sample(group, _scaled(workload, load_rps), settings)
+
+
+def _workload(
+    ranks: NDArray[np.int64],
+    rates_rps: NDArray[np.float64],
+    prompt: tuple[float, float],
+    output: tuple[float, float],
+    spread: bool,
+    arrivals: ArrivalProcess = Arrivals.POISSON,
+    length_correlation: float | None = None,
+) -> Workload:
+    return Workload(
+        base_model="any",
+        adapters=tuple(
+            Adapter(name=str(i), rank=int(rank), rate_rps=float(rate))
+            for i, (rank, rate) in enumerate(zip(ranks, rates_rps, strict=True))
+        ),
+        prompt_tokens=Lengths(mean=prompt[0], std=prompt[1] if spread else None),
+        output_tokens=Lengths(mean=output[0], std=output[1] if spread else None),
+        arrivals=arrivals,
+        length_correlation=length_correlation,
+    )
+
+
+def _settings(
+    workload: Workload, a_max: int, max_num_seqs: int, max_num_batched_tokens: int, utilization: float
+) -> Settings:
+    return Settings(
+        a_max=a_max,
+        s_max=allowed_lora_rank(max(adapter.rank for adapter in workload.adapters)),
+        max_num_seqs=max_num_seqs,
+        max_num_batched_tokens=max_num_batched_tokens,
+        gpu_memory_utilization=utilization,
+        max_in_flight=MAX_IN_FLIGHT,
+    )
+
+
+def _saturation_rps(workload: Workload, profile: Profile, settings: Settings) -> float:
+    """Return the load at which the mean field says that the GPU is full; `workload` offers 1 req/s."""
+    features = feature_vector(
+        workload,
+        profile,
+        a_max=settings["a_max"],
+        s_max=settings["s_max"],
+        max_num_seqs=settings["max_num_seqs"],
+        max_num_batched_tokens=settings["max_num_batched_tokens"],
+        gpu_memory_utilization=settings["gpu_memory_utilization"],
+    )
+    return 1.0 / float(feature_of(features, "load_over_saturation"))
+
+
+def _scaled(workload: Workload, factor: float) -> Workload:
+    adapters = [a.model_copy(update={"rate_rps": a.rate_rps * factor}) for a in workload.adapters]
+    return workload.model_copy(update={"adapters": tuple(adapters)})
+
+
+def _popularity(rng: np.random.Generator, count: int, law: float, skew: float) -> NDArray[np.float64]:
+    """Return shares of the load: alike, Zipf's law, log-normal, or three rates dealt at random."""
+    if law < 0.15:
+        shares = np.ones(count)
+    elif law < 0.4:
+        shares = rng.permutation(np.array(zipf(count, 2.0 * skew)))
+    elif law < 0.75:
+        shares = np.exp(2.0 * skew * rng.standard_normal(count))
+    else:
+        shares = rng.choice(rng.choice(GRID_RATES_RPS, 3, replace=False), count)
+    normal: NDArray[np.float64] = shares / shares.sum()
+    return normal
+
+
+def _spread(at: float) -> float:
+    """Return a coefficient of variation: one in six lengths is constant."""
+    return max(0.0, (at - 1 / 6) * 6 / 5) * 1.5
+
+
+def _arrivals(at: float) -> ArrivalProcess:
+    """Half of all processes are Poisson; the others gamma, from near regular to very bursty."""
+    return Arrivals.POISSON if at < 0.5 else Renewal(process="gamma", cv=_between(2 * at - 1, 0.25, 6.0))
+
+
+def _load(at: float) -> float:
+    """Return the load over the estimated capacity: six in ten from a half to double."""
+    if at < 0.6:
+        return _between(at / 0.6, 0.5, 2.0)
+    return _between((at - 0.6) / 0.25, 0.02, 0.5) if at < 0.85 else _between((at - 0.85) / 0.15, 2.0, 30.0)
+
+
+def _between(at: float, low: float, high: float) -> float:
+    """Return a number between `low` and `high`, even on a logarithmic scale."""
+    return float(low * (high / low) ** at)
