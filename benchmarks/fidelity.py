@@ -18,7 +18,6 @@ from __future__ import annotations
 
 import argparse
 from collections.abc import Sequence
-from concurrent.futures import ProcessPoolExecutor
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
@@ -44,6 +43,7 @@ from capplan.spec import write_text_atomic
 from capplan.twin.published_h100 import build_profile
 from capplan.twin.published_models import PUBLISHED, PublishedModel
 from capplan.twin.published_runs import GROUPS, PublishedRun, published_runs
+from capplan.twin.sweep import in_parallel
 
 
 @dataclass(frozen=True)
@@ -91,9 +91,9 @@ def compare(
     """Predict every run."""
     ask = partial(predict, profile, seeds, options.length_correlation)
     label = f"{model.arch.name}, {title}"
-    with ProcessPoolExecutor(options.workers) as pool:
-        answers = track(pool.map(ask, runs), label, total=len(runs), console=Console(stderr=True))
-        return Comparison(model, title, profile, tuple(answers))
+    answers = in_parallel(ask, runs, workers=options.workers)
+    shown = track(answers, label, total=len(runs), console=Console(stderr=True))
+    return Comparison(model, title, profile, tuple(shown))
 
 
 def held_out(options: Options) -> list[Comparison]:

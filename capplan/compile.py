@@ -24,8 +24,8 @@ _OPTIONS: Final[Mapping[str, Any]] = MappingProxyType(
         "nogil": True,  # the planner verifies GPUs in threads
         "error_model": "numpy",
         # Undocumented: without numba's runtime, compiled code counts no references. With it, every call from
-        # one compiled function to another counts the state's 45 arrays up and down: four fifths of the twin's
-        # time. A function that allocates an array, the runtime's purpose, fails to compile instead.
+        # one compiled function to another counts all the state's arrays up and down: more than four fifths of
+        # the twin's time. A function that allocates an array, its purpose, fails to compile instead.
         "_nrt": False,
     }
 )

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Annotated
+from types import MappingProxyType
+from typing import TYPE_CHECKING, Annotated, Final
 
 import typer
 
@@ -13,6 +14,7 @@ if TYPE_CHECKING:
     from capplan.spec import FittedModel, Profile
 
 _PARTS = ("step_latency", "memory", "loading", "host")
+_PREFIX_CACHING: Final = MappingProxyType({True: "on", False: "off", None: "as the rules have it"})
 
 
 def profiles(
@@ -65,6 +67,9 @@ def _show(profile: Profile) -> None:
     typer.echo(f"  GPU         {profile.gpu.name}, {memory_gib:.1f} GiB, tp {profile.tp}")
     typer.echo(f"  model       {profile.model.name}: {', '.join(profile.model.hf_ids)}")
     typer.echo(f"  engine      {engine.name} {engine.version}, rules {engine.rules}, kernel {engine.kernel}")
+    typer.echo(f"  prefixes    prefix_caching {_PREFIX_CACHING[engine.prefix_caching]}")
+    correlation = f"{profile.length_correlation:.3f} (prompt with output, normal scores)"
+    typer.echo(f"  lengths     length_correlation {correlation}")
     typer.echo(f"  provenance  {origin.kind}: {origin.source}{licence}")
     typer.echo(f"  made by     {origin.command}")
     if origin.notes:

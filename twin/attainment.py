@@ -10,7 +10,7 @@ from numpy.typing import NDArray
 
 from capplan.spec import Slo
 from capplan.twin.request_table import FINISHED, REJECTED, RequestTable
-from capplan.twin.result import SimulationResult
+from capplan.twin.result import SimulationResult, bound_value
 
 KEPT, OPEN, BROKEN = 1, 0, -1
 
@@ -38,13 +38,6 @@ class Attainment:
         """Share of requests that kept the bound, of those that kept or broke it; NaN without any."""
         decided = self.kept + self.broken
         return self.kept / decided if decided else float("nan")
-
-
-def bound_value(result: SimulationResult, bound: str) -> float:
-    """Return the metric that a bound such as ``ttft_p99_s`` is on."""
-    kind, statistic, unit = bound.split("_")
-    value: float = getattr(result, f"{kind}_{unit}_{statistic}")
-    return value
 
 
 def attainment(

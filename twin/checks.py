@@ -1,4 +1,4 @@
-"""What `simulate` was given, checked for its type before anything is computed with it."""
+"""What a simulation was given, each value by itself, before anything is computed with it."""
 
 from __future__ import annotations
 
@@ -12,12 +12,11 @@ from capplan.spec import Profile, Workload
 
 _MOST: Final = 2**31 - 1  # of anything that is counted: rows and tokens are 32-bit numbers
 _COUNT: Final = f"must be a whole number from 1 to {_MOST}"
-_NUMBERS: Final = ("duration_s", "gpu_memory_utilization")
 _OPTIONAL: Final = ("max_cpu_loras", "max_in_flight")
 
 
 def require_settings(workload: Workload, profile: Profile, settings: Mapping[str, Any]) -> None:
-    """Check the types of what a simulation was given, and that counts are counts.
+    """Check types and ranges of what a simulation was given; how values go together is not looked at.
 
     Parameters
     ----------
@@ -36,9 +35,12 @@ def require_settings(workload: Workload, profile: Profile, settings: Mapping[str
     if not isinstance(profile, Profile):
         raise InputError("must be a Profile, as load_profile returns it", profile, "profile")
     for name, value in settings.items():
-        if name in _NUMBERS:
+        if name == "duration_s":
             if not _is_number(value) or not 0 < value < math.inf:
                 raise InputError("must be a finite number > 0", value, name)
+        elif name == "gpu_memory_utilization":
+            if not _is_number(value) or not 0 < value <= 1:
+                raise InputError("must be a number above 0 and at most 1", value, name)
         elif name == "seed":
             if not _is_whole(value) or value < 0:
                 raise InputError("must be a whole number >= 0", value, name)

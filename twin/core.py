@@ -182,15 +182,8 @@ def _jump(
         decode_step(state, limits, needed)
         if left == steps:
             constant_ms = ranks_ms(state, costs)  # the ranks of those who decode stay the same
-        begin_ns = counts[NOW_NS]
         duration_ns = compute_ns(c, costs, c[N_DECODING], constant_ms)
-        if trace.series.shape[0] > 0:
-            tokens = c[N_DECODING]
-            record_details(state, limits, requests, clock, trace, begin_ns, duration_ns, 0, tokens)
-        counts[NOW_NS] += duration_ns
-        clock.at[VISIBLE_NS] = begin_ns if limits.async_scheduling else counts[NOW_NS]
-        sum_up(c, trace.counts, trace.sums, duration_ns)
-        record_gaps(c, clock.at, trace.gaps, duration_ns)
+        _elapse(state, limits, requests, clock, trace, duration_ns, 0, c[N_DECODING])
         c[TICK] += 1
         c[KV_TOKENS] += c[N_DECODING]
         left -= 1
@@ -207,16 +200,33 @@ def _charge(
     trace: Trace,
     tokens: int,
 ) -> None:
-    """Move the clock over the step that was decided and write down what runs in it."""
+    """Work out how long the step that was decided takes, and let that time pass."""
     c = state.counters
     counts = trace.counts
-    begin_ns = counts[NOW_NS]
     note_stalls(state, trace)
     load_ns = 0
     if c[N_LOADS] > 0 or limits.policy == SLORA:
-        load_ns = loads_ns(state, limits, costs, clock, trace, begin_ns)
+        load_ns = loads_ns(state, limits, costs, clock, trace, counts[NOW_NS])
         counts[LOAD_NS] += load_ns
     duration_ns = load_ns + compute_ns(c, costs, tokens, ranks_ms(state, costs))
+    _elapse(state, limits, requests, clock, trace, duration_ns, load_ns, tokens)
+
+
+@inner
+def _elapse(
+    state: State,
+    limits: Limits,
+    requests: Requests,
+    clock: Clock,
+    trace: Trace,
+    duration_ns: int,
+    load_ns: int,
+    tokens: int,
+) -> None:
+    """Move the clock over a step, of whose time `load_ns` went to loads, and write down what ran in it."""
+    c = state.counters
+    counts = trace.counts
+    begin_ns = counts[NOW_NS]
     if trace.series.shape[0] > 0:
         record_details(state, limits, requests, clock, trace, begin_ns, duration_ns, load_ns, tokens)
     counts[NOW_NS] += duration_ns

@@ -89,6 +89,13 @@ class SimulationResult:
     """Seconds of computing, drawing of requests included."""
 
 
+def bound_value(result: SimulationResult, bound: str) -> float:
+    """Return the metric that a bound such as ``ttft_p99_s`` is on."""
+    kind, statistic, unit = bound.split("_")
+    value: float = getattr(result, f"{kind}_{unit}_{statistic}")
+    return value
+
+
 def summarize(
     scenario: Scenario, trace: t.Trace, request_overhead_ms: float, client_itl_factor: float = 1.0
 ) -> SimulationResult:

@@ -15,6 +15,7 @@ from capplan.models.memory import require_kv_tokens
 from capplan.models.step_latency import coefficient_array, latency_code, uses_ranks
 from capplan.serving import Limits, ServingRules, adapter_bytes, kv_bytes_per_token, serving_rules
 from capplan.spec import Profile, Workload
+from capplan.twin.checks import require_settings
 from capplan.workload import Requests, draw_requests
 
 NS_PER_S = 1_000_000_000
@@ -22,7 +23,6 @@ NS_PER_MS = 1_000_000
 
 _MOST_CUT = 0.1
 """Share of a workload's tokens that max_model_len may cut off."""
-_MOST = 2**31 - 1  # of anything that is counted: rows and tokens are 32-bit numbers
 
 
 class Costs(NamedTuple):
@@ -86,28 +86,28 @@ def build_scenario(
     buckets: int = 0,
 ) -> Scenario:
     """Check the settings, size the memory and draw the requests; see `simulate` for the parameters."""
+    settings = {
+        "a_max": a_max,
+        "s_max": s_max,
+        "duration_s": duration_s,
+        "seed": seed,
+        "max_num_seqs": max_num_seqs,
+        "max_num_batched_tokens": max_num_batched_tokens,
+        "max_cpu_loras": max_cpu_loras,
+        "max_model_len": max_model_len,
+        "gpu_memory_utilization": gpu_memory_utilization,
+        "max_in_flight": max_in_flight,
+        "rules": rules,
+        "prefix_caching": prefix_caching,
+    }
+    require_settings(workload, profile, settings)
     adapters = len(workload.adapters)
     host_slots = adapters if max_cpu_loras is None else max_cpu_loras
     largest_rank = max(a.rank for a in workload.adapters)
-    counts = {
-        "a_max": a_max,
-        "s_max": s_max,
-        "max_num_seqs": max_num_seqs,
-        "max_num_batched_tokens": max_num_batched_tokens,
-        "max_model_len": max_model_len,
-        "max_cpu_loras": max(1, host_slots),
-        "max_in_flight": 1 if max_in_flight is None else max_in_flight,
-    }
-    for name, value in counts.items():
-        _require_count(name, value)
     if s_max < largest_rank:
         raise InputError(f"must be at least the largest adapter rank, {largest_rank}", s_max, "s_max")
     if max_cpu_loras is not None and max_cpu_loras < min(a_max, adapters):
         raise InputError(f"must be at least a_max, {a_max}", max_cpu_loras, "max_cpu_loras")
-    if not 0.0 < duration_s < float("inf"):
-        raise InputError("must be a finite number > 0", duration_s, "duration_s")
-    if not 0.0 < gpu_memory_utilization <= 1.0:
-        raise InputError("must be in (0, 1]", gpu_memory_utilization, "gpu_memory_utilization")
     _require_room(workload, max_model_len)
     serving = chosen_rules(profile, rules, prefix_caching)
     slots = 0 if serving.declared_output else a_max
@@ -187,11 +187,6 @@ def _require_room(workload: Workload, max_model_len: int) -> None:
         if mean_tokens > max_model_len:
             mean = f"mean prompt + mean output of adapter {adapter.name}, {mean_tokens:g}"
             raise InputError(f"must be at least {mean}", max_model_len, "max_model_len")
-
-
-def _require_count(name: str, value: int) -> None:
-    if not isinstance(value, int | np.integer) or isinstance(value, bool) or not 1 <= value <= _MOST:
-        raise InputError(f"must be a whole number from 1 to {_MOST}", value, name)
 
 
 def build_costs(workload: Workload, profile: Profile, a_max: int, s_max: int) -> Costs:

@@ -8,7 +8,6 @@ from dataclasses import replace
 from typing import Required, TypedDict, Unpack
 
 from capplan.spec import Profile, Workload
-from capplan.twin.checks import require_settings
 from capplan.twin.client import client_itl_factor
 from capplan.twin.core import run
 from capplan.twin.details import DetailedResult, detailed_result, with_buckets
@@ -168,7 +167,6 @@ def _scenario(workload: Workload, profile: Profile, **given: Unpack[Settings]) -
         "prefix_caching": None,
         **given,
     }
-    require_settings(workload, profile, settings)
     return build_scenario(workload, profile, **settings)
 
 

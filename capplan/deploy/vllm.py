@@ -96,6 +96,8 @@ def _engine_flags(args: EngineArgs, adapters: int, version: str) -> Iterable[str
     yield f"--max-num-batched-tokens {args.max_num_batched_tokens}"
     yield f"--gpu-memory-utilization {args.gpu_memory_utilization:g}"
     yield f"--max-model-len {args.max_model_len}"
+    if args.enable_prefix_caching is not None:
+        yield "--enable-prefix-caching" if args.enable_prefix_caching else "--no-enable-prefix-caching"
 
 
 def _accepted_rank(rank: int, version: str) -> int:

@@ -11,7 +11,6 @@ from capplan.planner.binding import find_binding
 from capplan.planner.bound import busy_gpus, lower_bound_gpus
 from capplan.planner.parallel import in_parallel
 from capplan.planner.problem import Assignment, Problem
-from capplan.planner.slo import metric
 from capplan.planner.verify import Verdict
 from capplan.spec import (
     Binds,
@@ -27,6 +26,8 @@ from capplan.spec import (
     Verification,
 )
 from capplan.twin import SimulationResult
+from capplan.twin.result import bound_value
+from capplan.twin.scenario import chosen_rules
 
 
 def build_plan(
@@ -115,6 +116,7 @@ def _group(
             max_num_batched_tokens=engine.max_num_batched_tokens,
             gpu_memory_utilization=engine.gpu_memory_utilization,
             max_model_len=engine.max_model_len,
+            enable_prefix_caching=chosen_rules(profile, None, None).prefix_caching,  # as run_twin has it
         ),
         adapters=tuple(
             PlanAdapter(
@@ -147,7 +149,7 @@ def _predicted(results: Sequence[SimulationResult], load_over_capacity: float | 
 def _percentiles(results: Sequence[SimulationResult], pattern: str) -> Percentiles:
     values = {}
     for statistic in ("mean", "p50", "p95", "p99"):
-        over_seeds = [v for r in results if (v := metric(r, pattern.format(statistic))) == v]
+        over_seeds = [v for r in results if (v := bound_value(r, pattern.format(statistic))) == v]
         values[statistic] = fmean(over_seeds) if over_seeds else None
     return Percentiles(**values)
 

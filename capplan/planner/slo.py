@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from capplan.spec import Slo
 from capplan.twin import SimulationResult
+from capplan.twin.result import bound_value
 
 
 def broken_bounds(slo: Slo, result: SimulationResult) -> tuple[str, ...]:
@@ -15,14 +16,7 @@ def broken_bounds(slo: Slo, result: SimulationResult) -> tuple[str, ...]:
     if result.served_fraction < slo.served_fraction:
         broken.append(f"served_fraction {result.served_fraction:.3f} < {slo.served_fraction:g}")
     for name, bound in slo.latency_bounds().items():
-        value = metric(result, name)
+        value = bound_value(result, name)
         if value > bound:
             broken.append(f"{name} {value:.3g} > {bound:g}")
     return tuple(broken)
-
-
-def metric(result: SimulationResult, name: str) -> float:
-    """Return the metric that a bound such as ``ttft_p99_s`` is on."""
-    kind, statistic, unit = name.split("_")
-    value: float = getattr(result, f"{kind}_{unit}_{statistic}")
-    return value

@@ -12,7 +12,6 @@ from capplan.serving.state import (
     KV_TOKENS,
     N_ACTIVE,
     N_ADMITTED,
-    N_HIT_TOKENS,
     N_PARTIAL,
     N_RUNNING,
     NONE,
@@ -85,7 +84,6 @@ def start_row(state: State, limits: Limits, row: int, hits: int, most_tokens: in
     if limits.prefix_caching:
         blocks += free_among_found(state, hits)
         enter(state, limits, row, hits, tokens)
-        c[N_HIT_TOKENS] += hits * size
         c[KV_TOKENS] += hits * size
     c[FREE_BLOCKS] -= blocks
     c[SEQUENCE] += 1

@@ -39,12 +39,7 @@ def links_append(links: NDArray[np.int64], member: int) -> None:
 @jit
 def links_prepend(links: NDArray[np.int64], member: int) -> None:
     """Add `member`, which must not be listed, at the beginning."""
-    sentinel = links.shape[1] - 1
-    first = links[_AFTER, sentinel]
-    links[_AFTER, member] = first
-    links[_BEFORE, member] = sentinel
-    links[_BEFORE, first] = member
-    links[_AFTER, sentinel] = member
+    _insert_after(links, links.shape[1] - 1, member)
 
 
 @jit
@@ -69,11 +64,17 @@ def links_first(links: NDArray[np.int64]) -> int:
 @inner
 def ring_append(links: NDArray[np.int64], sentinel: int, member: int) -> None:
     """Add `member`, which must not be listed, at the end of the list with this sentinel."""
-    last = links[_BEFORE, sentinel]
-    links[_BEFORE, member] = last
-    links[_AFTER, member] = sentinel
-    links[_AFTER, last] = member
-    links[_BEFORE, sentinel] = member
+    _insert_after(links, links[_BEFORE, sentinel], member)
+
+
+@inner
+def _insert_after(links: NDArray[np.int64], before: int, member: int) -> None:
+    """Add `member`, which must not be listed, behind `before`, a member or a sentinel."""
+    after = links[_AFTER, before]
+    links[_BEFORE, member] = before
+    links[_AFTER, member] = after
+    links[_AFTER, before] = member
+    links[_BEFORE, after] = member
 
 
 @inner

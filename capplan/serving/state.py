@@ -53,15 +53,14 @@ N_FINISHED = 24
 SUBMITTED = 25  # requests so far, which names the content of their blocks
 N_ENDING = 26  # async: running rows whose last token is not back yet
 N_CLAIMED = 27  # loads beside the batch: adapters under way, or there but not used yet
-N_HIT_TOKENS = 28  # prefix caching: tokens found instead of computed, so far
-SINCE_PREFILL = 29  # slora: decode steps since the last batch of prompts
-CAPACITY = 30  # usable KV blocks in all
-ADAPTER_PAGES = 31  # slora: KV blocks that adapters take
-SAME_ANSWERS = 32  # prefix caching: requests so far whose whole prompt was shared
-N_FREE_PLACES = 33
-FRESH_ROW = 34  # the next row that no request ever had
-N_GONE = 35  # async: rows preempted in this step whose last token was in flight; they count as waiting
-N_COUNTERS = 36
+SINCE_PREFILL = 28  # slora: decode steps since the last batch of prompts
+CAPACITY = 29  # usable KV blocks in all
+ADAPTER_PAGES = 30  # slora: KV blocks that adapters take
+SAME_ANSWERS = 31  # prefix caching: requests so far whose whole prompt was shared
+N_FREE_PLACES = 32
+FRESH_ROW = 33  # the next row that no request ever had
+N_GONE = 34  # async: rows preempted in this step whose last token was in flight; they count as waiting
+N_COUNTERS = 35
 
 NONE = -1
 """No row, no adapter."""

@@ -30,6 +30,9 @@ class EngineArgs(SpecModel):
     max_num_batched_tokens: Count = Field(description="Most tokens computed in one step.")
     gpu_memory_utilization: Utilization = Field(description="Share of GPU memory the engine may use.")
     max_model_len: Count = Field(description="Longest prompt + output, in tokens.")
+    enable_prefix_caching: Flag | None = Field(
+        None, description="Whether KV of shared prompt beginnings is kept; null: the engine's default."
+    )
 
 
 class PlanAdapter(SpecModel):

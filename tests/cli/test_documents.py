@@ -71,6 +71,20 @@ def test_one_profile_is_shown_with_every_coefficient_its_error_range_and_source(
     assert whole["step_latency"]["coefficients"] == document["step_latency"]["coefficients"]
 
 
+@pytest.mark.parametrize(
+    ("kept", "shown"), [(None, "as the rules have it"), (True, "on"), (False, "off")], ids=repr
+)
+def test_one_profile_is_shown_with_what_it_says_of_requests(
+    run: Run, tmp_path: Path, kept: bool | None, shown: str
+) -> None:
+    document = profile_document()
+    document["engine"]["prefix_caching"] = kept
+    (tmp_path / "p.json").write_text(json.dumps(document | {"length_correlation": -0.25}))
+    lines = [line.strip() for line in run("profiles", tmp_path / "p.json").stdout.splitlines()]
+    assert f"prefixes    prefix_caching {shown}" in lines
+    assert any("length_correlation -0.250" in line for line in lines)
+
+
 def test_an_unknown_profile_is_one_line(run: Run) -> None:
     assert "must be the path of a profile JSON or the name of a shipped profile" in error_line(
         run("profiles", "h1000/none")

@@ -163,6 +163,19 @@ def test_rank_1_is_raised_where_the_release_refuses_it(tmp_path: Path, version: 
     assert options(launched(tmp_path, only_script(plan))[0])["--max-lora-rank"] == [flag]
 
 
+@pytest.mark.parametrize(
+    ("asked", "flags"),
+    [(None, set()), (True, {"--enable-prefix-caching"}), (False, {"--no-enable-prefix-caching"})],
+)
+def test_prefix_caching_is_left_to_vllm_only_where_the_plan_leaves_it_open(
+    tmp_path: Path, asked: bool | None, flags: set[str]
+) -> None:
+    part = group("g", adapters=(("a", 8, 1.0, "p"),), enable_prefix_caching=asked)
+    given = options(launched(tmp_path, only_script(plan_of(part)))[0])
+    assert {name for name in given if "prefix-caching" in name} == flags
+    assert all(given[name] == [] for name in flags)
+
+
 def test_runtime_updates_are_allowed_only_on_request(tmp_path: Path) -> None:
     plan = plan_of(group("g", adapters=(("a", 8, 1.0, "p"),)))
     variable = "VLLM_ALLOW_RUNTIME_LORA_UPDATING"

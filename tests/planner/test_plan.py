@@ -223,6 +223,17 @@ def test_auto_asks_the_twin_where_no_forest_was_trained(workload: Make, unsurrog
         plan(workload(("a", 8, 0.1)), profile=unsurrogated, estimator="forest")
 
 
+@pytest.mark.parametrize(
+    ("measured", "planned"), [(False, False), (True, True), (None, True)], ids=["off", "on", "as-the-rules"]
+)
+def test_the_engine_of_a_plan_caches_prefixes_where_the_twin_did(
+    workload: Make, unsurrogated: Profile, measured: bool | None, planned: bool
+) -> None:
+    engine = unsurrogated.engine.replace(prefix_caching=measured)
+    made = plan(workload(("a", 8, 0.1)), profile=unsurrogated.replace(engine=engine), verify=False)
+    assert made.groups[0].engine_args.enable_prefix_caching is planned
+
+
 def test_forests_are_asked_where_they_are_shipped_and_the_twin_still_confirms(
     workload: Make, profile: Profile
 ) -> None:
@@ -293,6 +304,7 @@ def test_what_a_plan_predicts_is_what_the_twin_says_with_its_settings(
             max_num_batched_tokens=args.max_num_batched_tokens,
             max_model_len=args.max_model_len,
             gpu_memory_utilization=args.gpu_memory_utilization,
+            prefix_caching=args.enable_prefix_caching,
         )
         for seed in made.verification.seeds
     ]
