@@ -7,6 +7,7 @@ from typing import Annotated
 import typer
 
 from capplan.cli.calibrate import calibrate
+from capplan.cli.dataset import dataset
 from capplan.cli.explain import explain
 from capplan.cli.export import export
 from capplan.cli.plan import plan
@@ -14,6 +15,7 @@ from capplan.cli.profiles import profiles
 from capplan.cli.reporting import ReportingGroup
 from capplan.cli.schema import schema
 from capplan.cli.simulate import simulate
+from capplan.cli.surrogate import surrogate
 from capplan.cli.train import train
 from capplan.cli.workload import workload
 
@@ -50,6 +52,8 @@ app = typer.Typer(
 )
 for command in (plan, simulate, explain, export, profiles, calibrate, train, schema):
     app.command()(command)
+app.add_typer(dataset, name="dataset")
+app.add_typer(surrogate, name="surrogate")
 app.add_typer(workload, name="workload")
 
 

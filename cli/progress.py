@@ -8,7 +8,17 @@ from contextlib import contextmanager
 from typing import TypeAlias
 
 import typer
-from rich.progress import BarColumn, MofNCompleteColumn, Progress, TaskID, TextColumn, TimeRemainingColumn
+from rich.progress import (
+    BarColumn,
+    MofNCompleteColumn,
+    Progress,
+    ProgressColumn,
+    Task,
+    TaskID,
+    TextColumn,
+    TimeRemainingColumn,
+)
+from rich.text import Text
 
 from capplan.cli.console import console
 
@@ -16,15 +26,31 @@ OnProgress: TypeAlias = Callable[[str, int, int], None]
 """Called with the stage, the units of work done in it, and their total."""
 
 
+class _Rate(ProgressColumn):
+    """Units of work per second, over the last half minute."""
+
+    def __init__(self, unit: str) -> None:
+        super().__init__()
+        self.unit = unit
+
+    def render(self, task: Task) -> Text:
+        """Return nothing until there is a rate."""
+        return Text("" if task.speed is None else f"{task.speed:.1f} {self.unit}/s")
+
+
 @contextmanager
-def progress_bars(*, quiet: bool = False) -> Iterator[OnProgress]:
-    """Give a callback that draws a bar per stage with the time left, only on a terminal and unless quiet."""
+def progress_bars(*, quiet: bool = False, rate_of: str | None = None) -> Iterator[OnProgress]:
+    """Give a callback that draws a bar per stage with the time left, only on a terminal and unless quiet.
+
+    With ``rate_of``, the name of the units of work, the bar also tells how many are done per second.
+    """
     if quiet or not sys.stderr.isatty():
         yield _ignore
         return
     tasks: dict[str, TaskID] = {}
-    columns = (TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn(), TimeRemainingColumn())
-    with Progress(*columns, console=console(err=True), transient=True) as bars:
+    rate = () if rate_of is None else (_Rate(rate_of),)
+    columns = (TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn(), *rate)
+    with Progress(*columns, TimeRemainingColumn(), console=console(err=True), transient=True) as bars:
 
         def show(stage: str, done: int, total: int) -> None:
             if stage not in tasks:

@@ -10,12 +10,14 @@ from __future__ import annotations
 import numpy as np
 from numpy.typing import NDArray
 
+from capplan.models.loading import gpu_load_ms
 from capplan.models.memory import kv_tokens
 from capplan.models.step_latency import coefficient_array, latency_code
-from capplan.models.surrogates.mean_field import mean_field
-from capplan.spec import Profile, Workload
+from capplan.models.fluid import Gpu, Load, batch_limit, fluid
+from capplan.spec import Arrivals, Profile, Workload
 
 FEATURES = (
+    # What the paper's models are told (section 6).
     "adapters",
     "rate_sum_rps",
     "rate_std_rps",
@@ -23,22 +25,49 @@ FEATURES = (
     "rank_mean",
     "rank_std",
     "a_max",
+    # What the paper holds fixed.
     "s_max",
+    "rate_max_rps",
     "prompt_mean_tokens",
     "prompt_std_tokens",
     "output_mean_tokens",
     "output_std_tokens",
+    "length_correlation",
+    "arrivals_cv",
     "max_num_seqs",
     "max_num_batched_tokens",
     "kv_tokens",
+    # What physics says of it: the fluid estimate, and ratios that decide which resource binds.
     "offered_tok_s",
+    "expected_share",
     "kv_tokens_per_request",
-    "load_over_saturation",
+    "load_over_capacity",
+    "batch_limit",
     "batch_over_limit",
+    "kv_requests_over_seqs",
+    "prompt_over_budget",
+    "slots_share",
+    "full_queue_share",
+    "slot_wait_s",
     "active_adapters",
     "active_adapters_over_slots",
+    "adapters_over_slots",
+    "batch_per_slot",
     "load_outside_slots",
+    "hottest_requests_in_flight",
+    "step_ms",
+    "full_step_ms",
+    "loading_share",
+    "request_life_s",
 )
+
+PAPER_FEATURES = FEATURES[:7]
+HORIZON_S = 3600.0
+"""What throughput and starvation are taken over."""
+
+MAX_IN_FLIGHT = 25_000
+"""Requests that the front end holds, as the client of the published runs did. Without a bound, an overloaded
+engine would be slowed by the scan of a queue far longer than any that a profile was fitted on."""
 
 
 def offered_tok_s(workload: Workload) -> float:
@@ -63,24 +92,39 @@ def feature_vector(
     """Return the features of one GPU that serves all of `workload`, in the order of `FEATURES`."""
     rates = np.array([a.rate_rps for a in workload.adapters])
     ranks = np.array([a.rank for a in workload.adapters], float)
+    total = max(float(rates.sum()), 1e-12)
     lengths = _mean_lengths(workload, rates)
-    prompt_mean, _, output_mean, _ = lengths
     stated = workload.length_correlation
-    held = held_tokens(*lengths, profile.length_correlation if stated is None else stated)
+    correlation = profile.length_correlation if stated is None else stated
+    held = held_tokens(*lengths, correlation) + profile.engine.block_size / 2
     kv = kv_tokens(profile, a_max, s_max, gpu_memory_utilization, max_num_seqs)
-    state = mean_field(
-        latency_code(profile.step_latency.form, profile.engine.kernel),
-        coefficient_array(profile.step_latency),
-        rates,
-        a_max,
-        s_max,
-        prompt_mean,
-        output_mean,
-        min(max_num_seqs, max(1.0, kv / held)),
-        max_num_batched_tokens,
-        float(np.average(ranks, weights=rates)) if rates.sum() > 0.0 else float(ranks.mean()),
+    distinct, counts = np.unique(rates, return_counts=True)
+    weights = rates if rates.any() else np.ones(rates.size)
+    load = Load(
+        distinct,
+        counts.astype(float),
+        max(lengths[0], 1.0),
+        max(lengths[2], 1.0),
+        held,
+        lengths[3] / max(lengths[2], 1.0),
+        float(np.average(ranks, weights=weights)),
         float(ranks.max()),
     )
+    gpu = Gpu(
+        latency_code(profile.step_latency.form, profile.engine.kernel),
+        coefficient_array(profile.step_latency),
+        float(a_max),
+        float(s_max),
+        float(max_num_seqs),
+        kv / held,
+        float(max_num_batched_tokens),
+        _mean_load_s(profile, ranks, weights, s_max),
+        float(MAX_IN_FLIGHT),
+    )
+    state = fluid(gpu, load, HORIZON_S)
+    limit = batch_limit(gpu, load)
+    life_s = state.step_s * load.output
+    in_time = 1.0 - min(0.98, life_s / HORIZON_S)  # what still runs at the end is not completed
     busiest = np.sort(rates)[::-1]
     return np.array(
         [
@@ -92,20 +136,55 @@ def feature_vector(
             ranks.std(),
             a_max,
             s_max,
+            rates.max(),
             *lengths,
+            correlation,
+            arrivals_cv(workload),
             max_num_seqs,
             max_num_batched_tokens,
             kv,
             offered_tok_s(workload),
+            min(1.0, state.served_rps / total) * in_time,
             held,
-            rates.sum() / state.saturation_rps,
+            total / state.capacity_rps,
+            limit,
             state.batch_over_limit,
-            state.adapters,
-            state.adapters / a_max,
-            busiest[a_max:].sum() / max(rates.sum(), 1e-12),
+            kv / held / max_num_seqs,
+            load.prompt / max_num_batched_tokens,
+            state.slots_share,
+            state.later_share,
+            state.slot_wait_s,
+            state.active_adapters,
+            state.active_adapters / a_max,
+            rates.size / a_max,
+            limit / a_max,
+            busiest[a_max:].sum() / total,
+            busiest[0] * life_s,
+            state.step_s * 1e3,
+            state.full_step_s * 1e3,
+            state.load_share,
+            life_s,
         ],
         np.float32,
     )
+
+
+def arrivals_cv(workload: Workload) -> float:
+    """Return the standard deviation over the mean of the gaps between requests of one adapter."""
+    arrivals = workload.arrivals
+    if arrivals is Arrivals.DETERMINISTIC:
+        return 0.0
+    cv = getattr(arrivals, "cv", None)
+    return 1.0 if cv is None else float(cv)
+
+
+def _mean_load_s(
+    profile: Profile, ranks: NDArray[np.float64], weights: NDArray[np.float64], s_max: int
+) -> float:
+    """Return the seconds that an adapter takes into a slot, on average over requests."""
+    distinct, which = np.unique(ranks, return_inverse=True)
+    each = np.array([gpu_load_ms(profile.loading, int(rank), s_max) for rank in distinct])
+    return float(np.average(each[which], weights=weights)) / 1e3
 
 
 def held_tokens(
@@ -136,9 +215,9 @@ def feature_of(features: NDArray[np.float32], name: str) -> NDArray[np.float64]:
 
 
 def expected_tok_s(features: NDArray[np.float32]) -> NDArray[np.float64]:
-    """Return the throughput that the mean field expects: the offered load, up to saturation.
+    """Return the throughput that the fluid estimate expects.
 
-    Forests answer relative to it, so that they need not extrapolate where the load grows without bound.
+    Surrogates answer relative to it, so that they need not extrapolate where the load grows without bound.
 
     Parameters
     ----------
@@ -150,10 +229,7 @@ def expected_tok_s(features: NDArray[np.float32]) -> NDArray[np.float64]:
     ndarray
         Tokens per second, shape (...).
     """
-    offered = feature_of(features, "offered_tok_s")
-    overload = feature_of(features, "load_over_saturation")
-    expected: NDArray[np.float64] = offered / np.maximum(1.0, overload)
-    return expected
+    return feature_of(features, "offered_tok_s") * np.maximum(feature_of(features, "expected_share"), 1e-6)
 
 
 def _mean_lengths(workload: Workload, rates: NDArray[np.float64]) -> tuple[float, float, float, float]:

@@ -60,7 +60,7 @@ def flatten_forest(model: RandomForestRegressor | RandomForestClassifier) -> For
         parts.append(
             (
                 np.where(leaf, LEAF, tree.feature),
-                _round_down(tree.threshold),
+                round_down(tree.threshold),
                 np.where(leaf, LEAF, tree.children_left + offset),
                 np.where(leaf, LEAF, tree.children_right + offset),
                 value,
@@ -79,6 +79,7 @@ def flatten_forest(model: RandomForestRegressor | RandomForestClassifier) -> For
     )
 
 
-def _round_down(threshold: NDArray[np.float64]) -> NDArray[np.float32]:
+def round_down(threshold: NDArray[np.float64]) -> NDArray[np.float32]:
+    """Return the largest float32 that is at most each threshold."""
     nearest = threshold.astype(np.float32)
     return np.where(nearest > threshold, np.nextafter(nearest, np.float32(-np.inf)), nearest)

@@ -12,7 +12,10 @@ from tests.cli.conftest import ROOT, Process, Run, command, environment, error_l
 from tests.cli.examples import small_plan
 
 RUNNER = "from typer.testing import CliRunner; from capplan.cli.app import app; CliRunner()"
-COMMANDS = ("plan", "simulate", "explain", "export", "profiles", "calibrate", "train", "schema", "workload")
+COMMANDS = (
+    *("plan", "simulate", "explain", "export", "profiles", "calibrate", "dataset", "train", "schema"),
+    *("surrogate", "workload"),
+)
 
 
 @pytest.mark.parametrize("arguments", [("--help",), *((name, "--help") for name in COMMANDS)])

@@ -17,15 +17,11 @@ from numpy.typing import NDArray
 from scipy.stats import qmc
 
 from capplan.errors import InputError
-from capplan.models.surrogates.features import feature_of, feature_vector
+from capplan.models.surrogates.features import MAX_IN_FLIGHT, feature_of, feature_vector
 from capplan.spec import Adapter, Lengths, Profile, Workload, allowed_lora_rank
 from capplan.spec.arrivals import ArrivalProcess, Arrivals, Renewal
 from capplan.spec.popularity import zipf
 from capplan.twin.simulate import Settings
-
-MAX_IN_FLIGHT: Final = 25_000
-"""Requests that the front end holds, as the client of the published runs did. Without a bound, an overloaded
-engine would be slowed by the scan of a queue far longer than any that a profile was fitted on."""
 
 GRID_COUNTS: Final = (8, 16, 32, 64, 96, 128, 160, 192, 256, 320, 384)
 GRID_RATES_RPS: Final = (3.2, 1.6, 0.8, 0.4, 0.1, 0.05, 0.025, 0.0125, 0.00625, 0.003125)
@@ -146,7 +142,7 @@ def _space_filling_sample(
     rng = np.random.default_rng([seed, 2, group])
     count = round(_between(base[0], 1, 512))
     prompt_mean, output_mean = _between(base[1], 16, 4000), _between(base[2], 8, 1000)
-    a_max = max(1, round(_between(own[0], 1, min(count, 384))))
+    a_max = min(384, max(1, round(_between(own[0], count / 48, count))))
     max_num_seqs = round(_between(own[1], 16, 2048))
     workload = _workload(
         ranks=rng.choice(_RANK_SETS[int(base[3] * len(_RANK_SETS))], count),
@@ -204,7 +200,7 @@ def _settings(
 
 
 def _saturation_rps(workload: Workload, profile: Profile, settings: Settings) -> float:
-    """Return the load at which the mean field says that the GPU is full; `workload` offers 1 req/s."""
+    """Return the load at which the fluid estimate says that the GPU is full; `workload` offers 1 req/s."""
     features = feature_vector(
         workload,
         profile,
@@ -214,7 +210,7 @@ def _saturation_rps(workload: Workload, profile: Profile, settings: Settings) ->
         max_num_batched_tokens=settings["max_num_batched_tokens"],
         gpu_memory_utilization=settings["gpu_memory_utilization"],
     )
-    return 1.0 / float(feature_of(features, "load_over_saturation"))
+    return 1.0 / float(feature_of(features, "load_over_capacity"))
 
 
 def _scaled(workload: Workload, factor: float) -> Workload:

@@ -1,0 +1,165 @@
+"""How long surrogates take to answer: ``python -m benchmarks.surrogate_latency`` prints a table.
+
+Median time per answer, features given. *In compiled code* is a compiled loop over vectors of many different
+scenarios in a random order too long for a processor to learn its branches by heart; *from Python* is one call
+for one vector, or one for many. scikit-learn answers with the very trees that were compiled, which learned a
+stand-in of the shape of throughput: time depends on the size of trees, not on their values.
+"""
+
+from __future__ import annotations
+
+import functools
+import itertools
+import time
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from typing import Any
+
+import numba
+import numpy as np
+from numpy.typing import NDArray
+from sklearn.ensemble import RandomForestRegressor
+from sklearn.tree import DecisionTreeRegressor
+
+from benchmarks.fidelity_figures import markdown
+from capplan import load_profile
+from capplan.models.surrogates.codegen import TreeFunction, compile_tree, flat_answer
+from capplan.models.surrogates.features import FEATURES, feature_of, feature_vector
+from capplan.models.surrogates.forest import Forest, flatten_forest, forest_answer
+from capplan.models.surrogates.tree import LOG_OVER_EXPECTED, FlatTree, Tree, tree_of
+from capplan.twin.dataset.designs import Sample, draw
+
+PROFILE = load_profile("h100-64g/llama-3.1-8b/vllm-0.8.5")
+SCENARIOS = 1024
+ANSWERS = 16_384
+TREES = 64
+RULES = 32
+ROUNDS = 101
+TREE_BAR_NS = 100.0
+FOREST_BAR_NS = 20_000.0
+HEADER = ("model", "where", "ns per answer")
+
+
+@functools.cache
+def samples() -> tuple[Sample, ...]:
+    return tuple(draw("space-filling", PROFILE, 0, 0, SCENARIOS))
+
+
+def features_of(sample: Sample) -> NDArray[np.float32]:
+    settings: dict[str, Any] = {
+        key: value for key, value in sample.settings.items() if key != "max_in_flight"
+    }
+    return feature_vector(sample.workload, PROFILE, **settings)
+
+
+@dataclass(frozen=True)
+class Models:
+    """The same trees as scikit-learn has them, flat, and compiled."""
+
+    rows: NDArray[np.float32]
+    learned_tree: DecisionTreeRegressor
+    learned_forest: RandomForestRegressor
+    tree: Tree
+    compiled: TreeFunction
+    flat: FlatTree
+    forest: Forest
+
+
+@functools.cache
+def models() -> Models:
+    rows = np.array([features_of(sample) for sample in samples()])
+    # Some structure for the trees to find: a knee at capacity, and corrections by lengths and adapters.
+    sizes = np.log1p(np.abs(rows.astype(float)))
+    target = np.sin(sizes @ np.random.default_rng(0).normal(0.0, 0.3, len(FEATURES)))
+    target -= np.maximum(0.0, np.log(np.maximum(feature_of(rows, "load_over_capacity"), 1e-6)))
+    learned_tree = DecisionTreeRegressor(max_leaf_nodes=RULES, random_state=0).fit(rows, target)
+    forest = RandomForestRegressor(TREES, min_samples_leaf=2, max_features=0.5, random_state=0)
+    learned_forest = forest.fit(rows, target)
+    tree = tree_of(learned_tree, LOG_OVER_EXPECTED)
+    flat = flatten_forest(learned_forest)
+    return Models(rows, learned_tree, learned_forest, tree, compile_tree(tree), tree.flat, flat)
+
+
+def in_compiled_code(models: Models) -> Mapping[str, Callable[[], float]]:
+    """Return compiled loops over `ANSWERS` vectors, by model; each returns the sum of its answers."""
+    compiled = models.compiled
+    order = np.random.default_rng(0).integers(0, len(models.rows), ANSWERS)
+    rows = models.rows[order]
+
+    @numba.njit(error_model="numpy")
+    def over_compiled(rows: NDArray[np.float32]) -> float:
+        total = 0.0
+        for i in range(rows.shape[0]):
+            total += compiled(rows[i])
+        return total
+
+    @numba.njit(error_model="numpy")
+    def over_flat(tree: FlatTree, rows: NDArray[np.float32]) -> float:
+        total = 0.0
+        for i in range(rows.shape[0]):
+            total += flat_answer(tree, rows[i])
+        return total
+
+    @numba.njit(error_model="numpy")
+    def over_forest(forest: Forest, rows: NDArray[np.float32]) -> float:
+        total = 0.0
+        for i in range(rows.shape[0]):
+            total += forest_answer(forest, rows[i])
+        return total
+
+    return {
+        "compiled tree": functools.partial(over_compiled, rows),
+        "flat tree": functools.partial(over_flat, models.flat, rows),
+        "forest": functools.partial(over_forest, models.forest, rows),
+    }
+
+
+def one_by_one(models: Models) -> Mapping[str, Callable[[NDArray[np.float32]], object]]:
+    """Return what answers one vector for a caller in Python, by model."""
+    return {
+        "compiled tree": models.compiled,
+        "flat tree": functools.partial(flat_answer, models.flat),
+        "forest": functools.partial(forest_answer, models.forest),
+        "scikit-learn's tree": lambda row: models.learned_tree.predict(row[None]),
+        "scikit-learn's forest": lambda row: models.learned_forest.predict(row[None]),
+    }
+
+
+def median_ns(run: Callable[[], object], answers: int, rounds: int = ROUNDS) -> float:
+    """Return the median over rounds of the time per answer; the first call compiles and does not count."""
+    run()
+    taken = []
+    for _ in range(rounds):
+        before = time.perf_counter_ns()
+        run()
+        taken.append(time.perf_counter_ns() - before)
+    return float(np.median(taken)) / answers
+
+
+def figures() -> dict[tuple[str, str], float]:
+    """Return nanoseconds per answer, by model and where."""
+    asked = models()
+    found = {
+        (name, "in compiled code"): median_ns(run, ANSWERS, 41)
+        for name, run in in_compiled_code(asked).items()
+    }
+    for name, answer in one_by_one(asked).items():
+        rows = itertools.cycle(asked.rows)
+        found[name, "from Python, one"] = median_ns(
+            lambda answer=answer, rows=rows: answer(next(rows)), 1, 2001
+        )
+    for name, learned in (("tree", asked.learned_tree), ("forest", asked.learned_forest)):
+        batch = functools.partial(learned.predict, asked.rows)
+        found[f"scikit-learn's {name}", f"from Python, {len(asked.rows)} at once"] = median_ns(
+            batch, len(asked.rows), 21
+        )
+    drawn = itertools.cycle(samples())
+    found["features of a scenario", "from Python, one"] = median_ns(lambda: features_of(next(drawn)), 1, 1023)
+    return found
+
+
+if __name__ == "__main__":
+    table = figures()
+    tree = models().tree
+    print(f"tree of {tree.rules} rules, {tree.depth} deep; forest of {TREES} trees; {SCENARIOS} scenarios\n")
+    print(markdown(HEADER, [[*names, f"{value:,.0f}"] for names, value in table.items()]))

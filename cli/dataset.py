@@ -1,0 +1,96 @@
+"""`capplan dataset`: training data for surrogates, made by the twin."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Annotated
+
+import typer
+
+from capplan.cli.console import print_json, print_table, table
+from capplan.cli.inputs import AsJson
+from capplan.cli.progress import announce_compilation, progress_bars
+
+if TYPE_CHECKING:
+    from capplan.models.surrogates.manifest import Answered, Manifest
+
+dataset = typer.Typer(no_args_is_help=True, help="Make training data for surrogates.")
+
+
+@dataset.callback()
+def _group() -> None:
+    """Make training data for surrogates."""
+
+
+@dataset.command()
+def generate(
+    profile: Annotated[
+        str, typer.Argument(metavar="PROFILE", help="Shipped profile or path of a profile JSON.")
+    ],
+    output: Annotated[
+        str,
+        typer.Option(
+            "--output",
+            "-o",
+            metavar="DIR",
+            help="Where to write: a new folder, or one to continue or extend.",
+        ),
+    ],
+    design: Annotated[
+        str, typer.Option("--design", metavar="NAME", help="Which scenarios: paper-grid or space-filling.")
+    ] = "space-filling",
+    scenarios: Annotated[
+        int, typer.Option("--scenarios", metavar="N", min=1, help="How many to draw.")
+    ] = 10_000,
+    seed: Annotated[int, typer.Option("--seed", metavar="N", min=0, help="Same seed, same bytes.")] = 0,
+    duration_s: Annotated[
+        float, typer.Option("--duration-s", metavar="SECONDS", help="Simulated time of each.")
+    ] = 3600.0,
+    workers: Annotated[
+        int | None, typer.Option("--workers", metavar="N", min=1, help="Processes; default: one per core.")
+    ] = None,
+    ray_address: Annotated[
+        str | None, typer.Option("--ray", metavar="ADDRESS", help="Simulate on this Ray cluster instead.")
+    ] = None,
+    as_json: AsJson = False,
+) -> None:
+    """Have the twin answer scenarios of one GPU, and write them as training data.
+
+    A run that was killed is continued by the same command, with the same bytes in the end.
+    """
+    from capplan.datasets import load_profile
+    from capplan.twin.dataset import generate_dataset
+
+    loaded = load_profile(profile)
+    announce_compilation()
+    with progress_bars(rate_of="scenarios") as on_progress:
+        manifest = generate_dataset(
+            output,
+            loaded,
+            design=design,
+            scenarios=scenarios,
+            seed=seed,
+            duration_s=duration_s,
+            workers=workers,
+            ray_address=ray_address,
+            progress=lambda done, total: on_progress("simulating", done, total),
+        )
+    if manifest.answered is None:
+        raise AssertionError("a dataset that was generated is finished")
+    if as_json:
+        print_json({"directory": output, **manifest.model_dump(mode="json")})
+    else:
+        _print(manifest, manifest.answered)
+        typer.echo(f"written to {output}")
+
+
+def _print(manifest: Manifest, answered: Answered) -> None:
+    rows = table("dataset", manifest.asked.design, numbers_from=1)
+    for name, value in (
+        ("scenarios", manifest.asked.scenarios),
+        ("rows", answered.rows),
+        ("without a row: refused for memory", answered.refused_for_memory),
+        ("without a row: no request came", answered.without_requests),
+        ("files", len(answered.shards)),
+    ):
+        rows.add_row(name, f"{value:,}")
+    print_table(rows)

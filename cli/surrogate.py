@@ -1,0 +1,123 @@
+"""`capplan surrogate`: what the small trees of a profile say, as rules, a drawing or source code."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Annotated, Any, Final, Protocol, cast
+
+import typer
+
+from capplan.cli.console import counted, percent, print_json, print_table, table
+from capplan.cli.inputs import AsJson
+from capplan.cli.output import require_writable_file
+from capplan.errors import InputError
+
+if TYPE_CHECKING:
+    from collections.abc import Mapping
+
+    from capplan.models.surrogates.tree import Tree
+    from capplan.models.surrogates.tree_rules import Rule
+
+_TARGETS: Final = ("throughput", "starvation", "both")
+
+surrogate = typer.Typer(no_args_is_help=True, help="Look into the surrogates of a profile.")
+
+
+class SmallTrees(Protocol):
+    """A surrogate that is two small trees."""
+
+    throughput_tree: Tree
+    starvation_tree: Tree
+
+
+@surrogate.callback()
+def _group() -> None:
+    """Look into the surrogates of a profile."""
+
+
+@surrogate.command()
+def rules(
+    profile: Annotated[
+        str, typer.Argument(metavar="PROFILE", help="Shipped profile or path of a profile JSON.")
+    ],
+    target: Annotated[
+        str, typer.Option("--target", metavar="NAME", help="Rules of throughput, starvation, or both.")
+    ] = "both",
+    svg: Annotated[
+        str | None, typer.Option("--svg", metavar="FILE", help="Also draw the trees, as one SVG file.")
+    ] = None,
+    as_python: Annotated[
+        bool, typer.Option("--python", help="Print the source of the functions that are compiled.")
+    ] = False,
+    as_json: AsJson = False,
+) -> None:
+    """Print the decision rules of a profile's small trees, those that cover most scenarios first."""
+    from capplan.models.surrogates.drawing import drawing
+    from capplan.spec import write_text_atomic
+
+    if target not in _TARGETS:
+        raise InputError(f"must be one of {', '.join(_TARGETS)}", target, "--target")
+    if as_python and as_json:
+        raise InputError("does not go with --json", location="--python")
+    if svg is not None:
+        require_writable_file(svg)
+    trees = _trees(profile)
+    if target != "both":
+        trees = {target: trees[target]}
+    if svg is not None:
+        titled = [(f"{name} of {profile}: {counted(t.rules, 'rule')}", t) for name, t in trees.items()]
+        write_text_atomic(svg, drawing(titled))
+    if as_python:
+        _print_python(trees)
+    elif as_json:
+        print_json({name: _document(tree) for name, tree in trees.items()})
+    else:
+        for name, tree in trees.items():
+            _print_rules(name, tree)
+    if svg is not None and not (as_python or as_json):
+        typer.echo(f"drawn to {svg}")
+
+
+def _trees(profile: str) -> dict[str, Tree]:
+    from capplan.models.surrogates.files import load_surrogate
+
+    small = cast(SmallTrees, load_surrogate(profile, kind="tree"))
+    return {"throughput": small.throughput_tree, "starvation": small.starvation_tree}
+
+
+def _print_python(trees: Mapping[str, Tree]) -> None:
+    from capplan.models.surrogates.codegen import python_source
+
+    sources = [python_source(tree, name) for name, tree in trees.items()]
+    typer.echo("\n\n".join(sources), nl=False)
+
+
+def _print_rules(name: str, tree: Tree) -> None:
+    from capplan.models.surrogates.tree import LOG_OVER_EXPECTED
+    from capplan.models.surrogates.tree_rules import EXPECTED, rules_of
+
+    typer.echo(f"{name}: {counted(tree.rules, 'rule')}, at most {counted(tree.depth, 'question')} deep")
+    if tree.answer == LOG_OVER_EXPECTED:
+        typer.echo(EXPECTED)
+    rows = table("covers", "rule")
+    for rule in rules_of(tree):
+        rows.add_row(percent(rule.share), rule.text)
+    print_table(rows)
+
+
+def _document(tree: Tree) -> dict[str, Any]:
+    from capplan.models.surrogates.tree_rules import rules_of
+
+    return {"rules": [_rule(rule) for rule in rules_of(tree)], "tree": tree.to_document()}
+
+
+def _rule(rule: Rule) -> dict[str, Any]:
+    """Return a rule for machines; an open end of a condition is null."""
+    return {
+        "conditions": [
+            {"feature": each.feature, "above": each.low, "at_most": each.high} for each in rule.conditions
+        ],
+        "answer": rule.answer,
+        "value": rule.value,
+        "share_of_scenarios": rule.share,
+        "text": rule.text,
+    }

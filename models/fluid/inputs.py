@@ -1,0 +1,73 @@
+"""What the fluid estimate is told of an engine and of a workload."""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+import numpy as np
+from numpy.typing import NDArray
+
+from capplan.compile import jit
+
+
+class Gpu(NamedTuple):
+    """The engine, as the estimate sees it."""
+
+    form: int
+    k: NDArray[np.float64]
+    """Step-latency model: its number and coefficients."""
+    a_max: float
+    s_max: float
+    max_num_seqs: float
+    kv_requests: float
+    """Requests that the KV cache holds at once."""
+    token_budget: float
+    """Most tokens in a step."""
+    load_s: float
+    """Seconds that an adapter takes to a slot."""
+    max_waiting: float
+    """Requests that the front end holds."""
+
+
+class Load(NamedTuple):
+    """The workload, as the estimate sees it."""
+
+    rates_rps: NDArray[np.float64]
+    """Distinct rates, ascending, shape (n,)."""
+    counts: NDArray[np.float64]
+    """Adapters with each rate, shape (n,)."""
+    prompt: float
+    output: float
+    """Mean lengths in tokens."""
+    held: float
+    """KV tokens that a decoding request holds, on average."""
+    output_cv: float
+    mean_rank: float
+    max_rank: float
+
+
+@jit
+def total_rps(load: Load) -> float:
+    """Return the requests per second of all adapters."""
+    total = 0.0
+    for i in range(load.rates_rps.size):
+        total += load.counts[i] * load.rates_rps[i]
+    return total
+
+
+@jit
+def adapter_count(load: Load) -> float:
+    """Return how many adapters there are."""
+    total = 0.0
+    for i in range(load.counts.size):
+        total += load.counts[i]
+    return total
+
+
+@jit
+def running_adapters(load: Load, life_s: float) -> float:
+    """Return how many adapters have a request within a request's life."""
+    total = 0.0
+    for i in range(load.rates_rps.size):
+        total -= load.counts[i] * np.expm1(-load.rates_rps[i] * life_s)
+    return total

@@ -1,0 +1,126 @@
+"""A scenario is answered by itself: by its design, seed and number, whoever else is asked."""
+
+from __future__ import annotations
+
+import dataclasses
+import math
+
+import numpy as np
+import pytest
+
+from capplan import load_profile, simulate
+from capplan.errors import InfeasibleError
+from capplan.models.surrogates.features import FEATURES, feature_of
+from capplan.models.surrogates.table import LATENCIES, OUTCOMES
+from capplan.twin.dataset import DESIGNS, Sample, draw
+from capplan.twin.dataset.answers import NoRow, Row, answer_sample, answer_span, simulation_seed
+from capplan.twin.simulate import Settings
+from tests.twin.examples import profile, workload
+
+SHIPPED = load_profile("h100-64g/llama-3.1-8b/vllm-0.8.5")
+DURATION_S = 20.0
+
+
+def sample(rate_rps: float = 0.5, a_max: int = 2) -> Sample:
+    return Sample(7, workload(rate_rps=rate_rps), Settings(a_max=a_max, s_max=8, max_model_len=512) | ENGINE)
+
+
+ENGINE = Settings(  # type: ignore[typeddict-item]
+    max_num_seqs=8, max_num_batched_tokens=512, gpu_memory_utilization=0.9
+)
+
+
+def told(answers: list[Row | NoRow]) -> list[object]:
+    """Return what can be compared; NaN is not equal to itself, but its text is."""
+    return [
+        each
+        if isinstance(each, NoRow)
+        else (each.number, each.group, each.features.tobytes(), str(each.outcomes))
+        for each in answers
+    ]
+
+
+@pytest.mark.parametrize("design", DESIGNS)
+def test_an_answer_depends_on_its_number_and_on_no_neighbour(design: str) -> None:
+    together = answer_span(design, SHIPPED, 3, DURATION_S, 5, 17)
+    alone = [answer_span(design, SHIPPED, 3, DURATION_S, n, n + 1)[0] for n in range(5, 17)]
+    assert told(together) == told(alone)
+    assert [row.number for row in together if isinstance(row, Row)] == [
+        number for number, row in enumerate(together, start=5) if isinstance(row, Row)
+    ]
+
+
+@pytest.mark.parametrize("design", DESIGNS)
+def test_another_seed_asks_and_answers_otherwise(design: str) -> None:
+    one, two = (answer_span(design, SHIPPED, seed, DURATION_S, 0, 6) for seed in (0, 1))
+    assert all(a != b for a, b in zip(told(one), told(two), strict=True) if not isinstance(a, NoRow))
+
+
+@pytest.mark.parametrize("design", DESIGNS)
+def test_a_row_is_what_the_twin_answers(design: str) -> None:
+    asked = draw(design, SHIPPED, 1, 0, 12)
+    answered = answer_span(design, SHIPPED, 1, DURATION_S, 0, 12)
+    rows = [(each, row) for each, row in zip(asked, answered, strict=True) if isinstance(row, Row)]
+    assert rows
+    for each, row in rows:
+        settings: Settings = {
+            **each.settings,
+            "duration_s": DURATION_S,
+            "seed": simulation_seed(1, row.number),
+        }
+        result = simulate(each.workload, SHIPPED, **settings)
+        named = dict(zip(OUTCOMES, row.outcomes, strict=True))
+        same = set(OUTCOMES) - {"offered_drawn_tok_s", "step_ms_mean"}
+        expected = {name: float(getattr(result, name)) for name in same}
+        assert str({name: named[name] for name in sorted(same)}) == str(dict(sorted(expected.items())))
+        assert named["offered_drawn_tok_s"] == result.offered_tok_s > 0
+        busy_s = named["step_ms_mean"] / 1e3 * result.steps
+        assert busy_s == pytest.approx(result.busy_fraction * DURATION_S)
+        assert row.features.shape == (len(FEATURES),)
+        assert row.features.dtype == np.float32
+        assert feature_of(row.features, "a_max") == each.settings["a_max"]
+        assert all(math.isfinite(named[name]) for name in set(OUTCOMES) - set(LATENCIES))
+
+
+def test_designs_share_no_group() -> None:
+    spans = [answer_span(design, SHIPPED, 0, 5.0, 0, 40) for design in DESIGNS]
+    groups = [{row.group for row in span if isinstance(row, Row)} for span in spans]
+    assert sum(map(len, groups)) == len(set().union(*groups))
+
+
+def test_near_twins_keep_one_group() -> None:
+    for design in DESIGNS:
+        drawn = draw(design, SHIPPED, 0, 0, 40)
+        rows = [row for row in answer_span(design, SHIPPED, 0, 5.0, 0, 40) if isinstance(row, Row)]
+        pairs = {(drawn[row.number].group, row.group) for row in rows}
+        assert len(pairs) == len({ours for ours, _ in pairs}) == len({theirs for _, theirs in pairs})
+
+
+def test_what_does_not_fit_or_is_never_asked_has_no_row() -> None:
+    engine = profile()
+    assert isinstance(answer_sample(sample(), engine, "paper-grid", 0, 30.0, 0), Row)
+    refused = answer_sample(sample(a_max=4000), engine, "paper-grid", 0, 30.0, 0)
+    assert refused is NoRow.REFUSED_FOR_MEMORY
+    silent = answer_sample(sample(rate_rps=0.0), engine, "paper-grid", 0, 30.0, 0)
+    assert silent is NoRow.WITHOUT_REQUESTS
+
+
+def test_another_reason_than_memory_is_no_answer(monkeypatch: pytest.MonkeyPatch) -> None:
+    def starve(*_: object, **__: object) -> None:
+        raise InfeasibleError("starves", "starvation")
+
+    monkeypatch.setattr("capplan.twin.dataset.answers.simulate", starve)
+    with pytest.raises(InfeasibleError, match="starves"):
+        answer_sample(sample(), profile(), "paper-grid", 0, 30.0, 0)
+
+
+def test_seeds_of_simulations_differ_and_are_seeds() -> None:
+    seeds = {simulation_seed(seed, number) for seed in (0, 1, 2**40) for number in range(500)}
+    assert len(seeds) == 1500
+    assert all(0 <= seed < 2**63 for seed in seeds)
+
+
+def test_a_row_cannot_be_changed() -> None:
+    row = answer_sample(sample(), profile(), "paper-grid", 0, 30.0, 0)
+    with pytest.raises(dataclasses.FrozenInstanceError):
+        row.number = 1  # type: ignore[misc,union-attr]

@@ -1,0 +1,271 @@
+"""Datasets in folders: generated in parallel, continued after a kill, the same bytes for the same question.
+
+What is asked is written first, then shards of a fixed number of scenarios in order, and last a list of them.
+Every shard carries a digest of its question and of its rows, so that whoever continues trusts a file for what
+it holds, and makes any other again.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import os
+from collections.abc import Sequence
+from contextlib import closing
+from dataclasses import asdict, dataclass
+from io import BytesIO
+from itertools import islice
+from pathlib import Path
+from typing import Final
+
+import numpy as np
+import pyarrow as pa
+import pyarrow.parquet as pq
+
+import capplan
+from capplan.errors import InputError
+from capplan.models.surrogates.features import FEATURES
+from capplan.models.surrogates.files import profile_digest
+from capplan.models.surrogates.manifest import MANIFEST, Answered, Asked, Manifest, Shard, read_manifest
+from capplan.models.surrogates.table import OUTCOMES, content_digest, require_columns, schema
+from capplan.spec import Profile, write_bytes_atomic, write_text_atomic
+from capplan.spec.files import reason
+from capplan.twin.dataset.answers import NoRow, Row
+from capplan.twin.dataset.asking import Span, answers_to, parts_of
+from capplan.twin.dataset.designs import DESIGNS
+from capplan.twin.ray_pool import imported_ray
+from capplan.twin.sweep import OnProgress
+
+SCENARIOS_PER_SHARD: Final = 128
+
+_KEY: Final = b"capplan.shard"
+_TEMPORARY: Final = (".part-*.parquet.*.tmp", f".{MANIFEST}.*.tmp")
+
+
+@dataclass(frozen=True)
+class _Label:
+    """What a shard says of itself, in the metadata of its file."""
+
+    asked: str
+    """Digest of the question."""
+    start: int
+    stop: int
+    refused_for_memory: int
+    without_requests: int
+    content: str
+    """Digest of the rows."""
+
+    @property
+    def rows(self) -> int:
+        return self.stop - self.start - self.refused_for_memory - self.without_requests
+
+
+def generate_dataset(
+    folder: str | os.PathLike[str],
+    profile: Profile,
+    *,
+    design: str,
+    scenarios: int,
+    seed: int = 0,
+    duration_s: float = 3600.0,
+    workers: int | None = None,
+    ray_address: str | None = None,
+    progress: OnProgress | None = None,
+) -> Manifest:
+    """Have the twin answer scenarios of one GPU, and write features and answers into a folder.
+
+    A folder that an interrupted call left is continued, a finished one is checked and repaired, and one with
+    fewer scenarios is extended. One call at a time.
+
+    Parameters
+    ----------
+    folder
+        A new or empty one, or one that was made for the same question.
+    profile
+        Whose twin answers.
+    design
+        One of `capplan.twin.dataset.designs.DESIGNS`.
+    scenarios
+        How many to draw; those that the memory model refuses and those without a request have no row.
+    seed
+        Same seed, same bytes.
+    duration_s
+        Horizon of each simulation.
+    workers, ray_address
+        As for `capplan.twin.sweep.in_parallel`.
+    progress
+        Called with the scenarios done, those of shards found in the folder included, and all of them.
+
+    Raises
+    ------
+    InputError
+        For a bad argument, a folder that holds anything else, or data that was asked otherwise.
+    """
+    if design not in DESIGNS:
+        raise InputError(f"must be one of {', '.join(DESIGNS)}", design, "design")
+    for name, value, least in (
+        ("scenarios", scenarios, 1),
+        ("seed", seed, 0),
+        ("workers", 1 if workers is None else workers, 1),
+    ):
+        if isinstance(value, bool) or not isinstance(value, int) or value < least:
+            raise InputError(f"must be a whole number >= {least}", value, name)
+    if not 0 < duration_s < np.inf:
+        raise InputError("must be a finite number > 0", duration_s, "duration_s")
+    if ray_address is not None:
+        imported_ray()  # says that it is missing before anything is written
+    asked = Asked(
+        design=design,
+        seed=seed,
+        scenarios=scenarios,
+        duration_s=float(duration_s),
+        profile=profile.name,
+        profile_digest=profile_digest(profile),
+        features=FEATURES,
+        capplan=capplan.__version__,
+    )
+    target = Path(folder)
+    _open(target, asked)
+    missing = [span for span in _shards(asked) if not _is_there(_path(target, span), asked, span)]
+    done = scenarios - sum(stop - start for start, stop in missing)
+    if progress is not None:
+        progress(done, scenarios)
+    with closing(answers_to(missing, profile, asked, workers, ray_address)) as answered:
+        for span in missing:
+            rows: list[Row | NoRow] = []
+            for part in islice(answered, len(parts_of(span))):
+                rows += part
+                done += len(part)
+                if progress is not None:
+                    progress(done, scenarios)
+            write_bytes_atomic(_path(target, span), shard_bytes(rows, asked, span))
+    return _close(target, asked)
+
+
+def shard_bytes(answers: Sequence[Row | NoRow], asked: Asked, span: Span) -> bytes:
+    """Return the file of the answers to the scenarios of a span."""
+    rows = [answer for answer in answers if isinstance(answer, Row)]
+    features = np.array([row.features for row in rows], np.float32).reshape(len(rows), len(FEATURES))
+    outcomes = np.array([row.outcomes for row in rows], np.float64).reshape(len(rows), len(OUTCOMES))
+    columns = [
+        pa.array([row.number for row in rows], pa.int64()),
+        pa.array([row.group for row in rows], pa.int64()),
+        pa.array([asked.design] * len(rows), pa.string()),
+        *(pa.array(column) for column in (*features.T, *outcomes.T)),
+    ]
+    table = pa.table(columns, schema=schema())
+    label = _Label(
+        asked=_question(asked),
+        start=span[0],
+        stop=span[1],
+        refused_for_memory=answers.count(NoRow.REFUSED_FOR_MEMORY),
+        without_requests=answers.count(NoRow.WITHOUT_REQUESTS),
+        content=content_digest(table),
+    )
+    return _encoded(table, label)
+
+
+def _encoded(table: pa.Table, label: _Label) -> bytes:
+    buffer = BytesIO()
+    labelled = table.replace_schema_metadata({_KEY: json.dumps(asdict(label)).encode()})
+    pq.write_table(labelled, buffer, compression="zstd", use_dictionary=["design"])
+    return buffer.getvalue()
+
+
+def _open(folder: Path, asked: Asked) -> None:
+    """Make the folder ready for this question: it says what is asked, and holds no half-written file.
+
+    Raises
+    ------
+    InputError
+        When it is not ours, was asked something else, or cannot be written.
+    """
+    try:
+        folder.mkdir(exist_ok=True)
+        for path in [path for pattern in _TEMPORARY for path in folder.glob(pattern)]:
+            path.unlink()
+        is_empty = next(folder.iterdir(), None) is None
+    except (OSError, ValueError) as error:  # ValueError: a null byte in the path
+        raise InputError(f"cannot be written: {reason(error)}", location=str(folder)) from None
+    found = read_manifest(folder)
+    if found is None and not is_empty:
+        raise InputError(f"holds files but no {MANIFEST}; give a new or empty folder", location=str(folder))
+    if found is not None:
+        _require_same(found.asked, asked, str(folder / MANIFEST))
+    if found is None or found.asked != asked:
+        write_text_atomic(folder / MANIFEST, Manifest(asked=asked).to_json())
+
+
+def _require_same(then: Asked, now: Asked, location: str) -> None:
+    """Check that a question is the one a folder was made for, or asks it for more scenarios."""
+    for name in Asked.model_fields:
+        before, wanted = getattr(then, name), getattr(now, name)
+        if name == "features" and before != wanted:
+            raise InputError("features are not those of this version; give a new folder", location=location)
+        if name == "scenarios" and wanted < before:
+            raise InputError(f"scenarios is {before} there, and cannot fall", wanted, location)
+        if name != "scenarios" and before != wanted:
+            raise InputError(f"{name} is {before!r} there; give the same, or a new folder", wanted, location)
+
+
+def _close(folder: Path, asked: Asked) -> Manifest:
+    """List the shards of a complete folder."""
+    labels, shards = [], []
+    for span in _shards(asked):
+        path = _path(folder, span)
+        found = _read(path, asked, span)
+        if found is None:
+            raise InputError("was changed while the dataset was generated", location=str(path))
+        digest = hashlib.sha256(_encoded(*found)).hexdigest()
+        labels.append(found[1])
+        shards.append(Shard(file=path.name, rows=found[1].rows, sha256=digest))
+    manifest = Manifest(
+        asked=asked,
+        answered=Answered(
+            rows=sum(shard.rows for shard in shards),
+            refused_for_memory=sum(label.refused_for_memory for label in labels),
+            without_requests=sum(label.without_requests for label in labels),
+            shards=tuple(shards),
+        ),
+    )
+    if read_manifest(folder) != manifest:
+        write_text_atomic(folder / MANIFEST, manifest.to_json())
+    return manifest
+
+
+def _is_there(path: Path, asked: Asked, span: Span) -> bool:
+    """Tell whether a shard is there; one with all its rows, but in other bytes, is put right."""
+    found = _read(path, asked, span)
+    if found is None:
+        return False
+    right = _encoded(*found)
+    if path.read_bytes() != right:
+        write_bytes_atomic(path, right)
+    return True
+
+
+def _read(path: Path, asked: Asked, span: Span) -> tuple[pa.Table, _Label] | None:
+    """Return a shard and what it says of itself, if that is true and answers this question; None if not."""
+    try:
+        table = pq.read_table(pa.BufferReader(path.read_bytes()), use_threads=False)
+        label = _Label(**json.loads((table.schema.metadata or {})[_KEY]))
+        require_columns(table, str(path))
+        is_true = (label.asked, label.start, label.stop) == (_question(asked), *span)
+        is_true &= len(table) == label.rows and label.content == content_digest(table)
+    except (OSError, pa.ArrowException, KeyError, TypeError, ValueError):  # InputError is a ValueError
+        return None
+    return (table, label) if is_true else None
+
+
+def _question(asked: Asked) -> str:
+    """Return a digest of all that the rows of a scenario follow from; how many there are is no part of it."""
+    return hashlib.sha256(asked.model_dump_json(exclude={"scenarios"}).encode()).hexdigest()
+
+
+def _shards(asked: Asked) -> list[Span]:
+    starts = range(0, asked.scenarios, SCENARIOS_PER_SHARD)
+    return [(start, min(start + SCENARIOS_PER_SHARD, asked.scenarios)) for start in starts]
+
+
+def _path(folder: Path, span: Span) -> Path:
+    return folder / f"part-{span[0] // SCENARIOS_PER_SHARD:05d}.parquet"
