@@ -11,7 +11,7 @@ from capplan.cli.inputs import AsJson
 from capplan.cli.progress import announce_compilation, progress_bars
 
 if TYPE_CHECKING:
-    from capplan.models.surrogates.manifest import Answered, Manifest
+    from capplan.models.learning.manifest import Answered, Manifest
 
 dataset = typer.Typer(no_args_is_help=True, help="Make training data for surrogates.")
 

@@ -39,8 +39,8 @@ def train(
     import json
 
     from capplan.datasets import load_profile, surrogate_path
+    from capplan.models.learning.train import train_surrogate
     from capplan.models.surrogates.files import surrogate_bytes
-    from capplan.models.surrogates.train import train_surrogate
     from capplan.spec import write_bytes_atomic
     from capplan.twin.dataset.old import generate_dataset
 

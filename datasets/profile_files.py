@@ -37,7 +37,8 @@ def surrogate_path(profile_name: str, kind: str) -> Path:
         raise InputError(
             "must be words of letters, digits, . _ - between slashes", profile_name, "profile: name"
         )
-    return _SURROGATES / f"{profile_name}.{kind}.npz"
+    ending = "json" if kind == "tree" else "npz"
+    return _SURROGATES / f"{profile_name}.{kind}.{ending}"
 
 
 def load_profile(name_or_path: str | os.PathLike[str]) -> Profile:

@@ -10,10 +10,10 @@ from __future__ import annotations
 import numpy as np
 from numpy.typing import NDArray
 
+from capplan.models.fluid import Gpu, Load, batch_limit, fluid
 from capplan.models.loading import gpu_load_ms
 from capplan.models.memory import kv_tokens
 from capplan.models.step_latency import coefficient_array, latency_code
-from capplan.models.fluid import Gpu, Load, batch_limit, fluid
 from capplan.spec import Arrivals, Profile, Workload
 
 FEATURES = (
@@ -167,6 +167,25 @@ def feature_vector(
         ],
         np.float32,
     )
+
+
+def untrained(workload: Workload, profile: Profile) -> str | None:
+    """Return what of a workload no surrogate was trained on, in words; None if there is nothing."""
+    arrivals = workload.arrivals
+    process = arrivals if isinstance(arrivals, Arrivals) else getattr(arrivals, "process", "")
+    if workload.trace is not None:
+        return "a recorded trace"
+    if process not in ("poisson", "gamma") or getattr(arrivals, "modulation", None) is not None:
+        return "arrivals other than poisson and gamma"
+    if workload.stickiness is not None:
+        return "stickiness"
+    if workload.length_pairs is not None:
+        return "lengths in pairs"
+    if any(a.prompt_tokens or a.output_tokens for a in workload.adapters):
+        return "adapters with lengths of their own"
+    if workload.shared_prefix_tokens and profile.engine.prefix_caching is not False:
+        return "shared prefixes"
+    return None
 
 
 def arrivals_cv(workload: Workload) -> float:

@@ -45,6 +45,19 @@ def forest_answer(forest: Forest, x: NDArray[np.float32]) -> float:
     return total / forest.roots.size
 
 
+def forest_answers(forest: Forest, features: NDArray[np.float32]) -> NDArray[np.float64]:
+    """Return the forest's answers to many feature vectors, shape (n, features); the result has shape (n,)."""
+    answers = np.empty(len(features))
+    _answer_all(forest, np.ascontiguousarray(features, np.float32), answers)
+    return answers
+
+
+@jit
+def _answer_all(forest: Forest, features: NDArray[np.float32], answers: NDArray[np.float64]) -> None:
+    for row in range(answers.size):
+        answers[row] = forest_answer(forest, features[row])
+
+
 def flatten_forest(model: RandomForestRegressor | RandomForestClassifier) -> Forest:
     """Return a fitted scikit-learn forest as flat arrays; a classifier answers the second class's share.
 

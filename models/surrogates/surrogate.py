@@ -7,16 +7,19 @@ from dataclasses import dataclass
 import numpy as np
 from numpy.typing import NDArray
 
-from capplan.models.surrogates.features import expected_tok_s, feature_vector
-from capplan.models.surrogates.forest import Forest, forest_answer
+from capplan.models.surrogates.features import feature_vector, untrained
+from capplan.models.surrogates.heads import Head
+from capplan.models.surrogates.tree import Tree
+from capplan.models.surrogates.uncertainty import Calibration, Domain, Intervals
 from capplan.spec import Profile, Workload
 
 
 @dataclass(frozen=True)
 class SurrogateAnswer:
-    """What a surrogate says of one GPU."""
+    """What a surrogate says of one GPU over an hour."""
 
     throughput_tok_s: float
+    """Input and output tokens of completed requests per second."""
     low_tok_s: float
     """5 % of twin runs lie below."""
     high_tok_s: float
@@ -24,36 +27,57 @@ class SurrogateAnswer:
     starvation_probability: float
     starved: bool
     in_range: bool
-    """Whether every feature lies within the range of the training data; if not, ask the twin."""
+    """Whether the scenario is like those of the training data; if not, ask the twin."""
+    novelty: float
+    """Distance from the middle of the training data, over that of its farthest scenario."""
+
+
+@dataclass(frozen=True)
+class Answers:
+    """The same of many feature vectors; every array has shape (n,)."""
+
+    throughput_tok_s: NDArray[np.float64]
+    low_tok_s: NDArray[np.float64]
+    high_tok_s: NDArray[np.float64]
+    starvation_probability: NDArray[np.float64]
+    in_range: NDArray[np.bool_]
+    novelty: NDArray[np.float64]
 
 
 @dataclass(frozen=True)
 class Surrogate:
-    """Two forests for one profile.
+    """What was learned from the twin of one profile.
 
     Attributes
     ----------
     profile
-        The profile whose twin they were trained on.
-    throughput
-        Answers the natural logarithm of throughput over the load that the mean field expects to be carried.
-    starvation
-        Answers the probability that the served fraction is below 0.9.
-    low, high
-        Smallest and largest training value of every feature, shape (features,).
-    interval
-        5 % and 95 % quantiles of the logarithmic error on training scenarios that a tree had not seen.
+        The profile whose twin it was trained on.
+    kind
+        ``best``, ``forest`` or ``tree``.
+    throughput, starvation
+        The trees that answer.
+    calibration
+        From scores of starvation to probabilities.
+    intervals
+        Around throughput.
+    domain
+        Where the training data lies.
     report
         How it was trained and how well it does.
+    throughput_tree, starvation_tree
+        Of the kind ``tree``: the same answers as rules (`capplan.models.surrogates.codegen` compiles them).
     """
 
     profile: Profile
-    throughput: Forest
-    starvation: Forest
-    low: NDArray[np.float32]
-    high: NDArray[np.float32]
-    interval: tuple[float, float]
+    kind: str
+    throughput: Head
+    starvation: Head
+    calibration: Calibration
+    intervals: Intervals
+    domain: Domain
     report: dict[str, object]
+    throughput_tree: Tree | None = None
+    starvation_tree: Tree | None = None
 
     def predict(
         self,
@@ -65,7 +89,10 @@ class Surrogate:
         max_num_batched_tokens: int = 2048,
         gpu_memory_utilization: float = 0.9,
     ) -> SurrogateAnswer:
-        """Answer for one GPU that serves all of `workload`; parameters as in `capplan.simulate`."""
+        """Answer for one GPU that serves all of `workload`; parameters as in `capplan.simulate`.
+
+        The answer is about an hour behind a front end that holds at most 25,000 requests.
+        """
         features = feature_vector(
             workload,
             self.profile,
@@ -75,18 +102,31 @@ class Surrogate:
             max_num_batched_tokens=max_num_batched_tokens,
             gpu_memory_utilization=gpu_memory_utilization,
         )
-        return self.answer(features)
+        return self.answer(features, is_known=not untrained(workload, self.profile))
 
-    def answer(self, features: NDArray[np.float32]) -> SurrogateAnswer:
-        """Answer for a feature vector in the order of `FEATURES`."""
-        expected = float(expected_tok_s(features))
-        share = forest_answer(self.throughput, features)
-        probability = float(forest_answer(self.starvation, features))
+    def answer(self, features: NDArray[np.float32], *, is_known: bool = True) -> SurrogateAnswer:
+        """Answer for a feature vector in the order of `FEATURES`; `is_known`: a kind that was trained on."""
+        answers = self.answers(features[None, :])
+        probability = float(answers.starvation_probability[0])
         return SurrogateAnswer(
-            throughput_tok_s=expected * float(np.exp(share)),
-            low_tok_s=expected * float(np.exp(share + self.interval[0])),
-            high_tok_s=expected * float(np.exp(share + self.interval[1])),
+            throughput_tok_s=float(answers.throughput_tok_s[0]),
+            low_tok_s=float(answers.low_tok_s[0]),
+            high_tok_s=float(answers.high_tok_s[0]),
             starvation_probability=probability,
             starved=probability >= 0.5,
-            in_range=bool(np.all((features >= self.low) & (features <= self.high))),
+            in_range=is_known and bool(answers.in_range[0]),
+            novelty=float(answers.novelty[0]),
+        )
+
+    def answers(self, features: NDArray[np.float32]) -> Answers:
+        """Answer for many feature vectors, shape (n, features)."""
+        throughput = self.throughput.answers(features)
+        low, high = self.intervals.around(features, throughput)
+        return Answers(
+            throughput_tok_s=throughput,
+            low_tok_s=low,
+            high_tok_s=high,
+            starvation_probability=self.calibration.probability(self.starvation.answers(features)),
+            in_range=self.domain.contains(features),
+            novelty=self.domain.novelty(features),
         )

@@ -16,7 +16,7 @@ import pytest
 import typer
 
 from capplan.cli.dataset import dataset
-from capplan.models.surrogates.table import read_tables
+from capplan.models.learning.table import read_tables
 from tests.cli.conftest import ROOT, Process, Run, command, environment, error_line
 from tests.cli.examples import profile_document
 

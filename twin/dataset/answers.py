@@ -10,8 +10,8 @@ import numpy as np
 from numpy.typing import NDArray
 
 from capplan.errors import InfeasibleError
+from capplan.models.learning.table import OUTCOMES
 from capplan.models.surrogates.features import feature_vector
-from capplan.models.surrogates.table import OUTCOMES
 from capplan.spec import Profile
 from capplan.twin.dataset.designs import DESIGNS, Sample, draw
 from capplan.twin.result import SimulationResult
@@ -38,7 +38,7 @@ class Row:
     features: NDArray[np.float32]
     """Shape (features,), in the order of `capplan.models.surrogates.features.FEATURES`."""
     outcomes: tuple[float, ...]
-    """In the order of `capplan.models.surrogates.table.OUTCOMES`."""
+    """In the order of `capplan.models.learning.table.OUTCOMES`."""
 
 
 def answer_span(

@@ -10,7 +10,7 @@ from collections.abc import Generator, Iterator, Sequence
 from functools import partial
 from typing import Final
 
-from capplan.models.surrogates.manifest import Asked
+from capplan.models.learning.manifest import Asked
 from capplan.spec import Profile
 from capplan.twin.dataset.answers import NoRow, Row, answer_span
 from capplan.twin.sweep import cores, in_parallel

@@ -24,10 +24,10 @@ import pyarrow.parquet as pq
 
 import capplan
 from capplan.errors import InputError
+from capplan.models.learning.manifest import MANIFEST, Answered, Asked, Manifest, Shard, read_manifest
+from capplan.models.learning.table import OUTCOMES, content_digest, require_columns, schema
+from capplan.models.surrogates.documents import profile_digest
 from capplan.models.surrogates.features import FEATURES
-from capplan.models.surrogates.files import profile_digest
-from capplan.models.surrogates.manifest import MANIFEST, Answered, Asked, Manifest, Shard, read_manifest
-from capplan.models.surrogates.table import OUTCOMES, content_digest, require_columns, schema
 from capplan.spec import Profile, write_bytes_atomic, write_text_atomic
 from capplan.spec.files import reason
 from capplan.twin.dataset.answers import NoRow, Row

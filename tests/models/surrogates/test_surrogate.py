@@ -9,9 +9,9 @@ import pytest
 
 from capplan import errors, load_surrogate
 from capplan.models import Surrogate
+from capplan.models.learning.train import train_surrogate
 from capplan.models.surrogates.features import FEATURES, feature_vector
 from capplan.models.surrogates.files import profile_digest, read_surrogate, surrogate_bytes
-from capplan.models.surrogates.train import train_surrogate
 from capplan.spec import Lengths
 from tests.twin.examples import profile, workload
 

@@ -10,8 +10,8 @@ import pytest
 
 from capplan import load_profile, simulate
 from capplan.errors import InfeasibleError
+from capplan.models.learning.table import LATENCIES, OUTCOMES
 from capplan.models.surrogates.features import FEATURES, feature_of
-from capplan.models.surrogates.table import LATENCIES, OUTCOMES
 from capplan.twin.dataset import DESIGNS, Sample, draw
 from capplan.twin.dataset.answers import NoRow, Row, answer_sample, answer_span, simulation_seed
 from capplan.twin.simulate import Settings

@@ -15,8 +15,8 @@ import pytest
 
 from capplan import load_profile
 from capplan.errors import InputError
-from capplan.models.surrogates.manifest import MANIFEST, Manifest
-from capplan.models.surrogates.table import read_tables, schema
+from capplan.models.learning.manifest import MANIFEST, Manifest
+from capplan.models.learning.table import read_tables, schema
 from capplan.spec import Profile
 from capplan.twin.dataset import generate_dataset, shards
 from capplan.twin.dataset.answers import NoRow

@@ -16,7 +16,7 @@ from typing import Final, NamedTuple
 import numpy as np
 from numpy.typing import NDArray
 
-from capplan.models.surrogates.cuts import Cuts
+from capplan.models.learning.cuts import Cuts
 
 _GAIN: Final = 1e-9  # of the whole loss: less is rounding
 

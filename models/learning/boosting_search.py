@@ -11,10 +11,10 @@ import optuna
 from optuna.distributions import distribution_to_json
 from optuna.trial import FrozenTrial, TrialState
 
-from capplan.models.surrogates.candidates import Candidate
-from capplan.models.surrogates.scores import answer_loss
-from capplan.models.surrogates.study_files import quiet_storage
-from capplan.models.surrogates.trials import Problem, Trial
+from capplan.models.learning.candidates import Candidate
+from capplan.models.learning.scores import answer_loss
+from capplan.models.learning.study_files import quiet_storage
+from capplan.models.learning.trials import Problem, Trial
 
 _UNPRUNED: Final = 5
 """Trials that run through all folds before any is compared with them."""

@@ -19,8 +19,8 @@ import pyarrow.parquet as pq
 from numpy.typing import NDArray
 
 from capplan.errors import InputError
+from capplan.models.learning.manifest import MANIFEST, Asked, Shard, read_manifest
 from capplan.models.surrogates.features import FEATURES, feature_of
-from capplan.models.surrogates.manifest import MANIFEST, Asked, Shard, read_manifest
 from capplan.spec import STARVED_BELOW
 from capplan.spec.files import reason
 

@@ -16,10 +16,10 @@ from typing import Final, TypeAlias
 import numpy as np
 from numpy.typing import NDArray
 
-from capplan.models.surrogates.grow import Node, count, grow, smaller
-from capplan.models.surrogates.lessons import Floats, Lesson, starvation_lesson, throughput_lesson
-from capplan.models.surrogates.planting import planted
-from capplan.models.surrogates.splits import Split, grouped_folds
+from capplan.models.learning.grow import Node, count, grow, smaller
+from capplan.models.learning.lessons import Floats, Lesson, starvation_lesson, throughput_lesson
+from capplan.models.learning.planting import planted
+from capplan.models.learning.splits import Split, grouped_folds
 from capplan.models.surrogates.tree import Tree
 
 Features: TypeAlias = NDArray[np.float32]

@@ -4,7 +4,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from capplan.errors import InputError
-from capplan.models.surrogates.splits import grouped_folds, grouped_holdout
+from capplan.models.learning.splits import grouped_folds, grouped_holdout
 
 
 @st.composite

@@ -5,8 +5,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from capplan.models.surrogates.cuts import coded, cut, short_between
-from capplan.models.surrogates.grow import Leaf, Node, Task, cost, count, grow, improve, smaller
+from capplan.models.learning.cuts import coded, cut, short_between
+from capplan.models.learning.grow import Leaf, Node, Task, cost, count, grow, improve, smaller
 
 COLUMN = st.lists(st.floats(width=32, allow_nan=False, allow_infinity=False), min_size=2, max_size=60)
 

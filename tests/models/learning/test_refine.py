@@ -2,9 +2,9 @@ import numpy as np
 import pytest
 
 from capplan.models.calibrate import smape
+from capplan.models.learning.lessons import starvation_lesson, throughput_lesson
+from capplan.models.learning.refine import Refinement, refine_starvation, refine_throughput
 from capplan.models.surrogates.features import FEATURES, expected_tok_s
-from capplan.models.surrogates.lessons import starvation_lesson, throughput_lesson
-from capplan.models.surrogates.refine import Refinement, refine_starvation, refine_throughput
 from capplan.models.surrogates.tree import LOG_OVER_EXPECTED, LOG_TOK_S, PROBABILITY
 
 ROWS = 500

@@ -9,7 +9,7 @@ from numpy.typing import NDArray
 from sklearn.metrics import f1_score, log_loss
 
 from capplan.models.calibrate import smape
-from capplan.models.surrogates.grids import Task
+from capplan.models.learning.grids import Task
 
 
 def answer_of(estimator: Any, features: NDArray[np.float32]) -> NDArray[np.float64]:

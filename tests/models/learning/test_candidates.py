@@ -8,8 +8,8 @@ from sklearn.tree import DecisionTreeRegressor
 from sklearn.utils.estimator_checks import check_estimator
 
 from capplan.errors import InputError
-from capplan.models.surrogates.boosted import flatten_boosted, probability_of
-from capplan.models.surrogates.candidates import (
+from capplan.models.learning.boosted import flatten_boosted, probability_of
+from capplan.models.learning.candidates import (
     FAMILIES,
     PAPER_FEATURES,
     Options,
@@ -17,15 +17,15 @@ from capplan.models.surrogates.candidates import (
     candidate,
     learner_of,
 )
-from capplan.models.surrogates.features import FEATURES, expected_tok_s
-from capplan.models.surrogates.forest import forest_answer
-from capplan.models.surrogates.grids import boosting_space, forest_grid, knn_grid, subset, svm_grid, whole
-from capplan.models.surrogates.monotone import (
+from capplan.models.learning.grids import boosting_space, forest_grid, knn_grid, subset, svm_grid, whole
+from capplan.models.learning.monotone import (
     EXPECTED_RATIO_SIGNS,
     SERVED_SHARE_SIGNS,
     STARVATION_SIGNS,
     signs,
 )
+from capplan.models.surrogates.features import FEATURES, expected_tok_s
+from capplan.models.surrogates.forest import forest_answer
 from tests.models.surrogates.scenarios import scenarios
 
 TASKS = ("throughput", "starvation")

@@ -17,9 +17,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from capplan.errors import InputError
-from capplan.models.surrogates.features import FEATURES, feature_of
-from capplan.models.surrogates.manifest import MANIFEST, Answered, Asked, Manifest, Shard
-from capplan.models.surrogates.table import (
+from capplan.models.learning.manifest import MANIFEST, Answered, Asked, Manifest, Shard
+from capplan.models.learning.table import (
     LATENCIES,
     MIN_ROWS,
     OUTCOMES,
@@ -28,6 +27,7 @@ from capplan.models.surrogates.table import (
     schema,
     training_table,
 )
+from capplan.models.surrogates.features import FEATURES, feature_of
 from capplan.spec import STARVED_BELOW
 
 ASKED = Asked(

@@ -4,15 +4,15 @@ Derived features carry most of an effect: a higher load also raises `load_over_c
 So signs stand on them, each in the direction in which its cause moves it:
 
 - **More load never un-starves.** All rates times a factor above 1 raise the rates, what is in flight and what
-  it takes (steps, lives, waits), and lower the shares that are served.
+  waits for slots, and lower the shares that are served.
 - **More KV never hurts.** More GPU memory raises what fits and the share that is served, and lowers
   `load_over_capacity` and `batch_over_limit`.
 
 What is guaranteed of a model with these signs: of two vectors that differ in signed features only, each in
 its direction, the second is not answered better (or not worse). Of two *workloads* it follows as far as the
-fluid estimate moves its features so. Some it may move the other way: in a larger batch it counts more active
-adapters and longer steps, although more KV lets more be served; a saturated engine loads fewer adapters per
-second. Nothing is promised of an adapter added or taken away: it moves means and spreads in either direction.
+fluid estimate moves its features so. Some it may move the other way: where slots bind, more load can leave
+the batch emptier; with more KV it counts more active adapters and longer waits for slots. Nothing is promised
+of an adapter added or taken away: it moves means and spreads in either direction.
 """
 
 from __future__ import annotations
@@ -21,8 +21,8 @@ from collections.abc import Mapping, Sequence
 from types import MappingProxyType
 from typing import Final
 
+from capplan.models.learning.grids import Task
 from capplan.models.surrogates.features import FEATURES
-from capplan.models.surrogates.grids import Task
 
 STARVATION_SIGNS: Final[Mapping[str, int]] = MappingProxyType(
     {

@@ -11,10 +11,10 @@ from optuna.distributions import IntDistribution
 
 from capplan.errors import InputError
 from capplan.models.calibrate import smape
-from capplan.models.surrogates.candidates import FAMILIES, Candidate, candidate
-from capplan.models.surrogates.grids import whole
-from capplan.models.surrogates.search import Tuned, tune
-from capplan.models.surrogates.study_files import quiet_storage
+from capplan.models.learning.candidates import FAMILIES, Candidate, candidate
+from capplan.models.learning.grids import whole
+from capplan.models.learning.search import Tuned, tune
+from capplan.models.learning.study_files import quiet_storage
 from tests.models.surrogates.scenarios import scenarios
 
 KILLED = """

@@ -7,10 +7,10 @@ from dataclasses import dataclass, field
 import numpy as np
 from numpy.typing import NDArray
 
-from capplan.models.surrogates.cuts import Cuts
+from capplan.models.learning.cuts import Cuts
+from capplan.models.learning.grow import Node, Split
+from capplan.models.learning.lessons import Lesson
 from capplan.models.surrogates.forest import LEAF
-from capplan.models.surrogates.grow import Node, Split
-from capplan.models.surrogates.lessons import Lesson
 from capplan.models.surrogates.tree import Tree
 
 

@@ -7,7 +7,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from capplan.errors import InputError
-from capplan.models.surrogates.boosted import flatten_boosted, probability_of
+from capplan.models.learning.boosted import flatten_boosted, probability_of
 from capplan.models.surrogates.forest import LEAF, Forest, forest_answer
 
 COLUMNS = 4

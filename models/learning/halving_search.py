@@ -10,10 +10,10 @@ from numpy.typing import NDArray
 from sklearn.experimental import enable_halving_search_cv  # noqa: F401 (makes the next line work)
 from sklearn.model_selection import HalvingGridSearchCV
 
-from capplan.models.surrogates.candidates import Candidate
-from capplan.models.surrogates.grids import Combination
-from capplan.models.surrogates.scores import loss
-from capplan.models.surrogates.trials import Problem, Trial
+from capplan.models.learning.candidates import Candidate
+from capplan.models.learning.grids import Combination
+from capplan.models.learning.scores import loss
+from capplan.models.learning.trials import Problem, Trial
 
 _FACTOR: Final = 3
 _LEAST_ROWS: Final = 200

@@ -25,10 +25,10 @@ from sklearn.svm import SVC, SVR
 from xgboost import XGBClassifier, XGBRegressor
 
 from capplan.errors import InputError
+from capplan.models.learning.grids import Grid, Task, boosting_space, forest_grid, knn_grid, svm_grid
+from capplan.models.learning.monotone import signs
+from capplan.models.learning.relative import BASELINES, RelativeRegressor
 from capplan.models.surrogates.features import FEATURES, PAPER_FEATURES
-from capplan.models.surrogates.grids import Grid, Task, boosting_space, forest_grid, knn_grid, svm_grid
-from capplan.models.surrogates.monotone import signs
-from capplan.models.surrogates.relative import BASELINES, RelativeRegressor
 
 __all__ = [
     "FAMILIES",

@@ -10,9 +10,9 @@ from numpy.typing import NDArray
 from sklearn.metrics import f1_score
 
 from capplan.models.calibrate import smape
-from capplan.models.surrogates.cuts import cut
+from capplan.models.learning.cuts import cut
+from capplan.models.learning.grow import Task
 from capplan.models.surrogates.features import expected_tok_s
-from capplan.models.surrogates.grow import Task
 from capplan.models.surrogates.tree import LOG_OVER_EXPECTED, LOG_TOK_S, PROBABILITY
 
 Floats: TypeAlias = NDArray[np.float64]

@@ -17,13 +17,13 @@ from numpy.typing import NDArray
 from sklearn.exceptions import ConvergenceWarning
 
 from capplan.errors import InputError
-from capplan.models.surrogates.boosting_search import boosting_trials
-from capplan.models.surrogates.candidates import Candidate
-from capplan.models.surrogates.grids import subset, whole
-from capplan.models.surrogates.halving_search import halving_trials
-from capplan.models.surrogates.scores import report
-from capplan.models.surrogates.splits import grouped_folds
-from capplan.models.surrogates.trials import OnProgress, Problem, Trial
+from capplan.models.learning.boosting_search import boosting_trials
+from capplan.models.learning.candidates import Candidate
+from capplan.models.learning.grids import subset, whole
+from capplan.models.learning.halving_search import halving_trials
+from capplan.models.learning.scores import report
+from capplan.models.learning.splits import grouped_folds
+from capplan.models.learning.trials import OnProgress, Problem, Trial
 
 Space: TypeAlias = Literal["small", "paper"]
 

@@ -11,8 +11,8 @@ from numpy.typing import NDArray
 from sklearn.base import clone
 from sklearn.utils.parallel import Parallel, delayed
 
-from capplan.models.surrogates.scores import answer_of
-from capplan.models.surrogates.splits import Split
+from capplan.models.learning.scores import answer_of
+from capplan.models.learning.splits import Split
 
 OnProgress: TypeAlias = Callable[[int, int], None]
 """Called with the pieces of work done and their total."""
