@@ -1,51 +1,243 @@
-"""How well the shipped surrogates predict the published runs, none of which they were trained on.
+"""How well the shipped surrogates answer: against measured runs, fresh twin runs, and questions out of range.
 
-``python -m benchmarks.surrogate_fidelity REFERENCE_DIR`` prints a table; REFERENCE_DIR holds runs.csv.
+``python -m benchmarks.surrogate_fidelity --reference DIR`` prints tables; DIR holds runs.csv, none of whose
+runs any surrogate was trained on. ``--fresh DIR ...`` adds datasets that `capplan dataset generate` made with
+a seed that was not trained on.
 """
 
 from __future__ import annotations
 
-import sys
+import argparse
+from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
+from types import MappingProxyType
+from typing import NamedTuple
 
 import numpy as np
-from sklearn.metrics import f1_score
 
 from benchmarks.fidelity_figures import markdown
-from capplan import load_surrogate
+from capplan import Lengths, Profile, load_profile, load_surrogate
+from capplan.models import Surrogate
 from capplan.models.calibrate import smape
-from capplan.twin.published_models import PUBLISHED
+from capplan.models.learning.judging import regimes
+from capplan.models.learning.manifest import read_manifest
+from capplan.models.learning.scores import macro_f1
+from capplan.models.learning.table import TrainingTable, read_tables
+from capplan.models.surrogates.documents import KINDS, profile_digest
+from capplan.models.surrogates.features import FEATURES, feature_vector, offered_tok_s, untrained
+from capplan.models.surrogates.surrogate import Answers
+from capplan.spec import Workload, allowed_lora_rank, write_text_atomic
+from capplan.twin.dataset.designs import Sample, draw
+from capplan.twin.published_models import PUBLISHED, UTILIZATION, PublishedModel
 from capplan.twin.published_runs import MAX_NUM_SEQS, TOKEN_BUDGET, published_runs
 
-HEADER = ("model", "n", "throughput", "of starved", "of not starved", "starvation macro-F1", "in range")
+PAPER = MappingProxyType(
+    {"llama-3.1-8b-instruct": ("4.39 %", "0.95"), "qwen-2.5-7b-instruct": ("5.28 %", "0.99")}
+)
+"""Random forests of the adapter-caching paper (table 3), on the runs of its own validation."""
+
+QUERIES = 500
+SOBOL_POINTS = 512  # a power of two, as its balance wants
+QUERY_SEED = 2_000
+DASH = "-"
+
+MEASURED_HEADER = (
+    "model", "answers", "n", "throughput", "of starved", "of not starved", "starvation macro-F1", "in range",
+)  # fmt: skip
+FRESH_HEADER = (
+    "model", "design", "surrogate", "n", "throughput", "starvation macro-F1", "n near the edge",
+    "macro-F1 near the edge", "90 % interval covers", "in range", "rules",
+)  # fmt: skip
+STRANGE_HEADER = ("model", "surrogate", "rank", "prompt length", "output length", "rate", "not strange")
 
 
-def rows(reference: Path) -> list[list[str]]:
-    """Return one row per model."""
-    table = []
-    for model in PUBLISHED:
-        surrogate = load_surrogate(model.profile)
-        runs = published_runs(reference, model.key)
-        answers = [
-            surrogate.predict(
-                run.workload,
-                a_max=run.a_max,
-                s_max=run.s_max,
-                max_num_seqs=MAX_NUM_SEQS,
-                max_num_batched_tokens=TOKEN_BUDGET,
-            )
-            for run in runs
-        ]
-        measured = np.array([run.throughput_tok_s for run in runs])
-        predicted = np.array([answer.throughput_tok_s for answer in answers])
-        starved = np.array([run.starved for run in runs])
-        f1 = f1_score(starved, [answer.starved for answer in answers], average="macro")
-        errors = [smape(predicted[kept], measured[kept]) for kept in (starved | True, starved, ~starved)]
-        in_range = np.mean([answer.in_range for answer in answers])
-        percents = [f"{error:.2f} %" for error in errors]
-        table.append([model.arch.name, str(len(runs)), *percents, f"{f1:.3f}", f"{in_range:.1%}"])
-    return table
+class Measured(NamedTuple):
+    """Published runs: what was measured, and the questions they are to a surrogate."""
+
+    features: np.ndarray
+    known: np.ndarray
+    throughput_tok_s: np.ndarray
+    offered_tok_s: np.ndarray
+    starved: np.ndarray
+
+
+def measured(reference: Path, model: PublishedModel, profile: Profile) -> Measured:
+    """Return the published runs of a model."""
+    runs = published_runs(reference, model.key)
+    features = [
+        feature_vector(
+            run.workload,
+            profile,
+            a_max=run.a_max,
+            s_max=run.s_max,
+            max_num_seqs=MAX_NUM_SEQS,
+            max_num_batched_tokens=TOKEN_BUDGET,
+            gpu_memory_utilization=UTILIZATION,
+        )
+        for run in runs
+    ]
+    return Measured(
+        np.array(features),
+        np.array([untrained(run.workload, profile) is None for run in runs]),
+        np.array([run.throughput_tok_s for run in runs]),
+        np.array([offered_tok_s(run.workload) for run in runs]),
+        np.array([run.starved for run in runs]),
+    )
+
+
+def measured_rows(
+    model: PublishedModel, runs: Measured, surrogates: Mapping[str, Surrogate]
+) -> Iterator[list[str]]:
+    """Give one row per kind, and below them the paper's own and the offered load as an answer."""
+    for kind, surrogate in surrogates.items():
+        answers = surrogate.answers(runs.features)
+        f1 = macro_f1(answers.starvation_probability, runs.starved)
+        in_range = np.mean(answers.in_range & runs.known)
+        errors = _errors(answers.throughput_tok_s, runs)
+        yield [model.arch.name, kind, str(len(runs.starved)), *errors, f"{f1:.3f}", f"{in_range:.1%}"]
+    error, f1_of_paper = PAPER[model.key]
+    yield [model.arch.name, "the paper's forests", DASH, error, DASH, DASH, f1_of_paper, DASH]
+    errors = _errors(runs.offered_tok_s, runs)
+    yield [model.arch.name, "offered load", str(len(runs.starved)), *errors, DASH, DASH]
+
+
+def _errors(predicted: np.ndarray, runs: Measured) -> list[str]:
+    kept = (np.ones_like(runs.starved), runs.starved, ~runs.starved)
+    return [f"{smape(predicted[rows], runs.throughput_tok_s[rows]):.2f} %" for rows in kept]
+
+
+def fresh_tables(folders: Sequence[Path], profile: Profile) -> list[TrainingTable]:
+    """Return those datasets that the twin of this profile answered."""
+    digest = profile_digest(profile)
+    manifests = [(folder, read_manifest(folder)) for folder in folders]
+    own = [folder for folder, found in manifests if found is None or found.asked.profile_digest == digest]
+    return [read_tables([folder], profile_digest=digest) for folder in own]
+
+
+def fresh_row(name: str, kind: str, surrogate: Surrogate, table: TrainingTable) -> list[str]:
+    """Return how a surrogate answers a dataset; throughput as the twin had it, luck included."""
+    answers = surrogate.answers(table.features)
+    near = regimes(table)["near the edge"]
+    inside = (answers.low_tok_s <= table.throughput_tok_s) & (table.throughput_tok_s <= answers.high_tok_s)
+    trees = (surrogate.throughput_tree, surrogate.starvation_tree)
+    rules = " and ".join(str(tree.rules) for tree in trees if tree is not None) or DASH
+    return [
+        name,
+        " and ".join(np.unique(table.design)),
+        kind,
+        str(len(table)),
+        f"{smape(answers.throughput_tok_s, table.throughput_tok_s):.2f} %",
+        f"{macro_f1(answers.starvation_probability, table.starved):.3f}",
+        str(int(near.sum())),
+        _f1_of(answers, table, near),
+        f"{inside.mean():.1%}",
+        f"{answers.in_range.mean():.1%}",
+        rules,
+    ]
+
+
+def _f1_of(answers: Answers, table: TrainingTable, rows: np.ndarray) -> str:
+    if np.unique(table.starved[rows]).size < 2:
+        return DASH
+    return f"{macro_f1(answers.starvation_probability[rows], table.starved[rows]):.3f}"
+
+
+def strange_row(name: str, kind: str, surrogate: Surrogate) -> list[str]:
+    """Return which shares of questions are flagged: one thing beyond training in each, or nothing."""
+    samples = draw("space-filling", surrogate.profile, QUERY_SEED, 0, SOBOL_POINTS)[:QUERIES]
+    rng = np.random.default_rng(QUERY_SEED)
+    flagged = [
+        np.mean([not _in_range(surrogate, *_strange(what, surrogate, sample, rng)) for sample in samples])
+        for what in ("rank", "prompt", "output", "rate")
+    ]
+    common = np.mean([not _in_range(surrogate, sample.workload, sample) for sample in samples])
+    return [name, kind, *(f"{share:.1%}" for share in (*flagged, common))]
+
+
+def _strange(
+    what: str, surrogate: Surrogate, sample: Sample, rng: np.random.Generator
+) -> tuple[Workload, Sample]:
+    """Return a scenario with one rank, a mean length or the rates beyond the largest of training."""
+    workload = sample.workload
+    beyond = float(np.exp(rng.uniform(np.log(1.02), np.log(8.0))))
+    if what == "rank":
+        largest = int(_high(surrogate, "rank_max"))
+        rank = min(512, max(largest + 1, round(largest * beyond)))
+        first, *others = workload.adapters
+        workload = workload.model_copy(
+            update={"adapters": (first.model_copy(update={"rank": rank}), *others)}
+        )
+        settings = {**sample.settings, "s_max": allowed_lora_rank(rank)}
+        return workload, Sample(sample.group, workload, settings)
+    if what == "rate":
+        factor = beyond * _high(surrogate, "rate_sum_rps") / workload.total_rate_rps
+        adapters = tuple(a.model_copy(update={"rate_rps": a.rate_rps * factor}) for a in workload.adapters)
+        return workload.model_copy(update={"adapters": adapters}), sample
+    mean = beyond * _high(surrogate, f"{what}_mean_tokens")
+    old: Lengths = getattr(workload, f"{what}_tokens")
+    new = Lengths(mean=mean, std=old.std_tokens / old.mean_tokens * mean)
+    return workload.model_copy(update={f"{what}_tokens": new}), sample
+
+
+def _high(surrogate: Surrogate, name: str) -> float:
+    return float(surrogate.domain.high[FEATURES.index(name)])
+
+
+def _in_range(surrogate: Surrogate, workload: Workload, sample: Sample) -> bool:
+    settings = sample.settings
+    answer = surrogate.predict(
+        workload,
+        a_max=settings["a_max"],
+        s_max=settings["s_max"],
+        max_num_seqs=settings["max_num_seqs"],
+        max_num_batched_tokens=settings["max_num_batched_tokens"],
+        gpu_memory_utilization=settings["gpu_memory_utilization"],
+    )
+    return answer.in_range
+
+
+def report(
+    reference: Path, fresh: Sequence[Path], kinds: Sequence[str], models: Sequence[PublishedModel]
+) -> str:
+    """Return all tables."""
+    on_measured: list[list[str]] = []
+    on_fresh: list[list[str]] = []
+    on_strange: list[list[str]] = []
+    for model in models:
+        profile, name = load_profile(model.profile), model.arch.name
+        surrogates = {kind: load_surrogate(profile, kind) for kind in kinds}
+        on_measured += measured_rows(model, measured(reference, model, profile), surrogates)
+        for table in fresh_tables(fresh, profile):
+            on_fresh += [fresh_row(name, kind, each, table) for kind, each in surrogates.items()]
+        on_strange += [strange_row(name, kind, each) for kind, each in surrogates.items()]
+    parts = [
+        "Against the measured runs (throughput: SMAPE):",
+        markdown(MEASURED_HEADER, on_measured),
+        f"Share of {QUERIES} questions flagged, one thing beyond what was trained on in each:",
+        markdown(STRANGE_HEADER, on_strange),
+    ]
+    if on_fresh:
+        parts[2:2] = ["Against fresh twin runs:", markdown(FRESH_HEADER, on_fresh)]
+    return "\n\n".join(parts) + "\n"
+
+
+def main() -> None:
+    """Print the tables; write them to a file, too, when asked."""
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0] if __doc__ else None)
+    parser.add_argument("--reference", type=Path, required=True, help="folder with runs.csv")
+    parser.add_argument("--fresh", type=Path, nargs="+", default=[], help="datasets of another seed")
+    parser.add_argument("--profile", help="one profile; default: all that were measured")
+    parser.add_argument("--kinds", default=",".join(KINDS), help="default: all")
+    parser.add_argument("--markdown", type=Path, help="also write the tables here")
+    asked = parser.parse_args()
+    models = [model for model in PUBLISHED if asked.profile in (None, model.profile)]
+    if not models:
+        parser.error(f"--profile must be one of {', '.join(model.profile for model in PUBLISHED)}")
+    text = report(asked.reference, asked.fresh, asked.kinds.split(","), models)
+    print(text, end="")
+    if asked.markdown is not None:
+        write_text_atomic(str(asked.markdown), text)
 
 
 if __name__ == "__main__":
-    print(markdown(HEADER, rows(Path(sys.argv[1]))))
+    main()

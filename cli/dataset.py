@@ -49,7 +49,8 @@ def generate(
         int | None, typer.Option("--workers", metavar="N", min=1, help="Processes; default: one per core.")
     ] = None,
     ray_address: Annotated[
-        str | None, typer.Option("--ray", metavar="ADDRESS", help="Simulate on this Ray cluster instead.")
+        str | None,
+        typer.Option("--ray-address", metavar="ADDRESS", help="Simulate on this Ray cluster instead."),
     ] = None,
     as_json: AsJson = False,
 ) -> None:

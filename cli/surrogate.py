@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Annotated, Any, Final, Protocol, cast
+from typing import TYPE_CHECKING, Annotated, Any, Final
 
 import typer
 
@@ -20,13 +20,6 @@ if TYPE_CHECKING:
 _TARGETS: Final = ("throughput", "starvation", "both")
 
 surrogate = typer.Typer(no_args_is_help=True, help="Look into the surrogates of a profile.")
-
-
-class SmallTrees(Protocol):
-    """A surrogate that is two small trees."""
-
-    throughput_tree: Tree
-    starvation_tree: Tree
 
 
 @surrogate.callback()
@@ -80,8 +73,9 @@ def rules(
 def _trees(profile: str) -> dict[str, Tree]:
     from capplan.models.surrogates.files import load_surrogate
 
-    small = cast(SmallTrees, load_surrogate(profile, kind="tree"))
-    return {"throughput": small.throughput_tree, "starvation": small.starvation_tree}
+    small = load_surrogate(profile, kind="tree")
+    trees = {"throughput": small.throughput_tree, "starvation": small.starvation_tree}
+    return {name: tree for name, tree in trees.items() if tree is not None}
 
 
 def _print_python(trees: Mapping[str, Tree]) -> None:

@@ -1,70 +1,218 @@
-"""`capplan train`: surrogates for a profile, from twin runs to a file that can be shipped."""
+"""`capplan train`: surrogates of a profile, from twin runs to files that can be shipped."""
 
 from __future__ import annotations
 
 import os
-from typing import Annotated
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from capplan.cli.console import print_table, table
+from capplan.cli.console import number, percent, print_json, print_table, table
 from capplan.cli.inputs import AsJson
 from capplan.cli.output import require_writable_file
-from capplan.cli.progress import announce_compilation, progress_bars
+from capplan.cli.progress import progress_bars
+from capplan.errors import InputError
+
+if TYPE_CHECKING:
+    from collections.abc import Mapping
+
+    from capplan.models.learning.train import Trained, TrainingOptions
+    from capplan.spec import Profile
 
 
 def train(
     profile: Annotated[
         str, typer.Argument(metavar="PROFILE", help="Shipped profile or path of a profile JSON.")
     ],
-    output: Annotated[
+    data: Annotated[
         str | None,
         typer.Option(
-            "--output",
-            "-o",
-            metavar="FILE",
-            help="Where to write; default: where the profile's is looked for.",
+            "--data",
+            metavar="DIR",
+            help="Data: folders paper-grid and space-filling, made if missing; default: in the cache.",
         ),
     ] = None,
     scenarios: Annotated[
-        int, typer.Option("--scenarios", metavar="N", min=64, help="Twin runs to learn from.")
-    ] = 4096,
-    seed: Annotated[int, typer.Option("--seed", metavar="N", min=0, help="Same seed, same surrogate.")] = 0,
+        int | None,
+        typer.Option("--scenarios", metavar="N", min=1, help="Space-filling ones; default: 7000."),
+    ] = None,
+    grid_scenarios: Annotated[
+        int | None,
+        typer.Option("--grid-scenarios", metavar="N", min=1, help="Of the paper's grid; default: 3000."),
+    ] = None,
+    seed: Annotated[int, typer.Option("--seed", metavar="N", min=0, help="Same seed, same surrogates.")] = 0,
+    models: Annotated[
+        str | None,
+        typer.Option("--models", metavar="NAME[,NAME...]", help="Default: knn,forest,svm,xgboost."),
+    ] = None,
+    budget: Annotated[
+        int,
+        typer.Option("--budget", metavar="N", min=1, help="Settings tried for each of these, and each task."),
+    ] = 12,
+    paper_space: Annotated[
+        bool, typer.Option("--paper-space", help="Try all settings of the paper's grids; hours.")
+    ] = False,
     workers: Annotated[
-        int | None, typer.Option("--workers", metavar="N", min=1, help="Processes; default: one per core.")
+        int | None,
+        typer.Option("--workers", metavar="N", min=1, help="Processes, then threads; default: one per core."),
+    ] = None,
+    ray_address: Annotated[
+        str | None,
+        typer.Option("--ray-address", metavar="ADDRESS", help="Simulate on this Ray cluster instead."),
+    ] = None,
+    report: Annotated[
+        str | None, typer.Option("--report", metavar="FILE", help="Write a report as one HTML file.")
+    ] = None,
+    output_dir: Annotated[
+        str | None,
+        typer.Option(
+            "--output-dir",
+            metavar="DIR",
+            help="Write best.npz, forest.npz, tree.json there; default: where the profile's belong.",
+        ),
     ] = None,
     as_json: AsJson = False,
 ) -> None:
-    """Simulate scenarios of one GPU, train the forests that the planner asks, and write them."""
-    import json
+    """Have the twin answer scenarios of one GPU, learn surrogates from them, and write the best ones.
 
-    from capplan.datasets import load_profile, surrogate_path
-    from capplan.models.learning.train import train_surrogate
+    A run that was killed is continued by the same command.
+    """
+    from capplan.cli.train_data import DataOptions, data_folder, datasets
+    from capplan.datasets import load_profile
+    from capplan.models.learning.table import read_tables
+    from capplan.models.learning.train import train_surrogates
+    from capplan.models.surrogates.documents import profile_digest
+    from capplan.models.surrogates.features import HORIZON_S
     from capplan.models.surrogates.files import surrogate_bytes
-    from capplan.spec import write_bytes_atomic
-    from capplan.twin.dataset.old import generate_dataset
 
     loaded = load_profile(profile)
-    path = output or str(surrogate_path(loaded.name, "forest"))
-    if output is None:
-        surrogate_path(loaded.name, "forest").parent.mkdir(parents=True, exist_ok=True)
-    require_writable_file(path)
-    announce_compilation()
+    asked = DataOptions(
+        folder=None if data is None else Path(data),
+        scenarios={"paper-grid": grid_scenarios, "space-filling": scenarios},
+        seed=seed,
+        workers=workers,
+        ray_address=ray_address,
+    )
+    journal = data_folder(loaded, asked) / f"search-seed{seed}.journal"
+    options = _options(models, budget, paper_space, seed, workers, journal)
+    files = _files(loaded, output_dir)
+    _require_places(files, report)
+    found = datasets(loaded, asked)
+    if "xgboost" in options.families:
+        require_writable_file(str(journal))
+    known = read_tables(found, profile_digest=profile_digest(loaded))
+    if any(each.asked.duration_s != HORIZON_S for each in found.values()):
+        typer.echo(f"some of the data is not of {HORIZON_S:,.0f} s, which surrogates answer about", err=True)
     with progress_bars() as on_progress:
-        data = generate_dataset(
-            loaded,
-            scenarios,
-            seed=seed,
-            workers=workers or os.cpu_count() or 1,
-            progress=lambda done, total: on_progress("simulating", done, total),
-        )
-    surrogate = train_surrogate(loaded, data.features, data.throughput_tok_s, data.served_fraction, seed)
-    write_bytes_atomic(path, surrogate_bytes(surrogate))
+        trained = train_surrogates(loaded, known, options, on_progress)
+    contents = {kind: surrogate_bytes(each) for kind, each in trained.surrogates.items()}
+    sizes = {kind: len(content) for kind, content in contents.items()}
+    page = None
+    if report is not None:
+        from capplan.cli.train_page import training_page
+
+        page = training_page(loaded, list(found.values()), trained, sizes)
+    _write(files, contents, report, page)
     if as_json:
-        typer.echo(json.dumps(surrogate.report, indent=2))
+        print_json(
+            {
+                "profile": loaded.name,
+                "data": {str(folder): each.model_dump(mode="json") for folder, each in found.items()},
+                "files": {kind: {"path": str(files[kind]), "bytes": size} for kind, size in sizes.items()},
+                "report": trained.report,
+            }
+        )
         return
-    rows = table("measure", "value", numbers_from=2)
-    for name, value in surrogate.report.items():
-        rows.add_row(name, f"{value:.3f}" if isinstance(value, float) else str(value))
+    _print(trained)
+    _print_files(files, sizes)
+    typer.echo(f"learned from {data_folder(loaded, asked)}" + (f", report in {report}" if report else ""))
+
+
+def _options(
+    models: str | None, budget: int, paper_space: bool, seed: int, workers: int | None, journal: Path
+) -> TrainingOptions:
+    from capplan.models.learning.candidates import FAMILIES
+    from capplan.models.learning.train import SEARCHED, TrainingOptions
+    from capplan.twin.sweep import cores
+
+    families = SEARCHED if models is None else tuple(name.strip() for name in models.split(","))
+    for name in families:
+        if name not in FAMILIES:
+            raise InputError(f"must be of {', '.join(FAMILIES)}", name, "--models")
+    return TrainingOptions(
+        families=families,
+        budget=budget,
+        paper_space=paper_space,
+        seed=seed,
+        n_jobs=workers or cores(),
+        storage=journal,
+    )
+
+
+def _files(profile: Profile, output_dir: str | None) -> dict[str, Path]:
+    """Return where each kind goes."""
+    from capplan.datasets import surrogate_path
+    from capplan.models.surrogates.documents import KINDS
+
+    places = {kind: surrogate_path(profile.name, kind) for kind in KINDS}
+    if output_dir is None:
+        return places
+    return {kind: Path(output_dir) / f"{kind}{place.suffix}" for kind, place in places.items()}
+
+
+def _require_places(files: Mapping[str, Path], report: str | None) -> None:
+    """Check that all can be written before hours of work; folders are made when something goes into them."""
+    for path in files.values():
+        if path.parent.is_dir():
+            require_writable_file(str(path))
+            continue
+        above = next(folder for folder in path.parents if folder.exists())
+        if not (above.is_dir() and os.access(above, os.W_OK | os.X_OK)):
+            raise InputError("cannot be written: no folder can be made", location=str(path))
+    if report is not None:
+        require_writable_file(report)
+        if Path(report).resolve() in {path.resolve() for path in files.values()}:
+            raise InputError("must be another file than a surrogate's", report, "--report")
+
+
+def _write(
+    files: Mapping[str, Path], contents: Mapping[str, bytes], report: str | None, page: str | None
+) -> None:
+    from capplan.spec import write_bytes_atomic, write_text_atomic
+    from capplan.spec.files import reason
+
+    for kind, path in files.items():
+        try:
+            path.parent.mkdir(parents=True, exist_ok=True)
+        except OSError as error:
+            raise InputError(f"cannot be written: {reason(error)}", location=str(path)) from None
+        write_bytes_atomic(path, contents[kind])
+    if report is not None and page is not None:
+        write_text_atomic(report, page)
+
+
+def _print(trained: Trained) -> None:
+    kinds: dict[str, Any] = trained.report["kinds"]
+    shown = (
+        ("throughput: SMAPE, %", "throughput_smape", lambda value: number(value, 2)),
+        ("starvation: macro-F1", "starvation_macro_f1", lambda value: number(value, 3)),
+        ("inside the interval", "interval_coverage", percent),
+    )
+    for title, measure, text in shown:
+        rows = table(title, *kinds, numbers_from=1)
+        for regime in next(iter(kinds.values()))["throughput_smape"]:
+            values = [each[measure].get(regime) for each in kinds.values()]
+            if values != [None] * len(values):
+                rows.add_row(regime, *(text(value) for value in values))
+        print_table(rows)
+    chosen = trained.report["chosen"]
+    typer.echo(f"best: throughput by {chosen['throughput']}, starvation by {chosen['starvation']}")
+    typer.echo("all on scenarios that the answering model had not learned from")
+
+
+def _print_files(files: Mapping[str, Path], sizes: Mapping[str, int]) -> None:
+    rows = table("surrogate", "bytes", "written to")
+    for kind, path in files.items():
+        rows.add_row(kind, f"{sizes[kind]:,}", str(path))
     print_table(rows)
-    typer.echo(f"written to {path}")

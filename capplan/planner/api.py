@@ -9,7 +9,7 @@ from dataclasses import replace
 from capplan.errors import InputError
 from capplan.planner.assemble import build_plan
 from capplan.planner.balanced import solve_balanced
-from capplan.planner.estimators import ForestEstimator, TwinEstimator, make_estimator
+from capplan.planner.estimators import TwinEstimator, estimator_name, make_estimator
 from capplan.planner.greedy import solve_greedy
 from capplan.planner.parts import split_hot, whole_parts
 from capplan.planner.problem import Assignment, Problem, complete_engine
@@ -48,7 +48,8 @@ def plan(
         ``capplan`` (ours: the fewest GPUs, evenly loaded) or ``greedy`` (the adapter-caching paper's
         Algorithms 1 and 2).
     estimator
-        What the solver asks: ``forest``, ``twin``, or ``auto`` (forests where they know enough).
+        What the solver asks: a surrogate (``best``, ``forest`` or ``tree``), the ``twin``, or ``auto`` (the
+        best surrogate where it knows enough).
     seed
         Same seed, same plan.
     verify
@@ -91,7 +92,7 @@ def plan(
         verified=verify,
         notes={
             "solver": solver,
-            "estimator": "forest" if isinstance(quick, ForestEstimator) else "twin",
+            "estimator": estimator_name(quick),
             "seed": seed,
             "repairs": list(outcome.changes),
         },

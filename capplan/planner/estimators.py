@@ -1,20 +1,24 @@
-"""Estimators: what one GPU would do, by the surrogate forests or by the twin."""
+"""Estimators: what one GPU would do, by a surrogate or by the twin."""
 
 from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass, field
+from typing import Final
 
 from capplan.errors import InfeasibleError, InputError
 from capplan.models import Surrogate, load_surrogate
+from capplan.models.surrogates.documents import KINDS
+from capplan.models.surrogates.features import untrained
 from capplan.planner.problem import Estimate, Estimator, Part, Problem
 from capplan.planner.slo import broken_bounds
-from capplan.spec import STARVED_BELOW, Arrivals
+from capplan.spec import STARVED_BELOW
 from capplan.twin import SimulationResult, simulate
 from capplan.twin.simulate import DEFAULT_MAX_MODEL_LEN
 
 SEARCH_DURATION_S = 900.0
-NAMES = ("auto", "forest", "twin")
+NAMES: Final = ("auto", *KINDS, "twin")
+_AUTO: Final = "best"
 
 
 @dataclass(frozen=True)
@@ -48,8 +52,8 @@ class TwinEstimator:
 
 
 @dataclass(frozen=True)
-class ForestEstimator:
-    """Asks the forests, and the twin for what lies outside their training range."""
+class SurrogateEstimator:
+    """Asks a surrogate, and the twin for what lies outside its training range."""
 
     problem: Problem
     surrogate: Surrogate
@@ -72,40 +76,42 @@ class ForestEstimator:
 
 
 def make_estimator(problem: Problem, name: str, twin: TwinEstimator) -> Estimator:
-    """Return the estimator called `name`: ``forest``, ``twin``, or ``auto``.
+    """Return the estimator called `name`: ``auto``, ``best``, ``forest``, ``tree`` or ``twin``.
 
-    ``auto`` takes the forests, unless the workload asks for what they were not trained on, or no forest was
+    ``auto`` takes the best surrogate, unless the workload asks for what none was trained on, or none was
     trained for the profile.
 
     Raises
     ------
     InputError
-        For another name, and for ``forest`` where there is none.
+        For another name, and for a kind of surrogate that the profile has none of.
     """
     if name not in NAMES:
         raise InputError(f"must be one of {', '.join(NAMES)}", name, "estimator")
     if name == "twin" or (name == "auto" and _only_the_twin_knows(problem)):
         return twin
     try:
-        return ForestEstimator(problem, load_surrogate(problem.profile), twin)
+        kind = _AUTO if name == "auto" else name
+        return SurrogateEstimator(problem, load_surrogate(problem.profile, kind), twin)
     except InputError:
-        if name == "forest":
-            raise
-        return twin
+        if name == "auto":
+            return twin
+        raise
+
+
+def estimator_name(estimator: Estimator) -> str:
+    """Return what a plan says of where its estimates come from."""
+    return estimator.surrogate.kind if isinstance(estimator, SurrogateEstimator) else "twin"
 
 
 def _only_the_twin_knows(problem: Problem) -> bool:
-    """Tell whether the workload goes beyond what scenarios of the training data vary."""
+    """Tell whether a workload asks for what no surrogate answers, or goes beyond all that they learned."""
     workload = problem.workload
     host = workload.engine.max_cpu_loras
     return bool(
-        workload.slo.latency_bounds()
+        untrained(workload, problem.profile)
+        or workload.slo.latency_bounds()
         or workload.slo.served_fraction != STARVED_BELOW
-        or workload.trace is not None
-        or workload.arrivals != Arrivals.POISSON
-        or workload.stickiness is not None
-        or workload.length_correlation not in (None, problem.profile.length_correlation)
-        or workload.length_pairs is not None
         or (host is not None and host < len(workload.adapters))
         or problem.engine.max_model_len < DEFAULT_MAX_MODEL_LEN
     )

@@ -57,7 +57,7 @@ class Estimate:
 
 
 class Estimator(Protocol):
-    """Answers what one GPU would do; the forests or the twin."""
+    """Answers what one GPU would do; a surrogate or the twin."""
 
     def __call__(self, parts: Sequence[Part], a_max: int) -> Estimate:
         """Return the estimate for a GPU that serves `parts` with `a_max` slots."""

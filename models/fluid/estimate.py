@@ -12,12 +12,11 @@ from typing import NamedTuple
 from capplan.compile import jit
 from capplan.models.fluid.inputs import Gpu, Load, adapter_count, running_adapters, total_rps
 from capplan.models.fluid.slots import (
+    Turn,
     flow_when_full_rps,
     full_loads_per_step,
     load_s,
-    loads_per_s,
-    served_share,
-    slot_wait_s,
+    taken_turns,
 )
 from capplan.models.fluid.steps import life_s as life_in
 from capplan.models.fluid.steps import step_s as step_of
@@ -95,20 +94,20 @@ def _under_load(
     """
     total = total_rps(load)
     step_s = step_of(gpu, load, 1.0, 1.0, 0.0)
-    batch, wait_s, share, active = 1.0, 0.0, 1.0, 1.0
+    batch, active = 1.0, 1.0
+    turn = Turn(0.0, 0.0, 1.0, 0.0)
     for _ in range(_ROUNDS):
         life_s = life_in(gpu, load, step_s)
         active = running_adapters(load, life_s)
-        wait_s = slot_wait_s(load, life_s, gpu.a_max, horizon_s)
-        share = served_share(load, life_s, wait_s, gpu.a_max, horizon_s)
-        batch = 0.5 * (batch + min(limit, share * total * life_s))
+        turn = taken_turns(load, life_s, gpu.a_max, horizon_s)
+        batch = 0.5 * (batch + min(limit, turn.share * total * life_s))
         running = min(active, gpu.a_max, batch)
         loading = 0.0
         if adapter_count(load) > gpu.a_max:
-            loading = step_s * loads_per_s(load, life_s, wait_s) * load_s(gpu, running)
+            loading = step_s * turn.loads_per_s * load_s(gpu, running)
         compute_s = step_of(gpu, load, max(1.0, batch), max(running, min(1.0, batch)), 0.0)
         step_s = compute_s + min(_LONGEST_LOADING_S, loading)
-    return step_s, batch, wait_s, share, active
+    return step_s, batch, turn.wait_s, turn.share, active
 
 
 @jit

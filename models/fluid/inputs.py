@@ -44,6 +44,8 @@ class Load(NamedTuple):
     output_cv: float
     mean_rank: float
     max_rank: float
+    arrivals_cv: float
+    """Standard deviation over mean of the gaps between requests of one adapter."""
 
 
 @jit

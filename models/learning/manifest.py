@@ -32,6 +32,8 @@ class Asked(_Part):
     profile_digest: str
     """Of the numbers that throughput and starvation depend on."""
     features: tuple[str, ...]
+    probe: tuple[str, ...]
+    """Features of fixed scenarios (`capplan.models.surrogates.probe`): what the names mean."""
     capplan: str
     """Version of the package, and so of the twin."""
 

@@ -70,6 +70,8 @@ class Refinement:
         Trees that no other one beats in both rules and error, fewest rules first (Pareto front).
     chosen
         Least error plus penalty, within the limit.
+    unseen
+        What a tree grown the chosen way answers to scenarios of groups that it was not grown on, shape (n,).
     recipe
         What the trees learned from: ``twin`` or ``teacher``.
     errors
@@ -78,6 +80,7 @@ class Refinement:
 
     front: tuple[FrontPoint, ...]
     chosen: FrontPoint
+    unseen: Floats
     recipe: str
     errors: Mapping[str, Mapping[int, float]]
 
@@ -138,8 +141,10 @@ def _refined(
 ) -> Refinement:
     largest = int(np.ceil(limit * _WHOLE))
     recipes: dict[str, Teacher | None] = {"twin": None} | ({"teacher": teacher} if teacher else {})
+    answers = {name: _unseen(lesson, parts, largest, recipe, seed) for name, recipe in recipes.items()}
     errors = {
-        name: _cross_validated(lesson, parts, largest, recipe, seed) for name, recipe in recipes.items()
+        name: {rules: lesson.error(found[rules]) for rules in range(1, largest + 1)}
+        for name, found in answers.items()
     }
     best = {name: min(_charged(found, limit, penalty))[0] for name, found in errors.items()}
     recipe = min(best, key=lambda name: best[name])
@@ -147,7 +152,8 @@ def _refined(
     points = [FrontPoint(tree.rules, errors[recipe][size], tree) for size, tree in sorted(trees.items())]
     allowed = [point for point in points if point.rules <= limit]
     chosen = min(allowed, key=lambda point: (point.error + penalty * point.rules, point.rules))
-    return Refinement(_pareto(points), chosen, recipe, MappingProxyType(errors))
+    unseen = answers[recipe][chosen.rules]
+    return Refinement(_pareto(points), chosen, unseen, recipe, MappingProxyType(errors))
 
 
 def _charged(errors: Mapping[int, float], limit: int, penalty: float) -> list[tuple[float, int]]:
@@ -163,10 +169,10 @@ def _pareto(points: Sequence[FrontPoint]) -> tuple[FrontPoint, ...]:
     return tuple(front)
 
 
-def _cross_validated(
+def _unseen(
     lesson: Lesson, parts: Sequence[Split], largest: int, teacher: Teacher | None, seed: int
-) -> dict[int, float]:
-    """Return the error on held-out groups by number of rules, 1 to `largest`.
+) -> Floats:
+    """Return the answers to held-out groups by number of rules, 1 to `largest`; shape (largest + 1, n).
 
     Where no tree of a fold has as many rules as asked, the next smaller one answers.
     """
@@ -176,7 +182,7 @@ def _cross_validated(
         for rules in range(1, largest + 1):
             fitting = trees[max(n for n in trees if n <= rules)]
             answers[rules, part.test] = fitting.answers(lesson.features[part.test])
-    return {rules: lesson.error(answers[rules]) for rules in range(1, largest + 1)}
+    return answers
 
 
 def _trees(lesson: Lesson, largest: int, teacher: Teacher | None, seed: int) -> dict[int, Tree]:

@@ -210,7 +210,7 @@ def _read_folder(folder: Path) -> tuple[Asked, list[pa.Table]]:
     manifest = read_manifest(folder)
     if manifest is None:
         raise InputError(f"holds no dataset; {_MAKE}", location=str(folder))
-    if manifest.asked.features != FEATURES:
+    if manifest.asked.features != FEATURES:  # what the names mean is checked with the profile, by training
         raise InputError(
             f"was made with other features than this version has; {_MAKE} again", location=str(folder)
         )

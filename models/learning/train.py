@@ -12,7 +12,6 @@ from pathlib import Path
 from typing import Any, Final, TypeAlias
 
 import numpy as np
-from numpy.typing import NDArray
 
 from capplan.models.calibrate import SMAPE_FORMULA
 from capplan.models.learning.contest import Contestant, best_of, physics_contestants, tuned_contestants
@@ -30,7 +29,8 @@ from capplan.models.learning.refine import Refinement, refine_starvation, refine
 from capplan.models.learning.table import TrainingTable
 from capplan.models.learning.teachers import boosted_teacher
 from capplan.models.surrogates.documents import tree_forest
-from capplan.models.surrogates.heads import OVER_EXPECTED, PROBABILITY, Head
+from capplan.models.surrogates.features import expected_tok_s
+from capplan.models.surrogates.heads import OVER_EXPECTED, PROBABILITY, Head, log_odds
 from capplan.models.surrogates.surrogate import Surrogate
 from capplan.models.surrogates.uncertainty import Domain, domain_of
 from capplan.spec import Profile
@@ -199,8 +199,10 @@ def _refined(table: TrainingTable, options: TrainingOptions, tell: OnStage) -> d
 
 
 def _tree_contestant(task: str, found: Refinement, table: TrainingTable) -> Contestant:
-    """Return a small tree as a contestant: so few rules err alike on what they have and have not seen."""
+    """Return a small tree as a contestant."""
     tree = found.chosen.tree
     head = Head(OVER_EXPECTED if task == "throughput" else PROBABILITY, (tree_forest(tree),))
-    unseen: NDArray[np.float64] = head.answers(table.features)
+    unseen = np.exp(found.unseen) * expected_tok_s(table.features)
+    if task == "starvation":
+        unseen = log_odds(found.unseen)
     return Contestant("tree", task, {"rules": tree.rules}, head, unseen, {}, tree)

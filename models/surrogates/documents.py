@@ -15,8 +15,10 @@ from capplan.errors import InputError
 from capplan.models.surrogates.features import FEATURES
 from capplan.models.surrogates.forest import Forest
 from capplan.models.surrogates.heads import OVER_EXPECTED, PROBABILITY, STARVATION, THROUGHPUT, Form, Head
+from capplan.models.surrogates.probe import feature_probe
 from capplan.models.surrogates.surrogate import Surrogate
-from capplan.models.surrogates.tree import Tree
+from capplan.models.surrogates.tree import LOG_OVER_EXPECTED, Tree
+from capplan.models.surrogates.tree import PROBABILITY as CHANCE
 from capplan.models.surrogates.uncertainty import Calibration, Domain, Intervals
 from capplan.spec import Profile
 
@@ -26,6 +28,7 @@ KINDS: Final = ("best", "forest", "tree")
 Arrays: TypeAlias = Mapping[str, NDArray[Any]]
 
 _TREE_FORMS: Final = MappingProxyType({"throughput": OVER_EXPECTED, "starvation": PROBABILITY})
+_TREE_ANSWERS: Final = MappingProxyType({"throughput": LOG_OVER_EXPECTED, "starvation": CHANCE})
 _DTYPES: Final[Mapping[str, type[np.generic]]] = MappingProxyType(
     {
         "roots": np.int32,
@@ -55,6 +58,7 @@ def identity(profile: Profile, kind: str) -> dict[str, Any]:
         "profile": profile.name,
         "profile_digest": profile_digest(profile),
         "features": list(FEATURES),
+        "probe": feature_probe(profile),
     }
 
 
@@ -107,7 +111,7 @@ def surrogate_of(document: Mapping[str, Any], arrays: Arrays, profile: Profile) 
         raise TypeError("report")
     calibration = document["calibration"]
     intervals = document["intervals"]
-    trees = {name: Tree.from_document(tree) for name, tree in document.get("trees", {}).items()}
+    trees = {name: _tree(tree, _TREE_ANSWERS[name]) for name, tree in document.get("trees", {}).items()}
     if trees:
         throughput, starvation = (
             Head(form, (tree_forest(trees[name]),)) for name, form in _TREE_FORMS.items()
@@ -121,7 +125,7 @@ def surrogate_of(document: Mapping[str, Any], arrays: Arrays, profile: Profile) 
         throughput=throughput,
         starvation=starvation,
         calibration=Calibration(_finite(calibration["slope"]), _finite(calibration["offset"])),
-        intervals=Intervals(Tree.from_document(intervals["low"]), Tree.from_document(intervals["high"])),
+        intervals=Intervals(*(_tree(intervals[end], LOG_OVER_EXPECTED) for end in ("low", "high"))),
         domain=_domain(document["domain"]),
         report=report,
         throughput_tree=trees.get("throughput"),
@@ -140,6 +144,13 @@ def tree_forest(tree: Tree) -> Forest:
         right=flat.right.astype(np.int32),
         value=flat.value.astype(np.float32),
     )
+
+
+def _tree(document: object, answer: str) -> Tree:
+    tree = Tree.from_document(document)
+    if tree.answer != answer:
+        raise InputError(f"must answer {answer}", tree.answer, "tree")
+    return tree
 
 
 def _head(name: str, form: str, forms: Mapping[str, Form], arrays: Arrays) -> Head:
@@ -172,24 +183,27 @@ def _holds_together(forest: Forest) -> bool:
         bool(np.all((roots >= 0) & (roots < nodes.size)))
         and bool(np.all(feature < len(FEATURES)))
         and all(bool(np.all((child > nodes[inner]) & (child < nodes.size))) for child in children)
-        and bool(np.all(np.isfinite(forest.value)))
+        and bool(np.all(np.isfinite(forest.threshold)) and np.all(np.isfinite(forest.value)))
     )
 
 
 def _domain(document: Mapping[str, Any]) -> Domain:
     features = len(FEATURES)
+    farthest = _finite(document["farthest"])
+    if farthest <= 0.0:
+        raise InputError("must be above 0", farthest, "domain")
     return Domain(
         low=_numbers(document["low"], (features,)).astype(np.float32),
         high=_numbers(document["high"], (features,)).astype(np.float32),
         centre=_numbers(document["centre"], (features,)),
         whitening=_numbers(document["whitening"], (features, features)),
-        farthest=_finite(document["farthest"]),
+        farthest=farthest,
     )
 
 
 def _numbers(values: object, shape: tuple[int, ...]) -> NDArray[np.float64]:
     numbers = np.array(values, float)
-    if numbers.shape != shape or not np.all(np.isfinite(numbers)):
+    if numbers.shape != shape or not np.all(np.abs(numbers) <= np.finfo(np.float32).max):
         raise InputError("must be finite numbers", location="domain")
     return numbers
 

@@ -109,6 +109,7 @@ def feature_vector(
         lengths[3] / max(lengths[2], 1.0),
         float(np.average(ranks, weights=weights)),
         float(ranks.max()),
+        arrivals_cv(workload),
     )
     gpu = Gpu(
         latency_code(profile.step_latency.form, profile.engine.kernel),

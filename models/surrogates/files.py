@@ -6,10 +6,14 @@ is JSON alone, to be read by people, too.
 
 from __future__ import annotations
 
+import hashlib
 import io
 import json
+import struct
+import tokenize
 import zipfile
 import zlib
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any, Final
 
@@ -25,6 +29,8 @@ from capplan.spec import Profile
 _MAX_BYTES: Final = 64 * 2**20
 _MAX_EXPANDED_BYTES: Final = 512 * 2**20
 _HEADER: Final = "header"
+_SEAL: Final = "sha256"
+_PACKINGS: Final = (zipfile.ZIP_STORED, zipfile.ZIP_DEFLATED)
 
 
 def load_surrogate(profile: str | Profile, kind: str = "best") -> Surrogate:
@@ -59,30 +65,38 @@ def read_surrogate(path: Path, profile: Profile, kind: str = "best") -> Surrogat
         In one line, with the command that makes a new file.
     """
     advice = f"make one with: capplan train {profile.name}"
+    damaged = InputError(f"damaged; {advice}", location=str(path))
     try:
         document, arrays = _unpack(path)
-        for key, expected in identity(profile, kind).items():
-            if document.get(key) != expected:
-                raise InputError(f"{key} does not match; {advice}", location=str(path))
     except FileNotFoundError:
         raise InputError(f"no surrogate; {advice}", location=str(path)) from None
     except _DAMAGE:
-        raise InputError(f"damaged; {advice}", location=str(path)) from None
+        raise damaged from None
+    for key, expected in identity(profile, kind).items():
+        if document.get(key) != expected:
+            raise InputError(f"{key} does not match; {advice}", location=str(path))
     try:
+        if document.pop(_SEAL, None) != _digest(document, arrays):
+            raise damaged
         return surrogate_of(document, arrays, profile)
-    except (InputError, *_DAMAGE):
-        raise InputError(f"damaged; {advice}", location=str(path)) from None
+    except _DAMAGE:
+        raise damaged from None
 
 
 _DAMAGE: Final = (
-    OSError,
-    EOFError,
-    ValueError,
-    KeyError,
-    IndexError,
-    TypeError,
+    # What the parsers of zip, npy and JSON, and the checks of what they give, make of files gone astray.
+    ArithmeticError,
     AttributeError,
-    RecursionError,
+    EOFError,
+    LookupError,
+    MemoryError,
+    OSError,
+    RuntimeError,  # also RecursionError, and NotImplementedError of zip features that nobody asked for
+    SyntaxError,
+    TypeError,
+    ValueError,
+    struct.error,
+    tokenize.TokenError,
     zipfile.BadZipFile,
     zlib.error,
 )
@@ -91,11 +105,13 @@ _DAMAGE: Final = (
 def surrogate_bytes(surrogate: Surrogate) -> bytes:
     """Return the file of a surrogate; the same bytes for the same surrogate."""
     is_json = surrogate_path(surrogate.profile.name, surrogate.kind).suffix == ".json"
-    header = json.dumps(document_of(surrogate), sort_keys=True, indent=1 if is_json else None)
+    document, arrays = document_of(surrogate), arrays_of(surrogate)
+    document[_SEAL] = _digest(document, {} if is_json else arrays)
+    header = json.dumps(document, sort_keys=True, indent=1 if is_json else None)
     if is_json:
         return (header + "\n").encode()
     buffer = io.BytesIO()
-    columns = {_HEADER: np.array(header), **arrays_of(surrogate)}
+    columns = {_HEADER: np.array(header), **arrays}
     with zipfile.ZipFile(buffer, "w", zipfile.ZIP_DEFLATED) as archive:
         for name, column in columns.items():
             member = io.BytesIO()
@@ -107,6 +123,15 @@ def surrogate_bytes(surrogate: Surrogate) -> bytes:
     return buffer.getvalue()
 
 
+def _digest(document: Mapping[str, Any], arrays: Mapping[str, NDArray[Any]]) -> str:
+    """Return a SHA-256 of the content: a digit that went wrong in a text would not be noticed without."""
+    digest = hashlib.sha256(json.dumps(document, sort_keys=True).encode())
+    for name in sorted(arrays):
+        digest.update(f"{name}:{arrays[name].dtype.str}:{arrays[name].shape}\0".encode())
+        digest.update(arrays[name].tobytes())
+    return digest.hexdigest()
+
+
 def _unpack(path: Path) -> tuple[dict[str, Any], dict[str, NDArray[Any]]]:
     if path.stat().st_size > _MAX_BYTES:
         raise ValueError("too large")
@@ -115,12 +140,27 @@ def _unpack(path: Path) -> tuple[dict[str, Any], dict[str, NDArray[Any]]]:
     if path.suffix == ".json":
         document = json.loads(content)
     else:
-        with zipfile.ZipFile(io.BytesIO(content)) as archive:
-            if sum(entry.file_size for entry in archive.infolist()) > _MAX_EXPANDED_BYTES:
-                raise ValueError("too large")
-        with np.load(io.BytesIO(content), allow_pickle=False) as columns:
-            arrays = {name: columns[name] for name in columns.files}
+        arrays = _columns(content)
         document = json.loads(arrays.pop(_HEADER).item())
     if not isinstance(document, dict):
         raise TypeError("the header is no mapping")
     return document, arrays
+
+
+def _columns(content: bytes) -> dict[str, NDArray[Any]]:
+    with zipfile.ZipFile(io.BytesIO(content)) as archive:
+        entries = archive.infolist()
+        if sum(entry.file_size for entry in entries) > _MAX_EXPANDED_BYTES:
+            raise ValueError("too large")
+        if any(entry.compress_type not in _PACKINGS for entry in entries):
+            raise ValueError("another compression")
+        return {entry.filename.removesuffix(".npy"): _column(archive.read(entry)) for entry in entries}
+
+
+def _column(member: bytes) -> NDArray[Any]:
+    """Return the array of an npy file; what it declares of its size is believed as far as there are bytes."""
+    stream = io.BytesIO(member)
+    if np.lib.format.read_magic(stream) != (1, 0):
+        raise ValueError("another version of npy")
+    shape, _, dtype = np.lib.format.read_array_header_1_0(stream)
+    return np.frombuffer(member, dtype, offset=stream.tell()).reshape(shape).copy()

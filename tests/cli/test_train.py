@@ -1,42 +1,198 @@
-"""`capplan train` writes a surrogate that can be read for its profile, and the same one for the same seed."""
+"""`capplan train`: data made or taken as it is, surrogates that can be read, or one line and nothing."""
 
 from __future__ import annotations
 
 import json
+from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
+from typing import TypeAlias
+
+import pytest
 
 from capplan import load_profile
+from capplan.cli.train_data import DataOptions, data_folder
+from capplan.models.learning.table import read_tables
 from capplan.models.surrogates.files import read_surrogate
-from tests.cli.conftest import Run
+from capplan.twin.dataset import generate_dataset
+from tests.cli.conftest import Run, error_line
 from tests.cli.examples import profile_document
+from tests.cli.test_html import parsed
+
+Make: TypeAlias = Callable[..., Path]
+DESIGNS = ("paper-grid", "space-filling")
+QUICK = ("--models", "forest", "--budget", 1, "--workers", 1)
 
 
-def test_training_writes_a_surrogate_of_the_profile(run: Run, tmp_path: Path) -> None:
-    profile = tmp_path / "profile.json"
-    profile.write_text(json.dumps(profile_document()))
-    files = [tmp_path / "one.npz", tmp_path / "two.npz"]
-    for file in files:
-        made = run("train", str(profile), "-o", str(file), "--scenarios", "64", "--workers", "1", "--json")
-        assert made.exit_code == 0, made.stderr
-        report = json.loads(made.stdout)
-        assert 0 < report["scenarios"] <= 64
-    first, second = (read_surrogate(file, load_profile(profile)) for file in files)
-    assert all((a == b).all() for a, b in zip(first.throughput, second.throughput, strict=True))
-    assert all((a == b).all() for a, b in zip(first.starvation, second.starvation, strict=True))
+@pytest.fixture
+def profile(tmp_path: Path) -> Path:
+    path = tmp_path / "profile.json"
+    path.write_text(json.dumps(profile_document()))
+    return path
 
 
-def test_nothing_is_simulated_for_a_file_that_cannot_be_written(run: Run, tmp_path: Path) -> None:
-    profile = tmp_path / "profile.json"
-    profile.write_text(json.dumps(profile_document()))
-    refused = run("train", str(profile), "-o", str(tmp_path / "missing" / "x.npz"), "--scenarios", "1000000")
-    assert refused.exit_code == 2
-    assert "x.npz: cannot be written" in refused.stderr
+@pytest.fixture
+def make(profile: Path, tmp_path: Path) -> Make:
+    """Make finished data of short simulations, which `capplan train` has no option for."""
+
+    def made(scenarios: int, duration_s: float) -> Path:
+        folder = tmp_path / "data"
+        folder.mkdir()
+        for design in DESIGNS:
+            generate_dataset(
+                folder / design,
+                load_profile(profile),
+                design=design,
+                scenarios=scenarios,
+                duration_s=duration_s,
+                workers=1,
+            )
+        return folder
+
+    return made
 
 
-def test_a_profile_cannot_lead_out_of_the_folder_of_surrogates(run: Run, tmp_path: Path) -> None:
-    profile = tmp_path / "profile.json"
+def bytes_of(folder: Path) -> dict[str, bytes]:
+    return {str(path.relative_to(folder)): path.read_bytes() for path in folder.rglob("*") if path.is_file()}
+
+
+@pytest.mark.slow
+def test_a_profile_becomes_three_surrogates_and_a_report(
+    run: Run, make: Make, profile: Path, tmp_path: Path
+) -> None:
+    data, out, page = make(120, 60.0), tmp_path / "made" / "here", tmp_path / "report.html"
+    before = bytes_of(data)
+    places = ("--data", data, "--output-dir", out, "--report", page)
+    done = run("train", profile, *places, *QUICK[:2], "--budget", 2, *QUICK[4:], "--json")
+    assert done.exit_code == 0, done.stderr
+    told = json.loads(done.stdout)
+    assert done.stderr.splitlines()[-1].startswith("some of the data is not of 3,600 s")
+    assert bytes_of(data) == before
+    loaded = load_profile(profile)
+    known = read_tables([data / design for design in DESIGNS])
+    assert sorted(path.name for path in out.iterdir()) == ["best.npz", "forest.npz", "tree.json"]
+    for kind, file in told["files"].items():
+        assert Path(file["path"]).stat().st_size == file["bytes"]
+        surrogate = read_surrogate(Path(file["path"]), loaded, kind)
+        assert surrogate.report == told["report"]
+        answers = surrogate.answers(known.features)
+        assert answers.in_range.all()
+        right = (answers.starvation_probability >= 0.5) == known.starved
+        assert right.mean() > max(known.starved.mean(), 1 - known.starved.mean())
+    assert sum(told["report"]["scenarios"].values()) == len(known)
+    assert list(told["data"]) == [str(data / design) for design in DESIGNS]
+    text = parsed(page.read_text(encoding="utf-8")).text
+    for shown in (loaded.name, "physics", "near the edge, space-filling", "throughput = "):
+        assert shown in text
+    assert "Not all were simulated for 3,600 s" in text
+
+
+def test_data_is_made_where_there_is_none_and_then_stays(run: Run, profile: Path, tmp_path: Path) -> None:
+    data, out = tmp_path / "data", tmp_path / "out"
+    more = ("--scenarios", 3, "--grid-scenarios", 2, "--seed", 5, "--output-dir", out, *QUICK)
+    for _ in range(2):
+        few = error_line(run("train", profile, "--data", data, *more))
+        assert "at least 200 rows are needed to train" in few
+        found = {design: json.loads((data / design / "manifest.json").read_text()) for design in DESIGNS}
+        asked = {design: each["asked"] for design, each in found.items()}
+        assert [each["answered"] is None for each in found.values()] == [False, False]
+        assert {design: each["scenarios"] for design, each in asked.items()} == {
+            "paper-grid": 2,
+            "space-filling": 3,
+        }
+        assert all((each["seed"], each["duration_s"]) == (5, 3600.0) for each in asked.values())
+        before = bytes_of(data)
+    assert bytes_of(data) == before
+    assert not out.exists()
+
+
+def test_each_profile_and_seed_has_data_of_its_own(profile: Path, tmp_path: Path) -> None:
+    loaded = load_profile(profile)
+    options = DataOptions(None, {}, seed=0)
+    slower = loaded.step_latency.coefficients["base_ms"].value + 1.0
+    document = profile_document()
+    document["step_latency"]["coefficients"]["base_ms"]["value"] = slower
+    (tmp_path / "slower.json").write_text(json.dumps(document))
+    other = load_profile(tmp_path / "slower.json")
+    folders = [data_folder(each, replace(options, seed=seed)) for each in (loaded, other) for seed in (0, 1)]
+    assert len(set(folders)) == 4
+    assert len({folder.parent for folder in folders}) == 1
+    assert data_folder(loaded, replace(options, folder=tmp_path)) == tmp_path
+
+
+def _another_profile(data: Path, profile: Path) -> None:
+    document = profile_document()
+    document["step_latency"]["coefficients"]["base_ms"]["value"] = 9.0
+    profile.write_text(json.dumps(document))
+
+
+def _damage(data: Path, profile: Path) -> None:
+    shard = data / "space-filling" / "part-00000.parquet"
+    shard.write_bytes(shard.read_bytes()[:-20])
+
+
+def _nothing(data: Path, profile: Path) -> None:
+    pass
+
+
+def _as_one_dataset(data: Path, profile: Path) -> None:
+    (data / "manifest.json").write_bytes((data / "paper-grid" / "manifest.json").read_bytes())
+
+
+@pytest.mark.parametrize(
+    ("change", "more", "told"),
+    [
+        (_nothing, (), "at least 200 rows are needed to train"),
+        (_another_profile, (), "was made with another profile"),
+        (_damage, (), "part-00000.parquet: damaged"),
+        (_nothing, ("--scenarios", 40), "duration_s is 5.0 there"),
+        (_as_one_dataset, (), "is a dataset itself; give the directory that holds paper-grid and space"),
+    ],
+)
+def test_data_that_does_not_do_is_one_line_and_nothing_is_written(
+    run: Run,
+    make: Make,
+    profile: Path,
+    tmp_path: Path,
+    change: Callable[[Path, Path], None],
+    more: tuple[object, ...],
+    told: str,
+) -> None:
+    data = make(20, 5.0)
+    change(data, profile)
+    before = bytes_of(tmp_path)
+    places = ("--output-dir", tmp_path / "out", "--report", tmp_path / "report.html")
+    assert told in error_line(run("train", profile, "--data", data, *places, *QUICK, *more))
+    assert bytes_of(tmp_path) == before
+
+
+@pytest.mark.parametrize(
+    ("options", "told"),
+    [
+        (("--models", "forest,lasso"), "--models: must be of knn, forest, svm, xgboost (got 'lasso')"),
+        (("--report", "missing/x.html"), "x.html: cannot be written: No such file"),
+        (("--report", "best.npz"), "--report: must be another file than a surrogate's"),
+        (("--output-dir", "profile.json"), "best.npz: cannot be written"),
+        (("--data", "profile.json"), "profile.json"),
+    ],
+)
+def test_nothing_is_simulated_for_what_cannot_be_done(
+    run: Run,
+    profile: Path,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    options: tuple[str, ...],
+    told: str,
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    before = bytes_of(tmp_path)
+    refused = run("train", profile, "--data", "data", "--output-dir", ".", "--scenarios", 10**9, *options)
+    assert told in error_line(refused)
+    assert bytes_of(tmp_path) == before
+
+
+def test_a_profile_cannot_lead_out_of_the_folder_of_surrogates(run: Run, profile: Path) -> None:
     profile.write_text(json.dumps({**profile_document(), "name": "../../outside"}))
-    refused = run("train", str(profile), "--scenarios", "64")
-    assert refused.exit_code == 2
-    assert "profile: name" in refused.stderr
-    assert "../../outside" in refused.stderr
+    line = error_line(run("train", profile))
+    assert "profile: name" in line
+    assert "../../outside" in line

@@ -15,8 +15,8 @@ def profile() -> Profile:
 
 @pytest.fixture
 def unsurrogated(profile: Profile) -> Profile:
-    """The same numbers under a name that no forests are shipped for."""
-    return profile.replace(name="nobody/trained/forests-for-this")
+    """The same numbers under a name that no surrogate is shipped for."""
+    return profile.replace(name="nobody/trained/surrogates-for-this")
 
 
 @pytest.fixture

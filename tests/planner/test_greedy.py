@@ -87,7 +87,7 @@ def test_equals_a_literal_transcription_of_the_paper(
 def test_equals_the_transcription_under_an_estimator_without_sense(
     seed: int, adapters: int, salt: int
 ) -> None:
-    """The algorithm must not lean on monotone answers: forests give none."""
+    """The algorithm must not lean on monotone answers: surrogates promise none."""
 
     def capricious(parts: Sequence[Part], a_max: int) -> Estimate:
         dice = (salt + 31 * a_max + sum(int(p.name[1:]) * 7 + p.rank for p in parts)) % 11

@@ -9,8 +9,8 @@ from typer.testing import CliRunner
 
 from capplan import Lengths, Profile, Workload, plan, simulate
 from capplan.cli.app import app
-from capplan.datasets import surrogate_path
 from capplan.errors import InfeasibleError, InputError
+from capplan.models.surrogates.documents import KINDS
 from capplan.planner.problem import Assignment, Problem
 from capplan.spec import EngineConfig, Slo, Trace
 from tests.planner.conftest import MODEL, PROFILE
@@ -216,11 +216,12 @@ def test_a_trace_too_dense_for_one_gpu_gets_more_and_keeps_its_headroom(workload
     assert all(load is not None and load <= 0.9 + 0.02 for load in loads)
 
 
-def test_auto_asks_the_twin_where_no_forest_was_trained(workload: Make, unsurrogated: Profile) -> None:
+def test_auto_asks_the_twin_where_no_surrogate_was_trained(workload: Make, unsurrogated: Profile) -> None:
     made = plan(workload(("a", 8, 0.1)), profile=unsurrogated, verify=False)
     assert made.provenance["estimator"] == "twin"
-    with pytest.raises(InputError, match="capplan train"):
-        plan(workload(("a", 8, 0.1)), profile=unsurrogated, estimator="forest")
+    for kind in KINDS:
+        with pytest.raises(InputError, match="capplan train"):
+            plan(workload(("a", 8, 0.1)), profile=unsurrogated, estimator=kind)
 
 
 @pytest.mark.parametrize(
@@ -234,13 +235,10 @@ def test_the_engine_of_a_plan_caches_prefixes_where_the_twin_did(
     assert made.groups[0].engine_args.enable_prefix_caching is planned
 
 
-def test_forests_are_asked_where_they_are_shipped_and_the_twin_still_confirms(
-    workload: Make, profile: Profile
-) -> None:
-    if not surrogate_path(profile.name, "forest").exists():
-        pytest.skip("no forests are shipped for this profile")
-    made = plan(crowd(workload), estimator="forest")
-    assert made.provenance["estimator"] == "forest"
+@pytest.mark.parametrize("kind", KINDS)
+def test_surrogates_are_asked_by_name_and_the_twin_still_confirms(workload: Make, kind: str) -> None:
+    made = plan(crowd(workload), estimator=kind)
+    assert made.provenance["estimator"] == kind
     assert made.verification.ok
 
 
@@ -282,7 +280,7 @@ def test_a_plan_is_read_back_from_its_file_as_it_was(workload: Make, tmp_path: P
     made = plan(workload(("a", 8, 0.1)), verify=False)
     path = tmp_path / "plan.json"
     made.to_json(path)
-    assert json.loads(path.read_text())["provenance"]["estimator"] in ("forest", "twin")
+    assert json.loads(path.read_text())["provenance"]["estimator"] in (*KINDS, "twin")
     assert type(made).from_json(path) == made
 
 

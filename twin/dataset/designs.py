@@ -6,6 +6,7 @@ again by itself.
 
 from __future__ import annotations
 
+import warnings
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from itertools import combinations, combinations_with_replacement
@@ -116,17 +117,24 @@ def space_filling(profile: Profile, seed: int, start: int, stop: int) -> list[Sa
     and memory. Loads are drawn around the profile's estimated capacity, since planners ask near the edge.
     Pairs of scenarios share a workload but for its load, and differ in A_max and engine settings.
     """
-    engine = qmc.Sobol(_DIMENSIONS, rng=np.random.default_rng(seed))
-    if start:
-        engine.fast_forward(start)
-    points = engine.random(stop - start)
-    shared = qmc.Sobol(_DIMENSIONS, rng=np.random.default_rng([seed, 1]))
-    shared.fast_forward(start // 2) if start // 2 else None
-    bases = shared.random((stop + 1) // 2 - start // 2)
+    points = _sobol([seed], start, stop)
+    bases = _sobol([seed, 1], start // 2, (stop + 1) // 2)
     return [
         _space_filling_sample(profile, seed, number, bases[number // 2 - start // 2], points[number - start])
         for number in range(start, stop)
     ]
+
+
+def _sobol(seed: list[int], start: int, stop: int) -> NDArray[np.float64]:
+    """Return a stretch of a scrambled Sobol sequence, shape (stop - start, dimensions)."""
+    sequence = qmc.Sobol(_DIMENSIONS, rng=np.random.default_rng(seed))
+    if start:
+        sequence.fast_forward(start)
+    with warnings.catch_warnings():
+        # The whole is balanced at powers of two; its parts need not be.
+        warnings.filterwarnings("ignore", message="The balance properties")
+        points: NDArray[np.float64] = sequence.random(stop - start)
+    return points
 
 
 Design = Callable[[Profile, int, int, int], list[Sample]]

@@ -28,6 +28,7 @@ from capplan.models.learning.manifest import MANIFEST, Answered, Asked, Manifest
 from capplan.models.learning.table import OUTCOMES, content_digest, require_columns, schema
 from capplan.models.surrogates.documents import profile_digest
 from capplan.models.surrogates.features import FEATURES
+from capplan.models.surrogates.probe import feature_probe
 from capplan.spec import Profile, write_bytes_atomic, write_text_atomic
 from capplan.spec.files import reason
 from capplan.twin.dataset.answers import NoRow, Row
@@ -122,6 +123,7 @@ def generate_dataset(
         profile=profile.name,
         profile_digest=profile_digest(profile),
         features=FEATURES,
+        probe=tuple(feature_probe(profile)),
         capplan=capplan.__version__,
     )
     target = Path(folder)
@@ -200,7 +202,7 @@ def _require_same(then: Asked, now: Asked, location: str) -> None:
     """Check that a question is the one a folder was made for, or asks it for more scenarios."""
     for name in Asked.model_fields:
         before, wanted = getattr(then, name), getattr(now, name)
-        if name == "features" and before != wanted:
+        if name in ("features", "probe") and before != wanted:
             raise InputError("features are not those of this version; give a new folder", location=location)
         if name == "scenarios" and wanted < before:
             raise InputError(f"scenarios is {before} there, and cannot fall", wanted, location)

@@ -1,222 +1,139 @@
-import io
-import json
-import zipfile
-from pathlib import Path
-from typing import Any
+"""Surrogates of all kinds: what they answer, and where they say that they do not know."""
 
 import numpy as np
 import pytest
 
-from capplan import errors, load_surrogate
+from capplan import errors, list_profiles, load_surrogate
 from capplan.models import Surrogate
-from capplan.models.learning.train import train_surrogate
+from capplan.models.surrogates.documents import KINDS
 from capplan.models.surrogates.features import FEATURES, feature_vector
-from capplan.models.surrogates.files import profile_digest, read_surrogate, surrogate_bytes
-from capplan.spec import Lengths
-from tests.twin.examples import profile, workload
-
-SETTINGS = {"a_max": 4, "s_max": 8, "max_num_seqs": 64, "max_num_batched_tokens": 1024}
-CAPACITY_TOK_S = 3000.0
-HOPED_TOK_S = 3600.0
-"""What the mean field takes the capacity for; the forests have the rest to learn."""
+from capplan.spec import Arrivals, Diurnal, LengthPairs, Lengths, Renewal, Stickiness, Trace, Workload
+from tests.models.surrogates.making import SETTINGS, asked, drawn, made, profile
 
 
-@pytest.fixture(scope="module")
-def surrogate() -> Surrogate:
-    """Trained on an engine of known capacity: the share served is what fits."""
-    rng = np.random.default_rng(0)
-    x = rng.uniform(1, 100, (800, len(FEATURES))).astype(np.float32)
-    offered = np.exp(rng.uniform(np.log(300), np.log(30_000), 800)).astype(np.float32)
-    x[:, FEATURES.index("offered_tok_s")] = offered
-    x[:, FEATURES.index("load_over_saturation")] = offered / HOPED_TOK_S
-    throughput = np.minimum(offered.astype(float), CAPACITY_TOK_S)
-    return train_surrogate(profile(), x, throughput, throughput / offered)
-
-
-@pytest.fixture
-def file(surrogate: Surrogate, tmp_path: Path) -> Path:
-    path = tmp_path / "s.forest.npz"
-    path.write_bytes(surrogate_bytes(surrogate))
-    return path
-
-
-def asked(offered_tok_s: float) -> np.ndarray:
-    x = np.full(len(FEATURES), 50, np.float32)
-    x[FEATURES.index("offered_tok_s")] = offered_tok_s
-    x[FEATURES.index("load_over_saturation")] = offered_tok_s / HOPED_TOK_S
-    return x
-
-
-@pytest.mark.parametrize("offered", [500.0, 1500.0, 6000.0, 20_000.0])
-def test_it_learns_what_it_was_shown(surrogate: Surrogate, offered: float) -> None:
-    answer = surrogate.answer(asked(offered))
-    expected = min(offered, CAPACITY_TOK_S)
-    assert answer.throughput_tok_s == pytest.approx(expected, rel=0.1)
-    assert answer.low_tok_s <= answer.throughput_tok_s <= answer.high_tok_s
-    assert answer.starved == (offered > CAPACITY_TOK_S)
-    assert answer.in_range
-
-
-def test_its_report_is_of_scenarios_it_had_not_seen(surrogate: Surrogate) -> None:
-    report: dict[str, Any] = surrogate.report
-    assert report["scenarios"] == 800
-    assert 0 < report["throughput_smape"] < 3
-    assert report["throughput_smape_offered_load"] > report["throughput_smape"]
-    assert report["starvation_macro_f1"] > 0.95
-
-
-def test_nine_of_ten_unseen_answers_lie_in_the_interval(surrogate: Surrogate) -> None:
-    rng = np.random.default_rng(1)
-    offered = np.exp(rng.uniform(np.log(300), np.log(30_000), 400))
-    inside = [
-        answer.low_tok_s <= min(load, CAPACITY_TOK_S) <= answer.high_tok_s
-        for load in offered
-        for answer in [surrogate.answer(asked(load))]
-    ]
-    assert np.mean(inside) > 0.85
-
-
-@pytest.mark.parametrize(
-    ("offered", "in_range"), [(299.0, False), (301.0, True), (29_000.0, True), (31_000.0, False)]
-)
-def test_a_question_outside_the_training_range_says_so(
-    surrogate: Surrogate, offered: float, in_range: bool
-) -> None:
-    assert surrogate.answer(asked(offered)).in_range == in_range
+def test_many_rows_are_answered_as_each_row_alone(surrogate: Surrogate) -> None:
+    rows = made().features[:60]
+    together = surrogate.answers(rows)
+    for i, row in enumerate(rows):
+        alone = surrogate.answer(row)
+        assert alone.throughput_tok_s == together.throughput_tok_s[i]
+        assert (alone.low_tok_s, alone.high_tok_s) == (together.low_tok_s[i], together.high_tok_s[i])
+        assert alone.starvation_probability == together.starvation_probability[i]
+        assert alone.in_range == together.in_range[i]
+        assert alone.novelty == pytest.approx(together.novelty[i], rel=1e-9)
 
 
 def test_a_workload_is_answered_by_its_features(surrogate: Surrogate) -> None:
-    features = feature_vector(workload(), profile(), **SETTINGS, gpu_memory_utilization=0.9)
-    assert surrogate.predict(workload(), **SETTINGS) == surrogate.answer(features)
+    features = feature_vector(asked(), surrogate.profile, **SETTINGS)
+    assert surrogate.predict(asked(), **SETTINGS) == surrogate.answer(features)
 
 
-def test_features_are_what_their_names_say() -> None:
-    varied = workload(adapters=2, rate_rps=0.5)
-    own = varied.adapters[1].replace(rank=16, rate_rps=1.5, prompt_tokens=Lengths(mean=164))
-    varied = varied.replace(adapters=(varied.adapters[0], own))
-    x = dict(
-        zip(FEATURES, feature_vector(varied, profile(), **SETTINGS, gpu_memory_utilization=0.9), strict=True)
-    )
-    assert x["adapters"] == 2
-    assert x["rate_sum_rps"] == 2.0
-    assert x["rate_std_rps"] == 0.5
-    assert (x["rank_max"], x["rank_mean"], x["rank_std"]) == (16, 12, 4)
-    assert x["prompt_mean_tokens"] == pytest.approx(0.25 * 64 + 0.75 * 164)
-    assert x["prompt_std_tokens"] == pytest.approx(100 * (0.25 * 0.75) ** 0.5)
-    assert x["offered_tok_s"] == pytest.approx(0.5 * 80 + 1.5 * 180)
-    assert x["a_max"] == 4
+def test_answers_to_scenarios_not_seen_are_near_and_within_their_interval(surrogate: Surrogate) -> None:
+    fresh = made(256, seed=5)
+    answers = surrogate.answers(fresh.features)
+    off = np.abs(np.log(answers.throughput_tok_s / fresh.throughput_tok_s))
+    assert np.median(off) < 0.1
+    assert np.all(answers.low_tok_s <= answers.throughput_tok_s)
+    assert np.all(answers.throughput_tok_s <= answers.high_tok_s)
+    assert np.mean((answers.starvation_probability >= 0.5) == fresh.starved) > 0.9
 
 
-def test_a_file_gives_back_the_surrogate(surrogate: Surrogate, file: Path) -> None:
-    again = read_surrogate(file, profile())
-    for offered in (400.0, 2900.0, 25_000.0):
-        assert again.answer(asked(offered)) == surrogate.answer(asked(offered))
-    assert again.report == surrogate.report
-    assert surrogate_bytes(again) == file.read_bytes()
+def test_answers_are_sound_far_from_all_that_was_learned(surrogate: Surrogate) -> None:
+    far = np.exp(np.random.default_rng(0).normal(0, 4, (300, len(FEATURES)))).astype(np.float32)
+    answers = surrogate.answers(far)
+    for end in (answers.low_tok_s, answers.throughput_tok_s, answers.high_tok_s):
+        assert np.all(end >= 0.0)
+    assert np.all(answers.low_tok_s <= answers.throughput_tok_s)
+    assert np.all(answers.throughput_tok_s <= answers.high_tok_s)
+    assert np.all((answers.starvation_probability >= 0.0) & (answers.starvation_probability <= 1.0))
+    assert not answers.in_range.any()
 
 
-def refused(path: Path, other: Any = None) -> str:
-    with pytest.raises(errors.InputError) as caught:
-        read_surrogate(path, other or profile())
-    text = str(caught.value)
-    assert "\n" not in text
-    assert text.startswith(str(path))
-    return text
+def test_the_probability_rises_with_the_score(surrogate: Surrogate) -> None:
+    scores = surrogate.starvation.answers(made().features)
+    order = np.argsort(scores)
+    assert np.all(np.diff(surrogate.calibration.probability(scores)[order]) >= 0.0)
+    assert np.unique(scores).size > 1
 
 
-def test_a_missing_file_names_the_command_that_makes_one(tmp_path: Path) -> None:
-    assert "capplan train test/tiny/vllm-0.8.5" in refused(tmp_path / "absent.npz")
+def beyond_adapters(count: int) -> Workload:
+    return asked(adapters=count, rate_rps=0.2 * 32 / count)
 
 
-@pytest.mark.parametrize("keep", [0, 1, 100, 0.5, 0.99])
-def test_a_truncated_file_is_refused(file: Path, keep: float) -> None:
-    data = file.read_bytes()
-    file.write_bytes(data[: keep if isinstance(keep, int) else int(keep * len(data))])
-    assert "damaged" in refused(file)
+def pairs() -> LengthPairs:
+    return LengthPairs.from_arrays(*np.random.default_rng(0).integers(50, 400, (2, 500)))
 
 
-def test_garbled_compressed_data_is_refused(file: Path) -> None:
-    with zipfile.ZipFile(file) as archive:
-        member = archive.getinfo("throughput_value.npy")
-    data = bytearray(file.read_bytes())
-    name, extra = (int.from_bytes(data[member.header_offset + i :][:2], "little") for i in (26, 28))
-    start = member.header_offset + 30 + name + extra
-    data[start : start + 8] = b"\xff" * 8  # no kind of block begins so
-    file.write_bytes(data)
-    assert "damaged" in refused(file)
+def recorded() -> Workload:
+    names = [f"a{i}" for i in range(32)]
+    seconds = np.linspace(0.0, 99.0, 320)
+    lengths = np.full(320, 100)
+    return asked(trace=Trace.from_arrays(seconds, names * 10, lengths, lengths, 100.0))
 
 
-def test_a_surrogate_of_another_profile_is_refused(file: Path) -> None:
-    assert "profile_digest does not match" in refused(file, profile(step_ms=11.0))
+def own_lengths() -> Workload:
+    first, *others = asked().adapters
+    return asked().replace(adapters=(first.replace(prompt_tokens=Lengths(mean=250)), *others))
 
 
-def test_a_change_of_provenance_alone_keeps_the_surrogate(file: Path) -> None:
-    same = profile()
-    read_surrogate(file, same.replace(provenance=same.provenance.replace(notes="checked again")))
+STRANGE = {
+    "rank": lambda: (asked(rank=256), {"s_max": 256}),
+    "slot size": lambda: (asked(), {"s_max": 512}),
+    "longer prompts": lambda: (asked(prompt_tokens=Lengths(mean=9000, std=200)), {}),
+    "longer outputs": lambda: (asked(output_tokens=Lengths(mean=2000, std=100)), {}),
+    "prompts with longer tails": lambda: (asked(prompt_tokens=Lengths(mean=3900, std=20_000)), {}),
+    "larger rates": lambda: (asked(rate_rps=100.0), {}),
+    "no load": lambda: (asked(rate_rps=0.0), {}),
+    "more adapters": lambda: (beyond_adapters(1500), {}),
+    "more running requests": lambda: (asked(), {"max_num_seqs": 8192, "max_num_batched_tokens": 8192}),
+    "larger steps": lambda: (asked(), {"max_num_batched_tokens": 65_536}),
+    "less memory": lambda: (asked(), {"gpu_memory_utilization": 0.32}),
+    "burstier": lambda: (asked(arrivals=Renewal(process="gamma", cv=20.0)), {}),
+    "regular": lambda: (asked(arrivals=Arrivals.DETERMINISTIC), {}),
+    "weibull": lambda: (asked(arrivals=Renewal(process="weibull", cv=2.0)), {}),
+    "diurnal": lambda: (
+        asked(arrivals=Renewal(process="poisson", modulation=Diurnal(amplitude=0.5))),
+        {},
+    ),
+    "a trace": lambda: (recorded(), {}),
+    "stickiness": lambda: (asked(stickiness=Stickiness(last=4, probability=0.5)), {}),
+    "lengths in pairs": lambda: (asked(length_pairs=pairs()), {}),
+    "own lengths": lambda: (own_lengths(), {}),
+    "lengths that go together": lambda: (asked(length_correlation=0.95), {}),
+}
 
 
-def rewrite(file: Path, **changes: Any) -> None:
-    with np.load(file) as arrays:
-        columns = {name: arrays[name] for name in arrays.files}
-    header = json.loads(columns["header"].item()) | changes.pop("header", {})
-    text = changes.pop("header_text", json.dumps(header))
-    columns = {**columns, "header": np.array(text), **changes}
-    buffer = io.BytesIO()
-    np.savez_compressed(buffer, **{name: value for name, value in columns.items() if value is not None})
-    file.write_bytes(buffer.getvalue())
+def test_a_common_question_is_in_range(surrogate: Surrogate) -> None:
+    answer = surrogate.predict(asked(), **SETTINGS)
+    assert answer.in_range
+    assert 0.0 < answer.novelty < 1.0
 
 
-def test_a_later_version_is_refused(file: Path) -> None:
-    rewrite(file, header={"version": 3})
-    assert "version does not match" in refused(file)
+@pytest.mark.parametrize("what", STRANGE)
+def test_a_question_outside_the_training_range_says_so(surrogate: Surrogate, what: str) -> None:
+    workload, changes = STRANGE[what]()
+    assert not surrogate.predict(workload, **(SETTINGS | changes)).in_range
 
 
-def test_other_features_are_refused(file: Path) -> None:
-    rewrite(file, header={"features": [*FEATURES[:-1], "phase_of_the_moon"]})
-    assert "features does not match" in refused(file)
+def test_most_scenarios_like_those_of_training_are_in_range(surrogate: Surrogate) -> None:
+    assert surrogate.answers(drawn(256, seed=9)).in_range.mean() > 0.7
 
 
-@pytest.mark.parametrize(
-    "changes",
-    [
-        pytest.param({"throughput_left": None}, id="no children"),
-        pytest.param({"throughput_value": np.zeros(3, np.float32)}, id="few values"),
-        pytest.param({"starvation_roots": np.array([10**6], np.int32)}, id="root beyond the nodes"),
-        pytest.param({"starvation_roots": np.array([], np.int32)}, id="no roots"),
-        pytest.param({"header": {"interval": None}}, id="no interval"),
-        pytest.param({"header": {"interval": [0.1]}}, id="half an interval"),
-        pytest.param({"low": np.zeros(2, np.float32)}, id="short range"),
-        pytest.param({"high": np.array(["x"] * len(FEATURES))}, id="range of letters"),
-        pytest.param({"starvation_roots": np.array([0.0])}, id="fractional roots"),
-    ],
-)
-def test_arrays_that_do_not_belong_together_are_refused(file: Path, changes: dict[str, Any]) -> None:
-    rewrite(file, **changes)
-    assert "damaged" in refused(file)
-
-
-def test_a_header_that_is_no_mapping_is_refused(file: Path) -> None:
-    rewrite(file, header_text="[]")
-    assert "damaged" in refused(file)
-
-
-def test_a_tree_that_runs_in_a_circle_is_refused(surrogate: Surrogate, file: Path) -> None:
-    left = surrogate.throughput.left.copy()
-    left[surrogate.throughput.feature >= 0] = 0
-    rewrite(file, throughput_left=left)
-    assert "damaged" in refused(file)
-
-
-def test_an_object_array_is_not_loaded(file: Path) -> None:
-    rewrite(file, low=np.array([{"a": 1}], dtype=object))
-    assert "damaged" in refused(file)
-
-
-def test_the_digest_is_of_everything_the_twin_reads() -> None:
-    assert profile_digest(profile()) == profile_digest(profile())
-    assert profile_digest(profile()) != profile_digest(profile(load_ms=1.0))
+@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("name", list_profiles())
+def test_what_is_shipped_answers_and_knows_its_range(name: str, kind: str) -> None:
+    surrogate = load_surrogate(name, kind)
+    assert surrogate.predict(asked(), **SETTINGS).in_range
+    for what, make in STRANGE.items():
+        workload, changes = make()
+        assert not surrogate.predict(workload, **(SETTINGS | changes)).in_range, what
 
 
 def test_an_unknown_kind_is_named() -> None:
-    with pytest.raises(errors.InputError, match="forest"):
-        load_surrogate("h100-64g/llama-3.1-8b/vllm-0.8.5", kind="oracle")
+    with pytest.raises(errors.InputError, match="must be one of best, forest, tree"):
+        load_surrogate(list_profiles()[0], kind="oracle")
+
+
+def test_a_profile_without_surrogates_names_the_command_that_makes_them() -> None:
+    with pytest.raises(errors.InputError, match=f"capplan train {profile().name}"):
+        load_surrogate(profile())

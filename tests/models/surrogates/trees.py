@@ -42,7 +42,10 @@ def trees(draw: st.DrawFn, most_splits: int = 12) -> Tree:
 
 
 def around(tree: Tree, seed: int = 0) -> np.ndarray:
-    """Return rows on each threshold and one float32 to either side; other features stand on some as well."""
+    """Return rows on each threshold and one float32 to either side; other features stand on some as well.
+
+    All of them are finite, as features are.
+    """
     rng = np.random.default_rng(seed)
     inner = [node for node, asked in enumerate(tree.feature) if asked != LEAF]
     pool = np.array([0.0, *(tree.threshold[node] for node in inner)], np.float32)
@@ -52,4 +55,5 @@ def around(tree: Tree, seed: int = 0) -> np.ndarray:
         with np.errstate(over="ignore"):
             sides = (at, np.nextafter(at, np.float32(-np.inf)), np.nextafter(at, np.float32(np.inf)))
         rows[3 * i : 3 * i + 3, tree.feature[node]] = sides
-    return rows.astype(np.float32)
+    largest = np.finfo(np.float32).max
+    return np.clip(rows, -largest, largest).astype(np.float32)

@@ -1,0 +1,202 @@
+"""The report of a training tells what training found, on a page that needs no network."""
+
+from __future__ import annotations
+
+import copy
+import re
+import xml.etree.ElementTree as ET
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from capplan import load_profile
+from capplan.cli.bar_rows import bar_rows
+from capplan.cli.charts import Axis
+from capplan.cli.train_page import training_page
+from capplan.models.learning.manifest import Answered, Asked, Manifest
+from capplan.models.learning.refine import FrontPoint, Refinement
+from capplan.models.learning.train import Trained
+from capplan.models.surrogates.features import FEATURES
+from capplan.models.surrogates.tree import LOG_OVER_EXPECTED, PROBABILITY, Tree
+from tests.cli.test_html import HOSTILE, parsed, svg_of
+from tests.cli.test_report_browser import CHROMIUM, browse
+
+PROFILE = load_profile("h100-64g/llama-3.1-8b/vllm-0.8.5")
+KINDS = ("best", "forest", "tree")
+SIZES = {"best": 1_234_567, "forest": 2_345_678, "tree": 4_321}
+LEAF = -1
+
+
+def stump(answer: str, feature: str, at_most: float, values: tuple[float, float]) -> Tree:
+    nodes = ((FEATURES.index(feature), LEAF, LEAF), (at_most, 0.0, 0.0), (1, LEAF, LEAF), (2, LEAF, LEAF))
+    return Tree(answer, *nodes, (0.0, *values), (1.0, 0.25, 0.75))
+
+
+TREES = {
+    "throughput": stump(LOG_OVER_EXPECTED, "a_max", 48.0, (0.0, -0.693)),
+    "starvation": stump(PROBABILITY, "adapters", 96.0, (0.1, 0.9)),
+}
+
+
+def model(name: str, task: str, score: float) -> dict[str, Any]:
+    scores = {"all": score, "paper-grid": score, "near the edge": score + 0.01}
+    return {"name": name, "task": task, "params": {"depth": 3, "rate": 0.123456}, "scores": scores}
+
+
+def told() -> dict[str, Any]:
+    """Return a report in which every figure differs."""
+    return {
+        "scenarios": {"paper-grid": 300, "space-filling": 400},
+        "starved_share": 0.4321,
+        "judged_on": "scenarios of other groups, 5 folds",
+        "error_formula": "100 * mean(|p - a| / (|p| + |a|))",
+        "options": {"budget": 7, "paper_space": False, "seed": 3},
+        "models": [
+            *(model("knn", task, 0.5) for task in TREES),
+            *(model("physics", task, 0.6) for task in TREES),
+        ],
+        "chosen": {"throughput": "physics", "starvation": "knn"},
+        "importance": {task: {name: 1 / (i + 2) for i, name in enumerate(FEATURES)} for task in TREES},
+        "front": {"throughput": [[1, 20.0], [2, 5.5], [9, 5.1]], "starvation": [[1, 60.0], [2, 3.25]]},
+        "kinds": {
+            kind: {
+                "throughput_smape": {"all": 1.11 + i, "paper-grid": 2.22 + i, "near the edge": 3.33 + i},
+                "starvation_macro_f1": {"all": 0.911 + i / 100, "near the edge": 0.811 + i / 100},
+                "interval_coverage": {"all": 0.901 + i / 100, "paper-grid": 0.8, "near the edge": 0.85},
+                "reliability": [[0.05, 0.04, 100], [0.95, 0.9, 50]],
+                "rules": [1_000 + i, 2_000 + i],
+            }
+            for i, kind in enumerate(KINDS)
+        },
+    }
+
+
+def trained(report: dict[str, Any]) -> Trained:
+    points = {"throughput": FrontPoint(2, 5.5, TREES["throughput"])}
+    points["starvation"] = FrontPoint(2, 3.25, TREES["starvation"])
+    refined = {task: Refinement((point,), point, "teacher", {}) for task, point in points.items()}
+    small = SimpleNamespace(throughput_tree=TREES["throughput"], starvation_tree=TREES["starvation"])
+    return Trained({"tree": small}, report, refined)  # type: ignore[dict-item]
+
+
+def dataset(design: str, duration_s: float) -> Manifest:
+    asked = Asked(
+        design=design,
+        seed=3,
+        scenarios=345,
+        duration_s=duration_s,
+        profile=PROFILE.name,
+        profile_digest="0",
+        features=FEATURES,
+        capplan="0",
+    )
+    answered = Answered(rows=300, refused_for_memory=41, without_requests=4, shards=())
+    return Manifest(asked=asked, answered=answered)
+
+
+def page(report: dict[str, Any] | None = None, duration_s: float = 3600.0) -> str:
+    data = [dataset(design, duration_s) for design in ("paper-grid", "space-filling")]
+    return training_page(PROFILE, data, trained(report or told()), SIZES)
+
+
+def charts_of(document: str) -> list[ET.Element]:
+    return [ET.fromstring(text) for text in re.findall(r'<svg class="chart".*?</svg>', document)]
+
+
+def tips(chart: ET.Element) -> list[str]:
+    return [str(each.text) for each in chart.iter() if each.tag == "title"]
+
+
+def test_everything_that_training_found_is_on_the_page() -> None:
+    text = parsed(page()).text
+    for kind, each in told()["kinds"].items():
+        assert f"{SIZES[kind]:,}" in text
+        for score in each["throughput_smape"].values():
+            assert f"{score:.2f}" in text
+        for score in each["starvation_macro_f1"].values():
+            assert f"{score:.3f}" in text
+    for shown in (PROFILE.name, "700 scenarios", "43.2 %", "physics, chosen", "rate 0.1235", "345", "41"):
+        assert shown in text
+    for rule in ("if a_max > 48 then throughput = 0.5 x expected", "starved (probability 0.90)"):
+        assert rule in text
+    assert "Not all were simulated" not in text
+
+
+def test_what_the_small_trees_do_on_other_scenarios_is_told() -> None:
+    assert "a SMAPE of 5.50 % and a macro-F1 of 0.968" in parsed(page()).text
+
+
+def test_data_of_another_duration_is_marked() -> None:
+    assert "Not all were simulated for 3,600 s" in parsed(page(duration_s=60.0)).text
+
+
+def test_every_chart_has_axes_with_units_and_a_title() -> None:
+    found = charts_of(page())
+    titles = [chart.get("aria-label") for chart in found]
+    assert len(titles) == 8
+    for chart in found:
+        words = [each.text for each in chart.iter() if each.tag == "text"]
+        assert any(
+            axis in words
+            for axis in (
+                "SMAPE, %",
+                "macro-F1",
+                "importance, %",
+                "inside the interval, %",
+                "share that starved",
+                "100 × (1 - macro-F1), %",
+            )
+        )
+
+
+def test_only_the_features_that_matter_most_are_drawn() -> None:
+    (first, second) = [c for c in charts_of(page()) if "importance, %" in "".join(c.itertext())]
+    for chart in (first, second):
+        assert [tip.split(":")[0] for tip in tips(chart)] == list(FEATURES[:15])
+
+
+def test_the_chosen_number_of_rules_is_marked_on_the_front() -> None:
+    chart = next(c for c in charts_of(page()) if any("decision rules" in tip for tip in tips(c)))
+    assert [tip.split(":")[0] for tip in tips(chart)][-1] == "chosen"
+    assert tips(chart)[-1].endswith("decision rules 2; SMAPE, % 5.5")
+
+
+def test_the_page_loads_nothing_and_names_stay_text() -> None:
+    report = copy.deepcopy(told())
+    report["models"][0]["name"] = HOSTILE
+    document = page(report)
+    assert "<script" not in document
+    assert all(target.startswith("#") for target in parsed(document).loaded)
+    assert HOSTILE in parsed(document).text
+
+
+lengths = st.lists(st.floats(0, 1e9) | st.just(float("nan")), min_size=2, max_size=2)
+
+
+@given(st.dictionaries(st.sampled_from(("", "a", HOSTILE)), lengths), st.floats(0, 1e9))
+def test_rows_of_any_length_make_a_well_formed_chart(bars: dict[str, list[float]], bound: float) -> None:
+    figure = bar_rows("t", [HOSTILE, "b"], bars, Axis("x, s"), bounds={"bound": bound})
+    parsed(figure)
+    svg = svg_of(figure)
+    shown = [each for each in svg.iter() if each.tag == "rect" and float(each.get("width", "-1")) >= 0]
+    assert len(shown) == sum(value == value for values in bars.values() for value in values)
+
+
+def test_the_longer_bar_is_the_greater_value() -> None:
+    svg = svg_of(bar_rows("t", ["a", "b"], {"": [1.0, 4.0]}, Axis("x")))
+    short, long = (float(each.get("width", "")) for each in svg.iter() if each.tag == "rect")
+    assert long == pytest.approx(4 * short, rel=0.01)
+
+
+@pytest.mark.slow
+@pytest.mark.skipif(CHROMIUM is None, reason="no chromium on this machine to look at the report with")
+def test_a_browser_draws_the_page_and_complains_about_nothing(tmp_path: Path) -> None:
+    file = tmp_path / "train.html"
+    file.write_text(page(), encoding="utf-8")
+    seen = browse(file, "--dump-dom")
+    assert seen.stdout.count('<svg class="chart"') == 8
+    assert re.search(r"CONSOLE|Content Security Policy", seen.stderr) is None

@@ -1,0 +1,22 @@
+from pathlib import Path
+
+import pytest
+
+from capplan.models import Surrogate
+from capplan.models.surrogates.documents import KINDS
+from capplan.models.surrogates.files import surrogate_bytes
+from tests.models.surrogates.making import surrogates
+
+
+@pytest.fixture(params=KINDS)
+def surrogate(request: pytest.FixtureRequest) -> Surrogate:
+    """One of each kind."""
+    return surrogates()[request.param]
+
+
+@pytest.fixture
+def file(surrogate: Surrogate, tmp_path: Path) -> Path:
+    """The same in a file."""
+    path = tmp_path / f"s.{surrogate.kind}.{'json' if surrogate.kind == 'tree' else 'npz'}"
+    path.write_bytes(surrogate_bytes(surrogate))
+    return path
