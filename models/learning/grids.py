@@ -15,6 +15,8 @@ Combination: TypeAlias = Mapping[str, Any]
 Grid: TypeAlias = tuple[tuple[Combination, ...], ...]
 """Combinations by kind, such as the kernel: a subset takes as many of each kind."""
 
+_MOST_TREES_PER_LEAF_ROW: Final = 26
+"""Trees over the least rows of a leaf: a forest has about two fifths of its rows times this in leaves."""
 _SVM_C: Final = (0.1, 1.0, 10.0, 100.0, 1_000.0, 10_000.0)
 _SVM_EPSILON: Final = (0.1, 0.5, 1.0, 5.0)
 _SVM_DEGREE: Final = (2, 3, 4, 5)
@@ -105,13 +107,21 @@ def boosting_space(*, huber: bool) -> Mapping[str, BaseDistribution]:
 def subset(grid: Grid, count: int, seed: int) -> list[Combination]:
     """Return `count` combinations of a grid, drawn at random, as many of each kind; all if it has fewer.
 
-    Forests of absolute error, whose time grows with the square of the rows, are in the whole grid only.
+    Forests of absolute error, whose time grows with the square of the rows, and those of so many leaves that
+    a surrogate would not be small are in the whole grid only.
     """
     rng = np.random.default_rng(seed)
-    quick = [[c for c in kind if c.get("criterion") != "absolute_error"] for kind in grid]
-    shuffled = [[kind[i] for i in rng.permutation(len(kind))] for kind in quick]
+    kinds = [[combination for combination in kind if _is_modest(combination)] for kind in grid]
+    shuffled = [[kind[i] for i in rng.permutation(len(kind))] for kind in kinds]
     dealt = chain.from_iterable(zip_longest(*shuffled))
     return [combination for combination in dealt if combination is not None][:count]
+
+
+def _is_modest(combination: Combination) -> bool:
+    if "n_estimators" not in combination:
+        return True
+    leaves = combination["n_estimators"] / combination["min_samples_leaf"]
+    return bool(combination["criterion"] != "absolute_error" and leaves <= _MOST_TREES_PER_LEAF_ROW)
 
 
 def whole(grid: Grid) -> list[Combination]:

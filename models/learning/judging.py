@@ -25,9 +25,10 @@ Floats: TypeAlias = NDArray[np.float64]
 NEAR: Final = 0.2
 """Near the edge: a load within 20 % of the capacity that the fluid estimate gives."""
 
-_REGIMES: Final = 24
+_REGIMES: Final = 16
 _LEAST_ROWS: Final = 120
 _WORST: Final = 3.0
+_SMALL: Final = 1e-4
 _BINS: Final = 10
 _LARGEST_SCORE: Final = 12.0
 
@@ -64,22 +65,27 @@ def starvation_scores(table: TrainingTable, probability: Floats) -> dict[str, fl
     }
 
 
-def intervals_of(features: Features, answers_tok_s: Floats, true_tok_s: Floats, seed: int) -> Intervals:
+def intervals_of(
+    features: Features, answers_tok_s: Floats, true_tok_s: Floats, groups: NDArray[np.int64], seed: int
+) -> Intervals:
     """Return conformal intervals from answers to scenarios that the model had not seen.
 
-    A small tree finds regimes of equal difficulty; in each, the quantiles have the correction for a finite
-    sample (Mondrian conformal prediction).
+    On half of the groups a small tree finds regimes of equal difficulty; the other half, which had no say in
+    them, gives the quantiles in each, with the correction for a finite sample (Mondrian conformal
+    prediction).
     """
     error = np.clip(np.log(np.maximum(true_tok_s, 1e-3) / np.maximum(answers_tok_s, 1e-3)), -_WORST, _WORST)
-    size = np.log(np.abs(error) + 1e-4)
+    known = np.unique(groups)
+    growing = np.isin(groups, np.random.default_rng(seed).permutation(known)[: known.size // 2])
+    size = np.log(np.abs(error) + _SMALL)
     grown = DecisionTreeRegressor(
-        max_leaf_nodes=_REGIMES, min_samples_leaf=min(_LEAST_ROWS, len(error) // 2), random_state=seed
-    ).fit(features, size)
+        max_leaf_nodes=_REGIMES, min_samples_leaf=min(_LEAST_ROWS, growing.sum() // 2), random_state=seed
+    ).fit(features[growing], size[growing])
     regime = tree_of(grown, LOG_OVER_EXPECTED)
     leaves = regime.leaves(features)
     low, high = list(regime.value), list(regime.value)
-    for leaf in np.unique(leaves):
-        low[leaf], high[leaf] = _ends(error[leaves == leaf])
+    for leaf in np.flatnonzero(regime.is_leaf):
+        low[leaf], high[leaf] = _ends(error[(leaves == leaf) & ~growing])
     return Intervals(low=_with_values(regime, low), high=_with_values(regime, high))
 
 
@@ -125,8 +131,8 @@ def _ends(error: Floats) -> tuple[float, float]:
     ordered = np.sort(error)
     tail = (1.0 - COVERAGE) / 2.0
     beyond = int(np.floor(tail * (ordered.size + 1)))
-    if beyond < 1:
-        return float(ordered[0]), float(ordered[-1])
+    if beyond < 1:  # too few to leave any out, or none
+        return (float(ordered[0]), float(ordered[-1])) if ordered.size else (-_WORST, _WORST)
     return float(ordered[beyond - 1]), float(ordered[-beyond])
 
 

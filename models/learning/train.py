@@ -154,7 +154,7 @@ def _surrogate(
     seed: int,
 ) -> Surrogate:
     """Return one kind, with errors from answers to scenarios that it had not seen."""
-    intervals = intervals_of(table.features, throughput.unseen, table.throughput_tok_s, seed)
+    intervals = intervals_of(table.features, throughput.unseen, table.throughput_tok_s, table.group, seed)
     calibration = calibration_of(starvation.unseen, table.starved)
     probability = calibration.probability(starvation.unseen)
     low, high = intervals.around(table.features, throughput.unseen)

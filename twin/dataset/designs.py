@@ -35,7 +35,9 @@ _RANK_SETS: Final = (
     *((128,), (4, 8), (8, 16, 32, 64), (8, 16, 32, 64, 128)),
 )
 _MOST_RPS: Final = 1_000.0
-_DIMENSIONS: Final = 17
+_TWINS: Final = 2
+_SHARED: Final = 10
+_OWN: Final = 5
 
 
 @dataclass(frozen=True)
@@ -117,17 +119,21 @@ def space_filling(profile: Profile, seed: int, start: int, stop: int) -> list[Sa
     and memory. Loads are drawn around the profile's estimated capacity, since planners ask near the edge.
     Pairs of scenarios share a workload but for its load, and differ in A_max and engine settings.
     """
-    points = _sobol([seed], start, stop)
-    bases = _sobol([seed, 1], start // 2, (stop + 1) // 2)
+    first = start // _TWINS
+    points = _sobol(seed, first, -(-stop // _TWINS))
     return [
-        _space_filling_sample(profile, seed, number, bases[number // 2 - start // 2], points[number - start])
+        _space_filling_sample(profile, seed, number, points[number // _TWINS - first])
         for number in range(start, stop)
     ]
 
 
-def _sobol(seed: list[int], start: int, stop: int) -> NDArray[np.float64]:
-    """Return a stretch of a scrambled Sobol sequence, shape (stop - start, dimensions)."""
-    sequence = qmc.Sobol(_DIMENSIONS, rng=np.random.default_rng(seed))
+def _sobol(seed: int, start: int, stop: int) -> NDArray[np.float64]:
+    """Return a stretch of a scrambled Sobol sequence, shape (stop - start, dimensions).
+
+    One point for a group of twins, their own settings included: two sequences side by side would go hand in
+    hand, however they are scrambled.
+    """
+    sequence = qmc.Sobol(_SHARED + _TWINS * _OWN, rng=np.random.default_rng(seed))
     if start:
         sequence.fast_forward(start)
     with warnings.catch_warnings():
@@ -143,14 +149,14 @@ DESIGNS: Final[Mapping[str, Design]] = MappingProxyType(
 )
 
 
-def _space_filling_sample(
-    profile: Profile, seed: int, number: int, base: NDArray[np.float64], own: NDArray[np.float64]
-) -> Sample:
-    group = number // 2
+def _space_filling_sample(profile: Profile, seed: int, number: int, point: NDArray[np.float64]) -> Sample:
+    group, twin = divmod(number, _TWINS)
+    base = point[:_SHARED]
+    own = point[_SHARED + twin * _OWN :]
     rng = np.random.default_rng([seed, 2, group])
-    count = round(_between(base[0], 1, 512))
+    count = round(_between(base[0] ** 0.75, 1, 512))
     prompt_mean, output_mean = _between(base[1], 16, 4000), _between(base[2], 8, 1000)
-    a_max = min(384, max(1, round(_between(own[0], count / 48, count))))
+    a_max = min(384, max(1, round(_between(own[0], count / 32, count))))
     max_num_seqs = round(_between(own[1], 16, 2048))
     workload = _workload(
         ranks=rng.choice(_RANK_SETS[int(base[3] * len(_RANK_SETS))], count),

@@ -108,7 +108,11 @@ def surrogates() -> Mapping[str, Surrogate]:
             starvation=starvation,
             calibration=calibration_of(starvation.answers(data.features), data.starved),
             intervals=intervals_of(
-                data.features, throughput.answers(data.features), data.throughput_tok_s, seed=0
+                data.features,
+                throughput.answers(data.features),
+                data.throughput_tok_s,
+                np.arange(len(data.features)),
+                seed=0,
             ),
             domain=domain_of(data.features),
             report={"scenarios": {"space-filling": len(data.features)}},
