@@ -3,7 +3,8 @@
 Median time per answer, features given. *In compiled code* is a compiled loop over vectors of many different
 scenarios in a random order too long for a processor to learn its branches by heart; *from Python* is one call
 for one vector, or one for many. scikit-learn answers with the very trees that were compiled, which learned a
-stand-in of the shape of throughput: time depends on the size of trees, not on their values.
+stand-in of the shape of throughput: time depends on the size of trees, not on their values. The shipped
+surrogates, whose scikit-learn models nobody keeps, stand beside.
 """
 
 from __future__ import annotations
@@ -22,10 +23,10 @@ from sklearn.ensemble import RandomForestRegressor
 from sklearn.tree import DecisionTreeRegressor
 
 from benchmarks.fidelity_figures import markdown
-from capplan import load_profile
+from capplan import load_profile, load_surrogate
 from capplan.models.surrogates.codegen import TreeFunction, compile_tree, flat_answer
 from capplan.models.surrogates.features import FEATURES, feature_of, feature_vector
-from capplan.models.surrogates.forest import Forest, flatten_forest, forest_answer
+from capplan.models.surrogates.forest import Forest, flatten_forest, forest_answer, forest_answers
 from capplan.models.surrogates.tree import LOG_OVER_EXPECTED, FlatTree, Tree, tree_of
 from capplan.twin.dataset.designs import Sample, draw
 
@@ -80,11 +81,8 @@ def models() -> Models:
     return Models(rows, learned_tree, learned_forest, tree, compile_tree(tree), tree.flat, flat)
 
 
-def in_compiled_code(models: Models) -> Mapping[str, Callable[[], float]]:
-    """Return compiled loops over `ANSWERS` vectors, by model; each returns the sum of its answers."""
-    compiled = models.compiled
-    order = np.random.default_rng(0).integers(0, len(models.rows), ANSWERS)
-    rows = models.rows[order]
+def looped(compiled: TreeFunction) -> Callable[[NDArray[np.float32]], float]:
+    """Return a compiled loop that sums a compiled tree's answers."""
 
     @numba.njit(error_model="numpy")
     def over_compiled(rows: NDArray[np.float32]) -> float:
@@ -92,6 +90,37 @@ def in_compiled_code(models: Models) -> Mapping[str, Callable[[], float]]:
         for i in range(rows.shape[0]):
             total += compiled(rows[i])
         return total
+
+    return over_compiled  # type: ignore[no-any-return]
+
+
+def many(rows: NDArray[np.float32]) -> NDArray[np.float32]:
+    """Return `ANSWERS` rows in a random order."""
+    return rows[np.random.default_rng(0).integers(0, len(rows), ANSWERS)]
+
+
+def shipped_in_compiled_code(rows: NDArray[np.float32]) -> Mapping[str, Callable[[], object]]:
+    """Return what runs every tree of the shipped surrogates over `ANSWERS` vectors."""
+    found: dict[str, Callable[[], object]] = {}
+    for kind in ("best", "forest", "tree"):
+        surrogate = load_surrogate(PROFILE, kind)
+        for task, head, tree in (
+            ("throughput", surrogate.throughput, surrogate.throughput_tree),
+            ("starvation", surrogate.starvation, surrogate.starvation_tree),
+        ):
+            if tree is not None:
+                found[f"shipped {kind}: {task}, compiled"] = functools.partial(
+                    looped(compile_tree(tree)), rows
+                )
+            for number, forest in enumerate(head.forests):
+                name = f"shipped {kind}: {task}" + (f", part {number + 1}" if number else "")
+                found[name] = functools.partial(forest_answers, forest, rows)
+    return found
+
+
+def in_compiled_code(models: Models) -> Mapping[str, Callable[[], float]]:
+    """Return compiled loops over `ANSWERS` vectors, by model; each returns the sum of its answers."""
+    rows = many(models.rows)
 
     @numba.njit(error_model="numpy")
     def over_flat(tree: FlatTree, rows: NDArray[np.float32]) -> float:
@@ -108,7 +137,7 @@ def in_compiled_code(models: Models) -> Mapping[str, Callable[[], float]]:
         return total
 
     return {
-        "compiled tree": functools.partial(over_compiled, rows),
+        "compiled tree": functools.partial(looped(models.compiled), rows),
         "flat tree": functools.partial(over_flat, models.flat, rows),
         "forest": functools.partial(over_forest, models.forest, rows),
     }
@@ -143,6 +172,13 @@ def figures() -> dict[tuple[str, str], float]:
         (name, "in compiled code"): median_ns(run, ANSWERS, 41)
         for name, run in in_compiled_code(asked).items()
     }
+    for name, every in shipped_in_compiled_code(many(asked.rows)).items():
+        found[name, "in compiled code"] = median_ns(every, ANSWERS, 21)
+    for kind in ("best", "forest", "tree"):
+        surrogate, vectors = load_surrogate(PROFILE, kind), itertools.cycle(asked.rows)
+        found[f"shipped {kind}: all of an answer", "from Python, one"] = median_ns(
+            lambda surrogate=surrogate, vectors=vectors: surrogate.answer(next(vectors)), 1, 1023
+        )
     for name, answer in one_by_one(asked).items():
         rows = itertools.cycle(asked.rows)
         found[name, "from Python, one"] = median_ns(

@@ -118,6 +118,8 @@ def tune(
     with joblib.parallel_config(backend="threading"), warnings.catch_warnings():
         # A machine that is stopped before it converges is judged as it is.
         warnings.simplefilter("ignore", ConvergenceWarning)
+        # One that answers nonsense loses; scikit-learn need not warn of it.
+        warnings.filterwarnings("ignore", message="One or more of the test scores are non-finite")
         if candidate.distributions:
             trials = boosting_trials(candidate, problem, budget, storage)
         else:
