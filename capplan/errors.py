@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import ClassVar, Final, Literal, TypeAlias
 
-InfeasibleReason: TypeAlias = Literal["memory", "starvation", "slo", "gpus"]
+InfeasibleReason: TypeAlias = Literal["memory", "starvation", "slo", "gpus", "time"]
 
 _VALUE_LIMIT: Final = 80  # characters of a value shown in a message
 
@@ -67,8 +67,9 @@ class InfeasibleError(CapplanError):
     ----------
     message : str
         One line that says what does not fit and by how much.
-    reason : {"memory", "starvation", "slo", "gpus"}
-        What stands in the way: memory of one GPU, requests that starve, a latency bound, too few GPUs.
+    reason : {"memory", "starvation", "slo", "gpus", "time"}
+        What stands in the way: memory of one GPU, requests that starve, a latency bound, too few GPUs, or a
+        solver that did not end in the time it had.
     """
 
     exit_code: ClassVar[int] = 3

@@ -7,6 +7,7 @@ from typing import Annotated
 import typer
 
 from capplan.cli.calibrate import calibrate
+from capplan.cli.compare import compare
 from capplan.cli.dataset import dataset
 from capplan.cli.explain import explain
 from capplan.cli.export import export
@@ -50,7 +51,7 @@ app = typer.Typer(
     pretty_exceptions_enable=False,
     context_settings={"help_option_names": ["-h", "--help"]},
 )
-for command in (plan, simulate, explain, export, profiles, calibrate, train, schema):
+for command in (plan, compare, simulate, explain, export, profiles, calibrate, train, schema):
     app.command()(command)
 app.add_typer(dataset, name="dataset")
 app.add_typer(surrogate, name="surrogate")

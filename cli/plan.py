@@ -10,6 +10,7 @@ from capplan.cli.console import DASH, counted, number, percent, print_table, tab
 from capplan.cli.inputs import AsJson, ProfileName, WorkloadFile, chosen_profile
 from capplan.cli.output import require_writable_file
 from capplan.cli.progress import announce_compilation, progress_bars
+from capplan.planner.names import SOLVERS
 
 if TYPE_CHECKING:
     from rich.table import Table
@@ -30,7 +31,9 @@ def plan(
         int | None,
         typer.Option("--gpus", metavar="N", help="GPUs the plan may use; default: the workload's."),
     ] = None,
-    solver: Annotated[str, typer.Option("--solver", metavar="NAME", help="How to place.")] = "capplan",
+    solver: Annotated[
+        str, typer.Option("--solver", metavar="NAME", help=f"How to place: {', '.join(SOLVERS)}.")
+    ] = "capplan",
     seed: Annotated[int, typer.Option("--seed", metavar="N", help="Same seed, same plan.")] = 0,
     verify: Annotated[
         bool, typer.Option("--verify/--no-verify", help="Have the twin confirm every group.")

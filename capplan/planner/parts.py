@@ -16,6 +16,12 @@ def whole_parts(problem: Problem) -> tuple[Part, ...]:
     return tuple(Part(a.name, a.rank, a.rate_rps) for a in problem.workload.adapters)
 
 
+def in_input_order(problem: Problem) -> list[Part]:
+    """Return the parts as the workload lists their adapters, shares of one adapter by their number."""
+    position = {adapter.name: at for at, adapter in enumerate(problem.workload.adapters)}
+    return sorted(problem.parts, key=lambda part: (position[part.name], part.number))
+
+
 def split_hot(problem: Problem, estimator: Estimator) -> tuple[Part, ...]:
     """Return the parts of the problem, those that starve a GPU by themselves in the fewest shares.
 
@@ -28,7 +34,7 @@ def split_hot(problem: Problem, estimator: Estimator) -> tuple[Part, ...]:
         When one adapter alone does not fit in memory, or when its `max_replicas` or the GPUs allow too few
         shares.
     """
-    _require_memory(problem)
+    require_memory(problem)
     split: dict[str, tuple[Part, ...]] = {}
     for kind in _kinds(problem):
         for adapter in sorted(kind, key=lambda a: (-a.rate_rps, a.name)):
@@ -47,7 +53,14 @@ def equal_shares(part: Part, count: int) -> tuple[Part, ...]:
     )
 
 
-def _require_memory(problem: Problem) -> None:
+def require_memory(problem: Problem) -> None:
+    """Check that a GPU starts with nothing but the adapter of the largest rank.
+
+    Raises
+    ------
+    InfeasibleError
+        When it does not: then no solver has an answer.
+    """
     largest = min(problem.parts, key=lambda part: (-part.rank, part.name))
     slots = problem.fixed_a_max or 1
     if not problem.fits_in_memory([largest], slots):

@@ -5,8 +5,8 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
-from capplan.planner.balanced import choose_slots, slot_candidates
 from capplan.planner.problem import Assignment, Estimator, Part, Problem
+from capplan.planner.slots import choose_slots, slot_candidates
 from capplan.planner.verify import Verdict, Verifier
 
 _ROUNDS = 12
@@ -22,20 +22,48 @@ class Repaired:
     changes: tuple[str, ...]
 
 
+def fit_slots(
+    problem: Problem, assignments: Sequence[Assignment], exact: Estimator
+) -> tuple[tuple[Assignment, ...], tuple[str, ...]]:
+    """Return the assignments, with other slots where theirs do not fit in memory, and the changes made.
+
+    Where no number fits, an assignment stays as it is.
+    """
+    fitted, changes = list(assignments), []
+    for gpu, assignment in enumerate(assignments):
+        if problem.fits_in_memory(assignment.parts, assignment.a_max):
+            continue
+        fitting = slot_candidates(problem, assignment.parts, exact)
+        if fitting:
+            fitted[gpu] = Assignment(assignment.parts, fitting[0])
+            changes.append(f"gpu {gpu}: {assignment.a_max} -> {fitting[0]} slots, for want of memory")
+    return tuple(fitted), tuple(changes)
+
+
 def repair(
     problem: Problem,
     assignments: Sequence[Assignment],
     verdicts: Sequence[Verdict],
     verifier: Verifier,
     exact: Estimator,
+    before: Sequence[str] = (),
 ) -> Repaired:
     """Change GPUs that fail until all hold, or nothing more can be tried.
 
     A failing GPU first gets every other number of slots with which `exact` believes in it. If none holds, a
     quarter of its load goes to an unused GPU, or to the lightest of the others.
+
+    Parameters
+    ----------
+    problem, assignments, verdicts
+        What was asked and answered, and what the twin said of it.
+    verifier, exact
+        Whom changes are tried on.
+    before
+        Changes that were made already.
     """
     current, judged = dict(enumerate(assignments)), dict(enumerate(verdicts))
-    changes: list[str] = []
+    changes = list(before)
     for _ in range(_ROUNDS + _ROUNDS_PER_GPU * problem.gpus):
         failing = next((i for i, verdict in judged.items() if not verdict.ok), None)
         if failing is None:

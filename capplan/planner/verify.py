@@ -74,6 +74,28 @@ class Verifier:
         return Verdict(tuple(results), tuple(broken))
 
 
+def make_verifier(
+    problem: Problem, exact: Estimator, seed: int, verify: bool = True, count: int = FRESH_SEEDS
+) -> Verifier:
+    """Return how to verify; a trace is replayed as it is, so that one seed says it all.
+
+    Parameters
+    ----------
+    problem, exact
+        What is asked, and who answers for the headroom.
+    seed
+        The planning seed.
+    verify
+        Without, one seed does for the predictions.
+    count
+        How many fresh seeds.
+    """
+    trace = problem.workload.trace
+    if trace is not None:
+        return Verifier(problem, fresh_seeds(seed, 1), exact, trace.duration_s)
+    return Verifier(problem, fresh_seeds(seed, count if verify else 1), exact)
+
+
 def fresh_seeds(seed: int, count: int = FRESH_SEEDS) -> tuple[int, ...]:
     """Return the verification seeds that belong to a planning seed."""
     return tuple(_FIRST_FRESH_SEED * (seed + 1) + i for i in range(count))

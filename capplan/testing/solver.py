@@ -1,9 +1,13 @@
-"""What every placement solver has to keep: subclass `SolverContract` and give it a fixture `solver`."""
+"""What every placement solver has to keep: subclass `SolverContract` and give it a fixture `solver`.
+
+A solver that makes fewer promises says so in class attributes; it is then held to what remains.
+"""
 
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
+from typing import ClassVar
 
 import numpy as np
 
@@ -66,70 +70,109 @@ def example_problem(
     return replace(problem, parts=whole_parts(problem))
 
 
-def _solved(solver: Solver, seed: int) -> tuple[Problem, Estimator, Sequence[Assignment]]:
-    problem = example_problem(seed, adapters=5 + 13 * seed, gpus=24)
-    estimator = Capacity(rps=4.0, rps_per_slot_of_rank_16=0.01)
-    return problem, estimator, solver(problem, estimator)
-
-
 class SolverContract:
-    """Tests of a solver, called as ``solver(problem, estimator)``; it returns assignments."""
+    """Tests of a solver, called as ``solver(problem, estimator)``; it returns assignments.
+
+    Attributes
+    ----------
+    confirms
+        Whether GPUs of an answer hold, as the estimator and the memory model see it, and what cannot be done
+        is an error. Else answers are raw: some answer there must be.
+    divides
+        Whether it divides adapters into shares of its own; else parts are placed as they are.
+    takes_shares
+        Whether hot adapters may come in shares.
+    most_adapters, most_gpus
+        The largest problem that it is made for.
+    rps_per_gpu
+        What a GPU of the tests holds.
+    """
+
+    confirms: ClassVar[bool] = True
+    divides: ClassVar[bool] = False
+    takes_shares: ClassVar[bool] = True
+    most_adapters: ClassVar[int] = 70
+    most_gpus: ClassVar[int] = 24
+    rps_per_gpu: ClassVar[float] = 4.0
+
+    def _solved(self, solver: Solver, seed: int) -> tuple[Problem, Estimator, Sequence[Assignment]]:
+        problem = example_problem(seed, min(5 + 13 * seed, self.most_adapters), gpus=self.most_gpus)
+        estimator = Capacity(rps=self.rps_per_gpu, rps_per_slot_of_rank_16=0.01)
+        return problem, estimator, solver(problem, estimator)
 
     def test_every_part_is_placed_exactly_once(self, solver: Solver) -> None:
         """Nothing is lost, nothing is placed twice."""
         for seed in range(6):
-            problem, _, answer = _solved(solver, seed)
+            problem, _, answer = self._solved(solver, seed)
             placed = [part for assignment in answer for part in assignment.parts]
-            assert sorted(placed, key=_identity) == sorted(problem.parts, key=_identity)
+            if not self.divides:
+                assert sorted(placed, key=_identity) == sorted(problem.parts, key=_identity)
+            assert _shares_sum_to_one(problem, answer)
+            assert len({_identity(part) for part in placed}) == len(placed)
 
     def test_no_more_gpus_than_there_are_and_none_empty(self, solver: Solver) -> None:
         """The answer is within the GPUs given."""
         for seed in range(6):
-            problem, _, answer = _solved(solver, seed)
+            problem, _, answer = self._solved(solver, seed)
             assert 1 <= len(answer) <= problem.gpus
             assert all(assignment.parts for assignment in answer)
 
     def test_every_gpu_holds_what_it_gets(self, solver: Solver) -> None:
-        """The estimator agrees, and the memory model does."""
+        """Slots are at most the adapters; the estimator agrees, and the memory model does, where promised."""
         for seed in range(6):
-            problem, estimator, answer = _solved(solver, seed)
+            problem, estimator, answer = self._solved(solver, seed)
             for assignment in answer:
                 assert 1 <= assignment.a_max <= distinct_adapters(assignment.parts)
-                assert problem.fits_in_memory(assignment.parts, assignment.a_max)
-                assert not estimator(assignment.parts, assignment.a_max).starved
+                if self.confirms:
+                    assert problem.fits_in_memory(assignment.parts, assignment.a_max)
+                    assert not estimator(assignment.parts, assignment.a_max).starved
 
     def test_a_fixed_number_of_slots_is_kept(self, solver: Solver) -> None:
         """What the workload fixes is not for the solver to choose."""
-        problem = example_problem(1, adapters=20, gpus=12, engine=EngineConfig(max_loras=3))
-        answer = solver(problem, Capacity(rps=4.0))
+        problem = example_problem(
+            1, adapters=20, gpus=min(12, self.most_gpus), engine=EngineConfig(max_loras=3)
+        )
+        answer = solver(problem, Capacity(rps=self.rps_per_gpu))
         assert {assignment.a_max for assignment in answer} == {3}
 
     def test_the_same_problem_has_the_same_answer_in_any_order_of_parts(self, solver: Solver) -> None:
         """Plans are reproducible."""
-        problem, estimator, answer = _solved(solver, 3)
+        problem, estimator, answer = self._solved(solver, 3)
         shuffled = replace(problem, parts=tuple(reversed(problem.parts)))
         assert list(solver(problem, estimator)) == list(answer)
         assert [set(a.parts) for a in solver(shuffled, estimator)] == [set(a.parts) for a in answer]
 
     def test_shares_of_a_hot_adapter_are_all_placed(self, solver: Solver) -> None:
         """Shares of one adapter sum to 1 over the GPUs."""
-        problem, estimator = example_problem(2, adapters=8, gpus=24, largest_rps=9.0), Capacity(rps=4.0)
+        if not self.takes_shares:
+            return
+        few = self.most_gpus < 24
+        problem = example_problem(2, adapters=3 if few else 8, gpus=self.most_gpus, largest_rps=9.0)
+        estimator = Capacity(rps=6.0 if few else 4.0)
         split = replace(problem, parts=split_hot(problem, estimator))
         assert len(split.parts) > len(problem.parts)
-        total = dict.fromkeys((part.name for part in split.parts), 0.0)
-        for assignment in solver(split, estimator):
-            for part in assignment.parts:
-                total[part.name] += part.share
-        assert all(abs(share - 1.0) < 1e-9 for share in total.values())
+        assert _shares_sum_to_one(split, solver(split, estimator))
 
     def test_too_few_gpus_are_an_error_with_a_reason(self, solver: Solver) -> None:
-        """What cannot be done is an InfeasibleError, never a bad answer."""
+        """What cannot be done is an InfeasibleError, never a bad answer; raw answers place all the same."""
+        problem = example_problem(4, adapters=min(40, self.most_adapters), gpus=2)
         reason = None
         try:
-            solver(example_problem(4, adapters=40, gpus=2), Capacity(rps=4.0))
+            answer = solver(problem, Capacity(rps=4.0))
         except InfeasibleError as error:
             reason = error.reason
-        assert reason is not None, "no two GPUs can hold that"
+        if self.confirms:
+            assert reason is not None, "no two GPUs can hold that"
+        else:
+            assert reason is not None or _shares_sum_to_one(problem, answer)
+
+
+def _shares_sum_to_one(problem: Problem, answer: Sequence[Assignment]) -> bool:
+    total = dict.fromkeys((part.name for part in problem.parts), 0.0)
+    for assignment in answer:
+        for part in assignment.parts:
+            total[part.name] += part.share
+    return all(abs(share - 1.0) < 1e-9 for share in total.values())
 
 
 def _identity(part: Part) -> tuple[str, int]:

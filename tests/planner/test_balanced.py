@@ -7,22 +7,17 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from capplan.errors import InfeasibleError
-from capplan.planner.balanced import choose_slots, solve_balanced, spread_by_rank, spread_mixed
-from capplan.planner.greedy import solve_greedy
 from capplan.planner.parts import equal_shares, split_hot
 from capplan.planner.problem import Assignment, Estimate, Estimator, Part, Problem, distinct_adapters
+from capplan.planner.slots import choose_slots
+from capplan.planner.solvers.balanced import solve_balanced, spread_by_rank, spread_mixed
+from capplan.planner.solvers.greedy import solve_greedy
 from capplan.spec import EngineConfig
-from capplan.testing import Capacity, SolverContract, example_problem
+from capplan.testing import Capacity, example_problem
 
 
 def balanced(problem: Problem, estimator: Estimator) -> Sequence[Assignment]:
     return solve_balanced(problem, estimator, estimator)
-
-
-class TestBalanced(SolverContract):
-    @pytest.fixture
-    def solver(self) -> Any:
-        return balanced
 
 
 @pytest.mark.parametrize("spread", [spread_by_rank, spread_mixed])

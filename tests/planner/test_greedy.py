@@ -1,5 +1,6 @@
 from collections.abc import Sequence
 from dataclasses import replace
+from functools import partial
 from typing import Any
 
 import pytest
@@ -7,16 +8,10 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from capplan.errors import InfeasibleError
-from capplan.planner.greedy import priority_order, solve_greedy
 from capplan.planner.problem import GRID, Assignment, Estimate, Estimator, Part, Problem
+from capplan.planner.solvers.greedy import PAPER_GRID, priority_order, solve_greedy
 from capplan.spec import EngineConfig
-from capplan.testing import Capacity, SolverContract, example_problem
-
-
-class TestGreedy(SolverContract):
-    @pytest.fixture
-    def solver(self) -> Any:
-        return solve_greedy
+from capplan.testing import Capacity, example_problem
 
 
 def literal_order(parts: Sequence[Part]) -> list[Part]:
@@ -59,6 +54,43 @@ def literal_greedy(problem: Problem, estimator: Estimator) -> list[tuple[list[Pa
     return [(alloc[g], min(a_max[g], len(alloc[g]))) for g in alloc if alloc[g]]
 
 
+def to_the_letter(problem: Problem, estimator: Estimator) -> list[tuple[list[Part], int]]:
+    """Algorithm 1 line by line, its last loop and its errors included."""
+    a_q, g_q = literal_order(problem.parts), list(range(problem.gpus))
+    alloc: dict[int, list[Part]] = {g: [] for g in g_q}
+    prov: dict[int, list[Part]] = {g: [] for g in g_q}
+    a_max = dict.fromkeys(g_q, 0)
+
+    def test_allocation(g: int) -> bool:
+        p, everything = a_max[g], alloc[g] + prov[g]
+        p_next = min((value for value in PAPER_GRID if value > p), default=p)
+        candidates = [c for c in (p, p_next) if c > 0 and problem.fits_in_memory(everything, c)]
+        throughput = {c: estimator(everything, c).throughput_tok_s for c in candidates}
+        best = max((c for c in candidates if throughput[c] == max(throughput.values())), default=0)
+        if not best or estimator(everything, best).starved:
+            return False
+        alloc[g], prov[g], a_max[g] = everything, [], best
+        return True
+
+    while a_q:
+        a = a_q.pop(0)
+        if not g_q:
+            raise InfeasibleError("starvation", "gpus")
+        g = g_q.pop(0)
+        prov[g].append(a)
+        if len(alloc[g]) + len(prov[g]) in PAPER_GRID:
+            if test_allocation(g):
+                if len(alloc[g]) < PAPER_GRID[-1]:
+                    g_q.insert(0, g)
+            else:
+                a_q, prov[g] = prov[g] + a_q, []
+        else:
+            g_q.insert(0, g)
+    if any(prov[g] and not test_allocation(g) for g in prov):
+        raise InfeasibleError("starvation", "starvation")
+    return [(alloc[g], min(a_max[g], len(alloc[g]))) for g in alloc if alloc[g]]
+
+
 def outcome(solve: Any, problem: Problem, estimator: Estimator) -> list[tuple[list[Part], int]] | None:
     try:
         answer = solve(problem, estimator)
@@ -95,6 +127,59 @@ def test_equals_the_transcription_under_an_estimator_without_sense(
 
     problem = example_problem(seed, adapters, gpus=40)
     assert outcome(solve_greedy, problem, capricious) == outcome(literal_greedy, problem, capricious)
+
+
+@given(
+    seed=st.integers(0, 10_000),
+    adapters=st.integers(1, 150),
+    gpus=st.integers(1, 12),
+    rps=st.floats(3.0, 40.0),
+    slot_rps=st.floats(0.0, 0.1),
+    per_slot=st.sampled_from([1.0, 2.0, 8.0]),
+)
+def test_strict_equals_the_paper_to_the_letter(
+    seed: int, adapters: int, gpus: int, rps: float, slot_rps: float, per_slot: float
+) -> None:
+    problem, estimator = example_problem(seed, adapters, gpus), Capacity(rps, slot_rps, per_slot)
+    strict = partial(solve_greedy, strict=True)
+    assert outcome(strict, problem, estimator) == outcome(to_the_letter, problem, estimator)
+
+
+def rates(*rates_rps: float) -> Problem:
+    """Return a problem of adapters of one rank with these rates."""
+    problem = example_problem(0, len(rates_rps), gpus=8)
+    parts = tuple(Part(f"a{i}", 8, rate) for i, rate in enumerate(rates_rps))
+    return replace(problem, parts=parts)
+
+
+def test_strict_finds_nothing_where_the_first_eight_fail_although_fewer_would_hold() -> None:
+    problem, estimator = rates(*[1.0] * 8), Capacity(rps=5.0)
+    assert [len(a.parts) for a in solve_greedy(problem, estimator)] == [4, 4]
+    with pytest.raises(InfeasibleError, match="8 stay empty") as error:
+        solve_greedy(problem, estimator, strict=True)
+    assert error.value.reason == "gpus"
+
+
+def test_strict_gives_up_on_a_rest_that_fails_although_gpus_are_left() -> None:
+    problem, estimator = rates(*[1.0] * 12), Capacity(rps=9.0)
+    assert [len(a.parts) for a in solve_greedy(problem, estimator)] == [8, 4]
+    with pytest.raises(InfeasibleError, match="last 4 adapters") as error:
+        solve_greedy(problem, estimator, strict=True)
+    assert error.value.reason == "starvation"
+
+
+def test_the_reference_trace() -> None:
+    """Eighteen equal adapters, at most ten on a GPU, more slots serve more: what is asked and answered."""
+    asked: list[tuple[int, int]] = []
+
+    def estimator(parts: Sequence[Part], a_max: int) -> Estimate:
+        asked.append((len(parts), a_max))
+        return Estimate(float(min(a_max, len(parts))), starved=len(parts) > 10 or 2 * a_max < len(parts))
+
+    problem = rates(*[1.0] * 18)
+    answer = solve_greedy(problem, estimator, strict=True)
+    assert sorted(set(asked)) == [(8, 8), (10, 8), (10, 16), (16, 8), (16, 16)]
+    assert [(len(a.parts), a.a_max) for a in answer] == [(8, 8), (10, 10)]
 
 
 def test_ranks_descend_and_rates_zigzag_within_a_rank() -> None:

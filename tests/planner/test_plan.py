@@ -11,6 +11,7 @@ from capplan import Lengths, Profile, Workload, plan, simulate
 from capplan.cli.app import app
 from capplan.errors import InfeasibleError, InputError
 from capplan.models.surrogates.documents import KINDS
+from capplan.planner import Asks, Solver
 from capplan.planner.problem import Assignment, Problem
 from capplan.spec import EngineConfig, Slo, Trace
 from tests.planner.conftest import MODEL, PROFILE
@@ -20,6 +21,9 @@ Make = Callable[..., Workload]
 
 def all_on_one_gpu(problem: Problem, *_: object) -> tuple[Assignment, ...]:
     return (Assignment(problem.parts, 1),)
+
+
+CARELESS = Solver("careless", "all on one GPU", "a test", all_on_one_gpu, asks=Asks.NOTHING)
 
 
 def crowd(workload: Make, **fields: Any) -> Workload:
@@ -59,32 +63,40 @@ def test_a_hot_adapter_is_shared_and_its_shares_sum_to_one(workload: Make) -> No
     assert sum(shares) == pytest.approx(1.0)
 
 
-def test_a_wrong_answer_of_a_solver_is_repaired(workload: Make, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("capplan.planner.api.solve_balanced", all_on_one_gpu)
-    made = plan(crowd(workload, gpus={"count": 2}))
+def test_a_wrong_answer_of_a_users_own_solver_is_repaired(workload: Make) -> None:
+    made = plan(crowd(workload, gpus={"count": 2}), solver=CARELESS)
+    assert made.provenance["solver"] == "careless"
     assert made.verification.ok
     assert made.provenance["repairs"]
     assert sum(len(group.adapters) for group in made.groups) == 24
 
 
-def test_load_is_moved_where_no_number_of_slots_helps(
-    workload: Make, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr("capplan.planner.api.solve_balanced", all_on_one_gpu)
-    made = plan(workload(*((f"a{i}", 8, 2.5) for i in range(14)), gpus={"count": 4}))
+def test_load_is_moved_where_no_number_of_slots_helps(workload: Make) -> None:
+    made = plan(workload(*((f"a{i}", 8, 2.5) for i in range(14)), gpus={"count": 4}), solver=CARELESS)
     assert made.verification.ok
     assert len(made.groups) > 1
     assert any("moved" in str(change) for change in made.provenance["repairs"])  # type: ignore[union-attr]
 
 
-def test_without_repair_the_verdict_stands_in_the_plan(
-    workload: Make, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr("capplan.planner.api.solve_balanced", all_on_one_gpu)
-    made = plan(crowd(workload), repair=False)
+def test_without_repair_the_verdict_stands_in_the_plan(workload: Make) -> None:
+    made = plan(crowd(workload), solver=CARELESS, repair=False)
     assert not made.verification.ok
     assert made.provenance["repairs"] == []
     assert made.verification.groups[0].note
+
+
+def test_slots_that_leave_no_memory_are_mended_or_refused(workload: Make) -> None:
+    def greedy_for_slots(problem: Problem, *_: object) -> tuple[Assignment, ...]:
+        return (Assignment(problem.parts, len(problem.parts)),)
+
+    solver = Solver("slots", "a slot for everyone", "a test", greedy_for_slots, asks=Asks.NOTHING)
+    wishes = workload(*((f"a{i}", 64, 0.02) for i in range(300)))
+    made = plan(wishes, solver=solver)
+    assert made.verification.ok
+    assert "for want of memory" in str(made.provenance["repairs"])
+    with pytest.raises(InfeasibleError, match="300 slots of rank 64") as error:
+        plan(wishes, solver=solver, repair=False)
+    assert error.value.reason == "memory"
 
 
 def test_without_verification_the_plan_says_so(workload: Make) -> None:

@@ -8,23 +8,17 @@ fewer: GPUs of different ranks may have to be filled unevenly.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import replace
-from functools import partial
 
 from capplan.errors import InfeasibleError
 from capplan.planner.bound import lower_bound_gpus
-from capplan.planner.greedy import solve_greedy
-from capplan.planner.parallel import in_parallel
-from capplan.planner.problem import GRID, Assignment, Estimate, Estimator, Part, Problem, distinct_adapters
+from capplan.planner.problem import Assignment, Estimator, Part, Problem, distinct_adapters
+from capplan.planner.slots import choose_slots
+from capplan.planner.solvers.description import Asks, Solver, Tools
+from capplan.planner.solvers.greedy import solve_greedy
 
 Spread = Callable[[Problem, int], list[list[Part]]]
-_CONFIRMED = 4
-"""Slot numbers per GPU that the exact estimator is asked about."""
-_SAME = 0.02
-"""Relative difference of throughput that counts as none: less than estimators can tell."""
-_SAME_WAIT = 0.1
-"""The same for the wait; more slots are then the better choice, since bursts need them."""
 
 
 def solve_balanced(problem: Problem, quick: Estimator, exact: Estimator) -> tuple[Assignment, ...]:
@@ -101,50 +95,6 @@ def _try(
     return tuple(assignments)
 
 
-def choose_slots(problem: Problem, parts: Sequence[Part], quick: Estimator, exact: Estimator) -> int | None:
-    """Return the number of slots with which a GPU holds these parts best; None if there is none.
-
-    A GPU that keeps up serves the offered load whatever its slots, so among those that serve as much the
-    shortest wait for the first token decides.
-    """
-    promising = slot_candidates(problem, parts, quick)[:_CONFIRMED]
-    estimates = dict(zip(promising, in_parallel(partial(exact, parts), promising), strict=True))
-    holding = {value: estimate for value, estimate in estimates.items() if not estimate.starved}
-    return _by_merit(holding)[0] if holding else None
-
-
-def slot_candidates(problem: Problem, parts: Sequence[Part], quick: Estimator) -> list[int]:
-    """Return the numbers of slots that fit in memory, best first; those with which the GPU starves last."""
-    distinct = distinct_adapters(parts)
-    if problem.fixed_a_max is not None:
-        values = [problem.fixed_a_max]
-    else:
-        values = sorted({value for value in GRID if value < distinct} | {distinct})
-    fitting = [value for value in values if problem.fits_in_memory(parts, value)]
-    estimates = dict(zip(fitting, in_parallel(partial(quick, parts), fitting), strict=True))
-    holding = {value: estimate for value, estimate in estimates.items() if not estimate.starved}
-    starving = {value: estimate for value, estimate in estimates.items() if estimate.starved}
-    return _by_merit(holding) + _by_merit(starving)
-
-
-def _by_merit(estimates: Mapping[int, Estimate]) -> list[int]:
-    """Return numbers of slots: those that serve most, by their wait; then the rest, by throughput."""
-    if not estimates:
-        return []
-    most = max(estimate.throughput_tok_s for estimate in estimates.values())
-    equal = [v for v, estimate in estimates.items() if estimate.throughput_tok_s >= most * (1.0 - _SAME)]
-    shortest = min(estimates[v].ttft_s_p99 for v in equal)
-
-    def merit(value: int) -> tuple[bool, bool, float, int]:
-        estimate = estimates[value]
-        if value not in equal:
-            return True, False, -estimate.throughput_tok_s, -value
-        waits = estimate.ttft_s_p99 > shortest * (1.0 + _SAME_WAIT)
-        return False, waits, estimate.ttft_s_p99 if waits else 0.0, -value
-
-    return sorted(estimates, key=merit)
-
-
 def spread_by_rank(problem: Problem, gpus: int) -> list[list[Part]]:
     """Return parts sorted by rank and cut into runs of equal load; shares of one adapter never meet."""
     ordered = sorted(problem.parts, key=lambda p: (-p.rank, -problem.offered_tok_s(p), p.name, p.number))
@@ -197,3 +147,18 @@ class _Loads:
 
     def used(self) -> list[list[Part]]:
         return [parts for parts in self.parts if parts]
+
+
+def _place(problem: Problem, tools: Tools) -> tuple[Assignment, ...]:
+    return solve_balanced(problem, tools.quick, tools.exact)
+
+
+CAPPLAN = Solver(
+    name="capplan",
+    summary="the fewest GPUs on which an even spread of the load holds, as the twin sees it",
+    source="ours",
+    place=_place,
+    asks=Asks.TWIN,
+    splits_hot=True,
+    confirms=True,
+)

@@ -1,0 +1,210 @@
+"""`compare`: every solver's raw answer to one workload, verified by the twin on the same fresh seeds."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from statistics import fmean
+
+from capplan.errors import CapplanError, InputError
+from capplan.planner.bound import lower_bound_gpus
+from capplan.planner.estimators import TwinEstimator
+from capplan.planner.names import SOLVERS
+from capplan.planner.problem import Assignment, Problem
+from capplan.planner.slo import broken_bounds
+from capplan.planner.solvers import find_solver
+from capplan.planner.solvers.description import DEFAULT_TIME_LIMIT_S, Solver
+from capplan.planner.solving import Answer, make_problem, solve
+from capplan.planner.verify import FRESH_SEEDS, Verdict, make_verifier
+from capplan.spec import Profile, Workload
+from capplan.twin import SimulationResult
+
+Progress = Callable[[str, int, int], None]
+
+
+@dataclass(frozen=True)
+class Row:
+    """How one solver did. Without an answer, numbers are 0 or NaN and `failure` says why."""
+
+    solver: str
+    estimator: str = ""
+    gpus: int = 0
+    """GPUs used, `tp` per instance."""
+    instances: int = 0
+    starved: int = 0
+    """Instances that serve too little on at least one seed."""
+    late: int = 0
+    """Others that break a latency bound on at least one seed."""
+    memory_errors: int = 0
+    """Instances that would not start: no room for a request beside the slots, or for adapters on the host."""
+    short_of_headroom: int = 0
+    """Others that fail at the load over (1 - headroom)."""
+    adapters_per_gpu: tuple[int, ...] = ()
+    slots_per_gpu: tuple[int, ...] = ()
+    served_fraction: float = math.nan
+    """Of the instance and seed where it is least."""
+    throughput_tok_s: float = math.nan
+    """Of all instances, mean over seeds; one that does not start serves nothing."""
+    itl_ms_mean: float = math.nan
+    """Weighted by the output tokens of each instance, mean over seeds."""
+    ttft_s_p99: float = math.nan
+    """Of the instance where it is longest, mean over seeds."""
+    solve_s: float = math.nan
+    """Splitting and placing; neither the verification nor the loading of surrogates."""
+    failure: str = ""
+    exit_code: int = 0
+    """What the command line would exit with for the failure."""
+
+    @property
+    def answered(self) -> bool:
+        """Whether there is a placement at all."""
+        return not self.failure
+
+    @property
+    def holds(self) -> bool:
+        """Whether every instance starts and keeps every bound at the planned load, on every seed."""
+        return self.answered and not (self.starved or self.late or self.memory_errors)
+
+
+@dataclass(frozen=True)
+class Comparison:
+    """All rows, and what they share."""
+
+    profile: str
+    gpus: int
+    """GPUs that could be used."""
+    lower_bound_gpus: int
+    headroom: float
+    adapters: int
+    rate_rps: float
+    seeds: tuple[int, ...]
+    duration_s: float
+    rows: tuple[Row, ...]
+
+
+def compare(
+    workload: Workload,
+    solvers: Sequence[Solver | str] = SOLVERS,
+    *,
+    gpus: int | None = None,
+    profile: Profile | str | None = None,
+    estimator: str = "auto",
+    seed: int = 0,
+    seeds: int = FRESH_SEEDS,
+    time_limit_s: float = DEFAULT_TIME_LIMIT_S,
+    progress: Progress | None = None,
+) -> Comparison:
+    """Have solvers place the same workload, and the twin say what becomes of each answer as it is.
+
+    Parameters
+    ----------
+    workload, gpus, profile, estimator, seed, time_limit_s
+        As for `plan`. The estimator is for solvers that have none of their own.
+    solvers
+        Names, or solvers of your own; all of ours unless given.
+    seeds
+        How many fresh seeds each answer is verified on; a trace is replayed once.
+    progress
+        Called with (stage, done, total).
+
+    Returns
+    -------
+    Comparison
+        A row per solver, in the order given. One that fails has its reason there.
+
+    Raises
+    ------
+    InputError
+        When a parameter or a wish breaks a rule.
+    """
+    chosen = [find_solver(solver) for solver in solvers]
+    _require_counts(len(chosen), seed, seeds)
+    problem = make_problem(workload, gpus, profile)
+    report = progress or _silent
+    # Compiled before anyone is timed.
+    TwinEstimator(problem, seed)(problem.parts[:1], problem.fixed_a_max or 1)
+    verifier = make_verifier(problem, TwinEstimator(problem, seed), seed, count=seeds)
+    rows = []
+    for done, solver in enumerate(chosen):
+        report("comparing", done, len(chosen))
+        rows.append(_row(problem, solver, estimator, seed, seeds, time_limit_s))
+    report("comparing", len(chosen), len(chosen))
+    tp = problem.profile.tp
+    return Comparison(
+        profile=problem.profile.name,
+        gpus=problem.gpus * tp,
+        lower_bound_gpus=lower_bound_gpus(problem) * tp,
+        headroom=workload.headroom,
+        adapters=len(workload.adapters),
+        rate_rps=workload.total_rate_rps,
+        seeds=verifier.seeds,
+        duration_s=verifier.duration_s,
+        rows=tuple(rows),
+    )
+
+
+def _row(problem: Problem, solver: Solver, estimator: str, seed: int, seeds: int, time_limit_s: float) -> Row:
+    exact = TwinEstimator(problem, seed)
+    own = "auto" if solver.estimator != "auto" else estimator
+    try:
+        answer = solve(problem, solver, exact, estimator=own, seed=seed, time_limit_s=time_limit_s)
+        fits = [problem.fits_in_memory(each.parts, each.a_max) for each in answer.assignments]
+        starting = [each for each, fit in zip(answer.assignments, fits, strict=True) if fit]
+        verdicts = make_verifier(answer.problem, exact, seed, count=seeds)(starting)
+    except CapplanError as error:
+        return Row(solver.name, failure=str(error), exit_code=error.exit_code)
+    return _told(answer, solver, starting, verdicts)
+
+
+def _told(answer: Answer, solver: Solver, starting: Sequence[Assignment], verdicts: Sequence[Verdict]) -> Row:
+    slo = answer.problem.workload.slo
+    starved = [any(r.served_fraction < slo.served_fraction for r in v.results) for v in verdicts]
+    broken = [any(broken_bounds(slo, r) for r in v.results) for v in verdicts]
+    by_seed = list(zip(*(verdict.results for verdict in verdicts), strict=True))
+    everyone = answer.assignments
+    return Row(
+        solver=solver.name,
+        estimator=answer.estimator,
+        gpus=len(everyone) * answer.problem.profile.tp,
+        instances=len(everyone),
+        starved=sum(starved),
+        late=sum(broken) - sum(starved),
+        memory_errors=len(everyone) - len(starting),
+        short_of_headroom=sum(not v.ok for v in verdicts) - sum(broken),
+        adapters_per_gpu=tuple(len({part.name for part in each.parts}) for each in everyone),
+        slots_per_gpu=tuple(each.a_max for each in everyone),
+        served_fraction=min((r.served_fraction for v in verdicts for r in v.results), default=0.0),
+        throughput_tok_s=_mean([sum(r.throughput_tok_s for r in results) for results in by_seed], 0.0),
+        itl_ms_mean=_mean([_itl_ms(results) for results in by_seed]),
+        ttft_s_p99=_mean([_longest([r.ttft_s_p99 for r in results]) for results in by_seed]),
+        solve_s=answer.solve_s,
+    )
+
+
+def _itl_ms(results: Sequence[SimulationResult]) -> float:
+    known = [(r.itl_ms_mean, r.output_tok_s) for r in results if not math.isnan(r.itl_ms_mean)]
+    tokens = sum(weight for _, weight in known)
+    return sum(value * weight for value, weight in known) / tokens if tokens else math.nan
+
+
+def _longest(values: Sequence[float]) -> float:
+    return max((value for value in values if not math.isnan(value)), default=math.nan)
+
+
+def _mean(values: Sequence[float], nothing: float = math.nan) -> float:
+    known = [value for value in values if not math.isnan(value)]
+    return fmean(known) if known else nothing
+
+
+def _require_counts(solvers: int, seed: int, seeds: int) -> None:
+    if solvers == 0:
+        raise InputError(f"must name at least one of {', '.join(SOLVERS)}", location="solvers")
+    if seed < 0:
+        raise InputError("must be a whole number >= 0", seed, "seed")
+    if seeds < 1:
+        raise InputError("must be >= 1", seeds, "seeds")
+
+
+def _silent(stage: str, done: int, total: int) -> None:
+    """Report nothing."""

@@ -1,0 +1,51 @@
+"""Every solver by its name: one file each (relatives share one), one description each."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from types import MappingProxyType
+from typing import Final
+
+from capplan.errors import InputError
+from capplan.planner.solvers.balanced import CAPPLAN
+from capplan.planner.solvers.description import Asks, Solver, Tools
+from capplan.planner.solvers.dlora import DLORA_PROACTIVE
+from capplan.planner.solvers.greedy import GREEDY, GREEDY_FAST, GREEDY_STRICT
+from capplan.planner.solvers.latency import LATENCY
+from capplan.planner.solvers.maxbase import MAXBASE, MAXBASE_HALF
+from capplan.planner.solvers.milp import MILP
+from capplan.planner.solvers.random_placement import RANDOM
+from capplan.planner.solvers.slora import SLORA_CONTIGUOUS, SLORA_RANDOM
+
+__all__ = ["REGISTRY", "Asks", "Solver", "Tools", "find_solver"]
+
+_ALL: Final = (
+    CAPPLAN,
+    GREEDY,
+    GREEDY_STRICT,
+    GREEDY_FAST,
+    LATENCY,
+    MAXBASE,
+    MAXBASE_HALF,
+    RANDOM,
+    SLORA_RANDOM,
+    SLORA_CONTIGUOUS,
+    DLORA_PROACTIVE,
+    MILP,
+)
+REGISTRY: Final[Mapping[str, Solver]] = MappingProxyType({solver.name: solver for solver in _ALL})
+
+
+def find_solver(wanted: Solver | str) -> Solver:
+    """Return the solver of a name; one that is given as such is returned as it is.
+
+    Raises
+    ------
+    InputError
+        For a name that no solver has.
+    """
+    if isinstance(wanted, Solver):
+        return wanted
+    if wanted not in REGISTRY:
+        raise InputError(f"must be one of {', '.join(REGISTRY)}", wanted, "solver")
+    return REGISTRY[wanted]

@@ -1,0 +1,83 @@
+"""What is known of a solver before it runs: where it comes from, what it needs, what it promises."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from enum import StrEnum
+
+from capplan.planner.problem import Assignment, Estimator, Problem
+
+DEFAULT_TIME_LIMIT_S = 60.0
+
+
+class Asks(StrEnum):
+    """Whom a solver asks about single GPUs."""
+
+    NOTHING = "nobody"
+    ESTIMATOR = "the estimator"
+    TWIN = "the estimator and the twin"
+
+
+@dataclass(frozen=True)
+class Tools:
+    """What a solver may use.
+
+    Attributes
+    ----------
+    quick
+        The estimator that was asked for, such as a surrogate.
+    exact
+        The twin, or what a test puts in its place.
+    seed
+        Of whatever is drawn at random.
+    time_limit_s
+        When a solver that may take long gives up, in seconds.
+    """
+
+    quick: Estimator
+    exact: Estimator
+    seed: int = 0
+    time_limit_s: float = DEFAULT_TIME_LIMIT_S
+
+
+@dataclass(frozen=True)
+class Solver:
+    """A way to place adapters, with its name.
+
+    Attributes
+    ----------
+    name
+        How users ask for it.
+    summary
+        What it does, in one line.
+    source
+        Paper and section, or where else it comes from.
+    place
+        Called with the problem and the tools; returns one assignment per GPU used, or raises
+        `InfeasibleError`. The same problem, seed and answers of the estimators give the same assignments.
+    asks
+        Whom it asks; the twin then also decides which adapters are too hot for one GPU.
+    splits_hot
+        Whether adapters too hot for one GPU come to it in shares; otherwise as they are.
+    confirms
+        Whether it answers only with GPUs that hold by whom it asks, memory included. Other answers are raw:
+        their GPUs may starve, or not even start.
+    divides
+        Whether it divides adapters itself, into shares of its own.
+    fixed_a_max
+        Whether it keeps a number of slots that the workload fixes.
+    estimator
+        The estimator that belongs to it; "auto": the user's choice.
+    """
+
+    name: str
+    summary: str
+    source: str
+    place: Callable[[Problem, Tools], Sequence[Assignment]]
+    asks: Asks
+    splits_hot: bool = False
+    confirms: bool = False
+    divides: bool = False
+    fixed_a_max: bool = True
+    estimator: str = "auto"

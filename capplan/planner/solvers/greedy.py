@@ -1,0 +1,205 @@
+"""The greedy caching algorithm of the adapter-caching paper (section 7, Algorithms 1 and 2).
+
+Adapters go to the current GPU one by one, largest first; at testing points an estimator judges what was added
+since the last one. A GPU that fails a test keeps what was committed before and is closed. Where the paper is
+silent this follows its published program: an untested rest, when the adapters end, is tested at its true size
+and goes to the next GPU when it fails. A GPU is full at the largest testing point.
+
+To the letter (`strict`), the first testing point is 8 adapters, so that a GPU whose first 8 fail stays empty;
+and a rest that fails at the end is an error, whatever GPUs are left.
+"""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass, field
+from functools import partial
+from itertools import groupby
+from typing import Final
+
+from capplan.errors import InfeasibleError
+from capplan.planner.parallel import in_parallel
+from capplan.planner.problem import GRID, Assignment, Estimator, Part, Problem, distinct_adapters
+from capplan.planner.solvers.description import Asks, Solver, Tools
+
+PAPER_GRID: Final = GRID[3:]
+"""The testing points as printed, 8 to 384; ours begin with 1, 2 and 4."""
+
+
+@dataclass
+class _OpenGpu:
+    """The GPU that is being filled."""
+
+    committed: list[Part] = field(default_factory=list)
+    provisional: list[Part] = field(default_factory=list)
+    a_max: int = 0
+    failed_with_rest: bool = False
+    """Whether the test that closed it was that of the rest, at no testing point."""
+
+    @property
+    def parts(self) -> list[Part]:
+        return self.committed + self.provisional
+
+
+def solve_greedy(problem: Problem, estimator: Estimator, *, strict: bool = False) -> tuple[Assignment, ...]:
+    """Place all parts, or raise.
+
+    Parameters
+    ----------
+    problem, estimator
+        What to place, and who judges a GPU.
+    strict
+        Whether to follow the paper to the letter (see above).
+
+    Raises
+    ------
+    InfeasibleError
+        When the GPUs do not suffice; the message tells how far the algorithm came.
+    """
+    grid = PAPER_GRID if strict else GRID
+    waiting = deque(priority_order(problem.parts))
+    filled: list[_OpenGpu] = []
+    while waiting:
+        if len(filled) == problem.gpus:
+            raise _too_few(problem, filled, waiting, strict)
+        gpu = _fill(problem, estimator, waiting, grid)
+        if not gpu.committed and not strict:
+            raise _fits_nowhere(problem, waiting[0])
+        if strict and waiting and gpu.failed_with_rest:
+            raise _rest_fails(problem, len(waiting))
+        filled.append(gpu)
+    return tuple(
+        Assignment(
+            tuple(gpu.committed), problem.fixed_a_max or min(gpu.a_max, distinct_adapters(gpu.committed))
+        )
+        for gpu in filled
+        if gpu.committed
+    )
+
+
+def _fill(problem: Problem, estimator: Estimator, waiting: deque[Part], grid: Sequence[int]) -> _OpenGpu:
+    """Move adapters from the queue to a new GPU until a test fails, the grid ends, or none are left."""
+    gpu = _OpenGpu()
+    while waiting and len(gpu.committed) < grid[-1]:
+        gpu.provisional.append(waiting.popleft())
+        at_testing_point = len(gpu.parts) in grid
+        if at_testing_point or not waiting:
+            best = test_allocation(problem, estimator, gpu.parts, gpu.a_max, grid)
+            if best is None:
+                gpu.failed_with_rest = not at_testing_point
+                waiting.extendleft(reversed(gpu.provisional))
+                gpu.provisional.clear()
+                break
+            gpu.committed, gpu.provisional, gpu.a_max = gpu.parts, [], best
+    return gpu
+
+
+def test_allocation(
+    problem: Problem, estimator: Estimator, parts: Sequence[Part], a_max: int, grid: Sequence[int]
+) -> int | None:
+    """Return the better of the present and the next number of slots (Algorithm 2).
+
+    None when the GPU would starve with it, or when neither fits in memory.
+    """
+    candidates = _candidates(problem, parts, a_max, grid)
+    if not candidates:
+        return None
+    estimates = dict(zip(candidates, in_parallel(partial(estimator, parts), candidates), strict=True))
+    best = max(candidates, key=lambda candidate: (estimates[candidate].throughput_tok_s, candidate))
+    return None if estimates[best].starved else best
+
+
+def _candidates(problem: Problem, parts: Sequence[Part], a_max: int, grid: Sequence[int]) -> list[int]:
+    if problem.fixed_a_max is not None:
+        candidates = [problem.fixed_a_max]
+    else:
+        above = next((value for value in grid if value > a_max), None)
+        candidates = [value for value in (a_max, above) if value]
+    return [value for value in candidates if problem.fits_in_memory(parts, value)]
+
+
+def priority_order(parts: Iterable[Part]) -> list[Part]:
+    """Return the parts by rank, largest first; within a rank highest, lowest, second highest, ... rate."""
+    by_rank = sorted(parts, key=lambda part: (-part.rank, -part.rate_rps, part.name, part.number))
+    ordered: list[Part] = []
+    for _, group in groupby(by_rank, key=lambda part: part.rank):
+        ends = deque(group)
+        while ends:
+            ordered.append(ends.popleft())
+            if ends:
+                ordered.append(ends.pop())
+    return ordered
+
+
+def _too_few(
+    problem: Problem, filled: Sequence[_OpenGpu], waiting: deque[Part], strict: bool
+) -> InfeasibleError:
+    placed = sum(len(gpu.committed) for gpu in filled)
+    empty = sum(not gpu.committed for gpu in filled)
+    reason = f"; {empty} stay empty, since the first {PAPER_GRID[0]} adapters fail there" if empty else ""
+    return InfeasibleError(
+        f"gpus: the greedy algorithm{' to the letter' if strict else ''} fits {placed} of "
+        f"{placed + len(waiting)} adapters (shares of split ones counted) on {problem.gpus} instance(s) with "
+        f"headroom {problem.workload.headroom:g}{reason}",
+        reason="gpus",
+    )
+
+
+def _rest_fails(problem: Problem, count: int) -> InfeasibleError:
+    return InfeasibleError(
+        f"starvation: the last {count} adapters fail on the GPU that has room for them, with headroom "
+        f"{problem.workload.headroom:g}; to the letter, the greedy algorithm then tries no other",
+        reason="starvation",
+    )
+
+
+def _fits_nowhere(problem: Problem, part: Part) -> InfeasibleError:
+    if not problem.fits_in_memory([part], problem.fixed_a_max or 1):
+        return InfeasibleError(
+            f"memory: the slots for adapter {part.name} (rank {part.rank}) leave no room for one request of "
+            f"max_model_len {problem.engine.max_model_len} on {problem.profile.gpu.name}",
+            reason="memory",
+        )
+    return InfeasibleError(
+        f"starvation: adapter {part.name} at {part.rate_rps:g} req/s breaks served_fraction or a latency "
+        f"bound even alone on a {problem.profile.gpu.name} with headroom {problem.workload.headroom:g}",
+        reason="slo" if problem.workload.slo.latency_bounds() else "starvation",
+    )
+
+
+def _place(problem: Problem, tools: Tools) -> tuple[Assignment, ...]:
+    return solve_greedy(problem, tools.quick)
+
+
+def _place_strict(problem: Problem, tools: Tools) -> tuple[Assignment, ...]:
+    return solve_greedy(problem, tools.quick, strict=True)
+
+
+GREEDY = Solver(
+    name="greedy",
+    summary="fills GPUs one by one, largest ranks first, testing as it goes",
+    source="adapter-caching paper, section 7, Algorithms 1 and 2",
+    place=_place,
+    asks=Asks.ESTIMATOR,
+    splits_hot=True,
+    confirms=True,
+)
+GREEDY_STRICT = Solver(
+    name="greedy-strict",
+    summary="greedy to the letter: tests from 8 adapters on, a rest that fails is an error, nothing is split",
+    source="adapter-caching paper, section 7, Algorithms 1 and 2",
+    place=_place_strict,
+    asks=Asks.ESTIMATOR,
+    confirms=True,
+)
+GREEDY_FAST = Solver(
+    name="greedy-fast",
+    summary="greedy that asks the small compiled tree (ProposedFast)",
+    source="adapter-caching paper, sections 6.1 and 8.4.2",
+    place=_place,
+    asks=Asks.ESTIMATOR,
+    splits_hot=True,
+    confirms=True,
+    estimator="tree",
+)

@@ -1,0 +1,158 @@
+"""`capplan compare`: every solver on the same workload, judged by the twin."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Annotated, Any
+
+import typer
+
+from capplan.cli.console import DASH, counted, number, percent, print_json, print_table, table
+from capplan.cli.inputs import AsJson, ProfileName, WorkloadFile, chosen_profile
+from capplan.cli.output import require_writable_file
+from capplan.cli.progress import announce_compilation, progress_bars
+from capplan.planner.names import SOLVERS
+
+if TYPE_CHECKING:
+    from rich.table import Table
+
+    from capplan.planner import Comparison, Row
+
+_NONE_HOLDS = 1
+_ALL = "all"
+
+
+def compare(
+    workload: WorkloadFile,
+    solvers: Annotated[
+        str,
+        typer.Option("--solvers", metavar="NAME[,NAME...]", help=f"all, or some of {', '.join(SOLVERS)}."),
+    ] = _ALL,
+    profile: ProfileName = None,
+    gpus: Annotated[
+        int | None,
+        typer.Option("--gpus", metavar="N", help="GPUs a solver may use; default: the workload's."),
+    ] = None,
+    seeds: Annotated[
+        int, typer.Option("--seeds", metavar="K", help="Fresh seeds that answers are verified on.")
+    ] = 5,
+    seed: Annotated[int, typer.Option("--seed", metavar="N", help="Same seed, same answers.")] = 0,
+    time_limit: Annotated[
+        float,
+        typer.Option("--time-limit", metavar="SECONDS", help="When dlora-proactive and milp give up."),
+    ] = 60.0,
+    html: Annotated[
+        str | None, typer.Option("--html", metavar="FILE", help="Write the comparison as one HTML file.")
+    ] = None,
+    as_json: AsJson = False,
+) -> None:
+    """Compare solvers on a workload: their raw answers, and what the twin says of them on fresh seeds."""
+    from capplan.spec import load_workload, write_text_atomic
+
+    if html is not None:
+        require_writable_file(html)
+    names = SOLVERS if solvers == _ALL else tuple(name.strip() for name in solvers.split(","))
+    wishes = load_workload(workload)
+    chosen = chosen_profile(wishes, profile)
+    announce_compilation()
+    from capplan import planner
+
+    with progress_bars() as on_progress:
+        result = planner.compare(
+            wishes,
+            names,
+            gpus=gpus,
+            profile=chosen,
+            seed=seed,
+            seeds=seeds,
+            time_limit_s=time_limit,
+            progress=on_progress,
+        )
+    if html is not None:
+        from capplan.cli.compare_page import comparison_page
+
+        write_text_atomic(html, comparison_page(result, workload))
+    if as_json:
+        print_json(document(result))
+    else:
+        print_table(rows_table(result))
+        typer.echo(summary(result) + ("" if html is None else f"; report in {html}"))
+    _exit(result)
+
+
+def rows_table(result: Comparison) -> Table:
+    """Return one row per solver, in the order asked for."""
+    rows = table(
+        "solver", "GPUs", "starved", "late", "memory\nerrors", "short of\nheadroom", "served", "tok/s",
+        "ITL\nms", "TTFT p99\ns", "solve\ns", "verdict", numbers_from=1,
+    )  # fmt: skip
+    rows.columns[-1].justify = "left"
+    for row in result.rows:
+        rows.add_row(*cells(row))
+    return rows
+
+
+def cells(row: Row) -> tuple[str, ...]:
+    """Return a row in words."""
+    if not row.answered:
+        return (row.solver, *(DASH,) * 10, row.failure)
+    counts = (row.gpus, row.starved, row.late, row.memory_errors, row.short_of_headroom)
+    return (
+        row.solver,
+        *(f"{count:,}" for count in counts),
+        percent(row.served_fraction),
+        number(row.throughput_tok_s),
+        number(row.itl_ms_mean, 1),
+        number(row.ttft_s_p99, 2),
+        number(row.solve_s, 3),
+        verdict(row),
+    )
+
+
+def verdict(row: Row) -> str:
+    """Return in words what the twin says of an answer."""
+    if not row.answered:
+        return "no answer"
+    if row.holds:
+        return "holds" if not row.short_of_headroom else "holds, but not the headroom"
+    return "fails"
+
+
+def summary(result: Comparison) -> str:
+    """Return the best answers, and what was compared."""
+    holding = [row for row in result.rows if row.holds]
+    best = min(holding, key=lambda row: row.gpus, default=None)
+    if best is None:
+        words = "no answer holds"
+    else:
+        names = ", ".join(row.solver for row in holding if row.gpus == best.gpus)
+        words = f"fewest GPUs that hold: {best.gpus} ({names})"
+    tried = f"{counted(len(result.seeds), 'seed')} × {result.duration_s:g} s"
+    return (
+        f"{words}; lower bound {result.lower_bound_gpus}, available {result.gpus}; "
+        f"{counted(result.adapters, 'adapter')} at {number(result.rate_rps, 2)} req/s, raw answers on {tried}"
+    )
+
+
+def document(result: Comparison) -> dict[str, Any]:
+    """Return the comparison as JSON data."""
+    from dataclasses import asdict
+
+    whole = asdict(result)
+    rows = whole.pop("rows")
+    return whole | {
+        "solvers": [
+            {**each, "answered": row.answered, "holds": row.holds}
+            for each, row in zip(rows, result.rows, strict=True)
+        ]
+    }
+
+
+def _exit(result: Comparison) -> None:
+    """End as ARCHITECTURE has it: 1 when the twin agrees with no answer; without any, as the errors say."""
+    if any(row.holds for row in result.rows):
+        return
+    if any(row.answered for row in result.rows):
+        raise typer.Exit(_NONE_HOLDS)
+    worst = max(result.rows, key=lambda row: row.exit_code)
+    typer.echo(f"error: no solver has an answer; {worst.solver}: {worst.failure}", err=True)
+    raise typer.Exit(worst.exit_code)

@@ -1,0 +1,144 @@
+"""The report of a comparison of solvers: one HTML page that works offline."""
+
+from __future__ import annotations
+
+import math
+from typing import TYPE_CHECKING, Final
+
+from capplan.cli import html
+from capplan.cli.bar_rows import bar_rows
+from capplan.cli.charts import Axis
+from capplan.cli.compare import cells, summary, verdict
+from capplan.cli.console import counted, number
+from capplan.planner.solvers import REGISTRY
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Sequence
+
+    from capplan.planner import Comparison, Row
+
+_HEAD: Final = (
+    *("solver", "verdict", "GPUs", "starved", "late", "memory errors", "short of headroom", "served"),
+    *("tok/s", "ITL, ms", "TTFT p99, s", "solve, s"),
+)
+
+_MEANINGS: Final = {
+    "raw answer": "what a solver says, without the repair that capplan plan adds",
+    "GPUs": "used by the answer; with tensor parallelism, all GPUs of its instances",
+    "starved": "instances that serve less than served_fraction of the tokens, on at least one seed",
+    "late": "other instances that break a latency bound of the workload, on at least one seed",
+    "memory errors": "instances that would not start: their slots leave no room for one request of "
+    "max_model_len, or their adapters do not fit on the host",
+    "short of headroom": "other instances that fail at the load over (1 - headroom)",
+    "holds": "every instance starts and keeps every bound at the planned load, on every seed",
+    "served": "share of the tokens served, on the instance and seed where it is least",
+    "tok/s": "input and output tokens of completed requests, all instances together, mean over seeds",
+    "ITL": "mean time between tokens, instances weighted by their output tokens, mean over seeds",
+    "TTFT p99": "99th percentile of the time to first token, of the instance where it is longest, mean over "
+    "seeds",
+    "solve": "seconds of splitting and placing on this machine; verification and loading of surrogates apart",
+    "lower bound": "no plan that keeps the bounds and the headroom uses fewer GPUs",
+}
+
+
+def comparison_page(result: Comparison, workload: str) -> str:
+    """Return the report.
+
+    Parameters
+    ----------
+    result
+        What was compared.
+    workload
+        Name of its file.
+    """
+    load = f"{counted(result.adapters, 'adapter')} at {number(result.rate_rps, 2)} req/s"
+    return html.page(
+        f"Solvers on {workload}",
+        _answers(result),
+        _charts(result),
+        _solvers(result.rows),
+        html.section("What the words mean", html.definitions(_MEANINGS)),
+        subtitle=f"{load}, {result.profile}, at most {counted(result.gpus, 'GPU')}, "
+        f"headroom {result.headroom:g}",
+    )
+
+
+def _answers(result: Comparison) -> html.Section:
+    parts = [html.table(_HEAD, map(_marked, result.rows), numbers_from=2)]
+    failures = {row.solver: row.failure for row in result.rows if not row.answered}
+    if failures:
+        parts += [html.heading("Why there is no answer"), html.definitions(failures)]
+    return html.section("Answers", *parts, intro=f"{summary(result)}.")
+
+
+def _marked(row: Row) -> tuple[str, ...]:
+    name, *numbers, _ = cells(row)
+    words = verdict(row)
+    return (name, html.good(words) if row.holds else html.bad(words), *numbers)
+
+
+def _charts(result: Comparison) -> html.Section:
+    rows = result.rows
+    names = [row.solver for row in rows]
+
+    def values(measure: Callable[[Row], float]) -> list[float]:
+        return [measure(row) if row.answered else math.nan for row in rows]
+
+    fine = values(lambda row: row.gpus * (1 - _failing(row)))
+    seconds = values(lambda row: row.solve_s)
+    ttft = values(lambda row: row.ttft_s_p99)
+    return html.section(
+        "Side by side",
+        html.charts(
+            bar_rows(
+                "GPUs used",
+                names,
+                {"that hold": fine, "that fail": values(lambda row: row.gpus * _failing(row))},
+                Axis(""),
+                bounds={"lower bound": result.lower_bound_gpus},
+                note="no bar: no answer",
+            ),
+            bar_rows("Throughput", names, {"": values(lambda row: row.throughput_tok_s)}, Axis("tok/s")),
+            bar_rows(
+                "Time between tokens", names, {"": values(lambda row: row.itl_ms_mean)}, Axis("ITL, ms")
+            ),
+            bar_rows("Time to first token", names, {"": ttft}, _log("TTFT p99, s", ttft), note="logarithmic"),
+            bar_rows("Time to solve", names, {"": seconds}, _log("s", seconds), note="logarithmic"),
+        ),
+    )
+
+
+def _log(label: str, values: Sequence[float]) -> Axis:
+    """Return a logarithmic axis that begins below the least value, so that its bar is seen."""
+    return Axis(label, log=True, low=min((value for value in values if value > 0.0), default=0.1) / 2)
+
+
+def _failing(row: Row) -> float:
+    """Return the share of instances that starve, are late or do not start."""
+    return (row.starved + row.late + row.memory_errors) / row.instances
+
+
+def _solvers(rows: Sequence[Row]) -> html.Section:
+    known = [(row, REGISTRY[row.solver]) for row in rows if row.solver in REGISTRY]
+    table = html.table(
+        ("solver", "what it does", "from", "asks", "adapters per GPU", "slots per GPU"),
+        (
+            (
+                row.solver,
+                solver.summary,
+                solver.source,
+                row.estimator or str(solver.asks),
+                _counts(row.adapters_per_gpu),
+                _counts(row.slots_per_gpu),
+            )
+            for row, solver in known
+        ),
+        numbers_from=None,
+    )
+    return html.section("The solvers", table)
+
+
+def _counts(values: Sequence[int]) -> str:
+    """Return counts, the first dozen of them."""
+    shown = ", ".join(f"{value:,}" for value in values[:12])
+    return shown + (", ..." if len(values) > 12 else "")

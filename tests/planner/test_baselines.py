@@ -1,0 +1,144 @@
+"""The papers' simple placements: what each of them is known for, good and bad."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable
+from dataclasses import replace
+from itertools import accumulate, pairwise
+
+import numpy as np
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from capplan import Lengths, Profile, Workload
+from capplan.errors import InfeasibleError
+from capplan.planner import Tools
+from capplan.planner.backbone import backbone_tok_s
+from capplan.planner.parts import whole_parts
+from capplan.planner.problem import Assignment, Problem, complete_engine, distinct_adapters
+from capplan.planner.solvers import REGISTRY
+from capplan.planner.solvers.maxbase import fill
+from capplan.planner.solvers.slora import cut
+from capplan.testing import Capacity, example_problem
+
+Make = Callable[..., Workload]
+ANY = Capacity(rps=1e6, adapters_per_slot=1e6)
+
+
+def placed(name: str, problem: Problem, estimator: Capacity = ANY, seed: int = 0) -> list[Assignment]:
+    return list(REGISTRY[name].place(problem, Tools(quick=estimator, exact=estimator, seed=seed)))
+
+
+def problem_of(workload: Workload, profile: Profile, gpus: int) -> Problem:
+    problem = Problem(workload, profile, gpus, complete_engine(workload.engine), ())
+    return replace(problem, parts=whole_parts(problem))
+
+
+@given(seed=st.integers(0, 10_000), adapters=st.integers(1, 60), gpus=st.integers(1, 9))
+def test_latency_gives_each_adapter_to_the_gpu_with_the_lowest_rate_so_far(
+    seed: int, adapters: int, gpus: int
+) -> None:
+    problem = example_problem(seed, adapters, gpus)
+    rates = [0.0] * gpus
+    expected: list[list[str]] = [[] for _ in range(gpus)]
+    for adapter in problem.workload.adapters:
+        lowest = rates.index(min(rates))
+        rates[lowest] += adapter.rate_rps
+        expected[lowest].append(adapter.name)
+    answer = placed("latency", problem)
+    assert [[part.name for part in a.parts] for a in answer] == [names for names in expected if names]
+    assert all(a.a_max == len(a.parts) for a in answer)
+
+
+def test_latency_judges_once_at_the_end_and_tells_which_gpu_fails() -> None:
+    problem = example_problem(0, adapters=20, gpus=2)
+    with pytest.raises(InfeasibleError, match=r"GPU 0 with 10 slots starve") as error:
+        placed("latency", problem, Capacity(rps=1.0))
+    assert error.value.reason == "gpus"
+    crowded = example_problem(0, adapters=400, gpus=1, largest_rps=0.001)
+    with pytest.raises(InfeasibleError, match="no room for a request") as error:
+        placed("latency", crowded)
+    assert error.value.reason == "memory"
+
+
+@given(seed=st.integers(0, 10_000), adapters=st.integers(1, 60), limit_tok_s=st.floats(1.0, 3000.0))
+def test_maxbase_fills_in_input_order_and_goes_on_only_when_the_next_would_exceed(
+    seed: int, adapters: int, limit_tok_s: float
+) -> None:
+    problem = example_problem(seed, adapters, gpus=99)
+    gpus = fill(problem, limit_tok_s)
+    assert [p for parts in gpus for p in parts] == list(problem.parts)
+    for parts, following in pairwise(gpus):
+        load = list(accumulate(map(problem.offered_tok_s, parts)))[-1]
+        assert load <= limit_tok_s or len(parts) == 1
+        assert load + problem.offered_tok_s(following[0]) > limit_tok_s
+
+
+def test_maxbase_gives_every_adapter_a_slot_and_maxbase_half_every_second_rounded_up() -> None:
+    problem = example_problem(3, adapters=9, gpus=4)
+    (whole,), (half,) = placed("maxbase", problem), placed("maxbase-half", problem)
+    assert (whole.a_max, half.a_max) == (9, 5)
+    assert whole.parts == half.parts
+
+
+def test_maxbase_knows_no_more_than_the_backbone(workload: Make, profile: Profile) -> None:
+    """Slots that do not fit in memory do not keep it from an answer; too much load does."""
+    crowded = problem_of(workload(*((f"a{i}", 64, 0.001) for i in range(300))), profile, 1)
+    (only,) = placed("maxbase", crowded)
+    assert not crowded.fits_in_memory(only.parts, only.a_max)
+    busy = problem_of(workload(*((f"a{i}", 8, 10.0) for i in range(12))), profile, 1)
+    with pytest.raises(InfeasibleError, match="without adapters") as error:
+        placed("maxbase", busy)
+    assert error.value.reason == "gpus"
+
+
+def test_the_backbone_serves_more_than_any_gpu_with_adapters_and_less_for_longer_answers(
+    workload: Make, profile: Profile
+) -> None:
+    from capplan import simulate
+
+    wishes = workload(*((f"a{i}", 32, 4.0) for i in range(16)))
+    bare = backbone_tok_s(problem_of(wishes, profile, 1), seed=0)
+    served = simulate(wishes, profile, a_max=16, s_max=32, duration_s=600.0).throughput_tok_s
+    assert 0.0 < served < bare
+    longer = wishes.replace(output_tokens=Lengths(mean=400, std=240))
+    assert backbone_tok_s(problem_of(longer, profile, 1), seed=0) < bare
+
+
+def test_the_backbone_depends_on_the_mix_and_not_on_the_load(workload: Make, profile: Profile) -> None:
+    one, many = (
+        backbone_tok_s(problem_of(workload(("a", 8, rate), ("b", 8, rate)), profile, 1), seed=0)
+        for rate in (0.01, 40.0)
+    )
+    assert one == pytest.approx(many, rel=1e-6)
+    idle = problem_of(workload(("a", 8, 0.0)), profile, 1)
+    assert math.isinf(backbone_tok_s(idle, seed=0))
+
+
+def test_random_scatters_evenly_and_draws_slots_up_to_the_adapters() -> None:
+    problem = example_problem(0, adapters=400, gpus=4)
+    answers = [placed("random", problem, seed=seed) for seed in range(30)]
+    counts = np.array([[len(a.parts) for a in answer] for answer in answers])
+    assert abs(counts.mean(axis=0) - 100.0).max() < 10.0
+    shares = np.array([a.a_max / len(a.parts) for answer in answers for a in answer])
+    assert abs(shares.mean() - 0.5) < 0.1
+    assert shares.min() < 0.1
+    assert shares.max() > 0.9
+
+
+@given(seed=st.integers(0, 10_000), adapters=st.integers(1, 60), gpus=st.integers(1, 9))
+def test_contiguous_runs_are_sorted_by_rank_and_equally_long(seed: int, adapters: int, gpus: int) -> None:
+    runs = cut(example_problem(seed, adapters, gpus))
+    assert len(runs) == min(gpus, adapters)
+    ranks = [part.rank for run in runs for part in run]
+    assert ranks == sorted(ranks)
+    assert max(map(len, runs)) - min(map(len, runs)) <= 1
+
+
+def test_slora_placements_get_the_slots_that_the_estimator_likes_best() -> None:
+    problem = example_problem(0, adapters=40, gpus=2)
+    for name in ("slora-random", "slora-contiguous"):
+        for assignment in placed(name, problem, Capacity(rps=100.0, rps_per_slot_of_rank_16=0.1)):
+            assert -(-distinct_adapters(assignment.parts) // 4) <= assignment.a_max <= len(assignment.parts)

@@ -1,0 +1,114 @@
+"""`compare`: raw answers, judged as the twin sees them."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import pytest
+
+from capplan import Workload, plan
+from capplan.errors import InfeasibleError, InputError
+from capplan.planner import Asks, Row, Solver, Tools, compare
+from capplan.planner.problem import Assignment, Problem
+from capplan.spec import Slo
+
+Make = Callable[..., Workload]
+
+
+def own(place: Callable[[Problem, Tools], Sequence[Assignment]], name: str = "own") -> Solver:
+    return Solver(name, "one line", "a test", place, asks=Asks.NOTHING)
+
+
+def all_on_one(a_max: int) -> Solver:
+    return own(lambda problem, _: (Assignment(problem.parts, a_max),), f"all-{a_max}")
+
+
+def one_each(problem: Problem, tools: Tools) -> Sequence[Assignment]:
+    return [Assignment((part,), 1) for part in problem.parts]
+
+
+def fails(problem: Problem, tools: Tools) -> Sequence[Assignment]:
+    raise InfeasibleError("gpus: not today", reason="gpus")
+
+
+def only(workload: Workload, solver: Solver | str, **wishes: Any) -> Row:
+    return compare(workload, [solver], seeds=2, **wishes).rows[0]
+
+
+def test_a_raw_answer_is_judged_and_not_mended(workload: Make) -> None:
+    """One slot for 24 adapters starves; plan() would repair that."""
+    row = only(workload(*((f"a{i}", 8, 1.5) for i in range(24))), all_on_one(1))
+    assert (row.instances, row.starved, row.memory_errors) == (1, 1, 0)
+    assert row.answered
+    assert not row.holds
+    assert row.served_fraction < 0.9
+
+
+def test_slots_that_do_not_fit_are_memory_errors_and_serve_nothing(workload: Make) -> None:
+    row = only(workload(*((f"a{i}", 64, 0.02) for i in range(300))), all_on_one(300))
+    assert (row.starved, row.memory_errors) == (0, 1)
+    assert row.throughput_tok_s == 0.0
+    assert not row.holds
+
+
+def test_more_adapters_than_the_host_keeps_are_a_memory_error_too(workload: Make) -> None:
+    wishes = workload(*((f"a{i}", 8, 0.1) for i in range(8)), engine={"max_cpu_loras": 2})
+    assert only(wishes, all_on_one(8)).memory_errors == 1
+
+
+def test_a_latency_bound_that_breaks_counts_as_late_and_not_as_starved(workload: Make) -> None:
+    wishes = workload(("a", 8, 0.2), ("b", 8, 0.2), slo=Slo(ttft_p99_s=0.001))
+    row = only(wishes, own(one_each))
+    assert (row.starved, row.late) == (0, 2)
+    assert not row.holds
+
+
+def test_what_holds_at_the_load_but_not_with_the_headroom_is_told(workload: Make) -> None:
+    wishes = workload(("a", 8, 1.0), ("b", 8, 1.0), headroom=0.97)
+    row = only(wishes, all_on_one(2))
+    assert row.holds
+    assert row.short_of_headroom == 1
+
+
+def test_a_failed_solver_is_a_row_with_its_reason(workload: Make) -> None:
+    result = compare(workload(("a", 8, 0.2)), [own(fails, "none"), own(one_each)], seeds=1)
+    failed, answered = result.rows
+    assert (failed.solver, failed.failure, failed.exit_code) == ("none", "gpus: not today", 3)
+    assert (answered.solver, answered.holds) == ("own", True)
+
+
+def test_a_solver_for_smaller_cases_is_a_row_and_no_abort(workload: Make) -> None:
+    wishes = workload(*((f"a{i}", 8, 0.02) for i in range(30)))
+    milp, random = compare(wishes, ["milp", "random"], seeds=1).rows
+    assert milp.exit_code == 2
+    assert random.answered
+
+
+def test_numbers_are_those_of_the_plan_of_the_same_answer(workload: Make) -> None:
+    wishes = workload(*((f"a{i}", 8, 0.5) for i in range(6)))
+    made = plan(wishes, solver="slora-contiguous", estimator="twin", repair=False)
+    row = compare(wishes, ["slora-contiguous"], estimator="twin").rows[0]
+    assert row.gpus == made.totals.gpus
+    assert row.slots_per_gpu == tuple(group.engine_args.max_loras for group in made.groups)
+    total = sum(group.predicted.throughput_tok_s for group in made.groups)
+    assert row.throughput_tok_s == pytest.approx(total, rel=1e-9)
+    assert row.served_fraction == made.verification.min_served_fraction
+
+
+def test_the_lower_bound_and_the_seeds_are_those_of_plans(workload: Make) -> None:
+    wishes = workload(*((f"a{i}", 8, 3.0) for i in range(12)))
+    made = plan(wishes, estimator="twin", seed=4)
+    result = compare(wishes, ["random"], seed=4)
+    assert result.lower_bound_gpus == made.totals.lower_bound_gpus
+    assert result.seeds == made.verification.seeds
+
+
+@pytest.mark.parametrize(
+    ("wishes", "key"), [({"seeds": 0}, "seeds"), ({"seed": -1}, "seed"), ({"gpus": 0}, "gpus")]
+)
+def test_a_wrong_argument_is_named(workload: Make, wishes: dict[str, int], key: str) -> None:
+    with pytest.raises(InputError, match=key):
+        compare(workload(("a", 8, 0.1)), ["random"], **wishes)  # type: ignore[arg-type]
+    with pytest.raises(InputError, match="at least one"):
+        compare(workload(("a", 8, 0.1)), [])

@@ -1,0 +1,147 @@
+"""Every solver of the registry keeps the contract, less the promises that its description does not make."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import Any, ClassVar
+
+import pytest
+
+from capplan import Workload
+from capplan.errors import InputError
+from capplan.planner import SOLVERS, Asks, Tools, plan
+from capplan.planner.problem import Assignment, Estimator, Problem
+from capplan.planner.solvers import REGISTRY, Solver, find_solver
+from capplan.testing import SolverContract
+
+Make = Callable[..., Workload]
+
+
+def called(name: str) -> Any:
+    """Return a registered solver as the contract calls it; one estimator plays every part."""
+
+    def solve(problem: Problem, estimator: Estimator) -> Sequence[Assignment]:
+        return REGISTRY[name].place(problem, Tools(quick=estimator, exact=estimator))
+
+    return solve
+
+
+class Registered(SolverContract):
+    """The contract of the solver called `name`."""
+
+    name: ClassVar[str]
+
+    def __init_subclass__(cls, **_: Any) -> None:
+        cls.confirms, cls.divides = REGISTRY[cls.name].confirms, REGISTRY[cls.name].divides
+        cls.takes_shares = REGISTRY[cls.name].splits_hot
+
+    @pytest.fixture
+    def solver(self) -> Any:
+        return called(self.name)
+
+
+class TestCapplan(Registered):
+    name = "capplan"
+
+
+class TestGreedy(Registered):
+    name = "greedy"
+
+
+class TestGreedyStrict(Registered):
+    name = "greedy-strict"
+    rps_per_gpu = 40.0  # neither the first 8 adapters nor the last rest may fail
+
+
+class TestGreedyFast(Registered):
+    name = "greedy-fast"
+
+
+class TestLatency(Registered):
+    name = "latency"
+
+
+class TestMaxBase(Registered):
+    name = "maxbase"
+
+
+class TestMaxBaseHalf(Registered):
+    name = "maxbase-half"
+
+
+class TestRandom(Registered):
+    name = "random"
+
+
+class TestSloraRandom(Registered):
+    name = "slora-random"
+
+
+class TestSloraContiguous(Registered):
+    name = "slora-contiguous"
+
+
+class TestDloraProactive(Registered):
+    name = "dlora-proactive"
+
+
+class TestMilp(Registered):
+    name = "milp"
+    most_adapters, most_gpus = 24, 4
+
+
+def test_every_solver_is_tested_and_named() -> None:
+    assert {each.name for each in Registered.__subclasses__()} == set(SOLVERS)
+    assert tuple(REGISTRY) == SOLVERS
+    assert all(name == solver.name for name, solver in REGISTRY.items())
+
+
+@pytest.mark.parametrize("solver", REGISTRY.values(), ids=lambda solver: solver.name)
+def test_descriptions_are_one_line_with_a_source(solver: Solver) -> None:
+    assert solver.summary
+    assert solver.source
+    assert "\n" not in solver.summary + solver.source
+    assert len(solver.summary) <= 100
+
+
+def test_an_unknown_name_is_refused_with_the_names_there_are() -> None:
+    with pytest.raises(InputError, match=r"solver: must be one of capplan, greedy, .*, milp") as error:
+        find_solver("magic")
+    assert len(str(error.value).splitlines()) == 1
+
+
+@pytest.mark.parametrize("name", [name for name in SOLVERS if name != "greedy-fast"])
+def test_every_solver_makes_a_plan_that_the_twin_confirms(workload: Make, name: str) -> None:
+    wishes = workload(*((f"a{i}", 8 << i % 3, 0.2) for i in range(12)))
+    made = plan(wishes, solver=name, estimator="twin")
+    assert made.verification.ok
+    assert made.provenance["solver"] == name
+    assert made.provenance["estimator"] == ("none" if REGISTRY[name].asks is Asks.NOTHING else "twin")
+
+
+@pytest.mark.parametrize("name", ["random", "slora-random", "dlora-proactive", "milp", "maxbase"])
+def test_the_same_seed_gives_the_same_plan_and_the_seed_matters_to_chance_alone(
+    workload: Make, name: str
+) -> None:
+    wishes = workload(*((f"a{i}", 8, 0.2) for i in range(12)))
+
+    def placed(seed: int) -> list[list[str]]:
+        made = plan(wishes, solver=name, estimator="twin", seed=seed, verify=False)
+        return [[adapter.name for adapter in group.adapters] for group in made.groups]
+
+    assert placed(1) == placed(1)
+    assert (placed(1) == placed(2)) is ("random" not in name)
+
+
+def test_an_estimator_that_does_not_go_with_the_solver_is_refused(workload: Make) -> None:
+    with pytest.raises(InputError, match="estimator: must be tree for solver greedy-fast"):
+        plan(workload(("a", 8, 0.1)), solver="greedy-fast", estimator="twin")
+
+
+def test_a_fixed_number_of_slots_is_refused_by_a_solver_that_does_not_keep_it(workload: Make) -> None:
+    stubborn = Solver(
+        "own", "one line", "a test", REGISTRY["random"].place, asks=Asks.NOTHING, fixed_a_max=False
+    )
+    wishes: Workload = workload(("a", 8, 0.1), engine={"max_loras": 1})
+    with pytest.raises(InputError, match=r"engine\.max_loras: must be left open for solver own"):
+        plan(wishes, solver=stubborn)
