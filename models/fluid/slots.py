@@ -14,6 +14,7 @@ _BISECTIONS = 24
 _RAREST = 1e-20
 _LEAST_CV = 0.1
 _TERMS = 200
+_CONVERGED = 4e-16
 _LONGEST_STAY_S = 36_000.0
 
 
@@ -159,12 +160,17 @@ def gamma_gaps(cv: float, length: float) -> tuple[float, float]:
     x = shape * length
     if x <= 0.0:
         return 1.0, 0.0
+    if cv == 1.0:  # exponential gaps, and most workloads
+        longer = np.exp(-x)
+        return longer, max(0.0, 1.0 - longer * (1.0 + x))
     density = np.exp(-x + shape * np.log(x) - math.lgamma(shape))
     if x < shape + 1.0:  # series of the lower incomplete gamma function
         term = total = 1.0 / shape
         for n in range(1, _TERMS):
             term *= x / (shape + n)
             total += term
+            if term < _CONVERGED * total:
+                break
         longer = 1.0 - total * density
     else:  # continued fraction of the upper one, by Lentz's method
         b = x + 1.0 - shape
@@ -177,6 +183,8 @@ def gamma_gaps(cv: float, length: float) -> tuple[float, float]:
             d = 1.0 / (a * d + b)
             c = b + a / c
             fraction *= d * c
+            if abs(d * c - 1.0) < _CONVERGED:
+                break
         longer = density * fraction
     longer = min(1.0, max(0.0, longer))
     return longer, max(0.0, 1.0 - longer - density / shape)
