@@ -26,7 +26,7 @@ from capplan.models.learning.monotone import (
 )
 from capplan.models.surrogates.features import FEATURES, expected_tok_s
 from capplan.models.surrogates.forest import forest_answer
-from tests.models.surrogates.scenarios import scenarios
+from tests.models.learning.scenarios import scenarios
 
 TASKS = ("throughput", "starvation")
 

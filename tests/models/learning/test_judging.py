@@ -18,7 +18,7 @@ from capplan.models.learning.judging import (
 from capplan.models.learning.table import TrainingTable
 from capplan.models.surrogates.features import FEATURES, feature_of
 from capplan.models.surrogates.forest import LEAF, Forest
-from tests.models.surrogates.scenarios import scenarios
+from tests.models.learning.scenarios import scenarios
 
 
 @pytest.fixture(scope="module")

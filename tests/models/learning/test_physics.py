@@ -15,7 +15,7 @@ from capplan.models.learning.physics import ServedAndStep, ServedEdge
 from capplan.models.surrogates.features import FEATURES, feature_of
 from capplan.models.surrogates.heads import LOG_SERVED, SERVED_AND_STEP, expected_share, throughput_of
 from capplan.spec import STARVED_BELOW
-from tests.models.surrogates.scenarios import scenarios
+from tests.models.learning.scenarios import scenarios
 
 SMALL = {"n_estimators": 60, "learning_rate": 0.15, "max_depth": 4}
 

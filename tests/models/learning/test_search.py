@@ -15,12 +15,12 @@ from capplan.models.learning.candidates import FAMILIES, Candidate, candidate
 from capplan.models.learning.grids import whole
 from capplan.models.learning.search import Tuned, tune
 from capplan.models.learning.study_files import quiet_storage
-from tests.models.surrogates.scenarios import scenarios
+from tests.models.learning.scenarios import scenarios
 
 KILLED = """
 import sys
 from pathlib import Path
-from tests.models.surrogates.test_search import boosted
+from tests.models.learning.test_search import boosted
 boosted(budget=40, storage=Path(sys.argv[1]))
 """
 

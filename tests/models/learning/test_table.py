@@ -38,6 +38,7 @@ ASKED = Asked(
     profile="any/model/engine",
     profile_digest="0" * 64,
     features=FEATURES,
+    probe=("1", "2"),
     capplan="1",
 )
 Change = Callable[[dict[str, Any]], Any]

@@ -87,7 +87,7 @@ STRANGE = {
     "more adapters": lambda: (beyond_adapters(1500), {}),
     "more running requests": lambda: (asked(), {"max_num_seqs": 8192, "max_num_batched_tokens": 8192}),
     "larger steps": lambda: (asked(), {"max_num_batched_tokens": 65_536}),
-    "less memory": lambda: (asked(), {"gpu_memory_utilization": 0.32}),
+    "less memory": lambda: (asked(), {"gpu_memory_utilization": 0.29}),
     "burstier": lambda: (asked(arrivals=Renewal(process="gamma", cv=20.0)), {}),
     "regular": lambda: (asked(arrivals=Arrivals.DETERMINISTIC), {}),
     "weibull": lambda: (asked(arrivals=Renewal(process="weibull", cv=2.0)), {}),
