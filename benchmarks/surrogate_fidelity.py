@@ -19,13 +19,12 @@ from benchmarks.fidelity_figures import markdown
 from capplan import Lengths, Profile, load_profile, load_surrogate
 from capplan.models import Surrogate
 from capplan.models.calibrate import smape
-from capplan.models.learning.judging import regimes
+from capplan.models.learning.judging import coverage, regimes, starvation_scores, throughput_errors
 from capplan.models.learning.manifest import read_manifest
 from capplan.models.learning.scores import macro_f1
 from capplan.models.learning.table import TrainingTable, read_tables
 from capplan.models.surrogates.documents import KINDS, profile_digest
 from capplan.models.surrogates.features import FEATURES, feature_vector, offered_tok_s, untrained
-from capplan.models.surrogates.surrogate import Answers
 from capplan.spec import Workload, allowed_lora_rank, write_text_atomic
 from capplan.twin.dataset.designs import Sample, draw
 from capplan.twin.published_models import PUBLISHED, UTILIZATION, PublishedModel
@@ -117,8 +116,9 @@ def fresh_tables(folders: Sequence[Path], profile: Profile) -> list[TrainingTabl
 def fresh_row(name: str, kind: str, surrogate: Surrogate, table: TrainingTable) -> list[str]:
     """Return how a surrogate answers a dataset; throughput as the twin had it, luck included."""
     answers = surrogate.answers(table.features)
-    near = regimes(table)["near the edge"]
-    inside = (answers.low_tok_s <= table.throughput_tok_s) & (table.throughput_tok_s <= answers.high_tok_s)
+    scores = starvation_scores(table, answers.starvation_probability)
+    near = scores.get("near the edge")
+    inside = coverage(table, answers.low_tok_s, answers.high_tok_s)["all"]
     trees = (surrogate.throughput_tree, surrogate.starvation_tree)
     rules = " and ".join(str(tree.rules) for tree in trees if tree is not None) or DASH
     return [
@@ -126,20 +126,14 @@ def fresh_row(name: str, kind: str, surrogate: Surrogate, table: TrainingTable) 
         " and ".join(np.unique(table.design)),
         kind,
         str(len(table)),
-        f"{smape(answers.throughput_tok_s, table.throughput_tok_s):.2f} %",
-        f"{macro_f1(answers.starvation_probability, table.starved):.3f}",
-        str(int(near.sum())),
-        _f1_of(answers, table, near),
-        f"{inside.mean():.1%}",
+        f"{throughput_errors(table, answers.throughput_tok_s)['all']:.2f} %",
+        f"{scores['all']:.3f}",
+        str(int(regimes(table)["near the edge"].sum())),
+        DASH if near is None else f"{near:.3f}",
+        f"{inside:.1%}",
         f"{answers.in_range.mean():.1%}",
         rules,
     ]
-
-
-def _f1_of(answers: Answers, table: TrainingTable, rows: np.ndarray) -> str:
-    if np.unique(table.starved[rows]).size < 2:
-        return DASH
-    return f"{macro_f1(answers.starvation_probability[rows], table.starved[rows]):.3f}"
 
 
 def strange_row(name: str, kind: str, surrogate: Surrogate) -> list[str]:
@@ -184,16 +178,7 @@ def _high(surrogate: Surrogate, name: str) -> float:
 
 
 def _in_range(surrogate: Surrogate, workload: Workload, sample: Sample) -> bool:
-    settings = sample.settings
-    answer = surrogate.predict(
-        workload,
-        a_max=settings["a_max"],
-        s_max=settings["s_max"],
-        max_num_seqs=settings["max_num_seqs"],
-        max_num_batched_tokens=settings["max_num_batched_tokens"],
-        gpu_memory_utilization=settings["gpu_memory_utilization"],
-    )
-    return answer.in_range
+    return surrogate.predict(workload, **sample.engine).in_range
 
 
 def report(

@@ -14,7 +14,6 @@ import itertools
 import time
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
-from typing import Any
 
 import numba
 import numpy as np
@@ -25,7 +24,7 @@ from sklearn.tree import DecisionTreeRegressor
 from benchmarks.fidelity_figures import markdown
 from capplan import load_profile, load_surrogate
 from capplan.models.surrogates.codegen import TreeFunction, compile_tree, flat_answer
-from capplan.models.surrogates.features import FEATURES, feature_of, feature_vector
+from capplan.models.surrogates.features import FEATURES, feature_of
 from capplan.models.surrogates.forest import Forest, flatten_forest, forest_answer, forest_answers
 from capplan.models.surrogates.tree import LOG_OVER_EXPECTED, FlatTree, Tree, tree_of
 from capplan.twin.dataset.designs import Sample, draw
@@ -46,13 +45,6 @@ def samples() -> tuple[Sample, ...]:
     return tuple(draw("space-filling", PROFILE, 0, 0, SCENARIOS))
 
 
-def features_of(sample: Sample) -> NDArray[np.float32]:
-    settings: dict[str, Any] = {
-        key: value for key, value in sample.settings.items() if key != "max_in_flight"
-    }
-    return feature_vector(sample.workload, PROFILE, **settings)
-
-
 @dataclass(frozen=True)
 class Models:
     """The same trees as scikit-learn has them, flat, and compiled."""
@@ -68,7 +60,7 @@ class Models:
 
 @functools.cache
 def models() -> Models:
-    rows = np.array([features_of(sample) for sample in samples()])
+    rows = np.array([sample.features(PROFILE) for sample in samples()])
     # Some structure for the trees to find: a knee at capacity, and corrections by lengths and adapters.
     sizes = np.log1p(np.abs(rows.astype(float)))
     target = np.sin(sizes @ np.random.default_rng(0).normal(0.0, 0.3, len(FEATURES)))
@@ -190,7 +182,9 @@ def figures() -> dict[tuple[str, str], float]:
             batch, len(asked.rows), 21
         )
     drawn = itertools.cycle(samples())
-    found["features of a scenario", "from Python, one"] = median_ns(lambda: features_of(next(drawn)), 1, 1023)
+    found["features of a scenario", "from Python, one"] = median_ns(
+        lambda: next(drawn).features(PROFILE), 1, 1023
+    )
     return found
 
 

@@ -17,7 +17,8 @@ from capplan.errors import InputError
 if TYPE_CHECKING:
     from collections.abc import Mapping
 
-    from capplan.models.learning.train import Trained, TrainingOptions
+    from capplan.models.learning.options import TrainingOptions
+    from capplan.models.learning.train import Trained
     from capplan.spec import Profile
 
 
@@ -133,7 +134,7 @@ def _options(
     models: str | None, budget: int, paper_space: bool, seed: int, workers: int | None, journal: Path
 ) -> TrainingOptions:
     from capplan.models.learning.candidates import FAMILIES
-    from capplan.models.learning.train import SEARCHED, TrainingOptions
+    from capplan.models.learning.options import SEARCHED, TrainingOptions
     from capplan.twin.sweep import cores
 
     families = SEARCHED if models is None else tuple(name.strip() for name in models.split(","))

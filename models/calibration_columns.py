@@ -9,25 +9,12 @@ steps, not means.
 
 from __future__ import annotations
 
-from typing import Final
-
 import numpy as np
 from numpy.typing import NDArray
 
 from capplan.compile import jit
 from capplan.models.calibration_tables import StepTable
 from capplan.models.step_latency import StepFeatures, StepRanks, rank_ms, step_ms
-
-_FEATURES: Final = (
-    "tokens",
-    "requests",
-    "kv_tokens",
-    "adapters",
-    "a_max",
-    "s_max",
-    "waiting",
-    "slots_per_adapter",
-)
 
 
 def unit_columns(form: int, names: tuple[str, ...], table: StepTable) -> dict[str, NDArray[np.float64]]:
@@ -42,7 +29,7 @@ def unit_columns(form: int, names: tuple[str, ...], table: StepTable) -> dict[st
     table
         The measured steps; ranks that it does not know count as 0.
     """
-    step = np.column_stack([getattr(table, name) for name in _FEATURES])
+    step = np.column_stack([getattr(table, name) for name in StepFeatures._fields])
     nothing = np.zeros(table.rows)
     ranks = np.column_stack([table.ranks.get(name, nothing) for name in StepRanks._fields])
     known = "prefills" in table.ranks

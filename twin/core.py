@@ -146,13 +146,21 @@ def _wait(
         commit(state, limits)
         at[VISIBLE_NS] = counts[NOW_NS]
         return True
-    upcoming = next_copy_ns(clock)
-    if counts[NEXT_REQUEST] < requests.arrival_ns.size:
-        upcoming = min(upcoming, requests.arrival_ns[counts[NEXT_REQUEST]])
+    upcoming = _next_event_ns(requests, clock, trace)
     if upcoming >= until_ns:
         return False
     counts[NOW_NS] = at[VISIBLE_NS] = upcoming
     return True
+
+
+@inner
+def _next_event_ns(requests: Requests, clock: Clock, trace: Trace) -> int:
+    """Return when the next request or adapter arrives; NEVER_NS when none will."""
+    event_ns = next_copy_ns(clock)
+    upcoming = trace.counts[NEXT_REQUEST]
+    if upcoming < requests.arrival_ns.size:
+        event_ns = min(event_ns, requests.arrival_ns[upcoming])
+    return event_ns
 
 
 @inner
@@ -171,9 +179,7 @@ def _jump(
     steps = left = steps_ahead(state, limits)
     if steps <= 0:
         return False
-    event_ns = next_copy_ns(clock)
-    if counts[NEXT_REQUEST] < requests.arrival_ns.size:
-        event_ns = min(event_ns, requests.arrival_ns[counts[NEXT_REQUEST]])
+    event_ns = _next_event_ns(requests, clock, trace)
     constant_ms = 0.0
     while left > 0 and counts[NOW_NS] < until_ns and clock.at[VISIBLE_NS] < event_ns:
         needed = state.phase[(-c[TICK]) % limits.block_size]

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
-from typing import TYPE_CHECKING, Any, Final
+from typing import Any, Final
 
 import numpy as np
 from numpy.typing import NDArray
@@ -14,6 +14,7 @@ from sklearn.base import clone
 from capplan.models.learning.boosted import flatten_boosted
 from capplan.models.learning.candidates import Options, candidate, learner_of
 from capplan.models.learning.judging import rounded, starvation_scores, throughput_errors
+from capplan.models.learning.options import OnStage, TrainingOptions
 from capplan.models.learning.physics import ServedAndStep, ServedEdge
 from capplan.models.learning.search import Tuned, tune
 from capplan.models.learning.splits import grouped_folds
@@ -22,11 +23,8 @@ from capplan.models.surrogates.forest import flatten_forest
 from capplan.models.surrogates.heads import LOG_ODDS, OVER_EXPECTED, OVER_OFFERED, PROBABILITY, Head, log_odds
 from capplan.models.surrogates.tree import Tree
 
-if TYPE_CHECKING:
-    from capplan.models.learning.train import OnStage, TrainingOptions
-
 PHYSICS: Final = "physics"
-_TASKS: Final = ("throughput", "starvation")
+TASKS: Final = ("throughput", "starvation")
 _COMPILED: Final = ("forest", "xgboost")
 
 
@@ -82,7 +80,7 @@ def tuned_contestants(
 ) -> Iterator[Contestant]:
     """Tune families on both tasks and give what they answer."""
     for family in dict.fromkeys((*families, "forest")):
-        for task in _TASKS:
+        for task in TASKS:
             wanted = candidate(family, task, Options())
             target = table.share_tok_s if task == "throughput" else table.starved
             tuned = tune(
@@ -112,7 +110,7 @@ def physics_contestants(
     }
     shared = {"random_state": options.seed, "n_jobs": options.n_jobs}
     models = {"throughput": ServedAndStep(**shared), "starvation": ServedEdge(**shared)}
-    for task in _TASKS:
+    for task in TASKS:
         classes = table.starved if task == "starvation" else None
         splits = grouped_folds(table.group, folds=options.folds, seed=options.seed, classes=classes)
         unseen = np.empty(len(table))

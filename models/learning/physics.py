@@ -17,14 +17,16 @@ from capplan.models.learning.boosted import flatten_boosted
 from capplan.models.learning.monotone import signs
 from capplan.models.surrogates.features import feature_of
 from capplan.models.surrogates.heads import (
-    LEAST_SERVED,
+    LEAST_SHARE,
     LOG_SERVED,
     SERVED_AND_STEP,
     Head,
     expected_share,
 )
 
-_LEAST_SERVED: Final = 0.01
+LEAST_AT_THE_EDGE: Final = 0.5
+"""Below, a starved GPU is a starved GPU: the model of starvation spends no leaf on telling how much."""
+
 _LEAST_STEP_MS: Final = 1e-3
 
 
@@ -76,7 +78,7 @@ class ServedAndStep(RegressorMixin, _Boosted):  # type: ignore[misc]
         """Fit on feature vectors, shape (n, features), and on served fraction and step time in ms, (n, 2)."""
         features, targets = validate_data(self, X, y, dtype=np.float32, multi_output=True, y_numeric=True)
         served, step_ms = np.asarray(targets, float).T
-        share = np.log(np.maximum(served, _LEAST_SERVED) / expected_share(features))
+        share = np.log(np.maximum(served, LEAST_SHARE) / expected_share(features))
         estimate_ms = feature_of(features, "step_ms")
         # Without a step there is nothing to learn of its time: it stays the estimate's.
         steps = np.where(step_ms > 0.0, np.log(np.maximum(step_ms, _LEAST_STEP_MS) / estimate_ms), 0.0)
@@ -104,7 +106,7 @@ class ServedEdge(ClassifierMixin, _Boosted):  # type: ignore[misc]
     def fit(self, X: ArrayLike, y: ArrayLike) -> Self:  # noqa: N803 (scikit-learn's name)
         """Fit on feature vectors, shape (n, features), and served fractions, shape (n,)."""
         features, served = validate_data(self, X, y, dtype=np.float32, y_numeric=True)
-        target = np.log(np.maximum(np.asarray(served, float), LEAST_SERVED))
+        target = np.log(np.maximum(np.asarray(served, float), LEAST_AT_THE_EDGE))
         self.classes_ = np.array([0, 1])
         falling = tuple(-sign for sign in signs("starvation"))
         self.served_ = self._boost(

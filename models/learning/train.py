@@ -6,15 +6,14 @@ did not see, in five folds; what ships is fitted on all.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass, field
-from pathlib import Path
-from typing import Any, Final, TypeAlias
+from typing import Any
 
 import numpy as np
 
 from capplan.models.calibrate import SMAPE_FORMULA
-from capplan.models.learning.contest import Contestant, best_of, physics_contestants, tuned_contestants
+from capplan.models.learning.contest import TASKS, Contestant, best_of, physics_contestants, tuned_contestants
 from capplan.models.learning.judging import (
     calibration_of,
     coverage,
@@ -25,6 +24,7 @@ from capplan.models.learning.judging import (
     starvation_scores,
     throughput_errors,
 )
+from capplan.models.learning.options import OnStage, TrainingOptions
 from capplan.models.learning.refine import Refinement, refine_starvation, refine_throughput
 from capplan.models.learning.table import TrainingTable
 from capplan.models.learning.teachers import boosted_teacher
@@ -32,41 +32,8 @@ from capplan.models.surrogates.documents import tree_forest
 from capplan.models.surrogates.features import expected_tok_s
 from capplan.models.surrogates.heads import OVER_EXPECTED, PROBABILITY, Head, log_odds
 from capplan.models.surrogates.surrogate import Surrogate
-from capplan.models.surrogates.uncertainty import Domain, domain_of
+from capplan.models.surrogates.uncertainty import Calibration, Domain, Intervals, domain_of
 from capplan.spec import Profile
-
-OnStage: TypeAlias = Callable[[str, int, int], None]
-"""Called with the name of a stage, the pieces of work done in it and their total."""
-
-SEARCHED: Final = ("knn", "forest", "svm", "xgboost")
-
-
-@dataclass(frozen=True)
-class TrainingOptions:
-    """How much is searched.
-
-    Attributes
-    ----------
-    families
-        Of `capplan.models.learning.candidates.FAMILIES`; ``forest`` is always among them, since it is a
-        kind of its own. The physics-informed models always take part.
-    budget
-        Combinations of a grid, and trials of Optuna, for each family and task.
-    paper_space
-        Search the paper's whole grids; hours.
-    folds, seed, n_jobs
-        Of cross-validation and models.
-    storage
-        Journal of Optuna's studies, so that a killed search goes on; None: in memory.
-    """
-
-    families: tuple[str, ...] = SEARCHED
-    budget: int = 12
-    paper_space: bool = False
-    folds: int = 5
-    seed: int = 0
-    n_jobs: int = 1
-    storage: Path | None = None
 
 
 @dataclass(frozen=True)
@@ -110,9 +77,14 @@ def train_surrogates(
         *physics_contestants(table, chosen, tell),
     ]
     designs = sorted({str(name) for name in table.design})
-    throughput, starvation = (best_of(contestants, task, designs) for task in ("throughput", "starvation"))
+    best = {task: best_of(contestants, task, designs) for task in TASKS}
     refined = _refined(table, chosen, tell)
-    domain = domain_of(table.features)
+    answering = {
+        "best": best,
+        "forest": {each.task: each for each in contestants if each.name == "forest"},
+        "tree": {task: _tree_contestant(task, found, table) for task, found in refined.items()},
+    }
+    errors = {kind: _errors(models, table, chosen.seed) for kind, models in answering.items()}
     report: dict[str, Any] = {
         "scenarios": {name: int((table.design == name).sum()) for name in designs},
         "starved_share": round(float(table.starved.mean()), 4),
@@ -120,45 +92,38 @@ def train_surrogates(
         "error_formula": SMAPE_FORMULA,
         "options": {"budget": chosen.budget, "paper_space": chosen.paper_space, "seed": chosen.seed},
         "models": [contestant.line() for contestant in contestants],
-        "chosen": {"throughput": throughput.name, "starvation": starvation.name},
-        "importance": {
-            each.task: rounded(importance(each.head.forests)) for each in (throughput, starvation)
-        },
+        "chosen": {task: model.name for task, model in best.items()},
+        "importance": {task: rounded(importance(model.head.forests)) for task, model in best.items()},
         "front": {
             task: [[point.rules, round(point.error, 4)] for point in found.front]
             for task, found in refined.items()
         },
-        "kinds": {},
+        "kinds": {kind: known.report for kind, known in errors.items()},
     }
-    forest = {each.task: each for each in contestants if each.name == "forest"}
-    heads = {
-        "best": (throughput, starvation),
-        "forest": (forest["throughput"], forest["starvation"]),
-        "tree": tuple(_tree_contestant(task, found, table) for task, found in refined.items()),
-    }
+    domain = domain_of(table.features)
     surrogates = {
-        kind: _surrogate(profile, kind, pair[0], pair[1], table, domain, report, chosen.seed)
-        for kind, pair in heads.items()
+        kind: _surrogate(profile, kind, models, errors[kind], domain, report)
+        for kind, models in answering.items()
     }
     return Trained(surrogates, report, refined)
 
 
-def _surrogate(
-    profile: Profile,
-    kind: str,
-    throughput: Contestant,
-    starvation: Contestant,
-    table: TrainingTable,
-    domain: Domain,
-    report: dict[str, Any],
-    seed: int,
-) -> Surrogate:
-    """Return one kind, with errors from answers to scenarios that it had not seen."""
+@dataclass(frozen=True)
+class _Errors:
+    """What a kind knows of its own error, from scenarios that it had not seen."""
+
+    intervals: Intervals
+    calibration: Calibration
+    report: dict[str, Any]
+
+
+def _errors(models: Mapping[str, Contestant], table: TrainingTable, seed: int) -> _Errors:
+    throughput, starvation = models["throughput"], models["starvation"]
     intervals = intervals_of(table.features, throughput.unseen, table.throughput_tok_s, table.group, seed)
     calibration = calibration_of(starvation.unseen, table.starved)
     probability = calibration.probability(starvation.unseen)
     low, high = intervals.around(table.features, throughput.unseen)
-    report["kinds"][kind] = {
+    report = {
         "throughput_smape": rounded(throughput_errors(table, throughput.unseen)),
         "starvation_macro_f1": rounded(starvation_scores(table, probability)),
         "interval_coverage": rounded(coverage(table, low, high)),
@@ -170,13 +135,25 @@ def _surrogate(
             for each in (throughput, starvation)
         ],
     }
+    return _Errors(intervals, calibration, report)
+
+
+def _surrogate(
+    profile: Profile,
+    kind: str,
+    models: Mapping[str, Contestant],
+    errors: _Errors,
+    domain: Domain,
+    report: dict[str, Any],
+) -> Surrogate:
+    throughput, starvation = models["throughput"], models["starvation"]
     return Surrogate(
         profile=profile,
         kind=kind,
         throughput=throughput.head,
         starvation=starvation.head,
-        calibration=calibration,
-        intervals=intervals,
+        calibration=errors.calibration,
+        intervals=errors.intervals,
         domain=domain,
         report=report,
         throughput_tree=throughput.tree,

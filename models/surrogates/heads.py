@@ -24,8 +24,8 @@ PROBABILITY: Final = "probability"
 LOG_ODDS: Final = "log_odds"
 LOG_SERVED: Final = "log_served"
 
-LEAST_SERVED: Final = 0.5
-"""Below, a starved GPU is a starved GPU: the model of starvation spends no leaf on telling how much."""
+LEAST_SHARE: Final = 0.01
+"""Of a load that is served: the least that is told apart."""
 
 _LEAST_PROBABILITY = 1e-4
 
@@ -64,7 +64,7 @@ def served_share(features: Features, log_ratio: Floats) -> Floats:
 
 def expected_share(features: Features) -> Floats:
     """Return the share of the load that the fluid estimate expects to be served, at least 1 %."""
-    return np.maximum(0.01, feature_of(features, "expected_share"))
+    return np.maximum(LEAST_SHARE, feature_of(features, "expected_share"))
 
 
 def throughput_of(features: Features, served: Floats, step_ms: Floats) -> Floats:

@@ -122,11 +122,12 @@ class Surrogate:
         """Answer for many feature vectors, shape (n, features)."""
         throughput = self.throughput.answers(features)
         low, high = self.intervals.around(features, throughput)
+        in_range, novelty = self.domain.place(features)
         return Answers(
             throughput_tok_s=throughput,
             low_tok_s=low,
             high_tok_s=high,
             starvation_probability=self.calibration.probability(self.starvation.answers(features)),
-            in_range=self.domain.contains(features),
-            novelty=self.domain.novelty(features),
+            in_range=in_range,
+            novelty=novelty,
         )

@@ -80,9 +80,14 @@ class Domain:
 
     def contains(self, features: Features) -> NDArray[np.bool_]:
         """Return whether every feature is in range, and their combination no stranger than in training."""
+        return self.place(features)[0]
+
+    def place(self, features: Features) -> tuple[NDArray[np.bool_], Floats]:
+        """Return what `contains` and `novelty` say, shape (n,) each."""
         inside = (features >= self.low) & (features <= self.high)
-        known: NDArray[np.bool_] = inside.all(axis=1) & (self.novelty(features) <= 1.0)
-        return known
+        novelty = self.novelty(features)
+        known: NDArray[np.bool_] = inside.all(axis=1) & (novelty <= 1.0)
+        return known, novelty
 
 
 def domain_of(features: Features) -> Domain:

@@ -11,7 +11,6 @@ from numpy.typing import NDArray
 
 from capplan.errors import InfeasibleError
 from capplan.models.learning.table import OUTCOMES
-from capplan.models.surrogates.features import feature_vector
 from capplan.spec import Profile
 from capplan.twin.dataset.designs import DESIGNS, Sample, draw
 from capplan.twin.result import SimulationResult
@@ -76,8 +75,7 @@ def answer_sample(
     InfeasibleError
         For any other reason than memory.
     """
-    settings = sample.settings
-    asked: Settings = {**settings, "duration_s": duration_s, "seed": simulation_seed(seed, number)}
+    asked: Settings = {**sample.settings, "duration_s": duration_s, "seed": simulation_seed(seed, number)}
     try:
         result = simulate(sample.workload, profile, **asked)
     except InfeasibleError as error:
@@ -86,17 +84,8 @@ def answer_sample(
         return NoRow.REFUSED_FOR_MEMORY
     if result.submitted == 0:
         return NoRow.WITHOUT_REQUESTS
-    features = feature_vector(
-        sample.workload,
-        profile,
-        a_max=settings["a_max"],
-        s_max=settings["s_max"],
-        max_num_seqs=settings["max_num_seqs"],
-        max_num_batched_tokens=settings["max_num_batched_tokens"],
-        gpu_memory_utilization=settings["gpu_memory_utilization"],
-    )
     group = tuple(DESIGNS).index(design) * _GROUPS_OF_A_DESIGN + sample.group
-    return Row(number, group, features, outcomes(result))
+    return Row(number, group, sample.features(profile), outcomes(result))
 
 
 def simulation_seed(seed: int, number: int) -> int:

@@ -8,10 +8,10 @@ from __future__ import annotations
 
 import warnings
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from itertools import combinations, combinations_with_replacement
 from types import MappingProxyType
-from typing import Final
+from typing import Final, TypedDict
 
 import numpy as np
 from numpy.typing import NDArray
@@ -40,6 +40,16 @@ _SHARED: Final = 10
 _OWN: Final = 5
 
 
+class EngineSettings(TypedDict):
+    """Settings of one engine, by the names of `feature_vector`, `Surrogate.predict` and `simulate`."""
+
+    a_max: int
+    s_max: int
+    max_num_seqs: int
+    max_num_batched_tokens: int
+    gpu_memory_utilization: float
+
+
 @dataclass(frozen=True)
 class Sample:
     """One scenario of one GPU.
@@ -55,6 +65,21 @@ class Sample:
     group: int
     workload: Workload
     settings: Settings
+
+    @property
+    def engine(self) -> EngineSettings:
+        """The settings that features are made of, and that a surrogate is asked with."""
+        return EngineSettings(
+            a_max=self.settings["a_max"],
+            s_max=self.settings["s_max"],
+            max_num_seqs=self.settings["max_num_seqs"],
+            max_num_batched_tokens=self.settings["max_num_batched_tokens"],
+            gpu_memory_utilization=self.settings["gpu_memory_utilization"],
+        )
+
+    def features(self, profile: Profile) -> NDArray[np.float32]:
+        """Return what a surrogate of the profile is asked, in the order of `FEATURES`."""
+        return feature_vector(self.workload, profile, **self.engine)
 
 
 def draw(design: str, profile: Profile, seed: int, start: int, stop: int) -> list[Sample]:
@@ -174,8 +199,9 @@ def _space_filling_sample(profile: Profile, seed: int, number: int, point: NDArr
         max(max_num_seqs, round(_between(own[2], 256, 8192))),
         0.9 if own[3] < 0.4 else 0.5 + 0.46 * (own[3] - 0.4) / 0.6,
     )
-    load_rps = min(_MOST_RPS, _load(own[4]) * _saturation_rps(workload, profile, settings))
-    return Sample(group, _scaled(workload, load_rps), settings)
+    sample = Sample(group, workload, settings)
+    load_rps = min(_MOST_RPS, _load(own[4]) * _saturation_rps(sample, profile))
+    return replace(sample, workload=_scaled(workload, load_rps))
 
 
 def _workload(
@@ -213,17 +239,9 @@ def _settings(
     )
 
 
-def _saturation_rps(workload: Workload, profile: Profile, settings: Settings) -> float:
-    """Return the load at which the fluid estimate says that the GPU is full; `workload` offers 1 req/s."""
-    features = feature_vector(
-        workload,
-        profile,
-        a_max=settings["a_max"],
-        s_max=settings["s_max"],
-        max_num_seqs=settings["max_num_seqs"],
-        max_num_batched_tokens=settings["max_num_batched_tokens"],
-        gpu_memory_utilization=settings["gpu_memory_utilization"],
-    )
+def _saturation_rps(sample: Sample, profile: Profile) -> float:
+    """Return the load at which the fluid estimate says that the GPU is full; the sample offers 1 req/s."""
+    features = sample.features(profile)
     return 1.0 / float(feature_of(features, "load_over_capacity"))
 
 

@@ -5,10 +5,10 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from capplan.models.learning.physics import LEAST_AT_THE_EDGE
 from capplan.models.surrogates.features import expected_tok_s, feature_of
 from capplan.models.surrogates.forest import LEAF, Forest
 from capplan.models.surrogates.heads import (
-    LEAST_SERVED,
     LOG_ODDS,
     LOG_SERVED,
     OVER_EXPECTED,
@@ -88,7 +88,7 @@ def test_no_more_is_served_than_all() -> None:
     [
         (PROBABILITY, 0.5, 0.8),
         (LOG_ODDS, 0.0, 1.4),
-        (LOG_SERVED, np.log(STARVED_BELOW), np.log(LEAST_SERVED)),
+        (LOG_SERVED, np.log(STARVED_BELOW), np.log(LEAST_AT_THE_EDGE)),
     ],
 )
 def test_scores_are_zero_at_the_edge_and_rise_with_starvation(
