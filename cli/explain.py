@@ -9,6 +9,7 @@ import typer
 from capplan.cli.console import counted, number, percent, print_json, print_table, table
 from capplan.cli.inputs import AsJson, PlanFile
 from capplan.cli.plan import group_rate_rps, verdict
+from capplan.cli.queue_table import queues_table
 
 if TYPE_CHECKING:
     from rich.table import Table
@@ -41,6 +42,8 @@ def explain(plan: PlanFile, as_json: AsJson = False) -> None:
         typer.echo(f"  {binding(group)}")
         typer.echo(f"  {_verified(verdicts.get(group.id))}")
         print_table(_predicted_table(group))
+        if group.queues is not None:
+            print_table(queues_table(group.queues))
     if document.provenance:
         rows = table("where it comes from", "")
         for key, value in document.provenance.items():
@@ -126,6 +129,7 @@ def _document(plan: Plan) -> dict[str, Any]:
                 "binding": binding(group),
                 "binds": each["binds"],
                 "predicted": each["predicted"],
+                "queues": each["queues"],
                 "verification": verdicts.get(group.id),
             }
             for group, each in zip(plan.groups, whole["groups"], strict=True)

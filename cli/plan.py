@@ -10,6 +10,7 @@ from capplan.cli.console import DASH, counted, number, percent, print_table, tab
 from capplan.cli.inputs import AsJson, ProfileName, WorkloadFile, chosen_profile
 from capplan.cli.output import require_writable_file
 from capplan.cli.progress import announce_compilation, progress_bars
+from capplan.cli.queue_table import quotas
 from capplan.planner.names import SOLVERS
 
 if TYPE_CHECKING:
@@ -18,6 +19,7 @@ if TYPE_CHECKING:
     from capplan.spec import Group, Plan
 
 _DISAGREES = 1
+_GIB = 2**30
 
 
 def plan(
@@ -35,18 +37,37 @@ def plan(
         str, typer.Option("--solver", metavar="NAME", help=f"How to place: {', '.join(SOLVERS)}.")
     ] = "capplan",
     seed: Annotated[int, typer.Option("--seed", metavar="N", help="Same seed, same plan.")] = 0,
+    seeds: Annotated[
+        int, typer.Option("--seeds", metavar="K", help="Fresh seeds that every group is verified on.")
+    ] = 5,
+    time_limit: Annotated[
+        float,
+        typer.Option("--time-limit", metavar="SECONDS", help="Answer with the best placement found by then."),
+    ] = 60.0,
+    previous: Annotated[
+        str | None,
+        typer.Option("--previous", metavar="PLAN", help="Plan in force, to keep adapters where they are."),
+    ] = None,
     verify: Annotated[
         bool, typer.Option("--verify/--no-verify", help="Have the twin confirm every group.")
     ] = True,
+    queues: Annotated[
+        bool,
+        typer.Option("--queues", help="Plan queues by request size, also where the workload asks for none."),
+    ] = False,
     as_json: AsJson = False,
     quiet: Annotated[bool, typer.Option("--quiet", "-q", help="Print nothing but errors.")] = False,
 ) -> None:
     """Plan which adapters share which GPUs and with which engine settings, and verify it with the twin."""
-    from capplan.spec import load_workload
+    from capplan.spec import QueueWishes, load_workload
 
     if output is not None:
         require_writable_file(output)
     wishes = load_workload(workload)
+    if queues and wishes.queues is None:
+        wishes = wishes.replace(queues=QueueWishes())
+    if previous is not None:
+        wishes = wishes.replace(previous_plan=previous)
     chosen = chosen_profile(wishes, profile)
     announce_compilation(quiet=quiet)
     from capplan import planner
@@ -59,6 +80,8 @@ def plan(
             solver=solver,
             seed=seed,
             verify=verify,
+            seeds=seeds,
+            time_limit_s=time_limit,
             progress=on_progress,
         )
     if output is not None:
@@ -78,6 +101,9 @@ def groups_table(plan: Plan) -> Table:
         "group", "profile", "adapters", "rate\nreq/s", "max\nloras", "max lora\nrank", "KV\ntokens",
         "tok/s\n(low..high)", "TTFT p99\ns", "TPOT p99\nms", "served", "binds", numbers_from=2,
     )  # fmt: skip
+    queued = any(group.queues is not None for group in plan.groups)
+    if queued:
+        rows.add_column("quotas\ntokens", justify="right")
     for group in plan.groups:
         predicted, args = group.predicted, group.engine_args
         throughput = (predicted.throughput_tok_s, predicted.low_tok_s, predicted.high_tok_s)
@@ -94,6 +120,7 @@ def groups_table(plan: Plan) -> Table:
             number(predicted.tpot_ms.p99, 1),
             percent(predicted.served_fraction),
             DASH if group.binds is None else group.binds.resource,
+            *([quotas(group.queues)] if queued else []),
         )
     return rows
 
@@ -119,6 +146,16 @@ def verdict(plan: Plan) -> str:
 def _summary(plan: Plan, output: str | None) -> str:
     totals = plan.totals
     price = "" if totals.usd_per_hour is None else f", {totals.usd_per_hour:,.2f} USD per hour"
+    moves = _moves(plan)
     written = "not written (-o FILE writes it)" if output is None else f"written to {output}"
     gpus = f"{counted(totals.gpus, 'GPU')} (lower bound {totals.lower_bound_gpus})"
-    return f"{gpus}{price}; {verdict(plan)}; {written}"
+    return f"{gpus}{price}; {verdict(plan)}{moves}; {written}"
+
+
+def _moves(plan: Plan) -> str:
+    """Return in words how much a plan moves from the one in force; nothing where there was none."""
+    copied = plan.provenance.get("moved_bytes")
+    if not isinstance(copied, int):
+        return ""
+    moved = len({move.adapter for move in plan.moves})
+    return f"; {counted(moved, 'adapter')} to move, {copied / _GIB:.2f} GiB of weights to copy"

@@ -7,12 +7,14 @@ from collections.abc import Callable, Sequence
 from capplan.errors import InfeasibleError, InputError
 from capplan.planner.assemble import build_plan
 from capplan.planner.estimators import TwinEstimator
+from capplan.planner.posing import make_problem
+from capplan.planner.previous import read_previous
 from capplan.planner.problem import Assignment, Problem
 from capplan.planner.repair import Repaired, fit_slots, repair
 from capplan.planner.solvers import find_solver
 from capplan.planner.solvers.description import DEFAULT_TIME_LIMIT_S, Solver
-from capplan.planner.solving import make_problem, solve
-from capplan.planner.verify import Verifier, make_verifier
+from capplan.planner.solving import solve
+from capplan.planner.verify import FRESH_SEEDS, Verifier, make_verifier
 from capplan.spec import Plan, Profile, Workload
 
 Progress = Callable[[str, int, int], None]
@@ -28,6 +30,7 @@ def plan(
     seed: int = 0,
     verify: bool = True,
     repair: bool = True,
+    seeds: int = FRESH_SEEDS,
     time_limit_s: float = DEFAULT_TIME_LIMIT_S,
     progress: Progress | None = None,
 ) -> Plan:
@@ -53,8 +56,11 @@ def plan(
         Run the twin on fresh seeds. Without, the plan says that it is unverified, and nothing is mended.
     repair
         Mend GPUs on which the twin disagrees with the solver; otherwise their verdict stands in the plan.
+    seeds
+        How many fresh seeds every GPU is verified on; a trace is replayed once.
     time_limit_s
-        When a solver that may take long gives up (``dlora-proactive``, ``milp``), in seconds.
+        When a solver that may take long gives up (``dlora-proactive``, ``milp``) or answers with the best so
+        far (``capplan``), in seconds.
     progress
         Called with (stage, done, total).
 
@@ -66,16 +72,27 @@ def plan(
         When the GPUs do not suffice, with the reason.
     """
     problem = make_problem(workload, gpus, profile)
+    previous = read_previous(workload)
     chosen = find_solver(solver)
     if seed < 0:
         raise InputError("must be a whole number >= 0", seed, "seed")
+    if seeds < 1:
+        raise InputError("must be >= 1", seeds, "seeds")
     report = progress or _silent
     report("placing", 0, 1)
     exact = TwinEstimator(problem, seed)
-    answer = solve(problem, chosen, exact, estimator=estimator, seed=seed, time_limit_s=time_limit_s)
+    answer = solve(
+        problem,
+        chosen,
+        exact,
+        estimator=estimator,
+        seed=seed,
+        time_limit_s=time_limit_s,
+        previous=previous,
+    )
     problem = answer.problem
     report("placing", 1, 1)
-    verifier = make_verifier(problem, exact, seed, verify)
+    verifier = make_verifier(problem, exact, seed, verify, seeds)
     outcome = _verified(problem, answer.assignments, verifier, exact, verify and repair, report)
     return build_plan(
         problem,
@@ -84,6 +101,7 @@ def plan(
         seeds=verifier.seeds,
         duration_s=verifier.duration_s,
         verified=verify,
+        previous=previous,
         notes={
             "solver": chosen.name,
             "estimator": answer.estimator,
@@ -112,7 +130,7 @@ def _verified(
 def _require_memory(problem: Problem, assignments: Sequence[Assignment]) -> None:
     """Refuse a raw answer with a GPU that would not start: there is nothing to predict."""
     for number, assignment in enumerate(assignments):
-        if not problem.fits_in_memory(assignment.parts, assignment.a_max):
+        if not problem.fits_in_memory(assignment):
             raise InfeasibleError(
                 f"memory: GPU {number} of the answer would not start: {assignment.a_max} slots of rank "
                 f"{problem.s_max(assignment.parts)} leave no room for one request of max_model_len "

@@ -7,10 +7,14 @@ from functools import partial
 from importlib.metadata import PackageNotFoundError, version
 from statistics import fmean
 
+from pydantic import JsonValue
+
 from capplan.planner.binding import find_binding
-from capplan.planner.bound import busy_gpus, lower_bound_gpus
+from capplan.planner.bound import lower_bound, lower_bound_gpus
 from capplan.planner.parallel import in_parallel
-from capplan.planner.problem import Assignment, Problem
+from capplan.planner.previous import moved_bytes, name_groups
+from capplan.planner.problem import Assignment, GpuPool, Problem
+from capplan.planner.queues import group_queues
 from capplan.planner.verify import Verdict
 from capplan.spec import (
     Binds,
@@ -22,6 +26,7 @@ from capplan.spec import (
     PlanAdapter,
     PlanEngine,
     Predicted,
+    Queues,
     Totals,
     Verification,
 )
@@ -38,7 +43,8 @@ def build_plan(
     seeds: Sequence[int],
     duration_s: float,
     verified: bool,
-    notes: dict[str, object],
+    previous: Plan | None = None,
+    notes: dict[str, JsonValue],
 ) -> Plan:
     """Return the plan document.
 
@@ -50,15 +56,22 @@ def build_plan(
         The answer and what the twin said of it, GPU by GPU.
     seeds, duration_s
         How the twin was asked.
+    previous
+        The plan in force, whose groups keep their names.
     verified
         False when the user wanted no verification: the predictions then rest on one seed.
     notes
         What the provenance should say of the solver.
     """
     workload, profile = problem.workload, problem.profile
+    names, moves = name_groups(problem, assignments, previous)
     bindings = in_parallel(partial(find_binding, problem), assignments)
-    answers = zip(assignments, verdicts, bindings, strict=True)
-    groups = tuple(_group(problem, f"gpu-{i}", *answer) for i, answer in enumerate(answers))
+    queues = in_parallel(
+        lambda judged: group_queues(problem, judged[0], judged[1].results),
+        list(zip(assignments, verdicts, strict=True)),
+    )
+    answers = zip(names, assignments, verdicts, bindings, queues, strict=True)
+    groups = tuple(_group(problem, *answer) for answer in answers)
     return Plan(
         created_by=f"capplan {_version()}",
         base_model=workload.base_model,
@@ -69,13 +82,13 @@ def build_plan(
         slo=workload.slo,
         workload_digest=workload.digest(),
         groups=groups,
-        totals=Totals(gpus=len(groups) * profile.tp, lower_bound_gpus=lower_bound_gpus(problem) * profile.tp),
+        totals=_totals(problem, assignments),
+        moves=moves,
         provenance={
-            "profile": profile.name,
-            "profile_kind": profile.provenance.kind.value,
-            "profile_source": profile.provenance.source,
-            "lower_bound": f"tokens, KV reads and full batches alone keep {busy_gpus(problem):.3f} GPUs busy",
+            **_profiles(problem),
+            "lower_bound": _bound_in_words(problem),
             "headroom": workload.headroom,
+            **({} if previous is None else {"moved_bytes": moved_bytes(problem, moves)}),
             **notes,
         },
         verification=Verification(
@@ -90,14 +103,49 @@ def build_plan(
     )
 
 
+def _totals(problem: Problem, assignments: Sequence[Assignment]) -> Totals:
+    used = [problem.pools[assignment.pool] for assignment in assignments]
+    prices = [pool.usd_per_hour for pool in used]
+    known = [price for price in prices if price is not None]
+    return Totals(
+        gpus=sum(pool.profile.tp for pool in used),
+        lower_bound_gpus=lower_bound_gpus(problem),
+        usd_per_hour=sum(known) if len(known) == len(prices) else None,
+    )
+
+
+def _profiles(problem: Problem) -> dict[str, JsonValue]:
+    """Return where the numbers come from; with several pools, pool by pool."""
+
+    def told(pool: GpuPool) -> dict[str, JsonValue]:
+        provenance = pool.profile.provenance
+        return {
+            "profile": pool.profile.name,
+            "profile_kind": provenance.kind.value,
+            "profile_source": provenance.source,
+        }
+
+    if problem.pools[0].name is None:
+        return told(problem.pools[0])
+    return {"pools": {str(pool.name): told(pool) for pool in problem.pools}}
+
+
+def _bound_in_words(problem: Problem) -> str:
+    bound = lower_bound(problem)
+    price = f" and cost {bound.usd_per_hour:.3f} USD per hour" if bound.usd_per_hour else ""
+    return f"tokens, KV reads and full batches alone keep {bound.gpus:.3f} GPUs busy{price}"
+
+
 def _group(
     problem: Problem,
     name: str,
     assignment: Assignment,
     verdict: Verdict,
     binding: tuple[Binds | None, float | None],
+    queues: Queues | None,
 ) -> Group:
-    profile, engine = problem.profile, problem.engine
+    pool, engine = problem.pools[assignment.pool], problem.engine
+    profile = pool.profile
     binds, load_over_capacity = binding
     shares: dict[str, float] = {}
     for part in assignment.parts:
@@ -105,6 +153,7 @@ def _group(
     return Group(
         id=name,
         replicas=1,
+        pool=pool.name,
         gpu=profile.gpu.name,
         tp=profile.tp,
         profile=profile.name,
@@ -112,7 +161,7 @@ def _group(
             max_loras=assignment.a_max,
             max_lora_rank=problem.s_max(assignment.parts),
             max_cpu_loras=problem.workload.engine.max_cpu_loras,
-            max_num_seqs=engine.max_num_seqs,
+            max_num_seqs=problem.max_num_seqs(assignment),
             max_num_batched_tokens=engine.max_num_batched_tokens,
             gpu_memory_utilization=engine.gpu_memory_utilization,
             max_model_len=engine.max_model_len,
@@ -125,6 +174,7 @@ def _group(
             for a in problem.workload.adapters
             if a.name in shares
         ),
+        queues=queues,
         predicted=_predicted(verdict.results, load_over_capacity),
         binds=binds,
     )

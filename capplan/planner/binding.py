@@ -2,11 +2,9 @@
 
 from __future__ import annotations
 
-from capplan.planner.estimators import run_twin
+from capplan.planner.judging import Judged, judge
 from capplan.planner.problem import Assignment, Problem, distinct_adapters
-from capplan.planner.slo import broken_bounds
 from capplan.spec import Binds
-from capplan.twin import SimulationResult
 
 _SEED = 7
 _DURATION_S = 600.0
@@ -26,31 +24,31 @@ def find_binding(problem: Problem, assignment: Assignment) -> tuple[Binds | None
         return None, None
     holds, fails = 0.0, 1.0
     failing = _at(problem, assignment, fails)
-    while not broken_bounds(problem.workload.slo, failing):
+    while not failing.broken:
         holds, fails = fails, fails * 2.0
         if fails > _LARGEST_SCALE:
             return None, 1.0 / holds
         failing = _at(problem, assignment, fails)
     for _ in range(_BISECTIONS):
         middle = (holds + fails) / 2.0
-        result = _at(problem, assignment, middle)
-        if broken_bounds(problem.workload.slo, result):
-            fails, failing = middle, result
+        judged = _at(problem, assignment, middle)
+        if judged.broken:
+            fails, failing = middle, judged
         else:
             holds = middle
     load = 1.0 / max(holds, 1e-3)
     return _what_is_full(problem, assignment, failing, load), load
 
 
-def _at(problem: Problem, assignment: Assignment, scale: float) -> SimulationResult:
-    return run_twin(problem, assignment.parts, assignment.a_max, _SEED, _DURATION_S, scale)
+def _at(problem: Problem, assignment: Assignment, scale: float) -> Judged:
+    return judge(problem, assignment, _SEED, _DURATION_S, scale)
 
 
-def _what_is_full(problem: Problem, assignment: Assignment, result: SimulationResult, load: float) -> Binds:
+def _what_is_full(problem: Problem, assignment: Assignment, judged: Judged, load: float) -> Binds:
+    result = judged.result
     at = f"at {1.0 / load:.2f} x the planned load"
     if result.served_fraction >= problem.workload.slo.served_fraction:
-        first = broken_bounds(problem.workload.slo, result)[0]
-        return Binds(resource="slo", value=load, note=f"{first} {at}")
+        return Binds(resource="slo", value=load, note=f"{judged.broken[0]} {at}")
     kv_use = result.kv_tokens_mean / result.kv_tokens
     slot_use = result.adapters_mean / assignment.a_max
     distinct = distinct_adapters(assignment.parts)

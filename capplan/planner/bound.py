@@ -8,14 +8,16 @@ base once per batch of decodes. Of the load only `served_fraction` has to be ser
 from __future__ import annotations
 
 import math
+from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
+from scipy.optimize import linprog
 
 from capplan.models.step_latency import ADDITIVE
 from capplan.planner.problem import Problem
-from capplan.spec import Lengths
+from capplan.spec import Lengths, Profile
 from capplan.workload import Requests, draw_requests
 
 _SAMPLE = 2**16
@@ -24,26 +26,92 @@ _SAMPLE_ERROR = 0.01
 _LONGEST_S = 1e9
 
 
+def least_instances(problem: Problem) -> int:
+    """Return the bound in instances; 1 where nothing better is known."""
+    largest = max(pool.profile.tp for pool in problem.pools)
+    return max(1, math.ceil(lower_bound(problem).gpus / largest - 1e-9))
+
+
+@dataclass(frozen=True)
+class Bound:
+    """What no plan does with less; 0 where nothing is known."""
+
+    gpus: float
+    usd_per_hour: float
+
+
 def lower_bound_gpus(problem: Problem) -> int:
-    """Return the bound, in instances of the profile's `tp` GPUs; 1 where nothing better is known."""
-    return max(1, math.ceil(busy_gpus(problem) - 1e-9))
+    """Return the bound in GPUs; 1, or the GPUs of an instance, where nothing better is known."""
+    smallest = min(pool.profile.tp for pool in problem.pools)
+    whole = math.ceil(lower_bound(problem).gpus - 1e-9)
+    if len(problem.pools) == 1:
+        whole = smallest * math.ceil(whole / smallest)
+    return max(smallest, whole)
+
+
+def lower_bound(problem: Problem) -> Bound:
+    """Return the least GPUs and the least price on which the load can be spread, each for itself.
+
+    The load of every kind of adapter is divided over pools as is best, up to the instances there are.
+    """
+    tokens, busy = busy_by_kind(problem)
+    tp = np.array([pool.profile.tp for pool in problem.pools], float)
+    price = np.array([pool.usd_per_hour or 0.0 for pool in problem.pools])
+    return Bound(_least(problem, tokens, busy, tp), _least(problem, tokens, busy, price))
 
 
 def busy_gpus(problem: Problem) -> float:
-    """Return the seconds per second that instances are busy at the very least.
+    """Return the seconds per second that instances of the only pool are busy at the very least.
 
     0 where the profile's step model is of another form than ours, or a step gets cheaper by holding more.
     """
-    workload, step = problem.workload, problem.profile.step_latency
-    if step.form != ADDITIVE.name or min(c.value for c in step.coefficients.values()) < 0.0:
-        return 0.0
+    tokens, busy = busy_by_kind(problem)
+    return _cheapest(problem.workload.slo.served_fraction, tokens, busy[0])
+
+
+def busy_by_kind(problem: Problem) -> tuple[NDArray[np.float64], NDArray[np.float64]]:
+    """Return the tokens of adapters with the same lengths, and how busy they keep each pool.
+
+    Returns
+    -------
+    tuple of ndarray
+        Tokens, shape (kinds,); instances of a pool that all of a kind keeps busy, shape (pools, kinds).
+    """
     requests, duration_s, error = _sample(problem)
-    if requests.arrival_ns.size == 0:
-        return 0.0
-    tokens, busy_ms = _costs(problem, requests)
     kind = _kinds(problem)[requests.adapter]
-    least_ms = _cheapest(workload.slo.served_fraction, np.bincount(kind, tokens), np.bincount(kind, busy_ms))
-    return least_ms / 1e3 / duration_s * (1.0 - error) / (1.0 - workload.headroom)
+    per_second = (1.0 - error) / (1.0 - problem.workload.headroom) / 1e3 / duration_s
+    tokens: NDArray[np.float64] = np.zeros(0)
+    busy = []
+    for pool in problem.pools:
+        each, busy_ms = _costs(problem, pool.profile, requests)
+        tokens = np.bincount(kind, each).astype(np.float64)
+        busy.append(np.bincount(kind, busy_ms) * per_second)
+    return tokens, np.array(busy)
+
+
+def _least(
+    problem: Problem, tokens: NDArray[np.float64], busy: NDArray[np.float64], weight: NDArray[np.float64]
+) -> float:
+    """Return the least weighted sum of busy instances that serves the fraction asked for (a linear program).
+
+    Nothing is known, hence 0, of more load than the instances carry: then there is no plan at all.
+    """
+    fraction = problem.workload.slo.served_fraction
+    if len(problem.pools) == 1:
+        return float(weight[0] * _cheapest(fraction, tokens, busy[0]))
+    pools, kinds = busy.shape
+    if tokens.sum() == 0.0 or not busy.all():
+        return 0.0
+    once = np.tile(np.eye(kinds), pools)
+    seats = np.kron(np.eye(pools), np.ones(kinds)) * busy.ravel()
+    served = -np.tile(tokens / tokens.sum(), pools)
+    answer = linprog(
+        np.repeat(weight, kinds) * busy.ravel(),
+        A_ub=np.vstack([once, seats, served]),
+        b_ub=np.concatenate([np.ones(kinds), [pool.instances for pool in problem.pools], [-fraction]]),
+        method="highs",
+    )
+    return float(answer.fun) if answer.success and answer.fun is not None else 0.0
 
 
 def _sample(problem: Problem) -> tuple[Requests, float, float]:
@@ -58,12 +126,20 @@ def _sample(problem: Problem) -> tuple[Requests, float, float]:
     return requests, requests.arrival_ns.size / rate_rps if rate_rps > 0.0 else 1.0, _SAMPLE_ERROR
 
 
-def _costs(problem: Problem, requests: Requests) -> tuple[NDArray[np.float64], NDArray[np.float64]]:
-    """Return the tokens of every request, and the milliseconds of busy GPU that it costs at least."""
-    value, room = problem.profile.step_latency.value, problem.engine.max_model_len
+def _costs(
+    problem: Problem, profile: Profile, requests: Requests
+) -> tuple[NDArray[np.float64], NDArray[np.float64]]:
+    """Return the tokens of every request, and the milliseconds of a busy instance that it costs at least.
+
+    Nothing, where the step model is of another form than ours, or a step gets cheaper by holding more.
+    """
+    step, room = profile.step_latency, problem.engine.max_model_len
+    value = step.value
     prompt = requests.prompt_tokens.astype(np.float64)
     output = np.minimum(requests.output_tokens, np.maximum(room - prompt, 1.0))
     decodes = output - 1.0  # the last token is never fed back, and the first comes from the prompt
+    if step.form != ADDITIVE.name or min(c.value for c in step.coefficients.values()) < 0.0:
+        return prompt + output, np.zeros(prompt.size)
     kv_read = output * prompt + decodes * output / 2.0
     busy_ms = (
         value("ms_per_ktoken") * (prompt + decodes) / 1e3
@@ -91,6 +167,8 @@ def _kinds(problem: Problem) -> NDArray[np.int64]:
 def _cheapest(fraction: float, tokens: NDArray[Any], busy_ms: NDArray[Any]) -> float:
     """Return the least time that serves this fraction of all tokens, the kinds cheapest per token first."""
     asked = tokens > 0.0
+    if not asked.any():
+        return 0.0
     tokens, busy_ms = tokens[asked], busy_ms[asked]
     order = np.argsort(busy_ms / tokens, kind="stable")
     reached = np.cumsum(np.concatenate([[0.0], tokens[order]]))

@@ -10,14 +10,16 @@ from statistics import fmean
 from capplan.errors import CapplanError, InputError
 from capplan.planner.bound import lower_bound_gpus
 from capplan.planner.estimators import TwinEstimator
+from capplan.planner.judging import broken_bounds
 from capplan.planner.names import SOLVERS
+from capplan.planner.posing import make_problem
+from capplan.planner.previous import read_previous
 from capplan.planner.problem import Assignment, Problem
-from capplan.planner.slo import broken_bounds
 from capplan.planner.solvers import find_solver
 from capplan.planner.solvers.description import DEFAULT_TIME_LIMIT_S, Solver
-from capplan.planner.solving import Answer, make_problem, solve
+from capplan.planner.solving import Answer, solve
 from capplan.planner.verify import FRESH_SEEDS, Verdict, make_verifier
-from capplan.spec import Profile, Workload
+from capplan.spec import Plan, Profile, Workload
 from capplan.twin import SimulationResult
 
 Progress = Callable[[str, int, int], None]
@@ -121,20 +123,20 @@ def compare(
     chosen = [find_solver(solver) for solver in solvers]
     _require_counts(len(chosen), seed, seeds)
     problem = make_problem(workload, gpus, profile)
+    terms = _Terms(estimator, seed, seeds, time_limit_s, read_previous(workload))
     report = progress or _silent
     # Compiled before anyone is timed.
-    TwinEstimator(problem, seed)(problem.parts[:1], problem.fixed_a_max or 1)
+    TwinEstimator(problem, seed)(Assignment(problem.parts[:1], problem.fixed_a_max or 1))
     verifier = make_verifier(problem, TwinEstimator(problem, seed), seed, count=seeds)
     rows = []
     for done, solver in enumerate(chosen):
         report("comparing", done, len(chosen))
-        rows.append(_row(problem, solver, estimator, seed, seeds, time_limit_s))
+        rows.append(_row(problem, solver, terms))
     report("comparing", len(chosen), len(chosen))
-    tp = problem.profile.tp
     return Comparison(
-        profile=problem.profile.name,
-        gpus=problem.gpus * tp,
-        lower_bound_gpus=lower_bound_gpus(problem) * tp,
+        profile=", ".join(dict.fromkeys(pool.profile.name for pool in problem.pools)),
+        gpus=sum(pool.instances * pool.profile.tp for pool in problem.pools),
+        lower_bound_gpus=lower_bound_gpus(problem),
         headroom=workload.headroom,
         adapters=len(workload.adapters),
         rate_rps=workload.total_rate_rps,
@@ -144,14 +146,33 @@ def compare(
     )
 
 
-def _row(problem: Problem, solver: Solver, estimator: str, seed: int, seeds: int, time_limit_s: float) -> Row:
-    exact = TwinEstimator(problem, seed)
-    own = "auto" if solver.estimator != "auto" else estimator
+@dataclass(frozen=True)
+class _Terms:
+    """What all solvers are given alike."""
+
+    estimator: str
+    seed: int
+    seeds: int
+    time_limit_s: float
+    previous: Plan | None
+
+
+def _row(problem: Problem, solver: Solver, terms: _Terms) -> Row:
+    exact = TwinEstimator(problem, terms.seed)
+    own = "auto" if solver.estimator != "auto" else terms.estimator
     try:
-        answer = solve(problem, solver, exact, estimator=own, seed=seed, time_limit_s=time_limit_s)
-        fits = [problem.fits_in_memory(each.parts, each.a_max) for each in answer.assignments]
+        answer = solve(
+            problem,
+            solver,
+            exact,
+            estimator=own,
+            seed=terms.seed,
+            time_limit_s=terms.time_limit_s,
+            previous=terms.previous,
+        )
+        fits = [problem.fits_in_memory(each) for each in answer.assignments]
         starting = [each for each, fit in zip(answer.assignments, fits, strict=True) if fit]
-        verdicts = make_verifier(answer.problem, exact, seed, count=seeds)(starting)
+        verdicts = make_verifier(answer.problem, exact, terms.seed, count=terms.seeds)(starting)
     except CapplanError as error:
         return Row(solver.name, failure=str(error), exit_code=error.exit_code)
     return _told(answer, solver, starting, verdicts)
@@ -166,7 +187,7 @@ def _told(answer: Answer, solver: Solver, starting: Sequence[Assignment], verdic
     return Row(
         solver=solver.name,
         estimator=answer.estimator,
-        gpus=len(everyone) * answer.problem.profile.tp,
+        gpus=sum(answer.problem.pools[each.pool].profile.tp for each in everyone),
         instances=len(everyone),
         starved=sum(starved),
         late=sum(broken) - sum(starved),

@@ -1,8 +1,7 @@
-"""Estimators: what one GPU would do, by a surrogate or by the twin."""
+"""Estimators: what one instance would do, by a surrogate or by the twin."""
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import Final
 
@@ -10,13 +9,13 @@ from capplan.errors import InfeasibleError, InputError
 from capplan.models import Surrogate, load_surrogate
 from capplan.models.surrogates.documents import KINDS
 from capplan.models.surrogates.features import untrained
-from capplan.planner.problem import Estimate, Estimator, Part, Problem
-from capplan.planner.slo import broken_bounds
+from capplan.planner.judging import judge
+from capplan.planner.problem import Assignment, Estimate, Estimator, Problem
 from capplan.spec import STARVED_BELOW
-from capplan.twin import SimulationResult, simulate
 from capplan.twin.simulate import DEFAULT_MAX_MODEL_LEN
 
-SEARCH_DURATION_S = 900.0
+SEARCH_DURATION_S = 3600.0
+"""As long as verification: of deep queues, a shorter run counts more as unserved that is only under way."""
 NAMES: Final = ("auto", *KINDS, "twin")
 _AUTO: Final = "best"
 
@@ -28,51 +27,65 @@ class TwinEstimator:
     problem: Problem
     seed: int
     duration_s: float = SEARCH_DURATION_S
-    _answers: dict[tuple[frozenset[Part], int], Estimate] = field(default_factory=dict, compare=False)
+    _answers: dict[tuple[object, ...], Estimate] = field(default_factory=dict, compare=False)
     """Solvers ask the same question more than once."""
 
-    def __call__(self, parts: Sequence[Part], a_max: int) -> Estimate:
+    def __call__(self, assignment: Assignment) -> Estimate:
         """Simulate one seed; latency bounds count as starvation does."""
-        question = (frozenset(parts), a_max)
+        seqs = self.problem.max_num_seqs(assignment)
+        question = (frozenset(assignment.parts), assignment.a_max, seqs, assignment.pool)
         if question not in self._answers:
-            self._answers[question] = self._ask(parts, a_max)
+            self._answers[question] = self._ask(assignment)
         return self._answers[question]
 
-    def _ask(self, parts: Sequence[Part], a_max: int) -> Estimate:
-        scale = 1.0 / (1.0 - self.problem.workload.headroom)
+    def _ask(self, assignment: Assignment) -> Estimate:
+        slo, scale = self.problem.workload.slo, 1.0 / (1.0 - self.problem.workload.headroom)
         try:
-            result = run_twin(self.problem, parts, a_max, self.seed, self.duration_s, scale)
+            judged = judge(self.problem, assignment, self.seed, self.duration_s, scale)
         except InfeasibleError:
             return Estimate(0.0, starved=True)
+        result = judged.result
         return Estimate(
             result.throughput_tok_s,
-            starved=bool(broken_bounds(self.problem.workload.slo, result)),
-            ttft_s_p99=result.ttft_s_p99 if result.completed else 0.0,
+            starved=bool(judged.broken),
+            e2e_s_mean=result.e2e_s_mean if result.completed else 0.0,
+            strain=max(0.0, slo.served_fraction - result.served_fraction) + bool(judged.broken),
         )
 
 
 @dataclass(frozen=True)
 class SurrogateEstimator:
-    """Asks a surrogate, and the twin for what lies outside its training range."""
+    """Asks a surrogate of one pool's profile, and the twin for what lies outside its training range."""
 
     problem: Problem
     surrogate: Surrogate
-    twin: TwinEstimator
+    twin: Estimator
 
-    def __call__(self, parts: Sequence[Part], a_max: int) -> Estimate:
+    def __call__(self, assignment: Assignment) -> Estimate:
         """Answer at the workload's load over (1 - headroom)."""
         problem, engine = self.problem, self.problem.engine
         answer = self.surrogate.predict(
-            problem.subworkload(parts, 1.0 / (1.0 - problem.workload.headroom)),
-            a_max=a_max,
-            s_max=problem.s_max(parts),
-            max_num_seqs=engine.max_num_seqs,
+            problem.subworkload(assignment.parts, 1.0 / (1.0 - problem.workload.headroom)),
+            a_max=assignment.a_max,
+            s_max=problem.s_max(assignment.parts),
+            max_num_seqs=problem.max_num_seqs(assignment),
             max_num_batched_tokens=engine.max_num_batched_tokens,
             gpu_memory_utilization=engine.gpu_memory_utilization,
         )
         if not answer.in_range:
-            return self.twin(parts, a_max)
-        return Estimate(answer.throughput_tok_s, answer.starved)
+            return self.twin(assignment)
+        return Estimate(answer.throughput_tok_s, answer.starved, strain=answer.starvation_probability)
+
+
+@dataclass(frozen=True)
+class PoolEstimator:
+    """Asks the estimator of the pool that an instance belongs to."""
+
+    pools: tuple[Estimator, ...]
+
+    def __call__(self, assignment: Assignment) -> Estimate:
+        """Return what the pool's own estimator says."""
+        return self.pools[assignment.pool](assignment)
 
 
 def make_estimator(problem: Problem, name: str, twin: TwinEstimator) -> Estimator:
@@ -84,55 +97,58 @@ def make_estimator(problem: Problem, name: str, twin: TwinEstimator) -> Estimato
     Raises
     ------
     InputError
-        For another name, and for a kind of surrogate that the profile has none of.
+        For another name, and for a kind of surrogate that a profile has none of.
     """
     if name not in NAMES:
         raise InputError(f"must be one of {', '.join(NAMES)}", name, "estimator")
-    if name == "twin" or (name == "auto" and _only_the_twin_knows(problem)):
+    if name == "twin" or (name == "auto" and _only_the_twin_judges(problem)):
         return twin
-    try:
-        kind = _AUTO if name == "auto" else name
-        return SurrogateEstimator(problem, load_surrogate(problem.profile, kind), twin)
-    except InputError:
-        if name == "auto":
-            return twin
-        raise
+    return _surrogates(problem, _AUTO if name == "auto" else name, twin, or_the_twin=name == "auto")
+
+
+def make_hint(problem: Problem, twin: TwinEstimator) -> Estimator:
+    """Return who says at little cost what an instance serves, whatever latency bounds say; else the twin."""
+    return twin if _untrained(problem) else _surrogates(problem, _AUTO, twin, or_the_twin=True)
 
 
 def estimator_name(estimator: Estimator) -> str:
     """Return what a plan says of where its estimates come from."""
+    if isinstance(estimator, PoolEstimator):
+        return " and ".join(dict.fromkeys(estimator_name(pool) for pool in estimator.pools))
     return estimator.surrogate.kind if isinstance(estimator, SurrogateEstimator) else "twin"
 
 
-def _only_the_twin_knows(problem: Problem) -> bool:
-    """Tell whether a workload asks for what no surrogate answers, or goes beyond all that they learned."""
-    workload = problem.workload
-    host = workload.engine.max_cpu_loras
+def _surrogates(problem: Problem, kind: str, twin: TwinEstimator, *, or_the_twin: bool) -> Estimator:
+    """Return the surrogates of all pools; the twin stands in for missing ones if it may."""
+    estimators: list[Estimator] = []
+    for pool in problem.pools:
+        try:
+            surrogate = load_surrogate(pool.profile, kind)
+        except InputError:
+            if not or_the_twin:
+                raise
+            estimators.append(twin)
+            continue
+        estimators.append(SurrogateEstimator(problem, surrogate, twin))
+    return estimators[0] if len(estimators) == 1 else PoolEstimator(tuple(estimators))
+
+
+def _only_the_twin_judges(problem: Problem) -> bool:
+    """Tell whether a workload has bounds that no surrogate knows of, or goes beyond all that they learned."""
+    slo = problem.workload.slo
     return bool(
-        untrained(workload, problem.profile)
-        or workload.slo.latency_bounds()
-        or workload.slo.served_fraction != STARVED_BELOW
-        or (host is not None and host < len(workload.adapters))
-        or problem.engine.max_model_len < DEFAULT_MAX_MODEL_LEN
+        _untrained(problem)
+        or slo.latency_bounds()
+        or slo.tpt_over_base is not None
+        or slo.served_fraction != STARVED_BELOW
     )
 
 
-def run_twin(
-    problem: Problem, parts: Sequence[Part], a_max: int, seed: int, duration_s: float, scale: float = 1.0
-) -> SimulationResult:
-    """Simulate one GPU of a problem; a trace is replayed as a whole, whatever the duration."""
-    engine = problem.engine
-    workload = problem.subworkload(parts, scale)
-    return simulate(
-        workload,
-        problem.profile,
-        a_max=a_max,
-        s_max=problem.s_max(parts),
-        duration_s=duration_s if workload.trace is None else workload.trace.duration_s,
-        seed=seed,
-        max_num_seqs=engine.max_num_seqs,
-        max_num_batched_tokens=engine.max_num_batched_tokens,
-        max_model_len=engine.max_model_len,
-        gpu_memory_utilization=engine.gpu_memory_utilization,
-        max_cpu_loras=workload.engine.max_cpu_loras,
+def _untrained(problem: Problem) -> bool:
+    workload = problem.workload
+    host = workload.engine.max_cpu_loras
+    return bool(
+        any(untrained(workload, pool.profile) for pool in problem.pools)
+        or (host is not None and host < len(workload.adapters))
+        or problem.engine.max_model_len < DEFAULT_MAX_MODEL_LEN
     )

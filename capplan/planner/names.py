@@ -16,5 +16,6 @@ SOLVERS: Final = (
     "slora-random",
     "slora-contiguous",
     "dlora-proactive",
+    "loraserve",
     "milp",
 )

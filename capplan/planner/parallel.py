@@ -1,14 +1,27 @@
-"""Threads: compiled twins let each other run, so all cores share the work."""
+"""Many questions at once: in threads, since compiled twins let each other run, or as who is asked prefers."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from os import cpu_count
-from typing import TypeVar
+from typing import TYPE_CHECKING, TypeVar
+
+if TYPE_CHECKING:
+    from capplan.planner.problem import Assignment, Estimate, Estimator
 
 Item = TypeVar("Item")
 Answer = TypeVar("Answer")
+
+
+def ask_all(estimator: Estimator, assignments: Sequence[Assignment]) -> list[Estimate]:
+    """Return the estimates of several instances, in their order.
+
+    An estimator may have a way of its own to answer many, a method ``ask_all(assignments)``, which is then
+    taken; any other is asked in threads.
+    """
+    own: Callable[[Sequence[Assignment]], list[Estimate]] | None = getattr(estimator, "ask_all", None)
+    return in_parallel(estimator, assignments) if own is None else own(assignments)
 
 
 def in_parallel(

@@ -2,13 +2,16 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import replace
 
 from capplan.errors import InfeasibleError
-from capplan.planner.bound import lower_bound_gpus
-from capplan.planner.problem import Estimator, Part, Problem
+from capplan.planner.bound import least_instances
+from capplan.planner.problem import Assignment, Estimator, Part, Problem
 from capplan.spec import Adapter
+
+Bundle = tuple[Adapter, ...]
+"""Adapters that stay together; most are alone."""
 
 
 def whole_parts(problem: Problem) -> tuple[Part, ...]:
@@ -23,78 +26,142 @@ def in_input_order(problem: Problem) -> list[Part]:
 
 
 def split_hot(problem: Problem, estimator: Estimator) -> tuple[Part, ...]:
-    """Return the parts of the problem, those that starve a GPU by themselves in the fewest shares.
+    """Return the parts of the problem, those that starve an instance by themselves in the fewest shares.
 
-    Among adapters that differ in nothing but their rates, the hottest are tried first, until one needs no
-    split: a colder one needs none either.
+    Adapters that stay together are split together. Among adapters that differ in nothing but their rates, the
+    hottest are tried first, until one needs no split: a colder one needs none either.
 
     Raises
     ------
     InfeasibleError
-        When one adapter alone does not fit in memory, or when its `max_replicas` or the GPUs allow too few
-        shares.
+        When adapters that stay together do not fit in memory, or when `max_replicas` or the instances allow
+        too few shares.
     """
-    require_memory(problem)
-    split: dict[str, tuple[Part, ...]] = {}
+    split: dict[str, int] = {}
     for kind in _kinds(problem):
-        for adapter in sorted(kind, key=lambda a: (-a.rate_rps, a.name)):
-            part = Part(adapter.name, adapter.rank, adapter.rate_rps)
-            shares = _shares_needed(problem, estimator, part, adapter.max_replicas or problem.gpus)
+        for bundle in sorted(kind, key=lambda b: (-sum(a.rate_rps for a in b), b[0].name)):
+            shares = _shares_needed(problem, estimator, bundle)
             if shares == 1:
                 break
-            split[part.name] = equal_shares(part, shares)
-    return tuple(share for part in problem.parts for share in split.get(part.name, (part,)))
+            split |= {adapter.name: shares for adapter in bundle}
+    return tuple(share for part in problem.parts for share in equal_shares(part, split.get(part.name, 1)))
 
 
 def equal_shares(part: Part, count: int) -> tuple[Part, ...]:
     """Return an adapter as that many equal shares of its traffic."""
     return tuple(
-        Part(part.name, part.rank, part.rate_rps / count, 1.0 / count, number) for number in range(count)
+        Part(part.name, part.rank, part.rate_rps / count, part.share / count, number)
+        for number in range(count)
     )
 
 
 def require_memory(problem: Problem) -> None:
-    """Check that a GPU starts with nothing but the adapter of the largest rank.
+    """Check that an instance of some pool starts with nothing but the adapter of the largest rank.
 
     Raises
     ------
     InfeasibleError
-        When it does not: then no solver has an answer.
+        When none does: then no solver has an answer.
     """
     largest = min(problem.parts, key=lambda part: (-part.rank, part.name))
     slots = problem.fixed_a_max or 1
-    if not problem.fits_in_memory([largest], slots):
+    pools = range(len(problem.pools))
+    if not any(problem.fits_in_memory(Assignment((largest,), slots, pool=pool)) for pool in pools):
+        kinds = " or ".join(dict.fromkeys(pool.profile.gpu.name for pool in problem.pools))
         raise InfeasibleError(
             f"memory: {slots} adapter slot(s) of rank {problem.s_max([largest])}, which adapter "
             f"{largest.name} needs, leave no room for one request of max_model_len "
-            f"{problem.engine.max_model_len} on {problem.profile.gpu.name}",
+            f"{problem.engine.max_model_len} on {kinds}",
             reason="memory",
         )
 
 
-def _kinds(problem: Problem) -> Iterable[list[Adapter]]:
-    """Return adapters that differ in name and rate only; in a trace every adapter is of its own kind."""
-    kinds: dict[object, list[Adapter]] = {}
-    for adapter in problem.workload.adapters:
-        own = adapter.name if problem.workload.trace is not None else None
-        key = (adapter.rank, adapter.prompt_tokens, adapter.output_tokens, own)
-        kinds.setdefault(key, []).append(adapter)
+def _kinds(problem: Problem) -> Iterable[list[Bundle]]:
+    """Return bundles by kind: single adapters that differ in name and rate only; any other is a kind."""
+    constraints, bundles = problem.constraints, _bundles(problem)
+    kinds: dict[object, list[Bundle]] = {}
+    for first, bundle in bundles.items():
+        adapter = bundle[0]
+        own = len(bundle) > 1 or first in constraints.max_replicas or problem.workload.trace is not None
+        pin = constraints.pool.get(first)
+        key = (adapter.rank, adapter.prompt_tokens, adapter.output_tokens, pin, first if own else None)
+        kinds.setdefault(key, []).append(bundle)
     return kinds.values()
 
 
-def _shares_needed(problem: Problem, estimator: Estimator, part: Part, replicas: int) -> int:
-    slots, most = problem.fixed_a_max or 1, min(problem.gpus, replicas)
-    if not estimator([part], slots).starved:
+def _bundles(problem: Problem) -> Mapping[str, Bundle]:
+    """Return the adapters that stay together, by the first of them."""
+    bundles: dict[str, Bundle] = {}
+    for adapter in problem.workload.adapters:
+        first = problem.constraints.bundle[adapter.name]
+        bundles[first] = (*bundles.get(first, ()), adapter)
+    return bundles
+
+
+def _shares_needed(problem: Problem, estimator: Estimator, bundle: Bundle) -> int:
+    """Return the fewest equal shares of a bundle that hold on an instance of a pool that it may use."""
+    first = bundle[0].name
+    pin = problem.constraints.pool.get(first)
+    pools = [number for number, pool in enumerate(problem.pools) if pin is None or pool.name == pin]
+    available = sum(problem.pools[number].instances for number in pools)
+    most = min(available, problem.constraints.max_replicas.get(first, available))
+    parts = [Part(a.name, a.rank, a.rate_rps) for a in bundle]
+    settings = [
+        (pool, slots)
+        for pool in pools
+        for slots in _slot_numbers(problem, len(parts))
+        if problem.fits_in_memory(Assignment(tuple(parts), slots, pool=pool))
+    ]
+    if not settings:
+        raise _too_large(problem, bundle, pools)
+
+    def holds(count: int) -> bool:
+        shares = tuple(equal_shares(part, count)[0] for part in parts)
+        return any(not estimator(Assignment(shares, slots, pool=pool)).starved for pool, slots in settings)
+
+    if holds(1):
         return 1
-    alone = replace(problem, workload=problem.workload.subset([part.name]))
-    for count in range(max(2, lower_bound_gpus(alone)), most + 1):
-        if not estimator([equal_shares(part, count)[0]], slots).starved:
+    for count in range(max(2, _least_shares(problem, bundle)), most + 1):
+        if holds(count):
             return count
-    bounds = problem.workload.slo.latency_bounds()
-    raise InfeasibleError(
-        f"{'slo' if bounds else 'starvation'}: adapter {part.name} at {part.rate_rps:g} req/s breaks "
-        f"{'a latency bound or ' if bounds else ''}served_fraction "
-        f"{problem.workload.slo.served_fraction:g} even when spread over {most} instance(s) of its own with "
-        f"headroom {problem.workload.headroom:g}",
+    raise _too_hot(problem, bundle, most)
+
+
+def _slot_numbers(problem: Problem, adapters: int) -> Sequence[int]:
+    """Return numbers of slots that are worth a try: one each, or else half of them."""
+    if problem.fixed_a_max is not None:
+        return (problem.fixed_a_max,)
+    return sorted({adapters, max(1, adapters // 2), 1}, reverse=True)
+
+
+def _least_shares(problem: Problem, bundle: Bundle) -> int:
+    """Return a number of instances below which the bundle alone cannot be served."""
+    workload = problem.workload.subset([adapter.name for adapter in bundle])
+    return least_instances(replace(problem, workload=workload))
+
+
+def _named(bundle: Bundle) -> str:
+    others = f" (with {', '.join(a.name for a in bundle[1:])})" if len(bundle) > 1 else ""
+    return f"adapter {bundle[0].name}{others}"
+
+
+def _too_large(problem: Problem, bundle: Bundle, pools: Sequence[int]) -> InfeasibleError:
+    kinds = " or ".join(dict.fromkeys(problem.pools[pool].profile.gpu.name for pool in pools))
+    rank = max(adapter.rank for adapter in bundle)
+    return InfeasibleError(
+        f"memory: slots of rank {rank} for {_named(bundle)} leave no room for one request of max_model_len "
+        f"{problem.engine.max_model_len} on {kinds}",
+        reason="memory",
+    )
+
+
+def _too_hot(problem: Problem, bundle: Bundle, most: int) -> InfeasibleError:
+    slo = problem.workload.slo
+    bounds = slo.latency_bounds() or slo.tpt_over_base
+    rate_rps = sum(adapter.rate_rps for adapter in bundle)
+    return InfeasibleError(
+        f"{'slo' if bounds else 'starvation'}: {_named(bundle)} at {rate_rps:g} req/s breaks "
+        f"{'a latency bound or ' if bounds else ''}served_fraction {slo.served_fraction:g} even when spread "
+        f"over {most} instance(s) of its own with headroom {problem.workload.headroom:g}",
         reason="slo" if bounds else "starvation",
     )

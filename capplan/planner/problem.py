@@ -8,6 +8,7 @@ from functools import cached_property
 from typing import Protocol
 
 from capplan.models.memory import kv_tokens
+from capplan.planner.constraints import Constraints, constraints_of
 from capplan.spec import EngineConfig, Profile, Trace, Workload, allowed_lora_rank
 
 GRID = (1, 2, 4, 8, 16, 32, 64, 96, 128, 160, 192, 256, 320, 384)
@@ -38,11 +39,27 @@ class Part:
 
 
 @dataclass(frozen=True)
+class GpuPool:
+    """Equal instances that a plan may use."""
+
+    name: str | None
+    """None where the workload gives profile and GPUs, and no pools."""
+    profile: Profile
+    instances: int
+    usd_per_hour: float | None = None
+    """Price of an instance, of all its `tp` GPUs."""
+
+
+@dataclass(frozen=True)
 class Assignment:
-    """What one GPU serves, and with how many slots."""
+    """What one instance serves, and how it is set."""
 
     parts: tuple[Part, ...]
     a_max: int
+    max_num_seqs: int | None = None
+    """None: as the problem's engine has it."""
+    pool: int = 0
+    """Number of its pool in the problem."""
 
 
 @dataclass(frozen=True)
@@ -52,30 +69,30 @@ class Estimate:
     throughput_tok_s: float
     starved: bool
     """Whether it would starve, or break a latency bound where the estimator can tell."""
-    ttft_s_p99: float = 0.0
-    """99th percentile of the time to first token; 0 where the estimator cannot tell."""
+    e2e_s_mean: float = 0.0
+    """Mean time from arrival to last token; 0 where the estimator cannot tell."""
+    strain: float = 0.0
+    """How near it is to failing, or how far beyond; grows with the load."""
 
 
 class Estimator(Protocol):
-    """Answers what one GPU would do; a surrogate or the twin."""
+    """Answers what one instance would do; a surrogate or the twin."""
 
-    def __call__(self, parts: Sequence[Part], a_max: int) -> Estimate:
-        """Return the estimate for a GPU that serves `parts` with `a_max` slots."""
+    def __call__(self, assignment: Assignment) -> Estimate:
+        """Return the estimate for one instance."""
         ...
 
 
 @dataclass(frozen=True)
 class Problem:
-    """Adapters to place on at most `gpus` equal instances, each of the profile's `tp` GPUs.
+    """Adapters to place on instances of one pool or several.
 
     Attributes
     ----------
     workload
         The whole workload.
-    profile
-        What is known of the GPUs.
-    gpus
-        How many instances the GPUs make.
+    pools
+        What there is to place them on, at least one pool. Solvers of the papers know of one only.
     engine
         Settings of every instance, complete but for the slots.
     parts
@@ -83,10 +100,27 @@ class Problem:
     """
 
     workload: Workload
-    profile: Profile
-    gpus: int
+    pools: tuple[GpuPool, ...]
     engine: EngineDefaults
     parts: tuple[Part, ...]
+
+    @property
+    def profile(self) -> Profile:
+        """The profile of the first pool, and the only one in a problem of one pool."""
+        return self.pools[0].profile
+
+    @property
+    def gpus(self) -> int:
+        """Instances in all pools together."""
+        return sum(pool.instances for pool in self.pools)
+
+    def only_pool(self, number: int) -> Problem:
+        """Return the problem with one of the pools; there it has number 0."""
+        return replace(self, pools=(self.pools[number],))
+
+    def max_num_seqs(self, assignment: Assignment) -> int:
+        """Return the most requests that an instance runs at once."""
+        return assignment.max_num_seqs or self.engine.max_num_seqs
 
     @property
     def fixed_a_max(self) -> int | None:
@@ -108,19 +142,29 @@ class Problem:
         trace = part.trace if part.trace is None else _faster(part.trace, scale)
         return part.model_copy(update={"adapters": adapters, "trace": trace})
 
-    def fits_in_memory(self, parts: Sequence[Part], a_max: int) -> bool:
+    def fits_in_memory(self, assignment: Assignment) -> bool:
         """Tell whether one request of max_model_len fits beside the slots, and their adapters on the host."""
-        engine, host = self.engine, self.workload.engine.max_cpu_loras
+        parts, a_max = assignment.parts, assignment.a_max
+        host = self.workload.engine.max_cpu_loras
         if host is not None and host < min(a_max, distinct_adapters(parts)):
             return False
         tokens = kv_tokens(
-            self.profile, a_max, self.s_max(parts), engine.gpu_memory_utilization, engine.max_num_seqs
+            self.pools[assignment.pool].profile,
+            a_max,
+            self.s_max(parts),
+            self.engine.gpu_memory_utilization,
+            self.max_num_seqs(assignment),
         )
-        return tokens >= engine.max_model_len
+        return tokens >= self.engine.max_model_len
 
     def offered_tok_s(self, part: Part) -> float:
         """Return the input and output tokens per second that a part asks for."""
         return part.rate_rps * self._tokens_per_request[part.name]
+
+    @cached_property
+    def constraints(self) -> Constraints:
+        """Where adapters may be."""
+        return constraints_of(self.workload)
 
     @cached_property
     def _tokens_per_request(self) -> Mapping[str, float]:

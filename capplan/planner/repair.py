@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from capplan.planner.problem import Assignment, Estimator, Part, Problem
+from capplan.planner.search.units import Unit, units_of
 from capplan.planner.slots import choose_slots, slot_candidates
 from capplan.planner.verify import Verdict, Verifier
 
@@ -31,11 +33,11 @@ def fit_slots(
     """
     fitted, changes = list(assignments), []
     for gpu, assignment in enumerate(assignments):
-        if problem.fits_in_memory(assignment.parts, assignment.a_max):
+        if problem.fits_in_memory(assignment):
             continue
-        fitting = slot_candidates(problem, assignment.parts, exact)
+        fitting = slot_candidates(problem, assignment.parts, exact, assignment.pool)
         if fitting:
-            fitted[gpu] = Assignment(assignment.parts, fitting[0])
+            fitted[gpu] = replace(assignment, a_max=fitting[0])
             changes.append(f"gpu {gpu}: {assignment.a_max} -> {fitting[0]} slots, for want of memory")
     return tuple(fitted), tuple(changes)
 
@@ -87,9 +89,9 @@ def repair(
 def _other_slots(
     problem: Problem, assignment: Assignment, verifier: Verifier, exact: Estimator
 ) -> tuple[Assignment, Verdict] | None:
-    for a_max in slot_candidates(problem, assignment.parts, exact):
-        if a_max != assignment.a_max and not exact(assignment.parts, a_max).starved:
-            candidate = Assignment(assignment.parts, a_max)
+    for a_max in slot_candidates(problem, assignment.parts, exact, assignment.pool):
+        candidate = replace(assignment, a_max=a_max)
+        if a_max != assignment.a_max and not exact(candidate).starved:
             (verdict,) = verifier([candidate])
             if verdict.ok:
                 return candidate, verdict
@@ -101,41 +103,53 @@ def _move_load(
 ) -> dict[int, Assignment]:
     """Return the two GPUs after a move of load from one to the other; nothing when there is no place."""
     moving = _quarter(problem, current[failing].parts)
-    target = _target(problem, current, failing, moving)
-    if not moving or target is None:
+    place = _target(problem, current, failing, moving)
+    if not moving or place is None:
         return {}
+    target, pool = place
     staying = tuple(part for part in current[failing].parts if part not in moving)
     there = current[target].parts if target in current else ()
     moved: dict[int, Assignment] = {}
-    for gpu, parts in ((failing, staying), (target, (*there, *moving))):
-        a_max = choose_slots(problem, parts, exact, exact)
-        fitting = [a_max] if a_max is not None else slot_candidates(problem, parts, exact)
+    for gpu, parts, of in ((failing, staying, current[failing].pool), (target, (*there, *moving), pool)):
+        a_max = choose_slots(problem, parts, exact, exact, of)
+        fitting = [a_max] if a_max is not None else slot_candidates(problem, parts, exact, of)
         if not fitting:
             return {}
-        moved[gpu] = Assignment(parts, fitting[0])
+        moved[gpu] = Assignment(parts, fitting[0], pool=of)
     return moved
 
 
 def _quarter(problem: Problem, parts: Sequence[Part]) -> tuple[Part, ...]:
-    """Return the lightest parts that together make a quarter of the load, but never all parts."""
+    """Return the lightest units that together make a quarter of the load, but never all parts."""
     total = sum(map(problem.offered_tok_s, parts))
+    units = units_of(replace(problem, parts=tuple(parts)))
     moving: list[Part] = []
-    for part in sorted(parts, key=lambda p: (problem.offered_tok_s(p), p.name, p.number)):
-        if len(moving) + 1 < len(parts) and sum(map(problem.offered_tok_s, moving)) < total / 4:
-            moving.append(part)
+
+    def load(unit: Unit) -> float:
+        return sum(map(problem.offered_tok_s, unit.parts))
+
+    for unit in sorted(units, key=lambda u: (load(u), u.parts[0].name, u.parts[0].number)):
+        if len(moving) + len(unit.parts) < len(parts) and sum(map(problem.offered_tok_s, moving)) < total / 4:
+            moving += unit.parts
     return tuple(moving)
 
 
 def _target(
     problem: Problem, current: Mapping[int, Assignment], failing: int, moving: Sequence[Part]
-) -> int | None:
-    """Return an unused GPU, else the lightest one without a share of what moves."""
-    if len(current) < problem.gpus:
-        return len(current)
-    names = {part.name for part in moving}
+) -> tuple[int, int] | None:
+    """Return where to, and in which pool: an unused instance, else the lightest that may have what moves."""
+    units = units_of(replace(problem, parts=tuple(moving)))
+    pools = frozenset(range(len(problem.pools))).intersection(*(unit.pools for unit in units))
+    used = Counter(assignment.pool for assignment in current.values())
+    free = [pool for pool in sorted(pools) if used[pool] < problem.pools[pool].instances]
+    if free:
+        own = current[failing].pool
+        return len(current), own if own in free else free[0]
+    foes = frozenset[str]().union(*(unit.foes for unit in units))
     others = [
-        gpu
+        (sum(map(problem.offered_tok_s, assignment.parts)), gpu)
         for gpu, assignment in current.items()
-        if gpu != failing and names.isdisjoint(part.name for part in assignment.parts)
+        if gpu != failing and assignment.pool in pools and foes.isdisjoint(p.name for p in assignment.parts)
     ]
-    return min(others, key=lambda i: (sum(map(problem.offered_tok_s, current[i].parts)), i), default=None)
+    gpu = min(others, default=(0.0, None))[1]
+    return None if gpu is None else (gpu, current[gpu].pool)

@@ -1,18 +1,17 @@
-"""From a workload to a solver's answer: the problem checked, hot adapters split, the solver run and timed."""
+"""From a problem to a solver's answer: wishes checked, hot adapters split, the solver run and timed."""
 
 from __future__ import annotations
 
-import os
 import time
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
 from capplan.errors import InputError
-from capplan.planner.estimators import NAMES, TwinEstimator, estimator_name, make_estimator
-from capplan.planner.parts import require_memory, split_hot, whole_parts
-from capplan.planner.problem import Assignment, Estimator, Problem, complete_engine
-from capplan.planner.solvers.description import Asks, Solver, Tools
-from capplan.spec import Objective, Profile, Workload
+from capplan.planner.estimators import NAMES, TwinEstimator, estimator_name, make_estimator, make_hint
+from capplan.planner.parts import require_memory, split_hot
+from capplan.planner.problem import Assignment, Estimator, Problem
+from capplan.planner.solvers.description import Asks, Solver, Tools, Wish
+from capplan.spec import Objective, Plan, Workload
 
 
 @dataclass(frozen=True)
@@ -28,38 +27,6 @@ class Answer:
     """Seconds that splitting and placing took."""
 
 
-def make_problem(workload: Workload, gpus: int | None, profile: Profile | str | None) -> Problem:
-    """Return the problem of a workload; `gpus` and `profile` win over what it says itself.
-
-    Raises
-    ------
-    InputError
-        When one of them is missing or does not fit, or the workload wishes for what no solver honours.
-    """
-    from capplan.datasets import load_profile
-
-    _require_supported(workload)
-    count = gpus if gpus is not None else (workload.gpus.count if workload.gpus else None)
-    if count is None:
-        rule = "is required: say how many GPUs a plan may use (gpus: {count: N} in the workload, or --gpus N)"
-        raise InputError(rule, location="gpus")
-    if count < 1:
-        raise InputError("must be >= 1", count, "gpus")
-    wanted = profile if profile is not None else workload.profile
-    if wanted is None:
-        raise InputError("is required: name a shipped profile or a profile JSON", location="profile")
-    loaded = load_profile(wanted) if isinstance(wanted, str | os.PathLike) else wanted
-    loaded.require_model(workload.base_model)
-    if count < loaded.tp:
-        raise InputError(
-            f"must be at least the {loaded.tp} GPUs of one instance of profile {loaded.name}", count, "gpus"
-        )
-    engine = complete_engine(workload.engine)
-    _require_prompts_that_fit(workload, engine.max_model_len)
-    problem = Problem(workload, loaded, count // loaded.tp, engine, ())
-    return replace(problem, parts=whole_parts(problem))
-
-
 def solve(
     problem: Problem,
     solver: Solver,
@@ -68,6 +35,7 @@ def solve(
     estimator: str = "auto",
     seed: int = 0,
     time_limit_s: float,
+    previous: Plan | None = None,
 ) -> Answer:
     """Run a solver on whole adapters, or on shares of the hot ones where it takes them.
 
@@ -81,7 +49,7 @@ def solve(
         The twin.
     estimator
         Name of the estimator that the user asks for.
-    seed, time_limit_s
+    seed, time_limit_s, previous
         For the solver.
 
     Raises
@@ -93,6 +61,7 @@ def solve(
         When there is no answer, with the reason.
     """
     _require_match(problem, solver, estimator)
+    _require_honoured(problem.workload, solver)
     nothing = solver.asks is Asks.NOTHING
     quick = exact if nothing else make_estimator(problem, _chosen(solver, estimator), exact)
     started = time.perf_counter()
@@ -100,7 +69,16 @@ def solve(
     if solver.splits_hot:
         judge: Estimator = exact if solver.asks is Asks.TWIN else quick
         problem = replace(problem, parts=split_hot(problem, judge))
-    assignments: Sequence[Assignment] = solver.place(problem, Tools(quick, exact, seed, time_limit_s))
+
+    def tools(asked: Problem, twin: TwinEstimator, quick: Estimator) -> Tools:
+        hint = make_hint(asked, twin) if solver.asks is Asks.TWIN else None
+        return Tools(quick, twin, seed, time_limit_s, hint, previous, renew)
+
+    def renew(asked: Problem) -> Tools:
+        twin = TwinEstimator(asked, seed)
+        return tools(asked, twin, make_estimator(asked, _chosen(solver, estimator), twin))
+
+    assignments: Sequence[Assignment] = solver.place(problem, tools(problem, exact, quick))
     return Answer(
         problem,
         tuple(assignments),
@@ -124,32 +102,28 @@ def _require_match(problem: Problem, solver: Solver, estimator: str) -> None:
         raise InputError(rule, problem.fixed_a_max, "engine.max_loras")
 
 
-def _require_supported(workload: Workload) -> None:
-    """Refuse wishes that no solver honours yet, rather than ignore them."""
-    if workload.pools:
-        raise InputError("no solver handles pools yet: give profile and gpus", location="pools")
-    if workload.objective is not Objective.MIN_GPUS:
-        raise InputError("only min_gpus is solved yet", workload.objective.value, "objective")
+def _require_honoured(workload: Workload, solver: Solver) -> None:
+    """Refuse wishes that the solver does not grant, rather than ignore them."""
+    for wish, value in _wishes(workload).items():
+        if wish not in solver.honours:
+            rule = f"solver {solver.name} does not heed this: capplan does"
+            raise InputError(rule, value, wish.value)
+
+
+def _wishes(workload: Workload) -> dict[Wish, str]:
+    """Return what a workload asks for beyond the fewest of equal GPUs, with the value to name in an error."""
+    wishes: dict[Wish, str] = {}
+    if len(workload.pools) > 1:
+        wishes[Wish.POOLS] = ", ".join(pool.name for pool in workload.pools)
+    if workload.objective is not Objective.MIN_GPUS and len(workload.pools) != 1:
+        wishes[Wish.OBJECTIVE] = workload.objective.value
     if workload.previous_plan is not None:
-        raise InputError("no solver plans from a previous plan yet", workload.previous_plan, "previous_plan")
-    if workload.slo.tpt_over_base is not None:
-        raise InputError("no solver handles this bound yet", workload.slo.tpt_over_base, "slo.tpt_over_base")
+        wishes[Wish.PREVIOUS_PLAN] = workload.previous_plan
     for adapter in workload.adapters:
-        if adapter.apart_from or adapter.together_with:
-            key = "apart_from" if adapter.apart_from else "together_with"
-            raise InputError("no solver handles this constraint yet", adapter.name, f"adapters: {key}")
-
-
-def _require_prompts_that_fit(workload: Workload, max_model_len: int) -> None:
-    """Refuse a trace of which so much is too long for the engine that no number of GPUs would do."""
-    trace = workload.trace
-    if trace is None:
-        return
-    tokens = trace.prompt_tokens.astype(float) + trace.output_tokens
-    too_long = trace.prompt_tokens >= max_model_len
-    if tokens[too_long].sum() > (1.0 - workload.slo.served_fraction) * tokens.sum():
-        rule = (
-            f"must exceed the prompts of the trace: {int(too_long.sum())} of {too_long.size} do not fit, "
-            f"the longest has {int(trace.prompt_tokens.max())} tokens"
-        )
-        raise InputError(rule, max_model_len, "engine.max_model_len")
+        if adapter.apart_from:
+            wishes.setdefault(Wish.APART, adapter.name)
+        if adapter.together_with:
+            wishes.setdefault(Wish.TOGETHER, adapter.name)
+        if adapter.max_replicas is not None:
+            wishes.setdefault(Wish.MAX_REPLICAS, adapter.name)
+    return wishes

@@ -5,10 +5,9 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
-from capplan.planner.estimators import run_twin
+from capplan.planner.judging import Judged, judge
 from capplan.planner.parallel import in_parallel
 from capplan.planner.problem import Assignment, Estimator, Problem
-from capplan.planner.slo import broken_bounds
 from capplan.twin import SimulationResult
 
 FRESH_SEEDS = 5
@@ -56,22 +55,22 @@ class Verifier:
         count = len(self.seeds)
         return [self._verdict(results[i * count : (i + 1) * count], kept[i]) for i in range(len(assignments))]
 
-    def _simulate(self, job: tuple[Assignment, int]) -> SimulationResult:
+    def _simulate(self, job: tuple[Assignment, int]) -> Judged:
         assignment, seed = job
-        return run_twin(self.problem, assignment.parts, assignment.a_max, seed, self.duration_s)
+        return judge(self.problem, assignment, seed, self.duration_s)
 
     def _keeps_headroom(self, assignment: Assignment) -> bool:
-        return not self.with_headroom(assignment.parts, assignment.a_max).starved
+        return not self.with_headroom(assignment).starved
 
-    def _verdict(self, results: Sequence[SimulationResult], keeps_headroom: bool) -> Verdict:
+    def _verdict(self, judged: Sequence[Judged], keeps_headroom: bool) -> Verdict:
         broken = [
             f"seed {seed}: {words}"
-            for seed, result in zip(self.seeds, results, strict=True)
-            for words in broken_bounds(self.problem.workload.slo, result)
+            for seed, each in zip(self.seeds, judged, strict=True)
+            for words in each.broken
         ]
         if not broken and not keeps_headroom:
             broken = [f"a bound breaks at the load over (1 - headroom {self.problem.workload.headroom:g})"]
-        return Verdict(tuple(results), tuple(broken))
+        return Verdict(tuple(each.result for each in judged), tuple(broken))
 
 
 def make_verifier(

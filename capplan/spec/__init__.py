@@ -45,6 +45,7 @@ from capplan.spec.profile import (
     Provenance,
     ProvenanceKind,
 )
+from capplan.spec.queue_wishes import QueueWishes
 from capplan.spec.settings import STARVED_BELOW, EngineConfig, Gpus, Objective, Pool, Slo
 from capplan.spec.trace import Trace
 from capplan.spec.trace_files import TraceFormat, read_length_pairs, read_trace
@@ -88,6 +89,7 @@ __all__ = [
     "Provenance",
     "ProvenanceKind",
     "QueueClass",
+    "QueueWishes",
     "Queues",
     "Renewal",
     "ShiftingSkew",

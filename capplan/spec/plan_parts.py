@@ -8,6 +8,7 @@ from typing import Literal, Self
 from pydantic import Field, model_validator
 
 from capplan.spec.base import SpecModel, broken, check_unique
+from capplan.spec.queue_wishes import AdapterCharge, SizeForm
 from capplan.spec.settings import Utilization
 from capplan.spec.types import Count, Flag, Fraction, LoraRank, Name, Natural, NonNegative, Rank, Share, Text
 
@@ -48,8 +49,13 @@ class PlanAdapter(SpecModel):
 
 
 class Wrs(SpecModel):
-    """Weighted request size: (a * prompt / max + b * output / max) * adapter bytes / max; ratios end at 1."""
+    """Weighted request size, from lengths = a * prompt / max + b * output / max and adapter = bytes / max.
 
+    degree2 is lengths * adapter, degree1 (lengths + adapter) / 2, and output_only lengths alone. Ratios end
+    at 1; requests for the base model count as if they asked for the smallest adapter of the group.
+    """
+
+    form: SizeForm = Field("degree2", description="How lengths and adapter are combined.")
     a: NonNegative = Field(description="Weight of the prompt.")
     b: NonNegative = Field(description="Weight of the predicted output.")
     max_prompt_tokens: Count = Field(description="Prompt length that counts as 1, in tokens.")
@@ -60,7 +66,7 @@ class Wrs(SpecModel):
 class QueueClass(SpecModel):
     """One queue: requests up to a size, and the tokens it may have in execution."""
 
-    upper_wrs: NonNegative | None = Field(description="Largest size in this queue; null in the last.")
+    upper_wrs: NonNegative | None = Field(description="Sizes of this queue are below this; null in the last.")
     quota_tokens: Count = Field(description="Tokens this queue may have in execution.")
 
 
@@ -68,6 +74,11 @@ class Queues(SpecModel):
     """Queues by request size."""
 
     wrs: Wrs = Field(description="How the size of a request is computed.")
+    adapter_charge: AdapterCharge = Field(
+        "per_request",
+        description="Whether a request takes its adapter's weights, counted in tokens, from the quota, "
+        "beside prompt and predicted output.",
+    )
     classes: tuple[QueueClass, ...] = Field(min_length=1, description="Queues by ascending size.")
 
     @model_validator(mode="after")

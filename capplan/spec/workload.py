@@ -17,6 +17,7 @@ from capplan.spec.arrivals import ArrivalProcess, Arrivals, Stickiness
 from capplan.spec.base import Key, SpecModel, broken, check_unique
 from capplan.spec.length_pairs import LengthPairs
 from capplan.spec.lengths import Lengths
+from capplan.spec.queue_wishes import QueueWishes
 from capplan.spec.settings import EngineConfig, Gpus, Objective, Pool, Slo
 from capplan.spec.trace import Trace
 from capplan.spec.types import Count, Name, Natural, NonNegative, Rank, Text, rule
@@ -77,6 +78,9 @@ class PlanningWishes(SpecModel):
     slo: Slo = Field(Slo(), description="Service-level objectives.")
     objective: Objective = Field(Objective.MIN_GPUS, description="What the plan should optimise.")
     headroom: Headroom = Field(0.1, description="Share of each GPU's capacity that stays free.")
+    queues: QueueWishes | None = Field(
+        None, description="Queues by request size, with quotas, on every GPU; absent: one queue."
+    )
     previous_plan: Text | None = Field(None, description="Plan in force, to keep adapters where they are.")
 
     @model_validator(mode="after")

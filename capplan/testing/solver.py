@@ -18,6 +18,7 @@ from capplan.planner.problem import (
     Assignment,
     Estimate,
     Estimator,
+    GpuPool,
     Part,
     Problem,
     complete_engine,
@@ -41,13 +42,16 @@ class Capacity:
     rps_per_slot_of_rank_16: float = 0.0
     adapters_per_slot: float = 4.0
 
-    def __call__(self, parts: Sequence[Part], a_max: int) -> Estimate:
+    def __call__(self, assignment: Assignment) -> Estimate:
         """Return throughput in requests per second, and whether load or adapters are too many."""
+        parts, a_max = assignment.parts, assignment.a_max
         load_rps = sum(part.rate_rps for part in parts)
         slots = min(a_max, distinct_adapters(parts))
         holds_rps = self.rps - self.rps_per_slot_of_rank_16 * slots * max(p.rank for p in parts) / 16
         crowded = distinct_adapters(parts) > self.adapters_per_slot * a_max
-        return Estimate(max(0.0, min(load_rps, holds_rps)), load_rps > holds_rps or crowded)
+        strain = load_rps / max(holds_rps, 1e-9) + max(0.0, distinct_adapters(parts) / a_max - 1.0)
+        starved = load_rps > holds_rps or crowded
+        return Estimate(max(0.0, min(load_rps, holds_rps)), starved, strain=strain)
 
 
 def example_problem(
@@ -66,7 +70,8 @@ def example_problem(
         output_tokens=Lengths(mean=50.0),
         engine=engine or EngineConfig(),
     )
-    problem = Problem(workload, load_profile(_PROFILE), gpus, complete_engine(workload.engine), ())
+    pool = GpuPool(None, load_profile(_PROFILE), gpus)
+    problem = Problem(workload, (pool,), complete_engine(workload.engine), ())
     return replace(problem, parts=whole_parts(problem))
 
 
@@ -124,8 +129,8 @@ class SolverContract:
             for assignment in answer:
                 assert 1 <= assignment.a_max <= distinct_adapters(assignment.parts)
                 if self.confirms:
-                    assert problem.fits_in_memory(assignment.parts, assignment.a_max)
-                    assert not estimator(assignment.parts, assignment.a_max).starved
+                    assert problem.fits_in_memory(assignment)
+                    assert not estimator(assignment).starved
 
     def test_a_fixed_number_of_slots_is_kept(self, solver: Solver) -> None:
         """What the workload fixes is not for the solver to choose."""

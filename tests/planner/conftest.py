@@ -19,7 +19,7 @@ def unsurrogated(profile: Profile) -> Profile:
     return profile.replace(name="nobody/trained/surrogates-for-this")
 
 
-@pytest.fixture
+@pytest.fixture(scope="session")
 def workload() -> Callable[..., Workload]:
     """Return a maker of workloads: adapters as (name, rank, rate), other fields by name."""
 

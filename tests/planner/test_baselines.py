@@ -17,7 +17,7 @@ from capplan.errors import InfeasibleError
 from capplan.planner import Tools
 from capplan.planner.backbone import backbone_tok_s
 from capplan.planner.parts import whole_parts
-from capplan.planner.problem import Assignment, Problem, complete_engine, distinct_adapters
+from capplan.planner.problem import Assignment, GpuPool, Problem, complete_engine, distinct_adapters
 from capplan.planner.solvers import REGISTRY
 from capplan.planner.solvers.maxbase import fill
 from capplan.planner.solvers.slora import cut
@@ -32,7 +32,7 @@ def placed(name: str, problem: Problem, estimator: Capacity = ANY, seed: int = 0
 
 
 def problem_of(workload: Workload, profile: Profile, gpus: int) -> Problem:
-    problem = Problem(workload, profile, gpus, complete_engine(workload.engine), ())
+    problem = Problem(workload, (GpuPool(None, profile, gpus),), complete_engine(workload.engine), ())
     return replace(problem, parts=whole_parts(problem))
 
 
@@ -87,7 +87,7 @@ def test_maxbase_knows_no_more_than_the_backbone(workload: Make, profile: Profil
     """Slots that do not fit in memory do not keep it from an answer; too much load does."""
     crowded = problem_of(workload(*((f"a{i}", 64, 0.001) for i in range(300))), profile, 1)
     (only,) = placed("maxbase", crowded)
-    assert not crowded.fits_in_memory(only.parts, only.a_max)
+    assert not crowded.fits_in_memory(only)
     busy = problem_of(workload(*((f"a{i}", 8, 10.0) for i in range(12))), profile, 1)
     with pytest.raises(InfeasibleError, match="without adapters") as error:
         placed("maxbase", busy)

@@ -1,6 +1,6 @@
 """Which estimator answers: a surrogate where it knows enough, the twin everywhere else."""
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from dataclasses import replace
 from typing import Any, cast
 
@@ -13,7 +13,7 @@ from capplan.models.surrogates.documents import KINDS
 from capplan.planner import estimators
 from capplan.planner.estimators import NAMES, TwinEstimator, estimator_name, make_estimator
 from capplan.planner.parts import whole_parts
-from capplan.planner.problem import Estimate, Part, Problem, complete_engine
+from capplan.planner.problem import Assignment, Estimate, GpuPool, Problem, complete_engine
 from capplan.spec import Arrivals, EngineConfig, Renewal, Slo, Stickiness
 from tests.models.surrogates import making
 
@@ -28,7 +28,8 @@ class Twin:
     def __init__(self) -> None:
         self.asked: list[int] = []
 
-    def __call__(self, parts: Sequence[Part], a_max: int) -> Estimate:
+    def __call__(self, assignment: Assignment) -> Estimate:
+        a_max = assignment.a_max
         self.asked.append(a_max)
         return TWINS_ANSWER
 
@@ -57,7 +58,7 @@ def usual(workload: Make) -> Workload:
 
 
 def problem_of(workload: Workload, profile: Profile) -> Problem:
-    problem = Problem(workload, profile, 2, complete_engine(workload.engine), ())
+    problem = Problem(workload, (GpuPool(None, profile, 2),), complete_engine(workload.engine), ())
     return replace(problem, parts=whole_parts(problem))
 
 
@@ -79,7 +80,9 @@ def test_a_kind_answers_as_its_surrogate_does_at_the_load_with_headroom(
         problem.subworkload(problem.parts, 1 / (1 - usual.headroom)), a_max=8, s_max=32
     )
     assert answer.in_range
-    assert estimator(problem.parts, 8) == Estimate(answer.throughput_tok_s, answer.starved)
+    assert estimator(Assignment(problem.parts, 8)) == Estimate(
+        answer.throughput_tok_s, answer.starved, strain=answer.starvation_probability
+    )
     assert loaded == [kind]
     assert twin.asked == []
     assert estimator_name(estimator) == kind
@@ -98,8 +101,8 @@ def test_outside_the_range_the_twin_is_asked(
     common = [part for part in problem.parts if part.rank < 512]
     for kind in KINDS:
         estimator = made(problem, kind, twin)
-        assert estimator(problem.parts, 4) == TWINS_ANSWER
-        assert estimator(common, 8) != TWINS_ANSWER
+        assert estimator(Assignment(problem.parts, 4)) == TWINS_ANSWER
+        assert estimator(Assignment(tuple(common), 8)) != TWINS_ANSWER
     assert twin.asked == [4] * len(KINDS)
 
 
@@ -141,7 +144,7 @@ def test_auto_asks_the_surrogate_what_it_was_trained_on(
     problem = problem_of(KNOWN[what](usual), profile)
     estimator = made(problem, "auto", twin)
     assert estimator_name(estimator) == "best"
-    assert estimator(problem.parts, 8) != TWINS_ANSWER
+    assert estimator(Assignment(problem.parts, 8)) != TWINS_ANSWER
 
 
 def test_without_a_surrogate_auto_is_the_twin_and_a_kind_says_how_to_make_one(

@@ -25,6 +25,10 @@ def literal_order(parts: Sequence[Part]) -> list[Part]:
     return ordered
 
 
+def fits(problem: Problem, parts: Sequence[Part], a_max: int) -> bool:
+    return problem.fits_in_memory(Assignment(tuple(parts), a_max))
+
+
 def literal_greedy(problem: Problem, estimator: Estimator) -> list[tuple[list[Part], int]]:
     """Algorithms 1 and 2 line by line; an untested rest that fails goes to the next GPU, as published."""
     a_q, g_q = literal_order(problem.parts), list(range(problem.gpus))
@@ -40,10 +44,12 @@ def literal_greedy(problem: Problem, estimator: Estimator) -> list[tuple[list[Pa
         if len(alloc[g]) + len(prov[g]) in GRID or not a_q:
             p, everything = a_max[g], alloc[g] + prov[g]
             p_next = min((value for value in GRID if value > p), default=p)
-            candidates = [c for c in (p, p_next) if c > 0 and problem.fits_in_memory(everything, c)]
-            throughput = {c: estimator(everything, c).throughput_tok_s for c in candidates}
+            candidates = [
+                c for c in (p, p_next) if c > 0 and problem.fits_in_memory(Assignment(tuple(everything), c))
+            ]
+            throughput = {c: estimator(Assignment(tuple(everything), c)).throughput_tok_s for c in candidates}
             p_best = max((c for c in candidates if throughput[c] == max(throughput.values())), default=0)
-            if p_best and not estimator(everything, p_best).starved:
+            if p_best and not estimator(Assignment(tuple(everything), p_best)).starved:
                 alloc[g], prov[g], a_max[g] = everything, [], p_best
                 if len(everything) < GRID[-1]:
                     g_q.insert(0, g)
@@ -64,10 +70,12 @@ def to_the_letter(problem: Problem, estimator: Estimator) -> list[tuple[list[Par
     def test_allocation(g: int) -> bool:
         p, everything = a_max[g], alloc[g] + prov[g]
         p_next = min((value for value in PAPER_GRID if value > p), default=p)
-        candidates = [c for c in (p, p_next) if c > 0 and problem.fits_in_memory(everything, c)]
-        throughput = {c: estimator(everything, c).throughput_tok_s for c in candidates}
+        candidates = [
+            c for c in (p, p_next) if c > 0 and problem.fits_in_memory(Assignment(tuple(everything), c))
+        ]
+        throughput = {c: estimator(Assignment(tuple(everything), c)).throughput_tok_s for c in candidates}
         best = max((c for c in candidates if throughput[c] == max(throughput.values())), default=0)
-        if not best or estimator(everything, best).starved:
+        if not best or estimator(Assignment(tuple(everything), best)).starved:
             return False
         alloc[g], prov[g], a_max[g] = everything, [], best
         return True
@@ -121,7 +129,8 @@ def test_equals_the_transcription_under_an_estimator_without_sense(
 ) -> None:
     """The algorithm must not lean on monotone answers: surrogates promise none."""
 
-    def capricious(parts: Sequence[Part], a_max: int) -> Estimate:
+    def capricious(assignment: Assignment) -> Estimate:
+        parts, a_max = assignment.parts, assignment.a_max
         dice = (salt + 31 * a_max + sum(int(p.name[1:]) * 7 + p.rank for p in parts)) % 11
         return Estimate(float(dice), starved=dice < 3 and len(parts) > 1)
 
@@ -172,7 +181,8 @@ def test_the_reference_trace() -> None:
     """Eighteen equal adapters, at most ten on a GPU, more slots serve more: what is asked and answered."""
     asked: list[tuple[int, int]] = []
 
-    def estimator(parts: Sequence[Part], a_max: int) -> Estimate:
+    def estimator(assignment: Assignment) -> Estimate:
+        parts, a_max = assignment.parts, assignment.a_max
         asked.append((len(parts), a_max))
         return Estimate(float(min(a_max, len(parts))), starved=len(parts) > 10 or 2 * a_max < len(parts))
 
@@ -196,7 +206,8 @@ def test_a_gpu_is_full_at_the_largest_testing_point() -> None:
 def test_a_rest_between_testing_points_is_tested_as_it_is() -> None:
     asked: list[int] = []
 
-    def estimator(parts: Sequence[Part], a_max: int) -> Estimate:
+    def estimator(assignment: Assignment) -> Estimate:
+        parts = assignment.parts
         asked.append(len(parts))
         return Estimate(1.0, starved=False)
 
@@ -207,7 +218,7 @@ def test_a_rest_between_testing_points_is_tested_as_it_is() -> None:
 
 def test_slots_never_exceed_adapters_even_where_a_larger_number_was_tested() -> None:
     (only,) = solve_greedy(
-        example_problem(0, adapters=5, gpus=1), lambda parts, a_max: Estimate(float(a_max), False)
+        example_problem(0, adapters=5, gpus=1), lambda assignment: Estimate(float(assignment.a_max), False)
     )
     assert only.a_max == 5
 
@@ -216,12 +227,13 @@ def test_slots_that_do_not_fit_in_memory_are_never_tested() -> None:
     problem = example_problem(0, adapters=150, gpus=20, engine=EngineConfig(max_lora_rank=320))
     asked: set[int] = set()
 
-    def estimator(parts: Sequence[Part], a_max: int) -> Estimate:
+    def estimator(assignment: Assignment) -> Estimate:
+        a_max = assignment.a_max
         asked.add(a_max)
         return Estimate(float(a_max), starved=False)
 
     solve_greedy(problem, estimator)
-    refused = [value for value in GRID if not problem.fits_in_memory(problem.parts, value)]
+    refused = [value for value in GRID if not problem.fits_in_memory(Assignment(problem.parts, value))]
     assert refused
     assert asked.isdisjoint(refused)
 
@@ -229,7 +241,7 @@ def test_slots_that_do_not_fit_in_memory_are_never_tested() -> None:
 def test_an_adapter_that_fails_alone_is_named() -> None:
     problem = example_problem(0, adapters=4, gpus=4)
     with pytest.raises(InfeasibleError, match="adapter a") as error:
-        solve_greedy(problem, lambda parts, a_max: Estimate(0.0, starved=True))
+        solve_greedy(problem, lambda assignment: Estimate(0.0, starved=True))
     assert error.value.reason == "starvation"
 
 

@@ -14,7 +14,6 @@ from capplan.planner import Tools
 from capplan.planner.problem import Assignment, Estimator, Part, Problem
 from capplan.planner.slots import choose_slots
 from capplan.planner.solvers import REGISTRY
-from capplan.planner.solvers.balanced import solve_balanced
 from capplan.testing import Capacity, example_problem
 
 
@@ -63,7 +62,7 @@ def test_uses_as_few_gpus_as_any_division_of_the_adapters(
 @pytest.mark.parametrize("seed", range(12))
 def test_never_needs_more_gpus_than_a_heuristic(seed: int) -> None:
     problem, estimator = example_problem(seed, adapters=2 * seed + 2, gpus=4), Capacity(4.5, 0.02)
-    ours = solve_balanced(problem, estimator, estimator)
+    ours = REGISTRY["capplan"].place(problem, Tools(quick=estimator, exact=estimator))
     assert len(placed(problem, estimator)) <= len(ours)
 
 

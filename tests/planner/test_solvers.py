@@ -12,6 +12,7 @@ from capplan.errors import InputError
 from capplan.planner import SOLVERS, Asks, Tools, plan
 from capplan.planner.problem import Assignment, Estimator, Problem
 from capplan.planner.solvers import REGISTRY, Solver, find_solver
+from capplan.planner.solvers.loraserve import solve_loraserve
 from capplan.testing import SolverContract
 
 Make = Callable[..., Workload]
@@ -83,6 +84,16 @@ class TestSloraContiguous(Registered):
 
 class TestDloraProactive(Registered):
     name = "dlora-proactive"
+
+
+class TestLoraserve(Registered):
+    name = "loraserve"
+
+    @pytest.fixture
+    def solver(self) -> Any:
+        """Return it with operating points that are given: to measure them takes the twin a second."""
+        points = {8: 5000.0, 16: 4800.0, 32: 4400.0, 64: 3500.0}
+        return lambda problem, estimator: solve_loraserve(problem, points)
 
 
 class TestMilp(Registered):

@@ -7,13 +7,14 @@ from types import MappingProxyType
 from typing import Final
 
 from capplan.errors import InputError
-from capplan.planner.solvers.balanced import CAPPLAN
 from capplan.planner.solvers.description import Asks, Solver, Tools
 from capplan.planner.solvers.dlora import DLORA_PROACTIVE
 from capplan.planner.solvers.greedy import GREEDY, GREEDY_FAST, GREEDY_STRICT
 from capplan.planner.solvers.latency import LATENCY
+from capplan.planner.solvers.loraserve import LORASERVE
 from capplan.planner.solvers.maxbase import MAXBASE, MAXBASE_HALF
 from capplan.planner.solvers.milp import MILP
+from capplan.planner.solvers.ours import CAPPLAN
 from capplan.planner.solvers.random_placement import RANDOM
 from capplan.planner.solvers.slora import SLORA_CONTIGUOUS, SLORA_RANDOM
 
@@ -31,6 +32,7 @@ _ALL: Final = (
     SLORA_RANDOM,
     SLORA_CONTIGUOUS,
     DLORA_PROACTIVE,
+    LORASERVE,
     MILP,
 )
 REGISTRY: Final[Mapping[str, Solver]] = MappingProxyType({solver.name: solver for solver in _ALL})

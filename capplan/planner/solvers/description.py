@@ -7,8 +7,20 @@ from dataclasses import dataclass
 from enum import StrEnum
 
 from capplan.planner.problem import Assignment, Estimator, Problem
+from capplan.spec import Plan
 
 DEFAULT_TIME_LIMIT_S = 60.0
+
+
+class Wish(StrEnum):
+    """What a workload may ask for beyond the fewest of equal GPUs; the value is the key that says so."""
+
+    POOLS = "pools"
+    OBJECTIVE = "objective"
+    APART = "adapters: apart_from"
+    TOGETHER = "adapters: together_with"
+    MAX_REPLICAS = "adapters: max_replicas"
+    PREVIOUS_PLAN = "previous_plan"
 
 
 class Asks(StrEnum):
@@ -32,13 +44,25 @@ class Tools:
     seed
         Of whatever is drawn at random.
     time_limit_s
-        When a solver that may take long gives up, in seconds.
+        When a solver that may take long gives up, or answers with the best so far, in seconds.
+    hint
+        A quick guess at what an instance serves, whatever the latency bounds; None: ask `quick`.
+    previous
+        The plan in force, whose groups keep adapters that are there; None without.
     """
 
     quick: Estimator
     exact: Estimator
     seed: int = 0
     time_limit_s: float = DEFAULT_TIME_LIMIT_S
+    hint: Estimator | None = None
+    previous: Plan | None = None
+    renew: Callable[[Problem], Tools] | None = None
+    """Returns the same tools for another load on the same instances; None: these do for it, too."""
+
+    def asking_about(self, problem: Problem) -> Tools:
+        """Return tools that answer for another load on the same instances."""
+        return self if self.renew is None else self.renew(problem)
 
 
 @dataclass(frozen=True)
@@ -69,6 +93,8 @@ class Solver:
         Whether it keeps a number of slots that the workload fixes.
     estimator
         The estimator that belongs to it; "auto": the user's choice.
+    honours
+        Wishes that it grants. A workload with any other is refused, rather than answered as if without.
     """
 
     name: str
@@ -81,3 +107,4 @@ class Solver:
     divides: bool = False
     fixed_a_max: bool = True
     estimator: str = "auto"
+    honours: frozenset[Wish] = frozenset({Wish.MAX_REPLICAS})

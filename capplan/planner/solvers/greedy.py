@@ -13,13 +13,13 @@ from __future__ import annotations
 
 from collections import deque
 from collections.abc import Iterable, Sequence
-from dataclasses import dataclass, field
-from functools import partial
+from dataclasses import dataclass
 from itertools import groupby
+from operator import attrgetter
 from typing import Final
 
 from capplan.errors import InfeasibleError
-from capplan.planner.parallel import in_parallel
+from capplan.planner.parallel import ask_all
 from capplan.planner.problem import GRID, Assignment, Estimator, Part, Problem, distinct_adapters
 from capplan.planner.solvers.description import Asks, Solver, Tools
 
@@ -31,15 +31,10 @@ PAPER_GRID: Final = GRID[3:]
 class _OpenGpu:
     """The GPU that is being filled."""
 
-    committed: list[Part] = field(default_factory=list)
-    provisional: list[Part] = field(default_factory=list)
+    committed: tuple[Part, ...] = ()
     a_max: int = 0
     failed_with_rest: bool = False
     """Whether the test that closed it was that of the rest, at no testing point."""
-
-    @property
-    def parts(self) -> list[Part]:
-        return self.committed + self.provisional
 
 
 def solve_greedy(problem: Problem, estimator: Estimator, *, strict: bool = False) -> tuple[Assignment, ...]:
@@ -70,9 +65,7 @@ def solve_greedy(problem: Problem, estimator: Estimator, *, strict: bool = False
             raise _rest_fails(problem, len(waiting))
         filled.append(gpu)
     return tuple(
-        Assignment(
-            tuple(gpu.committed), problem.fixed_a_max or min(gpu.a_max, distinct_adapters(gpu.committed))
-        )
+        Assignment(gpu.committed, problem.fixed_a_max or min(gpu.a_max, distinct_adapters(gpu.committed)))
         for gpu in filled
         if gpu.committed
     )
@@ -82,21 +75,20 @@ def _fill(problem: Problem, estimator: Estimator, waiting: deque[Part], grid: Se
     """Move adapters from the queue to a new GPU until a test fails, the grid ends, or none are left."""
     gpu = _OpenGpu()
     while waiting and len(gpu.committed) < grid[-1]:
-        gpu.provisional.append(waiting.popleft())
-        at_testing_point = len(gpu.parts) in grid
-        if at_testing_point or not waiting:
-            best = test_allocation(problem, estimator, gpu.parts, gpu.a_max, grid)
-            if best is None:
-                gpu.failed_with_rest = not at_testing_point
-                waiting.extendleft(reversed(gpu.provisional))
-                gpu.provisional.clear()
-                break
-            gpu.committed, gpu.provisional, gpu.a_max = gpu.parts, [], best
+        point = next(value for value in grid if value > len(gpu.committed))
+        provisional = [waiting.popleft() for _ in range(min(point - len(gpu.committed), len(waiting)))]
+        parts = (*gpu.committed, *provisional)
+        best = test_allocation(problem, estimator, parts, gpu.a_max, grid)
+        if best is None:
+            gpu.failed_with_rest = len(parts) < point
+            waiting.extendleft(reversed(provisional))
+            break
+        gpu.committed, gpu.a_max = parts, best
     return gpu
 
 
 def test_allocation(
-    problem: Problem, estimator: Estimator, parts: Sequence[Part], a_max: int, grid: Sequence[int]
+    problem: Problem, estimator: Estimator, parts: tuple[Part, ...], a_max: int, grid: Sequence[int]
 ) -> int | None:
     """Return the better of the present and the next number of slots (Algorithm 2).
 
@@ -105,30 +97,35 @@ def test_allocation(
     candidates = _candidates(problem, parts, a_max, grid)
     if not candidates:
         return None
-    estimates = dict(zip(candidates, in_parallel(partial(estimator, parts), candidates), strict=True))
-    best = max(candidates, key=lambda candidate: (estimates[candidate].throughput_tok_s, candidate))
-    return None if estimates[best].starved else best
+    estimates = ask_all(estimator, candidates)
+    # The last of those that serve most has the most slots.
+    best = max(range(len(candidates)), key=lambda number: (estimates[number].throughput_tok_s, number))
+    return None if estimates[best].starved else candidates[best].a_max
 
 
-def _candidates(problem: Problem, parts: Sequence[Part], a_max: int, grid: Sequence[int]) -> list[int]:
+def _candidates(
+    problem: Problem, parts: tuple[Part, ...], a_max: int, grid: Sequence[int]
+) -> list[Assignment]:
+    """Return the GPU with the present and with the next number of slots, where they fit in memory."""
     if problem.fixed_a_max is not None:
-        candidates = [problem.fixed_a_max]
+        slots = [problem.fixed_a_max]
     else:
         above = next((value for value in grid if value > a_max), None)
-        candidates = [value for value in (a_max, above) if value]
-    return [value for value in candidates if problem.fits_in_memory(parts, value)]
+        slots = [value for value in (a_max, above) if value]
+    candidates = [Assignment(parts, value) for value in slots]
+    return [candidate for candidate in candidates if problem.fits_in_memory(candidate)]
 
 
 def priority_order(parts: Iterable[Part]) -> list[Part]:
     """Return the parts by rank, largest first; within a rank highest, lowest, second highest, ... rate."""
     by_rank = sorted(parts, key=lambda part: (-part.rank, -part.rate_rps, part.name, part.number))
     ordered: list[Part] = []
-    for _, group in groupby(by_rank, key=lambda part: part.rank):
-        ends = deque(group)
-        while ends:
-            ordered.append(ends.popleft())
-            if ends:
-                ordered.append(ends.pop())
+    for _, group in groupby(by_rank, key=attrgetter("rank")):
+        falling = list(group)
+        zigzag = falling.copy()
+        half = (len(falling) + 1) // 2
+        zigzag[0::2], zigzag[1::2] = falling[:half], falling[: half - 1 : -1]
+        ordered += zigzag
     return ordered
 
 
@@ -155,7 +152,7 @@ def _rest_fails(problem: Problem, count: int) -> InfeasibleError:
 
 
 def _fits_nowhere(problem: Problem, part: Part) -> InfeasibleError:
-    if not problem.fits_in_memory([part], problem.fixed_a_max or 1):
+    if not problem.fits_in_memory(Assignment((part,), problem.fixed_a_max or 1)):
         return InfeasibleError(
             f"memory: the slots for adapter {part.name} (rank {part.rank}) leave no room for one request of "
             f"max_model_len {problem.engine.max_model_len} on {problem.profile.gpu.name}",

@@ -38,13 +38,12 @@ def _rate_rps(parts: list[Part]) -> float:
 
 
 def _holds(problem: Problem, tools: Tools, assignment: Assignment) -> bool:
-    fits = problem.fits_in_memory(assignment.parts, assignment.a_max)
-    return fits and not tools.quick(assignment.parts, assignment.a_max).starved
+    return problem.fits_in_memory(assignment) and not tools.quick(assignment).starved
 
 
 def _fails(problem: Problem, assignments: tuple[Assignment, ...], first: int, count: int) -> InfeasibleError:
     failing = assignments[first]
-    fits = problem.fits_in_memory(failing.parts, failing.a_max)
+    fits = problem.fits_in_memory(failing)
     what = "starve or break a latency bound" if fits else "leave no room for a request beside their slots"
     return InfeasibleError(
         f"{'gpus' if fits else 'memory'}: spread over {len(assignments)} GPU(s) by rate, the "

@@ -1,0 +1,128 @@
+"""Answers of solvers in a folder, a JSON per case: what is there already is not computed again."""
+
+from __future__ import annotations
+
+import json
+import math
+from collections.abc import Iterable, Iterator, Mapping
+from dataclasses import asdict, dataclass, fields, replace
+from pathlib import Path
+from typing import Any
+
+from capplan.errors import InputError
+from capplan.planner import Row
+from capplan.spec import write_text_atomic
+
+
+@dataclass(frozen=True)
+class Record:
+    """A case and how solvers did."""
+
+    name: str
+    case: Mapping[str, Any]
+    settings: Mapping[str, Any]
+    """What has to be the same for a later run to add to it."""
+    gpus: int
+    """GPUs that there were."""
+    busy_gpus: float
+    lower_bound_gpus: int
+    """At least 1, and more than `gpus` where no plan exists."""
+    rows: tuple[Row, ...] = ()
+
+    @property
+    def possible(self) -> bool:
+        """Whether the lower bound leaves room for a plan."""
+        return self.lower_bound_gpus <= self.gpus
+
+    def row(self, solver: str) -> Row | None:
+        """Return how a solver did; None where it was not asked."""
+        return next((row for row in self.rows if row.solver == solver), None)
+
+    def fewest_gpus(self, but: str = "") -> int | None:
+        """Return the fewest GPUs on which anyone, or anyone but one, found what holds; None: nobody did."""
+        return min((row.gpus for row in self.rows if row.holds and row.solver != but), default=None)
+
+    def missing(self, solvers: Iterable[str]) -> list[str]:
+        """Return those that have no row."""
+        return [name for name in solvers if self.row(name) is None]
+
+    def with_rows(self, rows: Iterable[Row], order: Iterable[str]) -> Record:
+        """Return the record with more rows, in an order of solvers."""
+        together = {row.solver: row for row in (*self.rows, *rows)}
+        position = {name: at for at, name in enumerate(order)}
+        ordered = sorted(together.values(), key=lambda row: position.get(row.solver, len(position)))
+        return replace(self, rows=tuple(ordered))
+
+
+@dataclass(frozen=True)
+class Store:
+    """A folder of records."""
+
+    folder: Path
+
+    def get(self, name: str, settings: Mapping[str, Any]) -> Record | None:
+        """Return the record of a case, None if there is none yet.
+
+        Raises
+        ------
+        InputError
+            When it was made with other settings.
+        """
+        path = self._path(name)
+        if not path.exists():
+            return None
+        record = _read(path)
+        if record.settings != settings:
+            rule = f"must hold cases of the same settings; {path.name} has {dict(record.settings)}"
+            raise InputError(rule, location="--out")
+        return record
+
+    def put(self, record: Record) -> None:
+        self.folder.mkdir(parents=True, exist_ok=True)
+        document: dict[str, Any] = {
+            **{field.name: getattr(record, field.name) for field in fields(Record)},
+            "rows": [_without_nan(row) for row in record.rows],
+        }
+        write_text_atomic(self._path(record.name), json.dumps(document, indent=1, allow_nan=False) + "\n")
+
+    def all(self) -> Iterator[Record]:
+        """Yield the records by name, numbers in names as numbers."""
+        yield from map(_read, sorted(self.folder.glob("*.json"), key=lambda path: _natural(path.stem)))
+
+    def drop(self, solvers: Iterable[str]) -> int:
+        """Take solvers out of all records, so that they are asked anew; return in how many they were."""
+        gone, changed = set(solvers), 0
+        for record in self.all():
+            kept = tuple(row for row in record.rows if row.solver not in gone)
+            if len(kept) < len(record.rows):
+                self.put(replace(record, rows=kept))
+                changed += 1
+        return changed
+
+    def _path(self, name: str) -> Path:
+        return self.folder / f"{name}.json"
+
+
+def _read(path: Path) -> Record:
+    document = json.loads(path.read_text(encoding="utf-8"))
+    rows = tuple(_with_nan(row) for row in document.pop("rows"))
+    return Record(**document, rows=rows)
+
+
+def _without_nan(row: Row) -> dict[str, Any]:
+    return {key: None if value != value else value for key, value in asdict(row).items()}
+
+
+def _with_nan(document: Mapping[str, Any]) -> Row:
+    return Row(**{key: _typed(value) for key, value in document.items()})
+
+
+def _typed(value: Any) -> Any:
+    if isinstance(value, list):
+        return tuple(value)
+    return math.nan if value is None else value
+
+
+def _natural(name: str) -> tuple[tuple[str, int], ...]:
+    parts = name.replace("-", ".").split(".")
+    return tuple(("", int(part)) if part.isdigit() else (part, 0) for part in parts)

@@ -1,0 +1,143 @@
+"""Planning from the plan in force: which adapters it has where, and what a new plan moves."""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+
+import numpy as np
+from scipy.optimize import linear_sum_assignment
+
+from capplan.errors import InputError
+from capplan.planner.problem import Assignment, Problem
+from capplan.serving import adapter_bytes
+from capplan.spec import Move, Plan, Workload
+
+_LEAST_SHARE = 1e-9
+
+
+@dataclass(frozen=True)
+class Instance:
+    """One instance of the plan in force."""
+
+    name: str
+    """Its group, and its number in the group where that has replicas."""
+    pool: str | None
+    shares: Mapping[str, float]
+    """Adapters that it has, with their shares of the traffic."""
+
+
+def read_previous(workload: Workload) -> Plan | None:
+    """Return the plan in force; None where the workload names none.
+
+    Raises
+    ------
+    InputError
+        When it cannot be read, is for another base model, or has adapters that the workload does not know.
+    """
+    if workload.previous_plan is None:
+        return None
+    plan = Plan.from_json(workload.previous_plan)
+    if plan.base_model != workload.base_model:
+        raise InputError(f"must be for base model {workload.base_model}", plan.base_model, "previous_plan")
+    known = {adapter.name for adapter in workload.adapters}
+    for group in plan.groups:
+        for adapter in group.adapters:
+            if adapter.name not in known:
+                rule = "must have adapters of the workload only; one that nobody asks for has rate_rps 0"
+                raise InputError(rule, adapter.name, f"{workload.previous_plan}: groups: {group.id}")
+    return plan
+
+
+def instances_of(plan: Plan) -> tuple[Instance, ...]:
+    """Return the instances of a plan, one for each replica; replicas share the traffic of their group."""
+    return tuple(
+        Instance(
+            group.id if group.replicas == 1 else f"{group.id}-{replica}",
+            group.pool,
+            {adapter.name: adapter.share / group.replicas for adapter in group.adapters},
+        )
+        for group in plan.groups
+        for replica in range(group.replicas)
+    )
+
+
+def name_groups(
+    problem: Problem, assignments: Sequence[Assignment], previous: Plan | None
+) -> tuple[tuple[str, ...], tuple[Move, ...]]:
+    """Return the names of the new groups, and the changes from the plan in force.
+
+    Instances are labels: each new one takes the name of an old one of its pool, so that the fewest bytes of
+    weights are copied in all.
+    """
+    if previous is None:
+        return tuple(f"gpu-{number}" for number in range(len(assignments))), ()
+    old = instances_of(previous)
+    names = _matched(problem, assignments, old)
+    return names, _moves(problem, assignments, names, old)
+
+
+def moved_bytes(problem: Problem, moves: Sequence[Move]) -> int:
+    """Return the bytes of adapters that come to instances which did not have them."""
+    rank = {adapter.name: adapter.rank for adapter in problem.workload.adapters}
+    model = problem.profile.model
+    return sum(adapter_bytes(model, rank[move.adapter]) for move in moves if move.to_group is not None)
+
+
+def _matched(problem: Problem, assignments: Sequence[Assignment], old: Sequence[Instance]) -> tuple[str, ...]:
+    """Return a name for every new instance, by the assignment that copies the fewest bytes."""
+    size = {a.name: float(adapter_bytes(problem.profile.model, a.rank)) for a in problem.workload.adapters}
+    new_names = [{part.name for part in assignment.parts} for assignment in assignments]
+    columns = len(old) + len(assignments)  # a new name for each, should no old one do
+    cost = np.empty((len(assignments), columns))
+    for row, (assignment, names) in enumerate(zip(assignments, new_names, strict=True)):
+        everything = sum(size[name] for name in names)
+        cost[row] = everything
+        for column, instance in enumerate(old):
+            kept = sum(size[name] for name in names & instance.shares.keys())
+            same_pool = instance.pool == problem.pools[assignment.pool].name
+            cost[row, column] = everything - kept if same_pool else everything + 1.0
+        cost[row, len(old) :] += 0.5  # old names rather than new ones
+    _, chosen = linear_sum_assignment(cost)
+    taken = {instance.name for instance in old}
+    fresh = (name for name in (f"gpu-{number}" for number in range(columns)) if name not in taken)
+    return tuple(old[column].name if column < len(old) else next(fresh) for column in chosen.tolist())
+
+
+def _moves(
+    problem: Problem, assignments: Sequence[Assignment], names: Sequence[str], old: Sequence[Instance]
+) -> tuple[Move, ...]:
+    """Return for every adapter how its shares flow from groups that lose to groups that gain."""
+    after = {name: _shares(assignment) for name, assignment in zip(names, assignments, strict=True)}
+    before = {instance.name: dict(instance.shares) for instance in old}
+    moves: list[Move] = []
+    for adapter in problem.workload.adapters:
+        change = {
+            group: after.get(group, {}).get(adapter.name, 0.0) - before.get(group, {}).get(adapter.name, 0.0)
+            for group in sorted({*after, *before})
+        }
+        moves += _flows(adapter.name, change)
+    return tuple(moves)
+
+
+def _flows(adapter: str, change: Mapping[str, float]) -> list[Move]:
+    """Return moves that carry what groups lose to those that gain; what nobody had is newly placed."""
+    losing = deque((group, -share) for group, share in change.items() if share < -_LEAST_SHARE)
+    moves: list[Move] = []
+    for group, wanted in change.items():
+        while wanted > _LEAST_SHARE:
+            source, left = losing.popleft() if losing else (None, wanted)
+            taken = min(wanted, left)
+            moves.append(Move(adapter=adapter, from_group=source, to_group=group, share=min(1.0, taken)))
+            wanted -= taken
+            if source is not None and left - taken > _LEAST_SHARE:
+                losing.appendleft((source, left - taken))
+    return moves
+
+
+def _shares(assignment: Assignment) -> dict[str, float]:
+    shares: dict[str, float] = {}
+    for part in assignment.parts:
+        shares[part.name] = shares.get(part.name, 0.0) + part.share
+    return shares

@@ -1,0 +1,138 @@
+"""How much of an instance each unit takes, alone or under slots of a larger rank: the scale for balancing.
+
+The fluid estimate says how many requests per second of one kind (rank, lengths) an instance completes with
+slots of a given rank; a unit takes its rate over that. A guess, good enough to say where to try: whether an
+instance holds is for surrogate and twin to say.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Final
+
+import numpy as np
+from numpy.typing import NDArray
+
+from capplan.models.surrogates.features import FEATURES, feature_vector
+from capplan.planner.problem import Assignment, Part, Problem
+from capplan.planner.search.units import Unit, units_of
+from capplan.spec import Adapter, allowed_lora_rank
+
+_ADAPTERS: Final = 32
+"""Adapters of one kind whose capacity is taken as that of the kind."""
+_LEAST: Final = 1e-6
+"""What an idle adapter takes: so that idle ones are spread, too."""
+_LOAD_OVER_CAPACITY: Final = FEATURES.index("load_over_capacity")
+
+
+@dataclass(frozen=True)
+class Ground:
+    """The facts that placements are weighed by.
+
+    Attributes
+    ----------
+    problem, units
+        What is placed.
+    ranks
+        Ranks that slots may be sized for, ascending.
+    rank
+        Of every unit, the number of its largest rank in `ranks`, shape (units,).
+    takes
+        Share of an instance that a unit takes, shape (pools, ranks, units).
+    weight
+        Share of an instance that a unit takes among its like, where that is least, shape (units,).
+    foes
+        Numbers of units that may not be on an instance with a unit, for those that have any.
+    """
+
+    problem: Problem
+    units: tuple[Unit, ...]
+    ranks: tuple[int, ...]
+    rank: NDArray[np.int64]
+    takes: NDArray[np.float64]
+    weight: NDArray[np.float64]
+    foes: dict[int, frozenset[int]]
+
+    def taken(self, members: frozenset[int], pool: int) -> float:
+        """Return the share of an instance that some units take."""
+        if not members:
+            return 0.0
+        columns = np.fromiter(members, np.int64, len(members))
+        return float(self.takes[pool, self.rank[columns].max(), columns].sum())
+
+    def parts(self, members: frozenset[int]) -> tuple[Part, ...]:
+        """Return the parts of some units, in the order of the problem."""
+        return tuple(part for unit in sorted(members) for part in self.units[unit].parts)
+
+
+def survey(problem: Problem) -> Ground:
+    """Return the ground that a problem is solved on."""
+    units = units_of(problem)
+    slots = [[problem.s_max([part]) for part in unit.parts] for unit in units]
+    ranks = tuple(sorted({rank for each in slots for rank in each}))
+    takes = np.full((len(problem.pools), len(ranks), len(units)), _LEAST)
+    per_rps = _PerRps(problem)
+    for pool in range(len(problem.pools)):
+        for row, rank in enumerate(ranks):
+            for column, unit in enumerate(units):
+                takes[pool, row, column] += sum(
+                    part.rate_rps * per_rps(pool, max(rank, problem.s_max([part])), part)
+                    for part in unit.parts
+                )
+    largest = np.array([ranks.index(max(each)) for each in slots], dtype=np.int64)
+    own = takes[:, largest, np.arange(len(units))]
+    closed = np.array([[pool not in unit.pools for unit in units] for pool in range(len(problem.pools))])
+    weight = np.where(closed, np.inf, own).min(axis=0)
+    return Ground(problem, units, ranks, largest, takes, weight, _foes(units))
+
+
+class _PerRps:
+    """Share of an instance that one request per second of a kind of adapter takes."""
+
+    def __init__(self, problem: Problem) -> None:
+        self._problem = problem
+        self._adapters = {adapter.name: adapter for adapter in problem.workload.adapters}
+        self._lengths = {a.name: problem.workload.lengths_of(a) for a in problem.workload.adapters}
+        self._known: dict[object, float] = {}
+
+    def __call__(self, pool: int, rank: int, part: Part) -> float:
+        """Return the share, with slots of a rank, or of the part's own where that is larger."""
+        s_max = max(rank, self._problem.s_max([part]))
+        key = (pool, s_max, part.rank, self._lengths[part.name])
+        if key not in self._known:
+            self._known[key] = self._measured(pool, s_max, self._adapters[part.name])
+        return self._known[key]
+
+    def _measured(self, pool: int, s_max: int, adapter: Adapter) -> float:
+        problem, profile = self._problem, self._problem.pools[pool].profile
+        once = {"rate_rps": 1.0, "apart_from": (), "together_with": ()}
+        alike = tuple(adapter.model_copy(update={"name": str(i), **once}) for i in range(_ADAPTERS))
+        workload = problem.workload.model_copy(update={"adapters": alike, "trace": None})
+        part = Part(adapter.name, s_max, 1.0)
+        fitting = (slots for slots in (32, 16, 8, 4, 2, 1) if problem.fits_in_memory(_one(part, slots, pool)))
+        features = feature_vector(
+            workload,
+            profile,
+            a_max=next(fitting, 1),
+            s_max=allowed_lora_rank(s_max),
+            max_num_seqs=problem.engine.max_num_seqs,
+            max_num_batched_tokens=problem.engine.max_num_batched_tokens,
+            gpu_memory_utilization=problem.engine.gpu_memory_utilization,
+        )
+        return float(features[_LOAD_OVER_CAPACITY]) / _ADAPTERS
+
+
+def _one(part: Part, slots: int, pool: int) -> Assignment:
+    return Assignment((part,), slots, pool=pool)
+
+
+def _foes(units: tuple[Unit, ...]) -> dict[int, frozenset[int]]:
+    holders: dict[str, set[int]] = {}
+    for number, unit in enumerate(units):
+        for name in unit.names:
+            holders.setdefault(name, set()).add(number)
+    foes = {
+        number: frozenset().union(*(holders.get(name, ()) for name in unit.foes)) - {number}
+        for number, unit in enumerate(units)
+    }
+    return {number: others for number, others in foes.items() if others}

@@ -1,0 +1,128 @@
+"""Our solver: the fewest or cheapest instances, found by guesses that the twin confirms.
+
+Surrogates, or the fluid estimate's features where they know nothing of latency bounds, guess which fleet may
+do and mend placements on it; the twin then decides instance by instance, and what it refuses is mended again.
+With all GPUs to be used, the placement with the shortest latency is taken, or the one that holds at the
+highest load.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Sequence
+from dataclasses import replace
+from functools import partial
+from typing import Final, Literal
+
+from capplan.errors import InfeasibleError
+from capplan.planner.bound import lower_bound_gpus
+from capplan.planner.previous import instances_of
+from capplan.planner.problem import Assignment, Estimator, Problem
+from capplan.planner.search.board import Board, placed
+from capplan.planner.search.fleets import fleets, gpus_of
+from capplan.planner.search.ground import Ground, survey
+from capplan.planner.search.judge import Judge
+from capplan.planner.search.kept import kept
+from capplan.planner.search.seek import Seeker
+from capplan.planner.search.starts import EVEN
+from capplan.planner.solvers.description import Asks, Solver, Tools, Wish
+from capplan.planner.solvers.greedy import solve_greedy
+from capplan.spec import Objective
+
+_HEADROOM_STEPS: Final = 6
+_MOST_HEADROOM: Final = 0.9
+
+
+def _place(problem: Problem, tools: Tools) -> tuple[Assignment, ...]:
+    until_s = time.monotonic() + tools.time_limit_s
+    objective = problem.workload.objective
+    if objective is Objective.MAX_THROUGHPUT:
+        return _at_the_highest_load(problem, tools, until_s)
+    seeker = _seeker(problem, tools, until_s)
+    bound = lower_bound_gpus(problem)
+    order = fleets(problem, len(seeker.ground.units), objective)
+    if objective is Objective.MIN_LATENCY:
+        answer = seeker.fastest(order[0])
+    else:
+        answer = seeker.seek([fleet for fleet in order if gpus_of(problem, fleet) >= bound])
+    if answer is None:
+        raise _too_few(problem, bound, late=seeker.late)
+    return answer
+
+
+def _seeker(problem: Problem, tools: Tools, until_s: float) -> Seeker:
+    ground = survey(problem)
+    judge = Judge(ground, tools.hint or tools.quick, tools.exact)
+    first = () if tools.previous is None else (kept(instances_of(tools.previous)),)
+    return Seeker(ground, judge, until_s, (*first, *EVEN, partial(_packed, judge.quick)))
+
+
+def _packed(estimator: Estimator, ground: Ground, pools: Sequence[int]) -> Board | None:
+    """Return what the greedy algorithm makes of a fleet: instances of different ranks, filled unevenly.
+
+    None where it finds nothing, and where it does not apply: for several pools, and for units that must not
+    meet but do, or should but do not.
+    """
+    problem = ground.problem
+    if len(problem.pools) > 1:
+        return None
+    only = replace(problem.pools[0], instances=len(pools))
+    try:
+        answer = solve_greedy(replace(problem, pools=(only,)), estimator)
+    except InfeasibleError:
+        return None
+    number = {part: unit for unit, each in enumerate(ground.units) for part in each.parts}
+    members = [{number[part] for part in assignment.parts} for assignment in answer]
+    if sum(map(len, members)) != len(ground.units):
+        return None
+    apart = all(ground.foes.get(u, frozenset()).isdisjoint(units) for units in members for u in units)
+    return placed(ground, [0] * len(members), members) if apart else None
+
+
+def _at_the_highest_load(problem: Problem, tools: Tools, until_s: float) -> tuple[Assignment, ...]:
+    """Return the placement on all instances that holds at the highest multiple of the load: by bisection."""
+
+    def at(headroom: float) -> tuple[Assignment, ...] | None:
+        workload = problem.workload.model_copy(update={"headroom": headroom})
+        loaded = replace(problem, workload=workload)
+        seeker = _seeker(loaded, tools.asking_about(loaded), until_s)
+        (fleet,) = fleets(loaded, len(seeker.ground.units), Objective.MAX_THROUGHPUT)
+        return seeker.attempt(fleet)
+
+    holds, fails = problem.workload.headroom, _MOST_HEADROOM
+    best = at(holds)
+    if best is None:
+        raise _too_few(problem, lower_bound_gpus(problem), late=time.monotonic() > until_s)
+    for _ in range(_HEADROOM_STEPS):
+        middle = (holds + fails) / 2.0
+        better = at(middle) if time.monotonic() < until_s else None
+        best, holds, fails = (best, holds, middle) if better is None else (better, middle, fails)
+    return best
+
+
+def _too_few(problem: Problem, bound: int, *, late: bool) -> InfeasibleError:
+    workload = problem.workload
+    words = (
+        "no placement found within the time limit on"
+        if late
+        else f"{len(workload.adapters)} adapters at {workload.total_rate_rps:g} req/s do not fit on"
+    )
+    gpus = gpus_of(problem, tuple(pool.instances for pool in problem.pools))
+    reason: Literal["slo", "gpus"] = "slo" if workload.slo.latency_bounds() else "gpus"
+    return InfeasibleError(
+        f"{'time' if late else reason}: {words} {gpus} GPU(s) with headroom {workload.headroom:g}; the lower "
+        f"bound is {bound}",
+        reason="gpus" if late else reason,
+    )
+
+
+CAPPLAN = Solver(
+    name="capplan",
+    summary="the fewest or cheapest GPUs on which the twin confirms every one, or the least latency on all",
+    source="ours",
+    place=_place,
+    asks=Asks.TWIN,
+    splits_hot=True,
+    confirms=True,
+    honours=frozenset(Wish),
+)

@@ -1,0 +1,77 @@
+"""Queues on the command line: asked for, shown, explained."""
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from capplan import Plan
+from capplan.spec import QueueClass, Queues, QueueWishes, Wrs
+from tests.cli.conftest import Run
+from tests.cli.examples import WORKLOAD, small_plan, write_inputs
+
+QUEUES = Queues(
+    wrs=Wrs(a=0.4, b=0.6, max_prompt_tokens=1000, max_output_tokens=100, max_adapter_bytes=10**8),
+    classes=(
+        QueueClass(upper_wrs=0.125, quota_tokens=12_345),
+        QueueClass(upper_wrs=0.5, quota_tokens=6_789),
+        QueueClass(upper_wrs=None, quota_tokens=54_321),
+    ),
+)
+
+
+def queued_plan() -> Plan:
+    plan = small_plan()
+    return plan.replace(groups=(plan.groups[0].replace(queues=QUEUES), *plan.groups[1:]))
+
+
+@pytest.mark.parametrize(
+    ("section", "flags", "wanted"),
+    [
+        ("", [], None),
+        ("", ["--queues"], QueueWishes()),
+        ("queues: {max_queues: 2}\n", [], QueueWishes(max_queues=2)),
+        ("queues: {max_queues: 2}\n", ["--queues"], QueueWishes(max_queues=2)),
+    ],
+    ids=["none", "flag", "file", "both"],
+)
+def test_the_flag_asks_for_queues_where_the_file_does_not(
+    run: Run,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    section: str,
+    flags: list[str],
+    wanted: QueueWishes | None,
+) -> None:
+    asked: list[Any] = []
+    monkeypatch.setattr("capplan.planner.plan", lambda wishes, **_: asked.append(wishes) or small_plan())
+    assert run("plan", write_inputs(tmp_path, WORKLOAD + section), *flags).exit_code == 0
+    assert [wishes.queues for wishes in asked] == [wanted]
+
+
+def test_the_table_shows_quotas_where_a_group_has_queues(
+    run: Run, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    path = write_inputs(tmp_path)
+    shown = []
+    for plan in (small_plan(), queued_plan()):
+        monkeypatch.setattr("capplan.planner.plan", lambda wishes, plan=plan, **_: plan)
+        shown.append(run("plan", path).stdout)
+    for text in ("quotas", "12,345", "6,789", "54,321"):
+        assert [text in each for each in shown] == [False, True]
+
+
+def test_a_plan_with_queues_is_explained(run: Run, tmp_path: Path) -> None:
+    path = tmp_path / "plan.json"
+    queued_plan().to_json(path)
+    text = run("explain", path).stdout
+    for row in (
+        ["below", "0.125", "12,345"],
+        ["0.125", "to", "0.5", "6,789"],
+        ["0.5", "and", "more", "54,321"],
+    ):
+        assert any(line.split()[: len(row)] == row for line in text.splitlines())
+    groups = json.loads(run("explain", path, "--json").stdout)["groups"]
+    assert groups[0]["queues"] == QUEUES.model_dump(mode="json")
+    assert groups[1]["queues"] is None

@@ -1,0 +1,117 @@
+"""Queues of a GPU of a plan: measured in the twin, on the requests that it serves."""
+
+from collections.abc import Callable
+from typing import Any
+
+import numpy as np
+import pytest
+
+from capplan import Lengths, Profile, Workload, simulate
+from capplan.errors import InfeasibleError
+from capplan.planner.posing import make_problem
+from capplan.planner.problem import Assignment, Part
+from capplan.planner.queues import group_queues
+from capplan.planner.queues.group import time_bound_s
+from capplan.spec import Queues, QueueWishes, Slo, Trace
+from capplan.twin import SimulationResult
+
+Make = Callable[..., Workload]
+
+MIXED = tuple((f"a{i}", (8, 16, 64)[i % 3], 0.4) for i in range(12))
+
+
+def on_one_gpu(workload: Workload, profile: Profile) -> tuple[Queues | None, SimulationResult]:
+    problem = make_problem(workload, 1, profile)
+    assignment = Assignment(problem.parts, a_max=8)
+    engine = problem.engine
+    result = simulate(
+        workload,
+        profile,
+        a_max=8,
+        s_max=problem.s_max(problem.parts),
+        duration_s=60.0,
+        max_num_seqs=engine.max_num_seqs,
+        max_num_batched_tokens=engine.max_num_batched_tokens,
+        max_model_len=engine.max_model_len,
+        gpu_memory_utilization=engine.gpu_memory_utilization,
+    )
+    return group_queues(problem, assignment, [result]), result
+
+
+def made(workload: Workload, profile: Profile) -> Queues:
+    queues, _ = on_one_gpu(workload, profile)
+    assert queues is not None
+    return queues
+
+
+def test_the_quotas_are_the_kv_tokens_of_the_gpu(workload: Make, profile: Profile) -> None:
+    queues, result = on_one_gpu(workload(*MIXED, queues=QueueWishes()), profile)
+    assert queues is not None
+    assert len(queues.classes) > 1
+    assert sum(each.quota_tokens for each in queues.classes) == result.kv_tokens
+
+
+def test_the_same_gpu_has_the_same_queues(workload: Make, profile: Profile) -> None:
+    wishes = workload(*MIXED, queues=QueueWishes())
+    assert made(wishes, profile) == made(wishes, profile)
+
+
+def test_without_a_wish_or_without_requests_there_are_no_queues(workload: Make, profile: Profile) -> None:
+    assert on_one_gpu(workload(*MIXED), profile)[0] is None
+    assert on_one_gpu(workload(("idle", 8, 0.0), queues=QueueWishes()), profile)[0] is None
+
+
+@pytest.mark.parametrize("most", [1, 2])
+def test_wishes_are_heeded(workload: Make, profile: Profile, most: int) -> None:
+    wanted = QueueWishes(max_queues=most, clusters="wcss", size="output_only", adapter_charge="none")
+    queues = made(workload(*MIXED, queues=wanted), profile)
+    assert len(queues.classes) == most
+    assert (queues.wrs.form, queues.wrs.a, queues.adapter_charge) == ("output_only", 0.0, "none")
+
+
+def test_sizes_are_measured_on_the_requests_served_there(workload: Make, profile: Profile) -> None:
+    """A part of an adapter's traffic, and lengths that end at max_model_len."""
+    wishes = workload(
+        *MIXED, queues=QueueWishes(), prompt_tokens=Lengths(mean=90), output_tokens=Lengths(mean=30)
+    )
+    problem = make_problem(wishes, 2, profile)
+    half = tuple(Part(p.name, p.rank, p.rate_rps / 2, 0.5) for p in problem.parts if p.rank == 16)
+    results = [on_one_gpu(wishes, profile)[1]]
+    queues = group_queues(problem, Assignment(half, a_max=4), results)
+    assert queues is not None
+    assert (queues.wrs.max_prompt_tokens, queues.wrs.max_output_tokens) == (90, 30)
+    assert len(queues.classes) == 1  # requests of one length and rank are all of one size
+
+
+def test_a_trace_is_what_queues_are_made_for(workload: Make, profile: Profile) -> None:
+    prompt = np.array([100, 4000] * 200)
+    trace = Trace.from_arrays(np.arange(400) * 0.5, ["a0"] * 400, prompt, np.full(400, 50), 200.0)
+    lengths = {"prompt_tokens": Lengths(mean=2050), "output_tokens": Lengths(mean=50)}
+    wishes = workload(("a0", 8, 2.0), trace=trace, queues=QueueWishes(), **lengths)
+    queues = made(wishes, profile)
+    assert len(queues.classes) == 2
+    assert queues.wrs.max_prompt_tokens == 4000
+
+
+@pytest.mark.parametrize(
+    ("slo", "bound_s"),
+    [
+        (Slo(), 10.0),
+        (Slo(ttft_p99_s=1.0), 10.0),
+        (Slo(e2e_p99_s=30.0), 30.0),
+        (Slo(e2e_mean_s=8.0, e2e_p99_s=30.0), 8.0),
+    ],
+    ids=["none", "on another metric", "one", "several"],
+)
+def test_the_bound_is_the_tightest_on_the_whole_time_or_five_times_a_request_alone(
+    slo: Slo, bound_s: float
+) -> None:
+    assert time_bound_s(slo, 2.0) == bound_s
+
+
+def test_a_tighter_bound_needs_more_than_there_is_and_says_where(workload: Make, profile: Profile) -> None:
+    fields: dict[str, Any] = {"queues": QueueWishes(), "slo": Slo(e2e_mean_s=0.01)}
+    with pytest.raises(
+        InfeasibleError, match=r"queues: .* more than .* on the GPU of adapter a0 and 11 more; .*p99 or mean"
+    ):
+        on_one_gpu(workload(*MIXED, **fields), profile)

@@ -1,0 +1,161 @@
+"""LoRAServe as a solver: operating points from the twin, shares as parts, labels from the plan in force."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import replace
+
+import numpy as np
+import pytest
+
+from capplan import Lengths, Profile, Workload
+from capplan.errors import InfeasibleError, InputError
+from capplan.planner import Tools
+from capplan.planner.estimators import TwinEstimator
+from capplan.planner.loraserve.memory import most_slots
+from capplan.planner.loraserve.operating_points import OperatingPoints
+from capplan.planner.posing import make_problem
+from capplan.planner.problem import Assignment, Part, Problem, distinct_adapters
+from capplan.planner.solvers import REGISTRY
+from capplan.planner.solvers.loraserve import solve_loraserve
+from capplan.spec import EngineConfig, Gpus, Slo, Trace
+from capplan.testing import Capacity, example_problem
+
+Make = Callable[..., Workload]
+POINTS = {8: 5000.0, 16: 4800.0, 32: 4400.0, 64: 3500.0}
+
+
+def placed(problem: Problem) -> list[Assignment]:
+    nobody = Capacity(rps=0.0)
+    return list(REGISTRY["loraserve"].place(problem, Tools(quick=nobody, exact=nobody)))
+
+
+def alone(workload: Workload, profile: Profile, gpus: int = 1) -> Problem:
+    return make_problem(workload, gpus, profile)
+
+
+def holds(problem: Problem, rank: int, tok_s: float, count: int) -> bool:
+    """Tell whether the twin sees a server hold that token rate of one rank, asked in another way."""
+    rate_rps = tok_s / (problem.offered_tok_s(problem.parts[0]) / problem.parts[0].rate_rps) / count
+    parts = tuple(Part(f"only-{i}", rank, rate_rps) for i in range(count))
+    adapters = tuple(
+        problem.workload.adapters[0].replace(name=part.name, rank=rank, rate_rps=rate_rps) for part in parts
+    )
+    workload = problem.workload.model_copy(update={"adapters": adapters, "headroom": 0.0})
+    return not TwinEstimator(replace(problem, workload=workload), seed=0)(Assignment(parts, count)).starved
+
+
+def test_an_operating_point_holds_and_a_little_more_does_not(workload: Make, profile: Profile) -> None:
+    wishes = workload(*((f"a{i}", 8, 0.2) for i in range(8)), slo=Slo(ttft_p95_s=1.0))
+    problem = alone(wishes, profile, gpus=2)
+    (point,) = OperatingPoints(problem)([64]).values()
+    assert holds(problem, 64, 0.999 * point, 4)
+    assert not holds(problem, 64, 1.02 * point, 4)
+
+
+def test_operating_points_fall_with_the_rank_and_with_the_bound(workload: Make, profile: Profile) -> None:
+    loose = alone(workload(("a", 8, 1.0), ("b", 128, 1.0), slo=Slo(ttft_p95_s=5.0)), profile)
+    tight = alone(workload(("a", 8, 1.0), ("b", 128, 1.0), slo=Slo(ttft_p95_s=0.1)), profile)
+    points = OperatingPoints(loose)
+    found = points([128, 8])
+    assert list(found) == [8, 128]
+    assert found[128] < found[8]
+    assert OperatingPoints(tight)([8])[8] < found[8]
+    assert points([8]) == {8: found[8]}, "measured once"
+
+
+def test_lengths_are_those_of_all_adapters_mixed(workload: Make, profile: Profile) -> None:
+    """A server of one rank is measured with the lengths of the whole workload, whoever they belong to."""
+    short = workload(("a", 8, 1.0), ("b", 64, 1.0))
+    other = short.adapters[1].replace(prompt_tokens=Lengths(mean=2000.0))
+    mixed = short.replace(adapters=(short.adapters[0], other))
+    assert OperatingPoints(alone(mixed, profile))([8]) != OperatingPoints(alone(short, profile))([8])
+
+
+def test_a_trace_gives_its_lengths(workload: Make, profile: Profile) -> None:
+    count = 200
+    trace = Trace.from_arrays(
+        np.linspace(0.0, 100.0, count), ["a", "b"] * (count // 2), [300] * count, [100] * count, 100.0
+    )
+    wishes = workload(("a", 8, 1.0), ("b", 16, 1.0))
+    constant = wishes.replace(prompt_tokens=Lengths(mean=300.0), output_tokens=Lengths(mean=100.0))
+    traced = wishes.model_copy(update={"trace": trace})
+    expected = OperatingPoints(alone(constant, profile))([8])[8]
+    assert OperatingPoints(alone(traced, profile))([8])[8] == pytest.approx(expected, rel=0.03)
+
+
+def test_no_operating_point_is_an_error_with_its_reason(workload: Make, profile: Profile) -> None:
+    problem = alone(workload(("a", 8, 1.0), slo=Slo(ttft_p95_s=0.001)), profile)
+    with pytest.raises(InfeasibleError, match=r"slo: .* rank 8 .* there is no operating point") as error:
+        placed(problem)
+    assert error.value.reason == "slo"
+
+
+def test_too_few_servers_are_an_error_that_says_how_many_it_takes() -> None:
+    problem = example_problem(0, adapters=40, gpus=1)
+    demand = sum(problem.offered_tok_s(part) for part in problem.parts)
+    points = dict.fromkeys(POINTS, demand / 3.5)
+    with pytest.raises(
+        InfeasibleError, match=r"demand is what 3\.50 instances sustain .* it takes 4"
+    ) as error:
+        solve_loraserve(problem, points)
+    assert error.value.reason == "gpus"
+
+
+def test_every_server_is_used_and_shares_of_an_adapter_are_numbered() -> None:
+    problem = example_problem(1, adapters=12, gpus=5)
+    answer = solve_loraserve(problem, dict.fromkeys(POINTS, 5000.0))
+    assert len(answer) == 5
+    shares: dict[str, list[Part]] = {}
+    for assignment in answer:
+        for part in assignment.parts:
+            shares.setdefault(part.name, []).append(part)
+    rate_of = {adapter.name: adapter.rate_rps for adapter in problem.workload.adapters}
+    assert max(map(len, shares.values())) > 1
+    for name, parts in shares.items():
+        assert [part.number for part in parts] == list(range(len(parts)))
+        assert all(part.rate_rps == pytest.approx(part.share * rate_of[name]) for part in parts)
+
+
+def test_every_adapter_has_a_slot_where_memory_allows() -> None:
+    few = example_problem(1, adapters=12, gpus=2)
+    assert all(a.a_max == distinct_adapters(a.parts) for a in solve_loraserve(few, POINTS))
+    many = example_problem(1, adapters=600, gpus=1, largest_rps=0.001)
+    (packed,) = solve_loraserve(many, POINTS)
+    assert 1 < packed.a_max < 600
+    assert many.fits_in_memory(packed)
+    assert not many.fits_in_memory(replace(packed, a_max=packed.a_max + 1))
+
+
+def test_a_fixed_number_of_slots_stays() -> None:
+    problem = example_problem(1, adapters=12, gpus=2, engine=EngineConfig(max_loras=3))
+    assert most_slots(problem, problem.parts) == 3
+
+
+def names(answer: Sequence[Assignment]) -> list[set[str]]:
+    return [{part.name for part in assignment.parts} for assignment in answer]
+
+
+def test_servers_keep_what_they_store() -> None:
+    problem = example_problem(2, adapters=20, gpus=4)
+    first = solve_loraserve(problem, POINTS)
+    for turn in range(4):
+        stored = [*names(first)[turn:], *names(first)[:turn]]
+        assert names(solve_loraserve(problem, POINTS, stored=stored)) == stored
+
+
+def test_the_plan_in_force_labels_the_servers(workload: Make, profile: Profile) -> None:
+    from capplan import plan
+
+    wishes = workload(*((f"a{i}", 8 << i % 3, 0.2) for i in range(12)), gpus=Gpus(count=3))
+    problem = make_problem(wishes, None, profile)
+    before = plan(wishes, solver="loraserve", verify=False)
+    turned = before.model_copy(update={"groups": (*before.groups[1:], before.groups[0])})
+    nobody = Capacity(rps=0.0)
+    answer = REGISTRY["loraserve"].place(problem, Tools(nobody, nobody, previous=turned))
+    assert names(answer) == [{adapter.name for adapter in group.adapters} for group in turned.groups]
+
+
+def test_a_rank_without_operating_point_is_refused() -> None:
+    with pytest.raises(InputError, match="operating point of rank"):
+        solve_loraserve(example_problem(1, adapters=12, gpus=2), {})

@@ -1,0 +1,51 @@
+from collections.abc import Callable, Sequence
+from dataclasses import replace
+
+from capplan import Workload, plan
+from capplan.planner import Tools
+from capplan.planner.problem import Assignment, Estimate, Estimator, Problem
+from capplan.planner.solvers import REGISTRY
+from capplan.spec import Objective
+from capplan.testing import Capacity, example_problem
+
+Make = Callable[..., Workload]
+
+
+def solved(problem: Problem, objective: Objective, estimator: Estimator) -> Sequence[Assignment]:
+    wished = replace(problem, workload=problem.workload.replace(objective=objective))
+    return REGISTRY["capplan"].place(wished, Tools(quick=estimator, exact=estimator))
+
+
+def test_the_least_latency_uses_every_gpu() -> None:
+    problem = example_problem(2, adapters=30, gpus=7)
+    assert len(solved(problem, Objective.MIN_LATENCY, Capacity(rps=100.0))) == 7
+
+
+def test_of_the_placements_tried_the_one_with_the_least_latency_is_taken() -> None:
+    """Here an instance is the slower, the more ranks it mixes, or the other way round."""
+    problem = example_problem(2, adapters=30, gpus=4)
+
+    def ranks(assignment: Assignment) -> float:
+        return float(len({part.rank for part in assignment.parts}))
+
+    def mean_ranks(sign: float) -> float:
+        answer = solved(
+            problem, Objective.MIN_LATENCY, lambda a: Estimate(1.0, False, e2e_s_mean=10.0 + sign * ranks(a))
+        )
+        return sum(map(ranks, answer)) / len(answer)
+
+    assert mean_ranks(1.0) < mean_ranks(-1.0)
+
+
+def test_the_highest_throughput_leaves_the_most_headroom(workload: Make) -> None:
+    """A plan for the highest load holds with far more headroom than one for the fewest GPUs."""
+    adapters = tuple((f"a{i}", 8, 0.4) for i in range(16))
+    wishes = workload(*adapters, objective="max_throughput")
+    spread = plan(wishes, gpus=2, seeds=1)
+    assert spread.totals.gpus == 2
+    assert spread.verification.ok
+    loads = [group.predicted.load_over_capacity for group in spread.groups]
+    few = plan(workload(*adapters), gpus=2, seeds=1)
+    assert max(load or 0.0 for load in loads) <= max(
+        g.predicted.load_over_capacity or 0.0 for g in few.groups
+    )

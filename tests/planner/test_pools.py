@@ -1,0 +1,119 @@
+from collections.abc import Sequence
+from dataclasses import replace
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from capplan.errors import InfeasibleError, InputError
+from capplan.planner import Tools, plan
+from capplan.planner.bound import lower_bound, lower_bound_gpus
+from capplan.planner.posing import make_problem
+from capplan.planner.problem import Assignment, Estimate, GpuPool, Problem
+from capplan.planner.solvers import REGISTRY
+from capplan.spec import Adapter, Lengths, Objective, Profile, Workload
+from capplan.testing import Capacity, example_problem
+
+PROFILE = "h100-64g/llama-3.1-8b/vllm-0.8.5"
+
+
+class TwoKinds:
+    """Instances of the second pool hold half of what those of the first do."""
+
+    def __init__(self, rps: float) -> None:
+        self.kinds = (Capacity(rps), Capacity(rps / 2.0))
+
+    def __call__(self, assignment: Assignment) -> Estimate:
+        return self.kinds[assignment.pool](assignment)
+
+
+def pooled(seed: int, adapters: int, counts: tuple[int, int], prices: tuple[float, float]) -> Problem:
+    """Return a problem with two pools of these sizes and prices."""
+    problem = example_problem(seed, adapters, gpus=1)
+    (only,) = problem.pools
+    pools = tuple(
+        GpuPool(name, only.profile, count, price)
+        for name, count, price in zip(("big", "small"), counts, prices, strict=True)
+    )
+    said = tuple(as_said(str(pool.name), pool.instances, pool.usd_per_hour) for pool in pools)
+    return replace(problem, workload=problem.workload.replace(pools=said), pools=pools)
+
+
+def as_said(name: str, count: int, usd_per_hour: float | None) -> dict[str, object]:
+    return {"name": name, "profile": PROFILE, "count": count, "usd_per_hour": usd_per_hour}
+
+
+def solved(problem: Problem, objective: Objective, rps: float) -> Sequence[Assignment]:
+    estimator = TwoKinds(rps)
+    wished = replace(problem, workload=problem.workload.replace(objective=objective))
+    return REGISTRY["capplan"].place(wished, Tools(quick=estimator, exact=estimator))
+
+
+def price(problem: Problem, answer: Sequence[Assignment]) -> float:
+    return sum(problem.pools[a.pool].usd_per_hour or 0.0 for a in answer)
+
+
+@settings(max_examples=15, derandomize=True)
+@given(seed=st.integers(0, 1000), dear=st.sampled_from([1.0, 1.5, 3.0, 8.0]))
+def test_the_cheapest_costs_no_more_and_the_fewest_are_no_more_than_the_other(seed: int, dear: float) -> None:
+    problem = pooled(seed, adapters=20, counts=(6, 10), prices=(dear, 1.0))
+    fewest = solved(problem, Objective.MIN_GPUS, rps=4.0)
+    cheapest = solved(problem, Objective.MIN_COST, rps=4.0)
+    assert len(fewest) <= len(cheapest)
+    assert price(problem, cheapest) <= price(problem, fewest)
+    for answer in (fewest, cheapest):
+        used = [a.pool for a in answer]
+        assert used.count(0) <= 6
+        assert used.count(1) <= 10
+        assert all(not TwoKinds(4.0)(a).starved for a in answer)
+        assert sorted(p.name for a in answer for p in a.parts) == sorted(p.name for p in problem.parts)
+
+
+def test_a_pool_at_half_the_price_and_half_the_work_is_taken_when_price_counts() -> None:
+    problem = pooled(1, adapters=12, counts=(8, 16), prices=(4.0, 1.0))
+    assert {a.pool for a in solved(problem, Objective.MIN_COST, rps=6.0)} == {1}
+    assert 0 in {a.pool for a in solved(problem, Objective.MIN_GPUS, rps=6.0)}
+
+
+def test_no_pool_that_suffices_is_an_error_with_the_bound() -> None:
+    problem = pooled(1, adapters=40, counts=(1, 1), prices=(1.0, 1.0))
+    with pytest.raises(InfeasibleError, match="2 GPU"):
+        solved(problem, Objective.MIN_GPUS, rps=2.0)
+
+
+@pytest.fixture
+def heavy() -> Workload:
+    return Workload(
+        base_model="meta-llama/Llama-3.1-8B-Instruct",
+        adapters=tuple(Adapter(name=f"a{i}", rank=8, rate_rps=0.5) for i in range(64)),
+        prompt_tokens=Lengths(mean=500.0),
+        output_tokens=Lengths(mean=200.0),
+    )
+
+
+def test_the_bound_of_equal_pools_is_that_of_one(heavy: Workload) -> None:
+    one = heavy.replace(profile=PROFILE, gpus={"count": 8})
+    halves = [as_said("a", 4, 3.0), as_said("b", 4, 1.0)]
+    two = heavy.replace(pools=tuple(halves))
+    whole, divided = make_problem(one, None, None), make_problem(two, None, None)
+    assert lower_bound(divided).gpus == pytest.approx(lower_bound(whole).gpus, rel=1e-6)
+    assert lower_bound_gpus(divided) == lower_bound_gpus(whole)
+    assert 0.0 < lower_bound(divided).usd_per_hour <= 3.0 * lower_bound(whole).gpus
+
+
+def test_a_plan_over_pools_says_where_each_group_is_and_what_it_costs(heavy: Workload) -> None:
+    pools = [as_said("a", 2, 3.0), as_said("b", 2, 1.0)]
+    adapters = (heavy.adapters[0].replace(pool="a"), *heavy.adapters[1:24])
+    made = plan(heavy.replace(pools=tuple(pools), adapters=adapters, objective="min_cost"), seeds=1)
+    assert made.verification.ok
+    prices = {"a": 3.0, "b": 1.0}
+    assert made.totals.usd_per_hour == sum(prices[g.pool or ""] for g in made.groups)
+    assert all(g.pool == "a" for g in made.groups if any(x.name == "a0" for x in g.adapters))
+
+
+def test_gpus_and_pools_together_are_refused(heavy: Workload, profile: Profile) -> None:
+    pools = ({"name": "a", "profile": PROFILE, "count": 2},)
+    with pytest.raises(InputError, match="gpus: does not go with pools"):
+        make_problem(heavy.replace(pools=pools), 3, None)
+    with pytest.raises(InputError, match="profile: does not go with pools"):
+        make_problem(heavy.replace(pools=pools), None, profile)

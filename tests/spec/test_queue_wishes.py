@@ -1,0 +1,73 @@
+"""What a workload says of queues."""
+
+from pathlib import Path
+
+import jsonschema
+import pytest
+
+from capplan import Adapter, Lengths, Workload
+from capplan.errors import InputError
+from capplan.spec import QueueWishes, WorkloadFile, load_workload
+
+FILE = """\
+base_model: m
+profile: some/profile
+requests: {prompt_tokens: {mean: 100}, output_tokens: {mean: 10}}
+adapters: [{name: a, rank: 8, rate_rps: 0.5}]
+"""
+
+
+def loaded(folder: Path, queues: str = "") -> Workload:
+    path = folder / "workload.yaml"
+    path.write_text(FILE + queues)
+    return load_workload(path)
+
+
+def test_an_absent_section_asks_for_no_queues_and_an_empty_one_for_the_defaults(tmp_path: Path) -> None:
+    assert loaded(tmp_path).queues is None
+    assert loaded(tmp_path, "queues: {}\n").queues == QueueWishes()
+
+
+def test_a_section_is_read_and_fits_the_schema(tmp_path: Path) -> None:
+    wishes = {
+        "size": "output_only",
+        "clusters": "wcss",
+        "max_queues": 3,
+        "quota_size": "p99",
+        "percentile": 0.99,
+    }
+    section = ", ".join(f"{key}: {value}" for key, value in wishes.items())
+    assert loaded(tmp_path, f"queues: {{{section}}}\n").queues == QueueWishes(**wishes)  # type: ignore[arg-type]
+    schema = WorkloadFile.model_json_schema()
+    document = {"base_model": "m", "queues": wishes}
+    jsonschema.validate(document, schema)
+    with pytest.raises(jsonschema.ValidationError):
+        jsonschema.validate({**document, "queues": {"size": "degree3"}}, schema)
+
+
+@pytest.mark.parametrize(
+    ("section", "message"),
+    [
+        ("{policy: fifo}", "queues.policy: must be 'chameleon'"),
+        ("{cluster: elbow}", "queues.cluster: unknown key; did you mean 'clusters'?"),
+        ("{max_queues: 0}", "queues.max_queues: must be a whole number from 1 to 16 (got 0)"),
+        ("{max_queues: 2.5}", "queues.max_queues: must be a whole number from 1 to 16 (got 2.5)"),
+        ("{percentile: 1}", "queues.percentile: must be a number above 0 and below 1"),
+        ("{quota_size: p9}", "queues.quota_size: must be 'max', 'p99' or 'mean' (got 'p9')"),
+        ("yes", "queues: must be a mapping"),
+    ],
+)
+def test_a_mistake_is_one_line_with_its_key(tmp_path: Path, section: str, message: str) -> None:
+    with pytest.raises(InputError) as error:
+        loaded(tmp_path, f"queues: {section}\n")
+    assert f"workload.yaml:5: {message}" in str(error.value)
+
+
+def test_queues_count_in_the_digest_only_when_they_are_asked_for() -> None:
+    """Plans of before queues must keep matching their workloads."""
+    fields = {"base_model": "m", "prompt_tokens": Lengths(mean=9), "output_tokens": Lengths(mean=9)}
+    without = Workload(adapters=[Adapter(name="a", rank=8, rate_rps=1.0)], **fields)
+    digests = {without.digest(), *(without.replace(queues=each).digest() for each in (None, QueueWishes()))}
+    assert len(digests) == 2
+    assert without.replace(queues=QueueWishes(max_queues=2)).digest() not in digests
+    assert '"queues"' not in without.model_dump_json(exclude_none=True)
