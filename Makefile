@@ -46,5 +46,5 @@ $(VENV)/.base: pyproject.toml constraints.txt | $(BIN)/python
 	@touch $@
 
 $(VENV)/.test: pyproject.toml constraints.txt | $(BIN)/python
-	$(INSTALL) --editable '.[dev,bench]' $(TORCH)
+	$(INSTALL) --editable '.[dev,bench,engine,oracle-hf]' $(TORCH)
 	@touch $@ $(VENV)/.base

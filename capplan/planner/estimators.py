@@ -2,15 +2,19 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass, field
+from itertools import groupby
 from typing import Final
 
 from capplan.errors import InfeasibleError, InputError
-from capplan.models import Surrogate, load_surrogate
+from capplan.models import load_surrogate
 from capplan.models.surrogates.documents import KINDS
 from capplan.models.surrogates.features import untrained
 from capplan.planner.judging import judge
+from capplan.planner.parallel import ask_all
 from capplan.planner.problem import Assignment, Estimate, Estimator, Problem
+from capplan.planner.surrogate_estimator import SurrogateEstimator
 from capplan.spec import STARVED_BELOW
 from capplan.twin.simulate import DEFAULT_MAX_MODEL_LEN
 
@@ -54,30 +58,6 @@ class TwinEstimator:
 
 
 @dataclass(frozen=True)
-class SurrogateEstimator:
-    """Asks a surrogate of one pool's profile, and the twin for what lies outside its training range."""
-
-    problem: Problem
-    surrogate: Surrogate
-    twin: Estimator
-
-    def __call__(self, assignment: Assignment) -> Estimate:
-        """Answer at the workload's load over (1 - headroom)."""
-        problem, engine = self.problem, self.problem.engine
-        answer = self.surrogate.predict(
-            problem.subworkload(assignment.parts, 1.0 / (1.0 - problem.workload.headroom)),
-            a_max=assignment.a_max,
-            s_max=problem.s_max(assignment.parts),
-            max_num_seqs=problem.max_num_seqs(assignment),
-            max_num_batched_tokens=engine.max_num_batched_tokens,
-            gpu_memory_utilization=engine.gpu_memory_utilization,
-        )
-        if not answer.in_range:
-            return self.twin(assignment)
-        return Estimate(answer.throughput_tok_s, answer.starved, strain=answer.starvation_probability)
-
-
-@dataclass(frozen=True)
 class PoolEstimator:
     """Asks the estimator of the pool that an instance belongs to."""
 
@@ -86,6 +66,13 @@ class PoolEstimator:
     def __call__(self, assignment: Assignment) -> Estimate:
         """Return what the pool's own estimator says."""
         return self.pools[assignment.pool](assignment)
+
+    def ask_all(self, assignments: Sequence[Assignment]) -> list[Estimate]:
+        """Return the same of several instances; those that follow each other go to their pool together."""
+        estimates: list[Estimate] = []
+        for pool, alike in groupby(assignments, key=lambda assignment: assignment.pool):
+            estimates += ask_all(self.pools[pool], list(alike))
+        return estimates
 
 
 def make_estimator(problem: Problem, name: str, twin: TwinEstimator) -> Estimator:

@@ -49,6 +49,8 @@ def split_hot(problem: Problem, estimator: Estimator) -> tuple[Part, ...]:
 
 def equal_shares(part: Part, count: int) -> tuple[Part, ...]:
     """Return an adapter as that many equal shares of its traffic."""
+    if count == 1:
+        return (part,)
     return tuple(
         Part(part.name, part.rank, part.rate_rps / count, part.share / count, number)
         for number in range(count)

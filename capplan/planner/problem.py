@@ -5,7 +5,8 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
-from typing import Protocol
+from operator import attrgetter
+from typing import Final, Protocol
 
 from capplan.models.memory import kv_tokens
 from capplan.planner.constraints import Constraints, constraints_of
@@ -13,6 +14,8 @@ from capplan.spec import EngineConfig, Profile, Trace, Workload, allowed_lora_ra
 
 GRID = (1, 2, 4, 8, 16, 32, 64, 96, 128, 160, 192, 256, 320, 384)
 """Adapter counts and values of A_max tested: 1, 2, 4, and those of the adapter-caching paper (section 7)."""
+
+_RANK: Final = attrgetter("rank")
 
 
 @dataclass(frozen=True)
@@ -129,7 +132,7 @@ class Problem:
 
     def s_max(self, parts: Sequence[Part]) -> int:
         """Return the rank that slots for these parts are sized for."""
-        return self.workload.engine.max_lora_rank or allowed_lora_rank(max(part.rank for part in parts))
+        return self.workload.engine.max_lora_rank or allowed_lora_rank(max(map(_RANK, parts)))
 
     def subworkload(self, parts: Sequence[Part], scale: float = 1.0) -> Workload:
         """Return the workload of one GPU; `scale` multiplies every rate, a trace's too."""
@@ -148,13 +151,13 @@ class Problem:
         host = self.workload.engine.max_cpu_loras
         if host is not None and host < min(a_max, distinct_adapters(parts)):
             return False
-        tokens = kv_tokens(
-            self.pools[assignment.pool].profile,
-            a_max,
-            self.s_max(parts),
-            self.engine.gpu_memory_utilization,
-            self.max_num_seqs(assignment),
-        )
+        setting = (assignment.pool, a_max, self.s_max(parts), self.max_num_seqs(assignment))
+        tokens = self._kv_tokens.get(setting)
+        if tokens is None:
+            pool, _, s_max, seqs = setting
+            utilization = self.engine.gpu_memory_utilization
+            tokens = kv_tokens(self.pools[pool].profile, a_max, s_max, utilization, seqs)
+            self._kv_tokens[setting] = tokens
         return tokens >= self.engine.max_model_len
 
     def offered_tok_s(self, part: Part) -> float:
@@ -165,6 +168,11 @@ class Problem:
     def constraints(self) -> Constraints:
         """Where adapters may be."""
         return constraints_of(self.workload)
+
+    @cached_property
+    def _kv_tokens(self) -> dict[tuple[int, int, int, int], int]:
+        """KV tokens by pool, slots, their rank and max_num_seqs: solvers ask about few of them, and often."""
+        return {}
 
     @cached_property
     def _tokens_per_request(self) -> Mapping[str, float]:

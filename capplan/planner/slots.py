@@ -5,7 +5,7 @@ from __future__ import annotations
 from bisect import bisect_left
 from collections.abc import Mapping, Sequence
 
-from capplan.planner.parallel import in_parallel
+from capplan.planner.parallel import ask_all
 from capplan.planner.problem import GRID, Assignment, Estimate, Estimator, Part, Problem, distinct_adapters
 
 _CONFIRMED = 4
@@ -68,7 +68,7 @@ def _asked(
 ) -> dict[int, Estimate]:
     everyone = tuple(parts)
     assignments = [Assignment(everyone, value, pool=pool) for value in values]
-    return dict(zip(values, in_parallel(estimator, assignments), strict=True))
+    return dict(zip(values, ask_all(estimator, assignments), strict=True))
 
 
 def _by_merit(estimates: Mapping[int, Estimate]) -> list[int]:

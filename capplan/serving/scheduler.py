@@ -179,8 +179,6 @@ def _end_due(state: State, limits: Limits) -> None:
             _await_end(state, heap.items.ids[0])
         else:
             finish(state, limits, heap.items.ids[0])
-    if limits.policy == SLORA and c[N_FINISHED] > 0:
-        drop_unused(state)
 
 
 @inner
@@ -218,3 +216,5 @@ def finish(state: State, limits: Limits, row: int) -> None:
     free_row(state, row)
     state.lists.finished[c[N_FINISHED]] = row
     c[N_FINISHED] += 1
+    if limits.policy == SLORA:
+        drop_unused(state)  # else the pages of its adapter stay taken until the next step ends

@@ -33,9 +33,15 @@ class Load(NamedTuple):
     """The workload, as the estimate sees it."""
 
     rates_rps: NDArray[np.float64]
-    """Distinct rates, ascending, shape (n,)."""
+    """Distinct rates above 0, shape (n,)."""
+    gaps_s: NDArray[np.float64]
+    """Mean seconds between requests at each rate, shape (n,)."""
     counts: NDArray[np.float64]
     """Adapters with each rate, shape (n,)."""
+    adapters: float
+    """Adapters in all, those that nobody asks for among them."""
+    total_rps: float
+    """Requests per second of all adapters."""
     prompt: float
     output: float
     """Mean lengths in tokens."""
@@ -49,27 +55,9 @@ class Load(NamedTuple):
 
 
 @jit
-def total_rps(load: Load) -> float:
-    """Return the requests per second of all adapters."""
-    total = 0.0
-    for i in range(load.rates_rps.size):
-        total += load.counts[i] * load.rates_rps[i]
-    return total
-
-
-@jit
-def adapter_count(load: Load) -> float:
-    """Return how many adapters there are."""
-    total = 0.0
-    for i in range(load.counts.size):
-        total += load.counts[i]
-    return total
-
-
-@jit
 def running_adapters(load: Load, life_s: float) -> float:
     """Return how many adapters have a request within a request's life."""
     total = 0.0
     for i in range(load.rates_rps.size):
-        total -= load.counts[i] * np.expm1(-load.rates_rps[i] * life_s)
+        total += load.counts[i] * (1.0 - np.exp(-load.rates_rps[i] * life_s))
     return total

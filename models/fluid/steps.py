@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from capplan.compile import jit
-from capplan.models.fluid.inputs import Gpu, Load, adapter_count
+from capplan.models.fluid.inputs import Gpu, Load
 from capplan.models.step_latency import StepFeatures, StepRanks, rank_ms, step_ms
 
 
@@ -19,7 +19,7 @@ def step_s(gpu: Gpu, load: Load, batch: float, adapters: float, waiting: float) 
         a_max=gpu.a_max,
         s_max=gpu.s_max,
         waiting=waiting,
-        slots_per_adapter=min(1.0, gpu.a_max / adapter_count(load)),
+        slots_per_adapter=min(1.0, gpu.a_max / load.adapters),
     )
     return (step_ms(gpu.form, gpu.k, step) + _ranks_ms(gpu, load, batch)) / 1000.0
 

@@ -10,57 +10,12 @@ from __future__ import annotations
 import numpy as np
 from numpy.typing import NDArray
 
-from capplan.models.fluid import Gpu, Load, batch_limit, fluid
-from capplan.models.loading import gpu_load_ms
 from capplan.models.memory import kv_tokens
 from capplan.models.step_latency import coefficient_array, latency_code
+from capplan.models.surrogates.vector import Common, FeatureVector, fill_vectors
 from capplan.spec import Arrivals, Profile, Workload
 
-FEATURES = (
-    # What the paper's models are told (section 6).
-    "adapters",
-    "rate_sum_rps",
-    "rate_std_rps",
-    "rank_max",
-    "rank_mean",
-    "rank_std",
-    "a_max",
-    # What the paper holds fixed.
-    "s_max",
-    "rate_max_rps",
-    "prompt_mean_tokens",
-    "prompt_std_tokens",
-    "output_mean_tokens",
-    "output_std_tokens",
-    "length_correlation",
-    "arrivals_cv",
-    "max_num_seqs",
-    "max_num_batched_tokens",
-    "kv_tokens",
-    # What physics says of it: the fluid estimate, and ratios that decide which resource binds.
-    "offered_tok_s",
-    "expected_share",
-    "kv_tokens_per_request",
-    "load_over_capacity",
-    "batch_limit",
-    "batch_over_limit",
-    "kv_requests_over_seqs",
-    "prompt_over_budget",
-    "slots_share",
-    "full_queue_share",
-    "slot_wait_s",
-    "active_adapters",
-    "active_adapters_over_slots",
-    "adapters_over_slots",
-    "batch_per_slot",
-    "load_outside_slots",
-    "hottest_requests_in_flight",
-    "step_ms",
-    "full_step_ms",
-    "loading_share",
-    "request_life_s",
-)
-
+FEATURES = FeatureVector._fields
 PAPER_FEATURES = FEATURES[:7]
 HORIZON_S = 3600.0
 """What throughput and starvation are taken over."""
@@ -90,83 +45,41 @@ def feature_vector(
     gpu_memory_utilization: float,
 ) -> NDArray[np.float32]:
     """Return the features of one GPU that serves all of `workload`, in the order of `FEATURES`."""
-    rates = np.array([a.rate_rps for a in workload.adapters])
+    rates_rps = np.array([a.rate_rps for a in workload.adapters])
     ranks = np.array([a.rank for a in workload.adapters], float)
-    total = max(float(rates.sum()), 1e-12)
-    lengths = _mean_lengths(workload, rates)
+    kv = kv_tokens(profile, a_max, s_max, gpu_memory_utilization, max_num_seqs)
+    vectors = np.empty((1, len(FEATURES)), np.float32)
+    fill_vectors(
+        vectors,
+        common_of(workload, profile, max_num_batched_tokens),
+        np.array([[a_max, s_max, max_num_seqs, kv]], float),
+        rates_rps,
+        ranks,
+        np.sort(rates_rps),
+        np.empty((4, rates_rps.size)),
+    )
+    vector: NDArray[np.float32] = vectors[0]
+    return vector
+
+
+def common_of(workload: Workload, profile: Profile, max_num_batched_tokens: int) -> Common:
+    """Return what GPUs that serve adapters of a workload have in common, all with its mean lengths."""
+    lengths = _mean_lengths(workload)
     stated = workload.length_correlation
     correlation = profile.length_correlation if stated is None else stated
-    held = held_tokens(*lengths, correlation) + profile.engine.block_size / 2
-    kv = kv_tokens(profile, a_max, s_max, gpu_memory_utilization, max_num_seqs)
-    distinct, counts = np.unique(rates, return_counts=True)
-    weights = rates if rates.any() else np.ones(rates.size)
-    load = Load(
-        distinct,
-        counts.astype(float),
-        max(lengths[0], 1.0),
-        max(lengths[2], 1.0),
-        held,
-        lengths[3] / max(lengths[2], 1.0),
-        float(np.average(ranks, weights=weights)),
-        float(ranks.max()),
-        arrivals_cv(workload),
-    )
-    gpu = Gpu(
-        latency_code(profile.step_latency.form, profile.engine.kernel),
-        coefficient_array(profile.step_latency),
-        float(a_max),
-        float(s_max),
-        float(max_num_seqs),
-        kv / held,
-        float(max_num_batched_tokens),
-        _mean_load_s(profile, ranks, weights, s_max),
-        float(MAX_IN_FLIGHT),
-    )
-    state = fluid(gpu, load, HORIZON_S)
-    limit = batch_limit(gpu, load)
-    life_s = state.step_s * load.output
-    in_time = 1.0 - min(0.98, life_s / HORIZON_S)  # what still runs at the end is not completed
-    busiest = np.sort(rates)[::-1]
-    return np.array(
-        [
-            rates.size,
-            rates.sum(),
-            rates.std(),
-            ranks.max(),
-            ranks.mean(),
-            ranks.std(),
-            a_max,
-            s_max,
-            rates.max(),
-            *lengths,
-            correlation,
-            arrivals_cv(workload),
-            max_num_seqs,
-            max_num_batched_tokens,
-            kv,
-            offered_tok_s(workload),
-            min(1.0, state.served_rps / total) * in_time,
-            held,
-            total / state.capacity_rps,
-            limit,
-            state.batch_over_limit,
-            kv / held / max_num_seqs,
-            load.prompt / max_num_batched_tokens,
-            state.slots_share,
-            state.later_share,
-            state.slot_wait_s,
-            state.active_adapters,
-            state.active_adapters / a_max,
-            rates.size / a_max,
-            limit / a_max,
-            busiest[a_max:].sum() / total,
-            busiest[0] * life_s,
-            state.step_s * 1e3,
-            state.full_step_s * 1e3,
-            state.load_share,
-            life_s,
-        ],
-        np.float32,
+    value = profile.loading.value
+    return Common(
+        *lengths,
+        length_correlation=correlation,
+        kv_tokens_per_request=held_tokens(*lengths, correlation) + profile.engine.block_size / 2,
+        arrivals_cv=arrivals_cv(workload),
+        max_num_batched_tokens=float(max_num_batched_tokens),
+        step_form=latency_code(profile.step_latency.form, profile.engine.kernel),
+        step_coefficients=coefficient_array(profile.step_latency),
+        loading_ms=value("serving_factor")
+        * np.array([value("gpu_base_ms"), value("gpu_ms_per_rank"), value("gpu_padding_ms")]),
+        horizon_s=HORIZON_S,
+        max_in_flight=float(MAX_IN_FLIGHT),
     )
 
 
@@ -196,15 +109,6 @@ def arrivals_cv(workload: Workload) -> float:
         return 0.0
     cv = getattr(arrivals, "cv", None)
     return 1.0 if cv is None else float(cv)
-
-
-def _mean_load_s(
-    profile: Profile, ranks: NDArray[np.float64], weights: NDArray[np.float64], s_max: int
-) -> float:
-    """Return the seconds that an adapter takes into a slot, on average over requests."""
-    distinct, which = np.unique(ranks, return_inverse=True)
-    each = np.array([gpu_load_ms(profile.loading, int(rank), s_max) for rank in distinct])
-    return float(np.average(each[which], weights=weights)) / 1e3
 
 
 def held_tokens(
@@ -252,8 +156,9 @@ def expected_tok_s(features: NDArray[np.float32]) -> NDArray[np.float64]:
     return feature_of(features, "offered_tok_s") * np.maximum(feature_of(features, "expected_share"), 1e-6)
 
 
-def _mean_lengths(workload: Workload, rates: NDArray[np.float64]) -> tuple[float, float, float, float]:
+def _mean_lengths(workload: Workload) -> tuple[float, float, float, float]:
     """Return mean and standard deviation of prompt and output lengths over the requests of all adapters."""
+    rates = np.array([a.rate_rps for a in workload.adapters])
     weight = rates / rates.sum() if rates.sum() > 0 else np.full(rates.size, 1.0 / rates.size)
     moments = []
     for default, own in (

@@ -27,7 +27,7 @@ LOG_SERVED: Final = "log_served"
 LEAST_SHARE: Final = 0.01
 """Of a load that is served: the least that is told apart."""
 
-_LEAST_PROBABILITY = 1e-4
+LEAST_PROBABILITY: Final = 1e-4
 
 
 @dataclass(frozen=True)
@@ -96,7 +96,7 @@ def _served_and_step(features: Features, trees: list[Floats]) -> Floats:
 
 def log_odds(probability: Floats) -> Floats:
     """Return the logarithm of p / (1 - p), bounded where p is 0 or 1."""
-    bounded = np.clip(probability, _LEAST_PROBABILITY, 1.0 - _LEAST_PROBABILITY)
+    bounded = np.clip(probability, LEAST_PROBABILITY, 1.0 - LEAST_PROBABILITY)
     odds: Floats = np.log(bounded / (1.0 - bounded))
     return odds
 

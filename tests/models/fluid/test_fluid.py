@@ -51,10 +51,14 @@ def load_of(
     output_cv: float = 0.7,
     arrivals_cv: float = 1.0,
 ) -> Load:
-    ordered = sorted(rates)
+    asked = np.array(sorted(rate for rate in rates if rate > 0.0))
+    counts = np.array([rates[rate] for rate in asked])
     return Load(
-        rates_rps=np.array(ordered),
-        counts=np.array([rates[rate] for rate in ordered]),
+        rates_rps=asked,
+        gaps_s=1.0 / asked,
+        counts=counts,
+        adapters=sum(rates.values()),
+        total_rps=float((counts * asked).sum()),
         prompt=prompt,
         output=output,
         held=prompt + output / 2,
@@ -76,16 +80,18 @@ def loads(draw: st.DrawFn, rates: st.SearchStrategy[float] = RATES) -> Load:
     return load_of(counts, *lengths, draw(st.floats(0, 3)), draw(st.floats(0, 10)))
 
 
-def adapters(load: Load) -> float:
-    return float(load.counts.sum())
-
-
-def total_rps(load: Load) -> float:
-    return float((load.counts * load.rates_rps).sum())
-
-
 def scaled(load: Load, factor: float) -> Load:
-    return load._replace(rates_rps=load.rates_rps * factor)
+    """Return the load with every rate multiplied."""
+    return load._replace(
+        rates_rps=load.rates_rps * factor, gaps_s=load.gaps_s / factor, total_rps=load.total_rps * factor
+    )
+
+
+def multiplied(load: Load, factor: float) -> Load:
+    """Return the load with so many times as many adapters of every rate."""
+    return load._replace(
+        counts=load.counts * factor, adapters=load.adapters * factor, total_rps=load.total_rps * factor
+    )
 
 
 @given(gpus(), loads())
@@ -110,7 +116,7 @@ def test_a_lone_adapter_never_waits_for_a_slot(gpu: Gpu, rate: float) -> None:
 
 @given(gpus(), loads())
 def test_where_every_adapter_has_a_slot_none_waits_and_nothing_is_loaded(gpu: Gpu, load: Load) -> None:
-    state = fluid(gpu._replace(a_max=adapters(load)), load, HORIZON_S)
+    state = fluid(gpu._replace(a_max=load.adapters), load, HORIZON_S)
     assert state.slot_wait_s == pytest.approx(0.0, abs=1e-9)
     assert state.slots_share == 1.0
     assert state.load_share == 0.0
@@ -128,9 +134,7 @@ def test_without_requests_nothing_waits_and_nothing_is_served(gpu: Gpu, idle: in
 def test_idle_adapters_take_no_load_away(gpu: Gpu, load: Load) -> None:
     """With a slot for everybody, who never asks changes nothing under a model without a cost per slot."""
     gpu = gpu._replace(form=ADDITIVE.code, k=PLAIN, a_max=1e4)
-    more = load._replace(
-        rates_rps=np.concatenate([[0.0], load.rates_rps]), counts=np.concatenate([[9.0], load.counts])
-    )
+    more = load._replace(adapters=load.adapters + 9.0)
     assert fluid(gpu, more, HORIZON_S) == pytest.approx(fluid(gpu, load, HORIZON_S), rel=1e-9, abs=1e-12)
 
 
@@ -138,7 +142,7 @@ def test_idle_adapters_take_no_load_away(gpu: Gpu, load: Load) -> None:
 def test_seats_and_memory_raise_the_capacity_where_nothing_else_binds(
     gpu: Gpu, load: Load, factor: float
 ) -> None:
-    free = gpu._replace(form=ADDITIVE.code, k=PLAIN, a_max=adapters(load), token_budget=MANY)
+    free = gpu._replace(form=ADDITIVE.code, k=PLAIN, a_max=load.adapters, token_budget=MANY)
     for name in ("max_num_seqs", "kv_requests"):
         other = "kv_requests" if name == "max_num_seqs" else "max_num_seqs"
         few = free._replace(**{name: gpu.max_num_seqs, other: MANY})
@@ -149,14 +153,14 @@ def test_seats_and_memory_raise_the_capacity_where_nothing_else_binds(
 
 @given(gpus(), loads(), st.floats(1.0, 50.0))
 def test_what_does_not_bind_changes_no_capacity(gpu: Gpu, load: Load, factor: float) -> None:
-    gpu = gpu._replace(max_num_seqs=8.0, kv_requests=20.0, a_max=adapters(load))
+    gpu = gpu._replace(max_num_seqs=8.0, kv_requests=20.0, a_max=load.adapters)
     more = gpu._replace(kv_requests=20.0 * factor)
     assert fluid(more, load, HORIZON_S).capacity_rps == fluid(gpu, load, HORIZON_S).capacity_rps
 
 
 @given(gpus(), loads(), st.floats(1.05, 20.0))
 def test_longer_outputs_lower_the_capacity(gpu: Gpu, load: Load, factor: float) -> None:
-    gpu = gpu._replace(form=ADDITIVE.code, k=PLAIN, a_max=adapters(load))
+    gpu = gpu._replace(form=ADDITIVE.code, k=PLAIN, a_max=load.adapters)
     gpu = gpu._replace(token_budget=max(gpu.token_budget, load.prompt + load.output))
     longer = load._replace(output=load.output * factor, held=load.held * factor)
     shorter = fluid(gpu, load, HORIZON_S).capacity_rps
@@ -168,7 +172,7 @@ def test_more_load_never_raises_the_share_that_is_expected_to_be_served(
     gpu: Gpu, load: Load, factor: float
 ) -> None:
     shares = [
-        min(1.0, fluid(gpu, asked, HORIZON_S).served_rps / total_rps(asked))
+        min(1.0, fluid(gpu, asked, HORIZON_S).served_rps / asked.total_rps)
         for asked in (load, scaled(load, factor))
     ]
     assert shares[1] <= shares[0] + 0.02
@@ -178,6 +182,7 @@ def test_more_load_never_raises_the_share_that_is_expected_to_be_served(
 def test_adapters_of_one_rate_count_alike_together_and_apart(gpu: Gpu, load: Load) -> None:
     apart = load._replace(
         rates_rps=np.repeat(load.rates_rps, 2),
+        gaps_s=np.repeat(load.gaps_s, 2),
         counts=np.column_stack([0.25 * load.counts, 0.75 * load.counts]).ravel(),
     )
     together, split = fluid(gpu, load, HORIZON_S), fluid(gpu, apart, HORIZON_S)
@@ -186,8 +191,8 @@ def test_adapters_of_one_rate_count_alike_together_and_apart(gpu: Gpu, load: Loa
 
 @given(gpus(), loads(ASKED), st.floats(1.0, 4.0))
 def test_more_adapters_are_never_served_a_larger_share(gpu: Gpu, load: Load, factor: float) -> None:
-    more = load._replace(counts=load.counts * (1.0 + factor))
-    shares = [min(1.0, fluid(gpu, asked, HORIZON_S).served_rps / total_rps(asked)) for asked in (load, more)]
+    more = multiplied(load, 1.0 + factor)
+    shares = [min(1.0, fluid(gpu, asked, HORIZON_S).served_rps / asked.total_rps) for asked in (load, more)]
     assert shares[1] <= shares[0] + 0.02
 
 

@@ -1,0 +1,16 @@
+"""The reference engine: multi-LoRA inference with real models, every decision taken by `capplan.serving`."""
+
+from capplan.engine.engine import Engine
+from capplan.engine.models import ModelConfig
+from capplan.engine.request import Completion, SamplingParams, Timing, TokenLogprobs
+from capplan.engine.settings import EngineSettings
+
+__all__ = [
+    "Completion",
+    "Engine",
+    "EngineSettings",
+    "ModelConfig",
+    "SamplingParams",
+    "Timing",
+    "TokenLogprobs",
+]

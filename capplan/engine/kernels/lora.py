@@ -1,0 +1,113 @@
+"""Launching the low-rank kernels: which kernel for which tokens, and in tiles of what size."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Final, Literal
+
+import torch
+import triton
+
+from capplan.engine.batch import Segment
+from capplan.engine.kernels.expand import expand_tiles, expand_tokens
+from capplan.engine.kernels.product import must_upcast
+from capplan.engine.kernels.shrink import shrink_tiles, shrink_tokens
+from capplan.engine.kernels.tables import RowTables
+from capplan.engine.lora.layout import GROUPS, SITES, A, AdapterLayout, B
+
+Kind = Literal["bgmv", "mbgmv", "sgmv"]
+
+TILE_TOKENS: Final = 16
+"""Tokens of one tile of SGMV: the fewest that tensor cores take."""
+_SGMV_FROM: Final = 8
+"""Mean tokens per adapter from which tiles are the better choice; to be measured (docs/gpu.md)."""
+
+
+class TritonAdapters:
+    """The adapters of one step on a GPU.
+
+    Parameters
+    ----------
+    layout, tables, weights
+        The adapters in memory; `weights` is the flat tensor that the tables point into.
+    segments
+        Tokens by adapter.
+    tokens
+        Tokens of the step.
+    kind
+        ``bgmv``: padded to the largest rank in the batch; ``mbgmv``: true ranks, token by token; ``sgmv``:
+        true ranks, in tiles of tokens of one adapter. None: what suits the step.
+    """
+
+    def __init__(
+        self,
+        layout: AdapterLayout,
+        tables: RowTables,
+        weights: torch.Tensor,
+        segments: Sequence[Segment],
+        tokens: int,
+        kind: Kind | None = None,
+    ) -> None:
+        used = [(tables.number_of[s.adapter], s.start, s.end) for s in segments if s.adapter != 0]
+        self._tables = tables
+        self._weights = weights
+        self._tokens = tokens
+        device = weights.device
+        lora_tokens = sum(end - start for _, start, end in used)
+        self._kind = kind or ("sgmv" if lora_tokens >= _SGMV_FROM * len(used) else "mbgmv")
+        self._limit = max(tables.max_rank_of[number] for number, _, _ in used)
+        numbers = torch.full((tokens,), -1, dtype=torch.int32)
+        for number, start, end in used:
+            numbers[start:end] = number
+        tiles = [
+            (number, at, min(at + TILE_TOKENS, end))
+            for number, start, end in used
+            for at in range(start, end, TILE_TOKENS)
+        ]
+        self._numbers = numbers.to(device)
+        self._tiles = torch.tensor(tiles, dtype=torch.int32).to(device)
+        self._outputs = [
+            torch.tensor([(layout.out_starts[m], layout.sizes[m][B]) for m in site], dtype=torch.int32).to(
+                device
+            )
+            for site in SITES
+        ]
+        self._widest = [max(layout.sizes[m][B] for m in site) for site in SITES]
+        # Float32 between the two products; what no adapter writes is never read.
+        self._h = torch.empty((tokens, max(map(len, SITES)), self._limit), dtype=torch.float32, device=device)
+
+    def add(self, layer: int, site: int, x: torch.Tensor, out: torch.Tensor) -> None:
+        """Add each token's low-rank part to `out`; see `capplan.engine.models.decoder.Adapters`."""
+        modules = len(SITES[site])
+        first = SITES[site][0]
+        rows = self._tables.rows[0, layer]
+        rows_a, rows_b = rows[GROUPS.index((first, A))], rows[GROUPS.index((first, B))]
+        ranks = self._tables.ranks[0, layer, first:]
+        strides = (self._tables.rows.stride(0), self._tables.rows.stride(2), self._tables.ranks.stride(0))
+        h, outputs, block = self._h, self._outputs[site], _block(self._limit)
+        h_strides = (h.stride(0), h.stride(1))
+        if self._kind == "sgmv":
+            grid, upcast = (self._tiles.shape[0], modules), must_upcast(x.dtype)
+            shrink_tiles[(*grid, triton.cdiv(self._limit, block))](
+                x, self._weights, rows_a, ranks, self._tiles, h, x.shape[1], x.stride(0), *strides,
+                *h_strides, UPCAST=upcast, BLOCK_TOKENS=TILE_TOKENS, BLOCK_RANK=block, BLOCK_WIDTH=64,
+            )  # fmt: skip
+            expand_tiles[(*grid, triton.cdiv(self._widest[site], 64))](
+                h, self._weights, rows_b, ranks, self._tiles, out, outputs, *strides, *h_strides,
+                out.stride(0), UPCAST=upcast, BLOCK_TOKENS=TILE_TOKENS, BLOCK_RANK=block, BLOCK_WIDTH=64,
+            )  # fmt: skip
+            return
+        grid, padded = (self._tokens, modules), self._kind == "bgmv"
+        shrink_tokens[(*grid, triton.cdiv(self._limit, block))](
+            x, self._weights, rows_a, ranks, self._numbers, h, x.shape[1], self._limit, x.stride(0), *strides,
+            *h_strides, PADDED=padded, BLOCK_RANK=block, BLOCK_WIDTH=256,
+        )  # fmt: skip
+        expand_tokens[(*grid, triton.cdiv(self._widest[site], 128))](
+            h, self._weights, rows_b, ranks, self._numbers, out, outputs, self._limit, *strides, *h_strides,
+            out.stride(0), PADDED=padded, BLOCK_RANK=block, BLOCK_WIDTH=128,
+        )  # fmt: skip
+
+
+def _block(rank: int) -> int:
+    """Return the tile of ranks: what tensor cores need at least, and no more than registers hold."""
+    return min(64, max(16, 1 << (rank - 1).bit_length()))

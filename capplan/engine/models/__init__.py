@@ -1,0 +1,16 @@
+"""The transformer that the engine runs: Llama and Qwen2, from a Hugging Face folder or a config alone."""
+
+from capplan.engine.models.builtin import BUILTIN, builtin_config
+from capplan.engine.models.config import ModelConfig, Rope, read_config
+from capplan.engine.models.weights import Weights, load_weights, random_weights
+
+__all__ = [
+    "BUILTIN",
+    "ModelConfig",
+    "Rope",
+    "Weights",
+    "builtin_config",
+    "load_weights",
+    "random_weights",
+    "read_config",
+]

@@ -1,0 +1,203 @@
+"""What a model is, read from a Hugging Face ``config.json``: Llama (2, 3.x) and Qwen2/2.5.
+
+Both are the same decoder: RMS norms, rotary positions, grouped-query attention, a gated MLP. Qwen2 adds
+biases to q, k and v. What a config asks for beyond that is refused, rather than answered wrongly.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from capplan.errors import InputError
+from capplan.spec import ModelArch, read_text
+
+_ROPE_TYPES = ("default", "linear", "llama3")
+
+
+@dataclass(frozen=True)
+class Rope:
+    """Rotary positions: the base of the frequencies, and how they are stretched for long contexts.
+
+    Attributes
+    ----------
+    theta
+        Base of the geometric series of wave lengths.
+    kind
+        ``default``; ``linear``: all frequencies divided by `factor`; ``llama3``: only the low ones, with a
+        smooth passage between ``original_positions / low_freq_factor`` and ``.../ high_freq_factor``.
+    """
+
+    theta: float = 10000.0
+    kind: str = "default"
+    factor: float = 1.0
+    low_freq_factor: float = 1.0
+    high_freq_factor: float = 4.0
+    original_positions: int = 8192
+
+
+@dataclass(frozen=True)
+class ModelConfig:
+    """The numbers of a model."""
+
+    name: str
+    layers: int
+    hidden_size: int
+    heads: int
+    kv_heads: int
+    head_dim: int
+    intermediate_size: int
+    vocab_size: int
+    max_positions: int
+    rms_eps: float = 1e-6
+    rope: Rope = Rope()
+    tied_embeddings: bool = False
+    qkv_bias: bool = False
+    o_bias: bool = False
+    mlp_bias: bool = False
+    dtype: str = "float32"
+    eos_token_ids: tuple[int, ...] = ()
+
+    def __post_init__(self) -> None:
+        for field in (
+            "layers",
+            "hidden_size",
+            "heads",
+            "kv_heads",
+            "head_dim",
+            "intermediate_size",
+            "vocab_size",
+        ):
+            if getattr(self, field) < 1:
+                raise InputError("must be >= 1", getattr(self, field), f"{self.name}: {field}")
+        if self.heads % self.kv_heads:
+            raise InputError(f"must divide the {self.heads} heads", self.kv_heads, f"{self.name}: kv_heads")
+        if self.head_dim % 2:
+            raise InputError(
+                "must be even: rotary positions turn pairs", self.head_dim, f"{self.name}: head_dim"
+            )
+
+    @property
+    def query_size(self) -> int:
+        """Width of all query heads together."""
+        return self.heads * self.head_dim
+
+    @property
+    def kv_size(self) -> int:
+        """Width of all key heads together."""
+        return self.kv_heads * self.head_dim
+
+    def arch(self, dtype_bytes: int) -> ModelArch:
+        """Return the model as the memory arithmetic of `capplan.serving` takes it."""
+        return ModelArch(
+            name=self.name,
+            hf_ids=(self.name,),
+            layers=self.layers,
+            hidden_size=self.hidden_size,
+            heads=self.heads,
+            kv_heads=self.kv_heads,
+            head_dim=self.head_dim,
+            intermediate_size=self.intermediate_size,
+            vocab_size=self.vocab_size,
+            tied_embeddings=self.tied_embeddings,
+            dtype_bytes=dtype_bytes,
+        )
+
+
+def read_config(path: str | Path) -> ModelConfig:
+    """Read a ``config.json``, or the one in a model's folder.
+
+    Raises
+    ------
+    InputError
+        When it cannot be read, is of another family, or asks for what the engine does not do.
+    """
+    file = Path(path) / "config.json" if Path(path).is_dir() else Path(path)
+    try:
+        fields = json.loads(read_text(file))
+    except json.JSONDecodeError as error:
+        raise InputError(f"must be JSON: {error.msg}", location=f"{file}:{error.lineno}") from None
+    if not isinstance(fields, dict):
+        raise InputError("must be a JSON object", location=str(file))
+    return config_from_hf(fields, str(file))
+
+
+def config_from_hf(fields: Mapping[str, Any], location: str = "config.json") -> ModelConfig:
+    """Return the model that the fields of a Hugging Face config describe; absent ones are its defaults."""
+    family = fields.get("model_type")
+    if family not in ("llama", "qwen2"):
+        raise InputError("must be llama or qwen2", family, f"{location}: model_type")
+    _refuse_unknown_features(fields, location)
+    heads = _whole(fields, "num_attention_heads", location)
+    hidden = _whole(fields, "hidden_size", location)
+    attention_bias = bool(fields.get("attention_bias", False))
+    eos = fields.get("eos_token_id")
+    return ModelConfig(
+        name=str(fields.get("_name_or_path") or Path(location).parent.name or family),
+        layers=_whole(fields, "num_hidden_layers", location),
+        hidden_size=hidden,
+        heads=heads,
+        kv_heads=_whole(fields, "num_key_value_heads", location, heads),
+        head_dim=_whole(fields, "head_dim", location, hidden // heads),
+        intermediate_size=_whole(fields, "intermediate_size", location),
+        vocab_size=_whole(fields, "vocab_size", location),
+        max_positions=_whole(
+            fields, "max_position_embeddings", location, 2048 if family == "llama" else 32768
+        ),
+        rms_eps=float(fields.get("rms_norm_eps", 1e-6)),
+        rope=_rope(fields, location),
+        tied_embeddings=bool(fields.get("tie_word_embeddings", False)),
+        qkv_bias=family == "qwen2" or attention_bias,
+        o_bias=family == "llama" and attention_bias,
+        mlp_bias=family == "llama" and bool(fields.get("mlp_bias", False)),
+        dtype=str(fields.get("dtype") or fields.get("torch_dtype") or "float32").removeprefix("torch."),
+        eos_token_ids=tuple(eos) if isinstance(eos, list) else () if eos is None else (int(eos),),
+    )
+
+
+def _whole(fields: Mapping[str, Any], key: str, location: str, default: int | None = None) -> int:
+    value = fields.get(key)
+    if value is None:
+        value = default
+    if not isinstance(value, int) or isinstance(value, bool) or value < 1:
+        raise InputError("must be a whole number >= 1", value, f"{location}: {key}")
+    return value
+
+
+def _refuse_unknown_features(fields: Mapping[str, Any], location: str) -> None:
+    if fields.get("hidden_act", "silu") != "silu":
+        raise InputError("must be silu", fields["hidden_act"], f"{location}: hidden_act")
+    kinds = fields.get("layer_types") or ["full_attention"]
+    if fields.get("use_sliding_window") or any(kind != "full_attention" for kind in kinds):
+        raise InputError(
+            "must be off: only full attention is implemented", True, f"{location}: use_sliding_window"
+        )
+    if fields.get("quantization_config") is not None:
+        raise InputError(
+            "must be absent: weights are float32, float16 or bfloat16",
+            location=f"{location}: quantization_config",
+        )
+
+
+def _rope(fields: Mapping[str, Any], location: str) -> Rope:
+    """Read rotary positions: `rope_parameters` (transformers 5), or `rope_theta` and `rope_scaling`."""
+    scaling = fields.get("rope_parameters") or fields.get("rope_scaling") or {}
+    kind = str(scaling.get("rope_type") or scaling.get("type") or "default")
+    if kind not in _ROPE_TYPES:
+        raise InputError(f"must be one of {', '.join(_ROPE_TYPES)}", kind, f"{location}: rope_type")
+    if float(scaling.get("partial_rotary_factor") or fields.get("partial_rotary_factor") or 1.0) != 1.0:
+        raise InputError("must be 1", location=f"{location}: partial_rotary_factor")
+    positions = (
+        scaling.get("original_max_position_embeddings") or fields.get("max_position_embeddings") or 8192
+    )
+    return Rope(
+        theta=float(scaling.get("rope_theta") or fields.get("rope_theta") or 10000.0),
+        kind=kind,
+        factor=float(scaling.get("factor") or 1.0),
+        low_freq_factor=float(scaling.get("low_freq_factor") or 1.0),
+        high_freq_factor=float(scaling.get("high_freq_factor") or 4.0),
+        original_positions=int(positions),
+    )

@@ -1,0 +1,179 @@
+"""The matrices of a model: read from safetensors, or drawn at random where there is only a config."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path
+
+import torch
+from safetensors import SafetensorError, safe_open
+
+from capplan.engine.models.config import ModelConfig
+from capplan.errors import InputError
+from capplan.spec import read_text
+
+_RANDOM_STD = 0.02  # as Llama's own initializer_range
+
+
+@dataclass(frozen=True)
+class LayerWeights:
+    """One layer. q, k and v stand in one matrix, so do gate and up: one large product, not small ones."""
+
+    input_norm: torch.Tensor
+    qkv: torch.Tensor
+    qkv_bias: torch.Tensor | None
+    o: torch.Tensor
+    o_bias: torch.Tensor | None
+    post_norm: torch.Tensor
+    gate_up: torch.Tensor
+    gate_up_bias: torch.Tensor | None
+    down: torch.Tensor
+    down_bias: torch.Tensor | None
+
+
+@dataclass(frozen=True)
+class Weights:
+    """A model. `head` is `embed` itself where they are tied."""
+
+    embed: torch.Tensor
+    layers: tuple[LayerWeights, ...]
+    norm: torch.Tensor
+    head: torch.Tensor
+
+
+@dataclass(frozen=True)
+class _Target:
+    """Where a named tensor of a file goes: a slice of one of ours."""
+
+    tensor: torch.Tensor
+    start: int
+    rows: int
+
+    def view(self) -> torch.Tensor:
+        return self.tensor[self.start : self.start + self.rows]
+
+
+def empty_weights(config: ModelConfig, dtype: torch.dtype, device: torch.device) -> Weights:
+    """Return a model whose numbers are still to be filled in."""
+
+    def new(*shape: int) -> torch.Tensor:
+        return torch.empty(shape, dtype=dtype, device=device)
+
+    def bias(wanted: bool, size: int) -> torch.Tensor | None:
+        return new(size) if wanted else None
+
+    hidden, inner = config.hidden_size, config.intermediate_size
+    qkv = config.query_size + 2 * config.kv_size
+    layers = tuple(
+        LayerWeights(
+            input_norm=new(hidden),
+            qkv=new(qkv, hidden),
+            qkv_bias=bias(config.qkv_bias, qkv),
+            o=new(hidden, config.query_size),
+            o_bias=bias(config.o_bias, hidden),
+            post_norm=new(hidden),
+            gate_up=new(2 * inner, hidden),
+            gate_up_bias=bias(config.mlp_bias, 2 * inner),
+            down=new(hidden, inner),
+            down_bias=bias(config.mlp_bias, hidden),
+        )
+        for _ in range(config.layers)
+    )
+    embed = new(config.vocab_size, hidden)
+    head = embed if config.tied_embeddings else new(config.vocab_size, hidden)
+    return Weights(embed=embed, layers=layers, norm=new(hidden), head=head)
+
+
+def random_weights(config: ModelConfig, dtype: torch.dtype, device: torch.device, seed: int = 0) -> Weights:
+    """Return a model with normal weights and norms of one; the same for the same seed and device."""
+    weights = empty_weights(config, dtype, device)
+    generator = torch.Generator(device).manual_seed(seed)
+    for name, target in _targets(config, weights).items():
+        if name.endswith("norm.weight"):
+            target.view().fill_(1.0)
+        else:
+            target.view().normal_(0.0, _RANDOM_STD, generator=generator)
+    return weights
+
+
+def load_weights(
+    config: ModelConfig, folder: str | Path, dtype: torch.dtype, device: torch.device
+) -> Weights:
+    """Read the safetensors files of a folder.
+
+    Raises
+    ------
+    InputError
+        When a file cannot be read, or a tensor is missing or has another shape than the config says.
+    """
+    weights = empty_weights(config, dtype, device)
+    missing = _targets(config, weights)
+    for file, name, tensor in _tensors(Path(folder)):
+        target = missing.pop(name, None)
+        if target is None:
+            continue  # such as a second copy of tied embeddings
+        if tensor.shape != target.view().shape:
+            rule = f"must have the shape {tuple(target.view().shape)} that config.json says"
+            raise InputError(rule, tuple(tensor.shape), f"{file}: {name}")
+        target.view().copy_(tensor)
+    if missing:
+        raise InputError(f"must hold {next(iter(missing))}", location=str(folder))
+    return weights
+
+
+def _tensors(folder: Path) -> Iterator[tuple[Path, str, torch.Tensor]]:
+    for file in _files(folder):
+        try:
+            with safe_open(file, framework="pt") as opened:
+                for name in opened.keys():  # noqa: SIM118 - no mapping
+                    yield file, name, opened.get_tensor(name)
+        except (SafetensorError, OSError) as error:
+            raise InputError(f"cannot be read: {error}", location=str(file)) from None
+
+
+def _files(folder: Path) -> list[Path]:
+    index = folder / "model.safetensors.index.json"
+    if index.is_file():
+        try:
+            names = set(json.loads(read_text(index))["weight_map"].values())
+        except (json.JSONDecodeError, KeyError, AttributeError):
+            raise InputError("must be JSON with a weight_map", location=str(index)) from None
+        return [folder / Path(name).name for name in sorted(names)]
+    if (folder / "model.safetensors").is_file():
+        return [folder / "model.safetensors"]
+    raise InputError("must hold model.safetensors or model.safetensors.index.json", location=str(folder))
+
+
+def _targets(config: ModelConfig, weights: Weights) -> dict[str, _Target]:
+    """Return where each tensor goes, by its name in Hugging Face's files."""
+    targets = {
+        "model.embed_tokens.weight": _whole(weights.embed),
+        "model.norm.weight": _whole(weights.norm),
+    }
+    if not config.tied_embeddings:
+        targets["lm_head.weight"] = _whole(weights.head)
+    q, kv, inner = config.query_size, config.kv_size, config.intermediate_size
+    for number, layer in enumerate(weights.layers):
+        place = f"model.layers.{number}."
+        parts: list[tuple[str, torch.Tensor, torch.Tensor | None, int, int]] = [
+            ("self_attn.q_proj", layer.qkv, layer.qkv_bias, 0, q),
+            ("self_attn.k_proj", layer.qkv, layer.qkv_bias, q, kv),
+            ("self_attn.v_proj", layer.qkv, layer.qkv_bias, q + kv, kv),
+            ("self_attn.o_proj", layer.o, layer.o_bias, 0, config.hidden_size),
+            ("mlp.gate_proj", layer.gate_up, layer.gate_up_bias, 0, inner),
+            ("mlp.up_proj", layer.gate_up, layer.gate_up_bias, inner, inner),
+            ("mlp.down_proj", layer.down, layer.down_bias, 0, config.hidden_size),
+        ]
+        for name, matrix, bias, start, rows in parts:
+            targets[f"{place}{name}.weight"] = _Target(matrix, start, rows)
+            if bias is not None:
+                targets[f"{place}{name}.bias"] = _Target(bias, start, rows)
+        targets[f"{place}input_layernorm.weight"] = _whole(layer.input_norm)
+        targets[f"{place}post_attention_layernorm.weight"] = _whole(layer.post_norm)
+    return targets
+
+
+def _whole(tensor: torch.Tensor) -> _Target:
+    return _Target(tensor, 0, tensor.shape[0])

@@ -1,0 +1,59 @@
+"""What every step did and how long its phases took, for calibration."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from io import BytesIO
+from pathlib import Path
+from typing import NamedTuple
+
+from capplan.spec import write_bytes_atomic
+
+
+class StepRecord(NamedTuple):
+    """One step. Counts as the twin's latency models take them: at the time of the decision."""
+
+    step: int
+    begin_ns: int
+    """By the engine's clock."""
+    tokens: int
+    decode_requests: int
+    """Requests that compute one token and have generated some before."""
+    prefill_requests: int
+    prefill_tokens: int
+    requests: int
+    """Running, whether or not they have a token in the step."""
+    waiting: int
+    kv_tokens: int
+    """Held before the step."""
+    adapters: int
+    """Distinct ones of running requests."""
+    resident: int
+    rank_sum: int
+    """Over the requests of the step."""
+    max_rank: int
+    loads: int
+    disk_loads: int
+    preemptions: int
+    # -- known at the end of the step --
+    finished: int = 0
+    duration_ns: int = 0
+    schedule_ms: float = 0.0
+    load_ms: float = 0.0
+    """Time for which the step waited for adapters."""
+    prepare_ms: float = 0.0
+    forward_ms: float = 0.0
+    sample_ms: float = 0.0
+    commit_ms: float = 0.0
+
+
+def write_records(path: str | Path, records: Iterable[StepRecord]) -> None:
+    """Write records as Parquet, one row per step; the columns are the fields of `StepRecord`."""
+    import pyarrow as pa
+    import pyarrow.parquet as pq
+
+    rows = list(records)
+    columns = {name: [getattr(row, name) for row in rows] for name in StepRecord._fields}
+    buffer = BytesIO()
+    pq.write_table(pa.table(columns), buffer)
+    write_bytes_atomic(path, buffer.getvalue())

@@ -1,0 +1,58 @@
+"""Choosing the next token of each request from its logits.
+
+Randomness is each request's own, so its tokens do not depend on who else is in the batch.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import torch
+
+from capplan.engine.request import Request, TokenLogprobs
+
+
+def sample(logits: torch.Tensor, requests: Sequence[Request]) -> list[int]:
+    """Return one token per request from logits, shape (requests, vocabulary); report what was asked for."""
+    logits = logits.float()
+    tokens: list[int] = logits.argmax(dim=-1).tolist()
+    drawn = [i for i, request in enumerate(requests) if request.params.temperature > 0]
+    if drawn:
+        for i, token in zip(drawn, _draw(logits[drawn], [requests[i] for i in drawn]), strict=True):
+            tokens[i] = token
+    _report(logits, requests, tokens)
+    return tokens
+
+
+def _draw(logits: torch.Tensor, requests: Sequence[Request]) -> list[int]:
+    """Draw by inverting the cumulative distribution of the tokens within top_p, likeliest first."""
+
+    def column(values: list[float]) -> torch.Tensor:
+        return torch.tensor(values, dtype=torch.float64, device=logits.device).unsqueeze(1)
+
+    uniform = column([request.rng.random() if request.rng is not None else 0.0 for request in requests])
+    temperature = column([request.params.temperature for request in requests])
+    top_p = column([request.params.top_p for request in requests])
+    shifted = logits.double() - logits.double().amax(
+        dim=-1, keepdim=True
+    )  # a tiny temperature must not overflow
+    probabilities, order = torch.softmax(shifted / temperature, dim=-1).sort(
+        dim=-1, descending=True, stable=True
+    )
+    cumulative = probabilities.cumsum(dim=-1)
+    kept = (cumulative - probabilities < top_p).sum(dim=-1, keepdim=True)
+    total = cumulative.gather(1, kept - 1)
+    at = torch.searchsorted(cumulative, uniform * total, right=True).minimum(kept - 1)
+    tokens: list[int] = order.gather(1, at).squeeze(1).tolist()
+    return tokens
+
+
+def _report(logits: torch.Tensor, requests: Sequence[Request], tokens: Sequence[int]) -> None:
+    for i, request in enumerate(requests):
+        if request.params.keep_logits:
+            request.logits.append(logits[i].cpu())
+        if request.params.logprobs is not None:
+            logprobs = torch.log_softmax(logits[i], dim=-1)
+            best = logprobs.topk(min(request.params.logprobs, logprobs.numel()))
+            top = tuple(zip(best.indices.tolist(), best.values.tolist(), strict=True))
+            request.logprobs.append(TokenLogprobs(float(logprobs[tokens[i]]), top))

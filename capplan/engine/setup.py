@@ -1,0 +1,104 @@
+"""Putting an engine together: weights, adapters, memory, scheduler, loop."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from pathlib import Path
+from typing import NamedTuple
+
+import torch
+
+from capplan.engine.attention import KvCache
+from capplan.engine.blocks import BlockTables, CountedBlocks, NamedBlocks
+from capplan.engine.clock import Clock, VirtualClock, WallClock
+from capplan.engine.dispatch import adapters_of, attention_of
+from capplan.engine.loop import Loop
+from capplan.engine.lora.layout import AdapterLayout
+from capplan.engine.lora.loader import Loader, ThreadLoader, VirtualLoader
+from capplan.engine.lora.memory import AdapterMemory, StaticSlots, UnifiedPages
+from capplan.engine.lora.residency import Residency
+from capplan.engine.lora.sources import AdapterSource
+from capplan.engine.models import (
+    ModelConfig,
+    Weights,
+    builtin_config,
+    load_weights,
+    random_weights,
+    read_config,
+)
+from capplan.engine.pages import PagePool, kv_page_elements
+from capplan.engine.runner import ModelRunner
+from capplan.engine.settings import EngineSettings
+from capplan.engine.sizes import Sizes, choose_sizes
+from capplan.serving import new_state
+
+
+class Model(NamedTuple):
+    """A model and the folder it came from, if any."""
+
+    config: ModelConfig
+    weights: Weights
+    folder: Path | None
+
+
+def load_model(model: str | Path | ModelConfig, settings: EngineSettings) -> Model:
+    """Return a model from its folder, or with random weights from a ``config.json``, a name or a config."""
+    device = torch.device(settings.device)
+    if isinstance(model, ModelConfig):
+        config, folder = model, None
+    elif Path(model).exists():
+        config, folder = read_config(model), Path(model) if Path(model).is_dir() else None
+    else:
+        config, folder = builtin_config(str(model)), None
+    dtype = settings.torch_dtype(config)
+    if folder is None:
+        return Model(config, random_weights(config, dtype, device, settings.seed), None)
+    return Model(config, load_weights(config, folder, dtype, device), folder)
+
+
+def build_loop(
+    model: Model, sources: Sequence[AdapterSource], settings: EngineSettings, virtual_time: bool
+) -> tuple[Loop, Sizes]:
+    """Allocate everything and return the loop, and the sizes that were chosen."""
+    dtype, device = model.weights.embed.dtype, model.weights.embed.device
+    layout = AdapterLayout(model.config)
+    host_slots = len(sources) if settings.max_cpu_loras is None else settings.max_cpu_loras
+    pin = device.type == "cuda"
+    residency = Residency(sources, layout, dtype, pin, settings.s_max, host_slots)
+    sizes = choose_sizes(model.config, layout, settings, residency, dtype, device)
+    pool = PagePool(sizes.pool_pages, kv_page_elements(model.config, settings.block_size), dtype, device)
+    rules = settings.serving_rules()
+    limits = rules.limits(
+        max_num_seqs=settings.max_num_seqs,
+        max_num_batched_tokens=settings.max_num_batched_tokens,
+        max_model_len=sizes.max_model_len,
+        max_loras=max(1, len(sources)) if rules.declared_output else sizes.a_max,
+        max_cpu_loras=max(host_slots, 1),
+        block_size=settings.block_size,
+        num_blocks=sizes.num_blocks,
+    )
+    state = new_state(settings.max_in_flight, len(sources), sizes.num_blocks, limits)
+    blocks: BlockTables
+    if rules.prefix_caching:
+        blocks = NamedBlocks(state, pool, sizes.num_blocks)
+    else:
+        blocks_per_request = -(-sizes.max_model_len // settings.block_size)
+        blocks = CountedBlocks(pool, settings.max_in_flight, blocks_per_request)
+    memory: AdapterMemory
+    if settings.chosen_memory() == "unified":
+        memory = UnifiedPages(layout, pool)
+    else:
+        memory = StaticSlots(layout, sizes.a_max, sizes.s_max, dtype, device)
+    residency.attach(memory, state if rules.declared_output else None)
+    cache = KvCache(model.config, pool, settings.block_size)
+    runner = ModelRunner(
+        model.config,
+        model.weights,
+        cache,
+        sizes.max_model_len,
+        attention_of(settings, model.config, cache),
+        adapters_of(settings, layout, residency, limits.max_loras, sizes.s_max),
+    )
+    clock: Clock = VirtualClock() if virtual_time else WallClock()
+    loader: Loader = VirtualLoader(clock) if virtual_time else ThreadLoader(clock)
+    return Loop(state, limits, runner, blocks, residency, loader, clock, device), sizes

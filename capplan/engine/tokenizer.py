@@ -1,0 +1,68 @@
+"""Text to tokens and back: the model's own tokenizer, or bytes where there is none."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Protocol
+
+from tokenizers import Tokenizer as HfTokenizer
+
+from capplan.errors import InputError
+
+
+class Tokenizer(Protocol):
+    """Turns text into tokens and tokens into text."""
+
+    def encode(self, text: str) -> list[int]:
+        """Return the tokens of a prompt, special ones at its beginning included where the model has such."""
+        ...
+
+    def decode(self, tokens: Sequence[int]) -> str:
+        """Return the text of tokens, special ones left out."""
+        ...
+
+
+class ByteTokenizer:
+    """One token per byte of UTF-8; tokens above 255 have no text."""
+
+    def __init__(self, vocab_size: int) -> None:
+        self._vocab_size = vocab_size
+
+    def encode(self, text: str) -> list[int]:
+        """See `Tokenizer`."""
+        if self._vocab_size < 256:
+            rule = "must be token ids: the model has no tokenizer, and too small a vocabulary for bytes"
+            raise InputError(rule, text, "prompt")
+        return list(text.encode("utf-8"))
+
+    def decode(self, tokens: Sequence[int]) -> str:
+        """See `Tokenizer`."""
+        return bytes(token for token in tokens if token < 256).decode("utf-8", errors="replace")
+
+
+class FileTokenizer:
+    """A model's ``tokenizer.json``."""
+
+    def __init__(self, file: Path) -> None:
+        try:
+            self._tokenizer = HfTokenizer.from_file(str(file))
+        except Exception as error:  # noqa: BLE001 - the library raises plain Exception
+            raise InputError(f"cannot be read: {error}", location=str(file)) from None
+
+    def encode(self, text: str) -> list[int]:
+        """See `Tokenizer`."""
+        ids: list[int] = self._tokenizer.encode(text).ids
+        return ids
+
+    def decode(self, tokens: Sequence[int]) -> str:
+        """See `Tokenizer`."""
+        text: str = self._tokenizer.decode(list(tokens), skip_special_tokens=True)
+        return text
+
+
+def load_tokenizer(folder: Path | None, vocab_size: int) -> Tokenizer:
+    """Return the tokenizer of a model's folder, or bytes."""
+    if folder is not None and (folder / "tokenizer.json").is_file():
+        return FileTokenizer(folder / "tokenizer.json")
+    return ByteTokenizer(vocab_size)

@@ -1,0 +1,401 @@
+"""What `Engine.generate` promises beyond the right logits."""
+
+import json
+import math
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pyarrow.parquet as pq
+import pytest
+import torch
+from safetensors.torch import load_file, save_file
+from tokenizers import Tokenizer, models, pre_tokenizers
+
+from capplan.engine import Engine, ModelConfig, SamplingParams
+from capplan.engine.models.config import config_from_hf
+from capplan.engine.replay import Arrival, replay
+from capplan.errors import InfeasibleError, InputError
+from capplan.testing.integrity import check_integrity
+
+TINY = ModelConfig(
+    name="tiny",
+    layers=2,
+    hidden_size=16,
+    heads=2,
+    kv_heads=1,
+    head_dim=8,
+    intermediate_size=16,
+    vocab_size=300,
+    max_positions=128,
+    eos_token_ids=(7,),
+)
+ADAPTERS = {"a": 3, "b": 8, "c": 5}
+
+
+def tiny(**settings: Any) -> Engine:
+    return Engine(TINY, ADAPTERS, **({"num_kv_blocks": 40, "block_size": 4, "max_num_seqs": 8} | settings))
+
+
+def answers(engine: Engine, **sampling: Any) -> list[tuple[int, ...]]:
+    prompts = [list(range(3 + 2 * i)) for i in range(6)]
+    with engine:
+        done = engine.generate(prompts, ["a", "b", None, "c", "a", "b"], **sampling)
+        check_integrity(engine.loop.state, engine.loop.limits, engine.sizes.num_blocks)
+    return [answer.token_ids for answer in done]
+
+
+def test_text_goes_in_and_comes_out() -> None:
+    with tiny() as engine:
+        [answer] = engine.generate("Grüße", "a", max_tokens=5, ignore_eos=True)
+    assert bytes(answer.prompt_token_ids).decode() == "Grüße"
+    assert answer.text == bytes(t for t in answer.token_ids if t < 256).decode(errors="replace")
+    assert answer.adapter == "a"
+    assert answer.finish_reason == "length"
+
+
+def test_a_models_own_tokenizer_is_used(tmp_path: Path) -> None:
+    with tiny() as engine:
+        save_model(engine, tmp_path)
+    words = Tokenizer(models.WordLevel({"hello": 5, "world": 6, "?": 7}, unk_token="?"))
+    words.pre_tokenizer = pre_tokenizers.Whitespace()
+    words.save(str(tmp_path / "tokenizer.json"))
+    with Engine(tmp_path, num_kv_blocks=20) as engine:
+        [answer] = engine.generate("world hello", max_tokens=1)
+    assert answer.prompt_token_ids == (6, 5)
+
+
+def save_model(engine: Engine, folder: Path) -> None:
+    """Write an engine's random model as Hugging Face would."""
+    from capplan.engine.models import random_weights
+    from capplan.engine.models.weights import _targets
+
+    weights = random_weights(engine.config, torch.float32, torch.device("cpu"))
+    tensors = {name: t.view().clone() for name, t in _targets(engine.config, weights).items()}
+    save_file(tensors, folder / "model.safetensors")
+    config = {
+        "model_type": "llama",
+        "num_hidden_layers": TINY.layers,
+        "hidden_size": TINY.hidden_size,
+        "num_attention_heads": TINY.heads,
+        "num_key_value_heads": TINY.kv_heads,
+        "head_dim": TINY.head_dim,
+        "intermediate_size": TINY.intermediate_size,
+        "vocab_size": TINY.vocab_size,
+        "max_position_embeddings": TINY.max_positions,
+    }
+    (folder / "config.json").write_text(json.dumps(config), encoding="utf-8")
+
+
+def test_a_stop_token_ends_a_request_and_frees_what_it_held() -> None:
+    with tiny() as engine:
+        [free] = engine.generate([[1, 2, 3]], "a", max_tokens=30, ignore_eos=True)
+        stop = free.token_ids[10]
+        first = free.token_ids.index(stop)
+        [answer] = engine.generate([[1, 2, 3]], "a", max_tokens=30, ignore_eos=True, stop_token_ids=(stop,))
+        assert answer.token_ids == free.token_ids[: first + 1]
+        assert answer.finish_reason == "stop"
+        check_integrity(engine.loop.state, engine.loop.limits, engine.sizes.num_blocks)
+        assert engine.loop.requests == {}
+
+
+@pytest.mark.parametrize("rules", ["slora", "vllm-0.8", "capplan"])
+def test_stop_tokens_leave_nothing_taken_in_a_tight_engine(rules: str) -> None:
+    """Where adapters share pages with KV, one that nobody uses any more must not keep others out."""
+    memory = "unified" if rules == "slora" else "slots"
+    prompts = [[i, i + 1, i + 2] for i in range(24)]
+    names = ["abc"[i % 3] for i in range(24)]
+    with tiny(rules=rules, memory=memory, num_kv_blocks=45, max_num_seqs=3) as engine:
+        done = engine.generate(prompts, names, max_tokens=12, stop_token_ids=tuple(range(0, 300, 5)))
+        assert len(done) == 24
+        check_integrity(engine.loop.state, engine.loop.limits, engine.sizes.num_blocks)
+
+
+def test_the_models_own_end_token_counts_unless_ignored() -> None:
+    config = TINY
+    with tiny() as engine:
+        [free] = engine.generate([[1, 2, 3]], max_tokens=9, ignore_eos=True)
+    ending = ModelConfig(**(config.__dict__ | {"eos_token_ids": (free.token_ids[4],)}))
+    with Engine(ending, num_kv_blocks=40, block_size=4) as engine:
+        [answer] = engine.generate([[1, 2, 3]], max_tokens=9)
+        assert answer.finish_reason == "stop"
+        assert len(answer.token_ids) <= 5
+        [ignoring] = engine.generate([[1, 2, 3]], max_tokens=9, ignore_eos=True)
+        assert ignoring.token_ids == free.token_ids
+
+
+def test_sampling_repeats_with_its_seed_whoever_else_is_in_the_batch() -> None:
+    sampling: dict[str, Any] = {"max_tokens": 12, "temperature": 1.5, "seed": 3, "ignore_eos": True}
+    together = answers(tiny(), **sampling)
+    assert together == answers(tiny(max_num_seqs=1), **sampling)
+    assert together != answers(tiny(), **(sampling | {"seed": 4}))
+    assert together != answers(tiny(), max_tokens=12, ignore_eos=True)
+
+
+def test_a_small_top_p_is_greedy() -> None:
+    greedy = answers(tiny(), max_tokens=12, ignore_eos=True)
+    assert greedy == answers(tiny(), max_tokens=12, ignore_eos=True, temperature=5.0, top_p=1e-9)
+    assert greedy == answers(tiny(), max_tokens=12, ignore_eos=True, temperature=1e-30)
+
+
+def test_sampled_tokens_follow_their_probabilities() -> None:
+    with tiny(max_num_seqs=64, max_in_flight=2000) as engine:
+        draws = engine.generate([[5, 6]] * 1500, max_tokens=1, temperature=2.0, top_p=0.6, logprobs=300)
+    assert draws[0].logprobs is not None
+    logits = np.array([logprob for _, logprob in draws[0].logprobs[0].top]) / 2.0
+    shares = np.exp(logits - logits.max())
+    shares /= shares.sum()
+    kept = np.cumsum(shares) - shares < 0.6
+    expected = np.where(kept, shares, 0.0) / shares[kept].sum()
+    rank = {token: at for at, (token, _) in enumerate(draws[0].logprobs[0].top)}
+    counts = np.bincount([rank[draw.token_ids[0]] for draw in draws], minlength=len(rank))
+    assert counts[~kept].sum() == 0
+    deviation = (counts - 1500 * expected)[kept] / np.sqrt(1500 * expected[kept])
+    assert abs((deviation**2).sum() - kept.sum()) < 6 * math.sqrt(2 * kept.sum())
+
+
+def test_log_probabilities_are_those_of_the_logits() -> None:
+    with tiny() as engine:
+        [answer] = engine.generate(
+            [[1, 2, 3]], "b", max_tokens=4, logprobs=2, keep_logits=True, temperature=1.0
+        )
+    assert answer.logits is not None
+    assert answer.logprobs is not None
+    for token, logits, reported in zip(answer.token_ids, answer.logits, answer.logprobs, strict=True):
+        right = torch.log_softmax(logits.double(), dim=-1)
+        assert reported.logprob == pytest.approx(float(right[token]), abs=1e-5)
+        best = right.topk(2)
+        assert [t for t, _ in reported.top] == best.indices.tolist()
+        assert [p for _, p in reported.top] == pytest.approx(best.values.tolist(), abs=1e-5)
+
+
+def test_timings_are_in_order_and_every_token_has_one() -> None:
+    with tiny() as engine:
+        for answer in engine.generate([[1, 2]] * 5, "a", max_tokens=6, ignore_eos=True):
+            times = answer.timing
+            stamps = [times.arrival_s, times.admitted_s, *times.token_s]
+            assert stamps == sorted(stamps)
+            assert len(times.token_s) == 6
+            assert times.ttft_s > 0
+            assert times.tpot_ms > 0
+
+
+@pytest.mark.parametrize(
+    ("kernel", "memory"),
+    [("padded", "slots"), ("triton", "unified"), ("bgmv", "slots"), ("mbgmv", "unified"), ("sgmv", "slots")],
+)
+def test_every_kernel_gives_the_same_tokens(kernel: str, memory: str) -> None:
+    if kernel != "padded":
+        pytest.importorskip("triton", reason="the kernels need triton (extra `engine`)")
+    attention = "triton" if kernel == "sgmv" else "torch"
+    other = {
+        "lora_kernel": kernel,
+        "attention_kernel": attention,
+        "memory": memory,
+        "block_size": 8,
+        "a_max": 2,
+    }
+    tokens = []
+    for settings in ({}, other):
+        with tiny(**settings) as engine:
+            done = engine.generate([[1, 2], [3], [4], [5, 6]], ["a", "b", None, "c"], max_tokens=2)
+            tokens.append([answer.token_ids for answer in done])
+    assert tokens[0] == tokens[1]
+
+
+def test_more_prompts_than_the_engine_takes_at_once_are_all_answered() -> None:
+    with tiny(max_in_flight=3) as engine:
+        assert len(engine.generate([[1, 2]] * 20, "a", max_tokens=2)) == 20
+
+
+def test_requests_come_and_go_while_adapters_load_beside() -> None:
+    params = SamplingParams(max_tokens=8, ignore_eos=True)
+    arrivals = [
+        Arrival(i * 1_000_000, [1, 2, 3 + i], name, params) for i, name in enumerate([*"abcabcab", None])
+    ]
+    with tiny(a_max=1, rules="capplan", max_cpu_loras=1) as engine:
+        replayed = replay(engine, arrivals)
+        assert {record.disk_loads for record in engine.records} >= {0}
+        check_integrity(engine.loop.state, engine.loop.limits, engine.sizes.num_blocks)
+    with tiny() as engine:
+        for arrival, answer in zip(arrivals, replayed, strict=True):
+            assert answer is not None
+            [alone] = engine.generate([arrival.prompt], arrival.adapter, max_tokens=8, ignore_eos=True)
+            assert answer.token_ids == alone.token_ids
+
+
+def test_an_adapter_that_overflows_spoils_no_other_request(tmp_path: Path) -> None:
+    with tiny() as engine:
+        healthy = engine.generate([[1, 2, 3, 4, 5]] * 4, max_tokens=20, ignore_eos=True)
+        write_adapter(tmp_path, engine, scale=1e30)
+    with Engine(TINY, {"wild": tmp_path, "a": 3}, num_kv_blocks=24, block_size=4) as engine:
+        prompts = [[1, 2, 3, 4, 5]] * 8
+        for _ in range(3):
+            mixed = engine.generate(prompts, ["wild", None] * 4, max_tokens=20, ignore_eos=True)
+            assert [answer.token_ids for answer in mixed[1::2]] == [answer.token_ids for answer in healthy]
+
+
+def write_adapter(folder: Path, engine: Engine, scale: float = 1.0, **config: Any) -> None:
+    """Write an adapter of rank 4 on q_proj and down_proj."""
+    folder.mkdir(exist_ok=True)
+    rng = torch.Generator().manual_seed(0)
+    sizes = engine.config
+    tensors = {}
+    for layer in range(sizes.layers):
+        for module, width_in, width_out in (
+            ("self_attn.q_proj", sizes.hidden_size, sizes.query_size),
+            ("mlp.down_proj", sizes.intermediate_size, sizes.hidden_size),
+        ):
+            name = f"base_model.model.model.layers.{layer}.{module}"
+            tensors[f"{name}.lora_A.weight"] = torch.randn(4, width_in, generator=rng) * scale
+            tensors[f"{name}.lora_B.weight"] = torch.randn(width_out, 4, generator=rng)
+    save_file(tensors, folder / "adapter_model.safetensors")
+    text = json.dumps({"peft_type": "LORA", "r": 4, "lora_alpha": 8} | config)
+    (folder / "adapter_config.json").write_text(text, encoding="utf-8")
+
+
+def spoil_shape(folder: Path) -> None:
+    tensors = load_file(folder / "adapter_model.safetensors")
+    name = next(name for name in tensors if "lora_A" in name)
+    tensors[name] = tensors[name][:, :-1].clone()
+    save_file(tensors, folder / "adapter_model.safetensors")
+
+
+def spoil_number(folder: Path) -> None:
+    tensors = load_file(folder / "adapter_model.safetensors")
+    next(iter(tensors.values()))[0, 0] = math.nan
+    save_file(tensors, folder / "adapter_model.safetensors")
+
+
+def lose_half(folder: Path) -> None:
+    tensors = load_file(folder / "adapter_model.safetensors")
+    save_file({n: t for n, t in tensors.items() if "lora_B" not in n}, folder / "adapter_model.safetensors")
+
+
+def cut_off(folder: Path) -> None:
+    file = folder / "adapter_model.safetensors"
+    file.write_bytes(file.read_bytes()[:-7])
+
+
+def rename(folder: Path) -> None:
+    tensors = load_file(folder / "adapter_model.safetensors")
+    renamed = {n.replace("down_proj", "lm_head"): t for n, t in tensors.items()}
+    save_file(renamed, folder / "adapter_model.safetensors")
+
+
+def edit(**fields: Any) -> Any:
+    def edited(folder: Path) -> None:
+        file = folder / "adapter_config.json"
+        file.write_text(json.dumps(json.loads(file.read_text()) | fields), encoding="utf-8")
+
+    return edited
+
+
+@pytest.mark.parametrize(
+    ("spoil", "message"),
+    [
+        (spoil_shape, "dimensions as the model"),
+        (spoil_number, "finite numbers"),
+        (lose_half, "both lora_A and lora_B"),
+        (cut_off, "cannot be read"),
+        (rename, "of q_proj, k_proj"),
+        (lambda folder: (folder / "adapter_model.safetensors").unlink(), "cannot be read"),
+        (lambda folder: (folder / "adapter_config.json").write_text("{"), "must be JSON"),
+        (edit(peft_type="IA3"), "must be a LoRA adapter"),
+        (edit(use_dora=True), "use_dora"),
+        (edit(bias="all"), "bias"),
+        (edit(r=5), "rank 5"),
+        (edit(lora_alpha="much"), "finite numbers"),
+    ],
+)
+def test_a_broken_adapter_is_refused_in_one_line(spoil: Any, message: str, tmp_path: Path) -> None:
+    with tiny() as engine:
+        write_adapter(tmp_path, engine)
+    with Engine(TINY, {"good": tmp_path}, num_kv_blocks=20):
+        pass
+    spoil(tmp_path)
+    with pytest.raises(InputError, match=message) as caught:
+        Engine(TINY, {"broken": tmp_path}, num_kv_blocks=20)
+    assert "\n" not in str(caught.value)
+
+
+@pytest.mark.parametrize(
+    ("settings", "message"),
+    [
+        ({"a_maxx": 3}, "did you mean 'a_max'"),
+        ({"a_max": 0}, "a_max: must be a whole number >= 1"),
+        ({"s_max": 4}, "at most s_max, 4"),
+        ({"dtype": "int8"}, "dtype"),
+        ({"rules": "vllm"}, "rules: must be one of"),
+        ({"rules": "vllm-0.32-async"}, "without asynchronous"),
+        ({"rules": "slora", "memory": "slots"}, "must be unified"),
+        ({"rules": "slora", "prefix_caching": True}, "must be off"),
+        ({"max_model_len": 4096}, "at most the model's 128"),
+        ({"max_cpu_loras": 1, "a_max": 2}, "at least a_max, 2"),
+        ({"memory": "unified", "block_size": 1, "max_model_len": 16}, None),
+    ],
+)
+def test_settings_are_checked(settings: dict[str, Any], message: str | None) -> None:
+    if message is None:
+        tiny(**settings).close()
+        return
+    with pytest.raises(InputError, match=message):
+        tiny(**settings)
+
+
+def test_an_engine_that_cannot_hold_one_request_does_not_start() -> None:
+    with pytest.raises(InfeasibleError, match="max_model_len 100"):
+        tiny(num_kv_blocks=20, max_model_len=100)
+
+
+@pytest.mark.parametrize(
+    ("prompts", "names", "sampling", "message"),
+    [
+        ([[1]], "d", {}, "must be one of a, b, c"),
+        ([[1]], ["a", "b"], {}, "one per prompt, 1"),
+        ([[]], None, {}, "not empty"),
+        ([[300]], None, {}, "below 300"),
+        ([[-1]], None, {}, "below 300"),
+        ([[1] * 128], None, {}, "max_model_len"),
+        ([[1]], None, {"max_tokens": 0}, "max_tokens"),
+        ([[1]], None, {"top_p": 0.0}, "top_p"),
+        ([[1]], None, {"temperature": math.nan}, "temperature"),
+        ([[1]], None, {"temprature": 1.0}, "did you mean 'temperature'"),
+    ],
+)
+def test_requests_are_checked(prompts: Any, names: Any, sampling: dict[str, Any], message: str) -> None:
+    with tiny() as engine, pytest.raises(InputError, match=message):
+        engine.generate(prompts, names, **sampling)
+
+
+def test_every_step_leaves_a_record(tmp_path: Path) -> None:
+    with tiny() as engine:
+        done = engine.generate([[1, 2, 3, 4, 5]] * 4, ["a", "b", None, "a"], max_tokens=6, ignore_eos=True)
+        engine.write_records(tmp_path / "steps.parquet")
+    table = pq.read_table(tmp_path / "steps.parquet").to_pydict()
+    assert sum(table["tokens"]) == sum(len(a.prompt_token_ids) + len(a.token_ids) - 1 for a in done)
+    assert sum(table["prefill_tokens"]) == 20
+    assert sum(table["loads"]) == 2
+    assert table["max_rank"][-1] == 8
+    assert sum(table["finished"]) == 4
+    phases = [name for name in table if name.endswith("_ms")]
+    for row in range(len(table["step"])):
+        assert table["duration_ns"][row] * 1e-6 >= sum(table[name][row] for name in phases) * 0.99
+
+
+def test_older_files_say_the_same_of_rotary_positions() -> None:
+    older = {"rope_theta": 9.0, "rope_scaling": {"type": "linear", "factor": 2.0}}
+    newer = {"rope_parameters": {"rope_theta": 9.0, "rope_type": "linear", "factor": 2.0}}
+    fields = {
+        "model_type": "qwen2",
+        "hidden_size": 8,
+        "num_attention_heads": 2,
+        "num_hidden_layers": 1,
+        "intermediate_size": 8,
+        "vocab_size": 9,
+    }
+    assert config_from_hf(fields | older) == config_from_hf(fields | newer)
+    assert config_from_hf(fields | newer).rope.factor == 2.0
+    for unknown in ({"hidden_act": "gelu"}, {"use_sliding_window": True}, {"rope_scaling": {"type": "yarn"}}):
+        with pytest.raises(InputError):
+            config_from_hf(fields | unknown)
