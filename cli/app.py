@@ -13,6 +13,7 @@ from capplan.cli.explain import explain
 from capplan.cli.export import export
 from capplan.cli.plan import plan
 from capplan.cli.profiles import profiles
+from capplan.cli.report import report
 from capplan.cli.reporting import ReportingGroup
 from capplan.cli.schema import schema
 from capplan.cli.simulate import simulate
@@ -51,7 +52,7 @@ app = typer.Typer(
     pretty_exceptions_enable=False,
     context_settings={"help_option_names": ["-h", "--help"]},
 )
-for command in (plan, compare, simulate, explain, export, profiles, calibrate, train, schema):
+for command in (plan, compare, simulate, explain, report, export, profiles, calibrate, train, schema):
     app.command()(command)
 app.add_typer(dataset, name="dataset")
 app.add_typer(surrogate, name="surrogate")

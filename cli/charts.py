@@ -11,6 +11,7 @@ from html import escape
 from typing import Final
 
 from capplan.cli.chart_axes import Axis, Scale, scale_of
+from capplan.cli.chart_marks import Area, marked, shaded
 from capplan.cli.html import Html
 
 __all__ = ["Axis", "Curve", "bar_chart", "line_chart", "scatter_chart"]
@@ -73,6 +74,8 @@ def line_chart(
     y: Axis,
     *,
     rules: Mapping[str, float] | None = None,
+    marks: Mapping[str, float] | None = None,
+    beyond: tuple[str, float] | None = None,
     note: str = "",
 ) -> Html:
     """Return a chart of lines.
@@ -87,10 +90,17 @@ def line_chart(
         The axes, with units in their labels; y starts at 0 unless it is logarithmic or told otherwise.
     rules : mapping of str to float, optional
         Horizontal lines with their names, such as bounds.
+    marks : mapping of str to float, optional
+        Vertical lines with their names, such as what was chosen.
+    beyond : tuple of str and float, optional
+        Name of what is out of reach, and where on the x axis it begins: shaded from there on.
     """
     rules = rules or {}
     frame = _frame(x, y, curves, extra_y=rules.values(), from_zero=True)
-    drawn = [_rule(frame, name, at) for name, at in rules.items()]
+    area = Area(frame.left, _TOP, _WIDTH - _RIGHT, _HEIGHT - _BOTTOM)
+    drawn = [] if beyond is None else [shaded(area, frame.x, *beyond)]
+    drawn += [marked(area, frame.x, name, at) for name, at in (marks or {}).items()]
+    drawn += [_rule(frame, name, at) for name, at in rules.items()]
     for number, curve in enumerate(curves):
         drawn.append(_line(frame, curve, number))
         drawn.append(_whiskers(frame, curve, number))

@@ -2,19 +2,38 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Any
+from collections.abc import Sequence
+from dataclasses import asdict
+from typing import TYPE_CHECKING, Annotated, Any, Final, TypeAlias
 
 import typer
 
 from capplan.cli.console import counted, number, percent, print_json, print_table, table
+from capplan.cli.explanation_tables import curve_table, room_table, what_if_table
 from capplan.cli.inputs import AsJson, PlanFile
 from capplan.cli.plan import group_rate_rps, verdict
+from capplan.cli.progress import announce_compilation, progress_bars
 from capplan.cli.queue_table import queues_table
+from capplan.errors import InputError
 
 if TYPE_CHECKING:
     from rich.table import Table
 
+    from capplan.planner.explaining import Explanation
     from capplan.spec import Group, GroupVerification, Plan
+
+PlannedWorkload: TypeAlias = Annotated[
+    str | None,
+    typer.Option("--workload", metavar="FILE", help="Workload that the plan was made for: asks the twin."),
+]
+PlannedProfile: TypeAlias = Annotated[
+    str | None,
+    typer.Option("--profile", metavar="NAME", help="Profile that the plan rests on; default: as it says."),
+]
+MORE: Final = (
+    "--workload FILE also tells why the groups have their numbers of slots, what is in use and what is left, "
+    "and what one GPU fewer or more would do"
+)
 
 _RESOURCES = {
     "kv": "KV-cache memory",
@@ -24,31 +43,110 @@ _RESOURCES = {
 }
 
 
-def explain(plan: PlanFile, as_json: AsJson = False) -> None:
-    """Tell what binds on every group, what is predicted and verified, and why the plan needs its GPUs."""
+def explain(
+    plan: PlanFile,
+    workload: PlannedWorkload = None,
+    group: Annotated[
+        list[str] | None,
+        typer.Option("--group", metavar="ID", help="Only this group; can be given more than once."),
+    ] = None,
+    profile: PlannedProfile = None,
+    as_json: AsJson = False,
+) -> None:
+    """Tell what binds on every group, what is predicted and verified, and why the plan needs its GPUs.
+
+    With the workload, also why every group has its number of slots, what is in use and what is left, and what
+    one GPU fewer or more would do.
+    """
     from capplan.spec import Plan
 
     document = Plan.from_json(plan)
+    wanted = _chosen(document, group or ())
+    explanation = asked_twin(document, workload, profile, wanted)
+    shown = wanted or document.groups
     if as_json:
-        print_json(_document(document))
+        print_json(_document(document, explanation, shown))
         return
-    engine = document.engine
-    typer.echo(f"{document.base_model} on {engine.name} {engine.version} (rules {engine.rules})")
-    typer.echo(f"  {gpus_reason(document)}")
-    typer.echo(f"  {verdict(document)}")
-    verdicts = {check.id: check for check in document.verification.groups}
-    for group in document.groups:
-        typer.echo(f"\n{group.id}: {_size(group)}")
-        typer.echo(f"  {binding(group)}")
-        typer.echo(f"  {_verified(verdicts.get(group.id))}")
-        print_table(_predicted_table(group))
-        if group.queues is not None:
-            print_table(queues_table(group.queues))
+    _print_plan(document)
+    for each in shown:
+        _print_group(document, each)
+        _print_explained(each, explanation)
+    if explanation is not None and explanation.what_if:
+        typer.echo("\none GPU fewer or more")
+        print_table(what_if_table(explanation))
     if document.provenance:
         rows = table("where it comes from", "")
         for key, value in document.provenance.items():
             rows.add_row(key, value if isinstance(value, str) else _compact(value))
         print_table(rows)
+    if explanation is None:
+        typer.echo(MORE)
+
+
+def asked_twin(
+    plan: Plan, workload: str | None, profile: str | None, groups: Sequence[Group] = ()
+) -> Explanation | None:
+    """Return what the twin adds to a plan; None without a workload.
+
+    Raises
+    ------
+    InputError
+        When a file cannot be read or is not that of the plan.
+    """
+    if workload is None:
+        if profile is not None:
+            raise InputError("goes with --workload, which says what to simulate", profile, "--profile")
+        return None
+    from capplan.datasets import load_profile
+    from capplan.spec import load_workload
+
+    wishes = load_workload(workload)
+    used = None if profile is None else load_profile(profile)
+    announce_compilation()
+    from capplan.planner import explaining
+
+    with progress_bars() as on_progress:
+        return explaining.explain(
+            plan, wishes, profile=used, groups=groups, source=workload, progress=on_progress
+        )
+
+
+def _chosen(plan: Plan, ids: Sequence[str]) -> tuple[Group, ...]:
+    """Return the groups with these ids, in the order of the plan."""
+    known = [group.id for group in plan.groups]
+    for name in ids:
+        if name not in known:
+            shown = ", ".join(known[:12]) + (", ..." if len(known) > 12 else "")
+            raise InputError(f"must be a group of the plan: {shown}", name, "--group")
+    return tuple(group for group in plan.groups if group.id in ids)
+
+
+def _print_plan(plan: Plan) -> None:
+    engine = plan.engine
+    typer.echo(f"{plan.base_model} on {engine.name} {engine.version} (rules {engine.rules})")
+    typer.echo(f"  {gpus_reason(plan)}")
+    typer.echo(f"  {verdict(plan)}")
+
+
+def _print_group(plan: Plan, group: Group) -> None:
+    verdicts = {check.id: check for check in plan.verification.groups}
+    typer.echo(f"\n{group.id}: {size(group)}")
+    typer.echo(f"  {binding(group)}")
+    typer.echo(f"  {verified(verdicts.get(group.id))}")
+    print_table(_predicted_table(group))
+    if group.queues is not None:
+        print_table(queues_table(group.queues))
+
+
+def _print_explained(group: Group, explanation: Explanation | None) -> None:
+    for each in () if explanation is None else explanation.groups:
+        if group.id == each.ids[0]:
+            typer.echo(f"  {each.why_a_max}")
+            print_table(curve_table(each.curve))
+            typer.echo(f"  {each.room.words}")
+            print_table(room_table(each.room))
+        elif group.id in each.ids:
+            typer.echo(f"  adapters and settings alike, so slots and what is in use as on {each.ids[0]}")
 
 
 def binding(group: Group) -> str:
@@ -85,14 +183,16 @@ def gpus_reason(plan: Plan) -> str:
     return "; ".join(parts)
 
 
-def _size(group: Group) -> str:
+def size(group: Group) -> str:
+    """Return how large a group is, and what it serves with which slots."""
     instances = f"{counted(group.replicas, 'instance')} of {counted(group.tp, 'GPU')} ({group.gpu})"
     load = f"{counted(len(group.adapters), 'adapter')} at {number(group_rate_rps(group), 2)} req/s"
     slots = f"{group.engine_args.max_loras} slots of rank {group.engine_args.max_lora_rank}"
     return f"{instances}, {load}, {slots}, profile {group.profile}"
 
 
-def _verified(check: GroupVerification | None) -> str:
+def verified(check: GroupVerification | None) -> str:
+    """Return what the twin said of a group."""
     if check is None:
         return "not verified"
     note = f": {check.note}" if check.note else ""
@@ -115,10 +215,10 @@ def _predicted_table(group: Group) -> Table:
     return rows
 
 
-def _document(plan: Plan) -> dict[str, Any]:
+def _document(plan: Plan, explanation: Explanation | None, shown: Sequence[Group]) -> dict[str, Any]:
     whole = plan.model_dump(mode="json")
     verdicts = {check["id"]: check for check in whole["verification"]["groups"]}
-    return {
+    document = {
         "gpus": gpus_reason(plan),
         "totals": whole["totals"],
         "verdict": verdict(plan),
@@ -127,15 +227,14 @@ def _document(plan: Plan) -> dict[str, Any]:
             {
                 "id": group.id,
                 "binding": binding(group),
-                "binds": each["binds"],
-                "predicted": each["predicted"],
-                "queues": each["queues"],
+                **group.model_dump(mode="json", include={"binds", "predicted", "queues"}),
                 "verification": verdicts.get(group.id),
             }
-            for group, each in zip(plan.groups, whole["groups"], strict=True)
+            for group in shown
         ],
         "provenance": whole["provenance"],
     }
+    return document if explanation is None else document | {"explanation": asdict(explanation)}
 
 
 def _compact(value: Any) -> str:

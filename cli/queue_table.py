@@ -35,11 +35,19 @@ def queues_table(queues: Queues) -> Table:
     wrs = queues.wrs
     sizes = f"queue by size of request\n({_SIZES[wrs.form]})"
     rows = table(sizes, f"quota, tokens\n({_CHARGES[queues.adapter_charge]})", "share", numbers_from=1)
+    for row in queue_rows(queues):
+        rows.add_row(*row)
+    return rows
+
+
+def queue_rows(queues: Queues) -> list[tuple[str, str, str]]:
+    """Return the rows of that table in words: sizes, quota, share of all quotas."""
     total = sum(each.quota_tokens for each in queues.classes)
     uppers = [each.upper_wrs for each in queues.classes]
-    for (low, high), each in zip(pairwise([None, *uppers]), queues.classes, strict=True):
-        rows.add_row(_range(low, high), number(each.quota_tokens), percent(each.quota_tokens / total))
-    return rows
+    return [
+        (_range(low, high), number(each.quota_tokens), percent(each.quota_tokens / total))
+        for (low, high), each in zip(pairwise([None, *uppers]), queues.classes, strict=True)
+    ]
 
 
 def _range(low: float | None, high: float | None) -> str:

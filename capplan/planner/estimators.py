@@ -14,14 +14,16 @@ from capplan.models.surrogates.features import untrained
 from capplan.planner.judging import judge
 from capplan.planner.parallel import ask_all
 from capplan.planner.problem import Assignment, Estimate, Estimator, Problem
-from capplan.planner.surrogate_estimator import SurrogateEstimator
-from capplan.spec import STARVED_BELOW
+from capplan.planner.surrogate_estimator import SurrogateEstimator, with_usual_lengths
+from capplan.spec import STARVED_BELOW, Workload
+from capplan.twin import SimulationResult
 from capplan.twin.simulate import DEFAULT_MAX_MODEL_LEN
 
 SEARCH_DURATION_S = 3600.0
 """As long as verification: of deep queues, a shorter run counts more as unserved that is only under way."""
 NAMES: Final = ("auto", *KINDS, "twin")
 _AUTO: Final = "best"
+_A_FEW: Final = 16
 
 
 @dataclass(frozen=True)
@@ -52,9 +54,21 @@ class TwinEstimator:
         return Estimate(
             result.throughput_tok_s,
             starved=bool(judged.broken),
-            e2e_s_mean=result.e2e_s_mean if result.completed else 0.0,
+            e2e_s_mean=_charged_s(result),
             strain=max(0.0, slo.served_fraction - result.served_fraction) + bool(judged.broken),
         )
+
+
+def _charged_s(result: SimulationResult) -> float:
+    """Return the mean time from arrival to last token, where who is left behind waited all along.
+
+    By Little's law, rate x time are under way at the end; twice as many, and a few, are not left behind.
+    """
+    if result.completed == 0:
+        return result.duration_s if result.submitted else 0.0
+    under_way = result.submitted / result.duration_s * result.e2e_s_mean
+    behind = max(0.0, result.submitted - result.completed - 2.0 * under_way - _A_FEW)
+    return result.e2e_s_mean + behind / result.submitted * result.duration_s
 
 
 @dataclass(frozen=True)
@@ -95,7 +109,9 @@ def make_estimator(problem: Problem, name: str, twin: TwinEstimator) -> Estimato
 
 def make_hint(problem: Problem, twin: TwinEstimator) -> Estimator:
     """Return who says at little cost what an instance serves, whatever latency bounds say; else the twin."""
-    return twin if _untrained(problem) else _surrogates(problem, _AUTO, twin, or_the_twin=True)
+    if _untrained(problem, with_usual_lengths(problem.workload)):
+        return twin
+    return _surrogates(problem, _AUTO, twin, or_the_twin=True, guesses=True)
 
 
 def estimator_name(estimator: Estimator) -> str:
@@ -105,7 +121,9 @@ def estimator_name(estimator: Estimator) -> str:
     return estimator.surrogate.kind if isinstance(estimator, SurrogateEstimator) else "twin"
 
 
-def _surrogates(problem: Problem, kind: str, twin: TwinEstimator, *, or_the_twin: bool) -> Estimator:
+def _surrogates(
+    problem: Problem, kind: str, twin: TwinEstimator, *, or_the_twin: bool, guesses: bool = False
+) -> Estimator:
     """Return the surrogates of all pools; the twin stands in for missing ones if it may."""
     estimators: list[Estimator] = []
     for pool in problem.pools:
@@ -116,7 +134,7 @@ def _surrogates(problem: Problem, kind: str, twin: TwinEstimator, *, or_the_twin
                 raise
             estimators.append(twin)
             continue
-        estimators.append(SurrogateEstimator(problem, surrogate, twin))
+        estimators.append(SurrogateEstimator(problem, surrogate, twin, guesses))
     return estimators[0] if len(estimators) == 1 else PoolEstimator(tuple(estimators))
 
 
@@ -124,15 +142,14 @@ def _only_the_twin_judges(problem: Problem) -> bool:
     """Tell whether a workload has bounds that no surrogate knows of, or goes beyond all that they learned."""
     slo = problem.workload.slo
     return bool(
-        _untrained(problem)
+        _untrained(problem, problem.workload)
         or slo.latency_bounds()
         or slo.tpt_over_base is not None
         or slo.served_fraction != STARVED_BELOW
     )
 
 
-def _untrained(problem: Problem) -> bool:
-    workload = problem.workload
+def _untrained(problem: Problem, workload: Workload) -> bool:
     host = workload.engine.max_cpu_loras
     return bool(
         any(untrained(workload, pool.profile) for pool in problem.pools)

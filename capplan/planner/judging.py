@@ -5,10 +5,13 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from capplan.planner.problem import Assignment, Problem
-from capplan.spec import Slo
+from capplan.spec import Slo, Workload
 from capplan.twin import SimulationResult, simulate, simulate_detailed
 from capplan.twin.result import bound_value
 from capplan.twin.simulate import Settings
+
+_MOST_RUNNING = 1024
+"""More requests than any engine of a plan runs at once."""
 
 
 @dataclass(frozen=True)
@@ -42,7 +45,7 @@ def judge(
     slo = problem.workload.slo
     workload = problem.subworkload(assignment.parts, scale)
     profile = problem.pools[assignment.pool].profile
-    settings = twin_settings(problem, assignment, seed, duration_s)
+    settings = twin_settings(problem, assignment, workload, seed, duration_s)
     if slo.tpt_over_base is None:
         result = simulate(workload, profile, **settings)
         return Judged(result, broken_bounds(slo, result))
@@ -56,9 +59,11 @@ def judge(
     return Judged(result, broken)
 
 
-def twin_settings(problem: Problem, assignment: Assignment, seed: int, duration_s: float) -> Settings:
-    """Return how the twin is to run one instance; a trace as long as it is."""
-    engine, trace = problem.engine, problem.workload.trace
+def twin_settings(
+    problem: Problem, assignment: Assignment, workload: Workload, seed: int, duration_s: float
+) -> Settings:
+    """Return how the twin is to run one instance that serves a workload; a trace as long as it is."""
+    engine, trace = problem.engine, workload.trace
     return {
         "a_max": assignment.a_max,
         "s_max": problem.s_max(assignment.parts),
@@ -68,14 +73,15 @@ def twin_settings(problem: Problem, assignment: Assignment, seed: int, duration_
         "max_num_batched_tokens": engine.max_num_batched_tokens,
         "max_model_len": engine.max_model_len,
         "gpu_memory_utilization": engine.gpu_memory_utilization,
-        "max_cpu_loras": problem.workload.engine.max_cpu_loras,
+        "max_cpu_loras": workload.engine.max_cpu_loras,
     }
 
 
 def broken_bounds(slo: Slo, result: SimulationResult) -> tuple[str, ...]:
     """Return the bounds that a simulated GPU breaks, each in words; none when it keeps all of them.
 
-    A latency that no request had (NaN) breaks no bound: where they waited in vain, `served_fraction` tells.
+    Latencies are those of completed requests. A percentile of the time to the first or last token is broken,
+    too, when so many requests are left at the end that too many of them must have waited longer.
     """
     broken = []
     if result.served_fraction < slo.served_fraction:
@@ -84,4 +90,20 @@ def broken_bounds(slo: Slo, result: SimulationResult) -> tuple[str, ...]:
         value = bound_value(result, name)
         if value > bound:
             broken.append(f"{name} {value:.3g} > {bound:g}")
+        elif _left_waiting(result, name, bound):
+            broken.append(f"{name} > {bound:g}, with the requests that still wait at the end")
     return tuple(broken)
+
+
+def _left_waiting(result: SimulationResult, name: str, bound: float) -> bool:
+    """Tell whether more requests than a percentile lets pass have waited beyond its bound in vain.
+
+    Of those not completed, as many as run at most may be under way, and those that came last may still be
+    in time.
+    """
+    metric, statistic, _ = name.split("_")
+    if metric not in ("ttft", "e2e") or not statistic.startswith("p"):
+        return False
+    in_time = result.submitted * min(1.0, bound / result.duration_s) + _MOST_RUNNING
+    late = result.submitted - result.completed - in_time
+    return late > (1.0 - float(statistic[1:]) / 100.0) * result.submitted

@@ -73,7 +73,8 @@ class Estimate:
     starved: bool
     """Whether it would starve, or break a latency bound where the estimator can tell."""
     e2e_s_mean: float = 0.0
-    """Mean time from arrival to last token; 0 where the estimator cannot tell."""
+    """Mean time from arrival to last token, who is left behind charged with all there was; 0 where the
+    estimator cannot tell."""
     strain: float = 0.0
     """How near it is to failing, or how far beyond; grows with the load."""
 

@@ -47,20 +47,28 @@ def ranked_slots(
 
     With `near`, only of the numbers next to that one: for parts that differ little from some that it suits.
     """
-    distinct = distinct_adapters(parts)
-    if problem.fixed_a_max is not None:
-        values = [problem.fixed_a_max]
-    else:
-        values = sorted({value for value in GRID if value < distinct} | {distinct})
-        if near is not None:
-            at = bisect_left(values, near)
-            values = values[max(0, at - 1) : at + 2]
+    values = slot_numbers(problem, parts) if near is None else slots_near(problem, parts, near)
     everyone = tuple(parts)
     fitting = [v for v in values if problem.fits_in_memory(Assignment(everyone, v, pool=pool))]
     estimates = _asked(parts, fitting, pool, quick)
     holding = {value: estimate for value, estimate in estimates.items() if not estimate.starved}
     starving = {value: estimate for value, estimate in estimates.items() if estimate.starved}
     return {value: estimates[value] for value in _by_merit(holding) + _by_merit(starving)}
+
+
+def slot_numbers(problem: Problem, parts: Sequence[Part]) -> list[int]:
+    """Return the numbers of slots worth a try: the grid up to one for each adapter."""
+    if problem.fixed_a_max is not None:
+        return [problem.fixed_a_max]
+    distinct = distinct_adapters(parts)
+    return sorted({value for value in GRID if value < distinct} | {distinct})
+
+
+def slots_near(problem: Problem, parts: Sequence[Part], slots: int) -> list[int]:
+    """Return the numbers of slots next to one, and that one or the next larger."""
+    values = slot_numbers(problem, parts)
+    at = bisect_left(values, slots)
+    return values[max(0, at - 1) : at + 2] or values[-1:]
 
 
 def _asked(

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from itertools import groupby
@@ -14,6 +14,7 @@ from capplan.models import Surrogate
 from capplan.models.surrogates.asker import Asker, Setting, asker_of
 from capplan.planner.parallel import ask_all
 from capplan.planner.problem import Assignment, Estimate, Estimator, Part, Problem
+from capplan.spec import Workload
 
 _STARVED = 0.5
 
@@ -29,6 +30,9 @@ class SurrogateEstimator:
     problem: Problem
     surrogate: Surrogate
     twin: Estimator
+    guesses: bool = False
+    """Whether to answer beyond the training range, too, rather than ask the twin; and to take an adapter with
+    lengths of its own for one with the usual lengths that asks for as many tokens."""
 
     def __call__(self, assignment: Assignment) -> Estimate:
         """Answer at the workload's load over (1 - headroom)."""
@@ -47,19 +51,20 @@ class SurrogateEstimator:
         """Return what the surrogate knows of instances that serve the same parts."""
         parts, asker = alike[0].parts, self._asker
         names = [part.name for part in parts]
-        if asker is None or not self._own_lengths.isdisjoint(names):
+        if asker is None or not (self.guesses or self._own_lengths.keys().isdisjoint(names)):
             return [None] * len(alike)
-        rates_rps, ranks = _numbers(parts, names)
+        rates_rps, ranks = _numbers(parts, names, self._own_lengths)
         s_max = self.problem.s_max((parts[int(ranks.argmax())],))
         settings = [Setting(a.a_max, s_max, self.problem.max_num_seqs(a)) for a in alike]
         replies = asker.ask(rates_rps / (1.0 - self.problem.workload.headroom), ranks, settings)
         return [
-            Estimate(throughput, probability >= _STARVED, strain=probability)
-            if in_range or (is_lighter and probability < _STARVED)
+            Estimate(throughput, probability >= _STARVED, e2e_s_mean=request_s, strain=probability)
+            if self.guesses or in_range or (is_lighter and probability < _STARVED)
             else None
-            for throughput, probability, in_range, is_lighter in zip(
+            for throughput, probability, request_s, in_range, is_lighter in zip(
                 replies.throughput_tok_s.tolist(),
                 replies.starvation_probability.tolist(),
+                replies.request_s.tolist(),
                 replies.in_range.tolist(),
                 replies.is_lighter.tolist(),
                 strict=True,
@@ -70,25 +75,44 @@ class SurrogateEstimator:
     def _asker(self) -> Asker | None:
         """Who asks about adapters without lengths of their own; None where nobody can."""
         workload, engine = self.problem.workload, self.problem.engine
-        usual = tuple(a for a in workload.adapters if a.name not in self._own_lengths)
-        if not usual:
+        if self.guesses:
+            workload = with_usual_lengths(workload)
+        else:
+            usual = tuple(a for a in workload.adapters if a.name not in self._own_lengths)
+            workload = workload.model_copy(update={"adapters": usual})
+        if not workload.adapters:
             return None
         return asker_of(
             self.surrogate,
-            workload.model_copy(update={"adapters": usual}),
+            workload,
             max_num_batched_tokens=engine.max_num_batched_tokens,
             gpu_memory_utilization=engine.gpu_memory_utilization,
         )
 
     @cached_property
-    def _own_lengths(self) -> frozenset[str]:
-        adapters = self.problem.workload.adapters
-        return frozenset(a.name for a in adapters if a.prompt_tokens or a.output_tokens)
+    def _own_lengths(self) -> Mapping[str, float]:
+        """Return for adapters with lengths of their own how many usual requests one of theirs is worth."""
+        workload = self.problem.workload
+        usual = workload.prompt_tokens.mean_tokens + workload.output_tokens.mean_tokens
+        return {
+            adapter.name: sum(lengths.mean_tokens for lengths in workload.lengths_of(adapter)) / usual
+            for adapter in workload.adapters
+            if adapter.prompt_tokens or adapter.output_tokens
+        }
 
 
-def _numbers(parts: Sequence[Part], names: Sequence[str]) -> tuple[NDArray[np.float64], NDArray[np.float64]]:
+def with_usual_lengths(workload: Workload) -> Workload:
+    """Return the workload without lengths that adapters have of their own."""
+    plain = {"prompt_tokens": None, "output_tokens": None}
+    adapters = tuple(adapter.model_copy(update=plain) for adapter in workload.adapters)
+    return workload.model_copy(update={"adapters": adapters})
+
+
+def _numbers(
+    parts: Sequence[Part], names: Sequence[str], worth: Mapping[str, float]
+) -> tuple[NDArray[np.float64], NDArray[np.float64]]:
     """Return the rates and ranks of the adapters that these are parts of; shares of one are one adapter."""
-    rates_rps = np.array([part.rate_rps for part in parts])
+    rates_rps = np.array([part.rate_rps * worth.get(part.name, 1.0) for part in parts])
     ranks = np.array([part.rank for part in parts], np.float64)
     if len(set(names)) == len(names):
         return rates_rps, ranks

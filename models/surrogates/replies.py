@@ -51,6 +51,8 @@ _THROUGHPUT: Final = (OVER_EXPECTED, OVER_OFFERED)
 _STARVATION: Final = (PROBABILITY, LOG_ODDS, LOG_SERVED)
 _OFFERED: Final = FEATURES.index("offered_tok_s")
 _EXPECTED: Final = FEATURES.index("expected_share")
+_SLOT_WAIT: Final = FEATURES.index("slot_wait_s")
+_LIFE: Final = FEATURES.index("request_life_s")
 _COLUMNS: Final = 7
 
 
@@ -60,6 +62,8 @@ class Replies(Answers):
 
     is_lighter: NDArray[np.bool_]
     """Whether it would be in range, had training gone down to no load at all."""
+    request_s: NDArray[np.float64]
+    """Time from arrival to last token by the fluid estimate: the wait for a slot, and a request's life."""
 
 
 class Learned(NamedTuple):
@@ -135,6 +139,7 @@ def compiled_replies(what: Learned, vectors: Vectors) -> Replies:
         novelty=answers[4],
         in_range=answers[5] > 0.0,
         is_lighter=answers[6] > 0.0,
+        request_s=_request_s(vectors),
     )
 
 
@@ -142,7 +147,12 @@ def slow_replies(surrogate: Surrogate, vectors: Vectors) -> Replies:
     """Answer vectors in NumPy, whatever the surrogate is made of."""
     answers = surrogate.answers(vectors)
     down_to_nothing = replace(surrogate.domain, low=_without_load(surrogate.domain.low))
-    return Replies(**vars(answers), is_lighter=down_to_nothing.contains(vectors))
+    is_lighter = down_to_nothing.contains(vectors)
+    return Replies(**vars(answers), is_lighter=is_lighter, request_s=_request_s(vectors))
+
+
+def _request_s(vectors: Vectors) -> Floats:
+    return vectors[:, _SLOT_WAIT].astype(np.float64) + vectors[:, _LIFE]
 
 
 def _without_load(lowest: Vectors) -> Vectors:

@@ -24,10 +24,12 @@ class Board:
     def __init__(self, ground: Ground, pools: Sequence[int]) -> None:
         self.ground = ground
         self.pools = np.array(pools, dtype=np.int64)
+        self._all = np.arange(len(pools))
         self.members: list[set[int]] = [set() for _ in pools]
         self._taken = np.zeros((len(pools), len(ground.ranks)))  # for every rank that slots might have
         self._of_rank = np.zeros((len(pools), len(ground.ranks)), dtype=np.int64)  # units, by their rank
         self._rank = np.full(len(pools), -1)  # of the slots as it is
+        self._in_pools: dict[frozenset[int], NDArray[np.bool_]] = {}  # instances of some pools
 
     def __len__(self) -> int:
         return len(self.members)
@@ -54,16 +56,13 @@ class Board:
 
     def taken(self) -> NDArray[np.float64]:
         """Return the share of every instance that is taken, shape (instances,)."""
-        taken: NDArray[np.float64] = self._taken[np.arange(len(self)), np.maximum(self._rank, 0)]
+        taken: NDArray[np.float64] = self._taken[self._all, np.maximum(self._rank, 0)]
         return taken
 
     def taken_with(self, unit: int) -> NDArray[np.float64]:
         """Return what would be taken of every instance if it got the unit; infinite where it must not be."""
         rank = np.maximum(self._rank, self.ground.rank[unit])
-        shares = (
-            self._taken[np.arange(len(self)), rank]
-            + self.ground.takes[self.pools, rank, np.full(len(self), unit)]
-        )
+        shares = self._taken[self._all, rank] + self.ground.takes[self.pools, rank, unit]
         allowed: NDArray[np.float64] = np.where(self._allowed(unit), shares, np.inf)
         return allowed
 
@@ -74,10 +73,12 @@ class Board:
         return right_pool and foes.isdisjoint(self.members[instance])
 
     def _allowed(self, unit: int) -> NDArray[np.bool_]:
-        allowed = np.isin(self.pools, list(self.ground.units[unit].pools))
-        foes = self.ground.foes.get(unit)
+        pools, foes = self.ground.units[unit].pools, self.ground.foes.get(unit)
+        if pools not in self._in_pools:
+            self._in_pools[pools] = np.isin(self.pools, list(pools))
+        allowed = self._in_pools[pools]
         if foes:
-            allowed &= np.array([foes.isdisjoint(members) for members in self.members])
+            allowed = allowed & np.array([foes.isdisjoint(members) for members in self.members])
         return allowed
 
     def copy(self) -> Board:

@@ -10,14 +10,13 @@ from capplan.planner.parallel import in_parallel
 from capplan.planner.problem import Assignment, Estimate, Estimator
 from capplan.planner.search.board import Board
 from capplan.planner.search.ground import Ground
-from capplan.planner.slots import best_slots, ranked_slots
+from capplan.planner.slots import best_slots, ranked_slots, slots_near
 
 Place = tuple[frozenset[int], int]
 """Units of an instance, and its pool."""
 
-_CONFIRMED: Final = 4
-"""Numbers of slots that the twin compares where instances are few; else the first that holds is taken."""
-_FEW: Final = 16
+_TRIED: Final = 4
+"""Numbers of slots that the twin is asked about, until one holds."""
 _SEATS: Final = (128, 512)
 """Other values of max_num_seqs that are tried before an instance is given up."""
 _REFUSED: Final = 2.0
@@ -32,6 +31,8 @@ class Outlook:
     holds: bool
     strain: float
     """Grows with the load, from about 0 to 1 and, where more is known, beyond."""
+    e2e_s: float = 0.0
+    """Mean time of a request, 0 where the guess does not say."""
 
 
 @dataclass
@@ -73,14 +74,21 @@ class Judge:
             if members
         ]
         new = [place for place in dict.fromkeys(places) if place not in self._confirmed]
-        few = len(places) <= _FEW
-        answers = in_parallel(lambda place: self._best(place) if few else self._first(place), new)
-        for place, answer in zip(new, answers, strict=True):
+        for place, answer in zip(new, in_parallel(self._first, new), strict=True):
             self._confirmed[place] = answer
             if answer is None:
                 outlook = self._outlook(place)
                 self._outlooks[place] = replace(outlook, holds=False, strain=outlook.strain + _REFUSED)
         return [self._confirmed[place] for place in places]
+
+    def polished(self, assignment: Assignment) -> Assignment:
+        """Return a confirmed instance with the best number of slots next to its own, as the twin sees it."""
+        problem, parts = self.ground.problem, assignment.parts
+        values = slots_near(problem, parts, assignment.a_max)
+        others = [replace(assignment, a_max=value) for value in values]
+        fitting = [other for other in others if problem.fits_in_memory(other)]
+        estimates = dict(zip((each.a_max for each in fitting), map(self.exact, fitting), strict=True))
+        return replace(assignment, a_max=best_slots(estimates) or assignment.a_max)
 
     def _outlook(self, place: Place, near: int | None = None) -> Outlook:
         if place not in self._outlooks:
@@ -95,17 +103,11 @@ class Judge:
         if not ranked:
             return Outlook((), holds=False, strain=_REFUSED + len(members))
         best = next(iter(ranked.values()))
-        return Outlook(tuple(ranked), not best.starved, best.strain + best.starved)
-
-    def _best(self, place: Place) -> Assignment | None:
-        """Return the instance with the best of the most promising numbers of slots."""
-        slots = self._outlook(place).slots[:_CONFIRMED]
-        best = best_slots({value: self._asked(place, value) for value in slots})
-        return self._with_other_seats(place, slots) if best is None else self._set(place, best)
+        return Outlook(tuple(ranked), not best.starved, best.strain + best.starved, best.e2e_s_mean)
 
     def _first(self, place: Place) -> Assignment | None:
         """Return the instance with the first number of slots that holds, best guess first."""
-        slots = self._outlook(place).slots[:_CONFIRMED]
+        slots = self._outlook(place).slots[:_TRIED]
         for value in slots:
             if not self._asked(place, value).starved:
                 return self._set(place, value)

@@ -10,11 +10,11 @@ import numpy as np
 from capplan.planner.search.board import Board
 from capplan.planner.search.judge import Judge
 
-_UNITS: Final = 8
-"""Units of a failing instance that are tried, from the lightest to the heaviest."""
-_TARGETS: Final = 4
-_BACK: Final = 3
-"""Lighter units of the target that are tried in exchange."""
+_WIDE: Final = (8, 4, 3)
+_NARROW: Final = (5, 2, 2)
+"""Units of a failing instance that are tried, from the lightest to the heaviest; instances that each might go
+to; lighter units there that are tried in exchange. Wide on few instances, where there are few ways out."""
+_FEW: Final = 8
 _CROWDING: Final = 0.05
 """What an instance costs for being taken, beside its strain: moves towards empty instances are a gain."""
 _GAIN: Final = 1e-9
@@ -39,6 +39,8 @@ def mend(board: Board, judge: Judge, rounds: int) -> bool:
         failing = [i for i in range(len(board)) if not judge.outlook(board, i).holds]
         if not failing:
             return True
+        if 2 * len(failing) > max(len(board), 2):
+            return False  # there is no room for so much
         move = _best_move(board, judge, max(failing, key=lambda i: (judge.outlook(board, i).strain, -i)))
         if move is None:
             return False
@@ -78,16 +80,17 @@ def _cost(board: Board, judge: Judge, members: frozenset[int], instance: int) ->
 
 def _moves(board: Board, source: int) -> Iterator[Move]:
     """Yield moves and exchanges that constraints allow, to the instances with most room for each unit."""
-    for unit in _spread(board, board.members[source], _UNITS):
+    units, targets, backs = _WIDE if len(board) <= _FEW else _NARROW
+    for unit in _spread(board, board.members[source], units):
         taken = board.taken_with(unit)
         taken[source] = np.inf
-        for target in np.argsort(taken, kind="stable")[:_TARGETS].tolist():
+        for target in np.argsort(taken, kind="stable")[:targets].tolist():
             if not np.isfinite(taken[target]):
                 break
             yield Move(unit, source, target, None)
             weight = board.ground.weight[unit]
             lighter = [other for other in board.members[target] if board.ground.weight[other] < weight]
-            for back in _spread(board, lighter, _BACK):
+            for back in _spread(board, lighter, backs):
                 if board.may(back, source, leaving=unit):
                     yield Move(unit, source, target, back)
 

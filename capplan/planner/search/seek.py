@@ -9,6 +9,7 @@ from typing import Final
 
 import numpy as np
 
+from capplan.planner.parallel import in_parallel
 from capplan.planner.problem import Assignment
 from capplan.planner.search.board import Board
 from capplan.planner.search.fleets import Fleet, instances
@@ -21,12 +22,11 @@ _OVERFULL: Final = 1.25
 """How full a fleet may be by the fluid estimate before it is passed over unasked."""
 _NEAR: Final = 2
 """More wanted fleets than the first that should hold which are tried all the same: guesses err."""
-_SMALL: Final = 16
-"""Instances up to which all starts are tried, and the best taken."""
 _FEW: Final = 8
 """Fleets that are tried one after the other, rather than by bisection."""
+_ROUNDS: Final = 16
 _HOPE: Final = 1.9
-"""Strain up to which the twin is asked about an instance although the guess is that it fails."""
+"""Strain up to which the twin is asked, where instances are few, although the guess is that one fails."""
 
 
 @dataclass(frozen=True)
@@ -56,44 +56,56 @@ class Seeker:
     def seek(self, order: Sequence[Fleet]) -> tuple[Assignment, ...] | None:
         """Return a placement on the most wanted fleet found; None without any.
 
-        Where there are many fleets, guesses say by bisection where to begin; from there on it goes down as
-        long as that succeeds, or else up.
+        Where many fleets are of one pool, guesses say by bisection where to begin; from there on it goes
+        down as long as that succeeds, or else up.
         """
         plausible = [fleet for fleet in order if self._plausible(fleet)]
-        at = 0 if len(plausible) <= _FEW else self._first_promising(plausible)
-        found = None
+        in_a_row = len(plausible) <= _FEW or len(plausible[0]) > 1  # pools: more wanted is not always less
+        begin = 0 if in_a_row else self._first_promising(plausible)
+        found, misses, at = None, 0, begin
         while at < len(plausible) and found is None and not self.late:
             found = self.attempt(plausible[at])
             at += 1
-        misses, at = 0, at - 2
-        while found is not None and at >= 0 and misses < _NEAR and len(plausible) > _FEW and not self.late:
-            better = self.attempt(plausible[at])
-            found, misses, at = (found, misses + 1, at - 1) if better is None else (better, 0, at - 1)
+        down = begin if at == begin + 1 else 0  # what is more wanted than one that failed fails, too
+        for fleet in reversed(plausible[:down]):
+            if found is None or misses == _NEAR or self.late:
+                break
+            better = self.attempt(fleet)
+            found, misses = (found, misses + 1) if better is None else (better, 0)
         return found
 
     def attempt(self, fleet: Fleet) -> tuple[Assignment, ...] | None:
         """Return a placement on a fleet that the twin confirms; None without any.
 
-        On a small fleet that with the shortest requests, else the first.
+        Placements of which guesses say that their requests are short come first.
         """
-        return self.fastest(fleet) if sum(fleet) <= _SMALL else next(self._answers(fleet), None)
+        return next(self._answers(fleet), None)
 
     def fastest(self, fleet: Fleet) -> tuple[Assignment, ...] | None:
         """Return the confirmed placement with the shortest mean time from arrival to last token."""
-        return min(self._answers(fleet), key=self._mean_s, default=None)
+        answers = (self.polished(answer) for answer in self._answers(fleet))
+        return min(answers, key=self._mean_s, default=None)
+
+    def polished(self, answer: tuple[Assignment, ...]) -> tuple[Assignment, ...]:
+        """Return the placement with the best slots next to those it has, as the twin sees it."""
+        return tuple(in_parallel(self.judge.polished, answer))
 
     def _mean_s(self, answer: Sequence[Assignment]) -> float:
         """Return the mean over requests."""
         rates = [sum(part.rate_rps for part in each.parts) for each in answer]
         times = [self.judge.exact(each).e2e_s_mean for each in answer]
-        return sum(rate * time for rate, time in zip(rates, times, strict=True)) / max(sum(rates), 1e-12)
+        return _mean(times, rates)
 
     def _answers(self, fleet: Fleet) -> Iterator[tuple[Assignment, ...]]:
-        """Yield a confirmed placement for every start from which there is one."""
+        """Yield a confirmed placement for every start from which there is one, short requests first."""
+        rounds = _ROUNDS + 4 * sum(fleet)
+        boards = []
         for board in self._boards(fleet):
-            if self.late:
-                return
-            answer = self._confirmed(board)
+            held = mend(board, self.judge, rounds)
+            if held or (len(board) <= _FEW and self._strain(board) <= _HOPE):
+                boards.append((not held, self._guessed_s(board), board))
+        for _, _, board in sorted(boards, key=lambda each: each[:2]):
+            answer = None if self.late else self._confirmed(board, rounds)
             if answer is not None:
                 yield answer
 
@@ -101,14 +113,11 @@ class Seeker:
         """Yield the placements to begin with that leave no unit out."""
         for start in self.starts:
             board = start(self.ground, instances(fleet))
-            if board is not None:
+            if board is not None and not self.late:
                 yield board
 
-    def _confirmed(self, board: Board) -> tuple[Assignment, ...] | None:
+    def _confirmed(self, board: Board, rounds: int) -> tuple[Assignment, ...] | None:
         """Return the board once the twin confirms every instance; what it refuses is mended."""
-        rounds = 16 + 4 * len(board)
-        if not mend(board, self.judge, rounds) and self._strain(board) > _HOPE:
-            return None
         for _ in range(3 + len(board)):
             answers = self.judge.confirm(board)
             confirmed = tuple(answer for answer in answers if answer is not None)
@@ -117,6 +126,12 @@ class Seeker:
             if self.late or not mend(board, self.judge, rounds):
                 return None
         return None
+
+    def _guessed_s(self, board: Board) -> float:
+        """Return the mean time of requests that guesses expect."""
+        rates = [sum(part.rate_rps for part in self.ground.parts(frozenset(m))) for m in board.members]
+        times = [self.judge.outlook(board, instance).e2e_s for instance in range(len(board))]
+        return _mean(times, rates)
 
     def _strain(self, board: Board) -> float:
         return max(self.judge.outlook(board, instance).strain for instance in range(len(board)))
@@ -146,3 +161,7 @@ class Seeker:
         columns = np.arange(len(ground.units))
         whole = ground.takes[:, ground.rank, columns].sum(axis=1)  # instances of one pool that all would take
         return float((np.array(fleet) / whole).sum()) >= 1.0 / _OVERFULL
+
+
+def _mean(values: Sequence[float], weights: Sequence[float]) -> float:
+    return sum(v * w for v, w in zip(values, weights, strict=True)) / max(sum(weights), 1e-12)

@@ -29,6 +29,8 @@ from capplan.planner.solvers.description import Asks, Solver, Tools, Wish
 from capplan.planner.solvers.greedy import solve_greedy
 from capplan.spec import Objective
 
+_SMALL: Final = 16
+"""Instances up to which the twin compares numbers of slots once more."""
 _HEADROOM_STEPS: Final = 6
 _MOST_HEADROOM: Final = 0.9
 
@@ -45,6 +47,7 @@ def _place(problem: Problem, tools: Tools) -> tuple[Assignment, ...]:
         answer = seeker.fastest(order[0])
     else:
         answer = seeker.seek([fleet for fleet in order if gpus_of(problem, fleet) >= bound])
+        answer = seeker.polished(answer) if answer is not None and len(answer) <= _SMALL else answer
     if answer is None:
         raise _too_few(problem, bound, late=seeker.late)
     return answer
