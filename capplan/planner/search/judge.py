@@ -68,11 +68,7 @@ class Judge:
 
         One that fails is remembered as failing in the guesses, too.
         """
-        places = [
-            (frozenset(members), int(pool))
-            for members, pool in zip(board.members, board.pools, strict=True)
-            if members
-        ]
+        places = _places(board)
         new = [place for place in dict.fromkeys(places) if place not in self._confirmed]
         for place, answer in zip(new, in_parallel(self._first, new), strict=True):
             self._confirmed[place] = answer
@@ -80,6 +76,16 @@ class Judge:
                 outlook = self._outlook(place)
                 self._outlooks[place] = replace(outlook, holds=False, strain=outlook.strain + _REFUSED)
         return [self._confirmed[place] for place in places]
+
+    def confirm_in_turn(self, board: Board) -> tuple[Assignment, ...] | None:
+        """Return what the twin confirms of every instance that is used; None once one fails."""
+        answers = []
+        for place in sorted(_places(board), key=lambda place: -self._outlook(place).strain):
+            answer = self._first(place)
+            if answer is None:
+                return None
+            answers.append(answer)
+        return tuple(answers)
 
     def polished(self, assignment: Assignment) -> Assignment:
         """Return a confirmed instance with the best number of slots next to its own, as the twin sees it."""
@@ -131,3 +137,9 @@ class Judge:
     def _set(self, place: Place, slots: int, seats: int | None = None) -> Assignment:
         members, pool = place
         return Assignment(self.ground.parts(members), slots, seats, pool)
+
+
+def _places(board: Board) -> list[Place]:
+    """Return the instances of a board that are used."""
+    pairs = zip(board.members, board.pools.tolist(), strict=True)
+    return [(frozenset(members), pool) for members, pool in pairs if members]

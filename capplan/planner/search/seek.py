@@ -59,7 +59,8 @@ class Seeker:
         Where many fleets are of one pool, guesses say by bisection where to begin; from there on it goes
         down as long as that succeeds, or else up.
         """
-        plausible = [fleet for fleet in order if self._plausible(fleet)]
+        possible = [fleet for fleet in order if self._possible(fleet)]
+        plausible = possible if len(possible) <= _FEW else [f for f in possible if self._plausible(f)]
         in_a_row = len(plausible) <= _FEW or len(plausible[0]) > 1  # pools: more wanted is not always less
         begin = 0 if in_a_row else self._first_promising(plausible)
         found, misses, at = None, 0, begin
@@ -99,13 +100,17 @@ class Seeker:
     def _answers(self, fleet: Fleet) -> Iterator[tuple[Assignment, ...]]:
         """Yield a confirmed placement for every start from which there is one, short requests first."""
         rounds = _ROUNDS + 4 * sum(fleet)
-        boards = []
+        held: list[Board] = []
+        others: list[Board] = []
         for board in self._boards(fleet):
-            held = mend(board, self.judge, rounds)
-            if held or (len(board) <= _FEW and self._strain(board) <= _HOPE):
-                boards.append((not held, self._guessed_s(board), board))
-        for _, _, board in sorted(boards, key=lambda each: each[:2]):
+            (held if mend(board, self.judge, rounds) else others).append(board)
+        near = [board for board in others if len(board) <= _FEW and self._strain(board) <= _HOPE]
+        for board in sorted(held, key=self._guessed_s) + sorted(near, key=self._guessed_s):
             answer = None if self.late else self._confirmed(board, rounds)
+            if answer is not None:
+                yield answer
+        if others and not held and not near and sum(fleet) <= _FEW and not self.late:
+            answer = self.judge.confirm_in_turn(min(others, key=self._strain))  # guesses err
             if answer is not None:
                 yield answer
 
@@ -151,13 +156,16 @@ class Seeker:
         rounds = 8 + len(instances(fleet)) // 4
         return any(mend(board, self.judge, rounds) for board in self._boards(fleet))
 
+    def _possible(self, fleet: Fleet) -> bool:
+        """Tell whether a fleet has every pool that units need, and an instance for every share."""
+        used = {pool for pool, count in enumerate(fleet) if count}
+        if any(unit.pools.isdisjoint(used) for unit in self.ground.units):
+            return False
+        return sum(fleet) > max(part.number for unit in self.ground.units for part in unit.parts)
+
     def _plausible(self, fleet: Fleet) -> bool:
-        """Tell whether a fleet has every pool that units need, room for shares, and about enough of all."""
-        ground, used = self.ground, {pool for pool, count in enumerate(fleet) if count}
-        if any(unit.pools.isdisjoint(used) for unit in ground.units):
-            return False
-        if sum(fleet) <= max(part.number for unit in ground.units for part in unit.parts):
-            return False
+        """Tell whether a fleet has about enough instances by the fluid estimate."""
+        ground = self.ground
         columns = np.arange(len(ground.units))
         whole = ground.takes[:, ground.rank, columns].sum(axis=1)  # instances of one pool that all would take
         return float((np.array(fleet) / whole).sum()) >= 1.0 / _OVERFULL
