@@ -39,6 +39,12 @@ N_AT = 6
 
 NEVER_NS = 2**62
 
+# Rows of `Clock.tally`, whose columns are ranks (0: the base model).
+PRESENT = 0  # requests handed to the instance that have not ended,
+QUEUED = 1  # those of them that wait or have not been seen by its scheduler yet,
+QUEUED_TOKENS = 2  # and their prompt tokens
+N_TALLY = 3
+
 
 class Clock(NamedTuple):
     """What the twin has to remember beside the instance itself."""
@@ -50,6 +56,13 @@ class Clock(NamedTuple):
     """When that copy was asked for."""
     copies: NDArray[np.int64]
     """Adapters on their way beside the batch, a ring of the same length."""
+    # -- an instance of a cluster only; otherwise empty --
+    following: NDArray[np.int64]
+    """Who comes after each request at this instance, shape (requests,); empty: the next in number."""
+    tally: NDArray[np.int64]
+    """What routers ask that is not in the state, by rank; see `capplan.twin.tally`."""
+    answered: NDArray[np.int64]
+    """Requests that finished anywhere in the cluster, and their output tokens."""
 
 
 def new_clock(adapters: int) -> Clock:
@@ -59,6 +72,9 @@ def new_clock(adapters: int) -> Clock:
         ready_ns=np.full(adapters + 1, -1, np.int64),
         begun_ns=np.zeros(adapters + 1, np.int64),
         copies=np.zeros(adapters + 1, np.int64),
+        following=np.zeros(0, np.int64),
+        tally=np.zeros((N_TALLY, 0), np.int64),
+        answered=np.zeros(2, np.int64),
     )
 
 

@@ -32,6 +32,7 @@ from capplan.twin.clock import (
 from capplan.twin.observe import note_stalls, record_details, record_gaps, record_tokens, sum_up
 from capplan.twin.recording import record_loads, record_rejection
 from capplan.twin.scenario import Costs, Scenario
+from capplan.twin.tally import keeps_tally, tally_ends, tally_present, tally_queued, tally_step
 from capplan.twin.trace import (
     LOAD_NS,
     NEVER,
@@ -83,7 +84,7 @@ def advance(
     """Run steps until the clock reaches `until_ns` or nothing is left to do before it."""
     counts = trace.counts
     while counts[NOW_NS] < until_ns:
-        _take_arrivals(state, limits, requests, shared_prefix_tokens, clock, trace, max_in_flight)
+        _take_arrivals(state, limits, requests, shared_prefix_tokens, costs, clock, trace, max_in_flight)
         take_copies(state, clock)
         if jump and _jump(state, limits, requests, costs, clock, trace, until_ns):
             continue
@@ -92,12 +93,21 @@ def advance(
             if state.counters[N_LOADS] > 0:  # loads beside the batch begin whether or not there is one
                 loads_ns(state, limits, costs, clock, trace, counts[NOW_NS])
                 record_loads(trace, counts[NOW_NS], state.counters[N_LOADS])
-            if not _wait(state, limits, requests, clock, trace, until_ns):
+            if not _wait(state, limits, requests, costs, clock, trace, until_ns):
                 break
             continue
         _charge(state, limits, requests, costs, clock, trace, tokens)
         commit(state, limits)
         record_tokens(state, trace)
+        if keeps_tally(clock):
+            tally_ends(state, costs, clock)
+    if clock.following.size == 0:  # a cluster goes on, and marks them once it has ended
+        mark_running(state, trace)
+
+
+@inner
+def mark_running(state: State, trace: Trace) -> None:
+    """Note which requests are in execution when a simulation ends."""
     row = state.counters[RUN_HEAD]
     while row != NONE:
         if trace.finish_ns[state.rows.request[row]] == NEVER:
@@ -111,6 +121,7 @@ def _take_arrivals(
     limits: Limits,
     requests: Requests,
     shared: int,
+    costs: Costs,
     clock: Clock,
     trace: Trace,
     max_in_flight: int,
@@ -128,13 +139,23 @@ def _take_arrivals(
             )
         if row == NONE:
             record_rejection(trace, i)
-        i += 1
+            if keeps_tally(clock):
+                rank = costs.rank[requests.adapter[i]]
+                tally_present(clock, rank, -1)
+                tally_queued(clock, rank, -1, -requests.prompt_tokens[i])
+        i = clock.following[i] if clock.following.size > 0 else i + 1
     counts[NEXT_REQUEST] = i
 
 
 @inner
 def _wait(
-    state: State, limits: Limits, requests: Requests, clock: Clock, trace: Trace, until_ns: int
+    state: State,
+    limits: Limits,
+    requests: Requests,
+    costs: Costs,
+    clock: Clock,
+    trace: Trace,
+    until_ns: int,
 ) -> bool:
     """Move the clock on when nothing can run; False when nothing will before `until_ns`."""
     counts = trace.counts
@@ -143,10 +164,12 @@ def _wait(
         # In async scheduling a step is still running; once it has ended there may be more to do.
         note_stalls(state, trace)
         counts[PREEMPTIONS] += state.counters[N_PREEMPTED]
+        if keeps_tally(clock):
+            tally_step(state, costs, clock)
         commit(state, limits)
         at[VISIBLE_NS] = counts[NOW_NS]
         return True
-    upcoming = _next_event_ns(requests, clock, trace)
+    upcoming = next_event_ns(requests, clock, trace)
     if upcoming >= until_ns:
         return False
     counts[NOW_NS] = at[VISIBLE_NS] = upcoming
@@ -154,7 +177,7 @@ def _wait(
 
 
 @inner
-def _next_event_ns(requests: Requests, clock: Clock, trace: Trace) -> int:
+def next_event_ns(requests: Requests, clock: Clock, trace: Trace) -> int:
     """Return when the next request or adapter arrives; NEVER_NS when none will."""
     event_ns = next_copy_ns(clock)
     upcoming = trace.counts[NEXT_REQUEST]
@@ -179,7 +202,7 @@ def _jump(
     steps = left = steps_ahead(state, limits)
     if steps <= 0:
         return False
-    event_ns = _next_event_ns(requests, clock, trace)
+    event_ns = next_event_ns(requests, clock, trace)
     constant_ms = 0.0
     while left > 0 and counts[NOW_NS] < until_ns and clock.at[VISIBLE_NS] < event_ns:
         needed = state.phase[(-c[TICK]) % limits.block_size]
@@ -210,6 +233,8 @@ def _charge(
     c = state.counters
     counts = trace.counts
     note_stalls(state, trace)
+    if keeps_tally(clock):
+        tally_step(state, costs, clock)
     load_ns = 0
     if c[N_LOADS] > 0 or limits.policy == SLORA:
         load_ns = loads_ns(state, limits, costs, clock, trace, counts[NOW_NS])

@@ -84,8 +84,9 @@ def build_scenario(
     rules: str | None = None,
     prefix_caching: bool | None = None,
     buckets: int = 0,
+    requests: Requests | None = None,
 ) -> Scenario:
-    """Check the settings, size the memory and draw the requests; see `simulate` for the parameters."""
+    """Check the settings, size the memory and draw the requests, unless given; the rest as for `simulate`."""
     settings = {
         "a_max": a_max,
         "s_max": s_max,
@@ -125,10 +126,8 @@ def build_scenario(
         block_size=profile.engine.block_size,
         num_blocks=num_blocks,
     )
-    # Drawn prompts leave room for one token; recorded ones stay as they are, and the long ones are rejected.
-    requests = draw_requests(
-        with_length_correlation(workload, profile), duration_s, seed, max_model_len, max(1, max_model_len - 1)
-    )
+    if requests is None:
+        requests = draw_for(workload, profile, duration_s, seed, max_model_len)
     return Scenario(
         requests=requests,
         limits=limits,
@@ -139,6 +138,17 @@ def build_scenario(
         shared_prefix_tokens=workload.shared_prefix_tokens,
         buckets=buckets,
     )
+
+
+def draw_for(
+    workload: Workload, profile: Profile, duration_s: float, seed: int, max_model_len: int
+) -> Requests:
+    """Draw the requests that an engine of this profile is asked.
+
+    Drawn prompts leave room for one token; recorded ones stay as they are, and the long ones are rejected.
+    """
+    correlated = with_length_correlation(workload, profile)
+    return draw_requests(correlated, duration_s, seed, max_model_len, max(1, max_model_len - 1))
 
 
 def chosen_rules(profile: Profile, name: str | None, prefix_caching: bool | None) -> ServingRules:

@@ -1,0 +1,96 @@
+"""How fast the cluster twin is: ``python -m benchmarks.cluster_speed`` prints tables of docs/cluster.md.
+
+CPU seconds of the public `simulate_cluster()` in this process, after compilation: drawing of requests, sizing
+of the instances and reduction to metrics included. The hour is Toppings' simulation: 60 instances, 340
+requests per second, 40,000 adapters that every instance holds.
+"""
+
+from __future__ import annotations
+
+import argparse
+import subprocess
+import sys
+import time
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Final
+
+from benchmarks.toppings_setting import Setting, profile_with, simulation
+from capplan.spec import Kernel, write_text_atomic
+from capplan.twin.cluster import ROUTERS, ClusterResult, simulate_cluster
+
+ROOT = Path(__file__).resolve().parents[1]
+HOUR_S: Final = 3600.0
+BAR_S: Final = 120.0
+"""CPU seconds that the hour of 60 instances may take."""
+
+
+def timed(setting: Setting, router: str, duration_s: float) -> tuple[float, ClusterResult]:
+    """Return the CPU seconds of a simulation, and its result."""
+    begin_s = time.process_time()
+    engines = setting.engines(profile_with(Kernel.BGMV))
+    result = simulate_cluster(setting.workload, engines, router=router, duration_s=duration_s)
+    return time.process_time() - begin_s, result
+
+
+def router_table(duration_s: float) -> list[str]:
+    """Return the hour under every router."""
+    setting = simulation()
+    lines = [
+        f"| {setting.name}, {duration_s:,.0f} s | CPU s | ns per request and instance | requests | steps |",
+        "|---|---|---|---|---|",
+    ]
+    for router in ROUTERS:
+        cpu_s, result = timed(setting, router, duration_s)
+        looks = 1e9 * cpu_s / result.submitted / setting.instances
+        lines.append(f"| {router} | {cpu_s:.1f} | {looks:.0f} | {result.submitted:,} | {result.steps:,} |")
+    return lines
+
+
+def growth_table(duration_s: float) -> list[str]:
+    """Return growing clusters at the same load per instance."""
+    lines = ["| least-loaded, 5.7 req/s each | CPU s | CPU us per request | requests |", "|---|---|---|---|"]
+    for instances in (1, 8, 60, 240):
+        setting = simulation(adapters=4_000, rps=340.0 / 60 * instances, instances=instances)
+        cpu_s, result = timed(setting, "least-loaded", duration_s)
+        lines.append(
+            f"| {instances} instances | {cpu_s:.2f} | {1e6 * cpu_s / result.submitted:.2f} "
+            f"| {result.submitted:,} |"
+        )
+    return lines
+
+
+def own_peak_mb() -> float:
+    """Simulate the hour and return this process's peak memory."""
+    timed(simulation(), "toppings", HOUR_S)
+    return int(Path("/proc/self/status").read_text().split("VmHWM:")[1].split()[0]) / 1024
+
+
+def peak_mb() -> float:
+    """Return the peak memory of a fresh process that simulates the hour."""
+    command = [sys.executable, "-m", "benchmarks.cluster_speed", "--peak-rss"]
+    done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, check=True)
+    return float(done.stdout)
+
+
+def main(arguments: Sequence[str] | None = None) -> None:
+    """Run the benchmark."""
+    parser = argparse.ArgumentParser(prog="python -m benchmarks.cluster_speed", description=__doc__)
+    parser.add_argument("--duration-s", type=float, default=HOUR_S)
+    parser.add_argument("--markdown", type=Path, help="write the tables to this file, too")
+    parser.add_argument("--peak-rss", action="store_true", help=argparse.SUPPRESS)
+    chosen = parser.parse_args(arguments)
+    if chosen.peak_rss:
+        print(own_peak_mb())
+        return
+    timed(simulation(adapters=100), "toppings", 1.0)  # compile first
+    tables = [router_table(chosen.duration_s), growth_table(chosen.duration_s)]
+    tables.append(["| peak memory of the hour, `toppings` |", "|---|", f"| {peak_mb():,.0f} MB |"])
+    text = "\n\n".join("\n".join(table) for table in tables) + "\n"
+    print(text, end="")
+    if chosen.markdown:
+        write_text_atomic(chosen.markdown, text)
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,72 @@
+"""Small random clusters: engines that differ in everything, tight limits, and clocks that often coincide."""
+
+import numpy as np
+from hypothesis import strategies as st
+
+from capplan.serving.routing import Performance
+from capplan.twin import Scenario
+from capplan.twin.cluster.scenario import ClusterScenario, place
+from capplan.workload import Requests
+from tests.serving.worlds import Choose, seeded
+from tests.twin.scenarios import make_scenario
+
+NOBODY = Requests(np.zeros(0, np.int64), *(np.zeros(0, np.int32) for _ in range(3)))
+
+
+def make_cluster(choose: Choose, most: int = 4, apart: bool = False) -> ClusterScenario:
+    """Return a cluster; with `apart`, every adapter is on one instance only."""
+    base = make_scenario(choose)._replace(buckets=0)
+    adapters = base.adapters
+    ranks = np.array([0, *(choose(1, 4) * 8 for _ in range(adapters))], np.int64)
+    engines, held = [], []
+    if apart:
+        count = choose(1, min(most, adapters))
+        homes = [*range(count), *(choose(0, count - 1) for _ in range(adapters - count))]
+        held = [np.flatnonzero(np.array(homes) == i) + 1 for i in range(count)]
+    else:
+        everything = np.arange(1, adapters + 1)
+        held.append(everything)  # so that every adapter is somewhere
+        for _ in range(choose(1, most) - 1):
+            chosen = [number for number in everything if choose(0, 3)]
+            held.append(np.array(chosen or [1]))
+    for numbers in held:
+        engine = base if not engines else make_scenario(choose)
+        engines.append(_holding(engine, numbers, ranks))
+    shares = [np.array([float(choose(0, 3)) for _ in numbers]) for numbers in held]
+    return ClusterScenario(
+        engines=tuple(engines),
+        placement=place(held, shares, adapters),
+        requests=base.requests,
+        rank=ranks,
+        horizon_ns=base.horizon_ns,
+        shared_prefix_tokens=base.shared_prefix_tokens,
+    )
+
+
+def _holding(engine: Scenario, numbers: np.ndarray, ranks: np.ndarray) -> Scenario:
+    """Return the engine with these adapters, whose costs are taken from its own in turn."""
+    taken = np.array([0, *(1 + np.arange(numbers.size) % engine.adapters)])
+    costs = engine.costs
+    costs = costs._replace(
+        load_ns=costs.load_ns[taken],
+        disk_ns=costs.disk_ns[taken],
+        pages=costs.pages[taken],
+        rank=ranks[np.array([0, *numbers])],
+    )
+    return engine._replace(requests=NOBODY, costs=costs, buckets=0)
+
+
+def make_performance(choose: Choose) -> Performance:
+    """Return models of round numbers, so that many scores tie."""
+    return Performance(*(choose(0, 4) / 2 for _ in range(5)))
+
+
+@st.composite
+def clusters(draw: st.DrawFn) -> ClusterScenario:
+    """Return a strategy of clusters."""
+    return make_cluster(lambda low, high: draw(st.integers(low, high)))
+
+
+def seeded_cluster(seed: int, most: int = 4, apart: bool = False) -> ClusterScenario:
+    """Return the cluster of a seed."""
+    return make_cluster(seeded(seed), most, apart)

@@ -1,0 +1,99 @@
+"""The cluster twin is the one-GPU twin, many times; routers only decide who gets what."""
+
+import numpy as np
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from capplan.serving.routing import Dlora, Toppings
+from capplan.serving.routing.choose import ROUTERS
+from capplan.twin.cluster.readable import run_with
+from capplan.twin.cluster.readable_routers import RankAware, readable_router
+from capplan.twin.cluster.rules import NamedRouter, build_rule
+from capplan.twin.cluster.run import run_cluster
+from capplan.twin.cluster.scenario import ClusterScenario, place
+from capplan.twin.core import run
+from tests.serving.worlds import seeded
+from tests.twin.cluster.comparison import alone, assert_instances_did_as_alone, assert_nothing_is_lost
+from tests.twin.cluster.scenarios import clusters, make_performance, seeded_cluster
+from tests.twin.comparison import assert_same
+from tests.twin.scenarios import scenarios
+
+MOVES_OFTEN = Dlora(period_s=0.007, excess=1.0, request_s=0.01, migration_s=0.002)
+ALL_ROUTERS = st.sampled_from([*ROUTERS, MOVES_OFTEN])
+
+
+@given(scenarios())
+def test_a_cluster_of_one_leaves_the_trace_of_the_one_gpu_twin(scenario) -> None:
+    scenario = scenario._replace(buckets=0)
+    everything = np.arange(1, scenario.adapters + 1)
+    nobody = scenario.requests._replace(**{name: c[:0] for name, c in scenario.requests._asdict().items()})
+    cluster = ClusterScenario(
+        engines=(scenario._replace(requests=nobody),),
+        placement=place([everything], [np.ones(everything.size)], everything.size),
+        requests=scenario.requests,
+        rank=scenario.costs.rank,
+        horizon_ns=scenario.horizon_ns,
+        shared_prefix_tokens=scenario.shared_prefix_tokens,
+    )
+    trace = run_cluster(cluster, build_rule("least-loaded", cluster), 0, first_rows=1)
+    assert_same(trace.traces[0], run(scenario))
+
+
+@given(clusters(), st.sampled_from(list(ROUTERS)))
+def test_every_instance_does_what_it_would_do_alone_with_its_requests(scenario, router) -> None:
+    """Tables grow on the way: they begin with one row."""
+    trace = run_cluster(scenario, build_rule(router, scenario), 1, first_rows=1)
+    if trace.migrations == 0:
+        assert_instances_did_as_alone(scenario, trace)
+
+
+@pytest.mark.parametrize("seed", range(12))
+def test_shares_of_adapters_on_one_instance_each_are_separate_simulations(seed: int) -> None:
+    scenario = seeded_cluster(seed, apart=True)
+    trace = run_cluster(scenario, build_rule("plan-shares", scenario), seed)
+    for i in range(scenario.instances):
+        homes = scenario.placement.instance[scenario.placement.start[:-1]]  # of every adapter; 0: of nobody
+        rows = np.flatnonzero((homes[scenario.requests.adapter] == i) & (scenario.requests.adapter > 0))
+        assert np.all(trace.instance[rows] == i)
+    assert_instances_did_as_alone(scenario, trace)
+
+
+@given(clusters(), ALL_ROUTERS)
+def test_nothing_is_lost_and_nothing_is_twice(scenario: ClusterScenario, router: NamedRouter) -> None:
+    assert_nothing_is_lost(scenario, run_cluster(scenario, build_rule(router, scenario), 2))
+
+
+@given(clusters(), ALL_ROUTERS, st.integers(0, 99))
+def test_the_same_seed_gives_the_same_result(
+    scenario: ClusterScenario, router: NamedRouter, seed: int
+) -> None:
+    one, other = (run_cluster(scenario, build_rule(router, scenario), seed, rows) for rows in (1, 64))
+    np.testing.assert_array_equal(one.instance, other.instance)
+    assert one.migrations == other.migrations
+    for ours, theirs in zip(one.traces, other.traces, strict=True):
+        assert_same(ours, theirs)
+
+
+@given(clusters(), st.sampled_from(list(ROUTERS)), st.integers(0, 999))
+def test_compiled_routers_decide_as_readable_ones(scenario: ClusterScenario, name: str, seed: int) -> None:
+    models = [make_performance(seeded(seed + i)) for i in range(scenario.instances)]
+    kernel, slo_ms = ("bgmv", "mbgmv")[seed % 2], 1.0 + seed % 50
+    router: NamedRouter = name
+    if name == "toppings":
+        router = Toppings("bgmv" if seed % 2 == 0 else "mbgmv", slo_ms, performance=models)
+    if name == "dlora":
+        router = Dlora(period_s=1e6)
+    compiled = run_cluster(scenario, build_rule(router, scenario), seed)
+    rule = readable_router(name, scenario.instances, RankAware(kernel, models, slo_ms))
+    readable = run_with(scenario, rule, seed)
+    np.testing.assert_array_equal(compiled.instance, readable.instance)
+
+
+def test_requests_of_one_instance_are_those_of_the_single_twin() -> None:
+    """The comparison itself would notice a request on the wrong instance."""
+    scenario = next(s for s in map(seeded_cluster, range(99)) if s.instances > 1)
+    trace = run_cluster(scenario, build_rule("round-robin", scenario), 0)
+    assert_instances_did_as_alone(scenario, trace)
+    rows = np.flatnonzero(trace.instance == 0)
+    assert run(alone(scenario, rows[1:], 0)).counts.tolist() != trace.traces[0].counts.tolist()

@@ -1,0 +1,154 @@
+"""The compiled loop of the cluster twin: requests in order of time, a router, instances that go on."""
+
+from __future__ import annotations
+
+import numpy as np
+from numpy.typing import NDArray
+
+from capplan.compile import inner, jit
+from capplan.serving.heap import Heap
+from capplan.serving.routing.choose import Rule, choose_blindly, choose_by_looking
+from capplan.serving.state import NONE
+from capplan.twin.cluster.member import load_member
+from capplan.twin.cluster.migration import migrate
+from capplan.twin.cluster.steps import Cluster, go_on, hand_over, lacks_rows, look_at_adapter
+from capplan.twin.core import mark_running
+from capplan.twin.tally import ANSWER_TOKENS, ANSWERS
+from capplan.workload.streams import uniform
+
+# Positions in the cursor, where the loop goes on after a break.
+NEXT = 0  # the next request to route
+PLACE = 1  # the place that was chosen for it, or NONE
+TICK_NS = 2  # when requests are moved next
+MIGRATIONS = 3  # requests moved so far
+
+# What happens next.
+ARRIVAL = 0
+TICK = 1
+END = 2
+
+
+def new_cursor(period_ns: int) -> NDArray[np.int64]:
+    """Return the cursor of a loop that has not begun."""
+    return np.array([0, NONE, period_ns, 0], np.int64)
+
+
+@jit
+def serve(
+    cluster: Cluster,
+    rule: Rule,
+    key: np.uint64,
+    answered: NDArray[np.int64],
+    cursor: NDArray[np.int64],
+    movable: Heap,
+    moved: NDArray[np.int64],
+) -> int:
+    """Route all requests and run to the horizon.
+
+    Parameters
+    ----------
+    cluster, rule
+        What is simulated, and the router.
+    key
+        Stream of random numbers, one per request.
+    answered
+        The array that the members' clocks share.
+    cursor
+        Where the loop stands.
+    movable, moved
+        Room for the numbers of requests that are moved.
+
+    Returns
+    -------
+    int
+        NONE at the end; else an instance that needs more rows before the loop can go on.
+    """
+    placement = cluster.placement
+    while True:
+        event, until_ns = _next_event(cluster, rule, cursor)
+        request = cursor[NEXT]
+        first, last = placement.start[0], placement.start[1]  # the base model is everywhere
+        if event == ARRIVAL and rule.looks:
+            adapter = cluster.adapter[request]
+            first, last = placement.start[adapter], placement.start[adapter + 1]
+        elif event == ARRIVAL:
+            if cursor[PLACE] == NONE:
+                draw = uniform(key, request)
+                cursor[PLACE] = choose_blindly(rule, cluster.fleet, placement, cluster.adapter[request], draw)
+            first, last = cursor[PLACE], cursor[PLACE] + 1
+        for place in range(first, last):
+            if cluster.progress.wake_ns[placement.instance[place]] < until_ns:
+                go_on(cluster, placement.instance[place], until_ns)
+        if event == END:
+            break
+        if event == TICK:
+            lacking = _tick(cluster, rule, cursor, movable, moved)
+        else:
+            lacking = _arrive(cluster, rule, answered, cursor)
+        if lacking != NONE:
+            return lacking
+    for instance in range(cluster.progress.size):
+        member = load_member(cluster.memory, instance)
+        mark_running(member.state, member.trace)
+    return NONE
+
+
+@inner
+def _next_event(cluster: Cluster, rule: Rule, cursor: NDArray[np.int64]) -> tuple[int, int]:
+    """Return what happens next, and until when instances may run before that."""
+    at_ns = cluster.horizon_ns
+    event = END
+    if cursor[NEXT] < cluster.following.size:
+        at_ns = min(at_ns, cluster.stream.arrival_ns[cursor[NEXT]])
+        event = ARRIVAL
+    if rule.period_ns > 0 and cursor[TICK_NS] <= at_ns and cursor[TICK_NS] < cluster.horizon_ns:
+        return TICK, cursor[TICK_NS]
+    return event, at_ns
+
+
+@inner
+def _arrive(cluster: Cluster, rule: Rule, answered: NDArray[np.int64], cursor: NDArray[np.int64]) -> int:
+    """Hand the next request over; NONE, or the instance that lacks a row for it."""
+    request = cursor[NEXT]
+    if cursor[PLACE] == NONE:
+        cursor[PLACE] = _look_and_choose(cluster, rule, answered, request)
+    place = cursor[PLACE]
+    instance = int(cluster.placement.instance[place])
+    member = load_member(cluster.memory, instance)
+    if lacks_rows(cluster, instance, member, 1):
+        return instance
+    hand_over(cluster, place, request, cluster.stream.arrival_ns[request], member)
+    cursor[PLACE] = NONE
+    cursor[NEXT] = request + 1
+    return NONE
+
+
+@inner
+def _look_and_choose(cluster: Cluster, rule: Rule, answered: NDArray[np.int64], request: int) -> int:
+    """Ask a router that looks at instances, which have run up to now."""
+    adapter = cluster.adapter[request]
+    placement = cluster.placement
+    if rule.asks_adapter:
+        for place in range(placement.start[adapter], placement.start[adapter + 1]):
+            look_at_adapter(cluster, place)
+    return choose_by_looking(
+        rule,
+        cluster.fleet,
+        placement,
+        adapter,
+        cluster.rank[adapter],
+        cluster.stream.prompt_tokens[request],
+        (rule.first_answer + answered[ANSWER_TOKENS]) / (1.0 + answered[ANSWERS]),
+    )
+
+
+@inner
+def _tick(
+    cluster: Cluster, rule: Rule, cursor: NDArray[np.int64], movable: Heap, moved: NDArray[np.int64]
+) -> int:
+    """Move requests, as dLoRA does every few seconds; NONE, or the instance that lacks rows for it."""
+    count, lacking = migrate(cluster, rule, cursor[TICK_NS], movable, moved)
+    if lacking == NONE:
+        cursor[TICK_NS] += rule.period_ns
+        cursor[MIGRATIONS] += count
+    return lacking

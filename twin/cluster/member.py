@@ -1,0 +1,135 @@
+"""The instances of a cluster in memory: one line of words each, so that compiled code can pick any of them.
+
+Compiled code has no list of tuples without numba's runtime, and a tuple of sixty instances would be a type of
+its own for every number of instances. So what `capplan.twin.core.advance` takes is stored as compiled code
+itself lays it out: numbers, and where arrays lie. Every instance has the same type, whatever the sizes of its
+arrays are. Whoever stores a member keeps its arrays alive.
+"""
+
+from __future__ import annotations
+
+import functools
+from typing import TYPE_CHECKING, Any, NamedTuple
+
+import numba
+import numpy as np
+from llvmlite import ir  # type: ignore[import-untyped]
+from numba.extending import intrinsic
+from numpy.typing import NDArray
+
+from capplan.compile import jit
+from capplan.serving import Limits, State, new_state
+from capplan.twin.clock import Clock, new_clock
+from capplan.twin.scenario import Costs
+from capplan.twin.trace import Trace, new_trace
+
+_WORD_BYTES = 8
+_typeof: Any = numba.typeof
+
+
+class Member(NamedTuple):
+    """One instance of a cluster: all that the twin of one GPU works on, but for the requests."""
+
+    state: State
+    limits: Limits
+    costs: Costs
+    clock: Clock
+    trace: Trace
+    max_in_flight: int
+
+
+@functools.cache
+def _member_type() -> Any:
+    """Return the type that compiled code gives every member, whatever its sizes."""
+    numbers = np.zeros(1, np.int64)
+    limits = Limits(1, 1, 1, 1, 1, 1, 0, 0, 0)
+    costs = Costs(0, np.zeros(1), 1, 1, 1.0, numbers, numbers, numbers, False, numbers)
+    return _typeof(Member(new_state(1, 0, 1, limits), limits, costs, new_clock(0), new_trace(1), 1))
+
+
+def _slot(builder: Any, context: Any, memory: Any, slot: Any, memory_type: Any, kind: Any) -> Any:
+    """Return the address of line `slot`, as a pointer to what is stored there."""
+    array = context.make_array(memory_type)(context, builder, memory)
+    line_bytes = builder.extract_value(array.strides, 0)
+    address = builder.add(builder.ptrtoint(array.data, line_bytes.type), builder.mul(slot, line_bytes))
+    return builder.inttoptr(address, kind.as_pointer())
+
+
+def _load(builder: Any, pointer: Any, kind: Any) -> Any:
+    """Load a structure number by number: LLVM then drops those that nobody uses."""
+    if not isinstance(kind, ir.LiteralStructType | ir.ArrayType):
+        return builder.load(pointer)
+    value = ir.Constant(kind, ir.Undefined)
+    zero = ir.IntType(32)(0)
+    kinds = kind.elements if isinstance(kind, ir.LiteralStructType) else [kind.element] * kind.count
+    for i, part in enumerate(kinds):
+        where = builder.gep(pointer, [zero, ir.IntType(32)(i)], inbounds=True)
+        value = builder.insert_value(value, _load(builder, where, part), i)
+    return value
+
+
+if TYPE_CHECKING:
+
+    def load_member(memory: NDArray[np.int64], slot: int) -> Member:
+        """Return the member in a line; for compiled functions only."""
+
+    def _store(memory: NDArray[np.int64], slot: int, member: Member) -> None: ...
+
+    def _size() -> int: ...
+
+else:
+
+    @intrinsic
+    def load_member(_typing, memory, _slot_number):
+        """Return the member in a line; for compiled functions only."""
+
+        def generate(context, builder, signature, args):
+            kind = context.get_value_type(signature.return_type)
+            return _load(builder, _slot(builder, context, *args, signature.args[0], kind), kind)
+
+        return _member_type()(memory, numba.int64), generate
+
+    @intrinsic
+    def _store(_typing, memory, _slot_number, member):
+        def generate(context, builder, signature, args):
+            kind = context.get_value_type(signature.args[2])
+            builder.store(args[2], _slot(builder, context, *args[:2], signature.args[0], kind))
+            return context.get_dummy_value()
+
+        return numba.void(memory, numba.int64, member), generate
+
+    @intrinsic
+    def _size(_typing):
+        def generate(context, _builder, _signature, _args):
+            size = context.get_abi_sizeof(context.get_value_type(_member_type()))
+            return context.get_constant(numba.int64, size)
+
+        return numba.int64(), generate
+
+
+@jit
+def _write(memory: NDArray[np.int64], slot: int, member: Member) -> None:
+    _store(memory, slot, member)
+
+
+@jit
+def _bytes() -> int:
+    return _size()
+
+
+def new_memory(members: int) -> NDArray[np.int64]:
+    """Return room for so many members, shape (members, words)."""
+    return np.zeros((members, -(-_bytes() // _WORD_BYTES)), np.int64)
+
+
+def store_member(memory: NDArray[np.int64], slot: int, member: Member) -> None:
+    """Store a member; its arrays must stay alive for as long as `memory` is used.
+
+    Raises
+    ------
+    TypeError
+        When its arrays are not of the types that members have, such as read-only ones.
+    """
+    if _typeof(member) != _member_type():
+        raise TypeError(f"not the type of a member: {_typeof(member)}")
+    _write(memory, slot, member)

@@ -1,0 +1,153 @@
+"""Runs a cluster scenario: lays out all memory, and calls the compiled loop until it is through."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import NamedTuple
+
+import numpy as np
+from numpy.typing import NDArray
+
+from capplan.serving import NONE, new_state
+from capplan.serving.heap import new_heap
+from capplan.serving.routing.choose import ASK_RANKS, Rule
+from capplan.serving.routing.fleet import Fleet, new_fleet
+from capplan.serving.state import FREE_BLOCKS
+from capplan.twin import trace as t
+from capplan.twin.clock import new_clock
+from capplan.twin.cluster.growth import with_rows
+from capplan.twin.cluster.loop import MIGRATIONS, new_cursor, serve
+from capplan.twin.cluster.member import Member, new_memory, store_member
+from capplan.twin.cluster.scenario import ClusterScenario, take_requests
+from capplan.twin.cluster.steps import Cluster, new_progress
+
+FIRST_ROWS = 512
+"""Requests in flight that an instance has room for at first; its table doubles when it is full."""
+
+
+@dataclass(frozen=True, eq=False)
+class ClusterTrace:
+    """The record of a cluster."""
+
+    instance: NDArray[np.int32]
+    """Where each request was in the end; NONE for requests that never arrived."""
+    traces: tuple[t.Trace, ...]
+    """One per instance. They share the arrays over requests; counts, sums and gaps are their own."""
+    migrations: int
+    """Requests that were moved from one instance to another."""
+
+
+class Laid(NamedTuple):
+    """A cluster in memory, before anything has happened."""
+
+    cluster: Cluster
+    members: list[Member]
+    answered: NDArray[np.int64]
+
+
+def run_cluster(
+    scenario: ClusterScenario, rule: Rule, seed: int, first_rows: int = FIRST_ROWS
+) -> ClusterTrace:
+    """Simulate a cluster to its horizon.
+
+    Parameters
+    ----------
+    scenario, rule
+        What is simulated, and the router, which must be new.
+    seed
+        Seed of the router's random numbers.
+    first_rows
+        Requests in flight that every instance has room for at first; no matter for the result.
+    """
+    laid = lay_out(scenario, rule.code in ASK_RANKS, first_rows)
+    return trace_of(laid, run_laid(laid, rule, seed))
+
+
+def run_laid(laid: Laid, rule: Rule, seed: int) -> int:
+    """Simulate a cluster that has been laid out, and return how many requests were moved."""
+    cursor = new_cursor(rule.period_ns)
+    count = laid.cluster.following.size if rule.period_ns else 0
+    movable, moved = new_heap(count), np.zeros(count, np.int64)
+    key = routing_key(seed)
+    while (lacking := serve(laid.cluster, rule, key, laid.answered, cursor, movable, moved)) != NONE:
+        grow(laid, lacking)
+    return int(cursor[MIGRATIONS])
+
+
+def trace_of(laid: Laid, migrations: int) -> ClusterTrace:
+    """Return the record of a cluster that has been run."""
+    return ClusterTrace(laid.cluster.instance, tuple(m.trace for m in laid.members), migrations)
+
+
+def routing_key(seed: int) -> np.uint64:
+    """Return the key of the routers' random numbers, apart from those that requests are drawn with."""
+    return np.uint64(np.random.SeedSequence(seed, spawn_key=(1,)).generate_state(1, np.uint64)[0])
+
+
+def lay_out(scenario: ClusterScenario, by_rank: bool, first_rows: int = FIRST_ROWS) -> Laid:
+    """Return the cluster in memory.
+
+    Parameters
+    ----------
+    scenario
+        What is simulated.
+    by_rank
+        Whether requests are counted by rank, for routers that ask.
+    first_rows
+        Rows that every instance begins with.
+    """
+    requests = scenario.requests
+    count = requests.arrival_ns.size
+    fleet = new_fleet(scenario.instances, scenario.rank, by_rank)
+    answered, following = np.zeros(2, np.int64), np.zeros(count, np.int64)
+    shared = t.new_trace(count)
+    memory = new_memory(scenario.instances)
+    members = []
+    for i, engine in enumerate(scenario.engines):
+        rows = max(1, min(count, engine.max_in_flight, max(first_rows, engine.limits.max_num_seqs)))
+        state = new_state(rows, engine.adapters, engine.num_blocks, engine.limits)
+        state.adapters.pages[:] = engine.costs.pages
+        clock = new_clock(engine.adapters)
+        own = t.new_trace(0)
+        own.counts[t.NEXT_REQUEST] = count
+        member = Member(
+            state=state,
+            limits=engine.limits,
+            costs=engine.costs,
+            clock=clock._replace(following=following, tally=fleet.by_rank[i], answered=answered),
+            trace=shared._replace(gaps=own.gaps, counts=own.counts, sums=own.sums),
+            max_in_flight=engine.max_in_flight,
+        )
+        store_member(memory, i, member)
+        _describe(fleet, i, member)
+        members.append(member)
+    cluster = Cluster(
+        memory=memory,
+        progress=new_progress(scenario.instances),
+        fleet=fleet,
+        placement=scenario.placement,
+        adapter=requests.adapter.copy(),
+        rank=scenario.rank,
+        stream=take_requests(requests, slice(None)),
+        following=following,
+        instance=np.full(count, NONE, np.int32),
+        shared_prefix_tokens=scenario.shared_prefix_tokens,
+        horizon_ns=scenario.horizon_ns,
+    )
+    return Laid(cluster, members, answered)
+
+
+def _describe(fleet: Fleet, instance: int, member: Member) -> None:
+    record = fleet.instances[instance]
+    record.free_blocks = record.blocks = member.state.counters[FREE_BLOCKS]
+    record.max_num_seqs = member.limits.max_num_seqs
+    record.max_loras = member.limits.max_loras
+    record.block_size = member.limits.block_size
+
+
+def grow(laid: Laid, instance: int) -> None:
+    """Double the table of requests in flight of an instance."""
+    member = laid.members[instance]
+    rows = min(2 * member.state.rows.size, member.max_in_flight)
+    laid.members[instance] = member._replace(state=with_rows(member.state, rows))
+    store_member(laid.cluster.memory, instance, laid.members[instance])

@@ -1,0 +1,235 @@
+"""What a simulated cluster needs: its engines, who holds which adapter, and the requests."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, replace
+from typing import Any, Final
+
+import numpy as np
+from numpy.typing import NDArray
+
+from capplan.errors import InputError
+from capplan.serving.routing import Placement
+from capplan.spec import Profile, Workload
+from capplan.twin.checks import require_settings
+from capplan.twin.scenario import NS_PER_S, Scenario, build_scenario, draw_for
+from capplan.twin.simulate import (
+    DEFAULT_GPU_MEMORY_UTILIZATION,
+    DEFAULT_MAX_MODEL_LEN,
+    DEFAULT_MAX_NUM_BATCHED_TOKENS,
+    DEFAULT_MAX_NUM_SEQS,
+)
+from capplan.workload import Requests
+
+_NOBODY: Final = 0
+
+
+@dataclass(frozen=True)
+class Instance:
+    """One engine of a cluster; settings as for `capplan.simulate`.
+
+    Parameters
+    ----------
+    profile
+        GPU, model and engine.
+    a_max, s_max
+        Adapter slots, and the rank they are sized for.
+    max_num_seqs, max_num_batched_tokens, max_model_len, gpu_memory_utilization, max_cpu_loras
+        As vLLM's flags of the same names; `max_cpu_loras` None: the host holds all adapters of the instance.
+    adapters
+        The adapters that it holds, each with its share of that adapter's requests (shares are normalised over
+        the instances that hold it); None: all adapters, in equal shares.
+    max_in_flight, rules, prefix_caching
+        As for `capplan.simulate`.
+    """
+
+    profile: Profile
+    a_max: int
+    s_max: int
+    max_num_seqs: int = DEFAULT_MAX_NUM_SEQS
+    max_num_batched_tokens: int = DEFAULT_MAX_NUM_BATCHED_TOKENS
+    max_model_len: int = DEFAULT_MAX_MODEL_LEN
+    gpu_memory_utilization: float = DEFAULT_GPU_MEMORY_UTILIZATION
+    max_cpu_loras: int | None = None
+    adapters: Mapping[str, float] | None = None
+    max_in_flight: int | None = None
+    rules: str | None = None
+    prefix_caching: bool | None = None
+
+    def __post_init__(self) -> None:
+        for name, share in (self.adapters or {}).items():
+            if not (isinstance(share, int | float) and 0 <= share < math.inf):
+                raise InputError("must be a finite number >= 0", share, f"Instance.adapters[{name}]")
+
+    @property
+    def settings(self) -> dict[str, Any]:
+        """The settings of its engine, by their names in `capplan.simulate`."""
+        left_out = ("profile", "adapters")
+        return {name: value for name, value in vars(self).items() if name not in left_out}
+
+
+@dataclass(frozen=True, eq=False)
+class ClusterScenario:
+    """A cluster under one stream of requests."""
+
+    engines: tuple[Scenario, ...]
+    """One per instance, each without requests; its adapters are numbered as it knows them."""
+    placement: Placement
+    requests: Requests
+    """All requests; adapters numbered as in the workload, from 1."""
+    rank: NDArray[np.int64]
+    """Rank of each adapter, shape (adapters + 1,); 0 for the base model."""
+    horizon_ns: int
+    shared_prefix_tokens: int = 0
+
+    @property
+    def instances(self) -> int:
+        """Number of instances."""
+        return len(self.engines)
+
+
+def build_cluster(
+    workload: Workload,
+    instances: Sequence[Instance],
+    duration_s: float,
+    seed: int,
+    requests: Requests | None = None,
+) -> ClusterScenario:
+    """Check instances and placement, size every engine and draw the requests, unless given.
+
+    Raises
+    ------
+    InfeasibleError
+        With reason ``memory`` for an instance that its engine would refuse to start.
+    InputError
+        For a setting that breaks its rule, an adapter that the workload does not have, or one that nobody
+        holds.
+    """
+    if not instances:
+        raise InputError("must be at least one instance", [], "instances")
+    for instance in instances:
+        if not isinstance(instance, Instance):
+            raise InputError("must be of class Instance", instance, "instances")
+    first = instances[0]
+    require_settings(workload, first.profile, {"duration_s": duration_s, "seed": seed})
+    held = _held(workload, instances)
+    if requests is None:
+        longest = max(instance.max_model_len for instance in instances)
+        requests = draw_for(workload, first.profile, duration_s, seed, longest)
+    return ClusterScenario(
+        engines=_engines(workload, instances, held, duration_s, seed, requests.arrival_ns.size),
+        placement=place(
+            held, [_shares(workload, instance) for instance in instances], len(workload.adapters)
+        ),
+        requests=requests,
+        rank=np.array([0, *(adapter.rank for adapter in workload.adapters)], np.int64),
+        horizon_ns=round(duration_s * NS_PER_S),
+        shared_prefix_tokens=workload.shared_prefix_tokens,
+    )
+
+
+def _held(workload: Workload, instances: Sequence[Instance]) -> list[NDArray[np.int64]]:
+    """Return the numbers of the adapters that each instance holds, in the order of the workload."""
+    number = {adapter.name: i for i, adapter in enumerate(workload.adapters, start=1)}
+    everything = np.arange(1, len(number) + 1)
+    held = []
+    for i, instance in enumerate(instances):
+        if instance.adapters is None:
+            held.append(everything)
+            continue
+        for name in instance.adapters:
+            if name not in number:
+                raise InputError("must be an adapter of the workload", name, f"instances[{i}].adapters")
+        if not instance.adapters:
+            raise InputError("must hold at least one adapter", {}, f"instances[{i}].adapters")
+        held.append(np.sort([number[name] for name in instance.adapters]))
+    missing = np.setdiff1d(everything, np.concatenate(held))
+    if missing.size:
+        name = workload.adapters[int(missing[0]) - 1].name
+        raise InputError("must be held by an instance", name, "instances")
+    return held
+
+
+def _shares(workload: Workload, instance: Instance) -> NDArray[np.float64]:
+    """Return the shares of the adapters that an instance holds, in the order of the workload."""
+    shares = instance.adapters
+    if shares is None:
+        return np.ones(len(workload.adapters))
+    return np.array([shares[a.name] for a in workload.adapters if a.name in shares], np.float64)
+
+
+def place(
+    held: Sequence[NDArray[np.int64]], shares: Sequence[NDArray[np.float64]], adapters: int
+) -> Placement:
+    """Return the placement of adapters that instances hold with these shares.
+
+    Shares are normalised over the holders of an adapter; where all are 0, its holders get equal ones. The
+    base model is everywhere.
+    """
+    count = len(held)
+    adapter = np.concatenate([np.zeros(count, np.int64), *held])
+    instance = np.concatenate([np.arange(count), np.repeat(np.arange(count), [h.size for h in held])])
+    local = np.concatenate([np.zeros(count, np.int64), *(np.arange(1, h.size + 1) for h in held)])
+    share = np.concatenate([np.ones(count), *shares])
+    order = np.lexsort((instance, adapter))
+    adapter, share = adapter[order], share[order]
+    total = np.bincount(adapter, share, minlength=adapters + 1)[adapter]
+    holders = np.bincount(adapter, minlength=adapters + 1)
+    share = np.where(total > 0, share / np.where(total > 0, total, 1.0), 1.0 / holders[adapter])
+    return Placement(
+        start=np.concatenate([[0], np.cumsum(holders)]).astype(np.int64),
+        instance=instance[order].astype(np.int32),
+        local=local[order].astype(np.int32),
+        share=share,
+    )
+
+
+def _engines(
+    workload: Workload,
+    instances: Sequence[Instance],
+    held: Sequence[NDArray[np.int64]],
+    duration_s: float,
+    seed: int,
+    requests: int,
+) -> tuple[Scenario, ...]:
+    """Size the engine of every instance; equal ones share their tables of costs."""
+    nobody = Requests(np.zeros(_NOBODY, np.int64), *(np.zeros(_NOBODY, np.int32) for _ in range(3)))
+    known: dict[tuple[object, ...], Scenario] = {}
+    engines = []
+    for instance, numbers in zip(instances, held, strict=True):
+        settings = instance.settings
+        key = (id(instance.profile), numbers.tobytes(), *settings.values())
+        if key not in known:
+            own = workload
+            if numbers.size < len(workload.adapters):
+                adapters = tuple(workload.adapters[i - 1] for i in numbers.tolist())
+                own = workload.model_copy(update={"adapters": adapters, "trace": None})
+            known[key] = build_scenario(
+                own, instance.profile, duration_s=duration_s, seed=seed, requests=nobody, **settings
+            )
+        engine = known[key]
+        most = requests if instance.max_in_flight is None else instance.max_in_flight
+        engines.append(engine._replace(max_in_flight=max(1, most)))
+    return tuple(engines)
+
+
+def take_requests(requests: Requests, rows: NDArray[np.int64] | slice) -> Requests:
+    """Return copies of some of the requests; those of a replayed trace cannot be written to."""
+    return Requests(
+        np.array(requests.arrival_ns[rows]),
+        np.array(requests.adapter[rows]),
+        np.array(requests.prompt_tokens[rows]),
+        np.array(requests.output_tokens[rows]),
+    )
+
+
+def without_adapters(scenario: ClusterScenario) -> ClusterScenario:
+    """Return the same requests to the same engines without adapters and slots for them."""
+    requests = scenario.requests
+    bare = tuple(
+        engine._replace(costs=engine.costs._replace(a_max=0, s_max=0)) for engine in scenario.engines
+    )
+    stripped = requests._replace(adapter=np.zeros_like(requests.adapter))
+    return replace(scenario, engines=bare, requests=stripped)
