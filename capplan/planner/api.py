@@ -121,10 +121,12 @@ def _verified(
 ) -> Repaired:
     fitted, changes = fit_slots(problem, assignments, exact) if mend else (tuple(assignments), ())
     _require_memory(problem, fitted)
-    verdicts = verifier(fitted, lambda done, total: report("verifying", done, total))
-    if mend and not all(verdict.ok for verdict in verdicts):
-        return repair(problem, fitted, verdicts, verifier, exact, changes)
-    return Repaired(fitted, tuple(verdicts), changes)
+    verdicts = verifier.whole(fitted, lambda done, total: report("verifying", done, total))
+    if not mend or all(verdict.ok for verdict in verdicts):
+        return Repaired(fitted, tuple(verdicts), changes)
+    mended = repair(problem, fitted, verdicts, verifier, exact, changes)
+    again = verifier.whole(mended.assignments, lambda done, total: report("verifying", done, total))
+    return Repaired(mended.assignments, tuple(again), mended.changes)
 
 
 def _require_memory(problem: Problem, assignments: Sequence[Assignment]) -> None:

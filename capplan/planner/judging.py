@@ -3,12 +3,12 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import TypedDict
 
 from capplan.planner.problem import Assignment, Problem
 from capplan.spec import Slo, Workload
 from capplan.twin import SimulationResult, simulate, simulate_detailed
 from capplan.twin.result import bound_value
-from capplan.twin.simulate import Settings
 
 _MOST_RUNNING = 1024
 """More requests than any engine of a plan runs at once."""
@@ -45,11 +45,12 @@ def judge(
     slo = problem.workload.slo
     workload = problem.subworkload(assignment.parts, scale)
     profile = problem.pools[assignment.pool].profile
-    settings = twin_settings(problem, assignment, workload, seed, duration_s)
+    settings = twin_settings(problem, assignment, workload)
+    length_s = duration_s if workload.trace is None else workload.trace.duration_s
     if slo.tpt_over_base is None:
-        result = simulate(workload, profile, **settings)
+        result = simulate(workload, profile, seed=seed, duration_s=length_s, **settings)
         return Judged(result, broken_bounds(slo, result))
-    detailed = simulate_detailed(workload, profile, **settings)
+    detailed = simulate_detailed(workload, profile, seed=seed, duration_s=length_s, **settings)
     result = detailed.result
     broken = broken_bounds(slo, result)
     good = next(kept for kept in detailed.slo if kept.bound == "tpt_over_base")
@@ -59,16 +60,24 @@ def judge(
     return Judged(result, broken)
 
 
-def twin_settings(
-    problem: Problem, assignment: Assignment, workload: Workload, seed: int, duration_s: float
-) -> Settings:
-    """Return how the twin is to run one instance that serves a workload; a trace as long as it is."""
-    engine, trace = problem.engine, workload.trace
+class EngineSettings(TypedDict):
+    """How an engine is set, by the names that the twin gives the settings."""
+
+    a_max: int
+    s_max: int
+    max_num_seqs: int
+    max_num_batched_tokens: int
+    max_model_len: int
+    gpu_memory_utilization: float
+    max_cpu_loras: int | None
+
+
+def twin_settings(problem: Problem, assignment: Assignment, workload: Workload) -> EngineSettings:
+    """Return how the twin is to set the engine of one instance that serves a workload."""
+    engine = problem.engine
     return {
         "a_max": assignment.a_max,
         "s_max": problem.s_max(assignment.parts),
-        "duration_s": duration_s if trace is None else trace.duration_s,
-        "seed": seed,
         "max_num_seqs": problem.max_num_seqs(assignment),
         "max_num_batched_tokens": engine.max_num_batched_tokens,
         "max_model_len": engine.max_model_len,

@@ -8,6 +8,7 @@ from dataclasses import dataclass
 from capplan.planner.judging import Judged, judge
 from capplan.planner.parallel import in_parallel
 from capplan.planner.problem import Assignment, Estimator, Problem
+from capplan.planner.together import judge_together
 from capplan.twin import SimulationResult
 
 FRESH_SEEDS = 5
@@ -41,7 +42,7 @@ class Verifier:
     def __call__(
         self, assignments: Sequence[Assignment], progress: Callable[[int, int], None] | None = None
     ) -> list[Verdict]:
-        """Return a verdict per assignment.
+        """Return a verdict per assignment, each simulated by itself.
 
         Raises
         ------
@@ -54,6 +55,24 @@ class Verifier:
         kept = in_parallel(self._keeps_headroom, assignments)
         count = len(self.seeds)
         return [self._verdict(results[i * count : (i + 1) * count], kept[i]) for i in range(len(assignments))]
+
+    def whole(
+        self, assignments: Sequence[Assignment], progress: Callable[[int, int], None] | None = None
+    ) -> list[Verdict]:
+        """Return a verdict per assignment of a whole plan: all under one clock, routed by its shares.
+
+        One instance is a cluster by itself; and a bound relative to the base model is judged one by one.
+        """
+        if len(assignments) == 1 or self.problem.workload.slo.tpt_over_base is not None:
+            return self(assignments, progress)
+        report = progress or _silent
+        by_seed = in_parallel(
+            lambda seed: judge_together(self.problem, assignments, seed, self.duration_s),
+            self.seeds,
+            lambda done: report(done, len(self.seeds)),
+        )
+        kept = in_parallel(self._keeps_headroom, assignments)
+        return [self._verdict(judged, kept[i]) for i, judged in enumerate(zip(*by_seed, strict=True))]
 
     def _simulate(self, job: tuple[Assignment, int]) -> Judged:
         assignment, seed = job

@@ -14,6 +14,7 @@ from capplan.models.surrogates.documents import KINDS
 from capplan.planner import Asks, Solver
 from capplan.planner.problem import Assignment, Problem
 from capplan.spec import EngineConfig, Slo, Trace
+from capplan.twin.cluster import Instance, simulate_cluster
 from tests.planner.conftest import MODEL, PROFILE
 
 Make = Callable[..., Workload]
@@ -328,3 +329,27 @@ def test_a_trace_of_prompts_too_long_for_the_engine_names_the_flag_to_raise(work
     constant = {"prompt_tokens": Lengths(mean=9000), "output_tokens": Lengths(mean=10)}
     with pytest.raises(InputError, match=r"engine\.max_model_len: .*10 of 10 do not fit.*9000 tokens"):
         plan(workload(("a0", 8, 1.0), trace=trace, **constant))
+
+
+def test_a_plan_of_several_instances_is_verified_as_a_cluster_routed_by_its_shares(
+    workload: Make, profile: Profile
+) -> None:
+    """What it predicts is what the cluster twin says of all instances together, with a split adapter."""
+    wishes = workload(("hot", 8, 60.0), *((f"a{i}", 16, 0.5) for i in range(8)))
+    made = plan(wishes, seeds=1)
+    assert len(made.groups) > 1
+    instances = [
+        Instance(
+            profile,
+            a_max=group.engine_args.max_loras,
+            s_max=group.engine_args.max_lora_rank,
+            max_num_seqs=group.engine_args.max_num_seqs,
+            adapters={adapter.name: adapter.share for adapter in group.adapters},
+        )
+        for group in made.groups
+    ]
+    (seed,) = made.verification.seeds
+    together = simulate_cluster(wishes, instances, router="plan-shares", seed=seed)
+    predicted = [group.predicted.throughput_tok_s for group in made.groups]
+    assert predicted == pytest.approx([one.throughput_tok_s for one in together.instances], rel=1e-9)
+    assert sum(together.requests_per_instance) == together.submitted

@@ -79,8 +79,10 @@ def time_bound_s(slo: Slo, isolated_s: float) -> float:
 def _observed(problem: Problem, assignment: Assignment, workload: Workload, rate_rps: float) -> RequestTable:
     """Return what the twin does with enough requests, or with the whole trace."""
     duration_s = min(max(_REQUESTS / rate_rps, _SHORTEST_S), _LONGEST_S)
-    settings = twin_settings(problem, assignment, workload, _SEED, duration_s)
-    return simulate_detailed(workload, problem.pools[assignment.pool].profile, **settings).requests
+    length_s = duration_s if workload.trace is None else workload.trace.duration_s
+    settings = twin_settings(problem, assignment, workload)
+    profile = problem.pools[assignment.pool].profile
+    return simulate_detailed(workload, profile, seed=_SEED, duration_s=length_s, **settings).requests
 
 
 def _sample(requests: RequestTable, workload: Workload, arch: ModelArch, tp: int) -> RequestSample:
