@@ -13,6 +13,9 @@ from capplan.planner.problem import Assignment, Estimator, Problem
 from capplan.planner.solvers.description import Asks, Solver, Tools, Wish
 from capplan.spec import Objective, Plan, Workload
 
+_MARGIN = 0.01
+"""Served fraction beyond the bound that a careful search wants: other seeds differ by about as much."""
+
 
 @dataclass(frozen=True)
 class Answer:
@@ -71,8 +74,10 @@ def solve(
         problem = replace(problem, parts=split_hot(problem, judge))
 
     def tools(asked: Problem, twin: TwinEstimator, quick: Estimator) -> Tools:
-        hint = make_hint(asked, twin) if solver.asks is Asks.TWIN else None
-        return Tools(quick, twin, seed, time_limit_s, hint, previous, renew)
+        if solver.asks is not Asks.TWIN:
+            return Tools(quick, twin, seed, time_limit_s)
+        careful = replace(twin, margin=_MARGIN, _answers={})
+        return Tools(quick, twin, seed, time_limit_s, make_hint(asked, twin), careful, previous, renew)
 
     def renew(asked: Problem) -> Tools:
         twin = TwinEstimator(asked, seed)

@@ -56,6 +56,8 @@ class Tools:
     seed: int = 0
     time_limit_s: float = DEFAULT_TIME_LIMIT_S
     hint: Estimator | None = None
+    careful: Estimator | None = None
+    """The twin that takes nothing which holds only just; None: ask `exact`."""
     previous: Plan | None = None
     renew: Callable[[Problem], Tools] | None = None
     """Returns the same tools for another load on the same instances; None: these do for it, too."""

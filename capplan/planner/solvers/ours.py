@@ -19,7 +19,7 @@ from capplan.planner.bound import lower_bound_gpus
 from capplan.planner.previous import instances_of
 from capplan.planner.problem import Assignment, Estimator, Problem
 from capplan.planner.search.board import Board, placed
-from capplan.planner.search.fleets import fleets, gpus_of
+from capplan.planner.search.fleets import Fleet, fleets, gpus_of
 from capplan.planner.search.ground import Ground, survey
 from capplan.planner.search.judge import Judge
 from capplan.planner.search.kept import kept
@@ -40,22 +40,27 @@ def _place(problem: Problem, tools: Tools) -> tuple[Assignment, ...]:
     objective = problem.workload.objective
     if objective is Objective.MAX_THROUGHPUT:
         return _at_the_highest_load(problem, tools, until_s)
-    seeker = _seeker(problem, tools, until_s)
     bound = lower_bound_gpus(problem)
-    order = fleets(problem, len(seeker.ground.units), objective)
-    if objective is Objective.MIN_LATENCY:
-        answer = seeker.fastest(order[0])
-    else:
-        answer = seeker.seek([fleet for fleet in order if gpus_of(problem, fleet) >= bound])
-        answer = seeker.polished(answer) if answer is not None and len(answer) <= _SMALL else answer
-    if answer is None:
-        raise _too_few(problem, bound, late=seeker.late)
-    return answer
+    for exact in (tools.careful, tools.exact):  # at the edge only where nothing else is to be had
+        seeker = _seeker(problem, tools, until_s, exact or tools.exact)
+        order = fleets(problem, len(seeker.ground.units), objective)
+        answer = _sought(seeker, [fleet for fleet in order if gpus_of(problem, fleet) >= bound])
+        if answer is not None:
+            return answer
+    raise _too_few(problem, bound, late=seeker.late)
 
 
-def _seeker(problem: Problem, tools: Tools, until_s: float) -> Seeker:
+def _sought(seeker: Seeker, order: list[Fleet]) -> tuple[Assignment, ...] | None:
+    """Return the placement on the most wanted fleet, or the fastest on the only one."""
+    if seeker.ground.problem.workload.objective is Objective.MIN_LATENCY:
+        return seeker.fastest(order[0]) if order else None
+    answer = seeker.seek(order)
+    return seeker.polished(answer) if answer is not None and len(answer) <= _SMALL else answer
+
+
+def _seeker(problem: Problem, tools: Tools, until_s: float, exact: Estimator) -> Seeker:
     ground = survey(problem)
-    judge = Judge(ground, tools.hint or tools.quick, tools.exact)
+    judge = Judge(ground, tools.hint or tools.quick, exact)
     first = () if tools.previous is None else (kept(instances_of(tools.previous)),)
     return Seeker(ground, judge, until_s, (*first, *EVEN, partial(_packed, judge.quick)))
 
@@ -88,7 +93,8 @@ def _at_the_highest_load(problem: Problem, tools: Tools, until_s: float) -> tupl
     def at(headroom: float) -> tuple[Assignment, ...] | None:
         workload = problem.workload.model_copy(update={"headroom": headroom})
         loaded = replace(problem, workload=workload)
-        seeker = _seeker(loaded, tools.asking_about(loaded), until_s)
+        asked = tools.asking_about(loaded)
+        seeker = _seeker(loaded, asked, until_s, asked.exact)
         (fleet,) = fleets(loaded, len(seeker.ground.units), Objective.MAX_THROUGHPUT)
         return seeker.attempt(fleet)
 
