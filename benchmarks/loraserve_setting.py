@@ -1,0 +1,191 @@
+"""LoRAServe's setting: ``python -m benchmarks.loraserve_setting --traces DIR --out DIR`` (its section V).
+
+Four servers, 25 adapters of ranks 8 to 128, six traces: {uniform, Poisson} arrivals x {Uniform, Shifting
+skew, Exponential} popularity of ranks, with the lengths of the Azure conversations of 2023. For every system
+the highest request rate whose P95 TTFT stays within 10 s, and the servers that it takes for 95 % of what
+LoRAServe sustains on four.
+
+Rates are bracketed and bisected to 1 %, each seed for itself with common random numbers. A JSON per cell
+stands in --out; a run that was broken off goes on where it stopped. ``--quick`` is a subset.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import math
+import tempfile
+from collections.abc import Callable, Sequence
+from dataclasses import asdict, dataclass
+from functools import partial
+from pathlib import Path
+from statistics import fmean
+from typing import Any, Final
+
+from benchmarks.fidelity_figures import markdown
+from benchmarks.loraserve_runs import declared_tok_s, load_at, p95_ttft_s
+from benchmarks.loraserve_standin import PREFILL_RATIO, SHIPPED, standin
+from benchmarks.loraserve_systems import SYSTEMS, Scene
+from capplan import load_profile, load_workload
+from capplan.spec import Workload, write_text_atomic
+from capplan.workload.presets import preset
+
+TRACES: Final = tuple(
+    f"{arrivals}-{skew}"
+    for arrivals in ("uniform", "poisson")
+    for skew in ("uniform", "shifting", "exponential")
+)
+LENGTHS: Final = "azure_llm_2023_conv.parquet"
+SERVERS: Final = 4
+BOUND_S: Final = 10.0
+FIRST_RPS: Final = 16.0
+SMALLEST_RPS: Final = 0.1
+STEP_S: Final = 300.0
+PRECISION: Final = 0.01
+MOST_SERVERS: Final = 12
+OF_LORASERVE: Final = 0.95
+
+
+@dataclass(frozen=True)
+class Settings:
+    """What a cell depends on beside its trace and system."""
+
+    duration_s: float = 3600.0
+    seeds: int = 5
+    prefill_ratio: float = PREFILL_RATIO
+
+
+@dataclass(frozen=True)
+class Run:
+    """Where traces are and answers go."""
+
+    traces: Path
+    out: Path
+    settings: Settings
+
+    def cell(self, name: str, find: Callable[[], Any]) -> Any:
+        """Return what stands in the folder for these settings, or else find it and write it there."""
+        path, asked = self.out / f"{name}.json", asdict(self.settings)
+        if path.exists():
+            known = json.loads(path.read_text(encoding="utf-8"))
+            if known["settings"] == asked:
+                return known["found"]
+        found = find()
+        write_text_atomic(path, json.dumps({"settings": asked, "found": found}))
+        print(f"{name}: {found}", flush=True)
+        return found
+
+    def scene(self, trace: str) -> Scene:
+        """Return the workload of a trace on stand-in servers."""
+        profile = standin(load_profile(SHIPPED), self.settings.prefill_ratio)
+        workload = _workload(trace, profile.model.hf_ids[0], self.traces)
+        folder = self.out / f"ratio-{self.settings.prefill_ratio:g}"
+        folder.mkdir(parents=True, exist_ok=True)
+        return Scene(trace, workload, profile, STEP_S, folder)
+
+    def holds(self, scene: Scene, system: str, servers: int, seed: int, rps: float) -> bool:
+        """Tell whether a system keeps the bound at this rate."""
+        load = load_at(scene.workload, scene.profile, rps, self.settings.duration_s, seed)
+        return p95_ttft_s(load, scene.ttft_s(system, load, servers), BOUND_S) <= BOUND_S
+
+    def highest_rps(self, scene: Scene, system: str) -> list[float]:
+        """Return, of each seed, the highest rate that a system sustains on four servers."""
+        seeds = range(self.settings.seeds)
+        return [highest(partial(self.holds, scene, system, SERVERS, seed), FIRST_RPS) for seed in seeds]
+
+    def servers_for(self, scene: Scene, system: str, rps: float) -> int | None:
+        """Return the fewest servers that keep the bound at this rate on every seed; None: over twelve.
+
+        Numbers too small even if every adapter were of the cheapest rank are not tried.
+        """
+        load = load_at(scene.workload, scene.profile, rps, self.settings.duration_s, 0)
+        fewest = math.ceil(sum(declared_tok_s(load)) / max(scene.points(SERVERS).values()))
+        for servers in range(fewest, MOST_SERVERS + 1):
+            if all(self.holds(scene, system, servers, seed, rps) for seed in range(self.settings.seeds)):
+                return servers
+        return None
+
+    def rates(self, trace: str, systems: Sequence[str]) -> dict[str, list[float]]:
+        """Return what `highest_rps` says of every system on a trace."""
+        scene = self.scene(trace)
+        return {s: self.cell(f"{trace}.{s}", partial(self.highest_rps, scene, s)) for s in systems}
+
+    def servers(self, trace: str, systems: Sequence[str]) -> tuple[float, dict[str, int | None]]:
+        """Return nearly what LoRAServe sustains on a trace, and the servers that each system takes for it."""
+        scene, (sustained,) = self.scene(trace), self.rates(trace, ["loraserve"]).values()
+        rps = OF_LORASERVE * min(sustained)
+        return rps, {
+            s: self.cell(f"{trace}.{s}.servers", partial(self.servers_for, scene, s, rps)) for s in systems
+        }
+
+
+def highest(holds: Callable[[float], bool], start: float) -> float:
+    """Return a rate that holds and is within 1 % of one that does not, sought from `start` on; 0 without."""
+    low = start
+    while not holds(low):
+        low /= 2.0
+        if low < SMALLEST_RPS:
+            return 0.0
+    high = 2.0 * low
+    while holds(high):
+        low, high = high, 2.0 * high
+    while high / low > 1.0 + PRECISION:
+        middle = (low * high) ** 0.5
+        low, high = (middle, high) if holds(middle) else (low, middle)
+    return low
+
+
+def _workload(trace: str, base_model: str, traces: Path) -> Workload:
+    text = preset(f"loraserve-{trace}").yaml(profile=SHIPPED, base_model=base_model, traces=str(traces))
+    with tempfile.TemporaryDirectory() as folder:
+        path = Path(folder) / "workload.yaml"
+        path.write_text(text, encoding="utf-8")
+        return load_workload(path)
+
+
+def told(rps: Sequence[float], loraserve_rps: Sequence[float]) -> str:
+    """Return rates in words: the mean, the range over seeds, and LoRAServe's mean over it."""
+    spread = f" ({min(rps):.1f} to {max(rps):.1f})" if len(rps) > 1 else ""
+    ratio = f"{fmean(loraserve_rps) / fmean(rps):.2f} x" if fmean(rps) else "never"
+    return f"{fmean(rps):.1f}{spread}, {ratio}"
+
+
+def tables(run: Run, traces: Sequence[str], systems: Sequence[str]) -> str:
+    """Return both tables: highest rates with LoRAServe's over them, and servers for equal load."""
+    rates, servers = [], []
+    for trace in traces:
+        found = run.rates(trace, systems)
+        rates.append([trace, *(told(found[system], found["loraserve"]) for system in systems)])
+        rps, needed = run.servers(trace, systems)
+        servers.append([trace, f"{rps:.1f}", *(str(n or f"> {MOST_SERVERS}") for n in needed.values())])
+    return f"{markdown(['trace', *systems], rates)}\n\n{markdown(['trace', 'req/s', *systems], servers)}"
+
+
+def main(arguments: Sequence[str] | None = None) -> int:
+    """Run what is missing, and print both tables."""
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument("--traces", type=Path, required=True, help=f"folder that holds {LENGTHS}")
+    parser.add_argument("--out", type=Path, required=True, help="folder of the answers")
+    parser.add_argument("--quick", action="store_true", help="two traces, three systems, one seed of 900 s")
+    parser.add_argument("--seeds", type=int, default=Settings.seeds)
+    parser.add_argument("--ratio", type=float, default=PREFILL_RATIO, help="prefill at rank 128 over rank 8")
+    parser.add_argument("--systems", nargs="+", choices=SYSTEMS, default=SYSTEMS)
+    parser.add_argument("--only", nargs="+", choices=TRACES, default=TRACES, help="traces")
+    given = parser.parse_args(arguments)
+    if not (given.traces / LENGTHS).is_file():
+        print(f"skipped: {given.traces} does not hold {LENGTHS}")
+        return 0
+    systems = ["loraserve", *(s for s in given.systems if s != "loraserve")]
+    settings, traces = Settings(seeds=given.seeds, prefill_ratio=given.ratio), given.only
+    if given.quick:
+        settings = Settings(duration_s=900.0, seeds=1, prefill_ratio=given.ratio)
+        systems, traces = ["loraserve", "slora-random", "toppings"], ["poisson-uniform", "poisson-shifting"]
+    given.out.mkdir(parents=True, exist_ok=True)
+    print(tables(Run(given.traces, given.out, settings), traces, systems))
+    return 0
+
+
+if __name__ == "__main__":
+    raise SystemExit(main())
