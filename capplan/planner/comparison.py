@@ -172,7 +172,9 @@ def _row(problem: Problem, solver: Solver, terms: _Terms) -> Row:
         )
         fits = [problem.fits_in_memory(each) for each in answer.assignments]
         starting = [each for each, fit in zip(answer.assignments, fits, strict=True) if fit]
-        verdicts = make_verifier(answer.problem, exact, terms.seed, count=terms.seeds)(starting)
+        verifier = make_verifier(answer.problem, exact, terms.seed, count=terms.seeds)
+        # A plan with an instance that does not start is no cluster; the others are judged one by one.
+        verdicts = verifier.whole(starting) if all(fits) else verifier(starting)
     except CapplanError as error:
         return Row(solver.name, failure=str(error), exit_code=error.exit_code)
     return _told(answer, solver, starting, verdicts)

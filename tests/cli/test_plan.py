@@ -146,7 +146,7 @@ def test_an_interrupted_plan_leaves_the_old_file_and_no_part_of_a_new_one(tmp_pa
     out.write_text("the plan in force")
     before = sorted(tmp_path.iterdir())
     terminal, side = pty.openpty()
-    arguments = command(["plan", path, "-o", out])
+    arguments = command(["plan", path, "-o", out, "--seeds", "500"])
     process = subprocess.Popen(arguments, env=environment(), stdout=subprocess.PIPE, stderr=side)
     os.close(side)
     try:

@@ -65,8 +65,9 @@ def test_what_a_plan_says_is_rebuilt_from_it_and_its_workload(made: Plan, crowde
     seed = made.verification.seeds[0]
     for each, group in zip(rebuilt.groups, made.groups, strict=True):
         result = judge(each.problem, each.assignment, seed, made.verification.duration_s).result
-        assert result.throughput_tok_s == group.predicted.throughput_tok_s
-        assert result.ttft_s_p99 == group.predicted.ttft_s.p99
+        # alone, other requests are drawn than for the plan as a whole
+        assert result.throughput_tok_s == pytest.approx(group.predicted.throughput_tok_s, rel=0.01)
+        assert result.ttft_s_p99 == pytest.approx(group.predicted.ttft_s.p99, rel=0.1)
 
 
 def test_replicas_divide_what_their_group_serves(made: Plan, crowded: Workload) -> None:
