@@ -15,6 +15,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Final
 
+from benchmarks.memory import peak_mib
 from benchmarks.toppings_setting import Setting, profile_with, simulation
 from capplan.spec import Kernel, write_text_atomic
 from capplan.twin.cluster import ROUTERS, ClusterResult, simulate_cluster
@@ -60,13 +61,13 @@ def growth_table(duration_s: float) -> list[str]:
     return lines
 
 
-def own_peak_mb() -> float:
+def own_peak() -> float:
     """Simulate the hour and return this process's peak memory."""
     timed(simulation(), "toppings", HOUR_S)
-    return int(Path("/proc/self/status").read_text().split("VmHWM:")[1].split()[0]) / 1024
+    return peak_mib()
 
 
-def peak_mb() -> float:
+def peak_of_the_hour_mib() -> float:
     """Return the peak memory of a fresh process that simulates the hour."""
     command = [sys.executable, "-m", "benchmarks.cluster_speed", "--peak-rss"]
     done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, check=True)
@@ -81,11 +82,13 @@ def main(arguments: Sequence[str] | None = None) -> None:
     parser.add_argument("--peak-rss", action="store_true", help=argparse.SUPPRESS)
     chosen = parser.parse_args(arguments)
     if chosen.peak_rss:
-        print(own_peak_mb())
+        print(own_peak())
         return
     timed(simulation(adapters=100), "toppings", 1.0)  # compile first
     tables = [router_table(chosen.duration_s), growth_table(chosen.duration_s)]
-    tables.append(["| peak memory of the hour, `toppings` |", "|---|", f"| {peak_mb():,.0f} MB |"])
+    tables.append(
+        ["| peak memory of the hour, `toppings` |", "|---|", f"| {peak_of_the_hour_mib():,.0f} MiB |"]
+    )
     text = "\n\n".join("\n".join(table) for table in tables) + "\n"
     print(text, end="")
     if chosen.markdown:

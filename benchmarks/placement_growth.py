@@ -22,6 +22,7 @@ from typing import Final
 import numpy as np
 
 from benchmarks.fidelity_figures import markdown
+from benchmarks.memory import resident_mib
 from benchmarks.placement_grid_cells import MODELS, RATES_RPS, SIZES
 from capplan.errors import CapplanError
 from capplan.planner.bound import busy_gpus, lower_bound_gpus
@@ -153,11 +154,6 @@ def _verified(answer: Answer, seeds: int) -> tuple[float, bool]:
     started = time.perf_counter()
     verdicts = verifier(answer.assignments)
     return time.perf_counter() - started, all(verdict.ok for verdict in verdicts)
-
-
-def resident_mib(key: str) -> float:
-    """Return memory of this process: VmRSS, held now, or VmHWM, at most ever."""
-    return int(Path("/proc/self/status").read_text().split(f"{key}:")[1].split()[0]) / 1024
 
 
 def in_a_fresh_process(arguments: Sequence[str]) -> Measured:

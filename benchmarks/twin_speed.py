@@ -8,7 +8,6 @@ reference twin on a small case, and the drawing of requests alone.
 from __future__ import annotations
 
 import argparse
-import resource
 import subprocess
 import sys
 import time
@@ -20,6 +19,7 @@ from typing import TypeVar
 
 import numpy as np
 
+from benchmarks.memory import peak_mib
 from capplan import Adapter, Lengths, Workload, load_profile, simulate
 from capplan.spec import write_text_atomic
 from capplan.twin import Scenario, SimulationResult
@@ -182,10 +182,7 @@ def own_peak_rss_mb() -> float:
     result = Case("memory", even(128, RSS_REQUESTS / HOUR_S), 64).run()
     if abs(result.submitted / RSS_REQUESTS - 1) > 0.01:
         raise AssertionError(f"{result.submitted} arrivals instead of {RSS_REQUESTS}")
-    status = Path("/proc/self/status")
-    if status.exists():
-        return int(status.read_text().split("VmHWM:")[1].split()[0]) / 1024
-    return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / 2**20
+    return peak_mib()
 
 
 def speed_table(repeat: int) -> list[str]:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 
-from capplan.errors import InfeasibleError, InputError
+from capplan.errors import InfeasibleError
 from capplan.planner.assemble import build_plan
 from capplan.planner.estimators import TwinEstimator
 from capplan.planner.posing import make_problem
@@ -14,7 +14,7 @@ from capplan.planner.repair import Repaired, fit_slots, repair
 from capplan.planner.solvers import find_solver
 from capplan.planner.solvers.description import DEFAULT_TIME_LIMIT_S, Solver
 from capplan.planner.solving import solve
-from capplan.planner.verify import FRESH_SEEDS, Verifier, make_verifier
+from capplan.planner.verify import FRESH_SEEDS, Verifier, make_verifier, require_seeds
 from capplan.spec import Plan, Profile, Workload
 
 Progress = Callable[[str, int, int], None]
@@ -74,10 +74,7 @@ def plan(
     problem = make_problem(workload, gpus, profile)
     previous = read_previous(workload)
     chosen = find_solver(solver)
-    if seed < 0:
-        raise InputError("must be a whole number >= 0", seed, "seed")
-    if seeds < 1:
-        raise InputError("must be >= 1", seeds, "seeds")
+    require_seeds(seed, seeds)
     report = progress or _silent
     report("placing", 0, 1)
     exact = TwinEstimator(problem, seed)
@@ -125,6 +122,8 @@ def _verified(
     if not mend or all(verdict.ok for verdict in verdicts):
         return Repaired(fitted, tuple(verdicts), changes)
     mended = repair(problem, fitted, verdicts, verifier, exact, changes)
+    if mended.assignments == fitted:
+        return mended
     again = verifier.whole(mended.assignments, lambda done, total: report("verifying", done, total))
     return Repaired(mended.assignments, tuple(again), mended.changes)
 

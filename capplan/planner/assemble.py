@@ -147,9 +147,7 @@ def _group(
     pool, engine = problem.pools[assignment.pool], problem.engine
     profile = pool.profile
     binds, load_over_capacity = binding
-    shares: dict[str, float] = {}
-    for part in assignment.parts:
-        shares[part.name] = shares.get(part.name, 0.0) + part.share
+    shares = assignment.shares
     return Group(
         id=name,
         replicas=1,
@@ -168,9 +166,7 @@ def _group(
             enable_prefix_caching=chosen_rules(profile, None, None).prefix_caching,  # as run_twin has it
         ),
         adapters=tuple(
-            PlanAdapter(
-                name=a.name, rank=a.rank, rate_rps=a.rate_rps, path=a.path, share=min(1.0, shares[a.name])
-            )
+            PlanAdapter(name=a.name, rank=a.rank, rate_rps=a.rate_rps, path=a.path, share=shares[a.name])
             for a in problem.workload.adapters
             if a.name in shares
         ),

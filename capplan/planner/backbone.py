@@ -9,7 +9,7 @@ import numpy as np
 
 from capplan.models.memory import kv_tokens
 from capplan.planner.parts import whole_parts
-from capplan.planner.problem import Problem
+from capplan.planner.problem import Problem, replayed_s
 from capplan.twin.core import run
 from capplan.twin.result import SimulationResult, summarize
 from capplan.twin.scenario import build_scenario
@@ -49,7 +49,7 @@ def _without_adapters(problem: Problem, scale: float, seed: int) -> SimulationRe
         profile,
         a_max=1,
         s_max=s_max,
-        duration_s=_DURATION_S if workload.trace is None else workload.trace.duration_s,
+        duration_s=replayed_s(workload, _DURATION_S),
         seed=seed,
         max_num_seqs=engine.max_num_seqs,
         max_num_batched_tokens=engine.max_num_batched_tokens,

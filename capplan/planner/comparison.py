@@ -18,7 +18,7 @@ from capplan.planner.problem import Assignment, Problem
 from capplan.planner.solvers import find_solver
 from capplan.planner.solvers.description import DEFAULT_TIME_LIMIT_S, Solver
 from capplan.planner.solving import Answer, solve
-from capplan.planner.verify import FRESH_SEEDS, Verdict, make_verifier
+from capplan.planner.verify import FRESH_SEEDS, Verdict, make_verifier, require_seeds
 from capplan.spec import Plan, Profile, Workload
 from capplan.twin import SimulationResult
 
@@ -121,7 +121,9 @@ def compare(
         When a parameter or a wish breaks a rule.
     """
     chosen = [find_solver(solver) for solver in solvers]
-    _require_counts(len(chosen), seed, seeds)
+    if not chosen:
+        raise InputError(f"must name at least one of {', '.join(SOLVERS)}", location="solvers")
+    require_seeds(seed, seeds)
     problem = make_problem(workload, gpus, profile)
     terms = _Terms(estimator, seed, seeds, time_limit_s, read_previous(workload))
     report = progress or _silent
@@ -218,15 +220,6 @@ def _longest(values: Sequence[float]) -> float:
 def _mean(values: Sequence[float], nothing: float = math.nan) -> float:
     known = [value for value in values if not math.isnan(value)]
     return fmean(known) if known else nothing
-
-
-def _require_counts(solvers: int, seed: int, seeds: int) -> None:
-    if solvers == 0:
-        raise InputError(f"must name at least one of {', '.join(SOLVERS)}", location="solvers")
-    if seed < 0:
-        raise InputError("must be a whole number >= 0", seed, "seed")
-    if seeds < 1:
-        raise InputError("must be >= 1", seeds, "seeds")
 
 
 def _silent(stage: str, done: int, total: int) -> None:

@@ -39,24 +39,16 @@ class TwinEstimator:
     duration_s: float = SEARCH_DURATION_S
     margin: float = 0.0
     """What a run at the edge must serve beyond the fraction asked for."""
-    _answers: dict[tuple[object, ...], Estimate] = field(default_factory=dict, compare=False)
-    """Solvers ask the same question more than once."""
+    _runs: dict[tuple[object, ...], Judged | None] = field(default_factory=dict, compare=False)
+    """What was simulated, by instance and seed; None: would not start. Solvers ask the same question more
+    than once, and a copy with another margin shares what is known."""
 
     def __call__(self, assignment: Assignment) -> Estimate:
         """Simulate one seed, and others at the edge; latency bounds count as starvation does."""
-        seqs = self.problem.max_num_seqs(assignment)
-        question = (frozenset(assignment.parts), assignment.a_max, seqs, assignment.pool)
-        if question not in self._answers:
-            self._answers[question] = self._ask(assignment)
-        return self._answers[question]
-
-    def _ask(self, assignment: Assignment) -> Estimate:
-        slo = self.problem.workload.slo
-        try:
-            judged = self._judged(assignment)
-        except InfeasibleError:
+        judged = self._judged(assignment)
+        if judged is None:
             return Estimate(0.0, starved=True)
-        result = judged.result
+        slo, result = self.problem.workload.slo, judged.result
         return Estimate(
             result.throughput_tok_s,
             starved=bool(judged.broken),
@@ -64,31 +56,40 @@ class TwinEstimator:
             strain=max(0.0, slo.served_fraction - result.served_fraction) + bool(judged.broken),
         )
 
-    def _judged(self, assignment: Assignment) -> Judged:
+    def _judged(self, assignment: Assignment) -> Judged | None:
         """Return the first of a few runs that breaks a bound, or the first run.
 
         An instance that leaves requests waiting is near its edge, where runs differ: there one is not enough.
         """
-        first = self._run(assignment, self.seed)
-        if (
-            first.broken
-            or first.result.served_fraction >= _AT_EASE
-            or self.problem.workload.trace is not None
-        ):
+        first = self._with_margin(self._run(assignment, self.seed))
+        if first is None or first.broken or first.result.served_fraction >= _AT_EASE:
             return first
-        for more in range(1, _RUNS_AT_THE_EDGE):
-            another = self._run(assignment, self.seed + more * _SEEDS_APART)
-            if another.broken:
+        more = 0 if self.problem.workload.trace is not None else _RUNS_AT_THE_EDGE
+        for number in range(1, more):
+            another = self._with_margin(self._run(assignment, self.seed + number * _SEEDS_APART))
+            if another is not None and another.broken:
                 return another
         return first
 
-    def _run(self, assignment: Assignment, seed: int) -> Judged:
-        workload = self.problem.workload
-        judged = judge(self.problem, assignment, seed, self.duration_s, 1.0 / (1.0 - workload.headroom))
-        wanted = max(workload.slo.served_fraction, min(_AT_EASE, workload.slo.served_fraction + self.margin))
-        if judged.broken or judged.result.served_fraction >= wanted:
+    def _run(self, assignment: Assignment, seed: int) -> Judged | None:
+        seqs = self.problem.max_num_seqs(assignment)
+        question = (frozenset(assignment.parts), assignment.a_max, seqs, assignment.pool, seed)
+        if question not in self._runs:
+            scale = 1.0 / (1.0 - self.problem.workload.headroom)
+            try:
+                self._runs[question] = judge(self.problem, assignment, seed, self.duration_s, scale)
+            except InfeasibleError:
+                self._runs[question] = None
+        return self._runs[question]
+
+    def _with_margin(self, judged: Judged | None) -> Judged | None:
+        if judged is None or judged.broken:
             return judged
-        return replace(judged, broken=(f"served_fraction {judged.result.served_fraction:.3f} < {wanted:g}",))
+        bound, served = self.problem.workload.slo.served_fraction, judged.result.served_fraction
+        wanted = max(bound, min(_AT_EASE, bound + self.margin))
+        if served >= wanted:
+            return judged
+        return replace(judged, broken=(f"served_fraction {served:.3f} < {wanted:g}",))
 
 
 def _charged_s(result: SimulationResult) -> float:

@@ -5,13 +5,10 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import TypedDict
 
-from capplan.planner.problem import Assignment, Problem
+from capplan.planner.problem import Assignment, Problem, replayed_s
 from capplan.spec import Slo, Workload
 from capplan.twin import SimulationResult, simulate, simulate_detailed
 from capplan.twin.result import bound_value
-
-_MOST_RUNNING = 1024
-"""More requests than any engine of a plan runs at once."""
 
 
 @dataclass(frozen=True)
@@ -46,7 +43,7 @@ def judge(
     workload = problem.subworkload(assignment.parts, scale)
     profile = problem.pools[assignment.pool].profile
     settings = twin_settings(problem, assignment, workload)
-    length_s = duration_s if workload.trace is None else workload.trace.duration_s
+    length_s = replayed_s(workload, duration_s)
     if slo.tpt_over_base is None:
         result = simulate(workload, profile, seed=seed, duration_s=length_s, **settings)
         return Judged(result, broken_bounds(slo, result))
@@ -107,12 +104,12 @@ def broken_bounds(slo: Slo, result: SimulationResult) -> tuple[str, ...]:
 def _left_waiting(result: SimulationResult, name: str, bound: float) -> bool:
     """Tell whether more requests than a percentile lets pass have waited beyond its bound in vain.
 
-    Of those not completed, as many as run at most may be under way, and those that came last may still be
-    in time.
+    Of those not completed, as many as ever ran at once may be under way, and those that came last may still
+    be in time.
     """
     metric, statistic, _ = name.split("_")
     if metric not in ("ttft", "e2e") or not statistic.startswith("p"):
         return False
-    in_time = result.submitted * min(1.0, bound / result.duration_s) + _MOST_RUNNING
+    in_time = result.submitted * min(1.0, bound / result.duration_s) + result.running_max
     late = result.submitted - result.completed - in_time
     return late > (1.0 - float(statistic[1:]) / 100.0) * result.submitted

@@ -109,7 +109,7 @@ def _moves(
     problem: Problem, assignments: Sequence[Assignment], names: Sequence[str], old: Sequence[Instance]
 ) -> tuple[Move, ...]:
     """Return for every adapter how its shares flow from groups that lose to groups that gain."""
-    after = {name: _shares(assignment) for name, assignment in zip(names, assignments, strict=True)}
+    after = {name: assignment.shares for name, assignment in zip(names, assignments, strict=True)}
     before = {instance.name: dict(instance.shares) for instance in old}
     moves: list[Move] = []
     for adapter in problem.workload.adapters:
@@ -134,10 +134,3 @@ def _flows(adapter: str, change: Mapping[str, float]) -> list[Move]:
             if source is not None and left - taken > _LEAST_SHARE:
                 losing.appendleft((source, left - taken))
     return moves
-
-
-def _shares(assignment: Assignment) -> dict[str, float]:
-    shares: dict[str, float] = {}
-    for part in assignment.parts:
-        shares[part.name] = shares.get(part.name, 0.0) + part.share
-    return shares

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
 from operator import attrgetter
@@ -63,6 +63,11 @@ class Assignment:
     """None: as the problem's engine has it."""
     pool: int = 0
     """Number of its pool in the problem."""
+
+    @property
+    def shares(self) -> dict[str, float]:
+        """Share of each adapter's traffic that comes here."""
+        return shares_of(self.parts)
 
 
 @dataclass(frozen=True)
@@ -137,7 +142,7 @@ class Problem:
 
     def subworkload(self, parts: Sequence[Part], scale: float = 1.0) -> Workload:
         """Return the workload of one GPU; `scale` multiplies every rate, a trace's too."""
-        shares = _shares(parts)
+        shares = shares_of(parts)
         part = self.workload.subset(shares, shares)
         if scale == 1.0:
             return part
@@ -203,12 +208,17 @@ def complete_engine(config: EngineConfig) -> EngineDefaults:
     )
 
 
-def _shares(parts: Sequence[Part]) -> dict[str, float]:
+def shares_of(parts: Iterable[Part]) -> dict[str, float]:
     """Return the share of each adapter's traffic among these parts."""
     shares: dict[str, float] = {}
     for part in parts:
         shares[part.name] = min(1.0, shares.get(part.name, 0.0) + part.share)
     return shares
+
+
+def replayed_s(workload: Workload, duration_s: float) -> float:
+    """Return how long a workload is simulated: a trace as a whole, whatever the duration."""
+    return duration_s if workload.trace is None else workload.trace.duration_s
 
 
 def _faster(trace: Trace, scale: float) -> Trace:

@@ -76,7 +76,7 @@ def solve(
     def tools(asked: Problem, twin: TwinEstimator, quick: Estimator) -> Tools:
         if solver.asks is not Asks.TWIN:
             return Tools(quick, twin, seed, time_limit_s)
-        careful = replace(twin, margin=_MARGIN, _answers={})
+        careful = replace(twin, margin=_MARGIN)
         return Tools(quick, twin, seed, time_limit_s, make_hint(asked, twin), careful, previous, renew)
 
     def renew(asked: Problem) -> Tools:

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 from capplan.planner.judging import Judged, broken_bounds, twin_settings
-from capplan.planner.problem import Assignment, Problem
+from capplan.planner.problem import Assignment, Problem, replayed_s
 from capplan.twin.cluster import Instance, simulate_cluster
 
 
@@ -30,14 +30,11 @@ def judge_together(
     """
     workload = problem.workload
     instances = [_instance(problem, assignment) for assignment in assignments]
-    length_s = duration_s if workload.trace is None else workload.trace.duration_s
+    length_s = replayed_s(workload, duration_s)
     cluster = simulate_cluster(workload, instances, router="plan-shares", duration_s=length_s, seed=seed)
     return [Judged(result, broken_bounds(workload.slo, result)) for result in cluster.instances]
 
 
 def _instance(problem: Problem, assignment: Assignment) -> Instance:
-    shares: dict[str, float] = {}
-    for part in assignment.parts:
-        shares[part.name] = shares.get(part.name, 0.0) + part.share
     settings = twin_settings(problem, assignment, problem.workload)
-    return Instance(problem.pools[assignment.pool].profile, adapters=shares, **settings)
+    return Instance(problem.pools[assignment.pool].profile, adapters=assignment.shares, **settings)

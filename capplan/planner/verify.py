@@ -5,9 +5,10 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
+from capplan.errors import InputError
 from capplan.planner.judging import Judged, judge
 from capplan.planner.parallel import in_parallel
-from capplan.planner.problem import Assignment, Estimator, Problem
+from capplan.planner.problem import Assignment, Estimator, Problem, replayed_s
 from capplan.planner.together import judge_together
 from capplan.twin import SimulationResult
 
@@ -51,10 +52,9 @@ class Verifier:
         """
         jobs = [(assignment, seed) for assignment in assignments for seed in self.seeds]
         report = progress or _silent
-        results = in_parallel(self._simulate, jobs, lambda done: report(done, len(jobs)))
-        kept = in_parallel(self._keeps_headroom, assignments)
+        judged = in_parallel(self._simulate, jobs, lambda done: report(done, len(jobs)))
         count = len(self.seeds)
-        return [self._verdict(results[i * count : (i + 1) * count], kept[i]) for i in range(len(assignments))]
+        return self._verdicts(assignments, [judged[i : i + count] for i in range(0, len(jobs), count)])
 
     def whole(
         self, assignments: Sequence[Assignment], progress: Callable[[int, int], None] | None = None
@@ -71,12 +71,17 @@ class Verifier:
             self.seeds,
             lambda done: report(done, len(self.seeds)),
         )
-        kept = in_parallel(self._keeps_headroom, assignments)
-        return [self._verdict(judged, kept[i]) for i, judged in enumerate(zip(*by_seed, strict=True))]
+        return self._verdicts(assignments, list(zip(*by_seed, strict=True)))
 
     def _simulate(self, job: tuple[Assignment, int]) -> Judged:
         assignment, seed = job
         return judge(self.problem, assignment, seed, self.duration_s)
+
+    def _verdicts(
+        self, assignments: Sequence[Assignment], judged: Sequence[Sequence[Judged]]
+    ) -> list[Verdict]:
+        kept = in_parallel(self._keeps_headroom, assignments)
+        return [self._verdict(*each) for each in zip(judged, kept, strict=True)]
 
     def _keeps_headroom(self, assignment: Assignment) -> bool:
         return not self.with_headroom(assignment).starved
@@ -108,10 +113,23 @@ def make_verifier(
     count
         How many fresh seeds.
     """
-    trace = problem.workload.trace
-    if trace is not None:
-        return Verifier(problem, fresh_seeds(seed, 1), exact, trace.duration_s)
-    return Verifier(problem, fresh_seeds(seed, count if verify else 1), exact)
+    once = not verify or problem.workload.trace is not None
+    duration_s = replayed_s(problem.workload, Verifier.duration_s)
+    return Verifier(problem, fresh_seeds(seed, 1 if once else count), exact, duration_s)
+
+
+def require_seeds(seed: int, count: int) -> None:
+    """Refuse seeds that are none.
+
+    Raises
+    ------
+    InputError
+        For a planning seed below 0, or fewer than one fresh seed.
+    """
+    if seed < 0:
+        raise InputError("must be a whole number >= 0", seed, "seed")
+    if count < 1:
+        raise InputError("must be >= 1", count, "seeds")
 
 
 def fresh_seeds(seed: int, count: int = FRESH_SEEDS) -> tuple[int, ...]:

@@ -9,7 +9,7 @@ import numpy as np
 
 from capplan.errors import InfeasibleError
 from capplan.planner.judging import twin_settings
-from capplan.planner.problem import Assignment, Problem
+from capplan.planner.problem import Assignment, Problem, replayed_s
 from capplan.planner.queues.planning import plan_queues
 from capplan.planner.queues.sizes import RequestSample, with_base_model
 from capplan.serving.memory import adapter_bytes, kv_bytes_per_token, lora_elements_per_rank
@@ -79,7 +79,7 @@ def time_bound_s(slo: Slo, isolated_s: float) -> float:
 def _observed(problem: Problem, assignment: Assignment, workload: Workload, rate_rps: float) -> RequestTable:
     """Return what the twin does with enough requests, or with the whole trace."""
     duration_s = min(max(_REQUESTS / rate_rps, _SHORTEST_S), _LONGEST_S)
-    length_s = duration_s if workload.trace is None else workload.trace.duration_s
+    length_s = replayed_s(workload, duration_s)
     settings = twin_settings(problem, assignment, workload)
     profile = problem.pools[assignment.pool].profile
     return simulate_detailed(workload, profile, seed=_SEED, duration_s=length_s, **settings).requests

@@ -81,10 +81,6 @@ class Board:
             allowed = allowed & np.array([foes.isdisjoint(members) for members in self.members])
         return allowed
 
-    def copy(self) -> Board:
-        """Return the same placement on a board of its own."""
-        return placed(self.ground, self.pools.tolist(), self.members)
-
 
 def placed(ground: Ground, pools: Sequence[int], members: Iterable[Iterable[int]]) -> Board:
     """Return a board with units on it."""

@@ -76,8 +76,7 @@ def survey(problem: Problem) -> Ground:
         for row, rank in enumerate(ranks):
             for column, unit in enumerate(units):
                 takes[pool, row, column] += sum(
-                    part.rate_rps * per_rps(pool, max(rank, problem.s_max([part])), part)
-                    for part in unit.parts
+                    part.rate_rps * per_rps(pool, rank, part) for part in unit.parts
                 )
     largest = np.array([ranks.index(max(each)) for each in slots], dtype=np.int64)
     own = takes[:, largest, np.arange(len(units))]

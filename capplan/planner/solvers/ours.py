@@ -40,11 +40,11 @@ def _place(problem: Problem, tools: Tools) -> tuple[Assignment, ...]:
     objective = problem.workload.objective
     if objective is Objective.MAX_THROUGHPUT:
         return _at_the_highest_load(problem, tools, until_s)
-    bound = lower_bound_gpus(problem)
+    bound, ground = lower_bound_gpus(problem), survey(problem)
+    order = [f for f in fleets(problem, len(ground.units), objective) if gpus_of(problem, f) >= bound]
     for exact in (tools.careful, tools.exact):  # at the edge only where nothing else is to be had
-        seeker = _seeker(problem, tools, until_s, exact or tools.exact)
-        order = fleets(problem, len(seeker.ground.units), objective)
-        answer = _sought(seeker, [fleet for fleet in order if gpus_of(problem, fleet) >= bound])
+        seeker = _seeker(ground, tools, until_s, exact or tools.exact)
+        answer = _sought(seeker, order)
         if answer is not None:
             return answer
     raise _too_few(problem, bound, late=seeker.late)
@@ -58,8 +58,7 @@ def _sought(seeker: Seeker, order: list[Fleet]) -> tuple[Assignment, ...] | None
     return seeker.polished(answer) if answer is not None and len(answer) <= _SMALL else answer
 
 
-def _seeker(problem: Problem, tools: Tools, until_s: float, exact: Estimator) -> Seeker:
-    ground = survey(problem)
+def _seeker(ground: Ground, tools: Tools, until_s: float, exact: Estimator) -> Seeker:
     judge = Judge(ground, tools.hint or tools.quick, exact)
     first = () if tools.previous is None else (kept(instances_of(tools.previous)),)
     return Seeker(ground, judge, until_s, (*first, *EVEN, partial(_packed, judge.quick)))
@@ -94,7 +93,7 @@ def _at_the_highest_load(problem: Problem, tools: Tools, until_s: float) -> tupl
         workload = problem.workload.model_copy(update={"headroom": headroom})
         loaded = replace(problem, workload=workload)
         asked = tools.asking_about(loaded)
-        seeker = _seeker(loaded, asked, until_s, asked.exact)
+        seeker = _seeker(survey(loaded), asked, until_s, asked.exact)
         (fleet,) = fleets(loaded, len(seeker.ground.units), Objective.MAX_THROUGHPUT)
         return seeker.attempt(fleet)
 
