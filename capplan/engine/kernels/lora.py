@@ -78,34 +78,50 @@ class TritonAdapters:
 
     def add(self, layer: int, site: int, x: torch.Tensor, out: torch.Tensor) -> None:
         """Add each token's low-rank part to `out`; see `capplan.engine.models.decoder.Adapters`."""
-        modules = len(SITES[site])
-        first = SITES[site][0]
-        rows = self._tables.rows[0, layer]
-        rows_a, rows_b = rows[GROUPS.index((first, A))], rows[GROUPS.index((first, B))]
-        ranks = self._tables.ranks[0, layer, first:]
-        strides = (self._tables.rows.stride(0), self._tables.rows.stride(2), self._tables.ranks.stride(0))
-        h, outputs, block = self._h, self._outputs[site], _block(self._limit)
-        h_strides = (h.stride(0), h.stride(1))
+        self.shrink(layer, site, x)
+        self.expand(layer, site, out)
+
+    def shrink(self, layer: int, site: int, x: torch.Tensor) -> None:
+        """Compute the low-rank activations, which stay here: the first half of `add`."""
+        modules, block, h = len(SITES[site]), _block(self._limit), self._h
+        rows, ranks = self._rows(layer, SITES[site][0], A)
+        strides = (*self._strides(), h.stride(0), h.stride(1))
+        blocks = triton.cdiv(self._limit, block)
         if self._kind == "sgmv":
-            grid, upcast = (self._tiles.shape[0], modules), must_upcast(x.dtype)
-            shrink_tiles[(*grid, triton.cdiv(self._limit, block))](
-                x, self._weights, rows_a, ranks, self._tiles, h, x.shape[1], x.stride(0), *strides,
-                *h_strides, UPCAST=upcast, BLOCK_TOKENS=TILE_TOKENS, BLOCK_RANK=block, BLOCK_WIDTH=64,
-            )  # fmt: skip
-            expand_tiles[(*grid, triton.cdiv(self._widest[site], 64))](
-                h, self._weights, rows_b, ranks, self._tiles, out, outputs, *strides, *h_strides,
-                out.stride(0), UPCAST=upcast, BLOCK_TOKENS=TILE_TOKENS, BLOCK_RANK=block, BLOCK_WIDTH=64,
+            shrink_tiles[(self._tiles.shape[0], modules, blocks)](
+                x, self._weights, rows, ranks, self._tiles, h, x.shape[1], x.stride(0), *strides,
+                UPCAST=must_upcast(x.dtype), BLOCK_TOKENS=TILE_TOKENS, BLOCK_RANK=block, BLOCK_WIDTH=64,
             )  # fmt: skip
             return
-        grid, padded = (self._tokens, modules), self._kind == "bgmv"
-        shrink_tokens[(*grid, triton.cdiv(self._limit, block))](
-            x, self._weights, rows_a, ranks, self._numbers, h, x.shape[1], self._limit, x.stride(0), *strides,
-            *h_strides, PADDED=padded, BLOCK_RANK=block, BLOCK_WIDTH=256,
+        shrink_tokens[(self._tokens, modules, blocks)](
+            x, self._weights, rows, ranks, self._numbers, h, x.shape[1], self._limit, x.stride(0), *strides,
+            PADDED=self._kind == "bgmv", BLOCK_RANK=block, BLOCK_WIDTH=256,
         )  # fmt: skip
-        expand_tokens[(*grid, triton.cdiv(self._widest[site], 128))](
-            h, self._weights, rows_b, ranks, self._numbers, out, outputs, self._limit, *strides, *h_strides,
-            out.stride(0), PADDED=padded, BLOCK_RANK=block, BLOCK_WIDTH=128,
+
+    def expand(self, layer: int, site: int, out: torch.Tensor) -> None:
+        """Add what `shrink` computed, times B, to `out`: the second half of `add`."""
+        modules, block, h = len(SITES[site]), _block(self._limit), self._h
+        rows, ranks = self._rows(layer, SITES[site][0], B)
+        outputs, widest = self._outputs[site], self._widest[site]
+        strides = (*self._strides(), h.stride(0), h.stride(1))
+        if self._kind == "sgmv":
+            expand_tiles[(self._tiles.shape[0], modules, triton.cdiv(widest, 64))](
+                h, self._weights, rows, ranks, self._tiles, out, outputs, *strides, out.stride(0),
+                UPCAST=must_upcast(out.dtype), BLOCK_TOKENS=TILE_TOKENS, BLOCK_RANK=block, BLOCK_WIDTH=64,
+            )  # fmt: skip
+            return
+        expand_tokens[(self._tokens, modules, triton.cdiv(widest, 128))](
+            h, self._weights, rows, ranks, self._numbers, out, outputs, self._limit, *strides, out.stride(0),
+            PADDED=self._kind == "bgmv", BLOCK_RANK=block, BLOCK_WIDTH=128,
         )  # fmt: skip
+
+    def _rows(self, layer: int, module: int, side: int) -> tuple[torch.Tensor, torch.Tensor]:
+        """Return where the tables begin for a module: its rows of A or B, and its ranks."""
+        rows = self._tables.rows[0, layer][GROUPS.index((module, side))]
+        return rows, self._tables.ranks[0, layer, module:]
+
+    def _strides(self) -> tuple[int, int, int]:
+        return self._tables.rows.stride(0), self._tables.rows.stride(2), self._tables.ranks.stride(0)
 
 
 def _block(rank: int) -> int:

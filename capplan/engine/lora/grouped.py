@@ -28,13 +28,28 @@ class GroupedAdapters:
         for start, end, views in self._segments:
             here = views[layer][site]
             if here.rank:
-                _add(here, x[start:end], out[start:end])
+                _expand(here, _shrink(here, x[start:end]), out[start:end])
+
+    def shrink(self, layer: int, site: int, x: torch.Tensor) -> list[torch.Tensor | None]:
+        """Return each adapter's low-rank activations, None where it has no rank: the first half of `add`."""
+        found = [(views[layer][site], x[start:end]) for start, end, views in self._segments]
+        return [_shrink(here, part) if here.rank else None for here, part in found]
+
+    def expand(
+        self, layer: int, site: int, activations: Sequence[torch.Tensor | None], out: torch.Tensor
+    ) -> None:
+        """Add what `shrink` returned, times B, to `out`: the second half of `add`."""
+        for (start, end, views), h in zip(self._segments, activations, strict=True):
+            if h is not None:
+                _expand(views[layer][site], h, out[start:end])
 
 
-def _add(views: SiteViews, x: torch.Tensor, out: torch.Tensor) -> None:
+def _shrink(views: SiteViews, x: torch.Tensor) -> torch.Tensor:
     if len(views.shrinks) == 1:
-        h = x @ views.shrinks[0].rows.t()
-    else:
-        h = torch.cat([x @ part.rows.t() for part in views.shrinks], dim=1)
+        return x @ views.shrinks[0].rows.t()
+    return torch.cat([x @ part.rows.t() for part in views.shrinks], dim=1)
+
+
+def _expand(views: SiteViews, h: torch.Tensor, out: torch.Tensor) -> None:
     for part in views.expands:
         out[:, part.out_start : part.out_end].addmm_(h[:, part.start : part.end], part.rows)
