@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import dataclasses
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from types import TracebackType
@@ -12,19 +11,17 @@ import numpy as np
 import torch
 from numpy.typing import NDArray
 
+from capplan.engine.arguments import Prompt, adapter_source, as_list, engine_settings, sampling_params
+from capplan.engine.integrity import check_loop
 from capplan.engine.loop import Step
-from capplan.engine.lora.sources import AdapterSource, PeftFolder, RandomAdapter
 from capplan.engine.models import ModelConfig
 from capplan.engine.prefixes import Prefixes
 from capplan.engine.records import StepRecord, write_records
+from capplan.engine.registry import Registry
 from capplan.engine.request import Completion, Request, SamplingParams, Timing
-from capplan.engine.settings import EngineSettings
 from capplan.engine.setup import build_loop, load_model
 from capplan.engine.tokenizer import Tokenizer, load_tokenizer
 from capplan.errors import InputError
-from capplan.spec.base import unknown_key
-
-Prompt = str | Sequence[int]
 
 
 class Engine:
@@ -58,19 +55,24 @@ class Engine:
         virtual_time: bool = False,
         **settings: Any,
     ) -> None:
-        self.settings = _settings(settings)
+        self.settings = engine_settings(settings)
         loaded = load_model(model, self.settings)
         self.config = loaded.config
         self.tokenizer: Tokenizer = load_tokenizer(loaded.folder, loaded.config.vocab_size)
-        self.adapters: tuple[str, ...] = tuple(adapters or {})
+        self._registry = Registry(self.settings.adapter_capacity(len(adapters or {})))
         sources = [
-            _source(at, value, self.settings.seed) for at, value in enumerate((adapters or {}).values())
+            adapter_source(value, self.settings.seed + self._registry.add(name))
+            for name, value in (adapters or {}).items()
         ]
         self.loop, self.sizes = build_loop(loaded, sources, self.settings, virtual_time)
         self.records: list[StepRecord] = []
-        self._numbers = {name: number for number, name in enumerate(self.adapters, start=1)}
         self._prefixes = Prefixes(self.settings.shared_prefix_tokens)
         self._submitted = 0
+
+    @property
+    def adapters(self) -> tuple[str, ...]:
+        """The names of the adapters that requests may ask for."""
+        return self._registry.names
 
     def __enter__(self) -> Self:
         return self
@@ -106,8 +108,8 @@ class Engine:
         InputError
             For an unknown adapter or setting, or a prompt that is empty, too long, or not of the vocabulary.
         """
-        params = _params(sampling)
-        texts = _as_list(prompts)
+        params = sampling_params(sampling)
+        texts = as_list(prompts)
         names = [adapters] * len(texts) if adapters is None or isinstance(adapters, str) else list(adapters)
         if len(names) != len(texts):
             raise InputError(f"must be one per prompt, {len(texts)}", len(names), "adapters")
@@ -123,16 +125,15 @@ class Engine:
         self, prompt: Prompt, adapter: str | None, params: SamplingParams, arrival_ns: int | None = None
     ) -> Request:
         """Return a checked request, not yet submitted."""
-        if adapter is not None and adapter not in self._numbers:
-            raise InputError(
-                f"must be one of {', '.join(self.adapters) or 'no adapters'}", adapter, "adapters"
-            )
+        number = self._registry.number(adapter)
         self._submitted += 1
         seed = [self.settings.seed, self._submitted] if params.seed is None else params.seed
         stops = set(params.stop_token_ids) | (set() if params.ignore_eos else set(self.config.eos_token_ids))
         return Request(
             number=self._submitted,
-            adapter=0 if adapter is None else self._numbers[adapter],
+            adapter=number,
+            adapter_name=adapter,
+            adapter_entry=self._registry.entry(number),
             prompt=self._tokens(prompt),
             params=params,
             stop_ids=frozenset(stops),
@@ -141,16 +142,72 @@ class Engine:
         )
 
     def submit(self, request: Request) -> bool:
-        """Queue a request; False when the engine is full, or can never run it."""
-        prefix, shared = self._prefixes.of(request.prompt)
+        """Queue a request; False when the engine is full, or can never run it.
+
+        Raises
+        ------
+        InputError
+            When its adapter has been removed since the request was made.
+        """
+        if self._registry.entry(request.adapter) != request.adapter_entry:
+            raise InputError("must not have been removed", request.adapter_name, "adapter")
+        prefix, shared = self._prefixes.of(request.prompt, request.adapter)
         return self.loop.submit(request, prefix, shared)
+
+    def abort(self, request: Request) -> None:
+        """End a request that runs or waits, and free at once what it holds; nothing if it is over."""
+        self.loop.abort(request.number)
 
     def step(self) -> Step | None:
         """Run one step; None when there is nothing to run now."""
         step = self.loop.step()
         if step is not None:
-            self.records.append(step.record)
+            for request in step.finished:
+                if request.finish_reason == "error":
+                    self._prefixes.renew(request.adapter)
+            if step.record is not None:
+                self.records.append(step.record)
         return step
+
+    def add_adapter(self, name: str, source: str | Path | int) -> None:
+        """Make an adapter known: a folder that PEFT wrote, or the rank of a random one.
+
+        Only shapes and ranks are read now; the first request of it loads the adapter.
+
+        Raises
+        ------
+        InputError
+            When the name is taken, there are `max_adapters` already, or the adapter cannot be read, does not
+            go with the model, or has a rank above S_max. The engine goes on as if nothing had been asked.
+        """
+        number = self._registry.add(name)
+        try:
+            seed = self.settings.seed + self._registry.entry(number)
+            self.loop.add_adapter(number, adapter_source(source, seed), self.sizes.s_max)
+        except InputError:
+            self._registry.remove(name)
+            raise
+
+    def remove_adapter(self, name: str) -> None:
+        """Forget an adapter and free what it holds.
+
+        Raises
+        ------
+        InputError
+            When there is none of that name, or requests in flight still use it.
+        """
+        number = self._registry.number(name)
+        users = sum(request.adapter == number for request in self.loop.requests.values())
+        if users:
+            rule = f"must not be in use: {users} requests of it are in flight"
+            raise InputError(rule, name, "adapter")
+        self.loop.remove_adapter(number)
+        self._registry.remove(name)
+        self._prefixes.renew(number)
+
+    def check_integrity(self) -> None:
+        """Recount requests, pages and slots between two steps, for tests; see `capplan.engine.integrity`."""
+        check_loop(self.loop)
 
     def write_records(self, path: str | Path) -> None:
         """Write what every step did as Parquet."""
@@ -165,7 +222,7 @@ class Engine:
             prompt_token_ids=tuple(request.prompt.tolist()),
             token_ids=tokens,
             text=self.tokenizer.decode(tokens[:-1] if ends else tokens),
-            adapter=self.adapters[request.adapter - 1] if request.adapter else None,
+            adapter=request.adapter_name,
             finish_reason=request.finish_reason or "abort",
             timing=Timing(
                 arrival_s=request.arrival_ns * 1e-9,
@@ -175,6 +232,7 @@ class Engine:
                 token_s=tuple(times),
             ),
             preemptions=request.preemptions,
+            error=request.error,
             logprobs=tuple(request.logprobs) if request.params.logprobs is not None else None,
             logits=torch.stack(request.logits) if request.logits else None,
         )
@@ -208,36 +266,3 @@ class Engine:
                 f"must be below max_model_len, {self.sizes.max_model_len}", ids.size, "prompt tokens"
             )
         return ids.astype(np.int32)
-
-
-def _settings(fields: Mapping[str, Any]) -> EngineSettings:
-    _require_fields(EngineSettings, fields)
-    return EngineSettings(**fields)
-
-
-def _params(fields: Mapping[str, Any]) -> SamplingParams:
-    _require_fields(SamplingParams, fields)
-    return SamplingParams(**fields)
-
-
-def _require_fields(kind: type[EngineSettings] | type[SamplingParams], fields: Mapping[str, Any]) -> None:
-    names = [field.name for field in dataclasses.fields(kind)]
-    for name in fields:
-        if name not in names:
-            raise InputError(unknown_key(name, names), location=name)
-
-
-def _source(at: int, value: str | Path | int, seed: int) -> AdapterSource:
-    if isinstance(value, int):
-        if not 1 <= value <= 512:
-            raise InputError("must be a rank from 1 to 512, or a folder", value, "adapters")
-        return RandomAdapter(value, seed + 1 + at)
-    return PeftFolder(Path(value))
-
-
-def _as_list(prompts: Prompt | Sequence[Prompt]) -> list[Prompt]:
-    if isinstance(prompts, str):
-        return [prompts]
-    if len(prompts) and isinstance(prompts[0], int | np.integer):
-        return [prompts]  # type: ignore[list-item]  # one prompt of token ids
-    return list(prompts)  # type: ignore[arg-type]

@@ -34,6 +34,11 @@ class PagePool:
         """Pages that nobody holds."""
         return len(self._free)
 
+    @property
+    def free_pages(self) -> list[int]:
+        """The pages that nobody holds."""
+        return list(self._free)
+
     def take(self, count: int) -> NDArray[np.int64]:
         """Take pages; what they hold is of no use.
 

@@ -7,6 +7,13 @@ from io import BytesIO
 from pathlib import Path
 from typing import NamedTuple
 
+import numpy as np
+from numpy.typing import NDArray
+
+from capplan.engine.decisions import Parts
+from capplan.engine.stopwatch import Stopwatch
+from capplan.serving import State
+from capplan.serving import state as s
 from capplan.spec import write_bytes_atomic
 
 
@@ -45,6 +52,47 @@ class StepRecord(NamedTuple):
     forward_ms: float = 0.0
     sample_ms: float = 0.0
     commit_ms: float = 0.0
+
+
+def begin_record(
+    state: State, parts: Parts, rank_of: NDArray[np.int64], step: int, begin_ns: int
+) -> StepRecord:
+    """Return the record of a step that has been decided and not committed, its times still to come."""
+    c = state.counters
+    ranks = rank_of[parts.adapter]
+    decodes = (parts.tokens == 1) & (state.rows.output[parts.row] > 0)
+    return StepRecord(
+        step=step,
+        begin_ns=begin_ns,
+        tokens=int(c[s.STEP_TOKENS]),
+        decode_requests=int(decodes.sum()),
+        prefill_requests=int((~decodes).sum()),
+        prefill_tokens=int(parts.tokens[~decodes].sum()),
+        requests=int(c[s.N_RUNNING] - c[s.N_ENDING]),
+        waiting=int(c[s.N_WAITING]),
+        kv_tokens=int(c[s.KV_TOKENS]),
+        adapters=int(c[s.N_ACTIVE] - c[s.N_CLAIMED]),
+        resident=int(c[s.N_RESIDENT]),
+        rank_sum=int(ranks.sum()),
+        max_rank=int(ranks.max(initial=0)),
+        loads=int(c[s.N_LOADS]),
+        disk_loads=int(state.adapters.load_from_disk[: c[s.N_LOADS]].sum()),
+        preemptions=int(c[s.N_PREEMPTED]),
+    )
+
+
+def complete_record(record: StepRecord, end_ns: int, finished: int, watch: Stopwatch) -> StepRecord:
+    """Return the record of a step that has ended."""
+    return record._replace(
+        finished=finished,
+        duration_ns=end_ns - record.begin_ns,
+        schedule_ms=watch.ms("schedule"),
+        load_ms=watch.ms("load"),
+        prepare_ms=watch.ms("prepare"),
+        forward_ms=watch.ms("forward"),
+        sample_ms=watch.ms("sample"),
+        commit_ms=watch.ms("commit"),
+    )
 
 
 def write_records(path: str | Path, records: Iterable[StepRecord]) -> None:

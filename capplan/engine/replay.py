@@ -5,7 +5,8 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import NamedTuple
 
-from capplan.engine.engine import Engine, Prompt
+from capplan.engine.arguments import Prompt
+from capplan.engine.engine import Engine
 from capplan.engine.request import Completion, Request, SamplingParams
 
 _LONGEST_WAIT_S = 60.0

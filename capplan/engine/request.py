@@ -11,7 +11,7 @@ from numpy.typing import NDArray
 
 from capplan.errors import InputError
 
-FinishReason = Literal["stop", "length", "abort"]
+FinishReason = Literal["stop", "length", "abort", "error"]
 
 
 @dataclass(frozen=True)
@@ -78,10 +78,22 @@ class TokenLogprobs:
 
 @dataclass(eq=False)
 class Request:
-    """A request in the engine. Times in ns by the engine's clock."""
+    """A request in the engine. Times in ns by the engine's clock.
+
+    Attributes
+    ----------
+    adapter, adapter_name, adapter_entry
+        Its adapter: number, name, and what `Registry.entry` says of it.
+    running
+        Whether it has been admitted and not preempted since.
+    finish_reason
+        ``error``: see `error`. None while it is in flight.
+    """
 
     number: int
     adapter: int
+    adapter_name: str | None
+    adapter_entry: int
     prompt: NDArray[np.int32]
     params: SamplingParams
     stop_ids: frozenset[int]
@@ -96,6 +108,7 @@ class Request:
     admitted_ns: int | None = None
     preemptions: int = 0
     finish_reason: FinishReason | None = None
+    error: str | None = None
 
 
 @dataclass(frozen=True)
@@ -131,6 +144,8 @@ class Completion:
     finish_reason: FinishReason
     timing: Timing
     preemptions: int
+    error: str | None = None
+    """What went wrong where `finish_reason` is ``error``: the request's adapter could not be loaded."""
     logprobs: tuple[TokenLogprobs, ...] | None = None
     logits: torch.Tensor | None = None
     """Shape (tokens, vocabulary), float32; only where `keep_logits` asked for them."""

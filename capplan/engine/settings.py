@@ -25,7 +25,7 @@ class EngineSettings:
     Parameters
     ----------
     a_max
-        Adapter slots (vLLM: max_loras); None: all adapters, at most 8.
+        Adapter slots (vLLM: max_loras); None: as many as `max_adapters`, at most 8.
     s_max
         Rank that each slot has room for (vLLM: max_lora_rank); None: what the adapters need.
     dtype
@@ -45,6 +45,9 @@ class EngineSettings:
         Most requests running at once, and most tokens in one step.
     max_model_len
         Longest prompt and output together; None: what the model was made for, or what the KV blocks hold.
+    max_adapters
+        Adapters known at a time, those that are added while the engine runs included; None: those given at
+        its start.
     max_cpu_loras
         Adapters kept on the host; None: all.
     max_in_flight
@@ -78,6 +81,7 @@ class EngineSettings:
     max_num_seqs: int = 256
     max_num_batched_tokens: int = 2048
     max_model_len: int | None = None
+    max_adapters: int | None = None
     max_cpu_loras: int | None = None
     max_in_flight: int = 1024
     prefix_caching: bool | None = None
@@ -119,6 +123,14 @@ class EngineSettings:
                 f"must be off under the rules {self.rules}, which have none", True, "prefix_caching"
             )
 
+    def adapter_capacity(self, given: int) -> int:
+        """Return how many adapters the engine has numbers for, when so many are given at its start."""
+        if self.max_adapters is not None and self.max_adapters < given:
+            raise InputError(
+                f"must be at least the {given} adapters given", self.max_adapters, "max_adapters"
+            )
+        return given if self.max_adapters is None else self.max_adapters
+
     def serving_rules(self) -> ServingRules:
         """Return the rules, with prefix caching as asked for."""
         rules = serving_rules(self.rules)
@@ -157,6 +169,7 @@ _COUNTS: Final = (
     "max_num_seqs",
     "max_num_batched_tokens",
     "max_model_len",
+    "max_adapters",
     "max_cpu_loras",
     "max_in_flight",
 )

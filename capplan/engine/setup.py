@@ -30,6 +30,7 @@ from capplan.engine.pages import PagePool, kv_page_elements
 from capplan.engine.runner import ModelRunner
 from capplan.engine.settings import EngineSettings
 from capplan.engine.sizes import Sizes, choose_sizes
+from capplan.engine.withdraw import with_host_adapters
 from capplan.serving import new_state
 
 
@@ -62,9 +63,13 @@ def build_loop(
     """Allocate everything and return the loop, and the sizes that were chosen."""
     dtype, device = model.weights.embed.dtype, model.weights.embed.device
     layout = AdapterLayout(model.config)
-    host_slots = len(sources) if settings.max_cpu_loras is None else settings.max_cpu_loras
-    pin = device.type == "cuda"
-    residency = Residency(sources, layout, dtype, pin, settings.s_max, host_slots)
+    capacity = settings.adapter_capacity(len(sources))
+    host_slots = capacity if settings.max_cpu_loras is None else settings.max_cpu_loras
+    residency = Residency(capacity, layout, dtype, pin=device.type == "cuda")
+    for number, source in enumerate(sources, start=1):
+        residency.enter(number, source, settings.s_max)
+        residency.read(number)  # all of them once, so that a broken one is noticed now; ...
+        residency.drop(number - host_slots)  # ... the host keeps the last ones
     sizes = choose_sizes(model.config, layout, settings, residency, dtype, device)
     pool = PagePool(sizes.pool_pages, kv_page_elements(model.config, settings.block_size), dtype, device)
     rules = settings.serving_rules()
@@ -72,12 +77,13 @@ def build_loop(
         max_num_seqs=settings.max_num_seqs,
         max_num_batched_tokens=settings.max_num_batched_tokens,
         max_model_len=sizes.max_model_len,
-        max_loras=max(1, len(sources)) if rules.declared_output else sizes.a_max,
+        max_loras=max(1, capacity) if rules.declared_output else sizes.a_max,
         max_cpu_loras=max(host_slots, 1),
         block_size=settings.block_size,
         num_blocks=sizes.num_blocks,
     )
-    state = new_state(settings.max_in_flight, len(sources), sizes.num_blocks, limits)
+    state = new_state(settings.max_in_flight, capacity, sizes.num_blocks, limits)
+    state = with_host_adapters(state, max(1, len(sources) - host_slots + 1), len(sources) + 1)
     blocks: BlockTables
     if rules.prefix_caching:
         blocks = NamedBlocks(state, pool, sizes.num_blocks)
@@ -89,7 +95,7 @@ def build_loop(
         memory = UnifiedPages(layout, pool)
     else:
         memory = StaticSlots(layout, sizes.a_max, sizes.s_max, dtype, device)
-    residency.attach(memory, state if rules.declared_output else None)
+    residency.attach(memory)
     cache = KvCache(model.config, pool, settings.block_size)
     runner = ModelRunner(
         model.config,
@@ -101,4 +107,7 @@ def build_loop(
     )
     clock: Clock = VirtualClock() if virtual_time else WallClock()
     loader: Loader = VirtualLoader(clock) if virtual_time else ThreadLoader(clock)
-    return Loop(state, limits, runner, blocks, residency, loader, clock, device), sizes
+    loop = Loop(state, limits, runner, blocks, residency, loader, clock, device)
+    for number in range(1, len(sources) + 1):
+        loop.adapter_entered(number)
+    return loop, sizes

@@ -48,16 +48,19 @@ def choose_sizes(
     InfeasibleError
         When not even one request of `max_model_len` fits.
     """
-    adapters = residency.rank_of.size - 1
+    adapters = residency.rank_of.size - 1  # what there are numbers for
     a_max = settings.a_max or max(1, min(adapters, 8))
     s_max = settings.s_max or allowed_lora_rank(max(1, int(residency.rank_of.max())))
     host_slots = adapters if settings.max_cpu_loras is None else settings.max_cpu_loras
-    if adapters and host_slots < min(a_max, adapters):
-        raise InputError(f"must be at least a_max, {a_max}", settings.max_cpu_loras, "max_cpu_loras")
+    slotless = settings.serving_rules().declared_output
+    needed = adapters if slotless else min(a_max, adapters)
+    if host_slots < needed:
+        rule = f"must be at least {f'the {adapters} adapters' if slotless else f'a_max, {a_max}'}"
+        raise InputError(rule, settings.max_cpu_loras, "max_cpu_loras")
     page_bytes = kv_page_elements(config, settings.block_size) * dtype.itemsize
     slot_bytes = layout.elements(layout.ranks(s_max)) * dtype.itemsize
     unified = settings.chosen_memory() == "unified"
-    beside_bytes = 0 if settings.serving_rules().declared_output else a_max * slot_bytes
+    beside_bytes = 0 if slotless else a_max * slot_bytes
     num_blocks = settings.num_kv_blocks or _blocks_that_fit(settings, page_bytes, beside_bytes, device)
     most = num_blocks * settings.block_size
     max_model_len = settings.max_model_len or min(config.max_positions, most)

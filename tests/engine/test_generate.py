@@ -332,6 +332,7 @@ def test_a_broken_adapter_is_refused_in_one_line(spoil: Any, message: str, tmp_p
         ({"rules": "slora", "prefix_caching": True}, "must be off"),
         ({"max_model_len": 4096}, "at most the model's 128"),
         ({"max_cpu_loras": 1, "a_max": 2}, "at least a_max, 2"),
+        ({"rules": "slora", "max_cpu_loras": 2}, "at least the 3 adapters"),
         ({"memory": "unified", "block_size": 1, "max_model_len": 16}, None),
     ],
 )

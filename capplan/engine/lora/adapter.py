@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
 import numpy as np
@@ -14,6 +14,8 @@ from capplan.errors import InputError
 
 Matrices = Mapping[tuple[int, int], tuple[torch.Tensor, torch.Tensor]]
 """(layer, module) to A, shape (rank, in), and B, shape (out, rank), with the scale multiplied in."""
+Shapes = Mapping[tuple[int, int], tuple[Sequence[int], Sequence[int]]]
+"""(layer, module) to the shapes of A and B."""
 
 
 @dataclass(frozen=True)
@@ -47,10 +49,8 @@ def pack(
     InputError
         When a matrix has a shape that does not go with the model, or a number in it is not finite.
     """
-    ranks = np.zeros((layout.layers, len(MODULES)), np.int64)
-    for (layer, module), (a, b) in matrices.items():
-        _check(layout, layer, module, a, b, location)
-        ranks[layer, module] = a.shape[0]
+    shapes = {place: (a.shape, b.shape) for place, (a, b) in matrices.items()}
+    ranks = ranks_of(layout, shapes, location)
     parts: list[torch.Tensor] = []
     for layer in range(layout.layers):
         for site in SITES:
@@ -64,15 +64,24 @@ def pack(
     return HostAdapter(ranks=ranks, flat=flat.pin_memory() if pin else flat)
 
 
-def _check(
-    layout: AdapterLayout, layer: int, module: int, a: torch.Tensor, b: torch.Tensor, location: str
-) -> None:
-    where = f"{location}: layer {layer} {MODULES[module]}"
-    if layer >= layout.layers:
-        raise InputError(f"must be below the model's {layout.layers} layers", layer, where)
-    size_in, size_out = layout.sizes[module]
-    if a.ndim != 2 or b.ndim != 2 or a.shape[0] != b.shape[1] or a.shape[0] < 1:
-        raise InputError("A must be (rank, in) and B (out, rank)", (tuple(a.shape), tuple(b.shape)), where)
-    if a.shape[1] != size_in or b.shape[0] != size_out:
-        rule = f"must go from {size_in} to {size_out} dimensions as the model does"
-        raise InputError(rule, (a.shape[1], b.shape[0]), where)
+def ranks_of(layout: AdapterLayout, shapes: Shapes, location: str) -> NDArray[np.int64]:
+    """Return the rank on each module, shape (layers, modules).
+
+    Raises
+    ------
+    InputError
+        When a shape does not go with the model.
+    """
+    ranks = np.zeros((layout.layers, len(MODULES)), np.int64)
+    for (layer, module), (a, b) in shapes.items():
+        where = f"{location}: layer {layer} {MODULES[module]}"
+        if layer >= layout.layers:
+            raise InputError(f"must be below the model's {layout.layers} layers", layer, where)
+        size_in, size_out = layout.sizes[module]
+        if len(a) != 2 or len(b) != 2 or a[0] != b[1] or a[0] < 1:
+            raise InputError("A must be (rank, in) and B (out, rank)", (tuple(a), tuple(b)), where)
+        if a[1] != size_in or b[0] != size_out:
+            rule = f"must go from {size_in} to {size_out} dimensions as the model does"
+            raise InputError(rule, (a[1], b[0]), where)
+        ranks[layer, module] = a[0]
+    return ranks

@@ -10,11 +10,19 @@ import time
 from collections import deque
 from collections.abc import Callable
 from concurrent.futures import Future, ThreadPoolExecutor, wait
-from typing import Protocol
+from typing import NamedTuple, Protocol
 
 from capplan.engine.clock import Clock
 
-Job = Callable[[], None]
+Job = Callable[[], str | None]
+"""Copies an adapter; returns what was wrong with it, if anything."""
+
+
+class Arrival(NamedTuple):
+    """The end of a copy."""
+
+    adapter: int
+    error: str | None
 
 
 class Loader(Protocol):
@@ -24,12 +32,16 @@ class Loader(Protocol):
         """Queue a copy behind those under way; `announce`: the scheduler waits to be told of it."""
         ...
 
-    def arrived(self) -> list[int]:
-        """Return the announced adapters that have arrived since the last call, in their order."""
+    def arrived(self) -> list[Arrival]:
+        """Return the announced copies that have ended since the last call, in their order."""
         ...
 
-    def wait(self, adapter: int) -> None:
-        """Return when no copy of this adapter is under way; its data is in place then."""
+    def wait(self, adapter: int) -> str | None:
+        """Return when no copy of this adapter is under way, and what was wrong with the last one."""
+        ...
+
+    def recall(self, adapter: int) -> None:
+        """Wait as `wait` does, and never announce that copy."""
         ...
 
     def ready_ns(self, adapter: int) -> int:
@@ -51,7 +63,7 @@ class ThreadLoader:
     def __init__(self, clock: Clock) -> None:
         self._clock = clock
         self._thread = ThreadPoolExecutor(1, thread_name_prefix="adapter-loader")
-        self._futures: dict[int, Future[None]] = {}
+        self._futures: dict[int, Future[str | None]] = {}
         self._done_ns: dict[int, int] = {}
         self._coming: deque[int] = deque()
 
@@ -61,23 +73,27 @@ class ThreadLoader:
         if announce:
             self._coming.append(adapter)
 
-    def _run(self, adapter: int, job: Job) -> None:
-        job()
+    def _run(self, adapter: int, job: Job) -> str | None:
+        error = job()
         self._done_ns[adapter] = self._clock.now_ns()
+        return error
 
-    def arrived(self) -> list[int]:
+    def arrived(self) -> list[Arrival]:
         """See `Loader`."""
-        adapters = []
+        arrivals = []
         while self._coming and self._futures[self._coming[0]].done():
             adapter = self._coming.popleft()
-            self._futures[adapter].result()  # raises what the copy raised
-            adapters.append(adapter)
-        return adapters
+            arrivals.append(Arrival(adapter, self._futures[adapter].result()))
+        return arrivals
 
-    def wait(self, adapter: int) -> None:
+    def wait(self, adapter: int) -> str | None:
         """See `Loader`."""
-        if adapter in self._futures:
-            self._futures[adapter].result()
+        return self._futures[adapter].result() if adapter in self._futures else None
+
+    def recall(self, adapter: int) -> None:
+        """See `Loader`."""
+        self.wait(adapter)
+        _forget(self._coming, adapter)
 
     def ready_ns(self, adapter: int) -> int:
         """See `Loader`."""
@@ -103,6 +119,7 @@ class VirtualLoader:
         self._clock = clock
         self._free_ns = 0
         self._ready_ns: dict[int, int] = {}
+        self._errors: dict[int, str | None] = {}
         self._coming: deque[int] = deque()
         self.durations_ns: list[tuple[int, int]] = []
         """(adapter, time) of every copy so far."""
@@ -110,7 +127,7 @@ class VirtualLoader:
     def begin(self, adapter: int, job: Job, announce: bool) -> None:
         """See `Loader`."""
         start = time.perf_counter_ns()
-        job()
+        self._errors[adapter] = job()
         duration_ns = time.perf_counter_ns() - start
         self.durations_ns.append((adapter, duration_ns))
         self._free_ns = max(self._free_ns, self._clock.now_ns()) + duration_ns
@@ -118,15 +135,21 @@ class VirtualLoader:
         if announce:
             self._coming.append(adapter)
 
-    def arrived(self) -> list[int]:
+    def arrived(self) -> list[Arrival]:
         """See `Loader`."""
-        adapters = []
+        arrivals = []
         while self._coming and self._ready_ns[self._coming[0]] <= self._clock.now_ns():
-            adapters.append(self._coming.popleft())
-        return adapters
+            adapter = self._coming.popleft()
+            arrivals.append(Arrival(adapter, self._errors[adapter]))
+        return arrivals
 
-    def wait(self, adapter: int) -> None:
-        """Every copy is done as soon as it has begun."""
+    def wait(self, adapter: int) -> str | None:
+        """See `Loader`; every copy is done as soon as it has begun."""
+        return self._errors.get(adapter)
+
+    def recall(self, adapter: int) -> None:
+        """See `Loader`."""
+        _forget(self._coming, adapter)
 
     def ready_ns(self, adapter: int) -> int:
         """See `Loader`."""
@@ -138,3 +161,8 @@ class VirtualLoader:
 
     def close(self) -> None:
         """See `Loader`."""
+
+
+def _forget(coming: deque[int], adapter: int) -> None:
+    if adapter in coming:
+        coming.remove(adapter)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Set
 from typing import Protocol
 
 import numpy as np
@@ -36,6 +37,14 @@ class AdapterMemory(Protocol):
 
     def pages(self, ranks: NDArray[np.int64]) -> int:
         """Return the pages of the shared pool that an adapter takes."""
+        ...
+
+    def holders(self) -> Set[int]:
+        """Return the adapters that have room; two never have the same."""
+        ...
+
+    def owned(self) -> NDArray[np.int64]:
+        """Return the pages taken out of the shared pool."""
         ...
 
     def padding(self, adapter: int, rows: int) -> NDArray[np.int64]:
@@ -86,6 +95,17 @@ class StaticSlots:
         """Slots lie beside the pool."""
         return 0
 
+    def holders(self) -> Set[int]:
+        """Return who has a slot."""
+        slots = sorted([*self._slot_of.values(), *self._free])
+        if slots != list(range(len(slots))):
+            raise RuntimeError(f"slots taken and free are {slots}")
+        return self._slot_of.keys()
+
+    def owned(self) -> NDArray[np.int64]:
+        """Slots lie beside the pool."""
+        return np.zeros(0, np.int64)
+
     def padding(self, adapter: int, rows: int) -> NDArray[np.int64]:
         """Return the rows of the slot itself."""
         full = self._layout.padded_offsets(self._layout.ranks(self._slot_rank), self._slot_rank)
@@ -131,6 +151,14 @@ class UnifiedPages:
         """Return the pages that an adapter takes."""
         page, _ = self._fill(ranks)
         return int(page[-1]) + 1 if page.size else 0
+
+    def holders(self) -> Set[int]:
+        """Return who has pages."""
+        return self._pages_of.keys()
+
+    def owned(self) -> NDArray[np.int64]:
+        """Return all adapters' pages."""
+        return np.concatenate([np.zeros(0, np.int64), *self._pages_of.values()])
 
     def padding(self, adapter: int, rows: int) -> NDArray[np.int64]:
         """Return the beginning of the null page, every time."""

@@ -6,7 +6,7 @@ vLLM); here the bytes follow.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Set
 from contextlib import contextmanager
 from typing import Protocol
 
@@ -16,6 +16,7 @@ from numpy.typing import NDArray
 
 from capplan.engine.lora.adapter import HostAdapter
 from capplan.engine.lora.layout import AdapterLayout
+from capplan.engine.lora.loader import Job
 from capplan.engine.lora.memory import AdapterMemory
 from capplan.engine.lora.placement import Placement, SiteViews
 from capplan.engine.lora.sources import AdapterSource
@@ -23,7 +24,7 @@ from capplan.errors import InputError
 from capplan.serving import State
 from capplan.serving.state import N_LOADS
 
-Wait = Callable[[int], None]
+Wait = Callable[[int], object]
 """Waits until the copy of an adapter that is under way, if any, is done."""
 
 
@@ -42,40 +43,26 @@ class Tables(Protocol):
 
 
 class Residency:
-    """The adapters of one engine, numbered from 1.
+    """The adapters of one engine by number, at most `capacity`.
 
     Attributes
     ----------
     rank_of
-        The largest rank of each adapter, shape (adapters + 1,); 0 for the base model.
+        The largest rank of each adapter, shape (capacity + 1,); 0 for the base model.
     """
 
-    def __init__(
-        self,
-        sources: Sequence[AdapterSource],
-        layout: AdapterLayout,
-        dtype: torch.dtype,
-        pin: bool,
-        max_rank: int | None,
-        host_slots: int,
-    ) -> None:
-        self._sources = sources
+    def __init__(self, capacity: int, layout: AdapterLayout, dtype: torch.dtype, pin: bool) -> None:
+        self._sources: dict[int, AdapterSource] = {}
+        self._ranks: dict[int, NDArray[np.int64]] = {}
         self._layout = layout
         self._dtype = dtype
         self._pin = pin
-        self._max_rank = max_rank
         self._host: dict[int, HostAdapter] = {}
-        self._ranks: list[NDArray[np.int64]] = []
         self._placements: dict[int, Placement] = {}
         self._views: dict[int, list[list[SiteViews]]] = {}
         self._tables: Tables | None = None
         self._memory: AdapterMemory | None = None
-        for number in range(1, len(sources) + 1):
-            self._host[number] = self._read(number)
-            self._ranks.append(self._host[number].ranks)
-            # All are read once, so that a broken one is noticed now; the host keeps the last ones.
-            self._host.pop(number - host_slots, None)
-        self.rank_of = np.array([0, *(ranks.max(initial=0) for ranks in self._ranks)], np.int64)
+        self.rank_of = np.zeros(capacity + 1, np.int64)
 
     @property
     def memory(self) -> AdapterMemory:
@@ -84,24 +71,51 @@ class Residency:
             raise RuntimeError("attach a memory first")
         return self._memory
 
+    @property
+    def in_memory(self) -> Set[int]:
+        """The adapters that have room there."""
+        return self._placements.keys()
+
+    def enter(self, number: int, source: AdapterSource, max_rank: int | None) -> None:
+        """Take an adapter in, of which only the shapes are read.
+
+        Raises
+        ------
+        InputError
+            When it cannot be read, does not go with the model, or its rank is above `max_rank`.
+        """
+        ranks = source.ranks(self._layout)
+        rank = int(ranks.max(initial=0))
+        if max_rank is not None and rank > max_rank:
+            raise InputError(f"must be at most s_max, {max_rank}", rank, f"{source}: rank")
+        self._sources[number], self._ranks[number], self.rank_of[number] = source, ranks, rank
+
+    def read(self, number: int) -> None:
+        """Bring an adapter to the host."""
+        adapter = self._sources[number].read(self._layout, self._dtype, self._pin)
+        if not np.array_equal(adapter.ranks, self._ranks[number]):
+            raise InputError("must not change while the engine runs", location=str(self._sources[number]))
+        self._host[number] = adapter
+
+    def pages(self, number: int) -> int:
+        """Return the pages that an adapter takes where it shares them with the KV cache."""
+        return self.memory.pages(self._ranks[number])
+
     def views(self, adapter: int) -> list[list[SiteViews]]:
         """Return the matrices of an adapter in memory, by layer and place."""
         if adapter not in self._views:
             self._views[adapter] = self._placements[adapter].views()
         return self._views[adapter]
 
-    def attach(self, memory: AdapterMemory, counts_pages: State | None) -> None:
-        """Say where adapters go; a scheduler that counts their pages is told how many each takes there."""
+    def attach(self, memory: AdapterMemory) -> None:
+        """Say where adapters go."""
         self._memory = memory
-        if counts_pages is not None:
-            for number, ranks in enumerate(self._ranks, start=1):
-                counts_pages.adapters.pages[number] = memory.pages(ranks)
 
     def keep_tables(self, tables: Tables) -> None:
         """Keep the tables of kernels up to date from now on."""
         self._tables = tables
 
-    def follow(self, state: State, wait: Wait) -> list[tuple[int, Callable[[], None]]]:
+    def follow(self, state: State, wait: Wait) -> list[tuple[int, Job]]:
         """Drop what the scheduler has evicted, find room for what it loads, and return the loads to run.
 
         A load may run beside the batch: it touches nothing that a batch without its adapter reads.
@@ -119,12 +133,17 @@ class Residency:
             self._host.pop(number, None)
         return [self._load(number) for number in loads]
 
-    def _read(self, number: int) -> HostAdapter:
-        adapter = self._sources[number - 1].read(self._layout, self._dtype, self._pin)
-        if self._max_rank is not None and adapter.max_rank > self._max_rank:
-            rule = f"must be at most s_max, {self._max_rank}"
-            raise InputError(rule, adapter.max_rank, f"rank of adapter {number}")
-        return adapter
+    def drop(self, number: int) -> None:
+        """Take an adapter out of memory and host; no copy of it may be under way."""
+        if number in self._placements:
+            self._remove(number)
+        self._host.pop(number, None)
+
+    def leave(self, number: int) -> None:
+        """Drop an adapter for good."""
+        self.drop(number)
+        del self._sources[number], self._ranks[number]
+        self.rank_of[number] = 0
 
     def _remove(self, number: int) -> None:
         del self._placements[number]
@@ -133,22 +152,22 @@ class Residency:
         if self._tables is not None:
             self._tables.remove(number)
 
-    def _load(self, number: int) -> tuple[int, Callable[[], None]]:
+    def _load(self, number: int) -> tuple[int, Job]:
         memory = self.memory
-        placement = self._placements[number] = memory.place(number, self._ranks[number - 1])
+        placement = self._placements[number] = memory.place(number, self._ranks[number])
         if self._tables is not None:
             self._tables.add(number, placement, memory.padding(number, self._tables.max_rank))
 
-        def run() -> None:
-            adapter = self._host.get(number)
-            if adapter is None:
-                adapter = self._read(number)
-                if not np.array_equal(adapter.ranks, self._ranks[number - 1]):
-                    raise InputError("must not change while the engine runs", location=f"adapter {number}")
-                self._host[number] = adapter
+        def run() -> str | None:
+            try:
+                if number not in self._host:
+                    self.read(number)
+            except InputError as error:
+                return str(error)
             with _copy_stream(memory.storage.device):
                 memory.clear(number)
-                placement.copy_from(adapter)
+                placement.copy_from(self._host[number])
+            return None
 
         return number, run
 

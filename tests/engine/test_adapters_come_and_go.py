@@ -1,0 +1,349 @@
+"""Adapters added and removed, requests withdrawn, loads that fail: while everything else goes on."""
+
+import json
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from hypothesis import HealthCheck, given, settings
+from hypothesis import strategies as st
+from safetensors.torch import load_file, save_file
+
+from capplan.engine import Engine, ModelConfig, SamplingParams
+from capplan.engine.request import Request
+from capplan.errors import InputError
+from capplan.testing.integrity import check_integrity
+
+TINY = ModelConfig(
+    name="tiny",
+    layers=1,
+    hidden_size=16,
+    heads=2,
+    kv_heads=1,
+    head_dim=8,
+    intermediate_size=16,
+    vocab_size=300,
+    max_positions=128,
+)
+MODES: dict[str, dict[str, Any]] = {
+    "capplan": {"rules": "capplan"},
+    "vllm": {"rules": "vllm-0.8", "prefix_caching": False},
+    "pages": {"rules": "capplan", "memory": "unified", "shared_prefix_tokens": 4},
+    "slora": {"rules": "slora", "num_kv_blocks": 60},
+}
+every_mode = pytest.mark.parametrize("mode", MODES)
+
+
+def tiny(mode: str = "capplan", adapters: Any = None, **more: Any) -> Engine:
+    sizes = {
+        "num_kv_blocks": 40,
+        "block_size": 4,
+        "max_num_seqs": 4,
+        "a_max": 2,
+        "s_max": 8,
+        "max_adapters": 5,
+        "max_cpu_loras": None if mode == "slora" else 3,
+        "max_model_len": 64,
+        "max_num_batched_tokens": 40,
+    }
+    given_adapters = {"a": 3, "b": 8} if adapters is None else adapters
+    return Engine(TINY, given_adapters, **(sizes | MODES[mode] | more))
+
+
+def check(engine: Engine) -> None:
+    engine.check_integrity()
+    check_integrity(engine.loop.state, engine.loop.limits, engine.sizes.num_blocks)
+
+
+def submitted(engine: Engine, adapter: str | None, prompt: int = 5, max_tokens: int = 6) -> Request:
+    params = SamplingParams(max_tokens=max_tokens, ignore_eos=True)
+    request = engine.new_request(list(range(1, prompt + 1)), adapter, params)
+    assert engine.submit(request)
+    return request
+
+
+def run_out(engine: Engine) -> list[Request]:
+    """Step until nothing is left; return the requests in the order of their end."""
+    finished = []
+    while True:
+        step = engine.step()
+        check(engine)
+        if step is not None:
+            finished += step.finished
+        elif not engine.wait_for_adapter():
+            assert not engine.loop.requests
+            return finished
+
+
+def write_adapter(folder: Path, rank: int = 4, seed: int = 0, width: int = 0, **config: Any) -> Path:
+    folder.mkdir(exist_ok=True)
+    rng = torch.Generator().manual_seed(seed)
+    size = width or TINY.hidden_size
+    name = "base_model.model.model.layers.0.self_attn.q_proj"
+    tensors = {
+        f"{name}.lora_A.weight": torch.randn(rank, size, generator=rng),
+        f"{name}.lora_B.weight": torch.randn(TINY.query_size, rank, generator=rng),
+    }
+    save_file(tensors, folder / "adapter_model.safetensors")
+    text = json.dumps({"peft_type": "LORA", "r": rank, "lora_alpha": 8} | config)
+    (folder / "adapter_config.json").write_text(text, encoding="utf-8")
+    return folder
+
+
+@every_mode
+def test_an_added_adapter_answers_as_one_given_at_the_start(mode: str, tmp_path: Path) -> None:
+    folder = write_adapter(tmp_path / "new")
+    with tiny(mode, {"a": 3, "new": folder}) as engine:
+        [expected] = engine.generate([[1, 2, 3]], "new", max_tokens=9, ignore_eos=True)
+    with tiny(mode, {"a": 3}) as engine:
+        before = submitted(engine, "a")
+        engine.step()
+        engine.add_adapter("new", folder)
+        assert engine.adapters == ("a", "new")
+        [answer] = engine.generate([[1, 2, 3]], "new", max_tokens=9, ignore_eos=True)
+        run_out(engine)
+        assert before.finish_reason == "length"
+    assert answer.token_ids == expected.token_ids
+
+
+@every_mode
+def test_a_number_given_out_again_is_the_new_adapters_alone(mode: str, tmp_path: Path) -> None:
+    """Neither slot, host copy nor cached prefix of the adapter that had it before may show."""
+    folders = [write_adapter(tmp_path / str(seed), seed=seed) for seed in range(3)]
+    prompt = list(range(20))
+    answers = []
+    with tiny(mode, {}) as engine:
+        for folder in folders:
+            engine.add_adapter("x", folder)
+            [answer] = engine.generate([prompt], "x", max_tokens=6, keep_logits=True)
+            assert answer.logits is not None
+            answers.append(answer.logits[0])
+            engine.remove_adapter("x")
+            check(engine)
+            assert engine.adapters == ()
+    for folder, logits in zip(folders, answers, strict=True):
+        with tiny(mode, {"x": folder}) as engine:
+            [alone] = engine.generate([prompt], "x", max_tokens=1, keep_logits=True)
+            assert alone.logits is not None
+            assert torch.allclose(alone.logits[0], logits, atol=1e-5)
+
+
+def narrow(folder: Path) -> None:
+    write_adapter(folder, width=9)
+
+
+def cut_off(folder: Path) -> None:
+    file = folder / "adapter_model.safetensors"
+    file.write_bytes(file.read_bytes()[:-5])
+
+
+def cut_header(folder: Path) -> None:
+    file = folder / "adapter_model.safetensors"
+    file.write_bytes(file.read_bytes()[:20])
+
+
+def wrong_rank(folder: Path) -> None:
+    write_adapter(folder, r=5)
+
+
+def no_pattern(folder: Path) -> None:
+    write_adapter(folder, rank_pattern={"(": 4})
+
+
+def too_large(folder: Path) -> None:
+    write_adapter(folder, rank=9)
+
+
+def gone(folder: Path) -> None:
+    (folder / "adapter_config.json").unlink()
+
+
+@pytest.mark.parametrize(
+    ("spoil", "message"),
+    [
+        (narrow, "dimensions as the model"),
+        (cut_off, "cannot be read"),
+        (cut_header, "cannot be read"),
+        (wrong_rank, "rank 5"),
+        (no_pattern, "regular expression"),
+        (too_large, "at most s_max, 8"),
+        (gone, "cannot be read"),
+    ],
+)
+def test_an_adapter_that_cannot_be_used_is_refused_and_harms_nobody(
+    spoil: Any, message: str, tmp_path: Path
+) -> None:
+    folder = write_adapter(tmp_path / "bad")
+    spoil(folder)
+    with tiny() as engine:
+        other = submitted(engine, "a")
+        engine.step()
+        with pytest.raises(InputError, match=message):
+            engine.add_adapter("bad", folder)
+        assert engine.adapters == ("a", "b")
+        run_out(engine)
+        assert other.finish_reason == "length"
+        engine.add_adapter("bad", write_adapter(folder))
+        assert engine.generate([[1]], "bad", max_tokens=2)[0].finish_reason == "length"
+
+
+def test_names_and_numbers_of_adapters_are_bounded() -> None:
+    with tiny(max_adapters=3) as engine:
+        with pytest.raises(InputError, match="no adapter has"):
+            engine.add_adapter("a", 4)
+        with pytest.raises(InputError, match="512"):
+            engine.add_adapter("c", 0)
+        engine.add_adapter("c", 4)
+        with pytest.raises(InputError, match="max_adapters, 3"):
+            engine.add_adapter("d", 4)
+        with pytest.raises(InputError, match="one of a, b, c"):
+            engine.remove_adapter("d")
+    with pytest.raises(InputError, match="at least the 2 adapters"):
+        tiny(max_adapters=1)
+
+
+@every_mode
+def test_an_adapter_in_use_stays(mode: str) -> None:
+    with tiny(mode) as engine:
+        request = submitted(engine, "a")
+        for _ in range(2):  # waiting, then running or on its way
+            with pytest.raises(InputError, match="1 requests of it are in flight"):
+                engine.remove_adapter("a")
+            engine.step()
+        engine.abort(request)
+        engine.remove_adapter("a")
+        check(engine)
+        assert engine.adapters == ("b",)
+
+
+def test_a_request_made_before_its_adapter_was_removed_is_refused() -> None:
+    with tiny() as engine:
+        request = engine.new_request([1], "a", SamplingParams())
+        engine.remove_adapter("a")
+        engine.add_adapter("other", 5)
+        with pytest.raises(InputError, match="must not have been removed"):
+            engine.submit(request)
+
+
+@every_mode
+def test_an_aborted_request_leaves_nothing_behind(mode: str) -> None:
+    with tiny(mode, max_num_seqs=2) as engine:
+        requests = [submitted(engine, name) for name in ("a", "b", None, "a", "b", "a")]
+        for _ in range(3):
+            engine.step()
+        check(engine)
+        for request in requests[:0:-1]:
+            engine.abort(request)
+            check(engine)
+            assert request.finish_reason == "abort"
+        engine.abort(requests[1])  # a second time does nothing
+        assert run_out(engine) == requests[:1]
+        assert len(requests[0].output) == 6
+        engine.abort(requests[0])
+        assert requests[0].finish_reason == "length"
+
+
+@every_mode
+@pytest.mark.parametrize("waits", [False, True])
+def test_a_load_that_fails_fails_its_own_requests_only(mode: str, waits: bool, tmp_path: Path) -> None:
+    folder = write_adapter(tmp_path / "late")
+    with tiny(mode, {"a": 3}) as engine:
+        engine.add_adapter("late", folder)
+        content = (folder / "adapter_model.safetensors").read_bytes()
+        cut_off(folder)
+        bystander = submitted(engine, "a")
+        if waits:
+            engine.step()
+        failing = [submitted(engine, "late") for _ in range(6)]
+        base = submitted(engine, None)
+        finished = run_out(engine)
+        assert set(finished) == {bystander, base, *failing}
+        assert {request.finish_reason for request in failing} == {"error"}
+        assert all("cannot be read" in str(request.error) for request in failing)
+        assert [request.output for request in failing] == [[]] * 6
+        assert (bystander.finish_reason, base.finish_reason) == ("length", "length")
+        with tiny(mode, {"a": 3}) as other:
+            [alone] = other.generate([[1, 2, 3, 4, 5]], "a", max_tokens=6, ignore_eos=True)
+        assert tuple(bystander.output) == alone.token_ids
+        answer = engine.completion(failing[0])
+        assert answer.error is not None
+        (folder / "adapter_model.safetensors").write_bytes(content)
+        [answer] = engine.generate([[1, 2, 3, 4, 5]], "late", max_tokens=6, ignore_eos=True)
+        with tiny(mode, {"late": folder}) as other:
+            [right] = other.generate([[1, 2, 3, 4, 5]], "late", max_tokens=6, ignore_eos=True)
+        assert answer.token_ids == right.token_ids
+
+
+def test_numbers_that_are_not_finite_fail_the_requests_that_ask_for_them(tmp_path: Path) -> None:
+    folder = write_adapter(tmp_path / "nan")
+    file = folder / "adapter_model.safetensors"
+    tensors = load_file(file)
+    next(iter(tensors.values()))[0, 0] = float("nan")
+    save_file(tensors, file)
+    with tiny() as engine:
+        engine.add_adapter("nan", folder)
+        answers = engine.generate([[1, 2]] * 2, ["nan", "a"], max_tokens=3, ignore_eos=True)
+        assert [answer.finish_reason for answer in answers] == ["error", "length"]
+        assert "finite" in str(answers[0].error)
+
+
+ACTIONS = ("submit", "submit", "submit", "step", "step", "step", "abort", "add", "remove", "break", "mend")
+
+
+@every_mode
+@settings(
+    max_examples=15,
+    deadline=None,
+    suppress_health_check=[HealthCheck.function_scoped_fixture],
+    derandomize=True,
+)
+@given(seed=st.integers(0, 2**32 - 1), actions=st.lists(st.sampled_from(ACTIONS), min_size=10, max_size=60))
+def test_whatever_happens_nothing_is_lost(mode: str, seed: int, actions: list[str], tmp_path: Path) -> None:
+    """Random submissions, steps, aborts, adapters added, removed, broken and mended: all ends empty."""
+    rng = np.random.default_rng(seed)
+    folder = write_adapter(tmp_path / "f")
+    content = (folder / "adapter_model.safetensors").read_bytes()
+    requests: list[Request] = []
+    ended: list[Request] = []
+    with tiny(mode, {"a": 3, "b": 8, "f": folder}, max_in_flight=9) as engine:
+        for at, action in enumerate(actions):
+            if action == "submit":
+                name = [None, *engine.adapters][rng.integers(len(engine.adapters) + 1)]
+                params = SamplingParams(max_tokens=int(rng.integers(1, 12)), ignore_eos=True)
+                prompt = rng.integers(0, 3, int(rng.integers(1, 30))).tolist()
+                request = engine.new_request(prompt, name, params)
+                if engine.submit(request):
+                    requests.append(request)
+            elif action == "step":
+                step = engine.step()
+                ended += step.finished if step is not None else []
+            elif action == "abort" and requests:
+                request = requests[rng.integers(len(requests))]
+                if request.finish_reason is None:
+                    engine.abort(request)
+                    ended.append(request)
+            elif action == "add" and len(engine.adapters) < 5:
+                engine.add_adapter(f"new{at}", int(rng.integers(1, 9)))
+            elif action == "remove" and engine.adapters:
+                name = engine.adapters[rng.integers(len(engine.adapters))]
+                in_use = any(r.adapter_name == name and r.finish_reason is None for r in requests)
+                if in_use:
+                    with pytest.raises(InputError, match="in flight"):
+                        engine.remove_adapter(name)
+                else:
+                    engine.remove_adapter(name)
+            elif action in ("break", "mend"):
+                kept = content if action == "mend" else content[:-9]
+                (folder / "adapter_model.safetensors").write_bytes(kept)
+            check(engine)
+        ended += run_out(engine)
+        assert sorted(r.number for r in ended) == sorted(r.number for r in requests)
+        assert all(r.finish_reason in ("length", "abort", "error") for r in requests)
+        assert all(r.error is None or r.adapter_name == "f" for r in requests)
+        for name in engine.adapters:
+            engine.remove_adapter(name)
+            check(engine)
+        assert engine.loop.blocks.in_use() == 0
+        assert not engine.loop.residency.in_memory
