@@ -3,20 +3,26 @@
 Punica's kernel in PyTorch: copies of A and B are gathered for each token, rows beyond an adapter's rank
 filled with zeros, so it pays for batch times largest rank. `capplan.engine.lora.grouped` pays for true ranks.
 
-The copies go into buffers that all calls of a step share: fresh ones of many megabytes would cost more in
-page faults than the products. Each token's product is a row times a matrix, which PyTorch's batched product
-does several times faster than a matrix times a column.
+The copies of a few tokens at a time lie in a small buffer that is used again and again: in large ones they
+would cost more in page faults and in cache misses than the products do. Each token's product is a row times a
+matrix, which PyTorch's batched product does several times faster than a matrix times a column.
 """
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Iterator, Sequence
+from typing import Final
 
 import torch
 
 from capplan.engine.batch import Segment
 from capplan.engine.lora.grouped import Views
 from capplan.engine.lora.placement import SiteViews
+
+_COPIES_BYTES: Final = 2**20
+"""Of the buffer, unless one matrix is larger: what a core's own cache holds."""
+
+Pad = Callable[[torch.Tensor, SiteViews], None]
 
 
 class PaddedAdapters:
@@ -25,11 +31,9 @@ class PaddedAdapters:
     def __init__(self, segments: Sequence[Segment], views: Views, tokens: int, device: torch.device) -> None:
         used = [s for s in segments if s.adapter != 0]
         self._views = [views(s.adapter) for s in used]
-        sizes = torch.tensor([s.end - s.start for s in used], device=device)
-        self._of_token = torch.repeat_interleave(torch.arange(len(used), device=device), sizes)
+        self._sizes = [s.end - s.start for s in used]
         self._tokens = torch.cat([torch.arange(s.start, s.end, device=device) for s in used])
-        self._one_each = len(used) == self._tokens.shape[0]
-        self._buffers: dict[str, torch.Tensor] = {}
+        self._buffer: torch.Tensor | None = None
 
     def add(self, layer: int, site: int, x: torch.Tensor, out: torch.Tensor) -> None:
         """Add each token's low-rank part to `out`; see `capplan.engine.models.decoder.Adapters`."""
@@ -38,34 +42,50 @@ class PaddedAdapters:
     def shrink(self, layer: int, site: int, x: torch.Tensor) -> torch.Tensor:
         """Return the low-rank activations, shape (LoRA tokens, 1, rank): the first half of `add`."""
         here = [views[layer][site] for views in self._views]
-        shape = (len(here), max(views.rank for views in here), x.shape[1])
-        a = self._buffer("adapters", shape, x)
-        for matrix, views in zip(a, here, strict=True):
-            _pad_a(matrix, views)
-        return torch.bmm(x[self._tokens].unsqueeze(1), self._of_tokens(a).transpose(1, 2))
+        rank = max(views.rank for views in here)
+        rows = x[self._tokens].unsqueeze(1)
+        h = x.new_empty(rows.shape[0], 1, rank)
+        for first, a in self._copies(here, rank, x, _pad_a):
+            end = first + a.shape[0]
+            torch.bmm(rows[first:end], a.transpose(1, 2), out=h[first:end])
+        return h
 
     def expand(self, layer: int, site: int, h: torch.Tensor, out: torch.Tensor) -> None:
         """Add what `shrink` returned, times B, to `out`: the second half of `add`."""
         here = [views[layer][site] for views in self._views]
-        b = self._buffer("adapters", (len(here), h.shape[2], out.shape[1]), out)
-        for matrix, views in zip(b, here, strict=True):
-            _pad_b(matrix, views)
-        out.index_add_(0, self._tokens, torch.bmm(h, self._of_tokens(b)).squeeze(1))
+        delta = out.new_empty(h.shape[0], 1, out.shape[1])
+        for first, b in self._copies(here, h.shape[2], out, _pad_b):
+            end = first + b.shape[0]
+            torch.bmm(h[first:end], b, out=delta[first:end])
+        out.index_add_(0, self._tokens, delta.squeeze(1))
 
-    def _of_tokens(self, matrices: torch.Tensor) -> torch.Tensor:
-        """Return each token's copy of its adapter's matrix; with one token each, the matrices themselves."""
-        if self._one_each:
-            return matrices
-        copies = self._buffer("tokens", (self._of_token.shape[0], *matrices.shape[1:]), matrices)
-        return torch.index_select(matrices, 0, self._of_token, out=copies)
+    def _copies(
+        self, here: Sequence[SiteViews], rank: int, like: torch.Tensor, pad: Pad
+    ) -> Iterator[tuple[int, torch.Tensor]]:
+        """Give the padded matrices of some tokens after the other: the first token's number, and they."""
+        width = like.shape[1]
+        most = max(1, _COPIES_BYTES // max(1, rank * width * like.element_size()))
+        buffer = self._room(min(most, self._tokens.shape[0]), rank, width, like)
+        first = held = 0
+        for views, size in zip(here, self._sizes, strict=True):
+            while size:
+                more = min(size, most - held)
+                pad(buffer[held], views)
+                if more > 1:
+                    buffer[held + 1 : held + more] = buffer[held]
+                held, size = held + more, size - more
+                if held == most:
+                    yield first, buffer
+                    first, held = first + held, 0
+        if held:
+            yield first, buffer[:held]
 
-    def _buffer(self, name: str, shape: tuple[int, ...], like: torch.Tensor) -> torch.Tensor:
-        """Return a buffer of this shape, whose numbers are whatever an earlier call left."""
-        size = shape[0] * shape[1] * shape[2]
-        held = self._buffers.get(name)
-        if held is None or held.shape[0] < size:
-            held = self._buffers[name] = like.new_empty(size)
-        return held[:size].view(shape)
+    def _room(self, copies: int, rank: int, width: int, like: torch.Tensor) -> torch.Tensor:
+        """Return the buffer in this shape, with whatever an earlier call left in it."""
+        numbers = copies * rank * width
+        if self._buffer is None or self._buffer.shape[0] < numbers:
+            self._buffer = like.new_empty(numbers)
+        return self._buffer[:numbers].view(copies, rank, width)
 
 
 def _pad_a(a: torch.Tensor, views: SiteViews) -> None:

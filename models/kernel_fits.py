@@ -1,0 +1,248 @@
+"""Which form explains which kernel: Toppings' two, and one of what a kernel reads, computes and launches.
+
+Toppings (section 5, eq. 2) predicts whole iterations; its forms are fitted to kernel times here, and to
+iterations by whatever profiles an engine. Both are ordinary least squares, as there. Ours is fitted to
+relative errors with coefficients that cannot be negative (`capplan.models.calibrate`).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import dataclass
+from types import MappingProxyType
+from typing import Final
+
+import numpy as np
+import pandas as pd
+from numpy.typing import NDArray
+
+from capplan.models.calibrate import LinearProblem, fit_linear, smape
+
+Columns = Mapping[str, NDArray[np.float64]]
+
+TOPPINGS_BGMV: Final = "toppings-bgmv"
+TOPPINGS_MBGMV: Final = "toppings-mbgmv"
+ADDITIVE: Final = "additive"
+FOLDS: Final = 5
+GRIDS: Final = MappingProxyType({"paper": ("paper",), "wide": ("paper", "wide"), "tiny": ("tiny",)})
+"""Grids of decode that are fitted, and the grids of cases that belong to each."""
+MEANT_FOR: Final = MappingProxyType(
+    {
+        "padded": TOPPINGS_BGMV,
+        "bgmv": TOPPINGS_BGMV,
+        "grouped": TOPPINGS_MBGMV,
+        "mbgmv": TOPPINGS_MBGMV,
+        "sgmv": TOPPINGS_MBGMV,
+    }
+)
+"""Kernel to the Toppings form that is meant for it."""
+
+
+def _toppings_bgmv(rows: pd.DataFrame) -> dict[str, pd.Series[float]]:
+    return {"alpha": rows["requests"] * rows["max_rank"], "beta": rows["requests"] ** 0}
+
+
+def _toppings_mbgmv(rows: pd.DataFrame) -> dict[str, pd.Series[float]]:
+    return {"alpha": rows["rank_sum"], "beta": rows["requests"] ** 0}
+
+
+def _additive(rows: pd.DataFrame) -> dict[str, pd.Series[float]]:
+    """Launches, weights read and products computed, at true ranks and padded ones.
+
+    A column that equals one before it in these rows is left out: nothing could tell their parts.
+    """
+    columns = {
+        "us": rows["requests"] ** 0,
+        "us_per_adapter": rows["adapters"],
+        "us_per_adapter_rank": rows["adapter_rank_sum"],
+        "us_per_padded_adapter_rank": rows["adapters"] * rows["max_rank"],
+        "us_per_token": rows["tokens"],
+        "us_per_token_rank": rows["rank_tokens"],
+        "us_per_padded_token_rank": rows["tokens"] * rows["max_rank"],
+    }
+    kept: dict[str, pd.Series[float]] = {}
+    for name, column in columns.items():
+        if not any(np.array_equal(column, other) for other in kept.values()):
+            kept[name] = column
+    return kept
+
+
+_COLUMNS: Final[Mapping[str, Callable[[pd.DataFrame], dict[str, pd.Series[float]]]]] = MappingProxyType(
+    {TOPPINGS_BGMV: _toppings_bgmv, TOPPINGS_MBGMV: _toppings_mbgmv, ADDITIVE: _additive}
+)
+FORMS: Final = tuple(_COLUMNS)
+
+
+@dataclass(frozen=True)
+class KernelFit:
+    """A form fitted to a kernel.
+
+    Attributes
+    ----------
+    form
+        One of `FORMS`.
+    coefficients
+        In microseconds per unit.
+    predicted, held_out
+        Microseconds by the fit to all rows, and by fits that had not seen the row's configuration, (rows,).
+    r2, held_out_r2
+        Share of the variance that these explain; the second may be negative.
+    error, held_out_error
+        SMAPE in percent.
+    """
+
+    form: str
+    coefficients: Mapping[str, float]
+    predicted: NDArray[np.float64]
+    held_out: NDArray[np.float64]
+    r2: float
+    held_out_r2: float
+    error: float
+    held_out_error: float
+
+
+@dataclass(frozen=True)
+class KernelReport:
+    """What is known of one kernel, half, width and phase on one grid.
+
+    Attributes
+    ----------
+    half
+        ``shrink``, ``expand``, or ``both`` for their sum.
+    rows
+        The timings, one row per case.
+    fits
+        By form.
+    """
+
+    kernel: str
+    phase: str
+    grid: str
+    width: int
+    half: str
+    rows: pd.DataFrame
+    fits: Mapping[str, KernelFit]
+
+    @property
+    def meant(self) -> str | None:
+        """The Toppings form that is meant for this kernel."""
+        return MEANT_FOR.get(self.kernel)
+
+    @property
+    def explained_by(self) -> str:
+        """The Toppings form that predicts left-out configurations better."""
+        return max((TOPPINGS_BGMV, TOPPINGS_MBGMV), key=lambda form: self.fits[form].held_out_r2)
+
+    def verdict(self) -> str:
+        """Say in words which form explains the kernel."""
+        best = self.fits[self.explained_by]
+        other = self.fits[TOPPINGS_MBGMV if best.form == TOPPINGS_BGMV else TOPPINGS_BGMV]
+        meant = "" if best.form == self.meant else f", though {self.meant} is meant for it"
+        text = (
+            f"{best.form} explains it: R² {best.held_out_r2:.3f} on left-out configurations, "
+            f"{other.form} {other.held_out_r2:.3f}{meant}"
+        )
+        ours = self.fits[ADDITIVE]
+        if ours.held_out_error < best.held_out_error:
+            text += f"; additive errs by {ours.held_out_error:.1f} % instead of {best.held_out_error:.1f} %"
+        return text
+
+
+def explain_kernels(table: pd.DataFrame, folds: int = FOLDS) -> list[KernelReport]:
+    """Fit every form to every kernel of a table; see `capplan.models.kernel_tables`.
+
+    Sets of fewer than two rows per fold, and such as were only begun, are left out.
+
+    Parameters
+    ----------
+    table
+        Timings.
+    folds
+        Parts of the cross-validation. The draws of one configuration are never on both sides.
+    """
+    reports = []
+    for (kernel, phase, width, half), rows in with_both_halves(table).groupby(
+        ["kernel", "phase", "width", "half"], sort=True
+    ):
+        for grid, part in _by_grid(rows, str(phase)):
+            if part["configuration"].nunique() >= 2 * folds:
+                fits = {form: fit_kernel(part, form, folds) for form in FORMS}
+                reports.append(
+                    KernelReport(str(kernel), str(phase), grid, int(str(width)), str(half), part, fits)
+                )
+    return reports
+
+
+def with_both_halves(table: pd.DataFrame) -> pd.DataFrame:
+    """Return a table with a third half ``both``, the sum of shrink and expand."""
+    spot = ["kernel", "width", "case"]
+    shrink = table[table["half"] == "shrink"].set_index(spot)
+    expand = table[table["half"] == "expand"].set_index(spot)
+    both = shrink.assign(half="both", median_us=shrink["median_us"] + expand["median_us"]).reset_index()
+    return pd.concat([table, both[table.columns]], ignore_index=True)
+
+
+def _by_grid(rows: pd.DataFrame, phase: str) -> Iterator[tuple[str, pd.DataFrame]]:
+    if phase == "prefill":
+        yield "prefill", rows.reset_index(drop=True)
+        return
+    for grid, parts in GRIDS.items():
+        if (rows["grid"] == grid).any():
+            yield grid, rows[rows["grid"].isin(parts)].reset_index(drop=True)
+
+
+def fit_kernel(rows: pd.DataFrame, form: str, folds: int = FOLDS) -> KernelFit:
+    """Fit one form to the rows of one kernel, half, width and phase.
+
+    Parameters
+    ----------
+    rows
+        Timings.
+    form
+        One of `FORMS`.
+    folds
+        Parts of the cross-validation by configuration.
+    """
+    columns = _COLUMNS[form](rows)
+    names = tuple(columns)
+    design: NDArray[np.float64] = np.array([columns[name] for name in names], np.float64).T
+    y: NDArray[np.float64] = rows["median_us"].to_numpy(np.float64)
+    values = _solve(form, names, design, y)
+    held_out: NDArray[np.float64] = np.empty(y.size)
+    part = _folds(rows["configuration"], folds)
+    for fold in range(folds):
+        out = part == fold
+        held_out[out] = design[out] @ _solve(form, names, design[~out], y[~out])
+    predicted = design @ values
+    return KernelFit(
+        form=form,
+        coefficients=dict(zip(names, values.tolist(), strict=True)),
+        predicted=predicted,
+        held_out=held_out,
+        r2=r_squared(predicted, y),
+        held_out_r2=r_squared(held_out, y),
+        error=smape(predicted, y),
+        held_out_error=smape(held_out, y),
+    )
+
+
+def _solve(
+    form: str, names: tuple[str, ...], design: NDArray[np.float64], y: NDArray[np.float64]
+) -> NDArray[np.float64]:
+    if form == ADDITIVE:
+        fit = fit_linear(LinearProblem(names, design, y))
+        return fit.values  # noqa: PD011 - no table
+    found: NDArray[np.float64] = np.asarray(np.linalg.lstsq(design, y, rcond=None)[0], np.float64)
+    return found
+
+
+def _folds(configurations: pd.Series[str], folds: int) -> NDArray[np.int64]:
+    """Return the part of each row; neighbours on the grid go into different parts."""
+    order = {name: at for at, name in enumerate(dict.fromkeys(configurations))}
+    return np.array([order[name] % folds for name in configurations], np.int64)
+
+
+def r_squared(predicted: NDArray[np.float64], actual: NDArray[np.float64]) -> float:
+    """Return the share of the variance that predictions explain."""
+    spread = float(np.sum((actual - actual.mean()) ** 2))
+    return 1.0 - float(np.sum((actual - predicted) ** 2)) / spread if spread > 0.0 else float("nan")

@@ -1,0 +1,132 @@
+"""What a measurement was made on: device, driver, versions, clocks, threads, date. No names of machines."""
+
+from __future__ import annotations
+
+import os
+import platform
+import shutil
+import subprocess
+from datetime import UTC, datetime
+from pathlib import Path
+from typing import Any, Final
+
+import torch
+
+_GPU_FIELDS: Final = (
+    "driver_version",
+    "clocks.sm",
+    "clocks.max.sm",
+    "clocks.mem",
+    "power.limit",
+    "persistence_mode",
+    "mig.mode.current",
+)
+_CACHE: Final = Path("/sys/devices/system/cpu/cpu0/cache")
+_UNKNOWN_CACHE_BYTES: Final = 32 * 2**20
+
+
+def describe(device: str, threads: int | None = None) -> dict[str, Any]:
+    """Return the provenance of what is measured now.
+
+    Parameters
+    ----------
+    device
+        ``cpu``, ``cuda`` or ``cuda:1`` and so on.
+    threads
+        Threads that PyTorch computes with on a CPU; None: as it is set.
+    """
+    import capplan
+
+    record: dict[str, Any] = {
+        "date": datetime.now(UTC).isoformat(timespec="seconds"),
+        "device": device,
+        "versions": {
+            "capplan": capplan.__version__,
+            "python": platform.python_version(),
+            "torch": str(torch.__version__),
+            "triton": _version("triton"),
+            "numpy": _version("numpy"),
+        },
+        "cpu": {
+            "model": cpu_model(),
+            "cores": os.cpu_count(),
+            "cache_bytes": last_cache_bytes(),
+            "mhz": _cpu_mhz(),
+            "threads": torch.get_num_threads() if threads is None else threads,
+        },
+    }
+    if torch.device(device).type == "cuda":
+        record["gpu"] = _gpu(torch.device(device))
+    return record
+
+
+def device_name(device: str) -> str:
+    """Return the name of the chip that computes."""
+    if torch.device(device).type == "cuda":
+        return str(torch.cuda.get_device_name(torch.device(device)))
+    return cpu_model()
+
+
+def cpu_model() -> str:
+    """Return the processor's name, as the kernel tells it."""
+    return _cpuinfo("model name") or platform.machine() or "unknown"
+
+
+def last_cache_bytes() -> int:
+    """Return the size of the largest cache of the first core; 32 MiB where nobody tells."""
+    sizes = [_bytes(file) for file in _CACHE.glob("index*/size")]
+    return max(sizes, default=_UNKNOWN_CACHE_BYTES)
+
+
+def _bytes(file: Path) -> int:
+    text = file.read_text().strip()
+    factor = {"K": 2**10, "M": 2**20}.get(text[-1:], 1)
+    return int(text.rstrip("KM")) * factor
+
+
+def _cpu_mhz() -> float | None:
+    text = _cpuinfo("cpu MHz")
+    return float(text) if text else None
+
+
+def _cpuinfo(field: str) -> str | None:
+    try:
+        lines = Path("/proc/cpuinfo").read_text().splitlines()
+    except OSError:
+        return None
+    found = (line.partition(":")[2].strip() for line in lines if line.startswith(field))
+    return next(found, None)
+
+
+def _version(package: str) -> str | None:
+    from importlib import metadata
+
+    try:
+        return metadata.version(package)
+    except metadata.PackageNotFoundError:
+        return None
+
+
+def _gpu(device: torch.device) -> dict[str, Any]:
+    properties: Any = torch.cuda.get_device_properties(device)
+    record = {
+        "name": properties.name,
+        "memory_bytes": properties.total_memory,
+        "processors": properties.multi_processor_count,
+        "l2_bytes": properties.L2_cache_size,
+        "cuda": torch.version.cuda,
+    }
+    return record | _asked_driver(device.index or 0)
+
+
+def _asked_driver(index: int) -> dict[str, str]:
+    """Return what ``nvidia-smi`` knows, nothing where there is none."""
+    program = shutil.which("nvidia-smi")
+    if program is None:
+        return {}
+    asked = [program, f"--id={index}", f"--query-gpu={','.join(_GPU_FIELDS)}", "--format=csv,noheader"]
+    try:
+        told = subprocess.run(asked, capture_output=True, text=True, timeout=30, check=True).stdout  # noqa: S603
+    except (OSError, subprocess.SubprocessError):
+        return {}
+    return dict(zip(_GPU_FIELDS, (part.strip() for part in told.split(",")), strict=False))
