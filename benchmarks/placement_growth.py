@@ -118,14 +118,14 @@ def measure(adapters: int, gpus: int, solver: str, load: float, repeat: int) -> 
     told = Measured(adapters, gpus, rate_rps, lower_bound_gpus(problem), solver, before_mib=before_mib)
     started = time.perf_counter()
     try:
-        answers = [_solved(problem, solver) for _ in range(repeat)]
+        solved = [_solved(problem, solver) for _ in range(repeat)]
     except CapplanError as error:
         wall_s = time.perf_counter() - started
         return replace(told, failure=str(error), solve_s=wall_s, peak_mib=resident_mib("VmHWM"))
-    answer = min(answers, key=lambda answer: answer.solve_s)
-    one_s, _ = _verified(answer, 1)
+    answer, exact = min(solved, key=lambda each: each[0].solve_s)
+    one_s, _ = _verified(answer, exact, 1)
     os.sched_setaffinity(0, every_core)
-    all_s, holds = _verified(answer, FRESH_SEEDS)
+    all_s, holds = _verified(answer, exact, FRESH_SEEDS)
     return replace(
         told,
         used=len(answer.assignments),
@@ -140,19 +140,19 @@ def measure(adapters: int, gpus: int, solver: str, load: float, repeat: int) -> 
 
 def _warm_up(solver: str) -> None:
     """Compile and load all that solving and verifying use."""
-    _verified(_solved(make_problem(workload(24, 2, LOAD), 2, None), solver), 1)
+    _verified(*_solved(make_problem(workload(24, 2, LOAD), 2, None), solver), 1)
 
 
-def _solved(problem: Problem, solver: str) -> Answer:
+def _solved(problem: Problem, solver: str) -> tuple[Answer, TwinEstimator]:
     exact = TwinEstimator(problem, 0)  # a new one remembers no answers
-    return solve(problem, find_solver(solver), exact, time_limit_s=DEFAULT_TIME_LIMIT_S)
+    return solve(problem, find_solver(solver), exact, time_limit_s=DEFAULT_TIME_LIMIT_S), exact
 
 
-def _verified(answer: Answer, seeds: int) -> tuple[float, bool]:
-    """Return the seconds of a verification, and whether all holds."""
-    verifier = make_verifier(answer.problem, TwinEstimator(answer.problem, 0), 0, count=seeds)
+def _verified(answer: Answer, exact: TwinEstimator, seeds: int) -> tuple[float, bool]:
+    """Return the seconds of a verification as `plan` does it, and whether all holds."""
+    verifier = make_verifier(answer.problem, exact, 0, count=seeds)
     started = time.perf_counter()
-    verdicts = verifier(answer.assignments)
+    verdicts = verifier.whole(answer.assignments)
     return time.perf_counter() - started, all(verdict.ok for verdict in verdicts)
 
 

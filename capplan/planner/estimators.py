@@ -48,12 +48,12 @@ class TwinEstimator:
         judged = self._judged(assignment)
         if judged is None:
             return Estimate(0.0, starved=True)
-        slo, result = self.problem.workload.slo, judged.result
+        result = judged.result
         return Estimate(
             result.throughput_tok_s,
             starved=bool(judged.broken),
             e2e_s_mean=_charged_s(result),
-            strain=max(0.0, slo.served_fraction - result.served_fraction) + bool(judged.broken),
+            strain=max(0.0, self._wanted - result.served_fraction) + bool(judged.broken),
         )
 
     def _judged(self, assignment: Assignment) -> Judged | None:
@@ -85,11 +85,15 @@ class TwinEstimator:
     def _with_margin(self, judged: Judged | None) -> Judged | None:
         if judged is None or judged.broken:
             return judged
-        bound, served = self.problem.workload.slo.served_fraction, judged.result.served_fraction
-        wanted = max(bound, min(_AT_EASE, bound + self.margin))
-        if served >= wanted:
+        served = judged.result.served_fraction
+        if served >= self._wanted:
             return judged
-        return replace(judged, broken=(f"served_fraction {served:.3f} < {wanted:g}",))
+        return replace(judged, broken=(f"served_fraction {served:.3f} < {self._wanted:g}",))
+
+    @property
+    def _wanted(self) -> float:
+        bound = self.problem.workload.slo.served_fraction
+        return max(bound, min(_AT_EASE, bound + self.margin))
 
 
 def _charged_s(result: SimulationResult) -> float:

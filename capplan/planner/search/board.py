@@ -26,6 +26,7 @@ class Board:
         self.pools = np.array(pools, dtype=np.int64)
         self._all = np.arange(len(pools))
         self.members: list[set[int]] = [set() for _ in pools]
+        self.limit = np.full(len(pools), np.inf)  # what may be taken of an instance, where more was refused
         self._taken = np.zeros((len(pools), len(ground.ranks)))  # for every rank that slots might have
         self._of_rank = np.zeros((len(pools), len(ground.ranks)), dtype=np.int64)  # units, by their rank
         self._rank = np.full(len(pools), -1)  # of the slots as it is
@@ -58,6 +59,10 @@ class Board:
         """Return the share of every instance that is taken, shape (instances,)."""
         taken: NDArray[np.float64] = self._taken[self._all, np.maximum(self._rank, 0)]
         return taken
+
+    def over_limit(self, taken: float, instance: int) -> float:
+        """Return by how much of its limit an instance would be beyond it; 0 where it is not."""
+        return max(0.0, taken / float(self.limit[instance]) - 1.0)
 
     def taken_with(self, unit: int) -> NDArray[np.float64]:
         """Return what would be taken of every instance if it got the unit; infinite where it must not be."""

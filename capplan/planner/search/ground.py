@@ -41,6 +41,8 @@ class Ground:
         Share of an instance that a unit takes, shape (pools, ranks, units).
     weight
         Share of an instance that a unit takes among its like, where that is least, shape (units,).
+    kind
+        Number of what a unit asks of an instance, shape (units,): equal for units that differ in name only.
     foes
         Numbers of units that may not be on an instance with a unit, for those that have any.
     """
@@ -51,6 +53,7 @@ class Ground:
     rank: NDArray[np.int64]
     takes: NDArray[np.float64]
     weight: NDArray[np.float64]
+    kind: NDArray[np.int64]
     foes: dict[int, frozenset[int]]
 
     def taken(self, members: frozenset[int], pool: int) -> float:
@@ -59,6 +62,10 @@ class Ground:
             return 0.0
         columns = np.fromiter(members, np.int64, len(members))
         return float(self.takes[pool, self.rank[columns].max(), columns].sum())
+
+    def kinds(self, members: frozenset[int]) -> bytes:
+        """Return what some units ask of an instance together, whatever their names."""
+        return np.sort(self.kind[np.fromiter(members, np.int64, len(members))]).tobytes()
 
     def parts(self, members: frozenset[int]) -> tuple[Part, ...]:
         """Return the parts of some units, in the order of the problem."""
@@ -82,7 +89,7 @@ def survey(problem: Problem) -> Ground:
     own = takes[:, largest, np.arange(len(units))]
     closed = np.array([[pool not in unit.pools for unit in units] for pool in range(len(problem.pools))])
     weight = np.where(closed, np.inf, own).min(axis=0)
-    return Ground(problem, units, ranks, largest, takes, weight, _foes(units))
+    return Ground(problem, units, ranks, largest, takes, weight, _kinds(problem, units), _foes(units))
 
 
 class _PerRps:
@@ -123,6 +130,16 @@ class _PerRps:
 
 def _one(part: Part, slots: int, pool: int) -> Assignment:
     return Assignment((part,), slots, pool=pool)
+
+
+def _kinds(problem: Problem, units: tuple[Unit, ...]) -> NDArray[np.int64]:
+    """Return numbers of kinds; in a trace every adapter has arrivals of its own."""
+    if problem.workload.trace is not None:
+        return np.arange(len(units))
+    lengths = {a.name: problem.workload.lengths_of(a) for a in problem.workload.adapters}
+    known: dict[object, int] = {}
+    asked = [tuple((part.rank, part.rate_rps, lengths[part.name]) for part in unit.parts) for unit in units]
+    return np.array([known.setdefault(each, len(known)) for each in asked], dtype=np.int64)
 
 
 def _foes(units: tuple[Unit, ...]) -> dict[int, frozenset[int]]:

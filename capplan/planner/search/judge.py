@@ -2,24 +2,35 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Final
 
 from capplan.planner.parallel import in_parallel
-from capplan.planner.problem import Assignment, Estimate, Estimator
+from capplan.planner.problem import Assignment, Estimator
 from capplan.planner.search.board import Board
 from capplan.planner.search.ground import Ground
 from capplan.planner.slots import best_slots, ranked_slots, slots_near
 
 Place = tuple[frozenset[int], int]
 """Units of an instance, and its pool."""
+Like = tuple[bytes, int]
+"""Kinds of the units of an instance, and its pool: instances that are alike do alike."""
+Setting = tuple[int, int | None]
+"""A_max and max_num_seqs of an instance."""
 
 _TRIED: Final = 4
 """Numbers of slots that the twin is asked about, until one holds."""
 _SEATS: Final = (128, 512)
 """Other values of max_num_seqs that are tried before an instance is given up."""
+_SAMPLES: Final = 3
+_ONE_IN: Final = 6
+"""Instances that are alike of which the twin must confirm every one, each with other requests: so many, or
+one in so many."""
 _REFUSED: Final = 2.0
+_LEAST_SHORT: Final = 0.003
+_MOST_SHORT: Final = 0.1
+"""By how much of its load an instance that is refused is taken to be too full, at least and at most."""
 
 
 @dataclass(frozen=True)
@@ -33,6 +44,16 @@ class Outlook:
     """Grows with the load, from about 0 to 1 and, where more is known, beyond."""
     e2e_s: float = 0.0
     """Mean time of a request, 0 where the guess does not say."""
+
+
+@dataclass(frozen=True)
+class Answer:
+    """What the twin says of an instance and its like."""
+
+    setting: Setting | None
+    """With which they hold; None without any."""
+    short: float = 0.0
+    """Share of the load that is too much."""
 
 
 @dataclass
@@ -52,8 +73,8 @@ class Judge:
     ground: Ground
     quick: Estimator
     exact: Estimator
-    _outlooks: dict[Place, Outlook] = field(default_factory=dict)
-    _confirmed: dict[Place, Assignment | None] = field(default_factory=dict)
+    _outlooks: dict[Like, Outlook] = field(default_factory=dict)
+    _answers: dict[Like, Answer] = field(default_factory=dict)
 
     def outlook(self, board: Board, instance: int) -> Outlook:
         """Return the guess for an instance as it is."""
@@ -66,25 +87,33 @@ class Judge:
     def confirm(self, board: Board) -> list[Assignment | None]:
         """Return what the twin confirms of every instance that is used; None for one that fails.
 
-        One that fails is remembered as failing in the guesses, too.
+        One that fails is remembered as failing in the guesses, too; and its instance must take as much less
+        as it fell short, since guesses that err do so for its like.
         """
         places = _places(board)
-        new = [place for place in dict.fromkeys(places) if place not in self._confirmed]
-        for place, answer in zip(new, in_parallel(self._first, new), strict=True):
-            self._confirmed[place] = answer
-            if answer is None:
-                outlook = self._outlook(place)
-                self._outlooks[place] = replace(outlook, holds=False, strain=outlook.strain + _REFUSED)
-        return [self._confirmed[place] for place in places]
+        new: dict[Like, list[Place]] = {}
+        for place in places.values():
+            if self._like(place) not in self._answers:
+                new.setdefault(self._like(place), []).append(place)
+        samples = [alike[: max(_SAMPLES, len(alike) // _ONE_IN)] for alike in new.values()]
+        self._answers.update(zip(new, in_parallel(self._ask, samples), strict=True))
+        taken = board.taken()
+        confirmed: list[Assignment | None] = []
+        for instance, place in places.items():
+            answer = self._answers[self._like(place)]
+            confirmed.append(None if answer.setting is None else self._set(place, answer.setting))
+            if answer.setting is None:
+                board.limit[instance] = taken[instance] * (1.0 - answer.short)
+        return confirmed
 
     def confirm_in_turn(self, board: Board) -> tuple[Assignment, ...] | None:
         """Return what the twin confirms of every instance that is used; None once one fails."""
         answers = []
-        for place in sorted(_places(board), key=lambda place: -self._outlook(place).strain):
-            answer = self._first(place)
-            if answer is None:
+        for place in sorted(_places(board).values(), key=lambda place: -self._outlook(place).strain):
+            setting = self._ask([place]).setting
+            if setting is None:
                 return None
-            answers.append(answer)
+            answers.append(self._set(place, setting))
         return tuple(answers)
 
     def polished(self, assignment: Assignment) -> Assignment:
@@ -96,10 +125,14 @@ class Judge:
         estimates = dict(zip((each.a_max for each in fitting), map(self.exact, fitting), strict=True))
         return replace(assignment, a_max=best_slots(estimates) or assignment.a_max)
 
+    def _like(self, place: Place) -> Like:
+        return self.ground.kinds(place[0]), place[1]
+
     def _outlook(self, place: Place, near: int | None = None) -> Outlook:
-        if place not in self._outlooks:
-            self._outlooks[place] = self._guess(place, near)
-        return self._outlooks[place]
+        like = self._like(place)
+        if like not in self._outlooks:
+            self._outlooks[like] = self._guess(place, near)
+        return self._outlooks[like]
 
     def _guess(self, place: Place, near: int | None) -> Outlook:
         members, pool = place
@@ -111,35 +144,51 @@ class Judge:
         best = next(iter(ranked.values()))
         return Outlook(tuple(ranked), not best.starved, best.strain + best.starved, best.e2e_s_mean)
 
-    def _first(self, place: Place) -> Assignment | None:
-        """Return the instance with the first number of slots that holds, best guess first."""
-        slots = self._outlook(place).slots[:_TRIED]
-        for value in slots:
-            if not self._asked(place, value).starved:
-                return self._set(place, value)
-        return self._with_other_seats(place, slots)
+    def _ask(self, alike: Sequence[Place]) -> Answer:
+        """Return the first setting with which all of some like instances hold, best guess first."""
+        outlook = self._outlook(alike[0])
+        short = 1.0
+        for slots in outlook.slots[:_TRIED]:
+            most = max(self._strains(alike, (slots, None)))
+            if most < 0.0:
+                return Answer((slots, None))
+            short = min(short, most)
+        other = self._other_seats(alike, outlook.slots[0]) if outlook.slots else None
+        if other is None:
+            self._outlooks[self._like(alike[0])] = replace(
+                outlook, holds=False, strain=outlook.strain + _REFUSED
+            )
+        return Answer(other, min(_MOST_SHORT, _LEAST_SHORT + short))
 
-    def _with_other_seats(self, place: Place, slots: Sequence[int]) -> Assignment | None:
-        """Return the instance with another max_num_seqs, where the workload leaves that open."""
+    def _other_seats(self, alike: Sequence[Place], slots: int) -> Setting | None:
+        """Return a setting with another max_num_seqs, where the workload leaves that open."""
         problem = self.ground.problem
-        if problem.workload.engine.max_num_seqs is not None or not slots:
+        if problem.workload.engine.max_num_seqs is not None:
             return None
         for seats in _SEATS:
-            assignment = self._set(place, slots[0], seats)
-            starts = seats <= problem.engine.max_num_batched_tokens and problem.fits_in_memory(assignment)
-            if starts and not self.exact(assignment).starved:
-                return assignment
+            starts = seats <= problem.engine.max_num_batched_tokens
+            if starts and max(self._strains(alike, (slots, seats))) < 0.0:
+                return slots, seats
         return None
 
-    def _asked(self, place: Place, slots: int) -> Estimate:
-        return self.exact(self._set(place, slots))
+    def _strains(self, alike: Sequence[Place], setting: Setting) -> Iterator[float]:
+        """Yield the share of the load by which like instances fall short, up to the first; -1: by none."""
+        for place in alike:
+            assignment = self._set(place, setting)
+            fits = self.ground.problem.fits_in_memory(assignment)
+            estimate = self.exact(assignment) if fits else None
+            if estimate is None or estimate.starved:
+                yield max(0.0, estimate.strain - 1.0) if estimate else 1.0
+                return
+            yield -1.0
 
-    def _set(self, place: Place, slots: int, seats: int | None = None) -> Assignment:
+    def _set(self, place: Place, setting: Setting) -> Assignment:
         members, pool = place
+        slots, seats = setting
         return Assignment(self.ground.parts(members), slots, seats, pool)
 
 
-def _places(board: Board) -> list[Place]:
-    """Return the instances of a board that are used."""
+def _places(board: Board) -> dict[int, Place]:
+    """Return the instances of a board that are used, by their number."""
     pairs = zip(board.members, board.pools.tolist(), strict=True)
-    return [(frozenset(members), pool) for members, pool in pairs if members]
+    return {at: (frozenset(members), pool) for at, (members, pool) in enumerate(pairs) if members}

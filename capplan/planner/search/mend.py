@@ -17,6 +17,8 @@ to; lighter units there that are tried in exchange. Wide on few instances, where
 _FEW: Final = 8
 _CROWDING: Final = 0.05
 """What an instance costs for being taken, beside its strain: moves towards empty instances are a gain."""
+_BEYOND: Final = 10.0
+"""What it costs to take a multiple of what the twin refused to confirm: more than any guess says."""
 _GAIN: Final = 1e-9
 
 
@@ -36,18 +38,28 @@ def mend(board: Board, judge: Judge, rounds: int) -> bool:
     lighter unit, that lowers the cost of the two instances most.
     """
     for _ in range(rounds):
-        failing = [i for i in range(len(board)) if not judge.outlook(board, i).holds]
+        failing = _failing(board, judge)
         if not failing:
             return True
         if 2 * len(failing) > max(len(board), 2):
             return False  # there is no room for so much
-        move = _best_move(board, judge, max(failing, key=lambda i: (judge.outlook(board, i).strain, -i)))
+        move = _best_move(board, judge, max(failing, key=lambda i: (failing[i], -i)))
         if move is None:
             return False
         board.move(move.unit, move.source, move.target)
         if move.back is not None:
             board.move(move.back, move.target, move.source)
-    return all(judge.outlook(board, i).holds for i in range(len(board)))
+    return not _failing(board, judge)
+
+
+def _failing(board: Board, judge: Judge) -> dict[int, float]:
+    """Return the strain of every instance that does not hold."""
+    failing: dict[int, float] = {}
+    for instance, taken in enumerate(board.taken().tolist()):
+        outlook, beyond = judge.outlook(board, instance), board.over_limit(taken, instance)
+        if beyond or not outlook.holds:
+            failing[instance] = outlook.strain + _BEYOND * beyond
+    return failing
 
 
 def _best_move(board: Board, judge: Judge, source: int) -> Move | None:
@@ -75,7 +87,7 @@ def _cost(board: Board, judge: Judge, members: frozenset[int], instance: int) ->
     pool = int(board.pools[instance])
     taken = board.ground.taken(members, pool)
     outlook = judge.outlook_of(members, pool, like=judge.outlook(board, instance))
-    return outlook.strain + _CROWDING * taken * taken
+    return outlook.strain + _BEYOND * board.over_limit(taken, instance) + _CROWDING * taken * taken
 
 
 def _moves(board: Board, source: int) -> Iterator[Move]:
