@@ -1,6 +1,7 @@
 """What the search learns from the twin's answers."""
 
 from dataclasses import dataclass, field, replace
+from typing import Any
 
 from hypothesis import given, settings
 from hypothesis import strategies as st
@@ -30,7 +31,7 @@ class Upto:
 def alike(seed: int, adapters: int, gpus: int) -> Problem:
     """Return a problem whose adapters differ in name only."""
     problem = example_problem(seed, adapters, gpus)
-    one = {"rank": 8, "rate_rps": 1.0}
+    one: dict[str, Any] = {"rank": 8, "rate_rps": 1.0}
     workload = problem.workload.model_copy(
         update={"adapters": tuple(a.model_copy(update=one) for a in problem.workload.adapters)}
     )
