@@ -16,6 +16,7 @@ from capplan.cli.profiles import profiles
 from capplan.cli.report import report
 from capplan.cli.reporting import ReportingGroup
 from capplan.cli.schema import schema
+from capplan.cli.serve import serve
 from capplan.cli.simulate import simulate
 from capplan.cli.surrogate import surrogate
 from capplan.cli.train import train
@@ -52,7 +53,7 @@ app = typer.Typer(
     pretty_exceptions_enable=False,
     context_settings={"help_option_names": ["-h", "--help"]},
 )
-for command in (plan, compare, simulate, explain, report, export, profiles, calibrate, train, schema):
+for command in (plan, compare, simulate, explain, report, export, profiles, calibrate, train, serve, schema):
     app.command()(command)
 app.add_typer(dataset, name="dataset")
 app.add_typer(surrogate, name="surrogate")

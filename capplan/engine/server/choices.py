@@ -1,0 +1,72 @@
+"""One choice of an answer as it grows: text, stop strings, counts."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import NamedTuple
+
+from capplan.engine.request import TokenLogprobs
+from capplan.engine.server.text import StopStrings, text_stream
+from capplan.engine.server.tickets import News, Ticket
+from capplan.engine.tokenizer import Tokenizer
+
+
+class Delta(NamedTuple):
+    """What is new in a choice."""
+
+    choice: int
+    text: str
+    tokens: Sequence[int]
+    logprobs: Sequence[TokenLogprobs]
+    finish_reason: str | None = None
+    stop_reason: str | int | None = None
+    """The string or the token that the request asked to stop at."""
+
+
+class Choice:
+    """The answer to one prompt.
+
+    Attributes
+    ----------
+    text
+        All that has been shown.
+    finish_reason, stop_reason
+        As in `Delta`, once it has ended.
+    """
+
+    def __init__(self, ticket: Ticket, tokenizer: Tokenizer, stops: Sequence[str]) -> None:
+        self.ticket = ticket
+        self.tokens: list[int] = []
+        self.logprobs: list[TokenLogprobs] = []
+        self.text = ""
+        self.finish_reason: str | None = None
+        self.stop_reason: str | int | None = None
+        self._stream = text_stream(tokenizer)
+        self._stops = StopStrings(stops)
+
+    @property
+    def prompt_tokens(self) -> int:
+        """Tokens that were given."""
+        return len(self.ticket.prompt)
+
+    def feed(self, news: News) -> Delta:
+        """Take news and return what is to be shown of it."""
+        self.tokens += news.tokens
+        self.logprobs += news.logprobs
+        # A token at which the request ends has no text.
+        ended_by_token = news.finish == "stop"
+        text = self._stream.feed(news.tokens[:-1] if ended_by_token else news.tokens)
+        if news.finish is not None:
+            text += self._stream.finish()
+        text, stop = self._stops.feed(text)
+        if stop is not None:
+            self.finish_reason, self.stop_reason = "stop", stop
+        elif news.finish is not None:
+            text += self._stops.finish()
+            self.finish_reason = news.finish
+            if ended_by_token and self.tokens[-1] in self.ticket.params.stop_token_ids:
+                self.stop_reason = self.tokens[-1]
+        self.text += text
+        return Delta(
+            self.ticket.index, text, news.tokens, news.logprobs, self.finish_reason, self.stop_reason
+        )

@@ -1,0 +1,213 @@
+"""Answers as OpenAI's clients read them, whole or as a stream of events.
+
+The parts of a chunk that are the same for all tokens of an answer are serialised once.
+"""
+
+from __future__ import annotations
+
+import json
+import math
+import time
+import uuid
+from collections.abc import Iterable, Sequence
+from typing import Any, Protocol
+
+from capplan.engine.request import TokenLogprobs
+from capplan.engine.server.choices import Choice, Delta
+from capplan.engine.tokenizer import Tokenizer
+
+DONE = b"data: [DONE]\n\n"
+
+
+class Format(Protocol):
+    """One kind of answer."""
+
+    def opening(self, choices: Sequence[Choice]) -> bytes:
+        """Return the events before the first token."""
+        ...
+
+    def event(self, delta: Delta) -> bytes:
+        """Return the event of a delta."""
+        ...
+
+    def closing(self, choices: Sequence[Choice]) -> bytes:
+        """Return the events after the last token."""
+        ...
+
+    def document(self, choices: Sequence[Choice]) -> bytes:
+        """Return the whole answer."""
+        ...
+
+
+class _Format:
+    """What completions and chat have in common.
+
+    Parameters
+    ----------
+    model
+        The name that the client asked for.
+    tokenizer
+        Writes tokens of log-probabilities.
+    with_usage
+        Whether a stream ends with the numbers of tokens.
+    with_tokens
+        Whether to tell token ids, as vLLM's `return_token_ids` asks for.
+    """
+
+    kind: str
+    chunk_kind: str
+    prefix: str
+
+    def __init__(self, model: str, tokenizer: Tokenizer, with_usage: bool, with_tokens: bool) -> None:
+        self._tokenizer = tokenizer
+        self._with_usage = with_usage
+        self._with_tokens = with_tokens
+        self._id = f"{self.prefix}-{uuid.uuid4().hex}"
+        self._created = int(time.time())
+        self._model = model
+        head = _dumps(self._head(self.chunk_kind))[:-1]
+        self._before = f'data: {head},"choices":['
+        self._after = '],"usage":null}\n\n' if with_usage else "]}\n\n"
+
+    def _head(self, kind: str) -> dict[str, Any]:
+        return {"id": self._id, "object": kind, "created": self._created, "model": self._model}
+
+    def closing(self, choices: Sequence[Choice]) -> bytes:
+        """See `Format`."""
+        if not self._with_usage:
+            return DONE
+        document = self._head(self.chunk_kind) | {"choices": [], "usage": usage(choices)}
+        return f"data: {_dumps(document)}\n\n".encode() + DONE
+
+    def _whole(self, parts: list[dict[str, Any]], choices: Sequence[Choice]) -> bytes:
+        if self._with_tokens:
+            for part, choice in zip(parts, choices, strict=True):
+                part["prompt_token_ids"] = list(choice.ticket.prompt)
+                part["token_ids"] = choice.tokens
+        document = self._head(self.kind) | {"choices": parts, "usage": usage(choices)}
+        return _dumps(document).encode()
+
+    def _event(self, delta: Delta, content: str, logprobs: str) -> bytes:
+        finish = "null" if delta.finish_reason is None else f'"{delta.finish_reason}"'
+        stop = "null" if delta.stop_reason is None else _dumps(delta.stop_reason)
+        tokens = f',"token_ids":{_dumps(list(delta.tokens))}' if self._with_tokens else ""
+        choice = (
+            f'{{"index":{delta.choice},{content},"logprobs":{logprobs},'
+            f'"finish_reason":{finish},"stop_reason":{stop}{tokens}}}'
+        )
+        return (self._before + choice + self._after).encode()
+
+    def _word(self, token: int) -> str:
+        return self._tokenizer.decode([token])
+
+
+class CompletionFormat(_Format):
+    """``text_completion``."""
+
+    kind = chunk_kind = "text_completion"
+    prefix = "cmpl"
+
+    def opening(self, choices: Sequence[Choice]) -> bytes:
+        """See `Format`."""
+        if not self._with_tokens:
+            return b""
+        prompts = [
+            {"index": c.ticket.index, "text": "", "prompt_token_ids": [*c.ticket.prompt]} for c in choices
+        ]
+        return b"".join((self._before + _dumps(prompt) + self._after).encode() for prompt in prompts)
+
+    def event(self, delta: Delta) -> bytes:
+        """See `Format`."""
+        logprobs = _dumps(self._logprobs(delta.tokens, delta.logprobs)) if delta.logprobs else "null"
+        return self._event(delta, f'"text":{_dumps(delta.text)}', logprobs)
+
+    def document(self, choices: Sequence[Choice]) -> bytes:
+        """See `Format`."""
+        parts = [
+            {
+                "index": choice.ticket.index,
+                "text": choice.text,
+                "logprobs": self._logprobs(choice.tokens, choice.logprobs) if choice.logprobs else None,
+                "finish_reason": choice.finish_reason,
+                "stop_reason": choice.stop_reason,
+            }
+            for choice in choices
+        ]
+        return self._whole(parts, choices)
+
+    def _logprobs(self, tokens: Sequence[int], logprobs: Sequence[TokenLogprobs]) -> dict[str, Any]:
+        words = [self._word(token) for token in tokens]
+        offsets = [0]
+        for word in words:
+            offsets.append(offsets[-1] + len(word))
+        tops = []
+        for word, each in zip(words, logprobs, strict=True):
+            # Tokens with the same text: the likelier one counts.
+            top = {self._word(token): _finite(logprob) for token, logprob in reversed(each.top)}
+            tops.append({word: _finite(each.logprob)} | top)
+        return {
+            "tokens": words,
+            "token_logprobs": [_finite(each.logprob) for each in logprobs],
+            "top_logprobs": tops,
+            "text_offset": offsets[:-1],
+        }
+
+
+class ChatFormat(_Format):
+    """``chat.completion``."""
+
+    kind = "chat.completion"
+    chunk_kind = "chat.completion.chunk"
+    prefix = "chatcmpl"
+
+    def opening(self, choices: Sequence[Choice]) -> bytes:
+        """See `Format`."""
+        deltas = (Delta(choice.ticket.index, "", (), ()) for choice in choices)
+        return b"".join(
+            self._event(delta, '"delta":{"role":"assistant","content":""}', "null") for delta in deltas
+        )
+
+    def event(self, delta: Delta) -> bytes:
+        """See `Format`."""
+        logprobs = _dumps(self._logprobs(delta.tokens, delta.logprobs)) if delta.logprobs else "null"
+        return self._event(delta, f'"delta":{{"content":{_dumps(delta.text)}}}', logprobs)
+
+    def document(self, choices: Sequence[Choice]) -> bytes:
+        """See `Format`."""
+        parts = [
+            {
+                "index": choice.ticket.index,
+                "message": {"role": "assistant", "content": choice.text, "refusal": None},
+                "logprobs": self._logprobs(choice.tokens, choice.logprobs) if choice.logprobs else None,
+                "finish_reason": choice.finish_reason,
+                "stop_reason": choice.stop_reason,
+            }
+            for choice in choices
+        ]
+        return self._whole(parts, choices)
+
+    def _logprobs(self, tokens: Sequence[int], logprobs: Sequence[TokenLogprobs]) -> dict[str, Any]:
+        content = []
+        for token, each in zip(tokens, logprobs, strict=True):
+            top = [self._likelihood(other, logprob) for other, logprob in each.top]
+            content.append(self._likelihood(token, each.logprob) | {"top_logprobs": top})
+        return {"content": content, "refusal": None}
+
+    def _likelihood(self, token: int, logprob: float) -> dict[str, Any]:
+        word = self._word(token)
+        return {"token": word, "logprob": _finite(logprob), "bytes": list(word.encode())}
+
+
+def usage(choices: Iterable[Choice]) -> dict[str, int]:
+    """Return the tokens of an answer; prompt and completion are counted as the engine computed them."""
+    counts = [(choice.prompt_tokens, len(choice.tokens)) for choice in choices]
+    prompt, completion = sum(p for p, _ in counts), sum(c for _, c in counts)
+    return {"prompt_tokens": prompt, "completion_tokens": completion, "total_tokens": prompt + completion}
+
+
+def _dumps(value: Any) -> str:
+    return json.dumps(value, allow_nan=False, separators=(",", ":"))
+
+
+def _finite(logprob: float) -> float:
+    return logprob if math.isfinite(logprob) else -9999.0  # JSON has no infinity; OpenAI writes this

@@ -1,0 +1,154 @@
+"""What a server tells Prometheus, under vLLM's names where it has them.
+
+Counts are kept by the engine's thread as plain numbers; gauges are read off the scheduler when somebody asks,
+between two steps.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Iterator, Mapping
+from typing import Final
+
+from prometheus_client import CollectorRegistry, generate_latest
+from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, HistogramMetricFamily
+from prometheus_client.metrics_core import Metric
+
+from capplan.engine.engine import Engine
+from capplan.engine.loop import Step
+from capplan.engine.request import Request
+from capplan.engine.server.histogram import Histogram
+from capplan.serving import state as s
+
+_TTFT_S: Final = (
+    *(0.001, 0.005, 0.01, 0.02, 0.04, 0.06, 0.08, 0.1, 0.25, 0.5, 0.75, 1.0, 2.5, 5.0, 7.5, 10.0),
+    *(20.0, 40.0, 80.0, 160.0, 640.0, 2560.0),
+)
+_ITL_S: Final = (
+    *(0.001, 0.0025, 0.005, 0.01, 0.025, 0.05, 0.075, 0.1, 0.15, 0.2, 0.3, 0.4, 0.5, 0.75, 1.0, 2.5, 5.0),
+    *(7.5, 10.0, 20.0, 40.0, 80.0),
+)
+_REQUEST_S: Final = (
+    *(0.3, 0.5, 0.8, 1.0, 1.5, 2.0, 2.5, 5.0, 10.0, 15.0, 20.0, 30.0, 40.0, 50.0, 60.0, 120.0, 240.0),
+    *(480.0, 960.0, 1920.0, 7680.0),
+)
+_FINISH_REASONS: Final = ("stop", "length", "abort", "error")
+_LABELS: Final = ("model_name", "engine")
+
+
+class Metrics:
+    """Counts what an engine does. All methods belong to the engine's thread; see `Watcher`."""
+
+    def __init__(self, engine: Engine, model_name: str) -> None:
+        self._engine = engine
+        self._model_name = model_name
+        self._prompt_tokens = 0
+        self._generation_tokens = 0
+        self._preemptions = 0
+        self._finished = dict.fromkeys(_FINISH_REASONS, 0)
+        self._ttft_s = Histogram(_TTFT_S)
+        self._itl_s = Histogram(_ITL_S)
+        self._tpot_s = Histogram(_ITL_S)
+        self._e2e_s = Histogram(_REQUEST_S)
+        self._queue_s = Histogram(_REQUEST_S)
+        self._refused: Mapping[int, int] = {}
+        self._registry = CollectorRegistry()
+        self._registry.register(self)
+
+    def stepped(self, step: Step) -> None:
+        """See `Watcher`."""
+        if step.record is not None:
+            self._preemptions += step.record.preemptions
+        self._generation_tokens += len(step.emitted)
+        for request in step.emitted:
+            times = request.token_ns
+            if len(times) > 1:
+                self._itl_s.observe((times[-1] - times[-2]) * 1e-9)
+            else:
+                self._prompt_tokens += request.prompt.size
+                self._ttft_s.observe((times[0] - request.arrival_ns) * 1e-9)
+
+    def ended(self, request: Request) -> None:
+        """See `Watcher`."""
+        self._finished[request.finish_reason or "abort"] += 1
+        times = request.token_ns
+        if request.admitted_ns is not None:
+            self._queue_s.observe((request.admitted_ns - request.arrival_ns) * 1e-9)
+        if times and request.finish_reason in ("stop", "length"):
+            self._e2e_s.observe((times[-1] - request.arrival_ns) * 1e-9)
+            if len(times) > 1:
+                self._tpot_s.observe((times[-1] - times[0]) * 1e-9 / (len(times) - 1))
+
+    def text(self, refused: Mapping[int, int]) -> bytes:
+        """Return everything in Prometheus' text format; `refused` counts requests not taken, by status."""
+        self._refused = refused
+        return generate_latest(self._registry)
+
+    def collect(self) -> Iterator[Metric]:
+        """Yield every metric; see `prometheus_client.registry.Collector`."""
+        yield from self._gauges()
+        yield from self._counters()
+        for name, help_text, histogram in (
+            ("vllm:time_to_first_token_seconds", "Time to first token", self._ttft_s),
+            ("vllm:inter_token_latency_seconds", "Time between tokens", self._itl_s),
+            ("vllm:time_per_output_token_seconds", "The same under its older name", self._itl_s),
+            (
+                "vllm:request_time_per_output_token_seconds",
+                "Mean time per token after the first",
+                self._tpot_s,
+            ),
+            ("vllm:e2e_request_latency_seconds", "Time from arrival to last token", self._e2e_s),
+            ("vllm:request_queue_time_seconds", "Time from arrival to admission", self._queue_s),
+        ):
+            family = HistogramMetricFamily(name, help_text, labels=_LABELS)
+            family.add_metric(self._labels(), histogram.buckets(), histogram.sum)
+            yield family
+
+    def _labels(self) -> list[str]:
+        return [self._model_name, "0"]
+
+    def _gauges(self) -> Iterator[Metric]:
+        counters = self._engine.loop.state.counters
+        used = 1.0 - counters[s.FREE_BLOCKS] / max(1, counters[s.CAPACITY])
+        for name, help_text, value in (
+            ("vllm:num_requests_running", "Requests running", counters[s.N_RUNNING]),
+            ("vllm:num_requests_waiting", "Requests waiting", counters[s.N_WAITING]),
+            ("vllm:kv_cache_usage_perc", "Share of KV blocks in use; 1 is all", used),
+        ):
+            family = GaugeMetricFamily(name, help_text, labels=_LABELS)
+            family.add_metric(self._labels(), float(value))
+            yield family
+        yield self._lora_info()
+
+    def _lora_info(self) -> Metric:
+        """Say in labels, as vLLM does, which adapters run and wait; the value is the time."""
+        running: set[str] = set()
+        waiting: set[str] = set()
+        for request in self._engine.loop.requests.values():
+            if request.adapter_name is not None:
+                (running if request.running else waiting).add(request.adapter_name)
+        labels = ["max_lora", "waiting_lora_adapters", "running_lora_adapters"]
+        family = GaugeMetricFamily("vllm:lora_requests_info", "Adapters with requests", labels=labels)
+        names = [",".join(sorted(waiting)), ",".join(sorted(running))]
+        family.add_metric([str(self._engine.loop.limits.max_loras), *names], time.time())
+        return family
+
+    def _counters(self) -> Iterator[Metric]:
+        for name, help_text, value in (
+            ("vllm:prompt_tokens", "Tokens of prompts computed", self._prompt_tokens),
+            ("vllm:generation_tokens", "Tokens generated", self._generation_tokens),
+            ("vllm:num_preemptions", "Requests that lost their KV to others", self._preemptions),
+        ):
+            family = CounterMetricFamily(name, help_text, labels=_LABELS)
+            family.add_metric(self._labels(), value)
+            yield family
+        success = CounterMetricFamily(
+            "vllm:request_success", "Requests ended", labels=[*_LABELS, "finished_reason"]
+        )
+        for reason, count in self._finished.items():
+            success.add_metric([*self._labels(), reason], count)
+        yield success
+        refused = CounterMetricFamily("capplan:requests_refused", "Requests not taken", labels=["status"])
+        for status, count in self._refused.items():
+            refused.add_metric([str(status)], count)
+        yield refused

@@ -1,0 +1,149 @@
+"""The routes: OpenAI's, vLLM's for adapters and metrics."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+from fastapi import APIRouter, Request, Response
+from fastapi.responses import JSONResponse, PlainTextResponse
+from prometheus_client import CONTENT_TYPE_LATEST
+
+from capplan.engine.request import SamplingParams
+from capplan.engine.server.adapters import AdapterInfo
+from capplan.engine.server.api_error import ApiError, bad_request
+from capplan.engine.server.formats import ChatFormat, CompletionFormat, Format
+from capplan.engine.server.reply import Reply
+from capplan.engine.server.responses import AnswerResponse, StreamResponse
+from capplan.engine.server.schemas import (
+    ChatRequest,
+    CompletionRequest,
+    LoadAdapterRequest,
+    UnloadAdapterRequest,
+)
+from capplan.engine.server.service import Service
+from capplan.errors import InputError
+
+_COMPLETION_TOKENS = 16  # OpenAI's default
+
+router = APIRouter()
+
+
+def _service(request: Request) -> Service:
+    service: Service = request.app.state.service
+    return service
+
+
+@router.post("/v1/completions", response_model=None)
+async def completions(body: CompletionRequest, request: Request) -> Response:
+    """Continue a text, or each of several."""
+    service = _service(request)
+    adapter = service.adapter_of(body.model)
+    max_tokens = body.max_tokens or _COMPLETION_TOKENS
+    prompts = [await service.encode(prompt, max_tokens) for prompt in body.prompts()]
+    if not prompts:
+        raise ApiError(400, "There must be at least one prompt", "prompt")
+    form = CompletionFormat(body.model, service.tokenizer, body.include_usage(), bool(body.return_token_ids))
+    return _answer(service, body, prompts, adapter, max_tokens, body.logprobs, form)
+
+
+@router.post("/v1/chat/completions", response_model=None)
+async def chat_completions(body: ChatRequest, request: Request) -> Response:
+    """Answer the last turn of a conversation."""
+    service = _service(request)
+    adapter = service.adapter_of(body.model)
+    wanted = body.max_completion_tokens or body.max_tokens
+    prompt = await service.encode(service.template(body.messages), wanted)
+    logprobs = (body.top_logprobs or 0) if body.logprobs else None
+    form = ChatFormat(body.model, service.tokenizer, body.include_usage(), bool(body.return_token_ids))
+    max_tokens = wanted or service.max_model_len - len(prompt)
+    return _answer(service, body, [prompt], adapter, max_tokens, logprobs, form)
+
+
+def _answer(
+    service: Service,
+    body: CompletionRequest | ChatRequest,
+    prompts: Sequence[Sequence[int]],
+    adapter: str | None,
+    max_tokens: int,
+    logprobs: int | None,
+    form: Format,
+) -> Response:
+    service.refuse_if_full(len(prompts))
+    params = _sampling(body, max_tokens, logprobs)
+    stream = bool(body.stream)
+    reply = Reply(service.driver, service.tokenizer, prompts, adapter, params, body.stops(), stream)
+    return StreamResponse(reply, form) if stream else AnswerResponse(reply, form)
+
+
+def _sampling(body: CompletionRequest | ChatRequest, max_tokens: int, logprobs: int | None) -> SamplingParams:
+    try:
+        return body.sampling(max_tokens, logprobs)
+    except InputError as error:
+        raise bad_request(error) from None
+
+
+@router.get("/v1/models")
+async def models(request: Request) -> dict[str, Any]:
+    """List the base model and its adapters."""
+    service = _service(request)
+    adapters = [_adapter_card(service, info) for info in service.adapters.all()]
+    return {"object": "list", "data": [_base_card(service), *adapters]}
+
+
+@router.get("/v1/models/{name:path}")
+async def model(name: str, request: Request) -> dict[str, Any]:
+    """Describe one of them."""
+    cards = (await models(request))["data"]
+    for card in cards:
+        if card["id"] == name:
+            return dict(card)
+    raise ApiError(404, f"The model {name!r} does not exist", "model", "model_not_found")
+
+
+def _base_card(service: Service) -> dict[str, Any]:
+    return _card(service, service.settings.model_name, service.created, service.settings.model_name, None)
+
+
+def _adapter_card(service: Service, info: AdapterInfo) -> dict[str, Any]:
+    return _card(service, info.name, info.created, info.source, service.settings.model_name)
+
+
+def _card(service: Service, name: str, created: int, root: str, parent: str | None) -> dict[str, Any]:
+    return {
+        "id": name,
+        "object": "model",
+        "created": created,
+        "owned_by": "capplan",
+        "root": root,
+        "parent": parent,
+        "max_model_len": service.max_model_len,
+    }
+
+
+@router.post("/v1/load_lora_adapter")
+async def load_lora_adapter(body: LoadAdapterRequest, request: Request) -> PlainTextResponse:
+    """Load an adapter from a folder below the server's root."""
+    await _service(request).adapters.load(body.lora_name, body.lora_path)
+    return PlainTextResponse(f"Success: LoRA adapter '{body.lora_name}' added successfully.")
+
+
+@router.post("/v1/unload_lora_adapter")
+async def unload_lora_adapter(body: UnloadAdapterRequest, request: Request) -> PlainTextResponse:
+    """Forget an adapter that no request uses."""
+    await _service(request).adapters.unload(body.lora_name)
+    return PlainTextResponse(f"Success: LoRA adapter '{body.lora_name}' removed successfully.")
+
+
+@router.get("/health", response_model=None)
+async def health(request: Request) -> Response:
+    """Say whether requests are taken."""
+    service = _service(request)
+    well = service.driver.failure is None and not service.draining
+    return JSONResponse({"status": "ok" if well else "unavailable"}, 200 if well else 503)
+
+
+@router.get("/metrics", response_model=None)
+async def metrics(request: Request) -> Response:
+    """Return the metrics in Prometheus' text format."""
+    return Response(await _service(request).metrics_text(), media_type=CONTENT_TYPE_LATEST)

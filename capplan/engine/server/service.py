@@ -1,0 +1,147 @@
+"""Everything that stands behind the routes of one server."""
+
+from __future__ import annotations
+
+import asyncio
+import math
+import time
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+
+from capplan.engine.engine import Engine
+from capplan.engine.server.adapters import Adapters
+from capplan.engine.server.api_error import ApiError
+from capplan.engine.server.chat_template import chat_template
+from capplan.engine.server.driver import Driver, EngineFailureError, Watcher
+from capplan.engine.server.metrics import Metrics
+from capplan.engine.server.settings import ServerSettings
+from capplan.errors import InputError
+
+_LONG_TEXT = 50_000
+"""Characters from which on a prompt is turned into tokens beside the event loop."""
+
+
+class Service:
+    """An engine, who steps it, and the rules by which clients get at it.
+
+    Attributes
+    ----------
+    draining
+        Whether the server ends: what runs is answered, nothing else is taken.
+    refused
+        Requests that were not taken, by status.
+
+    Parameters
+    ----------
+    engine
+        Not yet used by anybody else.
+    settings
+        The server's.
+    given
+        The adapters that the engine was made with.
+    watchers
+        See every step.
+    """
+
+    def __init__(
+        self,
+        engine: Engine,
+        settings: ServerSettings,
+        given: Mapping[str, str | Path | int],
+        watchers: Sequence[Watcher] = (),
+    ) -> None:
+        self.settings = settings
+        self.metrics = Metrics(engine, settings.model_name)
+        self.driver = Driver(engine, [self.metrics, *watchers])
+        self.adapters = Adapters(engine, self.driver, settings.model_name, settings.lora_root, given)
+        self.tokenizer = engine.tokenizer
+        self.template = chat_template(engine.tokenizer)
+        self.vocab_size = engine.config.vocab_size
+        self.max_model_len = engine.sizes.max_model_len
+        self.created = int(time.time())
+        self.draining = False
+        self.refused = {429: 0, 503: 0}
+
+    def adapter_of(self, model: str) -> str | None:
+        """Return the adapter that a model name means; None is the base model.
+
+        Raises
+        ------
+        ApiError
+            404, when there is no such model.
+        """
+        if model == self.settings.model_name:
+            return None
+        if model not in self.adapters:
+            raise ApiError(404, f"The model {model!r} does not exist", "model", "model_not_found")
+        return model
+
+    def refuse_if_full(self, more: int = 1) -> None:
+        """Raise when so many further prompts cannot be taken.
+
+        Raises
+        ------
+        ApiError
+            503 when the server ends, 500 when its engine has, 429 when the queue is full.
+        """
+        if self.draining:
+            raise self._refusal(503, "The server shuts down", "shutting_down", 1)
+        if self.driver.failure is not None:
+            raise ApiError(500, "The engine has failed", code="engine_failed")
+        if more > self.settings.max_requests:
+            message = f"A request must not have more than {self.settings.max_requests} prompts"
+            raise ApiError(400, message, "prompt")
+        if self.driver.in_flight + more > self.settings.max_requests:
+            raise self._refusal(429, "The queue is full", "queue_full", self._retry_after_s())
+
+    async def encode(self, prompt: str | list[int], max_tokens: int | None) -> list[int]:
+        """Return the tokens of a prompt, checked for their number.
+
+        Raises
+        ------
+        ApiError
+            400, when it is empty, or too long together with `max_tokens`.
+        """
+        tokens = prompt if isinstance(prompt, list) else await self._tokens(prompt)
+        if not tokens:
+            raise ApiError(400, "The prompt must not be empty", "prompt")
+        if max(tokens) >= self.vocab_size:
+            raise ApiError(400, f"Token ids must be below {self.vocab_size}", "prompt")
+        room = self.max_model_len - len(tokens)
+        if room < 1:
+            message = f"The prompt has {len(tokens)} tokens; the model takes less than {self.max_model_len}"
+            raise ApiError(400, message, "prompt", "context_length_exceeded")
+        if max_tokens is not None and max_tokens > room:
+            message = (
+                f"The prompt has {len(tokens)} tokens and max_tokens is {max_tokens}; together they must not"
+                f" be more than {self.max_model_len}"
+            )
+            raise ApiError(400, message, "max_tokens", "context_length_exceeded")
+        return tokens
+
+    async def _tokens(self, text: str) -> list[int]:
+        try:
+            if len(text) < _LONG_TEXT:
+                return self.tokenizer.encode(text)
+            return await asyncio.to_thread(self.tokenizer.encode, text)
+        except InputError as error:
+            raise ApiError(400, str(error), "prompt") from None
+        except (UnicodeError, TypeError):  # half of a surrogate pair
+            raise ApiError(400, "The prompt must be valid Unicode", "prompt") from None
+
+    def _refusal(self, status: int, message: str, code: str, retry_after_s: int) -> ApiError:
+        self.refused[status] += 1
+        return ApiError(status, message, code=code, headers={"Retry-After": str(retry_after_s)})
+
+    def _retry_after_s(self) -> int:
+        """Return when about half of what is in flight will have been answered, at the present pace."""
+        per_s = self.driver.ends_per_s()
+        return min(60, max(1, math.ceil(0.5 * self.driver.in_flight / per_s))) if per_s else 5
+
+    async def metrics_text(self) -> bytes:
+        """Return all metrics in Prometheus' text format."""
+        refused = dict(self.refused)
+        try:
+            return await self.driver.run(lambda _: self.metrics.text(refused))
+        except EngineFailureError:
+            return self.metrics.text(refused)  # its thread has ended

@@ -1,0 +1,117 @@
+"""A real server on loopback in a thread of the test's process, whose inside can be looked at."""
+
+import asyncio
+import contextlib
+import threading
+from collections.abc import Callable, Iterator, Mapping
+from pathlib import Path
+from typing import Any, TypeVar
+
+from capplan.engine import Engine, ModelConfig
+from capplan.engine.server import Server, ServerSettings, Service, bind, url_of
+from capplan.engine.server.launch import warm_up
+from capplan.serving import state as s
+from capplan.testing.integrity import check_integrity
+
+T = TypeVar("T")
+
+TINY = ModelConfig(
+    name="tiny",
+    layers=2,
+    hidden_size=32,
+    heads=4,
+    kv_heads=2,
+    head_dim=8,
+    intermediate_size=48,
+    vocab_size=300,
+    max_positions=512,
+)
+SIZES: Mapping[str, Any] = {"num_kv_blocks": 400, "block_size": 8, "max_num_seqs": 64, "s_max": 16}
+
+
+class Live:
+    """A server that runs.
+
+    Attributes
+    ----------
+    url
+        Where; without ``/v1``.
+    engine
+        Its engine, which belongs to the driver's thread while requests run.
+    """
+
+    def __init__(self, engine: Engine, adapters: Mapping[str, str | Path | int], **settings: Any) -> None:
+        self.engine = engine
+        self.service = Service(engine, ServerSettings(**({"model_name": "base"} | settings)), adapters)
+        self._listener = bind("127.0.0.1", 0)
+        self.url = url_of(self._listener)
+        self._is_ready = threading.Event()
+        self.server = Server(self.service, self._ready)
+        self._thread = threading.Thread(target=self.server.run, args=([self._listener],))
+        self._thread.start()
+        assert self._is_ready.wait(60), "the server does not start"
+
+    def _ready(self) -> None:
+        self.loop = asyncio.get_running_loop()
+        self._is_ready.set()
+
+    def on_loop(self, function: Callable[[], T]) -> T:
+        """Return what a function returns on the server's event loop."""
+
+        async def call() -> T:
+            return function()
+
+        return asyncio.run_coroutine_threadsafe(call(), self.loop).result(60)
+
+    def in_engine(self, function: Callable[[Engine], T]) -> T:
+        """Return what a function returns in the engine's thread."""
+        return asyncio.run_coroutine_threadsafe(self.service.driver.run(function), self.loop).result(60)
+
+    def check_idle(self) -> None:
+        """Check that nothing is left of all requests so far: no row, block, slot, ticket or task."""
+        waiting = asyncio.run_coroutine_threadsafe(self.service.driver.wait_idle(), self.loop)
+        waiting.result(60)
+        self.in_engine(check_nothing_in_flight)
+        assert self.service.driver.in_flight == 0
+        self.on_loop(lambda: None)
+        names = self.on_loop(lambda: [str(task.get_coro()) for task in asyncio.all_tasks(self.loop)])
+        assert [name for name in names if "run_asgi" in name or "_watch(" in name] == []
+
+    def close(self) -> None:
+        """End the server and its engine."""
+        self.loop.call_soon_threadsafe(setattr, self.server, "should_exit", True)
+        self.join()
+
+    def join(self) -> None:
+        """Wait for the end of the server, and end its engine."""
+        self._thread.join(60)
+        assert not self._thread.is_alive(), "the server does not end"
+        self.service.driver.stop()
+        self.engine.close()
+
+
+def check_nothing_in_flight(engine: Engine) -> None:
+    """Check an engine that has nothing to do."""
+    state, counters = engine.loop.state, engine.loop.state.counters
+    assert engine.loop.requests == {}
+    engine.check_integrity()
+    check_integrity(state, engine.loop.limits, engine.sizes.num_blocks)
+    assert counters[s.N_FREE_ROWS] == state.rows.size
+    assert counters[s.N_RUNNING] == counters[s.N_WAITING] == 0
+    assert counters[s.FREE_BLOCKS] + counters[s.ADAPTER_PAGES] == counters[s.CAPACITY]
+
+
+@contextlib.contextmanager
+def live(
+    adapters: Mapping[str, str | Path | int], engine: Mapping[str, Any] | None = None, **settings: Any
+) -> Iterator[Live]:
+    """Serve the tiny model."""
+    fields = {**SIZES, "max_in_flight": settings.get("max_requests", 1024), **(engine or {})}
+    made = Engine(TINY, adapters, **fields)
+    warm_up(made)
+    server = Live(made, adapters, **settings)
+    try:
+        yield server
+    finally:
+        if server._thread.is_alive():
+            server.close()

@@ -1,0 +1,503 @@
+"""What clients do wrong, on purpose or not, and what breaks: the right status, and a server unharmed."""
+
+import asyncio
+import contextlib
+import http.client
+import json
+import random
+import time
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from safetensors.torch import load_file, save_file
+
+from capplan.engine import Engine
+from capplan.engine.loop import Step
+from tests.engine.live import SIZES, TINY, Live, live
+from tests.engine.test_generate import write_adapter
+
+ADAPTERS = {"a": 8, "b": 4}
+
+
+class Answer:
+    """Of one HTTP request."""
+
+    def __init__(self, response: http.client.HTTPResponse) -> None:
+        self.status = response.status
+        self.headers = response.headers
+        self.body = response.read()
+
+    @property
+    def error(self) -> dict[str, Any]:
+        error: dict[str, Any] = json.loads(self.body)["error"]
+        assert set(error) == {"message", "type", "param", "code"}
+        assert error["message"]
+        assert "\n" not in error["message"]
+        return error
+
+
+def send(server: Live, method: str, path: str, body: bytes | None = None, **headers: str) -> Answer:
+    connection = http.client.HTTPConnection(server.url.removeprefix("http://"), timeout=60)
+    with contextlib.closing(connection):
+        connection.request(method, path, body, {"Content-Type": "application/json", **headers})
+        return Answer(connection.getresponse())
+
+
+def post(server: Live, path: str, **fields: Any) -> Answer:
+    return send(server, "POST", path, json.dumps(fields).encode())
+
+
+def complete(server: Live, **fields: Any) -> Answer:
+    asked = {"model": "a", "prompt": [1, 2, 3], "max_tokens": 4, "temperature": 0}
+    return post(server, "/v1/completions", **(asked | fields))
+
+
+def tokens_of(answer: Answer) -> list[int]:
+    assert answer.status == 200, answer.body
+    found: list[int] = json.loads(answer.body)["choices"][0]["token_ids"]
+    return found
+
+
+@pytest.fixture(scope="module")
+def root(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A folder with a good adapter and broken ones, and something outside of it."""
+    top = tmp_path_factory.mktemp("adapters")
+    folder = top / "root"
+    folder.mkdir()
+    with Engine(TINY, num_kv_blocks=4) as engine:
+        for at in (folder / "good", folder / "other", top / "outside"):
+            write_adapter(at, engine)
+    return folder
+
+
+@pytest.fixture(scope="module")
+def shared(root: Path) -> Iterator[Live]:
+    engine = {"max_adapters": 8, "a_max": 2}
+    with live(ADAPTERS, engine, lora_root=root, max_body_bytes=100_000) as running:
+        yield running
+
+
+@pytest.fixture
+def server(shared: Live) -> Iterator[Live]:
+    """A server that is as well after the test as before it."""
+    right = tokens_of(complete(shared, return_token_ids=True))
+    yield shared
+    assert tokens_of(complete(shared, return_token_ids=True)) == right
+    shared.check_idle()
+
+
+@pytest.mark.parametrize(
+    "body",
+    [
+        b"",
+        b"{",
+        b"[]",
+        b"null",
+        b'"text"',
+        b"\xff\xfe",
+        b'{"model": "a", "prompt": "x"',
+        b'{"model": "a", "prompt": "x", "max_tokens": NaN}',
+        b'{"model": "a", "prompt": "x", "temperature": Infinity}',
+        b'{"model": "a", "prompt": "x", "max_tokens": ' + b"9" * 5000 + b"}",
+        b"[" * 50_000,
+        b'{"model": "a", "prompt": "\\ud800"}',
+    ],
+)
+def test_a_body_that_is_no_request_is_refused(server: Live, body: bytes) -> None:
+    answer = send(server, "POST", "/v1/completions", body)
+    assert answer.status == 400
+    assert answer.error["type"] == "invalid_request_error"
+
+
+@pytest.mark.parametrize(
+    ("fields", "param"),
+    [
+        ({"prompt": ""}, "prompt"),
+        ({"prompt": []}, "prompt"),
+        ({"prompt": [[]]}, "prompt"),
+        ({"prompt": [[1], "x"]}, "prompt"),
+        ({"prompt": [1, -1]}, "prompt"),
+        ({"prompt": [1, 300]}, "prompt"),
+        ({"prompt": [1.5]}, "prompt"),
+        ({"prompt": [True]}, "prompt"),
+        ({"prompt": {"text": "x"}}, "prompt"),
+        ({"prompt": None}, "prompt"),
+        ({"prompt": [[1]] * 2000}, "prompt"),
+        ({"prompt": [1] * 512}, "prompt"),
+        ({"prompt": [1] * 20_000}, "prompt"),
+        ({"max_tokens": 0}, "max_tokens"),
+        ({"max_tokens": -5}, "max_tokens"),
+        ({"max_tokens": 510}, "max_tokens"),
+        ({"max_tokens": 10**30}, "max_tokens"),
+        ({"max_tokens": "4"}, "max_tokens"),
+        ({"max_tokens": 4.5}, "max_tokens"),
+        ({"temperature": -0.1}, "temperature"),
+        ({"temperature": "hot"}, "temperature"),
+        ({"top_p": 0}, "top_p"),
+        ({"top_p": 1.1}, "top_p"),
+        ({"seed": -1}, "seed"),
+        ({"seed": 2**70}, "seed"),
+        ({"n": 2}, "n"),
+        ({"best_of": 3}, "best_of"),
+        ({"echo": True}, "echo"),
+        ({"logprobs": 21}, "logprobs"),
+        ({"logprobs": True}, "logprobs"),
+        ({"stop": ""}, "stop"),
+        ({"stop": ["x"] * 17}, "stop"),
+        ({"stop": "x" * 1001}, "stop"),
+        ({"stop_token_ids": [-3]}, "stop_token_ids"),
+        ({"logit_bias": {"5": 100}}, "logit_bias"),
+        ({"stream_options": {"include_usage": True}}, "stream_options"),
+        ({"stream": True, "stream_options": {"include_usages": True}}, "stream_options"),
+        ({"presence_penalty": 0.5}, "presence_penalty"),
+        ({"temprature": 0.5}, "temprature"),
+        ({"model": 5}, "model"),
+        ({"model": None}, "model"),
+    ],
+)
+def test_a_value_that_cannot_be_is_refused_and_named(
+    server: Live, fields: dict[str, Any], param: str
+) -> None:
+    answer = complete(server, **fields)
+    assert (answer.status, answer.error["param"]) == (400, param), answer.body
+
+
+def test_an_unknown_field_is_told_its_likely_name(server: Live) -> None:
+    assert "'temperature'" in complete(server, temprature=0.5).error["message"]
+
+
+def test_values_that_change_nothing_are_taken(server: Live) -> None:
+    neutral = {
+        "n": 1,
+        "best_of": None,
+        "top_k": -1,
+        "repetition_penalty": 1.0,
+        "logit_bias": None,
+        "user": "me",
+    }
+    plain = tokens_of(complete(server, return_token_ids=True))
+    assert tokens_of(complete(server, return_token_ids=True, **neutral)) == plain
+
+
+@pytest.mark.parametrize(
+    ("fields", "param"),
+    [
+        ({"messages": []}, "messages"),
+        ({"messages": [{"role": "robot", "content": "x"}]}, "messages"),
+        ({"messages": [{"role": "user", "content": [{"type": "image_url"}]}]}, "messages"),
+        ({"messages": [{"role": "user", "content": "x" * 600}]}, "prompt"),
+        ({"top_logprobs": 2}, "top_logprobs"),
+        ({"tools": [{"type": "function"}]}, "tools"),
+        ({"max_completion_tokens": 0}, "max_completion_tokens"),
+    ],
+)
+def test_a_conversation_that_cannot_be_is_refused(server: Live, fields: dict[str, Any], param: str) -> None:
+    asked = {"model": "a", "messages": [{"role": "user", "content": "hi"}], "max_tokens": 3}
+    answer = post(server, "/v1/chat/completions", **(asked | fields))
+    assert (answer.status, answer.error["param"]) == (400, param), answer.body
+
+
+def test_what_does_not_exist_is_not_found(server: Live) -> None:
+    assert complete(server, model="nobody").status == 404
+    assert complete(server, model="nobody").error["code"] == "model_not_found"
+    assert send(server, "GET", "/v1/nothing").status == 404
+    assert send(server, "GET", "/v1/nothing").error["type"] == "not_found_error"
+    assert send(server, "GET", "/v1/completions").status == 405
+    assert post(server, "/v1/unload_lora_adapter", lora_name="nobody").status == 404
+
+
+def test_a_body_too_large_is_refused_before_it_is_read(server: Live) -> None:
+    answer = complete(server, prompt="x" * 200_000)
+    assert (answer.status, answer.error["code"]) == (413, "too_large")
+    chunks = iter([b'{"prompt": "', *[b"x" * 10_000] * 20])  # no length is declared
+    connection = http.client.HTTPConnection(server.url.removeprefix("http://"), timeout=60)
+    with contextlib.closing(connection):
+        headers = {"Content-Type": "application/json"}
+        connection.request("POST", "/v1/completions", chunks, headers, encode_chunked=True)
+        assert connection.getresponse().status == 413
+    declared = send(server, "POST", "/v1/completions", b"{}", **{"Content-Length": str(10**15)})
+    assert declared.status == 413
+
+
+def spoil_shape(folder: Path) -> None:
+    tensors = load_file(folder / "adapter_model.safetensors")
+    name = next(name for name in tensors if "lora_A" in name)
+    tensors[name] = tensors[name][:, :-1].clone()
+    save_file(tensors, folder / "adapter_model.safetensors")
+
+
+def spoil_number(folder: Path) -> None:
+    tensors = load_file(folder / "adapter_model.safetensors")
+    next(iter(tensors.values()))[0, 0] = np.nan
+    save_file(tensors, folder / "adapter_model.safetensors")
+
+
+def cut_off(folder: Path) -> None:
+    file = folder / "adapter_model.safetensors"
+    file.write_bytes(file.read_bytes()[:-7])
+
+
+def cut_off_header(folder: Path) -> None:
+    (folder / "adapter_model.safetensors").write_bytes(b"\xff" * 5)
+
+
+def lose_weights(folder: Path) -> None:
+    (folder / "adapter_model.safetensors").unlink()
+
+
+def grow_rank(folder: Path) -> None:
+    tensors = {}
+    for name, tensor in load_file(folder / "adapter_model.safetensors").items():
+        axis = 0 if "lora_A" in name else 1
+        tensors[name] = torch.cat([tensor] * 8, dim=axis)
+    save_file(tensors, folder / "adapter_model.safetensors")
+    config = json.loads((folder / "adapter_config.json").read_text())
+    (folder / "adapter_config.json").write_text(json.dumps(config | {"r": 32}))
+
+
+def write_nonsense(folder: Path) -> None:
+    (folder / "adapter_config.json").write_text("{")
+
+
+@pytest.mark.parametrize(
+    "spoil",
+    [spoil_shape, spoil_number, cut_off, cut_off_header, lose_weights, grow_rank, write_nonsense],
+)
+def test_a_broken_adapter_is_refused_when_it_is_loaded(
+    server: Live, root: Path, spoil: Callable[[Path], None]
+) -> None:
+    folder = root / f"broken-{spoil.__name__}"
+    write_adapter(folder, server.engine)
+    spoil(folder)
+    answer = post(server, "/v1/load_lora_adapter", lora_name="broken", lora_path=folder.name)
+    assert (answer.status, answer.error["param"]) == (400, "lora_path")
+    assert complete(server, model="broken").status == 404
+
+
+@pytest.mark.parametrize(
+    ("path", "status"),
+    [
+        ("../outside", 403),
+        ("good/../../outside", 403),
+        ("{outside}", 403),
+        ("link", 403),
+        ("linked-file", 403),
+        ("/etc", 403),
+        ("/etc/no-such-folder", 403),
+        ("~root", 404),
+        ("nothing", 404),
+        ("good/adapter_config.json", 404),
+        ("x" * 5000, 400),
+        ("good\0", 400),
+        ("", 400),
+    ],
+)
+def test_adapters_outside_the_root_cannot_be_reached(
+    server: Live, root: Path, path: str, status: int
+) -> None:
+    outside = root.parent / "outside"
+    if path == "link":
+        (root / "link").symlink_to(outside)
+    if path == "linked-file":
+        (root / path).mkdir()
+        (root / path / "adapter_config.json").symlink_to(outside / "adapter_config.json")
+    asked = path.format(outside=outside)
+    answer = post(server, "/v1/load_lora_adapter", lora_name="stranger", lora_path=asked)
+    assert answer.status == status, answer.body
+    assert answer.error["param"] == "lora_path"
+    assert complete(server, model="stranger").status == 404
+
+
+@pytest.mark.parametrize("name", ["", "a", "base", "x" * 257, "new\nline"])
+def test_an_adapter_needs_a_name_of_its_own(server: Live, name: str) -> None:
+    answer = post(server, "/v1/load_lora_adapter", lora_name=name, lora_path="good")
+    assert (answer.status, answer.error["param"]) == (400, "lora_name")
+
+
+def test_adapters_come_and_go_while_the_server_runs(server: Live, root: Path) -> None:
+    with Engine(TINY, {"good": root / "good"}, **SIZES) as engine:
+        [right] = engine.generate([[1, 2, 3]], "good", max_tokens=20)
+    for path in ("good", str(root / "good"), "./good/."):
+        assert post(server, "/v1/load_lora_adapter", lora_name="new", lora_path=path).status == 200
+        assert "new" in [each["id"] for each in json.loads(send(server, "GET", "/v1/models").body)["data"]]
+        got = complete(server, model="new", max_tokens=20, return_token_ids=True)
+        assert tokens_of(got) == list(right.token_ids)
+        assert post(server, "/v1/unload_lora_adapter", lora_name="new").status == 200
+        assert complete(server, model="new").status == 404
+
+
+def test_an_adapter_in_use_stays(server: Live) -> None:
+    post(server, "/v1/load_lora_adapter", lora_name="busy", lora_path="good")
+    connection = http.client.HTTPConnection(server.url.removeprefix("http://"), timeout=60)
+    with contextlib.closing(connection):
+        asked = {"model": "busy", "prompt": [1], "max_tokens": 500, "stream": True, "temperature": 0}
+        connection.request("POST", "/v1/completions", json.dumps(asked), {"Content-Type": "application/json"})
+        response = connection.getresponse()
+        response.readline()
+        assert post(server, "/v1/unload_lora_adapter", lora_name="busy").status == 409
+        assert b"[DONE]" in response.read()
+    assert post(server, "/v1/unload_lora_adapter", lora_name="busy").status == 200
+
+
+def test_an_adapter_that_vanishes_fails_its_own_requests_only(root: Path) -> None:
+    folder = root / "vanishing"
+    with Engine(TINY, num_kv_blocks=4) as engine:
+        write_adapter(folder, engine)
+    engine_settings = {"max_adapters": 4, "a_max": 1, "max_cpu_loras": 1}
+    with live({"a": 8}, engine_settings, lora_root=root) as server:
+        right = tokens_of(complete(server, return_token_ids=True))
+        assert post(server, "/v1/load_lora_adapter", lora_name="v", lora_path="vanishing").status == 200
+        lose_weights(folder)
+        for stream in (False, True):  # a stream that fails before its first token has a status, too
+            answer = complete(server, model="v", stream=stream)
+            assert (answer.status, answer.error["code"]) == (500, "request_failed")
+            assert "adapter_model.safetensors" in answer.error["message"]
+        assert tokens_of(complete(server, return_token_ids=True)) == right
+        server.check_idle()
+
+
+def test_clients_that_leave_leave_nothing_behind(server: Live) -> None:
+    rng = random.Random(0)
+
+    async def leave_early(number: int) -> None:
+        host, port = server.url.removeprefix("http://").split(":")
+        reader, writer = await asyncio.open_connection(host, int(port))
+        asked = {
+            "model": ("a", "b", "base")[number % 3],
+            "prompt": [[1, 2, number]] * rng.choice((1, 1, 3)),
+            "max_tokens": rng.choice((5, 100, 400)),
+            "stream": number % 4 != 0,
+        }
+        body = json.dumps(asked).encode()
+        sent = rng.choice((len(body), len(body), len(body) // 2))
+        head = "POST /v1/completions HTTP/1.1\r\nHost: x\r\nContent-Type: application/json\r\n"
+        writer.write(f"{head}Content-Length: {len(body)}\r\n\r\n".encode() + body[:sent])
+        await asyncio.sleep(rng.choice((0.0, 0.01, 0.05, 0.2, 0.5)))
+        if rng.random() < 0.5:
+            with contextlib.suppress(TimeoutError):
+                await asyncio.wait_for(reader.read(rng.choice((1, 100, 5000))), 2)
+        if rng.random() < 0.5:
+            writer.transport.abort()
+        else:
+            writer.close()
+
+    async def all_at_once() -> None:
+        await asyncio.gather(*(leave_early(number) for number in range(120)))
+
+    started = time.monotonic()
+    asyncio.run(all_at_once())
+    server.check_idle()
+    assert time.monotonic() - started < 60
+
+
+def test_a_full_queue_sheds_and_recovers() -> None:
+    with live(ADAPTERS, {"max_num_seqs": 2}, max_requests=3) as server:
+        assert complete(server, prompt=[[1]] * 4).status == 400  # would never fit
+        assert complete(server, prompt=[[1]] * 3).status == 200
+        connection = http.client.HTTPConnection(server.url.removeprefix("http://"), timeout=60)
+        with contextlib.closing(connection):
+            asked = {"model": "a", "prompt": [[1], [2], [3]], "max_tokens": 150, "stream": True}
+            connection.request(
+                "POST", "/v1/completions", json.dumps(asked), {"Content-Type": "application/json"}
+            )
+            response = connection.getresponse()
+            response.readline()
+            shed = complete(server)
+            assert (shed.status, shed.error["code"]) == (429, "queue_full")
+            assert 1 <= int(shed.headers["Retry-After"]) <= 60
+            assert b'capplan:requests_refused_total{status="429"} 1.0' in send(server, "GET", "/metrics").body
+            assert b"[DONE]" in response.read()
+        assert complete(server).status == 200
+        server.check_idle()
+
+
+def test_requests_without_the_key_get_nowhere() -> None:
+    with live(ADAPTERS, api_key="naïve") as server:
+        for value in ("", "Bearer", "Bearer wrong", "Basic na\u00efve", "Bearer \xff\xfe"):
+            answer = send(server, "POST", "/v1/completions", b"{", Authorization=value)
+            assert (answer.status, answer.error["code"]) == (401, "invalid_api_key")
+        assert send(server, "GET", "/v1/models").status == 401
+        right = "Bearer naïve".encode().decode("latin-1")  # as HTTP carries bytes
+        assert send(server, "GET", "/v1/models", Authorization=right).status == 200
+        assert send(server, "GET", "/health").status == 200
+
+
+def test_a_server_that_ends_finishes_what_runs_and_takes_nothing_else() -> None:
+    with live(ADAPTERS) as server:
+        connection = http.client.HTTPConnection(server.url.removeprefix("http://"), timeout=60)
+        with contextlib.closing(connection):
+            asked = {"model": "a", "prompt": [1], "max_tokens": 400, "stream": True, "ignore_eos": True}
+            connection.request(
+                "POST", "/v1/completions", json.dumps(asked), {"Content-Type": "application/json"}
+            )
+            response = connection.getresponse()
+            response.readline()
+            server.loop.call_soon_threadsafe(server.server.end)
+            server.on_loop(lambda: None)
+            refused = complete(server)
+            assert (refused.status, refused.error["code"]) == (503, "shutting_down")
+            assert refused.headers["Retry-After"]
+            assert send(server, "GET", "/health").status == 503
+            events = response.read().decode().split("\n\n")
+        assert events[-2] == "data: [DONE]"
+        assert json.loads(events[-3].removeprefix("data: "))["choices"][0]["finish_reason"] == "length"
+        server.join()
+
+
+def test_what_runs_too_long_is_told_when_the_server_ends() -> None:
+    with live(ADAPTERS, drain_timeout_s=0.1) as server:
+        connection = http.client.HTTPConnection(server.url.removeprefix("http://"), timeout=60)
+        with contextlib.closing(connection):
+            asked = {"model": "a", "prompt": [[1]] * 60, "max_tokens": 500, "stream": True}
+            connection.request(
+                "POST", "/v1/completions", json.dumps(asked), {"Content-Type": "application/json"}
+            )
+            response = connection.getresponse()
+            response.readline()
+            server.loop.call_soon_threadsafe(server.server.end)
+            last = response.read().decode().strip().split("\n\n")[-1]
+        assert json.loads(last.removeprefix("data: "))["error"]["code"] == "shutting_down"
+        server.join()
+        check = server.engine.loop.requests
+        assert check == {}
+
+
+def test_told_twice_the_server_ends_at_once() -> None:
+    with live(ADAPTERS, drain_timeout_s=600) as server:
+        connection = http.client.HTTPConnection(server.url.removeprefix("http://"), timeout=60)
+        with contextlib.closing(connection):
+            asked = {"model": "a", "prompt": [[1]] * 60, "max_tokens": 500, "stream": True}
+            connection.request(
+                "POST", "/v1/completions", json.dumps(asked), {"Content-Type": "application/json"}
+            )
+            response = connection.getresponse()
+            response.readline()
+            server.loop.call_soon_threadsafe(server.server.end)
+            server.loop.call_soon_threadsafe(server.server.end)
+            server.join()
+            with contextlib.suppress(http.client.IncompleteRead):
+                assert b"[DONE]" not in response.read()
+
+
+def test_when_the_engine_breaks_nobody_hangs(monkeypatch: pytest.MonkeyPatch) -> None:
+    with live(ADAPTERS) as server:
+        steps = 0
+        step = server.engine.step
+
+        def breaks() -> Step | None:
+            nonlocal steps
+            steps += 1
+            if steps > 20:
+                raise MemoryError("no more")
+            return step()
+
+        monkeypatch.setattr(server.engine, "step", breaks)
+        answer = complete(server, max_tokens=400, stream=True)
+        last = answer.body.decode().strip().split("\n\n")[-1]
+        assert json.loads(last.removeprefix("data: "))["error"]["message"] == "the engine has failed"
+        server.join()
+        assert isinstance(server.service.driver.failure, MemoryError)

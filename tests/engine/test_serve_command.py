@@ -1,0 +1,174 @@
+"""`capplan serve`: what its flags mean, and the process from its first line to its end."""
+
+import json
+import signal
+import subprocess
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+from urllib.request import Request, urlopen
+
+import pyarrow.parquet as pq
+import pytest
+
+from capplan.cli import extras
+from capplan.engine import server
+from capplan.engine.records import StepRecord
+from capplan.engine.server import Instance
+from tests.cli.conftest import Run, command, environment, error_line, run
+
+__all__ = ["run"]
+
+
+@pytest.fixture
+def started(monkeypatch: pytest.MonkeyPatch) -> list[Instance]:
+    """Instances that would have been started."""
+    instances: list[Instance] = []
+
+    def start(instance: Instance, ready: Any) -> int:
+        instances.append(instance)
+        ready("http://127.0.0.1:1")
+        return 0
+
+    monkeypatch.setattr(server, "run_instance", start)
+    return instances
+
+
+def test_flags_become_settings(run: Run, started: list[Instance], tmp_path: Path) -> None:
+    flags = (
+        "--max-loras 4 --max-lora-rank 32 --max-num-seqs 16 --max-queue 8 --max-model-len 512 --dtype float32"
+    )
+    adapters = ["--lora-modules", "a=8", f"b={tmp_path}", "--lora-modules", "c=16"]
+    result = run(
+        "serve", "--model", "tiny-llama", *adapters, *flags.split(), "--port", 0, "--rules", "vllm-0.8"
+    )
+    assert result.exit_code == 0
+    assert result.stdout == "serving tiny-llama and 3 adapters on http://127.0.0.1:1\n"
+    [instance] = started
+    assert instance.adapters == {"a": 8, "b": tmp_path, "c": 16}
+    assert instance.server.max_requests == 24
+    assert instance.server.host == "127.0.0.1"
+    wanted = {"a_max": 4, "s_max": 32, "max_num_seqs": 16, "max_model_len": 512, "dtype": "float32"}
+    assert {name: instance.engine[name] for name in wanted} == wanted
+    assert instance.engine["rules"] == "vllm-0.8"
+    assert instance.engine["max_adapters"] is None
+
+
+def test_the_key_can_come_from_the_environment(
+    run: Run, started: list[Instance], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("CAPPLAN_API_KEY", "secret")
+    run("serve", "--model", "tiny-llama")
+    monkeypatch.delenv("CAPPLAN_API_KEY")
+    run("serve", "--model", "tiny-llama")
+    assert [instance.server.api_key for instance in started] == ["secret", None]
+
+
+def test_a_root_makes_room_for_adapters_to_come(run: Run, started: list[Instance], tmp_path: Path) -> None:
+    run("serve", "--model", "tiny-llama", "--lora-root", tmp_path)
+    engine = started[0].engine
+    assert engine["max_adapters"] > 100
+    assert engine["s_max"] == 16
+
+
+def test_an_open_door_is_pointed_out(run: Run, started: list[Instance]) -> None:
+    assert "--api-key" in run("serve", "--model", "tiny-llama", "--host", "0.0.0.0").stderr
+    assert run("serve", "--model", "tiny-llama", "--host", "0.0.0.0", "--api-key", "x").stderr == ""
+
+
+@pytest.mark.parametrize(
+    ("flags", "message"),
+    [
+        ("", "--model: is required"),
+        ("--model no-such-model", "--model: must be a folder"),
+        ("--model tiny-llama --lora-modules a", "--lora-modules: must be NAME=FOLDER or NAME=RANK"),
+        ("--model tiny-llama --lora-modules a=8 a=9", "--lora-modules: must be unique"),
+        ("--model tiny-llama --lora-modules a=900", "rank"),
+        ("--model tiny-llama --lora-modules a=no-such-folder", "no-such-folder"),
+        ("--model tiny-llama --lora-modules a=16 --max-lora-rank 8", "at most s_max, 8"),
+        ("--model tiny-llama --max-loras 0", "--max-loras: must be a whole number >= 1"),
+        ("--model tiny-llama --max-queue -1", "--max-queue: must be >= 0"),
+        ("--model tiny-llama --port 70000", "--port: must be a port"),
+        ("--model tiny-llama --rules vllm", "rules: must be one of"),
+        ("--model tiny-llama --lora-root no-such-folder", "--lora-root: must be a folder"),
+        ("--model tiny-llama --drain-timeout-s -1", "--drain-timeout-s: must be"),
+        ("--model tiny-llama --host 203.0.113.1 --api-key x", "cannot be listened on"),
+        ("--model tiny-llama --api-key=", "--api-key: must not be empty"),
+        ("--model tiny-llama --records no-such-folder/x.parquet", "no-such-folder"),
+    ],
+)
+def test_what_is_wrong_is_said_in_one_line(run: Run, flags: str, message: str) -> None:
+    assert message in error_line(run("serve", "--port", 0, *flags.split()))
+
+
+def test_without_the_extra_there_is_one_clear_line(run: Run, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(extras, "find_spec", lambda name: None if name == "fastapi" else object())
+    line = error_line(run("serve", "--model", "tiny-llama"))
+    assert "pip install 'capplan[engine]'" in line
+    assert "fastapi" in line
+
+
+class Process:
+    """A server of its own."""
+
+    def __init__(self, *flags: object) -> None:
+        arguments = command(["serve", "--model", "tiny-llama", "--port", 0, "--json", *flags])
+        env = environment() | {"OMP_NUM_THREADS": "1"}
+        self.process = subprocess.Popen(
+            arguments, env=env, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True
+        )
+        assert self.process.stdout is not None
+        line = self.process.stdout.readline()
+        assert line, self.process.communicate()[1]
+        self.facts: dict[str, Any] = json.loads(line)
+
+    def stream(self, **fields: Any) -> Any:
+        asked = {"model": "a", "prompt": [1, 2, 3], "stream": True, "temperature": 0, "ignore_eos": True}
+        body = json.dumps(asked | fields).encode()
+        request = Request(f"{self.facts['url']}/v1/completions", body, {"Content-Type": "application/json"})
+        return urlopen(request, timeout=60)
+
+    def end(self) -> tuple[int, str]:
+        out, err = self.process.communicate(timeout=60)
+        return self.process.returncode, out + err
+
+
+@pytest.fixture
+def server_process(tmp_path: Path) -> Iterator[Process]:
+    adapters = ("--lora-modules", "a=8", "b=16", "--max-loras", 1, "--rules", "vllm-0.8")
+    process = Process(*adapters, "--records", tmp_path / "steps.parquet")
+    yield process
+    process.process.kill()
+    process.process.communicate()
+
+
+def test_a_process_serves_drains_and_leaves_its_records(server_process: Process, tmp_path: Path) -> None:
+    assert server_process.facts["model"] == "tiny-llama"
+    assert server_process.facts["adapters"] == 2
+    assert b"[DONE]" in server_process.stream(model="b", max_tokens=3).read()
+    assert not (tmp_path / "steps.parquet").exists()
+    with server_process.stream(max_tokens=300) as running:
+        running.readline()
+        server_process.process.send_signal(signal.SIGTERM)
+        events = running.read().decode().split("\n\n")
+    assert events[-2] == "data: [DONE]"
+    assert json.loads(events[-3].removeprefix("data: "))["choices"][0]["finish_reason"] == "length"
+    assert server_process.end() == (0, "")
+    table = pq.read_table(tmp_path / "steps.parquet")
+    assert tuple(table.column_names) == StepRecord._fields
+    assert table.num_rows == 303
+    assert sum(table["loads"].to_pylist()) >= 2
+    assert [path.name for path in tmp_path.iterdir()] == ["steps.parquet"]
+
+
+def test_the_module_says_what_it_needs() -> None:
+    """The command's help works without loading what the engine needs."""
+    program = (
+        "import sys; from typer.testing import CliRunner; from capplan.cli.app import app;"
+        "print(CliRunner().invoke(app, ['serve', '--help']).exit_code, 'torch' in sys.modules)"
+    )
+    done = subprocess.run(
+        [sys.executable, "-c", program], env=environment(), capture_output=True, text=True, timeout=120
+    )
+    assert done.stdout.split() == ["0", "False"], done.stderr
