@@ -12,6 +12,7 @@ from capplan.cli.dataset import dataset
 from capplan.cli.explain import explain
 from capplan.cli.export import export
 from capplan.cli.plan import plan
+from capplan.cli.profile import profile
 from capplan.cli.profiles import profiles
 from capplan.cli.report import report
 from capplan.cli.reporting import ReportingGroup
@@ -56,6 +57,7 @@ app = typer.Typer(
 for command in (plan, compare, simulate, explain, report, export, profiles, calibrate, train, serve, schema):
     app.command()(command)
 app.add_typer(dataset, name="dataset")
+app.add_typer(profile, name="profile")
 app.add_typer(surrogate, name="surrogate")
 app.add_typer(workload, name="workload")
 

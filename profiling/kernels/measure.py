@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import gc
+import re
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
@@ -71,7 +72,9 @@ class Options:
     seed: int = 0
 
     def __post_init__(self) -> None:
-        if torch.device(self.device).type == "cuda" and not torch.cuda.is_available():
+        if not re.fullmatch("cpu|cuda(:[0-9]+)?", self.device):
+            raise InputError("must be cpu, cuda, or cuda:1 and so on", self.device, "device")
+        if self.on_gpu and not torch.cuda.is_available():
             raise InputError("must be cpu: this PyTorch sees no CUDA device", self.device, "device")
         if self.dtype is not None and self.dtype not in DTYPES:
             raise InputError(f"must be one of {', '.join(DTYPES)}", self.dtype, "dtype")
@@ -86,7 +89,7 @@ class Options:
     @property
     def on_gpu(self) -> bool:
         """Whether a GPU is measured."""
-        return torch.device(self.device).type == "cuda"
+        return self.device != "cpu"
 
     def settings(self) -> dict[str, Any]:
         """Return what the record says was asked for, defaults filled in."""
@@ -119,6 +122,8 @@ class Outcome:
     settled: int
     restored: int
     """Spots that an earlier stretch had visited."""
+    disturbed_share: float
+    """Visits whose every call was interrupted, over all visits."""
     table: Path
 
     @property
@@ -128,7 +133,7 @@ class Outcome:
 
 
 def measure(folder: str | Path, options: Options, on_progress: OnProgress = lambda *_: None) -> Outcome:
-    """Measure into a folder until every spot is settled or the budget is spent.
+    """Measure into a folder until every spot is settled or the budget is spent; Ctrl-C leaves a whole table.
 
     Raises
     ------
@@ -145,16 +150,20 @@ def measure(folder: str | Path, options: Options, on_progress: OnProgress = lamb
         makers = _makers(options.chosen_kernels())
         settled = {spot.key for spot in spots if spot.is_settled(options.limits)}
         written = time.monotonic()
-        for spot in rounds(spots, options.limits, options.seed + sum(spot.visits for spot in spots)):
-            _visit(spot, makers[spot.kernel], pool, clock, options.limits.calls)
-            if spot.is_settled(options.limits):
-                settled.add(spot.key)
-            on_progress("kernels", len(settled), len(spots))
-            if time.monotonic() - written > _WRITE_EVERY_S:
-                store.write(spots, session)
-                written = time.monotonic()
-    store.write(spots, session)
-    return Outcome(len(spots), len(settled), restored, store.table)
+        try:
+            for spot in rounds(spots, options.limits, options.seed + sum(spot.visits for spot in spots)):
+                _visit(spot, makers[spot.kernel], pool, clock, options.limits.calls)
+                if spot.is_settled(options.limits):
+                    settled.add(spot.key)
+                on_progress("kernels", len(settled), len(spots))
+                if time.monotonic() - written > _WRITE_EVERY_S:
+                    store.write(spots, session)
+                    written = time.monotonic()
+        finally:  # also when it is interrupted
+            store.write(spots, session)
+    visits = sum(spot.visits for spot in spots)
+    share = sum(spot.disturbed for spot in spots) / max(1, visits)
+    return Outcome(len(spots), len(settled), restored, share, store.table)
 
 
 def _spots(options: Options) -> Iterator[Spot]:

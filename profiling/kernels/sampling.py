@@ -52,9 +52,9 @@ class Spot:
 
     def is_settled(self, limits: Limits) -> bool:
         """Tell whether it need not be visited again."""
-        if self.visits < LEAST_VISITS:
-            return False
-        return self.visits >= limits.most_visits or all(
+        if self.visits >= limits.most_visits:
+            return True
+        return self.visits >= LEAST_VISITS and all(
             relative_error(times) <= limits.tolerance for times in (self.shrink_us, self.expand_us)
         )
 

@@ -1,0 +1,17 @@
+"""`capplan profile`: measure kernels, or reckon a profile of hardware that nobody measured."""
+
+from __future__ import annotations
+
+import typer
+
+from capplan.cli.profile_kernels import kernels
+
+profile = typer.Typer(no_args_is_help=True, help="Measure what profiles are made of.")
+
+
+@profile.callback()
+def _group() -> None:
+    """Measure what profiles are made of."""
+
+
+profile.command()(kernels)

@@ -1,0 +1,164 @@
+"""`capplan profile kernels`: times LoRA kernels and says which model explains which."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated, Any
+
+import typer
+
+from capplan.cli.console import counted, print_json
+from capplan.cli.extras import require_extra
+from capplan.cli.inputs import AsJson
+from capplan.cli.kernel_tables import fits_document, show_fits
+from capplan.cli.output import require_writable_file
+from capplan.cli.progress import progress_bars
+from capplan.errors import InputError
+
+if TYPE_CHECKING:
+    from capplan.models.kernel_fits import KernelReport
+    from capplan.profiling.kernels.measure import Options, Outcome
+
+_NOTEWORTHY = 0.2
+"""Share of interrupted visits from which people should know."""
+
+
+def kernels(
+    output: Annotated[
+        str,
+        typer.Option("--output", "-o", metavar="DIR", help="Where to write; measuring goes on where it was."),
+    ],
+    device: Annotated[
+        str, typer.Option("--device", metavar="NAME", help="cpu: PyTorch's kernels; cuda: Triton's.")
+    ] = "cpu",
+    grid: Annotated[
+        str, typer.Option("--grid", metavar="NAME[,NAME...]", help="paper, wide, prefill or tiny.")
+    ] = "wide",
+    phases: Annotated[
+        str, typer.Option("--phases", metavar="NAME[,NAME]", help="decode, prefill or both.")
+    ] = "decode,prefill",
+    hidden: Annotated[
+        str | None,
+        typer.Option("--hidden", metavar="N[,N...]", help="Hidden sizes; default: of the built-in models."),
+    ] = None,
+    kernel: Annotated[
+        str | None,
+        typer.Option("--kernels", metavar="NAME[,NAME...]", help="Default: all that the device has."),
+    ] = None,
+    dtype: Annotated[
+        str | None,
+        typer.Option("--dtype", metavar="NAME", help="Default: float32 on a CPU, bfloat16 on a GPU."),
+    ] = None,
+    threads: Annotated[
+        int, typer.Option("--threads", metavar="N", min=1, help="Threads of PyTorch on a CPU.")
+    ] = 1,
+    budget_s: Annotated[
+        float, typer.Option("--budget-s", metavar="SECONDS", min=0.0, help="0: only fit what is there.")
+    ] = 600.0,
+    tolerance: Annotated[
+        float,
+        typer.Option("--tolerance", metavar="SHARE", min=0.0, help="Relative error of a settled median."),
+    ] = 0.02,
+    seed: Annotated[int, typer.Option("--seed", metavar="N", min=0, help="Of drawn ranks.")] = 0,
+    as_json: AsJson = False,
+    quiet: Annotated[bool, typer.Option("--quiet", "-q", help="Print nothing but errors.")] = False,
+) -> None:
+    """Time shrink and expand of padded and grouped LoRA kernels, and fit Toppings' models to them.
+
+    Writes the timings, where they are from, the fits, and a report. The same command goes on where an earlier
+    one was stopped, until every median stands still or the time is up.
+    """
+    require_extra("engine", ["torch"] + (["triton"] if device.startswith("cuda") else []))
+    from capplan.profiling.kernels.measure import Options, measure
+    from capplan.profiling.kernels.sampling import Limits
+
+    options = Options(
+        device=device,
+        grids=_names(grid, "--grid"),
+        phases=_phases(phases),
+        widths=None if hidden is None else _numbers(hidden),
+        kernels=None if kernel is None else _names(kernel, "--kernels"),
+        dtype=dtype,
+        threads=threads,
+        limits=Limits(budget_s=budget_s, tolerance=tolerance),
+        seed=seed,
+    )
+    _require_folder(output)
+    with progress_bars(quiet=quiet) as on_progress:
+        outcome = measure(output, options, on_progress)
+    reports = _fitted(outcome, output, options)
+    if as_json:
+        print_json(_document(outcome, options, reports))
+    elif not quiet:
+        show_fits(reports)
+        typer.echo(_summary(outcome, output))
+
+
+def _fitted(outcome: Outcome, output: str, options: Options) -> list[KernelReport]:
+    """Fit what is measured, and write fits and report beside it."""
+    import json
+
+    from capplan.cli.console import finite
+    from capplan.cli.kernels_page import kernels_page
+    from capplan.models.kernel_fits import explain_kernels
+    from capplan.models.kernel_tables import read_kernel_table
+    from capplan.spec import write_text_atomic
+
+    table = read_kernel_table(outcome.table)
+    reports = explain_kernels(table)
+    found = json.dumps(finite(fits_document(reports)), indent=2)
+    write_text_atomic(Path(output) / "fits.json", found + "\n")
+    write_text_atomic(Path(output) / "report.html", kernels_page(table, reports, options.settings()))
+    return reports
+
+
+def _document(outcome: Outcome, options: Options, reports: list[KernelReport]) -> dict[str, Any]:
+    return {
+        "settings": options.settings(),
+        "spots": outcome.spots,
+        "settled": outcome.settled,
+        "disturbed_share": outcome.disturbed_share,
+        "table": str(outcome.table),
+        "fits": fits_document(reports),
+    }
+
+
+def _summary(outcome: Outcome, output: str) -> str:
+    text = f"{outcome.settled:,} of {counted(outcome.spots, 'median')} settled; written to {output}"
+    if not outcome.is_complete:
+        text += "; the same command goes on"
+    if outcome.disturbed_share > _NOTEWORTHY:
+        text += (
+            f"\nin {100 * outcome.disturbed_share:.0f} % of the visits something else ran on the core: their "
+            "times are those on the core, and a quiet machine would give better ones"
+        )
+    return text
+
+
+def _require_folder(path: str) -> None:
+    folder = Path(path)
+    if folder.exists() and not folder.is_dir():
+        raise InputError("must be a directory, or nothing yet", location=path)
+    require_writable_file(str(folder / "kernels.parquet" if folder.is_dir() else folder))
+
+
+def _names(text: str, flag: str) -> tuple[str, ...]:
+    names = tuple(dict.fromkeys(each.strip() for each in text.split(",") if each.strip()))
+    if not names:
+        raise InputError("must name at least one", text, flag)
+    return names
+
+
+def _phases(text: str) -> tuple[str, ...]:
+    names = _names(text, "--phases")
+    for name in names:
+        if name not in ("decode", "prefill"):
+            raise InputError("must be decode, prefill or both", name, "--phases")
+    return names
+
+
+def _numbers(text: str) -> tuple[int, ...]:
+    try:
+        return tuple(dict.fromkeys(int(part) for part in text.split(",")))
+    except ValueError:
+        raise InputError("must be whole numbers separated by commas", text, "--hidden") from None
