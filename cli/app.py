@@ -6,6 +6,7 @@ from typing import Annotated
 
 import typer
 
+from capplan.cli.bench import bench
 from capplan.cli.calibrate import calibrate
 from capplan.cli.compare import compare
 from capplan.cli.dataset import dataset
@@ -54,8 +55,9 @@ app = typer.Typer(
     pretty_exceptions_enable=False,
     context_settings={"help_option_names": ["-h", "--help"]},
 )
-for command in (plan, compare, simulate, explain, report, export, profiles, calibrate, train, serve, schema):
+for command in (plan, compare, simulate, explain, report, export, profiles, calibrate, train, serve, bench):
     app.command()(command)
+app.command()(schema)
 app.add_typer(dataset, name="dataset")
 app.add_typer(profile, name="profile")
 app.add_typer(surrogate, name="surrogate")

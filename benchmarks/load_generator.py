@@ -1,0 +1,154 @@
+"""How much load the generator makes: ``python -m benchmarks.load_generator`` prints tables with a verdict.
+
+A null server in a process of its own answers every request at once with a stream of events; both share the
+processor. Requests are those of a workload of Poisson arrivals, sent when they are due, each written to a
+Parquet file with the times of its events, as `capplan bench --requests` does. Measured: requests answered per
+second, how late they went out, what one takes of this process, and how its memory grows from the tenth part
+of the run to its end.
+
+A second, slower run asks whether the times of sending pass for a Poisson process (Kolmogorov-Smirnov, gaps
+against an exponential distribution): slow, since an event loop wakes on whole milliseconds, and on a busy
+machine some later.
+"""
+
+from __future__ import annotations
+
+import argparse
+import subprocess
+import sys
+import tempfile
+import time
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Final
+
+import numpy as np
+import psutil
+from numpy.typing import NDArray
+from scipy.stats import kstest
+
+from benchmarks.fidelity_figures import markdown
+from capplan import Adapter, Lengths, Workload
+from capplan.profiling.load.bench import bench
+from capplan.profiling.load.request_file import RequestFile
+from capplan.profiling.load.result import BenchResult
+from capplan.profiling.load.run import Snapshot
+from capplan.profiling.load.settings import LoadSettings, Target
+
+RATE_BAR_RPS: Final = 1500.0
+LAG_BAR_MS: Final = 5.0
+GROWTH_BAR_MIB: Final = 64.0
+KS_BAR: Final = 0.01
+_MIB: Final = 2**20
+
+
+@dataclass(frozen=True)
+class Measured:
+    """One run against the null server."""
+
+    result: BenchResult
+    cpu_us: float
+    """Processor time of this process per request."""
+    growth_mib: float
+    sent_s: NDArray[np.float64]
+
+    @property
+    def holds(self) -> bool:
+        overall, lag = self.result.overall, self.result.client.lag_ms
+        return (
+            overall.request_rate_rps >= RATE_BAR_RPS
+            and (lag.p50 or 0.0) < LAG_BAR_MS
+            and self.growth_mib < GROWTH_BAR_MIB
+            and overall.failed == 0
+        )
+
+
+def workload(rate_rps: float, adapters: int = 20) -> Workload:
+    return Workload(
+        base_model="null",
+        adapters=[Adapter(name=f"a{i}", rank=8, rate_rps=rate_rps / adapters) for i in range(adapters)],
+        prompt_tokens=Lengths(mean=200),
+        output_tokens=Lengths(mean=16),
+    )
+
+
+def measure(rate_rps: float, requests: int) -> Measured:
+    """Send about so many requests to a null server of its own."""
+    this = psutil.Process()
+    memory: list[int] = []
+
+    def on_tick(now: Snapshot) -> None:
+        if now.completed >= requests // 10:
+            memory.append(this.memory_info().rss)
+
+    command = [sys.executable, "-m", "benchmarks.null_server"]
+    with (
+        subprocess.Popen(command, stdout=subprocess.PIPE, text=True) as server,
+        tempfile.TemporaryDirectory() as folder,
+        RequestFile(Path(folder) / "requests.parquet") as file,
+    ):
+        assert server.stdout is not None
+        url = f"http://127.0.0.1:{server.stdout.readline().strip()}"
+        try:
+            settings = LoadSettings(duration_s=requests / rate_rps)
+            before = time.process_time()
+            result = bench(workload(rate_rps), Target(url), settings, file=file, on_tick=on_tick)
+            cpu_s = time.process_time() - before
+        finally:
+            server.terminate()
+        return Measured(
+            result=result,
+            cpu_us=1e6 * cpu_s / result.overall.submitted,
+            growth_mib=(max(memory) - memory[0]) / _MIB if memory else float("nan"),
+            sent_s=sent_times(file.finished()),
+        )
+
+
+def sent_times(requests: Path) -> NDArray[np.float64]:
+    import pyarrow.parquet as pq
+
+    sent_s: NDArray[np.float64] = pq.read_table(requests, columns=["sent_s"])["sent_s"].to_numpy()
+    return np.sort(sent_s)
+
+
+def poisson(sent_s: NDArray[np.float64]) -> tuple[float, float]:
+    """Return distance and p-value of the gaps against an exponential distribution of their mean."""
+    gaps = np.diff(sent_s)
+    found = kstest(gaps, "expon", args=(0.0, gaps.mean()))
+    return float(found.statistic), float(found.pvalue)
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("--rate-rps", type=float, default=1600.0)
+    parser.add_argument("--requests", type=int, default=105_000)
+    parser.add_argument("--runs", type=int, default=1)
+    parser.add_argument("--slow-rate-rps", type=float, default=10.0)
+    parser.add_argument("--slow-requests", type=int, default=600)
+    given = parser.parse_args()
+    runs = [measure(given.rate_rps, given.requests) for _ in range(given.runs)]
+    rows = [
+        (
+            f"{each.result.overall.submitted:,}",
+            f"{each.result.overall.request_rate_rps:,.0f}",
+            f"{each.result.client.lag_ms.p50:.2f}",
+            f"{each.result.client.lag_ms.p99:.2f}",
+            f"{each.cpu_us:.0f}",
+            f"{each.growth_mib:.1f}",
+            "yes" if each.holds else "NO",
+        )
+        for each in runs
+    ]
+    head = ("requests", "per s", "lag p50, ms", "lag p99, ms", "CPU us each", "RSS growth, MiB", "holds")
+    print(markdown(head, rows))
+    distance, p = poisson(measure(given.slow_rate_rps, given.slow_requests).sent_s)
+    print(f"\nsent times at {given.slow_rate_rps:g} requests/s: KS distance {distance:.4f}, p = {p:.2f}")
+    print(
+        f"bars: at least {RATE_BAR_RPS:g} requests/s, median lag below {LAG_BAR_MS:g} ms, "
+        f"growth below {GROWTH_BAR_MIB:g} MiB, p above {KS_BAR:g}, no failure"
+    )
+    return 0 if all(each.holds for each in runs) and p > KS_BAR else 1
+
+
+if __name__ == "__main__":
+    raise SystemExit(main())

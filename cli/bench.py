@@ -1,0 +1,242 @@
+"""`capplan bench`: the requests of a workload against a running server, and what came back when."""
+
+from __future__ import annotations
+
+import json
+import tempfile
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated, Any
+
+import typer
+
+from capplan.cli.bench_progress import live
+from capplan.cli.bench_tables import show, warnings
+from capplan.cli.console import print_json
+from capplan.cli.inputs import AsJson, WorkloadFile
+from capplan.cli.output import require_writable_file
+from capplan.errors import InputError
+
+if TYPE_CHECKING:
+    from capplan.profiling.load.request_file import RequestFile
+    from capplan.profiling.load.result import BenchResult
+    from capplan.spec import Profile, Workload
+
+_INTERRUPTED = 130  # 128 + SIGINT, as shells report it
+_FAILED = 1
+
+
+def bench(
+    workload: WorkloadFile,
+    url: Annotated[
+        str, typer.Option("--url", metavar="URL", help="Where the server listens, with or without /v1.")
+    ],
+    duration_s: Annotated[
+        float, typer.Option("--duration-s", metavar="SECONDS", help="Length of the measured window.")
+    ] = 60.0,
+    warm_up_s: Annotated[
+        float, typer.Option("--warm-up-s", metavar="SECONDS", help="Load before the window.")
+    ] = 0.0,
+    seed: Annotated[
+        int, typer.Option("--seed", metavar="N", min=0, help="Same seed, same requests as `simulate`.")
+    ] = 0,
+    rate_scale: Annotated[
+        float, typer.Option("--rate-scale", metavar="FACTOR", help="Multiplies every rate.")
+    ] = 1.0,
+    api_key: Annotated[
+        str | None,
+        typer.Option("--api-key", metavar="KEY", envvar="OPENAI_API_KEY", help="Sent as bearer token."),
+    ] = None,
+    adapters_map: Annotated[
+        list[str] | None,
+        typer.Option(
+            "--adapters-map", metavar="NAME=MODEL", help="Model name of an adapter at the server; repeatable."
+        ),
+    ] = None,
+    max_in_flight: Annotated[
+        int | None,
+        typer.Option("--max-in-flight", metavar="N", min=1, help="Reject requests beyond this many."),
+    ] = None,
+    timeout_s: Annotated[
+        float, typer.Option("--timeout-s", metavar="SECONDS", help="Longest time of one request.")
+    ] = 600.0,
+    drain_s: Annotated[
+        float, typer.Option("--drain-s", metavar="SECONDS", help="Wait for answers after the window.")
+    ] = 30.0,
+    metrics_interval_s: Annotated[
+        float,
+        typer.Option("--metrics-interval-s", metavar="SECONDS", help="Pause between scrapes of /metrics."),
+    ] = 0.0,
+    profile: Annotated[
+        str | None,
+        typer.Option(
+            "--profile", metavar="NAME", help="Profile that the twin has; how lengths go together is in it."
+        ),
+    ] = None,
+    max_model_len: Annotated[
+        int | None, typer.Option("--max-model-len", metavar="N", min=2, help="Where lengths end.")
+    ] = None,
+    prompt_form: Annotated[
+        str | None,
+        typer.Option("--prompt-form", metavar="FORM", help="ids, toy-ids or text; default: what works."),
+    ] = None,
+    extra_body: Annotated[
+        str | None,
+        typer.Option("--extra-body", metavar="JSON", help="Further fields of every request."),
+    ] = None,
+    output: Annotated[
+        str | None, typer.Option("--output", "-o", metavar="FILE", help="Write the result as JSON.")
+    ] = None,
+    requests: Annotated[
+        str | None,
+        typer.Option("--requests", metavar="FILE", help="Write every request as Parquet, one row each."),
+    ] = None,
+    report: Annotated[
+        str | None,
+        typer.Option("--report", metavar="FILE", help="Write an HTML report with charts, readable offline."),
+    ] = None,
+    vllm_json: Annotated[
+        str | None,
+        typer.Option("--vllm-json", metavar="FILE", help="Write it as `vllm bench serve` does, too."),
+    ] = None,
+    as_json: AsJson = False,
+) -> None:
+    """Load an OpenAI-compatible server with a workload: every request when it is due, answers streamed.
+
+    Exit status 1: requests failed, none was answered, or this client could not keep up.
+    """
+    from capplan.profiling.load.bench import BenchOptions
+    from capplan.profiling.load.bench import bench as measure
+    from capplan.profiling.load.settings import LoadSettings, Target
+    from capplan.spec import load_workload
+
+    for path in filter(None, (output, requests, report, vllm_json)):
+        require_writable_file(path)
+    wishes = load_workload(workload)
+    target = Target(url, api_key, None, _names(adapters_map, wishes), _fields(extra_body))
+    settings = LoadSettings(
+        duration_s=duration_s,
+        warm_up_s=warm_up_s,
+        timeout_s=timeout_s,
+        drain_s=drain_s,
+        max_in_flight=max_in_flight,
+        metrics_interval_s=metrics_interval_s,
+    )
+    options = BenchOptions(
+        seed=seed,
+        rate_scale=rate_scale,
+        profile=_profile(wishes, profile),
+        max_model_len=max_model_len,
+        prompt_form=_form(prompt_form),
+    )
+    with _request_file(requests, needed=bool(vllm_json or report)) as file:
+        with live(quiet=as_json) as on_tick:
+            result = measure(wishes, target, settings, options, file=file, on_tick=on_tick)
+        _write(result, file, workload, output, report, vllm_json)
+        if requests is not None and file is not None:
+            file.keep()
+    if as_json:
+        print_json(result.model_dump(mode="json"))
+    else:
+        show(result)
+    told = warnings(result)
+    for line in told:
+        typer.echo(line, err=True)
+    if result.partial:
+        raise typer.Exit(_INTERRUPTED)
+    if told:
+        raise typer.Exit(_FAILED)
+
+
+@contextmanager
+def _request_file(path: str | None, *, needed: bool) -> Iterator[RequestFile | None]:
+    """Give the file of requests, one that vanishes where only the other outputs need it."""
+    from capplan.profiling.load.request_file import RequestFile
+
+    if path is None and not needed:
+        yield None
+        return
+    with (
+        tempfile.TemporaryDirectory() as folder,
+        RequestFile(path or Path(folder) / "requests.parquet") as file,
+    ):
+        yield file
+
+
+def _write(
+    result: BenchResult,
+    file: RequestFile | None,
+    workload: str,
+    output: str | None,
+    report: str | None,
+    vllm_json: str | None,
+) -> None:
+    from capplan.spec import write_text_atomic
+
+    if output is not None:
+        result.to_json(output)
+    if file is None:
+        return
+    rows = file.finished()
+    if vllm_json is not None:
+        from capplan.profiling.load.vllm_bench import write_vllm_bench
+
+        write_vllm_bench(vllm_json, result, rows)
+    if report is not None:
+        from capplan.cli.bench_page import bench_page
+
+        write_text_atomic(report, bench_page(workload, result, rows))
+
+
+def _names(given: list[str] | None, workload: Workload) -> dict[str, str]:
+    """Return the model name of each adapter that has another one at the server."""
+    known = {adapter.name for adapter in workload.adapters}
+    names = {}
+    for each in given or ():
+        name, equals, model = each.partition("=")
+        if not equals or not name or not model:
+            raise InputError("must be NAME=MODEL", each, "--adapters-map")
+        if name not in known:
+            raise InputError("must name an adapter of the workload", name, "--adapters-map")
+        names[name] = model
+    return names
+
+
+def _fields(text: str | None) -> dict[str, Any]:
+    if text is None:
+        return {}
+    try:
+        fields = json.loads(text)
+    except ValueError:
+        fields = None
+    if not isinstance(fields, dict):
+        raise InputError("must be a JSON object", text, "--extra-body")
+    return fields
+
+
+def _form(name: str | None) -> Any:
+    from capplan.profiling.load.prompts import PromptForm
+
+    if name is None:
+        return None
+    try:
+        return PromptForm(name)
+    except ValueError:
+        raise InputError(f"must be one of {', '.join(PromptForm)}", name, "--prompt-form") from None
+
+
+def _profile(workload: Workload, name: str | None) -> Profile | None:
+    """Return the profile asked for, or else the workload's, if it is at hand."""
+    from capplan.datasets import load_profile
+
+    if name is not None:
+        return load_profile(name)
+    if workload.profile is None:
+        return None
+    try:
+        return load_profile(workload.profile)
+    except InputError:
+        told = f"profile {workload.profile} is not at hand; prompts and outputs have lengths independent"
+        typer.echo(f"note: {told} of each other", err=True)
+        return None

@@ -1,0 +1,206 @@
+"""The HTML report of `capplan bench`: metrics, their course, distributions, adapters, failures, client."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Mapping
+from typing import TYPE_CHECKING, Any, Final
+
+from capplan.cli import html
+from capplan.cli.bench_tables import ADAPTER_HEAD, LATENCIES, STATISTICS, adapter_cells, facts, warnings
+from capplan.cli.charts import Axis, Curve, line_chart
+from capplan.cli.console import counted, number
+
+if TYPE_CHECKING:
+    import numpy as np
+    from numpy.typing import NDArray
+
+    from capplan.profiling.load.result import BenchResult
+
+    Columns = Mapping[str, NDArray[Any]]
+
+_BUCKETS: Final = 60
+_ADAPTERS: Final = 50
+_POINTS: Final = 200  # of a distribution
+
+MEANINGS: Final[Mapping[str, str]] = {
+    "throughput": "input and output tokens of requests completed within the window, per second",
+    "offered": "input and output tokens of requests that were due within the window, per second",
+    "served": "tokens of completed over tokens of submitted requests since the start of the run; those that "
+    "had a token but not all at the end are left out of both, those that waited, failed or were rejected are "
+    "not",
+    "starved": "less than 90 % served",
+    "TTFT from due": "from when a request was due by the workload to its first token",
+    "TTFT from sent": "from when it was sent; the difference is the client's",
+    "E2E": "from when a request was due to its last token",
+    "TPOT": "(E2E - TTFT) / (output tokens - 1), per request",
+    "TPT": "E2E / output tokens, per request",
+    "ITL": "gap between two tokens as a client sees it; where a server sends two at once, one gap for both",
+    "mean time between tokens": "from first to last token over tokens - 1, whether they came together or not",
+    "client lag": "from when a request was due to when it was sent",
+    "p50, p90, p95, p99": "percentiles over requests completed within the window, interpolated linearly; of "
+    "ITL, over all gaps within the window, exact to a third of a percent",
+}
+
+
+def bench_page(path: str, result: BenchResult, requests: str | os.PathLike[str]) -> str:
+    """Return the report as one HTML document.
+
+    Parameters
+    ----------
+    path
+        Where the workload came from.
+    result
+        What was measured.
+    requests
+        Parquet file of the requests.
+    """
+    rows = _columns(requests)
+    window = f"{result.duration_s:g} s measured after {result.warm_up_s:g} s of warm-up"
+    if result.partial:
+        window = f"stopped early: {window}"
+    return html.page(
+        f"Load test of {path}",
+        html.section("Summary", *_verdict(result), _facts(result), intro=window),
+        html.section("Latencies", _latencies(result), html.charts(*_distributions(rows, result))),
+        html.section("Over time", html.charts(*_course(rows, result)), intro="Seconds since time 0."),
+        *_server(result),
+        html.section("By adapter", _adapters(result)),
+        html.section("What the terms mean", html.definitions(MEANINGS)),
+        html.section("Settings", _settings(result)),
+        subtitle=f"{result.base_model} at {result.url}, {result.started_at}",
+    )
+
+
+def _columns(requests: str | os.PathLike[str]) -> Columns:
+    import pyarrow.parquet as pq
+
+    wanted = ("status", "arrival_s", "sent_s", "finish_s", "prompt_tokens", "output_tokens")
+    more = ("lag_ms", "ttft_s", "e2e_s", "tpot_ms")
+    table = pq.read_table(requests, columns=[*wanted, *more])
+    return {name: table[name].to_numpy() for name in table.column_names}
+
+
+def _verdict(result: BenchResult) -> list[html.Html]:
+    lines = warnings(result)
+    if not lines:
+        return [html.paragraph(html.good("No request failed, and the client kept up."))]
+    return [html.paragraph(html.bad(line)) for line in lines]
+
+
+def _facts(result: BenchResult) -> html.Html:
+    return html.table(("metric", "value"), list(facts(result.overall).items()))
+
+
+def _latencies(result: BenchResult) -> html.Html:
+    rows = [
+        (name, *(number(getattr(getattr(result.overall, field), s), decimals) for s in STATISTICS))
+        for name, field, decimals in LATENCIES
+    ]
+    lag = result.client.lag_ms
+    rows.append(("client lag, ms", *(number(getattr(lag, s), 2) for s in STATISTICS)))
+    return html.table(("latency", *STATISTICS), rows)
+
+
+def _distributions(rows: Columns, result: BenchResult) -> list[html.Html]:
+    import numpy as np
+
+    end_s = result.warm_up_s + result.duration_s
+    with np.errstate(invalid="ignore"):
+        done = (rows["finish_s"] >= result.warm_up_s) & (rows["finish_s"] < end_s)
+
+    def chart(title: str, label: str, column: str) -> html.Html:
+        values = rows[column][done]
+        values = np.sort(values[~np.isnan(values)])
+        shares = np.linspace(0.0, 1.0, min(_POINTS, values.size))
+        at = np.quantile(values, shares) if values.size else values
+        curve = Curve("", at.tolist(), shares.tolist())
+        return line_chart(title, [curve], Axis(label), Axis("share of requests", high=1.0))
+
+    return [
+        chart("Time to first token", "TTFT from due, s", "ttft_s"),
+        chart("Time per output token", "TPOT, ms", "tpot_ms"),
+        chart("End to end", "E2E, s", "e2e_s"),
+        chart("Client lag", "lag, ms", "lag_ms"),
+    ]
+
+
+def _course(rows: Columns, result: BenchResult) -> list[html.Html]:
+    import numpy as np
+
+    end_s = result.warm_up_s + result.duration_s
+    edges = np.linspace(0.0, end_s, _BUCKETS + 1)
+    middles = ((edges[1:] + edges[:-1]) / 2).tolist()
+    width_s = end_s / _BUCKETS
+    time = Axis("time, s", low=0.0, high=end_s)
+    marks = {"window": result.warm_up_s} if result.warm_up_s else None
+
+    def total(at_s: NDArray[np.float64], weights: NDArray[np.float64] | None = None) -> NDArray[np.float64]:
+        known = ~np.isnan(at_s)
+        chosen = None if weights is None else weights[known]
+        counts: NDArray[np.float64] = np.histogram(at_s[known], edges, weights=chosen)[0].astype(float)
+        return counts
+
+    def mean(column: str) -> list[float]:
+        known = ~np.isnan(rows[column])
+        sums = total(rows["arrival_s"][known], rows[column][known])
+        counts = total(rows["arrival_s"][known])
+        means: list[float] = np.where(counts > 0, sums / np.maximum(counts, 1.0), np.nan).tolist()
+        return means
+
+    def chart(title: str, label: str, *curves: Curve) -> html.Html:
+        return line_chart(title, curves, time, Axis(label), marks=marks)
+
+    tokens = (rows["prompt_tokens"] + rows["output_tokens"]).astype(float)
+    sent, failed = np.cumsum(total(rows["sent_s"])), ~np.isin(rows["status"], ("finished", "unfinished"))
+    offered, completed = total(rows["arrival_s"], tokens), total(rows["finish_s"], tokens)
+    in_flight = sent - np.cumsum(total(rows["finish_s"])) - np.cumsum(total(rows["sent_s"][failed]))
+    return [
+        chart(
+            "Tokens",
+            "tokens/s",
+            Curve("offered", middles, (offered / width_s).tolist()),
+            Curve("completed", middles, (completed / width_s).tolist()),
+        ),
+        chart("In flight", "requests", Curve("", middles, in_flight.tolist())),
+        chart("Time to first token", "mean TTFT from due, s", Curve("", middles, mean("ttft_s"))),
+        chart("Time per output token", "mean TPOT, ms", Curve("", middles, mean("tpot_ms"))),
+        chart("Client lag", "mean lag, ms", Curve("", middles, mean("lag_ms"))),
+    ]
+
+
+def _server(result: BenchResult) -> list[html.Section]:
+    """Return charts of what the server said of itself, if it was asked."""
+    if not result.server:
+        return []
+    times = [each.time_s for each in result.server]
+    shown = (("Running", "running"), ("Waiting", "waiting"), ("KV memory in use", "kv_used"))
+    charts = [
+        line_chart(
+            title,
+            [Curve("", times, [each.values.get(key, float("nan")) for each in result.server])],
+            Axis("time, s"),
+            Axis("share of KV tokens" if key == "kv_used" else "requests"),
+        )
+        for title, key in shown
+        if any(key in each.values for each in result.server)
+    ]
+    took = [each.took_ms for each in result.server]
+    intro = (
+        f"{counted(len(took), 'scrape')} of /metrics, {number(sum(took) / len(took), 1)} ms each on average."
+    )
+    return [html.section("The server", html.charts(*charts), intro=intro)]
+
+
+def _adapters(result: BenchResult) -> html.Html:
+    worst = sorted(result.adapters, key=lambda each: (each.served_fraction, -each.submitted))[:_ADAPTERS]
+    rows = [(each.name or "(base model)", *adapter_cells(each)) for each in worst]
+    which = f"the {len(worst)} worst served of" if len(worst) < len(result.adapters) else "all of the"
+    caption = f"{which} {counted(len(result.adapters), 'adapter')} with requests"
+    return html.table(ADAPTER_HEAD, rows, caption=caption)
+
+
+def _settings(result: BenchResult) -> html.Html:
+    rows = [(name, str(value)) for name, value in result.settings.items() if value is not None]
+    rows.append(("workload digest", str(result.workload_digest)))
+    return html.table(("setting", "value"), rows, numbers_from=None)

@@ -1,0 +1,136 @@
+"""Prompts of exact lengths, made in microseconds: slices of one long line of random tokens.
+
+Every prompt begins with a number of its own, so no two share a KV block and nothing that a server kept from
+an earlier run fits; where a workload says that an adapter's prompts share their beginning, that comes first.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from enum import StrEnum
+from typing import Any, Final
+
+import numpy as np
+
+_POOL_TOKENS: Final = 1 << 16
+_NUMBER_TOKENS: Final = 4
+_STRIDE: Final = 7919  # a prime, so that neighbours begin far from each other in the pool
+_TOY_IDS: Final = range(100, 500)
+
+# Words that the tokenizers of current models take as one token each, after a space.
+_WORDS: Final = (
+    "the of and to in is that for it was on are as with they be at one have this from by hot but some what "
+    "there we can out other were all your when up use word how said an each she which do their time if will "
+    "way about many then them would write like so these her long make thing see him two has look more day"
+)
+
+
+class PromptForm(StrEnum):
+    """How prompts are written."""
+
+    IDS = "ids"
+    """Lists of token ids from 1000 to 9999, whose length no tokenizer can change."""
+    TOY_IDS = "toy-ids"
+    """Ids from 100 to 499, for models with small vocabularies."""
+    TEXT = "text"
+    """Words that are a token each, for servers that take text only."""
+
+
+def alphabet(form: PromptForm) -> list[str]:
+    """Return every token as it stands in a prompt, with what separates it from its neighbours."""
+    if form is PromptForm.TEXT:
+        return [f" {word}" for word in _WORDS.split()]
+    return [f"{number}," for number in (_TOY_IDS if form is PromptForm.TOY_IDS else range(1000, 10_000))]
+
+
+class Prompts:
+    """Writes prompts of given lengths as JSON.
+
+    Parameters
+    ----------
+    form
+        How.
+    extra_tokens
+        What the server adds to a text, such as a token for its beginning.
+    salt
+        Moves the numbers that prompts begin with, so that another run gives other prompts.
+    """
+
+    def __init__(self, form: PromptForm = PromptForm.IDS, extra_tokens: int = 0, salt: int = 0) -> None:
+        self.form = form
+        self.extra_tokens = extra_tokens
+        self.salt = salt
+        self._alphabet = alphabet(form)
+        chosen = np.random.default_rng(0).integers(0, len(self._alphabet), _POOL_TOKENS)
+        texts = [self._alphabet[token] for token in chosen.tolist()]
+        self._pool = "".join(texts)
+        self._starts: list[int] = np.cumsum([0, *map(len, texts)]).tolist()
+
+    def written(self, number: int, tokens: int, shared: int = 0) -> str:
+        """Return a prompt as JSON.
+
+        Parameters
+        ----------
+        number
+            Of the request, which its prompt tells apart from all others.
+        tokens
+            How many; what the server adds among them.
+        shared
+            How many the prompt has in common with all others.
+        """
+        wanted = max(1, tokens - self.extra_tokens)
+        shared = min(shared, wanted)
+        own = min(_NUMBER_TOKENS, wanted - shared)
+        at = number * _STRIDE % _POOL_TOKENS
+        text = self._slice(0, shared) + self._numbered(number + self.salt, own)
+        text += self._slice(at, wanted - shared - own)
+        return json.dumps(text) if self.form is PromptForm.TEXT else f"[{text[:-1]}]"
+
+    def _slice(self, at: int, tokens: int) -> str:
+        """Return so many tokens of the pool, which goes round."""
+        if at + tokens <= _POOL_TOKENS:
+            return self._pool[self._starts[at] : self._starts[at + tokens]]
+        rounds, rest = divmod(at + tokens - _POOL_TOKENS, _POOL_TOKENS)
+        return self._pool[self._starts[at] :] + self._pool * rounds + self._pool[: self._starts[rest]]
+
+    def _numbered(self, number: int, tokens: int) -> str:
+        """Return a number with the alphabet's tokens for digits, lowest first: neighbours differ at once."""
+        digits = []
+        for _ in range(tokens):
+            number, digit = divmod(number, len(self._alphabet))
+            digits.append(self._alphabet[digit])
+        return "".join(digits)
+
+
+@dataclass(frozen=True)
+class Bodies:
+    """Writes the bodies of completion requests.
+
+    Attributes
+    ----------
+    prompts : Prompts
+    heads : sequence of str
+        JSON of everything but length and prompt, for each model that requests may ask for.
+    """
+
+    prompts: Prompts
+    heads: Sequence[str]
+
+    @classmethod
+    def of(cls, prompts: Prompts, models: Sequence[str], extra: Mapping[str, Any]) -> Bodies:
+        """Return a writer of requests for these models, with further fields."""
+        fixed = {
+            "stream": True,
+            "stream_options": {"include_usage": True},
+            "temperature": 0,
+            "ignore_eos": True,  # an output has the length that was drawn
+            **extra,
+        }
+        return cls(prompts, [json.dumps({"model": model, **fixed})[:-1] for model in models])
+
+    def body(self, number: int, model: int, prompt_tokens: int, output_tokens: int, shared: int = 0) -> bytes:
+        """Return the JSON of one request for the model of this position."""
+        prompt = self.prompts.written(number, prompt_tokens, shared)
+        return f'{self.heads[model]}, "max_tokens": {output_tokens}, "prompt": {prompt}}}'.encode()

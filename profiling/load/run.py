@@ -1,0 +1,242 @@
+"""The open loop: every request goes out when it is due, whatever the server does."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+from typing import Any, Final
+
+from capplan.profiling.load.client import Client, not_sent
+from capplan.profiling.load.gaps import GapHistogram
+from capplan.profiling.load.outcome import REJECTED
+from capplan.profiling.load.prompts import Bodies
+from capplan.profiling.load.record import Record, Recorder, Window
+from capplan.profiling.load.request_file import RequestFile
+from capplan.profiling.load.schedule import Schedule
+from capplan.profiling.load.scrape import Scraper, Scrapes
+from capplan.profiling.load.session import open_session
+from capplan.profiling.load.settings import LoadSettings, Target
+
+_LEAD_S: Final = 0.05
+"""From the start of the run to time 0, so that the first request need not hurry."""
+_PULSE_S: Final = 0.02
+_TICK_S: Final = 0.25
+_CANCEL_S: Final = 5.0
+_SENT_IN_A_ROW: Final = 32
+"""Requests that are overdue go out in handfuls, between which answers are read."""
+
+
+@dataclass(frozen=True)
+class Snapshot:
+    """How far a run is."""
+
+    now_s: float
+    horizon_s: float
+    sent: int
+    in_flight: int
+    completed: int
+    failed: int
+    rejected: int
+    tokens: int
+    """Input and output tokens of completed requests."""
+
+
+OnTick = Callable[[Snapshot], None]
+
+
+@dataclass(frozen=True, eq=False)
+class Measured:
+    """What a run left."""
+
+    record: Record
+    window: Window
+    gaps: GapHistogram
+    """Gaps between tokens within the window, of all requests."""
+    pulse: GapHistogram
+    """How late the client's event loop was, at fifty looks a second."""
+    scrapes: Scrapes
+    partial: bool
+    """Whether it was stopped before its time."""
+    messages: dict[str, str] = field(default_factory=dict)
+    """What the first failure of each kind said."""
+
+
+async def run_load(
+    schedule: Schedule,
+    bodies: Bodies,
+    target: Target,
+    settings: LoadSettings,
+    *,
+    stop: asyncio.Event | None = None,
+    file: RequestFile | None = None,
+    on_tick: OnTick | None = None,
+) -> Measured:
+    """Send the requests of a schedule and wait for their ends.
+
+    Parameters
+    ----------
+    schedule, bodies
+        What is asked when, and how it is written; the models of `bodies` are in the order of the schedule's
+        names.
+    target, settings
+        Whom, and how patiently.
+    stop
+        Set it to end the run early, with what has come so far.
+    file
+        Where every request goes; it is up to the caller to keep it.
+    on_tick
+        Called a few times a second.
+    """
+    run = _Run(schedule, bodies, target, settings, file)
+    return await run.whole(stop or asyncio.Event(), on_tick)
+
+
+class _Run:
+    def __init__(
+        self,
+        schedule: Schedule,
+        bodies: Bodies,
+        target: Target,
+        settings: LoadSettings,
+        file: RequestFile | None,
+    ) -> None:
+        self.schedule = schedule
+        self.bodies = bodies
+        self.target = target
+        self.settings = settings
+        self.window = Window(settings.warm_up_s, settings.horizon_s)
+        self.recorder = Recorder(schedule, self.window, file)
+        self.pulse = GapHistogram()
+        self.tasks: set[asyncio.Task[None]] = set()
+        self.broken: BaseException | None = None
+        self.sent = 0
+        self.origin = 0.0
+        self.loop = asyncio.get_running_loop()
+
+    def clock(self) -> float:
+        return self.loop.time() - self.origin
+
+    async def whole(self, stop: asyncio.Event, on_tick: OnTick | None) -> Measured:
+        self.stop = stop
+        self.origin = self.loop.time() + _LEAD_S
+        self.client = Client(self.target, self.settings.timeout_s, self.clock)
+        async with open_session(self.target) as session:
+            scraper = Scraper(session, self.target, self.settings.metrics_interval_s, self.clock)
+            helpers = [
+                asyncio.create_task(each)
+                for each in (self._feel_pulse(), self._tell(on_tick), scraper.repeat())
+            ]
+            sender = asyncio.create_task(self._send_all())
+            stopped = asyncio.create_task(stop.wait())
+            try:
+                await asyncio.wait({sender, stopped}, return_when=asyncio.FIRST_COMPLETED)
+                ended_s = self.clock()
+                if not stop.is_set():
+                    await self._drain(stopped)
+            finally:
+                await _cancelled([sender, stopped, *helpers])
+                await _cancelled(list(self.tasks))
+                self.client.close()
+        if self.broken is not None:
+            raise self.broken
+        partial = ended_s < self.window.end_s
+        window = self._window_until(ended_s) if partial else self.window
+        return Measured(
+            record=self.recorder.record(window.end_s),
+            window=window,
+            gaps=self.recorder.gaps,
+            pulse=self.pulse,
+            scrapes=scraper.scrapes(),
+            partial=partial,
+            messages=self.recorder.messages,
+        )
+
+    def _window_until(self, ended_s: float) -> Window:
+        """Return the part of the window that was measured; all of the time, if it had not begun."""
+        start_s = self.window.start_s if ended_s > self.window.start_s else 0.0
+        return Window(start_s, max(ended_s, start_s + 1e-3))
+
+    async def _send_all(self) -> None:
+        """Start every request when it is due, and wait for the end of the window."""
+        due = self.schedule.due_s.tolist()
+        in_a_row = 0
+        for number, due_s in enumerate(due):
+            wait_s = due_s - self.clock()
+            if wait_s > 0.0:
+                await asyncio.sleep(wait_s)
+                in_a_row = 0
+            else:
+                in_a_row += 1
+                if in_a_row % _SENT_IN_A_ROW == 0:
+                    await asyncio.sleep(0)
+            self._start(number)
+        await asyncio.sleep(max(0.0, self.window.end_s - self.clock()))
+
+    def _start(self, number: int) -> None:
+        limit = self.settings.max_in_flight
+        if limit is not None and len(self.tasks) >= limit:
+            self.recorder.add(not_sent(number, REJECTED))
+            return
+        self.sent += 1
+        task = self.loop.create_task(self._one(number))
+        self.tasks.add(task)
+        task.add_done_callback(self._ended)
+
+    async def _one(self, number: int) -> None:
+        schedule = self.schedule
+        body = self.bodies.body(
+            number,
+            int(schedule.adapter[number]),
+            int(schedule.prompt_tokens[number]),
+            int(schedule.output_tokens[number]),
+            schedule.shared_prefix_tokens,
+        )
+        self.recorder.add(await self.client.complete(number, body))
+
+    def _ended(self, task: asyncio.Task[None]) -> None:
+        self.tasks.discard(task)
+        if not task.cancelled() and task.exception() is not None:
+            self.broken = self.broken or task.exception()
+            self.stop.set()
+
+    async def _drain(self, stopped: asyncio.Task[bool]) -> None:
+        """Wait for what is in flight, as long as the settings say."""
+        until = self.clock() + self.settings.drain_s
+        while self.tasks and not stopped.done() and (left := until - self.clock()) > 0.0:
+            await asyncio.wait(self.tasks, timeout=min(left, _TICK_S))
+
+    async def _feel_pulse(self) -> None:
+        import numpy as np
+
+        while True:
+            before = self.loop.time()
+            await asyncio.sleep(_PULSE_S)
+            late = self.loop.time() - before - _PULSE_S
+            self.pulse.add(np.array([max(0.0, late)]))
+
+    async def _tell(self, on_tick: OnTick | None) -> None:
+        while on_tick is not None:
+            on_tick(self._snapshot())
+            await asyncio.sleep(_TICK_S)
+
+    def _snapshot(self) -> Snapshot:
+        counts = self.recorder.counts
+        return Snapshot(
+            now_s=max(0.0, self.clock()),
+            horizon_s=self.window.end_s,
+            sent=self.sent,
+            in_flight=len(self.tasks),
+            completed=counts["finished"],
+            failed=self.recorder.failures,
+            rejected=counts[REJECTED],
+            tokens=self.recorder.tokens,
+        )
+
+
+async def _cancelled(tasks: Sequence[asyncio.Task[Any]]) -> None:
+    """Cancel tasks and wait until they have noticed."""
+    for task in tasks:
+        task.cancel()
+    if tasks:
+        await asyncio.wait(tasks, timeout=_CANCEL_S)

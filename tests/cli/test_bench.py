@@ -1,0 +1,123 @@
+import json
+import os
+import signal
+import subprocess
+import time
+from pathlib import Path
+
+import pyarrow.parquet as pq
+import pytest
+
+from capplan.profiling.load.result import BenchResult
+from capplan.profiling.load.vllm_bench import read_vllm_bench
+from tests.cli.conftest import Run, command, environment, error_line
+from tests.cli.examples import write_inputs
+from tests.profiling.load import servers
+from tests.profiling.load.test_run import fails
+
+SHORT = ("--duration-s", "0.5", "--rate-scale", "40", "--drain-s", "5")
+
+
+@pytest.fixture
+def workload_yaml(tmp_path: Path) -> Path:
+    return write_inputs(tmp_path)
+
+
+def test_a_load_test_leaves_table_result_requests_and_reports(
+    run: Run, workload_yaml: Path, tmp_path: Path
+) -> None:
+    paths = [tmp_path / name for name in ("r.json", "r.parquet", "r.html", "v.json")]
+    flags = [
+        word
+        for pair in zip(("-o", "--requests", "--report", "--vllm-json"), paths, strict=True)
+        for word in pair
+    ]
+    with servers.null_server() as url:
+        done = run(
+            "bench", workload_yaml, "--url", f"{url}/v1", *SHORT, "--metrics-interval-s", "0.2", *flags
+        )
+    assert done.exit_code in (0, 1), done.output  # 1: on a busy machine the client may be late, and says so
+    for shown in ("throughput, tok/s", "TTFT from due, s", "TTFT from sent, s", "client lag, ms", "starved"):
+        assert shown in done.stdout
+    result = BenchResult.from_json(paths[0])
+    assert result.overall.completed > 0
+    assert result.failures == ()
+    assert pq.read_table(paths[1]).num_rows == result.overall.submitted
+    page = paths[2].read_text()
+    assert page.startswith("<!DOCTYPE html>")
+    assert "http-equiv" in page
+    assert "src=" not in page
+    assert "The server" in page
+    assert read_vllm_bench(paths[3]).overall.completed == result.overall.completed
+
+
+def test_json_is_the_whole_result(run: Run, workload_yaml: Path) -> None:
+    with servers.null_server() as url:
+        done = run("bench", workload_yaml, "--url", url, *SHORT, "--seed", "7", "--json")
+    document = json.loads(done.stdout)
+    assert document["settings"]["seed"] == 7
+    assert BenchResult.model_validate(document).overall.completed == document["overall"]["completed"]
+
+
+def test_requests_that_fail_are_told_and_exit_1(run: Run, workload_yaml: Path, tmp_path: Path) -> None:
+    with servers.server(fails) as url:
+        done = run("bench", workload_yaml, "--url", url, *SHORT, "-o", tmp_path / "r.json")
+    assert done.exit_code == 1
+    assert "with http_500" in done.stderr
+    assert "engine died" in done.stderr
+    (failure,) = BenchResult.from_json(tmp_path / "r.json").failures
+    assert (failure.kind, failure.requests > 0) == ("http_500", True)
+
+
+def test_a_server_that_is_not_there_is_one_line(run: Run, workload_yaml: Path) -> None:
+    assert "cannot be asked" in error_line(run("bench", workload_yaml, "--url", "http://127.0.0.1:9", *SHORT))
+
+
+@pytest.mark.parametrize(
+    ("flags", "told"),
+    [
+        (("--duration-s", "0"), "duration_s: must be a finite number above 0"),
+        (("--rate-scale", "-1"), "rate_scale: must be"),
+        (("--adapters-map", "legal"), "--adapters-map: must be NAME=MODEL"),
+        (("--adapters-map", "nobody=x"), "must name an adapter of the workload"),
+        (("--extra-body", "[1]"), "--extra-body: must be a JSON object"),
+        (("--prompt-form", "braille"), "--prompt-form: must be one of ids, toy-ids, text"),
+        (("--url", "nowhere"), "url: must be the http:// or https:// address"),
+        (("--profile", "none/such"), "none/such"),
+        (("-o", "/nowhere/r.json"), "/nowhere/r.json: cannot be written"),
+    ],
+)
+def test_what_is_wrong_is_one_line(run: Run, workload_yaml: Path, flags: tuple[str, ...], told: str) -> None:
+    assert told in error_line(run("bench", workload_yaml, "--url", "http://127.0.0.1:9", *flags))
+
+
+def test_adapters_go_by_the_names_of_the_map(run: Run, workload_yaml: Path) -> None:
+    seen: list[dict[str, object]] = []
+    with servers.server(servers.paced, seen) as url:
+        run("bench", workload_yaml, "--url", url, *SHORT, "--adapters-map", "legal=base:legal")
+    models = {each["model"] for each in seen}
+    assert "base:legal" in models
+    assert "legal" not in models
+
+
+def test_ctrl_c_leaves_a_valid_partial_result(workload_yaml: Path, tmp_path: Path) -> None:
+    seen: list[dict[str, object]] = []
+    outputs = ("-o", tmp_path / "r.json", "--requests", tmp_path / "r.parquet")
+    with servers.server(servers.paced, seen) as url:
+        words = ("bench", workload_yaml, "--url", url, "--duration-s", "600", "--rate-scale", "40", *outputs)
+        started = subprocess.Popen(
+            command(words), env=environment(), stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True
+        )
+        deadline = time.monotonic() + 120
+        while len(seen) < 30 and started.poll() is None and time.monotonic() < deadline:
+            time.sleep(0.05)
+        os.kill(started.pid, signal.SIGINT)
+        stdout, stderr = started.communicate(timeout=60)
+    assert started.returncode == 130, stderr
+    assert "Traceback" not in stderr
+    assert "throughput" in stdout
+    result = BenchResult.from_json(tmp_path / "r.json")
+    assert result.partial
+    assert result.duration_s < 300.0
+    assert result.overall.completed > 0
+    assert pq.read_table(tmp_path / "r.parquet").num_rows >= result.overall.submitted

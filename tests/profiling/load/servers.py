@@ -1,0 +1,124 @@
+"""Servers for tests, good and bad, each on a loopback port and in a thread with an event loop of its own."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import threading
+from collections.abc import Awaitable, Callable, Iterator
+from contextlib import contextmanager
+from typing import Any
+
+from benchmarks.null_server import NullServer
+
+Answer = Callable[[dict[str, Any], asyncio.StreamWriter], Awaitable[None]]
+STREAM_HEAD = b"HTTP/1.1 200 OK\r\nContent-Type: text/event-stream\r\nTransfer-Encoding: chunked\r\n\r\n"
+
+
+@contextmanager
+def listening(start: Callable[[], Awaitable[asyncio.Server]]) -> Iterator[str]:
+    """Give the address of a server that `start` starts."""
+    loop = asyncio.new_event_loop()
+    ready = threading.Event()
+    ports: list[int] = []
+
+    async def serve() -> None:
+        server = await start()
+        ports.append(server.sockets[0].getsockname()[1])
+        ready.set()
+        await asyncio.Event().wait()
+
+    def run() -> None:
+        task = loop.create_task(serve())
+        loop.run_forever()
+        for each in asyncio.all_tasks(loop):
+            each.cancel()
+        loop.run_until_complete(asyncio.gather(task, *asyncio.all_tasks(loop), return_exceptions=True))
+        loop.close()
+
+    thread = threading.Thread(target=run, daemon=True)
+    thread.start()
+    assert ready.wait(10)
+    try:
+        yield f"http://127.0.0.1:{ports[0]}"
+    finally:
+        loop.call_soon_threadsafe(loop.stop)
+        thread.join(10)
+
+
+@contextmanager
+def null_server() -> Iterator[str]:
+    """Give the address of a server that answers at once."""
+
+    async def start() -> asyncio.Server:
+        return await asyncio.get_running_loop().create_server(NullServer, "127.0.0.1", 0)
+
+    with listening(start) as url:
+        yield url
+
+
+@contextmanager
+def server(answer: Answer, seen: list[dict[str, Any]] | None = None) -> Iterator[str]:
+    """Give the address of a server whose completions `answer` writes; other requests get an empty object."""
+
+    async def connected(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        try:
+            while True:
+                head = (await reader.readuntil(b"\r\n\r\n")).decode("latin-1")
+                fields = dict(line.lower().split(": ", 1) for line in head.split("\r\n")[1:] if ": " in line)
+                body = await reader.readexactly(int(fields.get("content-length", "0")))
+                if head.startswith("GET"):
+                    await plain(writer, 404, b"{}")
+                    continue
+                asked = json.loads(body)
+                if seen is not None:
+                    seen.append(asked | {"authorization": fields.get("authorization")})
+                if asked.get("stream"):
+                    await answer(asked, writer)
+                else:
+                    await plain(writer, 200, b'{"choices": [{"text": "a"}]}')
+        except (asyncio.IncompleteReadError, ConnectionError, asyncio.CancelledError):
+            pass
+        finally:
+            writer.close()
+
+    async def start() -> asyncio.Server:
+        return await asyncio.start_server(connected, "127.0.0.1", 0)
+
+    with listening(start) as url:
+        yield url
+
+
+async def plain(writer: asyncio.StreamWriter, status: int, body: bytes) -> None:
+    """Write a whole answer."""
+    writer.write(b"HTTP/1.1 %d X\r\nContent-Length: %d\r\n\r\n%s" % (status, len(body), body))
+    await writer.drain()
+
+
+def event(text: str = "a", reason: str | None = None) -> bytes:
+    """Return an event with a token."""
+    choice = {"index": 0, "text": text, "finish_reason": reason}
+    return b"data: " + json.dumps({"id": "0", "choices": [choice]}).encode() + b"\n\n"
+
+
+def usage(prompt: int, output: int) -> bytes:
+    """Return the event that counts the tokens, and the last."""
+    counted = {"prompt_tokens": prompt, "completion_tokens": output}
+    return b"data: " + json.dumps({"choices": [], "usage": counted}).encode() + b"\n\ndata: [DONE]\n\n"
+
+
+def chunk(data: bytes) -> bytes:
+    """Return a chunk of a chunked body."""
+    return b"%x\r\n%s\r\n" % (len(data), data)
+
+
+async def paced(asked: dict[str, Any], writer: asyncio.StreamWriter, gap_s: float = 0.002) -> None:
+    """Answer with a token every `gap_s`."""
+    writer.write(STREAM_HEAD)
+    tokens = asked["max_tokens"]
+    for _ in range(tokens):
+        writer.write(chunk(event()))
+        await writer.drain()
+        await asyncio.sleep(gap_s)
+    writer.write(chunk(usage(len(asked["prompt"]), tokens)) + b"0\r\n\r\n")
+    await writer.drain()

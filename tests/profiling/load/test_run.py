@@ -1,0 +1,317 @@
+"""Whole runs against servers on the loopback interface, good and bad ones."""
+
+import asyncio
+import socket
+from collections.abc import Awaitable, Callable
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pyarrow.parquet as pq
+import pytest
+
+from capplan.errors import InputError
+from capplan.profiling.load.bench import bench, bench_result
+from capplan.profiling.load.prompts import Bodies, Prompts
+from capplan.profiling.load.request_file import RequestFile
+from capplan.profiling.load.result import BenchResult
+from capplan.profiling.load.run import Measured, run_load
+from capplan.profiling.load.schedule import schedule_of
+from capplan.profiling.load.settings import LoadSettings, Target
+from capplan.spec import Workload
+from tests.profiling.load import servers
+from tests.profiling.load.servers import STREAM_HEAD, chunk, event, null_server, plain, server, usage
+from tests.profiling.load.test_schedule import workload
+
+Fault = Callable[[dict[str, Any], asyncio.StreamWriter], Awaitable[None]]
+SHORT = LoadSettings(duration_s=0.4, timeout_s=20.0, drain_s=10.0)
+IMPATIENT = LoadSettings(duration_s=0.4, timeout_s=1.0, drain_s=10.0)
+
+
+def load(url: str, settings: LoadSettings = SHORT, rate_rps: float = 8.0, **more: Any) -> Measured:
+    """Run without asking the server beforehand."""
+    schedule = schedule_of(workload(rate_rps), settings.horizon_s, 0, 256)
+    bodies = Bodies.of(Prompts(), schedule.names, {})
+    return asyncio.run(run_load(schedule, bodies, Target(url), settings, **more))
+
+
+def failures(measured: Measured) -> dict[str, int]:
+    result = bench_result(measured, workload(), Target("http://x"), {}, "")
+    return {each.kind: each.requests for each in result.failures}
+
+
+def test_every_request_is_sent_once_when_due_with_its_lengths_and_adapter() -> None:
+    seen: list[dict[str, Any]] = []
+    with server(servers.paced, seen) as url:
+        measured = load(url, LoadSettings(duration_s=0.5))
+    schedule = schedule_of(workload(8.0), 0.5, 0, 256)
+    asked = sorted((each["model"], len(each["prompt"]), each["max_tokens"]) for each in seen)
+    columns = (schedule.adapter, schedule.prompt_tokens, schedule.output_tokens)
+    wanted = sorted((schedule.names[a], p, o) for a, p, o in zip(*columns, strict=True))
+    assert asked == wanted
+    record = measured.record
+    assert record.of_kind("finished").all()
+    assert (record.sent_s >= record.due_s).all()
+    assert np.array_equal(record.events, record.output_tokens)
+    assert np.array_equal(record.output_tokens, schedule.output_tokens)
+    assert (record.first_s > record.sent_s).all()
+    assert (record.last_s >= record.first_s).all()
+
+
+def test_an_open_loop_does_not_wait_for_a_server_that_answers_nothing() -> None:
+    async def silent(asked: dict[str, Any], writer: asyncio.StreamWriter) -> None:
+        await asyncio.sleep(60)
+
+    with server(silent) as url:
+        measured = load(url, LoadSettings(duration_s=0.5, drain_s=0.2))
+    assert measured.record.of_kind("unfinished").all()
+    assert not np.isnan(measured.record.sent_s).any()
+    assert failures(measured) == {}
+
+
+async def stalls(asked: dict[str, Any], writer: asyncio.StreamWriter) -> None:
+    writer.write(STREAM_HEAD + chunk(event()))
+    await writer.drain()
+    await asyncio.sleep(60)
+
+
+async def closes_half_way(asked: dict[str, Any], writer: asyncio.StreamWriter) -> None:
+    writer.write(STREAM_HEAD + chunk(event()) + b"50\r\ndata: {")
+    await writer.drain()
+    writer.close()
+
+
+async def closes_without_an_end(asked: dict[str, Any], writer: asyncio.StreamWriter) -> None:
+    writer.write(b"HTTP/1.1 200 OK\r\nConnection: close\r\n\r\n" + event() * 3)
+    await writer.drain()
+    writer.close()
+
+
+async def closes_at_once(asked: dict[str, Any], writer: asyncio.StreamWriter) -> None:
+    writer.close()
+
+
+async def resets(asked: dict[str, Any], writer: asyncio.StreamWriter) -> None:
+    writer.transport.abort()
+
+
+async def fails(asked: dict[str, Any], writer: asyncio.StreamWriter) -> None:
+    await plain(writer, 500, b'{"error": {"message": "engine died"}}')
+
+
+async def is_busy(asked: dict[str, Any], writer: asyncio.StreamWriter) -> None:
+    await plain(writer, 503, b"busy")
+
+
+async def talks_garbage(asked: dict[str, Any], writer: asyncio.StreamWriter) -> None:
+    writer.write(b"\x00\x01 not HTTP at all\r\n\r\n")
+    await writer.drain()
+    await asyncio.sleep(60)
+
+
+async def streams_garbage(asked: dict[str, Any], writer: asyncio.StreamWriter) -> None:
+    body = b"data: {broken\n\ndata: [DONE]\n\n"
+    writer.write(STREAM_HEAD + chunk(body) + b"0\r\n\r\n")
+    await writer.drain()
+
+
+async def sends_a_web_page(asked: dict[str, Any], writer: asyncio.StreamWriter) -> None:
+    await plain(writer, 200, b"<html>hello</html>")
+
+
+async def breaks_its_chunks(asked: dict[str, Any], writer: asyncio.StreamWriter) -> None:
+    writer.write(STREAM_HEAD + b"zz\r\n" + event())
+    await writer.drain()
+    await asyncio.sleep(60)
+
+
+async def fails_inside_the_stream(asked: dict[str, Any], writer: asyncio.StreamWriter) -> None:
+    body = event() + b'data: {"error": {"message": "out of memory"}}\n\ndata: [DONE]\n\n'
+    writer.write(STREAM_HEAD + chunk(body) + b"0\r\n\r\n")
+    await writer.drain()
+
+
+FAULTS: list[tuple[Fault, str]] = [
+    (stalls, "timeout"),
+    (closes_half_way, "disconnected"),
+    (closes_without_an_end, "disconnected"),
+    (closes_at_once, "disconnected"),
+    (resets, "disconnected"),
+    (fails, "http_500"),
+    (is_busy, "http_503"),
+    (talks_garbage, "bad_response"),
+    (streams_garbage, "bad_response"),
+    (sends_a_web_page, "bad_response"),
+    (breaks_its_chunks, "bad_response"),
+    (fails_inside_the_stream, "bad_response"),
+]
+
+
+@pytest.mark.parametrize(("fault", "kind"), FAULTS, ids=[fault.__name__ for fault, _ in FAULTS])
+def test_every_kind_of_failure_is_counted_and_the_run_ends(fault: Fault, kind: str) -> None:
+    """A server that fails every third request: the others are served, the run ends."""
+    number = 0
+
+    async def answer(asked: dict[str, Any], writer: asyncio.StreamWriter) -> None:
+        nonlocal number
+        number += 1
+        await (fault if number % 3 == 0 else quick)(asked, writer)
+
+    with server(answer) as url:
+        measured = load(url, IMPATIENT if kind == "timeout" else SHORT)
+    counted = failures(measured)
+    assert counted == {kind: number // 3}
+    assert (
+        int(measured.record.of_kind("finished").sum())
+        == number - number // 3
+        == len(measured.record) - counted[kind]
+    )
+    assert set(measured.messages) == {kind}
+
+
+async def quick(asked: dict[str, Any], writer: asyncio.StreamWriter) -> None:
+    tokens = asked["max_tokens"]
+    body = event() * tokens + usage(len(asked["prompt"]), tokens)
+    writer.write(STREAM_HEAD + chunk(body) + b"0\r\n\r\n")
+    await writer.drain()
+
+
+def test_a_server_that_is_not_there_refuses_every_request() -> None:
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        url = f"http://127.0.0.1:{probe.getsockname()[1]}"
+        measured = load(url)
+    assert failures(measured) == {"refused": len(measured.record)}
+
+
+def test_tokens_are_those_that_the_server_counts_where_several_come_in_one_event() -> None:
+    async def in_pairs(asked: dict[str, Any], writer: asyncio.StreamWriter) -> None:
+        tokens = asked["max_tokens"]
+        writer.write(STREAM_HEAD)
+        for _ in range(tokens // 2 or 1):
+            writer.write(chunk(event("a b")))
+            await writer.drain()
+            await asyncio.sleep(0.001)
+        writer.write(chunk(usage(3, tokens)) + b"0\r\n\r\n")
+
+    with server(in_pairs) as url:
+        record = load(url, LoadSettings(duration_s=0.4)).record
+    assert record.of_kind("finished").all()
+    assert np.array_equal(record.events, np.maximum(record.output_tokens // 2, 1))
+    assert (record.prompt_tokens == 3).all()
+
+
+def test_requests_beyond_the_limit_are_rejected_not_sent() -> None:
+    async def silent(asked: dict[str, Any], writer: asyncio.StreamWriter) -> None:
+        await asyncio.sleep(60)
+
+    seen: list[dict[str, Any]] = []
+    with server(silent, seen) as url:
+        measured = load(url, LoadSettings(duration_s=0.4, drain_s=0.1, max_in_flight=3))
+    assert len(seen) == 3
+    assert int(measured.record.of_kind("rejected").sum()) == len(measured.record) - 3
+
+
+def test_a_stopped_run_is_partial_and_its_window_ends_there() -> None:
+    async def stopped(url: str) -> Measured:
+        stop = asyncio.Event()
+        asyncio.get_running_loop().call_later(0.6, stop.set)
+        schedule = schedule_of(workload(), 60.0, 0, 256)
+        bodies = Bodies.of(Prompts(), schedule.names, {})
+        return await run_load(schedule, bodies, Target(url), LoadSettings(duration_s=60.0), stop=stop)
+
+    with null_server() as url:
+        measured = asyncio.run(stopped(url))
+    assert measured.partial
+    assert 0.3 < measured.window.end_s < 30.0
+    assert (measured.record.due_s < measured.window.end_s).all()
+    result = bench_result(measured, workload(), Target("http://x"), {}, "")
+    assert result.overall.completed > 0
+    assert result.partial
+
+
+def test_the_file_of_requests_has_every_request_and_every_event(tmp_path: Path) -> None:
+    with server(servers.paced) as url, RequestFile(tmp_path / "r.parquet") as file:
+        record = load(url, LoadSettings(duration_s=0.5), file=file).record
+        assert not (tmp_path / "r.parquet").exists()
+        file.keep()
+    table = pq.read_table(tmp_path / "r.parquet").sort_by("number").to_pydict()
+    assert table["number"] == list(range(len(record)))
+    assert [len(each) for each in table["event_ms"]] == record.events.tolist()
+    assert np.allclose(table["arrival_s"], record.due_s)
+    assert np.allclose(table["ttft_s"], record.first_s - record.due_s)
+    ends = np.array([each[-1] for each in table["event_ms"]]) / 1e3
+    assert np.allclose(ends, record.last_s - record.sent_s, atol=1e-4)
+    assert [path.name for path in tmp_path.iterdir()] == ["r.parquet"]
+
+
+def test_metrics_are_scraped_only_when_asked_for() -> None:
+    with null_server() as url:
+        assert load(url).scrapes.samples == ()
+        samples = load(url, LoadSettings(duration_s=0.8, metrics_interval_s=0.1)).scrapes.samples
+    assert len(samples) >= 2
+    assert samples[0].values == {"running": 0.0, "waiting": 0.0, "kv_used": 0.0}
+
+
+def measured_by(url: str, asked: Workload, **more: Any) -> BenchResult:
+    return bench(asked, Target(url, **more), LoadSettings(duration_s=0.5))
+
+
+def test_a_whole_bench_reads_back_as_it_was(tmp_path: Path) -> None:
+    with null_server() as url:
+        result = measured_by(url, workload())
+    result.to_json(tmp_path / "r.json")
+    assert BenchResult.from_json(tmp_path / "r.json") == result
+    assert result.workload_digest == workload().digest()
+    assert result.overall.completed == result.overall.submitted > 0
+    assert not result.partial
+
+
+def test_the_key_is_sent_and_never_told() -> None:
+    seen: list[dict[str, Any]] = []
+    with server(servers.paced, seen) as url:
+        result = measured_by(url, workload(), api_key="secret-key")
+    assert {each["authorization"] for each in seen} == {"bearer secret-key"}
+    assert "secret-key" not in result.to_json()
+    assert "secret-key" not in repr(Target("http://x", "secret-key"))
+
+
+def test_a_server_that_takes_no_ids_gets_text_of_the_same_length() -> None:
+    async def words_only(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        import json
+
+        while head := await reader.readuntil(b"\r\n\r\n"):
+            length = [line for line in head.lower().split(b"\r\n") if line.startswith(b"content-length:")]
+            asked = json.loads(await reader.readexactly(int(length[0].split(b":")[1]))) if length else {}
+            if not isinstance(asked.get("prompt"), str):
+                await plain(writer, 400, b'{"error": {"message": "prompt must be a string"}}')
+                continue
+            tokens = 1 + len(asked["prompt"].split())  # and one for the beginning
+            counted = usage(tokens, asked["max_tokens"])
+            if asked.get("stream"):
+                body = event() * asked["max_tokens"] + counted
+                writer.write(STREAM_HEAD + chunk(body) + b"0\r\n\r\n")
+            else:
+                answer = {"choices": [{"text": "a"}], "usage": {"prompt_tokens": tokens}}
+                await plain(writer, 200, json.dumps(answer).encode())
+
+    async def start() -> asyncio.Server:
+        return await asyncio.start_server(words_only, "127.0.0.1", 0)
+
+    asked = workload().replace(prompt_tokens=workload().prompt_tokens.__class__(mean=40))
+    with servers.listening(start) as url:
+        result = measured_by(url, asked)
+    assert result.settings["prompt_form"] == "text"
+    overall = result.overall
+    assert overall.input_tok_s * result.duration_s == 40 * overall.completed
+
+
+@pytest.mark.parametrize("url", ["localhost:8000", "ftp://x", "http://", ""])
+def test_an_address_is_that_of_a_server(url: str) -> None:
+    with pytest.raises(InputError, match="url"):
+        Target(url)
+
+
+@pytest.mark.parametrize("url", ["http://h:1", "http://h:1/", "http://h:1/v1", "http://h:1/v1/"])
+def test_an_address_may_end_in_its_version(url: str) -> None:
+    assert Target(url).at("/v1/completions") == "http://h:1/v1/completions"

@@ -1,0 +1,38 @@
+from capplan.profiling.load.scrape import parse_metrics
+
+TEXT = """\
+# HELP vllm:num_requests_running Number of requests in model execution batches.
+# TYPE vllm:num_requests_running gauge
+vllm:num_requests_running{engine="0",model_name="m"} 3.0
+vllm:num_requests_running{engine="1",model_name="m"} 2.0
+vllm:num_requests_waiting{engine="0"} 7
+vllm:kv_cache_usage_perc{engine="0"} 0.25
+vllm:iteration_tokens_total_count{engine="0"} 1200.0
+vllm:iteration_tokens_total_bucket{le="8.0"} 5.0
+vllm:lora_requests_info{max_lora="4",running_lora_adapters="a, b",waiting_lora_adapters=""} 1.7e+09
+vllm:lora_requests_info{max_lora="4",running_lora_adapters="a,b,c",waiting_lora_adapters="d"} 1.8e+09
+vllm:lora_requests_info{max_lora="4",running_lora_adapters="",waiting_lora_adapters=""} 1.6e+09
+process_start_time_seconds 1e9
+vllm:num_preemptions_total nonsense
+"""
+
+
+def test_engines_add_up_and_the_newest_set_of_adapters_counts() -> None:
+    assert parse_metrics(TEXT) == {
+        "running": 5.0,
+        "waiting": 7.0,
+        "kv_used": 0.25,
+        "steps": 1200.0,
+        "running_adapters": 3.0,
+    }
+
+
+def test_what_is_no_metrics_says_nothing() -> None:
+    assert parse_metrics("<html>\n{}\n") == {}
+
+
+def test_other_servers_have_other_names() -> None:
+    assert parse_metrics('sglang:num_running_reqs{m="x"} 4\nsglang:token_usage 0.5\n') == {
+        "running": 4.0,
+        "kv_used": 0.5,
+    }

@@ -1,0 +1,58 @@
+import itertools
+
+from hypothesis import given
+from hypothesis import strategies as st
+
+from capplan.profiling.load.stream import EventCounter
+from tests.profiling.load.servers import event, usage
+
+texts = st.lists(st.text(max_size=12) | st.just("\ndata: x"), min_size=1, max_size=40)
+
+
+def fed(data: bytes, cuts: list[int]) -> EventCounter:
+    counter = EventCounter()
+    edges = sorted({0, len(data), *(cut % (len(data) + 1) for cut in cuts)})
+    for number, (low, high) in enumerate(itertools.pairwise(edges)):
+        counter.feed(data[low:high], float(number))
+    return counter
+
+
+@given(texts, st.lists(st.integers(0, 10_000), max_size=30))
+def test_events_are_counted_however_the_bytes_are_cut_and_whatever_the_text(
+    tokens: list[str], cuts: list[int]
+) -> None:
+    data = b"".join(map(event, tokens)) + usage(7, len(tokens) + 1)
+    counter = fed(data, cuts)
+    ending = counter.ending()
+    assert len(counter.times) - ending.without_token == len(tokens)
+    assert (ending.complete, ending.error) == (True, "")
+    assert (ending.prompt_tokens, ending.output_tokens) == (7, len(tokens) + 1)
+
+
+@given(texts, st.lists(st.integers(0, 10_000), max_size=30))
+def test_times_never_decrease_and_belong_to_the_pieces(tokens: list[str], cuts: list[int]) -> None:
+    counter = fed(b"".join(map(event, tokens)), cuts)
+    assert counter.times == sorted(counter.times)
+    assert len(counter.times) == len(tokens)
+
+
+def test_an_answer_without_its_end_is_not_complete() -> None:
+    assert not fed(event() + event(), []).ending().complete
+    assert fed(event() + event(reason="length"), []).ending().complete
+
+
+def test_an_error_inside_the_stream_is_told() -> None:
+    ending = fed(event() + b'data: {"error": {"message": "out of memory"}}\n\ndata: [DONE]\n\n', []).ending()
+    assert "out of memory" in ending.error
+    assert not ending.complete
+
+
+def test_what_is_no_completion_is_told() -> None:
+    for line in (b"hello", b"[1, 2]", b'{"choices": 5}', b'"text"'):
+        assert fed(b"data: " + line + b"\n\n", []).ending().error
+
+
+def test_lines_may_end_with_carriage_returns() -> None:
+    data = (event() + event() + usage(1, 2)).replace(b"\n", b"\r\n")
+    counter = fed(data, [5, 50])
+    assert len(counter.times) - counter.ending().without_token == 2
