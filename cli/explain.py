@@ -13,6 +13,7 @@ from capplan.cli.explanation_tables import curve_table, room_table, what_if_tabl
 from capplan.cli.inputs import AsJson, PlanFile
 from capplan.cli.plan import group_rate_rps, verdict
 from capplan.cli.progress import announce_compilation, progress_bars
+from capplan.cli.provenance import not_measured
 from capplan.cli.queue_table import queues_table
 from capplan.errors import InputError
 
@@ -126,6 +127,8 @@ def _print_plan(plan: Plan) -> None:
     typer.echo(f"{plan.base_model} on {engine.name} {engine.version} (rules {engine.rules})")
     typer.echo(f"  {gpus_reason(plan)}")
     typer.echo(f"  {verdict(plan)}")
+    for line in not_measured(plan.provenance):
+        typer.echo(f"  {line}")
 
 
 def _print_group(plan: Plan, group: Group) -> None:

@@ -10,6 +10,7 @@ from capplan.cli.console import DASH, counted, number, percent, print_table, tab
 from capplan.cli.inputs import AsJson, ProfileName, WorkloadFile, chosen_profile
 from capplan.cli.output import require_writable_file
 from capplan.cli.progress import announce_compilation, progress_bars
+from capplan.cli.provenance import not_measured
 from capplan.cli.queue_table import quotas
 from capplan.planner.names import SOLVERS
 
@@ -91,6 +92,8 @@ def plan(
     elif not quiet:
         print_table(groups_table(result))
         typer.echo(_summary(result, output))
+        for line in not_measured(result.provenance):
+            typer.echo(line)
     if verify and not result.verification.ok:
         raise typer.Exit(_DISAGREES)
 

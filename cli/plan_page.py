@@ -12,6 +12,7 @@ from capplan.cli.console import DASH, counted, number, percent
 from capplan.cli.explain import MORE, binding, gpus_reason, verified
 from capplan.cli.plan import group_rate_rps, verdict
 from capplan.cli.plan_page_twin import explanation_sections
+from capplan.cli.provenance import not_measured
 from capplan.cli.queue_table import queue_rows
 
 if TYPE_CHECKING:
@@ -85,8 +86,9 @@ def _summary(plan: Plan, explanation: Explanation | None) -> html.Section:
         f"{number(sum(map(group_rate_rps, plan.groups)), 2)} req/s",
         **({} if price is None else {"price": f"{price:,.2f} USD per hour"}),
     }
+    care = [html.paragraph(html.bad(line)) for line in not_measured(plan.provenance)]
     more = [] if explanation is not None else [html.paragraph(f"{MORE}.")]
-    return html.section("Summary", html.definitions(facts), *more)
+    return html.section("Summary", *care, html.definitions(facts), *more)
 
 
 def _bounds(plan: Plan) -> str:

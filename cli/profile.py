@@ -5,6 +5,7 @@ from __future__ import annotations
 import typer
 
 from capplan.cli.profile_kernels import kernels
+from capplan.cli.profile_roofline import roofline
 
 profile = typer.Typer(no_args_is_help=True, help="Measure what profiles are made of.")
 
@@ -15,3 +16,4 @@ def _group() -> None:
 
 
 profile.command()(kernels)
+profile.command()(roofline)

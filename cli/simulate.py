@@ -10,6 +10,7 @@ from capplan.cli.console import print_json, print_table
 from capplan.cli.inputs import AsJson, ProfileName, WorkloadFile, chosen_profile
 from capplan.cli.output import require_writable_file
 from capplan.cli.progress import announce_compilation, progress_bars
+from capplan.cli.provenance import profile_not_measured
 from capplan.cli.simulation_tables import (
     Details,
     Outcomes,
@@ -133,6 +134,8 @@ def simulate(
         print_json({"profile": used.name, "settings": settings, "results": documents(outcomes, shown)})
     else:
         _print(outcomes, shown)
+        for line in profile_not_measured(used):
+            typer.echo(line)
 
 
 def _simulated(

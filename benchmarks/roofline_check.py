@@ -1,0 +1,164 @@
+"""Analytic profiles against what others predict and measure.
+
+    python -m benchmarks.roofline_check REFERENCE
+
+REFERENCE is the folder of other tools' predictions for Llama-3.1-8B (``cross_checks``). SMAPE is
+``100 * mean(|p - a| / (|p| + |a|))``, bias the mean of p/a - 1.
+
+The tables are of the bare model, so the profile is, too. An in-flight batch of c requests of n input and m
+output tokens computes c * (1 + n/m) tokens per step on average, which is all that is assumed of scheduling.
+"""
+
+from __future__ import annotations
+
+import argparse
+from collections.abc import Iterator
+from pathlib import Path
+from typing import NamedTuple
+
+import numpy as np
+import pandas as pd
+
+from capplan.datasets import load_profile
+from capplan.models.calibrate import smape
+from capplan.models.roofline import EngineChoice, roofline_profile
+from capplan.models.roofline_archs import model_arch
+from capplan.models.roofline_gpus import gpu_sheet
+from capplan.models.step_latency import StepFeatures, coefficient_array, latency_code, step_ms
+from capplan.spec import Profile
+
+INPUT_TOKENS, OUTPUT_TOKENS = 250, 230
+BARE = EngineChoice(lora=False)
+SHEETS = {"h100_sxm": "h100-80g", "H100": "h100-80g", "h200_sxm": "h200"}
+SHIPPED = ("h100-64g/llama-3.1-8b/vllm-0.8.5", "h100-64g/qwen2.5-7b/vllm-0.8.5")
+GRID = {"requests": (8, 32, 128, 256), "context": (100, 400), "adapters": (8, 32, 128), "prompts": (0, 500)}
+
+
+class Comparison(NamedTuple):
+    """Predictions of ours, p, beside those of somebody else, a."""
+
+    table: str
+    what: str
+    p: list[float]
+    a: list[float]
+
+    def line(self) -> str:
+        """Return a row of the table."""
+        bias = 100.0 * float(np.mean(np.array(self.p) / np.array(self.a) - 1.0))
+        return (
+            f"| {self.table} | {self.what} | {len(self.a)} | {smape(self.p, self.a):.1f} % | {bias:+.1f} % |"
+        )
+
+
+def bare_step_ms(profile: Profile, tokens: float, kv_tokens: float) -> float:
+    """Return the milliseconds of a step of the bare model."""
+    return milliseconds(profile, tokens, tokens, kv_tokens, adapters=0, a_max=0, s_max=8)
+
+
+def milliseconds(
+    profile: Profile,
+    tokens: float,
+    requests: float,
+    kv_tokens: float,
+    *,
+    adapters: int,
+    a_max: int,
+    s_max: int,
+) -> float:
+    """Return the milliseconds of a step with nobody waiting."""
+    features = StepFeatures(
+        tokens=float(tokens),
+        requests=float(requests),
+        kv_tokens=float(kv_tokens),
+        adapters=float(adapters),
+        a_max=float(a_max),
+        s_max=float(s_max),
+        waiting=0.0,
+        slots_per_adapter=1.0,
+    )
+    model = profile.step_latency
+    return float(step_ms(latency_code(model.form, profile.engine.kernel), coefficient_array(model), features))
+
+
+def decode_ms(profile: Profile, batch: int) -> float:
+    """Return the mean step while a batch decodes all its output."""
+    return bare_step_ms(profile, batch, batch * (INPUT_TOKENS + OUTPUT_TOKENS / 2))
+
+
+def prefill_ms(profile: Profile, batch: int) -> float:
+    """Return the step in which the prompts of a batch are computed."""
+    return bare_step_ms(profile, batch * INPUT_TOKENS, 0.0)
+
+
+def in_flight_ms(profile: Profile, batch: int) -> float:
+    """Return the mean step of a batch that prompts join as others leave."""
+    tokens = batch * (1.0 + INPUT_TOKENS / OUTPUT_TOKENS)
+    return bare_step_ms(profile, tokens, batch * (INPUT_TOKENS + OUTPUT_TOKENS / 2))
+
+
+def others(folder: Path) -> Iterator[Comparison]:
+    """Give the comparisons with other tools' predictions."""
+    aic = pd.read_csv(folder / "aic_llama8b.csv")
+    for (system, mode), rows in aic.groupby(["system", "database_mode"]):
+        profile = _bare(str(system))
+        name = f"aic {system} {mode}"
+        batches = rows["batch"].to_list()
+        for what, ours, column in (
+            ("decode step", decode_ms, "decode_step_ms_mean"),
+            ("prefill step", prefill_ms, "prefill_batch_ms"),
+            ("ITL in flight", in_flight_ms, "agg_tpot_ms"),
+        ):
+            yield Comparison(name, what, [ours(profile, b) for b in batches], rows[column].to_list())
+    for tool, column in (("ais", "itl_ms"), ("blis", "itl_mean_ms")):
+        frame = pd.read_csv(folder / f"{tool}_llama8b.csv")
+        for hardware, rows in frame.groupby("hardware"):
+            ours = [in_flight_ms(_bare(str(hardware)), c) for c in rows["concurrency"]]
+            yield Comparison(f"{tool} {hardware}", "ITL in flight", ours, rows[column].to_list())
+
+
+def _bare(hardware: str) -> Profile:
+    return roofline_profile(gpu_sheet(SHEETS[hardware]), model_arch("llama-3.1-8b"), BARE)
+
+
+def measured() -> Iterator[Comparison]:
+    """Give the comparisons with the shipped profiles, which are fitted to measurements with LoRA."""
+    for name in SHIPPED:
+        shipped = load_profile(name)
+        arch = model_arch(shipped.model.name)
+        for host_ms in (0.0, 3.0):
+            analytic = _with_host(arch.name, host_ms)
+            for prompts in GRID["prompts"]:
+                ours, theirs = [], []
+                for requests in GRID["requests"]:
+                    for context in GRID["context"]:
+                        for adapters in GRID["adapters"]:
+                            if adapters > requests:
+                                continue
+                            tokens, kv = requests + prompts, requests * context
+                            batch = {"adapters": adapters, "a_max": adapters, "s_max": 16}
+                            ours.append(milliseconds(analytic, tokens, requests, kv, **batch))
+                            theirs.append(milliseconds(shipped, tokens, requests, kv, **batch))
+                what = f"step with {prompts} prompt tokens, {host_ms:g} ms of the host"
+                yield Comparison(name, what, ours, theirs)
+
+
+def _with_host(model: str, host_ms: float) -> Profile:
+    from capplan.models.roofline import Assumptions
+    from capplan.models.roofline_parts import Physics
+
+    assumptions = Assumptions(physics=Physics(step_ms=host_ms))
+    return roofline_profile(gpu_sheet("h100-64g"), model_arch(model), assumptions=assumptions)
+
+
+def main() -> None:
+    """Print the table."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawTextHelpFormatter)
+    parser.add_argument("reference", type=Path, help="folder with aic_llama8b.csv and the others")
+    folder = parser.parse_args().reference
+    print("| compared with | what | rows | SMAPE | bias |\n|---|---|---|---|---|")
+    for comparison in (*others(folder), *measured()):
+        print(comparison.line())
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,134 @@
+"""`capplan profile roofline`: a profile from datasheets, for hardware that nobody measured."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Annotated, Any
+
+import typer
+
+from capplan.cli.console import print_json, print_table, table
+from capplan.cli.inputs import AsJson
+from capplan.cli.output import require_writable_file
+from capplan.errors import InputError
+from capplan.models.roofline_archs import ARCHS
+from capplan.models.roofline_gpus import GPUS
+
+if TYPE_CHECKING:
+    from capplan.models.roofline_parts import Physics
+    from capplan.spec import ModelArch, Profile
+
+_GPU_NAMES = ", ".join(sheet.key for sheet in GPUS)
+_MODEL_NAMES = ", ".join(arch.name.lower() for arch in ARCHS)
+
+
+def roofline(
+    gpu: Annotated[str, typer.Option("--gpu", metavar="NAME", help=f"{_GPU_NAMES}.")],
+    output: Annotated[str, typer.Option("--output", "-o", metavar="FILE", help="Profile JSON to write.")],
+    model: Annotated[str | None, typer.Option("--model", metavar="NAME", help=f"{_MODEL_NAMES}.")] = None,
+    model_config: Annotated[
+        str | None,
+        typer.Option("--model-config", metavar="FILE", help="Instead of --model: its config.json."),
+    ] = None,
+    base_model: Annotated[
+        str | None,
+        typer.Option("--base-model", metavar="ID", help="With --model-config: its Hugging Face id."),
+    ] = None,
+    dtype: Annotated[str, typer.Option("--dtype", metavar="NAME", help="bfloat16 or float16.")] = "bfloat16",
+    tp: Annotated[int, typer.Option("--tp", metavar="N", min=1, help="GPUs per copy of the model.")] = 1,
+    engine_version: Annotated[
+        str, typer.Option("--engine-version", metavar="VERSION", help="Of vLLM.")
+    ] = "0.32.0",
+    rules: Annotated[str, typer.Option("--rules", metavar="NAME", help="Serving rules.")] = "vllm-0.32-async",
+    kernel: Annotated[
+        str, typer.Option("--kernel", metavar="NAME", help="bgmv, mbgmv or vllm: which rank LoRA pays for.")
+    ] = "vllm",
+    bandwidth: Annotated[
+        float | None,
+        typer.Option("--bandwidth-efficiency", metavar="SHARE", help="Of the memory's peak."),
+    ] = None,
+    compute: Annotated[
+        float | None,
+        typer.Option("--compute-efficiency", metavar="SHARE", help="Of the tensor cores' peak."),
+    ] = None,
+    host_link: Annotated[
+        float | None, typer.Option("--host-link-efficiency", metavar="SHARE", help="Of PCIe's peak.")
+    ] = None,
+    step_overhead_ms: Annotated[
+        float | None,
+        typer.Option("--step-overhead-ms", metavar="MS", help="Of the host in a step, not beside the GPU."),
+    ] = None,
+    as_json: AsJson = False,
+    quiet: Annotated[bool, typer.Option("--quiet", "-q", help="Print nothing but errors.")] = False,
+) -> None:
+    """Reckon a profile from a GPU's datasheet and a model's shape.
+
+    It is marked as analytic, and every plan that rests on it says so.
+    """
+    from capplan.models.roofline import Assumptions, EngineChoice, roofline_profile
+    from capplan.models.roofline_gpus import gpu_sheet
+    from capplan.serving import serving_rules
+    from capplan.spec import write_text_atomic
+
+    sheet, arch = gpu_sheet(gpu), _arch(model, model_config, base_model)
+    engine = EngineChoice(version=engine_version, rules=serving_rules(rules).name, kernel=_kernel(kernel))
+    if dtype not in ("bfloat16", "float16"):
+        raise InputError("must be bfloat16 or float16", dtype, "--dtype")
+    require_writable_file(output)
+    chosen = _physics(bandwidth=bandwidth, compute=compute, host_link=host_link, step_ms=step_overhead_ms)
+    command = f"capplan profile roofline --gpu {gpu} --model {arch.name.lower()} --dtype {dtype} --tp {tp}"
+    profile = roofline_profile(sheet, arch, engine, tp, Assumptions(physics=chosen), command)
+    write_text_atomic(output, _json(profile))
+    if as_json:
+        print_json(profile.model_dump(mode="json"))
+    elif not quiet:
+        _show(profile, output)
+
+
+def _arch(model: str | None, config: str | None, base_model: str | None) -> ModelArch:
+    from capplan.models.calibration_base import read_arch
+    from capplan.models.roofline_archs import model_arch
+
+    if (model is None) == (config is None):
+        raise InputError("is required, or else --model-config", model, "--model")
+    if config is None:
+        if base_model is not None:
+            raise InputError("goes with --model-config", base_model, "--base-model")
+        return model_arch(str(model))
+    if base_model is None:
+        raise InputError("is required with --model-config", location="--base-model")
+    return read_arch(config, base_model)
+
+
+def _kernel(name: str) -> Any:
+    from capplan.spec import Kernel
+
+    try:
+        return Kernel(name)
+    except ValueError:
+        raise InputError(f"must be one of {', '.join(Kernel)}", name, "--kernel") from None
+
+
+def _physics(**given: float | None) -> Physics:
+    from dataclasses import replace
+
+    from capplan.models.roofline_parts import Physics
+
+    stated: dict[str, Any] = {name: value for name, value in given.items() if value is not None}
+    return replace(Physics(), **stated)
+
+
+def _json(profile: Profile) -> str:
+    import json
+
+    return json.dumps(profile.model_dump(mode="json"), indent=2) + "\n"
+
+
+def _show(profile: Profile, output: str) -> None:
+    rows = table("coefficient", "value", numbers_from=1)
+    for part in ("step_latency", "memory", "loading", "host"):
+        for name, coefficient in getattr(profile, part).coefficients.items():
+            if coefficient.value:
+                rows.add_row(f"{part}.{name}", f"{coefficient.value:.6g}")
+    print_table(rows)
+    typer.echo(profile.provenance.notes)
+    typer.echo(f"profile {profile.name} is an analytic roofline, not measured; written to {output}")
