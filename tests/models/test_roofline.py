@@ -1,7 +1,6 @@
 """Analytic profiles: physics that must hold, sanity against models that were measured, and their mark."""
 
 from dataclasses import replace
-from itertools import product
 
 import numpy as np
 import pytest
@@ -50,9 +49,8 @@ def milliseconds(profile: Profile, tokens: float, kv_tokens: float = 0.0, adapte
     return float(step_ms(code, k, features) + rank_ms(code, k, 16.0, ranks))
 
 
-@pytest.mark.parametrize(
-    ("sheet", "arch"), product(GPUS, ARCHS[:2]), ids=lambda each: getattr(each, "key", "")
-)
+@pytest.mark.parametrize("arch", ARCHS[:2], ids=lambda arch: arch.name)
+@pytest.mark.parametrize("sheet", GPUS, ids=lambda sheet: sheet.key)
 def test_no_step_is_faster_than_the_hardware(sheet, arch) -> None:
     """Reading the weights but for the embedding, and two operations per weight and token, at the peaks."""
     tp = 1 if weight_bytes(arch) < 0.9 * sheet.memory_bytes else 2
@@ -106,10 +104,9 @@ def test_tensor_parallelism_saves_less_than_its_share() -> None:
 def test_adapters_cost_time_and_their_ranks_as_the_kernel_has_it(kernel: Kernel) -> None:
     profile = roofline_profile(H100, LLAMA, EngineChoice(kernel=kernel))
     bare = roofline_profile(H100, LLAMA, BARE)
-    assert milliseconds(profile, 32, adapters=32) > milliseconds(profile, 32, adapters=0) * (
-        1.0 if kernel is Kernel.VLLM else 1.0 - 1e-12
-    )
     assert milliseconds(profile, 32, adapters=1) > milliseconds(bare, 32)
+    more, few = (milliseconds(profile, 32, adapters=number) for number in (32, 1))
+    assert more > few if kernel is Kernel.VLLM else more == few
     assert profile.engine.kernel is kernel
     has_rank_terms = "ms_per_decode_krank" in profile.step_latency.coefficients
     assert has_rank_terms == (kernel is not Kernel.VLLM)
@@ -120,7 +117,7 @@ def test_what_is_carried_over_is_near_both_measured_profiles(name: str) -> None:
     shipped = load_profile(name)
     carried = VllmLora().coefficients(shipped.model.layers)
     ratios = [value / shipped.step_latency.value(each) for each, value in carried.items()]
-    assert 0.75 < min(ratios)
+    assert min(ratios) > 0.75
     assert max(ratios) < 1.3
     assert len(ratios) == 8
 
@@ -172,7 +169,7 @@ def test_computing_overtakes_reading_within_the_chord_on_every_gpu() -> None:
 def test_what_cannot_be_reckoned_is_refused() -> None:
     with pytest.raises(InputError, match="a100-80g"):
         gpu_sheet("v100")
-    with pytest.raises(InputError, match="llama-3.1-8b"):
+    with pytest.raises(InputError, match=r"llama-3\.1-8b"):
         model_arch("gpt-2")
     with pytest.raises(InputError, match="do not fit"):
         roofline_profile(H100, model_arch("llama-3.1-70b"))
