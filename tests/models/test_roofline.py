@@ -57,9 +57,8 @@ def test_no_step_is_faster_than_the_hardware(sheet, arch) -> None:
     profile = roofline_profile(sheet, arch, BARE, tp)
     embedding = arch.vocab_size * arch.hidden_size * arch.dtype_bytes / tp
     read_ms = 1e3 * (weight_bytes(arch, tp) - embedding) / sheet.bytes_per_s
-    compute_ms = (
-        1e3 * (weight_bytes(arch, tp) - 2 * embedding) / sheet.flop_per_s
-    )  # two bytes, two operations
+    # A weight is two bytes and two operations.
+    compute_ms = 1e3 * (weight_bytes(arch, tp) - 2 * embedding) / sheet.flop_per_s
     for tokens in (1, 64, 256, GRAPH_TOKENS, 2048, 8192):
         assert milliseconds(profile, tokens) >= max(read_ms, tokens * compute_ms)
 
