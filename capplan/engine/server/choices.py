@@ -28,8 +28,8 @@ class Choice:
 
     Attributes
     ----------
-    text
-        All that has been shown.
+    tokens, logprobs
+        All that have come.
     finish_reason, stop_reason
         As in `Delta`, once it has ended.
     """
@@ -38,11 +38,16 @@ class Choice:
         self.ticket = ticket
         self.tokens: list[int] = []
         self.logprobs: list[TokenLogprobs] = []
-        self.text = ""
+        self._texts: list[str] = []
         self.finish_reason: str | None = None
         self.stop_reason: str | int | None = None
         self._stream = text_stream(tokenizer)
         self._stops = StopStrings(stops)
+
+    @property
+    def text(self) -> str:
+        """All that has been shown."""
+        return "".join(self._texts)
 
     @property
     def prompt_tokens(self) -> int:
@@ -53,6 +58,10 @@ class Choice:
         """Take news and return what is to be shown of it."""
         self.tokens += news.tokens
         self.logprobs += news.logprobs
+        if news.finish is None and not self._stops:  # the usual case, kept short
+            text = self._stream.feed(news.tokens)
+            self._texts.append(text)
+            return Delta(self.ticket.index, text, news.tokens, news.logprobs)
         # A token at which the request ends has no text.
         ended_by_token = news.finish == "stop"
         text = self._stream.feed(news.tokens[:-1] if ended_by_token else news.tokens)
@@ -66,7 +75,7 @@ class Choice:
             self.finish_reason = news.finish
             if ended_by_token and self.tokens[-1] in self.ticket.params.stop_token_ids:
                 self.stop_reason = self.tokens[-1]
-        self.text += text
+        self._texts.append(text)
         return Delta(
             self.ticket.index, text, news.tokens, news.logprobs, self.finish_reason, self.stop_reason
         )

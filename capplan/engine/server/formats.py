@@ -10,7 +10,7 @@ import math
 import time
 import uuid
 from collections.abc import Iterable, Sequence
-from typing import Any, Protocol
+from typing import Any, Final, Protocol
 
 from capplan.engine.request import TokenLogprobs
 from capplan.engine.server.choices import Choice, Delta
@@ -66,8 +66,9 @@ class _Format:
         self._created = int(time.time())
         self._model = model
         head = _dumps(self._head(self.chunk_kind))[:-1]
-        self._before = f'data: {head},"choices":['
-        self._after = '],"usage":null}\n\n' if with_usage else "]}\n\n"
+        self._before = f'data: {head},"choices":[{{"index":'
+        self._after = '}],"usage":null}\n\n' if with_usage else "}]}\n\n"
+        self._goes_on = f',"logprobs":null,"finish_reason":null,"stop_reason":null{self._after}'
 
     def _head(self, kind: str) -> dict[str, Any]:
         return {"id": self._id, "object": kind, "created": self._created, "model": self._model}
@@ -87,15 +88,22 @@ class _Format:
         document = self._head(self.kind) | {"choices": parts, "usage": usage(choices)}
         return _dumps(document).encode()
 
-    def _event(self, delta: Delta, content: str, logprobs: str) -> bytes:
-        finish = "null" if delta.finish_reason is None else f'"{delta.finish_reason}"'
-        stop = "null" if delta.stop_reason is None else _dumps(delta.stop_reason)
-        tokens = f',"token_ids":{_dumps(list(delta.tokens))}' if self._with_tokens else ""
-        choice = (
-            f'{{"index":{delta.choice},{content},"logprobs":{logprobs},'
-            f'"finish_reason":{finish},"stop_reason":{stop}{tokens}}}'
-        )
-        return (self._before + choice + self._after).encode()
+    def _event(self, delta: Delta, content: str) -> bytes:
+        """Return an event; `content` is the part that holds the text."""
+        if delta.finish_reason is None and not delta.logprobs and not self._with_tokens:
+            return f"{self._before}{delta.choice},{content}{self._goes_on}".encode()
+        more: dict[str, Any] = {
+            "logprobs": self._logprobs(delta.tokens, delta.logprobs) if delta.logprobs else None,
+            "finish_reason": delta.finish_reason,
+            "stop_reason": delta.stop_reason,
+        }
+        if self._with_tokens:
+            more["token_ids"] = list(delta.tokens)
+        return f"{self._before}{delta.choice},{content},{_dumps(more)[1:-1]}{self._after}".encode()
+
+    def _logprobs(self, tokens: Sequence[int], logprobs: Sequence[TokenLogprobs]) -> dict[str, Any]:
+        """Return log-probabilities as this kind of answer has them."""
+        raise NotImplementedError
 
     def _word(self, token: int) -> str:
         return self._tokenizer.decode([token])
@@ -111,15 +119,15 @@ class CompletionFormat(_Format):
         """See `Format`."""
         if not self._with_tokens:
             return b""
-        prompts = [
-            {"index": c.ticket.index, "text": "", "prompt_token_ids": [*c.ticket.prompt]} for c in choices
-        ]
-        return b"".join((self._before + _dumps(prompt) + self._after).encode() for prompt in prompts)
+        events = []
+        for choice in choices:
+            prompt = _dumps({"text": "", "prompt_token_ids": list(choice.ticket.prompt)})[1:-1]
+            events.append(f"{self._before}{choice.ticket.index},{prompt}{self._after}".encode())
+        return b"".join(events)
 
     def event(self, delta: Delta) -> bytes:
         """See `Format`."""
-        logprobs = _dumps(self._logprobs(delta.tokens, delta.logprobs)) if delta.logprobs else "null"
-        return self._event(delta, f'"text":{_dumps(delta.text)}', logprobs)
+        return self._event(delta, f'"text":{_quoted(delta.text)}')
 
     def document(self, choices: Sequence[Choice]) -> bytes:
         """See `Format`."""
@@ -162,15 +170,12 @@ class ChatFormat(_Format):
 
     def opening(self, choices: Sequence[Choice]) -> bytes:
         """See `Format`."""
-        deltas = (Delta(choice.ticket.index, "", (), ()) for choice in choices)
-        return b"".join(
-            self._event(delta, '"delta":{"role":"assistant","content":""}', "null") for delta in deltas
-        )
+        role = '"delta":{"role":"assistant","content":""}'
+        return b"".join([self._event(Delta(choice.ticket.index, "", (), ()), role) for choice in choices])
 
     def event(self, delta: Delta) -> bytes:
         """See `Format`."""
-        logprobs = _dumps(self._logprobs(delta.tokens, delta.logprobs)) if delta.logprobs else "null"
-        return self._event(delta, f'"delta":{{"content":{_dumps(delta.text)}}}', logprobs)
+        return self._event(delta, f'"delta":{{"content":{_quoted(delta.text)}}}')
 
     def document(self, choices: Sequence[Choice]) -> bytes:
         """See `Format`."""
@@ -205,8 +210,8 @@ def usage(choices: Iterable[Choice]) -> dict[str, int]:
     return {"prompt_tokens": prompt, "completion_tokens": completion, "total_tokens": prompt + completion}
 
 
-def _dumps(value: Any) -> str:
-    return json.dumps(value, allow_nan=False, separators=(",", ":"))
+_dumps: Final = json.JSONEncoder(allow_nan=False, separators=(",", ":")).encode
+_quoted: Final = json.encoder.encode_basestring_ascii
 
 
 def _finite(logprob: float) -> float:

@@ -32,6 +32,7 @@ _REQUEST_S: Final = (
     *(0.3, 0.5, 0.8, 1.0, 1.5, 2.0, 2.5, 5.0, 10.0, 15.0, 20.0, 30.0, 40.0, 50.0, 60.0, 120.0, 240.0),
     *(480.0, 960.0, 1920.0, 7680.0),
 )
+_STEP_TOKENS: Final = (1, 8, 16, 32, 64, 128, 256, 512, 1024, 2048, 4096, 8192, 16384)
 _FINISH_REASONS: Final = ("stop", "length", "abort", "error")
 _LABELS: Final = ("model_name", "engine")
 
@@ -46,6 +47,7 @@ class Metrics:
         self._generation_tokens = 0
         self._preemptions = 0
         self._finished = dict.fromkeys(_FINISH_REASONS, 0)
+        self._step_tokens = Histogram(_STEP_TOKENS)
         self._ttft_s = Histogram(_TTFT_S)
         self._itl_s = Histogram(_ITL_S)
         self._tpot_s = Histogram(_ITL_S)
@@ -59,6 +61,7 @@ class Metrics:
         """See `Watcher`."""
         if step.record is not None:
             self._preemptions += step.record.preemptions
+            self._step_tokens.observe(step.record.tokens)
         self._generation_tokens += len(step.emitted)
         for request in step.emitted:
             times = request.token_ns
@@ -89,6 +92,7 @@ class Metrics:
         yield from self._gauges()
         yield from self._counters()
         for name, help_text, histogram in (
+            ("vllm:iteration_tokens_total", "Tokens of each step", self._step_tokens),
             ("vllm:time_to_first_token_seconds", "Time to first token", self._ttft_s),
             ("vllm:inter_token_latency_seconds", "Time between tokens", self._itl_s),
             ("vllm:time_per_output_token_seconds", "The same under its older name", self._itl_s),

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
-from collections import deque
 from collections.abc import AsyncIterator, Sequence
 from typing import Any
 
@@ -48,8 +47,9 @@ class Reply:
         stream: bool,
     ) -> None:
         self._driver = driver
-        self._news: deque[News] = deque()
-        self._woken = asyncio.Event()
+        self._news: list[News] = []
+        self._waiter: asyncio.Future[None] | None = None
+        self._running = len(prompts)
         self._gone = False
         arrival_ns = driver.now_ns()
         whole = not stream and not stops  # a stop string must be seen when it comes
@@ -61,12 +61,12 @@ class Reply:
     @property
     def ended(self) -> bool:
         """Whether all prompts have been answered."""
-        return all(choice.finish_reason is not None for choice in self.choices)
+        return self._running == 0
 
     def hear(self, news: News) -> None:
         """See `Listener`."""
         self._news.append(news)
-        self._woken.set()
+        self._wake()
 
     @contextlib.asynccontextmanager
     async def running(self, receive: Receive) -> AsyncIterator[None]:
@@ -92,19 +92,18 @@ class Reply:
             When the client is gone.
         """
         while True:
-            if not self._news:
-                self._woken.clear()
-                await self._woken.wait()
+            if not self._news and not self._gone:
+                self._waiter = asyncio.get_running_loop().create_future()
+                await self._waiter
             if self._gone:
                 raise ClientGoneError
-            deltas = [delta for delta in map(self._delta, self._drain()) if delta is not None]
+            deltas = [delta for news in self._drain() if (delta := self._delta(news)) is not None]
             if deltas:
                 return deltas
 
     def _drain(self) -> list[News]:
         """Return the news, one for each prompt."""
-        news = list(self._news)
-        self._news.clear()
+        news, self._news = self._news, []
         if len(news) > 1 and len(self.choices) == 1:  # the usual backlog: one chunk for all of it
             tokens: list[Any] = [token for each in news for token in each.tokens]
             logprobs = [logprob for each in news for logprob in each.logprobs]
@@ -118,8 +117,10 @@ class Reply:
         if news.finish in ("abort", "error"):
             raise _refusal(news)
         delta = choice.feed(news)
-        if delta.finish_reason is not None and news.finish is None:
-            self._driver.cancel([news.ticket])
+        if delta.finish_reason is not None:
+            self._running -= 1
+            if news.finish is None:  # by a stop string, of which the engine does not know
+                self._driver.cancel([news.ticket])
         return delta
 
     async def _watch(self, receive: Receive) -> None:
@@ -127,7 +128,11 @@ class Reply:
         while (await receive())["type"] != "http.disconnect":
             pass
         self._gone = True
-        self._woken.set()
+        self._wake()
+
+    def _wake(self) -> None:
+        if self._waiter is not None and not self._waiter.done():
+            self._waiter.set_result(None)
 
 
 def _refusal(news: News) -> ApiError:

@@ -40,7 +40,7 @@ class ByteText:
 
     def feed(self, tokens: Sequence[int]) -> str:
         """See `TextStream`."""
-        return self._decoder.decode(bytes(token for token in tokens if token < 256))
+        return self._decoder.decode(bytes([token for token in tokens if token < 256]))
 
     def finish(self) -> str:
         """See `TextStream`."""
@@ -87,6 +87,9 @@ class StopStrings:
         self._stops = stops
         self._held = ""
         self._hold = max((len(stop) for stop in stops), default=1) - 1
+
+    def __bool__(self) -> bool:
+        return bool(self._stops)
 
     def feed(self, text: str) -> tuple[str, str | None]:
         """Return the text that may be shown now, and the stop string that ends it, if it has come."""

@@ -1,0 +1,181 @@
+"""A server under three times the load it can take: `python -m benchmarks.engine_overload`.
+
+Measures the server's capacity with few clients at once, then its latency at half of that, then offers three
+times the capacity for a minute, then half of it again. Prints resident memory all along. The server must
+shed with 429, stay bounded, and be as quick afterwards as before.
+"""
+
+from __future__ import annotations
+
+import argparse
+import asyncio
+import json
+import os
+import random
+import statistics
+import subprocess
+import sys
+import time
+from collections import Counter
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from typing import Any
+
+import aiohttp
+import psutil
+
+ADAPTERS = 16
+TOKENS = 32
+PROMPT = list(range(3, 35))
+
+
+@dataclass
+class Phase:
+    """What clients saw."""
+
+    name: str
+    duration_s: float
+    latencies_s: list[float] = field(default_factory=list)
+    statuses: Counter[str] = field(default_factory=Counter)
+    retry_after_s: list[int] = field(default_factory=list)
+
+    def summary(self) -> dict[str, Any]:
+        """Return it in a few numbers."""
+        ranked = sorted(self.latencies_s) or [float("nan")]
+        return {
+            "phase": self.name,
+            "answered_rps": round(len(self.latencies_s) / self.duration_s, 1),
+            "statuses": dict(self.statuses),
+            "latency_p50_s": round(statistics.median(ranked), 3),
+            "latency_p99_s": round(ranked[int(0.99 * (len(ranked) - 1))], 3),
+            "retry_after_s": [min(self.retry_after_s), max(self.retry_after_s)]
+            if self.retry_after_s
+            else None,
+        }
+
+
+async def ask(session: aiohttp.ClientSession, url: str, phase: Phase, number: int) -> None:
+    body = {
+        "model": f"a{number % ADAPTERS}",
+        "prompt": PROMPT,
+        "max_tokens": TOKENS,
+        "stream": True,
+        "temperature": 0,
+        "ignore_eos": True,
+    }
+    started = time.perf_counter()
+    try:
+        async with session.post(f"{url}/v1/completions", json=body) as response:
+            text = await response.text()
+            phase.statuses[str(response.status)] += 1
+            if response.status == 200 and text.endswith("data: [DONE]\n\n"):
+                phase.latencies_s.append(time.perf_counter() - started)
+            if response.status == 429:
+                phase.retry_after_s.append(int(response.headers["Retry-After"]))
+    except (aiohttp.ClientError, OSError) as error:
+        phase.statuses[type(error).__name__] += 1
+
+
+async def closed_loop(session: aiohttp.ClientSession, url: str, clients: int, duration_s: float) -> Phase:
+    """Ask again as soon as there is an answer: the capacity."""
+    phase = Phase("capacity", duration_s)
+    end = time.perf_counter() + duration_s
+
+    async def client(number: int) -> None:
+        while time.perf_counter() < end:
+            await ask(session, url, phase, number)
+            number += 1
+
+    await asyncio.gather(*(client(number) for number in range(clients)))
+    return phase
+
+
+async def open_loop(
+    session: aiohttp.ClientSession, url: str, name: str, rate_rps: float, duration_s: float, seed: int
+) -> Phase:
+    """Ask at a rate, whatever becomes of the answers."""
+    phase, rng = Phase(name, duration_s), random.Random(seed)
+    running: set[asyncio.Task[None]] = set()
+    start = at = time.perf_counter()
+    number = 0
+    while at < start + duration_s:
+        at += rng.expovariate(rate_rps)
+        await asyncio.sleep(max(0.0, at - time.perf_counter()))
+        task = asyncio.create_task(ask(session, url, phase, number))
+        running.add(task)
+        task.add_done_callback(running.discard)
+        number += 1
+    await asyncio.gather(*running)
+    return phase
+
+
+async def watch_memory(pid: int, every_s: float, samples: list[tuple[float, float]]) -> None:
+    process, start = psutil.Process(pid), time.perf_counter()
+    while True:
+        samples.append((time.perf_counter() - start, process.memory_info().rss / 2**20))
+        print(f"  {samples[-1][0]:6.1f} s  {samples[-1][1]:8.1f} MiB", flush=True)
+        await asyncio.sleep(every_s)
+
+
+async def run(url: str, pid: int, args: argparse.Namespace) -> dict[str, Any]:
+    timeout, samples = aiohttp.ClientTimeout(total=None), []
+    async with aiohttp.ClientSession(timeout=timeout, connector=aiohttp.TCPConnector(limit=0)) as session:
+        watching = asyncio.create_task(watch_memory(pid, 5.0, samples))
+        phases = [await closed_loop(session, url, args.max_num_seqs, args.settle_s)]
+        capacity_rps = len(phases[0].latencies_s) / args.settle_s
+        print(f"capacity {capacity_rps:.1f} requests/s of {TOKENS} tokens", flush=True)
+        for name, load, duration_s in (
+            ("before", 0.5, args.settle_s),
+            ("overload", 3.0, args.duration_s),
+            ("after", 0.5, args.settle_s),
+        ):
+            phases.append(await open_loop(session, url, name, load * capacity_rps, duration_s, len(phases)))
+            print(json.dumps(phases[-1].summary()), flush=True)
+        watching.cancel()
+    return {
+        "capacity_rps": round(capacity_rps, 1),
+        "phases": [phase.summary() for phase in phases],
+        "rss_mib": [(round(at, 1), round(size, 1)) for at, size in samples],
+    }
+
+
+@contextmanager
+def server(args: argparse.Namespace) -> Iterator[tuple[str, int]]:
+    modules = [f"a{number}={(8, 16)[number % 2]}" for number in range(ADAPTERS)]
+    limits = ["--max-num-seqs", str(args.max_num_seqs), "--max-queue", str(args.max_queue)]
+    command = [sys.executable, "-m", "capplan", "serve", "--model", args.model, "--lora-modules", *modules]
+    command += ["--max-loras", "4", "--dtype", "float32", "--port", "0", "--json", *limits]
+    env = {**os.environ, "OMP_NUM_THREADS": "1"}
+    process = subprocess.Popen(command, stdout=subprocess.PIPE, text=True, env=env)
+    assert process.stdout is not None
+    try:
+        yield json.loads(process.stdout.readline())["url"], process.pid
+    finally:
+        process.terminate()
+        print(f"exit status {process.wait(60)}")
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("--model", default="tiny-llama")
+    parser.add_argument("--duration-s", type=float, default=60.0, help="of the overload")
+    parser.add_argument("--settle-s", type=float, default=15.0, help="of each other phase")
+    parser.add_argument("--max-num-seqs", type=int, default=32)
+    parser.add_argument("--max-queue", type=int, default=32)
+    parser.add_argument("--json", dest="out", help="write the numbers there, too")
+    args = parser.parse_args()
+    with server(args) as (url, pid):
+        result = asyncio.run(run(url, pid, args))
+    if args.out:
+        with open(args.out, "w", encoding="utf-8") as file:  # noqa: PTH123
+            json.dump(result, file, indent=1)
+    before, overload, after = result["phases"][1:]
+    grown = max(size for _, size in result["rss_mib"]) - result["rss_mib"][0][1]
+    print(f"shed {overload['statuses'].get('429', 0)} of {sum(overload['statuses'].values())}")
+    print(f"resident memory grew by at most {grown:.1f} MiB")
+    print(f"median latency {before['latency_p50_s']} s before, {after['latency_p50_s']} s after")
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,87 @@
+"""What a server tells Prometheus, under vLLM's names."""
+
+import http.client
+import json
+from collections.abc import Iterator
+
+import pytest
+from prometheus_client.parser import text_string_to_metric_families
+
+from capplan.engine.server.histogram import Histogram
+from tests.engine.live import Live, live
+from tests.engine.test_faults import complete, send
+
+
+@pytest.fixture(scope="module")
+def server() -> Iterator[Live]:
+    with live({"a": 8, "b": 4}, {"a_max": 1, "max_num_seqs": 2}) as running:
+        yield running
+
+
+def samples(server: Live) -> dict[str, float]:
+    """Return the values of all series by name, labels but for vLLM's usual ones in braces."""
+    answer = send(server, "GET", "/metrics")
+    assert answer.status == 200
+    found: dict[str, float] = {}
+    for family in text_string_to_metric_families(answer.body.decode()):
+        assert family.documentation
+        for sample in family.samples:
+            if sample.name.startswith("vllm:") and sample.name != "vllm:lora_requests_info":
+                assert sample.labels.pop("model_name") == "base"
+                assert sample.labels.pop("engine") == "0"
+            labels = ",".join(f"{name}={value}" for name, value in sorted(sample.labels.items()))
+            found[sample.name + (f"{{{labels}}}" if labels else "")] = sample.value
+    return found
+
+
+def test_counts_are_those_of_the_requests(server: Live) -> None:
+    before = samples(server)
+    for tokens in (1, 5, 9):
+        assert complete(server, prompt=[1, 2, 3], max_tokens=tokens, ignore_eos=True).status == 200
+    assert complete(server, max_tokens=0).status == 400
+    after = samples(server)
+    grown = {name: value - before[name] for name, value in after.items()}
+    assert grown["vllm:prompt_tokens_total"] == 9
+    assert grown["vllm:generation_tokens_total"] == 15
+    assert grown["vllm:request_success_total{finished_reason=length}"] == 3
+    assert grown["vllm:request_success_total{finished_reason=abort}"] == 0
+    for name, count in (
+        ("time_to_first_token", 3),
+        ("inter_token_latency", 12),
+        ("time_per_output_token", 12),
+        ("request_time_per_output_token", 2),
+        ("e2e_request_latency", 3),
+        ("request_queue_time", 3),
+    ):
+        assert grown[f"vllm:{name}_seconds_count"] == count
+        assert grown[f"vllm:{name}_seconds_bucket{{le=+Inf}}"] == count
+    assert grown["vllm:iteration_tokens_total_count"] == 15
+    assert grown["vllm:iteration_tokens_total_sum"] == 9 + 12
+    assert grown["vllm:e2e_request_latency_seconds_sum"] >= grown["vllm:time_to_first_token_seconds_sum"] > 0
+
+
+def test_gauges_tell_what_runs_and_what_waits(server: Live) -> None:
+    connection = http.client.HTTPConnection(server.url.removeprefix("http://"), timeout=60)
+    asked = {"model": "a", "prompt": [[1, 2]] * 5, "max_tokens": 500, "stream": True}
+    connection.request("POST", "/v1/completions", json.dumps(asked), {"Content-Type": "application/json"})
+    response = connection.getresponse()
+    response.readline()
+    now = samples(server)
+    connection.close()
+    assert now["vllm:num_requests_running"] == 2
+    assert now["vllm:num_requests_waiting"] == 3
+    assert 0 < now["vllm:kv_cache_usage_perc"] < 1
+    [info] = [name for name in now if name.startswith("vllm:lora_requests_info")]
+    assert info.endswith("{max_lora=1,running_lora_adapters=a,waiting_lora_adapters=a}")
+    server.check_idle()
+    afterwards = samples(server)
+    assert afterwards["vllm:num_requests_running"] == afterwards["vllm:kv_cache_usage_perc"] == 0
+    assert afterwards["vllm:request_success_total{finished_reason=abort}"] == 5
+
+
+def test_buckets_hold_what_lies_up_to_their_bound() -> None:
+    histogram = Histogram((1.0, 2.0))
+    for value in (0.5, 1.0, 1.5, 2.5):
+        histogram.observe(value)
+    assert histogram.buckets() == [("1.0", 2), ("2.0", 3), ("+Inf", 4)]
+    assert histogram.sum == 5.5
