@@ -9,10 +9,10 @@ BIN := $(VENV)/bin
 INSTALL := $(BIN)/python -m pip install --quiet --disable-pip-version-check --constraint constraints.txt
 
 .DEFAULT_GOAL := help
-.PHONY: help plan test bench lint format clean
+.PHONY: help plan test bench lint format clean gpu-campaign
 
 help: ## what can be made
-	@awk -F ':.*## ' '/^[a-z]+:.*## / { printf "make %-8s %s\n", $$1, $$2 }' $(MAKEFILE_LIST)
+	@awk -F ':.*## ' '/^[a-z-]+:.*## / { printf "make %-12s %s\n", $$1, $$2 }' $(MAKEFILE_LIST)
 
 plan: $(VENV)/.base ## plan the example workload: prints the plan and writes plan.json
 	$(BIN)/capplan plan examples/chat-96/workload.yaml -o plan.json
@@ -22,6 +22,9 @@ test: lint ## everything CI runs: linters, types, import arrows, tests with cove
 
 bench: $(VENV)/.test ## time what has a speed to keep
 	$(BIN)/python -m pytest benchmarks --benchmark-only
+
+gpu-campaign: $(VENV)/.test ## measure a CUDA machine into datasets/<gpu>, slice by slice; goes on where it stopped
+	$(BIN)/python -m capplan.profiling.campaign $(CAMPAIGN_FLAGS)
 
 lint: $(VENV)/.test ## ruff, mypy, import-linter
 	$(BIN)/ruff check .

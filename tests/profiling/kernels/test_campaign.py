@@ -1,0 +1,127 @@
+"""A campaign: slices in turn, resumed where they were, none lost to another's failure."""
+
+import json
+from pathlib import Path
+
+import pytest
+
+from capplan.errors import InputError
+from capplan.models.kernel_tables import read_kernel_table
+from capplan.profiling.campaign import RECORD, Campaign, main
+from capplan.profiling.campaign_slices import MOST_SLICE_S, Outcome, Setting, Slice, slices
+
+
+class Clock:
+    """Seconds that pass when somebody works."""
+
+    def __init__(self) -> None:
+        self.now = 0.0
+
+    def __call__(self) -> float:
+        return self.now
+
+
+def part(name: str, needs_s: float, clock: Clock, budget_s: float = 100.0) -> Slice:
+    """Return a slice that needs so many seconds in all."""
+    left = [needs_s]
+
+    def run(setting: Setting) -> Outcome:
+        worked = min(left[0], setting.budget_s)
+        left[0] -= worked
+        clock.now += worked
+        return Outcome(left[0] <= 0.0, f"{left[0]:g} s left")
+
+    return Slice(name, run, budget_s)
+
+
+def record(folder: Path) -> dict[str, dict[str, object]]:
+    return json.loads((folder / RECORD).read_text())["slices"]
+
+
+def test_slices_run_in_order_until_all_are_complete(tmp_path: Path) -> None:
+    clock, said = Clock(), []
+    campaign = Campaign(tmp_path, "cpu", [part("a", 10.0, clock), part("b", 20.0, clock)])
+    assert campaign.run(1e9, said.append, clock)
+    assert campaign.open_parts() == []
+    assert [line.partition(":")[0] for line in said] == ["a", "a", "b", "b"]
+    assert {name: each["spent_s"] for name, each in record(tmp_path).items()} == {"a": 10.0, "b": 20.0}
+
+
+def test_a_time_limit_ends_within_a_slice_and_the_next_call_goes_on(tmp_path: Path) -> None:
+    clock = Clock()
+    parts = [part("a", 10.0, clock), part("b", 60.0, clock)]
+    Campaign(tmp_path, "cpu", parts).run(40.0, now_s=clock)
+    assert clock.now == 40.0
+    second = Campaign(tmp_path, "cpu", parts)
+    assert [each.name for each in second.open_parts()] == ["b"]
+    second.run(1e9, now_s=clock)
+    assert second.open_parts() == []
+    assert clock.now == 70.0
+    assert len(record(tmp_path)["b"]["runs"]) == 2  # type: ignore[arg-type]
+
+
+def test_a_slice_ends_with_its_budget_whatever_is_left(tmp_path: Path) -> None:
+    clock = Clock()
+    campaign = Campaign(tmp_path, "cpu", [part("a", 500.0, clock), part("b", 1.0, clock)])
+    campaign.run(1e9, now_s=clock)
+    assert campaign.open_parts() == []
+    assert not record(tmp_path)["a"]["is_complete"]
+    assert record(tmp_path)["a"]["spent_s"] == 100.0
+
+
+def test_a_slice_that_fails_is_recorded_and_the_others_run(tmp_path: Path) -> None:
+    def fail(_: Setting) -> Outcome:
+        raise RuntimeError("out of memory\nand more")
+
+    clock = Clock()
+    campaign = Campaign(tmp_path, "cpu", [Slice("a", fail), part("b", 1.0, clock)])
+    assert not campaign.run(1e9, now_s=clock)
+    assert [each.name for each in campaign.open_parts()] == ["a"]
+    assert record(tmp_path)["a"]["runs"][0]["note"] == "failed: out of memory"  # type: ignore[index]
+    assert record(tmp_path)["b"]["is_complete"]
+
+
+def test_an_interrupt_leaves_the_record(tmp_path: Path) -> None:
+    def stop(_: Setting) -> Outcome:
+        raise KeyboardInterrupt
+
+    with pytest.raises(KeyboardInterrupt):
+        Campaign(tmp_path, "cpu", [Slice("a", stop)]).run(1e9)
+    assert record(tmp_path)["a"]["runs"][0]["note"] == "interrupted"  # type: ignore[index]
+
+
+def test_a_folder_of_another_chip_or_of_something_else_is_refused(tmp_path: Path) -> None:
+    Campaign(tmp_path, "cpu", [part("a", 1.0, Clock())]).run(1e9)
+    with pytest.raises(InputError, match="as in the campaign"):
+        Campaign(tmp_path, "cpu", [], tiny=True)
+    (tmp_path / RECORD).write_text("[]")
+    with pytest.raises(InputError, match="must be the record"):
+        Campaign(tmp_path, "cpu", [])
+
+
+def test_slices_have_names_of_their_own_and_stay_under_nine_minutes() -> None:
+    every = slices()
+    assert len({each.name for each in every}) == len(every)
+    assert all(each.budget_s <= MOST_SLICE_S < 540.0 for each in every)
+    with pytest.raises(ValueError, match="at most 480"):
+        Slice("long", lambda _: Outcome(True, ""), 600.0)
+
+
+def test_the_campaign_runs_from_end_to_end_on_a_cpu(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert main(["--device", "cpu", "--out", str(tmp_path), "--tiny"]) == 0
+    total = len(slices())
+    assert f"{total} of {total} slices done" in capsys.readouterr().out
+    table = read_kernel_table(tmp_path / "kernels" / "kernels.parquet")
+    assert set(table["phase"]) == {"decode", "prefill"}
+    machine = record(tmp_path)["kernels-decode-4096"]["runs"][0]["machine"]  # type: ignore[index]
+    assert {"date", "device", "versions", "cpu"} <= set(machine)
+
+
+def test_without_a_gpu_the_default_is_refused(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("torch.cuda.is_available", lambda: False)
+    assert main(["--out", str(tmp_path)]) == 2
+    assert "sees no CUDA device" in capsys.readouterr().err
