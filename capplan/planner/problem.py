@@ -216,6 +216,18 @@ def shares_of(parts: Iterable[Part]) -> dict[str, float]:
     return shares
 
 
+def merged(parts: Iterable[Part]) -> tuple[Part, ...]:
+    """Return parts with the shares of one adapter as one, where its first stands."""
+    found: dict[str, Part] = {}
+    for part in parts:
+        known = found.get(part.name)
+        if known is not None:
+            rate_rps, share = known.rate_rps + part.rate_rps, min(1.0, known.share + part.share)
+            part = replace(known, rate_rps=rate_rps, share=share)
+        found[part.name] = part
+    return tuple(found.values())
+
+
 def replayed_s(workload: Workload, duration_s: float) -> float:
     """Return how long a workload is simulated: a trace as a whole, whatever the duration."""
     return duration_s if workload.trace is None else workload.trace.duration_s

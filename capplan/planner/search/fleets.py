@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 import itertools
-from collections.abc import Sequence
+from collections import Counter
+from collections.abc import Iterable, Sequence
 from typing import Final
 
-from capplan.planner.problem import Problem
+from capplan.planner.problem import Assignment, Problem
 from capplan.spec import Objective
 
 Fleet = tuple[int, ...]
@@ -34,12 +35,25 @@ def fleets(problem: Problem, units: int, objective: Objective) -> list[Fleet]:
         sorted({*range(0, count + 1, step), count}) for count, step in zip(most, _steps(most), strict=True)
     ]
     every = (fleet for fleet in itertools.product(*counts) if any(fleet))
-    return sorted(every, key=lambda fleet: _wanted(problem, fleet, objective))
+    return sorted(every, key=lambda fleet: wanted(problem, fleet, objective))
+
+
+def wanted(problem: Problem, fleet: Fleet, objective: Objective) -> tuple[float, float, Fleet]:
+    """Return the key by which fleets are ordered, least for the most wanted."""
+    gpus, price = float(gpus_of(problem, fleet)), usd_per_hour(problem, fleet)
+    ahead = (price, gpus) if objective is Objective.MIN_COST else (gpus, price)
+    return (*ahead, tuple(-count for count in fleet))
 
 
 def instances(fleet: Fleet) -> list[int]:
     """Return the pool of every instance of a fleet."""
     return [pool for pool, count in enumerate(fleet) for _ in range(count)]
+
+
+def fleet_of(problem: Problem, answer: Iterable[Assignment]) -> Fleet:
+    """Return the fleet that a placement uses."""
+    used = Counter(assignment.pool for assignment in answer)
+    return tuple(used[pool] for pool in range(len(problem.pools)))
 
 
 def gpus_of(problem: Problem, fleet: Fleet) -> int:
@@ -50,12 +64,6 @@ def gpus_of(problem: Problem, fleet: Fleet) -> int:
 def usd_per_hour(problem: Problem, fleet: Fleet) -> float:
     """Return what a fleet costs; pools without a price cost nothing."""
     return sum(count * (pool.usd_per_hour or 0.0) for pool, count in zip(problem.pools, fleet, strict=True))
-
-
-def _wanted(problem: Problem, fleet: Fleet, objective: Objective) -> tuple[float, float, Fleet]:
-    gpus, price = float(gpus_of(problem, fleet)), usd_per_hour(problem, fleet)
-    ahead = (price, gpus) if objective is Objective.MIN_COST else (gpus, price)
-    return (*ahead, tuple(-count for count in fleet))
 
 
 def _steps(most: Sequence[int]) -> list[int]:

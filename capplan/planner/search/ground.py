@@ -14,7 +14,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from capplan.models.surrogates.features import FEATURES, feature_vector
-from capplan.planner.problem import Assignment, Part, Problem
+from capplan.planner.problem import Assignment, Part, Problem, merged
 from capplan.planner.search.units import Unit, units_of
 from capplan.spec import Adapter, allowed_lora_rank
 
@@ -68,8 +68,8 @@ class Ground:
         return np.sort(self.kind[np.fromiter(members, np.int64, len(members))]).tobytes()
 
     def parts(self, members: frozenset[int]) -> tuple[Part, ...]:
-        """Return the parts of some units, in the order of the problem."""
-        return tuple(part for unit in sorted(members) for part in self.units[unit].parts)
+        """Return the parts of some units, in the order of the problem; shares of one adapter add up."""
+        return merged(part for unit in sorted(members) for part in self.units[unit].parts)
 
 
 def survey(problem: Problem) -> Ground:
@@ -133,13 +133,20 @@ def _one(part: Part, slots: int, pool: int) -> Assignment:
 
 
 def _kinds(problem: Problem, units: tuple[Unit, ...]) -> NDArray[np.int64]:
-    """Return numbers of kinds; in a trace every adapter has arrivals of its own."""
+    """Return numbers of kinds; in a trace every adapter has arrivals of its own.
+
+    Shares of one adapter are of its own kind, since two of them ask for one slot together.
+    """
     if problem.workload.trace is not None:
         return np.arange(len(units))
     lengths = {a.name: problem.workload.lengths_of(a) for a in problem.workload.adapters}
     known: dict[object, int] = {}
-    asked = [tuple((part.rank, part.rate_rps, lengths[part.name]) for part in unit.parts) for unit in units]
-    return np.array([known.setdefault(each, len(known)) for each in asked], dtype=np.int64)
+
+    def asked(part: Part) -> object:
+        return part.rank, part.rate_rps, lengths[part.name], part.name if part.share < 1.0 else None
+
+    kinds = [tuple(map(asked, unit.parts)) for unit in units]
+    return np.array([known.setdefault(kind, len(known)) for kind in kinds], dtype=np.int64)
 
 
 def _foes(units: tuple[Unit, ...]) -> dict[int, frozenset[int]]:

@@ -3,11 +3,15 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from typing import Final
 
 from capplan.planner.previous import Instance
+from capplan.planner.problem import shares_of
 from capplan.planner.search.board import Board
 from capplan.planner.search.ground import Ground
 from capplan.planner.search.starts import Start, deal
+
+_SAME: Final = 1e-9
 
 
 def kept(old: Sequence[Instance]) -> Start:
@@ -39,10 +43,12 @@ def _seats(ground: Ground, pools: Sequence[int], old: Sequence[Instance]) -> dic
 
 
 def _stays(board: Board, unit: int, seats: dict[int, Instance]) -> bool:
-    """Put a unit on an instance that has all its adapters; a share, where no other share is yet."""
-    names = board.ground.units[unit].names
+    """Put a unit on an instance that has all its adapters, and as much of their traffic to spare."""
+    parts = board.ground.units[unit].parts
     for at, instance in seats.items():
-        if names <= instance.shares.keys() and board.may(unit, at):
+        there = shares_of(board.ground.parts(frozenset(board.members[at])))
+        spare = (instance.shares.get(p.name, 0.0) - there.get(p.name, 0.0) >= p.share - _SAME for p in parts)
+        if all(spare) and board.may(unit, at):
             board.add(unit, at)
             return True
     return False

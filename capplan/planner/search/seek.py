@@ -85,14 +85,14 @@ class Seeker:
     def fastest(self, fleet: Fleet) -> tuple[Assignment, ...] | None:
         """Return the confirmed placement with the shortest mean time from arrival to last token."""
         answers = (self.polished(answer) for answer in self._answers(fleet))
-        return min(answers, key=self._mean_s, default=None)
+        return min(answers, key=self.mean_s, default=None)
 
     def polished(self, answer: tuple[Assignment, ...]) -> tuple[Assignment, ...]:
         """Return the placement with the best slots next to those it has, as the twin sees it."""
         return tuple(in_parallel(self.judge.polished, answer))
 
-    def _mean_s(self, answer: Sequence[Assignment]) -> float:
-        """Return the mean over requests."""
+    def mean_s(self, answer: Sequence[Assignment]) -> float:
+        """Return the mean time of all requests from arrival to last token, as the twin sees it."""
         rates = [sum(part.rate_rps for part in each.parts) for each in answer]
         times = [self.judge.exact(each).e2e_s_mean for each in answer]
         return _mean(times, rates)
@@ -157,11 +157,9 @@ class Seeker:
         return any(mend(board, self.judge, rounds) for board in self._boards(fleet))
 
     def _possible(self, fleet: Fleet) -> bool:
-        """Tell whether a fleet has every pool that units need, and an instance for every share."""
+        """Tell whether a fleet has every pool that units need."""
         used = {pool for pool, count in enumerate(fleet) if count}
-        if any(unit.pools.isdisjoint(used) for unit in self.ground.units):
-            return False
-        return sum(fleet) > max(part.number for unit in self.ground.units for part in unit.parts)
+        return not any(unit.pools.isdisjoint(used) for unit in self.ground.units)
 
     def _plausible(self, fleet: Fleet) -> bool:
         """Tell whether a fleet has about enough instances by the fluid estimate."""

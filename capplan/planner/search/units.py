@@ -18,8 +18,7 @@ class Unit:
     pools
         Numbers of the pools that it may be in.
     foes
-        Adapters that must not be on its instance: its own, of which another share may exist, and those that
-        must be apart.
+        Adapters that must not be on its instance.
     """
 
     parts: tuple[Part, ...]
@@ -43,6 +42,6 @@ def units_of(problem: Problem) -> tuple[Unit, ...]:
     for (first, _), parts in grouped.items():
         pin = constraints.pool.get(first)
         pools = everywhere if pin is None else {n for n in everywhere if problem.pools[n].name == pin}
-        foes = {part.name for part in parts}.union(*(constraints.apart.get(p.name, ()) for p in parts))
-        units.append(Unit(tuple(parts), frozenset(pools), frozenset(foes)))
+        foes = frozenset[str]().union(*(constraints.apart.get(part.name, ()) for part in parts))
+        units.append(Unit(tuple(parts), frozenset(pools), foes))
     return tuple(units)

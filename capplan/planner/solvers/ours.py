@@ -8,6 +8,7 @@ highest load.
 
 from __future__ import annotations
 
+import math
 import time
 from collections.abc import Sequence
 from dataclasses import replace
@@ -15,11 +16,12 @@ from functools import partial
 from typing import Final, Literal
 
 from capplan.errors import InfeasibleError
-from capplan.planner.bound import lower_bound_gpus
+from capplan.planner.bound import lower_bound, lower_bound_gpus
 from capplan.planner.previous import instances_of
 from capplan.planner.problem import Assignment, Estimator, Problem
 from capplan.planner.search.board import Board, placed
-from capplan.planner.search.fleets import Fleet, fleets, gpus_of
+from capplan.planner.search.divide import divided
+from capplan.planner.search.fleets import fleet_of, fleets, gpus_of, wanted
 from capplan.planner.search.ground import Ground, survey
 from capplan.planner.search.judge import Judge
 from capplan.planner.search.kept import kept
@@ -31,8 +33,9 @@ from capplan.spec import Objective
 
 _SMALL: Final = 16
 """Instances up to which the twin compares numbers of slots once more."""
-_HEADROOM_STEPS: Final = 6
-_MOST_HEADROOM: Final = 0.9
+_LOAD_STEPS: Final = 8
+_MOST_LOAD: Final = 100.0
+"""Multiples of the load, beyond which nobody looks for the highest that holds."""
 
 
 def _place(problem: Problem, tools: Tools) -> tuple[Assignment, ...]:
@@ -40,22 +43,42 @@ def _place(problem: Problem, tools: Tools) -> tuple[Assignment, ...]:
     objective = problem.workload.objective
     if objective is Objective.MAX_THROUGHPUT:
         return _at_the_highest_load(problem, tools, until_s)
-    bound, ground = lower_bound_gpus(problem), survey(problem)
-    order = [f for f in fleets(problem, len(ground.units), objective) if gpus_of(problem, f) >= bound]
+    bound, grounds = lower_bound_gpus(problem), _grounds(problem)
     for exact in (tools.careful, tools.exact):  # at the edge only where nothing else is to be had
-        seeker = _seeker(ground, tools, until_s, exact or tools.exact)
-        answer = _sought(seeker, order)
+        answer = None
+        for ground in grounds:
+            seeker = _seeker(ground, tools, until_s, exact or tools.exact)
+            answer = _sought(seeker, bound, answer)
         if answer is not None:
             return answer
-    raise _too_few(problem, bound, late=seeker.late)
+    raise _too_few(problem, bound, late=time.monotonic() > until_s)
 
 
-def _sought(seeker: Seeker, order: list[Fleet]) -> tuple[Assignment, ...] | None:
-    """Return the placement on the most wanted fleet, or the fastest on the only one."""
-    if seeker.ground.problem.workload.objective is Objective.MIN_LATENCY:
-        return seeker.fastest(order[0]) if order else None
+def _grounds(problem: Problem) -> tuple[Ground, ...]:
+    """Return what is placed: adapters as they come; then, where some are heavy, those in lighter shares."""
+    ground = survey(problem)
+    lighter = divided(ground)
+    return (ground,) if lighter is problem else (ground, survey(lighter))
+
+
+def _sought(
+    seeker: Seeker, bound: int, known: tuple[Assignment, ...] | None
+) -> tuple[Assignment, ...] | None:
+    """Return the placement on the most wanted fleet, or the fastest on the only one; else the known one."""
+    problem = seeker.ground.problem
+    objective = problem.workload.objective
+    order = fleets(problem, len(seeker.ground.units), objective)
+    if objective is Objective.MIN_LATENCY:
+        found = seeker.fastest(order[0])
+        return min((each for each in (known, found) if each is not None), key=seeker.mean_s, default=None)
+    order = [fleet for fleet in order if gpus_of(problem, fleet) >= bound]
+    if known is not None:
+        best = wanted(problem, fleet_of(problem, known), objective)
+        order = [fleet for fleet in order if wanted(problem, fleet, objective) < best]
     answer = seeker.seek(order)
-    return seeker.polished(answer) if answer is not None and len(answer) <= _SMALL else answer
+    if answer is None:
+        return known
+    return seeker.polished(answer) if len(answer) <= _SMALL else answer
 
 
 def _seeker(ground: Ground, tools: Tools, until_s: float, exact: Estimator) -> Seeker:
@@ -93,19 +116,29 @@ def _at_the_highest_load(problem: Problem, tools: Tools, until_s: float) -> tupl
         workload = problem.workload.model_copy(update={"headroom": headroom})
         loaded = replace(problem, workload=workload)
         asked = tools.asking_about(loaded)
-        seeker = _seeker(survey(loaded), asked, until_s, asked.exact)
-        (fleet,) = fleets(loaded, len(seeker.ground.units), Objective.MAX_THROUGHPUT)
-        return seeker.attempt(fleet)
+        for ground in reversed(_grounds(loaded)):
+            (fleet,) = fleets(loaded, len(ground.units), Objective.MAX_THROUGHPUT)
+            answer = _seeker(ground, asked, until_s, asked.exact).attempt(fleet)
+            if answer is not None:
+                return answer
+        return None
 
-    holds, fails = problem.workload.headroom, _MOST_HEADROOM
-    best = at(holds)
+    holds = 1.0 / (1.0 - problem.workload.headroom)
+    bound = lower_bound(problem).gpus
+    best = at(problem.workload.headroom)
     if best is None:
         raise _too_few(problem, lower_bound_gpus(problem), late=time.monotonic() > until_s)
-    for _ in range(_HEADROOM_STEPS):
-        middle = (holds + fails) / 2.0
-        better = at(middle) if time.monotonic() < until_s else None
+    fails = holds * min(_MOST_LOAD, _gpus(problem) / bound if bound else _MOST_LOAD)
+    for _ in range(_LOAD_STEPS):
+        middle = math.sqrt(holds * fails)
+        better = at(1.0 - 1.0 / middle) if time.monotonic() < until_s else None
         best, holds, fails = (best, holds, middle) if better is None else (better, middle, fails)
     return best
+
+
+def _gpus(problem: Problem) -> int:
+    """Return how many GPUs there are."""
+    return gpus_of(problem, tuple(pool.instances for pool in problem.pools))
 
 
 def _too_few(problem: Problem, bound: int, *, late: bool) -> InfeasibleError:
@@ -115,7 +148,7 @@ def _too_few(problem: Problem, bound: int, *, late: bool) -> InfeasibleError:
         if late
         else f"{len(workload.adapters)} adapters at {workload.total_rate_rps:g} req/s do not fit on"
     )
-    gpus = gpus_of(problem, tuple(pool.instances for pool in problem.pools))
+    gpus = _gpus(problem)
     reason: Literal["slo", "gpus"] = "slo" if workload.slo.latency_bounds() else "gpus"
     return InfeasibleError(
         f"{'time' if late else reason}: {words} {gpus} GPU(s) with headroom {workload.headroom:g}; the lower "
@@ -132,5 +165,6 @@ CAPPLAN = Solver(
     asks=Asks.TWIN,
     splits_hot=True,
     confirms=True,
+    divides=True,
     honours=frozenset(Wish),
 )

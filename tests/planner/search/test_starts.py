@@ -12,7 +12,7 @@ from capplan.testing import example_problem
 
 @pytest.mark.parametrize("start", EVEN)
 @given(seed=st.integers(0, 10_000), adapters=st.integers(1, 60), gpus=st.integers(1, 12))
-def test_a_start_places_every_unit_once_and_keeps_shares_apart(
+def test_a_start_places_every_unit_once_and_adds_up_shares(
     start: Start, seed: int, adapters: int, gpus: int
 ) -> None:
     problem = example_problem(seed, adapters, gpus)
@@ -25,6 +25,9 @@ def test_a_start_places_every_unit_once_and_keeps_shares_apart(
     for members in board.members:
         names = [part.name for part in ground.parts(frozenset(members))]
         assert len(set(names)) == len(names)
+    served = [part for members in board.members for part in ground.parts(frozenset(members))]
+    first = problem.parts[0].name
+    assert sum(part.share for part in served if part.name == first) == pytest.approx(1.0)
 
 
 @given(seed=st.integers(0, 10_000), gpus=st.integers(1, 8))

@@ -1,0 +1,35 @@
+from dataclasses import replace
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from capplan.planner.search.divide import divided
+from capplan.planner.search.ground import survey
+from capplan.testing import example_problem
+
+
+@settings(max_examples=30, derandomize=True)
+@given(seed=st.integers(0, 10_000), adapters=st.integers(1, 40), factor=st.floats(0.1, 20.0))
+def test_heavy_adapters_come_in_light_shares_that_add_up(seed: int, adapters: int, factor: float) -> None:
+    problem = example_problem(seed, adapters, gpus=4)
+    parts = tuple(replace(part, rate_rps=part.rate_rps * factor) for part in problem.parts)
+    ground = survey(replace(problem, parts=parts))
+    lighter = divided(ground)
+    for name in {part.name for part in parts}:
+        assert sum(part.share for part in lighter.parts if part.name == name) == pytest.approx(1.0)
+    if lighter is not ground.problem:
+        assert len(lighter.parts) > len(parts)
+
+
+def test_no_more_shares_than_max_replicas() -> None:
+    problem = example_problem(0, 3, gpus=4)
+    update = {"rate_rps": 50.0, "max_replicas": 2}
+    hot = tuple(
+        adapter.model_copy(update={"rate_rps": 50.0, "max_replicas": 2})
+        for adapter in problem.workload.adapters
+    )
+    workload = problem.workload.model_copy(update={"adapters": hot})
+    parts = tuple(replace(part, rate_rps=50.0) for part in problem.parts)
+    lighter = divided(survey(replace(problem, workload=workload, parts=parts)))
+    assert sorted(part.number for part in lighter.parts) == [0, 0, 0, 1, 1, 1]
