@@ -2,9 +2,9 @@
 
     python -m capplan.profiling.campaign --device cuda --out datasets/h200
 
-Every slice takes less than nine minutes. What is done, and on what, is in ``campaign.json`` in the folder; the
-same command goes on where the last one stopped. ``--time-s`` stops before a time limit of the machine, also in
-the middle of a slice.
+Every slice takes less than nine minutes. What is done, and on what, is in ``campaign.json`` in the folder.
+The same command goes on where the last one stopped. ``--time-s`` stops before a time limit of the machine, in
+the middle of a slice if need be.
 """
 
 from __future__ import annotations
