@@ -24,7 +24,6 @@ def test_heavy_adapters_come_in_light_shares_that_add_up(seed: int, adapters: in
 
 def test_no_more_shares_than_max_replicas() -> None:
     problem = example_problem(0, 3, gpus=4)
-    update = {"rate_rps": 50.0, "max_replicas": 2}
     hot = tuple(
         adapter.model_copy(update={"rate_rps": 50.0, "max_replicas": 2})
         for adapter in problem.workload.adapters
