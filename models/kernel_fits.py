@@ -24,6 +24,8 @@ TOPPINGS_BGMV: Final = "toppings-bgmv"
 TOPPINGS_MBGMV: Final = "toppings-mbgmv"
 ADDITIVE: Final = "additive"
 FOLDS: Final = 5
+EXPLAINS_FROM: Final = 0.8
+"""Share of the variance on left-out configurations from which a form is said to explain a kernel."""
 GRIDS: Final = MappingProxyType({"paper": ("paper",), "wide": ("paper", "wide"), "tiny": ("tiny",)})
 """Grids of decode that are fitted, and the grids of cases that belong to each."""
 MEANT_FOR: Final = MappingProxyType(
@@ -129,23 +131,34 @@ class KernelReport:
         return MEANT_FOR.get(self.kernel)
 
     @property
-    def explained_by(self) -> str:
-        """The Toppings form that predicts left-out configurations better."""
-        return max((TOPPINGS_BGMV, TOPPINGS_MBGMV), key=lambda form: self.fits[form].held_out_r2)
+    def explained_by(self) -> str | None:
+        """The Toppings form that predicts left-out configurations, the better one; None if neither does."""
+        best = self._toppings()[0]
+        return best.form if best.held_out_r2 >= EXPLAINS_FROM else None
 
     def verdict(self) -> str:
         """Say in words which form explains the kernel."""
-        best = self.fits[self.explained_by]
-        other = self.fits[TOPPINGS_MBGMV if best.form == TOPPINGS_BGMV else TOPPINGS_BGMV]
-        meant = "" if best.form == self.meant else f", though {self.meant} is meant for it"
-        text = (
-            f"{best.form} explains it: R² {best.held_out_r2:.3f} on left-out configurations, "
-            f"{other.form} {other.held_out_r2:.3f}{meant}"
-        )
+        best, other = self._toppings()
         ours = self.fits[ADDITIVE]
+        if self.explained_by is None:
+            return (
+                f"neither form of Toppings explains it: R² {best.held_out_r2:.3f} and "
+                f"{other.held_out_r2:.3f} on left-out configurations; additive {ours.held_out_r2:.3f}, "
+                f"with errors of {ours.held_out_error:.1f} %"
+            )
+        text = f"{best.form} explains it"
+        if best.form != self.meant:
+            text += f", though {self.meant} is meant for it"
+        text += (
+            f": R² {best.held_out_r2:.3f} on left-out configurations, {other.form} {other.held_out_r2:.3f}"
+        )
         if ours.held_out_error < best.held_out_error:
             text += f"; additive errs by {ours.held_out_error:.1f} % instead of {best.held_out_error:.1f} %"
         return text
+
+    def _toppings(self) -> list[KernelFit]:
+        fits = [self.fits[form] for form in (TOPPINGS_BGMV, TOPPINGS_MBGMV)]
+        return sorted(fits, key=lambda fit: -fit.held_out_r2)
 
 
 def explain_kernels(table: pd.DataFrame, folds: int = FOLDS) -> list[KernelReport]:

@@ -87,6 +87,19 @@ def test_a_kernel_is_explained_by_what_it_pays_for(seed: int, alpha: float) -> N
         assert report.verdict().startswith(f"{report.meant} explains it")
 
 
+def test_no_form_of_toppings_is_said_to_explain_prompts_of_all_lengths() -> None:
+    rng = np.random.default_rng(0)
+    rows = batches(0)
+    length = pd.Series(rng.choice([16, 256], len(rows)))
+    rows = rows.assign(phase="prefill", grid="prefill", tokens=rows["requests"] * length)
+    rows["rank_tokens"] *= length
+    tables = [timed(rows, 3.0 * rows["rank_tokens"] + 20.0, half=half) for half in ("shrink", "expand")]
+    for report in explain_kernels(pd.concat(tables, ignore_index=True)):
+        assert report.explained_by is None
+        assert report.verdict().startswith("neither form of Toppings explains it")
+        assert report.fits[ADDITIVE].held_out_r2 > 0.99
+
+
 @settings(max_examples=10)
 @given(SEEDS, ALPHAS, st.floats(1.0, 50.0))
 def test_launches_and_shared_weights_are_for_the_additive_form(
