@@ -12,6 +12,7 @@ import typer
 from capplan.cli.console import counted
 from capplan.cli.extras import ENGINE, require_extra
 from capplan.cli.output import require_writable_file
+from capplan.cli.progress import announce_compilation
 from capplan.errors import InputError
 
 _FLAGS: Final = {
@@ -189,6 +190,9 @@ def _run(
 
     settings = ServerSettings(**server)
     path = None if records is None else Path(records)
+    announce_compilation()
+    if sys.stderr.isatty():
+        typer.echo(f"loading {model}", err=True)
     instance = Instance(model=model, server=settings, adapters=adapters, engine=engine, records=path)
 
     def ready(url: str) -> None:

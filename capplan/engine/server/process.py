@@ -43,8 +43,11 @@ def bind(host: str, port: int) -> socket.socket:
             raise
         return listener
     except OSError as error:
-        rule = f"cannot be listened on: {error.strerror or error}"
-        raise InputError(rule, f"{host}:{port}", "host and port") from None
+        raise _no_listening(error, f"{host}:{port}") from None
+
+
+def _no_listening(error: OSError, address: str) -> InputError:
+    return InputError(f"cannot be listened on: {error.strerror or error}", location=address)
 
 
 def url_of(listener: socket.socket) -> str:
@@ -77,7 +80,10 @@ class Server(uvicorn.Server):
 
     async def startup(self, sockets: list[socket.socket] | None = None) -> None:
         """Listen, and say so."""
-        await super().startup(sockets)
+        try:
+            await super().startup(sockets)
+        except OSError as error:
+            raise _no_listening(error, "address") from None
         self._tasks.append(asyncio.ensure_future(self._watch_engine()))
         self._ready()
 
@@ -134,8 +140,10 @@ def serve(service: Service, listener: socket.socket, ready: Callable[[], None]) 
     int
         Exit status: 0 when told to stop, 1 when the engine broke down.
     """
-    Server(service, ready).run([listener])
-    service.driver.stop()  # uvicorn does not wait for it when it is to end at once
+    try:
+        Server(service, ready).run([listener])
+    finally:
+        service.driver.stop()  # uvicorn does not see to that when it is to end at once
     failure = service.driver.failure
     if failure is None:
         return 0

@@ -41,6 +41,11 @@ class Service:
         The adapters that the engine was made with.
     watchers
         See every step.
+
+    Raises
+    ------
+    InputError
+        When an adapter is called as the base model is.
     """
 
     def __init__(
@@ -50,6 +55,9 @@ class Service:
         given: Mapping[str, str | Path | int],
         watchers: Sequence[Watcher] = (),
     ) -> None:
+        if settings.model_name in given:
+            rule = "must be other names than the base model's"
+            raise InputError(rule, settings.model_name, "adapters")
         self.settings = settings
         self.metrics = Metrics(engine, settings.model_name)
         self.driver = Driver(engine, [self.metrics, *watchers])
