@@ -21,6 +21,8 @@ import pandas as pd
 
 from capplan.datasets import load_profile
 from capplan.models.calibrate import smape
+from capplan.models.loading import gpu_load_ms
+from capplan.models.memory import kv_tokens
 from capplan.models.roofline import EngineChoice, roofline_profile
 from capplan.models.roofline_archs import model_arch
 from capplan.models.roofline_gpus import gpu_sheet
@@ -142,6 +144,22 @@ def measured() -> Iterator[Comparison]:
                 yield Comparison(name, what, ours, theirs)
 
 
+def sizes_and_loads() -> Iterator[Comparison]:
+    """Give the comparisons of KV tokens and of copies into a slot with those of the shipped profiles."""
+    for name in SHIPPED:
+        shipped = load_profile(name)
+        analytic = _with_host(shipped.model.name, 0.0)
+        slots = [(a_max, s_max) for a_max in (8, 64, 192) for s_max in (8, 16, 32)]
+        ours, theirs = (
+            [float(kv_tokens(profile, *slot, 0.9, 256)) for slot in slots] for profile in (analytic, shipped)
+        )
+        fits = [at for at, tokens in enumerate(theirs) if tokens > 0.0]
+        yield Comparison(name, "KV tokens", [ours[at] for at in fits], [theirs[at] for at in fits])
+        ranks = (8, 16, 32)
+        loads = [[gpu_load_ms(p.loading, rank, rank) for rank in ranks] for p in (analytic, shipped)]
+        yield Comparison(name, "adapter into a slot", *loads)
+
+
 def _with_host(model: str, host_ms: float) -> Profile:
     from capplan.models.roofline import Assumptions
     from capplan.models.roofline_parts import Physics
@@ -156,7 +174,7 @@ def main() -> None:
     parser.add_argument("reference", type=Path, help="folder with aic_llama8b.csv and the others")
     folder = parser.parse_args().reference
     print("| compared with | what | rows | SMAPE | bias |\n|---|---|---|---|---|")
-    for comparison in (*others(folder), *measured()):
+    for comparison in (*others(folder), *measured(), *sizes_and_loads()):
         print(comparison.line())
 
 

@@ -84,12 +84,21 @@ class Physics:
 
 @dataclass(frozen=True)
 class VllmLora:
-    """What vLLM's LoRA kernels cost, in microseconds per layer: both shipped H100 profiles, rounded.
+    """What vLLM's LoRA kernels cost: both shipped H100 profiles (vLLM 0.8.5), rounded.
 
-    The two agree within 20 %, but for the first and the third, although their models differ in width, heads
-    and number of layers: so the costs are per layer and not per byte. vLLM 0.8.5. See docs/profiling.md.
+    Attributes
+    ----------
+    traffic
+        Time that the kernels take per token, over the time to move their activations once. The profiles have
+        5.0 to 7.0, if their memory does 2 TB/s.
+    us_per_slot, us_per_slot_ktoken, us_per_slot_rank16, us_per_adapter, us_per_adapter_rank16
+        Microseconds per layer; names as in the additive form. The two profiles agree within 20 %, but for the
+        first and the third, although their models differ in width, heads and number of layers.
+    us_per_adapter_small_rank16, us_per_adapter_krequest, us_per_adapter_queued
+        Likewise.
     """
 
+    traffic: float = 6.0
     us_per_slot: float = 0.4
     us_per_slot_ktoken: float = 5.7
     us_per_slot_rank16: float = 0.24
@@ -101,13 +110,14 @@ class VllmLora:
 
     def coefficients(self, layers: int) -> dict[str, float]:
         """Return coefficients of the additive form."""
-        return {f"ms_{name.removeprefix('us_')}": layers * us / 1e3 for name, us in vars(self).items()}
+        per_layer = {name: us for name, us in vars(self).items() if name.startswith("us_")}
+        return {f"ms_{name.removeprefix('us_')}": layers * us / 1e3 for name, us in per_layer.items()}
 
     def in_words(self) -> str:
         """Return the assumption in one sentence."""
         return (
-            "Costs of LoRA kernels per layer, slot and adapter are carried over from the H100 profiles of "
-            "vLLM 0.8.5"
+            "What LoRA kernels cost per layer, slot and adapter, and per token over the traffic of "
+            "activations, is carried over from the H100 profiles of vLLM 0.8.5"
         )
 
 
@@ -138,6 +148,7 @@ def step(
     kernels = physics.kernels_per_layer + (physics.lora_kernels_per_layer if lora else 0)
     reduce_ms, reduce_ms_per_ktoken = _all_reduce(sheet, arch, tp, physics)
     traffic = _activations(arch, tp) / bytes_per_ms if lora else 0.0
+    traffic *= 1.0 if carried is None else carried.traffic
     found = dict.fromkeys(ADDITIVE.coefficients, 0.0) | {
         "base_ms": read_ms + arch.layers * kernels * physics.kernel_us / 1e3 + reduce_ms + physics.step_ms,
         "ms_per_ktoken": chord_ms + reduce_ms_per_ktoken + 1e3 * traffic,
