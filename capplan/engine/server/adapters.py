@@ -11,7 +11,7 @@ from pathlib import Path
 from capplan.engine.engine import Engine
 from capplan.engine.lora.layout import AdapterLayout
 from capplan.engine.lora.sources import PeftFolder
-from capplan.engine.server.api_error import ApiError, bad_request
+from capplan.engine.server.api_error import ApiError
 from capplan.engine.server.driver import Driver
 from capplan.errors import InputError
 
@@ -88,7 +88,8 @@ class Adapters:
                 await asyncio.to_thread(source.read, self._layout, self._dtype, pin=False)
                 await self._driver.run(lambda engine: engine.add_adapter(name, folder))
             except InputError as error:
-                raise bad_request(error, "lora_path") from None
+                message = str(error).replace(f"{self._root}/", "")  # where the root is, is nobody's business
+                raise ApiError(400, message, "lora_path") from None
             self._known[name] = AdapterInfo(name, path)
 
     async def unload(self, name: str) -> None:

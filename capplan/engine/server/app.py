@@ -23,7 +23,8 @@ def make_app(service: Service) -> FastAPI:
         yield
         await asyncio.to_thread(service.driver.stop)
 
-    app = FastAPI(title="capplan", lifespan=lifespan)
+    # No pages of documentation: they would load scripts from elsewhere. The schema is at /openapi.json.
+    app = FastAPI(title="capplan", lifespan=lifespan, docs_url=None, redoc_url=None)
     app.state.service = service
     app.include_router(router)
     app.add_middleware(Gate, settings=service.settings, refuse=service.refuse_if_full)
