@@ -17,6 +17,7 @@ from capplan.planner.problem import Assignment, Estimate, Estimator, Problem
 from capplan.planner.surrogate_estimator import SurrogateEstimator, with_usual_lengths
 from capplan.spec import STARVED_BELOW, Workload
 from capplan.twin import SimulationResult
+from capplan.twin.result import bound_value
 from capplan.twin.simulate import DEFAULT_MAX_MODEL_LEN
 
 SEARCH_DURATION_S = 3600.0
@@ -27,6 +28,9 @@ _A_FEW: Final = 16
 _AT_EASE: Final = 0.99
 """Served fraction from which an instance is far from its edge."""
 _RUNS_AT_THE_EDGE: Final = 3
+_PER_BOUND: Final = 0.1
+_FAR_BEYOND: Final = 10.0
+"""Strain of an instance that just keeps a latency bound, and multiples of the bound that count."""
 _SEEDS_APART: Final = 500_009
 
 
@@ -48,13 +52,21 @@ class TwinEstimator:
         judged = self._judged(assignment)
         if judged is None:
             return Estimate(0.0, starved=True)
-        result = judged.result
+        result, broken = judged.result, bool(judged.broken)
+        short = max(0.0, self._wanted - result.served_fraction)
         return Estimate(
             result.throughput_tok_s,
-            starved=bool(judged.broken),
+            starved=broken,
             e2e_s_mean=_charged_s(result),
-            strain=max(0.0, self._wanted - result.served_fraction) + bool(judged.broken),
+            strain=broken + short + _PER_BOUND * self._of_bounds(result),
+            short=short,
         )
+
+    def _of_bounds(self, result: SimulationResult) -> float:
+        """Return the share of the latency bound nearest to breaking that is used; above 1 it is broken."""
+        bounds = self.problem.workload.slo.latency_bounds()
+        used = (bound_value(result, name) / bound for name, bound in bounds.items())
+        return min(_FAR_BEYOND, max((each for each in used if each == each), default=0.0))
 
     def _judged(self, assignment: Assignment) -> Judged | None:
         """Return the first of a few runs that breaks a bound, or the first run.

@@ -82,6 +82,8 @@ class Estimate:
     estimator cannot tell."""
     strain: float = 0.0
     """How near it is to failing, or how far beyond; grows with the load."""
+    short: float = 0.0
+    """Share of its load that it would have to lose, as far as is known; 0 where it holds."""
 
 
 class Estimator(Protocol):

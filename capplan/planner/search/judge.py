@@ -178,7 +178,7 @@ class Judge:
             fits = self.ground.problem.fits_in_memory(assignment)
             estimate = self.exact(assignment) if fits else None
             if estimate is None or estimate.starved:
-                yield max(0.0, estimate.strain - 1.0) if estimate else 1.0
+                yield estimate.short if estimate else 1.0
                 return
             yield -1.0
 

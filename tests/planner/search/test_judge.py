@@ -25,7 +25,7 @@ class Upto:
         self.asked.append(assignment)
         load = sum(part.rate_rps for part in assignment.parts)
         short = max(0.0, 1.0 - self.rps / load)
-        return Estimate(min(load, self.rps), starved=short > 0.0, strain=load / 1e3 + short + (short > 0.0))
+        return Estimate(min(load, self.rps), starved=short > 0.0, strain=load / 1e3, short=short)
 
 
 def alike(seed: int, adapters: int, gpus: int) -> Problem:
