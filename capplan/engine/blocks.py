@@ -13,20 +13,28 @@ import numpy as np
 from numpy.typing import NDArray
 
 from capplan.engine.decisions import Parts
-from capplan.engine.pages import NULL_PAGE, PagePool
+from capplan.engine.pages import PagePool
 from capplan.serving import State
 
 
 class BlockTables(Protocol):
-    """The pages of running requests, out of a pool."""
+    """The pages of running requests, out of a pool.
+
+    Attributes
+    ----------
+    table
+        Block i of a request is page ``table[line, i] + shift``, ...
+    line
+        ... where the line is this field of the request's part of a step.
+    """
 
     pool: PagePool
+    table: NDArray[np.int64]
+    shift: int
+    line: str
 
-    def tables(self, parts: Parts, held: NDArray[np.int64], needed: NDArray[np.int64]) -> NDArray[np.int64]:
-        """Return the pages of each part of a step, shape (parts, most needed), padded with the null page.
-
-        `held` and `needed` count the blocks of each part before and after the step.
-        """
+    def take(self, parts: Parts) -> None:
+        """Take the pages that the parts of a step need."""
         ...
 
     def release(self, rows: NDArray[np.int64]) -> None:
@@ -45,19 +53,19 @@ class BlockTables(Protocol):
 class NamedBlocks:
     """Blocks as the scheduler names them; pages 1 to `num_blocks` of the pool are taken for good."""
 
+    shift = 1
+    line = "place"
+
     def __init__(self, state: State, pool: PagePool, num_blocks: int) -> None:
         self.pool = pool
-        self._table = state.pool.table
+        self.table = state.pool.table
         self._holders = state.pool.blocks.holders
         self._reserved = pool.take(num_blocks)
         if self._reserved.min(initial=1) != 1 or self._reserved.max(initial=num_blocks) != num_blocks:
             raise RuntimeError("the pool has handed out pages before the KV cache was set up")
 
-    def tables(self, parts: Parts, held: NDArray[np.int64], needed: NDArray[np.int64]) -> NDArray[np.int64]:
-        """See `BlockTables`."""
-        width = int(needed.max(initial=0))
-        pages = self._table[parts.place, :width] + 1
-        return np.where(np.arange(width) < needed[:, None], pages, NULL_PAGE)
+    def take(self, parts: Parts) -> None:
+        """The scheduler has done it."""
 
     def release(self, rows: NDArray[np.int64]) -> None:
         """The scheduler has done it."""
@@ -74,30 +82,37 @@ class NamedBlocks:
 class CountedBlocks:
     """Pages from the pool's free list, taken and handed back here."""
 
-    def __init__(self, pool: PagePool, rows: int, blocks_per_request: int) -> None:
-        self.pool = pool
-        self._table = np.zeros((rows, blocks_per_request), np.int64)
-        self._held = np.zeros(rows, np.int64)
+    shift = 0
+    line = "row"
 
-    def tables(self, parts: Parts, held: NDArray[np.int64], needed: NDArray[np.int64]) -> NDArray[np.int64]:
-        """See `BlockTables`; takes the pages that the step needs."""
-        for i in np.flatnonzero(needed > held):
-            row = parts.row[i]
-            self._table[row, held[i] : needed[i]] = self.pool.take(int(needed[i] - held[i]))
-            self._held[row] = needed[i]
-        width = int(needed.max(initial=0))
-        return np.where(np.arange(width) < needed[:, None], self._table[parts.row, :width], NULL_PAGE)
+    def __init__(self, pool: PagePool, rows: int, blocks_per_request: int, block_size: int) -> None:
+        self.pool = pool
+        self.table = np.zeros((rows, blocks_per_request), np.int64)
+        self._held = np.zeros(rows, np.int64)
+        self._block_size = block_size
+
+    def take(self, parts: Parts) -> None:
+        """See `BlockTables`."""
+        rows = parts["row"]
+        needed = -(-(parts["computed"] + parts["tokens"]) // self._block_size)
+        more = needed - self._held[rows]
+        total = int(more.sum())
+        if total:
+            ends = np.cumsum(more)
+            within = np.arange(total) - np.repeat(ends - more, more)
+            self.table[np.repeat(rows, more), np.repeat(needed - more, more) + within] = self.pool.take(total)
+            self._held[rows] = needed
 
     def release(self, rows: NDArray[np.int64]) -> None:
         """Hand the pages of rows back."""
         for row in rows:
-            self.pool.give(self._table[row, : self._held[row]])
+            self.pool.give(self.table[row, : self._held[row]])
             self._held[row] = 0
 
     def owned(self) -> NDArray[np.int64]:
         """See `BlockTables`."""
         return np.concatenate(
-            [np.zeros(0, np.int64), *(self._table[r, : self._held[r]] for r in np.flatnonzero(self._held))]
+            [np.zeros(0, np.int64), *(self.table[r, : self._held[r]] for r in np.flatnonzero(self._held))]
         )
 
     def in_use(self) -> int:

@@ -6,7 +6,7 @@ and from what decoding and partial rows are. Compiled, because it looks at every
 
 from __future__ import annotations
 
-from typing import Any, NamedTuple, cast
+from typing import Any, NamedTuple
 
 import numpy as np
 from numpy.typing import NDArray
@@ -31,49 +31,69 @@ _PART = np.dtype(
     align=True,
 )
 
-Parts = np.recarray[Any, Any]
+Parts = np.ndarray[Any, Any]
 """Requests with tokens in a step, in running order; fields as in `_PART`."""
+
+
+class Tally(NamedTuple):
+    """Counts of a step, requests by whether they compute one token after others that they have generated."""
+
+    parts: int
+    decodes: int
+    prefill_tokens: int
+    rank_sum: int
+    max_rank: int
 
 
 def new_parts(max_num_seqs: int) -> Parts:
     """Return room for the parts of one step."""
-    return np.zeros(max_num_seqs, _PART).view(np.recarray)
+    return np.zeros(max_num_seqs, _PART)
 
 
-def read_step(state: State, parts: Parts) -> Parts:
+def read_step(state: State, rank_of: NDArray[np.int64], parts: Parts) -> tuple[Parts, Tally]:
     """Return the requests with tokens in the step that `schedule` decided last, listed in `parts`.
 
-    Call it between `schedule` and `commit`.
+    Call it between `schedule` and `commit`. `rank_of` are the adapters' ranks.
     """
-    return cast(Parts, parts[: _list_parts(state, parts)])
+    tally = _list_parts(state.counters, state.rows, rank_of, parts)
+    return parts[: tally.parts], tally
 
 
 @jit
-def _list_parts(state: State, parts: Parts) -> int:
-    c = state.counters
+def _list_parts(
+    c: NDArray[np.int64], rows: np.recarray[Any, Any], rank_of: NDArray[np.int64], parts: Parts
+) -> Tally:
     row = c[RUN_HEAD]
-    n = 0
+    n = decodes = prefill_tokens = rank_sum = max_rank = 0
     while row != NONE:
         tokens = 0
-        computed = state.rows.computed[row]
+        computed = rows.computed[row]
         emits = True
-        if state.rows.since[row] >= 0:
+        if rows.since[row] >= 0:
             tokens = 1 if c[STEP_DECODES] > 0 else 0
-            computed += c[TICK] - state.rows.since[row]
-        elif state.rows.since[row] == NONE:
-            tokens = state.rows.tokens[row]
-            emits = computed + tokens == state.rows.prompt[row] + state.rows.output[row]
+            computed += c[TICK] - rows.since[row]
+        elif rows.since[row] == NONE:
+            tokens = rows.tokens[row]
+            emits = computed + tokens == rows.prompt[row] + rows.output[row]
         if tokens > 0:
-            parts.request[n] = state.rows.request[row]
-            parts.row[n] = row
-            parts.place[n] = state.rows.place[row]
-            parts.adapter[n] = state.rows.adapter[row]
-            parts.tokens[n] = tokens
-            parts.computed[n] = computed
-            parts.emits[n] = emits
+            part = parts[n]
+            part.request = rows.request[row]
+            part.row = row
+            part.place = rows.place[row]
+            part.adapter = rows.adapter[row]
+            part.tokens = tokens
+            part.computed = computed
+            part.emits = emits
             n += 1
-        row = state.rows.following[row]
-    return n
+            if tokens == 1 and rows.output[row] > 0:
+                decodes += 1
+            else:
+                prefill_tokens += tokens
+            rank = rank_of[rows.adapter[row]]
+            rank_sum += rank
+            max_rank = max(max_rank, rank)
+        row = rows.following[row]
+    return Tally(n, decodes, prefill_tokens, rank_sum, max_rank)
 
 
 class Decision(NamedTuple):
@@ -95,46 +115,7 @@ def describe(state: State, parts: Parts, begin_ns: int) -> Decision:
     from_disk = adapters.load_from_disk[:n].astype(bool)
     return Decision(
         begin_ns,
-        list(zip(parts.request.tolist(), parts.tokens.tolist(), strict=True)),
+        list(zip(parts["request"].tolist(), parts["tokens"].tolist(), strict=True)),
         preempted.tolist(),
         list(zip(adapters.loads[:n].tolist(), from_disk.tolist(), strict=True)),
     )
-
-
-@jit
-def fill_tokens(
-    parts: Parts,
-    order: NDArray[np.int64],
-    known: NDArray[np.int32],
-    tables: NDArray[np.int64],
-    out: NDArray[np.int64],
-    block_size: int,
-) -> int:
-    """Write every token of a step, request by request, into the columns of `out`; return their number.
-
-    Parameters
-    ----------
-    parts
-        The requests of the step.
-    order
-        The numbers of the parts in the order in which their tokens are to stand.
-    known
-        Tokens of each row, shape (rows, max_model_len).
-    tables
-        Pages of each part, shape (parts, blocks).
-    out
-        Shape (4, tokens): token, position, page, place in the page.
-    block_size
-        Tokens of a page.
-    """
-    at = 0
-    for part in order:
-        row = parts.row[part]
-        first = parts.computed[part]
-        for position in range(first, first + parts.tokens[part]):
-            out[0, at] = known[row, position]
-            out[1, at] = position
-            out[2, at] = tables[part, position // block_size]
-            out[3, at] = position % block_size
-            at += 1
-    return at

@@ -183,7 +183,7 @@ class Engine:
         number = self._registry.add(name)
         try:
             seed = self.settings.seed + self._registry.entry(number)
-            self.loop.add_adapter(number, adapter_source(source, seed), self.sizes.s_max)
+            self.loop.loads.add(number, adapter_source(source, seed), self.sizes.s_max)
         except InputError:
             self._registry.remove(name)
             raise
@@ -201,7 +201,7 @@ class Engine:
         if users:
             rule = f"must not be in use: {users} requests of it are in flight"
             raise InputError(rule, name, "adapter")
-        self.loop.remove_adapter(number)
+        self.loop.loads.remove(number)
         self._registry.remove(name)
         self._prefixes.renew(number)
 

@@ -45,7 +45,11 @@ def _check_pages(loop: Loop) -> None:
     c, pool = loop.state.counters, loop.blocks.pool
     used = int(c[s.CAPACITY] - c[s.FREE_BLOCKS] - c[s.ADAPTER_PAGES])
     _same("KV blocks in use", loop.blocks.in_use(), used)
-    owned = [*pool.free_pages, *loop.blocks.owned().tolist(), *loop.residency.memory.owned().tolist()]
+    owned = [
+        *pool.free_pages.tolist(),
+        *loop.blocks.owned().tolist(),
+        *loop.residency.memory.owned().tolist(),
+    ]
     _same("pages free and owned", sorted(owned), list(range(1, pool.capacity + 1)))
 
 

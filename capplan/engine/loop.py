@@ -11,21 +11,20 @@ from typing import NamedTuple
 
 import numpy as np
 import torch
+from numpy.typing import NDArray
 
-from capplan.engine.batch import build_batch
 from capplan.engine.blocks import BlockTables
 from capplan.engine.clock import Clock
+from capplan.engine.compose import Composer
 from capplan.engine.decisions import Decision, Parts, describe, new_parts, read_step
-from capplan.engine.lora.loader import Loader
-from capplan.engine.lora.residency import Residency
-from capplan.engine.lora.sources import AdapterSource
-from capplan.engine.records import StepRecord, begin_record, complete_record
+from capplan.engine.loads import Loads
+from capplan.engine.records import StepRecord, step_record, with_times
 from capplan.engine.request import FinishReason, Request
 from capplan.engine.runner import ModelRunner
 from capplan.engine.sampler import sample
 from capplan.engine.stopwatch import Stopwatch
-from capplan.engine.withdraw import forget_adapter, withdraw
-from capplan.serving import NONE, Limits, State, adapter_loaded, commit, finish, schedule, submit
+from capplan.engine.withdraw import withdraw
+from capplan.serving import NONE, Limits, State, commit, finish, schedule, submit
 from capplan.serving import state as s
 from capplan.serving.state import SLORA
 
@@ -60,24 +59,27 @@ class Loop:
         limits: Limits,
         runner: ModelRunner,
         blocks: BlockTables,
-        residency: Residency,
-        loader: Loader,
+        loads: Loads,
         clock: Clock,
         device: torch.device,
     ) -> None:
         self.state = state
         self.limits = limits
         self.clock = clock
-        self.loader = loader
+        self.loads = loads
+        self.loader = loads.loader
+        self.residency = loads.residency
         self.requests: dict[int, Request] = {}
-        self._runner = runner
         self.blocks = blocks
-        self.residency = residency
+        self.decisions: list[Decision] | None = None
+        self._runner = runner
         self._device = device
         self._known = np.zeros((state.rows.size, limits.max_model_len), np.int32)
+        self._composer = Composer(limits, state.adapters.size - 1, self._known, blocks, device)
         self._parts = new_parts(min(state.rows.size, limits.max_num_seqs))
+        self._by_row: list[Request | None] = [None] * state.rows.size
+        self._lists = {name: getattr(state.lists, name) for name in ("admitted", "preempted", "finished")}
         self._steps = 0
-        self.decisions: list[Decision] | None = None
 
     @property
     def has_room(self) -> bool:
@@ -109,7 +111,7 @@ class Loop:
             return False
         request.row = row
         self._known[row, :size] = request.prompt
-        self.requests[request.number] = request
+        self._by_row[row] = self.requests[request.number] = request
         return True
 
     def abort(self, number: int) -> None:
@@ -118,51 +120,24 @@ class Loop:
         if request is not None:
             self._end_early(request, "abort")
 
-    def add_adapter(self, number: int, source: AdapterSource, max_rank: int) -> None:
-        """Take an adapter in; the first request of it loads it."""
-        self.residency.enter(number, source, max_rank)
-        self.adapter_entered(number)
-
-    def adapter_entered(self, number: int) -> None:
-        """Tell the scheduler what it must know of a new adapter."""
-        if self.limits.policy == SLORA:
-            self.state.adapters.pages[number] = self.residency.pages(number)
-
-    def remove_adapter(self, number: int) -> None:
-        """Drop an adapter, which no request in flight may have."""
-        if self.state.adapters.claim[number] == s.LOADING:  # for a request that is gone
-            self.loader.recall(number)
-            adapter_loaded(self.state, number)
-        self.loader.wait(number)
-        forget_adapter(self.state, number)
-        self.residency.leave(number)
-        self.state.adapters.pages[number] = 0
-
     def step(self) -> Step | None:
         """Decide a step and run it; None when there is nothing to run now."""
         begin_ns = self.clock.now_ns()
         failed = self._take_arrived()
         watch = Stopwatch()
         tokens = schedule(self.state, self.limits)
-        parts = read_step(self.state, self._parts)
+        parts, tally = read_step(self.state, self.residency.rank_of, self._parts)
         watch.lap("schedule")
-        if self.decisions is not None and (tokens or self.state.counters[s.N_LOADS]):
+        counters = self.state.counters.copy()
+        if self.decisions is not None and (tokens or counters[s.N_LOADS]):
             self.decisions.append(describe(self.state, parts, begin_ns))
             watch.skip()
         self._move(begin_ns)
         watch.lap("prepare")
-        errors = self._load(watch)
+        errors = self.loads.run(watch)
         if tokens == 0:
             return Step(None, [], failed) if failed else None
-        emitted, logits = self._run(parts, watch)
-        self._steps += 1
-        record = begin_record(self.state, parts, self.residency.rank_of, self._steps, begin_ns)
-        tokens_out = zip(emitted, sample(logits, emitted), strict=True)
-        # What ran with an adapter that could not be loaded is nonsense, and nobody else's.
-        emitted = [
-            self._append(request, token) for request, token in tokens_out if request.adapter not in errors
-        ]
-        watch.lap("sample")
+        emitted = self._run(parts, errors, watch)
         commit(self.state, self.limits)
         finished = failed + self._end(emitted, errors)
         watch.lap("commit")
@@ -170,72 +145,65 @@ class Loop:
         end_ns = self.clock.now_ns()
         for request in emitted:
             request.token_ns.append(end_ns)
-        return Step(complete_record(record, end_ns, len(finished), watch), emitted, finished)
+        self._steps += 1
+        record = step_record(self._steps, begin_ns, tally, counters, self._disk_loads())
+        return Step(with_times(record, end_ns, len(finished), watch), emitted, finished)
 
     def _take_arrived(self) -> list[Request]:
         """Note the adapters that have been loaded beside the batch; return the requests of broken ones."""
         failed: list[Request] = []
-        for adapter, error in self.loader.arrived():
-            if error is not None:
-                failed += self._fail(adapter, error)
-            adapter_loaded(self.state, adapter)
-            if error is not None:
-                self._forget(adapter)
+        for arrival in self.loads.arrived():
+            if arrival.error is not None:
+                failed += self._fail(arrival.adapter, arrival.error)
+            self.loads.accept(arrival)
         return failed
 
     def _move(self, begin_ns: int) -> None:
         """Note who left the running requests and who joined them."""
-        c, lists = self.state.counters, self.state.lists
-        preempted = lists.preempted[: c[s.N_PREEMPTED]]
-        self.blocks.release(preempted)
-        for number in self.state.rows.request[preempted]:
-            self.requests[int(number)].running = False
-            self.requests[int(number)].preemptions += 1
-        for number in self.state.rows.request[lists.admitted[: c[s.N_ADMITTED]]]:
-            request = self.requests[int(number)]
-            request.running = True
-            if request.admitted_ns is None:
-                request.admitted_ns = begin_ns
+        if self.state.counters[s.N_PREEMPTED]:
+            preempted = self._listed("preempted", s.N_PREEMPTED)
+            self.blocks.release(preempted)
+            for request in self._requests_of(preempted):
+                request.running = False
+                request.preemptions += 1
+        if self.state.counters[s.N_ADMITTED]:
+            for request in self._requests_of(self._listed("admitted", s.N_ADMITTED)):
+                request.running = True
+                if request.admitted_ns is None:
+                    request.admitted_ns = begin_ns
 
-    def _load(self, watch: Stopwatch) -> dict[int, str]:
-        """Begin the loads of this step, do those that it has to wait for, and return what went wrong."""
-        state, slora = self.state, self.limits.policy == SLORA
-        beside = bool(self.limits.load_beside)
-        errors: dict[int, str | None] = {}
-        if slora or state.counters[s.N_LOADS] > 0:
-            for adapter, job in self.residency.follow(state, self.loader.wait):
-                if beside or slora:
-                    watch.lap("load")
-                    self.loader.begin(adapter, job, announce=beside)
-                    watch.skip()
-                else:
-                    errors[adapter] = job()
-        watch.lap("load")
-        if slora:  # a batch of prompts waits until all of its adapters are there
-            admitted = state.lists.admitted[: state.counters[s.N_ADMITTED]]
-            for adapter in set(state.rows.adapter[admitted].tolist()) - {0}:
-                ready_ns = self.loader.ready_ns(adapter)
-                errors[adapter] = self.loader.wait(adapter)
-                watch.lap("load")
-                watch.until("load", ready_ns - self.clock.now_ns())
-        return {adapter: error for adapter, error in errors.items() if error is not None}
+    def _listed(self, name: str, counter: int) -> NDArray[np.int64]:
+        """Return one of the scheduler's lists of rows."""
+        rows: NDArray[np.int64] = self._lists[name][: self.state.counters[counter]]
+        return rows
 
-    def _run(self, parts: Parts, watch: Stopwatch) -> tuple[list[Request], torch.Tensor]:
-        """Return the requests that get a token and their logits."""
-        batch = build_batch(parts, self.blocks, self._known, self.limits.block_size, self._device)
+    def _requests_of(self, rows: NDArray[np.int64]) -> list[Request]:
+        by_row = self._by_row
+        return [request for row in rows.tolist() if (request := by_row[row]) is not None]
+
+    def _disk_loads(self) -> int:
+        loads = self.state.counters[s.N_LOADS]
+        return int(self.state.adapters.load_from_disk[:loads].sum()) if loads else 0
+
+    def _run(self, parts: Parts, errors: Mapping[int, str], watch: Stopwatch) -> list[Request]:
+        """Run the model on the step and return the requests that got a token."""
+        batch = self._composer.compose(parts)
+        requests = self._requests_of(batch.rows)
         watch.lap("prepare")
         logits = self._runner.run(batch)
         if self._device.type == "cuda":
             torch.cuda.synchronize(self._device)  # else the sampler's phase would be charged with the model
         watch.lap("forward")
-        return [self.requests[int(number)] for number in parts.request[batch.emitting]], logits
-
-    def _append(self, request: Request, token: int) -> Request:
-        at = request.prompt.size + len(request.output)
-        if at < self._known.shape[1]:
-            self._known[request.row, at] = token
-        request.output.append(token)
-        return request
+        tokens = sample(logits, requests)
+        self._known[batch.rows, batch.next_positions] = tokens
+        if errors:
+            # What ran with an adapter that could not be loaded is nonsense, and no other request's.
+            sound = [i for i, request in enumerate(requests) if request.adapter not in errors]
+            requests, tokens = [requests[i] for i in sound], tokens[sound]
+        for request, token in zip(requests, tokens.tolist(), strict=True):
+            request.output.append(token)
+        watch.lap("sample")
+        return requests
 
     def _end(self, emitted: list[Request], errors: Mapping[int, str]) -> list[Request]:
         """Return the requests that are over: by length, by a stop token, or with the error of an adapter."""
@@ -251,7 +219,7 @@ class Loop:
                 if request.adapter == adapter:
                     request.finish_reason, request.error = "error", error
             finished += self._fail(adapter, error)
-            self._forget(adapter)
+            self.loads.forget(adapter)
         return finished
 
     def _fail(self, adapter: int, error: str) -> list[Request]:
@@ -262,11 +230,6 @@ class Loop:
             request.error = error
         return failed
 
-    def _forget(self, adapter: int) -> None:
-        """Have an adapter that could not be loaded loaded anew when it is asked for again."""
-        forget_adapter(self.state, adapter)
-        self.residency.drop(adapter)
-
     def _end_early(self, request: Request, reason: FinishReason) -> None:
         """End a request between two steps, whether it runs or waits."""
         if request.running:
@@ -275,14 +238,21 @@ class Loop:
             self._take_finished()
         else:
             withdraw(self.state, self.limits, request.row)
-            del self.requests[request.number]
+            self._release(request)
         request.finish_reason = reason
 
     def _take_finished(self) -> list[Request]:
-        rows = self.state.lists.finished[: self.state.counters[s.N_FINISHED]]
+        rows = self._listed("finished", s.N_FINISHED)
+        if not rows.size:
+            return []
         self.blocks.release(rows)
-        finished = [self.requests.pop(int(number)) for number in self.state.rows.request[rows]]
+        finished = self._requests_of(rows)
         for request in finished:
             request.running = False
             request.finish_reason = "length"
+            self._release(request)
         return finished
+
+    def _release(self, request: Request) -> None:
+        del self.requests[request.number]
+        self._by_row[request.row] = None

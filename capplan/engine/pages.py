@@ -27,17 +27,14 @@ class PagePool:
     def __init__(self, pages: int, page_elements: int, dtype: torch.dtype, device: torch.device) -> None:
         self.tensor = torch.zeros((pages + 1, page_elements), dtype=dtype, device=device)
         self.capacity = pages
-        self._free = list(range(pages, 0, -1))
-
-    @property
-    def free(self) -> int:
+        self.free = pages
         """Pages that nobody holds."""
-        return len(self._free)
+        self._stack = np.arange(pages, 0, -1, dtype=np.int64)
 
     @property
-    def free_pages(self) -> list[int]:
-        """The pages that nobody holds."""
-        return list(self._free)
+    def free_pages(self) -> NDArray[np.int64]:
+        """The pages that nobody holds, the next ones last."""
+        return self._stack[: self.free]
 
     def take(self, count: int) -> NDArray[np.int64]:
         """Take pages; what they hold is of no use.
@@ -47,16 +44,15 @@ class PagePool:
         RuntimeError
             When fewer are free, which the scheduler's count rules out.
         """
-        if count > len(self._free):
-            raise RuntimeError(
-                f"{count} pages wanted, {len(self._free)} free: the scheduler's count is broken"
-            )
-        taken = [self._free.pop() for _ in range(count)]
-        return np.array(taken, np.int64)
+        if count > self.free:
+            raise RuntimeError(f"{count} pages wanted, {self.free} free: the scheduler's count is broken")
+        self.free -= count
+        return self._stack[self.free : self.free + count][::-1].copy()
 
     def give(self, pages: NDArray[np.int64]) -> None:
         """Hand pages back."""
-        self._free.extend(pages.tolist())
+        self._stack[self.free : self.free + pages.size] = pages
+        self.free += pages.size
 
     def clear(self, pages: torch.Tensor) -> None:
         """Fill pages with zeros.

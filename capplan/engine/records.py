@@ -10,9 +10,8 @@ from typing import NamedTuple
 import numpy as np
 from numpy.typing import NDArray
 
-from capplan.engine.decisions import Parts
+from capplan.engine.decisions import Tally
 from capplan.engine.stopwatch import Stopwatch
-from capplan.serving import State
 from capplan.serving import state as s
 from capplan.spec import write_bytes_atomic
 
@@ -54,34 +53,32 @@ class StepRecord(NamedTuple):
     commit_ms: float = 0.0
 
 
-def begin_record(
-    state: State, parts: Parts, rank_of: NDArray[np.int64], step: int, begin_ns: int
+def step_record(
+    step: int, begin_ns: int, tally: Tally, counters: NDArray[np.int64], disk_loads: int
 ) -> StepRecord:
     """Return the record of a step that has been decided and not committed, its times still to come."""
-    c = state.counters
-    ranks = rank_of[parts.adapter]
-    decodes = (parts.tokens == 1) & (state.rows.output[parts.row] > 0)
+    c: list[int] = counters.tolist()
     return StepRecord(
         step=step,
         begin_ns=begin_ns,
-        tokens=int(c[s.STEP_TOKENS]),
-        decode_requests=int(decodes.sum()),
-        prefill_requests=int((~decodes).sum()),
-        prefill_tokens=int(parts.tokens[~decodes].sum()),
-        requests=int(c[s.N_RUNNING] - c[s.N_ENDING]),
-        waiting=int(c[s.N_WAITING]),
-        kv_tokens=int(c[s.KV_TOKENS]),
-        adapters=int(c[s.N_ACTIVE] - c[s.N_CLAIMED]),
-        resident=int(c[s.N_RESIDENT]),
-        rank_sum=int(ranks.sum()),
-        max_rank=int(ranks.max(initial=0)),
-        loads=int(c[s.N_LOADS]),
-        disk_loads=int(state.adapters.load_from_disk[: c[s.N_LOADS]].sum()),
-        preemptions=int(c[s.N_PREEMPTED]),
+        tokens=c[s.STEP_TOKENS],
+        decode_requests=tally.decodes,
+        prefill_requests=tally.parts - tally.decodes,
+        prefill_tokens=tally.prefill_tokens,
+        requests=c[s.N_RUNNING] - c[s.N_ENDING],
+        waiting=c[s.N_WAITING],
+        kv_tokens=c[s.KV_TOKENS],
+        adapters=c[s.N_ACTIVE] - c[s.N_CLAIMED],
+        resident=c[s.N_RESIDENT],
+        rank_sum=tally.rank_sum,
+        max_rank=tally.max_rank,
+        loads=c[s.N_LOADS],
+        disk_loads=disk_loads,
+        preemptions=c[s.N_PREEMPTED],
     )
 
 
-def complete_record(record: StepRecord, end_ns: int, finished: int, watch: Stopwatch) -> StepRecord:
+def with_times(record: StepRecord, end_ns: int, finished: int, watch: Stopwatch) -> StepRecord:
     """Return the record of a step that has ended."""
     return record._replace(
         finished=finished,

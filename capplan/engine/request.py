@@ -109,6 +109,12 @@ class Request:
     preemptions: int = 0
     finish_reason: FinishReason | None = None
     error: str | None = None
+    plain: bool = field(init=False)
+    """Whether the likeliest tokens are all that is asked for."""
+
+    def __post_init__(self) -> None:
+        asked = self.params
+        self.plain = asked.temperature == 0 and asked.logprobs is None and not asked.keep_logits
 
 
 @dataclass(frozen=True)

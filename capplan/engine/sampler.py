@@ -7,20 +7,33 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
+import numpy as np
 import torch
+from numpy.typing import NDArray
 
 from capplan.engine.request import Request, TokenLogprobs
 
 
-def sample(logits: torch.Tensor, requests: Sequence[Request]) -> list[int]:
+def sample(logits: torch.Tensor, requests: Sequence[Request]) -> NDArray[np.int64]:
     """Return one token per request from logits, shape (requests, vocabulary); report what was asked for."""
-    logits = logits.float()
-    tokens: list[int] = logits.argmax(dim=-1).tolist()
-    drawn = [i for i, request in enumerate(requests) if request.params.temperature > 0]
-    if drawn:
-        for i, token in zip(drawn, _draw(logits[drawn], [requests[i] for i in drawn]), strict=True):
-            tokens[i] = token
-    _report(logits, requests, tokens)
+    tokens = _likeliest(logits)
+    special = [i for i, request in enumerate(requests) if not request.plain]
+    if special:
+        asking = [requests[i] for i in special]
+        chosen = logits[special].float()
+        drawn = [at for at, request in enumerate(asking) if request.params.temperature > 0]
+        if drawn:
+            at = np.array(special)[drawn]
+            tokens[at] = _draw(chosen[drawn], [asking[i] for i in drawn])
+        _report(chosen, asking, tokens[special].tolist())
+    return tokens
+
+
+def _likeliest(logits: torch.Tensor) -> NDArray[np.int64]:
+    if logits.device.type == "cpu":  # NumPy's is ten times as fast as PyTorch's there
+        tokens: NDArray[np.int64] = logits.float().numpy().argmax(axis=1)
+    else:
+        tokens = logits.argmax(dim=1).numpy(force=True)
     return tokens
 
 
@@ -33,9 +46,8 @@ def _draw(logits: torch.Tensor, requests: Sequence[Request]) -> list[int]:
     uniform = column([request.rng.random() if request.rng is not None else 0.0 for request in requests])
     temperature = column([request.params.temperature for request in requests])
     top_p = column([request.params.top_p for request in requests])
-    shifted = logits.double() - logits.double().amax(
-        dim=-1, keepdim=True
-    )  # a tiny temperature must not overflow
+    # A tiny temperature must not overflow.
+    shifted = logits.double() - logits.double().amax(dim=-1, keepdim=True)
     probabilities, order = torch.softmax(shifted / temperature, dim=-1).sort(
         dim=-1, descending=True, stable=True
     )

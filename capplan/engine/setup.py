@@ -12,6 +12,7 @@ from capplan.engine.attention import KvCache
 from capplan.engine.blocks import BlockTables, CountedBlocks, NamedBlocks
 from capplan.engine.clock import Clock, VirtualClock, WallClock
 from capplan.engine.dispatch import adapters_of, attention_of
+from capplan.engine.loads import Loads
 from capplan.engine.loop import Loop
 from capplan.engine.lora.layout import AdapterLayout
 from capplan.engine.lora.loader import Loader, ThreadLoader, VirtualLoader
@@ -89,7 +90,7 @@ def build_loop(
         blocks = NamedBlocks(state, pool, sizes.num_blocks)
     else:
         blocks_per_request = -(-sizes.max_model_len // settings.block_size)
-        blocks = CountedBlocks(pool, settings.max_in_flight, blocks_per_request)
+        blocks = CountedBlocks(pool, settings.max_in_flight, blocks_per_request, settings.block_size)
     memory: AdapterMemory
     if settings.chosen_memory() == "unified":
         memory = UnifiedPages(layout, pool)
@@ -107,7 +108,7 @@ def build_loop(
     )
     clock: Clock = VirtualClock() if virtual_time else WallClock()
     loader: Loader = VirtualLoader(clock) if virtual_time else ThreadLoader(clock)
-    loop = Loop(state, limits, runner, blocks, residency, loader, clock, device)
+    loads = Loads(state, limits, residency, loader, clock)
     for number in range(1, len(sources) + 1):
-        loop.adapter_entered(number)
-    return loop, sizes
+        loads.tell_pages(number)
+    return Loop(state, limits, runner, blocks, loads, clock, device), sizes
