@@ -98,7 +98,7 @@ class Campaign:
         until, well = now_s() + time_s, True
         for each in self.open_parts():
             left = min(until - now_s(), each.budget_s - self._of_part(each).spent_s)
-            if left < min(_LEAST_S, time_s):
+            if left < min(_LEAST_S, 0.5 * time_s):
                 break
             say(f"{each.name}: at most {left:.0f} s")
             well = self._run_part(each, left, say, now_s) and well
