@@ -14,6 +14,7 @@ import typer
 from capplan.cli.bench_progress import live
 from capplan.cli.bench_tables import show, warnings
 from capplan.cli.console import print_json
+from capplan.cli.extras import require_extra
 from capplan.cli.inputs import AsJson, WorkloadFile
 from capplan.cli.output import require_writable_file
 from capplan.errors import InputError
@@ -106,6 +107,7 @@ def bench(
 
     Exit status 1: requests failed, none was answered, or this client could not keep up.
     """
+    require_extra("bench", ("aiohttp",))
     from capplan.profiling.load.bench import BenchOptions
     from capplan.profiling.load.bench import bench as measure
     from capplan.profiling.load.settings import LoadSettings, Target

@@ -1,4 +1,4 @@
-"""`capplan profile`: measure kernels, or reckon a profile of hardware that nobody measured."""
+"""`capplan profile`: measure kernels or servers, or reckon a profile of hardware that nobody measured."""
 
 from __future__ import annotations
 
@@ -6,6 +6,7 @@ import typer
 
 from capplan.cli.profile_kernels import kernels
 from capplan.cli.profile_roofline import roofline
+from capplan.cli.profile_server import server
 
 profile = typer.Typer(no_args_is_help=True, help="Measure what profiles are made of.")
 
@@ -17,3 +18,4 @@ def _group() -> None:
 
 profile.command()(kernels)
 profile.command()(roofline)
+profile.command()(server)

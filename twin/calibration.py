@@ -170,8 +170,8 @@ def _fit_steps(
 def _with_steps(profile: Profile, steps: StepCalibration) -> Profile:
     kernel = steps.fit.candidate.kernel
     fitted = profile.replace(step_latency=steps.model(), engine=profile.engine.replace(kernel=kernel))
-    factor = steps.fit.serving_factor
-    if factor is None:
+    factor, load_ms = steps.fit.serving_factor, steps.table.load_ms
+    if factor is None or load_ms is None or not load_ms.any():  # steps without loads say nothing of them
         return fitted
     loading = profile.loading.replace(coefficients=profile.loading.coefficients | {"serving_factor": factor})
     return fitted.replace(loading=loading)

@@ -62,8 +62,8 @@ async def preflight(
         models = {name: target.model_of(name) for name in adapters}
         unlisted = [name for name, model in models.items() if served and model not in served]
         # Else the base model, if it is there: asking an adapter would load it before its time.
-        others = [name for name in served if name not in models.values()]
-        asked = [models[name] for name in unlisted] + others + list(models.values())
+        base = [name for name in (target.base_model, *served[:1]) if name in served]
+        asked = [*(models[name] for name in unlisted), *base, *models.values()]
         prompts = await probe.accepted(asked[0], form)
     return Preflight(prompts, served, max_model_len)
 
@@ -128,6 +128,8 @@ class _Probe:
     async def _ask(self, prompts: Prompts, model: str) -> tuple[int, Any]:
         body = json.loads(Bodies.of(prompts, [model], self._target.extra_body).body(0, 0, _WORDS, 1))
         del body["stream"], body["stream_options"]
+        if prompts.form is not PromptForm.TEXT:
+            body["prompt"][-1] = prompts.highest_id
         return await self._exchange("POST", "/v1/completions", json.dumps(body).encode())
 
     async def _exchange(self, method: str, path: str, data: bytes | None) -> tuple[int, Any]:

@@ -68,6 +68,11 @@ class Prompts:
         self._pool = "".join(texts)
         self._starts: list[int] = np.cumsum([0, *map(len, texts)]).tolist()
 
+    @property
+    def highest_id(self) -> int:
+        """The highest id that prompts of ids hold; a vocabulary must have it."""
+        return int(self._alphabet[-1][:-1])
+
     def written(self, number: int, tokens: int, shared: int = 0) -> str:
         """Return a prompt as JSON.
 

@@ -1,0 +1,176 @@
+"""`capplan profile server`: a running server, measured from outside, as tables for `capplan calibrate`."""
+
+from __future__ import annotations
+
+from dataclasses import asdict
+from typing import TYPE_CHECKING, Annotated
+
+import typer
+
+from capplan.cli.console import counted, number, print_json, print_table, table
+from capplan.cli.extras import require_extra
+from capplan.cli.inputs import AsJson
+from capplan.cli.progress import progress_bars
+from capplan.errors import InputError
+
+if TYPE_CHECKING:
+    from capplan.profiling.server.folder import Folder
+    from capplan.profiling.server.session import Profiled
+
+_INTERRUPTED = 130  # 128 + SIGINT, as shells report it
+_FAILED = 1
+_HIGHEST_RANK = 512
+
+
+def server(
+    url: Annotated[str, typer.Argument(metavar="URL", help="Where it listens, with or without /v1.")],
+    output: Annotated[
+        str,
+        typer.Option("--output", "-o", metavar="DIR", help="Where tables go; those of other starts stay."),
+    ],
+    adapters: Annotated[
+        str | None,
+        typer.Option("--adapters", metavar="NAME[:RANK][,...]", help="Adapters to ask for."),
+    ] = None,
+    workload: Annotated[
+        str | None,
+        typer.Option("--workload", metavar="FILE", help="Adapters and typical lengths of a workload file."),
+    ] = None,
+    model: Annotated[
+        str | None,
+        typer.Option("--model", metavar="NAME", help="Name of the base model; without it, adapters only."),
+    ] = None,
+    rank: Annotated[
+        int, typer.Option("--rank", metavar="N", min=1, max=_HIGHEST_RANK, help="Of adapters without :RANK.")
+    ] = 16,
+    a_max: Annotated[
+        int | None,
+        typer.Option("--a-max", metavar="N", min=1, help="Adapter slots; default: what the server says."),
+    ] = None,
+    s_max: Annotated[
+        int | None,
+        typer.Option("--s-max", metavar="RANK", min=1, help="Rank of a slot; default: the least that fits."),
+    ] = None,
+    max_num_seqs: Annotated[int, typer.Option("--max-num-seqs", metavar="N", min=1)] = 256,
+    max_num_batched_tokens: Annotated[
+        int, typer.Option("--max-num-batched-tokens", metavar="N", min=1)
+    ] = 2048,
+    max_model_len: Annotated[int | None, typer.Option("--max-model-len", metavar="N", min=4)] = None,
+    prompt_tokens: Annotated[
+        int | None, typer.Option("--prompt-tokens", metavar="N", min=1, help="Typical prompt.")
+    ] = None,
+    output_tokens: Annotated[
+        int | None, typer.Option("--output-tokens", metavar="N", min=1, help="Typical output.")
+    ] = None,
+    max_streams: Annotated[
+        int | None,
+        typer.Option("--max-streams", metavar="N", min=1, help="Largest batch; default: up to 64."),
+    ] = None,
+    budget_s: Annotated[
+        float, typer.Option("--budget-s", metavar="SECONDS", min=1.0, help="Time for operating points.")
+    ] = 600.0,
+    point_s: Annotated[
+        float, typer.Option("--point-s", metavar="SECONDS", min=2.0, help="Time of each.")
+    ] = 8.0,
+    api_key: Annotated[
+        str | None,
+        typer.Option("--api-key", metavar="KEY", envvar="OPENAI_API_KEY", help="Sent as bearer token."),
+    ] = None,
+    as_json: AsJson = False,
+) -> None:
+    """Measure a running OpenAI-compatible server from outside; it should serve nobody else meanwhile.
+
+    Closed loops over batch, adapters, prompt and output lengths become a step table; idle answers and turns
+    of adapters become runs and loads; the server's metrics, where it has them, its KV memory.
+    """
+    require_extra("bench", ("aiohttp",))
+    from capplan.profiling.load.settings import Target
+    from capplan.profiling.server.folder import Folder
+    from capplan.profiling.server.measure import profile_server
+    from capplan.profiling.server.options import EngineSetting, ProfilingOptions
+    from capplan.spec import allowed_lora_rank
+
+    ranks, lengths = _adapters(adapters, workload, rank)
+    setting = EngineSetting(
+        a_max=a_max,
+        s_max=s_max or allowed_lora_rank(max(ranks.values(), default=1)),
+        max_num_seqs=max_num_seqs,
+        max_num_batched_tokens=max_num_batched_tokens,
+        max_model_len=max_model_len,
+    )
+    options = ProfilingOptions(
+        budget_s=budget_s,
+        point_s=point_s,
+        max_streams=max_streams,
+        prompt_tokens=prompt_tokens or lengths[0],
+        output_tokens=output_tokens or lengths[1],
+    )
+    target = Target(url, api_key, model)
+    folder = Folder(output)
+    with progress_bars(quiet=as_json) as on_progress:
+        done = profile_server(target, ranks, setting, folder, options, on_progress)
+    if as_json:
+        print_json({"directory": output, **asdict(done)})
+    else:
+        _show(done, folder, output)
+    for line in done.failed:
+        typer.echo(f"failed: {line}", err=True)
+    if done.partial:
+        raise typer.Exit(_INTERRUPTED)
+    if done.failed or not done.points + done.skipped:
+        raise typer.Exit(_FAILED)
+
+
+def _adapters(
+    adapters: str | None, workload: str | None, rank: int
+) -> tuple[dict[str, int], tuple[int, int]]:
+    """Return ranks by adapter and the typical lengths."""
+    from capplan.profiling.server.options import ProfilingOptions
+
+    default = ProfilingOptions()
+    lengths = (default.prompt_tokens, default.output_tokens)
+    ranks: dict[str, int] = {}
+    if workload is not None:
+        from capplan.spec import load_workload
+
+        wishes = load_workload(workload)
+        ranks = {adapter.name: adapter.rank for adapter in wishes.adapters}
+        means = (wishes.prompt_tokens.mean_tokens, wishes.output_tokens.mean_tokens)
+        lengths = (max(1, round(means[0])), max(1, round(means[1])))
+    for each in adapters.split(",") if adapters else ():
+        name, colon, text = each.strip().rpartition(":")
+        if not colon or not text.isdigit():
+            name, text = each.strip(), str(rank)
+        if not name or not 1 <= int(text) <= _HIGHEST_RANK:
+            raise InputError(f"must be NAME or NAME:RANK, rank 1 to {_HIGHEST_RANK}", each, "--adapters")
+        ranks[name] = int(text)
+    return ranks, lengths
+
+
+def _show(done: Profiled, folder: Folder, output: str) -> None:
+    from capplan.profiling.server import folder as files
+
+    rows = table("measured", "value", numbers_from=1)
+    rows.add_row("engine setting", done.setting)
+    rows.add_row("operating points", number(done.points))
+    if done.skipped:
+        rows.add_row("measured before", number(done.skipped))
+    if done.left_out:
+        rows.add_row("left out for want of time", number(done.left_out))
+    rows.add_row("rows of the step table", number(done.step_rows))
+    rows.add_row("adapter loads timed", number(done.loads))
+    rows.add_row("KV tokens", number(done.kv_tokens))
+    print_table(rows)
+    first = folder.table(files.FIRST_TOKENS)
+    if first is not None and len(own := first[first["setting"] == done.setting]):
+        idle = table("prompt tokens", "TTFT p50, ms", "p25", "p75", numbers_from=0)
+        for row in own.to_dict("records"):
+            cells = (number(row[f"ttft_ms_{p}"], 2) for p in ("p50", "p25", "p75"))
+            idle.add_row(number(row["prompt_tokens"]), *cells)
+        print_table(idle)
+    memory = folder.table(files.MEMORY)
+    one_start = memory is not None and memory["a_max"].nunique() < 2  # which says nothing of what slots cost
+    usable = [name for name in files.TABLES if not (name == files.MEMORY and one_start)]
+    found = [name for name in usable if (folder.path / name).exists()]
+    flags = " ".join(f"--{name.split('.')[0]} {output}/{name}" for name in found)
+    typer.echo(f"{counted(len(found), 'table')} for capplan calibrate: {flags}")

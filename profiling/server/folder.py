@@ -1,0 +1,107 @@
+"""The folder that a server's measurements go to: tables that calibration reads, and where they are from."""
+
+from __future__ import annotations
+
+import json
+import os
+from collections.abc import Mapping, Sequence
+from io import BytesIO
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, Final
+
+from capplan.errors import InputError
+from capplan.spec import read_text, write_bytes_atomic, write_text_atomic
+from capplan.spec.files import reason
+
+if TYPE_CHECKING:
+    import pandas as pd
+
+STEPS: Final = "steps.parquet"
+RUNS: Final = "runs.csv"
+MEMORY: Final = "memory.csv"
+LOADING: Final = "loading.csv"
+FIRST_TOKENS: Final = "first_tokens.csv"
+PROVENANCE: Final = "provenance.json"
+TABLES: Final = (STEPS, RUNS, MEMORY, LOADING)
+"""What calibration reads, each by the flag of its name."""
+_SETTING: Final = "setting"
+
+
+class Folder:
+    """Tables of one or several engine settings, side by side.
+
+    Each row says in the column ``setting`` which start of an engine it is of, so that measuring another
+    setting adds to the tables, and measuring one again replaces its rows.
+
+    Parameters
+    ----------
+    path
+        Made if it is not there.
+
+    Raises
+    ------
+    InputError
+        When it cannot be made.
+    """
+
+    def __init__(self, path: str | os.PathLike[str]) -> None:
+        self.path = Path(path)
+        try:
+            self.path.mkdir(parents=True, exist_ok=True)
+        except OSError as error:
+            raise InputError(f"cannot be made: {reason(error)}", location=str(path)) from None
+
+    def table(self, name: str) -> pd.DataFrame | None:
+        """Return a table as it is, None where there is none."""
+        import pandas as pd
+
+        file = self.path / name
+        if not file.exists():
+            return None
+        try:
+            return pd.read_parquet(file) if file.suffix == ".parquet" else pd.read_csv(file)
+        except (OSError, ValueError) as error:
+            raise InputError(f"cannot be read: {reason(error)}", location=str(file)) from None
+
+    def has(self, name: str, setting: str) -> bool:
+        """Tell whether a table has rows of a setting."""
+        return bool(self.measured(name, setting, _SETTING))
+
+    def measured(self, name: str, setting: str, column: str) -> set[str]:
+        """Return the values of a column that a table has for a setting."""
+        table = self.table(name)
+        if table is None or column not in table.columns or _SETTING not in table.columns:
+            return set()
+        return set(table.loc[table[_SETTING] == setting, column].astype(str))
+
+    def add(
+        self, name: str, setting: str, rows: Sequence[Mapping[str, Any]], *, replace: bool = True
+    ) -> None:
+        """Put rows of a setting into a table, in place of its rows, or after them."""
+        import pandas as pd
+
+        if not rows:
+            return
+        own = pd.DataFrame([{**row, _SETTING: setting} for row in rows])
+        known = self.table(name)
+        if known is not None and _SETTING in known.columns:
+            kept = known[known[_SETTING] != setting] if replace else known
+            own = pd.concat([kept, own], ignore_index=True) if len(kept) else own
+        if name.endswith(".parquet"):
+            buffer = BytesIO()
+            own.to_parquet(buffer, compression="zstd")
+            write_bytes_atomic(self.path / name, buffer.getvalue())
+        else:
+            write_text_atomic(self.path / name, own.to_csv(index=False))
+
+    def note(self, setting: str, facts: Mapping[str, Any]) -> None:
+        """Record where the rows of a setting are from."""
+        file = self.path / PROVENANCE
+        known: dict[str, Any] = {}
+        if file.exists():
+            try:
+                known = json.loads(read_text(file))
+            except ValueError:
+                raise InputError("must be JSON", location=str(file)) from None
+        known[setting] = dict(facts)
+        write_text_atomic(file, json.dumps(known, indent=1, sort_keys=True) + "\n")

@@ -1,0 +1,267 @@
+"""One measuring of one server: first tokens, adapter loads, operating points, each written as it comes."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import asdict, dataclass
+from datetime import UTC, datetime
+from typing import Any, Final, TypeAlias
+
+import numpy as np
+
+from capplan.profiling.load.client import Client
+from capplan.profiling.load.preflight import Preflight, bodies_for
+from capplan.profiling.load.schedule import BASE, DEFAULT_MAX_MODEL_LEN
+from capplan.profiling.load.settings import Target
+from capplan.profiling.server import folder as files
+from capplan.profiling.server.closed_loop import Asker, LoopError, closed_loop
+from capplan.profiling.server.folder import Folder
+from capplan.profiling.server.idle import OUTPUT_TOKENS, adapter_loads, first_tokens
+from capplan.profiling.server.info import EngineInfo
+from capplan.profiling.server.options import EngineSetting, ProfilingOptions
+from capplan.profiling.server.points import Bounds, Point, design
+from capplan.profiling.server.windows import window_rows
+
+OnProgress: TypeAlias = Callable[[str, int, int], None]
+"""Called with a stage, how much of it is done, and how much there is."""
+
+_TIMEOUT_S: Final = 120.0
+_LARGEST_BATCH: Final = 64
+_RAMP_SHARE: Final = 0.35
+_LEAST_RAMP_S: Final = 1.0
+_WINDOWS: Final = 3
+_IDLE_LENGTHS: Final = 4
+_IDLE_ADAPTERS: Final = 4
+_IDLE_RATE_RPS: Final = 0.01
+"""Of the run that stands for an idle server: requests hardly ever meet."""
+_IDLE_RUN_S: Final = 20_000.0
+
+
+@dataclass(frozen=True)
+class Server:
+    """The server, and what is known of it."""
+
+    target: Target
+    adapters: Mapping[str, int]
+    """Names and ranks."""
+    found: Preflight
+    info: EngineInfo
+
+
+@dataclass(frozen=True)
+class Profiled:
+    """What was measured."""
+
+    setting: str
+    points: int
+    skipped: int
+    """Points that were there already."""
+    left_out: int
+    """Points that the budget had no room for."""
+    failed: tuple[str, ...]
+    """Points whose requests failed, with the reason."""
+    step_rows: int
+    loads: int
+    kv_tokens: int | None
+    partial: bool
+
+
+class Session:
+    """One measuring.
+
+    Parameters
+    ----------
+    server, setting
+        What is measured, and how it was started.
+    out, options, on_progress
+        Where tables go, how much is measured, and who is told.
+    """
+
+    def __init__(
+        self,
+        server: Server,
+        setting: EngineSetting,
+        out: Folder,
+        options: ProfilingOptions,
+        on_progress: OnProgress,
+    ) -> None:
+        self.server, self.setting, self.out, self.options = server, setting, out, options
+        self.tell = on_progress
+        names = [BASE, *server.adapters]
+        self.ranks = dict(enumerate(server.adapters.values(), start=1))
+        """By position in `names`, as requests have it."""
+        self.with_base = server.target.base_model is not None
+        self.a_max = setting.a_max or server.info.a_max or 1
+        self.bounds = Bounds(
+            adapters=len(self.ranks),
+            a_max=self.a_max,
+            max_streams=min(options.max_streams or _LARGEST_BATCH, setting.max_num_seqs),
+            longest=setting.max_model_len or server.found.max_model_len or DEFAULT_MAX_MODEL_LEN,
+            kv_tokens=server.info.kv_tokens,
+            prompt_tokens=options.prompt_tokens,
+            output_tokens=options.output_tokens,
+        )
+        self.name = (
+            f"a{self.a_max}-s{setting.s_max}-b{setting.max_num_seqs}-t{setting.max_num_batched_tokens}"
+        )
+        used = names if self.with_base else names[1:]
+        self._client = Client(server.target, _TIMEOUT_S, time.monotonic)
+        self._asker = Asker(
+            self._client, bodies_for(server.found, server.target, names, used), time.monotonic
+        )
+        self._points = self._skipped = self._left_out = self._rows = self._loads = 0
+        self._failed: list[str] = []
+
+    async def measure(self) -> None:
+        """Measure everything, the small things first."""
+        self._note()
+        self._write_memory()
+        await self._first_tokens()
+        await self._adapter_loads()
+        await self._operating_points()
+        self._note()
+
+    def close(self) -> None:
+        """Drop the connections."""
+        self._client.close()
+
+    def profiled(self, *, partial: bool) -> Profiled:
+        """Return what was measured."""
+        return Profiled(
+            setting=self.name,
+            points=self._points,
+            skipped=self._skipped,
+            left_out=self._left_out,
+            failed=tuple(self._failed),
+            step_rows=self._rows,
+            loads=self._loads,
+            kv_tokens=self.server.info.kv_tokens,
+            partial=partial,
+        )
+
+    def _engine(self) -> dict[str, Any]:
+        """Return the columns that say how the engine was started, as tables have them."""
+        known = {"a_max": self.a_max, "s_max": self.setting.s_max, "max_num_seqs": self.setting.max_num_seqs}
+        share = self.server.info.gpu_memory_utilization
+        return known if share is None else {**known, "gpu_memory_utilization": share}
+
+    def _write_memory(self) -> None:
+        kv_tokens = self.server.info.kv_tokens
+        if kv_tokens is not None:
+            self.out.add(files.MEMORY, self.name, [{**self._engine(), "kv_tokens": kv_tokens}])
+
+    async def _first_tokens(self) -> None:
+        """Measure first tokens on the idle server, and write them as runs that hardly load it."""
+        if self.out.has(files.FIRST_TOKENS, self.name):
+            return
+        longest = self.bounds.longest - OUTPUT_TOKENS
+        top = min(4 * self.options.prompt_tokens, longest, self.setting.max_num_batched_tokens)
+        lengths = sorted({int(n) for n in np.geomspace(min(8, top), top, _IDLE_LENGTHS).round()})
+        resident = list(self.ranks)[: min(self.a_max, _IDLE_ADAPTERS)]
+        counter = _Counter(self.tell, "first tokens", len(lengths))
+        rows = await first_tokens(self._asker, resident or [0], lengths, self.options.idle_repeats, counter)
+        self.out.add(files.FIRST_TOKENS, self.name, rows)
+        if resident:
+            self.out.add(files.RUNS, self.name, [self._idle_run(row, resident) for row in rows])
+
+    def _idle_run(self, row: Mapping[str, float], resident: Sequence[int]) -> dict[str, Any]:
+        return {
+            **self._engine(),
+            "run": f"{self.name}-idle-p{row['prompt_tokens']:g}",
+            "adapters": len(resident),
+            "ranks": " ".join(str(self.ranks[at]) for at in resident),
+            "rates_rps": _IDLE_RATE_RPS,
+            "prompt_mean": row["prompt_tokens"],
+            "prompt_std": 0,
+            "output_mean": OUTPUT_TOKENS,
+            "output_std": 0,
+            "max_num_batched_tokens": self.setting.max_num_batched_tokens,
+            "max_model_len": self.bounds.longest,
+            "duration_s": _IDLE_RUN_S,
+            "ttft_s_p50": row["ttft_ms_p50"] / 1e3,
+        }
+
+    async def _adapter_loads(self) -> None:
+        if self.out.has(files.LOADING, self.name):
+            return
+        rounds = self.options.load_rounds
+        counter = _Counter(self.tell, "adapter loads", rounds + 1)
+        found = await adapter_loads(self._asker, self.ranks, self.a_max, self.setting.s_max, rounds, counter)
+        rows = [row for row in found if float(row["ms"]) > 0.0]
+        self._loads = int(sum(float(row["loads"]) for row in rows))
+        self.out.add(files.LOADING, self.name, rows)
+
+    async def _operating_points(self) -> None:
+        known = self.out.measured(files.STEPS, self.name, "run")
+        points = design(self.bounds, self.with_base)
+        todo = [point for point in points if self._run_name(point) not in known]
+        self._skipped = len(points) - len(todo)
+        room = max(1, int(self.options.budget_s / self.options.point_s))
+        self._left_out = max(0, len(todo) - room)
+        counter = _Counter(self.tell, "operating points", min(room, len(todo)))
+        for number, point in enumerate(todo[:room]):
+            try:
+                rows = await self._point(point, number)
+            except LoopError as error:
+                self._failed.append(f"{point.name}: {error}")
+            else:
+                self._points += 1
+                self._rows += len(rows)
+                self.out.add(files.STEPS, self.name, rows, replace=False)
+            counter()
+
+    async def _point(self, point: Point, seed: int) -> list[dict[str, Any]]:
+        """Keep a point up for its time and return the rows of its windows."""
+        models = list(self.ranks)[: point.adapters] or [0]
+        ramp_s = max(_LEAST_RAMP_S, _RAMP_SHARE * self.options.point_s)
+        measured_s = max(1.0, self.options.point_s - ramp_s)
+        answered, start_s, end_s = await closed_loop(self._asker, point, models, ramp_s, measured_s, seed)
+        edges = np.linspace(start_s, end_s, _WINDOWS + 1)
+        rows = window_rows(answered, edges, self.ranks, self.setting.max_num_batched_tokens)
+        fixed = {
+            "run": self._run_name(point),
+            "a_max": self.a_max,
+            "s_max": self.setting.s_max,
+            "adapters_served": max(1, len(self.ranks)),
+            "waiting": 0.0,
+            "load_ms": 0.0,  # all adapters of a point have slots
+            "token_budget": self.setting.max_num_batched_tokens,
+        }
+        if self.server.info.kv_tokens is not None:
+            fixed["kv_capacity"] = self.server.info.kv_tokens
+        return [{**fixed, **row} for row in rows]
+
+    def _run_name(self, point: Point) -> str:
+        return f"{self.name}-{point.name}"
+
+    def _note(self) -> None:
+        from capplan import __version__
+
+        facts = {
+            "measured_by": f"capplan profile server, capplan {__version__}",
+            "at": datetime.now(UTC).isoformat(timespec="seconds"),
+            "url": self.server.target.shown,
+            "base_model": self.server.target.base_model,
+            "adapters": len(self.ranks),
+            "engine": asdict(self.setting),
+            "told_by_the_server": asdict(self.server.info),
+            "options": asdict(self.options),
+            "prompt_form": self.server.found.prompts.form.value,
+            "points": self._points + self._skipped,
+            "points_left_out": self._left_out,
+            "points_failed": self._failed,
+        }
+        self.out.note(self.name, facts)
+
+
+class _Counter:
+    """Tells how much of a stage is done, each time it is called."""
+
+    def __init__(self, tell: OnProgress, stage: str, total: int) -> None:
+        self._tell, self._stage, self._total, self._done = tell, stage, total, 0
+        tell(stage, 0, total)
+
+    def __call__(self) -> None:
+        self._done += 1
+        self._tell(self._stage, self._done, self._total)

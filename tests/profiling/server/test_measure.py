@@ -1,0 +1,108 @@
+"""A server of known step times is measured from outside, and what it is made of comes out again."""
+
+from dataclasses import replace
+from pathlib import Path
+
+import numpy as np
+import pandas as pd
+import pytest
+
+from capplan.errors import InputError
+from capplan.models.calibration_parts import LOADING_COLUMNS, MEMORY_COLUMNS
+from capplan.models.calibration_tables import read_steps
+from capplan.profiling.load.settings import Target
+from capplan.profiling.server import folder as files
+from capplan.profiling.server.folder import Folder
+from capplan.profiling.server.measure import profile_server
+from capplan.profiling.server.options import EngineSetting, ProfilingOptions
+from capplan.profiling.server.session import Profiled
+from capplan.twin.calibration_runs import read_runs
+from tests.profiling.server.toy_server import toy_server
+
+RANKS = {"a0": 8, "a1": 8, "a2": 16, "a3": 8}
+QUICK = ProfilingOptions(
+    budget_s=8.0,
+    point_s=2.0,
+    max_streams=4,
+    prompt_tokens=16,
+    output_tokens=16,
+    idle_repeats=5,
+    load_rounds=2,
+)
+QUICKER = replace(QUICK, budget_s=2.0, idle_repeats=1, load_rounds=1)
+
+
+def measure(url: str, path: Path, a_max: int | None = None, options: ProfilingOptions = QUICK) -> Profiled:
+    setting = EngineSetting(a_max, 16, max_num_seqs=32, max_num_batched_tokens=512)
+    return profile_server(Target(url, base_model="base"), RANKS, setting, Folder(path), options)
+
+
+@pytest.fixture(scope="module")
+def measured(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, Profiled]:
+    path = tmp_path_factory.mktemp("measured")
+    with toy_server() as (url, _):
+        return path, measure(url, path)
+
+
+def test_tables_are_such_as_calibration_reads(measured: tuple[Path, Profiled]) -> None:
+    path, done = measured
+    table = read_steps(path / files.STEPS)
+    assert table.rows == done.step_rows > 4
+    assert len(table.run_names) == done.points
+    assert not table.unknown_loads.any()
+    runs = read_runs(path / files.RUNS, "base")
+    assert all(set(run.measured) == {"ttft_s_p50"} for run in runs)
+    assert set(LOADING_COLUMNS) <= set(pd.read_csv(path / files.LOADING).columns)
+    assert set(MEMORY_COLUMNS) <= set(pd.read_csv(path / files.MEMORY).columns)
+    assert done.setting == "a2-s16-b32-t512"  # the slots are what the server says
+    assert done.kv_tokens == 64_000
+
+
+def test_steps_are_those_of_the_server(measured: tuple[Path, Profiled]) -> None:
+    """No asserts on the clock of this machine: steps take what the server slept, or more."""
+    table = pd.read_parquet(measured[0] / files.STEPS)
+    wanted = 8.0 + 0.1 * table["tokens"]
+    assert (table["step_ms"] > 0.95 * wanted).all()
+    assert (table["requests"] >= 0.9).all()
+    assert (table["adapters"] <= np.minimum(table["requests"] + 0.1, 2.01)).all()
+
+
+def test_an_adapter_without_a_slot_takes_longer(measured: tuple[Path, Profiled]) -> None:
+    loads = pd.read_csv(measured[0] / files.LOADING)
+    assert set(loads["rank"]) <= {8, 16}
+    assert (loads["ms"] > 5.0).all()
+
+
+def test_first_tokens_take_longer_for_longer_prompts(measured: tuple[Path, Profiled]) -> None:
+    first = pd.read_csv(measured[0] / files.FIRST_TOKENS).sort_values("prompt_tokens")
+    assert first["ttft_ms_p50"].iloc[-1] > first["ttft_ms_p50"].iloc[0]
+
+
+def test_measuring_again_goes_on_where_it_was_and_another_start_stands_beside(tmp_path: Path) -> None:
+    with toy_server(load_ms=0.0) as (url, _):
+        first = measure(url, tmp_path, options=QUICKER)
+        rows = len(pd.read_parquet(tmp_path / files.STEPS))
+        second = measure(url, tmp_path, options=QUICKER)
+        both = pd.read_parquet(tmp_path / files.STEPS)
+        assert second.skipped == first.points
+        assert len(both) > rows
+        assert both.groupby("run").size().max() <= 3
+        third = measure(url, tmp_path, a_max=1, options=QUICKER)
+    assert third.skipped == 0
+    assert set(pd.read_csv(tmp_path / files.MEMORY)["a_max"]) == {1, 2}
+    assert set(pd.read_parquet(tmp_path / files.STEPS)["setting"]) == {first.setting, third.setting}
+
+
+def test_points_whose_requests_fail_are_told_and_the_others_measured(tmp_path: Path) -> None:
+    with toy_server(refuse="base") as (url, _):
+        done = measure(
+            url, tmp_path, a_max=2, options=replace(QUICK, point_s=2.0, idle_repeats=1, load_rounds=1)
+        )
+    assert done.failed
+    assert all("http_500" in line for line in done.failed)
+    assert done.points + len(done.failed) == 4
+
+
+def test_without_anything_to_ask_for_it_is_refused(tmp_path: Path) -> None:
+    with pytest.raises(InputError, match="must name an adapter"):
+        profile_server(Target("http://127.0.0.1:9"), {}, EngineSetting(1, 16), Folder(tmp_path))
