@@ -1,7 +1,7 @@
 """A server under three times the load it can take: `python -m benchmarks.engine_overload`.
 
-Measures the server's capacity with few clients at once, then its latency at half of that, then offers three
-times the capacity for a minute, then half of it again. Prints resident memory all along. The server must
+Measures the server's capacity with few clients at once, then its latency at a third of that, then offers
+three times the capacity for a minute, then a third again. Prints resident memory all along. The server must
 shed with 429, stay bounded, and be as quick afterwards as before.
 """
 
@@ -126,9 +126,9 @@ async def run(url: str, pid: int, args: argparse.Namespace) -> dict[str, Any]:
         capacity_rps = len(phases[0].latencies_s) / args.settle_s
         print(f"capacity {capacity_rps:.1f} requests/s of {TOKENS} tokens", flush=True)
         for name, load, duration_s in (
-            ("before", 0.5, args.settle_s),
+            ("before", 0.3, args.settle_s),
             ("overload", 3.0, args.duration_s),
-            ("after", 0.5, args.settle_s),
+            ("after", 0.3, args.settle_s),
         ):
             phases.append(await open_loop(session, url, name, load * capacity_rps, duration_s, len(phases)))
             print(json.dumps(phases[-1].summary()), flush=True)
