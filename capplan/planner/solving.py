@@ -14,7 +14,9 @@ from capplan.planner.solvers.description import Asks, Solver, Tools, Wish
 from capplan.spec import Objective, Plan, Workload
 
 _MARGIN = 0.01
-"""Served fraction beyond the bound that a careful search wants: other seeds differ by about as much."""
+_LEAST_MARGIN = 0.003
+"""Served fraction beyond the bound that a careful search wants, as other seeds differ by about as much, and
+that any search wants, as the worst of many seeds is worse than that of a few."""
 
 
 @dataclass(frozen=True)
@@ -76,8 +78,8 @@ def solve(
     def tools(asked: Problem, twin: TwinEstimator, quick: Estimator) -> Tools:
         if solver.asks is not Asks.TWIN:
             return Tools(quick, twin, seed, time_limit_s)
-        careful = replace(twin, margin=_MARGIN)
-        return Tools(quick, twin, seed, time_limit_s, make_hint(asked, twin), careful, previous, renew)
+        careful, exact = replace(twin, margin=_MARGIN), replace(twin, margin=_LEAST_MARGIN)
+        return Tools(quick, exact, seed, time_limit_s, make_hint(asked, twin), careful, previous, renew)
 
     def renew(asked: Problem) -> Tools:
         twin = TwinEstimator(asked, seed)
