@@ -10,21 +10,18 @@ from capplan.cli.console import print_json, print_table, table
 from capplan.cli.inputs import AsJson
 from capplan.cli.output import require_writable_file
 from capplan.errors import InputError
-from capplan.models.roofline_archs import ARCHS
-from capplan.models.roofline_gpus import GPUS
 
 if TYPE_CHECKING:
     from capplan.models.roofline_parts import Physics
     from capplan.spec import ModelArch, Profile
 
-_GPU_NAMES = ", ".join(sheet.key for sheet in GPUS)
-_MODEL_NAMES = ", ".join(arch.name.lower() for arch in ARCHS)
-
 
 def roofline(
-    gpu: Annotated[str, typer.Option("--gpu", metavar="NAME", help=f"{_GPU_NAMES}.")],
+    gpu: Annotated[str, typer.Option("--gpu", metavar="NAME", help="Such as h200 or a100-80g.")],
     output: Annotated[str, typer.Option("--output", "-o", metavar="FILE", help="Profile JSON to write.")],
-    model: Annotated[str | None, typer.Option("--model", metavar="NAME", help=f"{_MODEL_NAMES}.")] = None,
+    model: Annotated[
+        str | None, typer.Option("--model", metavar="NAME", help="Such as llama-3.1-8b.")
+    ] = None,
     model_config: Annotated[
         str | None,
         typer.Option("--model-config", metavar="FILE", help="Instead of --model: its config.json."),
