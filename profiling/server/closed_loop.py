@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 import itertools
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from typing import Final
 
 import numpy as np
@@ -136,9 +136,3 @@ async def _stream(
 
 def _spread(rng: np.random.Generator, mean: int) -> int:
     return int(rng.integers(max(1, (mean + 1) // 2), max(1, 3 * mean // 2) + 1))
-
-
-def shifted(answered: Answered, tokens_per_event: float) -> Answered:
-    """Return a request whose output is as long as its events say; for answers that were cut off."""
-    tokens = max(1, round(len(answered.outcome.times_s) * tokens_per_event))
-    return replace(answered, output_tokens=tokens)

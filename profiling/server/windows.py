@@ -31,6 +31,38 @@ class _Spans(NamedTuple):
     weight: NDArray[np.float64]
 
 
+class _Prompts(NamedTuple):
+    """Prompts whose step was seen."""
+
+    first_s: NDArray[np.float64]
+    tokens: NDArray[np.float64]
+    parts: NDArray[np.float64]
+    """Steps that each took."""
+    rank: NDArray[np.float64]
+
+
+class _Tokens(NamedTuple):
+    """Tokens after the first of each request."""
+
+    time_s: NDArray[np.float64]
+    weight: NDArray[np.float64]
+    """How many came at that time."""
+    rank: NDArray[np.float64]
+
+
+class _Cells(NamedTuple):
+    """Stretches between two moments at which anything changes."""
+
+    start_s: NDArray[np.float64]
+    end_s: NDArray[np.float64]
+    steps: NDArray[np.float64]
+    """0 where nobody decodes."""
+    seconds: NDArray[np.float64]
+    """Likewise."""
+    kv_tokens: NDArray[np.float64]
+    adapters: NDArray[np.float64]
+
+
 def window_rows(
     answered: Sequence[Answered], edges_s: NDArray[np.float64], ranks: Mapping[int, int], budget: int | None
 ) -> list[dict[str, float]]:
@@ -51,78 +83,96 @@ def window_rows(
     if not answered:
         return []
     gaps = [_gaps(each) for each in answered]
+    cells = _cells(answered, gaps, edges_s, ranks)
+    prompts = _prompts(answered, cells, ranks, budget)
+    rank = [ranks.get(each.model, 0) for each in answered]
+    tokens = _Tokens(
+        np.concatenate([g.end for g in gaps]),
+        np.concatenate([g.weight for g in gaps]),
+        np.concatenate([np.full(g.end.size, float(r)) for g, r in zip(gaps, rank, strict=True)]),
+    )
+    windows = zip(edges_s[:-1].tolist(), edges_s[1:].tolist(), strict=True)
+    rows = [_row(low, high, cells, prompts, tokens) for low, high in windows]
+    return [row for row in rows if row]
+
+
+def _row(low: float, high: float, cells: _Cells, prompts: _Prompts, tokens: _Tokens) -> dict[str, float]:
+    """Return means per step over a window; nothing where too little was seen."""
+    inside = (cells.start_s >= low) & (cells.end_s <= high)
+    count, covered_s = float(cells.steps[inside].sum()), float(cells.seconds[inside].sum())
+    if count < _LEAST_STEPS or covered_s < _LEAST_COVERED * (high - low):
+        return {}
+    asked = _Prompts(*(each[(prompts.first_s > low) & (prompts.first_s <= high)] for each in prompts))
+    made = _Tokens(*(each[(tokens.time_s > low) & (tokens.time_s <= high)] for each in tokens))
+    share = cells.steps[inside] / count
+    decodes, prefills = float(made.weight.sum()) / count, float(asked.parts.sum()) / count
+    in_a_step = asked.tokens / np.maximum(asked.parts, 1.0)
+    return {
+        "step_ms": _MS_PER_S * covered_s / count,
+        "steps": count,
+        "tokens": decodes + float(asked.tokens.sum()) / count,
+        "requests": decodes + prefills,
+        "kv_tokens": float((cells.kv_tokens[inside] * share).sum()),
+        "adapters": float((cells.adapters[inside] * share).sum()),
+        "decodes": decodes,
+        "prefills": prefills,
+        "prompt_std": float(in_a_step.std()) if in_a_step.size else 0.0,
+        **_ranks(asked, made, count),
+    }
+
+
+def _ranks(asked: _Prompts, made: _Tokens, steps: float) -> dict[str, float]:
+    """Return what the rank terms of step models ask for, as means per step."""
+    lora_prompts, lora_tokens = asked.rank > 0, made.rank > 0
+    return {
+        "lora_decodes": float(made.weight[lora_tokens].sum()) / steps,
+        "lora_prefills": float(asked.parts[lora_prompts].sum()) / steps,
+        "lora_prefill_tokens": float(asked.tokens[lora_prompts].sum()) / steps,
+        "max_rank": float(np.max(np.concatenate([[0.0], asked.rank, made.rank]))),
+        "decode_rank_sum": float((made.weight * made.rank).sum()) / steps,
+        "prefill_rank_sum": float((asked.parts * asked.rank).sum()) / steps,
+        "prefill_rank_tokens": float((asked.tokens * asked.rank).sum()) / steps,
+    }
+
+
+def _cells(
+    answered: Sequence[Answered],
+    gaps: Sequence[_Spans],
+    edges_s: NDArray[np.float64],
+    ranks: Mapping[int, int],
+) -> _Cells:
     rates = _joined([_Spans(g.start, g.end, g.weight / (g.end - g.start)) for g in gaps])
-    decoding = _joined([_Spans(g.start, g.end, np.ones(g.start.size)) for g in gaps])
     held = _joined([_held(each, g) for each, g in zip(answered, gaps, strict=True)])
-    models = np.array([each.model for each in answered])
+    decoding = _ones(_joined(gaps))
     grid = np.unique(np.concatenate([rates.start, rates.end, edges_s]))
-    lengths = np.diff(grid)
     busy = _level(decoding, grid)
     covered = busy > 0.5
-    steps = np.where(covered, _level(rates, grid) / np.maximum(busy, 1.0), 0.0) * lengths
-    seconds = np.where(covered, lengths, 0.0)
-    distinct = np.zeros(lengths.size)
-    for model in set(models.tolist()) & set(ranks):
-        own = _joined([g for g, each in zip(gaps, answered, strict=True) if each.model == model])
-        distinct += _level(_Spans(own.start, own.end, np.ones(own.start.size)), grid) > 0.5
-    kv = _level(held, grid)
+    lengths = np.diff(grid)
+    adapters = np.zeros(lengths.size)
+    for model in {each.model for each in answered} & set(ranks):
+        own = [g for g, each in zip(gaps, answered, strict=True) if each.model == model]
+        adapters += _level(_ones(_joined(own)), grid) > 0.5
+    return _Cells(
+        start_s=grid[:-1],
+        end_s=grid[1:],
+        steps=np.where(covered, _level(rates, grid) / np.maximum(busy, 1.0), 0.0) * lengths,
+        seconds=np.where(covered, lengths, 0.0),
+        kv_tokens=_level(held, grid),
+        adapters=adapters,
+    )
+
+
+def _prompts(
+    answered: Sequence[Answered], cells: _Cells, ranks: Mapping[int, int], budget: int | None
+) -> _Prompts:
+    """Return the prompts that ended while others decoded; nobody saw how long the others' steps took."""
     first_s = np.array([each.outcome.times_s[0] for each in answered])
-    prompt = np.array([each.prompt_tokens for each in answered], float)
+    tokens = np.array([each.prompt_tokens for each in answered], float)
+    at = np.clip(np.searchsorted(cells.end_s, first_s, side="left"), 0, cells.end_s.size - 1)
+    parts = np.ones(tokens.size) if budget is None else np.ceil(tokens / budget)
     rank = np.array([ranks.get(each.model, 0) for each in answered], float)
-    token_s = np.concatenate([g.end for g in gaps])
-    token_weight = np.concatenate([g.weight for g in gaps])
-    token_rank = np.concatenate([np.full(g.end.size, r) for g, r in zip(gaps, rank, strict=True)])
-    # A prompt counts only where its step was seen, by others' decoding at that moment.
-    first_seen = covered[np.clip(np.searchsorted(grid, first_s, side="left") - 1, 0, lengths.size - 1)]
-    rows = []
-    for low, high in zip(edges_s[:-1].tolist(), edges_s[1:].tolist(), strict=True):
-        inside = (grid[:-1] >= low) & (grid[1:] <= high)
-        count, covered_s = float(steps[inside].sum()), float(seconds[inside].sum())
-        if count < _LEAST_STEPS or covered_s < _LEAST_COVERED * (high - low):
-            continue
-        prompts = first_seen & (first_s > low) & (first_s <= high)
-        tokens = (token_s > low) & (token_s <= high)
-        own = prompt[prompts]
-        parts = np.ones(own.size) if budget is None else np.ceil(own / budget)
-        decodes = float(token_weight[tokens].sum()) / count
-        weights = steps[inside] / count
-        rows.append(
-            {
-                "step_ms": _MS_PER_S * covered_s / count,
-                "steps": count,
-                "tokens": decodes + float(own.sum()) / count,
-                "requests": decodes + float(parts.sum()) / count,
-                "kv_tokens": float((kv[inside] * weights).sum()),
-                "adapters": float((distinct[inside] * weights).sum()),
-                "decodes": decodes,
-                "prefills": float(parts.sum()) / count,
-                "prompt_std": float((own / np.maximum(parts, 1.0)).std()) if own.size else 0.0,
-                **_ranks(rank[prompts], own, parts, token_rank[tokens], token_weight[tokens], count),
-            }
-        )
-    return rows
-
-
-def _ranks(
-    prompt_rank: NDArray[np.float64],
-    prompt_tokens: NDArray[np.float64],
-    parts: NDArray[np.float64],
-    token_rank: NDArray[np.float64],
-    token_weight: NDArray[np.float64],
-    steps: float,
-) -> dict[str, float]:
-    """Return what the rank terms of step models ask for, as means per step."""
-    lora_prompts, lora_tokens = prompt_rank > 0, token_rank > 0
-    highest = max([0.0, *prompt_rank.tolist(), *np.unique(token_rank).tolist()])
-    return {
-        "lora_decodes": float(token_weight[lora_tokens].sum()) / steps,
-        "lora_prefills": float(parts[lora_prompts].sum()) / steps,
-        "lora_prefill_tokens": float(prompt_tokens[lora_prompts].sum()) / steps,
-        "max_rank": highest,
-        "decode_rank_sum": float((token_weight * token_rank).sum()) / steps,
-        "prefill_rank_sum": float((parts * prompt_rank).sum()) / steps,
-        "prefill_rank_tokens": float((prompt_tokens * prompt_rank).sum()) / steps,
-    }
+    seen = cells.seconds[at] > 0.0
+    return _Prompts(first_s[seen], tokens[seen], parts[seen], rank[seen])
 
 
 def _gaps(answered: Answered) -> _Spans:
@@ -146,6 +196,10 @@ def _held(answered: Answered, gaps: _Spans) -> _Spans:
 
 def _joined(spans: Sequence[_Spans]) -> _Spans:
     return _Spans(*(np.concatenate([np.empty(0), *parts]) for parts in zip(*spans, strict=True)))
+
+
+def _ones(spans: _Spans) -> _Spans:
+    return _Spans(spans.start, spans.end, np.ones(spans.start.size))
 
 
 def _level(spans: _Spans, grid: NDArray[np.float64]) -> NDArray[np.float64]:
