@@ -11,6 +11,7 @@ from torch.nn import functional
 
 from capplan.engine.batch import Batch, Decodes, Prefill
 from capplan.engine.models.config import ModelConfig
+from capplan.engine.models.rope import RopeTable, turn
 from capplan.engine.pages import PagePool
 
 
@@ -51,32 +52,41 @@ class KvCache:
 class TorchAttention:
     """One step's attention with PyTorch's own kernels, on blocks gathered into one piece."""
 
-    def __init__(self, config: ModelConfig, cache: KvCache, batch: Batch) -> None:
-        self._config = config
+    def __init__(self, config: ModelConfig, cache: KvCache, rope: RopeTable, batch: Batch) -> None:
         self.cache = cache
+        self.group = config.heads // config.kv_heads
+        self.cos, self.sin = rope.at(batch.positions)
+        self._turned = config.heads + config.kv_heads
+        self._heads = config.heads
         self._batch = batch
-        self._group = config.heads // config.kv_heads
         self._mask: torch.Tensor | None = None
 
-    def __call__(self, layer: int, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> torch.Tensor:
+    def __call__(self, layer: int, qkv: torch.Tensor) -> torch.Tensor:
         """Return what each token's query reads; see `capplan.engine.models.decoder.Attention`."""
-        self.cache.write(layer, k, v, self._batch)
+        q = self.place(layer, qkv)
         decodes, prefills = self._batch.decodes, self._batch.prefills
         if not prefills and decodes is not None:  # in the order of `at`, which then counts 0, 1, 2, ...
             return self.decode(layer, q, decodes)
-        out = q.new_empty(q.shape[0], self._config.query_size)
+        out = q.new_empty(q.shape[0], q.shape[1] * q.shape[2])
         if decodes is not None:
             out[decodes.at] = self.decode(layer, q[decodes.at], decodes)
         for part in prefills:
             out[part.start : part.end] = self._prefill(layer, q[part.start : part.end], part)
         return out
 
+    def place(self, layer: int, qkv: torch.Tensor) -> torch.Tensor:
+        """Turn queries and keys, store keys and values, and return queries, (tokens, heads, head_dim)."""
+        heads = qkv.view(qkv.shape[0], -1, self.cache.head_dim)
+        turned = turn(heads[:, : self._turned], self.cos, self.sin)
+        self.cache.write(layer, turned[:, self._heads :], heads[:, self._turned :], self._batch)
+        return turned[:, : self._heads]
+
     def decode(self, layer: int, q: torch.Tensor, decodes: Decodes) -> torch.Tensor:
         """Attend with one query per request; the queries that share a key head stand in for positions."""
         if self._mask is None:
             self._mask = _decode_mask(decodes, self.cache.block_size)
         k, v = self.cache.read(layer, decodes.pages)
-        grouped = q.reshape(q.shape[0], self.cache.kv_heads, self._group, self.cache.head_dim)
+        grouped = q.reshape(q.shape[0], self.cache.kv_heads, self.group, self.cache.head_dim)
         mixed = functional.scaled_dot_product_attention(grouped, k, v, attn_mask=self._mask)
         return mixed.reshape(q.shape[0], -1)
 
@@ -90,7 +100,7 @@ class TorchAttention:
             positions = torch.arange(part.context, device=q.device)
             mask = positions <= positions[part.context - tokens :, None]
         mixed = functional.scaled_dot_product_attention(
-            q.transpose(0, 1)[None], k, v, attn_mask=mask, is_causal=mask is None, enable_gqa=self._group > 1
+            q.transpose(0, 1)[None], k, v, attn_mask=mask, is_causal=mask is None, enable_gqa=self.group > 1
         )
         return mixed[0].transpose(0, 1).reshape(tokens, -1)
 

@@ -1,37 +1,51 @@
-"""Which kernels run a step: PyTorch's on the CPU, Triton's on a GPU, or those that were asked for."""
+"""Which kernels run a step: numba's or PyTorch's on the CPU, Triton's on a GPU, or those asked for."""
 
 from __future__ import annotations
 
 from collections.abc import Callable
 
+import torch
+
 from capplan.engine.attention import KvCache, TorchAttention
 from capplan.engine.batch import Batch
+from capplan.engine.cpu.attention import CompiledAttention
+from capplan.engine.cpu.lora import CompiledAdapters
+from capplan.engine.cpu.norms import CompiledNorms
+from capplan.engine.kernels.tables import RowTables
 from capplan.engine.lora.grouped import GroupedAdapters
 from capplan.engine.lora.layout import AdapterLayout
 from capplan.engine.lora.padded import PaddedAdapters
 from capplan.engine.lora.residency import Residency
 from capplan.engine.models.config import ModelConfig
-from capplan.engine.models.decoder import Adapters, Attention
+from capplan.engine.models.decoder import Adapters, Attention, Norms, TorchNorms
+from capplan.engine.models.rope import RopeTable
 from capplan.engine.settings import EngineSettings
-
-_OF_TORCH = ("grouped", "padded")
 
 
 def attention_of(
-    settings: EngineSettings, config: ModelConfig, cache: KvCache
+    settings: EngineSettings, config: ModelConfig, cache: KvCache, rope: RopeTable
 ) -> Callable[[Batch], Attention]:
     """Return what makes the attention of a step."""
-    if settings.chosen_attention() == "torch":
-        return lambda batch: TorchAttention(config, cache, batch)
+    kernel = settings.chosen_attention(cache.pool.tensor.dtype)
+    if kernel == "torch":
+        return lambda batch: TorchAttention(config, cache, rope, batch)
+    if kernel == "compiled":
+        return lambda batch: CompiledAttention(config, cache, rope, batch)
     from capplan.engine.kernels.attention import TritonAttention
 
-    return lambda batch: TritonAttention(config, cache, batch)
+    return lambda batch: TritonAttention(config, cache, rope, batch)
+
+
+def norms_of(settings: EngineSettings, config: ModelConfig, dtype: torch.dtype) -> Norms:
+    """Return the norms; they go with the kernel of attention."""
+    compiled = settings.chosen_attention(dtype) == "compiled"
+    return CompiledNorms(config.rms_eps) if compiled else TorchNorms(config.rms_eps)
 
 
 def adapters_of(
     settings: EngineSettings, layout: AdapterLayout, residency: Residency, most_adapters: int, max_rank: int
 ) -> Callable[[Batch], Adapters]:
-    """Return what makes the adapters of a step; Triton's kernels are given tables, which `residency` keeps.
+    """Return what makes the adapters of a step; compiled kernels are given tables, which `residency` keeps.
 
     Parameters
     ----------
@@ -40,20 +54,19 @@ def adapters_of(
     most_adapters, max_rank
         Adapters in memory at most, and their largest rank.
     """
-    kernel = settings.chosen_lora_kernel()
+    weights, views = residency.memory.storage, residency.views
+    kernel = settings.chosen_lora_kernel(weights.dtype)
     if kernel == "grouped":
-        return lambda batch: GroupedAdapters(batch.segments, residency.views)
+        return lambda batch: GroupedAdapters(batch.segments, views)
     if kernel == "padded":
-        return lambda batch: PaddedAdapters(
-            batch.segments, residency.views, batch.tokens.shape[0], batch.tokens.device
+        return lambda batch: PaddedAdapters(batch.segments, views, batch.tokens.shape[0], batch.tokens.device)
+    tables = RowTables(layout, most_adapters, max_rank, weights.device)
+    residency.keep_tables(tables)
+    if kernel == "compiled":
+        return lambda batch: CompiledAdapters(
+            layout, tables, weights, batch.segments, batch.tokens.shape[0], views
         )
     from capplan.engine.kernels.lora import TritonAdapters
-    from capplan.engine.kernels.tables import RowTables
 
-    memory = residency.memory
-    tables = RowTables(layout, most_adapters, max_rank, memory.storage.device)
-    residency.keep_tables(tables)
     kind = None if kernel == "triton" else kernel
-    return lambda batch: TritonAdapters(
-        layout, tables, memory.storage, batch.segments, batch.tokens.shape[0], kind
-    )
+    return lambda batch: TritonAdapters(layout, tables, weights, batch.segments, batch.tokens.shape[0], kind)

@@ -5,13 +5,10 @@ from __future__ import annotations
 from collections.abc import Callable
 
 import torch
-from torch.nn import functional
 
 from capplan.engine.attention import KvCache
 from capplan.engine.batch import Batch
-from capplan.engine.models.config import ModelConfig
-from capplan.engine.models.decoder import Adapters, Attention, decode
-from capplan.engine.models.rope import RopeTable
+from capplan.engine.models.decoder import Adapters, Attention, Norms, decode
 from capplan.engine.models.weights import Weights
 
 
@@ -23,25 +20,23 @@ class ModelRunner:
 
     Parameters
     ----------
-    attention, adapters
-        Make a step's attention and adapters: the choice of kernels.
+    attention, adapters, norms
+        The choice of kernels; the first two are made for every step.
     """
 
     def __init__(
         self,
-        config: ModelConfig,
         weights: Weights,
         cache: KvCache,
-        max_model_len: int,
         attention: Callable[[Batch], Attention],
         adapters: Callable[[Batch], Adapters],
+        norms: Norms,
     ) -> None:
-        self._config = config
         self._weights = weights
         self._cache = cache
         self._attention = attention
         self._adapters = adapters
-        self._rope = RopeTable(config, max_model_len, weights.embed.dtype, weights.embed.device)
+        self._norms = norms
 
     @torch.inference_mode()
     def run(self, batch: Batch) -> torch.Tensor:
@@ -53,12 +48,10 @@ class ModelRunner:
             self._cache.pool.clear(batch.new_pages)
         uses_adapters = any(segment.adapter for segment in batch.segments)
         hidden = decode(
-            self._config,
             self._weights,
-            self._rope,
             batch.tokens,
-            batch.positions,
             self._attention(batch),
             self._adapters(batch) if uses_adapters else None,
+            self._norms,
         )
-        return functional.linear(hidden[batch.sampled], self._weights.head)
+        return self._weights.head(hidden[batch.sampled])

@@ -12,8 +12,8 @@ from capplan.errors import InputError
 from capplan.serving import ServingRules, serving_rules
 
 Memory = Literal["slots", "unified"]
-LoraKernel = Literal["grouped", "padded", "triton", "bgmv", "mbgmv", "sgmv"]
-AttentionKernel = Literal["torch", "triton"]
+LoraKernel = Literal["compiled", "grouped", "padded", "triton", "bgmv", "mbgmv", "sgmv"]
+AttentionKernel = Literal["compiled", "torch", "triton"]
 
 _DTYPES: Final = ("float32", "float16", "bfloat16")
 
@@ -58,12 +58,14 @@ class EngineSettings:
         Prompts of one adapter that agree in so many first tokens share the KV of those; 0: nothing is shared
         between requests.
     lora_kernel
+        ``compiled``: by numba at true ranks where an adapter has few tokens, as ``grouped`` elsewhere.
         In PyTorch ``grouped`` (true ranks) or ``padded`` (largest rank in the batch, for comparison).
         In Triton ``bgmv`` (padded), ``mbgmv`` (true ranks, for decode), ``sgmv`` (true ranks, for prefill) or
         ``triton`` (one of the latter two, step by step).
-        None: ``grouped`` on the CPU, ``triton`` on a GPU.
+        None: ``triton`` on a GPU, ``compiled`` on the CPU in float32, ``grouped`` otherwise.
     attention_kernel
-        ``torch`` or ``triton``; None: ``torch`` on the CPU, ``triton`` on a GPU.
+        Of decode steps: ``torch``, ``compiled`` (by numba, on the CPU in float32) or ``triton``.
+        None: ``triton`` on a GPU, ``compiled`` on the CPU in float32, ``torch`` otherwise.
     gpu_memory_utilization
         Share of a GPU's memory that the engine may use.
     seed
@@ -144,13 +146,18 @@ class EngineSettings:
             return self.memory
         return "unified" if serving_rules(self.rules).declared_output else "slots"
 
-    def chosen_lora_kernel(self) -> LoraKernel:
-        """Return the kernels of adapters."""
-        return self.lora_kernel or ("grouped" if self.device == "cpu" else "triton")
+    def chosen_lora_kernel(self, dtype: torch.dtype) -> LoraKernel:
+        """Return the kernels of adapters, for a model of this dtype."""
+        return self.lora_kernel or self._kernel_here(dtype) or "grouped"
 
-    def chosen_attention(self) -> AttentionKernel:
-        """Return the kernel of decode attention."""
-        return self.attention_kernel or ("torch" if self.device == "cpu" else "triton")
+    def chosen_attention(self, dtype: torch.dtype) -> AttentionKernel:
+        """Return the kernel of decode attention, for a model of this dtype."""
+        return self.attention_kernel or self._kernel_here(dtype) or "torch"
+
+    def _kernel_here(self, dtype: torch.dtype) -> Literal["compiled", "triton"] | None:
+        if self.device != "cpu":
+            return "triton"
+        return "compiled" if dtype == torch.float32 else None
 
     def torch_dtype(self, config: ModelConfig) -> torch.dtype:
         """Return the dtype of weights, activations, KV and adapters."""
@@ -158,6 +165,9 @@ class EngineSettings:
         if name not in _DTYPES:
             raise InputError(f"must be one of {', '.join(_DTYPES)}", name, f"{config.name}: dtype")
         dtype: torch.dtype = getattr(torch, name)
+        compiled = "compiled" in (self.lora_kernel, self.attention_kernel)
+        if compiled and (self.device != "cpu" or dtype != torch.float32):
+            raise InputError("must be float32 on the CPU for compiled kernels", name, "dtype")
         return dtype
 
 

@@ -11,7 +11,7 @@ import torch
 from capplan.engine.attention import KvCache
 from capplan.engine.blocks import BlockTables, CountedBlocks, NamedBlocks
 from capplan.engine.clock import Clock, VirtualClock, WallClock
-from capplan.engine.dispatch import adapters_of, attention_of
+from capplan.engine.dispatch import adapters_of, attention_of, norms_of
 from capplan.engine.loads import Loads
 from capplan.engine.loop import Loop
 from capplan.engine.lora.layout import AdapterLayout
@@ -24,9 +24,11 @@ from capplan.engine.models import (
     Weights,
     builtin_config,
     load_weights,
+    packed,
     random_weights,
     read_config,
 )
+from capplan.engine.models.rope import RopeTable
 from capplan.engine.pages import PagePool, kv_page_elements
 from capplan.engine.runner import ModelRunner
 from capplan.engine.settings import EngineSettings
@@ -54,8 +56,8 @@ def load_model(model: str | Path | ModelConfig, settings: EngineSettings) -> Mod
         config, folder = builtin_config(str(model)), None
     dtype = settings.torch_dtype(config)
     if folder is None:
-        return Model(config, random_weights(config, dtype, device, settings.seed), None)
-    return Model(config, load_weights(config, folder, dtype, device), folder)
+        return Model(config, packed(random_weights(config, dtype, device, settings.seed)), None)
+    return Model(config, packed(load_weights(config, folder, dtype, device)), folder)
 
 
 def build_loop(
@@ -98,13 +100,13 @@ def build_loop(
         memory = StaticSlots(layout, sizes.a_max, sizes.s_max, dtype, device)
     residency.attach(memory)
     cache = KvCache(model.config, pool, settings.block_size)
+    rope = RopeTable(model.config, sizes.max_model_len, dtype, device)
     runner = ModelRunner(
-        model.config,
         model.weights,
         cache,
-        sizes.max_model_len,
-        attention_of(settings, model.config, cache),
+        attention_of(settings, model.config, cache, rope),
         adapters_of(settings, layout, residency, limits.max_loras, sizes.s_max),
+        norms_of(settings, model.config, dtype),
     )
     clock: Clock = VirtualClock() if virtual_time else WallClock()
     loader: Loader = VirtualLoader(clock) if virtual_time else ThreadLoader(clock)

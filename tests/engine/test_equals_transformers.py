@@ -45,6 +45,10 @@ MODELS: dict[str, tuple[Any, Any]] = {
         llama(attention_bias=True, mlp_bias=True, num_key_value_heads=4, tie_word_embeddings=True),
         {"a": lora(12, 5.0), "b": lora(1)},
     ),
+    "wide": (  # wide enough that its matrices are packed
+        qwen2(hidden_size=384, intermediate_size=352, initializer_range=0.05),
+        {"a": lora(8), "b": lora(16)},
+    ),
     "qwen2-tied": (
         qwen2(tie_word_embeddings=True, num_attention_heads=3, num_key_value_heads=3, hidden_size=42),
         {"a": lora(10), "o": lora(8, target_modules=["o_proj"])},
@@ -64,6 +68,7 @@ ENGINES: dict[str, dict[str, Any]] = {
     "pages": {"rules": "capplan", "num_kv_blocks": 30, "memory": "unified", "max_num_batched_tokens": 20},
     "slora": {"rules": "slora", "num_kv_blocks": 900, "memory": "unified", "max_num_batched_tokens": 100},
     "padded": {"rules": "vllm-0.8", "num_kv_blocks": 60, "lora_kernel": "padded", "memory": "unified"},
+    "torch": {"rules": "capplan", "num_kv_blocks": 60, "lora_kernel": "grouped", "attention_kernel": "torch"},
 }
 ODD_ONES = ("tight", "pages")
 CASES = [

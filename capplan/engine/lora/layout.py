@@ -35,6 +35,8 @@ class AdapterLayout:
         (in, out) of each module.
     out_starts
         First column of each module's output within the output of its place.
+    site_outputs
+        The same and the widths, of the modules of each place.
     """
 
     def __init__(self, config: ModelConfig) -> None:
@@ -55,6 +57,10 @@ class AdapterLayout:
             (inner, hidden),
         )
         self.out_starts = (0, query, query + kv, 0, 0, inner, 0)
+        self.site_outputs = tuple(
+            (np.array([self.out_starts[m] for m in site]), np.array([self.sizes[m][B] for m in site]))
+            for site in SITES
+        )
         self._group_lengths = np.array([self.sizes[module][side] for module, side in GROUPS], np.int64)
         self.longest_row = int(self._group_lengths.max())
 

@@ -2,7 +2,7 @@
 
 from capplan.engine.models.builtin import BUILTIN, builtin_config
 from capplan.engine.models.config import ModelConfig, Rope, read_config
-from capplan.engine.models.weights import Weights, load_weights, random_weights
+from capplan.engine.models.weights import Weights, load_weights, packed, random_weights
 
 __all__ = [
     "BUILTIN",
@@ -11,6 +11,7 @@ __all__ = [
     "Weights",
     "builtin_config",
     "load_weights",
+    "packed",
     "random_weights",
     "read_config",
 ]

@@ -7,8 +7,6 @@ from typing import Protocol
 import torch
 from torch.nn import functional
 
-from capplan.engine.models.config import ModelConfig
-from capplan.engine.models.rope import RopeTable, turn
 from capplan.engine.models.weights import LayerWeights, Weights
 
 QKV, OUT, GATE_UP, DOWN = range(4)
@@ -16,11 +14,41 @@ QKV, OUT, GATE_UP, DOWN = range(4)
 
 
 class Attention(Protocol):
-    """Writes keys and values of this step's tokens and lets its queries read those of their requests."""
+    """Lets this step's tokens read those of their requests."""
 
-    def __call__(self, layer: int, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> torch.Tensor:
-        """Return the attention's output, shape (tokens, heads * head_dim)."""
+    def __call__(self, layer: int, qkv: torch.Tensor) -> torch.Tensor:
+        """Turn queries and keys, store keys and values, and return what the queries read.
+
+        From shape (tokens, query_size + 2 * kv_size) to shape (tokens, query_size).
+        """
         ...
+
+
+class Norms(Protocol):
+    """RMS norms."""
+
+    def norm(self, x: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
+        """Return `x` normed."""
+        ...
+
+    def add_norm(self, x: torch.Tensor, more: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
+        """Add `more` to `x`, in place, and return the sum normed."""
+        ...
+
+
+class TorchNorms:
+    """See `Norms`."""
+
+    def __init__(self, eps: float) -> None:
+        self._eps = eps
+
+    def norm(self, x: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
+        """See `Norms`."""
+        return functional.rms_norm(x, weight.shape, weight, self._eps)
+
+    def add_norm(self, x: torch.Tensor, more: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
+        """See `Norms`."""
+        return self.norm(x.add_(more), weight)
 
 
 class Adapters(Protocol):
@@ -32,55 +60,42 @@ class Adapters(Protocol):
 
 
 def decode(
-    config: ModelConfig,
     weights: Weights,
-    rope: RopeTable,
     tokens: torch.Tensor,
-    positions: torch.Tensor,
     attention: Attention,
     adapters: Adapters | None,
+    norms: Norms,
 ) -> torch.Tensor:
     """Return the last hidden state of every token, after the final norm, shape (tokens, hidden_size)."""
     x = functional.embedding(tokens, weights.embed)
-    cos, sin = rope.at(positions)
-    for number, layer in enumerate(weights.layers):
-        h = functional.rms_norm(x, (config.hidden_size,), layer.input_norm, config.rms_eps)
-        x = x + _attend(config, number, layer, h, cos, sin, attention, adapters)
-        h = functional.rms_norm(x, (config.hidden_size,), layer.post_norm, config.rms_eps)
-        x = x + _mlp(number, layer, h, adapters)
-    return functional.rms_norm(x, (config.hidden_size,), weights.norm, config.rms_eps)
+    h = norms.norm(x, weights.layers[0].input_norm)
+    following = [layer.input_norm for layer in weights.layers[1:]] + [weights.norm]
+    for number, (layer, next_norm) in enumerate(zip(weights.layers, following, strict=True)):
+        h = norms.add_norm(x, _attend(number, layer, h, attention, adapters), layer.post_norm)
+        h = norms.add_norm(x, _mlp(number, layer, h, adapters), next_norm)
+    return h
 
 
 def _attend(
-    config: ModelConfig,
-    number: int,
-    layer: LayerWeights,
-    h: torch.Tensor,
-    cos: torch.Tensor,
-    sin: torch.Tensor,
-    attention: Attention,
-    adapters: Adapters | None,
+    number: int, layer: LayerWeights, h: torch.Tensor, attention: Attention, adapters: Adapters | None
 ) -> torch.Tensor:
-    qkv = functional.linear(h, layer.qkv, layer.qkv_bias)
+    qkv = layer.qkv(h)
     if adapters is not None:
         adapters.add(number, QKV, h, qkv)
-    heads = qkv.view(h.shape[0], -1, config.head_dim)
-    turned = turn(heads[:, : config.heads + config.kv_heads], cos, sin)
-    q, k = turned[:, : config.heads], turned[:, config.heads :]
-    mixed = attention(number, q, k, heads[:, config.heads + config.kv_heads :])
-    out = functional.linear(mixed, layer.o, layer.o_bias)
+    mixed = attention(number, qkv)
+    out = layer.o(mixed)
     if adapters is not None:
         adapters.add(number, OUT, mixed, out)
     return out
 
 
 def _mlp(number: int, layer: LayerWeights, h: torch.Tensor, adapters: Adapters | None) -> torch.Tensor:
-    gate_up = functional.linear(h, layer.gate_up, layer.gate_up_bias)
+    gate_up = layer.gate_up(h)
     if adapters is not None:
         adapters.add(number, GATE_UP, h, gate_up)
     gate, up = gate_up.chunk(2, dim=-1)
-    inner = functional.silu(gate) * up
-    out = functional.linear(inner, layer.down, layer.down_bias)
+    inner = functional.silu(gate).mul_(up)
+    out = layer.down(inner)
     if adapters is not None:
         adapters.add(number, DOWN, inner, out)
     return out

@@ -4,13 +4,14 @@ from __future__ import annotations
 
 import json
 from collections.abc import Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 
 import torch
 from safetensors import SafetensorError, safe_open
 
 from capplan.engine.models.config import ModelConfig
+from capplan.engine.models.linear import Linear
 from capplan.errors import InputError
 from capplan.spec import read_text
 
@@ -22,25 +23,21 @@ class LayerWeights:
     """One layer. q, k and v stand in one matrix, so do gate and up: one large product, not small ones."""
 
     input_norm: torch.Tensor
-    qkv: torch.Tensor
-    qkv_bias: torch.Tensor | None
-    o: torch.Tensor
-    o_bias: torch.Tensor | None
+    qkv: Linear
+    o: Linear
     post_norm: torch.Tensor
-    gate_up: torch.Tensor
-    gate_up_bias: torch.Tensor | None
-    down: torch.Tensor
-    down_bias: torch.Tensor | None
+    gate_up: Linear
+    down: Linear
 
 
 @dataclass(frozen=True)
 class Weights:
-    """A model. `head` is `embed` itself where they are tied."""
+    """A model. `head` has the very numbers of `embed` where they are tied."""
 
     embed: torch.Tensor
     layers: tuple[LayerWeights, ...]
     norm: torch.Tensor
-    head: torch.Tensor
+    head: Linear
 
 
 @dataclass(frozen=True)
@@ -61,29 +58,40 @@ def empty_weights(config: ModelConfig, dtype: torch.dtype, device: torch.device)
     def new(*shape: int) -> torch.Tensor:
         return torch.empty(shape, dtype=dtype, device=device)
 
-    def bias(wanted: bool, size: int) -> torch.Tensor | None:
-        return new(size) if wanted else None
+    def linear(out: int, width: int, bias: bool) -> Linear:
+        return Linear(new(out, width), new(out) if bias else None)
 
     hidden, inner = config.hidden_size, config.intermediate_size
     qkv = config.query_size + 2 * config.kv_size
     layers = tuple(
         LayerWeights(
             input_norm=new(hidden),
-            qkv=new(qkv, hidden),
-            qkv_bias=bias(config.qkv_bias, qkv),
-            o=new(hidden, config.query_size),
-            o_bias=bias(config.o_bias, hidden),
+            qkv=linear(qkv, hidden, config.qkv_bias),
+            o=linear(hidden, config.query_size, config.o_bias),
             post_norm=new(hidden),
-            gate_up=new(2 * inner, hidden),
-            gate_up_bias=bias(config.mlp_bias, 2 * inner),
-            down=new(hidden, inner),
-            down_bias=bias(config.mlp_bias, hidden),
+            gate_up=linear(2 * inner, hidden, config.mlp_bias),
+            down=linear(hidden, inner, config.mlp_bias),
         )
         for _ in range(config.layers)
     )
     embed = new(config.vocab_size, hidden)
-    head = embed if config.tied_embeddings else new(config.vocab_size, hidden)
+    head = Linear(embed if config.tied_embeddings else new(config.vocab_size, hidden))
     return Weights(embed=embed, layers=layers, norm=new(hidden), head=head)
+
+
+def packed(weights: Weights) -> Weights:
+    """Return the same model with its matrices in the order that is fastest here."""
+    layers = tuple(
+        replace(
+            layer,
+            qkv=layer.qkv.pack(),
+            o=layer.o.pack(),
+            gate_up=layer.gate_up.pack(),
+            down=layer.down.pack(),
+        )
+        for layer in weights.layers
+    )
+    return replace(weights, layers=layers, head=weights.head.pack())
 
 
 def random_weights(config: ModelConfig, dtype: torch.dtype, device: torch.device, seed: int = 0) -> Weights:
@@ -153,23 +161,23 @@ def _targets(config: ModelConfig, weights: Weights) -> dict[str, _Target]:
         "model.norm.weight": _whole(weights.norm),
     }
     if not config.tied_embeddings:
-        targets["lm_head.weight"] = _whole(weights.head)
+        targets["lm_head.weight"] = _whole(weights.head.weight)
     q, kv, inner = config.query_size, config.kv_size, config.intermediate_size
     for number, layer in enumerate(weights.layers):
         place = f"model.layers.{number}."
-        parts: list[tuple[str, torch.Tensor, torch.Tensor | None, int, int]] = [
-            ("self_attn.q_proj", layer.qkv, layer.qkv_bias, 0, q),
-            ("self_attn.k_proj", layer.qkv, layer.qkv_bias, q, kv),
-            ("self_attn.v_proj", layer.qkv, layer.qkv_bias, q + kv, kv),
-            ("self_attn.o_proj", layer.o, layer.o_bias, 0, config.hidden_size),
-            ("mlp.gate_proj", layer.gate_up, layer.gate_up_bias, 0, inner),
-            ("mlp.up_proj", layer.gate_up, layer.gate_up_bias, inner, inner),
-            ("mlp.down_proj", layer.down, layer.down_bias, 0, config.hidden_size),
+        parts = [
+            ("self_attn.q_proj", layer.qkv, 0, q),
+            ("self_attn.k_proj", layer.qkv, q, kv),
+            ("self_attn.v_proj", layer.qkv, q + kv, kv),
+            ("self_attn.o_proj", layer.o, 0, config.hidden_size),
+            ("mlp.gate_proj", layer.gate_up, 0, inner),
+            ("mlp.up_proj", layer.gate_up, inner, inner),
+            ("mlp.down_proj", layer.down, 0, config.hidden_size),
         ]
-        for name, matrix, bias, start, rows in parts:
-            targets[f"{place}{name}.weight"] = _Target(matrix, start, rows)
-            if bias is not None:
-                targets[f"{place}{name}.bias"] = _Target(bias, start, rows)
+        for name, linear, start, rows in parts:
+            targets[f"{place}{name}.weight"] = _Target(linear.weight, start, rows)
+            if linear.bias is not None:
+                targets[f"{place}{name}.bias"] = _Target(linear.bias, start, rows)
         targets[f"{place}input_layernorm.weight"] = _whole(layer.input_norm)
         targets[f"{place}post_attention_layernorm.weight"] = _whole(layer.post_norm)
     return targets

@@ -1,0 +1,141 @@
+"""Kernels for the CPU against float64: fresh inputs, and NaN wherever nothing may be read."""
+
+import numpy as np
+import pytest
+import torch
+
+pytest.importorskip("triton", reason="the helpers are those of the GPU's kernels (extra `engine`)")
+
+from capplan.engine.attention import KvCache
+from capplan.engine.batch import Batch, Decodes, Segment
+from capplan.engine.cpu.attention import CompiledAttention
+from capplan.engine.cpu.lora import GEMM_FROM, CompiledAdapters
+from capplan.engine.cpu.norms import CompiledNorms
+from capplan.engine.kernels.tables import RowTables
+from capplan.engine.lora.layout import SITES, B
+from capplan.engine.models import ModelConfig
+from capplan.engine.models.linear import Linear
+from capplan.engine.models.rope import RopeTable
+from capplan.engine.pages import PagePool, kv_page_elements
+from tests.engine.test_kernels import CONFIG, LAYOUT, S_MAX, expected, memory_of, random_adapter
+
+CPU = torch.device("cpu")
+
+
+@pytest.mark.parametrize("where", ["slots", "pages"])
+@pytest.mark.parametrize("most", [3, GEMM_FROM + 9], ids=["decode", "prefill"])
+def test_each_token_gets_its_own_adapter(where: str, most: int) -> None:
+    rng = np.random.default_rng()
+    ranks = [1, 5, 8, 17, 24]
+    adapters = {n: random_adapter(rng, rank, torch.float32) for n, rank in enumerate(ranks, start=1)}
+    memory = memory_of(where, len(ranks), torch.float32)
+    tables = RowTables(LAYOUT, len(ranks), S_MAX, CPU)
+    placements = {}
+    for number, adapter in adapters.items():
+        placements[number] = placement = memory.place(number, adapter.ranks)
+        memory.clear(number)
+        placement.copy_from(adapter)
+        tables.add(number, placement, memory.padding(number, S_MAX))
+    order = [0, *rng.permutation(list(adapters)).tolist(), 0]
+    ends = np.cumsum(rng.integers(1, most, len(order)))
+    starts = np.concatenate([[0], ends[:-1]])
+    segments = [Segment(*map(int, each)) for each in zip(order, starts, ends, strict=True)]
+    tokens = int(ends[-1])
+    applied = CompiledAdapters(
+        LAYOUT, tables, memory.storage, segments, tokens, lambda number: placements[number].views()
+    )
+    layer = int(rng.integers(CONFIG.layers))
+    for site, modules in enumerate(SITES):
+        x = torch.randn(tokens, LAYOUT.sizes[modules[0]][0])
+        out = torch.randn(tokens, sum(LAYOUT.sizes[module][B] for module in modules))
+        right = out.double().clone()
+        for adapter, start, end in segments:
+            if adapter:
+                here = expected(adapters[adapter], layer, site, x[start:end], out[start:end])
+                right[start:end] = here
+        applied.add(layer, site, x, out)
+        assert float((out.double() - right).abs().max() / right.abs().max()) < 1e-5
+
+
+@pytest.mark.parametrize(("heads", "kv_heads", "head_dim"), [(6, 2, 14), (4, 4, 8), (8, 1, 64)])
+def test_decodes_read_their_own_pages_and_what_was_just_stored(
+    heads: int, kv_heads: int, head_dim: int
+) -> None:
+    rng = np.random.default_rng()
+    sizes = {"hidden_size": 8, "intermediate_size": 8, "vocab_size": 8, "max_positions": 512}
+    config = ModelConfig("attention", 2, heads=heads, kv_heads=kv_heads, head_dim=head_dim, **sizes)
+    block_size = int(rng.integers(3, 20))
+    pool = PagePool(120, kv_page_elements(config, block_size), torch.float32, CPU)
+    pool.tensor.fill_(torch.nan)
+    cache = KvCache(config, pool, block_size)
+    rope = RopeTable(config, 512, torch.float32, CPU)
+    lengths = torch.tensor([1, 2, block_size, block_size + 1, 70, 131])
+    tables = torch.zeros((len(lengths), 131 // block_size + 1), dtype=torch.int64)
+    known = []
+    for i, length in enumerate(lengths.tolist()):
+        pages = torch.from_numpy(pool.take(-(-length // block_size)))
+        tables[i, : pages.numel()] = pages
+        k, v = torch.randn(2, length - 1, kv_heads, head_dim)
+        token = torch.arange(length - 1)
+        cache.pages[pages[token // block_size], 1, 0, token % block_size] = k
+        cache.pages[pages[token // block_size], 1, 1, token % block_size] = v
+        known.append((k, v))
+    positions = lengths - 1
+    own = tables[torch.arange(len(lengths)), positions // block_size]
+    none = torch.zeros(0, dtype=torch.int64)
+    decodes = Decodes(torch.arange(len(lengths)), lengths, tables)
+    batch = Batch(
+        none, positions, own, positions % block_size, none, decodes, (), (), none, none.numpy(), none.numpy()
+    )
+    # Scores far apart, so that small ones underflow as they should.
+    qkv = torch.randn(len(lengths), (heads + 2 * kv_heads) * head_dim) * 6
+    before = qkv.clone()
+    got = CompiledAttention(config, cache, rope, batch)(1, qkv)
+    assert float((got.double() - right_answer(config, rope, positions, before, known)).abs().max()) < 1e-4
+
+
+def right_answer(
+    config: ModelConfig,
+    rope: RopeTable,
+    positions: torch.Tensor,
+    qkv: torch.Tensor,
+    known: list[tuple[torch.Tensor, torch.Tensor]],
+) -> torch.Tensor:
+    """Return in float64 what each token reads from the keys and values known, and its own."""
+    cos, sin = (table.double() for table in rope.at(positions))
+    heads = qkv.double().view(qkv.shape[0], -1, config.head_dim)
+    turned = heads * cos + heads.roll(config.head_dim // 2, dims=-1) * sin
+    group = config.heads // config.kv_heads
+    answers = []
+    for i, (k, v) in enumerate(known):
+        own_k = turned[i, config.heads : config.heads + config.kv_heads]
+        own_v = heads[i, config.heads + config.kv_heads :]
+        keys = torch.cat([k.double(), own_k[None]]).repeat_interleave(group, dim=1)
+        values = torch.cat([v.double(), own_v[None]]).repeat_interleave(group, dim=1)
+        scores = torch.einsum("hd,thd->ht", turned[i, : config.heads], keys) * config.head_dim**-0.5
+        answers.append(torch.einsum("ht,thd->hd", scores.softmax(dim=-1), values).flatten())
+    return torch.stack(answers)
+
+
+def test_norms_are_root_mean_squares() -> None:
+    x, more, weight = torch.randn(5, 37), torch.randn(5, 37), torch.randn(37)
+    norms = CompiledNorms(1e-3)
+    total = x.double() + more.double()
+
+    def right(value: torch.Tensor) -> torch.Tensor:
+        return value * (value.pow(2).mean(dim=1, keepdim=True) + 1e-3).rsqrt() * weight.double()
+
+    assert torch.allclose(norms.norm(x, weight).double(), right(x.double()), atol=1e-5)
+    assert torch.allclose(norms.add_norm(x, more, weight).double(), right(total), atol=1e-5)
+    assert torch.allclose(x.double(), total, atol=1e-6)
+
+
+@pytest.mark.parametrize("bias", [False, True])
+@pytest.mark.parametrize("tokens", [1, 7, 200])
+def test_a_packed_matrix_is_the_same_map(tokens: int, bias: bool) -> None:
+    linear = Linear(torch.randn(500, 300), torch.randn(500) if bias else None)
+    x = torch.randn(tokens, 300)
+    right = x.double() @ linear.weight.double().t() + (0.0 if linear.bias is None else linear.bias.double())
+    assert linear.pack().packed == torch.backends.mkldnn.is_available()
+    assert float((linear.pack()(x).double() - right).abs().max() / right.abs().max()) < 1e-5
+    assert not Linear(torch.randn(9, 9)).pack().packed
