@@ -133,16 +133,18 @@ def _lengths(random: np.random.Generator) -> tuple[Lengths, Lengths]:
 
 
 def run_case(store: Store, settings: Settings, draw: Callable[[Settings, int], Case], number: int) -> Record:
-    """Return the record of a case, from the store where it is there."""
+    """Return the record of a case; from the store what is there already."""
     case = draw(settings, number)
     known = store.get(case.name, asdict(settings))
-    if known is not None:
+    rows = () if known is None else tuple(known.rows)
+    there = {row.solver for row in rows}
+    missing = [s for s in (("capplan",) if draw is large_case else ("capplan", "milp")) if s not in there]
+    if known is not None and not missing:
         return known
     started = time.perf_counter()
-    solvers = ["capplan"] if draw is large_case else ["capplan", "milp"]
     made = compare(
         case.workload,
-        find_all(solvers),
+        find_all(missing),
         gpus=case.gpus,
         seed=settings.seed,
         seeds=settings.seeds,
@@ -156,7 +158,7 @@ def run_case(store: Store, settings: Settings, draw: Callable[[Settings, int], C
         gpus=case.gpus,
         busy_gpus=busy_gpus(problem),
         lower_bound_gpus=lower_bound_gpus(problem),
-        rows=made.rows,
+        rows=(*rows, *made.rows),
     )
     store.put(record)
     return record
