@@ -18,8 +18,8 @@ from capplan.engine.lora.layout import GROUPS, SITES, A, AdapterLayout, B
 GEMM_FROM: Final = 24
 """Tokens of one adapter from which a matrix product is the better choice.
 
-Measured at hidden size 384 and rank 16: with 8 tokens of each adapter the kernel takes half as long as products
-by PyTorch, with 32 a little longer.
+Measured at hidden size 384 and rank 16: with 8 tokens of each adapter the kernel takes half as long as
+products by PyTorch, with 32 a little longer.
 """
 
 
@@ -53,10 +53,10 @@ class CompiledAdapters:
         if self._grouped is not None:
             self._grouped.add(layer, site, x, out)
         if self._few:
-            first = SITES[site][0]
+            first, outputs = SITES[site][0], self._layout.site_outputs[site]
             _add_token_by_token(
                 x.numpy(), out.numpy(), self._weights, self._rows, self._ranks, self._numbers, layer, first,
-                GROUPS.index((first, A)), GROUPS.index((first, B)), *self._layout.site_outputs[site], self._low,
+                GROUPS.index((first, A)), GROUPS.index((first, B)), *outputs, self._low,
             )  # fmt: skip
 
 
