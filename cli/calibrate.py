@@ -23,6 +23,10 @@ _GIB = 2**30
 
 def calibrate(
     output: Annotated[str, typer.Option("--output", "-o", metavar="FILE", help="Profile JSON to write.")],
+    folder: Annotated[
+        str | None,
+        typer.Argument(metavar="[DIR]", help="Folder of `capplan profile engine` or `profile server`."),
+    ] = None,
     steps: Annotated[
         str | None, typer.Option("--steps", metavar="FILE", help="Table of measured steps (CSV or Parquet).")
     ] = None,
@@ -93,11 +97,18 @@ def calibrate(
 ) -> None:
     """Fit a profile to measured steps or whole runs, and say how well it predicts what it has not seen.
 
-    Several step models are compared, ours with and without each of its parts and those of the papers.
+    Several step models are compared, ours with and without each of its parts and those of the papers. A
+    folder stands for the tables in it and what they begin with; options name others instead.
     """
     from capplan.spec import write_text_atomic
     from capplan.twin.calibration import Options, Tables
 
+    if folder is not None:
+        from capplan.profiling.engine.tables import tables_of
+
+        found = tables_of(folder)
+        base, steps, runs = base or found.base, steps or found.steps, runs or found.runs
+        memory, loading = memory or found.memory, loading or found.loading
     given = {"--model-config": model_config, "--base-model": base_model, "--gpu": gpu}
     start = _base(base, given, gpu_memory_gib, tp, engine_version, rules)
     for path in filter(None, (output, report)):

@@ -1,9 +1,10 @@
-"""`capplan profile`: measure kernels or servers, or reckon a profile of hardware that nobody measured."""
+"""`capplan profile`: measure kernels, engines or servers; reckon profiles of what nobody measured."""
 
 from __future__ import annotations
 
 import typer
 
+from capplan.cli.profile_engine import engine
 from capplan.cli.profile_kernels import kernels
 from capplan.cli.profile_roofline import roofline
 from capplan.cli.profile_server import server
@@ -16,6 +17,7 @@ def _group() -> None:
     """Measure what profiles are made of."""
 
 
+profile.command()(engine)
 profile.command()(kernels)
 profile.command()(roofline)
 profile.command()(server)

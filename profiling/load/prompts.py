@@ -17,7 +17,7 @@ import numpy as np
 _POOL_TOKENS: Final = 1 << 16
 _NUMBER_TOKENS: Final = 4
 _STRIDE: Final = 7919  # a prime, so that neighbours begin far from each other in the pool
-_TOY_IDS: Final = range(100, 500)
+_TOY_IDS: Final = range(100, 300)
 
 # Words that the tokenizers of current models take as one token each, after a space.
 _WORDS: Final = (
@@ -33,7 +33,7 @@ class PromptForm(StrEnum):
     IDS = "ids"
     """Lists of token ids from 1000 to 9999, whose length no tokenizer can change."""
     TOY_IDS = "toy-ids"
-    """Ids from 100 to 499, for models with small vocabularies."""
+    """Ids from 100 to 299, for models with small vocabularies."""
     TEXT = "text"
     """Words that are a token each, for servers that take text only."""
 

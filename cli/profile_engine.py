@@ -1,0 +1,168 @@
+"""`capplan profile engine`: the reference engine, measured into tables for `capplan calibrate`."""
+
+from __future__ import annotations
+
+from dataclasses import asdict
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated
+
+import typer
+
+from capplan.cli.console import number, print_json, print_table, table
+from capplan.cli.extras import ENGINE, require_extra
+from capplan.cli.inputs import AsJson
+from capplan.cli.kernel_tables import fits_document, show_fits
+from capplan.cli.progress import progress_bars
+from capplan.errors import InputError
+
+if TYPE_CHECKING:
+    from capplan.models.kernel_fits import KernelReport
+    from capplan.profiling.engine.session import Outcome
+
+_GIB = 2**30
+
+
+def engine(
+    output: Annotated[
+        str,
+        typer.Option(
+            "--output", "-o", metavar="DIR", help="Where tables go; measuring goes on where it was."
+        ),
+    ],
+    model: Annotated[
+        str, typer.Option("--model", metavar="MODEL", help="As `capplan serve` takes it.")
+    ] = "tiny-llama",
+    device: Annotated[str, typer.Option("--device", metavar="NAME", help="cpu, cuda, cuda:1 ...")] = "cpu",
+    dtype: Annotated[
+        str, typer.Option("--dtype", metavar="NAME", help="auto, float32, float16 or bfloat16.")
+    ] = "auto",
+    rules: Annotated[str, typer.Option("--rules", metavar="NAME", help="Serving rules.")] = "capplan",
+    lora_kernel: Annotated[
+        str | None, typer.Option("--lora-kernel", metavar="NAME", help="Default: the engine's.")
+    ] = None,
+    a_max: Annotated[str, typer.Option("--a-max", metavar="N[,N...]", help="Adapter slots.")] = "8",
+    s_max: Annotated[
+        str | None,
+        typer.Option("--s-max", metavar="RANK[,RANK...]", help="Of a slot; default: the largest rank."),
+    ] = None,
+    ranks: Annotated[
+        str, typer.Option("--ranks", metavar="RANK[,RANK...]", help="Of the adapters.")
+    ] = "8,16,32",
+    max_num_seqs: Annotated[int, typer.Option("--max-num-seqs", metavar="N", min=2)] = 32,
+    max_num_batched_tokens: Annotated[
+        int, typer.Option("--max-num-batched-tokens", metavar="N", min=32)
+    ] = 2048,
+    max_model_len: Annotated[int, typer.Option("--max-model-len", metavar="N", min=64)] = 2048,
+    memory_gib: Annotated[
+        float | None,
+        typer.Option("--memory-gib", metavar="N", help="On a CPU: what the engine may take for everything."),
+    ] = None,
+    gpu_memory_utilization: Annotated[float, typer.Option("--gpu-memory-utilization", metavar="SHARE")] = 0.9,
+    threads: Annotated[
+        int, typer.Option("--threads", metavar="N", min=1, help="Threads of PyTorch on a CPU.")
+    ] = 1,
+    stages: Annotated[
+        str,
+        typer.Option("--stages", metavar="NAME[,NAME...]", help="memory, loads, steps, iterations, served."),
+    ] = "memory,loads,steps,iterations,served",
+    budget_s: Annotated[
+        float, typer.Option("--budget-s", metavar="SECONDS", min=0.0, help="0: only fit what is there.")
+    ] = 600.0,
+    point_s: Annotated[
+        float, typer.Option("--point-s", metavar="SECONDS", min=1.0, help="Time of each state of a server.")
+    ] = 6.0,
+    tolerance: Annotated[
+        float,
+        typer.Option("--tolerance", metavar="SHARE", min=0.0, help="Error on left-out states to stop at."),
+    ] = 0.02,
+    seed: Annotated[int, typer.Option("--seed", metavar="N", min=0, help="Of weights and states.")] = 0,
+    as_json: AsJson = False,
+    quiet: Annotated[bool, typer.Option("--quiet", "-q", help="Print nothing but errors.")] = False,
+) -> None:
+    """Measure the reference engine: KV memory, adapter loads, steps, whole iterations, steps of its server.
+
+    States of steps are chosen so that each tells most, until left-out ones are predicted well enough or the
+    time is up. `capplan calibrate DIR -o profile.json` makes a profile of the tables.
+    """
+    require_extra("engine", ENGINE)
+    from capplan.profiling.engine.options import Options
+    from capplan.profiling.engine.session import profile_engine
+
+    known_ranks = _numbers(ranks, "--ranks")
+    if memory_gib is not None and not 0.0 < memory_gib < float("inf"):
+        raise InputError("must be a finite number above 0", memory_gib, "--memory-gib")
+    options = Options(
+        model=model,
+        device=device,
+        dtype=dtype,
+        rules=rules,
+        lora_kernel=lora_kernel,
+        a_max=_numbers(a_max, "--a-max"),
+        s_max=(_slot_rank(max(known_ranks)),) if s_max is None else _numbers(s_max, "--s-max"),
+        ranks=known_ranks,
+        max_num_seqs=max_num_seqs,
+        max_num_batched_tokens=max_num_batched_tokens,
+        max_model_len=max_model_len,
+        memory_bytes=None if memory_gib is None else round(memory_gib * _GIB),
+        gpu_memory_utilization=gpu_memory_utilization,
+        threads=threads,
+        stages=tuple(name.strip() for name in stages.split(",") if name.strip()),
+        budget_s=budget_s,
+        point_s=point_s,
+        tolerance=tolerance,
+        seed=seed,
+    )
+    with progress_bars(quiet=quiet) as on_progress:
+        outcome = profile_engine(output, options, on_progress)
+    reports = _iterations(output)
+    if as_json:
+        print_json({"directory": output, **asdict(outcome), "iterations": fits_document(reports)})
+    elif not quiet:
+        _show(outcome, output)
+        if reports:
+            show_fits(reports)
+
+
+def _slot_rank(rank: int) -> int:
+    from capplan.spec import allowed_lora_rank
+
+    return allowed_lora_rank(rank)
+
+
+def _iterations(output: str) -> list[KernelReport]:
+    """Fit Toppings' models to whole iterations, where some were measured, and write the fits beside them."""
+    import json
+
+    from capplan.cli.console import finite
+    from capplan.models.kernel_fits import explain_kernels
+    from capplan.models.kernel_tables import read_kernel_table
+    from capplan.profiling.engine.tables import ITERATIONS
+    from capplan.spec import write_text_atomic
+
+    file = Path(output) / ITERATIONS
+    if not file.is_file():
+        return []
+    reports = explain_kernels(read_kernel_table(file))
+    found = json.dumps(finite(fits_document(reports)), indent=2)
+    write_text_atomic(Path(output) / "iterations.json", found + "\n")
+    return reports
+
+
+def _show(outcome: Outcome, output: str) -> None:
+    shown = table("table", "rows", numbers_from=1)
+    for name, rows in outcome.rows.items():
+        shown.add_row(name, number(rows))
+    print_table(shown)
+    typer.echo(f"steps of left-out states: SMAPE {number(outcome.step_error, 2)} %")
+    more = "" if outcome.is_complete else "; the same command goes on"
+    typer.echo(f"written to {output}{more}; capplan calibrate {output} -o profile.json makes a profile")
+
+
+def _numbers(text: str, flag: str) -> tuple[int, ...]:
+    try:
+        found = tuple(dict.fromkeys(int(part) for part in text.split(",")))
+    except ValueError:
+        raise InputError("must be whole numbers separated by commas", text, flag) from None
+    if min(found) < 1:
+        raise InputError("must be >= 1", min(found), flag)
+    return found

@@ -1,0 +1,109 @@
+"""What a measuring of the reference engine is told."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any, Final
+
+from capplan.errors import InputError
+
+MEMORY: Final = "memory"
+LOADS: Final = "loads"
+STEPS: Final = "steps"
+ITERATIONS: Final = "iterations"
+SERVED: Final = "served"
+STAGES: Final = (MEMORY, LOADS, STEPS, ITERATIONS, SERVED)
+"""In the order in which they are measured."""
+
+_MODEL_LEN: Final = 2048
+
+
+@dataclass(frozen=True)
+class Options:
+    """Which engine is measured, at which settings, and for how long.
+
+    Attributes
+    ----------
+    model, device, dtype, rules, lora_kernel
+        As the engine takes them.
+    a_max, s_max
+        Adapter slots and their ranks; steps are measured at each pair.
+    ranks
+        Of the adapters, as many of each as the most slots.
+    max_num_seqs, max_num_batched_tokens, max_model_len
+        As vLLM's flags of the same names; `max_num_seqs` is the largest batch.
+    memory_bytes
+        On a CPU: what weights, slots and KV may take together, before `gpu_memory_utilization`; None: what
+        the weights, the largest slots and 256 MiB of KV take.
+    gpu_memory_utilization
+        As vLLM's flag.
+    threads
+        Of PyTorch on a CPU.
+    stages
+        Some of `STAGES`.
+    budget_s
+        Time for all of it.
+    point_s
+        Time for each state of a server.
+    tolerance
+        Relative error on left-out states at which steps are known well enough.
+    seed
+        Of weights, adapters and the order of states.
+    """
+
+    model: str
+    device: str = "cpu"
+    dtype: str = "auto"
+    rules: str = "capplan"
+    lora_kernel: str | None = None
+    a_max: tuple[int, ...] = (8,)
+    s_max: tuple[int, ...] = (32,)
+    ranks: tuple[int, ...] = (8, 16, 32)
+    max_num_seqs: int = 32
+    max_num_batched_tokens: int = 512
+    max_model_len: int = _MODEL_LEN
+    memory_bytes: int | None = None
+    gpu_memory_utilization: float = 0.9
+    threads: int = 1
+    stages: tuple[str, ...] = STAGES
+    budget_s: float = 600.0
+    point_s: float = 6.0
+    tolerance: float = 0.02
+    seed: int = 0
+
+    def __post_init__(self) -> None:
+        for name in ("a_max", "s_max", "ranks"):
+            values = getattr(self, name)
+            if not values or min(values) < 1:
+                raise InputError("must be whole numbers >= 1", values, name)
+        if max(self.ranks) > max(self.s_max):
+            raise InputError(f"must reach the largest rank, {max(self.ranks)}", max(self.s_max), "s_max")
+        for each in self.stages:
+            if each not in STAGES:
+                raise InputError(f"must be some of {', '.join(STAGES)}", each, "stages")
+        if not self.budget_s >= 0.0:
+            raise InputError("must be >= 0", self.budget_s, "budget_s")
+
+    @property
+    def on_gpu(self) -> bool:
+        """Whether the device is a GPU."""
+        return self.device.startswith("cuda")
+
+    def engine_fields(self, **more: Any) -> dict[str, Any]:
+        """Return the fields of `EngineSettings` that all stages share, and others."""
+        return {
+            "device": self.device,
+            "dtype": self.dtype,
+            "rules": self.rules,
+            "lora_kernel": self.lora_kernel,
+            "max_num_seqs": self.max_num_seqs,
+            "max_num_batched_tokens": self.max_num_batched_tokens,
+            "max_model_len": self.max_model_len,
+            "gpu_memory_utilization": self.gpu_memory_utilization,
+            "seed": self.seed,
+            **more,
+        }
+
+    def adapters(self, a_max: int, s_max: int) -> dict[str, int]:
+        """Return adapters that fit into the slots, enough of each rank to fill them; name to rank."""
+        return {f"r{rank}-{i}": rank for rank in self.ranks if rank <= s_max for i in range(a_max)}

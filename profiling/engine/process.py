@@ -1,0 +1,104 @@
+"""The reference engine's server as a process of its own, for as long as somebody needs it."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+import tempfile
+import threading
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Final
+
+from capplan.errors import InputError
+
+_START_S: Final = 600.0
+_END_S: Final = 60.0
+_MOST_WORDS: Final = 400
+
+
+@dataclass(frozen=True)
+class ServerCommand:
+    """What to start.
+
+    Attributes
+    ----------
+    model
+        As `capplan serve` takes it.
+    adapters
+        Name to a folder or to the rank of a random adapter.
+    flags
+        Further flags of `capplan serve`.
+    threads
+        Of PyTorch.
+    records
+        Where to write what every step did, once the server has ended.
+    """
+
+    model: str
+    adapters: Mapping[str, str | int] = field(default_factory=dict)
+    flags: Sequence[str] = ()
+    threads: int = 1
+    records: Path | None = None
+
+    def words(self) -> list[str]:
+        """Return the command."""
+        command = [sys.executable, "-m", "capplan", "serve", "--model", self.model, "--port", "0", "--json"]
+        command += [*self.flags]
+        if self.records is not None:
+            command += ["--records", str(self.records)]
+        if self.adapters:
+            modules = [f"{name}={source}" for name, source in self.adapters.items()]
+            command += ["--lora-modules", modules[0], *modules[1:]]
+        return command
+
+
+@contextmanager
+def running_server(command: ServerCommand) -> Iterator[str]:
+    """Start a server, give its address, and end it.
+
+    Raises
+    ------
+    InputError
+        When it does not start; with its last words.
+    """
+    environment = {**os.environ, "OMP_NUM_THREADS": str(command.threads)}
+    with tempfile.TemporaryFile("w+", encoding="utf-8") as errors:
+        process = subprocess.Popen(  # noqa: S603 - our own program
+            command.words(), stdout=subprocess.PIPE, stderr=errors, text=True, env=environment
+        )
+        try:
+            yield _address(process, errors)
+        finally:
+            process.terminate()
+            try:
+                process.wait(_END_S)
+            except subprocess.TimeoutExpired:
+                process.kill()
+                process.wait()
+            if process.stdout is not None:
+                process.stdout.close()
+
+
+def _address(process: subprocess.Popen[str], errors: object) -> str:
+    watch = threading.Timer(_START_S, process.kill)
+    watch.start()
+    try:
+        line = process.stdout.readline() if process.stdout is not None else ""
+    finally:
+        watch.cancel()
+    try:
+        return str(json.loads(line)["url"])
+    except (ValueError, KeyError, TypeError):
+        process.wait(_END_S)
+        raise InputError(f"did not start: {_last_words(errors)}", location="capplan serve") from None
+
+
+def _last_words(errors: object) -> str:
+    errors.seek(0)  # type: ignore[attr-defined]
+    lines: list[str] = [line for line in errors.read().splitlines() if line.strip()]  # type: ignore[attr-defined]
+    return lines[-1][:_MOST_WORDS] if lines else "it said nothing"

@@ -1,0 +1,203 @@
+"""Steps of the engine behind its server: streams over HTTP, and what the engine recorded meanwhile.
+
+A server's steps take longer than those of an engine by itself: answers are written by a thread of the same
+process. How much longer follows from the records that the server writes, step by step.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import itertools
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, Final
+
+import numpy as np
+
+from capplan.profiling.engine.memory import BLOCK_TOKENS
+from capplan.profiling.engine.options import Options
+from capplan.profiling.engine.process import ServerCommand, running_server
+from capplan.profiling.engine.rows import recorded_rows
+from capplan.profiling.load.client import Client
+from capplan.profiling.load.preflight import bodies_for, preflight
+from capplan.profiling.load.schedule import BASE
+from capplan.profiling.load.settings import Target
+from capplan.profiling.server.closed_loop import Asker, closed_loop
+from capplan.profiling.server.idle import first_tokens
+from capplan.profiling.server.points import Bounds, Point, design
+
+_TIMEOUT_S: Final = 120.0
+_RAMP_SHARE: Final = 0.3
+_PAUSE_S: Final = 0.3
+_GROUPS: Final = 3
+"""Parts into which steps with prompts are sorted by the tokens of their prompts."""
+_LEAST_STEPS: Final = 4
+_IDLE_PROMPTS: Final = (16, 128)
+_IDLE_REPEATS: Final = 15
+
+
+@dataclass(frozen=True)
+class Window:
+    """When a point was measured, by the client's clock."""
+
+    point: Point
+    start_s: float
+    end_s: float
+
+
+@dataclass(frozen=True)
+class Served:
+    """What a server told of one setting."""
+
+    steps: list[dict[str, Any]]
+    idle: list[dict[str, float]]
+    """First tokens of the idle server, a row per prompt length."""
+
+
+def serve_and_measure(
+    options: Options,
+    a_max: int,
+    s_max: int,
+    kv_blocks: int,
+    budget_s: float,
+    folder: Path,
+    done: Callable[[int, int], None],
+) -> Served:
+    """Start a server, keep streams up, and return its steps as rows of a step table.
+
+    Parameters
+    ----------
+    options, a_max, s_max, kv_blocks
+        The engine.
+    budget_s
+        Time for all points.
+    folder
+        Where the server's records go meanwhile.
+    done
+        Told how many points are done of how many.
+    """
+    adapters = options.adapters(a_max, s_max)
+    flags = serve_flags(options, a_max, s_max, kv_blocks)
+    records = folder / f".records-a{a_max}-s{s_max}.parquet"
+    command = ServerCommand(options.model, dict(adapters), flags, options.threads, records)
+    bounds = Bounds(
+        adapters=a_max,
+        a_max=a_max,
+        max_streams=options.max_num_seqs,
+        longest=options.max_model_len,
+        kv_tokens=kv_blocks * BLOCK_TOKENS,
+        prompt_tokens=min(64, options.max_model_len // 16),
+        output_tokens=min(64, options.max_model_len // 16),
+    )
+    points = design(bounds)[: max(1, int(budget_s / options.point_s))]
+    try:
+        with running_server(command) as url:
+            target = Target(url, base_model=options.model)
+            client = _Client(target, adapters, options.ranks)
+            windows, idle, first_s = asyncio.run(client.measure(points, options.point_s, options.seed, done))
+        return Served(_rows(records, windows, first_s), idle)
+    finally:
+        records.unlink(missing_ok=True)
+
+
+def serve_flags(options: Options, a_max: int, s_max: int, kv_blocks: int) -> tuple[str, ...]:
+    """Return flags of `capplan serve` for an engine of these settings."""
+    flags = {
+        "--max-loras": a_max,
+        "--max-lora-rank": s_max,
+        "--max-num-seqs": options.max_num_seqs,
+        "--max-num-batched-tokens": options.max_num_batched_tokens,
+        "--max-model-len": options.max_model_len,
+        "--dtype": options.dtype,
+        "--device": options.device,
+        "--rules": options.rules,
+        "--gpu-memory-utilization": options.gpu_memory_utilization,
+        "--seed": options.seed,
+        **({} if options.on_gpu else {"--num-kv-blocks": kv_blocks}),
+        **({} if options.lora_kernel is None else {"--lora-kernel": options.lora_kernel}),
+    }
+    return tuple(str(word) for pair in flags.items() for word in pair)
+
+
+class _Client:
+    """Keeps streams up at one server."""
+
+    def __init__(self, target: Target, adapters: dict[str, int], ranks: tuple[int, ...]) -> None:
+        self._target = target
+        self._names = [BASE, *adapters]
+        self._by_rank = {
+            rank: [at for at, name in enumerate(self._names) if adapters.get(name) == rank] for rank in ranks
+        }
+
+    async def measure(
+        self, points: Sequence[Point], point_s: float, seed: int, done: Callable[[int, int], None]
+    ) -> tuple[list[Window], list[dict[str, float]], float]:
+        found = await preflight(self._target, self._names, None)
+        client = Client(self._target, _TIMEOUT_S, time.monotonic)
+        try:
+            bodies = bodies_for(found, self._target, self._names, self._names)
+            asker = Asker(client, bodies, time.monotonic)
+            resident = next(iter(self._by_rank.values()))[:1]
+            idle = await first_tokens(asker, resident, _IDLE_PROMPTS, _IDLE_REPEATS, lambda: None)
+            windows = []
+            for number, point in enumerate(points):
+                done(number, len(points))
+                models = self._models(point, number)
+                ramp_s, rest_s = _RAMP_SHARE * point_s, (1.0 - _RAMP_SHARE) * point_s
+                _, start_s, end_s = await closed_loop(asker, point, models, ramp_s, rest_s, seed + number)
+                windows.append(Window(point, start_s, end_s))
+            done(len(points), len(points))
+            return windows, idle, time.monotonic()
+        finally:
+            client.close()
+
+    def _models(self, point: Point, number: int) -> list[int]:
+        """Return adapters of one rank; which one takes turns, so that records tell whose rank is whose."""
+        if point.adapters == 0:
+            return [0]
+        pools = [pool for pool in self._by_rank.values() if pool]
+        return pools[number % len(pools)][: point.adapters]
+
+
+def _rows(records: Path, windows: Sequence[Window], last_s: float) -> list[dict[str, Any]]:
+    import pandas as pd
+
+    table = recorded_rows(pd.read_parquet(records), _PAUSE_S)
+    offset_ms = _offset_ms(table, windows, last_s)
+    found: list[dict[str, Any]] = []
+    for window in windows:
+        start, end = (1e3 * at + offset_ms for at in (window.start_s, window.end_s))
+        own = table[(table["begin_ms"] >= start) & (table["begin_ms"] < end)]
+        found += [{"run": window.point.name, **row} for row in grouped(own)]
+    return found
+
+
+def _offset_ms(table: Any, windows: Sequence[Window], last_s: float) -> float:
+    """Return what the engine's clock shows at the client's 0.
+
+    Both run alike; the last step of the records was before the client's last word and after the end of the
+    last window, whose streams were then cut off.
+    """
+    end_s = windows[-1].end_s
+    return float(table["begin_ms"].iloc[-1]) - 1e3 * min(last_s, end_s)
+
+
+def grouped(steps: Any) -> list[dict[str, float]]:
+    """Return means over steps that resemble each other: without prompts, with few tokens of them, with many.
+
+    Rows are counted as single steps: what is within a group differs little.
+    """
+    prompts = steps["prefills"] > 0
+    parts = [steps[~prompts]]
+    with_prompts = steps[prompts].sort_values("tokens")
+    if len(with_prompts):
+        edges = np.linspace(0, len(with_prompts), _GROUPS + 1).astype(int).tolist()
+        parts += [with_prompts.iloc[low:high] for low, high in itertools.pairwise(edges)]
+    columns = [name for name in steps.columns if name != "begin_ms"]
+    return [
+        {**{name: float(part[name].mean()) for name in columns}, "seen": float(len(part))}
+        for part in parts
+        if len(part) >= _LEAST_STEPS
+    ]

@@ -1,0 +1,99 @@
+"""States held on a tiny engine: what the rows say is what was asked for."""
+
+from collections.abc import Iterator
+
+import numpy as np
+import pandas as pd
+import pytest
+
+from capplan.engine import Engine
+from capplan.engine.records import StepRecord
+from capplan.profiling.engine.points import MIXED, Point
+from capplan.profiling.engine.rows import recorded_rows
+from capplan.profiling.engine.served import grouped
+from capplan.profiling.engine.stepping import Stepper
+
+RANKS = {"r8-0": 8, "r8-1": 8, "r16-0": 16, "r16-1": 16}
+
+
+@pytest.fixture(scope="module")
+def stepper() -> Iterator[Stepper]:
+    fields = {"a_max": 2, "s_max": 16, "num_kv_blocks": 128, "max_num_seqs": 8, "max_num_batched_tokens": 128}
+    with Engine("tiny-llama", RANKS, virtual_time=True, max_in_flight=64, **fields) as engine:
+        yield Stepper(engine, RANKS, seed=0)
+
+
+def test_a_state_gives_a_decode_step_and_one_with_its_prompt(stepper: Stepper) -> None:
+    rows = stepper.measure(Point(batch=4, context=16, prompt=32, adapters=2, rank=16))
+    decode = next(row for row in rows if row["prefills"] == 0)
+    mixed = next(row for row in rows if row["prefills"] and row["decodes"])
+    assert (decode["requests"], decode["decodes"], decode["tokens"]) == (4, 4, 4)
+    assert (decode["adapters"], decode["max_rank"], decode["decode_rank_sum"]) == (2, 16, 64)
+    assert 4 * 16 < decode["kv_tokens"] < 4 * 40
+    assert (mixed["tokens"], mixed["prefills"], mixed["lora_prefill_tokens"]) == (36, 1, 32)
+    assert (mixed["prefill_rank_tokens"], mixed["decode_rank_sum"]) == (32 * 16, 64)
+    assert all(row["step_ms"] > 0 for row in rows)
+
+
+def test_states_without_adapters_with_mixed_ranks_and_with_a_queue(stepper: Stepper) -> None:
+    base = stepper.measure(Point(batch=2, context=16, prompt=16, adapters=0))
+    assert {row["adapters"] for row in base} == {0}
+    assert {row["max_rank"] for row in base} == {0}
+    mixed = stepper.measure(Point(batch=2, context=16, prompt=16, adapters=2, rank=MIXED))
+    assert next(row for row in mixed if not row["prefills"])["decode_rank_sum"] == 8 + 16
+    full = stepper.measure(Point(batch=8, context=16, prompt=16, adapters=2, rank=8, waiting=16))
+    assert next(row for row in full if not row["prefills"])["waiting"] == 16
+    assert stepper.measure(Point(batch=1, context=16, prompt=16, adapters=1, rank=8))[0]["waiting"] == 0
+
+
+def test_nothing_is_left_in_the_engine(stepper: Stepper) -> None:
+    stepper.measure(Point(batch=3, context=16, prompt=16, adapters=1, rank=8))
+    assert stepper.engine.loop.requests == {}
+    stepper.engine.check_integrity()
+
+
+def test_whole_iterations_take_time(stepper: Stepper) -> None:
+    prefill_ms, decode_ms = stepper.iteration_ms(["r8-0", "r16-0"], prompt=16, decodes=2, repeats=2)
+    assert prefill_ms > 0
+    assert decode_ms > 0
+
+
+def record(at_ms: float, **fields: int) -> StepRecord:
+    empty = dict.fromkeys(StepRecord._fields, 0) | {"requests": 2, "decode_requests": 2, "rank_sum": 16}
+    return StepRecord(**(empty | {"begin_ns": round(at_ms * 1e6)} | fields))
+
+
+def table(*records: StepRecord) -> pd.DataFrame:
+    return pd.DataFrame(records, columns=StepRecord._fields)
+
+
+def test_a_served_step_lasts_until_the_next_begins() -> None:
+    rows = recorded_rows(
+        table(
+            record(0.0),
+            record(5.0, finished=2),  # nothing runs afterwards
+            record(50.0, loads=1),  # waits for an adapter
+            record(60.0),
+            record(1000.0),  # a pause before it
+            record(1004.0),
+        ),
+        pause_s=0.3,
+    )
+    assert rows["begin_ms"].tolist() == [0.0, 1000.0]
+    assert rows["step_ms"].tolist() == [5.0, 4.0]
+    assert rows["decode_rank_sum"].tolist() == [16.0, 16.0]
+
+
+def test_means_over_groups_keep_the_sum_of_times() -> None:
+    rng = np.random.default_rng(0)
+    steps = [
+        record(
+            10.0 * at, prefill_requests=int(at % 3 == 0), tokens=2 + int(rng.integers(1, 60)) * (at % 3 == 0)
+        )
+        for at in range(60)
+    ]
+    rows = recorded_rows(table(*steps), pause_s=0.3)
+    means = grouped(rows)
+    assert len(means) == 4
+    assert sum(row["seen"] for row in means) == len(rows)
+    assert sum(row["seen"] * row["tokens"] for row in means) == pytest.approx(rows["tokens"].sum())
