@@ -110,6 +110,7 @@ def bench(
     require_extra("bench", ("aiohttp",))
     from capplan.profiling.load.bench import BenchOptions
     from capplan.profiling.load.bench import bench as measure
+    from capplan.profiling.load.limits import raise_file_limit
     from capplan.profiling.load.settings import LoadSettings, Target
     from capplan.spec import load_workload
 
@@ -132,6 +133,7 @@ def bench(
         max_model_len=max_model_len,
         prompt_form=_form(prompt_form),
     )
+    raise_file_limit()
     with _request_file(requests, needed=bool(vllm_json or report)) as file:
         with live(quiet=as_json) as on_tick:
             result = measure(wishes, target, settings, options, file=file, on_tick=on_tick)

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import asyncio
 import errno
-import math
 import socket
 import ssl
 from collections.abc import Callable
@@ -152,11 +151,6 @@ def _outcome(
     if not tokens:
         return Outcome(number, BAD_RESPONSE, sent_s, ended_s, tokens, message="an answer without a token")
     return Outcome(number, FINISHED, sent_s, ended_s, tokens, ending.prompt_tokens, ending.output_tokens)
-
-
-def not_sent(number: int, kind: str) -> Outcome:
-    """Return the outcome of a request that never went out."""
-    return Outcome(number, kind, math.nan, math.nan, [])
 
 
 def _broken(error: OSError, *, connected: bool) -> str:

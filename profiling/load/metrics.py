@@ -46,10 +46,11 @@ def adapter_metrics(record: Record, window: Window) -> tuple[LoadMetrics, ...]:
 def client_health(
     record: Record, window: Window, pulse: GapHistogram, limits: LagLimits | None = None
 ) -> ClientHealth:
-    """Tell whether requests due in the window went out in time."""
+    """Tell whether requests due in the window went out in time, if at all."""
     limits = limits or LagLimits()
-    sent = window.holds(record.due_s) & ~np.isnan(record.sent_s)
-    lag_ms = _MS_PER_S * np.maximum(0.0, record.sent_s[sent] - record.due_s[sent])
+    wanted = window.holds(record.due_s) & ~record.of_kind(REJECTED)
+    sent_s = np.where(np.isnan(record.sent_s), window.end_s, record.sent_s)  # at the end, or never
+    lag_ms = _MS_PER_S * np.maximum(0.0, sent_s - record.due_s)[wanted]
     stats = statistics(lag_ms)
     (loop_p99_s,) = pulse.percentiles_s((99.0,))
     loop_ms = None if math.isnan(loop_p99_s) else _MS_PER_S * loop_p99_s

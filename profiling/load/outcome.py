@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from typing import Final, NamedTuple
 
 FINISHED: Final = "finished"
@@ -41,3 +42,8 @@ class Outcome(NamedTuple):
     output_tokens: int | None = None
     message: str = ""
     """What a failure said."""
+
+
+def not_sent(number: int, kind: str) -> Outcome:
+    """Return the outcome of a request that never went out."""
+    return Outcome(number, kind, math.nan, math.nan, [])

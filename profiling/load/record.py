@@ -11,7 +11,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from capplan.profiling.load.gaps import GapHistogram
-from capplan.profiling.load.outcome import FINISHED, NOT_FAILURES, UNFINISHED, Outcome
+from capplan.profiling.load.outcome import FINISHED, NOT_FAILURES, UNFINISHED, Outcome, not_sent
 from capplan.profiling.load.request_file import RequestFile
 from capplan.profiling.load.schedule import Schedule
 
@@ -132,11 +132,12 @@ class Recorder:
         return sum(count for kind, count in self.counts.items() if kind not in NOT_FAILURES)
 
     def record(self, until_s: float) -> Record:
-        """Return the requests that were due before ``until_s``, all of whose outcomes have come."""
-        self._flush()
+        """Return the requests that were due before ``until_s``; those that never went out are unfinished."""
         schedule = self._schedule
         n = int(np.searchsorted(schedule.due_s, until_s, side="left"))
-        never = self._kind[:n] < 0
+        for number in np.flatnonzero(self._kind[:n] < 0).tolist():
+            self.add(not_sent(number, UNFINISHED))
+        self._flush()
         return Record(
             names=schedule.names,
             adapter=schedule.adapter[:n],
@@ -148,7 +149,7 @@ class Recorder:
             prompt_tokens=self._prompt[:n],
             output_tokens=self._output[:n],
             events=self._events[:n],
-            kind=np.where(never, np.int16(self._kinds.index(UNFINISHED)), self._kind[:n]),
+            kind=self._kind[:n],
             kinds=tuple(self._kinds),
         )
 

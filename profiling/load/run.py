@@ -7,9 +7,9 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Final
 
-from capplan.profiling.load.client import Client, not_sent
+from capplan.profiling.load.client import Client
 from capplan.profiling.load.gaps import GapHistogram
-from capplan.profiling.load.outcome import REJECTED
+from capplan.profiling.load.outcome import REJECTED, not_sent
 from capplan.profiling.load.prompts import Bodies
 from capplan.profiling.load.record import Record, Recorder, Window
 from capplan.profiling.load.request_file import RequestFile
@@ -162,7 +162,10 @@ class _Run:
         due = self.schedule.due_s.tolist()
         in_a_row = 0
         for number, due_s in enumerate(due):
-            wait_s = due_s - self.clock()
+            now_s = self.clock()
+            wait_s = due_s - now_s
+            if now_s >= self.window.end_s:
+                return  # this client is late; what is still due is never sent
             if wait_s > 0.0:
                 await asyncio.sleep(wait_s)
                 in_a_row = 0

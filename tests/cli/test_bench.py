@@ -8,7 +8,9 @@ from pathlib import Path
 import pyarrow.parquet as pq
 import pytest
 
+from capplan.cli.bench_progress import numbers
 from capplan.profiling.load.result import BenchResult
+from capplan.profiling.load.run import Snapshot
 from capplan.profiling.load.vllm_bench import read_vllm_bench
 from tests.cli.conftest import Run, command, environment, error_line
 from tests.cli.examples import write_inputs
@@ -98,6 +100,14 @@ def test_adapters_go_by_the_names_of_the_map(run: Run, workload_yaml: Path) -> N
     models = {each["model"] for each in seen}
     assert "base:legal" in models
     assert "legal" not in models
+
+
+def test_the_line_beside_the_bar_tells_the_rate_since_the_look_before() -> None:
+    before = Snapshot(1.0, 60.0, 10, 4, 6, 0, 0, 600)
+    line = numbers(before, Snapshot(3.0, 60.0, 30, 5, 25, 1, 2, 2600))
+    parts = ("3/60 s", "30 sent", "5 in flight", "25 done", "1,000 tok/s", "1 failed", "2 rejected")
+    assert line == " · ".join(parts)
+    assert "failed" not in numbers(before, before)
 
 
 def test_ctrl_c_leaves_a_valid_partial_result(workload_yaml: Path, tmp_path: Path) -> None:

@@ -141,6 +141,16 @@ def test_a_client_that_sends_late_or_reads_late_did_not_keep_up() -> None:
     assert not health(1.0, pulse_ms=300.0)
 
 
+def test_requests_that_were_never_sent_are_as_late_as_can_be() -> None:
+    record = recorded(twin(0.5))
+    never = Record(
+        **{**vars(record), "sent_s": np.full(len(record), np.nan), "kind": np.ones(len(record), int)}
+    )
+    health = client_health(never, Window(0.0, DURATION_S), GapHistogram())
+    assert not health.kept_up
+    assert health.lag_ms_max == pytest.approx(1e3 * (DURATION_S - record.due_s[0]))
+
+
 def test_percentiles_of_gaps_are_exact_to_a_third_of_a_percent() -> None:
     rng = np.random.default_rng(0)
     gaps = rng.lognormal(-4.0, 1.5, 50_000)
