@@ -13,6 +13,7 @@ from capplan.cli.console import counted
 from capplan.cli.extras import ENGINE, require_extra
 from capplan.cli.output import require_writable_file
 from capplan.cli.progress import announce_compilation
+from capplan.cli.serve_plan import is_plan, serve_plan
 from capplan.errors import InputError
 
 _FLAGS: Final = {
@@ -31,9 +32,23 @@ _LOOPBACK: Final = ("127.0.0.1", "::1", "localhost")
 
 
 def serve(
+    ctx: typer.Context,
     words: Annotated[
         list[str] | None,
-        typer.Argument(metavar="[NAME=ADAPTER]...", help="Further adapters, as after --lora-modules."),
+        typer.Argument(
+            metavar="[PLAN | NAME=ADAPTER ...]",
+            help="Plan whose instances to serve; or further adapters, as after --lora-modules.",
+        ),
+    ] = None,
+    groups: Annotated[
+        list[str] | None,
+        typer.Option("--group", metavar="ID", help="Of the plan, serve this group only. Repeatable."),
+    ] = None,
+    ray_address: Annotated[
+        str | None,
+        typer.Option(
+            "--ray-address", metavar="ADDRESS", help="Start the plan's instances on this Ray cluster."
+        ),
     ] = None,
     model: Annotated[
         str | None,
@@ -128,9 +143,14 @@ def serve(
 ) -> None:
     """Serve a model and its adapters over HTTP until SIGTERM or Ctrl-C, then finish what runs and exit 0.
 
-    OpenAI's clients work unchanged; an adapter is chosen by its name as the model.
+    OpenAI's clients work unchanged; an adapter is chosen by its name as the model. With a PLAN all its
+    instances are started, behind a router that follows the plan's shares; flags come before the plan.
     """
     require_extra("engine", ENGINE)
+    if is_plan(words):
+        raise typer.Exit(serve_plan(ctx))
+    if groups or ray_address is not None:
+        raise InputError("is for plans", location="--group" if groups else "--ray-address")
     if model is None:
         raise InputError("is required", location="--model")
     if records is not None:

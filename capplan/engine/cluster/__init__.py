@@ -1,0 +1,1 @@
+"""A plan that runs: its groups as engine processes, and one router in front that follows the shares."""

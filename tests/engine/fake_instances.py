@@ -1,0 +1,192 @@
+"""Instances without an engine, which tests let fail as they like, behind a real router on loopback."""
+
+import asyncio
+import json
+from collections.abc import AsyncIterator, Callable, Sequence
+from contextlib import asynccontextmanager
+from typing import Any
+
+import aiohttp
+from aiohttp import web
+
+from capplan.engine.cluster.app import Front
+from capplan.engine.cluster.instances import InstanceSpec, Serving, instances_of
+from capplan.engine.cluster.launcher import LaunchError
+from capplan.engine.cluster.member import Care
+from capplan.engine.cluster.process import Cluster, RouterServer, new_front
+from capplan.engine.server import ServerSettings, bind, url_of
+from capplan.spec import Plan, Queues, Totals, Verification
+from tests.cli.examples import group, small_plan
+
+QUICK = Care(first_delay_s=0.01, longest_delay_s=0.02, probe_every_s=0.05, stop_grace_s=1.0)
+
+
+def tiny_plan(queues: Queues | None = None) -> Plan:
+    """A plan that two processes with the tiny model can serve: each has an adapter, and both share one."""
+    sizes = {"max_model_len": 512, "max_num_seqs": 32, "max_num_batched_tokens": 256}
+    groups = (
+        group("g0", (("a", 8, 1.0, None), ("shared", 16, 0.25, None)), **sizes),
+        group("g1", (("b", 4, 1.0, None), ("shared", 16, 0.75, None)), **sizes),
+    )
+    check = Verification(ok=True, seeds=(1,), duration_s=60.0, min_served_fraction=1.0)
+    totals = Totals(gpus=2, lower_bound_gpus=1)
+    groups = tuple(each.replace(queues=queues) for each in groups)
+    return small_plan(groups=groups, totals=totals, verification=check)
+
+
+class FakeInstance:
+    """Answers with its name; streams until told to end."""
+
+    def __init__(self, spec: InstanceSpec, key: str) -> None:
+        self.spec = spec
+        self.key = key
+        self.url = ""
+        self.streaming = asyncio.Event()
+        self.go_on = asyncio.Event()
+        self.hung = False
+        self.busy = 0
+        self.bodies: list[dict[str, Any]] = []
+        self.stopped_within_s: float | None = None
+        self._end: asyncio.Future[str] = asyncio.get_running_loop().create_future()
+        app = web.Application()
+        app.router.add_post("/v1/completions", self._complete)
+        app.router.add_get("/health", self._health)
+        app.router.add_get("/metrics", self._metrics)
+        self._runner = web.AppRunner(app, shutdown_timeout=0.01)
+
+    async def start(self) -> None:
+        await self._runner.setup()
+        site = web.TCPSite(self._runner, "127.0.0.1", 0)
+        await site.start()
+        host, port = self._runner.addresses[0][:2]
+        self.url = f"http://{host}:{port}"
+
+    async def _complete(self, request: web.Request) -> web.StreamResponse:
+        body = await request.json()
+        self.bodies.append(body)
+        if request.headers.get("Authorization") != f"Bearer {self.key}":
+            return web.json_response({"error": "no key"}, status=401)
+        if body.get("refuse"):
+            return web.json_response({"error": {"code": "full"}}, status=429, headers={"Retry-After": "7"})
+        self.busy += 1
+        try:
+            if body.get("stream"):
+                return await self._stream(request)
+            if body.get("hold"):
+                self.streaming.set()
+                await self.go_on.wait()
+            return web.json_response({"instance": self.spec.name})
+        finally:
+            self.busy -= 1
+
+    async def _stream(self, request: web.Request) -> web.StreamResponse:
+        answer = web.StreamResponse(headers={"Content-Type": "text/event-stream; charset=utf-8"})
+        await answer.prepare(request)
+        await answer.write(b'data: {"n": 1}\n\ndata: {"n"')  # half an event more
+        self.streaming.set()
+        await self.go_on.wait()
+        await answer.write(b": 2}\n\ndata: [DONE]\n\n")
+        return answer
+
+    async def _health(self, _: web.Request) -> web.Response:
+        if self.hung:
+            await asyncio.sleep(3600)
+        return web.json_response({})
+
+    async def _metrics(self, _: web.Request) -> web.Response:
+        return web.Response(text='# HELP x An x\n# TYPE x gauge\nx{l="1"} 1.0\n# HELP y A y\ny 2.0\n')
+
+    async def crash(self) -> None:
+        """End without a word."""
+        server = self._runner.server
+        for connection in [] if server is None else list(server.connections):
+            if connection.transport is not None:
+                connection.transport.abort()
+        await self._runner.cleanup()
+        if not self._end.done():
+            self._end.set_result("by SIGKILL")
+
+    async def ended(self) -> str:
+        return await asyncio.shield(self._end)
+
+    async def stop(self, grace_s: float) -> None:
+        self.stopped_within_s = grace_s
+        await self.crash()
+
+
+class FakeLauncher:
+    """Starts fake instances, and remembers all of them."""
+
+    def __init__(self) -> None:
+        self.lives: dict[str, list[FakeInstance]] = {}
+        self.is_broken = False
+        self.may_start = asyncio.Event()
+        self.may_start.set()
+
+    async def launch(self, spec: InstanceSpec, key: str) -> FakeInstance:
+        await self.may_start.wait()
+        if self.is_broken:
+            raise LaunchError(f"instance {spec.name} does not start")
+        made = FakeInstance(spec, key)
+        await made.start()
+        self.lives.setdefault(spec.name, []).append(made)
+        return made
+
+    def __getitem__(self, name: str) -> FakeInstance:
+        return self.lives[name][-1]
+
+
+class Routed:
+    """A router that runs, and a client of it."""
+
+    def __init__(self, front: Front, launcher: FakeLauncher, client: aiohttp.ClientSession, said: list[str]):
+        self.front = front
+        self.launcher = launcher
+        self.client = client
+        self.said = said
+
+    async def ask(self, model: str, **fields: Any) -> tuple[int, dict[str, Any], dict[str, str]]:
+        """Return status, body and headers of an answer."""
+        body = {"model": model, "prompt": [1, 2, 3], **fields}
+        async with self.client.post("/v1/completions", json=body) as answer:
+            return answer.status, await answer.json(), dict(answer.headers)
+
+    async def until(self, holds: Callable[[], bool]) -> None:
+        """Wait for something that comes by itself."""
+        async with asyncio.timeout(20):
+            while not holds():
+                await asyncio.sleep(0.005)
+
+
+@asynccontextmanager
+async def routed(
+    plan: Plan | None = None, groups: Sequence[str] = (), care: Care = QUICK, **server: Any
+) -> AsyncIterator[Routed]:
+    """Serve a plan with fake instances; nothing is left when the test is over."""
+    specs = instances_of(plan or tiny_plan(), Serving("tiny-llama", "base", max_queue=4), groups)
+    launcher, said = FakeLauncher(), list[str]()
+    settings = ServerSettings("base", **server)
+    front = new_front(Cluster(specs, launcher, settings, max_queue=4, care=care, say=said.append))
+    is_ready = asyncio.Event()
+    listener = bind("127.0.0.1", 0)
+    router = RouterServer(front, is_ready.set)
+    serving = asyncio.ensure_future(router.serve([listener]))
+    await asyncio.wait((serving, asyncio.ensure_future(is_ready.wait())), return_when="FIRST_COMPLETED")
+    headers = {"Authorization": f"Bearer {settings.api_key}"} if settings.api_key else {}
+    async with aiohttp.ClientSession(url_of(listener), headers=headers) as client:
+        made = Routed(front, launcher, client, said)
+        made.router, made.serving = router, serving  # type: ignore[attr-defined]
+        yield made
+    if not serving.done():
+        router.end()
+    async with asyncio.timeout(20):
+        await serving
+    assert front.tally.in_flight == 0
+    names = [str(task.get_coro()) for task in asyncio.all_tasks()]
+    assert [name for name in names if "look_after" in name or "_work" in name] == []
+
+
+def events(text: bytes) -> list[Any]:
+    """Return the events of a stream; the last word may not be JSON."""
+    parts = [part.removeprefix(b"data: ") for part in text.split(b"\n\n") if part]
+    return [part if part == b"[DONE]" else json.loads(part) for part in parts]

@@ -1,0 +1,153 @@
+"""`capplan serve PLAN` with real engine processes and the tiny model, from the first line to the last."""
+
+import json
+import os
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+from typing import Any
+from urllib.error import HTTPError
+from urllib.request import Request, urlopen
+
+import psutil
+import pytest
+
+pytest.importorskip("aiohttp", reason="the router needs aiohttp (extra `engine`)")
+
+from capplan.engine.cluster.instances import Serving, instances_of
+from tests.cli.conftest import command, environment
+from tests.engine.fake_instances import events, tiny_plan
+
+
+class Served:
+    """A plan that is served by processes of its own."""
+
+    def __init__(self, folder: Path) -> None:
+        tiny_plan().to_json(folder / "plan.json")
+        arguments = ["serve", folder / "plan.json", "--model", "tiny-llama", "--port", 0, "--json"]
+        self.errors = (folder / "stderr").open("w+")
+        self.process = subprocess.Popen(
+            command(arguments),
+            env=environment() | {"OMP_NUM_THREADS": "1", "CAPPLAN_API_KEY": "secret"},
+            stdout=subprocess.PIPE,
+            stderr=self.errors,
+            text=True,
+        )
+        assert self.process.stdout is not None
+        line = self.process.stdout.readline()
+        assert line, self.said()
+        self.url = json.loads(line)["url"]
+
+    def said(self) -> str:
+        self.errors.seek(0)
+        return self.errors.read()
+
+    def instances(self) -> list[psutil.Process]:
+        return psutil.Process(self.process.pid).children()
+
+    def get(self, path: str) -> str:
+        with urlopen(Request(self.url + path, headers={"Authorization": "Bearer secret"}), timeout=60) as it:
+            return str(it.read().decode())
+
+    def open(self, model: str, max_tokens: int, **fields: Any) -> Any:
+        body = {"model": model, "prompt": [1, 2, 3], "max_tokens": max_tokens, "ignore_eos": True, **fields}
+        headers = {"Content-Type": "application/json", "Authorization": "Bearer secret"}
+        return urlopen(Request(f"{self.url}/v1/completions", json.dumps(body).encode(), headers), timeout=60)
+
+    def status(self, model: str) -> int:
+        try:
+            with self.open(model, 1) as answer:
+                return int(answer.status)
+        except HTTPError as error:
+            return error.code if "error" in json.loads(error.read()) else -1
+
+    def until_well(self) -> None:
+        end = time.monotonic() + 120
+        while self.status("a") != 200 or self.status("b") != 200:
+            assert time.monotonic() < end, self.said()
+            time.sleep(0.2)
+
+
+@pytest.fixture
+def served(tmp_path: Path) -> Iterator[Served]:
+    made = Served(tmp_path)
+    left = made.instances()
+    yield made
+    made.process.kill()
+    made.process.communicate()
+    made.errors.close()
+    psutil.wait_procs(left, 20)
+
+
+def test_a_plan_is_served_through_the_death_of_an_instance_until_it_is_told_to_end(served: Served) -> None:
+    """In one go, as every start takes seconds."""
+    check_shares(served)
+    check_that_a_kill_is_outlived(served)
+    check_that_it_drains(served)
+
+
+def check_shares(served: Served) -> None:
+    with ThreadPoolExecutor(16) as pool:
+        assert list(pool.map(lambda _: served.status("shared"), range(200))) == [200] * 200
+    done = {
+        name: float(line.split()[-1])
+        for line in served.get("/metrics").splitlines()
+        for name in ("g0-1", "g1-1")
+        if line.startswith("vllm:request_success_total") and f'instance="{name}"' in line and "length" in line
+    }
+    assert abs(done["g0-1"] - 50) <= 1
+    assert done["g0-1"] + done["g1-1"] == 200
+
+
+def check_that_a_kill_is_outlived(served: Served) -> None:
+    assert len(served.instances()) == 2
+    streams = {model: [served.open(model, 400, stream=True) for _ in range(4)] for model in ("a", "b")}
+    for stream in (*streams["a"], *streams["b"]):
+        assert stream.readline().startswith(b"data: ")
+        stream.readline()
+    served.instances()[0].send_signal(signal.SIGKILL)
+    ends = {model: [events(each.read())[-1] for each in opened] for model, opened in streams.items()}
+    hit = [model for model in ends if ends[model] != [b"[DONE]"] * 4]
+    assert len(hit) == 1
+    assert all(end["error"]["code"] == "instance_failed" for end in ends[hit[0]])
+    assert served.status("shared") == 200
+    served.until_well()
+    assert json.loads(served.get("/health"))["status"] == "ok"
+    assert len(served.instances()) == 2
+    assert "by SIGKILL" in served.said()
+
+
+def check_that_it_drains(served: Served) -> None:
+    instances = served.instances()
+    with served.open("a", 300, stream=True) as running:
+        running.readline()
+        running.readline()
+        served.process.send_signal(signal.SIGTERM)
+        assert events(running.read())[-1] == b"[DONE]"
+    assert served.process.wait(60) == 0
+    assert [each.pid for each in instances if each.is_running() and each.status() != "zombie"] == []
+    assert "Traceback" not in served.said()
+
+
+def test_an_engine_process_does_not_outlive_its_parent() -> None:
+    """However the parent ends, the system closes its end of the pipe."""
+    [spec] = instances_of(tiny_plan(), Serving("tiny-llama", "base"), ["g0"])
+    read, write = os.pipe()
+    child = subprocess.Popen(
+        [sys.executable, "-m", "capplan.engine.cluster.child"],
+        stdin=read,
+        stdout=subprocess.DEVNULL,
+        env=environment(),
+    )
+    os.close(read)
+    os.write(write, spec.message("127.0.0.1", "key"))
+    os.close(write)
+    try:
+        assert child.wait(60) == 1
+    finally:
+        child.kill()
+        child.wait()

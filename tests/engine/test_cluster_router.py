@@ -1,0 +1,260 @@
+"""The router of a plan before instances without engines: shares, failures, queues, limits."""
+
+import asyncio
+from collections.abc import Awaitable, Callable
+from dataclasses import replace
+from typing import Any
+
+import pytest
+
+pytest.importorskip("aiohttp", reason="the router needs aiohttp (extra `engine`)")
+
+from capplan.spec import QueueClass, Queues, Wrs
+from tests.engine.fake_instances import QUICK, Routed, events, routed, tiny_plan
+
+
+def run(check: Callable[[Routed], Awaitable[None]], **settings: Any) -> None:
+    async def whole() -> None:
+        async with asyncio.timeout(60), routed(**settings) as router:
+            await check(router)
+
+    asyncio.run(whole())
+
+
+def test_requests_follow_the_shares_of_the_plan() -> None:
+    async def check(r: Routed) -> None:
+        answers = await asyncio.gather(*(r.ask("shared") for _ in range(200)))
+        assert [status for status, _, _ in answers] == [200] * 200
+        got = [body["instance"] for _, body, _ in answers]
+        assert abs(got.count("g0-1") - 50) <= 1
+        assert {(await r.ask("a"))[1]["instance"] for _ in range(5)} == {"g0-1"}
+        assert {(await r.ask("b"))[1]["instance"] for _ in range(5)} == {"g1-1"}
+        base = [(await r.ask("base"))[1]["instance"] for _ in range(6)]
+        assert base.count("g0-1") == 3
+        text = await (await r.client.get("/metrics")).text()
+        assert (
+            f'capplan:router_requests_total{{group="g0",instance="g0-1"}} {got.count("g0-1") + 8}.0' in text
+        )
+        assert 'x{instance="g0-1",l="1"} 1.0\nx{instance="g1-1",l="1"} 1.0\n' in text
+        assert text.count("# HELP x An x") == 1
+        assert 'y{instance="g1-1"} 2.0' in text
+
+    run(check)
+
+
+def test_one_group_alone_gets_everything_of_its_adapters() -> None:
+    async def check(r: Routed) -> None:
+        assert {(await r.ask("shared"))[1]["instance"] for _ in range(4)} == {"g0-1"}
+        assert (await r.ask("b"))[0] == 404
+
+    run(check, groups=["g0"])
+
+
+def test_streams_pass_through_event_by_event() -> None:
+    async def check(r: Routed) -> None:
+        body = {"model": "a", "prompt": [1], "stream": True}
+        async with r.client.post("/v1/completions", json=body) as answer:
+            assert answer.headers["content-type"].startswith("text/event-stream")
+            assert await answer.content.readuntil(b"\n\n") == b'data: {"n": 1}\n\n'
+            r.launcher["g0-1"].go_on.set()
+            assert events(await answer.content.read()) == [{"n": 2}, b"[DONE]"]
+
+    run(check)
+
+
+def test_a_crash_ends_streams_with_an_error_and_answers_with_a_status_that_may_be_tried_again() -> None:
+    async def check(r: Routed) -> None:
+        doomed = r.launcher["g0-1"]
+        body = {"model": "a", "prompt": [1], "stream": True}
+        async with r.client.post("/v1/completions", json=body) as stream:
+            plain = asyncio.ensure_future(r.ask("a", hold=True))
+            await r.until(lambda: doomed.busy == 2)
+            await stream.content.readuntil(b"\n\n")
+            r.launcher.may_start.clear()
+            await doomed.crash()
+            [last] = events(await stream.content.read())
+            assert last["error"]["code"] == "instance_failed"
+        status, body, headers = await plain
+        assert (status, body["error"]["code"]) == (503, "instance_failed")
+        assert int(headers["Retry-After"]) >= 1
+
+    run(check)
+
+
+def test_what_an_instance_cannot_serve_while_it_is_down_goes_to_the_others() -> None:
+    async def check(r: Routed) -> None:
+        r.launcher.may_start.clear()
+        await r.launcher["g1-1"].crash()
+        answers = [await r.ask("shared") for _ in range(10)]
+        assert {(status, body["instance"]) for status, body, _ in answers} == {(200, "g0-1")}
+        status, body, headers = await r.ask("b")
+        assert (status, body["error"]["code"]) == (503, "no_instance")
+        assert int(headers["Retry-After"]) >= 1
+        health = await r.client.get("/health")
+        assert health.status == 503
+        assert (await health.json())["instances"]["g1-1"]["state"] == "down"
+        r.launcher.may_start.set()
+        await r.until(lambda: r.front.fleet.members[1].is_up)
+        assert (await r.ask("b"))[0] == 200
+        assert (await (await r.client.get("/health")).json())["status"] == "ok"
+        got = [(await r.ask("shared"))[1]["instance"] for _ in range(40)]
+        assert abs(got.count("g1-1") - 30) <= 1
+        assert r.said == ["instance g1-1 has ended by SIGKILL", "instance g1-1 is back"]
+
+    run(check)
+
+
+def test_one_that_hangs_is_killed_and_started_anew() -> None:
+    async def check(r: Routed) -> None:
+        hung = r.launcher["g0-1"]
+        waiting = asyncio.ensure_future(r.ask("a", hold=True))
+        await r.until(lambda: hung.busy == 1)
+        hung.hung = True
+        assert (await waiting)[0] == 503
+        await r.until(lambda: len(r.launcher.lives["g0-1"]) == 2)
+        assert hung.stopped_within_s == 0
+        await r.until(lambda: r.front.fleet.members[0].is_up)
+        assert (await r.ask("a"))[0] == 200
+
+    run(check, care=replace(QUICK, probe_timeout_s=0.2))
+
+
+def test_restarts_have_a_limit_and_with_no_instance_left_the_router_ends() -> None:
+    async def check(r: Routed) -> None:
+        r.launcher.is_broken = True
+        await r.launcher["g0-1"].crash()
+        await r.until(lambda: r.front.fleet.members[0].state == "failed")
+        assert r.front.fleet.members[0].restarts == 2
+        assert (await r.ask("shared"))[0] == 200
+        assert (await r.ask("a"))[0] == 503
+        await r.launcher["g1-1"].crash()
+        await r.until(r.serving.done)  # type: ignore[attr-defined]
+        assert r.front.fleet.failed.is_set()
+
+    run(check, care=replace(QUICK, most_restarts=2))
+
+
+def test_draining_finishes_what_runs_and_takes_nothing_new() -> None:
+    async def check(r: Routed) -> None:
+        plain = asyncio.ensure_future(r.ask("a", hold=True))
+        await r.until(lambda: r.launcher["g0-1"].busy == 1)
+        r.router.end()  # type: ignore[attr-defined]
+        status, body, headers = await r.ask("b")
+        assert (status, body["error"]["code"]) == (503, "shutting_down")
+        assert headers["Retry-After"] == "1"
+        assert (await r.client.get("/health")).status == 503
+        r.launcher["g0-1"].go_on.set()
+        assert (await plain)[0] == 200
+        await r.serving  # type: ignore[attr-defined]
+        assert r.launcher["g0-1"].stopped_within_s == QUICK.stop_grace_s
+
+    run(check)
+
+
+def test_draining_ends_when_its_time_is_over() -> None:
+    async def check(r: Routed) -> None:
+        plain = asyncio.ensure_future(r.ask("a", hold=True))
+        await r.until(lambda: r.launcher["g0-1"].busy == 1)
+        r.router.end()  # type: ignore[attr-defined]
+        assert (await plain)[0] == 503
+        await r.serving  # type: ignore[attr-defined]
+
+    run(check, drain_timeout_s=0.05)
+
+
+def test_clients_that_leave_free_their_instance() -> None:
+    async def check(r: Routed) -> None:
+        instance = r.launcher["g0-1"]
+        for fields in ({"hold": True}, {"stream": True}):
+            leaving = asyncio.ensure_future(r.ask("a", **fields))
+            await r.until(lambda: instance.busy == 1)
+            leaving.cancel()
+            await r.until(lambda: r.front.tally.in_flight == 0)
+            instance.go_on.set()
+            await r.until(lambda: instance.busy == 0)
+            instance.go_on.clear()
+
+    run(check)
+
+
+def test_what_is_refused_has_the_form_that_clients_know() -> None:
+    async def check(r: Routed) -> None:
+        status, body, headers = await r.ask("a", refuse=True)
+        assert (status, body["error"]["code"], headers["Retry-After"]) == (429, "full", "7")
+        status, body, _ = await r.ask("nobody")
+        assert (status, body["error"]["code"]) == (404, "model_not_found")
+        for wrong in (b"{", b"[]", b'{"prompt": "x"}', b"[" * 100_000):
+            async with r.client.post("/v1/completions", data=wrong) as answer:
+                assert answer.status == 400
+                assert "message" in (await answer.json())["error"]
+        async with r.client.post("/v1/completions", data=b"x" * 300_000) as answer:
+            assert answer.status == 413
+        async with r.client.get("/v1/models", headers={"Authorization": "Bearer no"}) as answer:
+            assert answer.status == 401
+        cards = (await (await r.client.get("/v1/models")).json())["data"]
+        assert [card["id"] for card in cards] == ["base", "a", "shared", "b"]
+        assert (await (await r.client.get("/v1/models/b")).json())["root"] == "4"
+        assert (await r.client.get("/v1/models/nobody")).status == 404
+        held = [asyncio.ensure_future(r.ask("a", hold=True)) for _ in range(3)]
+        await r.until(lambda: r.front.tally.in_flight == 3)
+        status, body, _ = await r.ask("a")
+        assert (status, body["error"]["code"]) == (429, "queue_full")
+        r.launcher["g0-1"].go_on.set()
+        assert [answer[0] for answer in await asyncio.gather(*held)] == [200] * 3
+
+    run(check, api_key="secret", max_requests=3, max_body_bytes=200_000)
+
+
+def test_quotas_hold_requests_back_and_let_them_go_on_in_order() -> None:
+    wrs = Wrs(a=0.4, b=0.6, max_prompt_tokens=100, max_output_tokens=100, max_adapter_bytes=1)
+    classes = (QueueClass(upper_wrs=0.25, quota_tokens=50), QueueClass(upper_wrs=None, quota_tokens=200))
+    queues = Queues(wrs=wrs, adapter_charge="none", classes=classes)
+
+    async def check(r: Routed) -> None:
+        instance = r.launcher["g0-1"]
+
+        def ask(number: int, tokens: int) -> "asyncio.Future[Any]":
+            return asyncio.ensure_future(
+                r.ask("shared", prompt=[number, 0], max_tokens=tokens - 2, hold=True)
+            )
+
+        small = []
+        for number in range(3):  # of 20 tokens each: two fit into the first queue
+            small.append(ask(number, 20))
+            await r.until(lambda n=number: r.front.tally.in_flight == n + 1)  # type: ignore[misc]
+        await r.until(lambda: instance.busy == 2)
+        large = ask(9, 90)  # has tokens of its own
+        await r.until(lambda: instance.busy == 3)
+        text = await (await r.client.get("/metrics")).text()
+        assert 'capplan:router_requests_queued{group="g0",instance="g0-1"} 1.0' in text
+        small.append(ask(3, 30))
+        await r.until(lambda: r.front.tally.in_flight == 5)
+        small[2].cancel()  # while it waits
+        await r.until(lambda: r.front.tally.in_flight == 4)
+        instance.go_on.set()
+        answers = await asyncio.gather(small[0], small[1], small[3], large)
+        assert [status for status, _, _ in answers] == [200] * 4
+        assert [body["prompt"][0] for body in instance.bodies] == [0, 1, 9, 3]
+
+    run(check, plan=tiny_plan(queues), groups=["g0"])
+
+
+def test_the_queue_before_an_instance_is_bounded_and_ends_with_it() -> None:
+    wrs = Wrs(a=0.4, b=0.6, max_prompt_tokens=100, max_output_tokens=100, max_adapter_bytes=1)
+    queues = Queues(wrs=wrs, classes=(QueueClass(upper_wrs=None, quota_tokens=1),))
+
+    async def check(r: Routed) -> None:
+        held = [asyncio.ensure_future(r.ask("a", hold=True)) for _ in range(5)]
+        await r.until(lambda: r.front.tally.in_flight == 5 and r.launcher["g0-1"].busy == 1)
+        status, body, headers = await r.ask("a")
+        assert (status, body["error"]["code"]) == (429, "queue_full")
+        assert "Retry-After" in headers
+        r.launcher.may_start.clear()
+        await r.launcher["g0-1"].crash()
+        answers = await asyncio.gather(*held)
+        assert (
+            sorted(body["error"]["code"] for _, body, _ in answers)
+            == ["instance_failed"] + ["no_instance"] * 4
+        )
+
+    run(check, plan=tiny_plan(queues))

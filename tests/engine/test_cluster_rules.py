@@ -1,0 +1,228 @@
+"""What a plan becomes before anything runs: instances, shares, sizes; and what is wrong with it."""
+
+import json
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+pytest.importorskip("aiohttp", reason="the router needs aiohttp (extra `engine`)")
+
+from capplan.engine.cluster import process as cluster_process
+from capplan.engine.cluster.instances import Serving, instances_of
+from capplan.engine.cluster.metrics import merged
+from capplan.engine.cluster.process import Cluster
+from capplan.engine.cluster.queues import Ask, SizeQueues
+from capplan.engine.cluster.shares import Shares
+from capplan.planner.queues.sizes import RequestSample, request_sizes, with_base_model
+from capplan.spec import Cache, QueueClass, Queues, Wrs
+from capplan.twin.cluster.readable import Candidate, RoutedRequest
+from capplan.twin.cluster.readable_routers import SmoothShares
+from tests.cli.conftest import Run, error_line, run
+from tests.cli.examples import small_plan
+from tests.engine.fake_instances import tiny_plan
+
+__all__ = ["run"]
+
+weights = st.lists(st.integers(0, 5), min_size=1, max_size=6)
+
+
+@given(weights, st.integers(1, 300), st.data())
+def test_every_holder_is_within_one_request_of_its_share(
+    parts: list[int], requests: int, data: st.DataObject
+) -> None:
+    shares = Shares([{"x": float(part)} for part in parts])
+    there = data.draw(st.lists(st.booleans(), min_size=len(parts), max_size=len(parts)))
+    if not any(there):
+        assert shares.choose("x", lambda i: there[i]) is None
+        return
+    got = np.zeros(len(parts))
+    for _ in range(requests):
+        chosen = shares.choose("x", lambda i: there[i])
+        assert chosen is not None
+        got[chosen] += 1
+    kept = np.array(parts, float) * there
+    wanted = kept / kept.sum() if kept.sum() else np.array(there) / sum(there)
+    assert np.all(got[~np.array(there)] == 0)
+    assert np.max(np.abs(got - requests * wanted)) <= len(parts)
+
+
+@given(st.lists(st.integers(0, 2), max_size=60))
+def test_requests_go_where_the_twin_has_them_go(asked: list[int]) -> None:
+    """Request by request the same instance as in the readable form of the twin's rule."""
+    held = [{"x": 0.2, "y": 0.5}, {"x": 0.3, "y": 0.0}, {"x": 0.5, "y": 0.5}]
+    shares, twin = Shares(held), SmoothShares()
+    for number, adapter in enumerate(asked):
+        name = [None, "x", "y"][adapter]
+        request = RoutedRequest(number, 0.0, adapter, 8, 1, 0.0, 1.0)
+        parts = [1 / 3 if name is None else each[name] for each in held]
+        candidates = [Candidate(i, part, (), (), *([0] * 7), False, False) for i, part in enumerate(parts)]
+        assert shares.choose(name, lambda _: True) == twin(request, candidates)
+
+
+def test_an_absence_leaves_no_debt() -> None:
+    shares = Shares([{"x": 0.5}, {"x": 0.5}])
+    assert [shares.choose("x", lambda i: i == 0) for _ in range(50)] == [0] * 50
+    back = [shares.choose("x", lambda _: True) for _ in range(10)]
+    assert back.count(0) == 5
+
+
+@given(
+    st.sampled_from(["degree2", "degree1", "output_only"]),
+    st.lists(st.tuples(st.integers(0, 3), st.integers(1, 300), st.integers(1, 300)), min_size=1),
+)
+def test_sizes_are_those_of_the_planner(form: Any, requests: list[tuple[int, int, int]]) -> None:
+    ranks = {"a": 4, "b": 16, "c": 64}
+    per_rank = 1000
+    weights, tokens = with_base_model(
+        np.array([rank * per_rank for rank in ranks.values()]),
+        np.array([rank * 2 for rank in ranks.values()]),
+    )
+    adapter, prompt, output = (np.array(column) for column in zip(*requests, strict=True))
+    sample = RequestSample(prompt, output, adapter, np.zeros(len(requests)), weights, tokens)
+    wrs = Wrs(form=form, a=0.4, b=0.6, max_prompt_tokens=200, max_output_tokens=100, max_adapter_bytes=64_000)
+    classes = (QueueClass(upper_wrs=0.2, quota_tokens=9), QueueClass(upper_wrs=None, quota_tokens=9))
+    queues = SizeQueues(Queues(wrs=wrs, classes=classes), ranks, 2.0, 1)
+    names = [None, *ranks]
+    asks = [Ask(names[a], p, o) for a, p, o in requests]
+    sizes = request_sizes(wrs, sample)
+    np.testing.assert_allclose([queues.size(ask) for ask in asks], sizes)
+    assert [queues.charge(ask) for ask in asks] == sample.charges("per_request").tolist()
+    assert [queues.class_of(ask) for ask in asks] == [int(size >= 0.2) for size in sizes]
+
+
+def test_instances_are_told_what_the_plan_says(tmp_path: Path) -> None:
+    plan = small_plan()
+    (folder := tmp_path / "b").mkdir()
+    g0, g1 = plan.groups
+    own = tuple(a.replace(path=str(folder)) if a.name == "b" else a for a in g1.adapters)
+    plan = plan.replace(groups=(g0, g1.replace(adapters=own)))
+    specs = instances_of(plan, Serving("tiny-llama", "base", {"max_model_len": 512}, max_queue=8))
+    assert [spec.name for spec in specs] == ["g0-1", "g0-2", "g1-1"]
+    assert specs[0].shares == {"a": 0.5, "shared": 0.125}
+    assert specs[2].adapters == {"b": str(folder), "shared": 16}
+    told = json.loads(specs[2].message("127.0.0.1", "key"))
+    assert told["engine"] == {
+        "rules": "vllm-0.8",
+        "a_max": 2,
+        "s_max": 32,
+        "max_num_seqs": 256,
+        "max_num_batched_tokens": 2048,
+        "max_model_len": 512,
+        "gpu_memory_utilization": 0.9,
+    }
+    assert told["server"]["api_key"] == "key"
+    assert told["server"]["max_requests"] == 264
+
+
+def test_merged_metrics_keep_families_together() -> None:
+    page = '# HELP m_total A\n# TYPE m_total counter\nm_total{k="{"} 1.0\n# HELP n B\nn 2.0\n'
+    assert merged({"i": page, 'j"': page, "k": ""}).splitlines() == [
+        "# HELP m_total A",
+        "# TYPE m_total counter",
+        'm_total{instance="i",k="{"} 1.0',
+        'm_total{instance="j\\"",k="{"} 1.0',
+        "# HELP n B",
+        'n{instance="i"} 2.0',
+        'n{instance="j\\""} 2.0',
+    ]
+
+
+@pytest.fixture
+def started(monkeypatch: pytest.MonkeyPatch) -> list[Cluster]:
+    """Clusters that would have been started."""
+    clusters: list[Cluster] = []
+
+    def start(cluster: Cluster, ready: Callable[[str], None]) -> int:
+        clusters.append(cluster)
+        ready("http://127.0.0.1:1")
+        return 0
+
+    monkeypatch.setattr(cluster_process, "run_cluster", start)
+    return clusters
+
+
+@pytest.fixture
+def plan_file(tmp_path: Path) -> Path:
+    path = tmp_path / "plan.json"
+    tiny_plan().to_json(path)
+    return path
+
+
+def test_flags_come_before_the_plan(run: Run, started: list[Cluster], plan_file: Path) -> None:
+    flags = "--model tiny-llama --group g1 --rules capplan --max-model-len 256 --max-queue 8 --port 0 --json"
+    result = run("serve", plan_file, *flags.split())
+    assert result.exit_code == 0, result.output
+    [cluster] = started
+    [spec] = cluster.specs
+    assert spec.name == "g1-1"
+    assert spec.engine["rules"] == "capplan"
+    assert spec.engine["max_model_len"] == 256
+    assert spec.engine["max_num_seqs"] == 32
+    assert "seed" not in spec.engine
+    assert cluster.server.max_requests == 40
+    facts = json.loads(result.stdout)
+    assert facts["instances"] == ["g1-1"]
+    assert facts["adapters"] == 2
+    assert facts["model"] == tiny_plan().base_model
+
+
+def test_what_the_engine_does_not_follow_is_said(run: Run, started: list[Cluster], tmp_path: Path) -> None:
+    plan = tiny_plan()
+    groups = tuple(each.replace(cache=Cache(policy="chameleon")) for each in plan.groups)
+    plan.replace(groups=groups).to_json(tmp_path / "p.json")
+    assert "cache policy chameleon" in run("serve", tmp_path / "p.json", "--model", "tiny-llama").stderr
+
+
+@pytest.mark.parametrize(
+    ("flags", "message"),
+    [
+        ("--model no-such-model", "model: must be a folder"),
+        ("", "--model: is required"),
+        ("--model tiny-llama --group g7", "--group: must be one of g0, g1"),
+        ("--model tiny-llama --lora-modules a=8", "--lora-modules: does not go with a plan"),
+        ("--model tiny-llama --lora-root .", "--lora-root: does not go with a plan"),
+        ("--model tiny-llama --records x.parquet", "--records: does not go with a plan"),
+        ("--model tiny-llama --max-queue -1", "--max-queue: must be >= 0"),
+        ("--model tiny-llama --served-model-name shared", "must be another name than the base model's"),
+        ("--model tiny-llama --device cuda", "--device: needs 2 GPUs"),
+        ("--model tiny-llama --port 70000", "port: must be a port"),
+        ("b=8 --model tiny-llama", "must be one plan"),
+    ],
+)
+def test_what_is_wrong_is_said_in_one_line(run: Run, plan_file: Path, flags: str, message: str) -> None:
+    result = run("serve", plan_file, "--port", 0, *flags.split())
+    lines = [line for line in result.stderr.splitlines() if line.startswith("error: ")]
+    assert (result.exit_code, result.stdout, len(lines)) == (2, "", 1), result.output
+    assert message in lines[0]
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        (lambda plan: plan["groups"][0].update(replicas=0), "groups[0].replicas: must be"),
+        (lambda plan: plan["groups"][0]["adapters"][1].update(share=0.9), "must sum to 1"),
+        (
+            lambda plan: plan["groups"][1].update(tp=2) or plan["totals"].update(gpus=3),
+            "group g1: tp: must be 1",
+        ),
+        (lambda plan: plan["groups"][1]["adapters"][0].update(path="s3://x"), "b: path: must be a folder"),
+        (lambda plan: plan.clear(), "is required"),
+    ],
+)
+def test_a_bad_plan_is_refused_in_one_line(
+    run: Run, plan_file: Path, change: Callable[[dict[str, Any]], Any], message: str
+) -> None:
+    document = json.loads(plan_file.read_text())
+    change(document)
+    plan_file.write_text(json.dumps(document))
+    assert message in error_line(run("serve", plan_file, "--model", "tiny-llama", "--port", 0))
+
+
+def test_no_plan_is_refused_in_one_line(run: Run, tmp_path: Path) -> None:
+    assert "no-such.json" in error_line(run("serve", tmp_path / "no-such.json", "--model", "tiny-llama"))
+    assert "--group" in error_line(run("serve", "--group", "g0", "--model", "tiny-llama"))
