@@ -19,7 +19,8 @@ if TYPE_CHECKING:
 
     Columns = Mapping[str, NDArray[Any]]
 
-_BUCKETS: Final = 60
+_BUCKETS: Final = (12, 60)  # of the charts over time, by how many requests there are
+_PER_BUCKET: Final = 10
 _ADAPTERS: Final = 50
 _POINTS: Final = 200  # of a distribution
 
@@ -129,9 +130,10 @@ def _course(rows: Columns, result: BenchResult) -> list[html.Html]:
     import numpy as np
 
     end_s = result.warm_up_s + result.duration_s
-    edges = np.linspace(0.0, end_s, _BUCKETS + 1)
+    buckets = int(np.clip(rows["arrival_s"].size // _PER_BUCKET, *_BUCKETS))
+    edges = np.linspace(0.0, end_s, buckets + 1)
     middles = ((edges[1:] + edges[:-1]) / 2).tolist()
-    width_s = end_s / _BUCKETS
+    width_s = end_s / buckets
     time = Axis("time, s", low=0.0, high=end_s)
     marks = {"window": result.warm_up_s} if result.warm_up_s else None
 

@@ -19,6 +19,8 @@ from capplan.profiling.server.closed_loop import Answered
 
 _MS_PER_S: Final = 1e3
 _LEAST_STEPS: Final = 8.0
+_APART: Final = 0.25
+"""Share of the median gap that parts the tokens of one step from those of the next."""
 _LEAST_COVERED: Final = 0.5
 """Share of a window in which someone must decode for it to say something."""
 
@@ -73,7 +75,8 @@ def window_rows(
     answered
         Requests of a closed loop, those under way at its end among them.
     edges_s
-        Edges of the windows, in order.
+        Edges of the windows, in order; each is moved to the nearest end of a step, so that no step, and no
+        prompt with it, is in one window by its time and in another by its tokens.
     ranks
         Rank of each model by its position; those that are missing are no adapters.
     budget
@@ -83,6 +86,7 @@ def window_rows(
     if not answered:
         return []
     gaps = [_gaps(each) for each in answered]
+    edges_s = _moved(edges_s, answered, gaps)
     cells = _cells(answered, gaps, edges_s, ranks)
     prompts = _prompts(answered, cells, ranks, budget)
     rank = [ranks.get(each.model, 0) for each in answered]
@@ -186,6 +190,19 @@ def _gaps(answered: Answered) -> _Spans:
     several = outcome.kind == FINISHED and outcome.output_tokens is not None and events > 1
     per_event = ((outcome.output_tokens or 1) - 1) / (events - 1) if several else 1.0
     return _Spans(times[:-1], times[1:], counts[1:].astype(np.float64) * max(per_event, 1e-9))
+
+
+def _moved(
+    edges_s: NDArray[np.float64], answered: Sequence[Answered], gaps: Sequence[_Spans]
+) -> NDArray[np.float64]:
+    """Return the edges at ends of steps: events after which nothing comes for a good part of a step."""
+    times = np.unique(np.concatenate([each.outcome.times_s for each in answered]))
+    typical_s = np.median(np.concatenate([[np.inf], *(g.end - g.start for g in gaps)]))
+    ends = times[np.append(np.diff(times) > _APART * typical_s, True)]
+    after = np.minimum(np.searchsorted(ends, edges_s), ends.size - 1)
+    before = np.maximum(after - 1, 0)
+    moved = np.where(edges_s - ends[before] <= ends[after] - edges_s, ends[before], ends[after])
+    return np.unique(moved)
 
 
 def _held(answered: Answered, gaps: _Spans) -> _Spans:
