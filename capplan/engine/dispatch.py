@@ -11,6 +11,7 @@ from capplan.engine.batch import Batch
 from capplan.engine.cpu.attention import CompiledAttention
 from capplan.engine.cpu.lora import CompiledAdapters
 from capplan.engine.cpu.norms import CompiledNorms
+from capplan.engine.graphs import DecodeGraphs, capture_cuda
 from capplan.engine.kernels.tables import RowTables
 from capplan.engine.lora.grouped import GroupedAdapters
 from capplan.engine.lora.layout import AdapterLayout
@@ -19,7 +20,9 @@ from capplan.engine.lora.residency import Residency
 from capplan.engine.models.config import ModelConfig
 from capplan.engine.models.decoder import Adapters, Attention, Norms, TorchNorms
 from capplan.engine.models.rope import RopeTable
+from capplan.engine.runner import ModelRunner
 from capplan.engine.settings import EngineSettings
+from capplan.serving import Limits
 
 
 def attention_of(
@@ -43,24 +46,15 @@ def norms_of(settings: EngineSettings, config: ModelConfig, dtype: torch.dtype) 
 
 
 def adapters_of(
-    settings: EngineSettings, layout: AdapterLayout, residency: Residency, most_adapters: int, max_rank: int
+    settings: EngineSettings, layout: AdapterLayout, residency: Residency, tables: RowTables
 ) -> Callable[[Batch], Adapters]:
-    """Return what makes the adapters of a step; compiled kernels are given tables, which `residency` keeps.
-
-    Parameters
-    ----------
-    settings, layout, residency
-        The engine's.
-    most_adapters, max_rank
-        Adapters in memory at most, and their largest rank.
-    """
+    """Return what makes the adapters of a step; `tables` are what compiled kernels are told of adapters."""
     weights, views = residency.memory.storage, residency.views
     kernel = settings.chosen_lora_kernel(weights.dtype)
     if kernel == "grouped":
         return lambda batch: GroupedAdapters(batch.segments, views)
     if kernel == "padded":
         return lambda batch: PaddedAdapters(batch.segments, views, batch.tokens.shape[0], batch.tokens.device)
-    tables = RowTables(layout, most_adapters, max_rank, weights.device)
     residency.keep_tables(tables)
     if kernel == "compiled":
         return lambda batch: CompiledAdapters(
@@ -70,3 +64,34 @@ def adapters_of(
 
     kind = None if kernel == "triton" else kernel
     return lambda batch: TritonAdapters(layout, tables, weights, batch.segments, batch.tokens.shape[0], kind)
+
+
+def graphs_of(
+    settings: EngineSettings,
+    limits: Limits,
+    layout: AdapterLayout,
+    tables: RowTables,
+    weights: torch.Tensor,
+    cache: KvCache,
+    runner: ModelRunner,
+) -> DecodeGraphs | None:
+    """Return what runs decode steps as graphs, where they are to."""
+    if not settings.chosen_graphs(weights.dtype):
+        return None
+    from capplan.engine.kernels.lora import TokenAdapters
+
+    def forward(batch: Batch, numbers: torch.Tensor | None) -> torch.Tensor:
+        adapters = None
+        if numbers is not None:
+            adapters = TokenAdapters(layout, tables, weights, numbers, tables.max_rank)
+        return runner.logits(batch, adapters)
+
+    return DecodeGraphs(
+        forward,
+        capture_cuda if weights.device.type == "cuda" else lambda run: run,
+        tables.number_of,
+        limits.max_num_seqs,
+        -(-limits.max_model_len // limits.block_size),
+        cache.pool.dump_page,
+        weights.device,
+    )

@@ -1,7 +1,7 @@
 """One pool of pages: KV blocks, and in unified memory adapters, too.
 
 A page has the bytes of one KV block over all layers. Page 0 holds zeros and belongs to nobody: what pads a
-table points there.
+table points there. Nor does the last one, which is written where a step is padded, and never read from.
 """
 
 from __future__ import annotations
@@ -22,11 +22,14 @@ class PagePool:
     ----------
     tensor
         Shape (pages, page elements), in the dtype of the model.
+    dump_page
+        Where padding of a step is written.
     """
 
     def __init__(self, pages: int, page_elements: int, dtype: torch.dtype, device: torch.device) -> None:
-        self.tensor = torch.zeros((pages + 1, page_elements), dtype=dtype, device=device)
+        self.tensor = torch.zeros((pages + 2, page_elements), dtype=dtype, device=device)
         self.capacity = pages
+        self.dump_page = pages + 1
         self.free = pages
         """Pages that nobody holds."""
         self._stack = np.arange(pages, 0, -1, dtype=np.int64)

@@ -8,6 +8,7 @@ import torch
 
 from capplan.engine.attention import KvCache
 from capplan.engine.batch import Batch
+from capplan.engine.graphs import DecodeGraphs
 from capplan.engine.models.decoder import Adapters, Attention, Norms, decode
 from capplan.engine.models.weights import Weights
 
@@ -15,13 +16,12 @@ from capplan.engine.models.weights import Weights
 class ModelRunner:
     """A model with its KV cache.
 
-    `run` is the one place that launches the model. CUDA graphs of decode steps belong here, one per padded
-    number of requests: a batch has no shapes that depend on lengths but the width of its page tables.
-
     Parameters
     ----------
     attention, adapters, norms
         The choice of kernels; the first two are made for every step.
+    graphs
+        Runs decode steps, where there is such.
     """
 
     def __init__(
@@ -37,6 +37,7 @@ class ModelRunner:
         self._attention = attention
         self._adapters = adapters
         self._norms = norms
+        self.graphs: DecodeGraphs | None = None
 
     @torch.inference_mode()
     def run(self, batch: Batch) -> torch.Tensor:
@@ -46,12 +47,16 @@ class ModelRunner:
         """
         if batch.new_pages.numel():
             self._cache.pool.clear(batch.new_pages)
+        if self.graphs is not None and self.graphs.take(batch):
+            return self.graphs.run(batch)
         uses_adapters = any(segment.adapter for segment in batch.segments)
-        hidden = decode(
-            self._weights,
-            batch.tokens,
-            self._attention(batch),
-            self._adapters(batch) if uses_adapters else None,
-            self._norms,
-        )
+        hidden = self.hidden(batch, self._adapters(batch) if uses_adapters else None)
         return self._weights.head(hidden[batch.sampled])
+
+    def hidden(self, batch: Batch, adapters: Adapters | None) -> torch.Tensor:
+        """Return the last hidden state of every token."""
+        return decode(self._weights, batch.tokens, self._attention(batch), adapters, self._norms)
+
+    def logits(self, batch: Batch, adapters: Adapters | None) -> torch.Tensor:
+        """Return the logits of every token."""
+        return self._weights.head(self.hidden(batch, adapters))

@@ -66,6 +66,9 @@ class EngineSettings:
     attention_kernel
         Of decode steps: ``torch``, ``compiled`` (by numba, on the CPU in float32) or ``triton``.
         None: ``triton`` on a GPU, ``compiled`` on the CPU in float32, ``torch`` otherwise.
+    cuda_graphs
+        Run decode steps as CUDA graphs; None: where there is a GPU, with Triton's kernels. On the CPU steps
+        are padded as for graphs, and nothing is captured.
     gpu_memory_utilization
         Share of a GPU's memory that the engine may use.
     seed
@@ -90,6 +93,7 @@ class EngineSettings:
     shared_prefix_tokens: int = 0
     lora_kernel: LoraKernel | None = None
     attention_kernel: AttentionKernel | None = None
+    cuda_graphs: bool | None = None
     gpu_memory_utilization: float = 0.9
     seed: int = 0
 
@@ -117,7 +121,8 @@ class EngineSettings:
 
     def _check_rules(self, rules: ServingRules) -> None:
         if rules.async_scheduling:
-            raise InputError("must be rules without asynchronous scheduling", self.rules, "rules")
+            rule = "must be rules without asynchronous scheduling: each step here waits for the one before"
+            raise InputError(rule, self.rules, "rules")
         if rules.declared_output and self.memory == "slots":
             raise InputError(f"must be unified under the rules {self.rules}", self.memory, "memory")
         if rules.declared_output and self.prefix_caching:
@@ -153,6 +158,15 @@ class EngineSettings:
     def chosen_attention(self, dtype: torch.dtype) -> AttentionKernel:
         """Return the kernel of decode attention, for a model of this dtype."""
         return self.attention_kernel or self._kernel_here(dtype) or "torch"
+
+    def chosen_graphs(self, dtype: torch.dtype) -> bool:
+        """Return whether decode steps run as graphs."""
+        kernels = self.chosen_lora_kernel(dtype), self.chosen_attention(dtype)
+        possible = kernels[0] in ("triton", "mbgmv") and kernels[1] == "triton"
+        if self.cuda_graphs and not possible:
+            rule = "must be off unless lora_kernel is triton or mbgmv and attention_kernel is triton"
+            raise InputError(rule, True, "cuda_graphs")
+        return possible and self.device != "cpu" if self.cuda_graphs is None else self.cuda_graphs
 
     def _kernel_here(self, dtype: torch.dtype) -> Literal["compiled", "triton"] | None:
         if self.device != "cpu":

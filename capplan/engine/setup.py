@@ -11,7 +11,8 @@ import torch
 from capplan.engine.attention import KvCache
 from capplan.engine.blocks import BlockTables, CountedBlocks, NamedBlocks
 from capplan.engine.clock import Clock, VirtualClock, WallClock
-from capplan.engine.dispatch import adapters_of, attention_of, norms_of
+from capplan.engine.dispatch import adapters_of, attention_of, graphs_of, norms_of
+from capplan.engine.kernels.tables import RowTables
 from capplan.engine.loads import Loads
 from capplan.engine.loop import Loop
 from capplan.engine.lora.layout import AdapterLayout
@@ -34,7 +35,7 @@ from capplan.engine.runner import ModelRunner
 from capplan.engine.settings import EngineSettings
 from capplan.engine.sizes import Sizes, choose_sizes
 from capplan.engine.withdraw import with_host_adapters
-from capplan.serving import new_state
+from capplan.serving import Limits, new_state
 
 
 class Model(NamedTuple):
@@ -75,20 +76,11 @@ def build_loop(
         residency.drop(number - host_slots)  # ... the host keeps the last ones
     sizes = choose_sizes(model.config, layout, settings, residency, dtype, device)
     pool = PagePool(sizes.pool_pages, kv_page_elements(model.config, settings.block_size), dtype, device)
-    rules = settings.serving_rules()
-    limits = rules.limits(
-        max_num_seqs=settings.max_num_seqs,
-        max_num_batched_tokens=settings.max_num_batched_tokens,
-        max_model_len=sizes.max_model_len,
-        max_loras=max(1, capacity) if rules.declared_output else sizes.a_max,
-        max_cpu_loras=max(host_slots, 1),
-        block_size=settings.block_size,
-        num_blocks=sizes.num_blocks,
-    )
+    limits = _limits(settings, sizes, capacity, host_slots)
     state = new_state(settings.max_in_flight, capacity, sizes.num_blocks, limits)
     state = with_host_adapters(state, max(1, len(sources) - host_slots + 1), len(sources) + 1)
     blocks: BlockTables
-    if rules.prefix_caching:
+    if limits.prefix_caching:
         blocks = NamedBlocks(state, pool, sizes.num_blocks)
     else:
         blocks_per_request = -(-sizes.max_model_len // settings.block_size)
@@ -99,18 +91,48 @@ def build_loop(
     else:
         memory = StaticSlots(layout, sizes.a_max, sizes.s_max, dtype, device)
     residency.attach(memory)
-    cache = KvCache(model.config, pool, settings.block_size)
-    rope = RopeTable(model.config, sizes.max_model_len, dtype, device)
-    runner = ModelRunner(
-        model.weights,
-        cache,
-        attention_of(settings, model.config, cache, rope),
-        adapters_of(settings, layout, residency, limits.max_loras, sizes.s_max),
-        norms_of(settings, model.config, dtype),
-    )
+    runner = _runner(model, settings, limits, layout, residency, pool, sizes)
     clock: Clock = VirtualClock() if virtual_time else WallClock()
     loader: Loader = VirtualLoader(clock) if virtual_time else ThreadLoader(clock)
     loads = Loads(state, limits, residency, loader, clock)
     for number in range(1, len(sources) + 1):
         loads.tell_pages(number)
     return Loop(state, limits, runner, blocks, loads, clock, device), sizes
+
+
+def _limits(settings: EngineSettings, sizes: Sizes, adapters: int, host_slots: int) -> Limits:
+    rules = settings.serving_rules()
+    return rules.limits(
+        max_num_seqs=settings.max_num_seqs,
+        max_num_batched_tokens=settings.max_num_batched_tokens,
+        max_model_len=sizes.max_model_len,
+        max_loras=max(1, adapters) if rules.declared_output else sizes.a_max,
+        max_cpu_loras=max(host_slots, 1),
+        block_size=settings.block_size,
+        num_blocks=sizes.num_blocks,
+    )
+
+
+def _runner(
+    model: Model,
+    settings: EngineSettings,
+    limits: Limits,
+    layout: AdapterLayout,
+    residency: Residency,
+    pool: PagePool,
+    sizes: Sizes,
+) -> ModelRunner:
+    dtype, device = pool.tensor.dtype, pool.tensor.device
+    cache = KvCache(model.config, pool, settings.block_size)
+    rope = RopeTable(model.config, sizes.max_model_len, dtype, device)
+    tables = RowTables(layout, limits.max_loras, sizes.s_max, device)
+    runner = ModelRunner(
+        model.weights,
+        cache,
+        attention_of(settings, model.config, cache, rope),
+        adapters_of(settings, layout, residency, tables),
+        norms_of(settings, model.config, dtype),
+    )
+    storage = residency.memory.storage
+    runner.graphs = graphs_of(settings, limits, layout, tables, storage, cache, runner)
+    return runner

@@ -203,6 +203,25 @@ def test_every_kernel_gives_the_same_tokens(kernel: str, memory: str) -> None:
     assert tokens[0] == tokens[1]
 
 
+@pytest.mark.parametrize("memory", ["slots", "unified"])
+def test_padded_decode_steps_give_the_same_tokens(memory: str) -> None:
+    """Steps as CUDA graphs take them; here nothing is captured, but batches are padded and kept in place."""
+    pytest.importorskip("triton", reason="the kernels need triton (extra `engine`)")
+    kernels = {"lora_kernel": "mbgmv", "attention_kernel": "triton", "cuda_graphs": True}
+    prompts, names = [[1, 2], [3], [4], [5, 6], [7]], ["a", "b", None, "c", "a"]
+    tokens = []
+    for settings in ({}, {**kernels, "memory": memory, "block_size": 8, "a_max": 2, "rules": "vllm-0.8"}):
+        with tiny(**settings) as engine:
+            params = [SamplingParams(max_tokens=2 + i, ignore_eos=True) for i in range(5)]
+            requests = [engine.new_request(*each) for each in zip(prompts, names, params, strict=True)]
+            assert all(engine.submit(request) for request in requests)
+            while engine.loop.requests:
+                if engine.step() is None:
+                    engine.wait_for_adapter()
+            tokens.append([request.output for request in requests])
+    assert tokens[0] == tokens[1]
+
+
 def test_more_prompts_than_the_engine_takes_at_once_are_all_answered() -> None:
     with tiny(max_in_flight=3) as engine:
         assert len(engine.generate([[1, 2]] * 20, "a", max_tokens=2)) == 20
@@ -328,6 +347,8 @@ def test_a_broken_adapter_is_refused_in_one_line(spoil: Any, message: str, tmp_p
         ({"dtype": "int8"}, "dtype"),
         ({"rules": "vllm"}, "rules: must be one of"),
         ({"rules": "vllm-0.32-async"}, "without asynchronous"),
+        ({"cuda_graphs": True}, "must be off unless"),
+        ({"lora_kernel": "compiled", "dtype": "bfloat16"}, "must be float32"),
         ({"rules": "slora", "memory": "slots"}, "must be unified"),
         ({"rules": "slora", "prefix_caching": True}, "must be off"),
         ({"max_model_len": 4096}, "at most the model's 128"),

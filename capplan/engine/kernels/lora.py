@@ -23,20 +23,17 @@ _SGMV_FROM: Final = 8
 """Mean tokens per adapter from which tiles are the better choice; to be measured (docs/gpu.md)."""
 
 
-class TritonAdapters:
-    """The adapters of one step on a GPU.
+class TokenAdapters:
+    """Adapters of tokens by number, token by token: nothing here depends on who is in the batch.
 
     Parameters
     ----------
     layout, tables, weights
         The adapters in memory; `weights` is the flat tensor that the tables point into.
-    segments
-        Tokens by adapter.
-    tokens
-        Tokens of the step.
-    kind
-        ``bgmv``: padded to the largest rank in the batch; ``mbgmv``: true ranks, token by token; ``sgmv``:
-        true ranks, in tiles of tokens of one adapter. None: what suits the step.
+    numbers
+        Each token's number in the tables, -1 for the base model.
+    limit
+        The largest rank that may occur.
     """
 
     def __init__(
@@ -44,37 +41,22 @@ class TritonAdapters:
         layout: AdapterLayout,
         tables: RowTables,
         weights: torch.Tensor,
-        segments: Sequence[Segment],
-        tokens: int,
-        kind: Kind | None = None,
+        numbers: torch.Tensor,
+        limit: int,
     ) -> None:
-        used = [(tables.number_of[s.adapter], s.start, s.end) for s in segments if s.adapter != 0]
+        device = weights.device
         self._tables = tables
         self._weights = weights
-        self._tokens = tokens
-        device = weights.device
-        lora_tokens = sum(end - start for _, start, end in used)
-        self._kind = kind or ("sgmv" if lora_tokens >= _SGMV_FROM * len(used) else "mbgmv")
-        self._limit = max(tables.max_rank_of[number] for number, _, _ in used)
-        numbers = torch.full((tokens,), -1, dtype=torch.int32)
-        for number, start, end in used:
-            numbers[start:end] = number
-        tiles = [
-            (number, at, min(at + TILE_TOKENS, end))
-            for number, start, end in used
-            for at in range(start, end, TILE_TOKENS)
-        ]
-        self._numbers = numbers.to(device)
-        self._tiles = torch.tensor(tiles, dtype=torch.int32).to(device)
-        self._outputs = [
-            torch.tensor([(layout.out_starts[m], layout.sizes[m][B]) for m in site], dtype=torch.int32).to(
-                device
-            )
-            for site in SITES
-        ]
+        self._numbers = numbers
+        self._tokens = numbers.shape[0]
+        self._limit = limit
+        self._kind: Kind = "mbgmv"
+        self._tiles = torch.zeros((0, 3), dtype=torch.int32, device=device)
+        self._outputs = tables.outputs
         self._widest = [max(layout.sizes[m][B] for m in site) for site in SITES]
         # Float32 between the two products; what no adapter writes is never read.
-        self._h = torch.empty((tokens, max(map(len, SITES)), self._limit), dtype=torch.float32, device=device)
+        shape = (self._tokens, max(map(len, SITES)), limit)
+        self._h = torch.empty(shape, dtype=torch.float32, device=device)
 
     def add(self, layer: int, site: int, x: torch.Tensor, out: torch.Tensor) -> None:
         """Add each token's low-rank part to `out`; see `capplan.engine.models.decoder.Adapters`."""
@@ -122,6 +104,47 @@ class TritonAdapters:
 
     def _strides(self) -> tuple[int, int, int]:
         return self._tables.rows.stride(0), self._tables.rows.stride(2), self._tables.ranks.stride(0)
+
+
+class TritonAdapters(TokenAdapters):
+    """The adapters of one step on a GPU.
+
+    Parameters
+    ----------
+    layout, tables, weights
+        The adapters in memory; `weights` is the flat tensor that the tables point into.
+    segments
+        Tokens by adapter.
+    tokens
+        Tokens of the step.
+    kind
+        ``bgmv``: padded to the largest rank in the batch; ``mbgmv``: true ranks, token by token; ``sgmv``:
+        true ranks, in tiles of tokens of one adapter. None: what suits the step.
+    """
+
+    def __init__(
+        self,
+        layout: AdapterLayout,
+        tables: RowTables,
+        weights: torch.Tensor,
+        segments: Sequence[Segment],
+        tokens: int,
+        kind: Kind | None = None,
+    ) -> None:
+        used = [(tables.number_of[s.adapter], s.start, s.end) for s in segments if s.adapter != 0]
+        numbers = torch.full((tokens,), -1, dtype=torch.int32)
+        for number, start, end in used:
+            numbers[start:end] = number
+        tiles = [
+            (number, at, min(at + TILE_TOKENS, end))
+            for number, start, end in used
+            for at in range(start, end, TILE_TOKENS)
+        ]
+        limit = max(tables.max_rank_of[number] for number, _, _ in used)
+        super().__init__(layout, tables, weights, numbers.to(weights.device), limit)
+        lora_tokens = sum(end - start for _, start, end in used)
+        self._kind = kind or ("sgmv" if lora_tokens >= _SGMV_FROM * len(used) else "mbgmv")
+        self._tiles = torch.tensor(tiles, dtype=torch.int32).to(weights.device)
 
 
 def _block(rank: int) -> int:

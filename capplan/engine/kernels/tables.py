@@ -27,6 +27,8 @@ class RowTables:
         Adapter to its number in the tables.
     max_rank_of
         Number in the tables to the adapter's largest rank.
+    outputs
+        First column and width of each module's output, one tensor per place of a layer.
     """
 
     def __init__(self, layout: AdapterLayout, adapters: int, max_rank: int, device: torch.device) -> None:
@@ -34,6 +36,10 @@ class RowTables:
             (adapters, layout.layers, len(GROUPS), max_rank), dtype=torch.int64, device=device
         )
         self.ranks = torch.zeros((adapters, layout.layers, len(MODULES)), dtype=torch.int32, device=device)
+        self.outputs = [
+            torch.from_numpy(np.stack(outputs, axis=1).astype(np.int32)).to(device)
+            for outputs in layout.site_outputs
+        ]
         self.number_of: dict[int, int] = {}
         self.max_rank_of: dict[int, int] = {}
         self.max_rank = max_rank
