@@ -22,6 +22,7 @@ from capplan.cli.serve import serve
 from capplan.cli.simulate import simulate
 from capplan.cli.surrogate import surrogate
 from capplan.cli.train import train
+from capplan.cli.validate import validate
 from capplan.cli.workload import workload
 
 
@@ -57,6 +58,7 @@ app = typer.Typer(
 )
 for command in (plan, compare, simulate, explain, report, export, profiles, calibrate, train, serve, bench):
     app.command()(command)
+app.command()(validate)
 app.command()(schema)
 app.add_typer(dataset, name="dataset")
 app.add_typer(profile, name="profile")

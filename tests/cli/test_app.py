@@ -14,7 +14,7 @@ from tests.cli.examples import small_plan
 RUNNER = "from typer.testing import CliRunner; from capplan.cli.app import app; CliRunner()"
 COMMANDS = (
     *("plan", "simulate", "explain", "export", "profiles", "calibrate", "dataset", "train", "schema"),
-    *("bench", "compare", "report", "surrogate", "workload", "profile", "serve"),
+    *("bench", "compare", "report", "surrogate", "workload", "profile", "serve", "validate"),
 )
 
 

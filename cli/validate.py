@@ -1,0 +1,200 @@
+"""`capplan validate`: a plan's engines under its workload, measured and predicted side by side."""
+
+from __future__ import annotations
+
+from dataclasses import asdict
+from typing import TYPE_CHECKING, Annotated, Any
+
+import typer
+
+from capplan.cli.bench_progress import live
+from capplan.cli.console import console, print_json
+from capplan.cli.extras import ENGINE, require_extra
+from capplan.cli.inputs import AsJson, PlanFile
+from capplan.cli.output import require_writable_file
+from capplan.cli.progress import announce_compilation
+from capplan.cli.validate_tables import show
+from capplan.errors import InputError
+
+if TYPE_CHECKING:
+    from capplan.profiling.validation.compare import GroupValidation
+    from capplan.profiling.validation.validate import Validation
+    from capplan.spec import Plan, Profile
+
+_DISAGREES = 1
+
+
+def validate(
+    plan: PlanFile,
+    workload: Annotated[
+        str, typer.Option("--workload", metavar="FILE", help="Workload that the plan was made for.")
+    ],
+    profile: Annotated[
+        str | None,
+        typer.Option("--profile", metavar="NAME", help="That the prediction rests on; default: the plan's."),
+    ] = None,
+    url: Annotated[
+        list[str] | None,
+        typer.Option("--url", metavar="[GROUP=]URL", help="Running server of a group; repeatable."),
+    ] = None,
+    duration_s: Annotated[
+        float, typer.Option("--duration-s", metavar="SECONDS", help="Measured time of each group.")
+    ] = 120.0,
+    rate_scale: Annotated[
+        float, typer.Option("--rate-scale", metavar="FACTOR", help="Multiplies every rate.")
+    ] = 1.0,
+    group: Annotated[
+        list[str] | None,
+        typer.Option("--group", metavar="ID", help="Validate this group only; repeatable."),
+    ] = None,
+    model: Annotated[
+        str | None,
+        typer.Option("--model", metavar="MODEL", help="Of servers that are started, as for `serve`."),
+    ] = None,
+    dtype: Annotated[str, typer.Option("--dtype", metavar="NAME", help="Of servers that are started.")] = (
+        "auto"
+    ),
+    device: Annotated[
+        str, typer.Option("--device", metavar="NAME", help="Of servers that are started.")
+    ] = "cpu",
+    threads: Annotated[
+        int, typer.Option("--threads", metavar="N", min=1, help="Of servers that are started, on a CPU.")
+    ] = 1,
+    max_loras: Annotated[
+        int | None, typer.Option("--max-loras", metavar="N", min=1, help="Slots, instead of the plan's.")
+    ] = None,
+    seed: Annotated[
+        int, typer.Option("--seed", metavar="N", min=0, help="Of arrivals and lengths, here and in the twin.")
+    ] = 0,
+    api_key: Annotated[
+        str | None,
+        typer.Option("--api-key", metavar="KEY", envvar="OPENAI_API_KEY", help="For running servers."),
+    ] = None,
+    throughput_tolerance: Annotated[
+        float,
+        typer.Option("--throughput-tolerance", metavar="PERCENT", help="Largest SMAPE that agrees."),
+    ] = 3.0,
+    itl_tolerance: Annotated[
+        float, typer.Option("--itl-tolerance", metavar="PERCENT", help="The same of the mean ITL.")
+    ] = 8.0,
+    output: Annotated[
+        str | None, typer.Option("--output", "-o", metavar="FILE", help="Write the result as JSON.")
+    ] = None,
+    report: Annotated[
+        str | None,
+        typer.Option("--report", metavar="FILE", help="Write an HTML report, readable offline."),
+    ] = None,
+    as_json: AsJson = False,
+) -> None:
+    """Run one engine of every group of a plan under the twin's very requests, and compare.
+
+    Exit status 1: throughput or mean ITL is off by more than its tolerance, a verdict on starvation is wrong,
+    or the measurement is void.
+    """
+    require_extra("bench", ("aiohttp",))
+    if not url:
+        require_extra("engine", ENGINE)
+    from capplan.profiling.validation.options import Options, Tolerances
+    from capplan.profiling.validation.validate import validate as run
+    from capplan.spec import Plan, load_workload, write_text_atomic
+
+    for path in filter(None, (output, report)):
+        require_writable_file(path)
+    document = Plan.from_json(plan)
+    wishes = load_workload(workload)
+    options = Options(
+        duration_s=duration_s,
+        rate_scale=rate_scale,
+        seed=seed,
+        groups=tuple(group or ()),
+        urls=_urls(url, document),
+        model=model,
+        dtype=dtype,
+        device=device,
+        threads=threads,
+        engine_args={} if max_loras is None else {"max_loras": max_loras},
+        api_key=api_key,
+        tolerances=Tolerances(throughput_tolerance, itl_tolerance),
+    )
+    announce_compilation(quiet=as_json)
+    on_group = _ignore if as_json or len(document.groups) == 1 else _tell
+    with live(quiet=as_json) as on_tick:
+        found = run(document, wishes, _profiles(document, profile), options, on_group, on_tick)
+    facts = validation_document(found)
+    if output is not None:
+        import json
+
+        from capplan.cli.console import finite
+
+        write_text_atomic(output, json.dumps(finite(facts), indent=2) + "\n")
+    if report is not None:
+        from capplan.cli.validate_page import validation_page
+
+        write_text_atomic(report, validation_page(plan, found))
+    if as_json:
+        print_json(facts)
+    else:
+        show(found)
+    if not found.agrees:
+        raise typer.Exit(_DISAGREES)
+
+
+def validation_document(found: Validation) -> dict[str, Any]:
+    """Return a validation as JSON data."""
+    from capplan.models.calibrate import SMAPE_FORMULA
+
+    return {
+        "agrees": found.agrees,
+        "error_formula": SMAPE_FORMULA,
+        "groups": [_group_document(group) for group in found.groups],
+        "measured": {name: result.model_dump(mode="json") for name, result in found.results.items()},
+    }
+
+
+def _group_document(group: GroupValidation) -> dict[str, Any]:
+    facts = asdict(group) | {"agrees": group.agrees}
+    facts["comparisons"] = [
+        asdict(each)
+        | {
+            "error": each.error,
+            "constant_step_error": each.constant_step_error,
+            "offered_load_error": each.offered_load_error,
+            "agrees": each.agrees,
+        }
+        for each in group.comparisons
+    ]
+    return facts
+
+
+def _tell(group: str) -> None:
+    console(err=True).print(f"group {group}")
+
+
+def _ignore(group: str) -> None:
+    """Show nothing."""
+
+
+def _urls(given: list[str] | None, plan: Plan) -> dict[str, str]:
+    """Return running servers by group; without a name it is that of the only group."""
+    urls = {}
+    for each in given or ():
+        name, equals, address = each.partition("=")
+        if not equals or "/" in name:
+            if len(plan.groups) != 1:
+                raise InputError("must be GROUP=URL for a plan of several groups", each, "--url")
+            name, address = plan.groups[0].id, each
+        urls[name] = address
+    return urls
+
+
+def _profiles(plan: Plan, name: str | None) -> dict[str, Profile]:
+    from capplan.datasets import load_profile
+
+    names = {group.profile for group in plan.groups}
+    if name is None:
+        return {each: load_profile(each) for each in names}
+    if len(names) > 1:
+        raise InputError("must be left out where groups have several profiles", name, "--profile")
+    used = load_profile(name)
+    used.require_model(plan.base_model)
+    return dict.fromkeys(names, used)

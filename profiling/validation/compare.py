@@ -1,0 +1,219 @@
+"""Prediction beside measurement, and beside what one would say without a model of the engine."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Final
+
+from capplan.models.calibrate import smape
+from capplan.profiling.load.result import BenchResult
+from capplan.profiling.validation.options import Tolerances
+from capplan.spec import Profile
+from capplan.twin import SimulationResult
+
+THROUGHPUT: Final = "throughput_tok_s"
+ITL: Final = "itl_ms_mean"
+KV_CAPACITY: Final = "kv_tokens"
+KV_USED: Final = "kv_tokens_mean"
+NAMES: Final = (
+    THROUGHPUT,
+    "output_tok_s",
+    "ttft_s_mean",
+    "ttft_s_p50",
+    "ttft_s_p99",
+    ITL,
+    "tpot_ms_mean",
+    "e2e_s_mean",
+    "served_fraction",
+    KV_CAPACITY,
+    KV_USED,
+)
+"""What is compared, as `SimulationResult` calls it."""
+
+Values = Mapping[str, float]
+
+
+@dataclass(frozen=True)
+class Comparison:
+    """One metric of one group; NaN where there is nothing to say.
+
+    Attributes
+    ----------
+    constant_step, offered_load
+        What the twin says with one step time for all steps, and what follows if everything that is asked is
+        served.
+    tolerance
+        Largest SMAPE of agreement, in percent; None: only shown.
+    """
+
+    name: str
+    measured: float
+    predicted: float
+    constant_step: float
+    offered_load: float
+    tolerance: float | None = None
+
+    @property
+    def error(self) -> float:
+        """SMAPE of the prediction, in percent."""
+        return _error(self.predicted, self.measured)
+
+    @property
+    def constant_step_error(self) -> float:
+        """SMAPE of that baseline, in percent."""
+        return _error(self.constant_step, self.measured)
+
+    @property
+    def offered_load_error(self) -> float:
+        """SMAPE of that baseline, in percent."""
+        return _error(self.offered_load, self.measured)
+
+    @property
+    def agrees(self) -> bool:
+        """Whether the error is within its tolerance, or none is asked for."""
+        if self.tolerance is None or (math.isnan(self.measured) and math.isnan(self.predicted)):
+            return True
+        return self.error <= self.tolerance
+
+
+@dataclass(frozen=True)
+class GroupValidation:
+    """What one instance of a group did, and what was predicted of it.
+
+    Attributes
+    ----------
+    starved, predicted_starved, constant_step_starved
+        The verdicts; that of the offered load is always no.
+    faults
+        What makes the measurement void, in words: failures, a client that could not keep up.
+    """
+
+    group: str
+    rate_scale: float
+    duration_s: float
+    seed: int
+    requests: int
+    comparisons: tuple[Comparison, ...]
+    starved: bool
+    predicted_starved: bool
+    constant_step_starved: bool
+    faults: tuple[str, ...] = ()
+
+    @property
+    def agrees(self) -> bool:
+        """Whether everything is within its tolerance, the verdict is right, and the measurement is sound."""
+        verdict = self.starved == self.predicted_starved
+        return verdict and not self.faults and all(each.agrees for each in self.comparisons)
+
+    def metric(self, name: str) -> Comparison:
+        """Return one metric."""
+        return next(each for each in self.comparisons if each.name == name)
+
+
+def _error(predicted: float, measured: float) -> float:
+    if math.isnan(predicted) or math.isnan(measured):
+        return math.nan
+    return 0.0 if predicted == measured else smape([predicted], [measured])
+
+
+def compared(
+    measured: Values, predicted: Values, constant_step: Values, offered: Values, tolerances: Tolerances
+) -> tuple[Comparison, ...]:
+    """Return every metric that somebody measured."""
+    limits = {THROUGHPUT: tolerances.throughput, ITL: tolerances.itl}
+    return tuple(
+        Comparison(
+            name,
+            measured=_known(measured, name),
+            predicted=_known(predicted, name),
+            constant_step=_known(constant_step, name),
+            offered_load=_known(offered, name),
+            tolerance=limits.get(name),
+        )
+        for name in NAMES
+        if not math.isnan(_known(measured, name)) or name in limits
+    )
+
+
+def _known(values: Values, name: str) -> float:
+    return values.get(name, math.nan)
+
+
+def measured_values(
+    result: BenchResult, profile: Profile, told_kv_tokens: int | None, kv_tokens: int
+) -> dict[str, float]:
+    """Return what a server did, by the names of the twin.
+
+    The gap between tokens is that between a request's first and last token, over their number, as the twin
+    counts it; for a profile that says how much longer clients see gaps (``client_itl_factor``), the one that
+    the client saw.
+
+    Parameters
+    ----------
+    result
+        From the load generator.
+    profile
+        What the prediction rests on.
+    told_kv_tokens
+        KV capacity, where the server told it.
+    kv_tokens
+        KV capacity otherwise.
+    """
+    overall = result.overall
+    seen = overall.itl_ms.mean
+    as_client = profile.host.value("client_itl_factor") != 1.0
+    itl = seen if as_client or overall.token_gap_ms_mean is None else overall.token_gap_ms_mean
+    shares = [
+        sample.values["kv_used"]
+        for sample in result.server
+        if "kv_used" in sample.values and sample.values.get("running", 0.0) > 0.0
+    ]
+    values = {
+        THROUGHPUT: overall.throughput_tok_s,
+        "output_tok_s": overall.output_tok_s,
+        "ttft_s_mean": overall.ttft_s.mean,
+        "ttft_s_p50": overall.ttft_s.p50,
+        "ttft_s_p99": overall.ttft_s.p99,
+        ITL: itl,
+        "tpot_ms_mean": overall.tpot_ms.mean,
+        "e2e_s_mean": overall.e2e_s.mean,
+        "served_fraction": overall.served_fraction,
+        KV_CAPACITY: told_kv_tokens,
+        KV_USED: sum(shares) / len(shares) * (told_kv_tokens or kv_tokens) if shares else None,
+    }
+    return {name: float(value) for name, value in values.items() if value is not None}
+
+
+def predicted_values(result: SimulationResult) -> dict[str, float]:
+    """Return what the twin says."""
+    return {name: float(getattr(result, name)) for name in NAMES}
+
+
+def offered_values(result: SimulationResult) -> dict[str, float]:
+    """Return what holds if everything is served: there is no latency in it."""
+    return {THROUGHPUT: result.offered_tok_s, "served_fraction": 1.0}
+
+
+def constant_step(profile: Profile, result: SimulationResult) -> Profile:
+    """Return the profile with one time for all steps, the mean of a simulation's.
+
+    Parameters
+    ----------
+    profile
+        The profile.
+    result
+        What it gave at the rates of the plan.
+    """
+    from capplan.models.step_latency import ADDITIVE
+    from capplan.spec import Coefficient
+
+    steps_s = result.busy_fraction * result.duration_s - result.load_s
+    mean_ms = 1e3 * max(steps_s, 0.0) / max(1, result.steps)
+    values = dict.fromkeys(ADDITIVE.coefficients, 0.0) | {"base_ms": mean_ms}
+    step = profile.step_latency.replace(
+        form=ADDITIVE.name,
+        coefficients={name: Coefficient(value=value) for name, value in values.items()},
+    )
+    return profile.replace(step_latency=step)

@@ -1,0 +1,73 @@
+"""Agreement: an error within its tolerance, the right verdict, and a sound measurement; nothing less."""
+
+import math
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from capplan.errors import InputError
+from capplan.profiling.validation.compare import ITL, THROUGHPUT, Comparison, GroupValidation, compared
+from capplan.profiling.validation.options import Options, Tolerances
+
+POSITIVE = st.floats(1e-3, 1e6)
+
+
+def comparison(measured: float, predicted: float, tolerance: float | None = 3.0) -> Comparison:
+    return Comparison(THROUGHPUT, measured, predicted, predicted, math.nan, tolerance)
+
+
+def group(*comparisons: Comparison, **fields: object) -> GroupValidation:
+    known = {
+        "group": "g0",
+        "rate_scale": 1.0,
+        "duration_s": 10.0,
+        "seed": 0,
+        "requests": 5,
+        "comparisons": comparisons,
+        "starved": False,
+        "predicted_starved": False,
+        "constant_step_starved": True,
+    }
+    return GroupValidation(**{**known, **fields})  # type: ignore[arg-type]
+
+
+@given(measured=POSITIVE, predicted=POSITIVE, tolerance=st.floats(0.0, 100.0))
+def test_agreement_is_symmetric_and_within_the_tolerance(
+    measured: float, predicted: float, tolerance: float
+) -> None:
+    forth = comparison(measured, predicted, tolerance)
+    back = comparison(predicted, measured, tolerance)
+    assert forth.error == pytest.approx(100 * abs(measured - predicted) / (measured + predicted))
+    assert forth.agrees == back.agrees == (forth.error <= tolerance)
+
+
+def test_what_is_not_measured_does_not_agree_unless_nothing_was_predicted() -> None:
+    assert not comparison(math.nan, 1.0).agrees
+    assert comparison(math.nan, math.nan).agrees
+    assert comparison(math.nan, 1.0, None).agrees
+    assert comparison(0.0, 0.0).agrees
+
+
+def test_a_group_agrees_in_everything_or_not_at_all() -> None:
+    near, far = comparison(100.0, 101.0), comparison(100.0, 120.0)
+    assert group(near).agrees
+    assert not group(near, far).agrees
+    assert not group(near, starved=True).agrees
+    assert group(near, starved=True, predicted_starved=True).agrees
+    assert not group(near, faults=("stopped before its time",)).agrees
+
+
+def test_only_what_was_measured_is_shown_and_the_two_that_count_always() -> None:
+    found = compared({"ttft_s_mean": 1.0}, {THROUGHPUT: 5.0}, {}, {THROUGHPUT: 6.0}, Tolerances(1.0, 2.0))
+    assert {each.name: each.tolerance for each in found} == {THROUGHPUT: 1.0, "ttft_s_mean": None, ITL: 2.0}
+    assert math.isnan(found[0].measured)
+    assert found[0].offered_load == 6.0
+
+
+@pytest.mark.parametrize("fields", [{"duration_s": 0.0}, {"rate_scale": math.inf}])
+def test_settings_are_checked(fields: dict[str, float]) -> None:
+    with pytest.raises(InputError, match="above 0"):
+        Options(**fields)
+    with pytest.raises(InputError, match=">= 0"):
+        Tolerances(throughput=-1.0)
