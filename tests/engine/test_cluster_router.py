@@ -134,6 +134,19 @@ def test_restarts_have_a_limit_and_with_no_instance_left_the_router_ends() -> No
     run(check, care=replace(QUICK, most_restarts=2))
 
 
+def test_a_defect_of_the_supervisor_ends_the_router_and_is_shown() -> None:
+    async def check(r: Routed) -> None:
+        async def launch(*_: Any) -> Any:
+            raise ZeroDivisionError
+
+        r.launcher.launch = launch  # type: ignore[method-assign]
+        await r.launcher["g0-1"].crash()
+        await r.until(r.serving.done)  # type: ignore[attr-defined]
+
+    with pytest.raises(ZeroDivisionError):
+        run(check)
+
+
 def test_draining_finishes_what_runs_and_takes_nothing_new() -> None:
     async def check(r: Routed) -> None:
         plain = asyncio.ensure_future(r.ask("a", hold=True))

@@ -106,19 +106,32 @@ class Fleet:
         self._tasks.append(asyncio.ensure_future(self._watch(tuple(self._tasks))))
 
     async def _watch(self, tasks: Sequence[asyncio.Task[None]]) -> None:
-        await asyncio.gather(*tasks)
+        """Wait until no instance is looked after any more: all are given up, or there is a defect."""
+        try:
+            await asyncio.gather(*tasks)
+        except Exception:
+            self.failed.set()
+            raise
         self.failed.set()
 
     async def stop(self, at_once: bool) -> None:
-        """End all instances."""
-        await _cancel(self._tasks)
+        """End all instances; raise what has ended somebody's care for one, if anything has."""
+        tasks, self._tasks = self._tasks, []
+        defects = await _cancel(tasks)
         await asyncio.gather(*(member.stop(at_once) for member in self.members))
+        if defects:
+            raise defects[0]
 
 
-async def _cancel(tasks: Sequence[asyncio.Task[None]]) -> None:
+async def _cancel(tasks: Sequence[asyncio.Task[None]]) -> list[Exception]:
+    """Cancel tasks, and return what had gone wrong in them before."""
+    was_done = [task.done() for task in tasks]
     for task in tasks:
         task.cancel()
-    await asyncio.gather(*tasks, return_exceptions=True)
+    results = await asyncio.gather(*tasks, return_exceptions=True)
+    return [
+        each for each, done in zip(results, was_done, strict=True) if done and isinstance(each, Exception)
+    ]
 
 
 def _queues_of(spec: InstanceSpec, settings: FleetSettings) -> Callable[[], SizeQueues | None]:

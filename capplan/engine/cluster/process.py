@@ -26,6 +26,11 @@ from capplan.engine.server.settings import ServerSettings
 from capplan.engine.tokenizer import Tokenizer, load_tokenizer
 from capplan.serving.memory import kv_bytes_per_token, lora_elements_per_rank
 
+try:
+    import resource
+except ImportError:  # no such limit on Windows
+    resource = None  # type: ignore[assignment]
+
 _SIGNALS: Final = (signal.SIGINT, signal.SIGTERM)
 _KEEP_ALIVE_S: Final = 75
 _LAST_WORDS_S: Final = 5
@@ -81,6 +86,7 @@ def run_cluster(cluster: Cluster, ready: Callable[[str], None]) -> int:
         When an instance does not start.
     """
     front = new_front(cluster)
+    _allow_many_connections()
     with bind(cluster.server.host, cluster.server.port) as listener:
         RouterServer(front, lambda: ready(url_of(listener))).run([listener])
     return int(front.fleet.failed.is_set())
@@ -98,6 +104,14 @@ def new_front(cluster: Cluster) -> Front:
     fleet = Fleet(cluster.specs, cluster.launcher, settings, cluster.say)
     has_queues = any(spec.queues is not None for spec in cluster.specs)
     return Front(cluster.server, fleet, tokenizer if has_queues else None)
+
+
+def _allow_many_connections() -> None:
+    """Raise the limit of open files as far as it goes: a request takes two, and the usual limit is 1024."""
+    if resource is not None:
+        most = resource.getrlimit(resource.RLIMIT_NOFILE)[1]
+        with contextlib.suppress(ValueError, OSError):
+            resource.setrlimit(resource.RLIMIT_NOFILE, (most, most))
 
 
 def _model_of(model: str) -> tuple[ModelConfig, Tokenizer]:
