@@ -1,1 +1,1 @@
-"""Measures kernels, engine steps and adapter loads, and servers from outside: nothing is measured yet."""
+"""Measures kernels, engine steps and adapter loads, and servers from outside."""

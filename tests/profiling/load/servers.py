@@ -9,10 +9,12 @@ from collections.abc import Awaitable, Callable, Iterator
 from contextlib import contextmanager
 from typing import Any
 
+from benchmarks.completions import STREAM_HEAD, chunk, event, plain, usage
 from benchmarks.null_server import NullServer
 
+__all__ = ["STREAM_HEAD", "chunk", "event", "listening", "null_server", "paced", "plain", "server", "usage"]
+
 Answer = Callable[[dict[str, Any], asyncio.StreamWriter], Awaitable[None]]
-STREAM_HEAD = b"HTTP/1.1 200 OK\r\nContent-Type: text/event-stream\r\nTransfer-Encoding: chunked\r\n\r\n"
 
 
 @contextmanager
@@ -87,29 +89,6 @@ def server(answer: Answer, seen: list[dict[str, Any]] | None = None) -> Iterator
 
     with listening(start) as url:
         yield url
-
-
-async def plain(writer: asyncio.StreamWriter, status: int, body: bytes) -> None:
-    """Write a whole answer."""
-    writer.write(b"HTTP/1.1 %d X\r\nContent-Length: %d\r\n\r\n%s" % (status, len(body), body))
-    await writer.drain()
-
-
-def event(text: str = "a", reason: str | None = None) -> bytes:
-    """Return an event with a token."""
-    choice = {"index": 0, "text": text, "finish_reason": reason}
-    return b"data: " + json.dumps({"id": "0", "choices": [choice]}).encode() + b"\n\n"
-
-
-def usage(prompt: int, output: int) -> bytes:
-    """Return the event that counts the tokens, and the last."""
-    counted = {"prompt_tokens": prompt, "completion_tokens": output}
-    return b"data: " + json.dumps({"choices": [], "usage": counted}).encode() + b"\n\ndata: [DONE]\n\n"
-
-
-def chunk(data: bytes) -> bytes:
-    """Return a chunk of a chunked body."""
-    return b"%x\r\n%s\r\n" % (len(data), data)
 
 
 async def paced(asked: dict[str, Any], writer: asyncio.StreamWriter, gap_s: float = 0.002) -> None:

@@ -1,0 +1,129 @@
+"""From a server measured from outside to predictions: ``python -m benchmarks.server_profile`` prints a table.
+
+A toy server whose steps take a known time (a base, and so much per token) runs in a process of its own.
+`capplan profile server` measures it, `capplan calibrate` fits a profile, and the twin predicts loads that the
+profile has not seen, with the very arrivals and lengths that the load generator then sends. It takes about
+four minutes.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import subprocess
+import sys
+import tempfile
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+
+from benchmarks.fidelity_figures import markdown
+from capplan import Adapter, Lengths, Workload, simulate
+from capplan.models.calibration_base import Hardware, assumed_profile
+from capplan.profiling.load.bench import BenchOptions, bench
+from capplan.profiling.load.result import BenchResult
+from capplan.profiling.load.settings import LoadSettings, Target
+from capplan.profiling.server import folder as files
+from capplan.profiling.server.folder import Folder
+from capplan.profiling.server.measure import profile_server
+from capplan.profiling.server.options import EngineSetting, ProfilingOptions
+from capplan.spec import ModelArch, Profile
+from capplan.twin.calibration import Calibration, Options, Tables, calibrate
+
+SERVER = {"base_ms": 15.0, "ms_per_token": 0.3, "load_ms": 12.0, "slots": 4}
+ADAPTERS = 6
+A_MAX, S_MAX, SEQS, BUDGET, LONGEST = 4, 8, 32, 512, 512
+LENGTHS = (Lengths(mean=80, std=40), Lengths(mean=40, std=20))
+ARCH = ModelArch(
+    name="toy",
+    hf_ids=("toy",),
+    layers=2,
+    hidden_size=64,
+    heads=2,
+    kv_heads=2,
+    head_dim=32,
+    intermediate_size=128,
+    vocab_size=1000,
+)
+
+
+@contextmanager
+def toy_server() -> Iterator[str]:
+    names = ["base", *(f"a{i}" for i in range(ADAPTERS))]
+    command = [sys.executable, "-m", "benchmarks.toy_server", json.dumps(SERVER | {"names": names})]
+    with subprocess.Popen(command, stdout=subprocess.PIPE, text=True) as server:
+        assert server.stdout is not None
+        try:
+            yield f"http://127.0.0.1:{server.stdout.readline().strip()}"
+        finally:
+            server.terminate()
+
+
+def measured(url: str, folder: Path, budget_s: float) -> Calibration:
+    """Profile the server and calibrate."""
+    ranks = {f"a{i}": S_MAX for i in range(ADAPTERS)}
+    options = ProfilingOptions(
+        budget_s=budget_s, point_s=4.0, max_streams=16, prompt_tokens=80, output_tokens=40
+    )
+    setting = EngineSetting(A_MAX, S_MAX, SEQS, BUDGET)
+    profile_server(Target(url, base_model="base"), ranks, setting, Folder(folder), options)
+    hardware = Hardware("toy", 16 * 2**30, engine_version="0.32.0", rules="vllm-0.32-sync")
+    tables = {name: str(folder / file) for name, file in (("steps", files.STEPS), ("runs", files.RUNS))}
+    return calibrate(assumed_profile(ARCH, hardware), Tables(**tables), Options(workers=1))
+
+
+def workload(rate_rps: float) -> Workload:
+    prompt, output = LENGTHS
+    return Workload(
+        base_model="toy",
+        adapters=[Adapter(name=f"a{i}", rank=S_MAX, rate_rps=rate_rps / A_MAX) for i in range(A_MAX)],
+        prompt_tokens=prompt,
+        output_tokens=output,
+        length_correlation=0.0,
+    )
+
+
+def row(url: str, profile: Profile, rate_rps: float, duration_s: float) -> tuple[str, ...]:
+    """Return measured and predicted of one load."""
+    asked = workload(rate_rps)
+    settings = LoadSettings(duration_s=duration_s, drain_s=1.0)
+    got: BenchResult = bench(asked, Target(url), settings, BenchOptions(seed=5, max_model_len=LONGEST))
+    told = simulate(
+        asked,
+        profile,
+        a_max=A_MAX,
+        s_max=S_MAX,
+        duration_s=duration_s,
+        seed=5,
+        max_num_seqs=SEQS,
+        max_num_batched_tokens=BUDGET,
+        max_model_len=LONGEST,
+    )
+    pairs = (
+        (got.overall.throughput_tok_s, told.throughput_tok_s),
+        (got.overall.itl_ms.mean or 0.0, told.itl_ms_mean),
+        (1e3 * (got.overall.ttft_s.p50 or 0.0), 1e3 * told.ttft_s_p50),
+    )
+    cells = (f"{a:.1f} / {p:.1f} ({100 * abs(p - a) / (p + a):.1f} %)" for a, p in pairs)
+    return (f"{rate_rps:g}", *cells, f"{got.client.lag_ms.p50:.1f}")
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("--budget-s", type=float, default=100.0)
+    parser.add_argument("--duration-s", type=float, default=40.0)
+    parser.add_argument("--rates-rps", type=float, nargs="+", default=[1.0, 4.0, 8.0])
+    given = parser.parse_args()
+    with toy_server() as url, tempfile.TemporaryDirectory() as folder:
+        made = measured(url, Path(folder), given.budget_s)
+        rows = [row(url, made.profile, rate, given.duration_s) for rate in given.rates_rps]
+    assert made.steps is not None
+    score = made.steps.score
+    print(f"step model: {score.label}, SMAPE {score.held_out_error:.2f} % on left-out points\n")
+    head = ("requests/s", "tok/s", "ITL, ms", "TTFT p50, ms", "client lag p50, ms")
+    print(markdown(head, rows))
+    print("\nmeasured / predicted (SMAPE)")
+
+
+if __name__ == "__main__":
+    main()
