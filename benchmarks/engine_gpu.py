@@ -1,0 +1,238 @@
+"""The engine on a GPU against the bytes that it must move: `python -m benchmarks.engine_gpu`.
+
+First the bandwidth of shrink and expand, then decode steps, both beside a measured copy on the same device.
+`--device cpu --model tiny-llama` runs the same code without a GPU, to see that it runs; those times say
+nothing.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import statistics
+import sys
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from functools import partial
+from typing import Any
+
+import numpy as np
+import torch
+
+from capplan.engine import Engine, SamplingParams
+from capplan.engine.batch import Segment
+from capplan.engine.kernels.tables import RowTables
+from capplan.engine.lora.layout import MODULES, SITES, AdapterLayout, B
+from capplan.engine.lora.memory import StaticSlots
+from capplan.engine.models import ModelConfig, builtin_config
+
+Timer = Callable[[Callable[[], object]], float]
+
+
+def timer_of(device: torch.device, repeats: int) -> Timer:
+    """Return what tells the median seconds of a call."""
+
+    def on_gpu(run: Callable[[], object]) -> float:
+        times = []
+        for _ in range(repeats):
+            begin, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
+            begin.record()
+            run()
+            end.record()
+            end.synchronize()
+            times.append(begin.elapsed_time(end) * 1e-3)
+        return statistics.median(times)
+
+    def on_cpu(run: Callable[[], object]) -> float:
+        times = []
+        for _ in range(repeats):
+            start = time.perf_counter()
+            run()
+            times.append(time.perf_counter() - start)
+        return statistics.median(times)
+
+    return on_gpu if device.type == "cuda" else on_cpu
+
+
+def copy_bandwidth(device: torch.device, timer: Timer) -> float:
+    """Return bytes read and written per second by a copy within the device."""
+    size = 2**30 if device.type == "cuda" else 2**25
+    source = torch.zeros(size, dtype=torch.uint8, device=device)
+    target = torch.empty_like(source)
+    target.copy_(source)
+    return 2 * size / timer(lambda: target.copy_(source))
+
+
+@dataclass(frozen=True)
+class Kernels:
+    """The adapters of a model in memory, all of one rank, to run shrink and expand with."""
+
+    config: ModelConfig
+    dtype: torch.dtype
+    device: torch.device
+    adapters: int
+    rank: int
+
+    def measure(self, batch: int, kind: str, copy: float, timer: Timer) -> dict[str, Any]:
+        """Return how shrink and expand fare on all places of all layers, one token per request.
+
+        Every layer's rows are others, so they come from memory, not from a cache.
+        """
+        from capplan.engine.kernels.lora import TritonAdapters
+
+        layout = AdapterLayout(self.config)
+        memory = StaticSlots(layout, self.adapters, self.rank, self.dtype, self.device)
+        memory.storage.normal_()
+        tables = RowTables(layout, self.adapters, self.rank, self.device)
+        for number in range(1, self.adapters + 1):
+            placement = memory.place(number, layout.ranks(self.rank))
+            tables.add(number, placement, memory.padding(number, self.rank))
+        ends = np.cumsum(np.bincount(np.arange(batch) % self.adapters, minlength=self.adapters)).tolist()
+        segments = [
+            Segment(number, start, end)
+            for number, (start, end) in enumerate(zip([0, *ends], ends, strict=False), start=1)
+            if end > start
+        ]
+        chosen: Any = kind
+        step = TritonAdapters(layout, tables, memory.storage, segments, batch, chosen)
+        result: dict[str, Any] = {
+            "kernel": kind,
+            "batch": batch,
+            "adapters": len(segments),
+            "rank": self.rank,
+        }
+        for site, modules in enumerate(SITES):
+            width = layout.sizes[modules[0]][0]
+            out_width = sum(layout.sizes[module][B] for module in modules)
+            x = torch.randn(batch, width, device=self.device).to(self.dtype)
+            out = torch.zeros(batch, out_width, device=self.device, dtype=self.dtype)
+            rows = len(segments) * self.rank * self.dtype.itemsize
+            halves = {
+                "shrink": (rows * width * len(modules) + x.nbytes, partial(step.shrink, site=site, x=x)),
+                "expand": (rows * out_width + 2 * out.nbytes, partial(step.expand, site=site, out=out)),
+            }
+            where = "+".join(MODULES[module].removesuffix("_proj") for module in modules)
+            for name, (moved, run) in halves.items():
+                run_all = partial(_for_all, layout.layers, run)
+                run_all()  # compiled
+                result[f"{name} {where}"] = round(moved * layout.layers / timer(run_all) / copy, 3)
+        return result
+
+
+def _for_all(layers: int, run: Callable[[int], object]) -> None:
+    for layer in range(layers):
+        run(layer)
+
+
+def decode_steps(given: argparse.Namespace, copy: float) -> list[dict[str, Any]]:
+    """Return median decode steps beside the time that moving their bytes takes."""
+    most = max(given.adapters)
+    context = given.context + given.steps
+    blocks = max(given.batches) * -(-context // 16) + 16
+    settings: dict[str, Any] = {
+        "device": given.device,
+        "a_max": max(1, most),
+        "s_max": given.rank,
+        "num_kv_blocks": blocks,
+        "max_num_seqs": max(given.batches),
+        "max_model_len": context + 16,
+        "max_num_batched_tokens": 8192,
+        "rules": "vllm-0.32-sync",
+    }
+    rng = np.random.default_rng(0)
+    rows = []
+    with Engine(given.model, {f"a{i}": given.rank for i in range(most)}, **settings) as engine:
+        config = engine.config
+        for adapters in given.adapters:
+            for batch in given.batches:
+                params = SamplingParams(max_tokens=given.steps, ignore_eos=True)
+                for i in range(batch):
+                    prompt = rng.integers(0, config.vocab_size, given.context).tolist()
+                    name = f"a{i % adapters}" if adapters else None
+                    engine.submit(engine.new_request(prompt, name, params))
+                engine.records.clear()
+                while engine.loop.requests:
+                    engine.step()
+                steps = [r for r in engine.records if r.decode_requests == batch and not r.prefill_requests]
+                steps = steps[len(steps) // 4 :]  # the first ones capture
+                dtype = engine.settings.torch_dtype(config)
+                floor_s = floor_bytes(config, dtype, batch, min(adapters, batch), given.rank, context) / copy
+                forward = statistics.median(r.forward_ms for r in steps)
+                total = statistics.median(r.duration_ns for r in steps) * 1e-6
+                rows.append(
+                    {
+                        "batch": batch,
+                        "adapters": adapters,
+                        "floor_ms": round(floor_s * 1e3, 3),
+                        "forward_ms": round(forward, 3),
+                        "step_ms": round(total, 3),
+                        "forward / floor": round(forward / (floor_s * 1e3), 2),
+                    }
+                )
+    return rows
+
+
+def floor_bytes(
+    config: ModelConfig, dtype: torch.dtype, batch: int, adapters: int, rank: int, context: int
+) -> int:
+    """Return the bytes that a decode step cannot do without: weights, the batch's KV, its adapters' rows."""
+    kv = config.query_size + 2 * config.kv_size
+    layer = config.hidden_size * (kv + config.query_size + 3 * config.intermediate_size)
+    weights = config.layers * layer + config.vocab_size * config.hidden_size
+    layout = AdapterLayout(config)
+    adapter_rows = adapters * layout.elements(layout.ranks(rank))
+    return dtype.itemsize * (weights + 2 * config.layers * config.kv_size * batch * context + adapter_rows)
+
+
+def table(rows: Sequence[dict[str, Any]]) -> str:
+    """Return rows as text, columns aligned."""
+    widths = {name: max(len(name), *(len(str(row[name])) for row in rows)) for name in rows[0]}
+    lines = ["  ".join(name.rjust(width) for name, width in widths.items())]
+    lines += ["  ".join(str(row[name]).rjust(width) for name, width in widths.items()) for row in rows]
+    return "\n".join(lines)
+
+
+def main(arguments: Sequence[str] | None = None) -> int:
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("--device", default="cuda")
+    parser.add_argument("--model", default="meta-llama/Llama-3.1-8B-Instruct", help="a built-in one")
+    parser.add_argument("--batches", type=int, nargs="+", default=[1, 8, 32, 128, 256])
+    parser.add_argument("--adapters", type=int, nargs="+", default=[0, 8, 64])
+    parser.add_argument("--rank", type=int, default=16)
+    parser.add_argument("--context", type=int, default=512)
+    parser.add_argument("--steps", type=int, default=64, help="tokens that each request generates")
+    parser.add_argument("--repeats", type=int, default=20)
+    parser.add_argument("--kernels", nargs="+", default=["mbgmv", "bgmv", "sgmv"])
+    parser.add_argument("--json", action="store_true", help="one JSON object instead of tables")
+    given = parser.parse_args(arguments)
+    device = torch.device(given.device)
+    if device.type == "cuda" and not torch.cuda.is_available():
+        print(
+            "this machine has no CUDA GPU; --device cpu --model tiny-llama shows that it runs",
+            file=sys.stderr,
+        )
+        return 2
+    timer = timer_of(device, given.repeats)
+    copy = copy_bandwidth(device, timer)
+    config = builtin_config(given.model)
+    dtype: torch.dtype = getattr(torch, config.dtype)
+    kernels = [
+        Kernels(config, dtype, device, adapters, given.rank).measure(batch, kind, copy, timer)
+        for adapters in given.adapters
+        if adapters
+        for batch in given.batches
+        for kind in given.kernels
+    ]
+    steps = decode_steps(given, copy)
+    if given.json:
+        print(json.dumps({"copy_bytes_per_s": copy, "kernels": kernels, "decode": steps}))
+        return 0
+    print(f"{given.model}, {config.dtype}; a copy moves {copy / 1e9:.1f} GB/s\n")
+    print(f"Shrink and expand at rank {given.rank}: share of the copy's bandwidth\n{table(kernels)}\n")
+    print(f"Decode steps at {given.context + given.steps} tokens of context at most\n{table(steps)}")
+    return 0
+
+
+if __name__ == "__main__":
+    raise SystemExit(main())
