@@ -34,7 +34,8 @@ def bind(host: str, port: int) -> socket.socket:
     """
     try:
         kind, _, _, _, address = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM)[0]
-        listener = socket.socket(kind, socket.SOCK_STREAM)
+        # Named as TCP, so that asyncio turns Nagle's algorithm off: events would wait for acknowledgements.
+        listener = socket.socket(kind, socket.SOCK_STREAM, socket.IPPROTO_TCP)
         listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
         try:
             listener.bind(address)
