@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import replace
+from heapq import heapify, heappop
 
 from capplan.errors import InfeasibleError
 from capplan.planner.bound import least_instances
@@ -39,11 +40,13 @@ def split_hot(problem: Problem, estimator: Estimator) -> tuple[Part, ...]:
     """
     split: dict[str, int] = {}
     for kind in _kinds(problem):
-        for bundle in sorted(kind, key=lambda b: (-sum(a.rate_rps for a in b), b[0].name)):
+        for bundle in _hottest_first(kind):
             shares = _shares_needed(problem, estimator, bundle)
             if shares == 1:
                 break
             split |= {adapter.name: shares for adapter in bundle}
+    if not split:
+        return problem.parts
     return tuple(share for part in problem.parts for share in equal_shares(part, split.get(part.name, 1)))
 
 
@@ -78,13 +81,25 @@ def require_memory(problem: Problem) -> None:
         )
 
 
+def _hottest_first(kind: list[Bundle]) -> Iterator[Bundle]:
+    """Yield bundles by falling rate; mostly the first is all that anybody wants to see."""
+    heat = [sum([adapter.rate_rps for adapter in bundle]) for bundle in kind]
+    waiting = [
+        (-rate_rps, bundle[0].name, at) for at, (rate_rps, bundle) in enumerate(zip(heat, kind, strict=True))
+    ]
+    heapify(waiting)
+    while waiting:
+        yield kind[heappop(waiting)[2]]
+
+
 def _kinds(problem: Problem) -> Iterable[list[Bundle]]:
     """Return bundles by kind: single adapters that differ in name and rate only; any other is a kind."""
     constraints, bundles = problem.constraints, _bundles(problem)
+    traced = problem.workload.trace is not None
     kinds: dict[object, list[Bundle]] = {}
     for first, bundle in bundles.items():
         adapter = bundle[0]
-        own = len(bundle) > 1 or first in constraints.max_replicas or problem.workload.trace is not None
+        own = traced or len(bundle) > 1 or first in constraints.max_replicas
         pin = constraints.pool.get(first)
         key = (adapter.rank, adapter.prompt_tokens, adapter.output_tokens, pin, first if own else None)
         kinds.setdefault(key, []).append(bundle)
