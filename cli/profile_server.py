@@ -20,6 +20,8 @@ if TYPE_CHECKING:
 _INTERRUPTED = 130  # 128 + SIGINT, as shells report it
 _FAILED = 1
 _HIGHEST_RANK = 512
+_LATE_MS = 5.0
+"""From where on a client that came late is worth a warning."""
 
 
 def server(
@@ -113,6 +115,11 @@ def server(
         print_json({"directory": output, **asdict(done)})
     else:
         _show(done, folder, output)
+    if (done.late_ms_p95 or 0.0) > _LATE_MS:
+        late = f"came {number(done.late_ms_p95, 1)} ms late to one event in twenty"
+        typer.echo(
+            f"warning: this machine was busy; the client {late}, so steps are told inexactly", err=True
+        )
     for line in done.failed:
         typer.echo(f"failed: {line}", err=True)
     if done.partial:

@@ -11,6 +11,7 @@ from numpy.typing import NDArray
 
 from capplan.profiling.load.gaps import GapHistogram
 from capplan.profiling.load.outcome import FINISHED, NOT_FAILURES, REJECTED
+from capplan.profiling.load.pulse import Pulse
 from capplan.profiling.load.record import Record, Window
 from capplan.profiling.load.result import ClientHealth, LoadMetrics, Stats
 from capplan.spec import STARVED_BELOW
@@ -44,7 +45,7 @@ def adapter_metrics(record: Record, window: Window) -> tuple[LoadMetrics, ...]:
 
 
 def client_health(
-    record: Record, window: Window, pulse: GapHistogram, limits: LagLimits | None = None
+    record: Record, window: Window, pulse: Pulse, limits: LagLimits | None = None
 ) -> ClientHealth:
     """Tell whether requests due in the window went out in time, if at all."""
     limits = limits or LagLimits()
@@ -52,8 +53,7 @@ def client_health(
     sent_s = np.where(np.isnan(record.sent_s), window.end_s, record.sent_s)  # at the end, or never
     lag_ms = _MS_PER_S * np.maximum(0.0, sent_s - record.due_s)[wanted]
     stats = statistics(lag_ms)
-    (loop_p99_s,) = pulse.percentiles_s((99.0,))
-    loop_ms = None if math.isnan(loop_p99_s) else _MS_PER_S * loop_p99_s
+    loop_ms = pulse.late_ms(99.0)
     kept_up = (
         (stats.p50 or 0.0) <= limits.p50_ms
         and (stats.p99 or 0.0) <= limits.p99_ms

@@ -11,6 +11,7 @@ from capplan.profiling.load.client import Client
 from capplan.profiling.load.gaps import GapHistogram
 from capplan.profiling.load.outcome import REJECTED, not_sent
 from capplan.profiling.load.prompts import Bodies
+from capplan.profiling.load.pulse import Pulse
 from capplan.profiling.load.record import Record, Recorder, Window
 from capplan.profiling.load.request_file import RequestFile
 from capplan.profiling.load.schedule import Schedule
@@ -20,7 +21,6 @@ from capplan.profiling.load.settings import LoadSettings, Target
 
 _LEAD_S: Final = 0.05
 """From the start of the run to time 0, so that the first request need not hurry."""
-_PULSE_S: Final = 0.02
 _TICK_S: Final = 0.25
 _CANCEL_S: Final = 5.0
 _SENT_IN_A_ROW: Final = 32
@@ -53,8 +53,8 @@ class Measured:
     window: Window
     gaps: GapHistogram
     """Gaps between tokens within the window, of all requests."""
-    pulse: GapHistogram
-    """How late the client's event loop was, at fifty looks a second."""
+    pulse: Pulse
+    """How late the client's event loop was."""
     scrapes: Scrapes
     partial: bool
     """Whether it was stopped before its time."""
@@ -107,7 +107,7 @@ class _Run:
         self.settings = settings
         self.window = Window(settings.warm_up_s, settings.horizon_s)
         self.recorder = Recorder(schedule, self.window, file)
-        self.pulse = GapHistogram()
+        self.pulse = Pulse()
         self.tasks: set[asyncio.Task[None]] = set()
         self.broken: BaseException | None = None
         self.sent = 0
@@ -125,7 +125,7 @@ class _Run:
             scraper = Scraper(session, self.target, self.settings.metrics_interval_s, self.clock)
             helpers = [
                 asyncio.create_task(each)
-                for each in (self._feel_pulse(), self._tell(on_tick), scraper.repeat())
+                for each in (self.pulse.feel(), self._tell(on_tick), scraper.repeat())
             ]
             sender = asyncio.create_task(self._send_all())
             stopped = asyncio.create_task(stop.wait())
@@ -208,15 +208,6 @@ class _Run:
         until = self.clock() + self.settings.drain_s
         while self.tasks and not stopped.done() and (left := until - self.clock()) > 0.0:
             await asyncio.wait(self.tasks, timeout=min(left, _TICK_S))
-
-    async def _feel_pulse(self) -> None:
-        import numpy as np
-
-        while True:
-            before = self.loop.time()
-            await asyncio.sleep(_PULSE_S)
-            late = self.loop.time() - before - _PULSE_S
-            self.pulse.add(np.array([max(0.0, late)]))
 
     async def _tell(self, on_tick: OnTick | None) -> None:
         while on_tick is not None:

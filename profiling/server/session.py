@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict, dataclass
@@ -12,6 +13,7 @@ import numpy as np
 
 from capplan.profiling.load.client import Client
 from capplan.profiling.load.preflight import Preflight, bodies_for
+from capplan.profiling.load.pulse import Pulse
 from capplan.profiling.load.schedule import BASE, DEFAULT_MAX_MODEL_LEN
 from capplan.profiling.load.settings import Target
 from capplan.profiling.server import folder as files
@@ -64,6 +66,8 @@ class Profiled:
     step_rows: int
     loads: int
     kv_tokens: int | None
+    late_ms_p95: float | None
+    """How late this client's event loop was: gaps between tokens are told with that much of error."""
     partial: bool
 
 
@@ -112,14 +116,19 @@ class Session:
         )
         self._points = self._skipped = self._left_out = self._rows = self._loads = 0
         self._failed: list[str] = []
+        self._pulse = Pulse()
 
     async def measure(self) -> None:
         """Measure everything, the small things first."""
         self._note()
         self._write_memory()
-        await self._first_tokens()
-        await self._adapter_loads()
-        await self._operating_points()
+        pulse = asyncio.create_task(self._pulse.feel())
+        try:
+            await self._first_tokens()
+            await self._adapter_loads()
+            await self._operating_points()
+        finally:
+            pulse.cancel()
         self._note()
 
     def close(self) -> None:
@@ -137,6 +146,7 @@ class Session:
             step_rows=self._rows,
             loads=self._loads,
             kv_tokens=self.server.info.kv_tokens,
+            late_ms_p95=self._pulse.late_ms(95.0),
             partial=partial,
         )
 
@@ -251,6 +261,7 @@ class Session:
             "points": self._points + self._skipped,
             "points_left_out": self._left_out,
             "points_failed": self._failed,
+            "client_late_ms_p95": self._pulse.late_ms(95.0),
         }
         self.out.note(self.name, facts)
 

@@ -15,7 +15,7 @@ from capplan.profiling.load.vllm_bench import read_vllm_bench
 from tests.cli.conftest import Run, command, environment, error_line
 from tests.cli.examples import write_inputs
 from tests.profiling.load import servers
-from tests.profiling.load.test_run import fails
+from tests.profiling.load.test_run import fails, quick
 
 SHORT = ("--duration-s", "0.5", "--rate-scale", "40", "--drain-s", "5")
 
@@ -113,7 +113,7 @@ def test_the_line_beside_the_bar_tells_the_rate_since_the_look_before() -> None:
 def test_ctrl_c_leaves_a_valid_partial_result(workload_yaml: Path, tmp_path: Path) -> None:
     seen: list[dict[str, object]] = []
     outputs = ("-o", tmp_path / "r.json", "--requests", tmp_path / "r.parquet")
-    with servers.server(servers.paced, seen) as url:
+    with servers.server(quick, seen) as url:
         words = ("bench", workload_yaml, "--url", url, "--duration-s", "600", "--rate-scale", "40", *outputs)
         started = subprocess.Popen(
             command(words), env=environment(), stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True

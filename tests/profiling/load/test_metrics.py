@@ -5,6 +5,7 @@ import pytest
 
 from capplan.profiling.load.gaps import GapHistogram
 from capplan.profiling.load.metrics import LagLimits, adapter_metrics, client_health, overall_metrics
+from capplan.profiling.load.pulse import Pulse
 from capplan.profiling.load.record import Record, Window
 from capplan.profiling.load.result import LoadMetrics
 from capplan.spec import Profile
@@ -129,8 +130,8 @@ def test_a_run_without_answers_has_no_latencies() -> None:
 
 def health(lag_ms: float, pulse_ms: float = 0.1) -> bool:
     record = recorded(twin(0.5))
-    pulse = GapHistogram()
-    pulse.add(np.full(100, pulse_ms / 1e3))
+    pulse = Pulse()
+    pulse.late.add(np.full(100, pulse_ms / 1e3))
     late = Record(**{**vars(record), "sent_s": record.due_s + lag_ms / 1e3})
     return client_health(late, Window(0.0, DURATION_S), pulse, LagLimits()).kept_up
 
@@ -146,7 +147,7 @@ def test_requests_that_were_never_sent_are_as_late_as_can_be() -> None:
     never = Record(
         **{**vars(record), "sent_s": np.full(len(record), np.nan), "kind": np.ones(len(record), int)}
     )
-    health = client_health(never, Window(0.0, DURATION_S), GapHistogram())
+    health = client_health(never, Window(0.0, DURATION_S), Pulse())
     assert not health.kept_up
     assert health.lag_ms_max == pytest.approx(1e3 * (DURATION_S - record.due_s[0]))
 

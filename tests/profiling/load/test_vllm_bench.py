@@ -38,7 +38,8 @@ def test_a_written_file_has_the_keys_of_vllm(run: tuple[BenchResult, Path]) -> N
     document = json.loads(run[1].read_text())
     assert set(document) >= KEYS
     lists = ("input_lens", "output_lens", "ttfts", "itls", "latencies", "start_times", "errors")
-    assert {len(document[key]) for key in lists} == {document["num_prompts"]} == {run[0].overall.submitted}
+    assert {len(document[key]) for key in lists} == {document["num_prompts"]}
+    assert 0 < document["num_prompts"] <= run[0].overall.submitted  # all that went out in time
     for ttft, itl, latency in zip(document["ttfts"], document["itls"], document["latencies"], strict=True):
         assert ttft + sum(itl) == pytest.approx(latency, abs=1e-4)
 
@@ -55,7 +56,7 @@ def test_what_was_written_reads_back(run: tuple[BenchResult, Path]) -> None:
         assert stats.mean == pytest.approx(document[f"mean_{metric}_ms"])
         assert stats.p99 == pytest.approx(document[f"p99_{metric}_ms"])
     assert overall.ttft_sent_s.p50 == pytest.approx(document["median_ttft_ms"] / 1e3)
-    assert result.overall.submitted == overall.submitted
+    assert overall.submitted == document["num_prompts"] <= result.overall.submitted
 
 
 def test_a_file_without_details_gives_its_own_statistics(
