@@ -76,7 +76,8 @@ def test_a_profile_is_made_of_the_tables(measured: Path) -> None:
     for row in memory.itertuples():
         predicted = kv_tokens(made, int(row.a_max), int(row.s_max), 0.9, 4)
         assert predicted == pytest.approx(row.kv_tokens, rel=1e-3)
-    assert made.step_latency.value("base_ms") > 0
+    # Which terms so short a measurement shows depends on the machine; that steps take time does not.
+    assert any(coefficient.value > 0 for coefficient in made.step_latency.coefficients.values())
     assert made.loading.value("serving_factor") == 1.0
 
 
