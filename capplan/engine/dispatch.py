@@ -11,7 +11,7 @@ from capplan.engine.batch import Batch
 from capplan.engine.cpu.attention import CompiledAttention
 from capplan.engine.cpu.lora import CompiledAdapters
 from capplan.engine.cpu.norms import CompiledNorms
-from capplan.engine.graphs import DecodeGraphs, capture_cuda
+from capplan.engine.graphs import CudaCapture, DecodeGraphs
 from capplan.engine.kernels.tables import RowTables
 from capplan.engine.lora.grouped import GroupedAdapters
 from capplan.engine.lora.layout import AdapterLayout
@@ -84,11 +84,11 @@ def graphs_of(
         adapters = None
         if numbers is not None:
             adapters = TokenAdapters(layout, tables, weights, numbers, tables.max_rank)
-        return runner.logits(batch, adapters)
+        return runner.hidden(batch, adapters)
 
     return DecodeGraphs(
         forward,
-        capture_cuda if weights.device.type == "cuda" else lambda run: run,
+        CudaCapture() if weights.device.type == "cuda" else lambda run: run,
         tables.number_of,
         limits.max_num_seqs,
         -(-limits.max_model_len // limits.block_size),

@@ -17,7 +17,7 @@ import torch
 from capplan.engine.batch import Batch, Decodes
 
 Forward = Callable[[Batch, torch.Tensor | None], torch.Tensor]
-"""Returns the logits of every token of a batch of decodes; tokens have adapters by these numbers, if any."""
+"""Returns the hidden state of every token of a batch of decodes; these have adapters by number, if any."""
 Replay = Callable[[], torch.Tensor]
 
 _SIZES: Final = (1, 2, 4, *range(8, 64, 8), *range(64, 512, 16))
@@ -76,7 +76,7 @@ class DecodeGraphs:
         return not batch.prefills and batch.tokens.shape[0] <= self._sizes[-1]
 
     def run(self, batch: Batch) -> torch.Tensor:
-        """Return the logits of the tokens `batch.sampled`; valid until the next run."""
+        """Return the hidden state of every token; valid until the next run."""
         requests = batch.tokens.shape[0]
         size = next(size for size in self._sizes if size >= requests)
         key = size, any(segment.adapter for segment in batch.segments)
@@ -84,7 +84,7 @@ class DecodeGraphs:
             self._static[key] = self._new(*key)
         static = self._static[key]
         self._fill(static, batch, requests)
-        return static.replay()[batch.sampled]
+        return static.replay()[:requests]
 
     def _new(self, size: int, with_adapters: bool) -> _Static:
         def filled(value: int, *shape: int) -> torch.Tensor:
@@ -134,19 +134,26 @@ class DecodeGraphs:
             static.numbers.copy_(torch.from_numpy(numbers))
 
 
-def capture_cuda(run: Replay) -> Replay:
-    """Return what replays a function as one CUDA graph, on memory of its own for what lies between."""
-    with torch.cuda.stream(torch.cuda.Stream()):  # type: ignore[no-untyped-call]
-        for _ in range(2):  # kernels are compiled and libraries set up before anything is recorded
-            run()
-    torch.cuda.synchronize()
-    graph = torch.cuda.CUDAGraph()
-    # Adapters are copied by another thread meanwhile, which is none of this graph's business.
-    with torch.cuda.graph(graph, capture_error_mode="thread_local"):
-        logits = run()
+class CudaCapture:
+    """Captures functions as CUDA graphs, which share the memory for what lies between: one runs at a time."""
 
-    def replay() -> torch.Tensor:
-        graph.replay()
-        return logits
+    def __init__(self) -> None:
+        self._pool = torch.cuda.graph_pool_handle()
 
-    return replay
+    def __call__(self, run: Replay) -> Replay:
+        """Return what replays a function."""
+        torch.cuda.synchronize()
+        with torch.cuda.stream(torch.cuda.Stream()):  # type: ignore[no-untyped-call]
+            for _ in range(2):  # kernels are compiled and libraries set up before anything is recorded
+                run()
+        torch.cuda.synchronize()
+        graph = torch.cuda.CUDAGraph()
+        # Adapters are copied by another thread meanwhile, which is none of this graph's business.
+        with torch.cuda.graph(graph, pool=self._pool, capture_error_mode="thread_local"):
+            result = run()
+
+        def replay() -> torch.Tensor:
+            graph.replay()
+            return result
+
+        return replay

@@ -48,15 +48,12 @@ class ModelRunner:
         if batch.new_pages.numel():
             self._cache.pool.clear(batch.new_pages)
         if self.graphs is not None and self.graphs.take(batch):
-            return self.graphs.run(batch)
-        uses_adapters = any(segment.adapter for segment in batch.segments)
-        hidden = self.hidden(batch, self._adapters(batch) if uses_adapters else None)
+            hidden = self.graphs.run(batch)
+        else:
+            uses_adapters = any(segment.adapter for segment in batch.segments)
+            hidden = self.hidden(batch, self._adapters(batch) if uses_adapters else None)
         return self._weights.head(hidden[batch.sampled])
 
     def hidden(self, batch: Batch, adapters: Adapters | None) -> torch.Tensor:
         """Return the last hidden state of every token."""
         return decode(self._weights, batch.tokens, self._attention(batch), adapters, self._norms)
-
-    def logits(self, batch: Batch, adapters: Adapters | None) -> torch.Tensor:
-        """Return the logits of every token."""
-        return self._weights.head(self.hidden(batch, adapters))
