@@ -141,7 +141,8 @@ class Server(Process):
                     text += "".join(choice["text"] for choice in event["choices"])
                     used = (event.get("usage") or {}).get("completion_tokens", used)
         assert used == tokens
-        return text
+        # Single bytes of the random answers are no UTF-8, and servers differ in what they make of them.
+        return "".join(letter for letter in text if letter.isascii())
 
     def close(self) -> None:
         self.process.terminate()

@@ -50,7 +50,7 @@ _MODULES = {
 
 
 def write_model(size: Size, folder: Path) -> None:
-    """Write a model with random weights and a tokenizer of single bytes."""
+    """Write a model with random weights and a tokenizer in which every token has a text of its own."""
     folder.mkdir(parents=True, exist_ok=True)
     generator = torch.Generator().manual_seed(0)
 
@@ -83,7 +83,7 @@ def write_model(size: Size, folder: Path) -> None:
         "head_dim": size.head_dim,
     }
     (folder / "config.json").write_text(json.dumps(config | asdict(size)), encoding="utf-8")
-    _write_tokenizer(folder)
+    _write_tokenizer(size.vocab_size, folder)
 
 
 def write_adapter(size: Size, rank: int, seed: int, folder: Path) -> None:
@@ -116,9 +116,10 @@ def shapes(size: Size) -> dict[str, tuple[int, int]]:
     }
 
 
-def _write_tokenizer(folder: Path) -> None:
+def _write_tokenizer(vocab_size: int, folder: Path) -> None:
     alphabet = sorted(pre_tokenizers.ByteLevel.alphabet())
     vocabulary = {"<s>": 0, "</s>": 1} | {letter: 2 + at for at, letter in enumerate(alphabet)}
+    vocabulary |= {f"\u0120{number:x}": number for number in range(len(vocabulary), vocab_size)}
     tokenizer = Tokenizer(models.BPE(vocabulary, []))
     tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
     tokenizer.decoder = decoders.ByteLevel()
