@@ -207,7 +207,7 @@ def _servers(
     common += ["--max-loras", str(len(adapters)), "--no-enable-prefix-caching"]
     for name, value in sizes.items():
         common += [f"--{name.replace('_', '-')}", str(value)]
-    port, other_port = _free_ports()
+    port, other_port = free_ports()
     mine = [sys.executable, "-m", "capplan", "serve", *common, "--num-kv-blocks", blocks]
     other = [given.oracle, "-m", "vllm.entrypoints.openai.api_server", *common, "--enable-lora"]
     other += ["--num-gpu-blocks-override", blocks, "--port", str(other_port), "--lora-modules", *modules]
@@ -218,7 +218,7 @@ def _servers(
     }
 
 
-def _free_ports() -> tuple[int, int]:
+def free_ports() -> tuple[int, int]:
     with socket.socket() as first, socket.socket() as second:
         first.bind(("127.0.0.1", 0))
         second.bind(("127.0.0.1", 0))

@@ -5,10 +5,19 @@ from __future__ import annotations
 from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Final
+from typing import TYPE_CHECKING, Final
+
+if TYPE_CHECKING:
+    from capplan.profiling.validation.loop import ClosedLoop
 
 MOST_SLICE_S: Final = 480.0
 """Budget of a slice: with starting and compiling, one stays under nine minutes."""
+
+_START_S: Final = 60.0
+"""For loading a model before anything is measured."""
+_VALIDATION_S: Final = 120.0
+_TINY_BUDGET_S: Final = 8.0
+_TINY_S: Final = 1.0
 
 
 @dataclass(frozen=True)
@@ -91,14 +100,85 @@ def _kernels(width: int, phase: str) -> Callable[[Setting], Outcome]:
     return run
 
 
-def slices() -> tuple[Slice, ...]:
-    """Return all slices, in the order in which they are run.
+def _loop(setting: Setting) -> ClosedLoop:
+    """Return the closed loop of a campaign: Llama-3.1-8B with random weights, or the tiny one."""
+    from capplan.profiling.validation.loop import ClosedLoop, LoopSetting
 
-    To be added here: step latency, adapter loads and KV capacity of the engine; three validation workloads.
-    """
+    if setting.tiny:
+        known = LoopSetting(
+            model="tiny-llama",
+            device=setting.device,
+            adapters=3,
+            ranks=(8,),
+            slots=(2,),
+            max_num_seqs=4,
+            max_num_batched_tokens=64,
+            max_model_len=128,
+            prompt_tokens=(12.0, 4.0),
+            output_tokens=(8.0, 2.0),
+            point_s=1.0,
+        )
+    else:
+        known = LoopSetting(
+            model="meta-llama/Llama-3.1-8B-Instruct",
+            device=setting.device,
+            adapters=64,
+            ranks=(8, 16, 32, 64),
+            slots=(8, 32),
+            max_num_seqs=128,
+            max_num_batched_tokens=2048,
+            max_model_len=4096,
+            prompt_tokens=(223.0, 245.0),
+            output_tokens=(194.0, 206.0),
+            form=None,
+        )
+    return ClosedLoop(setting.folder, known)
+
+
+def _engine(*stages: str) -> Callable[[Setting], Outcome]:
+    """Return a slice of stages of `capplan profile engine`."""
+
+    def run(setting: Setting) -> Outcome:
+        budget_s = min(setting.budget_s, _TINY_BUDGET_S) if setting.tiny else setting.budget_s
+        start_s = 0.0 if setting.tiny else _START_S
+        is_complete = _loop(setting).measure(max(1.0, budget_s - start_s), stages)
+        return Outcome(
+            is_complete or setting.tiny, f"measured {', '.join(stages)} for at most {budget_s:.0f} s"
+        )
+
+    return run
+
+
+def _plan(setting: Setting) -> Outcome:
+    loop = _loop(setting)
+    loop.plan()
+    return Outcome(True, f"planned, with {loop.group()['engine_args']['max_loras']} slots")
+
+
+def _validation(load: float) -> Callable[[Setting], Outcome]:
+    """Return a slice that runs the plan at a share of its capacity."""
+
+    def run(setting: Setting) -> Outcome:
+        found = _loop(setting).validate(load, _TINY_S if setting.tiny else _VALIDATION_S)
+        told = "agree" if found["agrees"] else "disagree"
+        return Outcome(True, f"twin and engine {told} at {load:.0%} of the capacity")
+
+    return run
+
+
+def slices() -> tuple[Slice, ...]:
+    """Return all slices, in the order in which they are run."""
     return (
         Slice("kernels-decode-4096", _kernels(4096, "decode")),
         Slice("kernels-decode-3584", _kernels(3584, "decode")),
         Slice("kernels-prefill-4096", _kernels(4096, "prefill")),
         Slice("kernels-prefill-3584", _kernels(3584, "prefill")),
+        Slice("engine-loads", _engine("memory", "loads")),
+        Slice("engine-steps", _engine("memory", "steps")),
+        Slice("engine-iterations", _engine("iterations")),
+        Slice("engine-served", _engine("memory", "served")),
+        Slice("plan", _plan),
+        Slice("validation-40", _validation(0.4)),
+        Slice("validation-90", _validation(0.9)),
+        Slice("validation-150", _validation(1.5)),
     )

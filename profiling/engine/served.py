@@ -25,7 +25,7 @@ from capplan.profiling.load.preflight import bodies_for, preflight
 from capplan.profiling.load.schedule import BASE
 from capplan.profiling.load.settings import Target
 from capplan.profiling.server.closed_loop import Asker, closed_loop
-from capplan.profiling.server.idle import first_tokens
+from capplan.profiling.server.idle import OUTPUT_TOKENS, first_tokens
 from capplan.profiling.server.points import Bounds, Point, design
 
 _TIMEOUT_S: Final = 120.0
@@ -95,7 +95,7 @@ def serve_and_measure(
     try:
         with running_server(command) as url:
             target = Target(url, base_model=options.model)
-            client = _Client(target, adapters, options.ranks)
+            client = _Client(target, adapters, options.ranks, options.max_model_len)
             windows, idle, first_s = asyncio.run(client.measure(points, options.point_s, options.seed, done))
         return Served(_rows(records, windows, first_s), idle)
     finally:
@@ -124,8 +124,11 @@ def serve_flags(options: Options, a_max: int, s_max: int, kv_blocks: int) -> tup
 class _Client:
     """Keeps streams up at one server."""
 
-    def __init__(self, target: Target, adapters: dict[str, int], ranks: tuple[int, ...]) -> None:
+    def __init__(
+        self, target: Target, adapters: dict[str, int], ranks: tuple[int, ...], longest: int
+    ) -> None:
         self._target = target
+        self._idle_prompts = sorted({min(tokens, longest - OUTPUT_TOKENS) for tokens in _IDLE_PROMPTS})
         self._names = [BASE, *adapters]
         self._by_rank = {
             rank: [at for at, name in enumerate(self._names) if adapters.get(name) == rank] for rank in ranks
@@ -140,7 +143,7 @@ class _Client:
             bodies = bodies_for(found, self._target, self._names, self._names)
             asker = Asker(client, bodies, time.monotonic)
             resident = next(iter(self._by_rank.values()))[:1]
-            idle = await first_tokens(asker, resident, _IDLE_PROMPTS, _IDLE_REPEATS, lambda: None)
+            idle = await first_tokens(asker, resident, self._idle_prompts, _IDLE_REPEATS, lambda: None)
             windows = []
             for number, point in enumerate(points):
                 done(number, len(points))

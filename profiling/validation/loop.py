@@ -1,0 +1,263 @@
+"""The closed loop in stages: profile an engine, calibrate, plan, validate; each runs once."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from types import MappingProxyType
+from typing import Any, Final
+
+from capplan.errors import InfeasibleError
+from capplan.spec import Adapter, Lengths, Profile, Workload, write_text_atomic
+
+PLANNED: Final = 0.7
+"""Share of the engine's capacity that is planned for."""
+SMALL: Final = "small-llama"
+SMALL_LLAMA: Final = MappingProxyType(
+    {
+        "architectures": ["LlamaForCausalLM"],
+        "model_type": "llama",
+        "hidden_size": 256,
+        "intermediate_size": 704,
+        "num_hidden_layers": 4,
+        "num_attention_heads": 8,
+        "num_key_value_heads": 4,
+        "vocab_size": 512,
+        "max_position_embeddings": 2048,
+        "rms_norm_eps": 1e-5,
+        "rope_theta": 10000.0,
+        "torch_dtype": "float32",
+    }
+)
+"""A Llama whose steps take milliseconds, not tenths of them: then they are more than what a server adds."""
+
+_SATURATED_S: Final = 300.0
+_STARVED: Final = 0.5
+_MOST_DOUBLINGS: Final = 20
+_DISAGREES: Final = 1
+
+
+@dataclass(frozen=True)
+class LoopSetting:
+    """The engine and the work of a closed loop.
+
+    Attributes
+    ----------
+    model
+        As `capplan serve` takes it, or `SMALL`, which is written where it is needed.
+    device, threads
+        Of the engine.
+    adapters, ranks
+        How many are served; ranks take turns.
+    slots
+        Numbers of adapter slots at which steps are profiled.
+    max_num_seqs, max_num_batched_tokens, max_model_len
+        Limits of the engine.
+    prompt_tokens, output_tokens
+        Mean and standard deviation.
+    form
+        Step model of the profile; None: the best on left-out runs.
+    point_s
+        Time of each state of the server.
+    """
+
+    model: str = SMALL
+    device: str = "cpu"
+    threads: int = 1
+    adapters: int = 24
+    ranks: tuple[int, ...] = (8, 16, 32)
+    slots: tuple[int, ...] = (4, 24)
+    max_num_seqs: int = 32
+    max_num_batched_tokens: int = 512
+    max_model_len: int = 512
+    prompt_tokens: tuple[float, float] = (60.0, 40.0)
+    output_tokens: tuple[float, float] = (50.0, 30.0)
+    form: str | None = "additive"
+    point_s: float = 6.0
+
+
+class ClosedLoop:
+    """The stages in a folder.
+
+    Parameters
+    ----------
+    folder
+        Made if it is not there.
+    setting
+        The engine and the work.
+    say
+        Told every command before it runs.
+    """
+
+    def __init__(
+        self, folder: str | Path, setting: LoopSetting, say: Callable[[str], None] = lambda _: None
+    ) -> None:
+        self.folder, self.setting, self._say = Path(folder), setting, say
+        self.folder.mkdir(parents=True, exist_ok=True)
+        self.engine = self.folder / "engine"
+        self.profile = self.folder / "profile.json"
+
+    @property
+    def model(self) -> str:
+        """What the engine runs."""
+        if self.setting.model != SMALL:
+            return self.setting.model
+        config = self.folder / SMALL / "config.json"
+        if not config.exists():
+            config.parent.mkdir(exist_ok=True)
+            write_text_atomic(config, json.dumps(dict(SMALL_LLAMA), indent=1))
+        return str(config)
+
+    def measure(self, budget_s: float, stages: Sequence[str] = ()) -> bool:
+        """Profile the engine, and tell whether nothing is left; called again, it goes on."""
+        setting = self.setting
+        flags = {
+            "--model": self.model,
+            "--device": setting.device,
+            "--threads": setting.threads,
+            "--a-max": ",".join(map(str, setting.slots)),
+            "--ranks": ",".join(map(str, setting.ranks)),
+            "--max-num-seqs": setting.max_num_seqs,
+            "--max-num-batched-tokens": setting.max_num_batched_tokens,
+            "--max-model-len": setting.max_model_len,
+            "--budget-s": budget_s,
+            "--point-s": setting.point_s,
+            "-o": self.engine,
+        }
+        chosen = ("--stages", ",".join(stages)) if stages else ()
+        told = self._run("profile", "engine", "--json", "--quiet", *_words(flags), *chosen)
+        return bool(json.loads(told)["is_complete"])
+
+    def plan(self) -> None:
+        """Calibrate, and plan for a share of the capacity that the plan itself reckons with."""
+        if not self.profile.exists():
+            form = () if self.setting.form is None else ("--form", self.setting.form)
+            report = self.folder / "profile.html"
+            self._run("calibrate", str(self.engine), "-o", str(self.profile), "--report", str(report), *form)
+        guess_rps = 0.5 * self._saturated_rps()
+        load = self._planned("guess-", guess_rps)["predicted"]["load_over_capacity"] or PLANNED
+        self._planned("", PLANNED * guess_rps / load)
+
+    def group(self, name: str = "") -> dict[str, Any]:
+        """Return the only group of the plan."""
+        found: dict[str, Any] = json.loads((self.folder / f"{name}plan.json").read_text())["groups"][0]
+        return found
+
+    def validate(self, load: float, duration_s: float, a_max: int | None = None) -> Mapping[str, Any]:
+        """Return what `capplan validate` finds at a share of the capacity; `a_max`: not the plan's."""
+        name = f"validation-{round(100 * load)}" + ("" if a_max is None else f"-slots{a_max}")
+        file = self.folder / f"{name}.json"
+        if not file.exists():
+            planned = self.group()["predicted"]["load_over_capacity"] or PLANNED
+            flags = {
+                "--workload": self.folder / "workload.json",
+                "--profile": self.profile,
+                "--model": self.model,
+                "--device": self.setting.device,
+                "--threads": self.setting.threads,
+                "--rate-scale": load / planned,
+                "--duration-s": duration_s,
+                "--report": self.folder / f"{name}.html",
+                "-o": file,
+                **({} if a_max is None else {"--max-loras": a_max}),
+            }
+            plan = str(self.folder / "plan.json")
+            self._run("validate", plan, *_words(flags), fine=(0, _DISAGREES))
+        found: dict[str, Any] = json.loads(file.read_text())
+        return found
+
+    def _workload(self, profile: Profile, rate_rps: float) -> Workload:
+        setting = self.setting
+        adapters = [
+            Adapter(
+                name=f"a{at}",
+                rank=setting.ranks[at % len(setting.ranks)],
+                rate_rps=rate_rps / setting.adapters,
+            )
+            for at in range(setting.adapters)
+        ]
+        prompt, output = (
+            Lengths(mean=mean, std=std) for mean, std in (setting.prompt_tokens, setting.output_tokens)
+        )
+        return Workload(
+            base_model=profile.model.hf_ids[0],
+            adapters=tuple(adapters),
+            prompt_tokens=prompt,
+            output_tokens=output,
+        )
+
+    def _saturated_rps(self) -> float:
+        """Return the rate that the twin's engine answers when far more is asked, every adapter in a slot."""
+        from capplan.datasets import load_profile
+        from capplan.twin import simulate
+
+        profile, setting, rate_rps = load_profile(str(self.profile)), self.setting, 1.0
+        for _ in range(_MOST_DOUBLINGS):
+            found = simulate(
+                self._workload(profile, rate_rps),
+                profile,
+                a_max=setting.adapters,
+                s_max=max(setting.ranks),
+                max_num_seqs=setting.max_num_seqs,
+                max_num_batched_tokens=setting.max_num_batched_tokens,
+                max_model_len=setting.max_model_len,
+                duration_s=_SATURATED_S,
+            )
+            if found.served_fraction < _STARVED:
+                return rate_rps * found.throughput_tok_s / found.offered_tok_s
+            rate_rps *= 2.0
+        raise InfeasibleError("no load starves this engine", "starvation")
+
+    def _planned(self, name: str, rate_rps: float) -> dict[str, Any]:
+        """Plan for a rate, and return the plan's only group."""
+        workload, plan = (self.folder / f"{name}{kind}.json" for kind in ("workload", "plan"))
+        if not plan.exists():
+            self._write_workload(workload, rate_rps)
+            known = ("--profile", str(self.profile), "--gpus", "1", "--quiet", "-o", str(plan))
+            self._run("plan", str(workload), *known)
+        return self.group(name)
+
+    def _write_workload(self, file: Path, rate_rps: float) -> None:
+        from capplan.datasets import load_profile
+
+        setting = self.setting
+        made = self._workload(load_profile(str(self.profile)), rate_rps)
+        document = {
+            "version": 1,
+            "base_model": made.base_model,
+            "profile": str(self.profile.resolve()),
+            "engine": {
+                "max_num_seqs": setting.max_num_seqs,
+                "max_num_batched_tokens": setting.max_num_batched_tokens,
+                "max_model_len": setting.max_model_len,
+            },
+            "requests": {
+                name: {"mean": mean, "std": std}
+                for name, (mean, std) in (
+                    ("prompt_tokens", setting.prompt_tokens),
+                    ("output_tokens", setting.output_tokens),
+                )
+            },
+            "adapters": [{"name": a.name, "rank": a.rank, "rate_rps": a.rate_rps} for a in made.adapters],
+        }
+        write_text_atomic(file, json.dumps(document, indent=1))
+
+    def _run(self, *words: str, fine: Sequence[int] = (0,)) -> str:
+        """Run a command and return what it printed."""
+        self._say("capplan " + " ".join(words))
+        environment = {**os.environ, "OMP_NUM_THREADS": str(self.setting.threads)}
+        command = [sys.executable, "-m", "capplan", *words]
+        done = subprocess.run(command, env=environment, capture_output=True, text=True, check=False)  # noqa: S603
+        if done.returncode not in fine:
+            last = (done.stderr.strip().splitlines() or ["it said nothing"])[-1]
+            raise RuntimeError(f"capplan {words[0]} ended with status {done.returncode}: {last}")
+        return done.stdout
+
+
+def _words(flags: Mapping[str, object]) -> list[str]:
+    return [str(word) for pair in flags.items() for word in pair]
