@@ -13,16 +13,9 @@ from capplan.cli.console import counted
 from capplan.cli.extras import ENGINE, require_extra
 from capplan.cli.output import require_writable_file
 from capplan.cli.progress import announce_compilation
+from capplan.cli.serve_flags import of_flag
 from capplan.cli.serve_plan import is_plan, serve_plan
 from capplan.errors import InputError
-
-_FLAGS: Final = {
-    "a_max": "--max-loras",
-    "s_max": "--max-lora-rank",
-    "served_model_name": "--served-model-name",
-    "adapters": "--lora-modules",
-}
-"""Flags that are not called as the settings that they set."""
 
 _OPEN_RANK: Final = 16  # vLLM's default
 _OPEN_ADAPTERS: Final = 1000
@@ -147,6 +140,8 @@ def serve(
     instances are started, behind a router that follows the plan's shares; flags come before the plan.
     """
     require_extra("engine", ENGINE)
+    if host not in _LOOPBACK and api_key is None:
+        typer.echo("warning: everyone who reaches this host can use the server; see --api-key", err=True)
     if is_plan(words):
         raise typer.Exit(serve_plan(ctx))
     if groups or ray_address is not None:
@@ -158,8 +153,10 @@ def serve(
     adapters = _adapters([*(lora_modules or ()), *(words or ())])
     engine = {
         "a_max": max_loras,
-        "s_max": max_lora_rank or (_OPEN_RANK if lora_root and not adapters else None),
-        "max_adapters": max_adapters or (max(_OPEN_ADAPTERS, len(adapters)) if lora_root else None),
+        "s_max": _OPEN_RANK if max_lora_rank is None and lora_root and not adapters else max_lora_rank,
+        "max_adapters": (
+            max(_OPEN_ADAPTERS, len(adapters)) if max_adapters is None and lora_root else max_adapters
+        ),
         "max_cpu_loras": max_cpu_loras,
         "max_num_seqs": max_num_seqs,
         "max_num_batched_tokens": max_num_batched_tokens,
@@ -188,12 +185,10 @@ def serve(
         "max_body_bytes": max_body_bytes,
         "drain_timeout_s": drain_timeout_s,
     }
-    if host not in _LOOPBACK and api_key is None:
-        typer.echo("warning: everyone who reaches this host can use the server; see --api-key", err=True)
     try:
         status = _run(model, adapters, engine, server, records, as_json)
     except InputError as error:
-        raise _of_flag(error) from None
+        raise of_flag(error) from None
     raise typer.Exit(status)
 
 
@@ -205,7 +200,7 @@ def _run(
     records: str | None,
     as_json: bool,
 ) -> int:
-    """Start one instance; a plan's would be started here, too, each with its own settings."""
+    """Start the instance and serve until it ends; return the exit status."""
     from capplan.engine.server import Instance, ServerSettings, run_instance
 
     settings = ServerSettings(**server)
@@ -235,10 +230,3 @@ def _adapters(modules: list[str]) -> dict[str, str | Path | int]:
             raise InputError("must be unique", name, "--lora-modules")
         adapters[name] = int(source) if source.isdecimal() else Path(source)
     return adapters
-
-
-def _of_flag(error: InputError) -> InputError:
-    """Name the flag instead of the setting that it sets."""
-    flag = _FLAGS.get(error.location, f"--{error.location.replace('_', '-')}")
-    is_setting = error.location.isidentifier()
-    return InputError(error.rule, error.value, flag if is_setting else error.location)

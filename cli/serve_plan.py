@@ -13,6 +13,7 @@ import typer
 from capplan.cli.console import counted
 from capplan.cli.extras import require_extra
 from capplan.cli.progress import announce_compilation
+from capplan.cli.serve_flags import of_flag
 from capplan.errors import InputError
 from capplan.spec import Plan
 
@@ -92,15 +93,18 @@ def serve_plan(ctx: typer.Context) -> int:
     except InputError as error:
         location = error.location if error.location.startswith("--") else f"{file}: {error.location}"
         raise InputError(error.rule, error.value, location) from None
-    server = ServerSettings(
-        model_name=serving.model_name,
-        host=flags["host"],
-        port=flags["port"],
-        api_key=flags["api_key"],
-        max_requests=sum(spec.max_requests for spec in specs),
-        max_body_bytes=flags["max_body_bytes"],
-        drain_timeout_s=flags["drain_timeout_s"],
-    )
+    try:
+        server = ServerSettings(
+            model_name=serving.model_name,
+            host=flags["host"],
+            port=flags["port"],
+            api_key=flags["api_key"],
+            max_requests=sum(spec.max_requests for spec in specs),
+            max_body_bytes=flags["max_body_bytes"],
+            drain_timeout_s=flags["drain_timeout_s"],
+        )
+    except InputError as error:
+        raise of_flag(error) from None
     for line in unused_parts(plan):
         _say(f"warning: {line}")
     announce_compilation()

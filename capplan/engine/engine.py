@@ -18,7 +18,7 @@ from capplan.engine.models import ModelConfig
 from capplan.engine.prefixes import Prefixes
 from capplan.engine.records import StepRecord, write_records
 from capplan.engine.registry import Registry
-from capplan.engine.request import Completion, Request, SamplingParams, Timing
+from capplan.engine.request import Completion, FinishReason, Request, SamplingParams, Timing
 from capplan.engine.setup import build_loop, load_model
 from capplan.engine.tokenizer import Tokenizer, load_tokenizer
 from capplan.errors import InputError
@@ -154,9 +154,9 @@ class Engine:
         prefix, shared = self._prefixes.of(request.prompt, request.adapter)
         return self.loop.submit(request, prefix, shared)
 
-    def abort(self, request: Request) -> None:
+    def abort(self, request: Request, reason: FinishReason = "abort") -> None:
         """End a request that runs or waits, and free at once what it holds; nothing if it is over."""
-        self.loop.abort(request.number)
+        self.loop.abort(request.number, reason)
 
     def step(self) -> Step | None:
         """Run one step; None when there is nothing to run now."""

@@ -34,7 +34,7 @@ class _Static(NamedTuple):
 
 
 class DecodeGraphs:
-    """Graphs by number of requests, captured when first needed.
+    """Graphs by number of requests, captured by `prepare` or when first needed.
 
     Parameters
     ----------
@@ -74,6 +74,12 @@ class DecodeGraphs:
     def take(self, batch: Batch) -> bool:
         """Tell whether a batch can be run here: decodes only."""
         return not batch.prefills and batch.tokens.shape[0] <= self._sizes[-1]
+
+    def prepare(self) -> None:
+        """Capture every graph now, the largest first: the others share its memory."""
+        for size in reversed(self._sizes):
+            for with_adapters in (True, False):
+                self._static.setdefault((size, with_adapters), self._new(size, with_adapters))
 
     def run(self, batch: Batch) -> torch.Tensor:
         """Return the hidden state of every token; valid until the next run."""

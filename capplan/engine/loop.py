@@ -7,7 +7,7 @@ that decisions are carried out and measured.
 from __future__ import annotations
 
 from collections.abc import Mapping
-from typing import NamedTuple
+from typing import Final, NamedTuple
 
 import numpy as np
 import torch
@@ -27,6 +27,8 @@ from capplan.engine.withdraw import withdraw
 from capplan.serving import NONE, Limits, State, commit, finish, schedule, submit
 from capplan.serving import state as s
 from capplan.serving.state import SLORA
+
+_NOT_FINITE: Final = "the model's logits are not finite: weights or adapter overflow its dtype"
 
 
 class Step(NamedTuple):
@@ -98,6 +100,10 @@ class Loop:
         pages = self.state.counters[s.CAPACITY] - self.state.adapters.pages[request.adapter]
         return bool(prompt <= limits.max_num_batched_tokens and tokens < pages * limits.block_size)
 
+    def prepare(self) -> None:
+        """Do what the model needs once, where it is not to be done in the first steps."""
+        self._runner.prepare()
+
     def submit(self, request: Request, prefix: int = 0, shared_tokens: int = 0) -> bool:
         """Queue a request; False when there is no room, or it can never run.
 
@@ -114,11 +120,11 @@ class Loop:
         self._by_row[row] = self.requests[request.number] = request
         return True
 
-    def abort(self, number: int) -> None:
-        """End a request whose answer nobody wants any more, and free at once what it holds."""
+    def abort(self, number: int, reason: FinishReason) -> None:
+        """End a request of whose answer nobody wants more, and free at once what it holds."""
         request = self.requests.get(number)
         if request is not None:
-            self._end_early(request, "abort")
+            self._end_early(request, reason)
 
     def step(self) -> Step | None:
         """Decide a step and run it; None when there is nothing to run now."""
@@ -137,9 +143,9 @@ class Loop:
         errors = self.loads.run(watch)
         if tokens == 0:
             return Step(None, [], failed) if failed else None
-        emitted = self._run(parts, errors, watch)
+        emitted, unsound = self._run(parts, errors, watch)
         commit(self.state, self.limits)
-        finished = failed + self._end(emitted, errors)
+        finished = failed + self._end(emitted, unsound, errors)
         watch.lap("commit")
         self.clock.step(watch.total_ns)
         end_ns = self.clock.now_ns()
@@ -185,8 +191,10 @@ class Loop:
         loads = self.state.counters[s.N_LOADS]
         return int(self.state.adapters.load_from_disk[:loads].sum()) if loads else 0
 
-    def _run(self, parts: Parts, errors: Mapping[int, str], watch: Stopwatch) -> list[Request]:
-        """Run the model on the step and return the requests that got a token."""
+    def _run(
+        self, parts: Parts, errors: Mapping[int, str], watch: Stopwatch
+    ) -> tuple[list[Request], list[Request]]:
+        """Run the model on the step; return the requests that got a token, and those that cannot get one."""
         batch = self._composer.compose(parts)
         requests = self._requests_of(batch.rows)
         watch.lap("prepare")
@@ -194,20 +202,28 @@ class Loop:
         if self._device.type == "cuda":
             torch.cuda.synchronize(self._device)  # else the sampler's phase would be charged with the model
         watch.lap("forward")
-        tokens = sample(logits, requests)
+        tokens, sound = sample(logits, requests)
         self._known[batch.rows, batch.next_positions] = tokens
-        if errors:
+        unsound = [requests[i] for i in np.flatnonzero(~sound).tolist()]
+        if errors or unsound:
             # What ran with an adapter that could not be loaded is nonsense, and no other request's.
-            sound = [i for i, request in enumerate(requests) if request.adapter not in errors]
-            requests, tokens = [requests[i] for i in sound], tokens[sound]
+            good = [i for i, request in enumerate(requests) if sound[i] and request.adapter not in errors]
+            requests, tokens = [requests[i] for i in good], tokens[good]
         for request, token in zip(requests, tokens.tolist(), strict=True):
             request.output.append(token)
         watch.lap("sample")
-        return requests
+        return requests, unsound
 
-    def _end(self, emitted: list[Request], errors: Mapping[int, str]) -> list[Request]:
-        """Return the requests that are over: by length, by a stop token, or with the error of an adapter."""
+    def _end(
+        self, emitted: list[Request], unsound: list[Request], errors: Mapping[int, str]
+    ) -> list[Request]:
+        """Return the requests that are over: by length, by a stop token, or with an error."""
         finished = self._take_finished()
+        for request in unsound:
+            if request.finish_reason is None:
+                self._end_early(request, "error")
+                finished.append(request)
+            request.finish_reason, request.error = "error", _NOT_FINITE
         for request in emitted:
             if request.output[-1] in request.stop_ids:
                 if request.finish_reason is None:

@@ -151,7 +151,7 @@ class Completion:
     timing: Timing
     preemptions: int
     error: str | None = None
-    """What went wrong where `finish_reason` is ``error``: the request's adapter could not be loaded."""
+    """What went wrong where `finish_reason` is ``error``: an adapter that cannot be loaded, or overflows."""
     logprobs: tuple[TokenLogprobs, ...] | None = None
     logits: torch.Tensor | None = None
     """Shape (tokens, vocabulary), float32; only where `keep_logits` asked for them."""

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from contextlib import AbstractContextManager, nullcontext
 
 import torch
 
@@ -20,6 +21,9 @@ class ModelRunner:
     ----------
     attention, adapters, norms
         The choice of kernels; the first two are made for every step.
+
+    Attributes
+    ----------
     graphs
         Runs decode steps, where there is such.
     """
@@ -45,14 +49,27 @@ class ModelRunner:
 
         Keys and values of all tokens of the batch are in the cache afterwards.
         """
-        if batch.new_pages.numel():
-            self._cache.pool.clear(batch.new_pages)
-        if self.graphs is not None and self.graphs.take(batch):
-            hidden = self.graphs.run(batch)
-        else:
-            uses_adapters = any(segment.adapter for segment in batch.segments)
-            hidden = self.hidden(batch, self._adapters(batch) if uses_adapters else None)
-        return self._weights.head(hidden[batch.sampled])
+        with self._on_device():
+            if batch.new_pages.numel():
+                self._cache.pool.clear(batch.new_pages)
+            if self.graphs is not None and self.graphs.take(batch):
+                hidden = self.graphs.run(batch)
+            else:
+                uses_adapters = any(segment.adapter for segment in batch.segments)
+                hidden = self.hidden(batch, self._adapters(batch) if uses_adapters else None)
+            return self._weights.head(hidden[batch.sampled])
+
+    @torch.inference_mode()
+    def prepare(self) -> None:
+        """Capture all graphs there are to be, rather than in the middle of serving."""
+        if self.graphs is not None:
+            with self._on_device():
+                self.graphs.prepare()
+
+    def _on_device(self) -> AbstractContextManager[object]:
+        """Make the model's GPU the current one of this thread, which Triton and graphs go by."""
+        device = self._cache.pool.tensor.device
+        return torch.cuda.device(device) if device.type == "cuda" else nullcontext()
 
     def hidden(self, batch: Batch, adapters: Adapters | None) -> torch.Tensor:
         """Return the last hidden state of every token."""

@@ -14,10 +14,25 @@ from numpy.typing import NDArray
 from capplan.engine.request import Request, TokenLogprobs
 
 
-def sample(logits: torch.Tensor, requests: Sequence[Request]) -> NDArray[np.int64]:
-    """Return one token per request from logits, shape (requests, vocabulary); report what was asked for."""
-    tokens = _likeliest(logits)
-    special = [i for i, request in enumerate(requests) if not request.plain]
+def sample(logits: torch.Tensor, requests: Sequence[Request]) -> tuple[NDArray[np.int64], NDArray[np.bool_]]:
+    """Choose one token per request, and report what was asked for.
+
+    Parameters
+    ----------
+    logits
+        Shape (requests, vocabulary).
+    requests
+        Whose they are.
+
+    Returns
+    -------
+    tokens : ndarray
+        Shape (requests,).
+    sound : ndarray of bool
+        Which requests have a token; the logits of the others are not finite.
+    """
+    tokens, sound = _likeliest(logits)
+    special = [i for i, request in enumerate(requests) if not request.plain and sound[i]]
     if special:
         asking = [requests[i] for i in special]
         chosen = logits[special].float()
@@ -26,15 +41,18 @@ def sample(logits: torch.Tensor, requests: Sequence[Request]) -> NDArray[np.int6
             at = np.array(special)[drawn]
             tokens[at] = _draw(chosen[drawn], [asking[i] for i in drawn])
         _report(chosen, asking, tokens[special].tolist())
-    return tokens
+    return tokens, sound
 
 
-def _likeliest(logits: torch.Tensor) -> NDArray[np.int64]:
+def _likeliest(logits: torch.Tensor) -> tuple[NDArray[np.int64], NDArray[np.bool_]]:
+    """Return the likeliest tokens, and whether their logits are finite; what is no number is the largest."""
     if logits.device.type == "cpu":  # NumPy's is ten times as fast as PyTorch's there
-        tokens: NDArray[np.int64] = logits.float().numpy().argmax(axis=1)
-    else:
-        tokens = logits.argmax(dim=1).numpy(force=True)
-    return tokens
+        values = logits.float().numpy()
+        tokens: NDArray[np.int64] = values.argmax(axis=1)
+        return tokens, np.isfinite(values[np.arange(tokens.size), tokens])
+    likeliest = logits.argmax(dim=1, keepdim=True)
+    sound = logits.gather(1, likeliest).isfinite()
+    return likeliest[:, 0].numpy(force=True), sound[:, 0].numpy(force=True)
 
 
 def _draw(logits: torch.Tensor, requests: Sequence[Request]) -> list[int]:

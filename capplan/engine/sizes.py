@@ -50,7 +50,7 @@ def choose_sizes(
     """
     adapters = residency.rank_of.size - 1  # what there are numbers for
     a_max = settings.a_max or max(1, min(adapters, 8))
-    s_max = settings.s_max or allowed_lora_rank(max(1, int(residency.rank_of.max())))
+    s_max = settings.s_max or _rank_of_slots(int(residency.rank_of.max()))
     host_slots = adapters if settings.max_cpu_loras is None else settings.max_cpu_loras
     slotless = settings.serving_rules().declared_output
     needed = adapters if slotless else min(a_max, adapters)
@@ -103,3 +103,11 @@ def _blocks_that_fit(
 
 _STEP_BYTES = 2 * 2**30
 """Put by for activations and logits of a step on a GPU; to be replaced by a measured peak (docs/gpu.md)."""
+
+
+def _rank_of_slots(largest: int) -> int:
+    """Return the rank of slots for adapters of up to this rank, where nobody says."""
+    try:
+        return allowed_lora_rank(max(1, largest))
+    except ValueError:
+        raise InputError("must be given for an adapter of so large a rank", largest, "s_max") from None

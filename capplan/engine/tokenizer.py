@@ -4,11 +4,13 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from pathlib import Path
-from typing import Protocol
+from typing import Final, Protocol
 
 from tokenizers import Tokenizer as HfTokenizer
 
 from capplan.errors import InputError
+
+_OTHER_FORMS: Final = ("tokenizer.model", "vocab.json", "tekken.json")
 
 
 class Tokenizer(Protocol):
@@ -49,6 +51,9 @@ class FileTokenizer:
             self._tokenizer = HfTokenizer.from_file(str(file))
         except Exception as error:  # noqa: BLE001 - the library raises plain Exception
             raise InputError(f"cannot be read: {error}", location=str(file)) from None
+        # The file keeps what was last in force when it was saved, for somebody's training.
+        self._tokenizer.no_truncation()
+        self._tokenizer.no_padding()
 
     def encode(self, text: str) -> list[int]:
         """See `Tokenizer`."""
@@ -61,8 +66,30 @@ class FileTokenizer:
         return text
 
 
+class UnreadableTokenizer(ByteTokenizer):
+    """Stands for a tokenizer of another form: prompts must be token ids, and answers have no text."""
+
+    def __init__(self, vocab_size: int, file: Path) -> None:
+        super().__init__(vocab_size)
+        self._file = file
+
+    def encode(self, text: str) -> list[int]:
+        """See `Tokenizer`."""
+        rule = f"must be token ids: beside {self._file.name} there is no tokenizer.json in the model's folder"
+        raise InputError(rule, location="prompt")
+
+    def decode(self, tokens: Sequence[int]) -> str:
+        """See `Tokenizer`."""
+        return ""
+
+
 def load_tokenizer(folder: Path | None, vocab_size: int) -> Tokenizer:
-    """Return the tokenizer of a model's folder, or bytes."""
-    if folder is not None and (folder / "tokenizer.json").is_file():
+    """Return the tokenizer of a model's folder, or bytes where the folder has none of any form."""
+    if folder is None:
+        return ByteTokenizer(vocab_size)
+    if (folder / "tokenizer.json").is_file():
         return FileTokenizer(folder / "tokenizer.json")
+    for name in _OTHER_FORMS:
+        if (folder / name).is_file():
+            return UnreadableTokenizer(vocab_size, folder / name)
     return ByteTokenizer(vocab_size)

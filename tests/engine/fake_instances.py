@@ -43,7 +43,7 @@ class FakeInstance:
         self.url = ""
         self.streaming = asyncio.Event()
         self.go_on = asyncio.Event()
-        self.hung = False
+        self.hung = self.failed = False
         self.busy = 0
         self.bodies: list[dict[str, Any]] = []
         self.stopped_within_s: float | None = None
@@ -56,8 +56,8 @@ class FakeInstance:
 
     async def start(self) -> None:
         await self._runner.setup()
-        site = web.TCPSite(self._runner, "127.0.0.1", 0)
-        await site.start()
+        self._site = web.TCPSite(self._runner, "127.0.0.1", 0)
+        await self._site.start()
         host, port = self._runner.addresses[0][:2]
         self.url = f"http://{host}:{port}"
 
@@ -66,6 +66,9 @@ class FakeInstance:
         self.bodies.append(body)
         if request.headers.get("Authorization") != f"Bearer {self.key}":
             return web.json_response({"error": "no key"}, status=401)
+        if self.failed:
+            error = {"error": {"code": "engine_failed"}}
+            return web.json_response(error, status=503, headers={"Retry-After": "1"})
         if body.get("refuse"):
             return web.json_response({"error": {"code": "full"}}, status=429, headers={"Retry-After": "7"})
         self.busy += 1
@@ -96,12 +99,20 @@ class FakeInstance:
     async def _metrics(self, _: web.Request) -> web.Response:
         return web.Response(text='# HELP x An x\n# TYPE x gauge\nx{l="1"} 1.0\n# HELP y A y\ny 2.0\n')
 
-    async def crash(self) -> None:
-        """End without a word."""
+    async def stop_listening(self) -> None:
+        """Hang on its way out: gone for everybody, and not ended."""
+        await self._site.stop()
+        self._cut_off()
+
+    def _cut_off(self) -> None:
         server = self._runner.server
         for connection in [] if server is None else list(server.connections):
             if connection.transport is not None:
                 connection.transport.abort()
+
+    async def crash(self) -> None:
+        """End without a word."""
+        self._cut_off()
         await self._runner.cleanup()
         if not self._end.done():
             self._end.set_result("by SIGKILL")

@@ -104,6 +104,28 @@ def test_what_an_instance_cannot_serve_while_it_is_down_goes_to_the_others() -> 
     run(check)
 
 
+def test_what_an_instance_with_a_broken_engine_refuses_goes_to_the_others() -> None:
+    async def check(r: Routed) -> None:
+        r.launcher["g1-1"].failed = True
+        answers = [await r.ask("shared") for _ in range(8)]
+        assert {(status, body["instance"]) for status, body, _ in answers} == {(200, "g0-1")}
+        status, body, headers = await r.ask("b")
+        assert (status, body["error"]["code"]) == (503, "no_instance")
+        assert int(headers["Retry-After"]) >= 1
+
+    run(check)
+
+
+def test_one_that_takes_no_connections_for_long_is_started_anew() -> None:
+    async def check(r: Routed) -> None:
+        await r.launcher["g0-1"].stop_listening()
+        await r.until(lambda: len(r.launcher.lives["g0-1"]) == 2)
+        await r.until(lambda: r.front.fleet.members[0].is_up)
+        assert (await r.ask("a"))[0] == 200
+
+    run(check, care=replace(QUICK, most_refused=2))
+
+
 def test_one_that_hangs_is_killed_and_started_anew() -> None:
     async def check(r: Routed) -> None:
         hung = r.launcher["g0-1"]

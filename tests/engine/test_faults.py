@@ -5,6 +5,7 @@ import contextlib
 import http.client
 import json
 import random
+import threading
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
@@ -494,6 +495,38 @@ def test_told_twice_the_server_ends_at_once() -> None:
                 assert b"[DONE]" not in response.read()
 
 
+@pytest.mark.parametrize("name", ["echo", "tools", "logit_bias", "min_tokens", "top_k", "use_beam_search"])
+def test_null_asks_for_nothing(server: Live, name: str) -> None:
+    assert complete(server, **{name: None}).status == 200
+
+
+def test_too_many_prompts_are_refused_before_they_are_looked_at(server: Live) -> None:
+    answer = complete(server, prompt=["a"] * 15_000)
+    assert (answer.status, answer.error["param"]) == (400, "prompt")
+
+
+def test_a_stuck_engine_is_not_well(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("capplan.engine.server.routes._HEALTH_S", 0.2)
+    with live(ADAPTERS) as server:
+        go_on = threading.Event()
+        step = server.engine.step
+
+        def hangs() -> Step | None:
+            go_on.wait(60)
+            return step()
+
+        monkeypatch.setattr(server.engine, "step", hangs)
+        assert send(server, "GET", "/health").status == 200
+        with contextlib.closing(http.client.HTTPConnection(server.url.removeprefix("http://"))) as waiting:
+            body = json.dumps({"model": "a", "prompt": [1], "max_tokens": 2})
+            waiting.request("POST", "/v1/completions", body, {"Content-Type": "application/json"})
+            while send(server, "GET", "/health").status == 200:
+                pass
+            go_on.set()
+            assert waiting.getresponse().status == 200
+        assert send(server, "GET", "/health").status == 200
+
+
 def test_when_the_engine_breaks_nobody_hangs(monkeypatch: pytest.MonkeyPatch) -> None:
     with live(ADAPTERS) as server:
         steps = 0
@@ -509,6 +542,6 @@ def test_when_the_engine_breaks_nobody_hangs(monkeypatch: pytest.MonkeyPatch) ->
         monkeypatch.setattr(server.engine, "step", breaks)
         answer = complete(server, max_tokens=400, stream=True)
         last = answer.body.decode().strip().split("\n\n")[-1]
-        assert json.loads(last.removeprefix("data: "))["error"]["message"] == "the engine has failed"
+        assert json.loads(last.removeprefix("data: "))["error"]["code"] == "instance_failed"
         server.join()
         assert isinstance(server.service.driver.failure, MemoryError)

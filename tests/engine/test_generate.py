@@ -254,6 +254,21 @@ def test_an_adapter_that_overflows_spoils_no_other_request(tmp_path: Path) -> No
             assert [answer.token_ids for answer in mixed[1::2]] == [answer.token_ids for answer in healthy]
 
 
+def test_logits_that_are_not_finite_end_their_request_alone(tmp_path: Path) -> None:
+    drawn = {"max_tokens": 12, "ignore_eos": True, "temperature": 1.0, "seed": 7, "logprobs": 2}
+    with tiny() as engine:
+        [healthy] = engine.generate([[1, 2, 3, 4, 5]], **drawn)
+        write_adapter(tmp_path, engine, scale=5e37)
+    with Engine(TINY, {"wild": tmp_path}, num_kv_blocks=24, block_size=4) as engine:
+        mixed = engine.generate([[1, 2, 3, 4, 5]] * 4, ["wild", None] * 2, **drawn)
+        engine.check_integrity()
+    for broken in mixed[::2]:
+        assert broken.finish_reason == "error"
+        assert len(broken.token_ids) < 12
+        assert "not finite" in str(broken.error)
+    assert [answer.token_ids for answer in mixed[1::2]] == [healthy.token_ids] * 2
+
+
 def write_adapter(folder: Path, engine: Engine, scale: float = 1.0, **config: Any) -> None:
     """Write an adapter of rank 4 on q_proj and down_proj."""
     folder.mkdir(exist_ok=True)

@@ -95,6 +95,23 @@ def test_every_prompt_of_a_list_gets_its_choice(client: openai.OpenAI, reference
     assert texts == expected
 
 
+def test_an_answer_can_be_sent_back_as_the_next_turn(client: openai.OpenAI) -> None:
+    first = client.chat.completions.create(model="a3", messages=MESSAGES, max_tokens=4).choices[0].message
+    for turn in (first, first.model_dump()):
+        talk = [*MESSAGES, turn, {"role": "user", "content": "Go on."}]
+        again = client.chat.completions.create(model="a3", messages=talk, max_tokens=4)
+        assert again.usage is not None
+        assert again.usage.completion_tokens == 4
+
+
+def test_offsets_of_a_stream_count_on(client: openai.OpenAI) -> None:
+    asked = {"model": "a1", "prompt": PROMPT, "max_tokens": 6, "temperature": 0, "logprobs": 1}
+    whole = client.completions.create(**asked).choices[0].logprobs
+    parts = [chunk.choices[0].logprobs for chunk in client.completions.create(**asked, stream=True)]
+    assert whole is not None
+    assert [at for part in parts if part for at in part.text_offset or ()] == whole.text_offset
+
+
 def test_a_chat_continues_the_conversation_as_text(client: openai.OpenAI, reference: Engine) -> None:
     expected = answer(reference, AS_PLAIN_TEXT, "a3", 12)
     got = client.chat.completions.create(

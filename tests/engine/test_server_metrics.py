@@ -60,6 +60,19 @@ def test_counts_are_those_of_the_requests(server: Live) -> None:
     assert grown["vllm:e2e_request_latency_seconds_sum"] >= grown["vllm:time_to_first_token_seconds_sum"] > 0
 
 
+def test_an_answer_that_meets_a_stop_string_has_ended_well(server: Live) -> None:
+    letter = json.loads(complete(server, max_tokens=1).body)["choices"][0]["text"]
+    before = samples(server)
+    asked = {"max_tokens": 50, "stop": [letter], "return_token_ids": True}
+    [choice] = json.loads(complete(server, **asked).body)["choices"]
+    assert (choice["finish_reason"], choice["stop_reason"], len(choice["token_ids"])) == ("stop", letter, 1)
+    server.check_idle()
+    after = samples(server)
+    for reason, count in (("stop", 1), ("abort", 0)):
+        name = f"vllm:request_success_total{{finished_reason={reason}}}"
+        assert after[name] - before[name] == count
+
+
 def test_gauges_tell_what_runs_and_what_waits(server: Live) -> None:
     connection = http.client.HTTPConnection(server.url.removeprefix("http://"), timeout=60)
     asked = {"model": "a", "prompt": [[1, 2]] * 5, "max_tokens": 500, "stream": True}

@@ -51,8 +51,8 @@ class Front:
     draining: bool = False
     created: int = field(default_factory=lambda: int(time.time()))
 
-    def refuse_if_full(self) -> None:
-        """Raise when no further request is taken.
+    def refuse_if_full(self, coming: int = 0) -> None:
+        """Raise when no further request is taken beside so many of which the body is being read.
 
         Raises
         ------
@@ -62,7 +62,7 @@ class Front:
         if self.draining:
             headers = {"Retry-After": "1"}
             raise self.tally.refused(503, "The server shuts down", "shutting_down", headers)
-        if self.tally.in_flight >= self.settings.max_requests:
+        if self.tally.in_flight + coming >= self.settings.max_requests:
             headers = {"Retry-After": _FULL_RETRY_S}
             raise self.tally.refused(429, "The queue is full", "queue_full", headers)
 
@@ -86,6 +86,7 @@ def make_app(front: Front) -> FastAPI:
     app = FastAPI(title="capplan router", docs_url=None, redoc_url=None)
     app.state.front = front
     app.state.metrics = RouterMetrics(front.fleet, front.tally)
+    app.state.cards = _cards(front)
     app.include_router(router)
     app.add_middleware(Gate, settings=front.settings, refuse=front.refuse_if_full)
     answer_errors(app)
@@ -111,6 +112,7 @@ async def chat_completions(request: Request) -> Response:
 
 async def _relay(request: Request, chat: bool) -> Response:
     front, body = _front(request), await request.body()
+    front.refuse_if_full()  # much may have happened while the body came
 
     def look() -> Any:
         fields = fields_of(body)
@@ -124,30 +126,31 @@ async def _relay(request: Request, chat: bool) -> Response:
 @router.get("/v1/models")
 async def models(request: Request) -> dict[str, Any]:
     """List the base model and the adapters of all instances, as the plan has them."""
-    front = _front(request)
-    base = front.settings.model_name
-    cards = {base: _card(front, base, base, None)}
-    for member in front.fleet.members:
-        for name, source in member.spec.adapters.items():
-            cards.setdefault(name, _card(front, name, str(source), base))
-    return {"object": "list", "data": list(cards.values())}
+    return {"object": "list", "data": list(request.app.state.cards.values())}
 
 
 @router.get("/v1/models/{name:path}")
 async def model(name: str, request: Request) -> dict[str, Any]:
     """Describe one of them."""
-    for card in (await models(request))["data"]:
-        if card["id"] == name:
-            return dict(card)
-    raise ApiError(404, f"The model {name!r} does not exist", "model", "model_not_found")
+    card: dict[str, Any] | None = request.app.state.cards.get(name)
+    if card is None:
+        raise ApiError(404, f"The model {name!r} does not exist", "model", "model_not_found")
+    return card
+
+
+def _cards(front: Front) -> dict[str, dict[str, Any]]:
+    """Return the entry of every model by its name; the shortest max_model_len of its holders counts."""
+    base = front.settings.model_name
+    cards: dict[str, dict[str, Any]] = {}
+    for member in front.fleet.members:
+        longest = member.spec.engine["max_model_len"]
+        for name, source in {base: base, **member.spec.adapters}.items():
+            card = cards.setdefault(name, _card(front, name, str(source), None if name == base else base))
+            card["max_model_len"] = min(card.get("max_model_len", longest), longest)
+    return cards
 
 
 def _card(front: Front, name: str, root: str, parent: str | None) -> dict[str, Any]:
-    lengths = [
-        member.spec.engine["max_model_len"]
-        for member in front.fleet.members
-        if parent is None or name in member.spec.adapters
-    ]
     return {
         "id": name,
         "object": "model",
@@ -155,7 +158,6 @@ def _card(front: Front, name: str, root: str, parent: str | None) -> dict[str, A
         "owned_by": "capplan",
         "root": root,
         "parent": parent,
-        "max_model_len": min(lengths),
     }
 
 

@@ -64,7 +64,7 @@ class Link:
             async with self._session.post(path, data=body, headers={"Content-Type": content_type}) as answer:
                 sent = True
                 yield answer
-        except aiohttp.ClientConnectorError:
+        except (aiohttp.ClientConnectorError, aiohttp.ConnectionTimeoutError):
             if sent:
                 raise
             raise GoneError from None

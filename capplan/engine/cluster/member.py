@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import math
 import time
 from collections.abc import Callable
@@ -34,6 +35,10 @@ class Care:
         An instance that has lived so long starts with a clean slate.
     probe_every_s, probe_timeout_s
         How often an instance is asked whether it is well, and how long it may take to answer.
+    most_refused
+        Probes in a row that find no connection, after which an instance counts as gone.
+    start_timeout_s
+        How long an instance may take until it takes requests.
     stop_grace_s
         How long an instance may take to end.
     """
@@ -44,6 +49,8 @@ class Care:
     steady_s: float = 60.0
     probe_every_s: float = 5.0
     probe_timeout_s: float = 60.0
+    most_refused: int = 12
+    start_timeout_s: float = 1800.0
     stop_grace_s: float = 15.0
 
     def delay_s(self, restarts: int) -> float:
@@ -96,6 +103,7 @@ class Member:
         self._handle: Handle | None = None
         self._start_s = 1.0
         self._back_at = 0.0
+        self._refused = 0
 
     @property
     def is_up(self) -> bool:
@@ -118,10 +126,16 @@ class Member:
         """
         started = time.monotonic()
         self._back_at = started + self._start_s
-        self._handle = await self._launcher.launch(self.spec, self._key)
+        try:
+            async with asyncio.timeout(self._care.start_timeout_s):
+                self._handle = await self._launcher.launch(self.spec, self._key)
+        except TimeoutError:
+            took = f"{self._care.start_timeout_s:g} s"
+            raise LaunchError(f"instance {self.spec.name} does not take requests after {took}") from None
         self._start_s = time.monotonic() - started
         self.link = Link(self._handle.url, self._key, self._new_queues())
         self.state = "up"
+        self._refused = 0
 
     async def look_after(self) -> None:
         """Start it anew whenever it ends; return when it is given up."""
@@ -164,7 +178,9 @@ class Member:
                 if ended.done():
                     return ended.result()
                 if not await self._answers(ended):
-                    await handle.stop(0)
+                    await self._leave()  # first of all: whoever waits there is told now
+                    with contextlib.suppress(TimeoutError):
+                        await asyncio.wait_for(handle.stop(0), self._care.stop_grace_s)
                     return "after it had not answered any more"
         finally:
             ended.cancel()
@@ -177,8 +193,12 @@ class Member:
             await self.link.get("/health", self._care.probe_timeout_s)
         except TimeoutError:
             return ended.done()
-        except aiohttp.ClientError:
-            return True  # not well, or about to end
+        except aiohttp.ClientResponseError:
+            return True  # not well, and able to say so
+        except aiohttp.ClientError:  # about to end, but not for ever
+            self._refused += 1
+            return self._refused < self._care.most_refused or ended.done()
+        self._refused = 0
         return True
 
     async def _leave(self) -> None:

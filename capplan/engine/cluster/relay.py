@@ -14,10 +14,12 @@ from capplan.engine.cluster.fleet import Fleet
 from capplan.engine.cluster.member import Member
 from capplan.engine.cluster.queues import Ask, GoneError, QueueFullError
 from capplan.engine.cluster.tally import Tally
-from capplan.engine.server.api_error import ApiError
+from capplan.engine.server.api_error import ApiError, code_of
 
 _PASSED_ON: Final = ("content-type", "retry-after", "cache-control", "x-accel-buffering")
 _END_OF_EVENT: Final = b"\n\n"
+_NOT_TAKEN: Final = ("engine_failed", "shutting_down")
+"""Codes with which an instance says that it has not begun, or not finished, for reasons of its own."""
 _FULL_RETRY_S: Final = "5"
 
 
@@ -115,6 +117,8 @@ class Relay(Response):
         ]
         if answer.content_type != "text/event-stream":
             body = await answer.read()  # in one piece, so that a failure can still be told by the status
+            if answer.status == 503 and code_of(body) in _NOT_TAKEN:
+                raise GoneError
             await self._begin(send, answer.status, [*headers, (b"content-length", str(len(body)).encode())])
             await _end(send, body)
             return

@@ -33,7 +33,7 @@ def expand_tokens(
     BLOCK_WIDTH: tl.constexpr,
 ):
     """Add B h to the columns of each module, rows of `outputs`: (first column, columns)."""
-    token = tl.program_id(0)
+    token = tl.program_id(0).to(tl.int64)  # times a stride it may pass 2**31
     module = tl.program_id(1)
     number = tl.load(number_of_token + token)
     if number < 0:
@@ -84,7 +84,7 @@ def expand_tiles(
     tile = tl.program_id(0)
     module = tl.program_id(1)
     number = tl.load(tiles + tile * 3)
-    token = tl.load(tiles + tile * 3 + 1) + tl.arange(0, BLOCK_TOKENS)
+    token = (tl.load(tiles + tile * 3 + 1) + tl.arange(0, BLOCK_TOKENS)).to(tl.int64)
     in_tile = token < tl.load(tiles + tile * 3 + 2)
     start = tl.load(outputs + module * 2)
     width = tl.load(outputs + module * 2 + 1)

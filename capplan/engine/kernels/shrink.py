@@ -39,7 +39,7 @@ def shrink_tokens(
     `limit` rows, the largest rank in the batch, whatever the adapter's own; else programs beyond the
     adapter's rank end at once. Tokens of the base model have the number -1.
     """
-    token = tl.program_id(0)
+    token = tl.program_id(0).to(tl.int64)  # times a stride it may pass 2**31
     module = tl.program_id(1)
     number = tl.load(number_of_token + token)
     if number < 0:
@@ -87,7 +87,7 @@ def shrink_tiles(
     tile = tl.program_id(0)
     module = tl.program_id(1)
     number = tl.load(tiles + tile * 3)
-    token = tl.load(tiles + tile * 3 + 1) + tl.arange(0, BLOCK_TOKENS)
+    token = (tl.load(tiles + tile * 3 + 1) + tl.arange(0, BLOCK_TOKENS)).to(tl.int64)
     in_tile = token < tl.load(tiles + tile * 3 + 2)
     rank = tl.load(ranks + number * ranks_stride + module)
     first = tl.program_id(2) * BLOCK_RANK

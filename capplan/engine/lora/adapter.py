@@ -33,11 +33,6 @@ class HostAdapter:
     ranks: NDArray[np.int64]
     flat: torch.Tensor
 
-    @property
-    def max_rank(self) -> int:
-        """The largest rank on any module."""
-        return int(self.ranks.max(initial=0))
-
 
 def pack(
     layout: AdapterLayout, matrices: Matrices, dtype: torch.dtype, pin: bool, location: str

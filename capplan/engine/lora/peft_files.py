@@ -33,6 +33,8 @@ _MUST_BE_OFF = (
     "use_dora",
     "use_qalora",
 )
+_REPLACES_BASE = re.compile(r"pissa.*|corda|olora|loftq|lora_ga")
+"""Values of `init_lora_weights` with which PEFT puts a remainder in place of the model's own weights."""
 _TENSOR = re.compile(r"(?:.*\.)?(layers\.(\d+)\.(?:self_attn|mlp)\.(\w+))\.lora_([AB])(?:\.default)?\.weight")
 
 Place = tuple[int, int]
@@ -119,6 +121,10 @@ def _read_config(file: Path) -> dict[str, Any]:
             raise InputError(
                 "must be off: the engine does not run such adapters", config[key], f"{file}: {key}"
             )
+    initial = config.get("init_lora_weights")
+    if isinstance(initial, str) and _REPLACES_BASE.fullmatch(initial):
+        rule = "must be converted to plain LoRA: it comes with a base model of its own"
+        raise InputError(rule, initial, f"{file}: init_lora_weights")
     if config.get("bias", "none") != "none":
         raise InputError("must be none", config["bias"], f"{file}: bias")
     return config

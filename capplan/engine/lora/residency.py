@@ -128,7 +128,8 @@ class Residency:
         for number in [number for number in self._placements if number in loads or not resident[number]]:
             wait(number)
             self._remove(number)
-        for number in [number for number in self._host if number in from_disk or not on_host[number]]:
+        # A copy: the loader's thread may bring another adapter to the host right now.
+        for number in [n for n in tuple(self._host) if n in from_disk or not on_host[n]]:
             wait(number)
             self._host.pop(number, None)
         return [self._load(number) for number in loads]
@@ -162,11 +163,11 @@ class Residency:
             try:
                 if number not in self._host:
                     self.read(number)
-            except InputError as error:
+                with _copy_stream(memory.storage.device):
+                    memory.clear(number)
+                    placement.copy_from(self._host[number])
+            except (InputError, RuntimeError, MemoryError) as error:  # no memory is this adapter's error, too
                 return str(error)
-            with _copy_stream(memory.storage.device):
-                memory.clear(number)
-                placement.copy_from(self._host[number])
             return None
 
         return number, run

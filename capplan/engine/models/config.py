@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -122,7 +122,18 @@ def read_config(path: str | Path) -> ModelConfig:
         raise InputError(f"must be JSON: {error.msg}", location=f"{file}:{error.lineno}") from None
     if not isinstance(fields, dict):
         raise InputError("must be a JSON object", location=str(file))
-    return config_from_hf(fields, str(file))
+    config = config_from_hf(fields, str(file))
+    beside = file.with_name("generation_config.json")
+    return config if not beside.is_file() else replace(config, eos_token_ids=_all_stops(config, beside))
+
+
+def _all_stops(config: ModelConfig, file: Path) -> tuple[int, ...]:
+    """Return the tokens that end an answer by either file: chat models name more of them for generation."""
+    try:
+        more = json.loads(read_text(file)).get("eos_token_id")
+    except (json.JSONDecodeError, AttributeError):
+        raise InputError("must be a JSON object", location=str(file)) from None
+    return tuple(dict.fromkeys((*config.eos_token_ids, *_token_ids(more, f"{file}: eos_token_id"))))
 
 
 def config_from_hf(fields: Mapping[str, Any], location: str = "config.json") -> ModelConfig:
@@ -134,7 +145,6 @@ def config_from_hf(fields: Mapping[str, Any], location: str = "config.json") -> 
     heads = _whole(fields, "num_attention_heads", location)
     hidden = _whole(fields, "hidden_size", location)
     attention_bias = bool(fields.get("attention_bias", False))
-    eos = fields.get("eos_token_id")
     return ModelConfig(
         name=str(fields.get("_name_or_path") or Path(location).parent.name or family),
         layers=_whole(fields, "num_hidden_layers", location),
@@ -147,15 +157,29 @@ def config_from_hf(fields: Mapping[str, Any], location: str = "config.json") -> 
         max_positions=_whole(
             fields, "max_position_embeddings", location, 2048 if family == "llama" else 32768
         ),
-        rms_eps=float(fields.get("rms_norm_eps", 1e-6)),
+        rms_eps=_number(fields, "rms_norm_eps", location, 1e-6),
         rope=_rope(fields, location),
         tied_embeddings=bool(fields.get("tie_word_embeddings", False)),
         qkv_bias=family == "qwen2" or attention_bias,
         o_bias=family == "llama" and attention_bias,
         mlp_bias=family == "llama" and bool(fields.get("mlp_bias", False)),
         dtype=str(fields.get("dtype") or fields.get("torch_dtype") or "float32").removeprefix("torch."),
-        eos_token_ids=tuple(eos) if isinstance(eos, list) else () if eos is None else (int(eos),),
+        eos_token_ids=_token_ids(fields.get("eos_token_id"), f"{location}: eos_token_id"),
     )
+
+
+def _token_ids(value: Any, location: str) -> tuple[int, ...]:
+    ids = [] if value is None else value if isinstance(value, list) else [value]
+    if any(not isinstance(each, int) or isinstance(each, bool) for each in ids):
+        raise InputError("must be a token id or a list of them", value, location)
+    return tuple(ids)
+
+
+def _number(fields: Mapping[str, Any], key: str, location: str, default: float) -> float:
+    value = fields.get(key, default)
+    if not isinstance(value, int | float) or isinstance(value, bool):
+        raise InputError("must be a number", value, f"{location}: {key}")
+    return float(value)
 
 
 def _whole(fields: Mapping[str, Any], key: str, location: str, default: int | None = None) -> int:
@@ -183,21 +207,23 @@ def _refuse_unknown_features(fields: Mapping[str, Any], location: str) -> None:
 
 
 def _rope(fields: Mapping[str, Any], location: str) -> Rope:
-    """Read rotary positions: `rope_parameters` (transformers 5), or `rope_theta` and `rope_scaling`."""
-    scaling = fields.get("rope_parameters") or fields.get("rope_scaling") or {}
+    """Read rotary positions: `rope_theta` and `rope_scaling`, or else `rope_parameters` (transformers 5)."""
+    scaling = fields.get("rope_scaling") or fields.get("rope_parameters") or {}
+    if not isinstance(scaling, dict):
+        raise InputError("must be a JSON object", scaling, f"{location}: rope_scaling")
     kind = str(scaling.get("rope_type") or scaling.get("type") or "default")
     if kind not in _ROPE_TYPES:
         raise InputError(f"must be one of {', '.join(_ROPE_TYPES)}", kind, f"{location}: rope_type")
-    if float(scaling.get("partial_rotary_factor") or fields.get("partial_rotary_factor") or 1.0) != 1.0:
+    if (scaling.get("partial_rotary_factor") or fields.get("partial_rotary_factor") or 1.0) != 1.0:
         raise InputError("must be 1", location=f"{location}: partial_rotary_factor")
-    positions = (
-        scaling.get("original_max_position_embeddings") or fields.get("max_position_embeddings") or 8192
-    )
+    scaling = {key: value for key, value in scaling.items() if value is not None}
+    known = {key: value for key, value in {**fields, **scaling}.items() if value is not None}
+    positions = _number(known, "original_max_position_embeddings", location, 0.0)
     return Rope(
-        theta=float(scaling.get("rope_theta") or fields.get("rope_theta") or 10000.0),
+        theta=_number(known, "rope_theta", location, 10000.0),
         kind=kind,
-        factor=float(scaling.get("factor") or 1.0),
-        low_freq_factor=float(scaling.get("low_freq_factor") or 1.0),
-        high_freq_factor=float(scaling.get("high_freq_factor") or 4.0),
-        original_positions=int(positions),
+        factor=_number(scaling, "factor", location, 1.0),
+        low_freq_factor=_number(scaling, "low_freq_factor", location, 1.0),
+        high_freq_factor=_number(scaling, "high_freq_factor", location, 4.0),
+        original_positions=int(positions or _number(fields, "max_position_embeddings", location, 8192)),
     )

@@ -145,10 +145,10 @@ def _files(folder: Path) -> list[Path]:
     index = folder / "model.safetensors.index.json"
     if index.is_file():
         try:
-            names = set(json.loads(read_text(index))["weight_map"].values())
-        except (json.JSONDecodeError, KeyError, AttributeError):
+            names = {Path(name).name for name in json.loads(read_text(index))["weight_map"].values()}
+        except (json.JSONDecodeError, KeyError, AttributeError, TypeError):
             raise InputError("must be JSON with a weight_map", location=str(index)) from None
-        return [folder / Path(name).name for name in sorted(names)]
+        return [folder / name for name in sorted(names)]
     if (folder / "model.safetensors").is_file():
         return [folder / "model.safetensors"]
     raise InputError("must hold model.safetensors or model.safetensors.index.json", location=str(folder))

@@ -104,3 +104,11 @@ def _first_problem(problem: Mapping[str, Any]) -> ApiError:
 async def _of_defect(_: Request, __: Exception) -> Response:
     """Say nothing of the inside; the traceback goes to the log."""
     return ApiError(500, "The server made a mistake").response()
+
+
+def code_of(body: bytes) -> str | None:
+    """Return the code of an error's body; None where it is no such body."""
+    try:
+        return str(json.loads(body)["error"]["code"])
+    except (ValueError, TypeError, KeyError):
+        return None

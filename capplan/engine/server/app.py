@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
+from functools import partial
 
 from fastapi import FastAPI
 
@@ -27,6 +28,6 @@ def make_app(service: Service) -> FastAPI:
     app = FastAPI(title="capplan", lifespan=lifespan, docs_url=None, redoc_url=None)
     app.state.service = service
     app.include_router(router)
-    app.add_middleware(Gate, settings=service.settings, refuse=service.refuse_if_full)
+    app.add_middleware(Gate, settings=service.settings, refuse=partial(service.refuse_if_full, 1))
     answer_errors(app)
     return app

@@ -56,6 +56,8 @@ class Choice:
 
     def feed(self, news: News) -> Delta:
         """Take news and return what is to be shown of it."""
+        if self._stops and len(news.tokens) > 1:
+            return self._feed_singly(news)
         self.tokens += news.tokens
         self.logprobs += news.logprobs
         if news.finish is None and not self._stops:  # the usual case, kept short
@@ -78,4 +80,23 @@ class Choice:
         self._texts.append(text)
         return Delta(
             self.ticket.index, text, news.tokens, news.logprobs, self.finish_reason, self.stop_reason
+        )
+
+    def _feed_singly(self, news: News) -> Delta:
+        """Take tokens one by one up to the one that completes a stop string: the rest is not the answer's."""
+        text, known = "", len(self.tokens)
+        for at in range(len(news.tokens)):
+            is_last = at + 1 == len(news.tokens)
+            one = news._replace(
+                tokens=news.tokens[at : at + 1],
+                logprobs=news.logprobs[at : at + 1],
+                finish=news.finish if is_last else None,
+            )
+            text += self.feed(one).text
+            if self.finish_reason is not None:
+                break
+        taken = len(self.tokens) - known
+        logprobs = news.logprobs[:taken]
+        return Delta(
+            self.ticket.index, text, news.tokens[:taken], logprobs, self.finish_reason, self.stop_reason
         )

@@ -18,8 +18,8 @@ from typing import Protocol, TypeVar
 
 from capplan.engine.engine import Engine
 from capplan.engine.loop import Step
-from capplan.engine.request import Request
-from capplan.engine.server.tickets import EngineFull, News, Ticket
+from capplan.engine.request import FinishReason, Request
+from capplan.engine.server.tickets import EngineFailed, EngineFull, News, Ticket
 from capplan.errors import InputError
 
 T = TypeVar("T")
@@ -28,6 +28,7 @@ _LOAD_WAIT_S = 0.002
 """So long at most a request that comes while nothing runs waits for an adapter that others wait for."""
 
 _PACE_ENDS = 64
+_STOP_S = 30.0
 
 
 class Watcher(Protocol):
@@ -94,7 +95,7 @@ class Driver:
         """End the thread and wait for that; what still runs is dropped."""
         self._inbox.put(None)
         if self._thread.is_alive():
-            self._thread.join()
+            self._thread.join(_STOP_S)  # a thread that is stuck dies with the process
 
     def submit(self, tickets: Iterable[Ticket]) -> None:
         """Queue prompts; their listeners hear of each until it has ended."""
@@ -106,9 +107,9 @@ class Driver:
         else:
             self._tell([_failure_of(ticket) for ticket in tickets])
 
-    def cancel(self, tickets: Iterable[Ticket]) -> None:
-        """End prompts whose answers nobody wants any more; what has ended already is left alone."""
-        self._inbox.put(partial(self._cancel, [ticket for ticket in tickets if ticket in self._open]))
+    def cancel(self, tickets: Iterable[Ticket], reason: FinishReason = "abort") -> None:
+        """End prompts of whose answers nobody wants more; what has ended already is left alone."""
+        self._inbox.put(partial(self._cancel, [ticket for ticket in tickets if ticket in self._open], reason))
 
     def cancel_all(self) -> None:
         """End everything."""
@@ -142,6 +143,14 @@ class Driver:
         if not answer.done():
             raise EngineFailureError
         return answer.result()
+
+    async def answers(self, timeout_s: float) -> bool:
+        """Tell whether the thread is there and comes to the end of what it is doing."""
+        try:
+            await asyncio.wait_for(self.run(lambda _: None), timeout_s)
+        except (TimeoutError, EngineFailureError):
+            return False
+        return True
 
     def now_ns(self) -> int:
         """Return the time by the engine's clock."""
@@ -223,11 +232,11 @@ class Driver:
         self._tickets[request.number] = ticket
         return None
 
-    def _cancel(self, tickets: Sequence[Ticket]) -> None:
+    def _cancel(self, tickets: Sequence[Ticket], reason: FinishReason) -> None:
         for ticket in tickets:
             request = ticket.request
             if request is not None and request.number in self._tickets:
-                self._engine.abort(request)
+                self._engine.abort(request, reason)
                 self._end(ticket, request)
 
     def _report(self, step: Step) -> None:
@@ -261,7 +270,7 @@ class Driver:
 
 
 def _failure_of(ticket: Ticket) -> News:
-    return News(ticket, finish="error", error=str(EngineFailureError()))
+    return News(ticket, finish="error", refusal=EngineFailed())
 
 
 def _settle_future(future: asyncio.Future[T], result: T) -> None:

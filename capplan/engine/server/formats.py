@@ -65,6 +65,7 @@ class _Format:
         self._id = f"{self.prefix}-{uuid.uuid4().hex}"
         self._created = int(time.time())
         self._model = model
+        self._offsets: dict[int, int] = {}  # characters of each choice's tokens so far
         head = _dumps(self._head(self.chunk_kind))[:-1]
         self._before = f'data: {head},"choices":[{{"index":'
         self._after = '}],"usage":null}\n\n' if with_usage else "}]}\n\n"
@@ -93,7 +94,9 @@ class _Format:
         if delta.finish_reason is None and not delta.logprobs and not self._with_tokens:
             return f"{self._before}{delta.choice},{content}{self._goes_on}".encode()
         more: dict[str, Any] = {
-            "logprobs": self._logprobs(delta.tokens, delta.logprobs) if delta.logprobs else None,
+            "logprobs": (
+                self._logprobs(delta.choice, delta.tokens, delta.logprobs) if delta.logprobs else None
+            ),
             "finish_reason": delta.finish_reason,
             "stop_reason": delta.stop_reason,
         }
@@ -101,9 +104,16 @@ class _Format:
             more["token_ids"] = list(delta.tokens)
         return f"{self._before}{delta.choice},{content},{_dumps(more)[1:-1]}{self._after}".encode()
 
-    def _logprobs(self, tokens: Sequence[int], logprobs: Sequence[TokenLogprobs]) -> dict[str, Any]:
+    def _logprobs(
+        self, choice: int, tokens: Sequence[int], logprobs: Sequence[TokenLogprobs]
+    ) -> dict[str, Any]:
         """Return log-probabilities as this kind of answer has them."""
         raise NotImplementedError
+
+    def _all_logprobs(self, choice: Choice) -> dict[str, Any] | None:
+        return (
+            self._logprobs(choice.ticket.index, choice.tokens, choice.logprobs) if choice.logprobs else None
+        )
 
     def _word(self, token: int) -> str:
         return self._tokenizer.decode([token])
@@ -135,7 +145,7 @@ class CompletionFormat(_Format):
             {
                 "index": choice.ticket.index,
                 "text": choice.text,
-                "logprobs": self._logprobs(choice.tokens, choice.logprobs) if choice.logprobs else None,
+                "logprobs": self._all_logprobs(choice),
                 "finish_reason": choice.finish_reason,
                 "stop_reason": choice.stop_reason,
             }
@@ -143,11 +153,14 @@ class CompletionFormat(_Format):
         ]
         return self._whole(parts, choices)
 
-    def _logprobs(self, tokens: Sequence[int], logprobs: Sequence[TokenLogprobs]) -> dict[str, Any]:
+    def _logprobs(
+        self, choice: int, tokens: Sequence[int], logprobs: Sequence[TokenLogprobs]
+    ) -> dict[str, Any]:
         words = [self._word(token) for token in tokens]
-        offsets = [0]
+        offsets = [self._offsets.get(choice, 0)]
         for word in words:
             offsets.append(offsets[-1] + len(word))
+        self._offsets[choice] = offsets[-1]
         tops = []
         for word, each in zip(words, logprobs, strict=True):
             # Tokens with the same text: the likelier one counts.
@@ -183,7 +196,7 @@ class ChatFormat(_Format):
             {
                 "index": choice.ticket.index,
                 "message": {"role": "assistant", "content": choice.text, "refusal": None},
-                "logprobs": self._logprobs(choice.tokens, choice.logprobs) if choice.logprobs else None,
+                "logprobs": self._all_logprobs(choice),
                 "finish_reason": choice.finish_reason,
                 "stop_reason": choice.stop_reason,
             }
@@ -191,7 +204,9 @@ class ChatFormat(_Format):
         ]
         return self._whole(parts, choices)
 
-    def _logprobs(self, tokens: Sequence[int], logprobs: Sequence[TokenLogprobs]) -> dict[str, Any]:
+    def _logprobs(
+        self, choice: int, tokens: Sequence[int], logprobs: Sequence[TokenLogprobs]
+    ) -> dict[str, Any]:
         content = []
         for token, each in zip(tokens, logprobs, strict=True):
             top = [self._likelihood(other, logprob) for other, logprob in each.top]

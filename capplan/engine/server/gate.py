@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import asyncio
 import hmac
+import time
 from collections.abc import Callable
 
 from starlette.datastructures import Headers
@@ -12,6 +14,9 @@ from capplan.engine.server.api_error import ApiError
 from capplan.engine.server.settings import ServerSettings
 
 GENERATING = ("/v1/completions", "/v1/chat/completions")
+
+_BODY_S = 60.0
+"""For all of a body: a client that sends it drop by drop would hold its place for ever."""
 
 
 class Gate:
@@ -24,14 +29,15 @@ class Gate:
     settings
         Key and size.
     refuse
-        Raises when no further prompt is taken.
+        Raises when no further request is taken beside so many of which the body is being read.
     """
 
-    def __init__(self, app: ASGIApp, settings: ServerSettings, refuse: Callable[[], None]) -> None:
+    def __init__(self, app: ASGIApp, settings: ServerSettings, refuse: Callable[[int], None]) -> None:
         self._app = app
         self._most_bytes = settings.max_body_bytes
         self._key = None if settings.api_key is None else settings.api_key.encode()
         self._refuse = refuse
+        self._reading = 0
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         """Let a request through, or answer it here."""
@@ -43,7 +49,15 @@ class Gate:
         except ApiError as error:
             await error.response()(scope, receive, send)
             return
-        await self._app(scope, self._bounded(receive), send)
+        body = _Body(receive, self._most_bytes, self._read)
+        self._reading += 1
+        try:
+            await self._app(scope, body.receive, send)
+        finally:
+            body.close()
+
+    def _read(self) -> None:
+        self._reading -= 1
 
     def _check(self, scope: Scope) -> None:
         headers = Headers(scope=scope)
@@ -53,9 +67,9 @@ class Gate:
             )
         length = headers.get("content-length", "0")
         if not length.isdecimal() or int(length[:20]) > self._most_bytes:
-            raise self._too_large()
+            raise _too_large(self._most_bytes)
         if scope["method"] == "POST" and scope["path"] in GENERATING:
-            self._refuse()
+            self._refuse(self._reading)
 
     def _has_key(self, headers: Headers) -> bool:
         if self._key is None:
@@ -64,19 +78,50 @@ class Gate:
         # Compared in a time that tells nothing of where they differ.
         return scheme.lower() == "bearer" and hmac.compare_digest(key.strip().encode("latin-1"), self._key)
 
-    def _bounded(self, receive: Receive) -> Receive:
-        """Return a `receive` that stops a body which grows too large; a length need not be declared."""
-        total = 0
 
-        async def bounded() -> Message:
-            nonlocal total
-            message = await receive()
-            total += len(message.get("body", b""))
-            if total > self._most_bytes:
-                raise self._too_large()
-            return message
+class _Body:
+    """The body of a request as it comes, up to a size and a time; neither need be declared.
 
-        return bounded
+    Parameters
+    ----------
+    receive
+        Of the request.
+    most_bytes
+        Size at which it is stopped.
+    ended
+        Called once, when there is no more of it.
+    """
 
-    def _too_large(self) -> ApiError:
-        return ApiError(413, f"The body must not be larger than {self._most_bytes} bytes", code="too_large")
+    def __init__(self, receive: Receive, most_bytes: int, ended: Callable[[], None]) -> None:
+        self._receive = receive
+        self._most_bytes = most_bytes
+        self._ended = ended
+        self._bytes = 0
+        self._is_open = True
+        self._until_s = time.monotonic() + _BODY_S
+
+    async def receive(self) -> Message:
+        """Return the next part; after the last one, what becomes of the connection."""
+        if not self._is_open:
+            return await self._receive()
+        try:
+            async with asyncio.timeout(self._until_s - time.monotonic()):
+                message = await self._receive()
+        except TimeoutError:
+            raise ApiError(408, f"The body must come within {_BODY_S:g} s", code="timeout") from None
+        self._bytes += len(message.get("body", b""))
+        if self._bytes > self._most_bytes:
+            raise _too_large(self._most_bytes)
+        if message["type"] == "http.disconnect" or not message.get("more_body", False):
+            self.close()
+        return message
+
+    def close(self) -> None:
+        """Note that there is no more of it."""
+        if self._is_open:
+            self._is_open = False
+            self._ended()
+
+
+def _too_large(most_bytes: int) -> ApiError:
+    return ApiError(413, f"The body must not be larger than {most_bytes} bytes", code="too_large")

@@ -13,7 +13,7 @@ from capplan.engine.request import SamplingParams
 from capplan.engine.server.api_error import ApiError, bad_request
 from capplan.engine.server.choices import Choice, Delta
 from capplan.engine.server.driver import Driver
-from capplan.engine.server.tickets import EngineFull, News, Ticket
+from capplan.engine.server.tickets import EngineFailed, EngineFull, News, Ticket
 from capplan.engine.tokenizer import Tokenizer
 
 
@@ -120,7 +120,7 @@ class Reply:
         if delta.finish_reason is not None:
             self._running -= 1
             if news.finish is None:  # by a stop string, of which the engine does not know
-                self._driver.cancel([news.ticket])
+                self._driver.cancel([news.ticket], "stop")
         return delta
 
     async def _watch(self, receive: Receive) -> None:
@@ -140,6 +140,9 @@ def _refusal(news: News) -> ApiError:
         return ApiError(503, "The server shuts down", code="shutting_down", headers={"Retry-After": "1"})
     if isinstance(news.refusal, EngineFull):
         return ApiError(429, "The queue is full", code="queue_full", headers={"Retry-After": "1"})
+    if isinstance(news.refusal, EngineFailed):
+        message = "The engine has failed; please try again"
+        return ApiError(503, message, code="instance_failed", headers={"Retry-After": "1"})
     if news.refusal is not None:
         return bad_request(news.refusal)
     return ApiError(500, news.error or "The request failed", code="request_failed")

@@ -25,6 +25,8 @@ from capplan.engine.server.service import Service
 from capplan.errors import InputError
 
 _COMPLETION_TOKENS = 16  # OpenAI's default
+_HEALTH_S = 90.0
+"""No step takes so long: an engine that does not answer within it is stuck."""
 
 router = APIRouter()
 
@@ -40,9 +42,9 @@ async def completions(body: CompletionRequest, request: Request) -> Response:
     service = _service(request)
     adapter = service.adapter_of(body.model)
     max_tokens = body.max_tokens or _COMPLETION_TOKENS
-    prompts = [await service.encode(prompt, max_tokens) for prompt in body.prompts()]
-    if not prompts:
+    if not body.prompts():
         raise ApiError(400, "There must be at least one prompt", "prompt")
+    prompts = await service.encode(body.prompts(), max_tokens)
     form = CompletionFormat(body.model, service.tokenizer, body.include_usage(), bool(body.return_token_ids))
     return _answer(service, body, prompts, adapter, max_tokens, body.logprobs, form)
 
@@ -53,7 +55,7 @@ async def chat_completions(body: ChatRequest, request: Request) -> Response:
     service = _service(request)
     adapter = service.adapter_of(body.model)
     wanted = body.max_completion_tokens or body.max_tokens
-    prompt = await service.encode(service.template(body.messages), wanted)
+    (prompt,) = await service.encode([service.template(body.messages)], wanted)
     logprobs = (body.top_logprobs or 0) if body.logprobs else None
     form = ChatFormat(body.model, service.tokenizer, body.include_usage(), bool(body.return_token_ids))
     max_tokens = wanted or service.max_model_len - len(prompt)
@@ -137,9 +139,9 @@ async def unload_lora_adapter(body: UnloadAdapterRequest, request: Request) -> P
 
 @router.get("/health", response_model=None)
 async def health(request: Request) -> Response:
-    """Say whether requests are taken."""
+    """Say whether requests are taken; the engine's thread itself has to answer, between two steps."""
     service = _service(request)
-    well = service.driver.failure is None and not service.draining
+    well = not service.draining and await service.driver.answers(_HEALTH_S)
     return JSONResponse({"status": "ok" if well else "unavailable"}, 200 if well else 503)
 
 

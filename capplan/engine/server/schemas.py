@@ -100,7 +100,7 @@ class _Generation(BaseModel):
     @model_validator(mode="after")
     def _check(self) -> Self:
         for name, value in (self.model_extra or {}).items():
-            if name in _NEUTRAL and not any(_is(value, neutral) for neutral in _NEUTRAL[name]):
+            if value is not None and name in _NEUTRAL and not any(_is(value, n) for n in _NEUTRAL[name]):
                 allowed = " or ".join(json.dumps(each) for each in _NEUTRAL[name])
                 raise _refusal(name, f"is not supported; it can only be {allowed}")
             if name not in _NEUTRAL and name not in _WITHOUT_EFFECT:
@@ -156,11 +156,20 @@ class TextPart(_Body):
 
 
 class Message(_Body):
-    """One turn of a conversation."""
+    """One turn of a conversation.
+
+    Clients send answers back as they came, with the fields in which this server says nothing.
+    """
 
     role: Literal["system", "developer", "user", "assistant", "tool"]
     content: str | list[TextPart] | None = None
     name: str | None = None
+    tool_call_id: str | None = None
+    refusal: None = None
+    audio: None = None
+    function_call: None = None
+    annotations: Annotated[list[Any], Field(max_length=0)] | None = None
+    tool_calls: Annotated[list[Any], Field(max_length=0)] | None = None
 
     def text(self) -> str:
         """Return what was said."""

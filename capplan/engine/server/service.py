@@ -18,7 +18,7 @@ from capplan.engine.server.settings import ServerSettings
 from capplan.errors import InputError
 
 _LONG_TEXT = 50_000
-"""Characters from which on a prompt is turned into tokens beside the event loop."""
+"""Characters from which on prompts are turned into tokens beside the event loop."""
 
 
 class Service:
@@ -84,33 +84,40 @@ class Service:
             raise ApiError(404, f"The model {model!r} does not exist", "model", "model_not_found")
         return model
 
-    def refuse_if_full(self, more: int = 1) -> None:
-        """Raise when so many further prompts cannot be taken.
+    def refuse_if_full(self, more: int = 1, coming: int = 0) -> None:
+        """Raise when so many further prompts cannot be taken beside requests that are still being read.
 
         Raises
         ------
         ApiError
-            503 when the server ends, 500 when its engine has, 429 when the queue is full.
+            503 when the server ends or its engine has, 429 when the queue is full.
         """
         if self.draining:
             raise self._refusal(503, "The server shuts down", "shutting_down", 1)
         if self.driver.failure is not None:
-            raise ApiError(500, "The engine has failed", code="engine_failed")
+            raise ApiError(503, "The engine has failed", code="engine_failed", headers={"Retry-After": "1"})
         if more > self.settings.max_requests:
             message = f"A request must not have more than {self.settings.max_requests} prompts"
             raise ApiError(400, message, "prompt")
-        if self.driver.in_flight + more > self.settings.max_requests:
+        if self.driver.in_flight + coming + more > self.settings.max_requests:
             raise self._refusal(429, "The queue is full", "queue_full", self._retry_after_s())
 
-    async def encode(self, prompt: str | list[int], max_tokens: int | None) -> list[int]:
-        """Return the tokens of a prompt, checked for their number.
+    async def encode(self, prompts: Sequence[str | list[int]], max_tokens: int | None) -> list[list[int]]:
+        """Return the tokens of prompts, checked for their number.
 
         Raises
         ------
         ApiError
-            400, when it is empty, or too long together with `max_tokens`.
+            400, when one is empty, or too long together with `max_tokens`; 429 and 503 as `refuse_if_full`,
+            before any work.
         """
-        tokens = prompt if isinstance(prompt, list) else await self._tokens(prompt)
+        self.refuse_if_full(len(prompts))
+        if sum(len(prompt) for prompt in prompts if isinstance(prompt, str)) < _LONG_TEXT:
+            return [self._encode(prompt, max_tokens) for prompt in prompts]
+        return await asyncio.to_thread(lambda: [self._encode(prompt, max_tokens) for prompt in prompts])
+
+    def _encode(self, prompt: str | list[int], max_tokens: int | None) -> list[int]:
+        tokens = prompt if isinstance(prompt, list) else self._tokens(prompt)
         if not tokens:
             raise ApiError(400, "The prompt must not be empty", "prompt")
         if max(tokens) >= self.vocab_size:
@@ -127,11 +134,9 @@ class Service:
             raise ApiError(400, message, "max_tokens", "context_length_exceeded")
         return tokens
 
-    async def _tokens(self, text: str) -> list[int]:
+    def _tokens(self, text: str) -> list[int]:
         try:
-            if len(text) < _LONG_TEXT:
-                return self.tokenizer.encode(text)
-            return await asyncio.to_thread(self.tokenizer.encode, text)
+            return self.tokenizer.encode(text)
         except InputError as error:
             raise ApiError(400, str(error), "prompt") from None
         except (UnicodeError, TypeError):  # half of a surrogate pair

@@ -18,6 +18,13 @@ class EngineFull(InputError):  # noqa: N818 - it is no defect
         super().__init__("must not be more than the engine takes", location="requests")
 
 
+class EngineFailed(InputError):  # noqa: N818 - nothing that was asked for is wrong
+    """The engine has broken down with the prompt in it."""
+
+    def __init__(self) -> None:
+        super().__init__("has failed", location="engine")
+
+
 class Listener(Protocol):
     """Whoever waits for tokens, on the event loop."""
 
