@@ -33,6 +33,8 @@ MEANT_FOR: Final = MappingProxyType(
         "padded": TOPPINGS_BGMV,
         "bgmv": TOPPINGS_BGMV,
         "grouped": TOPPINGS_MBGMV,
+        "compiled": TOPPINGS_MBGMV,
+        "triton": TOPPINGS_MBGMV,
         "mbgmv": TOPPINGS_MBGMV,
         "sgmv": TOPPINGS_MBGMV,
     }

@@ -183,7 +183,7 @@ def _surrogates(
                 raise
             estimators.append(twin)
             continue
-        estimators.append(SurrogateEstimator(problem, surrogate, twin, guesses))
+        estimators.append(SurrogateEstimator(problem, surrogate, twin, guesses).ready())
     return estimators[0] if len(estimators) == 1 else PoolEstimator(tuple(estimators))
 
 

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import replace
-from heapq import heapify, heappop
 
 from capplan.errors import InfeasibleError
 from capplan.planner.bound import least_instances
@@ -83,34 +82,43 @@ def require_memory(problem: Problem) -> None:
 
 def _hottest_first(kind: list[Bundle]) -> Iterator[Bundle]:
     """Yield bundles by falling rate; mostly the first is all that anybody wants to see."""
-    heat = [sum([adapter.rate_rps for adapter in bundle]) for bundle in kind]
-    waiting = [
-        (-rate_rps, bundle[0].name, at) for at, (rate_rps, bundle) in enumerate(zip(heat, kind, strict=True))
-    ]
-    heapify(waiting)
-    while waiting:
-        yield kind[heappop(waiting)[2]]
+    hottest = min(kind, key=_heat)
+    yield hottest
+    yield from (bundle for bundle in sorted(kind, key=_heat) if bundle is not hottest)
+
+
+def _heat(bundle: Bundle) -> tuple[float, str]:
+    """Return what bundles are sorted by, hottest first."""
+    first = bundle[0]
+    rate_rps = first.rate_rps if len(bundle) == 1 else sum([adapter.rate_rps for adapter in bundle])
+    return -rate_rps, first.name
 
 
 def _kinds(problem: Problem) -> Iterable[list[Bundle]]:
     """Return bundles by kind: single adapters that differ in name and rate only; any other is a kind."""
-    constraints, bundles = problem.constraints, _bundles(problem)
+    pools, replicas = problem.constraints.pool, problem.constraints.max_replicas
     traced = problem.workload.trace is not None
     kinds: dict[object, list[Bundle]] = {}
-    for first, bundle in bundles.items():
+    for first, bundle in _bundles(problem).items():
         adapter = bundle[0]
-        own = traced or len(bundle) > 1 or first in constraints.max_replicas
-        pin = constraints.pool.get(first)
-        key = (adapter.rank, adapter.prompt_tokens, adapter.output_tokens, pin, first if own else None)
-        kinds.setdefault(key, []).append(bundle)
+        own = first if traced or len(bundle) > 1 or first in replicas else None
+        key = (adapter.rank, adapter.prompt_tokens, adapter.output_tokens, pools.get(first), own)
+        known = kinds.get(key)
+        if known is None:
+            kinds[key] = [bundle]
+        else:
+            known.append(bundle)
     return kinds.values()
 
 
 def _bundles(problem: Problem) -> Mapping[str, Bundle]:
     """Return the adapters that stay together, by the first of them."""
+    adapters, first_of = problem.workload.adapters, problem.constraints.bundle
+    if len(set(first_of.values())) == len(adapters):
+        return {adapter.name: (adapter,) for adapter in adapters}
     bundles: dict[str, Bundle] = {}
-    for adapter in problem.workload.adapters:
-        first = problem.constraints.bundle[adapter.name]
+    for adapter in adapters:
+        first = first_of[adapter.name]
         bundles[first] = (*bundles.get(first, ()), adapter)
     return bundles
 

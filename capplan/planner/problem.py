@@ -8,7 +8,7 @@ from functools import cached_property
 from operator import attrgetter
 from typing import Final, Protocol
 
-from capplan.models.memory import kv_tokens
+from capplan.models.memory import KvBudget, kv_budget
 from capplan.planner.constraints import Constraints, constraints_of
 from capplan.spec import EngineConfig, Profile, Trace, Workload, allowed_lora_rank
 
@@ -159,13 +159,8 @@ class Problem:
         host = self.workload.engine.max_cpu_loras
         if host is not None and host < min(a_max, distinct_adapters(parts)):
             return False
-        setting = (assignment.pool, a_max, self.s_max(parts), self.max_num_seqs(assignment))
-        tokens = self._kv_tokens.get(setting)
-        if tokens is None:
-            pool, _, s_max, seqs = setting
-            utilization = self.engine.gpu_memory_utilization
-            tokens = kv_tokens(self.pools[pool].profile, a_max, s_max, utilization, seqs)
-            self._kv_tokens[setting] = tokens
+        budget = self._kv_budgets[assignment.pool]
+        tokens = budget.tokens(a_max, self.s_max(parts), self.max_num_seqs(assignment))
         return tokens >= self.engine.max_model_len
 
     def offered_tok_s(self, part: Part) -> float:
@@ -178,9 +173,9 @@ class Problem:
         return constraints_of(self.workload)
 
     @cached_property
-    def _kv_tokens(self) -> dict[tuple[int, int, int, int], int]:
-        """KV tokens by pool, slots, their rank and max_num_seqs: solvers ask about few of them, and often."""
-        return {}
+    def _kv_budgets(self) -> tuple[KvBudget, ...]:
+        utilization = self.engine.gpu_memory_utilization
+        return tuple(kv_budget(pool.profile, utilization) for pool in self.pools)
 
     @cached_property
     def _tokens_per_request(self) -> Mapping[str, float]:

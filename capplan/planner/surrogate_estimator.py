@@ -6,6 +6,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from itertools import groupby
+from typing import Self, cast
 
 import numpy as np
 from numpy.typing import NDArray
@@ -17,6 +18,10 @@ from capplan.planner.problem import Assignment, Estimate, Estimator, Part, Probl
 from capplan.spec import Workload
 
 _STARVED = 0.5
+
+
+def _id_of_parts(assignment: Assignment) -> int:
+    return id(assignment.parts)
 
 
 @dataclass(frozen=True)
@@ -34,6 +39,11 @@ class SurrogateEstimator:
     """Whether to answer beyond the training range, too, rather than ask the twin; and to take an adapter with
     lengths of its own for one with the usual lengths that asks for as many tokens."""
 
+    def ready(self) -> Self:
+        """Prepare what all questions share, rather than within the first of them."""
+        _ = self._asker
+        return self
+
     def __call__(self, assignment: Assignment) -> Estimate:
         """Answer at the workload's load over (1 - headroom)."""
         return self.ask_all((assignment,))[0]
@@ -41,8 +51,10 @@ class SurrogateEstimator:
     def ask_all(self, assignments: Sequence[Assignment]) -> list[Estimate]:
         """Return the estimates of several instances; those that follow each other may share their parts."""
         known: list[Estimate | None] = []
-        for _, alike in groupby(assignments, key=lambda assignment: id(assignment.parts)):
+        for _, alike in groupby(assignments, key=_id_of_parts):
             known += self._ask(list(alike))
+        if None not in known:
+            return cast(list[Estimate], known)
         unknown = [asked for asked, estimate in zip(assignments, known, strict=True) if estimate is None]
         twins = iter(ask_all(self.twin, unknown) if unknown else ())
         return [next(twins) if estimate is None else estimate for estimate in known]
@@ -51,9 +63,10 @@ class SurrogateEstimator:
         """Return what the surrogate knows of instances that serve the same parts."""
         parts, asker = alike[0].parts, self._asker
         names = [part.name for part in parts]
-        if asker is None or not (self.guesses or self._own_lengths.keys().isdisjoint(names)):
+        own = self._own_lengths
+        if asker is None or (own and not self.guesses and not own.keys().isdisjoint(names)):
             return [None] * len(alike)
-        rates_rps, ranks = _numbers(parts, names, self._own_lengths)
+        rates_rps, ranks = _numbers(parts, names, own)
         s_max = self.problem.s_max((parts[int(ranks.argmax())],))
         settings = [Setting(a.a_max, s_max, self.problem.max_num_seqs(a)) for a in alike]
         replies = asker.ask(rates_rps / (1.0 - self.problem.workload.headroom), ranks, settings)
@@ -112,8 +125,10 @@ def _numbers(
     parts: Sequence[Part], names: Sequence[str], worth: Mapping[str, float]
 ) -> tuple[NDArray[np.float64], NDArray[np.float64]]:
     """Return the rates and ranks of the adapters that these are parts of; shares of one are one adapter."""
-    rates_rps = np.array([part.rate_rps * worth.get(part.name, 1.0) for part in parts])
-    ranks = np.array([part.rank for part in parts], np.float64)
+    rates = [part.rate_rps for part in parts]
+    if worth:
+        rates = [rate * worth.get(name, 1.0) for rate, name in zip(rates, names, strict=True)]
+    rates_rps, ranks = np.array(rates), np.array([part.rank for part in parts], np.float64)
     if len(set(names)) == len(names):
         return rates_rps, ranks
     _, first, which = np.unique(names, return_index=True, return_inverse=True)

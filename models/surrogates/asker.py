@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
+from functools import cached_property
 from typing import NamedTuple
 
 import numpy as np
 from numpy.typing import NDArray
 
-from capplan.models.memory import kv_tokens
+from capplan.models.memory import KvBudget, kv_budget
 from capplan.models.surrogates.features import FEATURES, common_of, untrained
 from capplan.models.surrogates.replies import Learned, Replies, compiled_replies, learned_by, slow_replies
 from capplan.models.surrogates.surrogate import Surrogate
@@ -45,7 +46,6 @@ class Asker:
     common: Common
     gpu_memory_utilization: float
     learned: Learned | None
-    _kv_tokens: dict[Setting, int] = field(default_factory=dict, compare=False, repr=False)
 
     def ask(
         self, rates_rps: NDArray[np.float64], ranks: NDArray[np.float64], settings: Sequence[Setting]
@@ -64,7 +64,7 @@ class Asker:
         Replies
             What `Surrogate.predict` says of such workloads; arrays of shape (settings,).
         """
-        rows = [(*setting, self._kv(setting)) for setting in settings]
+        rows = [(*setting, self._kv_budget.tokens(*setting)) for setting in settings]
         vectors = np.empty((len(rows), len(FEATURES)), np.float32)
         room = np.empty((4, rates_rps.size))
         fill_vectors(vectors, self.common, np.array(rows, float), rates_rps, ranks, np.sort(rates_rps), room)
@@ -72,13 +72,9 @@ class Asker:
             return slow_replies(self.surrogate, vectors)
         return compiled_replies(self.learned, vectors)
 
-    def _kv(self, setting: Setting) -> int:
-        tokens = self._kv_tokens.get(setting)
-        if tokens is None:
-            profile, (a_max, s_max, seqs) = self.surrogate.profile, setting
-            tokens = kv_tokens(profile, a_max, s_max, self.gpu_memory_utilization, seqs)
-            self._kv_tokens[setting] = tokens
-        return tokens
+    @cached_property
+    def _kv_budget(self) -> KvBudget:
+        return kv_budget(self.surrogate.profile, self.gpu_memory_utilization)
 
 
 def asker_of(
