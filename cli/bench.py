@@ -15,7 +15,7 @@ from capplan.cli.bench_progress import live
 from capplan.cli.bench_tables import show, warnings
 from capplan.cli.console import print_json
 from capplan.cli.extras import require_extra
-from capplan.cli.inputs import AsJson, WorkloadFile
+from capplan.cli.inputs import AsJson
 from capplan.cli.output import require_writable_file
 from capplan.errors import InputError
 
@@ -29,10 +29,17 @@ _FAILED = 1
 
 
 def bench(
-    workload: WorkloadFile,
+    workload: Annotated[
+        str | None, typer.Argument(metavar="WORKLOAD", help="Workload file (YAML).", show_default=False)
+    ] = None,
     url: Annotated[
-        str, typer.Option("--url", metavar="URL", help="Where the server listens, with or without /v1.")
-    ],
+        str | None,
+        typer.Option("--url", metavar="URL", help="Where the server listens, with or without /v1."),
+    ] = None,
+    read: Annotated[
+        str | None,
+        typer.Option("--read", metavar="FILE", help="Show a result, or a file of vllm bench serve, instead."),
+    ] = None,
     duration_s: Annotated[
         float, typer.Option("--duration-s", metavar="SECONDS", help="Length of the measured window.")
     ] = 60.0,
@@ -107,6 +114,14 @@ def bench(
 
     Exit status 1: requests failed, none was answered, or this client could not keep up.
     """
+    if read is not None:
+        if workload is not None or url is not None:
+            raise InputError("must stand alone: nothing is sent", read, "--read")
+        _tell(_known_result(read, output), as_json=as_json)
+        return
+    if workload is None or url is None:
+        place = "WORKLOAD" if workload is None else "--url"
+        raise InputError("is required, unless a result is read (--read)", location=place)
     require_extra("bench", ("aiohttp",))
     from capplan.profiling.load.bench import BenchOptions
     from capplan.profiling.load.bench import bench as measure
@@ -140,6 +155,11 @@ def bench(
         _write(result, file, workload, output, report, vllm_json)
         if requests is not None and file is not None:
             file.keep()
+    _tell(result, as_json=as_json)
+
+
+def _tell(result: BenchResult, *, as_json: bool) -> None:
+    """Print a result, and end with the status that it deserves."""
     if as_json:
         print_json(result.model_dump(mode="json"))
     else:
@@ -151,6 +171,18 @@ def bench(
         raise typer.Exit(_INTERRUPTED)
     if told:
         raise typer.Exit(_FAILED)
+
+
+def _known_result(path: str, output: str | None) -> BenchResult:
+    """Return a result that was measured before, and write it as ours if asked to."""
+    from capplan.profiling.load.vllm_bench import read_result
+
+    if output is not None:
+        require_writable_file(output)
+    result = read_result(path)
+    if output is not None:
+        result.to_json(output)
+    return result
 
 
 @contextmanager

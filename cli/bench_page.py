@@ -85,7 +85,8 @@ def _columns(requests: str | os.PathLike[str]) -> Columns:
 def _verdict(result: BenchResult) -> list[html.Html]:
     lines = warnings(result)
     if not lines:
-        return [html.paragraph(html.good("No request failed, and the client kept up."))]
+        kept_up = "" if result.client.kept_up is None else ", and the client kept up"
+        return [html.paragraph(html.good(f"No request failed{kept_up}."))]
     return [html.paragraph(html.bad(line)) for line in lines]
 
 

@@ -85,7 +85,7 @@ def warnings(result: BenchResult) -> list[str]:
     overall, client = result.overall, result.client
     if overall.completed == 0:
         lines.append("failed: no request was answered within the window")
-    if not client.kept_up:
+    if client.kept_up is False:
         lag = f"median {number(client.lag_ms.p50, 1)} ms, 99 % within {number(client.lag_ms.p99, 1)} ms"
         lines.append(
             f"this client could not keep up: requests went out late ({lag}), its loop by "

@@ -52,7 +52,7 @@ class Client:
         self._host = parts.hostname or ""
         self._port = parts.port or _PORTS[parts.scheme]
         self._tls = ssl.create_default_context() if parts.scheme == "https" else None
-        fields = {"Host": parts.netloc.rsplit("@", maxsplit=1)[-1], **target.headers()}
+        fields = {"Host": parts.netloc, **target.headers()}
         lines = "".join(f"{name}: {value}\r\n" for name, value in fields.items())
         self._head = f"POST {parts.path} HTTP/1.1\r\n{lines}Content-Length: ".encode("latin-1")
         self._timeout_s = timeout_s

@@ -95,6 +95,8 @@ class _Probe:
         """Return the listed models and the longest request; nothing where the server lists none."""
         status, document = await self._exchange("GET", "/v1/models", None)
         listed = document.get("data") if status == _OK and isinstance(document, dict) else None
+        if listed is not None and not isinstance(listed, list):
+            raise InputError("must list models at /v1/models", listed, self._target.shown)
         entries = [each for each in listed or [] if isinstance(each, dict)]
         names = tuple(str(each.get("id")) for each in entries)
         lengths = [n for each in entries if isinstance(n := each.get("max_model_len"), int) and n > 0]
@@ -148,7 +150,7 @@ class _Probe:
             raise InputError(f"cannot be asked: {error}", location=self._target.shown) from None
         try:
             return status, json.loads(text)
-        except ValueError:
+        except (ValueError, RecursionError):
             return status, text[:200]
 
 

@@ -66,7 +66,7 @@ class ClientHealth(SpecModel):
     lag_ms: Stats = Field(description="From when a request was due to when it was sent.")
     lag_ms_max: Number = None
     loop_lag_ms_p99: Number = Field(None, description="How late the event loop was, at 50 looks a second.")
-    kept_up: bool = Field(description="Lag and loop within their limits.")
+    kept_up: bool | None = Field(description="Lag and loop within their limits; null: not known.")
 
 
 class Failure(SpecModel):

@@ -20,7 +20,7 @@ class Target:
     Attributes
     ----------
     url : str
-        Where it listens; a path that ends in ``/v1`` is fine.
+        Where it listens; a path that ends in ``/v1`` is fine, user and password are not.
     api_key : str, optional
         Sent as bearer token; never written anywhere.
     base_model : str, optional
@@ -38,9 +38,16 @@ class Target:
     extra_body: Mapping[str, Any] = field(default_factory=dict)
 
     def __post_init__(self) -> None:
-        parts = urlsplit(self.url)
-        if parts.scheme not in ("http", "https") or not parts.hostname:
-            raise InputError("must be the http:// or https:// address of a server", self.url, "url")
+        rule = "must be the http:// or https:// address of a server"
+        try:
+            parts = urlsplit(self.url)
+            known = parts.scheme in ("http", "https") and parts.hostname and parts.port != 0
+        except ValueError:  # of a port that is no number, or half of an IPv6 address
+            known = False
+        if "@" in self.url.rpartition("://")[2].partition("/")[0]:  # not shown: it may hold a password
+            raise InputError("must hold no user and no password; servers take an API key", location="url")
+        if not known:
+            raise InputError(rule, self.url, "url")
 
     def at(self, path: str) -> str:
         """Return the address of ``path``, such as ``/v1/completions``."""
@@ -50,10 +57,9 @@ class Target:
 
     @property
     def shown(self) -> str:
-        """The address without user, password, query and fragment."""
+        """The address without query and fragment."""
         parts = urlsplit(self.url)
-        host = parts.netloc.rsplit("@", maxsplit=1)[-1]
-        return urlunsplit((parts.scheme, host, parts.path, "", ""))
+        return urlunsplit((parts.scheme, parts.netloc, parts.path, "", ""))
 
     def model_of(self, adapter: str) -> str:
         """Return the model name that a request with this adapter asks for; the empty name: none."""

@@ -10,6 +10,8 @@ _EVENT: Final = b"\ndata:"
 _DONE: Final = b"[DONE]"
 _TAIL_BYTES: Final = 2048
 _READ: Final = 3  # the last token, the usage, [DONE]
+_MOST_TOKENS: Final = 1 << 30
+"""No answer is as long; what counts more is no count."""
 
 
 @dataclass(frozen=True)
@@ -67,23 +69,39 @@ class EventCounter:
         complete, without_token = False, 0
         usage: Any = None
         for text in self._tail.split(_EVENT)[1:][-_READ:]:
-            line = text.strip()
+            # What follows the line is no data: names of events, comments that keep a connection alive.
+            line = text.partition(b"\n")[0].strip()
             if line == _DONE:
                 complete, without_token = True, without_token + 1
                 continue
-            try:
-                event = json.loads(line)
-                choices = event.get("choices") or []
-                complete |= bool(choices and choices[0].get("finish_reason"))
-            except (ValueError, AttributeError, TypeError):
+            event = _event(line)
+            if event is None:
                 return Ending(False, without_token, error=f"no answer to a completion: {_shown(line)}")
             if event.get("error") is not None:
                 return Ending(False, without_token, error=_shown(line))
+            choices = event.get("choices")
+            complete |= bool(choices and choices[0].get("finish_reason"))
             without_token += not choices
             usage = event.get("usage") or usage
         if not isinstance(usage, dict):
             return Ending(complete, without_token)
-        return Ending(True, without_token, _count(usage, "prompt_tokens"), _count(usage, "completion_tokens"))
+        prompt, output = (_count(usage, key) for key in ("prompt_tokens", "completion_tokens"))
+        if max(prompt or 0, output or 0) > _MOST_TOKENS:
+            return Ending(False, without_token, error="an answer with an absurd number of tokens")
+        return Ending(True, without_token, prompt, output)
+
+
+def _event(line: bytes) -> dict[str, Any] | None:
+    """Return an event of a completion; None for anything else."""
+    try:
+        event = json.loads(line)
+    except (ValueError, RecursionError):
+        return None
+    if not isinstance(event, dict):
+        return None
+    choices = event.get("choices")
+    sound = choices is None or (isinstance(choices, list) and all(isinstance(each, dict) for each in choices))
+    return event if sound else None
 
 
 def _count(usage: dict[str, Any], key: str) -> int | None:

@@ -103,6 +103,19 @@ def vllm_document(result: BenchResult, rows: Mapping[str, Any]) -> dict[str, Any
     }
 
 
+def read_result(path: str | os.PathLike[str]) -> BenchResult:
+    """Read a result of `capplan bench`, or a file of ``vllm bench serve``.
+
+    Raises
+    ------
+    InputError
+        For a file that is neither.
+    """
+    data: Any = parse_json(read_text(path, _MAX_BYTES), os.fspath(path))
+    ours = isinstance(data, Mapping) and "schema_version" in data
+    return BenchResult.from_json(path) if ours else read_vllm_bench(path)
+
+
 def read_vllm_bench(path: str | os.PathLike[str]) -> BenchResult:
     """Read a file of ``vllm bench serve`` as a result.
 
@@ -162,7 +175,7 @@ def read_vllm_bench(path: str | os.PathLike[str]) -> BenchResult:
         warm_up_s=0.0,
         duration_s=duration_s,
         overall=overall,
-        client=ClientHealth(lag_ms=Stats(), kept_up=True),
+        client=ClientHealth(lag_ms=Stats(), kept_up=None),
         settings={key: data.get(key) for key in ("request_rate", "burstiness", "max_concurrency")},
     )
 

@@ -19,7 +19,8 @@ _LONGEST_HEAD: Final = 1 << 16
 _LONGEST_LINE: Final = 1 << 10
 _SHOWN_BYTES: Final = 300
 _STATUS: Final = re.compile(rb"HTTP/1\.[01] (\d{3})")
-_LENGTH: Final = re.compile(rb"\r\ncontent-length:[ \t]*(\d+)")
+_LENGTH: Final = re.compile(rb"\r\ncontent-length:[ \t]*(\d{1,18})[ \t]*\r")
+_SIZE: Final = re.compile(rb"[ \t]*([0-9A-Fa-f]{1,16})[ \t]*(?:;|$)")
 _CHUNKED: Final = re.compile(rb"\r\ntransfer-encoding:[^\r]*chunked")
 _CLOSE: Final = re.compile(rb"\r\nconnection:[^\r]*close")
 _OK: Final = 200
@@ -72,10 +73,10 @@ class Dechunker:
         if self._last:
             self.done = not line
         elif line:
-            try:
-                self._left = int(line.split(b";", 1)[0], 16)
-            except ValueError:
-                raise WireError(f"no size of a chunk: {line[:40]!r}") from None
+            size = _SIZE.match(line)
+            if size is None:
+                raise WireError(f"no size of a chunk: {line[:40]!r}")
+            self._left = int(size[1], 16)
             self._last = self._left == 0
 
 

@@ -61,6 +61,36 @@ def test_json_is_the_whole_result(run: Run, workload_yaml: Path) -> None:
     assert BenchResult.model_validate(document).overall.completed == document["overall"]["completed"]
 
 
+def test_a_result_that_is_there_is_read_and_so_is_one_of_vllm(
+    run: Run, workload_yaml: Path, tmp_path: Path
+) -> None:
+    ours, theirs = tmp_path / "r.json", tmp_path / "v.json"
+    with servers.null_server() as url:
+        first = run("bench", workload_yaml, "--url", url, *SHORT, "-o", ours, "--vllm-json", theirs)
+    again = run("bench", "--read", ours)
+    assert (again.stdout, again.exit_code) == (first.stdout, first.exit_code)
+    read = run("bench", "--read", theirs, "-o", tmp_path / "v-as-ours.json")
+    assert read.exit_code == 0, read.output
+    assert "throughput, tok/s" in read.stdout
+    result = BenchResult.from_json(tmp_path / "v-as-ours.json")
+    assert result.overall.completed == BenchResult.from_json(ours).overall.completed
+    assert result.client.kept_up is None  # such a file does not tell
+    assert json.loads(run("bench", "--read", theirs, "--json").stdout)["client"]["kept_up"] is None
+
+
+@pytest.mark.parametrize(
+    ("words", "told"),
+    [
+        ((), "WORKLOAD: is required, unless a result is read"),
+        (("w.yaml",), "--url: is required, unless a result is read"),
+        (("w.yaml", "--read", "r.json"), "--read: must stand alone"),
+        (("--read", "/nowhere/r.json"), "/nowhere/r.json"),
+    ],
+)
+def test_what_is_sent_or_read_must_be_said(run: Run, words: tuple[str, ...], told: str) -> None:
+    assert told in error_line(run("bench", *words))
+
+
 def test_requests_that_fail_are_told_and_exit_1(run: Run, workload_yaml: Path, tmp_path: Path) -> None:
     with servers.server(fails) as url:
         done = run("bench", workload_yaml, "--url", url, *SHORT, "-o", tmp_path / "r.json")
@@ -85,6 +115,8 @@ def test_a_server_that_is_not_there_is_one_line(run: Run, workload_yaml: Path) -
         (("--extra-body", "[1]"), "--extra-body: must be a JSON object"),
         (("--prompt-form", "braille"), "--prompt-form: must be one of ids, toy-ids, text"),
         (("--url", "nowhere"), "url: must be the http:// or https:// address"),
+        (("--url", "http://[::1"), "url: must be the http:// or https:// address"),
+        (("--url", "http://me:hush@h"), "url: must hold no user and no password"),
         (("--profile", "none/such"), "none/such"),
         (("-o", "/nowhere/r.json"), "/nowhere/r.json: cannot be written"),
     ],

@@ -127,6 +127,23 @@ async def breaks_its_chunks(asked: dict[str, Any], writer: asyncio.StreamWriter)
     await asyncio.sleep(60)
 
 
+async def counts_chunks_below_zero(asked: dict[str, Any], writer: asyncio.StreamWriter) -> None:
+    writer.write(STREAM_HEAD + b"-5\r\n" + event())
+    await writer.drain()
+    await asyncio.sleep(60)
+
+
+async def nests_deeply(asked: dict[str, Any], writer: asyncio.StreamWriter) -> None:
+    body = event() + b'data: {"choices": ' + b"[" * 1500 + b"\n\n"
+    writer.write(STREAM_HEAD + chunk(body) + b"0\r\n\r\n")
+    await writer.drain()
+
+
+async def counts_absurdly(asked: dict[str, Any], writer: asyncio.StreamWriter) -> None:
+    writer.write(STREAM_HEAD + chunk(event() + usage(3, 10**12)) + b"0\r\n\r\n")
+    await writer.drain()
+
+
 async def fails_inside_the_stream(asked: dict[str, Any], writer: asyncio.StreamWriter) -> None:
     body = event() + b'data: {"error": {"message": "out of memory"}}\n\ndata: [DONE]\n\n'
     writer.write(STREAM_HEAD + chunk(body) + b"0\r\n\r\n")
@@ -145,6 +162,9 @@ FAULTS: list[tuple[Fault, str]] = [
     (streams_garbage, "bad_response"),
     (sends_a_web_page, "bad_response"),
     (breaks_its_chunks, "bad_response"),
+    (counts_chunks_below_zero, "bad_response"),
+    (nests_deeply, "bad_response"),
+    (counts_absurdly, "bad_response"),
     (fails_inside_the_stream, "bad_response"),
 ]
 
@@ -309,10 +329,48 @@ def test_a_server_that_takes_no_ids_gets_text_of_the_same_length() -> None:
     assert overall.input_tok_s * result.duration_s == 40 * overall.completed
 
 
-@pytest.mark.parametrize("url", ["localhost:8000", "ftp://x", "http://", ""])
+@pytest.mark.parametrize(
+    "url",
+    ["localhost:8000", "ftp://x", "http://", "", "http://localhost:80x0", "http://[::1", "http://h:99999"],
+)
 def test_an_address_is_that_of_a_server(url: str) -> None:
-    with pytest.raises(InputError, match="url"):
+    with pytest.raises(InputError, match="url: must be the http"):
         Target(url)
+
+
+@pytest.mark.parametrize(
+    "url", ["http://me:hush@h:1", "http://me@h:1/v1", "me:hush@h", "http://me:hush@[::1"]
+)
+def test_a_password_in_an_address_is_refused_and_not_told(url: str) -> None:
+    with pytest.raises(InputError, match="no password") as caught:
+        Target(url)
+    assert "hush" not in str(caught.value)
+
+
+def test_a_server_that_lists_no_models_is_one_clear_line() -> None:
+    async def odd(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        await reader.readuntil(b"\r\n\r\n")
+        await plain(writer, 200, b'{"data": 5}')
+
+    with (
+        servers.listening(lambda: asyncio.start_server(odd, "127.0.0.1", 0)) as url,
+        pytest.raises(InputError, match="must list models at /v1/models"),
+    ):
+        measured_by(url, workload())
+
+
+def test_what_speaks_no_http_is_one_clear_line() -> None:
+    async def greets(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        writer.write(b"SSH-2.0-OpenSSH_9.6\r\n")
+        await writer.drain()
+        await asyncio.sleep(5)
+
+    with (
+        servers.listening(lambda: asyncio.start_server(greets, "127.0.0.1", 0)) as url,
+        pytest.raises(InputError, match="cannot be asked") as caught,
+    ):
+        measured_by(url, workload())
+    assert "\n" not in str(caught.value)
 
 
 @pytest.mark.parametrize("url", ["http://h:1", "http://h:1/", "http://h:1/v1", "http://h:1/v1/"])

@@ -1,4 +1,5 @@
 import itertools
+import json
 
 from hypothesis import given
 from hypothesis import strategies as st
@@ -48,7 +49,8 @@ def test_an_error_inside_the_stream_is_told() -> None:
 
 
 def test_what_is_no_completion_is_told() -> None:
-    for line in (b"hello", b"[1, 2]", b'{"choices": 5}', b'"text"'):
+    shapes = (b'{"choices": 5}', b'{"choices": {"0": {}}}', b'{"choices": [[{}]]}', b"[" * 1500, b"9" * 1500)
+    for line in (b"hello", b"[1, 2]", b'"text"', *shapes):
         assert fed(b"data: " + line + b"\n\n", []).ending().error
 
 
@@ -56,3 +58,36 @@ def test_lines_may_end_with_carriage_returns() -> None:
     data = (event() + event() + usage(1, 2)).replace(b"\n", b"\r\n")
     counter = fed(data, [5, 50])
     assert len(counter.times) - counter.ending().without_token == 2
+
+
+def test_more_tokens_than_anybody_makes_are_an_error() -> None:
+    ending = fed(event() + usage(3, 10**12), []).ending()
+    assert ending.error
+    assert not ending.complete
+
+
+json_values = st.recursive(
+    st.none() | st.booleans() | st.integers() | st.floats() | st.text(max_size=5),
+    lambda inner: st.lists(inner, max_size=3) | st.dictionaries(st.text(max_size=5), inner, max_size=3),
+    max_leaves=8,
+)
+told = st.fixed_dictionaries(
+    {}, optional={"choices": json_values, "usage": json_values, "error": json_values}
+)
+
+
+@given(json_values | told)
+def test_no_event_whatever_its_shape_is_an_exception(value: object) -> None:
+    ending = fed(b"data: " + json.dumps(value).encode() + b"\n\n", []).ending()
+    for count in (ending.prompt_tokens, ending.output_tokens):
+        assert count is None or 0 <= count < 2**31
+
+
+@given(texts, st.lists(st.integers(0, 10_000), max_size=30))
+def test_comments_and_names_of_events_are_no_part_of_an_answer(tokens: list[str], cuts: list[int]) -> None:
+    between = b": keep-alive\n\nevent: token\n"
+    data = b"".join(between + event(each) for each in tokens) + between + usage(7, 3) + b": bye\n\n"
+    counter = fed(data, cuts)
+    ending = counter.ending()
+    assert len(counter.times) - ending.without_token == len(tokens)
+    assert (ending.error, ending.prompt_tokens, ending.output_tokens) == ("", 7, 3)

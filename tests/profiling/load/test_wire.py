@@ -23,11 +23,14 @@ def test_chunks_are_taken_apart_however_the_bytes_are_cut(parts: list[bytes], cu
 
 def test_extensions_of_a_chunk_are_left_alone() -> None:
     dechunker = Dechunker()
-    assert dechunker.feed(b"3;a=b\r\nabc\r\n0\r\n\r\n") == b"abc"
+    assert dechunker.feed(b"3;a=b\r\nabc\r\nA ;c\r\n0123456789\r\n0\r\n\r\n") == b"abc0123456789"
     assert dechunker.done
 
 
-@pytest.mark.parametrize("data", [b"xyz\r\n", b"a" * 2000])
+@pytest.mark.parametrize(
+    "data",
+    [b"xyz\r\n", b"a" * 2000, b"-5\r\nabc\r\n", b"+5\r\n", b"0x5\r\n", b"1_0\r\n", b"f" * 40 + b"\r\n"],
+)
 def test_what_is_no_chunk_is_refused(data: bytes) -> None:
     with pytest.raises(WireError):
         Dechunker().feed(data)
