@@ -121,6 +121,8 @@ def engine(
         _show(outcome, output)
         if reports:
             show_fits(reports)
+    for line in outcome.failed:
+        typer.echo(f"failed: {line}", err=True)
 
 
 def _slot_rank(rank: int) -> int:

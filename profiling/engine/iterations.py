@@ -13,6 +13,8 @@ from typing import Any, Final
 import numpy as np
 
 from capplan.engine import Engine
+from capplan.engine.settings import EngineSettings
+from capplan.profiling.engine.memory import config_of
 from capplan.profiling.engine.options import Options
 from capplan.profiling.engine.stepping import Stepper
 
@@ -79,13 +81,16 @@ def iteration_rows(
     todo = [batch for batch in every if batch.name not in known]
     if not todo:
         return
+    yield 0, len(todo), []
+    if left_s() <= 0.0:
+        return
     widest = max(len(batch.ranks) for batch in every)
     ranks = {f"r{rank}-{at}": rank for rank in RANKS for at in range(widest)}
     fields: dict[str, Any] = options.engine_fields(a_max=widest, s_max=max(RANKS), max_num_seqs=widest)
     fields["num_kv_blocks"] = widest * 4 + -(-options.max_model_len // 16)
     with Engine(options.model, ranks, virtual_time=True, **fields) as engine:
         stepper = Stepper(engine, ranks, options.seed)
-        kernel = options.lora_kernel or ("mbgmv" if options.on_gpu else "grouped")
+        kernel = _kernel(options)
         for done, batch in enumerate(todo, start=1):
             if left_s() <= 0.0:
                 return
@@ -99,6 +104,13 @@ def iteration_rows(
                     _row(kernel, batch, "prefill", _PROMPT, prefill_ms),
                 ],
             )
+
+
+def _kernel(options: Options) -> str:
+    """Return the name of the kernel that the engine chooses."""
+    fields: dict[str, Any] = options.engine_fields()
+    settings = EngineSettings(**fields)
+    return settings.chosen_lora_kernel(settings.torch_dtype(config_of(options.model)))
 
 
 def _row(kernel: str, batch: Batch, phase: str, tokens: int, milliseconds: float) -> dict[str, Any]:

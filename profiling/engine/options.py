@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from types import MappingProxyType
 from typing import Any, Final
 
 from capplan.errors import InputError
@@ -16,6 +17,8 @@ STAGES: Final = (MEMORY, LOADS, STEPS, ITERATIONS, SERVED)
 """In the order in which they are measured."""
 
 _MODEL_LEN: Final = 2048
+_WEIGHTS: Final = MappingProxyType({STEPS: 0.5, ITERATIONS: 0.075, SERVED: 0.425})
+"""How the time is dealt out to the stages that take as much as they are given."""
 
 
 @dataclass(frozen=True)
@@ -78,6 +81,9 @@ class Options:
                 raise InputError("must be whole numbers >= 1", values, name)
         if max(self.ranks) > max(self.s_max):
             raise InputError(f"must reach the largest rank, {max(self.ranks)}", max(self.s_max), "s_max")
+        if min(self.s_max) < min(self.ranks):
+            rule = f"must each hold an adapter: the smallest rank is {min(self.ranks)}"
+            raise InputError(rule, min(self.s_max), "s_max")
         for each in self.stages:
             if each not in STAGES:
                 raise InputError(f"must be some of {', '.join(STAGES)}", each, "stages")
@@ -104,6 +110,23 @@ class Options:
             **more,
         }
 
+    def fitting(self, s_max: int) -> tuple[int, ...]:
+        """Return the ranks that fit into slots of this rank, in the order in which they were given."""
+        return tuple(rank for rank in self.ranks if rank <= s_max)
+
     def adapters(self, a_max: int, s_max: int) -> dict[str, int]:
         """Return adapters that fit into the slots, enough of each rank to fill them; name to rank."""
-        return {f"r{rank}-{i}": rank for rank in self.ranks if rank <= s_max for i in range(a_max)}
+        return {f"r{rank}-{i}": rank for rank in self.fitting(s_max) for i in range(a_max)}
+
+    def share(self, stage: str) -> float:
+        """Return the share of the time left at the beginning of a stage that it may take.
+
+        What is asked for counts alone: the last of the stages that fill their time has all of it. Stages that
+        take as long as they must have no limit.
+        """
+        if stage not in _WEIGHTS:
+            return 1.0
+        left = STAGES[STAGES.index(stage) :]
+        return _WEIGHTS[stage] / sum(
+            _WEIGHTS.get(each, 0.0) for each in left if each in self.stages or each == stage
+        )

@@ -21,10 +21,11 @@ from capplan.profiling.engine.options import Options
 from capplan.profiling.engine.process import ServerCommand, running_server
 from capplan.profiling.engine.rows import recorded_rows
 from capplan.profiling.load.client import Client
+from capplan.profiling.load.outcome import FINISHED
 from capplan.profiling.load.preflight import bodies_for, preflight
 from capplan.profiling.load.schedule import BASE
 from capplan.profiling.load.settings import Target
-from capplan.profiling.server.closed_loop import Asker, closed_loop
+from capplan.profiling.server.closed_loop import Asker, LoopError, closed_loop
 from capplan.profiling.server.idle import OUTPUT_TOKENS, first_tokens
 from capplan.profiling.server.points import Bounds, Point, design
 
@@ -54,6 +55,8 @@ class Served:
     steps: list[dict[str, Any]]
     idle: list[dict[str, float]]
     """First tokens of the idle server, a row per prompt length."""
+    failed: tuple[str, ...] = ()
+    """Points whose requests failed, with the reason; they have no rows."""
 
 
 def serve_and_measure(
@@ -95,9 +98,10 @@ def serve_and_measure(
     try:
         with running_server(command) as url:
             target = Target(url, base_model=options.model)
-            client = _Client(target, adapters, options.ranks, options.max_model_len)
-            windows, idle, first_s = asyncio.run(client.measure(points, options.point_s, options.seed, done))
-        return Served(_rows(records, windows, first_s), idle)
+            client = _Client(target, adapters, options.fitting(s_max), options.max_model_len)
+            last_s = asyncio.run(client.measure(points, options.point_s, options.seed, done))
+        rows = [] if last_s is None else _rows(records, client.windows, last_s)
+        return Served(rows, client.idle, tuple(client.failed))
     finally:
         records.unlink(missing_ok=True)
 
@@ -122,53 +126,87 @@ def serve_flags(options: Options, a_max: int, s_max: int, kv_blocks: int) -> tup
 
 
 class _Client:
-    """Keeps streams up at one server."""
+    """Keeps streams up at one server.
+
+    Attributes
+    ----------
+    windows, idle, failed
+        What `measure` found.
+    """
 
     def __init__(
         self, target: Target, adapters: dict[str, int], ranks: tuple[int, ...], longest: int
     ) -> None:
+        self.windows: list[Window] = []
+        self.idle: list[dict[str, float]] = []
+        self.failed: list[str] = []
         self._target = target
         self._idle_prompts = sorted({min(tokens, longest - OUTPUT_TOKENS) for tokens in _IDLE_PROMPTS})
         self._names = [BASE, *adapters]
-        self._by_rank = {
-            rank: [at for at, name in enumerate(self._names) if adapters.get(name) == rank] for rank in ranks
-        }
+        self._pools = [
+            [at for at, name in enumerate(self._names) if adapters.get(name) == rank] for rank in ranks
+        ]
 
     async def measure(
         self, points: Sequence[Point], point_s: float, seed: int, done: Callable[[int, int], None]
-    ) -> tuple[list[Window], list[dict[str, float]], float]:
+    ) -> float | None:
+        """Measure points, whatever becomes of single ones; return when the engine did its last step.
+
+        None: nobody knows, so that no point can be found again in the engine's records.
+        """
         found = await preflight(self._target, self._names, None)
         client = Client(self._target, _TIMEOUT_S, time.monotonic)
         try:
             bodies = bodies_for(found, self._target, self._names, self._names)
             asker = Asker(client, bodies, time.monotonic)
-            resident = next(iter(self._by_rank.values()))[:1]
-            idle = await first_tokens(asker, resident, self._idle_prompts, _IDLE_REPEATS, lambda: None)
-            windows = []
+            await self._first_tokens(asker)
+            last_s = None
             for number, point in enumerate(points):
                 done(number, len(points))
-                models = self._models(point, number)
-                ramp_s, rest_s = _RAMP_SHARE * point_s, (1.0 - _RAMP_SHARE) * point_s
-                _, start_s, end_s = await closed_loop(asker, point, models, ramp_s, rest_s, seed + number)
-                windows.append(Window(point, start_s, end_s))
+                last_s = await self._point(asker, point, number, point_s, seed)
             done(len(points), len(points))
-            return windows, idle, time.monotonic()
+            return last_s if last_s is not None or not self.windows else await self._one_more(asker)
         finally:
             client.close()
+
+    async def _first_tokens(self, asker: Asker) -> None:
+        resident = self._pools[0][:1]
+        try:
+            self.idle = await first_tokens(asker, resident, self._idle_prompts, _IDLE_REPEATS, lambda: None)
+        except LoopError as error:
+            self.failed.append(f"first tokens: {error}")
+
+    async def _point(
+        self, asker: Asker, point: Point, number: int, point_s: float, seed: int
+    ) -> float | None:
+        """Keep a point up; return the end of its window, at which its streams were cut off."""
+        models = self._models(point, number)
+        ramp_s, rest_s = _RAMP_SHARE * point_s, (1.0 - _RAMP_SHARE) * point_s
+        try:
+            _, start_s, end_s = await closed_loop(asker, point, models, ramp_s, rest_s, seed + number)
+        except LoopError as error:
+            self.failed.append(f"{point.name}: {error}")
+            return None
+        self.windows.append(Window(point, start_s, end_s))
+        return end_s
+
+    async def _one_more(self, asker: Asker) -> float | None:
+        """Ask once more after a point that failed: when its streams had their last step, nobody knows."""
+        outcome = (await asker.ask(0, self._idle_prompts[0], OUTPUT_TOKENS)).outcome
+        return outcome.times_s[0] if outcome.kind == FINISHED else None
 
     def _models(self, point: Point, number: int) -> list[int]:
         """Return adapters of one rank; which one takes turns, so that records tell whose rank is whose."""
         if point.adapters == 0:
             return [0]
-        pools = [pool for pool in self._by_rank.values() if pool]
-        return pools[number % len(pools)][: point.adapters]
+        return self._pools[number % len(self._pools)][: point.adapters]
 
 
 def _rows(records: Path, windows: Sequence[Window], last_s: float) -> list[dict[str, Any]]:
     import pandas as pd
 
     table = recorded_rows(pd.read_parquet(records), _PAUSE_S)
-    offset_ms = _offset_ms(table, windows, last_s)
+    offset_ms = _offset_ms(table, last_s)
     found: list[dict[str, Any]] = []
     for window in windows:
         start, end = (1e3 * at + offset_ms for at in (window.start_s, window.end_s))
@@ -177,14 +215,13 @@ def _rows(records: Path, windows: Sequence[Window], last_s: float) -> list[dict[
     return found
 
 
-def _offset_ms(table: Any, windows: Sequence[Window], last_s: float) -> float:
-    """Return what the engine's clock shows at the client's 0.
+def _offset_ms(table: Any, last_s: float) -> float:
+    """Return what the engine's clock shows at the client's 0; both run alike.
 
-    Both run alike; the last step of the records was before the client's last word and after the end of the
-    last window, whose streams were then cut off.
+    The last step after which something still ran is the one before the streams were cut off at the end of the
+    last window, or that of a first token.
     """
-    end_s = windows[-1].end_s
-    return float(table["begin_ms"].iloc[-1]) - 1e3 * min(last_s, end_s)
+    return float(table["begin_ms"].iloc[-1]) - 1e3 * last_s
 
 
 def grouped(steps: Any) -> list[dict[str, float]]:

@@ -28,8 +28,8 @@ OnProgress: TypeAlias = Callable[[str, int, int], None]
 _LOAD_ROUNDS: Final = 12
 _IDLE_RATE_RPS: Final = 0.01
 _IDLE_RUN_S: Final = 20_000.0
-_SHARES: Final = {stages.ITERATIONS: 0.15, stages.STEPS: 0.5}
-"""Of the time that is left when a stage begins; the last one has all of it."""
+_FIXED: Final = ("threads", "max_num_seqs", "max_num_batched_tokens", "max_model_len", "ranks")
+"""Options that must not change when a measuring goes on: rows would not go together."""
 
 
 @dataclass(frozen=True)
@@ -44,11 +44,14 @@ class Outcome:
         SMAPE on left-out states of the engine's own steps, of the worst setting, in percent; NaN: not known.
     is_complete
         Whether nothing is left to measure, or all of it is known well enough.
+    failed
+        States of the server whose requests failed, with the reason.
     """
 
     rows: dict[str, int]
     step_error: float
     is_complete: bool
+    failed: tuple[str, ...] = ()
 
 
 class Session:
@@ -69,6 +72,7 @@ class Session:
         self.base = base_profile(options)
         self._until_s = time.monotonic() + options.budget_s
         self._errors: list[float] = []
+        self._failed: list[str] = []
         self._complete: dict[str, bool] = {}
         self._note()
 
@@ -91,10 +95,10 @@ class Session:
         tables = (files.MEMORY, files.LOADING, STEPS, SERVED, ITERATIONS, files.RUNS)
         rows = {name: len(table) for name in tables if (table := self.out.table(name)) is not None}
         worst = max(self._errors, default=float("nan"))
-        return Outcome(rows, worst, all(self._complete.values()))
+        return Outcome(rows, worst, all(self._complete.values()), tuple(self._failed))
 
-    def _left_s(self, stage: str = "") -> float:
-        return (self._until_s - time.monotonic()) * _SHARES.get(stage, 1.0)
+    def _left_s(self, stage: str) -> float:
+        return (self._until_s - time.monotonic()) * self.options.share(stage)
 
     def _settings(self) -> Iterator[tuple[int, int, str]]:
         for s_max in self.options.s_max:
@@ -153,13 +157,13 @@ class Session:
         for done, total, rows in iteration_rows(self.options, known, lambda: until_s - time.monotonic()):
             self.tell("whole iterations", done, total)
             self.out.add(ITERATIONS, "iterations", rows, replace=False)
-        return bool(known or done) and done == total
+        return done == total
 
     def _served(self) -> bool:
         from capplan.profiling.engine.served import serve_and_measure
 
         pairs = list(self._settings())
-        until_s, complete = time.monotonic() + self._left_s(), True
+        until_s, complete = time.monotonic() + self._left_s(stages.SERVED), True
         for at, (a_max, s_max, name) in enumerate(pairs):
             if self.out.has(SERVED, name):
                 continue
@@ -182,6 +186,8 @@ class Session:
             steps = [{**fixed, **row, "run": f"{name}-{row['run']}"} for row in found.steps]
             self.out.add(files.RUNS, name, [self._idle_run(a_max, s_max, row) for row in found.idle])
             self.out.add(SERVED, name, steps)
+            self._failed += [f"{name}, {each}" for each in found.failed]
+            complete = complete and bool(steps)
         return complete
 
     def _fixed(self, a_max: int, s_max: int) -> dict[str, Any]:
@@ -195,7 +201,7 @@ class Session:
             "a_max": a_max,
             "s_max": s_max,
             "adapters": 1,
-            "ranks": self.options.ranks[0],
+            "ranks": self.options.fitting(s_max)[0],
             "rates_rps": _IDLE_RATE_RPS,
             "prompt_mean": row["prompt_tokens"],
             "prompt_std": 0,
@@ -220,8 +226,19 @@ class Session:
             self.base = known
         else:
             write_text_atomic(file, json.dumps(self.base.model_dump(mode="json"), indent=2) + "\n")
+        self._require_same()
         facts = {"options": asdict(self.options), "machine": describe(self.options.device)}
         self.out.note(time.strftime("%Y-%m-%dT%H:%M:%SZ", time.gmtime()), facts)
+
+    def _require_same(self) -> None:
+        """Refuse options with which the rows that are there do not go together."""
+        for at, facts in self.out.notes().items():
+            known = facts.get("options")
+            for name in _FIXED if isinstance(known, dict) else ():
+                there, here = known.get(name), getattr(self.options, name)
+                if there is not None and there != (list(here) if isinstance(here, tuple) else here):
+                    rule = f"must be {there}, as of {at}, to go on with what is there; choose another folder"
+                    raise InputError(rule, here, f"{self.out.path}: {name}")
 
 
 def profile_engine(out: str | Path, options: Options, on_progress: OnProgress = lambda *_: None) -> Outcome:

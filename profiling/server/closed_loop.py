@@ -10,6 +10,7 @@ from typing import Final
 
 import numpy as np
 
+from capplan.errors import CapplanError
 from capplan.profiling.load.client import Client
 from capplan.profiling.load.outcome import FINISHED, UNFINISHED, Outcome
 from capplan.profiling.load.prompts import Bodies
@@ -31,8 +32,8 @@ class Answered:
     """As asked."""
 
 
-class LoopError(Exception):
-    """Requests of a closed loop failed again and again."""
+class LoopError(CapplanError):
+    """Requests to a server that is measured failed."""
 
 
 class Asker:
@@ -96,10 +97,12 @@ async def closed_loop(
         for at in range(point.streams)
     ]
     start_s, end_s = begun_s + ramp_s, begun_s + ramp_s + measured_s
-    await asyncio.wait(streams, timeout=max(0.0, end_s - asker.clock()))
-    for each in streams:
-        each.cancel()
-    await asyncio.wait(streams, timeout=_CANCEL_S)
+    try:
+        await asyncio.wait(streams, timeout=max(0.0, end_s - asker.clock()))
+    finally:  # also when this loop itself is cancelled
+        for each in streams:
+            each.cancel()
+        await asyncio.wait(streams, timeout=_CANCEL_S)
     for each in streams:
         if each.done() and not each.cancelled() and (error := each.exception()) is not None:
             raise error

@@ -94,14 +94,45 @@ class Folder:
         else:
             write_text_atomic(self.path / name, own.to_csv(index=False))
 
+    def notes(self) -> dict[str, Any]:
+        """Return where the rows are from, by setting."""
+        file = self.path / PROVENANCE
+        if not file.exists():
+            return {}
+        try:
+            known = json.loads(read_text(file))
+        except ValueError:
+            raise InputError("must be JSON", location=str(file)) from None
+        if not isinstance(known, dict) or not all(isinstance(each, dict) for each in known.values()):
+            raise InputError("must be a record that this command wrote", location=str(file))
+        return known
+
     def note(self, setting: str, facts: Mapping[str, Any]) -> None:
         """Record where the rows of a setting are from."""
-        file = self.path / PROVENANCE
-        known: dict[str, Any] = {}
-        if file.exists():
-            try:
-                known = json.loads(read_text(file))
-            except ValueError:
-                raise InputError("must be JSON", location=str(file)) from None
-        known[setting] = dict(facts)
-        write_text_atomic(file, json.dumps(known, indent=1, sort_keys=True) + "\n")
+        known = {**self.notes(), setting: dict(facts)}
+        write_text_atomic(self.path / PROVENANCE, json.dumps(known, indent=1, sort_keys=True) + "\n")
+
+
+def require_same(folder: Folder, setting: str, facts: Mapping[str, Any]) -> None:
+    """Refuse a folder whose rows are of another base model, or of other adapters at the same setting.
+
+    Parameters
+    ----------
+    folder
+        What is there is compared, as far as it says.
+    setting
+        Which start of an engine is to be measured.
+    facts
+        As they will be noted: ``base_model`` and ``ranks`` count, the latter by adapter.
+
+    Raises
+    ------
+    InputError
+        Naming what differs.
+    """
+    for name, known in folder.notes().items():
+        for key in ("base_model", "ranks") if name == setting else ("base_model",):
+            there, here = known.get(key), facts[key]
+            if there is not None and here is not None and there != here:
+                rule = f"must be {there} to go on with what is there; choose another folder"
+                raise InputError(rule, here, f"{folder.path / PROVENANCE}: {name}: {key}")

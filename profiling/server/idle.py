@@ -2,18 +2,21 @@
 
 from __future__ import annotations
 
+import asyncio
 from collections.abc import Callable, Mapping, Sequence
 from typing import Final
 
 import numpy as np
 
-from capplan.profiling.load.outcome import FINISHED
+from capplan.profiling.load.outcome import FINISHED, UNFINISHED
 from capplan.profiling.server.closed_loop import Asker, LoopError
 
 _MS_PER_S: Final = 1e3
 _LOAD_PROMPT: Final = 8
 """Tokens: short, so that the load is a large part of the answer."""
 OUTPUT_TOKENS: Final = 2
+_LEAST_MS: Final = 1e-3
+"""Of a load that is too short to be told from none; calibration takes times above 0."""
 
 
 async def first_tokens(
@@ -33,6 +36,11 @@ async def first_tokens(
         How often each is asked; the first answers, which may load adapters, are left out.
     done
         Called after each length.
+
+    Raises
+    ------
+    LoopError
+        When a request fails.
     """
     for model in models:
         await _ttft_ms(asker, model, _LOAD_PROMPT)
@@ -74,6 +82,11 @@ async def adapter_loads(
         How often each adapter is loaded.
     done
         Called after each round.
+
+    Raises
+    ------
+    LoopError
+        When a request fails.
     """
     if len(adapters) <= a_max:
         return []
@@ -90,7 +103,7 @@ async def adapter_loads(
             "rank": float(rank),
             "s_max": float(s_max),
             "kind": "gpu",
-            "ms": float(np.median(differences)),
+            "ms": max(_LEAST_MS, float(np.median(differences))),
             "ms_p25": float(np.percentile(differences, 25)),
             "ms_p75": float(np.percentile(differences, 75)),
             "loads": float(len(differences)),
@@ -101,6 +114,8 @@ async def adapter_loads(
 
 async def _ttft_ms(asker: Asker, model: int, prompt_tokens: int) -> float:
     outcome = (await asker.ask(model, prompt_tokens, OUTPUT_TOKENS)).outcome
+    if outcome.kind == UNFINISHED:  # the client takes in that it was cancelled, and tells it so
+        raise asyncio.CancelledError
     if outcome.kind != FINISHED:
         raise LoopError(f"{outcome.kind}: {outcome.message}"[:300])
     return _MS_PER_S * (outcome.times_s[0] - outcome.sent_s)

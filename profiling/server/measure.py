@@ -17,7 +17,8 @@ from capplan.profiling.load.settings import Target
 from capplan.profiling.server.folder import Folder
 from capplan.profiling.server.info import EngineInfo, engine_info
 from capplan.profiling.server.options import EngineSetting, ProfilingOptions
-from capplan.profiling.server.session import OnProgress, Profiled, Server, Session
+from capplan.profiling.server.progress import OnProgress
+from capplan.profiling.server.session import Profiled, Server, Session
 
 _TIMEOUT_S: Final = 30.0
 
@@ -87,7 +88,7 @@ async def _profile(
     session.close()
     if not work.cancelled() and (error := work.exception()) is not None:
         raise error
-    return session.profiled(partial=work.cancelled())
+    return session.profiled(partial=stop.is_set())
 
 
 async def _engine_info(target: Target) -> EngineInfo:

@@ -4,10 +4,10 @@ from __future__ import annotations
 
 import asyncio
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Awaitable, Callable, Mapping, Sequence
 from dataclasses import asdict, dataclass
 from datetime import UTC, datetime
-from typing import Any, Final, TypeAlias
+from typing import Any, Final
 
 import numpy as np
 
@@ -18,16 +18,19 @@ from capplan.profiling.load.schedule import BASE, DEFAULT_MAX_MODEL_LEN
 from capplan.profiling.load.settings import Target
 from capplan.profiling.server import folder as files
 from capplan.profiling.server.closed_loop import Asker, LoopError, closed_loop
-from capplan.profiling.server.folder import Folder
+from capplan.profiling.server.folder import Folder, require_same
 from capplan.profiling.server.idle import OUTPUT_TOKENS, adapter_loads, first_tokens
 from capplan.profiling.server.info import EngineInfo
 from capplan.profiling.server.options import EngineSetting, ProfilingOptions
 from capplan.profiling.server.points import Bounds, Point, design
+from capplan.profiling.server.progress import Counter, OnProgress
 from capplan.profiling.server.windows import window_rows
 
-OnProgress: TypeAlias = Callable[[str, int, int], None]
-"""Called with a stage, how much of it is done, and how much there is."""
-
+NO_STEPS: Final = "nobody decoded long enough"
+"""Why a point whose requests were answered tells nothing of steps."""
+FIRST_TOKENS: Final = "first tokens"
+LOADS: Final = "adapter loads"
+"""Stages before the operating points."""
 _TIMEOUT_S: Final = 120.0
 _LARGEST_BATCH: Final = 64
 _RAMP_SHARE: Final = 0.35
@@ -62,7 +65,7 @@ class Profiled:
     left_out: int
     """Points that the budget had no room for."""
     failed: tuple[str, ...]
-    """Points whose requests failed, with the reason."""
+    """Points and other stages that gave nothing, with the reason."""
     step_rows: int
     loads: int
     kv_tokens: int | None
@@ -119,17 +122,29 @@ class Session:
         self._pulse = Pulse()
 
     async def measure(self) -> None:
-        """Measure everything, the small things first."""
-        self._note()
-        self._write_memory()
+        """Measure everything, the small things first; one that fails does not keep the others from it.
+
+        Raises
+        ------
+        InputError
+            When the folder is of another server.
+        """
+        require_same(self.out, self.name, self._facts())
         pulse = asyncio.create_task(self._pulse.feel())
         try:
-            await self._first_tokens()
-            await self._adapter_loads()
+            self._write_memory()
+            await self._tried(FIRST_TOKENS, self._first_tokens)
+            await self._tried(LOADS, self._adapter_loads)
             await self._operating_points()
-        finally:
+        finally:  # also when it is interrupted
             pulse.cancel()
-        self._note()
+            self.out.note(self.name, self._facts())
+
+    async def _tried(self, stage: str, work: Callable[[], Awaitable[None]]) -> None:
+        try:
+            await work()
+        except LoopError as error:
+            self._failed.append(f"{stage}: {error}")
 
     def close(self) -> None:
         """Drop the connections."""
@@ -169,7 +184,7 @@ class Session:
         top = min(4 * self.options.prompt_tokens, longest, self.setting.max_num_batched_tokens)
         lengths = sorted({int(n) for n in np.geomspace(min(8, top), top, _IDLE_LENGTHS).round()})
         resident = list(self.ranks)[: min(self.a_max, _IDLE_ADAPTERS)]
-        counter = _Counter(self.tell, "first tokens", len(lengths))
+        counter = Counter(self.tell, FIRST_TOKENS, len(lengths))
         rows = await first_tokens(self._asker, resident or [0], lengths, self.options.idle_repeats, counter)
         self.out.add(files.FIRST_TOKENS, self.name, rows)
         if resident:
@@ -196,9 +211,8 @@ class Session:
         if self.out.has(files.LOADING, self.name):
             return
         rounds = self.options.load_rounds
-        counter = _Counter(self.tell, "adapter loads", rounds + 1)
-        found = await adapter_loads(self._asker, self.ranks, self.a_max, self.setting.s_max, rounds, counter)
-        rows = [row for row in found if float(row["ms"]) > 0.0]
+        counter = Counter(self.tell, LOADS, rounds + 1)
+        rows = await adapter_loads(self._asker, self.ranks, self.a_max, self.setting.s_max, rounds, counter)
         self._loads = int(sum(float(row["loads"]) for row in rows))
         self.out.add(files.LOADING, self.name, rows)
 
@@ -209,17 +223,24 @@ class Session:
         self._skipped = len(points) - len(todo)
         room = max(1, int(self.options.budget_s / self.options.point_s))
         self._left_out = max(0, len(todo) - room)
-        counter = _Counter(self.tell, "operating points", min(room, len(todo)))
+        counter = Counter(self.tell, "operating points", min(room, len(todo)))
         for number, point in enumerate(todo[:room]):
             try:
                 rows = await self._point(point, number)
             except LoopError as error:
                 self._failed.append(f"{point.name}: {error}")
             else:
-                self._points += 1
-                self._rows += len(rows)
-                self.out.add(files.STEPS, self.name, rows, replace=False)
+                self._take(point, rows)
             counter()
+
+    def _take(self, point: Point, rows: Sequence[Mapping[str, Any]]) -> None:
+        """Keep the rows of a point, if there are any."""
+        if not rows:
+            self._failed.append(f"{point.name}: {NO_STEPS}")
+            return
+        self._points += 1
+        self._rows += len(rows)
+        self.out.add(files.STEPS, self.name, rows, replace=False)
 
     async def _point(self, point: Point, seed: int) -> list[dict[str, Any]]:
         """Keep a point up for its time and return the rows of its windows."""
@@ -245,34 +266,23 @@ class Session:
     def _run_name(self, point: Point) -> str:
         return f"{self.name}-{point.name}"
 
-    def _note(self) -> None:
+    def _facts(self) -> dict[str, Any]:
+        """Return where the rows are from."""
         from capplan import __version__
 
-        facts = {
+        return {
             "measured_by": f"capplan profile server, capplan {__version__}",
             "at": datetime.now(UTC).isoformat(timespec="seconds"),
             "url": self.server.target.shown,
             "base_model": self.server.target.base_model,
             "adapters": len(self.ranks),
+            "ranks": dict(self.server.adapters),
             "engine": asdict(self.setting),
             "told_by_the_server": asdict(self.server.info),
             "options": asdict(self.options),
             "prompt_form": self.server.found.prompts.form.value,
-            "points": self._points + self._skipped,
+            "points": len(self.out.measured(files.STEPS, self.name, "run")),
             "points_left_out": self._left_out,
             "points_failed": self._failed,
             "client_late_ms_p95": self._pulse.late_ms(95.0),
         }
-        self.out.note(self.name, facts)
-
-
-class _Counter:
-    """Tells how much of a stage is done, each time it is called."""
-
-    def __init__(self, tell: OnProgress, stage: str, total: int) -> None:
-        self._tell, self._stage, self._total, self._done = tell, stage, total, 0
-        tell(stage, 0, total)
-
-    def __call__(self) -> None:
-        self._done += 1
-        self._tell(self._stage, self._done, self._total)

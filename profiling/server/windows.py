@@ -14,7 +14,7 @@ from typing import Final, NamedTuple
 import numpy as np
 from numpy.typing import NDArray
 
-from capplan.profiling.load.outcome import FINISHED
+from capplan.profiling.load.outcome import FINISHED, Outcome
 from capplan.profiling.server.closed_loop import Answered
 
 _MS_PER_S: Final = 1e3
@@ -85,7 +85,8 @@ def window_rows(
     answered = [each for each in answered if each.outcome.times_s]
     if not answered:
         return []
-    gaps = [_gaps(each) for each in answered]
+    typical = _per_event(answered)
+    gaps = [_gaps(each, typical) for each in answered]
     edges_s = _moved(edges_s, answered, gaps)
     cells = _cells(answered, gaps, edges_s, ranks)
     prompts = _prompts(answered, cells, ranks, budget)
@@ -171,7 +172,7 @@ def _prompts(
 ) -> _Prompts:
     """Return the prompts that ended while others decoded; nobody saw how long the others' steps took."""
     first_s = np.array([each.outcome.times_s[0] for each in answered])
-    tokens = np.array([each.prompt_tokens for each in answered], float)
+    tokens = np.array([_prompt_tokens(each) for each in answered], float)
     at = np.clip(np.searchsorted(cells.end_s, first_s, side="left"), 0, cells.end_s.size - 1)
     parts = np.ones(tokens.size) if budget is None else np.ceil(tokens / budget)
     rank = np.array([ranks.get(each.model, 0) for each in answered], float)
@@ -179,16 +180,35 @@ def _prompts(
     return _Prompts(first_s[seen], tokens[seen], parts[seen], rank[seen])
 
 
-def _gaps(answered: Answered) -> _Spans:
+def _prompt_tokens(answered: Answered) -> int:
+    """Return the tokens of a prompt as the server counted them, or else as asked."""
+    told = answered.outcome.prompt_tokens
+    return answered.prompt_tokens if told is None else told
+
+
+def _counted(outcome: Outcome) -> bool:
+    """Tell whether a request's tokens after the first are known, and come in events of their own."""
+    return outcome.kind == FINISHED and outcome.output_tokens is not None and len(outcome.times_s) > 1
+
+
+def _per_event(answered: Sequence[Answered]) -> float:
+    """Return how many tokens an event after the first stands for, by the requests whose tokens are known."""
+    known = [each.outcome for each in answered if _counted(each.outcome)]
+    events = sum(len(each.times_s) - 1 for each in known)
+    return sum((each.output_tokens or 1) - 1 for each in known) / events if events else 1.0
+
+
+def _gaps(answered: Answered, typical: float) -> _Spans:
     """Return the gaps between a request's tokens; the weight is how many tokens ended each.
 
-    Where a server put several tokens into some of its events, each event stands for their mean number.
+    Where a server put several tokens into some of its events, each event stands for their mean number: the
+    request's own, or where it did not finish, the typical one.
     """
     outcome = answered.outcome
     times, counts = np.unique(np.array(outcome.times_s), return_counts=True)
-    events = len(outcome.times_s)
-    several = outcome.kind == FINISHED and outcome.output_tokens is not None and events > 1
-    per_event = ((outcome.output_tokens or 1) - 1) / (events - 1) if several else 1.0
+    per_event = typical
+    if _counted(outcome):
+        per_event = ((outcome.output_tokens or 1) - 1) / (len(outcome.times_s) - 1)
     return _Spans(times[:-1], times[1:], counts[1:].astype(np.float64) * max(per_event, 1e-9))
 
 
@@ -207,7 +227,7 @@ def _moved(
 
 def _held(answered: Answered, gaps: _Spans) -> _Spans:
     """Return how many tokens a request holds in the KV cache during each of its gaps."""
-    held: NDArray[np.float64] = np.cumsum(gaps.weight) - gaps.weight + (1.0 + answered.prompt_tokens)
+    held: NDArray[np.float64] = np.cumsum(gaps.weight) - gaps.weight + (1.0 + _prompt_tokens(answered))
     return _Spans(gaps.start, gaps.end, held)
 
 

@@ -1,19 +1,26 @@
 """A tiny engine measured into a folder, resumed, and made a profile of."""
 
 import json
+from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import pandas as pd
 import pytest
+from hypothesis import given
+from hypothesis import strategies as st
 
 from capplan.errors import InputError
 from capplan.models.calibration_files import read_table
 from capplan.models.kernel_fits import explain_kernels
 from capplan.models.kernel_tables import read_kernel_table
 from capplan.models.memory import kv_tokens
+from capplan.profiling.engine import served
 from capplan.profiling.engine.iterations import batches
-from capplan.profiling.engine.options import Options
+from capplan.profiling.engine.options import STAGES, Options
 from capplan.profiling.engine.session import profile_engine
+from capplan.profiling.server.closed_loop import Asker, LoopError, closed_loop
+from capplan.profiling.server.points import Point
 from capplan.spec import Kernel, Profile
 from capplan.twin.calibration import Options as HowToCalibrate
 from capplan.twin.calibration import Tables, calibrate
@@ -55,6 +62,23 @@ def test_a_folder_of_another_engine_is_refused(measured: Path) -> None:
         profile_engine(measured, tiny(lora_kernel="padded"))
 
 
+@pytest.mark.parametrize(
+    "change",
+    [
+        {"threads": 2},
+        {"max_num_seqs": 2},
+        {"max_num_batched_tokens": 32},
+        {"max_model_len": 96},
+        {"ranks": (16,)},
+    ],
+)
+def test_rows_that_do_not_go_together_are_refused(measured: Path, change: dict[str, Any]) -> None:
+    before = (measured / "provenance.json").read_bytes()
+    with pytest.raises(InputError, match=rf"{next(iter(change))}: must be .* choose another folder"):
+        profile_engine(measured, tiny(**change))
+    assert (measured / "provenance.json").read_bytes() == before
+
+
 def test_loads_are_told_by_rank_and_kind(measured: Path) -> None:
     loads = read_table(measured / "loading.csv", ("rank", "ms"), ("kind",), text=("kind",))
     assert set(zip(loads["rank"], loads["kind"], strict=True)) == {
@@ -89,8 +113,63 @@ def test_iterations_are_on_the_grid_of_the_paper_and_their_fits_are_made(tmp_pat
     assert set(table["phase"]) == {"decode", "prefill"}
     prompts = table[table["phase"] == "prefill"]
     assert (prompts["tokens"] == 16 * prompts["requests"]).all()
+    assert set(table["kernel"]) == {"compiled"}  # what the engine takes for float32 on a CPU
     reports = explain_kernels(table)
     assert {report.meant for report in reports} == {"toppings-mbgmv"}
+
+
+def test_iterations_are_not_complete_where_the_time_was_up_before_the_first(tmp_path: Path) -> None:
+    options = tiny(max_num_seqs=2, stages=("iterations",))
+    assert profile_engine(tmp_path, options).is_complete
+    file = tmp_path / "iterations.parquet"
+    whole = pd.read_parquet(file)
+    whole[whole["case"] != whole["case"].iloc[0]].to_parquet(file)
+    assert not profile_engine(tmp_path, replace(options, budget_s=0.0)).is_complete
+    assert profile_engine(tmp_path, options).is_complete
+    assert profile_engine(tmp_path, replace(options, budget_s=0.0)).is_complete
+
+
+@given(st.sets(st.sampled_from(STAGES), min_size=1))
+def test_the_last_stage_that_was_asked_for_has_all_the_time(chosen: set[str]) -> None:
+    options = tiny(stages=tuple(chosen))
+    timed = [stage for stage in ("steps", "iterations", "served") if stage in chosen]
+    left = 1.0
+    for stage in timed:
+        assert 0.0 < options.share(stage) <= 1.0
+        left *= 1.0 - options.share(stage)
+    assert left == (0.0 if timed else 1.0)
+
+
+def test_a_state_of_the_server_that_fails_is_told_and_the_others_are_kept(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Ranks in falling order, too: the smaller slots hold the second one only."""
+    asked: list[str] = []
+
+    async def fails_now_and_then(asker: Asker, point: Point, *more: Any) -> Any:
+        asked.append(point.name)
+        if len(asked) % 2 == 0:
+            raise LoopError("http_500: no")
+        return await closed_loop(asker, point, *more)
+
+    monkeypatch.setattr(served, "closed_loop", fails_now_and_then)
+    options = tiny(ranks=(16, 8), s_max=(8, 16), stages=("memory", "served"), budget_s=3.0, point_s=0.5)
+    failed: list[str] = []
+    for _ in range(4):  # starting a server may take all the time
+        outcome = profile_engine(tmp_path, options)
+        failed += outcome.failed
+        if outcome.is_complete:
+            break
+    assert outcome.is_complete
+    assert len(failed) == len(asked) // 2 > 0
+    assert all("http_500" in line for line in failed)
+    steps = pd.read_parquet(tmp_path / "served.parquet")
+    assert set(steps["setting"]) == {"a2-s8", "a2-s16"}
+    good = {name for at, name in enumerate(asked) if at % 2 == 0}
+    assert {run.partition("-b")[2] for run in steps["run"]} <= {name[1:] for name in good}
+    assert (steps["step_ms"] > 0.0).all()
+    runs = pd.read_csv(tmp_path / "runs.csv")
+    assert dict(zip(runs["setting"], runs["ranks"], strict=True)) == {"a2-s8": 8, "a2-s16": 16}
 
 
 @pytest.mark.parametrize(
@@ -98,6 +177,7 @@ def test_iterations_are_on_the_grid_of_the_paper_and_their_fits_are_made(tmp_pat
     [
         ({"stages": ("all",)}, "some of memory"),
         ({"ranks": (64,)}, "must reach the largest rank"),
+        ({"ranks": (16, 32), "s_max": (8, 32)}, "must each hold an adapter: the smallest rank is 16"),
         ({"a_max": ()}, "whole numbers"),
     ],
 )

@@ -1,7 +1,13 @@
 """A server of known step times is measured from outside, and what it is made of comes out again."""
 
+import json
+import os
+import shutil
+import signal
+from collections.abc import Mapping
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pandas as pd
@@ -15,6 +21,7 @@ from capplan.profiling.server import folder as files
 from capplan.profiling.server.folder import Folder
 from capplan.profiling.server.measure import profile_server
 from capplan.profiling.server.options import EngineSetting, ProfilingOptions
+from capplan.profiling.server.progress import OnProgress
 from capplan.profiling.server.session import Profiled
 from capplan.twin.calibration_runs import read_runs
 from tests.profiling.server.toy_server import toy_server
@@ -32,9 +39,18 @@ QUICK = ProfilingOptions(
 QUICKER = replace(QUICK, budget_s=2.0, idle_repeats=1, load_rounds=1)
 
 
-def measure(url: str, path: Path, a_max: int | None = None, options: ProfilingOptions = QUICK) -> Profiled:
+def measure(
+    url: str,
+    path: Path,
+    a_max: int | None = None,
+    options: ProfilingOptions = QUICK,
+    ranks: Mapping[str, int] = RANKS,
+    base_model: str = "base",
+    on_progress: OnProgress | None = None,
+) -> Profiled:
     setting = EngineSetting(a_max, 16, max_num_seqs=32, max_num_batched_tokens=512)
-    return profile_server(Target(url, base_model="base"), RANKS, setting, Folder(path), options)
+    target = Target(url, base_model=base_model)
+    return profile_server(target, ranks, setting, Folder(path), options, on_progress)
 
 
 @pytest.fixture(scope="module")
@@ -48,7 +64,8 @@ def test_tables_are_such_as_calibration_reads(measured: tuple[Path, Profiled]) -
     path, done = measured
     table = read_steps(path / files.STEPS)
     assert table.rows == done.step_rows > 0
-    assert len(table.run_names) <= done.points == 4  # on a busy machine too few steps may pass at some
+    assert len(table.run_names) == done.points
+    assert done.points + len(done.failed) == 4  # on a busy machine too few steps may pass at some
     assert not table.unknown_loads.any()
     runs = read_runs(path / files.RUNS, "base")
     assert all(set(run.measured) == {"ttft_s_p50"} for run in runs)
@@ -85,6 +102,7 @@ def test_measuring_again_goes_on_where_it_was_and_another_start_stands_beside(tm
         second = measure(url, tmp_path, options=QUICKER)
         both = pd.read_parquet(tmp_path / files.STEPS)
         assert second.skipped == len(set(both["run"][:rows]))
+        assert second.loads == 0  # they were measured
         assert len(both) >= rows
         assert both.groupby("run").size().max() <= 3
         third = measure(url, tmp_path, a_max=1, options=QUICKER)
@@ -101,6 +119,76 @@ def test_points_whose_requests_fail_are_told_and_the_others_measured(tmp_path: P
     assert done.failed
     assert all("http_500" in line for line in done.failed)
     assert done.points + len(done.failed) == 4
+
+
+def test_a_stage_that_fails_does_not_keep_the_others_from_it(tmp_path: Path) -> None:
+    with toy_server(refuse="a0") as (url, _):
+        done = measure(url, tmp_path, options=QUICKER)
+    assert [line.partition(":")[0] for line in done.failed[:2]] == ["first tokens", "adapter loads"]
+    assert all("http_500" in line for line in done.failed[:2])
+    assert done.points + len(done.failed) == 3  # the point asks the base model
+
+
+def test_a_point_at_which_nobody_decodes_for_long_is_told(tmp_path: Path) -> None:
+    with toy_server(base_ms=90.0) as (url, _):
+        done = measure(url, tmp_path, a_max=4, options=QUICKER)
+    assert done.points == 0
+    assert done.failed
+    assert all("nobody decoded long enough" in line for line in done.failed)
+
+
+@pytest.mark.parametrize("stage", ["first tokens", "adapter loads", "operating points"])
+def test_an_interrupt_ends_it_and_what_was_found_stays(tmp_path: Path, stage: str) -> None:
+    sent = []
+
+    def interrupt(at: str, done: int, total: int) -> None:
+        if at == stage and not sent:
+            sent.append(at)
+            os.kill(os.getpid(), signal.SIGINT)
+
+    with toy_server(load_ms=0.0) as (url, _):
+        done = measure(url, tmp_path, options=QUICKER, on_progress=interrupt)
+    assert done.partial
+    assert done.points == 0
+    assert done.failed == ()
+    assert (tmp_path / files.FIRST_TOKENS).exists() == (stage != "first tokens")
+    noted = json.loads((tmp_path / files.PROVENANCE).read_text())[done.setting]
+    assert (noted["points"], noted["ranks"]) == (0, RANKS)
+
+
+def test_an_interrupt_does_not_make_the_note_forget_what_the_table_has(
+    measured: tuple[Path, Profiled], tmp_path: Path
+) -> None:
+    folder = tmp_path / "copy"
+    shutil.copytree(measured[0], folder)
+
+    def interrupt(at: str, done: int, total: int) -> None:
+        if done == 0:
+            os.kill(os.getpid(), signal.SIGINT)
+
+    with toy_server() as (url, _):
+        done = measure(url, folder, on_progress=interrupt)
+    assert done.partial
+    noted = json.loads((folder / files.PROVENANCE).read_text())[done.setting]
+    assert noted["points"] == measured[1].points > 0
+
+
+@pytest.mark.parametrize(
+    ("change", "told"),
+    [
+        ({"base_model": "a0", "ranks": {"a1": 8, "a2": 16, "a3": 8}}, "base_model: must be base"),
+        ({"ranks": RANKS | {"a1": 16}}, "ranks: must be"),
+    ],
+)
+def test_a_folder_of_another_server_is_refused(
+    measured: tuple[Path, Profiled], tmp_path: Path, change: dict[str, Any], told: str
+) -> None:
+    folder = tmp_path / "copy"
+    shutil.copytree(measured[0], folder)
+    before = (folder / files.PROVENANCE).read_bytes()
+    with toy_server() as (url, _), pytest.raises(InputError, match=told):
+        measure(url, folder, **change)
+    assert (folder / files.PROVENANCE).read_bytes() == before
 
 
 def test_without_anything_to_ask_for_it_is_refused(tmp_path: Path) -> None:

@@ -135,3 +135,22 @@ def test_windows_without_steps_give_no_rows() -> None:
     answered, _, _ = ToyEngine(2).run(2.0, 0)
     assert window_rows(answered, np.array([3.0, 4.0]), RANKS, None) == []
     assert window_rows([], np.array([3.0, 4.0]), RANKS, None) == []
+
+
+def test_requests_that_did_not_finish_count_with_the_tokens_per_event_of_those_that_did() -> None:
+    """A server that puts two tokens into every event, and a long request that outlives the window."""
+    times = [1.0 + 0.1 * number for number in range(41)]
+    done = Outcome(0, FINISHED, 0.9, times[-1], times, 100, 81)
+    open_end = Outcome(1, UNFINISHED, 0.9, times[-1], times)
+    edges = np.array([1.0, 5.0])
+    (row,) = window_rows([Answered(done, 1, 100, 81), Answered(open_end, 2, 100, 500)], edges, RANKS, None)
+    assert (row["steps"], row["decodes"]) == (pytest.approx(80.0), pytest.approx(2.0))
+    (alone,) = window_rows([Answered(open_end, 2, 100, 500)], edges, RANKS, None)
+    assert alone["steps"] == pytest.approx(40.0)
+
+
+def test_prompts_have_the_tokens_that_the_server_counted() -> None:
+    times = [1.0 + 0.1 * number for number in range(41)]
+    outcome = Outcome(0, FINISHED, 0.9, times[-1], times, 130, 41)
+    (row,) = window_rows([Answered(outcome, 1, 100, 41)], np.array([1.0, 5.0]), RANKS, None)
+    assert row["kv_tokens"] == pytest.approx(130 + np.mean(np.arange(1, 41)))
