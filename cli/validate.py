@@ -21,6 +21,7 @@ if TYPE_CHECKING:
     from capplan.profiling.validation.validate import Validation
     from capplan.spec import Plan, Profile
 
+_INTERRUPTED = 130  # 128 + SIGINT, as shells report it
 _DISAGREES = 1
 
 
@@ -60,6 +61,10 @@ def validate(
     threads: Annotated[
         int, typer.Option("--threads", metavar="N", min=1, help="Of servers that are started, on a CPU.")
     ] = 1,
+    lora_kernel: Annotated[
+        str | None,
+        typer.Option("--lora-kernel", metavar="NAME", help="Of servers that are started; default: theirs."),
+    ] = None,
     max_loras: Annotated[
         int | None, typer.Option("--max-loras", metavar="N", min=1, help="Slots, instead of the plan's.")
     ] = None,
@@ -112,6 +117,7 @@ def validate(
         dtype=dtype,
         device=device,
         threads=threads,
+        lora_kernel=lora_kernel,
         engine_args={} if max_loras is None else {"max_loras": max_loras},
         api_key=api_key,
         tolerances=Tolerances(throughput_tolerance, itl_tolerance),
@@ -135,6 +141,8 @@ def validate(
         print_json(facts)
     else:
         show(found)
+    if found.partial:
+        raise typer.Exit(_INTERRUPTED)
     if not found.agrees:
         raise typer.Exit(_DISAGREES)
 
@@ -145,6 +153,7 @@ def validation_document(found: Validation) -> dict[str, Any]:
 
     return {
         "agrees": found.agrees,
+        "partial": found.partial,
         "error_formula": SMAPE_FORMULA,
         "groups": [_group_document(group) for group in found.groups],
         "measured": {name: result.model_dump(mode="json") for name, result in found.results.items()},

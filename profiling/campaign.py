@@ -4,7 +4,7 @@
 
 Every slice takes less than nine minutes. What is done, and on what, is in ``campaign.json`` in the folder.
 The same command goes on where the last one stopped. ``--time-s`` stops before a time limit of the machine, in
-the middle of a slice if need be.
+the middle of a slice if need be; a slice that cannot end in the time left is not begun.
 """
 
 from __future__ import annotations
@@ -15,17 +15,15 @@ import re
 import sys
 import time
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any, Final
 
 from capplan.errors import CapplanError, InputError
-from capplan.profiling.campaign_slices import Setting, Slice, slices
+from capplan.profiling.campaign_slices import LEAST_S, Setting, Slice, slices
 from capplan.spec import read_text, write_text_atomic
 
 RECORD: Final = "campaign.json"
-_LEAST_S: Final = 5.0
-"""Time left under which no slice is begun."""
 
 
 @dataclass
@@ -38,7 +36,7 @@ class Progress:
 
     def is_done(self, each: Slice) -> bool:
         """Tell whether it is complete, or its budget is spent."""
-        return self.is_complete or self.spent_s >= each.budget_s - _LEAST_S
+        return self.is_complete or self.spent_s > each.budget_s - each.least_s
 
 
 class Campaign:
@@ -70,6 +68,8 @@ class Campaign:
         self._device = device
         self._of = {"chip": device_name(device), "tiny": tiny}
         self.parts = slices() if parts is None else tuple(parts)
+        if tiny:  # all of it is shorter
+            self.parts = tuple(replace(each, least_s=min(each.least_s, LEAST_S)) for each in self.parts)
         self.progress: dict[str, Progress] = {}
         if (self.folder / RECORD).exists():
             self.progress = self._read()
@@ -98,11 +98,24 @@ class Campaign:
         until, well = now_s() + time_s, True
         for each in self.open_parts():
             left = min(until - now_s(), each.budget_s - self._of_part(each).spent_s)
-            if left < min(_LEAST_S, 0.5 * time_s):
-                break
-            say(f"{each.name}: at most {left:.0f} s")
-            well = self._run_part(each, left, say, now_s) and well
+            if open_before := self._open_before(each):
+                say(f"{each.name}: waits for {', '.join(open_before)}")
+            elif left < each.least_s:
+                say(f"{each.name}: takes {each.least_s:.0f} s at least, {max(0.0, left):.0f} s are left")
+            else:
+                say(f"{each.name}: at most {left:.0f} s")
+                well = self._run_part(each, left, say, now_s) and well
         return well
+
+    def _open_before(self, each: Slice) -> list[str]:
+        """Return the slices that one waits for."""
+        return [other.name for other in self.open_parts() if other.name in each.after]
+
+    def _short(self, each: Slice) -> str:
+        """Return in words which slices before one ended with their budget."""
+        names = [other.name for other in self.parts if other.name in each.after]
+        short = [name for name in names if not self.progress[name].is_complete]
+        return f"; not complete before it: {', '.join(short)}" if short else ""
 
     def _run_part(
         self, each: Slice, left_s: float, say: Callable[[str], None], now_s: Callable[[], float]
@@ -115,7 +128,7 @@ class Campaign:
         failed = False
         try:
             outcome = each.run(setting)
-            progress.is_complete, note = outcome.is_complete, outcome.note
+            progress.is_complete, note = outcome.is_complete, outcome.note + self._short(each)
         except (CapplanError, OSError, RuntimeError) as error:
             # Out of memory on one slice must not cost the others.
             failed, note = (

@@ -186,6 +186,29 @@ def measured_values(
     return {name: float(value) for name, value in values.items() if value is not None}
 
 
+def faults_of(result: BenchResult, drawn: int | None = None) -> tuple[str, ...]:
+    """Return what makes a measurement void, in words.
+
+    Parameters
+    ----------
+    result
+        From the load generator.
+    drawn
+        How many requests the twin has drawn, where it is known.
+    """
+    overall, faults = result.overall, []
+    if result.partial:
+        faults.append("stopped before its time")
+    if overall.failed or overall.rejected:
+        faults.append(f"{overall.failed} requests failed, {overall.rejected} were rejected")
+    if result.client.kept_up is False:
+        lag = result.client.lag_ms.p99 or 0.0
+        faults.append(f"the client could not keep up: p99 of its lag {lag:.0f} ms")
+    if drawn is not None and overall.submitted != drawn and not result.partial:
+        faults.append(f"{overall.submitted} requests were sent, {drawn} simulated")
+    return tuple(faults)
+
+
 def predicted_values(result: SimulationResult) -> dict[str, float]:
     """Return what the twin says."""
     return {name: float(getattr(result, name)) for name in NAMES}

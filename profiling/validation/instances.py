@@ -78,7 +78,7 @@ def server_command(
     requests
         How many it will be asked at most; none of them is refused.
     options
-        Model, device and threads.
+        Model, device, threads and LoRA kernel.
     """
     settings = twin_settings(group, options)
     flags: dict[str, Any] = {
@@ -94,6 +94,7 @@ def server_command(
         "--block-size": profile.engine.block_size,
         "--dtype": options.dtype,
         "--device": options.device,
+        "--lora-kernel": options.lora_kernel,
         "--max-queue": requests + 1,
         "--drain-timeout-s": 0,
     }

@@ -3,16 +3,14 @@
 from __future__ import annotations
 
 import json
-import os
-import subprocess
-import sys
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from types import MappingProxyType
 from typing import Any, Final
 
-from capplan.errors import InfeasibleError
+from capplan.errors import CapplanError, InfeasibleError
+from capplan.profiling.validation.commands import flag_words, run_capplan
 from capplan.spec import Adapter, Lengths, Profile, Workload, write_text_atomic
 
 PLANNED: Final = 0.7
@@ -81,6 +79,10 @@ class LoopSetting:
     point_s: float = 6.0
 
 
+class VoidError(CapplanError):
+    """A measurement says nothing; it is to be made again."""
+
+
 class ClosedLoop:
     """The stages in a folder.
 
@@ -130,7 +132,7 @@ class ClosedLoop:
             "-o": self.engine,
         }
         chosen = ("--stages", ",".join(stages)) if stages else ()
-        told = self._run("profile", "engine", "--json", "--quiet", *_words(flags), *chosen)
+        told = self._run("profile", "engine", "--json", "--quiet", *flag_words(flags), *chosen)
         return bool(json.loads(told)["is_complete"])
 
     def plan(self) -> None:
@@ -149,26 +151,38 @@ class ClosedLoop:
         return found
 
     def validate(self, load: float, duration_s: float, a_max: int | None = None) -> Mapping[str, Any]:
-        """Return what `capplan validate` finds at a share of the capacity; `a_max`: not the plan's."""
+        """Return what `capplan validate` finds at a share of the capacity; `a_max`: not the plan's.
+
+        Raises
+        ------
+        VoidError
+            When the measurement is void; nothing is left of it, so that the next call makes it again.
+        """
         name = f"validation-{round(100 * load)}" + ("" if a_max is None else f"-slots{a_max}")
-        file = self.folder / f"{name}.json"
-        if not file.exists():
-            planned = self.group()["predicted"]["load_over_capacity"] or PLANNED
-            flags = {
-                "--workload": self.folder / "workload.json",
-                "--profile": self.profile,
-                "--model": self.model,
-                "--device": self.setting.device,
-                "--threads": self.setting.threads,
-                "--rate-scale": load / planned,
-                "--duration-s": duration_s,
-                "--report": self.folder / f"{name}.html",
-                "-o": file,
-                **({} if a_max is None else {"--max-loras": a_max}),
-            }
-            plan = str(self.folder / "plan.json")
-            self._run("validate", plan, *_words(flags), fine=(0, _DISAGREES))
-        found: dict[str, Any] = json.loads(file.read_text())
+        file, report = (self.folder / f"{name}.{kind}" for kind in ("json", "html"))
+        found = _sound(file)
+        if found is not None:
+            return found
+        planned = self.group()["predicted"]["load_over_capacity"] or PLANNED
+        flags = {
+            "--workload": self.folder / "workload.json",
+            "--profile": self.profile,
+            "--model": self.model,
+            "--device": self.setting.device,
+            "--threads": self.setting.threads,
+            "--rate-scale": load / planned,
+            "--duration-s": duration_s,
+            "--report": report,
+            "-o": file,
+            **({} if a_max is None else {"--max-loras": a_max}),
+        }
+        self._run("validate", str(self.folder / "plan.json"), *flag_words(flags), fine=(0, _DISAGREES))
+        found = _sound(file)
+        if found is None:
+            told = "; ".join(_faults(file))
+            for each in (file, report):
+                each.unlink(missing_ok=True)
+            raise VoidError(f"{name} is void: {told}")
         return found
 
     def _workload(self, profile: Profile, rate_rps: float) -> Workload:
@@ -231,6 +245,7 @@ class ClosedLoop:
             "version": 1,
             "base_model": made.base_model,
             "profile": str(self.profile.resolve()),
+            "objective": "max_throughput",  # one engine, to be set so that it bears most
             "engine": {
                 "max_num_seqs": setting.max_num_seqs,
                 "max_num_batched_tokens": setting.max_num_batched_tokens,
@@ -248,16 +263,17 @@ class ClosedLoop:
         write_text_atomic(file, json.dumps(document, indent=1))
 
     def _run(self, *words: str, fine: Sequence[int] = (0,)) -> str:
-        """Run a command and return what it printed."""
         self._say("capplan " + " ".join(words))
-        environment = {**os.environ, "OMP_NUM_THREADS": str(self.setting.threads)}
-        command = [sys.executable, "-m", "capplan", *words]
-        done = subprocess.run(command, env=environment, capture_output=True, text=True, check=False)  # noqa: S603
-        if done.returncode not in fine:
-            last = (done.stderr.strip().splitlines() or ["it said nothing"])[-1]
-            raise RuntimeError(f"capplan {words[0]} ended with status {done.returncode}: {last}")
-        return done.stdout
+        return run_capplan(words, self.setting.threads, fine)
 
 
-def _words(flags: Mapping[str, object]) -> list[str]:
-    return [str(word) for pair in flags.items() for word in pair]
+def _sound(file: Path) -> Mapping[str, Any] | None:
+    """Return a validation that was written; None where there is none, or a void one."""
+    if not file.exists() or _faults(file):
+        return None
+    found: dict[str, Any] = json.loads(file.read_text())
+    return found
+
+
+def _faults(file: Path) -> list[str]:
+    return [fault for group in json.loads(file.read_text())["groups"] for fault in group["faults"]]

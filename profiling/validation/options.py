@@ -41,8 +41,8 @@ class Options:
         Running servers by group; the groups that are not named get a server of their own.
     model
         What servers that are started run, as `capplan serve` takes it; None: the plan's base model.
-    dtype, device, threads
-        Of servers that are started.
+    dtype, device, threads, lora_kernel
+        Of servers that are started; None: the server's default.
     engine_args
         Engine settings that stand before the plan's, by their names there.
     api_key
@@ -60,6 +60,7 @@ class Options:
     dtype: str = "auto"
     device: str = "cpu"
     threads: int = 1
+    lora_kernel: str | None = None
     engine_args: Mapping[str, Any] = field(default_factory=dict)
     api_key: str | None = field(default=None, repr=False)
     tolerances: Tolerances = field(default_factory=Tolerances)

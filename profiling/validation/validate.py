@@ -18,6 +18,7 @@ from capplan.profiling.validation.compare import (
     GroupValidation,
     compared,
     constant_step,
+    faults_of,
     measured_values,
     offered_values,
     predicted_values,
@@ -51,6 +52,11 @@ class Validation:
         """Whether every group agrees."""
         return all(group.agrees for group in self.groups)
 
+    @property
+    def partial(self) -> bool:
+        """Whether it was interrupted; groups may be missing then."""
+        return any(result.partial for result in self.results.values())
+
 
 def validate(
     plan: Plan,
@@ -61,6 +67,9 @@ def validate(
     on_tick: OnTick | None = None,
 ) -> Validation:
     """Measure one instance of every group under the twin's requests, and compare.
+
+    In the main thread an interrupt (Ctrl-C) while a server is loaded ends it: that group is the last one, and
+    what was found of it is void.
 
     Parameters
     ----------
@@ -90,6 +99,8 @@ def validate(
         result = one.measure(on_tick)
         results[group.id] = result
         groups.append(one.judged(result))
+        if result.partial:
+            break
     return Validation(tuple(groups), results)
 
 
@@ -119,7 +130,7 @@ class _OneGroup:
             self._workload, options.duration_s, options.seed, model_len, profile=self._profile
         )
         with self._server(len(schedule)) as url:
-            self._told_kv_tokens = _told_kv_tokens(Target(url))
+            self._told_kv_tokens = _told_kv_tokens(Target(url, options.api_key))
             return bench(
                 self._workload,
                 Target(url, options.api_key, self._plan.base_model),
@@ -161,31 +172,18 @@ class _OneGroup:
             starved=result.overall.starved,
             predicted_starved=predicted.starved,
             constant_step_starved=baseline.starved,
-            faults=_faults(result, predicted.submitted),
+            faults=faults_of(result, predicted.submitted),
         )
 
 
 def _told_kv_tokens(target: Target) -> int | None:
     """Return the KV capacity that a server tells at ``/metrics``; None where it does not."""
-    from urllib.request import urlopen
+    from http.client import HTTPException
+    from urllib.request import Request, urlopen
 
+    request = Request(target.at("/metrics"), headers=target.headers())  # noqa: S310 - http(s), by Target
     try:
-        with urlopen(target.at("/metrics"), timeout=_METRICS_S) as response:  # noqa: S310 - http(s), by Target
+        with urlopen(request, timeout=_METRICS_S) as response:  # noqa: S310 - likewise
             return engine_info(response.read().decode("utf-8", "replace")).kv_tokens
-    except (OSError, ValueError):
+    except (OSError, ValueError, HTTPException):
         return None
-
-
-def _faults(result: BenchResult, drawn: int) -> tuple[str, ...]:
-    """Return what makes a measurement void, in words."""
-    faults = []
-    if result.partial:
-        faults.append("stopped before its time")
-    if result.overall.failed or result.overall.rejected:
-        faults.append(f"{result.overall.failed} requests failed, {result.overall.rejected} were rejected")
-    if not result.client.kept_up:
-        lag = result.client.lag_ms.p99 or 0.0
-        faults.append(f"the client could not keep up: p99 of its lag {lag:.0f} ms")
-    if result.overall.submitted != drawn and not result.partial:
-        faults.append(f"{result.overall.submitted} requests were sent, {drawn} simulated")
-    return tuple(faults)

@@ -1,13 +1,17 @@
 """`capplan validate`: a plan for a tiny engine, on a server of its own and on one that runs already."""
 
 import json
+import os
+import signal
+import subprocess
+import time
 from pathlib import Path
 from typing import Any
 
 import pytest
 
 from capplan import Adapter, Lengths, Workload, plan, simulate
-from tests.cli.conftest import Run, error_line
+from tests.cli.conftest import Run, command, environment, error_line
 from tests.profiling.server.toy_server import toy_server
 
 pytest.importorskip("torch", reason="the engine needs torch (extra `engine`)")
@@ -94,6 +98,8 @@ def test_a_running_server_is_asked_where_one_is_named(run: Run, tmp_path: Path) 
     [
         (("--group", "g9"), "must be a group of the plan"),
         (("--url", "nowhere"), "must be the http"),
+        (("--url", "g0=http://localhost:80x0"), "must be the http"),
+        (("--url", "g0=http://me:hush@localhost"), "must hold no user and no password"),
         (("--duration-s", "0"), "above 0"),
         (("--throughput-tolerance", "-1"), ">= 0"),
     ],
@@ -102,3 +108,23 @@ def test_what_is_wrong_is_one_line(run: Run, tmp_path: Path, flags: tuple[str, .
     chosen, workload, profile = written(tmp_path, wishes(["a0"], "tiny-llama"))
     result = run("validate", chosen, "--workload", workload, "--profile", profile, *flags)
     assert rule in error_line(result)
+
+
+def test_ctrl_c_leaves_what_was_found_and_exits_130(tmp_path: Path) -> None:
+    chosen, workload, profile = written(tmp_path, wishes(["a0", "a1"], "base"))
+    with toy_server(load_ms=0.0, base_ms=4.0) as (url, server):
+        flags = ("--workload", workload, "--profile", profile, "--duration-s", "600", "--url", url)
+        words = ("validate", chosen, *flags, "-o", tmp_path / "found.json")
+        started = subprocess.Popen(
+            command(words), env=environment(), stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True
+        )
+        deadline = time.monotonic() + 120
+        while len(server.asked) < 5 and started.poll() is None and time.monotonic() < deadline:
+            time.sleep(0.05)
+        os.kill(started.pid, signal.SIGINT)
+        _, stderr = started.communicate(timeout=60)
+    assert started.returncode == 130, stderr
+    assert "Traceback" not in stderr
+    found = json.loads((tmp_path / "found.json").read_text())
+    assert found["partial"]
+    assert found["groups"][0]["faults"] == ["stopped before its time"]

@@ -2,6 +2,7 @@
 
 import json
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -21,7 +22,7 @@ class Clock:
         return self.now
 
 
-def part(name: str, needs_s: float, clock: Clock, budget_s: float = 100.0) -> Slice:
+def part(name: str, needs_s: float, clock: Clock, budget_s: float = 100.0, **more: Any) -> Slice:
     """Return a slice that needs so many seconds in all."""
     left = [needs_s]
 
@@ -31,7 +32,7 @@ def part(name: str, needs_s: float, clock: Clock, budget_s: float = 100.0) -> Sl
         clock.now += worked
         return Outcome(left[0] <= 0.0, f"{left[0]:g} s left")
 
-    return Slice(name, run, budget_s)
+    return Slice(name, run, budget_s, **more)
 
 
 def record(folder: Path) -> dict[str, dict[str, object]]:
@@ -69,6 +70,47 @@ def test_a_slice_ends_with_its_budget_whatever_is_left(tmp_path: Path) -> None:
     assert record(tmp_path)["a"]["spent_s"] == 100.0
 
 
+def test_no_slice_is_begun_that_cannot_end_in_the_time_left(tmp_path: Path) -> None:
+    clock, said = Clock(), []
+    parts = [part("a", 30.0, clock), part("long", 60.0, clock, least_s=60.0), part("b", 5.0, clock)]
+    Campaign(tmp_path, "cpu", parts).run(80.0, said.append, clock)
+    assert clock.now == 35.0
+    assert "long: takes 60 s at least, 50 s are left" in said
+    assert [each.name for each in Campaign(tmp_path, "cpu", parts).open_parts()] == ["long"]
+    Campaign(tmp_path, "cpu", parts).run(60.0, now_s=clock)
+    assert Campaign(tmp_path, "cpu", parts).open_parts() == []
+
+
+def test_a_slice_whose_budget_has_no_room_for_another_try_is_done(tmp_path: Path) -> None:
+    """Else a campaign with a slice that is void again and again would never end."""
+    clock = Clock()
+
+    def void(_: Setting) -> Outcome:
+        clock.now += 50.0
+        raise RuntimeError("void")
+
+    campaign = Campaign(tmp_path, "cpu", [Slice("a", void, 100.0, least_s=60.0)])
+    assert not campaign.run(1e9, now_s=clock)
+    assert campaign.open_parts() == []
+
+
+def test_a_slice_waits_for_those_before_it_and_says_so(tmp_path: Path) -> None:
+    clock, said = Clock(), []
+    parts = [part("a", 60.0, clock), part("b", 1.0, clock, after=("a",)), part("c", 1.0, clock)]
+    Campaign(tmp_path, "cpu", parts).run(30.0, said.append, clock)
+    assert "b: waits for a" in said
+    assert [each.name for each in Campaign(tmp_path, "cpu", parts).open_parts()] == ["a", "b", "c"]
+    Campaign(tmp_path, "cpu", parts).run(1e9, said.append, clock)
+    assert record(tmp_path)["b"]["runs"][0]["note"] == "0 s left"  # type: ignore[index]
+
+
+def test_what_was_made_of_slices_that_are_not_complete_says_so(tmp_path: Path) -> None:
+    clock = Clock()
+    parts = [part("a", 500.0, clock), part("b", 1.0, clock, after=("a",))]
+    Campaign(tmp_path, "cpu", parts).run(1e9, now_s=clock)
+    assert record(tmp_path)["b"]["runs"][0]["note"] == "0 s left; not complete before it: a"  # type: ignore[index]
+
+
 def test_a_slice_that_fails_is_recorded_and_the_others_run(tmp_path: Path) -> None:
     def fail(_: Setting) -> Outcome:
         raise RuntimeError("out of memory\nand more")
@@ -103,6 +145,12 @@ def test_slices_have_names_of_their_own_and_stay_under_nine_minutes() -> None:
     every = slices()
     assert len({each.name for each in every}) == len(every)
     assert all(each.budget_s <= MOST_SLICE_S < 540.0 for each in every)
+    before: set[str] = set()
+    for each in every:
+        assert set(each.after) <= before
+        before.add(each.name)
+    engine = {name for name in before if name.startswith("engine-")}
+    assert all(engine <= set(each.after) for each in every if each.name.startswith(("plan", "validation-")))
     with pytest.raises(ValueError, match="at most 480"):
         Slice("long", lambda _: Outcome(True, ""), 600.0)
 

@@ -1,0 +1,82 @@
+"""Validations of plans on servers that run already: what ends them early, and what servers are told."""
+
+import asyncio
+import os
+import signal
+
+import pytest
+
+from benchmarks.toy_server import METRICS
+from capplan import Adapter, Lengths, Workload
+from capplan.profiling.load.run import Snapshot
+from capplan.profiling.validation.compare import KV_CAPACITY
+from capplan.profiling.validation.instances import server_command
+from capplan.profiling.validation.options import Options
+from capplan.profiling.validation.validate import validate
+from capplan.spec import Profile
+from tests.cli.examples import MODEL, profile_document, small_plan
+from tests.profiling.load.servers import listening, plain
+from tests.profiling.load.test_run import quick
+from tests.profiling.server.toy_server import toy_server
+
+PLAN = small_plan()
+PROFILE = Profile.model_validate(profile_document())
+PROFILES = {group.profile: PROFILE for group in PLAN.groups}
+WORKLOAD = Workload(
+    base_model=MODEL,
+    adapters=[Adapter(name=name, rank=8, rate_rps=4.0) for name in ("a", "b", "shared")],
+    prompt_tokens=Lengths(mean=12),
+    output_tokens=Lengths(mean=6),
+)
+
+
+def test_an_interrupt_ends_all_of_it_and_leaves_the_group_that_ran() -> None:
+    begun: list[str] = []
+
+    def interrupt(now: Snapshot) -> None:
+        if now.completed and len(begun) == 1:
+            begun.append("interrupted")
+            os.kill(os.getpid(), signal.SIGINT)
+
+    with toy_server(load_ms=0.0, names=(MODEL, "a", "b", "shared")) as (url, _):
+        options = Options(duration_s=60.0, urls={"g0": url, "g1": url})
+        found = validate(PLAN, WORKLOAD, PROFILES, options, begun.append, interrupt)
+    assert begun == ["g0", "interrupted"]
+    assert found.partial
+    assert not found.agrees
+    assert [(group.group, group.faults) for group in found.groups] == [("g0", ("stopped before its time",))]
+
+
+def test_a_server_that_wants_a_key_tells_its_memory_too() -> None:
+    async def guarded(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        try:
+            while True:
+                head = (await reader.readuntil(b"\r\n\r\n")).lower()
+                length = [line for line in head.split(b"\r\n") if line.startswith(b"content-length:")]
+                body = await reader.readexactly(int(length[0].split(b":")[1])) if length else b""
+                if b"authorization: bearer sesame" not in head:
+                    await plain(writer, 401, b"{}")
+                elif head.startswith(b"get /metrics"):
+                    await plain(writer, 200, METRICS.encode())
+                elif b'"stream": true' in body:
+                    await quick({"prompt": [1], "max_tokens": 2}, writer)
+                else:
+                    await plain(writer, 200, b'{"choices": [{"text": "a"}]}')
+        except (asyncio.IncompleteReadError, ConnectionError):
+            writer.close()
+
+    with listening(lambda: asyncio.start_server(guarded, "127.0.0.1", 0)) as url:
+        options = Options(duration_s=1.0, groups=("g0",), urls={"g0": url}, api_key="sesame")
+        found = validate(PLAN, WORKLOAD, PROFILES, options)
+    assert found.groups[0].metric(KV_CAPACITY).measured == 64_000
+    assert found.results["g0"].overall.failed == 0
+
+
+@pytest.mark.parametrize("kernel", [None, "padded"])
+def test_a_server_is_started_with_the_kernel_that_was_asked_for(kernel: str | None) -> None:
+    group = PLAN.groups[0]
+    words = server_command(PLAN, group, PROFILE, 64_000, 10, Options(lora_kernel=kernel)).words()
+    if kernel is None:
+        assert "--lora-kernel" not in words
+    else:
+        assert words[words.index("--lora-kernel") + 1] == kernel
