@@ -18,8 +18,8 @@ LEAST_S: Final = 5.0
 _START_S: Final = 60.0
 """For loading a model before anything is measured."""
 _LEAST_ENGINE_S: Final = _START_S + 30.0
-_PLAN_S: Final = 120.0
-"""For a calibration and two plans."""
+_PLAN_S: Final = 180.0
+"""For a calibration and two plans, of a minute each and what confirms them."""
 _VALIDATION_S: Final = 120.0
 _LEAST_VALIDATION_S: Final = _START_S + _VALIDATION_S + 30.0
 """With the twin's answers."""
@@ -132,9 +132,10 @@ def _loop(setting: Setting) -> ClosedLoop:
             max_num_seqs=4,
             max_num_batched_tokens=64,
             max_model_len=128,
-            prompt_tokens=(12.0, 4.0),
-            output_tokens=(8.0, 2.0),
+            prompt_tokens=(48.0, 8.0),
+            output_tokens=(56.0, 8.0),  # long, so that an hour of the twin holds few requests
             point_s=1.0,
+            plan_seeds=1,
         )
     else:
         known = LoopSetting(

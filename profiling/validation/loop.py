@@ -62,6 +62,8 @@ class LoopSetting:
         Step model of the profile; None: the best on left-out runs.
     point_s
         Time of each state of the server.
+    plan_seeds
+        On how many seeds `capplan plan` confirms what it found.
     """
 
     model: str = SMALL
@@ -77,6 +79,7 @@ class LoopSetting:
     output_tokens: tuple[float, float] = (50.0, 30.0)
     form: str | None = "additive"
     point_s: float = 6.0
+    plan_seeds: int = 5
 
 
 class VoidError(CapplanError):
@@ -232,8 +235,13 @@ class ClosedLoop:
         workload, plan = (self.folder / f"{name}{kind}.json" for kind in ("workload", "plan"))
         if not plan.exists():
             self._write_workload(workload, rate_rps)
-            known = ("--profile", str(self.profile), "--gpus", "1", "--quiet", "-o", str(plan))
-            self._run("plan", str(workload), *known)
+            flags = {
+                "--profile": self.profile,
+                "--gpus": 1,
+                "--seeds": self.setting.plan_seeds,
+                "-o": plan,
+            }
+            self._run("plan", str(workload), "--quiet", *flag_words(flags))
         return self.group(name)
 
     def _write_workload(self, file: Path, rate_rps: float) -> None:
