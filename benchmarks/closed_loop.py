@@ -5,7 +5,7 @@
 measures the engine, makes a profile of the tables, plans 24 adapters on one engine with it, and runs the plan
 at 40, 70 and 90 % of its capacity and once overloaded, each under the twin's very requests; then it measures
 other numbers of slots under overload, to see what the plan's choice is worth. Every stage leaves a file in
-DIR; the same command goes on where an earlier one was stopped. All of it takes about 35 minutes with the
+DIR; the same command goes on where an earlier one was stopped. All of it takes about half an hour with the
 defaults, and wants a machine that does nothing else.
 """
 
@@ -22,6 +22,8 @@ from capplan.profiling.validation.loop import ClosedLoop, LoopSetting, VoidError
 
 LOADS: Final = (0.4, 0.7, 0.9, 1.5)
 OVERLOAD: Final = 1.5
+STAGES: Final = ("memory", "loads", "served")
+"""Of `capplan profile engine`: what `capplan calibrate` takes for an engine behind its server."""
 SPAN_BAR: Final = 2.0
 SLOTS_BAR: Final = 0.05
 
@@ -55,7 +57,7 @@ def measure(given: argparse.Namespace) -> list[Run]:
     )
     loop = ClosedLoop(given.out, setting, lambda line: print(time.strftime("%H:%M:%S"), line, flush=True))
     if not loop.profile.exists():
-        loop.measure(given.budget_s)
+        loop.measure(given.budget_s, STAGES)
     loop.plan()
     planned = int(loop.group()["engine_args"]["max_loras"])
     runs = [Run(load, planned, loop.validate(load, given.duration_s)) for load in LOADS]
@@ -113,7 +115,7 @@ def main() -> int:
     parser.add_argument("--out", required=True)
     parser.add_argument("--model", default="small-llama", help="small-llama, or as for capplan serve")
     parser.add_argument("--form", default="additive")
-    parser.add_argument("--budget-s", type=float, default=900.0, help="of the profile")
+    parser.add_argument("--budget-s", type=float, default=600.0, help="of the profile")
     parser.add_argument("--point-s", type=float, default=6.0)
     parser.add_argument("--duration-s", type=float, default=120.0, help="of each validation")
     parser.add_argument("--threads", type=int, default=1)

@@ -62,6 +62,8 @@ class LoopSetting:
         Step model of the profile; None: the best on left-out runs.
     point_s
         Time of each state of the server.
+    objective
+        Of the plan; with one engine the one that bears most is what a plan can still choose.
     plan_seeds
         On how many seeds `capplan plan` confirms what it found.
     """
@@ -79,6 +81,7 @@ class LoopSetting:
     output_tokens: tuple[float, float] = (50.0, 30.0)
     form: str | None = "additive"
     point_s: float = 6.0
+    objective: str = "max_throughput"
     plan_seeds: int = 5
 
 
@@ -253,7 +256,7 @@ class ClosedLoop:
             "version": 1,
             "base_model": made.base_model,
             "profile": str(self.profile.resolve()),
-            "objective": "max_throughput",  # one engine, to be set so that it bears most
+            "objective": setting.objective,
             "engine": {
                 "max_num_seqs": setting.max_num_seqs,
                 "max_num_batched_tokens": setting.max_num_batched_tokens,
