@@ -6,7 +6,7 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Final
 
-from capplan.planner.parallel import in_parallel
+from capplan.planner.parallel import ask_all, in_parallel
 from capplan.planner.problem import Assignment, Estimator
 from capplan.planner.search.board import Board
 from capplan.planner.search.ground import Ground
@@ -23,6 +23,8 @@ _TRIED: Final = 4
 """Numbers of slots that the twin is asked about, until one holds."""
 _SEATS: Final = (128, 512)
 """Other values of max_num_seqs that are tried before an instance is given up."""
+_SLOWER: Final = 1.2
+"""Times of requests, over the least, from which on guesses are trusted to tell slots that are no good."""
 _SAMPLES: Final = 3
 _ONE_IN: Final = 6
 """Instances that are alike of which the twin must confirm every one, each with other requests: so many, or
@@ -117,11 +119,21 @@ class Judge:
         return tuple(answers)
 
     def polished(self, assignment: Assignment) -> Assignment:
-        """Return a confirmed instance with the best number of slots next to its own, as the twin sees it."""
+        """Return a confirmed instance with the best number of slots next to its own, as the twin sees it.
+
+        It is not asked about numbers that guesses say make requests slower by far.
+        """
         problem, parts = self.ground.problem, assignment.parts
         values = slots_near(problem, parts, assignment.a_max)
         others = [replace(assignment, a_max=value) for value in values]
-        fitting = [other for other in others if problem.fits_in_memory(other)]
+        near = [other for other in others if problem.fits_in_memory(other)]
+        guesses = [estimate.e2e_s_mean for estimate in ask_all(self.quick, near)]
+        least = min(guesses, default=0.0)
+        fitting = [
+            other
+            for other, guess in zip(near, guesses, strict=True)
+            if guess <= _SLOWER * least or other.a_max == assignment.a_max
+        ]
         estimates = dict(zip((each.a_max for each in fitting), map(self.exact, fitting), strict=True))
         return replace(assignment, a_max=best_slots(estimates) or assignment.a_max)
 
