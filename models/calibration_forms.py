@@ -36,10 +36,14 @@ TERM_GROUPS: Final[Mapping[str, tuple[str, ...]]] = MappingProxyType(
         "adapters": tuple(name for name in ADDITIVE.coefficients if "_per_adapter" in name),
         "queue": tuple(name for name in ADDITIVE.coefficients if "_per_waiting" in name),
         "graphs": tuple(name for name in ADDITIVE.coefficients if "_beyond_graphs" in name),
-        "ranks": tuple(ADDITIVE.optional),
+        "ranks": tuple(name for name in ADDITIVE.optional if name.endswith("_krank")),
+        "requests": ("ms_per_request", "ms_for_several", "ms_per_prefill"),
     }
 )
 """Terms of the additive form that are left out together, to see what they are worth."""
+
+_LEAST_QUEUE: Final = 1.0
+"""Requests that wait in the mean, in one row at least, for a table to tell what a queue costs."""
 
 _RANK_FIELDS: Final = ("lora_decodes", "lora_prefill_tokens")
 _NEEDED: Final[Mapping[Kernel, tuple[str, ...]]] = MappingProxyType(
@@ -141,18 +145,29 @@ def candidates(table: StepTable, kernel: Kernel) -> tuple[Candidate, ...]:
     """Return the forms that are compared: ours, ours without each group of terms, and the papers'.
 
     The order is that of preference among forms that are as good as each other. The rank terms are among ours
-    where the table knows the ranks that the kernel pays for; under ``vllm``, whose slots have terms of their
-    own, they must make a difference. With them ours is also shown as it would be under each other kernel, for
+    where the table knows the ranks that the kernel pays for, those per request where it knows who is in
+    prefill, and those of the queue where there was one: what a handful of steps with somebody waiting seem to
+    tell is no use for queues of hundreds. Under ``vllm``, whose slots have terms of their own, those of ranks
+    must make a difference. With them ours is also shown as it would be under each other kernel, for
     comparison: which one an engine has is known, not fitted.
     """
     ranks_known = all(name in table.ranks for name in _NEEDED[kernel])
-    unknown = () if ranks_known else TERM_GROUPS["ranks"]
+    known = {
+        "ranks": ranks_known,
+        "requests": "prefills" in table.ranks,
+        "queue": table.waiting.max() >= _LEAST_QUEUE,
+    }
+    groups = {name: terms for name, terms in TERM_GROUPS.items() if known.get(name, True)}
+    unknown = tuple(term for name, terms in TERM_GROUPS.items() if name not in groups for term in terms)
+    if "queue" not in groups:
+        unknown += ("ms_per_adapter_queued",)
+    if "requests" in groups and table.requests.min() >= 2.0:
+        unknown += ("ms_for_several",)  # part of base_ms: there is no request by itself to tell them apart
     ours = [Candidate(ADDITIVE.name, ADDITIVE, kernel, unknown)]
-    for group, terms in TERM_GROUPS.items():
-        if ranks_known or group != "ranks":
-            ours.append(Candidate(f"additive-without-{group}", ADDITIVE, kernel, (*unknown, *terms)))
+    for group, terms in groups.items():
+        ours.append(Candidate(f"additive-without-{group}", ADDITIVE, kernel, (*unknown, *terms)))
     ours += [
-        Candidate(f"additive-as-{other}", ADDITIVE, other)
+        Candidate(f"additive-as-{other}", ADDITIVE, other, unknown)
         for other in Kernel
         if ranks_known and other is not kernel and all(name in table.ranks for name in _NEEDED[other])
     ]

@@ -103,7 +103,15 @@ ADDITIVE = LatencyForm(
         "ms_per_waiting_krequest",
         "ms_per_ktoken_beyond_graphs",
     ),
-    MappingProxyType({"ms_per_decode_krank": None, "ms_per_prefill_krank": None}),
+    MappingProxyType(
+        {
+            "ms_per_decode_krank": None,
+            "ms_per_prefill_krank": None,
+            "ms_per_request": None,
+            "ms_for_several": None,
+            "ms_per_prefill": None,
+        }
+    ),
 )
 """Ours: a sum of what a step reads and computes. Empty slots cost, too: vLLM launches blocks for them.
 
@@ -111,10 +119,13 @@ Coefficients in ``rank16`` are per adapter and 16 ranks of ``s_max``. In steps o
 tokens ``ms_per_adapter_small_rank16`` counts whole blocks of 16; in steps of more than `GRAPH_TOKENS`
 ``ms_per_ktoken_beyond_graphs`` counts the tokens beyond.
 
-The two optional ones are milliseconds per 1000 units of LoRA work, where a token of a request with an adapter
-is as many units as the rank that the engine's kernel multiplies it with (`capplan.spec.Kernel`): ``bgmv`` the
-largest rank in the step, ``mbgmv`` the request's own, ``vllm`` the configured ``s_max``. One coefficient for
-decode, one for prefill, whose kernels differ (S-LoRA: a gathered matrix-vector and a matrix-matrix product).
+The first two optional ones are milliseconds per 1000 units of LoRA work, where a token of a request with an
+adapter is as many units as the rank that the engine's kernel multiplies it with (`capplan.spec.Kernel`):
+``bgmv`` the largest rank in the step, ``mbgmv`` the request's own, ``vllm`` the configured ``s_max``. One
+coefficient for decode, one for prefill, whose kernels differ (S-LoRA: a gathered matrix-vector and a
+matrix-matrix product). The others are what a step takes per request whatever its length:
+``ms_per_request`` to sample and to send its token, ``ms_per_prefill`` to admit it, and ``ms_for_several``
+once as soon as there are two, since a request by itself needs vectors multiplied where several need matrices.
 """
 
 DIGITAL_TWIN = LatencyForm(
@@ -148,6 +159,9 @@ _ADDITIVE_BGMV = 4
 _ADDITIVE_MBGMV = 5
 _DECODE_KRANK = len(ADDITIVE.coefficients)
 _PREFILL_KRANK = _DECODE_KRANK + 1
+_REQUEST = _PREFILL_KRANK + 1
+_SEVERAL = _REQUEST + 1
+_PREFILL = _SEVERAL + 1
 
 GRAPH_TOKENS = 512
 """vLLM's largest captured CUDA graph; larger steps launch every kernel from the host."""
@@ -199,7 +213,9 @@ def uses_ranks(form: int, k: NDArray[np.float64]) -> bool:
     """Tell whether `rank_ms` can be anything but 0; if not, nobody needs to count ranks."""
     if form in (TOPPINGS_BGMV.code, TOPPINGS_MBGMV.code):
         return True
-    return form != DIGITAL_TWIN.code and bool(np.any(k[_DECODE_KRANK:] != 0.0))
+    if form == DIGITAL_TWIN.code or k.size <= _PREFILL:
+        return False
+    return bool(k[_DECODE_KRANK] or k[_PREFILL_KRANK] or k[_PREFILL])
 
 
 @jit
@@ -234,12 +250,15 @@ def step_ms(form: int, k: NDArray[np.float64], step: StepFeatures) -> float:
             + k[11] * step.waiting / 1000.0 * (1.0 - step.slots_per_adapter)
             + k[12] * max(0.0, step.tokens - GRAPH_TOKENS) / 1000.0
         )
+        if k.size > _PREFILL:
+            several = min(1.0, max(0.0, step.requests - 1.0))  # means over steps lie between one and two, too
+            milliseconds += k[_REQUEST] * step.requests + k[_SEVERAL] * several
     return max(0.0, milliseconds)  # a coefficient that is free in sign must not turn the clock back
 
 
 @jit
 def rank_ms(form: int, k: NDArray[np.float64], s_max: float, ranks: StepRanks) -> float:
-    """Return the milliseconds of a step that depend on the ranks in it.
+    """Return the milliseconds of a step that depend on whose requests it holds: ranks, and who is in prefill.
 
     Parameters
     ----------
@@ -256,7 +275,7 @@ def rank_ms(form: int, k: NDArray[np.float64], s_max: float, ranks: StepRanks) -
         milliseconds = (k[0] * decode + k[1] if ranks.decodes > 0.0 else 0.0) + (
             k[2] * prefill + k[3] if ranks.prefills > 0.0 else 0.0
         )
-    elif form == 1 or k.size <= _PREFILL_KRANK:
+    elif form == 1 or k.size <= _PREFILL:
         milliseconds = 0.0
     else:
         decode = ranks.decode_rank_sum
@@ -266,4 +285,5 @@ def rank_ms(form: int, k: NDArray[np.float64], s_max: float, ranks: StepRanks) -
             decode = ranks.lora_decodes * padded_to
             prefill = ranks.lora_prefill_tokens * padded_to
         milliseconds = k[_DECODE_KRANK] * decode / 1000.0 + k[_PREFILL_KRANK] * prefill / 1000.0
+        milliseconds += k[_PREFILL] * ranks.prefills
     return max(0.0, milliseconds)

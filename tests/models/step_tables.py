@@ -29,6 +29,9 @@ _KNOWN = {
     "ms_per_ktoken_beyond_graphs": 5.0,
     "ms_per_decode_krank": 0.7,
     "ms_per_prefill_krank": 0.3,
+    "ms_per_request": 0.02,
+    "ms_for_several": 1.5,
+    "ms_per_prefill": 0.9,
 }
 ADDITIVE_TRUTH = {name: _KNOWN.get(name, 0.08) for name in ADDITIVE.names}
 DIGITAL_TWIN_TRUTH = {
@@ -56,7 +59,7 @@ def steps_of(
 ) -> pd.DataFrame:
     """Return a table of single steps, every column known; `noise` is the scatter of log(step_ms)."""
     rng = np.random.default_rng(seed)
-    requests = rng.integers(1, 400, rows)
+    requests = np.where(rng.random(rows) < 0.1, 1, rng.integers(1, 400, rows))
     prefills = np.where(rng.random(rows) < 0.4, rng.integers(1, 5, rows), 0)
     prefills = np.minimum(prefills, requests)
     decodes = requests - prefills

@@ -14,7 +14,7 @@ from capplan.models.calibration_forms import TERM_GROUPS, candidate_named, candi
 from capplan.models.calibration_steps import calibrate_steps, predict_left_out
 from capplan.models.calibration_tables import StepTable, step_table
 from capplan.models.step_latency import ADDITIVE
-from capplan.spec import Kernel
+from capplan.spec import Coefficient, Kernel
 from tests.models.step_tables import (
     ADDITIVE_TRUTH,
     DIGITAL_TWIN_TRUTH,
@@ -95,6 +95,24 @@ def test_a_part_that_makes_no_difference_stays() -> None:
     assert made.fit.candidate.label == "additive"
 
 
+def test_without_a_request_by_itself_what_several_cost_is_in_the_base() -> None:
+    truth = ADDITIVE_TRUTH | {"ms_for_several": 0.0}
+    frame = steps_of("additive", truth)
+    frame = frame[frame["requests"] > 1]
+    fit = candidate_named("additive", table_of(frame), Kernel.VLLM).fit(table_of(frame))
+    assert fit.coefficients()["base_ms"].value == pytest.approx(truth["base_ms"], rel=2e-3)
+
+
+def test_a_queue_that_hardly_ever_was_tells_nothing_of_long_ones() -> None:
+    frame = steps_of("additive", ADDITIVE_TRUTH, noise=0.05)
+    frame["waiting"] = np.where(np.arange(len(frame)) % 50 == 0, 0.05, 0.0)
+    table = table_of(frame)
+    assert candidate_named("additive", table, Kernel.VLLM).fit(table).coefficients()[
+        "ms_per_waiting_krequest"
+    ] == Coefficient(value=0.0)
+    assert "additive-without-queue" not in {score.label for score in calibrate_steps(table).scores}
+
+
 def test_an_asked_for_form_is_taken_whatever_its_error() -> None:
     made = calibrate_steps(table_of(steps_of("additive", ADDITIVE_TRUTH)), form="toppings-bgmv")
     assert made.forced
@@ -103,7 +121,7 @@ def test_an_asked_for_form_is_taken_whatever_its_error() -> None:
 
 
 def test_forms_without_their_columns_are_named_and_left_out() -> None:
-    frame = steps_of("additive", {**ADDITIVE_TRUTH, "ms_per_decode_krank": 0.0, "ms_per_prefill_krank": 0.0})
+    frame = steps_of("additive", ADDITIVE_TRUTH | dict.fromkeys(ADDITIVE.optional, 0.0))
     frame = frame[[name for name in frame.columns if "rank" not in name and "lora" not in name]]
     frame = frame.drop(columns=["decodes", "prefills"])
     made = calibrate_steps(table_of(frame))

@@ -64,7 +64,8 @@ def additive(
 ) -> float:
     """Return the rank part of the additive form, by default in units of rank x tokens."""
     k = np.zeros(len(ADDITIVE.names))
-    k[-2:] = per_decode, per_prefill
+    at = len(ADDITIVE.coefficients)
+    k[at : at + 2] = per_decode, per_prefill
     return rank_ms(latency_code(ADDITIVE.name, kernel), k, S_MAX, ranks)
 
 
@@ -172,6 +173,30 @@ def test_one_rank_term_leaves_the_rest_of_the_step_as_it_was() -> None:
     assert uses_ranks(0, k)
     assert step_ms(0, k, STEP) == step_ms(0, coefficient_array(plain), STEP)
     assert rank_ms(0, k, S_MAX, batch(decode=[8], prefill=[(8, 500)])) == pytest.approx(2.0 * 0.5 * S_MAX)
+
+
+def test_requests_cost_by_their_number_and_more_from_the_second_on() -> None:
+    plain = coefficient_array(part("additive", **dict.fromkeys(ADDITIVE.coefficients, 1.0)))
+    counted = part(
+        "additive", **dict.fromkeys(ADDITIVE.coefficients, 1.0), ms_per_request=0.25, ms_for_several=4.0
+    )
+    k = coefficient_array(counted)
+    assert not uses_ranks(0, k)  # nobody needs to walk over the requests for these two
+    more = {
+        requests: step_ms(0, k, STEP._replace(requests=requests))
+        - step_ms(0, plain, STEP._replace(requests=requests))
+        for requests in (0.0, 1.0, 1.5, 2.0, 100.0)
+    }
+    assert more == pytest.approx({0.0: 0.0, 1.0: 0.25, 1.5: 2.375, 2.0: 4.5, 100.0: 29.0})
+
+
+@pytest.mark.parametrize("kernel", Kernel)
+def test_each_request_in_prefill_costs_the_same_whatever_its_length_and_rank(kernel: Kernel) -> None:
+    k = coefficient_array(part("additive", **dict.fromkeys(ADDITIVE.coefficients, 0.0), ms_per_prefill=0.5))
+    code = latency_code(ADDITIVE.name, kernel)
+    assert uses_ranks(code, k)
+    assert rank_ms(code, k, S_MAX, batch(decode=[8, 64], prefill=[(8, 10), (64, 900)])) == pytest.approx(1.0)
+    assert rank_ms(code, k, S_MAX, batch(decode=[8, 64], base=3)) == 0.0
 
 
 def test_the_digital_twin_form_has_no_ranks_and_a_constant_of_its_own_without_adapters() -> None:
