@@ -49,3 +49,15 @@ def test_the_highest_throughput_leaves_the_most_headroom(workload: Make) -> None
     assert max(load or 0.0 for load in loads) <= max(
         g.predicted.load_over_capacity or 0.0 for g in few.groups
     )
+
+
+def test_at_the_highest_load_the_twin_compares_numbers_of_slots() -> None:
+    """A guess prefers 2 slots; the twin, with 4 as the faster, has the last word."""
+
+    def preferring(slots: int) -> Estimator:
+        return lambda a: Estimate(1.0, False, e2e_s_mean=1.0 if a.a_max == slots else 1.1)
+
+    problem = example_problem(2, adapters=8, gpus=1)
+    wished = replace(problem, workload=problem.workload.replace(objective=Objective.MAX_THROUGHPUT))
+    [chosen] = REGISTRY["capplan"].place(wished, Tools(quick=preferring(2), exact=preferring(4)))
+    assert chosen.a_max == 4

@@ -76,8 +76,10 @@ def _sought(
         best = wanted(problem, fleet_of(problem, known), objective)
         order = [fleet for fleet in order if wanted(problem, fleet, objective) < best]
     answer = seeker.seek(order)
-    if answer is None:
-        return known
+    return known if answer is None else _polished(seeker, answer)
+
+
+def _polished(seeker: Seeker, answer: tuple[Assignment, ...]) -> tuple[Assignment, ...]:
     return seeker.polished(answer) if len(answer) <= _SMALL else answer
 
 
@@ -110,17 +112,21 @@ def _packed(estimator: Estimator, ground: Ground, pools: Sequence[int]) -> Board
 
 
 def _at_the_highest_load(problem: Problem, tools: Tools, until_s: float) -> tuple[Assignment, ...]:
-    """Return the placement on all instances that holds at the highest multiple of the load: by bisection."""
+    """Return the placement on all instances that holds at the highest multiple of the load: by bisection.
 
-    def at(headroom: float) -> tuple[Assignment, ...] | None:
+    There the twin compares numbers of slots: whatever holds at a lower load, this is where they differ.
+    """
+
+    def at(headroom: float) -> tuple[Seeker, tuple[Assignment, ...]] | None:
         workload = problem.workload.model_copy(update={"headroom": headroom})
         loaded = replace(problem, workload=workload)
         asked = tools.asking_about(loaded)
         for ground in reversed(_grounds(loaded)):
             (fleet,) = fleets(loaded, len(ground.units), Objective.MAX_THROUGHPUT)
-            answer = _seeker(ground, asked, until_s, asked.exact).attempt(fleet)
+            seeker = _seeker(ground, asked, until_s, asked.exact)
+            answer = seeker.attempt(fleet)
             if answer is not None:
-                return answer
+                return seeker, answer
         return None
 
     holds = 1.0 / (1.0 - problem.workload.headroom)
@@ -133,7 +139,7 @@ def _at_the_highest_load(problem: Problem, tools: Tools, until_s: float) -> tupl
         middle = math.sqrt(holds * fails)
         better = at(1.0 - 1.0 / middle) if time.monotonic() < until_s else None
         best, holds, fails = (best, holds, middle) if better is None else (better, middle, fails)
-    return best
+    return _polished(*best)
 
 
 def _gpus(problem: Problem) -> int:
