@@ -5,6 +5,7 @@ import contextlib
 import http.client
 import json
 import random
+import socket
 import threading
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -424,6 +425,22 @@ def test_a_full_queue_sheds_and_recovers() -> None:
             assert b'capplan:requests_refused_total{status="429"} 1.0' in send(server, "GET", "/metrics").body
             assert b"[DONE]" in response.read()
         assert complete(server).status == 200
+        server.check_idle()
+
+
+@pytest.mark.parametrize(("path", "status"), [("/v1/completions", 429), ("/v1/load_lora_adapter", 200)])
+def test_only_bodies_of_generating_requests_take_room_while_they_come(path: str, status: int) -> None:
+    with live(ADAPTERS, max_requests=2) as server, contextlib.ExitStack() as stack:
+        host, port = server.url.removeprefix("http://").split(":")
+        for _ in range(2):
+            begun = stack.enter_context(socket.create_connection((host, int(port))))
+            head = f"POST {path} HTTP/1.1\r\nHost: {host}\r\nContent-Type: application/json\r\n"
+            begun.sendall(f"{head}Content-Length: 100\r\nExpect: 100-continue\r\n\r\n".encode())
+            assert b" 100 " in begun.recv(100)  # someone reads its body
+        assert complete(server).status == status
+        stack.close()
+        while complete(server).status != 200:  # the places of those who left
+            pass
         server.check_idle()
 
 

@@ -29,7 +29,7 @@ class Gate:
     settings
         Key and size.
     refuse
-        Raises when no further request is taken beside so many of which the body is being read.
+        Raises when no further generating request is taken beside so many of which the body is being read.
     """
 
     def __init__(self, app: ASGIApp, settings: ServerSettings, refuse: Callable[[int], None]) -> None:
@@ -49,8 +49,9 @@ class Gate:
         except ApiError as error:
             await error.response()(scope, receive, send)
             return
-        body = _Body(receive, self._most_bytes, self._read)
-        self._reading += 1
+        generates = _generates(scope)
+        body = _Body(receive, self._most_bytes, self._read if generates else lambda: None)
+        self._reading += generates
         try:
             await self._app(scope, body.receive, send)
         finally:
@@ -68,7 +69,7 @@ class Gate:
         length = headers.get("content-length", "0")
         if not length.isdecimal() or int(length[:20]) > self._most_bytes:
             raise _too_large(self._most_bytes)
-        if scope["method"] == "POST" and scope["path"] in GENERATING:
+        if _generates(scope):
             self._refuse(self._reading)
 
     def _has_key(self, headers: Headers) -> bool:
@@ -121,6 +122,10 @@ class _Body:
         if self._is_open:
             self._is_open = False
             self._ended()
+
+
+def _generates(scope: Scope) -> bool:
+    return scope["method"] == "POST" and scope["path"] in GENERATING
 
 
 def _too_large(most_bytes: int) -> ApiError:
