@@ -79,18 +79,21 @@ class DecodeGraphs:
         """Capture every graph now, the largest first: the others share its memory."""
         for size in reversed(self._sizes):
             for with_adapters in (True, False):
-                self._static.setdefault((size, with_adapters), self._new(size, with_adapters))
+                self._known(size, with_adapters)
 
     def run(self, batch: Batch) -> torch.Tensor:
         """Return the hidden state of every token; valid until the next run."""
         requests = batch.tokens.shape[0]
         size = next(size for size in self._sizes if size >= requests)
-        key = size, any(segment.adapter for segment in batch.segments)
-        if key not in self._static:
-            self._static[key] = self._new(*key)
-        static = self._static[key]
+        static = self._known(size, any(segment.adapter for segment in batch.segments))
         self._fill(static, batch, requests)
         return static.replay()[:requests]
+
+    def _known(self, size: int, with_adapters: bool) -> _Static:
+        key = size, with_adapters
+        if key not in self._static:
+            self._static[key] = self._new(*key)
+        return self._static[key]
 
     def _new(self, size: int, with_adapters: bool) -> _Static:
         def filled(value: int, *shape: int) -> torch.Tensor:
