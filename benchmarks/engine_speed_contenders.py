@@ -162,14 +162,8 @@ def start(given: argparse.Namespace, folder: Path) -> dict[str, Offline | Server
         "max_num_batched_tokens": 2048,
         "block_size": BLOCK_SIZE,
     }
-    threads = {"OMP_NUM_THREADS": str(given.threads)}
-    ours = threads | {"PYTHONPATH": str(_ROOT)}
-    theirs = threads | {
-        "VLLM_CPU_OMP_THREADS_BIND": given.bind,
-        "VLLM_CPU_KVCACHE_SPACE": "1",
-        "VLLM_NO_USAGE_STATS": "1",
-        "HF_HUB_OFFLINE": "1",
-    }
+    ours = {"OMP_NUM_THREADS": str(given.threads), "PYTHONPATH": str(_ROOT)}
+    theirs = oracle_variables(given.bind, given.threads)
     if given.servers:
         return _servers(given, folder, adapters, sizes, ours, theirs)
     common = {
@@ -215,6 +209,17 @@ def _servers(
     return {
         "capplan": Server(mine, ours, folder / "capplan.log", port),
         "vllm": Server(other, theirs, folder / "vllm.log", other_port),
+    }
+
+
+def oracle_variables(bind: str, threads: int) -> dict[str, str]:
+    """Return the environment of vLLM on a CPU: its threads, how they are bound, nothing from a network."""
+    return {
+        "OMP_NUM_THREADS": str(threads),
+        "VLLM_CPU_OMP_THREADS_BIND": bind,
+        "VLLM_CPU_KVCACHE_SPACE": "1",
+        "VLLM_NO_USAGE_STATS": "1",
+        "HF_HUB_OFFLINE": "1",
     }
 
 

@@ -12,7 +12,8 @@ from pathlib import Path
 from urllib.error import URLError
 from urllib.request import urlopen
 
-from benchmarks.engine_speed_contenders import free_ports
+from benchmarks.engine_speed_contenders import free_ports, oracle_variables
+from capplan.profiling.commands import flag_words
 
 _START_S = 300.0
 _END_S = 60.0
@@ -62,11 +63,10 @@ class OracleSetting:
             "--block-size": self.block_size,
             "--gpu-memory-utilization": 0.9,
         }
-        words = [str(word) for pair in flags.items() for word in pair]
         modules = [f"{name}={path}" for name, path in self.adapters.items()]
         switches = ["--enable-lora", "--no-enable-prefix-caching", "--no-async-scheduling"]
         module = "vllm.entrypoints.openai.api_server"
-        return [self.python, "-m", module, *words, *switches, "--lora-modules", *modules]
+        return [self.python, "-m", module, *flag_words(flags), *switches, "--lora-modules", *modules]
 
 
 @contextlib.contextmanager
@@ -78,14 +78,7 @@ def oracle_server(setting: OracleSetting, log: Path) -> Iterator[str]:
     """
     port = free_ports()[0]
     cores = sorted(os.sched_getaffinity(0))
-    environment = {
-        **os.environ,
-        "VLLM_CPU_OMP_THREADS_BIND": str(cores[-1]),
-        "VLLM_CPU_KVCACHE_SPACE": "1",
-        "VLLM_NO_USAGE_STATS": "1",
-        "HF_HUB_OFFLINE": "1",
-        "OMP_NUM_THREADS": "1",
-    }
+    environment = {**os.environ, **oracle_variables(bind=str(cores[-1]), threads=1)}
     environment.pop("PYTHONPATH", None)
     with log.open("w") as messages:
         process = subprocess.Popen(setting.command(port), env=environment, stdout=messages, stderr=messages)

@@ -135,7 +135,6 @@ def _loop(setting: Setting) -> ClosedLoop:
             prompt_tokens=(48.0, 8.0),
             output_tokens=(56.0, 8.0),  # long, so that an hour of the twin holds few requests
             point_s=1.0,
-            objective="min_gpus",  # the highest load takes the planner a dozen times as long
             plan_seeds=1,
         )
     else:

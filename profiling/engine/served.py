@@ -16,6 +16,7 @@ from typing import Any, Final
 
 import numpy as np
 
+from capplan.profiling.commands import flag_words
 from capplan.profiling.engine.memory import BLOCK_TOKENS
 from capplan.profiling.engine.options import Options
 from capplan.profiling.engine.process import ServerCommand, running_server
@@ -122,7 +123,7 @@ def serve_flags(options: Options, a_max: int, s_max: int, kv_blocks: int) -> tup
         **({} if options.on_gpu else {"--num-kv-blocks": kv_blocks}),
         **({} if options.lora_kernel is None else {"--lora-kernel": options.lora_kernel}),
     }
-    return tuple(str(word) for pair in flags.items() for word in pair)
+    return tuple(flag_words(flags))
 
 
 class _Client:

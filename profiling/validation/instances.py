@@ -7,6 +7,7 @@ from pathlib import Path
 from typing import Any
 
 from capplan.errors import InputError
+from capplan.profiling.commands import flag_words
 from capplan.profiling.engine.process import ServerCommand
 from capplan.profiling.load.schedule import scaled
 from capplan.profiling.load.settings import Target
@@ -100,7 +101,7 @@ def server_command(
     }
     if not options.device.startswith("cuda"):
         flags["--num-kv-blocks"] = kv_tokens // profile.engine.block_size
-    words = [str(word) for flag, value in flags.items() if value is not None for word in (flag, value)]
+    words = flag_words({flag: value for flag, value in flags.items() if value is not None})
     if settings["prefix_caching"] is not None:
         words.append(f"--{'' if settings['prefix_caching'] else 'no-'}enable-prefix-caching")
     return ServerCommand(options.model or plan.base_model, _sources(group), tuple(words), options.threads)

@@ -9,12 +9,13 @@ from pathlib import Path
 from types import MappingProxyType
 from typing import Any, Final
 
-from capplan.errors import CapplanError, InfeasibleError
-from capplan.profiling.validation.commands import flag_words, run_capplan
+from capplan.errors import CapplanError
+from capplan.profiling.commands import flag_words, run_capplan
+from capplan.profiling.validation.capacity import saturated_rps
 from capplan.spec import Adapter, Lengths, Profile, Workload, write_text_atomic
 
-PLANNED: Final = 0.7
-"""Share of the engine's capacity that is planned for."""
+PLANNED: Final = 0.85
+"""Share of the engine's capacity that is planned for: near to it, numbers of slots make a difference."""
 SMALL: Final = "small-llama"
 SMALL_LLAMA: Final = MappingProxyType(
     {
@@ -35,8 +36,6 @@ SMALL_LLAMA: Final = MappingProxyType(
 """A Llama whose steps take milliseconds, not tenths of them: then they are more than what a server adds."""
 
 _SATURATED_S: Final = 300.0
-_STARVED: Final = 0.5
-_MOST_DOUBLINGS: Final = 20
 _DISAGREES: Final = 1
 
 
@@ -62,8 +61,6 @@ class LoopSetting:
         Step model of the profile; None: the best on left-out runs.
     point_s
         Time of each state of the server.
-    objective
-        Of the plan; with one engine the one that bears most is what a plan can still choose.
     plan_seeds
         On how many seeds `capplan plan` confirms what it found.
     """
@@ -81,7 +78,6 @@ class LoopSetting:
     output_tokens: tuple[float, float] = (50.0, 30.0)
     form: str | None = "additive"
     point_s: float = 6.0
-    objective: str = "max_throughput"
     plan_seeds: int = 5
 
 
@@ -214,11 +210,12 @@ class ClosedLoop:
     def _saturated_rps(self) -> float:
         """Return the rate that the twin's engine answers when far more is asked, every adapter in a slot."""
         from capplan.datasets import load_profile
-        from capplan.twin import simulate
+        from capplan.twin import SimulationResult, simulate
 
-        profile, setting, rate_rps = load_profile(str(self.profile)), self.setting, 1.0
-        for _ in range(_MOST_DOUBLINGS):
-            found = simulate(
+        profile, setting = load_profile(str(self.profile)), self.setting
+
+        def simulated(rate_rps: float) -> SimulationResult:
+            return simulate(
                 self._workload(profile, rate_rps),
                 profile,
                 a_max=setting.adapters,
@@ -228,10 +225,8 @@ class ClosedLoop:
                 max_model_len=setting.max_model_len,
                 duration_s=_SATURATED_S,
             )
-            if found.served_fraction < _STARVED:
-                return rate_rps * found.throughput_tok_s / found.offered_tok_s
-            rate_rps *= 2.0
-        raise InfeasibleError("no load starves this engine", "starvation")
+
+        return saturated_rps(simulated)
 
     def _planned(self, name: str, rate_rps: float) -> dict[str, Any]:
         """Plan for a rate, and return the plan's only group."""
@@ -256,7 +251,6 @@ class ClosedLoop:
             "version": 1,
             "base_model": made.base_model,
             "profile": str(self.profile.resolve()),
-            "objective": setting.objective,
             "engine": {
                 "max_num_seqs": setting.max_num_seqs,
                 "max_num_batched_tokens": setting.max_num_batched_tokens,
