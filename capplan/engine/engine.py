@@ -58,6 +58,7 @@ class Engine:
         self.settings = engine_settings(settings)
         loaded = load_model(model, self.settings)
         self.config = loaded.config
+        self.folder = loaded.folder
         self.tokenizer: Tokenizer = load_tokenizer(loaded.folder, loaded.config.vocab_size)
         self._registry = Registry(self.settings.adapter_capacity(len(adapters or {})))
         sources = [

@@ -16,8 +16,8 @@ _OTHER_FORMS: Final = ("tokenizer.model", "vocab.json", "tekken.json")
 class Tokenizer(Protocol):
     """Turns text into tokens and tokens into text."""
 
-    def encode(self, text: str) -> list[int]:
-        """Return the tokens of a prompt, special ones at its beginning included where the model has such."""
+    def encode(self, text: str, *, special: bool = True) -> list[int]:
+        """Return the tokens of a prompt; `special`: with those at its beginning where the model has such."""
         ...
 
     def decode(self, tokens: Sequence[int]) -> str:
@@ -31,7 +31,7 @@ class ByteTokenizer:
     def __init__(self, vocab_size: int) -> None:
         self._vocab_size = vocab_size
 
-    def encode(self, text: str) -> list[int]:
+    def encode(self, text: str, *, special: bool = True) -> list[int]:
         """See `Tokenizer`."""
         if self._vocab_size < 256:
             rule = "must be token ids: the model has no tokenizer, and too small a vocabulary for bytes"
@@ -55,9 +55,9 @@ class FileTokenizer:
         self._tokenizer.no_truncation()
         self._tokenizer.no_padding()
 
-    def encode(self, text: str) -> list[int]:
+    def encode(self, text: str, *, special: bool = True) -> list[int]:
         """See `Tokenizer`."""
-        ids: list[int] = self._tokenizer.encode(text).ids
+        ids: list[int] = self._tokenizer.encode(text, add_special_tokens=special).ids
         return ids
 
     def decode(self, tokens: Sequence[int]) -> str:
@@ -73,7 +73,7 @@ class UnreadableTokenizer(ByteTokenizer):
         super().__init__(vocab_size)
         self._file = file
 
-    def encode(self, text: str) -> list[int]:
+    def encode(self, text: str, *, special: bool = True) -> list[int]:
         """See `Tokenizer`."""
         rule = f"must be token ids: beside {self._file.name} there is no tokenizer.json in the model's folder"
         raise InputError(rule, location="prompt")

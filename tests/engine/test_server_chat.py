@@ -1,14 +1,21 @@
 """Conversations take the form that the model's own tokens call for."""
 
+import contextlib
+import http.client
+import json
 from pathlib import Path
+from typing import Any
 
 import pytest
-from tokenizers import AddedToken, models, pre_tokenizers
+from tokenizers import AddedToken, models, pre_tokenizers, processors
 from tokenizers import Tokenizer as HfTokenizer
 
+from capplan.engine import Engine
 from capplan.engine.server.chat_template import chat_template
 from capplan.engine.server.schemas import Message
 from capplan.engine.tokenizer import ByteTokenizer, FileTokenizer
+from capplan.errors import InputError
+from tests.engine.live import SIZES, TINY, Live
 
 TALK = [
     Message(role="developer", content="Be brief."),
@@ -37,9 +44,114 @@ def test_the_tokens_of_a_model_tell_its_form(tmp_path: Path, mark: str, form: st
     tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
     tokenizer.add_special_tokens([AddedToken(mark, special=True)])
     tokenizer.save(str(tmp_path / "tokenizer.json"))
-    assert chat_template(FileTokenizer(tmp_path / "tokenizer.json"))(TALK) == form
+    found = chat_template(FileTokenizer(tmp_path / "tokenizer.json"), tmp_path)
+    assert found.write(TALK) == form
+    assert found.adds_special
 
 
 @pytest.mark.parametrize("vocab_size", [100, 300])
 def test_a_model_without_a_tokenizer_gets_plain_lines(vocab_size: int) -> None:
-    assert chat_template(ByteTokenizer(vocab_size))(TALK) == PLAIN
+    assert chat_template(ByteTokenizer(vocab_size)).write(TALK) == PLAIN
+
+
+# What the templates of common models make use of: marks, loop controls, namespaces, slices, JSON, refusals.
+OWN = """
+{%- set seen = namespace(system='none') -%}
+{{- bos_token }}
+{%- for message in messages %}
+    {%- if message.role == 'developer' %}
+        {%- set seen.system = message.content | trim %}
+        {%- continue %}
+    {%- endif %}
+    {%- if message.role == 'tool' %}
+        {{- raise_exception('no tools here') }}
+    {%- endif %}
+    {{- '<' + message['role'] + '>' + (message['content'][:7] | tojson) + eos_token }}
+{%- endfor %}
+{%- if add_generation_prompt %}
+    {{- '<assistant after ' ~ seen.system ~ '>' }}
+{%- endif %}
+"""
+
+
+def folder_with(tmp_path: Path, template: object, *, file: str = "") -> Path:
+    settings = {"bos_token": {"content": "<s>", "lstrip": False}, "eos_token": "</s>"}
+    if file:
+        (tmp_path / file).write_text(str(template))
+    else:
+        settings["chat_template"] = template  # type: ignore[assignment]
+    (tmp_path / "tokenizer_config.json").write_text(json.dumps(settings))
+    return tmp_path
+
+
+@pytest.mark.parametrize("kind", ["text", "named", "file"])
+def test_the_template_of_the_model_comes_first(tmp_path: Path, kind: str) -> None:
+    named = [{"name": "rag", "template": "no"}, {"name": "default", "template": OWN}]
+    file = "chat_template.jinja" if kind == "file" else ""
+    folder = folder_with(tmp_path, named if kind == "named" else OWN, file=file)
+    found = chat_template(ByteTokenizer(300), folder)
+    assert found.write(TALK) == '<s><user>"Who are"</s><assistant>""</s><assistant after Be brief.>'
+    assert not found.adds_special  # they are in the text
+
+
+def test_it_reads_as_transformers_would_have_it(tmp_path: Path) -> None:
+    jinja = pytest.importorskip("transformers.utils.chat_template_utils")
+    talk = [{"role": message.role, "content": message.text()} for message in TALK]
+    (theirs,), _ = jinja.render_jinja_template(
+        [talk], chat_template=OWN, add_generation_prompt=True, bos_token="<s>", eos_token="</s>"
+    )
+    assert chat_template(ByteTokenizer(300), folder_with(tmp_path, OWN)).write(TALK) == theirs
+
+
+@pytest.mark.parametrize(
+    "template",
+    [
+        "{{ raise_exception('no tools here') }}",
+        "{{ messages.append(1) }}",
+        "{{ ''.__class__.__mro__[1].__subclasses__() }}",
+        "{{ messages[9].content.x }}",
+        "{{ messages | length + 'a' }}",
+    ],
+)
+def test_a_template_that_refuses_or_oversteps_refuses_the_conversation(tmp_path: Path, template: str) -> None:
+    found = chat_template(ByteTokenizer(300), folder_with(tmp_path, template))
+    with pytest.raises(InputError, match="the model's chat template refuses the conversation: "):
+        found.write(TALK)
+
+
+def test_a_server_adds_no_second_beginning_of_text_and_tells_a_refusal(tmp_path: Path) -> None:
+    alphabet = {letter: at for at, letter in enumerate(sorted(pre_tokenizers.ByteLevel.alphabet()))}
+    tokenizer = HfTokenizer(models.BPE(vocab=alphabet, merges=[]))
+    tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
+    tokenizer.add_special_tokens([AddedToken("<s>", special=True)])
+    tokenizer.post_processor = processors.TemplateProcessing(single="<s> $A", special_tokens=[("<s>", 256)])
+    tokenizer.save(str(tmp_path / "tokenizer.json"))
+    engine = Engine(TINY, {}, **SIZES)
+    engine.tokenizer = FileTokenizer(tmp_path / "tokenizer.json")
+    refusal = "{% if messages[0].role != 'user' %}{{ raise_exception('users begin') }}{% endif %}"
+    engine.folder = folder_with(tmp_path, refusal + "{{ bos_token + messages[0].content }}")
+    server = Live(engine, {})
+    try:
+        said = {role: chat(server, role) for role in ("user", "assistant")}
+    finally:
+        server.close()
+    assert said["user"][1]["usage"]["prompt_tokens"] == 1 + len("Hello")
+    status, answer = said["assistant"]
+    assert (status, answer["error"]["param"]) == (400, "messages")
+    assert "users begin" in answer["error"]["message"]
+
+
+def chat(server: Live, role: str) -> tuple[int, dict[str, Any]]:
+    """Return status and answer of a conversation of one turn."""
+    asked = {"model": "base", "max_tokens": 2, "messages": [{"role": role, "content": "Hello"}]}
+    with contextlib.closing(http.client.HTTPConnection(server.url.removeprefix("http://"))) as connection:
+        headers = {"Content-Type": "application/json"}
+        connection.request("POST", "/v1/chat/completions", json.dumps(asked), headers)
+        response = connection.getresponse()
+        return response.status, json.loads(response.read())
+
+
+@pytest.mark.parametrize("template", ["{% for %}", "{{ 1"])
+def test_a_broken_template_is_told_by_its_file(tmp_path: Path, template: str) -> None:
+    with pytest.raises(InputError, match=r"tokenizer_config\.json"):
+        chat_template(ByteTokenizer(300), folder_with(tmp_path, template))

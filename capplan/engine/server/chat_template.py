@@ -1,26 +1,45 @@
-"""Conversations as one prompt, in the form that the model was trained on as far as its tokenizer tells."""
+"""Conversations as one prompt, in the form that the model was trained on as far as its folder tells."""
 
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from pathlib import Path
 from typing import Final
 
+from capplan.engine.server.own_template import own_template
 from capplan.engine.server.schemas import Message
 from capplan.engine.tokenizer import Tokenizer
 from capplan.errors import InputError
 
-Template = Callable[[Sequence[Message]], str]
+
+@dataclass(frozen=True)
+class ChatTemplate:
+    """The form of conversations."""
+
+    write: Callable[[Sequence[Message]], str]
+    """Returns the prompt."""
+    adds_special: bool = True
+    """Whether the beginning-of-text token is left to the tokenizer."""
 
 
-def chat_template(tokenizer: Tokenizer) -> Template:
-    """Return the template of a model, known by the marks that are single tokens of it; else a plain one.
+def chat_template(tokenizer: Tokenizer, folder: Path | None = None) -> ChatTemplate:
+    """Return the template in a model's folder.
 
-    The beginning-of-text token is left to the tokenizer.
+    Where there is none: that of which the marks are single tokens of the model; else a plain one.
+
+    Raises
+    ------
+    InputError
+        When the folder's cannot be read.
     """
-    for mark, template in _TEMPLATES:
+    own = own_template(folder)
+    if own is not None:
+        return ChatTemplate(own, adds_special=False)
+    for mark, write in _KNOWN:
         if _is_one_token(tokenizer, mark):
-            return template
-    return plain
+            return ChatTemplate(write)
+    return ChatTemplate(plain)
 
 
 def chatml(messages: Sequence[Message]) -> str:
@@ -49,7 +68,7 @@ def _role(message: Message) -> str:
     return "system" if message.role == "developer" else message.role
 
 
-_TEMPLATES: Final = (("<|im_start|>", chatml), ("<|start_header_id|>", llama3))
+_KNOWN: Final = (("<|im_start|>", chatml), ("<|start_header_id|>", llama3))
 
 
 def _is_one_token(tokenizer: Tokenizer, mark: str) -> bool:

@@ -55,7 +55,8 @@ async def chat_completions(body: ChatRequest, request: Request) -> Response:
     service = _service(request)
     adapter = service.adapter_of(body.model)
     wanted = body.max_completion_tokens or body.max_tokens
-    (prompt,) = await service.encode([service.template(body.messages)], wanted)
+    text = service.written(body.messages)
+    (prompt,) = await service.encode([text], wanted, special=service.template.adds_special)
     logprobs = (body.top_logprobs or 0) if body.logprobs else None
     form = ChatFormat(body.model, service.tokenizer, body.include_usage(), bool(body.return_token_ids))
     max_tokens = wanted or service.max_model_len - len(prompt)

@@ -14,6 +14,7 @@ from capplan.engine.server.api_error import ApiError
 from capplan.engine.server.chat_template import chat_template
 from capplan.engine.server.driver import Driver, EngineFailureError, Watcher
 from capplan.engine.server.metrics import Metrics
+from capplan.engine.server.schemas import Message
 from capplan.engine.server.settings import ServerSettings
 from capplan.errors import InputError
 
@@ -63,7 +64,7 @@ class Service:
         self.driver = Driver(engine, [self.metrics, *watchers])
         self.adapters = Adapters(engine, self.driver, settings.model_name, settings.lora_root, given)
         self.tokenizer = engine.tokenizer
-        self.template = chat_template(engine.tokenizer)
+        self.template = chat_template(engine.tokenizer, engine.folder)
         self.vocab_size = engine.config.vocab_size
         self.max_model_len = engine.sizes.max_model_len
         self.created = int(time.time())
@@ -102,8 +103,10 @@ class Service:
         if self.driver.in_flight + coming + more > self.settings.max_requests:
             raise self._refusal(429, "The queue is full", "queue_full", self._retry_after_s())
 
-    async def encode(self, prompts: Sequence[str | list[int]], max_tokens: int | None) -> list[list[int]]:
-        """Return the tokens of prompts, checked for their number.
+    async def encode(
+        self, prompts: Sequence[str | list[int]], max_tokens: int | None, *, special: bool = True
+    ) -> list[list[int]]:
+        """Return the tokens of prompts, checked for their number; `special`: as for the tokenizer.
 
         Raises
         ------
@@ -113,11 +116,26 @@ class Service:
         """
         self.refuse_if_full(len(prompts))
         if sum(len(prompt) for prompt in prompts if isinstance(prompt, str)) < _LONG_TEXT:
-            return [self._encode(prompt, max_tokens) for prompt in prompts]
-        return await asyncio.to_thread(lambda: [self._encode(prompt, max_tokens) for prompt in prompts])
+            return [self._encode(prompt, max_tokens, special) for prompt in prompts]
+        return await asyncio.to_thread(
+            lambda: [self._encode(prompt, max_tokens, special) for prompt in prompts]
+        )
 
-    def _encode(self, prompt: str | list[int], max_tokens: int | None) -> list[int]:
-        tokens = prompt if isinstance(prompt, list) else self._tokens(prompt)
+    def written(self, messages: Sequence[Message]) -> str:
+        """Return a conversation as one prompt.
+
+        Raises
+        ------
+        ApiError
+            400, when the model's template refuses it.
+        """
+        try:
+            return self.template.write(messages)
+        except InputError as error:
+            raise ApiError(400, str(error), "messages") from None
+
+    def _encode(self, prompt: str | list[int], max_tokens: int | None, special: bool) -> list[int]:
+        tokens = prompt if isinstance(prompt, list) else self._tokens(prompt, special)
         if not tokens:
             raise ApiError(400, "The prompt must not be empty", "prompt")
         if max(tokens) >= self.vocab_size:
@@ -134,9 +152,9 @@ class Service:
             raise ApiError(400, message, "max_tokens", "context_length_exceeded")
         return tokens
 
-    def _tokens(self, text: str) -> list[int]:
+    def _tokens(self, text: str, special: bool) -> list[int]:
         try:
-            return self.tokenizer.encode(text)
+            return self.tokenizer.encode(text, special=special)
         except InputError as error:
             raise ApiError(400, str(error), "prompt") from None
         except (UnicodeError, TypeError):  # half of a surrogate pair
