@@ -74,6 +74,9 @@ def server(
     point_s: Annotated[
         float, typer.Option("--point-s", metavar="SECONDS", min=2.0, help="Time of each.")
     ] = 8.0,
+    passes: Annotated[
+        int, typer.Option("--passes", metavar="N", min=1, help="How often all are gone through in that time.")
+    ] = 1,
     api_key: Annotated[
         str | None,
         typer.Option("--api-key", metavar="KEY", envvar="OPENAI_API_KEY", help="Sent as bearer token."),
@@ -103,6 +106,7 @@ def server(
     options = ProfilingOptions(
         budget_s=budget_s,
         point_s=point_s,
+        passes=passes,
         max_streams=max_streams,
         prompt_tokens=prompt_tokens or lengths[0],
         output_tokens=output_tokens or lengths[1],

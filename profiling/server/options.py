@@ -40,6 +40,9 @@ class ProfilingOptions:
         Time for closed loops; those that do not fit any more are left out.
     point_s : float
         Time of one.
+    passes : int
+        How often all of them are gone through. The speed of a machine drifts over minutes: what a state takes
+        is told from that only by coming back to it.
     max_streams : int, optional
         Largest batch; None: as many as run at once, 64 at most.
     prompt_tokens, output_tokens : int
@@ -54,6 +57,7 @@ class ProfilingOptions:
 
     budget_s: float = 600.0
     point_s: float = 8.0
+    passes: int = 1
     max_streams: int | None = None
     prompt_tokens: int = 128
     output_tokens: int = 64

@@ -217,20 +217,23 @@ class Session:
         self.out.add(files.LOADING, self.name, rows)
 
     async def _operating_points(self) -> None:
-        known = self.out.measured(files.STEPS, self.name, "run")
+        # Tables of earlier versions know runs only.
+        known = self.out.measured(files.STEPS, self.name, "visit") | self._known_runs()
         points = design(self.bounds, self.with_base)
-        todo = [point for point in points if self._run_name(point) not in known]
-        self._skipped = len(points) - len(todo)
+        visits = [(point, number) for number in range(self.options.passes) for point in points]
+        todo = [visit for visit in visits if self._visit_name(*visit) not in known]
+        self._skipped = len(visits) - len(todo)
         room = max(1, int(self.options.budget_s / self.options.point_s))
         self._left_out = max(0, len(todo) - room)
         counter = Counter(self.tell, "operating points", min(room, len(todo)))
-        for number, point in enumerate(todo[:room]):
+        for seed, (point, number) in enumerate(todo[:room]):
             try:
-                rows = await self._point(point, number)
+                rows = await self._point(point, seed)
             except LoopError as error:
                 self._failed.append(f"{point.name}: {error}")
             else:
-                self._take(point, rows)
+                visit = self._visit_name(point, number)
+                self._take(point, [{**row, "visit": visit} for row in rows])
             counter()
 
     def _take(self, point: Point, rows: Sequence[Mapping[str, Any]]) -> None:
@@ -266,6 +269,13 @@ class Session:
     def _run_name(self, point: Point) -> str:
         return f"{self.name}-{point.name}"
 
+    def _visit_name(self, point: Point, number: int) -> str:
+        run = self._run_name(point)
+        return run if number == 0 else f"{run}#{number + 1}"
+
+    def _known_runs(self) -> set[str]:
+        return self.out.measured(files.STEPS, self.name, "run")
+
     def _facts(self) -> dict[str, Any]:
         """Return where the rows are from."""
         from capplan import __version__
@@ -281,7 +291,7 @@ class Session:
             "told_by_the_server": asdict(self.server.info),
             "options": asdict(self.options),
             "prompt_form": self.server.found.prompts.form.value,
-            "points": len(self.out.measured(files.STEPS, self.name, "run")),
+            "points": len(self._known_runs()),
             "points_left_out": self._left_out,
             "points_failed": self._failed,
             "client_late_ms_p95": self._pulse.late_ms(95.0),

@@ -111,6 +111,23 @@ def test_measuring_again_goes_on_where_it_was_and_another_start_stands_beside(tm
     assert set(pd.read_parquet(tmp_path / files.STEPS)["setting"]) == {first.setting, third.setting}
 
 
+def test_points_are_visited_as_often_as_was_asked_and_in_turn(tmp_path: Path) -> None:
+    with toy_server(load_ms=0.0) as (url, _):
+        once = measure(url, tmp_path, options=QUICKER)
+        runs = set(pd.read_parquet(tmp_path / files.STEPS)["run"])
+        twice = measure(url, tmp_path, options=replace(QUICKER, passes=2, budget_s=60.0))
+        table = pd.read_parquet(tmp_path / files.STEPS)
+    assert twice.skipped == once.points
+    assert runs <= set(table["run"])
+    assert set(table["visit"]) > runs
+    assert all(
+        visit.partition("#")[0] == run for visit, run in zip(table["visit"], table["run"], strict=True)
+    )
+    assert table.groupby("visit").size().max() <= 3  # windows
+    first_of_second = int(table["visit"].str.contains("#2").to_numpy().argmax())
+    assert table["visit"].iloc[first_of_second:].str.endswith("#2").all()
+
+
 def test_points_whose_requests_fail_are_told_and_the_others_measured(tmp_path: Path) -> None:
     with toy_server(refuse="base") as (url, _):
         done = measure(
