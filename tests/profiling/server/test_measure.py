@@ -18,9 +18,11 @@ from capplan.models.calibration_parts import LOADING_COLUMNS, MEMORY_COLUMNS
 from capplan.models.calibration_tables import read_steps
 from capplan.profiling.load.settings import Target
 from capplan.profiling.server import folder as files
+from capplan.profiling.server import session
 from capplan.profiling.server.folder import Folder
 from capplan.profiling.server.measure import profile_server
 from capplan.profiling.server.options import EngineSetting, ProfilingOptions
+from capplan.profiling.server.points import Point
 from capplan.profiling.server.progress import OnProgress
 from capplan.profiling.server.session import Profiled
 from capplan.twin.calibration_runs import read_runs
@@ -111,21 +113,23 @@ def test_measuring_again_goes_on_where_it_was_and_another_start_stands_beside(tm
     assert set(pd.read_parquet(tmp_path / files.STEPS)["setting"]) == {first.setting, third.setting}
 
 
-def test_points_are_visited_as_often_as_was_asked_and_in_turn(tmp_path: Path) -> None:
+def test_points_are_visited_as_often_as_was_asked_and_in_turn(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    points = [Point(streams, 1, prompt_tokens=8, output_tokens=16) for streams in (1, 2)]
+    monkeypatch.setattr(session, "design", lambda *_: points)
     with toy_server(load_ms=0.0) as (url, _):
-        once = measure(url, tmp_path, options=QUICKER)
-        runs = set(pd.read_parquet(tmp_path / files.STEPS)["run"])
-        twice = measure(url, tmp_path, options=replace(QUICKER, passes=2, budget_s=60.0))
+        once = measure(url, tmp_path, options=replace(QUICKER, budget_s=4.0))
+        twice = measure(url, tmp_path, options=replace(QUICKER, budget_s=4.0, passes=2))
         table = pd.read_parquet(tmp_path / files.STEPS)
-    assert twice.skipped == once.points
-    assert runs <= set(table["run"])
-    assert set(table["visit"]) > runs
-    assert all(
-        visit.partition("#")[0] == run for visit, run in zip(table["visit"], table["run"], strict=True)
-    )
+        thrice = measure(url, tmp_path, options=replace(QUICKER, budget_s=4.0, passes=2))
+    assert (once.points, once.skipped) == (2, 0)
+    assert (twice.points, twice.skipped) == (2, 2)
+    assert (thrice.points, thrice.skipped) == (0, 4)
+    visits = table["visit"].drop_duplicates().tolist()
+    assert visits == [f"a2-s16-b32-t512-{point.name}{nth}" for nth in ("", "#2") for point in points]
+    assert (table["visit"].str.partition("#")[0] == table["run"]).all()
     assert table.groupby("visit").size().max() <= 3  # windows
-    first_of_second = int(table["visit"].str.contains("#2").to_numpy().argmax())
-    assert table["visit"].iloc[first_of_second:].str.endswith("#2").all()
 
 
 def test_points_whose_requests_fail_are_told_and_the_others_measured(tmp_path: Path) -> None:
