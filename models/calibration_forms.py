@@ -147,9 +147,9 @@ def candidates(table: StepTable, kernel: Kernel) -> tuple[Candidate, ...]:
     The order is that of preference among forms that are as good as each other. The rank terms are among ours
     where the table knows the ranks that the kernel pays for, those per request where it knows who is in
     prefill, and those of the queue where there was one: what a handful of steps with somebody waiting seem to
-    tell is no use for queues of hundreds. Under ``vllm``, whose slots have terms of their own, those of ranks
-    must make a difference. With them ours is also shown as it would be under each other kernel, for
-    comparison: which one an engine has is known, not fitted.
+    tell is no use for queues of hundreds. Terms per request must make a difference, which GPUs do not show,
+    and under ``vllm``, whose slots have terms of their own, those of ranks, too. With them ours is also shown
+    as it would be under each other kernel, for comparison: which one an engine has is known, not fitted.
     """
     ranks_known = all(name in table.ranks for name in _NEEDED[kernel])
     known = {
@@ -171,8 +171,14 @@ def candidates(table: StepTable, kernel: Kernel) -> tuple[Candidate, ...]:
         for other in Kernel
         if ranks_known and other is not kernel and all(name in table.ranks for name in _NEEDED[other])
     ]
-    if ranks_known and kernel is Kernel.VLLM:
-        ours.sort(key=lambda each: each.label != "additive-without-ranks")
+    spare = [name for name in ("ranks", "requests") if name in groups]
+    if kernel is not Kernel.VLLM and "ranks" in spare:
+        spare.remove("ranks")
+    if len(spare) > 1:
+        both = tuple(term for name in spare for term in groups[name])
+        ours.append(Candidate(f"additive-without-{'-and-'.join(spare)}", ADDITIVE, kernel, (*unknown, *both)))
+    first = [f"additive-without-{name}" for name in ("-and-".join(spare), *spare)]
+    ours.sort(key=lambda each: first.index(each.label) if each.label in first else len(first))
     papers = [Candidate(form.name, form, kernel) for form in (DIGITAL_TWIN, TOPPINGS_BGMV, TOPPINGS_MBGMV)]
     return (*ours, *papers)
 
