@@ -151,29 +151,18 @@ def candidates(table: StepTable, kernel: Kernel) -> tuple[Candidate, ...]:
     and under ``vllm``, whose slots have terms of their own, those of ranks, too. With them ours is also shown
     as it would be under each other kernel, for comparison: which one an engine has is known, not fitted.
     """
-    ranks_known = all(name in table.ranks for name in _NEEDED[kernel])
-    known = {
-        "ranks": ranks_known,
-        "requests": "prefills" in table.ranks,
-        "queue": table.waiting.max() >= _LEAST_QUEUE,
-    }
-    groups = {name: terms for name, terms in TERM_GROUPS.items() if known.get(name, True)}
-    unknown = tuple(term for name, terms in TERM_GROUPS.items() if name not in groups for term in terms)
-    if "queue" not in groups:
-        unknown += ("ms_per_adapter_queued",)
-    if "requests" in groups and table.requests.min() >= 2.0:
-        unknown += ("ms_for_several",)  # part of base_ms: there is no request by itself to tell them apart
+    groups = _known_groups(table, kernel)
+    unknown = _unknown_terms(table, groups)
     ours = [Candidate(ADDITIVE.name, ADDITIVE, kernel, unknown)]
     for group, terms in groups.items():
         ours.append(Candidate(f"additive-without-{group}", ADDITIVE, kernel, (*unknown, *terms)))
     ours += [
         Candidate(f"additive-as-{other}", ADDITIVE, other, unknown)
         for other in Kernel
-        if ranks_known and other is not kernel and all(name in table.ranks for name in _NEEDED[other])
+        if "ranks" in groups and other is not kernel and all(name in table.ranks for name in _NEEDED[other])
     ]
-    spare = [name for name in ("ranks", "requests") if name in groups]
-    if kernel is not Kernel.VLLM and "ranks" in spare:
-        spare.remove("ranks")
+    must_tell = ("ranks", "requests") if kernel is Kernel.VLLM else ("requests",)
+    spare = [name for name in must_tell if name in groups]
     if len(spare) > 1:
         both = tuple(term for name in spare for term in groups[name])
         ours.append(Candidate(f"additive-without-{'-and-'.join(spare)}", ADDITIVE, kernel, (*unknown, *both)))
@@ -181,6 +170,26 @@ def candidates(table: StepTable, kernel: Kernel) -> tuple[Candidate, ...]:
     ours.sort(key=lambda each: first.index(each.label) if each.label in first else len(first))
     papers = [Candidate(form.name, form, kernel) for form in (DIGITAL_TWIN, TOPPINGS_BGMV, TOPPINGS_MBGMV)]
     return (*ours, *papers)
+
+
+def _known_groups(table: StepTable, kernel: Kernel) -> dict[str, tuple[str, ...]]:
+    """Return the groups of terms that a table can tell something of."""
+    known = {
+        "ranks": all(name in table.ranks for name in _NEEDED[kernel]),
+        "requests": "prefills" in table.ranks,
+        "queue": table.waiting.max() >= _LEAST_QUEUE,
+    }
+    return {name: terms for name, terms in TERM_GROUPS.items() if known.get(name, True)}
+
+
+def _unknown_terms(table: StepTable, groups: Mapping[str, tuple[str, ...]]) -> tuple[str, ...]:
+    """Return the coefficients that stay 0 in all of ours."""
+    unknown = [term for name, terms in TERM_GROUPS.items() if name not in groups for term in terms]
+    if "queue" not in groups:
+        unknown.append("ms_per_adapter_queued")
+    if "requests" in groups and table.requests.min() >= 2.0:
+        unknown.append("ms_for_several")  # part of base_ms: no request by itself tells them apart
+    return tuple(unknown)
 
 
 def candidate_named(label: str, table: StepTable, kernel: Kernel) -> Candidate:

@@ -217,8 +217,7 @@ class Session:
         self.out.add(files.LOADING, self.name, rows)
 
     async def _operating_points(self) -> None:
-        # Tables of earlier versions know runs only.
-        known = self.out.measured(files.STEPS, self.name, "visit") | self._known_runs()
+        known = self.out.measured(files.STEPS, self.name, "visit")
         points = design(self.bounds, self.with_base)
         visits = [(point, number) for number in range(self.options.passes) for point in points]
         todo = [visit for visit in visits if self._visit_name(*visit) not in known]
@@ -273,9 +272,6 @@ class Session:
         run = self._run_name(point)
         return run if number == 0 else f"{run}#{number + 1}"
 
-    def _known_runs(self) -> set[str]:
-        return self.out.measured(files.STEPS, self.name, "run")
-
     def _facts(self) -> dict[str, Any]:
         """Return where the rows are from."""
         from capplan import __version__
@@ -291,7 +287,7 @@ class Session:
             "told_by_the_server": asdict(self.server.info),
             "options": asdict(self.options),
             "prompt_form": self.server.found.prompts.form.value,
-            "points": len(self._known_runs()),
+            "points": len(self.out.measured(files.STEPS, self.name, "run")),
             "points_left_out": self._left_out,
             "points_failed": self._failed,
             "client_late_ms_p95": self._pulse.late_ms(95.0),

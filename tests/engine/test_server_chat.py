@@ -35,15 +35,20 @@ LLAMA3 = (
 PLAIN = "system: Be brief.\nuser: Who are you?\nassistant: \nassistant:"
 
 
-@pytest.mark.parametrize(
-    ("mark", "form"), [("<|im_start|>", CHATML), ("<|start_header_id|>", LLAMA3), ("<other>", PLAIN)]
-)
-def test_the_tokens_of_a_model_tell_its_form(tmp_path: Path, mark: str, form: str) -> None:
+def byte_level(mark: str) -> HfTokenizer:
+    """Return a tokenizer of bytes, 0 to 255, and one mark."""
     alphabet = {letter: at for at, letter in enumerate(sorted(pre_tokenizers.ByteLevel.alphabet()))}
     tokenizer = HfTokenizer(models.BPE(vocab=alphabet, merges=[]))
     tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
     tokenizer.add_special_tokens([AddedToken(mark, special=True)])
-    tokenizer.save(str(tmp_path / "tokenizer.json"))
+    return tokenizer
+
+
+@pytest.mark.parametrize(
+    ("mark", "form"), [("<|im_start|>", CHATML), ("<|start_header_id|>", LLAMA3), ("<other>", PLAIN)]
+)
+def test_the_tokens_of_a_model_tell_its_form(tmp_path: Path, mark: str, form: str) -> None:
+    byte_level(mark).save(str(tmp_path / "tokenizer.json"))
     found = chat_template(FileTokenizer(tmp_path / "tokenizer.json"), tmp_path)
     assert found.write(TALK) == form
     assert found.adds_special
@@ -120,10 +125,7 @@ def test_a_template_that_refuses_or_oversteps_refuses_the_conversation(tmp_path:
 
 
 def test_a_server_adds_no_second_beginning_of_text_and_tells_a_refusal(tmp_path: Path) -> None:
-    alphabet = {letter: at for at, letter in enumerate(sorted(pre_tokenizers.ByteLevel.alphabet()))}
-    tokenizer = HfTokenizer(models.BPE(vocab=alphabet, merges=[]))
-    tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
-    tokenizer.add_special_tokens([AddedToken("<s>", special=True)])
+    tokenizer = byte_level("<s>")
     tokenizer.post_processor = processors.TemplateProcessing(single="<s> $A", special_tokens=[("<s>", 256)])
     tokenizer.save(str(tmp_path / "tokenizer.json"))
     engine = Engine(TINY, {}, **SIZES)
@@ -155,3 +157,9 @@ def chat(server: Live, role: str) -> tuple[int, dict[str, Any]]:
 def test_a_broken_template_is_told_by_its_file(tmp_path: Path, template: str) -> None:
     with pytest.raises(InputError, match=r"tokenizer_config\.json"):
         chat_template(ByteTokenizer(300), folder_with(tmp_path, template))
+
+
+def test_a_template_that_is_no_text_is_told_by_its_file(tmp_path: Path) -> None:
+    (tmp_path / "chat_template.jinja").write_bytes(b"\xff")
+    with pytest.raises(InputError, match=r"chat_template\.jinja"):
+        chat_template(ByteTokenizer(300), tmp_path)

@@ -9,6 +9,7 @@ import json
 import math
 import time
 import uuid
+from abc import ABC, abstractmethod
 from collections.abc import Iterable, Sequence
 from typing import Any, Final, Protocol
 
@@ -39,7 +40,7 @@ class Format(Protocol):
         ...
 
 
-class _Format:
+class _Format(ABC):
     """What completions and chat have in common.
 
     Parameters
@@ -104,11 +105,11 @@ class _Format:
             more["token_ids"] = list(delta.tokens)
         return f"{self._before}{delta.choice},{content},{_dumps(more)[1:-1]}{self._after}".encode()
 
+    @abstractmethod
     def _logprobs(
         self, choice: int, tokens: Sequence[int], logprobs: Sequence[TokenLogprobs]
     ) -> dict[str, Any]:
         """Return log-probabilities as this kind of answer has them."""
-        raise NotImplementedError
 
     def _all_logprobs(self, choice: Choice) -> dict[str, Any] | None:
         return (

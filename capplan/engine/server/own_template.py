@@ -13,6 +13,7 @@ from jinja2.sandbox import ImmutableSandboxedEnvironment
 
 from capplan.engine.server.schemas import Message
 from capplan.errors import InputError
+from capplan.spec import read_text
 
 _FILE: Final = "chat_template.jinja"
 _SETTINGS: Final = "tokenizer_config.json"
@@ -78,10 +79,11 @@ def own_template(folder: Path | None) -> OwnTemplate | None:
     settings = _settings(folder / _SETTINGS)
     marks = {name: _text(settings[name]) for name in _MARKS if settings.get(name)}
     if (folder / _FILE).is_file():
-        return OwnTemplate((folder / _FILE).read_text("utf-8"), marks, str(folder / _FILE))
+        return OwnTemplate(read_text(folder / _FILE), marks, str(folder / _FILE))
     source = settings.get("chat_template")
     if isinstance(source, list):
-        source = {each.get("name"): each.get("template") for each in source}.get("default")
+        named = [each for each in source if isinstance(each, dict)]
+        source = next((each.get("template") for each in named if each.get("name") == "default"), None)
     return OwnTemplate(source, marks, str(folder / _SETTINGS)) if isinstance(source, str) else None
 
 
@@ -89,9 +91,9 @@ def _settings(file: Path) -> dict[str, Any]:
     if not file.is_file():
         return {}
     try:
-        found = json.loads(file.read_text("utf-8"))
-    except ValueError as error:
-        raise InputError(f"is not JSON: {error}", location=str(file)) from None
+        found = json.loads(read_text(file))
+    except json.JSONDecodeError as error:
+        raise InputError(f"must be JSON: {error.msg}", location=f"{file}:{error.lineno}") from None
     return found if isinstance(found, dict) else {}
 
 
