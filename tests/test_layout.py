@@ -8,7 +8,7 @@ import pytest
 ROOT = Path(__file__).resolve().parents[1]
 LINKED = ("cli", "datasets", "models", "profiling", "twin")
 OUTSIDE = (".ci", "benchmarks", "docs", "examples", "tests")
-MAX_LINES = 300
+MAX_LINES = 500
 TEXT_SUFFIXES = {".cfg", ".csv", ".json", ".md", ".out", ".py", ".sh", ".toml", ".txt", ".yaml", ".yml"}
 MACHINE_PATH = re.compile(r"(?<![\w.$}~-])/(?:work|root|home|Users)/")
 
@@ -66,7 +66,7 @@ def test_side_folder_is_tied_in_by_a_relative_link(folder: str) -> None:
     assert not (ROOT / folder).is_symlink()
 
 
-def test_no_module_is_longer_than_three_hundred_lines() -> None:
+def test_no_module_is_longer_than_five_hundred_lines() -> None:
     lines = {
         str(path.relative_to(ROOT)): len(path.read_text(encoding="utf-8").splitlines())
         for path in real_files("capplan", "benchmarks", "examples", *LINKED)
