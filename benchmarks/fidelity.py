@@ -38,7 +38,7 @@ from benchmarks.fidelity_figures import (
     worst,
 )
 from capplan import Profile, load_profile
-from capplan.models.calibrate import SMAPE_FORMULA
+from capplan.models.calibration.least_squares import SMAPE_FORMULA
 from capplan.spec import write_text_atomic
 from capplan.twin.published_h100 import build_profile
 from capplan.twin.published_models import PUBLISHED, PublishedModel

@@ -9,7 +9,7 @@ import numpy as np
 from sklearn.metrics import f1_score
 
 from capplan import Profile
-from capplan.models.calibrate import smape
+from capplan.models.calibration.least_squares import smape
 from capplan.spec import STARVED_BELOW
 from capplan.twin.published_runs import PublishedRun
 

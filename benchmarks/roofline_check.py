@@ -20,7 +20,7 @@ import numpy as np
 import pandas as pd
 
 from capplan.datasets import load_profile
-from capplan.models.calibrate import smape
+from capplan.models.calibration.least_squares import smape
 from capplan.models.loading import gpu_load_ms
 from capplan.models.memory import kv_tokens
 from capplan.models.roofline import EngineChoice, roofline_profile

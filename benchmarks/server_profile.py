@@ -19,7 +19,7 @@ from pathlib import Path
 
 from benchmarks.fidelity_figures import markdown
 from capplan import Adapter, Lengths, Workload, simulate
-from capplan.models.calibration_base import Hardware, assumed_profile
+from capplan.models.calibration.components import Hardware, assumed_profile
 from capplan.profiling.load.bench import BenchOptions, bench
 from capplan.profiling.load.result import BenchResult
 from capplan.profiling.load.settings import LoadSettings, Target
@@ -28,7 +28,7 @@ from capplan.profiling.server.folder import Folder
 from capplan.profiling.server.measure import profile_server
 from capplan.profiling.server.options import EngineSetting, ProfilingOptions
 from capplan.spec import ModelArch, Profile
-from capplan.twin.calibration import Calibration, Options, Tables, calibrate
+from capplan.twin.calibration import CalibrationOptions, CalibrationResult, CalibrationTables, calibrate
 
 SERVER = {"base_ms": 15.0, "ms_per_token": 0.3, "load_ms": 12.0, "slots": 4}
 ADAPTERS = 6
@@ -59,7 +59,7 @@ def toy_server() -> Iterator[str]:
             server.terminate()
 
 
-def measured(url: str, folder: Path, budget_s: float) -> Calibration:
+def measured(url: str, folder: Path, budget_s: float) -> CalibrationResult:
     """Profile the server and calibrate."""
     ranks = {f"a{i}": S_MAX for i in range(ADAPTERS)}
     options = ProfilingOptions(
@@ -69,7 +69,9 @@ def measured(url: str, folder: Path, budget_s: float) -> Calibration:
     profile_server(Target(url, base_model="base"), ranks, setting, Folder(folder), options)
     hardware = Hardware("toy", 16 * 2**30, engine_version="0.32.0", rules="vllm-0.32-sync")
     tables = {name: str(folder / file) for name, file in (("steps", files.STEPS), ("runs", files.RUNS))}
-    return calibrate(assumed_profile(ARCH, hardware), Tables(**tables), Options(workers=1))
+    return calibrate(
+        assumed_profile(ARCH, hardware), CalibrationTables(**tables), CalibrationOptions(workers=1)
+    )
 
 
 def workload(rate_rps: float) -> Workload:

@@ -18,7 +18,7 @@ import numpy as np
 from benchmarks.fidelity_figures import markdown
 from capplan import Lengths, Profile, load_profile, load_surrogate
 from capplan.models import Surrogate
-from capplan.models.calibrate import smape
+from capplan.models.calibration.least_squares import smape
 from capplan.models.learning.judging import coverage, regimes, starvation_scores, throughput_errors
 from capplan.models.learning.manifest import read_manifest
 from capplan.models.learning.scores import macro_f1

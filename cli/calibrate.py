@@ -101,7 +101,7 @@ def calibrate(
     folder stands for the tables in it and what they begin with; options name others instead.
     """
     from capplan.spec import write_text_atomic
-    from capplan.twin.calibration import Options, Tables
+    from capplan.twin.calibration import CalibrationOptions, CalibrationTables
 
     if folder is not None:
         from capplan.profiling.engine.tables import tables_of
@@ -115,8 +115,8 @@ def calibrate(
         require_writable_file(path)
     if report is not None and Path(report).resolve() == Path(output).resolve():
         raise InputError("must be another file than --output", report, "--report")
-    tables = Tables(steps=steps, runs=runs, memory=memory, loading=loading)
-    options = Options(
+    tables = CalibrationTables(steps=steps, runs=runs, memory=memory, loading=loading)
+    options = CalibrationOptions(
         name=name,
         source=source,
         kernel=_kernel(kernel),
@@ -181,7 +181,7 @@ def _base(
     for flag, value in (*given.items(), ("--gpu-memory-gib", gpu_memory_gib)):
         if value is None:
             raise InputError("is required without --base", location=flag)
-    from capplan.models.calibration_base import Hardware, assumed_profile, read_arch
+    from capplan.models.calibration.components import Hardware, assumed_profile, read_arch
     from capplan.serving import serving_rules
 
     if gpu_memory_gib is None or not 0.0 < gpu_memory_gib < float("inf"):

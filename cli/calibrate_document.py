@@ -10,15 +10,15 @@ import typer
 from capplan.cli.console import DASH, number, print_table, table
 
 if TYPE_CHECKING:
-    from capplan.models.calibration_steps import FormScore, StepCalibration
+    from capplan.models.calibration.step_model import StepCalibration, StepModelScore
     from capplan.spec import FittedModel
-    from capplan.twin.calibration import Calibration
-    from capplan.twin.calibration_loop import RunCalibration
+    from capplan.twin.calibration import CalibrationResult
+    from capplan.twin.calibration_fit import RunCalibration
 
 PARTS = ("step_latency", "memory", "loading", "host")
 
 
-def document(made: Calibration) -> dict[str, Any]:
+def document(made: CalibrationResult) -> dict[str, Any]:
     """Return everything that was found, as JSON data."""
     return {
         "profile": made.profile.name,
@@ -30,7 +30,7 @@ def document(made: Calibration) -> dict[str, Any]:
     }
 
 
-def changed_parts(made: Calibration) -> tuple[str, ...]:
+def changed_parts(made: CalibrationResult) -> tuple[str, ...]:
     """Return the parts of the profile that are not those of the base."""
     return tuple(part for part in PARTS if getattr(made.profile, part) != getattr(made.base, part))
 
@@ -67,7 +67,7 @@ def _runs(runs: RunCalibration) -> dict[str, Any]:
     }
 
 
-def show(made: Calibration) -> None:
+def show(made: CalibrationResult) -> None:
     """Print the tables."""
     if made.steps is not None:
         print_table(_forms_table(made.steps))
@@ -87,7 +87,7 @@ def show(made: Calibration) -> None:
     print_table(rows)
 
 
-def load_source(made: Calibration) -> str:
+def load_source(made: CalibrationResult) -> str:
     """Return where the adapter loads are from, in words."""
     if made.loads == "unknown":
         return (
@@ -113,7 +113,7 @@ def percentage(value: float) -> str:
     return DASH if value != value else f"{value:.2f} %"
 
 
-def form_cells(score: FormScore) -> tuple[str, ...]:
+def form_cells(score: StepModelScore) -> tuple[str, ...]:
     """Return the row of a form in the tables of forms."""
     if score.missing:
         return score.label, DASH, DASH, DASH, DASH, f"needs {', '.join(score.missing)}"

@@ -22,15 +22,15 @@ from capplan.cli.calibrate_document import (
 )
 from capplan.cli.charts import Axis, Curve, bar_chart, scatter_chart
 from capplan.cli.console import DASH
-from capplan.models.calibrate import SMAPE_FORMULA
+from capplan.models.calibration.least_squares import SMAPE_FORMULA
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
 
-    from capplan.models.calibration_steps import Residuals, StepCalibration
+    from capplan.models.calibration.step_model import Residuals, StepCalibration
     from capplan.spec import FittedModel
-    from capplan.twin.calibration import Calibration
-    from capplan.twin.calibration_loop import RunCalibration
+    from capplan.twin.calibration import CalibrationResult
+    from capplan.twin.calibration_fit import RunCalibration
 
 _MOST_POINTS = 4000  # of one scatter chart; evenly thinned beyond
 _BINS = 41
@@ -59,7 +59,7 @@ _TARGET_AXES = {
 }
 
 
-def calibration_page(made: Calibration) -> str:
+def calibration_page(made: CalibrationResult) -> str:
     """Return the report."""
     profile = made.profile
     engine = f"{profile.engine.name} {profile.engine.version}, kernel {profile.engine.kernel}"
@@ -72,7 +72,7 @@ def calibration_page(made: Calibration) -> str:
     return html.page(f"Calibration of {profile.name}", *flat, subtitle=subtitle)
 
 
-def _step_sections(made: Calibration, steps: StepCalibration) -> list[html.Section]:
+def _step_sections(made: CalibrationResult, steps: StepCalibration) -> list[html.Section]:
     table = steps.table
     runs = f" of {len(table.run_names)} runs" if table.run_names else ""
     taken = "was asked for" if steps.forced else "is taken"
@@ -194,7 +194,7 @@ def _worst(runs: RunCalibration) -> html.Html:
     return html.table(head, rows, numbers_from=3)
 
 
-def _coefficient_section(made: Calibration) -> html.Section:
+def _coefficient_section(made: CalibrationResult) -> html.Section:
     parts: list[html.Html] = []
     for part in changed_parts(made):
         model: FittedModel = getattr(made.profile, part)

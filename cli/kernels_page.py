@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Any
 from capplan.cli import html
 from capplan.cli.charts import Axis, Curve, scatter_chart
 from capplan.cli.kernel_tables import HEAD, NUMBERS_FROM, fit_rows, kernel_name
-from capplan.models.calibrate import SMAPE_FORMULA
+from capplan.models.calibration.least_squares import SMAPE_FORMULA
 
 if TYPE_CHECKING:
     import pandas as pd

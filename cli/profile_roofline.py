@@ -82,7 +82,7 @@ def roofline(
 
 
 def _arch(model: str | None, config: str | None, base_model: str | None) -> ModelArch:
-    from capplan.models.calibration_base import read_arch
+    from capplan.models.calibration.components import read_arch
     from capplan.models.roofline_archs import model_arch
 
     if (model is None) == (config is None):

@@ -149,7 +149,7 @@ def validate(
 
 def validation_document(found: Validation) -> dict[str, Any]:
     """Return a validation as JSON data."""
-    from capplan.models.calibrate import SMAPE_FORMULA
+    from capplan.models.calibration.least_squares import SMAPE_FORMULA
 
     return {
         "agrees": found.agrees,

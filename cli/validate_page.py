@@ -6,7 +6,7 @@ from typing import TYPE_CHECKING, Final
 
 from capplan.cli import html
 from capplan.cli.validate_tables import HEAD, heading, rows_of, verdict
-from capplan.models.calibrate import SMAPE_FORMULA
+from capplan.models.calibration.least_squares import SMAPE_FORMULA
 
 if TYPE_CHECKING:
     from capplan.profiling.validation.compare import GroupValidation

@@ -2,7 +2,7 @@
 
 Toppings (section 5, eq. 2) predicts whole iterations; its forms are fitted to kernel times here, and to
 iterations by whatever profiles an engine. Both are ordinary least squares, as there. Ours is fitted to
-relative errors with coefficients that cannot be negative (`capplan.models.calibrate`).
+relative errors with coefficients that cannot be negative (`capplan.models.calibration.least_squares`).
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ import numpy as np
 import pandas as pd
 from numpy.typing import NDArray
 
-from capplan.models.calibrate import LinearProblem, fit_linear, smape
+from capplan.models.calibration.least_squares import LinearProblem, fit_linear, smape
 
 Columns = Mapping[str, NDArray[np.float64]]
 

@@ -14,13 +14,18 @@ from typing import Final, Literal
 import numpy as np
 
 from capplan.errors import InputError
-from capplan.models.calibrate import SMAPE_FORMULA
-from capplan.models.calibration_parts import fit_loading, fit_memory
-from capplan.models.calibration_steps import DEFAULT_FOLDS, StepCalibration, calibrate_steps
-from capplan.models.calibration_tables import StepTable, read_steps
+from capplan.models.calibration.components import fit_loading, fit_memory
+from capplan.models.calibration.least_squares import SMAPE_FORMULA
+from capplan.models.calibration.step_model import DEFAULT_FOLDS, StepCalibration, calibrate_steps
+from capplan.models.calibration.tables import StepTable, read_steps
 from capplan.spec import Coefficient, Fit, Kernel, Profile, Provenance, ProvenanceKind
-from capplan.twin.calibration_free import PARTS, free_coefficients, with_coefficients
-from capplan.twin.calibration_loop import RunCalibration, calibrate_runs
+from capplan.twin.calibration_fit import (
+    PARTS,
+    RunCalibration,
+    calibrate_runs,
+    free_coefficients,
+    with_coefficients,
+)
 from capplan.twin.calibration_runs import TARGETS, MeasuredRun, read_runs
 
 Progress = Callable[[str, int, int], None]
@@ -31,7 +36,7 @@ _WAITS: Final = ("ttft_s_p50", "ttft_s_mean", "ttft_s_mean_charged", "e2e_s_mean
 
 
 @dataclass(frozen=True)
-class Tables:
+class CalibrationTables:
     """The measurements; paths of CSV or Parquet tables."""
 
     steps: str | None = None
@@ -46,7 +51,7 @@ class Tables:
 
 
 @dataclass(frozen=True)
-class Options:
+class CalibrationOptions:
     """How to calibrate; see `calibrate_steps` and `calibrate_runs`."""
 
     name: str | None = None
@@ -64,7 +69,7 @@ class Options:
 
 
 @dataclass(frozen=True)
-class Calibration:
+class CalibrationResult:
     """The profile and where its numbers come from; what was not asked for is None."""
 
     base: Profile
@@ -76,8 +81,11 @@ class Calibration:
 
 
 def calibrate(
-    base: Profile, tables: Tables, options: Options | None = None, progress: Progress | None = None
-) -> Calibration:
+    base: Profile,
+    tables: CalibrationTables,
+    options: CalibrationOptions | None = None,
+    progress: Progress | None = None,
+) -> CalibrationResult:
     """Fit a profile to tables of measurements.
 
     Parameters
@@ -96,8 +104,8 @@ def calibrate(
     InputError
         For a broken table, or options that do not go with it.
     """
-    chosen = options or Options()
-    if tables == Tables():
+    chosen = options or CalibrationOptions()
+    if tables == CalibrationTables():
         raise InputError("needs a table of steps, runs, memory or loading", location="calibrate")
     if chosen.free is not None and tables.runs is None:
         raise InputError("needs a table of runs", location="--free")
@@ -130,14 +138,14 @@ def calibrate(
             notes=f"Started from {base.name} ({base.provenance.kind}: {base.provenance.source}).",
         ),
     )
-    return Calibration(base, profile, steps, whole, loads)
+    return CalibrationResult(base, profile, steps, whole, loads)
 
 
 def _fit_steps(
     table: StepTable,
     runs: Sequence[MeasuredRun],
     profile: Profile,
-    options: Options,
+    options: CalibrationOptions,
     progress: Progress | None,
 ) -> tuple[StepCalibration, Profile]:
     """Fit the step model; with runs, the twin counts the loads of each, and the fit is repeated with them."""
@@ -188,7 +196,7 @@ def _require_same_runs(table: StepTable, runs: Sequence[MeasuredRun]) -> None:
 def _idle_load_ms(
     runs: Sequence[MeasuredRun],
     profile: Profile,
-    options: Options,
+    options: CalibrationOptions,
     stage: str,
     progress: Progress | None,
 ) -> dict[str, float]:
@@ -217,7 +225,7 @@ def _fit_runs(
     runs: Sequence[MeasuredRun],
     profile: Profile,
     steps_known: bool,
-    options: Options,
+    options: CalibrationOptions,
     progress: Progress | None,
 ) -> tuple[RunCalibration, Profile]:
     waits = any(target in run.measured for run in runs for target in _WAITS)

@@ -9,7 +9,7 @@ import numpy as np
 import pandas as pd
 from numpy.typing import NDArray
 
-from capplan.models.calibrate import LinearProblem, cross_validate, fit_linear, fitted_model
+from capplan.models.calibration.least_squares import LinearProblem, cross_validate, fit_linear, fitted_model
 from capplan.models.step_latency import ADDITIVE, GRAPH_TOKENS, SPLIT_TOKENS
 from capplan.spec import FittedModel
 from capplan.twin.published_lumps import share_of_small_steps, tokens_beyond_graphs

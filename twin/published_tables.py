@@ -8,7 +8,7 @@ import numpy as np
 import pandas as pd
 
 from capplan.models import loading, memory
-from capplan.models.calibrate import LinearProblem, fit_linear, fitted_model
+from capplan.models.calibration.least_squares import LinearProblem, fit_linear, fitted_model
 from capplan.serving.memory import kv_bytes_per_token, slot_bytes, weight_bytes
 from capplan.spec import Coefficient, FittedModel
 from capplan.twin.published_models import ENGINE, GPU, UTILIZATION, PublishedModel

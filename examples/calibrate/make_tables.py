@@ -12,7 +12,7 @@ from pathlib import Path
 import pandas as pd
 
 from capplan import Adapter, Lengths, Profile, Workload, simulate
-from capplan.models.calibration_base import Hardware, assumed_profile, read_arch
+from capplan.models.calibration.components import Hardware, assumed_profile, read_arch
 from capplan.spec import Coefficient
 
 MODEL = "example/3b"

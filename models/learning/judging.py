@@ -11,7 +11,7 @@ from numpy.typing import NDArray
 from sklearn.linear_model import LogisticRegression
 from sklearn.tree import DecisionTreeRegressor
 
-from capplan.models.calibrate import smape
+from capplan.models.calibration.least_squares import smape
 from capplan.models.learning.scores import macro_f1
 from capplan.models.learning.table import TrainingTable
 from capplan.models.surrogates.features import FEATURES, feature_of

@@ -9,7 +9,7 @@ import numpy as np
 from numpy.typing import NDArray
 from sklearn.metrics import f1_score
 
-from capplan.models.calibrate import smape
+from capplan.models.calibration.least_squares import smape
 from capplan.models.learning.cuts import cut
 from capplan.models.learning.grow import Task
 from capplan.models.surrogates.features import expected_tok_s

@@ -8,7 +8,7 @@ import numpy as np
 from numpy.typing import NDArray
 from sklearn.metrics import f1_score, log_loss
 
-from capplan.models.calibrate import smape
+from capplan.models.calibration.least_squares import smape
 from capplan.models.learning.grids import Task
 
 

@@ -12,7 +12,7 @@ from typing import Any
 
 import numpy as np
 
-from capplan.models.calibrate import SMAPE_FORMULA
+from capplan.models.calibration.least_squares import SMAPE_FORMULA
 from capplan.models.learning.contest import TASKS, Contestant, best_of, physics_contestants, tuned_contestants
 from capplan.models.learning.judging import (
     calibration_of,

@@ -29,7 +29,7 @@ def config_of(model: str) -> ModelConfig:
 def base_profile(options: Options) -> Profile:
     """Return what is known of the engine before anything is measured; the rest is assumed."""
     from capplan import __version__
-    from capplan.models.calibration_base import Hardware, assumed_profile
+    from capplan.models.calibration.components import Hardware, assumed_profile
     from capplan.profiling.machine import device_name
 
     config = config_of(options.model)

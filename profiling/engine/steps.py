@@ -11,7 +11,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from capplan.engine import Engine
-from capplan.models.calibrate import LinearProblem, cross_validate
+from capplan.models.calibration.least_squares import LinearProblem, cross_validate
 from capplan.profiling.engine.memory import BLOCK_TOKENS
 from capplan.profiling.engine.options import Options
 from capplan.profiling.engine.points import Bounds, Point, candidates, most_telling

@@ -7,7 +7,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Final
 
-from capplan.models.calibrate import smape
+from capplan.models.calibration.least_squares import smape
 from capplan.profiling.load.result import BenchResult
 from capplan.profiling.validation.options import Tolerances
 from capplan.spec import Profile

@@ -4,7 +4,13 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from capplan import errors
-from capplan.models.calibrate import LinearProblem, cross_validate, fit_linear, fitted_model, smape
+from capplan.models.calibration.least_squares import (
+    LinearProblem,
+    cross_validate,
+    fit_linear,
+    fitted_model,
+    smape,
+)
 from capplan.models.step_latency import (
     ADDITIVE,
     DIGITAL_TWIN,

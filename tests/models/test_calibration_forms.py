@@ -9,10 +9,10 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from capplan.errors import InputError
-from capplan.models.calibration_errors import clustered_errors
-from capplan.models.calibration_forms import TERM_GROUPS, candidate_named, candidates
-from capplan.models.calibration_steps import calibrate_steps, predict_left_out
-from capplan.models.calibration_tables import StepTable, step_table
+from capplan.models.calibration.candidates import TERM_GROUPS, candidate_named, candidates
+from capplan.models.calibration.least_squares import clustered_errors
+from capplan.models.calibration.step_model import calibrate_steps, predict_left_out
+from capplan.models.calibration.tables import StepTable, step_table
 from capplan.models.step_latency import ADDITIVE
 from capplan.spec import Coefficient, Kernel
 from tests.models.step_tables import (

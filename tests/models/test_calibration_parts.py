@@ -9,8 +9,13 @@ import pandas as pd
 import pytest
 
 from capplan.errors import InputError
-from capplan.models.calibration_base import Hardware, assumed_profile, read_arch
-from capplan.models.calibration_parts import fit_loading, fit_memory
+from capplan.models.calibration.components import (
+    Hardware,
+    assumed_profile,
+    fit_loading,
+    fit_memory,
+    read_arch,
+)
 from capplan.models.loading import disk_load_ms, gpu_load_ms
 from capplan.models.memory import kv_tokens
 from capplan.spec import Profile

@@ -7,7 +7,7 @@ import pandas as pd
 import pytest
 
 from capplan.errors import InputError
-from capplan.models.calibration_tables import STEP_COLUMNS, read_steps, regimes, step_table
+from capplan.models.calibration.tables import STEP_COLUMNS, read_steps, regimes, step_table
 from tests.models.step_tables import ADDITIVE_TRUTH, steps_of
 
 

@@ -7,14 +7,18 @@ import pandas as pd
 import pytest
 
 from capplan.errors import InputError
-from capplan.models.calibrate import smape
-from capplan.models.calibration_tables import read_steps
+from capplan.models.calibration.least_squares import smape
+from capplan.models.calibration.tables import read_steps
 from capplan.models.step_latency import ADDITIVE
 from capplan.spec import Coefficient, Profile
-from capplan.twin.calibration import Options, Tables, calibrate
-from capplan.twin.calibration_free import free_coefficients, with_coefficients
-from capplan.twin.calibration_loop import calibrate_runs
-from capplan.twin.calibration_outside import answer, is_outside
+from capplan.twin.calibration import CalibrationOptions, CalibrationTables, calibrate
+from capplan.twin.calibration_fit import (
+    answer,
+    calibrate_runs,
+    free_coefficients,
+    is_outside,
+    with_coefficients,
+)
 from capplan.twin.calibration_published import loading_frame, memory_frame, run_frame, step_frame
 from capplan.twin.calibration_runs import TARGETS, MeasuredRun, read_runs
 from capplan.twin.published_models import PUBLISHED
@@ -93,8 +97,8 @@ def test_runs_alone_find_the_coefficients_and_beat_the_start(tmp_path: Path) -> 
     done: list[tuple[int, int]] = []
     made = calibrate(
         engine(request_ms=5.0),
-        Tables(runs=str(path)),
-        Options(free=free, folds=4),
+        CalibrationTables(runs=str(path)),
+        CalibrationOptions(free=free, folds=4),
         lambda stage, at, total: done.append((at, total)),
     )
     assert made.runs is not None
@@ -120,8 +124,8 @@ def test_runs_alone_find_the_coefficients_and_beat_the_start(tmp_path: Path) -> 
 
 def test_the_same_tables_give_the_same_profile_whatever_the_threads(tmp_path: Path) -> None:
     path = run_table(engine(base_ms=8.0), tmp_path)
-    options = [Options(free=("base_ms",), workers=workers) for workers in (1, 3)]
-    first, second = (calibrate(engine(), Tables(runs=str(path)), each).profile for each in options)
+    options = [CalibrationOptions(free=("base_ms",), workers=workers) for workers in (1, 3)]
+    first, second = (calibrate(engine(), CalibrationTables(runs=str(path)), each).profile for each in options)
     assert first == second
 
 
@@ -149,12 +153,12 @@ def test_the_twin_counts_the_loads_that_a_step_table_does_not_tell(tmp_path: Pat
                 }
             )
     pd.DataFrame(rows).to_csv(tmp_path / "steps.csv", index=False)
-    tables = Tables(steps=str(tmp_path / "steps.csv"), runs=str(path))
-    made = calibrate(engine(), tables, Options(folds=3))
+    tables = CalibrationTables(steps=str(tmp_path / "steps.csv"), runs=str(path))
+    made = calibrate(engine(), tables, CalibrationOptions(folds=3))
     assert made.loads == "the twin"
     assert made.profile.loading.value("serving_factor") == pytest.approx(3.0, rel=0.5)
     assert made.steps is not None
-    blind = calibrate(engine(), Tables(steps=tables.steps), Options(folds=3))
+    blind = calibrate(engine(), CalibrationTables(steps=tables.steps), CalibrationOptions(folds=3))
     assert blind.loads == "unknown"
     assert blind.profile.loading == blind.base.loading
     assert blind.steps is not None
@@ -237,7 +241,7 @@ def test_settings_that_cannot_have_run_are_refused_with_their_row(tmp_path: Path
             path, index=False
         )
         with pytest.raises(InputError, match=rule):
-            calibrate(engine(), Tables(runs=str(path)), Options(free=("base_ms",)))
+            calibrate(engine(), CalibrationTables(runs=str(path)), CalibrationOptions(free=("base_ms",)))
 
 
 def test_a_workload_file_can_stand_in_for_the_columns(tmp_path: Path) -> None:
@@ -267,7 +271,7 @@ def test_the_published_tables_become_input(reference_dir: Path, tmp_path: Path, 
         make(tables, model).to_csv(paths[name], index=False)
     runs = paths.pop("runs")
     base = profile().replace(model=model.arch, gpu=profile().gpu.replace(memory_bytes=64 * 2**30))
-    made = calibrate(base, Tables(**paths))
+    made = calibrate(base, CalibrationTables(**paths))
     assert made.steps is not None
     assert made.steps.fit.candidate.form.name == "additive"
     assert made.steps.table.rows > 10_000
@@ -293,10 +297,13 @@ def test_the_published_tables_become_input(reference_dir: Path, tmp_path: Path, 
 def test_what_was_not_measured_is_not_compared() -> None:
     assert np.isnan(smape([], []))
     with pytest.raises(InputError, match="needs a table of steps, runs, memory or loading"):
-        calibrate(engine(), Tables())
-    for options, flag in ((Options(free=("base_ms",)), "--free"), (Options(form="additive"), "--form")):
+        calibrate(engine(), CalibrationTables())
+    for options, flag in (
+        (CalibrationOptions(free=("base_ms",)), "--free"),
+        (CalibrationOptions(form="additive"), "--form"),
+    ):
         with pytest.raises(InputError, match=flag):
-            calibrate(engine(), Tables(memory="memory.csv"), options)
+            calibrate(engine(), CalibrationTables(memory="memory.csv"), options)
 
 
 def test_fitted_values_replace_only_what_was_fitted() -> None:

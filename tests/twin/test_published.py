@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 
 from capplan import Profile, load_profile
-from capplan.models.calibrate import smape
+from capplan.models.calibration.least_squares import smape
 from capplan.models.step_latency import ADDITIVE
 from capplan.spec import FittedModel, Lengths
 from capplan.twin.published_h100 import build_profile

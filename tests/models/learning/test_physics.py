@@ -9,7 +9,7 @@ from hypothesis import strategies as st
 from sklearn.base import clone, is_classifier, is_regressor
 from sklearn.exceptions import NotFittedError
 
-from capplan.models.calibrate import smape
+from capplan.models.calibration.least_squares import smape
 from capplan.models.learning.monotone import signs
 from capplan.models.learning.physics import ServedAndStep, ServedEdge
 from capplan.models.surrogates.features import FEATURES, feature_of

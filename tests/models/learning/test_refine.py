@@ -1,7 +1,7 @@
 import numpy as np
 import pytest
 
-from capplan.models.calibrate import smape
+from capplan.models.calibration.least_squares import smape
 from capplan.models.learning.lessons import starvation_lesson, throughput_lesson
 from capplan.models.learning.refine import Refinement, refine_starvation, refine_throughput
 from capplan.models.surrogates.features import FEATURES, expected_tok_s

@@ -10,7 +10,7 @@ import pytest
 from optuna.distributions import IntDistribution
 
 from capplan.errors import InputError
-from capplan.models.calibrate import smape
+from capplan.models.calibration.least_squares import smape
 from capplan.models.learning.candidates import FAMILIES, Candidate, candidate
 from capplan.models.learning.grids import whole
 from capplan.models.learning.search import Tuned, tune

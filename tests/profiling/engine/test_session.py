@@ -11,7 +11,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from capplan.errors import InputError
-from capplan.models.calibration_files import read_table
+from capplan.models.calibration.tables import read_table
 from capplan.models.kernel_fits import explain_kernels
 from capplan.models.kernel_tables import read_kernel_table
 from capplan.models.memory import kv_tokens
@@ -22,8 +22,8 @@ from capplan.profiling.engine.session import profile_engine
 from capplan.profiling.server.closed_loop import Asker, LoopError, closed_loop
 from capplan.profiling.server.points import Point
 from capplan.spec import Kernel, Profile
-from capplan.twin.calibration import Options as HowToCalibrate
-from capplan.twin.calibration import Tables, calibrate
+from capplan.twin.calibration import CalibrationOptions as HowToCalibrate
+from capplan.twin.calibration import CalibrationTables, calibrate
 
 
 def tiny(**fields: object) -> Options:
@@ -90,7 +90,7 @@ def test_loads_are_told_by_rank_and_kind(measured: Path) -> None:
 def test_a_profile_is_made_of_the_tables(measured: Path) -> None:
     base = Profile.model_validate(json.loads((measured / "base.json").read_text()))
     assert base.engine.kernel is Kernel.MBGMV
-    tables = Tables(
+    tables = CalibrationTables(
         steps=str(measured / "steps.parquet"),
         memory=str(measured / "memory.csv"),
         loading=str(measured / "loading.csv"),

@@ -7,7 +7,7 @@ import pandas as pd
 
 from capplan.profiling.server.windows import window_rows
 from capplan.spec import Profile
-from capplan.twin.calibration import Options, Tables, calibrate
+from capplan.twin.calibration import CalibrationOptions, CalibrationTables, calibrate
 from tests.cli.examples import profile_document
 from tests.profiling.server.test_windows import RANKS, ToyEngine
 
@@ -21,7 +21,9 @@ def test_steps_seen_from_outside_become_a_profile(tmp_path: Path) -> None:
         rows += [{**fixed, **row, "run": f"b{streams}"} for row in found]
     pd.DataFrame(rows).to_parquet(tmp_path / "steps.parquet")
     base = Profile.model_validate(profile_document())
-    made = calibrate(base, Tables(steps=str(tmp_path / "steps.parquet")), Options(workers=1))
+    made = calibrate(
+        base, CalibrationTables(steps=str(tmp_path / "steps.parquet")), CalibrationOptions(workers=1)
+    )
     assert made.steps is not None
     assert made.steps.score.held_out_error < 1.0
     assert made.profile.loading.value("serving_factor") == base.loading.value("serving_factor")

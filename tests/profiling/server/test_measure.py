@@ -14,8 +14,8 @@ import pandas as pd
 import pytest
 
 from capplan.errors import InputError
-from capplan.models.calibration_parts import LOADING_COLUMNS, MEMORY_COLUMNS
-from capplan.models.calibration_tables import read_steps
+from capplan.models.calibration.components import LOADING_COLUMNS, MEMORY_COLUMNS
+from capplan.models.calibration.tables import read_steps
 from capplan.profiling.load.settings import Target
 from capplan.profiling.server import folder as files
 from capplan.profiling.server import session

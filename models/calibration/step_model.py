@@ -1,4 +1,4 @@
-"""The step model of a profile: every form fitted to a step table, and the one that predicts best chosen."""
+"""Step model of a profile: fit every candidate, cross-validate, select."""
 
 from __future__ import annotations
 
@@ -10,15 +10,22 @@ import numpy as np
 from numpy.typing import NDArray
 
 from capplan.errors import InputError
-from capplan.models.calibrate import SMAPE_FORMULA, smape
-from capplan.models.calibration_forms import Candidate, FormFit, candidate_named, candidates
-from capplan.models.calibration_tables import REGIMES, StepTable
+from capplan.models.calibration.candidates import (
+    StepModelCandidate,
+    StepModelFit,
+    candidate_named,
+    candidates,
+)
+from capplan.models.calibration.least_squares import SMAPE_FORMULA, smape
+from capplan.models.calibration.tables import REGIMES, StepTable
 from capplan.spec import Fit, FittedModel, Kernel
 
 DEFAULT_FOLDS: Final = 5
 
 NEGLIGIBLE: Final = 0.01
+
 NEGLIGIBLE_POINTS: Final = 0.02
+
 """Forms are as good as each other when their held-out errors differ by less than the first as a share of the
 error, or by less than the second in percentage points.
 
@@ -28,7 +35,7 @@ requests, say, and a term that was left out for want of a difference would be mi
 
 
 @dataclass(frozen=True)
-class FormScore:
+class StepModelScore:
     """How well one form does; NaN where it could not be fitted."""
 
     label: str
@@ -62,16 +69,16 @@ class StepCalibration:
     """The chosen step model and what it was chosen from."""
 
     table: StepTable
-    fit: FormFit
+    fit: StepModelFit
     forced: bool
     """Whether the form was asked for, not chosen."""
-    scores: tuple[FormScore, ...]
+    scores: tuple[StepModelScore, ...]
     """Of all forms, the best first."""
     held_out_ms: NDArray[np.float64]
     """Predictions of the chosen form by fits that left the row's run out, shape (rows,)."""
 
     @property
-    def score(self) -> FormScore:
+    def score(self) -> StepModelScore:
         """The chosen form's."""
         return next(score for score in self.scores if score.label == self.fit.candidate.label)
 
@@ -154,7 +161,7 @@ def calibrate_steps(
     forced = None if form is None else candidate_named(form, table, kernel)
     everything = candidates(table, kernel)
     possible = [each for each in everything if not each.missing(table)]
-    fits: dict[str, FormFit] = {}
+    fits: dict[str, StepModelFit] = {}
     held_out: dict[str, NDArray[np.float64]] = {}
     for done, each in enumerate(possible):
         if progress is not None:
@@ -172,7 +179,7 @@ def calibrate_steps(
     return StepCalibration(table, fits[label], forced is not None, scores, held_out[label])
 
 
-def predict_left_out(candidate: Candidate, table: StepTable, folds: int) -> NDArray[np.float64]:
+def predict_left_out(candidate: StepModelCandidate, table: StepTable, folds: int) -> NDArray[np.float64]:
     """Return the milliseconds of each row as predicted by a fit without the row's run, shape (rows,)."""
     _, numbers = np.unique(table.run, return_inverse=True)
     part = numbers % folds
@@ -186,7 +193,7 @@ def predict_left_out(candidate: Candidate, table: StepTable, folds: int) -> NDAr
     return predicted
 
 
-def _fit(candidate: Candidate, table: StepTable) -> FormFit:
+def _fit(candidate: StepModelCandidate, table: StepTable) -> StepModelFit:
     wanted = len(candidate.form.names) - len(candidate.left_out)
     if table.rows < wanted:
         rule = f"must leave at least {wanted} rows to each fit of the form {candidate.label}"
@@ -194,10 +201,10 @@ def _fit(candidate: Candidate, table: StepTable) -> FormFit:
     return candidate.fit(table)
 
 
-def _score(fit: FormFit, table: StepTable, held_out: NDArray[np.float64]) -> FormScore:
+def _score(fit: StepModelFit, table: StepTable, held_out: NDArray[np.float64]) -> StepModelScore:
     spread = float(np.sum((table.step_ms - table.step_ms.mean()) ** 2))
     missed = float(np.sum((held_out - table.step_ms) ** 2))
-    return FormScore(
+    return StepModelScore(
         label=fit.candidate.label,
         coefficients=int(np.sum(~np.isnan(fit.std_errors))),
         error=smape(fit.predict(table), table.step_ms),
@@ -206,16 +213,16 @@ def _score(fit: FormFit, table: StepTable, held_out: NDArray[np.float64]) -> For
     )
 
 
-def _unfitted(candidate: Candidate, table: StepTable) -> FormScore:
+def _unfitted(candidate: StepModelCandidate, table: StepTable) -> StepModelScore:
     nothing = float("nan")
-    return FormScore(candidate.label, 0, nothing, nothing, nothing, candidate.missing(table))
+    return StepModelScore(candidate.label, 0, nothing, nothing, nothing, candidate.missing(table))
 
 
-def _sorted(scores: Iterable[FormScore]) -> tuple[FormScore, ...]:
+def _sorted(scores: Iterable[StepModelScore]) -> tuple[StepModelScore, ...]:
     return tuple(sorted(scores, key=lambda s: (np.isnan(s.held_out_error), s.held_out_error, s.coefficients)))
 
 
-def _best(scores: tuple[FormScore, ...], preferred: Sequence[str]) -> str:
+def _best(scores: tuple[StepModelScore, ...], preferred: Sequence[str]) -> str:
     """Return the label of the best form: the first in order of preference that is as good as any."""
     errors = {score.label: score.held_out_error for score in scores}
     least = min(errors[label] for label in preferred)

@@ -1,13 +1,8 @@
-"""Fitting a profile to whole runs: the twin simulates them, least squares moves a few coefficients.
-
-Every run keeps its seed from one set of coefficients to the next (common random numbers), so that a
-difference between two answers is the coefficients' doing. What is compared are logarithms: throughput
-predicted twice too high weighs as much as twice too low, in small runs and in large ones.
-"""
+"""Least squares with the twin in the loop: fit coefficients of a profile to measured runs."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from functools import partial
@@ -18,12 +13,20 @@ import numpy as np
 from numpy.typing import NDArray
 from scipy.optimize import least_squares
 
-from capplan.models.calibrate import smape
-from capplan.models.calibration_errors import clustered_errors
-from capplan.models.calibration_tables import KV_BOUND, KV_FULL, OVERLOADED, QUEUED, SLOT_BOUND, UNQUEUED
-from capplan.spec import Profile
-from capplan.twin.calibration_free import FreeCoefficient, with_coefficients
-from capplan.twin.calibration_outside import answer, is_outside
+from capplan.errors import InputError
+from capplan.models.calibration.least_squares import clustered_errors, smape
+from capplan.models.calibration.tables import KV_BOUND, KV_FULL, OVERLOADED, QUEUED, SLOT_BOUND, UNQUEUED
+from capplan.models.step_latency import (
+    ADDITIVE,
+    StepFeatures,
+    StepRanks,
+    coefficient_array,
+    latency_code,
+    latency_form,
+    rank_ms,
+    step_ms,
+)
+from capplan.spec import Coefficient, FittedModel, Profile
 from capplan.twin.calibration_runs import TARGETS, MeasuredRun
 from capplan.twin.result import SimulationResult
 
@@ -32,16 +35,25 @@ Progress = Callable[[int, int], None]
 _TRUST: Final = MappingProxyType(
     {"ttft_s_p50": 0.1, "ttft_s_mean": 0.1, "ttft_s_mean_charged": 0.1, "e2e_s_mean": 0.05}
 )
+
 """Scatter (of the logarithm) that a prediction is allowed before it counts; 0.02 for what is not listed."""
 
 _TRUST_OTHERWISE: Final = 0.02
+
 _WORST: Final = 3.0  # logarithm; also where the twin completes nothing and has no answer
+
 _FACTOR: Final = float(np.log(20.0))  # most that a coefficient may change, up or down
+
 _PRIOR: Final = 1.0  # scatter of the logarithm about the start: decides where the runs say nothing
+
 _TOLERATED: Final = 3.0  # in units of trust: beyond, a miss counts less than by its square
+
 _STEP: Final = 0.1  # of the logarithm, for derivatives: more than the grain of a simulation
+
 _LEAP: Final = 0.7  # of the logarithm, most that leaving runs out may change a coefficient
+
 _ROUNDS_FROM_AFAR: Final = 12
+
 _ROUNDS_NEARBY: Final = 6
 
 
@@ -269,7 +281,7 @@ def _misses(runs: Sequence[MeasuredRun], predicted: NDArray[np.float64]) -> NDAr
 
 
 def _regime(run: MeasuredRun, result: SimulationResult) -> str:
-    """Return what held a run back, as `capplan.models.calibration_tables.regimes` says it, by the twin."""
+    """Return what held a run back, as `capplan.models.calibration.tables.regimes` says it, by the twin."""
     if run.regime:
         return run.regime
     if result.rejected > 0:
@@ -279,3 +291,168 @@ def _regime(run: MeasuredRun, result: SimulationResult) -> str:
     if result.waiting_mean < 1.0:
         return UNQUEUED
     return SLOT_BOUND if run.settings["a_max"] < len(run.workload.adapters) else QUEUED
+
+
+PARTS: Final = ("step_latency", "loading", "host")
+
+_TYPICAL: Final = StepFeatures(
+    tokens=300.0,
+    requests=100.0,
+    kv_tokens=36_000.0,
+    adapters=20.0,
+    a_max=32.0,
+    s_max=16.0,
+    waiting=500.0,
+    slots_per_adapter=0.5,
+)
+
+_TYPICAL_RANKS: Final = StepRanks(
+    decodes=100.0,
+    prefills=1.0,
+    lora_decodes=100.0,
+    lora_prefills=1.0,
+    lora_prefill_tokens=200.0,
+    max_rank=16.0,
+    decode_rank_sum=1200.0,
+    prefill_rank_sum=12.0,
+    prefill_rank_tokens=2400.0,
+)
+
+_SHARE: Final = 0.02
+
+_OUTSIDE_STEPS: Final = MappingProxyType({"request_ms": 5.0, "client_itl_factor": 1.0, "serving_factor": 1.0})
+
+_BY_DEFAULT: Final = ("base_ms", "ms_per_ktoken", "ms_per_kv_ktoken", "ms_per_adapter", "ms_per_slot_rank16")
+
+
+@dataclass(frozen=True)
+class FreeCoefficient:
+    """A coefficient that a fit may change."""
+
+    part: str
+    """Of `PARTS`."""
+    name: str
+    start: float
+    """Above 0."""
+
+
+def free_coefficients(
+    base: Profile, names: Sequence[str] | None, *, steps_known: bool, latency_measured: bool
+) -> tuple[FreeCoefficient, ...]:
+    """Return the coefficients that may change.
+
+    Parameters
+    ----------
+    base
+        The profile that is started from.
+    names
+        Their names; None: with the steps known from a table, what clients see of them
+        (``client_itl_factor``); otherwise base, tokens, KV tokens, adapters and slots of the additive form,
+        or all of another form. Where waiting was measured, time outside the steps (``request_ms``) as well.
+    steps_known, latency_measured
+        Whether they are.
+
+    Raises
+    ------
+    InputError
+        For a name that no part of the profile has, or one given twice.
+    """
+    if names is None:
+        outside = ("request_ms",) if latency_measured else ()
+        form = latency_form(base.step_latency.form)
+        of_steps = _BY_DEFAULT if form is ADDITIVE else _positive(base.step_latency)
+        names = (*(("client_itl_factor",) if steps_known else of_steps), *outside)
+    if len(set(names)) < len(names):
+        raise InputError("must name each coefficient once", ",".join(names), "--free")
+    return tuple(_free(base, name) for name in names)
+
+
+def _positive(model: FittedModel) -> tuple[str, ...]:
+    return tuple(name for name, coefficient in model.coefficients.items() if coefficient.value > 0.0)
+
+
+def _free(base: Profile, name: str) -> FreeCoefficient:
+    """Return a coefficient at its value in the base, or, where that is 0, at a small one."""
+    known = {part: _names(base, part) for part in PARTS}
+    for part, names in known.items():
+        if name in names:
+            coefficients = getattr(base, part).coefficients
+            value = coefficients[name].value if name in coefficients else 0.0
+            return FreeCoefficient(part, name, value if value > 0.0 else _small(base, part, name))
+    rule = f"must be one of {', '.join(name for names in known.values() for name in names)}"
+    raise InputError(rule, name, "--free")
+
+
+def _names(base: Profile, part: str) -> tuple[str, ...]:
+    if part == "step_latency":
+        return latency_form(base.step_latency.form).names
+    return tuple(getattr(base, part).coefficients)
+
+
+def _small(base: Profile, part: str, name: str) -> float:
+    """Return a value by which the coefficient adds 2 % to a typical step, or a round number elsewhere."""
+    if part != "step_latency":
+        return _OUTSIDE_STEPS.get(name, 1.0)
+    model = base.step_latency
+    form = latency_form(model.form)
+    zero = {each: Coefficient(value=0.0) for each in form.names}
+    whole = _typical_ms(base, model)
+    one = _typical_ms(base, model.replace(coefficients=zero | {name: Coefficient(value=1.0)}))
+    return _SHARE * whole / one if one > 0.0 and whole > 0.0 else 1.0
+
+
+def _typical_ms(base: Profile, model: FittedModel) -> float:
+    code, k = latency_code(model.form, base.engine.kernel), coefficient_array(model)
+    return step_ms(code, k, _TYPICAL) + rank_ms(code, k, _TYPICAL.s_max, _TYPICAL_RANKS)
+
+
+def with_coefficients(base: Profile, free: Sequence[FreeCoefficient], values: Sequence[float]) -> Profile:
+    """Return the profile with other values of the free coefficients."""
+    changed = base
+    for part in PARTS:
+        own = {
+            f.name: Coefficient(value=float(value))
+            for f, value in zip(free, values, strict=True)
+            if f.part == part and np.isfinite(value)
+        }
+        if own:
+            model = getattr(changed, part)
+            changed = changed.replace(**{part: model.replace(coefficients=model.coefficients | own)})
+    return changed
+
+
+REQUEST_MS: Final = "request_ms"
+
+ITL_FACTOR: Final = "client_itl_factor"
+
+
+def is_outside(free: FreeCoefficient) -> bool:
+    """Tell whether a coefficient is about time outside the steps."""
+    return free.part == "host" and free.name in (REQUEST_MS, ITL_FACTOR)
+
+
+def answer(
+    result: SimulationResult, before: Mapping[str, float], after: Mapping[str, float]
+) -> tuple[float, ...]:
+    """Return every target as it would be with other coefficients outside the steps.
+
+    Parameters
+    ----------
+    result
+        Simulated with the coefficients `before`.
+    before, after
+        Values of free coefficients by name; those that are missing have not changed.
+    """
+    later_s = (after.get(REQUEST_MS, 0.0) - before.get(REQUEST_MS, 0.0)) / 1e3
+    stretch = after.get(ITL_FACTOR, 1.0) / before.get(ITL_FACTOR, 1.0)
+    shifts = {
+        "ttft_s_p50": later_s,
+        "ttft_s_mean": later_s,
+        "ttft_s_mean_charged": later_s * result.completed / max(1, result.submitted),
+        "e2e_s_mean": later_s,
+    }
+    factors = {"itl_ms_mean": stretch}
+    return tuple(
+        float(getattr(result, target)) * factors.get(target, 1.0) + shifts.get(target, 0.0)
+        for target in TARGETS
+    )

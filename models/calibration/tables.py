@@ -1,21 +1,128 @@
-"""Tables that calibration reads: measured engine steps, KV sizes and adapter loads, checked on the way in."""
+"""Input tables of a calibration: reading, validation and the step table."""
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, fields, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Final
 
 import numpy as np
 from numpy.typing import NDArray
+from scipy.stats import gamma
 
-from capplan.models.calibration_files import read_table, require_positive
-from capplan.models.calibration_lumps import prompt_lumps
+from capplan.errors import InputError
 from capplan.models.step_latency import StepRanks
+from capplan.spec.tables import read_columns
 
 if TYPE_CHECKING:
     import pandas as pd
+
+
+def read_table(
+    path: str | Path,
+    required: Sequence[str],
+    optional: Sequence[str] = (),
+    *,
+    text: Sequence[str] = (),
+    blank: Sequence[str] = (),
+) -> pd.DataFrame:
+    """Read a CSV or Parquet table: every required column there and every number finite and not negative.
+
+    Parameters
+    ----------
+    path
+        A .parquet file, or a CSV file under any other name.
+    required, optional
+        Columns that must and that may be there; others are left alone.
+    text
+        Columns that are no numbers.
+    blank
+        Columns of numbers that may be blank, which is then NaN.
+
+    Raises
+    ------
+    InputError
+        Naming file, column and row (the first row after the header is 1).
+    """
+    path = Path(path)
+    frame = read_columns(path, required, optional)
+    if frame.empty:
+        raise InputError("must hold at least one row", location=str(path))
+    for name in frame.columns:
+        if name not in text:
+            frame[name] = _numbers(frame[name], f"{path}: {name}", may_be_blank=name in blank)
+    return frame
+
+
+def _numbers(column: pd.Series, location: str, *, may_be_blank: bool) -> NDArray[np.float64]:
+    import pandas as pd
+
+    values = pd.to_numeric(column, errors="coerce").to_numpy(np.float64)
+    wrong = ~(np.isfinite(values) & (values >= 0.0))
+    if may_be_blank:
+        wrong &= column.notna().to_numpy(bool)
+    if wrong.any():
+        row = int(np.argmax(wrong))
+        rule = "must be a finite number >= 0"
+        raise InputError(rule, _plain(column.iloc[row]), f"{location}, row {row + 1}")
+    return values
+
+
+def require_positive(frame: pd.DataFrame, columns: Sequence[str], location: str) -> None:
+    """Check that no value of these columns is 0; columns that are not there are fine.
+
+    Raises
+    ------
+    InputError
+        Naming the first row that breaks the rule.
+    """
+    for name in columns:
+        if name in frame.columns and (frame[name] <= 0.0).any():
+            row = int(np.argmax(frame[name].to_numpy() <= 0.0))
+            at = f"{location}: {name}, row {row + 1}"
+            raise InputError("must be above 0", _plain(frame[name].iloc[row]), at)
+
+
+def _plain(value: object) -> object:
+    return value.item() if isinstance(value, np.generic) else value
+
+
+NODES: Final = 8
+
+"""Equally likely amounts of prompt tokens that stand for all the steps of a window that hold a prompt."""
+
+
+def prompt_quantiles(
+    prefills: NDArray[np.float64], std_per_mean: NDArray[np.float64], single: NDArray[np.bool_]
+) -> NDArray[np.float64]:
+    """Return how many times their mean the prompt tokens of steps with a prompt are, shape (rows, NODES).
+
+    Prompts in a step are taken to be Poisson in number, and their tokens to add up to a gamma distribution
+    with the mean and the variance of that compound sum, given that there is a prompt.
+
+    Parameters
+    ----------
+    prefills
+        Mean number of prompts in a step, shape (rows,).
+    std_per_mean
+        Standard deviation over mean of the tokens that one prompt has in a step, same shape.
+    single
+        Rows that are one step, whose tokens are known, same shape.
+    """
+    number = np.maximum(prefills, 1e-9)
+    share = -np.expm1(-number)
+    mean = number / share
+    variance = (number * (1.0 + std_per_mean**2) + number**2) / share - mean**2
+    spread = np.where(single | (prefills <= 0.0), 0.0, np.maximum(variance, 0.0) / mean**2)
+    lumps = np.ones((prefills.size, NODES))
+    wide = spread > 1e-6
+    at = (np.arange(NODES) + 0.5) / NODES
+    shape = 1.0 / spread[wide, None]
+    drawn: NDArray[np.float64] = np.asarray(gamma.ppf(at, shape, scale=1.0 / shape))
+    lumps[wide] = drawn / drawn.mean(axis=1, keepdims=True)
+    return lumps
+
 
 STEP_COLUMNS: Final = (
     "step_ms",
@@ -28,6 +135,7 @@ STEP_COLUMNS: Final = (
     "waiting",
     "adapters_served",
 )
+
 """What every step table has; the meaning is that of `StepFeatures`, and step_ms the measured time."""
 
 STEP_OPTIONS: Final = (
@@ -41,6 +149,7 @@ STEP_OPTIONS: Final = (
     "prompt_std",
     *StepRanks._fields,
 )
+
 """What it may have. ``load_ms``: adapter loads within the step, as the loading model counts them with a
 serving_factor of 1; blank where they are not known. ``run``: which rows belong together; never on both sides
 of a cross-validation. ``steps``: how many steps the row is the mean of. ``prompt_std``: standard deviation of
@@ -50,21 +159,29 @@ given. ``regime``: instead of what `regimes` says, where it is not blank. The re
 """
 
 FROM_PREFILLS: Final = ("decodes", "lora_decodes", "lora_prefills", "lora_prefill_tokens")
+
 """Fields of `StepRanks` that follow from ``prefills`` where the table does not have them: then the other
 requests decode, and all requests have adapters.
 """
 
 _POSITIVE: Final = ("step_ms", "requests", "a_max", "s_max", "adapters_served", "steps", "kv_capacity")
+
 _TEXT: Final = ("run", "regime")
 
 UNQUEUED: Final = "un-queued"
+
 SLOT_BOUND: Final = "slot-bound"
+
 KV_BOUND: Final = "KV-bound"
+
 OVERLOADED: Final = "overloaded"
+
 QUEUED: Final = "queued"
+
 REGIMES: Final = (UNQUEUED, QUEUED, SLOT_BOUND, KV_BOUND, OVERLOADED)
 
 KV_FULL: Final = 0.95
+
 AT_LIMIT: Final = 0.98
 
 
@@ -97,7 +214,7 @@ class StepTable:
     ranks: Mapping[str, NDArray[np.float64]]
     """Those fields of `StepRanks` that are known."""
     lumps: NDArray[np.float64]
-    """By `prompt_lumps`, shape (rows, nodes)."""
+    """By `prompt_quantiles`, shape (rows, nodes)."""
 
     @property
     def unknown_loads(self) -> NDArray[np.bool_]:
@@ -179,7 +296,7 @@ def step_table(frame: pd.DataFrame, source: str, folds: int = 5) -> StepTable:
         run_names=run_names,
         regime=known,
         ranks=ranks,
-        lumps=prompt_lumps(prefills, column("prompt_std", 0.0) / mean, column("steps", 1.0) <= 1.0),
+        lumps=prompt_quantiles(prefills, column("prompt_std", 0.0) / mean, column("steps", 1.0) <= 1.0),
     )
 
 
