@@ -1,29 +1,68 @@
-"""The application: its commands and the options that all of them share."""
+"""The application: its commands, the options that all of them share, and exit codes."""
 
 from __future__ import annotations
 
-from typing import Annotated
+import os
+import sys
+import traceback
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import Annotated, Any, Final
 
 import typer
+from typer.core import TyperGroup
 
 from capplan.cli.bench import bench
 from capplan.cli.calibrate import calibrate
 from capplan.cli.compare import compare
 from capplan.cli.dataset import dataset
-from capplan.cli.explain import explain
+from capplan.cli.documents import profiles, schema
+from capplan.cli.explain import explain, report
 from capplan.cli.export import export
 from capplan.cli.plan import plan
-from capplan.cli.profile import profile
-from capplan.cli.profiles import profiles
-from capplan.cli.report import report
-from capplan.cli.reporting import ReportingGroup
-from capplan.cli.schema import schema
+from capplan.cli.profile_engine import engine
+from capplan.cli.profile_kernels import kernels
+from capplan.cli.profile_roofline import roofline
+from capplan.cli.profile_server import server
 from capplan.cli.serve import serve
 from capplan.cli.simulate import simulate
 from capplan.cli.surrogate import surrogate
 from capplan.cli.train import train
 from capplan.cli.validate import validate
 from capplan.cli.workload import workload
+from capplan.errors import CapplanError
+
+_INTERRUPTED: Final = 130  # 128 + SIGINT, as shells report it
+_PIPE_CLOSED: Final = 141  # 128 + SIGPIPE
+
+
+class ReportingGroup(TyperGroup):
+    """A group of commands whose errors end as an exit status."""
+
+    def invoke(self, ctx: Any) -> Any:
+        """Run the command."""
+        with reported(debug=ctx.params.get("debug", False)):
+            return super().invoke(ctx)
+
+
+@contextmanager
+def reported(debug: bool) -> Iterator[None]:
+    """Map exceptions to one line on stderr and an exit status; internal errors pass unchanged."""
+    try:
+        yield
+        sys.stdout.flush()  # raises BrokenPipeError here rather than at interpreter exit
+    except CapplanError as error:
+        if debug:
+            traceback.print_exc()
+        typer.echo(f"error: {error}", err=True)
+        raise typer.Exit(error.exit_code) from None
+    except KeyboardInterrupt:
+        typer.echo("interrupted", err=True)
+        raise typer.Exit(_INTERRUPTED) from None
+    except BrokenPipeError:
+        # Redirect buffered output, which would otherwise raise at interpreter exit.
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+        raise typer.Exit(_PIPE_CLOSED) from None
 
 
 def _show_version(wanted: bool) -> None:
@@ -45,6 +84,16 @@ def _shared_options(
 
     Exit status: 0 done, 1 a verification disagrees, 2 something given is wrong, 3 no plan is possible.
     """
+
+
+profile = typer.Typer(no_args_is_help=True, help="Measure what profiles are made of.")
+for each in (engine, kernels, roofline, server):
+    profile.command()(each)
+
+
+@profile.callback()
+def _profile_group() -> None:
+    """Measure what profiles are made of."""
 
 
 app = typer.Typer(

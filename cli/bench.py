@@ -7,24 +7,23 @@ import tempfile
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any
+from typing import TYPE_CHECKING, Annotated, Any, Final
 
 import typer
 
-from capplan.cli.bench_progress import live
-from capplan.cli.bench_tables import show, warnings
-from capplan.cli.console import print_json
-from capplan.cli.extras import require_extra
-from capplan.cli.inputs import AsJson
+from capplan.cli.console import counted, number, percent, print_json, print_table, table
+from capplan.cli.options import AsJson, require_extra
 from capplan.cli.output import require_writable_file
+from capplan.cli.progress import live
 from capplan.errors import InputError
 
 if TYPE_CHECKING:
     from capplan.profiling.load.request_file import RequestFile
-    from capplan.profiling.load.result import BenchResult
+    from capplan.profiling.load.result import BenchResult, LoadMetrics
     from capplan.spec import Profile, Workload
 
 _INTERRUPTED = 130  # 128 + SIGINT, as shells report it
+
 _FAILED = 1
 
 
@@ -220,7 +219,7 @@ def _write(
 
         write_vllm_bench(vllm_json, result, rows)
     if report is not None:
-        from capplan.cli.bench_page import bench_page
+        from capplan.cli.report.measurement import bench_page
 
         write_text_atomic(report, bench_page(workload, result, rows))
 
@@ -276,3 +275,90 @@ def _profile(workload: Workload, name: str | None) -> Profile | None:
         told = f"profile {workload.profile} is not at hand; prompts and outputs have lengths independent"
         typer.echo(f"note: {told} of each other", err=True)
         return None
+
+
+STATISTICS: Final = ("mean", "p50", "p90", "p95", "p99")
+
+LATENCIES: Final = (
+    ("TTFT from due, s", "ttft_s", 3),
+    ("TTFT from sent, s", "ttft_sent_s", 3),
+    ("ITL, ms", "itl_ms", 2),
+    ("TPOT, ms", "tpot_ms", 2),
+    ("TPT, ms", "tpt_ms", 2),
+    ("E2E, s", "e2e_s", 2),
+)
+
+_ADAPTERS: Final = 20
+
+
+def show(result: BenchResult) -> None:
+    """Print a result."""
+    overall = result.overall
+    rows = table("metric", "value", numbers_from=1)
+    for name, value in facts(overall).items():
+        rows.add_row(name, value)
+    print_table(rows)
+    latencies = table("latency", *STATISTICS, numbers_from=1)
+    for name, field, decimals in LATENCIES:
+        stats = getattr(overall, field)
+        latencies.add_row(name, *(number(getattr(stats, s), decimals) for s in STATISTICS))
+    lag = result.client.lag_ms
+    latencies.add_row("client lag, ms", *(number(getattr(lag, s), 2) for s in STATISTICS))
+    print_table(latencies)
+    if 1 < len(result.adapters) <= _ADAPTERS:
+        adapters = table(*ADAPTER_HEAD, numbers_from=1)
+        for each in result.adapters:
+            adapters.add_row(each.name or "(base model)", *adapter_cells(each))
+        print_table(adapters)
+
+
+ADAPTER_HEAD: Final = ("adapter", "submitted", "completed", "served", "tok/s", "TTFT p50, s", "ITL mean, ms")
+
+
+def adapter_cells(each: LoadMetrics) -> tuple[str, ...]:
+    """Return the row of an adapter, its name left out."""
+    return (
+        number(each.submitted),
+        number(each.completed),
+        percent(each.served_fraction),
+        number(each.throughput_tok_s, 1),
+        number(each.ttft_s.p50, 3),
+        number(each.itl_ms.mean, 2),
+    )
+
+
+def facts(overall: LoadMetrics) -> dict[str, str]:
+    """Return the numbers that are no latencies, in words."""
+    return {
+        "throughput, tok/s": number(overall.throughput_tok_s, 1),
+        "offered, tok/s": number(overall.offered_tok_s, 1),
+        "input, tok/s": number(overall.input_tok_s, 1),
+        "output, tok/s": number(overall.output_tok_s, 1),
+        "completed in the window": number(overall.completed),
+        "submitted": number(overall.submitted),
+        "failed": number(overall.failed),
+        "rejected": number(overall.rejected),
+        "executing at the end": number(overall.executing),
+        "waiting at the end": number(overall.waiting),
+        "served": percent(overall.served_fraction),
+        "starved": "yes" if overall.starved else "no",
+        "mean time between tokens, ms": number(overall.token_gap_ms_mean, 2),
+    }
+
+
+def warnings(result: BenchResult) -> list[str]:
+    """Return what speaks against the result, a line each."""
+    lines = []
+    for each in result.failures:
+        told = f": {' '.join(each.message.split())}" if each.message else ""
+        lines.append(f"failed: {counted(each.requests, 'request')} with {each.kind}{told}")
+    overall, client = result.overall, result.client
+    if overall.completed == 0:
+        lines.append("failed: no request was answered within the window")
+    if client.kept_up is False:
+        lag = f"median {number(client.lag_ms.p50, 1)} ms, 99 % within {number(client.lag_ms.p99, 1)} ms"
+        lines.append(
+            f"this client could not keep up: requests went out late ({lag}), its loop by "
+            f"{number(client.loop_lag_ms_p99, 1)} ms; latencies are its own in part"
+        )
+    return lines

@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 
 from capplan.cli.console import DASH, counted, number, percent, print_json, print_table, table
-from capplan.cli.inputs import AsJson, ProfileName, WorkloadFile, chosen_profile
+from capplan.cli.options import AsJson, ProfileName, WorkloadFile, chosen_profile
 from capplan.cli.output import require_writable_file
 from capplan.cli.progress import announce_compilation, progress_bars
 from capplan.planner.names import SOLVERS
@@ -68,7 +68,7 @@ def compare(
             progress=on_progress,
         )
     if html is not None:
-        from capplan.cli.compare_page import comparison_page
+        from capplan.cli.report.comparison import comparison_page
 
         write_text_atomic(html, comparison_page(result, workload))
     if as_json:

@@ -17,7 +17,7 @@ DASH: Final = "–"
 
 
 class _Console(Console):
-    """A console that leaves a closed pipe to :func:`capplan.cli.reporting.reported`."""
+    """A console that leaves a closed pipe to :func:`capplan.cli.app.reported`."""
 
     def on_broken_pipe(self) -> None:
         raise BrokenPipeError

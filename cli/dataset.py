@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, Annotated
 import typer
 
 from capplan.cli.console import print_json, print_table, table
-from capplan.cli.inputs import AsJson
+from capplan.cli.options import AsJson
 from capplan.cli.progress import announce_compilation, progress_bars
 
 if TYPE_CHECKING:

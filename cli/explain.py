@@ -1,36 +1,37 @@
-"""`capplan explain`: why a plan is as it is, in words."""
+"""`capplan explain` and `capplan report`: the reasons for a plan, as text and as an HTML page."""
 
 from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import asdict
+from itertools import pairwise
 from typing import TYPE_CHECKING, Annotated, Any, Final, TypeAlias
 
 import typer
 
-from capplan.cli.console import counted, number, percent, print_json, print_table, table
-from capplan.cli.explanation_tables import curve_table, room_table, what_if_table
-from capplan.cli.inputs import AsJson, PlanFile
+from capplan.cli.console import DASH, counted, number, percent, print_json, print_table, table
+from capplan.cli.options import AsJson, PlanFile, not_measured
+from capplan.cli.output import require_writable_file
 from capplan.cli.plan import group_rate_rps, verdict
 from capplan.cli.progress import announce_compilation, progress_bars
-from capplan.cli.provenance import not_measured
-from capplan.cli.queue_table import queues_table
 from capplan.errors import InputError
 
 if TYPE_CHECKING:
     from rich.table import Table
 
-    from capplan.planner.explaining import Explanation
-    from capplan.spec import Group, GroupVerification, Plan
+    from capplan.planner.explaining import CurvePoint, Explanation, Outcome, Room, SlotCurve
+    from capplan.spec import Group, GroupVerification, Plan, Queues
 
 PlannedWorkload: TypeAlias = Annotated[
     str | None,
     typer.Option("--workload", metavar="FILE", help="Workload that the plan was made for: asks the twin."),
 ]
+
 PlannedProfile: TypeAlias = Annotated[
     str | None,
     typer.Option("--profile", metavar="NAME", help="Profile that the plan rests on; default: as it says."),
 ]
+
 MORE: Final = (
     "--workload FILE also tells why the groups have their numbers of slots, what is in use and what is left, "
     "and what one GPU fewer or more would do"
@@ -244,3 +245,178 @@ def _compact(value: Any) -> str:
     import json
 
     return json.dumps(value, ensure_ascii=False)
+
+
+CURVE_HEAD = (
+    *("A_max", "KV tokens", "tok/s", "served", "TTFT p99, s", "E2E mean, s", "ITL mean, ms", "loads/min"),
+    "verdict",
+)
+
+OUTCOME_HEAD = ("GPUs", "USD/h", "TTFT p99, s", "TPOT mean, ms", "tok/s", "holds up to", "what follows")
+
+
+def curve_table(curve: SlotCurve) -> Table:
+    """Return one row per number of slots, the chosen one marked."""
+    rows = table(f"A_max at {times(curve.scale)}", *CURVE_HEAD[1:], numbers_from=1)
+    rows.columns[-1].justify = "left"
+    for point in curve.points:
+        name, *cells = point_cells(point)
+        rows.add_row(f"{name} ◀ chosen" if point.a_max == curve.chosen else name, *cells)
+    return rows
+
+
+def point_cells(point: CurvePoint) -> tuple[str, ...]:
+    """Return a number of slots in words, one per column of `CURVE_HEAD`."""
+    return (
+        str(point.a_max),
+        number(point.kv_tokens),
+        number(point.throughput_tok_s),
+        percent(point.served_fraction),
+        number(point.ttft_p99_s, 2),
+        number(point.e2e_mean_s, 2),
+        number(point.itl_mean_ms, 1),
+        number(point.loads_per_min, 1),
+        point_verdict(point),
+    )
+
+
+def point_verdict(point: CurvePoint) -> str:
+    """Return whether a number of slots holds, and what breaks."""
+    if not point.fits:
+        return "does not fit in memory"
+    return "; ".join(point.broken) or "holds"
+
+
+def room_table(room: Room) -> Table:
+    """Return one row per resource and bound, at the planned load and where the instance fails."""
+    rows = table(*room_head(room), numbers_from=1)
+    rows.columns[-1].justify = "left"
+    for row in room_rows(room):
+        rows.add_row(*row)
+    return rows
+
+
+def room_head(room: Room) -> tuple[str, ...]:
+    """Return the head of that table; without a load at which the instance fails there is no such column."""
+    beyond = () if room.fails_at is None else (f"at {times(room.fails_at)}",)
+    return ("in use", "at the planned load", *beyond, "")
+
+
+def room_rows(room: Room) -> list[tuple[str, ...]]:
+    """Return the rows of that table in words."""
+    return [
+        (
+            use.name,
+            percent(use.now),
+            *(() if room.fails_at is None else (percent(use.beyond),)),
+            use.detail,
+        )
+        for use in room.uses
+    ]
+
+
+def what_if_table(explanation: Explanation) -> Table:
+    """Return one row for the plan, and one for each other number of GPUs."""
+    rows = table("", *OUTCOME_HEAD, numbers_from=1)
+    rows.columns[-1].justify = "left"
+    for row in what_if_rows(explanation):
+        rows.add_row(*row)
+    return rows
+
+
+def what_if_rows(explanation: Explanation) -> list[tuple[str, ...]]:
+    """Return the rows of that table in words."""
+    plan = explanation.outcome
+    rows: list[tuple[int, str, Outcome | None, str]] = [(plan.gpus, "this plan", plan, DASH)]
+    rows += [(each.gpus, each.change, each.outcome, each.words) for each in explanation.what_if]
+    return [
+        (name, *outcome_cells(gpus, outcome), words)
+        for gpus, name, outcome, words in sorted(rows, key=lambda row: row[0])
+    ]
+
+
+def outcome_cells(gpus: int, outcome: Outcome | None) -> tuple[str, ...]:
+    """Return the outcome of a plan in words; dashes where there is none."""
+    if outcome is None:
+        return (number(gpus), *[DASH] * 5)
+    return (
+        number(gpus),
+        number(outcome.usd_per_hour, 2),
+        number(outcome.ttft_p99_s, 2),
+        number(outcome.tpot_mean_ms, 1),
+        number(outcome.throughput_tok_s),
+        _held(outcome),
+    )
+
+
+def _held(outcome: Outcome) -> str:
+    if outcome.holds_until is None:
+        return DASH
+    return times(outcome.holds_until) if outcome.fails else f"{times(outcome.holds_until)} or more"
+
+
+def times(scale: float) -> str:
+    """Return a multiple of the planned load."""
+    return f"{scale:.2f} × load"
+
+
+_SIZES = {
+    "degree2": "lengths x adapter",
+    "degree1": "lengths + adapter",
+    "output_only": "output",
+}
+
+_CHARGES = {
+    "per_request": "prompt, output and adapter",
+    "none": "prompt and output",
+}
+
+
+def queues_table(queues: Queues) -> Table:
+    """Return one row per queue."""
+    wrs = queues.wrs
+    sizes = f"queue by size of request\n({_SIZES[wrs.form]})"
+    rows = table(sizes, f"quota, tokens\n({_CHARGES[queues.adapter_charge]})", "share", numbers_from=1)
+    for row in queue_rows(queues):
+        rows.add_row(*row)
+    return rows
+
+
+def queue_rows(queues: Queues) -> list[tuple[str, str, str]]:
+    """Return the rows of that table in words: sizes, quota, share of all quotas."""
+    total = sum(each.quota_tokens for each in queues.classes)
+    uppers = [each.upper_wrs for each in queues.classes]
+    return [
+        (_range(low, high), number(each.quota_tokens), percent(each.quota_tokens / total))
+        for (low, high), each in zip(pairwise([None, *uppers]), queues.classes, strict=True)
+    ]
+
+
+def _range(low: float | None, high: float | None) -> str:
+    if high is None:
+        return "all" if low is None else f"{low:.3g} and more"
+    return f"below {high:.3g}" if low is None else f"{low:.3g} to {high:.3g}"
+
+
+def report(
+    plan: PlanFile,
+    output: Annotated[
+        str,
+        typer.Option("--output", "-o", metavar="FILE", help="Write the page here: all of it or nothing."),
+    ],
+    workload: PlannedWorkload = None,
+    profile: PlannedProfile = None,
+) -> None:
+    """Write a plan as one HTML page that works offline: groups, predictions, what binds, adapters.
+
+    With the workload, also the curve of every number of slots, what is in use and what is left, and what one
+    GPU fewer or more would do.
+    """
+    from capplan.cli.report.plan import plan_page
+    from capplan.spec import Plan, write_text_atomic
+
+    require_writable_file(output)
+    document = Plan.from_json(plan)
+    explanation = asked_twin(document, workload, profile)
+    write_text_atomic(output, plan_page(plan, document, explanation))
+    typer.echo(f"written to {output}" + ("" if explanation else f"; {MORE}"))

@@ -7,7 +7,7 @@ from typing import Annotated
 import typer
 
 from capplan.cli.console import counted
-from capplan.cli.inputs import PlanFile
+from capplan.cli.options import PlanFile
 from capplan.cli.output import require_writable_folder, write_folder
 from capplan.errors import InputError
 

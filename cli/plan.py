@@ -7,17 +7,15 @@ from typing import TYPE_CHECKING, Annotated
 import typer
 
 from capplan.cli.console import DASH, counted, number, percent, print_table, table
-from capplan.cli.inputs import AsJson, ProfileName, WorkloadFile, chosen_profile
+from capplan.cli.options import AsJson, ProfileName, WorkloadFile, chosen_profile, not_measured
 from capplan.cli.output import require_writable_file
 from capplan.cli.progress import announce_compilation, progress_bars
-from capplan.cli.provenance import not_measured
-from capplan.cli.queue_table import quotas
 from capplan.planner.names import SOLVERS
 
 if TYPE_CHECKING:
     from rich.table import Table
 
-    from capplan.spec import Group, Plan
+    from capplan.spec import Group, Plan, Queues
 
 _DISAGREES = 1
 _GIB = 2**30
@@ -126,6 +124,13 @@ def groups_table(plan: Plan) -> Table:
             *([quotas(group.queues)] if queued else []),
         )
     return rows
+
+
+def quotas(queues: Queues | None) -> str:
+    """Return the quota of each queue, smallest requests first; a dash without queues."""
+    if queues is None:
+        return DASH
+    return "\n".join(number(each.quota_tokens) for each in queues.classes)
 
 
 def group_rate_rps(group: Group) -> float:

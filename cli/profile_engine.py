@@ -9,9 +9,8 @@ from typing import TYPE_CHECKING, Annotated
 import typer
 
 from capplan.cli.console import number, print_json, print_table, table
-from capplan.cli.extras import ENGINE, require_extra
-from capplan.cli.inputs import AsJson
-from capplan.cli.kernel_tables import fits_document, show_fits
+from capplan.cli.options import ENGINE, AsJson, require_extra
+from capplan.cli.profile_kernels import fits_document, show_fits
 from capplan.cli.progress import progress_bars
 from capplan.errors import InputError
 

@@ -2,15 +2,14 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any
+from typing import TYPE_CHECKING, Annotated, Any, Final
 
 import typer
 
-from capplan.cli.console import counted, print_json
-from capplan.cli.extras import require_extra
-from capplan.cli.inputs import AsJson
-from capplan.cli.kernel_tables import fits_document, show_fits
+from capplan.cli.console import counted, number, print_json, print_table, table
+from capplan.cli.options import AsJson, require_extra
 from capplan.cli.output import require_writable_file
 from capplan.cli.progress import progress_bars
 from capplan.errors import InputError
@@ -20,6 +19,7 @@ if TYPE_CHECKING:
     from capplan.profiling.kernels.measure import Options, Outcome
 
 _NOTEWORTHY = 0.2
+
 """Share of interrupted visits from which people should know."""
 
 
@@ -99,7 +99,7 @@ def _fitted(outcome: Outcome, output: str, options: Options) -> list[KernelRepor
     import json
 
     from capplan.cli.console import finite
-    from capplan.cli.kernels_page import kernels_page
+    from capplan.cli.report.calibration import kernels_page
     from capplan.models.kernel_fits import explain_kernels
     from capplan.models.kernel_tables import read_kernel_table
     from capplan.spec import write_text_atomic
@@ -162,3 +162,84 @@ def _numbers(text: str) -> tuple[int, ...]:
         return tuple(dict.fromkeys(int(part) for part in text.split(",")))
     except ValueError:
         raise InputError("must be whole numbers separated by commas", text, "--hidden") from None
+
+
+FIT_HEAD: Final = (
+    "kernel",
+    "phase",
+    "grid",
+    "hidden",
+    "half",
+    "cases",
+    "form",
+    "R²",
+    "held out",
+    "SMAPE",
+    "held out",
+)
+
+NUMBERS_FROM: Final = 7
+
+
+def fits_document(reports: Sequence[KernelReport]) -> list[dict[str, Any]]:
+    """Return every fit as JSON data."""
+    return [
+        {
+            "kernel": report.kernel,
+            "phase": report.phase,
+            "grid": report.grid,
+            "hidden": report.width,
+            "half": report.half,
+            "cases": len(report.rows),
+            "meant": report.meant,
+            "explained_by": report.explained_by,
+            "forms": {
+                name: {
+                    "coefficients": dict(fit.coefficients),
+                    "r2": fit.r2,
+                    "held_out_r2": fit.held_out_r2,
+                    "smape": fit.error,
+                    "held_out_smape": fit.held_out_error,
+                }
+                for name, fit in report.fits.items()
+            },
+        }
+        for report in reports
+    ]
+
+
+def fit_rows(report: KernelReport) -> list[tuple[str, ...]]:
+    """Return a row per form; what is said of the report stands in the first only."""
+    said = (report.kernel, report.phase, report.grid, str(report.width), report.half, str(len(report.rows)))
+    return [
+        (
+            *(said if at == 0 else ("",) * len(said)),
+            f"{name} *" if name == report.meant else name,
+            number(fit.r2, 3),
+            number(fit.held_out_r2, 3),
+            f"{number(fit.error, 1)} %",
+            f"{number(fit.held_out_error, 1)} %",
+        )
+        for at, (name, fit) in enumerate(report.fits.items())
+    ]
+
+
+def kernel_name(report: KernelReport) -> str:
+    """Return in words what a report is of, but for the half."""
+    return f"{report.kernel}, {report.phase}, {report.grid} grid, hidden size {report.width}"
+
+
+def show_fits(reports: Sequence[KernelReport]) -> None:
+    """Print the fits of whole kernels; those of their halves are in the report."""
+    whole = [report for report in reports if report.half == "both"]
+    if not whole:
+        typer.echo("too few cases measured to fit anything yet")
+        return
+    rows = table(*FIT_HEAD, numbers_from=NUMBERS_FROM)
+    for report in whole:
+        for cells in fit_rows(report):
+            rows.add_row(*cells)
+    print_table(rows)
+    typer.echo("* the form of Toppings that is meant for this kernel\n")
+    for report in whole:
+        typer.echo(f"{kernel_name(report)}: {report.verdict()}")

@@ -8,8 +8,7 @@ from typing import TYPE_CHECKING, Annotated
 import typer
 
 from capplan.cli.console import counted, number, print_json, print_table, table
-from capplan.cli.extras import require_extra
-from capplan.cli.inputs import AsJson
+from capplan.cli.options import AsJson, require_extra
 from capplan.cli.progress import progress_bars
 from capplan.errors import InputError
 

@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, Annotated, Any, Final
 import typer
 
 from capplan.cli.console import counted, percent, print_json, print_table, table
-from capplan.cli.inputs import AsJson
+from capplan.cli.options import AsJson
 from capplan.cli.output import require_writable_file
 from capplan.errors import InputError
 

@@ -3,25 +3,23 @@
 from __future__ import annotations
 
 from dataclasses import asdict
-from typing import TYPE_CHECKING, Annotated, Any
+from typing import TYPE_CHECKING, Annotated, Any, Final
 
 import typer
 
-from capplan.cli.bench_progress import live
-from capplan.cli.console import console, print_json
-from capplan.cli.extras import ENGINE, require_extra
-from capplan.cli.inputs import AsJson, PlanFile
+from capplan.cli.console import DASH, console, number, print_json, print_table, table
+from capplan.cli.options import ENGINE, AsJson, PlanFile, require_extra
 from capplan.cli.output import require_writable_file
-from capplan.cli.progress import announce_compilation
-from capplan.cli.validate_tables import show
+from capplan.cli.progress import announce_compilation, live
 from capplan.errors import InputError
 
 if TYPE_CHECKING:
-    from capplan.profiling.validation.compare import GroupValidation
+    from capplan.profiling.validation.compare import Comparison, GroupValidation
     from capplan.profiling.validation.validate import Validation
     from capplan.spec import Plan, Profile
 
 _INTERRUPTED = 130  # 128 + SIGINT, as shells report it
+
 _DISAGREES = 1
 
 
@@ -134,7 +132,7 @@ def validate(
 
         write_text_atomic(output, json.dumps(finite(facts), indent=2) + "\n")
     if report is not None:
-        from capplan.cli.validate_page import validation_page
+        from capplan.cli.report.measurement import validation_page
 
         write_text_atomic(report, validation_page(plan, found))
     if as_json:
@@ -207,3 +205,70 @@ def _profiles(plan: Plan, name: str | None) -> dict[str, Profile]:
     used = load_profile(name)
     used.require_model(plan.base_model)
     return dict.fromkeys(names, used)
+
+
+VALIDATION_HEAD: Final = (
+    "metric",
+    "measured",
+    "predicted",
+    "SMAPE, %",
+    "tolerance, %",
+    "constant step",
+    "SMAPE, %",
+    "offered load",
+    "SMAPE, %",
+)
+
+_FINE: Final = ("ttft_s", "e2e_s", "served")
+
+
+def rows_of(group: GroupValidation) -> list[tuple[str, ...]]:
+    """Return a row per metric."""
+    return [_row(each) for each in group.comparisons] + [_verdicts(group)]
+
+
+def _row(each: Comparison) -> tuple[str, ...]:
+    decimals = 3 if each.name.startswith(_FINE) else 2
+    shown = [number(value, decimals) for value in (each.measured, each.predicted)]
+    limit = DASH if each.tolerance is None else number(each.tolerance, 1)
+    return (
+        each.name,
+        *shown,
+        number(each.error, 2),
+        limit,
+        number(each.constant_step, decimals),
+        number(each.constant_step_error, 2),
+        number(each.offered_load, decimals),
+        number(each.offered_load_error, 2),
+    )
+
+
+def _verdicts(group: GroupValidation) -> tuple[str, ...]:
+    starved, predicted, plain = (
+        "yes" if told else "no"
+        for told in (group.starved, group.predicted_starved, group.constant_step_starved)
+    )
+    return ("starved", starved, predicted, "", "equal", plain, "", "no", "")
+
+
+def heading(group: GroupValidation) -> str:
+    """Return what a group's table is of."""
+    scale = "" if group.rate_scale == 1.0 else f", rates times {group.rate_scale:g}"
+    return f"group {group.group}: {group.requests:,} requests in {group.duration_s:g} s{scale}"
+
+
+def group_verdict(group: GroupValidation) -> str:
+    """Return whether a group agrees, and what is wrong with the measurement."""
+    told = "agrees" if group.agrees else "disagrees"
+    return "; ".join((told, *group.faults))
+
+
+def show(found: Validation) -> None:
+    """Print a table per group."""
+    for group in found.groups:
+        typer.echo(heading(group))
+        rows = table(*VALIDATION_HEAD, numbers_from=1)
+        for row in rows_of(group):
+            rows.add_row(*row)
+        print_table(rows)
+        typer.echo(group_verdict(group))

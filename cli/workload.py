@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Annotated
 import typer
 
 from capplan.cli.console import print_json, print_table, table
-from capplan.cli.inputs import AsJson, ProfileName
+from capplan.cli.options import AsJson, ProfileName
 from capplan.cli.output import require_writable_file
 from capplan.errors import InputError
 

@@ -8,7 +8,7 @@ from pathlib import Path
 import pyarrow.parquet as pq
 import pytest
 
-from capplan.cli.bench_progress import numbers
+from capplan.cli.progress import numbers
 from capplan.profiling.load.result import BenchResult
 from capplan.profiling.load.run import Snapshot
 from capplan.profiling.load.vllm_bench import read_vllm_bench

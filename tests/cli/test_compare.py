@@ -10,7 +10,7 @@ from typing import Any
 
 import pytest
 
-from capplan.cli.compare_page import comparison_page
+from capplan.cli.report.comparison import comparison_page
 from capplan.planner import SOLVERS, Comparison, Row
 from tests.cli.conftest import Run, error_line
 from tests.cli.examples import WORKLOAD, write_inputs

@@ -7,8 +7,7 @@ from pathlib import Path
 import pytest
 
 from capplan import Plan
-from capplan.cli.chart_axes import Axis
-from capplan.cli.charts import Curve, line_chart
+from capplan.cli.report.figures import Axis, Curve, line_chart
 from tests.cli.conftest import Run, error_line
 from tests.cli.examples import WORKLOAD, small_plan, write_inputs
 from tests.cli.test_html import HOSTILE, parsed, svg_of

@@ -8,9 +8,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from capplan.cli import html
-from capplan.cli.chart_axes import scale_of
-from capplan.cli.charts import Axis, Curve, bar_chart, line_chart, scatter_chart
+from capplan.cli.report import page
+from capplan.cli.report.figures import Axis, Curve, bar_chart, line_chart, scale_of, scatter_chart
 
 VOID = {"meta", "br"}
 NAN = float("nan")
@@ -63,13 +62,13 @@ def svg_of(figure: str) -> ET.Element:
 def a_page() -> str:
     chart = line_chart(HOSTILE, [Curve(HOSTILE, [1], [2], marked=True)], Axis(HOSTILE), Axis("y, s"))
     bars = bar_chart("bars", [HOSTILE], {HOSTILE: [1.0]}, Axis("y"))
-    return html.page(
+    return page.page(
         HOSTILE,
-        html.section(HOSTILE, html.charts(chart, bars), HOSTILE, intro=HOSTILE),
-        html.section(
+        page.section(HOSTILE, page.charts(chart, bars), HOSTILE, intro=HOSTILE),
+        page.section(
             "Tables",
-            html.table([HOSTILE, "n"], [[HOSTILE, html.bad(HOSTILE)]], caption=HOSTILE),
-            html.folded(HOSTILE, html.definitions({HOSTILE: HOSTILE}), html.paragraph(HOSTILE)),
+            page.table([HOSTILE, "n"], [[HOSTILE, page.bad(HOSTILE)]], caption=HOSTILE),
+            page.folded(HOSTILE, page.definitions({HOSTILE: HOSTILE}), page.paragraph(HOSTILE)),
         ),
         subtitle=HOSTILE,
     )

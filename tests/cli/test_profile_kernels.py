@@ -59,7 +59,7 @@ def test_a_file_in_the_way_is_refused(run: Run, tmp_path: Path) -> None:
 def test_the_documentation_names_every_flag() -> None:
     import typer
 
-    from capplan.cli.profile import profile
+    from capplan.cli.app import profile
 
     text = (ROOT / "docs" / "cli.md").read_text(encoding="utf-8")
     section = text[text.index("## `capplan profile`") :].partition("\n## ")[0]

@@ -11,7 +11,7 @@ from typing import TypeAlias
 import pytest
 
 from capplan import load_profile
-from capplan.cli.train_data import DataOptions, data_folder
+from capplan.cli.train import DataOptions, data_folder
 from capplan.models.learning.table import read_tables
 from capplan.models.surrogates.files import read_surrogate
 from capplan.twin.dataset import generate_dataset

@@ -15,9 +15,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from capplan import load_profile
-from capplan.cli.bar_rows import bar_rows
-from capplan.cli.charts import Axis
-from capplan.cli.train_page import training_page
+from capplan.cli.report.figures import Axis, bar_rows
+from capplan.cli.report.training import training_page
 from capplan.models.learning.manifest import Answered, Asked, Manifest
 from capplan.models.learning.refine import FrontPoint, Refinement
 from capplan.models.learning.train import Trained

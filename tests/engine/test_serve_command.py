@@ -12,7 +12,7 @@ from urllib.request import Request, urlopen
 import pyarrow.parquet as pq
 import pytest
 
-from capplan.cli import extras
+from capplan.cli import options
 from capplan.engine import server
 from capplan.engine.records import StepRecord
 from capplan.engine.server import Instance
@@ -105,7 +105,7 @@ def test_what_is_wrong_is_said_in_one_line(run: Run, flags: str, message: str) -
 
 
 def test_without_the_extra_there_is_one_clear_line(run: Run, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(extras, "find_spec", lambda name: None if name == "fastapi" else object())
+    monkeypatch.setattr(options, "find_spec", lambda name: None if name == "fastapi" else object())
     line = error_line(run("serve", "--model", "tiny-llama"))
     assert "pip install 'capplan[engine]'" in line
     assert "fastapi" in line

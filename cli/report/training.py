@@ -4,12 +4,12 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, Any, Final
 
-from capplan.cli import html
-from capplan.cli.bar_rows import bar_rows
-from capplan.cli.charts import Axis, Curve, scatter_chart
 from capplan.cli.console import DASH, counted, number, percent
-from capplan.cli.train_page_trees import front_section, tree_section
+from capplan.cli.report import page
+from capplan.cli.report.figures import Axis, Curve, bar_rows, line_chart, scatter_chart
+from capplan.models.surrogates.drawing import drawing
 from capplan.models.surrogates.features import HORIZON_S
+from capplan.models.surrogates.tree_rules import rules_of
 from capplan.models.surrogates.uncertainty import COVERAGE
 
 if TYPE_CHECKING:
@@ -17,6 +17,7 @@ if TYPE_CHECKING:
 
     from capplan.models.learning.manifest import Manifest
     from capplan.models.learning.train import Trained
+    from capplan.models.surrogates.tree import Tree
     from capplan.spec import Profile
 
 _MOST_FEATURES: Final = 15
@@ -64,7 +65,7 @@ def training_page(
     engine = f"{profile.engine.name} {profile.engine.version}"
     subtitle = f"{profile.model.name} on {profile.gpu.name}, {engine}; judged on {report['judged_on']}"
     meanings = {term: text.replace("{formula}", report["error_formula"]) for term, text in _MEANINGS.items()}
-    return html.page(
+    return page.page(
         f"Surrogates of {profile.name}",
         _data_section(data, report),
         _kind_section(trained, sizes),
@@ -73,12 +74,12 @@ def training_page(
         _certainty_section(report),
         front_section(trained),
         tree_section(trained),
-        html.section("What the words mean", html.definitions(meanings)),
+        page.section("What the words mean", page.definitions(meanings)),
         subtitle=subtitle,
     )
 
 
-def _data_section(data: Sequence[Manifest], report: Mapping[str, Any]) -> html.Section:
+def _data_section(data: Sequence[Manifest], report: Mapping[str, Any]) -> page.Section:
     rows = []
     for each in data:
         asked, answered = each.asked, each.answered
@@ -89,20 +90,20 @@ def _data_section(data: Sequence[Manifest], report: Mapping[str, Any]) -> html.S
         duration = f"{asked.duration_s:,g}"
         rows.append((asked.design, f"{asked.scenarios:,}", *counts, str(asked.seed), duration))
     head = ("design", "drawn", "learned from", "no memory", "no request", "seed", "simulated, s")
-    parts = [html.table(head, rows)]
+    parts = [page.table(head, rows)]
     if any(each.asked.duration_s != HORIZON_S for each in data):
         short = f"Not all were simulated for {HORIZON_S:,.0f} s, which is what surrogates answer about."
-        parts.insert(0, html.paragraph(html.bad(short)))
+        parts.insert(0, page.paragraph(page.bad(short)))
     total = sum(report["scenarios"].values())
     intro = (
         f"{counted(total, 'scenario')} of one GPU, each answered by the digital twin; "
         f"{percent(report['starved_share'])} starve some of their requests. "
         f"The search: {_search(report['options'])}."
     )
-    return html.section("What was learned from", *parts, intro=intro)
+    return page.section("What was learned from", *parts, intro=intro)
 
 
-def _kind_section(trained: Trained, sizes: Mapping[str, int]) -> html.Section:
+def _kind_section(trained: Trained, sizes: Mapping[str, int]) -> page.Section:
     report = trained.report
     kinds = report["kinds"]
     rows = [
@@ -124,10 +125,10 @@ def _kind_section(trained: Trained, sizes: Mapping[str, int]) -> html.Section:
     errors = {kind: _along(each["throughput_smape"], regimes) for kind, each in kinds.items()}
     scores = {kind: _along(each["starvation_macro_f1"], classed) for kind, each in kinds.items()}
     chosen = report["chosen"]
-    return html.section(
+    return page.section(
         "What answers",
-        html.table(head, rows),
-        html.charts(
+        page.table(head, rows),
+        page.charts(
             bar_rows(
                 "Error of throughput by regime", regimes, errors, Axis("SMAPE, %"), note="less is better"
             ),
@@ -139,7 +140,7 @@ def _kind_section(trained: Trained, sizes: Mapping[str, int]) -> html.Section:
                 note="1 is best; regimes with both classes",
             ),
         ),
-        html.table(
+        page.table(
             ("regime", *(f"{kind}: SMAPE, %" for kind in kinds), *(f"{kind}: macro-F1" for kind in kinds)),
             [
                 (
@@ -156,50 +157,50 @@ def _kind_section(trained: Trained, sizes: Mapping[str, int]) -> html.Section:
     )
 
 
-def _model_section(report: Mapping[str, Any]) -> html.Section:
-    parts: list[html.Html] = []
+def _model_section(report: Mapping[str, Any]) -> page.Section:
+    parts: list[page.Html] = []
     for task, measure in _MEASURES.items():
         models = [each for each in report["models"] if each["task"] == task]
         regimes = list(dict.fromkeys(name for each in models for name in each["scores"]))
         digits = 2 if task == "throughput" else 3
         rows = [
             (
-                html.good(f"{each['name']}, chosen")
+                page.good(f"{each['name']}, chosen")
                 if each["name"] == report["chosen"][task]
                 else each["name"],
                 *(number(each["scores"].get(name), digits) for name in regimes),
             )
             for each in models
         ]
-        parts.append(html.heading(f"{task}: {measure}"))
-        parts.append(html.table(("model", *regimes), rows))
+        parts.append(page.heading(f"{task}: {measure}"))
+        parts.append(page.table(("model", *regimes), rows))
     settings = [(each["name"], each["task"], _settings(each["params"])) for each in report["models"]]
-    found = html.table(("model", "task", "settings"), settings, numbers_from=None)
-    return html.section(
+    found = page.table(("model", "task", "settings"), settings, numbers_from=None)
+    return page.section(
         "Models compared",
         *parts,
-        html.folded("What the search chose", found),
+        page.folded("What the search chose", found),
         intro="The best of each family, by regime. The best in the mean over designs is chosen; nearest "
         "neighbours and support vector machines are shown beside, since no compiled code answers them.",
     )
 
 
-def _importance_section(report: Mapping[str, Any]) -> html.Section:
+def _importance_section(report: Mapping[str, Any]) -> page.Section:
     charts = []
     for task, shares in report["importance"].items():
         first = dict(list(shares.items())[:_MOST_FEATURES])
         bars = {"": [100.0 * share for share in first.values()]}
         note = f"{report['chosen'][task]}; the first {len(first)} of {len(shares)} features"
         charts.append(bar_rows(task.capitalize(), list(first), bars, Axis("importance, %"), note=note))
-    return html.section(
+    return page.section(
         "Which features matter",
-        html.charts(*charts),
+        page.charts(*charts),
         intro="What the trees of the best model ask. Their answers are relative to the fluid estimate, so a "
         "feature counts here for what it says beyond that. Features have their units in their names.",
     )
 
 
-def _certainty_section(report: Mapping[str, Any]) -> html.Section:
+def _certainty_section(report: Mapping[str, Any]) -> page.Section:
     kinds = report["kinds"]
     curves = [
         Curve(kind, [row[0] for row in each["reliability"]], [row[1] for row in each["reliability"]])
@@ -226,12 +227,12 @@ def _certainty_section(report: Mapping[str, Any]) -> html.Section:
         for kind, each in kinds.items()
         for answered, starved, count in each["reliability"]
     ]
-    return html.section(
+    return page.section(
         "How sure they are",
-        html.charts(reliable, bar_rows("Intervals of throughput", regimes, covered, axis, bounds=bounds)),
-        html.folded(
+        page.charts(reliable, bar_rows("Intervals of throughput", regimes, covered, axis, bounds=bounds)),
+        page.folded(
             "Scenarios by tenths of probability",
-            html.table(("surrogate", "answered", "share that starved", "scenarios"), tenths),
+            page.table(("surrogate", "answered", "share that starved", "scenarios"), tenths),
         ),
         intro="Probabilities of starvation are calibrated, and intervals around throughput conformal, both "
         "on the answers that the figures above are of.",
@@ -252,3 +253,50 @@ def _search(options: Mapping[str, Any]) -> str:
 def _settings(values: Mapping[str, Any]) -> str:
     shown = {k: f"{v:.4g}" if isinstance(v, float) else str(v) for k, v in values.items()}
     return ", ".join(f"{name} {value}" for name, value in shown.items()) or DASH
+
+
+_ERRORS: Final = {"throughput": "SMAPE, %", "starvation": "100 × (1 - macro-F1), %"}
+
+
+def front_section(trained: Trained) -> page.Section:
+    """Return what each number of rules costs."""
+    charts, told = [], []
+    for task, found in trained.refined.items():
+        points = trained.report["front"][task]
+        chosen = found.chosen
+        curves = [
+            Curve("no other tree beats these", [p[0] for p in points], [p[1] for p in points], marked=True),
+            Curve(f"chosen: {counted(chosen.rules, 'rule')}", [chosen.rules], [chosen.error], marked=True),
+        ]
+        y = Axis(_ERRORS[task])
+        charts.append(line_chart(task.capitalize(), curves, Axis("decision rules", low=0.0), y))
+        told.append(f"{task}: from the {found.recipe}'s answers")
+    return page.section(
+        "Rules against error",
+        page.charts(*charts),
+        intro="The best small tree of every number of rules, judged on scenarios that it did not grow on; "
+        f"one is chosen by error and a penalty for each rule. What trees grew from, {'; '.join(told)}.",
+    )
+
+
+def tree_section(trained: Trained) -> page.Section:
+    """Return the trees as drawings and as rules."""
+    parts: list[page.Html] = []
+    for task, tree in _small_trees(trained).items():
+        title = f"{task}: {counted(tree.rules, 'rule')}, at most {counted(tree.depth, 'question')} deep"
+        rows = [(percent(rule.share), rule.text) for rule in rules_of(tree)]
+        rules = page.table(("covers", "rule"), rows, numbers_from=None)
+        parts.append(page.Html(f'<div class="scroll">{drawing([(title, tree)])}</div>'))
+        parts.append(page.folded(f"The rules of {task}, those that cover most scenarios first", rules))
+    return page.section(
+        "The small trees",
+        *parts,
+        intro="Read from the left: where the answer to a question is yes, the upper branch. A leaf tells "
+        "what follows, and the share of the training scenarios that it covers.",
+    )
+
+
+def _small_trees(trained: Trained) -> dict[str, Tree]:
+    small = trained.surrogates["tree"]
+    trees = {"throughput": small.throughput_tree, "starvation": small.starvation_tree}
+    return {task: tree for task, tree in trees.items() if tree is not None}

@@ -1,19 +1,23 @@
-"""`capplan profiles`: which profiles are shipped, and what one rests on."""
+"""`capplan profiles` and `capplan schema`: shipped profiles, and the JSON Schema of documents."""
 
 from __future__ import annotations
 
+from enum import StrEnum
 from types import MappingProxyType
 from typing import TYPE_CHECKING, Annotated, Final
 
 import typer
 
 from capplan.cli.console import DASH, number, print_json, print_table, table
-from capplan.cli.inputs import AsJson
+from capplan.cli.options import AsJson
 
 if TYPE_CHECKING:
+    from pydantic import BaseModel
+
     from capplan.spec import FittedModel, Profile
 
 _PARTS = ("step_latency", "memory", "loading", "host")
+
 _PREFIX_CACHING: Final = MappingProxyType({True: "on", False: "off", None: "as the rules have it"})
 
 
@@ -100,3 +104,25 @@ def _show_part(part: str, model: FittedModel) -> None:
 
 def _decimals(value: float) -> int:
     return 0 if float(value).is_integer() else 3
+
+
+class Document(StrEnum):
+    """A kind of document that capplan reads or writes."""
+
+    PLAN = "plan"
+    WORKLOAD = "workload"
+    PROFILE = "profile"
+
+
+def schema(
+    document: Annotated[Document, typer.Argument(metavar="plan|workload|profile", help="Which document.")],
+) -> None:
+    """Print the JSON Schema of plan.json, workload.yaml or a profile."""
+    from capplan.spec import Plan, Profile, WorkloadFile
+
+    models: dict[Document, type[BaseModel]] = {
+        Document.PLAN: Plan,
+        Document.WORKLOAD: WorkloadFile,
+        Document.PROFILE: Profile,
+    }
+    print_json(models[document].model_json_schema())

@@ -5,11 +5,10 @@ from __future__ import annotations
 import math
 from typing import TYPE_CHECKING, Final
 
-from capplan.cli import html
-from capplan.cli.bar_rows import bar_rows
-from capplan.cli.charts import Axis
 from capplan.cli.compare import cells, summary, verdict
 from capplan.cli.console import counted, number
+from capplan.cli.report import page
+from capplan.cli.report.figures import Axis, bar_rows
 from capplan.planner.solvers import REGISTRY
 
 if TYPE_CHECKING:
@@ -22,7 +21,7 @@ _HEAD: Final = (
     *("tok/s", "ITL, ms", "TTFT p99, s", "solve, s"),
 )
 
-_MEANINGS: Final = {
+_COMPARISON_TERMS: Final = {
     "raw answer": "what a solver says, without the repair that capplan plan adds",
     "GPUs": "used by the answer; with tensor parallelism, all GPUs of its instances",
     "starved": "instances that serve less than served_fraction of the tokens, on at least one seed",
@@ -52,32 +51,32 @@ def comparison_page(result: Comparison, workload: str) -> str:
         Name of its file.
     """
     load = f"{counted(result.adapters, 'adapter')} at {number(result.rate_rps, 2)} req/s"
-    return html.page(
+    return page.page(
         f"Solvers on {workload}",
         _answers(result),
-        _charts(result),
+        _solver_charts(result),
         _solvers(result.rows),
-        html.section("What the words mean", html.definitions(_MEANINGS)),
+        page.section("What the words mean", page.definitions(_COMPARISON_TERMS)),
         subtitle=f"{load}, {result.profile}, at most {counted(result.gpus, 'GPU')}, "
         f"headroom {result.headroom:g}",
     )
 
 
-def _answers(result: Comparison) -> html.Section:
-    parts = [html.table(_HEAD, map(_marked, result.rows), numbers_from=2)]
+def _answers(result: Comparison) -> page.Section:
+    parts = [page.table(_HEAD, map(_marked, result.rows), numbers_from=2)]
     failures = {row.solver: row.failure for row in result.rows if not row.answered}
     if failures:
-        parts += [html.heading("Why there is no answer"), html.definitions(failures)]
-    return html.section("Answers", *parts, intro=f"{summary(result)}.")
+        parts += [page.heading("Why there is no answer"), page.definitions(failures)]
+    return page.section("Answers", *parts, intro=f"{summary(result)}.")
 
 
 def _marked(row: Row) -> tuple[str, ...]:
     name, *numbers, _ = cells(row)
     words = verdict(row)
-    return (name, html.good(words) if row.holds else html.bad(words), *numbers)
+    return (name, page.good(words) if row.holds else page.bad(words), *numbers)
 
 
-def _charts(result: Comparison) -> html.Section:
+def _solver_charts(result: Comparison) -> page.Section:
     rows = result.rows
     names = [row.solver for row in rows]
 
@@ -87,9 +86,9 @@ def _charts(result: Comparison) -> html.Section:
     fine = values(lambda row: row.gpus * (1 - _failing(row)))
     seconds = values(lambda row: row.solve_s)
     ttft = values(lambda row: row.ttft_s_p99)
-    return html.section(
+    return page.section(
         "Side by side",
-        html.charts(
+        page.charts(
             bar_rows(
                 "GPUs used",
                 names,
@@ -118,9 +117,9 @@ def _failing(row: Row) -> float:
     return (row.starved + row.late + row.memory_errors) / row.instances
 
 
-def _solvers(rows: Sequence[Row]) -> html.Section:
+def _solvers(rows: Sequence[Row]) -> page.Section:
     known = [(row, REGISTRY[row.solver]) for row in rows if row.solver in REGISTRY]
-    table = html.table(
+    table = page.table(
         ("solver", "what it does", "from", "asks", "adapters per GPU", "slots per GPU"),
         (
             (
@@ -135,7 +134,7 @@ def _solvers(rows: Sequence[Row]) -> html.Section:
         ),
         numbers_from=None,
     )
-    return html.section("The solvers", table)
+    return page.section("The solvers", table)
 
 
 def _counts(values: Sequence[int]) -> str:

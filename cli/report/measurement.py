@@ -1,4 +1,4 @@
-"""The HTML report of `capplan bench`: metrics, their course, distributions, adapters, failures, client."""
+"""Reports of `capplan bench` and `capplan validate`."""
 
 from __future__ import annotations
 
@@ -6,10 +6,16 @@ import os
 from collections.abc import Mapping
 from typing import TYPE_CHECKING, Any, Final
 
-from capplan.cli import html
-from capplan.cli.bench_tables import ADAPTER_HEAD, LATENCIES, STATISTICS, adapter_cells, facts, warnings
-from capplan.cli.charts import Axis, Curve, line_chart
+from capplan.cli.bench import ADAPTER_HEAD, LATENCIES, STATISTICS, adapter_cells, facts, warnings
 from capplan.cli.console import counted, number
+from capplan.cli.report import page
+from capplan.cli.report.figures import Axis, Curve, line_chart
+from capplan.cli.validate import VALIDATION_HEAD, group_verdict, heading, rows_of
+from capplan.models.calibration.least_squares import SMAPE_FORMULA
+
+if TYPE_CHECKING:
+    from capplan.profiling.validation.compare import GroupValidation
+    from capplan.profiling.validation.validate import Validation
 
 if TYPE_CHECKING:
     import numpy as np
@@ -20,8 +26,11 @@ if TYPE_CHECKING:
     Columns = Mapping[str, NDArray[Any]]
 
 _BUCKETS: Final = (12, 60)  # of the charts over time, by how many requests there are
+
 _PER_BUCKET: Final = 10
+
 _ADAPTERS: Final = 50
+
 _POINTS: Final = 200  # of a distribution
 
 MEANINGS: Final[Mapping[str, str]] = {
@@ -60,15 +69,15 @@ def bench_page(path: str, result: BenchResult, requests: str | os.PathLike[str])
     window = f"{result.duration_s:g} s measured after {result.warm_up_s:g} s of warm-up"
     if result.partial:
         window = f"stopped early: {window}"
-    return html.page(
+    return page.page(
         f"Load test of {path}",
-        html.section("Summary", *_verdict(result), _facts(result), intro=window),
-        html.section("Latencies", _latencies(result), html.charts(*_distributions(rows, result))),
-        html.section("Over time", html.charts(*_course(rows, result)), intro="Seconds since time 0."),
+        page.section("Summary", *_verdict(result), _facts(result), intro=window),
+        page.section("Latencies", _latencies(result), page.charts(*_distributions(rows, result))),
+        page.section("Over time", page.charts(*_course(rows, result)), intro="Seconds since time 0."),
         *_server(result),
-        html.section("By adapter", _adapters(result)),
-        html.section("What the terms mean", html.definitions(MEANINGS)),
-        html.section("Settings", _settings(result)),
+        page.section("By adapter", _adapters(result)),
+        page.section("What the terms mean", page.definitions(MEANINGS)),
+        page.section("Settings", _settings(result)),
         subtitle=f"{result.base_model} at {result.url}, {result.started_at}",
     )
 
@@ -82,36 +91,36 @@ def _columns(requests: str | os.PathLike[str]) -> Columns:
     return {name: table[name].to_numpy() for name in table.column_names}
 
 
-def _verdict(result: BenchResult) -> list[html.Html]:
+def _verdict(result: BenchResult) -> list[page.Html]:
     lines = warnings(result)
     if not lines:
         kept_up = "" if result.client.kept_up is None else ", and the client kept up"
-        return [html.paragraph(html.good(f"No request failed{kept_up}."))]
-    return [html.paragraph(html.bad(line)) for line in lines]
+        return [page.paragraph(page.good(f"No request failed{kept_up}."))]
+    return [page.paragraph(page.bad(line)) for line in lines]
 
 
-def _facts(result: BenchResult) -> html.Html:
-    return html.table(("metric", "value"), list(facts(result.overall).items()))
+def _facts(result: BenchResult) -> page.Html:
+    return page.table(("metric", "value"), list(facts(result.overall).items()))
 
 
-def _latencies(result: BenchResult) -> html.Html:
+def _latencies(result: BenchResult) -> page.Html:
     rows = [
         (name, *(number(getattr(getattr(result.overall, field), s), decimals) for s in STATISTICS))
         for name, field, decimals in LATENCIES
     ]
     lag = result.client.lag_ms
     rows.append(("client lag, ms", *(number(getattr(lag, s), 2) for s in STATISTICS)))
-    return html.table(("latency", *STATISTICS), rows)
+    return page.table(("latency", *STATISTICS), rows)
 
 
-def _distributions(rows: Columns, result: BenchResult) -> list[html.Html]:
+def _distributions(rows: Columns, result: BenchResult) -> list[page.Html]:
     import numpy as np
 
     end_s = result.warm_up_s + result.duration_s
     with np.errstate(invalid="ignore"):
         done = (rows["finish_s"] >= result.warm_up_s) & (rows["finish_s"] < end_s)
 
-    def chart(title: str, label: str, column: str) -> html.Html:
+    def chart(title: str, label: str, column: str) -> page.Html:
         values = rows[column][done]
         values = np.sort(values[~np.isnan(values)])
         shares = np.linspace(0.0, 1.0, min(_POINTS, values.size))
@@ -127,7 +136,7 @@ def _distributions(rows: Columns, result: BenchResult) -> list[html.Html]:
     ]
 
 
-def _course(rows: Columns, result: BenchResult) -> list[html.Html]:
+def _course(rows: Columns, result: BenchResult) -> list[page.Html]:
     import numpy as np
 
     end_s = result.warm_up_s + result.duration_s
@@ -151,7 +160,7 @@ def _course(rows: Columns, result: BenchResult) -> list[html.Html]:
         means: list[float] = np.where(counts > 0, sums / np.maximum(counts, 1.0), np.nan).tolist()
         return means
 
-    def chart(title: str, label: str, *curves: Curve) -> html.Html:
+    def chart(title: str, label: str, *curves: Curve) -> page.Html:
         return line_chart(title, curves, time, Axis(label), marks=marks)
 
     tokens = (rows["prompt_tokens"] + rows["output_tokens"]).astype(float)
@@ -172,7 +181,7 @@ def _course(rows: Columns, result: BenchResult) -> list[html.Html]:
     ]
 
 
-def _server(result: BenchResult) -> list[html.Section]:
+def _server(result: BenchResult) -> list[page.Section]:
     """Return charts of what the server said of itself, if it was asked."""
     if not result.server:
         return []
@@ -192,18 +201,51 @@ def _server(result: BenchResult) -> list[html.Section]:
     intro = (
         f"{counted(len(took), 'scrape')} of /metrics, {number(sum(took) / len(took), 1)} ms each on average."
     )
-    return [html.section("The server", html.charts(*charts), intro=intro)]
+    return [page.section("The server", page.charts(*charts), intro=intro)]
 
 
-def _adapters(result: BenchResult) -> html.Html:
+def _adapters(result: BenchResult) -> page.Html:
     worst = sorted(result.adapters, key=lambda each: (each.served_fraction, -each.submitted))[:_ADAPTERS]
     rows = [(each.name or "(base model)", *adapter_cells(each)) for each in worst]
     which = f"the {len(worst)} worst served of" if len(worst) < len(result.adapters) else "all of the"
     caption = f"{which} {counted(len(result.adapters), 'adapter')} with requests"
-    return html.table(ADAPTER_HEAD, rows, caption=caption)
+    return page.table(ADAPTER_HEAD, rows, caption=caption)
 
 
-def _settings(result: BenchResult) -> html.Html:
+def _settings(result: BenchResult) -> page.Html:
     rows = [(name, str(value)) for name, value in result.settings.items() if value is not None]
     rows.append(("workload digest", str(result.workload_digest)))
-    return html.table(("setting", "value"), rows, numbers_from=None)
+    return page.table(("setting", "value"), rows, numbers_from=None)
+
+
+_VALIDATION_TERMS: Final = {
+    "measured": "by the load generator, from the requests that completed within the time",
+    "predicted": "by the digital twin, for the same requests with the same lengths at the same times",
+    "SMAPE": f"{SMAPE_FORMULA}; p predicted, a measured",
+    "constant step": "baseline: the twin with one time for all steps, its mean step at the plan's rates",
+    "offered load": "baseline: everything that is asked for is served; knows no latency",
+    "itl_ms_mean": "mean time between two tokens of a request, every gap counting alike",
+    "kv_tokens_mean": "KV tokens in use while requests run, whole blocks, by the server's metrics",
+    "starved": "served_fraction below 0.9",
+}
+
+
+def validation_page(plan: str, found: Validation) -> str:
+    """Return the report.
+
+    Parameters
+    ----------
+    plan
+        Name of the plan's file.
+    found
+        The validation.
+    """
+    mark = page.good("agrees") if found.agrees else page.bad("disagrees")
+    summary = page.section("Verdict", page.table(("plan", "twin and engines"), [(plan, mark)]))
+    words = page.section("What the words mean", page.definitions(_VALIDATION_TERMS))
+    return page.page("Plan and measurement", summary, *map(_section, found.groups), words, subtitle=plan)
+
+
+def _section(group: GroupValidation) -> page.Section:
+    rows = page.table(VALIDATION_HEAD, rows_of(group), numbers_from=1)
+    return page.section(heading(group), rows, page.paragraph(group_verdict(group)))

@@ -1,14 +1,14 @@
-"""The report of a calibration: one HTML page that works offline."""
+"""Reports of `capplan calibrate` and `capplan profile kernels`."""
 
 from __future__ import annotations
 
+from collections.abc import Mapping, Sequence
 from itertools import pairwise
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from capplan.cli import html
-from capplan.cli.calibrate_document import (
+from capplan.cli.calibrate import (
     FORM_HEAD,
     RESIDUAL_HEAD,
     RUN_HEAD,
@@ -20,20 +20,27 @@ from capplan.cli.calibrate_document import (
     residual_cells,
     run_cells,
 )
-from capplan.cli.charts import Axis, Curve, bar_chart, scatter_chart
 from capplan.cli.console import DASH
+from capplan.cli.profile_kernels import FIT_HEAD, NUMBERS_FROM, fit_rows, kernel_name
+from capplan.cli.report import page
+from capplan.cli.report.figures import Axis, Curve, bar_chart, scatter_chart
 from capplan.models.calibration.least_squares import SMAPE_FORMULA
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
 
+    import pandas as pd
+
     from capplan.models.calibration.step_model import Residuals, StepCalibration
+    from capplan.models.kernel_fits import KernelReport
     from capplan.spec import FittedModel
     from capplan.twin.calibration import CalibrationResult
     from capplan.twin.calibration_fit import RunCalibration
 
 _MOST_POINTS = 4000  # of one scatter chart; evenly thinned beyond
+
 _BINS = 41
+
 _WORST_RUNS = 15
 
 _MEANINGS = {
@@ -68,18 +75,18 @@ def calibration_page(made: CalibrationResult) -> str:
     if made.runs is not None:
         flat.append(_run_section(made.runs, steps_known=made.steps is not None))
     flat.append(_coefficient_section(made))
-    flat.append(html.section("What the words mean", html.definitions(_MEANINGS)))
-    return html.page(f"Calibration of {profile.name}", *flat, subtitle=subtitle)
+    flat.append(page.section("What the words mean", page.definitions(_MEANINGS)))
+    return page.page(f"Calibration of {profile.name}", *flat, subtitle=subtitle)
 
 
-def _step_sections(made: CalibrationResult, steps: StepCalibration) -> list[html.Section]:
+def _step_sections(made: CalibrationResult, steps: StepCalibration) -> list[page.Section]:
     table = steps.table
     runs = f" of {len(table.run_names)} runs" if table.run_names else ""
     taken = "was asked for" if steps.forced else "is taken"
-    forms = html.section(
+    forms = page.section(
         "Forms compared",
-        html.table(FORM_HEAD, [form_cells(score) for score in steps.scores]),
-        html.paragraph(f"Adapter loads within the steps: {load_source(made)}."),
+        page.table(FORM_HEAD, [form_cells(score) for score in steps.scores]),
+        page.paragraph(f"Adapter loads within the steps: {load_source(made)}."),
         intro=f"Step model fitted to {table.rows:,} rows{runs} of {table.source}. "
         f"{steps.fit.candidate.label} {taken}: {reason(steps)}. Unless a form is asked for, the first of "
         "these is taken whose error is as good as the least, within a hundredth of it: ours, ours "
@@ -91,9 +98,9 @@ def _step_sections(made: CalibrationResult, steps: StepCalibration) -> list[html
         Curve(each.name, *_thinned(measured[table.regime == each.name], predicted[table.regime == each.name]))
         for each in steps.by_regime()
     ]
-    met = html.section(
+    met = page.section(
         "Predicted and measured",
-        html.charts(
+        page.charts(
             scatter_chart(
                 "Step time",
                 curves,
@@ -107,10 +114,10 @@ def _step_sections(made: CalibrationResult, steps: StepCalibration) -> list[html
             _bars("By a_max", steps.by_a_max()),
         ),
     )
-    parts = html.section(
+    parts = page.section(
         "Residuals",
-        html.table(("regime", *RESIDUAL_HEAD), [residual_cells(each) for each in steps.by_regime()]),
-        html.table(("a_max", *RESIDUAL_HEAD), [residual_cells(each) for each in steps.by_a_max()]),
+        page.table(("regime", *RESIDUAL_HEAD), [residual_cells(each) for each in steps.by_regime()]),
+        page.table(("a_max", *RESIDUAL_HEAD), [residual_cells(each) for each in steps.by_a_max()]),
         intro="Errors on left-out runs, by what held the engine back and by its slots.",
     )
     return [forms, met, parts]
@@ -121,7 +128,7 @@ def _thinned(x: np.ndarray, y: np.ndarray) -> tuple[Sequence[float], Sequence[fl
     return x[::every].tolist(), y[::every].tolist()
 
 
-def _histogram(residuals: np.ndarray) -> html.Html:
+def _histogram(residuals: np.ndarray) -> page.Html:
     edge = max(1.0, float(np.percentile(np.abs(residuals), 99)))
     counts, edges = np.histogram(np.clip(residuals, -edge, edge), bins=_BINS, range=(-edge, edge))
     middles = [f"{(low + high) / 2:+.1f}" for low, high in pairwise(edges)]
@@ -129,12 +136,12 @@ def _histogram(residuals: np.ndarray) -> html.Html:
     return bar_chart("Residuals", middles, {"": counts.tolist()}, Axis("rows"), note=note)
 
 
-def _bars(title: str, parts: Sequence[Residuals]) -> html.Html:
+def _bars(title: str, parts: Sequence[Residuals]) -> page.Html:
     bars = {"SMAPE": [each.error for each in parts], "bias": [each.bias for each in parts]}
     return bar_chart(title, [each.name for each in parts], bars, Axis("percent"), note="on left-out runs")
 
 
-def _run_section(runs: RunCalibration, *, steps_known: bool) -> html.Section:
+def _run_section(runs: RunCalibration, *, steps_known: bool) -> page.Section:
     seen = " Only the fit to runs leaves them out: the step model has its own table." if steps_known else ""
     measured = runs.measured()
     charts = []
@@ -153,12 +160,12 @@ def _run_section(runs: RunCalibration, *, steps_known: bool) -> html.Section:
         (regime, str(runs.regimes.count(regime)), *_each(runs.errors(runs.held_out, regime), targets))
         for regime in sorted(set(runs.regimes))
     ]
-    return html.section(
+    return page.section(
         "Whole runs",
-        html.table(RUN_HEAD, run_cells(runs)),
-        html.charts(*charts),
-        html.table(("SMAPE on left-out runs", "runs", *targets), regimes),
-        html.folded(f"The {_WORST_RUNS} runs that are met worst", _worst(runs)),
+        page.table(RUN_HEAD, run_cells(runs)),
+        page.charts(*charts),
+        page.table(("SMAPE on left-out runs", "runs", *targets), regimes),
+        page.folded(f"The {_WORST_RUNS} runs that are met worst", _worst(runs)),
         intro=f"{len(runs.runs)} runs, each simulated by the twin with a seed of its own.{seen}",
     )
 
@@ -167,7 +174,7 @@ def _each(errors: dict[str, float], targets: Sequence[str]) -> list[str]:
     return [percentage(errors[target]) if target in errors else DASH for target in targets]
 
 
-def _worst(runs: RunCalibration) -> html.Html:
+def _worst(runs: RunCalibration) -> page.Html:
     measured = runs.measured()
     with np.errstate(divide="ignore", invalid="ignore"):
         misses = np.abs(np.log(runs.held_out / measured))
@@ -191,11 +198,11 @@ def _worst(runs: RunCalibration) -> html.Html:
             )
         )
     head = ("run", "regime", "target", "measured", "predicted", "a_max", "adapters", "req/s")
-    return html.table(head, rows, numbers_from=3)
+    return page.table(head, rows, numbers_from=3)
 
 
-def _coefficient_section(made: CalibrationResult) -> html.Section:
-    parts: list[html.Html] = []
+def _coefficient_section(made: CalibrationResult) -> page.Section:
+    parts: list[page.Html] = []
     for part in changed_parts(made):
         model: FittedModel = getattr(made.profile, part)
         before = getattr(made.base, part).coefficients
@@ -208,14 +215,97 @@ def _coefficient_section(made: CalibrationResult) -> html.Section:
             )
             for name, coefficient in model.coefficients.items()
         ]
-        parts.append(html.heading(f"{part}: {model.form}"))
+        parts.append(page.heading(f"{part}: {model.form}"))
         parts.append(
-            html.paragraph(f"{model.fit.source}; error {model.fit.error:.3g} ({model.fit.error_formula})")
+            page.paragraph(f"{model.fit.source}; error {model.fit.error:.3g} ({model.fit.error_formula})")
         )
-        parts.append(html.table(("coefficient", "value", "standard error", "before"), rows))
-    return html.section(
+        parts.append(page.table(("coefficient", "value", "standard error", "before"), rows))
+    return page.section(
         "Coefficients",
         *parts,
         intro=f"What the calibration changed in {made.base.name}. Standard errors allow for residuals that "
         "go together within a run; a coefficient without one lies on its bound or was not fitted.",
     )
+
+
+_KERNEL_TERMS = {
+    "half": "shrink: from the hidden size down to the rank; expand: back up; both: their sum",
+    "toppings-bgmv": "alpha * |S| * largest rank + beta, in microseconds; ordinary least squares",
+    "toppings-mbgmv": "alpha * sum of the requests' ranks + beta, likewise",
+    "additive": "what is launched, read and computed, at true ranks and padded: least squares of relative "
+    "errors, no coefficient below 0",
+    "*": "the form of Toppings that is meant for this kernel",
+    "held out": "predicted by fits that had not seen the configuration (batch and mix of ranks)",
+    "R²": "share of the variance of the times that the form explains",
+    "SMAPE": f"{SMAPE_FORMULA}; p predicted, a measured",
+}
+
+
+def kernels_page(table: pd.DataFrame, reports: Sequence[KernelReport], settings: Mapping[str, Any]) -> str:
+    """Return the report.
+
+    Parameters
+    ----------
+    table
+        The timings.
+    reports
+        The fits to them.
+    settings
+        What was asked for, and on what.
+    """
+    threads = settings.get("threads")
+    shown = f"{settings['device_name']}, {settings['dtype']}" + (f", threads: {threads}" if threads else "")
+    visits, disturbed = int(table["visits"].sum()), int(table["disturbed"].sum())
+    whole = [report for report in reports if report.half == "both"]
+    verdicts = page.section(
+        "Which form explains which kernel",
+        *(page.paragraph(f"{kernel_name(report)}: {report.verdict()}.") for report in whole),
+        intro=f"{len(table) // 2:,} medians of shrink and of expand, from {visits:,} visits; in "
+        f"{100 * disturbed / max(1, visits):.1f} % of the visits something else ran on the core.",
+    )
+    fits = page.section(
+        "Fits",
+        page.table(
+            FIT_HEAD, [row for report in reports for row in fit_rows(report)], numbers_from=NUMBERS_FROM
+        ),
+    )
+    charts = page.section("Measured and predicted", *(_kernel_charts(report) for report in whole))
+    coefficients = page.section("Coefficients", page.table(*_coefficients(reports), numbers_from=6))
+    words = page.section("What the words mean", page.definitions(_KERNEL_TERMS))
+    return page.page("LoRA kernels", verdicts, fits, charts, coefficients, words, subtitle=shown)
+
+
+def _kernel_charts(report: KernelReport) -> page.Html:
+    rows = report.rows
+    name = kernel_name(report)
+    alike = rows["rank_sum"] == rows["requests"] * rows["max_rank"]
+    padded_work = rows["requests"] * rows["max_rank"]
+
+    def against(work: pd.Series[Any]) -> list[Curve]:
+        parts = {"one rank": alike, "mixed ranks": ~alike}
+        return [
+            Curve(label, work[part].to_list(), rows["median_us"][part].to_list())
+            for label, part in parts.items()
+        ]
+
+    met = [
+        Curve(form, rows["median_us"].to_list(), fit.held_out.tolist()) for form, fit in report.fits.items()
+    ]
+    time = Axis("time, µs")
+    axes = (Axis("measured, µs", log=True), Axis("predicted, µs", log=True))
+    return page.charts(
+        scatter_chart(name, against(padded_work), Axis("batch × largest rank"), time),
+        scatter_chart(name, against(rows["rank_sum"]), Axis("sum of ranks"), time),
+        scatter_chart(name, met, *axes, diagonal=True, note="on left-out configurations"),
+    )
+
+
+def _coefficients(reports: Sequence[KernelReport]) -> tuple[tuple[str, ...], list[tuple[str, ...]]]:
+    head = ("kernel", "phase", "grid", "half", "form", "coefficient", "hidden size", "µs per unit")
+    rows: list[tuple[str, ...]] = [
+        (report.kernel, report.phase, report.grid, report.half, form, name, str(report.width), f"{value:.4g}")
+        for report in reports
+        for form, fit in report.fits.items()
+        for name, value in fit.coefficients.items()
+    ]
+    return head, rows

@@ -5,17 +5,10 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING, Any, Final
 
-from capplan.cli import html
-from capplan.cli.charts import Axis, Curve, line_chart
-from capplan.cli.console import DASH, number, percent
-from capplan.cli.simulation_report_tables import (
-    adapter_tables,
-    latency_table,
-    rank_table,
-    settings_table,
-    slo_tables,
-)
-from capplan.cli.simulation_tables import Details, Outcomes, share
+from capplan.cli.console import DASH, counted, number, percent
+from capplan.cli.report import page
+from capplan.cli.report.figures import Axis, Curve, line_chart
+from capplan.cli.simulate import Details, Outcomes, bound_text, share
 from capplan.errors import InfeasibleError
 
 if TYPE_CHECKING:
@@ -23,9 +16,13 @@ if TYPE_CHECKING:
     from numpy.typing import NDArray
 
     from capplan.spec import Profile, Workload
+    from capplan.twin import DetailedResult
+    from capplan.twin.groups import GroupMetrics
 
 _OVERLAID: Final = 8  # runs in one chart over time
+
 _COARSER: Final = 5  # buckets that make one point of a rate
+
 _LOG_FROM: Final = 50  # ratio of values from which a logarithmic axis shows more
 
 MEANINGS: Final[Mapping[str, str]] = {
@@ -84,22 +81,22 @@ def simulation_report(
         f"Rates, arrivals and step durations are shown over {_COARSER * bucket_s:g} s."
     )
     against = [_against_slots(workload, details)] if len(details) > 1 else []
-    return html.page(
+    return page.page(
         f"Simulation of {path}",
-        html.section("Summary", _summary_table(outcomes, details), *_infeasible(outcomes), intro=asked),
+        page.section("Summary", _summary_table(outcomes, details), *_infeasible(outcomes), intro=asked),
         *against,
-        html.section("Over time", html.charts(*_course(details)), intro=course),
-        html.section("Latencies", latency_table(details), intro="Requests completed within the horizon."),
-        *([html.section("Service-level objectives", *slo_tables(details))] if first.slo else []),
-        html.section("By rank", rank_table(details)),
-        html.section("By adapter", *adapter_tables(details)),
-        html.section("What the terms mean", html.definitions(MEANINGS)),
-        html.section("Settings", settings_table(profile, settings)),
+        page.section("Over time", page.charts(*_course(details)), intro=course),
+        page.section("Latencies", latency_table(details), intro="Requests completed within the horizon."),
+        *([page.section("Service-level objectives", *slo_tables(details))] if first.slo else []),
+        page.section("By rank", rank_table(details)),
+        page.section("By adapter", *adapter_tables(details)),
+        page.section("What the terms mean", page.definitions(MEANINGS)),
+        page.section("Settings", settings_table(profile, settings)),
         subtitle=f"{rate}; one {profile.gpu.name} with {profile.model.name}, profile {profile.name}",
     )
 
 
-def _summary_table(outcomes: Outcomes, details: Details) -> html.Html:
+def _summary_table(outcomes: Outcomes, details: Details) -> page.Html:
     head = ("A_max", "tok/s", "served", "starved", "TTFT p50, s", "TTFT p99, s")
     more = ("ITL mean, ms", "ITL p99, ms", "resident", "rejected", "preempted", "KV tokens")
     rows = []
@@ -112,7 +109,7 @@ def _summary_table(outcomes: Outcomes, details: Details) -> html.Html:
                 str(slots),
                 number(outcome.throughput_tok_s),
                 percent(outcome.served_fraction),
-                html.bad("yes") if outcome.starved else html.good("no"),
+                page.bad("yes") if outcome.starved else page.good("no"),
                 number(outcome.ttft_s_p50, 3),
                 number(outcome.ttft_s_p99, 3),
                 number(outcome.itl_ms_mean, 2),
@@ -123,18 +120,18 @@ def _summary_table(outcomes: Outcomes, details: Details) -> html.Html:
                 number(outcome.kv_tokens),
             )
         )
-    return html.table((*head, *more), rows)
+    return page.table((*head, *more), rows)
 
 
-def _infeasible(outcomes: Outcomes) -> list[html.Html]:
+def _infeasible(outcomes: Outcomes) -> list[page.Html]:
     return [
-        html.paragraph(f"A_max {slots}: {outcome}")
+        page.paragraph(f"A_max {slots}: {outcome}")
         for slots, outcome in outcomes.items()
         if isinstance(outcome, InfeasibleError)
     ]
 
 
-def _against_slots(workload: Workload, details: Details) -> html.Section:
+def _against_slots(workload: Workload, details: Details) -> page.Section:
     from capplan.spec import STARVED_BELOW
 
     slots = sorted(details)
@@ -143,7 +140,7 @@ def _against_slots(workload: Workload, details: Details) -> html.Section:
     across = Axis("A_max, slots", log=spread >= 8, ticks=tuple(float(count) for count in slots))
     bounds = workload.slo.latency_bounds()
 
-    def chart(title: str, unit: str, metrics: Mapping[str, str], rules: Mapping[str, float]) -> html.Html:
+    def chart(title: str, unit: str, metrics: Mapping[str, str], rules: Mapping[str, float]) -> page.Html:
         curves = [
             Curve(name, slots, [getattr(result, metric) for result in results], marked=True)
             for name, metric in metrics.items()
@@ -152,7 +149,7 @@ def _against_slots(workload: Workload, details: Details) -> html.Section:
         is_wide = unit in ("s", "ms") and bool(values) and max(values) > _LOG_FROM * min(values)
         return line_chart(title, curves, across, Axis(f"{title}, {unit}", log=is_wide), rules=rules)
 
-    def latency(name: str, metric: str, unit: str) -> html.Html:
+    def latency(name: str, metric: str, unit: str) -> page.Html:
         statistics = {s: f"{metric}_{unit}_{s}" for s in ("mean", "p50", "p90", "p99")}
         kept = {key: bound for key, bound in bounds.items() if key.startswith(metric)}
         return chart(name, unit, statistics, kept)
@@ -161,9 +158,9 @@ def _against_slots(workload: Workload, details: Details) -> html.Section:
     starved = {"starved below": STARVED_BELOW}
     hits = [Curve("", slots, [details[count].overall.hit_rate for count in slots], marked=True)]
     share_axis = Axis("share of admissions", low=0.0, high=1.0)
-    return html.section(
+    return page.section(
         "Against A_max",
-        html.charts(
+        page.charts(
             chart("Throughput", "tokens/s", tokens, {}),
             chart("Served fraction", "share of tokens", {"": "served_fraction"}, starved),
             latency("ITL", "itl", "ms"),
@@ -178,14 +175,14 @@ def _against_slots(workload: Workload, details: Details) -> html.Section:
     )
 
 
-def _course(details: Details) -> list[html.Html]:
+def _course(details: Details) -> list[page.Html]:
     shown = _spread(sorted(details))
     left_out = f"{len(shown)} of {len(details)} runs" if len(shown) < len(details) else ""
     duration_s = details[shown[0]].result.duration_s
 
     def chart(
         title: str, label: str, attribute: str, *, high: float | None = None, every: int = 1
-    ) -> html.Html:
+    ) -> page.Html:
         curves = []
         is_the_same = attribute == "arrivals_rps"  # in every run
         for slots in shown[:1] if is_the_same else shown:
@@ -227,3 +224,139 @@ def _spread(slots: Sequence[int]) -> list[int]:
     if len(slots) <= _OVERLAID:
         return list(slots)
     return [slots[round(at * (len(slots) - 1) / (_OVERLAID - 1))] for at in range(_OVERLAID)]
+
+
+_ADAPTERS: Final = 50  # rows of a table of adapters
+
+_STATISTICS: Final = ("mean", "p50", "p90", "p95", "p99")
+
+_GOT: Final = (
+    "submitted",
+    "finished",
+    "served",
+    "tok/s",
+    "TTFT p50, s",
+    "TTFT p99, s",
+    "TPOT p50, ms",
+    "TPOT p99, ms",
+    "ITL mean, ms",
+    "slowdown p50",
+    "queueing p50, s",
+    "loads",
+    "resident",
+)
+
+
+def latency_table(details: Details) -> page.Html:
+    """Return mean and percentiles of every latency, by number of slots."""
+    kinds = (
+        ("TTFT, s", "ttft_s", 3),
+        ("ITL, ms", "itl_ms", 2),
+        ("TPOT, ms", "tpot_ms", 2),
+        ("TPT, ms", "tpt_ms", 2),
+        ("E2E, s", "e2e_s", 2),
+        ("slowdown", "slowdown", 2),
+        ("queueing, s", "queue_s", 3),
+        ("wait for loads, s", "load_wait_s", 3),
+    )
+    rows = [
+        (
+            name if at == 0 else "",
+            str(slots),
+            *(number(_statistic(detail, kind, s), decimals) for s in _STATISTICS),
+        )
+        for name, kind, decimals in kinds
+        for at, (slots, detail) in enumerate(details.items())
+    ]
+    return page.table(("latency", "A_max", *_STATISTICS), rows)
+
+
+def _statistic(detail: DetailedResult, kind: str, statistic: str) -> float:
+    flat = f"{kind}_{statistic}"
+    known = detail.result if hasattr(detail.result, flat) else None
+    value: float = (
+        getattr(getattr(detail.overall, kind), statistic) if known is None else getattr(known, flat)
+    )
+    return value
+
+
+def slo_tables(details: Details) -> list[page.Html]:
+    """Return how each latency bound is kept, by number of slots."""
+    rows = []
+    for slots, detail in details.items():
+        for bound in detail.slo:
+            value = number(bound.value, 3)
+            if bound.value > bound.limit:
+                value = page.bad(value)
+            counts = (number(bound.kept), number(bound.broken), number(bound.open))
+            rows.append(
+                (bound_text(bound.bound, bound.limit), str(slots), value, share(bound.share), *counts)
+            )
+    rows.sort(key=lambda row: row[0])
+    text = (
+        "The value is the statistic that the bound is on, over completed requests. The share is that of "
+        "single requests within the bound; it also counts those that were rejected or wait too long already."
+    )
+    head = ("bound", "A_max", "value", "requests that keep it", "kept", "broken", "open")
+    return [page.paragraph(text), page.table(head, rows)]
+
+
+def rank_table(details: Details) -> page.Html:
+    """Return what the requests of each rank got, by number of slots."""
+    rows = [
+        (str(rank), str(slots), *_got(got))
+        for slots, detail in details.items()
+        for rank, got in detail.by_rank.items()
+    ]
+    rows.sort(key=lambda row: int(row[0]))
+    return page.table(("rank", "A_max", *_GOT), rows, numbers_from=0)
+
+
+def adapter_tables(details: Details) -> list[page.Html]:
+    """Return what the requests of each adapter got, a table per number of slots, the worst served first."""
+    return [
+        page.folded(f"A_max {slots}", _adapter_table(detail), is_open=at == 0)
+        for at, (slots, detail) in enumerate(details.items())
+    ]
+
+
+def _adapter_table(detail: DetailedResult) -> page.Html:
+    asked = [got for got in detail.by_adapter.values() if got.submitted]
+    asked.sort(key=lambda got: (got.served_fraction, -got.submitted))
+    ranks = dict(zip(detail.requests.adapter.tolist(), detail.requests.rank.tolist(), strict=True))
+    rank_of = {name: ranks.get(number) for number, name in enumerate(detail.requests.adapters)}
+    rows = [(got.name, str(rank_of[got.name]), *_got(got)) for got in asked[:_ADAPTERS]]
+    shown = f"the {len(rows)} worst served of" if len(rows) < len(asked) else "all of the"
+    caption = f"{shown} {counted(len(asked), 'adapter')} with requests; --requests-out writes every request"
+    return page.table(("adapter", "rank", *_GOT), rows, caption=caption)
+
+
+def _got(got: GroupMetrics) -> tuple[str, ...]:
+    served = percent(got.served_fraction)
+    return (
+        number(got.submitted),
+        number(got.finished),
+        page.bad(served) if got.starved else served,
+        number(got.throughput_tok_s, 1),
+        number(got.ttft_s.p50, 3),
+        number(got.ttft_s.p99, 3),
+        number(got.tpot_ms.p50, 2),
+        number(got.tpot_ms.p99, 2),
+        number(got.itl_ms_mean, 2),
+        number(got.slowdown.p50, 2),
+        number(got.queue_s.p50, 3),
+        number(got.adapter_loads),
+        share(got.hit_rate),
+    )
+
+
+def settings_table(profile: Profile, settings: Mapping[str, Any]) -> page.Html:
+    """Return what was simulated: the settings that were given, and the profile's origin."""
+    rows = [(name, str(value)) for name, value in settings.items() if value is not None]
+    rows.append(("profile", profile.name))
+    if settings.get("rules") is None:
+        rows.append(("rules", profile.engine.rules))
+    rows.append(
+        ("where the profile is from", f"{profile.provenance.kind.value}: {profile.provenance.source}")
+    )
+    return page.table(("setting", "value"), rows, numbers_from=None)

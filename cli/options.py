@@ -1,0 +1,82 @@
+"""Options of commands: shared declarations, parsing, and checks."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from importlib.util import find_spec
+from typing import TYPE_CHECKING, Annotated, Any, Final, TypeAlias
+
+import typer
+
+from capplan.errors import InputError
+
+if TYPE_CHECKING:
+    from capplan.spec import Profile, Workload
+
+WorkloadFile: TypeAlias = Annotated[str, typer.Argument(metavar="WORKLOAD", help="Workload file (YAML).")]
+
+PlanFile: TypeAlias = Annotated[str, typer.Argument(metavar="PLAN", help="Plan file (JSON).")]
+
+ProfileName: TypeAlias = Annotated[
+    str | None,
+    typer.Option(
+        "--profile",
+        metavar="NAME",
+        help="Shipped profile or path of a profile JSON; default: the workload's.",
+    ),
+]
+
+AsJson: TypeAlias = Annotated[bool, typer.Option("--json", help="Print JSON instead of a table.")]
+
+
+def chosen_profile(workload: Workload, name: str | None) -> Profile | None:
+    """Return the profile of the command line, or else of the workload; None when the workload names pools.
+
+    Raises
+    ------
+    InputError
+        When it cannot be read, is not for the workload's base model, or neither names one.
+    """
+    from capplan.datasets import load_profile
+
+    if name is None and workload.pools:
+        return None
+    wanted = workload.profile if name is None else name
+    if wanted is None:
+        raise InputError("is required: name one in the workload or with --profile", location="profile")
+    profile = load_profile(wanted)
+    profile.require_model(workload.base_model)
+    return profile
+
+
+ENGINE: Final = ("fastapi", "prometheus_client", "safetensors", "tokenizers", "torch", "uvicorn")
+
+
+def require_extra(extra: str, modules: Sequence[str]) -> None:
+    """Check that an extra is installed, without importing anything of it.
+
+    Raises
+    ------
+    InputError
+        When one of its modules is missing; the message says what to install.
+    """
+    missing = [name for name in modules if find_spec(name) is None]
+    if missing:
+        raise InputError(f"is missing: pip install 'capplan[{extra}]'", missing, f"extra {extra!r}")
+
+
+def not_measured(provenance: Mapping[str, Any]) -> tuple[str, ...]:
+    """Return a line for each analytic profile that a plan rests on, by the plan's provenance."""
+    pools = provenance.get("pools")
+    told = list(pools.values()) if isinstance(pools, Mapping) else [provenance]
+    names = (each.get("profile") for each in told if each.get("profile_kind") == "roofline")
+    return tuple(dict.fromkeys(_line(str(name)) for name in names))
+
+
+def profile_not_measured(profile: Profile) -> tuple[str, ...]:
+    """Return the line for one profile; nothing if it was measured, by whomever."""
+    return not_measured({"profile": profile.name, "profile_kind": profile.provenance.kind.value})
+
+
+def _line(name: str) -> str:
+    return f"profile {name} is an analytic roofline, not measured"
