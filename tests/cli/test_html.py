@@ -9,7 +9,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from capplan.cli.report import page
-from capplan.cli.report.figures import Axis, Curve, bar_chart, line_chart, scale_of, scatter_chart
+from capplan.cli.report.axes import Axis, scale_of
+from capplan.cli.report.figures import Curve, bar_chart, line_chart, scatter_chart
 
 VOID = {"meta", "br"}
 NAN = float("nan")
