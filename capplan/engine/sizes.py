@@ -8,7 +8,7 @@ import torch
 
 from capplan.engine.lora.layout import AdapterLayout
 from capplan.engine.lora.residency import Residency
-from capplan.engine.models.config import ModelConfig
+from capplan.engine.models import ModelConfig
 from capplan.engine.pages import kv_page_elements
 from capplan.engine.settings import EngineSettings
 from capplan.errors import InfeasibleError, InputError
