@@ -21,10 +21,9 @@ import numpy as np
 import torch
 
 from capplan.engine import Engine, SamplingParams
-from capplan.engine.batch import Segment
-from capplan.engine.kernels.tables import RowTables
-from capplan.engine.lora.layout import MODULES, SITES, AdapterLayout, B
-from capplan.engine.lora.memory import StaticSlots
+from capplan.engine.input_batch import Segment
+from capplan.engine.lora.adapter import MODULES, SITES, AdapterLayout, B
+from capplan.engine.lora.memory import RowTables, StaticSlots
 from capplan.engine.models import ModelConfig, builtin_config
 
 Timer = Callable[[Callable[[], object]], float]
@@ -79,7 +78,7 @@ class Kernels:
 
         Every layer's rows are others, so they come from memory, not from a cache.
         """
-        from capplan.engine.kernels.lora import TritonAdapters
+        from capplan.engine.kernels.triton_lora import TritonLoRA
 
         layout = AdapterLayout(self.config)
         memory = StaticSlots(layout, self.adapters, self.rank, self.dtype, self.device)
@@ -95,7 +94,7 @@ class Kernels:
             if end > start
         ]
         chosen: Any = kind
-        step = TritonAdapters(layout, tables, memory.storage, segments, batch, chosen)
+        step = TritonLoRA(layout, tables, memory.storage, segments, batch, chosen)
         result: dict[str, Any] = {
             "kernel": kind,
             "batch": batch,

@@ -18,7 +18,7 @@ from capplan.errors import InputError
 from capplan.spec import Plan
 
 if TYPE_CHECKING:
-    from capplan.engine.cluster.launcher import Launcher
+    from capplan.engine.router.launcher import Launcher
 
 _OPEN_RANK: Final = 16  # vLLM's default
 
@@ -206,14 +206,14 @@ def _run(
     as_json: bool,
 ) -> int:
     """Start the instance and serve until it ends; return the exit status."""
-    from capplan.engine.server import Instance, ServerSettings, run_instance
+    from capplan.engine.server import InstanceConfig, ServerSettings, run_instance
 
     settings = ServerSettings(**server)
     path = None if records is None else Path(records)
     announce_compilation()
     if sys.stderr.isatty():
         typer.echo(f"loading {model}", err=True)
-    instance = Instance(model=model, server=settings, adapters=adapters, engine=engine, records=path)
+    instance = InstanceConfig(model=model, server=settings, adapters=adapters, engine=engine, records=path)
 
     def ready(url: str) -> None:
         facts = {"url": url, "model": settings.model_name, "adapters": len(adapters)}
@@ -286,9 +286,8 @@ def serve_plan(ctx: typer.Context) -> int:
         When the plan is broken, or a flag does not go with one.
     """
     require_extra("engine", ("aiohttp",))
-    from capplan.engine.cluster.devices import spread_over_gpus
-    from capplan.engine.cluster.instances import Serving, instances_of, unused_parts
-    from capplan.engine.cluster.process import Cluster, run_cluster
+    from capplan.engine.router.instances import ServingOptions, instances_of, spread_over_gpus, unused_parts
+    from capplan.engine.router.process import RouterConfig, run_router
     from capplan.engine.server import ServerSettings
 
     flags = dict(ctx.params)
@@ -297,7 +296,7 @@ def serve_plan(ctx: typer.Context) -> int:
     engine = {field: flags[name] for name, field in _ENGINE_FLAGS.items() if name in given}
     if flags["max_queue"] < 0:
         raise InputError("must be >= 0", flags["max_queue"], "--max-queue")
-    serving = Serving(
+    serving = ServingOptions(
         model=_model_of(plan, flags["model"]),
         model_name=flags["served_model_name"] or plan.base_model,
         engine=engine,
@@ -341,7 +340,7 @@ def serve_plan(ctx: typer.Context) -> int:
         sys.stdout.flush()
 
     launcher = _launcher(flags["ray_address"], len(specs))
-    return run_cluster(Cluster(specs, launcher, server, flags["max_queue"], say=_say), ready)
+    return run_router(RouterConfig(specs, launcher, server, flags["max_queue"], say=_say), ready)
 
 
 def _source(ctx: typer.Context, name: str) -> str:
@@ -373,11 +372,11 @@ def _model_of(plan: Plan, model: str | None) -> str:
 
 def _launcher(ray_address: str | None, instances: int) -> Launcher:
     if ray_address is None:
-        from capplan.engine.cluster.launcher import LocalLauncher
+        from capplan.engine.router.launcher import LocalLauncher
 
         return LocalLauncher(instances)
     require_extra("ray", ("ray",))
-    from capplan.engine.cluster.ray_launcher import RayLauncher
+    from capplan.engine.router.ray_launcher import RayLauncher
 
     return RayLauncher(ray_address)
 

@@ -1,27 +1,31 @@
-"""The engine from Python: a model, its adapters, and `generate`."""
+"""Python interface of the engine: a model, its adapters, and `generate`."""
 
 from __future__ import annotations
 
+import dataclasses
+import hashlib
+from collections import OrderedDict
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from types import TracebackType
-from typing import Any, Self
+from typing import Any, NamedTuple, Self
 
 import numpy as np
 import torch
 from numpy.typing import NDArray
 
-from capplan.engine.arguments import Prompt, adapter_source, as_list, engine_settings, sampling_params
-from capplan.engine.integrity import check_loop
-from capplan.engine.loop import Step
+from capplan.engine.engine_core import StepOutput
+from capplan.engine.lora.adapter import AdapterSource, PeftFolder, RandomAdapter
+from capplan.engine.lora.manager import AdapterRegistry
 from capplan.engine.models import ModelConfig
-from capplan.engine.prefixes import Prefixes
-from capplan.engine.records import StepRecord, write_records
-from capplan.engine.registry import Registry
 from capplan.engine.request import Completion, FinishReason, Request, SamplingParams, Timing
-from capplan.engine.setup import build_loop, load_model
+from capplan.engine.scheduler_output import check_core
+from capplan.engine.settings import EngineSettings
+from capplan.engine.setup import build_core, load_model
+from capplan.engine.timing import StepRecord, write_records
 from capplan.engine.tokenizer import Tokenizer, load_tokenizer
 from capplan.errors import InputError
+from capplan.spec.base import unknown_key
 
 
 class Engine:
@@ -35,7 +39,7 @@ class Engine:
     adapters
         Name to a folder that PEFT wrote, or to the rank of a random adapter.
     virtual_time
-        Time by which requests arrive passes in steps only; see `capplan.engine.clock`.
+        Time by which requests arrive passes in steps only; see `capplan.engine.timing`.
     settings
         The fields of `EngineSettings`, such as ``a_max``, ``s_max``, ``dtype``, ``device`` and ``rules``.
 
@@ -60,14 +64,14 @@ class Engine:
         self.config = loaded.config
         self.folder = loaded.folder
         self.tokenizer: Tokenizer = load_tokenizer(loaded.folder, loaded.config.vocab_size)
-        self._registry = Registry(self.settings.adapter_capacity(len(adapters or {})))
+        self._registry = AdapterRegistry(self.settings.adapter_capacity(len(adapters or {})))
         sources = [
             adapter_source(value, self.settings.seed + self._registry.add(name))
             for name, value in (adapters or {}).items()
         ]
-        self.loop, self.sizes = build_loop(loaded, sources, self.settings, virtual_time)
+        self.loop, self.sizes = build_core(loaded, sources, self.settings, virtual_time)
         self.records: list[StepRecord] = []
-        self._prefixes = Prefixes(self.settings.shared_prefix_tokens)
+        self._prefixes = PrefixIds(self.settings.shared_prefix_tokens)
         self._submitted = 0
 
     @property
@@ -159,7 +163,7 @@ class Engine:
         """End a request that runs or waits, and free at once what it holds; nothing if it is over."""
         self.loop.abort(request.number, reason)
 
-    def step(self) -> Step | None:
+    def step(self) -> StepOutput | None:
         """Run one step; None when there is nothing to run now."""
         step = self.loop.step()
         if step is not None:
@@ -207,8 +211,8 @@ class Engine:
         self._prefixes.renew(number)
 
     def check_integrity(self) -> None:
-        """Recount requests, pages and slots between two steps, for tests; see `capplan.engine.integrity`."""
-        check_loop(self.loop)
+        """Recount requests, pages and slots between two steps; see `scheduler_output.check_core`."""
+        check_core(self.loop)
 
     def write_records(self, path: str | Path) -> None:
         """Write what every step did as Parquet."""
@@ -267,3 +271,126 @@ class Engine:
                 f"must be below max_model_len, {self.sizes.max_model_len}", ids.size, "prompt tokens"
             )
         return ids.astype(np.int32)
+
+
+Prompt = str | Sequence[int]
+
+
+def engine_settings(fields: Mapping[str, Any]) -> EngineSettings:
+    """Return settings from keyword arguments."""
+    _require_fields(EngineSettings, fields)
+    return EngineSettings(**fields)
+
+
+def sampling_params(fields: Mapping[str, Any]) -> SamplingParams:
+    """Return sampling parameters from keyword arguments."""
+    _require_fields(SamplingParams, fields)
+    return SamplingParams(**fields)
+
+
+def _require_fields(kind: type[EngineSettings] | type[SamplingParams], fields: Mapping[str, Any]) -> None:
+    names = [field.name for field in dataclasses.fields(kind)]
+    for name in fields:
+        if name not in names:
+            raise InputError(unknown_key(name, names), location=name)
+
+
+def adapter_source(value: str | Path | int, seed: int) -> AdapterSource:
+    """Return where an adapter comes from: a folder that PEFT wrote, or random numbers of a given rank."""
+    if isinstance(value, int):
+        if isinstance(value, bool) or not 1 <= value <= 512:
+            raise InputError("must be a rank from 1 to 512, or a folder", value, "adapters")
+        return RandomAdapter(value, seed)
+    return PeftFolder(Path(value))
+
+
+def as_list(prompts: Prompt | Sequence[Prompt]) -> list[Prompt]:
+    """Return several prompts; a single one counts as a list of one."""
+    if isinstance(prompts, str):
+        return [prompts]
+    if len(prompts) and isinstance(prompts[0], int | np.integer):
+        return [prompts]  # type: ignore[list-item]  # one prompt of token ids
+    return list(prompts)  # type: ignore[arg-type]
+
+
+_MOST_NAMES = 2**20
+
+
+class PrefixIds:
+    """Numbers of the prefixes of one length seen lately."""
+
+    def __init__(self, tokens: int) -> None:
+        self._tokens = tokens
+        self._numbers: OrderedDict[bytes, int] = OrderedDict()
+        self._next = 0
+        self._renewals: dict[int, int] = {}
+
+    def of(self, prompt: NDArray[np.int32], adapter: int) -> tuple[int, int]:
+        """Return (number, shared tokens) of a prompt; shared tokens are 0 where it shares nothing.
+
+        A prompt that is nothing but prefix keeps its last token to itself: what follows such a prompt would
+        count as the same for all who ask it, which sampling does not promise.
+        """
+        if self._tokens == 0 or prompt.size < self._tokens:
+            return 0, 0
+        digest = hashlib.blake2b(prompt[: self._tokens].tobytes(), digest_size=16)
+        digest.update(b"%d %d" % (adapter, self._renewals.get(adapter, 0)))
+        return self._number(digest.digest()), min(self._tokens, prompt.size - 1)
+
+    def _number(self, name: bytes) -> int:
+        """Return a name's number; one that was not asked for in a long time gets a new one."""
+        number = self._numbers.get(name)
+        if number is None:
+            number, self._next = self._next, self._next + 1
+            self._numbers[name] = number
+            if len(self._numbers) > _MOST_NAMES:
+                self._numbers.popitem(last=False)
+        else:
+            self._numbers.move_to_end(name)
+        return number
+
+    def renew(self, adapter: int) -> None:
+        """Give new numbers from now on: what is cached under this adapter's number is of no use any more."""
+        self._renewals[adapter] = self._renewals.get(adapter, 0) + 1
+
+
+_LONGEST_WAIT_S = 60.0
+
+
+class TimedRequest(NamedTuple):
+    """A request and when it arrives, in nanoseconds after the replay begins."""
+
+    arrival_ns: int
+    prompt: Prompt
+    adapter: str | None
+    params: SamplingParams
+
+
+def replay(engine: Engine, arrivals: Sequence[TimedRequest]) -> list[Completion | None]:
+    """Serve requests in the order of their arrival and return the answers; None where the engine was full.
+
+    With `Engine(virtual_time=True)` idle time takes no time, and the same measured durations of steps lead to
+    the same decisions again.
+    """
+    start_ns = engine.loop.clock.now_ns()
+    requests: list[Request | None] = []
+    while True:
+        now_ns = engine.loop.clock.now_ns() - start_ns
+        while len(requests) < len(arrivals) and arrivals[len(requests)].arrival_ns <= now_ns:
+            requests.append(_submitted(engine, arrivals[len(requests)], start_ns))
+        if engine.step() is not None:
+            continue
+        upcoming = [start_ns + arrivals[len(requests)].arrival_ns] if len(requests) < len(arrivals) else []
+        waits_s = (upcoming[0] - engine.loop.clock.now_ns()) * 1e-9 if upcoming else _LONGEST_WAIT_S
+        loaded_ns = engine.loop.loader.next_ns(timeout_s=max(0.0, waits_s))
+        if loaded_ns is not None:
+            upcoming.append(loaded_ns)
+        if not upcoming:
+            return [None if request is None else engine.completion(request) for request in requests]
+        engine.loop.clock.sleep_until(min(upcoming))
+
+
+def _submitted(engine: Engine, arrival: TimedRequest, start_ns: int) -> Request | None:
+    at_ns = start_ns + arrival.arrival_ns
+    request = engine.new_request(arrival.prompt, arrival.adapter, arrival.params, at_ns)
+    return request if engine.submit(request) else None

@@ -13,7 +13,7 @@ import numpy as np
 import torch
 
 from capplan.engine import Engine
-from capplan.engine.lora.layout import MODULES, AdapterLayout
+from capplan.engine.lora.adapter import MODULES, AdapterLayout
 from capplan.engine.models import ModelConfig
 from capplan.engine.request import SamplingParams
 from capplan.profiling.engine.memory import config_of

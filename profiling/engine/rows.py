@@ -7,9 +7,9 @@ from typing import Any, Final
 
 import numpy as np
 
-from capplan.engine.decisions import Decision
-from capplan.engine.records import StepRecord
 from capplan.engine.request import Request
+from capplan.engine.scheduler_output import Decision
+from capplan.engine.timing import StepRecord
 
 Row = dict[str, float]
 

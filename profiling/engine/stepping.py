@@ -8,7 +8,7 @@ from typing import Final
 import numpy as np
 
 from capplan.engine import Engine
-from capplan.engine.loop import Step
+from capplan.engine.engine_core import StepOutput
 from capplan.engine.request import Request, SamplingParams
 from capplan.profiling.engine.points import MIXED, Point
 from capplan.profiling.engine.rows import Row, middle, step_row
@@ -120,7 +120,7 @@ class Stepper:
             rows.append(self._row(self._step()))
         return rows
 
-    def _step(self) -> Step:
+    def _step(self) -> StepOutput:
         """Run one step, waiting for adapters if need be."""
         while True:
             step = self.engine.step()
@@ -129,7 +129,7 @@ class Stepper:
             if step is None and not self.engine.wait_for_adapter():
                 raise RuntimeError("requests wait, but nothing can run")
 
-    def _row(self, step: Step) -> Row:
+    def _row(self, step: StepOutput) -> Row:
         decisions = self.engine.loop.decisions
         if step.record is None or not decisions:
             raise RuntimeError("a step left no record")

@@ -9,10 +9,9 @@ from typing import Final, NamedTuple, Protocol
 
 import torch
 
-from capplan.engine.batch import Segment
-from capplan.engine.lora.grouped import GroupedAdapters
-from capplan.engine.lora.padded import PaddedAdapters
-from capplan.engine.lora.placement import Expand, Shrink, SiteViews
+from capplan.engine.input_batch import Segment
+from capplan.engine.kernels.torch_lora import GroupedLoRA, PaddedLoRA
+from capplan.engine.lora.memory import Expand, Shrink, SiteViews
 from capplan.profiling.kernels.cases import Case
 from capplan.profiling.kernels.pool import WeightPool
 
@@ -51,7 +50,7 @@ def activations(case: Case, width: int, pool: WeightPool) -> tuple[torch.Tensor,
 def grouped_calls(case: Case, width: int, pool: WeightPool, number: int) -> Calls:
     """PyTorch, one product per adapter at its true rank."""
     views = _views(case, width, pool, number)
-    return _torch_calls(GroupedAdapters(segments_of(case), views.__getitem__), case, width, pool, number)
+    return _torch_calls(GroupedLoRA(segments_of(case), views.__getitem__), case, width, pool, number)
 
 
 def padded_calls(case: Case, width: int, pool: WeightPool, number: int) -> Calls:
@@ -61,12 +60,12 @@ def padded_calls(case: Case, width: int, pool: WeightPool, number: int) -> Calls
     kernel reads as much for a small one as for the largest, which is what BGMV does.
     """
     views = _views(replace(case, ranks=(max(case.ranks),) * len(case.ranks)), width, pool, number)
-    adapters = PaddedAdapters(segments_of(case), views.__getitem__, case.tokens, pool.numbers.device)
+    adapters = PaddedLoRA(segments_of(case), views.__getitem__, case.tokens, pool.numbers.device)
     return _torch_calls(adapters, case, width, pool, number)
 
 
 def _torch_calls(
-    adapters: GroupedAdapters | PaddedAdapters, case: Case, width: int, pool: WeightPool, number: int
+    adapters: GroupedLoRA | PaddedLoRA, case: Case, width: int, pool: WeightPool, number: int
 ) -> Calls:
     x, out = activations(case, width, pool)
     h = adapters.shrink(0, SITE, x)

@@ -7,9 +7,9 @@ from typing import Final
 
 import torch
 
-from capplan.engine.kernels.lora import Kind, TritonAdapters
-from capplan.engine.kernels.tables import RowTables
-from capplan.engine.lora.layout import GROUPS, A, AdapterLayout, B
+from capplan.engine.kernels.triton_lora import Kind, TritonLoRA
+from capplan.engine.lora.adapter import GROUPS, A, AdapterLayout, B
+from capplan.engine.lora.memory import RowTables
 from capplan.engine.models.config import ModelConfig
 from capplan.profiling.kernels.calls import Calls, activations, segments_of
 from capplan.profiling.kernels.cases import Case
@@ -25,7 +25,7 @@ class TritonCalls:
     Parameters
     ----------
     kind
-        ``bgmv``, ``mbgmv`` or ``sgmv``; see `TritonAdapters`.
+        ``bgmv``, ``mbgmv`` or ``sgmv``; see `TritonLoRA`.
     """
 
     def __init__(self, kind: Kind) -> None:
@@ -47,7 +47,7 @@ class TritonCalls:
                     held = rows.numel() if padded else rank
                     first = pool.take(held, width)
                     rows[:held] = first + width * torch.arange(held, device=rows.device)
-        adapters = TritonAdapters(layout, tables, pool.numbers, segments_of(case), case.tokens, self._kind)
+        adapters = TritonLoRA(layout, tables, pool.numbers, segments_of(case), case.tokens, self._kind)
         x, out = activations(case, width, pool)
         return Calls(
             [partial(adapters.shrink, layer, _OUT_SITE, x) for layer in range(number)],

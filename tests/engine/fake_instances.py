@@ -9,16 +9,16 @@ from typing import Any
 import aiohttp
 from aiohttp import web
 
-from capplan.engine.cluster.app import Front
-from capplan.engine.cluster.instances import InstanceSpec, Serving, instances_of
-from capplan.engine.cluster.launcher import LaunchError
-from capplan.engine.cluster.member import Care
-from capplan.engine.cluster.process import Cluster, RouterServer, new_front
+from capplan.engine.router.app import RouterState
+from capplan.engine.router.instances import InstanceSpec, ServingOptions, instances_of
+from capplan.engine.router.launcher import LaunchError
+from capplan.engine.router.process import RouterConfig, RouterServer, new_router_state
+from capplan.engine.router.supervisor import RestartPolicy
 from capplan.engine.server import ServerSettings, bind, url_of
 from capplan.spec import Plan, Queues, Totals, Verification
 from tests.cli.examples import group, small_plan
 
-QUICK = Care(first_delay_s=0.01, longest_delay_s=0.02, probe_every_s=0.05, stop_grace_s=1.0)
+QUICK = RestartPolicy(first_delay_s=0.01, longest_delay_s=0.02, probe_every_s=0.05, stop_grace_s=1.0)
 
 
 def tiny_plan(queues: Queues | None = None) -> Plan:
@@ -150,7 +150,9 @@ class FakeLauncher:
 class Routed:
     """A router that runs, and a client of it."""
 
-    def __init__(self, front: Front, launcher: FakeLauncher, client: aiohttp.ClientSession, said: list[str]):
+    def __init__(
+        self, front: RouterState, launcher: FakeLauncher, client: aiohttp.ClientSession, said: list[str]
+    ):
         self.front = front
         self.launcher = launcher
         self.client = client
@@ -171,13 +173,13 @@ class Routed:
 
 @asynccontextmanager
 async def routed(
-    plan: Plan | None = None, groups: Sequence[str] = (), care: Care = QUICK, **server: Any
+    plan: Plan | None = None, groups: Sequence[str] = (), care: RestartPolicy = QUICK, **server: Any
 ) -> AsyncIterator[Routed]:
     """Serve a plan with fake instances; nothing is left when the test is over."""
-    specs = instances_of(plan or tiny_plan(), Serving("tiny-llama", "base", max_queue=4), groups)
+    specs = instances_of(plan or tiny_plan(), ServingOptions("tiny-llama", "base", max_queue=4), groups)
     launcher, said = FakeLauncher(), list[str]()
     settings = ServerSettings("base", **server)
-    front = new_front(Cluster(specs, launcher, settings, max_queue=4, care=care, say=said.append))
+    front = new_router_state(RouterConfig(specs, launcher, settings, max_queue=4, care=care, say=said.append))
     is_ready = asyncio.Event()
     listener = bind("127.0.0.1", 0)
     router = RouterServer(front, is_ready.set)

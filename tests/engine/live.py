@@ -8,8 +8,8 @@ from pathlib import Path
 from typing import Any, TypeVar
 
 from capplan.engine import Engine, ModelConfig
-from capplan.engine.server import Server, ServerSettings, Service, bind, url_of
-from capplan.engine.server.launch import warm_up
+from capplan.engine.server import EngineServer, ServerSettings, Service, bind, url_of
+from capplan.engine.server.process import warm_up
 from capplan.serving import state as s
 from capplan.testing.integrity import check_integrity
 
@@ -46,7 +46,7 @@ class Live:
         self._listener = bind("127.0.0.1", 0)
         self.url = url_of(self._listener)
         self._is_ready = threading.Event()
-        self.server = Server(self.service, self._ready)
+        self.server = EngineServer(self.service, self._ready)
         self._thread = threading.Thread(target=self.server.run, args=([self._listener],))
         self._thread.start()
         assert self._is_ready.wait(60), "the server does not start"

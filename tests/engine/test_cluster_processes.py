@@ -18,7 +18,7 @@ import pytest
 
 pytest.importorskip("aiohttp", reason="the router needs aiohttp (extra `engine`)")
 
-from capplan.engine.cluster.instances import Serving, instances_of
+from capplan.engine.router.instances import ServingOptions, instances_of
 from tests.cli.conftest import command, environment
 from tests.engine.fake_instances import events, tiny_plan
 
@@ -135,10 +135,10 @@ def check_that_it_drains(served: Served) -> None:
 
 def test_an_engine_process_does_not_outlive_its_parent() -> None:
     """However the parent ends, the system closes its end of the pipe."""
-    [spec] = instances_of(tiny_plan(), Serving("tiny-llama", "base"), ["g0"])
+    [spec] = instances_of(tiny_plan(), ServingOptions("tiny-llama", "base"), ["g0"])
     read, write = os.pipe()
     child = subprocess.Popen(
-        [sys.executable, "-m", "capplan.engine.cluster.child"],
+        [sys.executable, "-m", "capplan.engine.router.launcher"],
         stdin=read,
         stdout=subprocess.DEVNULL,
         env=environment(),

@@ -12,9 +12,9 @@ pytest.importorskip("ray", reason="instances on a cluster need Ray (extra `ray`)
 import aiohttp
 import ray
 
-from capplan.engine.cluster.instances import Serving, instances_of
-from capplan.engine.cluster.process import Cluster, RouterServer, new_front
-from capplan.engine.cluster.ray_launcher import RayLauncher
+from capplan.engine.router.instances import ServingOptions, instances_of
+from capplan.engine.router.process import RouterConfig, RouterServer, new_router_state
+from capplan.engine.router.ray_launcher import RayLauncher
 from capplan.engine.server import ServerSettings, bind, url_of
 from capplan.errors import InputError
 from tests.cli.conftest import ROOT
@@ -36,14 +36,16 @@ def engines() -> list[psutil.Process]:
     return [
         each
         for each in psutil.Process().children(recursive=True)
-        if each.status() != psutil.STATUS_ZOMBIE and "capplan.engine.cluster.child" in each.cmdline()
+        if each.status() != psutil.STATUS_ZOMBIE and "capplan.engine.router.launcher" in each.cmdline()
     ]
 
 
 def test_an_actor_serves_comes_back_after_a_kill_and_leaves_nothing(launcher: RayLauncher) -> None:
-    specs = instances_of(tiny_plan(), Serving("tiny-llama", "base"), ["g0"])
+    specs = instances_of(tiny_plan(), ServingOptions("tiny-llama", "base"), ["g0"])
     said: list[str] = []
-    front = new_front(Cluster(specs, launcher, ServerSettings("base"), care=QUICK, say=said.append))
+    front = new_router_state(
+        RouterConfig(specs, launcher, ServerSettings("base"), care=QUICK, say=said.append)
+    )
 
     async def whole() -> None:
         ready = asyncio.Event()
@@ -77,7 +79,7 @@ def test_an_actor_serves_comes_back_after_a_kill_and_leaves_nothing(launcher: Ra
 
 
 def test_what_an_instance_refuses_is_told(launcher: RayLauncher) -> None:
-    specs = instances_of(tiny_plan(), Serving("tiny-llama", "base", {"max_model_len": 10**6}), ["g0"])
+    specs = instances_of(tiny_plan(), ServingOptions("tiny-llama", "base", {"max_model_len": 10**6}), ["g0"])
 
     async def launch() -> None:
         await launcher.launch(specs[0], "key")

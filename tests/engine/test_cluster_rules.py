@@ -12,12 +12,12 @@ from hypothesis import strategies as st
 
 pytest.importorskip("aiohttp", reason="the router needs aiohttp (extra `engine`)")
 
-from capplan.engine.cluster import process as cluster_process
-from capplan.engine.cluster.instances import Serving, instances_of
-from capplan.engine.cluster.metrics import merged
-from capplan.engine.cluster.process import Cluster
-from capplan.engine.cluster.queues import Ask, SizeQueues
-from capplan.engine.cluster.shares import Shares
+from capplan.engine.router import process as router_process
+from capplan.engine.router.app import merged
+from capplan.engine.router.instance_client import RequestSize, SizeQueues
+from capplan.engine.router.instances import ServingOptions, instances_of
+from capplan.engine.router.process import RouterConfig
+from capplan.engine.router.supervisor import WeightedRoundRobin
 from capplan.planner.queues.sizes import RequestSample, request_sizes, with_base_model
 from capplan.spec import Cache, QueueClass, Queues, Wrs
 from capplan.twin.cluster.readable import Candidate, RoutedRequest
@@ -35,7 +35,7 @@ weights = st.lists(st.integers(0, 5), min_size=1, max_size=6)
 def test_every_holder_is_within_one_request_of_its_share(
     parts: list[int], requests: int, data: st.DataObject
 ) -> None:
-    shares = Shares([{"x": float(part)} for part in parts])
+    shares = WeightedRoundRobin([{"x": float(part)} for part in parts])
     there = data.draw(st.lists(st.booleans(), min_size=len(parts), max_size=len(parts)))
     if not any(there):
         assert shares.choose("x", lambda i: there[i]) is None
@@ -55,7 +55,7 @@ def test_every_holder_is_within_one_request_of_its_share(
 def test_requests_go_where_the_twin_has_them_go(asked: list[int]) -> None:
     """Request by request the same instance as in the readable form of the twin's rule."""
     held = [{"x": 0.2, "y": 0.5}, {"x": 0.3, "y": 0.0}, {"x": 0.5, "y": 0.5}]
-    shares, twin = Shares(held), SmoothShares()
+    shares, twin = WeightedRoundRobin(held), SmoothShares()
     for number, adapter in enumerate(asked):
         name = [None, "x", "y"][adapter]
         request = RoutedRequest(number, 0.0, adapter, 8, 1, 0.0, 1.0)
@@ -65,7 +65,7 @@ def test_requests_go_where_the_twin_has_them_go(asked: list[int]) -> None:
 
 
 def test_an_absence_leaves_no_debt() -> None:
-    shares = Shares([{"x": 0.5}, {"x": 0.5}])
+    shares = WeightedRoundRobin([{"x": 0.5}, {"x": 0.5}])
     assert [shares.choose("x", lambda i: i == 0) for _ in range(50)] == [0] * 50
     back = [shares.choose("x", lambda _: True) for _ in range(10)]
     assert back.count(0) == 5
@@ -88,7 +88,7 @@ def test_sizes_are_those_of_the_planner(form: Any, requests: list[tuple[int, int
     classes = (QueueClass(upper_wrs=0.2, quota_tokens=9), QueueClass(upper_wrs=None, quota_tokens=9))
     queues = SizeQueues(Queues(wrs=wrs, classes=classes), ranks, 2.0, 1)
     names = [None, *ranks]
-    asks = [Ask(names[a], p, o) for a, p, o in requests]
+    asks = [RequestSize(names[a], p, o) for a, p, o in requests]
     sizes = request_sizes(wrs, sample)
     np.testing.assert_allclose([queues.size(ask) for ask in asks], sizes)
     assert [queues.charge(ask) for ask in asks] == sample.charges("per_request").tolist()
@@ -101,7 +101,7 @@ def test_instances_are_told_what_the_plan_says(tmp_path: Path) -> None:
     g0, g1 = plan.groups
     own = tuple(a.replace(path=str(folder)) if a.name == "b" else a for a in g1.adapters)
     plan = plan.replace(groups=(g0, g1.replace(adapters=own)))
-    specs = instances_of(plan, Serving("tiny-llama", "base", {"max_model_len": 512}, max_queue=8))
+    specs = instances_of(plan, ServingOptions("tiny-llama", "base", {"max_model_len": 512}, max_queue=8))
     assert [spec.name for spec in specs] == ["g0-1", "g0-2", "g1-1"]
     assert specs[0].shares == {"a": 0.5, "shared": 0.125}
     assert specs[2].adapters == {"b": str(folder), "shared": 16}
@@ -133,16 +133,16 @@ def test_merged_metrics_keep_families_together() -> None:
 
 
 @pytest.fixture
-def started(monkeypatch: pytest.MonkeyPatch) -> list[Cluster]:
+def started(monkeypatch: pytest.MonkeyPatch) -> list[RouterConfig]:
     """Clusters that would have been started."""
-    clusters: list[Cluster] = []
+    clusters: list[RouterConfig] = []
 
-    def start(cluster: Cluster, ready: Callable[[str], None]) -> int:
+    def start(cluster: RouterConfig, ready: Callable[[str], None]) -> int:
         clusters.append(cluster)
         ready("http://127.0.0.1:1")
         return 0
 
-    monkeypatch.setattr(cluster_process, "run_cluster", start)
+    monkeypatch.setattr(router_process, "run_router", start)
     return clusters
 
 
@@ -153,7 +153,7 @@ def plan_file(tmp_path: Path) -> Path:
     return path
 
 
-def test_flags_come_before_the_plan(run: Run, started: list[Cluster], plan_file: Path) -> None:
+def test_flags_come_before_the_plan(run: Run, started: list[RouterConfig], plan_file: Path) -> None:
     flags = "--model tiny-llama --group g1 --rules capplan --max-model-len 256 --max-queue 8 --port 0 --json"
     result = run("serve", plan_file, *flags.split())
     assert result.exit_code == 0, result.output
@@ -171,7 +171,9 @@ def test_flags_come_before_the_plan(run: Run, started: list[Cluster], plan_file:
     assert facts["model"] == tiny_plan().base_model
 
 
-def test_what_the_engine_does_not_follow_is_said(run: Run, started: list[Cluster], tmp_path: Path) -> None:
+def test_what_the_engine_does_not_follow_is_said(
+    run: Run, started: list[RouterConfig], tmp_path: Path
+) -> None:
     plan = tiny_plan()
     groups = tuple(each.replace(cache=Cache(policy="chameleon")) for each in plan.groups)
     plan.replace(groups=groups).to_json(tmp_path / "p.json")

@@ -6,17 +6,14 @@ import torch
 
 pytest.importorskip("triton", reason="the helpers are those of the GPU's kernels (extra `engine`)")
 
-from capplan.engine.attention import KvCache
-from capplan.engine.batch import Batch, Decodes, Segment
-from capplan.engine.cpu.attention import CompiledAttention
-from capplan.engine.cpu.lora import GEMM_FROM, CompiledAdapters
-from capplan.engine.cpu.norms import CompiledNorms
-from capplan.engine.kernels.tables import RowTables
-from capplan.engine.lora.layout import SITES, B
+from capplan.engine.input_batch import Decodes, ModelInputs, Segment
+from capplan.engine.kernels.cpu import GEMM_FROM, CompiledAttention, CompiledLoRA, CompiledNorms
+from capplan.engine.lora.adapter import SITES, B
+from capplan.engine.lora.memory import RowTables
 from capplan.engine.models import ModelConfig
-from capplan.engine.models.linear import Linear
-from capplan.engine.models.rope import RopeTable
-from capplan.engine.pages import PagePool, kv_page_elements
+from capplan.engine.models.decoder import KvCache, RopeTable
+from capplan.engine.models.weights import Linear
+from capplan.engine.pool import PagePool, kv_page_elements
 from tests.engine.test_kernels import CONFIG, LAYOUT, S_MAX, expected, memory_of, random_adapter
 
 CPU = torch.device("cpu")
@@ -41,7 +38,7 @@ def test_each_token_gets_its_own_adapter(where: str, most: int) -> None:
     starts = np.concatenate([[0], ends[:-1]])
     segments = [Segment(*map(int, each)) for each in zip(order, starts, ends, strict=True)]
     tokens = int(ends[-1])
-    applied = CompiledAdapters(
+    applied = CompiledLoRA(
         LAYOUT, tables, memory.storage, segments, tokens, lambda number: placements[number].views()
     )
     layer = int(rng.integers(CONFIG.layers))
@@ -84,7 +81,7 @@ def test_decodes_read_their_own_pages_and_what_was_just_stored(
     own = tables[torch.arange(len(lengths)), positions // block_size]
     none = torch.zeros(0, dtype=torch.int64)
     decodes = Decodes(torch.arange(len(lengths)), lengths, tables)
-    batch = Batch(
+    batch = ModelInputs(
         none, positions, own, positions % block_size, none, decodes, (), (), none, none.numpy(), none.numpy()
     )
     # Scores far apart, so that small ones underflow as they should.

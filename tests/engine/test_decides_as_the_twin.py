@@ -9,9 +9,9 @@ import numpy as np
 import pytest
 
 from capplan.engine import Engine, ModelConfig, SamplingParams
-from capplan.engine.decisions import Decision
+from capplan.engine.engine import TimedRequest, replay
 from capplan.engine.lora.loader import VirtualLoader
-from capplan.engine.replay import Arrival, replay
+from capplan.engine.scheduler_output import Decision
 from capplan.testing.integrity import check_integrity
 from capplan.twin.readable import ReadableScheduler
 
@@ -29,7 +29,7 @@ TINY = ModelConfig(
 MS = 1_000_000
 
 
-def draw(seed: int, rules: str) -> tuple[Engine, list[Arrival]]:
+def draw(seed: int, rules: str) -> tuple[Engine, list[TimedRequest]]:
     """Return a random engine, so tight that requests and adapters compete, and requests for it."""
     rng = np.random.default_rng(seed)
     adapters = {f"a{i}": int(rng.integers(1, 9)) for i in range(rng.integers(2, 7))}
@@ -58,11 +58,11 @@ def draw(seed: int, rules: str) -> tuple[Engine, list[Arrival]]:
         prompt = beginning + rng.integers(0, TINY.vocab_size, rng.integers(1, 25)).tolist()
         name = None if rng.random() < 0.1 else f"a{rng.integers(len(adapters))}"
         params = SamplingParams(max_tokens=int(rng.integers(1, 20)), temperature=float(rng.integers(0, 2)))
-        arrivals.append(Arrival(now_ns, prompt, name, params))
+        arrivals.append(TimedRequest(now_ns, prompt, name, params))
     return engine, arrivals
 
 
-def twin_decisions(engine: Engine, arrivals: Sequence[Arrival], stretch: int = 1) -> list[Decision]:
+def twin_decisions(engine: Engine, arrivals: Sequence[TimedRequest], stretch: int = 1) -> list[Decision]:
     """Return what the readable twin decides, under the engine's measured durations, steps stretched."""
     limits = engine.loop.limits
     twin = ReadableScheduler(limits, engine.sizes.num_blocks, len(engine.adapters))

@@ -17,7 +17,7 @@ import torch
 from safetensors.torch import load_file, save_file
 
 from capplan.engine import Engine
-from capplan.engine.loop import Step
+from capplan.engine.engine_core import StepOutput
 from tests.engine.live import SIZES, TINY, Live, live
 from tests.engine.test_generate import write_adapter
 
@@ -528,7 +528,7 @@ def test_a_stuck_engine_is_not_well(monkeypatch: pytest.MonkeyPatch) -> None:
         go_on = threading.Event()
         step = server.engine.step
 
-        def hangs() -> Step | None:
+        def hangs() -> StepOutput | None:
             go_on.wait(60)
             return step()
 
@@ -549,7 +549,7 @@ def test_when_the_engine_breaks_nobody_hangs(monkeypatch: pytest.MonkeyPatch) ->
         steps = 0
         step = server.engine.step
 
-        def breaks() -> Step | None:
+        def breaks() -> StepOutput | None:
             nonlocal steps
             steps += 1
             if steps > 20:

@@ -13,8 +13,8 @@ from safetensors.torch import load_file, save_file
 from tokenizers import Tokenizer, models, pre_tokenizers
 
 from capplan.engine import Engine, ModelConfig, SamplingParams
+from capplan.engine.engine import TimedRequest, replay
 from capplan.engine.models.config import config_from_hf
-from capplan.engine.replay import Arrival, replay
 from capplan.errors import InfeasibleError, InputError
 from capplan.testing.integrity import check_integrity
 
@@ -230,7 +230,7 @@ def test_more_prompts_than_the_engine_takes_at_once_are_all_answered() -> None:
 def test_requests_come_and_go_while_adapters_load_beside() -> None:
     params = SamplingParams(max_tokens=8, ignore_eos=True)
     arrivals = [
-        Arrival(i * 1_000_000, [1, 2, 3 + i], name, params) for i, name in enumerate([*"abcabcab", None])
+        TimedRequest(i * 1_000_000, [1, 2, 3 + i], name, params) for i, name in enumerate([*"abcabcab", None])
     ]
     with tiny(a_max=1, rules="capplan", max_cpu_loras=1) as engine:
         replayed = replay(engine, arrivals)

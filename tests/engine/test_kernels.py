@@ -9,16 +9,14 @@ import torch
 
 pytest.importorskip("triton", reason="the kernels need triton (extra `engine`)")
 
-from capplan.engine.attention import KvCache
-from capplan.engine.batch import Segment
-from capplan.engine.kernels.attention import paged_decode
-from capplan.engine.kernels.lora import Kind, TritonAdapters
-from capplan.engine.kernels.tables import RowTables
-from capplan.engine.lora.adapter import HostAdapter, pack
-from capplan.engine.lora.layout import MODULES, SITES, AdapterLayout
-from capplan.engine.lora.memory import AdapterMemory, StaticSlots, UnifiedPages
+from capplan.engine.input_batch import Segment
+from capplan.engine.kernels.triton_attention import paged_decode
+from capplan.engine.kernels.triton_lora import Kind, TritonLoRA
+from capplan.engine.lora.adapter import MODULES, SITES, AdapterLayout, HostAdapter, pack
+from capplan.engine.lora.memory import AdapterMemory, RowTables, StaticSlots, UnifiedPages
 from capplan.engine.models import ModelConfig
-from capplan.engine.pages import PagePool, kv_page_elements
+from capplan.engine.models.decoder import KvCache
+from capplan.engine.pool import PagePool, kv_page_elements
 
 DEVICE = torch.device("cuda" if torch.cuda.is_available() else "cpu")
 CONFIG = ModelConfig(
@@ -60,10 +58,10 @@ def memory_of(kind: str, adapters: int, dtype: torch.dtype) -> AdapterMemory:
 
 def expected(adapter: HostAdapter, layer: int, site: int, x: torch.Tensor, out: torch.Tensor) -> torch.Tensor:
     """Return in float64 what `out` should be."""
-    from capplan.engine.lora.placement import Placement
+    from capplan.engine.lora.memory import AdapterPlacement
 
     offsets = np.concatenate([[0], np.cumsum(LAYOUT.row_lengths(adapter.ranks))])[:-1]
-    views = Placement(LAYOUT, adapter.flat.to(DEVICE), adapter.ranks, offsets).views()[layer][site]
+    views = AdapterPlacement(LAYOUT, adapter.flat.to(DEVICE), adapter.ranks, offsets).views()[layer][site]
     result = out.double().clone()
     if views.rank:
         h = torch.cat([x.double() @ part.rows.double().t() for part in views.shrinks], dim=1)
@@ -95,7 +93,7 @@ def test_each_token_gets_its_own_adapter(where: str, kind: Kind, dtype: torch.dt
         Segment(a, int(e - n), int(e)) for a, e, n in zip(order, ends, np.diff(ends, prepend=0), strict=True)
     ]
     tokens = int(ends[-1])
-    applied = TritonAdapters(LAYOUT, tables, memory.storage, segments, tokens, kind)
+    applied = TritonLoRA(LAYOUT, tables, memory.storage, segments, tokens, kind)
     for layer in [int(rng.integers(CONFIG.layers))]:
         for site, modules in enumerate(SITES):
             width = sum(LAYOUT.sizes[module][1] for module in modules)

@@ -14,19 +14,19 @@ import pytest
 
 from capplan.cli import options
 from capplan.engine import server
-from capplan.engine.records import StepRecord
-from capplan.engine.server import Instance
+from capplan.engine.server import InstanceConfig
+from capplan.engine.timing import StepRecord
 from tests.cli.conftest import Run, command, environment, error_line, run
 
 __all__ = ["run"]
 
 
 @pytest.fixture
-def started(monkeypatch: pytest.MonkeyPatch) -> list[Instance]:
+def started(monkeypatch: pytest.MonkeyPatch) -> list[InstanceConfig]:
     """Instances that would have been started."""
-    instances: list[Instance] = []
+    instances: list[InstanceConfig] = []
 
-    def start(instance: Instance, ready: Any) -> int:
+    def start(instance: InstanceConfig, ready: Any) -> int:
         instances.append(instance)
         ready("http://127.0.0.1:1")
         return 0
@@ -35,7 +35,7 @@ def started(monkeypatch: pytest.MonkeyPatch) -> list[Instance]:
     return instances
 
 
-def test_flags_become_settings(run: Run, started: list[Instance], tmp_path: Path) -> None:
+def test_flags_become_settings(run: Run, started: list[InstanceConfig], tmp_path: Path) -> None:
     flags = (
         "--max-loras 4 --max-lora-rank 32 --max-num-seqs 16 --max-queue 8 --max-model-len 512 --dtype float32"
     )
@@ -56,7 +56,7 @@ def test_flags_become_settings(run: Run, started: list[Instance], tmp_path: Path
 
 
 def test_the_key_can_come_from_the_environment(
-    run: Run, started: list[Instance], monkeypatch: pytest.MonkeyPatch
+    run: Run, started: list[InstanceConfig], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setenv("CAPPLAN_API_KEY", "secret")
     run("serve", "--model", "tiny-llama")
@@ -65,14 +65,16 @@ def test_the_key_can_come_from_the_environment(
     assert [instance.server.api_key for instance in started] == ["secret", None]
 
 
-def test_a_root_makes_room_for_adapters_to_come(run: Run, started: list[Instance], tmp_path: Path) -> None:
+def test_a_root_makes_room_for_adapters_to_come(
+    run: Run, started: list[InstanceConfig], tmp_path: Path
+) -> None:
     run("serve", "--model", "tiny-llama", "--lora-root", tmp_path)
     engine = started[0].engine
     assert engine["max_adapters"] > 100
     assert engine["s_max"] == 16
 
 
-def test_an_open_door_is_pointed_out(run: Run, started: list[Instance]) -> None:
+def test_an_open_door_is_pointed_out(run: Run, started: list[InstanceConfig]) -> None:
     everywhere = ("serve", "--model", "tiny-llama", "--host", "0.0.0.0")
     assert "--api-key" in run(*everywhere).stderr
     assert "--api-key" not in run(*everywhere, "--api-key", "x").stderr

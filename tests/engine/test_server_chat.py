@@ -12,15 +12,17 @@ from tokenizers import Tokenizer as HfTokenizer
 
 from capplan.engine import Engine
 from capplan.engine.server.chat_template import chat_template
-from capplan.engine.server.schemas import Message
+from capplan.engine.server.protocol import ChatMessage
 from capplan.engine.tokenizer import ByteTokenizer, FileTokenizer
 from capplan.errors import InputError
 from tests.engine.live import SIZES, TINY, Live
 
 TALK = [
-    Message(role="developer", content="Be brief."),
-    Message(role="user", content=[{"type": "text", "text": "Who "}, {"type": "text", "text": "are you?"}]),
-    Message(role="assistant", content=None),
+    ChatMessage(role="developer", content="Be brief."),
+    ChatMessage(
+        role="user", content=[{"type": "text", "text": "Who "}, {"type": "text", "text": "are you?"}]
+    ),
+    ChatMessage(role="assistant", content=None),
 ]
 CHATML = (
     "<|im_start|>system\nBe brief.<|im_end|>\n<|im_start|>user\nWho are you?<|im_end|>\n"

@@ -7,7 +7,7 @@ from collections.abc import Iterator
 import pytest
 from prometheus_client.parser import text_string_to_metric_families
 
-from capplan.engine.server.histogram import Histogram
+from capplan.engine.server.metrics import Histogram
 from tests.engine.live import Live, live
 from tests.engine.test_faults import complete, send
 

@@ -9,7 +9,7 @@ from hypothesis import strategies as st
 from tokenizers import Tokenizer as HfTokenizer
 from tokenizers import decoders, models, pre_tokenizers, trainers
 
-from capplan.engine.server.text import StopStrings, text_stream
+from capplan.engine.server.output_stream import StopChecker, detokenizer_of
 from capplan.engine.tokenizer import ByteTokenizer, FileTokenizer, Tokenizer
 
 SAMPLE = "Grüße aus Köln, 東京 and 🙂🙃! It is what it is; the rest is silence.\n"
@@ -30,7 +30,7 @@ def trained(tmp_path_factory: pytest.TempPathFactory) -> FileTokenizer:
 
 
 def streamed(tokenizer: Tokenizer, parts: Sequence[Sequence[int]]) -> list[str]:
-    stream = text_stream(tokenizer)
+    stream = detokenizer_of(tokenizer)
     return [*(stream.feed(part) for part in parts), stream.finish()]
 
 
@@ -69,7 +69,7 @@ def test_what_is_no_character_is_not_waited_for(trained: FileTokenizer) -> None:
 def test_text_ends_before_the_first_stop_string(text: str, stops: list[str], data: st.DataObject) -> None:
     found = [text.index(stop) for stop in stops if stop in text]
     parts = cut_text(text, data.draw(st.lists(st.integers(1, 6))))
-    watch, shown = StopStrings(stops), ""
+    watch, shown = StopChecker(stops), ""
     for part in parts:
         more, stop = watch.feed(part)
         shown += more

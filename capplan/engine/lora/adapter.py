@@ -1,19 +1,123 @@
-"""An adapter in host memory: its true ranks and all its rows in one flat tensor, ready to be copied."""
+"""LoRA adapters on the host: row layout, PEFT files, random adapters.
+
+An adapter of rank r on a linear map from `in` to `out` dimensions has r rows of length `in` (A) and r rows of
+length `out` (B, transposed). Rows are ordered by layer. Within a layer they are ordered by site (q, k and v;
+o; gate and up; down), each with the A rows of all its modules before their B rows: the A rows of q, k and v
+form one matrix.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+import json
+import math
+import re
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, Final, NamedTuple, Protocol
 
 import numpy as np
 import torch
 from numpy.typing import NDArray
+from safetensors import SafetensorError, safe_open
 
-from capplan.engine.lora.layout import MODULES, SITES, AdapterLayout
+from capplan.engine.models.config import ModelConfig
 from capplan.errors import InputError
+from capplan.spec import read_text
+
+MODULES: Final = ("q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj")
+
+SITES: Final = ((0, 1, 2), (3,), (4, 5), (6,))
+"""The modules of each place, in the order of `capplan.engine.models.decoder`."""
+
+A, B = 0, 1
+
+GROUPS: Final = tuple((module, side) for site in SITES for side in (A, B) for module in site)
+"""The (module, side) groups of rows of one layer, in order: A of a place's modules, then their B."""
+
+
+class AdapterLayout:
+    """The row lengths of a model's adapters.
+
+    Attributes
+    ----------
+    layers
+        Layers of the model.
+    sizes
+        (in, out) of each module.
+    out_starts
+        First column of each module's output within the output of its place.
+    site_outputs
+        The same and the widths, of the modules of each place.
+    """
+
+    def __init__(self, config: ModelConfig) -> None:
+        hidden, query, kv, inner = (
+            config.hidden_size,
+            config.query_size,
+            config.kv_size,
+            config.intermediate_size,
+        )
+        self.layers = config.layers
+        self.sizes = (
+            (hidden, query),
+            (hidden, kv),
+            (hidden, kv),
+            (query, hidden),
+            (hidden, inner),
+            (hidden, inner),
+            (inner, hidden),
+        )
+        self.out_starts = (0, query, query + kv, 0, 0, inner, 0)
+        self.site_outputs = tuple(
+            (np.array([self.out_starts[m] for m in site]), np.array([self.sizes[m][B] for m in site]))
+            for site in SITES
+        )
+        self._group_lengths = np.array([self.sizes[module][side] for module, side in GROUPS], np.int64)
+        self.longest_row = int(self._group_lengths.max())
+
+    def ranks(self, rank: int) -> NDArray[np.int64]:
+        """Return the ranks of an adapter that has the same one everywhere, shape (layers, modules)."""
+        return np.full((self.layers, len(MODULES)), rank, np.int64)
+
+    def group_rows(self, ranks: NDArray[np.int64]) -> NDArray[np.int64]:
+        """Return the rows of each group, shape (layers * groups,)."""
+        return np.concatenate([ranks[:, [module]] for module, _ in GROUPS], axis=1).ravel()
+
+    def row_lengths(self, ranks: NDArray[np.int64]) -> NDArray[np.int64]:
+        """Return the length of each row of an adapter, in order."""
+        lengths: NDArray[np.int64] = np.repeat(
+            np.tile(self._group_lengths, self.layers), self.group_rows(ranks)
+        )
+        return lengths
+
+    def elements(self, ranks: NDArray[np.int64]) -> int:
+        """Return the numbers that an adapter takes."""
+        return int(np.tile(self._group_lengths, self.layers) @ self.group_rows(ranks))
+
+    def first_rows(self, ranks: NDArray[np.int64]) -> NDArray[np.int64]:
+        """Return the first row of each group and the end of the last one, shape (layers * groups + 1,)."""
+        return np.concatenate([[0], np.cumsum(self.group_rows(ranks))])
+
+    def padded_offsets(self, ranks: NDArray[np.int64], slot_rank: int) -> NDArray[np.int64]:
+        """Return where each row stands in a slot that has room for `slot_rank` rows in every group."""
+        lengths = np.tile(self._group_lengths, self.layers)
+        starts = np.concatenate([[0], np.cumsum(lengths * slot_rank)[:-1]])
+        rows = self.group_rows(ranks)
+        within = np.arange(rows.sum()) - np.repeat(np.cumsum(rows) - rows, rows)
+        offsets: NDArray[np.int64] = np.repeat(starts, rows) + within * np.repeat(lengths, rows)
+        return offsets
+
+
+def group_number(layer: int, module: int, side: int) -> int:
+    """Return the number of a group of rows among all layers."""
+    return layer * len(GROUPS) + GROUPS.index((module, side))
+
 
 Matrices = Mapping[tuple[int, int], tuple[torch.Tensor, torch.Tensor]]
 """(layer, module) to A, shape (rank, in), and B, shape (out, rank), with the scale multiplied in."""
+
 Shapes = Mapping[tuple[int, int], tuple[Sequence[int], Sequence[int]]]
 """(layer, module) to the shapes of A and B."""
 
@@ -80,3 +184,214 @@ def ranks_of(layout: AdapterLayout, shapes: Shapes, location: str) -> NDArray[np
             raise InputError(rule, (a[1], b[0]), where)
         ranks[layer, module] = a[0]
     return ranks
+
+
+_MUST_BE_OFF = (
+    "alora_invocation_tokens",
+    "fan_in_fan_out",
+    "layer_replication",
+    "lora_bias",
+    "modules_to_save",
+    "target_parameters",
+    "trainable_token_indices",
+    "use_bdlora",
+    "use_dora",
+    "use_qalora",
+)
+
+_REPLACES_BASE = re.compile(r"pissa.*|corda|olora|loftq|lora_ga")
+"""Values of `init_lora_weights` with which PEFT puts a remainder in place of the model's own weights."""
+
+_TENSOR = re.compile(r"(?:.*\.)?(layers\.(\d+)\.(?:self_attn|mlp)\.(\w+))\.lora_([AB])(?:\.default)?\.weight")
+
+Place = tuple[int, int]
+"""(layer, module)"""
+
+
+class _Entry(NamedTuple):
+    """A tensor of the file: its full name, the module's, and its shape."""
+
+    name: str
+    module: str
+    shape: tuple[int, ...]
+
+
+def read_shapes(folder: Path) -> dict[Place, tuple[tuple[int, ...], tuple[int, ...]]]:
+    """Return the shapes of A and B of every (layer, module) of an adapter, from the file's header alone.
+
+    Raises
+    ------
+    InputError
+        When a file cannot be read or is cut off, or the adapter is of a kind that the engine does not run.
+    """
+    with _opened(folder) as (opened, file, config):
+        pairs = _pairs(opened, file)
+        for a, _ in pairs.values():
+            _scale(config, a, file)
+        return {place: (a.shape, b.shape) for place, (a, b) in pairs.items()}
+
+
+def read_peft(folder: Path) -> dict[Place, tuple[torch.Tensor, torch.Tensor]]:
+    """Return A and scaled B of every (layer, module) of an adapter, in float32; raises as `read_shapes`."""
+    with _opened(folder) as (opened, file, config):
+        return {
+            place: (
+                opened.get_tensor(a.name).float(),
+                opened.get_tensor(b.name).float() * _scale(config, a, file),
+            )
+            for place, (a, b) in _pairs(opened, file).items()
+        }
+
+
+@contextmanager
+def _opened(folder: Path) -> Iterator[tuple[Any, Path, dict[str, Any]]]:
+    """Open an adapter: (tensors, their file, config)."""
+    config = _read_config(folder / "adapter_config.json")
+    file = folder / "adapter_model.safetensors"
+    try:
+        with safe_open(file, framework="pt") as opened:
+            yield opened, file, config
+    except (SafetensorError, OSError) as error:
+        raise InputError(f"cannot be read: {error}", location=str(file)) from None
+
+
+def _pairs(opened: Any, file: Path) -> dict[Place, tuple[_Entry, _Entry]]:
+    halves: tuple[dict[Place, _Entry], ...] = ({}, {})
+    for name in opened.keys():  # noqa: SIM118 - no mapping
+        match = _TENSOR.fullmatch(name)
+        if match is None or match[3] not in MODULES:
+            raise InputError(f"must hold lora_A and lora_B of {', '.join(MODULES)} only", name, str(file))
+        shape = tuple(opened.get_slice(name).get_shape())
+        if len(shape) != 2:
+            raise InputError("must be a matrix", shape, f"{file}: {name}")
+        place = int(match[2]), MODULES.index(match[3])
+        halves["AB".index(match[4])][place] = _Entry(name, match[1], shape)
+    if halves[0].keys() != halves[1].keys():
+        layer, module = next(iter(halves[0].keys() ^ halves[1].keys()))
+        raise InputError(
+            "must hold both lora_A and lora_B", location=f"{file}: layer {layer} {MODULES[module]}"
+        )
+    return {place: (a, halves[1][place]) for place, a in halves[0].items()}
+
+
+def _read_config(file: Path) -> dict[str, Any]:
+    try:
+        config = json.loads(read_text(file))
+    except json.JSONDecodeError as error:
+        raise InputError(f"must be JSON: {error.msg}", location=f"{file}:{error.lineno}") from None
+    except RecursionError:
+        raise InputError("must be JSON that is not nested so deeply", location=str(file)) from None
+    if not isinstance(config, dict) or config.get("peft_type") != "LORA":
+        raise InputError("must be a LoRA adapter: peft_type LORA", location=str(file))
+    for key in _MUST_BE_OFF:
+        if config.get(key):
+            raise InputError(
+                "must be off: the engine does not run such adapters", config[key], f"{file}: {key}"
+            )
+    initial = config.get("init_lora_weights")
+    if isinstance(initial, str) and _REPLACES_BASE.fullmatch(initial):
+        rule = "must be converted to plain LoRA: it comes with a base model of its own"
+        raise InputError(rule, initial, f"{file}: init_lora_weights")
+    if config.get("bias", "none") != "none":
+        raise InputError("must be none", config["bias"], f"{file}: bias")
+    return config
+
+
+def _scale(config: dict[str, Any], a: _Entry, file: Path) -> float:
+    location, rank = f"{file}: {a.name}", a.shape[0]
+    declared = _by_pattern(config.get("rank_pattern"), a.module, config.get("r", 8), location)
+    if declared != rank or rank < 1:
+        raise InputError(f"must have the rank {declared:g} that adapter_config.json says", rank, location)
+    alpha = _by_pattern(config.get("alpha_pattern"), a.module, config.get("lora_alpha", 8), location)
+    return alpha / (math.sqrt(rank) if config.get("use_rslora") else rank)
+
+
+def _by_pattern(patterns: Any, module: str, default: Any, location: str) -> float:
+    """Return the value of the first pattern that a module's name ends with, as PEFT chooses it."""
+    value = default
+    if not isinstance(patterns or {}, dict):
+        raise InputError("rank_pattern and alpha_pattern must be mappings", patterns, location)
+    for pattern, other in (patterns or {}).items():
+        if _matches(pattern, module, location):
+            value = other
+            break
+    if isinstance(value, bool) or not isinstance(value, int | float) or not math.isfinite(value):
+        raise InputError("rank and alpha must be finite numbers", value, location)
+    return float(value)
+
+
+def _matches(pattern: str, module: str, location: str) -> bool:
+    try:
+        return re.match(rf"(.*\.)?({pattern})$", f"model.{module}") is not None
+    except re.error:
+        raise InputError("must be a regular expression", pattern, location) from None
+
+
+class AdapterSource(Protocol):
+    """Reads an adapter; called again whenever it has left the host's memory."""
+
+    def __str__(self) -> str:
+        """Return what messages call it."""
+        ...
+
+    def ranks(self, layout: AdapterLayout) -> NDArray[np.int64]:
+        """Return the rank on each module, shape (layers, modules), without reading the adapter's numbers.
+
+        Raises
+        ------
+        InputError
+            When the adapter cannot be read, or does not go with the model.
+        """
+        ...
+
+    def read(self, layout: AdapterLayout, dtype: torch.dtype, pin: bool) -> HostAdapter:
+        """Return the adapter; `pin` puts it into memory from which a GPU can copy by itself."""
+        ...
+
+
+@dataclass(frozen=True)
+class PeftFolder:
+    """``adapter_config.json`` and ``adapter_model.safetensors``."""
+
+    path: Path
+
+    def __str__(self) -> str:
+        return str(self.path)
+
+    def ranks(self, layout: AdapterLayout) -> NDArray[np.int64]:
+        """Read the files' headers; see `AdapterSource`."""
+        return ranks_of(layout, read_shapes(self.path), str(self))
+
+    def read(self, layout: AdapterLayout, dtype: torch.dtype, pin: bool) -> HostAdapter:
+        """Read the folder; see `AdapterSource`."""
+        return pack(layout, read_peft(self.path), dtype, pin, str(self))
+
+
+@dataclass(frozen=True)
+class RandomAdapter:
+    """An adapter of one rank on all modules, the same for the same seed.
+
+    A is drawn as PEFT draws it; B, which training moves away from zero, so that the answer changes.
+    """
+
+    rank: int
+    seed: int
+
+    def __str__(self) -> str:
+        return f"random adapter of rank {self.rank}"
+
+    def ranks(self, layout: AdapterLayout) -> NDArray[np.int64]:
+        """Return the one rank everywhere; see `AdapterSource`."""
+        return layout.ranks(self.rank)
+
+    def read(self, layout: AdapterLayout, dtype: torch.dtype, pin: bool) -> HostAdapter:
+        """Draw the adapter; see `AdapterSource`."""
+        generator = torch.Generator().manual_seed(self.seed)
+        matrices = {}
+        for layer in range(layout.layers):
+            for module in range(len(MODULES)):
+                size_in, size_out = layout.sizes[module]
+                a = (torch.rand(self.rank, size_in, generator=generator) * 2 - 1) / size_in**0.5
+                b = torch.randn(size_out, self.rank, generator=generator) / self.rank
+                matrices[layer, module] = a, b
+        return pack(layout, matrices, dtype, pin, str(self))

@@ -12,13 +12,13 @@ from collections.abc import Callable
 from concurrent.futures import Future, ThreadPoolExecutor, wait
 from typing import NamedTuple, Protocol
 
-from capplan.engine.clock import Clock
+from capplan.engine.timing import EngineClock
 
 Job = Callable[[], str | None]
 """Copies an adapter; returns what was wrong with it, if anything."""
 
 
-class Arrival(NamedTuple):
+class LoadResult(NamedTuple):
     """The end of a copy."""
 
     adapter: int
@@ -32,7 +32,7 @@ class Loader(Protocol):
         """Queue a copy behind those under way; `announce`: the scheduler waits to be told of it."""
         ...
 
-    def arrived(self) -> list[Arrival]:
+    def arrived(self) -> list[LoadResult]:
         """Return the announced copies that have ended since the last call, in their order."""
         ...
 
@@ -60,7 +60,7 @@ class Loader(Protocol):
 class ThreadLoader:
     """Copies in a thread of their own, under a clock of real time."""
 
-    def __init__(self, clock: Clock) -> None:
+    def __init__(self, clock: EngineClock) -> None:
         self._clock = clock
         self._thread = ThreadPoolExecutor(1, thread_name_prefix="adapter-loader")
         self._futures: dict[int, Future[str | None]] = {}
@@ -78,12 +78,12 @@ class ThreadLoader:
         self._done_ns[adapter] = self._clock.now_ns()
         return error
 
-    def arrived(self) -> list[Arrival]:
+    def arrived(self) -> list[LoadResult]:
         """See `Loader`."""
         arrivals = []
         while self._coming and self._futures[self._coming[0]].done():
             adapter = self._coming.popleft()
-            arrivals.append(Arrival(adapter, self._futures[adapter].result()))
+            arrivals.append(LoadResult(adapter, self._futures[adapter].result()))
         return arrivals
 
     def wait(self, adapter: int) -> str | None:
@@ -115,7 +115,7 @@ class ThreadLoader:
 class VirtualLoader:
     """Copies that take the time they took, by a clock that stands still meanwhile."""
 
-    def __init__(self, clock: Clock) -> None:
+    def __init__(self, clock: EngineClock) -> None:
         self._clock = clock
         self._free_ns = 0
         self._ready_ns: dict[int, int] = {}
@@ -135,12 +135,12 @@ class VirtualLoader:
         if announce:
             self._coming.append(adapter)
 
-    def arrived(self) -> list[Arrival]:
+    def arrived(self) -> list[LoadResult]:
         """See `Loader`."""
         arrivals = []
         while self._coming and self._ready_ns[self._coming[0]] <= self._clock.now_ns():
             adapter = self._coming.popleft()
-            arrivals.append(Arrival(adapter, self._errors[adapter]))
+            arrivals.append(LoadResult(adapter, self._errors[adapter]))
         return arrivals
 
     def wait(self, adapter: int) -> str | None:

@@ -1,18 +1,115 @@
-"""Two ways to keep adapters beside the model: static slots, and pages of the pool that holds the KV cache."""
+"""Adapter memory on the device: static slots, or pages of the KV pool."""
 
 from __future__ import annotations
 
 from collections.abc import Set
-from typing import Protocol
+from dataclasses import dataclass
+from itertools import pairwise
+from typing import NamedTuple, Protocol
 
 import numpy as np
 import torch
 from numpy.typing import NDArray
 
-from capplan.engine.lora.layout import GROUPS, AdapterLayout
-from capplan.engine.lora.placement import Placement
-from capplan.engine.pages import PagePool
+from capplan.engine.lora.adapter import GROUPS, MODULES, SITES, A, AdapterLayout, B, HostAdapter, group_number
+from capplan.engine.pool import PagePool
 from capplan.errors import InputError
+
+
+class Shrink(NamedTuple):
+    """Some rows of A: columns [start, end) of the low-rank activations are ``x @ rows.T``."""
+
+    start: int
+    end: int
+    rows: torch.Tensor
+
+
+class Expand(NamedTuple):
+    """Some rows of B: columns [out_start, out_end) of the output grow by ``h[:, start:end] @ rows``."""
+
+    start: int
+    end: int
+    out_start: int
+    out_end: int
+    rows: torch.Tensor
+
+
+class SiteViews(NamedTuple):
+    """An adapter at one place of a layer; `rank` counts the columns of all modules there."""
+
+    rank: int
+    shrinks: tuple[Shrink, ...]
+    expands: tuple[Expand, ...]
+
+
+@dataclass(frozen=True)
+class AdapterPlacement:
+    """An adapter in memory: `offsets` says at which element of `memory` each row begins."""
+
+    layout: AdapterLayout
+    memory: torch.Tensor
+    ranks: NDArray[np.int64]
+    offsets: NDArray[np.int64]
+
+    def copy_from(self, adapter: HostAdapter) -> None:
+        """Copy all rows, as few copies as their places allow."""
+        lengths = self.layout.row_lengths(self.ranks)
+        source = np.concatenate([[0], np.cumsum(lengths)])
+        for first, end in _runs(self.offsets, lengths):
+            size = int(source[end] - source[first])
+            at = int(self.offsets[first])
+            part = adapter.flat[int(source[first]) : int(source[end])]
+            self.memory[at : at + size].copy_(part, non_blocking=True)
+
+    def views(self) -> list[list[SiteViews]]:
+        """Return the matrices of every layer and place."""
+        first_rows = self.layout.first_rows(self.ranks)
+        return [
+            [self._site(layer, site, first_rows) for site in SITES] for layer in range(self.layout.layers)
+        ]
+
+    def _site(self, layer: int, site: tuple[int, ...], first_rows: NDArray[np.int64]) -> SiteViews:
+        begin = int(first_rows[group_number(layer, site[0], A)])
+        end = int(first_rows[group_number(layer, site[-1], A) + 1])
+        shrinks = [
+            Shrink(first - begin, last - begin, rows)
+            for first, last, rows in self._matrices(begin, end, self.layout.sizes[site[0]][A])
+        ]
+        expands = []
+        column = 0
+        for module in site:
+            rank = int(self.ranks[layer, module])
+            size = self.layout.sizes[module][B]
+            begin_b = int(first_rows[group_number(layer, module, B)])
+            out = self.layout.out_starts[module]
+            for first, last, rows in self._matrices(begin_b, begin_b + rank, size):
+                at = column - begin_b
+                expands.append(Expand(first + at, last + at, out, out + size, rows))
+            column += rank
+        return SiteViews(end - begin, tuple(shrinks), tuple(expands))
+
+    def _matrices(self, begin: int, end: int, length: int) -> list[tuple[int, int, torch.Tensor]]:
+        """Return the rows from `begin` to `end`, all of one length, as (first, end, matrix)."""
+        offsets = self.offsets[begin:end]
+        return [
+            (
+                begin + first,
+                begin + last,
+                self.memory[int(offsets[first]) : int(offsets[first]) + (last - first) * length].view(
+                    -1, length
+                ),
+            )
+            for first, last in _runs(offsets, np.full(offsets.size, length))
+        ]
+
+
+def _runs(offsets: NDArray[np.int64], lengths: NDArray[np.int64]) -> list[tuple[int, int]]:
+    """Return the (first, end) of rows that stand one behind the other."""
+    if offsets.size == 0:
+        return []
+    breaks = 1 + np.flatnonzero(offsets[:-1] + lengths[:-1] != offsets[1:])
+    edges = [0, *breaks.tolist(), offsets.size]
+    return list(pairwise(edges))
 
 
 class AdapterMemory(Protocol):
@@ -23,7 +120,7 @@ class AdapterMemory(Protocol):
         """All of it, as one flat tensor into which offsets point."""
         ...
 
-    def place(self, adapter: int, ranks: NDArray[np.int64]) -> Placement:
+    def place(self, adapter: int, ranks: NDArray[np.int64]) -> AdapterPlacement:
         """Find room for an adapter; its rows are still to be copied."""
         ...
 
@@ -76,11 +173,11 @@ class StaticSlots:
         """See `AdapterMemory`."""
         return self._memory
 
-    def place(self, adapter: int, ranks: NDArray[np.int64]) -> Placement:
+    def place(self, adapter: int, ranks: NDArray[np.int64]) -> AdapterPlacement:
         """Take a free slot."""
         slot = self._slot_of[adapter] = self._free.pop()
         offsets = slot * self._slot_elements + self._layout.padded_offsets(ranks, self._slot_rank)
-        return Placement(self._layout, self._memory, ranks, offsets)
+        return AdapterPlacement(self._layout, self._memory, ranks, offsets)
 
     def clear(self, adapter: int) -> None:
         """Fill the slot with zeros."""
@@ -134,11 +231,11 @@ class UnifiedPages:
         """See `AdapterMemory`."""
         return self._pool.tensor.view(-1)
 
-    def place(self, adapter: int, ranks: NDArray[np.int64]) -> Placement:
+    def place(self, adapter: int, ranks: NDArray[np.int64]) -> AdapterPlacement:
         """Take as many pages as the adapter needs."""
         page, within = self._fill(ranks)
         pages = self._pages_of[adapter] = self._pool.take(int(page[-1]) + 1 if page.size else 0)
-        return Placement(self._layout, self.storage, ranks, pages[page] * self._page_elements + within)
+        return AdapterPlacement(self._layout, self.storage, ranks, pages[page] * self._page_elements + within)
 
     def clear(self, adapter: int) -> None:
         """Pages hold no padding."""
@@ -177,3 +274,50 @@ class UnifiedPages:
             within[first:end] = starts[first:end] - starts[first]
             first, number = end, number + 1
         return page, within
+
+
+class RowTables:
+    """Tables of all adapters in memory, by their number in the tables.
+
+    Attributes
+    ----------
+    rows
+        First element of each row, shape (adapters, layers, groups, largest rank).
+    ranks
+        Shape (adapters, layers, modules).
+    number_of
+        Adapter to its number in the tables.
+    max_rank_of
+        Number in the tables to the adapter's largest rank.
+    outputs
+        First column and width of each module's output, one tensor per place of a layer.
+    """
+
+    def __init__(self, layout: AdapterLayout, adapters: int, max_rank: int, device: torch.device) -> None:
+        self.rows = torch.zeros(
+            (adapters, layout.layers, len(GROUPS), max_rank), dtype=torch.int64, device=device
+        )
+        self.ranks = torch.zeros((adapters, layout.layers, len(MODULES)), dtype=torch.int32, device=device)
+        self.outputs = [
+            torch.from_numpy(np.stack(outputs, axis=1).astype(np.int32)).to(device)
+            for outputs in layout.site_outputs
+        ]
+        self.number_of: dict[int, int] = {}
+        self.max_rank_of: dict[int, int] = {}
+        self.max_rank = max_rank
+        self._layout = layout
+        self._free = list(range(adapters - 1, -1, -1))
+
+    def add(self, adapter: int, placement: AdapterPlacement, padding: NDArray[np.int64]) -> None:
+        """Enter an adapter; rows beyond its rank may be read at `padding`, shape (layers * groups, rank)."""
+        number = self.number_of[adapter] = self._free.pop()
+        rows = padding.copy()
+        counts = self._layout.group_rows(placement.ranks)
+        rows[np.arange(self.max_rank) < counts[:, None]] = placement.offsets
+        self.rows[number].copy_(torch.from_numpy(rows).view(self.rows.shape[1:]))
+        self.max_rank_of[number] = int(placement.ranks.max(initial=0))
+        self.ranks[number].copy_(torch.from_numpy(placement.ranks.astype(np.int32)))
+
+    def remove(self, adapter: int) -> None:
+        """Take an adapter out."""
+        self._free.append(self.number_of.pop(adapter))

@@ -1,7 +1,7 @@
-"""What a model is, read from a Hugging Face ``config.json``: Llama (2, 3.x) and Qwen2/2.5.
+"""Model configurations: Hugging Face ``config.json`` of Llama (2, 3.x) and Qwen2/2.5, and built-in models.
 
-Both are the same decoder: RMS norms, rotary positions, grouped-query attention, a gated MLP. Qwen2 adds
-biases to q, k and v. What a config asks for beyond that is refused, rather than answered wrongly.
+Both families are one decoder: RMS norms, rotary positions, grouped-query attention, a gated MLP. Qwen2 adds
+biases to q, k and v. A config that requires anything else is refused.
 """
 
 from __future__ import annotations
@@ -10,7 +10,8 @@ import json
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Any
+from types import MappingProxyType
+from typing import Any, Final
 
 from capplan.errors import InputError
 from capplan.spec import ModelArch, read_text
@@ -142,19 +143,19 @@ def config_from_hf(fields: Mapping[str, Any], location: str = "config.json") -> 
     if family not in ("llama", "qwen2"):
         raise InputError("must be llama or qwen2", family, f"{location}: model_type")
     _refuse_unknown_features(fields, location)
-    heads = _whole(fields, "num_attention_heads", location)
-    hidden = _whole(fields, "hidden_size", location)
+    heads = _whole_number(fields, "num_attention_heads", location)
+    hidden = _whole_number(fields, "hidden_size", location)
     attention_bias = bool(fields.get("attention_bias", False))
     return ModelConfig(
         name=str(fields.get("_name_or_path") or Path(location).parent.name or family),
-        layers=_whole(fields, "num_hidden_layers", location),
+        layers=_whole_number(fields, "num_hidden_layers", location),
         hidden_size=hidden,
         heads=heads,
-        kv_heads=_whole(fields, "num_key_value_heads", location, heads),
-        head_dim=_whole(fields, "head_dim", location, hidden // heads),
-        intermediate_size=_whole(fields, "intermediate_size", location),
-        vocab_size=_whole(fields, "vocab_size", location),
-        max_positions=_whole(
+        kv_heads=_whole_number(fields, "num_key_value_heads", location, heads),
+        head_dim=_whole_number(fields, "head_dim", location, hidden // heads),
+        intermediate_size=_whole_number(fields, "intermediate_size", location),
+        vocab_size=_whole_number(fields, "vocab_size", location),
+        max_positions=_whole_number(
             fields, "max_position_embeddings", location, 2048 if family == "llama" else 32768
         ),
         rms_eps=_number(fields, "rms_norm_eps", location, 1e-6),
@@ -182,7 +183,7 @@ def _number(fields: Mapping[str, Any], key: str, location: str, default: float) 
     return float(value)
 
 
-def _whole(fields: Mapping[str, Any], key: str, location: str, default: int | None = None) -> int:
+def _whole_number(fields: Mapping[str, Any], key: str, location: str, default: int | None = None) -> int:
     value = fields.get(key)
     if value is None:
         value = default
@@ -227,3 +228,81 @@ def _rope(fields: Mapping[str, Any], location: str) -> Rope:
         high_freq_factor=_number(scaling, "high_freq_factor", location, 4.0),
         original_positions=int(positions or _number(fields, "max_position_embeddings", location, 8192)),
     )
+
+
+_MODELS: tuple[ModelConfig, ...] = (
+    ModelConfig(
+        name="tiny-llama",
+        layers=2,
+        hidden_size=64,
+        heads=4,
+        kv_heads=2,
+        head_dim=16,
+        intermediate_size=128,
+        vocab_size=320,
+        max_positions=2048,
+        rope=Rope(theta=10000.0),
+    ),
+    ModelConfig(
+        name="meta-llama/Llama-2-7b-hf",
+        layers=32,
+        hidden_size=4096,
+        heads=32,
+        kv_heads=32,
+        head_dim=128,
+        intermediate_size=11008,
+        vocab_size=32000,
+        max_positions=4096,
+        rms_eps=1e-5,
+        dtype="float16",
+        eos_token_ids=(2,),
+    ),
+    ModelConfig(
+        name="meta-llama/Llama-3.1-8B-Instruct",
+        layers=32,
+        hidden_size=4096,
+        heads=32,
+        kv_heads=8,
+        head_dim=128,
+        intermediate_size=14336,
+        vocab_size=128256,
+        max_positions=131072,
+        rms_eps=1e-5,
+        rope=Rope(theta=500000.0, kind="llama3", factor=8.0),
+        dtype="bfloat16",
+        eos_token_ids=(128001, 128008, 128009),
+    ),
+    ModelConfig(
+        name="Qwen/Qwen2.5-7B-Instruct",
+        layers=28,
+        hidden_size=3584,
+        heads=28,
+        kv_heads=4,
+        head_dim=128,
+        intermediate_size=18944,
+        vocab_size=152064,
+        max_positions=32768,
+        rope=Rope(theta=1000000.0),
+        qkv_bias=True,
+        dtype="bfloat16",
+        eos_token_ids=(151645, 151643),
+    ),
+)
+
+BUILTIN: Final = MappingProxyType({model.name: model for model in _MODELS})
+"""Every built-in model by its Hugging Face id; ``tiny-llama`` is for tests and first tries."""
+
+
+def builtin_config(name: str) -> ModelConfig:
+    """Return the built-in model called `name`.
+
+    Raises
+    ------
+    InputError
+        When there is none; the message lists those there are.
+    """
+    if name not in BUILTIN:
+        raise InputError(
+            f"must be a folder with a config.json, or one of {', '.join(BUILTIN)}", name, "model"
+        )
+    return BUILTIN[name]

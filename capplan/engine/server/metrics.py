@@ -1,13 +1,15 @@
-"""What a server tells Prometheus, under vLLM's names where it has them.
+"""Prometheus metrics of a server, under vLLM's names where they exist.
 
-Counts are kept by the engine's thread as plain numbers; gauges are read off the scheduler when somebody asks,
-between two steps.
+The engine's thread counts plain numbers. Gauges are read from the scheduler's state at collection, between
+two steps.
 """
 
 from __future__ import annotations
 
 import time
-from collections.abc import Iterator, Mapping
+from bisect import bisect_left
+from collections.abc import Iterator, Mapping, Sequence
+from itertools import accumulate
 from typing import Final
 
 from prometheus_client import CollectorRegistry, generate_latest
@@ -15,25 +17,55 @@ from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, Histo
 from prometheus_client.metrics_core import Metric
 
 from capplan.engine.engine import Engine
-from capplan.engine.loop import Step
+from capplan.engine.engine_core import StepOutput
 from capplan.engine.request import Request
-from capplan.engine.server.histogram import Histogram
 from capplan.serving import state as s
+
+
+class Histogram:
+    """Counts of values up to given bounds.
+
+    Parameters
+    ----------
+    bounds
+        Upper bounds, included, in rising order; above the last there is one bucket more.
+    """
+
+    def __init__(self, bounds: Sequence[float]) -> None:
+        self._bounds = list(bounds)
+        self._counts = [0] * (len(self._bounds) + 1)
+        self.sum = 0.0
+
+    def observe(self, value: float) -> None:
+        """Count a value."""
+        self._counts[bisect_left(self._bounds, value)] += 1
+        self.sum += value
+
+    def buckets(self) -> list[tuple[str, float]]:
+        """Return (bound, values up to it), as Prometheus has them."""
+        names = [*(str(bound) for bound in self._bounds), "+Inf"]
+        return list(zip(names, accumulate(self._counts), strict=True))
+
 
 _TTFT_S: Final = (
     *(0.001, 0.005, 0.01, 0.02, 0.04, 0.06, 0.08, 0.1, 0.25, 0.5, 0.75, 1.0, 2.5, 5.0, 7.5, 10.0),
     *(20.0, 40.0, 80.0, 160.0, 640.0, 2560.0),
 )
+
 _ITL_S: Final = (
     *(0.001, 0.0025, 0.005, 0.01, 0.025, 0.05, 0.075, 0.1, 0.15, 0.2, 0.3, 0.4, 0.5, 0.75, 1.0, 2.5, 5.0),
     *(7.5, 10.0, 20.0, 40.0, 80.0),
 )
+
 _REQUEST_S: Final = (
     *(0.3, 0.5, 0.8, 1.0, 1.5, 2.0, 2.5, 5.0, 10.0, 15.0, 20.0, 30.0, 40.0, 50.0, 60.0, 120.0, 240.0),
     *(480.0, 960.0, 1920.0, 7680.0),
 )
+
 _STEP_TOKENS: Final = (1, 8, 16, 32, 64, 128, 256, 512, 1024, 2048, 4096, 8192, 16384)
+
 _FINISH_REASONS: Final = ("stop", "length", "abort", "error")
+
 _LABELS: Final = ("model_name", "engine")
 
 
@@ -57,7 +89,7 @@ class Metrics:
         self._registry = CollectorRegistry()
         self._registry.register(self)
 
-    def stepped(self, step: Step) -> None:
+    def stepped(self, step: StepOutput) -> None:
         """See `Watcher`."""
         if step.record is not None:
             self._preemptions += step.record.preemptions

@@ -1,4 +1,4 @@
-"""A server as a process: listening, saying that it is ready, ending when told to."""
+"""Server process: listen, report readiness, drain and stop."""
 
 from __future__ import annotations
 
@@ -10,16 +10,25 @@ import socket
 import sys
 import threading
 import traceback
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
 
 import uvicorn
 
-from capplan.engine.server.app import make_app
+from capplan.engine.engine import Engine
+from capplan.engine.request import SamplingParams
+from capplan.engine.server.limiter import ServerSettings
+from capplan.engine.server.routes import make_app
 from capplan.engine.server.service import Service
+from capplan.engine.timing import RecordFile
 from capplan.errors import InputError
 
 _SIGNALS = (signal.SIGINT, signal.SIGTERM)
+
 _KEEP_ALIVE_S = 75
+
 _LAST_WORDS_S = 5
 """For answers that are written out already, and for those that the end of the engine cuts off."""
 
@@ -57,7 +66,7 @@ def url_of(listener: socket.socket) -> str:
     return f"http://[{host}]:{port}" if ":" in host else f"http://{host}:{port}"
 
 
-class Server(uvicorn.Server):
+class EngineServer(uvicorn.Server):
     """uvicorn that ends in two steps.
 
     The first SIGTERM or SIGINT lets running requests finish, for a time, while new ones are refused with 503;
@@ -142,7 +151,7 @@ def serve(service: Service, listener: socket.socket, ready: Callable[[], None]) 
         Exit status: 0 when told to stop, 1 when the engine broke down.
     """
     try:
-        Server(service, ready).run([listener])
+        EngineServer(service, ready).run([listener])
     finally:
         service.driver.stop()  # uvicorn does not see to that when it is to end at once
     failure = service.driver.failure
@@ -150,3 +159,72 @@ def serve(service: Service, listener: socket.socket, ready: Callable[[], None]) 
         return 0
     traceback.print_exception(failure, file=sys.stderr)
     return 1
+
+
+AdapterSources = Mapping[str, str | Path | int]
+"""Name to a folder that PEFT wrote, or to the rank of a random adapter."""
+
+
+@dataclass(frozen=True)
+class InstanceConfig:
+    """One engine with its server, as settings.
+
+    Attributes
+    ----------
+    model, adapters
+        As `Engine` takes them.
+    engine
+        Fields of `EngineSettings`, but for `max_in_flight`, which follows from the server's.
+    server
+        The server's.
+    records
+        Where to write what every step did, as Parquet; None: nowhere.
+    """
+
+    model: str
+    server: ServerSettings
+    adapters: AdapterSources = field(default_factory=dict)
+    engine: Mapping[str, Any] = field(default_factory=dict)
+    records: Path | None = None
+
+
+def run_instance(instance: InstanceConfig, ready: Callable[[str], None]) -> int:
+    """Serve until told to stop.
+
+    Parameters
+    ----------
+    instance
+        What to serve.
+    ready
+        Called with the URL once requests are taken.
+
+    Returns
+    -------
+    int
+        Exit status: 0 when told to stop, 1 when the engine broke down.
+    """
+    settings = instance.server
+    with contextlib.ExitStack() as stack:
+        listener: socket.socket = stack.enter_context(bind(settings.host, settings.port))
+        fields = {**instance.engine, "max_in_flight": settings.max_requests}
+        engine = stack.enter_context(Engine(instance.model, instance.adapters, **fields))
+        warm_up(engine)
+        watchers = []
+        if instance.records is not None:
+            watchers.append(stack.enter_context(RecordFile(instance.records)))
+        service = Service(engine, settings, instance.adapters, watchers)
+        return serve(service, listener, lambda: ready(url_of(listener)))
+
+
+def warm_up(engine: Engine) -> None:
+    """Capture graphs, and run and end a few requests, so that nobody's first one waits for compilation."""
+    engine.loop.prepare()
+    params = SamplingParams(max_tokens=3, ignore_eos=True, temperature=1.0, logprobs=1)
+    for adapter in (None, *engine.adapters[:1]):
+        requests = [engine.new_request([0], adapter, params) for _ in range(4)]
+        for request in requests:
+            engine.submit(request)
+        engine.abort(requests[0])  # while it waits ...
+        while engine.step() is not None or engine.wait_for_adapter():
+            engine.abort(requests[1])  # ... and while it runs
+    engine.records.clear()

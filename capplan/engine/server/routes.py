@@ -1,30 +1,41 @@
-"""The routes: OpenAI's, vLLM's for adapters and metrics."""
+"""HTTP application: OpenAI's routes, vLLM's routes for adapters and metrics."""
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import asyncio
+from collections.abc import AsyncIterator, Sequence
+from contextlib import asynccontextmanager
+from functools import partial
 from typing import Any
 
-from fastapi import APIRouter, Request, Response
+from fastapi import APIRouter, FastAPI, Request, Response
 from fastapi.responses import JSONResponse, PlainTextResponse
 from prometheus_client import CONTENT_TYPE_LATEST
 
 from capplan.engine.request import SamplingParams
-from capplan.engine.server.adapters import AdapterInfo
-from capplan.engine.server.api_error import ApiError, bad_request
-from capplan.engine.server.formats import ChatFormat, CompletionFormat, Format
-from capplan.engine.server.reply import Reply
-from capplan.engine.server.responses import AnswerResponse, StreamResponse
-from capplan.engine.server.schemas import (
+from capplan.engine.server.limiter import RequestLimiter
+from capplan.engine.server.output_stream import OutputStream
+from capplan.engine.server.protocol import (
+    ApiError,
     ChatRequest,
     CompletionRequest,
     LoadAdapterRequest,
     UnloadAdapterRequest,
+    answer_errors,
+    bad_request,
 )
-from capplan.engine.server.service import Service
+from capplan.engine.server.responses import (
+    ChatFormat,
+    CompletionFormat,
+    CompletionResponse,
+    Format,
+    StreamResponse,
+)
+from capplan.engine.server.service import AdapterInfo, Service
 from capplan.errors import InputError
 
 _COMPLETION_TOKENS = 16  # OpenAI's default
+
 _HEALTH_S = 90.0
 """No step takes so long: an engine that does not answer within it is stuck."""
 
@@ -75,8 +86,8 @@ def _answer(
     service.refuse_if_full(len(prompts))
     params = _sampling(body, max_tokens, logprobs)
     stream = bool(body.stream)
-    reply = Reply(service.driver, service.tokenizer, prompts, adapter, params, body.stops(), stream)
-    return StreamResponse(reply, form) if stream else AnswerResponse(reply, form)
+    reply = OutputStream(service.driver, service.tokenizer, prompts, adapter, params, body.stops(), stream)
+    return StreamResponse(reply, form) if stream else CompletionResponse(reply, form)
 
 
 def _sampling(body: CompletionRequest | ChatRequest, max_tokens: int, logprobs: int | None) -> SamplingParams:
@@ -150,3 +161,21 @@ async def health(request: Request) -> Response:
 async def metrics(request: Request) -> Response:
     """Return the metrics in Prometheus' text format."""
     return Response(await _service(request).metrics_text(), media_type=CONTENT_TYPE_LATEST)
+
+
+def make_app(service: Service) -> FastAPI:
+    """Return the ASGI application of a service."""
+
+    @asynccontextmanager
+    async def lifespan(_: FastAPI) -> AsyncIterator[None]:
+        service.driver.start()
+        yield
+        await asyncio.to_thread(service.driver.stop)
+
+    # No pages of documentation: they would load scripts from elsewhere. The schema is at /openapi.json.
+    app = FastAPI(title="capplan", lifespan=lifespan, docs_url=None, redoc_url=None)
+    app.state.service = service
+    app.include_router(router)
+    app.add_middleware(RequestLimiter, settings=service.settings, refuse=partial(service.refuse_if_full, 1))
+    answer_errors(app)
+    return app

@@ -7,7 +7,7 @@ import pandas as pd
 import pytest
 
 from capplan.engine import Engine
-from capplan.engine.records import StepRecord
+from capplan.engine.timing import StepRecord
 from capplan.profiling.engine.points import MIXED, Point
 from capplan.profiling.engine.rows import recorded_rows
 from capplan.profiling.engine.served import grouped

@@ -1,0 +1,1 @@
+"""Router over the engine instances of a plan."""

@@ -1,0 +1,183 @@
+"""Instances of a plan: the configuration of each engine process."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field, replace
+from pathlib import Path
+from typing import Any, Final
+
+import torch
+
+from capplan.errors import InputError
+from capplan.spec import Group, Plan, PlanAdapter, Queues
+
+_LAST_WORDS_S: Final = 1.0
+"""For requests that are still at an instance when the router, which drains first, tells it to end."""
+
+
+@dataclass(frozen=True)
+class ServingOptions:
+    """How the instances of a plan are run, beside what the plan says.
+
+    Attributes
+    ----------
+    model
+        Folder, ``config.json`` or built-in name.
+    model_name
+        What clients call the base model.
+    engine
+        Fields of `EngineSettings`, which come before those of the plan.
+    max_queue
+        Prompts that an instance takes beyond its ``max_num_seqs``.
+    max_body_bytes
+        Largest request body.
+    """
+
+    model: str
+    model_name: str
+    engine: Mapping[str, Any] = field(default_factory=dict)
+    max_queue: int = 512
+    max_body_bytes: int = 8 * 2**20
+
+
+@dataclass(frozen=True)
+class InstanceSpec:
+    """One engine process.
+
+    Attributes
+    ----------
+    name, group
+        ``g0-1`` is the first replica of group ``g0``.
+    model, adapters, engine, server
+        As `capplan.engine.server.Instance` takes them.
+    shares
+        Share of each adapter's requests that is meant for this instance.
+    queues
+        Its queues by request size; None: requests go straight to the engine.
+    """
+
+    name: str
+    group: str
+    model: str
+    adapters: Mapping[str, str | int]
+    engine: Mapping[str, Any]
+    server: Mapping[str, Any]
+    shares: Mapping[str, float]
+    ranks: Mapping[str, int]
+    queues: Queues | None = None
+
+    @property
+    def max_requests(self) -> int:
+        """Prompts that the instance takes at a time."""
+        return int(self.server["max_requests"])
+
+    def message(self, host: str, key: str) -> bytes:
+        """Return the line of JSON that an engine process is started with."""
+        server = {**self.server, "host": host, "port": 0, "api_key": key}
+        fields = {"model": self.model, "adapters": self.adapters, "engine": self.engine, "server": server}
+        return json.dumps(fields).encode() + b"\n"
+
+
+def instances_of(plan: Plan, serving: ServingOptions, groups: Sequence[str] = ()) -> tuple[InstanceSpec, ...]:
+    """Return the instances of a plan, or of some of its groups, in its order.
+
+    Raises
+    ------
+    InputError
+        When there is no such group, or the engine cannot run one of them.
+    """
+    known = [group.id for group in plan.groups]
+    for name in groups:
+        if name not in known:
+            raise InputError(f"must be one of {', '.join(known)}", name, "--group")
+    chosen = [group for group in plan.groups if not groups or group.id in groups]
+    return tuple(spec for group in chosen for spec in _of_group(plan, group, serving))
+
+
+def unused_parts(plan: Plan) -> tuple[str, ...]:
+    """Return what a plan says that its instances do not follow, a line each."""
+    policies = sorted({group.cache.policy for group in plan.groups if group.cache is not None})
+    lines = [f"cache policy {policy}: the engine evicts the least recently used" for policy in policies]
+    return tuple(line for line in lines if not line.startswith("cache policy lru"))
+
+
+def _of_group(plan: Plan, group: Group, serving: ServingOptions) -> list[InstanceSpec]:
+    if group.tp != 1:
+        raise InputError("must be 1: the engine has no tensor parallelism", group.tp, f"group {group.id}: tp")
+    given = {name: value for name, value in serving.engine.items() if value is not None}
+    engine = {"rules": plan.engine.rules, **_engine_args(group), **given}
+    server = {
+        "model_name": serving.model_name,
+        "max_requests": engine["max_num_seqs"] + serving.max_queue,
+        "max_body_bytes": serving.max_body_bytes,
+        "drain_timeout_s": _LAST_WORDS_S,
+    }
+    adapters = {adapter.name: _source(adapter, group) for adapter in group.adapters}
+    if serving.model_name in adapters:
+        raise InputError("must be another name than the base model's", serving.model_name, "adapters")
+    shares = {adapter.name: adapter.share / group.replicas for adapter in group.adapters}
+    ranks = {adapter.name: adapter.rank for adapter in group.adapters}
+    return [
+        InstanceSpec(
+            name=f"{group.id}-{replica}",
+            group=group.id,
+            model=serving.model,
+            adapters=adapters,
+            engine=engine,
+            server=server,
+            shares=shares,
+            ranks=ranks,
+            queues=group.queues,
+        )
+        for replica in range(1, group.replicas + 1)
+    ]
+
+
+def _engine_args(group: Group) -> dict[str, Any]:
+    args = group.engine_args
+    fields: dict[str, Any] = {
+        "a_max": args.max_loras,
+        "s_max": args.max_lora_rank,
+        "max_cpu_loras": args.max_cpu_loras,
+        "max_num_seqs": args.max_num_seqs,
+        "max_num_batched_tokens": args.max_num_batched_tokens,
+        "max_model_len": args.max_model_len,
+        "gpu_memory_utilization": args.gpu_memory_utilization,
+        "prefix_caching": args.enable_prefix_caching,
+    }
+    return {name: value for name, value in fields.items() if value is not None}
+
+
+def _source(adapter: PlanAdapter, group: Group) -> str | int:
+    """Return the folder of an adapter, or the rank of a random one where the plan has no path."""
+    if adapter.path is None:
+        return adapter.rank
+    folder = Path(adapter.path)
+    if not folder.is_dir():
+        where = f"group {group.id}: adapter {adapter.name}: path"
+        raise InputError("must be a folder on this machine", adapter.path, where)
+    return str(folder.resolve())
+
+
+def spread_over_gpus(specs: Sequence[InstanceSpec]) -> tuple[InstanceSpec, ...]:
+    """Return instances with a GPU of its own for each whose device is ``cuda``, in order.
+
+    Raises
+    ------
+    InputError
+        When there are fewer GPUs than that.
+    """
+    wanting = [spec.name for spec in specs if spec.engine.get("device") == "cuda"]
+    if len(wanting) > torch.cuda.device_count():
+        rule = (
+            f"needs {len(wanting)} GPUs, one per instance, and there are {torch.cuda.device_count()}; "
+            "cuda:0 puts all on the first"
+        )
+        raise InputError(rule, "cuda", "--device")
+    device = {name: f"cuda:{number}" for number, name in enumerate(wanting)}
+    return tuple(
+        replace(spec, engine={**spec.engine, "device": device[spec.name]}) if spec.name in device else spec
+        for spec in specs
+    )

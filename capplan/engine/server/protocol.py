@@ -1,0 +1,326 @@
+"""Request schemas and error responses of the OpenAI API, with vLLM's additions.
+
+A field that the engine does not support is accepted only with its neutral value. An unknown field is an error
+that names the nearest known one.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping
+from types import MappingProxyType
+from typing import Annotated, Any, Final, Literal, Self, cast
+
+from fastapi import FastAPI, Request
+from fastapi.exceptions import RequestValidationError
+from fastapi.responses import Response
+from pydantic import BaseModel, ConfigDict, Field, ValidationError, WrapValidator, model_validator
+from pydantic_core import PydanticCustomError
+from starlette.exceptions import HTTPException
+
+from capplan.engine.request import SamplingParams
+from capplan.errors import InputError
+from capplan.spec.base import unknown_key
+
+_TYPES: Final = {
+    401: "authentication_error",
+    403: "permission_error",
+    404: "not_found_error",
+    429: "rate_limit_error",
+    500: "server_error",
+    503: "service_unavailable_error",
+}
+
+
+class ApiError(HTTPException):
+    """A request that is refused.
+
+    Parameters
+    ----------
+    status
+        Of HTTP.
+    message
+        One line for people.
+    param
+        The field of the request that is wrong.
+    code
+        For programs, such as ``model_not_found``.
+    headers
+        Further headers of the response.
+    """
+
+    def __init__(
+        self,
+        status: int,
+        message: str,
+        param: str | None = None,
+        code: str | None = None,
+        headers: Mapping[str, str] | None = None,
+    ) -> None:
+        super().__init__(status, message, dict(headers or {}))
+        self.param = param
+        self.code = code
+
+    def body(self) -> bytes:
+        """Return the error as JSON."""
+        kind = _TYPES.get(self.status_code, "invalid_request_error")
+        error = {"message": self.detail, "type": kind, "param": self.param, "code": self.code}
+        return json.dumps({"error": error}, ensure_ascii=False).encode("utf-8", errors="replace")
+
+    def response(self) -> Response:
+        """Return the error as a response."""
+        return Response(self.body(), self.status_code, self.headers, "application/json")
+
+
+def bad_request(error: InputError, param: str | None = None) -> ApiError:
+    """Return what a request is told whose values the engine refuses."""
+    return ApiError(400, str(error), param or error.location or None)
+
+
+def answer_errors(app: FastAPI) -> None:
+    """Have an application answer every error in this form."""
+    app.add_exception_handler(HTTPException, _of_http)
+    app.add_exception_handler(RequestValidationError, _of_validation)
+    app.add_exception_handler(Exception, _of_defect)
+
+
+async def _of_http(_: Request, error: Exception) -> Response:
+    if isinstance(error, ApiError):
+        return error.response()
+    status = error.status_code if isinstance(error, HTTPException) else 500
+    detail = error.detail if isinstance(error, HTTPException) else str(error)
+    return ApiError(status, detail).response()
+
+
+async def _of_validation(_: Request, error: Exception) -> Response:
+    problems = error.errors() if isinstance(error, RequestValidationError) else []
+    return _first_problem(problems[0] if problems else {}).response()
+
+
+def _first_problem(problem: Mapping[str, Any]) -> ApiError:
+    """Return the error that names the first thing wrong in a body."""
+    kind, where = problem.get("type"), [str(part) for part in problem.get("loc", ())[1:]]
+    if kind == "json_invalid":
+        return ApiError(400, f"The body is not valid JSON: {problem['ctx']['error']} at {where[0]}")
+    if not where and kind in ("model_attributes_type", "missing"):
+        return ApiError(400, "The body must be a JSON object, with Content-Type: application/json")
+    param = problem.get("ctx", {}).get("param") or (where[0] if where else None)
+    place = ".".join(where) or param
+    message = str(problem.get("msg", "is not valid")).removeprefix("Value error, ")
+    return ApiError(400, f"{place}: {message}" if place else message, param)
+
+
+async def _of_defect(_: Request, __: Exception) -> Response:
+    """Say nothing of the inside; the traceback goes to the log."""
+    return ApiError(500, "The server made a mistake").response()
+
+
+def code_of(body: bytes) -> str | None:
+    """Return the code of an error's body; None where it is no such body."""
+    try:
+        return str(json.loads(body)["error"]["code"])
+    except (ValueError, TypeError, KeyError):
+        return None
+
+
+MOST_LOGPROBS: Final = 20  # vLLM's --max-logprobs
+
+MOST_STOPS: Final = 16
+
+LONGEST_STOP: Final = 1000
+
+_WITHOUT_EFFECT: Final = frozenset(
+    ("metadata", "prompt_cache_key", "safety_identifier", "service_tier", "store", "user", "verbosity")
+)
+"""They do not touch the answer."""
+
+_NEUTRAL: Final = MappingProxyType(
+    {
+        "add_special_tokens": (True,),
+        "best_of": (None, 1),
+        "echo": (False,),
+        "frequency_penalty": (None, 0),
+        "function_call": (None, "none"),
+        "functions": (None, []),
+        "include_stop_str_in_output": (False,),
+        "length_penalty": (1,),
+        "logit_bias": (None, {}),
+        "min_p": (None, 0),
+        "min_tokens": (0,),
+        "modalities": (None, ["text"]),
+        "n": (None, 1),
+        "parallel_tool_calls": (None, True, False),
+        "presence_penalty": (None, 0),
+        "repetition_penalty": (None, 1),
+        "response_format": (None, {"type": "text"}),
+        "skip_special_tokens": (True,),
+        "spaces_between_special_tokens": (True,),
+        "suffix": (None, ""),
+        "tool_choice": (None, "none"),
+        "tools": (None, []),
+        "top_k": (None, -1, 0),
+        "truncate_prompt_tokens": (None,),
+        "use_beam_search": (False,),
+    }
+)
+"""Fields that the engine does not do, and the values with which they ask for nothing."""
+
+TokenId = Annotated[int, Field(ge=0)]
+
+Prompts = str | list[str] | list[TokenId] | list[list[TokenId]]
+
+
+def _prompts(value: Any, validate: Any) -> Any:
+    """Say in one line what a union of four types would say in a dozen."""
+    try:
+        return validate(value)
+    except ValidationError:
+        rule = "must be a string, a list of strings, a list of token ids, or a list of such lists"
+        raise PydanticCustomError("prompt", rule) from None
+
+
+class _Body(BaseModel):
+    model_config = ConfigDict(strict=True, extra="forbid", allow_inf_nan=False)
+
+
+class StreamOptions(_Body):
+    """What a stream brings beside tokens."""
+
+    include_usage: bool = False
+    include_obfuscation: bool = False
+
+
+class _Generation(BaseModel):
+    """What completions and chat have in common."""
+
+    model_config = ConfigDict(strict=True, extra="allow", allow_inf_nan=False)
+
+    model: str
+    max_tokens: Annotated[int, Field(ge=1)] | None = None
+    temperature: Annotated[float, Field(ge=0)] | None = None
+    top_p: Annotated[float, Field(gt=0, le=1)] | None = None
+    seed: Annotated[int, Field(ge=0, lt=2**63)] | None = None
+    stop: str | Annotated[list[str], Field(max_length=MOST_STOPS)] | None = None
+    stream: bool | None = None
+    stream_options: StreamOptions | None = None
+    ignore_eos: bool = False
+    stop_token_ids: list[TokenId] | None = None
+    return_token_ids: bool | None = None
+
+    @model_validator(mode="after")
+    def _check(self) -> Self:
+        for name, value in (self.model_extra or {}).items():
+            if value is not None and name in _NEUTRAL and not any(_is(value, n) for n in _NEUTRAL[name]):
+                allowed = " or ".join(json.dumps(each) for each in _NEUTRAL[name])
+                raise _field_error(name, f"is not supported; it can only be {allowed}")
+            if name not in _NEUTRAL and name not in _WITHOUT_EFFECT:
+                known = [*type(self).model_fields, *_NEUTRAL, *_WITHOUT_EFFECT]
+                raise _field_error(name, unknown_key(name, known))
+        if self.stream_options is not None and not self.stream:
+            raise _field_error("stream_options", "is only for streams")
+        if any(not 1 <= len(stop) <= LONGEST_STOP for stop in self.stops()):
+            raise _field_error("stop", f"must be strings of 1 to {LONGEST_STOP} characters")
+        return self
+
+    def stops(self) -> list[str]:
+        """Return the strings that end the answer."""
+        return [self.stop] if isinstance(self.stop, str) else self.stop or []
+
+    def include_usage(self) -> bool:
+        """Tell whether a stream ends with the numbers of tokens."""
+        return self.stream_options is not None and self.stream_options.include_usage
+
+    def sampling(self, max_tokens: int, logprobs: int | None) -> SamplingParams:
+        """Return the request as the engine takes it; OpenAI's defaults where nothing is said."""
+        return SamplingParams(
+            max_tokens=max_tokens,
+            temperature=1.0 if self.temperature is None else self.temperature,
+            top_p=1.0 if self.top_p is None else self.top_p,
+            seed=self.seed,
+            logprobs=logprobs,
+            ignore_eos=self.ignore_eos,
+            stop_token_ids=tuple(self.stop_token_ids or ()),
+        )
+
+
+class CompletionRequest(_Generation):
+    """``POST /v1/completions``."""
+
+    prompt: Annotated[Prompts, WrapValidator(_prompts)]
+    logprobs: Annotated[int, Field(ge=0, le=MOST_LOGPROBS)] | None = None
+
+    def prompts(self) -> list[str] | list[list[int]]:
+        """Return the prompts, one or many."""
+        if isinstance(self.prompt, str):
+            return [self.prompt]
+        if self.prompt and isinstance(self.prompt[0], int):
+            return cast(list[list[int]], [self.prompt])
+        return cast(list[str] | list[list[int]], self.prompt)
+
+
+class TextPart(_Body):
+    """A part of a message; the model reads text only."""
+
+    type: Literal["text"]
+    text: str
+
+
+class ChatMessage(_Body):
+    """One turn of a conversation.
+
+    Clients send answers back as they came, with the fields in which this server says nothing.
+    """
+
+    role: Literal["system", "developer", "user", "assistant", "tool"]
+    content: str | list[TextPart] | None = None
+    name: str | None = None
+    tool_call_id: str | None = None
+    refusal: None = None
+    audio: None = None
+    function_call: None = None
+    annotations: Annotated[list[Any], Field(max_length=0)] | None = None
+    tool_calls: Annotated[list[Any], Field(max_length=0)] | None = None
+
+    def text(self) -> str:
+        """Return what was said."""
+        if isinstance(self.content, list):
+            return "".join(part.text for part in self.content)
+        return self.content or ""
+
+
+class ChatRequest(_Generation):
+    """``POST /v1/chat/completions``."""
+
+    messages: Annotated[list[ChatMessage], Field(min_length=1)]
+    max_completion_tokens: Annotated[int, Field(ge=1)] | None = None
+    logprobs: bool | None = None
+    top_logprobs: Annotated[int, Field(ge=0, le=MOST_LOGPROBS)] | None = None
+
+    @model_validator(mode="after")
+    def _check_logprobs(self) -> Self:
+        if self.top_logprobs and not self.logprobs:
+            raise _field_error("top_logprobs", "needs logprobs: true")
+        return self
+
+
+class LoadAdapterRequest(_Body):
+    """``POST /v1/load_lora_adapter``."""
+
+    lora_name: str
+    lora_path: str
+
+
+class UnloadAdapterRequest(_Body):
+    """``POST /v1/unload_lora_adapter``."""
+
+    lora_name: str
+    lora_int_id: int | None = None  # vLLM takes and ignores it, too
+
+
+def _is(value: Any, neutral: Any) -> bool:
+    """Compare without taking True for 1."""
+    return bool(value == neutral) and isinstance(value, bool) == isinstance(neutral, bool)
+
+
+def _field_error(param: str, rule: str) -> PydanticCustomError:
+    return PydanticCustomError("refused", "{rule}", {"param": param, "rule": rule})
