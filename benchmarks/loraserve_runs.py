@@ -19,7 +19,8 @@ from typing import Final, TypeAlias
 import numpy as np
 from numpy.typing import NDArray
 
-from capplan.planner.loraserve import AdapterLoad, Extrapolation, Variants, arrived_tok_s, extrapolate, place
+from capplan.planner.solvers.loraserve import Extrapolation, arrived_tok_s, extrapolate
+from capplan.planner.solvers.loraserve_placement import AdapterDemand, PlacementVariants, place
 from capplan.serving.memory import adapter_bytes
 from capplan.spec import Profile, Workload
 from capplan.twin.core import run
@@ -67,10 +68,10 @@ def at_rate(workload: Workload, rps: float) -> Workload:
     return workload.model_copy(update={"adapters": adapters})
 
 
-def adapter_loads(workload: Workload, profile: Profile, tok_s: Sequence[float]) -> list[AdapterLoad]:
+def adapter_loads(workload: Workload, profile: Profile, tok_s: Sequence[float]) -> list[AdapterDemand]:
     """Return adapters with these demands."""
     return [
-        AdapterLoad(a.name, a.rank, demand, adapter_bytes(profile.model, a.rank))
+        AdapterDemand(a.name, a.rank, demand, adapter_bytes(profile.model, a.rank))
         for a, demand in zip(workload.adapters, tok_s, strict=True)
     ]
 
@@ -87,7 +88,7 @@ def stepped(
     points: Mapping[int, float],
     servers: int,
     step_s: float,
-    variants: Variants,
+    variants: PlacementVariants,
     method: Extrapolation = Extrapolation.HOLT,
 ) -> tuple[list[Shares], list[int]]:
     """Return LoRAServe's placement in every time step, and the bytes that each asks to be copied.

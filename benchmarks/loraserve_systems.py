@@ -22,23 +22,21 @@ from benchmarks.loraserve_runs import (
     served_by_shares,
     stepped,
 )
-from capplan.planner.estimators import TwinEstimator
-from capplan.planner.loraserve import Variants
-from capplan.planner.loraserve.operating_points import OperatingPoints
-from capplan.planner.posing import make_problem
-from capplan.planner.problem import Assignment, Part, Problem
+from capplan.planner.api import solve
+from capplan.planner.estimate import TwinEstimator
+from capplan.planner.problem import AdapterShare, Assignment, Problem, make_problem
 from capplan.planner.solvers import find_solver
-from capplan.planner.solvers.random_placement import scattered
-from capplan.planner.solvers.slora import cut
-from capplan.planner.solving import solve
+from capplan.planner.solvers.loraserve import OperatingPoints
+from capplan.planner.solvers.loraserve_placement import PlacementVariants
+from capplan.planner.solvers.random_placement import contiguous_by_rank, random_shares
 from capplan.spec import Objective, Profile, Workload, write_text_atomic
 from capplan.twin.cluster import Instance, simulate_cluster
 from capplan.twin.request_table import REJECTED
 
 STEPPED: Final = {
-    "loraserve": Variants(),
-    "loraserve-literal": Variants(literal_leftovers=True),
-    "loraserve-frozen": Variants(),
+    "loraserve": PlacementVariants(),
+    "loraserve-literal": PlacementVariants(literal_leftovers=True),
+    "loraserve-frozen": PlacementVariants(),
 }
 """LoRAServe, with leftovers to the letter, and with the first placement kept to the end."""
 ROUTED: Final = {"toppings": "toppings", "least-loaded": "least-loaded"}
@@ -74,9 +72,9 @@ class Scene:
         """Return a placement that stays; that of `capplan` does not depend on the seed."""
         problem = self._problem(servers)
         if system == "slora-random":
-            return _whole(scattered(problem, np.random.default_rng(seed)), servers)
+            return _whole(random_shares(problem, np.random.default_rng(seed)), servers)
         if system == "slora-contiguous":
-            return _whole(cut(problem), servers)
+            return _whole(contiguous_by_rank(problem), servers)
         return self._kept(f"{self.trace}.{system}.{servers}", lambda: self._by_capplan(servers))
 
     def points(self, servers: int) -> Mapping[int, float]:
@@ -120,7 +118,7 @@ def shares_of(assignments: tuple[Assignment, ...], servers: int) -> Shares:
     return shares
 
 
-def _whole(groups: list[list[Part]], servers: int) -> Shares:
+def _whole(groups: list[list[AdapterShare]], servers: int) -> Shares:
     return shares_of(tuple(Assignment(tuple(parts), 1) for parts in groups), servers)
 
 

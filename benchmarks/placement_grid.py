@@ -25,7 +25,7 @@ from benchmarks.placement_grid_summary import report
 from capplan.errors import CapplanError
 from capplan.planner import compare
 from capplan.planner.bound import busy_gpus, lower_bound_gpus
-from capplan.planner.posing import make_problem
+from capplan.planner.problem import make_problem
 from capplan.spec import write_text_atomic
 from capplan.twin.sweep import in_parallel
 

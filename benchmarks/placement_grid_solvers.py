@@ -9,8 +9,8 @@ from typing import Final
 
 from capplan import plan
 from capplan.errors import InfeasibleError, InputError
-from capplan.planner import Asks, Solver, Tools
-from capplan.planner.problem import Assignment, Part, Problem
+from capplan.planner import RequiredEstimator, Solver, SolverContext
+from capplan.planner.problem import AdapterShare, Assignment, Problem
 from capplan.planner.solvers import REGISTRY, find_solver
 from capplan.planner.solvers.milp import MOST_GPUS, MOST_PARTS
 from capplan.spec import Plan
@@ -25,14 +25,16 @@ def assignments_of(made: Plan) -> tuple[Assignment, ...]:
             parts = []
             for adapter in group.adapters:
                 number, share = placed.get(adapter.name, 0), adapter.share / group.replicas
-                parts.append(Part(adapter.name, adapter.rank, adapter.rate_rps * share, share, number))
+                parts.append(
+                    AdapterShare(adapter.name, adapter.rank, adapter.rate_rps * share, share, number)
+                )
                 placed[adapter.name] = number + 1
             args = group.engine_args
             answers.append(Assignment(tuple(parts), args.max_loras, args.max_num_seqs))
     return tuple(answers)
 
 
-def _planned(problem: Problem, tools: Tools) -> tuple[Assignment, ...]:
+def _planned(problem: Problem, tools: SolverContext) -> tuple[Assignment, ...]:
     made = plan(
         problem.workload,
         gpus=problem.gpus * problem.profile.tp,
@@ -60,7 +62,7 @@ PLAN: Final = Solver(
     ),
     source="ours",
     place=_planned,
-    asks=Asks.TWIN,
+    asks=RequiredEstimator.TWIN,
     divides=True,
 )
 ALL: Final = MappingProxyType({**REGISTRY, PROPOSED.name: PROPOSED, PLAN.name: PLAN})

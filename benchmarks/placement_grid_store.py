@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import Any
 
 from capplan.errors import InputError
-from capplan.planner import Row
+from capplan.planner import SolverResult
 from capplan.spec import write_text_atomic
 
 
@@ -27,14 +27,14 @@ class Record:
     busy_gpus: float
     lower_bound_gpus: int
     """At least 1, and more than `gpus` where no plan exists."""
-    rows: tuple[Row, ...] = ()
+    rows: tuple[SolverResult, ...] = ()
 
     @property
     def possible(self) -> bool:
         """Whether the lower bound leaves room for a plan."""
         return self.lower_bound_gpus <= self.gpus
 
-    def row(self, solver: str) -> Row | None:
+    def row(self, solver: str) -> SolverResult | None:
         """Return how a solver did; None where it was not asked."""
         return next((row for row in self.rows if row.solver == solver), None)
 
@@ -46,7 +46,7 @@ class Record:
         """Return those that have no row."""
         return [name for name in solvers if self.row(name) is None]
 
-    def with_rows(self, rows: Iterable[Row], order: Iterable[str]) -> Record:
+    def with_rows(self, rows: Iterable[SolverResult], order: Iterable[str]) -> Record:
         """Return the record with more rows, in an order of solvers."""
         together = {row.solver: row for row in (*self.rows, *rows)}
         position = {name: at for at, name in enumerate(order)}
@@ -109,12 +109,12 @@ def _read(path: Path) -> Record:
     return Record(**document, rows=rows)
 
 
-def _without_nan(row: Row) -> dict[str, Any]:
+def _without_nan(row: SolverResult) -> dict[str, Any]:
     return {key: None if value != value else value for key, value in asdict(row).items()}
 
 
-def _with_nan(document: Mapping[str, Any]) -> Row:
-    return Row(**{key: _typed(value) for key, value in document.items()})
+def _with_nan(document: Mapping[str, Any]) -> SolverResult:
+    return SolverResult(**{key: _typed(value) for key, value in document.items()})
 
 
 def _typed(value: Any) -> Any:

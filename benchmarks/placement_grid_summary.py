@@ -10,7 +10,7 @@ from typing import Final
 from benchmarks.fidelity_figures import markdown
 from benchmarks.placement_grid_solvers import ALL
 from benchmarks.placement_grid_store import Record
-from capplan.planner import Row
+from capplan.planner import SolverResult
 
 OURS: Final = ("capplan", "plan")
 DASH: Final = "-"
@@ -99,7 +99,7 @@ def _worse(records: Sequence[Record], name: str) -> str:
     return "\n\n".join([head, markdown(WORSE, lines)] if lines else [head])
 
 
-def _said(row: Row) -> str:
+def _said(row: SolverResult) -> str:
     if not row.answered:
         return row.failure.replace("|", "/")
     return f"{row.gpus} GPUs, served {row.served_fraction:.3f}: {_entry(row)}"
@@ -153,7 +153,7 @@ def by_cell(records: Sequence[Record]) -> tuple[tuple[str, ...], list[tuple[str,
     return ("cell", "busy", "at least", *names), lines
 
 
-def _entry(row: Row) -> str:
+def _entry(row: SolverResult) -> str:
     if not row.answered:
         return DASH
     marks = (("s", row.starved), ("m", row.memory_errors), ("l", row.late))

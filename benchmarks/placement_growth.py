@@ -25,13 +25,12 @@ from benchmarks.fidelity_figures import markdown
 from benchmarks.memory import resident_mib
 from benchmarks.placement_grid_cells import MODELS, RATES_RPS, SIZES
 from capplan.errors import CapplanError
+from capplan.planner.api import SolverRun, solve
 from capplan.planner.bound import busy_gpus, lower_bound_gpus
-from capplan.planner.estimators import TwinEstimator
-from capplan.planner.posing import make_problem
-from capplan.planner.problem import Problem
+from capplan.planner.estimate import TwinEstimator
+from capplan.planner.problem import Problem, make_problem
 from capplan.planner.solvers import find_solver
-from capplan.planner.solvers.description import DEFAULT_TIME_LIMIT_S
-from capplan.planner.solving import Answer, solve
+from capplan.planner.solvers.base import DEFAULT_TIME_LIMIT_S
 from capplan.planner.verify import FRESH_SEEDS, make_verifier
 from capplan.spec import Adapter, Workload, write_text_atomic
 from capplan.twin.published_runs import LENGTHS
@@ -143,12 +142,12 @@ def _warm_up(solver: str) -> None:
     _verified(*_solved(make_problem(workload(24, 2, LOAD), 2, None), solver), 1)
 
 
-def _solved(problem: Problem, solver: str) -> tuple[Answer, TwinEstimator]:
+def _solved(problem: Problem, solver: str) -> tuple[SolverRun, TwinEstimator]:
     exact = TwinEstimator(problem, 0)  # a new one remembers no answers
     return solve(problem, find_solver(solver), exact, time_limit_s=DEFAULT_TIME_LIMIT_S), exact
 
 
-def _verified(answer: Answer, exact: TwinEstimator, seeds: int) -> tuple[float, bool]:
+def _verified(answer: SolverRun, exact: TwinEstimator, seeds: int) -> tuple[float, bool]:
     """Return the seconds of a verification as `plan` does it, and whether all holds."""
     verifier = make_verifier(answer.problem, exact, 0, count=seeds)
     started = time.perf_counter()

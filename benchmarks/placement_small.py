@@ -27,7 +27,7 @@ from benchmarks.placement_small_summary import report
 from capplan.errors import CapplanError
 from capplan.planner import compare
 from capplan.planner.bound import busy_gpus, lower_bound_gpus
-from capplan.planner.posing import make_problem
+from capplan.planner.problem import make_problem
 from capplan.spec import Adapter, EngineConfig, Lengths, Workload, write_text_atomic
 from capplan.twin.sweep import in_parallel
 

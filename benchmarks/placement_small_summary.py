@@ -10,7 +10,7 @@ from typing import Final
 
 from benchmarks.fidelity_figures import markdown
 from benchmarks.placement_grid_store import Record
-from capplan.planner import Row
+from capplan.planner import SolverResult
 
 OURS, YARDSTICK = "capplan", "milp"
 SHOWN: Final = 10
@@ -35,8 +35,8 @@ class Pair:
     """Both answers to one small case."""
 
     record: Record
-    ours: Row
-    milp: Row
+    ours: SolverResult
+    milp: SolverResult
 
     @property
     def outcome(self) -> str:
@@ -118,11 +118,11 @@ def large_tables(records: Sequence[Record]) -> list[str]:
     ]
 
 
-def _ratio(record: Record, row: Row) -> float:
+def _ratio(record: Record, row: SolverResult) -> float:
     return row.gpus / record.lower_bound_gpus
 
 
-def _large(record: Record, row: Row) -> tuple[str, ...]:
+def _large(record: Record, row: SolverResult) -> tuple[str, ...]:
     case = record.case
     return (
         record.name, f"{case['adapters']}", f"{case['rate_rps']:.3g}", f"{record.busy_gpus:.2f}",

@@ -18,13 +18,11 @@ import numpy as np
 
 from benchmarks.fidelity_figures import markdown
 from capplan import Lengths, Workload, load_surrogate
-from capplan.planner.estimators import TwinEstimator
-from capplan.planner.parts import split_hot
-from capplan.planner.posing import make_problem
-from capplan.planner.problem import GRID, Assignment, Problem
+from capplan.planner.estimate import SurrogateEstimator, TwinEstimator
+from capplan.planner.problem import GRID, Assignment, Problem, make_problem
 from capplan.planner.solvers import find_solver
-from capplan.planner.solvers.description import Tools
-from capplan.planner.surrogate_estimator import SurrogateEstimator
+from capplan.planner.solvers.base import SolverContext
+from capplan.planner.splitting import split_hot_adapters
 from capplan.spec import Adapter
 
 PROFILE: Final = "h100-64g/llama-3.1-8b/vllm-0.8.5"
@@ -75,10 +73,12 @@ def median_s(run: Callable[[], object], rounds: int) -> float:
 def solving(problem: Problem) -> list[str]:
     """Return milliseconds of the solver, alone and with the split of hot adapters, and the GPUs it takes."""
     estimator = estimator_of(problem, "tree")
-    tools, place = Tools(estimator, estimator.twin), find_solver("greedy-fast").place
+    tools, place = SolverContext(estimator, estimator.twin), find_solver("greedy-fast").place
     answer = place(problem, tools)
     alone_s = median_s(lambda: place(problem, tools), SOLVES)
-    all_s = median_s(lambda: place(replace(problem, parts=split_hot(problem, estimator)), tools), SOLVES)
+    all_s = median_s(
+        lambda: place(replace(problem, parts=split_hot_adapters(problem, estimator)), tools), SOLVES
+    )
     return [f"{1e3 * alone_s:.2f}", f"{1e3 * all_s:.2f}", str(len(answer))]
 
 
@@ -88,7 +88,7 @@ def asking(problem: Problem, kind: str) -> list[str]:
     one = Assignment(problem.parts, 16)
     several = [Assignment(problem.parts, slots) for slots in SLOTS if slots <= len(problem.parts)]
     alone_s = median_s(lambda: estimator(one), ASKED)
-    together_s = median_s(lambda: estimator.ask_all(several), ASKED) / len(several)
+    together_s = median_s(lambda: estimator.estimate_all(several), ASKED) / len(several)
     return [f"{1e6 * alone_s:.0f}", f"{1e6 * together_s:.0f}"]
 
 

@@ -10,12 +10,12 @@ from capplan.cli.console import DASH, counted, number, percent, print_json, prin
 from capplan.cli.options import AsJson, ProfileName, WorkloadFile, chosen_profile
 from capplan.cli.output import require_writable_file
 from capplan.cli.progress import announce_compilation, progress_bars
-from capplan.planner.names import SOLVERS
+from capplan.planner import SOLVERS
 
 if TYPE_CHECKING:
     from rich.table import Table
 
-    from capplan.planner import Comparison, Row
+    from capplan.planner import SolverComparison, SolverResult
 
 _NONE_HOLDS = 1
 _ALL = "all"
@@ -79,7 +79,7 @@ def compare(
     _exit(result)
 
 
-def rows_table(result: Comparison) -> Table:
+def rows_table(result: SolverComparison) -> Table:
     """Return one row per solver, in the order asked for."""
     rows = table(
         "solver", "GPUs", "starved", "late", "memory\nerrors", "short of\nheadroom", "served", "tok/s",
@@ -91,7 +91,7 @@ def rows_table(result: Comparison) -> Table:
     return rows
 
 
-def cells(row: Row) -> tuple[str, ...]:
+def cells(row: SolverResult) -> tuple[str, ...]:
     """Return a row in words."""
     if not row.answered:
         return (row.solver, *(DASH,) * 10, row.failure)
@@ -108,7 +108,7 @@ def cells(row: Row) -> tuple[str, ...]:
     )
 
 
-def verdict(row: Row) -> str:
+def verdict(row: SolverResult) -> str:
     """Return in words what the twin says of an answer."""
     if not row.answered:
         return "no answer"
@@ -117,7 +117,7 @@ def verdict(row: Row) -> str:
     return "fails"
 
 
-def summary(result: Comparison) -> str:
+def summary(result: SolverComparison) -> str:
     """Return the best answers, and what was compared."""
     holding = [row for row in result.rows if row.holds]
     best = min(holding, key=lambda row: row.gpus, default=None)
@@ -133,7 +133,7 @@ def summary(result: Comparison) -> str:
     )
 
 
-def document(result: Comparison) -> dict[str, Any]:
+def document(result: SolverComparison) -> dict[str, Any]:
     """Return the comparison as JSON data."""
     from dataclasses import asdict
 
@@ -147,7 +147,7 @@ def document(result: Comparison) -> dict[str, Any]:
     }
 
 
-def _exit(result: Comparison) -> None:
+def _exit(result: SolverComparison) -> None:
     """End as ARCHITECTURE has it: 1 when the twin agrees with no answer; without any, as the errors say."""
     if any(row.holds for row in result.rows):
         return

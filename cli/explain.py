@@ -19,7 +19,7 @@ from capplan.errors import InputError
 if TYPE_CHECKING:
     from rich.table import Table
 
-    from capplan.planner.explaining import CurvePoint, Explanation, Outcome, Room, SlotCurve
+    from capplan.planner.explain import CurvePoint, Explanation, Headroom, PlanOutcome, SlotCurve
     from capplan.spec import Group, GroupVerification, Plan, Queues
 
 PlannedWorkload: TypeAlias = Annotated[
@@ -105,12 +105,10 @@ def asked_twin(
     wishes = load_workload(workload)
     used = None if profile is None else load_profile(profile)
     announce_compilation()
-    from capplan.planner import explaining
+    from capplan.planner.explain import explain as explain_plan
 
     with progress_bars() as on_progress:
-        return explaining.explain(
-            plan, wishes, profile=used, groups=groups, source=workload, progress=on_progress
-        )
+        return explain_plan(plan, wishes, profile=used, groups=groups, source=workload, progress=on_progress)
 
 
 def _chosen(plan: Plan, ids: Sequence[str]) -> tuple[Group, ...]:
@@ -287,7 +285,7 @@ def point_verdict(point: CurvePoint) -> str:
     return "; ".join(point.broken) or "holds"
 
 
-def room_table(room: Room) -> Table:
+def room_table(room: Headroom) -> Table:
     """Return one row per resource and bound, at the planned load and where the instance fails."""
     rows = table(*room_head(room), numbers_from=1)
     rows.columns[-1].justify = "left"
@@ -296,13 +294,13 @@ def room_table(room: Room) -> Table:
     return rows
 
 
-def room_head(room: Room) -> tuple[str, ...]:
+def room_head(room: Headroom) -> tuple[str, ...]:
     """Return the head of that table; without a load at which the instance fails there is no such column."""
     beyond = () if room.fails_at is None else (f"at {times(room.fails_at)}",)
     return ("in use", "at the planned load", *beyond, "")
 
 
-def room_rows(room: Room) -> list[tuple[str, ...]]:
+def room_rows(room: Headroom) -> list[tuple[str, ...]]:
     """Return the rows of that table in words."""
     return [
         (
@@ -327,7 +325,7 @@ def what_if_table(explanation: Explanation) -> Table:
 def what_if_rows(explanation: Explanation) -> list[tuple[str, ...]]:
     """Return the rows of that table in words."""
     plan = explanation.outcome
-    rows: list[tuple[int, str, Outcome | None, str]] = [(plan.gpus, "this plan", plan, DASH)]
+    rows: list[tuple[int, str, PlanOutcome | None, str]] = [(plan.gpus, "this plan", plan, DASH)]
     rows += [(each.gpus, each.change, each.outcome, each.words) for each in explanation.what_if]
     return [
         (name, *outcome_cells(gpus, outcome), words)
@@ -335,7 +333,7 @@ def what_if_rows(explanation: Explanation) -> list[tuple[str, ...]]:
     ]
 
 
-def outcome_cells(gpus: int, outcome: Outcome | None) -> tuple[str, ...]:
+def outcome_cells(gpus: int, outcome: PlanOutcome | None) -> tuple[str, ...]:
     """Return the outcome of a plan in words; dashes where there is none."""
     if outcome is None:
         return (number(gpus), *[DASH] * 5)
@@ -349,7 +347,7 @@ def outcome_cells(gpus: int, outcome: Outcome | None) -> tuple[str, ...]:
     )
 
 
-def _held(outcome: Outcome) -> str:
+def _held(outcome: PlanOutcome) -> str:
     if outcome.holds_until is None:
         return DASH
     return times(outcome.holds_until) if outcome.fails else f"{times(outcome.holds_until)} or more"

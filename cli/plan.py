@@ -10,7 +10,7 @@ from capplan.cli.console import DASH, counted, number, percent, print_table, tab
 from capplan.cli.options import AsJson, ProfileName, WorkloadFile, chosen_profile, not_measured
 from capplan.cli.output import require_writable_file
 from capplan.cli.progress import announce_compilation, progress_bars
-from capplan.planner.names import SOLVERS
+from capplan.planner import SOLVERS
 
 if TYPE_CHECKING:
     from rich.table import Table

@@ -1,39 +1,82 @@
-"""Placement: solvers, number of slots, verification by the twin, repair, and the plan that comes of it.
+"""Planning: solvers, number of adapter slots, verification by the twin, repair, and the plan document.
 
-Public names are loaded on first use (PEP 562), so that the names of the solvers can be had without the twin.
+Public names are loaded on first use (PEP 562): the names of the solvers need neither twin nor surrogates.
 """
 
+import warnings
 from importlib import import_module
 from types import MappingProxyType
-from typing import TYPE_CHECKING
-
-from capplan.planner.names import SOLVERS
+from typing import TYPE_CHECKING, Final
 
 if TYPE_CHECKING:
     from capplan.planner.api import plan
-    from capplan.planner.comparison import Comparison, Row, compare
-    from capplan.planner.solvers.description import Asks, Solver, Tools
+    from capplan.planner.comparison import SolverComparison, SolverResult, compare
+    from capplan.planner.problem import Assignment, Problem
+    from capplan.planner.solvers.base import RequiredEstimator, Solver, SolverContext
 
-__all__ = ["SOLVERS", "Asks", "Comparison", "Row", "Solver", "Tools", "compare", "plan"]
+__all__ = [
+    "SOLVERS",
+    "Assignment",
+    "Problem",
+    "RequiredEstimator",
+    "Solver",
+    "SolverComparison",
+    "SolverContext",
+    "SolverResult",
+    "compare",
+    "plan",
+]
+
+SOLVERS: Final = (
+    "capplan",
+    "greedy",
+    "greedy-strict",
+    "greedy-fast",
+    "latency",
+    "maxbase",
+    "maxbase-half",
+    "random",
+    "slora-random",
+    "slora-contiguous",
+    "dlora-proactive",
+    "loraserve",
+    "milp",
+)
 
 _HOME = MappingProxyType(
     {
         "plan": "capplan.planner.api",
-        "Comparison": "capplan.planner.comparison",
-        "Row": "capplan.planner.comparison",
+        "SolverComparison": "capplan.planner.comparison",
+        "SolverResult": "capplan.planner.comparison",
         "compare": "capplan.planner.comparison",
-        "Asks": "capplan.planner.solvers.description",
-        "Solver": "capplan.planner.solvers.description",
-        "Tools": "capplan.planner.solvers.description",
+        "Assignment": "capplan.planner.problem",
+        "Problem": "capplan.planner.problem",
+        "RequiredEstimator": "capplan.planner.solvers.base",
+        "Solver": "capplan.planner.solvers.base",
+        "SolverContext": "capplan.planner.solvers.base",
+    }
+)
+_DEPRECATED = MappingProxyType(
+    {
+        "Asks": "RequiredEstimator",
+        "Comparison": "SolverComparison",
+        "Row": "SolverResult",
+        "Tools": "SolverContext",
     }
 )
 
 
 def _resolve(name: str) -> object:
+    if name in _DEPRECATED:
+        current = _DEPRECATED[name]
+        warnings.warn(
+            f"capplan.planner.{name} is deprecated: use {current}", DeprecationWarning, stacklevel=2
+        )
+        name = current
     if name in _HOME:
         return getattr(import_module(_HOME[name]), name)
     raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
 
 
-if not TYPE_CHECKING:  # type checkers see the imports above instead, and so notice a misspelt name
+if not TYPE_CHECKING:  # type checkers read the imports above instead, and report a misspelt name
     __getattr__ = _resolve

@@ -1,21 +1,41 @@
-"""`plan`: a workload in, a plan out that the twin has confirmed."""
+"""`plan`: place the adapters of a workload on GPUs and verify the placement."""
 
 from __future__ import annotations
 
+import time
 from collections.abc import Callable, Sequence
+from dataclasses import dataclass, replace
 
-from capplan.errors import InfeasibleError
+from capplan.errors import InfeasibleError, InputError
 from capplan.planner.assemble import build_plan
-from capplan.planner.estimators import TwinEstimator
-from capplan.planner.posing import make_problem
+from capplan.planner.estimate import (
+    ESTIMATORS,
+    TwinEstimator,
+    estimator_name,
+    make_estimator,
+    make_surrogate,
+)
 from capplan.planner.previous import read_previous
-from capplan.planner.problem import Assignment, Problem
-from capplan.planner.repair import Repaired, fit_slots, repair
+from capplan.planner.problem import Assignment, Estimator, Problem, make_problem
 from capplan.planner.solvers import find_solver
-from capplan.planner.solvers.description import DEFAULT_TIME_LIMIT_S, Solver
-from capplan.planner.solving import solve
-from capplan.planner.verify import FRESH_SEEDS, Verifier, make_verifier, require_seeds
-from capplan.spec import Plan, Profile, Workload
+from capplan.planner.solvers.base import (
+    DEFAULT_TIME_LIMIT_S,
+    RequiredEstimator,
+    Requirement,
+    Solver,
+    SolverContext,
+)
+from capplan.planner.splitting import require_memory, split_hot_adapters
+from capplan.planner.verify import (
+    FRESH_SEEDS,
+    RepairResult,
+    Verifier,
+    fit_slots_in_memory,
+    make_verifier,
+    repair,
+    require_seeds,
+)
+from capplan.spec import Objective, Plan, Profile, Workload
 
 Progress = Callable[[str, int, int], None]
 
@@ -115,17 +135,17 @@ def _verified(
     exact: TwinEstimator,
     mend: bool,
     report: Progress,
-) -> Repaired:
-    fitted, changes = fit_slots(problem, assignments, exact) if mend else (tuple(assignments), ())
+) -> RepairResult:
+    fitted, changes = fit_slots_in_memory(problem, assignments, exact) if mend else (tuple(assignments), ())
     _require_memory(problem, fitted)
     verdicts = verifier.whole(fitted, lambda done, total: report("verifying", done, total))
     if not mend or all(verdict.ok for verdict in verdicts):
-        return Repaired(fitted, tuple(verdicts), changes)
+        return RepairResult(fitted, tuple(verdicts), changes)
     mended = repair(problem, fitted, verdicts, verifier, exact, changes)
     if mended.assignments == fitted:
         return mended
     again = verifier.whole(mended.assignments, lambda done, total: report("verifying", done, total))
-    return Repaired(mended.assignments, tuple(again), mended.changes)
+    return RepairResult(mended.assignments, tuple(again), mended.changes)
 
 
 def _require_memory(problem: Problem, assignments: Sequence[Assignment]) -> None:
@@ -142,3 +162,130 @@ def _require_memory(problem: Problem, assignments: Sequence[Assignment]) -> None
 
 def _silent(stage: str, done: int, total: int) -> None:
     """Report nothing."""
+
+
+_CONSERVATIVE_MARGIN = 0.01
+
+_MARGIN = 0.003
+
+"""Served fraction beyond the bound that a careful search wants, as other seeds differ by about as much, and
+that any search wants, as the worst of many seeds is worse than that of a few."""
+
+
+@dataclass(frozen=True)
+class SolverRun:
+    """What a solver says."""
+
+    problem: Problem
+    """With the parts that the solver was given."""
+    assignments: tuple[Assignment, ...]
+    estimator: str
+    """Who was asked about single GPUs."""
+    solve_s: float
+    """Seconds that splitting and placing took."""
+
+
+def solve(
+    problem: Problem,
+    solver: Solver,
+    exact: TwinEstimator,
+    *,
+    estimator: str = "auto",
+    seed: int = 0,
+    time_limit_s: float,
+    previous: Plan | None = None,
+) -> SolverRun:
+    """Run a solver on whole adapters, or on shares of the hot ones where it takes them.
+
+    Parameters
+    ----------
+    problem
+        With whole adapters.
+    solver
+        Who answers.
+    exact
+        The twin.
+    estimator
+        Name of the estimator that the user asks for.
+    seed, time_limit_s, previous
+        For the solver.
+
+    Raises
+    ------
+    InputError
+        For an estimator that does not exist or does not go with the solver, and where the solver is not for
+        this problem.
+    InfeasibleError
+        When there is no answer, with the reason.
+    """
+    _require_match(problem, solver, estimator)
+    _require_supported(problem.workload, solver)
+    nothing = solver.asks is RequiredEstimator.NOTHING
+    quick = exact if nothing else make_estimator(problem, _estimator_of(solver, estimator), exact)
+    started = time.perf_counter()
+    require_memory(problem)
+    if solver.splits_hot:
+        judge: Estimator = exact if solver.asks is RequiredEstimator.TWIN else quick
+        problem = replace(problem, parts=split_hot_adapters(problem, judge))
+
+    def tools(asked: Problem, twin: TwinEstimator, quick: Estimator) -> SolverContext:
+        if solver.asks is not RequiredEstimator.TWIN:
+            return SolverContext(quick, twin, seed, time_limit_s)
+        careful, exact = replace(twin, margin=_CONSERVATIVE_MARGIN), replace(twin, margin=_MARGIN)
+        return SolverContext(
+            quick, exact, seed, time_limit_s, make_surrogate(asked, twin), careful, previous, renew
+        )
+
+    def renew(asked: Problem) -> SolverContext:
+        twin = TwinEstimator(asked, seed)
+        return tools(asked, twin, make_estimator(asked, _estimator_of(solver, estimator), twin))
+
+    assignments: Sequence[Assignment] = solver.place(problem, tools(problem, exact, quick))
+    return SolverRun(
+        problem,
+        tuple(assignments),
+        "none" if nothing else estimator_name(quick),
+        time.perf_counter() - started,
+    )
+
+
+def _estimator_of(solver: Solver, estimator: str) -> str:
+    return solver.estimator if estimator == "auto" else estimator
+
+
+def _require_match(problem: Problem, solver: Solver, estimator: str) -> None:
+    if estimator not in ESTIMATORS:
+        raise InputError(f"must be one of {', '.join(ESTIMATORS)}", estimator, "estimator")
+    if solver.estimator not in ("auto", _estimator_of(solver, estimator)):
+        rule = f"must be {solver.estimator} for solver {solver.name}, or auto"
+        raise InputError(rule, estimator, "estimator")
+    if problem.fixed_a_max is not None and not solver.fixed_a_max:
+        rule = f"must be left open for solver {solver.name}, which chooses it"
+        raise InputError(rule, problem.fixed_a_max, "engine.max_loras")
+
+
+def _require_supported(workload: Workload, solver: Solver) -> None:
+    """Refuse wishes that the solver does not grant, rather than ignore them."""
+    for wish, value in _requirements(workload).items():
+        if wish not in solver.honours:
+            rule = f"solver {solver.name} does not heed this: capplan does"
+            raise InputError(rule, value, wish.value)
+
+
+def _requirements(workload: Workload) -> dict[Requirement, str]:
+    """Return what a workload asks for beyond the fewest of equal GPUs, with the value to name in an error."""
+    wishes: dict[Requirement, str] = {}
+    if len(workload.pools) > 1:
+        wishes[Requirement.POOLS] = ", ".join(pool.name for pool in workload.pools)
+    if workload.objective is not Objective.MIN_GPUS and len(workload.pools) != 1:
+        wishes[Requirement.OBJECTIVE] = workload.objective.value
+    if workload.previous_plan is not None:
+        wishes[Requirement.PREVIOUS_PLAN] = workload.previous_plan
+    for adapter in workload.adapters:
+        if adapter.apart_from:
+            wishes.setdefault(Requirement.APART, adapter.name)
+        if adapter.together_with:
+            wishes.setdefault(Requirement.TOGETHER, adapter.name)
+        if adapter.max_replicas is not None:
+            wishes.setdefault(Requirement.MAX_REPLICAS, adapter.name)
+    return wishes

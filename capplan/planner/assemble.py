@@ -9,13 +9,13 @@ from statistics import fmean
 
 from pydantic import JsonValue
 
-from capplan.planner.binding import find_binding
 from capplan.planner.bound import lower_bound, lower_bound_gpus
-from capplan.planner.parallel import in_parallel
+from capplan.planner.evaluate import find_bottleneck
+from capplan.planner.parallel import parallel_map
 from capplan.planner.previous import moved_bytes, name_groups
 from capplan.planner.problem import Assignment, GpuPool, Problem
 from capplan.planner.queues import group_queues
-from capplan.planner.verify import Verdict
+from capplan.planner.verify import InstanceVerification
 from capplan.spec import (
     Binds,
     EngineArgs,
@@ -38,7 +38,7 @@ from capplan.twin.scenario import chosen_rules
 def build_plan(
     problem: Problem,
     assignments: Sequence[Assignment],
-    verdicts: Sequence[Verdict],
+    verdicts: Sequence[InstanceVerification],
     *,
     seeds: Sequence[int],
     duration_s: float,
@@ -65,8 +65,8 @@ def build_plan(
     """
     workload, profile = problem.workload, problem.profile
     names, moves = name_groups(problem, assignments, previous)
-    bindings = in_parallel(partial(find_binding, problem), assignments)
-    queues = in_parallel(
+    bindings = parallel_map(partial(find_bottleneck, problem), assignments)
+    queues = parallel_map(
         lambda judged: group_queues(problem, judged[0], judged[1].results),
         list(zip(assignments, verdicts, strict=True)),
     )
@@ -140,7 +140,7 @@ def _group(
     problem: Problem,
     name: str,
     assignment: Assignment,
-    verdict: Verdict,
+    verdict: InstanceVerification,
     binding: tuple[Binds | None, float | None],
     queues: Queues | None,
 ) -> Group:
@@ -200,7 +200,7 @@ def _percentiles(results: Sequence[SimulationResult], pattern: str) -> Percentil
     return Percentiles(**values)
 
 
-def _verification(name: str, verdict: Verdict) -> GroupVerification:
+def _verification(name: str, verdict: InstanceVerification) -> GroupVerification:
     late = [r.ttft_s_p99 for r in verdict.results if r.ttft_s_p99 == r.ttft_s_p99]
     return GroupVerification(
         id=name,

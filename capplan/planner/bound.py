@@ -23,17 +23,17 @@ from capplan.workload import Requests, draw_requests
 _SAMPLE = 2**16
 _SAMPLE_ERROR = 0.01
 """Mean costs of that many requests are surely this near to their expectation; the bound is lowered by it."""
-_LONGEST_S = 1e9
+_MAX_DURATION_S = 1e9
 
 
-def least_instances(problem: Problem) -> int:
+def lower_bound_instances(problem: Problem) -> int:
     """Return the bound in instances; 1 where nothing better is known."""
     largest = max(pool.profile.tp for pool in problem.pools)
     return max(1, math.ceil(lower_bound(problem).gpus / largest - 1e-9))
 
 
 @dataclass(frozen=True)
-class Bound:
+class LowerBound:
     """What no plan does with less; 0 where nothing is known."""
 
     gpus: float
@@ -49,7 +49,7 @@ def lower_bound_gpus(problem: Problem) -> int:
     return max(smallest, whole)
 
 
-def lower_bound(problem: Problem) -> Bound:
+def lower_bound(problem: Problem) -> LowerBound:
     """Return the least GPUs and the least price on which the load can be spread, each for itself.
 
     The load of every kind of adapter is divided over pools as is best, up to the instances there are.
@@ -57,7 +57,9 @@ def lower_bound(problem: Problem) -> Bound:
     tokens, busy = busy_by_kind(problem)
     tp = np.array([pool.profile.tp for pool in problem.pools], float)
     price = np.array([pool.usd_per_hour or 0.0 for pool in problem.pools])
-    return Bound(_least(problem, tokens, busy, tp), _least(problem, tokens, busy, price))
+    return LowerBound(
+        _min_weighted_sum(problem, tokens, busy, tp), _min_weighted_sum(problem, tokens, busy, price)
+    )
 
 
 def busy_gpus(problem: Problem) -> float:
@@ -66,7 +68,7 @@ def busy_gpus(problem: Problem) -> float:
     0 where the profile's step model is of another form than ours, or a step gets cheaper by holding more.
     """
     tokens, busy = busy_by_kind(problem)
-    return _cheapest(problem.workload.slo.served_fraction, tokens, busy[0])
+    return _min_busy(problem.workload.slo.served_fraction, tokens, busy[0])
 
 
 def busy_by_kind(problem: Problem) -> tuple[NDArray[np.float64], NDArray[np.float64]]:
@@ -77,7 +79,7 @@ def busy_by_kind(problem: Problem) -> tuple[NDArray[np.float64], NDArray[np.floa
     tuple of ndarray
         Tokens, shape (kinds,); instances of a pool that all of a kind keeps busy, shape (pools, kinds).
     """
-    requests, duration_s, error = _sample(problem)
+    requests, duration_s, error = _draw_sample(problem)
     kind = _kinds(problem)[requests.adapter]
     per_second = (1.0 - error) / (1.0 - problem.workload.headroom) / 1e3 / duration_s
     tokens: NDArray[np.float64] = np.zeros(0)
@@ -89,7 +91,7 @@ def busy_by_kind(problem: Problem) -> tuple[NDArray[np.float64], NDArray[np.floa
     return tokens, np.array(busy)
 
 
-def _least(
+def _min_weighted_sum(
     problem: Problem, tokens: NDArray[np.float64], busy: NDArray[np.float64], weight: NDArray[np.float64]
 ) -> float:
     """Return the least weighted sum of busy instances that serves the fraction asked for (a linear program).
@@ -98,7 +100,7 @@ def _least(
     """
     fraction = problem.workload.slo.served_fraction
     if len(problem.pools) == 1:
-        return float(weight[0] * _cheapest(fraction, tokens, busy[0]))
+        return float(weight[0] * _min_busy(fraction, tokens, busy[0]))
     pools, kinds = busy.shape
     if tokens.sum() == 0.0 or not busy.all():
         return 0.0
@@ -114,14 +116,14 @@ def _least(
     return float(answer.fun) if answer.success and answer.fun is not None else 0.0
 
 
-def _sample(problem: Problem) -> tuple[Requests, float, float]:
+def _draw_sample(problem: Problem) -> tuple[Requests, float, float]:
     """Return requests, the seconds in which so many arrive on average, and the sampling error."""
     workload = problem.workload
     if workload.trace is not None:
         duration_s = workload.trace.duration_s
         return draw_requests(workload, duration_s, 0, problem.engine.max_model_len), duration_s, 0.0
     rate_rps = workload.total_rate_rps
-    duration_s = min(_LONGEST_S, _SAMPLE / rate_rps) if rate_rps > 0.0 else 1.0
+    duration_s = min(_MAX_DURATION_S, _SAMPLE / rate_rps) if rate_rps > 0.0 else 1.0
     requests = draw_requests(workload, duration_s, 0, problem.engine.max_model_len)
     return requests, requests.arrival_ns.size / rate_rps if rate_rps > 0.0 else 1.0, _SAMPLE_ERROR
 
@@ -164,7 +166,7 @@ def _kinds(problem: Problem) -> NDArray[np.int64]:
     return np.array([0, *kinds], dtype=np.int64)
 
 
-def _cheapest(fraction: float, tokens: NDArray[Any], busy_ms: NDArray[Any]) -> float:
+def _min_busy(fraction: float, tokens: NDArray[Any], busy_ms: NDArray[Any]) -> float:
     """Return the least time that serves this fraction of all tokens, the kinds cheapest per token first."""
     asked = tokens > 0.0
     if not asked.any():

@@ -8,17 +8,16 @@ from dataclasses import dataclass
 from statistics import fmean
 
 from capplan.errors import CapplanError, InputError
+from capplan.planner import SOLVERS
+from capplan.planner.api import SolverRun, solve
 from capplan.planner.bound import lower_bound_gpus
-from capplan.planner.estimators import TwinEstimator
-from capplan.planner.judging import broken_bounds
-from capplan.planner.names import SOLVERS
-from capplan.planner.posing import make_problem
+from capplan.planner.estimate import TwinEstimator
+from capplan.planner.evaluate import violated_bounds
 from capplan.planner.previous import read_previous
-from capplan.planner.problem import Assignment, Problem
+from capplan.planner.problem import Assignment, Problem, make_problem
 from capplan.planner.solvers import find_solver
-from capplan.planner.solvers.description import DEFAULT_TIME_LIMIT_S, Solver
-from capplan.planner.solving import Answer, solve
-from capplan.planner.verify import FRESH_SEEDS, Verdict, make_verifier, require_seeds
+from capplan.planner.solvers.base import DEFAULT_TIME_LIMIT_S, Solver
+from capplan.planner.verify import FRESH_SEEDS, InstanceVerification, make_verifier, require_seeds
 from capplan.spec import Plan, Profile, Workload
 from capplan.twin import SimulationResult
 
@@ -26,7 +25,7 @@ Progress = Callable[[str, int, int], None]
 
 
 @dataclass(frozen=True)
-class Row:
+class SolverResult:
     """How one solver did. Without an answer, numbers are 0 or NaN and `failure` says why."""
 
     solver: str
@@ -70,7 +69,7 @@ class Row:
 
 
 @dataclass(frozen=True)
-class Comparison:
+class SolverComparison:
     """All rows, and what they share."""
 
     profile: str
@@ -82,7 +81,7 @@ class Comparison:
     rate_rps: float
     seeds: tuple[int, ...]
     duration_s: float
-    rows: tuple[Row, ...]
+    rows: tuple[SolverResult, ...]
 
 
 def compare(
@@ -96,7 +95,7 @@ def compare(
     seeds: int = FRESH_SEEDS,
     time_limit_s: float = DEFAULT_TIME_LIMIT_S,
     progress: Progress | None = None,
-) -> Comparison:
+) -> SolverComparison:
     """Have solvers place the same workload, and the twin say what becomes of each answer as it is.
 
     Parameters
@@ -125,7 +124,7 @@ def compare(
         raise InputError(f"must name at least one of {', '.join(SOLVERS)}", location="solvers")
     require_seeds(seed, seeds)
     problem = make_problem(workload, gpus, profile)
-    terms = _Terms(estimator, seed, seeds, time_limit_s, read_previous(workload))
+    terms = _SolverInputs(estimator, seed, seeds, time_limit_s, read_previous(workload))
     report = progress or _silent
     # Compiled before anyone is timed.
     TwinEstimator(problem, seed)(Assignment(problem.parts[:1], problem.fixed_a_max or 1))
@@ -133,9 +132,9 @@ def compare(
     rows = []
     for done, solver in enumerate(chosen):
         report("comparing", done, len(chosen))
-        rows.append(_row(problem, solver, terms))
+        rows.append(_run_solver(problem, solver, terms))
     report("comparing", len(chosen), len(chosen))
-    return Comparison(
+    return SolverComparison(
         profile=", ".join(dict.fromkeys(pool.profile.name for pool in problem.pools)),
         gpus=sum(pool.instances * pool.profile.tp for pool in problem.pools),
         lower_bound_gpus=lower_bound_gpus(problem),
@@ -149,7 +148,7 @@ def compare(
 
 
 @dataclass(frozen=True)
-class _Terms:
+class _SolverInputs:
     """What all solvers are given alike."""
 
     estimator: str
@@ -159,7 +158,7 @@ class _Terms:
     previous: Plan | None
 
 
-def _row(problem: Problem, solver: Solver, terms: _Terms) -> Row:
+def _run_solver(problem: Problem, solver: Solver, terms: _SolverInputs) -> SolverResult:
     exact = TwinEstimator(problem, terms.seed)
     own = "auto" if solver.estimator != "auto" else terms.estimator
     try:
@@ -178,17 +177,22 @@ def _row(problem: Problem, solver: Solver, terms: _Terms) -> Row:
         # A plan with an instance that does not start is no cluster; the others are judged one by one.
         verdicts = verifier.whole(starting) if all(fits) else verifier(starting)
     except CapplanError as error:
-        return Row(solver.name, failure=str(error), exit_code=error.exit_code)
-    return _told(answer, solver, starting, verdicts)
+        return SolverResult(solver.name, failure=str(error), exit_code=error.exit_code)
+    return _summarize(answer, solver, starting, verdicts)
 
 
-def _told(answer: Answer, solver: Solver, starting: Sequence[Assignment], verdicts: Sequence[Verdict]) -> Row:
+def _summarize(
+    answer: SolverRun,
+    solver: Solver,
+    starting: Sequence[Assignment],
+    verdicts: Sequence[InstanceVerification],
+) -> SolverResult:
     slo = answer.problem.workload.slo
     starved = [any(r.served_fraction < slo.served_fraction for r in v.results) for v in verdicts]
-    broken = [any(broken_bounds(slo, r) for r in v.results) for v in verdicts]
+    broken = [any(violated_bounds(slo, r) for r in v.results) for v in verdicts]
     by_seed = list(zip(*(verdict.results for verdict in verdicts), strict=True))
     everyone = answer.assignments
-    return Row(
+    return SolverResult(
         solver=solver.name,
         estimator=answer.estimator,
         gpus=sum(answer.problem.pools[each.pool].profile.tp for each in everyone),
@@ -201,19 +205,19 @@ def _told(answer: Answer, solver: Solver, starting: Sequence[Assignment], verdic
         slots_per_gpu=tuple(each.a_max for each in everyone),
         served_fraction=min((r.served_fraction for v in verdicts for r in v.results), default=0.0),
         throughput_tok_s=_mean([sum(r.throughput_tok_s for r in results) for results in by_seed], 0.0),
-        itl_ms_mean=_mean([_itl_ms(results) for results in by_seed]),
-        ttft_s_p99=_mean([_longest([r.ttft_s_p99 for r in results]) for results in by_seed]),
+        itl_ms_mean=_mean([_mean_itl_ms(results) for results in by_seed]),
+        ttft_s_p99=_mean([_max_known([r.ttft_s_p99 for r in results]) for results in by_seed]),
         solve_s=answer.solve_s,
     )
 
 
-def _itl_ms(results: Sequence[SimulationResult]) -> float:
+def _mean_itl_ms(results: Sequence[SimulationResult]) -> float:
     known = [(r.itl_ms_mean, r.output_tok_s) for r in results if not math.isnan(r.itl_ms_mean)]
     tokens = sum(weight for _, weight in known)
     return sum(value * weight for value, weight in known) / tokens if tokens else math.nan
 
 
-def _longest(values: Sequence[float]) -> float:
+def _max_known(values: Sequence[float]) -> float:
     return max((value for value in values if not math.isnan(value)), default=math.nan)
 
 

@@ -11,22 +11,21 @@ if TYPE_CHECKING:
     from capplan.planner.problem import Assignment, Estimate, Estimator
 
 Item = TypeVar("Item")
-Answer = TypeVar("Answer")
+Result = TypeVar("Result")
 
 
-def ask_all(estimator: Estimator, assignments: Sequence[Assignment]) -> list[Estimate]:
+def estimate_all(estimator: Estimator, assignments: Sequence[Assignment]) -> list[Estimate]:
     """Return the estimates of several instances, in their order.
 
-    An estimator may have a way of its own to answer many, a method ``ask_all(assignments)``, which is then
-    taken; any other is asked in threads.
+    An estimator may have a batch method ``estimate_all(assignments)``; any other is called in threads.
     """
-    own: Callable[[Sequence[Assignment]], list[Estimate]] | None = getattr(estimator, "ask_all", None)
-    return in_parallel(estimator, assignments) if own is None else own(assignments)
+    own: Callable[[Sequence[Assignment]], list[Estimate]] | None = getattr(estimator, "estimate_all", None)
+    return parallel_map(estimator, assignments) if own is None else own(assignments)
 
 
-def in_parallel(
-    ask: Callable[[Item], Answer], items: Iterable[Item], answered: Callable[[int], None] | None = None
-) -> list[Answer]:
+def parallel_map(
+    ask: Callable[[Item], Result], items: Iterable[Item], answered: Callable[[int], None] | None = None
+) -> list[Result]:
     """Return the answers in the order of the items, whichever comes first.
 
     Parameters
@@ -38,7 +37,7 @@ def in_parallel(
     answered
         Called in this thread with the number of answers so far.
     """
-    answers: list[Answer] = []
+    answers: list[Result] = []
     pool = ThreadPoolExecutor(cpu_count())
     try:
         for answer in pool.map(ask, items):

@@ -14,11 +14,11 @@ from capplan.planner.problem import Assignment, Problem
 from capplan.serving import adapter_bytes
 from capplan.spec import Move, Plan, Workload
 
-_LEAST_SHARE = 1e-9
+_MIN_SHARE = 1e-9
 
 
 @dataclass(frozen=True)
-class Instance:
+class PreviousInstance:
     """One instance of the plan in force."""
 
     name: str
@@ -50,10 +50,10 @@ def read_previous(workload: Workload) -> Plan | None:
     return plan
 
 
-def instances_of(plan: Plan) -> tuple[Instance, ...]:
+def previous_instances(plan: Plan) -> tuple[PreviousInstance, ...]:
     """Return the instances of a plan, one for each replica; replicas share the traffic of their group."""
     return tuple(
-        Instance(
+        PreviousInstance(
             group.id if group.replicas == 1 else f"{group.id}-{replica}",
             group.pool,
             {adapter.name: adapter.share / group.replicas for adapter in group.adapters},
@@ -73,8 +73,8 @@ def name_groups(
     """
     if previous is None:
         return tuple(f"gpu-{number}" for number in range(len(assignments))), ()
-    old = instances_of(previous)
-    names = _matched(problem, assignments, old)
+    old = previous_instances(previous)
+    names = _match_names(problem, assignments, old)
     return names, _moves(problem, assignments, names, old)
 
 
@@ -85,7 +85,9 @@ def moved_bytes(problem: Problem, moves: Sequence[Move]) -> int:
     return sum(adapter_bytes(model, rank[move.adapter]) for move in moves if move.to_group is not None)
 
 
-def _matched(problem: Problem, assignments: Sequence[Assignment], old: Sequence[Instance]) -> tuple[str, ...]:
+def _match_names(
+    problem: Problem, assignments: Sequence[Assignment], old: Sequence[PreviousInstance]
+) -> tuple[str, ...]:
     """Return a name for every new instance, by the assignment that copies the fewest bytes."""
     size = {a.name: float(adapter_bytes(problem.profile.model, a.rank)) for a in problem.workload.adapters}
     new_names = [{part.name for part in assignment.parts} for assignment in assignments]
@@ -106,7 +108,7 @@ def _matched(problem: Problem, assignments: Sequence[Assignment], old: Sequence[
 
 
 def _moves(
-    problem: Problem, assignments: Sequence[Assignment], names: Sequence[str], old: Sequence[Instance]
+    problem: Problem, assignments: Sequence[Assignment], names: Sequence[str], old: Sequence[PreviousInstance]
 ) -> tuple[Move, ...]:
     """Return for every adapter how its shares flow from groups that lose to groups that gain."""
     after = {name: assignment.shares for name, assignment in zip(names, assignments, strict=True)}
@@ -123,14 +125,14 @@ def _moves(
 
 def _flows(adapter: str, change: Mapping[str, float]) -> list[Move]:
     """Return moves that carry what groups lose to those that gain; what nobody had is newly placed."""
-    losing = deque((group, -share) for group, share in change.items() if share < -_LEAST_SHARE)
+    losing = deque((group, -share) for group, share in change.items() if share < -_MIN_SHARE)
     moves: list[Move] = []
     for group, wanted in change.items():
-        while wanted > _LEAST_SHARE:
+        while wanted > _MIN_SHARE:
             source, left = losing.popleft() if losing else (None, wanted)
             taken = min(wanted, left)
             moves.append(Move(adapter=adapter, from_group=source, to_group=group, share=min(1.0, taken)))
             wanted -= taken
-            if source is not None and left - taken > _LEAST_SHARE:
+            if source is not None and left - taken > _MIN_SHARE:
                 losing.appendleft((source, left - taken))
     return moves

@@ -1,18 +1,21 @@
-"""A placement problem and its answers: what solvers get and give, apart from files and plans."""
+"""Placement problem: adapters with constraints, GPU pools, engine settings, and assignments."""
 
 from __future__ import annotations
 
+import os
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
 from operator import attrgetter
 from typing import Final, Protocol
 
+from capplan.datasets import load_profile
+from capplan.errors import InputError
 from capplan.models.memory import KvBudget, kv_budget
-from capplan.planner.constraints import Constraints, constraints_of
-from capplan.spec import EngineConfig, Profile, Trace, Workload, allowed_lora_rank
+from capplan.spec import Adapter, EngineConfig, Pool, Profile, Trace, Workload, allowed_lora_rank
 
 GRID = (1, 2, 4, 8, 16, 32, 64, 96, 128, 160, 192, 256, 320, 384)
+
 """Adapter counts and values of A_max tested: 1, 2, 4, and those of the adapter-caching paper (section 7)."""
 
 _RANK: Final = attrgetter("rank")
@@ -29,7 +32,7 @@ class EngineDefaults:
 
 
 @dataclass(frozen=True)
-class Part:
+class AdapterShare:
     """An adapter, or a share of its traffic: what a solver places."""
 
     name: str
@@ -57,7 +60,7 @@ class GpuPool:
 class Assignment:
     """What one instance serves, and how it is set."""
 
-    parts: tuple[Part, ...]
+    parts: tuple[AdapterShare, ...]
     a_max: int
     max_num_seqs: int | None = None
     """None: as the problem's engine has it."""
@@ -67,7 +70,7 @@ class Assignment:
     @property
     def shares(self) -> dict[str, float]:
         """Share of each adapter's traffic that comes here."""
-        return shares_of(self.parts)
+        return traffic_shares(self.parts)
 
 
 @dataclass(frozen=True)
@@ -113,7 +116,7 @@ class Problem:
     workload: Workload
     pools: tuple[GpuPool, ...]
     engine: EngineDefaults
-    parts: tuple[Part, ...]
+    parts: tuple[AdapterShare, ...]
 
     @property
     def profile(self) -> Profile:
@@ -138,19 +141,19 @@ class Problem:
         """The number of slots, where the workload fixes it."""
         return self.workload.engine.max_loras
 
-    def s_max(self, parts: Sequence[Part]) -> int:
+    def s_max(self, parts: Sequence[AdapterShare]) -> int:
         """Return the rank that slots for these parts are sized for."""
         return self.workload.engine.max_lora_rank or allowed_lora_rank(max(map(_RANK, parts)))
 
-    def subworkload(self, parts: Sequence[Part], scale: float = 1.0) -> Workload:
+    def subworkload(self, parts: Sequence[AdapterShare], scale: float = 1.0) -> Workload:
         """Return the workload of one GPU; `scale` multiplies every rate, a trace's too."""
-        shares = shares_of(parts)
+        shares = traffic_shares(parts)
         part = self.workload.subset(shares, shares)
         if scale == 1.0:
             return part
         # A copy with other rates keeps every rule that the workload kept: no need to check them again.
         adapters = tuple(a.model_copy(update={"rate_rps": a.rate_rps * scale}) for a in part.adapters)
-        trace = part.trace if part.trace is None else _faster(part.trace, scale)
+        trace = part.trace if part.trace is None else _scale_trace(part.trace, scale)
         return part.model_copy(update={"adapters": adapters, "trace": trace})
 
     def fits_in_memory(self, assignment: Assignment) -> bool:
@@ -163,14 +166,14 @@ class Problem:
         tokens = budget.tokens(a_max, self.s_max(parts), self.max_num_seqs(assignment))
         return tokens >= self.engine.max_model_len
 
-    def offered_tok_s(self, part: Part) -> float:
+    def offered_tok_s(self, part: AdapterShare) -> float:
         """Return the input and output tokens per second that a part asks for."""
         return part.rate_rps * self._tokens_per_request[part.name]
 
     @cached_property
     def constraints(self) -> Constraints:
         """Where adapters may be."""
-        return constraints_of(self.workload)
+        return read_constraints(self.workload)
 
     @cached_property
     def _kv_budgets(self) -> tuple[KvBudget, ...]:
@@ -185,7 +188,12 @@ class Problem:
         }
 
 
-def distinct_adapters(parts: Sequence[Part]) -> int:
+def whole_adapters(problem: Problem) -> tuple[AdapterShare, ...]:
+    """Return every adapter as one part."""
+    return tuple(AdapterShare(a.name, a.rank, a.rate_rps) for a in problem.workload.adapters)
+
+
+def distinct_adapters(parts: Sequence[AdapterShare]) -> int:
     """Return how many adapters these are parts of."""
     return len({part.name for part in parts})
 
@@ -205,7 +213,7 @@ def complete_engine(config: EngineConfig) -> EngineDefaults:
     )
 
 
-def shares_of(parts: Iterable[Part]) -> dict[str, float]:
+def traffic_shares(parts: Iterable[AdapterShare]) -> dict[str, float]:
     """Return the share of each adapter's traffic among these parts."""
     shares: dict[str, float] = {}
     for part in parts:
@@ -213,9 +221,9 @@ def shares_of(parts: Iterable[Part]) -> dict[str, float]:
     return shares
 
 
-def merged(parts: Iterable[Part]) -> tuple[Part, ...]:
+def merge_shares(parts: Iterable[AdapterShare]) -> tuple[AdapterShare, ...]:
     """Return parts with the shares of one adapter as one, where its first stands."""
-    found: dict[str, Part] = {}
+    found: dict[str, AdapterShare] = {}
     for part in parts:
         known = found.get(part.name)
         if known is not None:
@@ -225,12 +233,170 @@ def merged(parts: Iterable[Part]) -> tuple[Part, ...]:
     return tuple(found.values())
 
 
-def replayed_s(workload: Workload, duration_s: float) -> float:
+def horizon_s(workload: Workload, duration_s: float) -> float:
     """Return how long a workload is simulated: a trace as a whole, whatever the duration."""
     return duration_s if workload.trace is None else workload.trace.duration_s
 
 
-def _faster(trace: Trace, scale: float) -> Trace:
+def _scale_trace(trace: Trace, scale: float) -> Trace:
     arrival_ns = (trace.arrival_ns / scale).astype(trace.arrival_ns.dtype)
     arrival_ns.setflags(write=False)  # as in every trace: numba compiles the twin anew for other arrays
     return replace(trace, arrival_ns=arrival_ns, duration_s=trace.duration_s / scale)
+
+
+@dataclass(frozen=True)
+class Constraints:
+    """The wishes of all adapters, made explicit.
+
+    Attributes
+    ----------
+    bundle
+        Of every adapter, the first adapter (in the workload's order) of those that stay with it.
+    apart
+        Of every adapter, those that must not be on an instance with it, whoever of the two said so.
+    pool
+        Names of the pools that adapters are pinned to, by the first adapter of their bundle.
+    max_replicas
+        Most instances that may share an adapter's traffic, by the first adapter of its bundle.
+    """
+
+    bundle: Mapping[str, str]
+    apart: Mapping[str, frozenset[str]]
+    pool: Mapping[str, str]
+    max_replicas: Mapping[str, int]
+
+
+def read_constraints(workload: Workload) -> Constraints:
+    """Return the constraints of a workload.
+
+    Raises
+    ------
+    InputError
+        Where they contradict each other.
+    """
+    bundle = _group_leaders(workload.adapters)
+    apart = _conflicts(workload.adapters)
+    for name, others in apart.items():
+        for other in others:
+            if bundle[name] == bundle[other]:
+                rule = f"must not name {other}, which together_with keeps on the GPU of {name}"
+                raise InputError(rule, other, f"adapters: {name}.apart_from")
+    return Constraints(
+        bundle, apart, _pinned_pools(workload.adapters, bundle), _max_replicas(workload.adapters, bundle)
+    )
+
+
+def _group_leaders(adapters: Iterable[Adapter]) -> dict[str, str]:
+    """Return the first member of the connected component of every adapter."""
+    first = {adapter.name: adapter.name for adapter in adapters}
+    order = {name: position for position, name in enumerate(first)}
+
+    def root(name: str) -> str:
+        while first[name] != name:
+            name = first[name]
+        return name
+
+    for adapter in adapters:
+        for other in adapter.together_with:
+            low, high = sorted((root(adapter.name), root(other)), key=order.__getitem__)
+            first[high] = low
+    return {name: root(name) for name in first}
+
+
+def _conflicts(adapters: Iterable[Adapter]) -> dict[str, frozenset[str]]:
+    apart: dict[str, set[str]] = {}
+    for adapter in adapters:
+        for other in adapter.apart_from:
+            apart.setdefault(adapter.name, set()).add(other)
+            apart.setdefault(other, set()).add(adapter.name)
+    return {name: frozenset(others) for name, others in apart.items()}
+
+
+def _pinned_pools(adapters: Iterable[Adapter], bundle: Mapping[str, str]) -> dict[str, str]:
+    pins: dict[str, str] = {}
+    for adapter in adapters:
+        if adapter.pool is None:
+            continue
+        pinned = pins.setdefault(bundle[adapter.name], adapter.pool)
+        if pinned != adapter.pool:
+            rule = f"must be {pinned}, where an adapter is pinned that together_with keeps on the same GPU"
+            raise InputError(rule, adapter.pool, f"adapters: {adapter.name}.pool")
+    return pins
+
+
+def _max_replicas(adapters: Iterable[Adapter], bundle: Mapping[str, str]) -> dict[str, int]:
+    most: dict[str, int] = {}
+    for adapter in adapters:
+        if adapter.max_replicas is not None:
+            first = bundle[adapter.name]
+            most[first] = min(adapter.max_replicas, most.get(first, adapter.max_replicas))
+    return most
+
+
+def make_problem(workload: Workload, gpus: int | None, profile: Profile | str | None) -> Problem:
+    """Return the problem of a workload; `gpus` and `profile` win over what it says itself.
+
+    Raises
+    ------
+    InputError
+        When one of them is missing or does not fit, or wishes contradict each other.
+    """
+    if workload.pools and (gpus is not None or profile is not None):
+        rule = "does not go with pools: the workload says which GPUs there are"
+        raise InputError(rule, location="gpus" if gpus is not None else "profile")
+    pools = tuple(map(_read_pool, workload.pools)) or (_single_pool(workload, gpus, profile),)
+    for pool in pools:
+        pool.profile.require_model(workload.base_model)
+    engine = complete_engine(workload.engine)
+    _require_fitting_prompts(workload, engine.max_model_len)
+    problem = Problem(workload, pools, engine, ())
+    problem.constraints  # noqa: B018 - contradictions are found here, before anything is solved
+    return replace(problem, parts=whole_adapters(problem))
+
+
+def _single_pool(workload: Workload, gpus: int | None, profile: Profile | str | None) -> GpuPool:
+    """Return the GPUs of a workload without pools."""
+    count = gpus if gpus is not None else (workload.gpus.count if workload.gpus else None)
+    if count is None:
+        rule = "is required: say how many GPUs a plan may use (gpus: {count: N} in the workload, or --gpus N)"
+        raise InputError(rule, location="gpus")
+    if count < 1:
+        raise InputError("must be >= 1", count, "gpus")
+    wanted = profile if profile is not None else workload.profile
+    if wanted is None:
+        raise InputError("is required: name a shipped profile or a profile JSON", location="profile")
+    loaded = _load_profile(wanted)
+    return GpuPool(None, loaded, _instance_count(loaded, count, "gpus"))
+
+
+def _read_pool(pool: Pool) -> GpuPool:
+    loaded = _load_profile(pool.profile)
+    price = None if pool.usd_per_hour is None else pool.usd_per_hour * loaded.tp
+    return GpuPool(pool.name, loaded, _instance_count(loaded, pool.count, f"pools: {pool.name}.count"), price)
+
+
+def _load_profile(profile: Profile | str) -> Profile:
+    return load_profile(profile) if isinstance(profile, str | os.PathLike) else profile
+
+
+def _instance_count(profile: Profile, gpus: int, location: str) -> int:
+    """Return how many instances so many GPUs make."""
+    if gpus < profile.tp:
+        rule = f"must be at least the {profile.tp} GPUs of one instance of profile {profile.name}"
+        raise InputError(rule, gpus, location)
+    return gpus // profile.tp
+
+
+def _require_fitting_prompts(workload: Workload, max_model_len: int) -> None:
+    """Refuse a trace of which so much is too long for the engine that no number of GPUs would do."""
+    trace = workload.trace
+    if trace is None:
+        return
+    tokens = trace.prompt_tokens.astype(float) + trace.output_tokens
+    too_long = trace.prompt_tokens >= max_model_len
+    if tokens[too_long].sum() > (1.0 - workload.slo.served_fraction) * tokens.sum():
+        rule = (
+            f"must exceed the prompts of the trace: {int(too_long.sum())} of {too_long.size} do not fit, "
+            f"the longest has {int(trace.prompt_tokens.max())} tokens"
+        )
+        raise InputError(rule, max_model_len, "engine.max_model_len")

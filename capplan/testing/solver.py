@@ -13,17 +13,18 @@ import numpy as np
 
 from capplan.datasets import load_profile
 from capplan.errors import InfeasibleError
-from capplan.planner.parts import split_hot, whole_parts
 from capplan.planner.problem import (
+    AdapterShare,
     Assignment,
     Estimate,
     Estimator,
     GpuPool,
-    Part,
     Problem,
     complete_engine,
     distinct_adapters,
+    whole_adapters,
 )
+from capplan.planner.splitting import split_hot_adapters
 from capplan.spec import Adapter, EngineConfig, Lengths, Workload
 
 Solver = Callable[[Problem, Estimator], Sequence[Assignment]]
@@ -72,7 +73,7 @@ def example_problem(
     )
     pool = GpuPool(None, load_profile(_PROFILE), gpus)
     problem = Problem(workload, (pool,), complete_engine(workload.engine), ())
-    return replace(problem, parts=whole_parts(problem))
+    return replace(problem, parts=whole_adapters(problem))
 
 
 class SolverContract:
@@ -154,7 +155,7 @@ class SolverContract:
         few = self.most_gpus < 24
         problem = example_problem(2, adapters=3 if few else 8, gpus=self.most_gpus, largest_rps=9.0)
         estimator = Capacity(rps=6.0 if few else 4.0)
-        split = replace(problem, parts=split_hot(problem, estimator))
+        split = replace(problem, parts=split_hot_adapters(problem, estimator))
         assert len(split.parts) > len(problem.parts)
         assert _shares_sum_to_one(split, solver(split, estimator))
 
@@ -180,5 +181,5 @@ def _shares_sum_to_one(problem: Problem, answer: Sequence[Assignment]) -> bool:
     return all(abs(share - 1.0) < 1e-9 for share in total.values())
 
 
-def _identity(part: Part) -> tuple[str, int]:
+def _identity(part: AdapterShare) -> tuple[str, int]:
     return part.name, part.number

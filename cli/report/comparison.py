@@ -14,7 +14,7 @@ from capplan.planner.solvers import REGISTRY
 if TYPE_CHECKING:
     from collections.abc import Callable, Sequence
 
-    from capplan.planner import Comparison, Row
+    from capplan.planner import SolverComparison, SolverResult
 
 _HEAD: Final = (
     *("solver", "verdict", "GPUs", "starved", "late", "memory errors", "short of headroom", "served"),
@@ -40,7 +40,7 @@ _COMPARISON_TERMS: Final = {
 }
 
 
-def comparison_page(result: Comparison, workload: str) -> str:
+def comparison_page(result: SolverComparison, workload: str) -> str:
     """Return the report.
 
     Parameters
@@ -62,7 +62,7 @@ def comparison_page(result: Comparison, workload: str) -> str:
     )
 
 
-def _answers(result: Comparison) -> page.Section:
+def _answers(result: SolverComparison) -> page.Section:
     parts = [page.table(_HEAD, map(_marked, result.rows), numbers_from=2)]
     failures = {row.solver: row.failure for row in result.rows if not row.answered}
     if failures:
@@ -70,17 +70,17 @@ def _answers(result: Comparison) -> page.Section:
     return page.section("Answers", *parts, intro=f"{summary(result)}.")
 
 
-def _marked(row: Row) -> tuple[str, ...]:
+def _marked(row: SolverResult) -> tuple[str, ...]:
     name, *numbers, _ = cells(row)
     words = verdict(row)
     return (name, page.good(words) if row.holds else page.bad(words), *numbers)
 
 
-def _solver_charts(result: Comparison) -> page.Section:
+def _solver_charts(result: SolverComparison) -> page.Section:
     rows = result.rows
     names = [row.solver for row in rows]
 
-    def values(measure: Callable[[Row], float]) -> list[float]:
+    def values(measure: Callable[[SolverResult], float]) -> list[float]:
         return [measure(row) if row.answered else math.nan for row in rows]
 
     fine = values(lambda row: row.gpus * (1 - _failing(row)))
@@ -112,12 +112,12 @@ def _log(label: str, values: Sequence[float]) -> Axis:
     return Axis(label, log=True, low=min((value for value in values if value > 0.0), default=0.1) / 2)
 
 
-def _failing(row: Row) -> float:
+def _failing(row: SolverResult) -> float:
     """Return the share of instances that starve, are late or do not start."""
     return (row.starved + row.late + row.memory_errors) / row.instances
 
 
-def _solvers(rows: Sequence[Row]) -> page.Section:
+def _solvers(rows: Sequence[SolverResult]) -> page.Section:
     known = [(row, REGISTRY[row.solver]) for row in rows if row.solver in REGISTRY]
     table = page.table(
         ("solver", "what it does", "from", "asks", "adapters per GPU", "slots per GPU"),

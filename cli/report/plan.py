@@ -28,7 +28,7 @@ from capplan.cli.report.figures import Axis, Curve, bar_rows, line_chart
 if TYPE_CHECKING:
     from collections.abc import Callable, Mapping, Sequence
 
-    from capplan.planner.explaining import CurvePoint, Explanation, GroupExplanation, Room, SlotCurve
+    from capplan.planner.explain import CurvePoint, Explanation, GroupExplanation, Headroom, SlotCurve
     from capplan.spec import Group, Plan, Slo
 
 _MOST_BARS: Final = 40
@@ -333,7 +333,7 @@ def _out_of_memory(curve: SlotCurve) -> tuple[str, float] | None:
     return f"no memory beyond {curve.most_slots}", float(max(1, curve.most_slots))
 
 
-def _room(room: Room) -> list[page.Html]:
+def _room(room: Headroom) -> list[page.Html]:
     shares = {"at the planned load": [_percent(use.now) for use in room.uses]}
     if room.fails_at is not None:
         shares[f"at {times(room.fails_at)}"] = [_percent(use.beyond) for use in room.uses]

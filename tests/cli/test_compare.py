@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 
 from capplan.cli.report.comparison import comparison_page
-from capplan.planner import SOLVERS, Comparison, Row
+from capplan.planner import SOLVERS, SolverComparison, SolverResult
 from tests.cli.conftest import Run, error_line
 from tests.cli.examples import WORKLOAD, write_inputs
 from tests.cli.test_html import HOSTILE, parsed
@@ -19,7 +19,7 @@ from tests.cli.test_html import HOSTILE, parsed
 FEW = ("--solvers", "capplan,maxbase,slora-contiguous", "--seeds", "2")
 
 
-def row(solver: str, **values: Any) -> Row:
+def row(solver: str, **values: Any) -> SolverResult:
     known = {
         "estimator": "twin",
         "gpus": 2,
@@ -32,19 +32,19 @@ def row(solver: str, **values: Any) -> Row:
         "ttft_s_p99": 0.4,
         "solve_s": 0.012,
     }
-    return Row(solver, **{**known, **values})
+    return SolverResult(solver, **{**known, **values})
 
 
 GOOD = row("capplan")
 STARVED = row("random", starved=1, served_fraction=0.42)
 TIGHT = row("latency", short_of_headroom=1)
 NO_START = row("maxbase", memory_errors=2, throughput_tok_s=0.0, itl_ms_mean=float("nan"))
-REFUSED = Row("milp", failure="solver: milp solves at most 24", exit_code=2)
-INFEASIBLE = Row("greedy", failure="gpus: too few", exit_code=3)
+REFUSED = SolverResult("milp", failure="solver: milp solves at most 24", exit_code=2)
+INFEASIBLE = SolverResult("greedy", failure="gpus: too few", exit_code=3)
 
 
-def told(*rows: Row) -> Comparison:
-    return Comparison(
+def told(*rows: SolverResult) -> SolverComparison:
+    return SolverComparison(
         profile="some/profile",
         gpus=4,
         lower_bound_gpus=1,
@@ -67,7 +67,7 @@ def answers(monkeypatch: pytest.MonkeyPatch) -> list[dict[str, Any]]:
     """Stand in for the library; what it was called with is kept, and its rows are set by the test."""
     calls: list[dict[str, Any]] = []
 
-    def compare(workload: object, solvers: tuple[str, ...], **wishes: Any) -> Comparison:
+    def compare(workload: object, solvers: tuple[str, ...], **wishes: Any) -> SolverComparison:
         calls.append({"solvers": solvers, **wishes})
         return told(*ROWS)
 
@@ -76,7 +76,7 @@ def answers(monkeypatch: pytest.MonkeyPatch) -> list[dict[str, Any]]:
     return calls
 
 
-ROWS: list[Row] = []
+ROWS: list[SolverResult] = []
 
 
 def test_a_small_workload_is_compared_and_every_solver_has_a_row(run: Run, workload_yaml: Path) -> None:
@@ -141,7 +141,7 @@ def test_the_table_tells_counts_reasons_and_the_best(
     ],
 )
 def test_the_exit_status_tells_whether_any_answer_holds(
-    run: Run, workload_yaml: Path, answers: list[dict[str, Any]], rows: list[Row], status: int
+    run: Run, workload_yaml: Path, answers: list[dict[str, Any]], rows: list[SolverResult], status: int
 ) -> None:
     ROWS[:] = rows
     result = run("compare", workload_yaml)
@@ -182,7 +182,7 @@ def test_the_page_shows_every_solver_and_where_it_comes_from(
 
 
 @pytest.mark.parametrize("rows", [(INFEASIBLE,), (NO_START,), (GOOD, TIGHT, NO_START, REFUSED)])
-def test_the_page_is_whole_whatever_failed(rows: tuple[Row, ...]) -> None:
+def test_the_page_is_whole_whatever_failed(rows: tuple[SolverResult, ...]) -> None:
     parsed(comparison_page(told(*rows), "workload.yaml"))
 
 

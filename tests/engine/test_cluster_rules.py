@@ -18,7 +18,7 @@ from capplan.engine.router.instance_client import RequestSize, SizeQueues
 from capplan.engine.router.instances import ServingOptions, instances_of
 from capplan.engine.router.process import RouterConfig
 from capplan.engine.router.supervisor import WeightedRoundRobin
-from capplan.planner.queues.sizes import RequestSample, request_sizes, with_base_model
+from capplan.planner.queues import RequestSample, request_sizes, with_base_model
 from capplan.spec import Cache, QueueClass, Queues, Wrs
 from capplan.twin.cluster.readable import Candidate, RoutedRequest
 from capplan.twin.cluster.readable_routers import SmoothShares

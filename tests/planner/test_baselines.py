@@ -14,13 +14,18 @@ from hypothesis import strategies as st
 
 from capplan import Lengths, Profile, Workload
 from capplan.errors import InfeasibleError
-from capplan.planner import Tools
-from capplan.planner.backbone import backbone_tok_s
-from capplan.planner.parts import whole_parts
-from capplan.planner.problem import Assignment, GpuPool, Problem, complete_engine, distinct_adapters
+from capplan.planner import SolverContext
+from capplan.planner.problem import (
+    Assignment,
+    GpuPool,
+    Problem,
+    complete_engine,
+    distinct_adapters,
+    whole_adapters,
+)
 from capplan.planner.solvers import REGISTRY
-from capplan.planner.solvers.maxbase import fill
-from capplan.planner.solvers.slora import cut
+from capplan.planner.solvers.maxbase import base_model_tok_s, fill_gpus
+from capplan.planner.solvers.random_placement import contiguous_by_rank
 from capplan.testing import Capacity, example_problem
 
 Make = Callable[..., Workload]
@@ -28,12 +33,12 @@ ANY = Capacity(rps=1e6, adapters_per_slot=1e6)
 
 
 def placed(name: str, problem: Problem, estimator: Capacity = ANY, seed: int = 0) -> list[Assignment]:
-    return list(REGISTRY[name].place(problem, Tools(quick=estimator, exact=estimator, seed=seed)))
+    return list(REGISTRY[name].place(problem, SolverContext(quick=estimator, exact=estimator, seed=seed)))
 
 
 def problem_of(workload: Workload, profile: Profile, gpus: int) -> Problem:
     problem = Problem(workload, (GpuPool(None, profile, gpus),), complete_engine(workload.engine), ())
-    return replace(problem, parts=whole_parts(problem))
+    return replace(problem, parts=whole_adapters(problem))
 
 
 @given(seed=st.integers(0, 10_000), adapters=st.integers(1, 60), gpus=st.integers(1, 9))
@@ -68,7 +73,7 @@ def test_maxbase_fills_in_input_order_and_goes_on_only_when_the_next_would_excee
     seed: int, adapters: int, limit_tok_s: float
 ) -> None:
     problem = example_problem(seed, adapters, gpus=99)
-    gpus = fill(problem, limit_tok_s)
+    gpus = fill_gpus(problem, limit_tok_s)
     assert [p for parts in gpus for p in parts] == list(problem.parts)
     for parts, following in pairwise(gpus):
         load = list(accumulate(map(problem.offered_tok_s, parts)))[-1]
@@ -100,21 +105,21 @@ def test_the_backbone_serves_more_than_any_gpu_with_adapters_and_less_for_longer
     from capplan import simulate
 
     wishes = workload(*((f"a{i}", 32, 4.0) for i in range(16)))
-    bare = backbone_tok_s(problem_of(wishes, profile, 1), seed=0)
+    bare = base_model_tok_s(problem_of(wishes, profile, 1), seed=0)
     served = simulate(wishes, profile, a_max=16, s_max=32, duration_s=600.0).throughput_tok_s
     assert 0.0 < served < bare
     longer = wishes.replace(output_tokens=Lengths(mean=400, std=240))
-    assert backbone_tok_s(problem_of(longer, profile, 1), seed=0) < bare
+    assert base_model_tok_s(problem_of(longer, profile, 1), seed=0) < bare
 
 
 def test_the_backbone_depends_on_the_mix_and_not_on_the_load(workload: Make, profile: Profile) -> None:
     one, many = (
-        backbone_tok_s(problem_of(workload(("a", 8, rate), ("b", 8, rate)), profile, 1), seed=0)
+        base_model_tok_s(problem_of(workload(("a", 8, rate), ("b", 8, rate)), profile, 1), seed=0)
         for rate in (0.01, 40.0)
     )
     assert one == pytest.approx(many, rel=1e-6)
     idle = problem_of(workload(("a", 8, 0.0)), profile, 1)
-    assert math.isinf(backbone_tok_s(idle, seed=0))
+    assert math.isinf(base_model_tok_s(idle, seed=0))
 
 
 def test_random_scatters_evenly_and_draws_slots_up_to_the_adapters() -> None:
@@ -130,7 +135,7 @@ def test_random_scatters_evenly_and_draws_slots_up_to_the_adapters() -> None:
 
 @given(seed=st.integers(0, 10_000), adapters=st.integers(1, 60), gpus=st.integers(1, 9))
 def test_contiguous_runs_are_sorted_by_rank_and_equally_long(seed: int, adapters: int, gpus: int) -> None:
-    runs = cut(example_problem(seed, adapters, gpus))
+    runs = contiguous_by_rank(example_problem(seed, adapters, gpus))
     assert len(runs) == min(gpus, adapters)
     ranks = [part.rank for run in runs for part in run]
     assert ranks == sorted(ranks)

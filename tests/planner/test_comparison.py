@@ -9,30 +9,30 @@ import pytest
 
 from capplan import Workload, plan
 from capplan.errors import InfeasibleError, InputError
-from capplan.planner import Asks, Row, Solver, Tools, compare
+from capplan.planner import RequiredEstimator, Solver, SolverContext, SolverResult, compare
 from capplan.planner.problem import Assignment, Problem
 from capplan.spec import Slo
 
 Make = Callable[..., Workload]
 
 
-def own(place: Callable[[Problem, Tools], Sequence[Assignment]], name: str = "own") -> Solver:
-    return Solver(name, "one line", "a test", place, asks=Asks.NOTHING)
+def own(place: Callable[[Problem, SolverContext], Sequence[Assignment]], name: str = "own") -> Solver:
+    return Solver(name, "one line", "a test", place, asks=RequiredEstimator.NOTHING)
 
 
 def all_on_one(a_max: int) -> Solver:
     return own(lambda problem, _: (Assignment(problem.parts, a_max),), f"all-{a_max}")
 
 
-def one_each(problem: Problem, tools: Tools) -> Sequence[Assignment]:
+def one_each(problem: Problem, tools: SolverContext) -> Sequence[Assignment]:
     return [Assignment((part,), 1) for part in problem.parts]
 
 
-def fails(problem: Problem, tools: Tools) -> Sequence[Assignment]:
+def fails(problem: Problem, tools: SolverContext) -> Sequence[Assignment]:
     raise InfeasibleError("gpus: not today", reason="gpus")
 
 
-def only(workload: Workload, solver: Solver | str, **wishes: Any) -> Row:
+def only(workload: Workload, solver: Solver | str, **wishes: Any) -> SolverResult:
     return compare(workload, [solver], seeds=2, **wishes).rows[0]
 
 

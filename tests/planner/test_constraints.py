@@ -6,11 +6,10 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from capplan.errors import InfeasibleError, InputError
-from capplan.planner import Tools
-from capplan.planner.constraints import constraints_of
-from capplan.planner.parts import split_hot, whole_parts
-from capplan.planner.problem import Assignment, GpuPool, Problem
+from capplan.planner import SolverContext
+from capplan.planner.problem import Assignment, GpuPool, Problem, read_constraints, whole_adapters
 from capplan.planner.solvers import REGISTRY
+from capplan.planner.splitting import split_hot_adapters
 from capplan.spec import Adapter
 from capplan.testing import Capacity, example_problem
 
@@ -21,7 +20,7 @@ def changed(problem: Problem, **changes: dict[str, object]) -> Problem:
     """Return the problem with fields of some adapters changed."""
     adapters = tuple(a.replace(**changes.get(a.name, {})) for a in problem.workload.adapters)
     problem = replace(problem, workload=problem.workload.replace(adapters=adapters))
-    return replace(problem, parts=whole_parts(problem))
+    return replace(problem, parts=whole_adapters(problem))
 
 
 def two_pools(problem: Problem) -> Problem:
@@ -34,8 +33,8 @@ def two_pools(problem: Problem) -> Problem:
 
 
 def solved(problem: Problem, estimator: Capacity = SMALL) -> Sequence[Assignment]:
-    split = replace(problem, parts=split_hot(problem, estimator))
-    return REGISTRY["capplan"].place(split, Tools(quick=estimator, exact=estimator))
+    split = replace(problem, parts=split_hot_adapters(problem, estimator))
+    return REGISTRY["capplan"].place(split, SolverContext(quick=estimator, exact=estimator))
 
 
 def names_of(assignment: Assignment) -> set[str]:
@@ -57,7 +56,7 @@ def test_apart_is_never_on_one_gpu_and_together_always(data: st.DataObject) -> N
             own[key] = tuple(dict.fromkeys((*own.get(key, ()), f"a{other}")))  # type: ignore[misc]
     try:
         problem = changed(problem, **changes)
-        constraints_of(problem.workload)
+        read_constraints(problem.workload)
     except (InputError, ValueError):
         return
     try:
@@ -68,7 +67,7 @@ def test_apart_is_never_on_one_gpu_and_together_always(data: st.DataObject) -> N
         there = names_of(assignment)
         assert all(not {f"a{one}", f"a{other}"} <= there for one, other in apart)
         assert all((f"a{one}" in there) == (f"a{other}" in there) for one, other in together)
-    assert sum(len(a.parts) for a in answer) == len(split_hot(problem, SMALL))
+    assert sum(len(a.parts) for a in answer) == len(split_hot_adapters(problem, SMALL))
 
 
 def test_adapters_that_stay_together_are_split_together() -> None:
@@ -115,13 +114,13 @@ def test_wishes_that_contradict_each_other_are_named(
 ) -> None:
     problem = changed(two_pools(example_problem(0, adapters=4, gpus=4)), **adapters)
     with pytest.raises(InputError, match=words) as error:
-        constraints_of(problem.workload)
+        read_constraints(problem.workload)
     assert len(str(error.value).splitlines()) == 1
 
 
 def test_without_wishes_every_adapter_is_its_own_bundle() -> None:
     problem = example_problem(0, adapters=5, gpus=1)
-    constraints = constraints_of(problem.workload)
+    constraints = read_constraints(problem.workload)
     assert all(first == name for name, first in constraints.bundle.items())
     assert not constraints.apart
     assert not constraints.pool

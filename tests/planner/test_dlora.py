@@ -13,10 +13,10 @@ from hypothesis import strategies as st
 
 from capplan import Workload, plan
 from capplan.errors import InfeasibleError
-from capplan.planner import Tools
+from capplan.planner import SolverContext
 from capplan.planner.problem import Assignment, Problem
 from capplan.planner.solvers import REGISTRY
-from capplan.planner.solvers.dlora import Burst, replicate
+from capplan.planner.solvers.dlora import BurstTolerance, replicate
 from capplan.testing import Capacity, example_problem
 
 Make = Callable[..., Workload]
@@ -24,7 +24,7 @@ Make = Callable[..., Workload]
 
 def placed(problem: Problem, time_limit_s: float = 60.0) -> list[Assignment]:
     nobody = Capacity(rps=0.0)
-    tools = Tools(quick=nobody, exact=nobody, time_limit_s=time_limit_s)
+    tools = SolverContext(quick=nobody, exact=nobody, time_limit_s=time_limit_s)
     return list(REGISTRY["dlora-proactive"].place(problem, tools))
 
 
@@ -146,7 +146,7 @@ def test_equals_the_literal_loop(weights: list[int], engines: int, room: int) ->
     weights[0] += 1024 - sum(weights)
     shares = [weight / 1024 for weight in weights]
     most = np.full(len(shares), engines, dtype=np.int64)
-    burst = Burst(np.array(shares), engines, free=16.0 * room, slot=16.0, most=most)
+    burst = BurstTolerance(np.array(shares), engines, free=16.0 * room, slot=16.0, most=most)
     expected = literal(shares, engines, 16.0 * room, 16.0)
     try:
         found = replicate(burst, time.monotonic() + 60.0, 60.0)

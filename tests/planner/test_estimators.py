@@ -10,10 +10,9 @@ from capplan import Lengths, Profile, Workload
 from capplan.errors import InputError
 from capplan.models import Surrogate
 from capplan.models.surrogates.documents import KINDS
-from capplan.planner import estimators
-from capplan.planner.estimators import NAMES, TwinEstimator, estimator_name, make_estimator
-from capplan.planner.parts import whole_parts
-from capplan.planner.problem import Assignment, Estimate, GpuPool, Problem, complete_engine
+from capplan.planner import estimate
+from capplan.planner.estimate import ESTIMATORS, TwinEstimator, estimator_name, make_estimator
+from capplan.planner.problem import Assignment, Estimate, GpuPool, Problem, complete_engine, whole_adapters
 from capplan.spec import Arrivals, EngineConfig, Renewal, Slo, Stickiness
 from tests.models.surrogates import making
 
@@ -48,7 +47,7 @@ def loaded(monkeypatch: pytest.MonkeyPatch) -> list[str]:
         kinds.append(kind)
         return making.surrogates()[kind]
 
-    monkeypatch.setattr(estimators, "load_surrogate", load)
+    monkeypatch.setattr(estimate, "load_surrogate", load)
     return kinds
 
 
@@ -59,7 +58,7 @@ def usual(workload: Make) -> Workload:
 
 def problem_of(workload: Workload, profile: Profile) -> Problem:
     problem = Problem(workload, (GpuPool(None, profile, 2),), complete_engine(workload.engine), ())
-    return replace(problem, parts=whole_parts(problem))
+    return replace(problem, parts=whole_adapters(problem))
 
 
 def made(problem: Problem, name: str, twin: Twin) -> Any:
@@ -67,7 +66,7 @@ def made(problem: Problem, name: str, twin: Twin) -> Any:
 
 
 def test_names_are_those_of_the_documentation() -> None:
-    assert NAMES == ("auto", "best", "forest", "tree", "twin")
+    assert ESTIMATORS == ("auto", "best", "forest", "tree", "twin")
 
 
 @pytest.mark.parametrize("kind", KINDS)

@@ -8,13 +8,13 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from capplan.errors import InfeasibleError
-from capplan.planner.problem import GRID, Assignment, Estimate, Estimator, Part, Problem
+from capplan.planner.problem import GRID, AdapterShare, Assignment, Estimate, Estimator, Problem
 from capplan.planner.solvers.greedy import PAPER_GRID, priority_order, solve_greedy
 from capplan.spec import EngineConfig
 from capplan.testing import Capacity, example_problem
 
 
-def literal_order(parts: Sequence[Part]) -> list[Part]:
+def literal_order(parts: Sequence[AdapterShare]) -> list[AdapterShare]:
     """Rank descending; inside a rank highest, lowest, second highest, second lowest rate, ..."""
     ordered = []
     for rank in sorted({p.rank for p in parts}, reverse=True):
@@ -25,15 +25,15 @@ def literal_order(parts: Sequence[Part]) -> list[Part]:
     return ordered
 
 
-def fits(problem: Problem, parts: Sequence[Part], a_max: int) -> bool:
+def fits(problem: Problem, parts: Sequence[AdapterShare], a_max: int) -> bool:
     return problem.fits_in_memory(Assignment(tuple(parts), a_max))
 
 
-def literal_greedy(problem: Problem, estimator: Estimator) -> list[tuple[list[Part], int]]:
+def literal_greedy(problem: Problem, estimator: Estimator) -> list[tuple[list[AdapterShare], int]]:
     """Algorithms 1 and 2 line by line; an untested rest that fails goes to the next GPU, as published."""
     a_q, g_q = literal_order(problem.parts), list(range(problem.gpus))
-    alloc: dict[int, list[Part]] = {g: [] for g in g_q}
-    prov: dict[int, list[Part]] = {g: [] for g in g_q}
+    alloc: dict[int, list[AdapterShare]] = {g: [] for g in g_q}
+    prov: dict[int, list[AdapterShare]] = {g: [] for g in g_q}
     a_max = dict.fromkeys(g_q, 0)
     while a_q:
         a = a_q.pop(0)
@@ -60,11 +60,11 @@ def literal_greedy(problem: Problem, estimator: Estimator) -> list[tuple[list[Pa
     return [(alloc[g], min(a_max[g], len(alloc[g]))) for g in alloc if alloc[g]]
 
 
-def to_the_letter(problem: Problem, estimator: Estimator) -> list[tuple[list[Part], int]]:
+def to_the_letter(problem: Problem, estimator: Estimator) -> list[tuple[list[AdapterShare], int]]:
     """Algorithm 1 line by line, its last loop and its errors included."""
     a_q, g_q = literal_order(problem.parts), list(range(problem.gpus))
-    alloc: dict[int, list[Part]] = {g: [] for g in g_q}
-    prov: dict[int, list[Part]] = {g: [] for g in g_q}
+    alloc: dict[int, list[AdapterShare]] = {g: [] for g in g_q}
+    prov: dict[int, list[AdapterShare]] = {g: [] for g in g_q}
     a_max = dict.fromkeys(g_q, 0)
 
     def test_allocation(g: int) -> bool:
@@ -99,7 +99,9 @@ def to_the_letter(problem: Problem, estimator: Estimator) -> list[tuple[list[Par
     return [(alloc[g], min(a_max[g], len(alloc[g]))) for g in alloc if alloc[g]]
 
 
-def outcome(solve: Any, problem: Problem, estimator: Estimator) -> list[tuple[list[Part], int]] | None:
+def outcome(
+    solve: Any, problem: Problem, estimator: Estimator
+) -> list[tuple[list[AdapterShare], int]] | None:
     try:
         answer = solve(problem, estimator)
     except InfeasibleError:
@@ -157,7 +159,7 @@ def test_strict_equals_the_paper_to_the_letter(
 def rates(*rates_rps: float) -> Problem:
     """Return a problem of adapters of one rank with these rates."""
     problem = example_problem(0, len(rates_rps), gpus=8)
-    parts = tuple(Part(f"a{i}", 8, rate) for i, rate in enumerate(rates_rps))
+    parts = tuple(AdapterShare(f"a{i}", 8, rate) for i, rate in enumerate(rates_rps))
     return replace(problem, parts=parts)
 
 
@@ -193,7 +195,11 @@ def test_the_reference_trace() -> None:
 
 
 def test_ranks_descend_and_rates_zigzag_within_a_rank() -> None:
-    parts = [Part("x", 8, 1.0), *(Part(f"a{i}", 16, float(i)) for i in range(5)), Part("z", 64, 0.1)]
+    parts = [
+        AdapterShare("x", 8, 1.0),
+        *(AdapterShare(f"a{i}", 16, float(i)) for i in range(5)),
+        AdapterShare("z", 64, 0.1),
+    ]
     assert [part.name for part in priority_order(parts)] == ["z", "a4", "a0", "a3", "a1", "a2", "x"]
 
 

@@ -10,14 +10,12 @@ import pytest
 
 from capplan import Lengths, Profile, Workload
 from capplan.errors import InfeasibleError, InputError
-from capplan.planner import Tools
-from capplan.planner.estimators import TwinEstimator
-from capplan.planner.loraserve.memory import most_slots
-from capplan.planner.loraserve.operating_points import OperatingPoints
-from capplan.planner.posing import make_problem
-from capplan.planner.problem import Assignment, Part, Problem, distinct_adapters
+from capplan.planner import SolverContext
+from capplan.planner.estimate import TwinEstimator
+from capplan.planner.problem import AdapterShare, Assignment, Problem, distinct_adapters, make_problem
+from capplan.planner.slots import most_slots
 from capplan.planner.solvers import REGISTRY
-from capplan.planner.solvers.loraserve import solve_loraserve
+from capplan.planner.solvers.loraserve import OperatingPoints, solve_loraserve
 from capplan.spec import EngineConfig, Gpus, Slo, Trace
 from capplan.testing import Capacity, example_problem
 
@@ -27,7 +25,7 @@ POINTS = {8: 5000.0, 16: 4800.0, 32: 4400.0, 64: 3500.0}
 
 def placed(problem: Problem) -> list[Assignment]:
     nobody = Capacity(rps=0.0)
-    return list(REGISTRY["loraserve"].place(problem, Tools(quick=nobody, exact=nobody)))
+    return list(REGISTRY["loraserve"].place(problem, SolverContext(quick=nobody, exact=nobody)))
 
 
 def alone(workload: Workload, profile: Profile, gpus: int = 1) -> Problem:
@@ -37,7 +35,7 @@ def alone(workload: Workload, profile: Profile, gpus: int = 1) -> Problem:
 def holds(problem: Problem, rank: int, tok_s: float, count: int) -> bool:
     """Tell whether the twin sees a server hold that token rate of one rank, asked in another way."""
     rate_rps = tok_s / (problem.offered_tok_s(problem.parts[0]) / problem.parts[0].rate_rps) / count
-    parts = tuple(Part(f"only-{i}", rank, rate_rps) for i in range(count))
+    parts = tuple(AdapterShare(f"only-{i}", rank, rate_rps) for i in range(count))
     adapters = tuple(
         problem.workload.adapters[0].replace(name=part.name, rank=rank, rate_rps=rate_rps) for part in parts
     )
@@ -106,7 +104,7 @@ def test_every_server_is_used_and_shares_of_an_adapter_are_numbered() -> None:
     problem = example_problem(1, adapters=12, gpus=5)
     answer = solve_loraserve(problem, dict.fromkeys(POINTS, 5000.0))
     assert len(answer) == 5
-    shares: dict[str, list[Part]] = {}
+    shares: dict[str, list[AdapterShare]] = {}
     for assignment in answer:
         for part in assignment.parts:
             shares.setdefault(part.name, []).append(part)
@@ -152,7 +150,7 @@ def test_the_plan_in_force_labels_the_servers(workload: Make, profile: Profile) 
     before = plan(wishes, solver="loraserve", verify=False)
     turned = before.model_copy(update={"groups": (*before.groups[1:], before.groups[0])})
     nobody = Capacity(rps=0.0)
-    answer = REGISTRY["loraserve"].place(problem, Tools(nobody, nobody, previous=turned))
+    answer = REGISTRY["loraserve"].place(problem, SolverContext(nobody, nobody, previous=turned))
     assert names(answer) == [{adapter.name for adapter in group.adapters} for group in turned.groups]
 
 

@@ -15,8 +15,8 @@ from benchmarks.loraserve_standin import PROMPT_TOKENS, base_prefill_ms, standin
 from benchmarks.loraserve_systems import shares_of
 from capplan import Adapter, Lengths, Profile, Workload
 from capplan.models.step_latency import StepRanks, coefficient_array, latency_code, rank_ms
-from capplan.planner.loraserve import Variants
-from capplan.planner.problem import Assignment, Part
+from capplan.planner.problem import AdapterShare, Assignment
+from capplan.planner.solvers.loraserve_placement import PlacementVariants
 from capplan.spec import Kernel
 from capplan.twin.trace import NEVER, STATUS_REJECTED
 from capplan.workload import Requests
@@ -89,7 +89,7 @@ def test_requests_go_where_the_shares_of_their_time_say(profile: Profile) -> Non
 def test_every_step_is_placed_from_what_came_before_it(profile: Profile) -> None:
     """Rank 8 alone in the first step, rank 128 alone in the second: seen one step later."""
     load = load_of([1.0, 2.0, 11.0, 12.0], [1, 1, 2, 2], 30.0, profile)
-    placements, moved = stepped(load, POINTS, 2, 10.0, Variants())
+    placements, moved = stepped(load, POINTS, 2, 10.0, PlacementVariants())
     assert len(placements) == len(moved) == 3
     assert moved[0] == 0
     homes = [[sum(name in server for server in shares) for name in ("a", "b")] for shares in placements]
@@ -121,7 +121,7 @@ def test_rates_scale_to_a_total(profile: Profile) -> None:
 
 
 def test_assignments_become_shares_of_all_servers() -> None:
-    parts = (Part("a", 8, 0.5, 0.5, 0), Part("b", 8, 1.0))
+    parts = (AdapterShare("a", 8, 0.5, 0.5, 0), AdapterShare("b", 8, 1.0))
     assert shares_of((Assignment(parts, 2),), 3) == [{"a": 0.5, "b": 1.0}, {}, {}]
 
 

@@ -10,21 +10,23 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from capplan.errors import InfeasibleError, InputError
-from capplan.planner import Tools
-from capplan.planner.problem import Assignment, Estimator, Part, Problem
+from capplan.planner import SolverContext
+from capplan.planner.problem import AdapterShare, Assignment, Estimator, Problem
 from capplan.planner.slots import choose_slots
 from capplan.planner.solvers import REGISTRY
 from capplan.testing import Capacity, example_problem
 
 
 def placed(problem: Problem, estimator: Estimator, time_limit_s: float = 60.0) -> Sequence[Assignment]:
-    return REGISTRY["milp"].place(problem, Tools(quick=estimator, exact=estimator, time_limit_s=time_limit_s))
+    return REGISTRY["milp"].place(
+        problem, SolverContext(quick=estimator, exact=estimator, time_limit_s=time_limit_s)
+    )
 
 
 def gpus_needed(problem: Problem, estimator: Estimator) -> int | None:
     """Try every way to divide the parts among GPUs; None when none holds."""
 
-    def search(left: Sequence[Part], gpus: list[list[Part]], fewest: int) -> int:
+    def search(left: Sequence[AdapterShare], gpus: list[list[AdapterShare]], fewest: int) -> int:
         if len(gpus) >= fewest:
             return fewest
         if not left:
@@ -62,7 +64,7 @@ def test_uses_as_few_gpus_as_any_division_of_the_adapters(
 @pytest.mark.parametrize("seed", range(12))
 def test_never_needs_more_gpus_than_a_heuristic(seed: int) -> None:
     problem, estimator = example_problem(seed, adapters=2 * seed + 2, gpus=4), Capacity(4.5, 0.02)
-    ours = REGISTRY["capplan"].place(problem, Tools(quick=estimator, exact=estimator))
+    ours = REGISTRY["capplan"].place(problem, SolverContext(quick=estimator, exact=estimator))
     assert len(placed(problem, estimator)) <= len(ours)
 
 
@@ -81,6 +83,6 @@ def test_out_of_time_is_no_answer() -> None:
 
 def test_shares_of_one_adapter_never_meet() -> None:
     problem = example_problem(0, adapters=2, gpus=4)
-    shares = tuple(Part("a0", 8, 0.1, 0.5, number) for number in range(2))
+    shares = tuple(AdapterShare("a0", 8, 0.1, 0.5, number) for number in range(2))
     answer = placed(replace(problem, parts=shares), Capacity(rps=4.0))
     assert [len(a.parts) for a in answer] == [1, 1]

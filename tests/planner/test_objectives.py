@@ -2,7 +2,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import replace
 
 from capplan import Workload, plan
-from capplan.planner import Tools
+from capplan.planner import SolverContext
 from capplan.planner.problem import Assignment, Estimate, Estimator, Problem
 from capplan.planner.solvers import REGISTRY
 from capplan.spec import Objective
@@ -13,7 +13,7 @@ Make = Callable[..., Workload]
 
 def solved(problem: Problem, objective: Objective, estimator: Estimator) -> Sequence[Assignment]:
     wished = replace(problem, workload=problem.workload.replace(objective=objective))
-    return REGISTRY["capplan"].place(wished, Tools(quick=estimator, exact=estimator))
+    return REGISTRY["capplan"].place(wished, SolverContext(quick=estimator, exact=estimator))
 
 
 def test_the_least_latency_uses_every_gpu() -> None:
@@ -59,5 +59,5 @@ def test_at_the_highest_load_the_twin_compares_numbers_of_slots() -> None:
 
     problem = example_problem(2, adapters=8, gpus=1)
     wished = replace(problem, workload=problem.workload.replace(objective=Objective.MAX_THROUGHPUT))
-    [chosen] = REGISTRY["capplan"].place(wished, Tools(quick=preferring(2), exact=preferring(4)))
+    [chosen] = REGISTRY["capplan"].place(wished, SolverContext(quick=preferring(2), exact=preferring(4)))
     assert chosen.a_max == 4

@@ -4,7 +4,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from capplan.errors import InfeasibleError
-from capplan.planner import Tools
+from capplan.planner import SolverContext
 from capplan.planner.problem import Assignment, Estimator, Problem
 from capplan.planner.solvers import REGISTRY
 from capplan.planner.solvers.greedy import solve_greedy
@@ -12,7 +12,7 @@ from capplan.testing import Capacity, example_problem
 
 
 def ours(problem: Problem, estimator: Estimator) -> Sequence[Assignment]:
-    return REGISTRY["capplan"].place(problem, Tools(quick=estimator, exact=estimator))
+    return REGISTRY["capplan"].place(problem, SolverContext(quick=estimator, exact=estimator))
 
 
 @settings(max_examples=40, derandomize=True)

@@ -4,10 +4,10 @@ from collections.abc import Sequence
 
 import pytest
 
-from capplan.planner.parallel import ask_all, in_parallel
-from capplan.planner.problem import Assignment, Estimate, Part
+from capplan.planner.parallel import estimate_all, parallel_map
+from capplan.planner.problem import AdapterShare, Assignment, Estimate
 
-ASSIGNMENTS = [Assignment((Part("a", 8, 1.0),), a_max) for a_max in range(1, 40)]
+ASSIGNMENTS = [Assignment((AdapterShare("a", 8, 1.0),), a_max) for a_max in range(1, 40)]
 
 
 def slots(assignment: Assignment) -> Estimate:
@@ -20,23 +20,23 @@ class TogetherOnly:
     def __call__(self, assignment: Assignment) -> Estimate:
         raise AssertionError("asked one by one")
 
-    def ask_all(self, assignments: Sequence[Assignment]) -> list[Estimate]:
+    def estimate_all(self, assignments: Sequence[Assignment]) -> list[Estimate]:
         return [slots(assignment) for assignment in assignments]
 
 
 @pytest.mark.parametrize("estimator", [slots, TogetherOnly()])
 def test_estimates_come_in_the_order_of_the_questions(estimator: object) -> None:
-    estimates = ask_all(estimator, ASSIGNMENTS)  # type: ignore[arg-type]
+    estimates = estimate_all(estimator, ASSIGNMENTS)  # type: ignore[arg-type]
     assert [estimate.throughput_tok_s for estimate in estimates] == [a.a_max for a in ASSIGNMENTS]
-    assert ask_all(estimator, []) == []  # type: ignore[arg-type]
+    assert estimate_all(estimator, []) == []  # type: ignore[arg-type]
 
 
 def test_answers_are_counted_as_they_come() -> None:
     counted: list[int] = []
-    assert in_parallel(lambda x: x * x, range(5), counted.append) == [0, 1, 4, 9, 16]
+    assert parallel_map(lambda x: x * x, range(5), counted.append) == [0, 1, 4, 9, 16]
     assert counted == [1, 2, 3, 4, 5]
 
 
 def test_an_error_of_one_question_is_the_error_of_all() -> None:
     with pytest.raises(ZeroDivisionError):
-        in_parallel(lambda x: 1 / x, [1, 0, 2])
+        parallel_map(lambda x: 1 / x, [1, 0, 2])

@@ -5,16 +5,16 @@ from typing import Any
 import pytest
 
 from capplan.errors import InfeasibleError
-from capplan.planner import Tools
-from capplan.planner.parts import split_hot, whole_parts
-from capplan.planner.problem import Assignment, Estimator, Problem
+from capplan.planner import SolverContext
+from capplan.planner.problem import Assignment, Estimator, Problem, whole_adapters
 from capplan.planner.solvers import REGISTRY
+from capplan.planner.splitting import split_hot_adapters
 from capplan.spec import EngineConfig
 from capplan.testing import Capacity, example_problem
 
 
 def ours(problem: Problem, estimator: Estimator) -> Sequence[Assignment]:
-    return REGISTRY["capplan"].place(problem, Tools(quick=estimator, exact=estimator))
+    return REGISTRY["capplan"].place(problem, SolverContext(quick=estimator, exact=estimator))
 
 
 @pytest.mark.parametrize("shares", [2, 3, 7])
@@ -22,7 +22,7 @@ def test_an_adapter_too_hot_for_one_gpu_is_split_and_its_shares_sum_to_one(share
     problem, estimator = example_problem(0, adapters=6, gpus=12), Capacity(rps=4.0)
     hot = problem.workload.adapters[0].replace(rate_rps=4.0 * shares - 0.5)
     problem = with_adapter(problem, hot)
-    parts = split_hot(problem, estimator)
+    parts = split_hot_adapters(problem, estimator)
     mine = [part for part in parts if part.name == hot.name]
     assert len(mine) == shares
     assert sum(part.share for part in mine) == pytest.approx(1.0, abs=1e-12)
@@ -36,7 +36,7 @@ def test_a_cold_adapter_of_a_costlier_kind_is_split_although_hotter_ones_are_not
     light = problem.workload.adapters[0].replace(rank=8, rate_rps=3.0)
     heavy = problem.workload.adapters[1].replace(rank=64, rate_rps=2.0)
     problem = with_adapter(with_adapter(problem, light), heavy)
-    parts = split_hot(problem, Capacity(rps=4.0, rps_per_slot_of_rank_16=0.7))
+    parts = split_hot_adapters(problem, Capacity(rps=4.0, rps_per_slot_of_rank_16=0.7))
     assert sorted(part.name for part in parts) == ["a0", "a1", "a1"]
 
 
@@ -44,10 +44,10 @@ def test_max_replicas_limits_the_shares() -> None:
     problem = example_problem(0, adapters=3, gpus=12)
     hot = problem.workload.adapters[0].replace(rate_rps=11.0, max_replicas=2)
     with pytest.raises(InfeasibleError, match="adapter a0") as error:
-        split_hot(with_adapter(problem, hot), Capacity(rps=4.0))
+        split_hot_adapters(with_adapter(problem, hot), Capacity(rps=4.0))
     assert error.value.reason == "starvation"
     enough = hot.replace(max_replicas=3)
-    assert len(split_hot(with_adapter(problem, enough), Capacity(rps=4.0))) == 5
+    assert len(split_hot_adapters(with_adapter(problem, enough), Capacity(rps=4.0))) == 5
 
 
 def test_a_large_rank_that_no_fixed_number_of_slots_leaves_room_for_is_a_matter_of_memory() -> None:
@@ -55,7 +55,7 @@ def test_a_large_rank_that_no_fixed_number_of_slots_leaves_room_for_is_a_matter_
     problem = example_problem(0, adapters=6, gpus=12, engine=EngineConfig(max_loras=64))
     large = problem.workload.adapters[3].replace(rank=512, rate_rps=0.0)
     with pytest.raises(InfeasibleError, match="a3") as error:
-        split_hot(with_adapter(problem, large), Capacity(rps=4.0))
+        split_hot_adapters(with_adapter(problem, large), Capacity(rps=4.0))
     assert error.value.reason == "memory"
 
 
@@ -63,4 +63,4 @@ def with_adapter(problem: Problem, adapter: Any) -> Problem:
     """Return the problem with this adapter in place of the one of its name."""
     adapters = tuple(adapter if a.name == adapter.name else a for a in problem.workload.adapters)
     changed = replace(problem, workload=problem.workload.replace(adapters=adapters))
-    return replace(changed, parts=whole_parts(changed))
+    return replace(changed, parts=whole_adapters(changed))

@@ -19,7 +19,7 @@ from benchmarks.placement_small import small_case
 from benchmarks.placement_small_summary import OUTCOMES, UNDECIDED, Pair
 from capplan import plan
 from capplan.errors import InputError
-from capplan.planner import Row
+from capplan.planner import SolverResult
 
 ASKED = ("capplan", "plan", "greedy", "maxbase", "random")
 SMALLEST = next(cells())
@@ -31,11 +31,11 @@ def run(folder: Path, solvers: Sequence[str], pattern: str = SMALLEST.name, **se
     )
 
 
-def held(solver: str, gpus: int) -> Row:
-    return Row(solver, gpus=gpus, instances=gpus, served_fraction=1.0)
+def held(solver: str, gpus: int) -> SolverResult:
+    return SolverResult(solver, gpus=gpus, instances=gpus, served_fraction=1.0)
 
 
-def record(*rows: Row, at_least: int = 1) -> Record:
+def record(*rows: SolverResult, at_least: int = 1) -> Record:
     return Record(SMALLEST.name, asdict(SMALLEST), {}, 4, 0.5, at_least, rows)
 
 
@@ -106,7 +106,7 @@ def test_cells_beyond_the_lower_bound_are_not_tried(tmp_path: Path) -> None:
 
 def test_a_failure_survives_the_file(tmp_path: Path) -> None:
     """Numbers that a failed solver does not have are NaN, which JSON has not."""
-    failed = record(Row("greedy", failure="gpus: too few", exit_code=3))
+    failed = record(SolverResult("greedy", failure="gpus: too few", exit_code=3))
     Store(tmp_path).put(failed)
     (back,) = Store(tmp_path).all()
     (row,) = back.rows
@@ -136,10 +136,10 @@ def test_an_unknown_cell_is_named() -> None:
         (held("capplan", 1), False),
         (held("capplan", 3), True),
         (replace(held("capplan", 2), starved=1), True),
-        (Row("capplan", failure="gpus: too few"), True),
+        (SolverResult("capplan", failure="gpus: too few"), True),
     ],
 )
-def test_worse_means_no_answer_a_failing_one_or_more_gpus(ours: Row, is_worse: bool) -> None:
+def test_worse_means_no_answer_a_failing_one_or_more_gpus(ours: SolverResult, is_worse: bool) -> None:
     told = record(ours, held("greedy", 2), replace(held("maxbase", 1), memory_errors=1))
     assert bool(worse([told], "capplan")) is is_worse
     assert worse([record(ours, replace(held("maxbase", 1), starved=1))], "capplan") == []
@@ -179,14 +179,18 @@ def test_small_cases_are_small_and_the_same_each_time() -> None:
     ("ours", "milp", "outcome"),
     [
         (held("capplan", 2), held("milp", 2), OUTCOMES[0]),
-        (Row("capplan", failure="gpus: no"), Row("milp", failure="gpus: no", exit_code=3), OUTCOMES[1]),
+        (
+            SolverResult("capplan", failure="gpus: no"),
+            SolverResult("milp", failure="gpus: no", exit_code=3),
+            OUTCOMES[1],
+        ),
         (held("capplan", 3), held("milp", 2), OUTCOMES[2]),
         (held("capplan", 1), held("milp", 2), OUTCOMES[3]),
-        (held("capplan", 1), Row("milp", failure="gpus: no", exit_code=3), OUTCOMES[4]),
-        (Row("capplan", failure="gpus: no"), held("milp", 2), OUTCOMES[5]),
-        (held("capplan", 1), Row("milp", failure="time: milp neither", exit_code=3), UNDECIDED),
-        (held("capplan", 1), Row("milp", failure="solver: at most 24", exit_code=2), UNDECIDED),
+        (held("capplan", 1), SolverResult("milp", failure="gpus: no", exit_code=3), OUTCOMES[4]),
+        (SolverResult("capplan", failure="gpus: no"), held("milp", 2), OUTCOMES[5]),
+        (held("capplan", 1), SolverResult("milp", failure="time: milp neither", exit_code=3), UNDECIDED),
+        (held("capplan", 1), SolverResult("milp", failure="solver: at most 24", exit_code=2), UNDECIDED),
     ],
 )
-def test_a_pair_of_answers_has_one_outcome(ours: Row, milp: Row, outcome: str) -> None:
+def test_a_pair_of_answers_has_one_outcome(ours: SolverResult, milp: SolverResult, outcome: str) -> None:
     assert Pair(record(ours, milp), ours, milp).outcome == outcome

@@ -11,7 +11,7 @@ from capplan import Lengths, Profile, Workload, plan, simulate
 from capplan.cli.app import app
 from capplan.errors import InfeasibleError, InputError
 from capplan.models.surrogates.documents import KINDS
-from capplan.planner import Asks, Solver
+from capplan.planner import RequiredEstimator, Solver
 from capplan.planner.problem import Assignment, Problem
 from capplan.spec import EngineConfig, Slo, Trace
 from capplan.twin.cluster import Instance, simulate_cluster
@@ -24,7 +24,7 @@ def all_on_one_gpu(problem: Problem, *_: object) -> tuple[Assignment, ...]:
     return (Assignment(problem.parts, 1),)
 
 
-CARELESS = Solver("careless", "all on one GPU", "a test", all_on_one_gpu, asks=Asks.NOTHING)
+CARELESS = Solver("careless", "all on one GPU", "a test", all_on_one_gpu, asks=RequiredEstimator.NOTHING)
 
 
 def crowd(workload: Make, rate_rps: float = 0.6, **fields: Any) -> Workload:
@@ -89,7 +89,9 @@ def test_slots_that_leave_no_memory_are_mended_or_refused(workload: Make) -> Non
     def greedy_for_slots(problem: Problem, *_: object) -> tuple[Assignment, ...]:
         return (Assignment(problem.parts, len(problem.parts)),)
 
-    solver = Solver("slots", "a slot for everyone", "a test", greedy_for_slots, asks=Asks.NOTHING)
+    solver = Solver(
+        "slots", "a slot for everyone", "a test", greedy_for_slots, asks=RequiredEstimator.NOTHING
+    )
     wishes = workload(*((f"a{i}", 64, 0.02) for i in range(300)))
     made = plan(wishes, solver=solver)
     assert made.verification.ok

@@ -6,10 +6,9 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from capplan.errors import InfeasibleError, InputError
-from capplan.planner import Tools, plan
+from capplan.planner import SolverContext, plan
 from capplan.planner.bound import lower_bound, lower_bound_gpus
-from capplan.planner.posing import make_problem
-from capplan.planner.problem import Assignment, Estimate, GpuPool, Problem
+from capplan.planner.problem import Assignment, Estimate, GpuPool, Problem, make_problem
 from capplan.planner.solvers import REGISTRY
 from capplan.spec import Adapter, Lengths, Objective, Profile, Workload
 from capplan.testing import Capacity, example_problem
@@ -46,7 +45,7 @@ def as_said(name: str, count: int, usd_per_hour: float | None) -> dict[str, obje
 def solved(problem: Problem, objective: Objective, rps: float) -> Sequence[Assignment]:
     estimator = TwoKinds(rps)
     wished = replace(problem, workload=problem.workload.replace(objective=objective))
-    return REGISTRY["capplan"].place(wished, Tools(quick=estimator, exact=estimator))
+    return REGISTRY["capplan"].place(wished, SolverContext(quick=estimator, exact=estimator))
 
 
 def price(problem: Problem, answer: Sequence[Assignment]) -> float:

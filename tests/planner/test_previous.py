@@ -6,7 +6,7 @@ import pytest
 
 from capplan import Plan, Workload, plan
 from capplan.errors import InputError
-from capplan.planner.previous import instances_of
+from capplan.planner.previous import previous_instances
 
 Make = Callable[..., Workload]
 ADAPTERS = tuple((f"a{i}", 8 * (1 + i % 2), 0.6) for i in range(20))
@@ -49,7 +49,9 @@ def test_moves_turn_the_old_shares_into_the_new_ones(workload: Make, in_force: P
     """Also under three times the load, when instances are added and hot adapters split."""
     hotter = tuple((name, rank, 3.0 * rate) for name, rank, rate in ADAPTERS)
     made = replanned(workload(*hotter), in_force)
-    shares = {(i.name, a): s for i in instances_of(Plan.from_json(in_force)) for a, s in i.shares.items()}
+    shares = {
+        (i.name, a): s for i in previous_instances(Plan.from_json(in_force)) for a, s in i.shares.items()
+    }
     for move in made.moves:
         if move.from_group is not None:
             shares[move.from_group, move.adapter] -= move.share

@@ -9,7 +9,7 @@ import pytest
 
 from capplan import Workload
 from capplan.errors import InputError
-from capplan.planner import SOLVERS, Asks, Tools, plan
+from capplan.planner import SOLVERS, RequiredEstimator, SolverContext, plan
 from capplan.planner.problem import Assignment, Estimator, Problem
 from capplan.planner.solvers import REGISTRY, Solver, find_solver
 from capplan.planner.solvers.loraserve import solve_loraserve
@@ -22,7 +22,7 @@ def called(name: str) -> Any:
     """Return a registered solver as the contract calls it; one estimator plays every part."""
 
     def solve(problem: Problem, estimator: Estimator) -> Sequence[Assignment]:
-        return REGISTRY[name].place(problem, Tools(quick=estimator, exact=estimator))
+        return REGISTRY[name].place(problem, SolverContext(quick=estimator, exact=estimator))
 
     return solve
 
@@ -127,7 +127,9 @@ def test_every_solver_makes_a_plan_that_the_twin_confirms(workload: Make, name: 
     made = plan(wishes, solver=name, estimator="twin")
     assert made.verification.ok
     assert made.provenance["solver"] == name
-    assert made.provenance["estimator"] == ("none" if REGISTRY[name].asks is Asks.NOTHING else "twin")
+    assert made.provenance["estimator"] == (
+        "none" if REGISTRY[name].asks is RequiredEstimator.NOTHING else "twin"
+    )
 
 
 @pytest.mark.parametrize("name", ["random", "slora-random", "dlora-proactive", "milp", "maxbase"])
@@ -151,7 +153,12 @@ def test_an_estimator_that_does_not_go_with_the_solver_is_refused(workload: Make
 
 def test_a_fixed_number_of_slots_is_refused_by_a_solver_that_does_not_keep_it(workload: Make) -> None:
     stubborn = Solver(
-        "own", "one line", "a test", REGISTRY["random"].place, asks=Asks.NOTHING, fixed_a_max=False
+        "own",
+        "one line",
+        "a test",
+        REGISTRY["random"].place,
+        asks=RequiredEstimator.NOTHING,
+        fixed_a_max=False,
     )
     wishes: Workload = workload(("a", 8, 0.1), engine={"max_loras": 1})
     with pytest.raises(InputError, match=r"engine\.max_loras: must be left open for solver own"):

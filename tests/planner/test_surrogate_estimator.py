@@ -9,9 +9,17 @@ from hypothesis import strategies as st
 
 from capplan import Lengths, Profile, Workload
 from capplan.models.surrogates.documents import KINDS
-from capplan.planner.parts import equal_shares, whole_parts
-from capplan.planner.problem import Assignment, Estimate, GpuPool, Part, Problem, complete_engine
-from capplan.planner.surrogate_estimator import SurrogateEstimator
+from capplan.planner.estimate import SurrogateEstimator
+from capplan.planner.problem import (
+    AdapterShare,
+    Assignment,
+    Estimate,
+    GpuPool,
+    Problem,
+    complete_engine,
+    whole_adapters,
+)
+from capplan.planner.splitting import split_evenly
 from capplan.spec import Arrivals
 from tests.models.surrogates import making
 
@@ -32,7 +40,7 @@ class Twin:
 
 def problem_of(workload: Workload, profile: Profile) -> Problem:
     problem = Problem(workload, (GpuPool(None, profile, 2),), complete_engine(workload.engine), ())
-    return replace(problem, parts=whole_parts(problem))
+    return replace(problem, parts=whole_adapters(problem))
 
 
 def asked_of(problem: Problem, kind: str = "tree") -> tuple[SurrogateEstimator, Twin]:
@@ -74,7 +82,7 @@ def test_instances_are_answered_as_their_workloads(usual: Problem, kind: str) ->
         for seqs in (None, 64)
     ]
     known = 0
-    for instance, estimate in zip(instances, estimator.ask_all(instances), strict=True):
+    for instance, estimate in zip(instances, estimator.estimate_all(instances), strict=True):
         expected = by_its_workload(usual, kind, instance)
         if expected is not None:
             known += 1
@@ -92,13 +100,13 @@ def test_many_questions_are_answered_in_their_order(order: Sequence[int]) -> Non
         Assignment(parts, a_max) for parts in (problem.parts, ranks_apart) for a_max in (2, 4, 8, 16)
     ]
     alone = [estimator(instance) for instance in instances]
-    assert estimator.ask_all([instances[i] for i in order]) == [alone[i] for i in order]
+    assert estimator.estimate_all([instances[i] for i in order]) == [alone[i] for i in order]
 
 
 def test_shares_of_one_adapter_are_one_adapter(usual: Problem) -> None:
     estimator, _ = asked_of(usual)
     first, *others = usual.parts
-    apart: tuple[Part, ...] = (*equal_shares(first, 2), *others)
+    apart: tuple[AdapterShare, ...] = (*split_evenly(first, 2), *others)
     assert same(estimator(Assignment(apart, 8)), estimator(Assignment(usual.parts, 8)))
 
 
@@ -106,7 +114,7 @@ def test_only_what_is_out_of_range_goes_to_the_twin(usual: Problem) -> None:
     estimator, twin = asked_of(usual)
     strange = Assignment(tuple(replace(part, rank=512) for part in usual.parts), 8)
     common = Assignment(usual.parts, 8)
-    answers = estimator.ask_all([common, strange, common])
+    answers = estimator.estimate_all([common, strange, common])
     assert answers[1] == TWINS_ANSWER
     assert answers[0] == answers[2] != TWINS_ANSWER
     assert twin.asked == [strange]
@@ -144,5 +152,5 @@ def test_what_no_surrogate_was_trained_on_is_for_the_twin(
 ) -> None:
     problem = replace(usual, workload=change(usual.workload))
     estimator, twin = asked_of(problem)
-    assert estimator.ask_all([Assignment(problem.parts, a) for a in (4, 8)]) == [TWINS_ANSWER] * 2
+    assert estimator.estimate_all([Assignment(problem.parts, a) for a in (4, 8)]) == [TWINS_ANSWER] * 2
     assert len(twin.asked) == 2

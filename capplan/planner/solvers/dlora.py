@@ -18,13 +18,13 @@ from numpy.typing import NDArray
 
 from capplan.errors import InfeasibleError
 from capplan.models.memory import kv_tokens
-from capplan.planner.parts import equal_shares, whole_parts
-from capplan.planner.problem import Assignment, Part, Problem
-from capplan.planner.solvers.description import Asks, Solver, Tools
+from capplan.planner.problem import AdapterShare, Assignment, Problem, whole_adapters
+from capplan.planner.solvers.base import RequiredEstimator, Solver, SolverContext
+from capplan.planner.splitting import split_evenly
 from capplan.serving.memory import kv_bytes_per_token, slot_bytes
 
 
-class Burst:
+class BurstTolerance:
     """Who holds what, and what bursts that tolerates; all per adapter and engine, in KV tokens."""
 
     def __init__(
@@ -91,18 +91,18 @@ class Burst:
         return int(np.argmin(ahead))
 
 
-def _place(problem: Problem, tools: Tools) -> tuple[Assignment, ...]:
-    parts = whole_parts(problem)
-    burst = replicate(_empty(problem, parts), time.monotonic() + tools.time_limit_s, tools.time_limit_s)
-    held: list[list[Part]] = [[] for _ in range(problem.gpus)]
+def _place(problem: Problem, tools: SolverContext) -> tuple[Assignment, ...]:
+    parts = whole_adapters(problem)
+    burst = replicate(_empty_state(problem, parts), time.monotonic() + tools.time_limit_s, tools.time_limit_s)
+    held: list[list[AdapterShare]] = [[] for _ in range(problem.gpus)]
     for adapter, part in enumerate(parts):
         engines = np.flatnonzero(burst.holds[adapter]).tolist()
-        for share, engine in zip(equal_shares(part, len(engines)), engines, strict=True):
+        for share, engine in zip(split_evenly(part, len(engines)), engines, strict=True):
             held[engine].append(share)
     return tuple(Assignment(tuple(shares), problem.fixed_a_max or len(shares)) for shares in held if shares)
 
 
-def replicate(burst: Burst, deadline_s: float, limit_s: float) -> Burst:
+def replicate(burst: BurstTolerance, deadline_s: float, limit_s: float) -> BurstTolerance:
     """Place and replicate until nothing more helps, then add the replicas of the last round.
 
     Raises
@@ -130,13 +130,13 @@ def replicate(burst: Burst, deadline_s: float, limit_s: float) -> Burst:
                 break
         else:
             if unplaced.size:
-                raise _no_place(burst, unplaced.size)
+                raise _memory_error(burst, unplaced.size)
             break
     _last_round(burst)
     return burst
 
 
-def _last_round(burst: Burst) -> None:
+def _last_round(burst: BurstTolerance) -> None:
     """Add replicas in turn, whatever the memory: the adapter with fewest, the next engine without it."""
     adapters, engines = burst.holds.shape
     engine = 0
@@ -151,7 +151,7 @@ def _last_round(burst: Burst) -> None:
         engine = (engine + 1) % engines
 
 
-def _empty(problem: Problem, parts: tuple[Part, ...]) -> Burst:
+def _empty_state(problem: Problem, parts: tuple[AdapterShare, ...]) -> BurstTolerance:
     profile, engine = problem.profile, problem.engine
     s_max = problem.s_max(parts)
     free = kv_tokens(profile, 0, s_max, engine.gpu_memory_utilization, engine.max_num_seqs)
@@ -162,10 +162,10 @@ def _empty(problem: Problem, parts: tuple[Part, ...]) -> Burst:
     shares = rates / total if total > 0.0 else np.full(len(parts), 1.0 / len(parts))
     most = [min(problem.gpus, adapter.max_replicas or problem.gpus) for adapter in problem.workload.adapters]
     per_token = kv_bytes_per_token(profile.model, profile.tp)
-    return Burst(shares, problem.gpus, float(free), slot / per_token, np.array(most, dtype=np.int64))
+    return BurstTolerance(shares, problem.gpus, float(free), slot / per_token, np.array(most, dtype=np.int64))
 
 
-def _no_place(burst: Burst, unplaced: int) -> InfeasibleError:
+def _memory_error(burst: BurstTolerance, unplaced: int) -> InfeasibleError:
     adapters, engines = burst.holds.shape
     return InfeasibleError(
         f"memory: dLoRA keeps every adapter in a slot, and {unplaced} of {adapters} find no place on "
@@ -179,6 +179,6 @@ DLORA_PROACTIVE = Solver(
     summary="replicates adapters wherever that does not lower the bursts that memory tolerates",
     source="dLoRA's proactive placement, as in the adapter-caching paper, section 8.4.3",
     place=_place,
-    asks=Asks.NOTHING,
+    asks=RequiredEstimator.NOTHING,
     divides=True,
 )

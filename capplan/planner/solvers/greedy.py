@@ -19,19 +19,19 @@ from operator import attrgetter
 from typing import Final
 
 from capplan.errors import InfeasibleError
-from capplan.planner.parallel import ask_all
-from capplan.planner.problem import GRID, Assignment, Estimator, Part, Problem, distinct_adapters
-from capplan.planner.solvers.description import Asks, Solver, Tools
+from capplan.planner.parallel import estimate_all
+from capplan.planner.problem import GRID, AdapterShare, Assignment, Estimator, Problem, distinct_adapters
+from capplan.planner.solvers.base import RequiredEstimator, Solver, SolverContext
 
 PAPER_GRID: Final = GRID[3:]
 """The testing points as printed, 8 to 384; ours begin with 1, 2 and 4."""
 
 
 @dataclass
-class _OpenGpu:
+class _GpuFill:
     """The GPU that is being filled."""
 
-    committed: tuple[Part, ...] = ()
+    committed: tuple[AdapterShare, ...] = ()
     a_max: int = 0
     failed_with_rest: bool = False
     """Whether the test that closed it was that of the rest, at no testing point."""
@@ -54,7 +54,7 @@ def solve_greedy(problem: Problem, estimator: Estimator, *, strict: bool = False
     """
     grid = PAPER_GRID if strict else GRID
     waiting = deque(priority_order(problem.parts))
-    filled: list[_OpenGpu] = []
+    filled: list[_GpuFill] = []
     while waiting:
         if len(filled) == problem.gpus:
             raise _too_few(problem, filled, waiting, strict)
@@ -71,9 +71,11 @@ def solve_greedy(problem: Problem, estimator: Estimator, *, strict: bool = False
     )
 
 
-def _fill(problem: Problem, estimator: Estimator, waiting: deque[Part], grid: Sequence[int]) -> _OpenGpu:
+def _fill(
+    problem: Problem, estimator: Estimator, waiting: deque[AdapterShare], grid: Sequence[int]
+) -> _GpuFill:
     """Move adapters from the queue to a new GPU until a test fails, the grid ends, or none are left."""
-    gpu = _OpenGpu()
+    gpu = _GpuFill()
     while waiting and len(gpu.committed) < grid[-1]:
         point = next(value for value in grid if value > len(gpu.committed))
         provisional = [waiting.popleft() for _ in range(min(point - len(gpu.committed), len(waiting)))]
@@ -88,7 +90,7 @@ def _fill(problem: Problem, estimator: Estimator, waiting: deque[Part], grid: Se
 
 
 def test_allocation(
-    problem: Problem, estimator: Estimator, parts: tuple[Part, ...], a_max: int, grid: Sequence[int]
+    problem: Problem, estimator: Estimator, parts: tuple[AdapterShare, ...], a_max: int, grid: Sequence[int]
 ) -> int | None:
     """Return the better of the present and the next number of slots (Algorithm 2).
 
@@ -97,14 +99,14 @@ def test_allocation(
     candidates = _candidates(problem, parts, a_max, grid)
     if not candidates:
         return None
-    estimates = ask_all(estimator, candidates)
+    estimates = estimate_all(estimator, candidates)
     # The last of those that serve most has the most slots.
     best = max(range(len(candidates)), key=lambda number: (estimates[number].throughput_tok_s, number))
     return None if estimates[best].starved else candidates[best].a_max
 
 
 def _candidates(
-    problem: Problem, parts: tuple[Part, ...], a_max: int, grid: Sequence[int]
+    problem: Problem, parts: tuple[AdapterShare, ...], a_max: int, grid: Sequence[int]
 ) -> list[Assignment]:
     """Return the GPU with the present and with the next number of slots, where they fit in memory."""
     if problem.fixed_a_max is not None:
@@ -116,10 +118,10 @@ def _candidates(
     return [candidate for candidate in candidates if problem.fits_in_memory(candidate)]
 
 
-def priority_order(parts: Iterable[Part]) -> list[Part]:
+def priority_order(parts: Iterable[AdapterShare]) -> list[AdapterShare]:
     """Return the parts by rank, largest first; within a rank highest, lowest, second highest, ... rate."""
     by_rank = sorted(parts, key=lambda part: (-part.rank, -part.rate_rps, part.name, part.number))
-    ordered: list[Part] = []
+    ordered: list[AdapterShare] = []
     for _, group in groupby(by_rank, key=attrgetter("rank")):
         falling = list(group)
         zigzag = falling.copy()
@@ -130,7 +132,7 @@ def priority_order(parts: Iterable[Part]) -> list[Part]:
 
 
 def _too_few(
-    problem: Problem, filled: Sequence[_OpenGpu], waiting: deque[Part], strict: bool
+    problem: Problem, filled: Sequence[_GpuFill], waiting: deque[AdapterShare], strict: bool
 ) -> InfeasibleError:
     placed = sum(len(gpu.committed) for gpu in filled)
     empty = sum(not gpu.committed for gpu in filled)
@@ -151,7 +153,7 @@ def _rest_fails(problem: Problem, count: int) -> InfeasibleError:
     )
 
 
-def _fits_nowhere(problem: Problem, part: Part) -> InfeasibleError:
+def _fits_nowhere(problem: Problem, part: AdapterShare) -> InfeasibleError:
     if not problem.fits_in_memory(Assignment((part,), problem.fixed_a_max or 1)):
         return InfeasibleError(
             f"memory: the slots for adapter {part.name} (rank {part.rank}) leave no room for one request of "
@@ -165,11 +167,11 @@ def _fits_nowhere(problem: Problem, part: Part) -> InfeasibleError:
     )
 
 
-def _place(problem: Problem, tools: Tools) -> tuple[Assignment, ...]:
+def _place(problem: Problem, tools: SolverContext) -> tuple[Assignment, ...]:
     return solve_greedy(problem, tools.quick)
 
 
-def _place_strict(problem: Problem, tools: Tools) -> tuple[Assignment, ...]:
+def _place_strict(problem: Problem, tools: SolverContext) -> tuple[Assignment, ...]:
     return solve_greedy(problem, tools.quick, strict=True)
 
 
@@ -178,7 +180,7 @@ GREEDY = Solver(
     summary="fills GPUs one by one, largest ranks first, testing as it goes",
     source="adapter-caching paper, section 7, Algorithms 1 and 2",
     place=_place,
-    asks=Asks.ESTIMATOR,
+    asks=RequiredEstimator.ESTIMATOR,
     splits_hot=True,
     confirms=True,
 )
@@ -187,7 +189,7 @@ GREEDY_STRICT = Solver(
     summary="greedy to the letter: tests from 8 adapters on, a rest that fails is an error, nothing is split",
     source="adapter-caching paper, section 7, Algorithms 1 and 2",
     place=_place_strict,
-    asks=Asks.ESTIMATOR,
+    asks=RequiredEstimator.ESTIMATOR,
     confirms=True,
 )
 GREEDY_FAST = Solver(
@@ -195,7 +197,7 @@ GREEDY_FAST = Solver(
     summary="greedy that asks the small compiled tree (ProposedFast)",
     source="adapter-caching paper, sections 6.1 and 8.4.2",
     place=_place,
-    asks=Asks.ESTIMATOR,
+    asks=RequiredEstimator.ESTIMATOR,
     splits_hot=True,
     confirms=True,
     estimator="tree",

@@ -9,14 +9,14 @@ from __future__ import annotations
 from functools import partial
 
 from capplan.errors import InfeasibleError
-from capplan.planner.parallel import in_parallel
-from capplan.planner.parts import in_input_order
-from capplan.planner.problem import Assignment, Part, Problem, distinct_adapters
-from capplan.planner.solvers.description import Asks, Solver, Tools
+from capplan.planner.parallel import parallel_map
+from capplan.planner.problem import AdapterShare, Assignment, Problem, distinct_adapters
+from capplan.planner.solvers.base import RequiredEstimator, Solver, SolverContext
+from capplan.planner.splitting import in_input_order
 
 
-def _place(problem: Problem, tools: Tools) -> tuple[Assignment, ...]:
-    gpus: list[list[Part]] = [[] for _ in range(problem.gpus)]
+def _place(problem: Problem, tools: SolverContext) -> tuple[Assignment, ...]:
+    gpus: list[list[AdapterShare]] = [[] for _ in range(problem.gpus)]
     for part in in_input_order(problem):
         free = [gpu for gpu in gpus if all(other.name != part.name for other in gpu)]
         min(free or gpus, key=_rate_rps).append(part)  # the first of equals
@@ -25,7 +25,7 @@ def _place(problem: Problem, tools: Tools) -> tuple[Assignment, ...]:
     )
     failing = [
         number
-        for number, holds in enumerate(in_parallel(partial(_holds, problem, tools), assignments))
+        for number, holds in enumerate(parallel_map(partial(_holds, problem, tools), assignments))
         if not holds
     ]
     if failing:
@@ -33,11 +33,11 @@ def _place(problem: Problem, tools: Tools) -> tuple[Assignment, ...]:
     return assignments
 
 
-def _rate_rps(parts: list[Part]) -> float:
+def _rate_rps(parts: list[AdapterShare]) -> float:
     return sum(part.rate_rps for part in parts)
 
 
-def _holds(problem: Problem, tools: Tools, assignment: Assignment) -> bool:
+def _holds(problem: Problem, tools: SolverContext, assignment: Assignment) -> bool:
     return problem.fits_in_memory(assignment) and not tools.quick(assignment).starved
 
 
@@ -58,7 +58,7 @@ LATENCY = Solver(
     summary="spreads adapters over all GPUs by their rates, a slot for each; judged once at the end",
     source="adapter-caching paper, section 8.4.4 (ProposedLat)",
     place=_place,
-    asks=Asks.ESTIMATOR,
+    asks=RequiredEstimator.ESTIMATOR,
     splits_hot=True,
     confirms=True,
 )

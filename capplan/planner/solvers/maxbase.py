@@ -8,24 +8,39 @@ slots may leave no memory. The workload's headroom is taken off the backbone's t
 
 from __future__ import annotations
 
+import math
+from typing import Final
+
+import numpy as np
+
 from capplan.errors import InfeasibleError
-from capplan.planner.backbone import backbone_tok_s
-from capplan.planner.parts import in_input_order
-from capplan.planner.problem import Assignment, Part, Problem, distinct_adapters
-from capplan.planner.solvers.description import Asks, Solver, Tools
+from capplan.models.memory import kv_tokens
+from capplan.planner.problem import (
+    AdapterShare,
+    Assignment,
+    Problem,
+    distinct_adapters,
+    horizon_s,
+    whole_adapters,
+)
+from capplan.planner.solvers.base import RequiredEstimator, Solver, SolverContext
+from capplan.planner.splitting import in_input_order
+from capplan.twin.core import run
+from capplan.twin.result import SimulationResult, summarize
+from capplan.twin.scenario import build_scenario
 
 
-def _place(problem: Problem, tools: Tools) -> tuple[Assignment, ...]:
-    return _filled(problem, tools, adapters_per_slot=1)
+def _place(problem: Problem, tools: SolverContext) -> tuple[Assignment, ...]:
+    return _place_filled(problem, tools, adapters_per_slot=1)
 
 
-def _place_half(problem: Problem, tools: Tools) -> tuple[Assignment, ...]:
-    return _filled(problem, tools, adapters_per_slot=2)
+def _place_half(problem: Problem, tools: SolverContext) -> tuple[Assignment, ...]:
+    return _place_filled(problem, tools, adapters_per_slot=2)
 
 
-def _filled(problem: Problem, tools: Tools, adapters_per_slot: int) -> tuple[Assignment, ...]:
-    limit_tok_s = backbone_tok_s(problem, tools.seed) * (1.0 - problem.workload.headroom)
-    gpus = fill(problem, limit_tok_s)
+def _place_filled(problem: Problem, tools: SolverContext, adapters_per_slot: int) -> tuple[Assignment, ...]:
+    limit_tok_s = base_model_tok_s(problem, tools.seed) * (1.0 - problem.workload.headroom)
+    gpus = fill_gpus(problem, limit_tok_s)
     if len(gpus) > problem.gpus:
         raise InfeasibleError(
             f"gpus: at {limit_tok_s:,.0f} tok/s each, what the backbone serves without adapters less the "
@@ -38,9 +53,9 @@ def _filled(problem: Problem, tools: Tools, adapters_per_slot: int) -> tuple[Ass
     )
 
 
-def fill(problem: Problem, limit_tok_s: float) -> list[list[Part]]:
+def fill_gpus(problem: Problem, limit_tok_s: float) -> list[list[AdapterShare]]:
     """Return the parts in input order, cut where the next one would exceed the limit."""
-    gpus: list[list[Part]] = []
+    gpus: list[list[AdapterShare]] = []
     filled_tok_s = 0.0
     for part in in_input_order(problem):
         load_tok_s = problem.offered_tok_s(part)
@@ -57,12 +72,69 @@ MAXBASE = Solver(
     summary="fills GPUs up to the throughput of the model without adapters, a slot for each adapter",
     source="adapter-caching paper, section 8.4.1 (MaxBase)",
     place=_place,
-    asks=Asks.NOTHING,
+    asks=RequiredEstimator.NOTHING,
 )
+
 MAXBASE_HALF = Solver(
     name="maxbase-half",
     summary="the same with a slot for every second adapter",
     source="adapter-caching paper, section 8.4.1 (MaxBase*)",
     place=_place_half,
-    asks=Asks.NOTHING,
+    asks=RequiredEstimator.NOTHING,
 )
+
+_DURATION_S: Final = 600.0
+
+_FIRST_RPS: Final = 16.0
+
+_SATURATED: Final = 0.8
+
+"""Share of the offered tokens below which requests pile up: more of them would not raise the throughput."""
+
+_MAX_STEPS: Final = 10
+
+
+def base_model_tok_s(problem: Problem, seed: int) -> float:
+    """Return the input and output tokens per second of the base model alone under saturation.
+
+    The twin serves the workload's mix of lengths with no adapter and no slot, and more and more requests
+    until they pile up. Infinite where the workload asks for nothing.
+    """
+    rate_rps = problem.workload.total_rate_rps
+    if rate_rps == 0.0:
+        return math.inf
+    scale = _FIRST_RPS / rate_rps
+    for _ in range(_MAX_STEPS):
+        result = _simulate_without_adapters(problem, scale, seed)
+        if result.throughput_tok_s < _SATURATED * result.offered_tok_s:
+            break
+        scale *= 4.0
+    return result.throughput_tok_s
+
+
+def _simulate_without_adapters(problem: Problem, scale: float, seed: int) -> SimulationResult:
+    engine, profile = problem.engine, problem.profile
+    parts = whole_adapters(problem)
+    workload = problem.subworkload(parts, scale)
+    s_max = problem.s_max(parts)
+    scenario = build_scenario(
+        workload,
+        profile,
+        a_max=1,
+        s_max=s_max,
+        duration_s=horizon_s(workload, _DURATION_S),
+        seed=seed,
+        max_num_seqs=engine.max_num_seqs,
+        max_num_batched_tokens=engine.max_num_batched_tokens,
+        max_cpu_loras=None,
+        max_model_len=engine.max_model_len,
+        gpu_memory_utilization=engine.gpu_memory_utilization,
+        max_in_flight=None,
+    )
+    tokens = kv_tokens(profile, 0, s_max, engine.gpu_memory_utilization, engine.max_num_seqs)
+    bare = scenario._replace(
+        requests=scenario.requests._replace(adapter=np.zeros_like(scenario.requests.adapter)),
+        num_blocks=tokens // profile.engine.block_size,
+        costs=scenario.costs._replace(a_max=0),
+    )
+    return summarize(bare, run(bare), request_overhead_ms=0.0)

@@ -17,39 +17,41 @@ from __future__ import annotations
 
 import math
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass, replace
 from typing import Final
 
 import numpy as np
 from numpy.typing import NDArray
 
 from capplan.errors import InfeasibleError, InputError
-from capplan.planner.problem import Assignment, Part, Problem
+from capplan.planner.bound import busy_gpus
+from capplan.planner.problem import AdapterShare, Assignment, Problem
 from capplan.planner.slots import choose_slots
-from capplan.planner.solvers.description import Asks, Solver, Tools
-from capplan.planner.solvers.milp_capacity import Slots, loads, measure
-from capplan.planner.solvers.milp_program import Program, TimeIsOver
+from capplan.planner.solvers.base import RequiredEstimator, Solver, SolverContext
 
 MOST_PARTS: Final = 24
+
 MOST_GPUS: Final = 4
 
 Cut = tuple[NDArray[np.int64], int]
+
 """Parts of which at most so many may meet on a GPU."""
 
 
-def _place(problem: Problem, tools: Tools) -> tuple[Assignment, ...]:
+def _place(problem: Problem, tools: SolverContext) -> tuple[Assignment, ...]:
     parts = sorted(problem.parts, key=lambda p: (-problem.offered_tok_s(p), -p.rank, p.name, p.number))
     if len(parts) > MOST_PARTS or problem.gpus > MOST_GPUS:
         rule = f"milp solves at most {MOST_PARTS} adapters and shares on {MOST_GPUS} instances"
         raise InputError(rule, f"{len(parts)} on {problem.gpus}", "solver")
     deadline_s = time.monotonic() + tools.time_limit_s
-    slots = _slots(problem, tools)
+    slots = _slot_chooser(problem, tools)
     program = _program(problem, parts, slots)
     cuts: list[Cut] = []
     for gpus in range(_fewest(program), min(problem.gpus, len(parts)) + 1):
         try:
-            placed = _confirmed(problem, parts, program, gpus, cuts, slots, deadline_s)
-        except TimeIsOver:
+            placed = _confirm(problem, parts, program, gpus, cuts, slots, deadline_s)
+        except SolverTimeout:
             words = (
                 f"time: milp neither finds a placement on {gpus} instance(s) nor proves that there is none"
             )
@@ -64,11 +66,11 @@ def _place(problem: Problem, tools: Tools) -> tuple[Assignment, ...]:
     )
 
 
-def _slots(problem: Problem, tools: Tools) -> Slots:
+def _slot_chooser(problem: Problem, tools: SolverContext) -> SlotChooser:
     """Return the function that gives the best slots for a set of parts, None if none holds; it remembers."""
-    known: dict[frozenset[Part], int | None] = {}
+    known: dict[frozenset[AdapterShare], int | None] = {}
 
-    def slots(parts: Sequence[Part]) -> int | None:
+    def slots(parts: Sequence[AdapterShare]) -> int | None:
         key = frozenset(parts)
         if key not in known:
             known[key] = choose_slots(problem, parts, tools.quick, tools.exact)
@@ -77,30 +79,30 @@ def _slots(problem: Problem, tools: Tools) -> Slots:
     return slots
 
 
-def _program(problem: Problem, parts: Sequence[Part], slots: Slots) -> Program:
-    load = loads(problem, parts)
-    return Program(
+def _program(problem: Problem, parts: Sequence[AdapterShare], slots: SlotChooser) -> PlacementProgram:
+    load = share_loads(problem, parts)
+    return PlacementProgram(
         ranks=np.array([part.rank for part in parts]),
         loads=load / max(load.sum(), 1e-9),
-        capacity=measure(parts, load, slots),
+        capacity=measure_capacity(parts, load, slots),
         apart=[(i, j) for i, part in enumerate(parts) for j in range(i) if parts[j].name == part.name],
     )
 
 
-def _fewest(program: Program) -> int:
+def _fewest(program: PlacementProgram) -> int:
     """Return a number of GPUs below which the shares cannot fit, whatever ranks GPUs have."""
     possible = np.array(program.capacity.ranks)[:, None] >= program.ranks
     least = np.where(possible, program.capacity.shares, np.inf).min(axis=0)
     return max(1, math.ceil(float(least.sum()) - 1e-6))
 
 
-def _confirmed(
+def _confirm(
     problem: Problem,
-    parts: Sequence[Part],
-    program: Program,
+    parts: Sequence[AdapterShare],
+    program: PlacementProgram,
     gpus: int,
     cuts: list[Cut],
-    slots: Slots,
+    slots: SlotChooser,
     deadline_s: float,
 ) -> tuple[Assignment, ...] | None:
     """Return a placement on that many GPUs that the twin confirms, None if there is none; add to the cuts."""
@@ -115,10 +117,12 @@ def _confirmed(
         failing = [each for each, number in answers if number is None]
         if not failing:
             return tuple(Assignment(each, number) for each, number in answers if number is not None)
-        cuts += [_cut(problem, parts, _core(problem, each, slots)) for each in failing]
+        cuts += [_cut(problem, parts, _minimal_failing_set(problem, each, slots)) for each in failing]
 
 
-def _core(problem: Problem, failing: Sequence[Part], slots: Slots) -> list[Part]:
+def _minimal_failing_set(
+    problem: Problem, failing: Sequence[AdapterShare], slots: SlotChooser
+) -> list[AdapterShare]:
     """Return parts of a failing set that fail, and hold without any one of them."""
     core = list(failing)
     for part in sorted(failing, key=problem.offered_tok_s):
@@ -128,7 +132,7 @@ def _core(problem: Problem, failing: Sequence[Part], slots: Slots) -> list[Part]
     return core
 
 
-def _cut(problem: Problem, parts: Sequence[Part], core: Sequence[Part]) -> Cut:
+def _cut(problem: Problem, parts: Sequence[AdapterShare], core: Sequence[AdapterShare]) -> Cut:
     """Return the rule that a failing set teaches.
 
     A part that is nowhere lighter than any of the set can stand for any of them.
@@ -138,7 +142,7 @@ def _cut(problem: Problem, parts: Sequence[Part], core: Sequence[Part]) -> Cut:
     comparable = len(kinds) == 1 and problem.workload.trace is None
     rate_rps, rank = max(part.rate_rps for part in core), max(part.rank for part in core)
 
-    def heavier(part: Part) -> bool:
+    def heavier(part: AdapterShare) -> bool:
         return comparable and lengths[part.name] in kinds and part.rate_rps >= rate_rps and part.rank >= rank
 
     members = [i for i, part in enumerate(parts) if part in core or heavier(part)]
@@ -150,7 +154,224 @@ MILP = Solver(
     summary=f"the fewest GPUs, proved; at most {MOST_PARTS} adapters on {MOST_GPUS} instances",
     source="ours, a yardstick: integer programming by HiGHS",
     place=_place,
-    asks=Asks.TWIN,
+    asks=RequiredEstimator.TWIN,
     splits_hot=True,
     confirms=True,
 )
+
+_CAPACITY_TOLERANCE: Final = 1.05
+
+_BISECTIONS: Final = 5
+
+SlotChooser = Callable[[Sequence[AdapterShare]], int | None]
+
+"""Gives the best number of slots for the parts of one GPU, None when it fails with any."""
+
+
+@dataclass(frozen=True)
+class GpuCapacity:
+    """Shares of a GPU that parts take.
+
+    Attributes
+    ----------
+    ranks
+        Largest ranks that a GPU may have, ascending.
+    shares
+        Of each rank and part, shape (ranks, parts); they sum to at most 1. 0 where one GPU holds all parts.
+    """
+
+    ranks: tuple[int, ...]
+    shares: NDArray[np.float64]
+
+
+def share_loads(problem: Problem, parts: Sequence[AdapterShare]) -> NDArray[np.float64]:
+    """Return what every part asks of a GPU: busy time by its lengths, or tokens where that is not known."""
+    lengths = {a.name: problem.workload.lengths_of(a) for a in problem.workload.adapters}
+    busy = {lengths[part.name]: _busy_per_rps(problem, part.name) for part in parts}
+    if all(busy.values()):
+        return np.array([part.rate_rps * busy[lengths[part.name]] for part in parts])
+    return np.array([problem.offered_tok_s(part) for part in parts])
+
+
+def measure_capacity(
+    parts: Sequence[AdapterShare], load: NDArray[np.float64], slots: SlotChooser
+) -> GpuCapacity:
+    """Return the capacity of a GPU for these parts."""
+    ranks = sorted({part.rank for part in parts})
+    shares = np.zeros((len(ranks), len(parts)))
+    for row, rank in enumerate(ranks):
+        hot = sorted(
+            (i for i, part in enumerate(parts) if part.rank <= rank),
+            key=lambda i: (-load[i], parts[i].name, parts[i].number),
+        )
+        line = _line(
+            [
+                _boundary(_with_rank_first(order, parts, rank), parts, load, slots)
+                for order in (hot, hot[::-1])
+            ]
+        )
+        if line is not None:
+            per_adapter, most = line
+            shares[row] = (load + per_adapter) / (_CAPACITY_TOLERANCE * most)
+    return GpuCapacity(tuple(ranks), shares)
+
+
+def _with_rank_first(order: Sequence[int], parts: Sequence[AdapterShare], rank: int) -> list[int]:
+    """Return the order with the first part of this rank before all others."""
+    first = next(i for i in order if parts[i].rank == rank)
+    return [first, *(i for i in order if i != first)]
+
+
+def _boundary(
+    order: Sequence[int], parts: Sequence[AdapterShare], load: NDArray[np.float64], slots: SlotChooser
+) -> tuple[int, float] | None:
+    """Return adapters and load with which a GPU just fails; None when it holds all of them."""
+    chosen = [parts[i] for i in order]
+    if slots(chosen) is not None:
+        return None
+    holds, fails = 0, len(chosen)
+    while fails - holds > 1:
+        middle = (holds + fails) // 2
+        holds, fails = (holds, middle) if slots(chosen[:middle]) is None else (middle, fails)
+    low, high = 0.0, 1.0
+    for _ in range(_BISECTIONS):
+        share = (low + high) / 2.0
+        last = chosen[holds]
+        partly = replace(last, rate_rps=last.rate_rps * share, share=last.share * share)
+        low, high = (low, share) if slots([*chosen[:holds], partly]) is None else (share, high)
+    return fails, float(load[list(order[:holds])].sum() + high * load[order[holds]])
+
+
+def _line(boundaries: Sequence[tuple[int, float] | None]) -> tuple[float, float] | None:
+    """Return the load that an adapter costs by being there, and the most load and such cost together."""
+    if any(each is None for each in boundaries):
+        return None
+    (few, much), (many, little) = (each for each in boundaries if each is not None)
+    per_adapter = max(0.0, (much - little) / (many - few)) if many > few else 0.0
+    most = max(much + per_adapter * few, little + per_adapter * many)
+    return (per_adapter, most) if most > 0.0 else None
+
+
+def _busy_per_rps(problem: Problem, name: str) -> float:
+    """Return the least busy time per request; 0 where it is not known."""
+    if problem.workload.trace is not None:
+        return 0.0
+    alone = problem.workload.subset([name])
+    once = alone.model_copy(update={"adapters": (alone.adapters[0].model_copy(update={"rate_rps": 1.0}),)})
+    return busy_gpus(replace(problem, workload=once))
+
+
+_MIP_GAP: Final = 0.05
+
+"""How far the fullest GPU may be from as light as can be, relatively; whether there is an answer is exact."""
+
+_INFEASIBLE: Final = 2
+
+LinearRow = tuple[NDArray[np.int64], NDArray[np.float64], float, float]
+
+"""Columns, their coefficients, and the least and the most that they may sum to."""
+
+
+class SolverTimeout(Exception):  # noqa: N818  (nobody's error)
+    """The deadline came before a placement, or the proof that there is none."""
+
+
+@dataclass(frozen=True)
+class PlacementProgram:
+    """What to place.
+
+    Attributes
+    ----------
+    ranks
+        Of the parts, shape (n,).
+    loads
+        Share of the whole load that each part is, shape (n,); of these the fullest GPU has few.
+    capacity
+        What a GPU holds.
+    apart
+        Pairs of parts that must not meet.
+    """
+
+    ranks: NDArray[np.int64]
+    loads: NDArray[np.float64]
+    capacity: GpuCapacity
+    apart: Sequence[tuple[int, int]]
+
+    def solve(
+        self, gpus: int, cuts: Sequence[tuple[NDArray[np.int64], int]], deadline_s: float
+    ) -> list[int] | None:
+        """Return the GPU of every part, or None where there is no placement.
+
+        Parameters
+        ----------
+        gpus
+            How many there are.
+        cuts
+            Parts of which at most so many may meet.
+        deadline_s
+            When to stop, by `time.monotonic`.
+
+        Raises
+        ------
+        SolverTimeout
+            At the deadline.
+        """
+        from scipy.optimize import Bounds, LinearConstraint, milp
+        from scipy.sparse import csr_array
+
+        rows = [row for gpu in range(gpus) for row in self._rows_of_gpu(gpu, gpus, cuts)]
+        n, columns = self.loads.size, self._columns(gpus)
+        rows += [(part * gpus + np.arange(gpus), np.ones(gpus), 1.0, 1.0) for part in range(n)]
+        at = np.repeat(np.arange(len(rows)), [row[0].size for row in rows])
+        entries = np.concatenate([row[1] for row in rows])
+        matrix = csr_array(
+            (entries, (at, np.concatenate([row[0] for row in rows]))), shape=(len(rows), columns)
+        )
+        largest = np.ones(columns)
+        for part in range(min(n, gpus)):
+            largest[part * gpus + part + 1 : (part + 1) * gpus] = 0.0  # GPUs are alike: part i is on 0..i
+        left_s = deadline_s - time.monotonic()
+        if left_s <= 0.0:
+            raise SolverTimeout
+        result = milp(
+            np.append(np.zeros(columns - 1), 1.0),
+            integrality=np.append(np.ones(columns - 1), 0.0),
+            bounds=Bounds(np.zeros(columns), largest),
+            constraints=LinearConstraint(
+                matrix, np.array([row[2] for row in rows]), np.array([row[3] for row in rows])
+            ),
+            options={"time_limit": left_s, "mip_rel_gap": _MIP_GAP},
+        )
+        if result.x is not None:
+            chosen: list[int] = np.argmax(result.x[: n * gpus].reshape(n, gpus), axis=1).tolist()
+            return chosen
+        if result.status == _INFEASIBLE:
+            return None
+        raise SolverTimeout
+
+    def _columns(self, gpus: int) -> int:
+        """Return how many columns there are.
+
+        Part i on GPU g is column i * gpus + g; GPU g of the r-th largest rank comes after all these; the
+        load of the fullest GPU is the last one.
+        """
+        return (self.loads.size + len(self.capacity.ranks)) * gpus + 1
+
+    def _rows_of_gpu(
+        self, gpu: int, gpus: int, cuts: Sequence[tuple[NDArray[np.int64], int]]
+    ) -> Iterator[LinearRow]:
+        n, ranks = self.loads.size, self.capacity.ranks
+        mine = np.arange(n) * gpus + gpu
+        largest = (n + np.arange(len(ranks))) * gpus + gpu
+        yield largest, np.ones(len(ranks)), 1.0, 1.0
+        for part in range(n):  # a GPU of a part has its rank at least
+            enough = largest[np.array(ranks) >= self.ranks[part]]
+            yield np.append(enough, mine[part]), np.append(np.ones(enough.size), -1.0), 0.0, np.inf
+        for row, shares in enumerate(self.capacity.shares):  # binds only where this is the largest rank
+            beyond = max(0.0, float(shares.sum()) - 1.0)
+            yield np.append(mine, largest[row]), np.append(shares, beyond), -np.inf, 1.0 + beyond
+        yield np.append(mine, self._columns(gpus) - 1), np.append(self.loads, -1.0), -np.inf, 0.0
+        for i, j in self.apart:
+            yield mine[[i, j]], np.ones(2), 0.0, 1.0
+        for members, most in cuts:
+            yield mine[members], np.ones(members.size), 0.0, float(most)

@@ -1,25 +1,29 @@
-"""The baseline Random of the adapter-caching paper (section 8.4.2): chance decides GPUs and slots."""
+"""Random and contiguous placements: baselines of the adapter-caching paper and of LoRAServe."""
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+from itertools import pairwise
+
 import numpy as np
 
-from capplan.planner.parts import in_input_order
-from capplan.planner.problem import Assignment, Part, Problem, distinct_adapters
-from capplan.planner.solvers.description import Asks, Solver, Tools
+from capplan.planner.problem import AdapterShare, Assignment, Problem, distinct_adapters
+from capplan.planner.slots import slot_candidates
+from capplan.planner.solvers.base import RequiredEstimator, Solver, SolverContext
+from capplan.planner.splitting import in_input_order
 
 
-def _place(problem: Problem, tools: Tools) -> tuple[Assignment, ...]:
+def _place_random(problem: Problem, tools: SolverContext) -> tuple[Assignment, ...]:
     random = np.random.default_rng(tools.seed)
     return tuple(
         Assignment(tuple(parts), problem.fixed_a_max or int(random.integers(1, distinct_adapters(parts) + 1)))
-        for parts in scattered(problem, random)
+        for parts in random_shares(problem, random)
     )
 
 
-def scattered(problem: Problem, random: np.random.Generator) -> list[list[Part]]:
+def random_shares(problem: Problem, random: np.random.Generator) -> list[list[AdapterShare]]:
     """Return the parts of each GPU that gets any, when every part goes to any GPU alike."""
-    gpus: list[list[Part]] = [[] for _ in range(problem.gpus)]
+    gpus: list[list[AdapterShare]] = [[] for _ in range(problem.gpus)]
     parts = in_input_order(problem)
     for part, gpu in zip(parts, random.integers(0, problem.gpus, len(parts)).tolist(), strict=True):
         gpus[gpu].append(part)
@@ -30,6 +34,51 @@ RANDOM = Solver(
     name="random",
     summary="every adapter on a random GPU, a random number of slots",
     source="adapter-caching paper, section 8.4.2 (Random)",
-    place=_place,
-    asks=Asks.NOTHING,
+    place=_place_random,
+    asks=RequiredEstimator.NOTHING,
+)
+
+
+def _place_slora_random(problem: Problem, tools: SolverContext) -> tuple[Assignment, ...]:
+    return _with_slots(problem, tools, random_shares(problem, np.random.default_rng(tools.seed)))
+
+
+def _place_contiguous(problem: Problem, tools: SolverContext) -> tuple[Assignment, ...]:
+    return _with_slots(problem, tools, contiguous_by_rank(problem))
+
+
+def contiguous_by_rank(problem: Problem) -> list[list[AdapterShare]]:
+    """Return the parts by rank, cut into as many equally long runs as there are GPUs."""
+    ordered = sorted(in_input_order(problem), key=lambda part: part.rank)  # stable: input order within a rank
+    ends = [len(ordered) * gpu // problem.gpus for gpu in range(problem.gpus + 1)]
+    runs = [ordered[start:end] for start, end in pairwise(ends)]
+    return [run for run in runs if run]
+
+
+def _with_slots(
+    problem: Problem, tools: SolverContext, gpus: Sequence[Sequence[AdapterShare]]
+) -> tuple[Assignment, ...]:
+    return tuple(Assignment(tuple(parts), _slots(problem, tools, parts)) for parts in gpus)
+
+
+def _slots(problem: Problem, tools: SolverContext, parts: Sequence[AdapterShare]) -> int:
+    """Return the best number of slots that fits in memory, whether or not the GPU keeps up with it."""
+    fitting = slot_candidates(problem, parts, tools.quick)
+    return fitting[0] if fitting else problem.fixed_a_max or 1
+
+
+SLORA_RANDOM = Solver(
+    name="slora-random",
+    summary="every adapter on a random GPU, the best number of slots there",
+    source="LoRAServe, section V-D (S-LoRA Random)",
+    place=_place_slora_random,
+    asks=RequiredEstimator.ESTIMATOR,
+)
+
+SLORA_CONTIGUOUS = Solver(
+    name="slora-contiguous",
+    summary="adapters by rank, equally many on each GPU, the best number of slots there",
+    source="LoRAServe, section V-D (S-LoRA Contiguous)",
+    place=_place_contiguous,
+    asks=RequiredEstimator.ESTIMATOR,
 )

@@ -9,10 +9,10 @@ import pytest
 from capplan import Adapter, Lengths, Plan, Profile, Workload
 from capplan.errors import InputError
 from capplan.planner import plan
-from capplan.planner.explaining import Explanation, SlotCurve, explain, slot_curve
-from capplan.planner.explaining.rebuild import rebuild
-from capplan.planner.explaining.slot_curve import MOST_POINTS
-from capplan.planner.judging import judge
+from capplan.planner.evaluate import evaluate
+from capplan.planner.explain import Explanation, SlotCurve, explain, slot_curve
+from capplan.planner.explain.rebuild import rebuild
+from capplan.planner.explain.slot_curve import MAX_POINTS
 from capplan.spec import QueueWishes, Trace
 from tests.planner.conftest import MODEL, PROFILE
 
@@ -64,7 +64,7 @@ def test_what_a_plan_says_is_rebuilt_from_it_and_its_workload(made: Plan, crowde
     assert len(rebuilt.pools) == made.totals.gpus
     seed = made.verification.seeds[0]
     for each, group in zip(rebuilt.groups, made.groups, strict=True):
-        result = judge(each.problem, each.assignment, seed, made.verification.duration_s).result
+        result = evaluate(each.problem, each.assignment, seed, made.verification.duration_s).result
         # alone, other requests are drawn than for the plan as a whole
         assert result.throughput_tok_s == pytest.approx(group.predicted.throughput_tok_s, rel=0.01)
         assert result.ttft_s_p99 == pytest.approx(group.predicted.ttft_s.p99, rel=0.1)
@@ -90,7 +90,7 @@ def test_a_curve_has_the_chosen_number_and_ever_less_memory(explained: Explanati
         slots = [point.a_max for point in curve.points]
         assert curve.chosen in slots
         assert slots == sorted(set(slots))
-        assert sum(point.fits for point in curve.points) <= MOST_POINTS
+        assert sum(point.fits for point in curve.points) <= MAX_POINTS
         tokens = [point.kv_tokens for point in curve.points]
         assert tokens == sorted(tokens, reverse=True)
 

@@ -3,9 +3,8 @@
 import pytest
 
 from capplan.errors import InfeasibleError
-from capplan.planner.explaining.fleet import one_fewer, one_more
-from capplan.planner.posing import make_problem
-from capplan.planner.problem import Problem
+from capplan.planner.explain.what_if import one_fewer, one_more
+from capplan.planner.problem import Problem, make_problem
 from capplan.spec import Adapter, Lengths, Workload
 from tests.planner.conftest import MODEL, PROFILE
 

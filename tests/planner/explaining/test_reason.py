@@ -4,8 +4,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from capplan.planner.explaining import CurvePoint, SlotCurve
-from capplan.planner.explaining.reason import reason
+from capplan.planner.explain import CurvePoint, SlotCurve
+from capplan.planner.explain.slot_curve import explain_slots
 from capplan.planner.problem import Estimate
 from capplan.planner.slots import best_slots
 
@@ -72,7 +72,7 @@ def curve(*points: CurvePoint, chosen: int, adapters: int = 64, most: int | None
 def test_the_sentence_names_the_merit_and_what_speaks_against_the_neighbours(
     given_curve: SlotCurve, fixed: bool, says: tuple[str, ...]
 ) -> None:
-    words = reason(given_curve, "greedy", fixed=fixed)
+    words = explain_slots(given_curve, "greedy", fixed=fixed)
     for expected in says:
         assert expected in words
 
@@ -99,7 +99,7 @@ def test_the_sentence_agrees_with_the_rule_that_chooses_slots(
             for p in ordered
         }
     )
-    words = reason(curve(*ordered, chosen=chosen.a_max), "capplan", fixed=False)
+    words = explain_slots(curve(*ordered, chosen=chosen.a_max), "capplan", fixed=False)
     assert words.startswith(f"A_max {chosen.a_max}")
     assert f"breaks {chosen.broken[0]}" in words.split(";")[0] if chosen.broken else True
     assert (f"on this curve {best}" in words) == (chosen.holds and best != chosen.a_max)

@@ -7,7 +7,7 @@ import math
 from hypothesis import given
 from hypothesis import strategies as st
 
-from capplan.planner.loraserve.budgets import server_budgets
+from capplan.planner.solvers.loraserve_placement import server_budgets
 
 UTILIZATIONS = st.dictionaries(
     st.sampled_from([8, 16, 32, 64, 128]), st.one_of(st.just(0.0), st.floats(1e-3, 1e3)), min_size=1

@@ -8,7 +8,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from capplan.errors import InputError
-from capplan.planner.loraserve import Extrapolation, arrived_tok_s, extrapolate
+from capplan.planner.solvers.loraserve import Extrapolation, arrived_tok_s, extrapolate
 from capplan.workload import Requests
 
 METHODS = st.sampled_from(Extrapolation)

@@ -11,14 +11,21 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from capplan.errors import InputError
-from capplan.planner.loraserve import AdapterLoad, Placement, Variants, place
+from capplan.planner.solvers.loraserve_placement import (
+    AdapterDemand,
+    LoraservePlacement,
+    PlacementVariants,
+    place,
+)
 from tests.planner.loraserve.clusters import POINTS, clusters, loads
 
-Cluster = tuple[list[AdapterLoad], dict[int, float], int]
-VARIANTS = st.builds(Variants, largest_remainder=st.booleans(), literal_leftovers=st.booleans())
+Cluster = tuple[list[AdapterDemand], dict[int, float], int]
+VARIANTS = st.builds(PlacementVariants, largest_remainder=st.booleans(), literal_leftovers=st.booleans())
 
 
-def charged(adapters: Sequence[AdapterLoad], points: Mapping[int, float], made: Placement) -> list[float]:
+def charged(
+    adapters: Sequence[AdapterDemand], points: Mapping[int, float], made: LoraservePlacement
+) -> list[float]:
     """Return each server's utilisation, its whole demand at the operating point of its largest busy rank."""
     load_of = {load.name: load for load in adapters}
     used = []
@@ -29,12 +36,12 @@ def charged(adapters: Sequence[AdapterLoad], points: Mapping[int, float], made: 
     return used
 
 
-def stored(made: Placement) -> list[set[str]]:
+def stored(made: LoraservePlacement) -> list[set[str]]:
     return [set(server) for server in made.shares]
 
 
 @given(clusters(), VARIANTS)
-def test_shares_sum_to_one_and_no_adapter_is_lost(cluster: Cluster, variants: Variants) -> None:
+def test_shares_sum_to_one_and_no_adapter_is_lost(cluster: Cluster, variants: PlacementVariants) -> None:
     adapters, points, servers = cluster
     made = place(adapters, points, servers, variants=variants)
     assert len(made.shares) == servers
@@ -46,7 +53,7 @@ def test_shares_sum_to_one_and_no_adapter_is_lost(cluster: Cluster, variants: Va
 
 
 @given(clusters(), VARIANTS)
-def test_budgets_are_within_the_servers(cluster: Cluster, variants: Variants) -> None:
+def test_budgets_are_within_the_servers(cluster: Cluster, variants: PlacementVariants) -> None:
     adapters, points, servers = cluster
     budgets = place(adapters, points, servers, variants=variants).budgets
     assert sum(budgets.values()) <= servers
@@ -56,7 +63,7 @@ def test_budgets_are_within_the_servers(cluster: Cluster, variants: Variants) ->
 @given(clusters(), st.booleans())
 def test_no_server_is_above_the_final_cap_but_for_small_rests(cluster: Cluster, remainder: bool) -> None:
     adapters, points, servers = cluster
-    made = place(adapters, points, servers, variants=Variants(largest_remainder=remainder))
+    made = place(adapters, points, servers, variants=PlacementVariants(largest_remainder=remainder))
     load_of = {load.name: load for load in adapters}
     for server, used in zip(made.shares, charged(adapters, points, made), strict=True):
         rests = 0.01 * sum(load_of[name].tok_s for name in server) / min(points.values())
@@ -66,7 +73,7 @@ def test_no_server_is_above_the_final_cap_but_for_small_rests(cluster: Cluster, 
 
 
 @given(clusters(), VARIANTS)
-def test_equal_demand_twice_moves_nothing(cluster: Cluster, variants: Variants) -> None:
+def test_equal_demand_twice_moves_nothing(cluster: Cluster, variants: PlacementVariants) -> None:
     adapters, points, servers = cluster
     first = place(adapters, points, servers, variants=variants)
     again = place(adapters, points, servers, stored=stored(first), variants=variants)
@@ -104,7 +111,7 @@ def test_bytes_to_copy_are_the_fewest_of_all_labels(cluster: Cluster, data: st.D
 
 @given(clusters(), VARIANTS, st.data())
 def test_the_order_of_adapters_does_not_matter(
-    cluster: Cluster, variants: Variants, data: st.DataObject
+    cluster: Cluster, variants: PlacementVariants, data: st.DataObject
 ) -> None:
     adapters, points, servers = cluster
     shuffled = data.draw(st.permutations(adapters))
@@ -115,7 +122,7 @@ def test_the_order_of_adapters_does_not_matter(
 @given(clusters(), st.integers(1, 3))
 def test_replicas_are_bounded_where_the_user_says_so(cluster: Cluster, most: int) -> None:
     adapters, points, servers = cluster
-    bounded = [AdapterLoad(a.name, a.rank, a.tok_s, a.bytes, max_replicas=most) for a in adapters]
+    bounded = [AdapterDemand(a.name, a.rank, a.tok_s, a.bytes, max_replicas=most) for a in adapters]
     made = place(bounded, points, servers)
     assert all(sum(load.name in server for server in made.shares) <= most for load in bounded)
 
@@ -168,7 +175,7 @@ def test_an_adapter_with_the_demand_of_three_servers_is_split_over_three() -> No
 def test_literal_leftovers_pile_on_the_server_of_the_largest_rank() -> None:
     """To the letter the highest max rank wins, though empty servers are there."""
     adapters = loads((128, 1000.0), *((rank, 75.0 * POINTS[rank] / POINTS[128]) for rank in (64, 32, 16, 8)))
-    literal = place(adapters, POINTS, 4, variants=Variants(literal_leftovers=True))
+    literal = place(adapters, POINTS, 4, variants=PlacementVariants(literal_leftovers=True))
     ours = place(adapters, POINTS, 4)
     assert literal.budgets == ours.budgets == {128: 3, 64: 0, 32: 0, 16: 0, 8: 0}
     assert [bool(server) for server in literal.shares] == [True, True, True, False]
@@ -199,10 +206,10 @@ def test_bad_input_is_refused() -> None:
     with pytest.raises(InputError, match="adapters: must be given once"):
         place([*one, *one], POINTS, 2)
     with pytest.raises(InputError, match="demand of adapter a: must be a finite number >= 0"):
-        AdapterLoad("a", 8, -1.0)
+        AdapterDemand("a", 8, -1.0)
     with pytest.raises(InputError, match="rank of adapter a"):
-        AdapterLoad("a", 0, 1.0)
+        AdapterDemand("a", 0, 1.0)
     with pytest.raises(InputError, match="cap_step"):
-        Variants(cap_step=0.0)
+        PlacementVariants(cap_step=0.0)
     with pytest.raises(InputError, match="least_rest"):
-        Variants(least_rest=1.0)
+        PlacementVariants(least_rest=1.0)

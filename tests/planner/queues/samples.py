@@ -6,8 +6,7 @@ import numpy as np
 import pyarrow.parquet as pq
 from hypothesis import strategies as st
 
-from capplan.planner.queues import RequestSample
-from capplan.planner.queues.sizes import with_base_model
+from capplan.planner.queues import RequestSample, with_base_model
 
 RANKS = np.array([8, 16, 32, 64, 128])
 BYTES_PER_RANK = 2 * 2**20

@@ -8,10 +8,8 @@ import pytest
 
 from capplan import Lengths, Profile, Workload, simulate
 from capplan.errors import InfeasibleError
-from capplan.planner.posing import make_problem
-from capplan.planner.problem import Assignment, Part
-from capplan.planner.queues import group_queues
-from capplan.planner.queues.group import time_bound_s
+from capplan.planner.problem import AdapterShare, Assignment, make_problem
+from capplan.planner.queues import group_queues, time_bound_s
 from capplan.spec import Queues, QueueWishes, Slo, Trace
 from capplan.twin import SimulationResult
 
@@ -75,7 +73,7 @@ def test_sizes_are_measured_on_the_requests_served_there(workload: Make, profile
         *MIXED, queues=QueueWishes(), prompt_tokens=Lengths(mean=90), output_tokens=Lengths(mean=30)
     )
     problem = make_problem(wishes, 2, profile)
-    half = tuple(Part(p.name, p.rank, p.rate_rps / 2, 0.5) for p in problem.parts if p.rank == 16)
+    half = tuple(AdapterShare(p.name, p.rank, p.rate_rps / 2, 0.5) for p in problem.parts if p.rank == 16)
     results = [on_one_gpu(wishes, profile)[1]]
     queues = group_queues(problem, Assignment(half, a_max=4), results)
     assert queues is not None

@@ -7,10 +7,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from capplan.errors import InfeasibleError
-from capplan.planner.queues import RequestSample, plan_queues
-from capplan.planner.queues.clusters import choose, classify, cluster, cut_offs, thinned
-from capplan.planner.queues.quotas import queue_loads
-from capplan.planner.queues.sizes import request_sizes, weighting
+from capplan.planner.queue_clusters import choose_clustering, classify, cluster_sizes, cut_offs, subsample
+from capplan.planner.queues import RequestSample, plan_queues, queue_loads, request_sizes, size_weights
 from capplan.spec import Queues, QueueWishes
 from tests.planner.queues.samples import STEP_S, azure, samples
 
@@ -112,20 +110,21 @@ def test_queues_that_need_too_much_are_refused(traces_dir: Path) -> None:
 def test_recorded_conversations_make_as_many_queues_as_the_notes_say(traces_dir: Path, seed: int) -> None:
     """Shares of the sum of squares for 1, 2, ... queues, and what each rule makes of them."""
     sample = azure(traces_dir, seed)
-    sizes = thinned(request_sizes(weighting(sample, "degree2"), sample))
-    found = cluster(sizes, 6)
+    sizes = subsample(request_sizes(size_weights(sample, "degree2"), sample))
+    found = cluster_sizes(sizes, 6)
     shares = [each.wcss / found[0].wcss for each in found]
     assert shares == pytest.approx([1.0, 0.29, 0.11, 0.06, 0.04, 0.03], abs=0.03)
     numbers = {
-        rule: len(choose(found[:4], sizes, rule).centroids) for rule in ("elbow", "wcss", "silhouette")
+        rule: len(choose_clustering(found[:4], sizes, rule).centroids)
+        for rule in ("elbow", "wcss", "silhouette")
     }
     assert numbers == {"elbow": 3, "wcss": 4, "silhouette": 2}
 
 
 def sum_of_minima(sample: RequestSample, size: str, bound_s: float) -> int:
-    sizes = request_sizes(weighting(sample, "degree2"), sample)
-    thin = thinned(sizes)
-    queue = classify(sizes, cut_offs(choose(cluster(thin, 4), thin, "elbow")))
+    sizes = request_sizes(size_weights(sample, "degree2"), sample)
+    thin = subsample(sizes)
+    queue = classify(sizes, cut_offs(choose_clustering(cluster_sizes(thin, 4), thin, "elbow")))
     charges = sample.charges("per_request")
     loads = queue_loads(charges, sample.execution_s, queue, 9.0, size)  # type: ignore[arg-type]
     return sum(load.least_tokens(bound_s) for load in loads)

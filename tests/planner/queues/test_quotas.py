@@ -7,7 +7,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from capplan.errors import InfeasibleError
-from capplan.planner.queues.quotas import QueueLoad, queue_loads, share_out
+from capplan.planner.queues import QueueLoad, allocate_quotas, queue_loads
 
 RESTS = ("minimum", "load", "rate")
 
@@ -40,7 +40,7 @@ def test_quotas_sum_to_all_tokens_and_none_is_below_its_minimum_or_its_largest_r
 ) -> None:
     least = needed(queues, bound_s, percentile)
     tokens = sum(least) + spare
-    quotas = share_out(queues, tokens, bound_s, percentile=percentile, rest=rest)  # type: ignore[arg-type]
+    quotas = allocate_quotas(queues, tokens, bound_s, percentile=percentile, rest=rest)  # type: ignore[arg-type]
     assert sum(quotas) == tokens
     assert all(quota >= minimum for quota, minimum in zip(quotas, least, strict=True))
 
@@ -51,7 +51,7 @@ def test_quotas_that_do_not_fit_are_refused_with_the_queue_and_the_shortfall(
 ) -> None:
     least = needed(queues, bound_s, percentile)
     with pytest.raises(InfeasibleError) as error:
-        share_out(queues, sum(least) - short, bound_s, percentile=percentile)
+        allocate_quotas(queues, sum(least) - short, bound_s, percentile=percentile)
     assert f"{short:,} more than" in str(error.value)
     assert f"queue {least.index(max(least)) + 1} of {len(queues)}" in str(error.value)
     fits = sum(each.largest_tokens for each in queues) <= sum(least) - short
@@ -92,14 +92,14 @@ def load(rate_rps: float, tokens: int, execution_s: float) -> QueueLoad:
 )
 def test_the_rest_goes_by_the_weight_that_was_asked_for(rest: str, quotas: tuple[int, int]) -> None:
     two = (load(3.0, 100, 2.0), load(1.0, 300, 10.0))
-    assert share_out(two, 7800, 2.0, rest=rest) == quotas  # type: ignore[arg-type]
+    assert allocate_quotas(two, 7800, 2.0, rest=rest) == quotas  # type: ignore[arg-type]
 
 
 def test_by_minima_quotas_are_the_minima_scaled_up() -> None:
     """The paper's rule in one formula: Tok_min x Tok_total / sum of Tok_min."""
     queues = (load(5.0, 400, 1.0), load(2.0, 900, 3.0), load(0.5, 4000, 9.0))
     least = [each.least_tokens(4.0) for each in queues]
-    quotas = share_out(queues, 3 * sum(least), 4.0)
+    quotas = allocate_quotas(queues, 3 * sum(least), 4.0)
     assert quotas == pytest.approx([3 * each for each in least], abs=1)
 
 

@@ -4,8 +4,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from capplan.planner.search.divide import divided
-from capplan.planner.search.ground import survey
+from capplan.planner.search.data import build_search_data, split_heavy_adapters
 from capplan.testing import example_problem
 
 
@@ -14,8 +13,8 @@ from capplan.testing import example_problem
 def test_heavy_adapters_come_in_light_shares_that_add_up(seed: int, adapters: int, factor: float) -> None:
     problem = example_problem(seed, adapters, gpus=4)
     parts = tuple(replace(part, rate_rps=part.rate_rps * factor) for part in problem.parts)
-    ground = survey(replace(problem, parts=parts))
-    lighter = divided(ground)
+    ground = build_search_data(replace(problem, parts=parts))
+    lighter = split_heavy_adapters(ground)
     for name in {part.name for part in parts}:
         assert sum(part.share for part in lighter.parts if part.name == name) == pytest.approx(1.0)
     if lighter is not ground.problem:
@@ -30,5 +29,5 @@ def test_no_more_shares_than_max_replicas() -> None:
     )
     workload = problem.workload.model_copy(update={"adapters": hot})
     parts = tuple(replace(part, rate_rps=50.0) for part in problem.parts)
-    lighter = divided(survey(replace(problem, workload=workload, parts=parts)))
+    lighter = split_heavy_adapters(build_search_data(replace(problem, workload=workload, parts=parts)))
     assert sorted(part.number for part in lighter.parts) == [0, 0, 0, 1, 1, 1]

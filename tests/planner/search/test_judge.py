@@ -7,10 +7,10 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from capplan.planner.problem import Assignment, Estimate, Problem
-from capplan.planner.search.ground import survey
-from capplan.planner.search.judge import Judge
-from capplan.planner.search.mend import mend
-from capplan.planner.search.starts import mixed
+from capplan.planner.search.data import build_search_data
+from capplan.planner.search.evaluator import Evaluator
+from capplan.planner.search.local_search import improve
+from capplan.planner.search.placement import balanced
 from capplan.testing import example_problem
 
 
@@ -41,10 +41,10 @@ def alike(seed: int, adapters: int, gpus: int) -> Problem:
 def test_instances_that_are_alike_are_confirmed_by_samples() -> None:
     problem = alike(0, adapters=240, gpus=60)
     exact = Upto(rps=5.0)
-    ground = survey(problem)
-    board = mixed(ground, [0] * 60)
+    ground = build_search_data(problem)
+    board = balanced(ground, [0] * 60)
     assert board is not None
-    answers = Judge(ground, Upto(rps=1e9), exact).confirm(board)
+    answers = Evaluator(ground, Upto(rps=1e9), exact).confirm(board)
     assert all(answer is not None for answer in answers)
     assert len({assignment.parts for assignment in exact.asked}) == 10
     assert {part for answer in answers if answer for part in answer.parts} == set(problem.parts)
@@ -56,17 +56,17 @@ def test_what_the_twin_refuses_must_take_as_much_less_as_it_fell_short(
     seed: int, adapters: int, short: float
 ) -> None:
     problem = example_problem(seed, adapters, gpus=6)
-    ground = survey(problem)
-    board = mixed(ground, [0] * 6)
+    ground = build_search_data(problem)
+    board = balanced(ground, [0] * 6)
     assert board is not None
     loads = [sum(part.rate_rps for part in ground.parts(frozenset(m))) for m in board.members]
     limit_rps = max(loads) * (1.0 - short)
-    judge = Judge(ground, Upto(rps=1e9), Upto(limit_rps))
+    judge = Evaluator(ground, Upto(rps=1e9), Upto(limit_rps))
     before = board.taken()
     answers = judge.confirm(board)
     refused = [at for at, answer in enumerate(answers) if answer is None]
     assert refused
     for at in refused:
         assert board.limit[at] <= before[at] * (1.0 - min(0.1, max(0.0, 1.0 - limit_rps / loads[at])))
-    if mend(board, judge, rounds=200):
+    if improve(board, judge, rounds=200):
         assert (board.taken() <= board.limit + 1e-12).all()

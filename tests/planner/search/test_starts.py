@@ -4,21 +4,21 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from capplan.planner.parts import equal_shares
-from capplan.planner.search.ground import survey
-from capplan.planner.search.starts import EVEN, Start, mixed
+from capplan.planner.search.data import build_search_data
+from capplan.planner.search.placement import INITIAL_SOLUTIONS, InitialSolution, balanced
+from capplan.planner.splitting import split_evenly
 from capplan.testing import example_problem
 
 
-@pytest.mark.parametrize("start", EVEN)
+@pytest.mark.parametrize("start", INITIAL_SOLUTIONS)
 @given(seed=st.integers(0, 10_000), adapters=st.integers(1, 60), gpus=st.integers(1, 12))
 def test_a_start_places_every_unit_once_and_adds_up_shares(
-    start: Start, seed: int, adapters: int, gpus: int
+    start: InitialSolution, seed: int, adapters: int, gpus: int
 ) -> None:
     problem = example_problem(seed, adapters, gpus)
     shares = min(gpus, 1 + seed % 4)
-    parts = (*equal_shares(problem.parts[0], shares), *problem.parts[1:])
-    ground = survey(replace(problem, parts=parts))
+    parts = (*split_evenly(problem.parts[0], shares), *problem.parts[1:])
+    ground = build_search_data(replace(problem, parts=parts))
     board = start(ground, [0] * gpus)
     assert board is not None
     assert sorted(unit for members in board.members for unit in members) == list(range(len(parts)))
@@ -33,7 +33,7 @@ def test_a_start_places_every_unit_once_and_adds_up_shares(
 @given(seed=st.integers(0, 10_000), gpus=st.integers(1, 8))
 def test_mixed_instances_of_one_rank_differ_by_at_most_the_heaviest_unit(seed: int, gpus: int) -> None:
     problem = example_problem(seed, 40, gpus)
-    ground = survey(replace(problem, parts=tuple(replace(part, rank=8) for part in problem.parts)))
-    board = mixed(ground, [0] * gpus)
+    ground = build_search_data(replace(problem, parts=tuple(replace(part, rank=8) for part in problem.parts)))
+    board = balanced(ground, [0] * gpus)
     assert board is not None
     assert board.taken().max() - board.taken().min() <= ground.weight.max() + 1e-9

@@ -1,0 +1,210 @@
+"""Evaluation of instances in the twin: one instance, a cluster, and the bottleneck of an instance."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import TypedDict
+
+from capplan.planner.problem import Assignment, Problem, distinct_adapters, horizon_s
+from capplan.spec import Binds, Slo, Workload
+from capplan.twin import SimulationResult, simulate, simulate_detailed
+from capplan.twin.cluster import Instance, simulate_cluster
+from capplan.twin.result import bound_value
+
+
+@dataclass(frozen=True)
+class Evaluation:
+    """What the twin says of one instance."""
+
+    result: SimulationResult
+    broken: tuple[str, ...]
+    """The bounds that it breaks, each in words."""
+
+
+def evaluate(
+    problem: Problem, assignment: Assignment, seed: int, duration_s: float, scale: float = 1.0
+) -> Evaluation:
+    """Simulate one instance; a trace is replayed as a whole, whatever the duration.
+
+    Parameters
+    ----------
+    problem, assignment
+        What the instance serves, and how it is set.
+    seed, duration_s
+        Of the simulation.
+    scale
+        Multiplies every rate.
+
+    Raises
+    ------
+    InfeasibleError
+        When the instance would not start.
+    """
+    slo = problem.workload.slo
+    workload = problem.subworkload(assignment.parts, scale)
+    profile = problem.pools[assignment.pool].profile
+    settings = twin_settings(problem, assignment, workload)
+    length_s = horizon_s(workload, duration_s)
+    if slo.tpt_over_base is None:
+        result = simulate(workload, profile, seed=seed, duration_s=length_s, **settings)
+        return Evaluation(result, violated_bounds(slo, result))
+    detailed = simulate_detailed(workload, profile, seed=seed, duration_s=length_s, **settings)
+    result = detailed.result
+    broken = violated_bounds(slo, result)
+    good = next(kept for kept in detailed.slo if kept.bound == "tpt_over_base")
+    if slo.attainment is not None and good.share < slo.attainment:
+        words = f"attainment {good.share:.3f} < {slo.attainment:g} (TPT within {good.limit:.3g} ms)"
+        broken = (*broken, words)
+    return Evaluation(result, broken)
+
+
+class EngineSettings(TypedDict):
+    """How an engine is set, by the names that the twin gives the settings."""
+
+    a_max: int
+    s_max: int
+    max_num_seqs: int
+    max_num_batched_tokens: int
+    max_model_len: int
+    gpu_memory_utilization: float
+    max_cpu_loras: int | None
+
+
+def twin_settings(problem: Problem, assignment: Assignment, workload: Workload) -> EngineSettings:
+    """Return how the twin is to set the engine of one instance that serves a workload."""
+    engine = problem.engine
+    return {
+        "a_max": assignment.a_max,
+        "s_max": problem.s_max(assignment.parts),
+        "max_num_seqs": problem.max_num_seqs(assignment),
+        "max_num_batched_tokens": engine.max_num_batched_tokens,
+        "max_model_len": engine.max_model_len,
+        "gpu_memory_utilization": engine.gpu_memory_utilization,
+        "max_cpu_loras": workload.engine.max_cpu_loras,
+    }
+
+
+def violated_bounds(slo: Slo, result: SimulationResult) -> tuple[str, ...]:
+    """Return the bounds that a simulated GPU breaks, each in words; none when it keeps all of them.
+
+    Latencies are those of completed requests. A percentile of the time to the first or last token is broken,
+    too, when so many requests are left at the end that too many of them must have waited longer.
+    """
+    broken = []
+    if result.served_fraction < slo.served_fraction:
+        broken.append(f"served_fraction {result.served_fraction:.3f} < {slo.served_fraction:g}")
+    for name, bound in slo.latency_bounds().items():
+        value = bound_value(result, name)
+        if value > bound:
+            broken.append(f"{name} {value:.3g} > {bound:g}")
+        elif _violated_by_waiting(result, name, bound):
+            broken.append(f"{name} > {bound:g}, with the requests that still wait at the end")
+    return tuple(broken)
+
+
+def _violated_by_waiting(result: SimulationResult, name: str, bound: float) -> bool:
+    """Tell whether more requests than a percentile lets pass have waited beyond its bound in vain.
+
+    Of those not completed, as many as ever ran at once may be under way, and those that came last may still
+    be in time.
+    """
+    metric, statistic, _ = name.split("_")
+    if metric not in ("ttft", "e2e") or not statistic.startswith("p"):
+        return False
+    in_time = result.submitted * min(1.0, bound / result.duration_s) + result.running_max
+    late = result.submitted - result.completed - in_time
+    return late > (1.0 - float(statistic[1:]) / 100.0) * result.submitted
+
+
+def evaluate_cluster(
+    problem: Problem, assignments: Sequence[Assignment], seed: int, duration_s: float
+) -> list[Evaluation]:
+    """Simulate the whole plan once, and return what the twin says of every instance.
+
+    Parameters
+    ----------
+    problem, assignments
+        The plan.
+    seed
+        Of the requests, and of who gets each of them.
+    duration_s
+        Simulated seconds; a trace is replayed as a whole.
+
+    Raises
+    ------
+    InfeasibleError
+        When an instance would not start.
+    """
+    workload = problem.workload
+    instances = [_cluster_instance(problem, assignment) for assignment in assignments]
+    length_s = horizon_s(workload, duration_s)
+    cluster = simulate_cluster(workload, instances, router="plan-shares", duration_s=length_s, seed=seed)
+    return [Evaluation(result, violated_bounds(workload.slo, result)) for result in cluster.instances]
+
+
+def _cluster_instance(problem: Problem, assignment: Assignment) -> Instance:
+    settings = twin_settings(problem, assignment, problem.workload)
+    return Instance(problem.pools[assignment.pool].profile, adapters=assignment.shares, **settings)
+
+
+BOTTLENECK_SEED = 7
+
+BOTTLENECK_DURATION_S = 600.0
+
+_LARGEST_SCALE = 16.0
+
+_BISECTIONS = 6
+
+_EXHAUSTED = 0.95
+
+"""Share of a resource in use, averaged over time, from which it counts as exhausted."""
+
+
+def find_bottleneck(problem: Problem, assignment: Assignment) -> tuple[Binds | None, float | None]:
+    """Return what keeps a GPU from serving more, and its load over the largest load that it holds.
+
+    The load of every adapter is scaled up together until a bound breaks; what the twin then finds full is
+    what binds. Nothing does when even the largest scale breaks no bound; idle adapters have no load at all.
+    """
+    if sum(part.rate_rps for part in assignment.parts) == 0.0:
+        return None, None
+    holds, fails = 0.0, 1.0
+    failing = _evaluate_scaled(problem, assignment, fails)
+    while not failing.broken:
+        holds, fails = fails, fails * 2.0
+        if fails > _LARGEST_SCALE:
+            return None, 1.0 / holds
+        failing = _evaluate_scaled(problem, assignment, fails)
+    for _ in range(_BISECTIONS):
+        middle = (holds + fails) / 2.0
+        judged = _evaluate_scaled(problem, assignment, middle)
+        if judged.broken:
+            fails, failing = middle, judged
+        else:
+            holds = middle
+    load = 1.0 / max(holds, 1e-3)
+    return _bottleneck(problem, assignment, failing, load), load
+
+
+def _evaluate_scaled(problem: Problem, assignment: Assignment, scale: float) -> Evaluation:
+    return evaluate(problem, assignment, BOTTLENECK_SEED, BOTTLENECK_DURATION_S, scale)
+
+
+def _bottleneck(problem: Problem, assignment: Assignment, judged: Evaluation, load: float) -> Binds:
+    result = judged.result
+    at = f"at {1.0 / load:.2f} x the planned load"
+    if result.served_fraction >= problem.workload.slo.served_fraction:
+        return Binds(resource="slo", value=load, note=f"{judged.broken[0]} {at}")
+    kv_use = result.kv_tokens_mean / result.kv_tokens
+    slot_use = result.adapters_mean / assignment.a_max
+    distinct = distinct_adapters(assignment.parts)
+    if kv_use >= _EXHAUSTED or result.preemptions > 0.01 * result.completed:
+        return Binds(
+            resource="kv", value=kv_use, note=f"{kv_use:.0%} of {result.kv_tokens} KV tokens in use {at}"
+        )
+    if assignment.a_max < distinct and slot_use >= _EXHAUSTED:
+        words = f"{result.adapters_mean:.1f} of {assignment.a_max} adapter slots in use {at}"
+        return Binds(resource="slots", value=slot_use, note=words)
+    words = f"steps take all the time with {result.running_mean:.0f} requests running {at}"
+    return Binds(resource="compute", value=result.busy_fraction, note=words)
