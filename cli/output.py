@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import Final
 
 from capplan.errors import InputError
-from capplan.spec.files import reason
+from capplan.spec.files import error_reason
 
 _READ_AND_RUN: Final = 0o755
 
@@ -100,7 +100,7 @@ def _refusals(path: str) -> Iterator[None]:
     except InputError:
         raise
     except (OSError, ValueError) as error:  # ValueError: a null byte in the path
-        raise InputError(f"cannot be written: {reason(error)}", location=path) from None
+        raise InputError(f"cannot be written: {error_reason(error)}", location=path) from None
 
 
 def _fill(folder: Path, files: Mapping[str, str], executable: frozenset[str]) -> None:

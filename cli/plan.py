@@ -58,13 +58,13 @@ def plan(
     quiet: Annotated[bool, typer.Option("--quiet", "-q", help="Print nothing but errors.")] = False,
 ) -> None:
     """Plan which adapters share which GPUs and with which engine settings, and verify it with the twin."""
-    from capplan.spec import QueueWishes, load_workload
+    from capplan.spec import QueueConfig, load_workload
 
     if output is not None:
         require_writable_file(output)
     wishes = load_workload(workload)
     if queues and wishes.queues is None:
-        wishes = wishes.replace(queues=QueueWishes())
+        wishes = wishes.replace(queues=QueueConfig())
     if previous is not None:
         wishes = wishes.replace(previous_plan=previous)
     chosen = chosen_profile(wishes, profile)

@@ -184,13 +184,13 @@ def _write(
     files: Mapping[str, Path], contents: Mapping[str, bytes], report: str | None, page: str | None
 ) -> None:
     from capplan.spec import write_bytes_atomic, write_text_atomic
-    from capplan.spec.files import reason
+    from capplan.spec.files import error_reason
 
     for kind, path in files.items():
         try:
             path.parent.mkdir(parents=True, exist_ok=True)
         except OSError as error:
-            raise InputError(f"cannot be written: {reason(error)}", location=str(path)) from None
+            raise InputError(f"cannot be written: {error_reason(error)}", location=str(path)) from None
         write_bytes_atomic(path, contents[kind])
     if report is not None and page is not None:
         write_text_atomic(report, page)
@@ -279,7 +279,7 @@ def datasets(profile: Profile, options: DataOptions) -> dict[Path, Manifest]:
         For a folder that cannot be used, or that holds data of another question.
     """
     from capplan.models.learning.manifest import MANIFEST, read_manifest
-    from capplan.spec.files import reason
+    from capplan.spec.files import error_reason
 
     folder = data_folder(profile, options)
     if (folder / MANIFEST).exists():
@@ -292,7 +292,7 @@ def datasets(profile: Profile, options: DataOptions) -> dict[Path, Manifest]:
         try:
             folder.mkdir(parents=True, exist_ok=True)
         except (OSError, ValueError) as error:  # ValueError: a null byte in the path
-            raise InputError(f"cannot be written: {reason(error)}", location=str(folder)) from None
+            raise InputError(f"cannot be written: {error_reason(error)}", location=str(folder)) from None
         # What is there comes first: if it does not fit, that is said before anything is simulated.
         for design in sorted(found, key=lambda each: found[each] is None):
             found[design] = _made(folder / design, design, profile, options)

@@ -10,8 +10,8 @@ from typing import Final
 
 from capplan.errors import InputError
 from capplan.spec import Profile, read_text
-from capplan.spec.base import checked, dotted
-from capplan.spec.plan import parse_json
+from capplan.spec.files import parse_json
+from capplan.spec.validation import format_key, validate_document
 from capplan.spec.workload import is_profile_path
 
 _SHIPPED: Final = Path(__file__).parent / "profiles"
@@ -67,7 +67,9 @@ def load_profile(name_or_path: str | os.PathLike[str]) -> Profile:
 
 def _read(path: Path) -> Profile:
     document = parse_json(read_text(path), str(path))
-    return checked(Profile, document, lambda key: f"{path}: {dotted(key)}" if key else str(path))
+    return validate_document(
+        Profile, document, lambda key: f"{path}: {format_key(key)}" if key else str(path)
+    )
 
 
 def _is_file(name: str) -> bool:

@@ -24,13 +24,13 @@ from capplan.models.step_latency import ADDITIVE
 from capplan.serving.memory import weight_bytes
 from capplan.spec import (
     Coefficient,
-    Engine,
     Fit,
     FittedModel,
     Gpu,
     Kernel,
     ModelArch,
     Profile,
+    ProfileEngine,
     Provenance,
     ProvenanceKind,
 )
@@ -105,7 +105,9 @@ def roofline_profile(
         gpu=Gpu(name=sheet.name, memory_bytes=sheet.memory_bytes),
         tp=tp,
         model=arch,
-        engine=Engine(name=engine.name, version=engine.version, rules=engine.rules, kernel=engine.kernel),
+        engine=ProfileEngine(
+            name=engine.name, version=engine.version, rules=engine.rules, kernel=engine.kernel
+        ),
         step_latency=_model(ADDITIVE.name, steps, source),
         memory=_model(memory.FORM, slots(arch), "kept-back memory of the shipped H100 profiles, rounded"),
         loading=_model(loading.FORM, loads(sheet, arch, tp, given.physics), source),

@@ -11,7 +11,7 @@ import numpy as np
 
 from capplan.errors import InfeasibleError, InputError
 from capplan.spec import Adapter, Lengths, Profile, Workload, load_workload
-from capplan.spec.tables import read_columns
+from capplan.spec.files import read_columns
 from capplan.twin.result import SimulationResult
 from capplan.twin.simulate import simulate
 

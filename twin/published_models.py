@@ -4,11 +4,13 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from capplan.spec import Engine, Gpu, ModelArch
+from capplan.spec import Gpu, ModelArch, ProfileEngine
 
 GPU = Gpu(name="NVIDIA H100 64GB HBM2", memory_bytes=64 * 2**30)
 UTILIZATION = 0.9
-ENGINE = Engine(name="vllm", version="0.8.5", rules="vllm-0.8", lora_extra_vocab=256, prefix_caching=False)
+ENGINE = ProfileEngine(
+    name="vllm", version="0.8.5", rules="vllm-0.8", lora_extra_vocab=256, prefix_caching=False
+)
 
 
 @dataclass(frozen=True)

@@ -6,8 +6,7 @@ from collections.abc import Mapping
 from types import MappingProxyType
 from typing import Final, Protocol
 
-from capplan.deploy.instances import TOP_NAMES
-from capplan.deploy.vllm import vllm_files
+from capplan.deploy.vllm import TOP_NAMES, vllm_files
 from capplan.spec import Plan
 
 

@@ -1,4 +1,4 @@
-"""Launch scripts for ``vllm serve``, and a routing table for the front-end before the servers.
+"""Launch scripts for ``vllm serve``, and a routing table for the front-end.
 
 The flags are those of vLLM 0.8 to 0.32.
 """
@@ -10,13 +10,84 @@ import json
 import re
 import shlex
 from collections.abc import Iterable
+from dataclasses import dataclass
 from typing import Any, Final
 
-from capplan.deploy.instances import ROUTING, Instance, instances
 from capplan.errors import InputError
 from capplan.spec import EngineArgs, Group, Plan, PlanAdapter
 
+LAUNCH: Final = "launch"
+
+ROUTING: Final = "routing.json"
+
+TOP_NAMES: Final = frozenset({LAUNCH, ROUTING})
+
+"""Everything at the top of an exported directory."""
+
+_LAST_PORT: Final = 65535
+
+_LONGEST_STEM: Final = 200  # file systems allow names of 255 bytes
+
+
+@dataclass(frozen=True)
+class Server:
+    """One server.
+
+    Attributes
+    ----------
+    group : Group
+        The group it belongs to.
+    replica : int
+        Which of the group's replicas it is, counted from 1.
+    script : str
+        Path of its launch script within the exported directory.
+    port : int
+        TCP port it listens on.
+    """
+
+    group: Group
+    replica: int
+    script: str
+    port: int
+
+
+def servers_of(plan: Plan, first_port: int) -> tuple[Server, ...]:
+    """Return the servers of a plan in its order; ports ascend from ``first_port``, so one host can hold all.
+
+    Raises
+    ------
+    InputError
+        When a port would leave 1..65535.
+    """
+    pairs = [(group, replica) for group in plan.groups for replica in range(1, group.replicas + 1)]
+    last_first = _LAST_PORT - len(pairs) + 1
+    if not 1 <= first_port <= last_first:
+        raise InputError(f"must be from 1 to {last_first}, one port per server", first_port, "port")
+    stems: set[str] = set()
+    result = []
+    for index, (group, replica) in enumerate(pairs):
+        stem = _unused(_file_stem(group.id) + (f"-{replica}" if group.replicas > 1 else ""), stems)
+        stems.add(stem.lower())
+        result.append(Server(group, replica, f"{LAUNCH}/{stem}.sh", first_port + index))
+    return tuple(result)
+
+
+def _file_stem(group_id: str) -> str:
+    """Return a file name for any group id: a plan may come from elsewhere, and an id may look like a path."""
+    return re.sub(r"[^A-Za-z0-9._-]", "_", group_id).lstrip(".-")[:_LONGEST_STEM] or "group"
+
+
+def _unused(stem: str, taken: set[str]) -> str:
+    """Return ``stem``, with a number if it is taken; some file systems do not tell case apart."""
+    number, unused = 1, stem
+    while unused.lower() in taken:
+        number += 1
+        unused = f"{stem}_{number}"
+    return unused
+
+
 _FIRST_WITH_RANK_1: Final = (0, 11, 1)
+
 _ROOT: Final = '"$ADAPTER_ROOT"'
 
 
@@ -43,12 +114,12 @@ def vllm_files(plan: Plan, *, port: int = 8000, runtime_updates: bool = False) -
         When a port would leave 1..65535.
     """
     digest = hashlib.sha256(plan.to_json().encode()).hexdigest()
-    servers = instances(plan, port)
+    servers = servers_of(plan, port)
     scripts = {server.script: _script(plan, server, digest, runtime_updates) for server in servers}
     return {**scripts, ROUTING: _routing(plan, servers, digest)}
 
 
-def _script(plan: Plan, server: Instance, digest: str, runtime_updates: bool) -> str:
+def _script(plan: Plan, server: Server, digest: str, runtime_updates: bool) -> str:
     group = server.group
     lines = ["#!/bin/sh", *(f"# {line}" for line in _header(plan, server, digest)), "set -eu"]
     if any(adapter.path is None for adapter in group.adapters):
@@ -67,7 +138,7 @@ def _script(plan: Plan, server: Instance, digest: str, runtime_updates: bool) ->
     return "\n".join([*lines, " \\\n  ".join(command), ""])
 
 
-def _header(plan: Plan, server: Instance, digest: str) -> Iterable[str]:
+def _header(plan: Plan, server: Server, digest: str) -> Iterable[str]:
     group = server.group
     yield f"Server {server.replica} of {group.replicas} of group {_in_comment(group.id)}."
     yield f"Base model {_in_comment(plan.base_model)}, profile {_in_comment(group.profile)}."
@@ -118,7 +189,7 @@ def _lora_module(adapter: PlanAdapter) -> str:
     return shlex.quote(f"{adapter.name}={adapter.path}")
 
 
-def _routing(plan: Plan, servers: Iterable[Instance], digest: str) -> str:
+def _routing(plan: Plan, servers: Iterable[Server], digest: str) -> str:
     groups: dict[str, dict[str, Any]] = {
         group.id: {"pool": group.pool, "instances": []} for group in plan.groups
     }

@@ -25,7 +25,7 @@ from capplan.engine.setup import build_core, load_model
 from capplan.engine.timing import StepRecord, write_records
 from capplan.engine.tokenizer import Tokenizer, load_tokenizer
 from capplan.errors import InputError
-from capplan.spec.base import unknown_key
+from capplan.spec.validation import unknown_key
 
 
 class Engine:

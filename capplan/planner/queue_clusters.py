@@ -16,7 +16,7 @@ from typing import Final
 import numpy as np
 from numpy.typing import NDArray
 
-from capplan.spec.queue_wishes import ClusterRule
+from capplan.spec.workload import ClusterRule
 
 SAMPLE: Final = 2000
 

@@ -15,8 +15,8 @@ from capplan.planner.evaluate import twin_settings
 from capplan.planner.problem import Assignment, Problem, horizon_s
 from capplan.planner.queue_clusters import choose_clustering, classify, cluster_sizes, cut_offs, subsample
 from capplan.serving.memory import adapter_bytes, kv_bytes_per_token, lora_elements_per_rank
-from capplan.spec import ModelArch, QueueClass, Queues, QueueWishes, Slo, Workload, Wrs
-from capplan.spec.queue_wishes import AdapterCharge, QuotaSize, RestWeights, SizeForm
+from capplan.spec import ModelArch, QueueClass, QueueConfig, Queues, Slo, Workload, Wrs
+from capplan.spec.workload import AdapterCharge, QuotaSize, RestWeights, SizeForm
 from capplan.twin import RequestTable, SimulationResult, simulate_detailed
 from capplan.twin.request_table import REJECTED
 
@@ -255,7 +255,7 @@ def plan_queues(
     rate_rps: float,
     kv_tokens: int,
     bound_s: float,
-    wishes: QueueWishes | None = None,
+    wishes: QueueConfig | None = None,
 ) -> Queues:
     """Return the queues of one instance.
 
@@ -277,7 +277,7 @@ def plan_queues(
     InfeasibleError
         When the least quotas exceed `kv_tokens`.
     """
-    wishes = wishes or QueueWishes()
+    wishes = wishes or QueueConfig()
     wrs = size_weights(sample, wishes.size)
     sizes = request_sizes(wrs, sample)
     clustered = subsample(sizes)

@@ -6,7 +6,7 @@ matrices of every wrapped linear layer at the largest rank, whatever the adapter
 
 from __future__ import annotations
 
-from capplan.spec.profile import Engine, ModelArch
+from capplan.spec.profile import ModelArch, ProfileEngine
 
 
 def kv_bytes_per_token(arch: ModelArch, tp: int = 1) -> int:
@@ -30,7 +30,7 @@ def lora_elements_per_rank(arch: ModelArch, tp: int = 1) -> int:
     return arch.layers * per_layer
 
 
-def slot_bytes(arch: ModelArch, engine: Engine, max_lora_rank: int, tp: int = 1) -> int:
+def slot_bytes(arch: ModelArch, engine: ProfileEngine, max_lora_rank: int, tp: int = 1) -> int:
     """Return the bytes that one adapter slot reserves on one GPU."""
     elements = lora_elements_per_rank(arch, tp)
     if arch.lora_on_embeddings:

@@ -1,22 +1,9 @@
 """What the user writes and reads: workloads, plans, profiles, and the rules they must keep."""
 
-from capplan.spec.arrivals import (
-    ArrivalProcess,
-    Arrivals,
-    Burst,
-    Diurnal,
-    Renewal,
-    ShiftingSkew,
-    Steps,
-    Stickiness,
-    Unpredictable,
-)
 from capplan.spec.files import read_text, write_bytes_atomic, write_text_atomic
-from capplan.spec.length_pairs import LengthPairs
-from capplan.spec.lengths import Lengths
+from capplan.spec.lengths import LengthPairs, Lengths
 from capplan.spec.load import load_workload
-from capplan.spec.plan import Plan
-from capplan.spec.plan_parts import (
+from capplan.spec.plan import (
     Binds,
     Cache,
     EngineArgs,
@@ -24,6 +11,7 @@ from capplan.spec.plan_parts import (
     GroupVerification,
     Move,
     Percentiles,
+    Plan,
     PlanAdapter,
     PlanEngine,
     Predicted,
@@ -35,22 +23,32 @@ from capplan.spec.plan_parts import (
 )
 from capplan.spec.profile import (
     Coefficient,
-    Engine,
     Fit,
     FittedModel,
     Gpu,
     Kernel,
     ModelArch,
     Profile,
+    ProfileEngine,
     Provenance,
     ProvenanceKind,
 )
-from capplan.spec.queue_wishes import QueueWishes
-from capplan.spec.settings import STARVED_BELOW, EngineConfig, Gpus, Objective, Pool, Slo
+from capplan.spec.slo import STARVED_BELOW, EngineConfig, Gpus, Objective, Pool, Slo
 from capplan.spec.trace import Trace
 from capplan.spec.trace_files import TraceFormat, read_length_pairs, read_trace
-from capplan.spec.types import LORA_RANKS, allowed_lora_rank
-from capplan.spec.workload import Adapter, Workload
+from capplan.spec.traffic import (
+    ArrivalProcess,
+    Arrivals,
+    Burst,
+    Diurnal,
+    Renewal,
+    ShiftingSkew,
+    Steps,
+    Stickiness,
+    Unpredictable,
+)
+from capplan.spec.validation import LORA_RANKS, allowed_lora_rank
+from capplan.spec.workload import Adapter, QueueConfig, Workload
 from capplan.spec.workload_file import WorkloadFile
 
 __all__ = [
@@ -64,7 +62,6 @@ __all__ = [
     "Cache",
     "Coefficient",
     "Diurnal",
-    "Engine",
     "EngineArgs",
     "EngineConfig",
     "Fit",
@@ -86,10 +83,11 @@ __all__ = [
     "Pool",
     "Predicted",
     "Profile",
+    "ProfileEngine",
     "Provenance",
     "ProvenanceKind",
     "QueueClass",
-    "QueueWishes",
+    "QueueConfig",
     "Queues",
     "Renewal",
     "ShiftingSkew",

@@ -1,13 +1,24 @@
-"""Reading and writing text files, with one-line errors."""
+"""Reading and writing files: text, YAML with line numbers, JSON and table columns."""
 
 from __future__ import annotations
 
 import contextlib
+import json
 import os
+import re
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
 from pathlib import Path
-from typing import Final
+from types import MappingProxyType
+from typing import TYPE_CHECKING, Any, Final, TypeAlias
+
+import yaml
 
 from capplan.errors import InputError
+from capplan.spec.validation import Key, format_key
+
+if TYPE_CHECKING:
+    import pandas as pd
 
 MAX_BYTES: Final = 64 * 2**20  # a workload or plan beyond this is a mistake, not a document
 
@@ -24,7 +35,7 @@ def read_text(path: str | os.PathLike[str], max_bytes: int = MAX_BYTES) -> str:
         with Path(path).open("rb") as file:
             raw = file.read(max_bytes + 1)
     except (OSError, ValueError) as error:  # ValueError: a null byte in the path
-        raise InputError(f"cannot be read: {reason(error)}", location=os.fspath(path)) from None
+        raise InputError(f"cannot be read: {error_reason(error)}", location=os.fspath(path)) from None
     if len(raw) > max_bytes:
         raise InputError(f"must not be larger than {max_bytes / 2**20:g} MiB", location=os.fspath(path))
     try:
@@ -60,7 +71,7 @@ def write_bytes_atomic(path: str | os.PathLike[str], data: bytes) -> None:
             return
         _write_and_rename(target, data)
     except (OSError, ValueError) as error:
-        raise InputError(f"cannot be written: {reason(error)}", location=os.fspath(path)) from None
+        raise InputError(f"cannot be written: {error_reason(error)}", location=os.fspath(path)) from None
 
 
 def _write_and_rename(target: Path, data: bytes) -> None:
@@ -75,6 +86,253 @@ def _write_and_rename(target: Path, data: bytes) -> None:
         raise
 
 
-def reason(error: Exception) -> str:
+def error_reason(error: Exception) -> str:
     """Return why the operating system refused, in its own words."""
     return (error.strerror if isinstance(error, OSError) else None) or str(error)
+
+
+Scalar: TypeAlias = str | int | float | bool | None
+
+_MAX_NODES: Final = 4_000_000
+
+_MAX_DEPTH: Final = 32
+
+_CORE_SCHEMA: Final = MappingProxyType(
+    {
+        "null": re.compile(r"(?:null|Null|NULL|~|)\Z"),
+        "bool": re.compile(r"(?:true|True|TRUE|false|False|FALSE)\Z"),
+        "int": re.compile(r"[-+]?[0-9]+\Z"),
+        "float": re.compile(
+            r"[-+]?(?:\.[0-9]+|[0-9]+(?:\.[0-9]*)?)(?:[eE][-+]?[0-9]+)?\Z|[-+]?\.(?:inf|Inf|INF)\Z|\.(?:nan|NaN|NAN)\Z"
+        ),
+    }
+)
+
+
+@dataclass(frozen=True)
+class Node:
+    """A value and the line it begins on; the children of a mapping come with the lines of their keys."""
+
+    line: int
+    value: Scalar | list[Node] | dict[str, tuple[int, Node]]
+
+
+@dataclass(frozen=True)
+class YamlSource:
+    """A parsed YAML file: its data, and where each key stands.
+
+    Attributes
+    ----------
+    path : str
+        The file, as the user wrote it.
+    data : object
+        Dicts, lists and scalars; None for an empty file.
+    root : Node or None
+        The same with line numbers.
+    """
+
+    path: str
+    data: Any
+    root: Node | None
+
+    def locate(self, key: Key) -> str:
+        """Return ``FILE:LINE: dotted.key``; the line is that of the deepest part of ``key`` that is there."""
+        if self.root is None:
+            return self.path
+        line = _line_of_key(self.root, key)
+        return f"{self.path}:{line}: {format_key(key)}" if key else f"{self.path}:{line}"
+
+
+def read_yaml(path: str) -> YamlSource:
+    """Read one YAML document.
+
+    Raises
+    ------
+    InputError
+        For an unreadable file, broken YAML, a duplicate key, a key that is not text, a tag.
+    """
+    return parse_yaml(read_text(path), path)
+
+
+def parse_yaml(text: str, path: str) -> YamlSource:
+    """Parse one YAML document; ``path`` is the name used in errors."""
+    try:
+        loader = (yaml.CSafeLoader if yaml.__with_libyaml__ else yaml.SafeLoader)(text)
+        try:
+            root = _Builder(_events(loader), path).document()
+        finally:
+            loader.dispose()
+    except yaml.YAMLError as error:
+        mark = getattr(error, "problem_mark", None)
+        where = f"{path}:{mark.line + 1}" if mark else path
+        words = getattr(error, "problem", None) or getattr(error, "reason", None) or "broken document"
+        raise InputError(f"must be YAML: {words}", location=where) from None
+    return YamlSource(path, None if root is None else _Expansion(path).data(root), root)
+
+
+def parse_scalar(text: str) -> Scalar:
+    """Return the value of a plain scalar under the core schema of YAML 1.2."""
+    if _CORE_SCHEMA["null"].match(text):
+        return None
+    if _CORE_SCHEMA["bool"].match(text):
+        return text.lower() == "true"
+    if _CORE_SCHEMA["int"].match(text) and len(text) <= 300:  # longer ones overflow to infinity below
+        return int(text)
+    if _CORE_SCHEMA["float"].match(text):
+        return float(text.replace(".", "", 1) if text[-1] in "fFnN" else text)
+    return text
+
+
+def _events(loader: Any) -> Iterator[yaml.Event]:
+    while loader.check_event():
+        yield loader.get_event()
+
+
+class _Builder:
+    """Builds nodes from parser events. PyYAML's own composer recurses without a limit, and crashes."""
+
+    def __init__(self, events: Iterator[yaml.Event], path: str) -> None:
+        self._events = events
+        self._path = path
+        self._anchors: dict[str, Node] = {}
+
+    def document(self) -> Node | None:
+        """Return the only document of the stream, or None when there is none."""
+        root = None
+        for event in self._events:
+            if isinstance(event, yaml.DocumentStartEvent):
+                if root is not None:
+                    raise self._error(event, "must be a single YAML document")
+                root = self._node(next(self._events), 0)
+        return root
+
+    def _node(self, event: yaml.Event, depth: int) -> Node:
+        if depth > _MAX_DEPTH:
+            raise self._error(event, f"must not be nested more than {_MAX_DEPTH} levels deep")
+        if isinstance(event, yaml.AliasEvent):
+            if event.anchor not in self._anchors:
+                raise self._error(event, f"alias *{event.anchor} has no anchor before it")
+            return self._anchors[event.anchor]
+        if isinstance(event, yaml.ScalarEvent | yaml.CollectionStartEvent) and event.tag is not None:
+            raise self._error(event, f"must not carry the tag {event.tag}: plain values only")
+        node = Node(_line_of(event), self._value(event, depth))
+        if isinstance(event, yaml.NodeEvent) and event.anchor is not None:
+            self._anchors[event.anchor] = node
+        return node
+
+    def _value(self, event: yaml.Event, depth: int) -> Any:
+        if isinstance(event, yaml.ScalarEvent):
+            return parse_scalar(event.value) if event.implicit[0] else event.value
+        if isinstance(event, yaml.SequenceStartEvent):
+            items = []
+            while not isinstance(item := next(self._events), yaml.SequenceEndEvent):
+                items.append(self._node(item, depth + 1))
+            return items
+        return self._mapping(depth)
+
+    def _mapping(self, depth: int) -> dict[str, tuple[int, Node]]:
+        result: dict[str, tuple[int, Node]] = {}
+        while not isinstance(key := next(self._events), yaml.MappingEndEvent):
+            if not isinstance(key, yaml.ScalarEvent):
+                raise self._error(key, "a key must be text")
+            if key.value in result:
+                raise self._error(key, f"duplicate key {key.value!r}")
+            result[key.value] = (_line_of(key), self._node(next(self._events), depth + 1))
+        return result
+
+    def _error(self, event: yaml.Event, rule: str) -> InputError:
+        return InputError(rule, location=f"{self._path}:{_line_of(event)}")
+
+
+def _line_of(event: yaml.Event) -> int:
+    return event.start_mark.line + 1 if event.start_mark else 1
+
+
+class _Expansion:
+    """Turns nodes into data; counts them, because aliases of aliases can stand for more than memory holds."""
+
+    def __init__(self, path: str) -> None:
+        self._path = path
+        self._nodes_left = _MAX_NODES
+
+    def data(self, node: Node) -> Any:
+        """Return dicts, lists and scalars."""
+        self._nodes_left -= 1
+        if self._nodes_left < 0:
+            raise InputError(f"must not hold over {_MAX_NODES} values, aliases included", location=self._path)
+        if isinstance(node.value, dict):
+            return {key: self.data(child) for key, (_, child) in node.value.items()}
+        if isinstance(node.value, list):
+            return [self.data(child) for child in node.value]
+        return node.value
+
+
+def _line_of_key(node: Node, key: Key) -> int:
+    line = node.line
+    for part in key:
+        if isinstance(node.value, dict) and part in node.value:
+            line, node = node.value[str(part)]
+        elif isinstance(node.value, list) and isinstance(part, int) and part < len(node.value):
+            node = node.value[part]
+            line = node.line
+        else:
+            break
+    return line
+
+
+def parse_json(text: str, name: str) -> Any:
+    """Parse JSON, strictly: no duplicate keys, no NaN; ``name`` is the file's name in errors.
+
+    Raises
+    ------
+    InputError
+        For the first fault, with its line where the parser knows it.
+    """
+
+    def no_duplicates(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
+        keys = [key for key, _ in pairs]
+        for key in keys:
+            if keys.count(key) > 1:
+                raise InputError("duplicate key", key, name)
+        return dict(pairs)
+
+    def no_constant(constant: str) -> Any:
+        raise InputError("must hold finite numbers only", constant, name)
+
+    try:
+        return json.loads(text, object_pairs_hook=no_duplicates, parse_constant=no_constant)
+    except json.JSONDecodeError as error:
+        raise InputError(f"must be JSON: {error.msg}", location=f"{name}:{error.lineno}") from None
+    except (RecursionError, ValueError) as error:
+        if isinstance(error, InputError):
+            raise
+        raise InputError("must be JSON without deep nesting or endless numbers", location=name) from None
+
+
+def read_columns(path: Path, columns: Sequence[str], optional: Sequence[str] = ()) -> pd.DataFrame:
+    """Read columns of a .parquet file, or of a CSV file under any other name; ``optional`` ones if there.
+
+    Raises
+    ------
+    InputError
+        For an unreadable file or a missing column.
+    """
+    import pandas as pd
+    import pyarrow as pa
+
+    try:
+        if path.suffix == ".parquet":
+            table = pd.read_parquet(path)
+        else:
+            keep_text = {"adapter": str} if "adapter" in (*columns, *optional) else None
+            table = pd.read_csv(path, dtype=keep_text, keep_default_na=False, na_values=[""])
+    except (
+        OSError,
+        ValueError,
+        pa.ArrowException,
+    ) as error:  # ValueError: what pandas raises for broken text
+        raise InputError(f"cannot be read: {error_reason(error)}", location=str(path)) from None
+    for name in columns:
+        if name not in table.columns:
+            raise InputError("column is missing", location=f"{path}: {name}")
+    return table[[*columns, *(name for name in optional if name in table.columns)]]

@@ -1,23 +1,31 @@
-"""Distributions of request lengths, in tokens."""
+"""Request lengths in tokens: distributions, and recorded pairs of prompt and output length."""
 
 from __future__ import annotations
 
+import hashlib
 import math
+from dataclasses import dataclass
 from itertools import pairwise
-from typing import TYPE_CHECKING, Annotated, Self
+from typing import TYPE_CHECKING, Annotated, Any, Self
 
 from pydantic import Field, Strict, model_validator
+from pydantic_core import CoreSchema, core_schema
 
 from capplan.errors import InputError
-from capplan.spec.base import SpecModel, broken
-from capplan.spec.types import MAX_TOKENS, NonNegative, rule
+from capplan.spec.trace import lengths_column
+from capplan.spec.validation import MAX_TOKENS, NonNegative, SpecModel, rule, rule_error
 
 if TYPE_CHECKING:
-    from numpy.typing import ArrayLike
+    import numpy as np
+    from numpy.typing import ArrayLike, NDArray
+    from pydantic import GetCoreSchemaHandler
 
 _LENGTH_RULE = f"must be a whole number of tokens from 1 to {MAX_TOKENS}"
+
 TokenLength = Annotated[int, Strict(), Field(ge=1, le=MAX_TOKENS), rule(_LENGTH_RULE)]
+
 EdgeLength = Annotated[int, Strict(), Field(ge=1, le=MAX_TOKENS + 1), rule(_LENGTH_RULE)]
+
 MeanLength = Annotated[
     float, Strict(), Field(ge=1, le=MAX_TOKENS), rule(f"must be a number of tokens from 1 to {MAX_TOKENS}")
 ]
@@ -78,13 +86,13 @@ class Lengths(SpecModel):
     @model_validator(mode="after")
     def _one_form(self) -> Self:
         if sum(form is not None for form in (self.mean, self.values, self.edges)) != 1:
-            raise broken("must give exactly one of mean, values with counts, edges with counts")
+            raise rule_error("must give exactly one of mean, values with counts, edges with counts")
         if self.mean is not None:
             if self.counts is not None:
-                raise broken("does not go with mean", key=("counts",), value=self.counts)
+                raise rule_error("does not go with mean", key=("counts",), value=self.counts)
             return self
         if self.std is not None:
-            raise broken("goes with mean only", key=("std",), value=self.std)
+            raise rule_error("goes with mean only", key=("std",), value=self.std)
         self._check_histogram()
         return self
 
@@ -93,14 +101,14 @@ class Lengths(SpecModel):
             ("edges", self.edges or (), 1) if self.edges else ("values", self.values or (), 0)
         )
         if any(low >= high for low, high in pairwise(points)):
-            raise broken("must ascend", key=(name,), value=points)
+            raise rule_error("must ascend", key=(name,), value=points)
         if self.counts is None:
-            raise broken(f"is required beside {name}", key=("counts",))
+            raise rule_error(f"is required beside {name}", key=("counts",))
         if len(self.counts) != len(points) - spare:
             words = f"must have {len(points) - spare} entries to match {name}"
-            raise broken(words, key=("counts",), value=len(self.counts))
+            raise rule_error(words, key=("counts",), value=len(self.counts))
         if not 0 < math.fsum(self.counts) < math.inf:
-            raise broken("must have a positive, finite sum", key=("counts",), value=self.counts)
+            raise rule_error("must have a positive, finite sum", key=("counts",), value=self.counts)
 
     @property
     def mean_tokens(self) -> float:
@@ -125,3 +133,66 @@ class Lengths(SpecModel):
         mean = math.fsum(n * c for n, c in zip(counts, centres, strict=True)) / total
         spread = (n * (v + (c - mean) ** 2) for n, v, c in zip(counts, variances, centres, strict=True))
         return mean, math.fsum(spread) / total
+
+
+@dataclass(frozen=True, eq=False)
+class LengthPairs:
+    """Lengths of requests, drawn jointly; the arrays are read-only. Build it with :meth:`from_arrays`.
+
+    Attributes
+    ----------
+    prompt_tokens, output_tokens : ndarray of int32, shape (n,)
+        Lengths in tokens.
+    """
+
+    prompt_tokens: NDArray[np.int32]
+    output_tokens: NDArray[np.int32]
+
+    @classmethod
+    def from_arrays(cls, prompt_tokens: ArrayLike, output_tokens: ArrayLike) -> LengthPairs:
+        """Check and keep two columns of equal length.
+
+        Raises
+        ------
+        InputError
+            Located at the column: lengths not whole numbers of at least 1 token, or no request.
+        """
+        import numpy as np
+
+        if np.size(prompt_tokens) == 0:
+            raise InputError("must hold at least one request", location="prompt_tokens")
+        columns = (
+            lengths_column("prompt_tokens", prompt_tokens),
+            lengths_column("output_tokens", output_tokens),
+        )
+        if len(columns[0]) != len(columns[1]):
+            raise InputError("columns must be equally long")
+        for column in columns:
+            column.setflags(write=False)
+        return cls(*columns)
+
+    @classmethod
+    def __get_pydantic_core_schema__(cls, source: Any, handler: GetCoreSchemaHandler) -> CoreSchema:
+        """Documents hold the pairs as they are, and write their digest."""
+        written = core_schema.plain_serializer_function_ser_schema(cls.digest, when_used="json")
+        return core_schema.is_instance_schema(cls, serialization=written)
+
+    def __len__(self) -> int:
+        return len(self.prompt_tokens)
+
+    def marginals(self) -> tuple[Lengths, Lengths]:
+        """Return the distribution of prompts and that of outputs, each on its own."""
+        return Lengths.of(self.prompt_tokens), Lengths.of(self.output_tokens)
+
+    def digest(self) -> str:
+        """Return the SHA-256 of the contents, in hexadecimal; the same on every machine."""
+        sha = hashlib.sha256(b"length pairs")
+        for column in (self.prompt_tokens, self.output_tokens):
+            sha.update(column.astype("<i8").tobytes())
+        return sha.hexdigest()
+
+    def __eq__(self, other: object) -> bool:
+        return isinstance(other, LengthPairs) and self.digest() == other.digest()
+
+    def __hash__(self) -> int:
+        return hash((len(self), int(self.prompt_tokens[0]), int(self.output_tokens[0])))

@@ -1,7 +1,9 @@
-"""From workload.yaml, and the files it names, to a self-contained Workload."""
+"""Load a workload file and the files it names."""
 
 from __future__ import annotations
 
+import csv
+import io
 import os
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
@@ -10,14 +12,13 @@ from pathlib import Path
 from typing import Any
 
 from capplan.errors import InputError
-from capplan.spec.base import Key, SpecModel, checked
+from capplan.spec.files import parse_scalar, read_columns, read_text, read_yaml
 from capplan.spec.lengths import Lengths
-from capplan.spec.tables import read_adapters, read_lengths
 from capplan.spec.trace import Trace
 from capplan.spec.trace_files import read_length_pairs, read_trace
-from capplan.spec.workload import AdapterFields, PlanningWishes, Workload, is_profile_path
+from capplan.spec.validation import Key, SpecModel, unknown_key, validate_document
+from capplan.spec.workload import AdapterFields, PlanningRequirements, Workload, is_profile_path
 from capplan.spec.workload_file import AdapterEntry, LengthsFile, RequestsEntry, TraceEntry, WorkloadFile
-from capplan.spec.yaml_source import read_yaml
 
 _LENGTHS = ("prompt_tokens", "output_tokens")
 
@@ -33,7 +34,7 @@ def load_workload(path: str | os.PathLike[str]) -> Workload:
         For the first broken rule, as ``FILE:LINE: key: rule (got VALUE)``.
     """
     source = read_yaml(os.fspath(path))
-    file = checked(WorkloadFile, source.data, source.locate)
+    file = validate_document(WorkloadFile, source.data, source.locate)
     reader = _Reader(Path(path).parent)
     wishes = reader.wishes(file)
     if file.trace is not None:
@@ -58,11 +59,11 @@ def load_workload(path: str | os.PathLike[str]) -> Workload:
             case _:
                 return source.locate(key)
 
-    return checked(Workload, document, locate)
+    return validate_document(Workload, document, locate)
 
 
 @dataclass(frozen=True)
-class _Placed:
+class _AdapterRecord:
     """Fields of an adapter, and the key of the entry of the file they come from."""
 
     fields: dict[str, Any]
@@ -75,17 +76,17 @@ class _Reader:
 
     def wishes(self, file: WorkloadFile) -> dict[str, Any]:
         """Return the planning wishes, paths resolved."""
-        wishes = _fields(file, PlanningWishes)
+        wishes = _fields(file, PlanningRequirements)
         wishes["profile"] = self._profile(file.profile)
         wishes["pools"] = [pool.replace(profile=self._profile(pool.profile)) for pool in file.pools]
         wishes["previous_plan"] = file.previous_plan and str(self.folder / file.previous_plan)
         return wishes
 
-    def adapters(self, source: Sequence[AdapterEntry] | str | None) -> list[_Placed]:
+    def adapters(self, source: Sequence[AdapterEntry] | str | None) -> list[_AdapterRecord]:
         """Return the adapters of the list or of the CSV file."""
         return self.table(source) if isinstance(source, str) else self.listed(source or ())
 
-    def listed(self, entries: Sequence[AdapterEntry]) -> list[_Placed]:
+    def listed(self, entries: Sequence[AdapterEntry]) -> list[_AdapterRecord]:
         """Return the adapters that the entries of the list stand for."""
         placed = []
         for index, entry in enumerate(entries):
@@ -94,18 +95,18 @@ class _Reader:
             fields |= {name: self.lengths(getattr(entry, name)) for name in _LENGTHS}
             for i, rate_rps in enumerate(entry.rates_rps()):
                 numbered = fields if entry.count is None else _numbered(fields, i)
-                placed.append(_Placed(numbered | {"rate_rps": rate_rps}, key))
+                placed.append(_AdapterRecord(numbered | {"rate_rps": rate_rps}, key))
         return placed
 
-    def table(self, name: str) -> list[_Placed]:
+    def table(self, name: str) -> list[_AdapterRecord]:
         """Return the adapters of a CSV file."""
         path = self.folder / name
         adapters = read_adapters(path, ("name", "rank", "rate_rps"), ("path",))
-        return [_Placed(_fields(adapter, AdapterFields), ("adapters",)) for adapter in adapters]
+        return [_AdapterRecord(_fields(adapter, AdapterFields), ("adapters",)) for adapter in adapters]
 
     def traced(
         self, entry: TraceEntry, source: Sequence[AdapterEntry] | str | None
-    ) -> tuple[list[_Placed], dict[str, Any]]:
+    ) -> tuple[list[_AdapterRecord], dict[str, Any]]:
         """Return the adapters of a trace, with the rates and lengths seen in it, and the common fields."""
         file = self.folder / entry.file
         options = (entry.duration_s, entry.format, entry.rate_rps)
@@ -116,20 +117,20 @@ class _Reader:
             where = f"{self.folder / entry.ranks}: name"
         else:
             ranked = self.adapters(source)
-            trace = read_trace(file, *options, deal=partial(_dealt, ranked, entry.seed))
+            trace = read_trace(file, *options, deal=partial(_assigned_adapters, ranked, entry.seed))
             rule, where = "must be the name of one of adapters", f"{file}: adapter"
         unknown = set(trace.names) - {each.fields["name"] for each in ranked}
         if unknown:
             raise InputError(rule, min(unknown), where)
-        seen = _seen(trace)
+        seen = _observed_traffic(trace)
         idle = {"rate_rps": 0.0}
         placed = [replace(each, fields=each.fields | seen.get(each.fields["name"], idle)) for each in ranked]
         common = {name: Lengths.of(getattr(trace, name)) for name in _LENGTHS}
         return placed, {**common, "trace": trace}
 
-    def _ranked(self, name: str) -> list[_Placed]:
+    def _ranked(self, name: str) -> list[_AdapterRecord]:
         adapters = read_adapters(self.folder / name, ("name", "rank"), ("path",))
-        return [_Placed(_fields(adapter, AdapterFields), ("trace", "ranks")) for adapter in adapters]
+        return [_AdapterRecord(_fields(adapter, AdapterFields), ("trace", "ranks")) for adapter in adapters]
 
     def requests(self, entry: RequestsEntry) -> dict[str, Any]:
         """Return the common lengths, each on its own or in pairs."""
@@ -169,7 +170,7 @@ def _numbered(fields: dict[str, Any], number: int) -> dict[str, Any]:
     return {name: fill(value) for name, value in fields.items()}
 
 
-def _dealt(adapters: Sequence[_Placed], seed: int, requests: int) -> list[str]:
+def _assigned_adapters(adapters: Sequence[_AdapterRecord], seed: int, requests: int) -> list[str]:
     """Return the name of an adapter for each request, drawn in proportion to the rates."""
     import numpy as np
 
@@ -181,7 +182,7 @@ def _dealt(adapters: Sequence[_Placed], seed: int, requests: int) -> list[str]:
     return [adapters[position].fields["name"] for position in chosen.tolist()]
 
 
-def _seen(trace: Trace) -> dict[str, dict[str, Any]]:
+def _observed_traffic(trace: Trace) -> dict[str, dict[str, Any]]:
     """Return, for each adapter of the trace, its rate and its lengths."""
     return {
         name: {
@@ -191,3 +192,67 @@ def _seen(trace: Trace) -> dict[str, dict[str, Any]]:
         }
         for name, (prompts, outputs) in trace.lengths_by_adapter().items()
     }
+
+
+def read_adapters(path: Path, columns: Sequence[str], optional: Sequence[str] = ()) -> list[AdapterFields]:
+    """Read a CSV file of adapters, one per line; a rate that is not among ``columns`` is 0.
+
+    Raises
+    ------
+    InputError
+        For a missing or unknown column, or the first value that breaks a rule, with file and line.
+    """
+    rows = csv.DictReader(io.StringIO(read_text(path), newline=""), strict=True)
+    try:
+        header = list(rows.fieldnames or ())
+        for name in columns:
+            if name not in header:
+                raise InputError("column is missing", location=f"{path}: {name}")
+        for name in header:
+            if name not in (*columns, *optional) or header.count(name) > 1:
+                rule = (
+                    "column must not repeat" if name in columns else unknown_key(name, (*columns, *optional))
+                )
+                raise InputError(rule.replace("key", "column"), location=f"{path}:1: {name}")
+        adapters: dict[str, AdapterFields] = {}
+        for row in rows:
+            adapter = _adapter_of(row, path, rows.line_num)
+            if adapter.name in adapters:
+                raise InputError("must be unique", adapter.name, f"{path}:{rows.line_num}: name")
+            adapters[adapter.name] = adapter
+    except csv.Error as error:
+        raise InputError(f"must be CSV: {error}", location=f"{path}:{rows.reader.line_num}") from None
+    if not adapters:
+        raise InputError("must hold at least one adapter", location=str(path))
+    return list(adapters.values())
+
+
+def _adapter_of(row: dict[str | Any, str | Any], path: Path, line: int) -> AdapterFields:
+    if None in row or None in row.values():
+        raise InputError("must have as many fields as the header", location=f"{path}:{line}")
+    cells = {name: text.strip() for name, text in row.items()}
+    data: dict[str, Any] = {"rate_rps": 0.0}
+    for name, text in cells.items():
+        data[name] = parse_scalar(text) if name in ("rank", "rate_rps") else text
+    if not data.get("path"):
+        data.pop("path", None)
+
+    def locate(key: Key) -> str:
+        return f"{path}:{line}: {key[0]}" if key else f"{path}:{line}"
+
+    return validate_document(AdapterFields, data, locate)
+
+
+def read_lengths(path: Path, column: str) -> Lengths:
+    """Read one column of lengths as a histogram of exact values.
+
+    Raises
+    ------
+    InputError
+        For an unreadable file, a missing column, or a value that is not a length.
+    """
+    tokens = read_columns(path, (column,))[column].to_numpy()
+    try:
+        return Lengths.of(tokens)
+    except InputError as error:
+        raise InputError(error.rule, error.value, f"{path}: {column}") from None

@@ -1,23 +1,240 @@
-"""The plan document: what runs where, why, and what it is predicted to achieve."""
+"""The plan document: groups of identical GPUs, predictions, verification."""
 
 from __future__ import annotations
 
+import itertools
 import json
 import math
 import os
-from typing import Annotated, Any, Literal, Self
+from typing import Annotated, Literal, Self
 
 from pydantic import Field, JsonValue, Strict, model_validator
 
 from capplan.errors import InputError
-from capplan.spec.base import Key, SpecModel, broken, check_unique, checked, dotted
-from capplan.spec.files import read_text, write_text_atomic
-from capplan.spec.plan_parts import Group, Move, PlanEngine, Totals, Verification
-from capplan.spec.settings import Objective, Slo
-from capplan.spec.types import Text, rule
-from capplan.spec.yaml_source import parse_yaml
+from capplan.spec.files import parse_json, parse_yaml, read_text, write_text_atomic
+from capplan.spec.slo import Objective, Slo, Utilization
+from capplan.spec.validation import (
+    Count,
+    Flag,
+    Fraction,
+    Key,
+    LoraRank,
+    Name,
+    Natural,
+    NonNegative,
+    Rank,
+    Share,
+    SpecModel,
+    Text,
+    check_unique,
+    format_key,
+    rule,
+    rule_error,
+    validate_document,
+)
+from capplan.spec.workload import AdapterCharge, SizeForm
+
+
+class PlanEngine(SpecModel):
+    """The serving engine a plan is made for."""
+
+    name: Text = Field(description="Name of the engine, such as vllm.")
+    version: Text = Field(description="Version of the engine.")
+    rules: Text = Field(description="Serving rules the twin followed, such as vllm-0.8.")
+
+
+class EngineArgs(SpecModel):
+    """Engine flags of a group, named as in vLLM."""
+
+    max_loras: Count = Field(description="Adapter slots in GPU memory (A_max).")
+    max_lora_rank: LoraRank = Field(description="Rank every slot is sized for (S_max).")
+    max_cpu_loras: Count | None = Field(None, description="Adapters kept in host memory; null: all of them.")
+    max_num_seqs: Count = Field(description="Most requests running at once.")
+    max_num_batched_tokens: Count = Field(description="Most tokens computed in one step.")
+    gpu_memory_utilization: Utilization = Field(description="Share of GPU memory the engine may use.")
+    max_model_len: Count = Field(description="Longest prompt + output, in tokens.")
+    enable_prefix_caching: Flag | None = Field(
+        None, description="Whether KV of shared prompt beginnings is kept; null: the engine's default."
+    )
+
+
+class PlanAdapter(SpecModel):
+    """An adapter on a group, with the share of its traffic that goes there."""
+
+    name: Name = Field(description="Name of the adapter.")
+    rank: Rank = Field(description="LoRA rank.")
+    rate_rps: NonNegative = Field(
+        description="Rate of all the adapter's requests, over all groups, per second."
+    )
+    path: Text | None = Field(None, description="Where the weights are.")
+    share: Share = Field(description="Share of the adapter's requests that goes to this group.")
+
+
+class Wrs(SpecModel):
+    """Weighted request size, from lengths = a * prompt / max + b * output / max and adapter = bytes / max.
+
+    degree2 is lengths * adapter, degree1 (lengths + adapter) / 2, and output_only lengths alone. Ratios end
+    at 1; requests for the base model count as if they asked for the smallest adapter of the group.
+    """
+
+    form: SizeForm = Field("degree2", description="How lengths and adapter are combined.")
+    a: NonNegative = Field(description="Weight of the prompt.")
+    b: NonNegative = Field(description="Weight of the predicted output.")
+    max_prompt_tokens: Count = Field(description="Prompt length that counts as 1, in tokens.")
+    max_output_tokens: Count = Field(description="Output length that counts as 1, in tokens.")
+    max_adapter_bytes: Count = Field(description="Adapter size that counts as 1, in bytes.")
+
+
+class QueueClass(SpecModel):
+    """One queue: requests up to a size, and the tokens it may have in execution."""
+
+    upper_wrs: NonNegative | None = Field(description="Sizes of this queue are below this; null in the last.")
+    quota_tokens: Count = Field(description="Tokens this queue may have in execution.")
+
+
+class Queues(SpecModel):
+    """Queues by request size."""
+
+    wrs: Wrs = Field(description="How the size of a request is computed.")
+    adapter_charge: AdapterCharge = Field(
+        "per_request",
+        description="Whether a request takes its adapter's weights, counted in tokens, from the quota, "
+        "beside prompt and predicted output.",
+    )
+    classes: tuple[QueueClass, ...] = Field(min_length=1, description="Queues by ascending size.")
+
+    @model_validator(mode="after")
+    def _ascending_and_open(self) -> Self:
+        uppers = [queue.upper_wrs for queue in self.classes]
+        if uppers[-1] is not None:
+            raise rule_error("must be null in the last class", key=("classes", len(uppers) - 1, "upper_wrs"))
+        for index, (low, high) in enumerate(itertools.pairwise([-1.0, *uppers[:-1]])):
+            if low is None or high is None or high <= low:
+                raise rule_error(
+                    "must be a number above the class before", key=("classes", index, "upper_wrs"), value=high
+                )
+        return self
+
+
+class Cache(SpecModel):
+    """How adapters are evicted from the group's caches."""
+
+    policy: Text = Field(description="Name of the eviction policy, such as lru, chameleon or gdsf.")
+    weights: dict[str, float] = Field({}, description="Weights of the policy's terms, by name.")
+
+
+class Percentiles(SpecModel):
+    """Distribution of a latency over completed requests; null where none completed."""
+
+    mean: NonNegative | None = Field(None, description="Mean.")
+    p50: NonNegative | None = Field(None, description="Median.")
+    p95: NonNegative | None = Field(None, description="95th percentile.")
+    p99: NonNegative | None = Field(None, description="99th percentile.")
+
+
+class Predicted(SpecModel):
+    """What one GPU of the group is predicted to do."""
+
+    throughput_tok_s: NonNegative = Field(
+        description="Input + output tokens of completed requests per second."
+    )
+    low_tok_s: NonNegative = Field(description="Lower end of the throughput's interval.")
+    high_tok_s: NonNegative = Field(description="Upper end of the throughput's interval.")
+    ttft_s: Percentiles = Field(Percentiles(), description="Time to first token, in seconds.")
+    tpot_ms: Percentiles = Field(Percentiles(), description="Time per output token after the first, in ms.")
+    served_fraction: Fraction = Field(description="Tokens of completed requests / tokens submitted.")
+    kv_tokens: Natural = Field(description="Tokens the KV cache holds.")
+    load_over_capacity: NonNegative | None = Field(None, description="Offered load / sustainable load.")
+    source: Text = Field(description="Where the numbers come from, such as twin or surrogate.")
+
+    @model_validator(mode="after")
+    def _ordered_interval(self) -> Self:
+        if self.low_tok_s > self.high_tok_s:
+            raise rule_error("must not be below low_tok_s", key=("high_tok_s",), value=self.high_tok_s)
+        return self
+
+
+class Binds(SpecModel):
+    """The constraint that keeps a group from serving more."""
+
+    resource: Literal["kv", "slots", "compute", "slo"] = Field(description="What runs out first.")
+    value: float = Field(strict=True, description="The number that binds; note says what it is.")
+    note: str = Field(description="The constraint in words.")
+
+
+class Group(SpecModel):
+    """Identical GPUs that serve the same adapters."""
+
+    id: Name = Field(description="Identity of the group within the plan.")
+    replicas: Count = Field(description="How many identical instances.")
+    pool: Name | None = Field(None, description="Pool the GPUs come from; null without pools.")
+    gpu: Text = Field(description="Kind of GPU.")
+    tp: Count = Field(1, description="GPUs per instance (tensor parallelism).")
+    profile: Text = Field(description="Profile the predictions rest on.")
+    engine_args: EngineArgs = Field(description="Engine flags.")
+    adapters: tuple[PlanAdapter, ...] = Field(min_length=1, description="Adapters served, with their shares.")
+    queues: Queues | None = Field(None, description="Queues by request size; null: one queue.")
+    cache: Cache | None = Field(None, description="Eviction policy; null: the engine's own.")
+    predicted: Predicted = Field(description="What one instance is predicted to do.")
+    binds: Binds | None = Field(
+        None, description="What keeps the group from serving more; null: nothing in sight."
+    )
+
+    @model_validator(mode="after")
+    def _adapters_fit(self) -> Self:
+        check_unique("adapters", (adapter.name for adapter in self.adapters))
+        for index, adapter in enumerate(self.adapters):
+            if adapter.rank > self.engine_args.max_lora_rank:
+                limit = self.engine_args.max_lora_rank
+                at = ("adapters", index, "rank")
+                raise rule_error(
+                    f"must not exceed engine_args.max_lora_rank, which is {limit}", key=at, value=adapter.rank
+                )
+        return self
+
+
+class Totals(SpecModel):
+    """Size and price of the plan."""
+
+    gpus: Count = Field(description="GPUs used.")
+    lower_bound_gpus: Natural = Field(description="No plan can use fewer GPUs than this.")
+    usd_per_hour: NonNegative | None = Field(None, description="Price per hour; null without prices.")
+
+
+class Move(SpecModel):
+    """A change from the plan in force: an adapter placed, taken away, or moved."""
+
+    adapter: Name = Field(description="Name of the adapter.")
+    from_group: Name | None = Field(None, description="Group it leaves; null: newly placed.")
+    to_group: Name | None = Field(None, description="Group it goes to; null: taken away.")
+    share: Share = Field(1.0, description="Share of the adapter's requests that moves.")
+
+
+class GroupVerification(SpecModel):
+    """Verdict of the twin on one group."""
+
+    id: Name = Field(description="Group the verdict is on.")
+    ok: Flag = Field(description="Whether every rule held on every seed.")
+    served_fraction: Fraction = Field(description="Least over the seeds.")
+    throughput_tok_s: NonNegative = Field(description="Mean over the seeds.")
+    ttft_p99_s: NonNegative | None = Field(
+        None, description="Largest over the seeds; null if none completed."
+    )
+    note: str = Field("", description="What failed, in words.")
+
+
+class Verification(SpecModel):
+    """What the twin says of the plan, on seeds the search has not seen."""
+
+    ok: Flag = Field(description="Whether every group passed.")
+    seeds: tuple[Natural, ...] = Field(description="Seeds used.")
+    duration_s: NonNegative = Field(description="Simulated seconds per seed.")
+    min_served_fraction: Fraction = Field(description="Least over groups and seeds.")
+    groups: tuple[GroupVerification, ...] = Field((), description="Verdict per group.")
+
 
 _SHARE_TOLERANCE = 1e-6
+
 Sha256 = Annotated[str, Strict(), Field(pattern="^[0-9a-f]{64}$"), rule("must be a SHA-256 in hexadecimal")]
 
 
@@ -42,10 +259,12 @@ class Plan(SpecModel):
         ids = check_unique("groups", (group.id for group in self.groups), field="id")
         for index, verdict in enumerate(self.verification.groups):
             if verdict.id not in ids:
-                raise broken("must be a group", key=("verification", "groups", index, "id"), value=verdict.id)
+                raise rule_error(
+                    "must be a group", key=("verification", "groups", index, "id"), value=verdict.id
+                )
         gpus = sum(group.replicas * group.tp for group in self.groups)
         if gpus != self.totals.gpus:
-            raise broken(
+            raise rule_error(
                 f"must equal the sum over groups, {gpus}", key=("totals", "gpus"), value=self.totals.gpus
             )
         self._check_adapters()
@@ -60,13 +279,13 @@ class Plan(SpecModel):
                 facts = (adapter.rank, adapter.rate_rps)
                 if common.setdefault(adapter.name, facts) != facts:
                     at = ("groups", i, "adapters", j)
-                    raise broken(
+                    raise rule_error(
                         "must have the rank and rate of its other entries", key=at, value=adapter.name
                     )
         for name, parts in shares.items():
             total = math.fsum(parts)
             if abs(total - 1) > _SHARE_TOLERANCE:
-                raise broken(
+                raise rule_error(
                     f"shares of adapter {name!r} must sum to 1 over groups", key=("groups",), value=total
                 )
 
@@ -94,36 +313,7 @@ class Plan(SpecModel):
         """
         name = os.fspath(path)
         text = read_text(path)
-        return checked(cls, parse_json(text, name), lambda key: _locate(text, name, key))
-
-
-def parse_json(text: str, name: str) -> Any:
-    """Parse JSON, strictly: no duplicate keys, no NaN; ``name`` is the file's name in errors.
-
-    Raises
-    ------
-    InputError
-        For the first fault, with its line where the parser knows it.
-    """
-
-    def no_duplicates(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
-        keys = [key for key, _ in pairs]
-        for key in keys:
-            if keys.count(key) > 1:
-                raise InputError("duplicate key", key, name)
-        return dict(pairs)
-
-    def no_constant(constant: str) -> Any:
-        raise InputError("must hold finite numbers only", constant, name)
-
-    try:
-        return json.loads(text, object_pairs_hook=no_duplicates, parse_constant=no_constant)
-    except json.JSONDecodeError as error:
-        raise InputError(f"must be JSON: {error.msg}", location=f"{name}:{error.lineno}") from None
-    except (RecursionError, ValueError) as error:
-        if isinstance(error, InputError):
-            raise
-        raise InputError("must be JSON without deep nesting or endless numbers", location=name) from None
+        return validate_document(cls, parse_json(text, name), lambda key: _locate(text, name, key))
 
 
 def _locate(text: str, name: str, key: Key) -> str:
@@ -131,4 +321,4 @@ def _locate(text: str, name: str, key: Key) -> str:
     try:
         return parse_yaml(text, name).locate(key)
     except InputError:  # a corner where YAML is not a superset of JSON: the key alone must do
-        return f"{name}: {dotted(key)}"
+        return f"{name}: {format_key(key)}"

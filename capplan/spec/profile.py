@@ -8,7 +8,7 @@ from typing import Annotated
 from pydantic import Field
 
 from capplan.errors import InputError
-from capplan.spec.base import SpecModel
+from capplan.spec.validation import SpecModel
 
 Positive = Annotated[float, Field(gt=0)]
 NonNegative = Annotated[float, Field(ge=0)]
@@ -63,7 +63,7 @@ class Gpu(SpecModel):
     memory_bytes: Annotated[int, Field(gt=0)]
 
 
-class Engine(SpecModel):
+class ProfileEngine(SpecModel):
     """The engine that was measured."""
 
     name: str
@@ -138,7 +138,7 @@ class Profile(SpecModel):
     gpu: Gpu
     tp: Count = Field(default=1, description="GPUs that share one copy of the model")
     model: ModelArch
-    engine: Engine
+    engine: ProfileEngine
     step_latency: FittedModel = Field(description="milliseconds of one engine step")
     memory: FittedModel = Field(description="KV tokens beside weights and adapter slots")
     loading: FittedModel = Field(description="milliseconds until an adapter is on the host and in a slot")

@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any, Final
 from pydantic_core import CoreSchema, core_schema
 
 from capplan.errors import InputError
-from capplan.spec.types import MAX_TOKENS
+from capplan.spec.validation import MAX_TOKENS
 
 if TYPE_CHECKING:
     import numpy as np

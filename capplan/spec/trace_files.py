@@ -11,16 +11,15 @@ from types import MappingProxyType
 from typing import TYPE_CHECKING, Any, Final, NamedTuple, TypeAlias
 
 from capplan.errors import InputError
-from capplan.spec.files import read_text
-from capplan.spec.length_pairs import LengthPairs
-from capplan.spec.tables import read_columns
+from capplan.spec.files import read_columns, read_text
+from capplan.spec.lengths import LengthPairs
 from capplan.spec.trace import Trace
 
 if TYPE_CHECKING:
     import numpy as np
     from numpy.typing import NDArray
 
-Deal: TypeAlias = Callable[[int], Sequence[str]]
+AssignAdapters: TypeAlias = Callable[[int], Sequence[str]]
 """Names the adapters of so many requests, for a file that does not."""
 
 _MAX_BYTES: Final = 2**30
@@ -60,7 +59,7 @@ _LABELS: Final[Mapping[TraceFormat, Mapping[str, str]]] = MappingProxyType(
 )
 
 
-class _Columns(NamedTuple):
+class _TraceColumns(NamedTuple):
     values: dict[str, Any]
     labels: Mapping[str, str]
 
@@ -70,7 +69,7 @@ def read_trace(
     duration_s: float | None = None,
     trace_format: TraceFormat | None = None,
     rate_rps: float | None = None,
-    deal: Deal | None = None,
+    deal: AssignAdapters | None = None,
 ) -> Trace:
     """Read recorded requests.
 
@@ -132,7 +131,7 @@ def _relabelled(error: InputError, path: Path, labels: Mapping[str, str]) -> Inp
 
 def _read(
     path: Path, trace_format: TraceFormat | None, names: Sequence[str], optional: Sequence[str]
-) -> _Columns:
+) -> _TraceColumns:
     kind = trace_format or _format_of(path)
     labels = _LABELS[kind]
     wanted = {name: labels[name] for name in names}
@@ -152,7 +151,7 @@ def _read(
                 values["arrival_s"] = [time_ms / 1000 for time_ms in values["arrival_s"]]
         case TraceFormat.VLLM:
             values = _vllm_result(path, wanted, extra)
-    return _Columns(values, labels)
+    return _TraceColumns(values, labels)
 
 
 def _format_of(path: Path) -> TraceFormat:

@@ -1,4 +1,4 @@
-"""The workload: which adapters, how often, how long, and what the plan should achieve."""
+"""The workload: adapters, traffic, hardware and objectives."""
 
 from __future__ import annotations
 
@@ -7,25 +7,82 @@ import json
 import math
 from collections.abc import Iterable, Mapping
 from pathlib import PurePath
-from typing import Annotated, Any, Self
+from typing import Annotated, Any, Literal, Self, TypeAlias
 
 from pydantic import BeforeValidator, Field, Strict, model_validator
 from pydantic.json_schema import SkipJsonSchema
 
 from capplan.errors import InputError
-from capplan.spec.arrivals import ArrivalProcess, Arrivals, Stickiness
-from capplan.spec.base import Key, SpecModel, broken, check_unique
-from capplan.spec.length_pairs import LengthPairs
-from capplan.spec.lengths import Lengths
-from capplan.spec.queue_wishes import QueueWishes
-from capplan.spec.settings import EngineConfig, Gpus, Objective, Pool, Slo
+from capplan.spec.lengths import LengthPairs, Lengths
+from capplan.spec.slo import EngineConfig, Gpus, Objective, Pool, Slo
 from capplan.spec.trace import Trace
-from capplan.spec.types import Count, Name, Natural, NonNegative, Rank, Text, rule
+from capplan.spec.traffic import ArrivalProcess, Arrivals, Stickiness
+from capplan.spec.validation import (
+    Count,
+    Key,
+    Name,
+    Natural,
+    NonNegative,
+    Rank,
+    SpecModel,
+    Text,
+    check_unique,
+    rule,
+    rule_error,
+)
+
+SizeForm: TypeAlias = Literal["degree2", "degree1", "output_only"]
+
+ClusterRule: TypeAlias = Literal["elbow", "wcss", "silhouette"]
+
+QuotaSize: TypeAlias = Literal["max", "p99", "mean"]
+
+RestWeights: TypeAlias = Literal["minimum", "load", "rate"]
+
+AdapterCharge: TypeAlias = Literal["per_request", "none"]
+
+MaxQueues = Annotated[int, Strict(), Field(ge=1, le=16), rule("must be a whole number from 1 to 16")]
+
+Percentile = Annotated[
+    float, Strict(), Field(gt=0, lt=1), rule("must be a number above 0 and below 1, such as 0.99")
+]
+
+
+class QueueConfig(SpecModel):
+    """Queues by request size and their quotas (Chameleon, section 4.3); defaults are the paper's."""
+
+    policy: Literal["chameleon"] = Field("chameleon", description="How queues are made.")
+    size: SizeForm = Field(
+        "degree2",
+        description="How size is computed: degree2 multiplies lengths by the adapter, degree1 adds it, "
+        "output_only counts nothing but the output.",
+    )
+    clusters: ClusterRule = Field(
+        "elbow",
+        description="What chooses the number of queues: elbow, wcss (the paper's words, which always give "
+        "max_queues) or silhouette.",
+    )
+    max_queues: MaxQueues = Field(4, description="Most queues of a group.")
+    quota_size: QuotaSize = Field(
+        "max",
+        description="Size that stands for those of a queue: the largest, the 99th percentile, or the mean.",
+    )
+    percentile: Percentile | None = Field(
+        None, description="Share of requests that the bound on time is for; absent: the bound is on the mean."
+    )
+    rest: RestWeights = Field(
+        "minimum",
+        description="What the tokens left go by: the minima, the mean load, or the rate of each queue.",
+    )
+    adapter_charge: AdapterCharge = Field(
+        "per_request",
+        description="Whether a request takes its adapter's weights, counted in tokens, from the quota.",
+    )
 
 
 def _sequence_of_names(value: Any) -> Any:
     if isinstance(value, str):
-        raise broken("must be a list of adapter names")
+        raise rule_error("must be a list of adapter names")
     return value
 
 
@@ -58,16 +115,19 @@ LENGTH_CORRELATION = (
     "Correlation of a request's prompt and output length, between their normal scores; 0: independent; "
     "absent: as in the requests that the profile was measured with."
 )
+
 STICKINESS = "Requests that repeat an adapter asked for just before; absent: none do so on purpose."
+
 Correlation = Annotated[
     float, Strict(), Field(gt=-1, lt=1), rule("must be a number above -1 and below 1, such as -0.4")
 ]
+
 Headroom = Annotated[
     float, Strict(), Field(ge=0, lt=1), rule("must be a number from 0 to below 1, such as 0.1")
 ]
 
 
-class PlanningWishes(SpecModel):
+class PlanningRequirements(SpecModel):
     """What a workload and a workload file have in common."""
 
     base_model: Text = Field(description="Hugging Face id of the model the adapters belong to.")
@@ -78,7 +138,7 @@ class PlanningWishes(SpecModel):
     slo: Slo = Field(Slo(), description="Service-level objectives.")
     objective: Objective = Field(Objective.MIN_GPUS, description="What the plan should optimise.")
     headroom: Headroom = Field(0.1, description="Share of each GPU's capacity that stays free.")
-    queues: QueueWishes | None = Field(
+    queues: QueueConfig | None = Field(
         None, description="Queues by request size, with quotas, on every GPU; absent: one queue."
     )
     previous_plan: Text | None = Field(None, description="Plan in force, to keep adapters where they are.")
@@ -86,18 +146,20 @@ class PlanningWishes(SpecModel):
     @model_validator(mode="after")
     def _consistent_pools(self) -> Self:
         if self.pools and (self.profile is not None or self.gpus is not None):
-            raise broken("replaces profile and gpus: give one or the other", key=("pools",))
+            raise rule_error("replaces profile and gpus: give one or the other", key=("pools",))
         check_unique("pools", [pool.name for pool in self.pools])
         if self.objective is Objective.MIN_COST:
             if not self.pools:
-                raise broken("min_cost needs pools, each with usd_per_hour", key=("objective",))
+                raise rule_error("min_cost needs pools, each with usd_per_hour", key=("objective",))
             for index, pool in enumerate(self.pools):
                 if pool.usd_per_hour is None:
-                    raise broken("is required for objective min_cost", key=("pools", index, "usd_per_hour"))
+                    raise rule_error(
+                        "is required for objective min_cost", key=("pools", index, "usd_per_hour")
+                    )
         return self
 
 
-class Workload(PlanningWishes):
+class Workload(PlanningRequirements):
     """Everything a planner needs to know, self-contained and immutable.
 
     Rates are long-run means of ``arrivals``, unless a trace is given, which is then replayed.
@@ -124,13 +186,13 @@ class Workload(PlanningWishes):
         for index, adapter in enumerate(self.adapters):
             _check_references(("adapters", index), adapter, names)
             if adapter.pool is not None and adapter.pool not in pools:
-                raise broken(
+                raise rule_error(
                     "must be the name of a pool", key=("adapters", index, "pool"), value=adapter.pool
                 )
             largest = self.engine.max_lora_rank
             if largest is not None and adapter.rank > largest:
                 at = ("adapters", index, "rank")
-                raise broken(
+                raise rule_error(
                     f"must not exceed engine.max_lora_rank, which is {largest}", key=at, value=adapter.rank
                 )
         return self
@@ -139,7 +201,7 @@ class Workload(PlanningWishes):
     def _one_dependence_of_lengths(self) -> Self:
         if self.length_pairs is not None and self.length_correlation:
             key = ("length_correlation",)
-            raise broken("does not go with length_pairs", key=key, value=self.length_correlation)
+            raise rule_error("does not go with length_pairs", key=key, value=self.length_correlation)
         return self
 
     @model_validator(mode="after")
@@ -147,7 +209,7 @@ class Workload(PlanningWishes):
         if self.trace is not None:
             unknown = set(self.trace.names) - {adapter.name for adapter in self.adapters}
             if unknown:
-                raise broken(
+                raise rule_error(
                     "holds requests of an adapter that is not in adapters", key=("trace",), value=min(unknown)
                 )
         return self
@@ -189,7 +251,9 @@ class Workload(PlanningWishes):
             if not 0 < share <= 1:
                 raise InputError("must be above 0 and at most 1", share, f"Workload.subset: shares[{name!r}]")
         # Every rule that held for the whole holds for the part, so the copies are not checked again.
-        adapters = tuple(_part(a, share_of[a.name], wanted) for a in self.adapters if a.name in wanted)
+        adapters = tuple(
+            _adapter_share(a, share_of[a.name], wanted) for a in self.adapters if a.name in wanted
+        )
         trace = None if self.trace is None else self.trace.subset(share_of)
         return self.model_copy(update={"adapters": adapters, "trace": trace})
 
@@ -201,7 +265,7 @@ class Workload(PlanningWishes):
         """
         document = self.model_dump(mode="json", exclude={"previous_plan"}, exclude_none=True)
         for holder in (document, *document["pools"]):
-            holder["profile"] = _portable(holder.get("profile"))
+            holder["profile"] = _machine_independent(holder.get("profile"))
         text = json.dumps(document, sort_keys=True, separators=(",", ":"), ensure_ascii=True, allow_nan=False)
         return hashlib.sha256(text.encode()).hexdigest()
 
@@ -211,11 +275,11 @@ def is_profile_path(profile: str) -> bool:
     return profile.startswith(("./", "../", "/")) or profile.endswith(".json")
 
 
-def _portable(profile: str | None) -> str | None:
+def _machine_independent(profile: str | None) -> str | None:
     return PurePath(profile).name if profile is not None and is_profile_path(profile) else profile
 
 
-def _part(adapter: Adapter, share: float, names: set[str]) -> Adapter:
+def _adapter_share(adapter: Adapter, share: float, names: set[str]) -> Adapter:
     if share == 1 and not adapter.apart_from and not adapter.together_with:
         return adapter
     return adapter.model_copy(
@@ -231,9 +295,11 @@ def _check_references(at: Key, adapter: Adapter, names: set[str]) -> None:
     for field in ("apart_from", "together_with"):
         for index, other in enumerate(getattr(adapter, field)):
             if other not in names or other == adapter.name:
-                raise broken(
+                raise rule_error(
                     "must name another adapter of the workload", key=(*at, field, index), value=other
                 )
     both = set(adapter.apart_from) & set(adapter.together_with)
     if both:
-        raise broken("must not name an adapter of apart_from", key=(*at, "together_with"), value=min(both))
+        raise rule_error(
+            "must not name an adapter of apart_from", key=(*at, "together_with"), value=min(both)
+        )

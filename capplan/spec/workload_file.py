@@ -7,13 +7,17 @@ from typing import Annotated, Any, Literal, Self, TypeAlias
 
 from pydantic import BeforeValidator, Discriminator, Field, Strict, Tag, model_validator
 
-from capplan.spec.arrivals import ArrivalProcess, Arrivals, Stickiness
-from capplan.spec.base import SpecModel, broken
 from capplan.spec.lengths import Lengths
-from capplan.spec.popularity import Popularity
 from capplan.spec.trace_files import TraceFormat
-from capplan.spec.types import Natural, NonNegative, Positive, Text, rule
-from capplan.spec.workload import LENGTH_CORRELATION, STICKINESS, AdapterFields, Correlation, PlanningWishes
+from capplan.spec.traffic import ArrivalProcess, Arrivals, Popularity, Stickiness
+from capplan.spec.validation import Natural, NonNegative, Positive, SpecModel, Text, rule, rule_error
+from capplan.spec.workload import (
+    LENGTH_CORRELATION,
+    STICKINESS,
+    AdapterFields,
+    Correlation,
+    PlanningRequirements,
+)
 
 GroupCount = Annotated[
     int, Strict(), Field(ge=1, le=100_000), rule("must be a whole number from 1 to 100000")
@@ -29,7 +33,7 @@ class LengthsFile(SpecModel):
     column: Text = Field(description="Column that holds the lengths, in tokens.")
 
 
-def _form_of_lengths(value: Any) -> str:
+def _lengths_tag(value: Any) -> str:
     if isinstance(value, Mapping):
         return "<file>" if "file" in value or "column" in value else "<lengths>"
     return "<file>" if isinstance(value, LengthsFile) else "<lengths>"
@@ -37,7 +41,7 @@ def _form_of_lengths(value: Any) -> str:
 
 LengthsSource: TypeAlias = Annotated[
     Annotated[Lengths, Tag("<lengths>")] | Annotated[LengthsFile, Tag("<file>")],
-    Discriminator(_form_of_lengths),
+    Discriminator(_lengths_tag),
 ]
 
 
@@ -64,9 +68,9 @@ class AdapterEntry(AdapterFields):
     @model_validator(mode="after")
     def _numbered_names(self) -> Self:
         if self.count is None and "{i}" in self.name:
-            raise broken("goes with count, which is absent", key=("name",), value=self.name)
+            raise rule_error("goes with count, which is absent", key=("name",), value=self.name)
         if (self.count or 1) > 1 and "{i}" not in self.name:
-            raise broken("must contain {i}, so that names differ", key=("name",), value=self.name)
+            raise rule_error("must contain {i}, so that names differ", key=("name",), value=self.name)
         return self
 
     @model_validator(mode="after")
@@ -74,13 +78,13 @@ class AdapterEntry(AdapterFields):
         given = "rate_rps" in self.model_fields_set
         if self.popularity is None and self.total_rate_rps is None:
             if not given:
-                raise broken("is required", key=("rate_rps",))
+                raise rule_error("is required", key=("rate_rps",))
             return self
         if given:
-            raise broken("does not go with popularity", key=("rate_rps",), value=self.rate_rps)
+            raise rule_error("does not go with popularity", key=("rate_rps",), value=self.rate_rps)
         for name in ("popularity", "total_rate_rps"):
             if getattr(self, name) is None:
-                raise broken("is required: popularity and total_rate_rps go together", key=(name,))
+                raise rule_error("is required: popularity and total_rate_rps go together", key=(name,))
         return self
 
     def rates_rps(self) -> tuple[float, ...]:
@@ -151,17 +155,17 @@ class TraceEntry(SpecModel):
     seed: Natural = Field(0, description="Seed of dealing requests out to adapters.")
 
 
-def _form_of_adapters(value: Any) -> str:
+def _adapters_tag(value: Any) -> str:
     return "<csv>" if isinstance(value, str) else "<list>"
 
 
 AdaptersSource: TypeAlias = Annotated[
     Annotated[tuple[AdapterEntry, ...], Field(min_length=1), Tag("<list>")] | Annotated[Text, Tag("<csv>")],
-    Discriminator(_form_of_adapters),
+    Discriminator(_adapters_tag),
 ]
 
 
-class WorkloadFile(PlanningWishes):
+class WorkloadFile(PlanningRequirements):
     """A workload file as it is written; :func:`~capplan.spec.load.load_workload` resolves it."""
 
     version: Literal[1] = Field(1, description="Version of this format.")
@@ -180,9 +184,9 @@ class WorkloadFile(PlanningWishes):
     @model_validator(mode="after")
     def _one_source_of_each(self) -> Self:
         if not self.pools and self.profile is None:
-            raise broken("is required, unless pools are given", key=("profile",))
+            raise rule_error("is required, unless pools are given", key=("profile",))
         if self.trace is None and self.adapters is None:
-            raise broken("must give adapters or trace, one of the two")
+            raise rule_error("must give adapters or trace, one of the two")
         if self.trace is not None:
             self._check_trace(self.trace)
         else:
@@ -191,27 +195,27 @@ class WorkloadFile(PlanningWishes):
 
     def _check_trace(self, trace: TraceEntry) -> None:
         if self.adapters is not None and trace.ranks is not None:
-            raise broken("must give adapters or trace, one of the two, where trace has ranks")
+            raise rule_error("must give adapters or trace, one of the two, where trace has ranks")
         if self.adapters is None and trace.ranks is None:
-            raise broken("is required, unless adapters are given", key=("trace", "ranks"))
+            raise rule_error("is required, unless adapters are given", key=("trace", "ranks"))
         neutral = RequestsEntry(shared_prefix_tokens=self.requests.shared_prefix_tokens)
         for name in RequestsEntry.model_fields:
             if getattr(self.requests, name) != getattr(neutral, name):
-                raise broken("does not go with trace, which holds the requests", key=("requests", name))
+                raise rule_error("does not go with trace, which holds the requests", key=("requests", name))
         for index, entry in enumerate(self.adapters if isinstance(self.adapters, tuple) else ()):
             for name in ("prompt_tokens", "output_tokens"):
                 if getattr(entry, name) is not None:
                     at = ("adapters", index, name)
-                    raise broken("does not go with trace, which holds the lengths", key=at)
+                    raise rule_error("does not go with trace, which holds the lengths", key=at)
 
     def _check_lengths(self) -> None:
         joint = self.requests.lengths_from is not None
         if joint and self.requests.length_correlation:
             at = ("requests", "length_correlation")
-            raise broken("does not go with lengths_from", key=at, value=self.requests.length_correlation)
+            raise rule_error("does not go with lengths_from", key=at, value=self.requests.length_correlation)
         for name in ("prompt_tokens", "output_tokens"):
             given = getattr(self.requests, name) is not None
             if given and joint:
-                raise broken("does not go with lengths_from", key=("requests", name))
+                raise rule_error("does not go with lengths_from", key=("requests", name))
             if not given and not joint:
-                raise broken("is required", key=("requests", name))
+                raise rule_error("is required", key=("requests", name))

@@ -1,7 +1,7 @@
 """Requests over time: arrivals and lengths drawn from a workload, or replayed from its trace."""
 
-from capplan.workload.length_tables import LengthTable, length_table
-from capplan.workload.popularity import exponential, power_law, zipf
+from capplan.spec.traffic import exponential, power_law, zipf
+from capplan.workload.lengths import LengthTable, length_table
 from capplan.workload.requests import Requests, draw_requests
 
 __all__ = [

@@ -1,20 +1,154 @@
-"""Arrivals of every adapter: of the plain Poisson process in compiled code, of all others in arrays."""
+"""Arrival times of every adapter: renewal processes, time-varying rates, compiled Poisson."""
 
 from __future__ import annotations
 
 import math
-from typing import Final
+from typing import Final, NamedTuple, Protocol
 
 import numpy as np
 from numpy.typing import NDArray
 
 from capplan.compile import jit
-from capplan.spec import Arrivals, Renewal, Unpredictable, Workload
-from capplan.workload.modulation import clock
-from capplan.workload.renewal import Floats, GapLaw, Owners, gap_law, renewals
-from capplan.workload.streams import exponential, uniform
+from capplan.errors import InputError
+from capplan.spec import Arrivals, Burst, Diurnal, Renewal, ShiftingSkew, Steps, Unpredictable, Workload
+from capplan.workload.renewal import Floats, GapDistribution, Owners, gap_distribution, renewals
+from capplan.workload.sampling import exponential, uniform
+
+_KNOTS_PER_SWING: Final = 256  # a sine's clock is exact at these, and linear between them
+
+
+class OperationalTime(Protocol):
+    """Time as the processes count it, in seconds of mean rate."""
+
+    def passed(self, until_s: float) -> Floats:
+        """Return how much time passes for each adapter in our first ``until_s`` seconds."""
+        ...
+
+    def seconds(self, passed: Floats, adapter: Owners) -> Floats:
+        """Return our time when so much has passed for these adapters."""
+        ...
+
+
+class ConstantRate(NamedTuple):
+    """The clock that shows our time."""
+
+    adapters: int
+
+    def passed(self, until_s: float) -> Floats:
+        """Return our time."""
+        return np.full(self.adapters, until_s)
+
+    def seconds(self, passed: Floats, adapter: Owners) -> Floats:
+        """Return the time as it is."""
+        return passed
+
+
+class PeriodicRate(NamedTuple):
+    """The same cycle again and again, for all adapters; linear between its knots."""
+
+    adapters: int
+    knots_s: Floats
+    """From 0 to the period."""
+    knots_passed: Floats
+    """From 0 to the period, never descending."""
+
+    def passed(self, until_s: float) -> Floats:
+        """Return whole cycles and what passes in the part that is left."""
+        period_s = float(self.knots_s[-1])
+        whole, rest = divmod(until_s, period_s)
+        return np.full(self.adapters, whole * period_s + np.interp(rest, self.knots_s, self.knots_passed))
+
+    def seconds(self, passed: Floats, adapter: Owners) -> Floats:
+        """Return whole cycles and the time within the last one."""
+        period_s = float(self.knots_s[-1])
+        whole = np.floor(passed / period_s) * period_s
+        within: Floats = np.interp(passed - whole, self.knots_passed, self.knots_s)
+        return whole + within
+
+
+class LinearRate(NamedTuple):
+    """Rates that move linearly from (1 + bend) to (1 - bend) times their mean, then stay."""
+
+    bend: Floats
+    """Of each adapter, from -1 to 1."""
+    over_s: float
+
+    def passed(self, until_s: float) -> Floats:
+        """Return the integral of the rate."""
+        moving_s = min(until_s, self.over_s)
+        moved: Floats = moving_s + self.bend * (moving_s - moving_s**2 / self.over_s)
+        return moved + (1 - self.bend) * (until_s - moving_s)
+
+    def seconds(self, passed: Floats, adapter: Owners) -> Floats:
+        """Return the root of the quadratic in the form that also holds for a bend of 0."""
+        bend = self.bend[adapter]
+        start = 1 + bend
+        moving = np.minimum(passed, self.over_s)
+        root = np.sqrt(np.maximum(start**2 - 4 * bend * moving / self.over_s, 0.0))
+        slid = 2 * moving / np.maximum(start + root, np.finfo(float).tiny)
+        beyond = np.maximum(passed - self.over_s, 0.0) / np.maximum(1 - bend, np.finfo(float).tiny)
+        result: Floats = slid + beyond
+        return result
+
+
+def operational_time(
+    modulation: Steps | Diurnal | Burst | ShiftingSkew | None, workload: Workload, duration_s: float
+) -> OperationalTime:
+    """Return the clock of a modulation.
+
+    Raises
+    ------
+    InputError
+        When steps without a period have no positive factor in the first ``duration_s`` seconds.
+    """
+    adapters = len(workload.adapters)
+    match modulation:
+        case None:
+            return ConstantRate(adapters)
+        case Steps():
+            return _step_rate(modulation, adapters, duration_s)
+        case Diurnal():
+            turns = np.linspace(0.0, 1.0, _KNOTS_PER_SWING + 1)
+            angle = 2 * np.pi * (turns + modulation.phase)
+            swing = (np.cos(angle[0]) - np.cos(angle)) * modulation.amplitude / (2 * np.pi)
+            return _periodic_rate(adapters, turns * modulation.period_s, turns + swing)
+        case Burst():
+            return _burst_rate(modulation, adapters)
+        case ShiftingSkew():
+            ranks = np.array([adapter.rank for adapter in workload.adapters])
+            falls, rises = ranks >= modulation.from_rank, ranks <= modulation.to_rank
+            bend = modulation.swing * (falls.astype(np.float64) - rises)
+            return LinearRate(bend, modulation.over_s or duration_s)
+
+
+def _periodic_rate(adapters: int, knots_s: Floats, amount: Floats) -> PeriodicRate:
+    """Return a cycle that passes in proportion to ``amount`` at the knots, speed 1 on average."""
+    rising = np.maximum.accumulate(amount)  # rounding must not let time go back
+    return PeriodicRate(adapters, knots_s, rising * (knots_s[-1] / rising[-1]))
+
+
+def _step_rate(steps: Steps, adapters: int, duration_s: float) -> PeriodicRate:
+    end_s = steps.period_s or duration_s
+    times, factors = np.array(steps.steps).T
+    seen = times < end_s
+    knots_s = np.append(times[seen], end_s)
+    amount = np.concatenate(([0.0], np.cumsum(factors[seen] * np.diff(knots_s))))
+    if amount[-1] == 0:
+        raise InputError(
+            "must have a factor above 0 within the duration", duration_s, "arrivals.modulation.steps"
+        )
+    return _periodic_rate(adapters, knots_s, amount)
+
+
+def _burst_rate(burst: Burst, adapters: int) -> PeriodicRate:
+    begin_s, end_s = burst.at_s, burst.at_s + burst.length_s
+    knots_s = np.array([0.0, begin_s, min(end_s, burst.every_s), burst.every_s])
+    speed = np.array([1.0, burst.factor, 1.0])
+    return _periodic_rate(adapters, knots_s, np.concatenate(([0.0], np.cumsum(speed * np.diff(knots_s)))))
+
 
 NS_PER_S: Final = 1_000_000_000
+
 _LARGEST_EXPONENT: Final = 700.0  # e to it is still a floating-point number
 
 
@@ -44,8 +178,8 @@ def _renewal(
     rng: np.random.Generator, process: Renewal, workload: Workload, rates_rps: Floats, duration_s: float
 ) -> tuple[Owners, Floats]:
     """Return a stationary renewal process per adapter, on the clock of its modulation."""
-    law = gap_law(process.process, process.cv)
-    time = clock(process.modulation, workload, duration_s)
+    law = gap_distribution(process.process, process.cv)
+    time = operational_time(process.modulation, workload, duration_s)
     owner, gaps = renewals(rng, rates_rps * time.passed(duration_s), law.cv, law.first, law.gaps)
     return owner, time.seconds(gaps / rates_rps[owner], owner)
 
@@ -64,7 +198,7 @@ def _unpredictable(
     owners, times = [], []
     for lognormal in (False, True):
         cells = (heavy == lognormal) & (rates > 0)
-        law, unit_s = _law_of_cells(process, rates[cells], lognormal=lognormal)
+        law, unit_s = _gaps_of_cells(process, rates[cells], lognormal=lognormal)
         owner, gaps = renewals(rng, length_s[cells] / unit_s, law.cv, law.gaps, law.gaps)
         owners.append(adapter[cells][owner])
         times.append(begin_s[cells][owner] + gaps * unit_s[owner])
@@ -80,18 +214,20 @@ def _multipliers(rng: np.random.Generator, process: Unpredictable, adapters: int
     return result
 
 
-def _law_of_cells(process: Unpredictable, rates_rps: Floats, *, lognormal: bool) -> tuple[GapLaw, Floats]:
+def _gaps_of_cells(
+    process: Unpredictable, rates_rps: Floats, *, lognormal: bool
+) -> tuple[GapDistribution, Floats]:
     """Return the law of the gaps in cells of these rates, and its unit in each cell, in seconds."""
     if not lognormal:
-        return gap_law("poisson", None), 1 / rates_rps
+        return gap_distribution("poisson", None), 1 / rates_rps
     if process.lognormal_gaps == "mean_preserving":
-        return gap_law("lognormal", math.sqrt(math.expm1(process.sigma**2))), 1 / rates_rps
+        return gap_distribution("lognormal", math.sqrt(math.expm1(process.sigma**2))), 1 / rates_rps
 
     def gaps(rng: np.random.Generator, owners: Owners) -> Floats:
         exponent = rates_rps[owners] * rng.standard_normal(len(owners))
         return np.exp(np.minimum(exponent, _LARGEST_EXPONENT))
 
-    return GapLaw(1.0, gaps, gaps), np.ones(len(rates_rps))
+    return GapDistribution(1.0, gaps, gaps), np.ones(len(rates_rps))
 
 
 def poisson_arrivals(key: np.uint64, rate_rps: float, horizon_ns: int) -> NDArray[np.int64]:

@@ -22,7 +22,7 @@ MAX_REQUESTS: Final = 1e8  # more than fit in memory beside their results
 _WEIBULL_SHAPES: Final = (0.05, 200.0)  # cv from 4e5 to 0.006
 
 
-class GapLaw(NamedTuple):
+class GapDistribution(NamedTuple):
     """A distribution of gaps whose mean is 1, drawn once for every owner given."""
 
     cv: float
@@ -38,13 +38,15 @@ class GapLaw(NamedTuple):
 
 
 @lru_cache(maxsize=64)
-def gap_law(process: str, cv: float | None) -> GapLaw:
+def gap_distribution(process: str, cv: float | None) -> GapDistribution:
     """Return the law of ``poisson``, ``deterministic``, ``gamma``, ``weibull`` or ``lognormal`` gaps."""
     match process:
         case "poisson":
             return _gamma(1.0)
         case "deterministic":
-            return GapLaw(0.0, lambda _, owners: np.ones(len(owners)), lambda _, owners: np.ones(len(owners)))
+            return GapDistribution(
+                0.0, lambda _, owners: np.ones(len(owners)), lambda _, owners: np.ones(len(owners))
+            )
         case "gamma":
             return _gamma(_given(cv))
         case "weibull":
@@ -61,16 +63,16 @@ def _given(cv: float | None) -> float:
     return cv
 
 
-def _gamma(cv: float) -> GapLaw:
+def _gamma(cv: float) -> GapDistribution:
     shape = 1 / cv**2
-    return GapLaw(
+    return GapDistribution(
         cv,
         lambda rng, owners: rng.standard_gamma(shape, len(owners)) / shape,
         lambda rng, owners: rng.standard_gamma(shape + 1, len(owners)) / shape,
     )
 
 
-def _weibull(cv: float) -> GapLaw:
+def _weibull(cv: float) -> GapDistribution:
     """With E exponential, E^(1 / shape) is Weibull; weighted by its size, E becomes a gamma variable."""
 
     def excess(shape: float) -> float:
@@ -78,16 +80,16 @@ def _weibull(cv: float) -> GapLaw:
 
     shape = float(brentq(excess, *_WEIBULL_SHAPES, xtol=1e-12))
     scale = math.exp(-float(gammaln(1 + 1 / shape)))
-    return GapLaw(
+    return GapDistribution(
         cv,
         lambda rng, owners: scale * rng.standard_exponential(len(owners)) ** (1 / shape),
         lambda rng, owners: scale * rng.standard_gamma(1 + 1 / shape, len(owners)) ** (1 / shape),
     )
 
 
-def _lognormal(cv: float) -> GapLaw:
+def _lognormal(cv: float) -> GapDistribution:
     sigma = math.sqrt(math.log1p(cv**2))
-    return GapLaw(
+    return GapDistribution(
         cv,
         lambda rng, owners: np.exp(sigma * rng.standard_normal(len(owners)) - sigma**2 / 2),
         lambda rng, owners: np.exp(sigma * rng.standard_normal(len(owners)) + sigma**2 / 2),

@@ -12,11 +12,17 @@ from numpy.typing import NDArray
 from capplan.errors import InputError
 from capplan.spec import Arrivals, Lengths, Stickiness, Trace, Workload
 from capplan.workload.arrivals import NS_PER_S, draw_arrivals, poisson_arrivals, repeat_recent
-from capplan.workload.copula import copula, fill_pairs
-from capplan.workload.discrete import Discrete, discrete, fill_drawn, fill_inverted
-from capplan.workload.length_tables import length_draws, length_draws_over_scores
+from capplan.workload.lengths import copula, length_sampler, length_score_sampler, sample_pairs
 from capplan.workload.renewal import MAX_REQUESTS
-from capplan.workload.streams import Streams, streams, uniforms
+from capplan.workload.sampling import (
+    DiscreteTable,
+    Streams,
+    discrete_table,
+    sample,
+    sample_at,
+    streams,
+    uniforms,
+)
 
 _MAX_DURATION_S: Final = 9e9  # int64 nanoseconds end at 292 years
 
@@ -92,7 +98,7 @@ def _arrivals(
         arrival_ns = poisson_arrivals(keys.arrivals, total_rps, horizon_ns)
         adapter = np.empty(len(arrival_ns), np.int32)
         if len(arrival_ns):  # without any, all rates may be 0
-            fill_drawn(adapter, _chooser(rates_rps), keys.adapters)
+            sample(adapter, _chooser(rates_rps), keys.adapters)
         return arrival_ns, adapter
     rng = np.random.Generator(np.random.PCG64(np.random.SeedSequence(seed, spawn_key=(0,))))
     position, time_s = draw_arrivals(rng, workload, duration_s)
@@ -101,8 +107,8 @@ def _arrivals(
 
 
 @lru_cache(maxsize=64)
-def _chooser(rates_rps: tuple[float, ...]) -> Discrete:
-    return discrete([(np.arange(1, len(rates_rps) + 1, dtype=np.int32), np.array(rates_rps))])
+def _chooser(rates_rps: tuple[float, ...]) -> DiscreteTable:
+    return discrete_table([(np.arange(1, len(rates_rps) + 1, dtype=np.int32), np.array(rates_rps))])
 
 
 def _repeat(adapter: Column, stickiness: Stickiness, keys: Streams) -> None:
@@ -114,27 +120,31 @@ def _lengths(
     workload: Workload, adapter: Column, keys: Streams, max_model_len: int, longest_prompt: int
 ) -> tuple[Column, Column]:
     """Return each request's prompt and output length, in tokens."""
-    prompts, prompts_of = _kinds([workload.prompt_tokens, *(a.prompt_tokens for a in workload.adapters)])
-    outputs, outputs_of = _kinds([workload.output_tokens, *(a.output_tokens for a in workload.adapters)])
-    prompt_table = length_draws(prompts, max_model_len, longest_prompt)
+    prompts, prompts_of = _distinct_lengths(
+        [workload.prompt_tokens, *(a.prompt_tokens for a in workload.adapters)]
+    )
+    outputs, outputs_of = _distinct_lengths(
+        [workload.output_tokens, *(a.output_tokens for a in workload.adapters)]
+    )
+    prompt_table = length_sampler(prompts, max_model_len, longest_prompt)
     n = len(adapter)
     prompt_tokens, output_tokens = np.empty(n, np.int32), np.empty(n, np.int32)
     alike = len(prompts) == len(outputs) == 1
     correlation = workload.length_correlation or 0.0
     if correlation != 0.0 and workload.length_pairs is None:
-        over_scores = length_draws_over_scores(outputs, max_model_len)
+        over_scores = length_score_sampler(outputs, max_model_len)
         of_prompt, of_output = (prompts_of[:0],) * 2 if alike else (prompts_of[adapter], outputs_of[adapter])
         tables = (prompt_table, over_scores, of_prompt, of_output)
-        fill_pairs(prompt_tokens, output_tokens, *tables, keys.prompts, keys.outputs, copula(correlation))
+        sample_pairs(prompt_tokens, output_tokens, *tables, keys.prompts, keys.outputs, copula(correlation))
         return prompt_tokens, output_tokens
-    output_table = length_draws(outputs, max_model_len, max_model_len)
+    output_table = length_sampler(outputs, max_model_len, max_model_len)
     if alike and workload.length_pairs is None:
-        fill_drawn(prompt_tokens, prompt_table, keys.prompts)
-        fill_drawn(output_tokens, output_table, keys.outputs)
+        sample(prompt_tokens, prompt_table, keys.prompts)
+        sample(output_tokens, output_table, keys.outputs)
         return prompt_tokens, output_tokens
     for_prompt = uniforms(keys.prompts, n)
-    fill_inverted(prompt_tokens, prompt_table, prompts_of[adapter], for_prompt)
-    fill_inverted(output_tokens, output_table, outputs_of[adapter], uniforms(keys.outputs, n))
+    sample_at(prompt_tokens, prompt_table, prompts_of[adapter], for_prompt)
+    sample_at(output_tokens, output_table, outputs_of[adapter], uniforms(keys.outputs, n))
     if workload.length_pairs is not None:
         rows = np.flatnonzero((prompts_of + outputs_of)[adapter] == 0)
         chosen = (for_prompt[rows] * len(workload.length_pairs)).astype(np.int64)
@@ -143,7 +153,7 @@ def _lengths(
     return prompt_tokens, output_tokens
 
 
-def _kinds(lengths: list[Lengths | None]) -> tuple[tuple[Lengths, ...], Column]:
+def _distinct_lengths(lengths: list[Lengths | None]) -> tuple[tuple[Lengths, ...], Column]:
     """Return the distinct lengths, and which of them each adapter has; the first is that of None."""
     kinds: dict[Lengths, int] = {}
     which = np.zeros(len(lengths), np.int32)

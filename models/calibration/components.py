@@ -19,17 +19,17 @@ from capplan.models.step_latency import ADDITIVE
 from capplan.serving.memory import adapter_bytes, kv_bytes_per_token, slot_bytes, weight_bytes
 from capplan.spec import (
     Coefficient,
-    Engine,
     Fit,
     FittedModel,
     Gpu,
     ModelArch,
     Profile,
+    ProfileEngine,
     Provenance,
     ProvenanceKind,
     read_text,
 )
-from capplan.spec.plan import parse_json
+from capplan.spec.files import parse_json
 
 MEMORY_COLUMNS: Final = ("a_max", "s_max", "kv_tokens")
 
@@ -278,7 +278,7 @@ def assumed_profile(arch: ModelArch, hardware: Hardware) -> Profile:
         "disk_base_ms": 10.0,
         "disk_ms_per_rank": per_rank / _DISK_BYTES_PER_MS,
     }
-    engine = Engine(name=hardware.engine, version=hardware.engine_version, rules=hardware.rules)
+    engine = ProfileEngine(name=hardware.engine, version=hardware.engine_version, rules=hardware.rules)
     return Profile(
         name=f"local/{arch.name}/{engine.name}-{engine.version}",
         gpu=Gpu(name=hardware.gpu, memory_bytes=hardware.gpu_memory_bytes),

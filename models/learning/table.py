@@ -22,7 +22,7 @@ from capplan.errors import InputError
 from capplan.models.learning.manifest import MANIFEST, Asked, Shard, read_manifest
 from capplan.models.surrogates.features import FEATURES, feature_of
 from capplan.spec import STARVED_BELOW
-from capplan.spec.files import reason
+from capplan.spec.files import error_reason
 
 LATENCIES: Final = ("itl_ms_mean", "ttft_s_p50", "ttft_s_p99")
 """The columns that may hold NaN: where nothing was completed, there is no latency."""
@@ -225,7 +225,7 @@ def _read_shard(path: Path, shard: Shard, asked: Asked) -> pa.Table:
     try:
         raw = path.read_bytes()
     except OSError as error:
-        raise InputError(f"cannot be read: {reason(error)}", location=str(path)) from None
+        raise InputError(f"cannot be read: {error_reason(error)}", location=str(path)) from None
     try:
         table = pq.read_table(pa.BufferReader(raw), use_threads=False)
     except (pa.ArrowException, OSError):

@@ -13,7 +13,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from capplan.errors import InputError
-from capplan.spec.files import reason
+from capplan.spec.files import error_reason
 
 _MS_PER_S: Final = 1e3
 _NO_ROWS: Final = MappingProxyType(
@@ -83,7 +83,7 @@ class RequestFile:
                 self._writer = pq.ParquetWriter(self._beside, table.schema, compression="zstd")
             self._writer.write_table(table)
         except OSError as error:
-            raise InputError(f"cannot be written: {reason(error)}", location=str(self.path)) from None
+            raise InputError(f"cannot be written: {error_reason(error)}", location=str(self.path)) from None
 
     def finished(self) -> Path:
         """Complete the file and return where it is until it is kept."""
@@ -95,7 +95,7 @@ class RequestFile:
         try:
             self.finished().replace(self.path)
         except OSError as error:
-            raise InputError(f"cannot be written: {reason(error)}", location=str(self.path)) from None
+            raise InputError(f"cannot be written: {error_reason(error)}", location=str(self.path)) from None
 
     def _close(self) -> None:
         writer, self._writer = self._writer, None

@@ -9,8 +9,8 @@ from typing import Annotated, Any, Literal, Self
 from pydantic import Field, JsonValue
 
 from capplan.spec import STARVED_BELOW, read_text, write_text_atomic
-from capplan.spec.base import SpecModel, checked, dotted
-from capplan.spec.plan import parse_json
+from capplan.spec.files import parse_json
+from capplan.spec.validation import SpecModel, format_key, validate_document
 
 Number = float | None
 """Null where there was nothing to measure."""
@@ -123,4 +123,4 @@ class BenchResult(SpecModel):
         """
         name = os.fspath(path)
         data: Any = parse_json(read_text(path), name)
-        return checked(cls, data, lambda key: f"{name}: {dotted(key)}" if key else name)
+        return validate_document(cls, data, lambda key: f"{name}: {format_key(key)}" if key else name)

@@ -19,7 +19,7 @@ from capplan.errors import InputError
 from capplan.profiling.load.metrics import PERCENTILES, statistics
 from capplan.profiling.load.result import BenchResult, ClientHealth, LoadMetrics, Stats
 from capplan.spec import STARVED_BELOW, read_text, write_text_atomic
-from capplan.spec.plan import parse_json
+from capplan.spec.files import parse_json
 
 _MS_PER_S: Final = 1e3
 _MAX_BYTES: Final = 2**31

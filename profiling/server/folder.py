@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Any, Final
 
 from capplan.errors import InputError
 from capplan.spec import read_text, write_bytes_atomic, write_text_atomic
-from capplan.spec.files import reason
+from capplan.spec.files import error_reason
 
 if TYPE_CHECKING:
     import pandas as pd
@@ -49,7 +49,7 @@ class Folder:
         try:
             self.path.mkdir(parents=True, exist_ok=True)
         except OSError as error:
-            raise InputError(f"cannot be made: {reason(error)}", location=str(path)) from None
+            raise InputError(f"cannot be made: {error_reason(error)}", location=str(path)) from None
 
     def table(self, name: str) -> pd.DataFrame | None:
         """Return a table as it is, None where there is none."""
@@ -61,7 +61,7 @@ class Folder:
         try:
             return pd.read_parquet(file) if file.suffix == ".parquet" else pd.read_csv(file)
         except (OSError, ValueError) as error:
-            raise InputError(f"cannot be read: {reason(error)}", location=str(file)) from None
+            raise InputError(f"cannot be read: {error_reason(error)}", location=str(file)) from None
 
     def has(self, name: str, setting: str) -> bool:
         """Tell whether a table has rows of a setting."""

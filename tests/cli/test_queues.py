@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 
 from capplan import Plan
-from capplan.spec import QueueClass, Queues, QueueWishes, Wrs
+from capplan.spec import QueueClass, QueueConfig, Queues, Wrs
 from tests.cli.conftest import Run
 from tests.cli.examples import WORKLOAD, small_plan, write_inputs
 
@@ -30,9 +30,9 @@ def queued_plan() -> Plan:
     ("section", "flags", "wanted"),
     [
         ("", [], None),
-        ("", ["--queues"], QueueWishes()),
-        ("queues: {max_queues: 2}\n", [], QueueWishes(max_queues=2)),
-        ("queues: {max_queues: 2}\n", ["--queues"], QueueWishes(max_queues=2)),
+        ("", ["--queues"], QueueConfig()),
+        ("queues: {max_queues: 2}\n", [], QueueConfig(max_queues=2)),
+        ("queues: {max_queues: 2}\n", ["--queues"], QueueConfig(max_queues=2)),
     ],
     ids=["none", "flag", "file", "both"],
 )
@@ -42,7 +42,7 @@ def test_the_flag_asks_for_queues_where_the_file_does_not(
     monkeypatch: pytest.MonkeyPatch,
     section: str,
     flags: list[str],
-    wanted: QueueWishes | None,
+    wanted: QueueConfig | None,
 ) -> None:
     asked: list[Any] = []
     monkeypatch.setattr("capplan.planner.plan", lambda wishes, **_: asked.append(wishes) or small_plan())

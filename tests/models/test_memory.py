@@ -9,10 +9,10 @@ from hypothesis import strategies as st
 from capplan import errors, load_profile
 from capplan.models.memory import kv_tokens, require_kv_tokens
 from capplan.serving.memory import adapter_bytes, kv_bytes_per_token, slot_bytes, weight_bytes
-from capplan.spec import Engine, ModelArch
+from capplan.spec import ModelArch, ProfileEngine
 
 MIB = 2**20
-TODAY = Engine(name="vllm", version="0.32.0", rules="vllm-0.8")
+TODAY = ProfileEngine(name="vllm", version="0.32.0", rules="vllm-0.8")
 OLD = TODAY.replace(version="0.8.5", lora_extra_vocab=256)
 PROFILES = ("h100-64g/llama-3.1-8b/vllm-0.8.5", "h100-64g/qwen2.5-7b/vllm-0.8.5")
 

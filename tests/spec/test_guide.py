@@ -6,7 +6,7 @@ from pathlib import Path
 import pytest
 
 from capplan.spec import WorkloadFile, load_workload
-from capplan.spec.yaml_source import parse_yaml
+from capplan.spec.files import parse_yaml
 
 GUIDE = (Path(__file__).parents[2] / "docs" / "workload.md").read_text(encoding="utf-8")
 EXAMPLES = re.findall(r"```yaml\n(.*?)```", GUIDE, re.DOTALL)

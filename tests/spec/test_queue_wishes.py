@@ -7,7 +7,7 @@ import pytest
 
 from capplan import Adapter, Lengths, Workload
 from capplan.errors import InputError
-from capplan.spec import QueueWishes, WorkloadFile, load_workload
+from capplan.spec import QueueConfig, WorkloadFile, load_workload
 
 FILE = """\
 base_model: m
@@ -25,7 +25,7 @@ def loaded(folder: Path, queues: str = "") -> Workload:
 
 def test_an_absent_section_asks_for_no_queues_and_an_empty_one_for_the_defaults(tmp_path: Path) -> None:
     assert loaded(tmp_path).queues is None
-    assert loaded(tmp_path, "queues: {}\n").queues == QueueWishes()
+    assert loaded(tmp_path, "queues: {}\n").queues == QueueConfig()
 
 
 def test_a_section_is_read_and_fits_the_schema(tmp_path: Path) -> None:
@@ -37,7 +37,7 @@ def test_a_section_is_read_and_fits_the_schema(tmp_path: Path) -> None:
         "percentile": 0.99,
     }
     section = ", ".join(f"{key}: {value}" for key, value in wishes.items())
-    assert loaded(tmp_path, f"queues: {{{section}}}\n").queues == QueueWishes(**wishes)  # type: ignore[arg-type]
+    assert loaded(tmp_path, f"queues: {{{section}}}\n").queues == QueueConfig(**wishes)  # type: ignore[arg-type]
     schema = WorkloadFile.model_json_schema()
     document = {"base_model": "m", "queues": wishes}
     jsonschema.validate(document, schema)
@@ -67,7 +67,7 @@ def test_queues_count_in_the_digest_only_when_they_are_asked_for() -> None:
     """Plans of before queues must keep matching their workloads."""
     fields = {"base_model": "m", "prompt_tokens": Lengths(mean=9), "output_tokens": Lengths(mean=9)}
     without = Workload(adapters=[Adapter(name="a", rank=8, rate_rps=1.0)], **fields)
-    digests = {without.digest(), *(without.replace(queues=each).digest() for each in (None, QueueWishes()))}
+    digests = {without.digest(), *(without.replace(queues=each).digest() for each in (None, QueueConfig()))}
     assert len(digests) == 2
-    assert without.replace(queues=QueueWishes(max_queues=2)).digest() not in digests
+    assert without.replace(queues=QueueConfig(max_queues=2)).digest() not in digests
     assert '"queues"' not in without.model_dump_json(exclude_none=True)

@@ -3,13 +3,13 @@
 from capplan.spec import (
     Adapter,
     Coefficient,
-    Engine,
     Fit,
     FittedModel,
     Gpu,
     Lengths,
     ModelArch,
     Profile,
+    ProfileEngine,
     Provenance,
     ProvenanceKind,
     Workload,
@@ -41,7 +41,7 @@ def profile(
             intermediate_size=512,
             vocab_size=512,
         ),
-        engine=Engine(name="vllm", version="0.8.5", rules="vllm-0.8"),
+        engine=ProfileEngine(name="vllm", version="0.8.5", rules="vllm-0.8"),
         step_latency=part("digital-twin", k1=0, k2=0, k3=0, k4=0, k5=1, k6=0, k7=step_ms),
         memory=part(
             "slots-and-reserve",

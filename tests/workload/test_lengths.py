@@ -8,7 +8,7 @@ from hypothesis import strategies as st
 from capplan.errors import InputError
 from capplan.spec import Lengths
 from capplan.workload import length_table
-from capplan.workload.discrete import discrete, fill_inverted
+from capplan.workload.sampling import discrete_table, sample_at
 
 LIMIT = 8192
 
@@ -121,7 +121,7 @@ def test_each_of_several_distributions_is_inverted_by_its_own_cumulative(distrib
     numbers = np.tile(draws, len(tables))
     which = np.repeat(np.arange(len(tables), dtype=np.int32), len(draws))
     drawn = np.empty(len(numbers), np.int32)
-    fill_inverted(drawn, discrete(tables), which, numbers)
+    sample_at(drawn, discrete_table(tables), which, numbers)
     for u, k, value in zip(numbers, which, drawn, strict=True):
         values, weights = tables[k]
         cumulative = np.cumsum(weights) / weights.sum()

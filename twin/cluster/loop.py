@@ -14,7 +14,7 @@ from capplan.twin.cluster.migration import migrate
 from capplan.twin.cluster.steps import Cluster, go_on, hand_over, lacks_rows, look_at_adapter
 from capplan.twin.core import mark_running
 from capplan.twin.tally import ANSWER_TOKENS, ANSWERS
-from capplan.workload.streams import uniform
+from capplan.workload.sampling import uniform
 
 # Positions in the cursor, where the loop goes on after a break.
 NEXT = 0  # the next request to route

@@ -24,7 +24,7 @@ from capplan.twin.cluster.scenario import ClusterScenario
 from capplan.twin.cluster.steps import Cluster, go_on, hand_over, lacks_rows
 from capplan.twin.core import mark_running
 from capplan.twin.scenario import NS_PER_S
-from capplan.workload.streams import uniform
+from capplan.workload.sampling import uniform
 
 
 @dataclass(frozen=True)

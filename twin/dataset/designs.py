@@ -20,8 +20,7 @@ from scipy.stats import qmc
 from capplan.errors import InputError
 from capplan.models.surrogates.features import MAX_IN_FLIGHT, feature_of, feature_vector
 from capplan.spec import Adapter, Lengths, Profile, Workload, allowed_lora_rank
-from capplan.spec.arrivals import ArrivalProcess, Arrivals, Renewal
-from capplan.spec.popularity import zipf
+from capplan.spec.traffic import ArrivalProcess, Arrivals, Renewal, zipf
 from capplan.twin.simulate import Settings
 
 GRID_COUNTS: Final = (8, 16, 32, 64, 96, 128, 160, 192, 256, 320, 384)

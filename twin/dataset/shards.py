@@ -30,7 +30,7 @@ from capplan.models.surrogates.documents import profile_digest
 from capplan.models.surrogates.features import FEATURES
 from capplan.models.surrogates.probe import feature_probe
 from capplan.spec import Profile, write_bytes_atomic, write_text_atomic
-from capplan.spec.files import reason
+from capplan.spec.files import error_reason
 from capplan.twin.dataset.answers import NoRow, Row
 from capplan.twin.dataset.asking import Span, answers_to, parts_of
 from capplan.twin.dataset.designs import DESIGNS
@@ -188,7 +188,7 @@ def _open(folder: Path, asked: Asked) -> None:
             path.unlink()
         is_empty = next(folder.iterdir(), None) is None
     except (OSError, ValueError) as error:  # ValueError: a null byte in the path
-        raise InputError(f"cannot be written: {reason(error)}", location=str(folder)) from None
+        raise InputError(f"cannot be written: {error_reason(error)}", location=str(folder)) from None
     found = read_manifest(folder)
     if found is None and not is_empty:
         raise InputError(f"holds files but no {MANIFEST}; give a new or empty folder", location=str(folder))

@@ -20,7 +20,7 @@ from starlette.exceptions import HTTPException
 
 from capplan.engine.request import SamplingParams
 from capplan.errors import InputError
-from capplan.spec.base import unknown_key
+from capplan.spec.validation import unknown_key
 
 _TYPES: Final = {
     401: "authentication_error",

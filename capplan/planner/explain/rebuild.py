@@ -9,7 +9,7 @@ from dataclasses import dataclass, replace
 from capplan.datasets import list_profiles
 from capplan.errors import InputError
 from capplan.planner.problem import AdapterShare, Assignment, EngineDefaults, Problem, make_problem
-from capplan.spec import Group, Plan, Profile, QueueWishes, Workload
+from capplan.spec import Group, Plan, Profile, QueueConfig, Workload
 
 
 @dataclass(frozen=True)
@@ -110,7 +110,7 @@ def search_seed(plan: Plan) -> int:
 
 def _planned_workload(plan: Plan, workload: Workload, source: str) -> Workload:
     """Return the workload as it was planned for: `capplan plan --queues` adds a wish to that of the file."""
-    for candidate in (workload, workload.replace(queues=QueueWishes())):
+    for candidate in (workload, workload.replace(queues=QueueConfig())):
         if candidate.digest() == plan.workload_digest:
             return candidate
     rule = f"must be the workload that the plan was made for, with digest {plan.workload_digest[:12]}..."

@@ -6,7 +6,7 @@ from collections.abc import Iterator
 from dataclasses import replace
 from typing import Final
 
-from capplan.spec.popularity import zipf
+from capplan.spec.traffic import zipf
 from capplan.workload.presets.base import AZURE_CONVERSATIONS, LLAMA_7B, Preset, by_rank, group
 
 RANKS: Final = (8, 16, 32, 64, 128)

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator, Sequence
 from typing import Final
 
-from capplan.spec.popularity import power_law
+from capplan.spec.traffic import power_law
 from capplan.workload.presets.base import LLAMA_3_8B, LLAMA_7B, SHAREGPT, Preset, group, in_turn
 
 LLAMA_13B: Final = "huggyllama/llama-13b"

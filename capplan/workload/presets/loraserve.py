@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 from typing import Final
 
-from capplan.spec.popularity import exponential, zipf
+from capplan.spec.traffic import exponential, zipf
 from capplan.workload.presets.base import (
     AZURE_CONVERSATIONS,
     LLAMA_7B,

@@ -13,7 +13,7 @@ from capplan.planner.evaluate import evaluate
 from capplan.planner.explain import Explanation, SlotCurve, explain, slot_curve
 from capplan.planner.explain.rebuild import rebuild
 from capplan.planner.explain.slot_curve import MAX_POINTS
-from capplan.spec import QueueWishes, Trace
+from capplan.spec import QueueConfig, Trace
 from tests.planner.conftest import MODEL, PROFILE
 
 Make = Callable[..., Workload]
@@ -190,8 +190,8 @@ def test_a_trace_is_explained_by_replaying_it(workload: Make) -> None:
 def test_queues_asked_for_on_the_command_line_belong_to_the_plan(workload: Make) -> None:
     """`capplan plan --queues` plans for a wish that the file does not have."""
     light = workload(("a", 8, 0.5))
-    made = plan(light.replace(queues=QueueWishes()), seeds=1)
-    assert rebuild(made, light, None, "workload").problem.workload.queues == QueueWishes()
+    made = plan(light.replace(queues=QueueConfig()), seeds=1)
+    assert rebuild(made, light, None, "workload").problem.workload.queues == QueueConfig()
 
 
 def test_another_workload_is_refused(made: Plan, crowded: Workload) -> None:

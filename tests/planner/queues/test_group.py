@@ -10,7 +10,7 @@ from capplan import Lengths, Profile, Workload, simulate
 from capplan.errors import InfeasibleError
 from capplan.planner.problem import AdapterShare, Assignment, make_problem
 from capplan.planner.queues import group_queues, time_bound_s
-from capplan.spec import Queues, QueueWishes, Slo, Trace
+from capplan.spec import QueueConfig, Queues, Slo, Trace
 from capplan.twin import SimulationResult
 
 Make = Callable[..., Workload]
@@ -43,25 +43,25 @@ def made(workload: Workload, profile: Profile) -> Queues:
 
 
 def test_the_quotas_are_the_kv_tokens_of_the_gpu(workload: Make, profile: Profile) -> None:
-    queues, result = on_one_gpu(workload(*MIXED, queues=QueueWishes()), profile)
+    queues, result = on_one_gpu(workload(*MIXED, queues=QueueConfig()), profile)
     assert queues is not None
     assert len(queues.classes) > 1
     assert sum(each.quota_tokens for each in queues.classes) == result.kv_tokens
 
 
 def test_the_same_gpu_has_the_same_queues(workload: Make, profile: Profile) -> None:
-    wishes = workload(*MIXED, queues=QueueWishes())
+    wishes = workload(*MIXED, queues=QueueConfig())
     assert made(wishes, profile) == made(wishes, profile)
 
 
 def test_without_a_wish_or_without_requests_there_are_no_queues(workload: Make, profile: Profile) -> None:
     assert on_one_gpu(workload(*MIXED), profile)[0] is None
-    assert on_one_gpu(workload(("idle", 8, 0.0), queues=QueueWishes()), profile)[0] is None
+    assert on_one_gpu(workload(("idle", 8, 0.0), queues=QueueConfig()), profile)[0] is None
 
 
 @pytest.mark.parametrize("most", [1, 2])
 def test_wishes_are_heeded(workload: Make, profile: Profile, most: int) -> None:
-    wanted = QueueWishes(max_queues=most, clusters="wcss", size="output_only", adapter_charge="none")
+    wanted = QueueConfig(max_queues=most, clusters="wcss", size="output_only", adapter_charge="none")
     queues = made(workload(*MIXED, queues=wanted), profile)
     assert len(queues.classes) == most
     assert (queues.wrs.form, queues.wrs.a, queues.adapter_charge) == ("output_only", 0.0, "none")
@@ -70,7 +70,7 @@ def test_wishes_are_heeded(workload: Make, profile: Profile, most: int) -> None:
 def test_sizes_are_measured_on_the_requests_served_there(workload: Make, profile: Profile) -> None:
     """A part of an adapter's traffic, and lengths that end at max_model_len."""
     wishes = workload(
-        *MIXED, queues=QueueWishes(), prompt_tokens=Lengths(mean=90), output_tokens=Lengths(mean=30)
+        *MIXED, queues=QueueConfig(), prompt_tokens=Lengths(mean=90), output_tokens=Lengths(mean=30)
     )
     problem = make_problem(wishes, 2, profile)
     half = tuple(AdapterShare(p.name, p.rank, p.rate_rps / 2, 0.5) for p in problem.parts if p.rank == 16)
@@ -85,7 +85,7 @@ def test_a_trace_is_what_queues_are_made_for(workload: Make, profile: Profile) -
     prompt = np.array([100, 4000] * 200)
     trace = Trace.from_arrays(np.arange(400) * 0.5, ["a0"] * 400, prompt, np.full(400, 50), 200.0)
     lengths = {"prompt_tokens": Lengths(mean=2050), "output_tokens": Lengths(mean=50)}
-    wishes = workload(("a0", 8, 2.0), trace=trace, queues=QueueWishes(), **lengths)
+    wishes = workload(("a0", 8, 2.0), trace=trace, queues=QueueConfig(), **lengths)
     queues = made(wishes, profile)
     assert len(queues.classes) == 2
     assert queues.wrs.max_prompt_tokens == 4000
@@ -108,7 +108,7 @@ def test_the_bound_is_the_tightest_on_the_whole_time_or_five_times_a_request_alo
 
 
 def test_a_tighter_bound_needs_more_than_there_is_and_says_where(workload: Make, profile: Profile) -> None:
-    fields: dict[str, Any] = {"queues": QueueWishes(), "slo": Slo(e2e_mean_s=0.01)}
+    fields: dict[str, Any] = {"queues": QueueConfig(), "slo": Slo(e2e_mean_s=0.01)}
     with pytest.raises(
         InfeasibleError, match=r"queues: .* more than .* on the GPU of adapter a0 and 11 more; .*p99 or mean"
     ):

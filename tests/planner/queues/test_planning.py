@@ -9,13 +9,13 @@ from hypothesis import strategies as st
 from capplan.errors import InfeasibleError
 from capplan.planner.queue_clusters import choose_clustering, classify, cluster_sizes, cut_offs, subsample
 from capplan.planner.queues import RequestSample, plan_queues, queue_loads, request_sizes, size_weights
-from capplan.spec import Queues, QueueWishes
+from capplan.spec import QueueConfig, Queues
 from tests.planner.queues.samples import STEP_S, azure, samples
 
 MANY_TOKENS = 10**8
 
 wishes = st.builds(
-    QueueWishes,
+    QueueConfig,
     size=st.sampled_from(["degree2", "degree1", "output_only"]),
     clusters=st.sampled_from(["elbow", "wcss", "silhouette"]),
     max_queues=st.integers(1, 5),
@@ -41,7 +41,7 @@ def queue_of(queues: Queues, sample: RequestSample) -> np.ndarray:
 
 @given(samples(), wishes)
 def test_every_request_has_one_queue_and_every_queue_tokens_for_its_largest(
-    sample: RequestSample, wanted: QueueWishes
+    sample: RequestSample, wanted: QueueConfig
 ) -> None:
     queues = plan_queues(sample, rate_rps=2.0, kv_tokens=MANY_TOKENS, bound_s=10.0, wishes=wanted)
     uppers = [each.upper_wrs for each in queues.classes[:-1]]
@@ -58,7 +58,7 @@ def test_every_request_has_one_queue_and_every_queue_tokens_for_its_largest(
 
 @given(samples(), wishes, st.integers(-2000, 2000))
 def test_quotas_are_refused_just_where_the_minima_no_longer_fit(
-    sample: RequestSample, wanted: QueueWishes, spare: int
+    sample: RequestSample, wanted: QueueConfig, spare: int
 ) -> None:
     def made(kv_tokens: int) -> Queues:
         return plan_queues(sample, rate_rps=0.5, kv_tokens=kv_tokens, bound_s=20.0, wishes=wanted)
@@ -92,7 +92,7 @@ def test_the_same_requests_in_another_order_have_the_same_queues(sample: Request
 def test_equal_requests_have_one_queue_with_all_tokens(clusters: str) -> None:
     ones = np.ones(100, np.int64)
     sample = RequestSample(200 * ones, 50 * ones, ones, ones * 1.5, np.array([16, 16]), np.array([0, 32]))
-    wanted = QueueWishes(clusters=clusters)  # type: ignore[arg-type]
+    wanted = QueueConfig(clusters=clusters)  # type: ignore[arg-type]
     queues = plan_queues(sample, rate_rps=1.0, kv_tokens=5000, bound_s=10.0, wishes=wanted)
     assert [each.model_dump() for each in queues.classes] == [{"upper_wrs": None, "quota_tokens": 5000}]
 

@@ -7,8 +7,18 @@ from typing import Annotated, Any, Final, Self
 
 from pydantic import Field, Strict, model_validator
 
-from capplan.spec.base import SpecModel, broken
-from capplan.spec.types import Count, LoraRank, Name, NonNegative, Positive, Share, Text, rule
+from capplan.spec.validation import (
+    Count,
+    LoraRank,
+    Name,
+    NonNegative,
+    Positive,
+    Share,
+    SpecModel,
+    Text,
+    rule,
+    rule_error,
+)
 
 Ratio = Annotated[float, Strict(), Field(ge=1), rule("must be a finite number >= 1")]
 
@@ -28,6 +38,7 @@ def _bound(metric: str, statistic: str, unit: str) -> Any:
 
 
 STARVED_BELOW: Final = 0.9
+
 """Served fraction under which a GPU counts as starved (adapter-caching paper, sections 2.3 and 6)."""
 
 
@@ -73,7 +84,7 @@ class Slo(SpecModel):
     @model_validator(mode="after")
     def _pairs(self) -> Self:
         if (self.tpt_over_base is None) != (self.attainment is None):
-            raise broken("tpt_over_base and attainment go together: give both or neither")
+            raise rule_error("tpt_over_base and attainment go together: give both or neither")
         return self
 
     def latency_bounds(self) -> dict[str, float]:
@@ -109,7 +120,7 @@ class EngineConfig(SpecModel):
         for small, large in (("max_loras", "max_cpu_loras"), ("max_num_seqs", "max_num_batched_tokens")):
             low, high = getattr(self, small), getattr(self, large)
             if low is not None and high is not None and high < low:
-                raise broken(f"must be at least {small}, which is {low}", key=(large,), value=high)
+                raise rule_error(f"must be at least {small}, which is {low}", key=(large,), value=high)
         return self
 
 

@@ -1,17 +1,29 @@
-"""What all documents share: frozen models whose broken rules become one-line input errors."""
+"""Validation shared by all documents: the frozen base model, field types, and one-line input errors."""
 
 from __future__ import annotations
 
 import difflib
 from collections.abc import Callable, Iterable, Mapping
-from typing import Any, Self, TypeAlias, TypeVar
+from numbers import Integral, Real
+from typing import Annotated, Any, Final, Self, TypeAlias, TypeVar
 
-from pydantic import BaseModel, ConfigDict, ValidationError, model_validator
+from pydantic import (
+    AfterValidator,
+    BaseModel,
+    ConfigDict,
+    Field,
+    Strict,
+    ValidationError,
+    ValidatorFunctionWrapHandler,
+    WrapValidator,
+    model_validator,
+)
 from pydantic_core import ErrorDetails, PydanticCustomError
 
 from capplan.errors import NO_VALUE, InputError
 
 Key: TypeAlias = tuple[str | int, ...]
+
 """Path of a value inside a document, such as ``("adapters", 1, "rate_rps")``."""
 
 
@@ -19,7 +31,7 @@ class SpecModel(BaseModel):
     """Frozen, no unknown keys, no NaN; construction raises :class:`~capplan.errors.InputError`.
 
     ``model_validate`` keeps pydantic's own error, with its structured positions, for readers of files;
-    :func:`checked` turns it into an input error that says where in the file.
+    :func:`validate_document` turns it into an input error that says where in the file.
     """
 
     model_config = ConfigDict(frozen=True, extra="forbid", allow_inf_nan=False)
@@ -29,7 +41,7 @@ class SpecModel(BaseModel):
             super().__init__(**fields)
         except ValidationError as error:
             name = type(self).__name__
-            raise input_error(error, lambda key: f"{name}.{dotted(key)}" if key else name) from None
+            raise input_error(error, lambda key: f"{name}.{format_key(key)}" if key else name) from None
 
     # Pydantic calls a custom __init__ for nested models too, which would hide the path of an error in them.
     # This marks ours as equivalent to the inherited one, as pydantic's own RootModel does.
@@ -41,7 +53,7 @@ class SpecModel(BaseModel):
         if isinstance(data, Mapping):
             for key in data:
                 if key not in cls.model_fields:
-                    raise broken(unknown_key(key, cls.model_fields), key=(str(key),))
+                    raise rule_error(unknown_key(key, cls.model_fields), key=(str(key),))
         return data
 
     def replace(self, **changes: Any) -> Self:
@@ -53,7 +65,7 @@ class SpecModel(BaseModel):
 Model = TypeVar("Model", bound=BaseModel)
 
 
-def checked(model: type[Model], data: object, locate: Callable[[Key], str]) -> Model:
+def validate_document(model: type[Model], data: object, locate: Callable[[Key], str]) -> Model:
     """Validate ``data``; ``locate`` turns the key of the first broken rule into a location.
 
     Raises
@@ -77,10 +89,10 @@ def input_error(error: ValidationError, locate: Callable[[Key], str]) -> InputEr
     value = NO_VALUE if missing else context.get("value", first["input"])
     if isinstance(value, Mapping | BaseModel):
         value = NO_VALUE  # too long to help
-    return InputError(_rule_of(first), value, locate(key))
+    return InputError(_broken_rule(first), value, locate(key))
 
 
-def _rule_of(detail: ErrorDetails) -> str:
+def _broken_rule(detail: ErrorDetails) -> str:
     match detail["type"]:
         case "rule":
             return detail["msg"]
@@ -96,7 +108,7 @@ def _rule_of(detail: ErrorDetails) -> str:
             return detail["msg"].replace("Input should be", "must be").replace("a valid ", "")
 
 
-def broken(rule: str, *, key: Key = (), value: object = NO_VALUE) -> PydanticCustomError:
+def rule_error(rule: str, *, key: Key = (), value: object = NO_VALUE) -> PydanticCustomError:
     """Return the error a validator raises; ``key`` leads from the validated value to the one at fault."""
     position = {"key": key, "value": value} if key else {}
     return PydanticCustomError("rule", "{rule}", {"rule": rule, **position})
@@ -107,7 +119,7 @@ def check_unique(key: str, names: Iterable[str], field: str = "name") -> set[str
     seen: set[str] = set()
     for index, name in enumerate(names):
         if name in seen:
-            raise broken("must be unique", key=(key, index, field), value=name)
+            raise rule_error("must be unique", key=(key, index, field), value=name)
         seen.add(name)
     return seen
 
@@ -123,7 +135,86 @@ def unknown_key(key: object, valid: Iterable[str]) -> str:
     )
 
 
-def dotted(key: Key) -> str:
+def format_key(key: Key) -> str:
     """Return ``adapters[1].rate_rps`` for ``("adapters", 1, "rate_rps")``."""
     text = "".join(f"[{part}]" if isinstance(part, int) else f".{part}" for part in key)
     return text.removeprefix(".")
+
+
+MAX_TOKENS: Final = 2**24  # longest request length understood; keeps every sum of lengths far inside int64
+
+LORA_RANKS: Final = (1, 8, 16, 32, 64, 128, 256, 320, 512)  # values vLLM 0.32 allows for max_lora_rank
+
+
+def rule(words: str) -> WrapValidator:
+    """Return a validator that states ``words`` when the type or a bound is broken.
+
+    NumPy scalars count as the Python numbers they stand for.
+    """
+
+    def validate(value: Any, handler: ValidatorFunctionWrapHandler) -> Any:
+        if isinstance(value, Real) and not isinstance(value, int | float):
+            value = int(value) if isinstance(value, Integral) else float(value)
+        try:
+            return handler(value)
+        except ValidationError:
+            raise rule_error(words) from None
+
+    return WrapValidator(validate)
+
+
+def allowed_lora_rank(rank: int) -> int:
+    """Return the smallest ``max_lora_rank`` vLLM allows that holds an adapter of ``rank``.
+
+    Raises
+    ------
+    ValueError
+        Unless 1 <= rank <= 512.
+    """
+    if not 1 <= rank <= LORA_RANKS[-1]:
+        raise ValueError(f"rank must be from 1 to {LORA_RANKS[-1]}, got {rank}")
+    return next(allowed for allowed in LORA_RANKS if allowed >= rank)
+
+
+def _listed_rank(rank: int) -> int:
+    if rank not in LORA_RANKS:
+        raise ValueError(rank)
+    return rank
+
+
+NonNegative: TypeAlias = Annotated[float, Strict(), Field(ge=0), rule("must be a finite number >= 0")]
+
+Positive: TypeAlias = Annotated[float, Strict(), Field(gt=0), rule("must be a finite number > 0")]
+
+Share: TypeAlias = Annotated[
+    float, Strict(), Field(gt=0, le=1), rule("must be a number above 0 and at most 1")
+]
+
+Fraction: TypeAlias = Annotated[float, Strict(), Field(ge=0, le=1), rule("must be a number from 0 to 1")]
+
+Count: TypeAlias = Annotated[int, Strict(), Field(ge=1), rule("must be a whole number >= 1")]
+
+Natural: TypeAlias = Annotated[int, Strict(), Field(ge=0), rule("must be a whole number >= 0")]
+
+Rank: TypeAlias = Annotated[int, Strict(), Field(ge=1, le=512), rule("must be a whole number from 1 to 512")]
+
+LoraRank: TypeAlias = Annotated[
+    int,
+    Strict(),
+    Field(json_schema_extra={"enum": [*LORA_RANKS]}),
+    AfterValidator(_listed_rank),
+    rule(f"must be one of vLLM's ranks {', '.join(map(str, LORA_RANKS))}"),
+]
+
+Flag: TypeAlias = Annotated[bool, Strict(), rule("must be true or false")]
+
+Text: TypeAlias = Annotated[
+    str, Strict(), Field(min_length=1), rule("must be text, not empty; quote a number")
+]
+
+Name: TypeAlias = Annotated[
+    str,
+    Strict(),
+    Field(min_length=1, max_length=256, pattern=r"^[^\s=,]+$"),
+    rule("must be a name of 1 to 256 characters without spaces, '=' or ','; quote a number"),
+]

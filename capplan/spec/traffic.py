@@ -1,7 +1,8 @@
-"""How the requests of an adapter follow each other in time: a process, and how its rate moves."""
+"""Traffic of adapters: arrival processes, rate modulation, popularity laws."""
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping
 from enum import StrEnum
 from itertools import pairwise
@@ -9,8 +10,8 @@ from typing import Annotated, Any, Literal, Self, TypeAlias
 
 from pydantic import AfterValidator, BeforeValidator, Discriminator, Field, Strict, Tag, model_validator
 
-from capplan.spec.base import SpecModel, broken
-from capplan.spec.types import Fraction, NonNegative, Positive, Rank, rule
+from capplan.errors import InputError
+from capplan.spec.validation import Fraction, NonNegative, Positive, Rank, SpecModel, rule, rule_error
 
 
 class Arrivals(StrEnum):
@@ -21,17 +22,23 @@ class Arrivals(StrEnum):
 
 
 _PROCESSES = ("poisson", "deterministic", "gamma", "weibull", "lognormal", "unpredictable")
+
 _MODULATIONS = ("steps", "diurnal", "burst", "shifting_skew")
+
 _NEED_CV = frozenset({"gamma", "weibull", "lognormal"})
 
 Spread = Annotated[
     float, Strict(), Field(ge=0.01, le=50), rule("must be a number from 0.01 to 50, such as 3")
 ]
+
 AtLeastOne = Annotated[float, Strict(), Field(ge=1), rule("must be a finite number >= 1")]
+
 LogSigma = Annotated[float, Strict(), Field(gt=0, le=5), rule("must be a number above 0 and at most 5")]
-Memory = Annotated[
+
+StickyWindow = Annotated[
     int, Strict(), Field(ge=1, le=10_000), rule("must be a whole number from 1 to 10000, such as 4")
 ]
+
 Phase = Annotated[float, Strict(), Field(ge=0, lt=1), rule("must be a number from 0 to below 1")]
 
 
@@ -51,14 +58,14 @@ class Steps(SpecModel):
     def _one_after_the_other(self) -> Self:
         times = [t_s for t_s, _ in self.steps]
         if times[0] != 0:
-            raise broken("must begin at 0 seconds", key=("steps", 0, 0), value=times[0])
+            raise rule_error("must begin at 0 seconds", key=("steps", 0, 0), value=times[0])
         for index, (before, after) in enumerate(pairwise(times), start=1):
             if after <= before:
-                raise broken("must ascend", key=("steps", index, 0), value=after)
+                raise rule_error("must ascend", key=("steps", index, 0), value=after)
         if self.period_s is not None and self.period_s <= times[-1]:
-            raise broken("must be after the last step", key=("period_s",), value=self.period_s)
+            raise rule_error("must be after the last step", key=("period_s",), value=self.period_s)
         if not any(factor for _, factor in self.steps):
-            raise broken("must have a factor above 0", key=("steps",))
+            raise rule_error("must have a factor above 0", key=("steps",))
         return self
 
 
@@ -85,7 +92,7 @@ class Burst(SpecModel):
     @model_validator(mode="after")
     def _fits(self) -> Self:
         if self.at_s + self.length_s > self.every_s:
-            raise broken("a burst must end before every_s: at_s + length_s must not exceed it")
+            raise rule_error("a burst must end before every_s: at_s + length_s must not exceed it")
         return self
 
 
@@ -109,13 +116,13 @@ class ShiftingSkew(SpecModel):
     @model_validator(mode="after")
     def _apart(self) -> Self:
         if self.to_rank >= self.from_rank:
-            raise broken(
+            raise rule_error(
                 f"must be below from_rank, which is {self.from_rank}", key=("to_rank",), value=self.to_rank
             )
         return self
 
 
-def _kind_of(value: Any) -> str:
+def _modulation_tag(value: Any) -> str:
     kind = value.get("kind") if isinstance(value, Mapping) else getattr(value, "kind", None)
     return f"<{kind}>"
 
@@ -124,9 +131,9 @@ def _known_kind(value: Any) -> Any:
     if isinstance(value, SpecModel):
         return value
     if not isinstance(value, Mapping):
-        raise broken("must be a mapping of keys to values")
+        raise rule_error("must be a mapping of keys to values")
     if value.get("kind") not in _MODULATIONS:
-        raise broken(f"must be one of {', '.join(_MODULATIONS)}", key=("kind",), value=value.get("kind"))
+        raise rule_error(f"must be one of {', '.join(_MODULATIONS)}", key=("kind",), value=value.get("kind"))
     return value
 
 
@@ -136,7 +143,7 @@ Modulation: TypeAlias = Annotated[
         | Annotated[Diurnal, Tag("<diurnal>")]
         | Annotated[Burst, Tag("<burst>")]
         | Annotated[ShiftingSkew, Tag("<shifting_skew>")],
-        Discriminator(_kind_of),
+        Discriminator(_modulation_tag),
     ],
     BeforeValidator(_known_kind),
 ]
@@ -156,9 +163,9 @@ class Renewal(SpecModel):
     @model_validator(mode="after")
     def _spread_where_there_is_a_choice(self) -> Self:
         if self.process in _NEED_CV and self.cv is None:
-            raise broken(f"is required for {self.process}", key=("cv",))
+            raise rule_error(f"is required for {self.process}", key=("cv",))
         if self.process not in _NEED_CV and self.cv is not None:
-            raise broken(f"does not go with {self.process}", key=("cv",), value=self.cv)
+            raise rule_error(f"does not go with {self.process}", key=("cv",), value=self.cv)
         return self
 
 
@@ -185,14 +192,14 @@ class Unpredictable(SpecModel):
     )
 
 
-def _form(value: Any) -> str:
+def _process_tag(value: Any) -> str:
     if not isinstance(value, Mapping | SpecModel):
         return "<name>"
     process = value.get("process") if isinstance(value, Mapping) else getattr(value, "process", None)
     return "<unpredictable>" if process == "unpredictable" else "<renewal>"
 
 
-def _shortest(value: Arrivals | Renewal | Unpredictable) -> Arrivals | Renewal | Unpredictable:
+def _canonical(value: Arrivals | Renewal | Unpredictable) -> Arrivals | Renewal | Unpredictable:
     """Return the name alone where it says everything, so that equal processes have equal digests."""
     if isinstance(value, Renewal) and value.cv is None and value.modulation is None:
         return Arrivals(value.process)
@@ -202,9 +209,9 @@ def _shortest(value: Arrivals | Renewal | Unpredictable) -> Arrivals | Renewal |
 def _known_process(value: Any) -> Any:
     if isinstance(value, str) and value in _PROCESSES and value not in set(Arrivals):
         more = ", cv: 2" if value in _NEED_CV else ""
-        raise broken(f"must be written as {{process: {value}{more}}}")
+        raise rule_error(f"must be written as {{process: {value}{more}}}")
     if isinstance(value, Mapping) and value.get("process", "poisson") not in _PROCESSES:
-        raise broken(f"must be one of {', '.join(_PROCESSES)}", key=("process",), value=value["process"])
+        raise rule_error(f"must be one of {', '.join(_PROCESSES)}", key=("process",), value=value["process"])
     return value
 
 
@@ -213,15 +220,106 @@ ArrivalProcess: TypeAlias = Annotated[
         Annotated[Arrivals, Tag("<name>")]
         | Annotated[Renewal, Tag("<renewal>")]
         | Annotated[Unpredictable, Tag("<unpredictable>")],
-        Discriminator(_form),
+        Discriminator(_process_tag),
     ],
     BeforeValidator(_known_process),
-    AfterValidator(_shortest),
+    AfterValidator(_canonical),
 ]
 
 
 class Stickiness(SpecModel):
     """Temporal locality: some requests ask for an adapter that was asked for just before."""
 
-    last: Memory = Field(description="How many of the adapters asked for last may be repeated.")
+    last: StickyWindow = Field(description="How many of the adapters asked for last may be repeated.")
     probability: Fraction = Field(description="Probability that a request repeats one of them.")
+
+
+Exponent = Annotated[float, Strict(), Field(ge=0, le=50), rule("must be a number from 0 to 50, such as 1")]
+
+Alpha = Annotated[float, Strict(), Field(gt=0, le=1), rule("must be a number above 0 and at most 1")]
+
+
+def zipf(adapters: int, s: float) -> tuple[float, ...]:
+    """Return shares in proportion to rank^-s: 0 is uniform, 1 is Zipf's law (Chameleon, LoRAServe).
+
+    Parameters
+    ----------
+    adapters : int
+        At least 1; the first adapter is the most popular one.
+    s : float
+        At least 0.
+
+    Returns
+    -------
+    tuple of float
+        One share per adapter; they sum to 1.
+    """
+    _check_parameters(adapters, s >= 0, "s", s, "must be a number >= 0")
+    return _normalized([(k + 1.0) ** -s for k in range(adapters)])
+
+
+def power_law(adapters: int, alpha: float) -> tuple[float, ...]:
+    """Return S-LoRA's shares: adapter floor(N U^(1 / alpha)) with U uniform; 1 is uniform, less is skewer.
+
+    The first k of N adapters have (k / N)^alpha together; this is not the exponent of :func:`zipf`.
+
+    Parameters
+    ----------
+    adapters : int
+        At least 1; the first adapter is the most popular one.
+    alpha : float
+        Above 0 and at most 1.
+    """
+    _check_parameters(adapters, 0 < alpha <= 1, "alpha", alpha, "must be a number above 0 and at most 1")
+    together = [(k / adapters) ** alpha for k in range(adapters + 1)]
+    return _normalized([high - low for low, high in pairwise(together)])
+
+
+def exponential(adapters: int, b: float) -> tuple[float, ...]:
+    """Return shares in proportion to exp(-b k) for k = 0, 1, ... (LoRAServe's exponential popularity).
+
+    Parameters
+    ----------
+    adapters : int
+        At least 1; the first adapter is the most popular one.
+    b : float
+        At least 0; 0 is uniform.
+    """
+    _check_parameters(adapters, b >= 0, "b", b, "must be a number >= 0")
+    return _normalized([math.exp(-b * k) for k in range(adapters)])
+
+
+def _check_parameters(adapters: int, holds: bool, name: str, value: float, words: str) -> None:
+    if adapters < 1:
+        raise InputError("must be a whole number >= 1", adapters, "adapters")
+    if not holds or not math.isfinite(value):
+        raise InputError(words, value, name)
+
+
+def _normalized(weights: list[float]) -> tuple[float, ...]:
+    total = math.fsum(weights)
+    return tuple(weight / total for weight in weights)
+
+
+class Popularity(SpecModel):
+    """The law by which a group of adapters shares out its requests; exactly one is given."""
+
+    zipf: Exponent | None = Field(None, description="Shares in proportion to rank^-s; 0 is uniform.")
+    power_law: Alpha | None = Field(
+        None, description="S-LoRA's alpha: the first k of N have (k / N)^alpha together; 1 is uniform."
+    )
+    exponential: Exponent | None = Field(None, description="Shares in proportion to exp(-b k), k from 0.")
+
+    @model_validator(mode="after")
+    def _one_law(self) -> Self:
+        if sum(law is not None for law in (self.zipf, self.power_law, self.exponential)) != 1:
+            raise rule_error("must give exactly one of zipf, power_law, exponential")
+        return self
+
+    def shares(self, adapters: int) -> tuple[float, ...]:
+        """Return one share per adapter, the most popular first; they sum to 1."""
+        if self.zipf is not None:
+            return zipf(adapters, self.zipf)
+        if self.power_law is not None:
+            return power_law(adapters, self.power_law)
+        return exponential(adapters, self.exponential or 0.0)

@@ -1,7 +1,13 @@
-"""Draws from distributions over whole numbers, by inversion in compiled code."""
+"""Counter-based random streams, and inversion sampling of discrete distributions in compiled code.
+
+The i-th number of a stream is a function of the stream's key and of i. Streams keep no state and can be read
+in any order. The function is SplitMix64 (Steele, Lea and Flood, "Fast splittable pseudorandom number
+generators", OOPSLA 2014). It uses integer arithmetic only: results are the same on every machine.
+"""
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Sequence
 from typing import Final, NamedTuple, TypeAlias
 
@@ -9,15 +15,77 @@ import numpy as np
 from numpy.typing import NDArray
 
 from capplan.compile import jit
-from capplan.workload.streams import uniform
+
+_STEP: Final = np.uint64(0x9E3779B97F4A7C15)  # 2^64 / golden ratio
+
+_MIX_1: Final = np.uint64(0xBF58476D1CE4E5B9)
+
+_MIX_2: Final = np.uint64(0x94D049BB133111EB)
+
+_SHIFT_1: Final = np.uint64(30)
+
+_SHIFT_2: Final = np.uint64(27)
+
+_SHIFT_3: Final = np.uint64(31)
+
+_SHIFT_DOUBLE: Final = np.uint64(11)  # a double holds 53 bits
+
+_UNIT: Final = 2.0**-53
+
+
+class Streams(NamedTuple):
+    """Keys of the streams that requests are drawn from, one per quantity."""
+
+    arrivals: np.uint64
+    adapters: np.uint64
+    prompts: np.uint64
+    outputs: np.uint64
+    repetitions: np.uint64
+    repeated: np.uint64
+
+
+def streams(seed: int) -> Streams:
+    """Return the keys for a seed, which is at least 0; seeds close to each other give unrelated keys."""
+    return Streams(*np.random.SeedSequence(seed).generate_state(len(Streams._fields), np.uint64))
+
+
+@jit
+def uniform(key: np.uint64, index: int) -> float:
+    """Return the number at `index` of a stream, uniform over the multiples of 2^-53 in [0, 1)."""
+    bits = key + np.uint64(index) * _STEP
+    bits = (bits ^ (bits >> _SHIFT_1)) * _MIX_1
+    bits = (bits ^ (bits >> _SHIFT_2)) * _MIX_2
+    bits ^= bits >> _SHIFT_3
+    return float(bits >> _SHIFT_DOUBLE) * _UNIT
+
+
+@jit
+def exponential(key: np.uint64, index: int) -> float:
+    """Return an exponential number of mean 1 made from the one at `index`."""
+    return -math.log(1.0 - uniform(key, index))
+
+
+def uniforms(key: np.uint64, count: int) -> NDArray[np.float64]:
+    """Return the first `count` numbers of a stream."""
+    numbers = np.empty(count)
+    _fill_uniform(numbers, key)
+    return numbers
+
+
+@jit
+def _fill_uniform(numbers: NDArray[np.float64], key: np.uint64) -> None:
+    for i in range(numbers.size):
+        numbers[i] = uniform(key, i)
+
 
 Distributions: TypeAlias = Sequence[tuple[NDArray[np.int32], NDArray[np.float64]]]
 
 _BUCKETS_PER_VALUE: Final = 16
+
 _MOST_BUCKETS: Final = 2**16  # of all distributions of a table together, if that leaves one per value
 
 
-class Discrete(NamedTuple):
+class DiscreteTable(NamedTuple):
     """Distributions over positive whole numbers, one behind the other, ready for inversion.
 
     For each distribution the unit interval is cut into equal buckets. Where the cumulative distribution does
@@ -35,10 +103,10 @@ class Discrete(NamedTuple):
     """Where the buckets of each distribution begin, and where those of the last one end."""
 
 
-def discrete(
+def discrete_table(
     distributions: Distributions,
     over: Callable[[NDArray[np.float64]], NDArray[np.float64]] | None = None,
-) -> Discrete:
+) -> DiscreteTable:
     """Return the table of these distributions.
 
     Parameters
@@ -54,7 +122,7 @@ def discrete(
     buckets = [_power_of_two(max(n, min(share, _BUCKETS_PER_VALUE * n))) for n in sizes.tolist()]
     first_bucket = np.concatenate(([0], np.cumsum(buckets)))
     cumulative = np.concatenate([_cumulative(weights) for _, weights in distributions])
-    table = Discrete(
+    table = DiscreteTable(
         values=np.concatenate([values for values, _ in distributions], dtype=np.int32),
         cumulative=cumulative if over is None else over(cumulative),
         answer=np.empty(first_bucket[-1], np.int32),
@@ -78,7 +146,7 @@ def _cumulative(weights: NDArray[np.float64]) -> NDArray[np.float64]:
 
 
 @jit
-def _fill_answers(table: Discrete, first_value: NDArray[np.int64]) -> None:
+def _fill_answers(table: DiscreteTable, first_value: NDArray[np.int64]) -> None:
     """Look every bucket up, in one walk over buckets and values."""
     for which in range(first_value.size):
         first = table.first_bucket[which]
@@ -92,7 +160,7 @@ def _fill_answers(table: Discrete, first_value: NDArray[np.int64]) -> None:
 
 
 @jit
-def invert(table: Discrete, which: int, number: float) -> int:
+def invert(table: DiscreteTable, which: int, number: float) -> int:
     """Return what a distribution has at this number of [0, 1): where its cumulative first exceeds it."""
     first = table.first_bucket[which]
     found: int = table.answer[first + int(number * (table.first_bucket[which + 1] - first))]
@@ -105,15 +173,15 @@ def invert(table: Discrete, which: int, number: float) -> int:
 
 
 @jit
-def fill_drawn(drawn: NDArray[np.int32], table: Discrete, key: np.uint64) -> None:
+def sample(drawn: NDArray[np.int32], table: DiscreteTable, key: np.uint64) -> None:
     """Draw from the only distribution of a table, each at its own number of a stream."""
     for i in range(drawn.size):
         drawn[i] = invert(table, 0, uniform(key, i))
 
 
 @jit
-def fill_inverted(
-    drawn: NDArray[np.int32], table: Discrete, which: NDArray[np.int32], numbers: NDArray[np.float64]
+def sample_at(
+    drawn: NDArray[np.int32], table: DiscreteTable, which: NDArray[np.int32], numbers: NDArray[np.float64]
 ) -> None:
     """Invert numbers of [0, 1), each under the distribution that `which` gives for it."""
     for i in range(drawn.size):
