@@ -9,7 +9,7 @@ BIN := $(VENV)/bin
 INSTALL := $(BIN)/python -m pip install --quiet --disable-pip-version-check --constraint constraints.txt
 
 .DEFAULT_GOAL := help
-.PHONY: help plan test bench lint format clean gpu-campaign
+.PHONY: help plan test bench docs lint format clean gpu-campaign
 
 help: ## what can be made
 	@awk -F ':.*## ' '/^[a-z-]+:.*## / { printf "make %-12s %s\n", $$1, $$2 }' $(MAKEFILE_LIST)
@@ -22,6 +22,9 @@ test: lint ## everything CI runs: linters, types, import arrows, tests with cove
 
 bench: $(VENV)/.test ## time what has a speed to keep
 	$(BIN)/python -m pytest benchmarks --benchmark-only
+
+docs: $(VENV)/.test ## build the documentation site into site/, strictly
+	$(BIN)/mkdocs build --strict --quiet
 
 gpu-campaign: $(VENV)/.test ## measure a CUDA machine into datasets/<gpu>, slice by slice; goes on where it stopped
 	$(BIN)/python -m capplan.profiling.campaign $(CAMPAIGN_FLAGS)
@@ -37,7 +40,7 @@ format: $(VENV)/.test ## rewrite the sources in the house format
 	$(BIN)/ruff format .
 
 clean: ## remove the environment, caches and build products
-	rm -rf $(VENV) build dist *.egg-info .mypy_cache .ruff_cache .pytest_cache .import_linter_cache
+	rm -rf $(VENV) build dist site *.egg-info .mypy_cache .ruff_cache .pytest_cache .import_linter_cache
 	rm -rf .hypothesis .benchmarks .coverage .coverage.* htmlcov plan.json
 	find . -name __pycache__ -type d -prune -exec rm -rf {} +
 
@@ -49,5 +52,5 @@ $(VENV)/.base: pyproject.toml constraints.txt | $(BIN)/python
 	@touch $@
 
 $(VENV)/.test: pyproject.toml constraints.txt | $(BIN)/python
-	$(INSTALL) --editable '.[dev,bench,engine,oracle-hf]' $(TORCH)
+	$(INSTALL) --editable '.[dev,docs,bench,engine,oracle-hf,ray]' $(TORCH)
 	@touch $@ $(VENV)/.base

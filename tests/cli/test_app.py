@@ -30,23 +30,6 @@ def test_help_lists_every_command(run: Run) -> None:
     assert all(f" {name} " in text for name in COMMANDS)
 
 
-def test_the_documentation_names_every_command_and_flag() -> None:
-    import typer
-
-    from capplan.cli.app import app
-
-    text = (ROOT / "docs" / "cli.md").read_text(encoding="utf-8")
-    group = typer.main.get_command(app)
-    commands = group.commands  # type: ignore[attr-defined]
-    assert set(commands) == set(COMMANDS)
-    for name, each in commands.items():
-        start = text.index(f"## `capplan {name}`")
-        end = text.find("\n## ", start)
-        section = text[start : end if end > 0 else None]
-        flags = [flag for parameter in each.params for flag in parameter.opts if flag.startswith("--")]
-        assert [flag for flag in flags if f"`{flag}" not in section] == []
-
-
 def test_version_is_the_package_version(run: Run) -> None:
     assert run("--version").stdout == f"capplan {capplan.__version__}\n"
 

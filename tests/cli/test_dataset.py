@@ -13,11 +13,9 @@ from pathlib import Path
 
 import psutil
 import pytest
-import typer
 
-from capplan.cli.dataset import dataset
 from capplan.models.learning.table import read_tables
-from tests.cli.conftest import ROOT, Process, Run, command, environment, error_line
+from tests.cli.conftest import Process, Run, command, environment, error_line
 from tests.cli.examples import profile_document
 
 
@@ -138,13 +136,3 @@ def _alive(group: int) -> bool:
             if os.getpgid(process.pid) == group and process.status() != psutil.STATUS_ZOMBIE:
                 return True
     return False
-
-
-def test_the_documentation_names_every_flag() -> None:
-    text = (ROOT / "docs" / "cli.md").read_text(encoding="utf-8")
-    start = text.index("## `capplan dataset`")
-    end = text.find("\n## ", start)
-    section = text[start : end if end > 0 else None]
-    command = typer.main.get_command(dataset).commands["generate"]  # type: ignore[attr-defined]
-    flags = [flag for each in command.params for flag in each.opts if flag.startswith("--")]
-    assert [flag for flag in flags if f"`{flag}" not in section] == []

@@ -5,7 +5,7 @@ from pathlib import Path
 
 import pytest
 
-from tests.cli.conftest import ROOT, Run, error_line
+from tests.cli.conftest import Run, error_line
 
 pytest.importorskip("torch", reason="kernels are timed with torch (extra `engine`)")
 
@@ -54,16 +54,3 @@ def test_mistakes_are_one_line(run: Run, tmp_path: Path, arguments: tuple[str, s
 def test_a_file_in_the_way_is_refused(run: Run, tmp_path: Path) -> None:
     (tmp_path / "out").write_text("")
     assert "must be a directory" in error_line(run(*TINY, "-o", tmp_path / "out"))
-
-
-def test_the_documentation_names_every_flag() -> None:
-    import typer
-
-    from capplan.cli.app import profile
-
-    text = (ROOT / "docs" / "cli.md").read_text(encoding="utf-8")
-    section = text[text.index("## `capplan profile`") :].partition("\n## ")[0]
-    for name, command in typer.main.get_command(profile).commands.items():  # type: ignore[attr-defined]
-        assert f"capplan profile {name}" in section
-        flags = [flag for each in command.params for flag in each.opts if flag.startswith("--")]
-        assert [flag for flag in flags if f"`{flag}" not in section] == []

@@ -2,9 +2,7 @@ import json
 from pathlib import Path
 
 import pytest
-import typer
 
-from capplan.cli.workload import workload
 from capplan.spec import load_workload
 from capplan.workload.presets import presets
 from tests.cli.conftest import ROOT, Run, error_line
@@ -71,13 +69,3 @@ def test_a_preset_with_its_trace_is_a_whole_workload(run: Run, tmp_path: Path) -
 )
 def test_a_mistake_is_one_line(run: Run, arguments: tuple[str, ...], message: str) -> None:
     assert message in error_line(run("workload", "preset", *arguments))
-
-
-def test_the_documentation_names_every_flag() -> None:
-    text = (ROOT / "docs" / "cli.md").read_text(encoding="utf-8")
-    start = text.index("## `capplan workload`")
-    end = text.find("\n## ", start)
-    section = text[start : end if end > 0 else None]
-    command = typer.main.get_command(workload).commands["preset"]  # type: ignore[attr-defined]
-    flags = [flag for each in command.params for flag in each.opts if flag.startswith("--")]
-    assert [flag for flag in flags if f"`{flag}" not in section] == []

@@ -8,7 +8,7 @@ import pytest
 from capplan.spec import WorkloadFile, load_workload
 from capplan.spec.files import parse_yaml
 
-GUIDE = (Path(__file__).parents[2] / "docs" / "workload.md").read_text(encoding="utf-8")
+GUIDE = (Path(__file__).parents[2] / "docs" / "guides" / "workload.md").read_text(encoding="utf-8")
 EXAMPLES = re.findall(r"```yaml\n(.*?)```", GUIDE, re.DOTALL)
 PROGRAMS = re.findall(r"```python\n(.*?)```", GUIDE, re.DOTALL)
 
