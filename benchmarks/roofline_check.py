@@ -20,12 +20,11 @@ import numpy as np
 import pandas as pd
 
 from capplan.datasets import load_profile
+from capplan.datasets.catalog import gpu_sheet, model_arch
 from capplan.models.calibration.least_squares import smape
 from capplan.models.loading import gpu_load_ms
 from capplan.models.memory import kv_tokens
 from capplan.models.roofline import EngineChoice, roofline_profile
-from capplan.models.roofline_archs import model_arch
-from capplan.models.roofline_gpus import gpu_sheet
 from capplan.models.step_latency import StepFeatures, coefficient_array, latency_code, step_ms
 from capplan.spec import Profile
 
@@ -161,10 +160,9 @@ def sizes_and_loads() -> Iterator[Comparison]:
 
 
 def _with_host(model: str, host_ms: float) -> Profile:
-    from capplan.models.roofline import Assumptions
-    from capplan.models.roofline_parts import Physics
+    from capplan.models.roofline import Assumptions, Efficiencies
 
-    assumptions = Assumptions(physics=Physics(step_ms=host_ms))
+    assumptions = Assumptions(physics=Efficiencies(step_ms=host_ms))
     return roofline_profile(gpu_sheet("h100-64g"), model_arch(model), assumptions=assumptions)
 
 

@@ -19,12 +19,16 @@ from benchmarks.fidelity_figures import markdown
 from capplan import Lengths, Profile, load_profile, load_surrogate
 from capplan.models import Surrogate
 from capplan.models.calibration.least_squares import smape
-from capplan.models.learning.judging import coverage, regimes, starvation_scores, throughput_errors
-from capplan.models.learning.manifest import read_manifest
-from capplan.models.learning.scores import macro_f1
-from capplan.models.learning.table import TrainingTable, read_tables
-from capplan.models.surrogates.documents import KINDS, profile_digest
-from capplan.models.surrogates.features import FEATURES, feature_vector, offered_tok_s, untrained
+from capplan.models.surrogates.features import FEATURES, feature_vector, offered_tok_s, unsupported_workload
+from capplan.models.surrogates.files import KINDS, profile_digest
+from capplan.models.training.data import TrainingTable, read_manifest, read_tables
+from capplan.models.training.evaluation import (
+    coverage,
+    macro_f1,
+    regimes,
+    starvation_scores,
+    throughput_errors,
+)
 from capplan.spec import Workload, allowed_lora_rank, write_text_atomic
 from capplan.twin.dataset.designs import Sample, draw
 from capplan.twin.published_models import PUBLISHED, UTILIZATION, PublishedModel
@@ -77,7 +81,7 @@ def measured(reference: Path, model: PublishedModel, profile: Profile) -> Measur
     ]
     return Measured(
         np.array(features),
-        np.array([untrained(run.workload, profile) is None for run in runs]),
+        np.array([unsupported_workload(run.workload, profile) is None for run in runs]),
         np.array([run.throughput_tok_s for run in runs]),
         np.array([offered_tok_s(run.workload) for run in runs]),
         np.array([run.starved for run in runs]),

@@ -23,10 +23,10 @@ from sklearn.tree import DecisionTreeRegressor
 
 from benchmarks.fidelity_figures import markdown
 from capplan import load_profile, load_surrogate
-from capplan.models.surrogates.codegen import TreeFunction, compile_tree, flat_answer
 from capplan.models.surrogates.features import FEATURES, feature_of
-from capplan.models.surrogates.forest import Forest, flatten_forest, forest_answer, forest_answers
+from capplan.models.surrogates.outputs import Forest, flatten_forest, forest_answer, forest_answers
 from capplan.models.surrogates.tree import LOG_OVER_EXPECTED, FlatTree, Tree, tree_of
+from capplan.models.surrogates.tree_export import TreeFunction, compile_tree, flat_answer
 from capplan.twin.dataset.designs import Sample, draw
 
 PROFILE = load_profile("h100-64g/llama-3.1-8b/vllm-0.8.5")

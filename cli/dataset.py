@@ -11,7 +11,7 @@ from capplan.cli.options import AsJson
 from capplan.cli.progress import announce_compilation, progress_bars
 
 if TYPE_CHECKING:
-    from capplan.models.learning.manifest import Answered, Manifest
+    from capplan.models.training.data import DatasetResult, Manifest
 
 dataset = typer.Typer(no_args_is_help=True, help="Make training data for surrogates.")
 
@@ -84,7 +84,7 @@ def generate(
         typer.echo(f"written to {output}")
 
 
-def _print(manifest: Manifest, answered: Answered) -> None:
+def _print(manifest: Manifest, answered: DatasetResult) -> None:
     rows = table("dataset", manifest.asked.design, numbers_from=1)
     for name, value in (
         ("scenarios", manifest.asked.scenarios),

@@ -135,8 +135,7 @@ def _iterations(output: str) -> list[KernelReport]:
     import json
 
     from capplan.cli.console import finite
-    from capplan.models.kernel_fits import explain_kernels
-    from capplan.models.kernel_tables import read_kernel_table
+    from capplan.models.kernel_fits import explain_kernels, read_kernel_table
     from capplan.profiling.engine.tables import ITERATIONS
     from capplan.spec import write_text_atomic
 

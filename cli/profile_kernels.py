@@ -100,8 +100,7 @@ def _fitted(outcome: Outcome, output: str, options: Options) -> list[KernelRepor
 
     from capplan.cli.console import finite
     from capplan.cli.report.calibration import kernels_page
-    from capplan.models.kernel_fits import explain_kernels
-    from capplan.models.kernel_tables import read_kernel_table
+    from capplan.models.kernel_fits import explain_kernels, read_kernel_table
     from capplan.spec import write_text_atomic
 
     table = read_kernel_table(outcome.table)

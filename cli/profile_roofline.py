@@ -12,7 +12,7 @@ from capplan.cli.output import require_writable_file
 from capplan.errors import InputError
 
 if TYPE_CHECKING:
-    from capplan.models.roofline_parts import Physics
+    from capplan.models.roofline import Efficiencies
     from capplan.spec import ModelArch, Profile
 
 
@@ -61,8 +61,8 @@ def roofline(
 
     It is marked as analytic, and every plan that rests on it says so.
     """
+    from capplan.datasets.catalog import gpu_sheet
     from capplan.models.roofline import Assumptions, EngineChoice, roofline_profile
-    from capplan.models.roofline_gpus import gpu_sheet
     from capplan.serving import serving_rules
     from capplan.spec import write_text_atomic
 
@@ -82,8 +82,8 @@ def roofline(
 
 
 def _arch(model: str | None, config: str | None, base_model: str | None) -> ModelArch:
+    from capplan.datasets.catalog import model_arch
     from capplan.models.calibration.components import read_arch
-    from capplan.models.roofline_archs import model_arch
 
     if (model is None) == (config is None):
         raise InputError("is required, or else --model-config", model, "--model")
@@ -105,13 +105,13 @@ def _kernel(name: str) -> Any:
         raise InputError(f"must be one of {', '.join(Kernel)}", name, "--kernel") from None
 
 
-def _physics(**given: float | None) -> Physics:
+def _physics(**given: float | None) -> Efficiencies:
     from dataclasses import replace
 
-    from capplan.models.roofline_parts import Physics
+    from capplan.models.roofline import Efficiencies
 
     stated: dict[str, Any] = {name: value for name, value in given.items() if value is not None}
-    return replace(Physics(), **stated)
+    return replace(Efficiencies(), **stated)
 
 
 def _json(profile: Profile) -> str:

@@ -15,7 +15,7 @@ if TYPE_CHECKING:
     from collections.abc import Mapping
 
     from capplan.models.surrogates.tree import Tree
-    from capplan.models.surrogates.tree_rules import Rule
+    from capplan.models.surrogates.tree_export import DecisionRule
 
 _TARGETS: Final = ("throughput", "starvation", "both")
 
@@ -44,7 +44,7 @@ def rules(
     as_json: AsJson = False,
 ) -> None:
     """Print the decision rules of a profile's small trees, those that cover most scenarios first."""
-    from capplan.models.surrogates.drawing import drawing
+    from capplan.models.surrogates.tree_export import export_svg
     from capplan.spec import write_text_atomic
 
     if target not in _TARGETS:
@@ -58,7 +58,7 @@ def rules(
         trees = {target: trees[target]}
     if svg is not None:
         titled = [(f"{name} of {profile}: {counted(t.rules, 'rule')}", t) for name, t in trees.items()]
-        write_text_atomic(svg, drawing(titled))
+        write_text_atomic(svg, export_svg(titled))
     if as_python:
         _print_python(trees)
     elif as_json:
@@ -79,32 +79,32 @@ def _trees(profile: str) -> dict[str, Tree]:
 
 
 def _print_python(trees: Mapping[str, Tree]) -> None:
-    from capplan.models.surrogates.codegen import python_source
+    from capplan.models.surrogates.tree_export import export_python
 
-    sources = [python_source(tree, name) for name, tree in trees.items()]
+    sources = [export_python(tree, name) for name, tree in trees.items()]
     typer.echo("\n\n".join(sources), nl=False)
 
 
 def _print_rules(name: str, tree: Tree) -> None:
     from capplan.models.surrogates.tree import LOG_OVER_EXPECTED
-    from capplan.models.surrogates.tree_rules import EXPECTED, rules_of
+    from capplan.models.surrogates.tree_export import EXPECTED, decision_rules
 
     typer.echo(f"{name}: {counted(tree.rules, 'rule')}, at most {counted(tree.depth, 'question')} deep")
     if tree.answer == LOG_OVER_EXPECTED:
         typer.echo(EXPECTED)
     rows = table("covers", "rule")
-    for rule in rules_of(tree):
+    for rule in decision_rules(tree):
         rows.add_row(percent(rule.share), rule.text)
     print_table(rows)
 
 
 def _document(tree: Tree) -> dict[str, Any]:
-    from capplan.models.surrogates.tree_rules import rules_of
+    from capplan.models.surrogates.tree_export import decision_rules
 
-    return {"rules": [_rule(rule) for rule in rules_of(tree)], "tree": tree.to_document()}
+    return {"rules": [_rule(rule) for rule in decision_rules(tree)], "tree": tree.to_document()}
 
 
-def _rule(rule: Rule) -> dict[str, Any]:
+def _rule(rule: DecisionRule) -> dict[str, Any]:
     """Return a rule for machines; an open end of a condition is null."""
     return {
         "conditions": [

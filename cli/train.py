@@ -20,9 +20,9 @@ from capplan.errors import InputError
 if TYPE_CHECKING:
     from collections.abc import Mapping
 
-    from capplan.models.learning.manifest import Manifest
-    from capplan.models.learning.options import TrainingOptions
-    from capplan.models.learning.train import Trained
+    from capplan.models.training.data import Manifest
+    from capplan.models.training.model_selection import TrainingOptions
+    from capplan.models.training.train import Trained
     from capplan.spec import Profile
 
 
@@ -84,11 +84,10 @@ def train(
     A run that was killed is continued by the same command.
     """
     from capplan.datasets import load_profile
-    from capplan.models.learning.table import read_tables
-    from capplan.models.learning.train import train_surrogates
-    from capplan.models.surrogates.documents import profile_digest
     from capplan.models.surrogates.features import HORIZON_S
-    from capplan.models.surrogates.files import surrogate_bytes
+    from capplan.models.surrogates.files import profile_digest, surrogate_bytes
+    from capplan.models.training.data import read_tables
+    from capplan.models.training.train import train_surrogates
 
     loaded = load_profile(profile)
     asked = DataOptions(
@@ -136,8 +135,8 @@ def train(
 def _options(
     models: str | None, budget: int, paper_space: bool, seed: int, workers: int | None, journal: Path
 ) -> TrainingOptions:
-    from capplan.models.learning.candidates import FAMILIES
-    from capplan.models.learning.options import SEARCHED, TrainingOptions
+    from capplan.models.training.candidates import FAMILIES
+    from capplan.models.training.model_selection import SEARCHED, TrainingOptions
     from capplan.twin.sweep import cores
 
     families = SEARCHED if models is None else tuple(name.strip() for name in models.split(","))
@@ -157,7 +156,7 @@ def _options(
 def _files(profile: Profile, output_dir: str | None) -> dict[str, Path]:
     """Return where each kind goes."""
     from capplan.datasets import surrogate_path
-    from capplan.models.surrogates.documents import KINDS
+    from capplan.models.surrogates.files import KINDS
 
     places = {kind: surrogate_path(profile.name, kind) for kind in KINDS}
     if output_dir is None:
@@ -259,8 +258,8 @@ def data_folder(profile: Profile, options: DataOptions) -> Path:
         return options.folder
     import capplan
     from capplan.compile import cache_dir
-    from capplan.models.surrogates.documents import profile_digest
     from capplan.models.surrogates.features import FEATURES
+    from capplan.models.surrogates.files import profile_digest
 
     told = "\0".join((profile_digest(profile), capplan.__version__, *FEATURES))
     digest = hashlib.sha256(told.encode()).hexdigest()[:16]
@@ -278,7 +277,7 @@ def datasets(profile: Profile, options: DataOptions) -> dict[Path, Manifest]:
     InputError
         For a folder that cannot be used, or that holds data of another question.
     """
-    from capplan.models.learning.manifest import MANIFEST, read_manifest
+    from capplan.models.training.data import MANIFEST, read_manifest
     from capplan.spec.files import error_reason
 
     folder = data_folder(profile, options)

@@ -7,8 +7,10 @@ relative errors with coefficients that cannot be negative (`capplan.models.calib
 
 from __future__ import annotations
 
+import os
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
+from pathlib import Path
 from types import MappingProxyType
 from typing import Final
 
@@ -16,18 +18,72 @@ import numpy as np
 import pandas as pd
 from numpy.typing import NDArray
 
+from capplan.errors import InputError
 from capplan.models.calibration.least_squares import LinearProblem, fit_linear, smape
+
+COLUMNS: Final = (
+    "kernel",
+    "half",
+    "width",
+    "case",
+    "configuration",
+    "grid",
+    "phase",
+    "requests",
+    "tokens",
+    "adapters",
+    "max_rank",
+    "rank_sum",
+    "adapter_rank_sum",
+    "rank_tokens",
+    "median_us",
+    "relative_error",
+    "visits",
+    "disturbed",
+    "visits_us",
+)
+
+"""One row per kernel, half (``shrink`` or ``expand``), width and case. ``rank_sum`` counts an adapter's rank
+once per request, ``adapter_rank_sum`` once, ``rank_tokens`` once per token. Times are in microseconds."""
+
+
+def read_kernel_table(path: str | os.PathLike[str]) -> pd.DataFrame:
+    """Return a table of kernel timings.
+
+    Raises
+    ------
+    InputError
+        When it cannot be read, or lacks a column.
+    """
+    name = os.fspath(path)
+    try:
+        frame = pd.read_parquet(Path(path))
+    except (OSError, ValueError) as error:
+        raise InputError(f"must be a table of kernel timings: {error}", location=name) from None
+    missing = [column for column in COLUMNS if column not in frame.columns]
+    if missing:
+        raise InputError(f"must have a column {missing[0]!r}", location=name)
+    return frame
+
 
 Columns = Mapping[str, NDArray[np.float64]]
 
 TOPPINGS_BGMV: Final = "toppings-bgmv"
+
 TOPPINGS_MBGMV: Final = "toppings-mbgmv"
+
 ADDITIVE: Final = "additive"
+
 FOLDS: Final = 5
+
 EXPLAINS_FROM: Final = 0.8
+
 """Share of the variance on left-out configurations from which a form is said to explain a kernel."""
+
 GRIDS: Final = MappingProxyType({"paper": ("paper",), "wide": ("paper", "wide"), "tiny": ("tiny",)})
+
 """Grids of decode that are fitted, and the grids of cases that belong to each."""
+
 MEANT_FOR: Final = MappingProxyType(
     {
         "padded": TOPPINGS_BGMV,
@@ -39,6 +95,7 @@ MEANT_FOR: Final = MappingProxyType(
         "sgmv": TOPPINGS_MBGMV,
     }
 )
+
 """Kernel to the Toppings form that is meant for it."""
 
 
@@ -74,6 +131,7 @@ def _additive(rows: pd.DataFrame) -> dict[str, pd.Series[float]]:
 _COLUMNS: Final[Mapping[str, Callable[[pd.DataFrame], dict[str, pd.Series[float]]]]] = MappingProxyType(
     {TOPPINGS_BGMV: _toppings_bgmv, TOPPINGS_MBGMV: _toppings_mbgmv, ADDITIVE: _additive}
 )
+
 FORMS: Final = tuple(_COLUMNS)
 
 
@@ -164,7 +222,7 @@ class KernelReport:
 
 
 def explain_kernels(table: pd.DataFrame, folds: int = FOLDS) -> list[KernelReport]:
-    """Fit every form to every kernel of a table; see `capplan.models.kernel_tables`.
+    """Fit every form to every kernel of a table; see `capplan.models.kernel_fits`.
 
     Sets of fewer than two rows per fold, and such as were only begun, are left out.
 

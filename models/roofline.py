@@ -1,7 +1,7 @@
 """A profile of hardware that nobody measured: bytes over bandwidth, operations over arithmetic, launches.
 
-The step model is the additive form with coefficients that follow from datasheets (`Physics` says with which
-efficiencies). A step takes the larger of reading the weights and computing its tokens, or rather, since the
+The step model is the additive form with coefficients that follow from datasheets and assumed
+`Efficiencies`. A step takes the larger of reading the weights and computing its tokens, or rather, since the
 form is linear: the chord of that maximum from 0 to `GRAPH_TOKENS` tokens, beyond which it computes. On every
 known GPU computing has overtaken reading by then. The chord lies above the maximum in between, where real
 engines overlap the two only partly.
@@ -16,12 +16,11 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 from typing import Final
 
+from capplan.datasets.catalog import GpuSheet
 from capplan.errors import InputError
 from capplan.models import loading, memory
-from capplan.models.roofline_gpus import GpuSheet
-from capplan.models.roofline_parts import Physics, VllmLora, host_ms, loads, slots, step
-from capplan.models.step_latency import ADDITIVE
-from capplan.serving.memory import weight_bytes
+from capplan.models.step_latency import ADDITIVE, GRAPH_TOKENS
+from capplan.serving.memory import adapter_bytes, kv_bytes_per_token, lora_elements_per_rank, weight_bytes
 from capplan.spec import (
     Coefficient,
     Fit,
@@ -34,6 +33,217 @@ from capplan.spec import (
     Provenance,
     ProvenanceKind,
 )
+
+_MATRICES: Final = 14
+
+"""A and B of q, k, v, o, gate, up and down: copied one by one."""
+
+_LOGIT_COPIES: Final = 3.5
+
+"""Float32 logits that vLLM's start-up run holds at its peak, per request."""
+
+_SEQS_IN_RESERVE: Final = 270.0
+
+"""Requests up to which activations, not logits, set that peak."""
+
+_RESERVED_BYTES: Final = 2.2e9
+
+"""Activations, graphs and context of vLLM 0.8.5 with 2,048 tokens per step."""
+
+_REQUEST_MS: Final = 10.5
+
+
+@dataclass(frozen=True)
+class Efficiencies:
+    """Efficiencies: what part of a datasheet's peak a kernel reaches, and what it costs to start one.
+
+    Round numbers. `compute` and `kernel_us` were settled with the batch-1 and the prefill rows of another
+    tool's predictions for an H100 and an H200 in view; none was fitted. docs/profiling.md tells how they do.
+
+    Attributes
+    ----------
+    bandwidth
+        Of the memory's peak. STREAM on an H100 SXM reaches 3.08 of 3.35 TB/s.
+    compute
+        Of the tensor cores' peak in large matrix products.
+    host_link
+        Of the peak of PCIe, from pinned memory.
+    kernel_us
+        Between the starts of two dependent kernels in a CUDA graph that each do little.
+    kernels_per_layer
+        Norms, rotary positions, writing KV, attention in two parts, activation, four matrix products.
+    lora_kernels_per_layer
+        Shrink and expand at each of four places.
+    reduce_us
+        Latency of one all-reduce, with tensor parallelism; there are two per layer.
+    copy_us
+        Of one of an adapter's matrices into its slot.
+    disk_bytes_per_s, disk_ms
+        Reading an adapter's file, and opening it.
+    step_ms
+        Time of the host in a step that does not run beside the GPU.
+    """
+
+    bandwidth: float = 0.92
+    compute: float = 0.75
+    host_link: float = 0.8
+    kernel_us: float = 4.0
+    kernels_per_layer: int = 10
+    lora_kernels_per_layer: int = 8
+    reduce_us: float = 10.0
+    copy_us: float = 6.0
+    disk_bytes_per_s: float = 2e9
+    disk_ms: float = 10.0
+    step_ms: float = 0.0
+
+    def __post_init__(self) -> None:
+        for name in ("bandwidth", "compute", "host_link"):
+            if not 0.0 < getattr(self, name) <= 1.0:
+                raise InputError("must be a share above 0 and at most 1", getattr(self, name), name)
+        if not 0.0 <= self.step_ms < float("inf"):
+            raise InputError("must be a finite number >= 0", self.step_ms, "step_ms")
+
+    def in_words(self) -> str:
+        """Return the assumptions in one sentence."""
+        return (
+            f"Efficiencies assumed: bandwidth {self.bandwidth:g}, arithmetic {self.compute:g}, host link "
+            f"{self.host_link:g} of the peak; {self.kernels_per_layer} kernels per layer (and "
+            f"{self.lora_kernels_per_layer} for LoRA) of at least {self.kernel_us:g} us; {self.step_ms:g} ms "
+            "of the host per step"
+        )
+
+
+@dataclass(frozen=True)
+class VllmLora:
+    """What vLLM's LoRA kernels cost: both shipped H100 profiles (vLLM 0.8.5), rounded.
+
+    Attributes
+    ----------
+    traffic
+        Time that the kernels take per token, over the time to move their activations once. The profiles have
+        5.0 to 7.0, if their memory does 2 TB/s.
+    us_per_slot, us_per_slot_ktoken, us_per_slot_rank16, us_per_adapter, us_per_adapter_rank16
+        Microseconds per layer; names as in the additive form. The two profiles agree within 20 %, but for the
+        first and the third, although their models differ in width, heads and number of layers.
+    us_per_adapter_small_rank16, us_per_adapter_krequest, us_per_adapter_queued
+        Likewise.
+    """
+
+    traffic: float = 6.0
+    us_per_slot: float = 0.4
+    us_per_slot_ktoken: float = 5.7
+    us_per_slot_rank16: float = 0.24
+    us_per_adapter: float = 7.6
+    us_per_adapter_rank16: float = 2.0
+    us_per_adapter_small_rank16: float = 3.3
+    us_per_adapter_krequest: float = 8.4
+    us_per_adapter_queued: float = 1.5
+
+    def coefficients(self, layers: int) -> dict[str, float]:
+        """Return coefficients of the additive form."""
+        per_layer = {name: us for name, us in vars(self).items() if name.startswith("us_")}
+        return {f"ms_{name.removeprefix('us_')}": layers * us / 1e3 for name, us in per_layer.items()}
+
+    def in_words(self) -> str:
+        """Return the assumption in one sentence."""
+        return (
+            "What LoRA kernels cost per layer, slot and adapter, and per token over the traffic of "
+            "activations, is carried over from the H100 profiles of vLLM 0.8.5"
+        )
+
+
+def step_coefficients(
+    sheet: GpuSheet, arch: ModelArch, tp: int, physics: Efficiencies, *, lora: bool, carried: VllmLora | None
+) -> dict[str, float]:
+    """Return the coefficients of the step model.
+
+    Parameters
+    ----------
+    sheet, arch, tp, physics
+        See `capplan.models.roofline.roofline_profile`.
+    lora
+        Whether there are adapters.
+    carried
+        Costs of LoRA kernels; None: bytes and operations at true or padded ranks.
+    """
+    bytes_per_ms = 1e-3 * physics.bandwidth * sheet.bytes_per_s
+    flop_per_ms = 1e-3 * physics.compute * sheet.flop_per_s
+    embedding = arch.dtype_bytes * arch.vocab_size * arch.hidden_size / tp
+    inside = weight_bytes(arch, tp) - embedding * (1 if arch.tied_embeddings else 2)
+    read_ms = (inside + embedding) / bytes_per_ms  # one row per token of the one, all of the head's
+    # Two operations per weight and token; prompts need the head for their last token only.
+    compute_ms = 1e3 * 2.0 * inside / arch.dtype_bytes / flop_per_ms
+    decode_ms = compute_ms + 1e3 * 2.0 * embedding / arch.dtype_bytes / flop_per_ms
+    graph_ktokens = GRAPH_TOKENS / 1e3
+    chord_ms = max(0.0, decode_ms - read_ms / graph_ktokens)
+    kernels = physics.kernels_per_layer + (physics.lora_kernels_per_layer if lora else 0)
+    reduce_ms, reduce_ms_per_ktoken = _all_reduce(sheet, arch, tp, physics)
+    traffic = _activations(arch, tp) / bytes_per_ms if lora else 0.0
+    traffic *= 1.0 if carried is None else carried.traffic
+    found = dict.fromkeys(ADDITIVE.coefficients, 0.0) | {
+        "base_ms": read_ms + arch.layers * kernels * physics.kernel_us / 1e3 + reduce_ms + physics.step_ms,
+        "ms_per_ktoken": chord_ms + reduce_ms_per_ktoken + 1e3 * traffic,
+        "ms_per_ktoken_beyond_graphs": max(0.0, compute_ms - chord_ms),
+        "ms_per_kv_ktoken": 1e3 * kv_bytes_per_token(arch, tp) / bytes_per_ms,
+    }
+    if carried is not None:
+        return found | carried.coefficients(arch.layers)
+    if lora:
+        elements = lora_elements_per_rank(arch, tp)
+        found["ms_per_decode_krank"] = 1e3 * elements * arch.dtype_bytes / bytes_per_ms
+        found["ms_per_prefill_krank"] = 1e3 * 2.0 * elements / flop_per_ms
+    return found
+
+
+def _activations(arch: ModelArch, tp: int) -> float:
+    """Return the bytes per token that shrink reads and expand reads and writes, all layers."""
+    query, kv = arch.heads * arch.head_dim // tp, arch.kv_heads * arch.head_dim // tp
+    hidden, inner = arch.hidden_size, arch.intermediate_size // tp
+    read = 5 * hidden + query + inner
+    written = query + 2 * kv + 2 * inner + 2 * hidden
+    return float(arch.layers * arch.dtype_bytes * (read + 2 * written))
+
+
+def _all_reduce(sheet: GpuSheet, arch: ModelArch, tp: int, physics: Efficiencies) -> tuple[float, float]:
+    """Return milliseconds per step and per 1000 tokens of two ring all-reduces per layer."""
+    if tp == 1:
+        return 0.0, 0.0
+    moved = 2.0 * (tp - 1) / tp * arch.hidden_size * arch.dtype_bytes
+    per_token_ms = 2 * arch.layers * moved / (1e-3 * physics.host_link * sheet.peer_bytes_per_s)
+    return 2 * arch.layers * physics.reduce_us / 1e3, 1e3 * per_token_ms
+
+
+def memory_coefficients(arch: ModelArch) -> dict[str, float]:
+    """Return the coefficients of the memory model."""
+    return {
+        "reserved_bytes": _RESERVED_BYTES,
+        "slot_factor": 1.0,
+        "slot_overhead_bytes": 0.0,
+        "bytes_per_seq": _LOGIT_COPIES * 4.0 * arch.vocab_size,
+        "seqs_in_reserve": _SEQS_IN_RESERVE,
+    }
+
+
+def loading_coefficients(
+    sheet: GpuSheet, arch: ModelArch, tp: int, physics: Efficiencies
+) -> dict[str, float]:
+    """Return the coefficients of the loading model: copies over PCIe one by one, files from disk."""
+    per_rank = adapter_bytes(arch, 1)
+    on_gpu = arch.dtype_bytes * lora_elements_per_rank(arch, tp)
+    return {
+        "serving_factor": 1.0,
+        "gpu_base_ms": arch.layers * _MATRICES * physics.copy_us / 1e3,
+        "gpu_ms_per_rank": 1e3 * on_gpu / (physics.host_link * sheet.host_bytes_per_s),
+        "gpu_padding_ms": 0.0,
+        "disk_base_ms": physics.disk_ms,
+        "disk_ms_per_rank": 1e3 * per_rank / physics.disk_bytes_per_s,
+    }
+
+
+def host_coefficients() -> dict[str, float]:
+    """Return the coefficients of the host model."""
+    return {"request_ms": _REQUEST_MS, "client_itl_factor": 1.0}
+
 
 NOT_MEASURED: Final = "analytic roofline, not measured"
 
@@ -59,7 +269,7 @@ class EngineChoice:
 class Assumptions:
     """What is not on a datasheet."""
 
-    physics: Physics = field(default_factory=Physics)
+    physics: Efficiencies = field(default_factory=Efficiencies)
     vllm_lora: VllmLora = field(default_factory=VllmLora)
 
 
@@ -98,7 +308,7 @@ def roofline_profile(
     _check(sheet, arch, tp)
     lora = engine.lora
     carried = given.vllm_lora if lora and engine.kernel is Kernel.VLLM else None
-    steps = step(sheet, arch, tp, given.physics, lora=lora, carried=carried)
+    steps = step_coefficients(sheet, arch, tp, given.physics, lora=lora, carried=carried)
     source = f"{sheet.source}. {given.physics.in_words()}"
     return Profile(
         name=f"roofline/{sheet.key}/{arch.name.lower()}/{engine.name}-{engine.version}",
@@ -109,9 +319,13 @@ def roofline_profile(
             name=engine.name, version=engine.version, rules=engine.rules, kernel=engine.kernel
         ),
         step_latency=_model(ADDITIVE.name, steps, source),
-        memory=_model(memory.FORM, slots(arch), "kept-back memory of the shipped H100 profiles, rounded"),
-        loading=_model(loading.FORM, loads(sheet, arch, tp, given.physics), source),
-        host=_model("per-request", host_ms(), "time per request of the shipped H100 profiles, rounded"),
+        memory=_model(
+            memory.FORM, memory_coefficients(arch), "kept-back memory of the shipped H100 profiles, rounded"
+        ),
+        loading=_model(loading.FORM, loading_coefficients(sheet, arch, tp, given.physics), source),
+        host=_model(
+            "per-request", host_coefficients(), "time per request of the shipped H100 profiles, rounded"
+        ),
         provenance=Provenance(
             kind=ProvenanceKind.ROOFLINE,
             source=f"{NOT_MEASURED}: {sheet.source}",

@@ -13,9 +13,9 @@ from numpy.typing import NDArray
 
 from capplan.errors import InfeasibleError, InputError
 from capplan.models import Surrogate, load_surrogate
-from capplan.models.surrogates.asker import Asker, Setting, asker_of
-from capplan.models.surrogates.documents import KINDS
-from capplan.models.surrogates.features import untrained
+from capplan.models.surrogates.compiled import CompiledSurrogate, EngineLimits, compile_surrogate
+from capplan.models.surrogates.features import unsupported_workload
+from capplan.models.surrogates.files import KINDS
 from capplan.planner.evaluate import Evaluation, evaluate
 from capplan.planner.parallel import estimate_all
 from capplan.planner.problem import AdapterShare, Assignment, Estimate, Estimator, Problem
@@ -218,7 +218,7 @@ def _requires_twin(problem: Problem) -> bool:
 def _untrained(problem: Problem, workload: Workload) -> bool:
     host = workload.engine.max_cpu_loras
     return bool(
-        any(untrained(workload, pool.profile) for pool in problem.pools)
+        any(unsupported_workload(workload, pool.profile) for pool in problem.pools)
         or (host is not None and host < len(workload.adapters))
         or problem.engine.max_model_len < DEFAULT_MAX_MODEL_LEN
     )
@@ -275,7 +275,7 @@ class SurrogateEstimator:
             return [None] * len(alike)
         rates_rps, ranks = _rates_and_ranks(parts, names, own)
         s_max = self.problem.s_max((parts[int(ranks.argmax())],))
-        settings = [Setting(a.a_max, s_max, self.problem.max_num_seqs(a)) for a in alike]
+        settings = [EngineLimits(a.a_max, s_max, self.problem.max_num_seqs(a)) for a in alike]
         replies = asker.ask(rates_rps / (1.0 - self.problem.workload.headroom), ranks, settings)
         return [
             Estimate(
@@ -294,7 +294,7 @@ class SurrogateEstimator:
         ]
 
     @cached_property
-    def _asker(self) -> Asker | None:
+    def _asker(self) -> CompiledSurrogate | None:
         """Who asks about adapters without lengths of their own; None where nobody can."""
         workload, engine = self.problem.workload, self.problem.engine
         if self.guesses:
@@ -304,7 +304,7 @@ class SurrogateEstimator:
             workload = workload.model_copy(update={"adapters": usual})
         if not workload.adapters:
             return None
-        return asker_of(
+        return compile_surrogate(
             self.surrogate,
             workload,
             max_num_batched_tokens=engine.max_num_batched_tokens,

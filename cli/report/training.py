@@ -7,17 +7,16 @@ from typing import TYPE_CHECKING, Any, Final
 from capplan.cli.console import DASH, counted, number, percent
 from capplan.cli.report import page
 from capplan.cli.report.figures import Axis, Curve, bar_rows, line_chart, scatter_chart
-from capplan.models.surrogates.drawing import drawing
 from capplan.models.surrogates.features import HORIZON_S
-from capplan.models.surrogates.tree_rules import rules_of
-from capplan.models.surrogates.uncertainty import COVERAGE
+from capplan.models.surrogates.surrogate import COVERAGE
+from capplan.models.surrogates.tree_export import decision_rules, export_svg
 
 if TYPE_CHECKING:
     from collections.abc import Mapping, Sequence
 
-    from capplan.models.learning.manifest import Manifest
-    from capplan.models.learning.train import Trained
     from capplan.models.surrogates.tree import Tree
+    from capplan.models.training.data import Manifest
+    from capplan.models.training.train import Trained
     from capplan.spec import Profile
 
 _MOST_FEATURES: Final = 15
@@ -284,9 +283,9 @@ def tree_section(trained: Trained) -> page.Section:
     parts: list[page.Html] = []
     for task, tree in _small_trees(trained).items():
         title = f"{task}: {counted(tree.rules, 'rule')}, at most {counted(tree.depth, 'question')} deep"
-        rows = [(percent(rule.share), rule.text) for rule in rules_of(tree)]
+        rows = [(percent(rule.share), rule.text) for rule in decision_rules(tree)]
         rules = page.table(("covers", "rule"), rows, numbers_from=None)
-        parts.append(page.Html(f'<div class="scroll">{drawing([(title, tree)])}</div>'))
+        parts.append(page.Html(f'<div class="scroll">{export_svg([(title, tree)])}</div>'))
         parts.append(page.folded(f"The rules of {task}, those that cover most scenarios first", rules))
     return page.section(
         "The small trees",

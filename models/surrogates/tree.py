@@ -14,7 +14,7 @@ from numpy.typing import NDArray
 
 from capplan.errors import NO_VALUE, InputError
 from capplan.models.surrogates.features import FEATURES
-from capplan.models.surrogates.forest import LEAF, round_down
+from capplan.models.surrogates.outputs import LEAF, round_down
 
 if TYPE_CHECKING:
     from sklearn.tree import DecisionTreeClassifier, DecisionTreeRegressor

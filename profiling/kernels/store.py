@@ -11,7 +11,7 @@ import numpy as np
 import pandas as pd
 
 from capplan.errors import InputError
-from capplan.models.kernel_tables import COLUMNS, read_kernel_table
+from capplan.models.kernel_fits import COLUMNS, read_kernel_table
 from capplan.profiling.kernels.calls import HALVES
 from capplan.profiling.kernels.sampling import Spot, relative_error
 from capplan.spec import read_text, write_text_atomic

@@ -17,11 +17,11 @@ from hypothesis import strategies as st
 from capplan import load_profile
 from capplan.cli.report.figures import Axis, bar_rows
 from capplan.cli.report.training import training_page
-from capplan.models.learning.manifest import Answered, Asked, Manifest
-from capplan.models.learning.refine import FrontPoint, Refinement
-from capplan.models.learning.train import Trained
 from capplan.models.surrogates.features import FEATURES
 from capplan.models.surrogates.tree import LOG_OVER_EXPECTED, PROBABILITY, Tree
+from capplan.models.training.data import DatasetRequest, DatasetResult, Manifest
+from capplan.models.training.refinement import FrontPoint, Refinement
+from capplan.models.training.train import Trained
 from tests.cli.test_html import HOSTILE, parsed, svg_of
 from tests.cli.test_report_browser import CHROMIUM, browse
 
@@ -86,7 +86,7 @@ def trained(report: dict[str, Any]) -> Trained:
 
 
 def dataset(design: str, duration_s: float) -> Manifest:
-    asked = Asked(
+    asked = DatasetRequest(
         design=design,
         seed=3,
         scenarios=345,
@@ -97,7 +97,7 @@ def dataset(design: str, duration_s: float) -> Manifest:
         probe=("1", "2"),
         capplan="0",
     )
-    answered = Answered(rows=300, refused_for_memory=41, without_requests=4, shards=())
+    answered = DatasetResult(rows=300, refused_for_memory=41, without_requests=4, shards=())
     return Manifest(asked=asked, answered=answered)
 
 

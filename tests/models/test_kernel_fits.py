@@ -9,13 +9,14 @@ from hypothesis import strategies as st
 from capplan.errors import InputError
 from capplan.models.kernel_fits import (
     ADDITIVE,
+    COLUMNS,
     FORMS,
     TOPPINGS_BGMV,
     TOPPINGS_MBGMV,
     explain_kernels,
     fit_kernel,
+    read_kernel_table,
 )
-from capplan.models.kernel_tables import COLUMNS, read_kernel_table
 
 ALPHAS = st.floats(0.01, 10.0)
 BETAS = st.floats(0.0, 500.0)

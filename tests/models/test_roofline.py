@@ -8,12 +8,10 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from capplan.datasets import load_profile
+from capplan.datasets.catalog import ARCHS, GPUS, gpu_sheet, model_arch
 from capplan.errors import InputError
 from capplan.models.memory import kv_tokens
-from capplan.models.roofline import Assumptions, EngineChoice, roofline_profile
-from capplan.models.roofline_archs import ARCHS, model_arch
-from capplan.models.roofline_gpus import GPUS, gpu_sheet
-from capplan.models.roofline_parts import Physics, VllmLora
+from capplan.models.roofline import Assumptions, Efficiencies, EngineChoice, VllmLora, roofline_profile
 from capplan.models.step_latency import (
     GRAPH_TOKENS,
     StepFeatures,
@@ -69,8 +67,8 @@ def test_better_efficiency_is_never_slower(share: float, factor: float, sheet) -
     if weight_bytes(LLAMA) >= sheet.memory_bytes:
         return
     for name in ("bandwidth", "compute", "host_link"):
-        low = Assumptions(physics=replace(Physics(), **{name: share * factor}))
-        high = Assumptions(physics=replace(Physics(), **{name: share}))
+        low = Assumptions(physics=replace(Efficiencies(), **{name: share * factor}))
+        high = Assumptions(physics=replace(Efficiencies(), **{name: share}))
         slow, fast = (roofline_profile(sheet, LLAMA, BARE, assumptions=each) for each in (low, high))
         for tokens in (1, 100, GRAPH_TOKENS, 4000):
             assert milliseconds(fast, tokens, 5000.0) <= milliseconds(slow, tokens, 5000.0) * (1 + 1e-9)
@@ -78,7 +76,7 @@ def test_better_efficiency_is_never_slower(share: float, factor: float, sheet) -
 
 def test_many_tokens_are_computed_and_few_only_read() -> None:
     profile = roofline_profile(H100, LLAMA, BARE)
-    physics = Physics()
+    physics = Efficiencies()
     per_token_ms = (milliseconds(profile, 8000) - milliseconds(profile, 4000)) / 4000
     embedding = LLAMA.vocab_size * LLAMA.hidden_size * LLAMA.dtype_bytes
     flop = weight_bytes(LLAMA) - 2 * embedding
@@ -91,7 +89,7 @@ def test_many_tokens_are_computed_and_few_only_read() -> None:
 def test_keys_and_values_are_read_once_per_step() -> None:
     profile = roofline_profile(H100, LLAMA, BARE)
     grown = milliseconds(profile, 10, 20_000.0) - milliseconds(profile, 10, 10_000.0)
-    assert grown == pytest.approx(1e3 * 10_000 * 131_072 / (Physics().bandwidth * H100.bytes_per_s))
+    assert grown == pytest.approx(1e3 * 10_000 * 131_072 / (Efficiencies().bandwidth * H100.bytes_per_s))
 
 
 def test_tensor_parallelism_saves_less_than_its_share() -> None:
@@ -160,7 +158,7 @@ def test_the_profile_says_that_nobody_measured_it() -> None:
 
 def test_computing_overtakes_reading_within_the_chord_on_every_gpu() -> None:
     for sheet in GPUS:
-        tokens = sheet.flop_per_s * Physics().compute / (sheet.bytes_per_s * Physics().bandwidth)
+        tokens = sheet.flop_per_s * Efficiencies().compute / (sheet.bytes_per_s * Efficiencies().bandwidth)
         assert tokens < GRAPH_TOKENS
         assert np.isfinite(tokens)
 
@@ -177,4 +175,4 @@ def test_what_cannot_be_reckoned_is_refused() -> None:
     with pytest.raises(InputError, match="must be 2"):
         roofline_profile(H100, LLAMA.replace(dtype_bytes=4))
     with pytest.raises(InputError, match="share above 0"):
-        Physics(bandwidth=1.2)
+        Efficiencies(bandwidth=1.2)

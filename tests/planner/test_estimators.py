@@ -9,7 +9,7 @@ import pytest
 from capplan import Lengths, Profile, Workload
 from capplan.errors import InputError
 from capplan.models import Surrogate
-from capplan.models.surrogates.documents import KINDS
+from capplan.models.surrogates.files import KINDS
 from capplan.planner import estimate
 from capplan.planner.estimate import ESTIMATORS, TwinEstimator, estimator_name, make_estimator
 from capplan.planner.problem import Assignment, Estimate, GpuPool, Problem, complete_engine, whole_adapters

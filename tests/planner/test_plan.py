@@ -10,7 +10,7 @@ from typer.testing import CliRunner
 from capplan import Lengths, Profile, Workload, plan, simulate
 from capplan.cli.app import app
 from capplan.errors import InfeasibleError, InputError
-from capplan.models.surrogates.documents import KINDS
+from capplan.models.surrogates.files import KINDS
 from capplan.planner import RequiredEstimator, Solver
 from capplan.planner.problem import Assignment, Problem
 from capplan.spec import EngineConfig, Slo, Trace

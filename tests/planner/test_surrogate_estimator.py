@@ -8,7 +8,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from capplan import Lengths, Profile, Workload
-from capplan.models.surrogates.documents import KINDS
+from capplan.models.surrogates.files import KINDS
 from capplan.planner.estimate import SurrogateEstimator
 from capplan.planner.problem import (
     AdapterShare,

@@ -24,15 +24,23 @@ import pyarrow.parquet as pq
 
 import capplan
 from capplan.errors import InputError
-from capplan.models.learning.manifest import MANIFEST, Answered, Asked, Manifest, Shard, read_manifest
-from capplan.models.learning.table import OUTCOMES, content_digest, require_columns, schema
-from capplan.models.surrogates.documents import profile_digest
-from capplan.models.surrogates.features import FEATURES
-from capplan.models.surrogates.probe import feature_probe
+from capplan.models.surrogates.features import FEATURES, feature_probe
+from capplan.models.surrogates.files import profile_digest
+from capplan.models.training.data import (
+    MANIFEST,
+    OUTCOMES,
+    DatasetRequest,
+    DatasetResult,
+    Manifest,
+    Shard,
+    content_digest,
+    read_manifest,
+    require_columns,
+    schema,
+)
 from capplan.spec import Profile, write_bytes_atomic, write_text_atomic
 from capplan.spec.files import error_reason
-from capplan.twin.dataset.answers import NoRow, Row
-from capplan.twin.dataset.asking import Span, answers_to, parts_of
+from capplan.twin.dataset.answers import NoRow, ScenarioRow, Span, parts_of, simulate_spans
 from capplan.twin.dataset.designs import DESIGNS
 from capplan.twin.ray_pool import imported_ray
 from capplan.twin.sweep import OnProgress
@@ -115,7 +123,7 @@ def generate_dataset(
         raise InputError("must be a finite number > 0", duration_s, "duration_s")
     if ray_address is not None:
         imported_ray()  # says that it is missing before anything is written
-    asked = Asked(
+    asked = DatasetRequest(
         design=design,
         seed=seed,
         scenarios=scenarios,
@@ -132,9 +140,9 @@ def generate_dataset(
     done = scenarios - sum(stop - start for start, stop in missing)
     if progress is not None:
         progress(done, scenarios)
-    with closing(answers_to(missing, profile, asked, workers, ray_address)) as answered:
+    with closing(simulate_spans(missing, profile, asked, workers, ray_address)) as answered:
         for span in missing:
-            rows: list[Row | NoRow] = []
+            rows: list[ScenarioRow | NoRow] = []
             for part in islice(answered, len(parts_of(span))):
                 rows += part
                 done += len(part)
@@ -144,9 +152,9 @@ def generate_dataset(
     return _close(target, asked)
 
 
-def shard_bytes(answers: Sequence[Row | NoRow], asked: Asked, span: Span) -> bytes:
+def shard_bytes(answers: Sequence[ScenarioRow | NoRow], asked: DatasetRequest, span: Span) -> bytes:
     """Return the file of the answers to the scenarios of a span."""
-    rows = [answer for answer in answers if isinstance(answer, Row)]
+    rows = [answer for answer in answers if isinstance(answer, ScenarioRow)]
     features = np.array([row.features for row in rows], np.float32).reshape(len(rows), len(FEATURES))
     outcomes = np.array([row.outcomes for row in rows], np.float64).reshape(len(rows), len(OUTCOMES))
     columns = [
@@ -174,7 +182,7 @@ def _encoded(table: pa.Table, label: _Label) -> bytes:
     return buffer.getvalue()
 
 
-def _open(folder: Path, asked: Asked) -> None:
+def _open(folder: Path, asked: DatasetRequest) -> None:
     """Make the folder ready for this question: it says what is asked, and holds no half-written file.
 
     Raises
@@ -198,9 +206,9 @@ def _open(folder: Path, asked: Asked) -> None:
         write_text_atomic(folder / MANIFEST, Manifest(asked=asked).to_json())
 
 
-def _require_same(then: Asked, now: Asked, location: str) -> None:
+def _require_same(then: DatasetRequest, now: DatasetRequest, location: str) -> None:
     """Check that a question is the one a folder was made for, or asks it for more scenarios."""
-    for name in Asked.model_fields:
+    for name in DatasetRequest.model_fields:
         before, wanted = getattr(then, name), getattr(now, name)
         if name in ("features", "probe") and before != wanted:
             raise InputError("features are not those of this version; give a new folder", location=location)
@@ -210,7 +218,7 @@ def _require_same(then: Asked, now: Asked, location: str) -> None:
             raise InputError(f"{name} is {before!r} there; give the same, or a new folder", wanted, location)
 
 
-def _close(folder: Path, asked: Asked) -> Manifest:
+def _close(folder: Path, asked: DatasetRequest) -> Manifest:
     """List the shards of a complete folder."""
     labels, shards = [], []
     for span in _shards(asked):
@@ -223,7 +231,7 @@ def _close(folder: Path, asked: Asked) -> Manifest:
         shards.append(Shard(file=path.name, rows=found[1].rows, sha256=digest))
     manifest = Manifest(
         asked=asked,
-        answered=Answered(
+        answered=DatasetResult(
             rows=sum(shard.rows for shard in shards),
             refused_for_memory=sum(label.refused_for_memory for label in labels),
             without_requests=sum(label.without_requests for label in labels),
@@ -235,7 +243,7 @@ def _close(folder: Path, asked: Asked) -> Manifest:
     return manifest
 
 
-def _is_there(path: Path, asked: Asked, span: Span) -> bool:
+def _is_there(path: Path, asked: DatasetRequest, span: Span) -> bool:
     """Tell whether a shard is there; one with all its rows, but in other bytes, is put right."""
     found = _read(path, asked, span)
     if found is None:
@@ -246,7 +254,7 @@ def _is_there(path: Path, asked: Asked, span: Span) -> bool:
     return True
 
 
-def _read(path: Path, asked: Asked, span: Span) -> tuple[pa.Table, _Label] | None:
+def _read(path: Path, asked: DatasetRequest, span: Span) -> tuple[pa.Table, _Label] | None:
     """Return a shard and what it says of itself, if that is true and answers this question; None if not."""
     try:
         table = pq.read_table(pa.BufferReader(path.read_bytes()), use_threads=False)
@@ -259,12 +267,12 @@ def _read(path: Path, asked: Asked, span: Span) -> tuple[pa.Table, _Label] | Non
     return (table, label) if is_true else None
 
 
-def _question(asked: Asked) -> str:
+def _question(asked: DatasetRequest) -> str:
     """Return a digest of all that the rows of a scenario follow from; how many there are is no part of it."""
     return hashlib.sha256(asked.model_dump_json(exclude={"scenarios"}).encode()).hexdigest()
 
 
-def _shards(asked: Asked) -> list[Span]:
+def _shards(asked: DatasetRequest) -> list[Span]:
     starts = range(0, asked.scenarios, SCENARIOS_PER_SHARD)
     return [(start, min(start + SCENARIOS_PER_SHARD, asked.scenarios)) for start in starts]
 

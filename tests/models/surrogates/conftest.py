@@ -3,8 +3,7 @@ from pathlib import Path
 import pytest
 
 from capplan.models import Surrogate
-from capplan.models.surrogates.documents import KINDS
-from capplan.models.surrogates.files import surrogate_bytes
+from capplan.models.surrogates.files import KINDS, surrogate_bytes
 from tests.models.surrogates.making import surrogates
 
 

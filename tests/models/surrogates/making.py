@@ -11,15 +11,19 @@ from sklearn.ensemble import RandomForestClassifier, RandomForestRegressor
 from sklearn.tree import DecisionTreeClassifier, DecisionTreeRegressor
 
 from capplan import Lengths, Profile, Workload, load_profile
-from capplan.models.learning.judging import calibration_of, intervals_of
-from capplan.models.surrogates.documents import tree_forest
 from capplan.models.surrogates.features import expected_tok_s, feature_of, feature_vector
-from capplan.models.surrogates.forest import flatten_forest
-from capplan.models.surrogates.heads import OVER_EXPECTED, PROBABILITY, SERVED_AND_STEP, Head
-from capplan.models.surrogates.surrogate import Surrogate
+from capplan.models.surrogates.files import tree_forest
+from capplan.models.surrogates.outputs import (
+    OVER_EXPECTED,
+    PROBABILITY,
+    SERVED_AND_STEP,
+    EnsembleOutput,
+    flatten_forest,
+)
+from capplan.models.surrogates.surrogate import Surrogate, fit_domain
 from capplan.models.surrogates.tree import LOG_OVER_EXPECTED, tree_of
 from capplan.models.surrogates.tree import PROBABILITY as CHANCE
-from capplan.models.surrogates.uncertainty import domain_of
+from capplan.models.training.evaluation import fit_calibration, fit_intervals
 from capplan.spec import Adapter
 from capplan.twin.dataset.designs import draw
 from capplan.twin.simulate import DEFAULT_MAX_MODEL_LEN
@@ -71,7 +75,7 @@ def made(rows: int = 512, seed: int = 0) -> Made:
     return Made(features, throughput, throughput < 0.9 * feature_of(features, "offered_tok_s"))
 
 
-def _heads(kind: str, data: Made) -> tuple[Head, Head, dict[str, object]]:
+def _heads(kind: str, data: Made) -> tuple[EnsembleOutput, EnsembleOutput, dict[str, object]]:
     ratio = np.log(data.throughput_tok_s / expected_tok_s(data.features))
     if kind == "tree":
         throughput = tree_of(
@@ -82,16 +86,20 @@ def _heads(kind: str, data: Made) -> tuple[Head, Head, dict[str, object]]:
             DecisionTreeClassifier(max_leaf_nodes=6, random_state=0).fit(data.features, data.starved), CHANCE
         )
         heads = (
-            Head(OVER_EXPECTED, (tree_forest(throughput),)),
-            Head(PROBABILITY, (tree_forest(starvation),)),
+            EnsembleOutput(OVER_EXPECTED, (tree_forest(throughput),)),
+            EnsembleOutput(PROBABILITY, (tree_forest(starvation),)),
         )
         return *heads, {"throughput_tree": throughput, "starvation_tree": starvation}
     options = {"n_estimators": 8, "min_samples_leaf": 4, "random_state": 0}
     regressor = flatten_forest(RandomForestRegressor(**options).fit(data.features, ratio))
     classifier = flatten_forest(RandomForestClassifier(**options).fit(data.features, data.starved))
     if kind == "forest":
-        return Head(OVER_EXPECTED, (regressor,)), Head(PROBABILITY, (classifier,)), {}
-    return Head(SERVED_AND_STEP, (regressor, regressor)), Head(PROBABILITY, (classifier,)), {}
+        return EnsembleOutput(OVER_EXPECTED, (regressor,)), EnsembleOutput(PROBABILITY, (classifier,)), {}
+    return (
+        EnsembleOutput(SERVED_AND_STEP, (regressor, regressor)),
+        EnsembleOutput(PROBABILITY, (classifier,)),
+        {},
+    )
 
 
 @functools.cache
@@ -106,15 +114,15 @@ def surrogates() -> Mapping[str, Surrogate]:
             kind=kind,
             throughput=throughput,
             starvation=starvation,
-            calibration=calibration_of(starvation.answers(data.features), data.starved),
-            intervals=intervals_of(
+            calibration=fit_calibration(starvation.answers(data.features), data.starved),
+            intervals=fit_intervals(
                 data.features,
                 throughput.answers(data.features),
                 data.throughput_tok_s,
                 np.arange(len(data.features)),
                 seed=0,
             ),
-            domain=domain_of(data.features),
+            domain=fit_domain(data.features),
             report={"scenarios": {"space-filling": len(data.features)}},
             **trees,
         )

@@ -5,9 +5,9 @@ import numpy as np
 import pytest
 from hypothesis import given, settings
 
-from capplan.models.surrogates.codegen import compile_tree, python_source
 from capplan.models.surrogates.features import FEATURES
 from capplan.models.surrogates.tree import LOG_TOK_S, Tree
+from capplan.models.surrogates.tree_export import compile_tree, export_python
 from tests.models.surrogates.trees import LEAF, around, trees
 
 ALLOWED = (
@@ -18,7 +18,7 @@ ALLOWED = (
 
 @given(trees())
 def test_the_source_answers_as_the_tree_and_does_nothing_else(tree: Tree) -> None:
-    source = python_source(tree)
+    source = export_python(tree)
     assert all(isinstance(node, ALLOWED) for node in ast.walk(ast.parse(source)))
     namespace: dict[str, object] = {"__builtins__": {}}
     exec(source, namespace)
@@ -67,4 +67,4 @@ def test_the_compiled_function_can_be_called_from_compiled_code() -> None:
 def test_a_name_that_is_not_plain_is_refused(name: str) -> None:
     tree = Tree(LOG_TOK_S, (LEAF,), (0.0,), (LEAF,), (LEAF,), (1.0,), (1.0,))
     with pytest.raises(ValueError, match="plain name"):
-        python_source(tree, name)
+        export_python(tree, name)

@@ -3,8 +3,8 @@ from xml.etree import ElementTree
 
 from hypothesis import given
 
-from capplan.models.surrogates.drawing import drawing
 from capplan.models.surrogates.tree import Tree
+from capplan.models.surrogates.tree_export import export_svg
 from tests.models.surrogates.trees import trees
 
 SVG = "{http://www.w3.org/2000/svg}"
@@ -14,7 +14,7 @@ SVG = "{http://www.w3.org/2000/svg}"
 def test_a_drawing_has_a_box_with_a_tooltip_for_every_node_and_a_line_for_every_branch(
     one: Tree, two: Tree
 ) -> None:
-    text = drawing([('one <&> "title"', one), ("two", two)])
+    text = export_svg([('one <&> "title"', one), ("two", two)])
     root = ElementTree.fromstring(text)
     nodes = len(one.feature) + len(two.feature)
     boxes = root.findall(f".//{SVG}g")
@@ -26,7 +26,7 @@ def test_a_drawing_has_a_box_with_a_tooltip_for_every_node_and_a_line_for_every_
 
 @given(trees(most_splits=31))
 def test_boxes_lie_inside_the_drawing_and_apart_from_each_other(tree: Tree) -> None:
-    root = ElementTree.fromstring(drawing([("tree", tree)]))
+    root = ElementTree.fromstring(export_svg([("tree", tree)]))
     _, _, width, height = map(float, root.attrib["viewBox"].split())
     boxes = [
         tuple(float(rect.attrib[key]) for key in ("x", "y", "width", "height"))
@@ -44,5 +44,5 @@ def test_boxes_lie_inside_the_drawing_and_apart_from_each_other(tree: Tree) -> N
 
 @given(trees())
 def test_a_drawing_needs_nothing_from_elsewhere(tree: Tree) -> None:
-    text = drawing([("tree", tree)]).replace("http://www.w3.org/2000/svg", "")
+    text = export_svg([("tree", tree)]).replace("http://www.w3.org/2000/svg", "")
     assert not re.search(r"href|url\(|<script|<style|<image|://", text)

@@ -17,7 +17,7 @@ from capplan.models.surrogates.features import (
     feature_vector,
     held_tokens,
     offered_tok_s,
-    untrained,
+    unsupported_workload,
 )
 from capplan.spec import (
     Adapter,
@@ -158,8 +158,8 @@ def test_lengths_given_to_every_adapter_are_those_given_once() -> None:
 
 def test_what_surrogates_are_trained_on_is_known() -> None:
     for arrivals in (Arrivals.POISSON, Renewal(process="gamma", cv=3.0)):
-        assert untrained(asked(arrivals=arrivals), profile()) is None
-    assert untrained(asked(length_correlation=0.3), profile()) is None
+        assert unsupported_workload(asked(arrivals=arrivals), profile()) is None
+    assert unsupported_workload(asked(length_correlation=0.3), profile()) is None
 
 
 def recorded() -> Trace:
@@ -183,11 +183,11 @@ UNKNOWN: dict[str, Callable[[], Workload]] = {
 
 @pytest.mark.parametrize("what", UNKNOWN)
 def test_what_no_surrogate_was_trained_on_is_named(what: str) -> None:
-    assert what in str(untrained(UNKNOWN[what](), profile()))
+    assert what in str(unsupported_workload(UNKNOWN[what](), profile()))
 
 
 def test_shared_prefixes_are_unknown_where_the_engine_caches_them() -> None:
     workload = asked(shared_prefix_tokens=64)
     for caching, known in ((False, True), (True, False), (None, False)):
         engine = profile().engine.replace(prefix_caching=caching)
-        assert (untrained(workload, profile().replace(engine=engine)) is None) == known
+        assert (unsupported_workload(workload, profile().replace(engine=engine)) is None) == known

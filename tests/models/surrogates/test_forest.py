@@ -2,7 +2,7 @@ import numpy as np
 import pytest
 from sklearn.ensemble import RandomForestClassifier, RandomForestRegressor
 
-from capplan.models.surrogates.forest import LEAF, flatten_forest, forest_answer
+from capplan.models.surrogates.outputs import LEAF, flatten_forest, forest_answer
 
 
 @pytest.fixture(scope="module")

@@ -5,10 +5,9 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from capplan.models.learning.physics import LEAST_AT_THE_EDGE
 from capplan.models.surrogates.features import expected_tok_s, feature_of
-from capplan.models.surrogates.forest import LEAF, Forest
-from capplan.models.surrogates.heads import (
+from capplan.models.surrogates.outputs import (
+    LEAF,
     LOG_ODDS,
     LOG_SERVED,
     OVER_EXPECTED,
@@ -17,12 +16,14 @@ from capplan.models.surrogates.heads import (
     SERVED_AND_STEP,
     STARVATION,
     THROUGHPUT,
-    Head,
+    EnsembleOutput,
+    Forest,
     expected_share,
     log_odds,
     served_share,
     throughput_of,
 )
+from capplan.models.training.boosting import LEAST_AT_THE_EDGE
 from capplan.spec import STARVED_BELOW
 from tests.models.surrogates.making import made
 from tests.models.surrogates.runs import CASES, run
@@ -43,7 +44,7 @@ def constant(value: float) -> Forest:
 
 
 def answers(form: str, *values: float) -> np.ndarray:
-    return Head(form, tuple(map(constant, values))).answers(ROWS)
+    return EnsembleOutput(form, tuple(map(constant, values))).answers(ROWS)
 
 
 @pytest.mark.parametrize("case", CASES)

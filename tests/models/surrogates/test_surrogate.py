@@ -5,8 +5,8 @@ import pytest
 
 from capplan import errors, list_profiles, load_surrogate
 from capplan.models import Surrogate
-from capplan.models.surrogates.documents import KINDS
 from capplan.models.surrogates.features import FEATURES, feature_vector
+from capplan.models.surrogates.files import KINDS
 from capplan.spec import Arrivals, Diurnal, LengthPairs, Lengths, Renewal, Stickiness, Trace, Workload
 from tests.models.surrogates.making import SETTINGS, asked, drawn, made, profile
 

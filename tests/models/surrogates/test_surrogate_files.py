@@ -10,9 +10,14 @@ import pytest
 
 from capplan import errors
 from capplan.models import Surrogate
-from capplan.models.surrogates.documents import KINDS, SURROGATE_VERSION, profile_digest
 from capplan.models.surrogates.features import FEATURES
-from capplan.models.surrogates.files import read_surrogate, surrogate_bytes
+from capplan.models.surrogates.files import (
+    KINDS,
+    SURROGATE_VERSION,
+    profile_digest,
+    read_surrogate,
+    surrogate_bytes,
+)
 from tests.models.surrogates.making import made, profile, surrogates
 from tests.models.surrogates.written import contents, kind_of, refused, write
 

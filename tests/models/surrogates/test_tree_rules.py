@@ -4,13 +4,13 @@ from hypothesis import given
 
 from capplan.models.surrogates.features import FEATURES
 from capplan.models.surrogates.tree import LOG_OVER_EXPECTED, LOG_TOK_S, PROBABILITY, Tree
-from capplan.models.surrogates.tree_rules import output_text, rules_of
+from capplan.models.surrogates.tree_export import decision_rules, output_text
 from tests.models.surrogates.trees import LEAF, around, trees
 
 
 @given(trees())
 def test_the_one_rule_that_holds_says_what_the_tree_answers(tree: Tree) -> None:
-    rules = rules_of(tree)
+    rules = decision_rules(tree)
     assert len(rules) == tree.rules
     for row, answer in zip(around(tree), tree.answers(around(tree)), strict=True):
         holding = [
@@ -23,7 +23,7 @@ def test_the_one_rule_that_holds_says_what_the_tree_answers(tree: Tree) -> None:
 
 @given(trees())
 def test_rules_come_by_what_they_cover_and_ask_each_feature_once(tree: Tree) -> None:
-    rules = rules_of(tree)
+    rules = decision_rules(tree)
     assert [rule.share for rule in rules] == sorted((rule.share for rule in rules), reverse=True)
     assert sum(rule.share for rule in rules) == pytest.approx(1.0)
     for rule in rules:
@@ -43,7 +43,7 @@ def test_a_rule_reads_as_a_sentence() -> None:
         (0.0, 0.0, 0.0, float(np.log(0.97)), -1.0),
         (1.0, 0.2, 0.8, 0.7, 0.1),
     )
-    assert [rule.text for rule in rules_of(tree)] == [
+    assert [rule.text for rule in decision_rules(tree)] == [
         "if 8.5 < adapters <= 384 then throughput = 0.97 x expected",
         "if adapters <= 8.5 then throughput = 1 x expected",
         "if adapters > 384 then throughput = 0.368 x expected",

@@ -7,9 +7,9 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from capplan.models.learning.judging import calibration_of, intervals_of
 from capplan.models.surrogates.features import FEATURES
-from capplan.models.surrogates.uncertainty import COVERAGE, Calibration, domain_of
+from capplan.models.surrogates.surrogate import COVERAGE, SigmoidCalibration, fit_domain
+from capplan.models.training.evaluation import fit_calibration, fit_intervals
 
 
 def errors(rows: int, seed: int) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
@@ -28,7 +28,7 @@ def each(answers: np.ndarray) -> np.ndarray:
 
 def test_nine_of_ten_lie_inside_overall_and_in_easy_and_hard_regimes() -> None:
     features, answers, truth = errors(4000, seed=0)
-    intervals = intervals_of(features, answers, truth, each(answers), seed=0)
+    intervals = fit_intervals(features, answers, truth, each(answers), seed=0)
     features, answers, truth = errors(8000, seed=1)
     low, high = intervals.around(features, answers)
     inside = (low <= truth) & (truth <= high)
@@ -42,7 +42,7 @@ def test_nine_of_ten_lie_inside_overall_and_in_easy_and_hard_regimes() -> None:
 
 def test_both_ends_miss_alike() -> None:
     features, answers, truth = errors(4000, seed=0)
-    intervals = intervals_of(features, answers, truth, each(answers), seed=0)
+    intervals = fit_intervals(features, answers, truth, each(answers), seed=0)
     features, answers, truth = errors(8000, seed=1)
     low, high = intervals.around(features, answers)
     assert np.mean(truth < low) == pytest.approx(0.05, abs=0.02)
@@ -52,7 +52,7 @@ def test_both_ends_miss_alike() -> None:
 @given(st.integers(4, 60), st.integers(0, 99))
 def test_few_scenarios_give_wide_intervals_around_every_answer(rows: int, seed: int) -> None:
     features, answers, truth = errors(rows, seed)
-    low, high = intervals_of(features, answers, truth, each(answers), seed=0).around(features, answers)
+    low, high = fit_intervals(features, answers, truth, each(answers), seed=0).around(features, answers)
     assert np.all(low <= answers)
     assert np.all(answers <= high)
 
@@ -60,7 +60,7 @@ def test_few_scenarios_give_wide_intervals_around_every_answer(rows: int, seed: 
 def test_an_answer_of_nothing_at_all_does_not_widen_intervals_without_bound() -> None:
     features, answers, truth = errors(400, seed=0)
     truth[:40] = 0.0
-    low, high = intervals_of(features, answers, truth, each(answers), seed=0).around(features, answers)
+    low, high = fit_intervals(features, answers, truth, each(answers), seed=0).around(features, answers)
     assert np.all(np.isfinite(high))
     assert np.all(low > 0.0)
 
@@ -69,7 +69,7 @@ def test_calibrated_probabilities_are_the_shares_that_starve() -> None:
     rng = np.random.default_rng(0)
     score = rng.normal(0, 3, 20_000)
     starved = rng.random(score.size) < 1 / (1 + np.exp(-(0.5 * score - 1)))
-    said = calibration_of(score[:10_000], starved[:10_000]).probability(score[10_000:])
+    said = fit_calibration(score[:10_000], starved[:10_000]).probability(score[10_000:])
     for tenth in range(10):
         rows = (said * 10).astype(int) == tenth
         assert starved[10_000:][rows].mean() == pytest.approx(said[rows].mean(), abs=0.05)
@@ -81,7 +81,7 @@ def test_probabilities_are_bounded_and_rise_with_the_score(
 ) -> None:
     with warnings.catch_warnings():
         warnings.simplefilter("error")
-        said = Calibration(slope, offset).probability(np.sort(scores))
+        said = SigmoidCalibration(slope, offset).probability(np.sort(scores))
     assert np.all((said >= 0.0) & (said <= 1.0))
     assert np.all(np.diff(said) >= 0.0)
 
@@ -96,14 +96,14 @@ def training() -> np.ndarray:
 
 
 def test_training_scenarios_lie_in_their_domain(training: np.ndarray) -> None:
-    domain = domain_of(training)
+    domain = fit_domain(training)
     assert domain.contains(training).all()
     assert domain.novelty(training).max() == pytest.approx(1 / 1.02)
 
 
 @pytest.mark.parametrize("feature", range(0, len(FEATURES), 5))
 def test_beyond_the_range_of_any_one_feature_is_outside(training: np.ndarray, feature: int) -> None:
-    domain = domain_of(training)
+    domain = fit_domain(training)
     for value in (
         np.nextafter(domain.high[feature], np.float32(np.inf)),
         np.nextafter(domain.low[feature], np.float32(0)),
@@ -117,7 +117,7 @@ def test_beyond_the_range_of_any_one_feature_is_outside(training: np.ndarray, fe
 
 
 def test_a_strange_combination_of_common_values_is_outside(training: np.ndarray) -> None:
-    domain = domain_of(training)
+    domain = fit_domain(training)
     asked = np.median(training, axis=0)[None].copy()
     asked[0, :2] = np.quantile(training[:, 0], [0.05, 0.95])
     assert domain.novelty(asked)[0] > 1.0
@@ -127,7 +127,7 @@ def test_a_strange_combination_of_common_values_is_outside(training: np.ndarray)
 def test_a_feature_that_never_varied_is_known_at_its_one_value(training: np.ndarray) -> None:
     training = training.copy()
     training[:, 4] = 7.0
-    domain = domain_of(training)
+    domain = fit_domain(training)
     assert domain.contains(training).all()
     asked = training[:1].copy()
     asked[0, 4] = 7.001

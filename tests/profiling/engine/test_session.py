@@ -12,8 +12,7 @@ from hypothesis import strategies as st
 
 from capplan.errors import InputError
 from capplan.models.calibration.tables import read_table
-from capplan.models.kernel_fits import explain_kernels
-from capplan.models.kernel_tables import read_kernel_table
+from capplan.models.kernel_fits import explain_kernels, read_kernel_table
 from capplan.models.memory import kv_tokens
 from capplan.profiling.engine import served
 from capplan.profiling.engine.iterations import batches

@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 
 from capplan.errors import InputError
-from capplan.models.kernel_tables import read_kernel_table
+from capplan.models.kernel_fits import read_kernel_table
 from capplan.profiling.campaign import RECORD, Campaign, main
 from capplan.profiling.campaign_slices import MOST_SLICE_S, Outcome, Setting, Slice, slices
 

@@ -7,7 +7,7 @@ import numpy as np
 import pytest
 
 from capplan.errors import InputError
-from capplan.models.kernel_tables import COLUMNS, read_kernel_table
+from capplan.models.kernel_fits import COLUMNS, read_kernel_table
 from capplan.profiling.kernels.measure import Options, measure
 from capplan.profiling.kernels.sampling import Limits
 

@@ -10,10 +10,10 @@ import pytest
 
 from capplan import load_profile, simulate
 from capplan.errors import InfeasibleError
-from capplan.models.learning.table import LATENCIES, OUTCOMES
 from capplan.models.surrogates.features import FEATURES, feature_of
+from capplan.models.training.data import LATENCIES, OUTCOMES
 from capplan.twin.dataset import DESIGNS, Sample, draw
-from capplan.twin.dataset.answers import NoRow, Row, answer_sample, answer_span, simulation_seed
+from capplan.twin.dataset.answers import NoRow, ScenarioRow, simulate_sample, simulate_span, simulation_seed
 from capplan.twin.simulate import Settings
 from tests.twin.examples import profile, workload
 
@@ -30,7 +30,7 @@ ENGINE = Settings(  # type: ignore[typeddict-item]
 )
 
 
-def told(answers: list[Row | NoRow]) -> list[object]:
+def told(answers: list[ScenarioRow | NoRow]) -> list[object]:
     """Return what can be compared; NaN is not equal to itself, but its text is."""
     return [
         each
@@ -42,25 +42,25 @@ def told(answers: list[Row | NoRow]) -> list[object]:
 
 @pytest.mark.parametrize("design", DESIGNS)
 def test_an_answer_depends_on_its_number_and_on_no_neighbour(design: str) -> None:
-    together = answer_span(design, SHIPPED, 3, DURATION_S, 5, 17)
-    alone = [answer_span(design, SHIPPED, 3, DURATION_S, n, n + 1)[0] for n in range(5, 17)]
+    together = simulate_span(design, SHIPPED, 3, DURATION_S, 5, 17)
+    alone = [simulate_span(design, SHIPPED, 3, DURATION_S, n, n + 1)[0] for n in range(5, 17)]
     assert told(together) == told(alone)
-    assert [row.number for row in together if isinstance(row, Row)] == [
-        number for number, row in enumerate(together, start=5) if isinstance(row, Row)
+    assert [row.number for row in together if isinstance(row, ScenarioRow)] == [
+        number for number, row in enumerate(together, start=5) if isinstance(row, ScenarioRow)
     ]
 
 
 @pytest.mark.parametrize("design", DESIGNS)
 def test_another_seed_asks_and_answers_otherwise(design: str) -> None:
-    one, two = (answer_span(design, SHIPPED, seed, DURATION_S, 0, 6) for seed in (0, 1))
+    one, two = (simulate_span(design, SHIPPED, seed, DURATION_S, 0, 6) for seed in (0, 1))
     assert all(a != b for a, b in zip(told(one), told(two), strict=True) if not isinstance(a, NoRow))
 
 
 @pytest.mark.parametrize("design", DESIGNS)
 def test_a_row_is_what_the_twin_answers(design: str) -> None:
     asked = draw(design, SHIPPED, 1, 0, 12)
-    answered = answer_span(design, SHIPPED, 1, DURATION_S, 0, 12)
-    rows = [(each, row) for each, row in zip(asked, answered, strict=True) if isinstance(row, Row)]
+    answered = simulate_span(design, SHIPPED, 1, DURATION_S, 0, 12)
+    rows = [(each, row) for each, row in zip(asked, answered, strict=True) if isinstance(row, ScenarioRow)]
     assert rows
     for each, row in rows:
         settings: Settings = {
@@ -83,25 +83,25 @@ def test_a_row_is_what_the_twin_answers(design: str) -> None:
 
 
 def test_designs_share_no_group() -> None:
-    spans = [answer_span(design, SHIPPED, 0, 5.0, 0, 40) for design in DESIGNS]
-    groups = [{row.group for row in span if isinstance(row, Row)} for span in spans]
+    spans = [simulate_span(design, SHIPPED, 0, 5.0, 0, 40) for design in DESIGNS]
+    groups = [{row.group for row in span if isinstance(row, ScenarioRow)} for span in spans]
     assert sum(map(len, groups)) == len(set().union(*groups))
 
 
 def test_near_twins_keep_one_group() -> None:
     for design in DESIGNS:
         drawn = draw(design, SHIPPED, 0, 0, 40)
-        rows = [row for row in answer_span(design, SHIPPED, 0, 5.0, 0, 40) if isinstance(row, Row)]
+        rows = [row for row in simulate_span(design, SHIPPED, 0, 5.0, 0, 40) if isinstance(row, ScenarioRow)]
         pairs = {(drawn[row.number].group, row.group) for row in rows}
         assert len(pairs) == len({ours for ours, _ in pairs}) == len({theirs for _, theirs in pairs})
 
 
 def test_what_does_not_fit_or_is_never_asked_has_no_row() -> None:
     engine = profile()
-    assert isinstance(answer_sample(sample(), engine, "paper-grid", 0, 30.0, 0), Row)
-    refused = answer_sample(sample(a_max=4000), engine, "paper-grid", 0, 30.0, 0)
+    assert isinstance(simulate_sample(sample(), engine, "paper-grid", 0, 30.0, 0), ScenarioRow)
+    refused = simulate_sample(sample(a_max=4000), engine, "paper-grid", 0, 30.0, 0)
     assert refused is NoRow.REFUSED_FOR_MEMORY
-    silent = answer_sample(sample(rate_rps=0.0), engine, "paper-grid", 0, 30.0, 0)
+    silent = simulate_sample(sample(rate_rps=0.0), engine, "paper-grid", 0, 30.0, 0)
     assert silent is NoRow.WITHOUT_REQUESTS
 
 
@@ -111,7 +111,7 @@ def test_another_reason_than_memory_is_no_answer(monkeypatch: pytest.MonkeyPatch
 
     monkeypatch.setattr("capplan.twin.dataset.answers.simulate", starve)
     with pytest.raises(InfeasibleError, match="starves"):
-        answer_sample(sample(), profile(), "paper-grid", 0, 30.0, 0)
+        simulate_sample(sample(), profile(), "paper-grid", 0, 30.0, 0)
 
 
 def test_seeds_of_simulations_differ_and_are_seeds() -> None:
@@ -121,6 +121,6 @@ def test_seeds_of_simulations_differ_and_are_seeds() -> None:
 
 
 def test_a_row_cannot_be_changed() -> None:
-    row = answer_sample(sample(), profile(), "paper-grid", 0, 30.0, 0)
+    row = simulate_sample(sample(), profile(), "paper-grid", 0, 30.0, 0)
     with pytest.raises(dataclasses.FrozenInstanceError):
         row.number = 1  # type: ignore[misc,union-attr]

@@ -15,8 +15,7 @@ import pytest
 
 from capplan import load_profile
 from capplan.errors import InputError
-from capplan.models.learning.manifest import MANIFEST, Manifest
-from capplan.models.learning.table import read_tables, schema
+from capplan.models.training.data import MANIFEST, Manifest, read_tables, schema
 from capplan.spec import Profile
 from capplan.twin.dataset import generate_dataset, shards
 from capplan.twin.dataset.answers import NoRow
@@ -196,7 +195,7 @@ def test_rows_in_other_bytes_are_stored_anew_without_the_twin(
     name = "part-00000.parquet"
     folder = laid_out(tmp_path / "data", {**whole, name: _rewritten(whole[name], lambda table: table)})
     assert bytes_of(folder) != whole
-    monkeypatch.delattr("capplan.twin.dataset.asking.answer_span")
+    monkeypatch.delattr("capplan.twin.dataset.answers.answer_span")
     generate(folder)
     assert bytes_of(folder) == whole
 
@@ -300,7 +299,7 @@ def test_a_dataset_of_nothing_but_refusals_is_complete(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     refusal = NoRow.REFUSED_FOR_MEMORY
-    monkeypatch.setattr("capplan.twin.dataset.asking.answer_span", lambda *a: [refusal] * (a[-1] - a[-2]))
+    monkeypatch.setattr("capplan.twin.dataset.answers.answer_span", lambda *a: [refusal] * (a[-1] - a[-2]))
     answered = generate(tmp_path / "data").answered
     assert answered is not None
     assert (answered.rows, answered.refused_for_memory, len(answered.shards)) == (0, 40, 3)

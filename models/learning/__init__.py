@@ -1,1 +1,0 @@
-"""Learning from the twin's answers: tables, families of models, their search, small trees, training."""

@@ -1,0 +1,1 @@
+"""Training of surrogates on simulations of the digital twin."""

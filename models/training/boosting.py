@@ -1,0 +1,241 @@
+"""Boosted trees: conversion of XGBoost models to flat arrays, and physics-informed estimators."""
+
+from __future__ import annotations
+
+import json
+import math
+from collections.abc import Mapping, Sequence
+from typing import TYPE_CHECKING, Any, Final, Self
+
+import numpy as np
+from numpy.typing import ArrayLike, NDArray
+from sklearn.base import BaseEstimator, ClassifierMixin, RegressorMixin
+from sklearn.utils.validation import check_is_fitted, validate_data
+from xgboost import XGBRegressor
+
+from capplan.errors import InputError
+from capplan.models.surrogates.features import feature_of
+from capplan.models.surrogates.outputs import (
+    LEAF,
+    LEAST_SHARE,
+    LOG_SERVED,
+    SERVED_AND_STEP,
+    EnsembleOutput,
+    Forest,
+    expected_share,
+)
+from capplan.models.training.candidates import signs
+
+if TYPE_CHECKING:
+    from xgboost import Booster, XGBModel
+
+_IDENTITY = ("reg:squarederror", "reg:absoluteerror", "reg:pseudohubererror", "reg:quantileerror")
+
+_LOGISTIC = ("binary:logistic", "reg:logistic")
+
+
+def flatten_boosted(model: XGBModel | Booster, columns: Sequence[int] | None = None) -> Forest:
+    """Return a fitted XGBoost model as a `Forest` whose answer is the model's margin.
+
+    The margin is the prediction of a regressor; of a classifier it is the log odds of the second class, which
+    the caller turns into a probability (`probability_of`).
+
+    A forest answers the *mean* of its leaves, boosting the *sum* of them and a base score. So every leaf is
+    stored as ``trees * leaf + base``, whose mean is that sum: no second kind of forest is needed. XGBoost
+    goes left where ``x < threshold``, a forest where ``x <= threshold``; both compare float32, so the
+    threshold is the next smaller float32. Missing values never occur in features and have no branch here.
+
+    Parameters
+    ----------
+    model
+        A fitted single-output model of plain trees (booster ``gbtree``). Trees after the best iteration of
+        early stopping are left out, as XGBoost's scikit-learn interface does.
+    columns
+        The feature that each column of the model's input was, when it saw a selection of them.
+
+    Raises
+    ------
+    InputError
+        For a model of another kind: several outputs, categorical splits, an unknown objective.
+    """
+    booster = model if not hasattr(model, "get_booster") else model.get_booster()
+    if booster.attr("best_iteration") is not None:
+        booster = booster[: booster.best_iteration + 1]
+    learner = json.loads(booster.save_raw("json"))["learner"]
+    gradient = learner["gradient_booster"]
+    sizes = learner["learner_model_param"]
+    if gradient["name"] != "gbtree":
+        raise InputError("must be gbtree", gradient["name"], "booster")
+    if int(sizes.get("num_class", 0)) > 1 or int(sizes.get("num_target", 1)) > 1:
+        raise InputError("must have a single output", location="booster")
+    trees = gradient["model"]["trees"]
+    if not trees:
+        raise InputError("must have at least one tree", location="booster")
+    base = _base_margin(learner["objective"]["name"], sizes["base_score"])
+    known = np.arange(int(sizes["num_feature"])) if columns is None else np.asarray(columns)
+    return _joined([_flat_tree(tree, known) for tree in trees], base)
+
+
+def probability_of(margin: NDArray[np.float64] | float) -> NDArray[np.float64]:
+    """Return the probability whose log odds are `margin`."""
+    # tanh neither overflows nor warns, whatever the margin.
+    return np.asarray(0.5 * (1.0 + np.tanh(0.5 * np.asarray(margin, float))))
+
+
+def _base_margin(objective: str, written: str) -> float:
+    """Return the base score as XGBoost adds it; the model holds it on the scale of predictions."""
+    # A list of one since XGBoost 3.1, a number before.
+    score = float(written.strip("[]"))
+    if objective in _IDENTITY:
+        return score
+    if objective in _LOGISTIC:
+        return math.log(score / (1.0 - score))
+    raise InputError(f"must be one of {', '.join(_IDENTITY + _LOGISTIC)}", objective, "objective")
+
+
+def _flat_tree(tree: Mapping[str, Any], columns: NDArray[np.int64]) -> dict[str, NDArray[Any]]:
+    """Return one tree with its nodes in depth-first order, so that children come after their parent."""
+    if any(tree["split_type"]):
+        raise InputError("must not have categorical splits", location="booster")
+    left, right = np.asarray(tree["left_children"]), np.asarray(tree["right_children"])
+    order, waiting = [], [0]
+    while waiting:
+        node = waiting.pop()
+        order.append(node)
+        if left[node] >= 0:
+            waiting += [int(right[node]), int(left[node])]
+    place = np.zeros(left.size, np.int64)
+    place[order] = np.arange(len(order))
+    left, right = left[order], right[order]
+    inner = left >= 0
+    # Of an inner node this is the threshold, of a leaf its value; the JSON holds float32 exactly.
+    condition = np.asarray(tree["split_conditions"])[order].astype(np.float32)
+    below = np.nextafter(condition, np.float32(-np.inf))
+    return {
+        "feature": np.where(inner, columns[np.asarray(tree["split_indices"])[order]], LEAF),
+        "threshold": np.where(inner, below, np.float32(0.0)),
+        "left": np.where(inner, place[left], LEAF),
+        "right": np.where(inner, place[right], LEAF),
+        "value": np.where(inner, np.float32(0.0), condition),
+    }
+
+
+def _joined(trees: Sequence[Mapping[str, NDArray[Any]]], base: float) -> Forest:
+    roots = np.cumsum([0] + [tree["feature"].size for tree in trees[:-1]])
+    column = {name: np.concatenate([tree[name] for tree in trees]) for name in trees[0]}
+    inner = column["feature"] != LEAF
+    shift = np.repeat(roots, [tree["feature"].size for tree in trees])
+    leaves = len(trees) * column["value"].astype(float) + base
+    return Forest(
+        roots=roots.astype(np.int32),
+        feature=column["feature"].astype(np.int16),
+        threshold=column["threshold"].astype(np.float32),
+        left=np.where(inner, column["left"] + shift, LEAF).astype(np.int32),
+        right=np.where(inner, column["right"] + shift, LEAF).astype(np.int32),
+        value=np.where(inner, 0.0, leaves).astype(np.float32),
+    )
+
+
+LEAST_AT_THE_EDGE: Final = 0.5
+
+"""Below, a starved GPU is a starved GPU: the model of starvation spends no leaf on telling how much."""
+
+_LEAST_STEP_MS: Final = 1e-3
+
+
+class _Boosted(BaseEstimator):  # type: ignore[misc]
+    """Hyper-parameters that both share; the defaults did well on both designs of both shipped profiles.
+
+    Parameters
+    ----------
+    n_estimators, learning_rate, max_depth, min_child_weight, subsample, colsample_bytree
+        As XGBoost's.
+    random_state
+        Seed.
+    n_jobs
+        Threads; the answers do not depend on it.
+    """
+
+    def __init__(
+        self,
+        n_estimators: int = 400,
+        learning_rate: float = 0.06,
+        max_depth: int = 6,
+        min_child_weight: float = 4.0,
+        subsample: float = 0.7,
+        colsample_bytree: float = 0.5,
+        random_state: int = 0,
+        n_jobs: int = 1,
+    ) -> None:
+        self.n_estimators = n_estimators
+        self.learning_rate = learning_rate
+        self.max_depth = max_depth
+        self.min_child_weight = min_child_weight
+        self.subsample = subsample
+        self.colsample_bytree = colsample_bytree
+        self.random_state = random_state
+        self.n_jobs = n_jobs
+
+    def _boost(self, features: NDArray[np.float32], target: NDArray[np.float64], **more: Any) -> XGBRegressor:
+        model = XGBRegressor(tree_method="hist", max_bin=256, **self.get_params(), **more)
+        return model.fit(features, target)
+
+
+class ServedAndStep(RegressorMixin, _Boosted):  # type: ignore[misc]
+    """Throughput from the served fraction and the step time, each relative to the fluid estimate's.
+
+    The absolute error is minimised, of logarithms: medians stay where few scenarios go astray.
+    """
+
+    def fit(self, X: ArrayLike, y: ArrayLike) -> Self:  # noqa: N803 (scikit-learn's name)
+        """Fit on feature vectors, shape (n, features), and on served fraction and step time in ms, (n, 2)."""
+        features, targets = validate_data(self, X, y, dtype=np.float32, multi_output=True, y_numeric=True)
+        served, step_ms = np.asarray(targets, float).T
+        share = np.log(np.maximum(served, LEAST_SHARE) / expected_share(features))
+        estimate_ms = feature_of(features, "step_ms")
+        # Without a step there is nothing to learn of its time: it stays the estimate's.
+        steps = np.where(step_ms > 0.0, np.log(np.maximum(step_ms, _LEAST_STEP_MS) / estimate_ms), 0.0)
+        self.served_ = self._boost(features, share, objective="reg:absoluteerror")
+        self.step_ = self._boost(features, steps, objective="reg:absoluteerror")
+        return self
+
+    def predict(self, X: ArrayLike) -> NDArray[np.float64]:  # noqa: N803 (scikit-learn's name)
+        """Return throughput in tokens per second, shape (n,)."""
+        check_is_fitted(self)
+        return self.head().answers(validate_data(self, X, dtype=np.float32, reset=False))
+
+    def head(self) -> EnsembleOutput:
+        """Return what a surrogate keeps of the fitted model."""
+        return EnsembleOutput(SERVED_AND_STEP, (flatten_boosted(self.served_), flatten_boosted(self.step_)))
+
+
+class ServedEdge(ClassifierMixin, _Boosted):  # type: ignore[misc]
+    """Starvation from the served fraction, learned where it matters: between a half and all.
+
+    Obeys the signs of physics: what loads the GPU more never raises the served fraction, what gives it more
+    KV never lowers it (`monotone.signs`).
+    """
+
+    def fit(self, X: ArrayLike, y: ArrayLike) -> Self:  # noqa: N803 (scikit-learn's name)
+        """Fit on feature vectors, shape (n, features), and served fractions, shape (n,)."""
+        features, served = validate_data(self, X, y, dtype=np.float32, y_numeric=True)
+        target = np.log(np.maximum(np.asarray(served, float), LEAST_AT_THE_EDGE))
+        self.classes_ = np.array([0, 1])
+        falling = tuple(-sign for sign in signs("starvation"))
+        self.served_ = self._boost(
+            features, target, objective="reg:squarederror", monotone_constraints=falling
+        )
+        return self
+
+    def decision_function(self, X: ArrayLike) -> NDArray[np.float64]:  # noqa: N803
+        """Return the logarithm of 0.9 over the served fraction: above 0 the GPU starves; shape (n,)."""
+        check_is_fitted(self)
+        return self.head().answers(validate_data(self, X, dtype=np.float32, reset=False))
+
+    def predict(self, X: ArrayLike) -> NDArray[np.int64]:  # noqa: N803
+        """Return 1 where the served fraction is below `STARVED_BELOW`, shape (n,)."""
+        return (self.decision_function(X) > 0.0).astype(np.int64)
+
+    def head(self) -> EnsembleOutput:
+        """Return what a surrogate keeps of the fitted model."""
+        return EnsembleOutput(LOG_SERVED, (flatten_boosted(self.served_),))

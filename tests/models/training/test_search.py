@@ -1,0 +1,188 @@
+import subprocess
+import sys
+import time
+from dataclasses import replace
+from pathlib import Path
+
+import numpy as np
+import optuna
+import pytest
+from optuna.distributions import IntDistribution
+
+from capplan.errors import InputError
+from capplan.models.calibration.least_squares import smape
+from capplan.models.training.candidates import FAMILIES, CandidateModel, candidate_model, whole
+from capplan.models.training.search import Tuned, quiet_storage, tune
+from tests.models.training.scenarios import scenarios
+
+KILLED = """
+import sys
+from pathlib import Path
+from tests.models.training.test_search import boosted
+boosted(budget=40, storage=Path(sys.argv[1]))
+"""
+
+
+def tuned(family: str, task: str = "throughput", **given: object) -> Tuned:
+    x, throughput, starved, groups = scenarios()
+    target = throughput if task == "throughput" else starved
+    return tune(quick(family, task), x, target, groups, **{"budget": 4, "folds": 3, "seed": 1} | given)
+
+
+def quick(family: str, task: str) -> CandidateModel:
+    """Return a candidate whose models are small."""
+    whole_space = candidate_model(family, task)
+    grid = tuple(
+        tuple(c for c in kind if c.get("n_estimators", 32) == 32 and c.get("C", 1.0) <= 10.0)
+        for kind in whole_space.grid
+    )
+    distributions = dict(whole_space.distributions)
+    if distributions:
+        distributions["n_estimators"] = IntDistribution(5, 25)
+    return replace(whole_space, grid=grid, distributions=distributions)
+
+
+def boosted(budget: int, storage: Path | None, seed: int = 1) -> Tuned:
+    return tuned("xgboost", "starvation", budget=budget, storage=storage, seed=seed)
+
+
+def record(found: Tuned) -> list[tuple[object, ...]]:
+    return [(sorted(trial.params.items(), key=str), trial.loss, trial.rows) for trial in found.trials]
+
+
+@pytest.mark.parametrize("task", ["throughput", "starvation"])
+@pytest.mark.parametrize("family", FAMILIES)
+def test_a_search_depends_on_data_and_seed_alone(family: str, task: str) -> None:
+    one = tuned(family, task, n_jobs=1)
+    two = tuned(family, task, n_jobs=2)
+    assert record(one) == record(two)
+    assert one.params == two.params
+    assert np.array_equal(one.out_of_fold, two.out_of_fold)
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+def test_the_winner_beats_the_constant_answer(family: str) -> None:
+    _, throughput, _, _ = scenarios()
+    assert tuned(family).scores["smape"] < smape(np.full(throughput.size, np.median(throughput)), throughput)
+    found = tuned(family, "starvation")
+    assert found.scores["macro_f1"] > 0.5  # of one class alone it is at most 0.5
+    assert ("log_loss" in found.scores) == (family != "svm")
+
+
+def test_scores_are_those_of_models_that_had_not_seen_the_group() -> None:
+    x, throughput, _, groups = scenarios()
+    # A label that only the near twin gives away: who sees it scores well, nobody else can.
+    secret = np.random.default_rng(0).uniform(1.0, 9.0, groups.max() + 1)[groups] * throughput
+    found = tune(quick("forest", "throughput"), x, secret, groups, budget=2, folds=3)
+    assert found.scores["smape"] > 20.0
+    assert found.scores["smape"] == smape(found.out_of_fold, secret)
+
+
+def test_the_winner_was_judged_on_all_rows() -> None:
+    x, throughput, _, groups = scenarios(rows=1800)
+    found = tune(candidate_model("knn", "throughput"), x, throughput, groups, budget=2)
+    assert {trial.rows for trial in found.trials} == {1800}
+    found = tune(quick("svm", "throughput"), x, throughput, groups, budget=9, folds=3)
+    rows = [trial.rows for trial in found.trials]
+    assert sorted(set(rows)) == [200, 600, 1800]
+    assert (rows.count(200), rows.count(600), rows.count(1800)) == (9, 3, 1)
+    (last,) = [trial for trial in found.trials if trial.rows == 1800]
+    assert last.params == found.params
+
+
+def test_the_papers_space_is_searched_whole() -> None:
+    found = tuned("knn", space="paper", budget=1)
+    assert [trial.params for trial in found.trials] == whole(candidate_model("knn", "throughput").grid)
+
+
+def test_progress_ends_with_all_done() -> None:
+    for family in ("svm", "xgboost"):
+        seen: list[tuple[int, int]] = []
+        tuned(family, progress=lambda done, total, seen=seen: seen.append((done, total)))
+        assert seen == sorted(seen)
+        assert seen[-1][0] == seen[-1][1] == len({total for _, total in seen}) * seen[-1][1]
+
+
+def test_losers_are_given_up_early() -> None:
+    found = boosted(budget=25, storage=None)
+    given_up = [trial for trial in found.trials if trial.loss is None]
+    assert given_up
+    assert len(given_up) < len(found.trials)
+    assert all(trial.loss is not None for trial in found.trials[:5])
+
+
+def test_a_grown_budget_goes_on_as_if_it_had_been_larger_from_the_start(tmp_path: Path) -> None:
+    journal = tmp_path / "study.jsonl"
+    boosted(budget=7, storage=journal)
+    resumed = boosted(budget=12, storage=journal)
+    assert record(resumed) == record(boosted(budget=12, storage=None))
+    # What is on disk already is not tried again.
+    before = journal.read_bytes()
+    assert record(boosted(budget=12, storage=journal)) == record(resumed)
+    assert journal.read_bytes() == before
+
+
+def test_a_killed_search_goes_on_as_if_it_had_not_been(tmp_path: Path) -> None:
+    journal = tmp_path / "study.jsonl"
+    process = subprocess.Popen([sys.executable, "-c", KILLED, str(journal)])
+    deadline = time.monotonic() + 120.0
+    while time.monotonic() < deadline and process.poll() is None:
+        if journal.exists() and journal.read_bytes().count(b"\n") > 120:
+            break
+        time.sleep(0.02)
+    process.kill()
+    process.wait()
+    written = journal.read_bytes()
+    assert written
+    journal.write_bytes(written[:-7])  # and the last line half written
+    assert record(boosted(budget=14, storage=journal)) == record(boosted(budget=14, storage=None))
+
+
+def test_studies_of_other_data_do_not_mix(tmp_path: Path) -> None:
+    journal = tmp_path / "study.jsonl"
+    boosted(budget=3, storage=journal, seed=1)
+    assert record(boosted(budget=3, storage=journal, seed=2)) == record(
+        boosted(budget=3, storage=None, seed=2)
+    )
+
+
+def test_a_damaged_journal_is_refused_in_one_line(tmp_path: Path) -> None:
+    journal = tmp_path / "study.jsonl"
+    first = b'{"op_code":0,"worker_id":"a","study_name":"b","directions":[1]}\n'
+    for content in (
+        *(b'{"a": 1}\n{"b": 2}\n', b"[]\n[]\n", b"not a journal\nat all", b"\xff\xfe\x00\n\n"),
+        *(first + b"{}\n{}\n", first + b"[]\n[]\n", first + b"\xff\n" + first, b'{"op_code":77}\n' + first),
+    ):
+        journal.write_bytes(content)
+        with pytest.raises(InputError) as refused:
+            boosted(budget=1, storage=journal)
+        assert "\n" not in str(refused.value)
+        assert str(journal) in str(refused.value)
+        assert journal.read_bytes() == content
+    with pytest.raises(InputError):
+        boosted(budget=1, storage=tmp_path / "missing" / "study.jsonl")
+
+
+def test_the_users_optuna_keeps_its_voice(capsys: pytest.CaptureFixture[str]) -> None:
+    optuna.logging.set_verbosity(optuna.logging.INFO)
+    try:
+        boosted(budget=1, storage=None)
+        assert optuna.logging.get_verbosity() == optuna.logging.INFO
+    finally:
+        optuna.logging.set_verbosity(optuna.logging.WARNING)
+    assert capsys.readouterr().err == ""
+
+
+def test_an_empty_budget_and_one_class_are_refused() -> None:
+    x, _, _, groups = scenarios()
+    with pytest.raises(InputError):
+        tuned("knn", budget=0)
+    with pytest.raises(InputError):
+        tune(candidate_model("knn", "starvation"), x, np.zeros(len(x), bool), groups)
+
+
+def test_two_searches_do_not_write_one_journal(tmp_path: Path) -> None:
+    journal = tmp_path / "study.jsonl"
+    with quiet_storage(journal), pytest.raises(InputError, match="another search"):
+        boosted(budget=1, storage=journal)
+    assert len(boosted(budget=1, storage=journal).trials) == 1
