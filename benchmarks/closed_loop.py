@@ -18,7 +18,7 @@ from dataclasses import dataclass
 from typing import Any, Final
 
 from benchmarks.fidelity_figures import markdown
-from capplan.profiling.validation.loop import ClosedLoop, LoopSetting, VoidError
+from capplan.profiling.validation.loop import ClosedLoop, LoopSettings, VoidError
 
 LOADS: Final = (0.4, 0.7, 0.9, 1.5)
 OVERLOAD: Final = 1.5
@@ -48,7 +48,7 @@ class Run:
 
 def measure(given: argparse.Namespace) -> list[Run]:
     """Run what has not been run; the plan at its loads comes first, then other numbers of slots."""
-    setting = LoopSetting(
+    setting = LoopSettings(
         model=given.model,
         threads=given.threads,
         slots=tuple(given.profiled_slots),

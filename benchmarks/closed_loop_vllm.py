@@ -22,12 +22,12 @@ from benchmarks.closed_loop_vllm_report import Held, report
 from benchmarks.engine_speed_model import SIZES, write_adapter, write_model
 from benchmarks.oracle_server import OracleSetting, oracle_server
 from capplan import Adapter, Lengths, Workload, load_profile, simulate
-from capplan.profiling.commands import flag_words, run_capplan
 from capplan.profiling.load.bench import BenchOptions, bench
 from capplan.profiling.load.settings import LoadSettings, Target
-from capplan.profiling.validation.capacity import saturated_rps
+from capplan.profiling.server.process import flag_words, run_capplan
 from capplan.profiling.validation.compare import (
-    Comparison,
+    MetricComparison,
+    Tolerances,
     compared,
     constant_step,
     faults_of,
@@ -35,7 +35,7 @@ from capplan.profiling.validation.compare import (
     offered_values,
     predicted_values,
 )
-from capplan.profiling.validation.options import Tolerances
+from capplan.profiling.validation.loop import saturated_rps
 from capplan.spec import Profile, write_text_atomic
 from capplan.twin import SimulationResult
 
@@ -76,7 +76,7 @@ class Loop:
         self._adapters = {f"a{at}": self._out / f"a{at}" for at in range(ADAPTERS)}
         self._profile = self._out / "profile.json"
 
-    def run(self) -> list[tuple[Held, tuple[Comparison, ...]]]:
+    def run(self) -> list[tuple[Held, tuple[MetricComparison, ...]]]:
         """Return every held-out point with what was measured and predicted."""
         self._write_files()
         for slots in PROFILED_SLOTS:
@@ -183,7 +183,7 @@ class Loop:
         full, seed = Held(ADAPTERS, 8, 1.0), self._given.seed
         return saturated_rps(lambda rate_rps: self._simulated(full, profile, rate_rps, SATURATED_S, seed))
 
-    def _held(self, held: Held, profile: Profile, full_rps: float) -> tuple[Comparison, ...]:
+    def _held(self, held: Held, profile: Profile, full_rps: float) -> tuple[MetricComparison, ...]:
         """Measure a point unless its file is there, and compare."""
         file = self._out / f"{held.name}.json"
         if not file.exists():

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from typing import Final
 
 from benchmarks.fidelity_figures import markdown
-from capplan.profiling.validation.compare import Comparison
+from capplan.profiling.validation.compare import MetricComparison
 
 SHOWN: Final = ("throughput_tok_s", "itl_ms_mean", "ttft_s_mean", "served_fraction")
 
@@ -25,7 +25,7 @@ class Held:
         return f"adapters{self.adapters}-slots{self.slots}-load{round(100 * self.load)}"
 
 
-def report(runs: Sequence[tuple[Held, tuple[Comparison, ...]]]) -> bool:
+def report(runs: Sequence[tuple[Held, tuple[MetricComparison, ...]]]) -> bool:
     """Print the table, and tell whether all that was asked for holds."""
     rows, good = [], True
     for held, comparisons in runs:
@@ -58,7 +58,7 @@ def report(runs: Sequence[tuple[Held, tuple[Comparison, ...]]]) -> bool:
 
 
 def _order(
-    runs: Sequence[tuple[Held, tuple[Comparison, ...]]], name: str, of: str, *, rising: bool
+    runs: Sequence[tuple[Held, tuple[MetricComparison, ...]]], name: str, of: str, *, rising: bool
 ) -> list[int]:
     """Return the numbers of slots of the overloaded points, best first."""
     found = {

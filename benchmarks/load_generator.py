@@ -30,9 +30,9 @@ from scipy.stats import kstest
 from benchmarks.fidelity_figures import markdown
 from capplan import Adapter, Lengths, Workload
 from capplan.profiling.load.bench import bench
-from capplan.profiling.load.request_file import RequestFile
+from capplan.profiling.load.record import RequestFile
 from capplan.profiling.load.result import BenchResult
-from capplan.profiling.load.run import Snapshot
+from capplan.profiling.load.run import LoadProgress
 from capplan.profiling.load.settings import LoadSettings, Target
 
 RATE_BAR_RPS: Final = 1500.0
@@ -77,7 +77,7 @@ def measure(rate_rps: float, requests: int) -> Measured:
     this = psutil.Process()
     memory: list[int] = []
 
-    def on_tick(now: Snapshot) -> None:
+    def on_tick(now: LoadProgress) -> None:
         if now.completed >= requests // 10:
             memory.append(this.memory_info().rss)
 

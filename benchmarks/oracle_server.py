@@ -13,7 +13,7 @@ from urllib.error import URLError
 from urllib.request import urlopen
 
 from benchmarks.engine_speed_contenders import free_ports, oracle_variables
-from capplan.profiling.commands import flag_words
+from capplan.profiling.server.process import flag_words
 
 _START_S = 300.0
 _END_S = 60.0

@@ -20,13 +20,12 @@ from pathlib import Path
 from benchmarks.fidelity_figures import markdown
 from capplan import Adapter, Lengths, Workload, simulate
 from capplan.models.calibration.components import Hardware, assumed_profile
+from capplan.profiling import tables as files
 from capplan.profiling.load.bench import BenchOptions, bench
 from capplan.profiling.load.result import BenchResult
 from capplan.profiling.load.settings import LoadSettings, Target
-from capplan.profiling.server import folder as files
-from capplan.profiling.server.folder import Folder
-from capplan.profiling.server.measure import profile_server
-from capplan.profiling.server.options import EngineSetting, ProfilingOptions
+from capplan.profiling.server.profiler import EngineSetting, ServerProfilingOptions, profile_server
+from capplan.profiling.tables import MeasurementFolder
 from capplan.spec import ModelArch, Profile
 from capplan.twin.calibration import CalibrationOptions, CalibrationResult, CalibrationTables, calibrate
 
@@ -62,11 +61,11 @@ def toy_server() -> Iterator[str]:
 def measured(url: str, folder: Path, budget_s: float) -> CalibrationResult:
     """Profile the server and calibrate."""
     ranks = {f"a{i}": S_MAX for i in range(ADAPTERS)}
-    options = ProfilingOptions(
+    options = ServerProfilingOptions(
         budget_s=budget_s, point_s=4.0, max_streams=16, prompt_tokens=80, output_tokens=40
     )
     setting = EngineSetting(A_MAX, S_MAX, SEQS, BUDGET)
-    profile_server(Target(url, base_model="base"), ranks, setting, Folder(folder), options)
+    profile_server(Target(url, base_model="base"), ranks, setting, MeasurementFolder(folder), options)
     hardware = Hardware("toy", 16 * 2**30, engine_version="0.32.0", rules="vllm-0.32-sync")
     tables = {name: str(folder / file) for name, file in (("steps", files.STEPS), ("runs", files.RUNS))}
     return calibrate(

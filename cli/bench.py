@@ -18,7 +18,7 @@ from capplan.cli.progress import live
 from capplan.errors import InputError
 
 if TYPE_CHECKING:
-    from capplan.profiling.load.request_file import RequestFile
+    from capplan.profiling.load.record import RequestFile
     from capplan.profiling.load.result import BenchResult, LoadMetrics
     from capplan.spec import Profile, Workload
 
@@ -124,7 +124,7 @@ def bench(
     require_extra("bench", ("aiohttp",))
     from capplan.profiling.load.bench import BenchOptions
     from capplan.profiling.load.bench import bench as measure
-    from capplan.profiling.load.limits import raise_file_limit
+    from capplan.profiling.load.client import raise_file_limit
     from capplan.profiling.load.settings import LoadSettings, Target
     from capplan.spec import load_workload
 
@@ -187,7 +187,7 @@ def _known_result(path: str, output: str | None) -> BenchResult:
 @contextmanager
 def _request_file(path: str | None, *, needed: bool) -> Iterator[RequestFile | None]:
     """Give the file of requests, one that vanishes where only the other outputs need it."""
-    from capplan.profiling.load.request_file import RequestFile
+    from capplan.profiling.load.record import RequestFile
 
     if path is None and not needed:
         yield None
@@ -251,7 +251,7 @@ def _fields(text: str | None) -> dict[str, Any]:
 
 
 def _form(name: str | None) -> Any:
-    from capplan.profiling.load.prompts import PromptForm
+    from capplan.profiling.load.requests import PromptForm
 
     if name is None:
         return None

@@ -107,7 +107,7 @@ def calibrate(
     from capplan.twin.calibration import CalibrationOptions, CalibrationTables
 
     if folder is not None:
-        from capplan.profiling.engine.tables import tables_of
+        from capplan.profiling.tables import tables_of
 
         found = tables_of(folder)
         base, steps, runs = base or found.base, steps or found.steps, runs or found.runs

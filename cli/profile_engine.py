@@ -16,7 +16,7 @@ from capplan.errors import InputError
 
 if TYPE_CHECKING:
     from capplan.models.kernel_fits import KernelReport
-    from capplan.profiling.engine.session import Outcome
+    from capplan.profiling.engine.profiler import EngineProfilingResult
 
 _GIB = 2**30
 
@@ -84,13 +84,13 @@ def engine(
     time is up. `capplan calibrate DIR -o profile.json` makes a profile of the tables.
     """
     require_extra("engine", ENGINE)
-    from capplan.profiling.engine.options import Options
-    from capplan.profiling.engine.session import profile_engine
+    from capplan.profiling.engine.options import EngineProfilingOptions
+    from capplan.profiling.engine.profiler import profile_engine
 
     known_ranks = _numbers(ranks, "--ranks")
     if memory_gib is not None and not 0.0 < memory_gib < float("inf"):
         raise InputError("must be a finite number above 0", memory_gib, "--memory-gib")
-    options = Options(
+    options = EngineProfilingOptions(
         model=model,
         device=device,
         dtype=dtype,
@@ -136,7 +136,7 @@ def _iterations(output: str) -> list[KernelReport]:
 
     from capplan.cli.console import finite
     from capplan.models.kernel_fits import explain_kernels, read_kernel_table
-    from capplan.profiling.engine.tables import ITERATIONS
+    from capplan.profiling.tables import ITERATIONS
     from capplan.spec import write_text_atomic
 
     file = Path(output) / ITERATIONS
@@ -148,7 +148,7 @@ def _iterations(output: str) -> list[KernelReport]:
     return reports
 
 
-def _show(outcome: Outcome, output: str) -> None:
+def _show(outcome: EngineProfilingResult, output: str) -> None:
     shown = table("table", "rows", numbers_from=1)
     for name, rows in outcome.rows.items():
         shown.add_row(name, number(rows))

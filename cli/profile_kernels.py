@@ -16,7 +16,7 @@ from capplan.errors import InputError
 
 if TYPE_CHECKING:
     from capplan.models.kernel_fits import KernelReport
-    from capplan.profiling.kernels.measure import Options, Outcome
+    from capplan.profiling.kernels.measure import KernelProfilingOptions, KernelProfilingResult
 
 _NOTEWORTHY = 0.2
 
@@ -69,10 +69,10 @@ def kernels(
     one was stopped, until every median stands still or the time is up.
     """
     require_extra("engine", ["torch"] + (["triton"] if device.startswith("cuda") else []))
-    from capplan.profiling.kernels.measure import Options, measure
-    from capplan.profiling.kernels.sampling import Limits
+    from capplan.profiling.kernels.cases import SamplingLimits
+    from capplan.profiling.kernels.measure import KernelProfilingOptions, measure
 
-    options = Options(
+    options = KernelProfilingOptions(
         device=device,
         grids=_names(grid, "--grid"),
         phases=_phases(phases),
@@ -80,7 +80,7 @@ def kernels(
         kernels=None if kernel is None else _names(kernel, "--kernels"),
         dtype=dtype,
         threads=threads,
-        limits=Limits(budget_s=budget_s, tolerance=tolerance),
+        limits=SamplingLimits(budget_s=budget_s, tolerance=tolerance),
         seed=seed,
     )
     _require_folder(output)
@@ -94,7 +94,9 @@ def kernels(
         typer.echo(_summary(outcome, output))
 
 
-def _fitted(outcome: Outcome, output: str, options: Options) -> list[KernelReport]:
+def _fitted(
+    outcome: KernelProfilingResult, output: str, options: KernelProfilingOptions
+) -> list[KernelReport]:
     """Fit what is measured, and write fits and report beside it."""
     import json
 
@@ -111,7 +113,9 @@ def _fitted(outcome: Outcome, output: str, options: Options) -> list[KernelRepor
     return reports
 
 
-def _document(outcome: Outcome, options: Options, reports: list[KernelReport]) -> dict[str, Any]:
+def _document(
+    outcome: KernelProfilingResult, options: KernelProfilingOptions, reports: list[KernelReport]
+) -> dict[str, Any]:
     return {
         "settings": options.settings(),
         "spots": outcome.spots,
@@ -122,7 +126,7 @@ def _document(outcome: Outcome, options: Options, reports: list[KernelReport]) -
     }
 
 
-def _summary(outcome: Outcome, output: str) -> str:
+def _summary(outcome: KernelProfilingResult, output: str) -> str:
     text = f"{outcome.settled:,} of {counted(outcome.spots, 'median')} settled; written to {output}"
     if not outcome.is_complete:
         text += "; the same command goes on"

@@ -13,8 +13,8 @@ from capplan.cli.progress import progress_bars
 from capplan.errors import InputError
 
 if TYPE_CHECKING:
-    from capplan.profiling.server.folder import Folder
-    from capplan.profiling.server.session import Profiled
+    from capplan.profiling.server.profiler import ServerProfilingResult
+    from capplan.profiling.tables import MeasurementFolder
 
 _INTERRUPTED = 130  # 128 + SIGINT, as shells report it
 _FAILED = 1
@@ -89,9 +89,8 @@ def server(
     """
     require_extra("bench", ("aiohttp",))
     from capplan.profiling.load.settings import Target
-    from capplan.profiling.server.folder import Folder
-    from capplan.profiling.server.measure import profile_server
-    from capplan.profiling.server.options import EngineSetting, ProfilingOptions
+    from capplan.profiling.server.profiler import EngineSetting, ServerProfilingOptions, profile_server
+    from capplan.profiling.tables import MeasurementFolder
     from capplan.spec import allowed_lora_rank
 
     ranks, lengths = _adapters(adapters, workload, rank)
@@ -102,7 +101,7 @@ def server(
         max_num_batched_tokens=max_num_batched_tokens,
         max_model_len=max_model_len,
     )
-    options = ProfilingOptions(
+    options = ServerProfilingOptions(
         budget_s=budget_s,
         point_s=point_s,
         passes=passes,
@@ -111,7 +110,7 @@ def server(
         output_tokens=output_tokens or lengths[1],
     )
     target = Target(url, api_key, model)
-    folder = Folder(output)
+    folder = MeasurementFolder(output)
     with progress_bars(quiet=as_json) as on_progress:
         done = profile_server(target, ranks, setting, folder, options, on_progress)
     if as_json:
@@ -135,9 +134,9 @@ def _adapters(
     adapters: str | None, workload: str | None, rank: int
 ) -> tuple[dict[str, int], tuple[int, int]]:
     """Return ranks by adapter and the typical lengths."""
-    from capplan.profiling.server.options import ProfilingOptions
+    from capplan.profiling.server.profiler import ServerProfilingOptions
 
-    default = ProfilingOptions()
+    default = ServerProfilingOptions()
     lengths = (default.prompt_tokens, default.output_tokens)
     ranks: dict[str, int] = {}
     if workload is not None:
@@ -157,8 +156,8 @@ def _adapters(
     return ranks, lengths
 
 
-def _show(done: Profiled, folder: Folder, output: str) -> None:
-    from capplan.profiling.server import folder as files
+def _show(done: ServerProfilingResult, folder: MeasurementFolder, output: str) -> None:
+    from capplan.profiling import tables as files
 
     rows = table("measured", "value", numbers_from=1)
     rows.add_row("engine setting", done.setting)

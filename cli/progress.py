@@ -24,7 +24,7 @@ from rich.text import Text
 from capplan.cli.console import console
 
 if TYPE_CHECKING:
-    from capplan.profiling.load.run import Snapshot
+    from capplan.profiling.load.run import LoadProgress
 
 OnProgress: TypeAlias = Callable[[str, int, int], None]
 
@@ -84,7 +84,7 @@ _RATE_OVER: Final = 20  # looks that throughput is averaged over, about five sec
 
 
 @contextmanager
-def live(*, quiet: bool = False) -> Iterator[Callable[[Snapshot], None] | None]:
+def live(*, quiet: bool = False) -> Iterator[Callable[[LoadProgress], None] | None]:
     """Give a callback that draws a bar with live numbers; None where nobody would see it."""
     if quiet or not sys.stderr.isatty():
         yield None
@@ -92,9 +92,9 @@ def live(*, quiet: bool = False) -> Iterator[Callable[[Snapshot], None] | None]:
     columns = (TextColumn("{task.description}"), BarColumn(bar_width=24), TextColumn("{task.fields[told]}"))
     with Progress(*columns, console=console(err=True), transient=True) as bars:
         task = bars.add_task("loading", total=None, told="asking the server")
-        seen: deque[Snapshot] = deque(maxlen=_RATE_OVER)
+        seen: deque[LoadProgress] = deque(maxlen=_RATE_OVER)
 
-        def on_tick(now: Snapshot) -> None:
+        def on_tick(now: LoadProgress) -> None:
             seen.append(now)
             done_s = min(now.now_s, now.horizon_s)
             stage = "loading" if now.now_s < now.horizon_s else "draining"
@@ -104,7 +104,7 @@ def live(*, quiet: bool = False) -> Iterator[Callable[[Snapshot], None] | None]:
         yield on_tick
 
 
-def numbers(before: Snapshot, now: Snapshot) -> str:
+def numbers(before: LoadProgress, now: LoadProgress) -> str:
     """Return the line beside the bar; throughput is that of completed requests since `before`."""
     passed_s = now.now_s - before.now_s
     rate = (now.tokens - before.tokens) / passed_s if passed_s > 0.0 else 0.0

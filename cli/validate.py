@@ -14,7 +14,7 @@ from capplan.cli.progress import announce_compilation, live
 from capplan.errors import InputError
 
 if TYPE_CHECKING:
-    from capplan.profiling.validation.compare import Comparison, GroupValidation
+    from capplan.profiling.validation.compare import GroupValidation, MetricComparison
     from capplan.profiling.validation.validate import Validation
     from capplan.spec import Plan, Profile
 
@@ -97,7 +97,8 @@ def validate(
     require_extra("bench", ("aiohttp",))
     if not url:
         require_extra("engine", ENGINE)
-    from capplan.profiling.validation.options import Options, Tolerances
+    from capplan.profiling.validation.compare import Tolerances
+    from capplan.profiling.validation.validate import ValidationOptions
     from capplan.profiling.validation.validate import validate as run
     from capplan.spec import Plan, load_workload, write_text_atomic
 
@@ -105,7 +106,7 @@ def validate(
         require_writable_file(path)
     document = Plan.from_json(plan)
     wishes = load_workload(workload)
-    options = Options(
+    options = ValidationOptions(
         duration_s=duration_s,
         rate_scale=rate_scale,
         seed=seed,
@@ -227,7 +228,7 @@ def rows_of(group: GroupValidation) -> list[tuple[str, ...]]:
     return [_row(each) for each in group.comparisons] + [_verdicts(group)]
 
 
-def _row(each: Comparison) -> tuple[str, ...]:
+def _row(each: MetricComparison) -> tuple[str, ...]:
     decimals = 3 if each.name.startswith(_FINE) else 2
     shown = [number(value, decimals) for value in (each.measured, each.predicted)]
     limit = DASH if each.tolerance is None else number(each.tolerance, 1)

@@ -15,14 +15,13 @@ ITERATIONS: Final = "iterations"
 SERVED: Final = "served"
 STAGES: Final = (MEMORY, LOADS, STEPS, ITERATIONS, SERVED)
 """In the order in which they are measured."""
-
 _MODEL_LEN: Final = 2048
 _WEIGHTS: Final = MappingProxyType({STEPS: 0.5, ITERATIONS: 0.075, SERVED: 0.425})
 """How the time is dealt out to the stages that take as much as they are given."""
 
 
 @dataclass(frozen=True)
-class Options:
+class EngineProfilingOptions:
     """Which engine is measured, at which settings, and for how long.
 
     Attributes

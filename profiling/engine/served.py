@@ -16,19 +16,25 @@ from typing import Any, Final
 
 import numpy as np
 
-from capplan.profiling.commands import flag_words
 from capplan.profiling.engine.memory import BLOCK_TOKENS
-from capplan.profiling.engine.options import Options
-from capplan.profiling.engine.process import ServerCommand, running_server
-from capplan.profiling.engine.rows import recorded_rows
-from capplan.profiling.load.client import Client
-from capplan.profiling.load.outcome import FINISHED
+from capplan.profiling.engine.options import EngineProfilingOptions
+from capplan.profiling.engine.stepping import HOST_PHASES
+from capplan.profiling.load.client import CompletionClient
 from capplan.profiling.load.preflight import bodies_for, preflight
-from capplan.profiling.load.schedule import BASE
+from capplan.profiling.load.record import FINISHED
+from capplan.profiling.load.requests import BASE
 from capplan.profiling.load.settings import Target
-from capplan.profiling.server.closed_loop import Asker, LoopError, closed_loop
-from capplan.profiling.server.idle import OUTPUT_TOKENS, first_tokens
-from capplan.profiling.server.points import Bounds, Point, design
+from capplan.profiling.server.closed_loop import (
+    OUTPUT_TOKENS,
+    LoopError,
+    RequestSender,
+    ServerBounds,
+    ServerPoint,
+    closed_loop,
+    design,
+    first_tokens,
+)
+from capplan.profiling.server.process import ServerCommand, flag_words, running_server
 
 _TIMEOUT_S: Final = 120.0
 _RAMP_SHARE: Final = 0.3
@@ -41,16 +47,16 @@ _IDLE_REPEATS: Final = 15
 
 
 @dataclass(frozen=True)
-class Window:
+class PointWindow:
     """When a point was measured, by the client's clock."""
 
-    point: Point
+    point: ServerPoint
     start_s: float
     end_s: float
 
 
 @dataclass(frozen=True)
-class Served:
+class ServedSteps:
     """What a server told of one setting."""
 
     steps: list[dict[str, Any]]
@@ -61,14 +67,14 @@ class Served:
 
 
 def serve_and_measure(
-    options: Options,
+    options: EngineProfilingOptions,
     a_max: int,
     s_max: int,
     kv_blocks: int,
     budget_s: float,
     folder: Path,
     done: Callable[[int, int], None],
-) -> Served:
+) -> ServedSteps:
     """Start a server, keep streams up, and return its steps as rows of a step table.
 
     Parameters
@@ -86,7 +92,7 @@ def serve_and_measure(
     flags = serve_flags(options, a_max, s_max, kv_blocks)
     records = folder / f".records-a{a_max}-s{s_max}.parquet"
     command = ServerCommand(options.model, dict(adapters), flags, options.threads, records)
-    bounds = Bounds(
+    bounds = ServerBounds(
         adapters=a_max,
         a_max=a_max,
         max_streams=options.max_num_seqs,
@@ -102,12 +108,12 @@ def serve_and_measure(
             client = _Client(target, adapters, options.fitting(s_max), options.max_model_len)
             last_s = asyncio.run(client.measure(points, options.point_s, options.seed, done))
         rows = [] if last_s is None else _rows(records, client.windows, last_s)
-        return Served(rows, client.idle, tuple(client.failed))
+        return ServedSteps(rows, client.idle, tuple(client.failed))
     finally:
         records.unlink(missing_ok=True)
 
 
-def serve_flags(options: Options, a_max: int, s_max: int, kv_blocks: int) -> tuple[str, ...]:
+def serve_flags(options: EngineProfilingOptions, a_max: int, s_max: int, kv_blocks: int) -> tuple[str, ...]:
     """Return flags of `capplan serve` for an engine of these settings."""
     flags = {
         "--max-loras": a_max,
@@ -138,7 +144,7 @@ class _Client:
     def __init__(
         self, target: Target, adapters: dict[str, int], ranks: tuple[int, ...], longest: int
     ) -> None:
-        self.windows: list[Window] = []
+        self.windows: list[PointWindow] = []
         self.idle: list[dict[str, float]] = []
         self.failed: list[str] = []
         self._target = target
@@ -149,17 +155,17 @@ class _Client:
         ]
 
     async def measure(
-        self, points: Sequence[Point], point_s: float, seed: int, done: Callable[[int, int], None]
+        self, points: Sequence[ServerPoint], point_s: float, seed: int, done: Callable[[int, int], None]
     ) -> float | None:
         """Measure points, whatever becomes of single ones; return when the engine did its last step.
 
         None: nobody knows, so that no point can be found again in the engine's records.
         """
         found = await preflight(self._target, self._names, None)
-        client = Client(self._target, _TIMEOUT_S, time.monotonic)
+        client = CompletionClient(self._target, _TIMEOUT_S, time.monotonic)
         try:
             bodies = bodies_for(found, self._target, self._names, self._names)
-            asker = Asker(client, bodies, time.monotonic)
+            asker = RequestSender(client, bodies, time.monotonic)
             await self._first_tokens(asker)
             last_s = None
             for number, point in enumerate(points):
@@ -170,7 +176,7 @@ class _Client:
         finally:
             client.close()
 
-    async def _first_tokens(self, asker: Asker) -> None:
+    async def _first_tokens(self, asker: RequestSender) -> None:
         resident = self._pools[0][:1]
         try:
             self.idle = await first_tokens(asker, resident, self._idle_prompts, _IDLE_REPEATS, lambda: None)
@@ -178,7 +184,7 @@ class _Client:
             self.failed.append(f"first tokens: {error}")
 
     async def _point(
-        self, asker: Asker, point: Point, number: int, point_s: float, seed: int
+        self, asker: RequestSender, point: ServerPoint, number: int, point_s: float, seed: int
     ) -> float | None:
         """Keep a point up; return the end of its window, at which its streams were cut off."""
         models = self._models(point, number)
@@ -188,22 +194,22 @@ class _Client:
         except LoopError as error:
             self.failed.append(f"{point.name}: {error}")
             return None
-        self.windows.append(Window(point, start_s, end_s))
+        self.windows.append(PointWindow(point, start_s, end_s))
         return end_s
 
-    async def _one_more(self, asker: Asker) -> float | None:
+    async def _one_more(self, asker: RequestSender) -> float | None:
         """Ask once more after a point that failed: when its streams had their last step, nobody knows."""
         outcome = (await asker.ask(0, self._idle_prompts[0], OUTPUT_TOKENS)).outcome
         return outcome.times_s[0] if outcome.kind == FINISHED else None
 
-    def _models(self, point: Point, number: int) -> list[int]:
+    def _models(self, point: ServerPoint, number: int) -> list[int]:
         """Return adapters of one rank; which one takes turns, so that records tell whose rank is whose."""
         if point.adapters == 0:
             return [0]
         return self._pools[number % len(self._pools)][: point.adapters]
 
 
-def _rows(records: Path, windows: Sequence[Window], last_s: float) -> list[dict[str, Any]]:
+def _rows(records: Path, windows: Sequence[PointWindow], last_s: float) -> list[dict[str, Any]]:
     import pandas as pd
 
     table = recorded_rows(pd.read_parquet(records), _PAUSE_S)
@@ -214,6 +220,55 @@ def _rows(records: Path, windows: Sequence[Window], last_s: float) -> list[dict[
         own = table[(table["begin_ms"] >= start) & (table["begin_ms"] < end)]
         found += [{"run": window.point.name, **row} for row in grouped(own)]
     return found
+
+
+def recorded_rows(records: Any, pause_s: float) -> Any:
+    """Return rows of a step table from the records that a server wrote, a row per step.
+
+    A step takes from its beginning to the next one's: what the server does between two steps, waiting for the
+    other threads of its process among it, is in it. Steps after which nothing runs have no next one and are
+    left out, as are those before a pause.
+
+    Parameters
+    ----------
+    records
+        Table of `StepRecord` in the order of the steps.
+    pause_s
+        What counts as a pause.
+    """
+    import pandas as pd
+
+    begin_ms = records["begin_ns"].to_numpy(np.float64) * 1e-6
+    took_ms = np.append(np.diff(begin_ms), np.inf)
+    parts = (records["decode_requests"] + records["prefill_requests"]).to_numpy(np.float64)
+    goes_on = (records["requests"] + records["waiting"] - records["finished"]).to_numpy() > 0
+    mean_rank = records["rank_sum"].to_numpy(np.float64) / np.maximum(parts, 1.0)
+    decodes, prefills, prefill_tokens = (
+        records[name].to_numpy(np.float64)
+        for name in ("decode_requests", "prefill_requests", "prefill_tokens")
+    )
+    lora = (mean_rank > 0.0).astype(float)
+    rows = pd.DataFrame(
+        {
+            "begin_ms": begin_ms,
+            "step_ms": took_ms,
+            **{n: records[n].astype(float) for n in ("tokens", "requests", "kv_tokens", "adapters")},
+            "waiting": records["waiting"].astype(float),
+            "load_ms": 0.0,
+            "decodes": decodes,
+            "prefills": prefills,
+            "lora_decodes": decodes * lora,
+            "lora_prefills": prefills * lora,
+            "lora_prefill_tokens": prefill_tokens * lora,
+            "max_rank": records["max_rank"].astype(float),
+            "decode_rank_sum": decodes * mean_rank,
+            "prefill_rank_sum": prefills * mean_rank,
+            "prefill_rank_tokens": prefill_tokens * mean_rank,
+            **{name: records[name].astype(float) for name in (*HOST_PHASES, "forward_ms")},
+        }
+    )
+    keep = goes_on & (took_ms < pause_s * 1e3) & (records["loads"] == 0).to_numpy()
+    return rows[keep].reset_index(drop=True)
 
 
 def _offset_ms(table: Any, last_s: float) -> float:

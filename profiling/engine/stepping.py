@@ -1,23 +1,255 @@
-"""An engine held in a state for some steps: a batch that decodes, now and then a prompt beside it."""
+"""Operating points of the engine, and the stepper that measures them."""
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Collection, Iterable, Mapping, Sequence
+from dataclasses import dataclass
 from typing import Final
 
 import numpy as np
+from numpy.typing import NDArray
 
 from capplan.engine import Engine
 from capplan.engine.engine_core import StepOutput
 from capplan.engine.request import Request, SamplingParams
-from capplan.profiling.engine.points import MIXED, Point
-from capplan.profiling.engine.rows import Row, middle, step_row
+from capplan.engine.scheduler_output import Decision
+from capplan.engine.timing import StepRecord
 
+MIXED: Final = 0
+"""Rank of a state in which adapters of all ranks take part."""
+_CONTEXTS: Final = (16, 128, 512, 2048, 8192)
+_PROMPTS: Final = (16, 64, 256, 1024, 4096)
+_RIDGE: Final = 1e-6
+Row = dict[str, float]
+HOST_PHASES: Final = ("schedule_ms", "prepare_ms", "sample_ms", "commit_ms")
 DECODES: Final = 9
 """Steps of one state without a prompt."""
 PROMPTS: Final = 3
 """Prompts that join the batch, one after the other, with a decode between them."""
 GROWTH: Final = DECODES + 2 * PROMPTS + 4
+
+
+@dataclass(frozen=True)
+class EnginePoint:
+    """A state of the engine.
+
+    Attributes
+    ----------
+    batch
+        Requests that decode.
+    context
+        Tokens that each of them holds, about.
+    prompt
+        Tokens of a prompt that joins them in some steps.
+    adapters
+        Distinct adapters in the batch; 0: the base model alone.
+    rank
+        Of the adapters, or `MIXED`.
+    waiting
+        Requests that wait meanwhile.
+    """
+
+    batch: int
+    context: int
+    prompt: int
+    adapters: int
+    rank: int = MIXED
+    waiting: int = 0
+
+    @property
+    def name(self) -> str:
+        """What it is called in tables."""
+        rank = "mixed" if self.rank == MIXED else str(self.rank)
+        return f"b{self.batch}-c{self.context}-p{self.prompt}-a{self.adapters}-r{rank}-w{self.waiting}"
+
+
+@dataclass(frozen=True)
+class EngineBounds:
+    """What an engine can hold."""
+
+    a_max: int
+    ranks: tuple[int, ...]
+    max_num_seqs: int
+    max_num_batched_tokens: int
+    max_model_len: int
+    kv_tokens: int
+    growth: int
+    """Tokens that each request gains while a state is measured."""
+
+    def fits(self, point: EnginePoint) -> bool:
+        """Tell whether a state can be kept up without anybody being preempted."""
+        longest = max(point.context + self.growth, point.prompt + 1)
+        held = point.batch * (point.context + self.growth) + point.prompt
+        return (
+            longest < self.max_model_len
+            and held <= self.kv_tokens // 2
+            and point.batch + point.prompt <= self.max_num_batched_tokens
+        )
+
+
+def powers_of_2(limit: int) -> list[int]:
+    """Return the powers of 2 up to a limit, and the limit; none below 1."""
+    found = [1 << shift for shift in range(limit.bit_length()) if 1 << shift <= limit]
+    return found if limit < 1 or limit in found else [*found, limit]
+
+
+def candidates(bounds: EngineBounds, seed: int) -> list[EnginePoint]:
+    """Return the states of an engine that are worth measuring, in an order drawn once.
+
+    Batches are powers of 2 and adapters among them likewise; contexts and prompts go by factors of 4 and 8.
+    Ranks take turns. Where the batch is full, a queue stands behind it, too.
+    """
+    rng = np.random.default_rng(seed)
+    ranks = (*bounds.ranks, MIXED) if len(bounds.ranks) > 1 else bounds.ranks
+    found: list[EnginePoint] = []
+    for batch in dict.fromkeys(_room(batch, bounds) for batch in powers_of_2(bounds.max_num_seqs)):
+        for context in _CONTEXTS:
+            for adapters in (0, *powers_of_2(min(batch, bounds.a_max))):
+                prompt = int(rng.choice(_PROMPTS))
+                rank = MIXED if adapters == 0 else int(rng.choice(ranks))
+                point = EnginePoint(batch, context, prompt, adapters, rank)
+                found.append(_shortened(point, bounds))
+    for adapters in (0, min(bounds.a_max, bounds.max_num_seqs)):
+        for waiting in (bounds.max_num_seqs, 4 * bounds.max_num_seqs):
+            prompt = min(_PROMPTS)
+            found.append(EnginePoint(bounds.max_num_seqs, min(_CONTEXTS), prompt, adapters, MIXED, waiting))
+    kept = [point for point in dict.fromkeys(found) if bounds.fits(point)]
+    return [kept[at] for at in rng.permutation(len(kept)).tolist()]
+
+
+def _room(batch: int, bounds: EngineBounds) -> int:
+    """Leave one place in the batch for the prompt."""
+    return max(1, min(batch, bounds.max_num_seqs - 1))
+
+
+def _shortened(point: EnginePoint, bounds: EngineBounds) -> EnginePoint:
+    """Return the state with the longest prompt that it has room for, up to its own."""
+    for prompt in sorted(_PROMPTS, reverse=True):
+        shorter = EnginePoint(point.batch, point.context, prompt, point.adapters, point.rank)
+        if prompt <= point.prompt and bounds.fits(shorter):
+            return shorter
+    return point
+
+
+def step_features(point: EnginePoint, mean_rank: float) -> NDArray[np.float64]:
+    """Return what the state's two kinds of steps hold, shape (2, features): decode, and with the prompt."""
+    rank = 0.0 if point.adapters == 0 else float(point.rank or mean_rank)
+    decode = [
+        1.0,
+        point.batch,
+        point.batch * point.context,
+        point.adapters,
+        point.batch * rank,
+        point.waiting,
+    ]
+    return np.array([[*decode, 0.0, 0.0], [*decode, point.prompt, point.prompt * rank]], np.float64)
+
+
+def most_telling(
+    left: Sequence[EnginePoint],
+    seen: Sequence[tuple[EnginePoint, float, float]],
+    mean_rank: float,
+) -> int:
+    """Return the position of the state to measure next.
+
+    Parameters
+    ----------
+    left
+        States that are still to be had.
+    seen
+        States that were measured, with the milliseconds of their two kinds of steps.
+    mean_rank
+        Of the adapters, for states with mixed ranks.
+    """
+    features = np.array([step_features(point, mean_rank) for point in left])
+    scale = np.maximum(features.max(axis=(0, 1)), 1.0)
+    size = scale.size
+    information = _RIDGE * np.eye(size)
+    rows, times = np.zeros((0, size)), np.zeros(0)
+    if seen:
+        rows = np.concatenate([step_features(point, mean_rank) for point, _, _ in seen]) / scale
+        times = np.array([each for _, decode, mixed in seen for each in (decode, mixed)])
+        weighted = rows / times[:, None]
+        information = information + weighted.T @ weighted * float(times.min()) ** 2
+    scaled = features / scale
+    expected = np.ones(scaled.shape[:2])
+    if len(times) >= size:
+        found = np.linalg.lstsq(rows / times[:, None], np.ones(times.size), rcond=None)[0]
+        expected = np.maximum(scaled @ found, float(times.min()) / 2) / float(times.min())
+    unknown = np.einsum("psi,ij,psj->ps", scaled, np.linalg.inv(information), scaled) / expected**2
+    return int(np.argmax(unknown.max(axis=1)))
+
+
+def step_row(
+    record: StepRecord,
+    decision: Decision,
+    requests: Mapping[int, Request],
+    emitted: Collection[int],
+    rank_of: Mapping[int, int],
+) -> Row:
+    """Return the row of one step.
+
+    Parameters
+    ----------
+    record, decision
+        What the engine says of the step.
+    requests
+        Those in the step, by number.
+    emitted
+        Numbers of those that got a token in it.
+    rank_of
+        Rank of each adapter by its number.
+    """
+    row = dict.fromkeys(
+        (
+            "decodes",
+            "prefills",
+            "lora_decodes",
+            "lora_prefills",
+            "lora_prefill_tokens",
+            "max_rank",
+            "decode_rank_sum",
+            "prefill_rank_sum",
+            "prefill_rank_tokens",
+        ),
+        0.0,
+    )
+    for number, tokens in decision.tokens:
+        request = requests[number]
+        rank = rank_of.get(request.adapter, 0)
+        had_output = len(request.output) > int(number in emitted)
+        phase = "decode" if tokens == 1 and had_output else "prefill"
+        row[f"{phase}s"] += 1.0
+        row["max_rank"] = max(row["max_rank"], float(rank))
+        row[f"{phase}_rank_sum"] += rank
+        if request.adapter:
+            row[f"lora_{phase}s"] += 1.0
+            if phase == "prefill":
+                row["lora_prefill_tokens"] += tokens
+                row["prefill_rank_tokens"] += tokens * rank
+    return {
+        "step_ms": record.duration_ns * 1e-6,
+        "tokens": float(record.tokens),
+        "requests": float(record.requests),
+        "kv_tokens": float(record.kv_tokens),
+        "adapters": float(record.adapters),
+        "waiting": float(record.waiting),
+        "load_ms": 0.0,  # adapters are there before the steps that count
+        **row,
+        **{name: float(getattr(record, name)) for name in (*HOST_PHASES, "forward_ms")},
+    }
+
+
+def middle(rows: Sequence[Row]) -> Row:
+    """Return steps of one state as a row: median times, means of what they held.
+
+    Medians, since whatever else runs on a machine only ever makes a step longer.
+    """
+    times = {name for name in rows[0] if name.endswith("_ms")}
+    return {
+        name: float((np.median if name in times else np.mean)([row[name] for row in rows]))
+        for name in rows[0]
+    }
 
 
 class Stepper:
@@ -41,7 +273,7 @@ class Stepper:
         self._requests: dict[int, Request] = {}
         engine.loop.decisions = []
 
-    def measure(self, point: Point) -> list[Row]:
+    def measure(self, point: EnginePoint) -> list[Row]:
         """Return the state's rows: decode, with the prompt, and the prompts that the batch began with."""
         names = self._names(point)
         self.bring_in(name for name in names if name is not None)
@@ -79,7 +311,7 @@ class Stepper:
                 self._step()
         self._forget()
 
-    def _names(self, point: Point) -> list[str | None]:
+    def _names(self, point: EnginePoint) -> list[str | None]:
         if point.adapters == 0:
             return [None]
         fitting = [name for name, rank in self._ranks.items() if point.rank in (MIXED, rank)]
@@ -97,12 +329,12 @@ class Stepper:
             raise RuntimeError(f"a request of {prompt} tokens does not fit")
         return request
 
-    def _ask_behind(self, point: Point, names: Sequence[str | None]) -> None:
+    def _ask_behind(self, point: EnginePoint, names: Sequence[str | None]) -> None:
         """Let requests queue up behind a full batch."""
         for at in range(point.waiting):
             self._ask(point.context, names[at % len(names)], GROWTH)
 
-    def _with_prompts(self, point: Point, names: Sequence[str | None]) -> list[Row]:
+    def _with_prompts(self, point: EnginePoint, names: Sequence[str | None]) -> list[Row]:
         if point.waiting:
             return []
         mixed = []

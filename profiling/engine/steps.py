@@ -1,9 +1,9 @@
-"""Steps of the engine alone, state by state, until they are known well enough or the time is up."""
+"""Step times of the engine alone: operating points in order of information, and whole iterations."""
 
 from __future__ import annotations
 
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from typing import Any, Final
 
@@ -11,12 +11,19 @@ import numpy as np
 from numpy.typing import NDArray
 
 from capplan.engine import Engine
+from capplan.engine.settings import EngineSettings
 from capplan.models.calibration.least_squares import LinearProblem, cross_validate
-from capplan.profiling.engine.memory import BLOCK_TOKENS
-from capplan.profiling.engine.options import Options
-from capplan.profiling.engine.points import Bounds, Point, candidates, most_telling
-from capplan.profiling.engine.rows import Row
-from capplan.profiling.engine.stepping import GROWTH, Stepper
+from capplan.profiling.engine.memory import BLOCK_TOKENS, config_of
+from capplan.profiling.engine.options import EngineProfilingOptions
+from capplan.profiling.engine.stepping import (
+    GROWTH,
+    EngineBounds,
+    EnginePoint,
+    Row,
+    Stepper,
+    candidates,
+    most_telling,
+)
 
 _LEAST_STATES: Final = 20
 _FOLDS: Final = 5
@@ -29,10 +36,17 @@ _COLUMNS: Final = (
     "prefill_rank_tokens",
     "waiting",
 )
+HALF: Final = "iteration"
+RANKS: Final = (8, 16, 32, 64)
+_PAPER: Final = (4, 8, 12, 16, 20, 24, 28, 32)
+_WIDER: Final = (1, 2, 48, 64)
+_PROMPT: Final = 16
+_DECODES: Final = 5
+_REPEATS: Final = 3
 
 
 @dataclass(frozen=True)
-class Found:
+class StepProgress:
     """How far the measuring of one setting has got.
 
     Attributes
@@ -53,8 +67,8 @@ class Found:
 
 
 def measure_steps(
-    options: Options, a_max: int, s_max: int, kv_blocks: int, known: Any, budget_s: float
-) -> Iterator[Found]:
+    options: EngineProfilingOptions, a_max: int, s_max: int, kv_blocks: int, known: Any, budget_s: float
+) -> Iterator[StepProgress]:
     """Measure states of an engine with so many slots of this rank.
 
     Parameters
@@ -70,7 +84,7 @@ def measure_steps(
     """
     until_s = time.monotonic() + budget_s
     ranks = options.adapters(a_max, s_max)
-    bounds = Bounds(
+    bounds = EngineBounds(
         a_max=a_max,
         ranks=tuple(sorted(set(ranks.values()))),
         max_num_seqs=options.max_num_seqs,
@@ -85,7 +99,7 @@ def measure_steps(
     left = [point for point in every if point.name not in measured]
     seen = [_seen(point, rows) for point in every if point.name in measured]
     mean_rank = float(np.mean(bounds.ranks)) if bounds.ranks else 0.0
-    found = Found(len(seen), len(every), [], *_verdict(rows, len(seen), left, options.tolerance))
+    found = StepProgress(len(seen), len(every), [], *_verdict(rows, len(seen), left, options.tolerance))
     yield found
     if found.settled or budget_s <= 0.0:
         return
@@ -101,11 +115,11 @@ def measure_steps(
             rows += new
             seen.append(_seen(point, new))
             verdict = _verdict(rows, len(seen), left, options.tolerance)
-            found = Found(len(seen), len(every), new, *verdict)
+            found = StepProgress(len(seen), len(every), new, *verdict)
             yield found
 
 
-def _seen(point: Point, rows: list[dict[str, Any]]) -> tuple[Point, float, float]:
+def _seen(point: EnginePoint, rows: list[dict[str, Any]]) -> tuple[EnginePoint, float, float]:
     """Return a state with the times of its decode step and of the one with a prompt."""
     own = [row for row in rows if str(row["run"]).endswith("/" + point.name)]
     decode = [row["step_ms"] for row in own if row["prefills"] == 0.0]
@@ -115,7 +129,7 @@ def _seen(point: Point, rows: list[dict[str, Any]]) -> tuple[Point, float, float
 
 
 def _verdict(
-    rows: list[dict[str, Any]], states: int, left: list[Point], tolerance: float
+    rows: list[dict[str, Any]], states: int, left: list[EnginePoint], tolerance: float
 ) -> tuple[float, bool]:
     """Return the error on left-out states, and whether it will do."""
     if states < _LEAST_STATES:
@@ -130,3 +144,114 @@ def _problem(rows: list[Row]) -> LinearProblem:
     columns += [np.array([float(row[name]) for row in rows]) for name in _COLUMNS]
     times = np.array([float(row["step_ms"]) for row in rows])
     return LinearProblem(("base", *_COLUMNS), np.column_stack(columns), times)
+
+
+@dataclass(frozen=True)
+class IterationBatch:
+    """Ranks of the adapters of a batch, one request each."""
+
+    grid: str
+    configuration: str
+    ranks: tuple[int, ...]
+
+    @property
+    def name(self) -> str:
+        """What it is called in the table."""
+        return f"{self.grid}-{self.configuration}"
+
+
+def batches(most: int, seed: int) -> list[IterationBatch]:
+    """Return the batches, of one rank each or of ranks drawn from all.
+
+    Parameters
+    ----------
+    most
+        Requests that the engine runs at once.
+    seed
+        Of the drawn ranks.
+    """
+    rng = np.random.default_rng(seed)
+    found = []
+    for grid, sizes in (("paper", _PAPER), ("wide", _WIDER)):
+        for size in (size for size in sizes if size <= most):
+            found += [IterationBatch(grid, f"{size}x{rank}", (rank,) * size) for rank in RANKS]
+            for at, top in enumerate(RANKS[1:]):
+                drawn = rng.choice([rank for rank in RANKS if rank <= top], size).tolist()
+                found.append(IterationBatch(grid, f"{size}-mixed{at}", tuple(drawn)))
+    order = rng.permutation(len(found)).tolist()
+    return [found[at] for at in order]
+
+
+def iteration_rows(
+    options: EngineProfilingOptions, known: set[str], left_s: Callable[[], float]
+) -> Iterator[tuple[int, int, list[dict[str, Any]]]]:
+    """Measure batches until the time is up; yield how many are done, how many there are, and the rows.
+
+    Parameters
+    ----------
+    options
+        The engine.
+    known
+        Names of batches that were measured before.
+    left_s
+        Tells how many seconds are left.
+    """
+    every = batches(min(options.max_num_seqs, options.max_num_batched_tokens // _PROMPT), options.seed)
+    todo = [batch for batch in every if batch.name not in known]
+    if not todo:
+        return
+    yield 0, len(todo), []
+    if left_s() <= 0.0:
+        return
+    widest = max(len(batch.ranks) for batch in every)
+    ranks = {f"r{rank}-{at}": rank for rank in RANKS for at in range(widest)}
+    fields: dict[str, Any] = options.engine_fields(a_max=widest, s_max=max(RANKS), max_num_seqs=widest)
+    fields["num_kv_blocks"] = widest * 4 + -(-options.max_model_len // 16)
+    with Engine(options.model, ranks, virtual_time=True, **fields) as engine:
+        stepper = Stepper(engine, ranks, options.seed)
+        kernel = _kernel(options)
+        for done, batch in enumerate(todo, start=1):
+            if left_s() <= 0.0:
+                return
+            names = [f"r{rank}-{at}" for at, rank in enumerate(batch.ranks)]
+            prefill_ms, decode_ms = stepper.iteration_ms(names, _PROMPT, _DECODES, _REPEATS)
+            yield (
+                done,
+                len(todo),
+                [
+                    _row(kernel, batch, "decode", 1, decode_ms),
+                    _row(kernel, batch, "prefill", _PROMPT, prefill_ms),
+                ],
+            )
+
+
+def _kernel(options: EngineProfilingOptions) -> str:
+    """Return the name of the kernel that the engine chooses."""
+    fields: dict[str, Any] = options.engine_fields()
+    settings = EngineSettings(**fields)
+    return settings.chosen_lora_kernel(settings.torch_dtype(config_of(options.model)))
+
+
+def _row(kernel: str, batch: IterationBatch, phase: str, tokens: int, milliseconds: float) -> dict[str, Any]:
+    size, rank_sum = len(batch.ranks), sum(batch.ranks)
+    return {
+        "kernel": kernel,
+        "half": HALF,
+        "width": 0,
+        "case": batch.name,
+        "configuration": batch.configuration,
+        "grid": batch.grid,
+        "phase": phase,
+        "requests": size,
+        "tokens": size * tokens,
+        "adapters": size,
+        "max_rank": max(batch.ranks),
+        "rank_sum": rank_sum,
+        "adapter_rank_sum": rank_sum,
+        "rank_tokens": rank_sum * tokens,
+        "median_us": milliseconds * 1e3,
+        "relative_error": float("nan"),
+        "visits": _REPEATS,
+        "disturbed": 0,
+        "visits_us": [milliseconds * 1e3],
+    }

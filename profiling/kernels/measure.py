@@ -3,39 +3,152 @@
 from __future__ import annotations
 
 import gc
+import json
 import re
 import time
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Final
 
+import numpy as np
+import pandas as pd
 import torch
 
 from capplan.engine.models import BUILTIN
 from capplan.errors import InputError
-from capplan.profiling.kernels.calls import Calls, MakeCalls, grouped_calls, padded_calls
-from capplan.profiling.kernels.cases import cases
-from capplan.profiling.kernels.clocks import Clock, CpuClock, CudaClock
-from capplan.profiling.kernels.pool import WeightPool
-from capplan.profiling.kernels.sampling import Limits, Spot, rounds
-from capplan.profiling.kernels.store import Store
+from capplan.models.kernel_fits import COLUMNS, read_kernel_table
+from capplan.profiling.kernels.cases import KernelPoint, SamplingLimits, cases, relative_error, rounds
+from capplan.profiling.kernels.timing import (
+    HALVES,
+    CpuClock,
+    CudaClock,
+    KernelCalls,
+    KernelClock,
+    MakeCalls,
+    WeightPool,
+    grouped_calls,
+    padded_calls,
+)
 from capplan.profiling.machine import describe, device_name, last_cache_bytes
+from capplan.spec import read_text, write_text_atomic
+from capplan.spec.files import write_bytes_atomic
 
+TABLE: Final = "kernels.parquet"
+PROVENANCE: Final = "provenance.json"
+_FIXED: Final = ("device_name", "dtype", "threads", "seed")
+"""What must not change when a measurement goes on."""
 OnProgress = Callable[[str, int, int], None]
-
 CPU_KERNELS: Final = ("padded", "grouped")
 CUDA_KERNELS: Final = ("bgmv", "mbgmv", "sgmv")
 DTYPES: Final = ("float32", "bfloat16", "float16")
-
 _POOL_CACHES: Final = 8
 _LEAST_POOL_BYTES: Final = {"cpu": 512 * 2**20, "cuda": 4 * 2**30}
 _WRITE_EVERY_S: Final = 20.0
 
 
+class KernelTable:
+    """The folder.
+
+    Parameters
+    ----------
+    folder
+        Made if it is not there.
+    settings
+        What was asked for and on what; a folder with another device, dtype, seed or number of threads is
+        refused.
+    """
+
+    def __init__(self, folder: str | Path, settings: Mapping[str, Any]) -> None:
+        self._folder = Path(folder)
+        self._settings = dict(settings)
+        self._sessions: list[dict[str, Any]] = []
+        known = self._folder / PROVENANCE
+        if known.exists():
+            self._sessions = _sessions(known, self._settings)
+
+    @property
+    def table(self) -> Path:
+        """Where the table stands."""
+        return self._folder / TABLE
+
+    def restore(self, spots: Iterable[KernelPoint]) -> int:
+        """Give spots the visits that an earlier stretch made, and return how many had any."""
+        if not self.table.exists():
+            return 0
+        frame = read_kernel_table(self.table)
+        known = {
+            key: rows.set_index("half")
+            for key, rows in frame.groupby(["kernel", "width", "case"], sort=False)
+        }
+        found = 0
+        for spot in spots:
+            rows = known.get(spot.key)
+            if rows is None:
+                continue
+            spot.shrink_us, spot.expand_us = (list(rows["visits_us"][half]) for half in HALVES)
+            spot.disturbed = int(rows["disturbed"]["shrink"])
+            found += 1
+        return found
+
+    def write(self, spots: Iterable[KernelPoint], session: Mapping[str, Any]) -> None:
+        """Write the visits of all spots; rows of spots that are not among them stay as they are."""
+        self._folder.mkdir(parents=True, exist_ok=True)
+        spots = [spot for spot in spots if spot.visits]
+        frame = pd.DataFrame([_row(spot, half) for spot in spots for half in HALVES], columns=COLUMNS)
+        if self.table.exists():
+            before = read_kernel_table(self.table)
+            ours = {spot.key for spot in spots}
+            keys = zip(before["kernel"], before["width"], before["case"], strict=True)
+            others = before[[key not in ours for key in keys]]
+            frame = pd.concat([others, frame], ignore_index=True) if len(others) else frame
+        write_bytes_atomic(self.table, frame.to_parquet(index=False))
+        record = {"settings": self._settings, "sessions": [*self._sessions, dict(session)]}
+        write_text_atomic(self._folder / PROVENANCE, json.dumps(record, indent=2) + "\n")
+
+
+def _sessions(path: Path, settings: Mapping[str, Any]) -> list[dict[str, Any]]:
+    try:
+        record = json.loads(read_text(path))
+        known, sessions = record["settings"], record["sessions"]
+    except (ValueError, KeyError, TypeError):
+        raise InputError("must be a record that this command wrote", location=str(path)) from None
+    for name in _FIXED:
+        if known.get(name) != settings[name]:
+            rule = f"must be {known.get(name)!r} to go on with what is there; choose another folder"
+            raise InputError(rule, settings[name], f"{path}: {name}")
+    return list(sessions)
+
+
+def _row(spot: KernelPoint, half: str) -> dict[str, Any]:
+    case, times = spot.case, spot.shrink_us if half == "shrink" else spot.expand_us
+    ranks = np.array(case.ranks)
+    return {
+        "kernel": spot.kernel,
+        "half": half,
+        "width": spot.width,
+        "case": case.name,
+        "configuration": case.configuration,
+        "grid": case.grid,
+        "phase": case.phase,
+        "requests": case.requests,
+        "tokens": case.tokens,
+        "adapters": ranks.size,
+        "max_rank": int(ranks.max()),
+        "rank_sum": int(ranks.sum()) * case.requests_each,
+        "adapter_rank_sum": int(ranks.sum()),
+        "rank_tokens": int(ranks.sum()) * case.requests_each * case.tokens_each,
+        "median_us": float(np.median(times)),
+        "relative_error": relative_error(times) if len(times) > 1 else None,
+        "visits": len(times),
+        "disturbed": spot.disturbed,
+        "visits_us": [float(each) for each in times],
+    }
+
+
 @dataclass(frozen=True)
-class Options:
+class KernelProfilingOptions:
     """What to measure.
 
     Attributes
@@ -68,7 +181,7 @@ class Options:
     kernels: tuple[str, ...] | None = None
     dtype: str | None = None
     threads: int = 1
-    limits: Limits = field(default_factory=Limits)
+    limits: SamplingLimits = field(default_factory=SamplingLimits)
     seed: int = 0
 
     def __post_init__(self) -> None:
@@ -115,7 +228,7 @@ class Options:
 
 
 @dataclass(frozen=True)
-class Outcome:
+class KernelProfilingResult:
     """How far a stretch of measuring got."""
 
     spots: int
@@ -132,7 +245,9 @@ class Outcome:
         return self.settled == self.spots
 
 
-def measure(folder: str | Path, options: Options, on_progress: OnProgress = lambda *_: None) -> Outcome:
+def measure(
+    folder: str | Path, options: KernelProfilingOptions, on_progress: OnProgress = lambda *_: None
+) -> KernelProfilingResult:
     """Measure into a folder until every spot is settled or the budget is spent; Ctrl-C leaves a whole table.
 
     Raises
@@ -141,7 +256,7 @@ def measure(folder: str | Path, options: Options, on_progress: OnProgress = lamb
         When the folder holds measurements of another device or with other settings.
     """
     settings = options.settings()
-    store = Store(folder, settings)
+    store = KernelTable(folder, settings)
     spots = list(_spots(options))
     restored = store.restore(spots)
     session = describe(options.device, None if options.on_gpu else options.threads)
@@ -163,28 +278,28 @@ def measure(folder: str | Path, options: Options, on_progress: OnProgress = lamb
             store.write(spots, session)
     visits = sum(spot.visits for spot in spots)
     share = sum(spot.disturbed for spot in spots) / max(1, visits)
-    return Outcome(len(spots), len(settled), restored, share, store.table)
+    return KernelProfilingResult(len(spots), len(settled), restored, share, store.table)
 
 
-def _spots(options: Options) -> Iterator[Spot]:
+def _spots(options: KernelProfilingOptions) -> Iterator[KernelPoint]:
     seen: set[tuple[str, int, str]] = set()
     for grid in options.grids:
         for width in options.chosen_widths():
             for kernel in options.chosen_kernels():
                 for case in cases(grid, options.seed):
-                    spot = Spot(kernel, width, case)
+                    spot = KernelPoint(kernel, width, case)
                     if case.phase in options.phases and spot.key not in seen and _suits(spot):
                         seen.add(spot.key)
                         yield spot
 
 
-def _suits(spot: Spot) -> bool:
+def _suits(spot: KernelPoint) -> bool:
     """Tell whether a kernel is for such a case."""
     return spot.kernel != "sgmv" or spot.case.phase == "prefill"
 
 
-def _visit(spot: Spot, make: MakeCalls, pool: WeightPool, clock: Clock, number: int) -> None:
-    calls: Calls = make(spot.case, spot.width, pool, number + 1)
+def _visit(spot: KernelPoint, make: MakeCalls, pool: WeightPool, clock: KernelClock, number: int) -> None:
+    calls: KernelCalls = make(spot.case, spot.width, pool, number + 1)
     spot.add(clock.time(calls.shrink), clock.time(calls.expand))
 
 
@@ -192,13 +307,13 @@ def _makers(kernels: Sequence[str]) -> Mapping[str, MakeCalls]:
     makers: dict[str, MakeCalls] = {"padded": padded_calls, "grouped": grouped_calls}
     for kind in CUDA_KERNELS:
         if kind in kernels:
-            from capplan.profiling.kernels.triton_calls import TritonCalls
+            from capplan.profiling.kernels.timing import TritonCalls
 
             makers[kind] = TritonCalls(kind)
     return makers
 
 
-def _bench(options: Options, dtype: torch.dtype) -> tuple[WeightPool, Clock]:
+def _bench(options: KernelProfilingOptions, dtype: torch.dtype) -> tuple[WeightPool, KernelClock]:
     device = torch.device(options.device)
     least = _LEAST_POOL_BYTES[device.type]
     if device.type == "cuda":

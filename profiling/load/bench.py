@@ -13,14 +13,19 @@ from datetime import UTC, datetime
 from typing import TYPE_CHECKING, Any, Final
 
 from capplan.errors import InputError
-from capplan.profiling.load.metrics import LagLimits, adapter_metrics, client_health, overall_metrics
-from capplan.profiling.load.outcome import NOT_FAILURES
 from capplan.profiling.load.preflight import Preflight, bodies_for, preflight
-from capplan.profiling.load.prompts import PromptForm
-from capplan.profiling.load.request_file import RequestFile
-from capplan.profiling.load.result import BenchResult, Failure, ServerSample
-from capplan.profiling.load.run import Measured, OnTick, run_load
-from capplan.profiling.load.schedule import DEFAULT_MAX_MODEL_LEN, Schedule, schedule_of
+from capplan.profiling.load.record import NOT_FAILURES, RequestFile
+from capplan.profiling.load.requests import DEFAULT_MAX_MODEL_LEN, PromptForm, Schedule, schedule_of
+from capplan.profiling.load.result import (
+    BenchResult,
+    Failure,
+    LagLimits,
+    ServerSample,
+    adapter_metrics,
+    client_health,
+    overall_metrics,
+)
+from capplan.profiling.load.run import LoadMeasurement, OnTick, run_load
 from capplan.profiling.load.settings import LoadSettings, Target
 
 if TYPE_CHECKING:
@@ -123,7 +128,7 @@ async def _bench(
 
 
 def bench_result(
-    measured: Measured,
+    measured: LoadMeasurement,
     workload: Workload,
     target: Target,
     settings: dict[str, Any],
@@ -200,7 +205,7 @@ def _max_model_len(workload: Workload, options: BenchOptions, found: Preflight |
     return told or DEFAULT_MAX_MODEL_LEN
 
 
-def _failures(measured: Measured) -> tuple[Failure, ...]:
+def _failures(measured: LoadMeasurement) -> tuple[Failure, ...]:
     record = measured.record
     counted = [(kind, int(record.of_kind(kind).sum())) for kind in record.kinds if kind not in NOT_FAILURES]
     return tuple(

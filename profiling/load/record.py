@@ -1,26 +1,218 @@
-"""What is kept of the requests of a run: compact columns in memory, and a Parquet file with every event."""
+"""Records of the requests of a run: compact columns in memory, and a Parquet file with every event."""
 
 from __future__ import annotations
 
+import contextlib
+import math
+import os
 from collections import Counter
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from typing import Final
+from pathlib import Path
+from types import MappingProxyType, TracebackType
+from typing import Any, Final, NamedTuple, Self
 
 import numpy as np
 from numpy.typing import NDArray
 
-from capplan.profiling.load.gaps import GapHistogram
-from capplan.profiling.load.outcome import FINISHED, NOT_FAILURES, UNFINISHED, Outcome, not_sent
-from capplan.profiling.load.request_file import RequestFile
-from capplan.profiling.load.schedule import Schedule
+from capplan.errors import InputError
+from capplan.profiling.load.requests import Schedule
+from capplan.spec.files import error_reason
 
+FINISHED: Final = "finished"
+UNFINISHED: Final = "unfinished"
+"""Still waiting or executing when the run ended."""
+REJECTED: Final = "rejected"
+"""Not sent: as many were in flight as may be."""
+TIMEOUT: Final = "timeout"
+DISCONNECTED: Final = "disconnected"
+"""The server closed the connection before the answer was complete."""
+REFUSED: Final = "refused"
+"""No connection could be made."""
+BAD_RESPONSE: Final = "bad_response"
+"""What came back is no HTTP, or no completion."""
+HTTP_PREFIX: Final = "http_"
+"""Followed by the status: an answer other than 200."""
+CLIENT_LIMIT: Final = "client_limit"
+"""This machine had no file descriptor or port left for another connection."""
+NOT_FAILURES: Final = (FINISHED, UNFINISHED, REJECTED)
+_SMALLEST_S: Final = 1e-5
+_PER_OCTAVE: Final = 128
+_BINS: Final = 32 * _PER_OCTAVE  # up to eleven hours
+_MS_PER_S: Final = 1e3
+_NO_ROWS: Final = MappingProxyType(
+    {name: np.empty(0, object) for name in ("adapter", "kind")}
+    | {name: np.empty(0, np.int32) for name in ("number", "prompt_tokens", "output_tokens")}
+    | {name: np.empty(0) for name in ("arrival_s", "sent_s", "first_token_s", "last_token_s", "ended_s")}
+)
 _PENDING_EVENTS: Final = 1 << 15
 _PENDING_REQUESTS: Final = 1 << 10
 
 
+class RequestOutcome(NamedTuple):
+    """One request. Times are seconds on the clock of the run; NaN where nothing happened."""
+
+    number: int
+    """Its place in the schedule."""
+    kind: str
+    sent_s: float
+    """When its bytes were handed to the connection."""
+    ended_s: float
+    """When its last byte had come, or it failed."""
+    times_s: list[float]
+    """When each event with a token arrived."""
+    prompt_tokens: int | None = None
+    """As the server counted them; None where it did not say."""
+    output_tokens: int | None = None
+    message: str = ""
+    """What a failure said."""
+
+
+def not_sent(number: int, kind: str) -> RequestOutcome:
+    """Return the outcome of a request that never went out."""
+    return RequestOutcome(number, kind, math.nan, math.nan, [])
+
+
+class LogHistogram:
+    """Counts of gaps, exact to a third of a percent."""
+
+    def __init__(self) -> None:
+        self.counts: NDArray[np.int64] = np.zeros(_BINS, np.int64)
+
+    def add(self, gaps_s: NDArray[np.float64]) -> None:
+        """Count gaps, in seconds."""
+        places = np.log2(np.maximum(gaps_s, _SMALLEST_S) / _SMALLEST_S) * _PER_OCTAVE
+        bins = np.minimum(places.astype(np.int64), _BINS - 1)
+        self.counts += np.bincount(bins, minlength=_BINS)
+
+    def percentiles_s(self, percentiles: Sequence[float]) -> list[float]:
+        """Return percentiles in seconds; NaN without any gap."""
+        up_to = np.cumsum(self.counts)
+        if up_to[-1] == 0:
+            return [math.nan] * len(percentiles)
+        bins = np.searchsorted(up_to, np.array(percentiles) / 100.0 * up_to[-1])
+        middles = _SMALLEST_S * 2.0 ** ((bins + 0.5) / _PER_OCTAVE)
+        found: list[float] = np.where(bins == 0, 0.0, middles).tolist()  # what arrived together
+        return found
+
+
+class RequestFile:
+    """One row per request, in the order in which they ended.
+
+    Columns: number (place in the schedule), adapter (null: the base model), status, arrival_s (when it was
+    due), sent_s, first_token_s, finish_s (its last token; null unless finished), prompt_tokens,
+    output_tokens, lag_ms (sent - due), ttft_s and e2e_s (from when it was due), ttft_sent_s (from sending),
+    tpot_ms, and event_ms: when each event with a token came, in milliseconds after sending.
+
+    Parameters
+    ----------
+    path
+        Where it appears in the end. It is written beside that place and renamed by `keep`.
+    """
+
+    def __init__(self, path: str | os.PathLike[str]) -> None:
+        self.path = Path(os.path.realpath(path))
+        self._beside = self.path.with_name(f".{self.path.name}.{os.getpid()}.tmp")
+        self._writer: Any = None
+        # All that Arrow loads on first use is loaded now; later it would keep requests waiting.
+        self.write(_NO_ROWS, np.empty(0), np.empty(0, np.int64))
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        trace: TracebackType | None,
+    ) -> None:
+        self._close()
+        with contextlib.suppress(OSError):
+            self._beside.unlink()
+
+    def write(
+        self,
+        rows: Mapping[str, NDArray[np.generic]],
+        times_s: NDArray[np.float64],
+        lengths: NDArray[np.int64],
+    ) -> None:
+        """Append requests.
+
+        Parameters
+        ----------
+        rows
+            Columns from the recorder.
+        times_s
+            Times of all their events, one request after the other.
+        lengths
+            How many of them each request has.
+        """
+        import pyarrow as pa
+        import pyarrow.parquet as pq
+
+        table = pa.table(_columns(rows, times_s, lengths))
+        try:
+            if self._writer is None:
+                self._writer = pq.ParquetWriter(self._beside, table.schema, compression="zstd")
+            self._writer.write_table(table)
+        except OSError as error:
+            raise InputError(f"cannot be written: {error_reason(error)}", location=str(self.path)) from None
+
+    def finished(self) -> Path:
+        """Complete the file and return where it is until it is kept."""
+        self._close()
+        return self._beside
+
+    def keep(self) -> None:
+        """Put the file in its place."""
+        try:
+            self.finished().replace(self.path)
+        except OSError as error:
+            raise InputError(f"cannot be written: {error_reason(error)}", location=str(self.path)) from None
+
+    def _close(self) -> None:
+        writer, self._writer = self._writer, None
+        if writer is not None:
+            writer.close()
+
+
+def _columns(
+    rows: Mapping[str, NDArray[Any]], times_s: NDArray[np.float64], lengths: NDArray[np.int64]
+) -> dict[str, Any]:
+    import pyarrow as pa
+
+    status = rows["kind"]
+    finished = status == "finished"
+    due, sent, first = rows["arrival_s"], rows["sent_s"], rows["first_token_s"]
+    finish = np.where(finished, rows["last_token_s"], np.nan)
+    more = rows["output_tokens"] - 1
+    tpot_ms = _MS_PER_S * (finish - first) / np.where(more > 0, more, np.nan)
+    ends = np.concatenate(([0], np.cumsum(lengths))).astype(np.int32)
+    since_sent = (times_s - np.repeat(sent, lengths)) * _MS_PER_S
+    floats = {
+        "arrival_s": due,
+        "sent_s": sent,
+        "first_token_s": first,
+        "finish_s": finish,
+        "lag_ms": _MS_PER_S * (sent - due),
+        "ttft_s": first - due,
+        "ttft_sent_s": first - sent,
+        "e2e_s": finish - due,
+        "tpot_ms": tpot_ms,
+    }
+    return {
+        "number": pa.array(rows["number"].astype(np.int32)),
+        "adapter": pa.array([name or None for name in rows["adapter"]], pa.string()),
+        "status": pa.array(status, pa.string()),
+        "prompt_tokens": pa.array(rows["prompt_tokens"].astype(np.int32)),
+        "output_tokens": pa.array(rows["output_tokens"].astype(np.int32)),
+        **{name: pa.array(values, pa.float64(), from_pandas=True) for name, values in floats.items()},
+        "event_ms": pa.ListArray.from_arrays(pa.array(ends), pa.array(since_sent.astype(np.float32))),
+    }
+
+
 @dataclass(frozen=True)
-class Window:
+class MeasurementWindow:
     """The measured time, in seconds on the clock of the run."""
 
     start_s: float
@@ -39,7 +231,7 @@ class Window:
 
 
 @dataclass(frozen=True, eq=False)
-class Record:
+class RequestRecords:
     """Requests in the order in which they were due; the arrays have shape (requests,)."""
 
     names: tuple[str, ...]
@@ -72,7 +264,7 @@ class Record:
         return which
 
 
-class Recorder:
+class RequestRecorder:
     """Takes in outcomes as they come.
 
     Parameters
@@ -85,9 +277,11 @@ class Recorder:
         Where every request goes, with the times of its events; None: nowhere.
     """
 
-    def __init__(self, schedule: Schedule, window: Window, file: RequestFile | None = None) -> None:
+    def __init__(
+        self, schedule: Schedule, window: MeasurementWindow, file: RequestFile | None = None
+    ) -> None:
         n = len(schedule)
-        self.gaps = GapHistogram()
+        self.gaps = LogHistogram()
         self.counts: Counter[str] = Counter()
         self.tokens = 0
         self.messages: dict[str, str] = {}
@@ -100,10 +294,10 @@ class Recorder:
         self._events = np.zeros(n, np.int32)
         self._kind = np.full(n, -1, np.int16)
         self._kinds: list[str] = [FINISHED, UNFINISHED]
-        self._pending: list[Outcome] = []
+        self._pending: list[RequestOutcome] = []
         self._pending_events = 0
 
-    def add(self, outcome: Outcome) -> None:
+    def add(self, outcome: RequestOutcome) -> None:
         """Take in one outcome."""
         at, times = outcome.number, outcome.times_s
         self._sent[at], self._ended[at] = outcome.sent_s, outcome.ended_s
@@ -131,14 +325,14 @@ class Recorder:
         """How many requests failed so far."""
         return sum(count for kind, count in self.counts.items() if kind not in NOT_FAILURES)
 
-    def record(self, until_s: float) -> Record:
+    def record(self, until_s: float) -> RequestRecords:
         """Return the requests that were due before ``until_s``; those that never went out are unfinished."""
         schedule = self._schedule
         n = int(np.searchsorted(schedule.due_s, until_s, side="left"))
         for number in np.flatnonzero(self._kind[:n] < 0).tolist():
             self.add(not_sent(number, UNFINISHED))
         self._flush()
-        return Record(
+        return RequestRecords(
             names=schedule.names,
             adapter=schedule.adapter[:n],
             due_s=schedule.due_s[:n],
@@ -168,7 +362,7 @@ class Recorder:
         if self._file is not None:
             self._file.write(self._rows(pending), times, lengths)
 
-    def _rows(self, pending: Sequence[Outcome]) -> Mapping[str, NDArray[np.generic]]:
+    def _rows(self, pending: Sequence[RequestOutcome]) -> Mapping[str, NDArray[np.generic]]:
         at = np.array([each.number for each in pending])
         schedule = self._schedule
         return {

@@ -1,22 +1,39 @@
-"""The result of a load test as a document."""
+"""Result of a load test: metrics and JSON document."""
 
 from __future__ import annotations
 
 import json
+import math
 import os
-from typing import Annotated, Any, Literal, Self
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Annotated, Any, Final, Literal, Self
 
+import numpy as np
+from numpy.typing import NDArray
 from pydantic import Field, JsonValue
 
+from capplan.profiling.load.record import (
+    FINISHED,
+    NOT_FAILURES,
+    REJECTED,
+    LogHistogram,
+    MeasurementWindow,
+    RequestRecords,
+)
 from capplan.spec import STARVED_BELOW, read_text, write_text_atomic
 from capplan.spec.files import parse_json
 from capplan.spec.validation import SpecModel, format_key, validate_document
 
+if TYPE_CHECKING:
+    from capplan.profiling.load.run import EventLoopLag
+
 Number = float | None
 """Null where there was nothing to measure."""
+PERCENTILES: Final = (50, 90, 95, 99)
+_MS_PER_S: Final = 1e3
 
 
-class Stats(SpecModel):
+class LatencyStats(SpecModel):
     """Mean and percentiles, interpolated linearly."""
 
     mean: Number = None
@@ -45,15 +62,17 @@ class LoadMetrics(SpecModel):
         description="Tokens of completed over tokens of submitted requests, those executing left out of both."
     )
     starved: bool = Field(description=f"served_fraction below {STARVED_BELOW}.")
-    ttft_s: Stats = Field(description="From when a request was due to its first token.")
-    ttft_sent_s: Stats = Field(description="From when a request was sent to its first token.")
+    ttft_s: LatencyStats = Field(description="From when a request was due to its first token.")
+    ttft_sent_s: LatencyStats = Field(description="From when a request was sent to its first token.")
     ttft_s_mean_charged: Number = Field(
         None, description="Of requests due in the window; one that did not finish is charged all of it."
     )
-    e2e_s: Stats = Field(description="From when a request was due to its last token.")
-    tpot_ms: Stats = Field(description="(E2E - TTFT) / (output tokens - 1).")
-    tpt_ms: Stats = Field(description="E2E / output tokens.")
-    itl_ms: Stats = Field(description="Gaps between tokens as a client sees them; the mean: of completed.")
+    e2e_s: LatencyStats = Field(description="From when a request was due to its last token.")
+    tpot_ms: LatencyStats = Field(description="(E2E - TTFT) / (output tokens - 1).")
+    tpt_ms: LatencyStats = Field(description="E2E / output tokens.")
+    itl_ms: LatencyStats = Field(
+        description="Gaps between tokens as a client sees them; the mean: of completed."
+    )
     token_gap_ms_mean: Number = Field(
         None,
         description="First to last token over tokens - 1: shorter than itl_ms where tokens come together.",
@@ -63,7 +82,7 @@ class LoadMetrics(SpecModel):
 class ClientHealth(SpecModel):
     """Whether the client sent in time."""
 
-    lag_ms: Stats = Field(description="From when a request was due to when it was sent.")
+    lag_ms: LatencyStats = Field(description="From when a request was due to when it was sent.")
     lag_ms_max: Number = None
     loop_lag_ms_p99: Number = Field(None, description="How late the event loop was, at 50 looks a second.")
     kept_up: bool | None = Field(description="Lag and loop within their limits; null: not known.")
@@ -124,3 +143,133 @@ class BenchResult(SpecModel):
         name = os.fspath(path)
         data: Any = parse_json(read_text(path), name)
         return validate_document(cls, data, lambda key: f"{name}: {format_key(key)}" if key else name)
+
+
+@dataclass(frozen=True)
+class LagLimits:
+    """Up to where a client counts as having kept up, in milliseconds."""
+
+    p50_ms: float = 5.0
+    p99_ms: float = 100.0
+    loop_p99_ms: float = 100.0
+
+
+def overall_metrics(
+    record: RequestRecords, window: MeasurementWindow, gaps: LogHistogram | None = None
+) -> LoadMetrics:
+    """Return the metrics of all requests; with the gaps, their percentiles."""
+    return _metrics("", record, window, np.arange(len(record)), gaps)
+
+
+def adapter_metrics(record: RequestRecords, window: MeasurementWindow) -> tuple[LoadMetrics, ...]:
+    """Return the metrics of each adapter that was asked for, in the order of the workload."""
+    order = np.argsort(record.adapter, kind="stable")
+    starts = np.searchsorted(record.adapter[order], np.arange(len(record.names) + 1))
+    parts = zip(record.names, starts[:-1].tolist(), starts[1:].tolist(), strict=True)
+    return tuple(
+        _metrics(name, record, window, order[low:high], None) for name, low, high in parts if high > low
+    )
+
+
+def client_health(
+    record: RequestRecords, window: MeasurementWindow, pulse: EventLoopLag, limits: LagLimits | None = None
+) -> ClientHealth:
+    """Tell whether requests due in the window went out in time, if at all."""
+    limits = limits or LagLimits()
+    wanted = window.holds(record.due_s) & ~record.of_kind(REJECTED)
+    sent_s = np.where(np.isnan(record.sent_s), window.end_s, record.sent_s)  # at the end, or never
+    lag_ms = _MS_PER_S * np.maximum(0.0, sent_s - record.due_s)[wanted]
+    stats = statistics(lag_ms)
+    loop_ms = pulse.late_ms(99.0)
+    kept_up = (
+        (stats.p50 or 0.0) <= limits.p50_ms
+        and (stats.p99 or 0.0) <= limits.p99_ms
+        and (loop_ms or 0.0) <= limits.loop_p99_ms
+    )
+    return ClientHealth(
+        lag_ms=stats,
+        lag_ms_max=float(lag_ms.max()) if lag_ms.size else None,
+        loop_lag_ms_p99=loop_ms,
+        kept_up=kept_up,
+    )
+
+
+def _metrics(
+    name: str,
+    record: RequestRecords,
+    window: MeasurementWindow,
+    rows: NDArray[np.int64],
+    gaps: LogHistogram | None,
+) -> LoadMetrics:
+    due, sent, first, last = (
+        each[rows] for each in (record.due_s, record.sent_s, record.first_s, record.last_s)
+    )
+    prompt, output = (each[rows].astype(np.int64) for each in (record.prompt_tokens, record.output_tokens))
+    tokens = prompt + output
+    finished = record.of_kind(FINISHED)[rows]
+    rejected = record.of_kind(REJECTED)[rows]
+    harmless = np.isin(record.kind[rows], [i for i, kind in enumerate(record.kinds) if kind in NOT_FAILURES])
+    ended = finished & (last < window.end_s)
+    failed = ~harmless & (record.ended_s[rows] < window.end_s)
+    executing = ~ended & ~failed & ~rejected & (first < window.end_s)
+    done = finished & window.holds(last)
+    asked = window.holds(due)
+    answerable = int(tokens[~executing].sum())
+    served = float(tokens[ended].sum()) / answerable if answerable else 1.0
+    ttft_s, e2e_s = first - due, last - due
+    several = done & (output > 1)
+    spread_ms = _MS_PER_S * (last - first)
+    charged = np.where(ended, ttft_s, window.duration_s)[asked]
+    return LoadMetrics(
+        name=name,
+        submitted=int(rows.size),
+        completed=int(done.sum()),
+        failed=int(failed.sum()),
+        rejected=int(rejected.sum()),
+        executing=int(executing.sum()),
+        waiting=int((~ended & ~failed & ~rejected & ~executing).sum()),
+        throughput_tok_s=float(tokens[done].sum()) / window.duration_s,
+        input_tok_s=float(prompt[done].sum()) / window.duration_s,
+        output_tok_s=float(output[done].sum()) / window.duration_s,
+        offered_tok_s=float(tokens[asked].sum()) / window.duration_s,
+        request_rate_rps=float(done.sum()) / window.duration_s,
+        served_fraction=served,
+        starved=served < STARVED_BELOW,
+        ttft_s=statistics(ttft_s[done]),
+        ttft_sent_s=statistics((first - sent)[done]),
+        ttft_s_mean_charged=_mean(charged),
+        e2e_s=statistics(e2e_s[done]),
+        tpot_ms=statistics(spread_ms[several] / (output[several] - 1)),
+        tpt_ms=statistics(_MS_PER_S * e2e_s[done] / np.maximum(output[done], 1)),
+        itl_ms=_itl(spread_ms[done], record.events[rows][done], gaps),
+        token_gap_ms_mean=_ratio(spread_ms[several].sum(), (output[several] - 1).sum()),
+    )
+
+
+def _itl(
+    spread_ms: NDArray[np.float64], events: NDArray[np.int32], gaps: LogHistogram | None
+) -> LatencyStats:
+    mean = _ratio(spread_ms.sum(), np.maximum(events - 1, 0).sum())
+    if gaps is None:
+        return LatencyStats(mean=mean)
+    found = [None if math.isnan(s) else _MS_PER_S * s for s in gaps.percentiles_s(PERCENTILES)]
+    return LatencyStats(mean=mean, **_named(found))
+
+
+def statistics(values: NDArray[np.float64]) -> LatencyStats:
+    """Return mean and percentiles; empty without any value."""
+    if values.size == 0:
+        return LatencyStats()
+    return LatencyStats(mean=float(values.mean()), **_named(np.percentile(values, PERCENTILES).tolist()))
+
+
+def _named(values: list[Any]) -> dict[str, Any]:
+    return {f"p{percent}": value for percent, value in zip(PERCENTILES, values, strict=True)}
+
+
+def _mean(values: NDArray[np.float64]) -> float | None:
+    return float(values.mean()) if values.size else None
+
+
+def _ratio(part: Any, whole: Any) -> float | None:
+    return float(part) / float(whole) if whole else None

@@ -3,22 +3,29 @@
 from __future__ import annotations
 
 import asyncio
+import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Final
 
-from capplan.profiling.load.client import Client
-from capplan.profiling.load.gaps import GapHistogram
-from capplan.profiling.load.outcome import REJECTED, not_sent
-from capplan.profiling.load.prompts import Bodies
-from capplan.profiling.load.pulse import Pulse
-from capplan.profiling.load.record import Record, Recorder, Window
-from capplan.profiling.load.request_file import RequestFile
-from capplan.profiling.load.schedule import Schedule
-from capplan.profiling.load.scrape import Scraper, Scrapes
-from capplan.profiling.load.session import open_session
+import numpy as np
+
+from capplan.profiling.load.client import CompletionClient, open_session
+from capplan.profiling.load.preflight import Scraper, Scrapes
+from capplan.profiling.load.record import (
+    REJECTED,
+    LogHistogram,
+    MeasurementWindow,
+    RequestFile,
+    RequestRecorder,
+    RequestRecords,
+    not_sent,
+)
+from capplan.profiling.load.requests import RequestBodies, Schedule
 from capplan.profiling.load.settings import LoadSettings, Target
 
+_EVERY_S: Final = 0.02
+_MS_PER_S: Final = 1e3
 _LEAD_S: Final = 0.05
 """From the start of the run to time 0, so that the first request need not hurry."""
 _TICK_S: Final = 0.25
@@ -27,8 +34,28 @@ _SENT_IN_A_ROW: Final = 32
 """Requests that are overdue go out in handfuls, between which answers are read."""
 
 
+class EventLoopLag:
+    """Looks at the clock fifty times a second, and notes how late it came to it."""
+
+    def __init__(self) -> None:
+        self.late = LogHistogram()
+
+    async def feel(self) -> None:
+        """Look until cancelled."""
+        loop = asyncio.get_running_loop()
+        while True:
+            before = loop.time()
+            await asyncio.sleep(_EVERY_S)
+            self.late.add(np.array([max(0.0, loop.time() - before - _EVERY_S)]))
+
+    def late_ms(self, percentile: float) -> float | None:
+        """Return a percentile of how late it was, in milliseconds; None before the first look."""
+        (late_s,) = self.late.percentiles_s((percentile,))
+        return None if math.isnan(late_s) else _MS_PER_S * late_s
+
+
 @dataclass(frozen=True)
-class Snapshot:
+class LoadProgress:
     """How far a run is."""
 
     now_s: float
@@ -42,18 +69,18 @@ class Snapshot:
     """Input and output tokens of completed requests."""
 
 
-OnTick = Callable[[Snapshot], None]
+OnTick = Callable[[LoadProgress], None]
 
 
 @dataclass(frozen=True, eq=False)
-class Measured:
+class LoadMeasurement:
     """What a run left."""
 
-    record: Record
-    window: Window
-    gaps: GapHistogram
+    record: RequestRecords
+    window: MeasurementWindow
+    gaps: LogHistogram
     """Gaps between tokens within the window, of all requests."""
-    pulse: Pulse
+    pulse: EventLoopLag
     """How late the client's event loop was."""
     scrapes: Scrapes
     partial: bool
@@ -64,14 +91,14 @@ class Measured:
 
 async def run_load(
     schedule: Schedule,
-    bodies: Bodies,
+    bodies: RequestBodies,
     target: Target,
     settings: LoadSettings,
     *,
     stop: asyncio.Event | None = None,
     file: RequestFile | None = None,
     on_tick: OnTick | None = None,
-) -> Measured:
+) -> LoadMeasurement:
     """Send the requests of a schedule and wait for their ends.
 
     Parameters
@@ -88,15 +115,15 @@ async def run_load(
     on_tick
         Called a few times a second.
     """
-    run = _Run(schedule, bodies, target, settings, file)
+    run = _OpenLoop(schedule, bodies, target, settings, file)
     return await run.whole(stop or asyncio.Event(), on_tick)
 
 
-class _Run:
+class _OpenLoop:
     def __init__(
         self,
         schedule: Schedule,
-        bodies: Bodies,
+        bodies: RequestBodies,
         target: Target,
         settings: LoadSettings,
         file: RequestFile | None,
@@ -105,9 +132,9 @@ class _Run:
         self.bodies = bodies
         self.target = target
         self.settings = settings
-        self.window = Window(settings.warm_up_s, settings.horizon_s)
-        self.recorder = Recorder(schedule, self.window, file)
-        self.pulse = Pulse()
+        self.window = MeasurementWindow(settings.warm_up_s, settings.horizon_s)
+        self.recorder = RequestRecorder(schedule, self.window, file)
+        self.pulse = EventLoopLag()
         self.tasks: set[asyncio.Task[None]] = set()
         self.broken: BaseException | None = None
         self.sent = 0
@@ -117,10 +144,10 @@ class _Run:
     def clock(self) -> float:
         return self.loop.time() - self.origin
 
-    async def whole(self, stop: asyncio.Event, on_tick: OnTick | None) -> Measured:
+    async def whole(self, stop: asyncio.Event, on_tick: OnTick | None) -> LoadMeasurement:
         self.stop = stop
         self.origin = self.loop.time() + _LEAD_S
-        self.client = Client(self.target, self.settings.timeout_s, self.clock)
+        self.client = CompletionClient(self.target, self.settings.timeout_s, self.clock)
         async with open_session(self.target) as session:
             scraper = Scraper(session, self.target, self.settings.metrics_interval_s, self.clock)
             helpers = [
@@ -142,7 +169,7 @@ class _Run:
             raise self.broken
         partial = ended_s < self.window.end_s
         window = self._window_until(ended_s) if partial else self.window
-        return Measured(
+        return LoadMeasurement(
             record=self.recorder.record(window.end_s),
             window=window,
             gaps=self.recorder.gaps,
@@ -152,10 +179,10 @@ class _Run:
             messages=self.recorder.messages,
         )
 
-    def _window_until(self, ended_s: float) -> Window:
+    def _window_until(self, ended_s: float) -> MeasurementWindow:
         """Return the part of the window that was measured; all of the time, if it had not begun."""
         start_s = self.window.start_s if ended_s > self.window.start_s else 0.0
-        return Window(start_s, max(ended_s, start_s + 1e-3))
+        return MeasurementWindow(start_s, max(ended_s, start_s + 1e-3))
 
     async def _send_all(self) -> None:
         """Start every request when it is due, and wait for the end of the window."""
@@ -214,9 +241,9 @@ class _Run:
             on_tick(self._snapshot())
             await asyncio.sleep(_TICK_S)
 
-    def _snapshot(self) -> Snapshot:
+    def _snapshot(self) -> LoadProgress:
         counts = self.recorder.counts
-        return Snapshot(
+        return LoadProgress(
             now_s=max(0.0, self.clock()),
             horizon_s=self.window.end_s,
             sent=self.sent,

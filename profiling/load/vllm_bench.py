@@ -16,8 +16,14 @@ import numpy as np
 from numpy.typing import NDArray
 
 from capplan.errors import InputError
-from capplan.profiling.load.metrics import PERCENTILES, statistics
-from capplan.profiling.load.result import BenchResult, ClientHealth, LoadMetrics, Stats
+from capplan.profiling.load.result import (
+    PERCENTILES,
+    BenchResult,
+    ClientHealth,
+    LatencyStats,
+    LoadMetrics,
+    statistics,
+)
 from capplan.spec import STARVED_BELOW, read_text, write_text_atomic
 from capplan.spec.files import parse_json
 
@@ -159,11 +165,11 @@ def read_vllm_bench(path: str | os.PathLike[str]) -> BenchResult:
         request_rate_rps=completed / duration_s,
         served_fraction=served,
         starved=served < STARVED_BELOW,
-        ttft_s=Stats(),
+        ttft_s=LatencyStats(),
         ttft_sent_s=ttft_s,
         e2e_s=_stats(data, "e2el", details.get("e2el"), 1.0 / _MS_PER_S),
         tpot_ms=_stats(data, "tpot", details.get("tpot"), 1.0),
-        tpt_ms=Stats(),
+        tpt_ms=LatencyStats(),
         itl_ms=_stats(data, "itl", details.get("itl"), 1.0),
     )
     return BenchResult(
@@ -175,7 +181,7 @@ def read_vllm_bench(path: str | os.PathLike[str]) -> BenchResult:
         warm_up_s=0.0,
         duration_s=duration_s,
         overall=overall,
-        client=ClientHealth(lag_ms=Stats(), kept_up=None),
+        client=ClientHealth(lag_ms=LatencyStats(), kept_up=None),
         settings={key: data.get(key) for key in ("request_rate", "burstiness", "max_concurrency")},
     )
 
@@ -220,10 +226,12 @@ def _details(data: Mapping[str, Any]) -> dict[str, NDArray[np.float64]]:
     return {"ttft": ttft, "e2el": latency, "tpot": tpot, "itl": itl}
 
 
-def _stats(data: Mapping[str, Any], metric: str, details: NDArray[np.float64] | None, factor: float) -> Stats:
+def _stats(
+    data: Mapping[str, Any], metric: str, details: NDArray[np.float64] | None, factor: float
+) -> LatencyStats:
     """Return the statistics of a metric, milliseconds times `factor`."""
     if details is not None and details.size:
         return statistics(factor * details)
     names = {"mean": "mean", "p50": "median", "p90": "p90", "p95": "p95", "p99": "p99"}
     found = {ours: data.get(f"{theirs}_{metric}_ms") for ours, theirs in names.items()}
-    return Stats(**{k: factor * v if isinstance(v, int | float) else None for k, v in found.items()})
+    return LatencyStats(**{k: factor * v if isinstance(v, int | float) else None for k, v in found.items()})

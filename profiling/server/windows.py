@@ -14,8 +14,8 @@ from typing import Final, NamedTuple
 import numpy as np
 from numpy.typing import NDArray
 
-from capplan.profiling.load.outcome import FINISHED, Outcome
-from capplan.profiling.server.closed_loop import Answered
+from capplan.profiling.load.record import FINISHED, RequestOutcome
+from capplan.profiling.server.closed_loop import ClosedLoopRequest
 
 _MS_PER_S: Final = 1e3
 _LEAST_STEPS: Final = 8.0
@@ -66,7 +66,10 @@ class _Cells(NamedTuple):
 
 
 def window_rows(
-    answered: Sequence[Answered], edges_s: NDArray[np.float64], ranks: Mapping[int, int], budget: int | None
+    answered: Sequence[ClosedLoopRequest],
+    edges_s: NDArray[np.float64],
+    ranks: Mapping[int, int],
+    budget: int | None,
 ) -> list[dict[str, float]]:
     """Return a row of a step table for each window in which enough steps ran.
 
@@ -141,7 +144,7 @@ def _ranks(asked: _Prompts, made: _Tokens, steps: float) -> dict[str, float]:
 
 
 def _cells(
-    answered: Sequence[Answered],
+    answered: Sequence[ClosedLoopRequest],
     gaps: Sequence[_Spans],
     edges_s: NDArray[np.float64],
     ranks: Mapping[int, int],
@@ -168,7 +171,7 @@ def _cells(
 
 
 def _prompts(
-    answered: Sequence[Answered], cells: _Cells, ranks: Mapping[int, int], budget: int | None
+    answered: Sequence[ClosedLoopRequest], cells: _Cells, ranks: Mapping[int, int], budget: int | None
 ) -> _Prompts:
     """Return the prompts that ended while others decoded; nobody saw how long the others' steps took."""
     first_s = np.array([each.outcome.times_s[0] for each in answered])
@@ -180,25 +183,25 @@ def _prompts(
     return _Prompts(first_s[seen], tokens[seen], parts[seen], rank[seen])
 
 
-def _prompt_tokens(answered: Answered) -> int:
+def _prompt_tokens(answered: ClosedLoopRequest) -> int:
     """Return the tokens of a prompt as the server counted them, or else as asked."""
     told = answered.outcome.prompt_tokens
     return answered.prompt_tokens if told is None else told
 
 
-def _counted(outcome: Outcome) -> bool:
+def _counted(outcome: RequestOutcome) -> bool:
     """Tell whether a request's tokens after the first are known, and come in events of their own."""
     return outcome.kind == FINISHED and outcome.output_tokens is not None and len(outcome.times_s) > 1
 
 
-def _per_event(answered: Sequence[Answered]) -> float:
+def _per_event(answered: Sequence[ClosedLoopRequest]) -> float:
     """Return how many tokens an event after the first stands for, by the requests whose tokens are known."""
     known = [each.outcome for each in answered if _counted(each.outcome)]
     events = sum(len(each.times_s) - 1 for each in known)
     return sum((each.output_tokens or 1) - 1 for each in known) / events if events else 1.0
 
 
-def _gaps(answered: Answered, typical: float) -> _Spans:
+def _gaps(answered: ClosedLoopRequest, typical: float) -> _Spans:
     """Return the gaps between a request's tokens; the weight is how many tokens ended each.
 
     Where a server put several tokens into some of its events, each event stands for their mean number: the
@@ -213,7 +216,7 @@ def _gaps(answered: Answered, typical: float) -> _Spans:
 
 
 def _moved(
-    edges_s: NDArray[np.float64], answered: Sequence[Answered], gaps: Sequence[_Spans]
+    edges_s: NDArray[np.float64], answered: Sequence[ClosedLoopRequest], gaps: Sequence[_Spans]
 ) -> NDArray[np.float64]:
     """Return the edges at ends of steps: events after which nothing comes for a good part of a step."""
     times = np.unique(np.concatenate([each.outcome.times_s for each in answered]))
@@ -225,7 +228,7 @@ def _moved(
     return np.unique(moved)
 
 
-def _held(answered: Answered, gaps: _Spans) -> _Spans:
+def _held(answered: ClosedLoopRequest, gaps: _Spans) -> _Spans:
     """Return how many tokens a request holds in the KV cache during each of its gaps."""
     held: NDArray[np.float64] = np.cumsum(gaps.weight) - gaps.weight + (1.0 + _prompt_tokens(answered))
     return _Spans(gaps.start, gaps.end, held)

@@ -7,9 +7,9 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Final
 
+from capplan.errors import InputError
 from capplan.models.calibration.least_squares import smape
 from capplan.profiling.load.result import BenchResult
-from capplan.profiling.validation.options import Tolerances
 from capplan.spec import Profile
 from capplan.twin import SimulationResult
 
@@ -31,12 +31,24 @@ NAMES: Final = (
     KV_USED,
 )
 """What is compared, as `SimulationResult` calls it."""
-
 Values = Mapping[str, float]
 
 
 @dataclass(frozen=True)
-class Comparison:
+class Tolerances:
+    """Largest SMAPE, in percent, with which prediction and measurement agree."""
+
+    throughput: float = 3.0
+    itl: float = 8.0
+
+    def __post_init__(self) -> None:
+        for name in ("throughput", "itl"):
+            if not 0.0 <= getattr(self, name) < math.inf:
+                raise InputError("must be a number >= 0", getattr(self, name), name)
+
+
+@dataclass(frozen=True)
+class MetricComparison:
     """One metric of one group; NaN where there is nothing to say.
 
     Attributes
@@ -95,7 +107,7 @@ class GroupValidation:
     duration_s: float
     seed: int
     requests: int
-    comparisons: tuple[Comparison, ...]
+    comparisons: tuple[MetricComparison, ...]
     starved: bool
     predicted_starved: bool
     constant_step_starved: bool
@@ -107,7 +119,7 @@ class GroupValidation:
         verdict = self.starved == self.predicted_starved
         return verdict and not self.faults and all(each.agrees for each in self.comparisons)
 
-    def metric(self, name: str) -> Comparison:
+    def metric(self, name: str) -> MetricComparison:
         """Return one metric."""
         return next(each for each in self.comparisons if each.name == name)
 
@@ -120,11 +132,11 @@ def _error(predicted: float, measured: float) -> float:
 
 def compared(
     measured: Values, predicted: Values, constant_step: Values, offered: Values, tolerances: Tolerances
-) -> tuple[Comparison, ...]:
+) -> tuple[MetricComparison, ...]:
     """Return every metric that somebody measured."""
     limits = {THROUGHPUT: tolerances.throughput, ITL: tolerances.itl}
     return tuple(
-        Comparison(
+        MetricComparison(
             name,
             measured=_known(measured, name),
             predicted=_known(predicted, name),

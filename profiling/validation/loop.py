@@ -7,13 +7,18 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from types import MappingProxyType
-from typing import Any, Final
+from typing import TYPE_CHECKING, Any, Final
 
-from capplan.errors import CapplanError
-from capplan.profiling.commands import flag_words, run_capplan
-from capplan.profiling.validation.capacity import saturated_rps
+from capplan.errors import CapplanError, InfeasibleError
+from capplan.profiling.server.process import flag_words, run_capplan
 from capplan.spec import Adapter, Lengths, Profile, Workload, write_text_atomic
 
+if TYPE_CHECKING:
+    from capplan.twin import SimulationResult
+
+_STARVED: Final = 0.5
+"""Share of a load below which an engine answers as fast as it ever does."""
+_MOST_DOUBLINGS: Final = 20
 PLANNED: Final = 0.85
 """Share of the engine's capacity that is planned for: near to it, numbers of slots make a difference."""
 SMALL: Final = "small-llama"
@@ -34,13 +39,34 @@ SMALL_LLAMA: Final = MappingProxyType(
     }
 )
 """A Llama whose steps take milliseconds, not tenths of them: then they are more than what a server adds."""
-
 _SATURATED_S: Final = 300.0
 _DISAGREES: Final = 1
 
 
+def saturated_rps(simulated: Callable[[float], SimulationResult]) -> float:
+    """Return the rate that an engine answers when far more is asked.
+
+    Parameters
+    ----------
+    simulated
+        Returns what the twin makes of a rate, in requests per second.
+
+    Raises
+    ------
+    InfeasibleError
+        When nothing starves it.
+    """
+    rate_rps = 1.0
+    for _ in range(_MOST_DOUBLINGS):
+        found = simulated(rate_rps)
+        if found.served_fraction < _STARVED:
+            return rate_rps * found.throughput_tok_s / found.offered_tok_s
+        rate_rps *= 2.0
+    raise InfeasibleError("no load starves this engine", "starvation")
+
+
 @dataclass(frozen=True)
-class LoopSetting:
+class LoopSettings:
     """The engine and the work of a closed loop.
 
     Attributes
@@ -99,7 +125,7 @@ class ClosedLoop:
     """
 
     def __init__(
-        self, folder: str | Path, setting: LoopSetting, say: Callable[[str], None] = lambda _: None
+        self, folder: str | Path, setting: LoopSettings, say: Callable[[str], None] = lambda _: None
     ) -> None:
         self.folder, self.setting, self._say = Path(folder), setting, say
         self.folder.mkdir(parents=True, exist_ok=True)
@@ -210,7 +236,7 @@ class ClosedLoop:
     def _saturated_rps(self) -> float:
         """Return the rate that the twin's engine answers when far more is asked, every adapter in a slot."""
         from capplan.datasets import load_profile
-        from capplan.twin import SimulationResult, simulate
+        from capplan.twin import simulate
 
         profile, setting = load_profile(str(self.profile)), self.setting
 

@@ -1,21 +1,25 @@
-"""A plan's groups one after the other: a server, the twin's very requests, and the twin."""
+"""Validation of a plan: one server per group under the requests that the twin simulates."""
 
 from __future__ import annotations
 
 import contextlib
+import math
 from collections.abc import Callable, Iterator, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
+from pathlib import Path
 from typing import Any, Final
 
-from capplan.profiling.engine.process import running_server
+from capplan.errors import InputError
 from capplan.profiling.load.bench import BenchOptions, bench
+from capplan.profiling.load.preflight import engine_info
+from capplan.profiling.load.requests import scaled, schedule_of
 from capplan.profiling.load.result import BenchResult
 from capplan.profiling.load.run import OnTick
-from capplan.profiling.load.schedule import schedule_of
 from capplan.profiling.load.settings import LoadSettings, Target
-from capplan.profiling.server.info import engine_info
+from capplan.profiling.server.process import ServerCommand, flag_words, running_server
 from capplan.profiling.validation.compare import (
     GroupValidation,
+    Tolerances,
     compared,
     constant_step,
     faults_of,
@@ -23,20 +27,161 @@ from capplan.profiling.validation.compare import (
     offered_values,
     predicted_values,
 )
-from capplan.profiling.validation.instances import (
-    chosen_groups,
-    group_workload,
-    server_command,
-    twin_settings,
-)
-from capplan.profiling.validation.options import Options
 from capplan.spec import Group, Plan, Profile, Workload
 from capplan.twin import SimulationResult, simulate
+from capplan.twin.simulate import Settings
 
 _DRAIN_S: Final = 1.0
 _METRICS_S: Final = 10.0
 _LOOKS_S: Final = 2.0
 """Between two looks at a server's metrics: rare, since it answers them in the loop that hands out tokens."""
+
+
+@dataclass(frozen=True)
+class ValidationOptions:
+    """How a plan is validated.
+
+    Attributes
+    ----------
+    duration_s
+        Measured time, and the twin's horizon; both start with an empty engine.
+    rate_scale
+        What rates are multiplied by.
+    seed
+        Of arrivals and lengths, for server and twin alike.
+    groups
+        Groups to validate; none: all.
+    urls
+        Running servers by group; the groups that are not named get a server of their own.
+    model
+        What servers that are started run, as `capplan serve` takes it; None: the plan's base model.
+    dtype, device, threads, lora_kernel
+        Of servers that are started; None: the server's default.
+    engine_args
+        Engine settings that stand before the plan's, by their names there.
+    api_key
+        For running servers.
+    tolerances
+        Up to where both agree.
+    """
+
+    duration_s: float = 120.0
+    rate_scale: float = 1.0
+    seed: int = 0
+    groups: tuple[str, ...] = ()
+    urls: Mapping[str, str] = field(default_factory=dict)
+    model: str | None = None
+    dtype: str = "auto"
+    device: str = "cpu"
+    threads: int = 1
+    lora_kernel: str | None = None
+    engine_args: Mapping[str, Any] = field(default_factory=dict)
+    api_key: str | None = field(default=None, repr=False)
+    tolerances: Tolerances = field(default_factory=Tolerances)
+
+    def __post_init__(self) -> None:
+        for name in ("duration_s", "rate_scale"):
+            if not 0.0 < getattr(self, name) < math.inf:
+                raise InputError("must be a finite number above 0", getattr(self, name), name)
+
+
+def chosen_groups(plan: Plan, options: ValidationOptions) -> tuple[Group, ...]:
+    """Return the groups to validate, in the plan's order.
+
+    Raises
+    ------
+    InputError
+        For an unknown group.
+    """
+    for url in options.urls.values():
+        Target(url)  # said before anything is simulated
+    known = [group.id for group in plan.groups]
+    for flag, names in (("--group", options.groups), ("--url", options.urls)):
+        for name in names:
+            if name not in known:
+                raise InputError(f"must be a group of the plan: {', '.join(known[:12])}", name, flag)
+    return tuple(group for group in plan.groups if not options.groups or group.id in options.groups)
+
+
+def group_workload(group: Group, workload: Workload, rate_scale: float) -> Workload:
+    """Return what one instance of a group is asked.
+
+    Raises
+    ------
+    InputError
+        When the plan serves adapters that the workload does not have.
+    """
+    known = {adapter.name for adapter in workload.adapters}
+    for adapter in group.adapters:
+        if adapter.name not in known:
+            raise InputError("must be an adapter of the workload", adapter.name, f"group {group.id}")
+    shares = {adapter.name: adapter.share / group.replicas for adapter in group.adapters}
+    return scaled(workload.subset(shares, shares), rate_scale)
+
+
+def twin_settings(group: Group, options: ValidationOptions) -> Settings:
+    """Return how the twin sets the engine of a group."""
+    args = group.engine_args.model_dump() | dict(options.engine_args)
+    return {
+        "a_max": args["max_loras"],
+        "s_max": args["max_lora_rank"],
+        "max_cpu_loras": args["max_cpu_loras"],
+        "max_num_seqs": args["max_num_seqs"],
+        "max_num_batched_tokens": args["max_num_batched_tokens"],
+        "max_model_len": args["max_model_len"],
+        "gpu_memory_utilization": args["gpu_memory_utilization"],
+        "prefix_caching": args["enable_prefix_caching"],
+    }
+
+
+def server_command(
+    plan: Plan, group: Group, profile: Profile, kv_tokens: int, requests: int, options: ValidationOptions
+) -> ServerCommand:
+    """Return the server of one instance.
+
+    Parameters
+    ----------
+    plan, group, profile
+        What it is for.
+    kv_tokens
+        What the profile says that it has; on a CPU it is told, since nobody's memory is full there.
+    requests
+        How many it will be asked at most; none of them is refused.
+    options
+        Model, device, threads and LoRA kernel.
+    """
+    settings = twin_settings(group, options)
+    flags: dict[str, Any] = {
+        "--max-loras": settings["a_max"],
+        "--max-lora-rank": settings["s_max"],
+        "--max-cpu-loras": settings["max_cpu_loras"],
+        "--max-num-seqs": settings["max_num_seqs"],
+        "--max-num-batched-tokens": settings["max_num_batched_tokens"],
+        "--max-model-len": settings["max_model_len"],
+        "--gpu-memory-utilization": settings["gpu_memory_utilization"],
+        "--served-model-name": plan.base_model,
+        "--rules": plan.engine.rules,
+        "--block-size": profile.engine.block_size,
+        "--dtype": options.dtype,
+        "--device": options.device,
+        "--lora-kernel": options.lora_kernel,
+        "--max-queue": requests + 1,
+        "--drain-timeout-s": 0,
+    }
+    if not options.device.startswith("cuda"):
+        flags["--num-kv-blocks"] = kv_tokens // profile.engine.block_size
+    words = flag_words({flag: value for flag, value in flags.items() if value is not None})
+    if settings["prefix_caching"] is not None:
+        words.append(f"--{'' if settings['prefix_caching'] else 'no-'}enable-prefix-caching")
+    return ServerCommand(options.model or plan.base_model, _sources(group), tuple(words), options.threads)
+
+
+def _sources(group: Group) -> Mapping[str, str | int]:
+    """Return adapters' folders where they are at hand, and else random ones of their ranks."""
+    return {
+        adapter.name: adapter.path if adapter.path and Path(adapter.path).is_dir() else adapter.rank
+        for adapter in group.adapters
+    }
 
 
 @dataclass(frozen=True)
@@ -62,7 +207,7 @@ def validate(
     plan: Plan,
     workload: Workload,
     profiles: Mapping[str, Profile],
-    options: Options | None = None,
+    options: ValidationOptions | None = None,
     on_group: Callable[[str], None] = lambda _: None,
     on_tick: OnTick | None = None,
 ) -> Validation:
@@ -91,7 +236,7 @@ def validate(
     InfeasibleError
         When an instance would not start.
     """
-    chosen = options or Options()
+    chosen = options or ValidationOptions()
     groups, results = [], {}
     for group in chosen_groups(plan, chosen):
         on_group(group.id)
@@ -108,7 +253,7 @@ class _OneGroup:
     """One instance of a group in the twin and as a server."""
 
     def __init__(
-        self, plan: Plan, group: Group, workload: Workload, profile: Profile, options: Options
+        self, plan: Plan, group: Group, workload: Workload, profile: Profile, options: ValidationOptions
     ) -> None:
         self._plan, self._group, self._profile, self._options = plan, group, profile, options
         self._settings = twin_settings(group, options)

@@ -10,7 +10,7 @@ import pytest
 
 from capplan.cli.progress import numbers
 from capplan.profiling.load.result import BenchResult
-from capplan.profiling.load.run import Snapshot
+from capplan.profiling.load.run import LoadProgress
 from capplan.profiling.load.vllm_bench import read_vllm_bench
 from tests.cli.conftest import Run, command, environment, error_line
 from tests.cli.examples import write_inputs
@@ -135,8 +135,8 @@ def test_adapters_go_by_the_names_of_the_map(run: Run, workload_yaml: Path) -> N
 
 
 def test_the_line_beside_the_bar_tells_the_rate_since_the_look_before() -> None:
-    before = Snapshot(1.0, 60.0, 10, 4, 6, 0, 0, 600)
-    line = numbers(before, Snapshot(3.0, 60.0, 30, 5, 25, 1, 2, 2600))
+    before = LoadProgress(1.0, 60.0, 10, 4, 6, 0, 0, 600)
+    line = numbers(before, LoadProgress(3.0, 60.0, 30, 5, 25, 1, 2, 2600))
     parts = ("3/60 s", "30 sent", "5 in flight", "25 done", "1,000 tok/s", "1 failed", "2 rejected")
     assert line == " · ".join(parts)
     assert "failed" not in numbers(before, before)

@@ -33,11 +33,11 @@ def wishes(names: list[str], base_model: str, rate_rps: float = 2.0) -> dict[str
 def written(folder: Path, document: dict[str, Any]) -> tuple[Path, Path, Path]:
     """Write a workload, the profile of a tiny engine and a plan, and return their files."""
     from capplan.profiling.engine.memory import base_profile
-    from capplan.profiling.engine.options import Options
+    from capplan.profiling.engine.options import EngineProfilingOptions
     from capplan.spec import load_workload
 
     workload, profile, chosen = (folder / name for name in ("workload.yaml", "profile.json", "plan.json"))
-    base = base_profile(Options("tiny-llama", max_model_len=128))
+    base = base_profile(EngineProfilingOptions("tiny-llama", max_model_len=128))
     memory = base.memory.coefficients | {"reserved_bytes": base.memory.coefficients["bytes_per_seq"]}
     arch = base.model.replace(hf_ids=(document["base_model"],))
     known = base.replace(memory=base.memory.replace(coefficients=memory), model=arch)

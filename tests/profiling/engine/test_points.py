@@ -4,7 +4,7 @@ import numpy as np
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from capplan.profiling.engine.points import MIXED, Bounds, Point, candidates, most_telling
+from capplan.profiling.engine.stepping import MIXED, EngineBounds, EnginePoint, candidates, most_telling
 
 
 @settings(max_examples=15, deadline=None)
@@ -18,7 +18,7 @@ from capplan.profiling.engine.points import MIXED, Bounds, Point, candidates, mo
 def test_every_state_can_be_held(
     a_max: int, max_num_seqs: int, budget: int, model_len: int, kv_tokens: int
 ) -> None:
-    bounds = Bounds(a_max, (8, 32), max_num_seqs, budget, model_len, kv_tokens, growth=20)
+    bounds = EngineBounds(a_max, (8, 32), max_num_seqs, budget, model_len, kv_tokens, growth=20)
     found = candidates(bounds, seed=0)
     assert len({point.name for point in found}) == len(found)
     for point in found:
@@ -30,18 +30,22 @@ def test_every_state_can_be_held(
 
 
 def test_a_queue_stands_only_behind_a_full_batch() -> None:
-    found = candidates(Bounds(4, (8,), 8, 512, 512, 10**5, 20), seed=0)
+    found = candidates(EngineBounds(4, (8,), 8, 512, 512, 10**5, 20), seed=0)
     assert {point.batch for point in found if point.waiting} == {8}
 
 
 def test_the_next_state_is_unlike_those_that_were_seen() -> None:
-    small, alike, large = Point(1, 16, 16, 0), Point(2, 16, 16, 0), Point(64, 512, 256, 16, 8)
+    small, alike, large = (
+        EnginePoint(1, 16, 16, 0),
+        EnginePoint(2, 16, 16, 0),
+        EnginePoint(64, 512, 256, 16, 8),
+    )
     seen = [(small, 1.0, 1.5)] * 3
     assert most_telling([alike, large], seen, 16.0) == 1
 
 
 def test_times_weigh_what_is_seen() -> None:
-    every = candidates(Bounds(8, (8, 16), 16, 512, 512, 10**5, 20), seed=1)
+    every = candidates(EngineBounds(8, (8, 16), 16, 512, 512, 10**5, 20), seed=1)
     rng = np.random.default_rng(0)
     left, seen = list(every), []
     for _ in range(12):

@@ -15,17 +15,16 @@ from capplan.models.calibration.tables import read_table
 from capplan.models.kernel_fits import explain_kernels, read_kernel_table
 from capplan.models.memory import kv_tokens
 from capplan.profiling.engine import served
-from capplan.profiling.engine.iterations import batches
-from capplan.profiling.engine.options import STAGES, Options
-from capplan.profiling.engine.session import profile_engine
-from capplan.profiling.server.closed_loop import Asker, LoopError, closed_loop
-from capplan.profiling.server.points import Point
+from capplan.profiling.engine.options import STAGES, EngineProfilingOptions
+from capplan.profiling.engine.profiler import profile_engine
+from capplan.profiling.engine.steps import batches
+from capplan.profiling.server.closed_loop import LoopError, RequestSender, ServerPoint, closed_loop
 from capplan.spec import Kernel, Profile
 from capplan.twin.calibration import CalibrationOptions as HowToCalibrate
 from capplan.twin.calibration import CalibrationTables, calibrate
 
 
-def tiny(**fields: object) -> Options:
+def tiny(**fields: object) -> EngineProfilingOptions:
     known = {
         "model": "tiny-llama",
         "a_max": (2,),
@@ -38,7 +37,7 @@ def tiny(**fields: object) -> Options:
         "budget_s": 60.0,
         "tolerance": 0.0,
     }
-    return Options(**{**known, **fields})  # type: ignore[arg-type]
+    return EngineProfilingOptions(**{**known, **fields})  # type: ignore[arg-type]
 
 
 @pytest.fixture(scope="module")
@@ -145,7 +144,7 @@ def test_a_state_of_the_server_that_fails_is_told_and_the_others_are_kept(
     """Ranks in falling order, too: the smaller slots hold the second one only."""
     asked: list[str] = []
 
-    async def fails_now_and_then(asker: Asker, point: Point, *more: Any) -> Any:
+    async def fails_now_and_then(asker: RequestSender, point: ServerPoint, *more: Any) -> Any:
         asked.append(point.name)
         if len(asked) % 2 == 0:
             raise LoopError("http_500: no")

@@ -8,10 +8,8 @@ import pytest
 
 from capplan.engine import Engine
 from capplan.engine.timing import StepRecord
-from capplan.profiling.engine.points import MIXED, Point
-from capplan.profiling.engine.rows import recorded_rows
-from capplan.profiling.engine.served import grouped
-from capplan.profiling.engine.stepping import Stepper
+from capplan.profiling.engine.served import grouped, recorded_rows
+from capplan.profiling.engine.stepping import MIXED, EnginePoint, Stepper
 
 RANKS = {"r8-0": 8, "r8-1": 8, "r16-0": 16, "r16-1": 16}
 
@@ -24,7 +22,7 @@ def stepper() -> Iterator[Stepper]:
 
 
 def test_a_state_gives_a_decode_step_and_one_with_its_prompt(stepper: Stepper) -> None:
-    rows = stepper.measure(Point(batch=4, context=16, prompt=32, adapters=2, rank=16))
+    rows = stepper.measure(EnginePoint(batch=4, context=16, prompt=32, adapters=2, rank=16))
     decode = next(row for row in rows if row["prefills"] == 0)
     mixed = next(row for row in rows if row["prefills"] and row["decodes"])
     assert (decode["requests"], decode["decodes"], decode["tokens"]) == (4, 4, 4)
@@ -36,18 +34,18 @@ def test_a_state_gives_a_decode_step_and_one_with_its_prompt(stepper: Stepper) -
 
 
 def test_states_without_adapters_with_mixed_ranks_and_with_a_queue(stepper: Stepper) -> None:
-    base = stepper.measure(Point(batch=2, context=16, prompt=16, adapters=0))
+    base = stepper.measure(EnginePoint(batch=2, context=16, prompt=16, adapters=0))
     assert {row["adapters"] for row in base} == {0}
     assert {row["max_rank"] for row in base} == {0}
-    mixed = stepper.measure(Point(batch=2, context=16, prompt=16, adapters=2, rank=MIXED))
+    mixed = stepper.measure(EnginePoint(batch=2, context=16, prompt=16, adapters=2, rank=MIXED))
     assert next(row for row in mixed if not row["prefills"])["decode_rank_sum"] == 8 + 16
-    full = stepper.measure(Point(batch=8, context=16, prompt=16, adapters=2, rank=8, waiting=16))
+    full = stepper.measure(EnginePoint(batch=8, context=16, prompt=16, adapters=2, rank=8, waiting=16))
     assert next(row for row in full if not row["prefills"])["waiting"] == 16
-    assert stepper.measure(Point(batch=1, context=16, prompt=16, adapters=1, rank=8))[0]["waiting"] == 0
+    assert stepper.measure(EnginePoint(batch=1, context=16, prompt=16, adapters=1, rank=8))[0]["waiting"] == 0
 
 
 def test_nothing_is_left_in_the_engine(stepper: Stepper) -> None:
-    stepper.measure(Point(batch=3, context=16, prompt=16, adapters=1, rank=8))
+    stepper.measure(EnginePoint(batch=3, context=16, prompt=16, adapters=1, rank=8))
     assert stepper.engine.loop.requests == {}
     stepper.engine.check_integrity()
 

@@ -5,9 +5,8 @@ from itertools import accumulate, pairwise
 import pytest
 import torch
 
-from capplan.profiling.kernels.calls import MakeCalls, grouped_calls, padded_calls
 from capplan.profiling.kernels.cases import Case
-from capplan.profiling.kernels.pool import WeightPool
+from capplan.profiling.kernels.timing import MakeCalls, WeightPool, grouped_calls, padded_calls
 
 WIDTH = 24
 CASE = Case("tiny", "prefill", "mixed", 0, (2, 5, 3), tokens_each=2)
@@ -21,7 +20,7 @@ def random_pool(numbers: int = 1 << 15) -> WeightPool:
 
 def triton_calls(kind: str) -> MakeCalls:
     pytest.importorskip("triton", reason="the kernels need triton (extra `engine`)")
-    from capplan.profiling.kernels.triton_calls import TritonCalls
+    from capplan.profiling.kernels.timing import TritonCalls
 
     return TritonCalls(kind)  # type: ignore[arg-type]
 

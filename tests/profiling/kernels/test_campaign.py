@@ -8,8 +8,16 @@ import pytest
 
 from capplan.errors import InputError
 from capplan.models.kernel_fits import read_kernel_table
-from capplan.profiling.campaign import RECORD, Campaign, main
-from capplan.profiling.campaign_slices import MOST_SLICE_S, Outcome, Setting, Slice, slices
+from capplan.profiling.campaign import (
+    MOST_SLICE_S,
+    RECORD,
+    Campaign,
+    Slice,
+    SliceResult,
+    SliceSettings,
+    main,
+    slices,
+)
 
 
 class Clock:
@@ -26,11 +34,11 @@ def part(name: str, needs_s: float, clock: Clock, budget_s: float = 100.0, **mor
     """Return a slice that needs so many seconds in all."""
     left = [needs_s]
 
-    def run(setting: Setting) -> Outcome:
+    def run(setting: SliceSettings) -> SliceResult:
         worked = min(left[0], setting.budget_s)
         left[0] -= worked
         clock.now += worked
-        return Outcome(left[0] <= 0.0, f"{left[0]:g} s left")
+        return SliceResult(left[0] <= 0.0, f"{left[0]:g} s left")
 
     return Slice(name, run, budget_s, **more)
 
@@ -85,7 +93,7 @@ def test_a_slice_whose_budget_has_no_room_for_another_try_is_done(tmp_path: Path
     """Else a campaign with a slice that is void again and again would never end."""
     clock = Clock()
 
-    def void(_: Setting) -> Outcome:
+    def void(_: SliceSettings) -> SliceResult:
         clock.now += 50.0
         raise RuntimeError("void")
 
@@ -112,7 +120,7 @@ def test_what_was_made_of_slices_that_are_not_complete_says_so(tmp_path: Path) -
 
 
 def test_a_slice_that_fails_is_recorded_and_the_others_run(tmp_path: Path) -> None:
-    def fail(_: Setting) -> Outcome:
+    def fail(_: SliceSettings) -> SliceResult:
         raise RuntimeError("out of memory\nand more")
 
     clock = Clock()
@@ -124,7 +132,7 @@ def test_a_slice_that_fails_is_recorded_and_the_others_run(tmp_path: Path) -> No
 
 
 def test_an_interrupt_leaves_the_record(tmp_path: Path) -> None:
-    def stop(_: Setting) -> Outcome:
+    def stop(_: SliceSettings) -> SliceResult:
         raise KeyboardInterrupt
 
     with pytest.raises(KeyboardInterrupt):
@@ -152,7 +160,7 @@ def test_slices_have_names_of_their_own_and_stay_under_nine_minutes() -> None:
     engine = {name for name in before if name.startswith("engine-")}
     assert all(engine <= set(each.after) for each in every if each.name.startswith(("plan", "validation-")))
     with pytest.raises(ValueError, match="at most 480"):
-        Slice("long", lambda _: Outcome(True, ""), 600.0)
+        Slice("long", lambda _: SliceResult(True, ""), 600.0)
 
 
 def test_the_campaign_runs_from_end_to_end_on_a_cpu(

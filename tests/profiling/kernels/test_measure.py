@@ -8,16 +8,16 @@ import pytest
 
 from capplan.errors import InputError
 from capplan.models.kernel_fits import COLUMNS, read_kernel_table
-from capplan.profiling.kernels.measure import Options, measure
-from capplan.profiling.kernels.sampling import Limits
+from capplan.profiling.kernels.cases import SamplingLimits
+from capplan.profiling.kernels.measure import KernelProfilingOptions, measure
 
 WIDTH = 16
-SHORT = Limits(budget_s=60.0, most_visits=2, calls=1)
+SHORT = SamplingLimits(budget_s=60.0, most_visits=2, calls=1)
 
 
-def options(**changed: object) -> Options:
+def options(**changed: object) -> KernelProfilingOptions:
     given = {"grids": ("tiny",), "widths": (WIDTH,), "limits": SHORT, **changed}
-    return Options(**given)  # type: ignore[arg-type]
+    return KernelProfilingOptions(**given)  # type: ignore[arg-type]
 
 
 def test_every_spot_is_a_row_per_half_with_what_its_batch_holds(tmp_path: Path) -> None:
@@ -39,7 +39,7 @@ def test_every_spot_is_a_row_per_half_with_what_its_batch_holds(tmp_path: Path) 
 def test_a_second_stretch_adds_to_the_first(tmp_path: Path) -> None:
     first = measure(tmp_path, options())
     before = read_kernel_table(first.table)
-    second = measure(tmp_path, options(limits=Limits(budget_s=60.0, most_visits=4, calls=1)))
+    second = measure(tmp_path, options(limits=SamplingLimits(budget_s=60.0, most_visits=4, calls=1)))
     after = read_kernel_table(second.table)
     assert second.restored == len(before) // 2
     assert set(before["visits"]) == {2}
@@ -82,7 +82,7 @@ def test_an_interrupted_stretch_leaves_what_it_had(tmp_path: Path) -> None:
             raise KeyboardInterrupt
 
     with pytest.raises(KeyboardInterrupt):
-        measure(tmp_path, options(limits=Limits(budget_s=60.0)), interrupted)
+        measure(tmp_path, options(limits=SamplingLimits(budget_s=60.0)), interrupted)
     assert read_kernel_table(tmp_path / "kernels.parquet")["visits"].sum() == 2 * 7
 
 
@@ -106,7 +106,7 @@ def test_what_cannot_be_measured_is_refused(
 
 def test_triton_kernels_are_measured_like_the_others(tmp_path: Path) -> None:
     pytest.importorskip("triton", reason="the kernels need triton (extra `engine`)")
-    limits = Limits(budget_s=60.0, most_visits=1, calls=1)
+    limits = SamplingLimits(budget_s=60.0, most_visits=1, calls=1)
     kernels = ("bgmv", "mbgmv", "sgmv")
     outcome = measure(tmp_path, options(kernels=kernels, phases=("prefill",), limits=limits))
     assert outcome.is_complete

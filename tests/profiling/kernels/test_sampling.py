@@ -7,22 +7,28 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from capplan.profiling.kernels.cases import cases
-from capplan.profiling.kernels.clocks import Visit
-from capplan.profiling.kernels.sampling import LEAST_VISITS, Limits, Spot, relative_error, rounds
+from capplan.profiling.kernels.cases import (
+    LEAST_VISITS,
+    KernelPoint,
+    KernelTiming,
+    SamplingLimits,
+    cases,
+    relative_error,
+    rounds,
+)
 
 
-def spots(number: int) -> list[Spot]:
-    return [Spot("grouped", 64, case) for case in cases("paper")[:number]]
+def spots(number: int) -> list[KernelPoint]:
+    return [KernelPoint("grouped", 64, case) for case in cases("paper")[:number]]
 
 
-def visit_with(spot: Spot, us: float) -> None:
-    spot.add(Visit(us, False), Visit(2.0 * us, False))
+def visit_with(spot: KernelPoint, us: float) -> None:
+    spot.add(KernelTiming(us, False), KernelTiming(2.0 * us, False))
 
 
 def test_still_medians_are_settled_after_the_least_visits() -> None:
     every = spots(7)
-    for spot in rounds(every, Limits(budget_s=1e9), seed=0):
+    for spot in rounds(every, SamplingLimits(budget_s=1e9), seed=0):
         visit_with(spot, 10.0)
     assert [spot.visits for spot in every] == [LEAST_VISITS] * 7
 
@@ -30,7 +36,7 @@ def test_still_medians_are_settled_after_the_least_visits() -> None:
 def test_restless_spots_are_visited_more_often_but_not_for_ever() -> None:
     every = spots(4)
     rng = np.random.default_rng(0)
-    limits = Limits(budget_s=1e9, most_visits=30)
+    limits = SamplingLimits(budget_s=1e9, most_visits=30)
     for spot in rounds(every, limits, seed=0):
         visit_with(spot, 10.0 if spot is not every[0] else float(rng.uniform(1.0, 100.0)))
     assert every[0].visits == 30
@@ -41,7 +47,7 @@ def test_the_budget_ends_it_with_all_spots_visited_alike() -> None:
     every, clock_s = spots(8), iter(range(10_000))
     rng = np.random.default_rng(1)
     counts: Counter[str] = Counter()
-    for spot in rounds(every, Limits(budget_s=100.0), seed=0, now_s=lambda: float(next(clock_s))):
+    for spot in rounds(every, SamplingLimits(budget_s=100.0), seed=0, now_s=lambda: float(next(clock_s))):
         visit_with(spot, float(rng.uniform(1.0, 100.0)))
         counts[spot.case.name] += 1
     assert 90 <= counts.total() <= 100
@@ -49,7 +55,7 @@ def test_the_budget_ends_it_with_all_spots_visited_alike() -> None:
 
 
 def test_no_budget_means_no_visit() -> None:
-    assert list(rounds(spots(3), Limits(budget_s=0.0), seed=0)) == []
+    assert list(rounds(spots(3), SamplingLimits(budget_s=0.0), seed=0)) == []
 
 
 @given(st.lists(st.floats(1.0, 1e6), min_size=2, max_size=30), st.floats(0.1, 100.0))

@@ -3,11 +3,15 @@
 import numpy as np
 import pytest
 
-from capplan.profiling.load.gaps import GapHistogram
-from capplan.profiling.load.metrics import LagLimits, adapter_metrics, client_health, overall_metrics
-from capplan.profiling.load.pulse import Pulse
-from capplan.profiling.load.record import Record, Window
-from capplan.profiling.load.result import LoadMetrics
+from capplan.profiling.load.record import LogHistogram, MeasurementWindow, RequestRecords
+from capplan.profiling.load.result import (
+    LagLimits,
+    LoadMetrics,
+    adapter_metrics,
+    client_health,
+    overall_metrics,
+)
+from capplan.profiling.load.run import EventLoopLag
 from capplan.spec import Profile
 from capplan.twin import DetailedResult, simulate_detailed
 from tests.cli.examples import profile_document
@@ -34,11 +38,11 @@ def twin(rate_rps: float, max_in_flight: int | None = None) -> DetailedResult:
     )
 
 
-def recorded(detail: DetailedResult) -> Record:
+def recorded(detail: DetailedResult) -> RequestRecords:
     """Return the twin's requests as a client would have seen them."""
     table = detail.requests
     kind = np.array([0, 1, 1, 2], np.int16)[table.status]
-    return Record(
+    return RequestRecords(
         names=table.adapters,
         adapter=table.adapter,
         due_s=table.arrival_s,
@@ -57,7 +61,7 @@ def recorded(detail: DetailedResult) -> Record:
 @pytest.mark.parametrize(("rate_rps", "limit"), [(0.5, None), (4.0, None), (30.0, None), (30.0, 20)])
 def test_metrics_of_the_twins_requests_are_the_twins_metrics(rate_rps: float, limit: int | None) -> None:
     detail = twin(rate_rps, limit)
-    got = overall_metrics(recorded(detail), Window(0.0, DURATION_S))
+    got = overall_metrics(recorded(detail), MeasurementWindow(0.0, DURATION_S))
     told = detail.result
     for name in ("throughput_tok_s", "input_tok_s", "output_tok_s"):
         assert getattr(got, name) == pytest.approx(getattr(told, name))
@@ -78,7 +82,7 @@ def test_metrics_of_the_twins_requests_are_the_twins_metrics(rate_rps: float, li
 
 
 def test_metrics_of_adapters_add_up_to_those_of_all() -> None:
-    record, window = recorded(twin(30.0, 20)), Window(10.0, 50.0)
+    record, window = recorded(twin(30.0, 20)), MeasurementWindow(10.0, 50.0)
     whole, parts = overall_metrics(record, window), adapter_metrics(record, window)
     assert [each.name for each in parts] == [adapter.name for adapter in workload().adapters]
     for name in ("submitted", "completed", "failed", "rejected", "executing", "waiting", "throughput_tok_s"):
@@ -103,7 +107,7 @@ def simple(**changes: object) -> LoadMetrics:
         "kind": np.array([0, 0, 0, 3], np.int16),
         "kinds": KINDS,
     }
-    return overall_metrics(Record(**columns | changes), Window(1.0, 5.0))  # type: ignore[arg-type]
+    return overall_metrics(RequestRecords(**columns | changes), MeasurementWindow(1.0, 5.0))  # type: ignore[arg-type]
 
 
 def test_only_what_completes_within_the_window_counts() -> None:
@@ -130,10 +134,10 @@ def test_a_run_without_answers_has_no_latencies() -> None:
 
 def health(lag_ms: float, pulse_ms: float = 0.1) -> bool:
     record = recorded(twin(0.5))
-    pulse = Pulse()
+    pulse = EventLoopLag()
     pulse.late.add(np.full(100, pulse_ms / 1e3))
-    late = Record(**{**vars(record), "sent_s": record.due_s + lag_ms / 1e3})
-    return client_health(late, Window(0.0, DURATION_S), pulse, LagLimits()).kept_up
+    late = RequestRecords(**{**vars(record), "sent_s": record.due_s + lag_ms / 1e3})
+    return client_health(late, MeasurementWindow(0.0, DURATION_S), pulse, LagLimits()).kept_up
 
 
 def test_a_client_that_sends_late_or_reads_late_did_not_keep_up() -> None:
@@ -144,10 +148,10 @@ def test_a_client_that_sends_late_or_reads_late_did_not_keep_up() -> None:
 
 def test_requests_that_were_never_sent_are_as_late_as_can_be() -> None:
     record = recorded(twin(0.5))
-    never = Record(
+    never = RequestRecords(
         **{**vars(record), "sent_s": np.full(len(record), np.nan), "kind": np.ones(len(record), int)}
     )
-    health = client_health(never, Window(0.0, DURATION_S), Pulse())
+    health = client_health(never, MeasurementWindow(0.0, DURATION_S), EventLoopLag())
     assert not health.kept_up
     assert health.lag_ms_max == pytest.approx(1e3 * (DURATION_S - record.due_s[0]))
 
@@ -155,7 +159,7 @@ def test_requests_that_were_never_sent_are_as_late_as_can_be() -> None:
 def test_percentiles_of_gaps_are_exact_to_a_third_of_a_percent() -> None:
     rng = np.random.default_rng(0)
     gaps = rng.lognormal(-4.0, 1.5, 50_000)
-    histogram = GapHistogram()
+    histogram = LogHistogram()
     for part in np.array_split(gaps, 7):
         histogram.add(part)
     wanted = np.percentile(gaps, (50, 90, 99), method="inverted_cdf")

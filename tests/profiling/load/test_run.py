@@ -12,11 +12,10 @@ import pytest
 
 from capplan.errors import InputError
 from capplan.profiling.load.bench import bench, bench_result
-from capplan.profiling.load.prompts import Bodies, Prompts
-from capplan.profiling.load.request_file import RequestFile
+from capplan.profiling.load.record import RequestFile
+from capplan.profiling.load.requests import PromptWriter, RequestBodies, schedule_of
 from capplan.profiling.load.result import BenchResult
-from capplan.profiling.load.run import Measured, Snapshot, run_load
-from capplan.profiling.load.schedule import schedule_of
+from capplan.profiling.load.run import LoadMeasurement, LoadProgress, run_load
 from capplan.profiling.load.settings import LoadSettings, Target
 from capplan.spec import Workload
 from tests.profiling.load import servers
@@ -30,14 +29,14 @@ IMPATIENT = LoadSettings(duration_s=0.4, timeout_s=1.0, drain_s=10.0)
 
 def load(
     url: str, settings: LoadSettings = SHORT, rate_rps: float = 8.0, due_s: float | None = None, **more: Any
-) -> Measured:
+) -> LoadMeasurement:
     """Run without asking the server beforehand; requests are due up to `due_s`, or all the time."""
     schedule = schedule_of(workload(rate_rps), due_s or settings.horizon_s, 0, 256)
-    bodies = Bodies.of(Prompts(), schedule.names, {})
+    bodies = RequestBodies.of(PromptWriter(), schedule.names, {})
     return asyncio.run(run_load(schedule, bodies, Target(url), settings, **more))
 
 
-def failures(measured: Measured) -> dict[str, int]:
+def failures(measured: LoadMeasurement) -> dict[str, int]:
     result = bench_result(measured, workload(), Target("http://x"), {}, "")
     return {each.kind: each.requests for each in result.failures}
 
@@ -231,12 +230,12 @@ def test_requests_beyond_the_limit_are_rejected_not_sent() -> None:
 
 
 def test_a_stopped_run_is_partial_and_its_window_ends_there() -> None:
-    async def stopped(url: str) -> Measured:
+    async def stopped(url: str) -> LoadMeasurement:
         stop = asyncio.Event()
         schedule = schedule_of(workload(), 60.0, 0, 256)
-        bodies = Bodies.of(Prompts(), schedule.names, {})
+        bodies = RequestBodies.of(PromptWriter(), schedule.names, {})
 
-        def on_tick(now: Snapshot) -> None:
+        def on_tick(now: LoadProgress) -> None:
             if now.completed > 5:
                 stop.set()
 

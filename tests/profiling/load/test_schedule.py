@@ -5,7 +5,7 @@ from hypothesis import strategies as st
 from scipy.stats import kstest
 
 from capplan.errors import InputError
-from capplan.profiling.load.schedule import scaled, schedule_of
+from capplan.profiling.load.requests import scaled, schedule_of
 from capplan.spec import Adapter, Lengths, Profile, Trace, Workload
 from capplan.twin import simulate_detailed
 from tests.cli.examples import profile_document

@@ -1,4 +1,4 @@
-from capplan.profiling.load.scrape import parse_metrics
+from capplan.profiling.load.preflight import parse_metrics
 
 TEXT = """\
 # HELP vllm:num_requests_running Number of requests in model execution batches.

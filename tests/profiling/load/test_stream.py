@@ -4,7 +4,7 @@ import json
 from hypothesis import given
 from hypothesis import strategies as st
 
-from capplan.profiling.load.stream import EventCounter
+from capplan.profiling.load.client import EventCounter
 from tests.profiling.load.servers import event, usage
 
 texts = st.lists(st.text(max_size=12) | st.just("\ndata: x"), min_size=1, max_size=40)

@@ -4,7 +4,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from capplan.profiling.load.wire import Dechunker, WireError
+from capplan.profiling.load.client import Dechunker, WireError
 from tests.profiling.load.servers import chunk
 
 

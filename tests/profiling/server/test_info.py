@@ -1,4 +1,4 @@
-from capplan.profiling.server.info import EngineInfo, engine_info
+from capplan.profiling.load.preflight import EngineInfo, engine_info
 
 CACHE = 'block_size="32",gpu_memory_utilization="0.92",kv_cache_size_tokens="174752",num_gpu_blocks="5461"'
 METRICS = f"""\

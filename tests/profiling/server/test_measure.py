@@ -16,20 +16,23 @@ import pytest
 from capplan.errors import InputError
 from capplan.models.calibration.components import LOADING_COLUMNS, MEMORY_COLUMNS
 from capplan.models.calibration.tables import read_steps
+from capplan.profiling import tables as files
 from capplan.profiling.load.settings import Target
-from capplan.profiling.server import folder as files
-from capplan.profiling.server import session
-from capplan.profiling.server.folder import Folder
-from capplan.profiling.server.measure import profile_server
-from capplan.profiling.server.options import EngineSetting, ProfilingOptions
-from capplan.profiling.server.points import Point
-from capplan.profiling.server.progress import OnProgress
-from capplan.profiling.server.session import Profiled
+from capplan.profiling.server import profiler
+from capplan.profiling.server.closed_loop import ServerPoint
+from capplan.profiling.server.profiler import (
+    EngineSetting,
+    OnProgress,
+    ServerProfilingOptions,
+    ServerProfilingResult,
+    profile_server,
+)
+from capplan.profiling.tables import MeasurementFolder
 from capplan.twin.calibration_runs import read_runs
 from tests.profiling.server.toy_server import toy_server
 
 RANKS = {"a0": 8, "a1": 8, "a2": 16, "a3": 8}
-QUICK = ProfilingOptions(
+QUICK = ServerProfilingOptions(
     budget_s=8.0,
     point_s=2.0,
     max_streams=4,
@@ -45,24 +48,24 @@ def measure(
     url: str,
     path: Path,
     a_max: int | None = None,
-    options: ProfilingOptions = QUICK,
+    options: ServerProfilingOptions = QUICK,
     ranks: Mapping[str, int] = RANKS,
     base_model: str = "base",
     on_progress: OnProgress | None = None,
-) -> Profiled:
+) -> ServerProfilingResult:
     setting = EngineSetting(a_max, 16, max_num_seqs=32, max_num_batched_tokens=512)
     target = Target(url, base_model=base_model)
-    return profile_server(target, ranks, setting, Folder(path), options, on_progress)
+    return profile_server(target, ranks, setting, MeasurementFolder(path), options, on_progress)
 
 
 @pytest.fixture(scope="module")
-def measured(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, Profiled]:
+def measured(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, ServerProfilingResult]:
     path = tmp_path_factory.mktemp("measured")
     with toy_server() as (url, _):
         return path, measure(url, path)
 
 
-def test_tables_are_such_as_calibration_reads(measured: tuple[Path, Profiled]) -> None:
+def test_tables_are_such_as_calibration_reads(measured: tuple[Path, ServerProfilingResult]) -> None:
     path, done = measured
     table = read_steps(path / files.STEPS)
     assert table.rows == done.step_rows > 0
@@ -77,7 +80,7 @@ def test_tables_are_such_as_calibration_reads(measured: tuple[Path, Profiled]) -
     assert done.kv_tokens == 64_000
 
 
-def test_steps_are_those_of_the_server(measured: tuple[Path, Profiled]) -> None:
+def test_steps_are_those_of_the_server(measured: tuple[Path, ServerProfilingResult]) -> None:
     """No asserts on the clock of this machine: steps take what the server slept, or more."""
     table = pd.read_parquet(measured[0] / files.STEPS)
     wanted = 8.0 + 0.1 * table["tokens"]
@@ -86,13 +89,13 @@ def test_steps_are_those_of_the_server(measured: tuple[Path, Profiled]) -> None:
     assert (table["adapters"] <= np.minimum(table["requests"] + 0.1, 2.01)).all()
 
 
-def test_an_adapter_without_a_slot_takes_longer(measured: tuple[Path, Profiled]) -> None:
+def test_an_adapter_without_a_slot_takes_longer(measured: tuple[Path, ServerProfilingResult]) -> None:
     loads = pd.read_csv(measured[0] / files.LOADING)
     assert set(loads["rank"]) <= {8, 16}
     assert (loads["ms"] > 5.0).all()
 
 
-def test_first_tokens_take_longer_for_longer_prompts(measured: tuple[Path, Profiled]) -> None:
+def test_first_tokens_take_longer_for_longer_prompts(measured: tuple[Path, ServerProfilingResult]) -> None:
     first = pd.read_csv(measured[0] / files.FIRST_TOKENS).sort_values("prompt_tokens")
     assert first["ttft_ms_p50"].iloc[-1] > first["ttft_ms_p50"].iloc[0]
 
@@ -116,8 +119,8 @@ def test_measuring_again_goes_on_where_it_was_and_another_start_stands_beside(tm
 def test_points_are_visited_as_often_as_was_asked_and_in_turn(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    points = [Point(streams, 1, prompt_tokens=8, output_tokens=16) for streams in (1, 2)]
-    monkeypatch.setattr(session, "design", lambda *_: points)
+    points = [ServerPoint(streams, 1, prompt_tokens=8, output_tokens=16) for streams in (1, 2)]
+    monkeypatch.setattr(profiler, "design", lambda *_: points)
     with toy_server(load_ms=0.0) as (url, _):
         once = measure(url, tmp_path, options=replace(QUICKER, budget_s=4.0))
         twice = measure(url, tmp_path, options=replace(QUICKER, budget_s=4.0, passes=2))
@@ -178,7 +181,7 @@ def test_an_interrupt_ends_it_and_what_was_found_stays(tmp_path: Path, stage: st
 
 
 def test_an_interrupt_does_not_make_the_note_forget_what_the_table_has(
-    measured: tuple[Path, Profiled], tmp_path: Path
+    measured: tuple[Path, ServerProfilingResult], tmp_path: Path
 ) -> None:
     folder = tmp_path / "copy"
     shutil.copytree(measured[0], folder)
@@ -202,7 +205,7 @@ def test_an_interrupt_does_not_make_the_note_forget_what_the_table_has(
     ],
 )
 def test_a_folder_of_another_server_is_refused(
-    measured: tuple[Path, Profiled], tmp_path: Path, change: dict[str, Any], told: str
+    measured: tuple[Path, ServerProfilingResult], tmp_path: Path, change: dict[str, Any], told: str
 ) -> None:
     folder = tmp_path / "copy"
     shutil.copytree(measured[0], folder)
@@ -214,4 +217,4 @@ def test_a_folder_of_another_server_is_refused(
 
 def test_without_anything_to_ask_for_it_is_refused(tmp_path: Path) -> None:
     with pytest.raises(InputError, match="must name an adapter"):
-        profile_server(Target("http://127.0.0.1:9"), {}, EngineSetting(1, 16), Folder(tmp_path))
+        profile_server(Target("http://127.0.0.1:9"), {}, EngineSetting(1, 16), MeasurementFolder(tmp_path))

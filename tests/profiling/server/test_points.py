@@ -3,10 +3,10 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from capplan.errors import InputError
-from capplan.profiling.server.points import Bounds, design
+from capplan.profiling.server.closed_loop import ServerBounds, design
 
 bounds = st.builds(
-    Bounds,
+    ServerBounds,
     adapters=st.integers(0, 40),
     a_max=st.integers(1, 40),
     max_streams=st.integers(1, 100),
@@ -18,7 +18,7 @@ bounds = st.builds(
 
 
 @given(bounds, st.booleans())
-def test_no_point_asks_for_more_than_the_server_has(limits: Bounds, base_model: bool) -> None:
+def test_no_point_asks_for_more_than_the_server_has(limits: ServerBounds, base_model: bool) -> None:
     points = design(limits, base_model)
     assert len({point.name for point in points}) == len(points)
     for point in points:
@@ -28,7 +28,7 @@ def test_no_point_asks_for_more_than_the_server_has(limits: Bounds, base_model: 
 
 
 @given(bounds)
-def test_the_first_points_span_the_rest(limits: Bounds) -> None:
+def test_the_first_points_span_the_rest(limits: ServerBounds) -> None:
     points = design(limits)
     if not points:
         return
@@ -37,7 +37,7 @@ def test_the_first_points_span_the_rest(limits: Bounds) -> None:
 
 
 def test_every_batch_and_number_of_adapters_has_points() -> None:
-    points = design(Bounds(8, 4, 16, 1024, None, 80, 40))
+    points = design(ServerBounds(8, 4, 16, 1024, None, 80, 40))
     assert {(p.streams, p.adapters) for p in points} >= {(1, 1), (16, 4), (16, 1), (16, 0), (8, 2)}
 
 
@@ -52,4 +52,4 @@ def test_bounds_are_sizes(change: dict[str, int]) -> None:
         "output_tokens": 1,
     }
     with pytest.raises(InputError):
-        Bounds(**(fine | change), kv_tokens=None)
+        ServerBounds(**(fine | change), kv_tokens=None)

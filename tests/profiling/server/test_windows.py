@@ -8,8 +8,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from numpy.typing import NDArray
 
-from capplan.profiling.load.outcome import FINISHED, UNFINISHED, Outcome
-from capplan.profiling.server.closed_loop import Answered
+from capplan.profiling.load.record import FINISHED, UNFINISHED, RequestOutcome
+from capplan.profiling.server.closed_loop import ClosedLoopRequest
 from capplan.profiling.server.windows import window_rows
 
 RANKS = {1: 8, 2: 16, 3: 8}
@@ -34,7 +34,9 @@ class ToyEngine:
     merge: float = 0.0
     """Share of tokens that reach the client only with the next one."""
 
-    def run(self, seconds: float, seed: int) -> tuple[list[Answered], NDArray[np.float64], list[int]]:
+    def run(
+        self, seconds: float, seed: int
+    ) -> tuple[list[ClosedLoopRequest], NDArray[np.float64], list[int]]:
         """Return what a client saw, the ends of the steps, and the tokens of each."""
         rng = np.random.default_rng(seed)
 
@@ -57,7 +59,7 @@ class ToyEngine:
         late = self.jitter_ms / 1e3
         return [self._seen(each, rng, late) for each in everyone if each.times], np.array(ends), tokens
 
-    def _seen(self, each: ToyRequest, rng: np.random.Generator, late: float) -> Answered:
+    def _seen(self, each: ToyRequest, rng: np.random.Generator, late: float) -> ClosedLoopRequest:
         times = each.times
         done = len(times) == each.output
         if self.merge and done:
@@ -66,8 +68,8 @@ class ToyEngine:
             times = [time for time, keep in zip(times, kept.tolist(), strict=True) if keep]
         seen = sorted(time + float(rng.random()) * late for time in times)
         kind = FINISHED if done else UNFINISHED
-        outcome = Outcome(0, kind, 0.0, seen[-1], seen, each.prompt, each.output if done else None)
-        return Answered(outcome, each.model, each.prompt, each.output)
+        outcome = RequestOutcome(0, kind, 0.0, seen[-1], seen, each.prompt, each.output if done else None)
+        return ClosedLoopRequest(outcome, each.model, each.prompt, each.output)
 
 
 @settings(max_examples=20)
@@ -109,8 +111,8 @@ def test_one_stream_shows_decodes_only() -> None:
 
 def test_tokens_held_are_prompts_and_what_was_produced() -> None:
     times = [1.0 + 0.1 * number for number in range(41)]
-    outcome = Outcome(0, FINISHED, 0.9, times[-1], times, 100, 41)
-    (row,) = window_rows([Answered(outcome, 1, 100, 41)], np.array([1.0, 5.0]), RANKS, None)
+    outcome = RequestOutcome(0, FINISHED, 0.9, times[-1], times, 100, 41)
+    (row,) = window_rows([ClosedLoopRequest(outcome, 1, 100, 41)], np.array([1.0, 5.0]), RANKS, None)
     assert row["kv_tokens"] == pytest.approx(100 + np.mean(np.arange(1, 41)))
 
 
@@ -140,17 +142,19 @@ def test_windows_without_steps_give_no_rows() -> None:
 def test_requests_that_did_not_finish_count_with_the_tokens_per_event_of_those_that_did() -> None:
     """A server that puts two tokens into every event, and a long request that outlives the window."""
     times = [1.0 + 0.1 * number for number in range(41)]
-    done = Outcome(0, FINISHED, 0.9, times[-1], times, 100, 81)
-    open_end = Outcome(1, UNFINISHED, 0.9, times[-1], times)
+    done = RequestOutcome(0, FINISHED, 0.9, times[-1], times, 100, 81)
+    open_end = RequestOutcome(1, UNFINISHED, 0.9, times[-1], times)
     edges = np.array([1.0, 5.0])
-    (row,) = window_rows([Answered(done, 1, 100, 81), Answered(open_end, 2, 100, 500)], edges, RANKS, None)
+    (row,) = window_rows(
+        [ClosedLoopRequest(done, 1, 100, 81), ClosedLoopRequest(open_end, 2, 100, 500)], edges, RANKS, None
+    )
     assert (row["steps"], row["decodes"]) == (pytest.approx(80.0), pytest.approx(2.0))
-    (alone,) = window_rows([Answered(open_end, 2, 100, 500)], edges, RANKS, None)
+    (alone,) = window_rows([ClosedLoopRequest(open_end, 2, 100, 500)], edges, RANKS, None)
     assert alone["steps"] == pytest.approx(40.0)
 
 
 def test_prompts_have_the_tokens_that_the_server_counted() -> None:
     times = [1.0 + 0.1 * number for number in range(41)]
-    outcome = Outcome(0, FINISHED, 0.9, times[-1], times, 130, 41)
-    (row,) = window_rows([Answered(outcome, 1, 100, 41)], np.array([1.0, 5.0]), RANKS, None)
+    outcome = RequestOutcome(0, FINISHED, 0.9, times[-1], times, 130, 41)
+    (row,) = window_rows([ClosedLoopRequest(outcome, 1, 100, 41)], np.array([1.0, 5.0]), RANKS, None)
     assert row["kv_tokens"] == pytest.approx(130 + np.mean(np.arange(1, 41)))

@@ -7,17 +7,24 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from capplan.errors import InputError
-from capplan.profiling.validation.compare import ITL, THROUGHPUT, Comparison, GroupValidation, compared
-from capplan.profiling.validation.options import Options, Tolerances
+from capplan.profiling.validation.compare import (
+    ITL,
+    THROUGHPUT,
+    GroupValidation,
+    MetricComparison,
+    Tolerances,
+    compared,
+)
+from capplan.profiling.validation.validate import ValidationOptions
 
 POSITIVE = st.floats(1e-3, 1e6)
 
 
-def comparison(measured: float, predicted: float, tolerance: float | None = 3.0) -> Comparison:
-    return Comparison(THROUGHPUT, measured, predicted, predicted, math.nan, tolerance)
+def comparison(measured: float, predicted: float, tolerance: float | None = 3.0) -> MetricComparison:
+    return MetricComparison(THROUGHPUT, measured, predicted, predicted, math.nan, tolerance)
 
 
-def group(*comparisons: Comparison, **fields: object) -> GroupValidation:
+def group(*comparisons: MetricComparison, **fields: object) -> GroupValidation:
     known = {
         "group": "g0",
         "rate_scale": 1.0,
@@ -68,6 +75,6 @@ def test_only_what_was_measured_is_shown_and_the_two_that_count_always() -> None
 @pytest.mark.parametrize("fields", [{"duration_s": 0.0}, {"rate_scale": math.inf}])
 def test_settings_are_checked(fields: dict[str, float]) -> None:
     with pytest.raises(InputError, match="above 0"):
-        Options(**fields)
+        ValidationOptions(**fields)
     with pytest.raises(InputError, match=">= 0"):
         Tolerances(throughput=-1.0)

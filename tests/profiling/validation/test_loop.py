@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 
 from capplan.profiling.validation import loop
-from capplan.profiling.validation.loop import ClosedLoop, LoopSetting, VoidError
+from capplan.profiling.validation.loop import ClosedLoop, LoopSettings, VoidError
 
 
 @pytest.fixture
@@ -34,19 +34,19 @@ def test_a_void_validation_is_thrown_away_and_made_again(
 ) -> None:
     monkeypatch.setattr(loop, "run_capplan", finding("3 requests failed", "the client could not keep up"))
     with pytest.raises(VoidError, match="validation-90 is void: 3 requests failed; the client"):
-        ClosedLoop(folder, LoopSetting()).validate(0.9, 1.0)
+        ClosedLoop(folder, LoopSettings()).validate(0.9, 1.0)
     assert not list(folder.glob("validation-*"))
     monkeypatch.setattr(loop, "run_capplan", finding())
-    assert not ClosedLoop(folder, LoopSetting()).validate(0.9, 1.0)["agrees"]
+    assert not ClosedLoop(folder, LoopSettings()).validate(0.9, 1.0)["agrees"]
 
 
 def test_a_sound_validation_is_made_once_and_a_void_one_from_before_again(
     folder: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(loop, "run_capplan", finding())
-    before = ClosedLoop(folder, LoopSetting()).validate(0.9, 1.0)
+    before = ClosedLoop(folder, LoopSettings()).validate(0.9, 1.0)
     monkeypatch.setattr(loop, "run_capplan", None)
-    assert ClosedLoop(folder, LoopSetting()).validate(0.9, 1.0) == before
+    assert ClosedLoop(folder, LoopSettings()).validate(0.9, 1.0) == before
     (folder / "validation-90.json").write_text('{"agrees": false, "groups": [{"faults": ["stopped"]}]}')
     monkeypatch.setattr(loop, "run_capplan", finding())
-    assert ClosedLoop(folder, LoopSetting()).validate(0.9, 1.0) == before
+    assert ClosedLoop(folder, LoopSettings()).validate(0.9, 1.0) == before

@@ -8,11 +8,9 @@ import pytest
 
 from benchmarks.toy_server import METRICS
 from capplan import Adapter, Lengths, Workload
-from capplan.profiling.load.run import Snapshot
+from capplan.profiling.load.run import LoadProgress
 from capplan.profiling.validation.compare import KV_CAPACITY
-from capplan.profiling.validation.instances import server_command
-from capplan.profiling.validation.options import Options
-from capplan.profiling.validation.validate import validate
+from capplan.profiling.validation.validate import ValidationOptions, server_command, validate
 from capplan.spec import Profile
 from tests.cli.examples import MODEL, profile_document, small_plan
 from tests.profiling.load.servers import listening, plain
@@ -33,13 +31,13 @@ WORKLOAD = Workload(
 def test_an_interrupt_ends_all_of_it_and_leaves_the_group_that_ran() -> None:
     begun: list[str] = []
 
-    def interrupt(now: Snapshot) -> None:
+    def interrupt(now: LoadProgress) -> None:
         if now.completed and len(begun) == 1:
             begun.append("interrupted")
             os.kill(os.getpid(), signal.SIGINT)
 
     with toy_server(load_ms=0.0, names=(MODEL, "a", "b", "shared")) as (url, _):
-        options = Options(duration_s=60.0, urls={"g0": url, "g1": url})
+        options = ValidationOptions(duration_s=60.0, urls={"g0": url, "g1": url})
         found = validate(PLAN, WORKLOAD, PROFILES, options, begun.append, interrupt)
     assert begun == ["g0", "interrupted"]
     assert found.partial
@@ -66,7 +64,7 @@ def test_a_server_that_wants_a_key_tells_its_memory_too() -> None:
             writer.close()
 
     with listening(lambda: asyncio.start_server(guarded, "127.0.0.1", 0)) as url:
-        options = Options(duration_s=1.0, groups=("g0",), urls={"g0": url}, api_key="sesame")
+        options = ValidationOptions(duration_s=1.0, groups=("g0",), urls={"g0": url}, api_key="sesame")
         found = validate(PLAN, WORKLOAD, PROFILES, options)
     assert found.groups[0].metric(KV_CAPACITY).measured == 64_000
     assert found.results["g0"].overall.failed == 0
@@ -75,7 +73,7 @@ def test_a_server_that_wants_a_key_tells_its_memory_too() -> None:
 @pytest.mark.parametrize("kernel", [None, "padded"])
 def test_a_server_is_started_with_the_kernel_that_was_asked_for(kernel: str | None) -> None:
     group = PLAN.groups[0]
-    words = server_command(PLAN, group, PROFILE, 64_000, 10, Options(lora_kernel=kernel)).words()
+    words = server_command(PLAN, group, PROFILE, 64_000, 10, ValidationOptions(lora_kernel=kernel)).words()
     if kernel is None:
         assert "--lora-kernel" not in words
     else:

@@ -1,4 +1,4 @@
-"""The reference engine's server as a process of its own, for as long as somebody needs it."""
+"""`capplan serve` and other commands of capplan as child processes."""
 
 from __future__ import annotations
 
@@ -102,3 +102,34 @@ def _last_words(errors: object) -> str:
     errors.seek(0)  # type: ignore[attr-defined]
     lines: list[str] = [line for line in errors.read().splitlines() if line.strip()]  # type: ignore[attr-defined]
     return lines[-1][:_MOST_WORDS] if lines else "it said nothing"
+
+
+def run_capplan(words: Sequence[str], threads: int, fine: Sequence[int] = (0,)) -> str:
+    """Run a command of capplan and return what it printed.
+
+    Parameters
+    ----------
+    words
+        The command without its first word.
+    threads
+        Of numerical libraries in that process.
+    fine
+        Exit codes that are no failure.
+
+    Raises
+    ------
+    RuntimeError
+        When it ends with another one; with its last words.
+    """
+    environment = {**os.environ, "OMP_NUM_THREADS": str(threads)}
+    command = [sys.executable, "-m", "capplan", *words]
+    done = subprocess.run(command, env=environment, capture_output=True, text=True, check=False)  # noqa: S603
+    if done.returncode not in fine:
+        last = (done.stderr.strip().splitlines() or ["it said nothing"])[-1]
+        raise RuntimeError(f"capplan {words[0]} ended with status {done.returncode}: {last}")
+    return done.stdout
+
+
+def flag_words(flags: Mapping[str, object]) -> list[str]:
+    """Return flags and their values as words of a command."""
+    return [str(word) for pair in flags.items() for word in pair]

@@ -1,4 +1,4 @@
-"""One measuring of one server: first tokens, adapter loads, operating points, each written as it comes."""
+"""Step, loading and memory tables of a running server."""
 
 from __future__ import annotations
 
@@ -7,31 +7,41 @@ import time
 from collections.abc import Awaitable, Callable, Mapping, Sequence
 from dataclasses import asdict, dataclass
 from datetime import UTC, datetime
-from typing import Any, Final
+from typing import Any, Final, TypeAlias
 
+import aiohttp
 import numpy as np
 
-from capplan.profiling.load.client import Client
-from capplan.profiling.load.preflight import Preflight, bodies_for
-from capplan.profiling.load.pulse import Pulse
-from capplan.profiling.load.schedule import BASE, DEFAULT_MAX_MODEL_LEN
+from capplan.errors import InputError
+from capplan.profiling import tables as files
+from capplan.profiling.load.bench import stopped_by_signals
+from capplan.profiling.load.client import CompletionClient, open_session
+from capplan.profiling.load.preflight import EngineInfo, Preflight, bodies_for, engine_info, preflight
+from capplan.profiling.load.requests import BASE, DEFAULT_MAX_MODEL_LEN, PromptForm
+from capplan.profiling.load.run import EventLoopLag
 from capplan.profiling.load.settings import Target
-from capplan.profiling.server import folder as files
-from capplan.profiling.server.closed_loop import Asker, LoopError, closed_loop
-from capplan.profiling.server.folder import Folder, require_same
-from capplan.profiling.server.idle import OUTPUT_TOKENS, adapter_loads, first_tokens
-from capplan.profiling.server.info import EngineInfo
-from capplan.profiling.server.options import EngineSetting, ProfilingOptions
-from capplan.profiling.server.points import Bounds, Point, design
-from capplan.profiling.server.progress import Counter, OnProgress
+from capplan.profiling.server.closed_loop import (
+    OUTPUT_TOKENS,
+    LoopError,
+    RequestSender,
+    ServerBounds,
+    ServerPoint,
+    adapter_loads,
+    closed_loop,
+    design,
+    first_tokens,
+)
 from capplan.profiling.server.windows import window_rows
+from capplan.profiling.tables import MeasurementFolder, require_same
 
+OnProgress: TypeAlias = Callable[[str, int, int], None]
+"""Called with a stage, how much of it is done, and how much there is."""
 NO_STEPS: Final = "nobody decoded long enough"
 """Why a point whose requests were answered tells nothing of steps."""
 FIRST_TOKENS: Final = "first tokens"
 LOADS: Final = "adapter loads"
 """Stages before the operating points."""
-_TIMEOUT_S: Final = 120.0
+_REQUEST_TIMEOUT_S: Final = 120.0
 _LARGEST_BATCH: Final = 64
 _RAMP_SHARE: Final = 0.35
 _LEAST_RAMP_S: Final = 1.0
@@ -41,10 +51,91 @@ _IDLE_ADAPTERS: Final = 4
 _IDLE_RATE_RPS: Final = 0.01
 """Of the run that stands for an idle server: requests hardly ever meet."""
 _IDLE_RUN_S: Final = 20_000.0
+_METRICS_TIMEOUT_S: Final = 30.0
 
 
 @dataclass(frozen=True)
-class Server:
+class EngineSetting:
+    """How the server was started, as far as it matters for what a step takes.
+
+    Attributes
+    ----------
+    a_max : int, optional
+        Adapter slots; None: what the server says.
+    s_max : int
+        Rank of a slot.
+    max_num_seqs, max_num_batched_tokens : int
+        Limits of a step.
+    max_model_len : int, optional
+        Longest request; None: what the server says.
+    """
+
+    a_max: int | None
+    s_max: int
+    max_num_seqs: int = 256
+    max_num_batched_tokens: int = 2048
+    max_model_len: int | None = None
+
+
+@dataclass(frozen=True)
+class ServerProfilingOptions:
+    """How much is measured.
+
+    Attributes
+    ----------
+    budget_s : float
+        Time for closed loops; those that do not fit any more are left out.
+    point_s : float
+        Time of one.
+    passes : int
+        How often all of them are gone through. The speed of a machine drifts over minutes: what a state takes
+        is told from that only by coming back to it.
+    max_streams : int, optional
+        Largest batch; None: as many as run at once, 64 at most.
+    prompt_tokens, output_tokens : int
+        Typical lengths.
+    prompt_form : PromptForm, optional
+        None: the first that the server takes.
+    idle_repeats : int
+        How often each prompt length is asked for on the idle server.
+    load_rounds : int
+        How often each adapter is loaded.
+    """
+
+    budget_s: float = 600.0
+    point_s: float = 8.0
+    passes: int = 1
+    max_streams: int | None = None
+    prompt_tokens: int = 128
+    output_tokens: int = 64
+    prompt_form: PromptForm | None = None
+    idle_repeats: int = 15
+    load_rounds: int = 6
+
+
+class Counter:
+    """Tells how much of a stage is done, each time it is called.
+
+    Parameters
+    ----------
+    tell
+        Who is told.
+    stage, total
+        Its name, and how much there is of it.
+    """
+
+    def __init__(self, tell: OnProgress, stage: str, total: int) -> None:
+        self._tell, self._stage, self._total, self._done = tell, stage, total, 0
+        tell(stage, 0, total)
+
+    def __call__(self) -> None:
+        """Count one more."""
+        self._done += 1
+        self._tell(self._stage, self._done, self._total)
+
+
+@dataclass(frozen=True)
+class ProfiledServer:
     """The server, and what is known of it."""
 
     target: Target
@@ -55,7 +146,7 @@ class Server:
 
 
 @dataclass(frozen=True)
-class Profiled:
+class ServerProfilingResult:
     """What was measured."""
 
     setting: str
@@ -74,7 +165,7 @@ class Profiled:
     partial: bool
 
 
-class Session:
+class ServerProfiler:
     """One measuring.
 
     Parameters
@@ -87,10 +178,10 @@ class Session:
 
     def __init__(
         self,
-        server: Server,
+        server: ProfiledServer,
         setting: EngineSetting,
-        out: Folder,
-        options: ProfilingOptions,
+        out: MeasurementFolder,
+        options: ServerProfilingOptions,
         on_progress: OnProgress,
     ) -> None:
         self.server, self.setting, self.out, self.options = server, setting, out, options
@@ -100,7 +191,7 @@ class Session:
         """By position in `names`, as requests have it."""
         self.with_base = server.target.base_model is not None
         self.a_max = setting.a_max or server.info.a_max or 1
-        self.bounds = Bounds(
+        self.bounds = ServerBounds(
             adapters=len(self.ranks),
             a_max=self.a_max,
             max_streams=min(options.max_streams or _LARGEST_BATCH, setting.max_num_seqs),
@@ -113,13 +204,13 @@ class Session:
             f"a{self.a_max}-s{setting.s_max}-b{setting.max_num_seqs}-t{setting.max_num_batched_tokens}"
         )
         used = names if self.with_base else names[1:]
-        self._client = Client(server.target, _TIMEOUT_S, time.monotonic)
-        self._asker = Asker(
+        self._client = CompletionClient(server.target, _REQUEST_TIMEOUT_S, time.monotonic)
+        self._asker = RequestSender(
             self._client, bodies_for(server.found, server.target, names, used), time.monotonic
         )
         self._points = self._skipped = self._left_out = self._rows = self._loads = 0
         self._failed: list[str] = []
-        self._pulse = Pulse()
+        self._pulse = EventLoopLag()
 
     async def measure(self) -> None:
         """Measure everything, the small things first; one that fails does not keep the others from it.
@@ -150,9 +241,9 @@ class Session:
         """Drop the connections."""
         self._client.close()
 
-    def profiled(self, *, partial: bool) -> Profiled:
+    def profiled(self, *, partial: bool) -> ServerProfilingResult:
         """Return what was measured."""
-        return Profiled(
+        return ServerProfilingResult(
             setting=self.name,
             points=self._points,
             skipped=self._skipped,
@@ -235,7 +326,7 @@ class Session:
                 self._take(point, [{**row, "visit": visit} for row in rows])
             counter()
 
-    def _take(self, point: Point, rows: Sequence[Mapping[str, Any]]) -> None:
+    def _take(self, point: ServerPoint, rows: Sequence[Mapping[str, Any]]) -> None:
         """Keep the rows of a point, if there are any."""
         if not rows:
             self._failed.append(f"{point.name}: {NO_STEPS}")
@@ -244,7 +335,7 @@ class Session:
         self._rows += len(rows)
         self.out.add(files.STEPS, self.name, rows, replace=False)
 
-    async def _point(self, point: Point, seed: int) -> list[dict[str, Any]]:
+    async def _point(self, point: ServerPoint, seed: int) -> list[dict[str, Any]]:
         """Keep a point up for its time and return the rows of its windows."""
         models = list(self.ranks)[: point.adapters] or [0]
         ramp_s = max(_LEAST_RAMP_S, _RAMP_SHARE * self.options.point_s)
@@ -265,10 +356,10 @@ class Session:
             fixed["kv_capacity"] = self.server.info.kv_tokens
         return [{**fixed, **row} for row in rows]
 
-    def _run_name(self, point: Point) -> str:
+    def _run_name(self, point: ServerPoint) -> str:
         return f"{self.name}-{point.name}"
 
-    def _visit_name(self, point: Point, number: int) -> str:
+    def _visit_name(self, point: ServerPoint, number: int) -> str:
         run = self._run_name(point)
         return run if number == 0 else f"{run}#{number + 1}"
 
@@ -292,3 +383,90 @@ class Session:
             "points_failed": self._failed,
             "client_late_ms_p95": self._pulse.late_ms(95.0),
         }
+
+
+def profile_server(
+    target: Target,
+    adapters: Mapping[str, int],
+    setting: EngineSetting,
+    out: MeasurementFolder,
+    options: ServerProfilingOptions | None = None,
+    on_progress: OnProgress | None = None,
+) -> ServerProfilingResult:
+    """Measure a server that serves nobody else meanwhile, and write what was found after every point.
+
+    Points that the folder has already for this setting are not measured again. In the main thread an
+    interrupt (Ctrl-C) ends the measuring; what was found stays.
+
+    Parameters
+    ----------
+    target
+        The server; its base model is asked, too, if it is named.
+    adapters
+        Adapters to ask for, with their ranks.
+    setting
+        How it was started.
+    out
+        Where tables go.
+    options
+        How much is measured.
+    on_progress
+        Called with a stage, how much of it is done, and how much there is.
+
+    Raises
+    ------
+    InputError
+        When the server cannot be asked, or a setting is missing or wrong.
+    """
+    settings = options or ServerProfilingOptions()
+    return asyncio.run(_profile(target, dict(adapters), setting, out, settings, on_progress or _ignore))
+
+
+async def _profile(
+    target: Target,
+    adapters: dict[str, int],
+    setting: EngineSetting,
+    out: MeasurementFolder,
+    options: ServerProfilingOptions,
+    on_progress: OnProgress,
+) -> ServerProfilingResult:
+    with_base = target.base_model is not None
+    if not adapters and not with_base:
+        raise InputError("must name an adapter, unless a base model is named", location="adapters")
+    asked = [BASE, *adapters] if with_base else list(adapters)
+    found = await preflight(target, asked, options.prompt_form)
+    info = await _engine_info(target)
+    if adapters and setting.a_max is None and info.a_max is None:
+        raise InputError("is required: the server does not tell its adapter slots", location="a_max")
+    session = ServerProfiler(
+        ProfiledServer(target, adapters, found, info), setting, out, options, on_progress
+    )
+    stop = asyncio.Event()
+    with stopped_by_signals(stop):
+        work = asyncio.create_task(session.measure())
+        stopped = asyncio.create_task(stop.wait())
+        await asyncio.wait({work, stopped}, return_when=asyncio.FIRST_COMPLETED)
+        for each in (work, stopped):
+            each.cancel()
+        await asyncio.wait({work, stopped})
+    session.close()
+    if not work.cancelled() and (error := work.exception()) is not None:
+        raise error
+    return session.profiled(partial=stop.is_set())
+
+
+async def _engine_info(target: Target) -> EngineInfo:
+    """Return what the server says of its engine; nothing where it has no metrics."""
+    try:
+        async with (
+            asyncio.timeout(_METRICS_TIMEOUT_S),
+            open_session(target) as session,
+            session.get(target.at("/metrics")) as response,
+        ):
+            return engine_info(await response.text("utf-8", "replace"))
+    except (TimeoutError, OSError, aiohttp.ClientError):
+        return EngineInfo()
+
+
+def _ignore(stage: str, done: int, total: int) -> None:
+    """Show nothing."""

@@ -10,21 +10,17 @@ from pathlib import Path
 from typing import Any, Final, TypeAlias
 
 from capplan.errors import InputError
+from capplan.profiling import tables as files
 from capplan.profiling.engine import options as stages
-from capplan.profiling.engine.iterations import iteration_rows
-from capplan.profiling.engine.loads import loading_rows
-from capplan.profiling.engine.memory import base_profile, memory_row
-from capplan.profiling.engine.options import Options
-from capplan.profiling.engine.steps import measure_steps
-from capplan.profiling.engine.tables import BASE, ITERATIONS, SERVED, STEPS
+from capplan.profiling.engine.memory import base_profile, loading_rows, memory_row
+from capplan.profiling.engine.options import EngineProfilingOptions
+from capplan.profiling.engine.steps import iteration_rows, measure_steps
 from capplan.profiling.machine import describe
-from capplan.profiling.server import folder as files
-from capplan.profiling.server.folder import Folder
+from capplan.profiling.tables import BASE, ITERATIONS, SERVED, STEPS, MeasurementFolder
 from capplan.spec import Profile, read_text, write_text_atomic
 
 OnProgress: TypeAlias = Callable[[str, int, int], None]
 """Called with a stage, how much of it is done, and how much there is."""
-
 _LOAD_ROUNDS: Final = 12
 _IDLE_RATE_RPS: Final = 0.01
 _IDLE_RUN_S: Final = 20_000.0
@@ -33,7 +29,7 @@ _FIXED: Final = ("threads", "max_num_seqs", "max_num_batched_tokens", "max_model
 
 
 @dataclass(frozen=True)
-class Outcome:
+class EngineProfilingResult:
     """How far a measuring got.
 
     Attributes
@@ -54,7 +50,7 @@ class Outcome:
     failed: tuple[str, ...] = ()
 
 
-class Session:
+class EngineProfiler:
     """One measuring.
 
     Parameters
@@ -67,8 +63,8 @@ class Session:
         Who is told.
     """
 
-    def __init__(self, out: str | Path, options: Options, on_progress: OnProgress) -> None:
-        self.out, self.options, self.tell = Folder(out), options, on_progress
+    def __init__(self, out: str | Path, options: EngineProfilingOptions, on_progress: OnProgress) -> None:
+        self.out, self.options, self.tell = MeasurementFolder(out), options, on_progress
         self.base = base_profile(options)
         self._until_s = time.monotonic() + options.budget_s
         self._errors: list[float] = []
@@ -76,7 +72,7 @@ class Session:
         self._complete: dict[str, bool] = {}
         self._note()
 
-    def run(self) -> Outcome:
+    def run(self) -> EngineProfilingResult:
         """Measure all stages that were asked for."""
         work = {
             stages.MEMORY: self._memory,
@@ -90,12 +86,12 @@ class Session:
                 self._complete[stage] = work[stage]()
         return self.outcome()
 
-    def outcome(self) -> Outcome:
+    def outcome(self) -> EngineProfilingResult:
         """Return how far it got."""
         tables = (files.MEMORY, files.LOADING, STEPS, SERVED, ITERATIONS, files.RUNS)
         rows = {name: len(table) for name in tables if (table := self.out.table(name)) is not None}
         worst = max(self._errors, default=float("nan"))
-        return Outcome(rows, worst, all(self._complete.values()), tuple(self._failed))
+        return EngineProfilingResult(rows, worst, all(self._complete.values()), tuple(self._failed))
 
     def _left_s(self, stage: str) -> float:
         return (self._until_s - time.monotonic()) * self.options.share(stage)
@@ -241,7 +237,9 @@ class Session:
                     raise InputError(rule, here, f"{self.out.path}: {name}")
 
 
-def profile_engine(out: str | Path, options: Options, on_progress: OnProgress = lambda *_: None) -> Outcome:
+def profile_engine(
+    out: str | Path, options: EngineProfilingOptions, on_progress: OnProgress = lambda *_: None
+) -> EngineProfilingResult:
     """Measure an engine into a folder of tables that calibration reads.
 
     Parameters
@@ -263,6 +261,6 @@ def profile_engine(out: str | Path, options: Options, on_progress: OnProgress = 
     threads = torch.get_num_threads()
     torch.set_num_threads(options.threads)
     try:
-        return Session(out, options, on_progress).run()
+        return EngineProfiler(out, options, on_progress).run()
     finally:
         torch.set_num_threads(threads)

@@ -1,10 +1,11 @@
-"""The folder that a server's measurements go to: tables that calibration reads, and where they are from."""
+"""Measurement folders: the tables that calibration reads, and their provenance."""
 
 from __future__ import annotations
 
 import json
 import os
 from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
 from io import BytesIO
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Final
@@ -25,9 +26,12 @@ PROVENANCE: Final = "provenance.json"
 TABLES: Final = (STEPS, RUNS, MEMORY, LOADING)
 """What calibration reads, each by the flag of its name."""
 _SETTING: Final = "setting"
+BASE: Final = "base.json"
+SERVED: Final = "served.parquet"
+ITERATIONS: Final = "iterations.parquet"
 
 
-class Folder:
+class MeasurementFolder:
     """Tables of one or several engine settings, side by side.
 
     Each row says in the column ``setting`` which start of an engine it is of, so that measuring another
@@ -113,7 +117,7 @@ class Folder:
         write_text_atomic(self.path / PROVENANCE, json.dumps(known, indent=1, sort_keys=True) + "\n")
 
 
-def require_same(folder: Folder, setting: str, facts: Mapping[str, Any]) -> None:
+def require_same(folder: MeasurementFolder, setting: str, facts: Mapping[str, Any]) -> None:
     """Refuse a folder whose rows are of another base model, or of other adapters at the same setting.
 
     Parameters
@@ -136,3 +140,41 @@ def require_same(folder: Folder, setting: str, facts: Mapping[str, Any]) -> None
             if there is not None and here is not None and there != here:
                 rule = f"must be {there} to go on with what is there; choose another folder"
                 raise InputError(rule, here, f"{folder.path / PROVENANCE}: {name}: {key}")
+
+
+@dataclass(frozen=True)
+class FolderTables:
+    """Paths of tables; None for those that the folder lacks."""
+
+    base: str | None
+    steps: str | None
+    runs: str | None
+    memory: str | None
+    loading: str | None
+
+
+def tables_of(folder: str | os.PathLike[str]) -> FolderTables:
+    """Return the tables of a folder that an engine or a server was measured into.
+
+    Steps of the engine behind its server stand before its own: they are what clients meet.
+
+    Raises
+    ------
+    InputError
+        When there is none.
+    """
+    path = Path(folder)
+
+    def there(*names: str) -> str | None:
+        return next((str(path / name) for name in names if (path / name).is_file()), None)
+
+    found = FolderTables(
+        base=there(BASE),
+        steps=there(SERVED, STEPS),
+        runs=there("runs.csv"),
+        memory=there("memory.csv"),
+        loading=there("loading.csv"),
+    )
+    if not any((found.steps, found.runs, found.memory, found.loading)):
+        raise InputError("must hold tables of `capplan profile engine` or `server`", location=str(path))
+    return found
