@@ -17,7 +17,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Final
 
-from benchmarks.fidelity_figures import markdown
+from benchmarks.common import markdown
 from capplan.profiling.validation.loop import ClosedLoop, LoopSettings, VoidError
 
 LOADS: Final = (0.4, 0.7, 0.9, 1.5)

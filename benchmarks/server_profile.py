@@ -17,7 +17,7 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
 
-from benchmarks.fidelity_figures import markdown
+from benchmarks.common import markdown
 from capplan import Adapter, Lengths, Workload, simulate
 from capplan.models.calibration.components import Hardware, assumed_profile
 from capplan.profiling import tables as files
@@ -49,7 +49,8 @@ ARCH = ModelArch(
 @contextmanager
 def toy_server() -> Iterator[str]:
     names = ["base", *(f"a{i}" for i in range(ADAPTERS))]
-    command = [sys.executable, "-m", "benchmarks.toy_server", json.dumps(SERVER | {"names": names})]
+    settings = json.dumps(SERVER | {"names": names})
+    command = [sys.executable, "-m", "benchmarks.stand_in_servers", "toy", settings]
     with subprocess.Popen(command, stdout=subprocess.PIPE, text=True) as server:
         assert server.stdout is not None
         try:

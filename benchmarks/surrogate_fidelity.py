@@ -15,7 +15,7 @@ from typing import NamedTuple
 
 import numpy as np
 
-from benchmarks.fidelity_figures import markdown
+from benchmarks.common import markdown
 from capplan import Lengths, Profile, load_profile, load_surrogate
 from capplan.models import Surrogate
 from capplan.models.calibration.least_squares import smape

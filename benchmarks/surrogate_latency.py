@@ -21,7 +21,7 @@ from numpy.typing import NDArray
 from sklearn.ensemble import RandomForestRegressor
 from sklearn.tree import DecisionTreeRegressor
 
-from benchmarks.fidelity_figures import markdown
+from benchmarks.common import markdown
 from capplan import load_profile, load_surrogate
 from capplan.models.surrogates.features import FEATURES, feature_of
 from capplan.models.surrogates.outputs import Forest, flatten_forest, forest_answer, forest_answers

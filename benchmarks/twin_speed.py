@@ -19,7 +19,7 @@ from typing import TypeVar
 
 import numpy as np
 
-from benchmarks.memory import peak_mib
+from benchmarks.common import peak_mib
 from capplan import Adapter, Lengths, Workload, load_profile, simulate
 from capplan.spec import write_text_atomic
 from capplan.twin import Scenario, SimulationResult

@@ -9,10 +9,19 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from benchmarks.loraserve_runs import Load, at_rate, p95_ttft_s, routed, stepped, ttft_s
 from benchmarks.loraserve_setting import PRECISION, highest, main, told
-from benchmarks.loraserve_standin import PROMPT_TOKENS, base_prefill_ms, standin
-from benchmarks.loraserve_systems import shares_of
+from benchmarks.loraserve_systems import (
+    PROMPT_TOKENS,
+    Load,
+    at_rate,
+    base_prefill_ms,
+    p95_ttft_s,
+    routed,
+    shares_of,
+    standin,
+    stepped,
+    ttft_s,
+)
 from capplan import Adapter, Lengths, Profile, Workload
 from capplan.models.step_latency import StepRanks, coefficient_array, latency_code, rank_ms
 from capplan.planner.problem import AdapterShare, Assignment

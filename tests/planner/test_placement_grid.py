@@ -10,13 +10,21 @@ from pathlib import Path
 import pytest
 
 from benchmarks import placement_grid as grid
-from benchmarks.placement_grid_cells import CI, RATES_RPS, SIZES, Cell, Settings, cells, chosen, workload
-from benchmarks.placement_grid_solvers import assignments_of
-from benchmarks.placement_grid_store import Record, Store
-from benchmarks.placement_grid_summary import report, worse
+from benchmarks.placement_grid import (
+    CI,
+    RATES_RPS,
+    SIZES,
+    Cell,
+    Settings,
+    cells,
+    chosen,
+    report,
+    workload,
+    worse,
+)
+from benchmarks.placement_records import Record, Store, assignments_of
+from benchmarks.placement_small import OUTCOMES, UNDECIDED, Pair, small_case
 from benchmarks.placement_small import Settings as SmallSettings
-from benchmarks.placement_small import small_case
-from benchmarks.placement_small_summary import OUTCOMES, UNDECIDED, Pair
 from capplan import plan
 from capplan.errors import InputError
 from capplan.planner import SolverResult

@@ -9,8 +9,7 @@ from collections.abc import Awaitable, Callable, Iterator
 from contextlib import contextmanager
 from typing import Any
 
-from benchmarks.completions import STREAM_HEAD, chunk, event, plain, usage
-from benchmarks.null_server import NullServer
+from benchmarks.stand_in_servers import STREAM_HEAD, NullServer, chunk, event, plain, usage
 
 __all__ = ["STREAM_HEAD", "chunk", "event", "listening", "null_server", "paced", "plain", "server", "usage"]
 

@@ -4,7 +4,7 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import Any
 
-from benchmarks.toy_server import ToyServer
+from benchmarks.stand_in_servers import ToyServer
 from tests.profiling.load.servers import listening
 
 

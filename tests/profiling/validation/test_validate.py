@@ -6,7 +6,7 @@ import signal
 
 import pytest
 
-from benchmarks.toy_server import METRICS
+from benchmarks.stand_in_servers import METRICS
 from capplan import Adapter, Lengths, Workload
 from capplan.profiling.load.run import LoadProgress
 from capplan.profiling.validation.compare import KV_CAPACITY
