@@ -34,7 +34,7 @@ def tiny(**fields: object) -> EngineProfilingOptions:
         "max_num_batched_tokens": 64,
         "max_model_len": 128,
         "stages": ("memory", "loads", "steps"),
-        "budget_s": 60.0,
+        "budget_s": 600.0,
         "tolerance": 0.0,
     }
     return EngineProfilingOptions(**{**known, **fields})  # type: ignore[arg-type]
