@@ -119,7 +119,7 @@ def on_compiled(progress: Callable[[float], None]) -> None:
     event.register("numba:compile", _Listener(progress))
 
 
-class _Listener(event.Listener):  # type: ignore[misc]  # numba has no annotations
+class _Listener(event.Listener):
     def __init__(self, progress: Callable[[float], None]) -> None:
         self.progress = progress
         self.functions = 0
@@ -159,7 +159,7 @@ def inner(function: F) -> F:
     return linked
 
 
-class _Entry(CPUDispatcher):  # type: ignore[misc]
+class _Entry(CPUDispatcher):
     """A function with an entrance from Python; compiled callers see its linked form."""
 
     def __init__(self, function: Callable[..., object], **options: Any) -> None:
@@ -167,11 +167,11 @@ class _Entry(CPUDispatcher):  # type: ignore[misc]
         self._linked: Any = inner(function)
 
     @property
-    def _numba_type_(self) -> types.Type:
+    def _numba_type_(self) -> Any:
         return types.Dispatcher(self._linked)
 
 
-class _LinkedLibrary(JITCodeLibrary):  # type: ignore[misc]
+class _LinkedLibrary(JITCodeLibrary):
     """LLVM IR of one function and of what it calls, which is optimized as part of an entry only."""
 
     def _optimize_final_module(self) -> None:
@@ -200,7 +200,7 @@ class _NoEnvironment:
 _NO_ENVIRONMENT: Final = _NoEnvironment()
 
 
-class _LinkedCompiler(Compiler):  # type: ignore[misc]
+class _LinkedCompiler(Compiler):
     def __init__(self, typing: Any, target: Any, library: Any, *rest: Any) -> None:
         library = _LinkedLibrary(target.codegen(), f"linked.{next(_numbers)}")
         super().__init__(typing, target, library, *rest)

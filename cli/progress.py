@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import sys
+import time
 from collections import deque
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
@@ -25,6 +26,8 @@ from capplan.cli.console import console
 
 if TYPE_CHECKING:
     from capplan.profiling.load.run import LoadProgress
+
+_COMPILATION_LINES_S = 5.0
 
 OnProgress: TypeAlias = Callable[[str, int, int], None]
 
@@ -70,14 +73,23 @@ def _ignore(stage: str, done: int, total: int) -> None:
 
 
 def announce_compilation(*, quiet: bool = False) -> None:
-    """Say that the twin is about to be compiled, if it is: otherwise the wait would look like a hang."""
-    from capplan.compile import cache_dir, is_compiled
+    """Print that the twin is about to be compiled, if it is, and then the time left as it goes on."""
+    from capplan.compile import cache_dir, is_compiled, on_compiled
 
-    if not quiet and not is_compiled():
-        typer.echo(
-            f"compiling the digital twin (once per version, about half a minute; cached in {cache_dir()})",
-            err=True,
-        )
+    if quiet or is_compiled():
+        return
+    typer.echo(f"compiling the digital twin (once per version; cached in {cache_dir()})", err=True)
+    started_s = shown_s = time.monotonic()
+
+    def show(share: float) -> None:
+        nonlocal shown_s
+        now_s = time.monotonic()
+        if share < 1.0 and now_s - shown_s >= _COMPILATION_LINES_S:
+            shown_s = now_s
+            left_s = (now_s - started_s) * (1.0 - share) / share
+            typer.echo(f"compiling the digital twin: {share:.0%}, about {left_s:.0f} s left", err=True)
+
+    on_compiled(show)
 
 
 _RATE_OVER: Final = 20  # looks that throughput is averaged over, about five seconds
