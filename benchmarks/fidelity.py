@@ -29,12 +29,11 @@ from rich.progress import track
 from sklearn.metrics import f1_score
 
 from benchmarks.common import markdown
-from capplan import Profile, load_profile
+from benchmarks.shipped_profiles import published_profile
+from capplan import Profile, load_profile, simulate
+from capplan.datasets.published.runs import GROUPS, PUBLISHED, PublishedModel, PublishedRun, published_runs
 from capplan.models.calibration.least_squares import SMAPE_FORMULA, smape
 from capplan.spec import STARVED_BELOW, write_text_atomic
-from capplan.twin.published_h100 import build_profile
-from capplan.twin.published_models import PUBLISHED, PublishedModel
-from capplan.twin.published_runs import GROUPS, PublishedRun, published_runs
 from capplan.twin.sweep import in_parallel
 
 WORST = 10
@@ -107,7 +106,8 @@ class Prediction:
 
 def predict(profile: Profile, seeds: int, length_correlation: float | None, run: PublishedRun) -> Prediction:
     """Return what the twin says of a run, the mean over seeds 0, 1, ..."""
-    results = [run.simulate(profile, seed, length_correlation=length_correlation) for seed in range(seeds)]
+    workload = run.workload.replace(length_correlation=length_correlation)
+    results = [simulate(workload, profile, seed=seed, **run.settings) for seed in range(seeds)]
 
     def mean(name: str) -> float:
         return float(np.mean([getattr(result, name) for result in results]))
@@ -253,10 +253,10 @@ class Comparison:
 def fitted_profile(model: PublishedModel, group: str, options: Options) -> Profile:
     """Return the profile fitted to the runs of a group; from a file where there is one."""
     if options.fitted is None:
-        return build_profile(options.reference, model, (group,))
+        return published_profile(options.reference, model, (group,))
     path = options.fitted / group / f"{model.profile}.json"
     if not path.exists():
-        profile = build_profile(options.reference, model, (group,))
+        profile = published_profile(options.reference, model, (group,))
         path.parent.mkdir(parents=True, exist_ok=True)
         write_text_atomic(path, profile.model_dump_json(indent=2) + "\n")
     return load_profile(path)
@@ -285,7 +285,7 @@ def held_out(options: Options) -> list[Comparison]:
             model,
             f"fitted on {fitted_on}, judged on {judged_on}",
             fitted_profile(model, fitted_on, options),
-            published_runs(options.reference, model.key, (judged_on,)),
+            published_runs(options.reference, model, (judged_on,)),
             options.seeds,
             options,
         )
@@ -301,7 +301,7 @@ def shipped(options: Options) -> list[Comparison]:
             model,
             "shipped",
             load_profile(model.profile),
-            published_runs(options.reference, model.key),
+            published_runs(options.reference, model),
             options.shipped_seeds,
             options,
         )

@@ -23,6 +23,7 @@ import numpy as np
 
 from benchmarks.common import markdown, resident_mib
 from benchmarks.placement_grid import MODELS, RATES_RPS, SIZES
+from capplan.datasets.published.runs import LENGTHS
 from capplan.errors import CapplanError
 from capplan.planner.api import SolverRun, solve
 from capplan.planner.bound import busy_gpus, lower_bound_gpus
@@ -32,7 +33,6 @@ from capplan.planner.solvers import find_solver
 from capplan.planner.solvers.base import DEFAULT_TIME_LIMIT_S
 from capplan.planner.verify import FRESH_SEEDS, make_verifier
 from capplan.spec import Adapter, Workload, write_text_atomic
-from capplan.twin.published_runs import LENGTHS
 from capplan.twin.sweep import cores
 
 ROOT = Path(__file__).resolve().parents[1]

@@ -17,6 +17,14 @@ import numpy as np
 
 from benchmarks.common import markdown
 from capplan import Lengths, Profile, load_profile, load_surrogate
+from capplan.datasets.published.runs import (
+    MAX_NUM_SEQS,
+    PUBLISHED,
+    TOKEN_BUDGET,
+    UTILIZATION,
+    PublishedModel,
+    published_runs,
+)
 from capplan.models import Surrogate
 from capplan.models.calibration.least_squares import smape
 from capplan.models.surrogates.features import FEATURES, feature_vector, offered_tok_s, unsupported_workload
@@ -31,8 +39,6 @@ from capplan.models.training.evaluation import (
 )
 from capplan.spec import Workload, allowed_lora_rank, write_text_atomic
 from capplan.twin.dataset.designs import Sample, draw
-from capplan.twin.published_models import PUBLISHED, UTILIZATION, PublishedModel
-from capplan.twin.published_runs import MAX_NUM_SEQS, TOKEN_BUDGET, published_runs
 
 PAPER = MappingProxyType(
     {"llama-3.1-8b-instruct": ("4.39 %", "0.95"), "qwen-2.5-7b-instruct": ("5.28 %", "0.99")}
@@ -66,7 +72,7 @@ class Measured(NamedTuple):
 
 def measured(reference: Path, model: PublishedModel, profile: Profile) -> Measured:
     """Return the published runs of a model."""
-    runs = published_runs(reference, model.key)
+    runs = published_runs(reference, model)
     features = [
         feature_vector(
             run.workload,

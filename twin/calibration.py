@@ -1,7 +1,7 @@
-"""Calibration: tables of measurements in, a profile out, with what it was chosen from and how well it does.
+"""Calibration: fit a profile to tables of measurements.
 
-Step tables are fitted directly. Whole runs are fitted with the twin in the loop: without a step table its
-coefficients, with one only what lies outside the engine's steps.
+`calibrate` fits step tables by least squares and whole runs with the twin in the loop: all coefficients of
+the step model without a step table, otherwise those outside the engine's steps.
 """
 
 from __future__ import annotations
@@ -14,13 +14,13 @@ from typing import Final, Literal
 import numpy as np
 
 from capplan.errors import InputError
-from capplan.models.calibration.components import fit_loading, fit_memory
-from capplan.models.calibration.least_squares import SMAPE_FORMULA
+from capplan.models.calibration.components import fit_length_correlation, fit_loading, fit_memory
+from capplan.models.calibration.least_squares import SMAPE_FORMULA, coefficient
 from capplan.models.calibration.step_model import DEFAULT_FOLDS, StepCalibration, calibrate_steps
 from capplan.models.calibration.tables import StepTable, read_steps
-from capplan.spec import Coefficient, Fit, Kernel, Profile, Provenance, ProvenanceKind
+from capplan.spec import Fit, Kernel, Profile, Provenance, ProvenanceKind
 from capplan.twin.calibration_fit import (
-    PARTS,
+    COMPONENTS,
     RunCalibration,
     calibrate_runs,
     free_coefficients,
@@ -31,13 +31,16 @@ from capplan.twin.calibration_runs import TARGETS, MeasuredRun, read_runs
 Progress = Callable[[str, int, int], None]
 Loads = Literal["no steps", "the table", "the twin", "unknown"]
 
+LENGTH_CORRELATION: Final = "length_correlation"
+"""Fitted to ``kv_tokens_per_request`` of the runs, if it is among the free coefficients."""
+
 _LOAD_ROUNDS: Final = 2
-_WAITS: Final = ("ttft_s_p50", "ttft_s_mean", "ttft_s_mean_charged", "e2e_s_mean")
+_LATENCIES: Final = ("ttft_s_p50", "ttft_s_mean", "ttft_s_mean_charged", "e2e_s_mean")
 
 
 @dataclass(frozen=True)
 class CalibrationTables:
-    """The measurements; paths of CSV or Parquet tables."""
+    """Paths of CSV or Parquet tables of measurements."""
 
     steps: str | None = None
     runs: str | None = None
@@ -52,16 +55,17 @@ class CalibrationTables:
 
 @dataclass(frozen=True)
 class CalibrationOptions:
-    """How to calibrate; see `calibrate_steps` and `calibrate_runs`."""
+    """Options of `calibrate`; see also `calibrate_steps` and `calibrate_runs`."""
 
     name: str | None = None
-    """Of the profile that is made; None: the base's with ``-calibrated`` behind it."""
+    """Name of the profile; None: the base's followed by ``-calibrated``."""
     source: str | None = None
-    """Where the measurements are from; None: the names of the files."""
+    """Source of the measurements; None: the names of the files."""
     kernel: Kernel | None = None
     """None: the base's."""
     form: str | None = None
     free: tuple[str, ...] | None = None
+    """See `free_coefficients`; `LENGTH_CORRELATION` may be among them."""
     folds: int = DEFAULT_FOLDS
     seed: int = 0
     workers: int = 1
@@ -70,14 +74,14 @@ class CalibrationOptions:
 
 @dataclass(frozen=True)
 class CalibrationResult:
-    """The profile and where its numbers come from; what was not asked for is None."""
+    """The fitted profile and how it was fitted; None for tables that were not given."""
 
     base: Profile
     profile: Profile
     steps: StepCalibration | None
     runs: RunCalibration | None
     loads: Loads
-    """Where the adapter loads within the steps are from; unknown: their time is in the other coefficients."""
+    """Source of the adapter loads within the steps; unknown: other coefficients include their time."""
 
 
 def calibrate(
@@ -91,30 +95,28 @@ def calibrate(
     Parameters
     ----------
     base
-        The profile that is started from; what no table tells stays as it is there.
+        The initial profile, source of everything that no table determines.
     tables
-        What was measured.
+        The measurements.
     options
-        How to go about it.
+        Options of the fits.
     progress
         Called with (stage, done, total).
 
     Raises
     ------
     InputError
-        For a broken table, or options that do not go with it.
+        For a broken table, or an option without the table that it needs.
     """
-    chosen = options or CalibrationOptions()
-    if tables == CalibrationTables():
-        raise InputError("needs a table of steps, runs, memory or loading", location="calibrate")
-    if chosen.free is not None and tables.runs is None:
-        raise InputError("needs a table of runs", location="--free")
-    if chosen.form is not None and tables.steps is None:
-        raise InputError("needs a table of steps", location="--form")
-    kernel = chosen.kernel or base.engine.kernel
+    options = options or CalibrationOptions()
+    _check_options(tables, options)
+    kernel = options.kernel or base.engine.kernel
     profile = base.replace(engine=base.engine.replace(kernel=kernel))
-    table = None if tables.steps is None else read_steps(tables.steps, chosen.folds)
+    table = None if tables.steps is None else read_steps(tables.steps, options.folds)
     runs = () if tables.runs is None else read_runs(tables.runs, base.model.hf_ids[0])
+    if options.free is not None and LENGTH_CORRELATION in options.free:
+        profile = profile.replace(length_correlation=_length_correlation(runs, profile, tables.runs))
+        options = replace(options, free=tuple(n for n in options.free if n != LENGTH_CORRELATION))
     if tables.memory is not None:
         profile = profile.replace(memory=fit_memory(tables.memory, profile))
     if tables.loading is not None:
@@ -122,23 +124,41 @@ def calibrate(
     steps: StepCalibration | None = None
     loads: Loads = "no steps"
     if table is not None:
-        blind = bool(table.unknown_loads.any())
-        loads = "unknown" if blind and not runs else "the twin" if blind else "the table"
+        incomplete = bool(table.unknown_loads.any())
+        loads = "the table" if not incomplete else "the twin" if runs else "unknown"
         counted = runs if loads == "the twin" else ()
-        steps, profile = _fit_steps(table, counted, profile, chosen, progress)
-    whole = None
+        steps, profile = _fit_steps(table, counted, profile, options, progress)
+    run_fit = None
     if runs:
-        whole, profile = _fit_runs(runs, profile, steps is not None, chosen, progress)
+        run_fit, profile = _fit_runs(runs, profile, steps is not None, options, progress)
     profile = profile.replace(
-        name=chosen.name or f"{base.name}-calibrated",
+        name=options.name or f"{base.name}-calibrated",
         provenance=Provenance(
             kind=ProvenanceKind.MEASURED,
-            source=chosen.source or tables.names(),
-            command=chosen.command,
+            source=options.source or tables.names(),
+            command=options.command,
             notes=f"Started from {base.name} ({base.provenance.kind}: {base.provenance.source}).",
         ),
     )
-    return CalibrationResult(base, profile, steps, whole, loads)
+    return CalibrationResult(base, profile, steps, run_fit, loads)
+
+
+def _check_options(tables: CalibrationTables, options: CalibrationOptions) -> None:
+    if tables == CalibrationTables():
+        raise InputError("needs a table of steps, runs, memory or loading", location="calibrate")
+    if options.free is not None and tables.runs is None:
+        raise InputError("needs a table of runs", location="--free")
+    if options.form is not None and tables.steps is None:
+        raise InputError("needs a table of steps", location="--form")
+
+
+def _length_correlation(runs: Sequence[MeasuredRun], profile: Profile, location: str | None) -> float:
+    held = [(run.workload, run.kv_tokens_per_request) for run in runs if run.kv_tokens_per_request]
+    if not held:
+        rule = f"must have a value, since {LENGTH_CORRELATION} is free"
+        raise InputError(rule, location=f"{location}: kv_tokens_per_request")
+    lengths = [(workload.prompt_tokens, workload.output_tokens) for workload, _ in held]
+    return fit_length_correlation(lengths, [tokens for _, tokens in held], profile.engine.block_size)
 
 
 def _fit_steps(
@@ -148,7 +168,7 @@ def _fit_steps(
     options: CalibrationOptions,
     progress: Progress | None,
 ) -> tuple[StepCalibration, Profile]:
-    """Fit the step model; with runs, the twin counts the loads of each, and the fit is repeated with them."""
+    """Fit the step model. With runs, repeat the fit with the adapter loads that the twin counts in each."""
 
     def fit(measured: StepTable, stage: str) -> tuple[StepCalibration, Profile]:
         steps = calibrate_steps(
@@ -179,7 +199,7 @@ def _with_steps(profile: Profile, steps: StepCalibration) -> Profile:
     kernel = steps.fit.candidate.kernel
     fitted = profile.replace(step_latency=steps.model(), engine=profile.engine.replace(kernel=kernel))
     factor, load_ms = steps.fit.serving_factor, steps.table.load_ms
-    if factor is None or load_ms is None or not load_ms.any():  # steps without loads say nothing of them
+    if factor is None or load_ms is None or not load_ms.any():  # no loads: the factor is undetermined
         return fitted
     loading = profile.loading.replace(coefficients=profile.loading.coefficients | {"serving_factor": factor})
     return fitted.replace(loading=loading)
@@ -200,21 +220,20 @@ def _idle_load_ms(
     stage: str,
     progress: Progress | None,
 ) -> dict[str, float]:
-    """Return the milliseconds of adapter loads per step of each run, as the twin counts, engine idle."""
+    """Return the milliseconds of simulated adapter loads per step of each run, at a serving factor of 1."""
     from concurrent.futures import ThreadPoolExecutor
 
     factor = profile.loading.value("serving_factor")
-    loads = {}
 
     def one(numbered: tuple[int, MeasuredRun]) -> float:
         number, run = numbered
         result = run.simulate(profile, options.seed + number)
         return result.load_s * 1e3 / factor / max(1, result.steps)
 
+    loads = {}
     with ThreadPoolExecutor(options.workers) as pool:
-        for done, (run, load_ms) in enumerate(
-            zip(runs, pool.map(one, enumerate(runs)), strict=True), start=1
-        ):
+        simulated = zip(runs, pool.map(one, enumerate(runs)), strict=True)
+        for done, (run, load_ms) in enumerate(simulated, start=1):
             loads[run.name] = load_ms
             if progress is not None:
                 progress(stage, done, len(runs))
@@ -228,8 +247,8 @@ def _fit_runs(
     options: CalibrationOptions,
     progress: Progress | None,
 ) -> tuple[RunCalibration, Profile]:
-    waits = any(target in run.measured for run in runs for target in _WAITS)
-    free = free_coefficients(profile, options.free, steps_known=steps_known, latency_measured=waits)
+    latencies = any(target in run.measured for run in runs for target in _LATENCIES)
+    free = free_coefficients(profile, options.free, steps_known=steps_known, latency_measured=latencies)
     found = calibrate_runs(
         runs,
         profile,
@@ -240,32 +259,27 @@ def _fit_runs(
         progress=None if progress is None else lambda done, total: progress("simulating runs", done, total),
     )
     fitted = with_coefficients(profile, free, found.fitted.tolist())
-    for part in PARTS:
-        names = {f.name: at for at, f in enumerate(free) if f.part == part}
-        if names:
-            model = getattr(fitted, part)
-            errors = {
-                name: Coefficient(value=float(found.fitted[at]), std_error=_known(found.std_errors[at]))
-                for name, at in names.items()
-            }
-            own = model.replace(
-                coefficients=model.coefficients | errors, fit=_quality(found, model.fit, part)
-            )
-            fitted = fitted.replace(**{part: own})
+    for component in COMPONENTS:
+        own = {
+            each.name: coefficient(value, error)
+            for each, value, error in zip(free, found.fitted, found.std_errors, strict=True)
+            if each.part == component
+        }
+        if own:
+            model = getattr(fitted, component)
+            quality = _quality(found, model.fit, component)
+            model = model.replace(coefficients=model.coefficients | own, fit=quality)
+            fitted = fitted.replace(**{component: model})
     return found, fitted
 
 
-def _known(error: float) -> float | None:
-    return float(error) if np.isfinite(error) else None
-
-
-def _quality(found: RunCalibration, before: Fit, part: str) -> Fit:
-    """Return how well the runs are met by the first target that all of this is about."""
+def _quality(found: RunCalibration, before: Fit, component: str) -> Fit:
+    """Return the error of the first measured target, mean ITL before the others."""
     after, held_out = found.errors(found.after), found.errors(found.held_out)
     target = next(name for name in ("itl_ms_mean", *TARGETS) if name in after)
-    told = f" (the rest: {before.source})" if part == "loading" else ""
+    kept = f" (the rest: {before.source})" if component == "loading" else ""
     return Fit(
-        source=f"{len(found.runs)} runs with the twin in the loop{told}",
+        source=f"{len(found.runs)} runs with the twin in the loop{kept}",
         samples=len(found.runs),
         error_formula=f"{SMAPE_FORMULA} of {target} of whole runs",
         error=after[target],

@@ -1,13 +1,20 @@
-"""Least squares with the twin in the loop: fit coefficients of a profile to measured runs."""
+"""Least squares with the twin in the loop: fit coefficients of a profile to measured runs.
+
+Every run keeps its seed from one set of coefficients to the next (common random numbers), so that the
+coefficients alone cause a difference between two predictions. The residuals are differences of logarithms:
+predicting twice the throughput weighs as much as predicting half of it, in small runs and in large ones.
+
+Host coefficients change no decision of the engine. Their effect on a result is computed without a simulation.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from functools import partial
 from types import MappingProxyType
-from typing import Any, Final, Literal
+from typing import Any, Final, Literal, NamedTuple
 
 import numpy as np
 from numpy.typing import NDArray
@@ -27,39 +34,164 @@ from capplan.models.step_latency import (
     step_ms,
 )
 from capplan.spec import Coefficient, FittedModel, Profile
-from capplan.twin.calibration_runs import TARGETS, MeasuredRun
+from capplan.twin.calibration_runs import TARGETS, MeasuredRun, measured_targets
+from capplan.twin.core import run as run_compiled
 from capplan.twin.result import SimulationResult
+from capplan.twin.scenario import Scenario
+from capplan.twin.scrapes import ScrapeLoad, itl_factor, scrape_load
+from capplan.twin.trace import Trace
 
 Progress = Callable[[int, int], None]
 
-_TRUST: Final = MappingProxyType(
+COMPONENTS: Final = ("step_latency", "loading", "host")
+"""Components of a profile that may have free coefficients."""
+
+_SCATTER: Final = MappingProxyType(
     {"ttft_s_p50": 0.1, "ttft_s_mean": 0.1, "ttft_s_mean_charged": 0.1, "e2e_s_mean": 0.05}
 )
+"""Expected scatter of log(predicted / measured), the unit of the residuals."""
 
-"""Scatter (of the logarithm) that a prediction is allowed before it counts; 0.02 for what is not listed."""
+_SCATTER_DEFAULT: Final = 0.02
+_MAX_MISS: Final = 3.0  # of the logarithm; also for a run of which the simulation completes nothing
+_MAX_LOG: Final = float(np.log(20.0))  # bound on the change of a coefficient
+_PRIOR_SCATTER: Final = 1.0  # of the logarithm about the start: decides if the runs hold no information
+_SOFT_LIMIT: Final = 3.0  # in units of scatter: beyond it the loss grows linearly
+_STEP: Final = 0.1  # of the logarithm, for derivatives: above the granularity of a simulation
+_MAX_FOLD_STEP: Final = 0.7  # of the logarithm, for the fit without the runs of a fold
+_GLOBAL_ROUNDS: Final = 12
+_LOCAL_ROUNDS: Final = 6
 
-_TRUST_OTHERWISE: Final = 0.02
+_TYPICAL: Final = StepFeatures(
+    tokens=300.0,
+    requests=100.0,
+    kv_tokens=36_000.0,
+    adapters=20.0,
+    a_max=32.0,
+    s_max=16.0,
+    waiting=500.0,
+    slots_per_adapter=0.5,
+)
+_TYPICAL_RANKS: Final = StepRanks(
+    decodes=100.0,
+    prefills=1.0,
+    lora_decodes=100.0,
+    lora_prefills=1.0,
+    lora_prefill_tokens=200.0,
+    max_rank=16.0,
+    decode_rank_sum=1200.0,
+    prefill_rank_sum=12.0,
+    prefill_rank_tokens=2400.0,
+)
+_TYPICAL_SHARE: Final = 0.02
+_STARTS: Final = MappingProxyType(
+    {"request_ms": 5.0, "scrape_us_per_series": 5.0, "scrape_us_per_series_adapter": 0.2}
+)
 
-_WORST: Final = 3.0  # logarithm; also where the twin completes nothing and has no answer
+_ADDITIVE_DEFAULT: Final = (
+    "base_ms",
+    "ms_per_ktoken",
+    "ms_per_kv_ktoken",
+    "ms_per_adapter",
+    "ms_per_slot_rank16",
+)
 
-_FACTOR: Final = float(np.log(20.0))  # most that a coefficient may change, up or down
 
-_PRIOR: Final = 1.0  # scatter of the logarithm about the start: decides where the runs say nothing
+@dataclass(frozen=True)
+class FreeCoefficient:
+    """A coefficient that a fit may change."""
 
-_TOLERATED: Final = 3.0  # in units of trust: beyond, a miss counts less than by its square
+    part: str
+    """One of `COMPONENTS`."""
+    name: str
+    start: float
+    """Above 0."""
 
-_STEP: Final = 0.1  # of the logarithm, for derivatives: more than the grain of a simulation
 
-_LEAP: Final = 0.7  # of the logarithm, most that leaving runs out may change a coefficient
+def free_coefficients(
+    base: Profile, names: Sequence[str] | None, *, steps_known: bool, latency_measured: bool
+) -> tuple[FreeCoefficient, ...]:
+    """Return the coefficients that may change.
 
-_ROUNDS_FROM_AFAR: Final = 12
+    Parameters
+    ----------
+    base
+        The initial profile.
+    names
+        Names of the coefficients. None: ``client_itl_factor`` if the step model has a table of its own;
+        otherwise base, tokens, KV tokens, adapters and slots of the additive form, or all of another form.
+        With measured latencies ``request_ms`` as well.
+    steps_known
+        Whether a step table determines the step model.
+    latency_measured
+        Whether some run has a TTFT or end-to-end latency.
 
-_ROUNDS_NEARBY: Final = 6
+    Raises
+    ------
+    InputError
+        For a name that no component of the profile has, or one given twice.
+    """
+    if names is None:
+        host = ("request_ms",) if latency_measured else ()
+        steps: tuple[str, ...] = ("client_itl_factor",)
+        if not steps_known:
+            coefficients = base.step_latency.coefficients
+            additive = latency_form(base.step_latency.form) is ADDITIVE
+            steps = (
+                _ADDITIVE_DEFAULT if additive else tuple(n for n, c in coefficients.items() if c.value > 0)
+            )
+        names = (*steps, *host)
+    if len(set(names)) < len(names):
+        raise InputError("must name each coefficient once", ",".join(names), "--free")
+    return tuple(_free(base, name) for name in names)
+
+
+def _free(base: Profile, name: str) -> FreeCoefficient:
+    """Return a coefficient with its value in the base as the start, or a small start if that is 0."""
+    known = {part: tuple(getattr(base, part).coefficients) for part in COMPONENTS}
+    known["step_latency"] = latency_form(base.step_latency.form).names
+    for part, names in known.items():
+        if name in names:
+            coefficient = getattr(base, part).coefficients.get(name)
+            if coefficient is not None and coefficient.value > 0.0:
+                return FreeCoefficient(part, name, coefficient.value)
+            start = _small_term(base, name) if part == "step_latency" else _STARTS.get(name, 1.0)
+            return FreeCoefficient(part, name, start)
+    rule = f"must be one of {', '.join(name for names in known.values() for name in names)}"
+    raise InputError(rule, name, "--free")
+
+
+def _small_term(base: Profile, name: str) -> float:
+    """Return the value at which a term of the step model is 2 % of a typical step."""
+    model = base.step_latency
+    zero = {each: Coefficient(value=0.0) for each in latency_form(model.form).names}
+    total = _typical_ms(base, model)
+    unit = _typical_ms(base, model.replace(coefficients=zero | {name: Coefficient(value=1.0)}))
+    return _TYPICAL_SHARE * total / unit if unit > 0.0 and total > 0.0 else 1.0
+
+
+def _typical_ms(base: Profile, model: FittedModel) -> float:
+    code, k = latency_code(model.form, base.engine.kernel), coefficient_array(model)
+    return step_ms(code, k, _TYPICAL) + rank_ms(code, k, _TYPICAL.s_max, _TYPICAL_RANKS)
+
+
+def with_coefficients(base: Profile, free: Sequence[FreeCoefficient], values: Sequence[float]) -> Profile:
+    """Return the profile with other values of the free coefficients."""
+    changed = base
+    for part in COMPONENTS:
+        own = {
+            each.name: Coefficient(value=float(value))
+            for each, value in zip(free, values, strict=True)
+            if each.part == part and np.isfinite(value)
+        }
+        if own:
+            model = getattr(changed, part)
+            changed = changed.replace(**{part: model.replace(coefficients=model.coefficients | own)})
+    return changed
 
 
 @dataclass(frozen=True)
 class RunCalibration:
-    """The coefficients that fit the runs best, and how well the twin then predicts them."""
+    """Fitted coefficients and the predictions of the twin before and after the fit."""
 
     runs: tuple[MeasuredRun, ...]
     free: tuple[FreeCoefficient, ...]
@@ -67,19 +199,19 @@ class RunCalibration:
     """Values of `free`."""
     std_errors: NDArray[np.float64]
     before: NDArray[np.float64]
-    """What the twin said before the fit, shape (runs, targets); NaN where nothing was measured."""
+    """Predictions with the initial profile, shape (runs, targets); NaN if not measured."""
     after: NDArray[np.float64]
     held_out: NDArray[np.float64]
-    """... and by fits without the run."""
+    """Predictions of each run by a fit without it."""
     regimes: tuple[str, ...]
-    """What held each run back."""
+    """Limiting resource of each run."""
 
     def measured(self) -> NDArray[np.float64]:
         """Return the measurements, shape (runs, targets)."""
-        return _measured(self.runs)
+        return measured_targets(self.runs)
 
     def errors(self, predicted: NDArray[np.float64], regime: str | None = None) -> dict[str, float]:
-        """Return the SMAPE of each target that was measured, in percent; of one regime, or of all runs."""
+        """Return the SMAPE of each measured target, in percent, of one regime or of all runs."""
         keep = np.array([regime in (None, each) for each in self.regimes])
         measured = self.measured()
         errors = {}
@@ -105,41 +237,42 @@ def calibrate_runs(
     Parameters
     ----------
     runs
-        The runs; their predictions are weighed alike.
+        The runs, equally weighted.
     base
-        The profile that is started from.
+        The initial profile.
     free
-        What may change, each by at most a factor of 20.
+        Coefficients that may change, each by a factor of at most 20.
     seed
-        Of the simulations; run i has ``seed + i``, whatever the coefficients.
+        Run i is simulated with ``seed + i``, whatever the coefficients.
     folds
-        Parts of the cross-validation: run i belongs to part i mod folds. A part's coefficients are the common
-        ones after one Gauss-Newton step without its runs.
+        Parts of the cross-validation: run i belongs to part i mod folds. The coefficients of a part are the
+        common ones after one Gauss-Newton step without its runs.
     workers
         Threads.
     progress
-        Called with (simulations done, most that there may be).
+        Called with (simulations done, upper bound).
 
     Raises
     ------
     InputError
-        When a run's settings break a rule, or the memory model says it cannot have run.
+        For a run whose settings break a rule, or that the memory model rules out.
     """
     problem = _Problem(tuple(runs), base, tuple(free), seed, workers, progress)
     start = np.zeros(len(free))
-    # Squares lead from far away; near the end, runs that no coefficients meet must not have their way.
-    near = _minimise(problem, start, loss="linear", rounds=_ROUNDS_FROM_AFAR)
-    best = _minimise(problem, near, loss="soft_l1", rounds=_ROUNDS_NEARBY)
+    # Squared errors converge from afar; the robust loss then limits the weight of runs that no fit predicts.
+    near = _minimise(problem, start, loss="linear", rounds=_GLOBAL_ROUNDS)
+    best = _minimise(problem, near, loss="soft_l1", rounds=_LOCAL_ROUNDS)
     values = np.array(problem.values(best))
-    residuals, jacobian = problem.residuals(best), problem.slopes(best)
-    weight = (1.0 + (residuals / _TOLERATED) ** 2) ** -0.25  # of the robust loss, square root
-    held_out = problem.left_out(best, jacobian * weight[:, None], residuals * weight, folds)
+    residuals, jacobian = problem.residuals(best), problem.jacobian(best)
+    weight = (1.0 + (residuals / _SOFT_LIMIT) ** 2) ** -0.25  # square root of the robust loss's weight
+    held_out = problem.held_out(best, jacobian * weight[:, None], residuals * weight, folds)
     if progress is not None:
-        progress(problem.most, problem.most)
+        progress(problem.max_simulations, problem.max_simulations)
     groups = np.append(np.repeat(np.arange(len(problem.runs)), len(TARGETS)), -1 - np.arange(len(free)))
     errors = clustered_errors(
-        jacobian * weight[:, None], residuals * weight, np.abs(best) < _FACTOR * 0.999, groups
+        jacobian * weight[:, None], residuals * weight, np.abs(best) < _MAX_LOG * 0.999, groups
     )
+    simulated = zip(problem.runs, problem.simulate(best), strict=True)
     return RunCalibration(
         runs=problem.runs,
         free=problem.free,
@@ -148,9 +281,7 @@ def calibrate_runs(
         before=problem.predict(start),
         after=problem.predict(best),
         held_out=held_out,
-        regimes=tuple(
-            _regime(run, result) for run, result in zip(problem.runs, problem.simulate(best), strict=True)
-        ),
+        regimes=tuple(_regime(run, each.result) for run, each in simulated),
     )
 
 
@@ -160,10 +291,10 @@ def _minimise(
     found: Any = least_squares(
         problem.residuals,
         start,
-        problem.slopes,
-        bounds=(-_FACTOR, _FACTOR),
+        problem.jacobian,
+        bounds=(-_MAX_LOG, _MAX_LOG),
         loss=loss,
-        f_scale=_TOLERATED,
+        f_scale=_SOFT_LIMIT,
         ftol=1e-3,
         xtol=1e-3,
         max_nfev=rounds,
@@ -172,8 +303,53 @@ def _minimise(
     return best
 
 
+class SimulatedRun(NamedTuple):
+    """Result of a simulation, and the load of scrapes in it."""
+
+    result: SimulationResult
+    load: ScrapeLoad | None
+
+
+def simulate_run(run: MeasuredRun, profile: Profile, seed: int) -> SimulatedRun:
+    """Simulate a run and keep the load of scrapes; see `MeasuredRun.simulate`."""
+    loads = []
+
+    def runner(scenario: Scenario) -> Trace:
+        trace = run_compiled(scenario)
+        loads.append(scrape_load(scenario, trace))
+        return trace
+
+    return SimulatedRun(run.simulate(profile, seed, runner), loads[0])
+
+
+def predict_targets(simulated: SimulatedRun, before: FittedModel, after: FittedModel) -> tuple[float, ...]:
+    """Return every target of a run as it would be with another host model.
+
+    Parameters
+    ----------
+    simulated
+        Simulation with the host model `before`.
+    before, after
+        Host models.
+    """
+    result = simulated.result
+    shift_s = (after.value("request_ms") - before.value("request_ms")) / 1e3
+    shifts_s = {
+        "ttft_s_p50": shift_s,
+        "ttft_s_mean": shift_s,
+        "ttft_s_mean_charged": shift_s * result.completed / max(1, result.submitted),
+        "e2e_s_mean": shift_s,
+    }
+    stretch = itl_factor(after, simulated.load) / itl_factor(before, simulated.load)
+    factors = {"itl_ms_mean": stretch}
+    return tuple(
+        float(getattr(result, target)) * factors.get(target, 1.0) + shifts_s.get(target, 0.0)
+        for target in TARGETS
+    )
+
+
 class _Problem:
-    """The least-squares problem; logarithms of factors on the start are its unknowns."""
+    """The least-squares problem. The unknowns are logarithms of factors on the start."""
 
     def __init__(
         self,
@@ -186,37 +362,38 @@ class _Problem:
     ) -> None:
         self.runs, self.base, self.free, self.seed, self.workers = runs, base, free, seed, workers
         self.progress = progress
-        self.inside = np.array([not is_outside(each) for each in free])
+        self.simulated = np.array([each.part != "host" for each in free])
+        """Unknowns that need a simulation."""
         self.done = 0
-        rounds = _ROUNDS_FROM_AFAR + _ROUNDS_NEARBY + 1
-        self.most = len(runs) * (1 + rounds * (1 + int(self.inside.sum())))
-        self.known: dict[bytes, list[SimulationResult]] = {}
+        rounds = _GLOBAL_ROUNDS + _LOCAL_ROUNDS + 1
+        self.max_simulations = len(runs) * (1 + rounds * (1 + int(self.simulated.sum())))
+        self.cache: dict[bytes, list[SimulatedRun]] = {}
 
     def simulate(
         self, logs: NDArray[np.float64], only: NDArray[np.bool_] | None = None
-    ) -> list[SimulationResult]:
-        """Return the twin's answers, of all runs or of some, with the start's time outside the steps.
-
-        Those of all runs are kept for the next asking.
-        """
-        key = logs[self.inside].tobytes()
-        if key in self.known:
-            return [r for i, r in enumerate(self.known[key]) if only is None or only[i]]
-        profile = with_coefficients(self.base, self.free, self.values(np.where(self.inside, logs, 0.0)))
-        asked = [i for i in range(len(self.runs)) if only is None or only[i]]
-        results = []
+    ) -> list[SimulatedRun]:
+        """Simulate all runs or some, with the initial host model; results of all runs are cached."""
+        key = logs[self.simulated].tobytes()
+        if key in self.cache:
+            return [each for i, each in enumerate(self.cache[key]) if only is None or only[i]]
+        profile = self._profile(np.where(self.simulated, logs, 0.0))
+        indices = [i for i in range(len(self.runs)) if only is None or only[i]]
+        simulated = []
         with ThreadPoolExecutor(self.workers) as pool:
-            for result in pool.map(partial(self._one, profile), asked):
-                results.append(result)
+            for each in pool.map(partial(self._simulate_one, profile), indices):
+                simulated.append(each)
                 self.done += 1
                 if self.progress is not None:
-                    self.progress(min(self.done, self.most), self.most)
+                    self.progress(min(self.done, self.max_simulations), self.max_simulations)
         if only is None:
-            self.known[key] = results
-        return results
+            self.cache[key] = simulated
+        return simulated
 
-    def _one(self, profile: Profile, index: int) -> SimulationResult:
-        return self.runs[index].simulate(profile, self.seed + index)
+    def _simulate_one(self, profile: Profile, index: int) -> SimulatedRun:
+        return simulate_run(self.runs[index], profile, self.seed + index)
+
+    def _profile(self, logs: NDArray[np.float64]) -> Profile:
+        return with_coefficients(self.base, self.free, self.values(logs))
 
     def values(self, logs: NDArray[np.float64]) -> list[float]:
         """Return the coefficients at these unknowns."""
@@ -225,63 +402,52 @@ class _Problem:
     def predict(
         self, logs: NDArray[np.float64], only: NDArray[np.bool_] | None = None
     ) -> NDArray[np.float64]:
-        """Return what the twin says of whatever was measured, shape (runs, targets)."""
-        results = self.simulate(logs, only)
-        before = dict(zip((each.name for each in self.free), self.values(0.0 * logs), strict=True))
-        after = dict(zip(before, self.values(logs), strict=True))
-        said = np.array([answer(result, before, after) for result in results])
-        runs = [run for i, run in enumerate(self.runs) if only is None or only[i]]
-        return np.where(np.isnan(_measured(runs)), np.nan, said)
+        """Return the predictions of the measured targets, shape (runs, targets), NaN elsewhere."""
+        before, after = self._profile(0.0 * logs).host, self._profile(logs).host
+        predicted = np.array([predict_targets(each, before, after) for each in self.simulate(logs, only)])
+        runs = tuple(run for i, run in enumerate(self.runs) if only is None or only[i])
+        return np.where(np.isnan(measured_targets(runs)), np.nan, predicted)
 
     def residuals(self, logs: NDArray[np.float64]) -> NDArray[np.float64]:
-        """Return how far the twin is off, in units of trust, and how far the unknowns are from the start."""
-        return np.append(_misses(self.runs, self.predict(logs)).ravel(), logs / _PRIOR)
+        """Return the misses in units of scatter, followed by the distances from the start."""
+        measured = measured_targets(self.runs)
+        with np.errstate(divide="ignore", invalid="ignore"):
+            misses = np.log(self.predict(logs) / measured)
+        misses = np.where(np.isnan(misses), -_MAX_MISS, np.clip(misses, -_MAX_MISS, _MAX_MISS))
+        scatter = np.array([_SCATTER.get(target, _SCATTER_DEFAULT) for target in TARGETS])
+        return np.append(np.where(np.isnan(measured), 0.0, misses / scatter).ravel(), logs / _PRIOR_SCATTER)
 
-    def slopes(self, logs: NDArray[np.float64]) -> NDArray[np.float64]:
+    def jacobian(self, logs: NDArray[np.float64]) -> NDArray[np.float64]:
         """Return the derivatives of `residuals`, shape (residuals, unknowns)."""
         here = self.residuals(logs)
         columns = []
         for at in range(logs.size):
             there = logs.copy()
-            there[at] += _STEP if logs[at] + _STEP <= _FACTOR else -_STEP
+            there[at] += _STEP if logs[at] + _STEP <= _MAX_LOG else -_STEP
             columns.append((self.residuals(there) - here) / (there[at] - logs[at]))
         return np.column_stack(columns)
 
-    def left_out(
+    def held_out(
         self,
         best: NDArray[np.float64],
         jacobian: NDArray[np.float64],
         residuals: NDArray[np.float64],
         folds: int,
     ) -> NDArray[np.float64]:
-        """Return what the twin says of each run with coefficients that owe nothing to it."""
+        """Return the predictions of each run with coefficients fitted without its fold."""
         part = np.arange(len(self.runs)) % folds
         predicted = np.full((len(self.runs), len(TARGETS)), np.nan)
         for fold in np.unique(part):
             out = part == fold
             kept = np.append(np.repeat(~out, len(TARGETS)), np.ones(best.size, bool))
             step = np.linalg.lstsq(jacobian[kept], -residuals[kept], rcond=None)[0]
-            logs = np.clip(best + np.clip(step, -_LEAP, _LEAP), -_FACTOR, _FACTOR)
+            logs = np.clip(best + np.clip(step, -_MAX_FOLD_STEP, _MAX_FOLD_STEP), -_MAX_LOG, _MAX_LOG)
             predicted[out] = self.predict(logs, out)
         return predicted
 
 
-def _measured(runs: Sequence[MeasuredRun]) -> NDArray[np.float64]:
-    return np.array([[run.measured.get(target, np.nan) for target in TARGETS] for run in runs])
-
-
-def _misses(runs: Sequence[MeasuredRun], predicted: NDArray[np.float64]) -> NDArray[np.float64]:
-    """Return log(predicted / measured) in units of trust; 0 where nothing was measured."""
-    measured = _measured(runs)
-    with np.errstate(divide="ignore", invalid="ignore"):
-        logs = np.log(predicted / measured)
-    logs = np.where(np.isnan(logs), -_WORST, np.clip(logs, -_WORST, _WORST))
-    trust = np.array([_TRUST.get(target, _TRUST_OTHERWISE) for target in TARGETS])
-    return np.where(np.isnan(measured), 0.0, logs / trust)
-
-
 def _regime(run: MeasuredRun, result: SimulationResult) -> str:
-    """Return what held a run back, as `capplan.models.calibration.tables.regimes` says it, by the twin."""
+    """Return the regime of a run, as `capplan.models.calibration.tables.regimes`, by its simulation."""
     if run.regime:
         return run.regime
     if result.rejected > 0:
@@ -291,168 +457,3 @@ def _regime(run: MeasuredRun, result: SimulationResult) -> str:
     if result.waiting_mean < 1.0:
         return UNQUEUED
     return SLOT_BOUND if run.settings["a_max"] < len(run.workload.adapters) else QUEUED
-
-
-PARTS: Final = ("step_latency", "loading", "host")
-
-_TYPICAL: Final = StepFeatures(
-    tokens=300.0,
-    requests=100.0,
-    kv_tokens=36_000.0,
-    adapters=20.0,
-    a_max=32.0,
-    s_max=16.0,
-    waiting=500.0,
-    slots_per_adapter=0.5,
-)
-
-_TYPICAL_RANKS: Final = StepRanks(
-    decodes=100.0,
-    prefills=1.0,
-    lora_decodes=100.0,
-    lora_prefills=1.0,
-    lora_prefill_tokens=200.0,
-    max_rank=16.0,
-    decode_rank_sum=1200.0,
-    prefill_rank_sum=12.0,
-    prefill_rank_tokens=2400.0,
-)
-
-_SHARE: Final = 0.02
-
-_OUTSIDE_STEPS: Final = MappingProxyType({"request_ms": 5.0, "client_itl_factor": 1.0, "serving_factor": 1.0})
-
-_BY_DEFAULT: Final = ("base_ms", "ms_per_ktoken", "ms_per_kv_ktoken", "ms_per_adapter", "ms_per_slot_rank16")
-
-
-@dataclass(frozen=True)
-class FreeCoefficient:
-    """A coefficient that a fit may change."""
-
-    part: str
-    """Of `PARTS`."""
-    name: str
-    start: float
-    """Above 0."""
-
-
-def free_coefficients(
-    base: Profile, names: Sequence[str] | None, *, steps_known: bool, latency_measured: bool
-) -> tuple[FreeCoefficient, ...]:
-    """Return the coefficients that may change.
-
-    Parameters
-    ----------
-    base
-        The profile that is started from.
-    names
-        Their names; None: with the steps known from a table, what clients see of them
-        (``client_itl_factor``); otherwise base, tokens, KV tokens, adapters and slots of the additive form,
-        or all of another form. Where waiting was measured, time outside the steps (``request_ms``) as well.
-    steps_known, latency_measured
-        Whether they are.
-
-    Raises
-    ------
-    InputError
-        For a name that no part of the profile has, or one given twice.
-    """
-    if names is None:
-        outside = ("request_ms",) if latency_measured else ()
-        form = latency_form(base.step_latency.form)
-        of_steps = _BY_DEFAULT if form is ADDITIVE else _positive(base.step_latency)
-        names = (*(("client_itl_factor",) if steps_known else of_steps), *outside)
-    if len(set(names)) < len(names):
-        raise InputError("must name each coefficient once", ",".join(names), "--free")
-    return tuple(_free(base, name) for name in names)
-
-
-def _positive(model: FittedModel) -> tuple[str, ...]:
-    return tuple(name for name, coefficient in model.coefficients.items() if coefficient.value > 0.0)
-
-
-def _free(base: Profile, name: str) -> FreeCoefficient:
-    """Return a coefficient at its value in the base, or, where that is 0, at a small one."""
-    known = {part: _names(base, part) for part in PARTS}
-    for part, names in known.items():
-        if name in names:
-            coefficients = getattr(base, part).coefficients
-            value = coefficients[name].value if name in coefficients else 0.0
-            return FreeCoefficient(part, name, value if value > 0.0 else _small(base, part, name))
-    rule = f"must be one of {', '.join(name for names in known.values() for name in names)}"
-    raise InputError(rule, name, "--free")
-
-
-def _names(base: Profile, part: str) -> tuple[str, ...]:
-    if part == "step_latency":
-        return latency_form(base.step_latency.form).names
-    return tuple(getattr(base, part).coefficients)
-
-
-def _small(base: Profile, part: str, name: str) -> float:
-    """Return a value by which the coefficient adds 2 % to a typical step, or a round number elsewhere."""
-    if part != "step_latency":
-        return _OUTSIDE_STEPS.get(name, 1.0)
-    model = base.step_latency
-    form = latency_form(model.form)
-    zero = {each: Coefficient(value=0.0) for each in form.names}
-    whole = _typical_ms(base, model)
-    one = _typical_ms(base, model.replace(coefficients=zero | {name: Coefficient(value=1.0)}))
-    return _SHARE * whole / one if one > 0.0 and whole > 0.0 else 1.0
-
-
-def _typical_ms(base: Profile, model: FittedModel) -> float:
-    code, k = latency_code(model.form, base.engine.kernel), coefficient_array(model)
-    return step_ms(code, k, _TYPICAL) + rank_ms(code, k, _TYPICAL.s_max, _TYPICAL_RANKS)
-
-
-def with_coefficients(base: Profile, free: Sequence[FreeCoefficient], values: Sequence[float]) -> Profile:
-    """Return the profile with other values of the free coefficients."""
-    changed = base
-    for part in PARTS:
-        own = {
-            f.name: Coefficient(value=float(value))
-            for f, value in zip(free, values, strict=True)
-            if f.part == part and np.isfinite(value)
-        }
-        if own:
-            model = getattr(changed, part)
-            changed = changed.replace(**{part: model.replace(coefficients=model.coefficients | own)})
-    return changed
-
-
-REQUEST_MS: Final = "request_ms"
-
-ITL_FACTOR: Final = "client_itl_factor"
-
-
-def is_outside(free: FreeCoefficient) -> bool:
-    """Tell whether a coefficient is about time outside the steps."""
-    return free.part == "host" and free.name in (REQUEST_MS, ITL_FACTOR)
-
-
-def answer(
-    result: SimulationResult, before: Mapping[str, float], after: Mapping[str, float]
-) -> tuple[float, ...]:
-    """Return every target as it would be with other coefficients outside the steps.
-
-    Parameters
-    ----------
-    result
-        Simulated with the coefficients `before`.
-    before, after
-        Values of free coefficients by name; those that are missing have not changed.
-    """
-    later_s = (after.get(REQUEST_MS, 0.0) - before.get(REQUEST_MS, 0.0)) / 1e3
-    stretch = after.get(ITL_FACTOR, 1.0) / before.get(ITL_FACTOR, 1.0)
-    shifts = {
-        "ttft_s_p50": later_s,
-        "ttft_s_mean": later_s,
-        "ttft_s_mean_charged": later_s * result.completed / max(1, result.submitted),
-        "e2e_s_mean": later_s,
-    }
-    factors = {"itl_ms_mean": stretch}
-    return tuple(
-        float(getattr(result, target)) * factors.get(target, 1.0) + shifts.get(target, 0.0)
-        for target in TARGETS
-    )

@@ -1,22 +1,23 @@
-"""Measured runs as a table: what was served, with which settings, and what came out of it."""
+"""Table of measured runs: workload, engine settings and measured metrics of each run."""
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Final
+from typing import Any, Final
 
 import numpy as np
+from numpy.typing import NDArray
 
 from capplan.errors import InfeasibleError, InputError
 from capplan.spec import Adapter, Lengths, Profile, Workload, load_workload
 from capplan.spec.files import read_columns
+from capplan.twin.core import run as run_compiled
 from capplan.twin.result import SimulationResult
+from capplan.twin.scenario import Scenario
 from capplan.twin.simulate import simulate
-
-if TYPE_CHECKING:
-    import pandas as pd
+from capplan.twin.trace import Trace
 
 TARGETS: Final = (
     "throughput_tok_s",
@@ -27,12 +28,12 @@ TARGETS: Final = (
     "ttft_s_mean_charged",
     "e2e_s_mean",
 )
-"""What may have been measured; fields of `SimulationResult`. A blank cell was not measured."""
+"""Metrics that a run may have, fields of `SimulationResult`. A blank cell was not measured."""
 
 SLOTS: Final = ("a_max", "s_max")
-DRAWN: Final = ("adapters", "ranks", "rates_rps", "prompt_mean", "prompt_std", "output_mean", "output_std")
-"""A workload in one row. ``ranks`` and ``rates_rps`` are one number or several with spaces between: ranks go
-round the adapters in turn, rates are dealt out in equal numbers at random.
+WORKLOAD: Final = ("adapters", "ranks", "rates_rps", "prompt_mean", "prompt_std", "output_mean", "output_std")
+"""A workload in one row. ``ranks`` and ``rates_rps`` hold one number or several separated by spaces. Ranks
+cycle over the adapters; rates are assigned in equal numbers at random.
 """
 
 SETTINGS: Final = (
@@ -44,15 +45,23 @@ SETTINGS: Final = (
     "gpu_memory_utilization",
     "duration_s",
 )
-"""Engine settings and the length of the run, by the names of `simulate`, whose defaults hold for blanks."""
+"""Engine settings and duration, named as the arguments of `simulate`, whose defaults replace blanks."""
 
-OTHER: Final = ("run", "workload", "rate_counts", "length_correlation", "regime")
-"""``run``: its name. ``workload``: a workload file, relative to the table, in place of the columns `DRAWN`.
-``rate_counts``: how many adapters have each rate. ``length_correlation``: the profile's unless given.
-``regime``: in place of the twin's answer.
+OPTIONAL: Final = (
+    "run",
+    "workload",
+    "rate_counts",
+    "length_correlation",
+    "regime",
+    "kv_tokens_per_request",
+)
+"""``run``: name of the run. ``workload``: path of a workload file, relative to the table, instead of the
+columns `WORKLOAD`. ``rate_counts``: number of adapters with each rate. ``length_correlation``: default: the
+profile's. ``regime``: default: from the simulation. ``kv_tokens_per_request``: mean KV tokens of a running
+request, from the server's metrics.
 """
 
-_FRACTIONS: Final = ("gpu_memory_utilization", "duration_s")
+_REAL: Final = ("gpu_memory_utilization", "duration_s")
 _DURATION_S: Final = 3600.0
 
 
@@ -65,25 +74,33 @@ class MeasuredRun:
     settings: Mapping[str, Any]
     """Arguments of `simulate`."""
     measured: Mapping[str, float]
-    """Of `TARGETS`, those that were measured."""
+    """Measured metrics, a subset of `TARGETS`."""
     regime: str = ""
+    kv_tokens_per_request: float | None = None
     location: str = ""
-    """Where it stands, for errors."""
+    """File and row, for errors."""
 
-    def simulate(self, profile: Profile, seed: int) -> SimulationResult:
-        """Return what the twin makes of it.
+    def simulate(
+        self, profile: Profile, seed: int, runner: Callable[[Scenario], Trace] = run_compiled
+    ) -> SimulationResult:
+        """Simulate the run.
 
         Raises
         ------
         InputError
-            When its settings break a rule, or the profile's memory model says that it cannot have run.
+            For a setting that breaks a rule, or a run that the profile's memory model rules out.
         """
         try:
-            return simulate(self.workload, profile, seed=seed, **self.settings)
+            return simulate(self.workload, profile, seed=seed, runner=runner, **self.settings)
         except InfeasibleError as error:
             raise InputError(f"was measured, but the profile says: {error}", location=self.location) from None
         except InputError as error:
             raise InputError(error.rule, error.value, f"{self.location}: {error.location}") from None
+
+
+def measured_targets(runs: tuple[MeasuredRun, ...]) -> NDArray[np.float64]:
+    """Return the measured `TARGETS` of each run, shape (runs, targets), NaN if not measured."""
+    return np.array([[run.measured.get(target, np.nan) for target in TARGETS] for run in runs])
 
 
 def read_runs(path: str | Path, base_model: str) -> tuple[MeasuredRun, ...]:
@@ -92,90 +109,93 @@ def read_runs(path: str | Path, base_model: str) -> tuple[MeasuredRun, ...]:
     Parameters
     ----------
     path
-        A table with `SLOTS`, either `DRAWN` or ``workload``, at least one of `TARGETS`, and any of `SETTINGS`
-        and `OTHER`; further columns are left alone.
+        Table with `SLOTS`, either `WORKLOAD` or ``workload``, at least one of `TARGETS`, and any of
+        `SETTINGS` and `OPTIONAL`. Other columns are ignored.
     base_model
-        Model of the workloads that are written in the table.
+        Base model of the workloads given by columns.
 
     Raises
     ------
     InputError
-        For an unreadable or empty file, a missing column, or a value that breaks a rule; with its row.
+        For an unreadable or empty file, a missing column, or a value that breaks a rule, with its row.
     """
     path = Path(path)
-    frame = read_columns(path, SLOTS, (*DRAWN, *TARGETS, *SETTINGS, *OTHER))
+    frame = read_columns(path, SLOTS, (*WORKLOAD, *TARGETS, *SETTINGS, *OPTIONAL))
     if frame.empty:
         raise InputError("must hold at least one row", location=str(path))
     if not set(TARGETS) & set(frame.columns):
         raise InputError(f"must have one of the columns {', '.join(TARGETS)}", location=str(path))
-    if "workload" not in frame.columns:
-        for name in DRAWN:
-            if name not in frame.columns:
-                raise InputError("column is missing", location=f"{path}: {name}")
+    for name in () if "workload" in frame.columns else WORKLOAD:
+        if name not in frame.columns:
+            raise InputError("column is missing", location=f"{path}: {name}")
     rows = frame.to_dict("records")
     return tuple(_run(_Row(row, path, number), base_model) for number, row in enumerate(rows, start=1))
 
 
 @dataclass(frozen=True)
 class _Row:
-    """One row of the table, with checks of its cells."""
+    """One row of the table, with validated access to its cells."""
 
     cells: Mapping[Any, Any]
     path: Path
     number: int
 
-    def at(self, name: str) -> str:
+    @property
+    def location(self) -> str:
+        return f"{self.path}: row {self.number}"
+
+    def cell(self, name: str) -> str:
         return f"{self.path}: {name}, row {self.number}"
 
     def given(self, name: str) -> bool:
         value = self.cells.get(name)
         return value is not None and value == value and value != ""  # NaN differs from itself
 
-    def number_of(self, name: str, *, least: float = 0.0, above: bool = False) -> float:
+    def real(self, name: str, *, least: float = 0.0, above: bool = False) -> float:
         rule = f"must be a finite number {'above' if above else 'of at least'} {least:g}"
         try:
             value = float(self.cells[name])
         except (TypeError, ValueError):
-            raise InputError(rule, self.cells[name], self.at(name)) from None
+            raise InputError(rule, self.cells[name], self.cell(name)) from None
         if not np.isfinite(value) or value < least or (above and value == least):
-            raise InputError(rule, value, self.at(name))
+            raise InputError(rule, value, self.cell(name))
         return value
 
-    def count_of(self, name: str) -> int:
-        value = self.number_of(name, least=1.0)
+    def count(self, name: str) -> int:
+        value = self.real(name, least=1.0)
         if value != int(value):
-            raise InputError("must be a whole number", value, self.at(name))
+            raise InputError("must be a whole number", value, self.cell(name))
         return int(value)
 
-    def numbers_of(self, name: str) -> list[float]:
+    def reals(self, name: str) -> list[float]:
         rule = "must be one number above 0, or several with spaces between"
         try:
             values = [float(part) for part in str(self.cells.get(name, "")).split()]
         except ValueError:
             values = []
         if not values or not all(np.isfinite(value) and value > 0.0 for value in values):
-            raise InputError(rule, self.cells.get(name), self.at(name))
+            raise InputError(rule, self.cells.get(name), self.cell(name))
         return values
 
 
 def _run(row: _Row, base_model: str) -> MeasuredRun:
-    measured = {name: row.number_of(name, above=True) for name in TARGETS if row.given(name)}
+    measured = {name: row.real(name, above=True) for name in TARGETS if row.given(name)}
     if not measured:
-        raise InputError(
-            f"must have a value of {', '.join(TARGETS)}", location=f"{row.path}: row {row.number}"
-        )
-    settings: dict[str, Any] = {name: row.count_of(name) for name in SLOTS}
+        raise InputError(f"must have a value of {', '.join(TARGETS)}", location=row.location)
+    settings: dict[str, Any] = {name: row.count(name) for name in SLOTS}
     settings["duration_s"] = _DURATION_S
     for name in SETTINGS:
         if row.given(name):
-            settings[name] = row.number_of(name, above=True) if name in _FRACTIONS else row.count_of(name)
+            settings[name] = row.real(name, above=True) if name in _REAL else row.count(name)
+    kv_known = row.given("kv_tokens_per_request")
     return MeasuredRun(
         name=_name(row),
         workload=_workload(row, base_model),
         settings=settings,
         measured=measured,
         regime=str(row.cells["regime"]) if row.given("regime") else "",
-        location=f"{row.path}: row {row.number}",
+        kv_tokens_per_request=row.real("kv_tokens_per_request", above=True) if kv_known else None,
+        location=row.location,
     )
 
 
@@ -187,11 +207,11 @@ def _name(row: _Row) -> str:
 def _workload(row: _Row, base_model: str) -> Workload:
     if row.given("workload"):
         return load_workload(row.path.parent / str(row.cells["workload"]))
-    adapters = row.count_of("adapters")
-    ranks = row.numbers_of("ranks")
+    adapters = row.count("adapters")
+    ranks = row.reals("ranks")
     rates = np.array(_rates(row, adapters))
     np.random.default_rng(row.number).shuffle(rates)
-    told = row.given("length_correlation")
+    correlated = row.given("length_correlation")
     try:
         return Workload(
             base_model=base_model,
@@ -199,27 +219,20 @@ def _workload(row: _Row, base_model: str) -> Workload:
                 Adapter(name=f"a{i}", rank=int(ranks[i % len(ranks)]), rate_rps=float(rate))
                 for i, rate in enumerate(rates)
             ),
-            prompt_tokens=Lengths(mean=row.number_of("prompt_mean"), std=row.number_of("prompt_std")),
-            output_tokens=Lengths(mean=row.number_of("output_mean"), std=row.number_of("output_std")),
-            length_correlation=row.number_of("length_correlation", least=-1.0) if told else None,
+            prompt_tokens=Lengths(mean=row.real("prompt_mean"), std=row.real("prompt_std")),
+            output_tokens=Lengths(mean=row.real("output_mean"), std=row.real("output_std")),
+            length_correlation=row.real("length_correlation", least=-1.0) if correlated else None,
         )
     except InputError as error:
-        raise InputError(error.rule, error.value, f"{row.path}: row {row.number}: {error.location}") from None
+        raise InputError(error.rule, error.value, f"{row.location}: {error.location}") from None
 
 
 def _rates(row: _Row, adapters: int) -> list[float]:
-    rates = row.numbers_of("rates_rps")
+    rates = row.reals("rates_rps")
     if not row.given("rate_counts"):
         return [rates[i % len(rates)] for i in range(adapters)]
-    counts = [int(count) for count in row.numbers_of("rate_counts")]
+    counts = [int(count) for count in row.reals("rate_counts")]
     if len(counts) != len(rates) or sum(counts) != adapters:
         rule = f"must hold one number for each rate, {adapters} in sum"
-        raise InputError(rule, row.cells["rate_counts"], row.at("rate_counts"))
+        raise InputError(rule, row.cells["rate_counts"], row.cell("rate_counts"))
     return [rate for rate, count in zip(rates, counts, strict=True) for _ in range(count)]
-
-
-def in_frame(runs: tuple[MeasuredRun, ...]) -> pd.DataFrame:
-    """Return what was measured of the runs, one row each, NaN where nothing was."""
-    import pandas as pd
-
-    return pd.DataFrame([dict(run.measured) for run in runs], index=[run.name for run in runs])

@@ -8,11 +8,11 @@ from dataclasses import replace
 from typing import Required, TypedDict, Unpack
 
 from capplan.spec import Profile, Workload
-from capplan.twin.client import client_itl_factor
 from capplan.twin.core import run
 from capplan.twin.details import DetailedResult, detailed_result, with_buckets
 from capplan.twin.result import SimulationResult, summarize
 from capplan.twin.scenario import Scenario, build_scenario
+from capplan.twin.scrapes import client_itl_factor
 from capplan.twin.trace import Trace
 
 DEFAULT_MAX_NUM_SEQS = 256

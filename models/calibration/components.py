@@ -1,15 +1,17 @@
-"""Profile components other than the step model: memory and loading fits, and assumed values."""
+"""Profile components other than the step model: fits of memory, loading and lengths, and assumed values."""
 
 from __future__ import annotations
 
 import os
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Final
 
 import numpy as np
 from numpy.typing import NDArray
+from scipy.optimize import brentq
+from scipy.stats import gamma, norm, qmc
 
 from capplan.errors import InputError
 from capplan.models import loading, memory
@@ -22,6 +24,7 @@ from capplan.spec import (
     Fit,
     FittedModel,
     Gpu,
+    Lengths,
     ModelArch,
     Profile,
     ProfileEngine,
@@ -32,40 +35,45 @@ from capplan.spec import (
 from capplan.spec.files import parse_json
 
 MEMORY_COLUMNS: Final = ("a_max", "s_max", "kv_tokens")
-
 MEMORY_OPTIONS: Final = ("max_num_seqs", "gpu_memory_utilization")
-
 LOADING_COLUMNS: Final = ("rank", "s_max", "ms")
-
 LOADING_OPTIONS: Final = ("kind",)
+ASSUMED: Final = "assumed, not measured"
 
-GPU: Final = "gpu"
-
-DISK: Final = "disk"
-
+_GPU: Final = "gpu"
+_DISK: Final = "disk"
 _UTILIZATION: Final = 0.9
-
 _THRESHOLDS: Final = 65
 
-_KV_ERROR: Final = "100 * mean(|p - a| / a) of KV tokens"
+_MAX_CORRELATION: Final = 0.95
+_LOG2_SCORES: Final = 14
+
+_MEMORY_BYTES_PER_MS: Final = 2e9  # GPU memory bandwidth, about that of data-centre GPUs of 2023
+_FLOP_PER_MS: Final = 3e11
+_PCIE_BYTES_PER_MS: Final = 1e7
+_DISK_BYTES_PER_MS: Final = 1e6
+_RESERVED_BYTES: Final = 4e9
+_REQUEST_MS: Final = 5.0
+_EMBEDDING_ADAPTERS: Final = ("LlamaForCausalLM", "MistralForCausalLM")
+"""Architectures whose slots also hold embedding and output head (vLLM: ``embedding_modules``)."""
 
 
 def fit_memory(path: str | Path, base: Profile) -> FittedModel:
-    """Fit the memory model to the KV tokens that engines found free at their start.
+    """Fit the memory model to the KV tokens that engines report at start-up.
 
     Parameters
     ----------
     path
         CSV or Parquet table with `MEMORY_COLUMNS`: slots, their rank, KV tokens. Of `MEMORY_OPTIONS`,
-        ``max_num_seqs`` lets the cost of sequences be fitted where it takes three values or more, and
-        ``gpu_memory_utilization`` is 0.9 unless given.
+        ``max_num_seqs`` determines the cost of sequences if it has three values or more, and
+        ``gpu_memory_utilization`` defaults to 0.9.
     base
-        GPU, model and engine; what sequences cost stays as it is there unless it is fitted.
+        GPU, model and engine. The cost of sequences is the base's unless fitted.
 
     Raises
     ------
     InputError
-        For a broken table, or more KV than the GPU can hold beside the weights.
+        For a broken table, or more KV tokens than the GPU can hold beside the weights.
     """
     frame = read_table(path, MEMORY_COLUMNS, MEMORY_OPTIONS)
     require_positive(frame, ("kv_tokens", "max_num_seqs", "gpu_memory_utilization"), str(path))
@@ -85,35 +93,35 @@ def fit_memory(path: str | Path, base: Profile) -> FittedModel:
         "slot_factor": column["a_max"] * slots,
         "slot_overhead_bytes": column["a_max"],
     }
-    fit, fixed = _with_sequences(columns, taken, column.get("max_num_seqs"), base)
+    fit, fixed = _fit_with_sequences(columns, taken, column.get("max_num_seqs"), base)
     fitted = fitted_model(
         memory.FORM,
         fit,
         f"{Path(path).name}: {len(frame)} start-ups",
-        ranges={name: (float(column[name].min()), float(column[name].max())) for name in ("a_max", "s_max")},
+        ranges={name: _range(column[name]) for name in ("a_max", "s_max")},
         fixed=fixed,
     )
-    measured = column["kv_tokens"] * per_token
-    missed = np.abs(taken - fit.predict(fit.problem.design) - _constant(fixed, column)) / measured
+    predicted = fit.predict(fit.problem.design) + _sequence_bytes(fixed, column)
+    relative = np.abs(taken - predicted) / (column["kv_tokens"] * per_token)
     quality = fitted.fit.replace(
-        error_formula=_KV_ERROR,
-        error=float(100 * missed.mean()),
-        max_error=float(100 * missed.max()),
+        error_formula="100 * mean(|p - a| / a) of KV tokens",
+        error=float(100 * relative.mean()),
+        max_error=float(100 * relative.max()),
     )
     return fitted.replace(fit=quality)
 
 
-def _with_sequences(
+def _fit_with_sequences(
     columns: dict[str, NDArray[np.float64]],
     taken: NDArray[np.float64],
     max_num_seqs: NDArray[np.float64] | None,
     base: Profile,
 ) -> tuple[LinearFit, tuple[tuple[str, float], ...]]:
-    """Fit with the cost of sequences if the table can tell it, else with the base's; also what is fixed."""
+    """Return the fit and the fixed coefficients: the cost of sequences unless ``max_num_seqs`` varies."""
     if max_num_seqs is None or np.unique(max_num_seqs).size < 3:
         fixed = tuple((name, base.memory.value(name)) for name in ("bytes_per_seq", "seqs_in_reserve"))
         known = {} if max_num_seqs is None else {"max_num_seqs": max_num_seqs}
-        return _fit(columns, np.maximum(taken - _constant(fixed, known), 1.0)), fixed
+        return _fit(columns, np.maximum(taken - _sequence_bytes(fixed, known), 1.0)), fixed
     thresholds = np.linspace(max_num_seqs.min(), max_num_seqs.max(), _THRESHOLDS)[:-1]
     trials = [
         _fit(columns | {"bytes_per_seq": np.maximum(0.0, max_num_seqs - free)}, taken) for free in thresholds
@@ -122,14 +130,18 @@ def _with_sequences(
     return trials[best], (("seqs_in_reserve", float(thresholds[best])),)
 
 
-def _fit(columns: dict[str, NDArray[np.float64]], taken: NDArray[np.float64]) -> LinearFit:
-    return fit_linear(LinearProblem(tuple(columns), np.column_stack(list(columns.values())), taken))
+def _fit(columns: dict[str, NDArray[np.float64]], y: NDArray[np.float64]) -> LinearFit:
+    return fit_linear(LinearProblem(tuple(columns), np.column_stack(list(columns.values())), y))
 
 
-def _constant(
+def _range(values: NDArray[np.float64]) -> tuple[float, float]:
+    return float(values.min()), float(values.max())
+
+
+def _sequence_bytes(
     fixed: tuple[tuple[str, float], ...], column: dict[str, NDArray[np.float64]]
 ) -> NDArray[np.float64] | float:
-    """Return the bytes of sequences by the base's numbers; 0 where they were fitted or are not known."""
+    """Return the bytes of sequences by fixed coefficients; 0 if they were fitted or are unknown."""
     known = dict(fixed)
     if "bytes_per_seq" not in known or "max_num_seqs" not in column:
         return 0.0
@@ -142,10 +154,10 @@ def fit_loading(path: str | Path, base: Profile) -> FittedModel:
     Parameters
     ----------
     path
-        CSV or Parquet table with `LOADING_COLUMNS`: rank of the adapter, of the slot, milliseconds. The
-        column ``kind`` tells ``gpu`` (host to slot, the default) from ``disk`` (to the host).
+        CSV or Parquet table with `LOADING_COLUMNS`: rank of the adapter, of the slot, milliseconds. Column
+        ``kind``: ``gpu`` (host to slot, the default) or ``disk`` (disk to host).
     base
-        What no row tells stays as it is there, the serving factor among it.
+        Source of the coefficients that the table does not determine, including the serving factor.
 
     Raises
     ------
@@ -154,58 +166,102 @@ def fit_loading(path: str | Path, base: Profile) -> FittedModel:
     """
     frame = read_table(path, LOADING_COLUMNS, LOADING_OPTIONS, text=LOADING_OPTIONS)
     require_positive(frame, LOADING_COLUMNS, str(path))
-    kind = frame["kind"].to_numpy(str) if "kind" in frame.columns else np.full(len(frame), GPU)
-    unknown = ~np.isin(kind, (GPU, DISK))
+    kind = frame["kind"].to_numpy(str) if "kind" in frame.columns else np.full(len(frame), _GPU)
+    unknown = ~np.isin(kind, (_GPU, _DISK))
     if unknown.any():
         row = int(np.argmax(unknown))
-        raise InputError(f"must be {GPU} or {DISK}", str(kind[row]), f"{path}: kind, row {row + 1}")
+        raise InputError(f"must be {_GPU} or {_DISK}", str(kind[row]), f"{path}: kind, row {row + 1}")
     rank, s_max, ms = (frame[name].to_numpy(np.float64) for name in LOADING_COLUMNS)
     padding = (rank < s_max).astype(float)
-    parts = {
-        GPU: {"gpu_base_ms": np.ones_like(rank), "gpu_ms_per_rank": rank, "gpu_padding_ms": padding},
-        DISK: {"disk_base_ms": np.ones_like(rank), "disk_ms_per_rank": rank},
+    columns = {
+        _GPU: {"gpu_base_ms": np.ones_like(rank), "gpu_ms_per_rank": rank, "gpu_padding_ms": padding},
+        _DISK: {"disk_base_ms": np.ones_like(rank), "disk_ms_per_rank": rank},
     }
-    coefficients: dict[str, Coefficient] = dict(base.loading.coefficients)
-    fits = {}
-    for name, columns in parts.items():
+    present = [name for name in columns if (kind == name).any()]
+    source = f"{Path(path).name}: {len(frame)} loads ({', '.join(sorted(present))})"
+    ranges = {"rank": _range(rank), "s_max": _range(s_max)}
+    fitted = []
+    for name in present:
         keep = kind == name
-        if keep.any():
-            fit = _fit({each: values[keep] for each, values in columns.items()}, ms[keep])
-            fits[name] = fit
-            coefficients |= fitted_model(loading.FORM, fit, "").coefficients
-    source = f"{Path(path).name}: {len(frame)} loads ({', '.join(sorted(fits))})"
-    ranges = {
-        "rank": (float(rank.min()), float(rank.max())),
-        "s_max": (float(s_max.min()), float(s_max.max())),
-    }
-    shown = fitted_model(
-        loading.FORM, fits.get(GPU, fits.get(DISK, next(iter(fits.values())))), source, ranges=ranges
-    )
-    return shown.replace(coefficients=coefficients)
+        fit = _fit({each: values[keep] for each, values in columns[name].items()}, ms[keep])
+        fitted.append(fitted_model(loading.FORM, fit, source, ranges=ranges))
+    coefficients = dict(base.loading.coefficients)
+    for model in fitted:
+        coefficients |= model.coefficients
+    return fitted[0].replace(coefficients=coefficients)
 
 
-ASSUMED: Final = "assumed, not measured"
+def fit_length_correlation(
+    lengths: Sequence[tuple[Lengths, Lengths]], kv_tokens_per_request: Sequence[float], block_size: int
+) -> float:
+    """Fit the correlation of prompt and output lengths to the KV tokens that running requests hold.
 
-_READ_BYTES_PER_MS: Final = 2e9  # of GPU memory, about what data-centre GPUs of 2023 do
+    A decoding request holds its prompt and on average half of its output, and long outputs decode longest.
+    The KV tokens of a running request therefore grow with the correlation.
 
-_FLOP_PER_MS: Final = 3e11
+    Parameters
+    ----------
+    lengths
+        Prompt and output lengths of each run, gamma-distributed.
+    kv_tokens_per_request
+        Measured mean KV tokens of a running request in each run.
+    block_size
+        Tokens of a KV block.
 
-_PCIE_BYTES_PER_MS: Final = 1e7
+    Returns
+    -------
+    float
+        Correlation of normal scores, within 0.95 of 0.
+    """
+    scores = norm.ppf(qmc.Sobol(2, rng=np.random.default_rng(0)).random_base2(_LOG2_SCORES))
+    measured = float(np.mean(kv_tokens_per_request))
+    runs = {pair: lengths.count(pair) for pair in dict.fromkeys(lengths)}
 
-_DISK_BYTES_PER_MS: Final = 1e6
+    def excess(correlation: float) -> float:
+        held = [n * held_kv_tokens(*pair, correlation, scores, block_size) for pair, n in runs.items()]
+        return float(np.sum(held)) / len(lengths) - measured
 
-_RESERVED_BYTES: Final = 4e9
+    if excess(-_MAX_CORRELATION) > 0.0:
+        return -_MAX_CORRELATION
+    if excess(_MAX_CORRELATION) < 0.0:
+        return _MAX_CORRELATION
+    return round(float(brentq(excess, -_MAX_CORRELATION, _MAX_CORRELATION, xtol=1e-4)), 3)
 
-_REQUEST_MS: Final = 5.0
 
-_WITH_EMBEDDING_ADAPTERS: Final = ("LlamaForCausalLM", "MistralForCausalLM")
+def held_kv_tokens(
+    prompts: Lengths, outputs: Lengths, correlation: float, scores: NDArray[np.float64], block_size: int
+) -> float:
+    """Return the mean KV tokens of a decoding request, in whole blocks.
 
-"""Models whose slots hold embedding and output head, too (vLLM: ``embedding_modules``)."""
+    Parameters
+    ----------
+    prompts, outputs
+        Gamma-distributed lengths.
+    correlation
+        Correlation of their normal scores.
+    scores
+        Independent normal scores, shape (n, 2).
+    block_size
+        Tokens of a KV block.
+    """
+    first = scores[:, 0]
+    second = correlation * first + np.sqrt(1.0 - correlation**2) * scores[:, 1]
+    prompt, output = _gamma(prompts, first), _gamma(outputs, second)
+    held = prompt + output / 2.0 + block_size / 2.0
+    return float((output * held).sum() / output.sum())
+
+
+def _gamma(lengths: Lengths, score: NDArray[np.float64]) -> NDArray[np.float64]:
+    mean, std = lengths.mean_tokens, lengths.std_tokens
+    if std == 0.0:
+        return np.full_like(score, mean)
+    values: NDArray[np.float64] = gamma.ppf(norm.cdf(score), (mean / std) ** 2, scale=std**2 / mean)
+    return np.maximum(values, 1.0)
 
 
 @dataclass(frozen=True)
 class Hardware:
-    """What a profile is of, besides the model."""
+    """GPU and engine of an assumed profile."""
 
     gpu: str
     gpu_memory_bytes: int
@@ -216,12 +272,12 @@ class Hardware:
 
 
 def read_arch(path: str | os.PathLike[str], hf_id: str) -> ModelArch:
-    """Return the shape of a model from the ``config.json`` that Hugging Face models come with.
+    """Return the architecture from the ``config.json`` of a Hugging Face model.
 
     Raises
     ------
     InputError
-        When the file cannot be read, lacks a size, or holds one that is no whole number above 0.
+        For an unreadable file, or a size that is missing or not a whole number above 0.
     """
     name = os.fspath(path)
     config = parse_json(read_text(path), name)
@@ -241,26 +297,26 @@ def read_arch(path: str | os.PathLike[str], hf_id: str) -> ModelArch:
         intermediate_size=_size(config, "intermediate_size", name),
         vocab_size=_size(config, "vocab_size", name),
         tied_embeddings=bool(config.get("tie_word_embeddings", False)),
-        lora_on_embeddings=any(each in _WITH_EMBEDDING_ADAPTERS for each in architectures),
+        lora_on_embeddings=any(each in _EMBEDDING_ADAPTERS for each in architectures),
     )
 
 
-def _size(config: Mapping[str, Any], key: str, location: str, otherwise: int | None = None) -> int:
+def _size(config: Mapping[str, Any], key: str, location: str, default: int | None = None) -> int:
     value = config.get(key)
     if value is None:
-        value = otherwise
+        value = default
     if not isinstance(value, int) or isinstance(value, bool) or value < 1:
         raise InputError("must be a whole number above 0", value, f"{location}: {key}")
     return value
 
 
 def assumed_profile(arch: ModelArch, hardware: Hardware) -> Profile:
-    """Return a profile of round numbers, from which a calibration can start and whose rest it replaces."""
+    """Return a profile of round numbers, the start of a calibration without a base."""
     weights, per_rank = weight_bytes(arch, hardware.tp), adapter_bytes(arch, 1)
     step = dict.fromkeys(ADDITIVE.coefficients, 0.0) | {
-        "base_ms": weights / _READ_BYTES_PER_MS,
+        "base_ms": weights / _MEMORY_BYTES_PER_MS,
         "ms_per_ktoken": 1e3 * weights / arch.dtype_bytes * 2 / _FLOP_PER_MS,
-        "ms_per_kv_ktoken": 1e3 * kv_bytes_per_token(arch, hardware.tp) / _READ_BYTES_PER_MS,
+        "ms_per_kv_ktoken": 1e3 * kv_bytes_per_token(arch, hardware.tp) / _MEMORY_BYTES_PER_MS,
         "ms_per_adapter": 0.2,
     }
     slots = {
@@ -285,15 +341,16 @@ def assumed_profile(arch: ModelArch, hardware: Hardware) -> Profile:
         tp=hardware.tp,
         model=arch,
         engine=engine,
-        step_latency=_assumed(ADDITIVE.name, step),
-        memory=_assumed(memory.FORM, slots),
-        loading=_assumed(loading.FORM, loads),
-        host=_assumed("per-request", {"request_ms": _REQUEST_MS, "client_itl_factor": 1.0}),
+        step_latency=assumed_model(ADDITIVE.name, step),
+        memory=assumed_model(memory.FORM, slots),
+        loading=assumed_model(loading.FORM, loads),
+        host=assumed_model("per-request", {"request_ms": _REQUEST_MS, "client_itl_factor": 1.0}),
         provenance=Provenance(kind=ProvenanceKind.ROOFLINE, source=ASSUMED, command="capplan calibrate"),
     )
 
 
-def _assumed(form: str, values: Mapping[str, float]) -> FittedModel:
+def assumed_model(form: str, values: Mapping[str, float]) -> FittedModel:
+    """Return a model of assumed coefficients."""
     return FittedModel(
         form=form,
         coefficients={name: Coefficient(value=value) for name, value in values.items()},

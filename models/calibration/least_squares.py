@@ -1,4 +1,4 @@
-"""Least squares with bounds, relative errors and clustered standard errors."""
+"""Non-negative least squares of relative errors, and standard errors that allow for clusters."""
 
 from __future__ import annotations
 
@@ -15,14 +15,16 @@ SMAPE_FORMULA = "100 * mean(|p - a| / (|p| + |a|))"
 
 
 def smape(predicted: ArrayLike, actual: ArrayLike) -> float:
-    """Return ``100 * mean(|p - a| / (|p| + |a|))``, NaN when there is nothing to compare."""
+    """Return ``100 * mean(|p - a| / (|p| + |a|))``, NaN for empty arrays."""
     p, a = np.asarray(predicted, float), np.asarray(actual, float)
     return float(100 * np.mean(np.abs(p - a) / (np.abs(p) + np.abs(a)))) if a.size else float("nan")
 
 
 @dataclass(frozen=True)
 class LinearProblem:
-    """A linear model to fit: ``y ~ design @ coefficients`` with errors relative to y.
+    """Linear model to fit: ``y ~ design @ coefficients`` with errors relative to y.
+
+    Coefficients are bounded below by 0, since no part of a step takes negative time.
 
     Attributes
     ----------
@@ -32,36 +34,28 @@ class LinearProblem:
         Regressors, shape (samples, coefficients).
     y
         Measurements, shape (samples,), positive.
-    free_sign
-        Coefficients that may be negative; all others are bounded below by 0, since no part of a step takes
-        less than no time.
     """
 
     names: tuple[str, ...]
     design: NDArray[np.float64]
     y: NDArray[np.float64]
-    free_sign: tuple[str, ...] = ()
-
-    def lower_bounds(self) -> NDArray[np.float64]:
-        """Return 0 or minus infinity for each coefficient."""
-        return np.array([-np.inf if name in self.free_sign else 0.0 for name in self.names])
 
     def rows(self, keep: NDArray[np.bool_]) -> LinearProblem:
-        """Return the problem with some of its samples."""
-        return LinearProblem(self.names, self.design[keep], self.y[keep], self.free_sign)
+        """Return the problem with a subset of its samples."""
+        return LinearProblem(self.names, self.design[keep], self.y[keep])
 
 
 @dataclass(frozen=True)
 class LinearFit:
-    """The solution of a `LinearProblem`."""
+    """Solution of a `LinearProblem`."""
 
     problem: LinearProblem
     values: NDArray[np.float64]
     std_errors: NDArray[np.float64]
-    """NaN for coefficients that ended on their bound."""
+    """NaN for coefficients on their bound."""
 
     def predict(self, design: NDArray[np.float64]) -> NDArray[np.float64]:
-        """Return the model's answer, shape (samples,)."""
+        """Return the predictions, shape (samples,)."""
         return design @ self.values
 
     @property
@@ -71,20 +65,20 @@ class LinearFit:
 
 
 def fit_linear(problem: LinearProblem) -> LinearFit:
-    """Minimise the relative squared error within the bounds."""
+    """Minimise the squared relative errors with coefficients of at least 0."""
     weighted = problem.design / problem.y[:, None]
     largest = np.abs(weighted).max(axis=0)
     scale = np.where(largest > 0, largest, 1.0)  # a regressor that is always 0 gets the coefficient 0
-    # The triangle of a QR decomposition has the same least squares as all the rows, and few of its own.
+    # The triangle of a QR decomposition has the same solution as all rows, with few rows of its own.
     q, r = np.linalg.qr(weighted / scale)
-    answer = q.T @ np.ones(problem.y.size)
-    solution = lsq_linear(r, answer, bounds=(problem.lower_bounds(), np.inf), method="bvls")
+    target = q.T @ np.ones(problem.y.size)
+    solution = lsq_linear(r, target, bounds=(0.0, np.inf), method="bvls")
     values = solution.x / scale
     free = solution.active_mask == 0
     errors = np.full(values.size, np.nan)
-    spare = problem.y.size - int(free.sum())
-    if spare > 0:
-        variance = float(np.sum((weighted @ values - 1.0) ** 2)) / spare
+    degrees = problem.y.size - int(free.sum())
+    if degrees > 0:
+        variance = float(np.sum((weighted @ values - 1.0) ** 2)) / degrees
         scaled = (weighted / scale)[:, free]
         covariance = np.linalg.pinv(scaled.T @ scaled) * variance
         errors[free] = np.sqrt(np.maximum(np.diag(covariance), 0.0)) / scale[free]
@@ -99,7 +93,7 @@ def cross_validate(problem: LinearProblem, groups: ArrayLike, folds: int = 5) ->
     problem
         The whole problem.
     groups
-        Group of each sample (its run, say), shape (samples,); a group is never on both sides.
+        Group of each sample, such as its run, shape (samples,). A group is never on both sides.
     folds
         Number of parts; group g of the sorted distinct groups belongs to part g mod folds.
     """
@@ -112,53 +106,6 @@ def cross_validate(problem: LinearProblem, groups: ArrayLike, folds: int = 5) ->
     return smape(predicted, problem.y)
 
 
-def fitted_model(
-    form: str,
-    fit: LinearFit,
-    source: str,
-    *,
-    cross_validated: float | None = None,
-    ranges: dict[str, tuple[float, float]] | None = None,
-    fixed: Sequence[tuple[str, float]] = (),
-) -> FittedModel:
-    """Put a fit into the form that profiles store.
-
-    Parameters
-    ----------
-    form
-        Name of the model's form.
-    fit
-        The coefficients.
-    source
-        What it was fitted on.
-    cross_validated
-        Error on left-out samples, where it was computed.
-    ranges
-        Smallest and largest value of each input on which the fit rests.
-    fixed
-        Coefficients of the form that were not fitted.
-    """
-    predicted = fit.predict(fit.problem.design)
-    coefficients = {name: Coefficient(value=value) for name, value in fixed}
-    for name, value, error in zip(fit.problem.names, fit.values, fit.std_errors, strict=True):
-        coefficients[name] = Coefficient(
-            value=float(value), std_error=None if np.isnan(error) else float(error)
-        )
-    return FittedModel(
-        form=form,
-        coefficients=coefficients,
-        fitted_range=ranges or {},
-        fit=Fit(
-            source=source,
-            samples=fit.problem.y.size,
-            error_formula=SMAPE_FORMULA,
-            error=fit.error,
-            cross_validated_error=cross_validated,
-            max_error=float(100 * np.max(np.abs(predicted / fit.problem.y - 1.0))),
-        ),
-    )
-
-
 def clustered_errors(
     jacobian: NDArray[np.float64],
     residuals: NDArray[np.float64],
@@ -167,9 +114,9 @@ def clustered_errors(
 ) -> NDArray[np.float64]:
     """Return the standard error of each coefficient, NaN for those that are not free.
 
-    The residuals of a group (a run, say) may go together in any way; those of different groups are taken to
-    be independent (the sandwich estimator with clusters, small-sample factor ``G/(G-1) * (n-1)/(n-p)``). With
-    no more groups than coefficients that estimator is void, and all residuals are taken to be independent.
+    The residuals of a group, such as a run, may correlate in any way; those of different groups are taken as
+    independent (sandwich estimator with clusters, small-sample factor ``G/(G-1) * (n-1)/(n-p)``). With no
+    more groups than coefficients the estimator is undefined, and all residuals are taken as independent.
 
     Parameters
     ----------
@@ -201,3 +148,49 @@ def clustered_errors(
         covariance = inverse * float(residuals @ residuals) / (samples - parameters)
     errors[free] = np.sqrt(np.maximum(np.diag(covariance), 0.0)) / scale
     return errors
+
+
+def coefficient(value: float, std_error: float) -> Coefficient:
+    """Return a fitted coefficient; a standard error that is not finite is left out."""
+    return Coefficient(value=float(value), std_error=float(std_error) if np.isfinite(std_error) else None)
+
+
+def fitted_model(
+    form: str,
+    fit: LinearFit,
+    source: str,
+    *,
+    ranges: dict[str, tuple[float, float]] | None = None,
+    fixed: Sequence[tuple[str, float]] = (),
+) -> FittedModel:
+    """Return a fit as profiles store it.
+
+    Parameters
+    ----------
+    form
+        Name of the model's form.
+    fit
+        The coefficients.
+    source
+        Description of the data.
+    ranges
+        Smallest and largest value of each input.
+    fixed
+        Coefficients of the form that were not fitted.
+    """
+    predicted = fit.predict(fit.problem.design)
+    coefficients = {name: Coefficient(value=value) for name, value in fixed}
+    for name, value, error in zip(fit.problem.names, fit.values, fit.std_errors, strict=True):
+        coefficients[name] = coefficient(value, error)
+    return FittedModel(
+        form=form,
+        coefficients=coefficients,
+        fitted_range=ranges or {},
+        fit=Fit(
+            source=source,
+            samples=fit.problem.y.size,
+            error_formula=SMAPE_FORMULA,
+            error=fit.error,
+            max_error=float(100 * np.max(np.abs(predicted / fit.problem.y - 1.0))),
+        ),
+    )

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Final
 
@@ -23,36 +23,35 @@ from capplan.spec import Fit, FittedModel, Kernel
 DEFAULT_FOLDS: Final = 5
 
 NEGLIGIBLE: Final = 0.01
-
 NEGLIGIBLE_POINTS: Final = 0.02
+"""Candidates count as equal if their held-out errors differ by less than `NEGLIGIBLE` of the error or by less
+than this number of percentage points.
 
-"""Forms are as good as each other when their held-out errors differ by less than the first as a share of the
-error, or by less than the second in percentage points.
-
-Among those the whole of ours comes first: runs of one mix of lengths cannot tell tokens of the KV cache from
-requests, say, and a term that was left out for want of a difference would be missed with another mix.
+The full additive form is preferred among equals. Runs of one length distribution do not separate KV tokens
+from requests, for example, and a term left out for this reason would be missed with other lengths.
 """
 
 
 @dataclass(frozen=True)
 class StepModelScore:
-    """How well one form does; NaN where it could not be fitted."""
+    """Errors of one candidate; NaN if it could not be fitted."""
 
     label: str
     coefficients: int
+    """Number of coefficients that are not on a bound."""
     error: float
     """SMAPE on the rows of the fit, in percent."""
     held_out_error: float
     """SMAPE on rows whose run was left out of the fit, in percent."""
     held_out_r2: float
-    """Share of the variance of step times explained on left-out rows; below 0 is worse than their mean."""
+    """Explained share of the variance on left-out rows; negative if worse than their mean."""
     missing: tuple[str, ...] = ()
-    """Columns for want of which it could not be fitted."""
+    """Required columns that the table does not have."""
 
 
 @dataclass(frozen=True)
 class Residuals:
-    """Errors of predictions on left-out rows in one part of the table, in percent."""
+    """Errors of predictions on left-out rows of one part of the table, in percent."""
 
     name: str
     rows: int
@@ -66,20 +65,20 @@ class Residuals:
 
 @dataclass(frozen=True)
 class StepCalibration:
-    """The chosen step model and what it was chosen from."""
+    """The selected step model and the scores of all candidates."""
 
     table: StepTable
     fit: StepModelFit
     forced: bool
-    """Whether the form was asked for, not chosen."""
+    """Whether the form was given instead of selected."""
     scores: tuple[StepModelScore, ...]
-    """Of all forms, the best first."""
+    """In ascending order of held-out error."""
     held_out_ms: NDArray[np.float64]
-    """Predictions of the chosen form by fits that left the row's run out, shape (rows,)."""
+    """Predictions of the selected candidate by fits without the row's run, shape (rows,)."""
 
     @property
     def score(self) -> StepModelScore:
-        """The chosen form's."""
+        """Score of the selected candidate."""
         return next(score for score in self.scores if score.label == self.fit.candidate.label)
 
     def model(self) -> FittedModel:
@@ -87,15 +86,14 @@ class StepCalibration:
         table = self.table
         predicted = self.fit.predict(table)
         runs = f" of {len(table.run_names)} runs" if table.run_names else ""
-        ranges = {
-            name: (float(np.min(values)), float(np.max(values)))
-            for name in ("tokens", "requests", "kv_tokens", "adapters", "a_max", "s_max", "waiting")
-            if (values := getattr(table, name)).size
-        }
+        inputs = ("tokens", "requests", "kv_tokens", "adapters", "a_max", "s_max", "waiting")
         return FittedModel(
             form=self.fit.candidate.form.name,
             coefficients=self.fit.coefficients(),
-            fitted_range=ranges,
+            fitted_range={
+                name: (float(getattr(table, name).min()), float(getattr(table, name).max()))
+                for name in inputs
+            },
             fit=Fit(
                 source=f"{table.source}: {table.rows} rows{runs}",
                 samples=table.rows,
@@ -107,9 +105,9 @@ class StepCalibration:
         )
 
     def by_regime(self) -> tuple[Residuals, ...]:
-        """Return the errors in each regime, in the order of `REGIMES`, others after them."""
-        there = set(self.table.regime.tolist())
-        order = [*(name for name in REGIMES if name in there), *sorted(there - set(REGIMES))]
+        """Return the errors in each regime, in the order of `REGIMES`, followed by other names."""
+        present = set(self.table.regime.tolist())
+        order = [*(name for name in REGIMES if name in present), *sorted(present - set(REGIMES))]
         return tuple(self._residuals(name, self.table.regime == name) for name in order)
 
     def by_a_max(self) -> tuple[Residuals, ...]:
@@ -137,30 +135,30 @@ def calibrate_steps(
     folds: int = DEFAULT_FOLDS,
     progress: Callable[[int, int], None] | None = None,
 ) -> StepCalibration:
-    """Fit every form and choose.
+    """Fit every candidate and select one.
 
     Parameters
     ----------
     table
         The measured steps.
     kernel
-        Which rank the engine's LoRA kernels pay for.
+        Kernel of the engine, which determines the ranks that it pays for.
     form
-        Name of the form to take, whatever its error; None: the first in the order of `candidates` whose
-        held-out error is as good as the lowest, by `NEGLIGIBLE`.
+        Label of the candidate to take. None: the first in the order of `candidates` whose held-out error
+        equals the lowest, by `NEGLIGIBLE`.
     folds
-        Parts of the cross-validation; run g belongs to part g mod folds, and is never on both sides.
+        Parts of the cross-validation; run g belongs to part g mod folds and is never on both sides.
     progress
-        Called with (fits done, fits in all).
+        Called with (fits done, all fits).
 
     Raises
     ------
     InputError
-        For an unknown form, one that the table has too few columns for, or fewer rows than coefficients.
+        For an unknown form, one whose columns are missing, or fewer rows than coefficients.
     """
     forced = None if form is None else candidate_named(form, table, kernel)
-    everything = candidates(table, kernel)
-    possible = [each for each in everything if not each.missing(table)]
+    every = candidates(table, kernel)
+    possible = [each for each in every if not each.missing(table)]
     fits: dict[str, StepModelFit] = {}
     held_out: dict[str, NDArray[np.float64]] = {}
     for done, each in enumerate(possible):
@@ -170,17 +168,21 @@ def calibrate_steps(
         held_out[each.label] = predict_left_out(each, table, folds)
     if progress is not None:
         progress(len(possible), len(possible))
-    scores = _sorted(
-        [_score(fits[each.label], table, held_out[each.label]) for each in possible]
-        + [_unfitted(each, table) for each in everything if each not in possible]
-    )
+    nan = float("nan")
+    scores = [_score(fits[each.label], table, held_out[each.label]) for each in possible]
+    scores += [
+        StepModelScore(each.label, 0, nan, nan, nan, missing)
+        for each in every
+        if (missing := each.missing(table))
+    ]
+    scores.sort(key=lambda s: (np.isnan(s.held_out_error), s.held_out_error, s.coefficients))
     preferred = [each.label for each in possible if each.kernel is kernel]
     label = _best(scores, preferred) if forced is None else forced.label
-    return StepCalibration(table, fits[label], forced is not None, scores, held_out[label])
+    return StepCalibration(table, fits[label], forced is not None, tuple(scores), held_out[label])
 
 
 def predict_left_out(candidate: StepModelCandidate, table: StepTable, folds: int) -> NDArray[np.float64]:
-    """Return the milliseconds of each row as predicted by a fit without the row's run, shape (rows,)."""
+    """Return the milliseconds of each row predicted by a fit without the row's run, shape (rows,)."""
     _, numbers = np.unique(table.run, return_inverse=True)
     part = numbers % folds
     if np.unique(part).size < 2:
@@ -194,36 +196,27 @@ def predict_left_out(candidate: StepModelCandidate, table: StepTable, folds: int
 
 
 def _fit(candidate: StepModelCandidate, table: StepTable) -> StepModelFit:
-    wanted = len(candidate.form.names) - len(candidate.left_out)
-    if table.rows < wanted:
-        rule = f"must leave at least {wanted} rows to each fit of the form {candidate.label}"
+    coefficients = len(candidate.form.names) - len(candidate.left_out)
+    if table.rows < coefficients:
+        rule = f"must leave at least {coefficients} rows to each fit of the form {candidate.label}"
         raise InputError(rule, table.rows, table.source)
     return candidate.fit(table)
 
 
 def _score(fit: StepModelFit, table: StepTable, held_out: NDArray[np.float64]) -> StepModelScore:
-    spread = float(np.sum((table.step_ms - table.step_ms.mean()) ** 2))
-    missed = float(np.sum((held_out - table.step_ms) ** 2))
+    total = float(np.sum((table.step_ms - table.step_ms.mean()) ** 2))
+    unexplained = float(np.sum((held_out - table.step_ms) ** 2))
     return StepModelScore(
         label=fit.candidate.label,
         coefficients=int(np.sum(~np.isnan(fit.std_errors))),
         error=smape(fit.predict(table), table.step_ms),
         held_out_error=smape(held_out, table.step_ms),
-        held_out_r2=1.0 - missed / spread if spread > 0.0 else float("nan"),
+        held_out_r2=1.0 - unexplained / total if total > 0.0 else float("nan"),
     )
 
 
-def _unfitted(candidate: StepModelCandidate, table: StepTable) -> StepModelScore:
-    nothing = float("nan")
-    return StepModelScore(candidate.label, 0, nothing, nothing, nothing, candidate.missing(table))
-
-
-def _sorted(scores: Iterable[StepModelScore]) -> tuple[StepModelScore, ...]:
-    return tuple(sorted(scores, key=lambda s: (np.isnan(s.held_out_error), s.held_out_error, s.coefficients)))
-
-
-def _best(scores: tuple[StepModelScore, ...], preferred: Sequence[str]) -> str:
-    """Return the label of the best form: the first in order of preference that is as good as any."""
+def _best(scores: Sequence[StepModelScore], preferred: Sequence[str]) -> str:
+    """Return the first label in order of preference whose held-out error equals the lowest."""
     errors = {score.label: score.held_out_error for score in scores}
     least = min(errors[label] for label in preferred)
     limit = least + max(NEGLIGIBLE * least, NEGLIGIBLE_POINTS)

@@ -113,9 +113,9 @@ def test_means_over_windows_count_what_is_there_in_some_steps() -> None:
     frame = steps_of("additive", ADDITIVE_TRUTH, rows=40)
     single = step_table(frame, "steps.csv")
     mean = np.linspace(0.0, 3.0, 40)
-    assert single.likely(mean).tolist() == [0.0] + [1.0] * 39
+    assert single.probability_of_any(mean).tolist() == [0.0] + [1.0] * 39
     windows = step_table(frame.assign(steps=500), "steps.csv")
-    assert windows.likely(mean) == pytest.approx(1.0 - np.exp(-mean))
+    assert windows.probability_of_any(mean) == pytest.approx(1.0 - np.exp(-mean))
 
 
 def test_rows_of_no_run_are_cut_into_stretches(frame: pd.DataFrame) -> None:

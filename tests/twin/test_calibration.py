@@ -8,20 +8,17 @@ import pytest
 
 from capplan.errors import InputError
 from capplan.models.calibration.least_squares import smape
-from capplan.models.calibration.tables import read_steps
 from capplan.models.step_latency import ADDITIVE
 from capplan.spec import Coefficient, Profile
 from capplan.twin.calibration import CalibrationOptions, CalibrationTables, calibrate
 from capplan.twin.calibration_fit import (
-    answer,
     calibrate_runs,
     free_coefficients,
-    is_outside,
+    predict_targets,
+    simulate_run,
     with_coefficients,
 )
-from capplan.twin.calibration_published import loading_frame, memory_frame, run_frame, step_frame
 from capplan.twin.calibration_runs import TARGETS, MeasuredRun, read_runs
-from capplan.twin.published_models import PUBLISHED
 from tests.twin.examples import part, profile
 
 BASE = dict.fromkeys(ADDITIVE.coefficients, 0.0) | {
@@ -37,6 +34,12 @@ LOADS = {
     "gpu_padding_ms": 0.0,
     "disk_base_ms": 0.0,
     "disk_ms_per_rank": 0.0,
+}
+SCRAPED = {
+    "scrape_interval_s": 2.0,
+    "scrape_us_per_series": 1000.0,
+    "scrape_us_per_series_adapter": 10.0,
+    "scrape_share": 1.0,
 }
 
 
@@ -171,18 +174,52 @@ def test_the_twin_counts_the_loads_that_a_step_table_does_not_tell(tmp_path: Pat
         calibrate(engine(), tables)
 
 
-def test_time_outside_the_steps_is_shifted_as_a_simulation_would(tmp_path: Path) -> None:
-    base = engine()
-    free = free_coefficients(
-        base, ("request_ms", "client_itl_factor"), steps_known=True, latency_measured=True
+@pytest.mark.parametrize(
+    ("before", "after"),
+    [
+        ({"request_ms": 20.0}, {"request_ms": 75.0, "client_itl_factor": 1.2}),
+        (SCRAPED, SCRAPED | {"scrape_us_per_series": 3000.0, "scrape_share": 0.8}),
+    ],
+    ids=["constants", "scrapes"],
+)
+def test_another_host_model_needs_no_simulation(
+    tmp_path: Path, before: dict[str, float], after: dict[str, float]
+) -> None:
+    base, changed = (
+        engine().replace(host=part("per-request", **({"request_ms": 0.0, "client_itl_factor": 1.0} | values)))
+        for values in (before, after)
     )
-    assert all(is_outside(each) for each in free)
-    changed = with_coefficients(base, free, [75.0, 1.2])
-    before = {"request_ms": 20.0, "client_itl_factor": 1.0}
     for run in read_runs(run_table(base, tmp_path), "org/tiny")[3:6]:
-        shifted = answer(run.simulate(base, 0), before, {"request_ms": 75.0, "client_itl_factor": 1.2})
+        predicted = predict_targets(simulate_run(run, base, 0), base.host, changed.host)
         simulated = run.simulate(changed, 0)
-        assert shifted == pytest.approx([getattr(simulated, target) for target in TARGETS], rel=1e-6)
+        assert predicted == pytest.approx([getattr(simulated, target) for target in TARGETS], rel=1e-6)
+
+
+def test_the_cost_of_scrapes_follows_from_the_itl_of_runs(tmp_path: Path) -> None:
+    host = {"request_ms": 20.0, "client_itl_factor": 1.0}
+    truth = engine().replace(host=part("per-request", **(host | SCRAPED)))
+    path = run_table(truth, tmp_path)
+    start = part("per-request", **(host | SCRAPED | {"scrape_us_per_series": 300.0}))
+    base = engine().replace(host=start)
+    made = calibrate(
+        base, CalibrationTables(runs=str(path)), CalibrationOptions(free=("scrape_us_per_series",), folds=2)
+    )
+    assert made.profile.host.value("scrape_us_per_series") == pytest.approx(1000.0, rel=0.3)
+
+
+def test_the_length_correlation_follows_from_the_kv_tokens_of_runs(tmp_path: Path) -> None:
+    path = run_table(engine(), tmp_path)
+    frame = pd.read_csv(path).assign(prompt_std=60.0, output_std=40.0, prompt_mean=60.0, output_mean=40.0)
+    for name, low in (("low", 90.0), ("high", 130.0)):
+        frame.assign(kv_tokens_per_request=low).to_csv(tmp_path / f"{name}.csv", index=False)
+    options = CalibrationOptions(free=("length_correlation", "request_ms"))
+    low, high = (
+        calibrate(engine(), CalibrationTables(runs=str(tmp_path / f"{name}.csv")), options).profile
+        for name in ("low", "high")
+    )
+    assert -0.95 <= low.length_correlation < 0.0 < high.length_correlation <= 0.95
+    with pytest.raises(InputError, match="kv_tokens_per_request: must have a value"):
+        calibrate(engine(), CalibrationTables(runs=str(path)), options)
 
 
 def test_a_coefficient_that_is_0_starts_small() -> None:
@@ -255,43 +292,6 @@ def test_a_workload_file_can_stand_in_for_the_columns(tmp_path: Path) -> None:
     (run,) = read_runs(path, "org/other")
     assert isinstance(run, MeasuredRun)
     assert (run.name, run.workload.base_model, run.settings["duration_s"]) == ("1", "org/tiny", 3600.0)
-
-
-@pytest.mark.parametrize("model", PUBLISHED, ids=lambda model: model.key)
-def test_the_published_tables_become_input(reference_dir: Path, tmp_path: Path, model: object) -> None:
-    tables = reference_dir / "vllm_h100"
-    paths = {}
-    for name, make in (
-        ("steps", step_frame),
-        ("runs", run_frame),
-        ("memory", memory_frame),
-        ("loading", loading_frame),
-    ):
-        paths[name] = str(tmp_path / f"{name}.csv")
-        make(tables, model).to_csv(paths[name], index=False)
-    runs = paths.pop("runs")
-    base = profile().replace(model=model.arch, gpu=profile().gpu.replace(memory_bytes=64 * 2**30))
-    made = calibrate(base, CalibrationTables(**paths))
-    assert made.steps is not None
-    assert made.steps.fit.candidate.form.name == "additive"
-    assert made.steps.table.rows > 10_000
-    errors = {score.label: score.held_out_error for score in made.steps.scores}
-    assert errors["additive"] < 2.5 < errors["digital-twin"] < 4.0 < errors["toppings-mbgmv"]
-    assert {part.name for part in made.steps.by_regime()} >= {
-        "un-queued",
-        "slot-bound",
-        "KV-bound",
-        "overloaded",
-    }
-    assert made.profile.memory.fit.error < 3.0
-    measured = read_runs(runs, base.model.hf_ids[0])
-    assert len(measured) > 300
-    named = {run.name for run in measured}
-    table = read_steps(paths["steps"])
-    assert {table.run_names[at] for at in table.run[table.unknown_loads]} <= named
-    offered = np.array([run.workload.total_rate_rps for run in measured])
-    calm = np.array(["ttft_s_p50" in run.measured for run in measured])
-    assert offered[calm].mean() < offered[~calm].mean()
 
 
 def test_what_was_not_measured_is_not_compared() -> None:

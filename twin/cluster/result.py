@@ -11,12 +11,12 @@ from numpy.typing import NDArray
 
 from capplan.spec import Profile
 from capplan.twin import trace as t
-from capplan.twin.client import client_itl_factor
 from capplan.twin.cluster.run import ClusterTrace
 from capplan.twin.cluster.scenario import ClusterScenario, take_requests
 from capplan.twin.request_table import FINISHED, request_status
 from capplan.twin.result import SimulationResult, summarize
 from capplan.twin.scenario import NS_PER_S, Scenario
+from capplan.twin.scrapes import client_itl_factor
 from capplan.workload import Requests
 
 

@@ -1,4 +1,4 @@
-"""What scrapes of a server's metrics do to the gaps that its clients see."""
+"""Effect of metrics scrapes on the gaps between tokens at the client."""
 
 import dataclasses
 from typing import Any
@@ -10,7 +10,7 @@ from hypothesis import strategies as st
 
 from capplan import Profile, Workload, simulate
 from capplan.spec import Coefficient
-from capplan.twin import client
+from capplan.twin import scrapes
 from capplan.twin.core import run
 from capplan.twin.result import SimulationResult
 from capplan.twin.scenario import NS_PER_S, Scenario, build_scenario
@@ -68,15 +68,15 @@ def test_the_constant_factor_is_on_top_of_what_scrapes_do() -> None:
 def test_tokens_of_a_scrape_arrive_as_one(steps: int, held: int, step_s: float, small: float) -> None:
     """Count the gaps of one period: one per step of the pause, and one for the whole scrape."""
     gaps = [step_s] * steps + [held * step_s]
-    factor = client.stretch(steps * step_s, held * step_s, step_s, 1.0)
+    factor = scrapes.stretch(steps * step_s, held * step_s, step_s, 1.0)
     assert factor * step_s == pytest.approx(np.mean(gaps))
-    some = client.stretch(steps * step_s, held * step_s, step_s, small)
+    some = scrapes.stretch(steps * step_s, held * step_s, step_s, small)
     assert some - 1 == pytest.approx(small * (factor - 1))
 
 
 def test_a_scrape_shorter_than_a_step_is_not_seen() -> None:
-    assert client.stretch(2.0, 0.009, 0.01, 1.0) == 1.0
-    assert client.stretch(2.0, 0.0, 0.01, 1.0) == 1.0
+    assert scrapes.stretch(2.0, 0.009, 0.01, 1.0) == 1.0
+    assert scrapes.stretch(2.0, 0.0, 0.01, 1.0) == 1.0
 
 
 def scenario_of(asked: Workload) -> Scenario:
@@ -98,21 +98,23 @@ def test_a_server_shows_no_more_combinations_than_there_are(
     adapters: int, rate: float, served_s: float
 ) -> None:
     scenario = scenario_of(workload(adapters=adapters, rate_rps=rate))
-    met = client.mean_series(scenario, 0.01, 8.0, served_s)
+    met = scrapes.mean_series(scenario, 0.01, 8.0, served_s)
     assert 0.0 <= met <= 4.0**adapters  # each runs or not, and waits or not
-    assert met <= client.mean_series(scenario, 0.01, 8.0, 2 * served_s) <= 2 * met + 1e-9
+    assert met <= scrapes.mean_series(scenario, 0.01, 8.0, 2 * served_s) <= 2 * met + 1e-9
 
 
 def test_adapters_that_come_and_go_make_more_combinations_than_those_that_stay() -> None:
     busy = scenario_of(workload(adapters=8, rate_rps=60.0))
     at_times = scenario_of(workload(adapters=8, rate_rps=4.0))
-    assert client.mean_series(at_times, 0.01, 8.0, 3600.0) > 3 * client.mean_series(busy, 0.01, 8.0, 3600.0)
+    assert scrapes.mean_series(at_times, 0.01, 8.0, 3600.0) > 3 * scrapes.mean_series(busy, 0.01, 8.0, 3600.0)
 
 
-def test_the_mean_step_of_equal_steps_is_the_step() -> None:
+def test_the_scrape_load_of_equal_steps_holds_that_step() -> None:
     scenario = scenario_of(many())
     trace = run(scenario)
     assert scenario.horizon_ns == SETTINGS["duration_s"] * NS_PER_S
-    assert client.mean_step_s(trace) == pytest.approx(0.01)
-    assert 0.0 < client.mean_adapters(trace) <= 8.0
-    assert client.small_share(trace) == 1.0  # never more than 128 at once
+    load = scrapes.scrape_load(scenario, trace)
+    assert load is not None
+    assert load.step_s == pytest.approx(0.01)
+    assert 0.0 < load.adapters <= 8.0
+    assert load.small_share == 1.0  # never more than 128 at once

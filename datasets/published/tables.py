@@ -1,61 +1,74 @@
-"""The published H100 measurements as input of ``capplan calibrate`` (Agullo et al., arXiv 2508.08343).
+"""Conversion of the published measurements into input tables of `capplan calibrate`.
 
-``python -m capplan.twin.calibration_published REFERENCE_DIR OUT_DIR [GROUP...]`` writes steps.parquet,
-runs.csv, memory.csv and loading.csv for each model below OUT_DIR. Groups of runs: dt_real_results and
-ml_test_dataset, both unless told.
-
-What the tables do not say is estimated: tokens of a step are running requests plus prompt tokens, at most the
-token budget; prompts in prefill are prompt tokens over the mean prompt; ranks of running requests are those
-of all adapters on average, and the largest of them is always there.
+Quantities that were not recorded are estimated. Tokens of a step: running requests plus prompt tokens, at
+most the token budget. Prompts in prefill: prompt tokens over the mean prompt. Ranks of running requests: the
+mean rank of all adapters; the largest rank is always present.
 """
 
 from __future__ import annotations
 
-import sys
 from pathlib import Path
 
 import numpy as np
 import pandas as pd
 
-from capplan.twin.published_models import PUBLISHED, UTILIZATION, PublishedModel
-from capplan.twin.published_runs import (
+from capplan.datasets.published.runs import (
     CLIENT_MAX_IN_FLIGHT,
     GROUPS,
     LENGTHS,
     MAX_NUM_SEQS,
     TOKEN_BUDGET,
+    UTILIZATION,
+    PublishedModel,
     PublishedRun,
     published_runs,
+    undisturbed_runs,
 )
 
 PROFILED = "profiled"
-_FEWEST_STEPS = 5
+TABLES = ("steps.parquet", "runs.csv", "memory.csv", "loading.csv")
+_MIN_STEPS = 5
 _PROFILED_RANK = 8
 _NO_LIMIT = 1e12
+_WARM_UP_S = 120.0
 
 
-def step_frame(reference: Path, model: PublishedModel, groups: tuple[str, ...] = GROUPS) -> pd.DataFrame:
-    """Return the ten-second windows of undisturbed runs, and profiled steps, as a step table.
+def write_tables(
+    reference: Path, model: PublishedModel, folder: Path, groups: tuple[str, ...] = GROUPS
+) -> None:
+    """Write the four input tables of a model.
 
     Parameters
     ----------
     reference
-        Folder with step_windows.parquet, profiling_step_latency.csv and runs.csv.
-    model, groups
-        Whose runs, and of which groups.
+        Folder with step_windows.parquet, runs.csv, profiling_step_latency.csv, profiling_memory.csv and
+        profiling_loading.csv.
+    model
+        The model.
+    folder
+        Created if missing.
+    groups
+        Groups of runs. Profiled steps, start-ups and loads are separate measurements.
     """
+    folder.mkdir(parents=True, exist_ok=True)
+    step_frame(reference, model, groups).to_parquet(folder / "steps.parquet", index=False)
+    run_frame(reference, model, groups).to_csv(folder / "runs.csv", index=False)
+    memory_frame(reference, model).to_csv(folder / "memory.csv", index=False)
+    loading_frame(reference, model).to_csv(folder / "loading.csv", index=False)
+
+
+def step_frame(reference: Path, model: PublishedModel, groups: tuple[str, ...] = GROUPS) -> pd.DataFrame:
+    """Return the ten-second windows of undisturbed runs, and the profiled steps, as a step table."""
+    runs = undisturbed_runs(reference, model, groups)
     windows = pd.read_parquet(reference / "step_windows.parquet")
-    runs = pd.read_csv(reference / "runs.csv").set_index("run_idx")
-    disturbed = runs.index[runs.anomalies.fillna("").str.contains("exclude", regex=False)]
-    windows = windows[
-        (windows.model == model.key) & windows.group.isin(groups) & ~windows.run_idx.isin(disturbed)
-    ]
-    parts = (_windows_frame(windows, runs.loc[windows.run_idx], model), _profiled_frame(reference, model))
+    windows = windows[windows.run_idx.isin(runs.index)]
+    parts = (_window_frame(windows, runs.loc[windows.run_idx], model), _profiled_frame(reference, model))
     return pd.concat(parts, ignore_index=True)
 
 
-def _windows_frame(windows: pd.DataFrame, runs: pd.DataFrame, model: PublishedModel) -> pd.DataFrame:
-    """Return the windows, beside the row of each one's run."""
+def _window_frame(windows: pd.DataFrame, runs: pd.DataFrame, model: PublishedModel) -> pd.DataFrame:
+    """Return the windows as a step table; `runs` holds the run of each window."""
+    step_ms = windows.step_ms.to_numpy(float)
     requests = windows.running_mean.to_numpy(float)
     prompt_tokens = windows.prefill_tokens_per_step.to_numpy(float)
     prefills = prompt_tokens / runs.submitted_mean_input_len.to_numpy(float)
@@ -64,10 +77,8 @@ def _windows_frame(windows: pd.DataFrame, runs: pd.DataFrame, model: PublishedMo
     return pd.DataFrame(
         {
             "run": windows.run_idx.astype(str).to_numpy(),
-            "step_ms": windows.step_ms.to_numpy(float),
-            "steps": np.maximum(
-                1.0, windows.window_s.to_numpy(float) * 1e3 / windows.step_ms.to_numpy(float)
-            ),
+            "step_ms": step_ms,
+            "steps": np.maximum(1.0, windows.window_s.to_numpy(float) * 1e3 / step_ms),
             "tokens": np.minimum(TOKEN_BUDGET, requests + prompt_tokens),
             "requests": requests,
             "kv_tokens": windows.kv_ktokens.to_numpy(float) * 1e3,
@@ -93,13 +104,13 @@ def _windows_frame(windows: pd.DataFrame, runs: pd.DataFrame, model: PublishedMo
 
 
 def _profiled_frame(reference: Path, model: PublishedModel) -> pd.DataFrame:
-    """Return the steps that were profiled in closed loops, medians of five or more, of engines with LoRA.
+    """Return the steps profiled in closed loops with LoRA, medians of five or more.
 
-    Each kind of closed loop is a run of its own. How many requests were in prefill was not recorded.
+    Each kind of closed loop is one run. The number of requests in prefill was not recorded.
     """
     table = pd.read_csv(reference / "profiling_step_latency.csv")
     known = table.batched_tokens.notna() & table.unique_adapters.notna()
-    table = table[(table.model == model.key) & (table.n_steps >= _FEWEST_STEPS) & (table.a_max > 0) & known]
+    table = table[(table.model == model.key) & (table.n_steps >= _MIN_STEPS) & (table.a_max > 0) & known]
     tokens = table.batched_tokens.to_numpy(float)
     requests = np.maximum(1.0, table.decode_batch.fillna(0).to_numpy(float))
     decodes = np.minimum(tokens, requests)
@@ -135,19 +146,22 @@ def _profiled_frame(reference: Path, model: PublishedModel) -> pd.DataFrame:
 
 
 def run_frame(reference: Path, model: PublishedModel, groups: tuple[str, ...] = GROUPS) -> pd.DataFrame:
-    """Return the runs as a table of runs: what a planner would have known, and what was measured.
+    """Return the finished runs as a table of runs.
 
-    The mean ITL is blank where the client read tokens in bursts. The median TTFT is given where nobody
-    queued; elsewhere the time in the queue, which the throughput tells better, would be all of it.
+    The mean ITL is blank if the client read tokens in bursts. The median TTFT is blank for runs with a queue,
+    whose waiting time would dominate it. The KV tokens per request leave out the first two minutes.
     """
-    table = pd.read_csv(reference / "runs.csv")
-    rows = {int(row.run_idx): row for _, row in table.iterrows()}
-    return pd.DataFrame(
-        [_run_row(run, rows[run.index]) for run in published_runs(reference, model.key, groups)]
+    rows = {int(row.run_idx): row for _, row in pd.read_csv(reference / "runs.csv").iterrows()}
+    windows = pd.read_parquet(reference / "step_windows.parquet")
+    totals = (
+        windows[windows.t_since_start_s > _WARM_UP_S].groupby("run_idx")[["kv_ktokens", "running_mean"]].sum()
     )
+    held = totals.kv_ktokens.astype(float) * 1e3 / totals.running_mean.astype(float)
+    runs = published_runs(reference, model, groups)
+    return pd.DataFrame([_run_row(run, rows[run.index], held.get(run.index)) for run in runs])
 
 
-def _run_row(run: PublishedRun, row: pd.Series) -> dict[str, object]:
+def _run_row(run: PublishedRun, row: pd.Series, kv_tokens_per_request: float | None) -> dict[str, object]:
     prompt, output = run.workload.prompt_tokens, run.workload.output_tokens
     return {
         "run": run.index,
@@ -159,20 +173,17 @@ def _run_row(run: PublishedRun, row: pd.Series) -> dict[str, object]:
         "prompt_std": prompt.std,
         "output_mean": output.mean,
         "output_std": output.std,
-        "a_max": run.a_max,
-        "s_max": run.s_max,
-        "max_num_seqs": MAX_NUM_SEQS,
-        "max_num_batched_tokens": TOKEN_BUDGET,
-        "max_in_flight": CLIENT_MAX_IN_FLIGHT,
+        **run.settings,
         "duration_s": 3600.0,
         "throughput_tok_s": run.throughput_tok_s,
         "itl_ms_mean": run.itl_ms_mean if run.itl_is_reliable else None,
-        "ttft_s_p50": run.ttft_s_p50 if run.mean_waiting < 1.0 and not run.starved else None,
+        "ttft_s_p50": None if run.queued or run.starved else run.ttft_s_p50,
+        "kv_tokens_per_request": kv_tokens_per_request,
     }
 
 
 def memory_frame(reference: Path, model: PublishedModel) -> pd.DataFrame:
-    """Return the KV sizes that vLLM printed at its start."""
+    """Return the KV sizes that vLLM printed at start-up."""
     table = pd.read_csv(reference / "profiling_memory.csv")
     table = table[(table.model == model.key) & table.source.str.startswith("v0.8.5")]
     table = table[table.kv_tokens_incl_crash_estimate > 0]
@@ -188,7 +199,7 @@ def memory_frame(reference: Path, model: PublishedModel) -> pd.DataFrame:
 
 
 def loading_frame(reference: Path, model: PublishedModel) -> pd.DataFrame:
-    """Return the loads of adapters, host to GPU and disk to host; each row the mean of about 50."""
+    """Return the adapter loads from host to GPU and from disk to host; each row is the mean of about 50."""
     table = pd.read_csv(reference / "profiling_loading.csv")
     table = table[(table.model == model.key) & table.source.str.startswith("predictor")]
     kinds = {"cpu_to_gpu_swap": "gpu", "disk_to_cpu": "disk"}
@@ -201,21 +212,3 @@ def loading_frame(reference: Path, model: PublishedModel) -> pd.DataFrame:
             "kind": table.kind.map(kinds),
         }
     )
-
-
-def main(arguments: list[str]) -> None:
-    """Write the tables of both models."""
-    reference, out = Path(arguments[0]), Path(arguments[1])
-    groups = tuple(arguments[2:]) or GROUPS
-    for model in PUBLISHED:
-        folder = out / model.profile
-        folder.mkdir(parents=True, exist_ok=True)
-        step_frame(reference, model, groups).to_parquet(folder / "steps.parquet", index=False)
-        run_frame(reference, model, groups).to_csv(folder / "runs.csv", index=False)
-        memory_frame(reference, model).to_csv(folder / "memory.csv", index=False)
-        loading_frame(reference, model).to_csv(folder / "loading.csv", index=False)
-        sys.stdout.write(f"{folder}: steps.parquet, runs.csv, memory.csv, loading.csv\n")
-
-
-if __name__ == "__main__":
-    main(sys.argv[1:])

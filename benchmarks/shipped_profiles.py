@@ -1,0 +1,87 @@
+"""Regenerate the shipped H100 profiles with `capplan calibrate` from the published tables.
+
+``python -m benchmarks.shipped_profiles REFERENCE_DIR OUT_DIR [GROUP...] [--workers N]`` writes one profile
+JSON per model below OUT_DIR, fitted to the named groups of runs or to all. REFERENCE_DIR holds the published
+tables, which `capplan.datasets.published` converts.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+from pathlib import Path
+from tempfile import TemporaryDirectory
+
+from capplan import Profile, load_profile
+from capplan.datasets.published.runs import GROUPS, PUBLISHED, PublishedModel
+from capplan.datasets.published.tables import TABLES, write_tables
+from capplan.models.calibration.components import Hardware, assumed_model, assumed_profile
+from capplan.spec import write_text_atomic
+from capplan.twin.calibration import CalibrationOptions, CalibrationTables, calibrate
+
+FORM = "additive-without-ranks-and-requests"
+FREE = ("length_correlation", "request_ms", "scrape_us_per_series", "scrape_us_per_series_adapter")
+HOST = {
+    "request_ms": 5.0,
+    "client_itl_factor": 1.0,
+    "scrape_interval_s": 2.0,  # the client of the runs paused so long between two scrapes
+    "scrape_us_per_series": 5.0,
+    "scrape_us_per_series_adapter": 0.2,
+    "scrape_share": 1.0,
+}
+
+
+def base_profile(model: PublishedModel) -> Profile:
+    """Return GPU, model and engine of the shipped profile, with assumed coefficients."""
+    shipped = load_profile(model.profile)
+    hardware = Hardware(gpu=shipped.gpu.name, gpu_memory_bytes=shipped.gpu.memory_bytes)
+    assumed = assumed_profile(shipped.model, hardware)
+    return assumed.replace(engine=shipped.engine, host=assumed_model("per-request", HOST))
+
+
+def published_profile(
+    reference: Path, model: PublishedModel, groups: tuple[str, ...] = GROUPS, workers: int = 1
+) -> Profile:
+    """Return the profile of a model calibrated to the published tables.
+
+    Parameters
+    ----------
+    reference
+        Folder with the published tables.
+    model
+        The model.
+    groups
+        Groups of runs to fit to. Memory, loading and profiled steps are separate measurements.
+    workers
+        Threads of the simulations.
+    """
+    provenance = load_profile(model.profile).provenance
+    options = CalibrationOptions(name=model.profile, form=FORM, free=FREE, workers=workers)
+    with TemporaryDirectory() as folder:
+        write_tables(reference, model, Path(folder), groups)
+        tables = CalibrationTables(*(str(Path(folder) / name) for name in TABLES))
+        profile = calibrate(base_profile(model), tables, options).profile
+    chosen = "" if groups == GROUPS else f" {' '.join(groups)}"
+    command = f"python -m benchmarks.shipped_profiles REFERENCE_DIR OUT_DIR{chosen}"
+    return profile.replace(provenance=provenance.replace(command=command))
+
+
+def main() -> None:
+    """Write the profiles of both models."""
+    parser = argparse.ArgumentParser(prog="python -m benchmarks.shipped_profiles")
+    parser.add_argument("reference", type=Path, metavar="REFERENCE_DIR")
+    parser.add_argument("out", type=Path, metavar="OUT_DIR")
+    parser.add_argument("groups", nargs="*", metavar="GROUP")
+    parser.add_argument("--workers", type=int, default=1, metavar="N")
+    arguments = parser.parse_args()
+    for model in PUBLISHED:
+        groups = tuple(arguments.groups) or GROUPS
+        profile = published_profile(arguments.reference, model, groups, arguments.workers)
+        path = arguments.out / f"{model.profile}.json"
+        path.parent.mkdir(parents=True, exist_ok=True)
+        write_text_atomic(path, json.dumps(profile.model_dump(mode="json"), indent=2) + "\n")
+        print(f"{path}: step SMAPE {profile.step_latency.fit.cross_validated_error:.2f} % on left-out runs")
+
+
+if __name__ == "__main__":
+    main()
