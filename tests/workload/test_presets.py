@@ -8,7 +8,7 @@ import pytest
 from capplan.errors import InputError
 from capplan.spec import Workload, load_workload
 from capplan.workload import draw_requests, length_table
-from capplan.workload.presets import preset, presets
+from capplan.workload.presets import preset, presets, read_presets
 
 TRACES = Path(__file__).parents[3] / "shared" / "traces"
 
@@ -164,3 +164,41 @@ def test_a_missing_trace_and_an_unknown_name_are_refused(tmp_path):
         preset("chameleon-up").yaml(traces=str(tmp_path))
     with pytest.raises(InputError, match="did you mean 'chameleon-up'"):
         preset("chamelion-up")
+
+
+FAMILY = """
+order: 1
+source: A paper
+licence: none
+defaults: {source: A paper, base_model: m, requests: {prompt_tokens: {mean: 5}, output_tokens: {mean: 5}}}
+presets:
+  - name: p-$n-$level
+    summary: $n adapters, $rps RPS
+    for:
+      - n: [1, 2]
+      - {level: [low, high], rps: [0.5, 8]}
+    adapters: [{name: "a-{i}", count: $n, rank: 8, rate_rps: $rps}]
+    assumed: [always, $level]
+"""
+
+
+def test_a_family_combines_its_parameters_and_keeps_their_types():
+    _, found = read_presets(FAMILY, "paper.yaml")
+    assert [each.name for each in found] == ["p-1-low", "p-1-high", "p-2-low", "p-2-high"]
+    assert found[3].summary == "2 adapters, 8 RPS"
+    assert found[3].adapters == ({"name": "a-{i}", "count": 2, "rank": 8, "rate_rps": 8},)
+    assert found[0].assumed == ("always", "low")
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        (("$rps RPS", "$rsp RPS"), r"paper.yaml:7: presets\[0\].*unknown parameter; did you mean 'rps'"),
+        (("[0.5, 8]", "[0.5]"), "equally long lists"),
+        (("summary:", "sumary:"), "sumary: unknown key; did you mean 'summary'"),
+        (("licence: none", ""), "licence: is required"),
+    ],
+)
+def test_a_broken_preset_file_is_located(change, message):
+    with pytest.raises(InputError, match=message):
+        read_presets(FAMILY.replace(*change), "paper.yaml")
