@@ -6,13 +6,14 @@ import json
 import tempfile
 from collections.abc import Iterator
 from contextlib import contextmanager
+from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any, Final
 
 import typer
 
 from capplan.cli.console import counted, number, percent, print_json, print_table, table
-from capplan.cli.options import AsJson, require_extra
+from capplan.cli.options import AsJson, command, require_extra
 from capplan.cli.output import require_writable_file
 from capplan.cli.progress import live
 from capplan.errors import InputError
@@ -27,99 +28,105 @@ _INTERRUPTED = 130  # 128 + SIGINT, as shells report it
 _FAILED = 1
 
 
-def bench(
+@dataclass(frozen=True, kw_only=True)
+class BenchArgs:
+    """Options of `capplan bench`."""
+
     workload: Annotated[
         str | None, typer.Argument(metavar="WORKLOAD", help="Workload file (YAML).", show_default=False)
-    ] = None,
+    ] = None
     url: Annotated[
         str | None,
         typer.Option("--url", metavar="URL", help="Where the server listens, with or without /v1."),
-    ] = None,
+    ] = None
     read: Annotated[
         str | None,
         typer.Option("--read", metavar="FILE", help="Show a result, or a file of vllm bench serve, instead."),
-    ] = None,
+    ] = None
     duration_s: Annotated[
         float, typer.Option("--duration-s", metavar="SECONDS", help="Length of the measured window.")
-    ] = 60.0,
+    ] = 60.0
     warm_up_s: Annotated[
         float, typer.Option("--warm-up-s", metavar="SECONDS", help="Load before the window.")
-    ] = 0.0,
+    ] = 0.0
     seed: Annotated[
         int, typer.Option("--seed", metavar="N", min=0, help="Same seed, same requests as `simulate`.")
-    ] = 0,
+    ] = 0
     rate_scale: Annotated[
         float, typer.Option("--rate-scale", metavar="FACTOR", help="Multiplies every rate.")
-    ] = 1.0,
+    ] = 1.0
     api_key: Annotated[
         str | None,
         typer.Option("--api-key", metavar="KEY", envvar="OPENAI_API_KEY", help="Sent as bearer token."),
-    ] = None,
+    ] = None
     adapters_map: Annotated[
         list[str] | None,
         typer.Option(
             "--adapters-map", metavar="NAME=MODEL", help="Model name of an adapter at the server; repeatable."
         ),
-    ] = None,
+    ] = None
     max_in_flight: Annotated[
         int | None,
         typer.Option("--max-in-flight", metavar="N", min=1, help="Reject requests beyond this many."),
-    ] = None,
+    ] = None
     timeout_s: Annotated[
         float, typer.Option("--timeout-s", metavar="SECONDS", help="Longest time of one request.")
-    ] = 600.0,
+    ] = 600.0
     drain_s: Annotated[
         float, typer.Option("--drain-s", metavar="SECONDS", help="Wait for answers after the window.")
-    ] = 30.0,
+    ] = 30.0
     metrics_interval_s: Annotated[
         float,
         typer.Option("--metrics-interval-s", metavar="SECONDS", help="Pause between scrapes of /metrics."),
-    ] = 0.0,
+    ] = 0.0
     profile: Annotated[
         str | None,
         typer.Option(
             "--profile", metavar="NAME", help="Profile that the twin has; how lengths go together is in it."
         ),
-    ] = None,
+    ] = None
     max_model_len: Annotated[
         int | None, typer.Option("--max-model-len", metavar="N", min=2, help="Where lengths end.")
-    ] = None,
+    ] = None
     prompt_form: Annotated[
         str | None,
         typer.Option("--prompt-form", metavar="FORM", help="ids, toy-ids or text; default: what works."),
-    ] = None,
+    ] = None
     extra_body: Annotated[
         str | None,
         typer.Option("--extra-body", metavar="JSON", help="Further fields of every request."),
-    ] = None,
+    ] = None
     output: Annotated[
         str | None, typer.Option("--output", "-o", metavar="FILE", help="Write the result as JSON.")
-    ] = None,
+    ] = None
     requests: Annotated[
         str | None,
         typer.Option("--requests", metavar="FILE", help="Write every request as Parquet, one row each."),
-    ] = None,
+    ] = None
     report: Annotated[
         str | None,
         typer.Option("--report", metavar="FILE", help="Write an HTML report with charts, readable offline."),
-    ] = None,
+    ] = None
     vllm_json: Annotated[
         str | None,
         typer.Option("--vllm-json", metavar="FILE", help="Write it as `vllm bench serve` does, too."),
-    ] = None,
-    as_json: AsJson = False,
-) -> None:
+    ] = None
+    as_json: AsJson = False
+
+
+@command
+def bench(args: BenchArgs) -> None:
     """Load an OpenAI-compatible server with a workload: every request when it is due, answers streamed.
 
     Exit status 1: requests failed, none was answered, or this client could not keep up.
     """
-    if read is not None:
-        if workload is not None or url is not None:
-            raise InputError("must stand alone: nothing is sent", read, "--read")
-        _tell(_known_result(read, output), as_json=as_json)
+    if args.read is not None:
+        if args.workload is not None or args.url is not None:
+            raise InputError("must stand alone: nothing is sent", args.read, "--read")
+        _tell(_known_result(args.read, args.output), as_json=args.as_json)
         return
-    if workload is None or url is None:
-        place = "WORKLOAD" if workload is None else "--url"
+    if args.workload is None or args.url is None:
+        place = "WORKLOAD" if args.workload is None else "--url"
         raise InputError("is required, unless a result is read (--read)", location=place)
     require_extra("bench", ("aiohttp",))
     from capplan.profiling.load.bench import BenchOptions
@@ -128,33 +135,33 @@ def bench(
     from capplan.profiling.load.settings import LoadSettings, Target
     from capplan.spec import load_workload
 
-    for path in filter(None, (output, requests, report, vllm_json)):
+    for path in filter(None, (args.output, args.requests, args.report, args.vllm_json)):
         require_writable_file(path)
-    wishes = load_workload(workload)
-    target = Target(url, api_key, None, _names(adapters_map, wishes), _fields(extra_body))
+    wishes = load_workload(args.workload)
+    target = Target(args.url, args.api_key, None, _names(args.adapters_map, wishes), _fields(args.extra_body))
     settings = LoadSettings(
-        duration_s=duration_s,
-        warm_up_s=warm_up_s,
-        timeout_s=timeout_s,
-        drain_s=drain_s,
-        max_in_flight=max_in_flight,
-        metrics_interval_s=metrics_interval_s,
+        duration_s=args.duration_s,
+        warm_up_s=args.warm_up_s,
+        timeout_s=args.timeout_s,
+        drain_s=args.drain_s,
+        max_in_flight=args.max_in_flight,
+        metrics_interval_s=args.metrics_interval_s,
     )
     options = BenchOptions(
-        seed=seed,
-        rate_scale=rate_scale,
-        profile=_profile(wishes, profile),
-        max_model_len=max_model_len,
-        prompt_form=_form(prompt_form),
+        seed=args.seed,
+        rate_scale=args.rate_scale,
+        profile=_profile(wishes, args.profile),
+        max_model_len=args.max_model_len,
+        prompt_form=_form(args.prompt_form),
     )
     raise_file_limit()
-    with _request_file(requests, needed=bool(vllm_json or report)) as file:
-        with live(quiet=as_json) as on_tick:
+    with _request_file(args.requests, needed=bool(args.vllm_json or args.report)) as file:
+        with live(quiet=args.as_json) as on_tick:
             result = measure(wishes, target, settings, options, file=file, on_tick=on_tick)
-        _write(result, file, workload, output, report, vllm_json)
-        if requests is not None and file is not None:
+        _write(result, file, args.workload, args.output, args.report, args.vllm_json)
+        if args.requests is not None and file is not None:
             file.keep()
-    _tell(result, as_json=as_json)
+    _tell(result, as_json=args.as_json)
 
 
 def _tell(result: BenchResult, *, as_json: bool) -> None:

@@ -3,14 +3,14 @@
 from __future__ import annotations
 
 import os
-from dataclasses import asdict
+from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
 from capplan.cli.console import DASH, number, print_json, print_table, table
-from capplan.cli.options import AsJson
+from capplan.cli.options import AsJson, command
 from capplan.cli.output import require_writable_file
 from capplan.cli.progress import announce_compilation, progress_bars
 from capplan.errors import InputError
@@ -24,80 +24,86 @@ if TYPE_CHECKING:
 _GIB = 2**30
 
 
-def calibrate(
-    output: Annotated[str, typer.Option("--output", "-o", metavar="FILE", help="Profile JSON to write.")],
+@dataclass(frozen=True, kw_only=True)
+class CalibrateArgs:
+    """Options of `capplan calibrate`."""
+
+    output: Annotated[str, typer.Option("--output", "-o", metavar="FILE", help="Profile JSON to write.")]
     folder: Annotated[
         str | None,
         typer.Argument(metavar="[DIR]", help="Folder of `capplan profile engine` or `profile server`."),
-    ] = None,
+    ] = None
     steps: Annotated[
         str | None, typer.Option("--steps", metavar="FILE", help="Table of measured steps (CSV or Parquet).")
-    ] = None,
+    ] = None
     runs: Annotated[
         str | None,
         typer.Option(
             "--runs", metavar="FILE", help="Table of measured runs; fitted with the twin in the loop."
         ),
-    ] = None,
+    ] = None
     memory: Annotated[
         str | None, typer.Option("--memory", metavar="FILE", help="Table of KV tokens by adapter slots.")
-    ] = None,
+    ] = None
     loading: Annotated[
         str | None, typer.Option("--loading", metavar="FILE", help="Table of adapter loads.")
-    ] = None,
+    ] = None
     base: Annotated[
         str | None,
         typer.Option(
             "--base", metavar="NAME", help="Profile to start from: a shipped one or a profile JSON."
         ),
-    ] = None,
+    ] = None
     model_config: Annotated[
         str | None,
         typer.Option("--model-config", metavar="FILE", help="Without --base: config.json of the model."),
-    ] = None,
+    ] = None
     base_model: Annotated[
         str | None, typer.Option("--base-model", metavar="ID", help="Without --base: its Hugging Face id.")
-    ] = None,
-    gpu: Annotated[str | None, typer.Option("--gpu", metavar="NAME", help="Without --base.")] = None,
+    ] = None
+    gpu: Annotated[str | None, typer.Option("--gpu", metavar="NAME", help="Without --base.")] = None
     gpu_memory_gib: Annotated[
         float | None, typer.Option("--gpu-memory-gib", metavar="N", help="Without --base: memory of one GPU.")
-    ] = None,
-    tp: Annotated[int, typer.Option("--tp", metavar="N", min=1, help="Without --base: GPUs per copy.")] = 1,
+    ] = None
+    tp: Annotated[int, typer.Option("--tp", metavar="N", min=1, help="Without --base: GPUs per copy.")] = 1
     engine_version: Annotated[
         str, typer.Option("--engine-version", metavar="VERSION", help="Without --base: of vLLM.")
-    ] = "0.8.5",
-    rules: Annotated[
-        str, typer.Option("--rules", metavar="NAME", help="Without --base: serving rules.")
-    ] = "vllm-0.8",
+    ] = "0.8.5"
+    rules: Annotated[str, typer.Option("--rules", metavar="NAME", help="Without --base: serving rules.")] = (
+        "vllm-0.8"
+    )
     kernel: Annotated[
         str | None, typer.Option("--kernel", metavar="NAME", help="bgmv, mbgmv or vllm; default: the base's.")
-    ] = None,
+    ] = None
     form: Annotated[
         str | None, typer.Option("--form", metavar="NAME", help="Step model; default: best on left-out runs.")
-    ] = None,
+    ] = None
     free: Annotated[
         str | None,
         typer.Option("--free", metavar="NAME[,NAME...]", help="Coefficients that runs are fitted by."),
-    ] = None,
+    ] = None
     folds: Annotated[
         int, typer.Option("--folds", metavar="N", min=2, help="Parts of the cross-validation.")
-    ] = 5,
-    seed: Annotated[int, typer.Option("--seed", metavar="N", min=0, help="Same seed, same profile.")] = 0,
+    ] = 5
+    seed: Annotated[int, typer.Option("--seed", metavar="N", min=0, help="Same seed, same profile.")] = 0
     workers: Annotated[
         int | None, typer.Option("--workers", metavar="N", min=1, help="Threads; default: one per core.")
-    ] = None,
+    ] = None
     name: Annotated[
         str | None, typer.Option("--name", metavar="NAME", help="Of the profile; default: BASE-calibrated.")
-    ] = None,
+    ] = None
     source: Annotated[
         str | None, typer.Option("--source", metavar="TEXT", help="Where the measurements are from.")
-    ] = None,
+    ] = None
     report: Annotated[
         str | None, typer.Option("--report", metavar="FILE", help="Write a report as one HTML file.")
-    ] = None,
-    as_json: AsJson = False,
-    quiet: Annotated[bool, typer.Option("--quiet", "-q", help="Print nothing but errors.")] = False,
-) -> None:
+    ] = None
+    as_json: AsJson = False
+    quiet: Annotated[bool, typer.Option("--quiet", "-q", help="Print nothing but errors.")] = False
+
+
+@command
+def calibrate(args: CalibrateArgs) -> None:
     """Fit a profile to measured steps or whole runs, and say how well it predicts what it has not seen.
 
     Several step models are compared, ours with and without each of its parts and those of the papers. A
@@ -106,46 +112,57 @@ def calibrate(
     from capplan.spec import write_text_atomic
     from capplan.twin.calibration import CalibrationOptions, CalibrationTables
 
-    if folder is not None:
-        from capplan.profiling.tables import tables_of
-
-        found = tables_of(folder)
-        base, steps, runs = base or found.base, steps or found.steps, runs or found.runs
-        memory, loading = memory or found.memory, loading or found.loading
-    given = {"--model-config": model_config, "--base-model": base_model, "--gpu": gpu}
-    start = _base(base, given, gpu_memory_gib, tp, engine_version, rules)
-    for path in filter(None, (output, report)):
+    args = _with_tables_of_folder(args)
+    given = {"--model-config": args.model_config, "--base-model": args.base_model, "--gpu": args.gpu}
+    start = _base(args.base, given, args.gpu_memory_gib, args.tp, args.engine_version, args.rules)
+    for path in filter(None, (args.output, args.report)):
         require_writable_file(path)
-    if report is not None and Path(report).resolve() == Path(output).resolve():
-        raise InputError("must be another file than --output", report, "--report")
-    tables = CalibrationTables(steps=steps, runs=runs, memory=memory, loading=loading)
+    if args.report is not None and Path(args.report).resolve() == Path(args.output).resolve():
+        raise InputError("must be another file than --output", args.report, "--report")
+    tables = CalibrationTables(steps=args.steps, runs=args.runs, memory=args.memory, loading=args.loading)
     options = CalibrationOptions(
-        name=name,
-        source=source,
-        kernel=_kernel(kernel),
-        form=form,
-        free=None if free is None else tuple(each.strip() for each in free.split(",")),
-        folds=folds,
-        seed=seed,
-        workers=workers or os.cpu_count() or 1,
-        command=_command(tables, base),
+        name=args.name,
+        source=args.source,
+        kernel=_kernel(args.kernel),
+        form=args.form,
+        free=None if args.free is None else tuple(each.strip() for each in args.free.split(",")),
+        folds=args.folds,
+        seed=args.seed,
+        workers=args.workers or os.cpu_count() or 1,
+        command=_command(tables, args.base),
     )
-    if runs is not None:
-        announce_compilation(quiet=quiet)
+    if args.runs is not None:
+        announce_compilation(quiet=args.quiet)
     from capplan.twin.calibration import calibrate as fit
 
-    with progress_bars(quiet=quiet) as on_progress:
+    with progress_bars(quiet=args.quiet) as on_progress:
         made = fit(start, tables, options, on_progress)
-    if report is not None:
+    if args.report is not None:
         from capplan.cli.report.calibration import calibration_page
 
-        write_text_atomic(report, calibration_page(made))
-    write_text_atomic(output, _json(made.profile))
-    if as_json:
+        write_text_atomic(args.report, calibration_page(made))
+    write_text_atomic(args.output, _json(made.profile))
+    if args.as_json:
         print_json(document(made))
-    elif not quiet:
+    elif not args.quiet:
         show(made)
-        typer.echo(f"written to {output}" + (f", report to {report}" if report else ""))
+        typer.echo(f"written to {args.output}" + (f", report to {args.report}" if args.report else ""))
+
+
+def _with_tables_of_folder(args: CalibrateArgs) -> CalibrateArgs:
+    if args.folder is None:
+        return args
+    from capplan.profiling.tables import tables_of
+
+    found = tables_of(args.folder)
+    return replace(
+        args,
+        base=args.base or found.base,
+        steps=args.steps or found.steps,
+        runs=args.runs or found.runs,
+        memory=args.memory or found.memory,
+        loading=args.loading or found.loading,
+    )
 
 
 def _json(profile: Profile) -> str:

@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
+from dataclasses import dataclass
 from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
 from capplan.cli.console import DASH, counted, number, percent, print_json, print_table, table
-from capplan.cli.options import AsJson, ProfileName, WorkloadFile, chosen_profile
+from capplan.cli.options import AsJson, ProfileName, WorkloadFile, chosen_profile, command
 from capplan.cli.output import require_writable_file
 from capplan.cli.progress import announce_compilation, progress_bars
 from capplan.planner import SOLVERS
@@ -21,38 +22,44 @@ _NONE_HOLDS = 1
 _ALL = "all"
 
 
-def compare(
-    workload: WorkloadFile,
+@dataclass(frozen=True, kw_only=True)
+class CompareArgs:
+    """Options of `capplan compare`."""
+
+    workload: WorkloadFile
     solvers: Annotated[
         str,
         typer.Option("--solvers", metavar="NAME[,NAME...]", help=f"all, or some of {', '.join(SOLVERS)}."),
-    ] = _ALL,
-    profile: ProfileName = None,
+    ] = _ALL
+    profile: ProfileName = None
     gpus: Annotated[
         int | None,
         typer.Option("--gpus", metavar="N", help="GPUs a solver may use; default: the workload's."),
-    ] = None,
+    ] = None
     seeds: Annotated[
         int, typer.Option("--seeds", metavar="K", help="Fresh seeds that answers are verified on.")
-    ] = 5,
-    seed: Annotated[int, typer.Option("--seed", metavar="N", help="Same seed, same answers.")] = 0,
+    ] = 5
+    seed: Annotated[int, typer.Option("--seed", metavar="N", help="Same seed, same answers.")] = 0
     time_limit: Annotated[
         float,
         typer.Option("--time-limit", metavar="SECONDS", help="When dlora-proactive and milp give up."),
-    ] = 60.0,
+    ] = 60.0
     html: Annotated[
         str | None, typer.Option("--html", metavar="FILE", help="Write the comparison as one HTML file.")
-    ] = None,
-    as_json: AsJson = False,
-) -> None:
+    ] = None
+    as_json: AsJson = False
+
+
+@command
+def compare(args: CompareArgs) -> None:
     """Compare solvers on a workload: their raw answers, and what the twin says of them on fresh seeds."""
     from capplan.spec import load_workload, write_text_atomic
 
-    if html is not None:
-        require_writable_file(html)
-    names = SOLVERS if solvers == _ALL else tuple(name.strip() for name in solvers.split(","))
-    wishes = load_workload(workload)
-    chosen = chosen_profile(wishes, profile)
+    if args.html is not None:
+        require_writable_file(args.html)
+    names = SOLVERS if args.solvers == _ALL else tuple(name.strip() for name in args.solvers.split(","))
+    wishes = load_workload(args.workload)
+    chosen = chosen_profile(wishes, args.profile)
     announce_compilation()
     from capplan import planner
 
@@ -60,22 +67,22 @@ def compare(
         result = planner.compare(
             wishes,
             names,
-            gpus=gpus,
+            gpus=args.gpus,
             profile=chosen,
-            seed=seed,
-            seeds=seeds,
-            time_limit_s=time_limit,
+            seed=args.seed,
+            seeds=args.seeds,
+            time_limit_s=args.time_limit,
             progress=on_progress,
         )
-    if html is not None:
+    if args.html is not None:
         from capplan.cli.report.comparison import comparison_page
 
-        write_text_atomic(html, comparison_page(result, workload))
-    if as_json:
+        write_text_atomic(args.html, comparison_page(result, args.workload))
+    if args.as_json:
         print_json(document(result))
     else:
         print_table(rows_table(result))
-        typer.echo(summary(result) + ("" if html is None else f"; report in {html}"))
+        typer.echo(summary(result) + ("" if args.html is None else f"; report in {args.html}"))
     _exit(result)
 
 

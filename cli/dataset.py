@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
+from dataclasses import dataclass
 from typing import TYPE_CHECKING, Annotated
 
 import typer
 
 from capplan.cli.console import print_json, print_table, table
-from capplan.cli.options import AsJson
+from capplan.cli.options import AsJson, command
 from capplan.cli.progress import announce_compilation, progress_bars
 
 if TYPE_CHECKING:
@@ -21,11 +22,13 @@ def _group() -> None:
     """Make training data for surrogates."""
 
 
-@dataset.command()
-def generate(
+@dataclass(frozen=True, kw_only=True)
+class DatasetArgs:
+    """Options of `capplan dataset generate`."""
+
     profile: Annotated[
         str, typer.Argument(metavar="PROFILE", help="Shipped profile or path of a profile JSON.")
-    ],
+    ]
     output: Annotated[
         str,
         typer.Option(
@@ -34,26 +37,30 @@ def generate(
             metavar="DIR",
             help="Where to write: a new folder, or one to continue or extend.",
         ),
-    ],
+    ]
     design: Annotated[
         str, typer.Option("--design", metavar="NAME", help="Which scenarios: paper-grid or space-filling.")
-    ] = "space-filling",
-    scenarios: Annotated[
-        int, typer.Option("--scenarios", metavar="N", min=1, help="How many to draw.")
-    ] = 10_000,
-    seed: Annotated[int, typer.Option("--seed", metavar="N", min=0, help="Same seed, same bytes.")] = 0,
+    ] = "space-filling"
+    scenarios: Annotated[int, typer.Option("--scenarios", metavar="N", min=1, help="How many to draw.")] = (
+        10_000
+    )
+    seed: Annotated[int, typer.Option("--seed", metavar="N", min=0, help="Same seed, same bytes.")] = 0
     duration_s: Annotated[
         float, typer.Option("--duration-s", metavar="SECONDS", help="Simulated time of each.")
-    ] = 3600.0,
+    ] = 3600.0
     workers: Annotated[
         int | None, typer.Option("--workers", metavar="N", min=1, help="Processes; default: one per core.")
-    ] = None,
+    ] = None
     ray_address: Annotated[
         str | None,
         typer.Option("--ray-address", metavar="ADDRESS", help="Simulate on this Ray cluster instead."),
-    ] = None,
-    as_json: AsJson = False,
-) -> None:
+    ] = None
+    as_json: AsJson = False
+
+
+@dataset.command()
+@command
+def generate(args: DatasetArgs) -> None:
     """Have the twin answer scenarios of one GPU, and write them as training data.
 
     A run that was killed is continued by the same command, with the same bytes in the end.
@@ -61,27 +68,27 @@ def generate(
     from capplan.datasets import load_profile
     from capplan.twin.dataset import generate_dataset
 
-    loaded = load_profile(profile)
+    loaded = load_profile(args.profile)
     announce_compilation()
     with progress_bars(rate_of="scenarios") as on_progress:
         manifest = generate_dataset(
-            output,
+            args.output,
             loaded,
-            design=design,
-            scenarios=scenarios,
-            seed=seed,
-            duration_s=duration_s,
-            workers=workers,
-            ray_address=ray_address,
+            design=args.design,
+            scenarios=args.scenarios,
+            seed=args.seed,
+            duration_s=args.duration_s,
+            workers=args.workers,
+            ray_address=args.ray_address,
             progress=lambda done, total: on_progress("simulating", done, total),
         )
     if manifest.answered is None:
         raise AssertionError("a dataset that was generated is finished")
-    if as_json:
-        print_json({"directory": output, **manifest.model_dump(mode="json")})
+    if args.as_json:
+        print_json({"directory": args.output, **manifest.model_dump(mode="json")})
     else:
         _print(manifest, manifest.answered)
-        typer.echo(f"written to {output}")
+        typer.echo(f"written to {args.output}")
 
 
 def _print(manifest: Manifest, answered: DatasetResult) -> None:

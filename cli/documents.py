@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import dataclass
 from enum import StrEnum
 from types import MappingProxyType
 from typing import TYPE_CHECKING, Annotated, Final
@@ -9,7 +10,7 @@ from typing import TYPE_CHECKING, Annotated, Final
 import typer
 
 from capplan.cli.console import DASH, number, print_json, print_table, table
-from capplan.cli.options import AsJson
+from capplan.cli.options import AsJson, command
 
 if TYPE_CHECKING:
     from pydantic import BaseModel
@@ -21,21 +22,27 @@ _PARTS = ("step_latency", "memory", "loading", "host")
 _PREFIX_CACHING: Final = MappingProxyType({True: "on", False: "off", None: "as the rules have it"})
 
 
-def profiles(
+@dataclass(frozen=True, kw_only=True)
+class ProfilesArgs:
+    """Options of `capplan profiles`."""
+
     name: Annotated[
         str | None, typer.Argument(metavar="[NAME]", help="Shipped name or path: show this one in full.")
-    ] = None,
-    as_json: AsJson = False,
-) -> None:
+    ] = None
+    as_json: AsJson = False
+
+
+@command
+def profiles(args: ProfilesArgs) -> None:
     """List the shipped profiles, or show one with its coefficients, ranges and source."""
     from capplan.datasets import list_profiles, load_profile
 
-    if name is not None:
-        profile = load_profile(name)
-        print_json(profile.model_dump(mode="json")) if as_json else _show(profile)
+    if args.name is not None:
+        profile = load_profile(args.name)
+        print_json(profile.model_dump(mode="json")) if args.as_json else _show(profile)
         return
     shipped = {each: load_profile(each) for each in list_profiles()}
-    if as_json:
+    if args.as_json:
         print_json([_summary(each, profile) for each, profile in shipped.items()])
         return
     rows = table("profile", "GPU", "model", "engine", "provenance", "fit error")
@@ -114,9 +121,15 @@ class Document(StrEnum):
     PROFILE = "profile"
 
 
-def schema(
-    document: Annotated[Document, typer.Argument(metavar="plan|workload|profile", help="Which document.")],
-) -> None:
+@dataclass(frozen=True, kw_only=True)
+class SchemaArgs:
+    """Options of `capplan schema`."""
+
+    document: Annotated[Document, typer.Argument(metavar="plan|workload|profile", help="Which document.")]
+
+
+@command
+def schema(args: SchemaArgs) -> None:
     """Print the JSON Schema of plan.json, workload.yaml or a profile."""
     from capplan.spec import Plan, Profile, WorkloadFile
 
@@ -125,4 +138,4 @@ def schema(
         Document.WORKLOAD: WorkloadFile,
         Document.PROFILE: Profile,
     }
-    print_json(models[document].model_json_schema())
+    print_json(models[args.document].model_json_schema())

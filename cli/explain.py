@@ -3,14 +3,14 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import asdict
+from dataclasses import asdict, dataclass
 from itertools import pairwise
 from typing import TYPE_CHECKING, Annotated, Any, Final, TypeAlias
 
 import typer
 
 from capplan.cli.console import DASH, counted, number, percent, print_json, print_table, table
-from capplan.cli.options import AsJson, PlanFile, not_measured
+from capplan.cli.options import AsJson, PlanFile, command, not_measured
 from capplan.cli.output import require_writable_file
 from capplan.cli.plan import group_rate_rps, verdict
 from capplan.cli.progress import announce_compilation, progress_bars
@@ -45,16 +45,22 @@ _RESOURCES = {
 }
 
 
-def explain(
-    plan: PlanFile,
-    workload: PlannedWorkload = None,
+@dataclass(frozen=True, kw_only=True)
+class ExplainArgs:
+    """Options of `capplan explain`."""
+
+    plan: PlanFile
+    workload: PlannedWorkload = None
     group: Annotated[
         list[str] | None,
         typer.Option("--group", metavar="ID", help="Only this group; can be given more than once."),
-    ] = None,
-    profile: PlannedProfile = None,
-    as_json: AsJson = False,
-) -> None:
+    ] = None
+    profile: PlannedProfile = None
+    as_json: AsJson = False
+
+
+@command
+def explain(args: ExplainArgs) -> None:
     """Tell what binds on every group, what is predicted and verified, and why the plan needs its GPUs.
 
     With the workload, also why every group has its number of slots, what is in use and what is left, and what
@@ -62,11 +68,11 @@ def explain(
     """
     from capplan.spec import Plan
 
-    document = Plan.from_json(plan)
-    wanted = _chosen(document, group or ())
-    explanation = asked_twin(document, workload, profile, wanted)
+    document = Plan.from_json(args.plan)
+    wanted = _chosen(document, args.group or ())
+    explanation = asked_twin(document, args.workload, args.profile, wanted)
     shown = wanted or document.groups
-    if as_json:
+    if args.as_json:
         print_json(_document(document, explanation, shown))
         return
     _print_plan(document)
@@ -396,15 +402,21 @@ def _range(low: float | None, high: float | None) -> str:
     return f"below {high:.3g}" if low is None else f"{low:.3g} to {high:.3g}"
 
 
-def report(
-    plan: PlanFile,
+@dataclass(frozen=True, kw_only=True)
+class ReportArgs:
+    """Options of `capplan report`."""
+
+    plan: PlanFile
     output: Annotated[
         str,
         typer.Option("--output", "-o", metavar="FILE", help="Write the page here: all of it or nothing."),
-    ],
-    workload: PlannedWorkload = None,
-    profile: PlannedProfile = None,
-) -> None:
+    ]
+    workload: PlannedWorkload = None
+    profile: PlannedProfile = None
+
+
+@command
+def report(args: ReportArgs) -> None:
     """Write a plan as one HTML page that works offline: groups, predictions, what binds, adapters.
 
     With the workload, also the curve of every number of slots, what is in use and what is left, and what one
@@ -413,8 +425,8 @@ def report(
     from capplan.cli.report.plan import plan_page
     from capplan.spec import Plan, write_text_atomic
 
-    require_writable_file(output)
-    document = Plan.from_json(plan)
-    explanation = asked_twin(document, workload, profile)
-    write_text_atomic(output, plan_page(plan, document, explanation))
-    typer.echo(f"written to {output}" + ("" if explanation else f"; {MORE}"))
+    require_writable_file(args.output)
+    document = Plan.from_json(args.plan)
+    explanation = asked_twin(document, args.workload, args.profile)
+    write_text_atomic(args.output, plan_page(args.plan, document, explanation))
+    typer.echo(f"written to {args.output}" + ("" if explanation else f"; {MORE}"))

@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+import inspect
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import MISSING, fields
 from importlib.util import find_spec
-from typing import TYPE_CHECKING, Annotated, Any, Final, TypeAlias
+from typing import TYPE_CHECKING, Annotated, Any, Final, TypeAlias, get_type_hints
 
 import typer
 
@@ -27,6 +29,35 @@ ProfileName: TypeAlias = Annotated[
 ]
 
 AsJson: TypeAlias = Annotated[bool, typer.Option("--json", help="Print JSON instead of a table.")]
+
+
+def command(function: Callable[[Any], None]) -> Callable[..., None]:
+    """Turn a function of one options dataclass into a Typer command with one parameter per field.
+
+    The fields are annotated as Typer's parameters are. The docstring of the function is the help text.
+    """
+    (options_type,) = (hint for name, hint in get_type_hints(function).items() if name != "return")
+    hints = get_type_hints(options_type, include_extras=True)
+    parameters = [
+        inspect.Parameter(
+            field.name,
+            inspect.Parameter.KEYWORD_ONLY,
+            default=inspect.Parameter.empty if field.default is MISSING else field.default,
+            annotation=hints[field.name],
+        )
+        for field in fields(options_type)
+    ]
+
+    def invoke(**values: Any) -> None:
+        function(options_type(**values))
+
+    invoke.__name__, invoke.__doc__, invoke.__module__ = (
+        function.__name__,
+        function.__doc__,
+        function.__module__,
+    )
+    invoke.__signature__ = inspect.Signature(parameters)  # type: ignore[attr-defined]
+    return invoke
 
 
 def chosen_profile(workload: Workload, name: str | None) -> Profile | None:

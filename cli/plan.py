@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
+from dataclasses import dataclass
 from typing import TYPE_CHECKING, Annotated
 
 import typer
 
 from capplan.cli.console import DASH, counted, number, percent, print_table, table
-from capplan.cli.options import AsJson, ProfileName, WorkloadFile, chosen_profile, not_measured
+from capplan.cli.options import AsJson, ProfileName, WorkloadFile, chosen_profile, command, not_measured
 from capplan.cli.output import require_writable_file
 from capplan.cli.progress import announce_compilation, progress_bars
 from capplan.planner import SOLVERS
@@ -21,78 +22,84 @@ _DISAGREES = 1
 _GIB = 2**30
 
 
-def plan(
-    workload: WorkloadFile,
+@dataclass(frozen=True, kw_only=True)
+class PlanArgs:
+    """Options of `capplan plan`."""
+
+    workload: WorkloadFile
     output: Annotated[
         str | None,
         typer.Option("--output", "-o", metavar="FILE", help="Write the plan here: all of it or nothing."),
-    ] = None,
-    profile: ProfileName = None,
+    ] = None
+    profile: ProfileName = None
     gpus: Annotated[
         int | None,
         typer.Option("--gpus", metavar="N", help="GPUs the plan may use; default: the workload's."),
-    ] = None,
+    ] = None
     solver: Annotated[
         str, typer.Option("--solver", metavar="NAME", help=f"How to place: {', '.join(SOLVERS)}.")
-    ] = "capplan",
-    seed: Annotated[int, typer.Option("--seed", metavar="N", help="Same seed, same plan.")] = 0,
+    ] = "capplan"
+    seed: Annotated[int, typer.Option("--seed", metavar="N", help="Same seed, same plan.")] = 0
     seeds: Annotated[
         int, typer.Option("--seeds", metavar="K", help="Fresh seeds that every group is verified on.")
-    ] = 5,
+    ] = 5
     time_limit: Annotated[
         float,
         typer.Option("--time-limit", metavar="SECONDS", help="Answer with the best placement found by then."),
-    ] = 60.0,
+    ] = 60.0
     previous: Annotated[
         str | None,
         typer.Option("--previous", metavar="PLAN", help="Plan in force, to keep adapters where they are."),
-    ] = None,
+    ] = None
     verify: Annotated[
         bool, typer.Option("--verify/--no-verify", help="Have the twin confirm every group.")
-    ] = True,
+    ] = True
     queues: Annotated[
         bool,
         typer.Option("--queues", help="Plan queues by request size, also where the workload asks for none."),
-    ] = False,
-    as_json: AsJson = False,
-    quiet: Annotated[bool, typer.Option("--quiet", "-q", help="Print nothing but errors.")] = False,
-) -> None:
+    ] = False
+    as_json: AsJson = False
+    quiet: Annotated[bool, typer.Option("--quiet", "-q", help="Print nothing but errors.")] = False
+
+
+@command
+def plan(args: PlanArgs) -> None:
     """Plan which adapters share which GPUs and with which engine settings, and verify it with the twin."""
     from capplan.spec import QueueConfig, load_workload
 
-    if output is not None:
-        require_writable_file(output)
-    wishes = load_workload(workload)
-    if queues and wishes.queues is None:
+    if args.output is not None:
+        require_writable_file(args.output)
+    wishes = load_workload(args.workload)
+    if args.queues and wishes.queues is None:
         wishes = wishes.replace(queues=QueueConfig())
-    if previous is not None:
-        wishes = wishes.replace(previous_plan=previous)
-    chosen = chosen_profile(wishes, profile)
-    announce_compilation(quiet=quiet)
+    if args.previous is not None:
+        wishes = wishes.replace(previous_plan=args.previous)
+    chosen = chosen_profile(wishes, args.profile)
+    announce_compilation(quiet=args.quiet)
     from capplan import planner
 
-    with progress_bars(quiet=quiet) as on_progress:
+    with progress_bars(quiet=args.quiet) as on_progress:
         result = planner.plan(
             wishes,
-            gpus=gpus,
+            gpus=args.gpus,
             profile=chosen,
-            solver=solver,
-            seed=seed,
-            verify=verify,
-            seeds=seeds,
-            time_limit_s=time_limit,
+            solver=args.solver,
+            seed=args.seed,
+            verify=args.verify,
+            seeds=args.seeds,
+            time_limit_s=args.time_limit,
             progress=on_progress,
         )
-    if output is not None:
-        result.to_json(output)
-    if as_json:
+    if args.output is not None:
+        result.to_json(args.output)
+    if args.as_json:
         typer.echo(result.to_json(), nl=False)
-    elif not quiet:
+    elif not args.quiet:
         print_table(groups_table(result))
-        typer.echo(_summary(result, output))
+        typer.echo(_summary(result, args.output))
         for line in not_measured(result.provenance):
             typer.echo(line)
-    if verify and not result.verification.ok:
+    if args.verify and not result.verification.ok:
         raise typer.Exit(_DISAGREES)
 
 

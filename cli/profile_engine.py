@@ -2,14 +2,14 @@
 
 from __future__ import annotations
 
-from dataclasses import asdict
+from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
 import typer
 
 from capplan.cli.console import number, print_json, print_table, table
-from capplan.cli.options import ENGINE, AsJson, require_extra
+from capplan.cli.options import ENGINE, AsJson, command, require_extra
 from capplan.cli.profile_kernels import fits_document, show_fits
 from capplan.cli.progress import progress_bars
 from capplan.errors import InputError
@@ -21,63 +21,69 @@ if TYPE_CHECKING:
 _GIB = 2**30
 
 
-def engine(
+@dataclass(frozen=True, kw_only=True)
+class ProfileEngineArgs:
+    """Options of `capplan profile engine`."""
+
     output: Annotated[
         str,
         typer.Option(
             "--output", "-o", metavar="DIR", help="Where tables go; measuring goes on where it was."
         ),
-    ],
-    model: Annotated[
-        str, typer.Option("--model", metavar="MODEL", help="As `capplan serve` takes it.")
-    ] = "tiny-llama",
-    device: Annotated[str, typer.Option("--device", metavar="NAME", help="cpu, cuda, cuda:1 ...")] = "cpu",
+    ]
+    model: Annotated[str, typer.Option("--model", metavar="MODEL", help="As `capplan serve` takes it.")] = (
+        "tiny-llama"
+    )
+    device: Annotated[str, typer.Option("--device", metavar="NAME", help="cpu, cuda, cuda:1 ...")] = "cpu"
     dtype: Annotated[
         str, typer.Option("--dtype", metavar="NAME", help="auto, float32, float16 or bfloat16.")
-    ] = "auto",
-    rules: Annotated[str, typer.Option("--rules", metavar="NAME", help="Serving rules.")] = "capplan",
+    ] = "auto"
+    rules: Annotated[str, typer.Option("--rules", metavar="NAME", help="Serving rules.")] = "capplan"
     lora_kernel: Annotated[
         str | None, typer.Option("--lora-kernel", metavar="NAME", help="Default: the engine's.")
-    ] = None,
-    a_max: Annotated[str, typer.Option("--a-max", metavar="N[,N...]", help="Adapter slots.")] = "8",
+    ] = None
+    a_max: Annotated[str, typer.Option("--a-max", metavar="N[,N...]", help="Adapter slots.")] = "8"
     s_max: Annotated[
         str | None,
         typer.Option("--s-max", metavar="RANK[,RANK...]", help="Of a slot; default: the largest rank."),
-    ] = None,
-    ranks: Annotated[
-        str, typer.Option("--ranks", metavar="RANK[,RANK...]", help="Of the adapters.")
-    ] = "8,16,32",
-    max_num_seqs: Annotated[int, typer.Option("--max-num-seqs", metavar="N", min=2)] = 32,
-    max_num_batched_tokens: Annotated[
-        int, typer.Option("--max-num-batched-tokens", metavar="N", min=32)
-    ] = 2048,
-    max_model_len: Annotated[int, typer.Option("--max-model-len", metavar="N", min=64)] = 2048,
+    ] = None
+    ranks: Annotated[str, typer.Option("--ranks", metavar="RANK[,RANK...]", help="Of the adapters.")] = (
+        "8,16,32"
+    )
+    max_num_seqs: Annotated[int, typer.Option("--max-num-seqs", metavar="N", min=2)] = 32
+    max_num_batched_tokens: Annotated[int, typer.Option("--max-num-batched-tokens", metavar="N", min=32)] = (
+        2048
+    )
+    max_model_len: Annotated[int, typer.Option("--max-model-len", metavar="N", min=64)] = 2048
     memory_gib: Annotated[
         float | None,
         typer.Option("--memory-gib", metavar="N", help="On a CPU: what the engine may take for everything."),
-    ] = None,
-    gpu_memory_utilization: Annotated[float, typer.Option("--gpu-memory-utilization", metavar="SHARE")] = 0.9,
+    ] = None
+    gpu_memory_utilization: Annotated[float, typer.Option("--gpu-memory-utilization", metavar="SHARE")] = 0.9
     threads: Annotated[
         int, typer.Option("--threads", metavar="N", min=1, help="Threads of PyTorch on a CPU.")
-    ] = 1,
+    ] = 1
     stages: Annotated[
         str,
         typer.Option("--stages", metavar="NAME[,NAME...]", help="memory, loads, steps, iterations, served."),
-    ] = "memory,loads,steps,iterations,served",
+    ] = "memory,loads,steps,iterations,served"
     budget_s: Annotated[
         float, typer.Option("--budget-s", metavar="SECONDS", min=0.0, help="0: only fit what is there.")
-    ] = 600.0,
+    ] = 600.0
     point_s: Annotated[
         float, typer.Option("--point-s", metavar="SECONDS", min=1.0, help="Time of each state of a server.")
-    ] = 6.0,
+    ] = 6.0
     tolerance: Annotated[
         float,
         typer.Option("--tolerance", metavar="SHARE", min=0.0, help="Error on left-out states to stop at."),
-    ] = 0.02,
-    seed: Annotated[int, typer.Option("--seed", metavar="N", min=0, help="Of weights and states.")] = 0,
-    as_json: AsJson = False,
-    quiet: Annotated[bool, typer.Option("--quiet", "-q", help="Print nothing but errors.")] = False,
-) -> None:
+    ] = 0.02
+    seed: Annotated[int, typer.Option("--seed", metavar="N", min=0, help="Of weights and states.")] = 0
+    as_json: AsJson = False
+    quiet: Annotated[bool, typer.Option("--quiet", "-q", help="Print nothing but errors.")] = False
+
+
+@command
+def engine(args: ProfileEngineArgs) -> None:
     """Measure the reference engine: KV memory, adapter loads, steps, whole iterations, steps of its server.
 
     States of steps are chosen so that each tells most, until left-out ones are predicted well enough or the
@@ -87,37 +93,37 @@ def engine(
     from capplan.profiling.engine.options import EngineProfilingOptions
     from capplan.profiling.engine.profiler import profile_engine
 
-    known_ranks = _numbers(ranks, "--ranks")
-    if memory_gib is not None and not 0.0 < memory_gib < float("inf"):
-        raise InputError("must be a finite number above 0", memory_gib, "--memory-gib")
+    known_ranks = _numbers(args.ranks, "--ranks")
+    if args.memory_gib is not None and not 0.0 < args.memory_gib < float("inf"):
+        raise InputError("must be a finite number above 0", args.memory_gib, "--memory-gib")
     options = EngineProfilingOptions(
-        model=model,
-        device=device,
-        dtype=dtype,
-        rules=rules,
-        lora_kernel=lora_kernel,
-        a_max=_numbers(a_max, "--a-max"),
-        s_max=(_slot_rank(max(known_ranks)),) if s_max is None else _numbers(s_max, "--s-max"),
+        model=args.model,
+        device=args.device,
+        dtype=args.dtype,
+        rules=args.rules,
+        lora_kernel=args.lora_kernel,
+        a_max=_numbers(args.a_max, "--a-max"),
+        s_max=(_slot_rank(max(known_ranks)),) if args.s_max is None else _numbers(args.s_max, "--s-max"),
         ranks=known_ranks,
-        max_num_seqs=max_num_seqs,
-        max_num_batched_tokens=max_num_batched_tokens,
-        max_model_len=max_model_len,
-        memory_bytes=None if memory_gib is None else round(memory_gib * _GIB),
-        gpu_memory_utilization=gpu_memory_utilization,
-        threads=threads,
-        stages=tuple(name.strip() for name in stages.split(",") if name.strip()),
-        budget_s=budget_s,
-        point_s=point_s,
-        tolerance=tolerance,
-        seed=seed,
+        max_num_seqs=args.max_num_seqs,
+        max_num_batched_tokens=args.max_num_batched_tokens,
+        max_model_len=args.max_model_len,
+        memory_bytes=None if args.memory_gib is None else round(args.memory_gib * _GIB),
+        gpu_memory_utilization=args.gpu_memory_utilization,
+        threads=args.threads,
+        stages=tuple(name.strip() for name in args.stages.split(",") if name.strip()),
+        budget_s=args.budget_s,
+        point_s=args.point_s,
+        tolerance=args.tolerance,
+        seed=args.seed,
     )
-    with progress_bars(quiet=quiet) as on_progress:
-        outcome = profile_engine(output, options, on_progress)
-    reports = _iterations(output)
-    if as_json:
-        print_json({"directory": output, **asdict(outcome), "iterations": fits_document(reports)})
-    elif not quiet:
-        _show(outcome, output)
+    with progress_bars(quiet=args.quiet) as on_progress:
+        outcome = profile_engine(args.output, options, on_progress)
+    reports = _iterations(args.output)
+    if args.as_json:
+        print_json({"directory": args.output, **asdict(outcome), "iterations": fits_document(reports)})
+    elif not args.quiet:
+        _show(outcome, args.output)
         if reports:
             show_fits(reports)
     for line in outcome.failed:

@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any, Final
 
 import typer
 
 from capplan.cli.console import counted, number, print_json, print_table, table
-from capplan.cli.options import AsJson, require_extra
+from capplan.cli.options import AsJson, command, require_extra
 from capplan.cli.output import require_writable_file
 from capplan.cli.progress import progress_bars
 from capplan.errors import InputError
@@ -23,75 +24,81 @@ _NOTEWORTHY = 0.2
 """Share of interrupted visits from which people should know."""
 
 
-def kernels(
+@dataclass(frozen=True, kw_only=True)
+class ProfileKernelsArgs:
+    """KernelProfilingOptions of `capplan profile kernels`."""
+
     output: Annotated[
         str,
         typer.Option("--output", "-o", metavar="DIR", help="Where to write; measuring goes on where it was."),
-    ],
+    ]
     device: Annotated[
         str, typer.Option("--device", metavar="NAME", help="cpu: PyTorch's kernels; cuda: Triton's.")
-    ] = "cpu",
+    ] = "cpu"
     grid: Annotated[
         str, typer.Option("--grid", metavar="NAME[,NAME...]", help="paper, wide, prefill or tiny.")
-    ] = "wide",
+    ] = "wide"
     phases: Annotated[
         str, typer.Option("--phases", metavar="NAME[,NAME]", help="decode, prefill or both.")
-    ] = "decode,prefill",
+    ] = "decode,prefill"
     hidden: Annotated[
         str | None,
         typer.Option("--hidden", metavar="N[,N...]", help="Hidden sizes; default: of the built-in models."),
-    ] = None,
+    ] = None
     kernel: Annotated[
         str | None,
         typer.Option("--kernels", metavar="NAME[,NAME...]", help="Default: all that the device has."),
-    ] = None,
+    ] = None
     dtype: Annotated[
         str | None,
         typer.Option("--dtype", metavar="NAME", help="Default: float32 on a CPU, bfloat16 on a GPU."),
-    ] = None,
+    ] = None
     threads: Annotated[
         int, typer.Option("--threads", metavar="N", min=1, help="Threads of PyTorch on a CPU.")
-    ] = 1,
+    ] = 1
     budget_s: Annotated[
         float, typer.Option("--budget-s", metavar="SECONDS", min=0.0, help="0: only fit what is there.")
-    ] = 600.0,
+    ] = 600.0
     tolerance: Annotated[
         float,
         typer.Option("--tolerance", metavar="SHARE", min=0.0, help="Relative error of a settled median."),
-    ] = 0.02,
-    seed: Annotated[int, typer.Option("--seed", metavar="N", min=0, help="Of drawn ranks.")] = 0,
-    as_json: AsJson = False,
-    quiet: Annotated[bool, typer.Option("--quiet", "-q", help="Print nothing but errors.")] = False,
-) -> None:
+    ] = 0.02
+    seed: Annotated[int, typer.Option("--seed", metavar="N", min=0, help="Of drawn ranks.")] = 0
+    as_json: AsJson = False
+    quiet: Annotated[bool, typer.Option("--quiet", "-q", help="Print nothing but errors.")] = False
+
+
+@command
+def kernels(args: ProfileKernelsArgs) -> None:
     """Time shrink and expand of padded and grouped LoRA kernels, and fit Toppings' models to them.
 
     Writes the timings, where they are from, the fits, and a report. The same command goes on where an earlier
     one was stopped, until every median stands still or the time is up.
     """
-    require_extra("engine", ["torch"] + (["triton"] if device.startswith("cuda") else []))
+    require_extra("engine", ["torch"] + (["triton"] if args.device.startswith("cuda") else []))
     from capplan.profiling.kernels.cases import SamplingLimits
     from capplan.profiling.kernels.measure import KernelProfilingOptions, measure
 
     options = KernelProfilingOptions(
-        device=device,
-        grids=_names(grid, "--grid"),
-        phases=_phases(phases),
-        widths=None if hidden is None else _numbers(hidden),
-        kernels=None if kernel is None else _names(kernel, "--kernels"),
-        dtype=dtype,
-        threads=threads,
-        limits=SamplingLimits(budget_s=budget_s, tolerance=tolerance),
-        seed=seed,
+        device=args.device,
+        grids=_names(args.grid, "--grid"),
+        phases=_phases(args.phases),
+        widths=None if args.hidden is None else _numbers(args.hidden),
+        kernels=None if args.kernel is None else _names(args.kernel, "--kernels"),
+        dtype=args.dtype,
+        threads=args.threads,
+        limits=SamplingLimits(budget_s=args.budget_s, tolerance=args.tolerance),
+        seed=args.seed,
     )
-    _require_folder(output)
-    with progress_bars(quiet=quiet) as on_progress:
-        outcome = measure(output, options, on_progress)
-    reports = _fitted(outcome, output, options)
-    if as_json:
+    _require_folder(args.output)
+    with progress_bars(quiet=args.quiet) as on_progress:
+        outcome = measure(args.output, options, on_progress)
+    reports = _fitted(outcome, args.output, options)
+    if args.as_json:
         print_json(_document(outcome, options, reports))
-    elif not quiet:
+    elif not args.quiet:
         show_fits(reports)
-        typer.echo(_summary(outcome, output))
+        typer.echo(_summary(outcome, args.output))
 
 
 def _fitted(

@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
+from dataclasses import dataclass
 from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
 from capplan.cli.console import print_json, print_table, table
-from capplan.cli.options import AsJson
+from capplan.cli.options import AsJson, command
 from capplan.cli.output import require_writable_file
 from capplan.errors import InputError
 
@@ -16,47 +17,51 @@ if TYPE_CHECKING:
     from capplan.spec import ModelArch, Profile
 
 
-def roofline(
-    gpu: Annotated[str, typer.Option("--gpu", metavar="NAME", help="Such as h200 or a100-80g.")],
-    output: Annotated[str, typer.Option("--output", "-o", metavar="FILE", help="Profile JSON to write.")],
-    model: Annotated[
-        str | None, typer.Option("--model", metavar="NAME", help="Such as llama-3.1-8b.")
-    ] = None,
+@dataclass(frozen=True, kw_only=True)
+class RooflineArgs:
+    """Options of `capplan profile roofline`."""
+
+    gpu: Annotated[str, typer.Option("--gpu", metavar="NAME", help="Such as h200 or a100-80g.")]
+    output: Annotated[str, typer.Option("--output", "-o", metavar="FILE", help="Profile JSON to write.")]
+    model: Annotated[str | None, typer.Option("--model", metavar="NAME", help="Such as llama-3.1-8b.")] = None
     model_config: Annotated[
         str | None,
         typer.Option("--model-config", metavar="FILE", help="Instead of --model: its config.json."),
-    ] = None,
+    ] = None
     base_model: Annotated[
         str | None,
         typer.Option("--base-model", metavar="ID", help="With --model-config: its Hugging Face id."),
-    ] = None,
-    dtype: Annotated[str, typer.Option("--dtype", metavar="NAME", help="bfloat16 or float16.")] = "bfloat16",
-    tp: Annotated[int, typer.Option("--tp", metavar="N", min=1, help="GPUs per copy of the model.")] = 1,
-    engine_version: Annotated[
-        str, typer.Option("--engine-version", metavar="VERSION", help="Of vLLM.")
-    ] = "0.32.0",
-    rules: Annotated[str, typer.Option("--rules", metavar="NAME", help="Serving rules.")] = "vllm-0.32-async",
+    ] = None
+    dtype: Annotated[str, typer.Option("--dtype", metavar="NAME", help="bfloat16 or float16.")] = "bfloat16"
+    tp: Annotated[int, typer.Option("--tp", metavar="N", min=1, help="GPUs per copy of the model.")] = 1
+    engine_version: Annotated[str, typer.Option("--engine-version", metavar="VERSION", help="Of vLLM.")] = (
+        "0.32.0"
+    )
+    rules: Annotated[str, typer.Option("--rules", metavar="NAME", help="Serving rules.")] = "vllm-0.32-async"
     kernel: Annotated[
         str, typer.Option("--kernel", metavar="NAME", help="bgmv, mbgmv or vllm: which rank LoRA pays for.")
-    ] = "vllm",
+    ] = "vllm"
     bandwidth: Annotated[
         float | None,
         typer.Option("--bandwidth-efficiency", metavar="SHARE", help="Of the memory's peak."),
-    ] = None,
+    ] = None
     compute: Annotated[
         float | None,
         typer.Option("--compute-efficiency", metavar="SHARE", help="Of the tensor cores' peak."),
-    ] = None,
+    ] = None
     host_link: Annotated[
         float | None, typer.Option("--host-link-efficiency", metavar="SHARE", help="Of PCIe's peak.")
-    ] = None,
+    ] = None
     step_overhead_ms: Annotated[
         float | None,
         typer.Option("--step-overhead-ms", metavar="MS", help="Of the host in a step, not beside the GPU."),
-    ] = None,
-    as_json: AsJson = False,
-    quiet: Annotated[bool, typer.Option("--quiet", "-q", help="Print nothing but errors.")] = False,
-) -> None:
+    ] = None
+    as_json: AsJson = False
+    quiet: Annotated[bool, typer.Option("--quiet", "-q", help="Print nothing but errors.")] = False
+
+
+@command
+def roofline(args: RooflineArgs) -> None:
     """Reckon a profile from a GPU's datasheet and a model's shape.
 
     It is marked as analytic, and every plan that rests on it says so.
@@ -66,19 +71,27 @@ def roofline(
     from capplan.serving import serving_rules
     from capplan.spec import write_text_atomic
 
-    sheet, arch = gpu_sheet(gpu), _arch(model, model_config, base_model)
-    engine = EngineChoice(version=engine_version, rules=serving_rules(rules).name, kernel=_kernel(kernel))
-    if dtype not in ("bfloat16", "float16"):
-        raise InputError("must be bfloat16 or float16", dtype, "--dtype")
-    require_writable_file(output)
-    chosen = _physics(bandwidth=bandwidth, compute=compute, host_link=host_link, step_ms=step_overhead_ms)
-    command = f"capplan profile roofline --gpu {gpu} --model {arch.name.lower()} --dtype {dtype} --tp {tp}"
-    profile = roofline_profile(sheet, arch, engine, tp, Assumptions(physics=chosen), command)
-    write_text_atomic(output, _json(profile))
-    if as_json:
+    sheet, arch = gpu_sheet(args.gpu), _arch(args.model, args.model_config, args.base_model)
+    engine = EngineChoice(
+        version=args.engine_version, rules=serving_rules(args.rules).name, kernel=_kernel(args.kernel)
+    )
+    if args.dtype not in ("bfloat16", "float16"):
+        raise InputError("must be bfloat16 or float16", args.dtype, "--dtype")
+    require_writable_file(args.output)
+    chosen = _physics(
+        bandwidth=args.bandwidth,
+        compute=args.compute,
+        host_link=args.host_link,
+        step_ms=args.step_overhead_ms,
+    )
+    model = f"--model {arch.name.lower()} --dtype {args.dtype}"
+    command = f"capplan profile roofline --gpu {args.gpu} {model} --tp {args.tp}"
+    profile = roofline_profile(sheet, arch, engine, args.tp, Assumptions(physics=chosen), command)
+    write_text_atomic(args.output, _json(profile))
+    if args.as_json:
         print_json(profile.model_dump(mode="json"))
-    elif not quiet:
-        _show(profile, output)
+    elif not args.quiet:
+        _show(profile, args.output)
 
 
 def _arch(model: str | None, config: str | None, base_model: str | None) -> ModelArch:

@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
-from dataclasses import asdict
+from dataclasses import asdict, dataclass
 from typing import TYPE_CHECKING, Annotated
 
 import typer
 
 from capplan.cli.console import counted, number, print_json, print_table, table
-from capplan.cli.options import AsJson, require_extra
+from capplan.cli.options import AsJson, command, require_extra
 from capplan.cli.progress import progress_bars
 from capplan.errors import InputError
 
@@ -23,65 +23,71 @@ _LATE_MS = 5.0
 """From where on a client that came late is worth a warning."""
 
 
-def server(
-    url: Annotated[str, typer.Argument(metavar="URL", help="Where it listens, with or without /v1.")],
+@dataclass(frozen=True, kw_only=True)
+class ProfileServerArgs:
+    """Options of `capplan profile server`."""
+
+    url: Annotated[str, typer.Argument(metavar="URL", help="Where it listens, with or without /v1.")]
     output: Annotated[
         str,
         typer.Option("--output", "-o", metavar="DIR", help="Where tables go; those of other starts stay."),
-    ],
+    ]
     adapters: Annotated[
         str | None,
         typer.Option("--adapters", metavar="NAME[:RANK][,...]", help="Adapters to ask for."),
-    ] = None,
+    ] = None
     workload: Annotated[
         str | None,
         typer.Option("--workload", metavar="FILE", help="Adapters and typical lengths of a workload file."),
-    ] = None,
+    ] = None
     model: Annotated[
         str | None,
         typer.Option("--model", metavar="NAME", help="Name of the base model; without it, adapters only."),
-    ] = None,
+    ] = None
     rank: Annotated[
         int, typer.Option("--rank", metavar="N", min=1, max=_HIGHEST_RANK, help="Of adapters without :RANK.")
-    ] = 16,
+    ] = 16
     a_max: Annotated[
         int | None,
         typer.Option("--a-max", metavar="N", min=1, help="Adapter slots; default: what the server says."),
-    ] = None,
+    ] = None
     s_max: Annotated[
         int | None,
         typer.Option("--s-max", metavar="RANK", min=1, help="Rank of a slot; default: the least that fits."),
-    ] = None,
-    max_num_seqs: Annotated[int, typer.Option("--max-num-seqs", metavar="N", min=1)] = 256,
-    max_num_batched_tokens: Annotated[
-        int, typer.Option("--max-num-batched-tokens", metavar="N", min=1)
-    ] = 2048,
-    max_model_len: Annotated[int | None, typer.Option("--max-model-len", metavar="N", min=4)] = None,
+    ] = None
+    max_num_seqs: Annotated[int, typer.Option("--max-num-seqs", metavar="N", min=1)] = 256
+    max_num_batched_tokens: Annotated[int, typer.Option("--max-num-batched-tokens", metavar="N", min=1)] = (
+        2048
+    )
+    max_model_len: Annotated[int | None, typer.Option("--max-model-len", metavar="N", min=4)] = None
     prompt_tokens: Annotated[
         int | None, typer.Option("--prompt-tokens", metavar="N", min=1, help="Typical prompt.")
-    ] = None,
+    ] = None
     output_tokens: Annotated[
         int | None, typer.Option("--output-tokens", metavar="N", min=1, help="Typical output.")
-    ] = None,
+    ] = None
     max_streams: Annotated[
         int | None,
         typer.Option("--max-streams", metavar="N", min=1, help="Largest batch; default: up to 64."),
-    ] = None,
+    ] = None
     budget_s: Annotated[
         float, typer.Option("--budget-s", metavar="SECONDS", min=1.0, help="Time for operating points.")
-    ] = 600.0,
-    point_s: Annotated[
-        float, typer.Option("--point-s", metavar="SECONDS", min=2.0, help="Time of each.")
-    ] = 8.0,
+    ] = 600.0
+    point_s: Annotated[float, typer.Option("--point-s", metavar="SECONDS", min=2.0, help="Time of each.")] = (
+        8.0
+    )
     passes: Annotated[
         int, typer.Option("--passes", metavar="N", min=1, help="How often all are gone through in that time.")
-    ] = 1,
+    ] = 1
     api_key: Annotated[
         str | None,
         typer.Option("--api-key", metavar="KEY", envvar="OPENAI_API_KEY", help="Sent as bearer token."),
-    ] = None,
-    as_json: AsJson = False,
-) -> None:
+    ] = None
+    as_json: AsJson = False
+
+
+@command
+def server(args: ProfileServerArgs) -> None:
     """Measure a running OpenAI-compatible server from outside; it should serve nobody else meanwhile.
 
     Closed loops over batch, adapters, prompt and output lengths become a step table; idle answers and turns
@@ -93,30 +99,30 @@ def server(
     from capplan.profiling.tables import MeasurementFolder
     from capplan.spec import allowed_lora_rank
 
-    ranks, lengths = _adapters(adapters, workload, rank)
+    ranks, lengths = _adapters(args.adapters, args.workload, args.rank)
     setting = EngineSetting(
-        a_max=a_max,
-        s_max=s_max or allowed_lora_rank(max(ranks.values(), default=1)),
-        max_num_seqs=max_num_seqs,
-        max_num_batched_tokens=max_num_batched_tokens,
-        max_model_len=max_model_len,
+        a_max=args.a_max,
+        s_max=args.s_max or allowed_lora_rank(max(ranks.values(), default=1)),
+        max_num_seqs=args.max_num_seqs,
+        max_num_batched_tokens=args.max_num_batched_tokens,
+        max_model_len=args.max_model_len,
     )
     options = ServerProfilingOptions(
-        budget_s=budget_s,
-        point_s=point_s,
-        passes=passes,
-        max_streams=max_streams,
-        prompt_tokens=prompt_tokens or lengths[0],
-        output_tokens=output_tokens or lengths[1],
+        budget_s=args.budget_s,
+        point_s=args.point_s,
+        passes=args.passes,
+        max_streams=args.max_streams,
+        prompt_tokens=args.prompt_tokens or lengths[0],
+        output_tokens=args.output_tokens or lengths[1],
     )
-    target = Target(url, api_key, model)
-    folder = MeasurementFolder(output)
-    with progress_bars(quiet=as_json) as on_progress:
+    target = Target(args.url, args.api_key, args.model)
+    folder = MeasurementFolder(args.output)
+    with progress_bars(quiet=args.as_json) as on_progress:
         done = profile_server(target, ranks, setting, folder, options, on_progress)
-    if as_json:
-        print_json({"directory": output, **asdict(done)})
+    if args.as_json:
+        print_json({"directory": args.output, **asdict(done)})
     else:
-        _show(done, folder, output)
+        _show(done, folder, args.output)
     if (done.late_ms_p95 or 0.0) > _LATE_MS:
         late = f"came {number(done.late_ms_p95, 1)} ms late to one event in twenty"
         typer.echo(

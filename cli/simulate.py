@@ -3,13 +3,20 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
-from dataclasses import asdict, fields
+from dataclasses import asdict, dataclass, fields
 from typing import TYPE_CHECKING, Annotated, Any, Final, TypeAlias, cast
 
 import typer
 
 from capplan.cli.console import DASH, number, percent, print_json, print_table, table
-from capplan.cli.options import AsJson, ProfileName, WorkloadFile, chosen_profile, profile_not_measured
+from capplan.cli.options import (
+    AsJson,
+    ProfileName,
+    WorkloadFile,
+    chosen_profile,
+    command,
+    profile_not_measured,
+)
 from capplan.cli.output import require_writable_file
 from capplan.cli.progress import announce_compilation, progress_bars
 from capplan.errors import InfeasibleError, InputError
@@ -23,110 +30,120 @@ if TYPE_CHECKING:
     from capplan.twin.sweep import Job
 
 
-def simulate(
-    workload: WorkloadFile,
+@dataclass(frozen=True, kw_only=True)
+class SimulateArgs:
+    """Options of `capplan simulate`."""
+
+    workload: WorkloadFile
     a_max: Annotated[
         str | None,
         typer.Option("--a-max", metavar="N[,N...]", help="Adapter slots; several are compared side by side."),
-    ] = None,
+    ] = None
     s_max: Annotated[
         int | None,
         typer.Option("--s-max", metavar="RANK", help="Rank of a slot; default: the least that fits."),
-    ] = None,
-    profile: ProfileName = None,
-    duration_s: Annotated[
-        float, typer.Option("--duration", metavar="SECONDS", help="Simulated time.")
-    ] = 3600.0,
-    seed: Annotated[int, typer.Option("--seed", metavar="N", help="Same seed, same result.")] = 0,
-    max_num_seqs: Annotated[int | None, typer.Option("--max-num-seqs", metavar="N")] = None,
-    max_num_batched_tokens: Annotated[
-        int | None, typer.Option("--max-num-batched-tokens", metavar="N")
-    ] = None,
-    max_cpu_loras: Annotated[int | None, typer.Option("--max-cpu-loras", metavar="N")] = None,
-    max_model_len: Annotated[int | None, typer.Option("--max-model-len", metavar="N")] = None,
+    ] = None
+    profile: ProfileName = None
+    duration_s: Annotated[float, typer.Option("--duration", metavar="SECONDS", help="Simulated time.")] = (
+        3600.0
+    )
+    seed: Annotated[int, typer.Option("--seed", metavar="N", help="Same seed, same result.")] = 0
+    max_num_seqs: Annotated[int | None, typer.Option("--max-num-seqs", metavar="N")] = None
+    max_num_batched_tokens: Annotated[int | None, typer.Option("--max-num-batched-tokens", metavar="N")] = (
+        None
+    )
+    max_cpu_loras: Annotated[int | None, typer.Option("--max-cpu-loras", metavar="N")] = None
+    max_model_len: Annotated[int | None, typer.Option("--max-model-len", metavar="N")] = None
     gpu_memory_utilization: Annotated[
         float | None, typer.Option("--gpu-memory-utilization", metavar="SHARE")
-    ] = None,
+    ] = None
     max_in_flight: Annotated[
         int | None,
         typer.Option("--max-in-flight", metavar="N", help="Reject arrivals beyond this many requests."),
-    ] = None,
+    ] = None
     rules: Annotated[
         str | None,
         typer.Option("--rules", metavar="NAME", help="Serving rules instead of the profile's."),
-    ] = None,
+    ] = None
     prefix_caching: Annotated[
         bool | None,
         typer.Option(
             "--prefix-caching/--no-prefix-caching",
             help="Whether KV of shared prompt beginnings is used again; default: as in the profile.",
         ),
-    ] = None,
+    ] = None
     detail: Annotated[
         bool,
         typer.Option("--detail", help="Also slowdown, waits, hit rate, metrics per rank, SLO attainment."),
-    ] = False,
+    ] = False
     report: Annotated[
         str | None,
         typer.Option("--report", metavar="FILE", help="Write an HTML report with charts, readable offline."),
-    ] = None,
+    ] = None
     requests_out: Annotated[
         str | None,
         typer.Option("--requests-out", metavar="FILE", help="Write every request as Parquet, one row each."),
-    ] = None,
+    ] = None
     workers: Annotated[
         int | None, typer.Option("--workers", metavar="N", help="Processes; default: one per core.")
-    ] = None,
+    ] = None
     ray_address: Annotated[
         str | None,
         typer.Option("--ray-address", metavar="ADDRESS", help="Simulate on this Ray cluster instead."),
-    ] = None,
-    as_json: AsJson = False,
-) -> None:
+    ] = None
+    as_json: AsJson = False
+
+
+@command
+def simulate(args: SimulateArgs) -> None:
     """Simulate one GPU that serves the whole workload.
 
     Engine settings that are not given come from the workload file, then from the twin's defaults.
     """
     from capplan.spec import load_workload, write_text_atomic
 
-    for path in (report, requests_out):
+    for path in (args.report, args.requests_out):
         if path is not None:
             require_writable_file(path)
-    wishes = load_workload(workload)
-    slots = _slots(a_max, wishes)
-    used = chosen_profile(wishes, profile)
+    wishes = load_workload(args.workload)
+    slots = _slots(args.a_max, wishes)
+    used = chosen_profile(wishes, args.profile)
     if used is None:
         raise InputError("is required, because the workload names pools", location="--profile")
     settings = {
-        "s_max": _slot_rank(s_max, wishes),
-        "duration_s": duration_s,
-        "seed": seed,
-        "max_in_flight": max_in_flight,
-        "rules": rules,
-        "prefix_caching": prefix_caching,
+        "s_max": _slot_rank(args.s_max, wishes),
+        "duration_s": args.duration_s,
+        "seed": args.seed,
+        "max_in_flight": args.max_in_flight,
+        "rules": args.rules,
+        "prefix_caching": args.prefix_caching,
         **_engine_settings(
             wishes,
-            max_num_seqs=max_num_seqs,
-            max_num_batched_tokens=max_num_batched_tokens,
-            max_cpu_loras=max_cpu_loras,
-            max_model_len=max_model_len,
-            gpu_memory_utilization=gpu_memory_utilization,
+            max_num_seqs=args.max_num_seqs,
+            max_num_batched_tokens=args.max_num_batched_tokens,
+            max_cpu_loras=args.max_cpu_loras,
+            max_model_len=args.max_model_len,
+            gpu_memory_utilization=args.gpu_memory_utilization,
         ),
     }
     announce_compilation()
     from capplan.twin.sweep import Job
 
     jobs = [Job(wishes, used, cast("Settings", {"a_max": count, **settings})) for count in slots]
-    in_detail = detail or report is not None or requests_out is not None
-    outcomes, details = _simulated(jobs, in_detail=in_detail, workers=workers, ray_address=ray_address)
-    if requests_out is not None:
-        _write_requests(requests_out, details)
-    if report is not None:
+    in_detail = args.detail or args.report is not None or args.requests_out is not None
+    outcomes, details = _simulated(
+        jobs, in_detail=in_detail, workers=args.workers, ray_address=args.ray_address
+    )
+    if args.requests_out is not None:
+        _write_requests(args.requests_out, details)
+    if args.report is not None:
         from capplan.cli.report.simulation import simulation_report
 
-        write_text_atomic(report, simulation_report(workload, wishes, used, settings, outcomes, details))
-    shown = details if detail else {}
-    if as_json:
+        write_text_atomic(
+            args.report, simulation_report(args.workload, wishes, used, settings, outcomes, details)
+        )
+    shown = details if args.detail else {}
+    if args.as_json:
         print_json({"profile": used.name, "settings": settings, "results": documents(outcomes, shown)})
     else:
         _print(outcomes, shown)

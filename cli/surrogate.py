@@ -1,13 +1,14 @@
-"""`capplan surrogate`: what the small trees of a profile say, as rules, a drawing or source code."""
+"""`capplan surrogate`: what the small trees of a profile say, as rules, a export_svg or source code."""
 
 from __future__ import annotations
 
+from dataclasses import dataclass
 from typing import TYPE_CHECKING, Annotated, Any, Final
 
 import typer
 
 from capplan.cli.console import counted, percent, print_json, print_table, table
-from capplan.cli.options import AsJson
+from capplan.cli.options import AsJson, command
 from capplan.cli.output import require_writable_file
 from capplan.errors import InputError
 
@@ -27,47 +28,53 @@ def _group() -> None:
     """Look into the surrogates of a profile."""
 
 
-@surrogate.command()
-def rules(
+@dataclass(frozen=True, kw_only=True)
+class RulesArgs:
+    """Options of `capplan surrogate rules`."""
+
     profile: Annotated[
         str, typer.Argument(metavar="PROFILE", help="Shipped profile or path of a profile JSON.")
-    ],
+    ]
     target: Annotated[
         str, typer.Option("--target", metavar="NAME", help="Rules of throughput, starvation, or both.")
-    ] = "both",
+    ] = "both"
     svg: Annotated[
         str | None, typer.Option("--svg", metavar="FILE", help="Also draw the trees, as one SVG file.")
-    ] = None,
+    ] = None
     as_python: Annotated[
         bool, typer.Option("--python", help="Print the source of the functions that are compiled.")
-    ] = False,
-    as_json: AsJson = False,
-) -> None:
+    ] = False
+    as_json: AsJson = False
+
+
+@surrogate.command()
+@command
+def rules(args: RulesArgs) -> None:
     """Print the decision rules of a profile's small trees, those that cover most scenarios first."""
     from capplan.models.surrogates.tree_export import export_svg
     from capplan.spec import write_text_atomic
 
-    if target not in _TARGETS:
-        raise InputError(f"must be one of {', '.join(_TARGETS)}", target, "--target")
-    if as_python and as_json:
+    if args.target not in _TARGETS:
+        raise InputError(f"must be one of {', '.join(_TARGETS)}", args.target, "--target")
+    if args.as_python and args.as_json:
         raise InputError("does not go with --json", location="--python")
-    if svg is not None:
-        require_writable_file(svg)
-    trees = _trees(profile)
-    if target != "both":
-        trees = {target: trees[target]}
-    if svg is not None:
-        titled = [(f"{name} of {profile}: {counted(t.rules, 'rule')}", t) for name, t in trees.items()]
-        write_text_atomic(svg, export_svg(titled))
-    if as_python:
+    if args.svg is not None:
+        require_writable_file(args.svg)
+    trees = _trees(args.profile)
+    if args.target != "both":
+        trees = {args.target: trees[args.target]}
+    if args.svg is not None:
+        titled = [(f"{name} of {args.profile}: {counted(t.rules, 'rule')}", t) for name, t in trees.items()]
+        write_text_atomic(args.svg, export_svg(titled))
+    if args.as_python:
         _print_python(trees)
-    elif as_json:
+    elif args.as_json:
         print_json({name: _document(tree) for name, tree in trees.items()})
     else:
         for name, tree in trees.items():
             _print_rules(name, tree)
-    if svg is not None and not (as_python or as_json):
-        typer.echo(f"drawn to {svg}")
+    if args.svg is not None and not (args.as_python or args.as_json):
+        typer.echo(f"drawn to {args.svg}")
 
 
 def _trees(profile: str) -> dict[str, Tree]:

@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Annotated, Any, Final
 import typer
 
 from capplan.cli.console import number, percent, print_json, print_table, table
-from capplan.cli.options import AsJson
+from capplan.cli.options import AsJson, command
 from capplan.cli.output import require_writable_file
 from capplan.cli.progress import announce_compilation, progress_bars
 from capplan.errors import InputError
@@ -26,10 +26,13 @@ if TYPE_CHECKING:
     from capplan.spec import Profile
 
 
-def train(
+@dataclass(frozen=True, kw_only=True)
+class TrainArgs:
+    """Options of `capplan train`."""
+
     profile: Annotated[
         str, typer.Argument(metavar="PROFILE", help="Shipped profile or path of a profile JSON.")
-    ],
+    ]
     data: Annotated[
         str | None,
         typer.Option(
@@ -37,38 +40,38 @@ def train(
             metavar="DIR",
             help="Data: folders paper-grid and space-filling, made if missing; default: in the cache.",
         ),
-    ] = None,
+    ] = None
     scenarios: Annotated[
         int | None,
         typer.Option("--scenarios", metavar="N", min=1, help="Space-filling ones; default: 7000."),
-    ] = None,
+    ] = None
     grid_scenarios: Annotated[
         int | None,
         typer.Option("--grid-scenarios", metavar="N", min=1, help="Of the paper's grid; default: 3000."),
-    ] = None,
-    seed: Annotated[int, typer.Option("--seed", metavar="N", min=0, help="Same seed, same surrogates.")] = 0,
+    ] = None
+    seed: Annotated[int, typer.Option("--seed", metavar="N", min=0, help="Same seed, same surrogates.")] = 0
     models: Annotated[
         str | None,
         typer.Option("--models", metavar="NAME[,NAME...]", help="Default: knn,forest,svm,xgboost."),
-    ] = None,
+    ] = None
     budget: Annotated[
         int,
         typer.Option("--budget", metavar="N", min=1, help="Settings tried for each of these, and each task."),
-    ] = 12,
+    ] = 12
     paper_space: Annotated[
         bool, typer.Option("--paper-space", help="Try all settings of the paper's grids; hours.")
-    ] = False,
+    ] = False
     workers: Annotated[
         int | None,
         typer.Option("--workers", metavar="N", min=1, help="Processes, then threads; default: one per core."),
-    ] = None,
+    ] = None
     ray_address: Annotated[
         str | None,
         typer.Option("--ray-address", metavar="ADDRESS", help="Simulate on this Ray cluster instead."),
-    ] = None,
+    ] = None
     report: Annotated[
         str | None, typer.Option("--report", metavar="FILE", help="Write a report as one HTML file.")
-    ] = None,
+    ] = None
     output_dir: Annotated[
         str | None,
         typer.Option(
@@ -76,9 +79,12 @@ def train(
             metavar="DIR",
             help="Write best.npz, forest.npz, tree.json there; default: where the profile's belong.",
         ),
-    ] = None,
-    as_json: AsJson = False,
-) -> None:
+    ] = None
+    as_json: AsJson = False
+
+
+@command
+def train(args: TrainArgs) -> None:
     """Have the twin answer scenarios of one GPU, learn surrogates from them, and write the best ones.
 
     A run that was killed is continued by the same command.
@@ -89,18 +95,18 @@ def train(
     from capplan.models.training.data import read_tables
     from capplan.models.training.train import train_surrogates
 
-    loaded = load_profile(profile)
+    loaded = load_profile(args.profile)
     asked = DataOptions(
-        folder=None if data is None else Path(data),
-        scenarios={"paper-grid": grid_scenarios, "space-filling": scenarios},
-        seed=seed,
-        workers=workers,
-        ray_address=ray_address,
+        folder=None if args.data is None else Path(args.data),
+        scenarios={"paper-grid": args.grid_scenarios, "space-filling": args.scenarios},
+        seed=args.seed,
+        workers=args.workers,
+        ray_address=args.ray_address,
     )
-    journal = data_folder(loaded, asked) / f"search-seed{seed}.journal"
-    options = _options(models, budget, paper_space, seed, workers, journal)
-    files = _files(loaded, output_dir)
-    _require_places(files, report)
+    journal = data_folder(loaded, asked) / f"search-seed{args.seed}.journal"
+    options = _options(args.models, args.budget, args.paper_space, args.seed, args.workers, journal)
+    files = _files(loaded, args.output_dir)
+    _require_places(files, args.report)
     found = datasets(loaded, asked)
     if "xgboost" in options.families:
         require_writable_file(str(journal))
@@ -112,12 +118,12 @@ def train(
     contents = {kind: surrogate_bytes(each) for kind, each in trained.surrogates.items()}
     sizes = {kind: len(content) for kind, content in contents.items()}
     page = None
-    if report is not None:
+    if args.report is not None:
         from capplan.cli.report.training import training_page
 
         page = training_page(loaded, list(found.values()), trained, sizes)
-    _write(files, contents, report, page)
-    if as_json:
+    _write(files, contents, args.report, page)
+    if args.as_json:
         print_json(
             {
                 "profile": loaded.name,
@@ -129,7 +135,9 @@ def train(
         return
     _print(trained)
     _print_files(files, sizes)
-    typer.echo(f"learned from {data_folder(loaded, asked)}" + (f", report in {report}" if report else ""))
+    typer.echo(
+        f"learned from {data_folder(loaded, asked)}" + (f", report in {args.report}" if args.report else "")
+    )
 
 
 def _options(

@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
-from dataclasses import asdict
+from dataclasses import asdict, dataclass
 from typing import TYPE_CHECKING, Annotated, Any, Final
 
 import typer
 
 from capplan.cli.console import DASH, console, number, print_json, print_table, table
-from capplan.cli.options import ENGINE, AsJson, PlanFile, require_extra
+from capplan.cli.options import ENGINE, AsJson, PlanFile, command, require_extra
 from capplan.cli.output import require_writable_file
 from capplan.cli.progress import announce_compilation, live
 from capplan.errors import InputError
@@ -23,120 +23,126 @@ _INTERRUPTED = 130  # 128 + SIGINT, as shells report it
 _DISAGREES = 1
 
 
-def validate(
-    plan: PlanFile,
+@dataclass(frozen=True, kw_only=True)
+class ValidateArgs:
+    """Options of `capplan validate`."""
+
+    plan: PlanFile
     workload: Annotated[
         str, typer.Option("--workload", metavar="FILE", help="Workload that the plan was made for.")
-    ],
+    ]
     profile: Annotated[
         str | None,
         typer.Option("--profile", metavar="NAME", help="That the prediction rests on; default: the plan's."),
-    ] = None,
+    ] = None
     url: Annotated[
         list[str] | None,
         typer.Option("--url", metavar="[GROUP=]URL", help="Running server of a group; repeatable."),
-    ] = None,
+    ] = None
     duration_s: Annotated[
         float, typer.Option("--duration-s", metavar="SECONDS", help="Measured time of each group.")
-    ] = 120.0,
+    ] = 120.0
     rate_scale: Annotated[
         float, typer.Option("--rate-scale", metavar="FACTOR", help="Multiplies every rate.")
-    ] = 1.0,
+    ] = 1.0
     group: Annotated[
         list[str] | None,
         typer.Option("--group", metavar="ID", help="Validate this group only; repeatable."),
-    ] = None,
+    ] = None
     model: Annotated[
         str | None,
         typer.Option("--model", metavar="MODEL", help="Of servers that are started, as for `serve`."),
-    ] = None,
+    ] = None
     dtype: Annotated[str, typer.Option("--dtype", metavar="NAME", help="Of servers that are started.")] = (
         "auto"
-    ),
-    device: Annotated[
-        str, typer.Option("--device", metavar="NAME", help="Of servers that are started.")
-    ] = "cpu",
+    )
+    device: Annotated[str, typer.Option("--device", metavar="NAME", help="Of servers that are started.")] = (
+        "cpu"
+    )
     threads: Annotated[
         int, typer.Option("--threads", metavar="N", min=1, help="Of servers that are started, on a CPU.")
-    ] = 1,
+    ] = 1
     lora_kernel: Annotated[
         str | None,
         typer.Option("--lora-kernel", metavar="NAME", help="Of servers that are started; default: theirs."),
-    ] = None,
+    ] = None
     max_loras: Annotated[
         int | None, typer.Option("--max-loras", metavar="N", min=1, help="Slots, instead of the plan's.")
-    ] = None,
+    ] = None
     seed: Annotated[
         int, typer.Option("--seed", metavar="N", min=0, help="Of arrivals and lengths, here and in the twin.")
-    ] = 0,
+    ] = 0
     api_key: Annotated[
         str | None,
         typer.Option("--api-key", metavar="KEY", envvar="OPENAI_API_KEY", help="For running servers."),
-    ] = None,
+    ] = None
     throughput_tolerance: Annotated[
         float,
         typer.Option("--throughput-tolerance", metavar="PERCENT", help="Largest SMAPE that agrees."),
-    ] = 3.0,
+    ] = 3.0
     itl_tolerance: Annotated[
         float, typer.Option("--itl-tolerance", metavar="PERCENT", help="The same of the mean ITL.")
-    ] = 8.0,
+    ] = 8.0
     output: Annotated[
         str | None, typer.Option("--output", "-o", metavar="FILE", help="Write the result as JSON.")
-    ] = None,
+    ] = None
     report: Annotated[
         str | None,
         typer.Option("--report", metavar="FILE", help="Write an HTML report, readable offline."),
-    ] = None,
-    as_json: AsJson = False,
-) -> None:
+    ] = None
+    as_json: AsJson = False
+
+
+@command
+def validate(args: ValidateArgs) -> None:
     """Run one engine of every group of a plan under the twin's very requests, and compare.
 
     Exit status 1: throughput or mean ITL is off by more than its tolerance, a verdict on starvation is wrong,
     or the measurement is void.
     """
     require_extra("bench", ("aiohttp",))
-    if not url:
+    if not args.url:
         require_extra("engine", ENGINE)
     from capplan.profiling.validation.compare import Tolerances
     from capplan.profiling.validation.validate import ValidationOptions
     from capplan.profiling.validation.validate import validate as run
     from capplan.spec import Plan, load_workload, write_text_atomic
 
-    for path in filter(None, (output, report)):
+    for path in filter(None, (args.output, args.report)):
         require_writable_file(path)
-    document = Plan.from_json(plan)
-    wishes = load_workload(workload)
+    document = Plan.from_json(args.plan)
+    wishes = load_workload(args.workload)
     options = ValidationOptions(
-        duration_s=duration_s,
-        rate_scale=rate_scale,
-        seed=seed,
-        groups=tuple(group or ()),
-        urls=_urls(url, document),
-        model=model,
-        dtype=dtype,
-        device=device,
-        threads=threads,
-        lora_kernel=lora_kernel,
-        engine_args={} if max_loras is None else {"max_loras": max_loras},
-        api_key=api_key,
-        tolerances=Tolerances(throughput_tolerance, itl_tolerance),
+        duration_s=args.duration_s,
+        rate_scale=args.rate_scale,
+        seed=args.seed,
+        groups=tuple(args.group or ()),
+        urls=_urls(args.url, document),
+        model=args.model,
+        dtype=args.dtype,
+        device=args.device,
+        threads=args.threads,
+        lora_kernel=args.lora_kernel,
+        engine_args={} if args.max_loras is None else {"max_loras": args.max_loras},
+        api_key=args.api_key,
+        tolerances=Tolerances(args.throughput_tolerance, args.itl_tolerance),
     )
-    announce_compilation(quiet=as_json)
-    on_group = _ignore if as_json or len(document.groups) == 1 else _tell
-    with live(quiet=as_json) as on_tick:
-        found = run(document, wishes, _profiles(document, profile), options, on_group, on_tick)
+    announce_compilation(quiet=args.as_json)
+    on_group = _ignore if args.as_json or len(document.groups) == 1 else _tell
+    with live(quiet=args.as_json) as on_tick:
+        found = run(document, wishes, _profiles(document, args.profile), options, on_group, on_tick)
     facts = validation_document(found)
-    if output is not None:
+    if args.output is not None:
         import json
 
         from capplan.cli.console import finite
 
-        write_text_atomic(output, json.dumps(finite(facts), indent=2) + "\n")
-    if report is not None:
+        write_text_atomic(args.output, json.dumps(finite(facts), indent=2) + "\n")
+    if args.report is not None:
         from capplan.cli.report.measurement import validation_page
 
-        write_text_atomic(report, validation_page(plan, found))
-    if as_json:
+        write_text_atomic(args.report, validation_page(args.plan, found))
+    if args.as_json:
         print_json(facts)
     else:
         show(found)

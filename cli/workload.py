@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
+from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
 import typer
 
 from capplan.cli.console import print_json, print_table, table
-from capplan.cli.options import AsJson, ProfileName
+from capplan.cli.options import AsJson, ProfileName, command
 from capplan.cli.output import require_writable_file
 from capplan.errors import InputError
 
@@ -23,46 +24,52 @@ def _group() -> None:
     """Write workload files of papers and public traces."""
 
 
-@workload.command()
-def preset(
-    name: Annotated[str | None, typer.Argument(metavar="[NAME]", help="Which preset to write.")] = None,
-    list_all: Annotated[bool, typer.Option("--list", help="List the presets.")] = False,
+@dataclass(frozen=True, kw_only=True)
+class PresetArgs:
+    """Options of `capplan workload preset`."""
+
+    name: Annotated[str | None, typer.Argument(metavar="[NAME]", help="Which preset to write.")] = None
+    list_all: Annotated[bool, typer.Option("--list", help="List the presets.")] = False
     output: Annotated[
         str | None,
         typer.Option("--output", "-o", metavar="FILE", help="Where to write; printed unless given."),
-    ] = None,
-    profile: ProfileName = None,
-    gpus: Annotated[
-        int | None, typer.Option("--gpus", metavar="N", min=1, help="GPUs a plan may use.")
-    ] = None,
+    ] = None
+    profile: ProfileName = None
+    gpus: Annotated[int | None, typer.Option("--gpus", metavar="N", min=1, help="GPUs a plan may use.")] = (
+        None
+    )
     traces: Annotated[
         str | None, typer.Option("--traces", metavar="DIR", help="Folder of the public traces.")
-    ] = None,
-    as_json: AsJson = False,
-) -> None:
+    ] = None
+    as_json: AsJson = False
+
+
+@workload.command()
+@command
+def preset(args: PresetArgs) -> None:
     """List the presets, or write the workload file of one."""
     from capplan.spec import write_text_atomic
     from capplan.workload import presets
 
-    if list_all or name is None:
-        if name is not None:
-            raise InputError("does not go with the name of a preset", name, "--list")
-        if not list_all:
+    if args.list_all or args.name is None:
+        if args.name is not None:
+            raise InputError("does not go with the name of a preset", args.name, "--list")
+        if not args.list_all:
             raise InputError("is required, or --list", location="NAME")
-        _show(list(presets.presets().values()), as_json=as_json)
+        _show(list(presets.presets().values()), as_json=args.as_json)
         return
-    chosen = presets.preset(name)
-    if output is not None:
-        require_writable_file(output)
-    text = chosen.yaml(*_hardware(chosen, profile), gpus=gpus, traces=traces)
-    if output is not None:
-        write_text_atomic(output, text)
-    if as_json:
-        print_json({**_summary(chosen), "assumed": chosen.assumed, "workload": text, "file": output})
-    elif output is None:
+    chosen = presets.preset(args.name)
+    if args.output is not None:
+        require_writable_file(args.output)
+    text = chosen.yaml(*_hardware(chosen, args.profile), gpus=args.gpus, traces=args.traces)
+    if args.output is not None:
+        write_text_atomic(args.output, text)
+    if args.as_json:
+        print_json({**_summary(chosen), "assumed": chosen.assumed, "workload": text, "file": args.output})
+    elif args.output is None:
         typer.echo(text, nl=False)
     else:
-        typer.echo(f"{chosen.name} written to {output}")
+        typer.echo(f"{chosen.name} written to {args.output}")
 
 
 def _hardware(chosen: Preset, name: str | None) -> tuple[str | None, str | None]:
