@@ -151,7 +151,7 @@ def decode_steps(given: argparse.Namespace, copy: float) -> list[dict[str, Any]]
                     name = f"a{i % adapters}" if adapters else None
                     engine.submit(engine.new_request(prompt, name, params))
                 engine.records.clear()
-                while engine.loop.requests:
+                while engine.core.requests:
                     engine.step()
                 steps = [r for r in engine.records if r.decode_requests == batch and not r.prefill_requests]
                 steps = steps[len(steps) // 4 :]  # the first ones capture

@@ -33,7 +33,7 @@ def measure(requests: int, adapters: int, steps: int, rules: str, temperature: f
         for i in range(requests):
             name = f"a{i % adapters}" if adapters else None
             engine.submit(engine.new_request([i % 7, 1, 2 + i % 100] * 10, name, params))
-        while sum(len(request.output) > 0 for request in engine.loop.requests.values()) < requests:
+        while sum(len(request.output) > 0 for request in engine.core.requests.values()) < requests:
             if engine.step() is None:
                 engine.wait_for_adapter()
         engine.records.clear()

@@ -8,7 +8,7 @@ from collections import OrderedDict
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from types import TracebackType
-from typing import Any, NamedTuple, Self
+from typing import Any, Final, NamedTuple, Self, TypeVar
 
 import numpy as np
 import torch
@@ -27,6 +27,11 @@ from capplan.engine.tokenizer import Tokenizer, load_tokenizer
 from capplan.errors import InputError
 from capplan.spec.validation import unknown_key
 
+Prompt = str | Sequence[int]
+
+_LOAD_TIMEOUT_S: Final = 60.0
+_MAX_PREFIXES: Final = 2**20
+
 
 class Engine:
     """A model that serves many LoRA adapters.
@@ -34,14 +39,14 @@ class Engine:
     Parameters
     ----------
     model
-        A Hugging Face folder (``config.json`` and safetensors); or, with random weights, a ``config.json``,
-        the name of a built-in model, or a `ModelConfig`.
+        Hugging Face folder (``config.json`` and safetensors); or, with random weights, a ``config.json``, the
+        name of a built-in model, or a `ModelConfig`.
     adapters
-        Name to a folder that PEFT wrote, or to the rank of a random adapter.
+        Name to a PEFT folder, or to the rank of a random adapter.
     virtual_time
-        Time by which requests arrive passes in steps only; see `capplan.engine.timing`.
+        Run on a virtual clock; see `capplan.engine.timing`.
     settings
-        The fields of `EngineSettings`, such as ``a_max``, ``s_max``, ``dtype``, ``device`` and ``rules``.
+        Fields of `EngineSettings`, such as ``a_max``, ``s_max``, ``dtype``, ``device`` and ``rules``.
 
     Examples
     --------
@@ -59,24 +64,24 @@ class Engine:
         virtual_time: bool = False,
         **settings: Any,
     ) -> None:
-        self.settings = engine_settings(settings)
+        self.settings = _from_fields(EngineSettings, settings)
         loaded = load_model(model, self.settings)
         self.config = loaded.config
         self.folder = loaded.folder
         self.tokenizer: Tokenizer = load_tokenizer(loaded.folder, loaded.config.vocab_size)
         self._registry = AdapterRegistry(self.settings.adapter_capacity(len(adapters or {})))
         sources = [
-            adapter_source(value, self.settings.seed + self._registry.add(name))
+            _adapter_source(value, self.settings.seed + self._registry.add(name))
             for name, value in (adapters or {}).items()
         ]
-        self.loop, self.sizes = build_core(loaded, sources, self.settings, virtual_time)
+        self.core, self.sizes = build_core(loaded, sources, self.settings, virtual_time)
         self.records: list[StepRecord] = []
-        self._prefixes = PrefixIds(self.settings.shared_prefix_tokens)
+        self._prefix_ids = PrefixIds(self.settings.shared_prefix_tokens)
         self._submitted = 0
 
     @property
     def adapters(self) -> tuple[str, ...]:
-        """The names of the adapters that requests may ask for."""
+        """Names of all adapters."""
         return self._registry.names
 
     def __enter__(self) -> Self:
@@ -88,8 +93,8 @@ class Engine:
         self.close()
 
     def close(self) -> None:
-        """Stop the thread that loads adapters."""
-        self.loop.loader.close()
+        """Stop the adapter loader."""
+        self.core.loader.close()
 
     def generate(
         self,
@@ -97,30 +102,30 @@ class Engine:
         adapters: str | Sequence[str | None] | None = None,
         **sampling: Any,
     ) -> list[Completion]:
-        """Answer prompts and return the answers in their order.
+        """Complete prompts.
 
         Parameters
         ----------
         prompts
-            Texts or lists of token ids; a single one counts as a list of one.
+            Texts or lists of token ids, or a single one.
         adapters
-            The adapter of each prompt, or one for all; None is the base model.
+            Adapter of each prompt, or one for all; None is the base model.
         sampling
-            The fields of `SamplingParams`, such as ``max_tokens``, ``temperature``, ``seed``, ``logprobs``.
+            Fields of `SamplingParams`, such as ``max_tokens``, ``temperature``, ``seed``, ``logprobs``.
 
         Raises
         ------
         InputError
-            For an unknown adapter or setting, or a prompt that is empty, too long, or not of the vocabulary.
+            If an adapter or setting is unknown, or a prompt is empty, too long, or outside the vocabulary.
         """
-        params = sampling_params(sampling)
-        texts = as_list(prompts)
+        params = _from_fields(SamplingParams, sampling)
+        texts = _as_list(prompts)
         names = [adapters] * len(texts) if adapters is None or isinstance(adapters, str) else list(adapters)
         if len(names) != len(texts):
             raise InputError(f"must be one per prompt, {len(texts)}", len(names), "adapters")
         requests = [self.new_request(text, name, params) for text, name in zip(texts, names, strict=True)]
         for request in requests:
-            if not self.loop.ever_runs(request):
+            if not self.core.can_run(request):
                 rule = f"must fit beside its adapter into {self.sizes.num_blocks} pages, and into one step"
                 raise InputError(rule, request.prompt.size, "prompt tokens")
         self._run(requests)
@@ -142,87 +147,87 @@ class Engine:
             prompt=self._tokens(prompt),
             params=params,
             stop_ids=frozenset(stops),
-            arrival_ns=self.loop.clock.now_ns() if arrival_ns is None else arrival_ns,
+            arrival_ns=self.core.clock.now_ns() if arrival_ns is None else arrival_ns,
             rng=np.random.default_rng(seed) if params.temperature > 0 else None,
         )
 
     def submit(self, request: Request) -> bool:
-        """Queue a request; False when the engine is full, or can never run it.
+        """Queue a request; return False if the engine is full, or can never run it.
 
         Raises
         ------
         InputError
-            When its adapter has been removed since the request was made.
+            If its adapter was removed after the request was made.
         """
         if self._registry.entry(request.adapter) != request.adapter_entry:
             raise InputError("must not have been removed", request.adapter_name, "adapter")
-        prefix, shared = self._prefixes.of(request.prompt, request.adapter)
-        return self.loop.submit(request, prefix, shared)
+        prefix, shared = self._prefix_ids.of(request.prompt, request.adapter)
+        return self.core.submit(request, prefix, shared)
 
     def abort(self, request: Request, reason: FinishReason = "abort") -> None:
-        """End a request that runs or waits, and free at once what it holds; nothing if it is over."""
-        self.loop.abort(request.number, reason)
+        """Cancel a request in flight and free what it holds."""
+        self.core.abort(request.number, reason)
 
     def step(self) -> StepOutput | None:
-        """Run one step; None when there is nothing to run now."""
-        step = self.loop.step()
+        """Run one step; return None if nothing can run."""
+        step = self.core.step()
         if step is not None:
             for request in step.finished:
                 if request.finish_reason == "error":
-                    self._prefixes.renew(request.adapter)
+                    self._prefix_ids.renew(request.adapter)
             if step.record is not None:
                 self.records.append(step.record)
         return step
 
     def add_adapter(self, name: str, source: str | Path | int) -> None:
-        """Make an adapter known: a folder that PEFT wrote, or the rank of a random one.
+        """Register an adapter: a PEFT folder, or the rank of a random one.
 
-        Only shapes and ranks are read now; the first request of it loads the adapter.
+        Only shapes are read; the first request loads the adapter.
 
         Raises
         ------
         InputError
-            When the name is taken, there are `max_adapters` already, or the adapter cannot be read, does not
-            go with the model, or has a rank above S_max. The engine goes on as if nothing had been asked.
+            If the name is taken, there are `max_adapters` already, or the adapter cannot be read, does not
+            fit the model, or has a rank above S_max.
         """
         number = self._registry.add(name)
         try:
             seed = self.settings.seed + self._registry.entry(number)
-            self.loop.loads.add(number, adapter_source(source, seed), self.sizes.s_max)
+            self.core.loads.register(number, _adapter_source(source, seed), self.sizes.s_max)
         except InputError:
             self._registry.remove(name)
             raise
 
     def remove_adapter(self, name: str) -> None:
-        """Forget an adapter and free what it holds.
+        """Remove an adapter and its copies.
 
         Raises
         ------
         InputError
-            When there is none of that name, or requests in flight still use it.
+            If it does not exist, or requests in flight use it.
         """
         number = self._registry.number(name)
-        users = sum(request.adapter == number for request in self.loop.requests.values())
+        users = sum(request.adapter == number for request in self.core.requests.values())
         if users:
             rule = f"must not be in use: {users} requests of it are in flight"
             raise InputError(rule, name, "adapter")
-        self.loop.loads.remove(number)
+        self.core.loads.unregister(number)
         self._registry.remove(name)
-        self._prefixes.renew(number)
+        self._prefix_ids.renew(number)
 
     def check_integrity(self) -> None:
         """Recount requests, pages and slots between two steps; see `scheduler_output.check_core`."""
-        check_core(self.loop)
+        check_core(self.core)
 
     def write_records(self, path: str | Path) -> None:
-        """Write what every step did as Parquet."""
+        """Write the records of all steps as Parquet."""
         write_records(path, self.records)
 
     def completion(self, request: Request) -> Completion:
-        """Return the answer to a request that has finished."""
+        """Return the completion of a finished request."""
         tokens = tuple(request.output)
         ends = request.finish_reason == "stop" and tokens[-1] in request.stop_ids
-        times = [ns * 1e-9 for ns in request.token_ns] or [self.loop.clock.now_ns() * 1e-9]
+        times = [ns * 1e-9 for ns in request.token_ns] or [self.core.clock.now_ns() * 1e-9]
         return Completion(
             prompt_token_ids=tuple(request.prompt.tolist()),
             token_ids=tokens,
@@ -243,21 +248,21 @@ class Engine:
         )
 
     def _run(self, requests: Sequence[Request]) -> None:
-        """Submit requests as there is room, and step until all of them have finished."""
+        """Submit requests while there is room, and step until all have finished."""
         upcoming = 0
         while upcoming < len(requests) or any(request.finish_reason is None for request in requests):
-            while upcoming < len(requests) and self.loop.has_room:
+            while upcoming < len(requests) and self.core.has_room:
                 self.submit(requests[upcoming])
                 upcoming += 1
             if self.step() is None and not self.wait_for_adapter():
                 raise RuntimeError("requests wait, but nothing can run")
 
     def wait_for_adapter(self) -> bool:
-        """Wait for an adapter that is loaded beside the batch; False when none is."""
-        ready_ns = self.loop.loader.next_ns(timeout_s=60.0)
+        """Wait for a load beside the batch; return False if there is none."""
+        ready_ns = self.core.loader.next_ns(_LOAD_TIMEOUT_S)
         if ready_ns is None:
             return False
-        self.loop.clock.sleep_until(ready_ns)
+        self.core.clock.sleep_until(ready_ns)
         return True
 
     def _tokens(self, prompt: Prompt) -> NDArray[np.int32]:
@@ -273,30 +278,20 @@ class Engine:
         return ids.astype(np.int32)
 
 
-Prompt = str | Sequence[int]
+_T = TypeVar("_T", EngineSettings, SamplingParams)
 
 
-def engine_settings(fields: Mapping[str, Any]) -> EngineSettings:
-    """Return settings from keyword arguments."""
-    _require_fields(EngineSettings, fields)
-    return EngineSettings(**fields)
-
-
-def sampling_params(fields: Mapping[str, Any]) -> SamplingParams:
-    """Return sampling parameters from keyword arguments."""
-    _require_fields(SamplingParams, fields)
-    return SamplingParams(**fields)
-
-
-def _require_fields(kind: type[EngineSettings] | type[SamplingParams], fields: Mapping[str, Any]) -> None:
+def _from_fields(kind: type[_T], fields: Mapping[str, Any]) -> _T:
+    """Return an instance from keyword arguments; an unknown one is an error that names the nearest field."""
     names = [field.name for field in dataclasses.fields(kind)]
     for name in fields:
         if name not in names:
             raise InputError(unknown_key(name, names), location=name)
+    return kind(**fields)
 
 
-def adapter_source(value: str | Path | int, seed: int) -> AdapterSource:
-    """Return where an adapter comes from: a folder that PEFT wrote, or random numbers of a given rank."""
+def _adapter_source(value: str | Path | int, seed: int) -> AdapterSource:
+    """Return a PEFT folder, or a random adapter of a given rank."""
     if isinstance(value, int):
         if isinstance(value, bool) or not 1 <= value <= 512:
             raise InputError("must be a rank from 1 to 512, or a folder", value, "adapters")
@@ -304,8 +299,7 @@ def adapter_source(value: str | Path | int, seed: int) -> AdapterSource:
     return PeftFolder(Path(value))
 
 
-def as_list(prompts: Prompt | Sequence[Prompt]) -> list[Prompt]:
-    """Return several prompts; a single one counts as a list of one."""
+def _as_list(prompts: Prompt | Sequence[Prompt]) -> list[Prompt]:
     if isinstance(prompts, str):
         return [prompts]
     if len(prompts) and isinstance(prompts[0], int | np.integer):
@@ -313,52 +307,47 @@ def as_list(prompts: Prompt | Sequence[Prompt]) -> list[Prompt]:
     return list(prompts)  # type: ignore[arg-type]
 
 
-_MOST_NAMES = 2**20
-
-
 class PrefixIds:
-    """Numbers of the prefixes of one length seen lately."""
+    """Ids of recent prompt prefixes of one length, for the scheduler's prefix cache.
+
+    The scheduler does not see tokens. Equal ids mean equal prefix tokens of one adapter.
+    """
 
     def __init__(self, tokens: int) -> None:
         self._tokens = tokens
-        self._numbers: OrderedDict[bytes, int] = OrderedDict()
+        self._ids: OrderedDict[bytes, int] = OrderedDict()
         self._next = 0
         self._renewals: dict[int, int] = {}
 
     def of(self, prompt: NDArray[np.int32], adapter: int) -> tuple[int, int]:
-        """Return (number, shared tokens) of a prompt; shared tokens are 0 where it shares nothing.
+        """Return (prefix id, shared tokens) of a prompt; (0, 0) if it has no prefix.
 
-        A prompt that is nothing but prefix keeps its last token to itself: what follows such a prompt would
-        count as the same for all who ask it, which sampling does not promise.
+        The last token of a prompt is never shared: its successor is sampled per request.
         """
         if self._tokens == 0 or prompt.size < self._tokens:
             return 0, 0
         digest = hashlib.blake2b(prompt[: self._tokens].tobytes(), digest_size=16)
         digest.update(b"%d %d" % (adapter, self._renewals.get(adapter, 0)))
-        return self._number(digest.digest()), min(self._tokens, prompt.size - 1)
+        return self._id(digest.digest()), min(self._tokens, prompt.size - 1)
 
-    def _number(self, name: bytes) -> int:
-        """Return a name's number; one that was not asked for in a long time gets a new one."""
-        number = self._numbers.get(name)
-        if number is None:
-            number, self._next = self._next, self._next + 1
-            self._numbers[name] = number
-            if len(self._numbers) > _MOST_NAMES:
-                self._numbers.popitem(last=False)
+    def _id(self, digest: bytes) -> int:
+        prefix = self._ids.get(digest)
+        if prefix is None:
+            prefix, self._next = self._next, self._next + 1
+            self._ids[digest] = prefix
+            if len(self._ids) > _MAX_PREFIXES:
+                self._ids.popitem(last=False)
         else:
-            self._numbers.move_to_end(name)
-        return number
+            self._ids.move_to_end(digest)
+        return prefix
 
     def renew(self, adapter: int) -> None:
-        """Give new numbers from now on: what is cached under this adapter's number is of no use any more."""
+        """Invalidate the prefixes of an adapter."""
         self._renewals[adapter] = self._renewals.get(adapter, 0) + 1
 
 
-_LONGEST_WAIT_S = 60.0
-
-
 class TimedRequest(NamedTuple):
-    """A request and when it arrives, in nanoseconds after the replay begins."""
+    """Request with its arrival time, in nanoseconds after the start of a replay."""
 
     arrival_ns: int
     prompt: Prompt
@@ -367,30 +356,28 @@ class TimedRequest(NamedTuple):
 
 
 def replay(engine: Engine, arrivals: Sequence[TimedRequest]) -> list[Completion | None]:
-    """Serve requests in the order of their arrival and return the answers; None where the engine was full.
+    """Serve requests in order of arrival and return their completions; None if the engine was full.
 
-    With `Engine(virtual_time=True)` idle time takes no time, and the same measured durations of steps lead to
-    the same decisions again.
+    With `Engine(virtual_time=True)` idle time is skipped, and equal durations of steps lead to equal
+    decisions.
     """
-    start_ns = engine.loop.clock.now_ns()
+    clock = engine.core.clock
+    start_ns = clock.now_ns()
     requests: list[Request | None] = []
     while True:
-        now_ns = engine.loop.clock.now_ns() - start_ns
-        while len(requests) < len(arrivals) and arrivals[len(requests)].arrival_ns <= now_ns:
-            requests.append(_submitted(engine, arrivals[len(requests)], start_ns))
+        while len(requests) < len(arrivals):
+            arrival_ns, prompt, adapter, params = arrivals[len(requests)]
+            if arrival_ns > clock.now_ns() - start_ns:
+                break
+            request = engine.new_request(prompt, adapter, params, start_ns + arrival_ns)
+            requests.append(request if engine.submit(request) else None)
         if engine.step() is not None:
             continue
         upcoming = [start_ns + arrivals[len(requests)].arrival_ns] if len(requests) < len(arrivals) else []
-        waits_s = (upcoming[0] - engine.loop.clock.now_ns()) * 1e-9 if upcoming else _LONGEST_WAIT_S
-        loaded_ns = engine.loop.loader.next_ns(timeout_s=max(0.0, waits_s))
+        timeout_s = (upcoming[0] - clock.now_ns()) * 1e-9 if upcoming else _LOAD_TIMEOUT_S
+        loaded_ns = engine.core.loader.next_ns(max(0.0, timeout_s))
         if loaded_ns is not None:
             upcoming.append(loaded_ns)
         if not upcoming:
             return [None if request is None else engine.completion(request) for request in requests]
-        engine.loop.clock.sleep_until(min(upcoming))
-
-
-def _submitted(engine: Engine, arrival: TimedRequest, start_ns: int) -> Request | None:
-    at_ns = start_ns + arrival.arrival_ns
-    request = engine.new_request(arrival.prompt, arrival.adapter, arrival.params, at_ns)
-    return request if engine.submit(request) else None
+        clock.sleep_until(min(upcoming))

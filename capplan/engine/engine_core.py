@@ -25,9 +25,9 @@ from capplan.engine.scheduler_output import (
     cancel_waiting,
     decision_of,
     new_scheduled,
-    read_step,
+    scheduler_output,
 )
-from capplan.engine.timing import EngineClock, PhaseTimer, StepRecord, step_record, with_times
+from capplan.engine.timing import EngineClock, PhaseTimer, StepRecord, step_record
 from capplan.serving import NONE, Limits, State, commit, finish, schedule, submit
 from capplan.serving import state as s
 from capplan.serving.state import SLORA
@@ -36,14 +36,14 @@ _NOT_FINITE: Final = "the model's logits are not finite: weights or adapter over
 
 
 class StepOutput(NamedTuple):
-    """What one step did."""
+    """Result of one step."""
 
     record: StepRecord | None
-    """None where nothing ran: requests have ended because their adapter could not be loaded, no more."""
+    """None if no request ran, and requests only ended because their adapter failed to load."""
     emitted: list[Request]
-    """Requests that got a token."""
+    """Requests with a new token."""
     finished: list[Request]
-    """Requests that are over, be it for good or because of an error."""
+    """Requests that ended, including those with an error."""
 
 
 class EngineCore:
@@ -52,11 +52,11 @@ class EngineCore:
     Attributes
     ----------
     state, limits
-        The scheduler's.
+        State and limits of the scheduler.
     requests
-        Those in flight, by number.
+        Requests in flight, by number.
     decisions
-        Where every decision is written down, if anywhere.
+        Recorded scheduling decisions; None: not recorded.
     """
 
     def __init__(
@@ -74,15 +74,15 @@ class EngineCore:
         self.clock = clock
         self.loads = loads
         self.loader = loads.loader
-        self.residency = loads.residency
+        self.lora = loads.lora
         self.requests: dict[int, Request] = {}
         self.blocks = blocks
         self.decisions: list[Decision] | None = None
-        self._runner = runner
+        self.runner = runner
         self._device = device
-        self._known = np.zeros((state.rows.size, limits.max_model_len), np.int32)
-        self._composer = InputBatch(limits, state.adapters.size - 1, self._known, blocks, device)
-        self._parts = new_scheduled(min(state.rows.size, limits.max_num_seqs))
+        self._token_ids = np.zeros((state.rows.size, limits.max_model_len), np.int32)
+        self._input_batch = InputBatch(limits, state.adapters.size - 1, self._token_ids, blocks, device)
+        self._scheduled = new_scheduled(min(state.rows.size, limits.max_num_seqs))
         self._by_row: list[Request | None] = [None] * state.rows.size
         self._lists = {name: getattr(state.lists, name) for name in ("admitted", "preempted", "finished")}
         self._steps = 0
@@ -92,26 +92,21 @@ class EngineCore:
         """Whether a further request can be queued."""
         return bool(self.state.counters[s.N_FREE_ROWS] > 0)
 
-    def ever_runs(self, request: Request) -> bool:
-        """Tell whether an engine with nothing else to do takes a request; `submit` refuses the others."""
+    def can_run(self, request: Request) -> bool:
+        """Return whether an idle engine can run a request; `submit` refuses any other."""
         limits, prompt = self.limits, request.prompt.size
         if limits.policy != SLORA or prompt >= limits.max_model_len:
             return bool(prompt < limits.max_model_len)
-        # S-LoRA's rules: a prompt is not cut, and prompt, adapter and declared output fit together.
-        tokens = (
-            prompt + min(request.params.max_tokens, limits.max_model_len - prompt) + limits.block_size - 1
-        )
+        # S-LoRA's rules: a prompt is not chunked; prompt, adapter and declared output fit together.
+        output = min(request.params.max_tokens, limits.max_model_len - prompt)
+        tokens = prompt + output + limits.block_size - 1
         pages = self.state.counters[s.CAPACITY] - self.state.adapters.pages[request.adapter]
         return bool(prompt <= limits.max_num_batched_tokens and tokens < pages * limits.block_size)
 
-    def prepare(self) -> None:
-        """Do what the model needs once, where it is not to be done in the first steps."""
-        self._runner.prepare()
-
     def submit(self, request: Request, prefix: int = 0, shared_tokens: int = 0) -> bool:
-        """Queue a request; False when there is no room, or it can never run.
+        """Queue a request; return False if there is no room, or it can never run.
 
-        Its first `shared_tokens` must be those of all requests of its adapter with that `prefix`.
+        All requests of its adapter with the same `prefix` have the same first `shared_tokens` tokens.
         """
         size, most = request.prompt.size, request.params.max_tokens
         row = submit(
@@ -120,56 +115,59 @@ class EngineCore:
         if row == NONE:
             return False
         request.row = row
-        self._known[row, :size] = request.prompt
+        self._token_ids[row, :size] = request.prompt
         self._by_row[row] = self.requests[request.number] = request
         return True
 
     def abort(self, number: int, reason: FinishReason) -> None:
-        """End a request of whose answer nobody wants more, and free at once what it holds."""
+        """Cancel a request in flight and free what it holds."""
         request = self.requests.get(number)
         if request is not None:
             self._end_early(request, reason)
 
     def step(self) -> StepOutput | None:
-        """Decide a step and run it; None when there is nothing to run now."""
+        """Schedule and run one step; return None if nothing can run."""
         begin_ns = self.clock.now_ns()
-        failed = self._take_arrived()
-        watch = PhaseTimer()
+        failed = self._accept_loads()
+        timer = PhaseTimer()
         tokens = schedule(self.state, self.limits)
-        parts, tally = read_step(self.state, self.residency.rank_of, self._parts)
-        watch.lap("schedule")
+        output = scheduler_output(self.state, self.lora.rank_of, self._scheduled)
+        timer.lap("schedule")
         counters = self.state.counters.copy()
         if self.decisions is not None and (tokens or counters[s.N_LOADS]):
-            self.decisions.append(decision_of(self.state, parts, begin_ns))
-            watch.skip()
-        self._move(begin_ns)
-        watch.lap("prepare")
-        errors = self.loads.run(watch)
+            self.decisions.append(decision_of(self.state, output.requests, begin_ns))
+            timer.skip()
+        self._update_running(begin_ns)
+        timer.lap("prepare")
+        errors = self.loads.run(timer)
         if tokens == 0:
             return StepOutput(None, [], failed) if failed else None
-        emitted, unsound = self._run(parts, errors, watch)
+        emitted, unsound = self._execute(output.requests, errors, timer)
         commit(self.state, self.limits)
-        finished = failed + self._end(emitted, unsound, errors)
-        watch.lap("commit")
-        self.clock.step(watch.total_ns)
+        finished = failed + self._finish(emitted, unsound, errors)
+        timer.lap("commit")
+        self.clock.step(timer.total_ns)
         end_ns = self.clock.now_ns()
         for request in emitted:
             request.token_ns.append(end_ns)
         self._steps += 1
-        record = step_record(self._steps, begin_ns, tally, counters, self._disk_loads())
-        return StepOutput(with_times(record, end_ns, len(finished), watch), emitted, finished)
+        disk_loads = self._disk_loads()
+        record = step_record(
+            self._steps, begin_ns, end_ns, output, counters, disk_loads, len(finished), timer
+        )
+        return StepOutput(record, emitted, finished)
 
-    def _take_arrived(self) -> list[Request]:
-        """Note the adapters that have been loaded beside the batch; return the requests of broken ones."""
+    def _accept_loads(self) -> list[Request]:
+        """Report finished loads to the scheduler; return the requests whose adapter failed to load."""
         failed: list[Request] = []
-        for arrival in self.loads.arrived():
-            if arrival.error is not None:
-                failed += self._fail(arrival.adapter, arrival.error)
-            self.loads.accept(arrival)
+        for load in self.loader.finished():
+            if load.error is not None:
+                failed += self._fail_all(load.adapter, load.error)
+            self.loads.accept(load)
         return failed
 
-    def _move(self, begin_ns: int) -> None:
-        """Note who left the running requests and who joined them."""
+    def _update_running(self, begin_ns: int) -> None:
+        """Update requests that were preempted or admitted."""
         if self.state.counters[s.N_PREEMPTED]:
             preempted = self._listed("preempted", s.N_PREEMPTED)
             self.blocks.release(preempted)
@@ -195,34 +193,34 @@ class EngineCore:
         loads = self.state.counters[s.N_LOADS]
         return int(self.state.adapters.load_from_disk[:loads].sum()) if loads else 0
 
-    def _run(
-        self, parts: ScheduledRequests, errors: Mapping[int, str], watch: PhaseTimer
+    def _execute(
+        self, scheduled: ScheduledRequests, errors: Mapping[int, str], timer: PhaseTimer
     ) -> tuple[list[Request], list[Request]]:
-        """Run the model on the step; return the requests that got a token, and those that cannot get one."""
-        batch = self._composer.compose(parts)
-        requests = self._requests_of(batch.rows)
-        watch.lap("prepare")
-        logits = self._runner.run(batch)
+        """Run the model and sample; return the requests with a new token, and those without finite logits."""
+        inputs = self._input_batch.prepare_inputs(scheduled)
+        requests = self._requests_of(inputs.rows)
+        timer.lap("prepare")
+        logits = self.runner.run(inputs)
         if self._device.type == "cuda":
-            torch.cuda.synchronize(self._device)  # else the sampler's phase would be charged with the model
-        watch.lap("forward")
+            torch.cuda.synchronize(self._device)  # otherwise the model's time counts as the sampler's
+        timer.lap("forward")
         tokens, sound = sample(logits, requests)
-        self._known[batch.rows, batch.next_positions] = tokens
+        self._token_ids[inputs.rows, inputs.next_positions] = tokens
         unsound = [requests[i] for i in np.flatnonzero(~sound).tolist()]
         if errors or unsound:
-            # What ran with an adapter that could not be loaded is nonsense, and no other request's.
+            # Tokens computed with an adapter that failed to load are invalid; other requests' are not.
             good = [i for i, request in enumerate(requests) if sound[i] and request.adapter not in errors]
             requests, tokens = [requests[i] for i in good], tokens[good]
         for request, token in zip(requests, tokens.tolist(), strict=True):
             request.output.append(token)
-        watch.lap("sample")
+        timer.lap("sample")
         return requests, unsound
 
-    def _end(
+    def _finish(
         self, emitted: list[Request], unsound: list[Request], errors: Mapping[int, str]
     ) -> list[Request]:
-        """Return the requests that are over: by length, by a stop token, or with an error."""
-        finished = self._take_finished()
+        """Return the requests that ended in the step: by length, by a stop token, or with an error."""
+        finished = self._release_finished()
         for request in unsound:
             if request.finish_reason is None:
                 self._end_early(request, "error")
@@ -238,12 +236,12 @@ class EngineCore:
             for request in finished:
                 if request.adapter == adapter:
                     request.finish_reason, request.error = "error", error
-            finished += self._fail(adapter, error)
-            self.loads.forget(adapter)
+            finished += self._fail_all(adapter, error)
+            self.loads.discard(adapter)
         return finished
 
-    def _fail(self, adapter: int, error: str) -> list[Request]:
-        """End all requests of an adapter that cannot be loaded."""
+    def _fail_all(self, adapter: int, error: str) -> list[Request]:
+        """End all requests of an adapter that failed to load."""
         failed = [request for request in self.requests.values() if request.adapter == adapter]
         for request in failed:
             self._end_early(request, "error")
@@ -251,17 +249,17 @@ class EngineCore:
         return failed
 
     def _end_early(self, request: Request, reason: FinishReason) -> None:
-        """End a request between two steps, whether it runs or waits."""
+        """End a running or waiting request between two steps."""
         if request.running:
             self.state.counters[s.N_FINISHED] = 0
             finish(self.state, self.limits, request.row)
-            self._take_finished()
+            self._release_finished()
         else:
             cancel_waiting(self.state, self.limits, request.row)
             self._release(request)
         request.finish_reason = reason
 
-    def _take_finished(self) -> list[Request]:
+    def _release_finished(self) -> list[Request]:
         rows = self._listed("finished", s.N_FINISHED)
         if not rows.size:
             return []

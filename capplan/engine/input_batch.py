@@ -19,7 +19,7 @@ from capplan.serving import Limits
 
 
 class Segment(NamedTuple):
-    """Tokens [start, end) of a step use this adapter; 0 is the base model."""
+    """Tokens [start, end) of a step and their adapter; 0 is the base model."""
 
     adapter: int
     start: int
@@ -27,7 +27,7 @@ class Segment(NamedTuple):
 
 
 class Prefill(NamedTuple):
-    """A request with several tokens [start, end) in a step; `context` tokens are computed after it."""
+    """Request with several tokens [start, end) in a step; `context` tokens have KV after it."""
 
     start: int
     end: int
@@ -36,59 +36,59 @@ class Prefill(NamedTuple):
 
 
 class Decodes(NamedTuple):
-    """The requests with one token in a step."""
+    """Requests with one token in a step."""
 
     at: torch.Tensor
-    """Where their tokens stand, shape (requests,)."""
+    """Index of each token, shape (requests,)."""
     context: torch.Tensor
-    """Tokens that each reads, its own included, shape (requests,)."""
+    """Tokens that each reads, including its own, shape (requests,)."""
     pages: torch.Tensor
     """Shape (requests, most blocks), padded with the null page."""
 
 
 class ModelInputs(NamedTuple):
-    """What the model runs in one step."""
+    """Tensors of one step, valid until the next `InputBatch.prepare_inputs`."""
 
     tokens: torch.Tensor
     positions: torch.Tensor
     pages: torch.Tensor
-    """The page of each token's keys and values, ..."""
+    """Page of each token's keys and values."""
     places: torch.Tensor
-    """... and its place there."""
+    """Place of each token in its page."""
     new_pages: torch.Tensor
-    """Pages that were taken for this step."""
+    """Pages taken for this step."""
     decodes: Decodes | None
     prefills: tuple[Prefill, ...]
     segments: tuple[Segment, ...]
     sampled: torch.Tensor
-    """Tokens whose logits are wanted: the last ones of the requests that get a new token, ..."""
+    """Last token of each request that gets a new token."""
     rows: NDArray[np.int64]
-    """... the rows of these requests, ..."""
+    """Rows of these requests."""
     next_positions: NDArray[np.int64]
-    """... and the positions of their new tokens."""
+    """Positions of their new tokens."""
 
 
 class _Buffers(NamedTuple):
-    """What `_fill_buffers` writes; as much of each as `_Counts` says."""
+    """Output of `_fill_buffers`; `_Counts` tells the used part of each."""
 
     columns: NDArray[np.int64]
-    """Every token's id, position, page and place there, shape (4, tokens)."""
+    """Id, position, page and place of every token, shape (4, tokens)."""
     decodes: NDArray[np.int64]
-    """Where each decode's token stands, and its context, shape (2, requests)."""
+    """Token index and context of each decode, shape (2, requests)."""
     pages: NDArray[np.int64]
-    """Pages of each decode, one table of as many columns as the longest needs."""
+    """Pages of each decode: a flat table, as wide as the longest context needs."""
     fresh: NDArray[np.int64]
-    """Pages that hold nothing of their request yet."""
+    """Pages without KV of their request."""
     emitting: NDArray[np.int64]
     """Last token, row and next position of each request that gets a new token, shape (3, requests)."""
     segments: NDArray[np.int64]
     """Shape (adapters, 3)."""
     prefills: NDArray[np.int64]
-    """Start, end, context and line of the block table of each request with several tokens."""
+    """Start, end, context and block table line of each request with several tokens."""
     order: NDArray[np.int64]
-    """Parts by adapter."""
+    """Requests by adapter."""
     first: NDArray[np.int64]
-    """Where each adapter's parts begin there."""
+    """First position of each adapter in `order`."""
 
 
 class _Counts(NamedTuple):
@@ -102,20 +102,26 @@ class _Counts(NamedTuple):
 
 
 class InputBatch:
-    """Makes batches. One stays valid until the next is made."""
+    """Preallocated model inputs.
+
+    Parameters
+    ----------
+    token_ids
+        Known tokens of each row, shape (rows, max_model_len).
+    """
 
     def __init__(
         self,
         limits: Limits,
         adapters: int,
-        known: NDArray[np.int32],
+        token_ids: NDArray[np.int32],
         blocks: BlockTables,
         device: torch.device,
     ) -> None:
-        seqs = min(limits.max_num_seqs, known.shape[0])
+        seqs = min(limits.max_num_seqs, token_ids.shape[0])
         tokens = max(limits.max_num_batched_tokens, seqs)
         blocks_per_request = -(-limits.max_model_len // limits.block_size)
-        self._known = known
+        self._token_ids = token_ids
         self._blocks = blocks
         self._block_size = limits.block_size
         self._device = device
@@ -130,40 +136,42 @@ class InputBatch:
             (seqs,),
             (adapters + 2,),
         )
-        # A GPU copies from pinned memory by itself; nothing is overwritten before the step's logits are back.
+        # Pinned memory is copied asynchronously; it is not overwritten before the step's logits are back.
         pin = device.type == "cuda"
         self._tensors = [torch.zeros(size, dtype=torch.int64, pin_memory=pin) for size in sizes]
-        self._lists = _Buffers(*(tensor.numpy() for tensor in self._tensors))
+        self._buffers = _Buffers(*(tensor.numpy() for tensor in self._tensors))
 
-    def compose(self, parts: ScheduledRequests) -> ModelInputs:
-        """Return the batch of a step, which has at least one part; pages that it needs are taken."""
-        blocks, lists, device = self._blocks, self._lists, self._device
-        blocks.take(parts)
-        lines = parts[blocks.line]
-        n = _fill_buffers(parts, lines, self._known, blocks.table, blocks.shift, self._block_size, lists)
+    def prepare_inputs(self, scheduled: ScheduledRequests) -> ModelInputs:
+        """Take the pages of a step with at least one request and return its inputs."""
+        blocks, buffers, device = self._blocks, self._buffers, self._device
+        blocks.take(scheduled)
+        lines = scheduled[blocks.line]
+        n = _fill_buffers(
+            scheduled, lines, self._token_ids, blocks.table, blocks.shift, self._block_size, buffers
+        )
         columns, decodes, pages, fresh, emitting = self._tensors[:5]
 
-        def there(tensor: torch.Tensor) -> torch.Tensor:
+        def on_device(tensor: torch.Tensor) -> torch.Tensor:
             return tensor if device.type == "cpu" else tensor.to(device, non_blocking=True)
 
-        tokens, positions, page, place = there(columns[:, : n.tokens]).unbind(0)
-        reading = None
+        tokens, positions, page, place = on_device(columns[:, : n.tokens]).unbind(0)
+        decode_inputs = None
         if n.decodes:
-            at, context = there(decodes[:, : n.decodes]).unbind(0)
-            table = there(pages[: n.decodes * n.widest]).view(n.decodes, n.widest)
-            reading = Decodes(at, context, table)
+            at, context = on_device(decodes[:, : n.decodes]).unbind(0)
+            table = on_device(pages[: n.decodes * n.widest]).view(n.decodes, n.widest)
+            decode_inputs = Decodes(at, context, table)
         return ModelInputs(
             tokens=tokens,
             positions=positions,
             pages=page,
             places=place,
-            new_pages=there(fresh[: n.fresh]),
-            decodes=reading,
-            prefills=tuple(self._prefill(*span) for span in lists.prefills[: n.prefills].tolist()),
-            segments=tuple(Segment(*segment) for segment in lists.segments[: n.segments].tolist()),
-            sampled=there(emitting[0, : n.emitting]),
-            rows=lists.emitting[1, : n.emitting],
-            next_positions=lists.emitting[2, : n.emitting],
+            new_pages=on_device(fresh[: n.fresh]),
+            decodes=decode_inputs,
+            prefills=tuple(self._prefill(*span) for span in buffers.prefills[: n.prefills].tolist()),
+            segments=tuple(Segment(*segment) for segment in buffers.segments[: n.segments].tolist()),
+            sampled=on_device(emitting[0, : n.emitting]),
+            rows=buffers.emitting[1, : n.emitting],
+            next_positions=buffers.emitting[2, : n.emitting],
         )
 
     def _prefill(self, start: int, end: int, context: int, line: int) -> Prefill:
@@ -172,83 +180,73 @@ class InputBatch:
 
 
 @jit
+def _order_by_adapter(scheduled: Any, buffers: _Buffers, block_size: int) -> int:
+    """Sort the requests by adapter (counting sort); return the most blocks of a decode request."""
+    first = buffers.first
+    first[:] = 0
+    widest = 0
+    for i in range(scheduled.size):
+        first[scheduled.adapter[i] + 1] += 1
+        if scheduled.tokens[i] == 1:
+            widest = max(widest, scheduled.computed[i] // block_size + 1)
+    for adapter in range(1, first.size):
+        first[adapter] += first[adapter - 1]
+    for i in range(scheduled.size):  # afterwards, first[adapter] is the next adapter's first position
+        buffers.order[first[scheduled.adapter[i]]] = i
+        first[scheduled.adapter[i]] += 1
+    return widest
+
+
+@jit
 def _fill_buffers(
-    parts: Any,
+    scheduled: Any,
     lines: NDArray[np.int64],
-    known: NDArray[np.int32],
+    token_ids: NDArray[np.int32],
     table: NDArray[np.int64],
     shift: int,
     block_size: int,
-    lists: _Buffers,
+    buffers: _Buffers,
 ) -> _Counts:
-    """Write the lists of a step.
-
-    Parameters
-    ----------
-    parts, lines
-        The requests of the step, and their lines of the block table.
-    known
-        Tokens of each row, shape (rows, max_model_len).
-    table, shift
-        See `BlockTables`.
-    block_size
-        Tokens of a page.
-    lists
-        Where everything goes.
-    """
-    n = parts.size
-    first = lists.first
-    first[:] = 0
-    widest = 0
-    for i in range(n):
-        first[parts.adapter[i] + 1] += 1
-        if parts.tokens[i] == 1:
-            widest = max(widest, parts.computed[i] // block_size + 1)
-    for adapter in range(1, first.size):
-        first[adapter] += first[adapter - 1]
-    for i in range(n):  # afterwards, first[adapter] is where the next one's begin
-        lists.order[first[parts.adapter[i]]] = i
-        first[parts.adapter[i]] += 1
-
+    """Fill the buffers of a step; `lines` are the requests' lines of the block table, see `BlockTables`."""
+    widest = _order_by_adapter(scheduled, buffers, block_size)
     at = decodes = fresh = emitting = segments = prefills = 0
     last_adapter = -1
-    for k in range(n):
-        i = lists.order[k]
-        row, line, tokens, computed = parts.row[i], lines[i], parts.tokens[i], parts.computed[i]
+    for i in buffers.order[: scheduled.size]:
+        row, line, tokens, computed = scheduled.row[i], lines[i], scheduled.tokens[i], scheduled.computed[i]
         context = computed + tokens
-        if parts.adapter[i] != last_adapter:
-            last_adapter = parts.adapter[i]
-            lists.segments[segments, 0] = last_adapter
-            lists.segments[segments, 1] = at
+        if scheduled.adapter[i] != last_adapter:
+            last_adapter = scheduled.adapter[i]
+            buffers.segments[segments, 0] = last_adapter
+            buffers.segments[segments, 1] = at
             segments += 1
         for position in range(computed, context):
             token = at + position - computed
-            lists.columns[0, token] = known[row, position]
-            lists.columns[1, token] = position
-            lists.columns[2, token] = table[line, position // block_size] + shift
-            lists.columns[3, token] = position % block_size
+            buffers.columns[0, token] = token_ids[row, position]
+            buffers.columns[1, token] = position
+            buffers.columns[2, token] = table[line, position // block_size] + shift
+            buffers.columns[3, token] = position % block_size
         needed = (context + block_size - 1) // block_size
         for block in range((computed + block_size - 1) // block_size, needed):
-            lists.fresh[fresh] = table[line, block] + shift
+            buffers.fresh[fresh] = table[line, block] + shift
             fresh += 1
         if tokens == 1:
-            lists.decodes[0, decodes] = at
-            lists.decodes[1, decodes] = context
+            buffers.decodes[0, decodes] = at
+            buffers.decodes[1, decodes] = context
             for block in range(widest):
                 page = table[line, block] + shift if block < needed else NULL_PAGE
-                lists.pages[decodes * widest + block] = page
+                buffers.pages[decodes * widest + block] = page
             decodes += 1
         else:
-            lists.prefills[prefills, 0] = at
-            lists.prefills[prefills, 1] = at + tokens
-            lists.prefills[prefills, 2] = context
-            lists.prefills[prefills, 3] = line
+            buffers.prefills[prefills, 0] = at
+            buffers.prefills[prefills, 1] = at + tokens
+            buffers.prefills[prefills, 2] = context
+            buffers.prefills[prefills, 3] = line
             prefills += 1
         at += tokens
-        lists.segments[segments - 1, 2] = at
-        if parts.emits[i]:
-            lists.emitting[0, emitting] = at - 1
-            lists.emitting[1, emitting] = row
-            lists.emitting[2, emitting] = context
+        buffers.segments[segments - 1, 2] = at
+        if scheduled.emits[i]:
+            buffers.emitting[0, emitting] = at - 1
+            buffers.emitting[1, emitting] = row
+            buffers.emitting[2, emitting] = context
             emitting += 1
     return _Counts(at, decodes, widest, fresh, emitting, segments, prefills)

@@ -6,7 +6,7 @@ tables points to it. The last page receives the writes of padded tokens and is n
 
 from __future__ import annotations
 
-from typing import Protocol
+from typing import Final
 
 import numpy as np
 import torch
@@ -16,18 +16,20 @@ from capplan.engine.models.config import ModelConfig
 from capplan.engine.scheduler_output import ScheduledRequests
 from capplan.serving import State
 
-NULL_PAGE = 0
+NULL_PAGE: Final = 0
 
 
 class PagePool:
-    """Pages of memory and the list of those that nobody holds.
+    """Pages of memory and a stack of the free ones.
 
     Attributes
     ----------
     tensor
         Shape (pages, page elements), in the dtype of the model.
     dump_page
-        Where padding of a step is written.
+        Target of padded writes.
+    free
+        Number of free pages.
     """
 
     def __init__(self, pages: int, page_elements: int, dtype: torch.dtype, device: torch.device) -> None:
@@ -35,21 +37,20 @@ class PagePool:
         self.capacity = pages
         self.dump_page = pages + 1
         self.free = pages
-        """Pages that nobody holds."""
         self._stack = np.arange(pages, 0, -1, dtype=np.int64)
 
     @property
     def free_pages(self) -> NDArray[np.int64]:
-        """The pages that nobody holds, the next ones last."""
+        """Free pages, the next ones last."""
         return self._stack[: self.free]
 
     def take(self, count: int) -> NDArray[np.int64]:
-        """Take pages; what they hold is of no use.
+        """Take pages with arbitrary contents.
 
         Raises
         ------
         RuntimeError
-            When fewer are free, which the scheduler's count rules out.
+            If fewer are free, which the scheduler's count rules out.
         """
         if count > self.free:
             raise RuntimeError(f"{count} pages wanted, {self.free} free: the scheduler's count is broken")
@@ -57,88 +58,105 @@ class PagePool:
         return self._stack[self.free : self.free + count][::-1].copy()
 
     def give(self, pages: NDArray[np.int64]) -> None:
-        """Hand pages back."""
+        """Return pages to the pool."""
         self._stack[self.free : self.free + pages.size] = pages
         self.free += pages.size
 
     def clear(self, pages: torch.Tensor) -> None:
         """Fill pages with zeros.
 
-        Attention reads whole blocks and gives the part behind the last token no weight; but no weight times
-        what is not a number is not a number, so nothing of an earlier request may stand there.
+        Attention reads whole blocks and weights the part behind the last token with zero. Zero times NaN is
+        NaN, so nothing of an earlier request may remain there.
         """
         self.tensor.index_fill_(0, pages, 0.0)
 
 
 def kv_page_elements(config: ModelConfig, block_size: int) -> int:
-    """Return the numbers in one KV block: keys and values of all layers."""
+    """Return the elements of one KV block: keys and values of all layers."""
     return config.layers * 2 * block_size * config.kv_size
 
 
-class BlockTables(Protocol):
-    """The pages of running requests, out of a pool.
+class KvCache:
+    """View of the pool's pages as keys and values.
 
     Attributes
     ----------
-    table
-        Block i of a request is page ``table[line, i] + shift``, ...
-    line
-        ... where the line is this field of the request's part of a step.
+    pages
+        Shape (pages, layers, keys or values, block size, heads, head_dim).
     """
 
-    pool: PagePool
-    table: NDArray[np.int64]
-    shift: int
-    line: str
+    def __init__(self, config: ModelConfig, pool: PagePool, block_size: int) -> None:
+        self.pool = pool
+        self.block_size = block_size
+        self.layers = config.layers
+        self.kv_heads = config.kv_heads
+        self.head_dim = config.head_dim
+        self.pages = pool.tensor.view(-1, config.layers, 2, block_size, config.kv_heads, config.head_dim)
+        self._blocks = pool.tensor.view(-1, block_size * config.kv_size)
+        self._tokens = pool.tensor.view(-1, config.kv_size)
 
-    def take(self, parts: ScheduledRequests) -> None:
-        """Take the pages that the parts of a step need."""
-        ...
+    def write(
+        self, layer: int, k: torch.Tensor, v: torch.Tensor, pages: torch.Tensor, places: torch.Tensor
+    ) -> None:
+        """Store keys and values, shape (tokens, heads, head_dim), at places of pages, shape (tokens,)."""
+        first = ((pages * self.layers + layer) * 2) * self.block_size + places
+        self._tokens.index_copy_(0, first, k.reshape(k.shape[0], -1))
+        self._tokens.index_copy_(0, first + self.block_size, v.reshape(v.shape[0], -1))
 
-    def release(self, rows: NDArray[np.int64]) -> None:
-        """Note that rows have left the running requests."""
-        ...
-
-    def owned(self) -> NDArray[np.int64]:
-        """Return the pages taken out of the pool."""
-        ...
-
-    def in_use(self) -> int:
-        """Return the number of pages that running requests hold."""
-        ...
+    def read(self, layer: int, pages: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        """Return keys and values of pages, shape (..., blocks), as (..., heads, tokens, head_dim)."""
+        first = (pages.reshape(-1) * self.layers + layer) * 2
+        shape = (*pages.shape[:-1], pages.shape[-1] * self.block_size, self.kv_heads, self.head_dim)
+        k = self._blocks.index_select(0, first).view(shape)
+        v = self._blocks.index_select(0, first + 1).view(shape)
+        return k.transpose(-3, -2), v.transpose(-3, -2)
 
 
 class NamedBlocks:
-    """Blocks as the scheduler names them; pages 1 to `num_blocks` of the pool are taken for good."""
+    """Block tables with prefix caching: the scheduler assigns blocks, because it tracks their contents.
+
+    Block b is page b + 1; pages 1 to `num_blocks` of the pool are reserved.
+
+    Attributes
+    ----------
+    table, shift, line
+        Block i of a request is page ``table[scheduled[line], i] + shift``.
+    """
 
     shift = 1
     line = "place"
 
     def __init__(self, state: State, pool: PagePool, num_blocks: int) -> None:
         self.pool = pool
-        self.table = state.pool.table
+        self.table: NDArray[np.int64] = state.pool.table
         self._holders = state.pool.blocks.holders
         self._reserved = pool.take(num_blocks)
         if self._reserved.min(initial=1) != 1 or self._reserved.max(initial=num_blocks) != num_blocks:
             raise RuntimeError("the pool has handed out pages before the KV cache was set up")
 
-    def take(self, parts: ScheduledRequests) -> None:
-        """The scheduler has done it."""
+    def take(self, scheduled: ScheduledRequests) -> None:
+        """Do nothing: the scheduler has assigned the blocks."""
 
     def release(self, rows: NDArray[np.int64]) -> None:
-        """The scheduler has done it."""
+        """Do nothing: the scheduler has freed the blocks."""
 
     def owned(self) -> NDArray[np.int64]:
-        """See `BlockTables`."""
+        """Return the pages taken out of the pool."""
         return self._reserved
 
     def in_use(self) -> int:
-        """See `BlockTables`."""
+        """Return the number of pages of running requests."""
         return int(np.count_nonzero(self._holders))
 
 
 class CountedBlocks:
-    """Pages from the pool's free list, taken and handed back here."""
+    """Block tables without prefix caching: the scheduler counts blocks, and any free page serves.
+
+    Attributes
+    ----------
+    table, shift, line
+        As in `NamedBlocks`.
+    """
 
     shift = 0
     line = "row"
@@ -149,10 +167,10 @@ class CountedBlocks:
         self._held = np.zeros(rows, np.int64)
         self._block_size = block_size
 
-    def take(self, parts: ScheduledRequests) -> None:
-        """See `BlockTables`."""
-        rows = parts["row"]
-        needed = -(-(parts["computed"] + parts["tokens"]) // self._block_size)
+    def take(self, scheduled: ScheduledRequests) -> None:
+        """Take the pages that the scheduled tokens need."""
+        rows = scheduled["row"]
+        needed = -(-(scheduled["computed"] + scheduled["tokens"]) // self._block_size)
         more = needed - self._held[rows]
         total = int(more.sum())
         if total:
@@ -162,17 +180,20 @@ class CountedBlocks:
             self._held[rows] = needed
 
     def release(self, rows: NDArray[np.int64]) -> None:
-        """Hand the pages of rows back."""
+        """Return the pages of rows to the pool."""
         for row in rows:
             self.pool.give(self.table[row, : self._held[row]])
             self._held[row] = 0
 
     def owned(self) -> NDArray[np.int64]:
-        """See `BlockTables`."""
+        """Return the pages taken out of the pool."""
         return np.concatenate(
             [np.zeros(0, np.int64), *(self.table[r, : self._held[r]] for r in np.flatnonzero(self._held))]
         )
 
     def in_use(self) -> int:
-        """See `BlockTables`."""
+        """Return the number of pages of running requests."""
         return int(self._held.sum())
+
+
+BlockTables = NamedBlocks | CountedBlocks

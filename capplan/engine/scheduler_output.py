@@ -1,4 +1,8 @@
-"""Scheduler output of one step, and edits of the scheduler's state between steps."""
+"""Scheduler output of one step, and edits of the scheduler's state between steps.
+
+The scheduler updates only what changes, so its state holds no list of the step's requests. The list follows
+from the running order and the decoding and partial rows.
+"""
 
 from __future__ import annotations
 
@@ -51,36 +55,51 @@ ScheduledRequests = np.ndarray[Any, Any]
 """Requests with tokens in a step, in running order; fields as in `_SCHEDULED`."""
 
 
-class StepCounts(NamedTuple):
-    """Counts of a step, requests by whether they compute one token after others that they have generated."""
+class SchedulerOutput(NamedTuple):
+    """Requests of a step and its counts; a decode computes one token after its first output token."""
 
-    parts: int
+    requests: ScheduledRequests
     decodes: int
     prefill_tokens: int
     rank_sum: int
     max_rank: int
 
 
+class Decision(NamedTuple):
+    """Scheduling decision of one step, with requests by number."""
+
+    begin_ns: int
+    tokens: list[tuple[int, int]]
+    """(request, tokens) in running order."""
+    preempted: list[int]
+    loads: list[tuple[int, bool]]
+    """(adapter, from disk)"""
+
+
 def new_scheduled(max_num_seqs: int) -> ScheduledRequests:
-    """Return room for the parts of one step."""
+    """Return a buffer for the requests of one step."""
     return np.zeros(max_num_seqs, _SCHEDULED)
 
 
-def read_step(
-    state: State, rank_of: NDArray[np.int64], parts: ScheduledRequests
-) -> tuple[ScheduledRequests, StepCounts]:
-    """Return the requests with tokens in the step that `schedule` decided last, listed in `parts`.
+def scheduler_output(state: State, rank_of: NDArray[np.int64], buffer: ScheduledRequests) -> SchedulerOutput:
+    """Return the output of the last `schedule`, valid until `commit`; its requests are listed in `buffer`.
 
-    Call it between `schedule` and `commit`. `rank_of` are the adapters' ranks.
+    Parameters
+    ----------
+    rank_of
+        Rank of each adapter, shape (adapters + 1,).
     """
-    tally = _list_scheduled(state.counters, state.rows, rank_of, parts)
-    return parts[: tally.parts], tally
+    size, *counts = _list_scheduled(state.counters, state.rows, rank_of, buffer)
+    return SchedulerOutput(buffer[:size], *counts)
 
 
 @jit
 def _list_scheduled(
-    c: NDArray[np.int64], rows: np.recarray[Any, Any], rank_of: NDArray[np.int64], parts: ScheduledRequests
-) -> StepCounts:
+    c: NDArray[np.int64],
+    rows: np.recarray[Any, Any],
+    rank_of: NDArray[np.int64],
+    scheduled: ScheduledRequests,
+) -> tuple[int, int, int, int, int]:
     row = c[RUN_HEAD]
     n = decodes = prefill_tokens = rank_sum = max_rank = 0
     while row != NONE:
@@ -94,14 +113,14 @@ def _list_scheduled(
             tokens = rows.tokens[row]
             emits = computed + tokens == rows.prompt[row] + rows.output[row]
         if tokens > 0:
-            part = parts[n]
-            part.request = rows.request[row]
-            part.row = row
-            part.place = rows.place[row]
-            part.adapter = rows.adapter[row]
-            part.tokens = tokens
-            part.computed = computed
-            part.emits = emits
+            request = scheduled[n]
+            request.request = rows.request[row]
+            request.row = row
+            request.place = rows.place[row]
+            request.adapter = rows.adapter[row]
+            request.tokens = tokens
+            request.computed = computed
+            request.emits = emits
             n += 1
             if tokens == 1 and rows.output[row] > 0:
                 decodes += 1
@@ -111,29 +130,18 @@ def _list_scheduled(
             rank_sum += rank
             max_rank = max(max_rank, rank)
         row = rows.following[row]
-    return StepCounts(n, decodes, prefill_tokens, rank_sum, max_rank)
+    return n, decodes, prefill_tokens, rank_sum, max_rank
 
 
-class Decision(NamedTuple):
-    """What was decided for one step, requests by their number."""
-
-    begin_ns: int
-    tokens: list[tuple[int, int]]
-    """(request, tokens) in running order."""
-    preempted: list[int]
-    loads: list[tuple[int, bool]]
-    """(adapter, from disk)"""
-
-
-def decision_of(state: State, parts: ScheduledRequests, begin_ns: int) -> Decision:
-    """Return the decision that `schedule` left in a state; call it before `commit`."""
+def decision_of(state: State, scheduled: ScheduledRequests, begin_ns: int) -> Decision:
+    """Return the decision of the last `schedule`, before its `commit`."""
     c, adapters = state.counters, state.adapters
     n = c[N_LOADS]
     preempted = state.rows.request[state.lists.preempted[: c[N_PREEMPTED]]]
     from_disk = adapters.load_from_disk[:n].astype(bool)
     return Decision(
         begin_ns,
-        list(zip(parts["request"].tolist(), parts["tokens"].tolist(), strict=True)),
+        list(zip(scheduled["request"].tolist(), scheduled["tokens"].tolist(), strict=True)),
         preempted.tolist(),
         list(zip(adapters.loads[:n].tolist(), from_disk.tolist(), strict=True)),
     )
@@ -141,7 +149,7 @@ def decision_of(state: State, parts: ScheduledRequests, begin_ns: int) -> Decisi
 
 @jit
 def cancel_waiting(state: State, limits: Limits, row: int) -> None:
-    """Take one waiting row out of its queue and hand it back."""
+    """Remove a waiting row from its queue and free it."""
     adapter = state.rows.adapter[row]
     before = NONE
     at = state.adapters.queue_head[adapter]
@@ -159,7 +167,7 @@ def cancel_waiting(state: State, limits: Limits, row: int) -> None:
     state.counters[N_WAITING] -= 1
     free_row(state, row)
     if state.adapters.queue_head[adapter] == NONE and state.adapters.claim[adapter] == READY:
-        # Its slot was kept for a request that is gone; while it is LOADING, `adapter_loaded` sees to that.
+        # The slot was claimed for this request; `adapter_loaded` releases a claim that is still LOADING.
         state.adapters.claim[adapter] = NO_CLAIM
         state.counters[N_CLAIMED] -= 1
         release_adapter(state, adapter)
@@ -167,8 +175,8 @@ def cancel_waiting(state: State, limits: Limits, row: int) -> None:
             drop_unused(state)
 
 
-def forget_adapter(state: State, adapter: int) -> None:
-    """Take an adapter that no request uses out of slots and host; the next request of it loads it anew."""
+def evict_unused(state: State, adapter: int) -> None:
+    """Remove an adapter without requests from slots and host; its next request loads it again."""
     c, adapters = state.counters, state.adapters
     if adapters.resident[adapter]:
         links_remove(state.gpu_idle, adapter)
@@ -183,7 +191,7 @@ def forget_adapter(state: State, adapter: int) -> None:
 
 
 def with_host_adapters(state: State, first: int, end: int) -> State:
-    """Return a new state whose host holds the adapters from `first` to before `end`, and no others."""
+    """Return a new state whose host holds exactly the adapters in [first, end)."""
     state.adapters.on_host[:] = 0
     host_idle = new_links(state.adapters.size)
     for adapter in range(first, end):
@@ -193,53 +201,45 @@ def with_host_adapters(state: State, first: int, end: int) -> State:
     return state._replace(host_idle=host_idle)
 
 
-def check_core(loop: EngineCore) -> None:
-    """Check requests, KV pages and adapters of a loop between two steps.
+def check_core(core: EngineCore) -> None:
+    """Recount requests, KV pages and adapters of a core between two steps, and compare with its state.
+
+    The state itself is checked by `capplan.testing.check_integrity`.
 
     Raises
     ------
     RuntimeError
-        When a request is lost, a page belongs to nobody or to two, or an adapter is in no slot or in two.
+        If a request is lost, a page has no owner or two, or an adapter has no slot or two.
     """
-    _check_requests(loop)
-    _check_pages(loop)
-    _check_adapters(loop)
-
-
-def _check_requests(loop: EngineCore) -> None:
-    state, requests = loop.state, loop.requests
-    running = _linked(state, int(state.counters[s.RUN_HEAD]))
-    waiting = [row for head in state.adapters.queue_head for row in _linked(state, int(head))]
-    rows = {number: request.row for number, request in requests.items()}
-    _same("rows of requests", sorted(rows.values()), sorted(running + waiting))
-    _same(
-        "owners of rows", {n: int(state.rows.request[row]) for n, row in rows.items()}, {n: n for n in rows}
-    )
-    _same("running requests", sorted(r.row for r in requests.values() if r.running), sorted(running))
-    _same("rows free and taken", int(state.counters[s.N_FREE_ROWS]) + len(rows), state.rows.size)
-    _same("requests that are over", [n for n, r in requests.items() if r.finish_reason is not None], [])
-
-
-def _check_pages(loop: EngineCore) -> None:
-    c, pool = loop.state.counters, loop.blocks.pool
+    _check_requests(core)
+    c, pool = core.state.counters, core.blocks.pool
     used = int(c[s.CAPACITY] - c[s.FREE_BLOCKS] - c[s.ADAPTER_PAGES])
-    _same("KV blocks in use", loop.blocks.in_use(), used)
-    owned = [
-        *pool.free_pages.tolist(),
-        *loop.blocks.owned().tolist(),
-        *loop.residency.memory.owned().tolist(),
-    ]
-    _same("pages free and owned", sorted(owned), list(range(1, pool.capacity + 1)))
-
-
-def _check_adapters(loop: EngineCore) -> None:
-    adapters, residency = loop.state.adapters, loop.residency
+    _require_equal("KV blocks in use", core.blocks.in_use(), used)
+    memory = core.lora.memory
+    owned = [*pool.free_pages.tolist(), *core.blocks.owned().tolist(), *memory.owned().tolist()]
+    _require_equal("pages free and owned", sorted(owned), list(range(1, pool.capacity + 1)))
+    adapters = core.state.adapters
     resident = {number for number in range(1, adapters.size) if adapters.resident[number]}
-    _same("residents without a place", resident - residency.in_memory, set())
-    _same("adapters with a slot or pages", residency.memory.holders(), residency.in_memory)
+    _require_equal("residents without memory", resident - core.lora.in_memory, set())
+    _require_equal("adapters with a slot or pages", memory.holders(), core.lora.in_memory)
 
 
-def _linked(state: State, row: int) -> list[int]:
+def _check_requests(core: EngineCore) -> None:
+    state, requests = core.state, core.requests
+    running = _linked_rows(state, int(state.counters[s.RUN_HEAD]))
+    waiting = [row for head in state.adapters.queue_head for row in _linked_rows(state, int(head))]
+    rows = {number: request.row for number, request in requests.items()}
+    owners = {number: int(state.rows.request[row]) for number, row in rows.items()}
+    running_rows = sorted(request.row for request in requests.values() if request.running)
+    ended = [number for number, request in requests.items() if request.finish_reason is not None]
+    _require_equal("rows of requests", sorted(rows.values()), sorted(running + waiting))
+    _require_equal("owners of rows", owners, {number: number for number in rows})
+    _require_equal("running requests", running_rows, sorted(running))
+    _require_equal("rows free and taken", int(state.counters[s.N_FREE_ROWS]) + len(rows), state.rows.size)
+    _require_equal("finished requests in flight", ended, [])
+
+
+def _linked_rows(state: State, row: int) -> list[int]:
     rows: list[int] = []
     while row != NONE:
         rows.append(row)
@@ -247,6 +247,6 @@ def _linked(state: State, row: int) -> list[int]:
     return rows
 
 
-def _same(what: str, found: object, expected: object) -> None:
+def _require_equal(quantity: str, found: object, expected: object) -> None:
     if found != expected:
-        raise RuntimeError(f"{what}: {found}, expected {expected}")
+        raise RuntimeError(f"{quantity}: {found}, expected {expected}")

@@ -1,6 +1,7 @@
 """Engine clocks, phase timers and step records.
 
-All times are integer nanoseconds of the engine's clock.
+A server runs on the wall clock. The virtual clock advances only by the measured durations of steps: idle time
+is skipped, and the twin, given the same durations, must take the same decisions on the same trace.
 """
 
 from __future__ import annotations
@@ -11,122 +12,111 @@ from collections.abc import Iterable
 from io import BytesIO
 from pathlib import Path
 from types import TracebackType
-from typing import TYPE_CHECKING, Any, NamedTuple, Protocol, Self
+from typing import TYPE_CHECKING, Any, Final, NamedTuple, Self
 
 import numpy as np
 from numpy.typing import NDArray
 
 from capplan.engine.request import Request
-from capplan.engine.scheduler_output import StepCounts
+from capplan.engine.scheduler_output import SchedulerOutput
 from capplan.serving import state as s
 from capplan.spec import write_bytes_atomic
 
 if TYPE_CHECKING:
     from capplan.engine.engine_core import StepOutput
 
-
-class EngineClock(Protocol):
-    """Tells the time."""
-
-    def now_ns(self) -> int:
-        """Return the nanoseconds since the clock's start."""
-        ...
-
-    def step(self, duration_ns: int) -> None:
-        """Note that a step has taken so long."""
-        ...
-
-    def sleep_until(self, time_ns: int) -> None:
-        """Return at that time, or at once if it has passed."""
-        ...
+_ROWS_PER_GROUP: Final = 10_000
 
 
 class WallClock:
-    """Real time since its creation."""
+    """Real time since its creation, in integer nanoseconds."""
 
     def __init__(self) -> None:
         self._start_ns = time.monotonic_ns()
 
     def now_ns(self) -> int:
-        """See `EngineClock`."""
+        """Return the time since the clock's start."""
         return time.monotonic_ns() - self._start_ns
 
     def step(self, duration_ns: int) -> None:
-        """Time has passed by itself."""
+        """Do nothing: real time has passed already."""
 
     def sleep_until(self, time_ns: int) -> None:
-        """See `EngineClock`."""
+        """Sleep until a time, if it has not passed."""
         time.sleep(max(0.0, (time_ns - self.now_ns()) * 1e-9))
 
 
 class VirtualClock:
-    """Time that passes in steps only."""
+    """Time that advances by steps only, in integer nanoseconds."""
 
     def __init__(self) -> None:
         self._now_ns = 0
 
     def now_ns(self) -> int:
-        """See `EngineClock`."""
+        """Return the time since the clock's start."""
         return self._now_ns
 
     def step(self, duration_ns: int) -> None:
-        """See `EngineClock`."""
+        """Advance by the duration of a step."""
         self._now_ns += duration_ns
 
     def sleep_until(self, time_ns: int) -> None:
-        """See `EngineClock`."""
+        """Skip to a time, if it has not passed."""
         self._now_ns = max(self._now_ns, time_ns)
 
 
+EngineClock = WallClock | VirtualClock
+
+
 class PhaseTimer:
-    """Laps in nanoseconds, by name."""
+    """Durations of the phases of a step."""
 
     def __init__(self) -> None:
-        self.laps_ns: dict[str, int] = {}
+        self._laps_ns: dict[str, int] = {}
         self._since_ns = time.perf_counter_ns()
 
     def lap(self, name: str) -> None:
-        """Add the time since the last call to a lap."""
+        """Add the time since the last call to a phase."""
         now_ns = time.perf_counter_ns()
-        self.laps_ns[name] = self.laps_ns.get(name, 0) + now_ns - self._since_ns
+        self._laps_ns[name] = self._laps_ns.get(name, 0) + now_ns - self._since_ns
         self._since_ns = now_ns
 
     def skip(self) -> None:
-        """Leave the time since the last call out."""
+        """Discard the time since the last call."""
         self._since_ns = time.perf_counter_ns()
 
-    def until(self, name: str, total_ns: int) -> None:
-        """Make the laps so far at least so long together: time that has passed by another clock only."""
-        self.laps_ns[name] = self.laps_ns.get(name, 0) + max(0, total_ns - self.total_ns)
+    def extend_to(self, name: str, total_ns: int) -> None:
+        """Extend a phase until all phases add up to at least `total_ns`."""
+        self._laps_ns[name] = self._laps_ns.get(name, 0) + max(0, total_ns - self.total_ns)
 
     def ms(self, name: str) -> float:
-        """Return a lap in milliseconds."""
-        return self.laps_ns.get(name, 0) * 1e-6
+        """Return the duration of a phase in milliseconds."""
+        return self._laps_ns.get(name, 0) * 1e-6
 
     @property
     def total_ns(self) -> int:
-        """All laps together."""
-        return sum(self.laps_ns.values())
+        """Sum of all phases."""
+        return sum(self._laps_ns.values())
 
 
 class StepRecord(NamedTuple):
-    """One step. Counts as the twin's latency models take them: at the time of the decision."""
+    """Counts and times of one step. Counts are taken at the decision, as in the twin's latency models."""
 
     step: int
     begin_ns: int
     """By the engine's clock."""
     tokens: int
     decode_requests: int
-    """Requests that compute one token and have generated some before."""
+    """Requests that compute one token after their first output token."""
     prefill_requests: int
     prefill_tokens: int
     requests: int
-    """Running, whether or not they have a token in the step."""
+    """Running requests, with or without tokens in the step."""
     waiting: int
     kv_tokens: int
-    """Held before the step."""
+    """Tokens with KV before the step."""
     adapters: int
-    """Distinct ones of running requests."""
+    """Distinct adapters of running requests."""
     resident: int
     rank_sum: int
     """Over the requests of the step."""
@@ -134,79 +124,81 @@ class StepRecord(NamedTuple):
     loads: int
     disk_loads: int
     preemptions: int
-    # -- known at the end of the step --
-    finished: int = 0
-    duration_ns: int = 0
-    schedule_ms: float = 0.0
-    load_ms: float = 0.0
+    finished: int
+    duration_ns: int
+    schedule_ms: float
+    load_ms: float
     """Time for which the step waited for adapters."""
-    prepare_ms: float = 0.0
-    forward_ms: float = 0.0
-    sample_ms: float = 0.0
-    commit_ms: float = 0.0
+    prepare_ms: float
+    forward_ms: float
+    sample_ms: float
+    commit_ms: float
 
 
 def step_record(
-    step: int, begin_ns: int, tally: StepCounts, counters: NDArray[np.int64], disk_loads: int
+    step: int,
+    begin_ns: int,
+    end_ns: int,
+    output: SchedulerOutput,
+    counters: NDArray[np.int64],
+    disk_loads: int,
+    finished: int,
+    timer: PhaseTimer,
 ) -> StepRecord:
-    """Return the record of a step that has been decided and not committed, its times still to come."""
+    """Return the record of a step; `counters` are the scheduler's between `schedule` and `commit`."""
     c: list[int] = counters.tolist()
     return StepRecord(
         step=step,
         begin_ns=begin_ns,
         tokens=c[s.STEP_TOKENS],
-        decode_requests=tally.decodes,
-        prefill_requests=tally.parts - tally.decodes,
-        prefill_tokens=tally.prefill_tokens,
+        decode_requests=output.decodes,
+        prefill_requests=output.requests.size - output.decodes,
+        prefill_tokens=output.prefill_tokens,
         requests=c[s.N_RUNNING] - c[s.N_ENDING],
         waiting=c[s.N_WAITING],
         kv_tokens=c[s.KV_TOKENS],
         adapters=c[s.N_ACTIVE] - c[s.N_CLAIMED],
         resident=c[s.N_RESIDENT],
-        rank_sum=tally.rank_sum,
-        max_rank=tally.max_rank,
+        rank_sum=output.rank_sum,
+        max_rank=output.max_rank,
         loads=c[s.N_LOADS],
         disk_loads=disk_loads,
         preemptions=c[s.N_PREEMPTED],
-    )
-
-
-def with_times(record: StepRecord, end_ns: int, finished: int, watch: PhaseTimer) -> StepRecord:
-    """Return the record of a step that has ended."""
-    return record._replace(
         finished=finished,
-        duration_ns=end_ns - record.begin_ns,
-        schedule_ms=watch.ms("schedule"),
-        load_ms=watch.ms("load"),
-        prepare_ms=watch.ms("prepare"),
-        forward_ms=watch.ms("forward"),
-        sample_ms=watch.ms("sample"),
-        commit_ms=watch.ms("commit"),
+        duration_ns=end_ns - begin_ns,
+        schedule_ms=timer.ms("schedule"),
+        load_ms=timer.ms("load"),
+        prepare_ms=timer.ms("prepare"),
+        forward_ms=timer.ms("forward"),
+        sample_ms=timer.ms("sample"),
+        commit_ms=timer.ms("commit"),
     )
 
 
 def write_records(path: str | Path, records: Iterable[StepRecord]) -> None:
     """Write records as Parquet, one row per step; the columns are the fields of `StepRecord`."""
-    import pyarrow as pa
     import pyarrow.parquet as pq
 
-    rows = list(records)
-    columns = {name: [getattr(row, name) for row in rows] for name in StepRecord._fields}
     buffer = BytesIO()
-    pq.write_table(pa.table(columns), buffer)
+    pq.write_table(_table(list(records)), buffer)
     write_bytes_atomic(path, buffer.getvalue())
 
 
-_ROWS = 10_000
+def _table(records: list[StepRecord]) -> Any:
+    import pyarrow as pa
+
+    columns = {name: [getattr(record, name) for record in records] for name in StepRecord._fields}
+    types = [(name, pa.float64() if name.endswith("_ms") else pa.int64()) for name in StepRecord._fields]
+    return pa.table(columns, schema=pa.schema(types))
 
 
 class RecordFile:
-    """A Parquet file with a row per step, in its place once it is closed; see `Watcher`."""
+    """Step observer that appends records to a Parquet file, and moves it to its path at the end."""
 
     def __init__(self, path: Path) -> None:
         self._path = path
-        self._beside = path.with_name(f"{path.name}.part{os.getpid()}")
-        self._rows: list[StepRecord] = []
+        self._partial = path.with_name(f"{path.name}.part{os.getpid()}")
+        self._records: list[StepRecord] = []
         self._writer: Any = None
 
     def __enter__(self) -> Self:
@@ -215,32 +207,25 @@ class RecordFile:
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
-        self.close()
-
-    def stepped(self, step: StepOutput) -> None:
-        """See `Watcher`."""
-        if step.record is not None:
-            self._rows.append(step.record)
-            if len(self._rows) >= _ROWS:
-                self._flush()
-
-    def ended(self, request: Request) -> None:
-        """See `Watcher`; what a request was is in its steps."""
-
-    def close(self) -> None:
-        """Write what is left."""
         self._flush()
         self._writer.close()
-        self._beside.replace(self._path)
+        self._partial.replace(self._path)
+
+    def on_step(self, step: StepOutput) -> None:
+        """Record a step."""
+        if step.record is not None:
+            self._records.append(step.record)
+            if len(self._records) >= _ROWS_PER_GROUP:
+                self._flush()
+
+    def on_finished(self, request: Request) -> None:
+        """Do nothing: records are per step."""
 
     def _flush(self) -> None:
-        import pyarrow as pa
         import pyarrow.parquet as pq
 
-        columns = {name: [getattr(row, name) for row in self._rows] for name in StepRecord._fields}
-        kinds = [(name, pa.float64() if name.endswith("_ms") else pa.int64()) for name in StepRecord._fields]
-        table = pa.table(columns, schema=pa.schema(kinds))
+        table = _table(self._records)
         if self._writer is None:
-            self._writer = pq.ParquetWriter(self._beside, table.schema)
+            self._writer = pq.ParquetWriter(self._partial, table.schema)
         self._writer.write_table(table)
-        self._rows.clear()
+        self._records.clear()

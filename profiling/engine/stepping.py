@@ -271,7 +271,7 @@ class Stepper:
         self._rank_of = {at: ranks[name] for at, name in enumerate(engine.adapters, start=1)}
         self._rng = np.random.default_rng(seed)
         self._requests: dict[int, Request] = {}
-        engine.loop.decisions = []
+        engine.core.decisions = []
 
     def measure(self, point: EnginePoint) -> list[Row]:
         """Return the state's rows: decode, with the prompt, and the prompts that the batch began with."""
@@ -362,7 +362,7 @@ class Stepper:
                 raise RuntimeError("requests wait, but nothing can run")
 
     def _row(self, step: StepOutput) -> Row:
-        decisions = self.engine.loop.decisions
+        decisions = self.engine.core.decisions
         if step.record is None or not decisions:
             raise RuntimeError("a step left no record")
         emitted = {request.number for request in step.emitted}
@@ -376,4 +376,4 @@ class Stepper:
     def _forget(self) -> None:
         self._requests.clear()
         self.engine.records.clear()
-        self.engine.loop.decisions = []
+        self.engine.core.decisions = []

@@ -176,7 +176,7 @@ def padded_calls(case: Case, width: int, pool: WeightPool, number: int) -> Kerne
     kernel reads as much for a small one as for the largest, which is what BGMV does.
     """
     views = _views(replace(case, ranks=(max(case.ranks),) * len(case.ranks)), width, pool, number)
-    adapters = PaddedLoRA(segments_of(case), views.__getitem__, case.tokens, pool.numbers.device)
+    adapters = PaddedLoRA(segments_of(case), views.__getitem__, pool.numbers.device)
     return _torch_calls(adapters, case, width, pool, number)
 
 

@@ -92,10 +92,10 @@ class Live:
 
 def check_nothing_in_flight(engine: Engine) -> None:
     """Check an engine that has nothing to do."""
-    state, counters = engine.loop.state, engine.loop.state.counters
-    assert engine.loop.requests == {}
+    state, counters = engine.core.state, engine.core.state.counters
+    assert engine.core.requests == {}
     engine.check_integrity()
-    check_integrity(state, engine.loop.limits, engine.sizes.num_blocks)
+    check_integrity(state, engine.core.limits, engine.sizes.num_blocks)
     assert counters[s.N_FREE_ROWS] == state.rows.size
     assert counters[s.N_RUNNING] == counters[s.N_WAITING] == 0
     assert counters[s.FREE_BLOCKS] + counters[s.ADAPTER_PAGES] == counters[s.CAPACITY]

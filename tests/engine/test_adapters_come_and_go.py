@@ -54,7 +54,7 @@ def tiny(mode: str = "capplan", adapters: Any = None, **more: Any) -> Engine:
 
 def check(engine: Engine) -> None:
     engine.check_integrity()
-    check_integrity(engine.loop.state, engine.loop.limits, engine.sizes.num_blocks)
+    check_integrity(engine.core.state, engine.core.limits, engine.sizes.num_blocks)
 
 
 def submitted(engine: Engine, adapter: str | None, prompt: int = 5, max_tokens: int = 6) -> Request:
@@ -73,7 +73,7 @@ def run_out(engine: Engine) -> list[Request]:
         if step is not None:
             finished += step.finished
         elif not engine.wait_for_adapter():
-            assert not engine.loop.requests
+            assert not engine.core.requests
             return finished
 
 
@@ -345,5 +345,5 @@ def test_whatever_happens_nothing_is_lost(mode: str, seed: int, actions: list[st
         for name in engine.adapters:
             engine.remove_adapter(name)
             check(engine)
-        assert engine.loop.blocks.in_use() == 0
-        assert not engine.loop.residency.in_memory
+        assert engine.core.blocks.in_use() == 0
+        assert not engine.core.lora.in_memory

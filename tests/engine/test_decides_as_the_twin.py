@@ -64,11 +64,11 @@ def draw(seed: int, rules: str) -> tuple[Engine, list[TimedRequest]]:
 
 def twin_decisions(engine: Engine, arrivals: Sequence[TimedRequest], stretch: int = 1) -> list[Decision]:
     """Return what the readable twin decides, under the engine's measured durations, steps stretched."""
-    limits = engine.loop.limits
+    limits = engine.core.limits
     twin = ReadableScheduler(limits, engine.sizes.num_blocks, len(engine.adapters))
     steps_ns = iter([record.duration_ns for record in engine.records])
-    assert isinstance(engine.loop.loader, VirtualLoader)
-    loads_ns = iter(engine.loop.loader.durations_ns)
+    assert isinstance(engine.core.loader, VirtualLoader)
+    loads_ns = iter(engine.core.loader.durations_ns)
     decisions = []
     coming: list[tuple[int, int]] = []  # (when, adapter)
     now_ns = upcoming = copier_free_ns = 0
@@ -107,14 +107,14 @@ def test_decisions_are_the_twins_under_measured_durations(rules: str) -> None:
     preemptions = loads = from_disk = chunks = 0
     for seed in range(20 if rules in ("vllm-0.8", "capplan") else 6):
         engine, arrivals = draw(seed, rules)
-        engine.loop.decisions = []
+        engine.core.decisions = []
         answers = replay(engine, arrivals)
         assert all(answer is not None for answer in answers)
-        assert engine.loop.decisions == twin_decisions(engine, arrivals)
-        check_integrity(engine.loop.state, engine.loop.limits, engine.sizes.num_blocks)
-        preemptions += sum(len(decision.preempted) for decision in engine.loop.decisions)
-        loads += sum(len(decision.loads) for decision in engine.loop.decisions)
-        from_disk += sum(disk for decision in engine.loop.decisions for _, disk in decision.loads)
+        assert engine.core.decisions == twin_decisions(engine, arrivals)
+        check_integrity(engine.core.state, engine.core.limits, engine.sizes.num_blocks)
+        preemptions += sum(len(decision.preempted) for decision in engine.core.decisions)
+        loads += sum(len(decision.loads) for decision in engine.core.decisions)
+        from_disk += sum(disk for decision in engine.core.decisions for _, disk in decision.loads)
         chunks += sum(record.prefill_tokens < record.prefill_requests * 10 for record in engine.records)
     assert min(preemptions, loads, from_disk, chunks) > 2  # else the comparison would say little
 
@@ -122,9 +122,9 @@ def test_decisions_are_the_twins_under_measured_durations(rules: str) -> None:
 def test_the_comparison_sees_that_the_twin_was_told_other_durations() -> None:
     for seed in range(20):
         engine, arrivals = draw(seed, "vllm-0.8")
-        engine.loop.decisions = []
+        engine.core.decisions = []
         replay(engine, arrivals)
         engine.records.extend([engine.records[-1]] * 1000)  # other durations lead to other numbers of steps
-        if engine.loop.decisions != twin_decisions(engine, arrivals, stretch=4):
+        if engine.core.decisions != twin_decisions(engine, arrivals, stretch=4):
             return
     pytest.fail("durations make no difference")

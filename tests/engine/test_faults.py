@@ -491,7 +491,7 @@ def test_what_runs_too_long_is_told_when_the_server_ends() -> None:
             last = response.read().decode().strip().split("\n\n")[-1]
         assert json.loads(last.removeprefix("data: "))["error"]["code"] == "shutting_down"
         server.join()
-        check = server.engine.loop.requests
+        check = server.engine.core.requests
         assert check == {}
 
 

@@ -41,7 +41,7 @@ def answers(engine: Engine, **sampling: Any) -> list[tuple[int, ...]]:
     prompts = [list(range(3 + 2 * i)) for i in range(6)]
     with engine:
         done = engine.generate(prompts, ["a", "b", None, "c", "a", "b"], **sampling)
-        check_integrity(engine.loop.state, engine.loop.limits, engine.sizes.num_blocks)
+        check_integrity(engine.core.state, engine.core.limits, engine.sizes.num_blocks)
     return [answer.token_ids for answer in done]
 
 
@@ -95,8 +95,8 @@ def test_a_stop_token_ends_a_request_and_frees_what_it_held() -> None:
         [answer] = engine.generate([[1, 2, 3]], "a", max_tokens=30, ignore_eos=True, stop_token_ids=(stop,))
         assert answer.token_ids == free.token_ids[: first + 1]
         assert answer.finish_reason == "stop"
-        check_integrity(engine.loop.state, engine.loop.limits, engine.sizes.num_blocks)
-        assert engine.loop.requests == {}
+        check_integrity(engine.core.state, engine.core.limits, engine.sizes.num_blocks)
+        assert engine.core.requests == {}
 
 
 @pytest.mark.parametrize("rules", ["slora", "vllm-0.8", "capplan"])
@@ -108,7 +108,7 @@ def test_stop_tokens_leave_nothing_taken_in_a_tight_engine(rules: str) -> None:
     with tiny(rules=rules, memory=memory, num_kv_blocks=45, max_num_seqs=3) as engine:
         done = engine.generate(prompts, names, max_tokens=12, stop_token_ids=tuple(range(0, 300, 5)))
         assert len(done) == 24
-        check_integrity(engine.loop.state, engine.loop.limits, engine.sizes.num_blocks)
+        check_integrity(engine.core.state, engine.core.limits, engine.sizes.num_blocks)
 
 
 def test_the_models_own_end_token_counts_unless_ignored() -> None:
@@ -215,7 +215,7 @@ def test_padded_decode_steps_give_the_same_tokens(memory: str) -> None:
             params = [SamplingParams(max_tokens=2 + i, ignore_eos=True) for i in range(5)]
             requests = [engine.new_request(*each) for each in zip(prompts, names, params, strict=True)]
             assert all(engine.submit(request) for request in requests)
-            while engine.loop.requests:
+            while engine.core.requests:
                 if engine.step() is None:
                     engine.wait_for_adapter()
             tokens.append([request.output for request in requests])
@@ -235,7 +235,7 @@ def test_requests_come_and_go_while_adapters_load_beside() -> None:
     with tiny(a_max=1, rules="capplan", max_cpu_loras=1) as engine:
         replayed = replay(engine, arrivals)
         assert {record.disk_loads for record in engine.records} >= {0}
-        check_integrity(engine.loop.state, engine.loop.limits, engine.sizes.num_blocks)
+        check_integrity(engine.core.state, engine.core.limits, engine.sizes.num_blocks)
     with tiny() as engine:
         for arrival, answer in zip(arrivals, replayed, strict=True):
             assert answer is not None

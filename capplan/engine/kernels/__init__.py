@@ -1,4 +1,4 @@
-"""Triton kernels for GPUs: low-rank products of many adapters in one launch, and attention over pages.
+"""Kernels of LoRA products, paged attention and norms: PyTorch, numba (CPU) and Triton (GPU).
 
-Imported only where they are used: Triton need not be installed on a machine without a GPU.
+Triton modules are imported on use: Triton may be absent on a machine without a GPU.
 """

@@ -21,13 +21,14 @@ from capplan.engine.kernels.torch_lora import GroupedLoRA, Views
 from capplan.engine.lora.adapter import GROUPS, SITES, A, AdapterLayout, B
 from capplan.engine.lora.memory import RowTables
 from capplan.engine.models.config import ModelConfig
-from capplan.engine.models.decoder import KvCache, RopeTable, TorchAttention
+from capplan.engine.models.decoder import Norms, RopeTable, TorchAttention
+from capplan.engine.pool import KvCache
 
 F = TypeVar("F", bound=Callable[..., object])
 
 
 def fast(function: F) -> F:
-    """Compile a function that calls none of another file, so numba's own cache notices every edit."""
+    """Compile with fast math; only functions of this file may be called, as numba's cache requires."""
     config: Any = numba.config
     before = config.CACHE_DIR
     config.CACHE_DIR = str(cache_dir())
@@ -41,22 +42,22 @@ def fast(function: F) -> F:
 
 
 class CompiledAttention(TorchAttention):
-    """One step's attention: positions, cache and decodes by the kernels below, prompts by PyTorch."""
+    """Paged attention with compiled rotation, cache writes and decodes; prompts run in PyTorch."""
 
-    def __init__(self, config: ModelConfig, cache: KvCache, rope: RopeTable, batch: ModelInputs) -> None:
-        super().__init__(config, cache, rope, batch)
+    def __init__(self, config: ModelConfig, cache: KvCache, rope: RopeTable, inputs: ModelInputs) -> None:
+        super().__init__(config, cache, rope, inputs)
         self._kv: NDArray[np.float32] = cache.pool.tensor.view(-1).numpy()
-        self._places = batch.pages.numpy(), batch.places.numpy()
-        self._turn = self.cos.view(-1, config.head_dim).numpy(), self.sin.view(-1, config.head_dim).numpy()
-        most = 0 if batch.decodes is None else batch.decodes.pages.shape[1] * cache.block_size
+        self._places = inputs.pages.numpy(), inputs.places.numpy()
+        self._cos_sin = self.cos.view(-1, config.head_dim).numpy(), self.sin.view(-1, config.head_dim).numpy()
+        most = 0 if inputs.decodes is None else inputs.decodes.pages.shape[1] * cache.block_size
         self._scores = np.empty((self.group, most), np.float32)
 
     def place(self, layer: int, qkv: torch.Tensor) -> torch.Tensor:
-        """Turn queries and keys in place and store keys and values."""
+        """Rotate queries and keys in place, store keys and values, and return queries."""
         heads = qkv.view(qkv.shape[0], -1, self.cache.head_dim)
         query_heads = heads.shape[1] - 2 * self.cache.kv_heads
-        _turn_and_store(
-            heads.numpy(), *self._turn, self._kv, *self._places, query_heads, layer, self.cache.layers,
+        _rotate_and_store(
+            heads.numpy(), *self._cos_sin, self._kv, *self._places, query_heads, layer, self.cache.layers,
             self.cache.block_size,
         )  # fmt: skip
         return heads[:, :query_heads]
@@ -73,7 +74,7 @@ class CompiledAttention(TorchAttention):
 
 
 @fast
-def _turn_and_store(
+def _rotate_and_store(
     heads: NDArray[np.float32],
     cos: NDArray[np.float32],
     sin: NDArray[np.float32],
@@ -85,7 +86,7 @@ def _turn_and_store(
     layers: int,
     block_size: int,
 ) -> None:
-    """Turn queries and keys by their positions; keys and values of each token go to its page."""
+    """Rotate queries and keys by their positions, and store keys and values in pages."""
     tokens, all_heads, dim = heads.shape
     kv_heads = (all_heads - query_heads) // 2
     half = dim // 2
@@ -118,9 +119,9 @@ def _attend(
     scores: NDArray[np.float32],
     out: NDArray[np.float32],
 ) -> None:
-    """Fill `out` with what each request's queries, shape (requests, heads, head_dim), read from its pages.
+    """Fill `out` with the attention of queries, shape (requests, heads, head_dim), over each request's pages.
 
-    `scores` is room for the queries that share a key head, shape (heads, longest context).
+    `scores` is a buffer for the queries that share a key head, shape (heads, longest context).
     """
     requests, heads, dim = q.shape
     group = heads // kv_heads
@@ -175,7 +176,7 @@ def _attend(
 
 
 GEMM_FROM: Final = 24
-"""Tokens of one adapter from which a matrix product is the better choice.
+"""Tokens of one adapter from which a matrix product is used.
 
 Measured at hidden size 384 and rank 16: with 8 tokens of each adapter the kernel takes half as long as
 products by PyTorch, with 32 a little longer.
@@ -183,7 +184,7 @@ products by PyTorch, with 32 a little longer.
 
 
 class CompiledLoRA:
-    """The adapters of one step: those with many tokens by matrix products, the others by the kernel below."""
+    """MBGMV, token by token at true ranks, for adapters with few tokens; matrix products for the others."""
 
     def __init__(
         self,
@@ -208,7 +209,7 @@ class CompiledLoRA:
         self._grouped = GroupedLoRA(many, views) if many else None
 
     def add(self, layer: int, site: int, x: torch.Tensor, out: torch.Tensor) -> None:
-        """Add each token's low-rank part to `out`; see `capplan.engine.models.decoder.Adapters`."""
+        """Add the low-rank product of each token of `x` to `out`."""
         if self._grouped is not None:
             self._grouped.add(layer, site, x, out)
         if self._few:
@@ -235,7 +236,7 @@ def _add_token_by_token(
     sizes: NDArray[np.int64],
     low: NDArray[np.float32],
 ) -> None:
-    """Add ``B (A x)`` to the columns of each module; `low` is room for the largest rank."""
+    """Add ``B (A x)`` to the columns of each module; `low` is a buffer for the largest rank."""
     width = x.shape[1]
     for token in range(x.shape[0]):
         number = numbers[token]
@@ -272,20 +273,21 @@ def _add_token_by_token(
                 r += 1
 
 
-class CompiledNorms:
-    """See `capplan.engine.models.decoder.Norms`."""
+class CompiledNorms(Norms):
+    """Compiled RMS norms, together with the addition before them."""
 
     def __init__(self, eps: float) -> None:
+        super().__init__(eps)
         self._eps = np.float32(eps)
 
     def norm(self, x: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
-        """See `Norms`."""
+        """Return the norm of `x`."""
         out = torch.empty_like(x)
         _norm(x.numpy(), weight.numpy(), self._eps, out.numpy())
         return out
 
     def add_norm(self, x: torch.Tensor, more: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
-        """See `Norms`."""
+        """Add `more` to `x` in place and return the norm of the sum."""
         out = torch.empty_like(x)
         _add_norm(x.numpy(), more.numpy(), weight.numpy(), self._eps, out.numpy())
         return out

@@ -11,31 +11,34 @@ from capplan.engine.input_batch import Segment
 from capplan.engine.lora.memory import SiteViews
 
 Views = Callable[[int], Sequence[Sequence[SiteViews]]]
-"""Returns the matrices of an adapter by layer and place."""
+"""Matrices of an adapter by layer and site."""
 
 
 class GroupedLoRA:
-    """The adapters of one step."""
+    """One product per adapter at its rank.
+
+    The tokens of an adapter are one slice of the activations: nothing is gathered or padded.
+    """
 
     def __init__(self, segments: Sequence[Segment], views: Views) -> None:
         self._segments = [(s.start, s.end, views(s.adapter)) for s in segments if s.adapter != 0]
 
     def add(self, layer: int, site: int, x: torch.Tensor, out: torch.Tensor) -> None:
-        """Add each token's low-rank part to `out`; see `capplan.engine.models.decoder.Adapters`."""
+        """Add the low-rank product of each token of `x` to `out`."""
         for start, end, views in self._segments:
             here = views[layer][site]
             if here.rank:
                 _expand(here, _shrink(here, x[start:end]), out[start:end])
 
     def shrink(self, layer: int, site: int, x: torch.Tensor) -> list[torch.Tensor | None]:
-        """Return each adapter's low-rank activations, None where it has no rank: the first half of `add`."""
+        """Return the low-rank activations of each adapter, None without rank: the first half of `add`."""
         found = [(views[layer][site], x[start:end]) for start, end, views in self._segments]
         return [_shrink(here, part) if here.rank else None for here, part in found]
 
     def expand(
         self, layer: int, site: int, activations: Sequence[torch.Tensor | None], out: torch.Tensor
     ) -> None:
-        """Add what `shrink` returned, times B, to `out`: the second half of `add`."""
+        """Add the product of `shrink` and B to `out`: the second half of `add`."""
         for (start, end, views), h in zip(self._segments, activations, strict=True):
             if h is not None:
                 _expand(views[layer][site], h, out[start:end])
@@ -53,15 +56,21 @@ def _expand(views: SiteViews, h: torch.Tensor, out: torch.Tensor) -> None:
 
 
 _COPIES_BYTES: Final = 2**20
-"""Of the buffer, unless one matrix is larger: what a core's own cache holds."""
+"""Size of the buffer of padded matrices, unless one is larger: what the cache of a core holds."""
 
 Pad = Callable[[torch.Tensor, SiteViews], None]
 
 
 class PaddedLoRA:
-    """The adapters of one step."""
+    """Punica's BGMV in PyTorch, for comparison: every token at the largest rank in the batch.
 
-    def __init__(self, segments: Sequence[Segment], views: Views, tokens: int, device: torch.device) -> None:
+    A and B are copied per token, with zeros beyond an adapter's rank. The copies of a few tokens at a time
+    share a small buffer: large ones cost more in page faults and cache misses than the products do. Each
+    product is a row times a matrix, which PyTorch's batched product computes several times faster than a
+    matrix times a column.
+    """
+
+    def __init__(self, segments: Sequence[Segment], views: Views, device: torch.device) -> None:
         used = [s for s in segments if s.adapter != 0]
         self._views = [views(s.adapter) for s in used]
         self._sizes = [s.end - s.start for s in used]
@@ -69,7 +78,7 @@ class PaddedLoRA:
         self._buffer: torch.Tensor | None = None
 
     def add(self, layer: int, site: int, x: torch.Tensor, out: torch.Tensor) -> None:
-        """Add each token's low-rank part to `out`; see `capplan.engine.models.decoder.Adapters`."""
+        """Add the low-rank product of each token of `x` to `out`."""
         self.expand(layer, site, self.shrink(layer, site, x), out)
 
     def shrink(self, layer: int, site: int, x: torch.Tensor) -> torch.Tensor:
@@ -84,7 +93,7 @@ class PaddedLoRA:
         return h
 
     def expand(self, layer: int, site: int, h: torch.Tensor, out: torch.Tensor) -> None:
-        """Add what `shrink` returned, times B, to `out`: the second half of `add`."""
+        """Add the product of `shrink` and B to `out`: the second half of `add`."""
         here = [views[layer][site] for views in self._views]
         delta = out.new_empty(h.shape[0], 1, out.shape[1])
         for first, b in self._copies(here, h.shape[2], out, _pad_b):
@@ -95,7 +104,7 @@ class PaddedLoRA:
     def _copies(
         self, here: Sequence[SiteViews], rank: int, like: torch.Tensor, pad: Pad
     ) -> Iterator[tuple[int, torch.Tensor]]:
-        """Give the padded matrices of some tokens after the other: the first token's number, and they."""
+        """Yield (index of the first token, padded matrices) for a few tokens at a time."""
         width = like.shape[1]
         most = max(1, _COPIES_BYTES // max(1, rank * width * like.element_size()))
         buffer = self._room(min(most, self._tokens.shape[0]), rank, width, like)
@@ -114,7 +123,7 @@ class PaddedLoRA:
             yield first, buffer[:held]
 
     def _room(self, copies: int, rank: int, width: int, like: torch.Tensor) -> torch.Tensor:
-        """Return the buffer in this shape, with whatever an earlier call left in it."""
+        """Return the buffer in this shape, with arbitrary contents."""
         numbers = copies * rank * width
         if self._buffer is None or self._buffer.shape[0] < numbers:
             self._buffer = like.new_empty(numbers)
@@ -129,7 +138,7 @@ def _pad_a(a: torch.Tensor, views: SiteViews) -> None:
 
 
 def _pad_b(b: torch.Tensor, views: SiteViews) -> None:
-    """Fill B, shape (rank, out); between the columns of its modules lie zeros."""
+    """Fill B, shape (rank, out), with zeros outside the columns of its modules."""
     if any(part.out_end - part.out_start != b.shape[1] for part in views.expands):
         b[: views.rank] = 0.0
     for part in views.expands:

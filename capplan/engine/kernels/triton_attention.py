@@ -12,7 +12,8 @@ import triton.language as tl
 
 from capplan.engine.input_batch import Decodes
 from capplan.engine.kernels.triton_lora import must_upcast, product
-from capplan.engine.models.decoder import KvCache, TorchAttention
+from capplan.engine.models.decoder import TorchAttention
+from capplan.engine.pool import KvCache
 
 
 @triton.jit
@@ -80,16 +81,10 @@ def paged_decode(
 
     Parameters
     ----------
-    cache
-        The pages.
-    layer
-        Whose keys and values.
-    q
-        Queries.
     tables
         Pages of each request, shape (requests, blocks).
     context
-        Tokens that each request reads, at least one.
+        Tokens that each request reads, at least one, shape (requests,).
     """
     heads, head_dim = q.shape[1], cache.head_dim
     group = heads // cache.kv_heads
@@ -108,7 +103,7 @@ def paged_decode(
 
 
 class TritonAttention(TorchAttention):
-    """One step's attention: decode requests by the kernel above, prompts by PyTorch's own."""
+    """Paged attention with decodes in Triton; prompts run in PyTorch."""
 
     def decode(self, layer: int, q: torch.Tensor, decodes: Decodes) -> torch.Tensor:
         """Attend with one query per request."""

@@ -22,14 +22,17 @@ from capplan.engine.lora.memory import RowTables
 
 @triton.jit
 def product(a, b, total, UPCAST: tl.constexpr):
-    """Return ``total + a @ b``; no TF32, which would lose what float32 models have."""
+    """Return ``total + a @ b``, accumulated in float32, without TF32."""
     if UPCAST:
         return tl.dot(a.to(tl.float32), b.to(tl.float32), total, input_precision="ieee")
     return tl.dot(a, b, total, input_precision="ieee")
 
 
 def must_upcast(dtype: torch.dtype) -> bool:
-    """Tell whether factors of this dtype have to be made float32 here."""
+    """Return whether factors must be converted to float32.
+
+    Triton's interpreter multiplies the bit patterns of bfloat16 as integers (seen with 3.9).
+    """
     return dtype == torch.bfloat16 and not isinstance(product, JITFunction)
 
 
@@ -55,9 +58,9 @@ def shrink_tokens(
 ):
     """Fill h[token, module, :rank] with float32.
 
-    `rows` and `ranks` point at this layer and at the first module of the place, of adapter 0. PADDED computes
-    `limit` rows, the largest rank in the batch, whatever the adapter's own; else programs beyond the
-    adapter's rank end at once. Tokens of the base model have the number -1.
+    `rows` and `ranks` point to this layer and the first module of the site, of adapter 0. PADDED computes
+    `limit` rows, the largest rank in the batch. Otherwise programs beyond the adapter's rank return at once.
+    Tokens of the base model have the number -1.
     """
     token = tl.program_id(0).to(tl.int64)  # times a stride it may pass 2**31
     module = tl.program_id(1)
@@ -239,20 +242,20 @@ TILE_TOKENS: Final = 16
 """Tokens of one tile of SGMV: the fewest that tensor cores take."""
 
 _SGMV_FROM: Final = 8
-"""Mean tokens per adapter from which tiles are the better choice; to be measured (docs/gpu.md)."""
+"""Mean tokens per adapter from which tiles are used; to be measured (docs/gpu.md)."""
 
 
 class TokenLoRA:
-    """Adapters of tokens by number, token by token: nothing here depends on who is in the batch.
+    """MBGMV, token by token. Launches do not depend on the adapters in the batch, as CUDA graphs require.
 
     Parameters
     ----------
-    layout, tables, weights
-        The adapters in memory; `weights` is the flat tensor that the tables point into.
+    weights
+        Flat tensor that the tables point into.
     numbers
-        Each token's number in the tables, -1 for the base model.
+        Index of each token's adapter in the tables, -1 for the base model.
     limit
-        The largest rank that may occur.
+        Largest rank.
     """
 
     def __init__(
@@ -273,17 +276,17 @@ class TokenLoRA:
         self._tiles = torch.zeros((0, 3), dtype=torch.int32, device=device)
         self._outputs = tables.outputs
         self._widest = [max(layout.sizes[m][B] for m in site) for site in SITES]
-        # Float32 between the two products; what no adapter writes is never read.
+        # Float32 between the two products. Elements beyond an adapter's rank are neither written nor read.
         shape = (self._tokens, max(map(len, SITES)), limit)
         self._h = torch.empty(shape, dtype=torch.float32, device=device)
 
     def add(self, layer: int, site: int, x: torch.Tensor, out: torch.Tensor) -> None:
-        """Add each token's low-rank part to `out`; see `capplan.engine.models.decoder.Adapters`."""
+        """Add the low-rank product of each token of `x` to `out`."""
         self.shrink(layer, site, x)
         self.expand(layer, site, out)
 
     def shrink(self, layer: int, site: int, x: torch.Tensor) -> None:
-        """Compute the low-rank activations, which stay here: the first half of `add`."""
+        """Compute the low-rank activations: the first half of `add`."""
         modules, block, h = len(SITES[site]), _block(self._limit), self._h
         rows, ranks = self._rows(layer, SITES[site][0], A)
         strides = (*self._strides(), h.stride(0), h.stride(1))
@@ -300,7 +303,7 @@ class TokenLoRA:
         )  # fmt: skip
 
     def expand(self, layer: int, site: int, out: torch.Tensor) -> None:
-        """Add what `shrink` computed, times B, to `out`: the second half of `add`."""
+        """Add the product of the activations and B to `out`: the second half of `add`."""
         modules, block, h = len(SITES[site]), _block(self._limit), self._h
         rows, ranks = self._rows(layer, SITES[site][0], B)
         outputs, widest = self._outputs[site], self._widest[site]
@@ -317,7 +320,7 @@ class TokenLoRA:
         )  # fmt: skip
 
     def _rows(self, layer: int, module: int, side: int) -> tuple[torch.Tensor, torch.Tensor]:
-        """Return where the tables begin for a module: its rows of A or B, and its ranks."""
+        """Return the table of a module's rows of A or B, and of its ranks."""
         rows = self._tables.rows[0, layer][GROUPS.index((module, side))]
         return rows, self._tables.ranks[0, layer, module:]
 
@@ -326,19 +329,13 @@ class TokenLoRA:
 
 
 class TritonLoRA(TokenLoRA):
-    """The adapters of one step on a GPU.
+    """LoRA products of one step.
 
     Parameters
     ----------
-    layout, tables, weights
-        The adapters in memory; `weights` is the flat tensor that the tables point into.
-    segments
-        Tokens by adapter.
-    tokens
-        Tokens of the step.
     kind
         ``bgmv``: padded to the largest rank in the batch; ``mbgmv``: true ranks, token by token; ``sgmv``:
-        true ranks, in tiles of tokens of one adapter. None: what suits the step.
+        true ranks, in tiles of tokens of one adapter. None: chosen by tokens per adapter.
     """
 
     def __init__(
@@ -367,5 +364,5 @@ class TritonLoRA(TokenLoRA):
 
 
 def _block(rank: int) -> int:
-    """Return the tile of ranks: what tensor cores need at least, and no more than registers hold."""
+    """Return the tile of ranks, from the minimum of tensor cores to what registers hold."""
     return min(64, max(16, 1 << (rank - 1).bit_length()))

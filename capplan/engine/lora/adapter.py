@@ -29,36 +29,30 @@ from capplan.spec import read_text
 MODULES: Final = ("q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj")
 
 SITES: Final = ((0, 1, 2), (3,), (4, 5), (6,))
-"""The modules of each place, in the order of `capplan.engine.models.decoder`."""
+"""Modules of each site, in the order of `capplan.engine.models.decoder`."""
 
 A, B = 0, 1
 
 GROUPS: Final = tuple((module, side) for site in SITES for side in (A, B) for module in site)
-"""The (module, side) groups of rows of one layer, in order: A of a place's modules, then their B."""
+"""(module, side) groups of rows of one layer, in order: A of a site's modules, then their B."""
 
 
 class AdapterLayout:
-    """The row lengths of a model's adapters.
+    """Row lengths of a model's adapters.
 
     Attributes
     ----------
-    layers
-        Layers of the model.
     sizes
         (in, out) of each module.
     out_starts
-        First column of each module's output within the output of its place.
+        First column of each module's output within the output of its site.
     site_outputs
-        The same and the widths, of the modules of each place.
+        First columns and widths of the modules of each site.
     """
 
     def __init__(self, config: ModelConfig) -> None:
-        hidden, query, kv, inner = (
-            config.hidden_size,
-            config.query_size,
-            config.kv_size,
-            config.intermediate_size,
-        )
+        hidden, inner = config.hidden_size, config.intermediate_size
+        query, kv = config.query_size, config.kv_size
         self.layers = config.layers
         self.sizes = (
             (hidden, query),
@@ -78,7 +72,7 @@ class AdapterLayout:
         self.longest_row = int(self._group_lengths.max())
 
     def ranks(self, rank: int) -> NDArray[np.int64]:
-        """Return the ranks of an adapter that has the same one everywhere, shape (layers, modules)."""
+        """Return the ranks of an adapter of one rank on all modules, shape (layers, modules)."""
         return np.full((self.layers, len(MODULES)), rank, np.int64)
 
     def group_rows(self, ranks: NDArray[np.int64]) -> NDArray[np.int64]:
@@ -86,14 +80,14 @@ class AdapterLayout:
         return np.concatenate([ranks[:, [module]] for module, _ in GROUPS], axis=1).ravel()
 
     def row_lengths(self, ranks: NDArray[np.int64]) -> NDArray[np.int64]:
-        """Return the length of each row of an adapter, in order."""
+        """Return the length of each row of an adapter."""
         lengths: NDArray[np.int64] = np.repeat(
             np.tile(self._group_lengths, self.layers), self.group_rows(ranks)
         )
         return lengths
 
     def elements(self, ranks: NDArray[np.int64]) -> int:
-        """Return the numbers that an adapter takes."""
+        """Return the number of elements of an adapter."""
         return int(np.tile(self._group_lengths, self.layers) @ self.group_rows(ranks))
 
     def first_rows(self, ranks: NDArray[np.int64]) -> NDArray[np.int64]:
@@ -101,7 +95,7 @@ class AdapterLayout:
         return np.concatenate([[0], np.cumsum(self.group_rows(ranks))])
 
     def padded_offsets(self, ranks: NDArray[np.int64], slot_rank: int) -> NDArray[np.int64]:
-        """Return where each row stands in a slot that has room for `slot_rank` rows in every group."""
+        """Return the offset of each row in a slot of `slot_rank` rows per group."""
         lengths = np.tile(self._group_lengths, self.layers)
         starts = np.concatenate([[0], np.cumsum(lengths * slot_rank)[:-1]])
         rows = self.group_rows(ranks)
@@ -111,7 +105,7 @@ class AdapterLayout:
 
 
 def group_number(layer: int, module: int, side: int) -> int:
-    """Return the number of a group of rows among all layers."""
+    """Return the index of a group of rows among all layers."""
     return layer * len(GROUPS) + GROUPS.index((module, side))
 
 
@@ -124,14 +118,14 @@ Shapes = Mapping[tuple[int, int], tuple[Sequence[int], Sequence[int]]]
 
 @dataclass(frozen=True)
 class HostAdapter:
-    """An adapter as `AdapterLayout` orders it.
+    """An adapter in host memory.
 
     Attributes
     ----------
     ranks
-        Rank on each module, 0 where it has none, shape (layers, modules).
+        Rank on each module, 0 if it has none, shape (layers, modules).
     flat
-        All rows one after the other, in the dtype of the model.
+        All rows in the order of `AdapterLayout`, in the dtype of the model.
     """
 
     ranks: NDArray[np.int64]
@@ -141,12 +135,12 @@ class HostAdapter:
 def pack(
     layout: AdapterLayout, matrices: Matrices, dtype: torch.dtype, pin: bool, location: str
 ) -> HostAdapter:
-    """Put the matrices of an adapter into one flat tensor.
+    """Pack the matrices of an adapter into one flat tensor.
 
     Raises
     ------
     InputError
-        When a matrix has a shape that does not go with the model, or a number in it is not finite.
+        If the shape of a matrix does not fit the model, or a number in it is not finite.
     """
     shapes = {place: (a.shape, b.shape) for place, (a, b) in matrices.items()}
     ranks = ranks_of(layout, shapes, location)
@@ -158,7 +152,7 @@ def pack(
             parts += [b.t().reshape(-1) for _, b in here]
     flat = torch.cat([part.to(dtype) for part in parts]) if parts else torch.zeros(0, dtype=dtype)
     if not bool(torch.isfinite(flat).all()):
-        # Zero times infinity is no zero: padded kernels would carry it into the tokens of others.
+        # Zero times infinity is NaN, which padded kernels would add to the tokens of other adapters.
         raise InputError("must hold finite numbers only", location=location)
     return HostAdapter(ranks=ranks, flat=flat.pin_memory() if pin else flat)
 
@@ -169,7 +163,7 @@ def ranks_of(layout: AdapterLayout, shapes: Shapes, location: str) -> NDArray[np
     Raises
     ------
     InputError
-        When a shape does not go with the model.
+        If a shape does not fit the model.
     """
     ranks = np.zeros((layout.layers, len(MODULES)), np.int64)
     for (layer, module), (a, b) in shapes.items():
@@ -200,7 +194,7 @@ _MUST_BE_OFF = (
 )
 
 _REPLACES_BASE = re.compile(r"pissa.*|corda|olora|loftq|lora_ga")
-"""Values of `init_lora_weights` with which PEFT puts a remainder in place of the model's own weights."""
+"""Values of `init_lora_weights` with which PEFT replaces the weights of the base model."""
 
 _TENSOR = re.compile(r"(?:.*\.)?(layers\.(\d+)\.(?:self_attn|mlp)\.(\w+))\.lora_([AB])(?:\.default)?\.weight")
 
@@ -209,20 +203,20 @@ Place = tuple[int, int]
 
 
 class _Entry(NamedTuple):
-    """A tensor of the file: its full name, the module's, and its shape."""
-
     name: str
+    """Of the tensor."""
     module: str
     shape: tuple[int, ...]
 
 
 def read_shapes(folder: Path) -> dict[Place, tuple[tuple[int, ...], tuple[int, ...]]]:
-    """Return the shapes of A and B of every (layer, module) of an adapter, from the file's header alone.
+    """Return the shapes of A and B of every (layer, module) of an adapter, from the file's header.
 
     Raises
     ------
     InputError
-        When a file cannot be read or is cut off, or the adapter is of a kind that the engine does not run.
+        If a file cannot be read or is truncated, or the engine does not support the adapter's kind: DoRA,
+        trained biases, embeddings, whole modules.
     """
     with _opened(folder) as (opened, file, config):
         pairs = _pairs(opened, file)
@@ -232,7 +226,10 @@ def read_shapes(folder: Path) -> dict[Place, tuple[tuple[int, ...], tuple[int, .
 
 
 def read_peft(folder: Path) -> dict[Place, tuple[torch.Tensor, torch.Tensor]]:
-    """Return A and scaled B of every (layer, module) of an adapter, in float32; raises as `read_shapes`."""
+    """Return A and B of every (layer, module) of an adapter in float32; raises as `read_shapes`.
+
+    B is multiplied by the scale: alpha / rank, or alpha / sqrt(rank) with rsLoRA.
+    """
     with _opened(folder) as (opened, file, config):
         return {
             place: (
@@ -245,7 +242,6 @@ def read_peft(folder: Path) -> dict[Place, tuple[torch.Tensor, torch.Tensor]]:
 
 @contextmanager
 def _opened(folder: Path) -> Iterator[tuple[Any, Path, dict[str, Any]]]:
-    """Open an adapter: (tensors, their file, config)."""
     config = _read_config(folder / "adapter_config.json")
     file = folder / "adapter_model.safetensors"
     try:
@@ -307,7 +303,7 @@ def _scale(config: dict[str, Any], a: _Entry, file: Path) -> float:
 
 
 def _by_pattern(patterns: Any, module: str, default: Any, location: str) -> float:
-    """Return the value of the first pattern that a module's name ends with, as PEFT chooses it."""
+    """Return the value of the first pattern that matches the end of a module's name, as in PEFT."""
     value = default
     if not isinstance(patterns or {}, dict):
         raise InputError("rank_pattern and alpha_pattern must be mappings", patterns, location)
@@ -328,30 +324,26 @@ def _matches(pattern: str, module: str, location: str) -> bool:
 
 
 class AdapterSource(Protocol):
-    """Reads an adapter; called again whenever it has left the host's memory."""
-
-    def __str__(self) -> str:
-        """Return what messages call it."""
-        ...
+    """Source of an adapter, read whenever the host has no copy. Messages show it by `str`."""
 
     def ranks(self, layout: AdapterLayout) -> NDArray[np.int64]:
-        """Return the rank on each module, shape (layers, modules), without reading the adapter's numbers.
+        """Return the rank on each module, shape (layers, modules), from shapes alone.
 
         Raises
         ------
         InputError
-            When the adapter cannot be read, or does not go with the model.
+            If the adapter cannot be read, or does not fit the model.
         """
         ...
 
     def read(self, layout: AdapterLayout, dtype: torch.dtype, pin: bool) -> HostAdapter:
-        """Return the adapter; `pin` puts it into memory from which a GPU can copy by itself."""
+        """Return the adapter; `pin`: in pinned memory."""
         ...
 
 
 @dataclass(frozen=True)
 class PeftFolder:
-    """``adapter_config.json`` and ``adapter_model.safetensors``."""
+    """PEFT folder with ``adapter_config.json`` and ``adapter_model.safetensors``."""
 
     path: Path
 
@@ -359,20 +351,17 @@ class PeftFolder:
         return str(self.path)
 
     def ranks(self, layout: AdapterLayout) -> NDArray[np.int64]:
-        """Read the files' headers; see `AdapterSource`."""
+        """Return the rank on each module, from the file's header."""
         return ranks_of(layout, read_shapes(self.path), str(self))
 
     def read(self, layout: AdapterLayout, dtype: torch.dtype, pin: bool) -> HostAdapter:
-        """Read the folder; see `AdapterSource`."""
+        """Return the adapter."""
         return pack(layout, read_peft(self.path), dtype, pin, str(self))
 
 
 @dataclass(frozen=True)
 class RandomAdapter:
-    """An adapter of one rank on all modules, the same for the same seed.
-
-    A is drawn as PEFT draws it; B, which training moves away from zero, so that the answer changes.
-    """
+    """Random adapter of one rank on all modules. A is drawn as in PEFT; B is not zero, as after training."""
 
     rank: int
     seed: int
@@ -381,11 +370,11 @@ class RandomAdapter:
         return f"random adapter of rank {self.rank}"
 
     def ranks(self, layout: AdapterLayout) -> NDArray[np.int64]:
-        """Return the one rank everywhere; see `AdapterSource`."""
+        """Return the rank on each module."""
         return layout.ranks(self.rank)
 
     def read(self, layout: AdapterLayout, dtype: torch.dtype, pin: bool) -> HostAdapter:
-        """Draw the adapter; see `AdapterSource`."""
+        """Return the adapter; the same for the same seed."""
         generator = torch.Generator().manual_seed(self.seed)
         matrices = {}
         for layer in range(layout.layers):

@@ -1,19 +1,22 @@
-"""LoRA manager: adapter registry, host and device copies, loads requested by the scheduler."""
+"""LoRA manager: adapter registry, host and device copies, loads requested by the scheduler.
+
+Loads and evictions are decided in `capplan.serving` (two nested least-recently-used lists, as in vLLM). The
+manager copies the bytes.
+"""
 
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Set
 from contextlib import contextmanager
-from typing import Protocol
 
 import numpy as np
 import torch
 from numpy.typing import NDArray
 
 from capplan.engine.lora.adapter import AdapterLayout, AdapterSource, HostAdapter
-from capplan.engine.lora.loader import Job, Loader, LoadResult
-from capplan.engine.lora.memory import AdapterMemory, AdapterPlacement, SiteViews
-from capplan.engine.scheduler_output import forget_adapter
+from capplan.engine.lora.loader import AdapterLoader, LoadJob, LoadResult
+from capplan.engine.lora.memory import AdapterMemory, AdapterPlacement, RowTables, SiteViews
+from capplan.engine.scheduler_output import evict_unused
 from capplan.engine.timing import EngineClock, PhaseTimer
 from capplan.errors import InputError
 from capplan.serving import Limits, State, adapter_loaded
@@ -22,13 +25,7 @@ from capplan.serving.state import N_LOADS, SLORA
 
 
 class AdapterRegistry:
-    """Names and numbers of adapters; numbers of removed ones are given out again.
-
-    Parameters
-    ----------
-    capacity
-        Most adapters at a time, which is the highest number.
-    """
+    """Names of adapters and their numbers, from 1 to `capacity`; 0 is the base model."""
 
     def __init__(self, capacity: int) -> None:
         self.capacity = capacity
@@ -38,7 +35,7 @@ class AdapterRegistry:
 
     @property
     def names(self) -> tuple[str, ...]:
-        """All names, in the order of their numbers."""
+        """All names, ordered by number."""
         return tuple(sorted(self._numbers, key=self._numbers.__getitem__))
 
     def number(self, name: str | None) -> int:
@@ -47,7 +44,7 @@ class AdapterRegistry:
         Raises
         ------
         InputError
-            When there is none of that name.
+            If the name is not registered.
         """
         if name is None:
             return 0
@@ -56,16 +53,16 @@ class AdapterRegistry:
         return self._numbers[name]
 
     def entry(self, number: int) -> int:
-        """Return what tells the adapter that has a number now from those that had it before or will."""
+        """Return the id of the current registration of a number; numbers are reused, ids are not."""
         return self._entries[number]
 
     def add(self, name: str) -> int:
-        """Enter an adapter and return its number, the lowest that is free.
+        """Register a name under the lowest free number and return it.
 
         Raises
         ------
         InputError
-            When the name is taken, empty, or no number is free.
+            If the name is taken or empty, or no number is free.
         """
         if not name or name in self._numbers:
             raise InputError("must be a name that no adapter has", name, "adapter")
@@ -79,140 +76,119 @@ class AdapterRegistry:
         return number
 
     def remove(self, name: str) -> None:
-        """Take an adapter out."""
+        """Unregister a name."""
         self._entries[self._numbers.pop(name)] = 0
 
 
-Wait = Callable[[int], object]
-"""Waits until the copy of an adapter that is under way, if any, is done."""
-
-
-class KernelTables(Protocol):
-    """What kernels are told of the adapters in memory."""
-
-    max_rank: int
-
-    def add(self, adapter: int, placement: AdapterPlacement, padding: NDArray[np.int64]) -> None:
-        """Enter an adapter; rows beyond its rank may be read at `padding`."""
-        ...
-
-    def remove(self, adapter: int) -> None:
-        """Take an adapter out."""
-        ...
-
-
 class LoRAManager:
-    """The adapters of one engine by number, at most `capacity`.
+    """Host and device copies of the adapters of one engine, by number.
 
     Attributes
     ----------
+    memory
+        Device memory of adapters; set before the first load.
     rank_of
-        The largest rank of each adapter, shape (capacity + 1,); 0 for the base model.
+        Largest rank of each adapter, shape (capacity + 1,); 0 for the base model.
     """
 
+    memory: AdapterMemory
+
     def __init__(self, capacity: int, layout: AdapterLayout, dtype: torch.dtype, pin: bool) -> None:
-        self._sources: dict[int, AdapterSource] = {}
-        self._ranks: dict[int, NDArray[np.int64]] = {}
-        self._layout = layout
+        self.layout = layout
+        self.rank_of = np.zeros(capacity + 1, np.int64)
         self._dtype = dtype
         self._pin = pin
+        self._sources: dict[int, AdapterSource] = {}
+        self._ranks: dict[int, NDArray[np.int64]] = {}
         self._host: dict[int, HostAdapter] = {}
         self._placements: dict[int, AdapterPlacement] = {}
         self._views: dict[int, list[list[SiteViews]]] = {}
-        self._tables: KernelTables | None = None
-        self._memory: AdapterMemory | None = None
-        self.rank_of = np.zeros(capacity + 1, np.int64)
-
-    @property
-    def memory(self) -> AdapterMemory:
-        """Where adapters go."""
-        if self._memory is None:
-            raise RuntimeError("attach a memory first")
-        return self._memory
+        self._tables: RowTables | None = None
 
     @property
     def in_memory(self) -> Set[int]:
-        """The adapters that have room there."""
+        """Adapters with device memory."""
         return self._placements.keys()
 
-    def enter(self, number: int, source: AdapterSource, max_rank: int | None) -> None:
-        """Take an adapter in, of which only the shapes are read.
+    def register(self, number: int, source: AdapterSource, max_rank: int | None) -> None:
+        """Register an adapter; only its shapes are read.
 
         Raises
         ------
         InputError
-            When it cannot be read, does not go with the model, or its rank is above `max_rank`.
+            If it cannot be read, does not fit the model, or its rank exceeds `max_rank`.
         """
-        ranks = source.ranks(self._layout)
+        ranks = source.ranks(self.layout)
         rank = int(ranks.max(initial=0))
         if max_rank is not None and rank > max_rank:
             raise InputError(f"must be at most s_max, {max_rank}", rank, f"{source}: rank")
         self._sources[number], self._ranks[number], self.rank_of[number] = source, ranks, rank
 
+    def unregister(self, number: int) -> None:
+        """Remove an adapter and all its copies."""
+        self.discard(number)
+        del self._sources[number], self._ranks[number]
+        self.rank_of[number] = 0
+
     def read(self, number: int) -> None:
-        """Bring an adapter to the host."""
-        adapter = self._sources[number].read(self._layout, self._dtype, self._pin)
+        """Read an adapter into host memory."""
+        adapter = self._sources[number].read(self.layout, self._dtype, self._pin)
         if not np.array_equal(adapter.ranks, self._ranks[number]):
             raise InputError("must not change while the engine runs", location=str(self._sources[number]))
         self._host[number] = adapter
 
     def pages(self, number: int) -> int:
-        """Return the pages that an adapter takes where it shares them with the KV cache."""
+        """Return the pages of an adapter in the KV pool."""
         return self.memory.pages(self._ranks[number])
 
     def views(self, adapter: int) -> list[list[SiteViews]]:
-        """Return the matrices of an adapter in memory, by layer and place."""
+        """Return the matrices of an adapter on the device, by layer and site."""
         if adapter not in self._views:
             self._views[adapter] = self._placements[adapter].views()
         return self._views[adapter]
 
-    def attach(self, memory: AdapterMemory) -> None:
-        """Say where adapters go."""
-        self._memory = memory
-
-    def keep_tables(self, tables: KernelTables) -> None:
-        """Keep the tables of kernels up to date from now on."""
+    def maintain(self, tables: RowTables) -> None:
+        """Keep adapter tables up to date from now on."""
         self._tables = tables
 
-    def follow(self, state: State, wait: Wait) -> list[tuple[int, Job]]:
-        """Drop what the scheduler has evicted, find room for what it loads, and return the loads to run.
+    def apply(self, state: State, wait: Callable[[int], object]) -> list[tuple[int, LoadJob]]:
+        """Apply the scheduler's evictions, allocate memory for its loads, and return the load jobs.
 
-        A load may run beside the batch: it touches nothing that a batch without its adapter reads.
+        A job may run beside the batch: it writes nothing that a batch without its adapter reads.
+
+        Parameters
+        ----------
+        wait
+            Waits for a load of an adapter that is in progress.
         """
         resident, on_host = state.adapters.resident, state.adapters.on_host
         n = state.counters[N_LOADS]
         loads: list[int] = state.adapters.loads[:n].tolist()
         from_disk = {loads[at] for at in np.flatnonzero(state.adapters.load_from_disk[:n])}
-        # One that was evicted and loaded again within the step is in the list, too.
+        # An adapter evicted and loaded again within the step is in the list, too.
         for number in [number for number in self._placements if number in loads or not resident[number]]:
             wait(number)
-            self._remove(number)
-        # A copy: the loader's thread may bring another adapter to the host right now.
+            self._evict(number)
+        # A copy: the loader's thread may add another adapter to the host.
         for number in [n for n in tuple(self._host) if n in from_disk or not on_host[n]]:
             wait(number)
             self._host.pop(number, None)
-        return [self._load(number) for number in loads]
+        return [self._load_job(number) for number in loads]
 
-    def drop(self, number: int) -> None:
-        """Take an adapter out of memory and host; no copy of it may be under way."""
+    def discard(self, number: int) -> None:
+        """Remove all copies of an adapter; none of its loads may be in progress."""
         if number in self._placements:
-            self._remove(number)
+            self._evict(number)
         self._host.pop(number, None)
 
-    def leave(self, number: int) -> None:
-        """Drop an adapter for good."""
-        self.drop(number)
-        del self._sources[number], self._ranks[number]
-        self.rank_of[number] = 0
-
-    def _remove(self, number: int) -> None:
+    def _evict(self, number: int) -> None:
         del self._placements[number]
         self._views.pop(number, None)
         self.memory.remove(number)
         if self._tables is not None:
             self._tables.remove(number)
 
-    def _load(self, number: int) -> tuple[int, Job]:
+    def _load_job(self, number: int) -> tuple[int, LoadJob]:
         memory = self.memory
         placement = self._placements[number] = memory.place(number, self._ranks[number])
         if self._tables is not None:
@@ -225,7 +201,7 @@ class LoRAManager:
                 with _copy_stream(memory.storage.device):
                     memory.clear(number)
                     placement.copy_from(self._host[number])
-            except (InputError, RuntimeError, MemoryError) as error:  # no memory is this adapter's error, too
+            except (InputError, RuntimeError, MemoryError) as error:
                 return str(error)
             return None
 
@@ -234,7 +210,7 @@ class LoRAManager:
 
 @contextmanager
 def _copy_stream(device: torch.device) -> Iterator[None]:
-    """Copy beside what a GPU computes: on a stream of its own, and return when the copies are done."""
+    """Run copies on a stream of their own on a GPU, and wait for them."""
     if device.type != "cuda":
         yield
         return
@@ -245,71 +221,67 @@ def _copy_stream(device: torch.device) -> Iterator[None]:
 
 
 class AdapterLoads:
-    """The adapters of one engine instance: what the scheduler says of them, carried out and reported back."""
+    """Loads and removals of adapters, between the scheduler's state and the LoRA manager."""
 
     def __init__(
-        self, state: State, limits: Limits, residency: LoRAManager, loader: Loader, clock: EngineClock
+        self, state: State, limits: Limits, lora: LoRAManager, loader: AdapterLoader, clock: EngineClock
     ) -> None:
-        self.residency = residency
+        self.lora = lora
         self.loader = loader
         self._state = state
         self._clock = clock
         self._slora = limits.policy == SLORA
         self._beside = bool(limits.load_beside)
 
-    def add(self, number: int, source: AdapterSource, max_rank: int) -> None:
-        """Take an adapter in; the first request of it loads it."""
-        self.residency.enter(number, source, max_rank)
-        self.tell_pages(number)
+    def register(self, number: int, source: AdapterSource, max_rank: int) -> None:
+        """Register an adapter; its first request loads it."""
+        self.lora.register(number, source, max_rank)
+        self.update_pages(number)
 
-    def tell_pages(self, number: int) -> None:
-        """Tell the scheduler how many pages a new adapter takes, if it counts them."""
+    def update_pages(self, number: int) -> None:
+        """Set the pages of a new adapter in the scheduler's state, under rules that count them."""
         if self._slora:
-            self._state.adapters.pages[number] = self.residency.pages(number)
+            self._state.adapters.pages[number] = self.lora.pages(number)
 
-    def remove(self, number: int) -> None:
-        """Drop an adapter, which no request in flight may have."""
-        if self._state.adapters.claim[number] == s.LOADING:  # for a request that is gone
-            self.loader.recall(number)
+    def unregister(self, number: int) -> None:
+        """Remove an adapter without requests in flight."""
+        if self._state.adapters.claim[number] == s.LOADING:  # the request of this load was cancelled
+            self.loader.discard(number)
             adapter_loaded(self._state, number)
         self.loader.wait(number)
-        forget_adapter(self._state, number)
-        self.residency.leave(number)
+        evict_unused(self._state, number)
+        self.lora.unregister(number)
         self._state.adapters.pages[number] = 0
 
-    def forget(self, number: int) -> None:
-        """Have an adapter that could not be loaded loaded anew when it is asked for again."""
-        forget_adapter(self._state, number)
-        self.residency.drop(number)
+    def discard(self, number: int) -> None:
+        """Remove all copies of an adapter that failed to load; its next request loads it again."""
+        evict_unused(self._state, number)
+        self.lora.discard(number)
 
-    def arrived(self) -> list[LoadResult]:
-        """Return the loads beside the batch that have ended; the scheduler is to be told with `accept`."""
-        return self.loader.arrived()
+    def accept(self, load: LoadResult) -> None:
+        """Report a finished load to the scheduler; after a failed one, no request of it may be in flight."""
+        adapter_loaded(self._state, load.adapter)
+        if load.error is not None:
+            self.discard(load.adapter)
 
-    def accept(self, arrival: LoadResult) -> None:
-        """Tell the scheduler of a load that has ended; if it went wrong, no request may want it any more."""
-        adapter_loaded(self._state, arrival.adapter)
-        if arrival.error is not None:
-            self.forget(arrival.adapter)
-
-    def run(self, watch: PhaseTimer) -> dict[int, str]:
-        """Begin the loads of this step, do those that it has to wait for, and return what went wrong."""
+    def run(self, timer: PhaseTimer) -> dict[int, str]:
+        """Start the loads of a step, wait for those it requires, and return errors by adapter."""
         state = self._state
         errors: dict[int, str | None] = {}
         if self._slora or state.counters[s.N_LOADS] > 0:
-            for adapter, job in self.residency.follow(state, self.loader.wait):
+            for adapter, job in self.lora.apply(state, self.loader.wait):
                 if self._beside or self._slora:
-                    watch.lap("load")
-                    self.loader.begin(adapter, job, announce=self._beside)
-                    watch.skip()
+                    timer.lap("load")
+                    self.loader.start(adapter, job, report=self._beside)
+                    timer.skip()
                 else:
                     errors[adapter] = job()
-        watch.lap("load")
-        if self._slora:  # a batch of prompts waits until all of its adapters are there
+        timer.lap("load")
+        if self._slora:  # a batch of prompts waits for all of its adapters
             admitted = state.lists.admitted[: state.counters[s.N_ADMITTED]]
             for adapter in set(state.rows.adapter[admitted].tolist()) - {0}:
                 ready_ns = self.loader.ready_ns(adapter)
                 errors[adapter] = self.loader.wait(adapter)
-                watch.lap("load")
-                watch.until("load", ready_ns - self._clock.now_ns())
+                timer.lap("load")
+                timer.extend_to("load", ready_ns - self._clock.now_ns())
         return {adapter: error for adapter, error in errors.items() if error is not None}

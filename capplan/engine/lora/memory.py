@@ -1,11 +1,15 @@
-"""Adapter memory on the device: static slots, or pages of the KV pool."""
+"""Adapter memory on the device: static slots, or pages of the KV pool.
+
+Rows that are contiguous in memory are copied and multiplied together: a whole site of a layer in a static
+slot, and the rows of one page in unified memory. A matrix that a page boundary cuts is multiplied in parts.
+"""
 
 from __future__ import annotations
 
 from collections.abc import Set
 from dataclasses import dataclass
 from itertools import pairwise
-from typing import NamedTuple, Protocol
+from typing import NamedTuple
 
 import numpy as np
 import torch
@@ -17,7 +21,7 @@ from capplan.errors import InputError
 
 
 class Shrink(NamedTuple):
-    """Some rows of A: columns [start, end) of the low-rank activations are ``x @ rows.T``."""
+    """Contiguous rows of A: columns [start, end) of the low-rank activations are ``x @ rows.T``."""
 
     start: int
     end: int
@@ -25,7 +29,7 @@ class Shrink(NamedTuple):
 
 
 class Expand(NamedTuple):
-    """Some rows of B: columns [out_start, out_end) of the output grow by ``h[:, start:end] @ rows``."""
+    """Contiguous rows of B, which add ``h[:, start:end] @ rows`` to columns [out_start, out_end)."""
 
     start: int
     end: int
@@ -35,7 +39,7 @@ class Expand(NamedTuple):
 
 
 class SiteViews(NamedTuple):
-    """An adapter at one place of a layer; `rank` counts the columns of all modules there."""
+    """Matrices of an adapter at one site of a layer; `rank` is the sum over its modules."""
 
     rank: int
     shrinks: tuple[Shrink, ...]
@@ -44,7 +48,7 @@ class SiteViews(NamedTuple):
 
 @dataclass(frozen=True)
 class AdapterPlacement:
-    """An adapter in memory: `offsets` says at which element of `memory` each row begins."""
+    """An adapter in memory; `offsets` are the elements of `memory` at which its rows begin."""
 
     layout: AdapterLayout
     memory: torch.Tensor
@@ -52,7 +56,7 @@ class AdapterPlacement:
     offsets: NDArray[np.int64]
 
     def copy_from(self, adapter: HostAdapter) -> None:
-        """Copy all rows, as few copies as their places allow."""
+        """Copy all rows, contiguous ones together."""
         lengths = self.layout.row_lengths(self.ranks)
         source = np.concatenate([[0], np.cumsum(lengths)])
         for first, end in _runs(self.offsets, lengths):
@@ -62,7 +66,7 @@ class AdapterPlacement:
             self.memory[at : at + size].copy_(part, non_blocking=True)
 
     def views(self) -> list[list[SiteViews]]:
-        """Return the matrices of every layer and place."""
+        """Return the matrices of every layer and site."""
         first_rows = self.layout.first_rows(self.ranks)
         return [
             [self._site(layer, site, first_rows) for site in SITES] for layer in range(self.layout.layers)
@@ -89,22 +93,18 @@ class AdapterPlacement:
         return SiteViews(end - begin, tuple(shrinks), tuple(expands))
 
     def _matrices(self, begin: int, end: int, length: int) -> list[tuple[int, int, torch.Tensor]]:
-        """Return the rows from `begin` to `end`, all of one length, as (first, end, matrix)."""
+        """Return rows [begin, end), all of one length, as (first, end, matrix)."""
         offsets = self.offsets[begin:end]
-        return [
-            (
-                begin + first,
-                begin + last,
-                self.memory[int(offsets[first]) : int(offsets[first]) + (last - first) * length].view(
-                    -1, length
-                ),
-            )
-            for first, last in _runs(offsets, np.full(offsets.size, length))
-        ]
+        matrices = []
+        for first, last in _runs(offsets, np.full(offsets.size, length)):
+            at = int(offsets[first])
+            matrix = self.memory[at : at + (last - first) * length].view(-1, length)
+            matrices.append((begin + first, begin + last, matrix))
+        return matrices
 
 
 def _runs(offsets: NDArray[np.int64], lengths: NDArray[np.int64]) -> list[tuple[int, int]]:
-    """Return the (first, end) of rows that stand one behind the other."""
+    """Return the (first, end) of contiguous rows."""
     if offsets.size == 0:
         return []
     breaks = 1 + np.flatnonzero(offsets[:-1] + lengths[:-1] != offsets[1:])
@@ -112,50 +112,15 @@ def _runs(offsets: NDArray[np.int64], lengths: NDArray[np.int64]) -> list[tuple[
     return list(pairwise(edges))
 
 
-class AdapterMemory(Protocol):
-    """Room for adapters. Who comes and goes is the scheduler's business."""
-
-    @property
-    def storage(self) -> torch.Tensor:
-        """All of it, as one flat tensor into which offsets point."""
-        ...
-
-    def place(self, adapter: int, ranks: NDArray[np.int64]) -> AdapterPlacement:
-        """Find room for an adapter; its rows are still to be copied."""
-        ...
-
-    def clear(self, adapter: int) -> None:
-        """Make rows that padded kernels read beyond the adapter's rank zero, before it is copied."""
-        ...
-
-    def remove(self, adapter: int) -> None:
-        """Give an adapter's room back."""
-        ...
-
-    def pages(self, ranks: NDArray[np.int64]) -> int:
-        """Return the pages of the shared pool that an adapter takes."""
-        ...
-
-    def holders(self) -> Set[int]:
-        """Return the adapters that have room; two never have the same."""
-        ...
-
-    def owned(self) -> NDArray[np.int64]:
-        """Return the pages taken out of the shared pool."""
-        ...
-
-    def padding(self, adapter: int, rows: int) -> NDArray[np.int64]:
-        """Return where so many rows of each group of an adapter may be read, shape (layers * groups, rows).
-
-        Those beyond its rank hold zeros; those up to it may stand elsewhere.
-        """
-        ...
-
-
 class StaticSlots:
-    """A_max slots, each with room for S_max rows on every module, whatever its adapter needs: vLLM's way.
+    """A_max slots of S_max rows on every module, as in vLLM.
 
-    Sizes as in `capplan.serving.slot_bytes` without embeddings.
+    Slots have the size of `capplan.serving.slot_bytes` without embeddings.
+
+    Attributes
+    ----------
+    storage
+        Flat tensor of all slots.
     """
 
     def __init__(
@@ -164,57 +129,55 @@ class StaticSlots:
         self._layout = layout
         self._slot_rank = slot_rank
         self._slot_elements = layout.elements(layout.ranks(slot_rank))
-        self._memory = torch.zeros(slots * self._slot_elements, dtype=dtype, device=device)
+        self.storage = torch.zeros(slots * self._slot_elements, dtype=dtype, device=device)
         self._free = list(range(slots - 1, -1, -1))
         self._slot_of: dict[int, int] = {}
 
-    @property
-    def storage(self) -> torch.Tensor:
-        """See `AdapterMemory`."""
-        return self._memory
-
     def place(self, adapter: int, ranks: NDArray[np.int64]) -> AdapterPlacement:
-        """Take a free slot."""
+        """Allocate a free slot; the adapter's rows are not copied yet."""
         slot = self._slot_of[adapter] = self._free.pop()
         offsets = slot * self._slot_elements + self._layout.padded_offsets(ranks, self._slot_rank)
-        return AdapterPlacement(self._layout, self._memory, ranks, offsets)
+        return AdapterPlacement(self._layout, self.storage, ranks, offsets)
 
     def clear(self, adapter: int) -> None:
-        """Fill the slot with zeros."""
+        """Fill the slot with zeros: padded kernels read rows beyond the adapter's rank."""
         start = self._slot_of[adapter] * self._slot_elements
-        self._memory[start : start + self._slot_elements].zero_()
+        self.storage[start : start + self._slot_elements].zero_()
 
     def remove(self, adapter: int) -> None:
         """Free the adapter's slot."""
         self._free.append(self._slot_of.pop(adapter))
 
     def pages(self, ranks: NDArray[np.int64]) -> int:
-        """Slots lie beside the pool."""
+        """Return 0: slots are not in the KV pool."""
         return 0
 
     def holders(self) -> Set[int]:
-        """Return who has a slot."""
+        """Return the adapters with a slot."""
         slots = sorted([*self._slot_of.values(), *self._free])
         if slots != list(range(len(slots))):
             raise RuntimeError(f"slots taken and free are {slots}")
         return self._slot_of.keys()
 
     def owned(self) -> NDArray[np.int64]:
-        """Slots lie beside the pool."""
+        """Return the pages taken out of the KV pool: none."""
         return np.zeros(0, np.int64)
 
     def padding(self, adapter: int, rows: int) -> NDArray[np.int64]:
-        """Return the rows of the slot itself."""
+        """Return offsets of `rows` rows of each group, shape (layers * groups, rows).
+
+        Rows beyond the adapter's rank hold zeros.
+        """
         full = self._layout.padded_offsets(self._layout.ranks(self._slot_rank), self._slot_rank)
         start = self._slot_of[adapter] * self._slot_elements
         return start + full.reshape(-1, self._slot_rank)[:, :rows]
 
 
 class UnifiedPages:
-    """Adapters at their true ranks in pages of the KV pool, in any free ones: S-LoRA's way, in bytes.
+    """Adapters at their ranks in free pages of the KV pool, as in S-LoRA.
 
-    No row is cut by the end of a page, so that a kernel needs one address per row; what is lost by that is
-    less than one row per page.
+    Rows do not cross page boundaries: a kernel needs one address per row, and less than a row is lost per
+    page.
     """
 
     def __init__(self, layout: AdapterLayout, pool: PagePool) -> None:
@@ -228,41 +191,41 @@ class UnifiedPages:
 
     @property
     def storage(self) -> torch.Tensor:
-        """See `AdapterMemory`."""
+        """Flat tensor of all pages."""
         return self._pool.tensor.view(-1)
 
     def place(self, adapter: int, ranks: NDArray[np.int64]) -> AdapterPlacement:
-        """Take as many pages as the adapter needs."""
+        """Allocate the pages of an adapter; its rows are not copied yet."""
         page, within = self._fill(ranks)
         pages = self._pages_of[adapter] = self._pool.take(int(page[-1]) + 1 if page.size else 0)
         return AdapterPlacement(self._layout, self.storage, ranks, pages[page] * self._page_elements + within)
 
     def clear(self, adapter: int) -> None:
-        """Pages hold no padding."""
+        """Do nothing: pages hold no padding."""
 
     def remove(self, adapter: int) -> None:
-        """Hand the adapter's pages back."""
+        """Return the adapter's pages to the pool."""
         self._pool.give(self._pages_of.pop(adapter))
 
     def pages(self, ranks: NDArray[np.int64]) -> int:
-        """Return the pages that an adapter takes."""
+        """Return the number of pages of an adapter."""
         page, _ = self._fill(ranks)
         return int(page[-1]) + 1 if page.size else 0
 
     def holders(self) -> Set[int]:
-        """Return who has pages."""
+        """Return the adapters with pages."""
         return self._pages_of.keys()
 
     def owned(self) -> NDArray[np.int64]:
-        """Return all adapters' pages."""
+        """Return the pages of all adapters."""
         return np.concatenate([np.zeros(0, np.int64), *self._pages_of.values()])
 
     def padding(self, adapter: int, rows: int) -> NDArray[np.int64]:
-        """Return the beginning of the null page, every time."""
+        """Return offsets of rows of zeros, shape (layers * groups, rows): the null page."""
         return np.zeros((self._layout.layers * len(GROUPS), rows), np.int64)
 
     def _fill(self, ranks: NDArray[np.int64]) -> tuple[NDArray[np.int64], NDArray[np.int64]]:
-        """Return for each row in which of its pages it stands, and where in it."""
+        """Return the page of each row, counted from the adapter's first, and its element there."""
         ends = np.cumsum(self._layout.row_lengths(ranks))
         starts = ends - self._layout.row_lengths(ranks)
         page = np.zeros(ends.size, np.int64)
@@ -276,21 +239,25 @@ class UnifiedPages:
         return page, within
 
 
+AdapterMemory = StaticSlots | UnifiedPages
+
+
 class RowTables:
-    """Tables of all adapters in memory, by their number in the tables.
+    """Addresses and ranks of the adapters in memory, for kernels. Slots and pages look the same to a kernel.
 
     Attributes
     ----------
     rows
-        First element of each row, shape (adapters, layers, groups, largest rank).
+        First element of each row, shape (adapters, layers, groups, largest rank). Rows beyond an adapter's
+        rank hold zeros.
     ranks
         Shape (adapters, layers, modules).
     number_of
-        Adapter to its number in the tables.
+        Adapter to its index in the tables.
     max_rank_of
-        Number in the tables to the adapter's largest rank.
+        Index in the tables to the largest rank.
     outputs
-        First column and width of each module's output, one tensor per place of a layer.
+        First column and width of each module's output, one tensor per site of a layer.
     """
 
     def __init__(self, layout: AdapterLayout, adapters: int, max_rank: int, device: torch.device) -> None:
@@ -309,7 +276,7 @@ class RowTables:
         self._free = list(range(adapters - 1, -1, -1))
 
     def add(self, adapter: int, placement: AdapterPlacement, padding: NDArray[np.int64]) -> None:
-        """Enter an adapter; rows beyond its rank may be read at `padding`, shape (layers * groups, rank)."""
+        """Add an adapter; `padding` are offsets of rows beyond its rank, shape (layers * groups, rank)."""
         number = self.number_of[adapter] = self._free.pop()
         rows = padding.copy()
         counts = self._layout.group_rows(placement.ranks)
@@ -319,5 +286,5 @@ class RowTables:
         self.ranks[number].copy_(torch.from_numpy(placement.ranks.astype(np.int32)))
 
     def remove(self, adapter: int) -> None:
-        """Take an adapter out."""
+        """Remove an adapter."""
         self._free.append(self.number_of.pop(adapter))

@@ -34,11 +34,11 @@ _STOP_S = 30.0
 class StepObserver(Protocol):
     """Sees every step and every end, in the driver's thread."""
 
-    def stepped(self, step: StepOutput) -> None:
+    def on_step(self, step: StepOutput) -> None:
         """Note a step."""
         ...
 
-    def ended(self, request: Request) -> None:
+    def on_finished(self, request: Request) -> None:
         """Note that a request has ended, for whatever reason."""
         ...
 
@@ -154,7 +154,7 @@ class AsyncEngine:
 
     def now_ns(self) -> int:
         """Return the time by the engine's clock."""
-        return self._engine.loop.clock.now_ns()
+        return self._engine.core.clock.now_ns()
 
     async def wait_idle(self) -> None:
         """Return when nothing is in flight."""
@@ -202,7 +202,7 @@ class AsyncEngine:
         """Wait for an adapter that is being loaded, or else for a command; False when that is to stop."""
         self._send()
         if self._tickets:
-            if self._engine.loop.loader.next_ns(timeout_s=_LOAD_WAIT_S) is None:
+            if self._engine.core.loader.next_ns(timeout_s=_LOAD_WAIT_S) is None:
                 raise RuntimeError("requests wait, but nothing can run")
             return True
         command = self._inbox.get()
@@ -221,7 +221,7 @@ class AsyncEngine:
         engine = self._engine
         try:
             request = engine.new_request(ticket.prompt, ticket.adapter, ticket.params, ticket.arrival_ns)
-            if not engine.loop.ever_runs(request):
+            if not engine.core.can_run(request):
                 rule = "must fit beside its adapter into memory, and into one step"
                 return InputError(rule, len(ticket.prompt), "prompt tokens")
             if not engine.submit(request):
@@ -242,7 +242,7 @@ class AsyncEngine:
     def _report(self, step: StepOutput) -> None:
         """Note what a step brought, for those who wait for it."""
         for watcher in self._watchers:
-            watcher.stepped(step)
+            watcher.on_step(step)
         self._engine.records.clear()  # a server runs for weeks
         for request in step.emitted:
             ticket = self._tickets[request.number]
@@ -256,7 +256,7 @@ class AsyncEngine:
         del self._tickets[request.number]
         self._news.append(ticket.news(request))
         for watcher in self._watchers:
-            watcher.ended(request)
+            watcher.on_finished(request)
 
     def _send(self) -> None:
         """Tell the event loop what is new."""

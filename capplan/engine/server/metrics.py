@@ -89,7 +89,7 @@ class Metrics:
         self._registry = CollectorRegistry()
         self._registry.register(self)
 
-    def stepped(self, step: StepOutput) -> None:
+    def on_step(self, step: StepOutput) -> None:
         """See `Watcher`."""
         if step.record is not None:
             self._preemptions += step.record.preemptions
@@ -103,7 +103,7 @@ class Metrics:
                 self._prompt_tokens += request.prompt.size
                 self._ttft_s.observe((times[0] - request.arrival_ns) * 1e-9)
 
-    def ended(self, request: Request) -> None:
+    def on_finished(self, request: Request) -> None:
         """See `Watcher`."""
         self._finished[request.finish_reason or "abort"] += 1
         times = request.token_ns
@@ -144,7 +144,7 @@ class Metrics:
         return [self._model_name, "0"]
 
     def _gauges(self) -> Iterator[Metric]:
-        counters = self._engine.loop.state.counters
+        counters = self._engine.core.state.counters
         used = 1.0 - counters[s.FREE_BLOCKS] / max(1, counters[s.CAPACITY])
         for name, help_text, value in (
             ("vllm:num_requests_running", "Requests running", counters[s.N_RUNNING]),
@@ -160,13 +160,13 @@ class Metrics:
         """Say in labels, as vLLM does, which adapters run and wait; the value is the time."""
         running: set[str] = set()
         waiting: set[str] = set()
-        for request in self._engine.loop.requests.values():
+        for request in self._engine.core.requests.values():
             if request.adapter_name is not None:
                 (running if request.running else waiting).add(request.adapter_name)
         labels = ["max_lora", "waiting_lora_adapters", "running_lora_adapters"]
         family = GaugeMetricFamily("vllm:lora_requests_info", "Adapters with requests", labels=labels)
         names = [",".join(sorted(waiting)), ",".join(sorted(running))]
-        family.add_metric([str(self._engine.loop.limits.max_loras), *names], time.time())
+        family.add_metric([str(self._engine.core.limits.max_loras), *names], time.time())
         return family
 
     def _counters(self) -> Iterator[Metric]:

@@ -218,7 +218,7 @@ def run_instance(instance: InstanceConfig, ready: Callable[[str], None]) -> int:
 
 def warm_up(engine: Engine) -> None:
     """Capture graphs, and run and end a few requests, so that nobody's first one waits for compilation."""
-    engine.loop.prepare()
+    engine.core.runner.capture_graphs()
     params = SamplingParams(max_tokens=3, ignore_eos=True, temperature=1.0, logprobs=1)
     for adapter in (None, *engine.adapters[:1]):
         requests = [engine.new_request([0], adapter, params) for _ in range(4)]

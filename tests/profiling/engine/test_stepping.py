@@ -46,7 +46,7 @@ def test_states_without_adapters_with_mixed_ranks_and_with_a_queue(stepper: Step
 
 def test_nothing_is_left_in_the_engine(stepper: Stepper) -> None:
     stepper.measure(EnginePoint(batch=3, context=16, prompt=16, adapters=1, rank=8))
-    assert stepper.engine.loop.requests == {}
+    assert stepper.engine.core.requests == {}
     stepper.engine.check_integrity()
 
 
