@@ -19,7 +19,7 @@ import numpy as np
 from capplan.profiling.engine.memory import BLOCK_TOKENS
 from capplan.profiling.engine.options import EngineProfilingOptions
 from capplan.profiling.engine.stepping import HOST_PHASES
-from capplan.profiling.load.client import CompletionClient
+from capplan.profiling.load.client import CompletionClient, open_session
 from capplan.profiling.load.preflight import bodies_for, preflight
 from capplan.profiling.load.record import FINISHED
 from capplan.profiling.load.requests import BASE
@@ -162,9 +162,9 @@ class _Client:
         None: nobody knows, so that no point can be found again in the engine's records.
         """
         found = await preflight(self._target, self._names, None)
-        client = CompletionClient(self._target, _TIMEOUT_S, time.monotonic)
-        try:
-            bodies = bodies_for(found, self._target, self._names, self._names)
+        bodies = bodies_for(found, self._target, self._names, self._names)
+        async with open_session(self._target) as session:
+            client = CompletionClient(session, self._target, _TIMEOUT_S, time.monotonic)
             asker = RequestSender(client, bodies, time.monotonic)
             await self._first_tokens(asker)
             last_s = None
@@ -173,8 +173,6 @@ class _Client:
                 last_s = await self._point(asker, point, number, point_s, seed)
             done(len(points), len(points))
             return last_s if last_s is not None or not self.windows else await self._one_more(asker)
-        finally:
-            client.close()
 
     async def _first_tokens(self, asker: RequestSender) -> None:
         resident = self._pools[0][:1]

@@ -147,8 +147,8 @@ class _OpenLoop:
     async def whole(self, stop: asyncio.Event, on_tick: OnTick | None) -> LoadMeasurement:
         self.stop = stop
         self.origin = self.loop.time() + _LEAD_S
-        self.client = CompletionClient(self.target, self.settings.timeout_s, self.clock)
         async with open_session(self.target) as session:
+            self.client = CompletionClient(session, self.target, self.settings.timeout_s, self.clock)
             scraper = Scraper(session, self.target, self.settings.metrics_interval_s, self.clock)
             helpers = [
                 asyncio.create_task(each)
@@ -164,7 +164,6 @@ class _OpenLoop:
             finally:
                 await _cancelled([sender, stopped, *helpers])
                 await _cancelled(list(self.tasks))
-                self.client.close()
         if self.broken is not None:
             raise self.broken
         partial = ended_s < self.window.end_s

@@ -179,6 +179,7 @@ class ServerProfiler:
     def __init__(
         self,
         server: ProfiledServer,
+        sender: RequestSender,
         setting: EngineSetting,
         out: MeasurementFolder,
         options: ServerProfilingOptions,
@@ -186,9 +187,8 @@ class ServerProfiler:
     ) -> None:
         self.server, self.setting, self.out, self.options = server, setting, out, options
         self.tell = on_progress
-        names = [BASE, *server.adapters]
         self.ranks = dict(enumerate(server.adapters.values(), start=1))
-        """By position in `names`, as requests have it."""
+        """By model position; position 0 is the base model."""
         self.with_base = server.target.base_model is not None
         self.a_max = setting.a_max or server.info.a_max or 1
         self.bounds = ServerBounds(
@@ -203,11 +203,7 @@ class ServerProfiler:
         self.name = (
             f"a{self.a_max}-s{setting.s_max}-b{setting.max_num_seqs}-t{setting.max_num_batched_tokens}"
         )
-        used = names if self.with_base else names[1:]
-        self._client = CompletionClient(server.target, _REQUEST_TIMEOUT_S, time.monotonic)
-        self._asker = RequestSender(
-            self._client, bodies_for(server.found, server.target, names, used), time.monotonic
-        )
+        self._sender = sender
         self._points = self._skipped = self._left_out = self._rows = self._loads = 0
         self._failed: list[str] = []
         self._pulse = EventLoopLag()
@@ -236,10 +232,6 @@ class ServerProfiler:
             await work()
         except LoopError as error:
             self._failed.append(f"{stage}: {error}")
-
-    def close(self) -> None:
-        """Drop the connections."""
-        self._client.close()
 
     def profiled(self, *, partial: bool) -> ServerProfilingResult:
         """Return what was measured."""
@@ -276,7 +268,7 @@ class ServerProfiler:
         lengths = sorted({int(n) for n in np.geomspace(min(8, top), top, _IDLE_LENGTHS).round()})
         resident = list(self.ranks)[: min(self.a_max, _IDLE_ADAPTERS)]
         counter = Counter(self.tell, FIRST_TOKENS, len(lengths))
-        rows = await first_tokens(self._asker, resident or [0], lengths, self.options.idle_repeats, counter)
+        rows = await first_tokens(self._sender, resident or [0], lengths, self.options.idle_repeats, counter)
         self.out.add(files.FIRST_TOKENS, self.name, rows)
         if resident:
             self.out.add(files.RUNS, self.name, [self._idle_run(row, resident) for row in rows])
@@ -303,7 +295,7 @@ class ServerProfiler:
             return
         rounds = self.options.load_rounds
         counter = Counter(self.tell, LOADS, rounds + 1)
-        rows = await adapter_loads(self._asker, self.ranks, self.a_max, self.setting.s_max, rounds, counter)
+        rows = await adapter_loads(self._sender, self.ranks, self.a_max, self.setting.s_max, rounds, counter)
         self._loads = int(sum(float(row["loads"]) for row in rows))
         self.out.add(files.LOADING, self.name, rows)
 
@@ -340,7 +332,7 @@ class ServerProfiler:
         models = list(self.ranks)[: point.adapters] or [0]
         ramp_s = max(_LEAST_RAMP_S, _RAMP_SHARE * self.options.point_s)
         measured_s = max(1.0, self.options.point_s - ramp_s)
-        answered, start_s, end_s = await closed_loop(self._asker, point, models, ramp_s, measured_s, seed)
+        answered, start_s, end_s = await closed_loop(self._sender, point, models, ramp_s, measured_s, seed)
         edges = np.linspace(start_s, end_s, _WINDOWS + 1)
         rows = window_rows(answered, edges, self.ranks, self.setting.max_num_batched_tokens)
         fixed = {
@@ -438,21 +430,23 @@ async def _profile(
     info = await _engine_info(target)
     if adapters and setting.a_max is None and info.a_max is None:
         raise InputError("is required: the server does not tell its adapter slots", location="a_max")
-    session = ServerProfiler(
-        ProfiledServer(target, adapters, found, info), setting, out, options, on_progress
-    )
+    server = ProfiledServer(target, adapters, found, info)
+    bodies = bodies_for(found, target, [BASE, *adapters], asked)
     stop = asyncio.Event()
-    with stopped_by_signals(stop):
-        work = asyncio.create_task(session.measure())
-        stopped = asyncio.create_task(stop.wait())
-        await asyncio.wait({work, stopped}, return_when=asyncio.FIRST_COMPLETED)
-        for each in (work, stopped):
-            each.cancel()
-        await asyncio.wait({work, stopped})
-    session.close()
+    async with open_session(target) as session:
+        client = CompletionClient(session, target, _REQUEST_TIMEOUT_S, time.monotonic)
+        sender = RequestSender(client, bodies, time.monotonic)
+        profiler = ServerProfiler(server, sender, setting, out, options, on_progress)
+        with stopped_by_signals(stop):
+            work = asyncio.create_task(profiler.measure())
+            stopped = asyncio.create_task(stop.wait())
+            await asyncio.wait({work, stopped}, return_when=asyncio.FIRST_COMPLETED)
+            for each in (work, stopped):
+                each.cancel()
+            await asyncio.wait({work, stopped})
     if not work.cancelled() and (error := work.exception()) is not None:
         raise error
-    return session.profiled(partial=stop.is_set())
+    return profiler.profiled(partial=stop.is_set())
 
 
 async def _engine_info(target: Target) -> EngineInfo:
