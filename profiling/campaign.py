@@ -253,17 +253,6 @@ class SliceProgress:
 class Campaign:
     """The slices and the record of a folder.
 
-    Parameters
-    ----------
-    folder
-        Made if it is not there.
-    device
-        What is measured.
-    parts
-        The slices; all there are unless given.
-    tiny
-        Whether a handful of tiny cases will do.
-
     Raises
     ------
     InputError
@@ -295,17 +284,7 @@ class Campaign:
         say: Callable[[str], None] = lambda _: None,
         now_s: Callable[[], float] = time.monotonic,
     ) -> bool:
-        """Run open slices while the time lasts, and tell whether none failed.
-
-        Parameters
-        ----------
-        time_s
-            Seconds for all of it.
-        say
-            Told what begins and what came of it, a line each.
-        now_s
-            The clock.
-        """
+        """Run open slices while the time lasts, and tell whether none failed."""
         until, well = now_s() + time_s, True
         for each in self.open_parts():
             left = min(until - now_s(), each.budget_s - self._of_part(each).spent_s)

@@ -26,15 +26,7 @@ _UNKNOWN_CACHE_BYTES: Final = 32 * 2**20
 
 
 def describe(device: str, threads: int | None = None) -> dict[str, Any]:
-    """Return the provenance of what is measured now.
-
-    Parameters
-    ----------
-    device
-        ``cpu``, ``cuda`` or ``cuda:1`` and so on.
-    threads
-        Threads that PyTorch computes with on a CPU; None: as it is set.
-    """
+    """Return the provenance of what is measured now."""
     import capplan
 
     record: dict[str, Any] = {

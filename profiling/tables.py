@@ -37,11 +37,6 @@ class MeasurementFolder:
     Each row says in the column ``setting`` which start of an engine it is of, so that measuring another
     setting adds to the tables, and measuring one again replaces its rows.
 
-    Parameters
-    ----------
-    path
-        Made if it is not there.
-
     Raises
     ------
     InputError
@@ -119,15 +114,6 @@ class MeasurementFolder:
 
 def require_same(folder: MeasurementFolder, setting: str, facts: Mapping[str, Any]) -> None:
     """Refuse a folder whose rows are of another base model, or of other adapters at the same setting.
-
-    Parameters
-    ----------
-    folder
-        What is there is compared, as far as it says.
-    setting
-        Which start of an engine is to be measured.
-    facts
-        As they will be noted: ``base_model`` and ``ranks`` count, the latter by adapter.
 
     Raises
     ------

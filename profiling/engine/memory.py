@@ -140,15 +140,6 @@ def loading_rows(options: EngineProfilingOptions, s_max: int, rounds: int) -> li
     Two adapters share one slot and are asked for in turn, so that every request loads one: with both on the
     host a copy into the slot, with room for one on the host a read from the disk before it. The read is the
     difference of the medians. Files are dropped from the page cache before each read.
-
-    Parameters
-    ----------
-    options
-        The engine.
-    s_max
-        Rank of the slot.
-    rounds
-        Loads of each kind.
     """
     rows: list[dict[str, float | str]] = []
     config = config_of(options.model)

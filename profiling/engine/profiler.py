@@ -51,17 +51,7 @@ class EngineProfilingResult:
 
 
 class EngineProfiler:
-    """One measuring.
-
-    Parameters
-    ----------
-    out
-        Where tables go; one that holds measurements of another engine is refused.
-    options
-        The engine and the time.
-    on_progress
-        Who is told.
-    """
+    """One measuring."""
 
     def __init__(self, out: str | Path, options: EngineProfilingOptions, on_progress: OnProgress) -> None:
         self.out, self.options, self.tell = MeasurementFolder(out), options, on_progress

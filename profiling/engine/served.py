@@ -75,19 +75,7 @@ def serve_and_measure(
     folder: Path,
     done: Callable[[int, int], None],
 ) -> ServedSteps:
-    """Start a server, keep streams up, and return its steps as rows of a step table.
-
-    Parameters
-    ----------
-    options, a_max, s_max, kv_blocks
-        The engine.
-    budget_s
-        Time for all points.
-    folder
-        Where the server's records go meanwhile.
-    done
-        Told how many points are done of how many.
-    """
+    """Start a server, keep streams up, and return its steps as rows of a step table."""
     adapters = options.adapters(a_max, s_max)
     flags = serve_flags(options, a_max, s_max, kv_blocks)
     records = folder / f".records-a{a_max}-s{s_max}.parquet"
@@ -133,13 +121,7 @@ def serve_flags(options: EngineProfilingOptions, a_max: int, s_max: int, kv_bloc
 
 
 class _Client:
-    """Keeps streams up at one server.
-
-    Attributes
-    ----------
-    windows, idle, failed
-        What `measure` found.
-    """
+    """Keeps streams up at one server."""
 
     def __init__(
         self, target: Target, adapters: dict[str, int], ranks: tuple[int, ...], longest: int
@@ -226,13 +208,6 @@ def recorded_rows(records: Any, pause_s: float) -> Any:
     A step takes from its beginning to the next one's: what the server does between two steps, waiting for the
     other threads of its process among it, is in it. Steps after which nothing runs have no next one and are
     left out, as are those before a pause.
-
-    Parameters
-    ----------
-    records
-        Table of `StepRecord` in the order of the steps.
-    pause_s
-        What counts as a pause.
     """
     import pandas as pd
 

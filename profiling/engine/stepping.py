@@ -150,17 +150,7 @@ def most_telling(
     seen: Sequence[tuple[EnginePoint, float, float]],
     mean_rank: float,
 ) -> int:
-    """Return the position of the state to measure next.
-
-    Parameters
-    ----------
-    left
-        States that are still to be had.
-    seen
-        States that were measured, with the milliseconds of their two kinds of steps.
-    mean_rank
-        Of the adapters, for states with mixed ranks.
-    """
+    """Return the position of the state to measure next."""
     features = np.array([step_features(point, mean_rank) for point in left])
     scale = np.maximum(features.max(axis=(0, 1)), 1.0)
     size = scale.size
@@ -187,19 +177,7 @@ def step_row(
     emitted: Collection[int],
     rank_of: Mapping[int, int],
 ) -> Row:
-    """Return the row of one step.
-
-    Parameters
-    ----------
-    record, decision
-        What the engine says of the step.
-    requests
-        Those in the step, by number.
-    emitted
-        Numbers of those that got a token in it.
-    rank_of
-        Rank of each adapter by its number.
-    """
+    """Return the row of one step."""
     row = dict.fromkeys(
         (
             "decodes",
@@ -253,17 +231,7 @@ def middle(rows: Sequence[Row]) -> Row:
 
 
 class Stepper:
-    """Drives one engine, whose clock must be virtual: loads are then no part of the steps beside them.
-
-    Parameters
-    ----------
-    engine
-        With adapters named as in `ranks`.
-    ranks
-        Adapter to rank.
-    seed
-        Of the prompts.
-    """
+    """Drives one engine, whose clock must be virtual: loads are then no part of the steps beside them."""
 
     def __init__(self, engine: Engine, ranks: dict[str, int], seed: int) -> None:
         self.engine = engine

@@ -47,17 +47,7 @@ _REPEATS: Final = 3
 
 @dataclass(frozen=True)
 class StepProgress:
-    """How far the measuring of one setting has got.
-
-    Attributes
-    ----------
-    rows
-        Of the last state, for the step table.
-    error
-        SMAPE on left-out states, in percent; NaN while there are too few.
-    settled
-        Whether that is small enough, or no state is left.
-    """
+    """How far the measuring of one setting has got."""
 
     done: int
     total: int
@@ -69,19 +59,7 @@ class StepProgress:
 def measure_steps(
     options: EngineProfilingOptions, a_max: int, s_max: int, kv_blocks: int, known: Any, budget_s: float
 ) -> Iterator[StepProgress]:
-    """Measure states of an engine with so many slots of this rank.
-
-    Parameters
-    ----------
-    options
-        The engine, and the error at which to stop.
-    a_max, s_max, kv_blocks
-        Slots, their rank, and the KV blocks beside them.
-    known
-        Rows of the step table that there are already for this setting; None: none.
-    budget_s
-        Time for it.
-    """
+    """Measure states of an engine with so many slots of this rank."""
     until_s = time.monotonic() + budget_s
     ranks = options.adapters(a_max, s_max)
     bounds = EngineBounds(
@@ -161,15 +139,7 @@ class IterationBatch:
 
 
 def batches(most: int, seed: int) -> list[IterationBatch]:
-    """Return the batches, of one rank each or of ranks drawn from all.
-
-    Parameters
-    ----------
-    most
-        Requests that the engine runs at once.
-    seed
-        Of the drawn ranks.
-    """
+    """Return the batches, of one rank each or of ranks drawn from all."""
     rng = np.random.default_rng(seed)
     found = []
     for grid, sizes in (("paper", _PAPER), ("wide", _WIDER)):
@@ -185,17 +155,7 @@ def batches(most: int, seed: int) -> list[IterationBatch]:
 def iteration_rows(
     options: EngineProfilingOptions, known: set[str], left_s: Callable[[], float]
 ) -> Iterator[tuple[int, int, list[dict[str, Any]]]]:
-    """Measure batches until the time is up; yield how many are done, how many there are, and the rows.
-
-    Parameters
-    ----------
-    options
-        The engine.
-    known
-        Names of batches that were measured before.
-    left_s
-        Tells how many seconds are left.
-    """
+    """Measure batches until the time is up; yield how many are done, how many there are, and the rows."""
     every = batches(min(options.max_num_seqs, options.max_num_batched_tokens // _PROMPT), options.seed)
     todo = [batch for batch in every if batch.name not in known]
     if not todo:

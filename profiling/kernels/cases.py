@@ -77,16 +77,7 @@ class Case:
 
 
 def cases(grid: str, seed: int = 0) -> tuple[Case, ...]:
-    """Return the cases of a grid, those of the grids within it first.
-
-    Parameters
-    ----------
-    grid
-        ``paper``: decode, batches of 4 to 32, ranks 8 to 64. ``wide``: that, and batches of 1 to 256, ranks
-        8 to 128, shared adapters, and prefill. ``prefill``: prompts alone. ``tiny``: a handful, for tests.
-    seed
-        Of the ranks that are drawn.
-    """
+    """Return the cases of a grid, those of the grids within it first."""
     if grid == "paper":
         return tuple(_paper(seed))
     if grid == "prefill":

@@ -49,16 +49,7 @@ _WRITE_EVERY_S: Final = 20.0
 
 
 class KernelTable:
-    """The folder.
-
-    Parameters
-    ----------
-    folder
-        Made if it is not there.
-    settings
-        What was asked for and on what; a folder with another device, dtype, seed or number of threads is
-        refused.
-    """
+    """The folder."""
 
     def __init__(self, folder: str | Path, settings: Mapping[str, Any]) -> None:
         self._folder = Path(folder)

@@ -207,13 +207,7 @@ def _views(case: Case, width: int, pool: WeightPool, layers: int) -> dict[int, l
 
 
 class TritonCalls:
-    """Makes calls of one Triton kernel.
-
-    Parameters
-    ----------
-    kind
-        ``bgmv``, ``mbgmv`` or ``sgmv``; see `TritonLoRA`.
-    """
+    """Makes calls of one Triton kernel."""
 
     def __init__(self, kind: Kind) -> None:
         self._kind = kind

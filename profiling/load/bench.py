@@ -1,4 +1,4 @@
-"""A load test from beginning to end: ask the server, draw the requests, send them, reduce what came back."""
+"""Load test of a server: preflight, requests, open loop, result."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ import gc
 import signal
 import threading
 from collections.abc import Iterator
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from datetime import UTC, datetime
 from typing import TYPE_CHECKING, Any, Final
 
@@ -20,7 +20,6 @@ from capplan.profiling.load.result import (
     BenchResult,
     Failure,
     LagLimits,
-    ServerSample,
     adapter_metrics,
     client_health,
     overall_metrics,
@@ -31,23 +30,23 @@ from capplan.profiling.load.settings import LoadSettings, Target
 if TYPE_CHECKING:
     from capplan.spec import Profile, Workload
 
-_STOPPED_BY: Final = (signal.SIGINT, signal.SIGTERM)
+_STOP_SIGNALS: Final = (signal.SIGINT, signal.SIGTERM)
 
 
 @dataclass(frozen=True)
 class BenchOptions:
-    """What is drawn, and how it is judged.
+    """Requests of a load test, and limits on the client's lag.
 
     Attributes
     ----------
     seed, rate_scale, profile
         As for `schedule_of`.
     max_model_len : int, optional
-        Where lengths end; None: the workload's, or else the server's, or else 8192.
+        Limit on prompt and output tokens; None: the workload's, the server's, or 8192.
     prompt_form : PromptForm, optional
-        None: the first that the server takes.
+        None: the first that the server accepts.
     limits : LagLimits
-        Up to where the client counts as having kept up.
+        Limits within which the client kept up.
     """
 
     seed: int = 0
@@ -56,6 +55,13 @@ class BenchOptions:
     max_model_len: int | None = None
     prompt_form: PromptForm | None = None
     limits: LagLimits = field(default_factory=LagLimits)
+
+    def resolved_model_len(self, workload: Workload, found: Preflight | None = None) -> int:
+        """Return the limit on prompt and output tokens."""
+        chosen = self.max_model_len or workload.engine.max_model_len
+        if chosen is None and found is not None:
+            chosen = found.max_model_len
+        return chosen or DEFAULT_MAX_MODEL_LEN
 
 
 def bench(
@@ -67,28 +73,32 @@ def bench(
     file: RequestFile | None = None,
     on_tick: OnTick | None = None,
 ) -> BenchResult:
-    """Load a server with a workload and say what came of it.
+    """Load a server with a workload.
 
-    In the main thread, an interrupt (Ctrl-C) ends the run early, and the result is marked as partial.
+    In the main thread an interrupt (Ctrl-C) ends the run early, and the result is marked as partial.
 
     Parameters
     ----------
     workload
-        What is asked.
+        Adapters, rates and lengths.
     target, settings, options
-        Whom, for how long, and with which draw.
+        Server, duration and limits, requests.
     file
-        Where every request goes; it is up to the caller to keep it.
+        Destination of every request; the caller keeps it.
     on_tick
-        Called a few times a second.
+        Called four times a second.
 
     Raises
     ------
     InputError
-        When the server cannot be asked, does not serve an adapter, or a setting breaks a rule.
+        If the server cannot be asked, does not serve an adapter, or a setting breaks a rule.
     """
-    with _calm_collector():
+    gc.collect()
+    gc.freeze()  # shorter collections while requests are due
+    try:
         return asyncio.run(_bench(workload, target, settings, options or BenchOptions(), file, on_tick))
+    finally:
+        gc.unfreeze()
 
 
 async def _bench(
@@ -100,21 +110,34 @@ async def _bench(
     on_tick: OnTick | None,
 ) -> BenchResult:
     if target.base_model is None:
-        target = Target(target.url, target.api_key, workload.base_model, target.models, target.extra_body)
-    schedule = _schedule(workload, settings, options, None)
+        target = replace(target, base_model=workload.base_model)
+
+    def scheduled(max_model_len: int) -> Schedule:
+        return schedule_of(
+            workload,
+            settings.horizon_s,
+            options.seed,
+            max_model_len,
+            rate_scale=options.rate_scale,
+            profile=options.profile,
+        )
+
+    assumed_len = options.resolved_model_len(workload)
+    schedule = scheduled(assumed_len)
     used = used_adapters(schedule)
     found = await preflight(target, used, options.prompt_form)
-    if _max_model_len(workload, options, found) != _max_model_len(workload, options, None):
-        schedule = _schedule(workload, settings, options, found)
+    max_model_len = options.resolved_model_len(workload, found)
+    if max_model_len != assumed_len:
+        schedule = scheduled(max_model_len)
     bodies = bodies_for(found, target, schedule.names, used)
     stop = asyncio.Event()
     started_at = datetime.now(UTC).isoformat(timespec="seconds")
     with stopped_by_signals(stop):
         measured = await run_load(schedule, bodies, target, settings, stop=stop, file=file, on_tick=on_tick)
-    asked = {
+    given = {
         "seed": options.seed,
         "rate_scale": options.rate_scale,
-        "max_model_len": _max_model_len(workload, options, found),
+        "max_model_len": max_model_len,
         "prompt_form": found.prompts.form.value,
         "warm_up_s": settings.warm_up_s,
         "duration_s": settings.duration_s,
@@ -124,7 +147,7 @@ async def _bench(
         "metrics_interval_s": settings.metrics_interval_s,
         "extra_body": dict(target.extra_body),
     }
-    return bench_result(measured, workload, target, asked, started_at, options.limits)
+    return bench_result(measured, workload, target, given, started_at, options.limits)
 
 
 def bench_result(
@@ -135,17 +158,7 @@ def bench_result(
     started_at: str,
     limits: LagLimits | None = None,
 ) -> BenchResult:
-    """Reduce what a run left to its document.
-
-    Parameters
-    ----------
-    measured
-        From `run_load`.
-    workload, target, settings, started_at
-        What was asked of whom, how and when.
-    limits
-        Up to where the client counts as having kept up.
-    """
+    """Return the result document of a run."""
     from capplan import __version__
 
     record, window = measured.record, measured.window
@@ -162,47 +175,24 @@ def bench_result(
         overall=overall_metrics(record, window, measured.gaps),
         adapters=adapter_metrics(record, window),
         failures=_failures(measured),
-        client=client_health(record, window, measured.pulse, limits),
-        server=tuple(
-            ServerSample(time_s=each.time_s, took_ms=each.took_ms, values=dict(each.values))
-            for each in measured.scrapes.samples
-        ),
+        client=client_health(record, window, measured.loop_lag, limits),
+        server=measured.samples,
     )
 
 
 def used_adapters(schedule: Schedule) -> list[str]:
-    """Return the names of the adapters that a schedule asks for.
+    """Return the names of the adapters in a schedule.
 
     Raises
     ------
     InputError
-        When nothing is due at all.
+        If the schedule is empty.
     """
     numbers = sorted(set(schedule.adapter.tolist()))
     if not numbers:
         rule = "must be long enough, and rates high enough, for a request to be due"
         raise InputError(rule, location="duration_s")
     return [schedule.names[number] for number in numbers]
-
-
-def _schedule(
-    workload: Workload, settings: LoadSettings, options: BenchOptions, found: Preflight | None
-) -> Schedule:
-    return schedule_of(
-        workload,
-        settings.horizon_s,
-        options.seed,
-        _max_model_len(workload, options, found),
-        rate_scale=options.rate_scale,
-        profile=options.profile,
-    )
-
-
-def _max_model_len(workload: Workload, options: BenchOptions, found: Preflight | None) -> int:
-    told = options.max_model_len or workload.engine.max_model_len
-    if told is None and found is not None:
-        told = found.max_model_len
-    return told or DEFAULT_MAX_MODEL_LEN
 
 
 def _failures(measured: LoadMeasurement) -> tuple[Failure, ...]:
@@ -218,30 +208,19 @@ def _failures(measured: LoadMeasurement) -> tuple[Failure, ...]:
 @contextlib.contextmanager
 def stopped_by_signals(stop: asyncio.Event) -> Iterator[None]:
     """Set an event at the first interrupt; a second one ends the process as usual."""
-    loop = asyncio.get_running_loop()
     if threading.current_thread() is not threading.main_thread():
         yield
         return
+    loop = asyncio.get_running_loop()
 
     def once(number: signal.Signals) -> None:
         loop.remove_signal_handler(number)
         stop.set()
 
-    for each in _STOPPED_BY:
+    for each in _STOP_SIGNALS:
         loop.add_signal_handler(each, once, each)
     try:
         yield
     finally:
-        for each in _STOPPED_BY:
+        for each in _STOP_SIGNALS:
             loop.remove_signal_handler(each)
-
-
-@contextlib.contextmanager
-def _calm_collector() -> Iterator[None]:
-    """Keep the garbage collector from walking through all modules again and again while requests are due."""
-    gc.collect()
-    gc.freeze()
-    try:
-        yield
-    finally:
-        gc.unfreeze()

@@ -171,13 +171,7 @@ class StreamEnding:
 
 
 class EventCounter:
-    """Counts the events of one answer as its bytes come in, however they are cut.
-
-    Attributes
-    ----------
-    times : list of float
-        When each event arrived.
-    """
+    """Counts the events of one answer as its bytes come in, however they are cut."""
 
     __slots__ = ("_tail", "times")
 

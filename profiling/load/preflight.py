@@ -1,4 +1,4 @@
-"""Server information: models, accepted prompt forms, and metrics."""
+"""Server information before and during a run: models, prompt form, engine settings, metrics."""
 
 from __future__ import annotations
 
@@ -17,16 +17,19 @@ import aiohttp
 from capplan.errors import InputError
 from capplan.profiling.load.client import open_session
 from capplan.profiling.load.requests import PromptForm, PromptWriter, RequestBodies
+from capplan.profiling.load.result import ServerSample
 from capplan.profiling.load.settings import Target
 
-_TIMEOUT_S: Final = 120.0
+_PROBE_TIMEOUT_S: Final = 120.0
 """A server that has just started compiles for its first request."""
+_METRICS_TIMEOUT_S: Final = 10.0
 _OK: Final = 200
-_OWN_FAULT: Final = 500
-_WORDS: Final = 64
-_LONGEST_SALT: Final = 1 << 30
-_SCRAPE_TIMEOUT_S: Final = 10.0
-NAMES: Final[Mapping[str, tuple[str, ...]]] = MappingProxyType(
+_SERVER_ERROR: Final = 500
+_PROBE_TOKENS: Final = 64
+_SALTS: Final = 1 << 30
+_SHOWN: Final = 200
+
+METRIC_NAMES: Final[Mapping[str, tuple[str, ...]]] = MappingProxyType(
     {
         "running": (
             "vllm:num_requests_running",
@@ -42,73 +45,61 @@ NAMES: Final[Mapping[str, tuple[str, ...]]] = MappingProxyType(
         "step_tokens": ("vllm:iteration_tokens_total_sum",),
     }
 )
-"""What is kept, and what servers call it. The last five only ever grow. ``kv_used`` is a share of the KV
-tokens; ``steps`` and ``step_tokens`` count the engine's steps and the tokens computed in them.
+"""Sampled metrics and their names on the servers. ``kv_used`` is a share of the KV tokens; the last five are
+counters.
 """
-_SAMPLE: Final = re.compile(r"^([a-zA-Z_:][\w:]*)(?:\{(.*)\})?\s+(\S+)", re.MULTILINE)
-_LORA: Final = "vllm:lora_requests_info"
-_RUNNING_LORAS: Final = re.compile(r'running_lora_adapters="([^"]*)"')
-_CACHE_INFO: Final = re.compile(r"^vllm:cache_config_info\{(.*)\}", re.MULTILINE)
-_LORA_INFO: Final = re.compile(r"^vllm:lora_requests_info\{(.*)\}", re.MULTILINE)
+_SERIES: Final = re.compile(r"^([a-zA-Z_:][\w:]*)(?:\{(.*)\})?\s+(\S+)", re.MULTILINE)
+_LORA_INFO: Final = "vllm:lora_requests_info"
+_CACHE_INFO: Final = "vllm:cache_config_info"
 _LABEL: Final = re.compile(r'(\w+)="((?:[^"\\]|\\.)*)"')
 
 
 @dataclass(frozen=True)
 class Preflight:
-    """What is known of a server before the load."""
+    """Models and prompt form of a server.
+
+    Attributes
+    ----------
+    prompts
+        Writer of prompts in a form that the server accepts.
+    served
+        Listed models; empty if the server lists none.
+    max_model_len
+        Smallest reported limit on prompt and output tokens.
+    """
 
     prompts: PromptWriter
     served: tuple[str, ...]
-    """Models that it lists; empty where it lists none."""
     max_model_len: int | None
-    """What it says of the longest request."""
 
 
 async def preflight(
-    target: Target, adapters: Sequence[str], form: PromptForm | None = None, timeout_s: float = _TIMEOUT_S
+    target: Target,
+    adapters: Sequence[str],
+    form: PromptForm | None = None,
+    timeout_s: float = _PROBE_TIMEOUT_S,
 ) -> Preflight:
-    """Ask a server what it serves, and for one token in every form of prompt until it takes one.
-
-    Parameters
-    ----------
-    target
-        The server.
-    adapters
-        Names of the workload's adapters that will be asked for; the empty one is the base model.
-    form
-        The only form to try; None: lists of ids first, then text.
-    timeout_s
-        How long one answer may take.
+    """Request the model list, then one token in each prompt form until the server accepts one.
 
     Raises
     ------
     InputError
-        When nobody answers, an adapter is not served, or no form of prompt is taken.
+        If the server does not answer, does not serve an adapter, or accepts no prompt form.
     """
     async with open_session(target) as session:
         probe = _Probe(session, target, timeout_s)
         served, max_model_len = await probe.models()
         models = {name: target.model_of(name) for name in adapters}
         unlisted = [name for name, model in models.items() if served and model not in served]
-        # Else the base model, if it is there: asking an adapter would load it before its time.
+        # Otherwise the base model, if listed: a request for an adapter would load it early.
         base = [name for name in (target.base_model, *served[:1]) if name in served]
-        asked = [*(models[name] for name in unlisted), *base, *models.values()]
-        prompts = await probe.accepted(asked[0], form)
+        probed = [*(models[name] for name in unlisted), *base, *models.values()]
+        prompts = await probe.accepted_prompts(probed[0], form)
     return Preflight(prompts, served, max_model_len)
 
 
 def bodies_for(found: Preflight, target: Target, names: Sequence[str], used: Sequence[str]) -> RequestBodies:
-    """Return the writer of a run's requests.
-
-    Parameters
-    ----------
-    found, target
-        The server.
-    names
-        Adapters of the schedule by number.
-    used
-        Those that are asked for; the others need no model.
-    """
+    """Return the request bodies of a run; `names` not in `used` get no model."""
     known = set(used)
     models = [target.model_of(name) if name in known else "" for name in names]
     return RequestBodies.of(found.prompts, models, target.extra_body)
@@ -121,7 +112,6 @@ class _Probe:
         self._timeout_s = timeout_s
 
     async def models(self) -> tuple[tuple[str, ...], int | None]:
-        """Return the listed models and the longest request; nothing where the server lists none."""
         status, document = await self._exchange("GET", "/v1/models", None)
         listed = document.get("data") if status == _OK and isinstance(document, dict) else None
         if listed is not None and not isinstance(listed, list):
@@ -131,169 +121,121 @@ class _Probe:
         lengths = [n for each in entries if isinstance(n := each.get("max_model_len"), int) and n > 0]
         return names, min(lengths, default=None)
 
-    async def accepted(self, model: str, form: PromptForm | None) -> PromptWriter:
-        """Return prompts in the first form that the server takes."""
-        salt = secrets.randbelow(_LONGEST_SALT)
-        forms = tuple(PromptForm) if form is None else (form,)
-        status: int = 0
-        document: Any = None
-        for each in forms:
+    async def accepted_prompts(self, model: str, form: PromptForm | None) -> PromptWriter:
+        salt = secrets.randbelow(_SALTS)
+        status, document = 0, None
+        for each in tuple(PromptForm) if form is None else (form,):
             prompts = PromptWriter(each, salt=salt)
-            status, document = await self._ask(prompts, model)
-            if status == _OK:
-                return self._corrected(prompts, document)
-            if status >= _OWN_FAULT:  # no matter of form; the run will tell how often it happens
+            status, document = await self._complete(prompts, model)
+            if status == _OK and each is PromptForm.TEXT:
+                return PromptWriter(each, _extra_tokens(document), salt)
+            if status == _OK or status >= _SERVER_ERROR:  # the form is not at fault; the run counts failures
                 return prompts
-        rule = f"refused a completion with status {status}: {_message(document)}"
+        rule = f"refused a completion with status {status}: {_error_message(document)}"
         raise InputError(rule, location=f"{self._target.shown}: model {model}")
 
-    def _corrected(self, prompts: PromptWriter, document: Any) -> PromptWriter:
-        """Return text prompts so short that they have the asked length with what the server adds."""
-        if prompts.form is not PromptForm.TEXT:
-            return prompts
-        usage = document.get("usage") if isinstance(document, dict) else None
-        counted = usage.get("prompt_tokens") if isinstance(usage, dict) else None
-        extra = max(0, counted - _WORDS) if isinstance(counted, int) else 0
-        return PromptWriter(PromptForm.TEXT, extra, prompts.salt)
-
-    async def _ask(self, prompts: PromptWriter, model: str) -> tuple[int, Any]:
-        body = json.loads(RequestBodies.of(prompts, [model], self._target.extra_body).body(0, 0, _WORDS, 1))
+    async def _complete(self, prompts: PromptWriter, model: str) -> tuple[int, Any]:
+        bodies = RequestBodies.of(prompts, [model], self._target.extra_body)
+        body = json.loads(bodies.body(0, 0, _PROBE_TOKENS, 1))
         del body["stream"], body["stream_options"]
         if prompts.form is not PromptForm.TEXT:
             body["prompt"][-1] = prompts.highest_id
         return await self._exchange("POST", "/v1/completions", json.dumps(body).encode())
 
     async def _exchange(self, method: str, path: str, data: bytes | None) -> tuple[int, Any]:
-        url = self._target.at(path)
         try:
             async with (
                 asyncio.timeout(self._timeout_s),
-                self._session.request(method, url, data=data) as response,
+                self._session.request(method, self._target.at(path), data=data) as response,
             ):
                 text = await response.text("utf-8", "replace")
-                status = response.status
         except TimeoutError:
             rule = f"did not answer within {self._timeout_s:g} s"
             raise InputError(rule, location=self._target.shown) from None
         except (aiohttp.ClientError, OSError) as error:
-            raise InputError(f"cannot be asked: {error}", location=self._target.shown) from None
+            message = " ".join(str(error).split())
+            raise InputError(f"cannot be asked: {message}", location=self._target.shown) from None
         try:
-            return status, json.loads(text)
+            return response.status, json.loads(text)
         except (ValueError, RecursionError):
-            return status, text[:200]
+            return response.status, text[:_SHOWN]
 
 
-def _message(document: Any) -> str:
-    """Return what an error document says."""
-    if isinstance(document, dict):
-        inner = document.get("error", document)
-        if isinstance(inner, dict):
-            return str(inner.get("message", inner))[:200]
-        return str(inner)[:200]
-    return str(document)[:200]
+def _extra_tokens(document: Any) -> int:
+    """Return the tokens that the server adds to a text prompt."""
+    usage = document.get("usage") if isinstance(document, dict) else None
+    counted = usage.get("prompt_tokens") if isinstance(usage, dict) else None
+    return max(0, counted - _PROBE_TOKENS) if isinstance(counted, int) else 0
 
 
-@dataclass(frozen=True)
-class Scrape:
-    """One look at the metrics."""
-
-    time_s: float
-    """On the clock of the run, when it was asked for."""
-    took_ms: float
-    values: Mapping[str, float]
-    """By the keys of `NAMES`, those that the server has; also ``running_adapters``."""
+def _error_message(document: Any) -> str:
+    inner = document.get("error", document) if isinstance(document, dict) else document
+    return str(inner.get("message", inner) if isinstance(inner, dict) else inner)[:_SHOWN]
 
 
-@dataclass(frozen=True)
-class Scrapes:
-    """All looks of a run."""
+async def fetch_metrics(session: aiohttp.ClientSession, target: Target) -> str | None:
+    """Return the text of ``/metrics``; None if the server has none."""
+    try:
+        async with asyncio.timeout(_METRICS_TIMEOUT_S), session.get(target.at("/metrics")) as response:
+            text = await response.text("utf-8", "replace")
+            return text if response.status == _OK else None
+    except (TimeoutError, OSError, aiohttp.ClientError):
+        return None
 
-    interval_s: float
-    """Pause between them; 0: nobody looked."""
-    samples: tuple[Scrape, ...] = ()
-    failed: int = 0
+
+class MetricsSampler:
+    """Samples ``/metrics`` every `interval_s` seconds; never, if it is 0."""
+
+    def __init__(
+        self, session: aiohttp.ClientSession, target: Target, interval_s: float, clock: Callable[[], float]
+    ) -> None:
+        self.samples: list[ServerSample] = []
+        self._session = session
+        self._target = target
+        self._interval_s = interval_s
+        self._clock = clock
+
+    async def run(self) -> None:
+        """Sample until cancelled."""
+        while self._interval_s > 0.0:
+            time_s = self._clock()
+            text = await fetch_metrics(self._session, self._target)
+            if text is not None:
+                took_ms = 1e3 * (self._clock() - time_s)
+                self.samples.append(ServerSample(time_s=time_s, took_ms=took_ms, values=parse_metrics(text)))
+            await asyncio.sleep(self._interval_s)
 
 
 def parse_metrics(text: str) -> dict[str, float]:
-    """Return the values of `NAMES` that a text in Prometheus' format holds, summed over label sets."""
-    wanted = {name: key for key, names in NAMES.items() for name in names}
+    """Return the values of `METRIC_NAMES` in a text in Prometheus format, summed over label sets.
+
+    ``running_adapters`` is the number of adapters in the most recent series of vLLM's LoRA information.
+    """
+    wanted = {name: key for key, names in METRIC_NAMES.items() for name in names}
     found: dict[str, float] = {}
     newest, adapters = -math.inf, None
-    for match in _SAMPLE.finditer(text):
+    for match in _SERIES.finditer(text):
         name, labels, value = match.groups()
-        if name not in wanted and name != _LORA:
+        if name not in wanted and name != _LORA_INFO:
             continue
         try:
             number = float(value)
         except ValueError:
             continue
-        if name == _LORA:  # one series per combination ever seen; its value is when it was seen last
-            running = _RUNNING_LORAS.search(labels or "")
-            if running is not None and number >= newest:
-                newest, adapters = number, len({each for each in running[1].split(",") if each.strip()})
-        else:
+        if name != _LORA_INFO:
             found[wanted[name]] = found.get(wanted[name], 0.0) + number
+            continue
+        running = dict(_LABEL.findall(labels or "")).get("running_lora_adapters")
+        if running is not None and number >= newest:  # the value is the time of the last update
+            newest, adapters = number, len({each for each in running.split(",") if each.strip()})
     if adapters is not None:
         found["running_adapters"] = float(adapters)
     return found
 
 
-class Scraper:
-    """Asks for the metrics again and again.
-
-    Parameters
-    ----------
-    session, target
-        Whom to ask.
-    interval_s
-        Pause between scrapes; 0: `repeat` does nothing.
-    clock
-        Seconds on the clock of the run.
-    """
-
-    def __init__(
-        self,
-        session: aiohttp.ClientSession,
-        target: Target,
-        interval_s: float,
-        clock: Callable[[], float],
-    ) -> None:
-        self._session = session
-        self._url = target.at("/metrics")
-        self._interval_s = interval_s
-        self._clock = clock
-        self._samples: list[Scrape] = []
-        self._failed = 0
-
-    async def repeat(self) -> None:
-        """Scrape until cancelled."""
-        while self._interval_s > 0.0:
-            await self.once()
-            await asyncio.sleep(self._interval_s)
-
-    async def once(self) -> Scrape | None:
-        """Scrape now; None where the server would not say."""
-        time_s = self._clock()
-        try:
-            async with asyncio.timeout(_SCRAPE_TIMEOUT_S), self._session.get(self._url) as response:
-                text = await response.text("utf-8", "replace")
-                if response.status != _OK:
-                    raise aiohttp.ClientError(f"status {response.status}")
-        except (TimeoutError, OSError, aiohttp.ClientError):
-            self._failed += 1
-            return None
-        sample = Scrape(time_s, 1e3 * (self._clock() - time_s), parse_metrics(text))
-        self._samples.append(sample)
-        return sample
-
-    def scrapes(self) -> Scrapes:
-        """Return what was seen so far."""
-        return Scrapes(self._interval_s, tuple(self._samples), self._failed)
-
-
 @dataclass(frozen=True)
 class EngineInfo:
-    """None where the server does not say."""
+    """Engine settings from ``/metrics``; None if not reported."""
 
     a_max: int | None = None
     kv_tokens: int | None = None
@@ -301,24 +243,26 @@ class EngineInfo:
     gpu_memory_utilization: float | None = None
 
 
+async def fetch_engine_info(target: Target) -> EngineInfo:
+    """Return the engine settings that a server reports."""
+    async with open_session(target) as session:
+        return engine_info(await fetch_metrics(session, target) or "")
+
+
 def engine_info(metrics: str) -> EngineInfo:
-    """Read a text in Prometheus' format."""
-    cache, lora = (_labels(pattern, metrics) for pattern in (_CACHE_INFO, _LORA_INFO))
-    blocks, size = _whole(cache.get("num_gpu_blocks")), _whole(cache.get("block_size"))
-    tokens = _whole(cache.get("kv_cache_size_tokens"))
+    """Return the engine settings in a text in Prometheus format."""
+    labels = {name: dict(_LABEL.findall(label_set or "")) for name, label_set, _ in _SERIES.findall(metrics)}
+    cache, lora = labels.get(_CACHE_INFO, {}), labels.get(_LORA_INFO, {})
+    blocks, size = _positive_int(cache.get("num_gpu_blocks")), _positive_int(cache.get("block_size"))
+    tokens = _positive_int(cache.get("kv_cache_size_tokens"))
     if tokens is None and blocks is not None and size is not None:
         tokens = blocks * size
     try:
-        share: float | None = float(cache["gpu_memory_utilization"])
+        utilization: float | None = float(cache["gpu_memory_utilization"])
     except (KeyError, ValueError):
-        share = None
-    return EngineInfo(_whole(lora.get("max_lora")), tokens, size, share)
+        utilization = None
+    return EngineInfo(_positive_int(lora.get("max_lora")), tokens, size, utilization)
 
 
-def _labels(pattern: re.Pattern[str], metrics: str) -> dict[str, str]:
-    found = pattern.search(metrics)
-    return dict(_LABEL.findall(found[1])) if found else {}
-
-
-def _whole(text: str | None) -> int | None:
+def _positive_int(text: str | None) -> int | None:
     return int(text) if text is not None and text.isdigit() and int(text) > 0 else None

@@ -136,17 +136,7 @@ class RequestFile:
         times_s: NDArray[np.float64],
         lengths: NDArray[np.int64],
     ) -> None:
-        """Append requests.
-
-        Parameters
-        ----------
-        rows
-            Columns from the recorder.
-        times_s
-            Times of all their events, one request after the other.
-        lengths
-            How many of them each request has.
-        """
+        """Append requests."""
         import pyarrow as pa
         import pyarrow.parquet as pq
 
@@ -265,17 +255,7 @@ class RequestRecords:
 
 
 class RequestRecorder:
-    """Takes in outcomes as they come.
-
-    Parameters
-    ----------
-    schedule
-        The requests.
-    window
-        In which gaps between tokens are counted.
-    file
-        Where every request goes, with the times of its events; None: nowhere.
-    """
+    """Takes in outcomes as they come."""
 
     def __init__(
         self, schedule: Schedule, window: MeasurementWindow, file: RequestFile | None = None

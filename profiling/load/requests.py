@@ -142,17 +142,7 @@ def alphabet(form: PromptForm) -> list[str]:
 
 
 class PromptWriter:
-    """Writes prompts of given lengths as JSON.
-
-    Parameters
-    ----------
-    form
-        How.
-    extra_tokens
-        What the server adds to a text, such as a token for its beginning.
-    salt
-        Moves the numbers that prompts begin with, so that another run gives other prompts.
-    """
+    """Writes prompts of given lengths as JSON."""
 
     def __init__(self, form: PromptForm = PromptForm.IDS, extra_tokens: int = 0, salt: int = 0) -> None:
         self.form = form
@@ -170,17 +160,7 @@ class PromptWriter:
         return int(self._alphabet[-1][:-1])
 
     def written(self, number: int, tokens: int, shared: int = 0) -> str:
-        """Return a prompt as JSON.
-
-        Parameters
-        ----------
-        number
-            Of the request, which its prompt tells apart from all others.
-        tokens
-            How many; what the server adds among them.
-        shared
-            How many the prompt has in common with all others.
-        """
+        """Return a prompt as JSON."""
         wanted = max(1, tokens - self.extra_tokens)
         shared = min(shared, wanted)
         own = min(_NUMBER_TOKENS, wanted - shared)
@@ -207,14 +187,7 @@ class PromptWriter:
 
 @dataclass(frozen=True)
 class RequestBodies:
-    """Writes the bodies of completion requests.
-
-    Attributes
-    ----------
-    prompts : Prompts
-    heads : sequence of str
-        JSON of everything but length and prompt, for each model that requests may ask for.
-    """
+    """Writes the bodies of completion requests."""
 
     prompts: PromptWriter
     heads: Sequence[str]

@@ -172,7 +172,7 @@ def adapter_metrics(record: RequestRecords, window: MeasurementWindow) -> tuple[
 
 
 def client_health(
-    record: RequestRecords, window: MeasurementWindow, pulse: EventLoopLag, limits: LagLimits | None = None
+    record: RequestRecords, window: MeasurementWindow, loop_lag: EventLoopLag, limits: LagLimits | None = None
 ) -> ClientHealth:
     """Tell whether requests due in the window went out in time, if at all."""
     limits = limits or LagLimits()
@@ -180,7 +180,7 @@ def client_health(
     sent_s = np.where(np.isnan(record.sent_s), window.end_s, record.sent_s)  # at the end, or never
     lag_ms = _MS_PER_S * np.maximum(0.0, sent_s - record.due_s)[wanted]
     stats = statistics(lag_ms)
-    loop_ms = pulse.late_ms(99.0)
+    loop_ms = loop_lag.percentile_ms(99.0)
     kept_up = (
         (stats.p50 or 0.0) <= limits.p50_ms
         and (stats.p99 or 0.0) <= limits.p99_ms

@@ -1,4 +1,4 @@
-"""The open loop: every request goes out when it is due, whatever the server does."""
+"""Open-loop load: every request goes out when it is due, whatever the server does."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from typing import Any, Final
 import numpy as np
 
 from capplan.profiling.load.client import CompletionClient, open_session
-from capplan.profiling.load.preflight import Scraper, Scrapes
+from capplan.profiling.load.preflight import MetricsSampler
 from capplan.profiling.load.record import (
     REJECTED,
     LogHistogram,
@@ -22,41 +22,45 @@ from capplan.profiling.load.record import (
     not_sent,
 )
 from capplan.profiling.load.requests import RequestBodies, Schedule
+from capplan.profiling.load.result import ServerSample
 from capplan.profiling.load.settings import LoadSettings, Target
 
-_EVERY_S: Final = 0.02
+_LAG_INTERVAL_S: Final = 0.02
 _MS_PER_S: Final = 1e3
 _LEAD_S: Final = 0.05
-"""From the start of the run to time 0, so that the first request need not hurry."""
+"""From the start of the run to time 0, so that the first request is not late."""
 _TICK_S: Final = 0.25
 _CANCEL_S: Final = 5.0
 _SENT_IN_A_ROW: Final = 32
-"""Requests that are overdue go out in handfuls, between which answers are read."""
+"""Overdue requests that are sent before answers are read again."""
 
 
 class EventLoopLag:
-    """Looks at the clock fifty times a second, and notes how late it came to it."""
+    """Lateness of the event loop, sampled 50 times a second.
+
+    Times that the loop takes, such as those of tokens, are late by as much.
+    """
 
     def __init__(self) -> None:
         self.late = LogHistogram()
 
-    async def feel(self) -> None:
-        """Look until cancelled."""
+    async def watch(self) -> None:
+        """Sample until cancelled."""
         loop = asyncio.get_running_loop()
         while True:
-            before = loop.time()
-            await asyncio.sleep(_EVERY_S)
-            self.late.add(np.array([max(0.0, loop.time() - before - _EVERY_S)]))
+            before_s = loop.time()
+            await asyncio.sleep(_LAG_INTERVAL_S)
+            self.late.add(np.array([max(0.0, loop.time() - before_s - _LAG_INTERVAL_S)]))
 
-    def late_ms(self, percentile: float) -> float | None:
-        """Return a percentile of how late it was, in milliseconds; None before the first look."""
+    def percentile_ms(self, percentile: float) -> float | None:
+        """Return a percentile in milliseconds; None without any sample."""
         (late_s,) = self.late.percentiles_s((percentile,))
         return None if math.isnan(late_s) else _MS_PER_S * late_s
 
 
 @dataclass(frozen=True)
 class LoadProgress:
-    """How far a run is."""
+    """Progress of a run; `tokens` are input and output tokens of completed requests."""
 
     now_s: float
     horizon_s: float
@@ -66,7 +70,6 @@ class LoadProgress:
     failed: int
     rejected: int
     tokens: int
-    """Input and output tokens of completed requests."""
 
 
 OnTick = Callable[[LoadProgress], None]
@@ -74,19 +77,29 @@ OnTick = Callable[[LoadProgress], None]
 
 @dataclass(frozen=True, eq=False)
 class LoadMeasurement:
-    """What a run left."""
+    """Measurements of a run.
+
+    Attributes
+    ----------
+    gaps
+        Gaps between tokens within the window, of all requests.
+    loop_lag
+        Lateness of the client's event loop.
+    samples
+        Samples of ``/metrics``.
+    partial
+        Whether the run was stopped early.
+    messages
+        Message of the first failure of each kind.
+    """
 
     record: RequestRecords
     window: MeasurementWindow
     gaps: LogHistogram
-    """Gaps between tokens within the window, of all requests."""
-    pulse: EventLoopLag
-    """How late the client's event loop was."""
-    scrapes: Scrapes
+    loop_lag: EventLoopLag
+    samples: tuple[ServerSample, ...]
     partial: bool
-    """Whether it was stopped before its time."""
     messages: dict[str, str] = field(default_factory=dict)
-    """What the first failure of each kind said."""
 
 
 async def run_load(
@@ -99,24 +112,23 @@ async def run_load(
     file: RequestFile | None = None,
     on_tick: OnTick | None = None,
 ) -> LoadMeasurement:
-    """Send the requests of a schedule and wait for their ends.
+    """Send the requests of a schedule and wait for their answers.
 
     Parameters
     ----------
     schedule, bodies
-        What is asked when, and how it is written; the models of `bodies` are in the order of the schedule's
-        names.
+        Due times and bodies; the models of `bodies` are in the order of the schedule's names.
     target, settings
-        Whom, and how patiently.
+        Server, duration and limits.
     stop
-        Set it to end the run early, with what has come so far.
+        Event that ends the run early; the measurement is then partial.
     file
-        Where every request goes; it is up to the caller to keep it.
+        Destination of every request; the caller keeps it.
     on_tick
-        Called a few times a second.
+        Called four times a second.
     """
     run = _OpenLoop(schedule, bodies, target, settings, file)
-    return await run.whole(stop or asyncio.Event(), on_tick)
+    return await run.measure(stop or asyncio.Event(), on_tick)
 
 
 class _OpenLoop:
@@ -134,26 +146,24 @@ class _OpenLoop:
         self.settings = settings
         self.window = MeasurementWindow(settings.warm_up_s, settings.horizon_s)
         self.recorder = RequestRecorder(schedule, self.window, file)
-        self.pulse = EventLoopLag()
+        self.loop_lag = EventLoopLag()
         self.tasks: set[asyncio.Task[None]] = set()
-        self.broken: BaseException | None = None
+        self.error: BaseException | None = None
         self.sent = 0
-        self.origin = 0.0
         self.loop = asyncio.get_running_loop()
+        self.origin = self.loop.time() + _LEAD_S
 
     def clock(self) -> float:
         return self.loop.time() - self.origin
 
-    async def whole(self, stop: asyncio.Event, on_tick: OnTick | None) -> LoadMeasurement:
+    async def measure(self, stop: asyncio.Event, on_tick: OnTick | None) -> LoadMeasurement:
         self.stop = stop
         self.origin = self.loop.time() + _LEAD_S
         async with open_session(self.target) as session:
             self.client = CompletionClient(session, self.target, self.settings.timeout_s, self.clock)
-            scraper = Scraper(session, self.target, self.settings.metrics_interval_s, self.clock)
-            helpers = [
-                asyncio.create_task(each)
-                for each in (self.pulse.feel(), self._tell(on_tick), scraper.repeat())
-            ]
+            sampler = MetricsSampler(session, self.target, self.settings.metrics_interval_s, self.clock)
+            background = (self.loop_lag.watch(), self._report_progress(on_tick), sampler.run())
+            helpers = [asyncio.create_task(each) for each in background]
             sender = asyncio.create_task(self._send_all())
             stopped = asyncio.create_task(stop.wait())
             try:
@@ -162,42 +172,40 @@ class _OpenLoop:
                 if not stop.is_set():
                     await self._drain(stopped)
             finally:
-                await _cancelled([sender, stopped, *helpers])
-                await _cancelled(list(self.tasks))
-        if self.broken is not None:
-            raise self.broken
+                await _cancel([sender, stopped, *helpers])
+                await _cancel(list(self.tasks))
+        if self.error is not None:
+            raise self.error
         partial = ended_s < self.window.end_s
         window = self._window_until(ended_s) if partial else self.window
         return LoadMeasurement(
             record=self.recorder.record(window.end_s),
             window=window,
             gaps=self.recorder.gaps,
-            pulse=self.pulse,
-            scrapes=scraper.scrapes(),
+            loop_lag=self.loop_lag,
+            samples=tuple(sampler.samples),
             partial=partial,
             messages=self.recorder.messages,
         )
 
     def _window_until(self, ended_s: float) -> MeasurementWindow:
-        """Return the part of the window that was measured; all of the time, if it had not begun."""
+        """Return the measured part of the window; all of the time, if the window had not started."""
         start_s = self.window.start_s if ended_s > self.window.start_s else 0.0
         return MeasurementWindow(start_s, max(ended_s, start_s + 1e-3))
 
     async def _send_all(self) -> None:
         """Start every request when it is due, and wait for the end of the window."""
-        due = self.schedule.due_s.tolist()
-        in_a_row = 0
-        for number, due_s in enumerate(due):
+        overdue = 0
+        for number, due_s in enumerate(self.schedule.due_s.tolist()):
             now_s = self.clock()
-            wait_s = due_s - now_s
             if now_s >= self.window.end_s:
-                return  # this client is late; what is still due is never sent
-            if wait_s > 0.0:
-                await asyncio.sleep(wait_s)
-                in_a_row = 0
+                return  # the client is late; what is still due is never sent
+            if due_s > now_s:
+                await asyncio.sleep(due_s - now_s)
+                overdue = 0
             else:
-                in_a_row += 1
-                if in_a_row % _SENT_IN_A_ROW == 0:
+                overdue += 1
+                if overdue % _SENT_IN_A_ROW == 0:
                     await asyncio.sleep(0)
             self._start(number)
         await asyncio.sleep(max(0.0, self.window.end_s - self.clock()))
@@ -208,11 +216,11 @@ class _OpenLoop:
             self.recorder.add(not_sent(number, REJECTED))
             return
         self.sent += 1
-        task = self.loop.create_task(self._one(number))
+        task = self.loop.create_task(self._complete(number))
         self.tasks.add(task)
-        task.add_done_callback(self._ended)
+        task.add_done_callback(self._on_done)
 
-    async def _one(self, number: int) -> None:
+    async def _complete(self, number: int) -> None:
         schedule = self.schedule
         body = self.bodies.body(
             number,
@@ -223,39 +231,38 @@ class _OpenLoop:
         )
         self.recorder.add(await self.client.complete(number, body))
 
-    def _ended(self, task: asyncio.Task[None]) -> None:
+    def _on_done(self, task: asyncio.Task[None]) -> None:
         self.tasks.discard(task)
         if not task.cancelled() and task.exception() is not None:
-            self.broken = self.broken or task.exception()
+            self.error = self.error or task.exception()
             self.stop.set()
 
     async def _drain(self, stopped: asyncio.Task[bool]) -> None:
-        """Wait for what is in flight, as long as the settings say."""
-        until = self.clock() + self.settings.drain_s
-        while self.tasks and not stopped.done() and (left := until - self.clock()) > 0.0:
-            await asyncio.wait(self.tasks, timeout=min(left, _TICK_S))
+        """Wait for requests in flight, at most `drain_s`."""
+        until_s = self.clock() + self.settings.drain_s
+        while self.tasks and not stopped.done() and (left_s := until_s - self.clock()) > 0.0:
+            await asyncio.wait(self.tasks, timeout=min(left_s, _TICK_S))
 
-    async def _tell(self, on_tick: OnTick | None) -> None:
+    async def _report_progress(self, on_tick: OnTick | None) -> None:
         while on_tick is not None:
-            on_tick(self._snapshot())
+            counts = self.recorder.counts
+            on_tick(
+                LoadProgress(
+                    now_s=max(0.0, self.clock()),
+                    horizon_s=self.window.end_s,
+                    sent=self.sent,
+                    in_flight=len(self.tasks),
+                    completed=counts["finished"],
+                    failed=self.recorder.failures,
+                    rejected=counts[REJECTED],
+                    tokens=self.recorder.tokens,
+                )
+            )
             await asyncio.sleep(_TICK_S)
 
-    def _snapshot(self) -> LoadProgress:
-        counts = self.recorder.counts
-        return LoadProgress(
-            now_s=max(0.0, self.clock()),
-            horizon_s=self.window.end_s,
-            sent=self.sent,
-            in_flight=len(self.tasks),
-            completed=counts["finished"],
-            failed=self.recorder.failures,
-            rejected=counts[REJECTED],
-            tokens=self.recorder.tokens,
-        )
 
-
-async def _cancelled(tasks: Sequence[asyncio.Task[Any]]) -> None:
-    """Cancel tasks and wait until they have noticed."""
+async def _cancel(tasks: Sequence[asyncio.Task[Any]]) -> None:
+    """Cancel tasks and wait until they have ended."""
     for task in tasks:
         task.cancel()
     if tasks:

@@ -37,15 +37,6 @@ def write_vllm_bench(
 ) -> None:
     """Write a result as ``vllm bench serve --save-result --save-detailed`` does.
 
-    Parameters
-    ----------
-    path
-        The JSON file.
-    result
-        What to write.
-    requests
-        Parquet file of the run's requests; those of the window are written.
-
     Raises
     ------
     InputError

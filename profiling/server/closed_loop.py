@@ -159,13 +159,7 @@ class LoopError(CapplanError):
 
 
 class RequestSender:
-    """Sends requests with numbers of their own, so that no two have a prompt in common.
-
-    Parameters
-    ----------
-    client, bodies, clock
-        Whom to ask, how requests are written, and seconds on the client's clock.
-    """
+    """Sends requests with numbers of their own, so that no two have a prompt in common."""
 
     def __init__(self, client: CompletionClient, bodies: RequestBodies, clock: Callable[[], float]) -> None:
         self.clock = clock
@@ -276,19 +270,6 @@ async def first_tokens(
     done: Callable[[], None],
 ) -> list[dict[str, float]]:
     """Return how long the first token takes on an idle server, a row for each prompt length.
-
-    Parameters
-    ----------
-    asker
-        Sends the requests.
-    models
-        Positions of adapters that fit into the slots together, or of the base model; asked in turn.
-    lengths
-        Tokens of the prompts.
-    repeats
-        How often each is asked; the first answers, which may load adapters, are left out.
-    done
-        Called after each length.
 
     Raises
     ------

@@ -23,21 +23,7 @@ _MOST_WORDS: Final = 400
 
 @dataclass(frozen=True)
 class ServerCommand:
-    """What to start.
-
-    Attributes
-    ----------
-    model
-        As `capplan serve` takes it.
-    adapters
-        Name to a folder or to the rank of a random adapter.
-    flags
-        Further flags of `capplan serve`.
-    threads
-        Of PyTorch.
-    records
-        Where to write what every step did, once the server has ended.
-    """
+    """What to start."""
 
     model: str
     adapters: Mapping[str, str | int] = field(default_factory=dict)
@@ -106,15 +92,6 @@ def _last_words(errors: object) -> str:
 
 def run_capplan(words: Sequence[str], threads: int, fine: Sequence[int] = (0,)) -> str:
     """Run a command of capplan and return what it printed.
-
-    Parameters
-    ----------
-    words
-        The command without its first word.
-    threads
-        Of numerical libraries in that process.
-    fine
-        Exit codes that are no failure.
 
     Raises
     ------

@@ -9,14 +9,13 @@ from dataclasses import asdict, dataclass
 from datetime import UTC, datetime
 from typing import Any, Final, TypeAlias
 
-import aiohttp
 import numpy as np
 
 from capplan.errors import InputError
 from capplan.profiling import tables as files
 from capplan.profiling.load.bench import stopped_by_signals
 from capplan.profiling.load.client import CompletionClient, open_session
-from capplan.profiling.load.preflight import EngineInfo, Preflight, bodies_for, engine_info, preflight
+from capplan.profiling.load.preflight import EngineInfo, Preflight, bodies_for, fetch_engine_info, preflight
 from capplan.profiling.load.requests import BASE, DEFAULT_MAX_MODEL_LEN, PromptForm
 from capplan.profiling.load.run import EventLoopLag
 from capplan.profiling.load.settings import Target
@@ -51,7 +50,6 @@ _IDLE_ADAPTERS: Final = 4
 _IDLE_RATE_RPS: Final = 0.01
 """Of the run that stands for an idle server: requests hardly ever meet."""
 _IDLE_RUN_S: Final = 20_000.0
-_METRICS_TIMEOUT_S: Final = 30.0
 
 
 @dataclass(frozen=True)
@@ -114,15 +112,7 @@ class ServerProfilingOptions:
 
 
 class Counter:
-    """Tells how much of a stage is done, each time it is called.
-
-    Parameters
-    ----------
-    tell
-        Who is told.
-    stage, total
-        Its name, and how much there is of it.
-    """
+    """Tells how much of a stage is done, each time it is called."""
 
     def __init__(self, tell: OnProgress, stage: str, total: int) -> None:
         self._tell, self._stage, self._total, self._done = tell, stage, total, 0
@@ -166,15 +156,7 @@ class ServerProfilingResult:
 
 
 class ServerProfiler:
-    """One measuring.
-
-    Parameters
-    ----------
-    server, setting
-        What is measured, and how it was started.
-    out, options, on_progress
-        Where tables go, how much is measured, and who is told.
-    """
+    """One measuring."""
 
     def __init__(
         self,
@@ -206,7 +188,7 @@ class ServerProfiler:
         self._sender = sender
         self._points = self._skipped = self._left_out = self._rows = self._loads = 0
         self._failed: list[str] = []
-        self._pulse = EventLoopLag()
+        self._loop_lag = EventLoopLag()
 
     async def measure(self) -> None:
         """Measure everything, the small things first; one that fails does not keep the others from it.
@@ -217,14 +199,14 @@ class ServerProfiler:
             When the folder is of another server.
         """
         require_same(self.out, self.name, self._facts())
-        pulse = asyncio.create_task(self._pulse.feel())
+        loop_lag = asyncio.create_task(self._loop_lag.watch())
         try:
             self._write_memory()
             await self._tried(FIRST_TOKENS, self._first_tokens)
             await self._tried(LOADS, self._adapter_loads)
             await self._operating_points()
         finally:  # also when it is interrupted
-            pulse.cancel()
+            loop_lag.cancel()
             self.out.note(self.name, self._facts())
 
     async def _tried(self, stage: str, work: Callable[[], Awaitable[None]]) -> None:
@@ -244,7 +226,7 @@ class ServerProfiler:
             step_rows=self._rows,
             loads=self._loads,
             kv_tokens=self.server.info.kv_tokens,
-            late_ms_p95=self._pulse.late_ms(95.0),
+            late_ms_p95=self._loop_lag.percentile_ms(95.0),
             partial=partial,
         )
 
@@ -373,7 +355,7 @@ class ServerProfiler:
             "points": len(self.out.measured(files.STEPS, self.name, "run")),
             "points_left_out": self._left_out,
             "points_failed": self._failed,
-            "client_late_ms_p95": self._pulse.late_ms(95.0),
+            "client_late_ms_p95": self._loop_lag.percentile_ms(95.0),
         }
 
 
@@ -427,7 +409,7 @@ async def _profile(
         raise InputError("must name an adapter, unless a base model is named", location="adapters")
     asked = [BASE, *adapters] if with_base else list(adapters)
     found = await preflight(target, asked, options.prompt_form)
-    info = await _engine_info(target)
+    info = await fetch_engine_info(target)
     if adapters and setting.a_max is None and info.a_max is None:
         raise InputError("is required: the server does not tell its adapter slots", location="a_max")
     server = ProfiledServer(target, adapters, found, info)
@@ -447,19 +429,6 @@ async def _profile(
     if not work.cancelled() and (error := work.exception()) is not None:
         raise error
     return profiler.profiled(partial=stop.is_set())
-
-
-async def _engine_info(target: Target) -> EngineInfo:
-    """Return what the server says of its engine; nothing where it has no metrics."""
-    try:
-        async with (
-            asyncio.timeout(_METRICS_TIMEOUT_S),
-            open_session(target) as session,
-            session.get(target.at("/metrics")) as response,
-        ):
-            return engine_info(await response.text("utf-8", "replace"))
-    except (TimeoutError, OSError, aiohttp.ClientError):
-        return EngineInfo()
 
 
 def _ignore(stage: str, done: int, total: int) -> None:

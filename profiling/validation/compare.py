@@ -161,17 +161,6 @@ def measured_values(
     The gap between tokens is that between a request's first and last token, over their number, as the twin
     counts it; for a profile that says how much longer clients see gaps (``client_itl_factor``), the one that
     the client saw.
-
-    Parameters
-    ----------
-    result
-        From the load generator.
-    profile
-        What the prediction rests on.
-    told_kv_tokens
-        KV capacity, where the server told it.
-    kv_tokens
-        KV capacity otherwise.
     """
     overall = result.overall
     seen = overall.itl_ms.mean
@@ -199,15 +188,7 @@ def measured_values(
 
 
 def faults_of(result: BenchResult, drawn: int | None = None) -> tuple[str, ...]:
-    """Return what makes a measurement void, in words.
-
-    Parameters
-    ----------
-    result
-        From the load generator.
-    drawn
-        How many requests the twin has drawn, where it is known.
-    """
+    """Return what makes a measurement void, in words."""
     overall, faults = result.overall, []
     if result.partial:
         faults.append("stopped before its time")
@@ -232,15 +213,7 @@ def offered_values(result: SimulationResult) -> dict[str, float]:
 
 
 def constant_step(profile: Profile, result: SimulationResult) -> Profile:
-    """Return the profile with one time for all steps, the mean of a simulation's.
-
-    Parameters
-    ----------
-    profile
-        The profile.
-    result
-        What it gave at the rates of the plan.
-    """
+    """Return the profile with one time for all steps, the mean of a simulation's."""
     from capplan.models.step_latency import ADDITIVE
     from capplan.spec import Coefficient
 

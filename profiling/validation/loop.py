@@ -46,11 +46,6 @@ _DISAGREES: Final = 1
 def saturated_rps(simulated: Callable[[float], SimulationResult]) -> float:
     """Return the rate that an engine answers when far more is asked.
 
-    Parameters
-    ----------
-    simulated
-        Returns what the twin makes of a rate, in requests per second.
-
     Raises
     ------
     InfeasibleError
@@ -112,17 +107,7 @@ class VoidError(CapplanError):
 
 
 class ClosedLoop:
-    """The stages in a folder.
-
-    Parameters
-    ----------
-    folder
-        Made if it is not there.
-    setting
-        The engine and the work.
-    say
-        Told every command before it runs.
-    """
+    """The stages in a folder."""
 
     def __init__(
         self, folder: str | Path, setting: LoopSettings, say: Callable[[str], None] = lambda _: None

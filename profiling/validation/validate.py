@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import contextlib
 import math
 from collections.abc import Callable, Iterator, Mapping
@@ -11,7 +12,7 @@ from typing import Any, Final
 
 from capplan.errors import InputError
 from capplan.profiling.load.bench import BenchOptions, bench
-from capplan.profiling.load.preflight import engine_info
+from capplan.profiling.load.preflight import fetch_engine_info
 from capplan.profiling.load.requests import scaled, schedule_of
 from capplan.profiling.load.result import BenchResult
 from capplan.profiling.load.run import OnTick
@@ -32,7 +33,6 @@ from capplan.twin import SimulationResult, simulate
 from capplan.twin.simulate import Settings
 
 _DRAIN_S: Final = 1.0
-_METRICS_S: Final = 10.0
 _LOOKS_S: Final = 2.0
 """Between two looks at a server's metrics: rare, since it answers them in the loop that hands out tokens."""
 
@@ -137,19 +137,7 @@ def twin_settings(group: Group, options: ValidationOptions) -> Settings:
 def server_command(
     plan: Plan, group: Group, profile: Profile, kv_tokens: int, requests: int, options: ValidationOptions
 ) -> ServerCommand:
-    """Return the server of one instance.
-
-    Parameters
-    ----------
-    plan, group, profile
-        What it is for.
-    kv_tokens
-        What the profile says that it has; on a CPU it is told, since nobody's memory is full there.
-    requests
-        How many it will be asked at most; none of them is refused.
-    options
-        Model, device, threads and LoRA kernel.
-    """
+    """Return the server of one instance."""
     settings = twin_settings(group, options)
     flags: dict[str, Any] = {
         "--max-loras": settings["a_max"],
@@ -260,7 +248,7 @@ class _OneGroup:
         self._workload = group_workload(group, workload, options.rate_scale)
         self._planned = group_workload(group, workload, 1.0)
         self._predicted = self._simulate(self._workload, profile)
-        self._told_kv_tokens: int | None = None
+        self._reported_kv_tokens: int | None = None
 
     def _simulate(self, workload: Workload, profile: Profile) -> SimulationResult:
         fields: dict[str, Any] = {**self._settings, "rules": self._plan.engine.rules}
@@ -275,7 +263,8 @@ class _OneGroup:
             self._workload, options.duration_s, options.seed, model_len, profile=self._profile
         )
         with self._server(len(schedule)) as url:
-            self._told_kv_tokens = _told_kv_tokens(Target(url, options.api_key))
+            info = asyncio.run(fetch_engine_info(Target(url, options.api_key)))
+            self._reported_kv_tokens = info.kv_tokens
             return bench(
                 self._workload,
                 Target(url, options.api_key, self._plan.base_model),
@@ -308,7 +297,7 @@ class _OneGroup:
             seed=options.seed,
             requests=predicted.submitted,
             comparisons=compared(
-                measured_values(result, self._profile, self._told_kv_tokens, predicted.kv_tokens),
+                measured_values(result, self._profile, self._reported_kv_tokens, predicted.kv_tokens),
                 predicted_values(predicted),
                 predicted_values(baseline),
                 offered_values(predicted),
@@ -319,16 +308,3 @@ class _OneGroup:
             constant_step_starved=baseline.starved,
             faults=faults_of(result, predicted.submitted),
         )
-
-
-def _told_kv_tokens(target: Target) -> int | None:
-    """Return the KV capacity that a server tells at ``/metrics``; None where it does not."""
-    from http.client import HTTPException
-    from urllib.request import Request, urlopen
-
-    request = Request(target.at("/metrics"), headers=target.headers())  # noqa: S310 - http(s), by Target
-    try:
-        with urlopen(request, timeout=_METRICS_S) as response:  # noqa: S310 - likewise
-            return engine_info(response.read().decode("utf-8", "replace")).kv_tokens
-    except (OSError, ValueError, HTTPException):
-        return None

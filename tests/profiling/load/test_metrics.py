@@ -132,18 +132,18 @@ def test_a_run_without_answers_has_no_latencies() -> None:
     assert got.itl_ms.mean is None
 
 
-def health(lag_ms: float, pulse_ms: float = 0.1) -> bool:
+def health(lag_ms: float, loop_lag_ms: float = 0.1) -> bool:
     record = recorded(twin(0.5))
-    pulse = EventLoopLag()
-    pulse.late.add(np.full(100, pulse_ms / 1e3))
+    loop_lag = EventLoopLag()
+    loop_lag.late.add(np.full(100, loop_lag_ms / 1e3))
     late = RequestRecords(**{**vars(record), "sent_s": record.due_s + lag_ms / 1e3})
-    return client_health(late, MeasurementWindow(0.0, DURATION_S), pulse, LagLimits()).kept_up
+    return client_health(late, MeasurementWindow(0.0, DURATION_S), loop_lag, LagLimits()).kept_up
 
 
 def test_a_client_that_sends_late_or_reads_late_did_not_keep_up() -> None:
     assert health(1.0)
     assert not health(8.0)
-    assert not health(1.0, pulse_ms=300.0)
+    assert not health(1.0, loop_lag_ms=300.0)
 
 
 def test_requests_that_were_never_sent_are_as_late_as_can_be() -> None:

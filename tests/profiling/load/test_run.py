@@ -269,8 +269,8 @@ def test_the_file_of_requests_has_every_request_and_every_event(tmp_path: Path) 
 
 def test_metrics_are_scraped_only_when_asked_for() -> None:
     with null_server() as url:
-        assert load(url).scrapes.samples == ()
-        samples = load(url, LoadSettings(duration_s=0.8, metrics_interval_s=0.1)).scrapes.samples
+        assert load(url).samples == ()
+        samples = load(url, LoadSettings(duration_s=0.8, metrics_interval_s=0.1)).samples
     assert len(samples) >= 2
     assert samples[0].values == {"running": 0.0, "waiting": 0.0, "kv_used": 0.0}
 
