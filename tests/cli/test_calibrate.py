@@ -10,7 +10,7 @@ import pytest
 from capplan import load_profile, load_workload, simulate
 from tests.cli.conftest import Run, error_line
 from tests.cli.examples import profile_document
-from tests.models.step_tables import ADDITIVE_TRUTH, steps_of
+from tests.models.calibration.step_tables import ADDITIVE_TRUTH, steps_of
 
 WORKLOAD = """\
 base_model: meta-llama/Llama-3.1-8B-Instruct

@@ -1,4 +1,4 @@
-"""The example of a calibration prints its record and finds the profile that its tables were made with."""
+"""The calibration example prints its recorded output and recovers the profile of its tables."""
 
 import runpy
 
@@ -12,13 +12,13 @@ MODEL = ("--model-config", "examples/calibrate/config.json", "--base-model", "ex
 GPU = ("--gpu", "Example 24GB", "--gpu-memory-gib", "24")
 
 
-def test_the_steps_of_the_example_print_the_recorded_calibration() -> None:
+def test_the_example_prints_the_recorded_calibration() -> None:
     table = ("--steps", "examples/calibrate/steps.csv", "-o", "/dev/null")
     output = printed("-m", "capplan", "calibrate", *MODEL, *GPU, *table)
     assert_as_recorded(FOLDER / "calibrate.out", output)
 
 
-def test_the_record_shows_the_numbers_that_the_tables_were_made_with() -> None:
+def test_the_record_shows_the_coefficients_of_the_tables() -> None:
     truth = runpy.run_path(str(FOLDER / "make_tables.py"))["TRUTH"]
     record = (FOLDER / "calibrate.out").read_text(encoding="utf-8")
     found = {

@@ -1,13 +1,11 @@
-"""Calibration with the twin in the loop, on runs that the twin itself made under a known profile."""
+"""Calibration with the twin in the loop, on runs simulated with a known profile."""
 
 from pathlib import Path
 
-import numpy as np
 import pandas as pd
 import pytest
 
 from capplan.errors import InputError
-from capplan.models.calibration.least_squares import smape
 from capplan.models.step_latency import ADDITIVE
 from capplan.spec import Coefficient, Profile
 from capplan.twin.calibration import CalibrationOptions, CalibrationTables, calibrate
@@ -53,7 +51,7 @@ def engine(request_ms: float = 20.0, serving_factor: float = 1.0, **step: float)
 
 
 def run_table(truth: Profile, tmp_path: Path) -> Path:
-    """Write runs from idle to starved, as the twin would have measured them."""
+    """Write a table of simulated runs, from idle to starved."""
     rows = [
         {
             "run": f"run-{number}",
@@ -93,7 +91,7 @@ def run_table(truth: Profile, tmp_path: Path) -> Path:
     return path
 
 
-def test_runs_alone_find_the_coefficients_and_beat_the_start(tmp_path: Path) -> None:
+def test_coefficients_are_recovered_from_runs(tmp_path: Path) -> None:
     truth = engine(**{name: TRUTH[name] for name in ("base_ms", "ms_per_ktoken", "ms_per_adapter")})
     path = run_table(truth, tmp_path)
     free = ("base_ms", "ms_per_ktoken", "ms_per_adapter", "request_ms")
@@ -125,14 +123,14 @@ def test_runs_alone_find_the_coefficients_and_beat_the_start(tmp_path: Path) -> 
     assert all(at <= total for at, total in done)
 
 
-def test_the_same_tables_give_the_same_profile_whatever_the_threads(tmp_path: Path) -> None:
+def test_the_number_of_threads_does_not_change_the_profile(tmp_path: Path) -> None:
     path = run_table(engine(base_ms=8.0), tmp_path)
     options = [CalibrationOptions(free=("base_ms",), workers=workers) for workers in (1, 3)]
     first, second = (calibrate(engine(), CalibrationTables(runs=str(path)), each).profile for each in options)
     assert first == second
 
 
-def test_the_twin_counts_the_loads_that_a_step_table_does_not_tell(tmp_path: Path) -> None:
+def test_the_twin_counts_loads_that_the_step_table_lacks(tmp_path: Path) -> None:
     truth = engine(serving_factor=3.0)
     path = run_table(truth, tmp_path)
     rows = []
@@ -232,7 +230,7 @@ def test_a_coefficient_that_is_0_starts_small() -> None:
             free_coefficients(base, names, steps_known=False, latency_measured=False)
 
 
-def test_coefficients_that_the_runs_say_nothing_of_stay(tmp_path: Path) -> None:
+def test_coefficients_without_effect_on_the_runs_stay(tmp_path: Path) -> None:
     base = engine()
     runs = read_runs(run_table(base, tmp_path), "org/tiny")[:3]
     free = free_coefficients(base, ("base_ms", "disk_base_ms"), steps_known=False, latency_measured=False)
@@ -267,7 +265,7 @@ def test_a_broken_row_is_refused_with_its_number(
         read_runs(path, "org/tiny")
 
 
-def test_settings_that_cannot_have_run_are_refused_with_their_row(tmp_path: Path) -> None:
+def test_impossible_settings_are_refused_with_their_row(tmp_path: Path) -> None:
     path = run_table(engine(), tmp_path)
     frame = pd.read_csv(path)
     for column, value, rule in (
@@ -281,7 +279,7 @@ def test_settings_that_cannot_have_run_are_refused_with_their_row(tmp_path: Path
             calibrate(engine(), CalibrationTables(runs=str(path)), CalibrationOptions(free=("base_ms",)))
 
 
-def test_a_workload_file_can_stand_in_for_the_columns(tmp_path: Path) -> None:
+def test_a_workload_file_replaces_the_columns(tmp_path: Path) -> None:
     (tmp_path / "w.yaml").write_text(
         "base_model: org/tiny\nprofile: ./p.json\n"
         "requests: {prompt_tokens: {mean: 50}, output_tokens: {mean: 20}}\n"
@@ -294,8 +292,7 @@ def test_a_workload_file_can_stand_in_for_the_columns(tmp_path: Path) -> None:
     assert (run.name, run.workload.base_model, run.settings["duration_s"]) == ("1", "org/tiny", 3600.0)
 
 
-def test_what_was_not_measured_is_not_compared() -> None:
-    assert np.isnan(smape([], []))
+def test_options_without_their_table_are_refused() -> None:
     with pytest.raises(InputError, match="needs a table of steps, runs, memory or loading"):
         calibrate(engine(), CalibrationTables())
     for options, flag in (

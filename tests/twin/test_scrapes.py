@@ -39,7 +39,7 @@ def answer(asked: Profile) -> SimulationResult:
     return dataclasses.replace(simulate(many(), asked, **SETTINGS), wall_s=0.0)
 
 
-def test_a_server_that_nobody_scrapes_shows_clients_what_the_engine_does() -> None:
+def test_without_scrapes_clients_see_the_engines_gaps() -> None:
     bare = answer(with_host())
     assert answer(with_host(scrape_interval_s=0.0, **SCRAPED)) == bare
     assert answer(with_host(scrape_interval_s=2.0, **(SCRAPED | {"scrape_share": 0.0}))) == bare
@@ -55,7 +55,7 @@ def test_scrapes_lengthen_all_gaps_alike_and_change_nothing_else() -> None:
     assert dataclasses.asdict(scraped) == pytest.approx(expected)
 
 
-def test_the_constant_factor_is_on_top_of_what_scrapes_do() -> None:
+def test_the_constant_factor_multiplies_the_effect_of_scrapes() -> None:
     host = with_host(scrape_interval_s=2.0, **SCRAPED).host
     doubled = host.replace(coefficients=host.coefficients | {"client_itl_factor": Coefficient(value=2.0)})
     ours, twice = (answer(profile().replace(host=each)) for each in (host, doubled))
@@ -65,7 +65,7 @@ def test_the_constant_factor_is_on_top_of_what_scrapes_do() -> None:
 @given(
     steps=st.integers(10, 400), held=st.integers(2, 400), step_s=st.floats(0.005, 0.1), small=st.floats(0, 1)
 )
-def test_tokens_of_a_scrape_arrive_as_one(steps: int, held: int, step_s: float, small: float) -> None:
+def test_tokens_of_a_scrape_arrive_together(steps: int, held: int, step_s: float, small: float) -> None:
     """Count the gaps of one period: one per step of the pause, and one for the whole scrape."""
     gaps = [step_s] * steps + [held * step_s]
     factor = scrapes.stretch(steps * step_s, held * step_s, step_s, 1.0)
@@ -74,7 +74,7 @@ def test_tokens_of_a_scrape_arrive_as_one(steps: int, held: int, step_s: float, 
     assert some - 1 == pytest.approx(small * (factor - 1))
 
 
-def test_a_scrape_shorter_than_a_step_is_not_seen() -> None:
+def test_a_scrape_shorter_than_a_step_has_no_effect() -> None:
     assert scrapes.stretch(2.0, 0.009, 0.01, 1.0) == 1.0
     assert scrapes.stretch(2.0, 0.0, 0.01, 1.0) == 1.0
 

@@ -1,4 +1,4 @@
-"""Every form of the step model, fitted to steps of which the truth is known."""
+"""Fit and selection of step models on steps of known coefficients."""
 
 from collections.abc import Mapping
 
@@ -10,12 +10,11 @@ from hypothesis import strategies as st
 
 from capplan.errors import InputError
 from capplan.models.calibration.candidates import TERM_GROUPS, candidate_named, candidates
-from capplan.models.calibration.least_squares import clustered_errors
 from capplan.models.calibration.step_model import calibrate_steps, predict_left_out
 from capplan.models.calibration.tables import StepTable, step_table
 from capplan.models.step_latency import ADDITIVE
 from capplan.spec import Coefficient, Kernel
-from tests.models.step_tables import (
+from tests.models.calibration.step_tables import (
     ADDITIVE_TRUTH,
     DIGITAL_TWIN_TRUTH,
     TOPPINGS_TRUTH,
@@ -52,7 +51,7 @@ def test_the_coefficients_of_exact_steps_are_recovered(
 
 
 @pytest.mark.parametrize(("form", "truth", "kernel"), CASES)
-def test_a_fit_predicts_what_the_twin_charges_with_its_coefficients(
+def test_a_fit_predicts_the_step_times_of_the_twin(
     form: str, truth: Mapping[str, float], kernel: Kernel
 ) -> None:
     frame = steps_of(form, truth, kernel=kernel, rows=120, noise=0.2, seed=3)
@@ -64,7 +63,7 @@ def test_a_fit_predicts_what_the_twin_charges_with_its_coefficients(
     assert fit.predict(table) == pytest.approx(by_twin)
 
 
-def test_the_form_that_made_the_steps_is_chosen() -> None:
+def test_the_form_of_the_steps_is_selected() -> None:
     for form, truth in (
         ("additive", ADDITIVE_TRUTH),
         ("digital-twin", DIGITAL_TWIN_TRUTH),
@@ -76,7 +75,7 @@ def test_the_form_that_made_the_steps_is_chosen() -> None:
         assert made.score.held_out_r2 > 0.99
 
 
-def test_what_a_part_of_ours_is_worth_shows_in_the_error_without_it() -> None:
+def test_leaving_out_a_group_of_terms_increases_the_error() -> None:
     made = calibrate_steps(table_of(steps_of("additive", ADDITIVE_TRUTH, noise=0.01, rows=1000)))
     errors = {score.label: score.held_out_error for score in made.scores}
     for group, terms in TERM_GROUPS.items():
@@ -89,13 +88,13 @@ def test_what_a_part_of_ours_is_worth_shows_in_the_error_without_it() -> None:
     assert [score.held_out_error for score in made.scores] == sorted(errors.values())
 
 
-def test_a_part_that_makes_no_difference_stays() -> None:
+def test_terms_without_effect_are_kept() -> None:
     flat = ADDITIVE_TRUTH | dict.fromkeys((*TERM_GROUPS["queue"], *TERM_GROUPS["graphs"]), 0.0)
     made = calibrate_steps(table_of(steps_of("additive", flat, noise=0.03)))
     assert made.fit.candidate.label == "additive"
 
 
-def test_without_a_request_by_itself_what_several_cost_is_in_the_base() -> None:
+def test_the_cost_of_several_requests_needs_steps_of_one() -> None:
     truth = ADDITIVE_TRUTH | {"ms_for_several": 0.0}
     frame = steps_of("additive", truth)
     frame = frame[frame["requests"] > 1]
@@ -103,7 +102,7 @@ def test_without_a_request_by_itself_what_several_cost_is_in_the_base() -> None:
     assert fit.coefficients()["base_ms"].value == pytest.approx(truth["base_ms"], rel=2e-3)
 
 
-def test_a_queue_that_hardly_ever_was_tells_nothing_of_long_ones() -> None:
+def test_queue_terms_need_a_row_with_a_queue() -> None:
     frame = steps_of("additive", ADDITIVE_TRUTH, noise=0.05)
     frame["waiting"] = np.where(np.arange(len(frame)) % 50 == 0, 0.05, 0.0)
     table = table_of(frame)
@@ -113,14 +112,14 @@ def test_a_queue_that_hardly_ever_was_tells_nothing_of_long_ones() -> None:
     assert "additive-without-queue" not in {score.label for score in calibrate_steps(table).scores}
 
 
-def test_an_asked_for_form_is_taken_whatever_its_error() -> None:
+def test_a_given_form_is_taken_whatever_its_error() -> None:
     made = calibrate_steps(table_of(steps_of("additive", ADDITIVE_TRUTH)), form="toppings-bgmv")
     assert made.forced
     assert made.model().form == "toppings-bgmv"
     assert made.score.held_out_error > min(score.held_out_error for score in made.scores)
 
 
-def test_forms_without_their_columns_are_named_and_left_out() -> None:
+def test_forms_with_missing_columns_are_reported_and_left_out() -> None:
     frame = steps_of("additive", ADDITIVE_TRUTH | dict.fromkeys(ADDITIVE.optional, 0.0))
     frame = frame[[name for name in frame.columns if "rank" not in name and "lora" not in name]]
     frame = frame.drop(columns=["decodes", "prefills"])
@@ -136,7 +135,7 @@ def test_forms_without_their_columns_are_named_and_left_out() -> None:
         calibrate_steps(table_of(frame), form="toppings-bgmv")
 
 
-def test_the_engines_kernel_is_not_fitted_but_others_are_shown() -> None:
+def test_other_kernels_are_scored_and_never_selected() -> None:
     table = table_of(steps_of("additive", ADDITIVE_TRUTH, kernel=Kernel.MBGMV, noise=0.01))
     made = calibrate_steps(table, Kernel.VLLM)
     assert made.fit.candidate.kernel is Kernel.VLLM
@@ -145,7 +144,7 @@ def test_the_engines_kernel_is_not_fitted_but_others_are_shown() -> None:
     assert calibrate_steps(table, form="additive-as-mbgmv").fit.candidate.kernel is Kernel.MBGMV
 
 
-def test_a_run_does_not_help_its_own_prediction() -> None:
+def test_a_run_does_not_affect_its_own_prediction() -> None:
     frame = steps_of("additive", ADDITIVE_TRUTH, rows=300, runs=6)
     table = table_of(frame)
     plain = candidate_named("additive-without-ranks", table, Kernel.VLLM)
@@ -181,19 +180,37 @@ def test_an_unknown_form_is_refused_with_the_known_ones() -> None:
     assert all(each.label in str(refused.value) for each in candidates(table, Kernel.VLLM))
 
 
-def test_errors_of_coefficients_allow_for_runs_whose_residuals_go_together() -> None:
-    """Twenty rows of a run that share their residual tell no more than one."""
-    rng = np.random.default_rng(0)
-    groups = np.repeat(np.arange(60), 20)
-    x = rng.uniform(1.0, 2.0, 60)[groups]
-    jacobian = np.column_stack([np.ones_like(x), x])
-    shared = rng.standard_normal(60)[groups]
-    own = rng.standard_normal(groups.size)
-    free = np.array([True, True])
-    together = clustered_errors(jacobian, shared, free, groups)
-    apart = clustered_errors(jacobian, shared, free, np.arange(groups.size))
-    assert together == pytest.approx(np.sqrt(20) * apart, rel=0.25)
-    assert clustered_errors(jacobian, own, free, groups) == pytest.approx(
-        clustered_errors(jacobian, own, free, np.arange(groups.size)), rel=0.35
+@pytest.mark.parametrize("prompt_tokens", [20.0, 120.0, 900.0])
+@pytest.mark.parametrize("requests", [5.0, 100.0, 127.5, 300.0, 700.0])
+def test_window_means_average_terms_with_a_threshold_over_their_steps(
+    requests: float, prompt_tokens: float
+) -> None:
+    """Prompts in a step are Poisson in number and gamma-distributed in length."""
+    n, rng = 200_000, np.random.default_rng(0)
+    mean, std = 223.0, 245.0
+    prefills = prompt_tokens / mean
+    number = rng.poisson(prefills, n)
+    shape, scale = (mean / std) ** 2, std**2 / mean
+    prompts = np.where(number > 0, rng.gamma(np.maximum(number, 1) * shape, scale), 0.0)
+    row = {
+        "step_ms": 10.0,
+        "steps": 500,
+        "tokens": requests + prompt_tokens,
+        "requests": requests + prefills,
+        "kv_tokens": 0.0,
+        "adapters": 1.0,
+        "a_max": 8,
+        "s_max": 16,
+        "waiting": 0.0,
+        "adapters_served": 8,
+        "decodes": requests,
+        "prefills": prefills,
+        "prompt_std": std,
+    }
+    columns = candidate_named("additive", table_of(pd.DataFrame([row])), Kernel.VLLM).columns(
+        table_of(pd.DataFrame([row]))
     )
-    assert np.isnan(clustered_errors(jacobian, own, np.array([True, False]), groups)[1])
+    small = np.mean(requests + prompts < 128)
+    assert columns["ms_per_adapter_small_rank16"][0] == pytest.approx(small, abs=0.07)
+    beyond = np.mean(np.maximum(0.0, requests + prompts - 512)) / 1000
+    assert columns["ms_per_ktoken_beyond_graphs"][0] == pytest.approx(beyond, rel=0.1, abs=0.012)

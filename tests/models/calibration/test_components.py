@@ -1,4 +1,4 @@
-"""Memory and loading models fitted to tables, and the profile of assumptions that one can start from."""
+"""Memory, loading and length fits, and the assumed profile."""
 
 import json
 from pathlib import Path
@@ -12,13 +12,15 @@ from capplan.errors import InputError
 from capplan.models.calibration.components import (
     Hardware,
     assumed_profile,
+    fit_length_correlation,
     fit_loading,
     fit_memory,
+    held_kv_tokens,
     read_arch,
 )
 from capplan.models.loading import disk_load_ms, gpu_load_ms
 from capplan.models.memory import kv_tokens
-from capplan.spec import Profile
+from capplan.spec import Lengths, Profile
 from tests.twin.examples import part, profile
 
 CONFIG = {
@@ -64,7 +66,7 @@ def start_ups(engine: Profile, max_num_seqs: tuple[int, ...]) -> pd.DataFrame:
     )
 
 
-def test_start_ups_give_back_the_memory_model(engine: Profile, tmp_path: Path) -> None:
+def test_the_memory_model_of_start_ups_is_recovered(engine: Profile, tmp_path: Path) -> None:
     start_ups(engine, (64, 256, 512, 1024, 2048)).to_csv(tmp_path / "memory.csv", index=False)
     fitted = fit_memory(tmp_path / "memory.csv", profile())
     again = engine.replace(memory=fitted)
@@ -74,7 +76,9 @@ def test_start_ups_give_back_the_memory_model(engine: Profile, tmp_path: Path) -
     assert fitted.fit.error < 0.5
 
 
-def test_what_sequences_cost_stays_where_the_table_cannot_tell(engine: Profile, tmp_path: Path) -> None:
+def test_the_cost_of_sequences_stays_if_the_table_does_not_determine_it(
+    engine: Profile, tmp_path: Path
+) -> None:
     start_ups(engine, (1024,)).to_csv(tmp_path / "memory.csv", index=False)
     fitted = fit_memory(tmp_path / "memory.csv", engine)
     for name in ("bytes_per_seq", "seqs_in_reserve"):
@@ -95,7 +99,7 @@ def test_more_kv_than_the_gpu_holds_is_refused(engine: Profile, tmp_path: Path) 
 
 
 @pytest.mark.parametrize("kinds", [("gpu",), ("disk",), ("gpu", "disk")])
-def test_loads_give_back_the_loading_model_that_they_are_of(tmp_path: Path, kinds: tuple[str, ...]) -> None:
+def test_the_loading_model_of_loads_is_recovered(tmp_path: Path, kinds: tuple[str, ...]) -> None:
     truth = part(
         "copies-and-bytes",
         serving_factor=1.0,
@@ -140,7 +144,7 @@ def config(tmp_path: Path, **changes: Any) -> Path:
     return path
 
 
-def test_the_shape_of_a_model_is_read_from_its_config(tmp_path: Path) -> None:
+def test_the_architecture_is_read_from_the_config(tmp_path: Path) -> None:
     arch = read_arch(config(tmp_path), "org/Tiny-1B")
     assert (arch.name, arch.hf_ids) == ("Tiny-1B", ("org/Tiny-1B",))
     assert (arch.layers, arch.heads, arch.kv_heads, arch.head_dim) == (16, 32, 8, 64)
@@ -157,7 +161,7 @@ def test_a_config_without_a_size_is_refused(tmp_path: Path, value: Any) -> None:
         read_arch(config(tmp_path, hidden_size=value), "org/x")
 
 
-def test_a_profile_of_assumptions_says_so_and_grows_with_the_model(tmp_path: Path) -> None:
+def test_an_assumed_profile_is_marked_and_grows_with_the_model(tmp_path: Path) -> None:
     hardware = Hardware(gpu="Test GPU", gpu_memory_bytes=24 * 2**30)
     small = assumed_profile(read_arch(config(tmp_path), "org/small"), hardware)
     large = assumed_profile(read_arch(config(tmp_path, num_hidden_layers=32), "org/large"), hardware)
@@ -169,3 +173,23 @@ def test_a_profile_of_assumptions_says_so_and_grows_with_the_model(tmp_path: Pat
         assert 0.0 < small.step_latency.value(name) < large.step_latency.value(name)
     assert kv_tokens(small, 8, 16, 0.9, 256) > kv_tokens(large, 8, 16, 0.9, 256) > 0
     assert np.isfinite([each.value for each in small.step_latency.coefficients.values()]).all()
+
+
+LENGTHS = (Lengths(mean=223, std=245), Lengths(mean=194, std=206))
+
+
+def test_correlated_lengths_hold_more_kv() -> None:
+    scores = np.random.default_rng(0).standard_normal((20_000, 2))
+    held = [held_kv_tokens(*LENGTHS, correlation, scores, 16) for correlation in (-0.8, -0.4, 0.0, 0.4)]
+    assert held == sorted(held)
+    independent = 223 + (194 + 206**2 / 194) / 2 + 8  # a decoding request is length-biased in its output
+    assert held[2] == pytest.approx(independent, rel=0.02)
+
+
+def test_the_length_correlation_is_recovered() -> None:
+    scores = np.random.default_rng(1).standard_normal((200_000, 2))
+    other = (Lengths(mean=100, std=80), Lengths(mean=400, std=300))
+    held = [held_kv_tokens(*lengths, -0.4, scores, 16) for lengths in (LENGTHS, other)]
+    assert fit_length_correlation([LENGTHS, other], held, 16) == pytest.approx(-0.4, abs=0.03)
+    assert fit_length_correlation([LENGTHS], [1.0], 16) == -0.95
+    assert fit_length_correlation([LENGTHS], [1e6], 16) == 0.95

@@ -1,4 +1,4 @@
-"""Tables of measurements: what is read, and what is refused with one line."""
+"""Reading and validation of step tables."""
 
 from pathlib import Path
 
@@ -8,7 +8,7 @@ import pytest
 
 from capplan.errors import InputError
 from capplan.models.calibration.tables import STEP_COLUMNS, read_steps, regimes, step_table
-from tests.models.step_tables import ADDITIVE_TRUTH, steps_of
+from tests.models.calibration.step_tables import ADDITIVE_TRUTH, steps_of
 
 
 @pytest.fixture
@@ -22,7 +22,7 @@ def written(frame: pd.DataFrame, path: Path) -> Path:
 
 
 @pytest.mark.parametrize("name", ["steps.csv", "steps.parquet"])
-def test_both_formats_say_the_same(frame: pd.DataFrame, tmp_path: Path, name: str) -> None:
+def test_both_formats_read_alike(frame: pd.DataFrame, tmp_path: Path, name: str) -> None:
     table = read_steps(written(frame, tmp_path / name))
     assert table.source == name
     assert table.step_ms == pytest.approx(frame["step_ms"].to_numpy())
@@ -69,7 +69,7 @@ def test_an_empty_file_is_refused(tmp_path: Path, content: str) -> None:
         read_steps(path)
 
 
-def test_what_is_no_table_is_refused(tmp_path: Path) -> None:
+def test_a_file_that_is_not_a_table_is_refused(tmp_path: Path) -> None:
     broken = tmp_path / "steps.parquet"
     broken.write_bytes(b"no table")
     for path in (broken, tmp_path / "missing.csv"):
@@ -77,7 +77,7 @@ def test_what_is_no_table_is_refused(tmp_path: Path) -> None:
             read_steps(path)
 
 
-def test_regimes_follow_from_the_columns_that_tell_them() -> None:
+def test_regimes_follow_from_limits_and_load() -> None:
     frame = pd.DataFrame(
         {
             "tokens": [100, 100, 2040, 100, 100, 100],
@@ -104,12 +104,12 @@ def test_regimes_follow_from_the_columns_that_tell_them() -> None:
     ]
 
 
-def test_a_table_can_name_its_own_regimes(frame: pd.DataFrame) -> None:
+def test_a_column_of_regimes_takes_precedence(frame: pd.DataFrame) -> None:
     named = step_table(frame.assign(regime="night"), "steps.csv")
     assert set(named.regime.tolist()) == {"night"}
 
 
-def test_means_over_windows_count_what_is_there_in_some_steps() -> None:
+def test_counts_within_window_means_are_poisson() -> None:
     frame = steps_of("additive", ADDITIVE_TRUTH, rows=40)
     single = step_table(frame, "steps.csv")
     mean = np.linspace(0.0, 3.0, 40)
@@ -118,7 +118,7 @@ def test_means_over_windows_count_what_is_there_in_some_steps() -> None:
     assert windows.probability_of_any(mean) == pytest.approx(1.0 - np.exp(-mean))
 
 
-def test_rows_of_no_run_are_cut_into_stretches(frame: pd.DataFrame) -> None:
+def test_rows_without_a_run_form_blocks(frame: pd.DataFrame) -> None:
     table = step_table(frame.drop(columns="run"), "steps.csv", folds=4)
     assert table.run_names == ()
     assert table.run.tolist() == sorted(table.run.tolist())

@@ -1,0 +1,87 @@
+"""Least squares of relative errors, cross-validation and clustered standard errors."""
+
+import numpy as np
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from capplan.models.calibration.least_squares import (
+    LinearProblem,
+    clustered_errors,
+    cross_validate,
+    fit_linear,
+    fitted_model,
+    smape,
+)
+
+
+def problem(values: list[float], seed: int, noise: float = 0.0) -> LinearProblem:
+    rng = np.random.default_rng(seed)
+    design = rng.uniform(0.5, 50.0, (200, len(values)))
+    design[:, 0] = 1.0
+    y = design @ values * np.exp(noise * rng.standard_normal(200))
+    return LinearProblem(tuple(f"k{i}" for i in range(len(values))), design, y)
+
+
+@given(st.lists(st.floats(0.01, 100.0), min_size=1, max_size=6), st.integers(0, 99))
+def test_known_coefficients_are_recovered(values: list[float], seed: int) -> None:
+    assert fit_linear(problem(values, seed)).values == pytest.approx(values, rel=1e-3, abs=1e-4)
+
+
+def test_noisy_coefficients_lie_within_their_stated_errors() -> None:
+    values = np.array([5.0, 2.0, 0.3])
+    fits = [fit_linear(problem(values.tolist(), seed, noise=0.05)) for seed in range(60)]
+    z = np.array([(fit.values - values) / fit.std_errors for fit in fits])
+    assert np.mean(np.abs(z) < 2.0) > 0.88
+    assert fits[0].error == pytest.approx(2.0, abs=0.5)  # half the mean of |N(0, 5 %)|
+
+
+def test_coefficients_are_not_negative() -> None:
+    fit = fit_linear(problem([50.0, -0.5, 1.0], 0))
+    assert np.all(fit.values >= 0)
+    assert np.isnan(fit.std_errors[1])
+
+
+def test_a_left_out_group_does_not_improve_its_own_prediction() -> None:
+    rng = np.random.default_rng(0)
+    groups = np.repeat(np.arange(10), 20)
+    level = rng.uniform(1.0, 9.0, 10)[groups]  # nothing in the design tells the level of a group
+    one_column = LinearProblem(("k",), np.ones((200, 1)), level)
+    own_column = LinearProblem(tuple("abcdefghij"), np.eye(10)[groups], level)
+    assert fit_linear(own_column).error == pytest.approx(0.0, abs=1e-6)
+    assert cross_validate(own_column, groups) == pytest.approx(100.0)  # its column is unknown to the others
+    assert cross_validate(one_column, groups) > fit_linear(one_column).error
+
+
+def test_a_fitted_model_stores_values_errors_and_range() -> None:
+    fit = fit_linear(problem([5.0, 0.0, 1.0], 1, noise=0.02))
+    model = fitted_model("any", fit, "made up", ranges={"x": (1.0, 2.0)}, fixed=(("given", 7.0),))
+    assert model.value("given") == 7.0
+    assert model.value("k0") == fit.values[0]
+    assert model.fit.error == fit.error
+    assert model.fit.samples == 200
+    assert model.fitted_range == {"x": (1.0, 2.0)}
+
+
+def test_smape_is_symmetric_and_nan_without_samples() -> None:
+    assert smape([1.0, 3.0], [3.0, 1.0]) == pytest.approx(50.0)
+    assert smape([2.0], [2.0]) == 0.0
+    assert np.isnan(smape([], []))
+
+
+def test_standard_errors_allow_for_correlated_residuals_within_a_run() -> None:
+    """Twenty rows of a run with a common residual hold the information of one."""
+    rng = np.random.default_rng(0)
+    groups = np.repeat(np.arange(60), 20)
+    x = rng.uniform(1.0, 2.0, 60)[groups]
+    jacobian = np.column_stack([np.ones_like(x), x])
+    shared = rng.standard_normal(60)[groups]
+    own = rng.standard_normal(groups.size)
+    free = np.array([True, True])
+    together = clustered_errors(jacobian, shared, free, groups)
+    apart = clustered_errors(jacobian, shared, free, np.arange(groups.size))
+    assert together == pytest.approx(np.sqrt(20) * apart, rel=0.25)
+    assert clustered_errors(jacobian, own, free, groups) == pytest.approx(
+        clustered_errors(jacobian, own, free, np.arange(groups.size)), rel=0.35
+    )
+    assert np.isnan(clustered_errors(jacobian, own, np.array([True, False]), groups)[1])
