@@ -24,6 +24,7 @@ from capplan.twin.calibration_fit import (
     RunCalibration,
     calibrate_runs,
     free_coefficients,
+    simulate_runs,
     with_coefficients,
 )
 from capplan.twin.calibration_runs import TARGETS, MeasuredRun, read_runs
@@ -221,22 +222,13 @@ def _idle_load_ms(
     progress: Progress | None,
 ) -> dict[str, float]:
     """Return the milliseconds of simulated adapter loads per step of each run, at a serving factor of 1."""
-    from concurrent.futures import ThreadPoolExecutor
-
     factor = profile.loading.value("serving_factor")
-
-    def one(numbered: tuple[int, MeasuredRun]) -> float:
-        number, run = numbered
-        result = run.simulate(profile, options.seed + number)
-        return result.load_s * 1e3 / factor / max(1, result.steps)
-
+    seeds = range(options.seed, options.seed + len(runs))
     loads = {}
-    with ThreadPoolExecutor(options.workers) as pool:
-        simulated = zip(runs, pool.map(one, enumerate(runs)), strict=True)
-        for done, (run, load_ms) in enumerate(simulated, start=1):
-            loads[run.name] = load_ms
-            if progress is not None:
-                progress(stage, done, len(runs))
+    for run, (result, _) in zip(runs, simulate_runs(runs, profile, seeds, options.workers), strict=True):
+        loads[run.name] = result.load_s * 1e3 / factor / max(1, result.steps)
+        if progress is not None:
+            progress(stage, len(loads), len(runs))
     return loads
 
 

@@ -9,10 +9,10 @@ Host coefficients change no decision of the engine. Their effect on a result is 
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
-from functools import partial
+from itertools import repeat
 from types import MappingProxyType
 from typing import Any, Final, Literal, NamedTuple
 
@@ -310,8 +310,15 @@ class SimulatedRun(NamedTuple):
     load: ScrapeLoad | None
 
 
-def simulate_run(run: MeasuredRun, profile: Profile, seed: int) -> SimulatedRun:
-    """Simulate a run and keep the load of scrapes; see `MeasuredRun.simulate`."""
+def simulate_runs(
+    runs: Sequence[MeasuredRun], profile: Profile, seeds: Sequence[int], workers: int
+) -> Iterator[SimulatedRun]:
+    """Simulate runs in parallel threads, yielding in their order; see `MeasuredRun.simulate`."""
+    with ThreadPoolExecutor(workers) as pool:
+        yield from pool.map(_simulate_run, runs, repeat(profile), seeds)
+
+
+def _simulate_run(run: MeasuredRun, profile: Profile, seed: int) -> SimulatedRun:
     loads = []
 
     def runner(scenario: Scenario) -> Trace:
@@ -378,19 +385,16 @@ class _Problem:
             return [each for i, each in enumerate(self.cache[key]) if only is None or only[i]]
         profile = self._profile(np.where(self.simulated, logs, 0.0))
         indices = [i for i in range(len(self.runs)) if only is None or only[i]]
+        runs, seeds = [self.runs[i] for i in indices], [self.seed + i for i in indices]
         simulated = []
-        with ThreadPoolExecutor(self.workers) as pool:
-            for each in pool.map(partial(self._simulate_one, profile), indices):
-                simulated.append(each)
-                self.done += 1
-                if self.progress is not None:
-                    self.progress(min(self.done, self.max_simulations), self.max_simulations)
+        for each in simulate_runs(runs, profile, seeds, self.workers):
+            simulated.append(each)
+            self.done += 1
+            if self.progress is not None:
+                self.progress(min(self.done, self.max_simulations), self.max_simulations)
         if only is None:
             self.cache[key] = simulated
         return simulated
-
-    def _simulate_one(self, profile: Profile, index: int) -> SimulatedRun:
-        return simulate_run(self.runs[index], profile, self.seed + index)
 
     def _profile(self, logs: NDArray[np.float64]) -> Profile:
         return with_coefficients(self.base, self.free, self.values(logs))

@@ -315,23 +315,6 @@ def _digital_twin_ms(table: StepTable, k: Mapping[str, float]) -> NDArray[np.flo
     return milliseconds
 
 
-def _digital_twin_derivatives(table: StepTable, k: Mapping[str, float]) -> dict[str, NDArray[np.float64]]:
-    """Return the derivative of each row's milliseconds by each coefficient."""
-    base_only = (table.adapters == 0.0) & ("k7_base" in k)
-    overhead = np.where(base_only, k.get("k7_base", 1.0), k["k6"] * table.adapters + k["k7"])
-    backbone = k["k4"] * table.requests + k["k5"]
-    columns = {
-        "k1": table.requests,
-        "k2": table.waiting,
-        "k3": table.waiting * table.slots_per_adapter,
-        "k4": table.requests * overhead,
-        "k5": overhead,
-        "k6": np.where(base_only, 0.0, backbone * table.adapters),
-        "k7_base": np.where(base_only, backbone, 0.0),
-    }
-    return columns if table.load_ms is None else columns | {SERVING_FACTOR: table.load_ms}
-
-
 def _fit_digital_twin(candidate: StepModelCandidate, table: StepTable) -> StepModelFit:
     """Fit the form that is not linear. k7 is 1: ``(k4*B + k5) * (k6*A + k7)`` has a spare constant."""
     names = ["k1", "k2", "k3", "k4", "k5", "k6"]
@@ -349,15 +332,10 @@ def _fit_digital_twin(candidate: StepModelCandidate, table: StepTable) -> StepMo
     def residuals(scaled: NDArray[np.float64]) -> NDArray[np.float64]:
         return _digital_twin_ms(table, named(scaled)) / table.step_ms - 1.0
 
-    def jacobian(scaled: NDArray[np.float64]) -> NDArray[np.float64]:
-        columns = _digital_twin_derivatives(table, named(scaled))
-        by_unit: NDArray[np.float64] = np.column_stack([columns[name] for name in names]) * unit
-        return np.divide(by_unit, table.step_ms[:, None])
-
     lower = np.array([-np.inf if name == _UNBOUNDED else 0.0 for name in names])
     begin = np.array([start.get(name, 1.0) for name in names]) / unit
     found: Any = least_squares(
-        residuals, np.maximum(begin, lower + 1e-6), jacobian, bounds=(lower, np.inf), max_nfev=200
+        residuals, np.maximum(begin, lower + 1e-6), bounds=(lower, np.inf), max_nfev=200
     )
     bound = (found.x < _AT_BOUND) & (lower == 0.0)
     values = np.where(bound, 0.0, found.x) * unit

@@ -13,7 +13,7 @@ from capplan.twin.calibration_fit import (
     calibrate_runs,
     free_coefficients,
     predict_targets,
-    simulate_run,
+    simulate_runs,
     with_coefficients,
 )
 from capplan.twin.calibration_runs import TARGETS, MeasuredRun, read_runs
@@ -187,10 +187,11 @@ def test_another_host_model_needs_no_simulation(
         engine().replace(host=part("per-request", **({"request_ms": 0.0, "client_itl_factor": 1.0} | values)))
         for values in (before, after)
     )
-    for run in read_runs(run_table(base, tmp_path), "org/tiny")[3:6]:
-        predicted = predict_targets(simulate_run(run, base, 0), base.host, changed.host)
-        simulated = run.simulate(changed, 0)
-        assert predicted == pytest.approx([getattr(simulated, target) for target in TARGETS], rel=1e-6)
+    runs = read_runs(run_table(base, tmp_path), "org/tiny")[3:6]
+    for seed, simulated in enumerate(simulate_runs(runs, base, range(3), workers=1)):
+        predicted = predict_targets(simulated, base.host, changed.host)
+        again = runs[seed].simulate(changed, seed)
+        assert predicted == pytest.approx([getattr(again, target) for target in TARGETS], rel=1e-6)
 
 
 def test_the_cost_of_scrapes_follows_from_the_itl_of_runs(tmp_path: Path) -> None:

@@ -207,9 +207,8 @@ def test_window_means_average_terms_with_a_threshold_over_their_steps(
         "prefills": prefills,
         "prompt_std": std,
     }
-    columns = candidate_named("additive", table_of(pd.DataFrame([row])), Kernel.VLLM).columns(
-        table_of(pd.DataFrame([row]))
-    )
+    table = table_of(pd.DataFrame([row]))
+    columns = candidate_named("additive", table, Kernel.VLLM).columns(table)
     small = np.mean(requests + prompts < 128)
     assert columns["ms_per_adapter_small_rank16"][0] == pytest.approx(small, abs=0.07)
     beyond = np.mean(np.maximum(0.0, requests + prompts - 512)) / 1000
