@@ -8,57 +8,9 @@ that can be found again go to the end (least recently used).
 
 from __future__ import annotations
 
-from typing import Any, NamedTuple
-
-import numpy as np
-from numpy.typing import NDArray
-
 from capplan.compile import inner
-from capplan.serving.links import links_append, links_first, links_prepend, links_remove, new_links
-
-EMPTY = -1
-"""Content of a block that nobody can find: not full, or never registered."""
-ANONYMOUS = -2
-"""Content that counts as found again in the order of the free list, but that no request can ask for."""
-
-_NONE = -1
-_BLOCK = np.dtype([(name, np.int64) for name in ("content", "holders", "before", "after")], align=True)
-_BUCKET = np.dtype([("first", np.int64), ("last", np.int64)], align=True)
-
-
-class BlockPool(NamedTuple):
-    """The blocks of one instance. Without prefix caching all arrays are empty."""
-
-    blocks: np.recarray[Any, Any]
-    """Shape (blocks,). ``content``: the key of what a block contains, EMPTY or ANONYMOUS. ``holders``:
-    running requests that hold it. ``before``, ``after``: neighbours in its bucket, in order of registration.
-    """
-    free: NDArray[np.int64]
-    """Links of the free blocks, shape (2, blocks + 1); the first one is taken first."""
-    buckets: np.recarray[Any, Any]
-    """Shape (buckets,). ``first`` and ``last`` block of the contents that share a hash."""
-    table: NDArray[np.int64]
-    """Shape (places, blocks per request): the blocks of each running request in order."""
-    free_places: NDArray[np.int64]
-    """Lines of `table` that nobody uses."""
-    found: NDArray[np.int64]
-    """Shape (blocks per request,): what the last look-up found."""
-
-
-def new_pool(blocks: int, places: int, blocks_per_request: int) -> BlockPool:
-    """Return a pool whose blocks are all free and empty; with 0 blocks, a placeholder."""
-    records = np.full(blocks, _NONE, np.int64).repeat(4).view(_BLOCK).view(np.recarray)
-    records.content = EMPTY
-    records.holders = 0
-    buckets = 1 << max(0, blocks - 1).bit_length()
-    return BlockPool(
-        blocks=records,
-        free=new_links(blocks, 0),
-        buckets=np.full(2 * buckets, _NONE, np.int64).view(_BUCKET).view(np.recarray),
-        table=np.zeros((places, blocks_per_request), np.int64),
-        free_places=np.arange(places - 1, -1, -1, dtype=np.int64),
-        found=np.zeros(blocks_per_request, np.int64),
-    )
+from capplan.serving.links import links_append, links_first, links_prepend, links_remove
+from capplan.serving.state import EMPTY, NONE, BlockPool
 
 
 @inner
@@ -71,7 +23,7 @@ def _bucket_of(pool: BlockPool, key: int) -> int:
 def find_block(pool: BlockPool, key: int) -> int:
     """Return the block with this content that was registered first, or -1."""
     block = pool.buckets.first[_bucket_of(pool, key)]
-    while block != _NONE and pool.blocks.content[block] != key:
+    while block != NONE and pool.blocks.content[block] != key:
         block = pool.blocks.after[block]
     return int(block)
 
@@ -83,8 +35,8 @@ def register_block(pool: BlockPool, block: int, key: int) -> None:
     last = pool.buckets.last[bucket]
     pool.blocks.content[block] = key
     pool.blocks.before[block] = last
-    pool.blocks.after[block] = _NONE
-    if last == _NONE:
+    pool.blocks.after[block] = NONE
+    if last == NONE:
         pool.buckets.first[bucket] = block
     else:
         pool.blocks.after[last] = block
@@ -99,11 +51,11 @@ def _forget(pool: BlockPool, block: int) -> None:
         return
     before, after = pool.blocks.before[block], pool.blocks.after[block]
     bucket = _bucket_of(pool, key)
-    if before == _NONE:
+    if before == NONE:
         pool.buckets.first[bucket] = after
     else:
         pool.blocks.after[before] = after
-    if after == _NONE:
+    if after == NONE:
         pool.buckets.last[bucket] = before
     else:
         pool.blocks.before[after] = before

@@ -11,7 +11,6 @@ from __future__ import annotations
 
 from capplan.compile import inner
 from capplan.serving.blocks import (
-    ANONYMOUS,
     find_block,
     give_back,
     register_block,
@@ -19,7 +18,7 @@ from capplan.serving.blocks import (
     take_block,
 )
 from capplan.serving.links import ring_next
-from capplan.serving.state import N_FREE_PLACES, N_PARTIAL, NONE, SAME_ANSWERS, TICK, Limits, State
+from capplan.serving.state import ANONYMOUS, N_FREE_PLACES, N_PARTIAL, NONE, SAME_ANSWERS, TICK, Limits, State
 
 _BLOCK_BITS = 20  # a request has fewer than 2**20 blocks
 

@@ -17,7 +17,6 @@ from typing import Any, NamedTuple
 import numpy as np
 from numpy.typing import NDArray
 
-from capplan.serving.blocks import BlockPool, new_pool
 from capplan.serving.heap import Heap, new_heap
 from capplan.serving.links import new_links, new_rings
 
@@ -94,6 +93,50 @@ class Limits(NamedTuple):
     unhashed_to_front: int = 0
     load_beside: int = 0
     policy: int = VLLM
+
+
+EMPTY = -1
+"""Content of a block that nobody can find: not full, or never registered."""
+ANONYMOUS = -2
+"""Content that counts as found again in the order of the free list, but that no request can ask for."""
+
+_BLOCK = np.dtype([(name, np.int64) for name in ("content", "holders", "before", "after")], align=True)
+_BUCKET = np.dtype([("first", np.int64), ("last", np.int64)], align=True)
+
+
+class BlockPool(NamedTuple):
+    """The blocks of one instance. Without prefix caching all arrays are empty."""
+
+    blocks: np.recarray[Any, Any]
+    """Shape (blocks,). ``content``: the key of what a block contains, EMPTY or ANONYMOUS. ``holders``:
+    running requests that hold it. ``before``, ``after``: neighbours in its bucket, in order of registration.
+    """
+    free: NDArray[np.int64]
+    """Links of the free blocks, shape (2, blocks + 1); the first one is taken first."""
+    buckets: np.recarray[Any, Any]
+    """Shape (buckets,). ``first`` and ``last`` block of the contents that share a hash."""
+    table: NDArray[np.int64]
+    """Shape (places, blocks per request): the blocks of each running request in order."""
+    free_places: NDArray[np.int64]
+    """Lines of `table` that nobody uses."""
+    found: NDArray[np.int64]
+    """Shape (blocks per request,): what the last look-up found."""
+
+
+def new_pool(blocks: int, places: int, blocks_per_request: int) -> BlockPool:
+    """Return a pool whose blocks are all free and empty; with 0 blocks, a placeholder."""
+    records = np.full(blocks, NONE, np.int64).repeat(4).view(_BLOCK).view(np.recarray)
+    records.content = EMPTY
+    records.holders = 0
+    buckets = 1 << max(0, blocks - 1).bit_length()
+    return BlockPool(
+        blocks=records,
+        free=new_links(blocks, 0),
+        buckets=np.full(2 * buckets, NONE, np.int64).view(_BUCKET).view(np.recarray),
+        table=np.zeros((places, blocks_per_request), np.int64),
+        free_places=np.arange(places - 1, -1, -1, dtype=np.int64),
+        found=np.zeros(blocks_per_request, np.int64),
+    )
 
 
 def _fields(*names: str) -> np.dtype[np.void]:
