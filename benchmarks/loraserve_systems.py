@@ -33,7 +33,7 @@ from capplan.spec import (
 )
 from capplan.twin.cluster import Instance, simulate_cluster
 from capplan.twin.core import run
-from capplan.twin.request_table import REJECTED
+from capplan.twin.per_request import REJECTED
 from capplan.twin.scenario import NS_PER_S, build_scenario, draw_for
 from capplan.twin.trace import STATUS_REJECTED
 from capplan.workload import Requests

@@ -27,7 +27,7 @@ from capplan.twin.core import run
 from capplan.twin.reference import run_reference
 from capplan.twin.scenario import with_length_correlation
 from capplan.twin.simulate import DEFAULT_MAX_MODEL_LEN
-from capplan.twin.trace import Trace
+from capplan.twin.trace import TwinTrace
 from capplan.workload import Requests, draw_requests
 
 ROOT = Path(__file__).resolve().parents[1]
@@ -56,7 +56,7 @@ class Case:
     max_in_flight: int | None = None
     seed: int = 0
 
-    def run(self, runner: Callable[[Scenario], Trace] = run) -> SimulationResult:
+    def run(self, runner: Callable[[Scenario], TwinTrace] = run) -> SimulationResult:
         return simulate(
             self.workload,
             PROFILE,

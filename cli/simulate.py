@@ -26,7 +26,7 @@ if TYPE_CHECKING:
 
     from capplan.spec import Workload
     from capplan.twin import DetailedResult, SimulationResult
-    from capplan.twin.simulate import Settings
+    from capplan.twin.simulate import SimulateSettings
     from capplan.twin.sweep import Job
 
 
@@ -129,7 +129,7 @@ def simulate(args: SimulateArgs) -> None:
     announce_compilation()
     from capplan.twin.sweep import Job
 
-    jobs = [Job(wishes, used, cast("Settings", {"a_max": count, **settings})) for count in slots]
+    jobs = [Job(wishes, used, cast("SimulateSettings", {"a_max": count, **settings})) for count in slots]
     in_detail = args.detail or args.report is not None or args.requests_out is not None
     outcomes, details = _simulated(
         jobs, in_detail=in_detail, workers=args.workers, ray_address=args.ray_address
@@ -183,7 +183,7 @@ def _simulated(
 
 
 def _write_requests(path: str, details: Details) -> None:
-    from capplan.twin.request_table import several_tables, write_parquet
+    from capplan.twin.per_request import several_tables, write_parquet
 
     tables = {count: detail.requests for count, detail in details.items()}
     write_parquet(path, several_tables(tables, by="a_max"))

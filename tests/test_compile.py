@@ -15,7 +15,7 @@ PACKAGE = Path(__file__).resolve().parents[1] / "capplan"
 # Two slots are used by adapters 1, 2 and 1 again; then 3 needs one. Who still has a slot?
 _PROGRAM = """
 from capplan.serving import Limits, new_state
-from capplan.serving.adapters import acquire_adapter, release_adapter
+from capplan.serving.adapter_slots import acquire_adapter, release_adapter
 
 limits = Limits(8, 64, 64, 2, 4, 4, 0, 0, 0)
 state = new_state(8, 4, 64, limits)
@@ -43,7 +43,7 @@ def answer(copy: Path) -> str:
 def test_an_edited_rule_takes_effect_in_the_functions_that_call_it(tmp_path: Path) -> None:
     shutil.copytree(PACKAGE, tmp_path / "capplan", ignore=shutil.ignore_patterns("__pycache__"))
     assert answer(tmp_path) == "[1, 3]"
-    rule = tmp_path / "capplan" / "serving" / "links.py"
+    rule = tmp_path / "capplan" / "serving" / "structures.py"
     before = rule.read_text()
     # The victim is chosen here, in a function that compiled code of another file calls.
     edited = before.replace("links[_AFTER, sentinel]\n    return", "links[_BEFORE, sentinel]\n    return")

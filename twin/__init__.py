@@ -1,10 +1,9 @@
 """The digital twin: what an engine would do with a workload, without the engine."""
 
-from capplan.twin.details import DetailedResult
-from capplan.twin.request_table import RequestTable
-from capplan.twin.result import SimulationResult
+from capplan.twin.metrics import SimulationResult
+from capplan.twin.per_request import RequestTable
 from capplan.twin.scenario import Scenario, build_scenario
-from capplan.twin.simulate import simulate, simulate_detailed
+from capplan.twin.simulate import DetailedResult, simulate, simulate_detailed
 
 __all__ = [
     "DetailedResult",

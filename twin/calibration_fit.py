@@ -36,10 +36,10 @@ from capplan.models.step_latency import (
 from capplan.spec import Coefficient, FittedModel, Profile
 from capplan.twin.calibration_runs import TARGETS, MeasuredRun, measured_targets
 from capplan.twin.core import run as run_compiled
-from capplan.twin.result import SimulationResult
+from capplan.twin.metrics import SimulationResult
 from capplan.twin.scenario import Scenario
 from capplan.twin.scrapes import ScrapeLoad, itl_factor, scrape_load
-from capplan.twin.trace import Trace
+from capplan.twin.trace import TwinTrace
 
 Progress = Callable[[int, int], None]
 
@@ -321,7 +321,7 @@ def simulate_runs(
 def _simulate_run(run: MeasuredRun, profile: Profile, seed: int) -> SimulatedRun:
     loads = []
 
-    def runner(scenario: Scenario) -> Trace:
+    def runner(scenario: Scenario) -> TwinTrace:
         trace = run_compiled(scenario)
         loads.append(scrape_load(scenario, trace))
         return trace

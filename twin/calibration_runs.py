@@ -14,10 +14,10 @@ from capplan.errors import InfeasibleError, InputError
 from capplan.spec import Adapter, Lengths, Profile, Workload, load_workload
 from capplan.spec.files import read_columns
 from capplan.twin.core import run as run_compiled
-from capplan.twin.result import SimulationResult
+from capplan.twin.metrics import SimulationResult
 from capplan.twin.scenario import Scenario
 from capplan.twin.simulate import simulate
-from capplan.twin.trace import Trace
+from capplan.twin.trace import TwinTrace
 
 TARGETS: Final = (
     "throughput_tok_s",
@@ -81,7 +81,7 @@ class MeasuredRun:
     """File and row, for errors."""
 
     def simulate(
-        self, profile: Profile, seed: int, runner: Callable[[Scenario], Trace] = run_compiled
+        self, profile: Profile, seed: int, runner: Callable[[Scenario], TwinTrace] = run_compiled
     ) -> SimulationResult:
         """Simulate the run.
 

@@ -11,12 +11,15 @@ from capplan.compile import inner, jit
 from capplan.models.step_latency import StepFeatures, StepRanks, rank_ms, step_ms
 from capplan.serving import Limits, State, adapter_loaded
 from capplan.serving.state import (
+    ENDING,
     KV_TOKENS,
     N_ACTIVE,
     N_ADMITTED,
     N_CLAIMED,
     N_ENDING,
+    N_FINISHED,
     N_LOADS,
+    N_PREEMPTED,
     N_RUNNING,
     N_WAITING,
     NONE,
@@ -24,29 +27,37 @@ from capplan.serving.state import (
     SLORA,
     STEP_DECODES,
 )
-from capplan.twin.recording import record_load
 from capplan.twin.scenario import Costs
-from capplan.twin.trace import ADAPTER_LOADS, DISK_LOADS, Trace
+from capplan.twin.trace import ADAPTER_LOADS, DISK_LOADS, TwinTrace, record_load
 
 # Positions in `Clock.at`.
 VISIBLE_NS = 0  # arrivals up to here are known when the next step is decided
+
 COPIER_FREE_NS = 1  # when the last copy that has been begun will be done
+
 FIRST_COPY = 2  # copies beside the batch: position of the oldest in `copies`,
+
 N_COPIES = 3  # and their number
+
 PAUSED_NS = 4  # time for which decoding rows have paused,
+
 PAUSED_ROWS = 5  # and how many did
+
 N_AT = 6
 
 NEVER_NS = 2**62
 
-# Rows of `Clock.tally`, whose columns are ranks (0: the base model).
+# Rows of `Clock.rank_stats`, whose columns are ranks (0: the base model).
 PRESENT = 0  # requests handed to the instance that have not ended,
+
 QUEUED = 1  # those of them that wait or have not been seen by its scheduler yet,
+
 QUEUED_TOKENS = 2  # and their prompt tokens
-N_TALLY = 3
+
+N_RANK_STATS = 3
 
 
-class Clock(NamedTuple):
+class TwinClock(NamedTuple):
     """What the twin has to remember beside the instance itself."""
 
     at: NDArray[np.int64]
@@ -59,21 +70,21 @@ class Clock(NamedTuple):
     # -- an instance of a cluster only; otherwise empty --
     following: NDArray[np.int64]
     """Who comes after each request at this instance, shape (requests,); empty: the next in number."""
-    tally: NDArray[np.int64]
-    """What routers ask that is not in the state, by rank; see `capplan.twin.tally`."""
+    rank_stats: NDArray[np.int64]
+    """What routers ask that is not in the state, by rank; see `capplan.twin.clock`."""
     answered: NDArray[np.int64]
     """Requests that finished anywhere in the cluster, and their output tokens."""
 
 
-def new_clock(adapters: int) -> Clock:
+def new_clock(adapters: int) -> TwinClock:
     """Return a clock at 0 with no copy under way."""
-    return Clock(
+    return TwinClock(
         at=np.zeros(N_AT, np.int64),
         ready_ns=np.full(adapters + 1, -1, np.int64),
         begun_ns=np.zeros(adapters + 1, np.int64),
         copies=np.zeros(adapters + 1, np.int64),
         following=np.zeros(0, np.int64),
-        tally=np.zeros((N_TALLY, 0), np.int64),
+        rank_stats=np.zeros((N_RANK_STATS, 0), np.int64),
         answered=np.zeros(2, np.int64),
     )
 
@@ -143,7 +154,9 @@ def _ranks(state: State, costs: Costs) -> StepRanks:
 
 
 @inner
-def loads_ns(state: State, limits: Limits, costs: Costs, clock: Clock, trace: Trace, begin_ns: int) -> int:
+def loads_ns(
+    state: State, limits: Limits, costs: Costs, clock: TwinClock, trace: TwinTrace, begin_ns: int
+) -> int:
     """Begin the loads of a step and return for how long it waits for adapters."""
     c = state.counters
     if c[N_LOADS] == 0 and limits.policy != SLORA:
@@ -186,7 +199,7 @@ def with_reloads_ns(load_ns: int, active: int, max_loras: int) -> int:
 
 
 @inner
-def _begin_copy(clock: Clock, adapter: int, begin_ns: int, load_ns: int, announced: bool) -> None:
+def _begin_copy(clock: TwinClock, adapter: int, begin_ns: int, load_ns: int, announced: bool) -> None:
     """Queue a copy behind those under way; where it is to be announced, list it."""
     at = clock.at
     at[COPIER_FREE_NS] = max(at[COPIER_FREE_NS], begin_ns) + load_ns
@@ -198,7 +211,7 @@ def _begin_copy(clock: Clock, adapter: int, begin_ns: int, load_ns: int, announc
 
 
 @inner
-def next_copy_ns(clock: Clock) -> int:
+def next_copy_ns(clock: TwinClock) -> int:
     """Return when the next adapter arrives beside the batch; NEVER_NS when none is under way."""
     if clock.at[N_COPIES] == 0:
         return NEVER_NS
@@ -206,10 +219,57 @@ def next_copy_ns(clock: Clock) -> int:
 
 
 @inner
-def take_copies(state: State, clock: Clock) -> None:
+def take_copies(state: State, clock: TwinClock) -> None:
     """Tell the scheduler of the adapters that have arrived."""
     at = clock.at
     while at[N_COPIES] > 0 and next_copy_ns(clock) <= at[VISIBLE_NS]:
         adapter_loaded(state, clock.copies[at[FIRST_COPY]])
         at[FIRST_COPY] = (at[FIRST_COPY] + 1) % clock.copies.size
         at[N_COPIES] -= 1
+
+
+# Positions in `Clock.answered`.
+ANSWERS = 0
+
+ANSWER_TOKENS = 1
+
+
+@inner
+def keeps_stats(clock: TwinClock) -> bool:
+    """Tell whether anybody asks."""
+    return bool(clock.rank_stats.shape[1] > 0)
+
+
+@inner
+def count_queued(clock: TwinClock, rank: int, requests: int, tokens: int) -> None:
+    """Count requests that join the queue, or leave it where the number is negative."""
+    clock.rank_stats[QUEUED, rank] += requests
+    clock.rank_stats[QUEUED_TOKENS, rank] += tokens
+
+
+@inner
+def count_present(clock: TwinClock, rank: int, requests: int) -> None:
+    """Count requests that come to the instance, or leave it where the number is negative."""
+    clock.rank_stats[PRESENT, rank] += requests
+
+
+@inner
+def count_step(state: State, costs: Costs, clock: TwinClock) -> None:
+    """Count the admissions and preemptions of a step that was decided."""
+    for i in range(state.counters[N_ADMITTED]):
+        row = state.lists.admitted[i]
+        count_queued(clock, costs.rank[state.rows.adapter[row]], -1, -state.rows.prompt[row])
+    for i in range(state.counters[N_PREEMPTED]):
+        row = state.lists.preempted[i]
+        if state.rows.since[row] != ENDING:  # whose last token is in flight has ended already
+            count_queued(clock, costs.rank[state.rows.adapter[row]], 1, state.rows.prompt[row])
+
+
+@inner
+def count_finished(state: State, costs: Costs, clock: TwinClock) -> None:
+    """Count the requests that a committed step ended."""
+    for i in range(state.counters[N_FINISHED]):
+        row = state.lists.finished[i]
+        count_present(clock, costs.rank[state.rows.adapter[row]], -1)
+        clock.answered[ANSWERS] += 1
+        clock.answered[ANSWER_TOKENS] += state.rows.target[row]

@@ -2,51 +2,85 @@
 
 from __future__ import annotations
 
+import numpy as np
+from numpy.typing import NDArray
+
 from capplan.compile import inner, jit
 from capplan.serving import Limits, State, commit, new_state, schedule, submit
-from capplan.serving.jump import decode_step, steps_ahead
+from capplan.serving.fast_forward import decode_step, steps_ahead
 from capplan.serving.state import (
     FREE_BLOCKS,
     KV_TOKENS,
+    N_ACTIVE,
+    N_ADMITTED,
+    N_CLAIMED,
     N_DECODING,
     N_ENDING,
+    N_FINISHED,
+    N_FIRST,
     N_LOADS,
     N_PREEMPTED,
+    N_RESIDENT,
+    N_RESUMED,
     N_RUNNING,
+    N_STALLED,
     N_WAITING,
     NONE,
     RUN_HEAD,
     SLORA,
+    STEP_DECODES,
     TICK,
 )
 from capplan.twin.clock import (
+    PAUSED_NS,
+    PAUSED_ROWS,
     VISIBLE_NS,
-    Clock,
+    TwinClock,
     compute_ns,
+    count_finished,
+    count_present,
+    count_queued,
+    count_step,
+    keeps_stats,
     loads_ns,
     new_clock,
     next_copy_ns,
     ranks_ms,
     take_copies,
 )
-from capplan.twin.observe import note_stalls, record_details, record_gaps, record_tokens, sum_up
-from capplan.twin.recording import record_loads, record_rejection
 from capplan.twin.scenario import Costs, Scenario
-from capplan.twin.tally import keeps_tally, tally_ends, tally_present, tally_queued, tally_step
 from capplan.twin.trace import (
+    ADAPTER_NS,
+    BUSY_NS,
+    KV_TOKEN_NS,
     LOAD_NS,
+    MAX_RUNNING,
+    MAX_WAITING,
     NEVER,
     NEXT_REQUEST,
     NOW_NS,
     PREEMPTIONS,
+    REQUEST_STEPS,
+    RUNNING_NS,
+    SMALL_BATCH,
+    SMALL_REQUEST_STEPS,
     STATUS_RUNNING,
-    Trace,
+    STEPS,
+    WAITING_NS,
+    TwinTrace,
+    gap_bin,
     new_trace,
+    record_admission,
+    record_first_token,
+    record_loads,
+    record_rejection,
+    record_step,
+    record_wait_for_load,
 )
 from capplan.workload import Requests
 
 
-def run(scenario: Scenario, jump: bool = True) -> Trace:
+def run(scenario: Scenario, jump: bool = True) -> TwinTrace:
     """Simulate `scenario` to its horizon; without `jump` the scheduler is asked for every single step."""
     requests = scenario.requests.arrival_ns.size
     rows = max(1, min(requests, scenario.max_in_flight))
@@ -75,8 +109,8 @@ def advance(
     requests: Requests,
     shared_prefix_tokens: int,
     costs: Costs,
-    clock: Clock,
-    trace: Trace,
+    clock: TwinClock,
+    trace: TwinTrace,
     max_in_flight: int,
     until_ns: int,
     jump: bool,
@@ -86,7 +120,7 @@ def advance(
     while counts[NOW_NS] < until_ns:
         _take_arrivals(state, limits, requests, shared_prefix_tokens, costs, clock, trace, max_in_flight)
         take_copies(state, clock)
-        if jump and _jump(state, limits, requests, costs, clock, trace, until_ns):
+        if jump and _fast_forward(state, limits, requests, costs, clock, trace, until_ns):
             continue
         tokens = schedule(state, limits)
         if tokens == 0:
@@ -99,14 +133,14 @@ def advance(
         _charge(state, limits, requests, costs, clock, trace, tokens)
         commit(state, limits)
         record_tokens(state, trace)
-        if keeps_tally(clock):
-            tally_ends(state, costs, clock)
+        if keeps_stats(clock):
+            count_finished(state, costs, clock)
     if clock.following.size == 0:  # a cluster goes on, and marks them once it has ended
         mark_running(state, trace)
 
 
 @inner
-def mark_running(state: State, trace: Trace) -> None:
+def mark_running(state: State, trace: TwinTrace) -> None:
     """Note which requests are in execution when a simulation ends."""
     row = state.counters[RUN_HEAD]
     while row != NONE:
@@ -122,8 +156,8 @@ def _take_arrivals(
     requests: Requests,
     shared: int,
     costs: Costs,
-    clock: Clock,
-    trace: Trace,
+    clock: TwinClock,
+    trace: TwinTrace,
     max_in_flight: int,
 ) -> None:
     """Queue what has arrived by now; what the engine cannot take is rejected."""
@@ -139,10 +173,10 @@ def _take_arrivals(
             )
         if row == NONE:
             record_rejection(trace, i)
-            if keeps_tally(clock):
+            if keeps_stats(clock):
                 rank = costs.rank[requests.adapter[i]]
-                tally_present(clock, rank, -1)
-                tally_queued(clock, rank, -1, -requests.prompt_tokens[i])
+                count_present(clock, rank, -1)
+                count_queued(clock, rank, -1, -requests.prompt_tokens[i])
         i = clock.following[i] if clock.following.size > 0 else i + 1
     counts[NEXT_REQUEST] = i
 
@@ -153,8 +187,8 @@ def _wait(
     limits: Limits,
     requests: Requests,
     costs: Costs,
-    clock: Clock,
-    trace: Trace,
+    clock: TwinClock,
+    trace: TwinTrace,
     until_ns: int,
 ) -> bool:
     """Move the clock on when nothing can run; False when nothing will before `until_ns`."""
@@ -164,8 +198,8 @@ def _wait(
         # In async scheduling a step is still running; once it has ended there may be more to do.
         note_stalls(state, trace)
         counts[PREEMPTIONS] += state.counters[N_PREEMPTED]
-        if keeps_tally(clock):
-            tally_step(state, costs, clock)
+        if keeps_stats(clock):
+            count_step(state, costs, clock)
         commit(state, limits)
         at[VISIBLE_NS] = counts[NOW_NS]
         return True
@@ -177,7 +211,7 @@ def _wait(
 
 
 @inner
-def next_event_ns(requests: Requests, clock: Clock, trace: Trace) -> int:
+def next_event_ns(requests: Requests, clock: TwinClock, trace: TwinTrace) -> int:
     """Return when the next request or adapter arrives; NEVER_NS when none will."""
     event_ns = next_copy_ns(clock)
     upcoming = trace.counts[NEXT_REQUEST]
@@ -187,13 +221,13 @@ def next_event_ns(requests: Requests, clock: Clock, trace: Trace) -> int:
 
 
 @inner
-def _jump(
+def _fast_forward(
     state: State,
     limits: Limits,
     requests: Requests,
     costs: Costs,
-    clock: Clock,
-    trace: Trace,
+    clock: TwinClock,
+    trace: TwinTrace,
     until_ns: int,
 ) -> bool:
     """Take the steps in which nothing can be decided, up to the next event; False when there is none."""
@@ -225,16 +259,16 @@ def _charge(
     limits: Limits,
     requests: Requests,
     costs: Costs,
-    clock: Clock,
-    trace: Trace,
+    clock: TwinClock,
+    trace: TwinTrace,
     tokens: int,
 ) -> None:
     """Work out how long the step that was decided takes, and let that time pass."""
     c = state.counters
     counts = trace.counts
     note_stalls(state, trace)
-    if keeps_tally(clock):
-        tally_step(state, costs, clock)
+    if keeps_stats(clock):
+        count_step(state, costs, clock)
     load_ns = 0
     if c[N_LOADS] > 0 or limits.policy == SLORA:
         load_ns = loads_ns(state, limits, costs, clock, trace, counts[NOW_NS])
@@ -248,8 +282,8 @@ def _elapse(
     state: State,
     limits: Limits,
     requests: Requests,
-    clock: Clock,
-    trace: Trace,
+    clock: TwinClock,
+    trace: TwinTrace,
     duration_ns: int,
     load_ns: int,
     tokens: int,
@@ -264,3 +298,100 @@ def _elapse(
     clock.at[VISIBLE_NS] = begin_ns if limits.async_scheduling else counts[NOW_NS]
     sum_up(c, counts, trace.sums, duration_ns)
     record_gaps(c, clock.at, trace.gaps, duration_ns)
+
+
+@inner
+def note_stalls(state: State, trace: TwinTrace) -> None:
+    """Remember when the rows that this step leaves out, or preempts, had their last token."""
+    for i in range(state.counters[N_STALLED]):
+        trace.stalled_ns[state.rows.request[state.lists.stalled[i]]] = trace.counts[NOW_NS]
+
+
+@inner
+def sum_up(
+    c: NDArray[np.int64], counts: NDArray[np.int64], sums: NDArray[np.float64], duration_ns: int
+) -> None:
+    """Add a step to the counts and sums of the trace; `c` are the state's counters."""
+    running = c[N_RUNNING] - c[N_ENDING]
+    counts[STEPS] += 1
+    counts[REQUEST_STEPS] += running
+    if running <= SMALL_BATCH:
+        counts[SMALL_REQUEST_STEPS] += running
+    counts[PREEMPTIONS] += c[N_PREEMPTED]
+    counts[MAX_RUNNING] = max(counts[MAX_RUNNING], running)
+    counts[MAX_WAITING] = max(counts[MAX_WAITING], c[N_WAITING])
+    sums[BUSY_NS] += duration_ns
+    sums[RUNNING_NS] += float(running) * duration_ns
+    sums[WAITING_NS] += float(c[N_WAITING]) * duration_ns
+    sums[KV_TOKEN_NS] += float(c[KV_TOKENS]) * duration_ns
+    sums[ADAPTER_NS] += float(c[N_ACTIVE] - c[N_CLAIMED]) * duration_ns
+
+
+@inner
+def record_gaps(
+    c: NDArray[np.int64], at: NDArray[np.int64], gaps: NDArray[np.int64], duration_ns: int
+) -> None:
+    """Count the gaps that the step ends; rows that paused while others had their prefill saw longer ones."""
+    decodes = c[STEP_DECODES]
+    if decodes == 0:
+        if c[N_DECODING] > 0:
+            at[PAUSED_ROWS] = c[N_DECODING]
+            at[PAUSED_NS] += duration_ns
+        return
+    if at[PAUSED_ROWS] > 0:
+        gaps[gap_bin(duration_ns + at[PAUSED_NS])] += at[PAUSED_ROWS]
+        decodes -= at[PAUSED_ROWS]
+        at[PAUSED_ROWS] = at[PAUSED_NS] = 0
+    if decodes > 0:
+        gaps[gap_bin(duration_ns)] += decodes
+
+
+@inner
+def record_details(
+    state: State,
+    limits: Limits,
+    requests: Requests,
+    clock: TwinClock,
+    trace: TwinTrace,
+    begin_ns: int,
+    duration_ns: int,
+    load_ns: int,
+    tokens: int,
+) -> None:
+    """Write down the admissions of a step and add it to the time series; for detailed runs."""
+    c = state.counters
+    for i in range(c[N_ADMITTED]):
+        row = state.lists.admitted[i]
+        request, adapter = state.rows.request[row], state.rows.adapter[row]
+        if limits.load_beside and trace.admitted_ns[request] == NEVER:
+            since_ns = max(requests.arrival_ns[request], clock.begun_ns[adapter])
+            if clock.ready_ns[adapter] > since_ns:
+                record_wait_for_load(trace, request, clock.ready_ns[adapter] - since_ns)
+        record_admission(trace, request, adapter, begin_ns, load_ns)
+    record_step(
+        trace,
+        begin_ns,
+        duration_ns,
+        c[N_RUNNING] - c[N_ENDING],
+        c[N_WAITING],
+        c[KV_TOKENS],
+        c[N_ACTIVE] - c[N_CLAIMED],
+        c[N_RESIDENT],
+        c[N_LOADS],
+        load_ns,
+        tokens,
+    )
+
+
+@inner
+def record_tokens(state: State, trace: TwinTrace) -> None:
+    """Write down the tokens that ended the step, where they begin, resume or end a request."""
+    c = state.counters
+    now = trace.counts[NOW_NS]
+    for i in range(c[N_FIRST]):
+        record_first_token(trace, state.rows.request[state.lists.first[i]], now, trace.counts[LOAD_NS])
+    for i in range(c[N_RESUMED]):
+        request = state.rows.request[state.lists.resumed[i]]
+        trace.gaps[gap_bin(now - trace.stalled_ns[request])] += 1
+    for i in range(c[N_FINISHED]):
+        trace.finish_ns[state.rows.request[state.lists.finished[i]]] = now

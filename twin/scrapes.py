@@ -34,7 +34,7 @@ class ScrapeLoad:
     """Mean number of time series of the server."""
 
 
-def scrape_load(scenario: Scenario, trace: t.Trace) -> ScrapeLoad | None:
+def scrape_load(scenario: Scenario, trace: t.TwinTrace) -> ScrapeLoad | None:
     """Return the scrape load of a simulated run; None if no request ran."""
     request_steps = float(trace.counts[t.REQUEST_STEPS])
     if request_steps == 0:
@@ -49,7 +49,7 @@ def scrape_load(scenario: Scenario, trace: t.Trace) -> ScrapeLoad | None:
     )
 
 
-def client_itl_factor(host: FittedModel, scenario: Scenario, trace: t.Trace) -> float:
+def client_itl_factor(host: FittedModel, scenario: Scenario, trace: t.TwinTrace) -> float:
     """Return the mean gap between tokens at a client relative to the gap in the engine.
 
     Parameters

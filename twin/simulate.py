@@ -3,25 +3,41 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Callable
-from dataclasses import replace
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, replace
 from typing import Required, TypedDict, Unpack
 
+import numpy as np
+from numpy.typing import NDArray
+
 from capplan.spec import Profile, Workload
+from capplan.twin import trace as t
 from capplan.twin.core import run
-from capplan.twin.details import DetailedResult, detailed_result, with_buckets
-from capplan.twin.result import SimulationResult, summarize
+from capplan.twin.group_metrics import (
+    Attainment,
+    GroupMetrics,
+    TimeSeries,
+    attainment,
+    bucket_count,
+    group_metrics,
+    time_series,
+)
+from capplan.twin.metrics import SimulationResult, reduce_trace, summarize
+from capplan.twin.per_request import FINISHED, RequestTable, isolated_s, request_status, request_table
 from capplan.twin.scenario import Scenario, build_scenario
 from capplan.twin.scrapes import client_itl_factor
-from capplan.twin.trace import Trace
+from capplan.twin.trace import TwinTrace
 
 DEFAULT_MAX_NUM_SEQS = 256
+
 DEFAULT_MAX_NUM_BATCHED_TOKENS = 2048
+
 DEFAULT_MAX_MODEL_LEN = 8192
+
 DEFAULT_GPU_MEMORY_UTILIZATION = 0.9
 
 
-class Settings(TypedDict, total=False):
+class SimulateSettings(TypedDict, total=False):
     """The settings of `simulate`, all but the runner."""
 
     a_max: Required[int]
@@ -54,7 +70,7 @@ def simulate(
     max_in_flight: int | None = None,
     rules: str | None = None,
     prefix_caching: bool | None = None,
-    runner: Callable[[Scenario], Trace] = run,
+    runner: Callable[[Scenario], TwinTrace] = run,
 ) -> SimulationResult:
     """Simulate one GPU that serves all adapters of `workload`.
 
@@ -83,7 +99,7 @@ def simulate(
     prefix_caching
         Whether KV of shared prompt beginnings is kept and used again; None: as the rules have it.
     runner
-        The compiled twin, or `capplan.twin.reference.run_reference`.
+        The compiled twin, or `capplan.twin.reference.loop.run_reference`.
 
     Returns
     -------
@@ -121,8 +137,8 @@ def simulate_detailed(
     workload: Workload,
     profile: Profile,
     *,
-    runner: Callable[[Scenario], Trace] = run,
-    **settings: Unpack[Settings],
+    runner: Callable[[Scenario], TwinTrace] = run,
+    **settings: Unpack[SimulateSettings],
 ) -> DetailedResult:
     """Simulate as `simulate` does, and keep what happened to every request, rank, adapter and moment.
 
@@ -153,8 +169,8 @@ def simulate_detailed(
     return detailed_result(workload, scenario, trace, result, overhead_s, itl_factor, runner)
 
 
-def _scenario(workload: Workload, profile: Profile, **given: Unpack[Settings]) -> Scenario:
-    settings: Settings = {
+def _scenario(workload: Workload, profile: Profile, **given: Unpack[SimulateSettings]) -> Scenario:
+    settings: SimulateSettings = {
         "duration_s": 3600.0,
         "seed": 0,
         "max_num_seqs": DEFAULT_MAX_NUM_SEQS,
@@ -170,8 +186,96 @@ def _scenario(workload: Workload, profile: Profile, **given: Unpack[Settings]) -
     return build_scenario(workload, profile, **settings)
 
 
-def _summary(profile: Profile, scenario: Scenario, trace: Trace, started: float) -> SimulationResult:
+def _summary(profile: Profile, scenario: Scenario, trace: TwinTrace, started: float) -> SimulationResult:
     host = profile.host
     itl_factor = client_itl_factor(host, scenario, trace)
     result = summarize(scenario, trace, host.value("request_ms"), itl_factor)
     return replace(result, wall_s=time.perf_counter() - started)
+
+
+@dataclass(frozen=True)
+class DetailedResult:
+    """A simulation with its details."""
+
+    result: SimulationResult
+    """What `simulate` returns."""
+    requests: RequestTable
+    overall: GroupMetrics
+    by_rank: Mapping[int, GroupMetrics]
+    """In ascending order of rank."""
+    by_adapter: Mapping[str, GroupMetrics]
+    """In the order of the workload."""
+    slo: tuple[Attainment, ...]
+    """One per latency bound of the workload's SLO, all together last; empty without bounds."""
+    series: TimeSeries
+
+
+def with_buckets(scenario: Scenario) -> Scenario:
+    """Return the scenario with the instruction to record details."""
+    return scenario._replace(buckets=bucket_count(scenario))
+
+
+def detailed_result(
+    workload: Workload,
+    scenario: Scenario,
+    trace: t.TwinTrace,
+    result: SimulationResult,
+    overhead_s: float,
+    client_itl_factor: float,
+    runner: Callable[[Scenario], t.TwinTrace],
+) -> DetailedResult:
+    """Return the details of a run that recorded them.
+
+    Parameters
+    ----------
+    workload, scenario, trace, result
+        What was simulated, the record of it, and its metrics.
+    overhead_s
+        Time of a request outside the engine.
+    client_itl_factor
+        How much longer the gaps between tokens are for a client than in the engine.
+    runner
+        The twin, which serves requests alone for the slowdown and without adapters for ``slo.tpt_over_base``.
+    """
+    ranks = np.array([0, *(adapter.rank for adapter in workload.adapters)], np.int32)
+    finished = np.flatnonzero(request_status(trace, scenario.horizon_ns) == FINISHED)
+    alone_s = isolated_s(scenario, ranks, finished, runner)
+    table = request_table(workload, scenario, trace, overhead_s, alone_s)
+    base_tpt_ms = None if workload.slo.tpt_over_base is None else _base_tpt_ms(scenario, overhead_s, runner)
+    bounds, kept = attainment(workload.slo, result, table, overhead_s, client_itl_factor, base_tpt_ms)
+    seen = trace.adapters.copy()
+    seen[0] = 0  # the base model needs no load, so its admissions are neither hits nor misses
+
+    def metrics(group_of_adapter: NDArray[np.int64], names: Sequence[str]) -> tuple[GroupMetrics, ...]:
+        adapters = np.zeros((len(names), t.N_ADAPTER), np.int64)
+        np.add.at(adapters, group_of_adapter, seen)
+        group = group_of_adapter[table.adapter]
+        return group_metrics(table, group, names, adapters, kept, result.duration_s, client_itl_factor)
+
+    (overall,) = metrics(np.zeros(ranks.size, np.int64), ["all"])
+    distinct, rank_number = np.unique(ranks, return_inverse=True)
+    ranked = metrics(rank_number, [f"rank {rank}" for rank in distinct])
+    adapters = metrics(np.arange(ranks.size), table.adapters)
+    first = 0 if adapters[0].submitted else 1  # the base model, where requests ask for it
+    return DetailedResult(
+        result=result,
+        requests=table,
+        overall=overall,
+        by_rank=dict(zip(distinct.tolist()[first:], ranked[first:], strict=True)),
+        by_adapter=dict(zip(table.adapters[first:], adapters[first:], strict=True)),
+        slo=bounds,
+        series=time_series(scenario, trace, table),
+    )
+
+
+def _base_tpt_ms(scenario: Scenario, overhead_s: float, runner: Callable[[Scenario], t.TwinTrace]) -> float:
+    """Return the mean TPT of the same requests on the same GPU without adapters and slots for them."""
+    requests = scenario.requests
+    bare = scenario._replace(
+        requests=requests._replace(adapter=np.zeros_like(requests.adapter)),
+        costs=scenario.costs._replace(a_max=0, s_max=0),
+        buckets=0,
+    )
+    limit = scenario.limits.max_model_len
+    tpt_ms = reduce_trace(bare.requests, runner(bare), bare.horizon_ns, limit, overhead_s).tpt_ms
+    return float(tpt_ms.mean()) if tpt_ms.size else float("nan")

@@ -14,9 +14,7 @@ from numpy.typing import NDArray
 from capplan.compile import jit
 from capplan.serving import NONE, Limits, State
 from capplan.serving import state as s
-from capplan.serving.adapters import release_adapter
-from capplan.serving.links import links_append, links_remove, new_links
-from capplan.serving.queue import list_queue, unlist_queue
+from capplan.serving.adapter_slots import release_adapter
 from capplan.serving.running import free_row
 from capplan.serving.slora import drop_unused
 from capplan.serving.state import (
@@ -31,6 +29,8 @@ from capplan.serving.state import (
     STEP_DECODES,
     TICK,
 )
+from capplan.serving.structures import links_append, links_remove, new_links
+from capplan.serving.waiting_queue import list_queue, unlist_queue
 
 if TYPE_CHECKING:
     from capplan.engine.engine_core import EngineCore

@@ -31,7 +31,7 @@ from capplan.spec import (
     Verification,
 )
 from capplan.twin import SimulationResult
-from capplan.twin.result import bound_value
+from capplan.twin.metrics import bound_value
 from capplan.twin.scenario import chosen_rules
 
 

@@ -21,7 +21,7 @@ from capplan.planner.parallel import estimate_all
 from capplan.planner.problem import AdapterShare, Assignment, Estimate, Estimator, Problem
 from capplan.spec import STARVED_BELOW, Workload
 from capplan.twin import SimulationResult
-from capplan.twin.result import bound_value
+from capplan.twin.metrics import bound_value
 from capplan.twin.simulate import DEFAULT_MAX_MODEL_LEN
 
 SEARCH_DURATION_S = 3600.0

@@ -10,7 +10,7 @@ from capplan.planner.problem import Assignment, Problem, distinct_adapters, hori
 from capplan.spec import Binds, Slo, Workload
 from capplan.twin import SimulationResult, simulate, simulate_detailed
 from capplan.twin.cluster import Instance, simulate_cluster
-from capplan.twin.result import bound_value
+from capplan.twin.metrics import bound_value
 
 
 @dataclass(frozen=True)

@@ -18,7 +18,7 @@ from capplan.serving.memory import adapter_bytes, kv_bytes_per_token, lora_eleme
 from capplan.spec import ModelArch, QueueClass, QueueConfig, Queues, Slo, Workload, Wrs
 from capplan.spec.workload import AdapterCharge, QuotaSize, RestWeights, SizeForm
 from capplan.twin import RequestTable, SimulationResult, simulate_detailed
-from capplan.twin.request_table import REJECTED
+from capplan.twin.per_request import REJECTED
 
 __all__ = [
     "RequestSample",

@@ -1,6 +1,6 @@
 """The serving rules: pure functions over flat arrays, which engine and twin call once a step."""
 
-from capplan.serving.adapters import adapter_loaded
+from capplan.serving.adapter_slots import adapter_loaded
 from capplan.serving.memory import adapter_bytes, kv_bytes_per_token, slot_bytes, weight_bytes
 from capplan.serving.rules import RULES, ServingRules, serving_rules
 from capplan.serving.scheduler import commit, finish, schedule, submit

@@ -3,9 +3,8 @@
 from __future__ import annotations
 
 from capplan.compile import inner
-from capplan.serving.adapters import acquire_adapter, claim_adapter, needs_load
-from capplan.serving.prefix import enter, free_among_found, look_up
-from capplan.serving.queue import END_OF_QUEUE, next_adapter, pop_head, reverse_set_aside
+from capplan.serving.adapter_slots import acquire_adapter, claim_adapter, needs_load
+from capplan.serving.kv_blocks import enter, free_among_found, look_up
 from capplan.serving.running import append_running, blocks_for
 from capplan.serving.state import (
     FREE_BLOCKS,
@@ -19,6 +18,7 @@ from capplan.serving.state import (
     Limits,
     State,
 )
+from capplan.serving.waiting_queue import END_OF_QUEUE, next_adapter, pop_head, reverse_skipped
 
 
 @inner
@@ -43,8 +43,8 @@ def admit_waiting(state: State, limits: Limits, cap: int, budget: int) -> int:
         pop_head(state, adapter)
         acquire_adapter(state, limits, adapter)
         left -= start_row(state, limits, row, hits, min(cap, left))
-    if limits.reverse_set_aside:
-        reverse_set_aside(state, scanned_to)
+    if limits.reverse_skipped:
+        reverse_skipped(state, scanned_to)
     return budget - left
 
 

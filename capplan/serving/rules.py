@@ -27,7 +27,7 @@ class ServingRules:
     reserve_full_sequence
         Admit a waiting request only if its whole known sequence fits into free KV blocks now
         (vLLM's ``scheduler_reserve_full_isl``, on since 0.20).
-    reverse_set_aside
+    reverse_skipped
         Requests that were set aside because their adapter found no slot come back in reversed order
         (vLLM 0.9.2 to 0.13); otherwise they keep their order.
     watermark
@@ -50,7 +50,7 @@ class ServingRules:
     unhashed_to_front: bool = False
     async_scheduling: bool = False
     reserve_full_sequence: bool = False
-    reverse_set_aside: bool = False
+    reverse_skipped: bool = False
     watermark: float = 0.0
     long_prefill_tokens: int = 0
     lone_prefill_exempt: bool = False
@@ -60,8 +60,8 @@ class ServingRules:
     def __post_init__(self) -> None:
         if not 0.0 <= self.watermark < 1.0:
             raise InputError(rule="must be in [0, 1)", value=self.watermark, location="rules.watermark")
-        if self.load_beside and self.reverse_set_aside:
-            raise InputError("must be off where reverse_set_aside is on", True, "rules.load_beside")
+        if self.load_beside and self.reverse_skipped:
+            raise InputError("must be off where reverse_skipped is on", True, "rules.load_beside")
         if self.long_prefill_tokens < 0:
             raise InputError(
                 rule="must be >= 0", value=self.long_prefill_tokens, location="rules.long_prefill_tokens"
@@ -89,7 +89,7 @@ class ServingRules:
             watermark_blocks=int(self.watermark * (num_blocks + 1)),  # vLLM counts its null block, too
             long_prefill_tokens=self.long_prefill_tokens,
             reserve_full_sequence=int(self.reserve_full_sequence),
-            reverse_set_aside=int(self.reverse_set_aside),
+            reverse_skipped=int(self.reverse_skipped),
             lone_prefill_exempt=int(self.lone_prefill_exempt),
             async_scheduling=int(self.async_scheduling),
             prefix_caching=int(self.prefix_caching),
@@ -109,7 +109,7 @@ _VLLM_0_32 = ServingRules(
 
 RULES: tuple[ServingRules, ...] = (
     ServingRules("vllm-0.8", prefix_caching=True),
-    ServingRules("vllm-0.11", prefix_caching=True, reverse_set_aside=True),
+    ServingRules("vllm-0.11", prefix_caching=True, reverse_skipped=True),
     _VLLM_0_32,
     replace(_VLLM_0_32, name="vllm-0.32-async", async_scheduling=True),
     replace(_VLLM_0_32, name="capplan", load_beside=True),

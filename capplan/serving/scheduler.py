@@ -14,17 +14,24 @@ Read off vLLM 0.8.5 to 0.32.0, ``vllm/v1/core/sched/scheduler.py``; S-LoRA's rul
 from __future__ import annotations
 
 from capplan.compile import inner, jit
-from capplan.serving.adapters import release_adapter
+from capplan.serving.adapter_slots import release_adapter
 from capplan.serving.admission import admit_waiting
-from capplan.serving.prefix import same_answers
-from capplan.serving.queue import push_back
-from capplan.serving.running import free_row, leave_running, start_decoding, stop_decoding, take_row
-from capplan.serving.serve import prefill_cap, serve_running
+from capplan.serving.kv_blocks import same_answers
+from capplan.serving.running import (
+    free_row,
+    leave_running,
+    prefill_cap,
+    serve_running,
+    start_decoding,
+    stop_decoding,
+    take_row,
+)
 from capplan.serving.slora import drop_unused, remove_from_order, schedule_slora, slora_takes
 from capplan.serving.state import (
     ENDING,
     KV_TOKENS,
     N_ADMITTED,
+    N_CLAIMED,
     N_DECODING,
     N_ENDING,
     N_FINISHED,
@@ -37,7 +44,9 @@ from capplan.serving.state import (
     N_RESUMED,
     N_STALLED,
     N_WAITING,
+    NO_CLAIM,
     NONE,
+    READY,
     SAME_ANSWERS,
     SLORA,
     STEP_DECODES,
@@ -47,6 +56,7 @@ from capplan.serving.state import (
     Limits,
     State,
 )
+from capplan.serving.waiting_queue import list_queue, push_back, unlist_queue
 
 
 @jit
@@ -218,3 +228,45 @@ def finish(state: State, limits: Limits, row: int) -> None:
     c[N_FINISHED] += 1
     if limits.policy == SLORA:
         drop_unused(state)  # else the pages of its adapter stay taken until the next step ends
+
+
+@inner
+def is_movable(state: State, row: int) -> bool:
+    """Tell whether a waiting row has not generated anything yet, so that nothing would be lost."""
+    return bool(state.rows.output[row] == 0)
+
+
+@inner
+def withdraw(state: State, adapter: int, first_request: int) -> int:
+    """Take the movable requests of an adapter that are numbered `first_request` or higher out of its queue.
+
+    Returns
+    -------
+    int
+        How many.
+    """
+    taken = 0
+    before = NONE
+    row = state.adapters.queue_head[adapter]
+    unlist_queue(state, adapter)
+    while row != NONE:
+        after = state.rows.following[row]
+        if is_movable(state, row) and state.rows.request[row] >= first_request:
+            if before == NONE:
+                state.adapters.queue_head[adapter] = after
+            else:
+                state.rows.following[before] = after
+            free_row(state, row)
+            taken += 1
+        else:
+            before = row
+        row = after
+    state.adapters.queue_tail[adapter] = before
+    state.counters[N_WAITING] -= taken
+    if before != NONE:
+        list_queue(state, adapter)
+    elif state.adapters.claim[adapter] == READY:  # its slot was kept for a request that is gone
+        state.adapters.claim[adapter] = NO_CLAIM
+        state.counters[N_CLAIMED] -= 1
+        release_adapter(state, adapter)
+    return taken

@@ -11,10 +11,8 @@ Read off S-LoRA c1ddf48, ``router/manager.py`` and ``router/req_queue.py``.
 from __future__ import annotations
 
 from capplan.compile import inner
-from capplan.serving.adapters import acquire_adapter, release_adapter
+from capplan.serving.adapter_slots import acquire_adapter, release_adapter
 from capplan.serving.admission import start_row
-from capplan.serving.links import links_first, links_remove
-from capplan.serving.queue import next_adapter, pop_head
 from capplan.serving.running import output_tokens
 from capplan.serving.state import (
     ADAPTER_PAGES,
@@ -33,6 +31,8 @@ from capplan.serving.state import (
     Limits,
     State,
 )
+from capplan.serving.structures import links_first, links_remove
+from capplan.serving.waiting_queue import next_adapter, pop_head
 
 _STEPS_BETWEEN_PREFILLS = 10
 _FETCH_AT = (5, 7)

@@ -17,8 +17,7 @@ from typing import Any, NamedTuple
 import numpy as np
 from numpy.typing import NDArray
 
-from capplan.serving.heap import Heap, new_heap
-from capplan.serving.links import new_links, new_rings
+from capplan.serving.structures import Heap, new_heap, new_links, new_rings
 
 # Positions in `State.counters`.
 TICK = 0  # steps committed so far in which decoding rows advanced
@@ -86,7 +85,7 @@ class Limits(NamedTuple):
     watermark_blocks: int
     long_prefill_tokens: int
     reserve_full_sequence: int
-    reverse_set_aside: int = 0
+    reverse_skipped: int = 0
     lone_prefill_exempt: int = 0
     async_scheduling: int = 0
     prefix_caching: int = 0

@@ -10,8 +10,8 @@ from numpy.typing import NDArray
 
 from capplan.serving import NONE, Limits, State
 from capplan.serving import state as s
-from capplan.serving.heap import Heap
 from capplan.serving.state import EMPTY
+from capplan.serving.structures import Heap
 
 
 def check_integrity(state: State, limits: Limits, num_blocks: int) -> None:

@@ -17,7 +17,7 @@ if TYPE_CHECKING:
 
     from capplan.spec import Profile, Workload
     from capplan.twin import DetailedResult
-    from capplan.twin.groups import GroupMetrics
+    from capplan.twin.group_metrics import GroupMetrics
 
 _OVERLAID: Final = 8  # runs in one chart over time
 

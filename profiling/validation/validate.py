@@ -30,7 +30,7 @@ from capplan.profiling.validation.compare import (
 )
 from capplan.spec import Group, Plan, Profile, Workload
 from capplan.twin import SimulationResult, simulate
-from capplan.twin.simulate import Settings
+from capplan.twin.simulate import SimulateSettings
 
 _DRAIN_S: Final = 1.0
 _LOOKS_S: Final = 2.0
@@ -119,7 +119,7 @@ def group_workload(group: Group, workload: Workload, rate_scale: float) -> Workl
     return scaled(workload.subset(shares, shares), rate_scale)
 
 
-def twin_settings(group: Group, options: ValidationOptions) -> Settings:
+def twin_settings(group: Group, options: ValidationOptions) -> SimulateSettings:
     """Return how the twin sets the engine of a group."""
     args = group.engine_args.model_dump() | dict(options.engine_args)
     return {

@@ -13,7 +13,7 @@ from capplan.engine.engine import TimedRequest, replay
 from capplan.engine.lora.loader import VirtualLoader
 from capplan.engine.scheduler_output import Decision
 from capplan.testing.integrity import check_integrity
-from capplan.twin.readable import ReadableScheduler
+from capplan.twin.reference.scheduler import ReferenceScheduler
 
 TINY = ModelConfig(
     name="tiny",
@@ -65,7 +65,7 @@ def draw(seed: int, rules: str) -> tuple[Engine, list[TimedRequest]]:
 def twin_decisions(engine: Engine, arrivals: Sequence[TimedRequest], stretch: int = 1) -> list[Decision]:
     """Return what the readable twin decides, under the engine's measured durations, steps stretched."""
     limits = engine.core.limits
-    twin = ReadableScheduler(limits, engine.sizes.num_blocks, len(engine.adapters))
+    twin = ReferenceScheduler(limits, engine.sizes.num_blocks, len(engine.adapters))
     steps_ns = iter([record.duration_ns for record in engine.records])
     assert isinstance(engine.core.loader, VirtualLoader)
     loads_ns = iter(engine.core.loader.durations_ns)

@@ -59,7 +59,7 @@ def limits_of(config: dict[str, Any]) -> Limits:
         watermark_blocks=int(config.get("watermark", 0.0) * config["num_blocks"]),
         long_prefill_tokens=config["long_prefill"],
         reserve_full_sequence=int(config["reserve_full_isl"]),
-        reverse_set_aside=0,
+        reverse_skipped=0,
         lone_prefill_exempt=1,
         async_scheduling=int(config.get("async_sched", False)),
         prefix_caching=int(config.get("prefix_caching", False)),

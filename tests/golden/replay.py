@@ -8,7 +8,7 @@ from typing import NamedTuple, Protocol
 
 from capplan.serving import NONE, Limits, State, commit, new_state, schedule, submit
 from capplan.serving import state as s
-from capplan.twin.readable import ReadableScheduler
+from capplan.twin.reference.scheduler import ReferenceScheduler
 from tests.golden.cases import Case, Step, limits_of, usable_blocks
 
 Decided = tuple[list[tuple[int, int]], list[int], int]
@@ -83,7 +83,7 @@ class ReadableForm:
 
     def __init__(self, case: Case) -> None:
         adapters = max(row[3] for row in case.workload)
-        self.scheduler = ReadableScheduler(limits_of(case.config), usable_blocks(case.config), adapters)
+        self.scheduler = ReferenceScheduler(limits_of(case.config), usable_blocks(case.config), adapters)
 
     def submit(self, request: int, row: list[int]) -> None:
         _, prompt, output, adapter, group, shared = row

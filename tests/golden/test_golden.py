@@ -82,7 +82,7 @@ def test_the_recording_contains_what_the_rules_differ_in() -> None:
         ("prefix_caching", 0),
         ("unhashed_to_front", 0),
         ("lone_prefill_exempt", 0),
-        ("reverse_set_aside", 1),
+        ("reverse_skipped", 1),
         ("reserve_full_sequence", 0),
         ("long_prefill_tokens", 0),
         ("watermark_blocks", 0),

@@ -5,7 +5,7 @@ from hypothesis import strategies as st
 
 from capplan.serving import Limits, State, new_state
 from capplan.serving import state as s
-from capplan.serving.adapters import acquire_adapter, release_adapter
+from capplan.serving.adapter_slots import acquire_adapter, release_adapter
 
 ADAPTERS = 6
 

@@ -4,8 +4,8 @@ import numpy as np
 import pytest
 
 from capplan.compile import jit
-from capplan.serving.routing.fleet import PRESENT, Fleet, Placement, new_fleet
-from capplan.serving.routing.toppings import BGMV, MBGMV, Performance, rank_aware
+from capplan.serving.routers.fleet import PRESENT, Fleet, Placement, new_fleet
+from capplan.serving.routers.toppings import BGMV, MBGMV, Performance, rank_aware
 
 # A line through the printed BGMV points gives 36.05 ms for the new one; these are within their rounding.
 FIGURE_6 = {

@@ -2,8 +2,15 @@ import numpy as np
 from hypothesis import given
 from hypothesis import strategies as st
 
-from capplan.serving.heap import heap_push, heap_remove, new_heap
-from capplan.serving.links import links_append, links_first, links_remove, new_links
+from capplan.serving.structures import (
+    heap_push,
+    heap_remove,
+    links_append,
+    links_first,
+    links_remove,
+    new_heap,
+    new_links,
+)
 
 CAPACITY = 12
 # Each number says what to do with one member: add it where it is missing, take it out where it is there.

@@ -70,7 +70,7 @@ def make_world(choose: Choose, max_requests: int = 24) -> World:
         watermark_blocks=choose(-4, 2),
         long_prefill_tokens=choose(-4, 4),
         reserve_full_sequence=choose(0, 1),
-        reverse_set_aside=choose(0, 1),
+        reverse_skipped=choose(0, 1),
         lone_prefill_exempt=choose(0, 1),
         async_scheduling=choose(0, 1),
         prefix_caching=choose(0, 1),
@@ -79,7 +79,7 @@ def make_world(choose: Choose, max_requests: int = 24) -> World:
         policy=SLORA if choose(0, 5) == 0 else VLLM,
     )
     if limits.load_beside:
-        limits = limits._replace(reverse_set_aside=0)
+        limits = limits._replace(reverse_skipped=0)
     if limits.policy == SLORA:  # no slots, no cached prefixes, one batch at a time
         limits = limits._replace(max_loras=adapters, prefix_caching=0, async_scheduling=0, load_beside=0)
         limits = limits._replace(max_cpu_loras=max(adapters, limits.max_cpu_loras))

@@ -8,21 +8,21 @@ from capplan.serving.state import SLORA
 from capplan.testing.integrity import check_integrity
 from capplan.twin import Scenario
 from capplan.twin import trace as t
-from capplan.twin.clock import FIRST_COPY, N_COPIES, Clock, new_clock
+from capplan.twin.clock import FIRST_COPY, N_COPIES, TwinClock, new_clock
 from capplan.twin.core import advance, run
 from capplan.twin.reference import run_reference
 
 # The compiled twin's notes for itself; the readable one remembers every token instead.
-COMPARED = [field for field in t.Trace._fields if field != "stalled_ns"]
+COMPARED = [field for field in t.TwinTrace._fields if field != "stalled_ns"]
 
 
-def assert_same(ours: t.Trace, theirs: t.Trace, but: tuple[str, ...] = ()) -> None:
-    for field in t.Trace._fields:
+def assert_same(ours: t.TwinTrace, theirs: t.TwinTrace, but: tuple[str, ...] = ()) -> None:
+    for field in t.TwinTrace._fields:
         if field not in but:
             np.testing.assert_array_equal(getattr(ours, field), getattr(theirs, field), err_msg=field)
 
 
-def differs(ours: t.Trace, theirs: t.Trace) -> bool:
+def differs(ours: t.TwinTrace, theirs: t.TwinTrace) -> bool:
     return any(not np.array_equal(getattr(ours, field), getattr(theirs, field)) for field in COMPARED)
 
 
@@ -35,7 +35,7 @@ def assert_forms_agree(scenario: Scenario) -> None:
     assert_same(run_stopping(scenario), stepping, but=("status",))
 
 
-def run_stopping(scenario: Scenario) -> t.Trace:
+def run_stopping(scenario: Scenario) -> t.TwinTrace:
     """Simulate as `run` does, but stop after every step and check the state."""
     limits, requests, horizon_ns = scenario.limits, scenario.requests, scenario.horizon_ns
     in_flight = scenario.max_in_flight
@@ -64,7 +64,7 @@ def run_stopping(scenario: Scenario) -> t.Trace:
             until_ns = int(trace.counts[t.NOW_NS]) + 1
 
 
-def _next_event_ns(scenario: Scenario, clock: Clock, trace: t.Trace) -> int:
+def _next_event_ns(scenario: Scenario, clock: TwinClock, trace: t.TwinTrace) -> int:
     events_ns = [scenario.horizon_ns]
     upcoming = trace.counts[t.NEXT_REQUEST]
     if upcoming < scenario.requests.arrival_ns.size:
@@ -74,7 +74,7 @@ def _next_event_ns(scenario: Scenario, clock: Clock, trace: t.Trace) -> int:
     return min(events_ns)
 
 
-def check_requests(state: State, trace: t.Trace) -> None:
+def check_requests(state: State, trace: t.TwinTrace) -> None:
     """Assert that every request that has come is finished, running, waiting or rejected."""
     c = state.counters
     finished = int((trace.finish_ns != t.NEVER).sum())
@@ -89,7 +89,7 @@ def rules_in(limits: Limits) -> str:
     switches = {
         "async": limits.async_scheduling,
         "prefix caching": limits.prefix_caching,
-        "reversed": limits.reverse_set_aside,
+        "reversed": limits.reverse_skipped,
         "whole sequence": limits.reserve_full_sequence,
         "beside": limits.load_beside,
     }

@@ -11,11 +11,11 @@ from hypothesis import given, settings
 
 from capplan.serving import Limits
 from capplan.serving.state import SLORA, VLLM
-from capplan.twin import Scenario, readable_slora
+from capplan.twin import Scenario
 from capplan.twin import trace as t
 from capplan.twin.core import run
-from capplan.twin.readable_adapters import ReadableAdapters
-from capplan.twin.reference import run_reference
+from capplan.twin.reference import run_reference, slora
+from capplan.twin.reference.memory import ReferenceAdapters
 from tests.twin.comparison import assert_forms_agree, differs
 from tests.twin.many import main
 from tests.twin.scenarios import scenarios, seeded_scenario
@@ -35,7 +35,7 @@ def test_the_comparison_of_many_scenarios_sees_a_broken_rule(
 ) -> None:
     assert main(40) == 0
     assert capsys.readouterr().out.endswith("\n0 differences\n")
-    monkeypatch.setattr(ReadableAdapters, "is_resident", lambda self, adapter: False)
+    monkeypatch.setattr(ReferenceAdapters, "is_resident", lambda self, adapter: False)
     assert main(40) == 1
     assert "beside): " in capsys.readouterr().out
 
@@ -95,7 +95,7 @@ def without_pages(scenario: Scenario) -> Scenario:
         pytest.param(relax(long_prefill_tokens=0), id="long prefill"),
         pytest.param(relax(reserve_full_sequence=0), id="whole sequence must fit"),
         pytest.param(relax(max_model_len=1000), id="max_model_len"),
-        pytest.param(relax(reverse_set_aside=0), id="reversed order"),
+        pytest.param(relax(reverse_skipped=0), id="reversed order"),
         pytest.param(relax(async_scheduling=0), id="async scheduling"),
         pytest.param(relax(prefix_caching=0), id="prefix caching"),
         pytest.param(relax(unhashed_to_front=0), id="unhashed blocks first"),
@@ -122,9 +122,9 @@ def test_every_limit_binds_in_some_of_the_scenarios(relaxed: Callable[[Scenario]
 
 
 def test_fetching_ahead_matters_in_some_of_the_scenarios(monkeypatch: pytest.MonkeyPatch) -> None:
-    slora = [s for s in map(seeded_scenario, SEEDS) if s.limits.policy == SLORA]
-    monkeypatch.setattr(readable_slora, "_FETCH_BEFORE_DECODES", ())
-    assert sum(differs(run(scenario), run_reference(scenario)) for scenario in slora) >= 5
+    chosen = [s for s in map(seeded_scenario, SEEDS) if s.limits.policy == SLORA]
+    monkeypatch.setattr(slora, "_FETCH_BEFORE_DECODES", ())
+    assert sum(differs(run(scenario), run_reference(scenario)) for scenario in chosen) >= 5
 
 
 def test_every_adapter_that_is_asked_for_in_time_arrives_and_serves() -> None:
@@ -165,7 +165,7 @@ def test_every_event_happens_in_some_of_the_scenarios() -> None:
         # With blocks in plenty nobody is preempted: who then stalls was left out of a step.
         seen["left out"] += bool(np.any(run(scenario._replace(num_blocks=1000)).stalled_ns > 0))
         seen["chunked"] += bool(np.any(prompts[done] > limits.max_num_batched_tokens))
-        seen["set aside for a load"] += bool(trace.set_aside_ns.sum())
+        seen["set aside for a load"] += bool(trace.skipped_ns.sum())
         seen["cut off"] += bool(np.any(trace.status == t.STATUS_RUNNING))
         seen["too long"] += bool(np.any(prompts >= limits.max_model_len))
     assert all(count >= 5 for count in seen.values()), seen

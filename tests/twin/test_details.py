@@ -15,9 +15,8 @@ from capplan.spec import Adapter, Slo, Trace, Workload
 from capplan.twin import DetailedResult, Scenario, simulate_detailed
 from capplan.twin import trace as t
 from capplan.twin.core import run
-from capplan.twin.groups import _statistics
-from capplan.twin.request_table import FINISHED, REJECTED, RUNNING, STATUSES, WAITING, request_table
-from capplan.twin.series import bucket_count
+from capplan.twin.group_metrics import _statistics, bucket_count
+from capplan.twin.per_request import FINISHED, REJECTED, RUNNING, STATUSES, WAITING, request_table
 from tests.twin.examples import profile, workload
 from tests.twin.scenarios import scenarios, seeded_scenario
 from tests.twin.test_simulate import hand_computed

@@ -10,8 +10,7 @@ from capplan import SimulationResult, simulate
 from capplan.twin import Scenario
 from capplan.twin import trace as t
 from capplan.twin.core import run
-from capplan.twin.reduction import PERCENTILES, statistics
-from capplan.twin.result import summarize
+from capplan.twin.metrics import PERCENTILES, statistics, summarize
 from capplan.twin.scenario import NS_PER_MS, NS_PER_S
 from tests.twin.examples import profile, workload
 from tests.twin.scenarios import scenarios, seeded_scenario

@@ -12,7 +12,7 @@ from capplan import Profile, Workload, simulate
 from capplan.spec import Coefficient
 from capplan.twin import scrapes
 from capplan.twin.core import run
-from capplan.twin.result import SimulationResult
+from capplan.twin.metrics import SimulationResult
 from capplan.twin.scenario import NS_PER_S, Scenario, build_scenario
 from capplan.twin.simulate import (
     DEFAULT_GPU_MEMORY_UTILIZATION,

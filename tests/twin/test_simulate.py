@@ -13,8 +13,8 @@ from capplan.serving import Limits
 from capplan.spec import LengthPairs, Lengths
 from capplan.twin import Scenario
 from capplan.twin.core import run
+from capplan.twin.metrics import SimulationResult, summarize
 from capplan.twin.reference import run_reference
-from capplan.twin.result import SimulationResult, summarize
 from capplan.twin.scenario import NS_PER_MS, Costs
 from capplan.twin.trace import STATUS_REJECTED, STATUS_RUNNING, gap_bin, gap_percentiles_ms, new_trace
 from capplan.workload import Requests

@@ -12,7 +12,7 @@ import pytest
 
 from capplan.errors import InfeasibleError, InputError
 from capplan.twin import DetailedResult, SimulationResult, simulate
-from capplan.twin.simulate import Settings
+from capplan.twin.simulate import SimulateSettings
 from capplan.twin.sweep import Job, cores, in_parallel, sweep, sweep_detailed
 from tests.twin.examples import profile, workload
 
@@ -25,7 +25,7 @@ def jobs() -> list[Job]:
     points = [(a_max, seed) for a_max in (1, 3) for seed in range(4)]
     points.insert(5, (4000, 0))
     return [
-        Job(busy, engine, Settings(a_max=a, s_max=8, seed=seed, duration_s=30.0, max_model_len=512))
+        Job(busy, engine, SimulateSettings(a_max=a, s_max=8, seed=seed, duration_s=30.0, max_model_len=512))
         for a, seed in points
     ]
 
@@ -76,7 +76,7 @@ def test_nothing_to_do_is_done() -> None:
 
 @pytest.mark.parametrize("workers", [1, 2])
 def test_a_wrong_job_stops_the_sweep_with_its_error(workers: int) -> None:
-    wrong = [*jobs(), dataclasses.replace(jobs()[0], settings=Settings(a_max=0, s_max=8))]
+    wrong = [*jobs(), dataclasses.replace(jobs()[0], settings=SimulateSettings(a_max=0, s_max=8))]
     with pytest.raises(InputError, match=r"^a_max: must be a whole number"):
         sweep(wrong, workers=workers)
 
@@ -145,7 +145,7 @@ def test_a_cluster_answers_the_same(monkeypatch: pytest.MonkeyPatch) -> None:
     clustered = sweep(jobs(), ray_address="local", progress=lambda done, total: calls.append((done, total)))
     assert told(clustered) == told(sweep(jobs(), workers=1))
     assert calls[-1] == (9, 9)
-    wrong = dataclasses.replace(jobs()[0], settings=Settings(a_max=0, s_max=8))
+    wrong = dataclasses.replace(jobs()[0], settings=SimulateSettings(a_max=0, s_max=8))
     with pytest.raises(InputError, match=r"^a_max: must be a whole number"):
         sweep([wrong], ray_address="local")
     with pytest.raises(InputError, match=r"^ray_address: must be the address of a Ray cluster"):

@@ -1,11 +1,15 @@
 """The cluster twin: many engines under one clock, and the router in front of them."""
 
-from capplan.serving.routing import ROUTERS, Dlora, Gateway, Performance, Toppings
-from capplan.twin.cluster.readable import Candidate, PythonRouter, RoutedRequest
-from capplan.twin.cluster.result import ClusterResult, RoutedRequests
-from capplan.twin.cluster.rules import NamedRouter
+from capplan.serving.routers import ROUTERS, Dlora, Gateway, Performance, Toppings
+from capplan.twin.cluster.reference import Candidate, PythonRouter, RoutedRequest
+from capplan.twin.cluster.routers import NamedRouter
 from capplan.twin.cluster.scenario import Instance
-from capplan.twin.cluster.simulate import simulate_cluster, simulate_without_adapters
+from capplan.twin.cluster.simulate import (
+    ClusterResult,
+    RoutedRequests,
+    simulate_cluster,
+    simulate_without_adapters,
+)
 
 __all__ = [
     "ROUTERS",

@@ -6,25 +6,32 @@ import numpy as np
 from numpy.typing import NDArray
 
 from capplan.compile import inner, jit
-from capplan.serving.heap import Heap
-from capplan.serving.routing.choose import Rule, choose_blindly, choose_by_looking
-from capplan.serving.state import NONE
+from capplan.serving.routers.choose import RoutingRule, choose_blindly, choose_by_looking
+from capplan.serving.routers.dlora import busiest, idlest, is_excessive, load, to_move
+from capplan.serving.routers.fleet import Placement
+from capplan.serving.scheduler import is_movable, withdraw
+from capplan.serving.state import NONE, State
+from capplan.serving.structures import Heap, heap_push, heap_remove
+from capplan.twin.clock import ANSWER_TOKENS, ANSWERS, count_present, count_queued, keeps_stats
 from capplan.twin.cluster.member import load_member
-from capplan.twin.cluster.migration import migrate
-from capplan.twin.cluster.steps import Cluster, go_on, hand_over, lacks_rows, look_at_adapter
+from capplan.twin.cluster.steps import Cluster, go_on, hand_over, lacks_rows, look, look_at_adapter
 from capplan.twin.core import mark_running
-from capplan.twin.tally import ANSWER_TOKENS, ANSWERS
 from capplan.workload.sampling import uniform
 
 # Positions in the cursor, where the loop goes on after a break.
 NEXT = 0  # the next request to route
+
 PLACE = 1  # the place that was chosen for it, or NONE
+
 TICK_NS = 2  # when requests are moved next
+
 MIGRATIONS = 3  # requests moved so far
 
 # What happens next.
 ARRIVAL = 0
+
 TICK = 1
+
 END = 2
 
 
@@ -36,7 +43,7 @@ def new_cursor(period_ns: int) -> NDArray[np.int64]:
 @jit
 def serve(
     cluster: Cluster,
-    rule: Rule,
+    rule: RoutingRule,
     key: np.uint64,
     answered: NDArray[np.int64],
     cursor: NDArray[np.int64],
@@ -94,7 +101,7 @@ def serve(
 
 
 @inner
-def _next_event(cluster: Cluster, rule: Rule, cursor: NDArray[np.int64]) -> tuple[int, int]:
+def _next_event(cluster: Cluster, rule: RoutingRule, cursor: NDArray[np.int64]) -> tuple[int, int]:
     """Return what happens next, and until when instances may run before that."""
     at_ns = cluster.horizon_ns
     event = END
@@ -107,7 +114,9 @@ def _next_event(cluster: Cluster, rule: Rule, cursor: NDArray[np.int64]) -> tupl
 
 
 @inner
-def _arrive(cluster: Cluster, rule: Rule, answered: NDArray[np.int64], cursor: NDArray[np.int64]) -> int:
+def _arrive(
+    cluster: Cluster, rule: RoutingRule, answered: NDArray[np.int64], cursor: NDArray[np.int64]
+) -> int:
     """Hand the next request over; NONE, or the instance that lacks a row for it."""
     request = cursor[NEXT]
     if cursor[PLACE] == NONE:
@@ -124,7 +133,7 @@ def _arrive(cluster: Cluster, rule: Rule, answered: NDArray[np.int64], cursor: N
 
 
 @inner
-def _look_and_choose(cluster: Cluster, rule: Rule, answered: NDArray[np.int64], request: int) -> int:
+def _look_and_choose(cluster: Cluster, rule: RoutingRule, answered: NDArray[np.int64], request: int) -> int:
     """Ask a router that looks at instances, which have run up to now."""
     adapter = cluster.adapter[request]
     placement = cluster.placement
@@ -144,7 +153,7 @@ def _look_and_choose(cluster: Cluster, rule: Rule, answered: NDArray[np.int64], 
 
 @inner
 def _tick(
-    cluster: Cluster, rule: Rule, cursor: NDArray[np.int64], movable: Heap, moved: NDArray[np.int64]
+    cluster: Cluster, rule: RoutingRule, cursor: NDArray[np.int64], movable: Heap, moved: NDArray[np.int64]
 ) -> int:
     """Move requests, as dLoRA does every few seconds; NONE, or the instance that lacks rows for it."""
     count, lacking = migrate(cluster, rule, cursor[TICK_NS], movable, moved)
@@ -152,3 +161,77 @@ def _tick(
         cursor[TICK_NS] += rule.period_ns
         cursor[MIGRATIONS] += count
     return lacking
+
+
+@inner
+def migrate(
+    cluster: Cluster, rule: RoutingRule, at_ns: int, movable: Heap, moved: NDArray[np.int64]
+) -> tuple[int, int]:
+    """Move waiting requests from the busiest instance to the idlest one, where that is due.
+
+    Returns
+    -------
+    tuple of int
+        How many moved; and NONE, or an instance that lacks rows, in which case none has moved yet.
+    """
+    here, there = busiest(cluster.fleet), idlest(cluster.fleet)
+    if here == there or not is_excessive(cluster.fleet, here, rule.excess):
+        return 0, NONE
+    wanted = to_move(load(cluster.fleet, here), load(cluster.fleet, there), rule.request_s, rule.migration_s)
+    member = load_member(cluster.memory, here)
+    _list_movable(cluster, member.state, there, movable)
+    count = min(wanted, movable.size[0])
+    if count == 0:
+        return 0, NONE
+    target = load_member(cluster.memory, there)
+    if lacks_rows(cluster, there, target, count):
+        return 0, there
+    for i in range(count - 1, -1, -1):  # the latest first, so that they come to stand in order
+        moved[i] = movable.items.ids[0]
+        heap_remove(movable, moved[i])
+    for adapter in range(member.state.adapters.size):
+        if _place(cluster, member.state, adapter, there) != NONE:
+            withdraw(member.state, adapter, moved[0])
+    later_ns = at_ns + round(rule.migration_s * 1e9)
+    for i in range(count):
+        request = moved[i]
+        if keeps_stats(member.clock):
+            rank = cluster.rank[cluster.adapter[request]]
+            count_present(member.clock, rank, -1)
+            count_queued(member.clock, rank, -1, -cluster.stream.prompt_tokens[request])
+        place = find_place(cluster.placement, cluster.adapter[request], there)
+        hand_over(cluster, place, request, later_ns, target)
+    look(cluster, here, member)
+    return count, NONE
+
+
+@inner
+def find_place(placement: Placement, adapter: int, instance: int) -> int:
+    """Return the place where an instance holds an adapter, or NONE."""
+    for place in range(placement.start[adapter], placement.start[adapter + 1]):
+        if placement.instance[place] == instance:
+            return place
+    return NONE
+
+
+@inner
+def _place(cluster: Cluster, state: State, local: int, there: int) -> int:
+    """Return the place at `there` for the requests that wait in a queue, by the queue's adapter; or NONE."""
+    head = state.adapters.queue_head[local]
+    if head == NONE:
+        return NONE
+    return find_place(cluster.placement, cluster.adapter[state.rows.request[head]], there)
+
+
+@inner
+def _list_movable(cluster: Cluster, state: State, there: int, movable: Heap) -> None:
+    """List the waiting requests that could move to an instance, the latest on top."""
+    movable.size[0] = 0
+    for adapter in range(state.adapters.size):
+        if _place(cluster, state, adapter, there) == NONE:
+            continue
+        row = state.adapters.queue_head[adapter]
+        while row != NONE:
+            if is_movable(state, row):
+                heap_push(movable, state.rows.request[row], -state.rows.request[row])
+            row = state.rows.following[row]

@@ -19,22 +19,22 @@ from numpy.typing import NDArray
 
 from capplan.compile import jit
 from capplan.serving import Limits, State, new_state
-from capplan.twin.clock import Clock, new_clock
+from capplan.twin.clock import TwinClock, new_clock
 from capplan.twin.scenario import Costs
-from capplan.twin.trace import Trace, new_trace
+from capplan.twin.trace import TwinTrace, new_trace
 
 _WORD_BYTES = 8
 _typeof: Any = numba.typeof
 
 
-class Member(NamedTuple):
+class ClusterMember(NamedTuple):
     """One instance of a cluster: all that the twin of one GPU works on, but for the requests."""
 
     state: State
     limits: Limits
     costs: Costs
-    clock: Clock
-    trace: Trace
+    clock: TwinClock
+    trace: TwinTrace
     max_in_flight: int
 
 
@@ -44,7 +44,7 @@ def _member_type() -> Any:
     numbers = np.zeros(1, np.int64)
     limits = Limits(1, 1, 1, 1, 1, 1, 0, 0, 0)
     costs = Costs(0, np.zeros(1), 1, 1, 1.0, numbers, numbers, numbers, False, numbers)
-    return _typeof(Member(new_state(1, 0, 1, limits), limits, costs, new_clock(0), new_trace(1), 1))
+    return _typeof(ClusterMember(new_state(1, 0, 1, limits), limits, costs, new_clock(0), new_trace(1), 1))
 
 
 def _slot(builder: Any, context: Any, memory: Any, slot: Any, memory_type: Any, kind: Any) -> Any:
@@ -70,10 +70,10 @@ def _load(builder: Any, pointer: Any, kind: Any) -> Any:
 
 if TYPE_CHECKING:
 
-    def load_member(memory: NDArray[np.int64], slot: int) -> Member:
+    def load_member(memory: NDArray[np.int64], slot: int) -> ClusterMember:
         """Return the member in a line; for compiled functions only."""
 
-    def _store(memory: NDArray[np.int64], slot: int, member: Member) -> None: ...
+    def _store(memory: NDArray[np.int64], slot: int, member: ClusterMember) -> None: ...
 
     def _size() -> int: ...
 
@@ -108,7 +108,7 @@ else:
 
 
 @jit
-def _write(memory: NDArray[np.int64], slot: int, member: Member) -> None:
+def _write(memory: NDArray[np.int64], slot: int, member: ClusterMember) -> None:
     _store(memory, slot, member)
 
 
@@ -122,7 +122,7 @@ def new_memory(members: int) -> NDArray[np.int64]:
     return np.zeros((members, -(-_bytes() // _WORD_BYTES)), np.int64)
 
 
-def store_member(memory: NDArray[np.int64], slot: int, member: Member) -> None:
+def store_member(memory: NDArray[np.int64], slot: int, member: ClusterMember) -> None:
     """Store a member; its arrays must stay alive for as long as `memory` is used.
 
     Raises

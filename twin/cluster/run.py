@@ -8,20 +8,20 @@ from typing import NamedTuple
 import numpy as np
 from numpy.typing import NDArray
 
-from capplan.serving import NONE, new_state
-from capplan.serving.heap import new_heap
-from capplan.serving.routing.choose import ASK_RANKS, Rule
-from capplan.serving.routing.fleet import Fleet, new_fleet
-from capplan.serving.state import FREE_BLOCKS
+from capplan.serving import NONE, State, new_state
+from capplan.serving.routers.choose import ASK_RANKS, RoutingRule
+from capplan.serving.routers.fleet import Fleet, new_fleet
+from capplan.serving.state import FREE_BLOCKS, N_FREE_ROWS, Records
+from capplan.serving.structures import Heap, new_heap
 from capplan.twin import trace as t
 from capplan.twin.clock import new_clock
-from capplan.twin.cluster.growth import with_rows
 from capplan.twin.cluster.loop import MIGRATIONS, new_cursor, serve
-from capplan.twin.cluster.member import Member, new_memory, store_member
+from capplan.twin.cluster.member import ClusterMember, new_memory, store_member
 from capplan.twin.cluster.scenario import ClusterScenario, take_requests
 from capplan.twin.cluster.steps import Cluster, new_progress
 
 FIRST_ROWS = 512
+
 """Requests in flight that an instance has room for at first; its table doubles when it is full."""
 
 
@@ -31,7 +31,7 @@ class ClusterTrace:
 
     instance: NDArray[np.int32]
     """Where each request was in the end; NONE for requests that never arrived."""
-    traces: tuple[t.Trace, ...]
+    traces: tuple[t.TwinTrace, ...]
     """One per instance. They share the arrays over requests; counts, sums and gaps are their own."""
     migrations: int
     """Requests that were moved from one instance to another."""
@@ -41,12 +41,12 @@ class Laid(NamedTuple):
     """A cluster in memory, before anything has happened."""
 
     cluster: Cluster
-    members: list[Member]
+    members: list[ClusterMember]
     answered: NDArray[np.int64]
 
 
 def run_cluster(
-    scenario: ClusterScenario, rule: Rule, seed: int, first_rows: int = FIRST_ROWS
+    scenario: ClusterScenario, rule: RoutingRule, seed: int, first_rows: int = FIRST_ROWS
 ) -> ClusterTrace:
     """Simulate a cluster to its horizon.
 
@@ -63,7 +63,7 @@ def run_cluster(
     return trace_of(laid, run_laid(laid, rule, seed))
 
 
-def run_laid(laid: Laid, rule: Rule, seed: int) -> int:
+def run_laid(laid: Laid, rule: RoutingRule, seed: int) -> int:
     """Simulate a cluster that has been laid out, and return how many requests were moved."""
     cursor = new_cursor(rule.period_ns)
     count = laid.cluster.following.size if rule.period_ns else 0
@@ -110,11 +110,11 @@ def lay_out(scenario: ClusterScenario, by_rank: bool, first_rows: int = FIRST_RO
         clock = new_clock(engine.adapters)
         own = t.new_trace(0)
         own.counts[t.NEXT_REQUEST] = count
-        member = Member(
+        member = ClusterMember(
             state=state,
             limits=engine.limits,
             costs=engine.costs,
-            clock=clock._replace(following=following, tally=fleet.by_rank[i], answered=answered),
+            clock=clock._replace(following=following, rank_stats=fleet.by_rank[i], answered=answered),
             trace=shared._replace(gaps=own.gaps, counts=own.counts, sums=own.sums),
             max_in_flight=engine.max_in_flight,
         )
@@ -137,7 +137,7 @@ def lay_out(scenario: ClusterScenario, by_rank: bool, first_rows: int = FIRST_RO
     return Laid(cluster, members, answered)
 
 
-def _describe(fleet: Fleet, instance: int, member: Member) -> None:
+def _describe(fleet: Fleet, instance: int, member: ClusterMember) -> None:
     record = fleet.instances[instance]
     record.free_blocks = record.blocks = member.state.counters[FREE_BLOCKS]
     record.max_num_seqs = member.limits.max_num_seqs
@@ -151,3 +151,26 @@ def grow(laid: Laid, instance: int) -> None:
     rows = min(2 * member.state.rows.size, member.max_in_flight)
     laid.members[instance] = member._replace(state=with_rows(member.state, rows))
     store_member(laid.cluster.memory, instance, laid.members[instance])
+
+
+def with_rows(state: State, rows: int) -> State:
+    """Return the state with room for more requests in flight; what does not depend on it is shared."""
+    before = state.rows.size
+    state.counters[N_FREE_ROWS] += rows - before
+    in_phase = state.in_phase
+    if in_phase.shape[1] > state.phase.size:  # prefix caching: sentinels come behind the rows
+        moved = np.where(in_phase >= before, in_phase + (rows - before), in_phase)
+        in_phase = np.full((2, rows + state.phase.size), -1, np.int64)
+        in_phase[:, :before] = moved[:, :before]
+        in_phase[:, rows:] = moved[:, before:]
+    return state._replace(
+        rows=_longer(state.rows, rows),
+        finish=Heap(_longer(state.finish.items, rows), state.finish.size),
+        in_phase=in_phase,
+    )
+
+
+def _longer(records: Records, size: int) -> Records:
+    longer = np.zeros(size, records.dtype)
+    longer[: records.size] = records
+    return longer.view(np.recarray)

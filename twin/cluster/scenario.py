@@ -11,10 +11,9 @@ import numpy as np
 from numpy.typing import NDArray
 
 from capplan.errors import InputError
-from capplan.serving.routing import Placement
+from capplan.serving.routers import Placement
 from capplan.spec import Profile, Workload
-from capplan.twin.checks import require_settings
-from capplan.twin.scenario import NS_PER_S, Scenario, build_scenario, draw_for
+from capplan.twin.scenario import NS_PER_S, Scenario, build_scenario, draw_for, require_settings
 from capplan.twin.simulate import (
     DEFAULT_GPU_MEMORY_UTILIZATION,
     DEFAULT_MAX_MODEL_LEN,

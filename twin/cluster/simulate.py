@@ -4,13 +4,29 @@ from __future__ import annotations
 
 import time
 from collections.abc import Sequence
+from dataclasses import dataclass, field, fields, replace
+from typing import Any, NamedTuple
 
-from capplan.spec import Workload
-from capplan.twin.cluster.readable import PythonRouter, run_with
-from capplan.twin.cluster.result import ClusterResult, cluster_result
-from capplan.twin.cluster.rules import NamedRouter, build_rule
-from capplan.twin.cluster.run import run_cluster
-from capplan.twin.cluster.scenario import ClusterScenario, Instance, build_cluster, without_adapters
+import numpy as np
+from numpy.typing import NDArray
+
+from capplan.spec import Profile, Workload
+from capplan.twin import trace as t
+from capplan.twin.cluster.reference import PythonRouter, run_with
+from capplan.twin.cluster.routers import NamedRouter, build_rule
+from capplan.twin.cluster.run import ClusterTrace, run_cluster
+from capplan.twin.cluster.scenario import (
+    ClusterScenario,
+    Instance,
+    build_cluster,
+    take_requests,
+    without_adapters,
+)
+from capplan.twin.metrics import SimulationResult, summarize
+from capplan.twin.per_request import FINISHED, request_status
+from capplan.twin.scenario import NS_PER_S, Scenario
+from capplan.twin.scrapes import client_itl_factor
+from capplan.workload import Requests
 
 
 def simulate_cluster(
@@ -30,7 +46,7 @@ def simulate_cluster(
     instances
         The engines, which may differ in everything, and the adapters that each holds.
     router
-        Who gets a request: a name of `capplan.serving.routing.ROUTERS`, the parameters of a router that has
+        Who gets a request: a name of `capplan.serving.routers.ROUTERS`, the parameters of a router that has
         any (`Dlora`, `Toppings`), or a function of a request and the candidates (slow; for experiments).
     duration_s
         Horizon in seconds.
@@ -86,3 +102,180 @@ def _result(
         trace = run_cluster(scenario, build_rule(router, scenario), seed)
     profiles = [instance.profile for instance in instances]
     return cluster_result(scenario, trace, profiles, time.perf_counter() - started)
+
+
+@dataclass(frozen=True, eq=False)
+class RoutedRequests:
+    """Requests in the order of their arrival, as columns; what had not happened by the end is NaN."""
+
+    arrival_s: NDArray[np.float64]
+    adapter: NDArray[np.int32]
+    """1 + position in ``workload.adapters``; 0: the base model."""
+    instance: NDArray[np.int32]
+    """Where each was in the end."""
+    status: NDArray[np.int8]
+    """Position in `capplan.twin.per_request.STATUSES`: finished, running, waiting, rejected."""
+    ttft_s: NDArray[np.float64]
+    e2e_s: NDArray[np.float64]
+    """TTFT and E2E contain the time outside the engine, and that on the way from one instance to another."""
+    tpt_ms: NDArray[np.float64]
+    """E2E / output tokens."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class ClusterResult(SimulationResult):
+    """A simulated cluster: the metrics of `SimulationResult`, over all of its requests.
+
+    Counts and tokens are sums over instances, ``running_max`` and ``waiting_max`` the largest of any, and
+    means over busy time are those of one instance. ITL percentiles are exact where all profiles have one
+    factor between engine and client.
+    """
+
+    instances: tuple[SimulationResult, ...]
+    """What each instance did, as if it had been simulated alone with the requests that it got."""
+    requests_per_instance: tuple[int, ...]
+    migrations: int
+    """Requests that were moved from one instance to another."""
+    requests: RoutedRequests = field(compare=False)
+
+    def attainment(self, bound_tpt_ms: float) -> float:
+        """Return the share of all requests with a TPT of at most so many milliseconds.
+
+        Requests that have not finished do not keep it; NaN without requests.
+        """
+        tpt_ms = self.requests.tpt_ms
+        return float(np.mean(tpt_ms <= bound_tpt_ms)) if tpt_ms.size else float("nan")
+
+
+class _Part(NamedTuple):
+    """What one instance did."""
+
+    rows: NDArray[np.int64]
+    """Its requests."""
+    scenario: Scenario
+    trace: t.TwinTrace
+    overhead_s: float
+    itl_factor: float
+
+    def summary(self) -> SimulationResult:
+        return summarize(self.scenario, self.trace, 1e3 * self.overhead_s, self.itl_factor)
+
+
+def cluster_result(
+    scenario: ClusterScenario, trace: ClusterTrace, profiles: Sequence[Profile], wall_s: float
+) -> ClusterResult:
+    """Reduce the record of a cluster to its metrics.
+
+    Parameters
+    ----------
+    scenario, trace
+        What was simulated and what it left.
+    profiles
+        Of the instances, for what happens outside the engines.
+    wall_s
+        Seconds of computing.
+    """
+    parts = [_part(scenario, trace, i, profile) for i, profile in enumerate(profiles)]
+    overall = _overall(scenario, trace, parts)
+    values: dict[str, Any] = {f.name: getattr(overall, f.name) for f in fields(SimulationResult)}
+    values["wall_s"] = wall_s
+    return ClusterResult(
+        **values,
+        instances=tuple(part.summary() for part in parts),
+        requests_per_instance=tuple(part.rows.size for part in parts),
+        migrations=trace.migrations,
+        requests=_routed(scenario, trace, parts),
+    )
+
+
+def _part(scenario: ClusterScenario, trace: ClusterTrace, instance: int, profile: Profile) -> _Part:
+    """Return the share of one instance in requests and record."""
+    rows = np.flatnonzero(trace.instance == instance)
+    engine, own = scenario.engines[instance], trace.traces[instance]
+    columns = take_requests(scenario.requests, rows)
+    local = np.zeros(scenario.rank.size, np.int32)
+    here = scenario.placement.instance == instance
+    adapters = np.repeat(np.arange(scenario.rank.size), np.diff(scenario.placement.start))
+    local[adapters[here]] = scenario.placement.local[here]
+    engine = engine._replace(
+        requests=columns._replace(adapter=local[columns.adapter]), horizon_ns=scenario.horizon_ns
+    )
+    own = own._replace(**{name: getattr(own, name)[rows] for name in _PER_REQUEST})
+    host = profile.host
+    factor = client_itl_factor(host, engine, own)
+    return _Part(rows, engine, own, host.value("request_ms") / 1e3, factor)
+
+
+_PER_REQUEST = ("first_ns", "finish_ns", "stalled_ns", "status")
+
+
+def _overall(scenario: ClusterScenario, trace: ClusterTrace, parts: Sequence[_Part]) -> SimulationResult:
+    """Return the metrics over all requests, as of one engine that did everything."""
+    traces = [part.trace for part in parts]
+    overhead_s = parts[0].overhead_s
+    requests = _as_served(scenario, parts, overhead_s)
+    decoding = np.array([(_decoding_ns(part)) for part in parts])
+    factors = np.array([part.itl_factor for part in parts])
+    factor = float(factors @ decoding / decoding.sum()) if decoding.sum() else float(factors[0])
+    counts = np.sum([own.counts for own in traces], axis=0)
+    for position in (t.MAX_RUNNING, t.MAX_WAITING):
+        counts[position] = max(own.counts[position] for own in traces)
+    together = trace.traces[0]._replace(
+        gaps=np.sum([own.gaps for own in traces], axis=0),
+        counts=counts,
+        sums=np.sum([own.sums for own in traces], axis=0),
+    )
+    first = scenario.engines[0]
+    longest = max(engine.limits.max_model_len for engine in scenario.engines)
+    everything = first._replace(
+        requests=requests,
+        horizon_ns=scenario.horizon_ns,
+        limits=first.limits._replace(max_model_len=longest),
+    )
+    result = summarize(everything, together, 1e3 * overhead_s, factor)
+    busy = float(together.sums[t.BUSY_NS]) / scenario.horizon_ns / scenario.instances
+    kv_tokens = sum(engine.num_blocks * engine.limits.block_size for engine in scenario.engines)
+    return replace(result, busy_fraction=min(1.0, busy), kv_tokens=kv_tokens)
+
+
+def _decoding_ns(part: _Part) -> float:
+    """Return the time between first and last token, over the requests of an instance that have finished."""
+    done = part.trace.finish_ns != t.NEVER
+    return float((part.trace.finish_ns[done] - part.trace.first_ns[done]).sum())
+
+
+def _as_served(scenario: ClusterScenario, parts: Sequence[_Part], overhead_s: float) -> Requests:
+    """Return the requests with outputs as their instances end them, and arrivals that make up for overheads.
+
+    A request whose instance spends more time outside the engine than `overhead_s` counts as so much earlier.
+    """
+    requests = scenario.requests
+    arrival_ns, output = requests.arrival_ns.copy(), requests.output_tokens.copy()
+    for part in parts:
+        room = part.scenario.limits.max_model_len - requests.prompt_tokens[part.rows]
+        output[part.rows] = np.minimum(output[part.rows], np.maximum(room, 1))
+        arrival_ns[part.rows] -= round((part.overhead_s - overhead_s) * NS_PER_S)
+    return requests._replace(arrival_ns=arrival_ns, output_tokens=output)
+
+
+def _routed(scenario: ClusterScenario, trace: ClusterTrace, parts: Sequence[_Part]) -> RoutedRequests:
+    overhead_s = parts[0].overhead_s
+    served = _as_served(scenario, parts, overhead_s)
+    shared = trace.traces[0]
+    status = request_status(shared, scenario.horizon_ns)
+    horizon_ns = scenario.horizon_ns
+
+    def since_arrival_s(clock_ns: NDArray[np.int64]) -> NDArray[np.float64]:
+        happened = (clock_ns != t.NEVER) & (clock_ns <= horizon_ns)
+        return np.where(happened, (clock_ns - served.arrival_ns) / NS_PER_S + overhead_s, np.nan)
+
+    e2e_s = np.where(status == FINISHED, since_arrival_s(shared.finish_ns), np.nan)
+    return RoutedRequests(
+        arrival_s=scenario.requests.arrival_ns / NS_PER_S,
+        adapter=scenario.requests.adapter,
+        instance=trace.instance,
+        status=status,
+        ttft_s=since_arrival_s(shared.first_ns),
+        e2e_s=e2e_s,
+        tpt_ms=1e3 * e2e_s / served.output_tokens,
+    )

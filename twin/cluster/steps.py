@@ -8,7 +8,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from capplan.compile import inner
-from capplan.serving.routing.fleet import ACTIVE, AWAITED, Fleet, Placement
+from capplan.serving.routers.fleet import ACTIVE, AWAITED, Fleet, Placement
 from capplan.serving.state import (
     FREE_BLOCKS,
     N_ACTIVE,
@@ -22,10 +22,9 @@ from capplan.serving.state import (
     NONE,
     SUBMITTED,
 )
-from capplan.twin.clock import N_COPIES, VISIBLE_NS
-from capplan.twin.cluster.member import Member, load_member
+from capplan.twin.clock import N_COPIES, VISIBLE_NS, count_present, count_queued, keeps_stats
+from capplan.twin.cluster.member import ClusterMember, load_member
 from capplan.twin.core import advance, next_event_ns
-from capplan.twin.tally import keeps_tally, tally_present, tally_queued
 from capplan.twin.trace import NEXT_REQUEST, NOW_NS, REJECTED
 from capplan.workload import Requests
 
@@ -104,14 +103,14 @@ def go_on(cluster: Cluster, instance: int, until_ns: int) -> None:
 
 
 @inner
-def unseen(cluster: Cluster, instance: int, member: Member) -> int:
+def unseen(cluster: Cluster, instance: int, member: ClusterMember) -> int:
     """Return the requests that were handed over and that the scheduler has not seen yet."""
     seen = member.state.counters[SUBMITTED] + member.trace.counts[REJECTED]
     return int(cluster.progress.handed[instance] - seen)
 
 
 @inner
-def look(cluster: Cluster, instance: int, member: Member) -> None:
+def look(cluster: Cluster, instance: int, member: ClusterMember) -> None:
     """Write down what routers ask about an instance."""
     c = member.state.counters
     record = cluster.fleet.instances[instance]
@@ -139,14 +138,14 @@ def look_at_adapter(cluster: Cluster, place: int) -> None:
 
 
 @inner
-def lacks_rows(cluster: Cluster, instance: int, member: Member, requests: int) -> bool:
+def lacks_rows(cluster: Cluster, instance: int, member: ClusterMember, requests: int) -> bool:
     """Tell whether an instance needs a larger table before it can take so many further requests."""
     free = member.state.counters[N_FREE_ROWS] - unseen(cluster, instance, member)
     return bool(free < requests and member.state.rows.size < member.max_in_flight)
 
 
 @inner
-def hand_over(cluster: Cluster, place: int, request: int, at_ns: int, member: Member) -> None:
+def hand_over(cluster: Cluster, place: int, request: int, at_ns: int, member: ClusterMember) -> None:
     """Give a request to the member at a place, whose scheduler will see it from `at_ns` on."""
     instance = cluster.placement.instance[place]
     stream = cluster.stream
@@ -159,10 +158,10 @@ def hand_over(cluster: Cluster, place: int, request: int, at_ns: int, member: Me
     if progress.resting:
         progress.wake_ns = min(progress.wake_ns, at_ns)
     cluster.fleet.instances.queued[instance] += 1
-    if keeps_tally(member.clock):
+    if keeps_stats(member.clock):
         rank = cluster.rank[cluster.adapter[request]]
-        tally_present(member.clock, rank, 1)
-        tally_queued(member.clock, rank, 1, stream.prompt_tokens[request])
+        count_present(member.clock, rank, 1)
+        count_queued(member.clock, rank, 1, stream.prompt_tokens[request])
 
 
 @inner

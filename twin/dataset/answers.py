@@ -19,8 +19,8 @@ from capplan.errors import InfeasibleError
 from capplan.models.training.data import OUTCOMES, DatasetRequest
 from capplan.spec import Profile
 from capplan.twin.dataset.designs import DESIGNS, Sample, draw
-from capplan.twin.result import SimulationResult
-from capplan.twin.simulate import Settings, simulate
+from capplan.twin.metrics import SimulationResult
+from capplan.twin.simulate import SimulateSettings, simulate
 from capplan.twin.sweep import cores, in_parallel
 
 _MS_PER_S: Final = 1e3
@@ -83,7 +83,11 @@ def simulate_sample(
     InfeasibleError
         For any other reason than memory.
     """
-    asked: Settings = {**sample.settings, "duration_s": duration_s, "seed": simulation_seed(seed, number)}
+    asked: SimulateSettings = {
+        **sample.settings,
+        "duration_s": duration_s,
+        "seed": simulation_seed(seed, number),
+    }
     try:
         result = simulate(sample.workload, profile, **asked)
     except InfeasibleError as error:

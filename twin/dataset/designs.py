@@ -21,7 +21,7 @@ from capplan.errors import InputError
 from capplan.models.surrogates.features import MAX_IN_FLIGHT, feature_of, feature_vector
 from capplan.spec import Adapter, Lengths, Profile, Workload, allowed_lora_rank
 from capplan.spec.traffic import ArrivalProcess, Arrivals, Renewal, zipf
-from capplan.twin.simulate import Settings
+from capplan.twin.simulate import SimulateSettings
 
 GRID_COUNTS: Final = (8, 16, 32, 64, 96, 128, 160, 192, 256, 320, 384)
 GRID_RATES_RPS: Final = (3.2, 1.6, 0.8, 0.4, 0.1, 0.05, 0.025, 0.0125, 0.00625, 0.003125)
@@ -63,7 +63,7 @@ class Sample:
 
     group: int
     workload: Workload
-    settings: Settings
+    settings: SimulateSettings
 
     @property
     def engine(self) -> EngineSettings:
@@ -227,8 +227,8 @@ def _workload(
 
 def _settings(
     workload: Workload, a_max: int, max_num_seqs: int, max_num_batched_tokens: int, utilization: float
-) -> Settings:
-    return Settings(
+) -> SimulateSettings:
+    return SimulateSettings(
         a_max=a_max,
         s_max=allowed_lora_rank(max(adapter.rank for adapter in workload.adapters)),
         max_num_seqs=max_num_seqs,

@@ -42,8 +42,7 @@ from capplan.spec import Profile, write_bytes_atomic, write_text_atomic
 from capplan.spec.files import error_reason
 from capplan.twin.dataset.answers import NoRow, ScenarioRow, Span, parts_of, simulate_spans
 from capplan.twin.dataset.designs import DESIGNS
-from capplan.twin.ray_pool import imported_ray
-from capplan.twin.sweep import OnProgress
+from capplan.twin.sweep import OnProgress, imported_ray
 
 SCENARIOS_PER_SHARD: Final = 128
 

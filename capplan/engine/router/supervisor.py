@@ -19,8 +19,8 @@ from capplan.engine.router.instance_client import InstanceClient, SizeQueues
 from capplan.engine.router.instances import InstanceSpec
 from capplan.engine.router.launcher import InstanceHandle, Launcher, LaunchError
 from capplan.errors import InputError
-from capplan.serving.routing import Placement
-from capplan.serving.routing import smooth_shares as rule
+from capplan.serving.routers import Placement
+from capplan.serving.routers import smooth_shares as rule
 
 _by_credit: Final[Callable[..., int]] = getattr(rule.by_credit, "py_func", rule.by_credit)
 

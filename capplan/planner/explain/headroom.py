@@ -12,7 +12,7 @@ from capplan.planner.evaluate import evaluate
 from capplan.planner.problem import Assignment, Problem, distinct_adapters
 from capplan.spec import Binds
 from capplan.twin import SimulationResult
-from capplan.twin.result import bound_value
+from capplan.twin.metrics import bound_value
 
 _OVERLOAD_SEED: Final = 7
 

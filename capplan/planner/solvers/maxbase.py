@@ -26,7 +26,7 @@ from capplan.planner.problem import (
 from capplan.planner.solvers.base import RequiredEstimator, Solver, SolverContext
 from capplan.planner.splitting import in_input_order
 from capplan.twin.core import run
-from capplan.twin.result import SimulationResult, summarize
+from capplan.twin.metrics import SimulationResult, summarize
 from capplan.twin.scenario import build_scenario
 
 

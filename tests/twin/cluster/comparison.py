@@ -32,7 +32,7 @@ def assert_instances_did_as_alone(scenario: ClusterScenario, trace: ClusterTrace
     for i, own in enumerate(trace.traces):
         rows = np.flatnonzero(trace.instance == i)
         expected = run(alone(scenario, rows, i))
-        for name in t.Trace._fields:
+        for name in t.TwinTrace._fields:
             ours, theirs = getattr(own, name), getattr(expected, name)
             if name in PER_REQUEST:
                 ours = ours[rows]

@@ -3,7 +3,7 @@
 import numpy as np
 from hypothesis import strategies as st
 
-from capplan.serving.routing import Performance
+from capplan.serving.routers import Performance
 from capplan.twin import Scenario
 from capplan.twin.cluster.scenario import ClusterScenario, place
 from capplan.workload import Requests

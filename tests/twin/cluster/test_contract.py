@@ -3,10 +3,10 @@
 import pytest
 
 from capplan.errors import InputError
-from capplan.serving.routing.choose import ROUTERS
+from capplan.serving.routers.choose import ROUTERS
 from capplan.testing import RouterContract
 from capplan.twin.cluster import simulate_cluster
-from capplan.twin.cluster.readable_routers import Rotating, load
+from capplan.twin.cluster.reference import Rotating, load
 from tests.twin.cluster.workloads import even, same
 
 

@@ -5,11 +5,10 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from capplan.serving.routing import Dlora, Toppings
-from capplan.serving.routing.choose import ROUTERS
-from capplan.twin.cluster.readable import run_with
-from capplan.twin.cluster.readable_routers import RankAware, readable_router
-from capplan.twin.cluster.rules import NamedRouter, build_rule
+from capplan.serving.routers import Dlora, Toppings
+from capplan.serving.routers.choose import ROUTERS
+from capplan.twin.cluster.reference import RankAware, reference_router, run_with
+from capplan.twin.cluster.routers import NamedRouter, build_rule
 from capplan.twin.cluster.run import run_cluster
 from capplan.twin.cluster.scenario import ClusterScenario, place
 from capplan.twin.core import run
@@ -85,7 +84,7 @@ def test_compiled_routers_decide_as_readable_ones(scenario: ClusterScenario, nam
     if name == "dlora":
         router = Dlora(period_s=1e6)
     compiled = run_cluster(scenario, build_rule(router, scenario), seed)
-    rule = readable_router(name, scenario.instances, RankAware(kernel, models, slo_ms))
+    rule = reference_router(name, scenario.instances, RankAware(kernel, models, slo_ms))
     readable = run_with(scenario, rule, seed)
     np.testing.assert_array_equal(compiled.instance, readable.instance)
 

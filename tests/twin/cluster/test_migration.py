@@ -9,14 +9,14 @@ from hypothesis import strategies as st
 from capplan.compile import jit
 from capplan.serving import Limits, State
 from capplan.serving import state as s
-from capplan.serving.routing.dlora import to_move
-from capplan.serving.withdraw import withdraw
+from capplan.serving.routers.dlora import to_move
+from capplan.serving.scheduler import withdraw
 from capplan.testing.integrity import check_integrity, running_rows, waiting_rows
 from capplan.twin import trace as t
 from capplan.twin.clock import PRESENT, QUEUED
 from capplan.twin.cluster import Dlora, Instance, simulate_cluster
-from capplan.twin.cluster.readable import unseen_requests
-from capplan.twin.cluster.rules import build_rule
+from capplan.twin.cluster.reference import unseen_requests
+from capplan.twin.cluster.routers import build_rule
 from capplan.twin.cluster.run import lay_out, run_laid
 from capplan.twin.cluster.scenario import ClusterScenario
 from tests.serving.worlds import World, play, worlds
@@ -87,8 +87,8 @@ def test_every_request_stays_in_one_place_however_often_it_moves(scenario: Clust
         somewhere.append(np.array(here + unseen_requests(laid, i), np.int64))
         assert np.all(laid.cluster.instance[somewhere[-1]] == i)
         waiting = len(waiting_rows(state)) + len(unseen_requests(laid, i))
-        assert member.clock.tally[PRESENT].sum() == len(running) + waiting
-        assert member.clock.tally[QUEUED].sum() == waiting
+        assert member.clock.rank_stats[PRESENT].sum() == len(running) + waiting
+        assert member.clock.rank_stats[QUEUED].sum() == waiting
     np.testing.assert_array_equal(np.sort(np.concatenate(somewhere)), np.arange(laid.cluster.instance.size))
 
 

@@ -14,7 +14,7 @@ from capplan.models.surrogates.features import FEATURES, feature_of
 from capplan.models.training.data import LATENCIES, OUTCOMES
 from capplan.twin.dataset import DESIGNS, Sample, draw
 from capplan.twin.dataset.answers import NoRow, ScenarioRow, simulate_sample, simulate_span, simulation_seed
-from capplan.twin.simulate import Settings
+from capplan.twin.simulate import SimulateSettings
 from tests.twin.examples import profile, workload
 
 SHIPPED = load_profile("h100-64g/llama-3.1-8b/vllm-0.8.5")
@@ -22,10 +22,12 @@ DURATION_S = 20.0
 
 
 def sample(rate_rps: float = 0.5, a_max: int = 2) -> Sample:
-    return Sample(7, workload(rate_rps=rate_rps), Settings(a_max=a_max, s_max=8, max_model_len=512) | ENGINE)
+    return Sample(
+        7, workload(rate_rps=rate_rps), SimulateSettings(a_max=a_max, s_max=8, max_model_len=512) | ENGINE
+    )
 
 
-ENGINE = Settings(  # type: ignore[typeddict-item]
+ENGINE = SimulateSettings(  # type: ignore[typeddict-item]
     max_num_seqs=8, max_num_batched_tokens=512, gpu_memory_utilization=0.9
 )
 
@@ -63,7 +65,7 @@ def test_a_row_is_what_the_twin_answers(design: str) -> None:
     rows = [(each, row) for each, row in zip(asked, answered, strict=True) if isinstance(row, ScenarioRow)]
     assert rows
     for each, row in rows:
-        settings: Settings = {
+        settings: SimulateSettings = {
             **each.settings,
             "duration_s": DURATION_S,
             "seed": simulation_seed(1, row.number),

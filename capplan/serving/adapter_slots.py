@@ -1,0 +1,130 @@
+"""Adapter slots on the GPU and the cache on the host: two nested least-recently-used lists, as in vLLM.
+
+An adapter is *active* while requests that run use it, and every step touches all active adapters. So only
+idle ones can be victims, and their order of last use is the order in which they became idle.
+"""
+
+from __future__ import annotations
+
+from capplan.compile import inner, jit
+from capplan.serving.state import (
+    LOADING,
+    N_ACTIVE,
+    N_CLAIMED,
+    N_LOADS,
+    N_ON_HOST,
+    N_RESIDENT,
+    NO_CLAIM,
+    NONE,
+    READY,
+    Limits,
+    State,
+)
+from capplan.serving.structures import links_append, links_first, links_remove
+from capplan.serving.waiting_queue import list_queue, unlist_queue
+
+
+@jit
+def acquire_adapter(state: State, limits: Limits, adapter: int) -> None:
+    """Count one more running request of `adapter`, loading it first where it is not resident.
+
+    A slot must be free or hold an idle adapter: the scheduler admits a new adapter only then.
+    """
+    if adapter == 0:
+        return
+    if state.adapters.claim[adapter] == READY:  # the request takes over the use that the claim counted
+        state.adapters.claim[adapter] = NO_CLAIM
+        state.counters[N_CLAIMED] -= 1
+        return
+    if state.adapters.users[adapter] == 0:
+        unlist_queue(state, adapter)
+        state.counters[N_ACTIVE] += 1
+        from_disk = _bring_to_host(state, limits, adapter)
+        _bring_to_gpu(state, limits, adapter, from_disk)
+        state.adapters.users[adapter] = 1
+        list_queue(state, adapter)
+    else:
+        state.adapters.users[adapter] += 1
+
+
+@jit
+def release_adapter(state: State, adapter: int) -> None:
+    """Count one running request of `adapter` less; after the last it is the most recently used idle one."""
+    if adapter == 0:
+        return
+    state.adapters.users[adapter] -= 1
+    if state.adapters.users[adapter] == 0:
+        unlist_queue(state, adapter)
+        list_queue(state, adapter)
+        state.counters[N_ACTIVE] -= 1
+        links_append(state.gpu_idle, adapter)
+        links_append(state.host_idle, adapter)
+
+
+@inner
+def needs_load(state: State, adapter: int) -> bool:
+    """Tell whether a request of this adapter would have to wait for a copy into a slot."""
+    return adapter != 0 and state.adapters.resident[adapter] == 0
+
+
+@inner
+def claim_adapter(state: State, limits: Limits, adapter: int) -> None:
+    """Begin to load an adapter beside the batch; its requests are set aside until `adapter_loaded`.
+
+    The claim counts as a use, so that the slot stays the adapter's until a request of it runs.
+    """
+    acquire_adapter(state, limits, adapter)
+    unlist_queue(state, adapter)
+    state.adapters.claim[adapter] = LOADING
+    state.counters[N_CLAIMED] += 1
+
+
+@jit
+def adapter_loaded(state: State, adapter: int) -> None:
+    """Say that an adapter claimed by `schedule` has arrived in its slot."""
+    if state.adapters.queue_head[adapter] == NONE:  # whoever asked for it is gone
+        state.adapters.claim[adapter] = NO_CLAIM
+        state.counters[N_CLAIMED] -= 1
+        release_adapter(state, adapter)
+    else:
+        state.adapters.claim[adapter] = READY
+        list_queue(state, adapter)
+
+
+@inner
+def _bring_to_host(state: State, limits: Limits, adapter: int) -> bool:
+    """Make `adapter` active in the host cache; return whether it had to come from disk."""
+    if state.adapters.on_host[adapter]:
+        links_remove(state.host_idle, adapter)
+        return False
+    if state.counters[N_ON_HOST] < limits.max_cpu_loras:
+        state.counters[N_ON_HOST] += 1
+    else:
+        victim = links_first(state.host_idle)
+        links_remove(state.host_idle, victim)
+        state.adapters.on_host[victim] = 0
+        if state.adapters.resident[victim]:  # an adapter that leaves the host loses its slot, too
+            links_remove(state.gpu_idle, victim)
+            state.adapters.resident[victim] = 0
+            state.counters[N_RESIDENT] -= 1
+    state.adapters.on_host[adapter] = 1
+    return True
+
+
+@inner
+def _bring_to_gpu(state: State, limits: Limits, adapter: int, from_disk: bool) -> None:
+    """Make `adapter` active in a GPU slot and list the copy that this takes."""
+    if state.adapters.resident[adapter]:
+        links_remove(state.gpu_idle, adapter)
+        return
+    if state.counters[N_RESIDENT] < limits.max_loras:
+        state.counters[N_RESIDENT] += 1
+    else:
+        victim = links_first(state.gpu_idle)
+        links_remove(state.gpu_idle, victim)
+        state.adapters.resident[victim] = 0
+    state.adapters.resident[adapter] = 1
+    at = state.counters[N_LOADS]
+    state.adapters.loads[at] = adapter
+    state.adapters.load_from_disk[at] = from_disk
+    state.counters[N_LOADS] = at + 1

@@ -1,0 +1,81 @@
+"""The jump: steps in which nothing can be decided, taken without asking the scheduler.
+
+While every running request decodes, nobody ends, blocks suffice and nobody who waits could be admitted, a
+step gives each request one token. Only the events named here can end that: a last token, a lack of blocks, an
+arrival or an adapter that has been loaded; the latter two are the caller's to watch.
+"""
+
+from __future__ import annotations
+
+from capplan.compile import inner
+from capplan.serving.admission import blocks_to_admit
+from capplan.serving.kv_blocks import extend_together, look_up
+from capplan.serving.state import (
+    FREE_BLOCKS,
+    N_ACTIVE,
+    N_ADMITTED,
+    N_DECODING,
+    N_ENDING,
+    N_LOADS,
+    N_PARTIAL,
+    N_PREEMPTED,
+    N_RUNNING,
+    N_STALLED,
+    N_WAITING,
+    NONE,
+    SAME_ANSWERS,
+    SLORA,
+    STEP_DECODES,
+    STEP_TOKENS,
+    TICK,
+    Limits,
+    State,
+)
+from capplan.serving.waiting_queue import next_adapter
+
+
+@inner
+def steps_ahead(state: State, limits: Limits) -> int:
+    """Return how many steps from now on can end nobody's request and admit nobody."""
+    c = state.counters
+    if c[N_DECODING] == 0 or c[N_PARTIAL] > 0 or c[N_ENDING] > 0 or limits.policy == SLORA:
+        return 0
+    if c[N_DECODING] > limits.max_num_batched_tokens or not _nobody_enters(state, limits):
+        return 0
+    first_end = state.finish.items.key[state.finish.items.ids[0]] >> 32
+    return int(first_end - c[TICK] - 1)
+
+
+@inner
+def _nobody_enters(state: State, limits: Limits) -> bool:
+    """Tell whether the waiting stay where they are as long as only decoding goes on."""
+    c = state.counters
+    if c[N_WAITING] == 0 or c[N_RUNNING] >= limits.max_num_seqs:
+        return True
+    if limits.reverse_skipped and state.cold.size[0] > 0:
+        return False  # every step turns their order round
+    adapter = next_adapter(state, c[N_ACTIVE] < limits.max_loras)
+    if adapter == NONE:
+        return True
+    if limits.load_beside and adapter != 0 and state.adapters.resident[adapter] == 0:
+        return False
+    left = limits.max_num_batched_tokens - c[N_DECODING]
+    if left == 0:
+        return True
+    # Decoding only takes blocks and cached content away, so who does not fit now will not fit later.
+    row = state.adapters.queue_head[adapter]
+    hits = look_up(state, limits, row) if limits.prefix_caching else 0
+    if limits.long_prefill_tokens > 0:
+        left = min(left, limits.long_prefill_tokens)
+    return bool(blocks_to_admit(state, limits, row, hits, left) > c[FREE_BLOCKS])
+
+
+@inner
+def decode_step(state: State, limits: Limits, needed: int) -> None:
+    """Decide one of the steps that `steps_ahead` promised; it takes `needed` of the free blocks."""
+    c = state.counters
+    if limits.prefix_caching and (needed > 0 or c[SAME_ANSWERS] > 0):
+        extend_together(state, limits)
+    c[N_ADMITTED] = c[N_PREEMPTED] = c[N_STALLED] = c[N_LOADS] = 0
+    c[FREE_BLOCKS] -= needed
+    c[STEP_TOKENS] = c[STEP_DECODES] = c[N_DECODING]

@@ -1,0 +1,294 @@
+"""KV blocks and prefix caching: the free list, blocks by content, and the blocks of each running request.
+
+Without prefix caching one free block is as good as another, and a count is enough. With it, a free block
+keeps its content until it is taken again, so the order of the free list decides what can still be found. The
+order is vLLM's: blocks are taken from the front; of the blocks that a request gives back, last ones first,
+those that can be found again go to the end (least recently used).
+
+A full block is found by requests with the same tokens before it under the same adapter. Requests of one
+prefix share the blocks that lie wholly within it. Requests whose whole prompt is the same shared prefix give
+the same answer, so they share the blocks behind it, too. The content of all other blocks belongs to one
+request, which reads them again only after a preemption. So the former are registered as soon as the host has
+their tokens, the latter when a request loses them.
+"""
+
+from __future__ import annotations
+
+from capplan.compile import inner
+from capplan.serving.state import (
+    ANONYMOUS,
+    EMPTY,
+    N_FREE_PLACES,
+    N_PARTIAL,
+    NONE,
+    SAME_ANSWERS,
+    TICK,
+    BlockPool,
+    Limits,
+    State,
+)
+from capplan.serving.structures import links_append, links_first, links_prepend, links_remove, ring_next
+
+
+@inner
+def _bucket_of(pool: BlockPool, key: int) -> int:
+    mixed = key ^ (key >> 24)
+    return (mixed ^ (mixed >> 9)) & (pool.buckets.size - 1)
+
+
+@inner
+def find_block(pool: BlockPool, key: int) -> int:
+    """Return the block with this content that was registered first, or -1."""
+    block = pool.buckets.first[_bucket_of(pool, key)]
+    while block != NONE and pool.blocks.content[block] != key:
+        block = pool.blocks.after[block]
+    return int(block)
+
+
+@inner
+def register_block(pool: BlockPool, block: int, key: int) -> None:
+    """Say what a block contains, so that it can be found."""
+    bucket = _bucket_of(pool, key)
+    last = pool.buckets.last[bucket]
+    pool.blocks.content[block] = key
+    pool.blocks.before[block] = last
+    pool.blocks.after[block] = NONE
+    if last == NONE:
+        pool.buckets.first[bucket] = block
+    else:
+        pool.blocks.after[last] = block
+    pool.buckets.last[bucket] = block
+
+
+@inner
+def _forget(pool: BlockPool, block: int) -> None:
+    key = pool.blocks.content[block]
+    pool.blocks.content[block] = EMPTY
+    if key < 0:
+        return
+    before, after = pool.blocks.before[block], pool.blocks.after[block]
+    bucket = _bucket_of(pool, key)
+    if before == NONE:
+        pool.buckets.first[bucket] = after
+    else:
+        pool.blocks.after[before] = after
+    if after == NONE:
+        pool.buckets.last[bucket] = before
+    else:
+        pool.blocks.before[after] = before
+
+
+@inner
+def take_block(pool: BlockPool) -> int:
+    """Take the first free block; what it contained is lost."""
+    block = links_first(pool.free)
+    links_remove(pool.free, block)
+    _forget(pool, block)
+    pool.blocks.holders[block] = 1
+    return block
+
+
+@inner
+def share_block(pool: BlockPool, block: int) -> None:
+    """Hold a block that was found, be it free or in use."""
+    if pool.blocks.holders[block] == 0:
+        links_remove(pool.free, block)
+    pool.blocks.holders[block] += 1
+
+
+@inner
+def give_back(pool: BlockPool, place: int, count: int, empty_to_front: bool) -> int:
+    """Let go of the first `count` blocks of a table line, last one first; return how many became free."""
+    freed = 0
+    for i in range(count - 1, -1, -1):
+        block = pool.table[place, i]
+        pool.blocks.holders[block] -= 1
+        if pool.blocks.holders[block] == 0:
+            freed += 1
+            if not empty_to_front or pool.blocks.content[block] != EMPTY:
+                links_append(pool.free, block)
+    if empty_to_front:
+        # One after the other to the front, so that the last one is taken first.
+        for i in range(count):
+            block = pool.table[place, i]
+            if pool.blocks.holders[block] == 0 and pool.blocks.content[block] == EMPTY:
+                links_prepend(pool.free, block)
+    return freed
+
+
+_BLOCK_BITS = 20  # a request has fewer than 2**20 blocks
+
+
+@inner
+def same_answers(state: State, row: int) -> bool:
+    """Tell whether a row's prompt is nothing but shared prefix, so that others give the same answer."""
+    return bool(state.rows.shared[row] == state.rows.prompt[row])
+
+
+@inner
+def _content_key(state: State, limits: Limits, row: int, index: int) -> int:
+    """Return the name of the content of a row's block number `index`."""
+    if (index + 1) * limits.block_size <= state.rows.shared[row]:
+        name = 3 * state.rows.prefix[row]
+    elif same_answers(state, row):
+        name = 3 * (state.rows.prefix[row] * limits.max_model_len + state.rows.prompt[row]) + 1
+    else:
+        name = 3 * state.rows.content[row] + 2
+    return int((name << _BLOCK_BITS) | index)
+
+
+@inner
+def look_up(state: State, limits: Limits, row: int) -> int:
+    """Find the first blocks of a waiting row, list them in `pool.found` and return their number.
+
+    At least one token is left to compute: without it there would be nothing to sample from.
+    """
+    pool = state.pool
+    most = (state.rows.prompt[row] + state.rows.output[row] - 1) // limits.block_size
+    hits = 0
+    while hits < most:
+        block = find_block(pool, _content_key(state, limits, row, hits))
+        if block == NONE:
+            break
+        pool.found[hits] = block
+        hits += 1
+    return hits
+
+
+@inner
+def free_among_found(state: State, hits: int) -> int:
+    """Return how many of the blocks found are free: they count as new ones for those who take them."""
+    free = 0
+    for i in range(hits):
+        free += state.pool.blocks.holders[state.pool.found[i]] == 0
+    return free
+
+
+@inner
+def enter(state: State, limits: Limits, row: int, hits: int, tokens: int) -> None:
+    """Give an admitted row the blocks that `look_up` found and new ones for its first `tokens`."""
+    pool = state.pool
+    state.counters[N_FREE_PLACES] -= 1
+    place = pool.free_places[state.counters[N_FREE_PLACES]]
+    state.rows.place[row] = place
+    for i in range(hits):
+        share_block(pool, pool.found[i])
+        pool.table[place, i] = pool.found[i]
+    state.rows.registered[row] = hits
+    state.rows.computed[row] = hits * limits.block_size
+    extend(state, limits, row, tokens)
+
+
+@inner
+def extend(state: State, limits: Limits, row: int, tokens: int) -> None:
+    """Take the blocks that a partial row needs for its next tokens; register the shared ones they fill."""
+    pool = state.pool
+    place = state.rows.place[row]
+    size = limits.block_size
+    computed = state.rows.computed[row] + tokens
+    for i in range((state.rows.computed[row] + size - 1) // size, (computed + size - 1) // size):
+        pool.table[place, i] = take_block(pool)
+    known = state.rows.shared[row]
+    if same_answers(state, row):
+        # In async scheduling, a token sampled in the step before is not known yet.
+        in_flight = limits.async_scheduling != 0 and state.rows.emitted[row] == state.counters[TICK]
+        known = state.rows.prompt[row] + state.rows.output[row] - in_flight
+    _register(state, limits, row, min(computed, known) // size)
+
+
+@inner
+def _register(state: State, limits: Limits, row: int, full: int) -> None:
+    pool = state.pool
+    for i in range(state.rows.registered[row], full):
+        register_block(pool, pool.table[state.rows.place[row], i], _content_key(state, limits, row, i))
+    state.rows.registered[row] = max(state.rows.registered[row], full)
+
+
+@inner
+def extend_together(state: State, limits: Limits) -> None:
+    """Take the blocks of a whole step in running order: who comes first gets the older ones."""
+    due = _due_rows(state, limits)
+    partial = state.counters[N_PARTIAL]
+    at_due = at_partial = 0
+    while at_due < due or at_partial < partial:
+        if at_partial == partial or (at_due < due and _is_first(state, at_due, at_partial)):
+            _extend_decoding(state, limits, state.lists.due[at_due])
+            at_due += 1
+        else:
+            row = state.lists.partial[at_partial]
+            at_partial += 1
+            extend(state, limits, row, state.rows.tokens[row])
+
+
+@inner
+def _is_first(state: State, at_due: int, at_partial: int) -> bool:
+    due, partial = state.lists.due[at_due], state.lists.partial[at_partial]
+    return bool(state.rows.sequence[due] < state.rows.sequence[partial])
+
+
+@inner
+def _extend_decoding(state: State, limits: Limits, row: int) -> None:
+    """Give a decoding row a new block where its last one is full; register what its next token completes."""
+    size = limits.block_size
+    computed = state.rows.computed[row] + state.counters[TICK] - state.rows.since[row]
+    if computed % size == 0:
+        state.pool.table[state.rows.place[row], computed // size] = take_block(state.pool)
+    if same_answers(state, row):
+        _register(state, limits, row, (computed + (limits.async_scheduling == 0)) // size)
+
+
+@inner
+def _due_rows(state: State, limits: Limits) -> int:
+    """List the decoding rows whose blocks this step changes, oldest admission first; return their number."""
+    c = state.counters
+    full = (-c[TICK]) % limits.block_size
+    n = _list_phase(state, full, 0)
+    about_to_be_full = (full - 1) % limits.block_size
+    if c[SAME_ANSWERS] > 0 and about_to_be_full != full:
+        n = _list_phase(state, about_to_be_full, n)
+    return n
+
+
+@inner
+def _list_phase(state: State, phase: int, listed: int) -> int:
+    """Add the decoding rows of a phase to `due`, which is sorted by admission; return its new length."""
+    sentinel = state.rows.request.size + phase
+    row = ring_next(state.in_phase, sentinel)
+    while row != sentinel:
+        at = listed
+        while at > 0 and state.rows.sequence[state.lists.due[at - 1]] > state.rows.sequence[row]:
+            state.lists.due[at] = state.lists.due[at - 1]
+            at -= 1
+        state.lists.due[at] = row
+        listed += 1
+        row = ring_next(state.in_phase, row)
+    return listed
+
+
+@inner
+def leave_blocks(state: State, limits: Limits, row: int, full: int, ended: bool) -> int:
+    """Give the blocks of a row back and return how many became free.
+
+    Parameters
+    ----------
+    state, limits
+        The instance.
+    row
+        A partial row.
+    full
+        Number of its blocks that are full and known to the host.
+    ended
+        Whether the request is over: what only its own blocks contain will not be asked for again.
+    """
+    pool = state.pool
+    place = state.rows.place[row]
+    if ended and not same_answers(state, row):
+        for i in range(state.rows.registered[row], full):
+            pool.blocks.content[pool.table[place, i]] = ANONYMOUS
+    else:
+        _register(state, limits, row, full)
+    held = (state.rows.computed[row] + limits.block_size - 1) // limits.block_size
+    state.rows.place[row] = NONE
+    pool.free_places[state.counters[N_FREE_PLACES]] = place
+    state.counters[N_FREE_PLACES] += 1
+    return give_back(pool, place, held, limits.unhashed_to_front != 0)

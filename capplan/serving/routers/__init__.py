@@ -1,0 +1,9 @@
+"""Routers: which instance gets a request. Rules over flat arrays, each in a file of its own."""
+
+from capplan.serving.routers.choose import ROUTERS, router_code
+from capplan.serving.routers.dlora import Dlora
+from capplan.serving.routers.fleet import Fleet, Placement
+from capplan.serving.routers.gateway import Gateway
+from capplan.serving.routers.toppings import Performance, Toppings
+
+__all__ = ["ROUTERS", "Dlora", "Fleet", "Gateway", "Performance", "Placement", "Toppings", "router_code"]

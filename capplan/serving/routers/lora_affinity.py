@@ -1,0 +1,42 @@
+"""LoRA affinity: where the adapter is, else where there is room for it, and then the shorter queue.
+
+The classes are those of the Kubernetes inference gateway's ``lora-affinity-scorer``
+(kubernetes-sigs/gateway-api-inference-extension,
+``pkg/epp/scheduling/framework/plugins/scorer/lora_affinity.go``), by the metric ``vllm:lora_requests_info``:
+the adapter is active; one more fits in; the adapter is waited for; none of these. An adapter is *active*
+while requests of it run: one that merely has a slot still does not count, nor does the base model. Here the
+class decides, as in the filters of the gateway's first versions; for scores that are added up, as the gateway
+does now, see `gateway`. Ties go round.
+"""
+
+from __future__ import annotations
+
+from capplan.compile import inner
+from capplan.serving.routers.fleet import ACTIVE, AWAITED, Fleet, Placement, after
+
+
+@inner
+def affinity(fleet: Fleet, instance: int) -> int:
+    """Return the class of an instance for the adapter at hand, 0 is best."""
+    record = fleet.instances[instance]
+    if fleet.standing[instance] & ACTIVE:
+        return 0
+    if record.active_adapters + record.queued_adapters < record.max_loras:
+        return 1
+    return 2 if fleet.standing[instance] & AWAITED else 3
+
+
+@inner
+def nearest(fleet: Fleet, placement: Placement, first: int, last: int, turn: int) -> int:
+    """Return the holder of the best class, of several the one with the shortest queue."""
+    chosen = first
+    best = shortest = least_distance = 2**62
+    for place in range(first, last):
+        instance = placement.instance[place]
+        kind = affinity(fleet, instance)
+        queue = fleet.instances.queued[instance]
+        distance = after(instance, turn, fleet.instances.size)
+        better = kind < best or (kind == best and queue < shortest)
+        if better or (kind == best and queue == shortest and distance < least_distance):
+            chosen, best, shortest, least_distance = place, kind, queue, distance
+    return chosen

@@ -1,0 +1,36 @@
+"""The plan's shares without the dice: smooth weighted round robin, the same shares in the long run.
+
+Every holder gains its share of credit with each request of the adapter; the one with most credit gets the
+request and pays 1 (nginx, 2012). So requests are spread as evenly as they can be. At first the holders of an
+adapter have a part of their share as credit, each adapter beginning with another holder: else the few
+requests of every rare adapter would all go to the same instance.
+"""
+
+from __future__ import annotations
+
+import numpy as np
+from numpy.typing import NDArray
+
+from capplan.compile import inner
+from capplan.serving.routers.fleet import Placement
+
+
+def first_credit(placement: Placement) -> NDArray[np.float64]:
+    """Return the credit of every place before the first request."""
+    holders = np.diff(placement.start)
+    adapter = np.repeat(np.arange(holders.size), holders)
+    position = np.arange(adapter.size) - placement.start[adapter]
+    part = (position - adapter) % holders[adapter] / holders[adapter]
+    return np.asarray(placement.share * part)
+
+
+@inner
+def by_credit(placement: Placement, first: int, last: int, credit: NDArray[np.float64]) -> int:
+    """Return the holder with most credit, the first one of several, and settle the credits."""
+    chosen = first
+    for place in range(first, last):
+        credit[place] += placement.share[place]
+        if credit[place] > credit[chosen]:
+            chosen = place
+    credit[chosen] -= 1.0
+    return chosen

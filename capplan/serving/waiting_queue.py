@@ -1,0 +1,161 @@
+"""The waiting queue: first come, first served; a request whose adapter finds no slot is overtaken.
+
+vLLM scans one deque and sets blocked requests aside in their order. The same choice without a scan: every
+adapter has a queue of its own, and the request to look at next is the head with the smallest key among the
+adapters that may run. Keys grow at the back (arrivals) and fall at the front (preempted requests), so the
+order of the deque is the order of keys.
+"""
+
+from __future__ import annotations
+
+from capplan.compile import inner
+from capplan.serving.state import BACK_KEY, FRONT_KEY, LOADING, N_WAITING, NONE, State
+from capplan.serving.structures import heap_push, heap_remove
+
+END_OF_QUEUE = 2**62
+
+"""A key behind every waiting request."""
+
+
+@inner
+def _may_run(state: State, adapter: int) -> bool:
+    """Tell whether an adapter needs no new slot: the base model, and adapters in use."""
+    return adapter == 0 or state.adapters.users[adapter] > 0
+
+
+@inner
+def list_queue(state: State, adapter: int) -> None:
+    """Put this adapter's queue among those that are looked at: `hot` where no new slot is needed.
+
+    A queue whose adapter is on its way into a slot is in neither heap.
+    """
+    head = state.adapters.queue_head[adapter]
+    if head != NONE and state.adapters.claim[adapter] != LOADING:
+        heap = state.hot if _may_run(state, adapter) else state.cold
+        heap_push(heap, adapter, state.rows.waiting_key[head])
+
+
+@inner
+def unlist_queue(state: State, adapter: int) -> None:
+    """Take this adapter's queue out of the heap that lists it."""
+    if state.hot.items.position[adapter] > 0:
+        heap_remove(state.hot, adapter)
+    elif state.cold.items.position[adapter] > 0:
+        heap_remove(state.cold, adapter)
+
+
+@inner
+def push_back(state: State, row: int) -> None:
+    """Queue a new request behind all others."""
+    c = state.counters
+    adapter = state.rows.adapter[row]
+    state.rows.waiting_key[row] = c[BACK_KEY]
+    c[BACK_KEY] += 1
+    state.rows.following[row] = NONE
+    tail = state.adapters.queue_tail[adapter]
+    state.adapters.queue_tail[adapter] = row
+    if tail == NONE:
+        state.adapters.queue_head[adapter] = row
+        list_queue(state, adapter)
+    else:
+        state.rows.following[tail] = row
+    c[N_WAITING] += 1
+
+
+@inner
+def push_front(state: State, row: int) -> None:
+    """Queue a preempted request before all others."""
+    c = state.counters
+    adapter = state.rows.adapter[row]
+    state.rows.waiting_key[row] = c[FRONT_KEY]
+    c[FRONT_KEY] -= 1
+    head = state.adapters.queue_head[adapter]
+    unlist_queue(state, adapter)
+    state.rows.following[row] = head
+    state.adapters.queue_head[adapter] = row
+    if head == NONE:
+        state.adapters.queue_tail[adapter] = row
+    list_queue(state, adapter)
+    c[N_WAITING] += 1
+
+
+@inner
+def next_adapter(state: State, slot_free: bool) -> int:
+    """Return the adapter whose head is next in line, or NONE.
+
+    Parameters
+    ----------
+    state
+        The instance.
+    slot_free
+        Whether an adapter without running requests may join the batch.
+    """
+    hot = state.hot
+    cold = state.cold
+    chosen = NONE
+    if hot.size[0] > 0:
+        chosen = hot.items.ids[0]
+    if slot_free and cold.size[0] > 0:
+        other = cold.items.ids[0]
+        if chosen == NONE or cold.items.key[other] < hot.items.key[chosen]:
+            chosen = other
+    return chosen
+
+
+@inner
+def pop_head(state: State, adapter: int) -> int:
+    """Take the head out of this adapter's queue and return its row."""
+    row = state.adapters.queue_head[adapter]
+    after = state.rows.following[row]
+    unlist_queue(state, adapter)
+    state.adapters.queue_head[adapter] = after
+    if after == NONE:
+        state.adapters.queue_tail[adapter] = NONE
+    list_queue(state, adapter)
+    state.counters[N_WAITING] -= 1
+    return row
+
+
+@inner
+def reverse_skipped(state: State, scanned_to: int) -> None:
+    """Reverse the order of the requests that a scan set aside: those of inactive adapters before a key.
+
+    Their keys are mirrored within their own range, so nobody else's place changes.
+    """
+    cold = state.cold
+    low, high = END_OF_QUEUE, -END_OF_QUEUE
+    for adapter in range(1, state.adapters.queue_head.size):
+        if cold.items.position[adapter] > 0:
+            row = state.adapters.queue_head[adapter]
+            while row != NONE and state.rows.waiting_key[row] < scanned_to:
+                low = min(low, state.rows.waiting_key[row])
+                high = max(high, state.rows.waiting_key[row])
+                row = state.rows.following[row]
+    if low >= high:
+        return
+    for adapter in range(1, state.adapters.queue_head.size):
+        if (
+            cold.items.position[adapter] > 0
+            and state.rows.waiting_key[state.adapters.queue_head[adapter]] < scanned_to
+        ):
+            heap_remove(cold, adapter)
+            _mirror_queue(state, adapter, scanned_to, low + high)
+            heap_push(cold, adapter, state.rows.waiting_key[state.adapters.queue_head[adapter]])
+
+
+@inner
+def _mirror_queue(state: State, adapter: int, scanned_to: int, ends: int) -> None:
+    """Turn round the part of an adapter's queue before a key, and mirror its keys between two ends."""
+    first = state.adapters.queue_head[adapter]
+    row = first
+    before = NONE
+    while row != NONE and state.rows.waiting_key[row] < scanned_to:
+        after = state.rows.following[row]
+        state.rows.waiting_key[row] = ends - state.rows.waiting_key[row]
+        state.rows.following[row] = before
+        before = row
+        row = after
+    state.rows.following[first] = row
+    state.adapters.queue_head[adapter] = before
+    if row == NONE:
+        state.adapters.queue_tail[adapter] = first

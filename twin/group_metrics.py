@@ -1,0 +1,366 @@
+"""Metrics of parts of a simulation: groups of requests, SLO attainment, and time series."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+from capplan.spec import STARVED_BELOW, Slo
+from capplan.twin import trace as t
+from capplan.twin.metrics import PERCENTILES, SimulationResult, bound_value
+from capplan.twin.per_request import FINISHED, REJECTED, RUNNING, STATUSES, WAITING, RequestTable
+from capplan.twin.scenario import NS_PER_MS, NS_PER_S, Scenario
+
+
+@dataclass(frozen=True)
+class LatencyStats:
+    """Mean and percentiles, interpolated linearly; NaN without any value."""
+
+    mean: float
+    p50: float
+    p90: float
+    p95: float
+    p99: float
+
+
+@dataclass(frozen=True)
+class GroupMetrics:
+    """What a group of requests got. Latencies and waits: those finished within the horizon."""
+
+    name: str
+    submitted: int
+    finished: int
+    running: int
+    waiting: int
+    rejected: int
+    offered_tok_s: float
+    """Input and output tokens of submitted requests over the horizon."""
+    throughput_tok_s: float
+    """Input and output tokens of finished requests over the horizon."""
+    served_fraction: float
+    """Tokens of finished over submitted requests, those in execution at the end left out of both."""
+    starved: bool
+    ttft_s: LatencyStats
+    tpot_ms: LatencyStats
+    tpt_ms: LatencyStats
+    e2e_s: LatencyStats
+    slowdown: LatencyStats
+    """E2E over the E2E of the same request alone on an idle engine, its adapter resident."""
+    queue_s: LatencyStats
+    load_wait_s: LatencyStats
+    """Adapter loads on the way to the first token."""
+    itl_ms_mean: float
+    admissions: int
+    """More than one for a request that was preempted."""
+    hit_rate: float
+    """Share of admissions whose adapter was resident; NaN without any."""
+    adapter_loads: int
+    load_s: float
+    """Time of those loads."""
+    slo_share: float
+    """Share of requests that kept every latency bound of the SLO, of those that kept all or broke one."""
+
+
+def group_metrics(
+    table: RequestTable,
+    group: NDArray[np.int64],
+    names: Sequence[str],
+    adapters: NDArray[np.int64],
+    kept_slo: NDArray[np.int8],
+    duration_s: float,
+    client_itl_factor: float,
+) -> tuple[GroupMetrics, ...]:
+    """Return the metrics of each group.
+
+    Parameters
+    ----------
+    table
+        The requests.
+    group
+        Number of each request's group, shape (requests,).
+    names
+        Names of the groups.
+    adapters
+        `Trace.adapters`, summed over the adapters of each group: shape (groups, columns).
+    kept_slo
+        Whether each request kept the SLO: 1, broke it: -1, or neither yet: 0.
+    duration_s
+        Horizon.
+    client_itl_factor
+        How much longer gaps between tokens are for a client than in the engine.
+    """
+    count = len(names)
+
+    def per_group(weights: NDArray[Any] | None = None) -> NDArray[np.float64]:
+        summed: NDArray[np.float64] = np.bincount(group, weights, minlength=count).astype(np.float64)
+        return summed
+
+    tokens = table.prompt_tokens + table.output_tokens
+    states = np.stack([per_group(table.status == code) for code in range(len(STATUSES))]).astype(int)
+    finished = table.status == FINISHED
+    done = per_group(tokens * finished)
+    answerable = per_group(tokens * (table.status != RUNNING))
+    served = np.divide(done, answerable, out=np.ones(count), where=answerable > 0)
+    several = finished & (table.output_tokens > 1)
+    gaps = per_group((table.output_tokens - 1) * several)
+    decoding_ms = per_group(np.where(several, 1e3 * (table.finish_s - table.first_token_s), 0.0))
+    itl_ms = client_itl_factor * _ratio(decoding_ms, gaps)
+    kept, broken = per_group(kept_slo > 0), per_group(kept_slo < 0)
+    hit_rate = _ratio(adapters[:, t.HITS], adapters[:, t.ADMISSIONS])
+    slo_share = _ratio(kept, kept + broken)
+    offered = per_group(tokens)
+
+    def stats(column: NDArray[np.float64]) -> list[LatencyStats]:
+        return _statistics(column[finished], group[finished], count)
+
+    ttft_s, tpot_ms, tpt_ms, e2e_s = map(stats, (table.ttft_s, table.tpot_ms, table.tpt_ms, table.e2e_s))
+    slowdown, queue_s, load_wait_s = map(stats, (table.slowdown, table.queue_s, table.load_wait_s))
+    return tuple(
+        GroupMetrics(
+            name=name,
+            submitted=int(states[:, i].sum()),
+            finished=int(states[FINISHED, i]),
+            running=int(states[RUNNING, i]),
+            waiting=int(states[WAITING, i]),
+            rejected=int(states[REJECTED, i]),
+            offered_tok_s=float(offered[i]) / duration_s,
+            throughput_tok_s=float(done[i]) / duration_s,
+            served_fraction=float(served[i]),
+            starved=bool(served[i] < STARVED_BELOW),
+            ttft_s=ttft_s[i],
+            tpot_ms=tpot_ms[i],
+            tpt_ms=tpt_ms[i],
+            e2e_s=e2e_s[i],
+            slowdown=slowdown[i],
+            queue_s=queue_s[i],
+            load_wait_s=load_wait_s[i],
+            itl_ms_mean=float(itl_ms[i]),
+            admissions=int(adapters[i, t.ADMISSIONS]),
+            hit_rate=float(hit_rate[i]),
+            adapter_loads=int(adapters[i, t.LOADS]),
+            load_s=float(adapters[i, t.ADAPTER_LOAD_NS]) / NS_PER_S,
+            slo_share=float(slo_share[i]),
+        )
+        for i, name in enumerate(names)
+    )
+
+
+def _ratio(part: NDArray[Any], whole: NDArray[Any]) -> NDArray[np.float64]:
+    """Return part / whole, NaN where there is nothing."""
+    ratio = np.full(part.shape, np.nan)
+    np.divide(part, whole, out=ratio, where=whole > 0)
+    return ratio
+
+
+def _statistics(values: NDArray[np.float64], group: NDArray[np.int64], count: int) -> list[LatencyStats]:
+    """Return mean and percentiles of the values of each group; NaN among them does not count."""
+    known = ~np.isnan(values)
+    values, group = values[known], group[known]
+    order = np.lexsort((values, group))
+    ordered = values[order]
+    sizes = np.bincount(group, minlength=count)
+    starts = np.cumsum(sizes) - sizes
+    answer = np.full((count, 1 + len(PERCENTILES)), np.nan)
+    some = sizes > 0
+    answer[some, 0] = np.bincount(group, values, minlength=count)[some] / sizes[some]
+    last = (sizes - 1)[some]
+    for at, percent in enumerate(PERCENTILES, start=1):
+        place = percent / 100 * last
+        below = place.astype(np.int64)
+        low = ordered[starts[some] + below]
+        high = ordered[starts[some] + np.minimum(below + 1, last)]
+        answer[some, at] = low + (place - below) * (high - low)
+    return [LatencyStats(*row) for row in answer.tolist()]
+
+
+KEPT, OPEN, BROKEN = 1, 0, -1
+
+
+@dataclass(frozen=True)
+class Attainment:
+    """How many requests keep a bound.
+
+    A request that was rejected broke every bound; one that is on its way broke a bound on TTFT, E2E or TPT
+    once it has taken longer, and is open before. Bounds on TPOT and ITL leave requests of one token out.
+    """
+
+    bound: str
+    """Key of the SLO, ``"tpt_over_base"``, or ``"all"`` for every latency bound together."""
+    limit: float
+    """In the unit of the key; NaN for all together."""
+    value: float
+    """The statistic that the key is about, such as the 99th percentile; NaN where it is about shares."""
+    kept: int
+    broken: int
+    open: int
+
+    @property
+    def share(self) -> float:
+        """Share of requests that kept the bound, of those that kept or broke it; NaN without any."""
+        decided = self.kept + self.broken
+        return self.kept / decided if decided else float("nan")
+
+
+def attainment(
+    slo: Slo,
+    result: SimulationResult,
+    table: RequestTable,
+    overhead_s: float,
+    client_itl_factor: float,
+    base_tpt_ms: float | None,
+) -> tuple[tuple[Attainment, ...], NDArray[np.int8]]:
+    """Return how each latency bound is kept, all together last, and KEPT, OPEN or BROKEN per request.
+
+    Parameters
+    ----------
+    slo
+        The bounds; none: nothing is kept or broken.
+    result, table
+        What happened.
+    overhead_s
+        Time of a request outside the engine.
+    client_itl_factor
+        How much longer gaps between tokens are for a client than in the engine; a request's ITL is its mean
+        gap.
+    base_tpt_ms
+        Mean TPT of the same requests without adapters, which ``tpt_over_base`` refers to.
+    """
+    limits: dict[str, float] = slo.latency_bounds()
+    if slo.tpt_over_base is not None and base_tpt_ms is not None:
+        limits["tpt_over_base"] = slo.tpt_over_base * base_tpt_ms
+    measured = _measured(table, result.duration_s + overhead_s, client_itl_factor)
+    rejected = table.status == REJECTED
+    together = np.full(len(table), KEPT if limits else OPEN, np.int8)
+    found = []
+    for bound, limit in limits.items():
+        kind = bound.split("_")[0]
+        value, at_least = measured[kind]
+        verdict = np.full(len(table), OPEN, np.int8)
+        verdict[value <= limit] = KEPT
+        verdict[(value > limit) | (at_least > limit) | rejected] = BROKEN
+        counted = (table.output_tokens > 1) | rejected if kind in ("tpot", "itl") else slice(None)
+        together[counted] = np.minimum(together[counted], verdict[counted])
+        statistic = float("nan") if bound == "tpt_over_base" else bound_value(result, bound)
+        found.append(_counted(bound, limit, statistic, verdict[counted]))
+    if len(limits) > 1:
+        found.append(_counted("all", float("nan"), float("nan"), together))
+    return tuple(found), together
+
+
+def _measured(
+    table: RequestTable, end_s: float, client_itl_factor: float
+) -> Mapping[str, tuple[NDArray[np.float64], NDArray[np.float64]]]:
+    """Return each metric of each request, NaN where it is not known, and what it will be at least."""
+    so_far_s = np.where(table.status == FINISHED, np.nan, end_s - table.arrival_s)
+    nothing = np.full(len(table), np.nan)
+    return {
+        "ttft": (table.ttft_s, np.where(np.isnan(table.ttft_s), so_far_s, np.nan)),
+        "e2e": (table.e2e_s, so_far_s),
+        "tpt": (table.tpt_ms, 1e3 * so_far_s / table.output_tokens),
+        "tpot": (table.tpot_ms, nothing),
+        "itl": (client_itl_factor * table.tpot_ms, nothing),
+    }
+
+
+def _counted(bound: str, limit: float, value: float, verdict: NDArray[np.int8]) -> Attainment:
+    kept, broken = int((verdict == KEPT).sum()), int((verdict == BROKEN).sum())
+    return Attainment(bound, limit, value, kept, broken, verdict.size - kept - broken)
+
+
+BUCKETS = 600
+
+_SHORTEST_NS = NS_PER_S // 2
+
+_LARGEST_SUM = 2**62
+
+
+@dataclass(frozen=True, eq=False)
+class TimeSeries:
+    """Arrays of one entry per bucket; a step counts where it ends.
+
+    Means are over the time that steps ran: 0 where none ended, but for the adapters resident, which stay.
+    """
+
+    bucket_s: float
+    """Length of a bucket."""
+    time_s: NDArray[np.float64]
+    """Middle of each bucket."""
+    running: NDArray[np.float64]
+    waiting: NDArray[np.float64]
+    kv_share: NDArray[np.float64]
+    """KV tokens held over KV capacity."""
+    active_adapters: NDArray[np.float64]
+    """Distinct adapters of running requests."""
+    resident_adapters: NDArray[np.float64]
+    """Adapters in GPU slots."""
+    busy_share: NDArray[np.float64]
+    """Time of steps over time; above 1 where a step began in an earlier bucket."""
+    step_ms: NDArray[np.float64]
+    """Mean duration of a step; NaN where none ended."""
+    loads_per_s: NDArray[np.float64]
+    """Adapter loads begun."""
+    load_share: NDArray[np.float64]
+    """Time that steps waited for loads over time."""
+    computed_tok_s: NDArray[np.float64]
+    """Tokens computed, prefill and decode, again after a preemption."""
+    completed_tok_s: NDArray[np.float64]
+    """Input and output tokens of the requests that were completed."""
+    arrivals_rps: NDArray[np.float64]
+
+
+def bucket_count(scenario: Scenario) -> int:
+    """Return how many buckets suit a scenario: about 600, none much shorter than a step."""
+    buckets = max(1, min(BUCKETS, scenario.horizon_ns // _SHORTEST_NS))
+    # Sums over a bucket are 64-bit numbers, which only years of a huge queue could exceed.
+    kv_tokens = scenario.num_blocks * scenario.limits.block_size
+    most = max(kv_tokens, scenario.requests.arrival_ns.size, scenario.adapters, 1)
+    return max(buckets, -(-scenario.horizon_ns * most // _LARGEST_SUM))
+
+
+def time_series(scenario: Scenario, trace: t.TwinTrace, table: RequestTable) -> TimeSeries:
+    """Return the course of a detailed run."""
+    bucket_ns = int(trace.counts[t.BUCKET_NS])
+    count = trace.series.shape[0]
+    bucket_s = bucket_ns / NS_PER_S
+    sums = trace.series.T.astype(np.float64)
+    busy_ns, steps = sums[t.SERIES_BUSY_NS], sums[t.SERIES_STEPS]
+    kv_tokens = scenario.num_blocks * scenario.limits.block_size
+
+    def mean(column: int) -> NDArray[np.float64]:
+        means: NDArray[np.float64] = np.zeros(count)
+        np.divide(sums[column], busy_ns, out=means, where=busy_ns > 0)
+        return means
+
+    def per_second(seconds: NDArray[np.float64], weights: NDArray[np.int64] | None) -> NDArray[np.float64]:
+        bucket = np.minimum((seconds / bucket_s).astype(np.int64), count - 1)
+        return np.bincount(bucket, weights, minlength=count) / bucket_s
+
+    finished = table.status == FINISHED
+    tokens = table.prompt_tokens + table.output_tokens
+    return TimeSeries(
+        bucket_s=bucket_s,
+        time_s=bucket_s * (np.arange(count, dtype=np.float64) + 0.5),
+        running=mean(t.SERIES_RUNNING_NS),
+        waiting=mean(t.SERIES_WAITING_NS),
+        kv_share=mean(t.SERIES_KV_TOKEN_NS) / kv_tokens,
+        active_adapters=mean(t.SERIES_ACTIVE_NS),
+        resident_adapters=_carried(mean(t.SERIES_RESIDENT_NS), busy_ns > 0),
+        busy_share=busy_ns / bucket_ns,
+        step_ms=np.divide(busy_ns / NS_PER_MS, steps, out=np.full(count, np.nan), where=steps > 0),
+        loads_per_s=sums[t.SERIES_LOADS] / bucket_s,
+        load_share=sums[t.SERIES_LOAD_NS] / bucket_ns,
+        computed_tok_s=sums[t.SERIES_TOKENS] / bucket_s,
+        completed_tok_s=per_second(table.finish_s[finished], tokens[finished]),
+        arrivals_rps=per_second(table.arrival_s, None),
+    )
+
+
+def _carried(values: NDArray[np.float64], known: NDArray[np.bool_]) -> NDArray[np.float64]:
+    """Return the values, where not known the last known one, and 0 before the first."""
+    last = np.maximum.accumulate(np.where(known, np.arange(values.size), -1))
+    carried: NDArray[np.float64] = np.where(last >= 0, values[np.maximum(last, 0)], 0.0)
+    return carried

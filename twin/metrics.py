@@ -1,0 +1,281 @@
+"""Metrics of a simulation: throughput, latencies, starvation, and token gaps as a client measures them."""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass
+from typing import NamedTuple
+
+import numpy as np
+from numpy.typing import NDArray
+
+from capplan.compile import jit
+from capplan.spec import STARVED_BELOW
+from capplan.twin import trace as t
+from capplan.twin.scenario import NS_PER_MS, NS_PER_S, Scenario
+from capplan.twin.trace import NEVER, STATUS_RUNNING, TwinTrace
+from capplan.workload import Requests
+
+
+@dataclass(frozen=True)
+class SimulationResult:
+    """One simulated GPU over one horizon. Latencies: requests completed within it, NaN without any."""
+
+    throughput_tok_s: float
+    """Input and output tokens of completed requests over the horizon."""
+    input_tok_s: float
+    output_tok_s: float
+    offered_tok_s: float
+    """Input and output tokens of submitted requests over the horizon."""
+    itl_ms_mean: float
+    """Mean gap between tokens as a client sees them, every gap counting alike."""
+    itl_ms_p50: float
+    itl_ms_p90: float
+    itl_ms_p95: float
+    itl_ms_p99: float
+    """Percentiles are over the gaps of all requests, also unfinished ones, and exact to half a percent."""
+    ttft_s_mean: float
+    ttft_s_p50: float
+    ttft_s_p90: float
+    ttft_s_p95: float
+    ttft_s_p99: float
+    ttft_s_mean_charged: float
+    """Over every submitted request; an unfinished one is charged the whole horizon."""
+    tpot_ms_mean: float
+    """(E2E - TTFT) / (output tokens - 1), every request counting alike."""
+    tpot_ms_p50: float
+    tpot_ms_p90: float
+    tpot_ms_p95: float
+    tpot_ms_p99: float
+    e2e_s_mean: float
+    e2e_s_p50: float
+    e2e_s_p90: float
+    e2e_s_p95: float
+    e2e_s_p99: float
+    tpt_ms_mean: float
+    """E2E / output tokens (Toppings section 7.1)."""
+    tpt_ms_p50: float
+    tpt_ms_p90: float
+    tpt_ms_p95: float
+    tpt_ms_p99: float
+    served_fraction: float
+    """Tokens of completed over submitted requests, those in execution at the end left out of both."""
+    starved: bool
+    completed: int
+    submitted: int
+    rejected: int
+    preemptions: int
+    adapter_loads: int
+    disk_loads: int
+    load_s: float
+    """Time that steps spent waiting for adapter loads."""
+    steps: int
+    busy_fraction: float
+    """Share of the horizon in which a step ran."""
+    running_mean: float
+    """Mean over busy time, as are the next three."""
+    waiting_mean: float
+    kv_tokens_mean: float
+    adapters_mean: float
+    running_max: int
+    waiting_max: int
+    kv_tokens: int
+    """KV capacity."""
+    duration_s: float
+    wall_s: float = 0.0
+    """Seconds of computing, drawing of requests included."""
+
+
+def bound_value(result: SimulationResult, bound: str) -> float:
+    """Return the metric that a bound such as ``ttft_p99_s`` is on."""
+    kind, statistic, unit = bound.split("_")
+    value: float = getattr(result, f"{kind}_{unit}_{statistic}")
+    return value
+
+
+def summarize(
+    scenario: Scenario, trace: t.TwinTrace, request_overhead_ms: float, client_itl_factor: float = 1.0
+) -> SimulationResult:
+    """Reduce a trace to its metrics.
+
+    Parameters
+    ----------
+    scenario, trace
+        What was simulated and what it left.
+    request_overhead_ms
+        Time a request spends outside the engine's steps before its first token (HTTP, tokenizer).
+    client_itl_factor
+        How much longer the gaps between tokens are for a client than in the engine: where two tokens reach it
+        in one chunk, it sees one gap for two steps.
+    """
+    horizon_s = scenario.horizon_ns / NS_PER_S
+    reduced = reduce_trace(
+        scenario.requests,
+        trace,
+        scenario.horizon_ns,
+        scenario.limits.max_model_len,
+        request_overhead_ms / 1e3,
+    )
+    totals = reduced.totals.tolist()
+    completed, submitted = totals[COMPLETED], scenario.requests.arrival_ns.size
+    completed_tokens = totals[PROMPT_TOKENS] + totals[OUTPUT_TOKENS]
+    answerable = totals[TOKENS] - totals[EXECUTING_TOKENS]
+    served = completed_tokens / answerable if answerable > 0 else 1.0
+    gaps = totals[OUTPUT_TOKENS] - completed
+    itl_ms = totals[DECODING_NS] / NS_PER_MS / gaps if gaps else float("nan")
+    charged_s = float(reduced.ttft_s.sum()) + (submitted - completed) * horizon_s
+    busy = float(trace.sums[t.BUSY_NS])
+
+    def mean_over_busy(position: int) -> float:
+        return float(trace.sums[position]) / busy if busy else 0.0
+
+    return SimulationResult(
+        throughput_tok_s=completed_tokens / horizon_s,
+        input_tok_s=totals[PROMPT_TOKENS] / horizon_s,
+        output_tok_s=totals[OUTPUT_TOKENS] / horizon_s,
+        offered_tok_s=totals[TOKENS] / horizon_s,
+        ttft_s_mean_charged=charged_s / submitted if submitted else float("nan"),
+        **_named("itl_ms", (itl_ms, *t.gap_percentiles_ms(trace.gaps, PERCENTILES)), client_itl_factor),
+        **_named("ttft_s", statistics(reduced.ttft_s)),
+        **_named("tpot_ms", statistics(reduced.tpot_ms)),
+        **_named("e2e_s", statistics(reduced.e2e_s)),
+        **_named("tpt_ms", statistics(reduced.tpt_ms)),
+        served_fraction=served,
+        starved=served < STARVED_BELOW,
+        completed=completed,
+        submitted=submitted,
+        rejected=int(trace.counts[t.REJECTED]),
+        preemptions=int(trace.counts[t.PREEMPTIONS]),
+        adapter_loads=int(trace.counts[t.ADAPTER_LOADS]),
+        disk_loads=int(trace.counts[t.DISK_LOADS]),
+        load_s=float(trace.counts[t.LOAD_NS]) / NS_PER_S,
+        steps=int(trace.counts[t.STEPS]),
+        busy_fraction=min(1.0, busy / scenario.horizon_ns),
+        running_mean=mean_over_busy(t.RUNNING_NS),
+        waiting_mean=mean_over_busy(t.WAITING_NS),
+        kv_tokens_mean=mean_over_busy(t.KV_TOKEN_NS),
+        adapters_mean=mean_over_busy(t.ADAPTER_NS),
+        running_max=int(trace.counts[t.MAX_RUNNING]),
+        waiting_max=int(trace.counts[t.MAX_WAITING]),
+        kv_tokens=scenario.num_blocks * scenario.limits.block_size,
+        duration_s=horizon_s,
+    )
+
+
+def _named(metric: str, values: tuple[float, ...], factor: float = 1.0) -> dict[str, float]:
+    """Return mean and percentiles, times `factor`, under their field names."""
+    statistic = ("mean", *(f"p{percent}" for percent in PERCENTILES))
+    return {f"{metric}_{name}": factor * value for name, value in zip(statistic, values, strict=True)}
+
+
+PERCENTILES = (50, 90, 95, 99)
+
+# Positions in `Reduced.totals`.
+COMPLETED = 0
+
+SEVERAL = 1  # completed requests of two output tokens or more
+
+TOKENS = 2  # of all requests
+
+EXECUTING_TOKENS = 3  # of requests in execution at the end
+
+PROMPT_TOKENS = 4  # of completed requests
+
+OUTPUT_TOKENS = 5
+
+DECODING_NS = 6  # first to last token, completed requests
+
+_N_TOTALS = 7
+
+
+class Reduced(NamedTuple):
+    """Latencies of completed requests, in the order of arrival, and totals."""
+
+    ttft_s: NDArray[np.float64]
+    e2e_s: NDArray[np.float64]
+    tpt_ms: NDArray[np.float64]
+    tpot_ms: NDArray[np.float64]
+    """Requests of several output tokens only."""
+    totals: NDArray[np.int64]
+
+
+def reduce_trace(
+    requests: Requests, trace: TwinTrace, horizon_ns: int, max_model_len: int, overhead_s: float
+) -> Reduced:
+    """Reduce a trace to what its metrics are computed from.
+
+    Parameters
+    ----------
+    requests, trace
+        What was asked and what happened.
+    horizon_ns
+        End of the simulation; a request that ended later was in execution then.
+    max_model_len
+        Longest prompt and output together, where a request ends.
+    overhead_s
+        Time of a request outside the engine, in its TTFT and E2E.
+    """
+    n = requests.arrival_ns.size
+    # Untouched pages of these take no memory, so room for all requests costs nothing where most are rejected.
+    ttft_s, e2e_s, tpt_ms, tpot_ms = (np.empty(n) for _ in range(4))
+    totals = np.zeros(_N_TOTALS, np.int64)
+    everything = Reduced(ttft_s, e2e_s, tpt_ms, tpot_ms, totals)
+    _reduce(requests, trace, horizon_ns, max_model_len, overhead_s, everything)
+    done, several = int(totals[COMPLETED]), int(totals[SEVERAL])
+    return Reduced(ttft_s[:done], e2e_s[:done], tpt_ms[:done], tpot_ms[:several], totals)
+
+
+@jit
+def _reduce(
+    requests: Requests, trace: TwinTrace, horizon_ns: int, max_model_len: int, overhead_s: float, out: Reduced
+) -> None:
+    completed = several = tokens = executing = prompts = outputs = decoding_ns = 0
+    for i in range(requests.arrival_ns.size):
+        prompt: int = requests.prompt_tokens[i]
+        output: int = min(requests.output_tokens[i], max(max_model_len - prompt, 1))
+        tokens += prompt + output
+        finish_ns: int = trace.finish_ns[i]
+        if finish_ns == NEVER:
+            if trace.status[i] == STATUS_RUNNING:
+                executing += prompt + output
+            continue
+        if finish_ns > horizon_ns:
+            executing += prompt + output
+            continue
+        prompts += prompt
+        outputs += output
+        arrival_ns, first_ns = requests.arrival_ns[i], trace.first_ns[i]
+        e2e_s = (finish_ns - arrival_ns) / 1e9 + overhead_s
+        out.ttft_s[completed] = (first_ns - arrival_ns) / 1e9 + overhead_s
+        out.e2e_s[completed] = e2e_s
+        out.tpt_ms[completed] = e2e_s * 1e3 / output
+        completed += 1
+        if output > 1:
+            decoding_ns += finish_ns - first_ns
+            out.tpot_ms[several] = (finish_ns - first_ns) / 1e6 / (output - 1)
+            several += 1
+    out.totals[COMPLETED] = completed
+    out.totals[SEVERAL] = several
+    out.totals[TOKENS] = tokens
+    out.totals[EXECUTING_TOKENS] = executing
+    out.totals[PROMPT_TOKENS] = prompts
+    out.totals[OUTPUT_TOKENS] = outputs
+    out.totals[DECODING_NS] = decoding_ns
+
+
+def statistics(values: NDArray[np.float64]) -> tuple[float, ...]:
+    """Return the mean and the percentiles, interpolated linearly; reorders `values`. NaN without any."""
+    if values.size == 0:
+        return (math.nan,) * (1 + len(PERCENTILES))
+    found = [float(values.mean())]
+    last = values.size - 1
+    above, skipped = values, 0  # the values from the last percentile on, and how many are below
+    for percent in PERCENTILES:
+        at = percent / 100 * last
+        below = int(at) - skipped
+        above.partition(below)
+        above, skipped = above[below:], int(at)
+        low = float(above[0])
+        high = float(above[1:].min()) if above.size > 1 else low
+        found.append(low + (at - skipped) * (high - low))
+    return tuple(found)

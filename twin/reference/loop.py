@@ -1,0 +1,279 @@
+"""Reference implementation of the twin: plain lists, one request at a time.
+
+It shares the costs and the record with the compiled twin and nothing else; on any scenario both must leave
+the same trace. Slow on purpose: it scans the whole waiting queue in every step, as the engine does, and takes
+every single step.
+"""
+
+from __future__ import annotations
+
+from collections import deque
+
+from capplan.models.step_latency import StepFeatures, StepRanks, rank_ms, step_ms
+from capplan.serving.state import SLORA
+from capplan.twin import trace
+from capplan.twin import trace as t
+from capplan.twin.clock import with_reloads_ns
+from capplan.twin.reference.scheduler import ReferenceRequest, ReferenceScheduler, ReferenceStep
+from capplan.twin.reference.slora import ReferenceSlora
+from capplan.twin.scenario import Scenario
+
+
+def run_reference(scenario: Scenario) -> t.TwinTrace:
+    """Simulate `scenario` to its horizon, slowly; signature and result of `capplan.twin.core.run`."""
+    return _Run(scenario).finish()
+
+
+def _engine(scenario: Scenario) -> ReferenceScheduler | ReferenceSlora:
+    if scenario.limits.policy == SLORA:
+        return ReferenceSlora(scenario.limits, scenario.num_blocks, scenario.costs.pages.tolist())
+    return ReferenceScheduler(scenario.limits, scenario.num_blocks, scenario.adapters)
+
+
+class _Run:
+    def __init__(self, scenario: Scenario) -> None:
+        self.scenario = scenario
+        self.engine = _engine(scenario)
+        self.copier = ReferenceCopier()
+        requests = scenario.requests.arrival_ns.size
+        self.trace = t.new_trace(requests, scenario.adapters, scenario.buckets, scenario.horizon_ns)
+        self.last_token_ns: dict[int, int] = {}
+        self.upcoming = 0
+        self.now_ns = 0
+        self.visible_ns = 0
+        """Arrivals up to here are known when the next step is decided."""
+
+    def finish(self) -> t.TwinTrace:
+        scenario, counts = self.scenario, self.trace.counts
+        asynchronous = bool(scenario.limits.async_scheduling)
+        while self.now_ns < scenario.horizon_ns:
+            self._take_arrivals()
+            self._take_copies()
+            step = self.engine.schedule()
+            begin_ns = self.now_ns
+            self._begin_loads(step)
+            if step.tokens:
+                self.now_ns += self._charge(step)
+                self._commit()
+                self.visible_ns = begin_ns if asynchronous else self.now_ns
+            elif asynchronous and (self.visible_ns < self.now_ns or self._awaits_last_tokens()):
+                counts[t.PREEMPTIONS] += len(step.preempted)
+                self._commit()
+                self.visible_ns = self.now_ns
+            elif (upcoming := self._next_event_ns()) < scenario.horizon_ns:
+                self.now_ns = self.visible_ns = upcoming
+            else:
+                break
+        counts[t.NOW_NS], counts[t.NEXT_REQUEST] = self.now_ns, self.upcoming
+        for request in self.engine.running:
+            if self.trace.finish_ns[request.number] != t.NEVER:
+                continue  # its last token is on its way
+            self.trace.status[request.number] = t.STATUS_RUNNING
+        return self.trace
+
+    def _awaits_last_tokens(self) -> bool:
+        """Tell whether a step is in flight although no time has passed in it."""
+        return any(request.draining for request in self.engine.running)
+
+    def _next_event_ns(self) -> int:
+        """Return when the next request or adapter arrives, or the horizon."""
+        upcoming = self.scenario.horizon_ns
+        arrival_ns = self.scenario.requests.arrival_ns
+        if self.upcoming < arrival_ns.size:
+            upcoming = min(upcoming, int(arrival_ns[self.upcoming]))
+        copied_ns = self.copier.next_ns()
+        return upcoming if copied_ns is None else min(upcoming, copied_ns)
+
+    def _take_copies(self) -> None:
+        for adapter in self.copier.arrived(self.visible_ns):
+            if isinstance(self.engine, ReferenceScheduler):
+                self.engine.adapter_loaded(adapter)
+
+    def _take_arrivals(self) -> None:
+        requests, engine = self.scenario.requests, self.engine
+        while (
+            self.upcoming < requests.arrival_ns.size and requests.arrival_ns[self.upcoming] <= self.visible_ns
+        ):
+            i = self.upcoming
+            full = len(engine.running) + len(engine.waiting) >= self.scenario.max_in_flight
+            if full or not engine.submit(
+                i,
+                int(requests.adapter[i]),
+                int(requests.prompt_tokens[i]),
+                int(requests.output_tokens[i]),
+                shared_prefix_tokens=self.scenario.shared_prefix_tokens,
+            ):
+                trace.record_rejection(self.trace, i)
+            self.upcoming += 1
+
+    def _charge(self, step: ReferenceStep) -> int:
+        """Return how long a step takes, and write down what runs in it."""
+        costs, counts, sums, engine = self.scenario.costs, self.trace.counts, self.trace.sums, self.engine
+        in_step = {number for number, _ in step.tokens}
+        # In async scheduling, who only awaits the last token still runs but takes no part in the step.
+        running = [r for r in engine.running if r.number in in_step or not r.draining]
+        load_ns = self._wait_for_loads(step)
+        tokens = sum(count for _, count in step.tokens)
+        features = StepFeatures(
+            tokens=float(tokens),
+            requests=float(len(running)),
+            kv_tokens=float(sum(r.computed for r in running) - tokens),
+            adapters=float(len({r.adapter for r in running} - {0})),
+            a_max=float(costs.a_max),
+            s_max=float(costs.s_max),
+            waiting=float(len(engine.waiting)),
+            slots_per_adapter=costs.slots_per_adapter,
+        )
+        milliseconds = step_ms(costs.form, costs.coefficients, features)
+        if costs.uses_ranks:
+            milliseconds += rank_ms(costs.form, costs.coefficients, float(costs.s_max), self._ranks(step))
+        duration_ns = load_ns + round(milliseconds * 1e6)
+        counts[t.LOAD_NS] += load_ns
+        self._record_details(step, features, duration_ns, load_ns)
+        counts[t.PREEMPTIONS] += len(step.preempted)
+        counts[t.STEPS] += 1
+        counts[t.REQUEST_STEPS] += len(running)
+        counts[t.SMALL_REQUEST_STEPS] += len(running) if len(running) <= t.SMALL_BATCH else 0
+        counts[t.MAX_RUNNING] = max(counts[t.MAX_RUNNING], len(running))
+        counts[t.MAX_WAITING] = max(counts[t.MAX_WAITING], len(engine.waiting))
+        sums[t.BUSY_NS] += duration_ns
+        sums[t.RUNNING_NS] += features.requests * duration_ns
+        sums[t.WAITING_NS] += features.waiting * duration_ns
+        sums[t.KV_TOKEN_NS] += features.kv_tokens * duration_ns
+        sums[t.ADAPTER_NS] += features.adapters * duration_ns
+        return duration_ns
+
+    def _begin_loads(self, step: ReferenceStep) -> None:
+        """Write down the loads that were decided; those beside the batch begin even if no step follows."""
+        limits, counts = self.scenario.limits, self.trace.counts
+        for adapter, from_disk in step.loads:
+            load_ns = self._load_ns(adapter, from_disk)
+            trace.record_load(self.trace, adapter, load_ns)
+            counts[t.ADAPTER_LOADS] += 1
+            counts[t.DISK_LOADS] += from_disk
+            if limits.load_beside or limits.policy == SLORA:
+                self.copier.begin(adapter, self.now_ns, load_ns, announce=bool(limits.load_beside))
+        if step.loads and not step.tokens:
+            trace.record_loads(self.trace, self.now_ns, len(step.loads))
+
+    def _load_ns(self, adapter: int, from_disk: bool) -> int:
+        costs = self.scenario.costs
+        return int(costs.load_ns[adapter]) + (int(costs.disk_ns[adapter]) if from_disk else 0)
+
+    def _wait_for_loads(self, step: ReferenceStep) -> int:
+        """Return for how long the step waits for its adapters."""
+        limits, running = self.scenario.limits, self.engine.running
+        if limits.load_beside:
+            return 0
+        if limits.policy == SLORA:
+            admitted = {r.adapter for r in running if r.number in step.admitted}
+            return max((self.copier.wait_ns(adapter, self.now_ns) for adapter in admitted), default=0)
+        in_step = {number for number, _ in step.tokens}
+        active = len({r.adapter for r in running if r.number in in_step or not r.draining} - {0})
+        return with_reloads_ns(sum(self._load_ns(*load) for load in step.loads), active, limits.max_loras)
+
+    def _ranks(self, step: ReferenceStep) -> StepRanks:
+        """Count the ranks in a step."""
+        by_number = {r.number: r for r in self.engine.running}
+        parts = [(by_number[number], tokens) for number, tokens in step.tokens]
+        rank = self.scenario.costs.rank
+
+        def decodes(request: ReferenceRequest, tokens: int) -> bool:
+            return tokens == 1 and request.output + request.promised > 0
+
+        decoding = [r for r, tokens in parts if decodes(r, tokens)]
+        prefilling = [(r, tokens) for r, tokens in parts if not decodes(r, tokens)]
+        return StepRanks(
+            decodes=float(len(decoding)),
+            prefills=float(len(prefilling)),
+            lora_decodes=float(sum(r.adapter > 0 for r in decoding)),
+            lora_prefills=float(sum(r.adapter > 0 for r, _ in prefilling)),
+            lora_prefill_tokens=float(sum(tokens for r, tokens in prefilling if r.adapter > 0)),
+            max_rank=float(max((rank[r.adapter] for r, _ in parts), default=0)),
+            decode_rank_sum=float(sum(rank[r.adapter] for r in decoding)),
+            prefill_rank_sum=float(sum(rank[r.adapter] for r, _ in prefilling)),
+            prefill_rank_tokens=float(sum(tokens * rank[r.adapter] for r, tokens in prefilling)),
+        )
+
+    def _record_details(
+        self, step: ReferenceStep, features: StepFeatures, duration_ns: int, load_ns: int
+    ) -> None:
+        adapter_of = {r.number: r.adapter for r in self.engine.running}
+        for number in step.admitted:
+            if self.scenario.limits.load_beside:
+                self._record_wait(number, adapter_of[number])
+            trace.record_admission(self.trace, number, adapter_of[number], self.now_ns, load_ns)
+        trace.record_step(
+            self.trace,
+            self.now_ns,
+            duration_ns,
+            int(features.requests),
+            int(features.waiting),
+            int(features.kv_tokens),
+            int(features.adapters),
+            len(self.engine.residents()),
+            len(step.loads),
+            load_ns,
+            int(features.tokens),
+        )
+
+    def _record_wait(self, number: int, adapter: int) -> None:
+        """Write down for how long a request that is admitted for the first time was set aside for a load."""
+        if self.scenario.buckets and self.trace.admitted_ns[number] == t.NEVER:
+            arrival_ns = int(self.scenario.requests.arrival_ns[number])
+            waited_ns = self.copier.waited_ns(adapter, arrival_ns)
+            trace.record_wait_for_load(self.trace, number, waited_ns)
+
+    def _commit(self) -> None:
+        """Write down the tokens that end a step; in async scheduling the engine sees them one step later."""
+        output = self.engine.commit()
+        for number in output.first:
+            loads_ns = self.trace.counts[t.LOAD_NS]
+            trace.record_first_token(self.trace, number, self.now_ns, loads_ns)
+        for number in output.later:
+            self.trace.gaps[t.gap_bin(self.now_ns - self.last_token_ns[number])] += 1
+        for number in [*output.first, *output.later]:
+            self.last_token_ns[number] = self.now_ns
+        for number in output.finished:
+            self.trace.finish_ns[number] = self.now_ns
+
+
+class ReferenceCopier:
+    """One link from host to GPU. Times in ns."""
+
+    def __init__(self) -> None:
+        self.free_ns = 0
+        self.begun_ns: dict[int, int] = {}
+        """When the last copy of an adapter was asked for."""
+        self.ready_ns: dict[int, int] = {}
+        """When that copy is, or was, done."""
+        self.coming: deque[int] = deque()
+        """Adapters whose arrival the scheduler has not been told of, in the order of their arrival."""
+
+    def begin(self, adapter: int, now_ns: int, duration_ns: int, announce: bool) -> None:
+        """Queue a copy behind those under way; `announce`: the scheduler waits to be told of it."""
+        self.free_ns = max(self.free_ns, now_ns) + duration_ns
+        self.begun_ns[adapter] = now_ns
+        self.ready_ns[adapter] = self.free_ns
+        if announce:
+            self.coming.append(adapter)
+
+    def next_ns(self) -> int | None:
+        """Return when the next adapter arrives that the scheduler has not been told of, or None."""
+        return self.ready_ns[self.coming[0]] if self.coming else None
+
+    def arrived(self, now_ns: int) -> list[int]:
+        """Return the adapters that have arrived by `now_ns` and have not been returned before."""
+        adapters = []
+        while self.coming and self.ready_ns[self.coming[0]] <= now_ns:
+            adapters.append(self.coming.popleft())
+        return adapters
+
+    def wait_ns(self, adapter: int, from_ns: int) -> int:
+        """Return for how long after `from_ns` the last copy of an adapter goes on."""
+        return max(0, self.ready_ns.get(adapter, from_ns) - from_ns)
+
+    def waited_ns(self, adapter: int, arrival_ns: int) -> int:
+        """Return for how long a request that arrived then had to wait for that copy."""
+        since_ns = max(arrival_ns, self.begun_ns.get(adapter, arrival_ns))
+        return self.wait_ns(adapter, since_ns)
