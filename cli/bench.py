@@ -21,7 +21,7 @@ from capplan.errors import InputError
 if TYPE_CHECKING:
     from capplan.profiling.load.record import RequestFile
     from capplan.profiling.load.result import BenchResult, LoadMetrics
-    from capplan.spec import Profile, Workload
+    from capplan.spec import Profile, Slo, Workload
 
 _INTERRUPTED = 130  # 128 + SIGINT, as shells report it
 
@@ -158,9 +158,7 @@ def bench(args: BenchArgs) -> None:
     with _request_file(args.requests, needed=bool(args.vllm_json or args.report)) as file:
         with live(quiet=args.as_json) as on_tick:
             result = measure(wishes, target, settings, options, file=file, on_tick=on_tick)
-        _write(result, file, args.workload, args.output, args.report, args.vllm_json)
-        if args.requests is not None and file is not None:
-            file.keep()
+        _write(args, result, file, wishes.slo)
     _tell(result, as_json=args.as_json)
 
 
@@ -206,29 +204,25 @@ def _request_file(path: str | None, *, needed: bool) -> Iterator[RequestFile | N
         yield file
 
 
-def _write(
-    result: BenchResult,
-    file: RequestFile | None,
-    workload: str,
-    output: str | None,
-    report: str | None,
-    vllm_json: str | None,
-) -> None:
+def _write(args: BenchArgs, result: BenchResult, file: RequestFile | None, slo: Slo) -> None:
     from capplan.spec import write_text_atomic
 
-    if output is not None:
-        result.to_json(output)
+    if args.output is not None:
+        result.to_json(args.output)
     if file is None:
         return
     rows = file.finished()
-    if vllm_json is not None:
+    if args.vllm_json is not None:
         from capplan.profiling.load.vllm_bench import write_vllm_bench
 
-        write_vllm_bench(vllm_json, result, rows)
-    if report is not None:
+        write_vllm_bench(args.vllm_json, result, rows)
+    if args.report is not None:
         from capplan.cli.report.measurement import bench_page
 
-        write_text_atomic(report, bench_page(workload, result, rows))
+        bounds = slo.latency_bounds()
+        write_text_atomic(args.report, bench_page(str(args.workload), result, rows, bounds))
+    if args.requests is not None:
+        file.keep()
 
 
 def _names(given: list[str] | None, workload: Workload) -> dict[str, str]:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from itertools import pairwise
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
@@ -23,7 +22,7 @@ from capplan.cli.calibrate import (
 from capplan.cli.console import DASH
 from capplan.cli.profile_kernels import FIT_HEAD, NUMBERS_FROM, fit_rows, kernel_name
 from capplan.cli.report import page
-from capplan.cli.report.figures import Axis, Curve, bar_chart, scatter_chart
+from capplan.cli.report.figures import Axis, Chart, Curve, bar_chart, histogram, scatter_chart
 from capplan.models.calibration.least_squares import SMAPE_FORMULA
 
 if TYPE_CHECKING:
@@ -75,8 +74,25 @@ def calibration_page(made: CalibrationResult) -> str:
     if made.runs is not None:
         flat.append(_run_section(made.runs, steps_known=made.steps is not None))
     flat.append(_coefficient_section(made))
-    flat.append(page.section("What the words mean", page.definitions(_MEANINGS)))
-    return page.page(f"Calibration of {profile.name}", *flat, subtitle=subtitle)
+    flat.append(page.section("Definitions", page.definitions(_MEANINGS)))
+    return page.page(f"Calibration of {profile.name}", *flat, subtitle=subtitle, cards=_cards(made))
+
+
+def _cards(made: CalibrationResult) -> list[page.Card]:
+    cards = [page.Card("Changed", ", ".join(changed_parts(made)) or "nothing", f"base {made.base.name}")]
+    if made.steps is not None:
+        score = made.steps.score
+        cards += [
+            page.Card("Step time SMAPE", percentage(score.held_out_error), "on left-out runs"),
+            page.Card("Step model", made.steps.fit.candidate.label, f"{made.steps.table.rows:,} rows"),
+        ]
+    if made.runs is not None:
+        held_out = made.runs.errors(made.runs.held_out)
+        for label, target in (("Throughput", "throughput_tok_s"), ("Mean ITL", "itl_ms_mean")):
+            if target in held_out:
+                note = f"on {len(made.runs.runs)} left-out runs"
+                cards.append(page.Card(f"{label} SMAPE", percentage(held_out[target]), note))
+    return cards
 
 
 def _step_sections(made: CalibrationResult, steps: StepCalibration) -> list[page.Section]:
@@ -128,15 +144,14 @@ def _thinned(x: np.ndarray, y: np.ndarray) -> tuple[Sequence[float], Sequence[fl
     return x[::every].tolist(), y[::every].tolist()
 
 
-def _histogram(residuals: np.ndarray) -> page.Html:
+def _histogram(residuals: np.ndarray) -> Chart:
     edge = max(1.0, float(np.percentile(np.abs(residuals), 99)))
-    counts, edges = np.histogram(np.clip(residuals, -edge, edge), bins=_BINS, range=(-edge, edge))
-    middles = [f"{(low + high) / 2:+.1f}" for low, high in pairwise(edges)]
-    note = "predicted / measured - 1 in percent; the outermost bars hold what lies beyond"
-    return bar_chart("Residuals", middles, {"": counts.tolist()}, Axis("rows"), note=note)
+    note = "the outermost bars hold the values beyond"
+    axis = Axis("predicted / measured - 1, %")
+    return histogram("Residuals", np.clip(residuals, -edge, edge).tolist(), axis, bins=_BINS, note=note)
 
 
-def _bars(title: str, parts: Sequence[Residuals]) -> page.Html:
+def _bars(title: str, parts: Sequence[Residuals]) -> Chart:
     bars = {"SMAPE": [each.error for each in parts], "bias": [each.bias for each in parts]}
     return bar_chart(title, [each.name for each in parts], bars, Axis("percent"), note="on left-out runs")
 
@@ -174,7 +189,7 @@ def _each(errors: dict[str, float], targets: Sequence[str]) -> list[str]:
     return [percentage(errors[target]) if target in errors else DASH for target in targets]
 
 
-def _worst(runs: RunCalibration) -> page.Html:
+def _worst(runs: RunCalibration) -> page.Block:
     measured = runs.measured()
     with np.errstate(divide="ignore", invalid="ignore"):
         misses = np.abs(np.log(runs.held_out / measured))
@@ -202,7 +217,7 @@ def _worst(runs: RunCalibration) -> page.Html:
 
 
 def _coefficient_section(made: CalibrationResult) -> page.Section:
-    parts: list[page.Html] = []
+    parts: list[page.Block] = []
     for part in changed_parts(made):
         model: FittedModel = getattr(made.profile, part)
         before = getattr(made.base, part).coefficients
@@ -271,11 +286,19 @@ def kernels_page(table: pd.DataFrame, reports: Sequence[KernelReport], settings:
     )
     charts = page.section("Measured and predicted", *(_kernel_charts(report) for report in whole))
     coefficients = page.section("Coefficients", page.table(*_coefficients(reports), numbers_from=6))
-    words = page.section("What the words mean", page.definitions(_KERNEL_TERMS))
-    return page.page("LoRA kernels", verdicts, fits, charts, coefficients, words, subtitle=shown)
+    words = page.section("Definitions", page.definitions(_KERNEL_TERMS))
+    explained = f"{sum(report.explained_by == report.meant for report in whole)} of {len(whole)}"
+    cards = [
+        page.Card("Kernels as their form", explained, "best explained by the form meant for them"),
+        page.Card("Medians", f"{len(table):,}", f"{visits:,} visits"),
+        page.Card("Disturbed visits", f"{100 * disturbed / max(1, visits):.1f} %"),
+        page.Card("Device", str(settings["device_name"]), str(settings["dtype"])),
+    ]
+    sections = (verdicts, fits, charts, coefficients, words)
+    return page.page("LoRA kernels", *sections, subtitle=shown, cards=cards)
 
 
-def _kernel_charts(report: KernelReport) -> page.Html:
+def _kernel_charts(report: KernelReport) -> page.Block:
     rows = report.rows
     name = kernel_name(report)
     alike = rows["rank_sum"] == rows["requests"] * rows["max_rank"]

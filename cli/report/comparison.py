@@ -6,7 +6,7 @@ import math
 from typing import TYPE_CHECKING, Final
 
 from capplan.cli.compare import cells, summary, verdict
-from capplan.cli.console import counted, number
+from capplan.cli.console import counted, number, percent
 from capplan.cli.report import page
 from capplan.cli.report.figures import Axis, bar_rows
 from capplan.planner.solvers import REGISTRY
@@ -56,9 +56,10 @@ def comparison_page(result: SolverComparison, workload: str) -> str:
         _answers(result),
         _solver_charts(result),
         _solvers(result.rows),
-        page.section("What the words mean", page.definitions(_COMPARISON_TERMS)),
+        page.section("Definitions", page.definitions(_COMPARISON_TERMS)),
         subtitle=f"{load}, {result.profile}, at most {counted(result.gpus, 'GPU')}, "
         f"headroom {result.headroom:g}",
+        cards=_cards(result),
     )
 
 
@@ -70,7 +71,24 @@ def _answers(result: SolverComparison) -> page.Section:
     return page.section("Answers", *parts, intro=f"{summary(result)}.")
 
 
-def _marked(row: SolverResult) -> tuple[str, ...]:
+def _cards(result: SolverComparison) -> list[page.Card]:
+    holding = [row for row in result.rows if row.holds]
+    best = min(holding, key=lambda row: row.gpus, default=None)
+    seeds = counted(len(result.seeds), "seed")
+    trust = page.Card("Verified by the twin", f"{len(holding)} of {len(result.rows)} hold", f"on {seeds}")
+    if best is None:
+        return [page.Card("GPUs", page.bad("no answer holds")), trust]
+    bound = f"{best.solver}; lower bound {result.lower_bound_gpus}, available {result.gpus}"
+    return [
+        page.Card("Fewest GPUs that hold", page.good(f"{best.gpus}"), bound),
+        page.Card("Worst TTFT p99", f"{number(best.ttft_s_p99, 2)} s", f"of {best.solver}"),
+        page.Card("Mean ITL", f"{number(best.itl_ms_mean, 1)} ms", f"of {best.solver}"),
+        page.Card("Tokens served", percent(best.served_fraction), "on the worst instance and seed"),
+        trust,
+    ]
+
+
+def _marked(row: SolverResult) -> tuple[page.Cell, ...]:
     name, *numbers, _ = cells(row)
     words = verdict(row)
     return (name, page.good(words) if row.holds else page.bad(words), *numbers)

@@ -2,26 +2,25 @@
 
 from __future__ import annotations
 
+import math
 import os
 from collections.abc import Mapping
 from typing import TYPE_CHECKING, Any, Final
 
 from capplan.cli.bench import ADAPTER_HEAD, LATENCIES, STATISTICS, adapter_cells, facts, warnings
-from capplan.cli.console import counted, number
+from capplan.cli.console import counted, number, percent
 from capplan.cli.report import page
-from capplan.cli.report.figures import Axis, Curve, line_chart
+from capplan.cli.report.figures import Axis, Chart, Curve, bar_rows, line_chart
 from capplan.cli.validate import VALIDATION_HEAD, group_verdict, heading, rows_of
 from capplan.models.calibration.least_squares import SMAPE_FORMULA
-
-if TYPE_CHECKING:
-    from capplan.profiling.validation.compare import GroupValidation
-    from capplan.profiling.validation.validate import Validation
 
 if TYPE_CHECKING:
     import numpy as np
     from numpy.typing import NDArray
 
     from capplan.profiling.load.result import BenchResult
+    from capplan.profiling.validation.compare import GroupValidation
+    from capplan.profiling.validation.validate import Validation
 
     Columns = Mapping[str, NDArray[Any]]
 
@@ -53,17 +52,21 @@ MEANINGS: Final[Mapping[str, str]] = {
 }
 
 
-def bench_page(path: str, result: BenchResult, requests: str | os.PathLike[str]) -> str:
-    """Return the report as one HTML document.
+def bench_page(
+    path: str, result: BenchResult, requests: str | os.PathLike[str], bounds: Mapping[str, float]
+) -> str:
+    """Return the report of a load test as one HTML document.
 
     Parameters
     ----------
     path
-        Where the workload came from.
+        File of the workload.
     result
-        What was measured.
+        Measurements.
     requests
         Parquet file of the requests.
+    bounds
+        Latency bounds of the workload by key, such as ``ttft_p99_s``.
     """
     rows = _columns(requests)
     window = f"{result.duration_s:g} s measured after {result.warm_up_s:g} s of warm-up"
@@ -72,14 +75,34 @@ def bench_page(path: str, result: BenchResult, requests: str | os.PathLike[str])
     return page.page(
         f"Load test of {path}",
         page.section("Summary", *_verdict(result), _facts(result), intro=window),
-        page.section("Latencies", _latencies(result), page.charts(*_distributions(rows, result))),
-        page.section("Over time", page.charts(*_course(rows, result)), intro="Seconds since time 0."),
+        page.section("Latencies", _latencies(result), page.charts(*_distributions(rows, result, bounds))),
+        page.section("Over time", page.charts(*_course(rows, result, bounds)), intro="Seconds since time 0."),
         *_server(result),
         page.section("By adapter", _adapters(result)),
-        page.section("What the terms mean", page.definitions(MEANINGS)),
+        page.section("Definitions", page.definitions(MEANINGS)),
         page.section("Settings", _settings(result)),
         subtitle=f"{result.base_model} at {result.url}, {result.started_at}",
+        cards=_cards(result, bounds),
     )
+
+
+def _cards(result: BenchResult, bounds: Mapping[str, float]) -> list[page.Card]:
+    overall = result.overall
+    ttft_s, tpot_ms = overall.ttft_s.p99, overall.tpot_ms.p99
+    faults = warnings(result)
+    trust = page.bad(counted(len(faults), "warning")) if faults else page.good("no warning")
+    served = percent(overall.served_fraction)
+    return [
+        page.Card(
+            "Throughput",
+            f"{number(overall.throughput_tok_s)} tok/s",
+            f"offered {number(overall.offered_tok_s)}",
+        ),
+        page.Card("Tokens served", page.bad(served) if overall.starved else page.good(served)),
+        page.latency_card("TTFT p99", "ttft_p99_s", ttft_s, bounds),
+        page.latency_card("TPOT p99", "tpot_p99_ms", tpot_ms, bounds),
+        page.Card("Measurement", trust, f"{result.duration_s:g} s, {counted(overall.completed, 'request')}"),
+    ]
 
 
 def _columns(requests: str | os.PathLike[str]) -> Columns:
@@ -91,7 +114,7 @@ def _columns(requests: str | os.PathLike[str]) -> Columns:
     return {name: table[name].to_numpy() for name in table.column_names}
 
 
-def _verdict(result: BenchResult) -> list[page.Html]:
+def _verdict(result: BenchResult) -> list[page.Block]:
     lines = warnings(result)
     if not lines:
         kept_up = "" if result.client.kept_up is None else ", and the client kept up"
@@ -99,11 +122,11 @@ def _verdict(result: BenchResult) -> list[page.Html]:
     return [page.paragraph(page.bad(line)) for line in lines]
 
 
-def _facts(result: BenchResult) -> page.Html:
+def _facts(result: BenchResult) -> page.Block:
     return page.table(("metric", "value"), list(facts(result.overall).items()))
 
 
-def _latencies(result: BenchResult) -> page.Html:
+def _latencies(result: BenchResult) -> page.Block:
     rows = [
         (name, *(number(getattr(getattr(result.overall, field), s), decimals) for s in STATISTICS))
         for name, field, decimals in LATENCIES
@@ -113,20 +136,21 @@ def _latencies(result: BenchResult) -> page.Html:
     return page.table(("latency", *STATISTICS), rows)
 
 
-def _distributions(rows: Columns, result: BenchResult) -> list[page.Html]:
+def _distributions(rows: Columns, result: BenchResult, limits: Mapping[str, float]) -> list[Chart]:
     import numpy as np
 
     end_s = result.warm_up_s + result.duration_s
     with np.errstate(invalid="ignore"):
         done = (rows["finish_s"] >= result.warm_up_s) & (rows["finish_s"] < end_s)
 
-    def chart(title: str, label: str, column: str) -> page.Html:
+    def chart(title: str, label: str, column: str) -> Chart:
         values = rows[column][done]
         values = np.sort(values[~np.isnan(values)])
         shares = np.linspace(0.0, 1.0, min(_POINTS, values.size))
         at = np.quantile(values, shares) if values.size else values
         curve = Curve("", at.tolist(), shares.tolist())
-        return line_chart(title, [curve], Axis(label), Axis("share of requests", high=1.0))
+        marks = _bounds(limits, column)
+        return line_chart(title, [curve], Axis(label), Axis("share of requests", high=1.0), marks=marks)
 
     return [
         chart("Time to first token", "TTFT from due, s", "ttft_s"),
@@ -136,7 +160,7 @@ def _distributions(rows: Columns, result: BenchResult) -> list[page.Html]:
     ]
 
 
-def _course(rows: Columns, result: BenchResult) -> list[page.Html]:
+def _course(rows: Columns, result: BenchResult, limits: Mapping[str, float]) -> list[Chart]:
     import numpy as np
 
     end_s = result.warm_up_s + result.duration_s
@@ -160,8 +184,9 @@ def _course(rows: Columns, result: BenchResult) -> list[page.Html]:
         means: list[float] = np.where(counts > 0, sums / np.maximum(counts, 1.0), np.nan).tolist()
         return means
 
-    def chart(title: str, label: str, *curves: Curve) -> page.Html:
-        return line_chart(title, curves, time, Axis(label), marks=marks)
+    def chart(title: str, label: str, *curves: Curve, metric: str = "none") -> Chart:
+        bounds = _bounds(limits, metric)
+        return line_chart(title, curves, time, Axis(label), marks=marks, bounds=bounds)
 
     tokens = (rows["prompt_tokens"] + rows["output_tokens"]).astype(float)
     sent, failed = np.cumsum(total(rows["sent_s"])), ~np.isin(rows["status"], ("finished", "unfinished"))
@@ -175,10 +200,23 @@ def _course(rows: Columns, result: BenchResult) -> list[page.Html]:
             Curve("completed", middles, (completed / width_s).tolist()),
         ),
         chart("In flight", "requests", Curve("", middles, in_flight.tolist())),
-        chart("Time to first token", "mean TTFT from due, s", Curve("", middles, mean("ttft_s"))),
-        chart("Time per output token", "mean TPOT, ms", Curve("", middles, mean("tpot_ms"))),
+        chart(
+            "Time to first token",
+            "mean TTFT from due, s",
+            Curve("", middles, mean("ttft_s")),
+            metric="ttft_s",
+        ),
+        chart(
+            "Time per output token", "mean TPOT, ms", Curve("", middles, mean("tpot_ms")), metric="tpot_ms"
+        ),
         chart("Client lag", "mean lag, ms", Curve("", middles, mean("lag_ms"))),
     ]
+
+
+def _bounds(limits: Mapping[str, float], metric: str) -> dict[str, float]:
+    """Return the named bounds of a metric, such as those on any statistic of ``ttft_s``."""
+    kind = metric.split("_")[0]
+    return {f"bound: {key} {value:g}": value for key, value in limits.items() if key.split("_")[0] == kind}
 
 
 def _server(result: BenchResult) -> list[page.Section]:
@@ -204,7 +242,7 @@ def _server(result: BenchResult) -> list[page.Section]:
     return [page.section("The server", page.charts(*charts), intro=intro)]
 
 
-def _adapters(result: BenchResult) -> page.Html:
+def _adapters(result: BenchResult) -> page.Block:
     worst = sorted(result.adapters, key=lambda each: (each.served_fraction, -each.submitted))[:_ADAPTERS]
     rows = [(each.name or "(base model)", *adapter_cells(each)) for each in worst]
     which = f"the {len(worst)} worst served of" if len(worst) < len(result.adapters) else "all of the"
@@ -212,7 +250,7 @@ def _adapters(result: BenchResult) -> page.Html:
     return page.table(ADAPTER_HEAD, rows, caption=caption)
 
 
-def _settings(result: BenchResult) -> page.Html:
+def _settings(result: BenchResult) -> page.Block:
     rows = [(name, str(value)) for name, value in result.settings.items() if value is not None]
     rows.append(("workload digest", str(result.workload_digest)))
     return page.table(("setting", "value"), rows, numbers_from=None)
@@ -231,21 +269,49 @@ _VALIDATION_TERMS: Final = {
 
 
 def validation_page(plan: str, found: Validation) -> str:
-    """Return the report.
-
-    Parameters
-    ----------
-    plan
-        Name of the plan's file.
-    found
-        The validation.
-    """
-    mark = page.good("agrees") if found.agrees else page.bad("disagrees")
-    summary = page.section("Verdict", page.table(("plan", "twin and engines"), [(plan, mark)]))
-    words = page.section("What the words mean", page.definitions(_VALIDATION_TERMS))
-    return page.page("Plan and measurement", summary, *map(_section, found.groups), words, subtitle=plan)
+    """Return the report of a validation as one HTML document; ``plan`` is the name of its file."""
+    return page.page(
+        "Plan and measurement",
+        *map(_group_section, found.groups),
+        page.section("Definitions", page.definitions(_VALIDATION_TERMS)),
+        subtitle=plan,
+        cards=_validation_cards(found),
+    )
 
 
-def _section(group: GroupValidation) -> page.Section:
-    rows = page.table(VALIDATION_HEAD, rows_of(group), numbers_from=1)
-    return page.section(heading(group), rows, page.paragraph(group_verdict(group)))
+def _validation_cards(found: Validation) -> list[page.Card]:
+    agreeing = sum(group.agrees for group in found.groups)
+    verdict = page.good("agrees") if found.agrees else page.bad("disagrees")
+    cards = [
+        page.Card("Twin and engines", verdict, f"{agreeing} of {counted(len(found.groups), 'group')} agree")
+    ]
+    for label, name in (("Throughput", "throughput_tok_s"), ("Mean ITL", "itl_ms_mean")):
+        errors = [
+            (each.error, each.tolerance)
+            for group in found.groups
+            for each in group.comparisons
+            if each.name == name and each.error is not None
+        ]
+        if errors:
+            error, tolerance = max(errors, key=lambda pair: pair[0])
+            value = page.against_bound(error, tolerance, f"{number(error, 2)} %")
+            cards.append(page.Card(f"{label}, worst SMAPE", value, f"tolerance {number(tolerance, 1)} %"))
+    return cards
+
+
+def _group_section(group: GroupValidation) -> page.Section:
+    known = [each for each in group.comparisons if each.error is not None]
+    bars = {
+        "twin": [each.error for each in known],
+        "constant step": [each.constant_step_error for each in known],
+    }
+    values = {
+        name: [math.nan if error is None else error for error in errors] for name, errors in bars.items()
+    }
+    errors = bar_rows("Error by metric", [each.name for each in known], values, Axis("SMAPE, %", low=0.0))
+    return page.section(
+        heading(group),
+        page.table(VALIDATION_HEAD, rows_of(group), numbers_from=1),
+        page.paragraph(group_verdict(group)),
+        page.charts(errors),
+    )

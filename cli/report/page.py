@@ -1,163 +1,188 @@
-"""Reports as one HTML file that needs no network: the page, its sections, tables and notes.
-
-Whatever is not :class:`Html` already is escaped, so names that users chose cannot become markup.
-"""
+"""Self-contained HTML pages: blocks of content, rendered with Jinja2."""
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterable, Mapping, Sequence
-from html import escape
-from typing import Final
+from dataclasses import dataclass, field
+from functools import cache
+from types import SimpleNamespace
+from typing import TYPE_CHECKING, Final, TypeAlias
+
+import jinja2
+from markupsafe import Markup
+
+from capplan.cli.console import number
+
+if TYPE_CHECKING:
+    from capplan.cli.report.figures import Chart
+
+_MOST_ROWS: Final = 60
+"""Rows from which a table is folded."""
 
 
-class Html(str):
-    """Text that is markup already; anything else is escaped where it enters a page."""
+@dataclass(frozen=True)
+class Mark:
+    """Text with a tone: ``good``, ``bad`` or ``strong``."""
 
-    __slots__ = ()
-
-
-# No script, no style sheet, picture or font from elsewhere: a browser would refuse them.
-_POLICY: Final = "default-src 'none'; style-src 'unsafe-inline'"
-
-_STYLE: Final = """
-:root { --ink: #1c2530; --soft: #5b6775; --line: #d5dbe1; --band: #f4f6f8; --bad: #b3261e; --good: #1b6e3c; }
-* { box-sizing: border-box; }
-body { margin: 0 auto; padding: 1.5rem 1.25rem 4rem; max-width: 1240px; color: var(--ink); background: #fff;
-  font: 15px/1.5 system-ui, -apple-system, "Segoe UI", Roboto, "Helvetica Neue", Arial, sans-serif; }
-h1 { font-size: 1.6rem; line-height: 1.25; margin: 0 0 .25rem; }
-h2 { font-size: 1.2rem; margin: 2.5rem 0 .5rem; padding-bottom: .25rem;
-  border-bottom: 1px solid var(--line); }
-h3 { font-size: 1rem; margin: 1.5rem 0 .25rem; }
-p { margin: .4rem 0; max-width: 100ch; }
-.soft, caption, figcaption .soft { color: var(--soft); }
-nav { margin: .75rem 0; } nav a { margin-right: 1rem; } a { color: #0b57a4; }
-.scroll { overflow-x: auto; margin: .5rem 0 1rem; }
-table { border-collapse: collapse; font-variant-numeric: tabular-nums; font-size: .88rem; }
-caption { text-align: left; padding: .25rem 0; }
-th, td { padding: .25rem .6rem; border-bottom: 1px solid var(--line); text-align: left; vertical-align: top; }
-th { background: var(--band); font-weight: 600; }
-.n { text-align: right; white-space: nowrap; }
-tbody tr:hover { background: var(--band); }
-.bad { color: var(--bad); font-weight: 600; } .good { color: var(--good); }
-.charts { display: grid; grid-template-columns: repeat(auto-fill, minmax(430px, 1fr)); gap: 1.25rem 1.5rem; }
-figure { margin: 0; break-inside: avoid; } figcaption { font-weight: 600; font-size: .95rem; }
-figcaption .soft { font-weight: 400; }
-svg.chart { display: block; width: 100%; height: auto; }
-.legend { display: flex; flex-wrap: wrap; gap: 0 1rem; font-size: .85rem; min-height: 1.4rem; }
-.legend svg { width: 26px; height: 10px; margin-right: .35rem; vertical-align: middle; }
-dl { display: grid; grid-template-columns: max-content 1fr; gap: .3rem 1.25rem; max-width: 100ch; }
-dt { font-weight: 600; } dd { margin: 0; }
-details { margin: .5rem 0; } summary { cursor: pointer; font-weight: 600; }
-@media (max-width: 520px) { .charts { grid-template-columns: 1fr; }
-  dl { display: block; } dd { margin-bottom: .5rem; } }
-@media print { body { max-width: none; padding: 0; } .scroll { overflow: visible; } }
-"""
+    text: str
+    tone: str
 
 
-def page(title: str, *sections: str, subtitle: str = "") -> str:
-    """Return a whole document.
+Cell: TypeAlias = str | Mark
+
+
+@dataclass(frozen=True)
+class Card:
+    """One figure of the header, such as the number of GPUs, with a note below it."""
+
+    label: str
+    value: Cell
+    note: str = ""
+
+
+class Block(SimpleNamespace):
+    """Part of a section; ``kind`` selects its markup in the template."""
+
+    kind: str
+
+
+@dataclass(frozen=True)
+class Section:
+    """Part of a page under a heading that the navigation links to."""
+
+    heading: str
+    parts: tuple[Block, ...]
+    intro: str = ""
+    anchor: str = field(init=False)
+
+    def __post_init__(self) -> None:
+        anchor = "".join(c if c.isalnum() else "-" for c in self.heading.lower())
+        object.__setattr__(self, "anchor", anchor)
+
+
+def page(title: str, *sections: Section, subtitle: str = "", cards: Sequence[Card] = ()) -> str:
+    """Return a page as one HTML document that loads nothing.
 
     Parameters
     ----------
-    title, subtitle : str
-        What it is about, and the line below: workload, profile, settings.
-    *sections : str
-        What follows; links to those made by :func:`section` come first when there are several.
+    title, subtitle
+        Subject of the page, and the line below it: workload, profile, settings.
+    sections
+        Content, in order.
+    cards
+        Figures of the header.
     """
-    linked = [each for each in sections if isinstance(each, Section)]
-    links = " ".join(f'<a href="#{each.anchor}">{escape(each.heading)}</a>' for each in linked)
-    return "\n".join(
-        (
-            "<!DOCTYPE html>",
-            '<html lang="en"><head><meta charset="utf-8">',
-            f'<meta http-equiv="Content-Security-Policy" content="{_POLICY}">',
-            '<meta name="viewport" content="width=device-width, initial-scale=1">',
-            f"<title>{escape(title)}</title>",
-            f"<style>{_STYLE}</style></head><body>",
-            f'<header><h1>{escape(title)}</h1><p class="soft">{escape(subtitle)}</p></header>',
-            f"<nav>{links}</nav>" if len(linked) > 1 else "",
-            *(_markup(each) for each in sections),
-            "</body></html>\n",
-        )
+    has_charts = any(block.kind == "charts" for block in _flat(each.parts for each in sections))
+    return _template().render(
+        title=title,
+        subtitle=subtitle,
+        cards=cards,
+        sections=sections,
+        most_rows=_MOST_ROWS,
+        plotly_js=_plotly_js() if has_charts else "",
     )
 
 
-class Section(Html):
-    """A section of a page, which the page links to."""
-
-    __slots__ = ("anchor", "heading")
-
-    heading: str
-    anchor: str
+def _flat(groups: Iterable[Sequence[Block]]) -> Iterable[Block]:
+    for blocks in groups:
+        yield from blocks
+        yield from _flat(block.parts for block in blocks if block.kind == "folded")
 
 
-def section(heading: str, *parts: str, intro: str = "") -> Section:
-    """Return a section with its heading, a paragraph that introduces it, and its parts."""
-    anchor = "".join(c if c.isalnum() else "-" for c in heading.lower())
-    opening = paragraph(intro) if intro else ""
-    body = "\n".join(_markup(part) for part in parts)
-    made = Section(
-        f'<section id="{escape(anchor)}"><h2>{escape(heading)}</h2>\n{opening}\n{body}\n</section>'
+@cache
+def _template() -> jinja2.Template:
+    loader = jinja2.PackageLoader("capplan.cli.report", ".")
+    environment = jinja2.Environment(
+        loader=loader, autoescape=True, undefined=jinja2.StrictUndefined, trim_blocks=True
     )
-    made.heading, made.anchor = heading, anchor
-    return made
+    environment.filters["json"] = _json
+    return environment.get_template("page.html.j2")
 
 
-def paragraph(text: str) -> Html:
+def _json(chart: Chart) -> Markup:
+    """Return the figure as JSON that cannot end its script element."""
+    text: str = chart.figure.to_json()
+    for character in "<>&\u2028\u2029":
+        text = text.replace(character, f"\\u{ord(character):04x}")
+    return Markup(text)  # noqa: S704 (escaped above)
+
+
+def _plotly_js() -> str:
+    from plotly.offline import get_plotlyjs
+
+    return str(get_plotlyjs())
+
+
+def section(heading: str, *parts: Block, intro: str = "") -> Section:
+    """Return a section with an introductory paragraph."""
+    return Section(heading, parts, intro)
+
+
+def paragraph(text: Cell) -> Block:
     """Return a paragraph."""
-    return Html(f"<p>{_markup(text)}</p>")
+    return Block(kind="paragraph", text=text)
 
 
-def heading(text: str) -> Html:
+def heading(text: str) -> Block:
     """Return a heading within a section."""
-    return Html(f"<h3>{_markup(text)}</h3>")
+    return Block(kind="heading", text=text)
 
 
 def table(
-    head: Sequence[str], rows: Iterable[Sequence[str]], *, caption: str = "", numbers_from: int | None = 1
-) -> Html:
-    """Return a table of texts; columns from ``numbers_from`` on are aligned to the right."""
-
-    def row(cells: Sequence[str], tag: str) -> str:
-        parts = []
-        for at, cell in enumerate(cells):
-            side = ' class="n"' if numbers_from is not None and at >= numbers_from else ""
-            parts.append(f"<{tag}{side}>{_markup(cell)}</{tag}>")
-        return f"<tr>{''.join(parts)}</tr>"
-
-    body = "\n".join(row(cells, "td") for cells in rows)
-    above = f"<caption>{_markup(caption)}</caption>" if caption else ""
-    inside = f"{above}<thead>{row(head, 'th')}</thead>\n<tbody>{body}</tbody>"
-    return Html(f'<div class="scroll"><table>{inside}</table></div>')
+    head: Sequence[str],
+    rows: Iterable[Sequence[Cell]],
+    *,
+    caption: str = "",
+    numbers_from: int | None = 1,
+) -> Block:
+    """Return a table; columns from ``numbers_from`` on are aligned to the right, long ones are folded."""
+    first = math.inf if numbers_from is None else numbers_from
+    return Block(kind="table", head=list(head), rows=list(rows), caption=caption, numbers_from=first)
 
 
-def good(text: str) -> Html:
+def charts(*items: Chart) -> Block:
+    """Return charts in a grid."""
+    return Block(kind="charts", charts=items)
+
+
+def definitions(meanings: Mapping[str, Cell]) -> Block:
+    """Return a list of terms and their definitions."""
+    return Block(kind="definitions", meanings=meanings)
+
+
+def folded(summary: str, *parts: Block, is_open: bool = False) -> Block:
+    """Return blocks under a summary that shows and hides them."""
+    return Block(kind="folded", summary=summary, parts=parts, is_open=is_open)
+
+
+def svg(markup: str) -> Block:
+    """Return a drawing; the markup is not escaped."""
+    return Block(kind="svg", markup=markup)
+
+
+def good(text: str) -> Mark:
     """Return text marked as fine."""
-    return Html(f'<span class="good">{_markup(text)}</span>')
+    return Mark(text, "good")
 
 
-def bad(text: str) -> Html:
+def bad(text: str) -> Mark:
     """Return text marked as a failure."""
-    return Html(f'<span class="bad">{_markup(text)}</span>')
+    return Mark(text, "bad")
 
 
-def charts(*figures: str) -> Html:
-    """Return figures side by side, as many as the window is wide for."""
-    return Html(f'<div class="charts">{"".join(_markup(each) for each in figures)}</div>')
+def against_bound(value: float | None, bound: float | None, text: str) -> Cell:
+    """Return ``text``, marked by whether the value keeps its bound; unmarked without a bound."""
+    if bound is None or value is None or math.isnan(value):
+        return text
+    return good(text) if value <= bound else bad(text)
 
 
-def definitions(meanings: Mapping[str, str]) -> Html:
-    """Return a list of terms and what they mean."""
-    entries = (f"<dt>{_markup(term)}</dt><dd>{_markup(text)}</dd>" for term, text in meanings.items())
-    return Html(f"<dl>{''.join(entries)}</dl>")
-
-
-def folded(summary: str, *parts: str, is_open: bool = False) -> Html:
-    """Return parts that a click on their summary shows."""
-    state = " open" if is_open else ""
-    body = "\n".join(_markup(part) for part in parts)
-    return Html(f"<details{state}><summary>{_markup(summary)}</summary>\n{body}\n</details>")
-
-
-def _markup(text: str) -> str:
-    return text if isinstance(text, Html) else escape(text)
+def latency_card(label: str, key: str, value: float | None, bounds: Mapping[str, float]) -> Card:
+    """Return the card of a latency in the unit of its key, such as ``ttft_p99_s``, against its bound."""
+    kind, _, unit = key.split("_")
+    same = {name: bound for name, bound in bounds.items() if name.split("_")[0] == kind}
+    shown = number(value, 2 if unit == "s" else 1)
+    text = against_bound(value, bounds.get(key), f"{shown} {unit}")
+    note = ", ".join(f"bound {name} {bound:g}" for name, bound in same.items())
+    return Card(label, text, note or "no bound")

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import json
-from typing import TYPE_CHECKING, Any, Final
+from typing import TYPE_CHECKING, Any, Final, TypeVar
 
 from capplan.cli.console import DASH, counted, number, percent
 from capplan.cli.explain import (
@@ -23,7 +23,7 @@ from capplan.cli.explain import (
 from capplan.cli.options import not_measured
 from capplan.cli.plan import group_rate_rps, verdict
 from capplan.cli.report import page
-from capplan.cli.report.figures import Axis, Curve, bar_rows, line_chart
+from capplan.cli.report.figures import Axis, Chart, Curve, bar_rows, is_wide, line_chart, plan_charts
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Mapping, Sequence
@@ -31,14 +31,12 @@ if TYPE_CHECKING:
     from capplan.planner.explain import CurvePoint, Explanation, GroupExplanation, Headroom, SlotCurve
     from capplan.spec import Group, Plan, Slo
 
-_MOST_BARS: Final = 40
-
 _OPEN: Final = 100
 
 """Adapters up to which their table is shown unfolded."""
 
 _HEAD: Final = (
-    *("group", "instances", "GPU", "adapters", "req/s", "A_max", "slot rank", "max_num_seqs", "KV tokens"),
+    *("group", "GPU", "instances", "adapters", "req/s", "A_max", "slot rank", "max_num_seqs", "KV tokens"),
     *("tok/s", "interval", "TTFT p99, s", "TPOT p99, ms", "served", "load / capacity", "verified"),
 )
 
@@ -74,23 +72,41 @@ def plan_page(path: str, plan: Plan, explanation: Explanation | None) -> str:
     return page.page(
         f"Plan {path}",
         _summary(plan, explanation),
-        page.section("Groups", _groups_table(plan), _group_charts(plan.groups)),
+        page.section("Groups", _groups_table(plan), page.charts(*plan_charts(plan))),
         _what_binds(plan),
         *twin,
         *_queues(plan.groups),
         _adapters(plan),
         *_moves(plan),
-        page.section("Where it comes from", _provenance(plan)),
-        page.section("What the terms mean", page.definitions(_MEANINGS)),
+        page.section("Provenance", _provenance(plan)),
+        page.section("Definitions", page.definitions(_MEANINGS)),
         subtitle=f"{plan.base_model} on {engine.name} {engine.version} (rules {engine.rules}); "
         f"made by {plan.created_by}",
+        cards=_cards(plan),
     )
+
+
+def _cards(plan: Plan) -> list[page.Card]:
+    totals, check, bounds = plan.totals, plan.verification, plan.slo.latency_bounds()
+    cards = [page.Card("GPUs", str(totals.gpus), f"lower bound {totals.lower_bound_gpus}")]
+    if totals.usd_per_hour is not None:
+        cards.append(page.Card("Cost", f"{totals.usd_per_hour:,.2f} USD/h", f"{totals.gpus} GPUs"))
+    for label, key in (("Worst TTFT p99", "ttft_p99_s"), ("Worst TPOT p99", "tpot_p99_ms")):
+        metric = f"{key.split('_')[0]}_{key.split('_')[2]}"
+        known = [getattr(group.predicted, metric).p99 for group in plan.groups]
+        worst = max((value for value in known if value is not None), default=None)
+        cards.append(page.latency_card(label, key, worst, bounds))
+    trust = page.good("verified") if check.ok else page.bad("NOT VERIFIED")
+    note = f"{counted(len(check.seeds), 'seed')}, {percent(check.min_served_fraction)} served"
+    if not_measured(plan.provenance):
+        note += "; profile not measured"
+    return [*cards, page.Card("Digital twin", trust, note if check.seeds else "not run")]
 
 
 def _summary(plan: Plan, explanation: Explanation | None) -> page.Section:
     words = verdict(plan)
     price = plan.totals.usd_per_hour
-    facts = {
+    facts: dict[str, page.Cell] = {
         "GPUs": f"{gpus_reason(plan)}.",
         "verdict": page.good(words) if plan.verification.ok else page.bad(words),
         "objective": f"{plan.objective.value}; bounds: {_bounds(plan)}",
@@ -108,7 +124,7 @@ def _bounds(plan: Plan) -> str:
     return ", ".join(f"{name} {value:g}" for name, value in bounds.items())
 
 
-def _groups_table(plan: Plan) -> page.Html:
+def _groups_table(plan: Plan) -> page.Block:
     checks = {check.id: check for check in plan.verification.groups}
     rows = []
     for group in plan.groups:
@@ -116,8 +132,8 @@ def _groups_table(plan: Plan) -> page.Html:
         rows.append(
             (
                 group.id,
-                number(group.replicas),
                 _instance(group),
+                number(group.replicas),
                 number(len(group.adapters)),
                 number(group_rate_rps(group), 2),
                 number(args.max_loras),
@@ -133,7 +149,9 @@ def _groups_table(plan: Plan) -> page.Html:
                 DASH if check is None else page.good("yes") if check.ok else page.bad("FAILED"),
             )
         )
-    return page.table(_HEAD, rows, caption="Latencies, throughput and KV tokens are those of one instance.")
+    return page.table(
+        _HEAD, rows, caption="Latencies, throughput and KV tokens are those of one instance.", numbers_from=2
+    )
 
 
 def _instance(group: Group) -> str:
@@ -141,30 +159,10 @@ def _instance(group: Group) -> str:
     return gpus if group.pool is None else f"{gpus}, pool {group.pool}"
 
 
-def _group_charts(groups: Sequence[Group]) -> page.Html:
-    shown = groups[:_MOST_BARS]
-    names = [group.id for group in shown]
-    note = f"the first {_MOST_BARS} groups" if len(groups) > len(shown) else ""
-    loads = [100.0 * _or_nan(group.predicted.load_over_capacity) for group in shown]
-    waits = [_or_nan(group.predicted.ttft_s.p99) for group in shown]
-    gaps = [_or_nan(group.predicted.tpot_ms.p99) for group in shown]
-    rates = [group.predicted.throughput_tok_s for group in shown]
-    return page.charts(
-        bar_rows("Load over capacity", names, {"": loads}, Axis("%"), bounds={"full": 100.0}, note=note),
-        bar_rows("Throughput", names, {"": rates}, Axis("tok/s"), note=note),
-        bar_rows("Time to first token", names, {"": waits}, Axis("TTFT p99, s"), note=note),
-        bar_rows("Time per output token", names, {"": gaps}, Axis("TPOT p99, ms"), note=note),
-    )
-
-
-def _or_nan(value: float | None) -> float:
-    return float("nan") if value is None else value
-
-
 def _what_binds(plan: Plan) -> page.Section:
     checks = {check.id: check for check in plan.verification.groups}
     rows = ((group.id, binding(group), verified(checks.get(group.id))) for group in plan.groups)
-    return page.section("What binds", page.table(("group", "binds", "verdict"), rows, numbers_from=None))
+    return page.section("Bottlenecks", page.table(("group", "binds", "verdict"), rows, numbers_from=None))
 
 
 def _queues(groups: Sequence[Group]) -> list[page.Section]:
@@ -214,7 +212,7 @@ def _moves(plan: Plan) -> list[page.Section]:
     return [page.section("Moves", page.folded(counted(len(plan.moves), "move"), table, is_open=True))]
 
 
-def _provenance(plan: Plan) -> page.Html:
+def _provenance(plan: Plan) -> page.Block:
     return page.definitions({key: _compact(value) for key, value in plan.provenance.items()})
 
 
@@ -222,10 +220,7 @@ def _compact(value: Any) -> str:
     return value if isinstance(value, str) else json.dumps(value, ensure_ascii=False)
 
 
-_WIDE: Final = 50.0
-
-"""Ratio of values from which a logarithmic axis shows more."""
-
+_T = TypeVar("_T")
 _MOST_SHOWN: Final = 200.0
 
 """Where bars of what is in use end, in percent."""
@@ -243,14 +238,14 @@ def explanation_sections(explanation: Explanation, slo: Slo) -> list[page.Sectio
     alike = "Groups with adapters and settings alike are shown once."
     sections = [
         page.section(
-            "Why A_max is what it is",
+            "Choice of A_max",
             *slots,
             intro="More slots let more adapters run at once, but each takes KV memory and time in every "
             f"step. The twin simulates one seed at {times(groups[0].curve.scale)}, which uses up the "
             f"headroom, as in the search. {alike}",
         ),
         page.section(
-            "What is in use, and what is left",
+            "Utilization and headroom",
             *rooms,
             intro="Means while steps run, at the planned load and a little beyond the largest that holds. A "
             f"bound is in use by as much as its metric has of it. {alike}",
@@ -273,11 +268,11 @@ def _names(group: GroupExplanation) -> str:
     return ", ".join(group.ids[:_NAMED]) + more
 
 
-def _slots(group: GroupExplanation, bounds: Mapping[str, float]) -> list[page.Html]:
+def _slots(group: GroupExplanation, bounds: Mapping[str, float]) -> list[page.Block]:
     curve = group.curve
-    rows = [
+    rows: list[tuple[page.Cell, ...]] = [
         (
-            page.Html(f"<strong>{cells[0]} (chosen)</strong>") if point.a_max == curve.chosen else cells[0],
+            page.Mark(f"{cells[0]} (chosen)", "strong") if point.a_max == curve.chosen else cells[0],
             *cells[1:],
         )
         for point, cells in ((point, point_cells(point)) for point in curve.points)
@@ -290,25 +285,24 @@ def _slots(group: GroupExplanation, bounds: Mapping[str, float]) -> list[page.Ht
     ]
 
 
-def _curve_charts(curve: SlotCurve, bounds: Mapping[str, float]) -> list[page.Html]:
+def _curve_charts(curve: SlotCurve, bounds: Mapping[str, float]) -> list[Chart]:
     def chart(
-        title: str, unit: str, value: Callable[[CurvePoint], float | None], rules: Mapping[str, float]
-    ) -> page.Html:
+        title: str, unit: str, value: Callable[[CurvePoint], float | None], limits: Mapping[str, float]
+    ) -> Chart:
         known = [(point.a_max, at) for point in curve.points if (at := value(point)) is not None]
         heights = [at for _, at in known]
-        is_wide = bool(heights) and 0.0 < _WIDE * min(heights) < max(heights)
         return line_chart(
             title,
             [Curve("", [float(a_max) for a_max, _ in known], heights, marked=True)],
             _across(curve),
-            Axis(f"{title}, {unit}", log=is_wide),
-            rules=rules,
+            Axis(f"{title}, {unit}", log=is_wide(heights)),
+            bounds=limits,
             marks={f"chosen: {curve.chosen}": float(curve.chosen)},
             beyond=_out_of_memory(curve),
         )
 
     def kept(name: str) -> dict[str, float]:
-        return {name: bounds[name]} if name in bounds else {}
+        return {f"bound: {name} {bounds[name]:g}": bounds[name]} if name in bounds else {}
 
     offered = {"offered": curve.offered_tok_s}
     return [
@@ -333,22 +327,23 @@ def _out_of_memory(curve: SlotCurve) -> tuple[str, float] | None:
     return f"no memory beyond {curve.most_slots}", float(max(1, curve.most_slots))
 
 
-def _room(room: Headroom) -> list[page.Html]:
+def _room(room: Headroom) -> list[page.Block]:
     shares = {"at the planned load": [_percent(use.now) for use in room.uses]}
     if room.fails_at is not None:
         shares[f"at {times(room.fails_at)}"] = [_percent(use.beyond) for use in room.uses]
     known = [share for each in shares.values() for share in each if share == share]
     high = min(_MOST_SHOWN, max([100.0, *known]))
     names = [use.name for use in room.uses]
-    chart = bar_rows("In use, %", names, shares, Axis("", high=high), bounds={"": 100.0})
+    chart = bar_rows("In use, %", names, shares, Axis("", low=0.0, high=high), bounds={"full": 100.0})
     rows = map(_words_second, room_rows(room))
     return [
         page.paragraph(f"{room.words[:1].upper()}{room.words[1:]}."),
-        page.charts(chart, page.table(_words_second(room_head(room)), rows, numbers_from=2)),
+        page.charts(chart),
+        page.table(_words_second(room_head(room)), rows, numbers_from=2),
     ]
 
 
-def _words_second(row: Sequence[str]) -> tuple[str, ...]:
+def _words_second(row: Sequence[_T]) -> tuple[_T, ...]:
     """Return a row with its last cell, a sentence, before the numbers, so that these stay together."""
     return (row[0], row[-1], *row[1:-1])
 

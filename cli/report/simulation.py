@@ -2,28 +2,21 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from typing import TYPE_CHECKING, Any, Final
 
 from capplan.cli.console import DASH, counted, number, percent
 from capplan.cli.report import page
-from capplan.cli.report.figures import Axis, Curve, line_chart
+from capplan.cli.report.figures import Axis, Chart, Curve, course_charts, is_wide, line_chart
 from capplan.cli.simulate import Details, Outcomes, bound_text, share
 from capplan.errors import InfeasibleError
 
 if TYPE_CHECKING:
-    import numpy as np
-    from numpy.typing import NDArray
-
     from capplan.spec import Profile, Workload
     from capplan.twin import DetailedResult
     from capplan.twin.group_metrics import GroupMetrics
 
-_OVERLAID: Final = 8  # runs in one chart over time
-
 _COARSER: Final = 5  # buckets that make one point of a rate
-
-_LOG_FROM: Final = 50  # ratio of values from which a logarithmic axis shows more
 
 MEANINGS: Final[Mapping[str, str]] = {
     "A_max": "adapter slots in GPU memory (vLLM --max-loras)",
@@ -85,21 +78,45 @@ def simulation_report(
         f"Simulation of {path}",
         page.section("Summary", _summary_table(outcomes, details), *_infeasible(outcomes), intro=asked),
         *against,
-        page.section("Over time", page.charts(*_course(details)), intro=course),
+        page.section("Over time", page.charts(*course_charts(details)), intro=course),
         page.section("Latencies", latency_table(details), intro="Requests completed within the horizon."),
         *([page.section("Service-level objectives", *slo_tables(details))] if first.slo else []),
         page.section("By rank", rank_table(details)),
         page.section("By adapter", *adapter_tables(details)),
-        page.section("What the terms mean", page.definitions(MEANINGS)),
+        page.section("Definitions", page.definitions(MEANINGS)),
         page.section("Settings", settings_table(profile, settings)),
         subtitle=f"{rate}; one {profile.gpu.name} with {profile.model.name}, profile {profile.name}",
+        cards=_cards(workload, profile, details),
     )
 
 
-def _summary_table(outcomes: Outcomes, details: Details) -> page.Html:
+def _cards(workload: Workload, profile: Profile, details: Details) -> list[page.Card]:
+    """Return the figures of the number of slots with the highest throughput."""
+    slots = max(details, key=lambda count: details[count].result.throughput_tok_s)
+    result = details[slots].result
+    served = percent(result.served_fraction)
+    bounds = workload.slo.latency_bounds()
+    kind = profile.provenance.kind.value
+    return [
+        page.Card("A_max", str(slots), "highest throughput" if len(details) > 1 else "adapter slots"),
+        page.Card(
+            "Throughput",
+            f"{number(result.throughput_tok_s)} tok/s",
+            f"offered {number(result.offered_tok_s)}",
+        ),
+        page.Card("Tokens served", page.bad(served) if result.starved else page.good(served)),
+        page.latency_card("TTFT p99", "ttft_p99_s", result.ttft_s_p99, bounds),
+        page.latency_card("TPOT p99", "tpot_p99_ms", result.tpot_ms_p99, bounds),
+        page.Card(
+            "Profile", page.bad(kind) if kind == "roofline" else kind, f"{result.duration_s:g} s simulated"
+        ),
+    ]
+
+
+def _summary_table(outcomes: Outcomes, details: Details) -> page.Block:
     head = ("A_max", "tok/s", "served", "starved", "TTFT p50, s", "TTFT p99, s")
     more = ("ITL mean, ms", "ITL p99, ms", "resident", "rejected", "preempted", "KV tokens")
-    rows = []
+    rows: list[tuple[page.Cell, ...]] = []
     for slots, outcome in outcomes.items():
         if isinstance(outcome, InfeasibleError):
             rows.append((str(slots), *[DASH] * (len(head) + len(more) - 1)))
@@ -123,7 +140,7 @@ def _summary_table(outcomes: Outcomes, details: Details) -> page.Html:
     return page.table((*head, *more), rows)
 
 
-def _infeasible(outcomes: Outcomes) -> list[page.Html]:
+def _infeasible(outcomes: Outcomes) -> list[page.Block]:
     return [
         page.paragraph(f"A_max {slots}: {outcome}")
         for slots, outcome in outcomes.items()
@@ -140,18 +157,19 @@ def _against_slots(workload: Workload, details: Details) -> page.Section:
     across = Axis("A_max, slots", log=spread >= 8, ticks=tuple(float(count) for count in slots))
     bounds = workload.slo.latency_bounds()
 
-    def chart(title: str, unit: str, metrics: Mapping[str, str], rules: Mapping[str, float]) -> page.Html:
+    def chart(title: str, unit: str, metrics: Mapping[str, str], limits: Mapping[str, float]) -> Chart:
         curves = [
             Curve(name, slots, [getattr(result, metric) for result in results], marked=True)
             for name, metric in metrics.items()
         ]
-        values = [y for curve in curves for y in curve.y if y > 0]
-        is_wide = unit in ("s", "ms") and bool(values) and max(values) > _LOG_FROM * min(values)
-        return line_chart(title, curves, across, Axis(f"{title}, {unit}", log=is_wide), rules=rules)
+        log = unit in ("s", "ms") and is_wide([y for curve in curves for y in curve.y])
+        return line_chart(title, curves, across, Axis(f"{title}, {unit}", log=log), bounds=limits)
 
-    def latency(name: str, metric: str, unit: str) -> page.Html:
+    def latency(name: str, metric: str, unit: str) -> Chart:
         statistics = {s: f"{metric}_{unit}_{s}" for s in ("mean", "p50", "p90", "p99")}
-        kept = {key: bound for key, bound in bounds.items() if key.startswith(metric)}
+        kept = {
+            f"bound: {key} {bound:g}": bound for key, bound in bounds.items() if key.startswith(f"{metric}_")
+        }
         return chart(name, unit, statistics, kept)
 
     tokens = {"throughput": "throughput_tok_s", "offered": "offered_tok_s"}
@@ -166,6 +184,7 @@ def _against_slots(workload: Workload, details: Details) -> page.Section:
             latency("ITL", "itl", "ms"),
             latency("TTFT", "ttft", "s"),
             latency("TPOT", "tpot", "ms"),
+            latency("E2E", "e2e", "s"),
             line_chart("Adapter was resident", hits, across, share_axis),
             chart("KV capacity", "tokens", {"": "kv_tokens"}, {}),
             chart("Running, mean while busy", "requests", {"": "running_mean"}, {}),
@@ -173,57 +192,6 @@ def _against_slots(workload: Workload, details: Details) -> page.Section:
         ),
         intro="More slots let more adapters run at once, but each takes KV memory and time in every step.",
     )
-
-
-def _course(details: Details) -> list[page.Html]:
-    shown = _spread(sorted(details))
-    left_out = f"{len(shown)} of {len(details)} runs" if len(shown) < len(details) else ""
-    duration_s = details[shown[0]].result.duration_s
-
-    def chart(
-        title: str, label: str, attribute: str, *, high: float | None = None, every: int = 1
-    ) -> page.Html:
-        curves = []
-        is_the_same = attribute == "arrivals_rps"  # in every run
-        for slots in shown[:1] if is_the_same else shown:
-            series = details[slots].series
-            time_s, values = (_coarser(v, every) for v in (series.time_s, getattr(series, attribute)))
-            curves.append(Curve("" if is_the_same or len(shown) == 1 else f"A_max {slots}", time_s, values))
-        return line_chart(
-            title, curves, Axis("time, s", low=0.0, high=duration_s), Axis(label, high=high), note=left_out
-        )
-
-    return [
-        chart("Running requests", "requests", "running"),
-        chart("Waiting requests", "requests", "waiting"),
-        chart("KV memory in use", "share of KV tokens", "kv_share", high=1.0),
-        chart("Resident adapters", "adapters", "resident_adapters"),
-        chart("Adapters of running requests", "adapters", "active_adapters"),
-        chart("Adapter loads", "loads/s", "loads_per_s", every=_COARSER),
-        chart("Time waiting for loads", "share of time", "load_share", every=_COARSER),
-        chart("Completed tokens", "tokens/s", "completed_tok_s", every=_COARSER),
-        chart("Step duration", "ms", "step_ms", every=_COARSER),
-        chart("Arrivals", "requests/s", "arrivals_rps", every=_COARSER),
-    ]
-
-
-def _coarser(values: NDArray[np.float64], every: int) -> list[float]:
-    """Return the means of so many values each; what is left at the end makes a last one."""
-    import numpy as np
-
-    starts = np.arange(0, values.size, every)
-    known = ~np.isnan(values)
-    sums = np.add.reduceat(np.where(known, values, 0.0), starts)
-    counts = np.add.reduceat(known.astype(np.float64), starts)
-    means: list[float] = np.where(counts > 0, sums / np.maximum(counts, 1.0), np.nan).tolist()
-    return means
-
-
-def _spread(slots: Sequence[int]) -> list[int]:
-    """Return at most as many as one chart can show, evenly spread, first and last among them."""
-    if len(slots) <= _OVERLAID:
-        return list(slots)
-    return [slots[round(at * (len(slots) - 1) / (_OVERLAID - 1))] for at in range(_OVERLAID)]
 
 
 _ADAPTERS: Final = 50  # rows of a table of adapters
@@ -247,7 +215,7 @@ _GOT: Final = (
 )
 
 
-def latency_table(details: Details) -> page.Html:
+def latency_table(details: Details) -> page.Block:
     """Return mean and percentiles of every latency, by number of slots."""
     kinds = (
         ("TTFT, s", "ttft_s", 3),
@@ -280,14 +248,12 @@ def _statistic(detail: DetailedResult, kind: str, statistic: str) -> float:
     return value
 
 
-def slo_tables(details: Details) -> list[page.Html]:
+def slo_tables(details: Details) -> list[page.Block]:
     """Return how each latency bound is kept, by number of slots."""
     rows = []
     for slots, detail in details.items():
         for bound in detail.slo:
-            value = number(bound.value, 3)
-            if bound.value > bound.limit:
-                value = page.bad(value)
+            value = page.against_bound(bound.value, bound.limit, number(bound.value, 3))
             counts = (number(bound.kept), number(bound.broken), number(bound.open))
             rows.append(
                 (bound_text(bound.bound, bound.limit), str(slots), value, share(bound.share), *counts)
@@ -301,18 +267,18 @@ def slo_tables(details: Details) -> list[page.Html]:
     return [page.paragraph(text), page.table(head, rows)]
 
 
-def rank_table(details: Details) -> page.Html:
+def rank_table(details: Details) -> page.Block:
     """Return what the requests of each rank got, by number of slots."""
     rows = [
         (str(rank), str(slots), *_got(got))
         for slots, detail in details.items()
         for rank, got in detail.by_rank.items()
     ]
-    rows.sort(key=lambda row: int(row[0]))
+    rows.sort(key=lambda row: int(str(row[0])))
     return page.table(("rank", "A_max", *_GOT), rows, numbers_from=0)
 
 
-def adapter_tables(details: Details) -> list[page.Html]:
+def adapter_tables(details: Details) -> list[page.Block]:
     """Return what the requests of each adapter got, a table per number of slots, the worst served first."""
     return [
         page.folded(f"A_max {slots}", _adapter_table(detail), is_open=at == 0)
@@ -320,7 +286,7 @@ def adapter_tables(details: Details) -> list[page.Html]:
     ]
 
 
-def _adapter_table(detail: DetailedResult) -> page.Html:
+def _adapter_table(detail: DetailedResult) -> page.Block:
     asked = [got for got in detail.by_adapter.values() if got.submitted]
     asked.sort(key=lambda got: (got.served_fraction, -got.submitted))
     ranks = dict(zip(detail.requests.adapter.tolist(), detail.requests.rank.tolist(), strict=True))
@@ -331,7 +297,7 @@ def _adapter_table(detail: DetailedResult) -> page.Html:
     return page.table(("adapter", "rank", *_GOT), rows, caption=caption)
 
 
-def _got(got: GroupMetrics) -> tuple[str, ...]:
+def _got(got: GroupMetrics) -> tuple[page.Cell, ...]:
     served = percent(got.served_fraction)
     return (
         number(got.submitted),
@@ -350,7 +316,7 @@ def _got(got: GroupMetrics) -> tuple[str, ...]:
     )
 
 
-def settings_table(profile: Profile, settings: Mapping[str, Any]) -> page.Html:
+def settings_table(profile: Profile, settings: Mapping[str, Any]) -> page.Block:
     """Return what was simulated: the settings that were given, and the profile's origin."""
     rows = [(name, str(value)) for name, value in settings.items() if value is not None]
     rows.append(("profile", profile.name))

@@ -73,9 +73,25 @@ def training_page(
         _certainty_section(report),
         front_section(trained),
         tree_section(trained),
-        page.section("What the words mean", page.definitions(meanings)),
+        page.section("Definitions", page.definitions(meanings)),
         subtitle=subtitle,
+        cards=_cards(report),
     )
+
+
+def _cards(report: Mapping[str, Any]) -> list[page.Card]:
+    best = report["kinds"]["best"]
+    chosen = report["chosen"]
+    scenarios = counted(sum(report["scenarios"].values()), "scenario")
+    coverage = percent(best["interval_coverage"]["all"])
+    return [
+        page.Card(
+            "Throughput SMAPE", f"{number(best['throughput_smape']['all'], 2)} %", chosen["throughput"]
+        ),
+        page.Card("Starvation macro-F1", number(best["starvation_macro_f1"]["all"], 3), chosen["starvation"]),
+        page.Card("Inside the interval", coverage, f"{100 * COVERAGE:.0f} % expected"),
+        page.Card("Evaluated on", scenarios, report["judged_on"]),
+    ]
 
 
 def _data_section(data: Sequence[Manifest], report: Mapping[str, Any]) -> page.Section:
@@ -99,7 +115,7 @@ def _data_section(data: Sequence[Manifest], report: Mapping[str, Any]) -> page.S
         f"{percent(report['starved_share'])} starve some of their requests. "
         f"The search: {_search(report['options'])}."
     )
-    return page.section("What was learned from", *parts, intro=intro)
+    return page.section("Training data", *parts, intro=intro)
 
 
 def _kind_section(trained: Trained, sizes: Mapping[str, int]) -> page.Section:
@@ -125,7 +141,7 @@ def _kind_section(trained: Trained, sizes: Mapping[str, int]) -> page.Section:
     scores = {kind: _along(each["starvation_macro_f1"], classed) for kind, each in kinds.items()}
     chosen = report["chosen"]
     return page.section(
-        "What answers",
+        "Surrogates",
         page.table(head, rows),
         page.charts(
             bar_rows(
@@ -157,7 +173,7 @@ def _kind_section(trained: Trained, sizes: Mapping[str, int]) -> page.Section:
 
 
 def _model_section(report: Mapping[str, Any]) -> page.Section:
-    parts: list[page.Html] = []
+    parts: list[page.Block] = []
     for task, measure in _MEASURES.items():
         models = [each for each in report["models"] if each["task"] == task]
         regimes = list(dict.fromkeys(name for each in models for name in each["scores"]))
@@ -192,7 +208,7 @@ def _importance_section(report: Mapping[str, Any]) -> page.Section:
         note = f"{report['chosen'][task]}; the first {len(first)} of {len(shares)} features"
         charts.append(bar_rows(task.capitalize(), list(first), bars, Axis("importance, %"), note=note))
     return page.section(
-        "Which features matter",
+        "Feature importance",
         page.charts(*charts),
         intro="What the trees of the best model ask. Their answers are relative to the fluid estimate, so a "
         "feature counts here for what it says beyond that. Features have their units in their names.",
@@ -227,7 +243,7 @@ def _certainty_section(report: Mapping[str, Any]) -> page.Section:
         for answered, starved, count in each["reliability"]
     ]
     return page.section(
-        "How sure they are",
+        "Uncertainty",
         page.charts(reliable, bar_rows("Intervals of throughput", regimes, covered, axis, bounds=bounds)),
         page.folded(
             "Scenarios by tenths of probability",
@@ -280,12 +296,12 @@ def front_section(trained: Trained) -> page.Section:
 
 def tree_section(trained: Trained) -> page.Section:
     """Return the trees as drawings and as rules."""
-    parts: list[page.Html] = []
+    parts: list[page.Block] = []
     for task, tree in _small_trees(trained).items():
         title = f"{task}: {counted(tree.rules, 'rule')}, at most {counted(tree.depth, 'question')} deep"
         rows = [(percent(rule.share), rule.text) for rule in decision_rules(tree)]
         rules = page.table(("covers", "rule"), rows, numbers_from=None)
-        parts.append(page.Html(f'<div class="scroll">{export_svg([(title, tree)])}</div>'))
+        parts.append(page.svg(export_svg([(title, tree)])))
         parts.append(page.folded(f"The rules of {task}, those that cover most scenarios first", rules))
     return page.section(
         "The small trees",

@@ -6,6 +6,7 @@ from pathlib import Path
 import pytest
 
 from tests.cli.conftest import Run, error_line
+from tests.cli.test_report import figures_of, parsed
 
 pytest.importorskip("torch", reason="kernels are timed with torch (extra `engine`)")
 
@@ -25,8 +26,8 @@ def test_timings_fits_and_report_are_written_and_told(run: Run, tmp_path: Path) 
         "report.html",
     }
     page = (folder / "report.html").read_text()
-    assert "<svg" in page
-    assert "http" not in page.split("</style>")[1]
+    assert figures_of(page)
+    parsed(page)
 
     told = json.loads(run(*TINY, "-o", folder, "--budget-s", "0", "--json").stdout)
     assert told["fits"] == json.loads((folder / "fits.json").read_text())

@@ -17,7 +17,7 @@ from capplan.models.training.data import read_tables
 from capplan.twin.dataset import generate_dataset
 from tests.cli.conftest import Run, error_line
 from tests.cli.examples import profile_document
-from tests.cli.test_html import parsed
+from tests.cli.test_report import parsed
 
 Make: TypeAlias = Callable[..., Path]
 DESIGNS = ("paper-grid", "space-filling")

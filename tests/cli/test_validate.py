@@ -12,6 +12,7 @@ import pytest
 
 from capplan import Adapter, Lengths, Workload, plan, simulate
 from tests.cli.conftest import Run, command, environment, error_line
+from tests.cli.test_report import parsed
 from tests.profiling.server.toy_server import toy_server
 
 pytest.importorskip("torch", reason="the engine needs torch (extra `engine`)")
@@ -65,7 +66,7 @@ def test_a_server_is_started_and_gets_the_requests_that_the_twin_gets(run: Run, 
     assert "constant step" in done.stdout
     page = (tmp_path / "found.html").read_text()
     assert "throughput_tok_s" in page
-    assert "http" not in page.split("</style>")[1]
+    parsed(page)
     again = Workload(
         base_model="tiny-llama",
         adapters=[Adapter(name=f"a{at}", rank=8, rate_rps=4.0) for at in range(3)],
