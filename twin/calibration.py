@@ -25,7 +25,6 @@ from capplan.twin.calibration_fit import (
     calibrate_runs,
     free_coefficients,
     simulate_runs,
-    with_coefficients,
 )
 from capplan.twin.calibration_runs import TARGETS, MeasuredRun, read_runs
 
@@ -250,7 +249,7 @@ def _fit_runs(
         workers=options.workers,
         progress=None if progress is None else lambda done, total: progress("simulating runs", done, total),
     )
-    fitted = with_coefficients(profile, free, found.fitted.tolist())
+    fitted = profile
     for component in COMPONENTS:
         own = {
             each.name: coefficient(value, error)

@@ -1,7 +1,7 @@
-"""Made-up measurements: the twin under a known profile, written as tables that `capplan calibrate` reads.
+"""Simulated measurements as input tables of `capplan calibrate`.
 
-`python examples/calibrate/make_tables.py DIR` writes steps.csv, runs.csv and truth.json into DIR. Real steps
-come from an engine's log: for every ten seconds or so, what a step held on average and how long it took.
+`python examples/calibrate/make_tables.py DIR` simulates a known profile and writes steps.csv, runs.csv and
+truth.json into DIR. Real steps come from an engine's log: means over about ten seconds each.
 """
 
 import itertools
@@ -35,30 +35,22 @@ def true_profile() -> Profile:
     return profile.replace(step_latency=step.replace(coefficients=step.coefficients | known))
 
 
-def settings() -> list[dict[str, float]]:
-    """Few and many adapters and slots, short and long requests, light and heavy load."""
-    slots = [(8, 8, 16), (32, 8, 16), (32, 32, 16), (96, 32, 32), (96, 96, 16), (64, 16, 32)]
-    lengths = [(60.0, 250.0), (250.0, 200.0), (900.0, 60.0)]
-    loads = [0.5, 2.0, 8.0, 20.0]
-    return [
-        {"adapters": n, "a_max": a_max, "s_max": s_max, "prompt": prompt, "output": output, "rps": rps}
-        for (n, a_max, s_max), (prompt, output), rps in itertools.product(slots, lengths, loads)
-    ]
-
-
 def main(folder: Path) -> None:
     profile = true_profile()
+    slots = [(8, 8, 16), (32, 8, 16), (32, 32, 16), (96, 32, 32), (96, 96, 16), (64, 16, 32)]
+    lengths = [(60.0, 250.0), (250.0, 200.0), (900.0, 60.0)]
+    loads_rps = [0.5, 2.0, 8.0, 20.0]
     steps, runs = [], []
-    for number, each in enumerate(settings()):
-        adapters, rate = int(each["adapters"]), each["rps"] / each["adapters"]
+    for number, setting in enumerate(itertools.product(slots, lengths, loads_rps)):
+        (adapters, a_max, s_max), (prompt, output), load_rps = setting
+        rate_rps = load_rps / adapters
         workload = Workload(
             base_model=MODEL,
-            adapters=[Adapter(name=f"a{i}", rank=int(each["s_max"]), rate_rps=rate) for i in range(adapters)],
-            prompt_tokens=Lengths(mean=each["prompt"], std=each["prompt"]),
-            output_tokens=Lengths(mean=each["output"], std=each["output"]),
+            adapters=[Adapter(name=f"a{i}", rank=s_max, rate_rps=rate_rps) for i in range(adapters)],
+            prompt_tokens=Lengths(mean=prompt, std=prompt),
+            output_tokens=Lengths(mean=output, std=output),
         )
-        slots = {"a_max": int(each["a_max"]), "s_max": int(each["s_max"])}
-        result = simulate(workload, profile, duration_s=600.0, seed=number, **slots)
+        result = simulate(workload, profile, duration_s=600.0, seed=number, a_max=a_max, s_max=s_max)
         tokens = (result.input_tok_s + result.output_tok_s) * result.duration_s / result.steps
         steps.append(
             {
@@ -69,7 +61,8 @@ def main(folder: Path) -> None:
                 "requests": round(result.running_mean, 3),
                 "kv_tokens": round(result.kv_tokens_mean),
                 "adapters": round(result.adapters_mean, 3),
-                **slots,
+                "a_max": a_max,
+                "s_max": s_max,
                 "waiting": round(result.waiting_mean, 2),
                 "adapters_served": adapters,
                 "load_ms": round(result.load_s * 1e3 / result.steps, 4),
@@ -80,13 +73,14 @@ def main(folder: Path) -> None:
             {
                 "run": number,
                 "adapters": adapters,
-                "ranks": slots["s_max"],
-                "rates_rps": rate,
-                "prompt_mean": each["prompt"],
-                "prompt_std": each["prompt"],
-                "output_mean": each["output"],
-                "output_std": each["output"],
-                **slots,
+                "ranks": s_max,
+                "rates_rps": rate_rps,
+                "prompt_mean": prompt,
+                "prompt_std": prompt,
+                "output_mean": output,
+                "output_std": output,
+                "a_max": a_max,
+                "s_max": s_max,
                 "duration_s": 600,
                 "throughput_tok_s": round(result.throughput_tok_s, 1),
                 "itl_ms_mean": round(result.itl_ms_mean, 3),

@@ -3,6 +3,7 @@
 from pathlib import Path
 
 import numpy as np
+import pandas as pd
 import pytest
 
 from benchmarks.shipped_profiles import base_profile, published_profile
@@ -18,7 +19,7 @@ from capplan.twin.calibration import CalibrationTables, calibrate
 from capplan.twin.calibration_runs import read_runs
 
 PER_SIDE = 6
-EVERY = 3
+EVERY = 5
 
 
 @pytest.fixture(scope="module")
@@ -42,8 +43,6 @@ def folder(reference: Path, model: PublishedModel, tmp_path_factory: pytest.Temp
 
 
 def test_step_windows_select_the_additive_form(folder: Path, model: PublishedModel, tmp_path: Path) -> None:
-    import pandas as pd
-
     steps = pd.read_parquet(folder / "steps.parquet")
     assert len(steps) > 10_000
     steps[::EVERY].to_parquet(tmp_path / "steps.parquet", index=False)
