@@ -151,9 +151,9 @@ class Routed:
     """A router that runs, and a client of it."""
 
     def __init__(
-        self, front: RouterState, launcher: FakeLauncher, client: aiohttp.ClientSession, said: list[str]
+        self, state: RouterState, launcher: FakeLauncher, client: aiohttp.ClientSession, said: list[str]
     ):
-        self.front = front
+        self.state = state
         self.launcher = launcher
         self.client = client
         self.said = said
@@ -173,30 +173,32 @@ class Routed:
 
 @asynccontextmanager
 async def routed(
-    plan: Plan | None = None, groups: Sequence[str] = (), care: RestartPolicy = QUICK, **server: Any
+    plan: Plan | None = None, groups: Sequence[str] = (), policy: RestartPolicy = QUICK, **server: Any
 ) -> AsyncIterator[Routed]:
     """Serve a plan with fake instances; nothing is left when the test is over."""
     specs = instances_of(plan or tiny_plan(), ServingOptions("tiny-llama", "base", max_queue=4), groups)
     launcher, said = FakeLauncher(), list[str]()
     settings = ServerSettings("base", **server)
-    front = new_router_state(RouterConfig(specs, launcher, settings, max_queue=4, care=care, say=said.append))
+    state = new_router_state(
+        RouterConfig(specs, launcher, settings, max_queue=4, restart_policy=policy, log=said.append)
+    )
     is_ready = asyncio.Event()
     listener = bind("127.0.0.1", 0)
-    router = RouterServer(front, is_ready.set)
+    router = RouterServer(state, is_ready.set)
     serving = asyncio.ensure_future(router.serve([listener]))
     await asyncio.wait((serving, asyncio.ensure_future(is_ready.wait())), return_when="FIRST_COMPLETED")
     headers = {"Authorization": f"Bearer {settings.api_key}"} if settings.api_key else {}
     async with aiohttp.ClientSession(url_of(listener), headers=headers) as client:
-        made = Routed(front, launcher, client, said)
+        made = Routed(state, launcher, client, said)
         made.router, made.serving = router, serving  # type: ignore[attr-defined]
         yield made
     if not serving.done():
         router.end()
     async with asyncio.timeout(20):
         await serving
-    assert front.tally.in_flight == 0
+    assert state.stats.in_flight == 0
     names = [str(task.get_coro()) for task in asyncio.all_tasks()]
-    assert [name for name in names if "look_after" in name or "_work" in name] == []
+    assert [name for name in names if "supervise" in name or "_forward" in name] == []
 
 
 def events(text: bytes) -> list[Any]:

@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import Any, TypeVar
 
 from capplan.engine import Engine, ModelConfig
-from capplan.engine.server import EngineServer, ServerSettings, Service, bind, url_of
+from capplan.engine.server import DrainingServer, ServerSettings, Service, bind, make_app, url_of
 from capplan.engine.server.process import warm_up
 from capplan.serving import state as s
 from capplan.testing.integrity import check_integrity
@@ -46,7 +46,7 @@ class Live:
         self._listener = bind("127.0.0.1", 0)
         self.url = url_of(self._listener)
         self._is_ready = threading.Event()
-        self.server = EngineServer(self.service, self._ready)
+        self.server = DrainingServer(make_app(self.service), self.service, self._ready)
         self._thread = threading.Thread(target=self.server.run, args=([self._listener],))
         self._thread.start()
         assert self._is_ready.wait(60), "the server does not start"
@@ -65,17 +65,17 @@ class Live:
 
     def in_engine(self, function: Callable[[Engine], T]) -> T:
         """Return what a function returns in the engine's thread."""
-        return asyncio.run_coroutine_threadsafe(self.service.driver.run(function), self.loop).result(60)
+        return asyncio.run_coroutine_threadsafe(self.service.engine.run(function), self.loop).result(60)
 
     def check_idle(self) -> None:
         """Check that nothing is left of all requests so far: no row, block, slot, ticket or task."""
-        waiting = asyncio.run_coroutine_threadsafe(self.service.driver.wait_idle(), self.loop)
+        waiting = asyncio.run_coroutine_threadsafe(self.service.engine.wait_idle(), self.loop)
         waiting.result(60)
         self.in_engine(check_nothing_in_flight)
-        assert self.service.driver.in_flight == 0
+        assert self.service.engine.in_flight == 0
         self.on_loop(lambda: None)
         names = self.on_loop(lambda: [str(task.get_coro()) for task in asyncio.all_tasks(self.loop)])
-        assert [name for name in names if "run_asgi" in name or "_watch(" in name] == []
+        assert [name for name in names if "run_asgi" in name or "_watch_connection" in name] == []
 
     def close(self) -> None:
         """End the server and its engine."""
@@ -86,7 +86,7 @@ class Live:
         """Wait for the end of the server, and end its engine."""
         self._thread.join(60)
         assert not self._thread.is_alive(), "the server does not end"
-        self.service.driver.stop()
+        self.service.engine.stop()
         self.engine.close()
 
 

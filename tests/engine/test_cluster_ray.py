@@ -43,14 +43,14 @@ def engines() -> list[psutil.Process]:
 def test_an_actor_serves_comes_back_after_a_kill_and_leaves_nothing(launcher: RayLauncher) -> None:
     specs = instances_of(tiny_plan(), ServingOptions("tiny-llama", "base"), ["g0"])
     said: list[str] = []
-    front = new_router_state(
-        RouterConfig(specs, launcher, ServerSettings("base"), care=QUICK, say=said.append)
+    state = new_router_state(
+        RouterConfig(specs, launcher, ServerSettings("base"), restart_policy=QUICK, log=said.append)
     )
 
     async def whole() -> None:
         ready = asyncio.Event()
         listener = bind("127.0.0.1", 0)
-        router = RouterServer(front, ready.set)
+        router = RouterServer(state, ready.set)
         serving = asyncio.ensure_future(router.serve([listener]))
         started = asyncio.ensure_future(ready.wait())
         await asyncio.wait((serving, started), return_when="FIRST_COMPLETED")
@@ -65,7 +65,7 @@ def test_an_actor_serves_comes_back_after_a_kill_and_leaves_nothing(launcher: Ra
                 [engine] = engines()
                 engine.kill()
                 assert b"instance_failed" in await stream.content.read()
-            while not (front.fleet.members[0].restarts and front.fleet.members[0].is_up):
+            while not (state.fleet.instances[0].restarts and state.fleet.instances[0].is_up):
                 assert not serving.done()
                 await asyncio.sleep(0.1)
             async with client.post("/v1/completions", json={"model": "a", "prompt": [1]}) as answer:

@@ -91,7 +91,7 @@ def test_sizes_are_those_of_the_planner(form: Any, requests: list[tuple[int, int
     sizes = request_sizes(wrs, sample)
     np.testing.assert_allclose([queues.size(ask) for ask in asks], sizes)
     assert [queues.charge(ask) for ask in asks] == sample.charges("per_request").tolist()
-    assert [queues.class_of(ask) for ask in asks] == [int(size >= 0.2) for size in sizes]
+    assert [queues.queue_of(ask) for ask in asks] == [int(size >= 0.2) for size in sizes]
 
 
 def test_instances_are_told_what_the_plan_says(tmp_path: Path) -> None:

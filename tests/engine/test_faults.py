@@ -561,4 +561,4 @@ def test_when_the_engine_breaks_nobody_hangs(monkeypatch: pytest.MonkeyPatch) ->
         last = answer.body.decode().strip().split("\n\n")[-1]
         assert json.loads(last.removeprefix("data: "))["error"]["code"] == "instance_failed"
         server.join()
-        assert isinstance(server.service.driver.failure, MemoryError)
+        assert isinstance(server.service.engine.failure, MemoryError)

@@ -52,13 +52,13 @@ def byte_level(mark: str) -> HfTokenizer:
 def test_the_tokens_of_a_model_tell_its_form(tmp_path: Path, mark: str, form: str) -> None:
     byte_level(mark).save(str(tmp_path / "tokenizer.json"))
     found = chat_template(FileTokenizer(tmp_path / "tokenizer.json"), tmp_path)
-    assert found.write(TALK) == form
+    assert found.render(TALK) == form
     assert found.adds_special
 
 
 @pytest.mark.parametrize("vocab_size", [100, 300])
 def test_a_model_without_a_tokenizer_gets_plain_lines(vocab_size: int) -> None:
-    assert chat_template(ByteTokenizer(vocab_size)).write(TALK) == PLAIN
+    assert chat_template(ByteTokenizer(vocab_size)).render(TALK) == PLAIN
 
 
 # What the templates of common models make use of: marks, loop controls, namespaces, slices, JSON, refusals.
@@ -97,7 +97,7 @@ def test_the_template_of_the_model_comes_first(tmp_path: Path, kind: str) -> Non
     file = "chat_template.jinja" if kind == "file" else ""
     folder = folder_with(tmp_path, named if kind == "named" else OWN, file=file)
     found = chat_template(ByteTokenizer(300), folder)
-    assert found.write(TALK) == '<s><user>"Who are"</s><assistant>""</s><assistant after Be brief.>'
+    assert found.render(TALK) == '<s><user>"Who are"</s><assistant>""</s><assistant after Be brief.>'
     assert not found.adds_special  # they are in the text
 
 
@@ -107,7 +107,7 @@ def test_it_reads_as_transformers_would_have_it(tmp_path: Path) -> None:
     (theirs,), _ = jinja.render_jinja_template(
         [talk], chat_template=OWN, add_generation_prompt=True, bos_token="<s>", eos_token="</s>"
     )
-    assert chat_template(ByteTokenizer(300), folder_with(tmp_path, OWN)).write(TALK) == theirs
+    assert chat_template(ByteTokenizer(300), folder_with(tmp_path, OWN)).render(TALK) == theirs
 
 
 @pytest.mark.parametrize(
@@ -123,7 +123,7 @@ def test_it_reads_as_transformers_would_have_it(tmp_path: Path) -> None:
 def test_a_template_that_refuses_or_oversteps_refuses_the_conversation(tmp_path: Path, template: str) -> None:
     found = chat_template(ByteTokenizer(300), folder_with(tmp_path, template))
     with pytest.raises(InputError, match="the model's chat template refuses the conversation: "):
-        found.write(TALK)
+        found.render(TALK)
 
 
 def test_a_server_adds_no_second_beginning_of_text_and_tells_a_refusal(tmp_path: Path) -> None:

@@ -9,7 +9,7 @@ from hypothesis import strategies as st
 from tokenizers import Tokenizer as HfTokenizer
 from tokenizers import decoders, models, pre_tokenizers, trainers
 
-from capplan.engine.server.output_stream import StopChecker, detokenizer_of
+from capplan.engine.server.output_stream import StopChecker, new_detokenizer
 from capplan.engine.tokenizer import ByteTokenizer, FileTokenizer, Tokenizer
 
 SAMPLE = "Grüße aus Köln, 東京 and 🙂🙃! It is what it is; the rest is silence.\n"
@@ -30,7 +30,7 @@ def trained(tmp_path_factory: pytest.TempPathFactory) -> FileTokenizer:
 
 
 def streamed(tokenizer: Tokenizer, parts: Sequence[Sequence[int]]) -> list[str]:
-    stream = detokenizer_of(tokenizer)
+    stream = new_detokenizer(tokenizer)
     return [*(stream.feed(part) for part in parts), stream.finish()]
 
 

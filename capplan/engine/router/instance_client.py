@@ -12,92 +12,92 @@ import contextlib
 from collections import deque
 from collections.abc import AsyncIterator, Mapping
 from dataclasses import dataclass, field
-from typing import NamedTuple
+from typing import Final, NamedTuple
 
 import aiohttp
 
 from capplan.spec import Queues
 
+_CONNECT_TIMEOUT_S: Final = 10.0
+
 
 class RequestSize(NamedTuple):
-    """A request as queues see it: its adapter, None for the base model, and its lengths.
-
-    `output_tokens` is the most that the answer may have, a router's only prediction of it; None: not said.
-    """
+    """Size of a request for the queues."""
 
     adapter: str | None
     prompt_tokens: int
     output_tokens: int | None
+    """Maximum output of the request, the router's only prediction; None: not given."""
 
 
 class QueueFullError(Exception):
-    """So many requests wait that no further one can."""
+    """The queues hold the maximum number of requests."""
 
 
 class InstanceGoneError(Exception):
-    """The instance has gone while a request waited for its turn."""
+    """The instance cannot be reached; the request has not been sent."""
 
 
 @dataclass
-class _Class:
+class _Queue:
     quota_tokens: int
     used_tokens: int = 0
     waiting: deque[tuple[int, asyncio.Future[None]]] = field(default_factory=deque)
 
     def fits(self, tokens: int) -> bool:
-        """Tell whether a request may go on; one that is larger than the quota goes alone."""
+        """Return whether a request can be sent; one larger than the quota is sent alone."""
         return self.used_tokens == 0 or self.used_tokens + tokens <= self.quota_tokens
 
-    def let_go_on(self) -> None:
+    def admit(self) -> None:
         while self.waiting and self.fits(self.waiting[0][0]):
-            tokens, turn = self.waiting.popleft()
-            if not turn.done():
+            tokens, admitted = self.waiting.popleft()
+            if not admitted.done():
                 self.used_tokens += tokens
-                turn.set_result(None)
+                admitted.set_result(None)
 
 
 class SizeQueues:
-    """Queues of one instance. Belongs to the event loop.
+    """Queues of one instance.
 
     Parameters
     ----------
     queues
-        What the plan says.
+        Queues of the plan.
     ranks
-        Of the instance's adapters. The largest weighs `max_adapter_bytes`, as it did for the planner.
+        Of the instance's adapters. The largest has the weight `max_adapter_bytes`, as in the planner.
     adapter_tokens_per_rank
-        KV tokens that take the memory of one rank of an adapter.
-    most_waiting
-        Most requests that wait here.
+        KV tokens with the memory of one rank of an adapter.
+    max_waiting
+        Maximum number of waiting requests.
     """
 
     def __init__(
-        self, queues: Queues, ranks: Mapping[str, int], adapter_tokens_per_rank: float, most_waiting: int
+        self, queues: Queues, ranks: Mapping[str, int], adapter_tokens_per_rank: float, max_waiting: int
     ) -> None:
-        self._queues = queues
+        self._spec = queues
         self._ranks = ranks
         self._tokens_per_rank = adapter_tokens_per_rank
-        self._most_waiting = most_waiting
-        self._classes = [_Class(each.quota_tokens) for each in queues.classes]
+        self._max_waiting = max_waiting
+        self._queues = [_Queue(each.quota_tokens) for each in queues.classes]
 
     @property
     def waiting(self) -> int:
-        """Requests that wait."""
-        return sum(len(each.waiting) for each in self._classes)
+        """Number of waiting requests."""
+        return sum(len(queue.waiting) for queue in self._queues)
 
     @contextlib.asynccontextmanager
-    async def turn(self, ask: RequestSize) -> AsyncIterator[None]:
-        """Wait until a request may go on, and take its tokens from the quota while it runs.
+    async def admitted(self, request: RequestSize) -> AsyncIterator[None]:
+        """Wait for the quota of a request, and hold it in the context.
 
         Raises
         ------
         QueueFullError
-            When too many wait.
+            If too many requests wait.
         InstanceGoneError
-            When `close` was called meanwhile.
+            If the queues were closed meanwhile.
         """
-        queue = self._classes[self.class_of(ask)]
-        tokens = self.charge(ask)
+        queue = self._queues[self.queue_of(request)]
+        tokens = self.charge(request)
         if not queue.waiting and queue.fits(tokens):
             queue.used_tokens += tokens
         else:
@@ -106,96 +106,89 @@ class SizeQueues:
             yield
         finally:
             queue.used_tokens -= tokens
-            queue.let_go_on()
+            queue.admit()
 
-    async def _wait(self, queue: _Class, tokens: int) -> None:
-        if self.waiting >= self._most_waiting:
+    async def _wait(self, queue: _Queue, tokens: int) -> None:
+        if self.waiting >= self._max_waiting:
             raise QueueFullError
-        turn: asyncio.Future[None] = asyncio.get_running_loop().create_future()
-        queue.waiting.append((tokens, turn))
+        admitted: asyncio.Future[None] = asyncio.get_running_loop().create_future()
+        queue.waiting.append((tokens, admitted))
         try:
-            await turn
-        except asyncio.CancelledError:  # the client has gone
-            if turn.done() and not turn.cancelled() and turn.exception() is None:
+            await admitted
+        except asyncio.CancelledError:  # the client has disconnected
+            if admitted.done() and not admitted.cancelled() and admitted.exception() is None:
                 queue.used_tokens -= tokens
-            turn.cancel()
+            admitted.cancel()
             with contextlib.suppress(ValueError):
-                queue.waiting.remove((tokens, turn))
-            queue.let_go_on()
+                queue.waiting.remove((tokens, admitted))
+            queue.admit()
             raise
 
     def close(self) -> None:
-        """Send everybody away who waits."""
-        for queue in self._classes:
-            for _, turn in queue.waiting:
-                if not turn.done():
-                    turn.set_exception(InstanceGoneError())
+        """Fail all waiting requests with `InstanceGoneError`."""
+        for queue in self._queues:
+            for _, admitted in queue.waiting:
+                if not admitted.done():
+                    admitted.set_exception(InstanceGoneError())
             queue.waiting.clear()
 
-    def charge(self, ask: RequestSize) -> int:
+    def charge(self, request: RequestSize) -> int:
         """Return the tokens that a request takes from a quota."""
-        tokens = ask.prompt_tokens + self._output_tokens(ask)
-        if self._queues.adapter_charge == "none" or ask.adapter is None:
+        tokens = request.prompt_tokens + self._output_tokens(request)
+        if self._spec.adapter_charge == "none" or request.adapter is None:
             return tokens
-        return tokens + int(-(-self._ranks[ask.adapter] * self._tokens_per_rank // 1))
+        return tokens + int(-(-self._ranks[request.adapter] * self._tokens_per_rank // 1))
 
-    def class_of(self, ask: RequestSize) -> int:
-        """Return the queue of a request; a size equal to a cut-off goes up."""
-        size = self.size(ask)
-        uppers = [each.upper_wrs for each in self._queues.classes]
+    def queue_of(self, request: RequestSize) -> int:
+        """Return the index of a request's queue; a size equal to an upper bound is above it."""
+        size = self.size(request)
+        uppers = [each.upper_wrs for each in self._spec.classes]
         return next(i for i, upper in enumerate(uppers) if upper is None or size < upper)
 
-    def size(self, ask: RequestSize) -> float:
+    def size(self, request: RequestSize) -> float:
         """Return the weighted size of a request, from 0 to 1."""
-        wrs = self._queues.wrs
-        prompt = min(ask.prompt_tokens / wrs.max_prompt_tokens, 1.0)
-        output = min(self._output_tokens(ask) / wrs.max_output_tokens, 1.0)
+        wrs = self._spec.wrs
+        prompt = min(request.prompt_tokens / wrs.max_prompt_tokens, 1.0)
+        output = min(self._output_tokens(request) / wrs.max_output_tokens, 1.0)
         lengths = wrs.a * prompt + wrs.b * output
-        rank = min(self._ranks.values()) if ask.adapter is None else self._ranks[ask.adapter]
+        rank = min(self._ranks.values()) if request.adapter is None else self._ranks[request.adapter]
         adapter = rank / max(self._ranks.values())
         if wrs.form == "degree2":
             return lengths * adapter
         return (lengths + adapter) / 2.0 if wrs.form == "degree1" else lengths
 
-    def _output_tokens(self, ask: RequestSize) -> int:
-        return self._queues.wrs.max_output_tokens if ask.output_tokens is None else ask.output_tokens
-
-
-_CONNECT_S = 10.0
+    def _output_tokens(self, request: RequestSize) -> int:
+        most = self._spec.wrs.max_output_tokens
+        return most if request.output_tokens is None else request.output_tokens
 
 
 class InstanceClient:
-    """Connections to an engine process, and the queues before it. Belongs to the event loop.
-
-    Closing it ends all requests that are under way there: none waits for an answer that cannot come.
+    """Connections to an engine process, and the queues before it; closing it fails all its requests.
 
     Parameters
     ----------
-    url, key
-        Where the process listens, and what it asks for.
     queues
-        Queues by request size; None: requests go straight on.
+        Queues by request size; None: requests are sent at once.
     """
 
     def __init__(self, url: str, key: str, queues: SizeQueues | None) -> None:
-        self.url = url
         self.queues = queues
         self._session = aiohttp.ClientSession(
             base_url=url,
             headers={"Authorization": f"Bearer {key}"},
             connector=aiohttp.TCPConnector(limit=0),
-            # Answers may take any time; whether the process still lives is found out by its supervisor.
-            timeout=aiohttp.ClientTimeout(total=None, sock_connect=_CONNECT_S),
+            # Responses may take any time; the supervisor detects dead processes.
+            timeout=aiohttp.ClientTimeout(total=None, sock_connect=_CONNECT_TIMEOUT_S),
             auto_decompress=False,
         )
 
     @contextlib.asynccontextmanager
-    async def turn(self, ask: RequestSize) -> AsyncIterator[None]:
-        """Wait for a request's turn; see `SizeQueues.turn`."""
+    async def admitted(self, request: RequestSize) -> AsyncIterator[None]:
+        """Wait in the queues, if any; see `SizeQueues.admitted`."""
         if self.queues is None:
             yield
             return
-        async with self.queues.turn(ask):
+        async with self.queues.admitted(request):
             yield
 
     @contextlib.asynccontextmanager
@@ -205,37 +198,38 @@ class InstanceClient:
         Raises
         ------
         InstanceGoneError
-            When the process cannot be reached, so that the request has not been sent.
+            If the process cannot be reached and the request has not been sent.
         aiohttp.ClientError
-            When the process or the connection breaks down after that.
+            If the connection fails after that.
         """
         if self._session.closed:
             raise InstanceGoneError
         sent = False
+        headers = {"Content-Type": content_type}
         try:
-            async with self._session.post(path, data=body, headers={"Content-Type": content_type}) as answer:
+            async with self._session.post(path, data=body, headers=headers) as response:
                 sent = True
-                yield answer
+                yield response
         except (aiohttp.ClientConnectorError, aiohttp.ConnectionTimeoutError):
             if sent:
                 raise
             raise InstanceGoneError from None
 
     async def get(self, path: str, timeout_s: float) -> bytes:
-        """Return what the process answers.
+        """Return the body of a response.
 
         Raises
         ------
         aiohttp.ClientError, TimeoutError
-            When it does not, or with an error.
+            If there is none, or its status is an error.
         """
         timeout = aiohttp.ClientTimeout(total=timeout_s)
-        async with self._session.get(path, timeout=timeout) as answer:
-            answer.raise_for_status()
-            return await answer.read()
+        async with self._session.get(path, timeout=timeout) as response:
+            response.raise_for_status()
+            return await response.read()
 
     async def close(self) -> None:
-        """End all that is under way."""
+        """Fail all requests in progress."""
         if self.queues is not None:
             self.queues.close()
         await self._session.close()

@@ -13,26 +13,24 @@ import torch
 from capplan.errors import InputError
 from capplan.spec import Group, Plan, PlanAdapter, Queues
 
-_LAST_WORDS_S: Final = 1.0
-"""For requests that are still at an instance when the router, which drains first, tells it to end."""
+_DRAIN_TIMEOUT_S: Final = 1.0
+"""For requests of an instance when the router, which drains first, stops it."""
 
 
 @dataclass(frozen=True)
 class ServingOptions:
-    """How the instances of a plan are run, beside what the plan says.
+    """Options of the instances of a plan that are not in the plan.
 
     Attributes
     ----------
     model
         Folder, ``config.json`` or built-in name.
     model_name
-        What clients call the base model.
+        Name of the base model for clients.
     engine
-        Fields of `EngineSettings`, which come before those of the plan.
+        Fields of `EngineSettings` that override the plan.
     max_queue
-        Prompts that an instance takes beyond its ``max_num_seqs``.
-    max_body_bytes
-        Largest request body.
+        Prompts that an instance accepts beyond its ``max_num_seqs``.
     """
 
     model: str
@@ -44,18 +42,18 @@ class ServingOptions:
 
 @dataclass(frozen=True)
 class InstanceSpec:
-    """One engine process.
+    """Specification of one engine process.
 
     Attributes
     ----------
     name, group
         ``g0-1`` is the first replica of group ``g0``.
     model, adapters, engine, server
-        As `capplan.engine.server.Instance` takes them.
+        As for `capplan.engine.server.InstanceConfig`.
     shares
-        Share of each adapter's requests that is meant for this instance.
+        Share of each adapter's requests meant for this instance.
     queues
-        Its queues by request size; None: requests go straight to the engine.
+        Queues by request size; None: requests go to the engine at once.
     """
 
     name: str
@@ -70,23 +68,23 @@ class InstanceSpec:
 
     @property
     def max_requests(self) -> int:
-        """Prompts that the instance takes at a time."""
+        """Maximum number of prompts in the instance."""
         return int(self.server["max_requests"])
 
     def message(self, host: str, key: str) -> bytes:
-        """Return the line of JSON that an engine process is started with."""
+        """Return the line of JSON that configures the engine process."""
         server = {**self.server, "host": host, "port": 0, "api_key": key}
         fields = {"model": self.model, "adapters": self.adapters, "engine": self.engine, "server": server}
         return json.dumps(fields).encode() + b"\n"
 
 
 def instances_of(plan: Plan, serving: ServingOptions, groups: Sequence[str] = ()) -> tuple[InstanceSpec, ...]:
-    """Return the instances of a plan, or of some of its groups, in its order.
+    """Return the instances of a plan, or of some of its groups.
 
     Raises
     ------
     InputError
-        When there is no such group, or the engine cannot run one of them.
+        If a group does not exist, or the engine does not support it.
     """
     known = [group.id for group in plan.groups]
     for name in groups:
@@ -97,7 +95,7 @@ def instances_of(plan: Plan, serving: ServingOptions, groups: Sequence[str] = ()
 
 
 def unused_parts(plan: Plan) -> tuple[str, ...]:
-    """Return what a plan says that its instances do not follow, a line each."""
+    """Return the settings of a plan that the engine does not support, a line each."""
     policies = sorted({group.cache.policy for group in plan.groups if group.cache is not None})
     lines = [f"cache policy {policy}: the engine evicts the least recently used" for policy in policies]
     return tuple(line for line in lines if not line.startswith("cache policy lru"))
@@ -112,7 +110,7 @@ def _of_group(plan: Plan, group: Group, serving: ServingOptions) -> list[Instanc
         "model_name": serving.model_name,
         "max_requests": engine["max_num_seqs"] + serving.max_queue,
         "max_body_bytes": serving.max_body_bytes,
-        "drain_timeout_s": _LAST_WORDS_S,
+        "drain_timeout_s": _DRAIN_TIMEOUT_S,
     }
     adapters = {adapter.name: _source(adapter, group) for adapter in group.adapters}
     if serving.model_name in adapters:
@@ -151,7 +149,7 @@ def _engine_args(group: Group) -> dict[str, Any]:
 
 
 def _source(adapter: PlanAdapter, group: Group) -> str | int:
-    """Return the folder of an adapter, or the rank of a random one where the plan has no path."""
+    """Return the folder of an adapter, or the rank of a random one if the plan has no path."""
     if adapter.path is None:
         return adapter.rank
     folder = Path(adapter.path)
@@ -162,21 +160,21 @@ def _source(adapter: PlanAdapter, group: Group) -> str | int:
 
 
 def spread_over_gpus(specs: Sequence[InstanceSpec]) -> tuple[InstanceSpec, ...]:
-    """Return instances with a GPU of its own for each whose device is ``cuda``, in order.
+    """Assign a GPU of this machine to each instance whose device is ``cuda``.
 
     Raises
     ------
     InputError
-        When there are fewer GPUs than that.
+        If there are fewer GPUs.
     """
-    wanting = [spec.name for spec in specs if spec.engine.get("device") == "cuda"]
-    if len(wanting) > torch.cuda.device_count():
+    on_gpu = [spec.name for spec in specs if spec.engine.get("device") == "cuda"]
+    if len(on_gpu) > torch.cuda.device_count():
         rule = (
-            f"needs {len(wanting)} GPUs, one per instance, and there are {torch.cuda.device_count()}; "
+            f"needs {len(on_gpu)} GPUs, one per instance, and there are {torch.cuda.device_count()}; "
             "cuda:0 puts all on the first"
         )
         raise InputError(rule, "cuda", "--device")
-    device = {name: f"cuda:{number}" for number, name in enumerate(wanting)}
+    device = {name: f"cuda:{number}" for number, name in enumerate(on_gpu)}
     return tuple(
         replace(spec, engine={**spec.engine, "device": device[spec.name]}) if spec.name in device else spec
         for spec in specs

@@ -22,24 +22,24 @@ from capplan.compile import is_compiled
 from capplan.engine.router.instances import InstanceSpec
 from capplan.errors import NO_VALUE, CapplanError, InputError, NoValue
 
-_CHILD = (sys.executable, "-m", "capplan.engine.router.launcher")
+_COMMAND = (sys.executable, "-m", "capplan.engine.router.launcher")
 
 
 class LaunchError(CapplanError):
-    """An engine process that has ended before it took requests."""
+    """An engine process ended before it accepted requests."""
 
 
 class InstanceHandle(Protocol):
-    """An engine process that takes requests."""
+    """Handle of a running engine process."""
 
     url: str
 
     async def ended(self) -> str:
-        """Wait for its end, and return how it came."""
+        """Wait for the end of the process and return a description."""
         ...
 
     async def stop(self, grace_s: float) -> None:
-        """Have it finish and end, within a time; 0: at once."""
+        """Stop the process within a time; 0: kill it."""
         ...
 
 
@@ -47,68 +47,55 @@ class Launcher(Protocol):
     """Starts engine processes."""
 
     async def launch(self, spec: InstanceSpec, key: str) -> InstanceHandle:
-        """Start an instance and return when it takes requests.
-
-        Parameters
-        ----------
-        spec
-            What it serves.
-        key
-            The API key that it asks of the router.
+        """Start an instance with an API key, and return once it accepts requests.
 
         Raises
         ------
         InputError
-            When it refuses its settings.
+            If it refuses its settings.
         LaunchError
-            When it ends for another reason.
+            If it ends for another reason.
         """
         ...
 
 
 class EngineProcess:
-    """An engine process on this machine. May be used from several threads.
+    """An engine process on this machine; its methods are thread-safe.
 
     Parameters
     ----------
     message
-        What it is told; see `InstanceSpec.message`.
+        Configuration; see `InstanceSpec.message`.
     environment
         Variables beside those of this process.
     """
 
     def __init__(self, message: bytes, environment: dict[str, str]) -> None:
         self._process = subprocess.Popen(  # noqa: S603 - our own module, no shell
-            _CHILD,
+            _COMMAND,
             stdin=subprocess.PIPE,
             stdout=subprocess.PIPE,
             env={**os.environ, **environment},
-            start_new_session=True,  # Ctrl-C in a terminal is for the router, which tells its instances
+            start_new_session=True,  # Ctrl-C in a terminal reaches the router only
         )
         self._message = message
 
-    def answer(self) -> dict[str, Any]:
-        """Tell the process what to serve, and return its first answer; empty when it ends without any."""
-        tell, hear = cast(IO[bytes], self._process.stdin), cast(IO[bytes], self._process.stdout)
+    def configure(self) -> dict[str, Any]:
+        """Send the configuration and return the reply; empty if the process ends without one."""
+        stdin, stdout = cast(IO[bytes], self._process.stdin), cast(IO[bytes], self._process.stdout)
         with contextlib.suppress(BrokenPipeError):
-            tell.write(self._message)
-            tell.flush()
-        line = hear.readline()
+            stdin.write(self._message)
+            stdin.flush()
+        line = stdout.readline()
         return dict(json.loads(line)) if line else {}
 
-    def wait(self, timeout_s: float | None = None) -> str:
-        """Wait for the end and return how it came.
-
-        Raises
-        ------
-        subprocess.TimeoutExpired
-            When it does not come in time.
-        """
-        status = self._process.wait(timeout_s)
+    def wait(self) -> str:
+        """Wait for the end of the process and return a description."""
+        status = self._process.wait()
         return f"with status {status}" if status >= 0 else f"by {signal.Signals(-status).name}"
 
     def end(self, grace_s: float) -> None:
-        """End the process, by force once the time is over."""
+        """Terminate the process, and kill it after a time."""
         if grace_s > 0:
             self._process.terminate()
             with contextlib.suppress(subprocess.TimeoutExpired):
@@ -117,30 +104,24 @@ class EngineProcess:
         self._process.wait()
 
 
-def url_in(answer: dict[str, Any], name: str) -> str:
-    """Return where a process listens, from its first answer.
+def url_in(reply: dict[str, Any], name: str) -> str:
+    """Return the URL of a process from its reply.
 
     Raises
     ------
     InputError, LaunchError
-        When it does not.
+        If it has none.
     """
-    if "url" in answer:
-        return str(answer["url"])
-    if "error" in answer:
-        rule, value, location = answer["error"]
+    if "url" in reply:
+        return str(reply["url"])
+    if "error" in reply:
+        rule, value, location = reply["error"]
         raise InputError(rule, value[0] if value else NO_VALUE, f"instance {name}: {location}".rstrip(": "))
     raise LaunchError(f"instance {name} has ended before it took requests")
 
 
 class LocalLauncher:
-    """Starts instances on this machine.
-
-    Parameters
-    ----------
-    instances
-        How many there will be; on a CPU they share its cores.
-    """
+    """Starts instances on this machine, which share the cores of its CPU."""
 
     def __init__(self, instances: int) -> None:
         threads = max(1, (os.cpu_count() or 1) // max(1, instances))
@@ -148,24 +129,24 @@ class LocalLauncher:
         self._environment = {} if "OMP_NUM_THREADS" in os.environ else {"OMP_NUM_THREADS": str(threads)}
 
     async def launch(self, spec: InstanceSpec, key: str) -> InstanceHandle:
-        """See `Launcher`."""
+        """Start an instance; the first one compiles for all."""
         async with self._compiling:
-            if not is_compiled():  # one does it for all
+            if not is_compiled():
                 return await self._launch(spec, key)
         return await self._launch(spec, key)
 
     async def _launch(self, spec: InstanceSpec, key: str) -> InstanceHandle:
         process = EngineProcess(spec.message("127.0.0.1", key), self._environment)
         try:
-            answer = await in_thread(process.answer)
-            return LocalHandle(process, url_in(answer, spec.name))
-        except BaseException:  # cancelled, too
+            reply = await in_thread(process.configure)
+            return LocalHandle(process, url_in(reply, spec.name))
+        except BaseException:  # including cancellation
             process.end(0)
             raise
 
 
 class LocalHandle:
-    """A process of `LocalLauncher`."""
+    """Handle of a process of `LocalLauncher`."""
 
     def __init__(self, process: EngineProcess, url: str) -> None:
         self.url = url
@@ -173,17 +154,17 @@ class LocalHandle:
         self._ended = in_thread(process.wait)
 
     async def ended(self) -> str:
-        """See `InstanceHandle`."""
+        """Wait for the end of the process and return a description."""
         return await asyncio.shield(self._ended)
 
     async def stop(self, grace_s: float) -> None:
-        """See `InstanceHandle`."""
+        """Stop the process within a time; 0: kill it."""
         await in_thread(self._process.end, grace_s)
         await self.ended()
 
 
 def in_thread(function: Any, *arguments: Any) -> asyncio.Future[Any]:
-    """Return what a function will return that waits, in a thread of its own: pools have an end."""
+    """Run a blocking function in a new thread; thread pools are limited."""
     loop = asyncio.get_running_loop()
     future: asyncio.Future[Any] = loop.create_future()
 
@@ -199,7 +180,7 @@ def in_thread(function: Any, *arguments: Any) -> asyncio.Future[Any]:
         result, error = None, None
         try:
             result = function(*arguments)
-        except Exception as caught:  # noqa: BLE001 - raised where somebody waits for it
+        except Exception as caught:  # noqa: BLE001 - raised in the caller
             error = caught
         with contextlib.suppress(RuntimeError):  # the loop is closed
             loop.call_soon_threadsafe(settle, result, error)
@@ -209,15 +190,15 @@ def in_thread(function: Any, *arguments: Any) -> asyncio.Future[Any]:
 
 
 def main() -> int:
-    """Serve until told to stop; see `capplan.engine.server.run_instance`."""
-    answers = os.dup(1)
-    os.dup2(2, 1)  # whatever else is printed must not be taken for an answer
+    """Run the engine process: serve until stopped; see `capplan.engine.server.run_instance`."""
+    replies = os.dup(1)
+    os.dup2(2, 1)  # other output goes to standard error
 
-    def answer(document: dict[str, Any]) -> None:
-        os.write(answers, json.dumps(document).encode() + b"\n")
+    def reply(document: dict[str, Any]) -> None:
+        os.write(replies, json.dumps(document).encode() + b"\n")
 
     fields = json.loads(_first_line())
-    threading.Thread(target=_end_with_parent, daemon=True).start()
+    threading.Thread(target=_exit_with_parent, daemon=True).start()
     from capplan.engine.server import InstanceConfig, ServerSettings, run_instance
 
     try:
@@ -225,10 +206,10 @@ def main() -> int:
         instance = InstanceConfig(
             fields["model"], ServerSettings(**fields["server"]), adapters, fields["engine"]
         )
-        return run_instance(instance, lambda url: answer({"url": url}))
+        return run_instance(instance, lambda url: reply({"url": url}))
     except InputError as error:
         value = [] if isinstance(error.value, NoValue) else [str(error.value)]
-        answer({"error": [error.rule, value, error.location]})
+        reply({"error": [error.rule, value, error.location]})
         return error.exit_code
 
 
@@ -242,10 +223,10 @@ def _first_line() -> bytes:
     return line
 
 
-def _end_with_parent() -> None:
+def _exit_with_parent() -> None:
     while os.read(0, 1):
         pass
-    os._exit(1)  # nobody is left who could receive an answer
+    os._exit(1)
 
 
 if __name__ == "__main__":

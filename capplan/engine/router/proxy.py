@@ -15,24 +15,32 @@ from starlette.types import Receive, Scope, Send
 
 from capplan.engine.router.instance_client import InstanceGoneError, QueueFullError, RequestSize
 from capplan.engine.router.supervisor import InstanceFleet, InstanceSupervisor
-from capplan.engine.server.protocol import ApiError, code_of
+from capplan.engine.server.protocol import ApiError, error_code
 from capplan.engine.tokenizer import Tokenizer
 from capplan.errors import InputError
 
+QUEUE_FULL_HEADERS: Final = {"Retry-After": "5"}
+
+_COMPLETION_TOKENS: Final = 16  # OpenAI's default
+_FORWARDED_HEADERS: Final = ("content-type", "retry-after", "cache-control", "x-accel-buffering")
+_END_OF_EVENT: Final = b"\n\n"
+_RETRIED_CODES: Final = ("engine_failed", "shutting_down")
+"""Error codes of an instance that has not started the request."""
+
 
 class RouterStats:
-    """Requests by what became of them. Belongs to the event loop.
+    """Counts of requests.
 
     Attributes
     ----------
     in_flight
-        Requests that are not answered yet.
+        Unanswered requests.
     by_instance
-        Requests sent to each.
+        Requests sent to each instance.
     refusals
-        Requests that the router itself refused, by status.
+        Requests refused by the router, by status.
     retries
-        Requests that went to another instance because one was gone.
+        Requests sent to another instance because one was gone.
     """
 
     def __init__(self) -> None:
@@ -45,7 +53,7 @@ class RouterStats:
 
     @contextlib.contextmanager
     def running(self) -> Iterator[None]:
-        """Count a request while it runs."""
+        """Count a request in flight."""
         self.in_flight += 1
         self._idle.clear()
         try:
@@ -59,17 +67,10 @@ class RouterStats:
         """Wait until no request is in flight."""
         await self._idle.wait()
 
-    def sent(self, instance: str) -> None:
-        """Count a request that goes to an instance."""
-        self.by_instance[instance] += 1
-
     def refused(self, status: int, message: str, code: str, headers: Mapping[str, str]) -> ApiError:
-        """Count a refusal, and return it."""
+        """Count a refusal and return its error."""
         self.refusals[status] += 1
         return ApiError(status, message, code=code, headers=headers)
-
-
-_COMPLETION_TOKENS: Final = 16  # OpenAI's default
 
 
 def parse_body(body: bytes) -> dict[str, Any]:
@@ -78,7 +79,7 @@ def parse_body(body: bytes) -> dict[str, Any]:
     Raises
     ------
     ApiError
-        400, when it is no JSON object or names no model.
+        400 if the body is no JSON object or has no model.
     """
     try:
         fields = json.loads(body)
@@ -94,30 +95,25 @@ def parse_body(body: bytes) -> dict[str, Any]:
 def request_size(
     fields: dict[str, Any], adapter: str | None, chat: bool, tokenizer: Tokenizer | None
 ) -> RequestSize:
-    """Return a request as queues see it.
+    """Return the size of a request.
 
     Parameters
     ----------
-    fields
-        The request.
-    adapter
-        What it asks for.
     chat
-        Whether it is a conversation.
+        Whether it is a conversation. The text of its template is not counted.
     tokenizer
-        Counts its tokens; None: nobody wants to know them. The words around the turns of a conversation are
-        not counted.
+        Counts tokens; None: sizes are not used.
     """
     if tokenizer is None:
         return RequestSize(adapter, 0, None)
     prompts = list(_texts(fields.get("messages")) if chat else _prompts(fields.get("prompt")))
-    wanted = [fields.get(name) for name in ("max_completion_tokens", "max_tokens")]
-    most = next((each for each in wanted if isinstance(each, int) and each > 0), None)
+    limits = [fields.get(name) for name in ("max_completion_tokens", "max_tokens")]
+    most = next((each for each in limits if isinstance(each, int) and each > 0), None)
     if most is None and not chat:
         most = _COMPLETION_TOKENS
-    answers = 1 if chat else max(1, len(prompts))
+    choices = 1 if chat else max(1, len(prompts))
     tokens = sum(_count(prompt, tokenizer) for prompt in prompts)
-    return RequestSize(adapter, tokens, None if most is None else most * answers)
+    return RequestSize(adapter, tokens, None if most is None else most * choices)
 
 
 def _prompts(prompt: Any) -> Iterator[Any]:
@@ -129,7 +125,7 @@ def _prompts(prompt: Any) -> Iterator[Any]:
 
 
 def _texts(messages: Any) -> Iterator[Any]:
-    """Yield what is said in a conversation."""
+    """Yield the texts of a conversation."""
     for message in messages if isinstance(messages, list) else ():
         content = message.get("content") if isinstance(message, dict) else None
         if isinstance(content, list):
@@ -139,7 +135,7 @@ def _texts(messages: Any) -> Iterator[Any]:
 
 
 def _count(prompt: Any, tokenizer: Tokenizer) -> int:
-    """Return the tokens of a prompt; 0 for what the instance will refuse."""
+    """Return the tokens of a prompt; 0 for one that the instance will refuse."""
     if isinstance(prompt, list):
         return len(prompt)
     if not isinstance(prompt, str):
@@ -150,57 +146,38 @@ def _count(prompt: Any, tokenizer: Tokenizer) -> int:
         return 0
 
 
-_PASSED_ON: Final = ("content-type", "retry-after", "cache-control", "x-accel-buffering")
-
-_END_OF_EVENT: Final = b"\n\n"
-
-_NOT_TAKEN: Final = ("engine_failed", "shutting_down")
-"""Codes with which an instance says that it has not begun, or not finished, for reasons of its own."""
-
-_FULL_RETRY_S: Final = "5"
-
-
 class ProxyResponse(Response):
-    """Asks an instance and passes its answer on.
+    """Sends a request to an instance and forwards the response.
 
-    A request that has not reached an instance, because that one is gone, goes to another one. A request that
-    an instance takes down with it ends with 503, which clients may try again; once its stream has begun, with
-    an event that says so.
-
-    Parameters
-    ----------
-    fleet, tally
-        Whom to ask, and what is counted.
-    path, body, content_type
-        The request.
-    ask
-        What it asks for.
+    A request that could not be sent, because the instance is gone, goes to another one. A request that is
+    lost with its instance ends with 503, which clients may retry; after the start of a stream, with an error
+    event.
     """
 
     def __init__(
         self,
         fleet: InstanceFleet,
-        tally: RouterStats,
+        stats: RouterStats,
         path: str,
         body: bytes,
         content_type: str,
-        ask: RequestSize,
+        size: RequestSize,
     ) -> None:
         super().__init__()
         self._fleet = fleet
-        self._tally = tally
+        self._stats = stats
         self._path = path
         self._request = body
         self._content_type = content_type
-        self._ask = ask
-        self._begun = False
+        self._size = size
+        self._started = False
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        """Answer, unless the client goes: then the instance is told by the end of its connection."""
-        work = asyncio.ensure_future(self._work(send))
+        """Respond; if the client disconnects, close the connection to the instance."""
+        work = asyncio.ensure_future(self._forward(send))
         watch = asyncio.ensure_future(_disconnected(receive))
         try:
-            with self._tally.running():
+            with self._stats.running():
                 await asyncio.wait((work, watch), return_when=asyncio.FIRST_COMPLETED)
         finally:
             for task in (work, watch):
@@ -210,83 +187,83 @@ class ProxyResponse(Response):
         if not work.cancelled():
             work.result()
 
-    async def _work(self, send: Send) -> None:
+    async def _forward(self, send: Send) -> None:
         tried: list[InstanceSupervisor] = []
         while True:
-            member = self._fleet.choose(self._ask.adapter, tried)
-            if member is None:
-                raise self._nobody()
+            instance = self._fleet.choose(self._size.adapter, tried)
+            if instance is None:
+                raise self._no_instance()
             try:
-                await self._at(member, send)
+                await self._forward_to(instance, send)
                 return
             except InstanceGoneError:
-                tried.append(member)
-                self._tally.retries += 1
+                tried.append(instance)
+                self._stats.retries += 1
 
-    async def _at(self, member: InstanceSupervisor, send: Send) -> None:
-        """Have an instance answer.
+    async def _forward_to(self, instance: InstanceSupervisor, send: Send) -> None:
+        """Forward the request to an instance and its response to the client.
 
         Raises
         ------
         InstanceGoneError
-            When it has not got the request.
+            If the instance has not received the request.
         ApiError
-            When it cannot answer, and nothing has been sent yet.
+            If it does not respond, and nothing has been sent to the client.
         """
-        link = member.link
-        if link is None:
+        client = instance.client
+        if client is None:
             raise InstanceGoneError
         try:
-            async with link.turn(self._ask):
-                self._tally.sent(member.spec.name)
-                async with link.post(self._path, self._request, self._content_type) as answer:
-                    await self._pass_on(answer, send)
+            async with client.admitted(self._size):
+                self._stats.by_instance[instance.spec.name] += 1
+                async with client.post(self._path, self._request, self._content_type) as response:
+                    await self._send_response(response, send)
         except QueueFullError:
-            headers = {"Retry-After": _FULL_RETRY_S}
-            raise self._tally.refused(429, "The queue is full", "queue_full", headers) from None
+            headers = QUEUE_FULL_HEADERS
+            raise self._stats.refused(429, "The queue is full", "queue_full", headers) from None
         except aiohttp.ClientError:
-            error = self._tally.refused(
+            error = self._stats.refused(
                 503, "The instance has failed; please try again", "instance_failed", {"Retry-After": "1"}
             )
-            if not self._begun:
+            if not self._started:
                 raise error from None
             await _end(send, b"data: " + error.body() + _END_OF_EVENT)
 
-    async def _pass_on(self, answer: aiohttp.ClientResponse, send: Send) -> None:
+    async def _send_response(self, response: aiohttp.ClientResponse, send: Send) -> None:
         headers = [
-            (name.encode(), answer.headers[name].encode("latin-1"))
-            for name in _PASSED_ON
-            if name in answer.headers
+            (name.encode(), response.headers[name].encode("latin-1"))
+            for name in _FORWARDED_HEADERS
+            if name in response.headers
         ]
-        if answer.content_type != "text/event-stream":
-            body = await answer.read()  # in one piece, so that a failure can still be told by the status
-            if answer.status == 503 and code_of(body) in _NOT_TAKEN:
+        if response.content_type != "text/event-stream":
+            body = await response.read()  # whole, so that a failure still sets the status
+            if response.status == 503 and error_code(body) in _RETRIED_CODES:
                 raise InstanceGoneError
-            await self._begin(send, answer.status, [*headers, (b"content-length", str(len(body)).encode())])
+            await self._start(send, response.status, [*headers, (b"content-length", str(len(body)).encode())])
             await _end(send, body)
             return
         held = b""
-        async for part in answer.content.iter_any():
-            if not self._begun:
-                await self._begin(send, answer.status, headers)
-            whole, end, held = (held + part).rpartition(_END_OF_EVENT)  # nobody is to see half an event
+        async for part in response.content.iter_any():
+            if not self._started:
+                await self._start(send, response.status, headers)
+            whole, end, held = (held + part).rpartition(_END_OF_EVENT)  # clients get whole events
             if end:
                 await send({"type": "http.response.body", "body": whole + end, "more_body": True})
-        if not self._begun:
-            await self._begin(send, answer.status, headers)
+        if not self._started:
+            await self._start(send, response.status, headers)
         await _end(send, held)
 
-    async def _begin(self, send: Send, status: int, headers: list[tuple[bytes, bytes]]) -> None:
-        self._begun = True
+    async def _start(self, send: Send, status: int, headers: list[tuple[bytes, bytes]]) -> None:
+        self._started = True
         await send({"type": "http.response.start", "status": status, "headers": headers})
 
-    def _nobody(self) -> ApiError:
-        headers = {"Retry-After": str(self._fleet.retry_after_s(self._ask.adapter))}
-        return self._tally.refused(503, "No instance that serves this model is up", "no_instance", headers)
+    def _no_instance(self) -> ApiError:
+        headers = {"Retry-After": str(self._fleet.retry_after_s(self._size.adapter))}
+        return self._stats.refused(503, "No instance that serves this model is up", "no_instance", headers)
 
 
 async def _disconnected(receive: Receive) -> None:
-    """Wait until the client has gone."""
+    """Wait until the client has disconnected."""
     with contextlib.suppress(OSError):
         while (await receive())["type"] != "http.disconnect":
             pass

@@ -13,20 +13,20 @@ from capplan.engine.router.instances import InstanceSpec
 from capplan.engine.router.launcher import EngineProcess, InstanceHandle, LaunchError, url_in
 
 _THREADS = 4
-"""Calls of an actor at a time: one waits for the end of its process, another one brings it about."""
+"""Concurrent calls of an actor: one waits for the end of its process, another stops it."""
 
 
 class _Host:
-    """An actor: one engine process on its machine."""
+    """Actor with one engine process on its machine."""
 
     def start(self, spec: InstanceSpec, key: str) -> dict[str, Any]:
-        """Start the process and return its first answer."""
+        """Start the process and return its reply."""
         address = ray.util.get_node_ip_address()
         self._process = EngineProcess(spec.message(address, key), {})
-        return self._process.answer()
+        return self._process.configure()
 
     def wait(self) -> str:
-        """Wait for the end of the process and return how it came."""
+        """Wait for the end of the process and return a description."""
         return self._process.wait()
 
     def end(self, grace_s: float) -> None:
@@ -35,14 +35,14 @@ class _Host:
 
 
 class RayLauncher:
-    """Starts instances on a Ray cluster, whose machines have capplan, the model and the adapters.
+    """Starts instances on a Ray cluster; its machines need capplan, the model and the adapters.
 
     Parameters
     ----------
     address
         Of the cluster; ``auto`` finds a running one, ``local`` starts one here.
     cpus
-        Cores that an instance claims where it needs no GPU.
+        Cores of an instance that needs no GPU.
     """
 
     def __init__(self, address: str, cpus: float = 1.0) -> None:
@@ -51,13 +51,13 @@ class RayLauncher:
         self._cpus = cpus
 
     async def launch(self, spec: InstanceSpec, key: str) -> InstanceHandle:
-        """See `Launcher`."""
+        """Start an instance in an actor."""
         on_gpu = str(spec.engine.get("device", "cpu")).startswith("cuda")
         claim = {"num_gpus": 1} if on_gpu else {"num_cpus": self._cpus}
         host = ray.remote(_Host).options(max_concurrency=_THREADS, **claim).remote()
         try:
-            answer = await host.start.remote(spec, key)
-            return RayHandle(host, url_in(answer, spec.name))
+            reply = await host.start.remote(spec, key)
+            return RayHandle(host, url_in(reply, spec.name))
         except RayError as error:
             ray.kill(host)
             raise LaunchError(f"instance {spec.name}: {error}") from None
@@ -67,7 +67,7 @@ class RayLauncher:
 
 
 class RayHandle:
-    """A process of `RayLauncher`."""
+    """Handle of a process of `RayLauncher`."""
 
     def __init__(self, host: Any, url: str) -> None:
         self.url = url
@@ -81,13 +81,13 @@ class RayHandle:
             return f"with its machine or actor: {type(error).__name__}"
 
     async def ended(self) -> str:
-        """See `InstanceHandle`."""
+        """Wait for the end of the process, release the actor, and return a description."""
         end = await asyncio.shield(self._ended)
-        ray.kill(self._host)  # its claim is for the next one
+        ray.kill(self._host)
         return end
 
     async def stop(self, grace_s: float) -> None:
-        """See `InstanceHandle`."""
+        """Stop the process within a time; 0: kill it."""
         with contextlib.suppress(RayError):
             await self._host.end.remote(grace_s)
         await self.ended()

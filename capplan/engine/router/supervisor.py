@@ -22,19 +22,22 @@ from capplan.errors import InputError
 from capplan.serving.routers import Placement
 from capplan.serving.routers import smooth_shares as rule
 
+InstanceState = Literal["starting", "up", "down", "failed"]
+
+# The plain Python function: a decision takes microseconds, and nothing is compiled before the first request.
 _by_credit: Final[Callable[..., int]] = getattr(rule.by_credit, "py_func", rule.by_credit)
 
 
 class WeightedRoundRobin:
-    """Smooth weighted round robin over the holders of each adapter that are there.
+    """Smooth weighted round robin over the available holders of each adapter, as in the cluster twin.
 
-    The share of holders that are away goes to the others in proportion; their credits stand still meanwhile.
+    The share of unavailable holders goes to the others in proportion. Their credit does not change meanwhile.
 
     Parameters
     ----------
     held
-        For each instance the adapters it holds, with the share of the adapter's requests meant for it. Shares
-        are normalised over holders; the base model is everywhere alike.
+        Adapters of each instance with the share of the adapter's requests meant for it. Shares are normalised
+        over holders. All instances share the base model equally.
     """
 
     def __init__(self, held: Sequence[Mapping[str, float]]) -> None:
@@ -50,23 +53,23 @@ class WeightedRoundRobin:
         return adapter in self._number
 
     def holders(self, adapter: str | None) -> list[int]:
-        """Return the instances that hold an adapter; None is the base model."""
+        """Return the instances with an adapter; None is the base model."""
         return [int(each) for each in self._placement.instance[slice(*self._range(adapter))]]
 
-    def choose(self, adapter: str | None, is_there: Callable[[int], bool]) -> int | None:
-        """Return the instance that gets a request; None when no holder is there."""
+    def choose(self, adapter: str | None, available: Callable[[int], bool]) -> int | None:
+        """Return the instance of the next request; None if no holder is available."""
         first, last = self._range(adapter)
-        there = [place for place in range(first, last) if is_there(int(self._placement.instance[place]))]
-        if not there:
+        places = [place for place in range(first, last) if available(int(self._placement.instance[place]))]
+        if not places:
             return None
-        if len(there) == last - first:
+        if len(places) == last - first:
             place = _by_credit(self._placement, first, last, self._credit)
         else:
-            place = there[self._among(np.array(there))]
+            place = places[self._choose_among(np.array(places))]
         return int(self._placement.instance[place])
 
-    def _among(self, places: NDArray[Any]) -> int:
-        """Choose among some of the places of an adapter, and return which of them."""
+    def _choose_among(self, places: NDArray[Any]) -> int:
+        """Return the index of the chosen one of some places of an adapter."""
         parts = _placement([[(int(self._placement.instance[p]), self._placement.share[p]) for p in places]])
         credit = self._credit[places]
         chosen = _by_credit(parts, 0, places.size, credit)
@@ -79,7 +82,7 @@ class WeightedRoundRobin:
 
 
 def _placement(lists: Sequence[Sequence[tuple[int, float]]]) -> Placement:
-    """Return a placement from the holders of each adapter; where all shares are 0, they get equal ones."""
+    """Return a placement from the (instance, share) of each adapter's holders; zero shares count as equal."""
     shares = []
     for holders in lists:
         total = sum(share for _, share in holders)
@@ -88,36 +91,31 @@ def _placement(lists: Sequence[Sequence[tuple[int, float]]]) -> Placement:
     return Placement(
         start=np.concatenate([[0], np.cumsum(counts)]).astype(np.int64),
         instance=np.array([i for holders in lists for i, _ in holders], np.int32),
-        local=np.zeros(
-            sum(counts), np.int32
-        ),  # what an adapter's number is at an instance, is its own affair
+        local=np.zeros(sum(counts), np.int32),  # not used: instances number their adapters themselves
         share=np.array(shares, np.float64),
     )
 
 
-InstanceState = Literal["starting", "up", "down", "failed"]
-
-
 @dataclass(frozen=True)
 class RestartPolicy:
-    """How instances are watched and started anew.
+    """Probes and restarts of instances.
 
     Attributes
     ----------
     first_delay_s, longest_delay_s
-        Pause before a restart; it doubles from one to the next.
+        Delay before a restart; it doubles with every restart in a row.
     most_restarts
-        Restarts in a row after which an instance is given up.
+        Restarts in a row after which an instance has failed for good.
     steady_s
-        An instance that has lived so long starts with a clean slate.
+        Uptime after which the count of restarts in a row is reset.
     probe_every_s, probe_timeout_s
-        How often an instance is asked whether it is well, and how long it may take to answer.
+        Interval of health probes, and the time for their response.
     most_refused
-        Probes in a row that find no connection, after which an instance counts as gone.
+        Refused probes in a row after which an instance is restarted.
     start_timeout_s
-        How long an instance may take until it takes requests.
+        Time until an instance accepts requests.
     stop_grace_s
-        How long an instance may take to end.
+        Time for an instance to stop.
     """
 
     first_delay_s: float = 0.5
@@ -131,32 +129,30 @@ class RestartPolicy:
     stop_grace_s: float = 15.0
 
     def delay_s(self, restarts: int) -> float:
-        """Return the pause before another restart after so many in a row."""
+        """Return the delay before another restart after so many in a row."""
         return min(self.first_delay_s * 2.0**restarts, self.longest_delay_s)
 
 
 class InstanceSupervisor:
-    """An instance of the cluster. Belongs to the event loop.
-
-    Attributes
-    ----------
-    spec
-        What it serves.
-    state
-        ``failed`` is for good.
-    link
-        The way to it; None while it is not up.
-    restarts
-        How often it was started anew.
+    """Starts, probes and restarts one instance.
 
     Parameters
     ----------
-    spec, launcher, key, care
-        What to start, how, with which API key, and how to look after it.
+    key
+        API key of the instance.
     new_queues
-        Makes the queues before it, new ones for every life.
-    say
-        Told what happens, a line each.
+        Returns the instance's queues; called at every start.
+    log
+        Receives one line per event.
+
+    Attributes
+    ----------
+    state
+        ``failed`` is final.
+    client
+        Client of the running process; None if the instance is not up.
+    restarts
+        Number of restarts.
     """
 
     def __init__(
@@ -164,176 +160,155 @@ class InstanceSupervisor:
         spec: InstanceSpec,
         launcher: Launcher,
         key: str,
-        care: RestartPolicy,
-        new_queues: Callable[[], SizeQueues | None],
-        say: Callable[[str], None],
+        policy: RestartPolicy,
+        new_queues: Callable[[InstanceSpec], SizeQueues | None],
+        log: Callable[[str], None],
     ) -> None:
         self.spec = spec
         self.state: InstanceState = "starting"
-        self.link: InstanceClient | None = None
+        self.client: InstanceClient | None = None
         self.restarts = 0
         self._launcher = launcher
         self._key = key
-        self._care = care
+        self._policy = policy
         self._new_queues = new_queues
-        self._say = say
+        self._log = log
         self._handle: InstanceHandle | None = None
-        self._start_s = 1.0
-        self._back_at = 0.0
+        self._start_duration_s = 1.0
+        self._back_at_s = 0.0
         self._refused = 0
 
     @property
     def is_up(self) -> bool:
-        """Whether it takes requests."""
-        return self.link is not None
+        """Whether the instance accepts requests."""
+        return self.client is not None
 
     def retry_after_s(self) -> int:
-        """Return when it may be up again."""
+        """Return the time until the instance may be up again."""
         if self.state == "failed":
             return 60
-        return max(1, min(60, math.ceil(self._back_at - time.monotonic())))
+        return max(1, min(60, math.ceil(self._back_at_s - time.monotonic())))
 
     async def start(self) -> None:
-        """Start it.
+        """Start the instance.
 
         Raises
         ------
         InputError, LaunchError
-            When it does not start.
+            If it does not start.
         """
-        started = time.monotonic()
-        self._back_at = started + self._start_s
+        started_s = time.monotonic()
+        self._back_at_s = started_s + self._start_duration_s
         try:
-            async with asyncio.timeout(self._care.start_timeout_s):
+            async with asyncio.timeout(self._policy.start_timeout_s):
                 self._handle = await self._launcher.launch(self.spec, self._key)
         except TimeoutError:
-            took = f"{self._care.start_timeout_s:g} s"
+            took = f"{self._policy.start_timeout_s:g} s"
             raise LaunchError(f"instance {self.spec.name} does not take requests after {took}") from None
-        self._start_s = time.monotonic() - started
-        self.link = InstanceClient(self._handle.url, self._key, self._new_queues())
+        self._start_duration_s = time.monotonic() - started_s
+        self.client = InstanceClient(self._handle.url, self._key, self._new_queues(self.spec))
         self.state = "up"
         self._refused = 0
 
-    async def look_after(self) -> None:
-        """Start it anew whenever it ends; return when it is given up."""
+    async def supervise(self) -> None:
+        """Restart the instance whenever it ends; return when it has failed for good."""
         in_a_row = 0
         while self._handle is not None:
-            since = time.monotonic()
+            since_s = time.monotonic()
             end = await self._end_of(self._handle)
-            await self._leave()
-            if time.monotonic() - since >= self._care.steady_s:
+            await self._disconnect()
+            if time.monotonic() - since_s >= self._policy.steady_s:
                 in_a_row = 0
-            self._say(f"instance {self.spec.name} has ended {end}")
-            in_a_row = await self._start_again(in_a_row)
+            self._log(f"instance {self.spec.name} has ended {end}")
+            in_a_row = await self._restart(in_a_row)
 
-    async def _start_again(self, in_a_row: int) -> int:
-        """Start it anew as often as allowed; return how many restarts in a row there have been."""
-        while in_a_row < self._care.most_restarts:
-            delay_s = self._care.delay_s(in_a_row)
+    async def _restart(self, in_a_row: int) -> int:
+        """Restart within the policy's limit; return the number of restarts in a row."""
+        while in_a_row < self._policy.most_restarts:
+            delay_s = self._policy.delay_s(in_a_row)
             in_a_row += 1
             self.restarts += 1
-            self._back_at = time.monotonic() + delay_s + self._start_s
+            self._back_at_s = time.monotonic() + delay_s + self._start_duration_s
             await asyncio.sleep(delay_s)
             try:
                 await self.start()
             except (InputError, LaunchError, OSError) as error:
-                self._say(str(error))
+                self._log(str(error))
             else:
-                self._say(f"instance {self.spec.name} is back")
+                self._log(f"instance {self.spec.name} is back")
                 return in_a_row
         self.state = "failed"
         self._handle = None
-        self._say(f"instance {self.spec.name} is given up after {in_a_row} restarts")
+        self._log(f"instance {self.spec.name} is given up after {in_a_row} restarts")
         return in_a_row
 
     async def _end_of(self, handle: InstanceHandle) -> str:
-        """Wait until a process ends or does not answer any more, and return how it went."""
+        """Wait until a process ends or does not respond, and return a description."""
         ended = asyncio.ensure_future(handle.ended())
         try:
             while True:
-                await asyncio.wait((ended,), timeout=self._care.probe_every_s)
+                await asyncio.wait((ended,), timeout=self._policy.probe_every_s)
                 if ended.done():
                     return ended.result()
-                if not await self._answers(ended):
-                    await self._leave()  # first of all: whoever waits there is told now
+                if not await self._responds(ended):
+                    await self._disconnect()  # first: its requests fail at once
                     with contextlib.suppress(TimeoutError):
-                        await asyncio.wait_for(handle.stop(0), self._care.stop_grace_s)
+                        await asyncio.wait_for(handle.stop(0), self._policy.stop_grace_s)
                     return "after it had not answered any more"
         finally:
             ended.cancel()
 
-    async def _answers(self, ended: asyncio.Future[str]) -> bool:
-        """Tell whether the process answers, with whatever; true also when it ends meanwhile."""
-        if self.link is None:
+    async def _responds(self, ended: asyncio.Future[str]) -> bool:
+        """Return whether the process responds in any way, or has ended meanwhile."""
+        if self.client is None:
             return True
         try:
-            await self.link.get("/health", self._care.probe_timeout_s)
+            await self.client.get("/health", self._policy.probe_timeout_s)
         except TimeoutError:
             return ended.done()
         except aiohttp.ClientResponseError:
-            return True  # not well, and able to say so
-        except aiohttp.ClientError:  # about to end, but not for ever
+            return True  # unhealthy, but responsive
+        except aiohttp.ClientError:  # refused: it may be about to end
             self._refused += 1
-            return self._refused < self._care.most_refused or ended.done()
+            return self._refused < self._policy.most_refused or ended.done()
         self._refused = 0
         return True
 
-    async def _leave(self) -> None:
+    async def _disconnect(self) -> None:
         self.state = "down"
-        link, self.link = self.link, None
-        if link is not None:
-            await link.close()
+        client, self.client = self.client, None
+        if client is not None:
+            await client.close()
 
     async def stop(self, at_once: bool) -> None:
-        """End it; nobody must look after it any more."""
+        """Stop the instance; `supervise` must have been cancelled."""
         if self._handle is not None:
-            await self._handle.stop(0 if at_once else self._care.stop_grace_s)
+            await self._handle.stop(0 if at_once else self._policy.stop_grace_s)
         self._handle = None
-        await self._leave()
-
-
-@dataclass(frozen=True)
-class FleetSettings:
-    """What instances have in common.
-
-    Attributes
-    ----------
-    care
-        How they are looked after.
-    adapter_tokens_per_rank
-        KV tokens that take the memory of one rank of an adapter, for queues by size.
-    most_queued
-        Most requests that wait before an instance.
-    """
-
-    care: RestartPolicy
-    adapter_tokens_per_rank: float = 0.0
-    most_queued: int = 512
+        await self._disconnect()
 
 
 class InstanceFleet:
-    """The instances. Belongs to the event loop.
+    """All instances of a plan.
 
     Attributes
     ----------
-    members
+    instances
         In the order of the plan.
     failed
-        Set when every instance has been given up.
+        Set when all instances have failed for good, or a supervisor has a defect.
     """
 
     def __init__(
         self,
         specs: Sequence[InstanceSpec],
         launcher: Launcher,
-        settings: FleetSettings,
-        say: Callable[[str], None],
+        policy: RestartPolicy,
+        new_queues: Callable[[InstanceSpec], SizeQueues | None],
+        log: Callable[[str], None],
     ) -> None:
-        key = secrets.token_urlsafe(32)  # nobody but the router is to use the instances
-        self.members = [
-            InstanceSupervisor(spec, launcher, key, settings.care, _queues_of(spec, settings), say)
-            for spec in specs
-        ]
+        key = secrets.token_urlsafe(32)  # only the router uses the instances
+        self.instances = [InstanceSupervisor(spec, launcher, key, policy, new_queues, log) for spec in specs]
         self.failed = asyncio.Event()
         self._shares = WeightedRoundRobin([spec.shares for spec in specs])
         self._tasks: list[asyncio.Task[None]] = []
@@ -342,52 +317,42 @@ class InstanceFleet:
         return adapter in self._shares
 
     def choose(
-        self, adapter: str | None, but: Collection[InstanceSupervisor] = ()
+        self, adapter: str | None, excluded: Collection[InstanceSupervisor] = ()
     ) -> InstanceSupervisor | None:
-        """Return the instance that the plan's shares give a request to, of those that are up.
-
-        Parameters
-        ----------
-        adapter
-            What is asked for; None is the base model.
-        but
-            Instances that it must not be.
-        """
-        members = self.members
-        index = self._shares.choose(adapter, lambda i: members[i].is_up and members[i] not in but)
-        return None if index is None else members[index]
+        """Return the instance of a request by the plan's shares; None if none is up."""
+        instances = self.instances
+        index = self._shares.choose(adapter, lambda i: instances[i].is_up and instances[i] not in excluded)
+        return None if index is None else instances[index]
 
     def retry_after_s(self, adapter: str | None) -> int:
-        """Return when the first of an adapter's holders may be up again."""
-        return min(self.members[i].retry_after_s() for i in self._shares.holders(adapter))
+        """Return the time until the first of an adapter's holders may be up again."""
+        return min(self.instances[i].retry_after_s() for i in self._shares.holders(adapter))
 
     def serves_everything(self) -> bool:
-        """Tell whether every adapter has a holder that is up."""
-        there = {name for member in self.members if member.is_up for name in member.spec.adapters}
-        return any(m.is_up for m in self.members) and there == {
-            name for member in self.members for name in member.spec.adapters
-        }
+        """Return whether every adapter has a holder that is up."""
+        every = {name for instance in self.instances for name in instance.spec.adapters}
+        up = [instance for instance in self.instances if instance.is_up]
+        return bool(up) and {name for instance in up for name in instance.spec.adapters} == every
 
     async def start(self) -> None:
-        """Start all instances, and look after them from then on.
+        """Start all instances and supervise them from then on.
 
         Raises
         ------
         InputError, LaunchError
-            When one of them does not start; none is left then.
+            If one of them does not start; all are stopped then.
         """
-        starts = [asyncio.ensure_future(member.start()) for member in self.members]
+        starts = [asyncio.ensure_future(instance.start()) for instance in self.instances]
         try:
             await asyncio.gather(*starts)
         except BaseException:
             await _cancel(starts)
             await self.stop(at_once=True)
             raise
-        self._tasks = [asyncio.ensure_future(member.look_after()) for member in self.members]
-        self._tasks.append(asyncio.ensure_future(self._watch(tuple(self._tasks))))
+        self._tasks = [asyncio.ensure_future(instance.supervise()) for instance in self.instances]
+        self._tasks.append(asyncio.ensure_future(self._wait_for_failure(tuple(self._tasks))))
 
-    async def _watch(self, tasks: Sequence[asyncio.Task[None]]) -> None:
-        """Wait until no instance is looked after any more: all are given up, or there is a defect."""
+    async def _wait_for_failure(self, tasks: Sequence[asyncio.Task[None]]) -> None:
         try:
             await asyncio.gather(*tasks)
         except Exception:
@@ -396,16 +361,16 @@ class InstanceFleet:
         self.failed.set()
 
     async def stop(self, at_once: bool) -> None:
-        """End all instances; raise what has ended somebody's care for one, if anything has."""
+        """Stop all instances; raise the defect of a supervisor, if there was one."""
         tasks, self._tasks = self._tasks, []
         defects = await _cancel(tasks)
-        await asyncio.gather(*(member.stop(at_once) for member in self.members))
+        await asyncio.gather(*(instance.stop(at_once) for instance in self.instances))
         if defects:
             raise defects[0]
 
 
 async def _cancel(tasks: Sequence[asyncio.Task[None]]) -> list[Exception]:
-    """Cancel tasks, and return what had gone wrong in them before."""
+    """Cancel tasks and return the exceptions of those that had ended before."""
     was_done = [task.done() for task in tasks]
     for task in tasks:
         task.cancel()
@@ -413,12 +378,3 @@ async def _cancel(tasks: Sequence[asyncio.Task[None]]) -> list[Exception]:
     return [
         each for each, done in zip(results, was_done, strict=True) if done and isinstance(each, Exception)
     ]
-
-
-def _queues_of(spec: InstanceSpec, settings: FleetSettings) -> Callable[[], SizeQueues | None]:
-    def new() -> SizeQueues | None:
-        if spec.queues is None:
-            return None
-        return SizeQueues(spec.queues, spec.ranks, settings.adapter_tokens_per_rank, settings.most_queued)
-
-    return new

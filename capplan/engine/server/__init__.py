@@ -1,12 +1,12 @@
-"""The engine's OpenAI-compatible server; a tour that follows one request is in docs/engine.md."""
+"""OpenAI-compatible server of the engine; docs/engine.md follows one request through it."""
 
 from capplan.engine.server.limiter import ServerSettings
-from capplan.engine.server.process import EngineServer, InstanceConfig, bind, run_instance, serve, url_of
+from capplan.engine.server.process import DrainingServer, InstanceConfig, bind, run_instance, serve, url_of
 from capplan.engine.server.routes import make_app
 from capplan.engine.server.service import Service
 
 __all__ = [
-    "EngineServer",
+    "DrainingServer",
     "InstanceConfig",
     "ServerSettings",
     "Service",

@@ -8,6 +8,7 @@ import time
 from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Final
 
 from starlette.datastructures import Headers
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
@@ -15,27 +16,31 @@ from starlette.types import ASGIApp, Message, Receive, Scope, Send
 from capplan.engine.server.protocol import ApiError
 from capplan.errors import InputError
 
+_GENERATION_PATHS: Final = ("/v1/completions", "/v1/chat/completions")
+_BODY_TIMEOUT_S: Final = 60.0
+"""For a whole body: a slow client must not hold its place in the queue."""
+
 
 @dataclass(frozen=True)
 class ServerSettings:
-    """How an engine is offered to others.
+    """Settings of a server.
 
     Parameters
     ----------
-    host, port
-        Where to listen; port 0 is any free one.
-    api_key
-        What clients must bring as ``Authorization: Bearer KEY`` to everything under ``/v1/``; None: nothing.
     model_name
-        What the base model is called.
+        Name of the base model.
+    host, port
+        Address; port 0 is any free one.
+    api_key
+        Required as ``Authorization: Bearer KEY`` for all paths under ``/v1/``; None: not required.
     lora_root
-        The folder that adapters loaded at run time must be in; None: none can be loaded.
+        Folder of adapters that clients may load; None: they may load none.
     max_requests
-        Most prompts in the engine, running and waiting; further ones are refused with 429.
+        Maximum number of prompts in the engine, running and waiting; further ones get 429.
     max_body_bytes
-        Largest request body.
+        Maximum size of a request body.
     drain_timeout_s
-        How long running requests may go on after SIGTERM.
+        Time for running requests after SIGTERM.
     """
 
     model_name: str
@@ -62,34 +67,24 @@ class ServerSettings:
             raise InputError("must be a folder", str(self.lora_root), "lora_root")
 
 
-GENERATING = ("/v1/completions", "/v1/chat/completions")
-
-_BODY_TIMEOUT_S = 60.0
-"""For all of a body: a client that sends it drop by drop would hold its place for ever."""
-
-
 class RequestLimiter:
-    """ASGI middleware.
+    """ASGI middleware that checks key, size and queue length.
 
     Parameters
     ----------
-    app
-        What lies behind it.
-    settings
-        Key and size.
     refuse
-        Raises when no further generating request is taken beside so many of which the body is being read.
+        Raises if no further generation request is accepted beside a number whose body is being read.
     """
 
     def __init__(self, app: ASGIApp, settings: ServerSettings, refuse: Callable[[int], None]) -> None:
         self._app = app
-        self._most_bytes = settings.max_body_bytes
+        self._max_bytes = settings.max_body_bytes
         self._key = None if settings.api_key is None else settings.api_key.encode()
         self._refuse = refuse
         self._reading = 0
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        """Let a request through, or answer it here."""
+        """Pass a request on, or refuse it."""
         if scope["type"] != "http":
             await self._app(scope, receive, send)
             return
@@ -99,14 +94,14 @@ class RequestLimiter:
             await error.response()(scope, receive, send)
             return
         generates = _generates(scope)
-        body = _BodyReader(receive, self._most_bytes, self._read if generates else lambda: None)
+        body = _BodyReader(receive, self._max_bytes, self._body_read if generates else lambda: None)
         self._reading += generates
         try:
             await self._app(scope, body.receive, send)
         finally:
             body.close()
 
-    def _read(self) -> None:
+    def _body_read(self) -> None:
         self._reading -= 1
 
     def _check(self, scope: Scope) -> None:
@@ -116,8 +111,8 @@ class RequestLimiter:
                 401, "A valid API key is required", None, "invalid_api_key", {"WWW-Authenticate": "Bearer"}
             )
         length = headers.get("content-length", "0")
-        if not length.isdecimal() or int(length[:20]) > self._most_bytes:
-            raise _too_large(self._most_bytes)
+        if not length.isdecimal() or int(length[:20]) > self._max_bytes:
+            raise _too_large(self._max_bytes)
         if _generates(scope):
             self._refuse(self._reading)
 
@@ -125,33 +120,22 @@ class RequestLimiter:
         if self._key is None:
             return True
         scheme, _, key = headers.get("authorization", "").partition(" ")
-        # Compared in a time that tells nothing of where they differ.
         return scheme.lower() == "bearer" and hmac.compare_digest(key.strip().encode("latin-1"), self._key)
 
 
 class _BodyReader:
-    """The body of a request as it comes, up to a size and a time; neither need be declared.
+    """Request body with limits of size and time, declared or not; calls `on_end` once."""
 
-    Parameters
-    ----------
-    receive
-        Of the request.
-    most_bytes
-        Size at which it is stopped.
-    ended
-        Called once, when there is no more of it.
-    """
-
-    def __init__(self, receive: Receive, most_bytes: int, ended: Callable[[], None]) -> None:
+    def __init__(self, receive: Receive, max_bytes: int, on_end: Callable[[], None]) -> None:
         self._receive = receive
-        self._most_bytes = most_bytes
-        self._ended = ended
+        self._max_bytes = max_bytes
+        self._on_end = on_end
         self._bytes = 0
         self._is_open = True
         self._until_s = time.monotonic() + _BODY_TIMEOUT_S
 
     async def receive(self) -> Message:
-        """Return the next part; after the last one, what becomes of the connection."""
+        """Return the next message of the request."""
         if not self._is_open:
             return await self._receive()
         try:
@@ -160,22 +144,22 @@ class _BodyReader:
         except TimeoutError:
             raise ApiError(408, f"The body must come within {_BODY_TIMEOUT_S:g} s", code="timeout") from None
         self._bytes += len(message.get("body", b""))
-        if self._bytes > self._most_bytes:
-            raise _too_large(self._most_bytes)
+        if self._bytes > self._max_bytes:
+            raise _too_large(self._max_bytes)
         if message["type"] == "http.disconnect" or not message.get("more_body", False):
             self.close()
         return message
 
     def close(self) -> None:
-        """Note that there is no more of it."""
+        """End the body."""
         if self._is_open:
             self._is_open = False
-            self._ended()
+            self._on_end()
 
 
 def _generates(scope: Scope) -> bool:
-    return scope["method"] == "POST" and scope["path"] in GENERATING
+    return scope["method"] == "POST" and scope["path"] in _GENERATION_PATHS
 
 
-def _too_large(most_bytes: int) -> ApiError:
-    return ApiError(413, f"The body must not be larger than {most_bytes} bytes", code="too_large")
+def _too_large(max_bytes: int) -> ApiError:
+    return ApiError(413, f"The body must not be larger than {max_bytes} bytes", code="too_large")

@@ -21,15 +21,25 @@ from capplan.engine.engine_core import StepOutput
 from capplan.engine.request import Request
 from capplan.serving import state as s
 
+_TTFT_S: Final = (
+    *(0.001, 0.005, 0.01, 0.02, 0.04, 0.06, 0.08, 0.1, 0.25, 0.5, 0.75, 1.0, 2.5, 5.0, 7.5, 10.0),
+    *(20.0, 40.0, 80.0, 160.0, 640.0, 2560.0),
+)
+_ITL_S: Final = (
+    *(0.001, 0.0025, 0.005, 0.01, 0.025, 0.05, 0.075, 0.1, 0.15, 0.2, 0.3, 0.4, 0.5, 0.75, 1.0, 2.5, 5.0),
+    *(7.5, 10.0, 20.0, 40.0, 80.0),
+)
+_REQUEST_S: Final = (
+    *(0.3, 0.5, 0.8, 1.0, 1.5, 2.0, 2.5, 5.0, 10.0, 15.0, 20.0, 30.0, 40.0, 50.0, 60.0, 120.0, 240.0),
+    *(480.0, 960.0, 1920.0, 7680.0),
+)
+_STEP_TOKENS: Final = (1, 8, 16, 32, 64, 128, 256, 512, 1024, 2048, 4096, 8192, 16384)
+_FINISH_REASONS: Final = ("stop", "length", "abort", "error")
+_LABELS: Final = ("model_name", "engine")
+
 
 class Histogram:
-    """Counts of values up to given bounds.
-
-    Parameters
-    ----------
-    bounds
-        Upper bounds, included, in rising order; above the last there is one bucket more.
-    """
+    """Counts of values by upper bound, which is included; one more bucket is above the last."""
 
     def __init__(self, bounds: Sequence[float]) -> None:
         self._bounds = list(bounds)
@@ -42,39 +52,17 @@ class Histogram:
         self.sum += value
 
     def buckets(self) -> list[tuple[str, float]]:
-        """Return (bound, values up to it), as Prometheus has them."""
+        """Return (bound, number of values up to it), as in Prometheus."""
         names = [*(str(bound) for bound in self._bounds), "+Inf"]
         return list(zip(names, accumulate(self._counts), strict=True))
 
 
-_TTFT_S: Final = (
-    *(0.001, 0.005, 0.01, 0.02, 0.04, 0.06, 0.08, 0.1, 0.25, 0.5, 0.75, 1.0, 2.5, 5.0, 7.5, 10.0),
-    *(20.0, 40.0, 80.0, 160.0, 640.0, 2560.0),
-)
-
-_ITL_S: Final = (
-    *(0.001, 0.0025, 0.005, 0.01, 0.025, 0.05, 0.075, 0.1, 0.15, 0.2, 0.3, 0.4, 0.5, 0.75, 1.0, 2.5, 5.0),
-    *(7.5, 10.0, 20.0, 40.0, 80.0),
-)
-
-_REQUEST_S: Final = (
-    *(0.3, 0.5, 0.8, 1.0, 1.5, 2.0, 2.5, 5.0, 10.0, 15.0, 20.0, 30.0, 40.0, 50.0, 60.0, 120.0, 240.0),
-    *(480.0, 960.0, 1920.0, 7680.0),
-)
-
-_STEP_TOKENS: Final = (1, 8, 16, 32, 64, 128, 256, 512, 1024, 2048, 4096, 8192, 16384)
-
-_FINISH_REASONS: Final = ("stop", "length", "abort", "error")
-
-_LABELS: Final = ("model_name", "engine")
-
-
 class Metrics:
-    """Counts what an engine does. All methods belong to the engine's thread; see `Watcher`."""
+    """Prometheus collector of an engine; all methods belong to the engine's thread."""
 
     def __init__(self, engine: Engine, model_name: str) -> None:
         self._engine = engine
-        self._model_name = model_name
+        self._labels = [model_name, "0"]
         self._prompt_tokens = 0
         self._generation_tokens = 0
         self._preemptions = 0
@@ -90,7 +78,7 @@ class Metrics:
         self._registry.register(self)
 
     def on_step(self, step: StepOutput) -> None:
-        """See `Watcher`."""
+        """Count a step and its tokens."""
         if step.record is not None:
             self._preemptions += step.record.preemptions
             self._step_tokens.observe(step.record.tokens)
@@ -104,7 +92,7 @@ class Metrics:
                 self._ttft_s.observe((times[0] - request.arrival_ns) * 1e-9)
 
     def on_finished(self, request: Request) -> None:
-        """See `Watcher`."""
+        """Count a request and its latencies."""
         self._finished[request.finish_reason or "abort"] += 1
         times = request.token_ns
         if request.admitted_ns is not None:
@@ -115,33 +103,27 @@ class Metrics:
                 self._tpot_s.observe((times[-1] - times[0]) * 1e-9 / (len(times) - 1))
 
     def text(self, refused: Mapping[int, int]) -> bytes:
-        """Return everything in Prometheus' text format; `refused` counts requests not taken, by status."""
+        """Return all metrics in Prometheus' text format; `refused` are refused requests by status."""
         self._refused = refused
         return generate_latest(self._registry)
 
     def collect(self) -> Iterator[Metric]:
         """Yield every metric; see `prometheus_client.registry.Collector`."""
         yield from self._gauges()
+        yield self._lora_info()
         yield from self._counters()
         for name, help_text, histogram in (
-            ("vllm:iteration_tokens_total", "Tokens of each step", self._step_tokens),
-            ("vllm:time_to_first_token_seconds", "Time to first token", self._ttft_s),
-            ("vllm:inter_token_latency_seconds", "Time between tokens", self._itl_s),
-            ("vllm:time_per_output_token_seconds", "The same under its older name", self._itl_s),
-            (
-                "vllm:request_time_per_output_token_seconds",
-                "Mean time per token after the first",
-                self._tpot_s,
-            ),
-            ("vllm:e2e_request_latency_seconds", "Time from arrival to last token", self._e2e_s),
-            ("vllm:request_queue_time_seconds", "Time from arrival to admission", self._queue_s),
+            ("iteration_tokens_total", "Tokens of each step", self._step_tokens),
+            ("time_to_first_token_seconds", "Time to first token", self._ttft_s),
+            ("inter_token_latency_seconds", "Time between tokens", self._itl_s),
+            ("time_per_output_token_seconds", "The same under its older name", self._itl_s),
+            ("request_time_per_output_token_seconds", "Mean time per token after the first", self._tpot_s),
+            ("e2e_request_latency_seconds", "Time from arrival to last token", self._e2e_s),
+            ("request_queue_time_seconds", "Time from arrival to admission", self._queue_s),
         ):
-            family = HistogramMetricFamily(name, help_text, labels=_LABELS)
-            family.add_metric(self._labels(), histogram.buckets(), histogram.sum)
+            family = HistogramMetricFamily(f"vllm:{name}", help_text, labels=_LABELS)
+            family.add_metric(self._labels, histogram.buckets(), histogram.sum)
             yield family
-
-    def _labels(self) -> list[str]:
-        return [self._model_name, "0"]
 
     def _gauges(self) -> Iterator[Metric]:
         counters = self._engine.core.state.counters
@@ -152,12 +134,11 @@ class Metrics:
             ("vllm:kv_cache_usage_perc", "Share of KV blocks in use; 1 is all", used),
         ):
             family = GaugeMetricFamily(name, help_text, labels=_LABELS)
-            family.add_metric(self._labels(), float(value))
+            family.add_metric(self._labels, float(value))
             yield family
-        yield self._lora_info()
 
     def _lora_info(self) -> Metric:
-        """Say in labels, as vLLM does, which adapters run and wait; the value is the time."""
+        """Return running and waiting adapters as labels, as vLLM does; the value is the time."""
         running: set[str] = set()
         waiting: set[str] = set()
         for request in self._engine.core.requests.values():
@@ -171,20 +152,19 @@ class Metrics:
 
     def _counters(self) -> Iterator[Metric]:
         for name, help_text, value in (
-            ("vllm:prompt_tokens", "Tokens of prompts computed", self._prompt_tokens),
+            ("vllm:prompt_tokens", "Prompt tokens computed", self._prompt_tokens),
             ("vllm:generation_tokens", "Tokens generated", self._generation_tokens),
-            ("vllm:num_preemptions", "Requests that lost their KV to others", self._preemptions),
+            ("vllm:num_preemptions", "Preempted requests", self._preemptions),
         ):
             family = CounterMetricFamily(name, help_text, labels=_LABELS)
-            family.add_metric(self._labels(), value)
+            family.add_metric(self._labels, value)
             yield family
-        success = CounterMetricFamily(
-            "vllm:request_success", "Requests ended", labels=[*_LABELS, "finished_reason"]
-        )
+        labels = [*_LABELS, "finished_reason"]
+        success = CounterMetricFamily("vllm:request_success", "Requests finished", labels=labels)
         for reason, count in self._finished.items():
-            success.add_metric([*self._labels(), reason], count)
+            success.add_metric([*self._labels, reason], count)
         yield success
-        refused = CounterMetricFamily("capplan:requests_refused", "Requests not taken", labels=["status"])
+        refused = CounterMetricFamily("capplan:requests_refused", "Requests refused", labels=["status"])
         for status, count in self._refused.items():
             refused.add_metric([str(status)], count)
         yield refused

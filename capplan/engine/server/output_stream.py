@@ -1,4 +1,9 @@
-"""Request state, engine outputs and the output stream of one HTTP request."""
+"""Request states, outputs and the output stream of one HTTP request.
+
+A `RequestState` follows one prompt through the engine. Its outputs are `RequestOutput`: the engine's thread
+fills the tokens, the event loop the text. An `OutputStream` collects the outputs of all prompts of an HTTP
+request.
+"""
 
 from __future__ import annotations
 
@@ -6,11 +11,11 @@ import asyncio
 import codecs
 import contextlib
 from collections.abc import AsyncIterator, Sequence
-from typing import TYPE_CHECKING, Any, Literal, NamedTuple, Protocol
+from typing import TYPE_CHECKING, Any, Final, NamedTuple
 
 from starlette.types import Receive
 
-from capplan.engine.request import Request, SamplingParams, TokenLogprobs
+from capplan.engine.request import FinishReason, Request, SamplingParams, TokenLogprobs
 from capplan.engine.server.protocol import ApiError, bad_request
 from capplan.engine.tokenizer import ByteTokenizer, Tokenizer
 from capplan.errors import InputError
@@ -18,64 +23,62 @@ from capplan.errors import InputError
 if TYPE_CHECKING:
     from capplan.engine.server.async_engine import AsyncEngine
 
-_MOST_HELD = 3
-"""A character of UTF-8 has at most 4 bytes: where so many more tokens have not made one, none is coming."""
+_MAX_HELD: Final = 3
+"""An incomplete UTF-8 character (at most 4 bytes) is not completed after this many further tokens."""
 
 
-class Detokenizer(Protocol):
-    """Turns tokens into text as they come."""
+class EngineFullError(InputError):
+    """The engine has no row for a further request."""
 
-    def feed(self, tokens: Sequence[int]) -> str:
-        """Return the text that is certain now and was not before."""
-        ...
-
-    def finish(self) -> str:
-        """Return what was held back."""
-        ...
+    def __init__(self) -> None:
+        super().__init__("must not be more than the engine takes", location="requests")
 
 
-def detokenizer_of(tokenizer: Tokenizer) -> Detokenizer:
-    """Return a new stream; what it returns in all is what the tokenizer makes of all tokens at once.
+class EngineDeadError(RuntimeError):
+    """The engine's thread has failed."""
 
-    But for bytes that are no characters: what is shown in their place may differ.
-    """
-    return ByteDetokenizer() if isinstance(tokenizer, ByteTokenizer) else WindowDetokenizer(tokenizer)
+    def __init__(self) -> None:
+        super().__init__("the engine has failed")
+
+
+class ClientGoneError(Exception):
+    """The client has disconnected."""
 
 
 class ByteDetokenizer:
-    """Text of a model whose tokens are bytes."""
+    """Incremental text of tokens that are bytes."""
 
     def __init__(self) -> None:
         self._decoder = codecs.getincrementaldecoder("utf-8")("replace")
 
     def feed(self, tokens: Sequence[int]) -> str:
-        """See `Detokenizer`."""
+        """Return the new text without incomplete characters."""
         return self._decoder.decode(bytes([token for token in tokens if token < 256]))
 
     def finish(self) -> str:
-        """See `Detokenizer`."""
+        """Return the rest of the text."""
         return self._decoder.decode(b"", final=True)
 
 
 class WindowDetokenizer:
-    """Text of any tokenizer: decodes the last tokens with and without the new ones, and takes the difference.
+    """Incremental text of any tokenizer.
 
-    How a token is written can depend on the one before it (a space at the beginning of a word), so a token is
-    never decoded alone.
+    New text is the difference between the text of the last tokens with and without the new ones. The text of
+    a token can depend on the one before it (a space at the start of a word), so no token is decoded alone.
     """
 
     def __init__(self, tokenizer: Tokenizer) -> None:
         self._tokenizer = tokenizer
         self._window: list[int] = []
-        self._known = 0  # tokens of the window whose text has been returned ...
-        self._known_text = ""  # ... and that text
-        self._held = 0  # times in a row that nothing was returned
+        self._known = 0  # tokens of the window whose text has been returned
+        self._known_text = ""
+        self._held = 0  # calls in a row without text
 
     def feed(self, tokens: Sequence[int]) -> str:
-        """See `Detokenizer`."""
+        """Return the new text without incomplete characters."""
         self._window.extend(tokens)
         text = self._tokenizer.decode(self._window)
-        if text.endswith("\N{REPLACEMENT CHARACTER}") and self._held < _MOST_HELD:
+        if text.endswith("\N{REPLACEMENT CHARACTER}") and self._held < _MAX_HELD:
             self._held += 1
             return ""
         self._held = 0
@@ -86,12 +89,17 @@ class WindowDetokenizer:
         return new
 
     def finish(self) -> str:
-        """See `Detokenizer`."""
+        """Return the rest of the text."""
         return self._tokenizer.decode(self._window)[len(self._known_text) :]
 
 
+def new_detokenizer(tokenizer: Tokenizer) -> ByteDetokenizer | WindowDetokenizer:
+    """Return a detokenizer whose parts add up to the text of all tokens, invalid bytes aside."""
+    return ByteDetokenizer() if isinstance(tokenizer, ByteTokenizer) else WindowDetokenizer(tokenizer)
+
+
 class StopChecker:
-    """Looks for strings that end an answer, and holds back what may be the beginning of one."""
+    """Search for stop strings in a growing text; holds back what may be the start of one."""
 
     def __init__(self, stops: Sequence[str]) -> None:
         self._stops = stops
@@ -102,7 +110,7 @@ class StopChecker:
         return bool(self._stops)
 
     def feed(self, text: str) -> tuple[str, str | None]:
-        """Return the text that may be shown now, and the stop string that ends it, if it has come."""
+        """Return the text that can be sent, and the stop string after it, if found."""
         if not self._stops:
             return text, None
         self._held += text
@@ -110,209 +118,129 @@ class StopChecker:
         if found:
             at, stop = min(found)
             return self._held[:at], stop
-        shown = max(0, len(self._held) - self._hold)
-        text, self._held = self._held[:shown], self._held[shown:]
+        sent = max(0, len(self._held) - self._hold)
+        text, self._held = self._held[:sent], self._held[sent:]
         return text, None
 
     def finish(self) -> str:
-        """Return what was held back."""
+        """Return the text held back."""
         held, self._held = self._held, ""
         return held
 
 
-Finish = Literal["stop", "length", "abort", "error"]
+class RequestOutput(NamedTuple):
+    """New output of one prompt."""
 
-
-class EngineFull(InputError):  # noqa: N818 - it is no defect
-    """The engine has no row for a further request."""
-
-    def __init__(self) -> None:
-        super().__init__("must not be more than the engine takes", location="requests")
-
-
-class EngineFailed(InputError):  # noqa: N818 - nothing that was asked for is wrong
-    """The engine has broken down with the prompt in it."""
-
-    def __init__(self) -> None:
-        super().__init__("has failed", location="engine")
-
-
-class Listener(Protocol):
-    """Whoever waits for tokens, on the event loop."""
-
-    def hear(self, news: RequestOutput) -> None:
-        """Take news."""
-        ...
+    state: RequestState
+    tokens: Sequence[int] = ()
+    logprobs: Sequence[TokenLogprobs] = ()
+    finish_reason: FinishReason | None = None
+    error: str | None = None
+    refusal: InputError | EngineDeadError | None = None
+    """Reason for which the engine did not accept the prompt."""
+    text: str = ""
+    stop_reason: str | int | None = None
+    """Stop string or stop token of the request that ended it."""
 
 
 class RequestState:
-    """One prompt on its way through the engine.
-
-    Parameters
-    ----------
-    listener
-        Who is told.
-    index
-        Of the prompt among those of its HTTP request.
-    prompt, adapter, params, arrival_ns
-        As `Engine.new_request` takes them.
-    whole
-        Tell of all tokens at the end only.
-    """
-
-    def __init__(
-        self,
-        listener: Listener,
-        index: int,
-        prompt: Sequence[int],
-        adapter: str | None,
-        params: SamplingParams,
-        arrival_ns: int,
-        whole: bool,
-    ) -> None:
-        self.listener = listener
-        self.index = index
-        self.prompt = prompt
-        self.adapter = adapter
-        self.params = params
-        self.arrival_ns = arrival_ns
-        self.whole = whole
-        # Of the engine's thread:
-        self.request: Request | None = None
-        self._told = 0
-
-    def news(self, request: Request) -> RequestOutput:
-        """Return what has not been told of the request yet."""
-        first, self._told = self._told, len(request.output)
-        logprobs = request.logprobs[first:] if request.logprobs else ()
-        return RequestOutput(self, request.output[first:], logprobs, request.finish_reason, request.error)
-
-
-class RequestOutput(NamedTuple):
-    """What happened to one prompt."""
-
-    ticket: RequestState
-    tokens: Sequence[int] = ()
-    logprobs: Sequence[TokenLogprobs] = ()
-    finish: Finish | None = None
-    error: str | None = None
-    refusal: InputError | None = None
-    """Why the engine did not take it."""
-
-
-class Delta(NamedTuple):
-    """What is new in a choice."""
-
-    choice: int
-    text: str
-    tokens: Sequence[int]
-    logprobs: Sequence[TokenLogprobs]
-    finish_reason: str | None = None
-    stop_reason: str | int | None = None
-    """The string or the token that the request asked to stop at."""
-
-
-class Choice:
-    """The answer to one prompt.
+    """State of one prompt of an HTTP request.
 
     Attributes
     ----------
-    tokens, logprobs
-        All that have come.
-    finish_reason, stop_reason
-        As in `Delta`, once it has ended.
+    index
+        Of the prompt in its HTTP request.
+    request
+        The engine's request; belongs to the engine's thread.
+    tokens, logprobs, finish_reason, stop_reason
+        Output so far; belongs to the event loop.
     """
 
-    def __init__(self, ticket: RequestState, tokenizer: Tokenizer, stops: Sequence[str]) -> None:
-        self.ticket = ticket
+    def __init__(self, stream: OutputStream, index: int, prompt: Sequence[int]) -> None:
+        self.stream = stream
+        self.index = index
+        self.prompt = prompt
+        self.final_only = stream.final_only
+        self.request: Request | None = None
         self.tokens: list[int] = []
         self.logprobs: list[TokenLogprobs] = []
-        self._texts: list[str] = []
-        self.finish_reason: str | None = None
+        self.finish_reason: FinishReason | None = None
         self.stop_reason: str | int | None = None
-        self._stream = detokenizer_of(tokenizer)
-        self._stops = StopChecker(stops)
+        self._sent = 0
+        self._texts: list[str] = []
+        self._detokenizer = new_detokenizer(stream.tokenizer)
+        self._stops = StopChecker(stream.stops)
 
     @property
     def text(self) -> str:
-        """All that has been shown."""
+        """Output text so far."""
         return "".join(self._texts)
 
-    @property
-    def prompt_tokens(self) -> int:
-        """Tokens that were given."""
-        return len(self.ticket.prompt)
+    def new_output(self, request: Request) -> RequestOutput:
+        """Return the output since the last call, without text."""
+        first, self._sent = self._sent, len(request.output)
+        logprobs = request.logprobs[first:] if request.logprobs else ()
+        return RequestOutput(self, request.output[first:], logprobs, request.finish_reason, request.error)
 
-    def feed(self, news: RequestOutput) -> Delta:
-        """Take news and return what is to be shown of it."""
-        if self._stops and len(news.tokens) > 1:
-            return self._feed_singly(news)
-        self.tokens += news.tokens
-        self.logprobs += news.logprobs
-        if news.finish is None and not self._stops:  # the usual case, kept short
-            text = self._stream.feed(news.tokens)
+    def detokenize(self, output: RequestOutput) -> RequestOutput:
+        """Add an output to the state and return it with its text, up to a stop string."""
+        if self._stops and len(output.tokens) > 1:
+            return self._detokenize_singly(output)
+        self.tokens += output.tokens
+        self.logprobs += output.logprobs
+        if output.finish_reason is None and not self._stops:  # fast path
+            text = self._detokenizer.feed(output.tokens)
             self._texts.append(text)
-            return Delta(self.ticket.index, text, news.tokens, news.logprobs)
-        # A token at which the request ends has no text.
-        ended_by_token = news.finish == "stop"
-        text = self._stream.feed(news.tokens[:-1] if ended_by_token else news.tokens)
-        if news.finish is not None:
-            text += self._stream.finish()
+            return RequestOutput(self, output.tokens, output.logprobs, text=text)
+        ended_by_token = output.finish_reason == "stop"  # a stop token has no text
+        text = self._detokenizer.feed(output.tokens[:-1] if ended_by_token else output.tokens)
+        if output.finish_reason is not None:
+            text += self._detokenizer.finish()
         text, stop = self._stops.feed(text)
         if stop is not None:
             self.finish_reason, self.stop_reason = "stop", stop
-        elif news.finish is not None:
+        elif output.finish_reason is not None:
             text += self._stops.finish()
-            self.finish_reason = news.finish
-            if ended_by_token and self.tokens[-1] in self.ticket.params.stop_token_ids:
+            self.finish_reason = output.finish_reason
+            if ended_by_token and self.tokens[-1] in self.stream.params.stop_token_ids:
                 self.stop_reason = self.tokens[-1]
         self._texts.append(text)
-        return Delta(
-            self.ticket.index, text, news.tokens, news.logprobs, self.finish_reason, self.stop_reason
-        )
+        return output._replace(text=text, finish_reason=self.finish_reason, stop_reason=self.stop_reason)
 
-    def _feed_singly(self, news: RequestOutput) -> Delta:
-        """Take tokens one by one up to the one that completes a stop string: the rest is not the answer's."""
+    def _detokenize_singly(self, output: RequestOutput) -> RequestOutput:
+        """Add tokens one by one up to the one that completes a stop string, and drop the rest."""
         text, known = "", len(self.tokens)
-        for at in range(len(news.tokens)):
-            is_last = at + 1 == len(news.tokens)
-            one = news._replace(
-                tokens=news.tokens[at : at + 1],
-                logprobs=news.logprobs[at : at + 1],
-                finish=news.finish if is_last else None,
+        last = len(output.tokens) - 1
+        for at in range(last + 1):
+            single = output._replace(
+                tokens=output.tokens[at : at + 1],
+                logprobs=output.logprobs[at : at + 1],
+                finish_reason=output.finish_reason if at == last else None,
             )
-            text += self.feed(one).text
+            text += self.detokenize(single).text
             if self.finish_reason is not None:
                 break
         taken = len(self.tokens) - known
-        logprobs = news.logprobs[:taken]
-        return Delta(
-            self.ticket.index, text, news.tokens[:taken], logprobs, self.finish_reason, self.stop_reason
+        tokens, logprobs = output.tokens[:taken], output.logprobs[:taken]
+        return RequestOutput(
+            self, tokens, logprobs, self.finish_reason, text=text, stop_reason=self.stop_reason
         )
 
 
-class ClientGoneError(Exception):
-    """Nobody is there to be answered."""
-
-
 class OutputStream:
-    """Prompts of one HTTP request in the engine, and what has come back.
+    """Outputs of all prompts of one HTTP request.
 
     Parameters
     ----------
-    driver, tokenizer
-        The engine's.
-    prompts, adapter, params
-        What is asked.
     stops
-        Strings that end an answer.
+        Stop strings.
     stream
-        Tell of every token at once.
+        Return outputs token by token; otherwise one per prompt.
     """
 
     def __init__(
         self,
-        driver: AsyncEngine,
+        engine: AsyncEngine,
         tokenizer: Tokenizer,
         prompts: Sequence[Sequence[int]],
         adapter: str | None,
@@ -320,88 +248,87 @@ class OutputStream:
         stops: Sequence[str],
         stream: bool,
     ) -> None:
-        self._driver = driver
-        self._news: list[RequestOutput] = []
+        self.tokenizer = tokenizer
+        self.adapter = adapter
+        self.params = params
+        self.stops = stops
+        self.arrival_ns = engine.now_ns()
+        self.final_only = not stream and not stops  # a stop string is detected while tokens arrive
+        self.states = [RequestState(self, index, prompt) for index, prompt in enumerate(prompts)]
+        self._engine = engine
+        self._outputs: list[RequestOutput] = []
         self._waiter: asyncio.Future[None] | None = None
-        self._running = len(prompts)
-        self._gone = False
-        arrival_ns = driver.now_ns()
-        whole = not stream and not stops  # a stop string must be seen when it comes
-        self.choices = [
-            Choice(RequestState(self, index, prompt, adapter, params, arrival_ns, whole), tokenizer, stops)
-            for index, prompt in enumerate(prompts)
-        ]
+        self._unfinished = len(prompts)
+        self._disconnected = False
 
     @property
-    def ended(self) -> bool:
-        """Whether all prompts have been answered."""
-        return self._running == 0
+    def finished(self) -> bool:
+        """Whether all prompts have finished."""
+        return self._unfinished == 0
 
-    def hear(self, news: RequestOutput) -> None:
-        """See `Listener`."""
-        self._news.append(news)
+    def on_output(self, output: RequestOutput) -> None:
+        """Queue an output of the engine."""
+        self._outputs.append(output)
         self._wake()
 
     @contextlib.asynccontextmanager
     async def running(self, receive: Receive) -> AsyncIterator[None]:
-        """Have the prompts run while the client is there, and none of them afterwards."""
-        tickets = [choice.ticket for choice in self.choices]
-        self._driver.submit(tickets)
-        watch = asyncio.ensure_future(self._watch(receive))
+        """Submit the prompts; cancel them at the end, or when the client disconnects."""
+        self._engine.submit(self.states)
+        watch = asyncio.ensure_future(self._watch_connection(receive))
         try:
             yield
         finally:
             watch.cancel()
-            if not self.ended:
-                self._driver.cancel(tickets)
+            if not self.finished:
+                self._engine.cancel(self.states)
 
-    async def deltas(self) -> list[Delta]:
-        """Wait for news and return what is to be shown.
+    async def next_outputs(self) -> list[RequestOutput]:
+        """Wait for outputs and return them with their text.
 
         Raises
         ------
         ApiError
-            When a prompt is refused, or its request fails.
+            If a prompt is refused, or its request fails.
         ClientGoneError
-            When the client is gone.
+            If the client has disconnected.
         """
         while True:
-            if not self._news and not self._gone:
+            if not self._outputs and not self._disconnected:
                 self._waiter = asyncio.get_running_loop().create_future()
                 await self._waiter
-            if self._gone:
+            if self._disconnected:
                 raise ClientGoneError
-            deltas = [delta for news in self._drain() if (delta := self._delta(news)) is not None]
-            if deltas:
-                return deltas
+            outputs = [new for output in self._take() if (new := self._process(output)) is not None]
+            if outputs:
+                return outputs
 
-    def _drain(self) -> list[RequestOutput]:
-        """Return the news, one for each prompt."""
-        news, self._news = self._news, []
-        if len(news) > 1 and len(self.choices) == 1:  # the usual backlog: one chunk for all of it
-            tokens: list[Any] = [token for each in news for token in each.tokens]
-            logprobs = [logprob for each in news for logprob in each.logprobs]
-            return [news[-1]._replace(tokens=tokens, logprobs=logprobs)]
-        return news
+    def _take(self) -> list[RequestOutput]:
+        """Return the queued outputs; those of a single prompt are merged."""
+        outputs, self._outputs = self._outputs, []
+        if len(outputs) > 1 and len(self.states) == 1:
+            tokens: list[Any] = [token for output in outputs for token in output.tokens]
+            logprobs = [logprob for output in outputs for logprob in output.logprobs]
+            return [outputs[-1]._replace(tokens=tokens, logprobs=logprobs)]
+        return outputs
 
-    def _delta(self, news: RequestOutput) -> Delta | None:
-        choice = self.choices[news.ticket.index]
-        if choice.finish_reason is not None:  # by a stop string; the rest was under way
+    def _process(self, output: RequestOutput) -> RequestOutput | None:
+        state = output.state
+        if state.finish_reason is not None:  # output after a stop string
             return None
-        if news.finish in ("abort", "error"):
-            raise _error_of(news)
-        delta = choice.feed(news)
-        if delta.finish_reason is not None:
-            self._running -= 1
-            if news.finish is None:  # by a stop string, of which the engine does not know
-                self._driver.cancel([news.ticket], "stop")
-        return delta
+        if output.finish_reason in ("abort", "error"):
+            raise _error_of(output)
+        processed = state.detokenize(output)
+        if processed.finish_reason is not None:
+            self._unfinished -= 1
+            if output.finish_reason is None:  # by a stop string, which the engine does not see
+                self._engine.cancel([state], "stop")
+        return processed
 
-    async def _watch(self, receive: Receive) -> None:
-        """Note when the client goes."""
+    async def _watch_connection(self, receive: Receive) -> None:
         while (await receive())["type"] != "http.disconnect":
             pass
-        self._gone = True
+        self._disconnected = True
         self._wake()
 
     def _wake(self) -> None:
@@ -409,14 +336,15 @@ class OutputStream:
             self._waiter.set_result(None)
 
 
-def _error_of(news: RequestOutput) -> ApiError:
-    if news.finish == "abort":
-        return ApiError(503, "The server shuts down", code="shutting_down", headers={"Retry-After": "1"})
-    if isinstance(news.refusal, EngineFull):
-        return ApiError(429, "The queue is full", code="queue_full", headers={"Retry-After": "1"})
-    if isinstance(news.refusal, EngineFailed):
+def _error_of(output: RequestOutput) -> ApiError:
+    retry = {"Retry-After": "1"}
+    if output.finish_reason == "abort":
+        return ApiError(503, "The server shuts down", code="shutting_down", headers=retry)
+    if isinstance(output.refusal, EngineFullError):
+        return ApiError(429, "The queue is full", code="queue_full", headers=retry)
+    if isinstance(output.refusal, EngineDeadError):
         message = "The engine has failed; please try again"
-        return ApiError(503, message, code="instance_failed", headers={"Retry-After": "1"})
-    if news.refusal is not None:
-        return bad_request(news.refusal)
-    return ApiError(500, news.error or "The request failed", code="request_failed")
+        return ApiError(503, message, code="instance_failed", headers=retry)
+    if output.refusal is not None:
+        return bad_request(output.refusal)
+    return ApiError(500, output.error or "The request failed", code="request_failed")

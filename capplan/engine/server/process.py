@@ -13,9 +13,10 @@ import traceback
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any
+from typing import Any, Final, Protocol
 
 import uvicorn
+from fastapi import FastAPI
 
 from capplan.engine.engine import Engine
 from capplan.engine.request import SamplingParams
@@ -25,25 +26,23 @@ from capplan.engine.server.service import Service
 from capplan.engine.timing import RecordFile
 from capplan.errors import InputError
 
-_SIGNALS = (signal.SIGINT, signal.SIGTERM)
-
-_KEEP_ALIVE_S = 75
-
-_LAST_WORDS_S = 5
-"""For answers that are written out already, and for those that the end of the engine cuts off."""
+_SIGNALS: Final = (signal.SIGINT, signal.SIGTERM)
+_KEEP_ALIVE_S: Final = 75
+_SHUTDOWN_TIMEOUT_S: Final = 5
+"""For responses that are complete but not sent, and for those that draining cut off."""
 
 
 def bind(host: str, port: int) -> socket.socket:
-    """Return a socket that has an address and does not listen yet.
+    """Return a bound socket that does not listen yet.
 
     Raises
     ------
     InputError
-        When the address cannot be had.
+        If the address is not available.
     """
     try:
         kind, _, _, _, address = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM)[0]
-        # Named as TCP, so that asyncio turns Nagle's algorithm off: events would wait for acknowledgements.
+        # asyncio disables Nagle's algorithm, which delays events, only for sockets created with IPPROTO_TCP.
         listener = socket.socket(kind, socket.SOCK_STREAM, socket.IPPROTO_TCP)
         listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
         try:
@@ -53,35 +52,61 @@ def bind(host: str, port: int) -> socket.socket:
             raise
         return listener
     except OSError as error:
-        raise _no_listening(error, f"{host}:{port}") from None
+        raise _cannot_listen(error, f"{host}:{port}") from None
 
 
-def _no_listening(error: OSError, address: str) -> InputError:
+def _cannot_listen(error: OSError, address: str) -> InputError:
     return InputError(f"cannot be listened on: {error.strerror or error}", location=address)
 
 
 def url_of(listener: socket.socket) -> str:
-    """Return where a socket listens."""
+    """Return the URL of a bound socket."""
     host, port = listener.getsockname()[:2]
     return f"http://[{host}]:{port}" if ":" in host else f"http://{host}:{port}"
 
 
-class EngineServer(uvicorn.Server):
-    """uvicorn that ends in two steps.
+class Drainable(Protocol):
+    """Application that `DrainingServer` stops.
 
-    The first SIGTERM or SIGINT lets running requests finish, for a time, while new ones are refused with 503;
-    the second ends at once.
+    Attributes
+    ----------
+    draining
+        Whether new requests are refused.
     """
 
-    def __init__(self, service: Service, ready: Callable[[], None]) -> None:
+    draining: bool
+
+    @property
+    def failed(self) -> asyncio.Event:
+        """Event after which the server stops."""
+        ...
+
+    async def drain(self) -> None:
+        """Wait for running requests, for a limited time."""
+        ...
+
+
+class DrainingServer(uvicorn.Server):
+    """uvicorn with a shutdown in two steps.
+
+    The first SIGTERM or SIGINT lets running requests finish, for a limited time, while new ones are refused
+    with 503. The second stops the server at once.
+
+    Parameters
+    ----------
+    ready
+        Called once the server listens.
+    """
+
+    def __init__(self, app: FastAPI, service: Drainable, ready: Callable[[], None]) -> None:
         super().__init__(
             uvicorn.Config(
-                make_app(service),
+                app,
                 log_level=logging.WARNING,
                 access_log=False,
                 server_header=False,
                 timeout_keep_alive=_KEEP_ALIVE_S,
-                timeout_graceful_shutdown=_LAST_WORDS_S,
+                timeout_graceful_shutdown=_SHUTDOWN_TIMEOUT_S,
             )
         )
         self._service = service
@@ -89,18 +114,18 @@ class EngineServer(uvicorn.Server):
         self._tasks: list[asyncio.Task[None]] = []
 
     async def startup(self, sockets: list[socket.socket] | None = None) -> None:
-        """Listen, and say so."""
+        """Listen, and report it."""
         try:
             await super().startup(sockets)
         except OSError as error:
-            raise _no_listening(error, "address") from None
-        self._tasks.append(asyncio.ensure_future(self._watch_engine()))
+            raise _cannot_listen(error, "address") from None
+        self._tasks.append(asyncio.ensure_future(self._exit_on_failure()))
         self._ready()
 
     @contextlib.contextmanager
     def capture_signals(self) -> Iterator[None]:
         """Handle signals while the server runs; unlike uvicorn, do not raise them again afterwards."""
-        if threading.current_thread() is not threading.main_thread():  # where signals cannot be had
+        if threading.current_thread() is not threading.main_thread():
             yield
             return
         loop = asyncio.get_running_loop()
@@ -113,7 +138,7 @@ class EngineServer(uvicorn.Server):
                 loop.remove_signal_handler(number)
 
     def end(self) -> None:
-        """Finish what runs and stop; called again, stop."""
+        """Drain and stop; called again, stop at once."""
         if self._service.draining:
             self.should_exit = self.force_exit = True
         else:
@@ -121,87 +146,66 @@ class EngineServer(uvicorn.Server):
             self._tasks.append(asyncio.ensure_future(self._drain()))
 
     async def _drain(self) -> None:
-        driver = self._service.driver
-        try:
-            await asyncio.wait_for(driver.wait_idle(), self._service.settings.drain_timeout_s)
-        except TimeoutError:
-            driver.cancel_all()
+        await self._service.drain()
         self.should_exit = True
 
-    async def _watch_engine(self) -> None:
-        await self._service.driver.failed.wait()
+    async def _exit_on_failure(self) -> None:
+        await self._service.failed.wait()
         self.should_exit = True
 
 
 def serve(service: Service, listener: socket.socket, ready: Callable[[], None]) -> int:
-    """Serve until told to stop.
-
-    Parameters
-    ----------
-    service
-        What to serve.
-    listener
-        Where.
-    ready
-        Called when requests are taken.
+    """Serve until stopped.
 
     Returns
     -------
     int
-        Exit status: 0 when told to stop, 1 when the engine broke down.
+        Exit status: 0 if stopped, 1 if the engine failed.
     """
     try:
-        EngineServer(service, ready).run([listener])
+        DrainingServer(make_app(service), service, ready).run([listener])
     finally:
-        service.driver.stop()  # uvicorn does not see to that when it is to end at once
-    failure = service.driver.failure
+        service.engine.stop()  # a forced exit skips the application's shutdown
+    failure = service.engine.failure
     if failure is None:
         return 0
     traceback.print_exception(failure, file=sys.stderr)
     return 1
 
 
-AdapterSources = Mapping[str, str | Path | int]
-"""Name to a folder that PEFT wrote, or to the rank of a random adapter."""
-
-
 @dataclass(frozen=True)
 class InstanceConfig:
-    """One engine with its server, as settings.
+    """Configuration of one engine with its server.
 
     Attributes
     ----------
     model, adapters
-        As `Engine` takes them.
+        As for `Engine`.
     engine
-        Fields of `EngineSettings`, but for `max_in_flight`, which follows from the server's.
-    server
-        The server's.
+        Fields of `EngineSettings` except `max_in_flight`, which follows from the server's.
     records
-        Where to write what every step did, as Parquet; None: nowhere.
+        Parquet file of step records; None: not written.
     """
 
     model: str
     server: ServerSettings
-    adapters: AdapterSources = field(default_factory=dict)
+    adapters: Mapping[str, str | Path | int] = field(default_factory=dict)
     engine: Mapping[str, Any] = field(default_factory=dict)
     records: Path | None = None
 
 
 def run_instance(instance: InstanceConfig, ready: Callable[[str], None]) -> int:
-    """Serve until told to stop.
+    """Load an engine and serve until stopped.
 
     Parameters
     ----------
-    instance
-        What to serve.
     ready
-        Called with the URL once requests are taken.
+        Called with the URL once requests are accepted.
 
     Returns
     -------
     int
-        Exit status: 0 when told to stop, 1 when the engine broke down.
+        Exit status: 0 if stopped, 1 if the engine failed.
     """
     settings = instance.server
     with contextlib.ExitStack() as stack:
@@ -209,22 +213,22 @@ def run_instance(instance: InstanceConfig, ready: Callable[[str], None]) -> int:
         fields = {**instance.engine, "max_in_flight": settings.max_requests}
         engine = stack.enter_context(Engine(instance.model, instance.adapters, **fields))
         warm_up(engine)
-        watchers = []
+        observers = []
         if instance.records is not None:
-            watchers.append(stack.enter_context(RecordFile(instance.records)))
-        service = Service(engine, settings, instance.adapters, watchers)
+            observers.append(stack.enter_context(RecordFile(instance.records)))
+        service = Service(engine, settings, instance.adapters, observers)
         return serve(service, listener, lambda: ready(url_of(listener)))
 
 
 def warm_up(engine: Engine) -> None:
-    """Capture graphs, and run and end a few requests, so that nobody's first one waits for compilation."""
+    """Capture graphs and run a few requests, to avoid first-request compilation latency."""
     engine.core.runner.capture_graphs()
     params = SamplingParams(max_tokens=3, ignore_eos=True, temperature=1.0, logprobs=1)
     for adapter in (None, *engine.adapters[:1]):
         requests = [engine.new_request([0], adapter, params) for _ in range(4)]
         for request in requests:
             engine.submit(request)
-        engine.abort(requests[0])  # while it waits ...
+        engine.abort(requests[0])  # waiting
         while engine.step() is not None or engine.wait_for_adapter():
-            engine.abort(requests[1])  # ... and while it runs
+            engine.abort(requests[1])  # running
     engine.records.clear()

@@ -33,20 +33,14 @@ _TYPES: Final = {
 
 
 class ApiError(HTTPException):
-    """A request that is refused.
+    """Error of a request.
 
     Parameters
     ----------
-    status
-        Of HTTP.
-    message
-        One line for people.
     param
-        The field of the request that is wrong.
+        Invalid field of the request.
     code
-        For programs, such as ``model_not_found``.
-    headers
-        Further headers of the response.
+        Machine-readable code, such as ``model_not_found``.
     """
 
     def __init__(
@@ -72,19 +66,19 @@ class ApiError(HTTPException):
         return Response(self.body(), self.status_code, self.headers, "application/json")
 
 
-def bad_request(error: InputError, param: str | None = None) -> ApiError:
-    """Return what a request is told whose values the engine refuses."""
-    return ApiError(400, str(error), param or error.location or None)
+def bad_request(error: InputError) -> ApiError:
+    """Return the error for a value that the engine refuses."""
+    return ApiError(400, str(error), error.location or None)
 
 
-def answer_errors(app: FastAPI) -> None:
-    """Have an application answer every error in this form."""
-    app.add_exception_handler(HTTPException, _of_http)
-    app.add_exception_handler(RequestValidationError, _of_validation)
-    app.add_exception_handler(Exception, _of_defect)
+def add_error_handlers(app: FastAPI) -> None:
+    """Send every error of an application in OpenAI's form."""
+    app.add_exception_handler(HTTPException, _http_error)
+    app.add_exception_handler(RequestValidationError, _validation_error)
+    app.add_exception_handler(Exception, _internal_error)
 
 
-async def _of_http(_: Request, error: Exception) -> Response:
+async def _http_error(_: Request, error: Exception) -> Response:
     if isinstance(error, ApiError):
         return error.response()
     status = error.status_code if isinstance(error, HTTPException) else 500
@@ -92,13 +86,13 @@ async def _of_http(_: Request, error: Exception) -> Response:
     return ApiError(status, detail).response()
 
 
-async def _of_validation(_: Request, error: Exception) -> Response:
+async def _validation_error(_: Request, error: Exception) -> Response:
     problems = error.errors() if isinstance(error, RequestValidationError) else []
     return _first_problem(problems[0] if problems else {}).response()
 
 
 def _first_problem(problem: Mapping[str, Any]) -> ApiError:
-    """Return the error that names the first thing wrong in a body."""
+    """Return the error of the first invalid field of a body."""
     kind, where = problem.get("type"), [str(part) for part in problem.get("loc", ())[1:]]
     if kind == "json_invalid":
         return ApiError(400, f"The body is not valid JSON: {problem['ctx']['error']} at {where[0]}")
@@ -110,29 +104,39 @@ def _first_problem(problem: Mapping[str, Any]) -> ApiError:
     return ApiError(400, f"{place}: {message}" if place else message, param)
 
 
-async def _of_defect(_: Request, __: Exception) -> Response:
-    """Say nothing of the inside; the traceback goes to the log."""
+async def _internal_error(_: Request, __: Exception) -> Response:
     return ApiError(500, "The server made a mistake").response()
 
 
-def code_of(body: bytes) -> str | None:
-    """Return the code of an error's body; None where it is no such body."""
+def error_code(body: bytes) -> str | None:
+    """Return the code of an error's body; None for any other body."""
     try:
         return str(json.loads(body)["error"]["code"])
     except (ValueError, TypeError, KeyError):
         return None
 
 
-MOST_LOGPROBS: Final = 20  # vLLM's --max-logprobs
+def model_card(name: str, created: int, root: str, parent: str | None, max_model_len: int) -> dict[str, Any]:
+    """Return an entry of ``/v1/models``."""
+    return {
+        "id": name,
+        "object": "model",
+        "created": created,
+        "owned_by": "capplan",
+        "root": root,
+        "parent": parent,
+        "max_model_len": max_model_len,
+    }
 
-MOST_STOPS: Final = 16
 
-LONGEST_STOP: Final = 1000
+_MAX_LOGPROBS: Final = 20  # vLLM's --max-logprobs
+_MAX_STOPS: Final = 16
+_MAX_STOP_LENGTH: Final = 1000
 
 _WITHOUT_EFFECT: Final = frozenset(
     ("metadata", "prompt_cache_key", "safety_identifier", "service_tier", "store", "user", "verbosity")
 )
-"""They do not touch the answer."""
+"""Fields without effect on the output."""
 
 _NEUTRAL: Final = MappingProxyType(
     {
@@ -163,15 +167,14 @@ _NEUTRAL: Final = MappingProxyType(
         "use_beam_search": (False,),
     }
 )
-"""Fields that the engine does not do, and the values with which they ask for nothing."""
+"""Unsupported fields and their neutral values."""
 
 TokenId = Annotated[int, Field(ge=0)]
-
 Prompts = str | list[str] | list[TokenId] | list[list[TokenId]]
 
 
 def _prompts(value: Any, validate: Any) -> Any:
-    """Say in one line what a union of four types would say in a dozen."""
+    """Report one error instead of one per type of the union."""
     try:
         return validate(value)
     except ValidationError:
@@ -184,14 +187,14 @@ class _Body(BaseModel):
 
 
 class StreamOptions(_Body):
-    """What a stream brings beside tokens."""
+    """Options of a stream."""
 
     include_usage: bool = False
     include_obfuscation: bool = False
 
 
 class _Generation(BaseModel):
-    """What completions and chat have in common."""
+    """Fields of completions and chat."""
 
     model_config = ConfigDict(strict=True, extra="allow", allow_inf_nan=False)
 
@@ -200,7 +203,7 @@ class _Generation(BaseModel):
     temperature: Annotated[float, Field(ge=0)] | None = None
     top_p: Annotated[float, Field(gt=0, le=1)] | None = None
     seed: Annotated[int, Field(ge=0, lt=2**63)] | None = None
-    stop: str | Annotated[list[str], Field(max_length=MOST_STOPS)] | None = None
+    stop: str | Annotated[list[str], Field(max_length=_MAX_STOPS)] | None = None
     stream: bool | None = None
     stream_options: StreamOptions | None = None
     ignore_eos: bool = False
@@ -218,20 +221,20 @@ class _Generation(BaseModel):
                 raise _field_error(name, unknown_key(name, known))
         if self.stream_options is not None and not self.stream:
             raise _field_error("stream_options", "is only for streams")
-        if any(not 1 <= len(stop) <= LONGEST_STOP for stop in self.stops()):
-            raise _field_error("stop", f"must be strings of 1 to {LONGEST_STOP} characters")
+        if any(not 1 <= len(stop) <= _MAX_STOP_LENGTH for stop in self.stops()):
+            raise _field_error("stop", f"must be strings of 1 to {_MAX_STOP_LENGTH} characters")
         return self
 
     def stops(self) -> list[str]:
-        """Return the strings that end the answer."""
+        """Return the stop strings."""
         return [self.stop] if isinstance(self.stop, str) else self.stop or []
 
     def include_usage(self) -> bool:
-        """Tell whether a stream ends with the numbers of tokens."""
+        """Return whether a stream ends with token counts."""
         return self.stream_options is not None and self.stream_options.include_usage
 
     def sampling(self, max_tokens: int, logprobs: int | None) -> SamplingParams:
-        """Return the request as the engine takes it; OpenAI's defaults where nothing is said."""
+        """Return the sampling parameters, with OpenAI's defaults."""
         return SamplingParams(
             max_tokens=max_tokens,
             temperature=1.0 if self.temperature is None else self.temperature,
@@ -247,10 +250,10 @@ class CompletionRequest(_Generation):
     """``POST /v1/completions``."""
 
     prompt: Annotated[Prompts, WrapValidator(_prompts)]
-    logprobs: Annotated[int, Field(ge=0, le=MOST_LOGPROBS)] | None = None
+    logprobs: Annotated[int, Field(ge=0, le=_MAX_LOGPROBS)] | None = None
 
     def prompts(self) -> list[str] | list[list[int]]:
-        """Return the prompts, one or many."""
+        """Return the prompts as a list."""
         if isinstance(self.prompt, str):
             return [self.prompt]
         if self.prompt and isinstance(self.prompt[0], int):
@@ -259,7 +262,7 @@ class CompletionRequest(_Generation):
 
 
 class TextPart(_Body):
-    """A part of a message; the model reads text only."""
+    """Text part of a message."""
 
     type: Literal["text"]
     text: str
@@ -268,7 +271,7 @@ class TextPart(_Body):
 class ChatMessage(_Body):
     """One turn of a conversation.
 
-    Clients send answers back as they came, with the fields in which this server says nothing.
+    Clients send responses back with fields that this server leaves empty.
     """
 
     role: Literal["system", "developer", "user", "assistant", "tool"]
@@ -282,7 +285,7 @@ class ChatMessage(_Body):
     tool_calls: Annotated[list[Any], Field(max_length=0)] | None = None
 
     def text(self) -> str:
-        """Return what was said."""
+        """Return the text of the message."""
         if isinstance(self.content, list):
             return "".join(part.text for part in self.content)
         return self.content or ""
@@ -294,7 +297,7 @@ class ChatRequest(_Generation):
     messages: Annotated[list[ChatMessage], Field(min_length=1)]
     max_completion_tokens: Annotated[int, Field(ge=1)] | None = None
     logprobs: bool | None = None
-    top_logprobs: Annotated[int, Field(ge=0, le=MOST_LOGPROBS)] | None = None
+    top_logprobs: Annotated[int, Field(ge=0, le=_MAX_LOGPROBS)] | None = None
 
     @model_validator(mode="after")
     def _check_logprobs(self) -> Self:
@@ -314,11 +317,11 @@ class UnloadAdapterRequest(_Body):
     """``POST /v1/unload_lora_adapter``."""
 
     lora_name: str
-    lora_int_id: int | None = None  # vLLM takes and ignores it, too
+    lora_int_id: int | None = None  # ignored, as in vLLM
 
 
 def _is(value: Any, neutral: Any) -> bool:
-    """Compare without taking True for 1."""
+    """Compare, with True and 1 different."""
     return bool(value == neutral) and isinstance(value, bool) == isinstance(neutral, bool)
 
 

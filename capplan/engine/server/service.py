@@ -8,24 +8,27 @@ import time
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
+from typing import Final
 
 from capplan.engine.engine import Engine
 from capplan.engine.lora.adapter import AdapterLayout, PeftFolder
-from capplan.engine.server.async_engine import AsyncEngine, EngineFailureError, StepObserver
+from capplan.engine.server.async_engine import AsyncEngine, StepObserver
 from capplan.engine.server.chat_template import chat_template
 from capplan.engine.server.limiter import ServerSettings
 from capplan.engine.server.metrics import Metrics
+from capplan.engine.server.output_stream import EngineDeadError
 from capplan.engine.server.protocol import ApiError, ChatMessage
 from capplan.errors import InputError
 
-LONGEST_NAME = 256
-
-_FILES = ("adapter_config.json", "adapter_model.safetensors")
+_MAX_NAME_LENGTH: Final = 256
+_FILES: Final = ("adapter_config.json", "adapter_model.safetensors")
+_LONG_TEXT: Final = 50_000
+"""Characters of prompts from which tokenization runs in a thread."""
 
 
 @dataclass(frozen=True)
 class AdapterInfo:
-    """What `/v1/models` says of an adapter."""
+    """Entry of an adapter in `/v1/models`."""
 
     name: str
     source: str
@@ -33,89 +36,89 @@ class AdapterInfo:
 
 
 class ServedAdapters:
-    """Adapters by name. Belongs to the event loop.
+    """Adapters of a server by name.
 
     Parameters
     ----------
-    engine, driver
-        The engine, of which only what never changes is read here, and who steps it.
+    engine
+        Only its constant attributes are read here.
     base_name
-        The name of the base model, which no adapter may have.
+        Name of the base model.
     root
-        The folder that adapters are loaded from; None: none can be.
-    given
-        Name to folder or rank of those that the engine started with.
+        Folder of adapters that clients may load; None: they may load none.
+    initial
+        Name to folder or rank of the adapters that the engine started with.
     """
 
     def __init__(
         self,
         engine: Engine,
-        driver: AsyncEngine,
+        async_engine: AsyncEngine,
         base_name: str,
         root: Path | None,
-        given: Mapping[str, str | Path | int],
+        initial: Mapping[str, str | Path | int],
     ) -> None:
-        self._driver = driver
+        self._engine = async_engine
         self._base_name = base_name
         self._root = None if root is None else root.resolve()
         self._layout = AdapterLayout(engine.config)
         self._dtype = engine.settings.torch_dtype(engine.config)
-        self._known = {name: AdapterInfo(name, str(source)) for name, source in given.items()}
-        self._one_at_a_time = asyncio.Lock()
+        self._adapters = {name: AdapterInfo(name, str(source)) for name, source in initial.items()}
+        self._lock = asyncio.Lock()
 
     def __contains__(self, name: str) -> bool:
-        return name in self._known
+        return name in self._adapters
 
     def all(self) -> list[AdapterInfo]:
         """Return all adapters, oldest first."""
-        return list(self._known.values())
+        return list(self._adapters.values())
 
     async def load(self, name: str, path: str) -> None:
-        """Make an adapter known.
+        """Load an adapter from a folder below the root.
 
         Raises
         ------
         ApiError
-            When the name is taken or no name, the folder lies outside of the root, or the adapter is broken
-            or does not go with the model.
+            If the name is invalid or taken, the folder is outside the root, or the adapter is broken or does
+            not fit the model.
         """
-        if not 1 <= len(name) <= LONGEST_NAME or not name.isprintable():
-            rule = f"lora_name must be 1 to {LONGEST_NAME} printable characters"
+        if not 1 <= len(name) <= _MAX_NAME_LENGTH or not name.isprintable():
+            rule = f"lora_name must be 1 to {_MAX_NAME_LENGTH} printable characters"
             raise ApiError(400, rule, "lora_name")
-        async with self._one_at_a_time:
-            if name in self._known or name == self._base_name:
+        async with self._lock:
+            if name in self._adapters or name == self._base_name:
                 raise ApiError(400, f"The adapter {name!r} is loaded already", "lora_name", "already_loaded")
             folder = await asyncio.to_thread(self._confined, path)
             try:
-                # Once in full beside the engine, so that it never meets one that is broken.
+                # A full read outside the engine's thread rejects broken adapters.
                 source = PeftFolder(folder)
                 await asyncio.to_thread(source.read, self._layout, self._dtype, pin=False)
-                await self._driver.run(lambda engine: engine.add_adapter(name, folder))
+                await self._engine.run(lambda engine: engine.add_adapter(name, folder))
             except InputError as error:
-                message = str(error).replace(f"{self._root}/", "")  # where the root is, is nobody's business
+                message = str(error).replace(f"{self._root}/", "")  # the root's path is not disclosed
                 raise ApiError(400, message, "lora_path") from None
-            self._known[name] = AdapterInfo(name, path)
+            self._adapters[name] = AdapterInfo(name, path)
 
     async def unload(self, name: str) -> None:
-        """Forget an adapter.
+        """Remove an adapter.
 
         Raises
         ------
         ApiError
-            When there is none of that name, or requests use it.
+            If it does not exist, or requests use it.
         """
-        async with self._one_at_a_time:
-            info = self._known.pop(name, None)  # nobody can ask for it from now on
+        async with self._lock:
+            info = self._adapters.pop(name, None)  # new requests get 404 from here on
             if info is None:
                 raise ApiError(404, f"There is no adapter {name!r}", "lora_name", "adapter_not_found")
             try:
-                await self._driver.run(lambda engine: engine.remove_adapter(name))
+                await self._engine.run(lambda engine: engine.remove_adapter(name))
             except InputError as error:
-                self._known[name] = info
+                self._adapters[name] = info
                 raise ApiError(409, str(error), "lora_name", "adapter_in_use") from None
 
     def _confined(self, path: str) -> Path:
-        """Return the folder of an adapter, all links followed, if it lies within the root."""
+        """Return the folder of an adapter with all links resolved, if it is within the root."""
         if self._root is None:
             raise ApiError(403, "No adapters can be loaded: the server has no --lora-root", "lora_path")
         outside = ApiError(
@@ -125,62 +128,52 @@ class ServedAdapters:
             folder = (self._root / path).resolve()
             if not folder.is_relative_to(self._root):
                 raise outside
-            for name in _FILES:  # a folder inside may hold links to files outside
+            for name in _FILES:  # files may be links to the outside
                 if not (folder / name).resolve().is_relative_to(self._root):
                     raise outside
             found = folder.is_dir()
-        except (OSError, ValueError, RuntimeError):  # a name too long, a NUL in it, links in a circle
+        except (OSError, ValueError, RuntimeError):  # a long name, a NUL, a loop of links
             raise ApiError(400, "lora_path is no path", "lora_path") from None
         if not found:
             raise ApiError(404, f"There is no folder {path!r}", "lora_path", "not_found")
         return folder
 
 
-_LONG_TEXT = 50_000
-"""Characters from which on prompts are turned into tokens beside the event loop."""
-
-
 class Service:
-    """An engine, who steps it, and the rules by which clients get at it.
+    """An engine and the rules of access to it.
+
+    Parameters
+    ----------
+    initial
+        Adapters that the engine was made with.
 
     Attributes
     ----------
     draining
-        Whether the server ends: what runs is answered, nothing else is taken.
+        Whether new requests are refused while running ones finish.
     refused
-        Requests that were not taken, by status.
-
-    Parameters
-    ----------
-    engine
-        Not yet used by anybody else.
-    settings
-        The server's.
-    given
-        The adapters that the engine was made with.
-    watchers
-        See every step.
+        Number of refused requests by status.
 
     Raises
     ------
     InputError
-        When an adapter is called as the base model is.
+        If an adapter has the name of the base model.
     """
 
     def __init__(
         self,
         engine: Engine,
         settings: ServerSettings,
-        given: Mapping[str, str | Path | int],
-        watchers: Sequence[StepObserver] = (),
+        initial: Mapping[str, str | Path | int],
+        observers: Sequence[StepObserver] = (),
     ) -> None:
-        if settings.model_name in given:
+        if settings.model_name in initial:
             rule = "must be other names than the base model's"
             raise InputError(rule, settings.model_name, "adapters")
         self.settings = settings
         self.metrics = Metrics(engine, settings.model_name)
-        self.driver = AsyncEngine(engine, [self.metrics, *watchers])
-        self.adapters = ServedAdapters(engine, self.driver, settings.model_name, settings.lora_root, given)
+        self.engine = AsyncEngine(engine, [self.metrics, *observers])
+        self.adapters = ServedAdapters(engine, self.engine, settings.model_name, settings.lora_root, initial)
         self.tokenizer = engine.tokenizer
         self.template = chat_template(engine.tokenizer, engine.folder)
         self.vocab_size = engine.config.vocab_size
@@ -189,13 +182,25 @@ class Service:
         self.draining = False
         self.refused = {429: 0, 503: 0}
 
+    @property
+    def failed(self) -> asyncio.Event:
+        """Set when the engine has failed."""
+        return self.engine.failed
+
+    async def drain(self) -> None:
+        """Wait for running requests, and cancel them after the drain timeout."""
+        try:
+            await asyncio.wait_for(self.engine.wait_idle(), self.settings.drain_timeout_s)
+        except TimeoutError:
+            self.engine.cancel_all()
+
     def adapter_of(self, model: str) -> str | None:
-        """Return the adapter that a model name means; None is the base model.
+        """Return the adapter of a model name; None is the base model.
 
         Raises
         ------
         ApiError
-            404, when there is no such model.
+            404 if the model does not exist.
         """
         if model == self.settings.model_name:
             return None
@@ -203,52 +208,53 @@ class Service:
             raise ApiError(404, f"The model {model!r} does not exist", "model", "model_not_found")
         return model
 
-    def refuse_if_full(self, more: int = 1, coming: int = 0) -> None:
-        """Raise when so many further prompts cannot be taken beside requests that are still being read.
+    def refuse_if_full(self, prompts: int = 1, reading: int = 0) -> None:
+        """Check that further prompts can be accepted, beside requests whose body is being read.
 
         Raises
         ------
         ApiError
-            503 when the server ends or its engine has, 429 when the queue is full.
+            503 if the server drains or its engine has failed, 429 if the queue is full.
         """
         if self.draining:
             raise self._refusal(503, "The server shuts down", "shutting_down", 1)
-        if self.driver.failure is not None:
+        if self.engine.failure is not None:
             raise ApiError(503, "The engine has failed", code="engine_failed", headers={"Retry-After": "1"})
-        if more > self.settings.max_requests:
+        if prompts > self.settings.max_requests:
             message = f"A request must not have more than {self.settings.max_requests} prompts"
             raise ApiError(400, message, "prompt")
-        if self.driver.in_flight + coming + more > self.settings.max_requests:
+        if self.engine.in_flight + reading + prompts > self.settings.max_requests:
             raise self._refusal(429, "The queue is full", "queue_full", self._retry_after_s())
 
     async def encode(
         self, prompts: Sequence[str | list[int]], max_tokens: int | None, *, special: bool = True
     ) -> list[list[int]]:
-        """Return the tokens of prompts, checked for their number; `special`: as for the tokenizer.
+        """Return the tokens of prompts; `special`: add special tokens.
 
         Raises
         ------
         ApiError
-            400, when one is empty, or too long together with `max_tokens`; 429 and 503 as `refuse_if_full`,
-            before any work.
+            400 if a prompt is empty, or too long together with `max_tokens`; 429 and 503 as `refuse_if_full`.
         """
         self.refuse_if_full(len(prompts))
-        if sum(len(prompt) for prompt in prompts if isinstance(prompt, str)) < _LONG_TEXT:
-            return [self._encode(prompt, max_tokens, special) for prompt in prompts]
-        return await asyncio.to_thread(
-            lambda: [self._encode(prompt, max_tokens, special) for prompt in prompts]
-        )
 
-    def written(self, messages: Sequence[ChatMessage]) -> str:
+        def encode_all() -> list[list[int]]:
+            return [self._encode(prompt, max_tokens, special) for prompt in prompts]
+
+        if sum(len(prompt) for prompt in prompts if isinstance(prompt, str)) < _LONG_TEXT:
+            return encode_all()
+        return await asyncio.to_thread(encode_all)
+
+    def apply_chat_template(self, messages: Sequence[ChatMessage]) -> str:
         """Return a conversation as one prompt.
 
         Raises
         ------
         ApiError
-            400, when the model's template refuses it.
+            400 if the model's template refuses it.
         """
         try:
-            return self.template.write(messages)
+            return self.template.render(messages)
         except InputError as error:
             raise ApiError(400, str(error), "messages") from None
 
@@ -283,14 +289,14 @@ class Service:
         return ApiError(status, message, code=code, headers={"Retry-After": str(retry_after_s)})
 
     def _retry_after_s(self) -> int:
-        """Return when about half of what is in flight will have been answered, at the present pace."""
-        per_s = self.driver.ends_per_s()
-        return min(60, max(1, math.ceil(0.5 * self.driver.in_flight / per_s))) if per_s else 5
+        """Return the time in which half of the prompts in flight finish at the present rate."""
+        per_s = self.engine.finished_per_s()
+        return min(60, max(1, math.ceil(0.5 * self.engine.in_flight / per_s))) if per_s else 5
 
     async def metrics_text(self) -> bytes:
         """Return all metrics in Prometheus' text format."""
         refused = dict(self.refused)
         try:
-            return await self.driver.run(lambda _: self.metrics.text(refused))
-        except EngineFailureError:
-            return self.metrics.text(refused)  # its thread has ended
+            return await self.engine.run(lambda _: self.metrics.text(refused))
+        except EngineDeadError:
+            return self.metrics.text(refused)
