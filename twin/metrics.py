@@ -3,22 +3,27 @@
 from __future__ import annotations
 
 import math
-from dataclasses import dataclass
-from typing import NamedTuple
+from collections.abc import Mapping
+from dataclasses import asdict, dataclass
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import numpy as np
 from numpy.typing import NDArray
 
 from capplan.compile import jit
 from capplan.spec import STARVED_BELOW
+from capplan.spec.display import Displayed, plot
 from capplan.twin import trace as t
 from capplan.twin.scenario import NS_PER_MS, NS_PER_S, Scenario
 from capplan.twin.trace import NEVER, STATUS_RUNNING, TwinTrace
 from capplan.workload import Requests
 
+if TYPE_CHECKING:
+    import pandas as pd
 
-@dataclass(frozen=True)
-class SimulationResult:
+
+@dataclass(frozen=True, repr=False)
+class SimulationResult(Displayed):
     """One simulated GPU over one horizon. Latencies: requests completed within it, NaN without any."""
 
     throughput_tok_s: float
@@ -84,6 +89,28 @@ class SimulationResult:
     duration_s: float
     wall_s: float = 0.0
     """Seconds of computing, drawing of requests included."""
+
+    def display_facts(self) -> Mapping[str, object]:
+        """Return throughput, the verdict on starvation and tail latencies."""
+        names = (
+            "throughput_tok_s",
+            "offered_tok_s",
+            "served_fraction",
+            "starved",
+            "ttft_s_p99",
+            "tpot_ms_p99",
+        )
+        return {name: getattr(self, name) for name in (*names, "completed", "submitted", "duration_s")}
+
+    def plot(self) -> Any:
+        """Return a Plotly figure of mean and percentiles of TTFT, TPOT, ITL and E2E."""
+        return plot("simulation_figure", self)
+
+    def to_pandas(self) -> pd.Series[Any]:
+        """Return all metrics by name."""
+        import pandas as pd
+
+        return pd.Series(asdict(self))
 
 
 def bound_value(result: SimulationResult, bound: str) -> float:

@@ -5,12 +5,13 @@ from __future__ import annotations
 import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
-from typing import Required, TypedDict, Unpack
+from typing import TYPE_CHECKING, Any, Required, TypedDict, Unpack
 
 import numpy as np
 from numpy.typing import NDArray
 
 from capplan.spec import Profile, Workload
+from capplan.spec.display import Displayed, plot
 from capplan.twin import trace as t
 from capplan.twin.core import run
 from capplan.twin.group_metrics import (
@@ -27,6 +28,9 @@ from capplan.twin.per_request import FINISHED, RequestTable, isolated_s, request
 from capplan.twin.scenario import Scenario, build_scenario
 from capplan.twin.scrapes import client_itl_factor
 from capplan.twin.trace import TwinTrace
+
+if TYPE_CHECKING:
+    import pandas as pd
 
 DEFAULT_MAX_NUM_SEQS = 256
 
@@ -193,8 +197,8 @@ def _summary(profile: Profile, scenario: Scenario, trace: TwinTrace, started: fl
     return replace(result, wall_s=time.perf_counter() - started)
 
 
-@dataclass(frozen=True)
-class DetailedResult:
+@dataclass(frozen=True, repr=False)
+class DetailedResult(Displayed):
     """A simulation with its details."""
 
     result: SimulationResult
@@ -208,6 +212,19 @@ class DetailedResult:
     slo: tuple[Attainment, ...]
     """One per latency bound of the workload's SLO, all together last; empty without bounds."""
     series: TimeSeries
+
+    def display_facts(self) -> Mapping[str, object]:
+        """Return the facts of the result."""
+        return self.result.display_facts()
+
+    def plot(self) -> Any:
+        """Return a Plotly figure of requests, memory, adapters and tokens over time."""
+        return plot("course_figure", self)
+
+    def to_pandas(self) -> pd.DataFrame:
+        """Return the table of requests, one row each."""
+        frame: pd.DataFrame = self.requests.to_arrow().to_pandas()
+        return frame
 
 
 def with_buckets(scenario: Scenario) -> Scenario:

@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import asdict, dataclass
 from statistics import fmean
+from typing import TYPE_CHECKING
 
 from capplan.errors import CapplanError, InputError
 from capplan.planner import SOLVERS
@@ -19,7 +20,11 @@ from capplan.planner.solvers import find_solver
 from capplan.planner.solvers.base import DEFAULT_TIME_LIMIT_S, Solver
 from capplan.planner.verify import FRESH_SEEDS, InstanceVerification, make_verifier, require_seeds
 from capplan.spec import Plan, Profile, Workload
+from capplan.spec.display import Displayed
 from capplan.twin import SimulationResult
+
+if TYPE_CHECKING:
+    import pandas as pd
 
 Progress = Callable[[str, int, int], None]
 
@@ -68,8 +73,8 @@ class SolverResult:
         return self.answered and not (self.starved or self.late or self.memory_errors)
 
 
-@dataclass(frozen=True)
-class SolverComparison:
+@dataclass(frozen=True, repr=False)
+class SolverComparison(Displayed):
     """All rows, and what they share."""
 
     profile: str
@@ -82,6 +87,21 @@ class SolverComparison:
     seeds: tuple[int, ...]
     duration_s: float
     rows: tuple[SolverResult, ...]
+
+    def display_facts(self) -> Mapping[str, object]:
+        """Return the GPUs of each answer that holds, and the lower bound."""
+        holding = {row.solver: row.gpus for row in self.rows if row.holds}
+        return {
+            "solvers": len(self.rows),
+            "gpus_that_hold": holding,
+            "lower_bound_gpus": self.lower_bound_gpus,
+        }
+
+    def to_pandas(self) -> pd.DataFrame:
+        """Return one row per solver."""
+        import pandas as pd
+
+        return pd.DataFrame([asdict(row) | {"holds": row.holds} for row in self.rows])
 
 
 def compare(

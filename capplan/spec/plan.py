@@ -6,11 +6,13 @@ import itertools
 import json
 import math
 import os
-from typing import Annotated, Literal, Self
+from collections.abc import Mapping
+from typing import TYPE_CHECKING, Annotated, Any, Literal, Self
 
 from pydantic import Field, JsonValue, Strict, model_validator
 
 from capplan.errors import InputError
+from capplan.spec.display import Displayed, plot
 from capplan.spec.files import parse_json, parse_yaml, read_text, write_text_atomic
 from capplan.spec.slo import Objective, Slo, Utilization
 from capplan.spec.validation import (
@@ -32,6 +34,9 @@ from capplan.spec.validation import (
     rule_error,
     validate_document,
 )
+
+if TYPE_CHECKING:
+    import pandas as pd
 from capplan.spec.workload import AdapterCharge, SizeForm
 
 
@@ -238,7 +243,7 @@ _SHARE_TOLERANCE = 1e-6
 Sha256 = Annotated[str, Strict(), Field(pattern="^[0-9a-f]{64}$"), rule("must be a SHA-256 in hexadecimal")]
 
 
-class Plan(SpecModel):
+class Plan(Displayed, SpecModel):
     """A serving plan. Routing is the shares: there is no second table."""
 
     schema_version: Literal[1] = Field(1, description="Version of this format.")
@@ -301,6 +306,34 @@ class Plan(SpecModel):
         if path is not None:
             write_text_atomic(path, text)
         return text
+
+    def display_facts(self) -> Mapping[str, object]:
+        """Return the size of the plan and its verdict."""
+        totals = self.totals
+        return {
+            "base_model": self.base_model,
+            "gpus": totals.gpus,
+            "lower_bound_gpus": totals.lower_bound_gpus,
+            "groups": len(self.groups),
+            "adapters": len({adapter.name for group in self.groups for adapter in group.adapters}),
+            "verified": self.verification.ok,
+        }
+
+    __str__ = Displayed.__repr__
+
+    def plot(self) -> Any:
+        """Return a Plotly figure of the groups' load, throughput and latencies against their bounds."""
+        return plot("plan_figure", self)
+
+    def to_pandas(self) -> pd.DataFrame:
+        """Return one row per group: engine arguments and predictions, nested keys joined by dots."""
+        import pandas as pd
+
+        left_out = {"adapters", "queues", "cache"}
+        rows = [
+            {**g.model_dump(mode="json", exclude=left_out), "adapters": len(g.adapters)} for g in self.groups
+        ]
+        return pd.json_normalize(rows)
 
     @classmethod
     def from_json(cls, path: str | os.PathLike[str]) -> Plan:

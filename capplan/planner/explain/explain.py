@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
 
@@ -14,6 +14,7 @@ from capplan.planner.explain.what_if import PlanOutcome, Progress, WhatIf, plan_
 from capplan.planner.parallel import parallel_map
 from capplan.planner.verify import fresh_seeds
 from capplan.spec import Group, Plan, Profile, Workload
+from capplan.spec.display import Displayed
 
 
 @dataclass(frozen=True)
@@ -38,8 +39,8 @@ class GroupExplanation:
     room: Headroom
 
 
-@dataclass(frozen=True)
-class Explanation:
+@dataclass(frozen=True, repr=False)
+class Explanation(Displayed):
     """Why a plan is as it is.
 
     Attributes
@@ -55,6 +56,16 @@ class Explanation:
     outcome: PlanOutcome
     groups: tuple[GroupExplanation, ...]
     what_if: tuple[WhatIf, ...]
+
+    def display_facts(self) -> Mapping[str, object]:
+        """Return the size of the plan, and the reason for each group's slots."""
+        reasons = {"a_max": "; ".join(group.why_a_max for group in self.groups[:3])}
+        return {
+            "gpus": self.outcome.gpus,
+            "groups": len(self.groups),
+            "what_if": len(self.what_if),
+            **reasons,
+        }
 
 
 def explain(
