@@ -326,13 +326,13 @@ def shares_of(assignments: tuple[Assignment, ...], servers: int) -> Shares:
     """Return assignments as shares; servers beyond them serve nothing."""
     shares: list[dict[str, float]] = [{} for _ in range(servers)]
     for server, assignment in zip(shares, assignments, strict=False):
-        for part in assignment.parts:
-            server[part.name] = server.get(part.name, 0.0) + part.share
+        for share in assignment.shares:
+            server[share.name] = server.get(share.name, 0.0) + share.fraction
     return shares
 
 
 def _whole(groups: list[list[AdapterShare]], servers: int) -> Shares:
-    return shares_of(tuple(Assignment(tuple(parts), 1) for parts in groups), servers)
+    return shares_of(tuple(Assignment(tuple(shares), 1) for shares in groups), servers)
 
 
 def _routed(load: Load, router: str, servers: int) -> NDArray[np.float64]:

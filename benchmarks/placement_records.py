@@ -32,25 +32,25 @@ def assignments_of(made: Plan) -> tuple[Assignment, ...]:
     answers = []
     for group in made.groups:
         for _ in range(group.replicas):
-            parts = []
+            shares = []
             for adapter in group.adapters:
                 number, share = placed.get(adapter.name, 0), adapter.share / group.replicas
-                parts.append(
+                shares.append(
                     AdapterShare(adapter.name, adapter.rank, adapter.rate_rps * share, share, number)
                 )
                 placed[adapter.name] = number + 1
             args = group.engine_args
-            answers.append(Assignment(tuple(parts), args.max_loras, args.max_num_seqs))
+            answers.append(Assignment(tuple(shares), args.max_loras, args.max_num_seqs))
     return tuple(answers)
 
 
-def _planned(problem: Problem, tools: SolverContext) -> tuple[Assignment, ...]:
+def _planned(problem: Problem, context: SolverContext) -> tuple[Assignment, ...]:
     made = plan(
         problem.workload,
         gpus=problem.gpus * problem.profile.tp,
         profile=problem.profile,
-        seed=tools.seed + 1,
-        time_limit_s=tools.time_limit_s,
+        seed=context.seed + 1,
+        time_limit_s=context.time_limit_s,
     )
     if not made.verification.ok:
         notes = "; ".join(f"{g.id}: {g.note}" for g in made.verification.groups if not g.ok)
@@ -66,7 +66,7 @@ PLAN: Final = Solver(
     ),
     source="ours",
     place=_planned,
-    asks=RequiredEstimator.TWIN,
+    required_estimator=RequiredEstimator.TWIN,
     divides=True,
 )
 
@@ -204,5 +204,5 @@ def _typed(value: Any) -> Any:
 
 
 def _natural(name: str) -> tuple[tuple[str, int], ...]:
-    parts = name.replace("-", ".").split(".")
-    return tuple(("", int(part)) if part.isdigit() else (part, 0) for part in parts)
+    shares = name.replace("-", ".").split(".")
+    return tuple(("", int(part)) if part.isdigit() else (part, 0) for part in shares)

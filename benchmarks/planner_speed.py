@@ -73,11 +73,11 @@ def median_s(run: Callable[[], object], rounds: int) -> float:
 def solving(problem: Problem) -> list[str]:
     """Return milliseconds of the solver, alone and with the split of hot adapters, and the GPUs it takes."""
     estimator = estimator_of(problem, "tree")
-    tools, place = SolverContext(estimator, estimator.twin), find_solver("greedy-fast").place
-    answer = place(problem, tools)
-    alone_s = median_s(lambda: place(problem, tools), SOLVES)
+    context, place = SolverContext(estimator, estimator.twin), find_solver("greedy-fast").place
+    answer = place(problem, context)
+    alone_s = median_s(lambda: place(problem, context), SOLVES)
     all_s = median_s(
-        lambda: place(replace(problem, parts=split_hot_adapters(problem, estimator)), tools), SOLVES
+        lambda: place(replace(problem, shares=split_hot_adapters(problem, estimator)), context), SOLVES
     )
     return [f"{1e3 * alone_s:.2f}", f"{1e3 * all_s:.2f}", str(len(answer))]
 
@@ -85,8 +85,8 @@ def solving(problem: Problem) -> list[str]:
 def asking(problem: Problem, kind: str) -> list[str]:
     """Return microseconds of a question about all adapters, and of one number of slots among several."""
     estimator = estimator_of(problem, kind)
-    one = Assignment(problem.parts, 16)
-    several = [Assignment(problem.parts, slots) for slots in SLOTS if slots <= len(problem.parts)]
+    one = Assignment(problem.shares, 16)
+    several = [Assignment(problem.shares, slots) for slots in SLOTS if slots <= len(problem.shares)]
     alone_s = median_s(lambda: estimator(one), ASKED)
     together_s = median_s(lambda: estimator.estimate_all(several), ASKED) / len(several)
     return [f"{1e6 * alone_s:.0f}", f"{1e6 * together_s:.0f}"]

@@ -154,7 +154,7 @@ def _require_memory(problem: Problem, assignments: Sequence[Assignment]) -> None
         if not problem.fits_in_memory(assignment):
             raise InfeasibleError(
                 f"memory: GPU {number} of the answer would not start: {assignment.a_max} slots of rank "
-                f"{problem.s_max(assignment.parts)} leave no room for one request of max_model_len "
+                f"{problem.s_max(assignment.shares)} leave no room for one request of max_model_len "
                 f"{problem.engine.max_model_len}, or its adapters do not fit on the host",
                 reason="memory",
             )
@@ -177,7 +177,7 @@ class SolverRun:
     """What a solver says."""
 
     problem: Problem
-    """With the parts that the solver was given."""
+    """With the shares that the solver was given."""
     assignments: tuple[Assignment, ...]
     estimator: str
     """Who was asked about single GPUs."""
@@ -220,16 +220,16 @@ def solve(
     """
     _require_match(problem, solver, estimator)
     _require_supported(problem.workload, solver)
-    nothing = solver.asks is RequiredEstimator.NOTHING
+    nothing = solver.required_estimator is RequiredEstimator.NONE
     quick = exact if nothing else make_estimator(problem, _estimator_of(solver, estimator), exact)
     started = time.perf_counter()
     require_memory(problem)
     if solver.splits_hot:
-        judge: Estimator = exact if solver.asks is RequiredEstimator.TWIN else quick
-        problem = replace(problem, parts=split_hot_adapters(problem, judge))
+        judge: Estimator = exact if solver.required_estimator is RequiredEstimator.TWIN else quick
+        problem = replace(problem, shares=split_hot_adapters(problem, judge))
 
-    def tools(asked: Problem, twin: TwinEstimator, quick: Estimator) -> SolverContext:
-        if solver.asks is not RequiredEstimator.TWIN:
+    def context(asked: Problem, twin: TwinEstimator, quick: Estimator) -> SolverContext:
+        if solver.required_estimator is not RequiredEstimator.TWIN:
             return SolverContext(quick, twin, seed, time_limit_s)
         careful, exact = replace(twin, margin=_CONSERVATIVE_MARGIN), replace(twin, margin=_MARGIN)
         return SolverContext(
@@ -238,9 +238,9 @@ def solve(
 
     def renew(asked: Problem) -> SolverContext:
         twin = TwinEstimator(asked, seed)
-        return tools(asked, twin, make_estimator(asked, _estimator_of(solver, estimator), twin))
+        return context(asked, twin, make_estimator(asked, _estimator_of(solver, estimator), twin))
 
-    assignments: Sequence[Assignment] = solver.place(problem, tools(problem, exact, quick))
+    assignments: Sequence[Assignment] = solver.place(problem, context(problem, exact, quick))
     return SolverRun(
         problem,
         tuple(assignments),
@@ -267,7 +267,7 @@ def _require_match(problem: Problem, solver: Solver, estimator: str) -> None:
 def _require_supported(workload: Workload, solver: Solver) -> None:
     """Refuse wishes that the solver does not grant, rather than ignore them."""
     for wish, value in _requirements(workload).items():
-        if wish not in solver.honours:
+        if wish not in solver.supports:
             rule = f"solver {solver.name} does not heed this: capplan does"
             raise InputError(rule, value, wish.value)
 

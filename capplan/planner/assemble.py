@@ -147,7 +147,7 @@ def _group(
     pool, engine = problem.pools[assignment.pool], problem.engine
     profile = pool.profile
     binds, load_over_capacity = binding
-    shares = assignment.shares
+    fractions = assignment.fractions
     return Group(
         id=name,
         replicas=1,
@@ -157,7 +157,7 @@ def _group(
         profile=profile.name,
         engine_args=EngineArgs(
             max_loras=assignment.a_max,
-            max_lora_rank=problem.s_max(assignment.parts),
+            max_lora_rank=problem.s_max(assignment.shares),
             max_cpu_loras=problem.workload.engine.max_cpu_loras,
             max_num_seqs=problem.max_num_seqs(assignment),
             max_num_batched_tokens=engine.max_num_batched_tokens,
@@ -166,9 +166,9 @@ def _group(
             enable_prefix_caching=chosen_rules(profile, None, None).prefix_caching,  # as run_twin has it
         ),
         adapters=tuple(
-            PlanAdapter(name=a.name, rank=a.rank, rate_rps=a.rate_rps, path=a.path, share=shares[a.name])
+            PlanAdapter(name=a.name, rank=a.rank, rate_rps=a.rate_rps, path=a.path, share=fractions[a.name])
             for a in problem.workload.adapters
-            if a.name in shares
+            if a.name in fractions
         ),
         queues=queues,
         predicted=_predicted(verdict.results, load_over_capacity),

@@ -147,7 +147,7 @@ def compare(
     terms = _SolverInputs(estimator, seed, seeds, time_limit_s, read_previous(workload))
     report = progress or _silent
     # Compiled before anyone is timed.
-    TwinEstimator(problem, seed)(Assignment(problem.parts[:1], problem.fixed_a_max or 1))
+    TwinEstimator(problem, seed)(Assignment(problem.shares[:1], problem.fixed_a_max or 1))
     verifier = make_verifier(problem, TwinEstimator(problem, seed), seed, count=seeds)
     rows = []
     for done, solver in enumerate(chosen):
@@ -221,7 +221,7 @@ def _summarize(
         late=sum(broken) - sum(starved),
         memory_errors=len(everyone) - len(starting),
         short_of_headroom=sum(not v.ok for v in verdicts) - sum(broken),
-        adapters_per_gpu=tuple(len({part.name for part in each.parts}) for each in everyone),
+        adapters_per_gpu=tuple(len({share.name for share in each.shares}) for each in everyone),
         slots_per_gpu=tuple(each.a_max for each in everyone),
         served_fraction=min((r.served_fraction for v in verdicts for r in v.results), default=0.0),
         throughput_tok_s=_mean([sum(r.throughput_tok_s for r in results) for results in by_seed], 0.0),

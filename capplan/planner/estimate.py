@@ -64,17 +64,17 @@ class TwinEstimator:
 
     def __call__(self, assignment: Assignment) -> Estimate:
         """Simulate one seed, and others at the edge; latency bounds count as starvation does."""
-        judged = self._judged(assignment)
-        if judged is None:
+        evaluation = self._evaluate(assignment)
+        if evaluation is None:
             return Estimate(0.0, starved=True)
-        result, broken = judged.result, bool(judged.broken)
+        result, broken = evaluation.result, bool(evaluation.broken)
         short = max(0.0, self._wanted - result.served_fraction)
         return Estimate(
             result.throughput_tok_s,
             starved=broken,
             e2e_s_mean=_charged_e2e_s(result),
-            strain=broken + short + _BOUND_WEIGHT * self._of_bounds(result),
-            short=short,
+            utilization=broken + short + _BOUND_WEIGHT * self._of_bounds(result),
+            overload=short,
         )
 
     def _of_bounds(self, result: SimulationResult) -> float:
@@ -83,7 +83,7 @@ class TwinEstimator:
         used = (bound_value(result, name) / bound for name, bound in bounds.items())
         return min(_MAX_BOUND_USE, max((each for each in used if each == each), default=0.0))
 
-    def _judged(self, assignment: Assignment) -> Evaluation | None:
+    def _evaluate(self, assignment: Assignment) -> Evaluation | None:
         """Return the first of a few runs that breaks a bound, or the first run.
 
         An instance that leaves requests waiting is near its edge, where runs differ: there one is not enough.
@@ -100,7 +100,7 @@ class TwinEstimator:
 
     def _run(self, assignment: Assignment, seed: int) -> Evaluation | None:
         seqs = self.problem.max_num_seqs(assignment)
-        question = (frozenset(assignment.parts), assignment.a_max, seqs, assignment.pool, seed)
+        question = (frozenset(assignment.shares), assignment.a_max, seqs, assignment.pool, seed)
         if question not in self._runs:
             scale = 1.0 / (1.0 - self.problem.workload.headroom)
             try:
@@ -109,13 +109,13 @@ class TwinEstimator:
                 self._runs[question] = None
         return self._runs[question]
 
-    def _with_margin(self, judged: Evaluation | None) -> Evaluation | None:
-        if judged is None or judged.broken:
-            return judged
-        served = judged.result.served_fraction
+    def _with_margin(self, evaluation: Evaluation | None) -> Evaluation | None:
+        if evaluation is None or evaluation.broken:
+            return evaluation
+        served = evaluation.result.served_fraction
         if served >= self._wanted:
-            return judged
-        return replace(judged, broken=(f"served_fraction {served:.3f} < {self._wanted:g}",))
+            return evaluation
+        return replace(evaluation, broken=(f"served_fraction {served:.3f} < {self._wanted:g}",))
 
     @property
     def _wanted(self) -> float:
@@ -228,7 +228,7 @@ _STARVED_PROBABILITY = 0.5
 
 
 def _shares_id(assignment: Assignment) -> int:
-    return id(assignment.parts)
+    return id(assignment.shares)
 
 
 @dataclass(frozen=True)
@@ -256,7 +256,7 @@ class SurrogateEstimator:
         return self.estimate_all((assignment,))[0]
 
     def estimate_all(self, assignments: Sequence[Assignment]) -> list[Estimate]:
-        """Return the estimates of several instances; those that follow each other may share their parts."""
+        """Return the estimates of several instances; those that follow each other may share their shares."""
         known: list[Estimate | None] = []
         for _, alike in groupby(assignments, key=_shares_id):
             known += self._ask(list(alike))
@@ -267,19 +267,19 @@ class SurrogateEstimator:
         return [next(twins) if estimate is None else estimate for estimate in known]
 
     def _ask(self, alike: Sequence[Assignment]) -> list[Estimate | None]:
-        """Return what the surrogate knows of instances that serve the same parts."""
-        parts, asker = alike[0].parts, self._asker
-        names = [part.name for part in parts]
+        """Return what the surrogate knows of instances that serve the same shares."""
+        shares, asker = alike[0].shares, self._asker
+        names = [share.name for share in shares]
         own = self._own_lengths
         if asker is None or (own and not self.guesses and not own.keys().isdisjoint(names)):
             return [None] * len(alike)
-        rates_rps, ranks = _rates_and_ranks(parts, names, own)
-        s_max = self.problem.s_max((parts[int(ranks.argmax())],))
+        rates_rps, ranks = _rates_and_ranks(shares, names, own)
+        s_max = self.problem.s_max((shares[int(ranks.argmax())],))
         settings = [EngineLimits(a.a_max, s_max, self.problem.max_num_seqs(a)) for a in alike]
         replies = asker.ask(rates_rps / (1.0 - self.problem.workload.headroom), ranks, settings)
         return [
             Estimate(
-                throughput, probability >= _STARVED_PROBABILITY, e2e_s_mean=request_s, strain=probability
+                throughput, probability >= _STARVED_PROBABILITY, e2e_s_mean=request_s, utilization=probability
             )
             if self.guesses or in_range or (is_lighter and probability < _STARVED_PROBABILITY)
             else None
@@ -331,13 +331,13 @@ def with_default_lengths(workload: Workload) -> Workload:
 
 
 def _rates_and_ranks(
-    parts: Sequence[AdapterShare], names: Sequence[str], worth: Mapping[str, float]
+    shares: Sequence[AdapterShare], names: Sequence[str], worth: Mapping[str, float]
 ) -> tuple[NDArray[np.float64], NDArray[np.float64]]:
-    """Return the rates and ranks of the adapters that these are parts of; shares of one are one adapter."""
-    rates = [part.rate_rps for part in parts]
+    """Return the rates and ranks of the adapters that these are shares of; shares of one are one adapter."""
+    rates = [share.rate_rps for share in shares]
     if worth:
         rates = [rate * worth.get(name, 1.0) for rate, name in zip(rates, names, strict=True)]
-    rates_rps, ranks = np.array(rates), np.array([part.rank for part in parts], np.float64)
+    rates_rps, ranks = np.array(rates), np.array([share.rank for share in shares], np.float64)
     if len(set(names)) == len(names):
         return rates_rps, ranks
     _, first, which = np.unique(names, return_index=True, return_inverse=True)

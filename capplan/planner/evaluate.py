@@ -42,7 +42,7 @@ def evaluate(
         When the instance would not start.
     """
     slo = problem.workload.slo
-    workload = problem.subworkload(assignment.parts, scale)
+    workload = problem.subworkload(assignment.shares, scale)
     profile = problem.pools[assignment.pool].profile
     settings = twin_settings(problem, assignment, workload)
     length_s = horizon_s(workload, duration_s)
@@ -76,7 +76,7 @@ def twin_settings(problem: Problem, assignment: Assignment, workload: Workload) 
     engine = problem.engine
     return {
         "a_max": assignment.a_max,
-        "s_max": problem.s_max(assignment.parts),
+        "s_max": problem.s_max(assignment.shares),
         "max_num_seqs": problem.max_num_seqs(assignment),
         "max_num_batched_tokens": engine.max_num_batched_tokens,
         "max_model_len": engine.max_model_len,
@@ -145,7 +145,7 @@ def evaluate_cluster(
 
 def _cluster_instance(problem: Problem, assignment: Assignment) -> Instance:
     settings = twin_settings(problem, assignment, problem.workload)
-    return Instance(problem.pools[assignment.pool].profile, adapters=assignment.shares, **settings)
+    return Instance(problem.pools[assignment.pool].profile, adapters=assignment.fractions, **settings)
 
 
 BOTTLENECK_SEED = 7
@@ -167,7 +167,7 @@ def find_bottleneck(problem: Problem, assignment: Assignment) -> tuple[Binds | N
     The load of every adapter is scaled up together until a bound breaks; what the twin then finds full is
     what binds. Nothing does when even the largest scale breaks no bound; idle adapters have no load at all.
     """
-    if sum(part.rate_rps for part in assignment.parts) == 0.0:
+    if sum(share.rate_rps for share in assignment.shares) == 0.0:
         return None, None
     holds, fails = 0.0, 1.0
     failing = _evaluate_scaled(problem, assignment, fails)
@@ -178,9 +178,9 @@ def find_bottleneck(problem: Problem, assignment: Assignment) -> tuple[Binds | N
         failing = _evaluate_scaled(problem, assignment, fails)
     for _ in range(_BISECTIONS):
         middle = (holds + fails) / 2.0
-        judged = _evaluate_scaled(problem, assignment, middle)
-        if judged.broken:
-            fails, failing = middle, judged
+        evaluation = _evaluate_scaled(problem, assignment, middle)
+        if evaluation.broken:
+            fails, failing = middle, evaluation
         else:
             holds = middle
     load = 1.0 / max(holds, 1e-3)
@@ -191,14 +191,14 @@ def _evaluate_scaled(problem: Problem, assignment: Assignment, scale: float) -> 
     return evaluate(problem, assignment, BOTTLENECK_SEED, BOTTLENECK_DURATION_S, scale)
 
 
-def _bottleneck(problem: Problem, assignment: Assignment, judged: Evaluation, load: float) -> Binds:
-    result = judged.result
+def _bottleneck(problem: Problem, assignment: Assignment, evaluation: Evaluation, load: float) -> Binds:
+    result = evaluation.result
     at = f"at {1.0 / load:.2f} x the planned load"
     if result.served_fraction >= problem.workload.slo.served_fraction:
-        return Binds(resource="slo", value=load, note=f"{judged.broken[0]} {at}")
+        return Binds(resource="slo", value=load, note=f"{evaluation.broken[0]} {at}")
     kv_use = result.kv_tokens_mean / result.kv_tokens
     slot_use = result.adapters_mean / assignment.a_max
-    distinct = distinct_adapters(assignment.parts)
+    distinct = distinct_adapters(assignment.shares)
     if kv_use >= _EXHAUSTED or result.preemptions > 0.01 * result.completed:
         return Binds(
             resource="kv", value=kv_use, note=f"{kv_use:.0%} of {result.kv_tokens} KV tokens in use {at}"

@@ -24,7 +24,7 @@ class PreviousInstance:
     name: str
     """Its group, and its number in the group where that has replicas."""
     pool: str | None
-    shares: Mapping[str, float]
+    fractions: Mapping[str, float]
     """Adapters that it has, with their shares of the traffic."""
 
 
@@ -90,14 +90,14 @@ def _match_names(
 ) -> tuple[str, ...]:
     """Return a name for every new instance, by the assignment that copies the fewest bytes."""
     size = {a.name: float(adapter_bytes(problem.profile.model, a.rank)) for a in problem.workload.adapters}
-    new_names = [{part.name for part in assignment.parts} for assignment in assignments]
+    new_names = [{share.name for share in assignment.shares} for assignment in assignments]
     columns = len(old) + len(assignments)  # a new name for each, should no old one do
     cost = np.empty((len(assignments), columns))
     for row, (assignment, names) in enumerate(zip(assignments, new_names, strict=True)):
         everything = sum(size[name] for name in names)
         cost[row] = everything
         for column, instance in enumerate(old):
-            kept = sum(size[name] for name in names & instance.shares.keys())
+            kept = sum(size[name] for name in names & instance.fractions.keys())
             same_pool = instance.pool == problem.pools[assignment.pool].name
             cost[row, column] = everything - kept if same_pool else everything + 1.0
         cost[row, len(old) :] += 0.5  # old names rather than new ones
@@ -111,8 +111,8 @@ def _moves(
     problem: Problem, assignments: Sequence[Assignment], names: Sequence[str], old: Sequence[PreviousInstance]
 ) -> tuple[Move, ...]:
     """Return for every adapter how its shares flow from groups that lose to groups that gain."""
-    after = {name: assignment.shares for name, assignment in zip(names, assignments, strict=True)}
-    before = {instance.name: dict(instance.shares) for instance in old}
+    after = {name: assignment.fractions for name, assignment in zip(names, assignments, strict=True)}
+    before = {instance.name: dict(instance.fractions) for instance in old}
     moves: list[Move] = []
     for adapter in problem.workload.adapters:
         change = {

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import warnings
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
@@ -15,7 +16,6 @@ from capplan.models.memory import KvBudget, kv_budget
 from capplan.spec import Adapter, EngineConfig, Pool, Profile, Trace, Workload, allowed_lora_rank
 
 GRID = (1, 2, 4, 8, 16, 32, 64, 96, 128, 160, 192, 256, 320, 384)
-
 """Adapter counts and values of A_max tested: 1, 2, 4, and those of the adapter-caching paper (section 7)."""
 
 _RANK: Final = attrgetter("rank")
@@ -39,9 +39,9 @@ class AdapterShare:
     rank: int
     rate_rps: float
     """Rate of this share of its requests."""
-    share: float = 1.0
+    fraction: float = 1.0
     number: int = 0
-    """Which of the adapter's shares this is, counted from 0."""
+    """Which of the adapter's fractions this is, counted from 0."""
 
 
 @dataclass(frozen=True)
@@ -60,7 +60,7 @@ class GpuPool:
 class Assignment:
     """What one instance serves, and how it is set."""
 
-    parts: tuple[AdapterShare, ...]
+    shares: tuple[AdapterShare, ...]
     a_max: int
     max_num_seqs: int | None = None
     """None: as the problem's engine has it."""
@@ -68,9 +68,15 @@ class Assignment:
     """Number of its pool in the problem."""
 
     @property
-    def shares(self) -> dict[str, float]:
+    def parts(self) -> tuple[AdapterShare, ...]:
+        """Deprecated name of `shares`."""
+        warn_renamed("parts", "shares")
+        return self.shares
+
+    @property
+    def fractions(self) -> dict[str, float]:
         """Share of each adapter's traffic that comes here."""
-        return traffic_shares(self.parts)
+        return traffic_fractions(self.shares)
 
 
 @dataclass(frozen=True)
@@ -83,9 +89,9 @@ class Estimate:
     e2e_s_mean: float = 0.0
     """Mean time from arrival to last token, who is left behind charged with all there was; 0 where the
     estimator cannot tell."""
-    strain: float = 0.0
+    utilization: float = 0.0
     """How near it is to failing, or how far beyond; grows with the load."""
-    short: float = 0.0
+    overload: float = 0.0
     """Share of its load that it would have to lose, as far as is known; 0 where it holds."""
 
 
@@ -109,14 +115,20 @@ class Problem:
         What there is to place them on, at least one pool. Solvers of the papers know of one only.
     engine
         Settings of every instance, complete but for the slots.
-    parts
+    shares
         What is to be placed.
     """
 
     workload: Workload
     pools: tuple[GpuPool, ...]
     engine: EngineDefaults
-    parts: tuple[AdapterShare, ...]
+    shares: tuple[AdapterShare, ...]
+
+    @property
+    def parts(self) -> tuple[AdapterShare, ...]:
+        """Deprecated name of `shares`."""
+        warn_renamed("parts", "shares")
+        return self.shares
 
     @property
     def profile(self) -> Profile:
@@ -141,34 +153,34 @@ class Problem:
         """The number of slots, where the workload fixes it."""
         return self.workload.engine.max_loras
 
-    def s_max(self, parts: Sequence[AdapterShare]) -> int:
-        """Return the rank that slots for these parts are sized for."""
-        return self.workload.engine.max_lora_rank or allowed_lora_rank(max(map(_RANK, parts)))
+    def s_max(self, shares: Sequence[AdapterShare]) -> int:
+        """Return the rank that slots for these shares are sized for."""
+        return self.workload.engine.max_lora_rank or allowed_lora_rank(max(map(_RANK, shares)))
 
-    def subworkload(self, parts: Sequence[AdapterShare], scale: float = 1.0) -> Workload:
+    def subworkload(self, shares: Sequence[AdapterShare], scale: float = 1.0) -> Workload:
         """Return the workload of one GPU; `scale` multiplies every rate, a trace's too."""
-        shares = traffic_shares(parts)
-        part = self.workload.subset(shares, shares)
+        fractions = traffic_fractions(shares)
+        share = self.workload.subset(fractions, fractions)
         if scale == 1.0:
-            return part
+            return share
         # A copy with other rates keeps every rule that the workload kept: no need to check them again.
-        adapters = tuple(a.model_copy(update={"rate_rps": a.rate_rps * scale}) for a in part.adapters)
-        trace = part.trace if part.trace is None else _scale_trace(part.trace, scale)
-        return part.model_copy(update={"adapters": adapters, "trace": trace})
+        adapters = tuple(a.model_copy(update={"rate_rps": a.rate_rps * scale}) for a in share.adapters)
+        trace = share.trace if share.trace is None else _scale_trace(share.trace, scale)
+        return share.model_copy(update={"adapters": adapters, "trace": trace})
 
     def fits_in_memory(self, assignment: Assignment) -> bool:
         """Tell whether one request of max_model_len fits beside the slots, and their adapters on the host."""
-        parts, a_max = assignment.parts, assignment.a_max
+        shares, a_max = assignment.shares, assignment.a_max
         host = self.workload.engine.max_cpu_loras
-        if host is not None and host < min(a_max, distinct_adapters(parts)):
+        if host is not None and host < min(a_max, distinct_adapters(shares)):
             return False
         budget = self._kv_budgets[assignment.pool]
-        tokens = budget.tokens(a_max, self.s_max(parts), self.max_num_seqs(assignment))
+        tokens = budget.tokens(a_max, self.s_max(shares), self.max_num_seqs(assignment))
         return tokens >= self.engine.max_model_len
 
-    def offered_tok_s(self, part: AdapterShare) -> float:
-        """Return the input and output tokens per second that a part asks for."""
-        return part.rate_rps * self._tokens_per_request[part.name]
+    def offered_tok_s(self, share: AdapterShare) -> float:
+        """Return the input and output tokens per second that a share asks for."""
+        return share.rate_rps * self._tokens_per_request[share.name]
 
     @cached_property
     def constraints(self) -> Constraints:
@@ -188,14 +200,19 @@ class Problem:
         }
 
 
+def warn_renamed(old: str, new: str) -> None:
+    """Warn the caller's caller of a deprecated name."""
+    warnings.warn(f"{old} is deprecated: use {new}", DeprecationWarning, stacklevel=3)
+
+
 def whole_adapters(problem: Problem) -> tuple[AdapterShare, ...]:
-    """Return every adapter as one part."""
+    """Return every adapter as one share."""
     return tuple(AdapterShare(a.name, a.rank, a.rate_rps) for a in problem.workload.adapters)
 
 
-def distinct_adapters(parts: Sequence[AdapterShare]) -> int:
-    """Return how many adapters these are parts of."""
-    return len({part.name for part in parts})
+def distinct_adapters(shares: Sequence[AdapterShare]) -> int:
+    """Return how many adapters these are shares of."""
+    return len({share.name for share in shares})
 
 
 def complete_engine(config: EngineConfig) -> EngineDefaults:
@@ -213,23 +230,23 @@ def complete_engine(config: EngineConfig) -> EngineDefaults:
     )
 
 
-def traffic_shares(parts: Iterable[AdapterShare]) -> dict[str, float]:
-    """Return the share of each adapter's traffic among these parts."""
-    shares: dict[str, float] = {}
-    for part in parts:
-        shares[part.name] = min(1.0, shares.get(part.name, 0.0) + part.share)
-    return shares
+def traffic_fractions(shares: Iterable[AdapterShare]) -> dict[str, float]:
+    """Return the share of each adapter's traffic among these shares."""
+    fractions: dict[str, float] = {}
+    for share in shares:
+        fractions[share.name] = min(1.0, fractions.get(share.name, 0.0) + share.fraction)
+    return fractions
 
 
-def merge_shares(parts: Iterable[AdapterShare]) -> tuple[AdapterShare, ...]:
-    """Return parts with the shares of one adapter as one, where its first stands."""
+def merge_shares(shares: Iterable[AdapterShare]) -> tuple[AdapterShare, ...]:
+    """Return shares with the fractions of one adapter as one, where its first stands."""
     found: dict[str, AdapterShare] = {}
-    for part in parts:
-        known = found.get(part.name)
+    for share in shares:
+        known = found.get(share.name)
         if known is not None:
-            rate_rps, share = known.rate_rps + part.rate_rps, min(1.0, known.share + part.share)
-            part = replace(known, rate_rps=rate_rps, share=share)
-        found[part.name] = part
+            rate_rps, fraction = known.rate_rps + share.rate_rps, min(1.0, known.fraction + share.fraction)
+            share = replace(known, rate_rps=rate_rps, fraction=fraction)
+        found[share.name] = share
     return tuple(found.values())
 
 
@@ -351,7 +368,7 @@ def make_problem(workload: Workload, gpus: int | None, profile: Profile | str | 
     _require_fitting_prompts(workload, engine.max_model_len)
     problem = Problem(workload, pools, engine, ())
     problem.constraints  # noqa: B018 - contradictions are found here, before anything is solved
-    return replace(problem, parts=whole_adapters(problem))
+    return replace(problem, shares=whole_adapters(problem))
 
 
 def _single_pool(workload: Workload, gpus: int | None, profile: Profile | str | None) -> GpuPool:

@@ -225,8 +225,8 @@ def _representative_tokens(tokens: NDArray[np.int64], size: QuotaSize) -> float:
 def _proportional(tokens: int, weights: Sequence[float]) -> list[int]:
     """Return whole numbers that sum to `tokens`, by the largest remainders."""
     total = math.fsum(weights)
-    parts = [weight / total for weight in weights] if total > 0.0 else [1.0 / len(weights)] * len(weights)
-    exact = [tokens * part for part in parts]
+    shares = [weight / total for weight in weights] if total > 0.0 else [1.0 / len(weights)] * len(weights)
+    exact = [tokens * share for share in shares]
     whole = [math.floor(each) for each in exact]
     by_remainder = sorted(range(len(exact)), key=lambda i: whole[i] - exact[i])
     for i in by_remainder[: tokens - sum(whole)]:
@@ -339,10 +339,10 @@ def group_queues(
         When the least quotas do not fit.
     """
     wishes = problem.workload.queues
-    rate_rps = sum(part.rate_rps for part in assignment.parts)
+    rate_rps = sum(share.rate_rps for share in assignment.shares)
     if wishes is None or rate_rps == 0.0:
         return None
-    workload = problem.subworkload(assignment.parts).model_copy(update={"slo": Slo()})  # nothing to judge
+    workload = problem.subworkload(assignment.shares).model_copy(update={"slo": Slo()})  # nothing to judge
     requests = _simulate_requests(problem, assignment, workload, rate_rps)
     if np.isnan(requests.isolated_s).all():
         return None

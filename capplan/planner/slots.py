@@ -30,16 +30,16 @@ _TIME_TOLERANCE = 0.03
 
 
 def choose_slots(
-    problem: Problem, parts: Sequence[AdapterShare], quick: Estimator, exact: Estimator, pool: int = 0
+    problem: Problem, shares: Sequence[AdapterShare], quick: Estimator, exact: Estimator, pool: int = 0
 ) -> int | None:
-    """Return the number of slots with which an instance holds these parts best; None if there is none.
+    """Return the number of slots with which an instance holds these shares best; None if there is none.
 
     A GPU that keeps up serves the offered load whatever its slots, so among those that serve as much the
     shortest mean time from arrival to last token decides: with too few slots requests wait, with too many
     every step is slow.
     """
-    promising = slot_candidates(problem, parts, quick, pool)[:_TWIN_CANDIDATES]
-    return best_slots(_estimates(parts, promising, pool, exact))
+    promising = slot_candidates(problem, shares, quick, pool)[:_TWIN_CANDIDATES]
+    return best_slots(_estimates(shares, promising, pool, exact))
 
 
 def best_slots(estimates: Mapping[int, Estimate]) -> int | None:
@@ -49,47 +49,47 @@ def best_slots(estimates: Mapping[int, Estimate]) -> int | None:
 
 
 def slot_candidates(
-    problem: Problem, parts: Sequence[AdapterShare], quick: Estimator, pool: int = 0
+    problem: Problem, shares: Sequence[AdapterShare], quick: Estimator, pool: int = 0
 ) -> list[int]:
     """Return the numbers of slots that fit in memory, best first; those with which the GPU starves last."""
-    return list(rank_slots(problem, parts, quick, pool))
+    return list(rank_slots(problem, shares, quick, pool))
 
 
 def rank_slots(
-    problem: Problem, parts: Sequence[AdapterShare], quick: Estimator, pool: int = 0, near: int | None = None
+    problem: Problem, shares: Sequence[AdapterShare], quick: Estimator, pool: int = 0, near: int | None = None
 ) -> dict[int, Estimate]:
     """Return what the estimator says of every number of slots that fits in memory, best first.
 
-    With `near`, only of the numbers next to that one: for parts that differ little from some that it suits.
+    With `near`, only of the numbers next to that one: for shares that differ little from some that it suits.
     """
-    values = slot_grid(problem, parts) if near is None else neighbouring_slots(problem, parts, near)
-    everyone = tuple(parts)
+    values = slot_grid(problem, shares) if near is None else neighbouring_slots(problem, shares, near)
+    everyone = tuple(shares)
     fitting = [v for v in values if problem.fits_in_memory(Assignment(everyone, v, pool=pool))]
-    estimates = _estimates(parts, fitting, pool, quick)
+    estimates = _estimates(shares, fitting, pool, quick)
     holding = {value: estimate for value, estimate in estimates.items() if not estimate.starved}
     starving = {value: estimate for value, estimate in estimates.items() if estimate.starved}
     return {value: estimates[value] for value in _rank(holding) + _rank(starving)}
 
 
-def slot_grid(problem: Problem, parts: Sequence[AdapterShare]) -> list[int]:
+def slot_grid(problem: Problem, shares: Sequence[AdapterShare]) -> list[int]:
     """Return the numbers of slots worth a try: the grid up to one for each adapter."""
     if problem.fixed_a_max is not None:
         return [problem.fixed_a_max]
-    distinct = distinct_adapters(parts)
+    distinct = distinct_adapters(shares)
     return sorted({value for value in GRID if value < distinct} | {distinct})
 
 
-def neighbouring_slots(problem: Problem, parts: Sequence[AdapterShare], slots: int) -> list[int]:
+def neighbouring_slots(problem: Problem, shares: Sequence[AdapterShare], slots: int) -> list[int]:
     """Return the numbers of slots next to one, and that one or the next larger."""
-    values = slot_grid(problem, parts)
+    values = slot_grid(problem, shares)
     at = bisect_left(values, slots)
     return values[max(0, at - 1) : at + 2] or values[-1:]
 
 
 def _estimates(
-    parts: Sequence[AdapterShare], values: Sequence[int], pool: int, estimator: Estimator
+    shares: Sequence[AdapterShare], values: Sequence[int], pool: int, estimator: Estimator
 ) -> dict[int, Estimate]:
-    everyone = tuple(parts)
+    everyone = tuple(shares)
     assignments = [Assignment(everyone, value, pool=pool) for value in values]
     return dict(zip(values, estimate_all(estimator, assignments), strict=True))
 
@@ -116,15 +116,15 @@ def _rank(estimates: Mapping[int, Estimate]) -> list[int]:
     return sorted(estimates, key=merit)
 
 
-def most_slots(problem: Problem, parts: Sequence[AdapterShare]) -> int:
+def most_slots(problem: Problem, shares: Sequence[AdapterShare]) -> int:
     """Return the largest number of slots that fits in memory, at most the adapters there.
 
     A number that the workload fixes stays. Where not even one slot fits, the answer is 1 all the same.
     """
     if problem.fixed_a_max is not None:
         return problem.fixed_a_max
-    everyone = tuple(parts)
-    fits, most = 1, distinct_adapters(parts)
+    everyone = tuple(shares)
+    fits, most = 1, distinct_adapters(shares)
     while fits < most:
         middle = (fits + most + 1) // 2
         if problem.fits_in_memory(Assignment(everyone, middle)):

@@ -16,13 +16,13 @@ AdapterSet = tuple[Adapter, ...]
 
 
 def in_input_order(problem: Problem) -> list[AdapterShare]:
-    """Return the parts as the workload lists their adapters, shares of one adapter by their number."""
+    """Return the shares as the workload lists their adapters, shares of one adapter by their number."""
     position = {adapter.name: at for at, adapter in enumerate(problem.workload.adapters)}
-    return sorted(problem.parts, key=lambda part: (position[part.name], part.number))
+    return sorted(problem.shares, key=lambda share: (position[share.name], share.number))
 
 
 def split_hot_adapters(problem: Problem, estimator: Estimator) -> tuple[AdapterShare, ...]:
-    """Return the parts of the problem, those that starve an instance by themselves in the fewest shares.
+    """Return the shares of the problem, those that starve an instance by themselves in the fewest shares.
 
     Adapters that stay together are split together. Among adapters that differ in nothing but their rates, the
     hottest are tried first, until one needs no split: a colder one needs none either.
@@ -36,21 +36,21 @@ def split_hot_adapters(problem: Problem, estimator: Estimator) -> tuple[AdapterS
     split: dict[str, int] = {}
     for kind in _kinds(problem):
         for bundle in _hottest_first(kind):
-            shares = _shares_needed(problem, estimator, bundle)
-            if shares == 1:
+            count = _shares_needed(problem, estimator, bundle)
+            if count == 1:
                 break
-            split |= {adapter.name: shares for adapter in bundle}
+            split |= {adapter.name: count for adapter in bundle}
     if not split:
-        return problem.parts
-    return tuple(share for part in problem.parts for share in split_evenly(part, split.get(part.name, 1)))
+        return problem.shares
+    return tuple(each for share in problem.shares for each in split_evenly(share, split.get(share.name, 1)))
 
 
-def split_evenly(part: AdapterShare, count: int) -> tuple[AdapterShare, ...]:
+def split_evenly(share: AdapterShare, count: int) -> tuple[AdapterShare, ...]:
     """Return an adapter as that many equal shares of its traffic."""
     if count == 1:
-        return (part,)
+        return (share,)
     return tuple(
-        AdapterShare(part.name, part.rank, part.rate_rps / count, part.share / count, number)
+        AdapterShare(share.name, share.rank, share.rate_rps / count, share.fraction / count, number)
         for number in range(count)
     )
 
@@ -63,7 +63,7 @@ def require_memory(problem: Problem) -> None:
     InfeasibleError
         When none does: then no solver has an answer.
     """
-    largest = min(problem.parts, key=lambda part: (-part.rank, part.name))
+    largest = min(problem.shares, key=lambda share: (-share.rank, share.name))
     slots = problem.fixed_a_max or 1
     pools = range(len(problem.pools))
     if not any(problem.fits_in_memory(Assignment((largest,), slots, pool=pool)) for pool in pools):
@@ -126,19 +126,21 @@ def _shares_needed(problem: Problem, estimator: Estimator, bundle: AdapterSet) -
     pools = [number for number, pool in enumerate(problem.pools) if pin is None or pool.name == pin]
     available = sum(problem.pools[number].instances for number in pools)
     most = min(available, problem.constraints.max_replicas.get(first, available))
-    parts = [AdapterShare(a.name, a.rank, a.rate_rps) for a in bundle]
+    shares = [AdapterShare(a.name, a.rank, a.rate_rps) for a in bundle]
     settings = [
         (pool, slots)
         for pool in pools
-        for slots in _slot_numbers(problem, len(parts))
-        if problem.fits_in_memory(Assignment(tuple(parts), slots, pool=pool))
+        for slots in _slot_numbers(problem, len(shares))
+        if problem.fits_in_memory(Assignment(tuple(shares), slots, pool=pool))
     ]
     if not settings:
         raise _memory_error(problem, bundle, pools)
 
     def holds(count: int) -> bool:
-        shares = tuple(split_evenly(part, count)[0] for part in parts)
-        return any(not estimator(Assignment(shares, slots, pool=pool)).starved for pool, slots in settings)
+        first_shares = tuple(split_evenly(share, count)[0] for share in shares)
+        return any(
+            not estimator(Assignment(first_shares, slots, pool=pool)).starved for pool, slots in settings
+        )
 
     if holds(1):
         return 1

@@ -56,16 +56,16 @@ class Verifier:
         """
         jobs = [(assignment, seed) for assignment in assignments for seed in self.seeds]
         report = progress or _silent
-        judged = parallel_map(self._simulate, jobs, lambda done: report(done, len(jobs)))
+        evaluation = parallel_map(self._simulate, jobs, lambda done: report(done, len(jobs)))
         count = len(self.seeds)
-        return self._verdicts(assignments, [judged[i : i + count] for i in range(0, len(jobs), count)])
+        return self._verdicts(assignments, [evaluation[i : i + count] for i in range(0, len(jobs), count)])
 
     def whole(
         self, assignments: Sequence[Assignment], progress: Callable[[int, int], None] | None = None
     ) -> list[InstanceVerification]:
         """Return a verdict per assignment of a whole plan: all under one clock, routed by its shares.
 
-        One instance is a cluster by itself; and a bound relative to the base model is judged one by one.
+        One instance is a cluster by itself; and a bound relative to the base model is evaluation one by one.
         """
         if len(assignments) == 1 or self.problem.workload.slo.tpt_over_base is not None:
             return self(assignments, progress)
@@ -82,23 +82,23 @@ class Verifier:
         return evaluate(self.problem, assignment, seed, self.duration_s)
 
     def _verdicts(
-        self, assignments: Sequence[Assignment], judged: Sequence[Sequence[Evaluation]]
+        self, assignments: Sequence[Assignment], evaluation: Sequence[Sequence[Evaluation]]
     ) -> list[InstanceVerification]:
         kept = parallel_map(self._keeps_headroom, assignments)
-        return [self._verdict(*each) for each in zip(judged, kept, strict=True)]
+        return [self._verdict(*each) for each in zip(evaluation, kept, strict=True)]
 
     def _keeps_headroom(self, assignment: Assignment) -> bool:
         return not self.with_headroom(assignment).starved
 
-    def _verdict(self, judged: Sequence[Evaluation], keeps_headroom: bool) -> InstanceVerification:
+    def _verdict(self, evaluation: Sequence[Evaluation], keeps_headroom: bool) -> InstanceVerification:
         broken = [
             f"seed {seed}: {words}"
-            for seed, each in zip(self.seeds, judged, strict=True)
+            for seed, each in zip(self.seeds, evaluation, strict=True)
             for words in each.broken
         ]
         if not broken and not keeps_headroom:
             broken = [f"a bound breaks at the load over (1 - headroom {self.problem.workload.headroom:g})"]
-        return InstanceVerification(tuple(each.result for each in judged), tuple(broken))
+        return InstanceVerification(tuple(each.result for each in evaluation), tuple(broken))
 
 
 def make_verifier(
@@ -170,7 +170,7 @@ def fit_slots_in_memory(
     for gpu, assignment in enumerate(assignments):
         if problem.fits_in_memory(assignment):
             continue
-        fitting = slot_candidates(problem, assignment.parts, exact, assignment.pool)
+        fitting = slot_candidates(problem, assignment.shares, exact, assignment.pool)
         if fitting:
             fitted[gpu] = replace(assignment, a_max=fitting[0])
             changes.append(f"gpu {gpu}: {assignment.a_max} -> {fitting[0]} slots, for want of memory")
@@ -199,32 +199,32 @@ def repair(
     before
         Changes that were made already.
     """
-    current, judged = dict(enumerate(assignments)), dict(enumerate(verdicts))
+    current, evaluation = dict(enumerate(assignments)), dict(enumerate(verdicts))
     changes = list(before)
     for _ in range(_ROUNDS + _ROUNDS_PER_GPU * problem.gpus):
-        failing = next((i for i, verdict in judged.items() if not verdict.ok), None)
+        failing = next((i for i, verdict in evaluation.items() if not verdict.ok), None)
         if failing is None:
             break
         other = _other_slots(problem, current[failing], verifier, exact)
         if other is not None:
             changes.append(f"gpu {failing}: {current[failing].a_max} -> {other[0].a_max} slots")
-            current[failing], judged[failing] = other
+            current[failing], evaluation[failing] = other
             continue
         moved = _move_load(problem, current, failing, exact)
         if not moved:
             break
         target = next(i for i in moved if i != failing)
-        gone = len(current[failing].parts) - len(moved[failing].parts)
+        gone = len(current[failing].shares) - len(moved[failing].shares)
         changes.append(f"gpu {failing}: {gone} adapters moved to gpu {target}")
         current |= moved
-        judged |= dict(zip(moved, verifier(list(moved.values())), strict=True))
-    return RepairResult(tuple(current.values()), tuple(judged.values()), tuple(changes))
+        evaluation |= dict(zip(moved, verifier(list(moved.values())), strict=True))
+    return RepairResult(tuple(current.values()), tuple(evaluation.values()), tuple(changes))
 
 
 def _other_slots(
     problem: Problem, assignment: Assignment, verifier: Verifier, exact: Estimator
 ) -> tuple[Assignment, InstanceVerification] | None:
-    for a_max in slot_candidates(problem, assignment.parts, exact, assignment.pool):
+    for a_max in slot_candidates(problem, assignment.shares, exact, assignment.pool):
         candidate = replace(assignment, a_max=a_max)
         if a_max != assignment.a_max and not exact(candidate).starved:
             (verdict,) = verifier([candidate])
@@ -237,35 +237,38 @@ def _move_load(
     problem: Problem, current: Mapping[int, Assignment], failing: int, exact: Estimator
 ) -> dict[int, Assignment]:
     """Return the two GPUs after a move of load from one to the other; nothing when there is no place."""
-    moving = _lightest_quarter(problem, current[failing].parts)
+    moving = _lightest_quarter(problem, current[failing].shares)
     place = _target(problem, current, failing, moving)
     if not moving or place is None:
         return {}
     target, pool = place
-    staying = tuple(part for part in current[failing].parts if part not in moving)
-    there = current[target].parts if target in current else ()
+    staying = tuple(share for share in current[failing].shares if share not in moving)
+    there = current[target].shares if target in current else ()
     moved: dict[int, Assignment] = {}
-    for gpu, parts, of in ((failing, staying, current[failing].pool), (target, (*there, *moving), pool)):
-        a_max = choose_slots(problem, parts, exact, exact, of)
-        fitting = [a_max] if a_max is not None else slot_candidates(problem, parts, exact, of)
+    for gpu, shares, of in ((failing, staying, current[failing].pool), (target, (*there, *moving), pool)):
+        a_max = choose_slots(problem, shares, exact, exact, of)
+        fitting = [a_max] if a_max is not None else slot_candidates(problem, shares, exact, of)
         if not fitting:
             return {}
-        moved[gpu] = Assignment(parts, fitting[0], pool=of)
+        moved[gpu] = Assignment(shares, fitting[0], pool=of)
     return moved
 
 
-def _lightest_quarter(problem: Problem, parts: Sequence[AdapterShare]) -> tuple[AdapterShare, ...]:
-    """Return the lightest units that together make a quarter of the load, but never all parts."""
-    total = sum(map(problem.offered_tok_s, parts))
-    units = adapter_groups(replace(problem, parts=tuple(parts)))
+def _lightest_quarter(problem: Problem, shares: Sequence[AdapterShare]) -> tuple[AdapterShare, ...]:
+    """Return the lightest units that together make a quarter of the load, but never all shares."""
+    total = sum(map(problem.offered_tok_s, shares))
+    units = adapter_groups(replace(problem, shares=tuple(shares)))
     moving: list[AdapterShare] = []
 
     def load(unit: AdapterGroup) -> float:
-        return sum(map(problem.offered_tok_s, unit.parts))
+        return sum(map(problem.offered_tok_s, unit.shares))
 
-    for unit in sorted(units, key=lambda u: (load(u), u.parts[0].name, u.parts[0].number)):
-        if len(moving) + len(unit.parts) < len(parts) and sum(map(problem.offered_tok_s, moving)) < total / 4:
-            moving += unit.parts
+    for unit in sorted(units, key=lambda u: (load(u), u.shares[0].name, u.shares[0].number)):
+        if (
+            len(moving) + len(unit.shares) < len(shares)
+            and sum(map(problem.offered_tok_s, moving)) < total / 4
+        ):
+            moving += unit.shares
     return tuple(moving)
 
 
@@ -273,7 +276,7 @@ def _target(
     problem: Problem, current: Mapping[int, Assignment], failing: int, moving: Sequence[AdapterShare]
 ) -> tuple[int, int] | None:
     """Return where to, and in which pool: an unused instance, else the lightest that may have what moves."""
-    units = adapter_groups(replace(problem, parts=tuple(moving)))
+    units = adapter_groups(replace(problem, shares=tuple(moving)))
     pools = frozenset(range(len(problem.pools))).intersection(*(unit.pools for unit in units))
     used = Counter(assignment.pool for assignment in current.values())
     free = [pool for pool in sorted(pools) if used[pool] < problem.pools[pool].instances]
@@ -282,9 +285,9 @@ def _target(
         return len(current), own if own in free else free[0]
     foes = frozenset[str]().union(*(unit.foes | unit.names for unit in units))
     others = [
-        (sum(map(problem.offered_tok_s, assignment.parts)), gpu)
+        (sum(map(problem.offered_tok_s, assignment.shares)), gpu)
         for gpu, assignment in current.items()
-        if gpu != failing and assignment.pool in pools and foes.isdisjoint(p.name for p in assignment.parts)
+        if gpu != failing and assignment.pool in pools and foes.isdisjoint(p.name for p in assignment.shares)
     ]
     gpu = min(others, default=(0.0, None))[1]
     return None if gpu is None else (gpu, current[gpu].pool)

@@ -113,14 +113,14 @@ class Capacity:
 
     def __call__(self, assignment: Assignment) -> Estimate:
         """Return throughput in requests per second, and whether load or adapters are too many."""
-        parts, a_max = assignment.parts, assignment.a_max
-        load_rps = sum(part.rate_rps for part in parts)
-        slots = min(a_max, distinct_adapters(parts))
-        holds_rps = self.rps - self.rps_per_slot_of_rank_16 * slots * max(p.rank for p in parts) / 16
-        crowded = distinct_adapters(parts) > self.adapters_per_slot * a_max
-        strain = load_rps / max(holds_rps, 1e-9) + max(0.0, distinct_adapters(parts) / a_max - 1.0)
+        shares, a_max = assignment.shares, assignment.a_max
+        load_rps = sum(share.rate_rps for share in shares)
+        slots = min(a_max, distinct_adapters(shares))
+        holds_rps = self.rps - self.rps_per_slot_of_rank_16 * slots * max(p.rank for p in shares) / 16
+        crowded = distinct_adapters(shares) > self.adapters_per_slot * a_max
+        strain = load_rps / max(holds_rps, 1e-9) + max(0.0, distinct_adapters(shares) / a_max - 1.0)
         starved = load_rps > holds_rps or crowded
-        return Estimate(max(0.0, min(load_rps, holds_rps)), starved, strain=strain)
+        return Estimate(max(0.0, min(load_rps, holds_rps)), starved, utilization=strain)
 
 
 def example_problem(
@@ -141,7 +141,7 @@ def example_problem(
     )
     pool = GpuPool(None, load_profile(_PROFILE_NAME), gpus)
     problem = Problem(workload, (pool,), complete_engine(workload.engine), ())
-    return replace(problem, parts=whole_adapters(problem))
+    return replace(problem, shares=whole_adapters(problem))
 
 
 class SolverContract:
@@ -153,7 +153,7 @@ class SolverContract:
         Whether GPUs of an answer hold, as the estimator and the memory model see it, and what cannot be done
         is an error. Else answers are raw: some answer there must be.
     divides
-        Whether it divides adapters into shares of its own; else parts are placed as they are.
+        Whether it divides adapters into shares of its own; else shares are placed as they are.
     takes_shares
         Whether hot adapters may come in shares.
     most_adapters, most_gpus
@@ -178,25 +178,25 @@ class SolverContract:
         """Nothing is lost, nothing is placed twice."""
         for seed in range(6):
             problem, _, answer = self._solved(solver, seed)
-            placed = [part for assignment in answer for part in assignment.parts]
+            placed = [share for assignment in answer for share in assignment.shares]
             if not self.divides:
-                assert sorted(placed, key=_part_key) == sorted(problem.parts, key=_part_key)
+                assert sorted(placed, key=_share_key) == sorted(problem.shares, key=_share_key)
             assert _shares_sum_to_one(problem, answer)
-            assert len({_part_key(part) for part in placed}) == len(placed)
+            assert len({_share_key(share) for share in placed}) == len(placed)
 
     def test_no_more_gpus_than_there_are_and_none_empty(self, solver: Solver) -> None:
         """The answer is within the GPUs given."""
         for seed in range(6):
             problem, _, answer = self._solved(solver, seed)
             assert 1 <= len(answer) <= problem.gpus
-            assert all(assignment.parts for assignment in answer)
+            assert all(assignment.shares for assignment in answer)
 
     def test_every_gpu_holds_what_it_gets(self, solver: Solver) -> None:
         """Slots are at most the adapters; the estimator agrees, and the memory model does, where promised."""
         for seed in range(6):
             problem, estimator, answer = self._solved(solver, seed)
             for assignment in answer:
-                assert 1 <= assignment.a_max <= distinct_adapters(assignment.parts)
+                assert 1 <= assignment.a_max <= distinct_adapters(assignment.shares)
                 if self.confirms:
                     assert problem.fits_in_memory(assignment)
                     assert not estimator(assignment).starved
@@ -212,9 +212,9 @@ class SolverContract:
     def test_the_same_problem_has_the_same_answer_in_any_order_of_parts(self, solver: Solver) -> None:
         """Plans are reproducible."""
         problem, estimator, answer = self._solved(solver, 3)
-        shuffled = replace(problem, parts=tuple(reversed(problem.parts)))
+        shuffled = replace(problem, shares=tuple(reversed(problem.shares)))
         assert list(solver(problem, estimator)) == list(answer)
-        assert [set(a.parts) for a in solver(shuffled, estimator)] == [set(a.parts) for a in answer]
+        assert [set(a.shares) for a in solver(shuffled, estimator)] == [set(a.shares) for a in answer]
 
     def test_shares_of_a_hot_adapter_are_all_placed(self, solver: Solver) -> None:
         """Shares of one adapter sum to 1 over the GPUs."""
@@ -223,8 +223,8 @@ class SolverContract:
         few = self.most_gpus < 24
         problem = example_problem(2, adapters=3 if few else 8, gpus=self.most_gpus, largest_rps=9.0)
         estimator = Capacity(rps=6.0 if few else 4.0)
-        split = replace(problem, parts=split_hot_adapters(problem, estimator))
-        assert len(split.parts) > len(problem.parts)
+        split = replace(problem, shares=split_hot_adapters(problem, estimator))
+        assert len(split.shares) > len(problem.shares)
         assert _shares_sum_to_one(split, solver(split, estimator))
 
     def test_too_few_gpus_are_an_error_with_a_reason(self, solver: Solver) -> None:
@@ -242,12 +242,12 @@ class SolverContract:
 
 
 def _shares_sum_to_one(problem: Problem, answer: Sequence[Assignment]) -> bool:
-    total = dict.fromkeys((part.name for part in problem.parts), 0.0)
+    total = dict.fromkeys((share.name for share in problem.shares), 0.0)
     for assignment in answer:
-        for part in assignment.parts:
-            total[part.name] += part.share
+        for share in assignment.shares:
+            total[share.name] += share.fraction
     return all(abs(share - 1.0) < 1e-9 for share in total.values())
 
 
-def _part_key(part: AdapterShare) -> tuple[str, int]:
-    return part.name, part.number
+def _share_key(share: AdapterShare) -> tuple[str, int]:
+    return share.name, share.number

@@ -144,7 +144,7 @@ def _solvers(rows: Sequence[SolverResult]) -> page.Section:
                 row.solver,
                 solver.summary,
                 solver.source,
-                row.estimator or str(solver.asks),
+                row.estimator or str(solver.required_estimator),
                 _counts(row.adapters_per_gpu),
                 _counts(row.slots_per_gpu),
             )

@@ -33,12 +33,12 @@ ANY = Capacity(rps=1e6, adapters_per_slot=1e6)
 
 
 def placed(name: str, problem: Problem, estimator: Capacity = ANY, seed: int = 0) -> list[Assignment]:
-    return list(REGISTRY[name].place(problem, SolverContext(quick=estimator, exact=estimator, seed=seed)))
+    return list(REGISTRY[name].place(problem, SolverContext(estimator=estimator, twin=estimator, seed=seed)))
 
 
 def problem_of(workload: Workload, profile: Profile, gpus: int) -> Problem:
     problem = Problem(workload, (GpuPool(None, profile, gpus),), complete_engine(workload.engine), ())
-    return replace(problem, parts=whole_adapters(problem))
+    return replace(problem, shares=whole_adapters(problem))
 
 
 @given(seed=st.integers(0, 10_000), adapters=st.integers(1, 60), gpus=st.integers(1, 9))
@@ -53,8 +53,8 @@ def test_latency_gives_each_adapter_to_the_gpu_with_the_lowest_rate_so_far(
         rates[lowest] += adapter.rate_rps
         expected[lowest].append(adapter.name)
     answer = placed("latency", problem)
-    assert [[part.name for part in a.parts] for a in answer] == [names for names in expected if names]
-    assert all(a.a_max == len(a.parts) for a in answer)
+    assert [[share.name for share in a.shares] for a in answer] == [names for names in expected if names]
+    assert all(a.a_max == len(a.shares) for a in answer)
 
 
 def test_latency_judges_once_at_the_end_and_tells_which_gpu_fails() -> None:
@@ -74,10 +74,10 @@ def test_maxbase_fills_in_input_order_and_goes_on_only_when_the_next_would_excee
 ) -> None:
     problem = example_problem(seed, adapters, gpus=99)
     gpus = fill_gpus(problem, limit_tok_s)
-    assert [p for parts in gpus for p in parts] == list(problem.parts)
-    for parts, following in pairwise(gpus):
-        load = list(accumulate(map(problem.offered_tok_s, parts)))[-1]
-        assert load <= limit_tok_s or len(parts) == 1
+    assert [p for shares in gpus for p in shares] == list(problem.shares)
+    for shares, following in pairwise(gpus):
+        load = list(accumulate(map(problem.offered_tok_s, shares)))[-1]
+        assert load <= limit_tok_s or len(shares) == 1
         assert load + problem.offered_tok_s(following[0]) > limit_tok_s
 
 
@@ -85,7 +85,7 @@ def test_maxbase_gives_every_adapter_a_slot_and_maxbase_half_every_second_rounde
     problem = example_problem(3, adapters=9, gpus=4)
     (whole,), (half,) = placed("maxbase", problem), placed("maxbase-half", problem)
     assert (whole.a_max, half.a_max) == (9, 5)
-    assert whole.parts == half.parts
+    assert whole.shares == half.shares
 
 
 def test_maxbase_knows_no_more_than_the_backbone(workload: Make, profile: Profile) -> None:
@@ -125,9 +125,9 @@ def test_the_backbone_depends_on_the_mix_and_not_on_the_load(workload: Make, pro
 def test_random_scatters_evenly_and_draws_slots_up_to_the_adapters() -> None:
     problem = example_problem(0, adapters=400, gpus=4)
     answers = [placed("random", problem, seed=seed) for seed in range(30)]
-    counts = np.array([[len(a.parts) for a in answer] for answer in answers])
+    counts = np.array([[len(a.shares) for a in answer] for answer in answers])
     assert abs(counts.mean(axis=0) - 100.0).max() < 10.0
-    shares = np.array([a.a_max / len(a.parts) for answer in answers for a in answer])
+    shares = np.array([a.a_max / len(a.shares) for answer in answers for a in answer])
     assert abs(shares.mean() - 0.5) < 0.1
     assert shares.min() < 0.1
     assert shares.max() > 0.9
@@ -137,7 +137,7 @@ def test_random_scatters_evenly_and_draws_slots_up_to_the_adapters() -> None:
 def test_contiguous_runs_are_sorted_by_rank_and_equally_long(seed: int, adapters: int, gpus: int) -> None:
     runs = contiguous_by_rank(example_problem(seed, adapters, gpus))
     assert len(runs) == min(gpus, adapters)
-    ranks = [part.rank for run in runs for part in run]
+    ranks = [share.rank for run in runs for share in run]
     assert ranks == sorted(ranks)
     assert max(map(len, runs)) - min(map(len, runs)) <= 1
 
@@ -146,4 +146,4 @@ def test_slora_placements_get_the_slots_that_the_estimator_likes_best() -> None:
     problem = example_problem(0, adapters=40, gpus=2)
     for name in ("slora-random", "slora-contiguous"):
         for assignment in placed(name, problem, Capacity(rps=100.0, rps_per_slot_of_rank_16=0.1)):
-            assert -(-distinct_adapters(assignment.parts) // 4) <= assignment.a_max <= len(assignment.parts)
+            assert -(-distinct_adapters(assignment.shares) // 4) <= assignment.a_max <= len(assignment.shares)

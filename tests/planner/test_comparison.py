@@ -17,18 +17,18 @@ Make = Callable[..., Workload]
 
 
 def own(place: Callable[[Problem, SolverContext], Sequence[Assignment]], name: str = "own") -> Solver:
-    return Solver(name, "one line", "a test", place, asks=RequiredEstimator.NOTHING)
+    return Solver(name, "one line", "a test", place, required_estimator=RequiredEstimator.NONE)
 
 
 def all_on_one(a_max: int) -> Solver:
-    return own(lambda problem, _: (Assignment(problem.parts, a_max),), f"all-{a_max}")
+    return own(lambda problem, _: (Assignment(problem.shares, a_max),), f"all-{a_max}")
 
 
-def one_each(problem: Problem, tools: SolverContext) -> Sequence[Assignment]:
-    return [Assignment((part,), 1) for part in problem.parts]
+def one_each(problem: Problem, context: SolverContext) -> Sequence[Assignment]:
+    return [Assignment((share,), 1) for share in problem.shares]
 
 
-def fails(problem: Problem, tools: SolverContext) -> Sequence[Assignment]:
+def fails(problem: Problem, context: SolverContext) -> Sequence[Assignment]:
     raise InfeasibleError("gpus: not today", reason="gpus")
 
 

@@ -20,7 +20,7 @@ def changed(problem: Problem, **changes: dict[str, object]) -> Problem:
     """Return the problem with fields of some adapters changed."""
     adapters = tuple(a.replace(**changes.get(a.name, {})) for a in problem.workload.adapters)
     problem = replace(problem, workload=problem.workload.replace(adapters=adapters))
-    return replace(problem, parts=whole_adapters(problem))
+    return replace(problem, shares=whole_adapters(problem))
 
 
 def two_pools(problem: Problem) -> Problem:
@@ -33,12 +33,12 @@ def two_pools(problem: Problem) -> Problem:
 
 
 def solved(problem: Problem, estimator: Capacity = SMALL) -> Sequence[Assignment]:
-    split = replace(problem, parts=split_hot_adapters(problem, estimator))
-    return REGISTRY["capplan"].place(split, SolverContext(quick=estimator, exact=estimator))
+    split = replace(problem, shares=split_hot_adapters(problem, estimator))
+    return REGISTRY["capplan"].place(split, SolverContext(estimator=estimator, twin=estimator))
 
 
 def names_of(assignment: Assignment) -> set[str]:
-    return {part.name for part in assignment.parts}
+    return {share.name for share in assignment.shares}
 
 
 @settings(max_examples=30, derandomize=True)
@@ -67,7 +67,7 @@ def test_apart_is_never_on_one_gpu_and_together_always(data: st.DataObject) -> N
         there = names_of(assignment)
         assert all(not {f"a{one}", f"a{other}"} <= there for one, other in apart)
         assert all((f"a{one}" in there) == (f"a{other}" in there) for one, other in together)
-    assert sum(len(a.parts) for a in answer) == len(split_hot_adapters(problem, SMALL))
+    assert sum(len(a.shares) for a in answer) == len(split_hot_adapters(problem, SMALL))
 
 
 def test_adapters_that_stay_together_are_split_together() -> None:

@@ -24,8 +24,8 @@ Make = Callable[..., Workload]
 
 def placed(problem: Problem, time_limit_s: float = 60.0) -> list[Assignment]:
     nobody = Capacity(rps=0.0)
-    tools = SolverContext(quick=nobody, exact=nobody, time_limit_s=time_limit_s)
-    return list(REGISTRY["dlora-proactive"].place(problem, tools))
+    context = SolverContext(estimator=nobody, twin=nobody, time_limit_s=time_limit_s)
+    return list(REGISTRY["dlora-proactive"].place(problem, context))
 
 
 def with_rates(problem: Problem, rates_rps: list[float]) -> Problem:
@@ -38,8 +38,8 @@ def with_rates(problem: Problem, rates_rps: list[float]) -> Problem:
 def replicas(answer: list[Assignment]) -> dict[str, int]:
     counts: dict[str, int] = {}
     for assignment in answer:
-        for part in assignment.parts:
-            counts[part.name] = counts.get(part.name, 0) + 1
+        for share in assignment.shares:
+            counts[share.name] = counts.get(share.name, 0) + 1
     return counts
 
 
@@ -62,9 +62,9 @@ def test_replicas_take_equal_shares_and_every_one_has_a_slot() -> None:
     answer = placed(problem)
     counts = replicas(answer)
     for assignment in answer:
-        assert assignment.a_max == len(assignment.parts)
-        for part in assignment.parts:
-            assert part.share == pytest.approx(1.0 / counts[part.name])
+        assert assignment.a_max == len(assignment.shares)
+        for share in assignment.shares:
+            assert share.fraction == pytest.approx(1.0 / counts[share.name])
 
 
 def test_max_replicas_is_kept() -> None:

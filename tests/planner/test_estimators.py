@@ -58,7 +58,7 @@ def usual(workload: Make) -> Workload:
 
 def problem_of(workload: Workload, profile: Profile) -> Problem:
     problem = Problem(workload, (GpuPool(None, profile, 2),), complete_engine(workload.engine), ())
-    return replace(problem, parts=whole_adapters(problem))
+    return replace(problem, shares=whole_adapters(problem))
 
 
 def made(problem: Problem, name: str, twin: Twin) -> Any:
@@ -76,12 +76,12 @@ def test_a_kind_answers_as_its_surrogate_does_at_the_load_with_headroom(
     problem = problem_of(usual, profile)
     estimator = made(problem, kind, twin)
     answer = making.surrogates()[kind].predict(
-        problem.subworkload(problem.parts, 1 / (1 - usual.headroom)), a_max=8, s_max=32
+        problem.subworkload(problem.shares, 1 / (1 - usual.headroom)), a_max=8, s_max=32
     )
     assert answer.in_range
-    said = estimator(Assignment(problem.parts, 8))
+    said = estimator(Assignment(problem.shares, 8))
     assert (said.throughput_tok_s, said.starved) == (answer.throughput_tok_s, answer.starved)
-    assert said.strain == answer.starvation_probability
+    assert said.utilization == answer.starvation_probability
     assert loaded == [kind]
     assert twin.asked == []
     assert estimator_name(estimator) == kind
@@ -97,10 +97,10 @@ def test_outside_the_range_the_twin_is_asked(
 ) -> None:
     first, *others = usual.adapters
     problem = problem_of(usual.replace(adapters=(first.replace(rank=512), *others)), profile)
-    common = [part for part in problem.parts if part.rank < 512]
+    common = [share for share in problem.shares if share.rank < 512]
     for kind in KINDS:
         estimator = made(problem, kind, twin)
-        assert estimator(Assignment(problem.parts, 4)) == TWINS_ANSWER
+        assert estimator(Assignment(problem.shares, 4)) == TWINS_ANSWER
         assert estimator(Assignment(tuple(common), 8)) != TWINS_ANSWER
     assert twin.asked == [4] * len(KINDS)
 
@@ -143,7 +143,7 @@ def test_auto_asks_the_surrogate_what_it_was_trained_on(
     problem = problem_of(KNOWN[what](usual), profile)
     estimator = made(problem, "auto", twin)
     assert estimator_name(estimator) == "best"
-    assert estimator(Assignment(problem.parts, 8)) != TWINS_ANSWER
+    assert estimator(Assignment(problem.shares, 8)) != TWINS_ANSWER
 
 
 def test_without_a_surrogate_auto_is_the_twin_and_a_kind_says_how_to_make_one(

@@ -14,24 +14,24 @@ from capplan.spec import EngineConfig
 from capplan.testing import Capacity, example_problem
 
 
-def literal_order(parts: Sequence[AdapterShare]) -> list[AdapterShare]:
+def literal_order(shares: Sequence[AdapterShare]) -> list[AdapterShare]:
     """Rank descending; inside a rank highest, lowest, second highest, second lowest rate, ..."""
     ordered = []
-    for rank in sorted({p.rank for p in parts}, reverse=True):
-        left = sorted((p for p in parts if p.rank == rank), key=lambda p: (-p.rate_rps, p.name))
+    for rank in sorted({p.rank for p in shares}, reverse=True):
+        left = sorted((p for p in shares if p.rank == rank), key=lambda p: (-p.rate_rps, p.name))
         while left:
             ordered.append(left.pop(0))
             left.reverse()  # the other end comes next
     return ordered
 
 
-def fits(problem: Problem, parts: Sequence[AdapterShare], a_max: int) -> bool:
-    return problem.fits_in_memory(Assignment(tuple(parts), a_max))
+def fits(problem: Problem, shares: Sequence[AdapterShare], a_max: int) -> bool:
+    return problem.fits_in_memory(Assignment(tuple(shares), a_max))
 
 
 def literal_greedy(problem: Problem, estimator: Estimator) -> list[tuple[list[AdapterShare], int]]:
     """Algorithms 1 and 2 line by line; an untested rest that fails goes to the next GPU, as published."""
-    a_q, g_q = literal_order(problem.parts), list(range(problem.gpus))
+    a_q, g_q = literal_order(problem.shares), list(range(problem.gpus))
     alloc: dict[int, list[AdapterShare]] = {g: [] for g in g_q}
     prov: dict[int, list[AdapterShare]] = {g: [] for g in g_q}
     a_max = dict.fromkeys(g_q, 0)
@@ -62,7 +62,7 @@ def literal_greedy(problem: Problem, estimator: Estimator) -> list[tuple[list[Ad
 
 def to_the_letter(problem: Problem, estimator: Estimator) -> list[tuple[list[AdapterShare], int]]:
     """Algorithm 1 line by line, its last loop and its errors included."""
-    a_q, g_q = literal_order(problem.parts), list(range(problem.gpus))
+    a_q, g_q = literal_order(problem.shares), list(range(problem.gpus))
     alloc: dict[int, list[AdapterShare]] = {g: [] for g in g_q}
     prov: dict[int, list[AdapterShare]] = {g: [] for g in g_q}
     a_max = dict.fromkeys(g_q, 0)
@@ -106,7 +106,7 @@ def outcome(
         answer = solve(problem, estimator)
     except InfeasibleError:
         return None
-    return [(list(a.parts), a.a_max) if isinstance(a, Assignment) else a for a in answer]
+    return [(list(a.shares), a.a_max) if isinstance(a, Assignment) else a for a in answer]
 
 
 @given(
@@ -132,9 +132,9 @@ def test_equals_the_transcription_under_an_estimator_without_sense(
     """The algorithm must not lean on monotone answers: surrogates promise none."""
 
     def capricious(assignment: Assignment) -> Estimate:
-        parts, a_max = assignment.parts, assignment.a_max
-        dice = (salt + 31 * a_max + sum(int(p.name[1:]) * 7 + p.rank for p in parts)) % 11
-        return Estimate(float(dice), starved=dice < 3 and len(parts) > 1)
+        shares, a_max = assignment.shares, assignment.a_max
+        dice = (salt + 31 * a_max + sum(int(p.name[1:]) * 7 + p.rank for p in shares)) % 11
+        return Estimate(float(dice), starved=dice < 3 and len(shares) > 1)
 
     problem = example_problem(seed, adapters, gpus=40)
     assert outcome(solve_greedy, problem, capricious) == outcome(literal_greedy, problem, capricious)
@@ -159,13 +159,13 @@ def test_strict_equals_the_paper_to_the_letter(
 def rates(*rates_rps: float) -> Problem:
     """Return a problem of adapters of one rank with these rates."""
     problem = example_problem(0, len(rates_rps), gpus=8)
-    parts = tuple(AdapterShare(f"a{i}", 8, rate) for i, rate in enumerate(rates_rps))
-    return replace(problem, parts=parts)
+    shares = tuple(AdapterShare(f"a{i}", 8, rate) for i, rate in enumerate(rates_rps))
+    return replace(problem, shares=shares)
 
 
 def test_strict_finds_nothing_where_the_first_eight_fail_although_fewer_would_hold() -> None:
     problem, estimator = rates(*[1.0] * 8), Capacity(rps=5.0)
-    assert [len(a.parts) for a in solve_greedy(problem, estimator)] == [4, 4]
+    assert [len(a.shares) for a in solve_greedy(problem, estimator)] == [4, 4]
     with pytest.raises(InfeasibleError, match="8 stay empty") as error:
         solve_greedy(problem, estimator, strict=True)
     assert error.value.reason == "gpus"
@@ -173,7 +173,7 @@ def test_strict_finds_nothing_where_the_first_eight_fail_although_fewer_would_ho
 
 def test_strict_gives_up_on_a_rest_that_fails_although_gpus_are_left() -> None:
     problem, estimator = rates(*[1.0] * 12), Capacity(rps=9.0)
-    assert [len(a.parts) for a in solve_greedy(problem, estimator)] == [8, 4]
+    assert [len(a.shares) for a in solve_greedy(problem, estimator)] == [8, 4]
     with pytest.raises(InfeasibleError, match="last 4 adapters") as error:
         solve_greedy(problem, estimator, strict=True)
     assert error.value.reason == "starvation"
@@ -184,37 +184,37 @@ def test_the_reference_trace() -> None:
     asked: list[tuple[int, int]] = []
 
     def estimator(assignment: Assignment) -> Estimate:
-        parts, a_max = assignment.parts, assignment.a_max
-        asked.append((len(parts), a_max))
-        return Estimate(float(min(a_max, len(parts))), starved=len(parts) > 10 or 2 * a_max < len(parts))
+        shares, a_max = assignment.shares, assignment.a_max
+        asked.append((len(shares), a_max))
+        return Estimate(float(min(a_max, len(shares))), starved=len(shares) > 10 or 2 * a_max < len(shares))
 
     problem = rates(*[1.0] * 18)
     answer = solve_greedy(problem, estimator, strict=True)
     assert sorted(set(asked)) == [(8, 8), (10, 8), (10, 16), (16, 8), (16, 16)]
-    assert [(len(a.parts), a.a_max) for a in answer] == [(8, 8), (10, 10)]
+    assert [(len(a.shares), a.a_max) for a in answer] == [(8, 8), (10, 10)]
 
 
 def test_ranks_descend_and_rates_zigzag_within_a_rank() -> None:
-    parts = [
+    shares = [
         AdapterShare("x", 8, 1.0),
         *(AdapterShare(f"a{i}", 16, float(i)) for i in range(5)),
         AdapterShare("z", 64, 0.1),
     ]
-    assert [part.name for part in priority_order(parts)] == ["z", "a4", "a0", "a3", "a1", "a2", "x"]
+    assert [share.name for share in priority_order(shares)] == ["z", "a4", "a0", "a3", "a1", "a2", "x"]
 
 
 def test_a_gpu_is_full_at_the_largest_testing_point() -> None:
     problem = example_problem(0, adapters=385, gpus=2, largest_rps=0.01)
     answer = solve_greedy(problem, Capacity(rps=1e6, adapters_per_slot=1e6))
-    assert [len(a.parts) for a in answer] == [384, 1]
+    assert [len(a.shares) for a in answer] == [384, 1]
 
 
 def test_a_rest_between_testing_points_is_tested_as_it_is() -> None:
     asked: list[int] = []
 
     def estimator(assignment: Assignment) -> Estimate:
-        parts = assignment.parts
-        asked.append(len(parts))
+        shares = assignment.shares
+        asked.append(len(shares))
         return Estimate(1.0, starved=False)
 
     (only,) = solve_greedy(example_problem(0, adapters=11, gpus=1), estimator)
@@ -239,7 +239,7 @@ def test_slots_that_do_not_fit_in_memory_are_never_tested() -> None:
         return Estimate(float(a_max), starved=False)
 
     solve_greedy(problem, estimator)
-    refused = [value for value in GRID if not problem.fits_in_memory(Assignment(problem.parts, value))]
+    refused = [value for value in GRID if not problem.fits_in_memory(Assignment(problem.shares, value))]
     assert refused
     assert asked.isdisjoint(refused)
 

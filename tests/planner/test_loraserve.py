@@ -1,4 +1,4 @@
-"""LoRAServe as a solver: operating points from the twin, shares as parts, labels from the plan in force."""
+"""LoRAServe as a solver: operating points from the twin, shares as shares, labels from the plan in force."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ POINTS = {8: 5000.0, 16: 4800.0, 32: 4400.0, 64: 3500.0}
 
 def placed(problem: Problem) -> list[Assignment]:
     nobody = Capacity(rps=0.0)
-    return list(REGISTRY["loraserve"].place(problem, SolverContext(quick=nobody, exact=nobody)))
+    return list(REGISTRY["loraserve"].place(problem, SolverContext(estimator=nobody, twin=nobody)))
 
 
 def alone(workload: Workload, profile: Profile, gpus: int = 1) -> Problem:
@@ -34,13 +34,14 @@ def alone(workload: Workload, profile: Profile, gpus: int = 1) -> Problem:
 
 def holds(problem: Problem, rank: int, tok_s: float, count: int) -> bool:
     """Tell whether the twin sees a server hold that token rate of one rank, asked in another way."""
-    rate_rps = tok_s / (problem.offered_tok_s(problem.parts[0]) / problem.parts[0].rate_rps) / count
-    parts = tuple(AdapterShare(f"only-{i}", rank, rate_rps) for i in range(count))
+    rate_rps = tok_s / (problem.offered_tok_s(problem.shares[0]) / problem.shares[0].rate_rps) / count
+    shares = tuple(AdapterShare(f"only-{i}", rank, rate_rps) for i in range(count))
     adapters = tuple(
-        problem.workload.adapters[0].replace(name=part.name, rank=rank, rate_rps=rate_rps) for part in parts
+        problem.workload.adapters[0].replace(name=share.name, rank=rank, rate_rps=rate_rps)
+        for share in shares
     )
     workload = problem.workload.model_copy(update={"adapters": adapters, "headroom": 0.0})
-    return not TwinEstimator(replace(problem, workload=workload), seed=0)(Assignment(parts, count)).starved
+    return not TwinEstimator(replace(problem, workload=workload), seed=0)(Assignment(shares, count)).starved
 
 
 def test_an_operating_point_holds_and_a_little_more_does_not(workload: Make, profile: Profile) -> None:
@@ -91,7 +92,7 @@ def test_no_operating_point_is_an_error_with_its_reason(workload: Make, profile:
 
 def test_too_few_servers_are_an_error_that_says_how_many_it_takes() -> None:
     problem = example_problem(0, adapters=40, gpus=1)
-    demand = sum(problem.offered_tok_s(part) for part in problem.parts)
+    demand = sum(problem.offered_tok_s(share) for share in problem.shares)
     points = dict.fromkeys(POINTS, demand / 3.5)
     with pytest.raises(
         InfeasibleError, match=r"demand is what 3\.50 instances sustain .* it takes 4"
@@ -104,20 +105,20 @@ def test_every_server_is_used_and_shares_of_an_adapter_are_numbered() -> None:
     problem = example_problem(1, adapters=12, gpus=5)
     answer = solve_loraserve(problem, dict.fromkeys(POINTS, 5000.0))
     assert len(answer) == 5
-    shares: dict[str, list[AdapterShare]] = {}
+    by_adapter: dict[str, list[AdapterShare]] = {}
     for assignment in answer:
-        for part in assignment.parts:
-            shares.setdefault(part.name, []).append(part)
+        for share in assignment.shares:
+            by_adapter.setdefault(share.name, []).append(share)
     rate_of = {adapter.name: adapter.rate_rps for adapter in problem.workload.adapters}
-    assert max(map(len, shares.values())) > 1
-    for name, parts in shares.items():
-        assert [part.number for part in parts] == list(range(len(parts)))
-        assert all(part.rate_rps == pytest.approx(part.share * rate_of[name]) for part in parts)
+    assert max(map(len, by_adapter.values())) > 1
+    for name, shares in by_adapter.items():
+        assert [share.number for share in shares] == list(range(len(shares)))
+        assert all(share.rate_rps == pytest.approx(share.fraction * rate_of[name]) for share in shares)
 
 
 def test_every_adapter_has_a_slot_where_memory_allows() -> None:
     few = example_problem(1, adapters=12, gpus=2)
-    assert all(a.a_max == distinct_adapters(a.parts) for a in solve_loraserve(few, POINTS))
+    assert all(a.a_max == distinct_adapters(a.shares) for a in solve_loraserve(few, POINTS))
     many = example_problem(1, adapters=600, gpus=1, largest_rps=0.001)
     (packed,) = solve_loraserve(many, POINTS)
     assert 1 < packed.a_max < 600
@@ -127,11 +128,11 @@ def test_every_adapter_has_a_slot_where_memory_allows() -> None:
 
 def test_a_fixed_number_of_slots_stays() -> None:
     problem = example_problem(1, adapters=12, gpus=2, engine=EngineConfig(max_loras=3))
-    assert most_slots(problem, problem.parts) == 3
+    assert most_slots(problem, problem.shares) == 3
 
 
 def names(answer: Sequence[Assignment]) -> list[set[str]]:
-    return [{part.name for part in assignment.parts} for assignment in answer]
+    return [{share.name for share in assignment.shares} for assignment in answer]
 
 
 def test_servers_keep_what_they_store() -> None:

@@ -1,4 +1,4 @@
-"""The pure parts of the benchmark of LoRAServe's setting."""
+"""The pure shares of the benchmark of LoRAServe's setting."""
 
 from __future__ import annotations
 
@@ -130,8 +130,8 @@ def test_rates_scale_to_a_total(profile: Profile) -> None:
 
 
 def test_assignments_become_shares_of_all_servers() -> None:
-    parts = (AdapterShare("a", 8, 0.5, 0.5, 0), AdapterShare("b", 8, 1.0))
-    assert shares_of((Assignment(parts, 2),), 3) == [{"a": 0.5, "b": 1.0}, {}, {}]
+    shares = (AdapterShare("a", 8, 0.5, 0.5, 0), AdapterShare("b", 8, 1.0))
+    assert shares_of((Assignment(shares, 2),), 3) == [{"a": 0.5, "b": 1.0}, {}, {}]
 
 
 def test_without_the_trace_it_says_so_in_one_line(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

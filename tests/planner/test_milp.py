@@ -19,25 +19,25 @@ from capplan.testing import Capacity, example_problem
 
 def placed(problem: Problem, estimator: Estimator, time_limit_s: float = 60.0) -> Sequence[Assignment]:
     return REGISTRY["milp"].place(
-        problem, SolverContext(quick=estimator, exact=estimator, time_limit_s=time_limit_s)
+        problem, SolverContext(estimator=estimator, twin=estimator, time_limit_s=time_limit_s)
     )
 
 
 def gpus_needed(problem: Problem, estimator: Estimator) -> int | None:
-    """Try every way to divide the parts among GPUs; None when none holds."""
+    """Try every way to divide the shares among GPUs; None when none holds."""
 
     def search(left: Sequence[AdapterShare], gpus: list[list[AdapterShare]], fewest: int) -> int:
         if len(gpus) >= fewest:
             return fewest
         if not left:
-            holds = all(choose_slots(problem, parts, estimator, estimator) is not None for parts in gpus)
+            holds = all(choose_slots(problem, shares, estimator, estimator) is not None for shares in gpus)
             return len(gpus) if holds else fewest
-        part, rest = left[0], left[1:]
+        share, rest = left[0], left[1:]
         for at in range(len(gpus)):
-            fewest = search(rest, [*gpus[:at], [*gpus[at], part], *gpus[at + 1 :]], fewest)
-        return search(rest, [*gpus, [part]], fewest)
+            fewest = search(rest, [*gpus[:at], [*gpus[at], share], *gpus[at + 1 :]], fewest)
+        return search(rest, [*gpus, [share]], fewest)
 
-    found = search(problem.parts, [], problem.gpus + 1)
+    found = search(problem.shares, [], problem.gpus + 1)
     return found if found <= problem.gpus else None
 
 
@@ -64,7 +64,7 @@ def test_uses_as_few_gpus_as_any_division_of_the_adapters(
 @pytest.mark.parametrize("seed", range(12))
 def test_never_needs_more_gpus_than_a_heuristic(seed: int) -> None:
     problem, estimator = example_problem(seed, adapters=2 * seed + 2, gpus=4), Capacity(4.5, 0.02)
-    ours = REGISTRY["capplan"].place(problem, SolverContext(quick=estimator, exact=estimator))
+    ours = REGISTRY["capplan"].place(problem, SolverContext(estimator=estimator, twin=estimator))
     assert len(placed(problem, estimator)) <= len(ours)
 
 
@@ -84,5 +84,5 @@ def test_out_of_time_is_no_answer() -> None:
 def test_shares_of_one_adapter_never_meet() -> None:
     problem = example_problem(0, adapters=2, gpus=4)
     shares = tuple(AdapterShare("a0", 8, 0.1, 0.5, number) for number in range(2))
-    answer = placed(replace(problem, parts=shares), Capacity(rps=4.0))
-    assert [len(a.parts) for a in answer] == [1, 1]
+    answer = placed(replace(problem, shares=shares), Capacity(rps=4.0))
+    assert [len(a.shares) for a in answer] == [1, 1]

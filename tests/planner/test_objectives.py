@@ -13,7 +13,7 @@ Make = Callable[..., Workload]
 
 def solved(problem: Problem, objective: Objective, estimator: Estimator) -> Sequence[Assignment]:
     wished = replace(problem, workload=problem.workload.replace(objective=objective))
-    return REGISTRY["capplan"].place(wished, SolverContext(quick=estimator, exact=estimator))
+    return REGISTRY["capplan"].place(wished, SolverContext(estimator=estimator, twin=estimator))
 
 
 def test_the_least_latency_uses_every_gpu() -> None:
@@ -26,7 +26,7 @@ def test_of_the_placements_tried_the_one_with_the_least_latency_is_taken() -> No
     problem = example_problem(2, adapters=30, gpus=4)
 
     def ranks(assignment: Assignment) -> float:
-        return float(len({part.rank for part in assignment.parts}))
+        return float(len({share.rank for share in assignment.shares}))
 
     def mean_ranks(sign: float) -> float:
         answer = solved(
@@ -59,5 +59,5 @@ def test_at_the_highest_load_the_twin_compares_numbers_of_slots() -> None:
 
     problem = example_problem(2, adapters=8, gpus=1)
     wished = replace(problem, workload=problem.workload.replace(objective=Objective.MAX_THROUGHPUT))
-    [chosen] = REGISTRY["capplan"].place(wished, SolverContext(quick=preferring(2), exact=preferring(4)))
+    [chosen] = REGISTRY["capplan"].place(wished, SolverContext(estimator=preferring(2), twin=preferring(4)))
     assert chosen.a_max == 4

@@ -12,7 +12,7 @@ from capplan.testing import Capacity, example_problem
 
 
 def ours(problem: Problem, estimator: Estimator) -> Sequence[Assignment]:
-    return REGISTRY["capplan"].place(problem, SolverContext(quick=estimator, exact=estimator))
+    return REGISTRY["capplan"].place(problem, SolverContext(estimator=estimator, twin=estimator))
 
 
 @settings(max_examples=40, derandomize=True)

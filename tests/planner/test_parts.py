@@ -14,20 +14,20 @@ from capplan.testing import Capacity, example_problem
 
 
 def ours(problem: Problem, estimator: Estimator) -> Sequence[Assignment]:
-    return REGISTRY["capplan"].place(problem, SolverContext(quick=estimator, exact=estimator))
+    return REGISTRY["capplan"].place(problem, SolverContext(estimator=estimator, twin=estimator))
 
 
-@pytest.mark.parametrize("shares", [2, 3, 7])
-def test_an_adapter_too_hot_for_one_gpu_is_split_and_its_shares_sum_to_one(shares: int) -> None:
+@pytest.mark.parametrize("count", [2, 3, 7])
+def test_an_adapter_too_hot_for_one_gpu_is_split_and_its_shares_sum_to_one(count: int) -> None:
     problem, estimator = example_problem(0, adapters=6, gpus=12), Capacity(rps=4.0)
-    hot = problem.workload.adapters[0].replace(rate_rps=4.0 * shares - 0.5)
+    hot = problem.workload.adapters[0].replace(rate_rps=4.0 * count - 0.5)
     problem = with_adapter(problem, hot)
-    parts = split_hot_adapters(problem, estimator)
-    mine = [part for part in parts if part.name == hot.name]
-    assert len(mine) == shares
-    assert sum(part.share for part in mine) == pytest.approx(1.0, abs=1e-12)
-    answer = ours(replace(problem, parts=parts), estimator)
-    assert sum(any(p.name == hot.name for p in a.parts) for a in answer) == shares
+    shares = split_hot_adapters(problem, estimator)
+    mine = [share for share in shares if share.name == hot.name]
+    assert len(mine) == count
+    assert sum(share.fraction for share in mine) == pytest.approx(1.0, abs=1e-12)
+    answer = ours(replace(problem, shares=shares), estimator)
+    assert sum(any(p.name == hot.name for p in a.shares) for a in answer) == count
 
 
 def test_a_cold_adapter_of_a_costlier_kind_is_split_although_hotter_ones_are_not() -> None:
@@ -36,8 +36,8 @@ def test_a_cold_adapter_of_a_costlier_kind_is_split_although_hotter_ones_are_not
     light = problem.workload.adapters[0].replace(rank=8, rate_rps=3.0)
     heavy = problem.workload.adapters[1].replace(rank=64, rate_rps=2.0)
     problem = with_adapter(with_adapter(problem, light), heavy)
-    parts = split_hot_adapters(problem, Capacity(rps=4.0, rps_per_slot_of_rank_16=0.7))
-    assert sorted(part.name for part in parts) == ["a0", "a1", "a1"]
+    shares = split_hot_adapters(problem, Capacity(rps=4.0, rps_per_slot_of_rank_16=0.7))
+    assert sorted(share.name for share in shares) == ["a0", "a1", "a1"]
 
 
 def test_max_replicas_limits_the_shares() -> None:
@@ -63,4 +63,4 @@ def with_adapter(problem: Problem, adapter: Any) -> Problem:
     """Return the problem with this adapter in place of the one of its name."""
     adapters = tuple(adapter if a.name == adapter.name else a for a in problem.workload.adapters)
     changed = replace(problem, workload=problem.workload.replace(adapters=adapters))
-    return replace(changed, parts=whole_adapters(changed))
+    return replace(changed, shares=whole_adapters(changed))

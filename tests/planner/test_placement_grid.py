@@ -167,12 +167,12 @@ def test_a_plan_is_judged_as_it_stands() -> None:
     made = plan(work.model_copy(update={"adapters": (hot, *work.adapters[1:])}), gpus=4, verify=False)
     answers = assignments_of(made)
     shares: dict[str, float] = {}
-    for part in (part for each in answers for part in each.parts):
-        shares[part.name] = shares.get(part.name, 0.0) + part.share
+    for share in (share for each in answers for share in each.shares):
+        shares[share.name] = shares.get(share.name, 0.0) + share.fraction
     assert shares == pytest.approx({a.name: 1.0 for a in work.adapters})
-    on = [[part for part in each.parts if part.name == hot.name] for each in answers]
+    on = [[share for share in each.shares if share.name == hot.name] for each in answers]
     assert max(map(len, on)) == 1
-    assert sum(part.rate_rps for parts in on for part in parts) == pytest.approx(40.0)
+    assert sum(share.rate_rps for shares in on for share in shares) == pytest.approx(40.0)
     assert [each.a_max for each in answers] == [group.engine_args.max_loras for group in made.groups]
 
 

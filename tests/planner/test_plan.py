@@ -21,10 +21,12 @@ Make = Callable[..., Workload]
 
 
 def all_on_one_gpu(problem: Problem, *_: object) -> tuple[Assignment, ...]:
-    return (Assignment(problem.parts, 1),)
+    return (Assignment(problem.shares, 1),)
 
 
-CARELESS = Solver("careless", "all on one GPU", "a test", all_on_one_gpu, asks=RequiredEstimator.NOTHING)
+CARELESS = Solver(
+    "careless", "all on one GPU", "a test", all_on_one_gpu, required_estimator=RequiredEstimator.NONE
+)
 
 
 def crowd(workload: Make, rate_rps: float = 0.6, **fields: Any) -> Workload:
@@ -87,10 +89,10 @@ def test_without_repair_the_verdict_stands_in_the_plan(workload: Make) -> None:
 
 def test_slots_that_leave_no_memory_are_mended_or_refused(workload: Make) -> None:
     def greedy_for_slots(problem: Problem, *_: object) -> tuple[Assignment, ...]:
-        return (Assignment(problem.parts, len(problem.parts)),)
+        return (Assignment(problem.shares, len(problem.shares)),)
 
     solver = Solver(
-        "slots", "a slot for everyone", "a test", greedy_for_slots, asks=RequiredEstimator.NOTHING
+        "slots", "a slot for everyone", "a test", greedy_for_slots, required_estimator=RequiredEstimator.NONE
     )
     wishes = workload(*((f"a{i}", 64, 0.02) for i in range(300)))
     made = plan(wishes, solver=solver)

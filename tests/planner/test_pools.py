@@ -45,7 +45,7 @@ def as_said(name: str, count: int, usd_per_hour: float | None) -> dict[str, obje
 def solved(problem: Problem, objective: Objective, rps: float) -> Sequence[Assignment]:
     estimator = TwoKinds(rps)
     wished = replace(problem, workload=problem.workload.replace(objective=objective))
-    return REGISTRY["capplan"].place(wished, SolverContext(quick=estimator, exact=estimator))
+    return REGISTRY["capplan"].place(wished, SolverContext(estimator=estimator, twin=estimator))
 
 
 def price(problem: Problem, answer: Sequence[Assignment]) -> float:
@@ -65,7 +65,7 @@ def test_the_cheapest_costs_no_more_and_the_fewest_are_no_more_than_the_other(se
         assert used.count(0) <= 6
         assert used.count(1) <= 10
         assert all(not TwoKinds(4.0)(a).starved for a in answer)
-        assert sorted(p.name for a in answer for p in a.parts) == sorted(p.name for p in problem.parts)
+        assert sorted(p.name for a in answer for p in a.shares) == sorted(p.name for p in problem.shares)
 
 
 def test_a_pool_at_half_the_price_and_half_the_work_is_taken_when_price_counts() -> None:

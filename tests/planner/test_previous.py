@@ -50,7 +50,7 @@ def test_moves_turn_the_old_shares_into_the_new_ones(workload: Make, in_force: P
     hotter = tuple((name, rank, 3.0 * rate) for name, rank, rate in ADAPTERS)
     made = replanned(workload(*hotter), in_force)
     shares = {
-        (i.name, a): s for i in previous_instances(Plan.from_json(in_force)) for a, s in i.shares.items()
+        (i.name, a): s for i in previous_instances(Plan.from_json(in_force)) for a, s in i.fractions.items()
     }
     for move in made.moves:
         if move.from_group is not None:

@@ -19,10 +19,10 @@ Make = Callable[..., Workload]
 
 
 def called(name: str) -> Any:
-    """Return a registered solver as the contract calls it; one estimator plays every part."""
+    """Return a registered solver as the contract calls it; one estimator plays every share."""
 
     def solve(problem: Problem, estimator: Estimator) -> Sequence[Assignment]:
-        return REGISTRY[name].place(problem, SolverContext(quick=estimator, exact=estimator))
+        return REGISTRY[name].place(problem, SolverContext(estimator=estimator, twin=estimator))
 
     return solve
 
@@ -128,7 +128,7 @@ def test_every_solver_makes_a_plan_that_the_twin_confirms(workload: Make, name: 
     assert made.verification.ok
     assert made.provenance["solver"] == name
     assert made.provenance["estimator"] == (
-        "none" if REGISTRY[name].asks is RequiredEstimator.NOTHING else "twin"
+        "none" if REGISTRY[name].asks is RequiredEstimator.NONE else "twin"
     )
 
 
@@ -157,7 +157,7 @@ def test_a_fixed_number_of_slots_is_refused_by_a_solver_that_does_not_keep_it(wo
         "one line",
         "a test",
         REGISTRY["random"].place,
-        asks=RequiredEstimator.NOTHING,
+        required_estimator=RequiredEstimator.NONE,
         fixed_a_max=False,
     )
     wishes: Workload = workload(("a", 8, 0.1), engine={"max_loras": 1})

@@ -40,7 +40,7 @@ class Twin:
 
 def problem_of(workload: Workload, profile: Profile) -> Problem:
     problem = Problem(workload, (GpuPool(None, profile, 2),), complete_engine(workload.engine), ())
-    return replace(problem, parts=whole_adapters(problem))
+    return replace(problem, shares=whole_adapters(problem))
 
 
 def asked_of(problem: Problem, kind: str = "tree") -> tuple[SurrogateEstimator, Twin]:
@@ -51,19 +51,20 @@ def asked_of(problem: Problem, kind: str = "tree") -> tuple[SurrogateEstimator, 
 def by_its_workload(problem: Problem, kind: str, assignment: Assignment) -> Estimate | None:
     """Return what the surrogate says of the workload of an instance; None where it is out of range."""
     answer = making.surrogates()[kind].predict(
-        problem.subworkload(assignment.parts, 1.0 / (1.0 - problem.workload.headroom)),
+        problem.subworkload(assignment.shares, 1.0 / (1.0 - problem.workload.headroom)),
         a_max=assignment.a_max,
-        s_max=problem.s_max(assignment.parts),
+        s_max=problem.s_max(assignment.shares),
         max_num_seqs=problem.max_num_seqs(assignment),
     )
     if not answer.in_range:
         return None
-    return Estimate(answer.throughput_tok_s, answer.starved, strain=answer.starvation_probability)
+    return Estimate(answer.throughput_tok_s, answer.starved, utilization=answer.starvation_probability)
 
 
 def same(one: Estimate, other: Estimate) -> bool:
     return one.starved == other.starved and (
-        (one.throughput_tok_s, one.strain) == pytest.approx((other.throughput_tok_s, other.strain), rel=1e-9)
+        (one.throughput_tok_s, one.utilization)
+        == pytest.approx((other.throughput_tok_s, other.utilization), rel=1e-9)
     )
 
 
@@ -76,8 +77,8 @@ def usual(workload: Make, profile: Profile) -> Problem:
 def test_instances_are_answered_as_their_workloads(usual: Problem, kind: str) -> None:
     estimator, _ = asked_of(usual, kind)
     instances = [
-        Assignment(parts, a_max, seqs)
-        for parts in (usual.parts, usual.parts[:16], usual.parts[4:20])
+        Assignment(shares, a_max, seqs)
+        for shares in (usual.shares, usual.shares[:16], usual.shares[4:20])
         for a_max in (4, 8, 16)
         for seqs in (None, 64)
     ]
@@ -95,9 +96,9 @@ def test_instances_are_answered_as_their_workloads(usual: Problem, kind: str) ->
 def test_many_questions_are_answered_in_their_order(order: Sequence[int]) -> None:
     problem = problem_of(making.asked(adapters=24), making.profile())
     estimator, _ = asked_of(problem)
-    ranks_apart = tuple(replace(part, rank=512) for part in problem.parts[:8])
+    ranks_apart = tuple(replace(share, rank=512) for share in problem.shares[:8])
     instances = [
-        Assignment(parts, a_max) for parts in (problem.parts, ranks_apart) for a_max in (2, 4, 8, 16)
+        Assignment(shares, a_max) for shares in (problem.shares, ranks_apart) for a_max in (2, 4, 8, 16)
     ]
     alone = [estimator(instance) for instance in instances]
     assert estimator.estimate_all([instances[i] for i in order]) == [alone[i] for i in order]
@@ -105,15 +106,15 @@ def test_many_questions_are_answered_in_their_order(order: Sequence[int]) -> Non
 
 def test_shares_of_one_adapter_are_one_adapter(usual: Problem) -> None:
     estimator, _ = asked_of(usual)
-    first, *others = usual.parts
+    first, *others = usual.shares
     apart: tuple[AdapterShare, ...] = (*split_evenly(first, 2), *others)
-    assert same(estimator(Assignment(apart, 8)), estimator(Assignment(usual.parts, 8)))
+    assert same(estimator(Assignment(apart, 8)), estimator(Assignment(usual.shares, 8)))
 
 
 def test_only_what_is_out_of_range_goes_to_the_twin(usual: Problem) -> None:
     estimator, twin = asked_of(usual)
-    strange = Assignment(tuple(replace(part, rank=512) for part in usual.parts), 8)
-    common = Assignment(usual.parts, 8)
+    strange = Assignment(tuple(replace(share, rank=512) for share in usual.shares), 8)
+    common = Assignment(usual.shares, 8)
     answers = estimator.estimate_all([common, strange, common])
     assert answers[1] == TWINS_ANSWER
     assert answers[0] == answers[2] != TWINS_ANSWER
@@ -123,7 +124,7 @@ def test_only_what_is_out_of_range_goes_to_the_twin(usual: Problem) -> None:
 def test_next_to_no_load_is_no_reason_to_ask_the_twin() -> None:
     idle = problem_of(making.asked(rate_rps=0.001), making.profile())
     estimator, twin = asked_of(idle)
-    instance = Assignment(idle.parts, 16)
+    instance = Assignment(idle.shares, 16)
     assert by_its_workload(idle, "tree", instance) is None
     assert not estimator(instance).starved
     assert twin.asked == []
@@ -134,8 +135,8 @@ def test_adapters_with_lengths_of_their_own_are_for_the_twin_and_others_are_not(
     own = (first.replace(prompt_tokens=Lengths(mean=50)), *others)
     problem = replace(usual, workload=usual.workload.replace(adapters=own))
     estimator, twin = asked_of(problem)
-    rest = tuple(part for part in problem.parts if part.name != first.name)
-    assert estimator(Assignment(problem.parts, 8)) == TWINS_ANSWER
+    rest = tuple(share for share in problem.shares if share.name != first.name)
+    assert estimator(Assignment(problem.shares, 8)) == TWINS_ANSWER
     assert estimator(Assignment(rest, 8)) != TWINS_ANSWER
     assert len(twin.asked) == 1
 
@@ -152,5 +153,5 @@ def test_what_no_surrogate_was_trained_on_is_for_the_twin(
 ) -> None:
     problem = replace(usual, workload=change(usual.workload))
     estimator, twin = asked_of(problem)
-    assert estimator.estimate_all([Assignment(problem.parts, a) for a in (4, 8)]) == [TWINS_ANSWER] * 2
+    assert estimator.estimate_all([Assignment(problem.shares, a) for a in (4, 8)]) == [TWINS_ANSWER] * 2
     assert len(twin.asked) == 2

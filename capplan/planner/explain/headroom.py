@@ -175,7 +175,7 @@ def _kv(now: SimulationResult, beyond: SimulationResult | None) -> ResourceUse:
 
 
 def _slots(assignment: Assignment, now: SimulationResult, beyond: SimulationResult | None) -> ResourceUse:
-    all_have_one = assignment.a_max >= distinct_adapters(assignment.parts)
+    all_have_one = assignment.a_max >= distinct_adapters(assignment.shares)
     detail = f"{now.adapters_mean:.1f} of {assignment.a_max}" + (
         ", one for each adapter" if all_have_one else ""
     )
@@ -191,9 +191,9 @@ def _requests(most: int, now: SimulationResult, beyond: SimulationResult | None)
 
 def _compute(problem: Problem, assignment: Assignment, scale: float | None) -> ResourceUse | None:
     """Return the least share of the time that the load takes, in full batches; None where not known."""
-    part = problem.subworkload(assignment.parts)
-    everything = part.slo.model_copy(update={"served_fraction": 1.0})
-    alone = part.model_copy(update={"headroom": 0.0, "slo": everything})
+    share = problem.subworkload(assignment.shares)
+    everything = share.slo.model_copy(update={"served_fraction": 1.0})
+    alone = share.model_copy(update={"headroom": 0.0, "slo": everything})
     least = busy_gpus(replace(problem, workload=alone, pools=(problem.pools[assignment.pool],)))
     if least == 0.0:
         return None

@@ -37,12 +37,12 @@ class RebuiltGroup:
         adapters = {adapter.name: adapter for adapter in workload.adapters}
         load = tuple(
             (
-                part.rank,
-                part.rate_rps,
-                workload.lengths_of(adapters[part.name]),
-                part.name if workload.trace is not None else None,
+                share.rank,
+                share.rate_rps,
+                workload.lengths_of(adapters[share.name]),
+                share.name if workload.trace is not None else None,
             )
-            for part in self.assignment.parts
+            for share in self.assignment.shares
         )
         return self.group.engine_args, self.assignment.pool, load
 
@@ -63,13 +63,13 @@ class RebuiltPlan:
     groups: tuple[RebuiltGroup, ...]
 
     @property
-    def parts(self) -> tuple[AdapterShare, ...]:
-        """What all instances serve: replicas have parts of their own, numbered on."""
+    def shares(self) -> tuple[AdapterShare, ...]:
+        """What all instances serve: replicas have shares of their own, numbered on."""
         return tuple(
-            replace(part, number=part.number + replica)
+            replace(share, number=share.number + replica)
             for each in self.groups
             for replica in range(each.group.replicas)
-            for part in each.assignment.parts
+            for share in each.assignment.shares
         )
 
     @property
@@ -166,12 +166,12 @@ def _with_settings(problem: Problem, group: Group) -> Problem:
 
 def _group_shares(workload: Workload, group: Group, numbers: Counter[str]) -> tuple[AdapterShare, ...]:
     """Return what one instance of a group serves, in the order of the workload, shares numbered on."""
-    share: Mapping[str, float] = {each.name: each.share / group.replicas for each in group.adapters}
-    parts = []
+    fraction: Mapping[str, float] = {each.name: each.share / group.replicas for each in group.adapters}
+    shares = []
     for adapter in workload.adapters:
-        if adapter.name in share:
-            own = share[adapter.name]
+        if adapter.name in fraction:
+            own = fraction[adapter.name]
             number = numbers[adapter.name]
-            parts.append(AdapterShare(adapter.name, adapter.rank, adapter.rate_rps * own, own, number))
+            shares.append(AdapterShare(adapter.name, adapter.rank, adapter.rate_rps * own, own, number))
             numbers[adapter.name] += group.replicas
-    return tuple(parts)
+    return tuple(shares)

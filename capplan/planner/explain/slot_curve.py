@@ -116,17 +116,17 @@ def slot_curve(
     def ask(a_max: int) -> Evaluation:
         return evaluate(problem, replace(assignment, a_max=a_max), seed, duration_s, scale)
 
-    judged = parallel_map(ask, values, answered)
-    points = [_point(a_max, each) for a_max, each in zip(values, judged, strict=True)] + [
+    evaluation = parallel_map(ask, values, answered)
+    points = [_point(a_max, each) for a_max, each in zip(values, evaluation, strict=True)] + [
         _unfit(problem, assignment, a_max) for a_max in beyond
     ]
     return SlotCurve(
         points=tuple(sorted(points, key=lambda point: point.a_max)),
         chosen=assignment.a_max,
-        adapters=distinct_adapters(assignment.parts),
+        adapters=distinct_adapters(assignment.shares),
         most_slots=_max_fitting_slots(problem, assignment),
         scale=scale,
-        offered_tok_s=max((each.result.offered_tok_s for each in judged), default=0.0),
+        offered_tok_s=max((each.result.offered_tok_s for each in evaluation), default=0.0),
     )
 
 
@@ -137,7 +137,7 @@ def curve_size(problem: Problem, assignment: Assignment) -> int:
 
 def _values(problem: Problem, assignment: Assignment) -> tuple[list[int], list[int]]:
     """Return the numbers of slots to ask about, and those that do not fit and are shown all the same."""
-    distinct, chosen = distinct_adapters(assignment.parts), assignment.a_max
+    distinct, chosen = distinct_adapters(assignment.shares), assignment.a_max
     grid = sorted({value for value in GRID if value < distinct} | {distinct, chosen})
     fitting = [value for value in grid if problem.fits_in_memory(replace(assignment, a_max=value))]
     unfit = [value for value in grid if value not in fitting]
@@ -155,8 +155,8 @@ def _nearest(values: Sequence[int], chosen: int) -> list[int]:
     return sorted(sorted(values, key=distance)[:MAX_POINTS])
 
 
-def _point(a_max: int, judged: Evaluation) -> CurvePoint:
-    result = judged.result
+def _point(a_max: int, evaluation: Evaluation) -> CurvePoint:
+    result = evaluation.result
     return CurvePoint(
         a_max=a_max,
         kv_tokens=result.kv_tokens,
@@ -167,7 +167,7 @@ def _point(a_max: int, judged: Evaluation) -> CurvePoint:
         e2e_mean_s=_known(result.e2e_s_mean),
         itl_mean_ms=_known(result.itl_ms_mean),
         loads_per_min=60.0 * result.adapter_loads / result.duration_s,
-        broken=judged.broken,
+        broken=evaluation.broken,
     )
 
 
@@ -175,7 +175,7 @@ def _unfit(problem: Problem, assignment: Assignment, a_max: int) -> CurvePoint:
     tokens = kv_tokens(
         problem.pools[assignment.pool].profile,
         a_max,
-        problem.s_max(assignment.parts),
+        problem.s_max(assignment.shares),
         problem.engine.gpu_memory_utilization,
         problem.max_num_seqs(assignment),
     )

@@ -244,7 +244,7 @@ def even_spread(rebuilt: RebuiltPlan, fleet: FleetChange, seed: int) -> str:
     """
     if len(fleet.pools) > _MAX_SPREAD_INSTANCES:
         return ""
-    problem = replace(rebuilt.problem, parts=rebuilt.parts)
+    problem = replace(rebuilt.problem, shares=rebuilt.shares)
     near = median_low(each.assignment.a_max for each in rebuilt.groups)
     assignments = _spread_assignments(problem, fleet, near, seed)
     if not assignments:
@@ -265,20 +265,20 @@ def _spread_assignments(problem: Problem, fleet: FleetChange, near: int, seed: i
     for members, pool in zip(board.members, fleet.pools, strict=True):
         if not members:
             continue
-        parts = ground.parts(frozenset(members))
-        ranked = rank_slots(problem, parts, twin, pool, near=near)
+        shares = ground.shares(frozenset(members))
+        ranked = rank_slots(problem, shares, twin, pool, near=near)
         if not ranked:
             return []
-        assignments.append(Assignment(parts, next(iter(ranked)), pool=pool))
+        assignments.append(Assignment(shares, next(iter(ranked)), pool=pool))
     return assignments
 
 
-def _describe_spread(judged: list[Evaluation]) -> str:
-    failing = [each for each in judged if each.broken]
+def _describe_spread(evaluation: list[Evaluation]) -> str:
+    failing = [each for each in evaluation if each.broken]
     if not failing:
         return "spread evenly, the planned load holds on one seed, but not over (1 - headroom)"
     worst = min(failing, key=lambda each: each.result.served_fraction)
     return (
-        f"spread evenly, {len(failing)} of {len(judged)} break at the planned load, at worst "
+        f"spread evenly, {len(failing)} of {len(evaluation)} break at the planned load, at worst "
         f"{' and '.join(worst.broken)}"
     )

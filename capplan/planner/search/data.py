@@ -21,7 +21,7 @@ class AdapterGroup:
 
     Attributes
     ----------
-    parts
+    shares
         Of different adapters, each the same share.
     pools
         Numbers of the pools that it may be in.
@@ -29,29 +29,29 @@ class AdapterGroup:
         Adapters that must not be on its instance.
     """
 
-    parts: tuple[AdapterShare, ...]
+    shares: tuple[AdapterShare, ...]
     pools: frozenset[int]
     foes: frozenset[str]
 
     @property
     def names(self) -> frozenset[str]:
         """Adapters in it."""
-        return frozenset(part.name for part in self.parts)
+        return frozenset(share.name for share in self.shares)
 
 
 def adapter_groups(problem: Problem) -> tuple[AdapterGroup, ...]:
-    """Return the units of a problem, in the order of its parts."""
+    """Return the units of a problem, in the order of its shares."""
     constraints = problem.constraints
     grouped: dict[tuple[str, int], list[AdapterShare]] = {}
-    for part in problem.parts:
-        grouped.setdefault((constraints.bundle[part.name], part.number), []).append(part)
+    for share in problem.shares:
+        grouped.setdefault((constraints.bundle[share.name], share.number), []).append(share)
     everywhere = frozenset(range(len(problem.pools)))
     units = []
-    for (first, _), parts in grouped.items():
+    for (first, _), shares in grouped.items():
         pin = constraints.pool.get(first)
         pools = everywhere if pin is None else {n for n in everywhere if problem.pools[n].name == pin}
-        foes = frozenset[str]().union(*(constraints.apart.get(part.name, ()) for part in parts))
-        units.append(AdapterGroup(tuple(parts), frozenset(pools), foes))
+        foes = frozenset[str]().union(*(constraints.apart.get(share.name, ()) for share in shares))
+        units.append(AdapterGroup(tuple(shares), frozenset(pools), foes))
     return tuple(units)
 
 
@@ -108,15 +108,15 @@ class SearchData:
         """Return what some units ask of an instance together, whatever their names."""
         return np.sort(self.kind[np.fromiter(members, np.int64, len(members))]).tobytes()
 
-    def parts(self, members: frozenset[int]) -> tuple[AdapterShare, ...]:
-        """Return the parts of some units, in the order of the problem; shares of one adapter add up."""
-        return merge_shares(part for unit in sorted(members) for part in self.units[unit].parts)
+    def shares(self, members: frozenset[int]) -> tuple[AdapterShare, ...]:
+        """Return the shares of some units, in the order of the problem; shares of one adapter add up."""
+        return merge_shares(share for unit in sorted(members) for share in self.units[unit].shares)
 
 
 def build_search_data(problem: Problem) -> SearchData:
     """Return the ground that a problem is solved on."""
     units = adapter_groups(problem)
-    slots = [[problem.s_max([part]) for part in unit.parts] for unit in units]
+    slots = [[problem.s_max([share]) for share in unit.shares] for unit in units]
     ranks = tuple(sorted({rank for each in slots for rank in each}))
     takes = np.full((len(problem.pools), len(ranks), len(units)), _MIN_LOAD)
     per_rps = _LoadPerRps(problem)
@@ -124,7 +124,7 @@ def build_search_data(problem: Problem) -> SearchData:
         for row, rank in enumerate(ranks):
             for column, unit in enumerate(units):
                 takes[pool, row, column] += sum(
-                    part.rate_rps * per_rps(pool, rank, part) for part in unit.parts
+                    share.rate_rps * per_rps(pool, rank, share) for share in unit.shares
                 )
     largest = np.array([ranks.index(max(each)) for each in slots], dtype=np.int64)
     own = takes[:, largest, np.arange(len(units))]
@@ -144,12 +144,12 @@ class _LoadPerRps:
         self._lengths = {a.name: problem.workload.lengths_of(a) for a in problem.workload.adapters}
         self._known: dict[object, float] = {}
 
-    def __call__(self, pool: int, rank: int, part: AdapterShare) -> float:
-        """Return the share, with slots of a rank, or of the part's own where that is larger."""
-        s_max = max(rank, self._problem.s_max([part]))
-        key = (pool, s_max, part.rank, self._lengths[part.name])
+    def __call__(self, pool: int, rank: int, share: AdapterShare) -> float:
+        """Return the share, with slots of a rank, or of the share's own where that is larger."""
+        s_max = max(rank, self._problem.s_max([share]))
+        key = (pool, s_max, share.rank, self._lengths[share.name])
         if key not in self._known:
-            self._known[key] = self._measured(pool, s_max, self._adapters[part.name])
+            self._known[key] = self._measured(pool, s_max, self._adapters[share.name])
         return self._known[key]
 
     def _measured(self, pool: int, s_max: int, adapter: Adapter) -> float:
@@ -157,9 +157,9 @@ class _LoadPerRps:
         once = {"rate_rps": 1.0, "apart_from": (), "together_with": ()}
         alike = tuple(adapter.model_copy(update={"name": str(i), **once}) for i in range(_SAMPLE_ADAPTERS))
         workload = problem.workload.model_copy(update={"adapters": alike, "trace": None})
-        part = AdapterShare(adapter.name, s_max, 1.0)
+        share = AdapterShare(adapter.name, s_max, 1.0)
         fitting = (
-            slots for slots in (32, 16, 8, 4, 2, 1) if problem.fits_in_memory(_single(part, slots, pool))
+            slots for slots in (32, 16, 8, 4, 2, 1) if problem.fits_in_memory(_single(share, slots, pool))
         )
         features = feature_vector(
             workload,
@@ -173,8 +173,8 @@ class _LoadPerRps:
         return float(features[_LOAD_OVER_CAPACITY]) / _SAMPLE_ADAPTERS
 
 
-def _single(part: AdapterShare, slots: int, pool: int) -> Assignment:
-    return Assignment((part,), slots, pool=pool)
+def _single(share: AdapterShare, slots: int, pool: int) -> Assignment:
+    return Assignment((share,), slots, pool=pool)
 
 
 def _group_kinds(problem: Problem, units: tuple[AdapterGroup, ...]) -> NDArray[np.int64]:
@@ -187,10 +187,10 @@ def _group_kinds(problem: Problem, units: tuple[AdapterGroup, ...]) -> NDArray[n
     lengths = {a.name: problem.workload.lengths_of(a) for a in problem.workload.adapters}
     known: dict[object, int] = {}
 
-    def asked(part: AdapterShare) -> object:
-        return part.rank, part.rate_rps, lengths[part.name], part.name if part.share < 1.0 else None
+    def asked(share: AdapterShare) -> object:
+        return share.rank, share.rate_rps, lengths[share.name], share.name if share.fraction < 1.0 else None
 
-    kinds = [tuple(map(asked, unit.parts)) for unit in units]
+    kinds = [tuple(map(asked, unit.shares)) for unit in units]
     return np.array([known.setdefault(kind, len(known)) for kind in kinds], dtype=np.int64)
 
 
@@ -226,16 +226,16 @@ def split_heavy_adapters(ground: SearchData) -> Problem:
     weight: dict[str, float] = {}
     count: dict[str, int] = {}
     for unit, own in zip(ground.units, ground.weight.tolist(), strict=True):
-        first = constraints.bundle[unit.parts[0].name]
+        first = constraints.bundle[unit.shares[0].name]
         weight[first] = weight.get(first, 0.0) + own * scale
         count[first] = count.get(first, 0) + 1
     for first, taken in weight.items():
         if taken > _HEAVY_LOAD:
             most = constraints.max_replicas.get(first, math.inf)
             count[first] = max(count[first], int(min(most, math.ceil(taken / _SHARE_LOAD))))
-    parts = tuple(
-        share
-        for part in whole_adapters(problem)
-        for share in split_evenly(part, count[constraints.bundle[part.name]])
+    shares = tuple(
+        each
+        for share in whole_adapters(problem)
+        for each in split_evenly(share, count[constraints.bundle[share.name]])
     )
-    return problem if len(parts) == len(problem.parts) else replace(problem, parts=parts)
+    return problem if len(shares) == len(problem.shares) else replace(problem, shares=shares)

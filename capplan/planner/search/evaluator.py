@@ -59,7 +59,7 @@ class InstanceEstimate:
     slots: tuple[int, ...]
     """Numbers of slots that fit in memory, best first; none: it would not start."""
     holds: bool
-    strain: float
+    utilization: float
     """Grows with the load, from about 0 to 1 and, where more is known, beyond."""
     e2e_s: float = 0.0
     """Mean time of a request, 0 where the guess does not say."""
@@ -71,7 +71,7 @@ class Confirmation:
 
     setting: InstanceSetting | None
     """With which they hold; None without any."""
-    short: float = 0.0
+    overload: float = 0.0
     """Share of the load that is too much."""
 
 
@@ -122,13 +122,15 @@ class Evaluator:
             answer = self._answers[self._like(place)]
             confirmed.append(None if answer.setting is None else self._set(place, answer.setting))
             if answer.setting is None:
-                board.limit[instance] = taken[instance] * (1.0 - answer.short)
+                board.limit[instance] = taken[instance] * (1.0 - answer.overload)
         return confirmed
 
     def confirm_in_turn(self, board: PlacementState) -> tuple[Assignment, ...] | None:
         """Return what the twin confirms of every instance that is used; None once one fails."""
         answers = []
-        for place in sorted(_used_instances(board).values(), key=lambda place: -self._outlook(place).strain):
+        for place in sorted(
+            _used_instances(board).values(), key=lambda place: -self._outlook(place).utilization
+        ):
             setting = self._ask([place]).setting
             if setting is None:
                 return None
@@ -140,8 +142,8 @@ class Evaluator:
 
         It is not asked about numbers that guesses say make requests slower by far.
         """
-        problem, parts = self.ground.problem, assignment.parts
-        values = neighbouring_slots(problem, parts, assignment.a_max)
+        problem, shares = self.ground.problem, assignment.shares
+        values = neighbouring_slots(problem, shares, assignment.a_max)
         others = [replace(assignment, a_max=value) for value in values]
         near = [other for other in others if problem.fits_in_memory(other)]
         guesses = [estimate.e2e_s_mean for estimate in estimate_all(self.quick, near)]
@@ -166,12 +168,14 @@ class Evaluator:
     def _guess(self, place: InstanceContent, near: int | None) -> InstanceEstimate:
         members, pool = place
         if not members:
-            return InstanceEstimate((), holds=True, strain=0.0)
-        ranked = rank_slots(self.ground.problem, self.ground.parts(members), self.quick, pool, near)
+            return InstanceEstimate((), holds=True, utilization=0.0)
+        ranked = rank_slots(self.ground.problem, self.ground.shares(members), self.quick, pool, near)
         if not ranked:
-            return InstanceEstimate((), holds=False, strain=_REFUSAL_PENALTY + len(members))
+            return InstanceEstimate((), holds=False, utilization=_REFUSAL_PENALTY + len(members))
         best = next(iter(ranked.values()))
-        return InstanceEstimate(tuple(ranked), not best.starved, best.strain + best.starved, best.e2e_s_mean)
+        return InstanceEstimate(
+            tuple(ranked), not best.starved, best.utilization + best.starved, best.e2e_s_mean
+        )
 
     def _ask(self, alike: Sequence[InstanceContent]) -> Confirmation:
         """Return the first setting with which all of some like instances hold, best guess first."""
@@ -185,7 +189,7 @@ class Evaluator:
         other = self._other_seats(alike, outlook.slots[0]) if outlook.slots else None
         if other is None:
             self._outlooks[self._like(alike[0])] = replace(
-                outlook, holds=False, strain=outlook.strain + _REFUSAL_PENALTY
+                outlook, holds=False, utilization=outlook.utilization + _REFUSAL_PENALTY
             )
         return Confirmation(other, min(_MAX_OVERLOAD, _MIN_OVERLOAD + short))
 
@@ -207,14 +211,14 @@ class Evaluator:
             fits = self.ground.problem.fits_in_memory(assignment)
             estimate = self.exact(assignment) if fits else None
             if estimate is None or estimate.starved:
-                yield estimate.short if estimate else 1.0
+                yield estimate.overload if estimate else 1.0
                 return
             yield -1.0
 
     def _set(self, place: InstanceContent, setting: InstanceSetting) -> Assignment:
         members, pool = place
         slots, seats = setting
-        return Assignment(self.ground.parts(members), slots, seats, pool)
+        return Assignment(self.ground.shares(members), slots, seats, pool)
 
 
 def _used_instances(board: PlacementState) -> dict[int, InstanceContent]:

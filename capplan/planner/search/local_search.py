@@ -105,7 +105,7 @@ class LocalSearch:
 
     def mean_s(self, answer: Sequence[Assignment]) -> float:
         """Return the mean time of all requests from arrival to last token, as the twin sees it."""
-        rates = [sum(part.rate_rps for part in each.parts) for each in answer]
+        rates = [sum(share.rate_rps for share in each.shares) for each in answer]
         times = [self.judge.exact(each).e2e_s_mean for each in answer]
         return _weighted_mean(times, rates)
 
@@ -150,12 +150,12 @@ class LocalSearch:
 
     def _guessed_s(self, board: PlacementState) -> float:
         """Return the mean time of requests that guesses expect."""
-        rates = [sum(part.rate_rps for part in self.ground.parts(frozenset(m))) for m in board.members]
+        rates = [sum(share.rate_rps for share in self.ground.shares(frozenset(m))) for m in board.members]
         times = [self.judge.outlook(board, instance).e2e_s for instance in range(len(board))]
         return _weighted_mean(times, rates)
 
     def _strain(self, board: PlacementState) -> float:
-        return max(self.judge.outlook(board, instance).strain for instance in range(len(board)))
+        return max(self.judge.outlook(board, instance).utilization for instance in range(len(board)))
 
     def _first_promising(self, plausible: Sequence[FleetSize]) -> int:
         """Return the first fleet on which guesses say that a placement holds, as if later ones all did."""
@@ -245,7 +245,7 @@ def _failing(board: PlacementState, judge: Evaluator) -> dict[int, float]:
     for instance, taken in enumerate(board.taken().tolist()):
         outlook, beyond = judge.outlook(board, instance), board.over_limit(taken, instance)
         if beyond or not outlook.holds:
-            failing[instance] = outlook.strain + _LIMIT_WEIGHT * beyond
+            failing[instance] = outlook.utilization + _LIMIT_WEIGHT * beyond
     return failing
 
 
@@ -274,7 +274,9 @@ def _cost(board: PlacementState, judge: Evaluator, members: frozenset[int], inst
     pool = int(board.pools[instance])
     taken = board.ground.taken(members, pool)
     outlook = judge.outlook_of(members, pool, like=judge.outlook(board, instance))
-    return outlook.strain + _LIMIT_WEIGHT * board.over_limit(taken, instance) + _LOAD_WEIGHT * taken * taken
+    return (
+        outlook.utilization + _LIMIT_WEIGHT * board.over_limit(taken, instance) + _LOAD_WEIGHT * taken * taken
+    )
 
 
 def _moves(board: PlacementState, source: int) -> Iterator[SearchMove]:

@@ -9,7 +9,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from capplan.planner.previous import PreviousInstance
-from capplan.planner.problem import traffic_shares
+from capplan.planner.problem import traffic_fractions
 from capplan.planner.search.data import SearchData
 
 
@@ -70,8 +70,8 @@ class PlacementState:
     def taken_with(self, unit: int) -> NDArray[np.float64]:
         """Return what would be taken of every instance if it got the unit; infinite where it must not be."""
         rank = np.maximum(self._rank, self.ground.rank[unit])
-        shares = self._taken[self._all, rank] + self.ground.takes[self.pools, rank, unit]
-        allowed: NDArray[np.float64] = np.where(self._allowed(unit), shares, np.inf)
+        loads = self._taken[self._all, rank] + self.ground.takes[self.pools, rank, unit]
+        allowed: NDArray[np.float64] = np.where(self._allowed(unit), loads, np.inf)
         return allowed
 
     def may(self, unit: int, instance: int, leaving: int | None = None) -> bool:
@@ -212,7 +212,7 @@ def _match_instances(
     """Return which old instance each new one continues."""
     names = [pool.name for pool in ground.problem.pools]
     seats: dict[int, PreviousInstance] = {}
-    for instance in sorted(old, key=lambda each: -len(each.shares)):
+    for instance in sorted(old, key=lambda each: -len(each.fractions)):
         free = (at for at, pool in enumerate(pools) if at not in seats and names[pool] == instance.pool)
         at = next(free, None)
         if at is not None:
@@ -222,12 +222,12 @@ def _match_instances(
 
 def _keep_in_place(board: PlacementState, unit: int, seats: dict[int, PreviousInstance]) -> bool:
     """Put a unit on an instance that has all its adapters, and as much of their traffic to spare."""
-    parts = board.ground.units[unit].parts
+    shares = board.ground.units[unit].shares
     for at, instance in seats.items():
-        there = traffic_shares(board.ground.parts(frozenset(board.members[at])))
+        there = traffic_fractions(board.ground.shares(frozenset(board.members[at])))
         spare = (
-            instance.shares.get(p.name, 0.0) - there.get(p.name, 0.0) >= p.share - _SHARE_TOLERANCE
-            for p in parts
+            instance.fractions.get(p.name, 0.0) - there.get(p.name, 0.0) >= p.fraction - _SHARE_TOLERANCE
+            for p in shares
         )
         if all(spare) and board.may(unit, at):
             board.add(unit, at)

@@ -3,17 +3,17 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import InitVar, dataclass
 from enum import StrEnum
 
-from capplan.planner.problem import Assignment, Estimator, Problem
+from capplan.planner.problem import Assignment, Estimator, Problem, warn_renamed
 from capplan.spec import Plan
 
 DEFAULT_TIME_LIMIT_S = 60.0
 
 
 class Requirement(StrEnum):
-    """What a workload may ask for beyond the fewest of equal GPUs; the value is the key that says so."""
+    """Workload feature beyond the fewest of equal GPUs; the value is its key in the workload file."""
 
     POOLS = "pools"
     OBJECTIVE = "objective"
@@ -24,89 +24,112 @@ class Requirement(StrEnum):
 
 
 class RequiredEstimator(StrEnum):
-    """Whom a solver asks about single GPUs."""
+    """Estimator that a solver requires."""
 
-    NOTHING = "nobody"
-    ESTIMATOR = "the estimator"
-    TWIN = "the estimator and the twin"
+    NONE = "none"
+    ESTIMATOR = "estimator"
+    TWIN = "estimator and twin"
+    NOTHING = NONE
+    """Deprecated alias of `NONE`."""
 
 
 @dataclass(frozen=True)
 class SolverContext:
-    """What a solver may use.
+    """Estimators and limits of a solver run.
 
     Attributes
     ----------
-    quick
-        The estimator that was asked for, such as a surrogate.
-    exact
-        The twin, or what a test puts in its place.
+    estimator
+        Estimator selected by the user, such as a surrogate.
+    twin
+        Digital twin.
     seed
-        Of whatever is drawn at random.
+        Seed of every random choice.
     time_limit_s
-        When a solver that may take long gives up, or answers with the best so far, in seconds.
-    hint
-        A quick guess at what an instance serves, whatever the latency bounds; None: ask `quick`.
+        Time after which a slow solver raises, or returns its best placement.
+    surrogate
+        Surrogate that ignores latency bounds; None: use `estimator`.
+    conservative_twin
+        Twin with a larger margin to the served fraction; None: use `twin`.
     previous
-        The plan in force, whose groups keep adapters that are there; None without.
+        Plan in force, from which adapters are moved as little as possible.
+    renew
+        Returns the context for another load on the same instances; None: this one.
     """
 
-    quick: Estimator
-    exact: Estimator
+    estimator: Estimator
+    twin: Estimator
     seed: int = 0
     time_limit_s: float = DEFAULT_TIME_LIMIT_S
-    hint: Estimator | None = None
-    careful: Estimator | None = None
-    """The twin that takes nothing which holds only just; None: ask `exact`."""
+    surrogate: Estimator | None = None
+    conservative_twin: Estimator | None = None
     previous: Plan | None = None
     renew: Callable[[Problem], SolverContext] | None = None
-    """Returns the same tools for another load on the same instances; None: these do for it, too."""
 
-    def asking_about(self, problem: Problem) -> SolverContext:
-        """Return tools that answer for another load on the same instances."""
+    def for_problem(self, problem: Problem) -> SolverContext:
+        """Return the context for another load on the same instances."""
         return self if self.renew is None else self.renew(problem)
+
+    @property
+    def quick(self) -> Estimator:
+        """Deprecated name of `estimator`."""
+        warn_renamed("quick", "estimator")
+        return self.estimator
+
+    @property
+    def exact(self) -> Estimator:
+        """Deprecated name of `twin`."""
+        warn_renamed("exact", "twin")
+        return self.twin
 
 
 @dataclass(frozen=True)
 class Solver:
-    """A way to place adapters, with its name.
+    """A named placement algorithm.
 
     Attributes
     ----------
     name
-        How users ask for it.
+        Name for users.
     summary
-        What it does, in one line.
+        One line about the algorithm.
     source
-        Paper and section, or where else it comes from.
+        Paper and section, or other origin.
     place
-        Called with the problem and the tools; returns one assignment per GPU used, or raises
-        `InfeasibleError`. The same problem, seed and answers of the estimators give the same assignments.
-    asks
-        Whom it asks; the twin then also decides which adapters are too hot for one GPU.
+        Called with problem and context. Returns one assignment per GPU used, or raises `InfeasibleError`. The
+        same problem, seed and estimates give the same assignments.
+    required_estimator
+        Estimator that it calls. With the twin, the twin also decides which adapters are split.
     splits_hot
-        Whether adapters too hot for one GPU come to it in shares; otherwise as they are.
+        Whether adapters too hot for one GPU are split before `place` is called.
     confirms
-        Whether it answers only with GPUs that hold by whom it asks, memory included. Other answers are raw:
-        their GPUs may starve, or not even start.
+        Whether every GPU of an answer fits in memory and holds by its estimator. Other answers are raw.
     divides
-        Whether it divides adapters itself, into shares of its own.
+        Whether it divides adapters into shares of its own.
     fixed_a_max
-        Whether it keeps a number of slots that the workload fixes.
+        Whether it supports a number of slots fixed by the workload.
     estimator
-        The estimator that belongs to it; "auto": the user's choice.
-    honours
-        Wishes that it grants. A workload with any other is refused, rather than answered as if without.
+        Name of its own estimator; "auto": the user's choice.
+    supports
+        Supported requirements. A workload with any other is refused.
+    asks
+        Deprecated name of `required_estimator`.
     """
 
     name: str
     summary: str
     source: str
     place: Callable[[Problem, SolverContext], Sequence[Assignment]]
-    asks: RequiredEstimator
+    required_estimator: RequiredEstimator = RequiredEstimator.NONE
     splits_hot: bool = False
     confirms: bool = False
     divides: bool = False
     fixed_a_max: bool = True
     estimator: str = "auto"
-    honours: frozenset[Requirement] = frozenset({Requirement.MAX_REPLICAS})
+    supports: frozenset[Requirement] = frozenset({Requirement.MAX_REPLICAS})
+    asks: InitVar[RequiredEstimator | None] = None
+
+    def __post_init__(self, asks: RequiredEstimator | None) -> None:
+        if asks is not None:
+            warn_renamed("asks", "required_estimator")
+            object.__setattr__(self, "required_estimator", asks)

@@ -44,16 +44,19 @@ _MAX_LOAD: Final = 100.0
 """Multiples of the load, beyond which nobody looks for the highest that holds."""
 
 
-def _place(problem: Problem, tools: SolverContext) -> tuple[Assignment, ...]:
-    until_s = time.monotonic() + tools.time_limit_s
+def _place(problem: Problem, context: SolverContext) -> tuple[Assignment, ...]:
+    until_s = time.monotonic() + context.time_limit_s
     objective = problem.workload.objective
     if objective is Objective.MAX_THROUGHPUT:
-        return _maximize_load(problem, tools, until_s)
+        return _maximize_load(problem, context, until_s)
     bound, grounds = lower_bound_gpus(problem), _search_data(problem)
-    for exact in (tools.careful, tools.exact):  # at the edge only where nothing else is to be had
+    for exact in (
+        context.conservative_twin,
+        context.twin,
+    ):  # at the edge only where nothing else is to be had
         answer = None
         for ground in grounds:
-            seeker = _local_search(ground, tools, until_s, exact or tools.exact)
+            seeker = _local_search(ground, context, until_s, exact or context.twin)
             answer = _search(seeker, bound, answer)
         if answer is not None:
             return answer
@@ -89,9 +92,11 @@ def _tune_slots(seeker: LocalSearch, answer: tuple[Assignment, ...]) -> tuple[As
     return seeker.polished(answer) if len(answer) <= _SMALL_PLAN else answer
 
 
-def _local_search(ground: SearchData, tools: SolverContext, until_s: float, exact: Estimator) -> LocalSearch:
-    judge = Evaluator(ground, tools.hint or tools.quick, exact)
-    first = () if tools.previous is None else (warm_start(previous_instances(tools.previous)),)
+def _local_search(
+    ground: SearchData, context: SolverContext, until_s: float, exact: Estimator
+) -> LocalSearch:
+    judge = Evaluator(ground, context.surrogate or context.estimator, exact)
+    first = () if context.previous is None else (warm_start(previous_instances(context.previous)),)
     return LocalSearch(
         ground, judge, until_s, (*first, *INITIAL_SOLUTIONS, partial(_greedy_solution, judge.quick))
     )
@@ -111,15 +116,15 @@ def _greedy_solution(estimator: Estimator, ground: SearchData, pools: Sequence[i
         answer = solve_greedy(replace(problem, pools=(only,)), estimator)
     except InfeasibleError:
         return None
-    number = {part: unit for unit, each in enumerate(ground.units) for part in each.parts}
-    members = [{number[part] for part in assignment.parts} for assignment in answer]
+    number = {share: unit for unit, each in enumerate(ground.units) for share in each.shares}
+    members = [{number[share] for share in assignment.shares} for assignment in answer]
     if sum(map(len, members)) != len(ground.units):
         return None
     apart = all(ground.foes.get(u, frozenset()).isdisjoint(units) for units in members for u in units)
     return placement_of(ground, [0] * len(members), members) if apart else None
 
 
-def _maximize_load(problem: Problem, tools: SolverContext, until_s: float) -> tuple[Assignment, ...]:
+def _maximize_load(problem: Problem, context: SolverContext, until_s: float) -> tuple[Assignment, ...]:
     """Return the placement on all instances that holds at the highest multiple of the load: by bisection.
 
     There the twin compares numbers of slots: whatever holds at a lower load, this is where they differ.
@@ -128,7 +133,7 @@ def _maximize_load(problem: Problem, tools: SolverContext, until_s: float) -> tu
     def at(headroom: float) -> tuple[LocalSearch, tuple[Assignment, ...]] | None:
         workload = problem.workload.model_copy(update={"headroom": headroom})
         loaded = replace(problem, workload=workload)
-        asked = tools.asking_about(loaded)
+        asked = context.for_problem(loaded)
         for ground in reversed(_search_data(loaded)):
             (fleet,) = fleet_sizes(loaded, len(ground.units), Objective.MAX_THROUGHPUT)
             seeker = _local_search(ground, asked, until_s, asked.exact)
@@ -176,9 +181,9 @@ CAPPLAN = Solver(
     summary="the fewest or cheapest GPUs on which the twin confirms every one, or the least latency on all",
     source="ours",
     place=_place,
-    asks=RequiredEstimator.TWIN,
+    required_estimator=RequiredEstimator.TWIN,
     splits_hot=True,
     confirms=True,
     divides=True,
-    honours=frozenset(Requirement),
+    supports=frozenset(Requirement),
 )

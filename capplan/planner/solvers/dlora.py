@@ -28,13 +28,13 @@ class BurstTolerance:
     """Who holds what, and what bursts that tolerates; all per adapter and engine, in KV tokens."""
 
     def __init__(
-        self, shares: NDArray[np.float64], engines: int, free: float, slot: float, most: NDArray[np.int64]
+        self, traffic: NDArray[np.float64], engines: int, free: float, slot: float, most: NDArray[np.int64]
     ) -> None:
         """Start with nothing placed.
 
         Parameters
         ----------
-        shares
+        traffic
             Of the traffic, shape (adapters,).
         engines
             How many there are.
@@ -43,14 +43,14 @@ class BurstTolerance:
         most
             Most replicas of each adapter.
         """
-        self.shares = shares
+        self.traffic = traffic
         self.slot = slot
         self.most = most
         self.free = np.full(engines, free)
-        self.holds = np.zeros((shares.size, engines), dtype=np.bool_)
-        self.replicas = np.zeros(shares.size, dtype=np.int64)
+        self.holds = np.zeros((traffic.size, engines), dtype=np.bool_)
+        self.replicas = np.zeros(traffic.size, dtype=np.int64)
         self.counts = np.zeros(engines, dtype=np.int64)
-        self.reach = np.zeros(shares.size)
+        self.reach = np.zeros(traffic.size)
         """Free tokens of the engines that hold each adapter."""
 
     def place(self, adapter: int, engine: int) -> None:
@@ -64,15 +64,15 @@ class BurstTolerance:
 
     def tolerance(self) -> float:
         """Return the burst tolerance; adapters without traffic have no bursts."""
-        busy = self.shares > 0.0
-        return float(np.min(self.reach[busy] / self.shares[busy], initial=np.inf))
+        busy = self.traffic > 0.0
+        return float(np.min(self.reach[busy] / self.traffic[busy], initial=np.inf))
 
     def tolerance_with(self, adapter: int, engine: int) -> float:
         """Return the burst tolerance if this adapter were placed on this engine."""
         reach = self.reach - self.slot * self.holds[:, engine]
         reach[adapter] += self.free[engine] - self.slot
-        busy = self.shares > 0.0
-        return float(np.min(reach[busy] / self.shares[busy], initial=np.inf))
+        busy = self.traffic > 0.0
+        return float(np.min(reach[busy] / self.traffic[busy], initial=np.inf))
 
     def candidates(self, adapter: int) -> list[int]:
         """Return the engines without an adapter and with room for it, those with fewest adapters first."""
@@ -86,19 +86,21 @@ class BurstTolerance:
 
         Those that a user's `max_replicas` holds back are left out.
         """
-        ahead = self.replicas / self.replicas.sum() - self.shares
+        ahead = self.replicas / self.replicas.sum() - self.traffic
         ahead[(self.replicas >= self.most) & (self.most < self.free.size)] = np.inf
         return int(np.argmin(ahead))
 
 
-def _place(problem: Problem, tools: SolverContext) -> tuple[Assignment, ...]:
-    parts = whole_adapters(problem)
-    burst = replicate(_empty_state(problem, parts), time.monotonic() + tools.time_limit_s, tools.time_limit_s)
+def _place(problem: Problem, context: SolverContext) -> tuple[Assignment, ...]:
+    shares = whole_adapters(problem)
+    burst = replicate(
+        _empty_state(problem, shares), time.monotonic() + context.time_limit_s, context.time_limit_s
+    )
     held: list[list[AdapterShare]] = [[] for _ in range(problem.gpus)]
-    for adapter, part in enumerate(parts):
+    for adapter, share in enumerate(shares):
         engines = np.flatnonzero(burst.holds[adapter]).tolist()
-        for share, engine in zip(split_evenly(part, len(engines)), engines, strict=True):
-            held[engine].append(share)
+        for each, engine in zip(split_evenly(share, len(engines)), engines, strict=True):
+            held[engine].append(each)
     return tuple(Assignment(tuple(shares), problem.fixed_a_max or len(shares)) for shares in held if shares)
 
 
@@ -151,18 +153,20 @@ def _last_round(burst: BurstTolerance) -> None:
         engine = (engine + 1) % engines
 
 
-def _empty_state(problem: Problem, parts: tuple[AdapterShare, ...]) -> BurstTolerance:
+def _empty_state(problem: Problem, shares: tuple[AdapterShare, ...]) -> BurstTolerance:
     profile, engine = problem.profile, problem.engine
-    s_max = problem.s_max(parts)
+    s_max = problem.s_max(shares)
     free = kv_tokens(profile, 0, s_max, engine.gpu_memory_utilization, engine.max_num_seqs)
     slot = profile.memory.value("slot_factor") * slot_bytes(profile.model, profile.engine, s_max, profile.tp)
     slot += profile.memory.value("slot_overhead_bytes")
-    rates = np.array([part.rate_rps for part in parts])
+    rates = np.array([share.rate_rps for share in shares])
     total = rates.sum()
-    shares = rates / total if total > 0.0 else np.full(len(parts), 1.0 / len(parts))
+    traffic = rates / total if total > 0.0 else np.full(len(shares), 1.0 / len(shares))
     most = [min(problem.gpus, adapter.max_replicas or problem.gpus) for adapter in problem.workload.adapters]
     per_token = kv_bytes_per_token(profile.model, profile.tp)
-    return BurstTolerance(shares, problem.gpus, float(free), slot / per_token, np.array(most, dtype=np.int64))
+    return BurstTolerance(
+        traffic, problem.gpus, float(free), slot / per_token, np.array(most, dtype=np.int64)
+    )
 
 
 def _memory_error(burst: BurstTolerance, unplaced: int) -> InfeasibleError:
@@ -179,6 +183,6 @@ DLORA_PROACTIVE = Solver(
     summary="replicates adapters wherever that does not lower the bursts that memory tolerates",
     source="dLoRA's proactive placement, as in the adapter-caching paper, section 8.4.3",
     place=_place,
-    asks=RequiredEstimator.NOTHING,
+    required_estimator=RequiredEstimator.NONE,
     divides=True,
 )

@@ -38,7 +38,7 @@ class _GpuFill:
 
 
 def solve_greedy(problem: Problem, estimator: Estimator, *, strict: bool = False) -> tuple[Assignment, ...]:
-    """Place all parts, or raise.
+    """Place all shares, or raise.
 
     Parameters
     ----------
@@ -53,7 +53,7 @@ def solve_greedy(problem: Problem, estimator: Estimator, *, strict: bool = False
         When the GPUs do not suffice; the message tells how far the algorithm came.
     """
     grid = PAPER_GRID if strict else GRID
-    waiting = deque(priority_order(problem.parts))
+    waiting = deque(priority_order(problem.shares))
     filled: list[_GpuFill] = []
     while waiting:
         if len(filled) == problem.gpus:
@@ -79,24 +79,24 @@ def _fill(
     while waiting and len(gpu.committed) < grid[-1]:
         point = next(value for value in grid if value > len(gpu.committed))
         provisional = [waiting.popleft() for _ in range(min(point - len(gpu.committed), len(waiting)))]
-        parts = (*gpu.committed, *provisional)
-        best = test_allocation(problem, estimator, parts, gpu.a_max, grid)
+        shares = (*gpu.committed, *provisional)
+        best = test_allocation(problem, estimator, shares, gpu.a_max, grid)
         if best is None:
-            gpu.failed_with_rest = len(parts) < point
+            gpu.failed_with_rest = len(shares) < point
             waiting.extendleft(reversed(provisional))
             break
-        gpu.committed, gpu.a_max = parts, best
+        gpu.committed, gpu.a_max = shares, best
     return gpu
 
 
 def test_allocation(
-    problem: Problem, estimator: Estimator, parts: tuple[AdapterShare, ...], a_max: int, grid: Sequence[int]
+    problem: Problem, estimator: Estimator, shares: tuple[AdapterShare, ...], a_max: int, grid: Sequence[int]
 ) -> int | None:
     """Return the better of the present and the next number of slots (Algorithm 2).
 
     None when the GPU would starve with it, or when neither fits in memory.
     """
-    candidates = _candidates(problem, parts, a_max, grid)
+    candidates = _candidates(problem, shares, a_max, grid)
     if not candidates:
         return None
     estimates = estimate_all(estimator, candidates)
@@ -106,7 +106,7 @@ def test_allocation(
 
 
 def _candidates(
-    problem: Problem, parts: tuple[AdapterShare, ...], a_max: int, grid: Sequence[int]
+    problem: Problem, shares: tuple[AdapterShare, ...], a_max: int, grid: Sequence[int]
 ) -> list[Assignment]:
     """Return the GPU with the present and with the next number of slots, where they fit in memory."""
     if problem.fixed_a_max is not None:
@@ -114,13 +114,13 @@ def _candidates(
     else:
         above = next((value for value in grid if value > a_max), None)
         slots = [value for value in (a_max, above) if value]
-    candidates = [Assignment(parts, value) for value in slots]
+    candidates = [Assignment(shares, value) for value in slots]
     return [candidate for candidate in candidates if problem.fits_in_memory(candidate)]
 
 
-def priority_order(parts: Iterable[AdapterShare]) -> list[AdapterShare]:
-    """Return the parts by rank, largest first; within a rank highest, lowest, second highest, ... rate."""
-    by_rank = sorted(parts, key=lambda part: (-part.rank, -part.rate_rps, part.name, part.number))
+def priority_order(shares: Iterable[AdapterShare]) -> list[AdapterShare]:
+    """Return the shares by descending rank; within a rank by highest, lowest, second highest, ... rate."""
+    by_rank = sorted(shares, key=lambda share: (-share.rank, -share.rate_rps, share.name, share.number))
     ordered: list[AdapterShare] = []
     for _, group in groupby(by_rank, key=attrgetter("rank")):
         falling = list(group)
@@ -153,26 +153,26 @@ def _rest_fails(problem: Problem, count: int) -> InfeasibleError:
     )
 
 
-def _fits_nowhere(problem: Problem, part: AdapterShare) -> InfeasibleError:
-    if not problem.fits_in_memory(Assignment((part,), problem.fixed_a_max or 1)):
+def _fits_nowhere(problem: Problem, share: AdapterShare) -> InfeasibleError:
+    if not problem.fits_in_memory(Assignment((share,), problem.fixed_a_max or 1)):
         return InfeasibleError(
-            f"memory: the slots for adapter {part.name} (rank {part.rank}) leave no room for one request of "
-            f"max_model_len {problem.engine.max_model_len} on {problem.profile.gpu.name}",
+            f"memory: the slots for adapter {share.name} (rank {share.rank}) leave no room for one request "
+            f"of max_model_len {problem.engine.max_model_len} on {problem.profile.gpu.name}",
             reason="memory",
         )
     return InfeasibleError(
-        f"starvation: adapter {part.name} at {part.rate_rps:g} req/s breaks served_fraction or a latency "
+        f"starvation: adapter {share.name} at {share.rate_rps:g} req/s breaks served_fraction or a latency "
         f"bound even alone on a {problem.profile.gpu.name} with headroom {problem.workload.headroom:g}",
         reason="slo" if problem.workload.slo.latency_bounds() else "starvation",
     )
 
 
-def _place(problem: Problem, tools: SolverContext) -> tuple[Assignment, ...]:
-    return solve_greedy(problem, tools.quick)
+def _place(problem: Problem, context: SolverContext) -> tuple[Assignment, ...]:
+    return solve_greedy(problem, context.estimator)
 
 
-def _place_strict(problem: Problem, tools: SolverContext) -> tuple[Assignment, ...]:
-    return solve_greedy(problem, tools.quick, strict=True)
+def _place_strict(problem: Problem, context: SolverContext) -> tuple[Assignment, ...]:
+    return solve_greedy(problem, context.estimator, strict=True)
 
 
 GREEDY = Solver(
@@ -180,7 +180,7 @@ GREEDY = Solver(
     summary="fills GPUs one by one, largest ranks first, testing as it goes",
     source="adapter-caching paper, section 7, Algorithms 1 and 2",
     place=_place,
-    asks=RequiredEstimator.ESTIMATOR,
+    required_estimator=RequiredEstimator.ESTIMATOR,
     splits_hot=True,
     confirms=True,
 )
@@ -189,7 +189,7 @@ GREEDY_STRICT = Solver(
     summary="greedy to the letter: tests from 8 adapters on, a rest that fails is an error, nothing is split",
     source="adapter-caching paper, section 7, Algorithms 1 and 2",
     place=_place_strict,
-    asks=RequiredEstimator.ESTIMATOR,
+    required_estimator=RequiredEstimator.ESTIMATOR,
     confirms=True,
 )
 GREEDY_FAST = Solver(
@@ -197,7 +197,7 @@ GREEDY_FAST = Solver(
     summary="greedy that asks the small compiled tree (ProposedFast)",
     source="adapter-caching paper, sections 6.1 and 8.4.2",
     place=_place,
-    asks=RequiredEstimator.ESTIMATOR,
+    required_estimator=RequiredEstimator.ESTIMATOR,
     splits_hot=True,
     confirms=True,
     estimator="tree",

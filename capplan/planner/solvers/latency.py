@@ -15,17 +15,19 @@ from capplan.planner.solvers.base import RequiredEstimator, Solver, SolverContex
 from capplan.planner.splitting import in_input_order
 
 
-def _place(problem: Problem, tools: SolverContext) -> tuple[Assignment, ...]:
+def _place(problem: Problem, context: SolverContext) -> tuple[Assignment, ...]:
     gpus: list[list[AdapterShare]] = [[] for _ in range(problem.gpus)]
-    for part in in_input_order(problem):
-        free = [gpu for gpu in gpus if all(other.name != part.name for other in gpu)]
-        min(free or gpus, key=_rate_rps).append(part)  # the first of equals
+    for share in in_input_order(problem):
+        free = [gpu for gpu in gpus if all(other.name != share.name for other in gpu)]
+        min(free or gpus, key=_rate_rps).append(share)  # the first of equals
     assignments = tuple(
-        Assignment(tuple(parts), problem.fixed_a_max or distinct_adapters(parts)) for parts in gpus if parts
+        Assignment(tuple(shares), problem.fixed_a_max or distinct_adapters(shares))
+        for shares in gpus
+        if shares
     )
     failing = [
         number
-        for number, holds in enumerate(parallel_map(partial(_holds, problem, tools), assignments))
+        for number, holds in enumerate(parallel_map(partial(_holds, problem, context), assignments))
         if not holds
     ]
     if failing:
@@ -33,12 +35,12 @@ def _place(problem: Problem, tools: SolverContext) -> tuple[Assignment, ...]:
     return assignments
 
 
-def _rate_rps(parts: list[AdapterShare]) -> float:
-    return sum(part.rate_rps for part in parts)
+def _rate_rps(shares: list[AdapterShare]) -> float:
+    return sum(share.rate_rps for share in shares)
 
 
-def _holds(problem: Problem, tools: SolverContext, assignment: Assignment) -> bool:
-    return problem.fits_in_memory(assignment) and not tools.quick(assignment).starved
+def _holds(problem: Problem, context: SolverContext, assignment: Assignment) -> bool:
+    return problem.fits_in_memory(assignment) and not context.estimator(assignment).starved
 
 
 def _fails(problem: Problem, assignments: tuple[Assignment, ...], first: int, count: int) -> InfeasibleError:
@@ -47,7 +49,7 @@ def _fails(problem: Problem, assignments: tuple[Assignment, ...], first: int, co
     what = "starve or break a latency bound" if fits else "leave no room for a request beside their slots"
     return InfeasibleError(
         f"{'gpus' if fits else 'memory'}: spread over {len(assignments)} GPU(s) by rate, the "
-        f"{len(failing.parts)} adapters of GPU {first} with {failing.a_max} slots {what} (and {count - 1} "
+        f"{len(failing.shares)} adapters of GPU {first} with {failing.a_max} slots {what} (and {count - 1} "
         "more GPUs fail); the latency heuristic tries nothing else",
         reason="gpus" if fits else "memory",
     )
@@ -58,7 +60,7 @@ LATENCY = Solver(
     summary="spreads adapters over all GPUs by their rates, a slot for each; judged once at the end",
     source="adapter-caching paper, section 8.4.4 (ProposedLat)",
     place=_place,
-    asks=RequiredEstimator.ESTIMATOR,
+    required_estimator=RequiredEstimator.ESTIMATOR,
     splits_hot=True,
     confirms=True,
 )

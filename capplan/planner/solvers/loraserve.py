@@ -89,17 +89,17 @@ def assignments(problem: Problem, placement: LoraservePlacement) -> tuple[Assign
     """Return a placement as assignments, servers without adapters left out."""
     taken: Counter[str] = Counter()
     answer = []
-    for shares in placement.shares:
-        parts = []
+    for fractions in placement.shares:
+        shares = []
         for adapter in problem.workload.adapters:
-            if adapter.name in shares:
-                share, number = shares[adapter.name], taken[adapter.name]
-                parts.append(
-                    AdapterShare(adapter.name, adapter.rank, adapter.rate_rps * share, share, number)
+            if adapter.name in fractions:
+                fraction, number = fractions[adapter.name], taken[adapter.name]
+                shares.append(
+                    AdapterShare(adapter.name, adapter.rank, adapter.rate_rps * fraction, fraction, number)
                 )
                 taken[adapter.name] += 1
-        if parts:
-            answer.append(Assignment(tuple(parts), most_slots(problem, parts)))
+        if shares:
+            answer.append(Assignment(tuple(shares), most_slots(problem, shares)))
     return tuple(answer)
 
 
@@ -124,10 +124,10 @@ def _stored(previous: Plan | None, servers: int) -> list[frozenset[str]]:
     return (held + [frozenset[str]()] * servers)[:servers]
 
 
-def _place(problem: Problem, tools: SolverContext) -> tuple[Assignment, ...]:
-    points = OperatingPoints(problem, tools.seed)
+def _place(problem: Problem, context: SolverContext) -> tuple[Assignment, ...]:
+    points = OperatingPoints(problem, context.seed)
     ranks = [adapter.rank for adapter in problem.workload.adapters]
-    return solve_loraserve(problem, points(ranks), stored=_stored(tools.previous, problem.gpus))
+    return solve_loraserve(problem, points(ranks), stored=_stored(context.previous, problem.gpus))
 
 
 LORASERVE = Solver(
@@ -135,10 +135,10 @@ LORASERVE = Solver(
     summary="servers for each rank by their operating points, adapters packed on them in shares",
     source="LoRAServe, section IV-A, Algorithm 1",
     place=_place,
-    asks=RequiredEstimator.TWIN,
+    required_estimator=RequiredEstimator.TWIN,
     divides=True,
     estimator="twin",
-    honours=frozenset({Requirement.MAX_REPLICAS, Requirement.PREVIOUS_PLAN}),
+    supports=frozenset({Requirement.MAX_REPLICAS, Requirement.PREVIOUS_PLAN}),
 )
 
 HOLT_LEVEL: Final = 0.5
@@ -340,10 +340,10 @@ class OperatingPoints:
         adapters = tuple(
             Adapter(name=f"r{rank}-{i}", rank=rank, rate_rps=rate_rps / count) for i in range(count)
         )
-        alone = replace(self.problem, workload=self._mix.model_copy(update={"adapters": adapters}), parts=())
-        parts = tuple(AdapterShare(a.name, a.rank, a.rate_rps) for a in adapters)
+        alone = replace(self.problem, workload=self._mix.model_copy(update={"adapters": adapters}), shares=())
+        shares = tuple(AdapterShare(a.name, a.rank, a.rate_rps) for a in adapters)
         twin = TwinEstimator(alone, self.seed)
-        return not twin(Assignment(parts, most_slots(alone, parts))).starved
+        return not twin(Assignment(shares, most_slots(alone, shares))).starved
 
     @property
     def _tokens_per_request(self) -> float:

@@ -30,16 +30,16 @@ from capplan.twin.metrics import SimulationResult, summarize
 from capplan.twin.scenario import build_scenario
 
 
-def _place(problem: Problem, tools: SolverContext) -> tuple[Assignment, ...]:
-    return _place_filled(problem, tools, adapters_per_slot=1)
+def _place(problem: Problem, context: SolverContext) -> tuple[Assignment, ...]:
+    return _place_filled(problem, context, adapters_per_slot=1)
 
 
-def _place_half(problem: Problem, tools: SolverContext) -> tuple[Assignment, ...]:
-    return _place_filled(problem, tools, adapters_per_slot=2)
+def _place_half(problem: Problem, context: SolverContext) -> tuple[Assignment, ...]:
+    return _place_filled(problem, context, adapters_per_slot=2)
 
 
-def _place_filled(problem: Problem, tools: SolverContext, adapters_per_slot: int) -> tuple[Assignment, ...]:
-    limit_tok_s = base_model_tok_s(problem, tools.seed) * (1.0 - problem.workload.headroom)
+def _place_filled(problem: Problem, context: SolverContext, adapters_per_slot: int) -> tuple[Assignment, ...]:
+    limit_tok_s = base_model_tok_s(problem, context.seed) * (1.0 - problem.workload.headroom)
     gpus = fill_gpus(problem, limit_tok_s)
     if len(gpus) > problem.gpus:
         raise InfeasibleError(
@@ -48,21 +48,21 @@ def _place_filled(problem: Problem, tools: SolverContext, adapters_per_slot: int
             reason="gpus",
         )
     return tuple(
-        Assignment(tuple(parts), problem.fixed_a_max or -(-distinct_adapters(parts) // adapters_per_slot))
-        for parts in gpus
+        Assignment(tuple(shares), problem.fixed_a_max or -(-distinct_adapters(shares) // adapters_per_slot))
+        for shares in gpus
     )
 
 
 def fill_gpus(problem: Problem, limit_tok_s: float) -> list[list[AdapterShare]]:
-    """Return the parts in input order, cut where the next one would exceed the limit."""
+    """Return the shares in input order, cut where the next one would exceed the limit."""
     gpus: list[list[AdapterShare]] = []
     filled_tok_s = 0.0
-    for part in in_input_order(problem):
-        load_tok_s = problem.offered_tok_s(part)
+    for share in in_input_order(problem):
+        load_tok_s = problem.offered_tok_s(share)
         if not gpus or filled_tok_s + load_tok_s > limit_tok_s:
             gpus.append([])
             filled_tok_s = 0.0
-        gpus[-1].append(part)
+        gpus[-1].append(share)
         filled_tok_s += load_tok_s
     return gpus
 
@@ -72,7 +72,7 @@ MAXBASE = Solver(
     summary="fills GPUs up to the throughput of the model without adapters, a slot for each adapter",
     source="adapter-caching paper, section 8.4.1 (MaxBase)",
     place=_place,
-    asks=RequiredEstimator.NOTHING,
+    required_estimator=RequiredEstimator.NONE,
 )
 
 MAXBASE_HALF = Solver(
@@ -80,7 +80,7 @@ MAXBASE_HALF = Solver(
     summary="the same with a slot for every second adapter",
     source="adapter-caching paper, section 8.4.1 (MaxBase*)",
     place=_place_half,
-    asks=RequiredEstimator.NOTHING,
+    required_estimator=RequiredEstimator.NONE,
 )
 
 _DURATION_S: Final = 600.0
@@ -114,9 +114,9 @@ def base_model_tok_s(problem: Problem, seed: int) -> float:
 
 def _simulate_without_adapters(problem: Problem, scale: float, seed: int) -> SimulationResult:
     engine, profile = problem.engine, problem.profile
-    parts = whole_adapters(problem)
-    workload = problem.subworkload(parts, scale)
-    s_max = problem.s_max(parts)
+    shares = whole_adapters(problem)
+    workload = problem.subworkload(shares, scale)
+    s_max = problem.s_max(shares)
     scenario = build_scenario(
         workload,
         profile,

@@ -13,21 +13,23 @@ from capplan.planner.solvers.base import RequiredEstimator, Solver, SolverContex
 from capplan.planner.splitting import in_input_order
 
 
-def _place_random(problem: Problem, tools: SolverContext) -> tuple[Assignment, ...]:
-    random = np.random.default_rng(tools.seed)
+def _place_random(problem: Problem, context: SolverContext) -> tuple[Assignment, ...]:
+    random = np.random.default_rng(context.seed)
     return tuple(
-        Assignment(tuple(parts), problem.fixed_a_max or int(random.integers(1, distinct_adapters(parts) + 1)))
-        for parts in random_shares(problem, random)
+        Assignment(
+            tuple(shares), problem.fixed_a_max or int(random.integers(1, distinct_adapters(shares) + 1))
+        )
+        for shares in random_shares(problem, random)
     )
 
 
 def random_shares(problem: Problem, random: np.random.Generator) -> list[list[AdapterShare]]:
-    """Return the parts of each GPU that gets any, when every part goes to any GPU alike."""
+    """Return the shares of each GPU that gets any, when every share goes to any GPU alike."""
     gpus: list[list[AdapterShare]] = [[] for _ in range(problem.gpus)]
-    parts = in_input_order(problem)
-    for part, gpu in zip(parts, random.integers(0, problem.gpus, len(parts)).tolist(), strict=True):
-        gpus[gpu].append(part)
-    return [parts for parts in gpus if parts]
+    shares = in_input_order(problem)
+    for share, gpu in zip(shares, random.integers(0, problem.gpus, len(shares)).tolist(), strict=True):
+        gpus[gpu].append(share)
+    return [shares for shares in gpus if shares]
 
 
 RANDOM = Solver(
@@ -35,35 +37,37 @@ RANDOM = Solver(
     summary="every adapter on a random GPU, a random number of slots",
     source="adapter-caching paper, section 8.4.2 (Random)",
     place=_place_random,
-    asks=RequiredEstimator.NOTHING,
+    required_estimator=RequiredEstimator.NONE,
 )
 
 
-def _place_slora_random(problem: Problem, tools: SolverContext) -> tuple[Assignment, ...]:
-    return _with_slots(problem, tools, random_shares(problem, np.random.default_rng(tools.seed)))
+def _place_slora_random(problem: Problem, context: SolverContext) -> tuple[Assignment, ...]:
+    return _with_slots(problem, context, random_shares(problem, np.random.default_rng(context.seed)))
 
 
-def _place_contiguous(problem: Problem, tools: SolverContext) -> tuple[Assignment, ...]:
-    return _with_slots(problem, tools, contiguous_by_rank(problem))
+def _place_contiguous(problem: Problem, context: SolverContext) -> tuple[Assignment, ...]:
+    return _with_slots(problem, context, contiguous_by_rank(problem))
 
 
 def contiguous_by_rank(problem: Problem) -> list[list[AdapterShare]]:
-    """Return the parts by rank, cut into as many equally long runs as there are GPUs."""
-    ordered = sorted(in_input_order(problem), key=lambda part: part.rank)  # stable: input order within a rank
+    """Return the shares by rank, cut into as many equally long runs as there are GPUs."""
+    ordered = sorted(
+        in_input_order(problem), key=lambda share: share.rank
+    )  # stable: input order within a rank
     ends = [len(ordered) * gpu // problem.gpus for gpu in range(problem.gpus + 1)]
     runs = [ordered[start:end] for start, end in pairwise(ends)]
     return [run for run in runs if run]
 
 
 def _with_slots(
-    problem: Problem, tools: SolverContext, gpus: Sequence[Sequence[AdapterShare]]
+    problem: Problem, context: SolverContext, gpus: Sequence[Sequence[AdapterShare]]
 ) -> tuple[Assignment, ...]:
-    return tuple(Assignment(tuple(parts), _slots(problem, tools, parts)) for parts in gpus)
+    return tuple(Assignment(tuple(shares), _slots(problem, context, shares)) for shares in gpus)
 
 
-def _slots(problem: Problem, tools: SolverContext, parts: Sequence[AdapterShare]) -> int:
+def _slots(problem: Problem, context: SolverContext, shares: Sequence[AdapterShare]) -> int:
     """Return the best number of slots that fits in memory, whether or not the GPU keeps up with it."""
-    fitting = slot_candidates(problem, parts, tools.quick)
+    fitting = slot_candidates(problem, shares, context.estimator)
     return fitting[0] if fitting else problem.fixed_a_max or 1
 
 
@@ -72,7 +76,7 @@ SLORA_RANDOM = Solver(
     summary="every adapter on a random GPU, the best number of slots there",
     source="LoRAServe, section V-D (S-LoRA Random)",
     place=_place_slora_random,
-    asks=RequiredEstimator.ESTIMATOR,
+    required_estimator=RequiredEstimator.ESTIMATOR,
 )
 
 SLORA_CONTIGUOUS = Solver(
@@ -80,5 +84,5 @@ SLORA_CONTIGUOUS = Solver(
     summary="adapters by rank, equally many on each GPU, the best number of slots there",
     source="LoRAServe, section V-D (S-LoRA Contiguous)",
     place=_place_contiguous,
-    asks=RequiredEstimator.ESTIMATOR,
+    required_estimator=RequiredEstimator.ESTIMATOR,
 )

@@ -58,8 +58,8 @@ def test_groups_told_together_are_predicted_alike(made: Plan, explained: Explana
 def test_what_a_plan_says_is_rebuilt_from_it_and_its_workload(made: Plan, crowded: Workload) -> None:
     rebuilt = rebuild(made, crowded, None, "workload")
     rates: dict[str, float] = {}
-    for part in rebuilt.parts:
-        rates[part.name] = rates.get(part.name, 0.0) + part.rate_rps
+    for share in rebuilt.shares:
+        rates[share.name] = rates.get(share.name, 0.0) + share.rate_rps
     assert rates == pytest.approx({name: rate for name, _, rate in ADAPTERS})
     assert len(rebuilt.pools) == made.totals.gpus
     seed = made.verification.seeds[0]
@@ -76,9 +76,9 @@ def test_replicas_divide_what_their_group_serves(made: Plan, crowded: Workload) 
     totals = made.totals.replace(gpus=made.totals.gpus + 1)
     rebuilt = rebuild(made.replace(groups=(doubled, *others), totals=totals), crowded, None, "workload")
     offered = sum(a.rate_rps * a.share for a in first.adapters)
-    assert sum(p.rate_rps for p in rebuilt.groups[0].assignment.parts) == pytest.approx(offered / 2)
-    assert sum(p.rate_rps for p in rebuilt.parts) == pytest.approx(crowded.total_rate_rps)
-    assert len({(p.name, p.number) for p in rebuilt.parts}) == len(rebuilt.parts)
+    assert sum(p.rate_rps for p in rebuilt.groups[0].assignment.shares) == pytest.approx(offered / 2)
+    assert sum(p.rate_rps for p in rebuilt.shares) == pytest.approx(crowded.total_rate_rps)
+    assert len({(p.name, p.number) for p in rebuilt.shares}) == len(rebuilt.shares)
 
 
 def curves(explained: Explanation) -> list[SlotCurve]:
@@ -103,8 +103,8 @@ def test_memory_ends_where_the_curve_says(made: Plan, crowded: Workload) -> None
     each = rebuild(made, crowded, None, "workload").groups[0]
     # Little memory and many adapters, so that the end is near.
     problem = replace(each.problem, engine=replace(each.problem.engine, gpu_memory_utilization=0.37))
-    parts = tuple(replace(part, rate_rps=0.01) for part in each.assignment.parts)
-    curve = slot_curve(problem, replace(each.assignment, parts=parts, a_max=1), duration_s=60.0)
+    shares = tuple(replace(share, rate_rps=0.01) for share in each.assignment.shares)
+    curve = slot_curve(problem, replace(each.assignment, shares=shares, a_max=1), duration_s=60.0)
     assert curve.most_slots is not None
     assert problem.fits_in_memory(replace(each.assignment, a_max=curve.most_slots))
     assert not problem.fits_in_memory(replace(each.assignment, a_max=curve.most_slots + 1))

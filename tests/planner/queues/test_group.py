@@ -20,13 +20,13 @@ MIXED = tuple((f"a{i}", (8, 16, 64)[i % 3], 0.4) for i in range(12))
 
 def on_one_gpu(workload: Workload, profile: Profile) -> tuple[Queues | None, SimulationResult]:
     problem = make_problem(workload, 1, profile)
-    assignment = Assignment(problem.parts, a_max=8)
+    assignment = Assignment(problem.shares, a_max=8)
     engine = problem.engine
     result = simulate(
         workload,
         profile,
         a_max=8,
-        s_max=problem.s_max(problem.parts),
+        s_max=problem.s_max(problem.shares),
         duration_s=60.0,
         max_num_seqs=engine.max_num_seqs,
         max_num_batched_tokens=engine.max_num_batched_tokens,
@@ -68,12 +68,12 @@ def test_wishes_are_heeded(workload: Make, profile: Profile, most: int) -> None:
 
 
 def test_sizes_are_measured_on_the_requests_served_there(workload: Make, profile: Profile) -> None:
-    """A part of an adapter's traffic, and lengths that end at max_model_len."""
+    """A share of an adapter's traffic, and lengths that end at max_model_len."""
     wishes = workload(
         *MIXED, queues=QueueConfig(), prompt_tokens=Lengths(mean=90), output_tokens=Lengths(mean=30)
     )
     problem = make_problem(wishes, 2, profile)
-    half = tuple(AdapterShare(p.name, p.rank, p.rate_rps / 2, 0.5) for p in problem.parts if p.rank == 16)
+    half = tuple(AdapterShare(p.name, p.rank, p.rate_rps / 2, 0.5) for p in problem.shares if p.rank == 16)
     results = [on_one_gpu(wishes, profile)[1]]
     queues = group_queues(problem, Assignment(half, a_max=4), results)
     assert queues is not None

@@ -12,13 +12,13 @@ from capplan.testing import example_problem
 @given(seed=st.integers(0, 10_000), adapters=st.integers(1, 40), factor=st.floats(0.1, 20.0))
 def test_heavy_adapters_come_in_light_shares_that_add_up(seed: int, adapters: int, factor: float) -> None:
     problem = example_problem(seed, adapters, gpus=4)
-    parts = tuple(replace(part, rate_rps=part.rate_rps * factor) for part in problem.parts)
-    ground = build_search_data(replace(problem, parts=parts))
+    shares = tuple(replace(share, rate_rps=share.rate_rps * factor) for share in problem.shares)
+    ground = build_search_data(replace(problem, shares=shares))
     lighter = split_heavy_adapters(ground)
-    for name in {part.name for part in parts}:
-        assert sum(part.share for part in lighter.parts if part.name == name) == pytest.approx(1.0)
+    for name in {share.name for share in shares}:
+        assert sum(share.fraction for share in lighter.shares if share.name == name) == pytest.approx(1.0)
     if lighter is not ground.problem:
-        assert len(lighter.parts) > len(parts)
+        assert len(lighter.shares) > len(shares)
 
 
 def test_no_more_shares_than_max_replicas() -> None:
@@ -28,6 +28,6 @@ def test_no_more_shares_than_max_replicas() -> None:
         for adapter in problem.workload.adapters
     )
     workload = problem.workload.model_copy(update={"adapters": hot})
-    parts = tuple(replace(part, rate_rps=50.0) for part in problem.parts)
-    lighter = split_heavy_adapters(build_search_data(replace(problem, workload=workload, parts=parts)))
-    assert sorted(part.number for part in lighter.parts) == [0, 0, 0, 1, 1, 1]
+    shares = tuple(replace(share, rate_rps=50.0) for share in problem.shares)
+    lighter = split_heavy_adapters(build_search_data(replace(problem, workload=workload, shares=shares)))
+    assert sorted(share.number for share in lighter.shares) == [0, 0, 0, 1, 1, 1]

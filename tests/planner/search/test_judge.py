@@ -23,9 +23,9 @@ class Upto:
 
     def __call__(self, assignment: Assignment) -> Estimate:
         self.asked.append(assignment)
-        load = sum(part.rate_rps for part in assignment.parts)
+        load = sum(share.rate_rps for share in assignment.shares)
         short = max(0.0, 1.0 - self.rps / load)
-        return Estimate(min(load, self.rps), starved=short > 0.0, strain=load / 1e3, short=short)
+        return Estimate(min(load, self.rps), starved=short > 0.0, utilization=load / 1e3, overload=short)
 
 
 def alike(seed: int, adapters: int, gpus: int) -> Problem:
@@ -35,7 +35,7 @@ def alike(seed: int, adapters: int, gpus: int) -> Problem:
     workload = problem.workload.model_copy(
         update={"adapters": tuple(a.model_copy(update=one) for a in problem.workload.adapters)}
     )
-    return replace(problem, workload=workload, parts=tuple(replace(p, **one) for p in problem.parts))
+    return replace(problem, workload=workload, shares=tuple(replace(p, **one) for p in problem.shares))
 
 
 def test_instances_that_are_alike_are_confirmed_by_samples() -> None:
@@ -46,12 +46,12 @@ def test_instances_that_are_alike_are_confirmed_by_samples() -> None:
     assert board is not None
     answers = Evaluator(ground, Upto(rps=1e9), exact).confirm(board)
     assert all(answer is not None for answer in answers)
-    assert len({assignment.parts for assignment in exact.asked}) == 10
-    assert {part for answer in answers if answer for part in answer.parts} == set(problem.parts)
+    assert len({assignment.shares for assignment in exact.asked}) == 10
+    assert {share for answer in answers if answer for share in answer.shares} == set(problem.shares)
 
 
 @settings(max_examples=25, derandomize=True)
-@given(seed=st.integers(0, 1_000), adapters=st.integers(30, 90), short=st.floats(0.02, 0.08))
+@given(seed=st.integers(0, 1_000), adapters=st.integers(30, 90), overload=st.floats(0.02, 0.08))
 def test_what_the_twin_refuses_must_take_as_much_less_as_it_fell_short(
     seed: int, adapters: int, short: float
 ) -> None:
@@ -59,7 +59,7 @@ def test_what_the_twin_refuses_must_take_as_much_less_as_it_fell_short(
     ground = build_search_data(problem)
     board = balanced(ground, [0] * 6)
     assert board is not None
-    loads = [sum(part.rate_rps for part in ground.parts(frozenset(m))) for m in board.members]
+    loads = [sum(share.rate_rps for share in ground.shares(frozenset(m))) for m in board.members]
     limit_rps = max(loads) * (1.0 - short)
     judge = Evaluator(ground, Upto(rps=1e9), Upto(limit_rps))
     before = board.taken()

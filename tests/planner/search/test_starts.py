@@ -16,24 +16,26 @@ def test_a_start_places_every_unit_once_and_adds_up_shares(
     start: InitialSolution, seed: int, adapters: int, gpus: int
 ) -> None:
     problem = example_problem(seed, adapters, gpus)
-    shares = min(gpus, 1 + seed % 4)
-    parts = (*split_evenly(problem.parts[0], shares), *problem.parts[1:])
-    ground = build_search_data(replace(problem, parts=parts))
+    count = min(gpus, 1 + seed % 4)
+    shares = (*split_evenly(problem.shares[0], count), *problem.shares[1:])
+    ground = build_search_data(replace(problem, shares=shares))
     board = start(ground, [0] * gpus)
     assert board is not None
-    assert sorted(unit for members in board.members for unit in members) == list(range(len(parts)))
+    assert sorted(unit for members in board.members for unit in members) == list(range(len(shares)))
     for members in board.members:
-        names = [part.name for part in ground.parts(frozenset(members))]
+        names = [share.name for share in ground.shares(frozenset(members))]
         assert len(set(names)) == len(names)
-    served = [part for members in board.members for part in ground.parts(frozenset(members))]
-    first = problem.parts[0].name
-    assert sum(part.share for part in served if part.name == first) == pytest.approx(1.0)
+    served = [share for members in board.members for share in ground.shares(frozenset(members))]
+    first = problem.shares[0].name
+    assert sum(share.fraction for share in served if share.name == first) == pytest.approx(1.0)
 
 
 @given(seed=st.integers(0, 10_000), gpus=st.integers(1, 8))
 def test_mixed_instances_of_one_rank_differ_by_at_most_the_heaviest_unit(seed: int, gpus: int) -> None:
     problem = example_problem(seed, 40, gpus)
-    ground = build_search_data(replace(problem, parts=tuple(replace(part, rank=8) for part in problem.parts)))
+    ground = build_search_data(
+        replace(problem, shares=tuple(replace(share, rank=8) for share in problem.shares))
+    )
     board = balanced(ground, [0] * gpus)
     assert board is not None
     assert board.taken().max() - board.taken().min() <= ground.weight.max() + 1e-9
