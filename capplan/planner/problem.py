@@ -16,7 +16,7 @@ from capplan.models.memory import KvBudget, kv_budget
 from capplan.spec import Adapter, EngineConfig, Pool, Profile, Trace, Workload, allowed_lora_rank
 
 GRID = (1, 2, 4, 8, 16, 32, 64, 96, 128, 160, 192, 256, 320, 384)
-"""Adapter counts and values of A_max tested: 1, 2, 4, and those of the adapter-caching paper (section 7)."""
+"""Values of A_max and adapter counts that are tried; from 8, those of the adapter-caching paper (section 7)."""
 
 _RANK: Final = attrgetter("rank")
 
@@ -33,39 +33,39 @@ class EngineDefaults:
 
 @dataclass(frozen=True)
 class AdapterShare:
-    """An adapter, or a share of its traffic: what a solver places."""
+    """An adapter, or a fraction of its traffic: the item that a solver places."""
 
     name: str
     rank: int
     rate_rps: float
-    """Rate of this share of its requests."""
+    """Request rate of this share."""
     fraction: float = 1.0
     number: int = 0
-    """Which of the adapter's fractions this is, counted from 0."""
+    """Index among the shares of the adapter."""
 
 
 @dataclass(frozen=True)
 class GpuPool:
-    """Equal instances that a plan may use."""
+    """Equal instances that are available to a plan."""
 
     name: str | None
-    """None where the workload gives profile and GPUs, and no pools."""
+    """None if the workload has no pools."""
     profile: Profile
     instances: int
     usd_per_hour: float | None = None
-    """Price of an instance, of all its `tp` GPUs."""
+    """Price of an instance with all its `tp` GPUs."""
 
 
 @dataclass(frozen=True)
 class Assignment:
-    """What one instance serves, and how it is set."""
+    """Adapter shares and settings of one instance."""
 
     shares: tuple[AdapterShare, ...]
     a_max: int
     max_num_seqs: int | None = None
-    """None: as the problem's engine has it."""
+    """None: the problem's setting."""
     pool: int = 0
-    """Number of its pool in the problem."""
+    """Index of its pool in the problem."""
 
     @property
     def parts(self) -> tuple[AdapterShare, ...]:
@@ -75,48 +75,47 @@ class Assignment:
 
     @property
     def fractions(self) -> dict[str, float]:
-        """Share of each adapter's traffic that comes here."""
+        """Fraction of each adapter's traffic on this instance."""
         return traffic_fractions(self.shares)
 
 
 @dataclass(frozen=True)
 class Estimate:
-    """What an estimator says of one GPU."""
+    """Estimated performance of one instance."""
 
     throughput_tok_s: float
     starved: bool
-    """Whether it would starve, or break a latency bound where the estimator can tell."""
+    """Whether it starves, or breaks a latency bound that the estimator knows."""
     e2e_s_mean: float = 0.0
-    """Mean time from arrival to last token, who is left behind charged with all there was; 0 where the
-    estimator cannot tell."""
+    """Mean time from arrival to last token, with waiting requests charged in full; 0 if unknown."""
     utilization: float = 0.0
-    """How near it is to failing, or how far beyond; grows with the load."""
+    """Distance to failure; grows with the load."""
     overload: float = 0.0
-    """Share of its load that it would have to lose, as far as is known; 0 where it holds."""
+    """Share of the load that is too much, as far as known; 0 if the instance holds."""
 
 
 class Estimator(Protocol):
-    """Answers what one instance would do; a surrogate or the twin."""
+    """Estimates the performance of one instance: a surrogate or the twin."""
 
     def __call__(self, assignment: Assignment) -> Estimate:
-        """Return the estimate for one instance."""
+        """Return the estimate of one instance."""
         ...
 
 
 @dataclass(frozen=True)
 class Problem:
-    """Adapters to place on instances of one pool or several.
+    """Adapters to place on the instances of one or more pools.
 
     Attributes
     ----------
     workload
-        The whole workload.
+        Complete workload.
     pools
-        What there is to place them on, at least one pool. Solvers of the papers know of one only.
+        Available instances, at least one pool. Solvers of the papers use the first only.
     engine
-        Settings of every instance, complete but for the slots.
+        Engine settings of every instance, complete but for the slots.
     shares
-        What is to be placed.
+        Items to place.
     """
 
     workload: Workload
@@ -132,44 +131,40 @@ class Problem:
 
     @property
     def profile(self) -> Profile:
-        """The profile of the first pool, and the only one in a problem of one pool."""
+        """Profile of the first pool."""
         return self.pools[0].profile
 
     @property
     def gpus(self) -> int:
-        """Instances in all pools together."""
+        """Instances in all pools."""
         return sum(pool.instances for pool in self.pools)
 
-    def only_pool(self, number: int) -> Problem:
-        """Return the problem with one of the pools; there it has number 0."""
-        return replace(self, pools=(self.pools[number],))
-
     def max_num_seqs(self, assignment: Assignment) -> int:
-        """Return the most requests that an instance runs at once."""
+        """Return the maximum number of running requests of an instance."""
         return assignment.max_num_seqs or self.engine.max_num_seqs
 
     @property
     def fixed_a_max(self) -> int | None:
-        """The number of slots, where the workload fixes it."""
+        """Number of slots that the workload fixes, or None."""
         return self.workload.engine.max_loras
 
     def s_max(self, shares: Sequence[AdapterShare]) -> int:
-        """Return the rank that slots for these shares are sized for."""
+        """Return the maximum rank of the slots for these shares."""
         return self.workload.engine.max_lora_rank or allowed_lora_rank(max(map(_RANK, shares)))
 
     def subworkload(self, shares: Sequence[AdapterShare], scale: float = 1.0) -> Workload:
-        """Return the workload of one GPU; `scale` multiplies every rate, a trace's too."""
+        """Return the workload of one instance; `scale` multiplies every rate, also of a trace."""
         fractions = traffic_fractions(shares)
-        share = self.workload.subset(fractions, fractions)
+        subset = self.workload.subset(fractions, fractions)
         if scale == 1.0:
-            return share
-        # A copy with other rates keeps every rule that the workload kept: no need to check them again.
-        adapters = tuple(a.model_copy(update={"rate_rps": a.rate_rps * scale}) for a in share.adapters)
-        trace = share.trace if share.trace is None else _scale_trace(share.trace, scale)
-        return share.model_copy(update={"adapters": adapters, "trace": trace})
+            return subset
+        # Copied without validation: other rates break no rule.
+        adapters = tuple(a.model_copy(update={"rate_rps": a.rate_rps * scale}) for a in subset.adapters)
+        trace = subset.trace if subset.trace is None else _scale_trace(subset.trace, scale)
+        return subset.model_copy(update={"adapters": adapters, "trace": trace})
 
     def fits_in_memory(self, assignment: Assignment) -> bool:
-        """Tell whether one request of max_model_len fits beside the slots, and their adapters on the host."""
+        """Tell whether one request of max_model_len fits beside the slots, and the adapters on the host."""
         shares, a_max = assignment.shares, assignment.a_max
         host = self.workload.engine.max_cpu_loras
         if host is not None and host < min(a_max, distinct_adapters(shares)):
@@ -179,12 +174,12 @@ class Problem:
         return tokens >= self.engine.max_model_len
 
     def offered_tok_s(self, share: AdapterShare) -> float:
-        """Return the input and output tokens per second that a share asks for."""
+        """Return the offered input and output tokens per second of a share."""
         return share.rate_rps * self._tokens_per_request[share.name]
 
     @cached_property
     def constraints(self) -> Constraints:
-        """Where adapters may be."""
+        """Placement constraints of the workload."""
         return read_constraints(self.workload)
 
     @cached_property
@@ -201,7 +196,7 @@ class Problem:
 
 
 def warn_renamed(old: str, new: str) -> None:
-    """Warn the caller's caller of a deprecated name."""
+    """Warn about a deprecated name."""
     warnings.warn(f"{old} is deprecated: use {new}", DeprecationWarning, stacklevel=3)
 
 
@@ -211,7 +206,7 @@ def whole_adapters(problem: Problem) -> tuple[AdapterShare, ...]:
 
 
 def distinct_adapters(shares: Sequence[AdapterShare]) -> int:
-    """Return how many adapters these are shares of."""
+    """Return the number of different adapters."""
     return len({share.name for share in shares})
 
 
@@ -231,7 +226,7 @@ def complete_engine(config: EngineConfig) -> EngineDefaults:
 
 
 def traffic_fractions(shares: Iterable[AdapterShare]) -> dict[str, float]:
-    """Return the share of each adapter's traffic among these shares."""
+    """Return the fraction of each adapter's traffic in these shares."""
     fractions: dict[str, float] = {}
     for share in shares:
         fractions[share.name] = min(1.0, fractions.get(share.name, 0.0) + share.fraction)
@@ -239,47 +234,47 @@ def traffic_fractions(shares: Iterable[AdapterShare]) -> dict[str, float]:
 
 
 def merge_shares(shares: Iterable[AdapterShare]) -> tuple[AdapterShare, ...]:
-    """Return shares with the fractions of one adapter as one, where its first stands."""
-    found: dict[str, AdapterShare] = {}
+    """Return one share per adapter, in the order of the first of each."""
+    merged: dict[str, AdapterShare] = {}
     for share in shares:
-        known = found.get(share.name)
-        if known is not None:
-            rate_rps, fraction = known.rate_rps + share.rate_rps, min(1.0, known.fraction + share.fraction)
-            share = replace(known, rate_rps=rate_rps, fraction=fraction)
-        found[share.name] = share
-    return tuple(found.values())
+        first = merged.get(share.name)
+        if first is not None:
+            rate_rps, fraction = first.rate_rps + share.rate_rps, min(1.0, first.fraction + share.fraction)
+            share = replace(first, rate_rps=rate_rps, fraction=fraction)
+        merged[share.name] = share
+    return tuple(merged.values())
 
 
 def horizon_s(workload: Workload, duration_s: float) -> float:
-    """Return how long a workload is simulated: a trace as a whole, whatever the duration."""
+    """Return the simulated time: the duration, or the length of the workload's trace."""
     return duration_s if workload.trace is None else workload.trace.duration_s
 
 
 def _scale_trace(trace: Trace, scale: float) -> Trace:
     arrival_ns = (trace.arrival_ns / scale).astype(trace.arrival_ns.dtype)
-    arrival_ns.setflags(write=False)  # as in every trace: numba compiles the twin anew for other arrays
+    arrival_ns.setflags(write=False)  # numba compiles another specialisation for writable arrays
     return replace(trace, arrival_ns=arrival_ns, duration_s=trace.duration_s / scale)
 
 
 @dataclass(frozen=True)
 class Constraints:
-    """The wishes of all adapters, made explicit.
+    """Placement constraints of all adapters.
 
     Attributes
     ----------
-    bundle
-        Of every adapter, the first adapter (in the workload's order) of those that stay with it.
-    apart
-        Of every adapter, those that must not be on an instance with it, whoever of the two said so.
-    pool
-        Names of the pools that adapters are pinned to, by the first adapter of their bundle.
+    leader
+        First adapter, in the workload's order, of the group that each adapter is placed with.
+    conflicts
+        Adapters that must not be on an instance with an adapter; symmetric.
+    pinned_pool
+        Pool that a group is pinned to, by leader.
     max_replicas
-        Most instances that may share an adapter's traffic, by the first adapter of its bundle.
+        Maximum number of instances of a group, by leader.
     """
 
-    bundle: Mapping[str, str]
-    apart: Mapping[str, frozenset[str]]
-    pool: Mapping[str, str]
+    leader: Mapping[str, str]
+    conflicts: Mapping[str, frozenset[str]]
+    pinned_pool: Mapping[str, str]
     max_replicas: Mapping[str, int]
 
 
@@ -289,74 +284,63 @@ def read_constraints(workload: Workload) -> Constraints:
     Raises
     ------
     InputError
-        Where they contradict each other.
+        If constraints contradict each other.
     """
-    bundle = _group_leaders(workload.adapters)
-    apart = _conflicts(workload.adapters)
-    for name, others in apart.items():
+    leader = _group_leaders(workload.adapters)
+    conflicts = _conflicts(workload.adapters)
+    for name, others in conflicts.items():
         for other in others:
-            if bundle[name] == bundle[other]:
+            if leader[name] == leader[other]:
                 rule = f"must not name {other}, which together_with keeps on the GPU of {name}"
                 raise InputError(rule, other, f"adapters: {name}.apart_from")
-    return Constraints(
-        bundle, apart, _pinned_pools(workload.adapters, bundle), _max_replicas(workload.adapters, bundle)
-    )
+    pinned_pool: dict[str, str] = {}
+    max_replicas: dict[str, int] = {}
+    for adapter in workload.adapters:
+        first = leader[adapter.name]
+        if adapter.pool is not None and pinned_pool.setdefault(first, adapter.pool) != adapter.pool:
+            rule = (
+                f"must be {pinned_pool[first]}, where an adapter is pinned that together_with keeps on the "
+                "same GPU"
+            )
+            raise InputError(rule, adapter.pool, f"adapters: {adapter.name}.pool")
+        if adapter.max_replicas is not None:
+            max_replicas[first] = min(adapter.max_replicas, max_replicas.get(first, adapter.max_replicas))
+    return Constraints(leader, conflicts, pinned_pool, max_replicas)
 
 
 def _group_leaders(adapters: Iterable[Adapter]) -> dict[str, str]:
     """Return the first member of the connected component of every adapter."""
-    first = {adapter.name: adapter.name for adapter in adapters}
-    order = {name: position for position, name in enumerate(first)}
+    parent = {adapter.name: adapter.name for adapter in adapters}
+    order = {name: position for position, name in enumerate(parent)}
 
     def root(name: str) -> str:
-        while first[name] != name:
-            name = first[name]
+        while parent[name] != name:
+            name = parent[name]
         return name
 
     for adapter in adapters:
         for other in adapter.together_with:
             low, high = sorted((root(adapter.name), root(other)), key=order.__getitem__)
-            first[high] = low
-    return {name: root(name) for name in first}
+            parent[high] = low
+    return {name: root(name) for name in parent}
 
 
 def _conflicts(adapters: Iterable[Adapter]) -> dict[str, frozenset[str]]:
-    apart: dict[str, set[str]] = {}
+    conflicts: dict[str, set[str]] = {}
     for adapter in adapters:
         for other in adapter.apart_from:
-            apart.setdefault(adapter.name, set()).add(other)
-            apart.setdefault(other, set()).add(adapter.name)
-    return {name: frozenset(others) for name, others in apart.items()}
-
-
-def _pinned_pools(adapters: Iterable[Adapter], bundle: Mapping[str, str]) -> dict[str, str]:
-    pins: dict[str, str] = {}
-    for adapter in adapters:
-        if adapter.pool is None:
-            continue
-        pinned = pins.setdefault(bundle[adapter.name], adapter.pool)
-        if pinned != adapter.pool:
-            rule = f"must be {pinned}, where an adapter is pinned that together_with keeps on the same GPU"
-            raise InputError(rule, adapter.pool, f"adapters: {adapter.name}.pool")
-    return pins
-
-
-def _max_replicas(adapters: Iterable[Adapter], bundle: Mapping[str, str]) -> dict[str, int]:
-    most: dict[str, int] = {}
-    for adapter in adapters:
-        if adapter.max_replicas is not None:
-            first = bundle[adapter.name]
-            most[first] = min(adapter.max_replicas, most.get(first, adapter.max_replicas))
-    return most
+            conflicts.setdefault(adapter.name, set()).add(other)
+            conflicts.setdefault(other, set()).add(adapter.name)
+    return {name: frozenset(others) for name, others in conflicts.items()}
 
 
 def make_problem(workload: Workload, gpus: int | None, profile: Profile | str | None) -> Problem:
-    """Return the problem of a workload; `gpus` and `profile` win over what it says itself.
+    """Return the problem of a workload; `gpus` and `profile` override those of the workload.
 
     Raises
     ------
     InputError
-        When one of them is missing or does not fit, or wishes contradict each other.
+        If one of them is missing or invalid, or constraints contradict each other.
     """
     if workload.pools and (gpus is not None or profile is not None):
         rule = "does not go with pools: the workload says which GPUs there are"
@@ -367,12 +351,11 @@ def make_problem(workload: Workload, gpus: int | None, profile: Profile | str | 
     engine = complete_engine(workload.engine)
     _require_fitting_prompts(workload, engine.max_model_len)
     problem = Problem(workload, pools, engine, ())
-    problem.constraints  # noqa: B018 - contradictions are found here, before anything is solved
+    problem.constraints  # noqa: B018 - contradictions are errors before anything is solved
     return replace(problem, shares=whole_adapters(problem))
 
 
 def _single_pool(workload: Workload, gpus: int | None, profile: Profile | str | None) -> GpuPool:
-    """Return the GPUs of a workload without pools."""
     count = gpus if gpus is not None else (workload.gpus.count if workload.gpus else None)
     if count is None:
         rule = "is required: say how many GPUs a plan may use (gpus: {count: N} in the workload, or --gpus N)"
@@ -397,7 +380,6 @@ def _load_profile(profile: Profile | str) -> Profile:
 
 
 def _instance_count(profile: Profile, gpus: int, location: str) -> int:
-    """Return how many instances so many GPUs make."""
     if gpus < profile.tp:
         rule = f"must be at least the {profile.tp} GPUs of one instance of profile {profile.name}"
         raise InputError(rule, gpus, location)
@@ -405,7 +387,7 @@ def _instance_count(profile: Profile, gpus: int, location: str) -> int:
 
 
 def _require_fitting_prompts(workload: Workload, max_model_len: int) -> None:
-    """Refuse a trace of which so much is too long for the engine that no number of GPUs would do."""
+    """Refuse a trace with too many tokens in prompts longer than max_model_len."""
     trace = workload.trace
     if trace is None:
         return

@@ -92,7 +92,7 @@ def _by_falling_rate(bundle: AdapterSet) -> tuple[float, str]:
 
 def _kinds(problem: Problem) -> Iterable[list[AdapterSet]]:
     """Return bundles by kind: single adapters that differ in name and rate only; any other is a kind."""
-    pools, replicas = problem.constraints.pool, problem.constraints.max_replicas
+    pools, replicas = problem.constraints.pinned_pool, problem.constraints.max_replicas
     traced = problem.workload.trace is not None
     kinds: dict[object, list[AdapterSet]] = {}
     for first, bundle in _adapter_sets(problem).items():
@@ -109,7 +109,7 @@ def _kinds(problem: Problem) -> Iterable[list[AdapterSet]]:
 
 def _adapter_sets(problem: Problem) -> Mapping[str, AdapterSet]:
     """Return the adapters that stay together, by the first of them."""
-    adapters, first_of = problem.workload.adapters, problem.constraints.bundle
+    adapters, first_of = problem.workload.adapters, problem.constraints.leader
     if len(set(first_of.values())) == len(adapters):
         return {adapter.name: (adapter,) for adapter in adapters}
     bundles: dict[str, AdapterSet] = {}
@@ -122,7 +122,7 @@ def _adapter_sets(problem: Problem) -> Mapping[str, AdapterSet]:
 def _shares_needed(problem: Problem, estimator: Estimator, bundle: AdapterSet) -> int:
     """Return the fewest equal shares of a bundle that hold on an instance of a pool that it may use."""
     first = bundle[0].name
-    pin = problem.constraints.pool.get(first)
+    pin = problem.constraints.pinned_pool.get(first)
     pools = [number for number, pool in enumerate(problem.pools) if pin is None or pool.name == pin]
     available = sum(problem.pools[number].instances for number in pools)
     most = min(available, problem.constraints.max_replicas.get(first, available))

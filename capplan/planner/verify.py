@@ -283,7 +283,7 @@ def _target(
     if free:
         own = current[failing].pool
         return len(current), own if own in free else free[0]
-    foes = frozenset[str]().union(*(unit.foes | unit.names for unit in units))
+    foes = frozenset[str]().union(*(unit.conflicts | unit.names for unit in units))
     others = [
         (sum(map(problem.offered_tok_s, assignment.shares)), gpu)
         for gpu, assignment in current.items()

@@ -121,7 +121,7 @@ def test_wishes_that_contradict_each_other_are_named(
 def test_without_wishes_every_adapter_is_its_own_bundle() -> None:
     problem = example_problem(0, adapters=5, gpus=1)
     constraints = read_constraints(problem.workload)
-    assert all(first == name for name, first in constraints.bundle.items())
-    assert not constraints.apart
-    assert not constraints.pool
+    assert all(first == name for name, first in constraints.leader.items())
+    assert not constraints.conflicts
+    assert not constraints.pinned_pool
     assert isinstance(problem.workload.adapters[0], Adapter)

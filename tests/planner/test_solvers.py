@@ -128,7 +128,7 @@ def test_every_solver_makes_a_plan_that_the_twin_confirms(workload: Make, name: 
     assert made.verification.ok
     assert made.provenance["solver"] == name
     assert made.provenance["estimator"] == (
-        "none" if REGISTRY[name].asks is RequiredEstimator.NONE else "twin"
+        "none" if REGISTRY[name].required_estimator is RequiredEstimator.NONE else "twin"
     )
 
 

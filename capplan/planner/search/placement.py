@@ -1,4 +1,8 @@
-"""Placement state and initial solutions of the local search."""
+"""Placement state and initial solutions of the local search.
+
+Even instances leave each the same slack. By rank, small ranks do not pay for slots of the largest one.
+Balanced, every instance gets hot and cold adapters, so that slots are shared well.
+"""
 
 from __future__ import annotations
 
@@ -12,224 +16,215 @@ from capplan.planner.previous import PreviousInstance
 from capplan.planner.problem import traffic_fractions
 from capplan.planner.search.data import SearchData
 
+_SHARE_TOLERANCE: Final = 1e-9
+
 
 class PlacementState:
-    """Units on instances.
+    """Mutable placement of adapter groups on instances.
 
     Parameters
     ----------
-    ground
-        What is placed.
+    data
+        Search data.
     pools
-        Number of the pool of every instance.
+        Pool of every instance.
+
+    Attributes
+    ----------
+    members
+        Groups on each instance.
+    load_limit
+        Upper bound on the load of each instance, set when the twin refuses it; shape (instances,).
     """
 
-    def __init__(self, ground: SearchData, pools: Sequence[int]) -> None:
-        self.ground = ground
+    def __init__(self, data: SearchData, pools: Sequence[int]) -> None:
+        self.data = data
         self.pools = np.array(pools, dtype=np.int64)
-        self._all = np.arange(len(pools))
         self.members: list[set[int]] = [set() for _ in pools]
-        self.limit = np.full(len(pools), np.inf)  # what may be taken of an instance, where more was refused
-        self._taken = np.zeros((len(pools), len(ground.ranks)))  # for every rank that slots might have
-        self._of_rank = np.zeros((len(pools), len(ground.ranks)), dtype=np.int64)  # units, by their rank
-        self._rank = np.full(len(pools), -1)  # of the slots as it is
-        self._in_pools: dict[frozenset[int], NDArray[np.bool_]] = {}  # instances of some pools
+        self.load_limit = np.full(len(pools), np.inf)
+        self._all = np.arange(len(pools))
+        self._loads = np.zeros((len(pools), len(data.ranks)))  # with slots of every rank
+        self._count = np.zeros((len(pools), len(data.ranks)), dtype=np.int64)  # groups by rank
+        self._rank = np.full(len(pools), -1)  # index of the largest rank
+        self._pool_masks: dict[frozenset[int], NDArray[np.bool_]] = {}
 
     def __len__(self) -> int:
         return len(self.members)
 
-    def add(self, unit: int, instance: int) -> None:
-        """Put a unit on an instance."""
-        self.members[instance].add(unit)
-        self._taken[instance] += self.ground.takes[self.pools[instance], :, unit]
-        self._of_rank[instance, self.ground.rank[unit]] += 1
-        self._rank[instance] = max(self._rank[instance], self.ground.rank[unit])
+    def add(self, group: int, instance: int) -> None:
+        """Place a group on an instance."""
+        self.members[instance].add(group)
+        self._loads[instance] += self.data.loads[self.pools[instance], :, group]
+        self._count[instance, self.data.rank[group]] += 1
+        self._rank[instance] = max(self._rank[instance], self.data.rank[group])
 
-    def remove(self, unit: int, instance: int) -> None:
-        """Take a unit from an instance."""
-        self.members[instance].remove(unit)
-        self._taken[instance] -= self.ground.takes[self.pools[instance], :, unit]
-        self._of_rank[instance, self.ground.rank[unit]] -= 1
-        present = np.flatnonzero(self._of_rank[instance])
+    def remove(self, group: int, instance: int) -> None:
+        """Remove a group from an instance."""
+        self.members[instance].remove(group)
+        self._loads[instance] -= self.data.loads[self.pools[instance], :, group]
+        self._count[instance, self.data.rank[group]] -= 1
+        present = np.flatnonzero(self._count[instance])
         self._rank[instance] = present[-1] if present.size else -1
 
-    def move(self, unit: int, source: int, target: int) -> None:
-        """Move a unit from one instance to another."""
-        self.remove(unit, source)
-        self.add(unit, target)
+    def move(self, group: int, source: int, target: int) -> None:
+        """Move a group from one instance to another."""
+        self.remove(group, source)
+        self.add(group, target)
 
-    def taken(self) -> NDArray[np.float64]:
-        """Return the share of every instance that is taken, shape (instances,)."""
-        taken: NDArray[np.float64] = self._taken[self._all, np.maximum(self._rank, 0)]
-        return taken
+    def loads(self) -> NDArray[np.float64]:
+        """Return the load of every instance, shape (instances,)."""
+        loads: NDArray[np.float64] = self._loads[self._all, np.maximum(self._rank, 0)]
+        return loads
 
-    def over_limit(self, taken: float, instance: int) -> float:
-        """Return by how much of its limit an instance would be beyond it; 0 where it is not."""
-        return max(0.0, taken / float(self.limit[instance]) - 1.0)
-
-    def taken_with(self, unit: int) -> NDArray[np.float64]:
-        """Return what would be taken of every instance if it got the unit; infinite where it must not be."""
-        rank = np.maximum(self._rank, self.ground.rank[unit])
-        loads = self._taken[self._all, rank] + self.ground.takes[self.pools, rank, unit]
-        allowed: NDArray[np.float64] = np.where(self._allowed(unit), loads, np.inf)
+    def loads_with(self, group: int) -> NDArray[np.float64]:
+        """Return the load of every instance with the group added, shape (instances,); inf if not allowed."""
+        rank = np.maximum(self._rank, self.data.rank[group])
+        loads = self._loads[self._all, rank] + self.data.loads[self.pools, rank, group]
+        allowed: NDArray[np.float64] = np.where(self._allowed(group), loads, np.inf)
         return allowed
 
-    def may(self, unit: int, instance: int, leaving: int | None = None) -> bool:
-        """Tell whether a unit may be on an instance, beside what is there but for the one that leaves."""
-        foes = self.ground.foes.get(unit, frozenset()) - {leaving}
-        right_pool = int(self.pools[instance]) in self.ground.units[unit].pools
-        return right_pool and foes.isdisjoint(self.members[instance])
+    def excess(self, load: float, instance: int) -> float:
+        """Return the relative excess of a load over the limit of an instance, at least 0."""
+        return max(0.0, load / float(self.load_limit[instance]) - 1.0)
 
-    def _allowed(self, unit: int) -> NDArray[np.bool_]:
-        pools, foes = self.ground.units[unit].pools, self.ground.foes.get(unit)
-        if pools not in self._in_pools:
-            self._in_pools[pools] = np.isin(self.pools, list(pools))
-        allowed = self._in_pools[pools]
-        if foes:
-            allowed = allowed & np.array([foes.isdisjoint(members) for members in self.members])
+    def is_allowed(self, group: int, instance: int, leaving: int | None = None) -> bool:
+        """Tell whether constraints allow a group on an instance that another group leaves."""
+        conflicts = self.data.conflicts.get(group, frozenset()) - {leaving}
+        right_pool = int(self.pools[instance]) in self.data.groups[group].pools
+        return right_pool and conflicts.isdisjoint(self.members[instance])
+
+    def _allowed(self, group: int) -> NDArray[np.bool_]:
+        pools, conflicts = self.data.groups[group].pools, self.data.conflicts.get(group)
+        if pools not in self._pool_masks:
+            self._pool_masks[pools] = np.isin(self.pools, list(pools))
+        allowed = self._pool_masks[pools]
+        if conflicts:
+            allowed = allowed & np.array([conflicts.isdisjoint(members) for members in self.members])
         return allowed
-
-
-def placement_of(
-    ground: SearchData, pools: Sequence[int], members: Iterable[Iterable[int]]
-) -> PlacementState:
-    """Return a board with units on it."""
-    board = PlacementState(ground, pools)
-    for instance, units in enumerate(members):
-        for unit in units:
-            board.add(unit, instance)
-    return board
 
 
 InitialSolution = Callable[[SearchData, Sequence[int]], PlacementState | None]
+"""Builds a placement on instances of these pools; None if a group has no place."""
 
 
-def balanced(ground: SearchData, pools: Sequence[int]) -> PlacementState | None:
-    """Return units dealt from the heaviest down, each to where least is taken afterwards.
-
-    None when some unit has no place.
-    """
-    board = PlacementState(ground, pools)
-    return board if greedy_insert(board, _heaviest_first(ground)) else None
-
-
-def by_rank(ground: SearchData, pools: Sequence[int]) -> PlacementState | None:
-    """Return units by rank, cut into runs that take equally much; what has no place there is dealt.
-
-    None when some unit has no place at all.
-    """
-    board = PlacementState(ground, _largest_memory_first(ground, pools))
-    order = sorted(range(len(ground.units)), key=lambda u: (-ground.rank[u], -ground.weight[u], u))
-    for instance in range(len(board)):
-        goal = float(ground.weight[order].sum()) / (len(board) - instance)
-        order = _fill_instance(board, instance, order, goal)
-    return board if greedy_insert(board, order) else None
+def placement_of(data: SearchData, pools: Sequence[int], members: Iterable[Iterable[int]]) -> PlacementState:
+    """Return the placement with these groups on each instance."""
+    state = PlacementState(data, pools)
+    for instance, groups in enumerate(members):
+        for group in groups:
+            state.add(group, instance)
+    return state
 
 
-def balanced_by_rank(ground: SearchData, pools: Sequence[int]) -> PlacementState | None:
-    """Return runs of ranks as `by_rank` cuts them, dealt anew among instances with the same ranks.
+def greedy_insert(state: PlacementState, groups: Sequence[int]) -> bool:
+    """Insert each group where the load is least afterwards; False if one has no place."""
+    for group in groups:
+        loads = state.loads_with(group)
+        if not np.isfinite(loads).any():
+            return False
+        state.add(group, int(np.argmin(loads)))
+    return True
 
-    None when some unit has no place at all.
-    """
-    cut = by_rank(ground, pools)
+
+def balanced(data: SearchData, pools: Sequence[int]) -> PlacementState | None:
+    """Insert groups from the heaviest to the lightest."""
+    state = PlacementState(data, pools)
+    order = sorted(range(len(data.groups)), key=lambda g: (-data.weight[g], -data.rank[g], g))
+    return state if greedy_insert(state, order) else None
+
+
+def by_rank(data: SearchData, pools: Sequence[int]) -> PlacementState | None:
+    """Cut groups by rank into runs of equal weight, and insert the rest greedily."""
+    memory = [pool.profile.gpu.memory_bytes for pool in data.problem.pools]
+    state = PlacementState(data, sorted(pools, key=lambda pool: -memory[pool]))
+    order = sorted(range(len(data.groups)), key=lambda g: (-data.rank[g], -data.weight[g], g))
+    for instance in range(len(state)):
+        goal = float(data.weight[order].sum()) / (len(state) - instance)
+        order = _fill_instance(state, instance, order, goal)
+    return state if greedy_insert(state, order) else None
+
+
+def balanced_by_rank(data: SearchData, pools: Sequence[int]) -> PlacementState | None:
+    """Cut as `by_rank`, then insert greedily among instances with the same ranks."""
+    cut = by_rank(data, pools)
     if cut is None:
         return None
-    alike: dict[frozenset[int], list[int]] = {}
+    same_ranks: dict[frozenset[int], list[int]] = {}
     for instance, members in enumerate(cut.members):
-        alike.setdefault(frozenset(ground.rank[list(members)].tolist()), []).append(instance)
-    board = PlacementState(ground, cut.pools.tolist())
-    for instances in alike.values():
-        there = np.isin(np.arange(len(board)), instances)
-        units = [unit for instance in instances for unit in cut.members[instance]]
-        for unit in sorted(units, key=lambda u: (-ground.weight[u], -ground.rank[u], u)):
-            taken = np.where(there, board.taken_with(unit), np.inf)
-            taken = taken if np.isfinite(taken).any() else board.taken_with(unit)
-            if not np.isfinite(taken).any():
+        same_ranks.setdefault(frozenset(data.rank[list(members)].tolist()), []).append(instance)
+    state = PlacementState(data, cut.pools.tolist())
+    for instances in same_ranks.values():
+        there = np.isin(np.arange(len(state)), instances)
+        groups = [group for instance in instances for group in cut.members[instance]]
+        for group in sorted(groups, key=lambda g: (-data.weight[g], -data.rank[g], g)):
+            anywhere = state.loads_with(group)
+            loads = np.where(there, anywhere, np.inf)
+            loads = loads if np.isfinite(loads).any() else anywhere
+            if not np.isfinite(loads).any():
                 return None
-            board.add(unit, int(np.argmin(taken)))
-    return board
+            state.add(group, int(np.argmin(loads)))
+    return state
 
 
 INITIAL_SOLUTIONS: tuple[InitialSolution, ...] = (balanced_by_rank, balanced, by_rank)
 
 
-def _heaviest_first(ground: SearchData) -> list[int]:
-    return sorted(range(len(ground.units)), key=lambda u: (-ground.weight[u], -ground.rank[u], u))
-
-
-def _largest_memory_first(ground: SearchData, pools: Sequence[int]) -> list[int]:
-    return sorted(pools, key=lambda pool: -ground.problem.pools[pool].profile.gpu.memory_bytes)
-
-
-def greedy_insert(board: PlacementState, units: Sequence[int]) -> bool:
-    """Put each unit where least is taken afterwards; False when one has no place."""
-    for unit in units:
-        taken = board.taken_with(unit)
-        if not np.isfinite(taken).any():
-            return False
-        board.add(unit, int(np.argmin(taken)))
-    return True
-
-
-def _fill_instance(board: PlacementState, instance: int, units: Sequence[int], goal: float) -> list[int]:
-    """Put units on an instance until the goal is reached, to within half a unit; return the rest."""
+def _fill_instance(state: PlacementState, instance: int, groups: Sequence[int], goal: float) -> list[int]:
+    """Add groups to an instance up to the goal, to within half a group; return the rest."""
     rest: list[int] = []
-    weight = 0.0
-    for position, unit in enumerate(units):
-        own = float(board.ground.weight[unit])
-        if weight > 0.0 and weight + own / 2.0 > goal:
-            return [*rest, *units[position:]]
-        if board.may(unit, instance):
-            board.add(unit, instance)
-            weight += own
+    total = 0.0
+    for position, group in enumerate(groups):
+        weight = float(state.data.weight[group])
+        if total > 0.0 and total + weight / 2.0 > goal:
+            return [*rest, *groups[position:]]
+        if state.is_allowed(group, instance):
+            state.add(group, instance)
+            total += weight
         else:
-            rest.append(unit)
+            rest.append(group)
     return rest
 
 
-_SHARE_TOLERANCE: Final = 1e-9
-
-
 def warm_start(old: Sequence[PreviousInstance]) -> InitialSolution:
-    """Return the start that leaves units where they are.
+    """Return the initial solution that leaves groups where the plan in force has them.
 
-    Of more old instances than the fleet has of their pool, those with the most adapters are kept.
+    If the plan in force has more instances of a pool than the fleet, those with the most adapters are kept.
     """
 
-    def start(ground: SearchData, pools: Sequence[int]) -> PlacementState | None:
-        board = PlacementState(ground, pools)
-        seats = _match_instances(ground, pools, old)
-        left = [unit for unit in range(len(ground.units)) if not _keep_in_place(board, unit, seats)]
-        left.sort(key=lambda unit: (-ground.weight[unit], unit))
-        return board if greedy_insert(board, left) else None
+    def start(data: SearchData, pools: Sequence[int]) -> PlacementState | None:
+        state = PlacementState(data, pools)
+        continued = _match_instances(data, pools, old)
+        rest = [group for group in range(len(data.groups)) if not _keep_in_place(state, group, continued)]
+        rest.sort(key=lambda group: (-data.weight[group], group))
+        return state if greedy_insert(state, rest) else None
 
     return start
 
 
 def _match_instances(
-    ground: SearchData, pools: Sequence[int], old: Sequence[PreviousInstance]
+    data: SearchData, pools: Sequence[int], old: Sequence[PreviousInstance]
 ) -> dict[int, PreviousInstance]:
-    """Return which old instance each new one continues."""
-    names = [pool.name for pool in ground.problem.pools]
-    seats: dict[int, PreviousInstance] = {}
-    for instance in sorted(old, key=lambda each: -len(each.fractions)):
-        free = (at for at, pool in enumerate(pools) if at not in seats and names[pool] == instance.pool)
+    """Return the previous instance that each new one continues."""
+    names = [pool.name for pool in data.problem.pools]
+    continued: dict[int, PreviousInstance] = {}
+    for previous in sorted(old, key=lambda each: -len(each.fractions)):
+        free = (at for at, pool in enumerate(pools) if at not in continued and names[pool] == previous.pool)
         at = next(free, None)
         if at is not None:
-            seats[at] = instance
-    return seats
+            continued[at] = previous
+    return continued
 
 
-def _keep_in_place(board: PlacementState, unit: int, seats: dict[int, PreviousInstance]) -> bool:
-    """Put a unit on an instance that has all its adapters, and as much of their traffic to spare."""
-    shares = board.ground.units[unit].shares
-    for at, instance in seats.items():
-        there = traffic_fractions(board.ground.shares(frozenset(board.members[at])))
-        spare = (
-            instance.fractions.get(p.name, 0.0) - there.get(p.name, 0.0) >= p.fraction - _SHARE_TOLERANCE
-            for p in shares
+def _keep_in_place(state: PlacementState, group: int, continued: dict[int, PreviousInstance]) -> bool:
+    """Add a group to an instance that had all its adapters with as much of their traffic, if there is one."""
+    shares = state.data.groups[group].shares
+    for at, previous in continued.items():
+        there = traffic_fractions(state.data.shares(frozenset(state.members[at])))
+        had_as_much = (
+            previous.fractions.get(s.name, 0.0) - there.get(s.name, 0.0) >= s.fraction - _SHARE_TOLERANCE
+            for s in shares
         )
-        if all(spare) and board.may(unit, at):
-            board.add(unit, at)
+        if all(had_as_much) and state.is_allowed(group, at):
+            state.add(group, at)
             return True
     return False

@@ -1,8 +1,7 @@
-"""Our solver: the fewest or cheapest instances, found by guesses that the twin confirms.
+"""The solver `capplan`: the fewest or cheapest instances, by local search with confirmation by the twin.
 
-Surrogates, or the fluid estimate's features where they know nothing of latency bounds, guess which fleet may
-do and mend placements on it; the twin then decides instance by instance, and what it refuses is mended again.
-With all GPUs to be used, the placement with the shortest latency is taken, or the one that holds at the
+Surrogates choose fleet sizes and improve placements. The twin confirms every instance; the placement is
+improved again after each refusal. If all GPUs are used, the objective selects the shortest latency or the
 highest load.
 """
 
@@ -34,129 +33,116 @@ from capplan.planner.solvers.greedy import solve_greedy
 from capplan.spec import Objective
 
 _SMALL_PLAN: Final = 16
-
-"""Instances up to which the twin compares numbers of slots once more."""
-
+"""Instances up to which the twin compares neighbouring numbers of slots at the end."""
 _LOAD_STEPS: Final = 8
-
 _MAX_LOAD: Final = 100.0
+"""Largest multiple of the load that is tried."""
 
-"""Multiples of the load, beyond which nobody looks for the highest that holds."""
+Placement = tuple[Assignment, ...]
 
 
-def _place(problem: Problem, context: SolverContext) -> tuple[Assignment, ...]:
-    until_s = time.monotonic() + context.time_limit_s
-    objective = problem.workload.objective
-    if objective is Objective.MAX_THROUGHPUT:
-        return _maximize_load(problem, context, until_s)
-    bound, grounds = lower_bound_gpus(problem), _search_data(problem)
-    for exact in (
-        context.conservative_twin,
-        context.twin,
-    ):  # at the edge only where nothing else is to be had
+def _place(problem: Problem, context: SolverContext) -> Placement:
+    deadline_s = time.monotonic() + context.time_limit_s
+    if problem.workload.objective is Objective.MAX_THROUGHPUT:
+        return _maximize_load(problem, context, deadline_s)
+    bound, search_data = lower_bound_gpus(problem), _search_data(problem)
+    for twin in (context.conservative_twin, context.twin):  # the small margin only if the large one fails
         answer = None
-        for ground in grounds:
-            seeker = _local_search(ground, context, until_s, exact or context.twin)
-            answer = _search(seeker, bound, answer)
+        for data in search_data:
+            search = _local_search(data, context, deadline_s, twin or context.twin)
+            answer = _search(search, bound, answer)
         if answer is not None:
             return answer
-    raise _too_few_gpus(problem, bound, late=time.monotonic() > until_s)
+    raise _too_few_gpus(problem, bound, late=time.monotonic() > deadline_s)
 
 
 def _search_data(problem: Problem) -> tuple[SearchData, ...]:
-    """Return what is placed: adapters as they come; then, where some are heavy, those in lighter shares."""
-    ground = build_search_data(problem)
-    lighter = split_heavy_adapters(ground)
-    return (ground,) if lighter is problem else (ground, build_search_data(lighter))
+    """Return the data of the problem as given and, if adapters are heavy, with these in light shares."""
+    data = build_search_data(problem)
+    divided = split_heavy_adapters(data)
+    return (data,) if divided is problem else (data, build_search_data(divided))
 
 
-def _search(
-    seeker: LocalSearch, bound: int, known: tuple[Assignment, ...] | None
-) -> tuple[Assignment, ...] | None:
-    """Return the placement on the most wanted fleet, or the fastest on the only one; else the known one."""
-    problem = seeker.ground.problem
+def _search(search: LocalSearch, bound: int, known: Placement | None) -> Placement | None:
+    """Return a placement better than the known one, or the known one."""
+    problem = search.data.problem
     objective = problem.workload.objective
-    order = fleet_sizes(problem, len(seeker.ground.units), objective)
+    order = fleet_sizes(problem, len(search.data.groups), objective)
     if objective is Objective.MIN_LATENCY:
-        found = seeker.fastest(order[0])
-        return min((each for each in (known, found) if each is not None), key=seeker.mean_s, default=None)
+        found = search.min_latency(order[0])
+        both = (each for each in (known, found) if each is not None)
+        return min(both, key=search.mean_e2e_s, default=None)
     order = [fleet for fleet in order if fleet_gpus(problem, fleet) >= bound]
     if known is not None:
         best = fleet_cost(problem, fleet_size_of(problem, known), objective)
         order = [fleet for fleet in order if fleet_cost(problem, fleet, objective) < best]
-    answer = seeker.seek(order)
-    return known if answer is None else _tune_slots(seeker, answer)
+    answer = search.search(order)
+    return known if answer is None else _tune_slots(search, answer)
 
 
-def _tune_slots(seeker: LocalSearch, answer: tuple[Assignment, ...]) -> tuple[Assignment, ...]:
-    return seeker.polished(answer) if len(answer) <= _SMALL_PLAN else answer
+def _tune_slots(search: LocalSearch, answer: Placement) -> Placement:
+    return search.tune_slots(answer) if len(answer) <= _SMALL_PLAN else answer
 
 
 def _local_search(
-    ground: SearchData, context: SolverContext, until_s: float, exact: Estimator
+    data: SearchData, context: SolverContext, deadline_s: float, twin: Estimator
 ) -> LocalSearch:
-    judge = Evaluator(ground, context.surrogate or context.estimator, exact)
-    first = () if context.previous is None else (warm_start(previous_instances(context.previous)),)
-    return LocalSearch(
-        ground, judge, until_s, (*first, *INITIAL_SOLUTIONS, partial(_greedy_solution, judge.quick))
-    )
+    surrogate = context.surrogate or context.estimator
+    warm = () if context.previous is None else (warm_start(previous_instances(context.previous)),)
+    initial_solutions = (*warm, *INITIAL_SOLUTIONS, partial(_greedy_solution, surrogate))
+    return LocalSearch(data, Evaluator(data, surrogate, twin), deadline_s, initial_solutions)
 
 
-def _greedy_solution(estimator: Estimator, ground: SearchData, pools: Sequence[int]) -> PlacementState | None:
-    """Return what the greedy algorithm makes of a fleet: instances of different ranks, filled unevenly.
+def _greedy_solution(estimator: Estimator, data: SearchData, pools: Sequence[int]) -> PlacementState | None:
+    """Return the placement of the greedy solver: instances of different ranks, unevenly full.
 
-    None where it finds nothing, and where it does not apply: for several pools, and for units that must not
-    meet but do, or should but do not.
+    None if it has no answer, breaks a constraint, or there are several pools.
     """
-    problem = ground.problem
+    problem = data.problem
     if len(problem.pools) > 1:
         return None
-    only = replace(problem.pools[0], instances=len(pools))
+    pool = replace(problem.pools[0], instances=len(pools))
     try:
-        answer = solve_greedy(replace(problem, pools=(only,)), estimator)
+        answer = solve_greedy(replace(problem, pools=(pool,)), estimator)
     except InfeasibleError:
         return None
-    number = {share: unit for unit, each in enumerate(ground.units) for share in each.shares}
+    number = {share: group for group, each in enumerate(data.groups) for share in each.shares}
     members = [{number[share] for share in assignment.shares} for assignment in answer]
-    if sum(map(len, members)) != len(ground.units):
-        return None
-    apart = all(ground.foes.get(u, frozenset()).isdisjoint(units) for units in members for u in units)
-    return placement_of(ground, [0] * len(members), members) if apart else None
+    if sum(map(len, members)) != len(data.groups):
+        return None  # a group is on two instances
+    apart = all(data.conflicts.get(g, frozenset()).isdisjoint(groups) for groups in members for g in groups)
+    return placement_of(data, [0] * len(members), members) if apart else None
 
 
-def _maximize_load(problem: Problem, context: SolverContext, until_s: float) -> tuple[Assignment, ...]:
-    """Return the placement on all instances that holds at the highest multiple of the load: by bisection.
+def _maximize_load(problem: Problem, context: SolverContext, deadline_s: float) -> Placement:
+    """Return the placement on all instances that holds at the highest multiple of the load, by bisection."""
 
-    There the twin compares numbers of slots: whatever holds at a lower load, this is where they differ.
-    """
-
-    def at(headroom: float) -> tuple[LocalSearch, tuple[Assignment, ...]] | None:
+    def search_at(headroom: float) -> tuple[LocalSearch, Placement] | None:
         workload = problem.workload.model_copy(update={"headroom": headroom})
         loaded = replace(problem, workload=workload)
-        asked = context.for_problem(loaded)
-        for ground in reversed(_search_data(loaded)):
-            (fleet,) = fleet_sizes(loaded, len(ground.units), Objective.MAX_THROUGHPUT)
-            seeker = _local_search(ground, asked, until_s, asked.exact)
-            answer = seeker.attempt(fleet)
+        scaled = context.for_problem(loaded)
+        for data in reversed(_search_data(loaded)):
+            (fleet,) = fleet_sizes(loaded, len(data.groups), Objective.MAX_THROUGHPUT)
+            search = _local_search(data, scaled, deadline_s, scaled.twin)
+            answer = search.search_fleet(fleet)
             if answer is not None:
-                return seeker, answer
+                return search, answer
         return None
 
     holds = 1.0 / (1.0 - problem.workload.headroom)
     bound = lower_bound(problem).gpus
-    best = at(problem.workload.headroom)
+    best = search_at(problem.workload.headroom)
     if best is None:
-        raise _too_few_gpus(problem, lower_bound_gpus(problem), late=time.monotonic() > until_s)
+        raise _too_few_gpus(problem, lower_bound_gpus(problem), late=time.monotonic() > deadline_s)
     fails = holds * min(_MAX_LOAD, _available_gpus(problem) / bound if bound else _MAX_LOAD)
     for _ in range(_LOAD_STEPS):
         middle = math.sqrt(holds * fails)
-        better = at(1.0 - 1.0 / middle) if time.monotonic() < until_s else None
+        better = search_at(1.0 - 1.0 / middle) if time.monotonic() < deadline_s else None
         best, holds, fails = (best, holds, middle) if better is None else (better, middle, fails)
     return _tune_slots(*best)
 
 
 def _available_gpus(problem: Problem) -> int:
-    """Return how many GPUs there are."""
     return fleet_gpus(problem, tuple(pool.instances for pool in problem.pools))
 
 
@@ -167,11 +153,10 @@ def _too_few_gpus(problem: Problem, bound: int, *, late: bool) -> InfeasibleErro
         if late
         else f"{len(workload.adapters)} adapters at {workload.total_rate_rps:g} req/s do not fit on"
     )
-    gpus = _available_gpus(problem)
     reason: Literal["slo", "gpus"] = "slo" if workload.slo.latency_bounds() else "gpus"
     return InfeasibleError(
-        f"{'time' if late else reason}: {words} {gpus} GPU(s) with headroom {workload.headroom:g}; the lower "
-        f"bound is {bound}",
+        f"{'time' if late else reason}: {words} {_available_gpus(problem)} GPU(s) with headroom "
+        f"{workload.headroom:g}; the lower bound is {bound}",
         reason="gpus" if late else reason,
     )
 

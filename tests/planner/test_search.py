@@ -1,0 +1,157 @@
+"""The local search of the solver `capplan`: initial solutions, confirmation by the twin, divided adapters."""
+
+from collections.abc import Sequence
+from dataclasses import dataclass, field, replace
+from typing import Any
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from capplan.errors import InfeasibleError
+from capplan.planner import SolverContext
+from capplan.planner.problem import Assignment, Estimate, Estimator, Problem
+from capplan.planner.search.data import build_search_data, split_heavy_adapters
+from capplan.planner.search.evaluator import Evaluator
+from capplan.planner.search.local_search import improve
+from capplan.planner.search.placement import INITIAL_SOLUTIONS, InitialSolution, balanced
+from capplan.planner.solvers import REGISTRY
+from capplan.planner.solvers.greedy import solve_greedy
+from capplan.planner.splitting import split_evenly
+from capplan.testing import Capacity, example_problem
+
+
+@dataclass
+class UpToRate:
+    """Holds up to a rate, and records its calls."""
+
+    rps: float
+    calls: list[Assignment] = field(default_factory=list)
+
+    def __call__(self, assignment: Assignment) -> Estimate:
+        self.calls.append(assignment)
+        load = sum(share.rate_rps for share in assignment.shares)
+        overload = max(0.0, 1.0 - self.rps / load)
+        return Estimate(min(load, self.rps), overload > 0.0, utilization=load / 1e3, overload=overload)
+
+
+def capplan(problem: Problem, estimator: Estimator) -> Sequence[Assignment]:
+    return REGISTRY["capplan"].place(problem, SolverContext(estimator=estimator, twin=estimator))
+
+
+def uniform(seed: int, adapters: int, gpus: int) -> Problem:
+    """Return a problem whose adapters differ in name only."""
+    problem = example_problem(seed, adapters, gpus)
+    one: dict[str, Any] = {"rank": 8, "rate_rps": 1.0}
+    workload = problem.workload.model_copy(
+        update={"adapters": tuple(a.model_copy(update=one) for a in problem.workload.adapters)}
+    )
+    return replace(problem, workload=workload, shares=tuple(replace(s, **one) for s in problem.shares))
+
+
+@settings(max_examples=40, derandomize=True)
+@given(
+    seed=st.integers(0, 10_000),
+    adapters=st.integers(1, 120),
+    rps=st.floats(1.5, 20.0),
+    slot_rps=st.floats(0.0, 0.05),
+)
+def test_never_uses_more_gpus_than_the_greedy_algorithm(
+    seed: int, adapters: int, rps: float, slot_rps: float
+) -> None:
+    problem, estimator = example_problem(seed, adapters, gpus=60), Capacity(rps, slot_rps)
+    try:
+        greedy = solve_greedy(problem, estimator)
+    except InfeasibleError:
+        return
+    assert len(capplan(problem, estimator)) <= len(greedy)
+
+
+@pytest.mark.parametrize("construct", INITIAL_SOLUTIONS)
+@given(seed=st.integers(0, 10_000), adapters=st.integers(1, 60), gpus=st.integers(1, 12))
+def test_an_initial_solution_places_every_group_once_and_adds_up_shares(
+    construct: InitialSolution, seed: int, adapters: int, gpus: int
+) -> None:
+    problem = example_problem(seed, adapters, gpus)
+    count = min(gpus, 1 + seed % 4)
+    shares = (*split_evenly(problem.shares[0], count), *problem.shares[1:])
+    data = build_search_data(replace(problem, shares=shares))
+    state = construct(data, [0] * gpus)
+    assert state is not None
+    assert sorted(group for members in state.members for group in members) == list(range(len(shares)))
+    served = [data.shares(frozenset(members)) for members in state.members]
+    for each in served:
+        assert len({share.name for share in each}) == len(each)
+    first = problem.shares[0].name
+    fractions = [share.fraction for each in served for share in each if share.name == first]
+    assert sum(fractions) == pytest.approx(1.0)
+
+
+@given(seed=st.integers(0, 10_000), gpus=st.integers(1, 8))
+def test_balanced_instances_of_one_rank_differ_by_at_most_the_heaviest_group(seed: int, gpus: int) -> None:
+    problem = example_problem(seed, 40, gpus)
+    shares = tuple(replace(share, rank=8) for share in problem.shares)
+    data = build_search_data(replace(problem, shares=shares))
+    state = balanced(data, [0] * gpus)
+    assert state is not None
+    assert state.loads().max() - state.loads().min() <= data.weight.max() + 1e-9
+
+
+def test_instances_of_one_kind_are_confirmed_by_samples() -> None:
+    problem = uniform(0, adapters=240, gpus=60)
+    twin = UpToRate(rps=5.0)
+    data = build_search_data(problem)
+    state = balanced(data, [0] * 60)
+    assert state is not None
+    answers = Evaluator(data, UpToRate(rps=1e9), twin).confirm(state)
+    assert all(answer is not None for answer in answers)
+    assert len({assignment.shares for assignment in twin.calls}) == 10
+    assert {share for answer in answers if answer for share in answer.shares} == set(problem.shares)
+
+
+@settings(max_examples=25, derandomize=True)
+@given(seed=st.integers(0, 1_000), adapters=st.integers(30, 90), overload=st.floats(0.02, 0.08))
+def test_the_load_limit_of_a_refused_instance_drops_by_its_overload(
+    seed: int, adapters: int, overload: float
+) -> None:
+    problem = example_problem(seed, adapters, gpus=6)
+    data = build_search_data(problem)
+    state = balanced(data, [0] * 6)
+    assert state is not None
+    rates = [sum(share.rate_rps for share in data.shares(frozenset(m))) for m in state.members]
+    limit_rps = max(rates) * (1.0 - overload)
+    evaluator = Evaluator(data, UpToRate(rps=1e9), UpToRate(limit_rps))
+    before = state.loads()
+    refused = [at for at, answer in enumerate(evaluator.confirm(state)) if answer is None]
+    assert refused
+    for at in refused:
+        assert state.load_limit[at] <= before[at] * (1.0 - min(0.1, max(0.0, 1.0 - limit_rps / rates[at])))
+    if improve(state, evaluator, rounds=200):
+        assert (state.loads() <= state.load_limit + 1e-12).all()
+
+
+@settings(max_examples=30, derandomize=True)
+@given(seed=st.integers(0, 10_000), adapters=st.integers(1, 40), factor=st.floats(0.1, 20.0))
+def test_heavy_adapters_are_divided_into_light_shares_that_add_up(
+    seed: int, adapters: int, factor: float
+) -> None:
+    problem = example_problem(seed, adapters, gpus=4)
+    shares = tuple(replace(share, rate_rps=share.rate_rps * factor) for share in problem.shares)
+    data = build_search_data(replace(problem, shares=shares))
+    lighter = split_heavy_adapters(data)
+    for name in {share.name for share in shares}:
+        assert sum(share.fraction for share in lighter.shares if share.name == name) == pytest.approx(1.0)
+    if lighter is not data.problem:
+        assert len(lighter.shares) > len(shares)
+
+
+def test_no_more_shares_than_max_replicas() -> None:
+    problem = example_problem(0, 3, gpus=4)
+    hot = tuple(
+        adapter.model_copy(update={"rate_rps": 50.0, "max_replicas": 2})
+        for adapter in problem.workload.adapters
+    )
+    workload = problem.workload.model_copy(update={"adapters": hot})
+    shares = tuple(replace(share, rate_rps=50.0) for share in problem.shares)
+    lighter = split_heavy_adapters(build_search_data(replace(problem, workload=workload, shares=shares)))
+    assert sorted(share.number for share in lighter.shares) == [0, 0, 0, 1, 1, 1]
