@@ -16,7 +16,7 @@ from capplan.models.memory import KvBudget, kv_budget
 from capplan.spec import Adapter, EngineConfig, Pool, Profile, Trace, Workload, allowed_lora_rank
 
 GRID = (1, 2, 4, 8, 16, 32, 64, 96, 128, 160, 192, 256, 320, 384)
-"""Values of A_max and adapter counts that are tried; from 8, those of the adapter-caching paper (section 7)."""
+"""Values of A_max and adapter counts that tried; from 8, those of the adapter-caching paper (section 7)."""
 
 _RANK: Final = attrgetter("rank")
 
