@@ -19,7 +19,7 @@ from capplan.twin.calibration import CalibrationTables, calibrate
 from capplan.twin.calibration_runs import read_runs
 
 PER_SIDE = 6
-EVERY = 5
+EVERY = 12
 
 
 @pytest.fixture(scope="module")
