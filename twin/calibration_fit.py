@@ -263,15 +263,12 @@ def calibrate_runs(
     near = _minimise(problem, start, loss="linear", rounds=_GLOBAL_ROUNDS)
     best = _minimise(problem, near, loss="soft_l1", rounds=_LOCAL_ROUNDS)
     values = np.array(problem.values(best))
-    residuals, jacobian = problem.residuals(best), problem.jacobian(best)
-    weight = (1.0 + (residuals / _SOFT_LIMIT) ** 2) ** -0.25  # square root of the robust loss's weight
-    held_out = problem.held_out(best, jacobian * weight[:, None], residuals * weight, folds)
+    residuals, jacobian = problem.weighted(best)
+    held_out = problem.held_out(best, jacobian, residuals, folds)
     if progress is not None:
         progress(problem.max_simulations, problem.max_simulations)
     groups = np.append(np.repeat(np.arange(len(problem.runs)), len(TARGETS)), -1 - np.arange(len(free)))
-    errors = clustered_errors(
-        jacobian * weight[:, None], residuals * weight, np.abs(best) < _MAX_LOG * 0.999, groups
-    )
+    errors = clustered_errors(jacobian, residuals, np.abs(best) < _MAX_LOG * 0.999, groups)
     simulated = zip(problem.runs, problem.simulate(best), strict=True)
     return RunCalibration(
         runs=problem.runs,
@@ -430,6 +427,12 @@ class _Problem:
             there[at] += _STEP if logs[at] + _STEP <= _MAX_LOG else -_STEP
             columns.append((self.residuals(there) - here) / (there[at] - logs[at]))
         return np.column_stack(columns)
+
+    def weighted(self, logs: NDArray[np.float64]) -> tuple[NDArray[np.float64], NDArray[np.float64]]:
+        """Return residuals and Jacobian with the weights of the robust loss."""
+        residuals = self.residuals(logs)
+        weight = (1.0 + (residuals / _SOFT_LIMIT) ** 2) ** -0.25  # square root of the weight of the loss
+        return residuals * weight, self.jacobian(logs) * weight[:, None]
 
     def held_out(
         self,
