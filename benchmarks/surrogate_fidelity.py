@@ -99,7 +99,7 @@ def measured_rows(
 ) -> Iterator[list[str]]:
     """Give one row per kind, and below them the paper's own and the offered load as an answer."""
     for kind, surrogate in surrogates.items():
-        answers = surrogate.answers(runs.features)
+        answers = surrogate.predict_many(runs.features)
         f1 = macro_f1(answers.starvation_probability, runs.starved)
         in_range = np.mean(answers.in_range & runs.known)
         errors = _errors(answers.throughput_tok_s, runs)
@@ -125,7 +125,7 @@ def fresh_tables(folders: Sequence[Path], profile: Profile) -> list[TrainingTabl
 
 def fresh_row(name: str, kind: str, surrogate: Surrogate, table: TrainingTable) -> list[str]:
     """Return how a surrogate answers a dataset; throughput as the twin had it, luck included."""
-    answers = surrogate.answers(table.features)
+    answers = surrogate.predict_many(table.features)
     scores = starvation_scores(table, answers.starvation_probability)
     near = scores.get("near the edge")
     inside = coverage(table, answers.low_tok_s, answers.high_tok_s)["all"]

@@ -24,7 +24,7 @@ from sklearn.tree import DecisionTreeRegressor
 from benchmarks.common import markdown
 from capplan import load_profile, load_surrogate
 from capplan.models.surrogates.features import FEATURES, feature_of
-from capplan.models.surrogates.outputs import Forest, flatten_forest, forest_answer, forest_answers
+from capplan.models.surrogates.outputs import Forest, flatten_forest, forest_value, forest_values
 from capplan.models.surrogates.tree import LOG_OVER_EXPECTED, FlatTree, Tree, tree_of
 from capplan.models.surrogates.tree_export import TreeFunction, compile_tree, flat_answer
 from capplan.twin.dataset.designs import Sample, draw
@@ -106,7 +106,7 @@ def shipped_in_compiled_code(rows: NDArray[np.float32]) -> Mapping[str, Callable
                 )
             for number, forest in enumerate(head.forests):
                 name = f"shipped {kind}: {task}" + (f", part {number + 1}" if number else "")
-                found[name] = functools.partial(forest_answers, forest, rows)
+                found[name] = functools.partial(forest_values, forest, rows)
     return found
 
 
@@ -125,7 +125,7 @@ def in_compiled_code(models: Models) -> Mapping[str, Callable[[], float]]:
     def over_forest(forest: Forest, rows: NDArray[np.float32]) -> float:
         total = 0.0
         for i in range(rows.shape[0]):
-            total += forest_answer(forest, rows[i])
+            total += forest_value(forest, rows[i])
         return total
 
     return {
@@ -140,7 +140,7 @@ def one_by_one(models: Models) -> Mapping[str, Callable[[NDArray[np.float32]], o
     return {
         "compiled tree": models.compiled,
         "flat tree": functools.partial(flat_answer, models.flat),
-        "forest": functools.partial(forest_answer, models.forest),
+        "forest": functools.partial(forest_value, models.forest),
         "scikit-learn's tree": lambda row: models.learned_tree.predict(row[None]),
         "scikit-learn's forest": lambda row: models.learned_forest.predict(row[None]),
     }
@@ -169,7 +169,7 @@ def figures() -> dict[tuple[str, str], float]:
     for kind in ("best", "forest", "tree"):
         surrogate, vectors = load_surrogate(PROFILE, kind), itertools.cycle(asked.rows)
         found[f"shipped {kind}: all of an answer", "from Python, one"] = median_ns(
-            lambda surrogate=surrogate, vectors=vectors: surrogate.answer(next(vectors)), 1, 1023
+            lambda surrogate=surrogate, vectors=vectors: surrogate.predict_features(next(vectors)), 1, 1023
         )
     for name, answer in one_by_one(asked).items():
         rows = itertools.cycle(asked.rows)

@@ -26,6 +26,9 @@ if TYPE_CHECKING:
     from capplan.spec import Profile
 
 
+_TABLE3: Final = "python -m benchmarks.surrogate_table3"
+
+
 @dataclass(frozen=True, kw_only=True)
 class TrainArgs:
     """Options of `capplan train`."""
@@ -52,14 +55,14 @@ class TrainArgs:
     seed: Annotated[int, typer.Option("--seed", metavar="N", min=0, help="Same seed, same surrogates.")] = 0
     models: Annotated[
         str | None,
-        typer.Option("--models", metavar="NAME[,NAME...]", help="Default: knn,forest,svm,xgboost."),
+        typer.Option("--models", metavar="NAME[,NAME...]", help="Families: forest, xgboost; default: both."),
     ] = None
     budget: Annotated[
         int,
-        typer.Option("--budget", metavar="N", min=1, help="Settings tried for each of these, and each task."),
+        typer.Option("--budget", metavar="N", min=1, help="Settings tried for each family and task."),
     ] = 12
     paper_space: Annotated[
-        bool, typer.Option("--paper-space", help="Try all settings of the paper's grids; hours.")
+        bool, typer.Option("--paper-space", help="Moved to python -m benchmarks.surrogate_table3.")
     ] = False
     workers: Annotated[
         int | None,
@@ -108,9 +111,8 @@ def train(args: TrainArgs) -> None:
     files = _files(loaded, args.output_dir)
     _require_places(files, args.report)
     found = datasets(loaded, asked)
-    if "xgboost" in options.families:
-        require_writable_file(str(journal))
     known = read_tables(found, profile_digest=profile_digest(loaded))
+    require_writable_file(str(journal))
     if any(each.asked.duration_s != HORIZON_S for each in found.values()):
         typer.echo(f"some of the data is not of {HORIZON_S:,.0f} s, which surrogates answer about", err=True)
     with progress_bars() as on_progress:
@@ -143,18 +145,21 @@ def train(args: TrainArgs) -> None:
 def _options(
     models: str | None, budget: int, paper_space: bool, seed: int, workers: int | None, journal: Path
 ) -> TrainingOptions:
-    from capplan.models.training.candidates import FAMILIES
-    from capplan.models.training.model_selection import SEARCHED, TrainingOptions
+    from capplan.models.training.candidates import FAMILIES, PAPER_FAMILIES
+    from capplan.models.training.model_selection import TrainingOptions
     from capplan.twin.sweep import cores
 
-    families = SEARCHED if models is None else tuple(name.strip() for name in models.split(","))
+    if paper_space:
+        raise InputError(f"the paper's grids are searched by {_TABLE3}", location="--paper-space")
+    families = FAMILIES if models is None else tuple(name.strip() for name in models.split(","))
     for name in families:
+        if name in PAPER_FAMILIES:
+            raise InputError(f"must be of {', '.join(FAMILIES)}; compared by {_TABLE3}", name, "--models")
         if name not in FAMILIES:
             raise InputError(f"must be of {', '.join(FAMILIES)}", name, "--models")
     return TrainingOptions(
         families=families,
         budget=budget,
-        paper_space=paper_space,
         seed=seed,
         n_jobs=workers or cores(),
         storage=journal,

@@ -276,7 +276,7 @@ class SurrogateEstimator:
         rates_rps, ranks = _rates_and_ranks(shares, names, own)
         s_max = self.problem.s_max((shares[int(ranks.argmax())],))
         settings = [EngineLimits(a.a_max, s_max, self.problem.max_num_seqs(a)) for a in alike]
-        replies = asker.ask(rates_rps / (1.0 - self.problem.workload.headroom), ranks, settings)
+        replies = asker.predict(rates_rps / (1.0 - self.problem.workload.headroom), ranks, settings)
         return [
             Estimate(
                 throughput, probability >= _STARVED_PROBABILITY, e2e_s_mean=request_s, utilization=probability

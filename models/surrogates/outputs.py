@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from types import MappingProxyType
 from typing import TYPE_CHECKING, Final, NamedTuple, TypeAlias
@@ -17,27 +17,43 @@ from capplan.spec import STARVED_BELOW
 if TYPE_CHECKING:
     from sklearn.ensemble import RandomForestClassifier, RandomForestRegressor
 
-LEAF = -1
+Features: TypeAlias = NDArray[np.float32]
+Floats: TypeAlias = NDArray[np.float64]
+
+LEAF: Final = -1
+
+OVER_EXPECTED: Final = "over_expected"
+OVER_OFFERED: Final = "over_offered"
+SERVED_AND_STEP: Final = "served_and_step"
+PROBABILITY: Final = "probability"
+LOG_ODDS: Final = "log_odds"
+LOG_SERVED: Final = "log_served"
+
+LEAST_SHARE: Final = 0.01
+"""Lower bound of served fractions."""
+
+LEAST_PROBABILITY: Final = 1e-4
+_MAX_RUNNING_SHARE: Final = 0.98
 
 
 class Forest(NamedTuple):
-    """Trees one after the other; the answer is the mean of their leaves."""
+    """Trees one after the other; the value of a feature vector is the mean of its leaves."""
 
     roots: NDArray[np.int32]
     """First node of each tree, shape (trees,)."""
     feature: NDArray[np.int16]
-    """Feature that a node asks for, shape (nodes,); LEAF in leaves."""
+    """Feature that a node compares, shape (nodes,); LEAF in leaves."""
     threshold: NDArray[np.float32]
     """Go left where the feature is at most this."""
     left: NDArray[np.int32]
     right: NDArray[np.int32]
     value: NDArray[np.float32]
-    """Answer of a leaf: a mean, or the probability of the second class."""
+    """Value of a leaf: a mean, or the probability of the second class."""
 
 
 @jit
-def forest_answer(forest: Forest, x: NDArray[np.float32]) -> float:
-    """Return the forest's answer to one feature vector, shape (features,)."""
+def forest_value(forest: Forest, x: NDArray[np.float32]) -> float:
+    """Return the forest's value for one feature vector, shape (features,)."""
     total = 0.0
     for root in forest.roots:
         node = root
@@ -50,50 +66,58 @@ def forest_answer(forest: Forest, x: NDArray[np.float32]) -> float:
     return total / forest.roots.size
 
 
-def forest_answers(forest: Forest, features: NDArray[np.float32]) -> NDArray[np.float64]:
-    """Return the forest's answers to many feature vectors, shape (n, features); the result has shape (n,)."""
-    answers = np.empty(len(features))
-    _answer_all(forest, np.ascontiguousarray(features, np.float32), answers)
-    return answers
+def forest_values(forest: Forest, features: Features) -> Floats:
+    """Return the forest's values for feature vectors of shape (n, features), shape (n,)."""
+    values = np.empty(len(features))
+    _fill_values(forest, np.ascontiguousarray(features, np.float32), values)
+    return values
 
 
 @jit
-def _answer_all(forest: Forest, features: NDArray[np.float32], answers: NDArray[np.float64]) -> None:
-    for row in range(answers.size):
-        answers[row] = forest_answer(forest, features[row])
+def _fill_values(forest: Forest, features: NDArray[np.float32], values: NDArray[np.float64]) -> None:
+    for row in range(values.size):
+        values[row] = forest_value(forest, features[row])
+
+
+def joined(forests: Sequence[Forest]) -> Forest:
+    """Return the trees of several forests as one forest."""
+    sizes = [forest.feature.size for forest in forests]
+    starts = np.cumsum([0, *sizes[:-1]])
+    feature, threshold, left, right, value = (
+        np.concatenate([getattr(forest, name) for forest in forests]) for name in Forest._fields[1:]
+    )
+    is_leaf, shift = feature == LEAF, np.repeat(starts, sizes)
+    roots = [forest.roots + start for forest, start in zip(forests, starts, strict=True)]
+    return Forest(
+        roots=np.concatenate(roots).astype(np.int32),
+        feature=feature.astype(np.int16),
+        threshold=threshold,
+        left=np.where(is_leaf, LEAF, left + shift).astype(np.int32),
+        right=np.where(is_leaf, LEAF, right + shift).astype(np.int32),
+        value=value,
+    )
 
 
 def flatten_forest(model: RandomForestRegressor | RandomForestClassifier) -> Forest:
-    """Return a fitted scikit-learn forest as flat arrays; a classifier answers the second class's share.
+    """Return a fitted scikit-learn forest as flat arrays; a classifier gives the second class's share.
 
     scikit-learn compares float32 features with float64 thresholds. Rounding a threshold down to float32 keeps
-    every comparison as it was.
+    every comparison.
     """
-    roots, parts, offset = [], [], 0
-    for estimator in model.estimators_:
-        tree = estimator.tree_
-        leaf = tree.children_left == LEAF
-        # A regressor's leaf holds its mean, a classifier's the shares of its classes.
-        value = tree.value[:, 0, -1]
-        parts.append(
-            (
-                np.where(leaf, LEAF, tree.feature),
+    root = np.zeros(1, np.int32)
+    return joined(
+        [
+            Forest(
+                root,
+                np.where(tree.children_left == LEAF, LEAF, tree.feature),
                 round_down(tree.threshold),
-                np.where(leaf, LEAF, tree.children_left + offset),
-                np.where(leaf, LEAF, tree.children_right + offset),
-                value,
+                tree.children_left,
+                tree.children_right,
+                # A regressor's leaf holds its mean, a classifier's the shares of its classes.
+                tree.value[:, 0, -1].astype(np.float32),
             )
-        )
-        roots.append(offset)
-        offset += tree.node_count
-    feature, threshold, left, right, value = (np.concatenate(column) for column in zip(*parts, strict=True))
-    return Forest(
-        roots=np.array(roots, np.int32),
-        feature=feature.astype(np.int16),
-        threshold=threshold,
-        left=left.astype(np.int32),
-        right=right.astype(np.int32),
-        value=value.astype(np.float32),
+            for tree in (estimator.tree_ for estimator in model.estimators_)
+        ]
     )
 
 
@@ -103,45 +127,22 @@ def round_down(threshold: NDArray[np.float64]) -> NDArray[np.float32]:
     return np.where(nearest > threshold, np.nextafter(nearest, np.float32(-np.inf)), nearest)
 
 
-Features: TypeAlias = NDArray[np.float32]
-
-Floats: TypeAlias = NDArray[np.float64]
-
-OVER_EXPECTED: Final = "over_expected"
-
-OVER_OFFERED: Final = "over_offered"
-
-SERVED_AND_STEP: Final = "served_and_step"
-
-PROBABILITY: Final = "probability"
-
-LOG_ODDS: Final = "log_odds"
-
-LOG_SERVED: Final = "log_served"
-
-LEAST_SHARE: Final = 0.01
-
-"""Of a load that is served: the least that is told apart."""
-
-LEAST_PROBABILITY: Final = 1e-4
-
-
 @dataclass(frozen=True)
 class EnsembleOutput:
-    """Ensembles, and what they answer together.
+    """Ensembles and the form of their joint output.
 
     Attributes
     ----------
     form
         A key of `THROUGHPUT` or `STARVATION`.
     forests
-        As many as the form needs.
+        As many as the form requires.
     """
 
     form: str
     forests: tuple[Forest, ...]
 
-    def answers(self, features: Features) -> Floats:
+    def predict(self, features: Features) -> Floats:
         """Return tokens per second, or scores that rise with starvation and are 0 at its edge.
 
         Parameters
@@ -150,44 +151,39 @@ class EnsembleOutput:
             Shape (n, features), in the order of `FEATURES`; the result has shape (n,).
         """
         form = THROUGHPUT[self.form] if self.form in THROUGHPUT else STARVATION[self.form]
-        return form.answer(features, [forest_answers(forest, features) for forest in self.forests])
+        return form.values(features, [forest_values(forest, features) for forest in self.forests])
 
 
-def served_share(features: Features, log_ratio: Floats) -> Floats:
-    """Return the served fraction from the logarithm of its ratio to the fluid estimate's."""
-    return np.minimum(1.0, expected_share(features) * np.exp(log_ratio))
+@dataclass(frozen=True)
+class OutputForm:
+    """Number of ensembles, and the function of their values."""
+
+    forests: int
+    values: Callable[[Features, list[Floats]], Floats]
 
 
 def expected_share(features: Features) -> Floats:
-    """Return the share of the load that the fluid estimate expects to be served, at least 1 %."""
+    """Return the served share of the load by the fluid model, at least 1 %."""
     return np.maximum(LEAST_SHARE, feature_of(features, "expected_share"))
+
+
+def served_share(features: Features, log_ratio: Floats) -> Floats:
+    """Return the served fraction from the logarithm of its ratio to the fluid model's."""
+    return np.minimum(1.0, expected_share(features) * np.exp(log_ratio))
 
 
 def throughput_of(features: Features, served: Floats, step_ms: Floats) -> Floats:
     """Return tokens per second from served fraction and step time.
 
-    What is served but for the requests that still run at the end: a request runs for its output's steps, and
-    long ones are more often among them.
+    Requests that still run at the end are not completed. A request runs for the steps of its output, so long
+    ones are more often among them.
     """
     output = feature_of(features, "output_mean_tokens")
     prompt = feature_of(features, "prompt_mean_tokens")
     life_s = step_ms / 1e3 * output
     weight = (prompt + output + feature_of(features, "output_std_tokens") ** 2 / output) / (prompt + output)
-    still_running = np.minimum(0.98, life_s * served / HORIZON_S * weight)
+    still_running = np.minimum(_MAX_RUNNING_SHARE, life_s * served / HORIZON_S * weight)
     return feature_of(features, "offered_tok_s") * served * (1.0 - still_running)
-
-
-def _over_expected(features: Features, trees: list[Floats]) -> Floats:
-    return expected_tok_s(features) * np.exp(trees[0])
-
-
-def _over_offered(features: Features, trees: list[Floats]) -> Floats:
-    return feature_of(features, "offered_tok_s") * np.exp(trees[0])
-
-
-def _served_and_step(features: Features, trees: list[Floats]) -> Floats:
-    step_ms = feature_of(features, "step_ms") * np.exp(trees[1])
-    return throughput_of(features, served_share(features, trees[0]), step_ms)
 
 
 def log_odds(probability: Floats) -> Floats:
@@ -197,17 +193,22 @@ def log_odds(probability: Floats) -> Floats:
     return odds
 
 
-def _log_served(_: Features, trees: list[Floats]) -> Floats:
-    score: Floats = np.log(STARVED_BELOW) - trees[0]
+def _over_expected(features: Features, values: list[Floats]) -> Floats:
+    return expected_tok_s(features) * np.exp(values[0])
+
+
+def _over_offered(features: Features, values: list[Floats]) -> Floats:
+    return feature_of(features, "offered_tok_s") * np.exp(values[0])
+
+
+def _served_and_step(features: Features, values: list[Floats]) -> Floats:
+    step_ms = feature_of(features, "step_ms") * np.exp(values[1])
+    return throughput_of(features, served_share(features, values[0]), step_ms)
+
+
+def _log_served(_: Features, values: list[Floats]) -> Floats:
+    score: Floats = np.log(STARVED_BELOW) - values[0]
     return score
-
-
-@dataclass(frozen=True)
-class OutputForm:
-    """How ensembles answer together."""
-
-    forests: int
-    answer: Callable[[Features, list[Floats]], Floats]
 
 
 THROUGHPUT: Final[Mapping[str, OutputForm]] = MappingProxyType(
@@ -217,16 +218,14 @@ THROUGHPUT: Final[Mapping[str, OutputForm]] = MappingProxyType(
         SERVED_AND_STEP: OutputForm(2, _served_and_step),
     }
 )
-
-"""Forests answer the logarithm of throughput over the fluid estimate's, or over the offered load; or two of
-them those of served fraction and step time over the estimate's."""
+"""Values are the logarithm of throughput over the fluid model's or over the offered load, or of served
+fraction and step time over the fluid model's."""
 
 STARVATION: Final[Mapping[str, OutputForm]] = MappingProxyType(
     {
-        PROBABILITY: OutputForm(1, lambda _, trees: log_odds(trees[0])),
-        LOG_ODDS: OutputForm(1, lambda _, trees: trees[0]),
+        PROBABILITY: OutputForm(1, lambda _, values: log_odds(values[0])),
+        LOG_ODDS: OutputForm(1, lambda _, values: values[0]),
         LOG_SERVED: OutputForm(1, _log_served),
     }
 )
-
-"""Forests answer the probability of starvation, its log odds, or the logarithm of the served fraction."""
+"""Values are the probability of starvation, its log odds, or the logarithm of the served fraction."""

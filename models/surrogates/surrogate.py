@@ -1,4 +1,4 @@
-"""Surrogates: throughput and starvation of one GPU in microseconds, with an interval and a valid range."""
+"""Surrogate of the twin: throughput and starvation of one GPU, with intervals and training range."""
 
 from __future__ import annotations
 
@@ -14,60 +14,61 @@ from capplan.models.surrogates.tree import Tree
 from capplan.spec import Profile, Workload
 
 Features: TypeAlias = NDArray[np.float32]
-
 Floats: TypeAlias = NDArray[np.float64]
 
 COVERAGE: Final = 0.9
+_EIGENVALUE_FLOOR: Final = 1e-3
+_SLACK: Final = 1.02
 
 
 @dataclass(frozen=True)
 class Intervals:
-    """Conformal intervals, one width per regime (Mondrian): the leaves of a tree of how hard scenarios are.
+    """Conformal intervals with one width per regime (Mondrian).
 
     Attributes
     ----------
     low, high
-        Two trees of the same regimes, whose leaves hold the 5 % and 95 % quantiles of the logarithm of true
-        over answered throughput, on scenarios that the answering model had not seen.
+        Trees of the same regimes, whose leaves hold the 5 % and 95 % quantiles of the logarithm of true over
+        predicted throughput on held-out scenarios.
     """
 
     low: Tree
     high: Tree
 
-    def around(self, features: Features, answers: Floats) -> tuple[Floats, Floats]:
-        """Return the ends of the intervals around answers in tokens per second, shape (n,) each."""
+    def around(self, features: Features, predicted: Floats) -> tuple[Floats, Floats]:
+        """Return the ends of the intervals around predictions in tokens per second, shape (n,) each."""
         return (
-            answers * np.exp(np.minimum(0.0, self.low.answers(features))),
-            answers * np.exp(np.maximum(0.0, self.high.answers(features))),
+            predicted * np.exp(np.minimum(0.0, self.low.predict(features))),
+            predicted * np.exp(np.maximum(0.0, self.high.predict(features))),
         )
 
 
 @dataclass(frozen=True)
 class SigmoidCalibration:
-    """From a score to a probability: a logistic curve (Platt scaling)."""
+    """Logistic curve from scores to probabilities (Platt scaling)."""
 
     slope: float
     offset: float
 
     def probability(self, score: Floats) -> Floats:
-        """Return the probability of starvation of scores, shape (n,)."""
+        """Return the probability of starvation, shape (n,)."""
         chance: Floats = 0.5 * (1.0 + np.tanh(0.5 * (self.slope * score + self.offset)))
         return chance
 
 
 @dataclass(frozen=True)
 class Domain:
-    """Where the training data lies.
+    """Range of the training data.
 
     Attributes
     ----------
     low, high
         Smallest and largest training value of every feature, shape (features,).
     centre, whitening
-        Of features on a logarithmic scale: their mean, shape (features,), and what makes their covariance a
-        unit matrix, shape (features, features).
+        Mean of the features on a logarithmic scale, shape (features,), and the whitening matrix of their
+        covariance, shape (features, features).
     farthest
-        The largest distance of a training scenario from the centre.
+        Largest distance of a training scenario from the centre.
     """
 
     low: Features
@@ -83,24 +84,22 @@ class Domain:
         return distance
 
     def contains(self, features: Features) -> NDArray[np.bool_]:
-        """Return whether every feature is in range, and their combination no stranger than in training."""
-        return self.place(features)[0]
+        """Return whether every feature is in range and the novelty at most 1, shape (n,)."""
+        return self.within_bounds(features) & (self.novelty(features) <= 1.0)
 
-    def place(self, features: Features) -> tuple[NDArray[np.bool_], Floats]:
-        """Return what `contains` and `novelty` say, shape (n,) each."""
+    def within_bounds(self, features: Features) -> NDArray[np.bool_]:
+        """Return whether every feature is in range, shape (n,)."""
         inside = (features >= self.low) & (features <= self.high)
-        novelty = self.novelty(features)
-        known: NDArray[np.bool_] = inside.all(axis=1) & (novelty <= 1.0)
-        return known, novelty
+        return np.asarray(inside.all(axis=1))
 
 
 def fit_domain(features: Features) -> Domain:
     """Return the domain of training data, shape (n, features)."""
     scaled = _scaled(features)
     centre = scaled.mean(axis=0)
-    # Derived features nearly depend on each other; a floor keeps their small differences from weighing most.
+    # Derived features are nearly collinear; the floor bounds the weight of their small differences.
     values, vectors = np.linalg.eigh(np.cov(scaled, rowvar=False))
-    whitening = vectors / np.sqrt(values + _FLOOR * values.max())
+    whitening = vectors / np.sqrt(values + _EIGENVALUE_FLOOR * values.max())
     distance = np.sqrt((((scaled - centre) @ whitening) ** 2).sum(axis=1))
     return Domain(
         low=features.min(axis=0),
@@ -111,11 +110,6 @@ def fit_domain(features: Features) -> Domain:
     )
 
 
-_FLOOR: Final = 1e-3
-
-_SLACK: Final = 1.02
-
-
 def _scaled(features: Features) -> Floats:
     scaled: Floats = np.arcsinh(features.astype(float))
     return scaled
@@ -123,7 +117,7 @@ def _scaled(features: Features) -> Floats:
 
 @dataclass(frozen=True)
 class SurrogateAnswer:
-    """What a surrogate says of one GPU over an hour."""
+    """Prediction for one GPU over an hour."""
 
     throughput_tok_s: float
     """Input and output tokens of completed requests per second."""
@@ -134,45 +128,45 @@ class SurrogateAnswer:
     starvation_probability: float
     starved: bool
     in_range: bool
-    """Whether the scenario is like those of the training data; if not, ask the twin."""
+    """Whether the scenario resembles the training data; if not, use the twin."""
     novelty: float
-    """Distance from the middle of the training data, over that of its farthest scenario."""
+    """Distance from the centre of the training data over that of its farthest scenario."""
 
 
 @dataclass(frozen=True)
 class SurrogateAnswers:
-    """The same of many feature vectors; every array has shape (n,)."""
+    """Predictions for many feature vectors; every array has shape (n,)."""
 
-    throughput_tok_s: NDArray[np.float64]
-    low_tok_s: NDArray[np.float64]
-    high_tok_s: NDArray[np.float64]
-    starvation_probability: NDArray[np.float64]
+    throughput_tok_s: Floats
+    low_tok_s: Floats
+    high_tok_s: Floats
+    starvation_probability: Floats
     in_range: NDArray[np.bool_]
-    novelty: NDArray[np.float64]
+    novelty: Floats
 
 
 @dataclass(frozen=True)
 class Surrogate:
-    """What was learned from the twin of one profile.
+    """Surrogate of one profile's twin.
 
     Attributes
     ----------
     profile
-        The profile whose twin it was trained on.
+        Profile of the training simulations.
     kind
         ``best``, ``forest`` or ``tree``.
     throughput, starvation
-        The trees that answer.
+        Trees of both outputs.
     calibration
         From scores of starvation to probabilities.
     intervals
         Around throughput.
     domain
-        Where the training data lies.
+        Range of the training data.
     report
-        How it was trained and how well it does.
+        Training options and scores.
     throughput_tree, starvation_tree
-        Of the kind ``tree``: the same answers as rules.
+        Of the kind ``tree``: the same trees with their rules.
     """
 
     profile: Profile
@@ -196,9 +190,9 @@ class Surrogate:
         max_num_batched_tokens: int = 2048,
         gpu_memory_utilization: float = 0.9,
     ) -> SurrogateAnswer:
-        """Answer for one GPU that serves all of `workload`; parameters as in `capplan.simulate`.
+        """Predict one GPU that serves all of `workload`; parameters as in `capplan.simulate`.
 
-        The answer is about an hour behind a front end that holds at most 25,000 requests.
+        The prediction covers an hour behind a front end that holds at most 25,000 requests.
         """
         features = feature_vector(
             workload,
@@ -209,11 +203,11 @@ class Surrogate:
             max_num_batched_tokens=max_num_batched_tokens,
             gpu_memory_utilization=gpu_memory_utilization,
         )
-        return self.answer(features, is_known=not unsupported_workload(workload, self.profile))
+        return self.predict_features(features, supported=not unsupported_workload(workload, self.profile))
 
-    def answer(self, features: NDArray[np.float32], *, is_known: bool = True) -> SurrogateAnswer:
-        """Answer for a feature vector in the order of `FEATURES`; `is_known`: a kind that was trained on."""
-        answers = self.answers(features[None, :])
+    def predict_features(self, features: Features, *, supported: bool = True) -> SurrogateAnswer:
+        """Predict one feature vector in the order of `FEATURES`; unsupported workloads are out of range."""
+        answers = self.predict_many(features[None, :])
         probability = float(answers.starvation_probability[0])
         return SurrogateAnswer(
             throughput_tok_s=float(answers.throughput_tok_s[0]),
@@ -221,20 +215,20 @@ class Surrogate:
             high_tok_s=float(answers.high_tok_s[0]),
             starvation_probability=probability,
             starved=probability >= 0.5,
-            in_range=is_known and bool(answers.in_range[0]),
+            in_range=supported and bool(answers.in_range[0]),
             novelty=float(answers.novelty[0]),
         )
 
-    def answers(self, features: NDArray[np.float32]) -> SurrogateAnswers:
-        """Answer for many feature vectors, shape (n, features)."""
-        throughput = self.throughput.answers(features)
+    def predict_many(self, features: Features) -> SurrogateAnswers:
+        """Predict many feature vectors, shape (n, features)."""
+        throughput = self.throughput.predict(features)
         low, high = self.intervals.around(features, throughput)
-        in_range, novelty = self.domain.place(features)
+        novelty = self.domain.novelty(features)
         return SurrogateAnswers(
             throughput_tok_s=throughput,
             low_tok_s=low,
             high_tok_s=high,
-            starvation_probability=self.calibration.probability(self.starvation.answers(features)),
-            in_range=in_range,
+            starvation_probability=self.calibration.probability(self.starvation.predict(features)),
+            in_range=self.domain.within_bounds(features) & (novelty <= 1.0),
             novelty=novelty,
         )

@@ -127,8 +127,8 @@ class Tree:
             node = np.where(goes_left, flat.left[node], flat.right[node]).astype(np.intp)
         return node
 
-    def answers(self, features: NDArray[np.float32]) -> NDArray[np.float64]:
-        """Return the answer to each feature vector; features of shape (n, features), result (n,)."""
+    def predict(self, features: NDArray[np.float32]) -> NDArray[np.float64]:
+        """Return the values of feature vectors of shape (n, features), shape (n,)."""
         answers: NDArray[np.float64] = self.flat.value[self.leaves(features)]
         return answers
 

@@ -1,10 +1,14 @@
-"""Boosted trees: conversion of XGBoost models to flat arrays, and physics-informed estimators."""
+"""Boosted trees: conversion of XGBoost models to flat arrays, and physics-informed estimators.
+
+Physics-informed estimators learn the served fraction and the step time instead of tokens per second.
+Throughput follows from both (`outputs.throughput_of`); a GPU starves if its served fraction is below 0.9.
+"""
 
 from __future__ import annotations
 
 import json
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from typing import TYPE_CHECKING, Any, Final, Self
 
 import numpy as np
@@ -23,40 +27,42 @@ from capplan.models.surrogates.outputs import (
     EnsembleOutput,
     Forest,
     expected_share,
+    joined,
 )
-from capplan.models.training.candidates import signs
+from capplan.models.training.candidates import monotone_constraints
 
 if TYPE_CHECKING:
     from xgboost import Booster, XGBModel
 
-_IDENTITY = ("reg:squarederror", "reg:absoluteerror", "reg:pseudohubererror", "reg:quantileerror")
+_IDENTITY: Final = ("reg:squarederror", "reg:absoluteerror", "reg:pseudohubererror", "reg:quantileerror")
+_LOGISTIC: Final = ("binary:logistic", "reg:logistic")
 
-_LOGISTIC = ("binary:logistic", "reg:logistic")
+LEAST_SERVED: Final = 0.5
+"""Lower bound of the served fraction in the starvation target: no leaf tells how severe starvation is."""
+
+_LEAST_STEP_MS: Final = 1e-3
 
 
-def flatten_boosted(model: XGBModel | Booster, columns: Sequence[int] | None = None) -> Forest:
-    """Return a fitted XGBoost model as a `Forest` whose answer is the model's margin.
+def flatten_boosted(model: XGBModel | Booster) -> Forest:
+    """Return a fitted XGBoost model as a `Forest` whose mean leaf is the model's margin.
 
-    The margin is the prediction of a regressor; of a classifier it is the log odds of the second class, which
-    the caller turns into a probability (`probability_of`).
+    The margin is the prediction of a regressor, or the log odds of the second class of a classifier.
 
-    A forest answers the *mean* of its leaves, boosting the *sum* of them and a base score. So every leaf is
-    stored as ``trees * leaf + base``, whose mean is that sum: no second kind of forest is needed. XGBoost
-    goes left where ``x < threshold``, a forest where ``x <= threshold``; both compare float32, so the
-    threshold is the next smaller float32. Missing values never occur in features and have no branch here.
+    A forest averages its leaves, boosting sums them and adds a base score. Every leaf is stored as
+    ``trees * leaf + base``, whose mean is that sum. XGBoost goes left where ``x < threshold``, a forest where
+    ``x <= threshold``; both compare float32, so the threshold becomes the next smaller float32. Missing
+    values do not occur in features.
 
     Parameters
     ----------
     model
         A fitted single-output model of plain trees (booster ``gbtree``). Trees after the best iteration of
-        early stopping are left out, as XGBoost's scikit-learn interface does.
-    columns
-        The feature that each column of the model's input was, when it saw a selection of them.
+        early stopping are dropped, as XGBoost's scikit-learn interface does.
 
     Raises
     ------
     InputError
-        For a model of another kind: several outputs, categorical splits, an unknown objective.
+        For several outputs, categorical splits or an unknown objective.
     """
     booster = model if not hasattr(model, "get_booster") else model.get_booster()
     if booster.attr("best_iteration") is not None:
@@ -72,18 +78,13 @@ def flatten_boosted(model: XGBModel | Booster, columns: Sequence[int] | None = N
     if not trees:
         raise InputError("must have at least one tree", location="booster")
     base = _base_margin(learner["objective"]["name"], sizes["base_score"])
-    known = np.arange(int(sizes["num_feature"])) if columns is None else np.asarray(columns)
-    return _joined([_flat_tree(tree, known) for tree in trees], base)
-
-
-def probability_of(margin: NDArray[np.float64] | float) -> NDArray[np.float64]:
-    """Return the probability whose log odds are `margin`."""
-    # tanh neither overflows nor warns, whatever the margin.
-    return np.asarray(0.5 * (1.0 + np.tanh(0.5 * np.asarray(margin, float))))
+    forest = joined([_flat_tree(tree) for tree in trees])
+    leaves = len(trees) * forest.value.astype(float) + base
+    return forest._replace(value=np.where(forest.feature == LEAF, leaves, 0.0).astype(np.float32))
 
 
 def _base_margin(objective: str, written: str) -> float:
-    """Return the base score as XGBoost adds it; the model holds it on the scale of predictions."""
+    """Return the base score on the scale of margins; the model stores it on the scale of predictions."""
     # A list of one since XGBoost 3.1, a number before.
     score = float(written.strip("[]"))
     if objective in _IDENTITY:
@@ -93,7 +94,7 @@ def _base_margin(objective: str, written: str) -> float:
     raise InputError(f"must be one of {', '.join(_IDENTITY + _LOGISTIC)}", objective, "objective")
 
 
-def _flat_tree(tree: Mapping[str, Any], columns: NDArray[np.int64]) -> dict[str, NDArray[Any]]:
+def _flat_tree(tree: Mapping[str, Any]) -> Forest:
     """Return one tree with its nodes in depth-first order, so that children come after their parent."""
     if any(tree["split_type"]):
         raise InputError("must not have categorical splits", location="booster")
@@ -111,40 +112,18 @@ def _flat_tree(tree: Mapping[str, Any], columns: NDArray[np.int64]) -> dict[str,
     # Of an inner node this is the threshold, of a leaf its value; the JSON holds float32 exactly.
     condition = np.asarray(tree["split_conditions"])[order].astype(np.float32)
     below = np.nextafter(condition, np.float32(-np.inf))
-    return {
-        "feature": np.where(inner, columns[np.asarray(tree["split_indices"])[order]], LEAF),
-        "threshold": np.where(inner, below, np.float32(0.0)),
-        "left": np.where(inner, place[left], LEAF),
-        "right": np.where(inner, place[right], LEAF),
-        "value": np.where(inner, np.float32(0.0), condition),
-    }
-
-
-def _joined(trees: Sequence[Mapping[str, NDArray[Any]]], base: float) -> Forest:
-    roots = np.cumsum([0] + [tree["feature"].size for tree in trees[:-1]])
-    column = {name: np.concatenate([tree[name] for tree in trees]) for name in trees[0]}
-    inner = column["feature"] != LEAF
-    shift = np.repeat(roots, [tree["feature"].size for tree in trees])
-    leaves = len(trees) * column["value"].astype(float) + base
     return Forest(
-        roots=roots.astype(np.int32),
-        feature=column["feature"].astype(np.int16),
-        threshold=column["threshold"].astype(np.float32),
-        left=np.where(inner, column["left"] + shift, LEAF).astype(np.int32),
-        right=np.where(inner, column["right"] + shift, LEAF).astype(np.int32),
-        value=np.where(inner, 0.0, leaves).astype(np.float32),
+        roots=np.zeros(1, np.int32),
+        feature=np.where(inner, np.asarray(tree["split_indices"])[order], LEAF).astype(np.int16),
+        threshold=np.where(inner, below, np.float32(0.0)).astype(np.float32),
+        left=place[left].astype(np.int32),
+        right=place[right].astype(np.int32),
+        value=condition,
     )
 
 
-LEAST_AT_THE_EDGE: Final = 0.5
-
-"""Below, a starved GPU is a starved GPU: the model of starvation spends no leaf on telling how much."""
-
-_LEAST_STEP_MS: Final = 1e-3
-
-
 class _Boosted(BaseEstimator):  # type: ignore[misc]
-    """Hyper-parameters that both share; the defaults did well on both designs of both shipped profiles.
+    """Shared hyper-parameters; the defaults did well on both designs of both shipped profiles.
 
     Parameters
     ----------
@@ -153,7 +132,7 @@ class _Boosted(BaseEstimator):  # type: ignore[misc]
     random_state
         Seed.
     n_jobs
-        Threads; the answers do not depend on it.
+        Threads; predictions do not depend on it.
     """
 
     def __init__(
@@ -182,9 +161,9 @@ class _Boosted(BaseEstimator):  # type: ignore[misc]
 
 
 class ServedAndStep(RegressorMixin, _Boosted):  # type: ignore[misc]
-    """Throughput from the served fraction and the step time, each relative to the fluid estimate's.
+    """Throughput from the served fraction and the step time, each relative to the fluid model's.
 
-    The absolute error is minimised, of logarithms: medians stay where few scenarios go astray.
+    Absolute error of logarithms is minimized: medians are robust to outlying scenarios.
     """
 
     def fit(self, X: ArrayLike, y: ArrayLike) -> Self:  # noqa: N803 (scikit-learn's name)
@@ -193,7 +172,7 @@ class ServedAndStep(RegressorMixin, _Boosted):  # type: ignore[misc]
         served, step_ms = np.asarray(targets, float).T
         share = np.log(np.maximum(served, LEAST_SHARE) / expected_share(features))
         estimate_ms = feature_of(features, "step_ms")
-        # Without a step there is nothing to learn of its time: it stays the estimate's.
+        # Scenarios without a step keep the fluid model's step time.
         steps = np.where(step_ms > 0.0, np.log(np.maximum(step_ms, _LEAST_STEP_MS) / estimate_ms), 0.0)
         self.served_ = self._boost(features, share, objective="reg:absoluteerror")
         self.step_ = self._boost(features, steps, objective="reg:absoluteerror")
@@ -202,40 +181,36 @@ class ServedAndStep(RegressorMixin, _Boosted):  # type: ignore[misc]
     def predict(self, X: ArrayLike) -> NDArray[np.float64]:  # noqa: N803 (scikit-learn's name)
         """Return throughput in tokens per second, shape (n,)."""
         check_is_fitted(self)
-        return self.head().answers(validate_data(self, X, dtype=np.float32, reset=False))
+        return self.output().predict(validate_data(self, X, dtype=np.float32, reset=False))
 
-    def head(self) -> EnsembleOutput:
-        """Return what a surrogate keeps of the fitted model."""
+    def output(self) -> EnsembleOutput:
+        """Return the trees as a surrogate stores them."""
         return EnsembleOutput(SERVED_AND_STEP, (flatten_boosted(self.served_), flatten_boosted(self.step_)))
 
 
 class ServedEdge(ClassifierMixin, _Boosted):  # type: ignore[misc]
-    """Starvation from the served fraction, learned where it matters: between a half and all.
-
-    Obeys the signs of physics: what loads the GPU more never raises the served fraction, what gives it more
-    KV never lowers it (`monotone.signs`).
-    """
+    """Starvation from the served fraction between a half and all, under monotone constraints."""
 
     def fit(self, X: ArrayLike, y: ArrayLike) -> Self:  # noqa: N803 (scikit-learn's name)
         """Fit on feature vectors, shape (n, features), and served fractions, shape (n,)."""
         features, served = validate_data(self, X, y, dtype=np.float32, y_numeric=True)
-        target = np.log(np.maximum(np.asarray(served, float), LEAST_AT_THE_EDGE))
+        target = np.log(np.maximum(np.asarray(served, float), LEAST_SERVED))
         self.classes_ = np.array([0, 1])
-        falling = tuple(-sign for sign in signs("starvation"))
+        falling = tuple(-sign for sign in monotone_constraints("starvation"))
         self.served_ = self._boost(
             features, target, objective="reg:squarederror", monotone_constraints=falling
         )
         return self
 
     def decision_function(self, X: ArrayLike) -> NDArray[np.float64]:  # noqa: N803
-        """Return the logarithm of 0.9 over the served fraction: above 0 the GPU starves; shape (n,)."""
+        """Return the logarithm of 0.9 over the served fraction, above 0 for starvation; shape (n,)."""
         check_is_fitted(self)
-        return self.head().answers(validate_data(self, X, dtype=np.float32, reset=False))
+        return self.output().predict(validate_data(self, X, dtype=np.float32, reset=False))
 
     def predict(self, X: ArrayLike) -> NDArray[np.int64]:  # noqa: N803
         """Return 1 where the served fraction is below `STARVED_BELOW`, shape (n,)."""
         return (self.decision_function(X) > 0.0).astype(np.int64)
 
-    def head(self) -> EnsembleOutput:
-        """Return what a surrogate keeps of the fitted model."""
+    def output(self) -> EnsembleOutput:
+        """Return the trees as a surrogate stores them."""
         return EnsembleOutput(LOG_SERVED, (flatten_boosted(self.served_),))

@@ -22,24 +22,32 @@ from capplan.models.surrogates.tree import LOG_OVER_EXPECTED, Tree, tree_of
 from capplan.models.training.candidates import Task
 from capplan.models.training.data import TrainingTable
 
-Rows = NDArray[np.int64]
+Features: TypeAlias = NDArray[np.float32]
+Floats: TypeAlias = NDArray[np.float64]
+Rows: TypeAlias = NDArray[np.int64]
+
+NEAR_CAPACITY: Final = 0.2
+"""Near the edge: a load within 20 % of the capacity that the fluid model estimates."""
+
+_MAX_REGIMES: Final = 16
+_MIN_REGIME_ROWS: Final = 120
+_MAX_LOG_ERROR: Final = 3.0
+_MIN_LOG_ERROR: Final = 1e-4
+_BINS: Final = 10
+_MAX_SCORE: Final = 12.0
 
 
 class Split(NamedTuple):
-    """Row numbers of the two sides."""
+    """Row numbers of a training and a test set."""
 
     train: Rows
     test: Rows
 
 
 def grouped_folds(
-    groups: NDArray[np.int64],
-    *,
-    folds: int = 5,
-    seed: int = 0,
-    classes: NDArray[np.bool_] | None = None,
+    groups: Rows, *, folds: int = 5, seed: int = 0, classes: NDArray[np.bool_] | None = None
 ) -> list[Split]:
-    """Return splits for cross-validation; every row is tested once, every group on one side.
+    """Return splits for cross-validation: every row is tested once, and no group is on both sides.
 
     Parameters
     ----------
@@ -48,15 +56,14 @@ def grouped_folds(
     folds
         Number of splits, at least 2.
     seed
-        Which groups go together.
+        Seed of the assignment.
     classes
-        Class of every row, shape (rows,). When given, groups are dealt so that every fold has about the same
-        share of each class.
+        Class of every row, shape (rows,); every fold then has about the same share of each class.
 
     Raises
     ------
     InputError
-        For fewer groups than folds, or when a fold would lack a class.
+        For fewer groups than folds, or a fold without one of the classes.
     """
     found = np.unique(groups).size
     if not 2 <= folds <= found:
@@ -75,94 +82,28 @@ def grouped_folds(
     return splits
 
 
-def grouped_holdout(
-    groups: NDArray[np.int64],
-    *,
-    share: float = 0.2,
-    seed: int = 0,
-    classes: NDArray[np.bool_] | None = None,
-) -> Split:
-    """Return one split that holds whole groups out, about `share` of the rows.
-
-    Parameters
-    ----------
-    groups, seed, classes
-        As for `grouped_folds`.
-    share
-        Of the rows to be tested, above 0 and at most 0.5; the nearest ``1 / folds`` is taken.
-
-    Raises
-    ------
-    InputError
-        As `grouped_folds` does, and for another share.
-    """
-    if not 0.0 < share <= 0.5:
-        raise InputError("must be above 0 and at most 0.5", share, "share")
-    return grouped_folds(groups, folds=round(1.0 / share), seed=seed, classes=classes)[0]
-
-
-def answer_of(estimator: Any, features: NDArray[np.float32]) -> NDArray[np.float64]:
-    """Return tokens per second or the probability of starvation, shape (rows,); 0 or 1 if it has none."""
+def predictions(estimator: Any, features: Features) -> Floats:
+    """Return tokens per second, or the probability of starvation; shape (rows,)."""
     if hasattr(estimator, "predict_proba"):
         return np.asarray(estimator.predict_proba(features), float)[:, 1]
     return np.asarray(estimator.predict(features), float)
 
 
-def loss(task: Task, estimator: Any, features: NDArray[np.float32], target: NDArray[Any]) -> float:
-    """Return what halving minimises: SMAPE in per cent, or 1 - macro-F1, as the paper judges."""
-    return answer_loss(task, answer_of(estimator, features), target, smooth=False)
-
-
-def answer_loss(task: Task, answer: NDArray[np.float64], target: NDArray[Any], *, smooth: bool) -> float:
-    """Return the loss of answers; `smooth`: the logarithmic loss of probabilities, not 1 - macro-F1."""
+def tuning_loss(task: Task, predicted: Floats, target: NDArray[Any]) -> float:
+    """Return SMAPE of throughput in per cent, or the logarithmic loss of the probability of starvation."""
     if task == "throughput":
-        return smape(answer, target)
-    if smooth:
-        return float(log_loss(target, answer, labels=[0, 1]))
-    return 1.0 - macro_f1(answer, target)
+        return smape(predicted, target)
+    return float(log_loss(target, predicted, labels=[0, 1]))
 
 
-def macro_f1(probability: NDArray[np.float64], starved: NDArray[Any]) -> float:
-    """Return the mean of the F1 of both classes, starved and not."""
+def macro_f1(probability: Floats, starved: NDArray[Any]) -> float:
+    """Return the mean F1 of both classes, starved and not."""
     return float(f1_score(np.asarray(starved, int), np.asarray(probability) >= 0.5, average="macro"))
 
 
-def pooled_scores(
-    task: Task, answer: NDArray[np.float64], target: NDArray[Any], *, is_probability: bool
-) -> dict[str, float]:
-    """Return all scores of answers by name."""
-    if task == "throughput":
-        return {"smape": smape(answer, target)}
-    scores = {"macro_f1": macro_f1(answer, target)}
-    if is_probability:
-        scores["log_loss"] = answer_loss(task, answer, target, smooth=True)
-    return scores
-
-
-Features: TypeAlias = NDArray[np.float32]
-
-Floats: TypeAlias = NDArray[np.float64]
-
-NEAR: Final = 0.2
-
-"""Near the edge: a load within 20 % of the capacity that the fluid estimate gives."""
-
-_REGIMES: Final = 16
-
-_LEAST_ROWS: Final = 120
-
-_WORST: Final = 3.0
-
-_SMALL: Final = 1e-4
-
-_BINS: Final = 10
-
-_LARGEST_SCORE: Final = 12.0
-
-
 def regimes(table: TrainingTable) -> dict[str, NDArray[np.bool_]]:
-    """Return which rows belong to each regime that errors are told of."""
-    near = np.abs(feature_of(table.features, "load_over_capacity") - 1.0) <= NEAR
+    """Return the rows of each regime by name: all, each design, starved or not, near the edge."""
+    near = np.abs(feature_of(table.features, "load_over_capacity") - 1.0) <= NEAR_CAPACITY
     designs = {str(name): table.design == name for name in np.unique(table.design)}
     return {
         "all": np.ones(len(table), bool),
@@ -174,17 +115,17 @@ def regimes(table: TrainingTable) -> dict[str, NDArray[np.bool_]]:
     }
 
 
-def throughput_errors(table: TrainingTable, answers_tok_s: Floats) -> dict[str, float]:
-    """Return SMAPE in per cent by regime, against the twin's raw answers."""
+def throughput_errors(table: TrainingTable, predicted_tok_s: Floats) -> dict[str, float]:
+    """Return SMAPE in per cent by regime, against the twin's unadjusted throughput."""
     return {
-        name: smape(answers_tok_s[rows], table.throughput_tok_s[rows])
+        name: smape(predicted_tok_s[rows], table.throughput_tok_s[rows])
         for name, rows in regimes(table).items()
         if rows.any()
     }
 
 
 def starvation_scores(table: TrainingTable, probability: Floats) -> dict[str, float]:
-    """Return macro-F1 by regime; of those that hold both classes."""
+    """Return macro-F1 by regime, for regimes with both classes."""
     return {
         name: macro_f1(probability[rows], table.starved[rows])
         for name, rows in regimes(table).items()
@@ -193,37 +134,53 @@ def starvation_scores(table: TrainingTable, probability: Floats) -> dict[str, fl
 
 
 def fit_intervals(
-    features: Features, answers_tok_s: Floats, true_tok_s: Floats, groups: NDArray[np.int64], seed: int
+    features: Features, predicted_tok_s: Floats, true_tok_s: Floats, groups: Rows, seed: int
 ) -> Intervals:
-    """Return conformal intervals from answers to scenarios that the model had not seen.
+    """Return Mondrian conformal intervals from out-of-fold predictions.
 
-    On half of the groups a small tree finds regimes of equal difficulty; the other half, which had no say in
-    them, gives the quantiles in each, with the correction for a finite sample (Mondrian conformal
-    prediction).
+    A small tree fitted on half of the groups finds regimes of equal difficulty. The other half gives the
+    quantiles in each regime, with the finite-sample correction.
     """
-    error = np.clip(np.log(np.maximum(true_tok_s, 1e-3) / np.maximum(answers_tok_s, 1e-3)), -_WORST, _WORST)
+    ratio = np.maximum(true_tok_s, 1e-3) / np.maximum(predicted_tok_s, 1e-3)
+    error = np.clip(np.log(ratio), -_MAX_LOG_ERROR, _MAX_LOG_ERROR)
     known = np.unique(groups)
     growing = np.isin(groups, np.random.default_rng(seed).permutation(known)[: known.size // 2])
-    size = np.log(np.abs(error) + _SMALL)
+    size = np.log(np.abs(error) + _MIN_LOG_ERROR)
     grown = DecisionTreeRegressor(
-        max_leaf_nodes=_REGIMES, min_samples_leaf=min(_LEAST_ROWS, growing.sum() // 2), random_state=seed
+        max_leaf_nodes=_MAX_REGIMES,
+        min_samples_leaf=min(_MIN_REGIME_ROWS, growing.sum() // 2),
+        random_state=seed,
     ).fit(features[growing], size[growing])
     regime = tree_of(grown, LOG_OVER_EXPECTED)
     leaves = regime.leaves(features)
     low, high = list(regime.value), list(regime.value)
     for leaf in np.flatnonzero(regime.is_leaf):
-        low[leaf], high[leaf] = _ends(error[(leaves == leaf) & ~growing])
+        low[leaf], high[leaf] = _quantiles(error[(leaves == leaf) & ~growing])
     return Intervals(low=_with_values(regime, low), high=_with_values(regime, high))
 
 
+def _quantiles(error: Floats) -> tuple[float, float]:
+    ordered = np.sort(error)
+    tail = (1.0 - COVERAGE) / 2.0
+    beyond = int(np.floor(tail * (ordered.size + 1)))
+    if beyond < 1:  # too few values to leave any out
+        return (float(ordered[0]), float(ordered[-1])) if ordered.size else (-_MAX_LOG_ERROR, _MAX_LOG_ERROR)
+    return float(ordered[beyond - 1]), float(ordered[-beyond])
+
+
+def _with_values(tree: Tree, values: list[float]) -> Tree:
+    return replace(tree, value=tuple(float(value) for value in values))
+
+
 def fit_calibration(score: Floats, starved: NDArray[np.bool_]) -> SigmoidCalibration:
-    """Return the logistic curve from scores, of scenarios that the model had not seen, to probabilities."""
-    fitted = LogisticRegression(C=1e6).fit(_bounded(score)[:, None], starved)
+    """Return the logistic curve from out-of-fold scores to probabilities."""
+    bounded = np.clip(score, -_MAX_SCORE, _MAX_SCORE)
+    fitted = LogisticRegression(C=1e6).fit(bounded[:, None], starved)
     return SigmoidCalibration(slope=float(fitted.coef_[0, 0]), offset=float(fitted.intercept_[0]))
 
 
 def reliability(probability: Floats, starved: NDArray[np.bool_]) -> list[list[float]]:
-    """Return mean probability, share that starved, and scenarios, by tenths of probability that occur."""
+    """Return mean probability, starved share and number of scenarios for each non-empty tenth."""
     tenth = np.minimum((probability * _BINS).astype(int), _BINS - 1)
     return [
         [float(probability[rows].mean()), float(starved[rows].mean()), int(rows.sum())]
@@ -233,16 +190,13 @@ def reliability(probability: Floats, starved: NDArray[np.bool_]) -> list[list[fl
 
 
 def coverage(table: TrainingTable, low: Floats, high: Floats) -> dict[str, float]:
-    """Return the share of the twin's answers inside the intervals, by regime."""
+    """Return the share of the twin's throughputs inside the intervals, by regime."""
     inside = (table.throughput_tok_s >= low) & (table.throughput_tok_s <= high)
     return {name: float(inside[rows].mean()) for name, rows in regimes(table).items() if rows.any()}
 
 
 def importance(forests: tuple[Forest, ...]) -> dict[str, float]:
-    """Return the share of questions that trees ask of each feature, the first ones weighing most.
-
-    A node counts 2^-depth: about the share of scenarios that are asked.
-    """
+    """Return the share of split nodes by feature, a node at depth d weighted by 2^-d."""
     total = np.zeros(len(FEATURES))
     for forest in forests:
         weight = np.zeros(forest.feature.size)
@@ -254,23 +208,6 @@ def importance(forests: tuple[Forest, ...]) -> dict[str, float]:
     return {FEATURES[i]: float(total[i] / total.sum()) for i in order if total[i] > 0.0}
 
 
-def _ends(error: Floats) -> tuple[float, float]:
-    ordered = np.sort(error)
-    tail = (1.0 - COVERAGE) / 2.0
-    beyond = int(np.floor(tail * (ordered.size + 1)))
-    if beyond < 1:  # too few to leave any out, or none
-        return (float(ordered[0]), float(ordered[-1])) if ordered.size else (-_WORST, _WORST)
-    return float(ordered[beyond - 1]), float(ordered[-beyond])
-
-
-def _with_values(tree: Tree, values: list[float]) -> Tree:
-    return replace(tree, value=tuple(float(value) for value in values))
-
-
-def _bounded(score: Floats) -> Floats:
-    return np.clip(score, -_LARGEST_SCORE, _LARGEST_SCORE)
-
-
 def rounded(scores: Mapping[str, Any], digits: int = 4) -> dict[str, float]:
-    """Return scores as a report holds them."""
+    """Return scores rounded for a report."""
     return {name: round(float(value), digits) for name, value in scores.items()}

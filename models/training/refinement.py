@@ -1,4 +1,10 @@
-"""Refinement of a surrogate to one small tree (adapter-caching paper, section 6.1)."""
+"""Refinement of a surrogate to one small tree (adapter-caching paper, section 6.1).
+
+Complexity is the number of decision rules. For every number of rules up to 1.5 times the limit there is a
+tree and its error on held-out groups; the chosen tree has the least error plus a penalty per rule. Trees are
+fitted to the twin's results or to soft labels of a boosted model (distillation), whichever gives the smaller
+error. Soft labels also cover scenarios between the simulated ones.
+"""
 
 from __future__ import annotations
 
@@ -15,35 +21,45 @@ from sklearn.metrics import f1_score
 from capplan.models.calibration.least_squares import smape
 from capplan.models.surrogates.features import expected_tok_s
 from capplan.models.surrogates.outputs import LEAF
-from capplan.models.surrogates.tree import LOG_OVER_EXPECTED, LOG_TOK_S, PROBABILITY, Tree
+from capplan.models.surrogates.tree import LOG_OVER_EXPECTED, PROBABILITY, Tree
 from capplan.models.training.evaluation import Split, grouped_folds
 from capplan.models.training.tree_growth import Cuts, GrowthProblem, Node, SplitNode, count, cut, grow, prune
 
+Features: TypeAlias = NDArray[np.float32]
 Floats: TypeAlias = NDArray[np.float64]
+LabelModel: TypeAlias = Callable[[Features, Floats], Callable[[Features], Floats]]
+"""Fits a model to features and targets, and returns its prediction function: soft labels for a tree."""
 
+THROUGHPUT_RULES: Final = 32
+STARVATION_RULES: Final = 16
+"""Limits of the paper's small trees (table 4)."""
+
+_PENALTY: Final[Mapping[str, float]] = MappingProxyType({LOG_OVER_EXPECTED: 0.01, PROBABILITY: 0.02})
+"""Penalty per rule in percentage points of SMAPE, or of 1 - macro-F1."""
+
+_OVERSIZE: Final = 1.5  # largest tree over the limit
+_SYNTHETIC: Final = 2.0  # synthetic over simulated rows
+_SYNTHETIC_WEIGHT: Final = 0.3
+_JITTER: Final = 0.03  # standard deviation of the logarithm of each feature of a synthetic row
 _LEAST_TOK_S: Final = 1e-3
-
-_LEAST_LEAF: Final = 10  # rows
-
-_QUANTILES: Final = 40  # values that a throughput leaf may answer while a tree grows
-
-_CHANCES: Final = 20  # bins of a teacher's probability
-
-_HARD: Final = 0.5  # weight of a wrong class beside the squared error of the probability (Brier)
+_MIN_LEAF_ROWS: Final = 10
+_LEAF_QUANTILES: Final = 40  # candidate values of a throughput leaf during growth
+_PROBABILITY_BINS: Final = 20
+_CLASS_WEIGHT: Final = 0.5  # weight of a wrong class beside the Brier score
 
 
 @dataclass(frozen=True)
 class TreeObjective:
-    """Scenarios and their answers.
+    """Targets and loss of a tree.
 
     Attributes
     ----------
     answer
-        What the target is, one of `tree.ANSWERS`.
+        Meaning of the target, one of `tree.ANSWERS`.
     features
         In the order of `FEATURES`, shape (n, features).
     target
-        What leaves should answer, shape (n,).
+        Target of each scenario, shape (n,).
     weight
         Of each scenario, shape (n,).
     scale_tok_s
@@ -51,33 +67,28 @@ class TreeObjective:
     """
 
     answer: str
-    features: NDArray[np.float32]
+    features: Features
     target: Floats
     weight: Floats
     scale_tok_s: Floats
 
     def of(self, rows: NDArray[np.int64]) -> TreeObjective:
-        """Return the part of some rows."""
+        """Return the objective on a subset of rows."""
         return TreeObjective(
             self.answer, self.features[rows], self.target[rows], self.weight[rows], self.scale_tok_s[rows]
         )
 
-    def taught(self, features: NDArray[np.float32], target: Floats, weight: Floats) -> TreeObjective:
-        """Return the same lesson with a teacher's scenarios and answers; only trees grow on it."""
-        return replace(self, features=features, target=target, weight=weight)
-
-    def error(self, answers: Floats) -> float:
-        """Return how wrong answers are, in percent: SMAPE of throughput, or 1 - macro-F1 of starvation."""
+    def error(self, predicted: Floats) -> float:
+        """Return SMAPE of throughput, or 1 - macro-F1 of starvation, in per cent."""
         if self.answer != PROBABILITY:
-            return smape(self.scale_tok_s * np.exp(answers), self.scale_tok_s * np.exp(self.target))
-        return 100.0 * (1.0 - float(f1_score(self.target >= 0.5, answers >= 0.5, average="macro")))
+            return smape(self.scale_tok_s * np.exp(predicted), self.scale_tok_s * np.exp(self.target))
+        return 100.0 * (1.0 - float(f1_score(self.target >= 0.5, predicted >= 0.5, average="macro")))
 
-    def best_leaf(self, rows: NDArray[np.intp]) -> float:
-        """Return what a leaf of these rows should answer.
+    def leaf_value(self, rows: NDArray[np.intp]) -> float:
+        """Return the best value of a leaf of these rows.
 
         Throughput: the target of least SMAPE, which is one of the rows' own, because the error of each row is
-        concave to either side of its target. Starvation: the share of starved, drawn towards a half as if one
-        more of each kind had been seen (Laplace).
+        concave to either side of its target. Starvation: the starved share with Laplace smoothing.
         """
         target = self.target[rows]
         if self.answer == PROBABILITY:
@@ -85,131 +96,52 @@ class TreeObjective:
         tried = np.unique(np.quantile(target, np.linspace(0.2, 0.8, 61), method="nearest"))
         return float(tried[np.argmin(_smape_loss(tried, target) @ self.weight[rows])])
 
-    def task(self) -> GrowthProblem:
-        """Return the lesson in bins."""
+    def growth_problem(self) -> GrowthProblem:
+        """Return the objective in bins."""
         cuts = cut(self.features)
         if self.answer == PROBABILITY:
-            chances = np.linspace(0.0, 1.0, _CHANCES + 1)
-            values = (np.arange(_CHANCES) + 0.5) / _CHANCES
+            chances = np.linspace(0.0, 1.0, _PROBABILITY_BINS + 1)
+            values = (np.arange(_PROBABILITY_BINS) + 0.5) / _PROBABILITY_BINS
             squared = (values[:, None] - chances) ** 2
             wrong = np.where(values[:, None] >= 0.5, 1.0 - chances, chances)
-            bins = np.rint(self.target * _CHANCES).astype(np.intp)
-            return GrowthProblem(
-                cuts, bins, self.weight, values, (1.0 - _HARD) * squared + _HARD * wrong, _LEAST_LEAF
-            )
-        values = np.unique(np.quantile(self.target, np.linspace(0.0, 1.0, _QUANTILES)))
+            bins = np.rint(self.target * _PROBABILITY_BINS).astype(np.intp)
+            loss = (1.0 - _CLASS_WEIGHT) * squared + _CLASS_WEIGHT * wrong
+            return GrowthProblem(cuts, bins, self.weight, values, loss, _MIN_LEAF_ROWS)
+        values = np.unique(np.quantile(self.target, np.linspace(0.0, 1.0, _LEAF_QUANTILES)))
         bins = np.searchsorted((values[1:] + values[:-1]) / 2.0, self.target)
-        return GrowthProblem(cuts, bins, self.weight, values, _smape_loss(values, values), _LEAST_LEAF)
+        return GrowthProblem(cuts, bins, self.weight, values, _smape_loss(values, values), _MIN_LEAF_ROWS)
 
 
-def throughput_objective(
-    features: NDArray[np.float32], throughput_tok_s: Floats, *, relative: bool
-) -> TreeObjective:
-    """Return the lesson of throughput: its logarithm over what the features expect, or its logarithm."""
-    scale = expected_tok_s(features) if relative else np.ones(len(features))
+def throughput_objective(features: Features, throughput_tok_s: Floats) -> TreeObjective:
+    """Return the objective of throughput: the logarithm of its ratio to `expected_tok_s`."""
+    scale = expected_tok_s(features)
     target = np.log(np.maximum(throughput_tok_s, _LEAST_TOK_S) / np.maximum(scale, _LEAST_TOK_S))
-    answer = LOG_OVER_EXPECTED if relative else LOG_TOK_S
-    return TreeObjective(answer, features, target, np.ones(len(features)), scale)
+    return TreeObjective(LOG_OVER_EXPECTED, features, target, np.ones(len(features)), scale)
 
 
-def starvation_objective(features: NDArray[np.float32], starved: NDArray[np.bool_]) -> TreeObjective:
-    """Return the lesson of starvation."""
+def starvation_objective(features: Features, starved: NDArray[np.bool_]) -> TreeObjective:
+    """Return the objective of the probability of starvation."""
     ones = np.ones(len(features))
     return TreeObjective(PROBABILITY, features, starved.astype(float), ones, ones)
 
 
-def _smape_loss(answers: Floats, targets: Floats) -> Floats:
-    """Return |p - a| / (p + a) of logarithms, shape (answers, targets)."""
-    loss: Floats = np.abs(np.tanh((answers[:, None] - targets) / 2.0))
+def _smape_loss(predicted: Floats, targets: Floats) -> Floats:
+    """Return |p - a| / (p + a) of logarithms, shape (predicted, targets)."""
+    loss: Floats = np.abs(np.tanh((predicted[:, None] - targets) / 2.0))
     return loss
-
-
-@dataclass
-class _TreeColumns:
-    feature: list[int] = field(default_factory=list)
-    threshold: list[float] = field(default_factory=list)
-    left: list[int] = field(default_factory=list)
-    right: list[int] = field(default_factory=list)
-    value: list[float] = field(default_factory=list)
-    share: list[float] = field(default_factory=list)
-
-    def add(self, share: float) -> int:
-        """Add a node, a leaf for now."""
-        for column, value in zip(vars(self).values(), (LEAF, 0.0, LEAF, LEAF, 0.0, share), strict=True):
-            column.append(value)
-        return len(self.feature) - 1
-
-
-def export_tree(root: Node, cuts: Cuts, lesson: TreeObjective) -> Tree:
-    """Return the tree over the scenarios of `lesson`; a side that none of them takes is left out.
-
-    Parameters
-    ----------
-    root
-        The tree as it grew.
-    cuts
-        What its questions refer to.
-    lesson
-        The twin's answers; the tree may have grown on a teacher's.
-    """
-    columns = _TreeColumns()
-
-    def plant(node: Node, rows: NDArray[np.intp]) -> int:
-        if isinstance(node, SplitNode):
-            threshold = cuts.thresholds[node.feature, node.cut]
-            goes_left = lesson.features[rows, node.feature] <= threshold
-            if goes_left.all() or not goes_left.any():
-                return plant(node.left if goes_left.all() else node.right, rows)
-        number = columns.add(rows.size / len(lesson.features))
-        if isinstance(node, SplitNode):
-            columns.feature[number], columns.threshold[number] = node.feature, float(threshold)
-            columns.left[number] = plant(node.left, rows[goes_left])
-            columns.right[number] = plant(node.right, rows[~goes_left])
-        else:
-            columns.value[number] = lesson.best_leaf(rows)
-        return number
-
-    plant(root, np.arange(len(lesson.features)))
-    return Tree(lesson.answer, **{name: tuple(column) for name, column in vars(columns).items()})
-
-
-Features: TypeAlias = NDArray[np.float32]
-
-LabelModel: TypeAlias = Callable[[Features, Floats], Callable[[Features], Floats]]
-
-"""Fits a better model to features and targets, and returns what answers for others: the logarithm that leaves
-hold, or the probability of starvation."""
-
-THROUGHPUT_RULES: Final = 32
-
-STARVATION_RULES: Final = 16
-
-"""What the paper's small trees have at most (table 4)."""
-
-_PENALTY: Final[Mapping[str, float]] = MappingProxyType({"throughput": 0.01, "starvation": 0.02})
-
-"""What one more rule must win: percentage points of SMAPE, or of 1 - macro-F1."""
-
-_WHOLE: Final = 1.5  # the largest tree, over what is allowed
-
-_SYNTHETIC: Final = 2.0  # rows that only the teacher answers, over rows that the twin answered
-
-_SYNTHETIC_WEIGHT: Final = 0.3
-
-_JITTER: Final = 0.03  # standard deviation of the logarithm of each feature of a synthetic row
 
 
 @dataclass(frozen=True)
 class FrontPoint:
-    """A tree, and what it costs.
+    """Tree of a Pareto front.
 
     Attributes
     ----------
     rules
         Number of decision rules.
     error
-        Of trees grown this way, on scenarios of groups that they were not grown on: SMAPE of throughput, or
-        1 - macro-F1 of starvation, in percent.
+        Of trees grown this way on held-out groups: SMAPE of throughput, or 1 - macro-F1 of starvation, in per
+        cent.
     tree
         Grown on all scenarios.
     """
@@ -221,25 +153,25 @@ class FrontPoint:
 
 @dataclass(frozen=True)
 class Refinement:
-    """What the search found.
+    """Result of a refinement.
 
     Attributes
     ----------
     front
-        Trees that no other one beats in both rules and error, fewest rules first (Pareto front).
+        Pareto front of rules and error, fewest rules first.
     chosen
-        Least error plus penalty, within the limit.
-    unseen
-        What a tree grown the chosen way answers to scenarios of groups that it was not grown on, shape (n,).
+        Least error plus penalty within the limit.
+    out_of_fold
+        Predictions for held-out groups by trees grown like the chosen one, shape (n,).
     recipe
-        What the trees learned from: ``twin`` or ``teacher``.
+        Labels of the trees: ``twin`` or ``teacher`` (the soft labels).
     errors
-        Of each recipe: error by number of rules.
+        Error by number of rules, for each recipe.
     """
 
     front: tuple[FrontPoint, ...]
     chosen: FrontPoint
-    unseen: Floats
+    out_of_fold: Floats
     recipe: str
     errors: Mapping[str, Mapping[int, float]]
 
@@ -249,9 +181,8 @@ def refine_throughput(
     throughput_tok_s: Floats,
     groups: NDArray[np.int64],
     *,
-    relative: bool = True,
     limit: int = THROUGHPUT_RULES,
-    teacher: LabelModel | None = None,
+    labels: LabelModel | None = None,
     folds: int = 5,
     seed: int = 0,
 ) -> Refinement:
@@ -262,21 +193,18 @@ def refine_throughput(
     features
         In the order of `FEATURES`, shape (n, features).
     throughput_tok_s
-        The twin's answers, shape (n,).
+        Simulated throughput, shape (n,).
     groups
-        Near twins share one; they are never on both sides of a split. Shape (n,).
-    relative
-        Whether leaves correct `features.expected_tok_s`, or hold a throughput, as the paper's do.
+        Near-duplicate scenarios share a group, shape (n,).
     limit
         Most rules of the chosen tree.
-    teacher
-        Fits a better model; without one, trees learn from the twin only.
+    labels
+        Soft-label model; None: trees are fitted to the twin's results only.
     folds, seed
-        Of the cross-validation; the seed also draws the teacher's scenarios.
+        Of the cross-validation; the seed also draws the synthetic scenarios.
     """
-    lesson = throughput_objective(features, throughput_tok_s, relative=relative)
-    parts = grouped_folds(groups, folds=folds, seed=seed)
-    return _refined(lesson, parts, limit, _PENALTY["throughput"], teacher, seed)
+    objective = throughput_objective(features, throughput_tok_s)
+    return _refined(objective, grouped_folds(groups, folds=folds, seed=seed), limit, labels, seed)
 
 
 def refine_starvation(
@@ -285,104 +213,19 @@ def refine_starvation(
     groups: NDArray[np.int64],
     *,
     limit: int = STARVATION_RULES,
-    teacher: LabelModel | None = None,
+    labels: LabelModel | None = None,
     folds: int = 5,
     seed: int = 0,
 ) -> Refinement:
     """Return small trees of the probability of starvation; parameters as for `refine_throughput`."""
-    lesson = starvation_objective(features, starved)
-    parts = grouped_folds(groups, folds=folds, seed=seed, classes=starved)
-    return _refined(lesson, parts, limit, _PENALTY["starvation"], teacher, seed)
-
-
-def _refined(
-    lesson: TreeObjective,
-    parts: Sequence[Split],
-    limit: int,
-    penalty: float,
-    teacher: LabelModel | None,
-    seed: int,
-) -> Refinement:
-    largest = int(np.ceil(limit * _WHOLE))
-    recipes: dict[str, LabelModel | None] = {"twin": None} | ({"teacher": teacher} if teacher else {})
-    answers = {name: _unseen(lesson, parts, largest, recipe, seed) for name, recipe in recipes.items()}
-    errors = {
-        name: {rules: lesson.error(found[rules]) for rules in range(1, largest + 1)}
-        for name, found in answers.items()
-    }
-    best = {name: min(_charged(found, limit, penalty))[0] for name, found in errors.items()}
-    recipe = min(best, key=lambda name: best[name])
-    trees = _trees(lesson, largest, recipes[recipe], seed)
-    points = [FrontPoint(tree.rules, errors[recipe][size], tree) for size, tree in sorted(trees.items())]
-    allowed = [point for point in points if point.rules <= limit]
-    chosen = min(allowed, key=lambda point: (point.error + penalty * point.rules, point.rules))
-    unseen = answers[recipe][chosen.rules]
-    return Refinement(_pareto(points), chosen, unseen, recipe, MappingProxyType(errors))
-
-
-def _charged(errors: Mapping[int, float], limit: int, penalty: float) -> list[tuple[float, int]]:
-    return [(error + penalty * rules, rules) for rules, error in errors.items() if rules <= limit]
-
-
-def _pareto(points: Sequence[FrontPoint]) -> tuple[FrontPoint, ...]:
-    """Return the points, fewest rules first, that err less than all with fewer rules."""
-    front: list[FrontPoint] = []
-    for point in points:
-        if not front or point.error < front[-1].error:
-            front.append(point)
-    return tuple(front)
-
-
-def _unseen(
-    lesson: TreeObjective, parts: Sequence[Split], largest: int, teacher: LabelModel | None, seed: int
-) -> Floats:
-    """Return the answers to held-out groups by number of rules, 1 to `largest`; shape (largest + 1, n).
-
-    Where no tree of a fold has as many rules as asked, the next smaller one answers.
-    """
-    answers = np.empty((largest + 1, len(lesson.features)))
-    for part in parts:
-        trees = _trees(lesson.of(part.train), largest, teacher, seed)
-        for rules in range(1, largest + 1):
-            fitting = trees[max(n for n in trees if n <= rules)]
-            answers[rules, part.test] = fitting.answers(lesson.features[part.test])
-    return answers
-
-
-def _trees(lesson: TreeObjective, largest: int, teacher: LabelModel | None, seed: int) -> dict[int, Tree]:
-    """Return trees by number of rules: the largest one, and those that come of giving up its splits."""
-    taught = lesson if teacher is None else _distilled(lesson, teacher, seed)
-    task = taught.task()
-    nodes: dict[int, Node] = {}
-    whole = grow(task, largest)
-    for node in (whole, *prune(task, whole)):
-        nodes.setdefault(count(node), node)
-    return {rules: export_tree(node, task.cuts, lesson) for rules, node in nodes.items()}
-
-
-def _distilled(lesson: TreeObjective, teacher: LabelModel, seed: int) -> TreeObjective:
-    """Return the lesson as the teacher gives it: its answers for the same scenarios, and for some between."""
-    answer = teacher(lesson.features, lesson.target)
-    rng = np.random.default_rng([seed, len(lesson.features)])
-    origin = rng.integers(0, len(lesson.features), int(_SYNTHETIC * len(lesson.features)))
-    noise = np.exp(rng.normal(0.0, _JITTER, (origin.size, lesson.features.shape[1])))
-    between = (lesson.features[origin] * noise).astype(np.float32)
-    return lesson.taught(
-        features=np.concatenate([lesson.features, between]),
-        target=np.concatenate([answer(lesson.features), answer(between)]),
-        weight=np.concatenate(
-            [lesson.weight, np.full(origin.size, _SYNTHETIC_WEIGHT) * lesson.weight[origin]]
-        ),
-    )
-
-
-TeacherAnswer: TypeAlias = Callable[[Features], Floats]
+    splits = grouped_folds(groups, folds=folds, seed=seed, classes=starved)
+    return _refined(starvation_objective(features, starved), splits, limit, labels, seed)
 
 
 def boosted_labels(seed: int) -> LabelModel:
-    """Return a teacher of boosted trees for either task; of classes it learns the probability."""
+    """Return a soft-label model of boosted trees for either task."""
 
-    def fit(features: Features, target: Floats) -> TeacherAnswer:
+    def fit(features: Features, target: Floats) -> Callable[[Features], Floats]:
         is_probability = bool(np.isin(target, (0.0, 1.0)).all())
         model = HistGradientBoostingRegressor(
             loss="squared_error" if is_probability else "absolute_error",
@@ -392,6 +235,123 @@ def boosted_labels(seed: int) -> LabelModel:
             random_state=seed,
         ).fit(features, target)
         bounds = (0.0, 1.0) if is_probability else (-np.inf, np.inf)
-        return lambda asked: np.clip(model.predict(asked), *bounds)
+        return lambda rows: np.clip(model.predict(rows), *bounds)
 
     return fit
+
+
+def _refined(
+    objective: TreeObjective, splits: Sequence[Split], limit: int, labels: LabelModel | None, seed: int
+) -> Refinement:
+    largest = int(np.ceil(limit * _OVERSIZE))
+    penalty = _PENALTY[objective.answer]
+    recipes: dict[str, LabelModel | None] = {"twin": None} | ({"teacher": labels} if labels else {})
+    predicted = {
+        name: _out_of_fold(objective, splits, largest, model, seed) for name, model in recipes.items()
+    }
+    errors = {
+        name: {rules: objective.error(by_rules[rules]) for rules in range(1, largest + 1)}
+        for name, by_rules in predicted.items()
+    }
+    least = {
+        name: min(error + penalty * rules for rules, error in by_rules.items() if rules <= limit)
+        for name, by_rules in errors.items()
+    }
+    recipe = min(least, key=lambda name: least[name])
+    trees = _trees(objective, largest, recipes[recipe], seed)
+    points = [FrontPoint(tree.rules, errors[recipe][size], tree) for size, tree in sorted(trees.items())]
+    allowed = [point for point in points if point.rules <= limit]
+    chosen = min(allowed, key=lambda point: (point.error + penalty * point.rules, point.rules))
+    out_of_fold = predicted[recipe][chosen.rules]
+    return Refinement(_pareto(points), chosen, out_of_fold, recipe, MappingProxyType(errors))
+
+
+def _pareto(points: Sequence[FrontPoint]) -> tuple[FrontPoint, ...]:
+    front: list[FrontPoint] = []
+    for point in points:
+        if not front or point.error < front[-1].error:
+            front.append(point)
+    return tuple(front)
+
+
+def _out_of_fold(
+    objective: TreeObjective, splits: Sequence[Split], largest: int, labels: LabelModel | None, seed: int
+) -> Floats:
+    """Return predictions for held-out groups by number of rules 1 to `largest`, shape (largest + 1, n).
+
+    If no tree of a fold has that many rules, the next smaller one predicts.
+    """
+    predicted = np.empty((largest + 1, len(objective.features)))
+    for split in splits:
+        trees = _trees(objective.of(split.train), largest, labels, seed)
+        for rules in range(1, largest + 1):
+            fitting = trees[max(n for n in trees if n <= rules)]
+            predicted[rules, split.test] = fitting.predict(objective.features[split.test])
+    return predicted
+
+
+def _trees(objective: TreeObjective, largest: int, labels: LabelModel | None, seed: int) -> dict[int, Tree]:
+    """Return trees by number of rules: the largest one, and its pruned versions."""
+    problem = (objective if labels is None else _distilled(objective, labels, seed)).growth_problem()
+    nodes: dict[int, Node] = {}
+    whole = grow(problem, largest)
+    for node in (whole, *prune(problem, whole)):
+        nodes.setdefault(count(node), node)
+    return {rules: export_tree(node, problem.cuts, objective) for rules, node in nodes.items()}
+
+
+def _distilled(objective: TreeObjective, labels: LabelModel, seed: int) -> TreeObjective:
+    """Return the objective with soft labels for the same scenarios and for synthetic ones between them."""
+    predict = labels(objective.features, objective.target)
+    rng = np.random.default_rng([seed, len(objective.features)])
+    origin = rng.integers(0, len(objective.features), int(_SYNTHETIC * len(objective.features)))
+    noise = np.exp(rng.normal(0.0, _JITTER, (origin.size, objective.features.shape[1])))
+    between = (objective.features[origin] * noise).astype(np.float32)
+    weight = np.full(origin.size, _SYNTHETIC_WEIGHT) * objective.weight[origin]
+    return replace(
+        objective,
+        features=np.concatenate([objective.features, between]),
+        target=np.concatenate([predict(objective.features), predict(between)]),
+        weight=np.concatenate([objective.weight, weight]),
+    )
+
+
+@dataclass
+class _TreeColumns:
+    feature: list[int] = field(default_factory=list)
+    threshold: list[float] = field(default_factory=list)
+    left: list[int] = field(default_factory=list)
+    right: list[int] = field(default_factory=list)
+    value: list[float] = field(default_factory=list)
+    share: list[float] = field(default_factory=list)
+
+    def add_leaf(self, share: float) -> int:
+        for column, value in zip(vars(self).values(), (LEAF, 0.0, LEAF, LEAF, 0.0, share), strict=True):
+            column.append(value)
+        return len(self.feature) - 1
+
+
+def export_tree(root: Node, cuts: Cuts, objective: TreeObjective) -> Tree:
+    """Return a grown tree on features instead of bins, with leaf values set on the scenarios of `objective`.
+
+    Splits that send all of these scenarios to one side are dropped.
+    """
+    columns = _TreeColumns()
+
+    def add(node: Node, rows: NDArray[np.intp]) -> int:
+        if isinstance(node, SplitNode):
+            threshold = cuts.thresholds[node.feature, node.cut]
+            goes_left = objective.features[rows, node.feature] <= threshold
+            if goes_left.all() or not goes_left.any():
+                return add(node.left if goes_left.all() else node.right, rows)
+        number = columns.add_leaf(rows.size / len(objective.features))
+        if isinstance(node, SplitNode):
+            columns.feature[number], columns.threshold[number] = node.feature, float(threshold)
+            columns.left[number] = add(node.left, rows[goes_left])
+            columns.right[number] = add(node.right, rows[~goes_left])
+        else:
+            columns.value[number] = objective.leaf_value(rows)
+        return number
+
+    add(root, np.arange(len(objective.features)))
+    return Tree(objective.answer, **{name: tuple(column) for name, column in vars(columns).items()})

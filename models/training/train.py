@@ -1,7 +1,7 @@
-"""Training of surrogates: every family on the twin's answers, the best of them, and one small tree each.
+"""Training of surrogates: all families on the twin's data, the best of them, and one small tree each.
 
-Adapter-caching paper, section 6 and appendix B. Models are judged by answers to scenarios of groups that they
-did not see, in five folds; what ships is fitted on all.
+Adapter-caching paper, section 6 and appendix B. Models are scored on scenarios of held-out groups, in five
+folds; the shipped ones are fitted on all.
 """
 
 from __future__ import annotations
@@ -48,14 +48,23 @@ from capplan.spec import Profile
 
 @dataclass(frozen=True)
 class Trained:
-    """What training gives: a surrogate of each kind, and its report, the same in all of them.
+    """A surrogate of each kind, and the report they share.
 
-    The report holds numbers, texts, lists and mappings only; docs/surrogates.md describes it.
+    The report holds numbers, texts, lists and mappings only.
     """
 
     surrogates: Mapping[str, Surrogate]
     report: dict[str, Any]
     refined: Mapping[str, Refinement] = field(default_factory=dict)
+
+
+@dataclass(frozen=True)
+class _ErrorModel:
+    """Intervals and calibration of one kind, and its scores."""
+
+    intervals: Intervals
+    calibration: SigmoidCalibration
+    report: dict[str, Any]
 
 
 def train_surrogates(
@@ -69,11 +78,11 @@ def train_surrogates(
     Parameters
     ----------
     profile
-        Whose twin answered.
+        Profile that the scenarios were simulated with.
     table
-        Scenarios and answers, as `read_tables` gives them.
+        Scenarios and results, by `read_tables`.
     options, progress
-        How much to search, and whom to tell.
+        Size of the search, and callback.
 
     Raises
     ------
@@ -81,78 +90,67 @@ def train_surrogates(
         For an unknown family, or data that cannot be split.
     """
     chosen = options or TrainingOptions()
-    tell = progress or (lambda *_: None)
-    contestants = [
-        *fit_tuned(table, chosen.families, chosen, tell),
-        *fit_physics(table, chosen, tell),
-    ]
+    on_stage = progress or (lambda *_: None)
+    candidates = [*fit_tuned(table, chosen, on_stage), *fit_physics(table, chosen, on_stage)]
     designs = sorted({str(name) for name in table.design})
-    best = {task: best_candidate(contestants, task, designs) for task in TASKS}
-    refined = _refined(table, chosen, tell)
-    answering = {
+    best: dict[str, FittedCandidate] = {task: best_candidate(candidates, task, designs) for task in TASKS}
+    refined = _refined(table, chosen, on_stage)
+    by_kind: dict[str, Mapping[str, FittedCandidate]] = {
         "best": best,
-        "forest": {each.task: each for each in contestants if each.name == "forest"},
+        "forest": {each.task: each for each in candidates if each.name == "forest"},
         "tree": {task: _tree_candidate(task, found, table) for task, found in refined.items()},
     }
-    errors = {kind: _errors(models, table, chosen.seed) for kind, models in answering.items()}
+    errors = {kind: _error_model(models, table, chosen.seed) for kind, models in by_kind.items()}
     report: dict[str, Any] = {
         "scenarios": {name: int((table.design == name).sum()) for name in designs},
         "starved_share": round(float(table.starved.mean()), 4),
         "judged_on": f"scenarios of other groups, {chosen.folds} folds",
         "error_formula": SMAPE_FORMULA,
-        "options": {"budget": chosen.budget, "paper_space": chosen.paper_space, "seed": chosen.seed},
-        "models": [contestant.line() for contestant in contestants],
+        "options": {"budget": chosen.budget, "paper_space": False, "seed": chosen.seed},
+        "models": [candidate.summary() for candidate in candidates],
         "chosen": {task: model.name for task, model in best.items()},
-        "importance": {task: rounded(importance(model.head.forests)) for task, model in best.items()},
+        "importance": {task: rounded(importance(model.output.forests)) for task, model in best.items()},
         "front": {
             task: [[point.rules, round(point.error, 4)] for point in found.front]
             for task, found in refined.items()
         },
-        "kinds": {kind: known.report for kind, known in errors.items()},
+        "kinds": {kind: error_model.report for kind, error_model in errors.items()},
     }
     domain = fit_domain(table.features)
     surrogates = {
         kind: _surrogate(profile, kind, models, errors[kind], domain, report)
-        for kind, models in answering.items()
+        for kind, models in by_kind.items()
     }
     return Trained(surrogates, report, refined)
 
 
-@dataclass(frozen=True)
-class _Errors:
-    """What a kind knows of its own error, from scenarios that it had not seen."""
-
-    intervals: Intervals
-    calibration: SigmoidCalibration
-    report: dict[str, Any]
-
-
-def _errors(models: Mapping[str, FittedCandidate], table: TrainingTable, seed: int) -> _Errors:
+def _error_model(models: Mapping[str, FittedCandidate], table: TrainingTable, seed: int) -> _ErrorModel:
     throughput, starvation = models["throughput"], models["starvation"]
-    intervals = fit_intervals(table.features, throughput.unseen, table.throughput_tok_s, table.group, seed)
-    calibration = fit_calibration(starvation.unseen, table.starved)
-    probability = calibration.probability(starvation.unseen)
-    low, high = intervals.around(table.features, throughput.unseen)
+    predicted = throughput.out_of_fold
+    intervals = fit_intervals(table.features, predicted, table.throughput_tok_s, table.group, seed)
+    calibration = fit_calibration(starvation.out_of_fold, table.starved)
+    probability = calibration.probability(starvation.out_of_fold)
+    low, high = intervals.around(table.features, predicted)
     report = {
-        "throughput_smape": rounded(throughput_errors(table, throughput.unseen)),
+        "throughput_smape": rounded(throughput_errors(table, predicted)),
         "starvation_macro_f1": rounded(starvation_scores(table, probability)),
         "interval_coverage": rounded(coverage(table, low, high)),
         "reliability": [
             [round(value, 4) for value in row] for row in reliability(probability, table.starved)
         ],
         "rules": [
-            int(sum((forest.feature < 0).sum() for forest in each.head.forests))
+            int(sum((forest.feature < 0).sum() for forest in each.output.forests))
             for each in (throughput, starvation)
         ],
     }
-    return _Errors(intervals, calibration, report)
+    return _ErrorModel(intervals, calibration, report)
 
 
 def _surrogate(
     profile: Profile,
     kind: str,
     models: Mapping[str, FittedCandidate],
-    errors: _Errors,
+    errors: _ErrorModel,
     domain: Domain,
     report: dict[str, Any],
 ) -> Surrogate:
@@ -160,8 +158,8 @@ def _surrogate(
     return Surrogate(
         profile=profile,
         kind=kind,
-        throughput=throughput.head,
-        starvation=starvation.head,
+        throughput=throughput.output,
+        starvation=starvation.output,
         calibration=errors.calibration,
         intervals=errors.intervals,
         domain=domain,
@@ -171,25 +169,24 @@ def _surrogate(
     )
 
 
-def _refined(table: TrainingTable, options: TrainingOptions, tell: OnStage) -> dict[str, Refinement]:
-    shared: dict[str, Any] = {"folds": options.folds, "seed": options.seed}
-    tell("small trees", 0, 2)
-    throughput = refine_throughput(
-        table.features, table.share_tok_s, table.group, teacher=boosted_labels(options.seed), **shared
-    )
-    tell("small trees", 1, 2)
-    starvation = refine_starvation(
-        table.features, table.starved, table.group, teacher=boosted_labels(options.seed), **shared
-    )
-    tell("small trees", 2, 2)
+def _refined(table: TrainingTable, options: TrainingOptions, on_stage: OnStage) -> dict[str, Refinement]:
+    shared: dict[str, Any] = {
+        "labels": boosted_labels(options.seed),
+        "folds": options.folds,
+        "seed": options.seed,
+    }
+    on_stage("small trees", 0, 2)
+    throughput = refine_throughput(table.features, table.share_tok_s, table.group, **shared)
+    on_stage("small trees", 1, 2)
+    starvation = refine_starvation(table.features, table.starved, table.group, **shared)
+    on_stage("small trees", 2, 2)
     return {"throughput": throughput, "starvation": starvation}
 
 
 def _tree_candidate(task: str, found: Refinement, table: TrainingTable) -> FittedCandidate:
-    """Return a small tree as a contestant."""
     tree = found.chosen.tree
-    head = EnsembleOutput(OVER_EXPECTED if task == "throughput" else PROBABILITY, (tree_forest(tree),))
-    unseen = np.exp(found.unseen) * expected_tok_s(table.features)
+    output = EnsembleOutput(OVER_EXPECTED if task == "throughput" else PROBABILITY, (tree_forest(tree),))
+    out_of_fold = np.exp(found.out_of_fold) * expected_tok_s(table.features)
     if task == "starvation":
-        unseen = log_odds(found.unseen)
-    return FittedCandidate("tree", task, {"rules": tree.rules}, head, unseen, {}, tree)
+        out_of_fold = log_odds(found.out_of_fold)
+    return FittedCandidate("tree", task, {"rules": tree.rules}, output, out_of_fold, {}, tree)

@@ -1,4 +1,10 @@
-"""Growth of small trees: histograms, best splits, tree alternating optimization, pruning."""
+"""Growth of small trees for any loss, beyond greedy splits.
+
+CART chooses each split once, for the variance. Here a tree grows for the loss that scores it. Every split is
+then chosen again while the rest of the tree stays fixed (tree alternating optimization, Carreira-Perpiñán and
+Tavallali, NeurIPS 2018): the threshold that sends the fewest scenarios to the worse side. Pruning merges the
+weakest split each time (cost-complexity pruning) and optimizes again. Growth is deterministic.
+"""
 
 from __future__ import annotations
 
@@ -13,18 +19,22 @@ from numpy.typing import NDArray
 from capplan.compile import jit
 from capplan.models.surrogates.outputs import round_down
 
+_MIN_GAIN: Final = 1e-9  # of the whole loss; less is rounding
+_CONVERGED: Final = 1e-5
+_SWEEP_EVERY: Final = 4  # leaves
+
 
 @dataclass(frozen=True)
 class Cuts:
-    """A table of features, each in bins of about equal numbers of rows.
+    """Features in bins of about equal numbers of rows.
 
     Attributes
     ----------
     codes
         Bin of each row and feature, shape (n, features).
     thresholds
-        float32 of each feature and cut; a row's bin is at most `cut` where its feature is at most
-        ``thresholds[feature, cut]``. Features with fewer cuts repeat their last: shape (features, cuts).
+        float32 of each feature and cut, shape (features, cuts); a row's bin is at most `cut` where its
+        feature is at most ``thresholds[feature, cut]``. Features with fewer cuts repeat their last.
     """
 
     codes: NDArray[np.int16]
@@ -48,11 +58,7 @@ class Cuts:
         return sums
 
     def joint_histogram(
-        self,
-        rows: NDArray[np.intp],
-        targets: NDArray[np.intp],
-        weight: NDArray[np.float64],
-        target_bins: int,
+        self, rows: NDArray[np.intp], targets: NDArray[np.intp], weight: NDArray[np.float64], target_bins: int
     ) -> NDArray[np.float64]:
         """Return sums by feature, bin and bin of the target, shape (features, bins, target bins)."""
         sums = np.zeros((self.codes.shape[1], self.bins, target_bins))
@@ -69,10 +75,7 @@ def _count(codes: NDArray[np.int16], rows: NDArray[np.intp], sums: NDArray[np.in
 
 @jit
 def _add(
-    codes: NDArray[np.int16],
-    rows: NDArray[np.intp],
-    weight: NDArray[np.float64],
-    sums: NDArray[np.float64],
+    codes: NDArray[np.int16], rows: NDArray[np.intp], weight: NDArray[np.float64], sums: NDArray[np.float64]
 ) -> None:
     for i in range(rows.size):
         for feature in range(codes.shape[1]):
@@ -93,23 +96,18 @@ def _add_jointly(
 
 
 def cut(features: NDArray[np.float32], most: int = 160) -> Cuts:
-    """Return a table of features in at most `most` + 1 bins each; features of shape (n, features)."""
+    """Return features of shape (n, features) in at most `most` + 1 bins each."""
     columns = [_thresholds(column, most) for column in features.T]
     width = max(1, *(column.size for column in columns))
     thresholds = np.array([_padded(column, width) for column in columns], np.float32)
-    return Cuts(coded(features, thresholds), thresholds)
-
-
-def coded(features: NDArray[np.float32], thresholds: NDArray[np.float32]) -> NDArray[np.int16]:
-    """Return the bin of each row and feature, shape (n, features)."""
-    columns = [
+    codes = [
         np.searchsorted(own, column, side="left") for own, column in zip(thresholds, features.T, strict=True)
     ]
-    return np.stack(columns, axis=1).astype(np.int16)
+    return Cuts(np.stack(codes, axis=1).astype(np.int16), thresholds)
 
 
 def short_between(low: float, high: float) -> float:
-    """Return the number with the fewest digits, and a float32, that is at least `low` and below `high`."""
+    """Return the float32 with the fewest digits that is at least `low` and below `high`."""
     middle = low + (high - low) / 2.0
     if middle != 0.0:
         magnitude = math.floor(math.log10(abs(middle)))
@@ -138,12 +136,9 @@ def _padded(column: NDArray[np.float32], width: int) -> NDArray[np.float32]:
     return np.concatenate([column, np.full(width - column.size, last, np.float32)])
 
 
-_GAIN: Final = 1e-9  # of the whole loss: less is rounding
-
-
 @dataclass(frozen=True)
 class GrowthProblem:
-    """What a tree is to learn.
+    """Data and loss of a tree in bins.
 
     Attributes
     ----------
@@ -154,9 +149,9 @@ class GrowthProblem:
     weight
         Of each row, shape (n,).
     values
-        What a leaf may answer, shape (values,).
+        Candidate leaf values, shape (values,).
     loss
-        Of each value where the target is in each bin, shape (values, bins).
+        Loss of each value for a target in each bin, shape (values, bins).
     min_rows
         Fewest rows of a leaf.
     """
@@ -168,23 +163,33 @@ class GrowthProblem:
     loss: NDArray[np.float64]
     min_rows: int
 
+    @property
+    def rows(self) -> NDArray[np.intp]:
+        """All row numbers."""
+        return np.arange(self.bins.size)
+
     def leaf(self, rows: NDArray[np.intp]) -> LeafNode:
-        """Return the leaf that answers `rows` best."""
+        """Return the leaf of least loss on `rows`."""
         histogram = np.bincount(self.bins[rows], self.weight[rows], self.loss.shape[1])
         return LeafNode(int(np.argmin(self.loss @ histogram)))
+
+    def goes_left(self, node: SplitNode | _Choice, rows: NDArray[np.intp]) -> NDArray[np.bool_]:
+        """Return whether each of `rows` goes left at a split."""
+        left: NDArray[np.bool_] = self.cuts.codes[rows, node.feature] <= node.cut
+        return left
 
 
 @dataclass(frozen=True)
 class LeafNode:
-    """An end of a tree."""
+    """Leaf of a growing tree."""
 
     value: int
-    """Index into `Task.values`."""
+    """Index into `GrowthProblem.values`."""
 
 
 @dataclass(frozen=True)
 class SplitNode:
-    """A question: rows whose bin of `feature` is at most `cut` go left."""
+    """Split of a growing tree: rows whose bin of `feature` is at most `cut` go left."""
 
     feature: int
     cut: int
@@ -196,57 +201,44 @@ Node = LeafNode | SplitNode
 
 
 class _Choice(NamedTuple):
-    cost: float
+    loss: float
     feature: int
     cut: int
 
 
-def grow(task: GrowthProblem, leaves: int, sweeps: int = 4) -> Node:
-    """Return a tree of at most `leaves` leaves.
-
-    Parameters
-    ----------
-    task
-        What to learn.
-    leaves
-        Most leaves.
-    sweeps
-        How often, at most, all questions are asked again after every fourth new leaf.
-    """
-    rows = np.arange(task.bins.size)
-    root: Node = task.leaf(rows)
+def grow(problem: GrowthProblem, leaves: int, sweeps: int = 4) -> Node:
+    """Return a tree of at most `leaves` leaves, optimized in up to `sweeps` sweeps at every fourth leaf."""
+    root: Node = problem.leaf(problem.rows)
     known: dict[bytes, _Choice] = {}
     for size in range(2, leaves + 1):
-        root = _split_best(task, root, rows, known)
-        if size % 4 == 0 or size == leaves:
-            root = improve(task, root, sweeps)
+        root = _split_best(problem, root, known)
+        if size % _SWEEP_EVERY == 0 or size == leaves:
+            root = optimize(problem, root, sweeps)
     return root
 
 
-def prune(task: GrowthProblem, root: Node, sweeps: int = 1) -> Iterator[Node]:
-    """Yield ever smaller trees: the split that is missed least is given up, the others are asked again."""
-    rows = np.arange(task.bins.size)
+def prune(problem: GrowthProblem, root: Node, sweeps: int = 1) -> Iterator[Node]:
+    """Yield ever smaller trees: the weakest split is merged, the others are optimized."""
     while isinstance(root, SplitNode):
-        root = improve(task, _merge_weakest(task, root, rows), sweeps)
+        root = optimize(problem, _merge_weakest(problem, root), sweeps)
         yield root
 
 
-def improve(task: GrowthProblem, root: Node, sweeps: int) -> Node:
-    """Return the tree with every question and every leaf chosen again, from the leaves up."""
-    rows = np.arange(task.bins.size)
-    before = cost(task, root)
+def optimize(problem: GrowthProblem, root: Node, sweeps: int) -> Node:
+    """Return the tree with every split and leaf chosen again, from the leaves up."""
+    before = total_loss(problem, root)
     for _ in range(sweeps):
-        root = _swept(task, root, rows)
-        after = cost(task, root)
-        if after >= before * (1.0 - 1e-5):
+        root = _swept(problem, root, problem.rows)
+        after = total_loss(problem, root)
+        if after >= before * (1.0 - _CONVERGED):
             break
         before = after
     return root
 
 
-def cost(task: GrowthProblem, root: Node) -> float:
+def total_loss(problem: GrowthProblem, root: Node) -> float:
     """Return the weighted loss of a tree over all rows."""
-    return float(_losses(task, root, np.arange(task.bins.size)).sum())
+    return float(_losses(problem, root, problem.rows).sum())
 
 
 def count(node: Node) -> int:
@@ -254,106 +246,103 @@ def count(node: Node) -> int:
     return 1 if isinstance(node, LeafNode) else count(node.left) + count(node.right)
 
 
-def _swept(task: GrowthProblem, node: Node, rows: NDArray[np.intp]) -> Node:
+def _swept(problem: GrowthProblem, node: Node, rows: NDArray[np.intp]) -> Node:
     if isinstance(node, LeafNode):
-        return task.leaf(rows)
-    goes_left = task.cuts.codes[rows, node.feature] <= node.cut
+        return problem.leaf(rows)
+    goes_left = problem.goes_left(node, rows)
     lefts = int(goes_left.sum())
-    if min(lefts, rows.size - lefts) < task.min_rows:  # rows moved away above: the question is idle
-        return _swept(task, node.left if 2 * lefts >= rows.size else node.right, rows)
-    left, right = _swept(task, node.left, rows[goes_left]), _swept(task, node.right, rows[~goes_left])
+    if min(lefts, rows.size - lefts) < problem.min_rows:  # splits above moved the rows of one side away
+        return _swept(problem, node.left if 2 * lefts >= rows.size else node.right, rows)
+    left, right = _swept(problem, node.left, rows[goes_left]), _swept(problem, node.right, rows[~goes_left])
     if left == right:
         return left
-    on_left, on_right = _losses(task, left, rows), _losses(task, right, rows)
+    on_left, on_right = _losses(problem, left, rows), _losses(problem, right, rows)
     now = float(on_left[goes_left].sum() + on_right[~goes_left].sum())
-    sums = task.cuts.histogram(rows, on_left - on_right).cumsum(axis=1)[:, :-1]
-    allowed = _allowed(task, rows)
-    choice = _least(np.where(allowed, on_right.sum() + sums, np.inf))
-    if choice.cost < now * (1.0 - _GAIN):
+    sums = problem.cuts.histogram(rows, on_left - on_right).cumsum(axis=1)[:, :-1]
+    choice = _least(np.where(_allowed(problem, rows), on_right.sum() + sums, np.inf))
+    if choice.loss < now * (1.0 - _MIN_GAIN):
         return SplitNode(choice.feature, choice.cut, left, right)
     return replace(node, left=left, right=right)
 
 
-def _losses(task: GrowthProblem, node: Node, rows: NDArray[np.intp]) -> NDArray[np.float64]:
-    """Return the weighted loss of each of `rows` under a part of a tree."""
+def _losses(problem: GrowthProblem, node: Node, rows: NDArray[np.intp]) -> NDArray[np.float64]:
+    """Return the weighted loss of each of `rows` in a subtree."""
     if isinstance(node, LeafNode):
-        own: NDArray[np.float64] = task.loss[node.value][task.bins[rows]] * task.weight[rows]
+        own: NDArray[np.float64] = problem.loss[node.value][problem.bins[rows]] * problem.weight[rows]
         return own
-    goes_left = task.cuts.codes[rows, node.feature] <= node.cut
+    goes_left = problem.goes_left(node, rows)
     losses = np.empty(rows.size)
-    losses[goes_left] = _losses(task, node.left, rows[goes_left])
-    losses[~goes_left] = _losses(task, node.right, rows[~goes_left])
+    losses[goes_left] = _losses(problem, node.left, rows[goes_left])
+    losses[~goes_left] = _losses(problem, node.right, rows[~goes_left])
     return losses
 
 
-def _split_best(task: GrowthProblem, root: Node, rows: NDArray[np.intp], known: dict[bytes, _Choice]) -> Node:
-    """Return the tree with that leaf split whose split lowers the loss most; the same one if none does.
-
-    `known` remembers the best split of rows that were looked at before.
-    """
+def _split_best(problem: GrowthProblem, root: Node, known: dict[bytes, _Choice]) -> Node:
+    """Return the tree with the best leaf split; `known` caches splits by rows."""
     gains: list[tuple[float, int, SplitNode]] = []
-    for number, (leaf, own) in enumerate(_ends(task, root, rows)):
+    for number, (leaf, own) in enumerate(_leaves(problem, root, problem.rows)):
         key = own.tobytes()
-        choice = known[key] = known[key] if key in known else _best_split(task, own)
-        gain = float(_losses(task, leaf, own).sum()) - choice.cost
-        if np.isfinite(choice.cost) and gain > _GAIN:
-            goes_left = task.cuts.codes[own, choice.feature] <= choice.cut
-            sides = task.leaf(own[goes_left]), task.leaf(own[~goes_left])
+        choice = known[key] = known[key] if key in known else _best_split(problem, own)
+        gain = float(_losses(problem, leaf, own).sum()) - choice.loss
+        if np.isfinite(choice.loss) and gain > _MIN_GAIN:
+            goes_left = problem.goes_left(choice, own)
+            sides = problem.leaf(own[goes_left]), problem.leaf(own[~goes_left])
             gains.append((gain, -number, SplitNode(choice.feature, choice.cut, *sides)))
     if not gains:
         return root
     _, number, split = max(gains, key=lambda each: each[:2])
-    return _with_end(root, [-number], split)
+    return _with_leaf(root, [-number], split)
 
 
-def _best_split(task: GrowthProblem, rows: NDArray[np.intp]) -> _Choice:
-    """Return the question that leaves the least loss when both sides get their best leaves."""
-    if rows.size < 2 * task.min_rows:
+def _best_split(problem: GrowthProblem, rows: NDArray[np.intp]) -> _Choice:
+    """Return the split of least loss when both sides get their best leaves."""
+    if rows.size < 2 * problem.min_rows:
         return _Choice(np.inf, 0, 0)
-    joint = task.cuts.joint_histogram(rows, task.bins[rows], task.weight[rows], task.loss.shape[1])
+    weight, target_bins = problem.weight[rows], problem.loss.shape[1]
+    joint = problem.cuts.joint_histogram(rows, problem.bins[rows], weight, target_bins)
     below = joint.cumsum(axis=1)  # features, cuts + 1, bins
-    losses = below @ task.loss.T
+    losses = below @ problem.loss.T
     left, right = losses[:, :-1], losses[:, -1:] - losses[:, :-1]
     total = left.min(axis=2) + right.min(axis=2)
-    return _least(np.where(_allowed(task, rows), total, np.inf))
+    return _least(np.where(_allowed(problem, rows), total, np.inf))
 
 
-def _allowed(task: GrowthProblem, rows: NDArray[np.intp]) -> NDArray[np.bool_]:
-    """Tell which questions leave enough rows on both sides, shape (features, cuts)."""
-    lefts = task.cuts.counts(rows).cumsum(axis=1)[:, :-1]
-    allowed: NDArray[np.bool_] = (lefts >= task.min_rows) & (rows.size - lefts >= task.min_rows)
+def _allowed(problem: GrowthProblem, rows: NDArray[np.intp]) -> NDArray[np.bool_]:
+    """Return the splits that leave enough rows on both sides, shape (features, cuts)."""
+    lefts = problem.cuts.counts(rows).cumsum(axis=1)[:, :-1]
+    allowed: NDArray[np.bool_] = (lefts >= problem.min_rows) & (rows.size - lefts >= problem.min_rows)
     return allowed
 
 
-def _least(costs: NDArray[np.float64]) -> _Choice:
-    at = int(np.argmin(costs))
-    feature, cut = divmod(at, costs.shape[1])
-    return _Choice(float(costs.flat[at]), feature, cut)
+def _least(losses: NDArray[np.float64]) -> _Choice:
+    at = int(np.argmin(losses))
+    feature, cut = divmod(at, losses.shape[1])
+    return _Choice(float(losses.flat[at]), feature, cut)
 
 
-def _merge_weakest(task: GrowthProblem, root: Node, rows: NDArray[np.intp]) -> Node:
-    """Return the tree with those two sister leaves made one that are missed least."""
+def _merge_weakest(problem: GrowthProblem, root: Node) -> Node:
+    """Return the tree with the two sibling leaves merged whose split lowers the loss least."""
     best: tuple[float, Node] | None = None
-    for path, own, split in _twigs(root, rows, (), task):
-        leaf = task.leaf(own)
-        loss = float(_losses(task, leaf, own).sum() - _losses(task, split, own).sum())
+    for path, own, split in _twigs(problem, root, problem.rows, ()):
+        leaf = problem.leaf(own)
+        loss = float(_losses(problem, leaf, own).sum() - _losses(problem, split, own).sum())
         if best is None or loss < best[0]:
             best = (loss, _with(root, path, leaf))
     return root if best is None else best[1]
 
 
 def _twigs(
-    node: Node, rows: NDArray[np.intp], path: tuple[bool, ...], task: GrowthProblem
+    problem: GrowthProblem, node: Node, rows: NDArray[np.intp], path: tuple[bool, ...]
 ) -> Iterator[tuple[tuple[bool, ...], NDArray[np.intp], SplitNode]]:
-    """Yield the splits whose children are both leaves: the way there (left is True) and their rows."""
+    """Yield the splits whose children are both leaves: their path (left is True) and their rows."""
     if isinstance(node, LeafNode):
         return
     if isinstance(node.left, LeafNode) and isinstance(node.right, LeafNode):
         yield path, rows, node
         return
-    goes_left = task.cuts.codes[rows, node.feature] <= node.cut
-    yield from _twigs(node.left, rows[goes_left], (*path, True), task)
-    yield from _twigs(node.right, rows[~goes_left], (*path, False), task)
+    goes_left = problem.goes_left(node, rows)
+    yield from _twigs(problem, node.left, rows[goes_left], (*path, True))
+    yield from _twigs(problem, node.right, rows[~goes_left], (*path, False))
 
 
 def _with(node: Node, path: tuple[bool, ...], new: Node) -> Node:
@@ -366,22 +355,22 @@ def _with(node: Node, path: tuple[bool, ...], new: Node) -> Node:
     return replace(node, right=_with(node.right, path[1:], new))
 
 
-def _ends(
-    task: GrowthProblem, node: Node, rows: NDArray[np.intp]
+def _leaves(
+    problem: GrowthProblem, node: Node, rows: NDArray[np.intp]
 ) -> Iterator[tuple[LeafNode, NDArray[np.intp]]]:
     """Yield the leaves from left to right, with their rows."""
     if isinstance(node, LeafNode):
         yield node, rows
         return
-    goes_left = task.cuts.codes[rows, node.feature] <= node.cut
-    yield from _ends(task, node.left, rows[goes_left])
-    yield from _ends(task, node.right, rows[~goes_left])
+    goes_left = problem.goes_left(node, rows)
+    yield from _leaves(problem, node.left, rows[goes_left])
+    yield from _leaves(problem, node.right, rows[~goes_left])
 
 
-def _with_end(node: Node, left_to_go: list[int], new: Node) -> Node:
+def _with_leaf(node: Node, left_to_go: list[int], new: Node) -> Node:
     """Return the tree with another node in place of a leaf, counted from the left."""
     if isinstance(node, LeafNode):
         left_to_go[0] -= 1
         return new if left_to_go[0] == -1 else node
-    left = _with_end(node.left, left_to_go, new)
-    return replace(node, left=left, right=_with_end(node.right, left_to_go, new))
+    left = _with_leaf(node.left, left_to_go, new)
+    return replace(node, left=left, right=_with_leaf(node.right, left_to_go, new))

@@ -67,6 +67,7 @@ def test_a_profile_becomes_three_surrogates_and_a_report(
     assert done.exit_code == 0, done.stderr
     told = json.loads(done.stdout)
     assert done.stderr.splitlines()[-1].startswith("some of the data is not of 3,600 s")
+    (data / "search-seed0.journal").unlink()
     assert bytes_of(data) == before
     loaded = load_profile(profile)
     known = read_tables([data / design for design in DESIGNS])
@@ -75,7 +76,7 @@ def test_a_profile_becomes_three_surrogates_and_a_report(
         assert Path(file["path"]).stat().st_size == file["bytes"]
         surrogate = read_surrogate(Path(file["path"]), loaded, kind)
         assert surrogate.report == told["report"]
-        answers = surrogate.answers(known.features)
+        answers = surrogate.predict_many(known.features)
         assert answers.in_range.all()
         right = (answers.starvation_probability >= 0.5) == known.starved
         assert right.mean() > max(known.starved.mean(), 1 - known.starved.mean())
@@ -169,7 +170,9 @@ def test_data_that_does_not_do_is_one_line_and_nothing_is_written(
 @pytest.mark.parametrize(
     ("options", "told"),
     [
-        (("--models", "forest,lasso"), "--models: must be of knn, forest, svm, xgboost (got 'lasso')"),
+        (("--models", "forest,lasso"), "--models: must be of forest, xgboost (got 'lasso')"),
+        (("--models", "knn"), "--models: must be of forest, xgboost; compared by python -m benchmarks"),
+        (("--paper-space",), "--paper-space: the paper's grids are searched by python -m benchmarks"),
         (("--report", "missing/x.html"), "x.html: cannot be written: No such file"),
         (("--report", "best.npz"), "--report: must be another file than a surrogate's"),
         (("--output-dir", "profile.json"), "best.npz: cannot be written"),

@@ -114,10 +114,10 @@ def surrogates() -> Mapping[str, Surrogate]:
             kind=kind,
             throughput=throughput,
             starvation=starvation,
-            calibration=fit_calibration(starvation.answers(data.features), data.starved),
+            calibration=fit_calibration(starvation.predict(data.features), data.starved),
             intervals=fit_intervals(
                 data.features,
-                throughput.answers(data.features),
+                throughput.predict(data.features),
                 data.throughput_tok_s,
                 np.arange(len(data.features)),
                 seed=0,

@@ -23,7 +23,7 @@ def ask(surrogate: Surrogate, workload: Workload, *settings: EngineLimits) -> Pr
     asker = compile_surrogate(surrogate, workload, **ENGINE)
     assert asker is not None
     rates = np.array([a.rate_rps for a in workload.adapters])
-    return asker.ask(rates, np.array([a.rank for a in workload.adapters], float), settings)
+    return asker.predict(rates, np.array([a.rank for a in workload.adapters], float), settings)
 
 
 def predict(surrogate: Surrogate, workload: Workload, setting: EngineLimits) -> SurrogateAnswer:

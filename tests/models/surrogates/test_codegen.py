@@ -25,7 +25,7 @@ def test_the_source_answers_as_the_tree_and_does_nothing_else(tree: Tree) -> Non
     answer = namespace["answer"]
     assert callable(answer)
     rows = around(tree)
-    assert [answer(row) for row in rows] == tree.answers(rows).tolist()
+    assert [answer(row) for row in rows] == tree.predict(rows).tolist()
     assert source.count("return ") == tree.rules
     assert all(FEATURES[feature] in source for feature in tree.feature if feature != LEAF)
 
@@ -35,7 +35,7 @@ def test_the_source_answers_as_the_tree_and_does_nothing_else(tree: Tree) -> Non
 def test_the_compiled_function_answers_as_the_tree(tree: Tree) -> None:
     compiled = compile_tree(tree)
     rows = around(tree)
-    assert [compiled(row) for row in rows] == tree.answers(rows).tolist()
+    assert [compiled(row) for row in rows] == tree.predict(rows).tolist()
 
 
 def test_the_compiled_function_can_be_called_from_compiled_code() -> None:

@@ -2,7 +2,7 @@ import numpy as np
 import pytest
 from sklearn.ensemble import RandomForestClassifier, RandomForestRegressor
 
-from capplan.models.surrogates.outputs import LEAF, flatten_forest, forest_answer
+from capplan.models.surrogates.outputs import LEAF, flatten_forest, forest_value
 
 
 @pytest.fixture(scope="module")
@@ -38,7 +38,7 @@ def test_a_flat_regressor_answers_as_scikit_learn_does(table: tuple[np.ndarray, 
     asked = on_thresholds(
         model, np.concatenate([x, np.random.default_rng(1).uniform(-5, 30, (400, 5))]).astype(np.float32)
     )
-    ours = [forest_answer(forest, row) for row in asked]
+    ours = [forest_value(forest, row) for row in asked]
     assert ours == pytest.approx(model.predict(asked), rel=1e-6)
 
 
@@ -48,7 +48,7 @@ def test_a_flat_classifier_answers_the_share_of_its_second_class(
     x, y = table
     model = RandomForestClassifier(n_estimators=20, min_samples_leaf=3, random_state=0).fit(x, y > 80)
     forest = flatten_forest(model)
-    ours = [forest_answer(forest, row) for row in on_thresholds(model, x)]
+    ours = [forest_value(forest, row) for row in on_thresholds(model, x)]
     assert ours == pytest.approx(model.predict_proba(on_thresholds(model, x))[:, 1], abs=1e-6)
 
 

@@ -23,7 +23,7 @@ from capplan.models.surrogates.outputs import (
     served_share,
     throughput_of,
 )
-from capplan.models.training.boosting import LEAST_AT_THE_EDGE
+from capplan.models.training.boosting import LEAST_SERVED
 from capplan.spec import STARVED_BELOW
 from tests.models.surrogates.making import made
 from tests.models.surrogates.runs import CASES, run
@@ -44,7 +44,7 @@ def constant(value: float) -> Forest:
 
 
 def answers(form: str, *values: float) -> np.ndarray:
-    return EnsembleOutput(form, tuple(map(constant, values))).answers(ROWS)
+    return EnsembleOutput(form, tuple(map(constant, values))).predict(ROWS)
 
 
 @pytest.mark.parametrize("case", CASES)
@@ -89,7 +89,7 @@ def test_no_more_is_served_than_all() -> None:
     [
         (PROBABILITY, 0.5, 0.8),
         (LOG_ODDS, 0.0, 1.4),
-        (LOG_SERVED, np.log(STARVED_BELOW), np.log(LEAST_AT_THE_EDGE)),
+        (LOG_SERVED, np.log(STARVED_BELOW), np.log(LEAST_SERVED)),
     ],
 )
 def test_scores_are_zero_at_the_edge_and_rise_with_starvation(

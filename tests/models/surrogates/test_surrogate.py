@@ -13,9 +13,9 @@ from tests.models.surrogates.making import SETTINGS, asked, drawn, made, profile
 
 def test_many_rows_are_answered_as_each_row_alone(surrogate: Surrogate) -> None:
     rows = made().features[:60]
-    together = surrogate.answers(rows)
+    together = surrogate.predict_many(rows)
     for i, row in enumerate(rows):
-        alone = surrogate.answer(row)
+        alone = surrogate.predict_features(row)
         assert alone.throughput_tok_s == together.throughput_tok_s[i]
         assert (alone.low_tok_s, alone.high_tok_s) == (together.low_tok_s[i], together.high_tok_s[i])
         assert alone.starvation_probability == together.starvation_probability[i]
@@ -25,12 +25,12 @@ def test_many_rows_are_answered_as_each_row_alone(surrogate: Surrogate) -> None:
 
 def test_a_workload_is_answered_by_its_features(surrogate: Surrogate) -> None:
     features = feature_vector(asked(), surrogate.profile, **SETTINGS)
-    assert surrogate.predict(asked(), **SETTINGS) == surrogate.answer(features)
+    assert surrogate.predict(asked(), **SETTINGS) == surrogate.predict_features(features)
 
 
 def test_answers_to_scenarios_not_seen_are_near_and_within_their_interval(surrogate: Surrogate) -> None:
     fresh = made(256, seed=5)
-    answers = surrogate.answers(fresh.features)
+    answers = surrogate.predict_many(fresh.features)
     off = np.abs(np.log(answers.throughput_tok_s / fresh.throughput_tok_s))
     assert np.median(off) < 0.1
     assert np.all(answers.low_tok_s <= answers.throughput_tok_s)
@@ -40,7 +40,7 @@ def test_answers_to_scenarios_not_seen_are_near_and_within_their_interval(surrog
 
 def test_answers_are_sound_far_from_all_that_was_learned(surrogate: Surrogate) -> None:
     far = np.exp(np.random.default_rng(0).normal(0, 4, (300, len(FEATURES)))).astype(np.float32)
-    answers = surrogate.answers(far)
+    answers = surrogate.predict_many(far)
     for end in (answers.low_tok_s, answers.throughput_tok_s, answers.high_tok_s):
         assert np.all(end >= 0.0)
     assert np.all(answers.low_tok_s <= answers.throughput_tok_s)
@@ -50,7 +50,7 @@ def test_answers_are_sound_far_from_all_that_was_learned(surrogate: Surrogate) -
 
 
 def test_the_probability_rises_with_the_score(surrogate: Surrogate) -> None:
-    scores = surrogate.starvation.answers(made().features)
+    scores = surrogate.starvation.predict(made().features)
     order = np.argsort(scores)
     assert np.all(np.diff(surrogate.calibration.probability(scores)[order]) >= 0.0)
     assert np.unique(scores).size > 1
@@ -116,7 +116,7 @@ def test_a_question_outside_the_training_range_says_so(surrogate: Surrogate, wha
 
 
 def test_most_scenarios_like_those_of_training_are_in_range(surrogate: Surrogate) -> None:
-    assert surrogate.answers(drawn(256, seed=9)).in_range.mean() > 0.7
+    assert surrogate.predict_many(drawn(256, seed=9)).in_range.mean() > 0.7
 
 
 @pytest.mark.parametrize("kind", KINDS)

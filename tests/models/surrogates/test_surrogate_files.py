@@ -25,7 +25,7 @@ from tests.models.surrogates.written import contents, kind_of, refused, write
 def test_a_file_gives_back_the_surrogate(surrogate: Surrogate, file: Path) -> None:
     again = read_surrogate(file, profile(), surrogate.kind)
     rows = made().features
-    ours, theirs = surrogate.answers(rows), again.answers(rows)
+    ours, theirs = surrogate.predict_many(rows), again.predict_many(rows)
     for name in ("throughput_tok_s", "low_tok_s", "high_tok_s", "starvation_probability"):
         assert np.array_equal(getattr(ours, name), getattr(theirs, name))
     assert np.allclose(ours.novelty, theirs.novelty, rtol=1e-3)

@@ -37,7 +37,7 @@ def walked(tree: Tree, x: np.ndarray) -> float:
 def test_many_rows_are_answered_as_one_by_one(tree: Tree) -> None:
     rows = around(tree)
     expected = [walked(tree, row) for row in rows]
-    assert tree.answers(rows).tolist() == expected
+    assert tree.predict(rows).tolist() == expected
     assert [flat_answer(tree.flat, row) for row in rows] == expected
 
 
@@ -64,7 +64,7 @@ def test_a_tree_of_scikit_learn_keeps_its_answers(seed: int, leaves: int, classi
         model = DecisionTreeRegressor(max_leaf_nodes=leaves, random_state=0).fit(x, y)
         tree, asks = tree_of(model, LOG_TOK_S), model.predict
     rows = np.concatenate([x, around(tree)])
-    assert tree.answers(rows).tolist() == asks(rows).tolist()
+    assert tree.predict(rows).tolist() == asks(rows).tolist()
     assert tree.rules == model.get_n_leaves()
     assert tree.depth == model.get_depth()
 
@@ -76,7 +76,7 @@ def test_a_tree_fitted_on_some_features_asks_for_the_same_ones() -> None:
     model = DecisionTreeRegressor(max_leaf_nodes=9).fit(x[:, columns], x[:, 3] + 2 * x[:, 7])
     tree = tree_of(model, LOG_TOK_S, columns)
     assert set(tree.feature) == {LEAF, 3, 7}
-    assert tree.answers(x).tolist() == model.predict(x[:, columns]).tolist()
+    assert tree.predict(x).tolist() == model.predict(x[:, columns]).tolist()
 
 
 def test_shares_of_leaves_add_up_on_the_way_to_the_root() -> None:

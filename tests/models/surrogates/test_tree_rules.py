@@ -12,7 +12,7 @@ from tests.models.surrogates.trees import LEAF, around, trees
 def test_the_one_rule_that_holds_says_what_the_tree_answers(tree: Tree) -> None:
     rules = decision_rules(tree)
     assert len(rules) == tree.rules
-    for row, answer in zip(around(tree), tree.answers(around(tree)), strict=True):
+    for row, answer in zip(around(tree), tree.predict(around(tree)), strict=True):
         holding = [
             rule
             for rule in rules

@@ -9,7 +9,7 @@ from capplan.models.surrogates.features import FEATURES, feature_of
 from capplan.models.surrogates.outputs import LEAF, Forest
 from capplan.models.training.data import TrainingTable
 from capplan.models.training.evaluation import (
-    NEAR,
+    NEAR_CAPACITY,
     coverage,
     importance,
     regimes,
@@ -44,7 +44,7 @@ def test_regimes_are_parts_of_the_table(table: TrainingTable) -> None:
     assert np.array_equal(parts["one"], ~parts["two"])
     assert parts["one"].sum() == 100
     load = feature_of(table.features, "load_over_capacity")
-    assert np.array_equal(parts["near the edge"], (load >= 1 - NEAR) & (load <= 1 + NEAR))
+    assert np.array_equal(parts["near the edge"], (load >= 1 - NEAR_CAPACITY) & (load <= 1 + NEAR_CAPACITY))
     assert np.array_equal(parts["near the edge"], parts["near the edge, one"] | parts["near the edge, two"])
 
 

@@ -13,7 +13,7 @@ from capplan.models.calibration.least_squares import smape
 from capplan.models.surrogates.features import FEATURES, feature_of
 from capplan.models.surrogates.outputs import LOG_SERVED, SERVED_AND_STEP, expected_share, throughput_of
 from capplan.models.training.boosting import ServedAndStep, ServedEdge
-from capplan.models.training.candidates import signs
+from capplan.models.training.candidates import monotone_constraints
 from capplan.spec import STARVED_BELOW
 from tests.models.training.scenarios import scenarios
 
@@ -75,7 +75,7 @@ def test_the_same_seed_gives_the_same_model_and_another_one_another(model: Any) 
 
     def said(**changed: int) -> np.ndarray:
         fitted = clone(model).set_params(**changed).fit(x, y)
-        return fitted.head().answers(x)
+        return fitted.output().predict(x)
 
     assert np.array_equal(said(), said())
     assert np.array_equal(said(), said(n_jobs=2))
@@ -103,9 +103,9 @@ def test_throughput_is_learned_and_the_head_says_the_same() -> None:
     model = ServedAndStep(**SMALL).fit(x[seen], np.column_stack([served, step_ms])[seen])
     said, meant = model.predict(x[unseen]), throughput_of(x[unseen], served[unseen], step_ms[unseen])
     assert smape(said, meant) < 3.0
-    head = model.head()
-    assert head.form == SERVED_AND_STEP
-    assert np.array_equal(head.answers(x[unseen]), said)
+    output = model.output()
+    assert output.form == SERVED_AND_STEP
+    assert np.array_equal(output.predict(x[unseen]), said)
     margins = model.step_.predict(x[unseen])
     step = feature_of(x[unseen], "step_ms") * np.exp(margins)
     share = np.minimum(1.0, expected_share(x[unseen]) * np.exp(model.served_.predict(x[unseen])))
@@ -123,8 +123,8 @@ def test_scenarios_without_a_step_or_with_nothing_served_can_be_learned_from() -
 def test_starvation_is_learned_and_the_head_says_the_same(edge: ServedEdge) -> None:
     x, served, _ = truth()
     score = edge.decision_function(x)
-    assert edge.head().form == LOG_SERVED
-    assert np.array_equal(edge.head().answers(x), score)
+    assert edge.output().form == LOG_SERVED
+    assert np.array_equal(edge.output().predict(x), score)
     assert np.array_equal(edge.predict(x), (score > 0).astype(int))
     assert np.mean(edge.predict(x) == (served < STARVED_BELOW)) > 0.95
     assert edge.classes_.tolist() == [0, 1]
@@ -133,7 +133,9 @@ def test_starvation_is_learned_and_the_head_says_the_same(edge: ServedEdge) -> N
 @settings(max_examples=30)
 @given(
     rows=st.lists(st.integers(0, 399), min_size=1, max_size=20),
-    moved=st.sets(st.sampled_from([i for i, s in enumerate(signs("starvation")) if s]), min_size=1),
+    moved=st.sets(
+        st.sampled_from([i for i, s in enumerate(monotone_constraints("starvation")) if s]), min_size=1
+    ),
     factor=st.floats(1.001, 20.0),
 )
 def test_what_loads_more_never_lowers_the_score_of_starvation(
@@ -142,5 +144,7 @@ def test_what_loads_more_never_lowers_the_score_of_starvation(
     x = truth()[0][rows]
     worse = x.copy()
     for column in moved:
-        worse[:, column] *= np.float32(factor if signs("starvation")[column] > 0 else 1 / factor)
+        worse[:, column] *= np.float32(
+            factor if monotone_constraints("starvation")[column] > 0 else 1 / factor
+        )
     assert np.all(edge.decision_function(worse) >= edge.decision_function(x) - 1e-6)

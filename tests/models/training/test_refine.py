@@ -3,7 +3,7 @@ import pytest
 
 from capplan.models.calibration.least_squares import smape
 from capplan.models.surrogates.features import FEATURES, expected_tok_s
-from capplan.models.surrogates.tree import LOG_OVER_EXPECTED, LOG_TOK_S, PROBABILITY
+from capplan.models.surrogates.tree import LOG_OVER_EXPECTED, PROBABILITY
 from capplan.models.training.refinement import (
     Refinement,
     refine_starvation,
@@ -37,7 +37,7 @@ def test_the_tree_finds_the_few_rules_behind_the_answers(
     chosen = throughput.chosen
     assert chosen.tree.answer == LOG_OVER_EXPECTED
     assert 3 <= chosen.rules <= 8
-    assert smape(expected_tok_s(x) * np.exp(chosen.tree.answers(x)), tok_s) < 1.0
+    assert smape(expected_tok_s(x) * np.exp(chosen.tree.predict(x)), tok_s) < 1.0
     assert chosen.error < 1.5
 
 
@@ -60,13 +60,6 @@ def test_the_same_seed_gives_the_same_trees(
     assert [point.tree for point in again.front] == [point.tree for point in throughput.front]
 
 
-def test_a_tree_may_hold_throughputs_themselves(table: tuple[np.ndarray, np.ndarray, np.ndarray]) -> None:
-    raw = refine_throughput(*table, limit=8, folds=3, relative=False)
-    assert raw.chosen.tree.answer == LOG_TOK_S
-    x, tok_s, _ = table
-    assert smape(np.exp(raw.chosen.tree.answers(x)), tok_s) < 60.0
-
-
 def test_starvation_is_found_and_leaves_hold_probabilities(
     table: tuple[np.ndarray, np.ndarray, np.ndarray],
 ) -> None:
@@ -76,21 +69,21 @@ def test_starvation_is_found_and_leaves_hold_probabilities(
     assert tree.answer == PROBABILITY
     assert found.chosen.rules <= 6
     assert found.chosen.error < 5.0
-    assert np.all((tree.answers(x) > 0.0) & (tree.answers(x) < 1.0))
+    assert np.all((tree.predict(x) > 0.0) & (tree.predict(x) < 1.0))
 
 
-def test_a_teacher_who_knows_better_is_followed(table: tuple[np.ndarray, np.ndarray, np.ndarray]) -> None:
-    """Where a third of the twin's answers are noise, whoever tells the truth is the better source."""
+def test_better_soft_labels_are_preferred(table: tuple[np.ndarray, np.ndarray, np.ndarray]) -> None:
+    """Where a third of the twin's answers are noise, the true classes are the better labels."""
     x, _, groups = table
     truth = x[:, 3] > 1.0
     noisy = truth ^ (np.random.default_rng(1).random(ROWS) < 0.3)
     asked: list[int] = []
 
-    def teacher(features: np.ndarray, target: np.ndarray) -> object:
+    def better(features: np.ndarray, target: np.ndarray) -> object:
         asked.append(len(features))
         return lambda rows: (rows[:, 3] > 1.0).astype(float)
 
-    taught = refine_starvation(x, noisy, groups, limit=12, folds=3, teacher=teacher)
+    taught = refine_starvation(x, noisy, groups, limit=12, folds=3, labels=better)
     assert set(taught.errors) == {"twin", "teacher"}
     assert len(asked) >= 3
     assert taught.errors["teacher"][12] <= taught.errors["twin"][12]
@@ -101,11 +94,13 @@ def test_a_leaf_answers_with_the_least_error_of_its_rows(
     table: tuple[np.ndarray, np.ndarray, np.ndarray],
 ) -> None:
     x, tok_s, _ = table
-    lesson = throughput_objective(x, tok_s, relative=True)
+    objective = throughput_objective(x, tok_s)
     rows = np.arange(0, ROWS, 7)
-    best = lesson.best_leaf(rows)
-    errors = [np.abs(np.tanh((v - lesson.target[rows]) / 2)).sum() for v in (best, *lesson.target[rows])]
+    best = objective.leaf_value(rows)
+    errors = [
+        np.abs(np.tanh((v - objective.target[rows]) / 2)).sum() for v in (best, *objective.target[rows])
+    ]
     assert errors[0] <= min(errors) * 1.01
     starved = starvation_objective(x, np.arange(ROWS) < 10)
-    assert starved.best_leaf(np.arange(20)) == 0.5
-    assert starved.best_leaf(np.arange(10, 12)) == 0.25
+    assert starved.leaf_value(np.arange(20)) == 0.5
+    assert starved.leaf_value(np.arange(10, 12)) == 0.25

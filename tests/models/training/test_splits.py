@@ -4,7 +4,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from capplan.errors import InputError
-from capplan.models.training.evaluation import grouped_folds, grouped_holdout
+from capplan.models.training.evaluation import grouped_folds
 
 
 @st.composite
@@ -40,20 +40,11 @@ def test_both_sides_of_a_stratified_split_have_both_classes(
         assert np.unique(classes[split.train]).size == np.unique(classes[split.test]).size == 2
 
 
-@given(labelled_groups(), st.floats(0.05, 0.5), st.integers(0, 9))
-def test_a_holdout_keeps_groups_whole(rows: tuple[np.ndarray, np.ndarray], share: float, seed: int) -> None:
-    groups, _ = rows
-    split = grouped_holdout(groups, share=share, seed=seed)
-    assert not set(groups[split.train]) & set(groups[split.test])
-    assert 0 < split.test.size < groups.size
-    assert sorted(np.concatenate(split)) == list(range(groups.size))
-
-
 def test_a_seed_names_the_split() -> None:
     groups = np.arange(200) // 2
 
     def tested(seed: int) -> list[int]:
-        return list(grouped_holdout(groups, seed=seed).test)
+        return list(grouped_folds(groups, seed=seed)[0].test)
 
     assert tested(3) == tested(3)
     assert tested(3) != tested(4)
@@ -68,8 +59,6 @@ def test_what_cannot_be_split_is_refused_in_one_line() -> None:
         lambda: grouped_folds(groups, folds=1),
         lambda: grouped_folds(groups, folds=4, classes=few),
         lambda: grouped_folds(groups, folds=4, classes=together),
-        lambda: grouped_holdout(groups, share=0.0),
-        lambda: grouped_holdout(groups, share=0.7),
     ):
         with pytest.raises(InputError) as refused:
             bad()
