@@ -28,7 +28,7 @@ from benchmarks.common import markdown
 from benchmarks.engine_speed import SIZES, free_ports, oracle_variables, write_adapter, write_model
 from capplan import Adapter, Lengths, Workload, load_profile, simulate
 from capplan.profiling.load.bench import BenchOptions, bench
-from capplan.profiling.load.settings import LoadSettings, Target
+from capplan.profiling.load.requests import LoadSettings, Target
 from capplan.profiling.server.process import flag_words, run_capplan
 from capplan.profiling.validation.compare import (
     MetricComparison,

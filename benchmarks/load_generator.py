@@ -31,9 +31,9 @@ from benchmarks.common import markdown
 from capplan import Adapter, Lengths, Workload
 from capplan.profiling.load.bench import bench
 from capplan.profiling.load.record import RequestFile
+from capplan.profiling.load.requests import LoadSettings, Target
 from capplan.profiling.load.result import BenchResult
 from capplan.profiling.load.run import LoadProgress
-from capplan.profiling.load.settings import LoadSettings, Target
 
 RATE_BAR_RPS: Final = 1500.0
 LAG_BAR_MS: Final = 5.0

@@ -22,8 +22,8 @@ from capplan import Adapter, Lengths, Workload, simulate
 from capplan.models.calibration.components import Hardware, assumed_profile
 from capplan.profiling import tables as files
 from capplan.profiling.load.bench import BenchOptions, bench
+from capplan.profiling.load.requests import LoadSettings, Target
 from capplan.profiling.load.result import BenchResult
-from capplan.profiling.load.settings import LoadSettings, Target
 from capplan.profiling.server.profiler import EngineSetting, ServerProfilingOptions, profile_server
 from capplan.profiling.tables import MeasurementFolder
 from capplan.spec import ModelArch, Profile

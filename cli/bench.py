@@ -132,7 +132,7 @@ def bench(args: BenchArgs) -> None:
     from capplan.profiling.load.bench import BenchOptions
     from capplan.profiling.load.bench import bench as measure
     from capplan.profiling.load.client import raise_file_limit
-    from capplan.profiling.load.settings import LoadSettings, Target
+    from capplan.profiling.load.requests import LoadSettings, Target
     from capplan.spec import load_workload
 
     for path in filter(None, (args.output, args.requests, args.report, args.vllm_json)):

@@ -94,7 +94,7 @@ def server(args: ProfileServerArgs) -> None:
     of adapters become runs and loads; the server's metrics, where it has them, its KV memory.
     """
     require_extra("bench", ("aiohttp",))
-    from capplan.profiling.load.settings import Target
+    from capplan.profiling.load.requests import Target
     from capplan.profiling.server.profiler import EngineSetting, ServerProfilingOptions, profile_server
     from capplan.profiling.tables import MeasurementFolder
     from capplan.spec import allowed_lora_rank

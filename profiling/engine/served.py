@@ -22,8 +22,7 @@ from capplan.profiling.engine.stepping import HOST_PHASES
 from capplan.profiling.load.client import CompletionClient, open_session
 from capplan.profiling.load.preflight import bodies_for, preflight
 from capplan.profiling.load.record import FINISHED
-from capplan.profiling.load.requests import BASE
-from capplan.profiling.load.settings import Target
+from capplan.profiling.load.requests import BASE, Target
 from capplan.profiling.server.closed_loop import (
     OUTPUT_TOKENS,
     LoopError,

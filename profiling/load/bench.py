@@ -15,7 +15,14 @@ from typing import TYPE_CHECKING, Any, Final
 from capplan.errors import InputError
 from capplan.profiling.load.preflight import Preflight, bodies_for, preflight
 from capplan.profiling.load.record import NOT_FAILURES, RequestFile
-from capplan.profiling.load.requests import DEFAULT_MAX_MODEL_LEN, PromptForm, Schedule, schedule_of
+from capplan.profiling.load.requests import (
+    DEFAULT_MAX_MODEL_LEN,
+    LoadSettings,
+    PromptForm,
+    Schedule,
+    Target,
+    schedule_of,
+)
 from capplan.profiling.load.result import (
     BenchResult,
     Failure,
@@ -25,7 +32,6 @@ from capplan.profiling.load.result import (
     overall_metrics,
 )
 from capplan.profiling.load.run import LoadMeasurement, OnTick, run_load
-from capplan.profiling.load.settings import LoadSettings, Target
 
 if TYPE_CHECKING:
     from capplan.spec import Profile, Workload

@@ -25,7 +25,7 @@ from capplan.profiling.load.record import (
     UNFINISHED,
     RequestOutcome,
 )
-from capplan.profiling.load.settings import Target
+from capplan.profiling.load.requests import Target
 
 _EVENT: Final = b"\ndata:"
 _DONE: Final = b"[DONE]"

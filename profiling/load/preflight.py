@@ -16,9 +16,8 @@ import aiohttp
 
 from capplan.errors import InputError
 from capplan.profiling.load.client import open_session
-from capplan.profiling.load.requests import PromptForm, PromptWriter, RequestBodies
+from capplan.profiling.load.requests import PromptForm, PromptWriter, RequestBodies, Target
 from capplan.profiling.load.result import ServerSample
-from capplan.profiling.load.settings import Target
 
 _PROBE_TIMEOUT_S: Final = 120.0
 """A server that has just started compiles for its first request."""

@@ -21,9 +21,8 @@ from capplan.profiling.load.record import (
     RequestRecords,
     not_sent,
 )
-from capplan.profiling.load.requests import RequestBodies, Schedule
+from capplan.profiling.load.requests import LoadSettings, RequestBodies, Schedule, Target
 from capplan.profiling.load.result import ServerSample
-from capplan.profiling.load.settings import LoadSettings, Target
 
 _LAG_INTERVAL_S: Final = 0.02
 _MS_PER_S: Final = 1e3

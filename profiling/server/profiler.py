@@ -16,9 +16,8 @@ from capplan.profiling import tables as files
 from capplan.profiling.load.bench import stopped_by_signals
 from capplan.profiling.load.client import CompletionClient, open_session
 from capplan.profiling.load.preflight import EngineInfo, Preflight, bodies_for, fetch_engine_info, preflight
-from capplan.profiling.load.requests import BASE, DEFAULT_MAX_MODEL_LEN, PromptForm
+from capplan.profiling.load.requests import BASE, DEFAULT_MAX_MODEL_LEN, PromptForm, Target
 from capplan.profiling.load.run import EventLoopLag
-from capplan.profiling.load.settings import Target
 from capplan.profiling.server.closed_loop import (
     OUTPUT_TOKENS,
     LoopError,

@@ -13,10 +13,9 @@ from typing import Any, Final
 from capplan.errors import InputError
 from capplan.profiling.load.bench import BenchOptions, bench
 from capplan.profiling.load.preflight import fetch_engine_info
-from capplan.profiling.load.requests import scaled, schedule_of
+from capplan.profiling.load.requests import LoadSettings, Target, scaled, schedule_of
 from capplan.profiling.load.result import BenchResult
 from capplan.profiling.load.run import OnTick
-from capplan.profiling.load.settings import LoadSettings, Target
 from capplan.profiling.server.process import ServerCommand, flag_words, running_server
 from capplan.profiling.validation.compare import (
     GroupValidation,

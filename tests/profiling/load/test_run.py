@@ -13,10 +13,9 @@ import pytest
 from capplan.errors import InputError
 from capplan.profiling.load.bench import bench, bench_result
 from capplan.profiling.load.record import RequestFile
-from capplan.profiling.load.requests import PromptWriter, RequestBodies, schedule_of
+from capplan.profiling.load.requests import LoadSettings, PromptWriter, RequestBodies, Target, schedule_of
 from capplan.profiling.load.result import BenchResult
 from capplan.profiling.load.run import LoadMeasurement, LoadProgress, run_load
-from capplan.profiling.load.settings import LoadSettings, Target
 from capplan.spec import Workload
 from tests.profiling.load import servers
 from tests.profiling.load.servers import STREAM_HEAD, chunk, event, null_server, plain, server, usage

@@ -8,8 +8,8 @@ import pytest
 from capplan.errors import InputError
 from capplan.profiling.load.bench import bench
 from capplan.profiling.load.record import RequestFile
+from capplan.profiling.load.requests import LoadSettings, Target
 from capplan.profiling.load.result import BenchResult
-from capplan.profiling.load.settings import LoadSettings, Target
 from capplan.profiling.load.vllm_bench import read_vllm_bench, write_vllm_bench
 from tests.profiling.load import servers
 from tests.profiling.load.test_schedule import workload

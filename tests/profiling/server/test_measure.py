@@ -17,7 +17,7 @@ from capplan.errors import InputError
 from capplan.models.calibration.components import LOADING_COLUMNS, MEMORY_COLUMNS
 from capplan.models.calibration.tables import read_steps
 from capplan.profiling import tables as files
-from capplan.profiling.load.settings import Target
+from capplan.profiling.load.requests import Target
 from capplan.profiling.server import profiler
 from capplan.profiling.server.closed_loop import ServerPoint
 from capplan.profiling.server.profiler import (
