@@ -61,7 +61,7 @@ class ProfileKernelsArgs:
     ] = 600.0
     tolerance: Annotated[
         float,
-        typer.Option("--tolerance", metavar="SHARE", min=0.0, help="Relative error of a settled median."),
+        typer.Option("--tolerance", metavar="SHARE", min=0.0, help="Relative error of a converged median."),
     ] = 0.02
     seed: Annotated[int, typer.Option("--seed", metavar="N", min=0, help="Of drawn ranks.")] = 0
     as_json: AsJson = False
@@ -125,8 +125,8 @@ def _document(
 ) -> dict[str, Any]:
     return {
         "settings": options.settings(),
-        "spots": outcome.spots,
-        "settled": outcome.settled,
+        "spots": outcome.points,
+        "settled": outcome.converged,
         "disturbed_share": outcome.disturbed_share,
         "table": str(outcome.table),
         "fits": fits_document(reports),
@@ -134,7 +134,7 @@ def _document(
 
 
 def _summary(outcome: KernelProfilingResult, output: str) -> str:
-    text = f"{outcome.settled:,} of {counted(outcome.spots, 'median')} settled; written to {output}"
+    text = f"{outcome.converged:,} of {counted(outcome.points, 'median')} converged; written to {output}"
     if not outcome.is_complete:
         text += "; the same command goes on"
     if outcome.disturbed_share > _NOTEWORTHY:

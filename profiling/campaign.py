@@ -1,10 +1,10 @@
-"""A measuring campaign on one machine, slice by slice, as often interrupted as need be.
+"""Measuring campaign on one machine in resumable slices.
 
     python -m capplan.profiling.campaign --device cuda --out datasets/h200
 
-Every slice takes less than nine minutes. What is done, and on what, is in ``campaign.json`` in the folder.
-The same command goes on where the last one stopped. ``--time-s`` stops before a time limit of the machine, in
-the middle of a slice if need be; a slice that cannot end in the time left is not begun.
+Every slice takes less than nine minutes. ``campaign.json`` in the folder records progress and machine. The
+same command resumes a campaign. ``--time-s`` ends it before a time limit of the machine, if necessary within
+a slice; a slice that cannot end in time is not started.
 """
 
 from __future__ import annotations
@@ -26,19 +26,19 @@ if TYPE_CHECKING:
     from capplan.profiling.validation.loop import ClosedLoop
 
 MOST_SLICE_S: Final = 480.0
-"""Budget of a slice: with starting and compiling, one stays under nine minutes."""
+"""Budget of a slice; with starting and compiling, a slice stays under nine minutes."""
 LEAST_S: Final = 5.0
-"""Time left under which no slice is begun."""
+"""Minimum time left for starting a slice."""
 _START_S: Final = 60.0
-"""For loading a model before anything is measured."""
+"""Time for loading a model."""
 _LEAST_ENGINE_S: Final = _START_S + 30.0
 _PLAN_S: Final = 180.0
-"""For a calibration and two plans, of a minute each and what confirms them."""
+"""Time for a calibration and two verified plans."""
 _VALIDATION_S: Final = 120.0
 _LEAST_VALIDATION_S: Final = _START_S + _VALIDATION_S + 30.0
-"""With the twin's answers."""
+"""Includes the twin's simulations."""
 _LOADS: Final = (0.4, 0.9, 1.5)
-"""Of the validations, as shares of the capacity."""
+"""Loads of the validations, as shares of the capacity."""
 _TINY_BUDGET_S: Final = 6.0
 _TINY_S: Final = 1.0
 RECORD: Final = "campaign.json"
@@ -46,20 +46,20 @@ RECORD: Final = "campaign.json"
 
 @dataclass(frozen=True)
 class SliceSettings:
-    """What a slice is given.
+    """Inputs of a slice.
 
     Attributes
     ----------
     device
         ``cpu``, ``cuda`` or ``cuda:1`` and so on.
     folder
-        Where everything of the campaign goes; a slice writes into folders of its own there.
+        Folder of the campaign.
     budget_s
-        Seconds that it may take now.
+        Time limit of this run.
     tiny
-        Whether a handful of tiny cases will do: to try the campaign itself.
+        Whether to run a few tiny cases, to test the campaign itself.
     seed
-        Same seed, same cases.
+        Seed of the cases.
     """
 
     device: str
@@ -71,7 +71,7 @@ class SliceSettings:
 
 @dataclass(frozen=True)
 class SliceResult:
-    """How far a slice got: whether nothing is left of it, and in words."""
+    """Completeness of a slice, and a note."""
 
     is_complete: bool
     note: str
@@ -79,21 +79,20 @@ class SliceResult:
 
 @dataclass(frozen=True)
 class Slice:
-    """One part of a campaign, which can be interrupted and goes on when it is run again.
+    """Resumable part of a campaign.
 
     Attributes
     ----------
     name
-        Unique; names its record.
+        Unique name, the key of its record.
     run
-        Does as much as the budget allows.
+        Measures until done or out of time.
     budget_s
-        Seconds after which it counts as done whatever is left, over all its runs.
+        Time limit over all runs, after which the slice counts as done.
     least_s
-        Seconds that it takes at least; with fewer it is not begun, and with fewer left of its budget it
-        counts as done.
+        Minimum time of a run; with less of its budget left, the slice counts as done.
     after
-        Names of slices that must be done before it.
+        Names of slices that must be done first.
     """
 
     name: str
@@ -124,11 +123,11 @@ def _kernels(width: int, phase: str) -> Callable[[SliceSettings], SliceResult]:
                 grids=("tiny" if setting.tiny else grid,),
                 phases=(phase,),
                 widths=(32 if setting.tiny else width,),
-                limits=SamplingLimits(budget_s=setting.budget_s, most_visits=2 if setting.tiny else 60),
+                limits=SamplingLimits(budget_s=setting.budget_s, max_passes=2 if setting.tiny else 60),
                 seed=setting.seed,
             ),
         )
-        return SliceResult(found.is_complete, f"{found.settled} of {found.spots} medians settled")
+        return SliceResult(found.is_complete, f"{found.converged} of {found.points} medians settled")
 
     return run
 
@@ -201,8 +200,8 @@ def _validation(load: float) -> Callable[[SliceSettings], SliceResult]:
             if setting.tiny:  # a second on a busy machine need not be sound
                 return SliceResult(True, str(error))
             raise
-        told = "agree" if found["agrees"] else "disagree"
-        return SliceResult(True, f"twin and engine {told} at {load:.0%} of the capacity")
+        verdict = "agree" if found["agrees"] else "disagree"
+        return SliceResult(True, f"twin and engine {verdict} at {load:.0%} of the capacity")
 
     return run
 
@@ -218,7 +217,7 @@ def slices() -> tuple[Slice, ...]:
             ("engine-served", ("memory", "served")),
         )
     )
-    # A profile of half of the tables would stay: what is planned waits for all of them.
+    # A profile of incomplete tables would be kept, so planning waits for all of them.
     plan = Slice("plan", _plan, least_s=_PLAN_S, after=tuple(each.name for each in engine))
     planned = (*plan.after, plan.name)
     shares = {f"validation-{round(100 * load)}": load for load in _LOADS}
@@ -239,19 +238,19 @@ def slices() -> tuple[Slice, ...]:
 
 @dataclass
 class SliceProgress:
-    """What the record says of one slice."""
+    """Progress of one slice, as recorded."""
 
     spent_s: float = 0.0
     is_complete: bool = False
     runs: list[dict[str, Any]] = field(default_factory=list)
 
     def is_done(self, each: Slice) -> bool:
-        """Tell whether it is complete, or its budget is spent."""
+        """Return whether the slice is complete or its budget is spent."""
         return self.is_complete or self.spent_s > each.budget_s - each.least_s
 
 
 class Campaign:
-    """The slices and the record of a folder.
+    """Slices of a campaign and their record in a folder.
 
     Raises
     ------
@@ -274,51 +273,51 @@ class Campaign:
         if (self.folder / RECORD).exists():
             self.progress = self._read()
 
-    def open_parts(self) -> list[Slice]:
-        """Return the slices that are not done."""
-        return [each for each in self.parts if not self._of_part(each).is_done(each)]
+    def pending_parts(self) -> list[Slice]:
+        """Return the pending slices."""
+        return [each for each in self.parts if not self._progress_of(each).is_done(each)]
 
     def run(
         self,
         time_s: float,
-        say: Callable[[str], None] = lambda _: None,
+        log: Callable[[str], None] = lambda _: None,
         now_s: Callable[[], float] = time.monotonic,
     ) -> bool:
-        """Run open slices while the time lasts, and tell whether none failed."""
-        until, well = now_s() + time_s, True
-        for each in self.open_parts():
-            left = min(until - now_s(), each.budget_s - self._of_part(each).spent_s)
-            if open_before := self._open_before(each):
-                say(f"{each.name}: waits for {', '.join(open_before)}")
+        """Run pending slices within `time_s` seconds; return whether none failed."""
+        until, succeeded = now_s() + time_s, True
+        for each in self.pending_parts():
+            left = min(until - now_s(), each.budget_s - self._progress_of(each).spent_s)
+            if pending := self._pending_before(each):
+                log(f"{each.name}: waits for {', '.join(pending)}")
             elif left < each.least_s:
-                say(f"{each.name}: takes {each.least_s:.0f} s at least, {max(0.0, left):.0f} s are left")
+                log(f"{each.name}: takes {each.least_s:.0f} s at least, {max(0.0, left):.0f} s are left")
             else:
-                say(f"{each.name}: at most {left:.0f} s")
-                well = self._run_part(each, left, say, now_s) and well
-        return well
+                log(f"{each.name}: at most {left:.0f} s")
+                succeeded = self._run_part(each, left, log, now_s) and succeeded
+        return succeeded
 
-    def _open_before(self, each: Slice) -> list[str]:
-        """Return the slices that one waits for."""
-        return [other.name for other in self.open_parts() if other.name in each.after]
+    def _pending_before(self, each: Slice) -> list[str]:
+        """Return the pending prerequisites of a slice."""
+        return [other.name for other in self.pending_parts() if other.name in each.after]
 
-    def _short(self, each: Slice) -> str:
-        """Return in words which slices before one ended with their budget."""
+    def _incomplete_note(self, each: Slice) -> str:
+        """Return a note on prerequisites that ended with their budget."""
         names = [other.name for other in self.parts if other.name in each.after]
         short = [name for name in names if not self.progress[name].is_complete]
         return f"; not complete before it: {', '.join(short)}" if short else ""
 
     def _run_part(
-        self, each: Slice, left_s: float, say: Callable[[str], None], now_s: Callable[[], float]
+        self, each: Slice, left_s: float, log: Callable[[str], None], now_s: Callable[[], float]
     ) -> bool:
         from capplan.profiling.machine import describe
 
-        progress = self._of_part(each)
+        progress = self._progress_of(each)
         setting = SliceSettings(self._device, self.folder, left_s, tiny=bool(self._of["tiny"]))
         begin, note = now_s(), "interrupted"
         failed = False
         try:
             outcome = each.run(setting)
-            progress.is_complete, note = outcome.is_complete, outcome.note + self._short(each)
+            progress.is_complete, note = outcome.is_complete, outcome.note + self._incomplete_note(each)
         except (CapplanError, OSError, RuntimeError) as error:
             # Out of memory on one slice must not cost the others.
             failed, note = (
@@ -330,10 +329,10 @@ class Campaign:
             machine = describe(self._device)
             progress.runs.append({"seconds": round(now_s() - begin, 1), "note": note, "machine": machine})
             self._write()
-        say(f"{each.name}: {note}")
+        log(f"{each.name}: {note}")
         return not failed
 
-    def _of_part(self, each: Slice) -> SliceProgress:
+    def _progress_of(self, each: Slice) -> SliceProgress:
         return self.progress.setdefault(each.name, SliceProgress())
 
     def _write(self) -> None:
@@ -357,7 +356,7 @@ class Campaign:
 
 
 def default_folder(device: str) -> Path:
-    """Return ``datasets/<gpu>`` for the chip that is there."""
+    """Return ``datasets/<gpu>`` for the device's chip."""
     from capplan.profiling.machine import device_name
 
     name = re.sub(r"[^a-z0-9]+", "-", device_name(device).lower().removeprefix("nvidia ")).strip("-")
@@ -365,7 +364,7 @@ def default_folder(device: str) -> Path:
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
-    """Run a campaign; 0: done or out of time, 1: a slice failed, 2: something given is wrong."""
+    """Run a campaign; exit status 0: done or out of time, 1: a slice failed, 2: invalid input."""
     parser = argparse.ArgumentParser(
         prog="python -m capplan.profiling.campaign",
         description=__doc__,
@@ -377,11 +376,11 @@ def main(arguments: Sequence[str] | None = None) -> int:
     parser.add_argument("--tiny", action="store_true", help="a handful of cases, to try the campaign")
     given = parser.parse_args(arguments)
     try:
-        well = _run(given)
+        succeeded = _run(given)
     except CapplanError as error:
         sys.stderr.write(f"error: {error}\n")
         return error.exit_code
-    return 0 if well else 1
+    return 0 if succeeded else 1
 
 
 def _run(given: argparse.Namespace) -> bool:
@@ -390,14 +389,14 @@ def _run(given: argparse.Namespace) -> bool:
     if given.device != "cpu" and not torch.cuda.is_available():
         raise InputError("must be cpu: this PyTorch sees no CUDA device", given.device, "--device")
     campaign = Campaign(given.out or default_folder(given.device), given.device, tiny=given.tiny)
-    well = campaign.run(given.time_s, lambda line: _say(f"{time.strftime('%H:%M:%S')} {line}"))
-    done = len(campaign.parts) - len(campaign.open_parts())
+    succeeded = campaign.run(given.time_s, lambda line: _print(f"{time.strftime('%H:%M:%S')} {line}"))
+    done = len(campaign.parts) - len(campaign.pending_parts())
     more = "" if done == len(campaign.parts) else "; the same command goes on"
-    _say(f"{done} of {len(campaign.parts)} slices done in {campaign.folder}{more}")
-    return well
+    _print(f"{done} of {len(campaign.parts)} slices done in {campaign.folder}{more}")
+    return succeeded
 
 
-def _say(line: str) -> None:
+def _print(line: str) -> None:
     sys.stdout.write(f"{line}\n")
     sys.stdout.flush()
 

@@ -1,4 +1,4 @@
-"""What a measurement was made on: device, driver, versions, clocks, threads, date. No names of machines."""
+"""Provenance of a measurement: device, driver, versions, clocks, threads, date."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ _UNKNOWN_CACHE_BYTES: Final = 32 * 2**20
 
 
 def describe(device: str, threads: int | None = None) -> dict[str, Any]:
-    """Return the provenance of what is measured now."""
+    """Return the provenance of a measurement on this machine."""
     import capplan
 
     record: dict[str, Any] = {
@@ -53,19 +53,19 @@ def describe(device: str, threads: int | None = None) -> dict[str, Any]:
 
 
 def device_name(device: str) -> str:
-    """Return the name of the chip that computes."""
+    """Return the name of the device's chip."""
     if torch.device(device).type == "cuda":
         return str(torch.cuda.get_device_name(torch.device(device)))
     return cpu_model()
 
 
 def cpu_model() -> str:
-    """Return the processor's name, as the kernel tells it."""
+    """Return the processor's name."""
     return _cpuinfo("model name") or platform.machine() or "unknown"
 
 
 def last_cache_bytes() -> int:
-    """Return the size of the largest cache of the first core; 32 MiB where nobody tells."""
+    """Return the size of the first core's largest cache; 32 MiB if unknown."""
     sizes = [_bytes(file) for file in _CACHE.glob("index*/size")]
     return max(sizes, default=_UNKNOWN_CACHE_BYTES)
 
@@ -108,17 +108,17 @@ def _gpu(device: torch.device) -> dict[str, Any]:
         "l2_bytes": properties.L2_cache_size,
         "cuda": torch.version.cuda,
     }
-    return record | _asked_driver(device.index or 0)
+    return record | _driver_fields(device.index or 0)
 
 
-def _asked_driver(index: int) -> dict[str, str]:
-    """Return what ``nvidia-smi`` knows, nothing where there is none."""
+def _driver_fields(index: int) -> dict[str, str]:
+    """Return driver fields from ``nvidia-smi``; none without it."""
     program = shutil.which("nvidia-smi")
     if program is None:
         return {}
-    asked = [program, f"--id={index}", f"--query-gpu={','.join(_GPU_FIELDS)}", "--format=csv,noheader"]
+    command = [program, f"--id={index}", f"--query-gpu={','.join(_GPU_FIELDS)}", "--format=csv,noheader"]
     try:
-        told = subprocess.run(asked, capture_output=True, text=True, timeout=30, check=True).stdout  # noqa: S603
+        output = subprocess.run(command, capture_output=True, text=True, timeout=30, check=True).stdout  # noqa: S603
     except (OSError, subprocess.SubprocessError):
         return {}
-    return dict(zip(_GPU_FIELDS, (part.strip() for part in told.split(",")), strict=False))
+    return dict(zip(_GPU_FIELDS, (part.strip() for part in output.split(",")), strict=False))

@@ -10,6 +10,8 @@ from io import BytesIO
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Final
 
+import numpy as np
+
 from capplan.errors import InputError
 from capplan.spec import read_text, write_bytes_atomic, write_text_atomic
 from capplan.spec.files import error_reason
@@ -24,18 +26,24 @@ LOADING: Final = "loading.csv"
 FIRST_TOKENS: Final = "first_tokens.csv"
 PROVENANCE: Final = "provenance.json"
 TABLES: Final = (STEPS, RUNS, MEMORY, LOADING)
-"""What calibration reads, each by the flag of its name."""
+"""Tables that calibration reads."""
 _SETTING: Final = "setting"
+MIN_LOAD_MS: Final = 1e-3
+"""Lower bound of a load time; calibration requires positive times."""
+OUTPUT_TOKENS: Final = 2
+"""Output tokens of a request for its first token."""
+_IDLE_RATE_RPS: Final = 0.01
+_IDLE_RUN_S: Final = 20_000.0
 BASE: Final = "base.json"
 SERVED: Final = "served.parquet"
 ITERATIONS: Final = "iterations.parquet"
 
 
 class MeasurementFolder:
-    """Tables of one or several engine settings, side by side.
+    """Folder of tables of one or several engine settings.
 
-    Each row says in the column ``setting`` which start of an engine it is of, so that measuring another
-    setting adds to the tables, and measuring one again replaces its rows.
+    The column ``setting`` identifies the engine start of each row. Measuring a setting again replaces its
+    rows.
 
     Raises
     ------
@@ -51,7 +59,7 @@ class MeasurementFolder:
             raise InputError(f"cannot be made: {error_reason(error)}", location=str(path)) from None
 
     def table(self, name: str) -> pd.DataFrame | None:
-        """Return a table as it is, None where there is none."""
+        """Return a table; None if it does not exist."""
         import pandas as pd
 
         file = self.path / name
@@ -63,11 +71,11 @@ class MeasurementFolder:
             raise InputError(f"cannot be read: {error_reason(error)}", location=str(file)) from None
 
     def has(self, name: str, setting: str) -> bool:
-        """Tell whether a table has rows of a setting."""
+        """Return whether a table has rows of a setting."""
         return bool(self.measured(name, setting, _SETTING))
 
     def measured(self, name: str, setting: str, column: str) -> set[str]:
-        """Return the values of a column that a table has for a setting."""
+        """Return the values of a column for a setting."""
         table = self.table(name)
         if table is None or column not in table.columns or _SETTING not in table.columns:
             return set()
@@ -76,7 +84,7 @@ class MeasurementFolder:
     def add(
         self, name: str, setting: str, rows: Sequence[Mapping[str, Any]], *, replace: bool = True
     ) -> None:
-        """Put rows of a setting into a table, in place of its rows, or after them."""
+        """Add rows of a setting to a table, replacing its rows unless `replace` is false."""
         import pandas as pd
 
         if not rows:
@@ -94,7 +102,7 @@ class MeasurementFolder:
             write_text_atomic(self.path / name, own.to_csv(index=False))
 
     def notes(self) -> dict[str, Any]:
-        """Return where the rows are from, by setting."""
+        """Return the provenance by setting."""
         file = self.path / PROVENANCE
         if not file.exists():
             return {}
@@ -107,13 +115,13 @@ class MeasurementFolder:
         return known
 
     def note(self, setting: str, facts: Mapping[str, Any]) -> None:
-        """Record where the rows of a setting are from."""
+        """Write the provenance of a setting."""
         known = {**self.notes(), setting: dict(facts)}
         write_text_atomic(self.path / PROVENANCE, json.dumps(known, indent=1, sort_keys=True) + "\n")
 
 
 def require_same(folder: MeasurementFolder, setting: str, facts: Mapping[str, Any]) -> None:
-    """Refuse a folder whose rows are of another base model, or of other adapters at the same setting.
+    """Refuse a folder with another base model, or with other adapters at the same setting.
 
     Raises
     ------
@@ -128,9 +136,36 @@ def require_same(folder: MeasurementFolder, setting: str, facts: Mapping[str, An
                 raise InputError(rule, here, f"{folder.path / PROVENANCE}: {name}: {key}")
 
 
+def loading_row(rank: int, s_max: int, kind: str, times_ms: Sequence[float]) -> dict[str, float | str]:
+    """Return a row of the loading table: quartiles of load times, bounded below for calibration."""
+    low, median, high = np.percentile(times_ms, (25, 50, 75)).tolist()
+    return {
+        "rank": float(rank),
+        "s_max": float(s_max),
+        "kind": kind,
+        "ms": max(MIN_LOAD_MS, median),
+        "ms_p25": low,
+        "ms_p75": high,
+        "loads": float(len(times_ms)),
+    }
+
+
+def idle_run(prompt_tokens: float, ttft_ms: float) -> dict[str, Any]:
+    """Return the columns of a run of minimal load, whose TTFT is that of an idle server."""
+    return {
+        "rates_rps": _IDLE_RATE_RPS,
+        "prompt_mean": prompt_tokens,
+        "prompt_std": 0,
+        "output_mean": OUTPUT_TOKENS,
+        "output_std": 0,
+        "duration_s": _IDLE_RUN_S,
+        "ttft_s_p50": ttft_ms / 1e3,
+    }
+
+
 @dataclass(frozen=True)
 class FolderTables:
-    """Paths of tables; None for those that the folder lacks."""
+    """Paths of tables; None for missing ones."""
 
     base: str | None
     steps: str | None
@@ -140,9 +175,9 @@ class FolderTables:
 
 
 def tables_of(folder: str | os.PathLike[str]) -> FolderTables:
-    """Return the tables of a folder that an engine or a server was measured into.
+    """Return the tables of a measurement folder.
 
-    Steps of the engine behind its server stand before its own: they are what clients meet.
+    Steps of the engine behind its server take precedence over those of the bare engine.
 
     Raises
     ------

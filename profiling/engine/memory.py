@@ -19,6 +19,7 @@ from capplan.engine.request import SamplingParams
 from capplan.engine.settings import EngineSettings
 from capplan.errors import InfeasibleError
 from capplan.profiling.engine.options import EngineProfilingOptions
+from capplan.profiling.tables import MIN_LOAD_MS, loading_row
 from capplan.serving import weight_bytes
 from capplan.serving.memory import kv_bytes_per_token
 from capplan.spec import Kernel, Profile
@@ -27,20 +28,20 @@ BLOCK_TOKENS: Final = 16
 _CPU_KV_BYTES: Final = 256 * 2**20
 _PADDED: Final = ("padded", "bgmv")
 _RULES: Final = "vllm-0.8"
-"""Under these a step waits for its adapter, so that the step's record tells what the load took."""
+"""With these rules a step waits for its adapter, so its record holds the load time."""
 _ATTENTION: Final = 4
 _WARM_UP: Final = 2
 
 
 def config_of(model: str) -> ModelConfig:
-    """Return the model's numbers, by a name, a folder or a ``config.json``."""
+    """Return a model configuration by name, folder or ``config.json``."""
     from pathlib import Path
 
     return read_config(model) if Path(model).exists() else builtin_config(model)
 
 
 def base_profile(options: EngineProfilingOptions) -> Profile:
-    """Return what is known of the engine before anything is measured; the rest is assumed."""
+    """Return the profile that calibration starts from; unmeasured values are assumptions."""
     from capplan import __version__
     from capplan.models.calibration.components import Hardware, assumed_profile
     from capplan.profiling.machine import device_name
@@ -78,7 +79,7 @@ def _device_bytes(options: EngineProfilingOptions, arch: Any) -> int:
 
 
 def kv_blocks(base: Profile, a_max: int, slot_bytes: int, gpu_memory_utilization: float) -> int:
-    """Return the KV blocks that fit beside weights and slots into the memory that a CPU engine may take."""
+    """Return the KV blocks that fit beside weights and slots into a CPU engine's memory."""
     room = base.gpu.memory_bytes * gpu_memory_utilization - weight_bytes(base.model) - a_max * slot_bytes
     return int(room // (kv_bytes_per_token(base.model) * BLOCK_TOKENS))
 
@@ -86,8 +87,8 @@ def kv_blocks(base: Profile, a_max: int, slot_bytes: int, gpu_memory_utilization
 def memory_row(options: EngineProfilingOptions, base: Profile, a_max: int, s_max: int) -> dict[str, float]:
     """Start an engine and return its row of the memory table.
 
-    A GPU engine says what it found free. One on a CPU takes what it is told; its row holds the blocks that
-    fit into the profile's memory beside slots as large as the engine's own.
+    A GPU engine reports its free memory. For a CPU engine the row holds the blocks that fit into the
+    profile's memory beside the engine's slots.
 
     Raises
     ------
@@ -114,7 +115,7 @@ def memory_row(options: EngineProfilingOptions, base: Profile, a_max: int, s_max
 
 
 def write_adapter(folder: Path, config: ModelConfig, rank: int, seed: int) -> None:
-    """Write an adapter of one rank on all modules as PEFT does."""
+    """Write a random PEFT adapter of one rank on all modules."""
     from safetensors.torch import save_file
 
     generator = torch.Generator().manual_seed(seed)
@@ -135,11 +136,11 @@ def write_adapter(folder: Path, config: ModelConfig, rank: int, seed: int) -> No
 
 
 def loading_rows(options: EngineProfilingOptions, s_max: int, rounds: int) -> list[dict[str, float | str]]:
-    """Return a row for each rank and kind of load at one size of slots.
+    """Return a row for each rank and kind of load at one slot rank.
 
-    Two adapters share one slot and are asked for in turn, so that every request loads one: with both on the
-    host a copy into the slot, with room for one on the host a read from the disk before it. The read is the
-    difference of the medians. Files are dropped from the page cache before each read.
+    Two adapters alternate in one slot, so that every request loads one: with both on the host a copy into the
+    slot, with room for one on the host also a read from disk. The read time is the difference of the medians.
+    Files are dropped from the page cache before each read.
     """
     rows: list[dict[str, float | str]] = []
     config = config_of(options.model)
@@ -152,16 +153,16 @@ def loading_rows(options: EngineProfilingOptions, s_max: int, rounds: int) -> li
                 write_adapter(folder, config, rank, at)
             copies = _timed(options, s_max, folders, rounds, on_host=2)
             reads = _timed(options, s_max, folders, rounds, on_host=1)
-        rows.append(_row(rank, s_max, "gpu", copies))
-        read = [max(1e-3, each - float(np.median(copies))) for each in reads]
-        rows.append(_row(rank, s_max, "disk", read))
+        rows.append(loading_row(rank, s_max, "gpu", copies))
+        read = [max(MIN_LOAD_MS, each - float(np.median(copies))) for each in reads]
+        rows.append(loading_row(rank, s_max, "disk", read))
     return rows
 
 
 def _timed(
     options: EngineProfilingOptions, s_max: int, folders: Sequence[Path], rounds: int, *, on_host: int
 ) -> list[float]:
-    """Return the milliseconds that steps waited for their loads."""
+    """Return the load times of steps, in milliseconds."""
     fields: dict[str, Any] = options.engine_fields(a_max=1, s_max=s_max, max_cpu_loras=on_host)
     fields |= {"rules": _RULES, "num_kv_blocks": -(-options.max_model_len // 16) + 1}
     waits = []
@@ -179,21 +180,8 @@ def _timed(
 
 
 def _forget_pages(folder: Path) -> None:
-    """Have the operating system forget what it keeps of a file."""
+    """Drop an adapter file from the page cache."""
     if not hasattr(os, "posix_fadvise"):
         return
     with (folder / "adapter_model.safetensors").open("rb") as file:
         os.posix_fadvise(file.fileno(), 0, 0, os.POSIX_FADV_DONTNEED)
-
-
-def _row(rank: int, s_max: int, kind: str, waits: Sequence[float]) -> dict[str, float | str]:
-    low, middle, high = np.percentile(waits, (25, 50, 75)).tolist()
-    return {
-        "rank": float(rank),
-        "s_max": float(s_max),
-        "kind": kind,
-        "ms": max(1e-3, middle),
-        "ms_p25": low,
-        "ms_p75": high,
-        "loads": float(len(waits)),
-    }

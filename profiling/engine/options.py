@@ -1,4 +1,4 @@
-"""What a measuring of the reference engine is told."""
+"""Options of `capplan profile engine`."""
 
 from __future__ import annotations
 
@@ -14,15 +14,15 @@ STEPS: Final = "steps"
 ITERATIONS: Final = "iterations"
 SERVED: Final = "served"
 STAGES: Final = (MEMORY, LOADS, STEPS, ITERATIONS, SERVED)
-"""In the order in which they are measured."""
+"""In the order of measurement."""
 _MODEL_LEN: Final = 2048
 _WEIGHTS: Final = MappingProxyType({STEPS: 0.5, ITERATIONS: 0.075, SERVED: 0.425})
-"""How the time is dealt out to the stages that take as much as they are given."""
+"""Time shares of the stages that use all of their time."""
 
 
 @dataclass(frozen=True)
 class EngineProfilingOptions:
-    """Which engine is measured, at which settings, and for how long.
+    """Engine, settings and time of a measurement.
 
     Attributes
     ----------
@@ -95,7 +95,7 @@ class EngineProfilingOptions:
         return self.device.startswith("cuda")
 
     def engine_fields(self, **more: Any) -> dict[str, Any]:
-        """Return the fields of `EngineSettings` that all stages share, and others."""
+        """Return the `EngineSettings` fields that all stages share, and `more`."""
         return {
             "device": self.device,
             "dtype": self.dtype,
@@ -110,18 +110,18 @@ class EngineProfilingOptions:
         }
 
     def fitting(self, s_max: int) -> tuple[int, ...]:
-        """Return the ranks that fit into slots of this rank, in the order in which they were given."""
+        """Return the ranks that fit into slots of this rank, in the given order."""
         return tuple(rank for rank in self.ranks if rank <= s_max)
 
     def adapters(self, a_max: int, s_max: int) -> dict[str, int]:
-        """Return adapters that fit into the slots, enough of each rank to fill them; name to rank."""
+        """Return adapters by name and rank: enough of each fitting rank to fill the slots."""
         return {f"r{rank}-{i}": rank for rank in self.fitting(s_max) for i in range(a_max)}
 
     def share(self, stage: str) -> float:
-        """Return the share of the time left at the beginning of a stage that it may take.
+        """Return the share of the remaining time for a stage.
 
-        What is asked for counts alone: the last of the stages that fill their time has all of it. Stages that
-        take as long as they must have no limit.
+        Only requested stages count: the last of those that use all of their time gets the rest. Other stages
+        have no limit.
         """
         if stage not in _WEIGHTS:
             return 1.0

@@ -1,4 +1,4 @@
-"""Measures the reference engine into a folder, as far as the time allows; called again, it goes on."""
+"""Resumable measurement of the reference engine into a folder."""
 
 from __future__ import annotations
 
@@ -16,32 +16,30 @@ from capplan.profiling.engine.memory import base_profile, loading_rows, memory_r
 from capplan.profiling.engine.options import EngineProfilingOptions
 from capplan.profiling.engine.steps import iteration_rows, measure_steps
 from capplan.profiling.machine import describe
-from capplan.profiling.tables import BASE, ITERATIONS, SERVED, STEPS, MeasurementFolder
+from capplan.profiling.tables import BASE, ITERATIONS, SERVED, STEPS, MeasurementFolder, idle_run
 from capplan.spec import Profile, read_text, write_text_atomic
 
 OnProgress: TypeAlias = Callable[[str, int, int], None]
-"""Called with a stage, how much of it is done, and how much there is."""
+"""Called with a stage, the number of its parts that are done, and their total."""
 _LOAD_ROUNDS: Final = 12
-_IDLE_RATE_RPS: Final = 0.01
-_IDLE_RUN_S: Final = 20_000.0
 _FIXED: Final = ("threads", "max_num_seqs", "max_num_batched_tokens", "max_model_len", "ranks")
-"""Options that must not change when a measuring goes on: rows would not go together."""
+"""Options that must stay the same when a measurement is resumed."""
 
 
 @dataclass(frozen=True)
 class EngineProfilingResult:
-    """How far a measuring got.
+    """Progress of a measurement.
 
     Attributes
     ----------
     rows
         Rows of each table.
     step_error
-        SMAPE on left-out states of the engine's own steps, of the worst setting, in percent; NaN: not known.
+        SMAPE on left-out points of the bare engine's steps, worst setting, in percent; NaN if unknown.
     is_complete
-        Whether nothing is left to measure, or all of it is known well enough.
+        Whether nothing is left to measure, or all errors are within the tolerance.
     failed
-        States of the server whose requests failed, with the reason.
+        Points of the server whose requests failed, with the reason.
     """
 
     rows: dict[str, int]
@@ -51,10 +49,10 @@ class EngineProfilingResult:
 
 
 class EngineProfiler:
-    """One measuring."""
+    """One resumable measurement."""
 
     def __init__(self, out: str | Path, options: EngineProfilingOptions, on_progress: OnProgress) -> None:
-        self.out, self.options, self.tell = MeasurementFolder(out), options, on_progress
+        self.out, self.options, self.report = MeasurementFolder(out), options, on_progress
         self.base = base_profile(options)
         self._until_s = time.monotonic() + options.budget_s
         self._errors: list[float] = []
@@ -63,7 +61,7 @@ class EngineProfiler:
         self._note()
 
     def run(self) -> EngineProfilingResult:
-        """Measure all stages that were asked for."""
+        """Measure all requested stages."""
         work = {
             stages.MEMORY: self._memory,
             stages.LOADS: self._loads,
@@ -77,7 +75,7 @@ class EngineProfiler:
         return self.outcome()
 
     def outcome(self) -> EngineProfilingResult:
-        """Return how far it got."""
+        """Return the progress."""
         tables = (files.MEMORY, files.LOADING, STEPS, SERVED, ITERATIONS, files.RUNS)
         rows = {name: len(table) for name in tables if (table := self.out.table(name)) is not None}
         worst = max(self._errors, default=float("nan"))
@@ -97,24 +95,24 @@ class EngineProfiler:
         more = [(a_max, s_max) for s_max in self.options.s_max for a_max in ends]
         pairs += [(*pair, "a{}-s{}".format(*pair)) for pair in more if pair not in [p[:2] for p in pairs]]
         for done, (a_max, s_max, name) in enumerate(pairs):
-            self.tell("KV memory", done, len(pairs))
+            self.report("KV memory", done, len(pairs))
             if not self.out.has(files.MEMORY, name):
                 self.out.add(files.MEMORY, name, [memory_row(self.options, self.base, a_max, s_max)])
-        self.tell("KV memory", len(pairs), len(pairs))
+        self.report("KV memory", len(pairs), len(pairs))
         return True
 
     def _loads(self) -> bool:
         sizes = self.options.s_max
         for done, s_max in enumerate(sizes):
-            self.tell("adapter loads", done, len(sizes))
+            self.report("adapter loads", done, len(sizes))
             name = f"s{s_max}"
             if not self.out.has(files.LOADING, name):
                 self.out.add(files.LOADING, name, loading_rows(self.options, s_max, _LOAD_ROUNDS))
-        self.tell("adapter loads", len(sizes), len(sizes))
+        self.report("adapter loads", len(sizes), len(sizes))
         return True
 
     def _kv_blocks(self, name: str) -> int:
-        """Return the blocks of a setting, by the table of memory."""
+        """Return the KV blocks of a setting from the memory table."""
         table = self.out.table(files.MEMORY)
         if table is None or not (table["setting"] == name).any():
             raise InputError(f"must be among the stages: {stages.STEPS} needs it", stages.MEMORY, "stages")
@@ -128,7 +126,7 @@ class EngineProfiler:
             known = self.out.table(STEPS)
             own = None if known is None else known[known["setting"] == name]
             for found in measure_steps(self.options, a_max, s_max, self._kv_blocks(name), own, share_s):
-                self.tell(f"steps, {a_max} slots of rank {s_max}", found.done, found.total)
+                self.report(f"steps, {a_max} slots of rank {s_max}", found.done, found.total)
                 if found.rows:
                     self.out.add(STEPS, name, found.rows, replace=False)
                 error, settled = found.error, found.settled
@@ -141,7 +139,7 @@ class EngineProfiler:
         until_s = time.monotonic() + self._left_s(stages.ITERATIONS)
         done = total = 0
         for done, total, rows in iteration_rows(self.options, known, lambda: until_s - time.monotonic()):
-            self.tell("whole iterations", done, total)
+            self.report("whole iterations", done, total)
             self.out.add(ITERATIONS, "iterations", rows, replace=False)
         return done == total
 
@@ -164,7 +162,7 @@ class EngineProfiler:
                 self._kv_blocks(name),
                 share_s,
                 self.out.path,
-                lambda done, total, shown=(a_max, s_max): self.tell(  # type: ignore[misc]
+                lambda done, total, shown=(a_max, s_max): self.report(  # type: ignore[misc]
                     f"served steps, {shown[0]} slots of rank {shown[1]}", done, total
                 ),
             )
@@ -181,28 +179,22 @@ class EngineProfiler:
         return {"a_max": a_max, "s_max": s_max, "adapters_served": adapters}
 
     def _idle_run(self, a_max: int, s_max: int, row: dict[str, float]) -> dict[str, Any]:
-        """Return what an idle server answers as a run that hardly loads it: tells what a request costs."""
+        """Return first tokens of an idle server as a run of minimal load."""
         return {
             "run": f"a{a_max}-s{s_max}-idle-p{row['prompt_tokens']:g}",
             "a_max": a_max,
             "s_max": s_max,
             "adapters": 1,
             "ranks": self.options.fitting(s_max)[0],
-            "rates_rps": _IDLE_RATE_RPS,
-            "prompt_mean": row["prompt_tokens"],
-            "prompt_std": 0,
-            "output_mean": 2,
-            "output_std": 0,
             "max_num_seqs": self.options.max_num_seqs,
             "max_num_batched_tokens": self.options.max_num_batched_tokens,
             "max_model_len": self.options.max_model_len,
             "gpu_memory_utilization": self.options.gpu_memory_utilization,
-            "duration_s": _IDLE_RUN_S,
-            "ttft_s_p50": row["ttft_ms_p50"] / 1e3,
+            **idle_run(row["prompt_tokens"], row["ttft_ms_p50"]),
         }
 
     def _note(self) -> None:
-        """Write what is measured, once; refuse a folder of something else."""
+        """Write base profile and provenance; refuse a folder of another engine."""
         file = self.out.path / BASE
         if file.exists():
             known = Profile.model_validate(json.loads(read_text(file)))
@@ -217,7 +209,7 @@ class EngineProfiler:
         self.out.note(time.strftime("%Y-%m-%dT%H:%M:%SZ", time.gmtime()), facts)
 
     def _require_same(self) -> None:
-        """Refuse options with which the rows that are there do not go together."""
+        """Refuse options that differ from those of the existing rows."""
         for at, facts in self.out.notes().items():
             known = facts.get("options")
             for name in _FIXED if isinstance(known, dict) else ():
@@ -235,16 +227,16 @@ def profile_engine(
     Parameters
     ----------
     out
-        The folder; what it holds already is not measured again.
+        The folder; its rows are not measured again.
     options
-        The engine and the time.
+        Engine, settings and time.
     on_progress
-        Called with a stage, how much of it is done, and how much there is.
+        Called with a stage, the number of its parts that are done, and their total.
 
     Raises
     ------
     InputError
-        For settings that the engine refuses, or a folder of another engine.
+        For invalid settings, or a folder of another engine.
     """
     import torch
 

@@ -1,7 +1,7 @@
-"""Steps of the engine behind its server: streams over HTTP, and what the engine recorded meanwhile.
+"""Step times of the engine behind its server.
 
-A server's steps take longer than those of an engine by itself: answers are written by a thread of the same
-process. How much longer follows from the records that the server writes, step by step.
+They exceed those of the bare engine, since a thread of the same process writes the answers. Streams over HTTP
+keep operating points up; the server records its steps.
 """
 
 from __future__ import annotations
@@ -24,7 +24,6 @@ from capplan.profiling.load.preflight import bodies_for, preflight
 from capplan.profiling.load.record import FINISHED
 from capplan.profiling.load.requests import BASE, Target
 from capplan.profiling.server.closed_loop import (
-    OUTPUT_TOKENS,
     LoopError,
     RequestSender,
     ServerBounds,
@@ -34,12 +33,13 @@ from capplan.profiling.server.closed_loop import (
     first_tokens,
 )
 from capplan.profiling.server.process import ServerCommand, flag_words, running_server
+from capplan.profiling.tables import OUTPUT_TOKENS
 
 _TIMEOUT_S: Final = 120.0
 _RAMP_SHARE: Final = 0.3
 _PAUSE_S: Final = 0.3
 _GROUPS: Final = 3
-"""Parts into which steps with prompts are sorted by the tokens of their prompts."""
+"""Groups of steps with prompts, by prompt tokens."""
 _LEAST_STEPS: Final = 4
 _IDLE_PROMPTS: Final = (16, 128)
 _IDLE_REPEATS: Final = 15
@@ -47,7 +47,7 @@ _IDLE_REPEATS: Final = 15
 
 @dataclass(frozen=True)
 class PointWindow:
-    """When a point was measured, by the client's clock."""
+    """Measured interval of an operating point on the client's clock."""
 
     point: ServerPoint
     start_s: float
@@ -56,13 +56,13 @@ class PointWindow:
 
 @dataclass(frozen=True)
 class ServedSteps:
-    """What a server told of one setting."""
+    """Rows measured at one engine setting."""
 
     steps: list[dict[str, Any]]
     idle: list[dict[str, float]]
     """First tokens of the idle server, a row per prompt length."""
     failed: tuple[str, ...] = ()
-    """Points whose requests failed, with the reason; they have no rows."""
+    """Points without rows, with the reason."""
 
 
 def serve_and_measure(
@@ -74,7 +74,7 @@ def serve_and_measure(
     folder: Path,
     done: Callable[[int, int], None],
 ) -> ServedSteps:
-    """Start a server, keep streams up, and return its steps as rows of a step table."""
+    """Start a server and measure its steps at operating points, as rows of a step table."""
     adapters = options.adapters(a_max, s_max)
     flags = serve_flags(options, a_max, s_max, kv_blocks)
     records = folder / f".records-a{a_max}-s{s_max}.parquet"
@@ -101,7 +101,7 @@ def serve_and_measure(
 
 
 def serve_flags(options: EngineProfilingOptions, a_max: int, s_max: int, kv_blocks: int) -> tuple[str, ...]:
-    """Return flags of `capplan serve` for an engine of these settings."""
+    """Return the `capplan serve` flags of an engine."""
     flags = {
         "--max-loras": a_max,
         "--max-lora-rank": s_max,
@@ -120,7 +120,7 @@ def serve_flags(options: EngineProfilingOptions, a_max: int, s_max: int, kv_bloc
 
 
 class _Client:
-    """Keeps streams up at one server."""
+    """Closed-loop client of one server."""
 
     def __init__(
         self, target: Target, adapters: dict[str, int], ranks: tuple[int, ...], longest: int
@@ -138,51 +138,48 @@ class _Client:
     async def measure(
         self, points: Sequence[ServerPoint], point_s: float, seed: int, done: Callable[[int, int], None]
     ) -> float | None:
-        """Measure points, whatever becomes of single ones; return when the engine did its last step.
-
-        None: nobody knows, so that no point can be found again in the engine's records.
-        """
+        """Measure points; return the time of the engine's last step, or None if it is unknown."""
         found = await preflight(self._target, self._names, None)
         bodies = bodies_for(found, self._target, self._names, self._names)
         async with open_session(self._target) as session:
             client = CompletionClient(session, self._target, _TIMEOUT_S, time.monotonic)
-            asker = RequestSender(client, bodies, time.monotonic)
-            await self._first_tokens(asker)
+            sender = RequestSender(client, bodies, time.monotonic)
+            await self._first_tokens(sender)
             last_s = None
             for number, point in enumerate(points):
                 done(number, len(points))
-                last_s = await self._point(asker, point, number, point_s, seed)
+                last_s = await self._point(sender, point, number, point_s, seed)
             done(len(points), len(points))
-            return last_s if last_s is not None or not self.windows else await self._one_more(asker)
+            return last_s if last_s is not None or not self.windows else await self._one_more(sender)
 
-    async def _first_tokens(self, asker: RequestSender) -> None:
+    async def _first_tokens(self, sender: RequestSender) -> None:
         resident = self._pools[0][:1]
         try:
-            self.idle = await first_tokens(asker, resident, self._idle_prompts, _IDLE_REPEATS, lambda: None)
+            self.idle = await first_tokens(sender, resident, self._idle_prompts, _IDLE_REPEATS, lambda: None)
         except LoopError as error:
             self.failed.append(f"first tokens: {error}")
 
     async def _point(
-        self, asker: RequestSender, point: ServerPoint, number: int, point_s: float, seed: int
+        self, sender: RequestSender, point: ServerPoint, number: int, point_s: float, seed: int
     ) -> float | None:
-        """Keep a point up; return the end of its window, at which its streams were cut off."""
+        """Measure a point; return the end of its window, at which its streams are cancelled."""
         models = self._models(point, number)
         ramp_s, rest_s = _RAMP_SHARE * point_s, (1.0 - _RAMP_SHARE) * point_s
         try:
-            _, start_s, end_s = await closed_loop(asker, point, models, ramp_s, rest_s, seed + number)
+            _, start_s, end_s = await closed_loop(sender, point, models, ramp_s, rest_s, seed + number)
         except LoopError as error:
             self.failed.append(f"{point.name}: {error}")
             return None
         self.windows.append(PointWindow(point, start_s, end_s))
         return end_s
 
-    async def _one_more(self, asker: RequestSender) -> float | None:
-        """Ask once more after a point that failed: when its streams had their last step, nobody knows."""
-        outcome = (await asker.ask(0, self._idle_prompts[0], OUTPUT_TOKENS)).outcome
+    async def _one_more(self, sender: RequestSender) -> float | None:
+        """Send one more request after a failed point, whose last step has no known time."""
+        outcome = (await sender.send(0, self._idle_prompts[0], OUTPUT_TOKENS)).outcome
         return outcome.times_s[0] if outcome.kind == FINISHED else None
 
     def _models(self, point: ServerPoint, number: int) -> list[int]:
-        """Return adapters of one rank; which one takes turns, so that records tell whose rank is whose."""
+        """Return adapters of one rank; ranks alternate, so that rank sums of records are unambiguous."""
         if point.adapters == 0:
             return [0]
         return self._pools[number % len(self._pools)][: point.adapters]
@@ -202,11 +199,10 @@ def _rows(records: Path, windows: Sequence[PointWindow], last_s: float) -> list[
 
 
 def recorded_rows(records: Any, pause_s: float) -> Any:
-    """Return rows of a step table from the records that a server wrote, a row per step.
+    """Return rows of a step table from a server's records, a row per step.
 
-    A step takes from its beginning to the next one's: what the server does between two steps, waiting for the
-    other threads of its process among it, is in it. Steps after which nothing runs have no next one and are
-    left out, as are those before a pause.
+    The step time is the interval between the starts of two steps, so it includes waiting for other threads.
+    Steps before a pause, and steps after which nothing runs, are left out.
     """
     import pandas as pd
 
@@ -244,19 +240,16 @@ def recorded_rows(records: Any, pause_s: float) -> Any:
 
 
 def _offset_ms(table: Any, last_s: float) -> float:
-    """Return what the engine's clock shows at the client's 0; both run alike.
+    """Return the offset of the engine's clock from the client's, in milliseconds.
 
-    The last step after which something still ran is the one before the streams were cut off at the end of the
-    last window, or that of a first token.
+    The last record is the step before the streams were cancelled at the end of the last window, or that of a
+    first token.
     """
     return float(table["begin_ms"].iloc[-1]) - 1e3 * last_s
 
 
 def grouped(steps: Any) -> list[dict[str, float]]:
-    """Return means over steps that resemble each other: without prompts, with few tokens of them, with many.
-
-    Rows are counted as single steps: what is within a group differs little.
-    """
+    """Return mean rows of similar steps: without prompts, and grouped by prompt tokens."""
     prompts = steps["prefills"] > 0
     parts = [steps[~prompts]]
     with_prompts = steps[prompts].sort_values("tokens")

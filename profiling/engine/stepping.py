@@ -14,24 +14,25 @@ from capplan.engine.engine_core import StepOutput
 from capplan.engine.request import Request, SamplingParams
 from capplan.engine.scheduler_output import Decision
 from capplan.engine.timing import StepRecord
+from capplan.profiling.server.closed_loop import powers_of_2
 
 MIXED: Final = 0
-"""Rank of a state in which adapters of all ranks take part."""
+"""Rank of an operating point with adapters of all ranks."""
 _CONTEXTS: Final = (16, 128, 512, 2048, 8192)
 _PROMPTS: Final = (16, 64, 256, 1024, 4096)
 _RIDGE: Final = 1e-6
 Row = dict[str, float]
 HOST_PHASES: Final = ("schedule_ms", "prepare_ms", "sample_ms", "commit_ms")
 DECODES: Final = 9
-"""Steps of one state without a prompt."""
+"""Steps per operating point without a prompt."""
 PROMPTS: Final = 3
-"""Prompts that join the batch, one after the other, with a decode between them."""
+"""Prompts that join the batch, with a decode step between them."""
 GROWTH: Final = DECODES + 2 * PROMPTS + 4
 
 
 @dataclass(frozen=True)
 class EnginePoint:
-    """A state of the engine.
+    """Operating point of the engine.
 
     Attributes
     ----------
@@ -58,14 +59,14 @@ class EnginePoint:
 
     @property
     def name(self) -> str:
-        """What it is called in tables."""
+        """Name in tables."""
         rank = "mixed" if self.rank == MIXED else str(self.rank)
         return f"b{self.batch}-c{self.context}-p{self.prompt}-a{self.adapters}-r{rank}-w{self.waiting}"
 
 
 @dataclass(frozen=True)
 class EngineBounds:
-    """What an engine can hold."""
+    """Limits on operating points of an engine."""
 
     a_max: int
     ranks: tuple[int, ...]
@@ -74,10 +75,10 @@ class EngineBounds:
     max_model_len: int
     kv_tokens: int
     growth: int
-    """Tokens that each request gains while a state is measured."""
+    """Tokens that each request gains during a measurement."""
 
     def fits(self, point: EnginePoint) -> bool:
-        """Tell whether a state can be kept up without anybody being preempted."""
+        """Return whether a point runs without preemption."""
         longest = max(point.context + self.growth, point.prompt + 1)
         held = point.batch * (point.context + self.growth) + point.prompt
         return (
@@ -87,17 +88,11 @@ class EngineBounds:
         )
 
 
-def powers_of_2(limit: int) -> list[int]:
-    """Return the powers of 2 up to a limit, and the limit; none below 1."""
-    found = [1 << shift for shift in range(limit.bit_length()) if 1 << shift <= limit]
-    return found if limit < 1 or limit in found else [*found, limit]
-
-
 def candidates(bounds: EngineBounds, seed: int) -> list[EnginePoint]:
-    """Return the states of an engine that are worth measuring, in an order drawn once.
+    """Return the operating points of an engine in a random order.
 
-    Batches are powers of 2 and adapters among them likewise; contexts and prompts go by factors of 4 and 8.
-    Ranks take turns. Where the batch is full, a queue stands behind it, too.
+    Batches and adapters are powers of 2; contexts and prompts grow by factors of 4 and 8. Ranks alternate.
+    Full batches are also measured with a queue.
     """
     rng = np.random.default_rng(seed)
     ranks = (*bounds.ranks, MIXED) if len(bounds.ranks) > 1 else bounds.ranks
@@ -123,7 +118,7 @@ def _room(batch: int, bounds: EngineBounds) -> int:
 
 
 def _shortened(point: EnginePoint, bounds: EngineBounds) -> EnginePoint:
-    """Return the state with the longest prompt that it has room for, up to its own."""
+    """Return the point with the longest fitting prompt, up to its own."""
     for prompt in sorted(_PROMPTS, reverse=True):
         shorter = EnginePoint(point.batch, point.context, prompt, point.adapters, point.rank)
         if prompt <= point.prompt and bounds.fits(shorter):
@@ -132,7 +127,7 @@ def _shortened(point: EnginePoint, bounds: EngineBounds) -> EnginePoint:
 
 
 def step_features(point: EnginePoint, mean_rank: float) -> NDArray[np.float64]:
-    """Return what the state's two kinds of steps hold, shape (2, features): decode, and with the prompt."""
+    """Return the features of decode step and mixed step, shape (2, features)."""
     rank = 0.0 if point.adapters == 0 else float(point.rank or mean_rank)
     decode = [
         1.0,
@@ -150,7 +145,7 @@ def most_telling(
     seen: Sequence[tuple[EnginePoint, float, float]],
     mean_rank: float,
 ) -> int:
-    """Return the position of the state to measure next."""
+    """Return the index of the unmeasured point with the largest leverage, as in D-optimal designs."""
     features = np.array([step_features(point, mean_rank) for point in left])
     scale = np.maximum(features.max(axis=(0, 1)), 1.0)
     size = scale.size
@@ -177,7 +172,7 @@ def step_row(
     emitted: Collection[int],
     rank_of: Mapping[int, int],
 ) -> Row:
-    """Return the row of one step."""
+    """Return the step-table row of one step."""
     row = dict.fromkeys(
         (
             "decodes",
@@ -219,10 +214,7 @@ def step_row(
 
 
 def middle(rows: Sequence[Row]) -> Row:
-    """Return steps of one state as a row: median times, means of what they held.
-
-    Medians, since whatever else runs on a machine only ever makes a step longer.
-    """
+    """Return steps of one point as a row: median times, since disturbances only lengthen steps, and means."""
     times = {name for name in rows[0] if name.endswith("_ms")}
     return {
         name: float((np.median if name in times else np.mean)([row[name] for row in rows]))
@@ -231,7 +223,7 @@ def middle(rows: Sequence[Row]) -> Row:
 
 
 class Stepper:
-    """Drives one engine, whose clock must be virtual: loads are then no part of the steps beside them."""
+    """Stepper of one engine with a virtual clock: adapter loads are no part of the steps beside them."""
 
     def __init__(self, engine: Engine, ranks: dict[str, int], seed: int) -> None:
         self.engine = engine
@@ -242,7 +234,7 @@ class Stepper:
         engine.core.decisions = []
 
     def measure(self, point: EnginePoint) -> list[Row]:
-        """Return the state's rows: decode, with the prompt, and the prompts that the batch began with."""
+        """Return the rows of a point: decode, mixed, and the first prompts."""
         names = self._names(point)
         self.bring_in(name for name in names if name is not None)
         batch = [self._ask(point.context, names[at % len(names)], GROWTH) for at in range(point.batch)]
@@ -260,7 +252,7 @@ class Stepper:
     def iteration_ms(
         self, names: Sequence[str], prompt: int, decodes: int, repeats: int
     ) -> tuple[float, float]:
-        """Return medians of whole iterations: prefill of one prompt per name, and decode of all of them."""
+        """Return median milliseconds of whole iterations: prefill of one prompt per adapter, and decode."""
         self.bring_in(names)
         prefill, decode = [], []
         for _ in range(repeats):
@@ -272,7 +264,7 @@ class Stepper:
         return float(np.median(prefill)), float(np.median(decode))
 
     def bring_in(self, names: Iterable[str]) -> None:
-        """Have adapters loaded, so that no step waits for one."""
+        """Load adapters, so that no step waits for one."""
         for name in dict.fromkeys(names):
             request = self._ask(1, name, 1)
             while request.finish_reason is None:
@@ -298,7 +290,7 @@ class Stepper:
         return request
 
     def _ask_behind(self, point: EnginePoint, names: Sequence[str | None]) -> None:
-        """Let requests queue up behind a full batch."""
+        """Queue requests behind a full batch."""
         for at in range(point.waiting):
             self._ask(point.context, names[at % len(names)], GROWTH)
 
@@ -321,7 +313,7 @@ class Stepper:
         return rows
 
     def _step(self) -> StepOutput:
-        """Run one step, waiting for adapters if need be."""
+        """Run one step, waiting for adapters if necessary."""
         while True:
             step = self.engine.step()
             if step is not None and step.record is not None:

@@ -47,7 +47,7 @@ _REPEATS: Final = 3
 
 @dataclass(frozen=True)
 class StepProgress:
-    """How far the measuring of one setting has got."""
+    """Progress of one setting; `error` is the SMAPE on left-out points in percent, or NaN."""
 
     done: int
     total: int
@@ -59,7 +59,7 @@ class StepProgress:
 def measure_steps(
     options: EngineProfilingOptions, a_max: int, s_max: int, kv_blocks: int, known: Any, budget_s: float
 ) -> Iterator[StepProgress]:
-    """Measure states of an engine with so many slots of this rank."""
+    """Measure operating points of an engine, most informative first, within `budget_s` seconds."""
     until_s = time.monotonic() + budget_s
     ranks = options.adapters(a_max, s_max)
     bounds = EngineBounds(
@@ -98,7 +98,7 @@ def measure_steps(
 
 
 def _seen(point: EnginePoint, rows: list[dict[str, Any]]) -> tuple[EnginePoint, float, float]:
-    """Return a state with the times of its decode step and of the one with a prompt."""
+    """Return a point with its decode and mixed step times in milliseconds."""
     own = [row for row in rows if str(row["run"]).endswith("/" + point.name)]
     decode = [row["step_ms"] for row in own if row["prefills"] == 0.0]
     mixed = [row["step_ms"] for row in own if row["prefills"] > 0.0 and row["decodes"] > 0.0]
@@ -109,7 +109,7 @@ def _seen(point: EnginePoint, rows: list[dict[str, Any]]) -> tuple[EnginePoint, 
 def _verdict(
     rows: list[dict[str, Any]], states: int, left: list[EnginePoint], tolerance: float
 ) -> tuple[float, bool]:
-    """Return the error on left-out states, and whether it will do."""
+    """Return the error on left-out points, and whether measuring has converged."""
     if states < _LEAST_STATES:
         return float("nan"), not left
     error = cross_validate(_problem(rows), [str(row["run"]) for row in rows], _FOLDS)
@@ -117,7 +117,7 @@ def _verdict(
 
 
 def _problem(rows: list[Row]) -> LinearProblem:
-    """Return a step's time as a sum of what it holds."""
+    """Return step times as a linear problem."""
     columns: list[NDArray[np.float64]] = [np.ones(len(rows))]
     columns += [np.array([float(row[name]) for row in rows]) for name in _COLUMNS]
     times = np.array([float(row["step_ms"]) for row in rows])
@@ -126,7 +126,7 @@ def _problem(rows: list[Row]) -> LinearProblem:
 
 @dataclass(frozen=True)
 class IterationBatch:
-    """Ranks of the adapters of a batch, one request each."""
+    """Adapter ranks of a batch, one request each."""
 
     grid: str
     configuration: str
@@ -134,12 +134,12 @@ class IterationBatch:
 
     @property
     def name(self) -> str:
-        """What it is called in the table."""
+        """Name in tables."""
         return f"{self.grid}-{self.configuration}"
 
 
 def batches(most: int, seed: int) -> list[IterationBatch]:
-    """Return the batches, of one rank each or of ranks drawn from all."""
+    """Return the batches of uniform and of random ranks, in a random order."""
     rng = np.random.default_rng(seed)
     found = []
     for grid, sizes in (("paper", _PAPER), ("wide", _WIDER)):
@@ -155,7 +155,7 @@ def batches(most: int, seed: int) -> list[IterationBatch]:
 def iteration_rows(
     options: EngineProfilingOptions, known: set[str], left_s: Callable[[], float]
 ) -> Iterator[tuple[int, int, list[dict[str, Any]]]]:
-    """Measure batches until the time is up; yield how many are done, how many there are, and the rows."""
+    """Measure batches until `left_s()` is 0; yield the number done, the total, and rows."""
     every = batches(min(options.max_num_seqs, options.max_num_batched_tokens // _PROMPT), options.seed)
     todo = [batch for batch in every if batch.name not in known]
     if not todo:
@@ -186,7 +186,7 @@ def iteration_rows(
 
 
 def _kernel(options: EngineProfilingOptions) -> str:
-    """Return the name of the kernel that the engine chooses."""
+    """Return the engine's LoRA kernel."""
     fields: dict[str, Any] = options.engine_fields()
     settings = EngineSettings(**fields)
     return settings.chosen_lora_kernel(settings.torch_dtype(config_of(options.model)))

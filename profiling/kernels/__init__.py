@@ -1,1 +1,1 @@
-"""Times the low-rank products of many adapters, half by half; `capplan.models.kernel_fits` explains them."""
+"""Timings of low-rank products of many adapters, shrink and expand separately."""

@@ -1,4 +1,7 @@
-"""What is timed: batches of requests with adapters, on the papers' grid and on a wider one."""
+"""Timed batches, and the sampling of their medians.
+
+Points are measured in rounds in a random order, so that disturbances meet all points alike.
+"""
 
 from __future__ import annotations
 
@@ -21,16 +24,16 @@ WIDE_RANKS: Final = (8, 16, 32, 64, 128)
 PREFILL_BATCHES: Final = (1, 2, 4, 8)
 PREFILL_TOKENS: Final = (16, 64, 256)
 SHARED_BY: Final = 4
-"""Requests per adapter where adapters are shared."""
+"""Requests per shared adapter."""
 GRIDS: Final = ("paper", "wide", "prefill", "tiny")
-LEAST_VISITS: Final = 5
+MIN_PASSES: Final = 5
 _SIGMAS_PER_MAD: Final = 1.4826
 _SPREAD_OF_MEDIAN: Final = 1.2533  # standard error of a median over that of a mean, for normal samples
 
 
 @dataclass(frozen=True)
 class Case:
-    """One batch.
+    """Batch of requests with adapters.
 
     Attributes
     ----------
@@ -57,7 +60,7 @@ class Case:
 
     @property
     def requests(self) -> int:
-        """Size of the batch."""
+        """Requests of the batch."""
         return len(self.ranks) * self.requests_each
 
     @property
@@ -67,17 +70,17 @@ class Case:
 
     @property
     def configuration(self) -> str:
-        """What a split into folds keeps together."""
+        """Key that cross-validation keeps in one fold."""
         return f"{self.phase}/{self.requests}x{self.tokens_each}/{self.mix}"
 
     @property
     def name(self) -> str:
-        """A name of its own."""
+        """Unique name."""
         return f"{self.configuration}/{self.seed}"
 
 
 def cases(grid: str, seed: int = 0) -> tuple[Case, ...]:
-    """Return the cases of a grid, those of the grids within it first."""
+    """Return the cases of a grid: ``paper``, ``wide`` (includes it), ``prefill`` or ``tiny``."""
     if grid == "paper":
         return tuple(_paper(seed))
     if grid == "prefill":
@@ -126,7 +129,7 @@ def _tiny(seed: int) -> Iterator[Case]:
 def _mixes(
     requests: int, ranks: tuple[int, ...], draws: int, seed: int
 ) -> Iterator[tuple[str, int, tuple[int, ...]]]:
-    """Give batches of one rank, half and half, one large among small ones, and drawn at random."""
+    """Yield batches of one rank, half and half, one large among small, and random ranks."""
     low, high = ranks[0], ranks[-1]
     for rank in ranks:
         yield f"all-{rank}", 0, (rank,) * requests
@@ -141,16 +144,16 @@ def _mixes(
 
 
 class KernelTiming(NamedTuple):
-    """What the calls of one visit took."""
+    """Median of the calls of one pass."""
 
     median_us: float
     disturbed: bool
-    """Whether every call was interrupted by something else that ran on its core."""
+    """Whether every call was interrupted by another process on its core."""
 
 
 @dataclass
 class KernelPoint:
-    """One kernel on one case at one width, and the median times of its visits so far in microseconds."""
+    """One kernel on one case at one width, with the medians of its passes in microseconds."""
 
     kernel: str
     width: int
@@ -158,57 +161,57 @@ class KernelPoint:
     shrink_us: list[float] = field(default_factory=list)
     expand_us: list[float] = field(default_factory=list)
     disturbed: int = 0
-    """Visits of which every call was interrupted."""
+    """Passes of which every call was interrupted."""
 
     @property
     def key(self) -> tuple[str, int, str]:
-        """What makes it the same spot after a restart."""
+        """Identity across restarts."""
         return self.kernel, self.width, self.case.name
 
     @property
-    def visits(self) -> int:
-        """Visits so far."""
+    def passes(self) -> int:
+        """Passes so far."""
         return len(self.shrink_us)
 
     def add(self, shrink: KernelTiming, expand: KernelTiming) -> None:
-        """Enter a visit."""
+        """Add a pass."""
         self.shrink_us.append(shrink.median_us)
         self.expand_us.append(expand.median_us)
         self.disturbed += shrink.disturbed or expand.disturbed
 
-    def is_settled(self, limits: SamplingLimits) -> bool:
-        """Tell whether it need not be visited again."""
-        if self.visits >= limits.most_visits:
+    def is_converged(self, limits: SamplingLimits) -> bool:
+        """Return whether the medians have converged or the passes are used up."""
+        if self.passes >= limits.max_passes:
             return True
-        return self.visits >= LEAST_VISITS and all(
+        return self.passes >= MIN_PASSES and all(
             relative_error(times) <= limits.tolerance for times in (self.shrink_us, self.expand_us)
         )
 
 
 @dataclass(frozen=True)
 class SamplingLimits:
-    """When to stop.
+    """Limits on sampling.
 
     Attributes
     ----------
     budget_s
-        Seconds for all spots.
+        Seconds for all points.
     tolerance
-        Relative standard error of a spot's median with which it is settled.
-    most_visits
-        Visits after which a spot is settled whatever its error.
+        Relative standard error of a point's median with which it is converged.
+    max_passes
+        Visits after which a point is converged whatever its error.
     calls
         Timed calls of each half per visit.
     """
 
     budget_s: float = 600.0
     tolerance: float = 0.02
-    most_visits: int = 60
+    max_passes: int = 60
     calls: int = 4
 
 
 def relative_error(times: Sequence[float]) -> float:
-    """Return the standard error of the median over the median, by the median absolute deviation."""
+    """Return the relative standard error of the median, from the median absolute deviation."""
     values = np.asarray(times)
     middle = float(np.median(values))
     spread = _SIGMAS_PER_MAD * float(np.median(np.abs(values - middle)))
@@ -216,16 +219,16 @@ def relative_error(times: Sequence[float]) -> float:
 
 
 def rounds(
-    spots: Sequence[KernelPoint],
+    points: Sequence[KernelPoint],
     limits: SamplingLimits,
     seed: int,
     now_s: Callable[[], float] = time.monotonic,
 ) -> Iterator[KernelPoint]:
-    """Give the spot to visit next, until all are settled or the budget is spent."""
+    """Yield the next point until all have converged or the budget is spent."""
     rng = np.random.default_rng(seed)
     until = now_s() + limits.budget_s
-    while open_spots := [spot for spot in spots if not spot.is_settled(limits)]:
-        for at in rng.permutation(len(open_spots)):
+    while open_points := [point for point in points if not point.is_converged(limits)]:
+        for at in rng.permutation(len(open_points)):
             if now_s() >= until:
                 return
-            yield open_spots[at]
+            yield open_points[at]

@@ -1,4 +1,4 @@
-"""Measures kernels into a folder, as far as the time allows; called again, it goes on where it was."""
+"""Resumable measurement of kernels into a folder."""
 
 from __future__ import annotations
 
@@ -38,7 +38,7 @@ from capplan.spec.files import write_bytes_atomic
 TABLE: Final = "kernels.parquet"
 PROVENANCE: Final = "provenance.json"
 _FIXED: Final = ("device_name", "dtype", "threads", "seed")
-"""What must not change when a measurement goes on."""
+"""Settings that must stay the same when a measurement is resumed."""
 OnProgress = Callable[[str, int, int], None]
 CPU_KERNELS: Final = ("padded", "grouped")
 CUDA_KERNELS: Final = ("bgmv", "mbgmv", "sgmv")
@@ -49,7 +49,7 @@ _WRITE_EVERY_S: Final = 20.0
 
 
 class KernelTable:
-    """The folder."""
+    """Table of kernel timings in a folder, and its provenance."""
 
     def __init__(self, folder: str | Path, settings: Mapping[str, Any]) -> None:
         self._folder = Path(folder)
@@ -61,11 +61,11 @@ class KernelTable:
 
     @property
     def table(self) -> Path:
-        """Where the table stands."""
+        """Path of the table."""
         return self._folder / TABLE
 
-    def restore(self, spots: Iterable[KernelPoint]) -> int:
-        """Give spots the visits that an earlier stretch made, and return how many had any."""
+    def restore(self, points: Iterable[KernelPoint]) -> int:
+        """Restore the passes of earlier measurements; return the number of points that have any."""
         if not self.table.exists():
             return 0
         frame = read_kernel_table(self.table)
@@ -74,23 +74,23 @@ class KernelTable:
             for key, rows in frame.groupby(["kernel", "width", "case"], sort=False)
         }
         found = 0
-        for spot in spots:
-            rows = known.get(spot.key)
+        for point in points:
+            rows = known.get(point.key)
             if rows is None:
                 continue
-            spot.shrink_us, spot.expand_us = (list(rows["visits_us"][half]) for half in HALVES)
-            spot.disturbed = int(rows["disturbed"]["shrink"])
+            point.shrink_us, point.expand_us = (list(rows["visits_us"][half]) for half in HALVES)
+            point.disturbed = int(rows["disturbed"]["shrink"])
             found += 1
         return found
 
-    def write(self, spots: Iterable[KernelPoint], session: Mapping[str, Any]) -> None:
-        """Write the visits of all spots; rows of spots that are not among them stay as they are."""
+    def write(self, points: Iterable[KernelPoint], session: Mapping[str, Any]) -> None:
+        """Write the passes of these points; rows of other points stay."""
         self._folder.mkdir(parents=True, exist_ok=True)
-        spots = [spot for spot in spots if spot.visits]
-        frame = pd.DataFrame([_row(spot, half) for spot in spots for half in HALVES], columns=COLUMNS)
+        points = [point for point in points if point.passes]
+        frame = pd.DataFrame([_row(point, half) for point in points for half in HALVES], columns=COLUMNS)
         if self.table.exists():
             before = read_kernel_table(self.table)
-            ours = {spot.key for spot in spots}
+            ours = {point.key for point in points}
             keys = zip(before["kernel"], before["width"], before["case"], strict=True)
             others = before[[key not in ours for key in keys]]
             frame = pd.concat([others, frame], ignore_index=True) if len(others) else frame
@@ -112,13 +112,13 @@ def _sessions(path: Path, settings: Mapping[str, Any]) -> list[dict[str, Any]]:
     return list(sessions)
 
 
-def _row(spot: KernelPoint, half: str) -> dict[str, Any]:
-    case, times = spot.case, spot.shrink_us if half == "shrink" else spot.expand_us
+def _row(point: KernelPoint, half: str) -> dict[str, Any]:
+    case, times = point.case, point.shrink_us if half == "shrink" else point.expand_us
     ranks = np.array(case.ranks)
     return {
-        "kernel": spot.kernel,
+        "kernel": point.kernel,
         "half": half,
-        "width": spot.width,
+        "width": point.width,
         "case": case.name,
         "configuration": case.configuration,
         "grid": case.grid,
@@ -133,14 +133,14 @@ def _row(spot: KernelPoint, half: str) -> dict[str, Any]:
         "median_us": float(np.median(times)),
         "relative_error": relative_error(times) if len(times) > 1 else None,
         "visits": len(times),
-        "disturbed": spot.disturbed,
+        "disturbed": point.disturbed,
         "visits_us": [float(each) for each in times],
     }
 
 
 @dataclass(frozen=True)
 class KernelProfilingOptions:
-    """What to measure.
+    """Kernels, batches and sampling of a measurement.
 
     Attributes
     ----------
@@ -192,11 +192,11 @@ class KernelProfilingOptions:
 
     @property
     def on_gpu(self) -> bool:
-        """Whether a GPU is measured."""
+        """Whether the device is a GPU."""
         return self.device != "cpu"
 
     def settings(self) -> dict[str, Any]:
-        """Return what the record says was asked for, defaults filled in."""
+        """Return the settings with defaults filled in, for the record."""
         return {
             "device_name": device_name(self.device),
             "dtype": self.dtype or ("bfloat16" if self.on_gpu else "float32"),
@@ -220,26 +220,28 @@ class KernelProfilingOptions:
 
 @dataclass(frozen=True)
 class KernelProfilingResult:
-    """How far a stretch of measuring got."""
+    """Progress of a measurement."""
 
-    spots: int
-    settled: int
+    points: int
+    converged: int
     restored: int
-    """Spots that an earlier stretch had visited."""
+    """Points with passes of an earlier measurement."""
     disturbed_share: float
-    """Visits whose every call was interrupted, over all visits."""
+    """Share of passes of which every call was interrupted."""
     table: Path
 
     @property
     def is_complete(self) -> bool:
-        """Whether nothing is left to measure."""
-        return self.settled == self.spots
+        """Whether all medians have converged."""
+        return self.converged == self.points
 
 
 def measure(
     folder: str | Path, options: KernelProfilingOptions, on_progress: OnProgress = lambda *_: None
 ) -> KernelProfilingResult:
-    """Measure into a folder until every spot is settled or the budget is spent; Ctrl-C leaves a whole table.
+    """Measure into a folder until all medians have converged or the budget is spent.
+
+    An interrupt leaves a whole table.
 
     Raises
     ------
@@ -248,50 +250,51 @@ def measure(
     """
     settings = options.settings()
     store = KernelTable(folder, settings)
-    spots = list(_spots(options))
-    restored = store.restore(spots)
+    points = list(_points(options))
+    restored = store.restore(points)
     session = describe(options.device, None if options.on_gpu else options.threads)
     with _quiet(options.threads):
         pool, clock = _bench(options, _dtype(settings["dtype"]))
         makers = _makers(options.chosen_kernels())
-        settled = {spot.key for spot in spots if spot.is_settled(options.limits)}
+        converged = {point.key for point in points if point.is_converged(options.limits)}
         written = time.monotonic()
         try:
-            for spot in rounds(spots, options.limits, options.seed + sum(spot.visits for spot in spots)):
-                _visit(spot, makers[spot.kernel], pool, clock, options.limits.calls)
-                if spot.is_settled(options.limits):
-                    settled.add(spot.key)
-                on_progress("kernels", len(settled), len(spots))
+            for point in rounds(points, options.limits, options.seed + sum(point.passes for point in points)):
+                _measure_pass(point, makers[point.kernel], pool, clock, options.limits.calls)
+                if point.is_converged(options.limits):
+                    converged.add(point.key)
+                on_progress("kernels", len(converged), len(points))
                 if time.monotonic() - written > _WRITE_EVERY_S:
-                    store.write(spots, session)
+                    store.write(points, session)
                     written = time.monotonic()
         finally:  # also when it is interrupted
-            store.write(spots, session)
-    visits = sum(spot.visits for spot in spots)
-    share = sum(spot.disturbed for spot in spots) / max(1, visits)
-    return KernelProfilingResult(len(spots), len(settled), restored, share, store.table)
+            store.write(points, session)
+    visits = sum(point.passes for point in points)
+    share = sum(point.disturbed for point in points) / max(1, visits)
+    return KernelProfilingResult(len(points), len(converged), restored, share, store.table)
 
 
-def _spots(options: KernelProfilingOptions) -> Iterator[KernelPoint]:
+def _points(options: KernelProfilingOptions) -> Iterator[KernelPoint]:
     seen: set[tuple[str, int, str]] = set()
     for grid in options.grids:
         for width in options.chosen_widths():
             for kernel in options.chosen_kernels():
                 for case in cases(grid, options.seed):
-                    spot = KernelPoint(kernel, width, case)
-                    if case.phase in options.phases and spot.key not in seen and _suits(spot):
-                        seen.add(spot.key)
-                        yield spot
+                    point = KernelPoint(kernel, width, case)
+                    if case.phase in options.phases and point.key not in seen and _suits(point):
+                        seen.add(point.key)
+                        yield point
 
 
-def _suits(spot: KernelPoint) -> bool:
-    """Tell whether a kernel is for such a case."""
-    return spot.kernel != "sgmv" or spot.case.phase == "prefill"
+def _suits(point: KernelPoint) -> bool:
+    return point.kernel != "sgmv" or point.case.phase == "prefill"
 
 
-def _visit(spot: KernelPoint, make: MakeCalls, pool: WeightPool, clock: KernelClock, number: int) -> None:
-    calls: KernelCalls = make(spot.case, spot.width, pool, number + 1)
-    spot.add(clock.time(calls.shrink), clock.time(calls.expand))
+def _measure_pass(
+    point: KernelPoint, make: MakeCalls, pool: WeightPool, clock: KernelClock, number: int
+) -> None:
+    calls: KernelCalls = make(point.case, point.width, pool, number + 1)
+    point.add(clock.time(calls.shrink), clock.time(calls.expand))
 
 
 def _makers(kernels: Sequence[str]) -> Mapping[str, MakeCalls]:
@@ -320,7 +323,7 @@ def _dtype(name: str) -> torch.dtype:
 
 @contextmanager
 def _quiet(threads: int) -> Iterator[None]:
-    """Fix the threads, and keep gradients and the garbage collector out."""
+    """Fix the number of threads; disable gradients and garbage collection."""
     before, collects = torch.get_num_threads(), gc.isenabled()
     torch.set_num_threads(threads)
     gc.collect()

@@ -23,8 +23,9 @@ if TYPE_CHECKING:
     from capplan.engine.kernels.triton_lora import Kind
 
 _FLUSHES: Final = 2
-"""L2 caches that are written between two calls: one leaves parts of the old contents in some replacement
-policies, and the longer the flush, the surer the host is ahead of the GPU when the call begins."""
+"""L2 cache sizes written between two calls; one leaves parts of the old contents under some replacement
+policies.
+"""
 _LEAST_FLUSH_BYTES: Final = 256 * 2**20
 SITE: Final = 0
 HALVES: Final = ("shrink", "expand")
@@ -33,7 +34,7 @@ _O_PROJ: Final = 3  # alone in its place, from the width of all heads to the hid
 
 
 class KernelClock(Protocol):
-    """Times calls that are alike."""
+    """Timer of equal calls."""
 
     def time(self, calls: Sequence[Callable[[], object]]) -> KernelTiming:
         """Run all calls and return the median time of all but the first, which warms up."""
@@ -41,11 +42,10 @@ class KernelClock(Protocol):
 
 
 class CpuClock:
-    """Each call by itself. Calls that were interrupted to run something else on their core do not count.
+    """Timer of single calls; interrupted calls do not count.
 
-    A call was interrupted if the process was made to leave a core meanwhile (``ru_nivcsw``). Where all calls
-    of a visit were, as on a machine that others use, too, their time on the core stands in: on one thread
-    that is what they would have taken alone, but for caches that the others have filled.
+    A call is interrupted if the process left a core (``ru_nivcsw``). If all calls of a pass were, their time
+    on the core replaces it: with one thread, the undisturbed time except for cache effects.
     """
 
     def time(self, calls: Sequence[Callable[[], object]]) -> KernelTiming:
@@ -67,9 +67,9 @@ class CpuClock:
 
 
 class CudaClock:
-    """Events around each call on the GPU's own clock, its L2 cache written over in between.
+    """Timer with CUDA events around each call; the L2 cache is overwritten between calls.
 
-    While the GPU overwrites its cache, the host issues the call, so no launch is waited for.
+    The host issues the call during the overwriting, so that launch latency is not measured.
     """
 
     def __init__(self, device: torch.device) -> None:
@@ -101,10 +101,10 @@ def _event() -> Any:
 
 
 class WeightPool:
-    """A tensor much larger than the caches, of which matrices are taken one behind the other, in a circle.
+    """Circular pool of weights, much larger than the caches.
 
-    So the weights of a call come from memory, as those of a model's next layer do, and are large matrices in
-    one piece, as in a slot. A batch larger than the pool reads some of it twice.
+    Weights of a call come from memory, as those of a model's next layer do. A batch larger than the pool
+    reads some of it twice.
     """
 
     def __init__(self, numbers: int, dtype: torch.dtype, device: torch.device) -> None:
@@ -113,7 +113,7 @@ class WeightPool:
         self._next = 0
 
     def take(self, rows: int, width: int) -> int:
-        """Return where the next matrix begins.
+        """Return the offset of the next matrix.
 
         Raises
         ------

@@ -57,7 +57,7 @@ def open_session(target: Target) -> aiohttp.ClientSession:
 
 
 def raise_file_limit() -> None:
-    """Let this process open as many files and connections as it may; where that cannot be set, nothing."""
+    """Raise the limit of open files to its maximum, if supported."""
     with contextlib.suppress(ImportError, ValueError, OSError):
         import resource
 
@@ -149,7 +149,7 @@ def _answered(number: int, sent_s: float, ended_s: float, events: EventCounter) 
 
 @dataclass(frozen=True)
 class StreamEnding:
-    """What the last events of an answer say.
+    """Ending of an answer, from its last events.
 
     Attributes
     ----------
@@ -171,7 +171,10 @@ class StreamEnding:
 
 
 class EventCounter:
-    """Counts the events of one answer as its bytes come in, however they are cut."""
+    """Counter of the server-sent events of one answer, however its bytes are split.
+
+    JSON is parsed for the last events only. `times` holds the arrival of each event.
+    """
 
     __slots__ = ("_tail", "times")
 
@@ -180,7 +183,7 @@ class EventCounter:
         self.times: list[float] = []
 
     def feed(self, data: bytes, now: float) -> None:
-        """Note the arrival of bytes: one time for each event that begins in them."""
+        """Record the arrival of bytes: one time per event that starts in them."""
         tail = self._tail
         # A line break inside JSON is escaped, so the pattern is found only where an event begins; what is
         # kept of earlier bytes is too short to hold it a second time.
@@ -192,7 +195,7 @@ class EventCounter:
         self._tail = (tail + data)[-_TAIL_BYTES:]
 
     def ending(self) -> StreamEnding:
-        """Read the last events."""
+        """Parse the last events."""
         complete, without_token = False, 0
         usage: Any = None
         for text in self._tail.split(_EVENT)[1:][-_READ:]:
@@ -219,7 +222,7 @@ class EventCounter:
 
 
 def _event(line: bytes) -> dict[str, Any] | None:
-    """Return an event of a completion; None for anything else."""
+    """Return a completion event; None for anything else."""
     try:
         event = json.loads(line)
     except (ValueError, RecursionError):

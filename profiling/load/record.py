@@ -21,20 +21,20 @@ from capplan.spec.files import error_reason
 
 FINISHED: Final = "finished"
 UNFINISHED: Final = "unfinished"
-"""Still waiting or executing when the run ended."""
+"""Waiting or executing at the end of the run."""
 REJECTED: Final = "rejected"
-"""Not sent: as many were in flight as may be."""
+"""Not sent: the limit of requests in flight was reached."""
 TIMEOUT: Final = "timeout"
 DISCONNECTED: Final = "disconnected"
-"""The server closed the connection before the answer was complete."""
+"""Connection closed before the end of the answer."""
 REFUSED: Final = "refused"
-"""No connection could be made."""
+"""No connection."""
 BAD_RESPONSE: Final = "bad_response"
-"""What came back is no HTTP, or no completion."""
+"""Neither HTTP nor a completion."""
 HTTP_PREFIX: Final = "http_"
-"""Followed by the status: an answer other than 200."""
+"""Prefix of a status other than 200."""
 CLIENT_LIMIT: Final = "client_limit"
-"""This machine had no file descriptor or port left for another connection."""
+"""No file descriptor or port left on the client."""
 NOT_FAILURES: Final = (FINISHED, UNFINISHED, REJECTED)
 _SMALLEST_S: Final = 1e-5
 _PER_OCTAVE: Final = 128
@@ -50,43 +50,43 @@ _PENDING_REQUESTS: Final = 1 << 10
 
 
 class RequestOutcome(NamedTuple):
-    """One request. Times are seconds on the clock of the run; NaN where nothing happened."""
+    """Outcome of one request; times in seconds on the clock of the run, NaN if absent."""
 
     number: int
-    """Its place in the schedule."""
+    """Index in the schedule."""
     kind: str
     sent_s: float
-    """When its bytes were handed to the connection."""
+    """Time of sending."""
     ended_s: float
-    """When its last byte had come, or it failed."""
+    """Time of the last byte or of the failure."""
     times_s: list[float]
-    """When each event with a token arrived."""
+    """Arrival of each event with a token."""
     prompt_tokens: int | None = None
-    """As the server counted them; None where it did not say."""
+    """As the server counted them; None if not reported."""
     output_tokens: int | None = None
     message: str = ""
-    """What a failure said."""
+    """Message of a failure."""
 
 
 def not_sent(number: int, kind: str) -> RequestOutcome:
-    """Return the outcome of a request that never went out."""
+    """Return the outcome of an unsent request."""
     return RequestOutcome(number, kind, math.nan, math.nan, [])
 
 
 class LogHistogram:
-    """Counts of gaps, exact to a third of a percent."""
+    """Histogram of durations in logarithmic bins, exact to a third of a percent."""
 
     def __init__(self) -> None:
         self.counts: NDArray[np.int64] = np.zeros(_BINS, np.int64)
 
     def add(self, gaps_s: NDArray[np.float64]) -> None:
-        """Count gaps, in seconds."""
+        """Add durations in seconds."""
         places = np.log2(np.maximum(gaps_s, _SMALLEST_S) / _SMALLEST_S) * _PER_OCTAVE
         bins = np.minimum(places.astype(np.int64), _BINS - 1)
         self.counts += np.bincount(bins, minlength=_BINS)
 
     def percentiles_s(self, percentiles: Sequence[float]) -> list[float]:
-        """Return percentiles in seconds; NaN without any gap."""
+        """Return percentiles in seconds; NaN if empty."""
         up_to = np.cumsum(self.counts)
         if up_to[-1] == 0:
             return [math.nan] * len(percentiles)
@@ -97,12 +97,12 @@ class LogHistogram:
 
 
 class RequestFile:
-    """One row per request, in the order in which they ended.
+    """Parquet file with one row per request, in order of completion.
 
-    Columns: number (place in the schedule), adapter (null: the base model), status, arrival_s (when it was
-    due), sent_s, first_token_s, finish_s (its last token; null unless finished), prompt_tokens,
-    output_tokens, lag_ms (sent - due), ttft_s and e2e_s (from when it was due), ttft_sent_s (from sending),
-    tpot_ms, and event_ms: when each event with a token came, in milliseconds after sending.
+    Columns: number (index in the schedule), adapter (null: the base model), status, arrival_s (due time),
+    sent_s, first_token_s, finish_s (last token; null unless finished), prompt_tokens, output_tokens, lag_ms
+    (sent - due), ttft_s and e2e_s (since due), ttft_sent_s (since sending), tpot_ms, and event_ms (events
+    with a token, since sending).
 
     Parameters
     ----------
@@ -149,12 +149,12 @@ class RequestFile:
             raise InputError(f"cannot be written: {error_reason(error)}", location=str(self.path)) from None
 
     def finished(self) -> Path:
-        """Complete the file and return where it is until it is kept."""
+        """Complete the file and return its temporary path."""
         self._close()
         return self._beside
 
     def keep(self) -> None:
-        """Put the file in its place."""
+        """Move the file to its path."""
         try:
             self.finished().replace(self.path)
         except OSError as error:
@@ -203,18 +203,18 @@ def _columns(
 
 @dataclass(frozen=True)
 class MeasurementWindow:
-    """The measured time, in seconds on the clock of the run."""
+    """Measured interval in seconds on the clock of the run."""
 
     start_s: float
     end_s: float
 
     @property
     def duration_s(self) -> float:
-        """Its length."""
+        """Length in seconds."""
         return self.end_s - self.start_s
 
     def holds(self, times_s: NDArray[np.float64]) -> NDArray[np.bool_]:
-        """Tell which times are within; NaN is not."""
+        """Return which times are inside; NaN is not."""
         after, before = times_s >= self.start_s, times_s < self.end_s
         within: NDArray[np.bool_] = np.logical_and(after, before)
         return within
@@ -222,25 +222,25 @@ class MeasurementWindow:
 
 @dataclass(frozen=True, eq=False)
 class RequestRecords:
-    """Requests in the order in which they were due; the arrays have shape (requests,)."""
+    """Requests in order of due time; arrays have shape (requests,)."""
 
     names: tuple[str, ...]
-    """Adapters by number; the first is the base model, with the empty name."""
+    """Adapters by number; the first is the base model with the empty name."""
     adapter: NDArray[np.int32]
     due_s: NDArray[np.float64]
     sent_s: NDArray[np.float64]
-    """NaN where it was not sent."""
+    """NaN if not sent."""
     first_s: NDArray[np.float64]
-    """Arrival of the first token; NaN without."""
+    """Arrival of the first token, or NaN."""
     last_s: NDArray[np.float64]
-    """Arrival of the last token so far; NaN without."""
+    """Arrival of the last token so far, or NaN."""
     ended_s: NDArray[np.float64]
     prompt_tokens: NDArray[np.int32]
-    """As the server counted them, or else as asked."""
+    """As the server counted them, otherwise as requested."""
     output_tokens: NDArray[np.int32]
-    """As the server counted them; as asked for requests that did not finish."""
+    """As the server counted them, otherwise as requested."""
     events: NDArray[np.int32]
-    """Events with tokens; fewer than tokens where the server sent several at once."""
+    """Events with tokens; fewer than tokens if a server puts several into one."""
     kind: NDArray[np.int16]
     """Position in `kinds`."""
     kinds: tuple[str, ...]
@@ -249,13 +249,13 @@ class RequestRecords:
         return self.due_s.size
 
     def of_kind(self, name: str) -> NDArray[np.bool_]:
-        """Tell which requests ended in this way."""
+        """Return which requests had this outcome."""
         which: NDArray[np.bool_] = self.kind == (self.kinds.index(name) if name in self.kinds else -1)
         return which
 
 
 class RequestRecorder:
-    """Takes in outcomes as they come."""
+    """Collector of outcomes."""
 
     def __init__(
         self, schedule: Schedule, window: MeasurementWindow, file: RequestFile | None = None
@@ -278,7 +278,7 @@ class RequestRecorder:
         self._pending_events = 0
 
     def add(self, outcome: RequestOutcome) -> None:
-        """Take in one outcome."""
+        """Add an outcome."""
         at, times = outcome.number, outcome.times_s
         self._sent[at], self._ended[at] = outcome.sent_s, outcome.ended_s
         if times:
@@ -302,11 +302,11 @@ class RequestRecorder:
 
     @property
     def failures(self) -> int:
-        """How many requests failed so far."""
+        """Failed requests so far."""
         return sum(count for kind, count in self.counts.items() if kind not in NOT_FAILURES)
 
     def record(self, until_s: float) -> RequestRecords:
-        """Return the requests that were due before ``until_s``; those that never went out are unfinished."""
+        """Return the requests due before ``until_s``; unsent ones are unfinished."""
         schedule = self._schedule
         n = int(np.searchsorted(schedule.due_s, until_s, side="left"))
         for number in np.flatnonzero(self._kind[:n] < 0).tolist():
@@ -328,7 +328,7 @@ class RequestRecorder:
         )
 
     def _flush(self) -> None:
-        """Count the gaps of pending outcomes, write them, and forget them."""
+        """Count the gaps of pending outcomes and write them to the file."""
         pending, self._pending, self._pending_events = self._pending, [], 0
         if not pending:
             return

@@ -22,7 +22,7 @@ _VERSION_PATH = "/v1"
 DEFAULT_MAX_MODEL_LEN: Final = 8192
 _NS_PER_S: Final = 1e9
 BASE: Final = ""
-"""Name in place of an adapter's, of requests that ask for the base model."""
+"""Name of the base model among adapters."""
 _POOL_TOKENS: Final = 1 << 16
 _NUMBER_TOKENS: Final = 4
 _STRIDE: Final = 7919  # a prime, so that neighbours begin far from each other in the pool
@@ -37,20 +37,20 @@ _WORDS: Final = (
 
 @dataclass(frozen=True)
 class Target:
-    """An OpenAI-compatible server and the names it knows adapters by.
+    """OpenAI-compatible server, and its model names of adapters.
 
     Attributes
     ----------
     url : str
-        Where it listens; a path that ends in ``/v1`` is fine, user and password are not.
+        Address; a path may end in ``/v1``; user and password are refused.
     api_key : str, optional
-        Sent as bearer token; never written anywhere.
+        Bearer token; never written.
     base_model : str, optional
-        What requests without an adapter ask for.
+        Model of requests without an adapter.
     models : mapping of str to str
-        Adapter of the workload to model name at the server; those left out go by their own name.
+        Model name by adapter; others keep their own name.
     extra_body : mapping
-        Further fields of every request, for servers with flags of their own.
+        Further fields of every request.
     """
 
     url: str
@@ -79,12 +79,12 @@ class Target:
 
     @property
     def shown(self) -> str:
-        """The address without query and fragment."""
+        """Address without query and fragment."""
         parts = urlsplit(self.url)
         return urlunsplit((parts.scheme, parts.netloc, parts.path, "", ""))
 
     def model_of(self, adapter: str) -> str:
-        """Return the model name that a request with this adapter asks for; the empty name: none."""
+        """Return the model name for an adapter; the empty name is the base model."""
         if adapter:
             return self.models.get(adapter, adapter)
         if self.base_model is None:
@@ -92,30 +92,29 @@ class Target:
         return self.base_model
 
     def headers(self) -> dict[str, str]:
-        """Return the headers of every request."""
+        """Return the request headers."""
         known = {"Content-Type": "application/json"}
         return known if self.api_key is None else known | {"Authorization": f"Bearer {self.api_key}"}
 
 
 @dataclass(frozen=True)
 class LoadSettings:
-    """How long and how patiently to measure.
+    """Duration and limits of a load test.
 
     Attributes
     ----------
     duration_s : float
         Length of the measured window.
     warm_up_s : float
-        Time before it in which requests are sent as well.
+        Time before the window.
     timeout_s : float
-        How long one request may take, from sending to its last byte.
+        Limit on one request, from sending to its last byte.
     drain_s : float
-        How long requests may still come to their end after the window.
+        Wait for requests in flight after the window.
     max_in_flight : int, optional
-        Requests beyond this many at once are not sent but counted as rejected, as in the twin.
+        Further requests are not sent but counted as rejected, as in the twin.
     metrics_interval_s : float
-        Pause between scrapes of ``/metrics``; 0: none. vLLM writes its metrics in the very loop that hands
-        out tokens, so a scrape holds them back for some milliseconds.
+        Interval of samples of ``/metrics``; 0: none. A sample delays vLLM's tokens by some milliseconds.
     """
 
     duration_s: float
@@ -137,24 +136,24 @@ class LoadSettings:
 
     @property
     def horizon_s(self) -> float:
-        """Time in which requests are sent."""
+        """Duration of sending."""
         return self.warm_up_s + self.duration_s
 
 
 @dataclass(frozen=True, eq=False)
 class Schedule:
-    """Requests in the order in which they are due; the arrays have shape (requests,)."""
+    """Requests in order of due time; arrays have shape (requests,)."""
 
     due_s: NDArray[np.float64]
-    """Seconds from the start."""
+    """Seconds from the start of the run."""
     adapter: NDArray[np.int32]
     """Position in `names`."""
     prompt_tokens: NDArray[np.int32]
     output_tokens: NDArray[np.int32]
     names: tuple[str, ...]
-    """The base model (as the empty name), then the adapters of the workload in order."""
+    """The base model (empty name), then the adapters of the workload."""
     shared_prefix_tokens: int = 0
-    """Tokens that all prompts of an adapter begin with."""
+    """Common prefix of an adapter's prompts."""
 
     def __len__(self) -> int:
         return self.due_s.size
@@ -176,15 +175,15 @@ def schedule_of(
     workload
         Adapters, rates and lengths, or a trace, which is replayed.
     horizon_s
-        Time in which requests are due; the twin's ``duration_s``.
+        The twin's ``duration_s``.
     seed
         As the twin's.
     max_model_len
-        As the twin's. An output ends where prompt and output reach it.
+        As the twin's: limit on prompt and output tokens.
     rate_scale
-        What rates are multiplied by; see `scaled`.
+        Factor of all rates; see `scaled`.
     profile
-        Of the engine; says how lengths of prompt and output go together where the workload does not.
+        Correlation of prompt and output lengths, unless the workload gives one.
 
     Raises
     ------
@@ -210,7 +209,7 @@ def schedule_of(
 
 
 def scaled(workload: Workload, rate_scale: float) -> Workload:
-    """Return the workload with all rates multiplied; a trace is replayed that much faster.
+    """Return the workload with all rates multiplied; a trace is replayed faster.
 
     Raises
     ------
@@ -233,25 +232,29 @@ def scaled(workload: Workload, rate_scale: float) -> Workload:
 
 
 class PromptForm(StrEnum):
-    """How prompts are written."""
+    """Form of prompts."""
 
     IDS = "ids"
-    """Lists of token ids from 1000 to 9999, whose length no tokenizer can change."""
+    """Lists of token ids from 1000 to 9999: exact lengths with any tokenizer."""
     TOY_IDS = "toy-ids"
     """Ids from 100 to 299, for models with small vocabularies."""
     TEXT = "text"
-    """Words that are a token each, for servers that take text only."""
+    """Words of one token each, for servers that accept text only."""
 
 
 def alphabet(form: PromptForm) -> list[str]:
-    """Return every token as it stands in a prompt, with what separates it from its neighbours."""
+    """Return every token with its separator."""
     if form is PromptForm.TEXT:
         return [f" {word}" for word in _WORDS.split()]
     return [f"{number}," for number in (_TOY_IDS if form is PromptForm.TOY_IDS else range(1000, 10_000))]
 
 
 class PromptWriter:
-    """Writes prompts of given lengths as JSON."""
+    """Writer of prompts of exact lengths, as slices of one long random sequence.
+
+    A prompt starts with digits of its number plus `salt`, after the shared prefix, so that no two prompts
+    have a KV block in common. `extra_tokens` are added to text by the server.
+    """
 
     def __init__(self, form: PromptForm = PromptForm.IDS, extra_tokens: int = 0, salt: int = 0) -> None:
         self.form = form
@@ -265,11 +268,11 @@ class PromptWriter:
 
     @property
     def highest_id(self) -> int:
-        """The highest id that prompts of ids hold; a vocabulary must have it."""
+        """Highest id in prompts of ids."""
         return int(self._alphabet[-1][:-1])
 
     def written(self, number: int, tokens: int, shared: int = 0) -> str:
-        """Return a prompt as JSON."""
+        """Return a prompt as JSON; `tokens` includes the shared prefix and what the server adds."""
         wanted = max(1, tokens - self.extra_tokens)
         shared = min(shared, wanted)
         own = min(_NUMBER_TOKENS, wanted - shared)
@@ -279,14 +282,14 @@ class PromptWriter:
         return json.dumps(text) if self.form is PromptForm.TEXT else f"[{text[:-1]}]"
 
     def _slice(self, at: int, tokens: int) -> str:
-        """Return so many tokens of the pool, which goes round."""
+        """Return tokens of the circular pool."""
         if at + tokens <= _POOL_TOKENS:
             return self._pool[self._starts[at] : self._starts[at + tokens]]
         rounds, rest = divmod(at + tokens - _POOL_TOKENS, _POOL_TOKENS)
         return self._pool[self._starts[at] :] + self._pool * rounds + self._pool[: self._starts[rest]]
 
     def _numbered(self, number: int, tokens: int) -> str:
-        """Return a number with the alphabet's tokens for digits, lowest first: neighbours differ at once."""
+        """Return a number in digits of the alphabet, lowest first."""
         digits = []
         for _ in range(tokens):
             number, digit = divmod(number, len(self._alphabet))
@@ -296,14 +299,14 @@ class PromptWriter:
 
 @dataclass(frozen=True)
 class RequestBodies:
-    """Writes the bodies of completion requests."""
+    """Writer of completion requests: prompts, and the other JSON fields by model position."""
 
     prompts: PromptWriter
     heads: Sequence[str]
 
     @classmethod
     def of(cls, prompts: PromptWriter, models: Sequence[str], extra: Mapping[str, Any]) -> RequestBodies:
-        """Return a writer of requests for these models, with further fields."""
+        """Return a writer for these models, with further fields."""
         fixed = {
             "stream": True,
             "stream_options": {"include_usage": True},
@@ -314,6 +317,6 @@ class RequestBodies:
         return cls(prompts, [json.dumps({"model": model, **fixed})[:-1] for model in models])
 
     def body(self, number: int, model: int, prompt_tokens: int, output_tokens: int, shared: int = 0) -> bytes:
-        """Return the JSON of one request for the model of this position."""
+        """Return the JSON of one request."""
         prompt = self.prompts.written(number, prompt_tokens, shared)
         return f'{self.heads[model]}, "max_tokens": {output_tokens}, "prompt": {prompt}}}'.encode()

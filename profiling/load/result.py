@@ -28,7 +28,7 @@ if TYPE_CHECKING:
     from capplan.profiling.load.run import EventLoopLag
 
 Number = float | None
-"""Null where there was nothing to measure."""
+"""Null without measurements."""
 PERCENTILES: Final = (50, 90, 95, 99)
 _MS_PER_S: Final = 1e3
 
@@ -147,7 +147,7 @@ class BenchResult(SpecModel):
 
 @dataclass(frozen=True)
 class LagLimits:
-    """Up to where a client counts as having kept up, in milliseconds."""
+    """Limits within which a client kept up, in milliseconds."""
 
     p50_ms: float = 5.0
     p99_ms: float = 100.0
@@ -157,12 +157,12 @@ class LagLimits:
 def overall_metrics(
     record: RequestRecords, window: MeasurementWindow, gaps: LogHistogram | None = None
 ) -> LoadMetrics:
-    """Return the metrics of all requests; with the gaps, their percentiles."""
+    """Return the metrics of all requests; `gaps` adds percentiles of ITL."""
     return _metrics("", record, window, np.arange(len(record)), gaps)
 
 
 def adapter_metrics(record: RequestRecords, window: MeasurementWindow) -> tuple[LoadMetrics, ...]:
-    """Return the metrics of each adapter that was asked for, in the order of the workload."""
+    """Return the metrics of each adapter with requests, in the order of the workload."""
     order = np.argsort(record.adapter, kind="stable")
     starts = np.searchsorted(record.adapter[order], np.arange(len(record.names) + 1))
     parts = zip(record.names, starts[:-1].tolist(), starts[1:].tolist(), strict=True)
@@ -174,7 +174,7 @@ def adapter_metrics(record: RequestRecords, window: MeasurementWindow) -> tuple[
 def client_health(
     record: RequestRecords, window: MeasurementWindow, loop_lag: EventLoopLag, limits: LagLimits | None = None
 ) -> ClientHealth:
-    """Tell whether requests due in the window went out in time, if at all."""
+    """Return the lag of requests due in the window, and whether the client kept up."""
     limits = limits or LagLimits()
     wanted = window.holds(record.due_s) & ~record.of_kind(REJECTED)
     sent_s = np.where(np.isnan(record.sent_s), window.end_s, record.sent_s)  # at the end, or never

@@ -1,7 +1,7 @@
-"""The result file of ``vllm bench serve``: written from a run, and read as a result.
+"""Result files of ``vllm bench serve``: writer and reader.
 
-Keys are those of vLLM 0.32 (``vllm/benchmarks/serve.py``). Its TTFT counts from sending, its ITL are gaps
-between events, its duration ends with the last answer, and it knows no adapters.
+Keys are those of vLLM 0.32 (``vllm/benchmarks/serve.py``). TTFT counts from sending, ITL are gaps between
+events, the duration ends with the last answer, and there are no adapters.
 """
 
 from __future__ import annotations
@@ -46,7 +46,7 @@ def write_vllm_bench(
 
 
 def vllm_document(result: BenchResult, rows: Mapping[str, Any]) -> dict[str, Any]:
-    """Return the document; `rows` are columns of the requests that were sent, by the names of the file."""
+    """Return the document; `rows` are columns of `RequestFile` for sent requests."""
     finished = np.array([status == "finished" for status in rows["status"]], bool)
     sent = np.array(rows["sent_s"], float)
     ttft_s = np.where(finished, np.array(rows["ttft_sent_s"], float), 0.0)
@@ -116,25 +116,16 @@ def read_result(path: str | os.PathLike[str]) -> BenchResult:
 def read_vllm_bench(path: str | os.PathLike[str]) -> BenchResult:
     """Read a file of ``vllm bench serve`` as a result.
 
-    What such a file does not tell is empty: lag of the client, adapters, TTFT from when a request was due.
-    Percentiles come from the details where they are there.
+    Missing facts stay empty: lag of the client, adapters, TTFT since due. Percentiles come from the details
+    if present.
 
     Raises
     ------
     InputError
         For a file that is none.
     """
-    name = os.fspath(path)
-    data: Any = parse_json(read_text(path, _MAX_BYTES), name)
-    if not isinstance(data, Mapping):
-        raise InputError("must hold a mapping, as vllm bench serve --save-result writes", location=name)
-    for key in _NEEDED:
-        value = data.get(key)
-        if not isinstance(value, int | float) or isinstance(value, bool) or value < 0:
-            raise InputError("must be a number >= 0", value, f"{name}: {key}")
+    data = _document(path)
     duration_s = float(data["duration"])
-    if duration_s <= 0.0:
-        raise InputError("must be above 0", duration_s, f"{name}: duration")
     inputs, outputs, completed = (int(data[key]) for key in _NEEDED[2:] + _NEEDED[1:2])
     failed = int(data.get("failed") or 0)
     submitted = int(data.get("num_prompts") or completed + failed)
@@ -177,6 +168,20 @@ def read_vllm_bench(path: str | os.PathLike[str]) -> BenchResult:
     )
 
 
+def _document(path: str | os.PathLike[str]) -> Mapping[str, Any]:
+    name = os.fspath(path)
+    data: Any = parse_json(read_text(path, _MAX_BYTES), name)
+    if not isinstance(data, Mapping):
+        raise InputError("must hold a mapping, as vllm bench serve --save-result writes", location=name)
+    for key in _NEEDED:
+        value = data.get(key)
+        if not isinstance(value, int | float) or isinstance(value, bool) or value < 0:
+            raise InputError("must be a number >= 0", value, f"{name}: {key}")
+    if data["duration"] == 0:
+        raise InputError("must be above 0", data["duration"], f"{name}: duration")
+    return data
+
+
 def _rows(requests: str | os.PathLike[str], result: BenchResult) -> dict[str, list[Any]]:
     import pyarrow.compute as pc
     import pyarrow.parquet as pq
@@ -191,7 +196,7 @@ def _rows(requests: str | os.PathLike[str], result: BenchResult) -> dict[str, li
 
 
 def _summary(metric: str, values_s: NDArray[np.float64]) -> dict[str, float]:
-    """Return the statistics of a metric under vLLM's keys; 0 without any value, as vLLM has it."""
+    """Return the statistics of a metric under vLLM's keys; 0 without values."""
     ms = _MS_PER_S * values_s if values_s.size else np.zeros(1)
     keys = {"mean": ms.mean(), "median": np.median(ms), "std": ms.std()}
     keys |= {f"p{percent}": np.percentile(ms, percent) for percent in PERCENTILES}
@@ -199,7 +204,7 @@ def _summary(metric: str, values_s: NDArray[np.float64]) -> dict[str, float]:
 
 
 def _details(data: Mapping[str, Any]) -> dict[str, NDArray[np.float64]]:
-    """Return what the lists of single requests say, in milliseconds, of requests that succeeded."""
+    """Return metrics of single successful requests in milliseconds; empty without details."""
     keys = ("ttfts", "latencies", "output_lens", "itls")
     if not all(isinstance(data.get(key), list) for key in keys):
         return {}

@@ -1,1 +1,1 @@
-"""A server measured from outside: closed loops at many operating points, adapter loads, idle answers."""
+"""Server measurements: closed loops at many operating points, adapter loads, first tokens."""

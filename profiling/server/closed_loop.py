@@ -14,31 +14,28 @@ from capplan.errors import CapplanError, InputError
 from capplan.profiling.load.client import CompletionClient
 from capplan.profiling.load.record import FINISHED, UNFINISHED, RequestOutcome
 from capplan.profiling.load.requests import RequestBodies
+from capplan.profiling.tables import OUTPUT_TOKENS, loading_row
 
 _SEED: Final = 0
 _MOST_FAILURES: Final = 3
 _CANCEL_S: Final = 10.0
 _MS_PER_S: Final = 1e3
 _LOAD_PROMPT: Final = 8
-"""Tokens: short, so that the load is a large part of the answer."""
-OUTPUT_TOKENS: Final = 2
-_LEAST_MS: Final = 1e-3
-"""Of a load that is too short to be told from none; calibration takes times above 0."""
+"""Prompt tokens; few, so that the load dominates."""
 
 
 @dataclass(frozen=True)
 class ServerPoint:
-    """A closed loop: as soon as a stream's answer is complete, its next request follows.
+    """Operating point: streams that send their next request on each answer.
 
     Attributes
     ----------
     streams : int
         Requests in flight.
     adapters : int
-        Distinct adapters that they ask for in turn; 0: the base model.
+        Distinct adapters of the streams; 0: the base model.
     prompt_tokens, output_tokens : int
-        Mean lengths; single ones are spread evenly from a half to one and a half of these, so that streams do
-        not move in step.
+        Mean lengths; lengths are uniform from half to one and a half of these.
     """
 
     streams: int
@@ -48,33 +45,33 @@ class ServerPoint:
 
     @property
     def name(self) -> str:
-        """What it is called in tables."""
+        """Name in tables."""
         return f"b{self.streams}-a{self.adapters}-p{self.prompt_tokens}-o{self.output_tokens}"
 
     @property
     def kv_tokens(self) -> int:
-        """Most tokens that all streams hold at once."""
+        """Upper bound on the tokens of all streams."""
         return self.streams * 3 * (self.prompt_tokens + self.output_tokens) // 2
 
 
 @dataclass(frozen=True)
 class ServerBounds:
-    """What the server can do.
+    """Limits on operating points of a server.
 
     Attributes
     ----------
     adapters : int
-        How many may be asked for.
+        Available adapters.
     a_max : int
-        Adapter slots: up to so many are asked for at once, so that none waits for a slot.
+        Adapter slots, a limit on the adapters of a point: none waits for a slot.
     max_streams : int
-        Up to so many run at once.
+        Limit on running requests.
     longest : int
         Tokens of prompt and output together.
     kv_tokens : int, optional
-        Capacity; points that might not fit are left out. None: not known.
+        Capacity; larger points are left out. None: unknown.
     prompt_tokens, output_tokens : int
-        Typical lengths of the work to be predicted.
+        Typical lengths of the workload.
     """
 
     adapters: int
@@ -93,17 +90,17 @@ class ServerBounds:
             raise InputError("must be at least 0", self.adapters, "adapters")
 
     def allow(self, point: ServerPoint) -> bool:
-        """Tell whether a point can be measured without anything waiting."""
+        """Return whether a point runs without waiting."""
         longest = 3 * (point.prompt_tokens + point.output_tokens) // 2
         return longest <= self.longest and (self.kv_tokens is None or point.kv_tokens <= self.kv_tokens)
 
 
 def design(bounds: ServerBounds, base_model: bool = True) -> list[ServerPoint]:
-    """Return the points to measure, those that tell most first.
+    """Return the operating points, most informative first.
 
-    Batches are powers of 2, adapters among them likewise, prompts a quarter of the typical length, that
-    length, and four times it; outputs long and short, so that steps hold few and many prompt tokens. The
-    corners come first, then the rest in an order drawn once for all: whoever stops early has some of each.
+    Batches and adapters are powers of 2; prompts are a quarter of the typical length, that length and four
+    times it; outputs are short and long. Corners come first, then the rest in a random order, so that a short
+    budget covers the range.
 
     Parameters
     ----------
@@ -144,22 +141,22 @@ def powers_of_2(limit: int) -> list[int]:
 
 @dataclass(frozen=True)
 class ClosedLoopRequest:
-    """One request of a closed loop."""
+    """One request of a closed loop, as sent."""
 
     outcome: RequestOutcome
     model: int
-    """Position of its model."""
+    """Model position."""
     prompt_tokens: int
     output_tokens: int
-    """As asked."""
+    """As requested."""
 
 
 class LoopError(CapplanError):
-    """Requests to a server that is measured failed."""
+    """Requests of a measurement failed."""
 
 
 class RequestSender:
-    """Sends requests with numbers of their own, so that no two have a prompt in common."""
+    """Sender of requests with unique numbers, so that no two share a prompt."""
 
     def __init__(self, client: CompletionClient, bodies: RequestBodies, clock: Callable[[], float]) -> None:
         self.clock = clock
@@ -167,8 +164,8 @@ class RequestSender:
         self._bodies = bodies
         self._numbers = itertools.count()
 
-    async def ask(self, model: int, prompt_tokens: int, output_tokens: int) -> ClosedLoopRequest:
-        """Send one request to the model of this position and wait for its end."""
+    async def send(self, model: int, prompt_tokens: int, output_tokens: int) -> ClosedLoopRequest:
+        """Send one request and wait for its outcome."""
         number = next(self._numbers)
         body = self._bodies.body(number, model, prompt_tokens, output_tokens)
         outcome = await self._client.complete(number, body)
@@ -176,50 +173,48 @@ class RequestSender:
 
 
 async def closed_loop(
-    asker: RequestSender,
+    sender: RequestSender,
     point: ServerPoint,
     models: Sequence[int],
     ramp_s: float,
     measured_s: float,
     seed: int,
 ) -> tuple[list[ClosedLoopRequest], float, float]:
-    """Keep a point up for a while.
+    """Keep an operating point up for `ramp_s` + `measured_s` seconds.
 
     Parameters
     ----------
-    asker
-        Sends the requests.
-    point
-        How many streams of what.
+    sender, point
+        Sender and operating point.
     models
-        Positions of the models that streams ask for in turn.
+        Model positions of the streams in turn.
     ramp_s, measured_s
-        How long before, and how long it is measured.
+        Seconds before and during the measured interval.
     seed
-        Of the lengths.
+        Seed of the lengths.
 
     Returns
     -------
-    answered : list of Answered
-        All requests, those under way at the end among them.
+    requests : list of ClosedLoopRequest
+        All requests, including those in flight at the end.
     start_s, end_s : float
-        The measured time.
+        Measured interval.
 
     Raises
     ------
     LoopError
-        When requests fail.
+        If requests fail.
     """
     done: list[ClosedLoopRequest] = []
     failures: list[RequestOutcome] = []
-    begun_s = asker.clock()
+    started_s = sender.clock()
     streams = [
-        asyncio.create_task(_stream(asker, point, models[at % len(models)], (seed, at), done, failures))
+        asyncio.create_task(_stream(sender, point, models[at % len(models)], (seed, at), done, failures))
         for at in range(point.streams)
     ]
-    start_s, end_s = begun_s + ramp_s, begun_s + ramp_s + measured_s
+    start_s, end_s = started_s + ramp_s, started_s + ramp_s + measured_s
     try:
-        await asyncio.wait(streams, timeout=max(0.0, end_s - asker.clock()))
+        await asyncio.wait(streams, timeout=max(0.0, end_s - sender.clock()))
     finally:  # also when this loop itself is cancelled
         for each in streams:
             each.cancel()
@@ -233,19 +228,19 @@ async def closed_loop(
 
 
 async def _stream(
-    asker: RequestSender,
+    sender: RequestSender,
     point: ServerPoint,
     model: int,
     seed: tuple[int, int],
     done: list[ClosedLoopRequest],
     failures: list[RequestOutcome],
 ) -> None:
-    """Ask again and again; the first answer is cut short at random, so that streams are out of step."""
+    """Send requests one after the other; the first is shortened at random to desynchronize streams."""
     rng = np.random.default_rng(seed)
     share = rng.uniform(0.1, 1.0)
     while True:
         prompt, output = (_spread(rng, mean) for mean in (point.prompt_tokens, point.output_tokens))
-        answered = await asker.ask(model, prompt, max(2, round(output * share)))
+        answered = await sender.send(model, prompt, max(2, round(output * share)))
         share = 1.0
         outcome = answered.outcome
         if outcome.kind in (FINISHED, UNFINISHED):
@@ -263,24 +258,24 @@ def _spread(rng: np.random.Generator, mean: int) -> int:
 
 
 async def first_tokens(
-    asker: RequestSender,
+    sender: RequestSender,
     models: Sequence[int],
     lengths: Sequence[int],
     repeats: int,
     done: Callable[[], None],
 ) -> list[dict[str, float]]:
-    """Return how long the first token takes on an idle server, a row for each prompt length.
+    """Return the time to first token of an idle server, a row per prompt length.
 
     Raises
     ------
     LoopError
-        When a request fails.
+        If a request fails.
     """
     for model in models:
-        await _ttft_ms(asker, model, _LOAD_PROMPT)
+        await _ttft_ms(sender, model, _LOAD_PROMPT)
     rows = []
     for prompt in lengths:
-        found = [await _ttft_ms(asker, models[at % len(models)], prompt) for at in range(repeats)]
+        found = [await _ttft_ms(sender, models[at % len(models)], prompt) for at in range(repeats)]
         low, middle, high = np.percentile(found, (25, 50, 75)).tolist()
         rows.append(
             {
@@ -296,64 +291,53 @@ async def first_tokens(
 
 
 async def adapter_loads(
-    asker: RequestSender,
+    sender: RequestSender,
     adapters: Mapping[int, int],
     a_max: int,
     s_max: int,
     rounds: int,
     done: Callable[[], None],
 ) -> list[dict[str, float | str]]:
-    """Return how long copying adapters into slots takes, a row for each rank.
+    """Return the time of copying adapters into slots, a row per rank.
 
-    More adapters than slots are asked for in turn, each twice: the first time it must be loaded, since the
-    slots hold those asked for since, the second time it is there. The median difference is the load. A server
-    that keeps fewer adapters on the host than there are reads them from disk each time, and that is in it.
+    More adapters than slots are requested in turn, each twice: the first request loads the adapter, the
+    second finds it. The load time is the median difference. It includes a disk read if the host holds fewer
+    adapters.
 
     Parameters
     ----------
-    asker
-        Sends the requests.
+    sender
+        Sender of requests.
     adapters
-        Position of each adapter and its rank; nothing is measured unless there are more than slots.
+        Rank by model position; nothing is measured unless there are more than slots.
     a_max, s_max
         Slots and their rank.
     rounds
-        How often each adapter is loaded.
+        Loads per adapter.
     done
         Called after each round.
 
     Raises
     ------
     LoopError
-        When a request fails.
+        If a request fails.
     """
     if len(adapters) <= a_max:
         return []
     turn = list(adapters)[: a_max + max(1, a_max // 2, 2)]
-    longer: dict[int, list[float]] = {}
+    load_ms: dict[int, list[float]] = {}
     for number in range(rounds + 1):
         for model in turn:
-            cold, warm = [await _ttft_ms(asker, model, _LOAD_PROMPT) for _ in range(2)]
+            cold, warm = [await _ttft_ms(sender, model, _LOAD_PROMPT) for _ in range(2)]
             if number:  # the first round fills the slots
-                longer.setdefault(adapters[model], []).append(cold - warm)
+                load_ms.setdefault(adapters[model], []).append(cold - warm)
         done()
-    return [
-        {
-            "rank": float(rank),
-            "s_max": float(s_max),
-            "kind": "gpu",
-            "ms": max(_LEAST_MS, float(np.median(differences))),
-            "ms_p25": float(np.percentile(differences, 25)),
-            "ms_p75": float(np.percentile(differences, 75)),
-            "loads": float(len(differences)),
-        }
-        for rank, differences in sorted(longer.items())
-    ]
+    return [loading_row(rank, s_max, "gpu", times) for rank, times in sorted(load_ms.items())]
 
 
-async def _ttft_ms(asker: RequestSender, model: int, prompt_tokens: int) -> float:
-    outcome = (await asker.ask(model, prompt_tokens, OUTPUT_TOKENS)).outcome
-    if outcome.kind == UNFINISHED:  # the client takes in that it was cancelled, and tells it so
+async def _ttft_ms(sender: RequestSender, model: int, prompt_tokens: int) -> float:
+    outcome = (await sender.send(model, prompt_tokens, OUTPUT_TOKENS)).outcome
+    if outcome.kind == UNFINISHED:  # the client turns cancellation into an outcome
         raise asyncio.CancelledError
     if outcome.kind != FINISHED:
         raise LoopError(f"{outcome.kind}: {outcome.message}"[:300])

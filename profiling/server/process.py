@@ -23,7 +23,7 @@ _MOST_WORDS: Final = 400
 
 @dataclass(frozen=True)
 class ServerCommand:
-    """What to start."""
+    """`capplan serve` command: model, adapters (folder or rank), flags, threads, step records."""
 
     model: str
     adapters: Mapping[str, str | int] = field(default_factory=dict)
@@ -32,7 +32,7 @@ class ServerCommand:
     records: Path | None = None
 
     def words(self) -> list[str]:
-        """Return the command."""
+        """Return the command line."""
         command = [sys.executable, "-m", "capplan", "serve", "--model", self.model, "--port", "0", "--json"]
         command += [*self.flags]
         if self.records is not None:
@@ -45,7 +45,7 @@ class ServerCommand:
 
 @contextmanager
 def running_server(command: ServerCommand) -> Iterator[str]:
-    """Start a server, give its address, and end it.
+    """Start a server, yield its address, and stop it.
 
     Raises
     ------
@@ -91,7 +91,7 @@ def _last_words(errors: object) -> str:
 
 
 def run_capplan(words: Sequence[str], threads: int, fine: Sequence[int] = (0,)) -> str:
-    """Run a command of capplan and return what it printed.
+    """Run a capplan command and return its output; `fine` are the accepted exit codes.
 
     Raises
     ------
@@ -108,5 +108,5 @@ def run_capplan(words: Sequence[str], threads: int, fine: Sequence[int] = (0,)) 
 
 
 def flag_words(flags: Mapping[str, object]) -> list[str]:
-    """Return flags and their values as words of a command."""
+    """Return flags and values as command-line words."""
     return [str(word) for pair in flags.items() for word in pair]

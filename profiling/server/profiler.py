@@ -19,7 +19,6 @@ from capplan.profiling.load.preflight import EngineInfo, Preflight, bodies_for, 
 from capplan.profiling.load.requests import BASE, DEFAULT_MAX_MODEL_LEN, PromptForm, Target
 from capplan.profiling.load.run import EventLoopLag
 from capplan.profiling.server.closed_loop import (
-    OUTPUT_TOKENS,
     LoopError,
     RequestSender,
     ServerBounds,
@@ -30,12 +29,12 @@ from capplan.profiling.server.closed_loop import (
     first_tokens,
 )
 from capplan.profiling.server.windows import window_rows
-from capplan.profiling.tables import MeasurementFolder, require_same
+from capplan.profiling.tables import OUTPUT_TOKENS, MeasurementFolder, idle_run, require_same
 
 OnProgress: TypeAlias = Callable[[str, int, int], None]
-"""Called with a stage, how much of it is done, and how much there is."""
-NO_STEPS: Final = "nobody decoded long enough"
-"""Why a point whose requests were answered tells nothing of steps."""
+"""Called with a stage, the number of its parts that are done, and their total."""
+NO_STEPS: Final = "no request decoded for long enough"
+"""Failure of a point without decode steps."""
 FIRST_TOKENS: Final = "first tokens"
 LOADS: Final = "adapter loads"
 """Stages before the operating points."""
@@ -46,25 +45,22 @@ _LEAST_RAMP_S: Final = 1.0
 _WINDOWS: Final = 3
 _IDLE_LENGTHS: Final = 4
 _IDLE_ADAPTERS: Final = 4
-_IDLE_RATE_RPS: Final = 0.01
-"""Of the run that stands for an idle server: requests hardly ever meet."""
-_IDLE_RUN_S: Final = 20_000.0
 
 
 @dataclass(frozen=True)
 class EngineSetting:
-    """How the server was started, as far as it matters for what a step takes.
+    """Engine settings of the server.
 
     Attributes
     ----------
     a_max : int, optional
-        Adapter slots; None: what the server says.
+        Adapter slots; None: as reported by the server.
     s_max : int
         Rank of a slot.
     max_num_seqs, max_num_batched_tokens : int
         Limits of a step.
     max_model_len : int, optional
-        Longest request; None: what the server says.
+        Limit on prompt and output tokens; None: as reported by the server.
     """
 
     a_max: int | None
@@ -76,27 +72,26 @@ class EngineSetting:
 
 @dataclass(frozen=True)
 class ServerProfilingOptions:
-    """How much is measured.
+    """Extent of a measurement.
 
     Attributes
     ----------
     budget_s : float
-        Time for closed loops; those that do not fit any more are left out.
+        Time for all points; later points are left out.
     point_s : float
-        Time of one.
+        Time per point.
     passes : int
-        How often all of them are gone through. The speed of a machine drifts over minutes: what a state takes
-        is told from that only by coming back to it.
+        Passes over all points. Several passes separate the drift of a machine from differences of points.
     max_streams : int, optional
-        Largest batch; None: as many as run at once, 64 at most.
+        Largest batch; None: max_num_seqs, at most 64.
     prompt_tokens, output_tokens : int
         Typical lengths.
     prompt_form : PromptForm, optional
-        None: the first that the server takes.
+        None: the first that the server accepts.
     idle_repeats : int
-        How often each prompt length is asked for on the idle server.
+        Requests per prompt length on the idle server.
     load_rounds : int
-        How often each adapter is loaded.
+        Loads per adapter.
     """
 
     budget_s: float = 600.0
@@ -111,51 +106,51 @@ class ServerProfilingOptions:
 
 
 class Counter:
-    """Tells how much of a stage is done, each time it is called."""
+    """Progress counter of a stage."""
 
-    def __init__(self, tell: OnProgress, stage: str, total: int) -> None:
-        self._tell, self._stage, self._total, self._done = tell, stage, total, 0
-        tell(stage, 0, total)
+    def __init__(self, report: OnProgress, stage: str, total: int) -> None:
+        self._report, self._stage, self._total, self._done = report, stage, total, 0
+        report(stage, 0, total)
 
     def __call__(self) -> None:
-        """Count one more."""
+        """Count one part."""
         self._done += 1
-        self._tell(self._stage, self._done, self._total)
+        self._report(self._stage, self._done, self._total)
 
 
 @dataclass(frozen=True)
 class ProfiledServer:
-    """The server, and what is known of it."""
+    """Server under measurement."""
 
     target: Target
     adapters: Mapping[str, int]
-    """Names and ranks."""
+    """Ranks by name."""
     found: Preflight
     info: EngineInfo
 
 
 @dataclass(frozen=True)
 class ServerProfilingResult:
-    """What was measured."""
+    """Summary of a measurement."""
 
     setting: str
     points: int
     skipped: int
-    """Points that were there already."""
+    """Points of earlier measurements."""
     left_out: int
-    """Points that the budget had no room for."""
+    """Points beyond the budget."""
     failed: tuple[str, ...]
-    """Points and other stages that gave nothing, with the reason."""
+    """Points and stages without rows, with the reason."""
     step_rows: int
     loads: int
     kv_tokens: int | None
     late_ms_p95: float | None
-    """How late this client's event loop was: gaps between tokens are told with that much of error."""
+    """Event-loop lag: the error of gaps between tokens."""
     partial: bool
 
 
 class ServerProfiler:
-    """One measuring."""
+    """One resumable measurement."""
 
     def __init__(
         self,
@@ -167,7 +162,7 @@ class ServerProfiler:
         on_progress: OnProgress,
     ) -> None:
         self.server, self.setting, self.out, self.options = server, setting, out, options
-        self.tell = on_progress
+        self.report = on_progress
         self.ranks = dict(enumerate(server.adapters.values(), start=1))
         """By model position; position 0 is the base model."""
         self.with_base = server.target.base_model is not None
@@ -190,7 +185,7 @@ class ServerProfiler:
         self._loop_lag = EventLoopLag()
 
     async def measure(self) -> None:
-        """Measure everything, the small things first; one that fails does not keep the others from it.
+        """Measure first tokens, adapter loads and operating points; a failed stage does not end the others.
 
         Raises
         ------
@@ -201,21 +196,21 @@ class ServerProfiler:
         loop_lag = asyncio.create_task(self._loop_lag.watch())
         try:
             self._write_memory()
-            await self._tried(FIRST_TOKENS, self._first_tokens)
-            await self._tried(LOADS, self._adapter_loads)
+            await self._run_stage(FIRST_TOKENS, self._first_tokens)
+            await self._run_stage(LOADS, self._adapter_loads)
             await self._operating_points()
         finally:  # also when it is interrupted
             loop_lag.cancel()
             self.out.note(self.name, self._facts())
 
-    async def _tried(self, stage: str, work: Callable[[], Awaitable[None]]) -> None:
+    async def _run_stage(self, stage: str, work: Callable[[], Awaitable[None]]) -> None:
         try:
             await work()
         except LoopError as error:
             self._failed.append(f"{stage}: {error}")
 
     def profiled(self, *, partial: bool) -> ServerProfilingResult:
-        """Return what was measured."""
+        """Return the summary."""
         return ServerProfilingResult(
             setting=self.name,
             points=self._points,
@@ -230,7 +225,7 @@ class ServerProfiler:
         )
 
     def _engine(self) -> dict[str, Any]:
-        """Return the columns that say how the engine was started, as tables have them."""
+        """Return the engine-setting columns of tables."""
         known = {"a_max": self.a_max, "s_max": self.setting.s_max, "max_num_seqs": self.setting.max_num_seqs}
         share = self.server.info.gpu_memory_utilization
         return known if share is None else {**known, "gpu_memory_utilization": share}
@@ -241,14 +236,14 @@ class ServerProfiler:
             self.out.add(files.MEMORY, self.name, [{**self._engine(), "kv_tokens": kv_tokens}])
 
     async def _first_tokens(self) -> None:
-        """Measure first tokens on the idle server, and write them as runs that hardly load it."""
+        """Measure first tokens of the idle server, and write them as runs of minimal load."""
         if self.out.has(files.FIRST_TOKENS, self.name):
             return
         longest = self.bounds.longest - OUTPUT_TOKENS
         top = min(4 * self.options.prompt_tokens, longest, self.setting.max_num_batched_tokens)
         lengths = sorted({int(n) for n in np.geomspace(min(8, top), top, _IDLE_LENGTHS).round()})
         resident = list(self.ranks)[: min(self.a_max, _IDLE_ADAPTERS)]
-        counter = Counter(self.tell, FIRST_TOKENS, len(lengths))
+        counter = Counter(self.report, FIRST_TOKENS, len(lengths))
         rows = await first_tokens(self._sender, resident or [0], lengths, self.options.idle_repeats, counter)
         self.out.add(files.FIRST_TOKENS, self.name, rows)
         if resident:
@@ -260,22 +255,16 @@ class ServerProfiler:
             "run": f"{self.name}-idle-p{row['prompt_tokens']:g}",
             "adapters": len(resident),
             "ranks": " ".join(str(self.ranks[at]) for at in resident),
-            "rates_rps": _IDLE_RATE_RPS,
-            "prompt_mean": row["prompt_tokens"],
-            "prompt_std": 0,
-            "output_mean": OUTPUT_TOKENS,
-            "output_std": 0,
             "max_num_batched_tokens": self.setting.max_num_batched_tokens,
             "max_model_len": self.bounds.longest,
-            "duration_s": _IDLE_RUN_S,
-            "ttft_s_p50": row["ttft_ms_p50"] / 1e3,
+            **idle_run(row["prompt_tokens"], row["ttft_ms_p50"]),
         }
 
     async def _adapter_loads(self) -> None:
         if self.out.has(files.LOADING, self.name):
             return
         rounds = self.options.load_rounds
-        counter = Counter(self.tell, LOADS, rounds + 1)
+        counter = Counter(self.report, LOADS, rounds + 1)
         rows = await adapter_loads(self._sender, self.ranks, self.a_max, self.setting.s_max, rounds, counter)
         self._loads = int(sum(float(row["loads"]) for row in rows))
         self.out.add(files.LOADING, self.name, rows)
@@ -283,24 +272,23 @@ class ServerProfiler:
     async def _operating_points(self) -> None:
         known = self.out.measured(files.STEPS, self.name, "visit")
         points = design(self.bounds, self.with_base)
-        visits = [(point, number) for number in range(self.options.passes) for point in points]
-        todo = [visit for visit in visits if self._visit_name(*visit) not in known]
-        self._skipped = len(visits) - len(todo)
+        passes = [(point, number) for number in range(self.options.passes) for point in points]
+        todo = [each for each in passes if self._pass_name(*each) not in known]
+        self._skipped = len(passes) - len(todo)
         room = max(1, int(self.options.budget_s / self.options.point_s))
         self._left_out = max(0, len(todo) - room)
-        counter = Counter(self.tell, "operating points", min(room, len(todo)))
+        counter = Counter(self.report, "operating points", min(room, len(todo)))
         for seed, (point, number) in enumerate(todo[:room]):
             try:
                 rows = await self._point(point, seed)
             except LoopError as error:
                 self._failed.append(f"{point.name}: {error}")
             else:
-                visit = self._visit_name(point, number)
-                self._take(point, [{**row, "visit": visit} for row in rows])
+                name = self._pass_name(point, number)
+                self._add_rows(point, [{**row, "visit": name} for row in rows])
             counter()
 
-    def _take(self, point: ServerPoint, rows: Sequence[Mapping[str, Any]]) -> None:
-        """Keep the rows of a point, if there are any."""
+    def _add_rows(self, point: ServerPoint, rows: Sequence[Mapping[str, Any]]) -> None:
         if not rows:
             self._failed.append(f"{point.name}: {NO_STEPS}")
             return
@@ -309,7 +297,7 @@ class ServerProfiler:
         self.out.add(files.STEPS, self.name, rows, replace=False)
 
     async def _point(self, point: ServerPoint, seed: int) -> list[dict[str, Any]]:
-        """Keep a point up for its time and return the rows of its windows."""
+        """Measure a point and return the rows of its windows."""
         models = list(self.ranks)[: point.adapters] or [0]
         ramp_s = max(_LEAST_RAMP_S, _RAMP_SHARE * self.options.point_s)
         measured_s = max(1.0, self.options.point_s - ramp_s)
@@ -332,12 +320,12 @@ class ServerProfiler:
     def _run_name(self, point: ServerPoint) -> str:
         return f"{self.name}-{point.name}"
 
-    def _visit_name(self, point: ServerPoint, number: int) -> str:
+    def _pass_name(self, point: ServerPoint, number: int) -> str:
         run = self._run_name(point)
         return run if number == 0 else f"{run}#{number + 1}"
 
     def _facts(self) -> dict[str, Any]:
-        """Return where the rows are from."""
+        """Return the provenance of the rows."""
         from capplan import __version__
 
         return {
@@ -366,30 +354,30 @@ def profile_server(
     options: ServerProfilingOptions | None = None,
     on_progress: OnProgress | None = None,
 ) -> ServerProfilingResult:
-    """Measure a server that serves nobody else meanwhile, and write what was found after every point.
+    """Measure a server without other traffic, and write rows after every point.
 
-    Points that the folder has already for this setting are not measured again. In the main thread an
-    interrupt (Ctrl-C) ends the measuring; what was found stays.
+    Points of earlier measurements are skipped. In the main thread an interrupt (Ctrl-C) ends the measurement
+    and keeps its rows.
 
     Parameters
     ----------
     target
-        The server; its base model is asked, too, if it is named.
+        The server; a named base model is measured, too.
     adapters
-        Adapters to ask for, with their ranks.
+        Ranks by adapter name.
     setting
-        How it was started.
+        Engine settings of the server.
     out
-        Where tables go.
+        Folder of tables.
     options
-        How much is measured.
+        Extent of the measurement.
     on_progress
-        Called with a stage, how much of it is done, and how much there is.
+        Called with a stage, the number of its parts that are done, and their total.
 
     Raises
     ------
     InputError
-        When the server cannot be asked, or a setting is missing or wrong.
+        If the server does not answer, or a setting is missing or wrong.
     """
     settings = options or ServerProfilingOptions()
     return asyncio.run(_profile(target, dict(adapters), setting, out, settings, on_progress or _ignore))

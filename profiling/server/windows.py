@@ -1,9 +1,9 @@
-"""Engine steps seen from outside: every running request gets one token in each, so a gap is a step.
+"""Engine steps from client-side events.
 
-In a closed loop someone always decodes. At any moment each decoding request says how many steps pass per
-second: one over the gap it is in. Their mean, added up over a window, is the number of steps in it, whatever
-requests come and go; the tokens, prompts and adapters of the window are counted by the same events. So a row
-of a step table follows without a look inside the server.
+Every running request gets one token per step, so a gap between its tokens is a step. Each decoding request
+gives a step rate: one over its current gap. Their mean, integrated over a window, is the number of steps in
+it. Tokens, prompts and adapters of the window are counted by the same events, so a row of a step table
+follows without access to the engine.
 """
 
 from __future__ import annotations
@@ -20,13 +20,13 @@ from capplan.profiling.server.closed_loop import ClosedLoopRequest
 _MS_PER_S: Final = 1e3
 _LEAST_STEPS: Final = 8.0
 _APART: Final = 0.25
-"""Share of the median gap that parts the tokens of one step from those of the next."""
+"""Share of the median gap that separates the tokens of two steps."""
 _LEAST_COVERED: Final = 0.5
-"""Share of a window in which someone must decode for it to say something."""
+"""Minimum share of a window with decoding."""
 
 
 class _Spans(NamedTuple):
-    """Stretches of time with a weight each."""
+    """Weighted time spans."""
 
     start: NDArray[np.float64]
     end: NDArray[np.float64]
@@ -34,12 +34,12 @@ class _Spans(NamedTuple):
 
 
 class _Prompts(NamedTuple):
-    """Prompts whose step was seen."""
+    """Prompts with an observed step."""
 
     first_s: NDArray[np.float64]
     tokens: NDArray[np.float64]
     parts: NDArray[np.float64]
-    """Steps that each took."""
+    """Steps per prompt."""
     rank: NDArray[np.float64]
 
 
@@ -48,19 +48,19 @@ class _Tokens(NamedTuple):
 
     time_s: NDArray[np.float64]
     weight: NDArray[np.float64]
-    """How many came at that time."""
+    """Tokens at that time."""
     rank: NDArray[np.float64]
 
 
 class _Cells(NamedTuple):
-    """Stretches between two moments at which anything changes."""
+    """Time cells between two changes."""
 
     start_s: NDArray[np.float64]
     end_s: NDArray[np.float64]
     steps: NDArray[np.float64]
-    """0 where nobody decodes."""
+    """0 without decoding."""
     seconds: NDArray[np.float64]
-    """Likewise."""
+    """0 without decoding."""
     kv_tokens: NDArray[np.float64]
     adapters: NDArray[np.float64]
 
@@ -105,7 +105,7 @@ def window_rows(
 
 
 def _row(low: float, high: float, cells: _Cells, prompts: _Prompts, tokens: _Tokens) -> dict[str, float]:
-    """Return means per step over a window; nothing where too little was seen."""
+    """Return means per step over a window; empty if too little was observed."""
     inside = (cells.start_s >= low) & (cells.end_s <= high)
     count, covered_s = float(cells.steps[inside].sum()), float(cells.seconds[inside].sum())
     if count < _LEAST_STEPS or covered_s < _LEAST_COVERED * (high - low):
@@ -130,7 +130,7 @@ def _row(low: float, high: float, cells: _Cells, prompts: _Prompts, tokens: _Tok
 
 
 def _ranks(asked: _Prompts, made: _Tokens, steps: float) -> dict[str, float]:
-    """Return what the rank terms of step models ask for, as means per step."""
+    """Return the inputs of rank terms, as means per step."""
     lora_prompts, lora_tokens = asked.rank > 0, made.rank > 0
     return {
         "lora_decodes": float(made.weight[lora_tokens].sum()) / steps,
@@ -173,7 +173,7 @@ def _cells(
 def _prompts(
     answered: Sequence[ClosedLoopRequest], cells: _Cells, ranks: Mapping[int, int], budget: int | None
 ) -> _Prompts:
-    """Return the prompts that ended while others decoded; nobody saw how long the others' steps took."""
+    """Return the prompts that ended during decoding; others have no step time."""
     first_s = np.array([each.outcome.times_s[0] for each in answered])
     tokens = np.array([_prompt_tokens(each) for each in answered], float)
     at = np.clip(np.searchsorted(cells.end_s, first_s, side="left"), 0, cells.end_s.size - 1)
@@ -184,28 +184,27 @@ def _prompts(
 
 
 def _prompt_tokens(answered: ClosedLoopRequest) -> int:
-    """Return the tokens of a prompt as the server counted them, or else as asked."""
-    told = answered.outcome.prompt_tokens
-    return answered.prompt_tokens if told is None else told
+    """Return prompt tokens as the server counted them, otherwise as requested."""
+    counted = answered.outcome.prompt_tokens
+    return answered.prompt_tokens if counted is None else counted
 
 
 def _counted(outcome: RequestOutcome) -> bool:
-    """Tell whether a request's tokens after the first are known, and come in events of their own."""
+    """Return whether the tokens per event of a request are known."""
     return outcome.kind == FINISHED and outcome.output_tokens is not None and len(outcome.times_s) > 1
 
 
 def _per_event(answered: Sequence[ClosedLoopRequest]) -> float:
-    """Return how many tokens an event after the first stands for, by the requests whose tokens are known."""
+    """Return the mean tokens per event after the first, over requests with known tokens."""
     known = [each.outcome for each in answered if _counted(each.outcome)]
     events = sum(len(each.times_s) - 1 for each in known)
     return sum((each.output_tokens or 1) - 1 for each in known) / events if events else 1.0
 
 
 def _gaps(answered: ClosedLoopRequest, typical: float) -> _Spans:
-    """Return the gaps between a request's tokens; the weight is how many tokens ended each.
+    """Return the gaps between a request's tokens, weighted by tokens.
 
-    Where a server put several tokens into some of its events, each event stands for their mean number: the
-    request's own, or where it did not finish, the typical one.
+    If a server puts several tokens into an event, each event counts as their mean number.
     """
     outcome = answered.outcome
     times, counts = np.unique(np.array(outcome.times_s), return_counts=True)
@@ -218,7 +217,7 @@ def _gaps(answered: ClosedLoopRequest, typical: float) -> _Spans:
 def _moved(
     edges_s: NDArray[np.float64], answered: Sequence[ClosedLoopRequest], gaps: Sequence[_Spans]
 ) -> NDArray[np.float64]:
-    """Return the edges at ends of steps: events after which nothing comes for a good part of a step."""
+    """Return the edges moved to ends of steps."""
     times = np.unique(np.concatenate([each.outcome.times_s for each in answered]))
     typical_s = np.median(np.concatenate([[np.inf], *(g.end - g.start for g in gaps)]))
     ends = times[np.append(np.diff(times) > _APART * typical_s, True)]
@@ -229,7 +228,7 @@ def _moved(
 
 
 def _held(answered: ClosedLoopRequest, gaps: _Spans) -> _Spans:
-    """Return how many tokens a request holds in the KV cache during each of its gaps."""
+    """Return the KV tokens of a request during each gap."""
     held: NDArray[np.float64] = np.cumsum(gaps.weight) - gaps.weight + (1.0 + _prompt_tokens(answered))
     return _Spans(gaps.start, gaps.end, held)
 
@@ -243,7 +242,7 @@ def _ones(spans: _Spans) -> _Spans:
 
 
 def _level(spans: _Spans, grid: NDArray[np.float64]) -> NDArray[np.float64]:
-    """Return the sum of the weights of the spans over each cell of a grid that has all their ends."""
+    """Return the sum of span weights over each cell of a grid that contains all span ends."""
     changes = np.zeros(grid.size)
     np.add.at(changes, np.searchsorted(grid, spans.start), spans.weight)
     np.add.at(changes, np.searchsorted(grid, spans.end), -spans.weight)

@@ -1,1 +1,1 @@
-"""Plans against running servers: the twin's answer and what was measured, under the same requests."""
+"""Validation of plans on running servers, under the requests that the twin simulates."""

@@ -1,4 +1,4 @@
-"""Prediction beside measurement, and beside what one would say without a model of the engine."""
+"""Comparison of prediction and measurement, with two baselines."""
 
 from __future__ import annotations
 
@@ -30,13 +30,13 @@ NAMES: Final = (
     KV_CAPACITY,
     KV_USED,
 )
-"""What is compared, as `SimulationResult` calls it."""
+"""Compared metrics, named as in `SimulationResult`."""
 Values = Mapping[str, float]
 
 
 @dataclass(frozen=True)
 class Tolerances:
-    """Largest SMAPE, in percent, with which prediction and measurement agree."""
+    """Largest SMAPE of agreement, in percent."""
 
     throughput: float = 3.0
     itl: float = 8.0
@@ -49,15 +49,14 @@ class Tolerances:
 
 @dataclass(frozen=True)
 class MetricComparison:
-    """One metric of one group; NaN where there is nothing to say.
+    """One metric of one group; NaN if unknown.
 
     Attributes
     ----------
     constant_step, offered_load
-        What the twin says with one step time for all steps, and what follows if everything that is asked is
-        served.
+        Baselines: the twin with one time for all steps, and all requests served.
     tolerance
-        Largest SMAPE of agreement, in percent; None: only shown.
+        Largest SMAPE of agreement, in percent; None: not judged.
     """
 
     name: str
@@ -74,17 +73,17 @@ class MetricComparison:
 
     @property
     def constant_step_error(self) -> float:
-        """SMAPE of that baseline, in percent."""
+        """SMAPE of the baseline, in percent."""
         return _error(self.constant_step, self.measured)
 
     @property
     def offered_load_error(self) -> float:
-        """SMAPE of that baseline, in percent."""
+        """SMAPE of the baseline, in percent."""
         return _error(self.offered_load, self.measured)
 
     @property
     def agrees(self) -> bool:
-        """Whether the error is within its tolerance, or none is asked for."""
+        """Whether the error is within the tolerance, if any."""
         if self.tolerance is None or (math.isnan(self.measured) and math.isnan(self.predicted)):
             return True
         return self.error <= self.tolerance
@@ -92,14 +91,14 @@ class MetricComparison:
 
 @dataclass(frozen=True)
 class GroupValidation:
-    """What one instance of a group did, and what was predicted of it.
+    """Measurement and prediction of one instance of a group.
 
     Attributes
     ----------
     starved, predicted_starved, constant_step_starved
-        The verdicts; that of the offered load is always no.
+        Starvation verdicts; that of the offered load is always false.
     faults
-        What makes the measurement void, in words: failures, a client that could not keep up.
+        Reasons for which the measurement is void.
     """
 
     group: str
@@ -115,12 +114,12 @@ class GroupValidation:
 
     @property
     def agrees(self) -> bool:
-        """Whether everything is within its tolerance, the verdict is right, and the measurement is sound."""
+        """Whether all metrics and the starvation verdict agree, and the measurement is sound."""
         verdict = self.starved == self.predicted_starved
         return verdict and not self.faults and all(each.agrees for each in self.comparisons)
 
     def metric(self, name: str) -> MetricComparison:
-        """Return one metric."""
+        """Return a metric by name."""
         return next(each for each in self.comparisons if each.name == name)
 
 
@@ -133,7 +132,7 @@ def _error(predicted: float, measured: float) -> float:
 def compared(
     measured: Values, predicted: Values, constant_step: Values, offered: Values, tolerances: Tolerances
 ) -> tuple[MetricComparison, ...]:
-    """Return every metric that somebody measured."""
+    """Return the measured metrics, and those with a tolerance."""
     limits = {THROUGHPUT: tolerances.throughput, ITL: tolerances.itl}
     return tuple(
         MetricComparison(
@@ -156,11 +155,10 @@ def _known(values: Values, name: str) -> float:
 def measured_values(
     result: BenchResult, profile: Profile, told_kv_tokens: int | None, kv_tokens: int
 ) -> dict[str, float]:
-    """Return what a server did, by the names of the twin.
+    """Return measured values by the twin's names.
 
-    The gap between tokens is that between a request's first and last token, over their number, as the twin
-    counts it; for a profile that says how much longer clients see gaps (``client_itl_factor``), the one that
-    the client saw.
+    ITL is the time from first to last token over their number, as in the twin; for a profile with
+    ``client_itl_factor``, the mean gap at the client.
     """
     overall = result.overall
     seen = overall.itl_ms.mean
@@ -188,7 +186,7 @@ def measured_values(
 
 
 def faults_of(result: BenchResult, drawn: int | None = None) -> tuple[str, ...]:
-    """Return what makes a measurement void, in words."""
+    """Return the faults that make a measurement void."""
     overall, faults = result.overall, []
     if result.partial:
         faults.append("stopped before its time")
@@ -203,17 +201,17 @@ def faults_of(result: BenchResult, drawn: int | None = None) -> tuple[str, ...]:
 
 
 def predicted_values(result: SimulationResult) -> dict[str, float]:
-    """Return what the twin says."""
+    """Return predicted values."""
     return {name: float(getattr(result, name)) for name in NAMES}
 
 
 def offered_values(result: SimulationResult) -> dict[str, float]:
-    """Return what holds if everything is served: there is no latency in it."""
+    """Return the values if all requests are served; no latency is among them."""
     return {THROUGHPUT: result.offered_tok_s, "served_fraction": 1.0}
 
 
 def constant_step(profile: Profile, result: SimulationResult) -> Profile:
-    """Return the profile with one time for all steps, the mean of a simulation's."""
+    """Return the profile with one time for all steps, the mean of a simulation."""
     from capplan.models.step_latency import ADDITIVE
     from capplan.spec import Coefficient
 

@@ -1,4 +1,8 @@
-"""The closed loop in stages: profile an engine, calibrate, plan, validate; each runs once."""
+"""Closed loop in resumable stages: profile an engine, calibrate, plan, validate.
+
+Stages are processes of their own: the planner and the report pages lie above this package, and each process
+releases its GPU memory.
+"""
 
 from __future__ import annotations
 
@@ -17,10 +21,10 @@ if TYPE_CHECKING:
     from capplan.twin import SimulationResult
 
 _STARVED: Final = 0.5
-"""Share of a load below which an engine answers as fast as it ever does."""
+"""Served fraction below which an engine is saturated."""
 _MOST_DOUBLINGS: Final = 20
 PLANNED: Final = 0.85
-"""Share of the engine's capacity that is planned for: near to it, numbers of slots make a difference."""
+"""Planned share of the engine's capacity, near which the number of slots matters."""
 SMALL: Final = "small-llama"
 SMALL_LLAMA: Final = MappingProxyType(
     {
@@ -38,13 +42,13 @@ SMALL_LLAMA: Final = MappingProxyType(
         "torch_dtype": "float32",
     }
 )
-"""A Llama whose steps take milliseconds, not tenths of them: then they are more than what a server adds."""
+"""Llama whose steps take milliseconds, more than a server adds."""
 _SATURATED_S: Final = 300.0
 _DISAGREES: Final = 1
 
 
 def saturated_rps(simulated: Callable[[float], SimulationResult]) -> float:
-    """Return the rate that an engine answers when far more is asked.
+    """Return the request rate at which an engine saturates.
 
     Raises
     ------
@@ -62,16 +66,16 @@ def saturated_rps(simulated: Callable[[float], SimulationResult]) -> float:
 
 @dataclass(frozen=True)
 class LoopSettings:
-    """The engine and the work of a closed loop.
+    """Engine and workload of a closed loop.
 
     Attributes
     ----------
     model
-        As `capplan serve` takes it, or `SMALL`, which is written where it is needed.
+        As for `capplan serve`, or `SMALL`.
     device, threads
         Of the engine.
     adapters, ranks
-        How many are served; ranks take turns.
+        Number of adapters; ranks alternate.
     slots
         Numbers of adapter slots at which steps are profiled.
     max_num_seqs, max_num_batched_tokens, max_model_len
@@ -81,9 +85,9 @@ class LoopSettings:
     form
         Step model of the profile; None: the best on left-out runs.
     point_s
-        Time of each state of the server.
+        Time per operating point of the server.
     plan_seeds
-        On how many seeds `capplan plan` confirms what it found.
+        Verification seeds of the plan.
     """
 
     model: str = SMALL
@@ -103,23 +107,23 @@ class LoopSettings:
 
 
 class VoidError(CapplanError):
-    """A measurement says nothing; it is to be made again."""
+    """A measurement is void and must be repeated."""
 
 
 class ClosedLoop:
-    """The stages in a folder."""
+    """Closed loop in a folder."""
 
     def __init__(
-        self, folder: str | Path, setting: LoopSettings, say: Callable[[str], None] = lambda _: None
+        self, folder: str | Path, setting: LoopSettings, log: Callable[[str], None] = lambda _: None
     ) -> None:
-        self.folder, self.setting, self._say = Path(folder), setting, say
+        self.folder, self.setting, self._log = Path(folder), setting, log
         self.folder.mkdir(parents=True, exist_ok=True)
         self.engine = self.folder / "engine"
         self.profile = self.folder / "profile.json"
 
     @property
     def model(self) -> str:
-        """What the engine runs."""
+        """Model of the engine."""
         if self.setting.model != SMALL:
             return self.setting.model
         config = self.folder / SMALL / "config.json"
@@ -129,7 +133,7 @@ class ClosedLoop:
         return str(config)
 
     def measure(self, budget_s: float, stages: Sequence[str] = ()) -> bool:
-        """Profile the engine, and tell whether nothing is left; called again, it goes on."""
+        """Profile the engine; return whether nothing is left."""
         setting = self.setting
         flags = {
             "--model": self.model,
@@ -145,11 +149,11 @@ class ClosedLoop:
             "-o": self.engine,
         }
         chosen = ("--stages", ",".join(stages)) if stages else ()
-        told = self._run("profile", "engine", "--json", "--quiet", *flag_words(flags), *chosen)
-        return bool(json.loads(told)["is_complete"])
+        output = self._run("profile", "engine", "--json", "--quiet", *flag_words(flags), *chosen)
+        return bool(json.loads(output)["is_complete"])
 
     def plan(self) -> None:
-        """Calibrate, and plan for a share of the capacity that the plan itself reckons with."""
+        """Calibrate, and plan for a share of the plan's own capacity estimate."""
         if not self.profile.exists():
             form = () if self.setting.form is None else ("--form", self.setting.form)
             report = self.folder / "profile.html"
@@ -164,12 +168,12 @@ class ClosedLoop:
         return found
 
     def validate(self, load: float, duration_s: float, a_max: int | None = None) -> Mapping[str, Any]:
-        """Return what `capplan validate` finds at a share of the capacity; `a_max`: not the plan's.
+        """Return the validation at a share of the capacity; `a_max` overrides the plan's slots.
 
         Raises
         ------
         VoidError
-            When the measurement is void; nothing is left of it, so that the next call makes it again.
+            If the measurement is void; its files are removed.
         """
         name = f"validation-{round(100 * load)}" + ("" if a_max is None else f"-slots{a_max}")
         file, report = (self.folder / f"{name}.{kind}" for kind in ("json", "html"))
@@ -192,10 +196,10 @@ class ClosedLoop:
         self._run("validate", str(self.folder / "plan.json"), *flag_words(flags), fine=(0, _DISAGREES))
         found = _sound(file)
         if found is None:
-            told = "; ".join(_faults(file))
+            faults = "; ".join(_faults(file))
             for each in (file, report):
                 each.unlink(missing_ok=True)
-            raise VoidError(f"{name} is void: {told}")
+            raise VoidError(f"{name} is void: {faults}")
         return found
 
     def _workload(self, profile: Profile, rate_rps: float) -> Workload:
@@ -219,7 +223,7 @@ class ClosedLoop:
         )
 
     def _saturated_rps(self) -> float:
-        """Return the rate that the twin's engine answers when far more is asked, every adapter in a slot."""
+        """Return the rate at which the simulated engine saturates, every adapter in a slot."""
         from capplan.datasets import load_profile
         from capplan.twin import simulate
 
@@ -240,7 +244,7 @@ class ClosedLoop:
         return saturated_rps(simulated)
 
     def _planned(self, name: str, rate_rps: float) -> dict[str, Any]:
-        """Plan for a rate, and return the plan's only group."""
+        """Plan for a rate; return the only group."""
         workload, plan = (self.folder / f"{name}{kind}.json" for kind in ("workload", "plan"))
         if not plan.exists():
             self._write_workload(workload, rate_rps)
@@ -279,12 +283,12 @@ class ClosedLoop:
         write_text_atomic(file, json.dumps(document, indent=1))
 
     def _run(self, *words: str, fine: Sequence[int] = (0,)) -> str:
-        self._say("capplan " + " ".join(words))
+        self._log("capplan " + " ".join(words))
         return run_capplan(words, self.setting.threads, fine)
 
 
 def _sound(file: Path) -> Mapping[str, Any] | None:
-    """Return a validation that was written; None where there is none, or a void one."""
+    """Return a written validation; None if missing or void."""
     if not file.exists() or _faults(file):
         return None
     found: dict[str, Any] = json.loads(file.read_text())

@@ -33,12 +33,12 @@ from capplan.twin.simulate import SimulateSettings
 
 _DRAIN_S: Final = 1.0
 _LOOKS_S: Final = 2.0
-"""Between two looks at a server's metrics: rare, since it answers them in the loop that hands out tokens."""
+"""Interval of metric samples; long, since vLLM writes them in the loop that hands out tokens."""
 
 
 @dataclass(frozen=True)
 class ValidationOptions:
-    """How a plan is validated.
+    """Options of a validation.
 
     Attributes
     ----------
@@ -103,7 +103,7 @@ def chosen_groups(plan: Plan, options: ValidationOptions) -> tuple[Group, ...]:
 
 
 def group_workload(group: Group, workload: Workload, rate_scale: float) -> Workload:
-    """Return what one instance of a group is asked.
+    """Return the workload of one instance of a group.
 
     Raises
     ------
@@ -119,7 +119,7 @@ def group_workload(group: Group, workload: Workload, rate_scale: float) -> Workl
 
 
 def twin_settings(group: Group, options: ValidationOptions) -> SimulateSettings:
-    """Return how the twin sets the engine of a group."""
+    """Return the twin's engine settings of a group."""
     args = group.engine_args.model_dump() | dict(options.engine_args)
     return {
         "a_max": args["max_loras"],
@@ -136,7 +136,7 @@ def twin_settings(group: Group, options: ValidationOptions) -> SimulateSettings:
 def server_command(
     plan: Plan, group: Group, profile: Profile, kv_tokens: int, requests: int, options: ValidationOptions
 ) -> ServerCommand:
-    """Return the server of one instance."""
+    """Return the server command of one instance."""
     settings = twin_settings(group, options)
     flags: dict[str, Any] = {
         "--max-loras": settings["a_max"],
@@ -164,7 +164,7 @@ def server_command(
 
 
 def _sources(group: Group) -> Mapping[str, str | int]:
-    """Return adapters' folders where they are at hand, and else random ones of their ranks."""
+    """Return adapter folders if present, otherwise ranks of random adapters."""
     return {
         adapter.name: adapter.path if adapter.path and Path(adapter.path).is_dir() else adapter.rank
         for adapter in group.adapters
@@ -173,11 +173,11 @@ def _sources(group: Group) -> Mapping[str, str | int]:
 
 @dataclass(frozen=True)
 class Validation:
-    """All groups of a plan."""
+    """Validation of all groups of a plan."""
 
     groups: tuple[GroupValidation, ...]
     results: Mapping[str, BenchResult]
-    """What the load generator says of each."""
+    """Load-test results by group."""
 
     @property
     def agrees(self) -> bool:
@@ -186,7 +186,7 @@ class Validation:
 
     @property
     def partial(self) -> bool:
-        """Whether it was interrupted; groups may be missing then."""
+        """Whether the validation was interrupted; groups may be missing."""
         return any(result.partial for result in self.results.values())
 
 
@@ -200,8 +200,7 @@ def validate(
 ) -> Validation:
     """Measure one instance of every group under the twin's requests, and compare.
 
-    In the main thread an interrupt (Ctrl-C) while a server is loaded ends it: that group is the last one, and
-    what was found of it is void.
+    An interrupt (Ctrl-C) in the main thread ends the validation; the interrupted group is void.
 
     Parameters
     ----------
@@ -237,7 +236,7 @@ def validate(
 
 
 class _OneGroup:
-    """One instance of a group in the twin and as a server."""
+    """One instance of a group, simulated and served."""
 
     def __init__(
         self, plan: Plan, group: Group, workload: Workload, profile: Profile, options: ValidationOptions
@@ -285,7 +284,7 @@ class _OneGroup:
             yield address
 
     def judged(self, result: BenchResult) -> GroupValidation:
-        """Compare what was measured with the twin and the baselines."""
+        """Compare the measurement with the twin and the baselines."""
         options, predicted = self._options, self._predicted
         plain = constant_step(self._profile, self._simulate(self._planned, self._profile))
         baseline = self._simulate(self._workload, plain)

@@ -144,11 +144,11 @@ def test_a_state_of_the_server_that_fails_is_told_and_the_others_are_kept(
     """Ranks in falling order, too: the smaller slots hold the second one only."""
     asked: list[str] = []
 
-    async def fails_now_and_then(asker: RequestSender, point: ServerPoint, *more: Any) -> Any:
+    async def fails_now_and_then(sender: RequestSender, point: ServerPoint, *more: Any) -> Any:
         asked.append(point.name)
         if len(asked) % 2 == 0:
             raise LoopError("http_500: no")
-        return await closed_loop(asker, point, *more)
+        return await closed_loop(sender, point, *more)
 
     monkeypatch.setattr(served, "closed_loop", fails_now_and_then)
     options = tiny(ranks=(16, 8), s_max=(8, 16), stages=("memory", "served"), budget_s=3.0, point_s=0.5)

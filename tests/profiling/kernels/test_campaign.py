@@ -51,7 +51,7 @@ def test_slices_run_in_order_until_all_are_complete(tmp_path: Path) -> None:
     clock, said = Clock(), []
     campaign = Campaign(tmp_path, "cpu", [part("a", 10.0, clock), part("b", 20.0, clock)])
     assert campaign.run(1e9, said.append, clock)
-    assert campaign.open_parts() == []
+    assert campaign.pending_parts() == []
     assert [line.partition(":")[0] for line in said] == ["a", "a", "b", "b"]
     assert {name: each["spent_s"] for name, each in record(tmp_path).items()} == {"a": 10.0, "b": 20.0}
 
@@ -62,9 +62,9 @@ def test_a_time_limit_ends_within_a_slice_and_the_next_call_goes_on(tmp_path: Pa
     Campaign(tmp_path, "cpu", parts).run(40.0, now_s=clock)
     assert clock.now == 40.0
     second = Campaign(tmp_path, "cpu", parts)
-    assert [each.name for each in second.open_parts()] == ["b"]
+    assert [each.name for each in second.pending_parts()] == ["b"]
     second.run(1e9, now_s=clock)
-    assert second.open_parts() == []
+    assert second.pending_parts() == []
     assert clock.now == 70.0
     assert len(record(tmp_path)["b"]["runs"]) == 2  # type: ignore[arg-type]
 
@@ -73,7 +73,7 @@ def test_a_slice_ends_with_its_budget_whatever_is_left(tmp_path: Path) -> None:
     clock = Clock()
     campaign = Campaign(tmp_path, "cpu", [part("a", 500.0, clock), part("b", 1.0, clock)])
     campaign.run(1e9, now_s=clock)
-    assert campaign.open_parts() == []
+    assert campaign.pending_parts() == []
     assert not record(tmp_path)["a"]["is_complete"]
     assert record(tmp_path)["a"]["spent_s"] == 100.0
 
@@ -84,9 +84,9 @@ def test_no_slice_is_begun_that_cannot_end_in_the_time_left(tmp_path: Path) -> N
     Campaign(tmp_path, "cpu", parts).run(80.0, said.append, clock)
     assert clock.now == 35.0
     assert "long: takes 60 s at least, 50 s are left" in said
-    assert [each.name for each in Campaign(tmp_path, "cpu", parts).open_parts()] == ["long"]
+    assert [each.name for each in Campaign(tmp_path, "cpu", parts).pending_parts()] == ["long"]
     Campaign(tmp_path, "cpu", parts).run(60.0, now_s=clock)
-    assert Campaign(tmp_path, "cpu", parts).open_parts() == []
+    assert Campaign(tmp_path, "cpu", parts).pending_parts() == []
 
 
 def test_a_slice_whose_budget_has_no_room_for_another_try_is_done(tmp_path: Path) -> None:
@@ -99,7 +99,7 @@ def test_a_slice_whose_budget_has_no_room_for_another_try_is_done(tmp_path: Path
 
     campaign = Campaign(tmp_path, "cpu", [Slice("a", void, 100.0, least_s=60.0)])
     assert not campaign.run(1e9, now_s=clock)
-    assert campaign.open_parts() == []
+    assert campaign.pending_parts() == []
 
 
 def test_a_slice_waits_for_those_before_it_and_says_so(tmp_path: Path) -> None:
@@ -107,7 +107,7 @@ def test_a_slice_waits_for_those_before_it_and_says_so(tmp_path: Path) -> None:
     parts = [part("a", 60.0, clock), part("b", 1.0, clock, after=("a",)), part("c", 1.0, clock)]
     Campaign(tmp_path, "cpu", parts).run(30.0, said.append, clock)
     assert "b: waits for a" in said
-    assert [each.name for each in Campaign(tmp_path, "cpu", parts).open_parts()] == ["a", "b", "c"]
+    assert [each.name for each in Campaign(tmp_path, "cpu", parts).pending_parts()] == ["a", "b", "c"]
     Campaign(tmp_path, "cpu", parts).run(1e9, said.append, clock)
     assert record(tmp_path)["b"]["runs"][0]["note"] == "0 s left"  # type: ignore[index]
 
@@ -126,7 +126,7 @@ def test_a_slice_that_fails_is_recorded_and_the_others_run(tmp_path: Path) -> No
     clock = Clock()
     campaign = Campaign(tmp_path, "cpu", [Slice("a", fail), part("b", 1.0, clock)])
     assert not campaign.run(1e9, now_s=clock)
-    assert [each.name for each in campaign.open_parts()] == ["a"]
+    assert [each.name for each in campaign.pending_parts()] == ["a"]
     assert record(tmp_path)["a"]["runs"][0]["note"] == "failed: out of memory"  # type: ignore[index]
     assert record(tmp_path)["b"]["is_complete"]
 

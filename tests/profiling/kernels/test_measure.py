@@ -12,7 +12,7 @@ from capplan.profiling.kernels.cases import SamplingLimits
 from capplan.profiling.kernels.measure import KernelProfilingOptions, measure
 
 WIDTH = 16
-SHORT = SamplingLimits(budget_s=60.0, most_visits=2, calls=1)
+SHORT = SamplingLimits(budget_s=60.0, max_passes=2, calls=1)
 
 
 def options(**changed: object) -> KernelProfilingOptions:
@@ -27,7 +27,7 @@ def test_every_spot_is_a_row_per_half_with_what_its_batch_holds(tmp_path: Path) 
     assert set(table["half"]) == {"shrink", "expand"}
     assert set(table["kernel"]) == {"padded", "grouped"}
     assert outcome.is_complete
-    assert len(table) == 2 * outcome.spots
+    assert len(table) == 2 * outcome.points
     assert (table["median_us"] > 0).all()
     assert (table["rank_sum"] <= table["requests"] * table["max_rank"]).all()
     assert (table["rank_tokens"] >= table["rank_sum"]).all()
@@ -39,13 +39,13 @@ def test_every_spot_is_a_row_per_half_with_what_its_batch_holds(tmp_path: Path) 
 def test_a_second_stretch_adds_to_the_first(tmp_path: Path) -> None:
     first = measure(tmp_path, options())
     before = read_kernel_table(first.table)
-    second = measure(tmp_path, options(limits=SamplingLimits(budget_s=60.0, most_visits=4, calls=1)))
+    second = measure(tmp_path, options(limits=SamplingLimits(budget_s=60.0, max_passes=4, calls=1)))
     after = read_kernel_table(second.table)
     assert second.restored == len(before) // 2
     assert set(before["visits"]) == {2}
     assert set(after["visits"]) == {4}
-    spot = ["kernel", "half", "width", "case"]
-    kept = before.merge(after, on=spot, suffixes=("_before", "_after"))
+    key = ["kernel", "half", "width", "case"]
+    kept = before.merge(after, on=key, suffixes=("_before", "_after"))
     assert len(kept) == len(before)
     for old, new in zip(kept["visits_us_before"], kept["visits_us_after"], strict=True):
         assert list(new[: len(old)]) == list(old)
@@ -106,7 +106,7 @@ def test_what_cannot_be_measured_is_refused(
 
 def test_triton_kernels_are_measured_like_the_others(tmp_path: Path) -> None:
     pytest.importorskip("triton", reason="the kernels need triton (extra `engine`)")
-    limits = SamplingLimits(budget_s=60.0, most_visits=1, calls=1)
+    limits = SamplingLimits(budget_s=60.0, max_passes=1, calls=1)
     kernels = ("bgmv", "mbgmv", "sgmv")
     outcome = measure(tmp_path, options(kernels=kernels, phases=("prefill",), limits=limits))
     assert outcome.is_complete

@@ -1,4 +1,4 @@
-"""Visits go on until medians stand still or the time is up, and meet all spots alike."""
+"""Visits go on until medians stand still or the time is up, and meet all points alike."""
 
 from collections import Counter
 
@@ -8,7 +8,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from capplan.profiling.kernels.cases import (
-    LEAST_VISITS,
+    MIN_PASSES,
     KernelPoint,
     KernelTiming,
     SamplingLimits,
@@ -18,44 +18,44 @@ from capplan.profiling.kernels.cases import (
 )
 
 
-def spots(number: int) -> list[KernelPoint]:
+def points(number: int) -> list[KernelPoint]:
     return [KernelPoint("grouped", 64, case) for case in cases("paper")[:number]]
 
 
-def visit_with(spot: KernelPoint, us: float) -> None:
-    spot.add(KernelTiming(us, False), KernelTiming(2.0 * us, False))
+def add_pass(point: KernelPoint, us: float) -> None:
+    point.add(KernelTiming(us, False), KernelTiming(2.0 * us, False))
 
 
 def test_still_medians_are_settled_after_the_least_visits() -> None:
-    every = spots(7)
-    for spot in rounds(every, SamplingLimits(budget_s=1e9), seed=0):
-        visit_with(spot, 10.0)
-    assert [spot.visits for spot in every] == [LEAST_VISITS] * 7
+    every = points(7)
+    for point in rounds(every, SamplingLimits(budget_s=1e9), seed=0):
+        add_pass(point, 10.0)
+    assert [point.passes for point in every] == [MIN_PASSES] * 7
 
 
 def test_restless_spots_are_visited_more_often_but_not_for_ever() -> None:
-    every = spots(4)
+    every = points(4)
     rng = np.random.default_rng(0)
-    limits = SamplingLimits(budget_s=1e9, most_visits=30)
-    for spot in rounds(every, limits, seed=0):
-        visit_with(spot, 10.0 if spot is not every[0] else float(rng.uniform(1.0, 100.0)))
+    limits = SamplingLimits(budget_s=1e9, max_passes=30)
+    for point in rounds(every, limits, seed=0):
+        add_pass(point, 10.0 if point is not every[0] else float(rng.uniform(1.0, 100.0)))
     assert every[0].visits == 30
-    assert [spot.visits for spot in every[1:]] == [LEAST_VISITS] * 3
+    assert [point.passes for point in every[1:]] == [MIN_PASSES] * 3
 
 
 def test_the_budget_ends_it_with_all_spots_visited_alike() -> None:
-    every, clock_s = spots(8), iter(range(10_000))
+    every, clock_s = points(8), iter(range(10_000))
     rng = np.random.default_rng(1)
     counts: Counter[str] = Counter()
-    for spot in rounds(every, SamplingLimits(budget_s=100.0), seed=0, now_s=lambda: float(next(clock_s))):
-        visit_with(spot, float(rng.uniform(1.0, 100.0)))
-        counts[spot.case.name] += 1
+    for point in rounds(every, SamplingLimits(budget_s=100.0), seed=0, now_s=lambda: float(next(clock_s))):
+        add_pass(point, float(rng.uniform(1.0, 100.0)))
+        counts[point.case.name] += 1
     assert 90 <= counts.total() <= 100
     assert max(counts.values()) - min(counts.values()) <= 1
 
 
 def test_no_budget_means_no_visit() -> None:
-    assert list(rounds(spots(3), SamplingLimits(budget_s=0.0), seed=0)) == []
+    assert list(rounds(points(3), SamplingLimits(budget_s=0.0), seed=0)) == []
 
 
 @given(st.lists(st.floats(1.0, 1e6), min_size=2, max_size=30), st.floats(0.1, 100.0))
