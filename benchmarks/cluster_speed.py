@@ -15,9 +15,9 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Final
 
-from benchmarks.common import peak_mib
+from benchmarks.common import command_line, emit, peak_mib
 from benchmarks.toppings_cluster import ClusterSetting, profile_with, simulation
-from capplan.spec import Kernel, write_text_atomic
+from capplan.spec import Kernel
 from capplan.twin.cluster import ROUTERS, ClusterResult, simulate_cluster
 
 ROOT = Path(__file__).resolve().parents[1]
@@ -76,7 +76,7 @@ def peak_of_the_hour_mib() -> float:
 
 def main(arguments: Sequence[str] | None = None) -> None:
     """Run the benchmark."""
-    parser = argparse.ArgumentParser(prog="python -m benchmarks.cluster_speed", description=__doc__)
+    parser = command_line(__doc__)
     parser.add_argument("--duration-s", type=float, default=HOUR_S)
     parser.add_argument("--markdown", type=Path, help="write the tables to this file, too")
     parser.add_argument("--peak-rss", action="store_true", help=argparse.SUPPRESS)
@@ -90,9 +90,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
         ["| peak memory of the hour, `toppings` |", "|---|", f"| {peak_of_the_hour_mib():,.0f} MiB |"]
     )
     text = "\n\n".join("\n".join(table) for table in tables) + "\n"
-    print(text, end="")
-    if chosen.markdown:
-        write_text_atomic(chosen.markdown, text)
+    emit(text, chosen.markdown)
 
 
 if __name__ == "__main__":

@@ -2,10 +2,28 @@
 
 from __future__ import annotations
 
+import argparse
 import resource
 import sys
 from collections.abc import Iterable, Sequence
 from pathlib import Path
+
+from capplan.spec import write_text_atomic
+
+
+def command_line(doc: str | None) -> argparse.ArgumentParser:
+    """Return a parser whose help is the docstring of the benchmark."""
+    name = f"python -m benchmarks.{Path(sys.argv[0]).stem}"
+    return argparse.ArgumentParser(
+        prog=name, description=doc, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+
+
+def emit(text: str, file: Path | None = None) -> None:
+    """Print a report, and write it to a file if given."""
+    print(text, end="")
+    if file is not None:
+        write_text_atomic(file, text)
 
 
 def markdown(header: Sequence[str], rows: Iterable[Sequence[str]]) -> str:

@@ -20,6 +20,7 @@ from typing import Any
 import numpy as np
 import torch
 
+from benchmarks.common import command_line
 from capplan.engine import Engine, SamplingParams
 from capplan.engine.input_batch import Segment
 from capplan.engine.lora.adapter import MODULES, SITES, AdapterLayout, B
@@ -193,7 +194,7 @@ def table(rows: Sequence[dict[str, Any]]) -> str:
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
-    parser = argparse.ArgumentParser(description=__doc__)
+    parser = command_line(__doc__)
     parser.add_argument("--device", default="cuda")
     parser.add_argument("--model", default="meta-llama/Llama-3.1-8B-Instruct", help="a built-in one")
     parser.add_argument("--batches", type=int, nargs="+", default=[1, 8, 32, 128, 256])

@@ -7,7 +7,6 @@ left out, but it fills the processor's caches as a model does.
 
 from __future__ import annotations
 
-import argparse
 import json
 import os
 import statistics
@@ -15,6 +14,7 @@ import time
 
 os.environ.setdefault("OMP_NUM_THREADS", "1")  # before torch is imported
 
+from benchmarks.common import command_line
 from capplan.engine import Engine, SamplingParams
 
 PHASES = ("schedule", "load", "prepare", "sample", "commit")
@@ -55,9 +55,7 @@ def measure(requests: int, adapters: int, steps: int, rules: str, temperature: f
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
+    parser = command_line(__doc__)
     parser.add_argument("--requests", type=int, default=256)
     parser.add_argument("--adapters", type=int, default=8)
     parser.add_argument("--steps", type=int, default=300)

@@ -25,6 +25,8 @@ from typing import Any
 import aiohttp
 import psutil
 
+from benchmarks.common import command_line
+
 ADAPTERS = 16
 TOKENS = 32
 PROMPT = list(range(3, 35))
@@ -157,7 +159,7 @@ def server(args: argparse.Namespace) -> Iterator[tuple[str, int]]:
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__)
+    parser = command_line(__doc__)
     parser.add_argument("--model", default="tiny-llama")
     parser.add_argument("--duration-s", type=float, default=60.0, help="of the overload")
     parser.add_argument("--settle-s", type=float, default=15.0, help="of each other phase")

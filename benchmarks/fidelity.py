@@ -16,7 +16,6 @@ Not held out: the shipped profiles, fitted to the runs of both groups.
 
 from __future__ import annotations
 
-import argparse
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from functools import partial
@@ -28,7 +27,7 @@ from rich.console import Console
 from rich.progress import track
 from sklearn.metrics import f1_score
 
-from benchmarks.common import markdown
+from benchmarks.common import command_line, markdown
 from benchmarks.shipped_profiles import published_profile
 from capplan import Profile, load_profile, simulate
 from capplan.datasets.published.runs import GROUPS, PUBLISHED, PublishedModel, PublishedRun, published_runs
@@ -393,7 +392,7 @@ def _panel(axes: Any, title: str, metric: str, predictions: Sequence[Prediction]
 
 def main() -> None:
     """Print the report."""
-    parser = argparse.ArgumentParser(prog="python -m benchmarks.fidelity")
+    parser = command_line(__doc__)
     parser.add_argument("reference", type=Path, metavar="REFERENCE_DIR")
     parser.add_argument("--seeds", type=int, default=3, metavar="N")
     parser.add_argument("--shipped-seeds", type=int, default=1, metavar="N")

@@ -13,7 +13,6 @@ machine some later.
 
 from __future__ import annotations
 
-import argparse
 import subprocess
 import sys
 import tempfile
@@ -27,7 +26,7 @@ import psutil
 from numpy.typing import NDArray
 from scipy.stats import kstest
 
-from benchmarks.common import markdown
+from benchmarks.common import command_line, markdown
 from capplan import Adapter, Lengths, Workload
 from capplan.profiling.load.bench import bench
 from capplan.profiling.load.record import RequestFile
@@ -121,7 +120,7 @@ def poisson(sent_s: NDArray[np.float64], rate_rps: float) -> tuple[float, float]
 
 
 def main() -> int:
-    parser = argparse.ArgumentParser(description=__doc__)
+    parser = command_line(__doc__)
     parser.add_argument("--rate-rps", type=float, default=1600.0)
     parser.add_argument("--requests", type=int, default=105_000)
     parser.add_argument("--runs", type=int, default=1)

@@ -11,7 +11,6 @@ stands in --out; a run that was broken off goes on where it stopped. ``--quick``
 
 from __future__ import annotations
 
-import argparse
 import json
 import math
 import tempfile
@@ -22,7 +21,7 @@ from pathlib import Path
 from statistics import fmean
 from typing import Any, Final
 
-from benchmarks.common import markdown
+from benchmarks.common import command_line, markdown
 from benchmarks.loraserve_systems import (
     PREFILL_RATIO,
     SHIPPED,
@@ -170,9 +169,7 @@ def tables(run: Run, traces: Sequence[str], systems: Sequence[str]) -> str:
 
 def main(arguments: Sequence[str] | None = None) -> int:
     """Run what is missing, and print both tables."""
-    parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
+    parser = command_line(__doc__)
     parser.add_argument("--traces", type=Path, required=True, help=f"folder that holds {LENGTHS}")
     parser.add_argument("--out", type=Path, required=True, help="folder of the answers")
     parser.add_argument("--quick", action="store_true", help="two traces, three systems, one seed of 900 s")

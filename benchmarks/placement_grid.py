@@ -10,7 +10,6 @@ run then asks anew.
 
 from __future__ import annotations
 
-import argparse
 import fnmatch
 import itertools
 import sys
@@ -26,14 +25,14 @@ from typing import Final
 
 import numpy as np
 
-from benchmarks.common import markdown
+from benchmarks.common import command_line, emit, markdown
 from benchmarks.placement_records import ALL, Record, Store, find_all, suits
 from capplan.datasets.published.runs import LENGTHS, MAX_NUM_SEQS, PUBLISHED, TOKEN_BUDGET, PublishedModel
 from capplan.errors import CapplanError, InputError
 from capplan.planner import SolverResult, compare
 from capplan.planner.bound import busy_gpus, lower_bound_gpus
 from capplan.planner.problem import make_problem
-from capplan.spec import Adapter, EngineConfig, Workload, write_text_atomic
+from capplan.spec import Adapter, EngineConfig, Workload
 from capplan.twin.sweep import in_parallel
 
 RATES_RPS: Final = MappingProxyType(
@@ -350,11 +349,7 @@ def in_a_line(record: Record) -> str:
 
 
 def main(arguments: Sequence[str] | None = None) -> None:
-    parser = argparse.ArgumentParser(
-        prog="python -m benchmarks.placement_grid",
-        description=__doc__,
-        formatter_class=argparse.RawDescriptionHelpFormatter,
-    )
+    parser = command_line(__doc__)
     parser.add_argument("action", nargs="?", choices=("run", "summary", "drop"), default="run")
     parser.add_argument("--out", type=Path, required=True, metavar="DIR")
     parser.add_argument("--cells", default="*", metavar="PATTERN", help="names, with * and ?; ci: the subset")
@@ -379,9 +374,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
         solvers = tuple(solver.name for solver in find_all(given.solvers.split(",")))
         if given.action == "summary":
             text = report(list(store.all()))
-            print(text, end="")
-            if given.markdown:
-                write_text_atomic(given.markdown, text)
+            emit(text, given.markdown)
         elif given.action == "drop":
             print(f"{store.drop(solvers)} cells have no answer of {', '.join(solvers)} any more")
         else:

@@ -21,7 +21,7 @@ from typing import Final
 
 import numpy as np
 
-from benchmarks.common import markdown, resident_mib
+from benchmarks.common import command_line, markdown, resident_mib
 from benchmarks.placement_grid import MODELS, RATES_RPS, SIZES
 from capplan.datasets.published.runs import LENGTHS
 from capplan.errors import CapplanError
@@ -162,11 +162,7 @@ def in_a_fresh_process(arguments: Sequence[str]) -> Measured:
 
 
 def main(arguments: Sequence[str] | None = None) -> None:
-    parser = argparse.ArgumentParser(
-        prog="python -m benchmarks.placement_growth",
-        description=__doc__,
-        formatter_class=argparse.RawDescriptionHelpFormatter,
-    )
+    parser = command_line(__doc__)
     parser.add_argument("--sizes", default=",".join(PROBLEMS), metavar="AxG,...", help="adapters x GPUs")
     parser.add_argument("--solvers", default=",".join(SOLVERS), metavar="NAME,...")
     parser.add_argument("--load", type=float, default=LOAD, metavar="SHARE", help="of the GPUs")

@@ -9,7 +9,6 @@ seeds. A JSON per case stands in DIR, and a run that was broken off goes on wher
 
 from __future__ import annotations
 
-import argparse
 import sys
 import time
 from collections import Counter
@@ -22,14 +21,14 @@ from typing import Final
 
 import numpy as np
 
-from benchmarks.common import markdown
+from benchmarks.common import command_line, emit, markdown
 from benchmarks.placement_grid import MODELS
 from benchmarks.placement_records import Record, Store, find_all
 from capplan.errors import CapplanError
 from capplan.planner import SolverResult, compare
 from capplan.planner.bound import busy_gpus, lower_bound_gpus
 from capplan.planner.problem import make_problem
-from capplan.spec import Adapter, EngineConfig, Lengths, Workload, write_text_atomic
+from capplan.spec import Adapter, EngineConfig, Lengths, Workload
 from capplan.twin.sweep import in_parallel
 
 SHOWN: Final = 10
@@ -292,11 +291,7 @@ def in_a_line(record: Record) -> str:
 
 
 def main(arguments: Sequence[str] | None = None) -> None:
-    parser = argparse.ArgumentParser(
-        prog="python -m benchmarks.placement_small",
-        description=__doc__,
-        formatter_class=argparse.RawDescriptionHelpFormatter,
-    )
+    parser = command_line(__doc__)
     parser.add_argument("action", nargs="?", choices=("run", "summary"), default="run")
     parser.add_argument("--out", type=Path, required=True, metavar="DIR")
     parser.add_argument("--large", action="store_true", help="large cases instead of small ones")
@@ -314,9 +309,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
     try:
         if given.action == "summary":
             text = report(list(store.all()))
-            print(text, end="")
-            if given.markdown:
-                write_text_atomic(given.markdown, text)
+            emit(text, given.markdown)
             return
         settings = Settings(draw=given.draw, seeds=given.seeds, time_limit_s=given.time_limit)
         draw, count = (large_case, 40) if given.large else (small_case, 250)

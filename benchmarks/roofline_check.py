@@ -11,7 +11,6 @@ output tokens computes c * (1 + n/m) tokens per step on average, which is all th
 
 from __future__ import annotations
 
-import argparse
 from collections.abc import Iterator
 from pathlib import Path
 from typing import NamedTuple
@@ -19,6 +18,7 @@ from typing import NamedTuple
 import numpy as np
 import pandas as pd
 
+from benchmarks.common import command_line
 from capplan.datasets import load_profile
 from capplan.datasets.catalog import gpu_sheet, model_arch
 from capplan.models.calibration.least_squares import smape
@@ -168,7 +168,7 @@ def _with_host(model: str, host_ms: float) -> Profile:
 
 def main() -> None:
     """Print the table."""
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawTextHelpFormatter)
+    parser = command_line(__doc__)
     parser.add_argument("reference", type=Path, help="folder with aic_llama8b.csv and the others")
     folder = parser.parse_args().reference
     print("| compared with | what | rows | SMAPE | bias |\n|---|---|---|---|---|")

@@ -8,7 +8,6 @@ four minutes.
 
 from __future__ import annotations
 
-import argparse
 import json
 import subprocess
 import sys
@@ -17,7 +16,7 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
 
-from benchmarks.common import markdown
+from benchmarks.common import command_line, markdown
 from capplan import Adapter, Lengths, Workload, simulate
 from capplan.models.calibration.components import Hardware, assumed_profile
 from capplan.profiling import tables as files
@@ -111,7 +110,7 @@ def row(url: str, profile: Profile, rate_rps: float, duration_s: float) -> tuple
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__)
+    parser = command_line(__doc__)
     parser.add_argument("--budget-s", type=float, default=100.0)
     parser.add_argument("--duration-s", type=float, default=40.0)
     parser.add_argument("--rates-rps", type=float, nargs="+", default=[1.0, 4.0, 8.0])

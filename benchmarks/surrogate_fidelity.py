@@ -7,7 +7,6 @@ a seed that was not trained on.
 
 from __future__ import annotations
 
-import argparse
 from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from types import MappingProxyType
@@ -15,7 +14,7 @@ from typing import NamedTuple
 
 import numpy as np
 
-from benchmarks.common import markdown
+from benchmarks.common import command_line, emit, markdown
 from capplan import Lengths, Profile, load_profile, load_surrogate
 from capplan.datasets.published.runs import (
     MAX_NUM_SEQS,
@@ -37,7 +36,7 @@ from capplan.models.training.evaluation import (
     starvation_scores,
     throughput_errors,
 )
-from capplan.spec import Workload, allowed_lora_rank, write_text_atomic
+from capplan.spec import Workload, allowed_lora_rank
 from capplan.twin.dataset.designs import Sample, draw
 
 PAPER = MappingProxyType(
@@ -218,7 +217,7 @@ def report(
 
 def main() -> None:
     """Print the tables; write them to a file, too, when asked."""
-    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0] if __doc__ else None)
+    parser = command_line(__doc__)
     parser.add_argument("--reference", type=Path, required=True, help="folder with runs.csv")
     parser.add_argument("--fresh", type=Path, nargs="+", default=[], help="datasets of another seed")
     parser.add_argument("--profile", help="one profile; default: all that were measured")
@@ -229,9 +228,7 @@ def main() -> None:
     if not models:
         parser.error(f"--profile must be one of {', '.join(model.profile for model in PUBLISHED)}")
     text = report(asked.reference, asked.fresh, asked.kinds.split(","), models)
-    print(text, end="")
-    if asked.markdown is not None:
-        write_text_atomic(str(asked.markdown), text)
+    emit(text, asked.markdown)
 
 
 if __name__ == "__main__":

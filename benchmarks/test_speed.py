@@ -71,7 +71,7 @@ def test_an_answer_from_python_beside_scikit_learn(
 def test_features_of_a_scenario(benchmark: BenchmarkFixture) -> None:
     drawn = itertools.cycle(latency.samples())
     benchmark.pedantic(  # type: ignore[no-untyped-call]
-        lambda: latency.features_of(next(drawn)), rounds=200, warmup_rounds=5
+        lambda: next(drawn).features(latency.PROFILE), rounds=200, warmup_rounds=5
     )
 
 

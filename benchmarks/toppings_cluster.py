@@ -8,7 +8,6 @@ adapter, but for "dlora, placed". What the engines are made of stands in `benchm
 
 from __future__ import annotations
 
-import argparse
 import json
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -21,6 +20,7 @@ from typing import Final, Literal
 import numpy as np
 from numpy.typing import NDArray
 
+from benchmarks.common import command_line
 from capplan import Adapter, Profile, Workload, load_profile
 from capplan.models.step_latency import ADDITIVE, GRAPH_TOKENS
 from capplan.spec import Kernel, load_workload, write_text_atomic
@@ -267,7 +267,7 @@ def table(rows: Sequence[Row]) -> str:
 
 def main(arguments: Sequence[str] | None = None) -> None:
     """Run the benchmark."""
-    parser = argparse.ArgumentParser(prog="python -m benchmarks.toppings_cluster", description=__doc__)
+    parser = command_line(__doc__)
     parser.add_argument("--setting", choices=("cluster", "simulation", "both"), default="both")
     parser.add_argument("--kernel", type=Kernel, choices=tuple(Kernel), default=Kernel.BGMV)
     parser.add_argument("--popularity", choices=("functions", "zipf"), default="functions")

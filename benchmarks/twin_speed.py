@@ -10,6 +10,7 @@ from __future__ import annotations
 import argparse
 import subprocess
 import sys
+import tempfile
 import time
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, fields
@@ -19,14 +20,15 @@ from typing import TypeVar
 
 import numpy as np
 
-from benchmarks.common import peak_mib
+from benchmarks.common import command_line, emit, peak_mib
 from capplan import Adapter, Lengths, Workload, load_profile, simulate
-from capplan.spec import write_text_atomic
 from capplan.twin import Scenario, SimulationResult
 from capplan.twin.core import run
+from capplan.twin.dataset import DESIGNS, generate_dataset
 from capplan.twin.reference import run_reference
 from capplan.twin.scenario import with_length_correlation
 from capplan.twin.simulate import DEFAULT_MAX_MODEL_LEN
+from capplan.twin.sweep import cores
 from capplan.twin.trace import TwinTrace
 from capplan.workload import Requests, draw_requests
 
@@ -241,11 +243,26 @@ def baseline_table(repeat: int) -> list[str]:
     return ["| baseline | value |", "|---|---|", *(f"| {name} | {value} |" for name, value in rows.items())]
 
 
+def dataset_table(scenarios: int) -> list[str]:
+    """Return the rate of `generate_dataset` for one-hour scenarios of every design, by wall time."""
+    lines = ["| design | scenarios per second and core | 10,000 on 2 cores, min |", "|---|---|---|"]
+    for design in DESIGNS:
+        with tempfile.TemporaryDirectory() as folder:
+            generate = partial(generate_dataset, profile=PROFILE, design=design)
+            generate(Path(folder) / "compile", scenarios=1, duration_s=1.0, workers=1)
+            begin_s = time.perf_counter()
+            generate(Path(folder) / "data", scenarios=scenarios, workers=cores())
+            rate = scenarios / (time.perf_counter() - begin_s) / cores()
+        lines.append(f"| {design} | {rate:.2f} | {10_000 / rate / 2 / 60:.1f} |")
+    return lines
+
+
 def main(arguments: Sequence[str] | None = None) -> None:
-    parser = argparse.ArgumentParser(prog="python -m benchmarks.twin_speed", description=__doc__)
+    parser = command_line(__doc__)
     parser.add_argument(
         "--repeat", type=int, default=1, help="runs of each case, of which the fastest counts"
     )
+    parser.add_argument("--datasets", type=int, default=0, metavar="N", help="scenarios per dataset design")
     parser.add_argument("--markdown", type=Path, help="write the tables to this file, too")
     parser.add_argument("--peak-rss", action="store_true", help=argparse.SUPPRESS)
     chosen = parser.parse_args(arguments)
@@ -254,10 +271,10 @@ def main(arguments: Sequence[str] | None = None) -> None:
         return
     small_case().run()  # compile first
     tables = [table(chosen.repeat) for table in (speed_table, growth_table, baseline_table)]
+    if chosen.datasets:
+        tables.append(dataset_table(chosen.datasets))
     text = "\n\n".join("\n".join(table) for table in tables) + "\n"
-    print(text, end="")
-    if chosen.markdown:
-        write_text_atomic(chosen.markdown, text)
+    emit(text, chosen.markdown)
 
 
 if __name__ == "__main__":
