@@ -15,7 +15,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Final
 
-from benchmarks.common import command_line, emit, peak_mib
+from benchmarks.common import command_line, emit, markdown, peak_mib
 from benchmarks.toppings_cluster import ClusterSetting, profile_with, simulation
 from capplan.spec import Kernel
 from capplan.twin.cluster import ROUTERS, ClusterResult, simulate_cluster
@@ -34,31 +34,30 @@ def timed(setting: ClusterSetting, router: str, duration_s: float) -> tuple[floa
     return time.process_time() - begin_s, result
 
 
-def router_table(duration_s: float) -> list[str]:
+def router_table(duration_s: float) -> str:
     """Return the hour under every router."""
-    setting = simulation()
-    lines = [
-        f"| {setting.name}, {duration_s:,.0f} s | CPU s | ns per request and instance | requests | steps |",
-        "|---|---|---|---|---|",
-    ]
+    setting, rows = simulation(), []
     for router in ROUTERS:
         cpu_s, result = timed(setting, router, duration_s)
-        looks = 1e9 * cpu_s / result.submitted / setting.instances
-        lines.append(f"| {router} | {cpu_s:.1f} | {looks:.0f} | {result.submitted:,} | {result.steps:,} |")
-    return lines
+        per_look_ns = 1e9 * cpu_s / result.submitted / setting.instances
+        rows.append(
+            (router, f"{cpu_s:.1f}", f"{per_look_ns:.0f}", f"{result.submitted:,}", f"{result.steps:,}")
+        )
+    title = f"{setting.name}, {duration_s:,.0f} s"
+    return markdown((title, "CPU s", "ns per request and instance", "requests", "steps"), rows)
 
 
-def growth_table(duration_s: float) -> list[str]:
+def growth_table(duration_s: float) -> str:
     """Return growing clusters at the same load per instance."""
-    lines = ["| least-loaded, 5.7 req/s each | CPU s | CPU us per request | requests |", "|---|---|---|---|"]
+    rows = []
     for instances in (1, 8, 60, 240):
         setting = simulation(adapters=4_000, rps=340.0 / 60 * instances, instances=instances)
         cpu_s, result = timed(setting, "least-loaded", duration_s)
-        lines.append(
-            f"| {instances} instances | {cpu_s:.2f} | {1e6 * cpu_s / result.submitted:.2f} "
-            f"| {result.submitted:,} |"
+        per_request_us = 1e6 * cpu_s / result.submitted
+        rows.append(
+            (f"{instances} instances", f"{cpu_s:.2f}", f"{per_request_us:.2f}", f"{result.submitted:,}")
         )
-    return lines
+    return markdown(("least-loaded, 5.7 req/s each", "CPU s", "CPU us per request", "requests"), rows)
 
 
 def own_peak() -> float:
@@ -86,10 +85,8 @@ def main(arguments: Sequence[str] | None = None) -> None:
         return
     timed(simulation(adapters=100), "toppings", 1.0)  # compile first
     tables = [router_table(chosen.duration_s), growth_table(chosen.duration_s)]
-    tables.append(
-        ["| peak memory of the hour, `toppings` |", "|---|", f"| {peak_of_the_hour_mib():,.0f} MiB |"]
-    )
-    text = "\n\n".join("\n".join(table) for table in tables) + "\n"
+    peak = markdown(("peak memory of the hour, `toppings`",), [(f"{peak_of_the_hour_mib():,.0f} MiB",)])
+    text = "\n\n".join([*tables, peak]) + "\n"
     emit(text, chosen.markdown)
 
 

@@ -11,16 +11,16 @@ from __future__ import annotations
 import json
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
 from tempfile import TemporaryDirectory
-from typing import Final, Literal
+from typing import Any, Final, Literal
 
 import numpy as np
 from numpy.typing import NDArray
 
-from benchmarks.common import command_line
+from benchmarks.common import command_line, markdown
 from capplan import Adapter, Profile, Workload, load_profile
 from capplan.models.step_latency import ADDITIVE, GRAPH_TOKENS
 from capplan.spec import Kernel, load_workload, write_text_atomic
@@ -167,28 +167,8 @@ def _preset(name: str) -> Workload:
         return load_workload(path)
 
 
-@dataclass(frozen=True)
-class Row:
-    """One router in one setting."""
-
-    setting: str
-    kernel: str
-    router: str
-    bound_tpt_ms: float
-    attainment: float
-    tpt_ms_mean: float
-    tpt_ms_p99: float
-    ttft_s_p99: float
-    submitted: int
-    completed: int
-    adapter_loads: int
-    migrations: int
-    busiest: int
-    """Requests of the instance that got most."""
-    idlest: int
-    steps: int
-    cpu_s: float
-    """CPU time of the whole call, drawing of requests and reduction to metrics included."""
+Row = dict[str, Any]
+"""One router in one setting; ``cpu_s`` includes drawing of requests and reduction to metrics."""
 
 
 def compare(
@@ -224,45 +204,40 @@ def timed(call: Callable[[], ClusterResult]) -> tuple[ClusterResult, float]:
 def _row(
     setting: ClusterSetting, kernel: Kernel, router: str, bound_ms: float, result: ClusterResult, cpu_s: float
 ) -> Row:
-    return Row(
-        setting=setting.name,
-        kernel=kernel.value,
-        router=router,
-        bound_tpt_ms=bound_ms,
-        attainment=result.attainment(bound_ms),
-        tpt_ms_mean=result.tpt_ms_mean,
-        tpt_ms_p99=result.tpt_ms_p99,
-        ttft_s_p99=result.ttft_s_p99,
-        submitted=result.submitted,
-        completed=result.completed,
-        adapter_loads=result.adapter_loads,
-        migrations=result.migrations,
-        busiest=max(result.requests_per_instance),
-        idlest=min(result.requests_per_instance),
-        steps=result.steps,
-        cpu_s=cpu_s,
-    )
+    latencies = ("tpt_ms_mean", "tpt_ms_p99", "ttft_s_p99")
+    counts = ("submitted", "completed", "adapter_loads", "migrations")
+    return {
+        "setting": setting.name,
+        "kernel": kernel.value,
+        "router": router,
+        "bound_tpt_ms": bound_ms,
+        "attainment": result.attainment(bound_ms),
+        **{name: getattr(result, name) for name in (*latencies, *counts)},
+        "busiest": max(result.requests_per_instance),
+        "idlest": min(result.requests_per_instance),
+        "steps": result.steps,
+        "cpu_s": cpu_s,
+    }
 
 
 def table(rows: Sequence[Row]) -> str:
-    """Return the rows as a markdown table."""
-    titles = ["setting", "router", "SLO attainment", "TPT mean, p99 ms", "TTFT p99 s"]
-    titles += ["loads", "moved", "most / fewest requests", "CPU s"]
-    lines = ["| " + " | ".join(titles) + " |", "|---" * len(titles) + "|"]
-    for row in rows:
-        cells = (
-            row.setting,
-            row.router,
-            f"{row.attainment:.2%}",
-            f"{row.tpt_ms_mean:.1f}, {row.tpt_ms_p99:.1f}",
-            f"{row.ttft_s_p99:.2f}",
-            f"{row.adapter_loads:,}",
-            f"{row.migrations:,}",
-            f"{row.busiest:,} / {row.idlest:,}",
-            f"{row.cpu_s:.1f}",
+    """Return the rows as a Markdown table."""
+    titles = ("setting", "router", "SLO attainment", "TPT mean, p99 ms", "TTFT p99 s", "loads", "moved")
+    cells = [
+        (
+            row["setting"],
+            row["router"],
+            f"{row['attainment']:.2%}",
+            f"{row['tpt_ms_mean']:.1f}, {row['tpt_ms_p99']:.1f}",
+            f"{row['ttft_s_p99']:.2f}",
+            f"{row['adapter_loads']:,}",
+            f"{row['migrations']:,}",
+            f"{row['busiest']:,} / {row['idlest']:,}",
+            f"{row['cpu_s']:.1f}",
         )
-        lines.append("| " + " | ".join(cells) + " |")
-    return "\n".join(lines) + "\n"
+        for row in rows
+    ]
+    return markdown((*titles, "most / fewest requests", "CPU s"), cells) + "\n"
 
 
 def main(arguments: Sequence[str] | None = None) -> None:
@@ -285,7 +260,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
         rows += compare(setting, chosen.kernel, chosen.routers, chosen.duration_s, chosen.seed)
     print(table(rows), end="")
     if chosen.json:
-        write_text_atomic(chosen.json, json.dumps([asdict(row) for row in rows], indent=1) + "\n")
+        write_text_atomic(chosen.json, json.dumps(rows, indent=1) + "\n")
 
 
 if __name__ == "__main__":

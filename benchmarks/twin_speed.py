@@ -20,7 +20,7 @@ from typing import TypeVar
 
 import numpy as np
 
-from benchmarks.common import command_line, emit, peak_mib
+from benchmarks.common import command_line, emit, markdown, peak_mib
 from capplan import Adapter, Lengths, Workload, load_profile, simulate
 from capplan.twin import Scenario, SimulationResult
 from capplan.twin.core import run
@@ -187,65 +187,73 @@ def own_peak_rss_mb() -> float:
     return peak_mib()
 
 
-def speed_table(repeat: int) -> list[str]:
+def speed_table(repeat: int) -> str:
     high, low = (total(grid(rates), repeat) for rates in RATE_SETS)
-    rows = (
+    cases = (
         ("section 8.2, high rates, 45 hours", high, None),
         ("section 8.2, low rates, 45 hours", low, None),
         ("section 8.2, all 90 hours", high + low, GRID_BAR),
         ("12,000 requests at 20 req/s, constant lengths, 20 seeds", total(short_cases(0), repeat), SHORT_BAR),
         ("the same, lengths spread as far as their mean", total(short_cases(1), repeat), SHORT_BAR),
     )
-    return [
-        "| scenarios | requests | steps | CPU s | of it drawing | simulated s per CPU s | bar |",
-        "|---|---|---|---|---|---|---|",
-        *(
-            f"| {name} | {c.requests:,} | {c.steps:,} | {c.cpu_s:.2f} | {c.drawing_s / c.cpu_s:.0%} "
-            f"| {c.times_real_time:,.0f} | {f'{bar:,.0f}' if bar else ''} |"
-            for name, c, bar in rows
-        ),
+    rows = [
+        (
+            name,
+            f"{c.requests:,}",
+            f"{c.steps:,}",
+            f"{c.cpu_s:.2f}",
+            f"{c.drawing_s / c.cpu_s:.0%}",
+            f"{c.times_real_time:,.0f}",
+            f"{bar:,.0f}" if bar else "",
+        )
+        for name, c, bar in cases
     ]
+    head = ("scenarios", "requests", "steps", "CPU s", "of it drawing", "simulated s per CPU s", "bar")
+    return markdown(head, rows)
 
 
-def growth_table(repeat: int) -> list[str]:
+def growth_table(repeat: int) -> str:
     families: dict[str, Mapping[float, Case]] = {
         "adapters, 7.5 req/s in all": by_adapters(),
         "req/s, 128 adapters": by_rate(),
         "hours, 128 adapters at 7.5 req/s": by_horizon(),
     }
-    return [
-        "| one GPU, 64 slots | requests | CPU ms | ns per request | of it drawing |",
-        "|---|---|---|---|---|",
-        *(
-            f"| {value:,g} {family} | {c.requests:,} | {1e3 * c.cpu_s:.1f} | {c.ns_per_request:,.0f} "
-            f"| {1e9 * c.drawing_s / c.requests:.0f} |"
-            for family, cases in families.items()
-            for value, c in ((value, cost(case, repeat)) for value, case in cases.items())
-        ),
+    costs = [
+        (f"{value:,g} {family}", cost(case, repeat))
+        for family, cases in families.items()
+        for value, case in cases.items()
     ]
+    rows = [
+        (
+            name,
+            f"{c.requests:,}",
+            f"{1e3 * c.cpu_s:.1f}",
+            f"{c.ns_per_request:,.0f}",
+            f"{1e9 * c.drawing_s / c.requests:.0f}",
+        )
+        for name, c in costs
+    ]
+    return markdown(("one GPU, 64 slots", "requests", "CPU ms", "ns per request", "of it drawing"), rows)
 
 
-def baseline_table(repeat: int) -> list[str]:
+def baseline_table(repeat: int) -> str:
     small = small_case()
     compiled = cost(small, max(repeat, 5))
-    readable_s, _ = timed(partial(small.run, run_reference))
-    rows = {
-        f"readable reference twin, {compiled.steps:,} steps, {compiled.requests} requests": (
-            f"{readable_s:.2f} CPU s"
-        ),
-        "compiled twin on the same": (
-            f"{1e3 * compiled.cpu_s:.2f} CPU ms, {readable_s / compiled.cpu_s:,.0f} times faster"
-        ),
-        f"peak memory of an hour with {RSS_REQUESTS:,} arrivals": (
-            f"{peak_rss_mb():.0f} MB (bar {RSS_BAR_MB:.0f})"
-        ),
-    }
-    return ["| baseline | value |", "|---|---|", *(f"| {name} | {value} |" for name, value in rows.items())]
+    reference_s, _ = timed(partial(small.run, run_reference))
+    faster = f"{1e3 * compiled.cpu_s:.2f} CPU ms, {reference_s / compiled.cpu_s:,.0f} times faster"
+    reference = f"reference twin, {compiled.steps:,} steps, {compiled.requests} requests"
+    peak = f"{peak_rss_mb():.0f} MB (bar {RSS_BAR_MB:.0f})"
+    rows = [
+        (reference, f"{reference_s:.2f} CPU s"),
+        ("compiled twin on the same", faster),
+        (f"peak memory of an hour with {RSS_REQUESTS:,} arrivals", peak),
+    ]
+    return markdown(("baseline", "value"), rows)
 
 
-def dataset_table(scenarios: int) -> list[str]:
+def dataset_table(scenarios: int) -> str:
     """Return the rate of `generate_dataset` for one-hour scenarios of every design, by wall time."""
-    lines = ["| design | scenarios per second and core | 10,000 on 2 cores, min |", "|---|---|---|"]
+    rows = []
     for design in DESIGNS:
         with tempfile.TemporaryDirectory() as folder:
             generate = partial(generate_dataset, profile=PROFILE, design=design)
@@ -253,8 +261,8 @@ def dataset_table(scenarios: int) -> list[str]:
             begin_s = time.perf_counter()
             generate(Path(folder) / "data", scenarios=scenarios, workers=cores())
             rate = scenarios / (time.perf_counter() - begin_s) / cores()
-        lines.append(f"| {design} | {rate:.2f} | {10_000 / rate / 2 / 60:.1f} |")
-    return lines
+        rows.append((design, f"{rate:.2f}", f"{10_000 / rate / 2 / 60:.1f}"))
+    return markdown(("design", "scenarios per second and core", "10,000 on 2 cores, min"), rows)
 
 
 def main(arguments: Sequence[str] | None = None) -> None:
@@ -273,7 +281,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
     tables = [table(chosen.repeat) for table in (speed_table, growth_table, baseline_table)]
     if chosen.datasets:
         tables.append(dataset_table(chosen.datasets))
-    text = "\n\n".join("\n".join(table) for table in tables) + "\n"
+    text = "\n\n".join(tables) + "\n"
     emit(text, chosen.markdown)
 
 

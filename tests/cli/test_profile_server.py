@@ -4,7 +4,7 @@ from pathlib import Path
 import pytest
 
 from tests.cli.conftest import Run, error_line
-from tests.profiling.server.toy_server import toy_server
+from tests.profiling.load.servers import toy_server
 
 SHORT = (
     "--budget-s",

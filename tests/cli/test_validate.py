@@ -13,7 +13,7 @@ import pytest
 from capplan import Adapter, Lengths, Workload, plan, simulate
 from tests.cli.conftest import Run, command, environment, error_line
 from tests.cli.test_report import parsed
-from tests.profiling.server.toy_server import toy_server
+from tests.profiling.load.servers import toy_server
 
 pytest.importorskip("torch", reason="the engine needs torch (extra `engine`)")
 

@@ -9,11 +9,22 @@ from collections.abc import Awaitable, Callable, Iterator
 from contextlib import contextmanager
 from typing import Any
 
-from benchmarks.stand_in_servers import STREAM_HEAD, NullServer, chunk, event, plain, usage
-
-__all__ = ["STREAM_HEAD", "chunk", "event", "listening", "null_server", "paced", "plain", "server", "usage"]
+from benchmarks.stand_in_servers import STREAM_HEAD, NullServer, ToyServer, chunk, event, plain, usage
 
 Answer = Callable[[dict[str, Any], asyncio.StreamWriter], Awaitable[None]]
+
+
+__all__ = [
+    "STREAM_HEAD",
+    "chunk",
+    "event",
+    "listening",
+    "null_server",
+    "paced",
+    "plain",
+    "server",
+    "usage",
+]
 
 
 @contextmanager
@@ -100,3 +111,11 @@ async def paced(asked: dict[str, Any], writer: asyncio.StreamWriter, gap_s: floa
         await asyncio.sleep(gap_s)
     writer.write(chunk(usage(len(asked["prompt"]), tokens)) + b"0\r\n\r\n")
     await writer.drain()
+
+
+@contextmanager
+def toy_server(**settings: Any) -> Iterator[tuple[str, ToyServer]]:
+    """Give the address of a server and the server."""
+    server = ToyServer(**settings)
+    with listening(server.start) as url:
+        yield url, server

@@ -19,7 +19,7 @@ from capplan.profiling.load.run import LoadMeasurement, LoadProgress, run_load
 from capplan.spec import Workload
 from tests.profiling.load import servers
 from tests.profiling.load.servers import STREAM_HEAD, chunk, event, null_server, plain, server, usage
-from tests.profiling.load.test_schedule import workload
+from tests.profiling.load.test_requests import workload
 
 Fault = Callable[[dict[str, Any], asyncio.StreamWriter], Awaitable[None]]
 SHORT = LoadSettings(duration_s=0.4, timeout_s=20.0, drain_s=10.0)

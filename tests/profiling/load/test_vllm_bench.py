@@ -12,7 +12,7 @@ from capplan.profiling.load.requests import LoadSettings, Target
 from capplan.profiling.load.result import BenchResult
 from capplan.profiling.load.vllm_bench import read_vllm_bench, write_vllm_bench
 from tests.profiling.load import servers
-from tests.profiling.load.test_schedule import workload
+from tests.profiling.load.test_requests import workload
 
 # What vLLM 0.32 writes for `vllm bench serve --save-result --save-detailed`.
 KEYS = {

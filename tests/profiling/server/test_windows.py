@@ -1,8 +1,10 @@
 """Windows of events must tell the steps of the engine that made them: a toy engine with known steps."""
 
 from dataclasses import dataclass, field
+from pathlib import Path
 
 import numpy as np
+import pandas as pd
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
@@ -11,6 +13,9 @@ from numpy.typing import NDArray
 from capplan.profiling.load.record import FINISHED, UNFINISHED, RequestOutcome
 from capplan.profiling.server.closed_loop import ClosedLoopRequest
 from capplan.profiling.server.windows import window_rows
+from capplan.spec import Profile
+from capplan.twin.calibration import CalibrationOptions, CalibrationTables, calibrate
+from tests.cli.examples import profile_document
 
 RANKS = {1: 8, 2: 16, 3: 8}
 
@@ -158,3 +163,20 @@ def test_prompts_have_the_tokens_that_the_server_counted() -> None:
     outcome = RequestOutcome(0, FINISHED, 0.9, times[-1], times, 130, 41)
     (row,) = window_rows([ClosedLoopRequest(outcome, 1, 100, 41)], np.array([1.0, 5.0]), RANKS, None)
     assert row["kv_tokens"] == pytest.approx(130 + np.mean(np.arange(1, 41)))
+
+
+def test_steps_seen_from_outside_become_a_profile(tmp_path: Path) -> None:
+    fixed = {"a_max": 4, "s_max": 16, "adapters_served": 3, "waiting": 0.0, "load_ms": 0.0}
+    rows = []
+    for streams in (4, 5, 6, 8, 10, 12, 14, 16, 20, 24):
+        answered, _, _ = ToyEngine(streams).run(5.0, streams)
+        found = window_rows(answered, np.linspace(0.5, 4.5, 4), RANKS, 512)
+        rows += [{**fixed, **row, "run": f"b{streams}"} for row in found]
+    pd.DataFrame(rows).to_parquet(tmp_path / "steps.parquet")
+    base = Profile.model_validate(profile_document())
+    made = calibrate(
+        base, CalibrationTables(steps=str(tmp_path / "steps.parquet")), CalibrationOptions(workers=1)
+    )
+    assert made.steps is not None
+    assert made.steps.score.held_out_error < 1.0
+    assert made.profile.loading.value("serving_factor") == base.loading.value("serving_factor")

@@ -13,9 +13,8 @@ from capplan.profiling.validation.compare import KV_CAPACITY
 from capplan.profiling.validation.validate import ValidationOptions, server_command, validate
 from capplan.spec import Profile
 from tests.cli.examples import MODEL, profile_document, small_plan
-from tests.profiling.load.servers import listening, plain
+from tests.profiling.load.servers import listening, plain, toy_server
 from tests.profiling.load.test_run import quick
-from tests.profiling.server.toy_server import toy_server
 
 PLAN = small_plan()
 PROFILE = Profile.model_validate(profile_document())

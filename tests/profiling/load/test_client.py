@@ -1,3 +1,5 @@
+"""Events of streamed answers, however their bytes are split."""
+
 import itertools
 import json
 
@@ -71,6 +73,7 @@ json_values = st.recursive(
     lambda inner: st.lists(inner, max_size=3) | st.dictionaries(st.text(max_size=5), inner, max_size=3),
     max_leaves=8,
 )
+
 told = st.fixed_dictionaries(
     {}, optional={"choices": json_values, "usage": json_values, "error": json_values}
 )

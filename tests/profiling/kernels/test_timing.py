@@ -9,6 +9,7 @@ from capplan.profiling.kernels.cases import Case
 from capplan.profiling.kernels.timing import MakeCalls, WeightPool, grouped_calls, padded_calls
 
 WIDTH = 24
+
 CASE = Case("tiny", "prefill", "mixed", 0, (2, 5, 3), tokens_each=2)
 
 

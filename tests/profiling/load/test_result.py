@@ -15,9 +15,10 @@ from capplan.profiling.load.run import EventLoopLag
 from capplan.spec import Profile
 from capplan.twin import DetailedResult, simulate_detailed
 from tests.cli.examples import profile_document
-from tests.profiling.load.test_schedule import workload
+from tests.profiling.load.test_requests import workload
 
 DURATION_S = 60.0
+
 KINDS = ("finished", "unfinished", "rejected", "http_500")
 
 

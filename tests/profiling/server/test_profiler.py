@@ -29,9 +29,10 @@ from capplan.profiling.server.profiler import (
 )
 from capplan.profiling.tables import MeasurementFolder
 from capplan.twin.calibration_runs import read_runs
-from tests.profiling.server.toy_server import toy_server
+from tests.profiling.load.servers import toy_server
 
 RANKS = {"a0": 8, "a1": 8, "a2": 16, "a3": 8}
+
 QUICK = ServerProfilingOptions(
     budget_s=8.0,
     point_s=2.0,
@@ -41,6 +42,7 @@ QUICK = ServerProfilingOptions(
     idle_repeats=5,
     load_rounds=2,
 )
+
 QUICKER = replace(QUICK, budget_s=2.0, idle_repeats=1, load_rounds=1)
 
 
