@@ -23,15 +23,13 @@ from capplan.profiling.validation.loop import ClosedLoop, LoopSettings, VoidErro
 LOADS: Final = (0.4, 0.7, 0.9, 1.5)
 OVERLOAD: Final = 1.5
 STAGES: Final = ("memory", "loads", "served")
-"""Of `capplan profile engine`: what `capplan calibrate` takes for an engine behind its server."""
+"""Stages of `capplan profile engine` that calibration needs."""
 SPAN_BAR: Final = 2.0
 SLOTS_BAR: Final = 0.05
 
 
 @dataclass(frozen=True)
 class Run:
-    """One validation."""
-
     load: float
     a_max: int
     facts: Mapping[str, Any]
@@ -47,7 +45,7 @@ class Run:
 
 
 def measure(given: argparse.Namespace) -> list[Run]:
-    """Run what has not been run; the plan at its loads comes first, then other numbers of slots."""
+    """Run the missing validations: the plan at its loads, then other numbers of slots."""
     setting = LoopSettings(
         model=given.model,
         threads=given.threads,
@@ -66,7 +64,7 @@ def measure(given: argparse.Namespace) -> list[Run]:
 
 
 def report(runs: Sequence[Run]) -> bool:
-    """Print one table of the plan at its loads and one of the slots; tell whether all holds."""
+    """Print the plan at its loads and the slots; return whether all bars hold."""
     at_plan = runs[: len(LOADS)]
     names = ("throughput_tok_s", "itl_ms_mean", "ttft_s_mean", "served_fraction")
     head = ["load", *(f"{name}: measured" for name in names), *(f"{name}: SMAPE, %" for name in names)]

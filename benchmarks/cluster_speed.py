@@ -23,11 +23,9 @@ from capplan.twin.cluster import ROUTERS, ClusterResult, simulate_cluster
 ROOT = Path(__file__).resolve().parents[1]
 HOUR_S: Final = 3600.0
 BAR_S: Final = 120.0
-"""CPU seconds that the hour of 60 instances may take."""
 
 
 def timed(setting: ClusterSetting, router: str, duration_s: float) -> tuple[float, ClusterResult]:
-    """Return the CPU seconds of a simulation, and its result."""
     begin_s = time.process_time()
     engines = setting.engines(profile_with(Kernel.BGMV))
     result = simulate_cluster(setting.workload, engines, router=router, duration_s=duration_s)
@@ -35,7 +33,6 @@ def timed(setting: ClusterSetting, router: str, duration_s: float) -> tuple[floa
 
 
 def router_table(duration_s: float) -> str:
-    """Return the hour under every router."""
     setting, rows = simulation(), []
     for router in ROUTERS:
         cpu_s, result = timed(setting, router, duration_s)
@@ -48,7 +45,6 @@ def router_table(duration_s: float) -> str:
 
 
 def growth_table(duration_s: float) -> str:
-    """Return growing clusters at the same load per instance."""
     rows = []
     for instances in (1, 8, 60, 240):
         setting = simulation(adapters=4_000, rps=340.0 / 60 * instances, instances=instances)
@@ -61,20 +57,17 @@ def growth_table(duration_s: float) -> str:
 
 
 def own_peak() -> float:
-    """Simulate the hour and return this process's peak memory."""
     timed(simulation(), "toppings", HOUR_S)
     return peak_mib()
 
 
 def peak_of_the_hour_mib() -> float:
-    """Return the peak memory of a fresh process that simulates the hour."""
     command = [sys.executable, "-m", "benchmarks.cluster_speed", "--peak-rss"]
     done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, check=True)
     return float(done.stdout)
 
 
 def main(arguments: Sequence[str] | None = None) -> None:
-    """Run the benchmark."""
     parser = command_line(__doc__)
     parser.add_argument("--duration-s", type=float, default=HOUR_S)
     parser.add_argument("--markdown", type=Path, help="write the tables to this file, too")

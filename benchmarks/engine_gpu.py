@@ -31,7 +31,6 @@ Timer = Callable[[Callable[[], object]], float]
 
 
 def timer_of(device: torch.device, repeats: int) -> Timer:
-    """Return what tells the median seconds of a call."""
 
     def on_gpu(run: Callable[[], object]) -> float:
         times = []
@@ -56,7 +55,6 @@ def timer_of(device: torch.device, repeats: int) -> Timer:
 
 
 def copy_bandwidth(device: torch.device, timer: Timer) -> float:
-    """Return bytes read and written per second by a copy within the device."""
     size = 2**30 if device.type == "cuda" else 2**25
     source = torch.zeros(size, dtype=torch.uint8, device=device)
     target = torch.empty_like(source)
@@ -66,7 +64,7 @@ def copy_bandwidth(device: torch.device, timer: Timer) -> float:
 
 @dataclass(frozen=True)
 class Kernels:
-    """The adapters of a model in memory, all of one rank, to run shrink and expand with."""
+    """Adapters of one rank in memory, with the shrink and expand kernels."""
 
     config: ModelConfig
     dtype: torch.dtype
@@ -75,9 +73,9 @@ class Kernels:
     rank: int
 
     def measure(self, batch: int, kind: str, copy: float, timer: Timer) -> dict[str, Any]:
-        """Return how shrink and expand fare on all places of all layers, one token per request.
+        """Return the bandwidth of shrink and expand over all modules of all layers, one token per request.
 
-        Every layer's rows are others, so they come from memory, not from a cache.
+        Layers have rows of their own, so weights come from memory, not from a cache.
         """
         from capplan.engine.kernels.triton_lora import TritonLoRA
 
@@ -126,7 +124,7 @@ def _for_all(layers: int, run: Callable[[int], object]) -> None:
 
 
 def decode_steps(given: argparse.Namespace, copy: float) -> list[dict[str, Any]]:
-    """Return median decode steps beside the time that moving their bytes takes."""
+    """Return median decode steps and the time of moving their bytes."""
     most = max(given.adapters)
     context = given.context + given.steps
     blocks = max(given.batches) * -(-context // 16) + 16
@@ -176,7 +174,7 @@ def decode_steps(given: argparse.Namespace, copy: float) -> list[dict[str, Any]]
 def floor_bytes(
     config: ModelConfig, dtype: torch.dtype, batch: int, adapters: int, rank: int, context: int
 ) -> int:
-    """Return the bytes that a decode step cannot do without: weights, the batch's KV, its adapters' rows."""
+    """Return the minimum bytes of a decode step: weights, KV of the batch, rows of its adapters."""
     kv = config.query_size + 2 * config.kv_size
     layer = config.hidden_size * (kv + config.query_size + 3 * config.intermediate_size)
     weights = config.layers * layer + config.vocab_size * config.hidden_size
@@ -186,7 +184,6 @@ def floor_bytes(
 
 
 def table(rows: Sequence[dict[str, Any]]) -> str:
-    """Return rows as text, columns aligned."""
     widths = {name: max(len(name), *(len(str(row[name])) for row in rows)) for name in rows[0]}
     lines = ["  ".join(name.rjust(width) for name, width in widths.items())]
     lines += ["  ".join(str(row[name]).rjust(width) for name, width in widths.items()) for row in rows]

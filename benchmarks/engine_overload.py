@@ -10,15 +10,10 @@ from __future__ import annotations
 import argparse
 import asyncio
 import json
-import os
 import random
 import statistics
-import subprocess
-import sys
 import time
 from collections import Counter
-from collections.abc import Iterator
-from contextlib import contextmanager
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -26,6 +21,8 @@ import aiohttp
 import psutil
 
 from benchmarks.common import command_line
+from capplan.profiling.server.process import ServerCommand, flag_words, running_server
+from capplan.spec import write_text_atomic
 
 ADAPTERS = 16
 TOKENS = 32
@@ -34,7 +31,7 @@ PROMPT = list(range(3, 35))
 
 @dataclass
 class Phase:
-    """What clients saw."""
+    """Client-side observations of one phase."""
 
     name: str
     duration_s: float
@@ -43,7 +40,6 @@ class Phase:
     retry_after_s: list[int] = field(default_factory=list)
 
     def summary(self) -> dict[str, Any]:
-        """Return it in a few numbers."""
         ranked = sorted(self.latencies_s) or [float("nan")]
         return {
             "phase": self.name,
@@ -80,7 +76,7 @@ async def ask(session: aiohttp.ClientSession, url: str, phase: Phase, number: in
 
 
 async def closed_loop(session: aiohttp.ClientSession, url: str, clients: int, duration_s: float) -> Phase:
-    """Ask again as soon as there is an answer: the capacity."""
+    """Measure the capacity with `clients` closed loops."""
     phase = Phase("capacity", duration_s)
     end = time.perf_counter() + duration_s
 
@@ -96,7 +92,7 @@ async def closed_loop(session: aiohttp.ClientSession, url: str, clients: int, du
 async def open_loop(
     session: aiohttp.ClientSession, url: str, name: str, rate_rps: float, duration_s: float, seed: int
 ) -> Phase:
-    """Ask at a rate, whatever becomes of the answers."""
+    """Send requests at a rate."""
     phase, rng = Phase(name, duration_s), random.Random(seed)
     running: set[asyncio.Task[None]] = set()
     start = at = time.perf_counter()
@@ -142,20 +138,10 @@ async def run(url: str, pid: int, args: argparse.Namespace) -> dict[str, Any]:
     }
 
 
-@contextmanager
-def server(args: argparse.Namespace) -> Iterator[tuple[str, int]]:
-    modules = [f"a{number}={(8, 16)[number % 2]}" for number in range(ADAPTERS)]
-    limits = ["--max-num-seqs", str(args.max_num_seqs), "--max-queue", str(args.max_queue)]
-    command = [sys.executable, "-m", "capplan", "serve", "--model", args.model, "--lora-modules", *modules]
-    command += ["--max-loras", "4", "--dtype", "float32", "--port", "0", "--json", *limits]
-    env = {**os.environ, "OMP_NUM_THREADS": "1"}
-    process = subprocess.Popen(command, stdout=subprocess.PIPE, text=True, env=env)
-    assert process.stdout is not None
-    try:
-        yield json.loads(process.stdout.readline())["url"], process.pid
-    finally:
-        process.terminate()
-        print(f"exit status {process.wait(60)}")
+def server_command(args: argparse.Namespace) -> ServerCommand:
+    adapters = {f"a{number}": (8, 16)[number % 2] for number in range(ADAPTERS)}
+    flags = {"--max-num-seqs": args.max_num_seqs, "--max-queue": args.max_queue, "--max-loras": 4}
+    return ServerCommand(args.model, adapters, [*flag_words(flags), "--dtype", "float32"])
 
 
 def main() -> None:
@@ -167,11 +153,11 @@ def main() -> None:
     parser.add_argument("--max-queue", type=int, default=32)
     parser.add_argument("--json", dest="out", help="write the numbers there, too")
     args = parser.parse_args()
-    with server(args) as (url, pid):
+    with running_server(server_command(args)) as url:
+        (pid,) = (child.pid for child in psutil.Process().children())
         result = asyncio.run(run(url, pid, args))
     if args.out:
-        with open(args.out, "w", encoding="utf-8") as file:  # noqa: PTH123
-            json.dump(result, file, indent=1)
+        write_text_atomic(args.out, json.dumps(result, indent=1))
     before, overload, after = result["phases"][1:]
     grown = max(size for _, size in result["rss_mib"]) - result["rss_mib"][0][1]
     print(f"shed {overload['statuses'].get('429', 0)} of {sum(overload['statuses'].values())}")

@@ -47,8 +47,6 @@ _START_S = 600.0
 
 @dataclass(frozen=True)
 class Size:
-    """A Llama."""
-
     hidden_size: int
     num_hidden_layers: int
     num_attention_heads: int
@@ -61,7 +59,6 @@ class Size:
         return self.hidden_size // self.num_attention_heads
 
     def parameters(self) -> int:
-        """Weights, embeddings and head included."""
         kv = self.num_key_value_heads * self.head_dim
         layer = self.hidden_size * (2 * self.hidden_size + 2 * kv + 3 * self.intermediate_size)
         return self.num_hidden_layers * layer + 2 * self.vocab_size * self.hidden_size
@@ -75,7 +72,7 @@ SIZES = {
 
 
 def write_model(size: Size, folder: Path) -> None:
-    """Write a model with random weights and a tokenizer in which every token has a text of its own."""
+    """Write a random model and a tokenizer with a distinct text for every token."""
     folder.mkdir(parents=True, exist_ok=True)
     generator = torch.Generator().manual_seed(0)
 
@@ -112,7 +109,7 @@ def write_model(size: Size, folder: Path) -> None:
 
 
 def write_adapter(size: Size, rank: int, seed: int, folder: Path) -> None:
-    """Write a random adapter on all linear maps, as PEFT does."""
+    """Write a random PEFT adapter on all linear maps."""
     folder.mkdir(parents=True, exist_ok=True)
     generator = torch.Generator().manual_seed(1000 + seed)
     tensors = {}
@@ -160,23 +157,19 @@ _ROOT = Path(__file__).resolve().parent.parent
 
 
 class Task(NamedTuple):
-    """Requests that are sent at once."""
-
     prompts: list[list[int]]
     adapters: list[str]
     tokens: int
 
 
 class Result(NamedTuple):
-    """How long a task took, and the answers, to be compared between engines."""
-
     seconds: float
     answers: list[Any]
     cpu_seconds: float = 0.0
 
 
 class Process:
-    """A process with all its children; what it prints besides its answers goes to a file."""
+    """Process with its children; messages go to a file."""
 
     answers_on_stdout = False
 
@@ -226,7 +219,7 @@ class Offline(Process):
 
 
 class Server(Process):
-    """An OpenAI-compatible server, asked by streaming requests."""
+    """OpenAI-compatible server with streaming requests."""
 
     def __init__(self, command: Sequence[str], environment: Mapping[str, str], log: Path, port: int) -> None:
         super().__init__(command, environment, log)
@@ -284,7 +277,7 @@ class Server(Process):
 
 
 def start(given: argparse.Namespace, folder: Path) -> dict[str, Offline | Server]:
-    """Write the model and its adapters into a folder and start both engines on them."""
+    """Write model and adapters, and start both engines."""
     size = SIZES[given.size]
     write_model(size, folder / "model")
     adapters = {f"a{i}": str(folder / f"a{i}") for i in range(given.adapters)}
@@ -347,7 +340,7 @@ def _servers(
 
 
 def oracle_variables(bind: str, threads: int) -> dict[str, str]:
-    """Return the environment of vLLM on a CPU: its threads, how they are bound, nothing from a network."""
+    """Return the environment of vLLM on a CPU: threads, binding, no network."""
     return {
         "OMP_NUM_THREADS": str(threads),
         "VLLM_CPU_OMP_THREADS_BIND": bind,
@@ -365,7 +358,7 @@ def free_ports() -> tuple[int, int]:
 
 
 def compare(contenders: Mapping[str, Offline | Server], given: argparse.Namespace) -> dict[str, Any]:
-    """Let both run the same tasks in turn; return rates, and how often ours is the faster."""
+    """Run the same tasks on both engines in turn; return rates and ratios."""
     vocabulary = SIZES[given.size].vocab_size
     rng = random.Random(0)
     tokens_per_run = given.concurrent * given.output_tokens

@@ -81,7 +81,7 @@ FITTED_HEADER = (
 
 @dataclass(frozen=True)
 class Prediction:
-    """A measured run beside the mean of the twin's answers over all seeds."""
+    """Measured run and the mean of the twin's results over all seeds."""
 
     run: PublishedRun
     throughput_tok_s: float
@@ -94,17 +94,15 @@ class Prediction:
 
     @property
     def starved(self) -> bool:
-        """Whether the twin says so."""
         return self.served_fraction < STARVED_BELOW
 
     @property
     def error(self) -> float:
-        """SMAPE of the throughput."""
         return smape([self.throughput_tok_s], [self.run.throughput_tok_s])
 
 
 def predict(profile: Profile, seeds: int, length_correlation: float | None, run: PublishedRun) -> Prediction:
-    """Return what the twin says of a run, the mean over seeds 0, 1, ..."""
+    """Return the mean prediction over seeds 0, 1, ..."""
     workload = run.workload.replace(length_correlation=length_correlation)
     results = [simulate(workload, profile, seed=seed, **run.settings) for seed in range(seeds)]
 
@@ -124,7 +122,7 @@ def predict(profile: Profile, seeds: int, length_correlation: float | None, run:
 
 
 def table(predictions: Sequence[Prediction]) -> list[tuple[str, ...]]:
-    """Return one row for all runs, one for the starved and one for the others; errors in percent."""
+    """Return rows of all, starved and other runs; errors in percent."""
     return [
         row("all", predictions),
         row("starved", [p for p in predictions if p.run.starved]),
@@ -133,7 +131,6 @@ def table(predictions: Sequence[Prediction]) -> list[tuple[str, ...]]:
 
 
 def row(name: str, predictions: Sequence[Prediction]) -> tuple[str, ...]:
-    """Return one row under `HEADER`."""
     measured = [p.run.throughput_tok_s for p in predictions]
     reliable = [p for p in predictions if p.run.itl_is_reliable]
     charged = [
@@ -165,12 +162,11 @@ def row(name: str, predictions: Sequence[Prediction]) -> tuple[str, ...]:
 
 
 def percent(value: float) -> str:
-    """Return a figure of the tables; a dash where there is none."""
     return f"{value:.2f} %" if np.isfinite(value) else "-"
 
 
 def regime(run: PublishedRun) -> str:
-    """Return what bound a run, as measured."""
+    """Return the measured bottleneck of a run."""
     if run.client_bound:
         return REGIMES[3]
     if run.kv_bound:
@@ -179,13 +175,11 @@ def regime(run: PublishedRun) -> str:
 
 
 def by_regime(predictions: Sequence[Prediction]) -> list[tuple[str, ...]]:
-    """Return one row for each regime that has runs, under `HEADER`."""
     groups = [(name, [p for p in predictions if regime(p.run) == name]) for name in REGIMES]
     return [row(name, group) for name, group in groups if group]
 
 
 def worst(predictions: Iterable[Prediction]) -> list[tuple[str, ...]]:
-    """Return the runs whose throughput is predicted worst."""
     ordered = sorted(predictions, key=lambda p: p.error, reverse=True)
     return [
         (
@@ -205,10 +199,10 @@ def worst(predictions: Iterable[Prediction]) -> list[tuple[str, ...]]:
 
 
 def reading(p: Prediction) -> str:
-    """Return where the error of a throughput comes from.
+    """Return the source of a throughput error.
 
-    A run that keeps up completes what was sent, so only the draw can be wrong. Any other completes its batch
-    in every step: its throughput is off by as much as batch over step.
+    A run that keeps up completes its offered load, so only the draw can be wrong. Any other run completes its
+    batch in every step: its throughput is batch over step.
     """
     served = p.run.throughput_tok_s / p.run.offered_tok_s
     parts = []
@@ -229,8 +223,6 @@ def _said(what: str, ratio: float) -> list[str]:
 
 @dataclass(frozen=True)
 class Options:
-    """What is compared with what."""
-
     reference: Path
     seeds: int = 1
     shipped_seeds: int = 1
@@ -241,7 +233,7 @@ class Options:
 
 @dataclass(frozen=True)
 class Comparison:
-    """A profile judged on runs."""
+    """Profile and its predictions of runs."""
 
     model: PublishedModel
     title: str
@@ -250,7 +242,7 @@ class Comparison:
 
 
 def fitted_profile(model: PublishedModel, group: str, options: Options) -> Profile:
-    """Return the profile fitted to the runs of a group; from a file where there is one."""
+    """Return the profile fitted to the runs of a group, from a file if present."""
     if options.fitted is None:
         return published_profile(options.reference, model, (group,))
     path = options.fitted / group / f"{model.profile}.json"
@@ -269,7 +261,6 @@ def compare(
     seeds: int,
     options: Options,
 ) -> Comparison:
-    """Predict every run."""
     ask = partial(predict, profile, seeds, options.length_correlation)
     label = f"{model.arch.name}, {title}"
     answers = in_parallel(ask, runs, workers=options.workers)
@@ -278,7 +269,6 @@ def compare(
 
 
 def held_out(options: Options) -> list[Comparison]:
-    """Return both models, fitted on each group and judged on the other."""
     return [
         compare(
             model,
@@ -294,7 +284,6 @@ def held_out(options: Options) -> list[Comparison]:
 
 
 def shipped(options: Options) -> list[Comparison]:
-    """Return both models with the shipped profiles, on all runs."""
     return [
         compare(
             model,
@@ -309,7 +298,6 @@ def shipped(options: Options) -> list[Comparison]:
 
 
 def constants(comparison: Comparison) -> tuple[str, ...]:
-    """Return what was fitted besides the coefficients of the step model, under `FITTED_HEADER`."""
     profile = comparison.profile
     host = ("request_ms", "scrape_us_per_series", "scrape_us_per_series_adapter", "scrape_share")
     return (
@@ -323,7 +311,6 @@ def constants(comparison: Comparison) -> tuple[str, ...]:
 
 
 def figures(comparison: Comparison) -> list[str]:
-    """Return title and tables of a comparison."""
     return [
         f"### {comparison.model.arch.name}, {comparison.title}",
         markdown(HEADER, table(comparison.predictions)),
@@ -332,7 +319,6 @@ def figures(comparison: Comparison) -> list[str]:
 
 
 def report(options: Options) -> str:
-    """Return the whole report."""
     lengths = "correlated as the profile says"
     if options.length_correlation is not None:
         lengths = f"correlated by {options.length_correlation:g} (normal scores)"
@@ -391,7 +377,6 @@ def _panel(axes: Any, title: str, metric: str, predictions: Sequence[Prediction]
 
 
 def main() -> None:
-    """Print the report."""
     parser = command_line(__doc__)
     parser.add_argument("reference", type=Path, metavar="REFERENCE_DIR")
     parser.add_argument("--seeds", type=int, default=3, metavar="N")

@@ -13,8 +13,6 @@ machine some later.
 
 from __future__ import annotations
 
-import subprocess
-import sys
 import tempfile
 import time
 from dataclasses import dataclass
@@ -27,6 +25,7 @@ from numpy.typing import NDArray
 from scipy.stats import kstest
 
 from benchmarks.common import command_line, markdown
+from benchmarks.stand_in_servers import running
 from capplan import Adapter, Lengths, Workload
 from capplan.profiling.load.bench import bench
 from capplan.profiling.load.record import RequestFile
@@ -43,11 +42,9 @@ _MIB: Final = 2**20
 
 @dataclass(frozen=True)
 class Measured:
-    """One run against the null server."""
-
     result: BenchResult
     cpu_us: float
-    """Processor time of this process per request."""
+    """CPU time of the client per request."""
     growth_mib: float
     sent_s: NDArray[np.float64]
 
@@ -72,7 +69,6 @@ def workload(rate_rps: float, adapters: int = 20) -> Workload:
 
 
 def measure(rate_rps: float, requests: int) -> Measured:
-    """Send about so many requests to a null server of its own."""
     this = psutil.Process()
     memory: list[int] = []
 
@@ -80,21 +76,15 @@ def measure(rate_rps: float, requests: int) -> Measured:
         if now.completed >= requests // 10:
             memory.append(this.memory_info().rss)
 
-    command = [sys.executable, "-m", "benchmarks.stand_in_servers", "null"]
     with (
-        subprocess.Popen(command, stdout=subprocess.PIPE, text=True) as server,
+        running("null") as url,
         tempfile.TemporaryDirectory() as folder,
         RequestFile(Path(folder) / "requests.parquet") as file,
     ):
-        assert server.stdout is not None
-        url = f"http://127.0.0.1:{server.stdout.readline().strip()}"
-        try:
-            settings = LoadSettings(duration_s=requests / rate_rps)
-            before = time.process_time()
-            result = bench(workload(rate_rps), Target(url), settings, file=file, on_tick=on_tick)
-            cpu_s = time.process_time() - before
-        finally:
-            server.terminate()
+        settings = LoadSettings(duration_s=requests / rate_rps)
+        before = time.process_time()
+        result = bench(workload(rate_rps), Target(url), settings, file=file, on_tick=on_tick)
+        cpu_s = time.process_time() - before
         return Measured(
             result=result,
             cpu_us=1e6 * cpu_s / result.overall.submitted,
@@ -113,7 +103,7 @@ def sent_times(requests: Path) -> NDArray[np.float64]:
 def poisson(sent_s: NDArray[np.float64], rate_rps: float) -> tuple[float, float]:
     """Return distance and p-value of the gaps against the exponential distribution of the rate.
 
-    Not of their own mean: against that, p-values are too large, since it was chosen to fit.
+    The rate is given, not fitted to the gaps, which would raise p-values.
     """
     found = kstest(np.diff(sent_s), "expon", args=(0.0, 1.0 / rate_rps))
     return float(found.statistic), float(found.pvalue)

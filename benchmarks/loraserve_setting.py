@@ -54,7 +54,7 @@ OF_LORASERVE: Final = 0.95
 
 @dataclass(frozen=True)
 class CellSettings:
-    """What a cell depends on beside its trace and system."""
+    """Settings of all cells."""
 
     duration_s: float = 3600.0
     seeds: int = 5
@@ -63,14 +63,14 @@ class CellSettings:
 
 @dataclass(frozen=True)
 class Run:
-    """Where traces are and answers go."""
+    """Folders of traces and results, and settings."""
 
     traces: Path
     out: Path
     settings: CellSettings
 
     def cell(self, name: str, find: Callable[[], Any]) -> Any:
-        """Return what stands in the folder for these settings, or else find it and write it there."""
+        """Return the stored result for these settings, or compute and store it."""
         path, asked = self.out / f"{name}.json", asdict(self.settings)
         if path.exists():
             known = json.loads(path.read_text(encoding="utf-8"))
@@ -82,7 +82,6 @@ class Run:
         return found
 
     def scene(self, trace: str) -> Scene:
-        """Return the workload of a trace on stand-in servers."""
         profile = standin(load_profile(SHIPPED), self.settings.prefill_ratio)
         workload = _workload(trace, profile.model.hf_ids[0], self.traces)
         folder = self.out / f"ratio-{self.settings.prefill_ratio:g}"
@@ -90,19 +89,18 @@ class Run:
         return Scene(trace, workload, profile, STEP_S, folder)
 
     def holds(self, scene: Scene, system: str, servers: int, seed: int, rps: float) -> bool:
-        """Tell whether a system keeps the bound at this rate."""
         load = load_at(scene.workload, scene.profile, rps, self.settings.duration_s, seed)
         return p95_ttft_s(load, scene.ttft_s(system, load, servers), BOUND_S) <= BOUND_S
 
     def highest_rps(self, scene: Scene, system: str) -> list[float]:
-        """Return, of each seed, the highest rate that a system sustains on four servers."""
+        """Return the highest sustained rate per seed on four servers."""
         seeds = range(self.settings.seeds)
         return [highest(partial(self.holds, scene, system, SERVERS, seed), FIRST_RPS) for seed in seeds]
 
     def servers_for(self, scene: Scene, system: str, rps: float) -> int | None:
-        """Return the fewest servers that keep the bound at this rate on every seed; None: over twelve.
+        """Return the fewest servers that keep the bound on every seed; None: over twelve.
 
-        Numbers too small even if every adapter were of the cheapest rank are not tried.
+        The search starts at the number needed if every adapter had the cheapest rank.
         """
         load = load_at(scene.workload, scene.profile, rps, self.settings.duration_s, 0)
         fewest = math.ceil(sum(declared_tok_s(load)) / max(scene.points(SERVERS).values()))
@@ -112,12 +110,11 @@ class Run:
         return None
 
     def rates(self, trace: str, systems: Sequence[str]) -> dict[str, list[float]]:
-        """Return what `highest_rps` says of every system on a trace."""
         scene = self.scene(trace)
         return {s: self.cell(f"{trace}.{s}", partial(self.highest_rps, scene, s)) for s in systems}
 
     def servers(self, trace: str, systems: Sequence[str]) -> tuple[float, dict[str, int | None]]:
-        """Return nearly what LoRAServe sustains on a trace, and the servers that each system takes for it."""
+        """Return 95 % of LoRAServe's rate on a trace, and the servers that each system needs for it."""
         scene, (sustained,) = self.scene(trace), self.rates(trace, ["loraserve"]).values()
         rps = OF_LORASERVE * min(sustained)
         return rps, {
@@ -126,7 +123,7 @@ class Run:
 
 
 def highest(holds: Callable[[float], bool], start: float) -> float:
-    """Return a rate that holds and is within 1 % of one that does not, sought from `start` on; 0 without."""
+    """Return a rate that holds and is within 1 % of one that does not; 0 if none holds."""
     low = start
     while not holds(low):
         low /= 2.0
@@ -150,14 +147,13 @@ def _workload(trace: str, base_model: str, traces: Path) -> Workload:
 
 
 def told(rps: Sequence[float], loraserve_rps: Sequence[float]) -> str:
-    """Return rates in words: the mean, the range over seeds, and LoRAServe's mean over it."""
+    """Return mean and range of rates, and LoRAServe's mean over it."""
     spread = f" ({min(rps):.1f} to {max(rps):.1f})" if len(rps) > 1 else ""
     ratio = f"{fmean(loraserve_rps) / fmean(rps):.2f} x" if fmean(rps) else "never"
     return f"{fmean(rps):.1f}{spread}, {ratio}"
 
 
 def tables(run: Run, traces: Sequence[str], systems: Sequence[str]) -> str:
-    """Return both tables: highest rates with LoRAServe's over them, and servers for equal load."""
     rates, servers = [], []
     for trace in traces:
         found = run.rates(trace, systems)
@@ -168,7 +164,6 @@ def tables(run: Run, traces: Sequence[str], systems: Sequence[str]) -> str:
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
-    """Run what is missing, and print both tables."""
     parser = command_line(__doc__)
     parser.add_argument("--traces", type=Path, required=True, help=f"folder that holds {LENGTHS}")
     parser.add_argument("--out", type=Path, required=True, help="folder of the answers")

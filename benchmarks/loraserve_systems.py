@@ -49,23 +49,23 @@ BYTES_PER_S: Final = 2.0e12
 KEPT: Final = ("base_ms", "ms_per_ktoken", "ms_per_kv_ktoken", "ms_per_ktoken_beyond_graphs")
 MAX_MODEL_LEN: Final = 8192
 MAX_BATCH_TOKENS: Final = 8192
-"""S-LoRA takes a prompt in one batch or not at all."""
+"""S-LoRA computes a prompt in one batch or rejects it."""
 MAX_NUM_SEQS: Final = 256
 UTILIZATION: Final = 0.9
 Shares: TypeAlias = Sequence[Mapping[str, float]]
-"""Of each server, the share of every adapter that it serves."""
+"""Per server, the served share of every adapter."""
 STEPPED: Final = {
     "loraserve": PlacementVariants(),
     "loraserve-literal": PlacementVariants(literal_leftovers=True),
     "loraserve-frozen": PlacementVariants(),
 }
-"""LoRAServe, with leftovers to the letter, and with the first placement kept to the end."""
+"""LoRAServe; with literal leftovers; with the first placement throughout."""
 ROUTED: Final = {"toppings": "toppings", "least-loaded": "least-loaded"}
-"""All adapters on all servers; the router looks at the servers at every request."""
+"""All adapters on all servers, routed by server state."""
 PLACED: Final = ("capplan", "slora-random", "slora-contiguous")
 SYSTEMS: Final = (*STEPPED, *PLACED, *ROUTED)
 _TRICKLE_RPS: Final = 1.0
-"""Per server; `capplan` looks for the placement that holds at the highest multiple of it."""
+"""Rate per server, of which `capplan` maximizes the sustained multiple."""
 _TIME_LIMIT_S: Final = 120.0
 
 
@@ -101,7 +101,6 @@ def standin(shipped: Profile, prefill_ratio: float = PREFILL_RATIO) -> Profile:
 
 
 def base_prefill_ms(step: FittedModel) -> float:
-    """Return what prefill of one prompt takes without any adapter."""
     return (
         step.value("base_ms")
         + step.value("ms_per_ktoken") * PROMPT_TOKENS / 1000.0
@@ -125,7 +124,7 @@ def decode_ms_per_krank(profile: Profile) -> float:
 
 @dataclass(frozen=True)
 class Load:
-    """A stream of requests, and who they are for."""
+    """Requests of a workload."""
 
     workload: Workload
     profile: Profile
@@ -135,26 +134,23 @@ class Load:
 
     @property
     def names(self) -> list[str]:
-        """Adapters in the order of their numbers, which begin at 1."""
+        """Adapters by number, from 1."""
         return [adapter.name for adapter in self.workload.adapters]
 
 
 def load_at(workload: Workload, profile: Profile, rps: float, duration_s: float, seed: int) -> Load:
-    """Return the requests of a workload at a total rate."""
     faster = at_rate(workload, rps)
     requests = draw_for(faster, profile, duration_s, seed, MAX_MODEL_LEN)
     return Load(faster, profile, requests, duration_s, seed)
 
 
 def at_rate(workload: Workload, rps: float) -> Workload:
-    """Return a workload with all rates scaled to a total."""
     scale = rps / workload.total_rate_rps
     adapters = tuple(a.model_copy(update={"rate_rps": a.rate_rps * scale}) for a in workload.adapters)
     return workload.model_copy(update={"adapters": adapters})
 
 
 def adapter_loads(workload: Workload, profile: Profile, tok_s: Sequence[float]) -> list[AdapterDemand]:
-    """Return adapters with these demands."""
     return [
         AdapterDemand(a.name, a.rank, demand, adapter_bytes(profile.model, a.rank))
         for a, demand in zip(workload.adapters, tok_s, strict=True)
@@ -162,7 +158,7 @@ def adapter_loads(workload: Workload, profile: Profile, tok_s: Sequence[float]) 
 
 
 def declared_tok_s(load: Load) -> list[float]:
-    """Return the demand that the mean rates stand for, at the mean length of the requests."""
+    """Return the demand of the mean rates at the mean request length."""
     requests = load.requests
     tokens = float(requests.prompt_tokens.mean(dtype=float) + requests.output_tokens.mean(dtype=float))
     return [adapter.rate_rps * tokens for adapter in load.workload.adapters]
@@ -176,9 +172,9 @@ def stepped(
     variants: PlacementVariants,
     method: Extrapolation = Extrapolation.HOLT,
 ) -> tuple[list[Shares], list[int]]:
-    """Return LoRAServe's placement in every time step, and the bytes that each asks to be copied.
+    """Return LoRAServe's placement and bytes to copy in every time step.
 
-    Each rests on what arrived in the steps before; the first one on the declared rates.
+    A placement depends on the arrivals of the steps before; the first one on the declared rates.
     """
     history = arrived_tok_s(load.requests, len(load.workload.adapters), step_s, load.duration_s)
     declared = declared_tok_s(load)
@@ -196,9 +192,9 @@ def stepped(
 
 
 def routed(load: Load, placements: Sequence[Shares]) -> NDArray[np.int64]:
-    """Return the server of every request, drawn by the shares of the placement in force when it arrives.
+    """Return the server of every request, drawn by the shares in force at its arrival.
 
-    The placements hold for equal parts of the trace, one after the other.
+    The placements hold for equal parts of the trace in turn.
     """
     requests = load.requests
     step = (requests.arrival_ns * (len(placements) / (load.duration_s * NS_PER_S))).astype(np.int64)
@@ -214,7 +210,7 @@ def routed(load: Load, placements: Sequence[Shares]) -> NDArray[np.int64]:
 
 
 def served_by_shares(load: Load, placements: Sequence[Shares]) -> NDArray[np.float64]:
-    """Return the time to first token of every request, by `ttft_s`, where shares decide who serves it."""
+    """Return the TTFT of every request under placements."""
     server = routed(load, placements)
     times = np.empty(server.size)
     for number in range(len(placements[0])):
@@ -250,21 +246,21 @@ def _served_alone(load: Load, requests: Requests) -> NDArray[np.float64]:
 def ttft_s(
     arrival_ns: NDArray[np.int64], first_ns: NDArray[np.int64], status: NDArray[np.int8], horizon_ns: int
 ) -> NDArray[np.float64]:
-    """Return how long requests waited for their first token, or have waited so far; infinite if refused."""
+    """Return the TTFT, or the wait so far; infinite if rejected."""
     answered = (first_ns >= 0) & (first_ns <= horizon_ns)
     waited = (np.where(answered, first_ns, horizon_ns) - arrival_ns) / NS_PER_S
     return np.where(status == STATUS_REJECTED, np.inf, waited)
 
 
 def p95_ttft_s(load: Load, times_s: NDArray[np.float64], bound_s: float) -> float:
-    """Return the 95th percentile, without the requests of the last `bound_s` seconds, who may yet be late."""
+    """Return the 95th percentile, excluding requests of the last `bound_s` seconds."""
     judged = load.requests.arrival_ns < (load.duration_s - bound_s) * NS_PER_S
     return float(np.percentile(times_s[judged], 95, method="higher")) if judged.any() else 0.0
 
 
 @dataclass(frozen=True)
 class Scene:
-    """A trace's workload on stand-in servers, and a folder for what took long to find out."""
+    """Workload of a trace on stand-in servers, with a cache folder."""
 
     trace: str
     workload: Workload
@@ -273,7 +269,6 @@ class Scene:
     folder: Path
 
     def ttft_s(self, system: str, load: Load, servers: int) -> NDArray[np.float64]:
-        """Return the time to first token of every request under a system."""
         if system in ROUTED:
             return _routed(load, ROUTED[system], servers)
         if system in STEPPED:
@@ -282,7 +277,7 @@ class Scene:
         return served_by_shares(load, [self.placed(system, servers, load.seed)])
 
     def placed(self, system: str, servers: int, seed: int) -> Shares:
-        """Return a placement that stays; that of `capplan` does not depend on the seed."""
+        """Return a static placement; that of `capplan` does not depend on the seed."""
         problem = self._problem(servers)
         if system == "slora-random":
             return _whole(random_shares(problem, np.random.default_rng(seed)), servers)
@@ -291,7 +286,6 @@ class Scene:
         return self._kept(f"{self.trace}.{system}.{servers}", lambda: self._by_capplan(servers))
 
     def points(self, servers: int) -> Mapping[int, float]:
-        """Return the operating points of all ranks."""
         ranks = [adapter.rank for adapter in self.workload.adapters]
         measured = self._kept(
             f"{self.trace}.points.{servers}",
@@ -312,7 +306,7 @@ class Scene:
         return shares_of(answer.assignments, servers)
 
     def _kept(self, name: str, find: Callable[[], Shares]) -> Shares:
-        """Return what the folder holds under a name, or else find it and write it there."""
+        """Return the stored result of a name, or compute and store it."""
         path = self.folder / f"{name}.json"
         if path.exists():
             known: Shares = json.loads(path.read_text(encoding="utf-8"))
@@ -323,7 +317,7 @@ class Scene:
 
 
 def shares_of(assignments: tuple[Assignment, ...], servers: int) -> Shares:
-    """Return assignments as shares; servers beyond them serve nothing."""
+    """Return assignments as shares; further servers serve nothing."""
     shares: list[dict[str, float]] = [{} for _ in range(servers)]
     for server, assignment in zip(shares, assignments, strict=False):
         for share in assignment.shares:
@@ -336,7 +330,7 @@ def _whole(groups: list[list[AdapterShare]], servers: int) -> Shares:
 
 
 def _routed(load: Load, router: str, servers: int) -> NDArray[np.float64]:
-    """Return times to first token where a router looks at equal servers that all hold every adapter."""
+    """Return the TTFT under a router, with all adapters on equal servers."""
     server = Instance(
         load.profile,
         a_max=len(load.workload.adapters),

@@ -52,7 +52,6 @@ CI: Final = (
     "qwen.1gpu.low-rates.high-sizes.384",
     "qwen.4gpu.high-rates.low-sizes.96",
 )
-"""The subset that continuous integration runs."""
 OURS: Final = ("capplan", "plan")
 DASH: Final = "-"
 TOTALS: Final = (
@@ -64,8 +63,6 @@ WORSE: Final = ("cell", "at least", "solver", "it says", "fewest GPUs of others"
 
 @dataclass(frozen=True)
 class Cell:
-    """One workload on so many GPUs."""
-
     model: str
     gpus: int
     rates: str
@@ -74,7 +71,7 @@ class Cell:
 
     @property
     def curve(self) -> str:
-        """What it has in common with cells of more or fewer adapters."""
+        """Name without the number of adapters."""
         return f"{self.model}.{self.gpus}gpu.{self.rates}-rates.{self.sizes}-sizes"
 
     @property
@@ -88,21 +85,18 @@ class Cell:
 
 @dataclass(frozen=True)
 class Settings:
-    """What all cells of a run have in common."""
-
     headroom: float = 0.0
-    """The paper keeps none."""
+    """The paper has none."""
     draw: int = 0
-    """Which of many draws of rates and sizes."""
+    """Draw of rates and sizes."""
     max_num_seqs: int | None = MAX_NUM_SEQS
-    """As the paper's servers had it; None leaves it to the planner."""
+    """As on the paper's servers; None: chosen by the planner."""
     seed: int = 0
     seeds: int = 5
     time_limit_s: float = 60.0
 
 
 def cells(counts: Sequence[int] = ADAPTERS) -> Iterator[Cell]:
-    """Yield all cells, small ones first within each curve."""
     for model, gpus, rates, sizes in itertools.product(MODELS, GPUS, RATES_RPS, SIZES):
         for count in counts:
             yield Cell(model, gpus, rates, sizes, count)
@@ -125,7 +119,7 @@ def chosen(pattern: str, counts: Sequence[int] = ADAPTERS) -> list[Cell]:
 
 
 def workload(cell: Cell, settings: Settings) -> Workload:
-    """Return the workload of a cell; lengths are those of the published runs of its model."""
+    """Return the workload of a cell, with the lengths of its model's published runs."""
     rates, sizes = RATES_RPS[cell.rates], SIZES[cell.sizes]
     sets = (list(RATES_RPS).index(cell.rates), list(SIZES).index(cell.sizes))
     random = np.random.default_rng((settings.draw, *sets))
@@ -147,7 +141,6 @@ def workload(cell: Cell, settings: Settings) -> Workload:
 
 
 def report(records: Sequence[Record]) -> str:
-    """Return all tables."""
     tried = [record for record in records if record.rows]
     possible = [record for record in records if record.possible]
     solvable = [record for record in tried if record.fewest_gpus() is not None]
@@ -172,13 +165,11 @@ def report(records: Sequence[Record]) -> str:
 
 
 def solvers_of(records: Iterable[Record]) -> list[str]:
-    """Return the solvers that have a row, in the usual order."""
     found = {row.solver for record in records for row in record.rows}
     return [name for name in (*ALL, *sorted(found - ALL.keys())) if name in found]
 
 
 def totals(records: Sequence[Record]) -> list[tuple[str, ...]]:
-    """Return a line per solver under `TOTALS`."""
     return [_total(records, name) for name in solvers_of(records)]
 
 
@@ -204,7 +195,7 @@ def _total(records: Sequence[Record], name: str) -> tuple[str, ...]:
 
 
 def worse(records: Iterable[Record], name: str) -> list[tuple[str, ...]]:
-    """Return the cells where another holds and this solver does not, or needs more GPUs; under `WORSE`."""
+    """Return cells where another solver holds and this one does not or needs more GPUs."""
     lines: list[tuple[str, ...]] = []
     for record in records:
         row, fewest = record.row(name), record.fewest_gpus(but=name)
@@ -231,7 +222,7 @@ def _said(row: SolverResult) -> str:
 
 
 def _bound(records: Sequence[Record], name: str) -> str:
-    """Return how its GPUs compare with the lower bound, and whether anyone ever beat that."""
+    """Return GPUs over the lower bound, and cells below it."""
     rows = [(record, row) for record in records for row in record.rows if row.holds]
     own = [row.gpus / record.lower_bound_gpus for record, row in rows if row.solver == name]
     beaten = sorted({record.name for record, row in rows if row.gpus < record.lower_bound_gpus})
@@ -243,7 +234,7 @@ def _bound(records: Sequence[Record], name: str) -> str:
 
 
 def curves(records: Sequence[Record]) -> tuple[tuple[str, ...], list[tuple[str, ...]]]:
-    """Return header and lines: how far each solver comes on each curve (figure 11 of the paper)."""
+    """Return the reach of each solver on each curve (figure 11 of the paper)."""
     names = solvers_of(records)
     lines = [
         (curve, *(_reach(list(group), name) for name in names))
@@ -264,7 +255,6 @@ def _reach(records: Sequence[Record], name: str) -> str:
 
 
 def by_cell(records: Sequence[Record]) -> tuple[tuple[str, ...], list[tuple[str, ...]]]:
-    """Return header and lines: what each solver says in each cell, and what becomes of it."""
     names = solvers_of(records)
     lines = [
         (
@@ -288,14 +278,11 @@ def _entry(row: SolverResult) -> str:
 
 @dataclass(frozen=True)
 class Run:
-    """What is asked in every cell, and where answers go."""
-
     store: Store
     settings: Settings
     solvers: tuple[str, ...]
 
     def record(self, cell: Cell) -> Record:
-        """Return what is known of a cell, or its empty record."""
         known = self.store.get(cell.name, asdict(self.settings))
         if known is not None:
             return known
@@ -311,7 +298,7 @@ class Run:
 
 
 def run_cell(run: Run, cell: Cell) -> tuple[Record, float]:
-    """Ask the solvers that have not answered yet; return the record, and the seconds that it took."""
+    """Run the missing solvers; return the record and the seconds."""
     started = time.perf_counter()
     record = run.record(cell)
     wanted = [name for name in run.solvers if suits(ALL[name], cell.adapters, cell.gpus)]
@@ -331,7 +318,6 @@ def run_cell(run: Run, cell: Cell) -> tuple[Record, float]:
 
 
 def run_cells(run: Run, cells: Sequence[Cell], workers: int = 1, quiet: bool = False) -> list[Record]:
-    """Ask in every cell, and tell of each."""
     records = []
     for record, wall_s in in_parallel(partial(run_cell, run), cells, workers=workers):
         records.append(record)
@@ -341,7 +327,6 @@ def run_cells(run: Run, cells: Sequence[Cell], workers: int = 1, quiet: bool = F
 
 
 def in_a_line(record: Record) -> str:
-    """Return the cell, its lower bound, and on how many GPUs each solver holds it."""
     if not record.possible:
         return f"{record.name}: at least {record.lower_bound_gpus} GPUs"
     holding = [f"{row.solver} {row.gpus}" for row in record.rows if row.holds]

@@ -48,7 +48,7 @@ HEADER: Final = (
 
 @dataclass(frozen=True)
 class Measured:
-    """What one solver took for one problem."""
+    """Cost of one solver on one problem."""
 
     adapters: int
     gpus: int
@@ -58,18 +58,17 @@ class Measured:
     failure: str = ""
     used: int = 0
     holds: bool = False
-    """Every GPU on every fresh seed, and with the headroom."""
+    """Every GPU on every fresh seed, with headroom."""
     solve_s: float = 0.0
     verify_one_s: float = 0.0
     verify_all_s: float = 0.0
     cores: int = 1
-    """That verified five seeds."""
+    """Cores of the verification of five seeds."""
     peak_mib: float = 0.0
     before_mib: float = 0.0
-    """Held once all was compiled and loaded, before the problem was."""
+    """Memory after compilation, before the problem."""
 
     def line(self) -> tuple[str, ...]:
-        """Return the line under `HEADER`."""
         head = (
             f"{self.adapters:,} x {self.gpus}",
             f"{self.rate_rps:.4g}",
@@ -84,7 +83,6 @@ class Measured:
 
 
 def workload(adapters: int, gpus: int, load: float) -> Workload:
-    """Return adapters whose tokens alone keep `load` of the GPUs busy."""
     random = np.random.default_rng((adapters, gpus))
     rank, weight = random.choice(SIZES["mixed"], adapters), random.choice(RATES_RPS["mixed"], adapters)
     unscaled = make_problem(_workload(rank, weight), gpus, None)
@@ -106,7 +104,7 @@ def _workload(rank: np.ndarray, rate_rps: np.ndarray) -> Workload:
 
 
 def measure(adapters: int, gpus: int, solver: str, load: float, repeat: int) -> Measured:
-    """Time a solver in this process; of `repeat` runs the fastest counts."""
+    """Time a solver; the fastest of `repeat` runs counts."""
     every_core = os.sched_getaffinity(0)
     os.sched_setaffinity(0, {min(every_core)})
     _warm_up(solver)
@@ -137,7 +135,6 @@ def measure(adapters: int, gpus: int, solver: str, load: float, repeat: int) -> 
 
 
 def _warm_up(solver: str) -> None:
-    """Compile and load all that solving and verifying use."""
     _verified(*_solved(make_problem(workload(24, 2, LOAD), 2, None), solver), 1)
 
 
@@ -147,7 +144,6 @@ def _solved(problem: Problem, solver: str) -> tuple[SolverRun, TwinEstimator]:
 
 
 def _verified(answer: SolverRun, exact: TwinEstimator, seeds: int) -> tuple[float, bool]:
-    """Return the seconds of a verification as `plan` does it, and whether all holds."""
     verifier = make_verifier(answer.problem, exact, 0, count=seeds)
     started = time.perf_counter()
     verdicts = verifier.whole(answer.assignments)
@@ -155,7 +151,6 @@ def _verified(answer: SolverRun, exact: TwinEstimator, seeds: int) -> tuple[floa
 
 
 def in_a_fresh_process(arguments: Sequence[str]) -> Measured:
-    """Measure in a process of its own, after one that compiled what was not compiled yet."""
     command = [sys.executable, "-m", "benchmarks.placement_growth", "--one", *arguments]
     done = subprocess.run(command, cwd=ROOT, stdout=subprocess.PIPE, text=True, check=True)
     return Measured(**json.loads(done.stdout))

@@ -27,7 +27,7 @@ PROPOSED: Final = replace(
 
 
 def assignments_of(made: Plan) -> tuple[Assignment, ...]:
-    """Return what a plan says, instance by instance."""
+    """Return the assignments of a plan."""
     placed: dict[str, int] = {}
     answers = []
     for group in made.groups:
@@ -90,44 +90,39 @@ def find_all(names: Iterable[str]) -> list[Solver]:
 
 
 def suits(solver: Solver, adapters: int, gpus: int) -> bool:
-    """Tell whether a solver is for problems of this size."""
     return solver.name != "milp" or (adapters <= MOST_PARTS and gpus <= MOST_GPUS)
 
 
 @dataclass(frozen=True)
 class Record:
-    """A case and how solvers did."""
+    """Case and results of solvers."""
 
     name: str
     case: Mapping[str, Any]
     settings: Mapping[str, Any]
-    """What has to be the same for a later run to add to it."""
+    """Settings that later runs must share."""
     gpus: int
-    """GPUs that there were."""
+    """Available GPUs."""
     busy_gpus: float
     lower_bound_gpus: int
-    """At least 1, and more than `gpus` where no plan exists."""
+    """Exceeds `gpus` if no plan exists."""
     rows: tuple[SolverResult, ...] = ()
 
     @property
     def possible(self) -> bool:
-        """Whether the lower bound leaves room for a plan."""
         return self.lower_bound_gpus <= self.gpus
 
     def row(self, solver: str) -> SolverResult | None:
-        """Return how a solver did; None where it was not asked."""
         return next((row for row in self.rows if row.solver == solver), None)
 
     def fewest_gpus(self, but: str = "") -> int | None:
-        """Return the fewest GPUs on which anyone, or anyone but one, found what holds; None: nobody did."""
+        """Return the fewest GPUs of a holding result, optionally without one solver."""
         return min((row.gpus for row in self.rows if row.holds and row.solver != but), default=None)
 
     def missing(self, solvers: Iterable[str]) -> list[str]:
-        """Return those that have no row."""
         return [name for name in solvers if self.row(name) is None]
 
     def with_rows(self, rows: Iterable[SolverResult], order: Iterable[str]) -> Record:
-        """Return the record with more rows, in an order of solvers."""
         together = {row.solver: row for row in (*self.rows, *rows)}
         position = {name: at for at, name in enumerate(order)}
         ordered = sorted(together.values(), key=lambda row: position.get(row.solver, len(position)))
@@ -136,8 +131,6 @@ class Record:
 
 @dataclass(frozen=True)
 class Store:
-    """A folder of records."""
-
     folder: Path
 
     def get(self, name: str, settings: Mapping[str, Any]) -> Record | None:
@@ -166,11 +159,10 @@ class Store:
         write_text_atomic(self._path(record.name), json.dumps(document, indent=1, allow_nan=False) + "\n")
 
     def all(self) -> Iterator[Record]:
-        """Yield the records by name, numbers in names as numbers."""
         yield from map(_read, sorted(self.folder.glob("*.json"), key=lambda path: _natural(path.stem)))
 
     def drop(self, solvers: Iterable[str]) -> int:
-        """Take solvers out of all records, so that they are asked anew; return in how many they were."""
+        """Remove solvers from all records; return the number of changed records."""
         gone, changed = set(solvers), 0
         for record in self.all():
             kept = tuple(row for row in record.rows if row.solver not in gone)

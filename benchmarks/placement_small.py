@@ -56,15 +56,12 @@ OURS, YARDSTICK = "capplan", "milp"
 
 @dataclass(frozen=True)
 class Pair:
-    """Both answers to one small case."""
-
     record: Record
     ours: SolverResult
     milp: SolverResult
 
     @property
     def outcome(self) -> str:
-        """Which of `OUTCOMES` it is."""
         if not self.milp.answered and (self.milp.exit_code == 2 or self.milp.failure.startswith("time")):
             return UNDECIDED
         if self.ours.answered and self.milp.answered:
@@ -75,7 +72,6 @@ class Pair:
         return OUTCOMES[5] if self.milp.answered else OUTCOMES[1]
 
     def line(self) -> tuple[str, ...]:
-        """Return the line under `DIFFERENT`."""
         record, case = self.record, self.record.case
         said = [f"{r.gpus}" if r.answered else r.failure.replace("|", "/") for r in (self.ours, self.milp)]
         return (
@@ -85,7 +81,6 @@ class Pair:
 
 
 def report(records: Sequence[Record]) -> str:
-    """Return all tables for which there are records."""
     small = [record for record in records if record.row(YARDSTICK) is not None]
     large = [record for record in records if record.row(YARDSTICK) is None]
     parts = (small_tables(small) if small else []) + (large_tables(large) if large else [])
@@ -93,13 +88,11 @@ def report(records: Sequence[Record]) -> str:
 
 
 def pairs(records: Sequence[Record]) -> list[Pair]:
-    """Return the cases that both solvers were asked about."""
     rows = [(record, record.row(OURS), record.row(YARDSTICK)) for record in records]
     return [Pair(record, ours, milp) for record, ours, milp in rows if ours and milp]
 
 
 def small_tables(records: Sequence[Record]) -> list[str]:
-    """Return how often both agree, and every case where they do not."""
     asked = pairs(records)
     counts = Counter(pair.outcome for pair in asked)
     both = [pair for pair in asked if pair.ours.answered and pair.milp.answered]
@@ -124,7 +117,6 @@ def _times(asked: Sequence[Pair]) -> str:
 
 
 def large_tables(records: Sequence[Record]) -> list[str]:
-    """Return how GPUs compare with the lower bound, and the cases where they do worst."""
     answered = [(record, row) for record in records if (row := record.row(OURS)) and row.answered]
     head = f"## {len(records)} large cases"
     if not answered:
@@ -170,15 +162,12 @@ class Settings:
 
 @dataclass(frozen=True)
 class Case:
-    """One random workload."""
-
     name: str
     workload: Workload
     gpus: int
 
     @property
     def told(self) -> dict[str, object]:
-        """What a reader wants to know of it."""
         work = self.workload
         own = [lengths.mean_tokens for a in work.adapters for lengths in work.lengths_of(a)]
         return {
@@ -195,7 +184,6 @@ class Case:
 
 
 def small_case(settings: Settings, number: int) -> Case:
-    """Draw a case that `milp` takes, unless too many of its adapters are too hot for one GPU."""
     random = np.random.default_rng((settings.draw, 0, number))
     gpus, adapters = int(random.integers(1, MOST_GPUS + 1)), int(random.integers(2, MOST_ADAPTERS + 1))
     slots = int(random.integers(1, adapters + 1)) if random.random() < 0.3 else None
@@ -204,7 +192,6 @@ def small_case(settings: Settings, number: int) -> Case:
 
 
 def large_case(settings: Settings, number: int) -> Case:
-    """Draw a case of hundreds of adapters."""
     random = np.random.default_rng((settings.draw, 1, number))
     low, high = np.log(LARGE_ADAPTERS)
     load = float(np.exp(random.uniform(0.0, np.log(16.0))))
@@ -214,7 +201,7 @@ def large_case(settings: Settings, number: int) -> Case:
 
 
 def _workload(random: np.random.Generator, adapters: int, slots: int | None, load: float) -> Workload:
-    """Draw a workload whose tokens alone keep so many GPUs busy."""
+    """Draw a workload whose tokens keep `load` GPUs busy."""
     model = MODELS[str(random.choice(list(MODELS)))]
     ranks = random.choice(RANKS, int(random.integers(1, len(RANKS) + 1)), replace=False)
     weight = np.exp(random.choice((0.0, 0.7, 1.5)) * random.standard_normal(adapters))
@@ -254,7 +241,6 @@ def _lengths(random: np.random.Generator) -> tuple[Lengths, Lengths]:
 
 
 def run_case(store: Store, settings: Settings, draw: Callable[[Settings, int], Case], number: int) -> Record:
-    """Return the record of a case; from the store what is there already."""
     case = draw(settings, number)
     known = store.get(case.name, asdict(settings))
     rows = () if known is None else tuple(known.rows)

@@ -36,7 +36,7 @@ GRID = {"requests": (8, 32, 128, 256), "context": (100, 400), "adapters": (8, 32
 
 
 class Comparison(NamedTuple):
-    """Predictions of ours, p, beside those of somebody else, a."""
+    """Predictions p beside reference values a."""
 
     table: str
     what: str
@@ -44,7 +44,6 @@ class Comparison(NamedTuple):
     a: list[float]
 
     def line(self) -> str:
-        """Return a row of the table."""
         bias = 100.0 * float(np.mean(np.array(self.p) / np.array(self.a) - 1.0))
         return (
             f"| {self.table} | {self.what} | {len(self.a)} | {smape(self.p, self.a):.1f} % | {bias:+.1f} % |"
@@ -52,7 +51,6 @@ class Comparison(NamedTuple):
 
 
 def bare_step_ms(profile: Profile, tokens: float, kv_tokens: float) -> float:
-    """Return the milliseconds of a step of the bare model."""
     return milliseconds(profile, tokens, tokens, kv_tokens, adapters=0, a_max=0, s_max=8)
 
 
@@ -66,7 +64,6 @@ def milliseconds(
     a_max: int,
     s_max: int,
 ) -> float:
-    """Return the milliseconds of a step with nobody waiting."""
     features = StepFeatures(
         tokens=float(tokens),
         requests=float(requests),
@@ -82,23 +79,19 @@ def milliseconds(
 
 
 def decode_ms(profile: Profile, batch: int) -> float:
-    """Return the mean step while a batch decodes all its output."""
     return bare_step_ms(profile, batch, batch * (INPUT_TOKENS + OUTPUT_TOKENS / 2))
 
 
 def prefill_ms(profile: Profile, batch: int) -> float:
-    """Return the step in which the prompts of a batch are computed."""
     return bare_step_ms(profile, batch * INPUT_TOKENS, 0.0)
 
 
 def in_flight_ms(profile: Profile, batch: int) -> float:
-    """Return the mean step of a batch that prompts join as others leave."""
     tokens = batch * (1.0 + INPUT_TOKENS / OUTPUT_TOKENS)
     return bare_step_ms(profile, tokens, batch * (INPUT_TOKENS + OUTPUT_TOKENS / 2))
 
 
 def others(folder: Path) -> Iterator[Comparison]:
-    """Give the comparisons with other tools' predictions."""
     aic = pd.read_csv(folder / "aic_llama8b.csv")
     for (system, mode), rows in aic.groupby(["system", "database_mode"]):
         profile = _bare(str(system))
@@ -122,7 +115,6 @@ def _bare(hardware: str) -> Profile:
 
 
 def measured() -> Iterator[Comparison]:
-    """Give the comparisons with the shipped profiles, which are fitted to measurements with LoRA."""
     for name in SHIPPED:
         shipped = load_profile(name)
         arch = model_arch(shipped.model.name)
@@ -144,7 +136,6 @@ def measured() -> Iterator[Comparison]:
 
 
 def sizes_and_loads() -> Iterator[Comparison]:
-    """Give the comparisons of KV tokens and of copies into a slot with those of the shipped profiles."""
     for name in SHIPPED:
         shipped = load_profile(name)
         analytic = _with_host(shipped.model.name, 0.0)
@@ -167,7 +158,6 @@ def _with_host(model: str, host_ms: float) -> Profile:
 
 
 def main() -> None:
-    """Print the table."""
     parser = command_line(__doc__)
     parser.add_argument("reference", type=Path, help="folder with aic_llama8b.csv and the others")
     folder = parser.parse_args().reference

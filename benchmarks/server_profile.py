@@ -8,15 +8,11 @@ four minutes.
 
 from __future__ import annotations
 
-import json
-import subprocess
-import sys
 import tempfile
-from collections.abc import Iterator
-from contextlib import contextmanager
 from pathlib import Path
 
 from benchmarks.common import command_line, markdown
+from benchmarks.stand_in_servers import running
 from capplan import Adapter, Lengths, Workload, simulate
 from capplan.models.calibration.components import Hardware, assumed_profile
 from capplan.profiling import tables as files
@@ -45,21 +41,7 @@ ARCH = ModelArch(
 )
 
 
-@contextmanager
-def toy_server() -> Iterator[str]:
-    names = ["base", *(f"a{i}" for i in range(ADAPTERS))]
-    settings = json.dumps(SERVER | {"names": names})
-    command = [sys.executable, "-m", "benchmarks.stand_in_servers", "toy", settings]
-    with subprocess.Popen(command, stdout=subprocess.PIPE, text=True) as server:
-        assert server.stdout is not None
-        try:
-            yield f"http://127.0.0.1:{server.stdout.readline().strip()}"
-        finally:
-            server.terminate()
-
-
 def measured(url: str, folder: Path, budget_s: float) -> CalibrationResult:
-    """Profile the server and calibrate."""
     ranks = {f"a{i}": S_MAX for i in range(ADAPTERS)}
     options = ServerProfilingOptions(
         budget_s=budget_s, point_s=4.0, max_streams=16, prompt_tokens=80, output_tokens=40
@@ -85,7 +67,6 @@ def workload(rate_rps: float) -> Workload:
 
 
 def row(url: str, profile: Profile, rate_rps: float, duration_s: float) -> tuple[str, ...]:
-    """Return measured and predicted of one load."""
     asked = workload(rate_rps)
     settings = LoadSettings(duration_s=duration_s, drain_s=1.0)
     got: BenchResult = bench(asked, Target(url), settings, BenchOptions(seed=5, max_model_len=LONGEST))
@@ -115,7 +96,8 @@ def main() -> None:
     parser.add_argument("--duration-s", type=float, default=40.0)
     parser.add_argument("--rates-rps", type=float, nargs="+", default=[1.0, 4.0, 8.0])
     given = parser.parse_args()
-    with toy_server() as url, tempfile.TemporaryDirectory() as folder:
+    names = ["base", *(f"a{i}" for i in range(ADAPTERS))]
+    with running("toy", **SERVER, names=names) as url, tempfile.TemporaryDirectory() as folder:
         made = measured(url, Path(folder), given.budget_s)
         rows = [row(url, made.profile, rate, given.duration_s) for rate in given.rates_rps]
     assert made.steps is not None

@@ -9,8 +9,11 @@ from __future__ import annotations
 
 import asyncio
 import json
+import subprocess
 import sys
 from collections import OrderedDict
+from collections.abc import Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass, field
 from functools import lru_cache
 from typing import Any, Final
@@ -32,25 +35,21 @@ METRICS = (
 
 
 async def plain(writer: asyncio.StreamWriter, status: int, body: bytes) -> None:
-    """Write a whole answer."""
     writer.write(b"HTTP/1.1 %d X\r\nContent-Length: %d\r\n\r\n%s" % (status, len(body), body))
     await writer.drain()
 
 
 def event(text: str = "a", reason: str | None = None) -> bytes:
-    """Return an event with a token."""
     choice = {"index": 0, "text": text, "finish_reason": reason}
     return b"data: " + json.dumps({"id": "0", "choices": [choice]}).encode() + b"\n\n"
 
 
 def usage(prompt: int, output: int) -> bytes:
-    """Return the event that counts the tokens, and the last."""
     counted = {"prompt_tokens": prompt, "completion_tokens": output}
     return b"data: " + json.dumps({"choices": [], "usage": counted}).encode() + b"\n\ndata: [DONE]\n\n"
 
 
 def chunk(data: bytes) -> bytes:
-    """Return a chunk of a chunked body."""
     return b"%x\r\n%s\r\n" % (len(data), data)
 
 
@@ -61,12 +60,10 @@ class NullServer(asyncio.Protocol):
         self._received = b""
 
     def connection_made(self, transport: asyncio.BaseTransport) -> None:
-        """Keep the connection."""
         assert isinstance(transport, asyncio.Transport)
         self._transport = transport
 
     def data_received(self, data: bytes) -> None:
-        """Answer every request that is whole."""
         self._received += data
         while (end := self._received.find(_HEAD_END)) >= 0:
             head = self._received[:end]
@@ -100,7 +97,6 @@ def _answer(head: bytes, body: bytes) -> bytes:
 
 @lru_cache(maxsize=4096)
 def _stream(tokens: int, prompt_tokens: int) -> bytes:
-    """Return an answer of so many events, all at once."""
     event = b'data: {"id":"0","choices":[{"index":0,"text":" a","finish_reason":null}]}\n\n'
     usage = json.dumps({"id": "0", "choices": [], "usage": _usage(tokens, prompt_tokens)}).encode()
     events = event * tokens + b"data: " + usage + b"\n\ndata: [DONE]\n\n"
@@ -120,14 +116,13 @@ def _plain(body: bytes) -> bytes:
 
 
 async def serve(port: int = 0) -> asyncio.Server:
-    """Start to listen on the loopback interface; port 0: any that is free."""
     loop = asyncio.get_running_loop()
     return await loop.create_server(NullServer, "127.0.0.1", port, backlog=_BACKLOG)
 
 
 @dataclass
 class ToyServer:
-    """One step after the other: base plus tokens, plus a load for each adapter that has no slot."""
+    """Server with steps of base time plus tokens, and loads of adapters without slot."""
 
     base_ms: float = 8.0
     ms_per_token: float = 0.1
@@ -135,11 +130,10 @@ class ToyServer:
     slots: int = 2
     names: tuple[str, ...] = ("base", "a0", "a1", "a2", "a3")
     refuse: str = ""
-    """Model whose requests get a 500."""
+    """Model whose requests fail with status 500."""
     asked: list[dict[str, Any]] = field(default_factory=list)
 
     async def start(self) -> asyncio.Server:
-        """Start to listen on a free port of the loopback interface."""
         self._waiting: list[tuple[dict[str, Any], asyncio.StreamWriter, asyncio.Event]] = []
         self._resident: OrderedDict[str, None] = OrderedDict()
         self._work = asyncio.Event()
@@ -199,7 +193,7 @@ class ToyServer:
                     done.set()
 
     def _load(self, model: str) -> bool:
-        """Give a model a slot, in place of the one used longest ago; tell whether it had none."""
+        """Give a model a slot by LRU; return whether it had none."""
         if model == "base":
             return False
         cold = model not in self._resident
@@ -208,6 +202,18 @@ class ToyServer:
         while len(self._resident) > self.slots:
             self._resident.popitem(last=False)
         return cold
+
+
+@contextmanager
+def running(kind: str, **settings: Any) -> Iterator[str]:
+    """Start a server in a process of its own, yield its address, and stop it."""
+    command = [sys.executable, "-m", "benchmarks.stand_in_servers", kind, json.dumps(settings)]
+    with subprocess.Popen(command, stdout=subprocess.PIPE, text=True) as server:
+        assert server.stdout is not None
+        try:
+            yield f"http://127.0.0.1:{server.stdout.readline().strip()}"
+        finally:
+            server.terminate()
 
 
 async def _main(kind: str, settings: str = "{}") -> None:

@@ -60,7 +60,7 @@ STRANGE_HEADER = ("model", "surrogate", "rank", "prompt length", "output length"
 
 
 class Measured(NamedTuple):
-    """Published runs: what was measured, and the questions they are to a surrogate."""
+    """Published runs with features."""
 
     features: np.ndarray
     known: np.ndarray
@@ -70,7 +70,6 @@ class Measured(NamedTuple):
 
 
 def measured(reference: Path, model: PublishedModel, profile: Profile) -> Measured:
-    """Return the published runs of a model."""
     runs = published_runs(reference, model)
     features = [
         feature_vector(
@@ -96,7 +95,7 @@ def measured(reference: Path, model: PublishedModel, profile: Profile) -> Measur
 def measured_rows(
     model: PublishedModel, runs: Measured, surrogates: Mapping[str, Surrogate]
 ) -> Iterator[list[str]]:
-    """Give one row per kind, and below them the paper's own and the offered load as an answer."""
+    """Yield a row per kind, the paper's forests, and the offered load."""
     for kind, surrogate in surrogates.items():
         answers = surrogate.predict_many(runs.features)
         f1 = macro_f1(answers.starvation_probability, runs.starved)
@@ -115,7 +114,6 @@ def _errors(predicted: np.ndarray, runs: Measured) -> list[str]:
 
 
 def fresh_tables(folders: Sequence[Path], profile: Profile) -> list[TrainingTable]:
-    """Return those datasets that the twin of this profile answered."""
     digest = profile_digest(profile)
     manifests = [(folder, read_manifest(folder)) for folder in folders]
     own = [folder for folder, found in manifests if found is None or found.asked.profile_digest == digest]
@@ -123,7 +121,6 @@ def fresh_tables(folders: Sequence[Path], profile: Profile) -> list[TrainingTabl
 
 
 def fresh_row(name: str, kind: str, surrogate: Surrogate, table: TrainingTable) -> list[str]:
-    """Return how a surrogate answers a dataset; throughput as the twin had it, luck included."""
     answers = surrogate.predict_many(table.features)
     scores = starvation_scores(table, answers.starvation_probability)
     near = scores.get("near the edge")
@@ -146,7 +143,7 @@ def fresh_row(name: str, kind: str, surrogate: Surrogate, table: TrainingTable) 
 
 
 def strange_row(name: str, kind: str, surrogate: Surrogate) -> list[str]:
-    """Return which shares of questions are flagged: one thing beyond training in each, or nothing."""
+    """Return shares of flagged questions with one property beyond training, or none."""
     samples = draw("space-filling", surrogate.profile, QUERY_SEED, 0, SOBOL_POINTS)[:QUERIES]
     rng = np.random.default_rng(QUERY_SEED)
     flagged = [
@@ -160,7 +157,7 @@ def strange_row(name: str, kind: str, surrogate: Surrogate) -> list[str]:
 def _strange(
     what: str, surrogate: Surrogate, sample: Sample, rng: np.random.Generator
 ) -> tuple[Workload, Sample]:
-    """Return a scenario with one rank, a mean length or the rates beyond the largest of training."""
+    """Return a scenario with a rank, a mean length or rates beyond training."""
     workload = sample.workload
     beyond = float(np.exp(rng.uniform(np.log(1.02), np.log(8.0))))
     if what == "rank":
@@ -193,7 +190,6 @@ def _in_range(surrogate: Surrogate, workload: Workload, sample: Sample) -> bool:
 def report(
     reference: Path, fresh: Sequence[Path], kinds: Sequence[str], models: Sequence[PublishedModel]
 ) -> str:
-    """Return all tables."""
     on_measured: list[list[str]] = []
     on_fresh: list[list[str]] = []
     on_strange: list[list[str]] = []
@@ -216,7 +212,6 @@ def report(
 
 
 def main() -> None:
-    """Print the tables; write them to a file, too, when asked."""
     parser = command_line(__doc__)
     parser.add_argument("--reference", type=Path, required=True, help="folder with runs.csv")
     parser.add_argument("--fresh", type=Path, nargs="+", default=[], help="datasets of another seed")

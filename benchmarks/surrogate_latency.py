@@ -47,7 +47,7 @@ def samples() -> tuple[Sample, ...]:
 
 @dataclass(frozen=True)
 class Models:
-    """The same trees as scikit-learn has them, flat, and compiled."""
+    """Same trees in scikit-learn, flat, and compiled."""
 
     rows: NDArray[np.float32]
     learned_tree: DecisionTreeRegressor
@@ -74,7 +74,6 @@ def models() -> Models:
 
 
 def looped(compiled: TreeFunction) -> Callable[[NDArray[np.float32]], float]:
-    """Return a compiled loop that sums a compiled tree's answers."""
 
     @numba.njit(error_model="numpy")
     def over_compiled(rows: NDArray[np.float32]) -> float:
@@ -87,12 +86,10 @@ def looped(compiled: TreeFunction) -> Callable[[NDArray[np.float32]], float]:
 
 
 def many(rows: NDArray[np.float32]) -> NDArray[np.float32]:
-    """Return `ANSWERS` rows in a random order."""
     return rows[np.random.default_rng(0).integers(0, len(rows), ANSWERS)]
 
 
 def shipped_in_compiled_code(rows: NDArray[np.float32]) -> Mapping[str, Callable[[], object]]:
-    """Return what runs every tree of the shipped surrogates over `ANSWERS` vectors."""
     found: dict[str, Callable[[], object]] = {}
     for kind in ("best", "forest", "tree"):
         surrogate = load_surrogate(PROFILE, kind)
@@ -111,7 +108,6 @@ def shipped_in_compiled_code(rows: NDArray[np.float32]) -> Mapping[str, Callable
 
 
 def in_compiled_code(models: Models) -> Mapping[str, Callable[[], float]]:
-    """Return compiled loops over `ANSWERS` vectors, by model; each returns the sum of its answers."""
     rows = many(models.rows)
 
     @numba.njit(error_model="numpy")
@@ -136,7 +132,6 @@ def in_compiled_code(models: Models) -> Mapping[str, Callable[[], float]]:
 
 
 def one_by_one(models: Models) -> Mapping[str, Callable[[NDArray[np.float32]], object]]:
-    """Return what answers one vector for a caller in Python, by model."""
     return {
         "compiled tree": models.compiled,
         "flat tree": functools.partial(flat_answer, models.flat),
@@ -147,7 +142,7 @@ def one_by_one(models: Models) -> Mapping[str, Callable[[NDArray[np.float32]], o
 
 
 def median_ns(run: Callable[[], object], answers: int, rounds: int = ROUNDS) -> float:
-    """Return the median over rounds of the time per answer; the first call compiles and does not count."""
+    """Return the median time per answer; the first call compiles."""
     run()
     taken = []
     for _ in range(rounds):
@@ -158,7 +153,6 @@ def median_ns(run: Callable[[], object], answers: int, rounds: int = ROUNDS) -> 
 
 
 def figures() -> dict[tuple[str, str], float]:
-    """Return nanoseconds per answer, by model and where."""
     asked = models()
     found = {
         (name, "in compiled code"): median_ns(run, ANSWERS, 41)

@@ -81,7 +81,6 @@ def _compiled() -> None:
 
 
 def measure(benchmark: BenchmarkFixture, cases: list[Case], rounds: int = 1) -> Cost:
-    """Time all cases, one after the other, as one benchmark, and return the cost of its last round."""
     result: Cost = benchmark.pedantic(speed.total, (cases,), rounds=rounds)  # type: ignore[no-untyped-call]
     benchmark.extra_info |= {
         "times_real_time": round(result.times_real_time),

@@ -56,14 +56,11 @@ def engine(profile: Profile, adapters: Mapping[str, float] | None = None) -> Ins
 
 @dataclass(frozen=True)
 class ClusterSetting:
-    """Instances and what they are asked."""
-
     name: str
     workload: Workload
     instances: int
 
     def engines(self, profile: Profile) -> list[Instance]:
-        """Return the instances; every one holds every adapter."""
         return [engine(profile)] * self.instances
 
     def placed(self, profile: Profile) -> list[Instance]:
@@ -110,7 +107,6 @@ def profile_with(kernel: Kernel) -> Profile:
 
 
 def prefill_ms(profile: Profile, tokens: int) -> float:
-    """Return the milliseconds of a step that computes so many prompt tokens without any adapter."""
     model = profile.step_latency
     beyond = model.value("ms_per_ktoken_beyond_graphs") * max(0, tokens - GRAPH_TOKENS)
     assert model.form == ADDITIVE.name
@@ -118,7 +114,6 @@ def prefill_ms(profile: Profile, tokens: int) -> float:
 
 
 def cluster(rps: float) -> ClusterSetting:
-    """Return section 7.4: 8 instances, four ranks, 128 adapters of each."""
     workload = _preset(f"toppings-cluster-{rps:g}")
     return ClusterSetting(f"8 instances, {rps:g} req/s", workload, 8)
 
@@ -152,7 +147,6 @@ def function_shares(functions: int, seed: int = 2019) -> NDArray[np.float64]:
 
 
 def zipf_shares(adapters: int, s: float = 1.44) -> NDArray[np.float64]:
-    """Return Zipf's law with the exponent of Azure's functions of 2021."""
     return _shares(np.arange(1.0, adapters + 1) ** -s)
 
 
@@ -174,7 +168,6 @@ Row = dict[str, Any]
 def compare(
     setting: ClusterSetting, kernel: Kernel, routers: Sequence[str], duration_s: float, seed: int
 ) -> Iterator[Row]:
-    """Yield a row for the reference without adapters, and one per router."""
     profile = profile_with(kernel)
     engines = setting.engines(profile)
     load = setting.workload
@@ -195,7 +188,6 @@ def compare(
 
 
 def timed(call: Callable[[], ClusterResult]) -> tuple[ClusterResult, float]:
-    """Return the answer of a call and its CPU seconds."""
     begin_s = time.process_time()
     answer = call()
     return answer, time.process_time() - begin_s
@@ -221,7 +213,6 @@ def _row(
 
 
 def table(rows: Sequence[Row]) -> str:
-    """Return the rows as a Markdown table."""
     titles = ("setting", "router", "SLO attainment", "TPT mean, p99 ms", "TTFT p99 s", "loads", "moved")
     cells = [
         (
@@ -241,7 +232,6 @@ def table(rows: Sequence[Row]) -> str:
 
 
 def main(arguments: Sequence[str] | None = None) -> None:
-    """Run the benchmark."""
     parser = command_line(__doc__)
     parser.add_argument("--setting", choices=("cluster", "simulation", "both"), default="both")
     parser.add_argument("--kernel", type=Kernel, choices=tuple(Kernel), default=Kernel.BGMV)

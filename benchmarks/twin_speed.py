@@ -49,8 +49,6 @@ RSS_REQUESTS = 400_000
 
 @dataclass(frozen=True)
 class Case:
-    """One call of `simulate()`."""
-
     name: str
     workload: Workload
     a_max: int
@@ -77,12 +75,12 @@ class Case:
 
 @dataclass(frozen=True)
 class Cost:
-    """What some calls of `simulate()` took together."""
+    """Cost of calls of `simulate()`."""
 
     simulated_s: float
     cpu_s: float
     drawing_s: float
-    """CPU seconds of drawing the same requests without simulating them."""
+    """CPU seconds of drawing the requests only."""
     requests: int
     steps: int
 
@@ -99,7 +97,6 @@ class Cost:
 
 
 def workload(rates_rps: Iterable[float], lengths: tuple[Lengths, Lengths] = CHATS) -> Workload:
-    """Return adapters of rank 8."""
     return Workload(
         base_model="meta-llama/Llama-3.1-8B-Instruct",
         adapters=tuple(Adapter(name=f"a{i}", rank=8, rate_rps=rate) for i, rate in enumerate(rates_rps)),
@@ -109,7 +106,6 @@ def workload(rates_rps: Iterable[float], lengths: tuple[Lengths, Lengths] = CHAT
 
 
 def even(adapters: int, total_rps: float) -> Workload:
-    """Return adapters that share a rate evenly."""
     return workload([total_rps / adapters] * adapters)
 
 
@@ -142,19 +138,18 @@ def by_horizon() -> dict[float, Case]:
 
 
 def small_case() -> Case:
-    """Return what the readable reference, too, can simulate in seconds."""
+    """Return a case for the reference twin."""
     return Case("small", even(16, 2.0), 8, duration_s=120.0)
 
 
 def timed(call: Callable[[], Answer]) -> tuple[float, Answer]:
-    """Return the CPU seconds of a call, and its answer."""
     begin_s = time.process_time()
     answer = call()
     return time.process_time() - begin_s, answer
 
 
 def cost(case: Case, repeat: int = 1) -> Cost:
-    """Time a case and its drawing; of `repeat` runs the fastest counts."""
+    """Time a case and its drawing; the fastest of `repeat` runs counts."""
     runs = [timed(case.run) for _ in range(repeat)]
     drawing_s = min(timed(case.draw)[0] for _ in range(repeat))
     result = runs[0][1]
@@ -166,13 +161,12 @@ def total(cases: Iterable[Case], repeat: int = 1) -> Cost:
 
 
 def slope(costs: Sequence[Cost]) -> float:
-    """Return the exponent of CPU time in the number of requests, by least squares over these costs."""
+    """Return the exponent of CPU time in requests, by least squares."""
     requests, seconds = zip(*((c.requests, c.cpu_s) for c in costs), strict=True)
     return float(np.polyfit(np.log(requests), np.log(seconds), 1)[0])
 
 
 def peak_rss_mb() -> float:
-    """Return the most memory that a fresh process needs for an hour with 400,000 arrivals."""
     command = [sys.executable, "-m", "benchmarks.twin_speed", "--peak-rss"]
     for _ in range(2):  # the first one compiles, where that is still to be done, which takes more memory
         done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, check=True)
@@ -180,7 +174,6 @@ def peak_rss_mb() -> float:
 
 
 def own_peak_rss_mb() -> float:
-    """Simulate that hour and return this process's peak; VmHWM, unlike ru_maxrss, forgets the parent."""
     result = Case("memory", even(128, RSS_REQUESTS / HOUR_S), 64).run()
     if abs(result.submitted / RSS_REQUESTS - 1) > 0.01:
         raise AssertionError(f"{result.submitted} arrivals instead of {RSS_REQUESTS}")
