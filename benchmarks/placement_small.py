@@ -31,6 +31,8 @@ from capplan.planner.problem import make_problem
 from capplan.spec import Adapter, EngineConfig, Lengths, Workload
 from capplan.twin.sweep import in_parallel
 
+OURS, YARDSTICK = "capplan", "milp"
+MOST_ADAPTERS, MOST_GPUS = 24, 4
 SHOWN: Final = 10
 UNDECIDED: Final = "milp has no answer: out of time, or more than 24 shares"
 OUTCOMES: Final = (
@@ -49,9 +51,6 @@ LARGE: Final = ("case", "adapters", "req/s", "busy", "at least", "capplan", "rat
 RANKS: Final = (8, 16, 32, 64, 128)
 LARGE_ADAPTERS: Final = (100, 2000)
 LARGE_GPUS = 64
-
-
-OURS, YARDSTICK = "capplan", "milp"
 
 
 @dataclass(frozen=True)
@@ -145,9 +144,6 @@ def _large(record: Record, row: SolverResult) -> tuple[str, ...]:
         f"{record.lower_bound_gpus}", f"{row.gpus}", f"{_ratio(record, row):.2f}",
         "yes" if row.holds else "no", f"{row.solve_s:.2f}",
     )  # fmt: skip
-
-
-MOST_ADAPTERS, MOST_GPUS = 24, 4
 
 
 @dataclass(frozen=True)

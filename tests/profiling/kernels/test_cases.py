@@ -91,7 +91,7 @@ def test_restless_spots_are_visited_more_often_but_not_for_ever() -> None:
     limits = SamplingLimits(budget_s=1e9, max_passes=30)
     for point in rounds(every, limits, seed=0):
         add_pass(point, 10.0 if point is not every[0] else float(rng.uniform(1.0, 100.0)))
-    assert every[0].visits == 30
+    assert every[0].passes == 30
     assert [point.passes for point in every[1:]] == [MIN_PASSES] * 3
 
 

@@ -75,7 +75,7 @@ class Server:
     def __init__(self, *ttft_s: float, kind: str = FINISHED) -> None:
         self.ttft_s, self.kind, self.asked = ttft_s, kind, 0
 
-    async def ask(self, model: int, prompt_tokens: int, output_tokens: int) -> ClosedLoopRequest:
+    async def send(self, model: int, prompt_tokens: int, output_tokens: int) -> ClosedLoopRequest:
         after_s = self.ttft_s[self.asked % len(self.ttft_s)]
         self.asked += 1
         return ClosedLoopRequest(

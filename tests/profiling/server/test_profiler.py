@@ -160,7 +160,7 @@ def test_a_point_at_which_nobody_decodes_for_long_is_told(tmp_path: Path) -> Non
         done = measure(url, tmp_path, a_max=4, options=QUICKER)
     assert done.points == 0
     assert done.failed
-    assert all("nobody decoded long enough" in line for line in done.failed)
+    assert all("no request decoded for long enough" in line for line in done.failed)
 
 
 @pytest.mark.parametrize("stage", ["first tokens", "adapter loads", "operating points"])
