@@ -14,6 +14,7 @@ from capplan.profiling.load.run import LoadProgress
 from capplan.profiling.load.vllm_bench import read_vllm_bench
 from tests.cli.conftest import Run, command, environment, error_line
 from tests.cli.examples import write_inputs
+from tests.cli.test_report import own
 from tests.profiling.load import servers
 from tests.profiling.load.test_run import fails, quick
 
@@ -48,7 +49,7 @@ def test_a_load_test_leaves_table_result_requests_and_reports(
     page = paths[2].read_text()
     assert page.startswith("<!DOCTYPE html>")
     assert "http-equiv" in page
-    assert "src=" not in page
+    assert "src=" not in own(page)
     assert "The server" in page
     assert read_vllm_bench(paths[3]).overall.completed == result.overall.completed
 
