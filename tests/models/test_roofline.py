@@ -8,7 +8,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from capplan.datasets import load_profile
-from capplan.datasets.catalog import ARCHS, GPUS, gpu_sheet, model_arch
+from capplan.datasets.catalog import gpu_sheet, gpu_sheets, model_arch, model_archs
 from capplan.errors import InputError
 from capplan.models.memory import kv_tokens
 from capplan.models.roofline import Assumptions, Efficiencies, EngineChoice, VllmLora, roofline_profile
@@ -47,8 +47,8 @@ def milliseconds(profile: Profile, tokens: float, kv_tokens: float = 0.0, adapte
     return float(step_ms(code, k, features) + rank_ms(code, k, 16.0, ranks))
 
 
-@pytest.mark.parametrize("arch", ARCHS[:2], ids=lambda arch: arch.name)
-@pytest.mark.parametrize("sheet", GPUS, ids=lambda sheet: sheet.key)
+@pytest.mark.parametrize("arch", model_archs()[:2], ids=lambda arch: arch.name)
+@pytest.mark.parametrize("sheet", gpu_sheets(), ids=lambda sheet: sheet.key)
 def test_no_step_is_faster_than_the_hardware(sheet, arch) -> None:
     """Reading the weights but for the embedding, and two operations per weight and token, at the peaks."""
     tp = 1 if weight_bytes(arch) < 0.9 * sheet.memory_bytes else 2
@@ -62,7 +62,7 @@ def test_no_step_is_faster_than_the_hardware(sheet, arch) -> None:
 
 
 @settings(max_examples=20)
-@given(SHARES, SHARES, st.sampled_from(GPUS))
+@given(SHARES, SHARES, st.sampled_from(gpu_sheets()))
 def test_better_efficiency_is_never_slower(share: float, factor: float, sheet) -> None:
     if weight_bytes(LLAMA) >= sheet.memory_bytes:
         return
@@ -119,7 +119,7 @@ def test_what_is_carried_over_is_near_both_measured_profiles(name: str) -> None:
     assert len(ratios) == 8
 
 
-@pytest.mark.parametrize("arch", ARCHS[1::2], ids=lambda arch: arch.name)
+@pytest.mark.parametrize("arch", model_archs()[1::2], ids=lambda arch: arch.name)
 def test_kv_tokens_are_near_those_of_the_measured_profile(arch) -> None:
     shipped = load_profile(f"h100-64g/{arch.name.lower()}/vllm-0.8.5")
     analytic = roofline_profile(gpu_sheet("h100-64g"), arch)
@@ -139,7 +139,7 @@ def test_models_are_those_of_the_engine() -> None:
     pytest.importorskip("torch", reason="the engine needs torch (extra `engine`)")
     from capplan.engine.models import BUILTIN
 
-    for arch in ARCHS:
+    for arch in model_archs():
         if arch.hf_ids[0] in BUILTIN:
             there = BUILTIN[arch.hf_ids[0]].arch(2)
             same = {"name": arch.name, "hf_ids": arch.hf_ids, "lora_on_embeddings": arch.lora_on_embeddings}
@@ -157,7 +157,7 @@ def test_the_profile_says_that_nobody_measured_it() -> None:
 
 
 def test_computing_overtakes_reading_within_the_chord_on_every_gpu() -> None:
-    for sheet in GPUS:
+    for sheet in gpu_sheets():
         tokens = sheet.flop_per_s * Efficiencies().compute / (sheet.bytes_per_s * Efficiencies().bandwidth)
         assert tokens < GRAPH_TOKENS
         assert np.isfinite(tokens)
