@@ -8,7 +8,7 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any, Final
+from typing import TYPE_CHECKING, Any, Final
 
 import typer
 
@@ -32,85 +32,66 @@ _FAILED = 1
 class BenchArgs:
     """Options of `capplan bench`."""
 
-    workload: Annotated[
-        str | None, typer.Argument(metavar="WORKLOAD", help="Workload file (YAML).", show_default=False)
-    ] = None
-    url: Annotated[
-        str | None,
-        typer.Option("--url", metavar="URL", help="Where the server listens, with or without /v1."),
-    ] = None
-    read: Annotated[
-        str | None,
-        typer.Option("--read", metavar="FILE", help="Show a result, or a file of vllm bench serve, instead."),
-    ] = None
-    duration_s: Annotated[
-        float, typer.Option("--duration-s", metavar="SECONDS", help="Length of the measured window.")
-    ] = 60.0
-    warm_up_s: Annotated[
-        float, typer.Option("--warm-up-s", metavar="SECONDS", help="Load before the window.")
-    ] = 0.0
-    seed: Annotated[
-        int, typer.Option("--seed", metavar="N", min=0, help="Same seed, same requests as `simulate`.")
-    ] = 0
-    rate_scale: Annotated[
-        float, typer.Option("--rate-scale", metavar="FACTOR", help="Multiplies every rate.")
-    ] = 1.0
-    api_key: Annotated[
-        str | None,
-        typer.Option("--api-key", metavar="KEY", envvar="OPENAI_API_KEY", help="Sent as bearer token."),
-    ] = None
-    adapters_map: Annotated[
-        list[str] | None,
-        typer.Option(
-            "--adapters-map", metavar="NAME=MODEL", help="Model name of an adapter at the server; repeatable."
-        ),
-    ] = None
-    max_in_flight: Annotated[
-        int | None,
-        typer.Option("--max-in-flight", metavar="N", min=1, help="Reject requests beyond this many."),
-    ] = None
-    timeout_s: Annotated[
-        float, typer.Option("--timeout-s", metavar="SECONDS", help="Longest time of one request.")
-    ] = 600.0
-    drain_s: Annotated[
-        float, typer.Option("--drain-s", metavar="SECONDS", help="Wait for answers after the window.")
-    ] = 30.0
-    metrics_interval_s: Annotated[
-        float,
-        typer.Option("--metrics-interval-s", metavar="SECONDS", help="Pause between scrapes of /metrics."),
-    ] = 0.0
-    profile: Annotated[
-        str | None,
-        typer.Option(
-            "--profile", metavar="NAME", help="Profile that the twin has; how lengths go together is in it."
-        ),
-    ] = None
-    max_model_len: Annotated[
-        int | None, typer.Option("--max-model-len", metavar="N", min=2, help="Where lengths end.")
-    ] = None
-    prompt_form: Annotated[
-        str | None,
-        typer.Option("--prompt-form", metavar="FORM", help="ids, toy-ids or text; default: what works."),
-    ] = None
-    extra_body: Annotated[
-        str | None,
-        typer.Option("--extra-body", metavar="JSON", help="Further fields of every request."),
-    ] = None
-    output: Annotated[
-        str | None, typer.Option("--output", "-o", metavar="FILE", help="Write the result as JSON.")
-    ] = None
-    requests: Annotated[
-        str | None,
-        typer.Option("--requests", metavar="FILE", help="Write every request as Parquet, one row each."),
-    ] = None
-    report: Annotated[
-        str | None,
-        typer.Option("--report", metavar="FILE", help="Write an HTML report with charts, readable offline."),
-    ] = None
-    vllm_json: Annotated[
-        str | None,
-        typer.Option("--vllm-json", metavar="FILE", help="Write it as `vllm bench serve` does, too."),
-    ] = None
+    workload: str | None = typer.Argument(
+        None, metavar="WORKLOAD", help="Workload file (YAML).", show_default=False
+    )
+    url: str | None = typer.Option(
+        None, "--url", metavar="URL", help="Where the server listens, with or without /v1."
+    )
+    read: str | None = typer.Option(
+        None, "--read", metavar="FILE", help="Show a result, or a file of vllm bench serve, instead."
+    )
+    duration_s: float = typer.Option(
+        60.0, "--duration-s", metavar="SECONDS", help="Length of the measured window."
+    )
+    warm_up_s: float = typer.Option(0.0, "--warm-up-s", metavar="SECONDS", help="Load before the window.")
+    seed: int = typer.Option(0, "--seed", metavar="N", min=0, help="Same seed, same requests as `simulate`.")
+    rate_scale: float = typer.Option(1.0, "--rate-scale", metavar="FACTOR", help="Multiplies every rate.")
+    api_key: str | None = typer.Option(
+        None, "--api-key", metavar="KEY", envvar="OPENAI_API_KEY", help="Sent as bearer token."
+    )
+    adapters_map: list[str] | None = typer.Option(
+        None,
+        "--adapters-map",
+        metavar="NAME=MODEL",
+        help="Model name of an adapter at the server; repeatable.",
+    )
+    max_in_flight: int | None = typer.Option(
+        None, "--max-in-flight", metavar="N", min=1, help="Reject requests beyond this many."
+    )
+    timeout_s: float = typer.Option(
+        600.0, "--timeout-s", metavar="SECONDS", help="Longest time of one request."
+    )
+    drain_s: float = typer.Option(
+        30.0, "--drain-s", metavar="SECONDS", help="Wait for answers after the window."
+    )
+    metrics_interval_s: float = typer.Option(
+        0.0, "--metrics-interval-s", metavar="SECONDS", help="Pause between scrapes of /metrics."
+    )
+    profile: str | None = typer.Option(
+        None, "--profile", metavar="NAME", help="Profile that the twin has; how lengths go together is in it."
+    )
+    max_model_len: int | None = typer.Option(
+        None, "--max-model-len", metavar="N", min=2, help="Where lengths end."
+    )
+    prompt_form: str | None = typer.Option(
+        None, "--prompt-form", metavar="FORM", help="ids, toy-ids or text; default: what works."
+    )
+    extra_body: str | None = typer.Option(
+        None, "--extra-body", metavar="JSON", help="Further fields of every request."
+    )
+    output: str | None = typer.Option(
+        None, "--output", "-o", metavar="FILE", help="Write the result as JSON."
+    )
+    requests: str | None = typer.Option(
+        None, "--requests", metavar="FILE", help="Write every request as Parquet, one row each."
+    )
+    report: str | None = typer.Option(
+        None, "--report", metavar="FILE", help="Write an HTML report with charts, readable offline."
+    )
+    vllm_json: str | None = typer.Option(
+        None, "--vllm-json", metavar="FILE", help="Write it as `vllm bench serve` does, too."
+    )
     as_json: AsJson = False
 
 

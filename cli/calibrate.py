@@ -5,7 +5,7 @@ from __future__ import annotations
 import os
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any
+from typing import TYPE_CHECKING, Any
 
 import typer
 
@@ -28,78 +28,63 @@ _GIB = 2**30
 class CalibrateArgs:
     """Options of `capplan calibrate`."""
 
-    output: Annotated[str, typer.Option("--output", "-o", metavar="FILE", help="Profile JSON to write.")]
-    folder: Annotated[
-        str | None,
-        typer.Argument(metavar="[DIR]", help="Folder of `capplan profile engine` or `profile server`."),
-    ] = None
-    steps: Annotated[
-        str | None, typer.Option("--steps", metavar="FILE", help="Table of measured steps (CSV or Parquet).")
-    ] = None
-    runs: Annotated[
-        str | None,
-        typer.Option(
-            "--runs", metavar="FILE", help="Table of measured runs; fitted with the twin in the loop."
-        ),
-    ] = None
-    memory: Annotated[
-        str | None, typer.Option("--memory", metavar="FILE", help="Table of KV tokens by adapter slots.")
-    ] = None
-    loading: Annotated[
-        str | None, typer.Option("--loading", metavar="FILE", help="Table of adapter loads.")
-    ] = None
-    base: Annotated[
-        str | None,
-        typer.Option(
-            "--base", metavar="NAME", help="Profile to start from: a shipped one or a profile JSON."
-        ),
-    ] = None
-    model_config: Annotated[
-        str | None,
-        typer.Option("--model-config", metavar="FILE", help="Without --base: config.json of the model."),
-    ] = None
-    base_model: Annotated[
-        str | None, typer.Option("--base-model", metavar="ID", help="Without --base: its Hugging Face id.")
-    ] = None
-    gpu: Annotated[str | None, typer.Option("--gpu", metavar="NAME", help="Without --base.")] = None
-    gpu_memory_gib: Annotated[
-        float | None, typer.Option("--gpu-memory-gib", metavar="N", help="Without --base: memory of one GPU.")
-    ] = None
-    tp: Annotated[int, typer.Option("--tp", metavar="N", min=1, help="Without --base: GPUs per copy.")] = 1
-    engine_version: Annotated[
-        str, typer.Option("--engine-version", metavar="VERSION", help="Without --base: of vLLM.")
-    ] = "0.8.5"
-    rules: Annotated[str, typer.Option("--rules", metavar="NAME", help="Without --base: serving rules.")] = (
-        "vllm-0.8"
+    output: str = typer.Option(..., "--output", "-o", metavar="FILE", help="Profile JSON to write.")
+    folder: str | None = typer.Argument(
+        None, metavar="[DIR]", help="Folder of `capplan profile engine` or `profile server`."
     )
-    kernel: Annotated[
-        str | None, typer.Option("--kernel", metavar="NAME", help="bgmv, mbgmv or vllm; default: the base's.")
-    ] = None
-    form: Annotated[
-        str | None, typer.Option("--form", metavar="NAME", help="Step model; default: best on left-out runs.")
-    ] = None
-    free: Annotated[
-        str | None,
-        typer.Option("--free", metavar="NAME[,NAME...]", help="Coefficients that runs are fitted by."),
-    ] = None
-    folds: Annotated[
-        int, typer.Option("--folds", metavar="N", min=2, help="Parts of the cross-validation.")
-    ] = 5
-    seed: Annotated[int, typer.Option("--seed", metavar="N", min=0, help="Same seed, same profile.")] = 0
-    workers: Annotated[
-        int | None, typer.Option("--workers", metavar="N", min=1, help="Threads; default: one per core.")
-    ] = None
-    name: Annotated[
-        str | None, typer.Option("--name", metavar="NAME", help="Of the profile; default: BASE-calibrated.")
-    ] = None
-    source: Annotated[
-        str | None, typer.Option("--source", metavar="TEXT", help="Where the measurements are from.")
-    ] = None
-    report: Annotated[
-        str | None, typer.Option("--report", metavar="FILE", help="Write a report as one HTML file.")
-    ] = None
+    steps: str | None = typer.Option(
+        None, "--steps", metavar="FILE", help="Table of measured steps (CSV or Parquet)."
+    )
+    runs: str | None = typer.Option(
+        None, "--runs", metavar="FILE", help="Table of measured runs; fitted with the twin in the loop."
+    )
+    memory: str | None = typer.Option(
+        None, "--memory", metavar="FILE", help="Table of KV tokens by adapter slots."
+    )
+    loading: str | None = typer.Option(None, "--loading", metavar="FILE", help="Table of adapter loads.")
+    base: str | None = typer.Option(
+        None, "--base", metavar="NAME", help="Profile to start from: a shipped one or a profile JSON."
+    )
+    model_config: str | None = typer.Option(
+        None, "--model-config", metavar="FILE", help="Without --base: config.json of the model."
+    )
+    base_model: str | None = typer.Option(
+        None, "--base-model", metavar="ID", help="Without --base: its Hugging Face id."
+    )
+    gpu: str | None = typer.Option(None, "--gpu", metavar="NAME", help="Without --base.")
+    gpu_memory_gib: float | None = typer.Option(
+        None, "--gpu-memory-gib", metavar="N", help="Without --base: memory of one GPU."
+    )
+    tp: int = typer.Option(1, "--tp", metavar="N", min=1, help="Without --base: GPUs per copy.")
+    engine_version: str = typer.Option(
+        "0.8.5", "--engine-version", metavar="VERSION", help="Without --base: of vLLM."
+    )
+    rules: str = typer.Option("vllm-0.8", "--rules", metavar="NAME", help="Without --base: serving rules.")
+    kernel: str | None = typer.Option(
+        None, "--kernel", metavar="NAME", help="bgmv, mbgmv or vllm; default: the base's."
+    )
+    form: str | None = typer.Option(
+        None, "--form", metavar="NAME", help="Step model; default: best on left-out runs."
+    )
+    free: str | None = typer.Option(
+        None, "--free", metavar="NAME[,NAME...]", help="Coefficients that runs are fitted by."
+    )
+    folds: int = typer.Option(5, "--folds", metavar="N", min=2, help="Parts of the cross-validation.")
+    seed: int = typer.Option(0, "--seed", metavar="N", min=0, help="Same seed, same profile.")
+    workers: int | None = typer.Option(
+        None, "--workers", metavar="N", min=1, help="Threads; default: one per core."
+    )
+    name: str | None = typer.Option(
+        None, "--name", metavar="NAME", help="Of the profile; default: BASE-calibrated."
+    )
+    source: str | None = typer.Option(
+        None, "--source", metavar="TEXT", help="Where the measurements are from."
+    )
+    report: str | None = typer.Option(
+        None, "--report", metavar="FILE", help="Write a report as one HTML file."
+    )
     as_json: AsJson = False
-    quiet: Annotated[bool, typer.Option("--quiet", "-q", help="Print nothing but errors.")] = False
+    quiet: bool = typer.Option(False, "--quiet", "-q", help="Print nothing but errors.")
 
 
 @command

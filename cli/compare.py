@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Annotated, Any
+from typing import TYPE_CHECKING, Any
 
 import typer
 
@@ -27,26 +27,21 @@ class CompareArgs:
     """Options of `capplan compare`."""
 
     workload: WorkloadFile
-    solvers: Annotated[
-        str,
-        typer.Option("--solvers", metavar="NAME[,NAME...]", help=f"all, or some of {', '.join(SOLVERS)}."),
-    ] = _ALL
+    solvers: str = typer.Option(
+        _ALL, "--solvers", metavar="NAME[,NAME...]", help=f"all, or some of {', '.join(SOLVERS)}."
+    )
     profile: ProfileName = None
-    gpus: Annotated[
-        int | None,
-        typer.Option("--gpus", metavar="N", help="GPUs a solver may use; default: the workload's."),
-    ] = None
-    seeds: Annotated[
-        int, typer.Option("--seeds", metavar="K", help="Fresh seeds that answers are verified on.")
-    ] = 5
-    seed: Annotated[int, typer.Option("--seed", metavar="N", help="Same seed, same answers.")] = 0
-    time_limit: Annotated[
-        float,
-        typer.Option("--time-limit", metavar="SECONDS", help="When dlora-proactive and milp give up."),
-    ] = 60.0
-    html: Annotated[
-        str | None, typer.Option("--html", metavar="FILE", help="Write the comparison as one HTML file.")
-    ] = None
+    gpus: int | None = typer.Option(
+        None, "--gpus", metavar="N", help="GPUs a solver may use; default: the workload's."
+    )
+    seeds: int = typer.Option(5, "--seeds", metavar="K", help="Fresh seeds that answers are verified on.")
+    seed: int = typer.Option(0, "--seed", metavar="N", help="Same seed, same answers.")
+    time_limit: float = typer.Option(
+        60.0, "--time-limit", metavar="SECONDS", help="When dlora-proactive and milp give up."
+    )
+    html: str | None = typer.Option(
+        None, "--html", metavar="FILE", help="Write the comparison as one HTML file."
+    )
     as_json: AsJson = False
 
 

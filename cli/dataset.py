@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Annotated
+from typing import TYPE_CHECKING
 
 import typer
 
@@ -26,35 +26,28 @@ def _group() -> None:
 class DatasetArgs:
     """Options of `capplan dataset generate`."""
 
-    profile: Annotated[
-        str, typer.Argument(metavar="PROFILE", help="Shipped profile or path of a profile JSON.")
-    ]
-    output: Annotated[
-        str,
-        typer.Option(
-            "--output",
-            "-o",
-            metavar="DIR",
-            help="Where to write: a new folder, or one to continue or extend.",
-        ),
-    ]
-    design: Annotated[
-        str, typer.Option("--design", metavar="NAME", help="Which scenarios: paper-grid or space-filling.")
-    ] = "space-filling"
-    scenarios: Annotated[int, typer.Option("--scenarios", metavar="N", min=1, help="How many to draw.")] = (
-        10_000
+    profile: str = typer.Argument(..., metavar="PROFILE", help="Shipped profile or path of a profile JSON.")
+    output: str = typer.Option(
+        ...,
+        "--output",
+        "-o",
+        metavar="DIR",
+        help="Where to write: a new folder, or one to continue or extend.",
     )
-    seed: Annotated[int, typer.Option("--seed", metavar="N", min=0, help="Same seed, same bytes.")] = 0
-    duration_s: Annotated[
-        float, typer.Option("--duration-s", metavar="SECONDS", help="Simulated time of each.")
-    ] = 3600.0
-    workers: Annotated[
-        int | None, typer.Option("--workers", metavar="N", min=1, help="Processes; default: one per core.")
-    ] = None
-    ray_address: Annotated[
-        str | None,
-        typer.Option("--ray-address", metavar="ADDRESS", help="Simulate on this Ray cluster instead."),
-    ] = None
+    design: str = typer.Option(
+        "space-filling", "--design", metavar="NAME", help="Which scenarios: paper-grid or space-filling."
+    )
+    scenarios: int = typer.Option(10_000, "--scenarios", metavar="N", min=1, help="How many to draw.")
+    seed: int = typer.Option(0, "--seed", metavar="N", min=0, help="Same seed, same bytes.")
+    duration_s: float = typer.Option(
+        3600.0, "--duration-s", metavar="SECONDS", help="Simulated time of each."
+    )
+    workers: int | None = typer.Option(
+        None, "--workers", metavar="N", min=1, help="Processes; default: one per core."
+    )
+    ray_address: str | None = typer.Option(
+        None, "--ray-address", metavar="ADDRESS", help="Simulate on this Ray cluster instead."
+    )
     as_json: AsJson = False
 
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from enum import StrEnum
 from types import MappingProxyType
-from typing import TYPE_CHECKING, Annotated, Final
+from typing import TYPE_CHECKING, Final
 
 import typer
 
@@ -26,9 +26,9 @@ _PREFIX_CACHING: Final = MappingProxyType({True: "on", False: "off", None: "as t
 class ProfilesArgs:
     """Options of `capplan profiles`."""
 
-    name: Annotated[
-        str | None, typer.Argument(metavar="[NAME]", help="Shipped name or path: show this one in full.")
-    ] = None
+    name: str | None = typer.Argument(
+        None, metavar="[NAME]", help="Shipped name or path: show this one in full."
+    )
     as_json: AsJson = False
 
 
@@ -125,7 +125,7 @@ class Document(StrEnum):
 class SchemaArgs:
     """Options of `capplan schema`."""
 
-    document: Annotated[Document, typer.Argument(metavar="plan|workload|profile", help="Which document.")]
+    document: Document = typer.Argument(..., metavar="plan|workload|profile", help="Which document.")
 
 
 @command

@@ -51,10 +51,9 @@ class ExplainArgs:
 
     plan: PlanFile
     workload: PlannedWorkload = None
-    group: Annotated[
-        list[str] | None,
-        typer.Option("--group", metavar="ID", help="Only this group; can be given more than once."),
-    ] = None
+    group: list[str] | None = typer.Option(
+        None, "--group", metavar="ID", help="Only this group; can be given more than once."
+    )
     profile: PlannedProfile = None
     as_json: AsJson = False
 
@@ -407,10 +406,9 @@ class ReportArgs:
     """Options of `capplan report`."""
 
     plan: PlanFile
-    output: Annotated[
-        str,
-        typer.Option("--output", "-o", metavar="FILE", help="Write the page here: all of it or nothing."),
-    ]
+    output: str = typer.Option(
+        ..., "--output", "-o", metavar="FILE", help="Write the page here: all of it or nothing."
+    )
     workload: PlannedWorkload = None
     profile: PlannedProfile = None
 

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Annotated
 
 import typer
 
@@ -18,19 +17,17 @@ class ExportArgs:
     """Options of `capplan export`."""
 
     plan: PlanFile
-    target: Annotated[str, typer.Option("--target", metavar="NAME", help="Who will deploy it: vllm.")]
-    output: Annotated[
-        str, typer.Option("--output", "-o", metavar="DIR", help="Directory to make: all of it or nothing.")
-    ]
-    port: Annotated[
-        int, typer.Option("--port", metavar="N", help="Port of the first server; each next one adds 1.")
-    ] = 8000
-    runtime_updates: Annotated[
-        bool, typer.Option("--runtime-updates", help="Let clients load and unload adapters at run time.")
-    ] = False
-    force: Annotated[bool, typer.Option("--force", help="Replace the directory of an earlier export.")] = (
-        False
+    target: str = typer.Option(..., "--target", metavar="NAME", help="Who will deploy it: vllm.")
+    output: str = typer.Option(
+        ..., "--output", "-o", metavar="DIR", help="Directory to make: all of it or nothing."
     )
+    port: int = typer.Option(
+        8000, "--port", metavar="N", help="Port of the first server; each next one adds 1."
+    )
+    runtime_updates: bool = typer.Option(
+        False, "--runtime-updates", help="Let clients load and unload adapters at run time."
+    )
+    force: bool = typer.Option(False, "--force", help="Replace the directory of an earlier export.")
 
 
 @command

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Annotated
+from typing import TYPE_CHECKING
 
 import typer
 
@@ -27,39 +27,30 @@ class PlanArgs:
     """Options of `capplan plan`."""
 
     workload: WorkloadFile
-    output: Annotated[
-        str | None,
-        typer.Option("--output", "-o", metavar="FILE", help="Write the plan here: all of it or nothing."),
-    ] = None
+    output: str | None = typer.Option(
+        None, "--output", "-o", metavar="FILE", help="Write the plan here: all of it or nothing."
+    )
     profile: ProfileName = None
-    gpus: Annotated[
-        int | None,
-        typer.Option("--gpus", metavar="N", help="GPUs the plan may use; default: the workload's."),
-    ] = None
-    solver: Annotated[
-        str, typer.Option("--solver", metavar="NAME", help=f"How to place: {', '.join(SOLVERS)}.")
-    ] = "capplan"
-    seed: Annotated[int, typer.Option("--seed", metavar="N", help="Same seed, same plan.")] = 0
-    seeds: Annotated[
-        int, typer.Option("--seeds", metavar="K", help="Fresh seeds that every group is verified on.")
-    ] = 5
-    time_limit: Annotated[
-        float,
-        typer.Option("--time-limit", metavar="SECONDS", help="Answer with the best placement found by then."),
-    ] = 60.0
-    previous: Annotated[
-        str | None,
-        typer.Option("--previous", metavar="PLAN", help="Plan in force, to keep adapters where they are."),
-    ] = None
-    verify: Annotated[
-        bool, typer.Option("--verify/--no-verify", help="Have the twin confirm every group.")
-    ] = True
-    queues: Annotated[
-        bool,
-        typer.Option("--queues", help="Plan queues by request size, also where the workload asks for none."),
-    ] = False
+    gpus: int | None = typer.Option(
+        None, "--gpus", metavar="N", help="GPUs the plan may use; default: the workload's."
+    )
+    solver: str = typer.Option(
+        "capplan", "--solver", metavar="NAME", help=f"How to place: {', '.join(SOLVERS)}."
+    )
+    seed: int = typer.Option(0, "--seed", metavar="N", help="Same seed, same plan.")
+    seeds: int = typer.Option(5, "--seeds", metavar="K", help="Fresh seeds that every group is verified on.")
+    time_limit: float = typer.Option(
+        60.0, "--time-limit", metavar="SECONDS", help="Answer with the best placement found by then."
+    )
+    previous: str | None = typer.Option(
+        None, "--previous", metavar="PLAN", help="Plan in force, to keep adapters where they are."
+    )
+    verify: bool = typer.Option(True, "--verify/--no-verify", help="Have the twin confirm every group.")
+    queues: bool = typer.Option(
+        False, "--queues", help="Plan queues by request size, also where the workload asks for none."
+    )
     as_json: AsJson = False
-    quiet: Annotated[bool, typer.Option("--quiet", "-q", help="Print nothing but errors.")] = False
+    quiet: bool = typer.Option(False, "--quiet", "-q", help="Print nothing but errors.")
 
 
 @command

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from dataclasses import asdict, dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated
+from typing import TYPE_CHECKING
 
 import typer
 
@@ -25,61 +25,47 @@ _GIB = 2**30
 class ProfileEngineArgs:
     """Options of `capplan profile engine`."""
 
-    output: Annotated[
-        str,
-        typer.Option(
-            "--output", "-o", metavar="DIR", help="Where tables go; measuring goes on where it was."
-        ),
-    ]
-    model: Annotated[str, typer.Option("--model", metavar="MODEL", help="As `capplan serve` takes it.")] = (
-        "tiny-llama"
+    output: str = typer.Option(
+        ..., "--output", "-o", metavar="DIR", help="Where tables go; measuring goes on where it was."
     )
-    device: Annotated[str, typer.Option("--device", metavar="NAME", help="cpu, cuda, cuda:1 ...")] = "cpu"
-    dtype: Annotated[
-        str, typer.Option("--dtype", metavar="NAME", help="auto, float32, float16 or bfloat16.")
-    ] = "auto"
-    rules: Annotated[str, typer.Option("--rules", metavar="NAME", help="Serving rules.")] = "capplan"
-    lora_kernel: Annotated[
-        str | None, typer.Option("--lora-kernel", metavar="NAME", help="Default: the engine's.")
-    ] = None
-    a_max: Annotated[str, typer.Option("--a-max", metavar="N[,N...]", help="Adapter slots.")] = "8"
-    s_max: Annotated[
-        str | None,
-        typer.Option("--s-max", metavar="RANK[,RANK...]", help="Of a slot; default: the largest rank."),
-    ] = None
-    ranks: Annotated[str, typer.Option("--ranks", metavar="RANK[,RANK...]", help="Of the adapters.")] = (
-        "8,16,32"
+    model: str = typer.Option("tiny-llama", "--model", metavar="MODEL", help="As `capplan serve` takes it.")
+    device: str = typer.Option("cpu", "--device", metavar="NAME", help="cpu, cuda, cuda:1 ...")
+    dtype: str = typer.Option("auto", "--dtype", metavar="NAME", help="auto, float32, float16 or bfloat16.")
+    rules: str = typer.Option("capplan", "--rules", metavar="NAME", help="Serving rules.")
+    lora_kernel: str | None = typer.Option(
+        None, "--lora-kernel", metavar="NAME", help="Default: the engine's."
     )
-    max_num_seqs: Annotated[int, typer.Option("--max-num-seqs", metavar="N", min=2)] = 32
-    max_num_batched_tokens: Annotated[int, typer.Option("--max-num-batched-tokens", metavar="N", min=32)] = (
-        2048
+    a_max: str = typer.Option("8", "--a-max", metavar="N[,N...]", help="Adapter slots.")
+    s_max: str | None = typer.Option(
+        None, "--s-max", metavar="RANK[,RANK...]", help="Of a slot; default: the largest rank."
     )
-    max_model_len: Annotated[int, typer.Option("--max-model-len", metavar="N", min=64)] = 2048
-    memory_gib: Annotated[
-        float | None,
-        typer.Option("--memory-gib", metavar="N", help="On a CPU: what the engine may take for everything."),
-    ] = None
-    gpu_memory_utilization: Annotated[float, typer.Option("--gpu-memory-utilization", metavar="SHARE")] = 0.9
-    threads: Annotated[
-        int, typer.Option("--threads", metavar="N", min=1, help="Threads of PyTorch on a CPU.")
-    ] = 1
-    stages: Annotated[
-        str,
-        typer.Option("--stages", metavar="NAME[,NAME...]", help="memory, loads, steps, iterations, served."),
-    ] = "memory,loads,steps,iterations,served"
-    budget_s: Annotated[
-        float, typer.Option("--budget-s", metavar="SECONDS", min=0.0, help="0: only fit what is there.")
-    ] = 600.0
-    point_s: Annotated[
-        float, typer.Option("--point-s", metavar="SECONDS", min=1.0, help="Time of each state of a server.")
-    ] = 6.0
-    tolerance: Annotated[
-        float,
-        typer.Option("--tolerance", metavar="SHARE", min=0.0, help="Error on left-out states to stop at."),
-    ] = 0.02
-    seed: Annotated[int, typer.Option("--seed", metavar="N", min=0, help="Of weights and states.")] = 0
+    ranks: str = typer.Option("8,16,32", "--ranks", metavar="RANK[,RANK...]", help="Of the adapters.")
+    max_num_seqs: int = typer.Option(32, "--max-num-seqs", metavar="N", min=2)
+    max_num_batched_tokens: int = typer.Option(2048, "--max-num-batched-tokens", metavar="N", min=32)
+    max_model_len: int = typer.Option(2048, "--max-model-len", metavar="N", min=64)
+    memory_gib: float | None = typer.Option(
+        None, "--memory-gib", metavar="N", help="On a CPU: what the engine may take for everything."
+    )
+    gpu_memory_utilization: float = typer.Option(0.9, "--gpu-memory-utilization", metavar="SHARE")
+    threads: int = typer.Option(1, "--threads", metavar="N", min=1, help="Threads of PyTorch on a CPU.")
+    stages: str = typer.Option(
+        "memory,loads,steps,iterations,served",
+        "--stages",
+        metavar="NAME[,NAME...]",
+        help="memory, loads, steps, iterations, served.",
+    )
+    budget_s: float = typer.Option(
+        600.0, "--budget-s", metavar="SECONDS", min=0.0, help="0: only fit what is there."
+    )
+    point_s: float = typer.Option(
+        6.0, "--point-s", metavar="SECONDS", min=1.0, help="Time of each state of a server."
+    )
+    tolerance: float = typer.Option(
+        0.02, "--tolerance", metavar="SHARE", min=0.0, help="Error on left-out states to stop at."
+    )
+    seed: int = typer.Option(0, "--seed", metavar="N", min=0, help="Of weights and states.")
     as_json: AsJson = False
-    quiet: Annotated[bool, typer.Option("--quiet", "-q", help="Print nothing but errors.")] = False
+    quiet: bool = typer.Option(False, "--quiet", "-q", help="Print nothing but errors.")
 
 
 @command

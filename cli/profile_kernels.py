@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any, Final
+from typing import TYPE_CHECKING, Any, Final
 
 import typer
 
@@ -28,44 +28,35 @@ _NOTEWORTHY = 0.2
 class ProfileKernelsArgs:
     """KernelProfilingOptions of `capplan profile kernels`."""
 
-    output: Annotated[
-        str,
-        typer.Option("--output", "-o", metavar="DIR", help="Where to write; measuring goes on where it was."),
-    ]
-    device: Annotated[
-        str, typer.Option("--device", metavar="NAME", help="cpu: PyTorch's kernels; cuda: Triton's.")
-    ] = "cpu"
-    grid: Annotated[
-        str, typer.Option("--grid", metavar="NAME[,NAME...]", help="paper, wide, prefill or tiny.")
-    ] = "wide"
-    phases: Annotated[
-        str, typer.Option("--phases", metavar="NAME[,NAME]", help="decode, prefill or both.")
-    ] = "decode,prefill"
-    hidden: Annotated[
-        str | None,
-        typer.Option("--hidden", metavar="N[,N...]", help="Hidden sizes; default: of the built-in models."),
-    ] = None
-    kernel: Annotated[
-        str | None,
-        typer.Option("--kernels", metavar="NAME[,NAME...]", help="Default: all that the device has."),
-    ] = None
-    dtype: Annotated[
-        str | None,
-        typer.Option("--dtype", metavar="NAME", help="Default: float32 on a CPU, bfloat16 on a GPU."),
-    ] = None
-    threads: Annotated[
-        int, typer.Option("--threads", metavar="N", min=1, help="Threads of PyTorch on a CPU.")
-    ] = 1
-    budget_s: Annotated[
-        float, typer.Option("--budget-s", metavar="SECONDS", min=0.0, help="0: only fit what is there.")
-    ] = 600.0
-    tolerance: Annotated[
-        float,
-        typer.Option("--tolerance", metavar="SHARE", min=0.0, help="Relative error of a converged median."),
-    ] = 0.02
-    seed: Annotated[int, typer.Option("--seed", metavar="N", min=0, help="Of drawn ranks.")] = 0
+    output: str = typer.Option(
+        ..., "--output", "-o", metavar="DIR", help="Where to write; measuring goes on where it was."
+    )
+    device: str = typer.Option(
+        "cpu", "--device", metavar="NAME", help="cpu: PyTorch's kernels; cuda: Triton's."
+    )
+    grid: str = typer.Option("wide", "--grid", metavar="NAME[,NAME...]", help="paper, wide, prefill or tiny.")
+    phases: str = typer.Option(
+        "decode,prefill", "--phases", metavar="NAME[,NAME]", help="decode, prefill or both."
+    )
+    hidden: str | None = typer.Option(
+        None, "--hidden", metavar="N[,N...]", help="Hidden sizes; default: of the built-in models."
+    )
+    kernel: str | None = typer.Option(
+        None, "--kernels", metavar="NAME[,NAME...]", help="Default: all that the device has."
+    )
+    dtype: str | None = typer.Option(
+        None, "--dtype", metavar="NAME", help="Default: float32 on a CPU, bfloat16 on a GPU."
+    )
+    threads: int = typer.Option(1, "--threads", metavar="N", min=1, help="Threads of PyTorch on a CPU.")
+    budget_s: float = typer.Option(
+        600.0, "--budget-s", metavar="SECONDS", min=0.0, help="0: only fit what is there."
+    )
+    tolerance: float = typer.Option(
+        0.02, "--tolerance", metavar="SHARE", min=0.0, help="Relative error of a converged median."
+    )
+    seed: int = typer.Option(0, "--seed", metavar="N", min=0, help="Of drawn ranks.")
     as_json: AsJson = False
-    quiet: Annotated[bool, typer.Option("--quiet", "-q", help="Print nothing but errors.")] = False
+    quiet: bool = typer.Option(False, "--quiet", "-q", help="Print nothing but errors.")
 
 
 @command

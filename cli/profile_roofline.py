@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Annotated, Any
+from typing import TYPE_CHECKING, Any
 
 import typer
 
@@ -21,43 +21,36 @@ if TYPE_CHECKING:
 class RooflineArgs:
     """Options of `capplan profile roofline`."""
 
-    gpu: Annotated[str, typer.Option("--gpu", metavar="NAME", help="Such as h200 or a100-80g.")]
-    output: Annotated[str, typer.Option("--output", "-o", metavar="FILE", help="Profile JSON to write.")]
-    model: Annotated[str | None, typer.Option("--model", metavar="NAME", help="Such as llama-3.1-8b.")] = None
-    model_config: Annotated[
-        str | None,
-        typer.Option("--model-config", metavar="FILE", help="Instead of --model: its config.json."),
-    ] = None
-    base_model: Annotated[
-        str | None,
-        typer.Option("--base-model", metavar="ID", help="With --model-config: its Hugging Face id."),
-    ] = None
-    dtype: Annotated[str, typer.Option("--dtype", metavar="NAME", help="bfloat16 or float16.")] = "bfloat16"
-    tp: Annotated[int, typer.Option("--tp", metavar="N", min=1, help="GPUs per copy of the model.")] = 1
-    engine_version: Annotated[str, typer.Option("--engine-version", metavar="VERSION", help="Of vLLM.")] = (
-        "0.32.0"
+    gpu: str = typer.Option(..., "--gpu", metavar="NAME", help="Such as h200 or a100-80g.")
+    output: str = typer.Option(..., "--output", "-o", metavar="FILE", help="Profile JSON to write.")
+    model: str | None = typer.Option(None, "--model", metavar="NAME", help="Such as llama-3.1-8b.")
+    model_config: str | None = typer.Option(
+        None, "--model-config", metavar="FILE", help="Instead of --model: its config.json."
     )
-    rules: Annotated[str, typer.Option("--rules", metavar="NAME", help="Serving rules.")] = "vllm-0.32-async"
-    kernel: Annotated[
-        str, typer.Option("--kernel", metavar="NAME", help="bgmv, mbgmv or vllm: which rank LoRA pays for.")
-    ] = "vllm"
-    bandwidth: Annotated[
-        float | None,
-        typer.Option("--bandwidth-efficiency", metavar="SHARE", help="Of the memory's peak."),
-    ] = None
-    compute: Annotated[
-        float | None,
-        typer.Option("--compute-efficiency", metavar="SHARE", help="Of the tensor cores' peak."),
-    ] = None
-    host_link: Annotated[
-        float | None, typer.Option("--host-link-efficiency", metavar="SHARE", help="Of PCIe's peak.")
-    ] = None
-    step_overhead_ms: Annotated[
-        float | None,
-        typer.Option("--step-overhead-ms", metavar="MS", help="Of the host in a step, not beside the GPU."),
-    ] = None
+    base_model: str | None = typer.Option(
+        None, "--base-model", metavar="ID", help="With --model-config: its Hugging Face id."
+    )
+    dtype: str = typer.Option("bfloat16", "--dtype", metavar="NAME", help="bfloat16 or float16.")
+    tp: int = typer.Option(1, "--tp", metavar="N", min=1, help="GPUs per copy of the model.")
+    engine_version: str = typer.Option("0.32.0", "--engine-version", metavar="VERSION", help="Of vLLM.")
+    rules: str = typer.Option("vllm-0.32-async", "--rules", metavar="NAME", help="Serving rules.")
+    kernel: str = typer.Option(
+        "vllm", "--kernel", metavar="NAME", help="bgmv, mbgmv or vllm: which rank LoRA pays for."
+    )
+    bandwidth: float | None = typer.Option(
+        None, "--bandwidth-efficiency", metavar="SHARE", help="Of the memory's peak."
+    )
+    compute: float | None = typer.Option(
+        None, "--compute-efficiency", metavar="SHARE", help="Of the tensor cores' peak."
+    )
+    host_link: float | None = typer.Option(
+        None, "--host-link-efficiency", metavar="SHARE", help="Of PCIe's peak."
+    )
+    step_overhead_ms: float | None = typer.Option(
+        None, "--step-overhead-ms", metavar="MS", help="Of the host in a step, not beside the GPU."
+    )
     as_json: AsJson = False
-    quiet: Annotated[bool, typer.Option("--quiet", "-q", help="Print nothing but errors.")] = False
+    quiet: bool = typer.Option(False, "--quiet", "-q", help="Print nothing but errors.")
 
 
 @command

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import asdict, dataclass
-from typing import TYPE_CHECKING, Annotated
+from typing import TYPE_CHECKING
 
 import typer
 
@@ -27,62 +27,50 @@ _LATE_MS = 5.0
 class ProfileServerArgs:
     """Options of `capplan profile server`."""
 
-    url: Annotated[str, typer.Argument(metavar="URL", help="Where it listens, with or without /v1.")]
-    output: Annotated[
-        str,
-        typer.Option("--output", "-o", metavar="DIR", help="Where tables go; those of other starts stay."),
-    ]
-    adapters: Annotated[
-        str | None,
-        typer.Option("--adapters", metavar="NAME[:RANK][,...]", help="Adapters to ask for."),
-    ] = None
-    workload: Annotated[
-        str | None,
-        typer.Option("--workload", metavar="FILE", help="Adapters and typical lengths of a workload file."),
-    ] = None
-    model: Annotated[
-        str | None,
-        typer.Option("--model", metavar="NAME", help="Name of the base model; without it, adapters only."),
-    ] = None
-    rank: Annotated[
-        int, typer.Option("--rank", metavar="N", min=1, max=_HIGHEST_RANK, help="Of adapters without :RANK.")
-    ] = 16
-    a_max: Annotated[
-        int | None,
-        typer.Option("--a-max", metavar="N", min=1, help="Adapter slots; default: what the server says."),
-    ] = None
-    s_max: Annotated[
-        int | None,
-        typer.Option("--s-max", metavar="RANK", min=1, help="Rank of a slot; default: the least that fits."),
-    ] = None
-    max_num_seqs: Annotated[int, typer.Option("--max-num-seqs", metavar="N", min=1)] = 256
-    max_num_batched_tokens: Annotated[int, typer.Option("--max-num-batched-tokens", metavar="N", min=1)] = (
-        2048
+    url: str = typer.Argument(..., metavar="URL", help="Where it listens, with or without /v1.")
+    output: str = typer.Option(
+        ..., "--output", "-o", metavar="DIR", help="Where tables go; those of other starts stay."
     )
-    max_model_len: Annotated[int | None, typer.Option("--max-model-len", metavar="N", min=4)] = None
-    prompt_tokens: Annotated[
-        int | None, typer.Option("--prompt-tokens", metavar="N", min=1, help="Typical prompt.")
-    ] = None
-    output_tokens: Annotated[
-        int | None, typer.Option("--output-tokens", metavar="N", min=1, help="Typical output.")
-    ] = None
-    max_streams: Annotated[
-        int | None,
-        typer.Option("--max-streams", metavar="N", min=1, help="Largest batch; default: up to 64."),
-    ] = None
-    budget_s: Annotated[
-        float, typer.Option("--budget-s", metavar="SECONDS", min=1.0, help="Time for operating points.")
-    ] = 600.0
-    point_s: Annotated[float, typer.Option("--point-s", metavar="SECONDS", min=2.0, help="Time of each.")] = (
-        8.0
+    adapters: str | None = typer.Option(
+        None, "--adapters", metavar="NAME[:RANK][,...]", help="Adapters to ask for."
     )
-    passes: Annotated[
-        int, typer.Option("--passes", metavar="N", min=1, help="How often all are gone through in that time.")
-    ] = 1
-    api_key: Annotated[
-        str | None,
-        typer.Option("--api-key", metavar="KEY", envvar="OPENAI_API_KEY", help="Sent as bearer token."),
-    ] = None
+    workload: str | None = typer.Option(
+        None, "--workload", metavar="FILE", help="Adapters and typical lengths of a workload file."
+    )
+    model: str | None = typer.Option(
+        None, "--model", metavar="NAME", help="Name of the base model; without it, adapters only."
+    )
+    rank: int = typer.Option(
+        16, "--rank", metavar="N", min=1, max=_HIGHEST_RANK, help="Of adapters without :RANK."
+    )
+    a_max: int | None = typer.Option(
+        None, "--a-max", metavar="N", min=1, help="Adapter slots; default: what the server says."
+    )
+    s_max: int | None = typer.Option(
+        None, "--s-max", metavar="RANK", min=1, help="Rank of a slot; default: the least that fits."
+    )
+    max_num_seqs: int = typer.Option(256, "--max-num-seqs", metavar="N", min=1)
+    max_num_batched_tokens: int = typer.Option(2048, "--max-num-batched-tokens", metavar="N", min=1)
+    max_model_len: int | None = typer.Option(None, "--max-model-len", metavar="N", min=4)
+    prompt_tokens: int | None = typer.Option(
+        None, "--prompt-tokens", metavar="N", min=1, help="Typical prompt."
+    )
+    output_tokens: int | None = typer.Option(
+        None, "--output-tokens", metavar="N", min=1, help="Typical output."
+    )
+    max_streams: int | None = typer.Option(
+        None, "--max-streams", metavar="N", min=1, help="Largest batch; default: up to 64."
+    )
+    budget_s: float = typer.Option(
+        600.0, "--budget-s", metavar="SECONDS", min=1.0, help="Time for operating points."
+    )
+    point_s: float = typer.Option(8.0, "--point-s", metavar="SECONDS", min=2.0, help="Time of each.")
+    passes: int = typer.Option(
+        1, "--passes", metavar="N", min=1, help="How often all are gone through in that time."
+    )
+    api_key: str | None = typer.Option(
+        None, "--api-key", metavar="KEY", envvar="OPENAI_API_KEY", help="Sent as bearer token."
+    )
     as_json: AsJson = False
 
 

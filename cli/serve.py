@@ -7,7 +7,7 @@ import sys
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any, Final
+from typing import TYPE_CHECKING, Any, Final
 
 import typer
 
@@ -72,113 +72,85 @@ class ServeArgs:
     """Options of `capplan serve`."""
 
     ctx: typer.Context
-    words: Annotated[
-        list[str] | None,
-        typer.Argument(
-            metavar="[PLAN | NAME=ADAPTER ...]",
-            help="Plan whose instances to serve; or further adapters, as after --lora-modules.",
-        ),
-    ] = None
-    groups: Annotated[
-        list[str] | None,
-        typer.Option("--group", metavar="ID", help="Of the plan, serve this group only. Repeatable."),
-    ] = None
-    ray_address: Annotated[
-        str | None,
-        typer.Option(
-            "--ray-address", metavar="ADDRESS", help="Start the plan's instances on this Ray cluster."
-        ),
-    ] = None
-    model: Annotated[
-        str | None,
-        typer.Option(
-            "--model",
-            metavar="MODEL",
-            help="Hugging Face folder; or, with random weights, a config.json or a built-in name.",
-        ),
-    ] = None
-    lora_modules: Annotated[
-        list[str] | None,
-        typer.Option(
-            "--lora-modules",
-            metavar="NAME=ADAPTER",
-            help="Adapter to serve: a folder that PEFT wrote, or the rank of a random one. Repeatable.",
-        ),
-    ] = None
-    served_model_name: Annotated[
-        str | None,
-        typer.Option("--served-model-name", metavar="NAME", help="Of the base model; default: as --model."),
-    ] = None
-    host: Annotated[str, typer.Option("--host", metavar="HOST", help="Where to listen.")] = "127.0.0.1"
-    port: Annotated[int, typer.Option("--port", metavar="P", help="0 is any free one.")] = 8000
-    api_key: Annotated[
-        str | None,
-        typer.Option(
-            "--api-key",
-            metavar="KEY",
-            envvar="CAPPLAN_API_KEY",
-            show_envvar=True,
-            help="What clients must bring; others see the command line, not the environment.",
-        ),
-    ] = None
-    max_loras: Annotated[int | None, typer.Option("--max-loras", metavar="N", help="Adapter slots.")] = None
-    max_lora_rank: Annotated[
-        int | None, typer.Option("--max-lora-rank", metavar="R", help="Rank of a slot.")
-    ] = None
-    max_cpu_loras: Annotated[
-        int | None, typer.Option("--max-cpu-loras", metavar="N", help="Adapters kept on the host.")
-    ] = None
-    max_adapters: Annotated[
-        int | None,
-        typer.Option("--max-adapters", metavar="N", help="Adapters known at a time, loaded ones included."),
-    ] = None
-    lora_root: Annotated[
-        str | None,
-        typer.Option("--lora-root", metavar="DIR", help="Let clients load adapters from this folder."),
-    ] = None
-    enable_lora: Annotated[
-        bool, typer.Option("--enable-lora", help="Accepted for vLLM's sake; adapters are always on.")
-    ] = True
-    max_num_seqs: Annotated[int, typer.Option("--max-num-seqs", metavar="N")] = 256
-    max_num_batched_tokens: Annotated[int, typer.Option("--max-num-batched-tokens", metavar="N")] = 2048
-    max_model_len: Annotated[int | None, typer.Option("--max-model-len", metavar="N")] = None
-    max_queue: Annotated[
-        int,
-        typer.Option("--max-queue", metavar="N", help="Prompts taken beyond --max-num-seqs; then 429."),
-    ] = 512
-    max_body_bytes: Annotated[int, typer.Option("--max-body-bytes", metavar="N")] = 8 * 2**20
-    drain_timeout_s: Annotated[
-        float,
-        typer.Option("--drain-timeout-s", metavar="S", help="For running requests, after SIGTERM."),
-    ] = 30.0
-    dtype: Annotated[
-        str, typer.Option("--dtype", metavar="NAME", help="auto, float32, float16 or bfloat16.")
-    ] = "auto"
-    device: Annotated[str, typer.Option("--device", metavar="NAME", help="cpu, cuda, cuda:1 ...")] = "cpu"
-    rules: Annotated[str, typer.Option("--rules", metavar="NAME", help="ServingOptions rules.")] = "capplan"
-    memory: Annotated[
-        str | None, typer.Option("--memory", metavar="KIND", help="Of adapters: slots or unified.")
-    ] = None
-    block_size: Annotated[int, typer.Option("--block-size", metavar="TOKENS")] = 16
-    num_kv_blocks: Annotated[int | None, typer.Option("--num-kv-blocks", metavar="N")] = None
-    gpu_memory_utilization: Annotated[float, typer.Option("--gpu-memory-utilization", metavar="SHARE")] = 0.9
-    prefix_caching: Annotated[
-        bool | None,
-        typer.Option("--enable-prefix-caching/--no-enable-prefix-caching", help="Default: as the rules."),
-    ] = None
-    shared_prefix_tokens: Annotated[
-        int,
-        typer.Option("--shared-prefix-tokens", metavar="N", help="Length of prompt beginnings to cache."),
-    ] = 0
-    lora_kernel: Annotated[str | None, typer.Option("--lora-kernel", metavar="NAME")] = None
-    seed: Annotated[int, typer.Option("--seed", metavar="N", help="Of random weights and sampling.")] = 0
-    records: Annotated[
-        str | None,
-        typer.Option("--records", metavar="FILE", help="Write what every step did as Parquet, at the end."),
-    ] = None
-    as_json: Annotated[
-        bool, typer.Option("--json", help="Print the line that tells where it listens as JSON.")
-    ] = False
+    words: list[str] | None = typer.Argument(
+        None,
+        metavar="[PLAN | NAME=ADAPTER ...]",
+        help="Plan whose instances to serve; or further adapters, as after --lora-modules.",
+    )
+    groups: list[str] | None = typer.Option(
+        None, "--group", metavar="ID", help="Of the plan, serve this group only. Repeatable."
+    )
+    ray_address: str | None = typer.Option(
+        None, "--ray-address", metavar="ADDRESS", help="Start the plan's instances on this Ray cluster."
+    )
+    model: str | None = typer.Option(
+        None,
+        "--model",
+        metavar="MODEL",
+        help="Hugging Face folder; or, with random weights, a config.json or a built-in name.",
+    )
+    lora_modules: list[str] | None = typer.Option(
+        None,
+        "--lora-modules",
+        metavar="NAME=ADAPTER",
+        help="Adapter to serve: a folder that PEFT wrote, or the rank of a random one. Repeatable.",
+    )
+    served_model_name: str | None = typer.Option(
+        None, "--served-model-name", metavar="NAME", help="Of the base model; default: as --model."
+    )
+    host: str = typer.Option("127.0.0.1", "--host", metavar="HOST", help="Where to listen.")
+    port: int = typer.Option(8000, "--port", metavar="P", help="0 is any free one.")
+    api_key: str | None = typer.Option(
+        None,
+        "--api-key",
+        metavar="KEY",
+        envvar="CAPPLAN_API_KEY",
+        show_envvar=True,
+        help="What clients must bring; others see the command line, not the environment.",
+    )
+    max_loras: int | None = typer.Option(None, "--max-loras", metavar="N", help="Adapter slots.")
+    max_lora_rank: int | None = typer.Option(None, "--max-lora-rank", metavar="R", help="Rank of a slot.")
+    max_cpu_loras: int | None = typer.Option(
+        None, "--max-cpu-loras", metavar="N", help="Adapters kept on the host."
+    )
+    max_adapters: int | None = typer.Option(
+        None, "--max-adapters", metavar="N", help="Adapters known at a time, loaded ones included."
+    )
+    lora_root: str | None = typer.Option(
+        None, "--lora-root", metavar="DIR", help="Let clients load adapters from this folder."
+    )
+    enable_lora: bool = typer.Option(
+        True, "--enable-lora", help="Accepted for vLLM's sake; adapters are always on."
+    )
+    max_num_seqs: int = typer.Option(256, "--max-num-seqs", metavar="N")
+    max_num_batched_tokens: int = typer.Option(2048, "--max-num-batched-tokens", metavar="N")
+    max_model_len: int | None = typer.Option(None, "--max-model-len", metavar="N")
+    max_queue: int = typer.Option(
+        512, "--max-queue", metavar="N", help="Prompts taken beyond --max-num-seqs; then 429."
+    )
+    max_body_bytes: int = typer.Option(8 * 2**20, "--max-body-bytes", metavar="N")
+    drain_timeout_s: float = typer.Option(
+        30.0, "--drain-timeout-s", metavar="S", help="For running requests, after SIGTERM."
+    )
+    dtype: str = typer.Option("auto", "--dtype", metavar="NAME", help="auto, float32, float16 or bfloat16.")
+    device: str = typer.Option("cpu", "--device", metavar="NAME", help="cpu, cuda, cuda:1 ...")
+    rules: str = typer.Option("capplan", "--rules", metavar="NAME", help="ServingOptions rules.")
+    memory: str | None = typer.Option(None, "--memory", metavar="KIND", help="Of adapters: slots or unified.")
+    block_size: int = typer.Option(16, "--block-size", metavar="TOKENS")
+    num_kv_blocks: int | None = typer.Option(None, "--num-kv-blocks", metavar="N")
+    gpu_memory_utilization: float = typer.Option(0.9, "--gpu-memory-utilization", metavar="SHARE")
+    prefix_caching: bool | None = typer.Option(
+        None, "--enable-prefix-caching/--no-enable-prefix-caching", help="Default: as the rules."
+    )
+    shared_prefix_tokens: int = typer.Option(
+        0, "--shared-prefix-tokens", metavar="N", help="Length of prompt beginnings to cache."
+    )
+    lora_kernel: str | None = typer.Option(None, "--lora-kernel", metavar="NAME")
+    seed: int = typer.Option(0, "--seed", metavar="N", help="Of random weights and sampling.")
+    records: str | None = typer.Option(
+        None, "--records", metavar="FILE", help="Write what every step did as Parquet, at the end."
+    )
+    as_json: bool = typer.Option(False, "--json", help="Print the line that tells where it listens as JSON.")
 
 
 @command

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping
 from dataclasses import asdict, dataclass, fields
-from typing import TYPE_CHECKING, Annotated, Any, Final, TypeAlias, cast
+from typing import TYPE_CHECKING, Any, Final, TypeAlias, cast
 
 import typer
 
@@ -35,62 +35,46 @@ class SimulateArgs:
     """Options of `capplan simulate`."""
 
     workload: WorkloadFile
-    a_max: Annotated[
-        str | None,
-        typer.Option("--a-max", metavar="N[,N...]", help="Adapter slots; several are compared side by side."),
-    ] = None
-    s_max: Annotated[
-        int | None,
-        typer.Option("--s-max", metavar="RANK", help="Rank of a slot; default: the least that fits."),
-    ] = None
+    a_max: str | None = typer.Option(
+        None, "--a-max", metavar="N[,N...]", help="Adapter slots; several are compared side by side."
+    )
+    s_max: int | None = typer.Option(
+        None, "--s-max", metavar="RANK", help="Rank of a slot; default: the least that fits."
+    )
     profile: ProfileName = None
-    duration_s: Annotated[float, typer.Option("--duration", metavar="SECONDS", help="Simulated time.")] = (
-        3600.0
+    duration_s: float = typer.Option(3600.0, "--duration", metavar="SECONDS", help="Simulated time.")
+    seed: int = typer.Option(0, "--seed", metavar="N", help="Same seed, same result.")
+    max_num_seqs: int | None = typer.Option(None, "--max-num-seqs", metavar="N")
+    max_num_batched_tokens: int | None = typer.Option(None, "--max-num-batched-tokens", metavar="N")
+    max_cpu_loras: int | None = typer.Option(None, "--max-cpu-loras", metavar="N")
+    max_model_len: int | None = typer.Option(None, "--max-model-len", metavar="N")
+    gpu_memory_utilization: float | None = typer.Option(None, "--gpu-memory-utilization", metavar="SHARE")
+    max_in_flight: int | None = typer.Option(
+        None, "--max-in-flight", metavar="N", help="Reject arrivals beyond this many requests."
     )
-    seed: Annotated[int, typer.Option("--seed", metavar="N", help="Same seed, same result.")] = 0
-    max_num_seqs: Annotated[int | None, typer.Option("--max-num-seqs", metavar="N")] = None
-    max_num_batched_tokens: Annotated[int | None, typer.Option("--max-num-batched-tokens", metavar="N")] = (
-        None
+    rules: str | None = typer.Option(
+        None, "--rules", metavar="NAME", help="Serving rules instead of the profile's."
     )
-    max_cpu_loras: Annotated[int | None, typer.Option("--max-cpu-loras", metavar="N")] = None
-    max_model_len: Annotated[int | None, typer.Option("--max-model-len", metavar="N")] = None
-    gpu_memory_utilization: Annotated[
-        float | None, typer.Option("--gpu-memory-utilization", metavar="SHARE")
-    ] = None
-    max_in_flight: Annotated[
-        int | None,
-        typer.Option("--max-in-flight", metavar="N", help="Reject arrivals beyond this many requests."),
-    ] = None
-    rules: Annotated[
-        str | None,
-        typer.Option("--rules", metavar="NAME", help="Serving rules instead of the profile's."),
-    ] = None
-    prefix_caching: Annotated[
-        bool | None,
-        typer.Option(
-            "--prefix-caching/--no-prefix-caching",
-            help="Whether KV of shared prompt beginnings is used again; default: as in the profile.",
-        ),
-    ] = None
-    detail: Annotated[
-        bool,
-        typer.Option("--detail", help="Also slowdown, waits, hit rate, metrics per rank, SLO attainment."),
-    ] = False
-    report: Annotated[
-        str | None,
-        typer.Option("--report", metavar="FILE", help="Write an HTML report with charts, readable offline."),
-    ] = None
-    requests_out: Annotated[
-        str | None,
-        typer.Option("--requests-out", metavar="FILE", help="Write every request as Parquet, one row each."),
-    ] = None
-    workers: Annotated[
-        int | None, typer.Option("--workers", metavar="N", help="Processes; default: one per core.")
-    ] = None
-    ray_address: Annotated[
-        str | None,
-        typer.Option("--ray-address", metavar="ADDRESS", help="Simulate on this Ray cluster instead."),
-    ] = None
+    prefix_caching: bool | None = typer.Option(
+        None,
+        "--prefix-caching/--no-prefix-caching",
+        help="Whether KV of shared prompt beginnings is used again; default: as in the profile.",
+    )
+    detail: bool = typer.Option(
+        False, "--detail", help="Also slowdown, waits, hit rate, metrics per rank, SLO attainment."
+    )
+    report: str | None = typer.Option(
+        None, "--report", metavar="FILE", help="Write an HTML report with charts, readable offline."
+    )
+    requests_out: str | None = typer.Option(
+        None, "--requests-out", metavar="FILE", help="Write every request as Parquet, one row each."
+    )
+    workers: int | None = typer.Option(
+        None, "--workers", metavar="N", help="Processes; default: one per core."
+    )
+    ray_address: str | None = typer.Option(
+        None, "--ray-address", metavar="ADDRESS", help="Simulate on this Ray cluster instead."
+    )
     as_json: AsJson = False
 
 

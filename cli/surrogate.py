@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Annotated, Any, Final
+from typing import TYPE_CHECKING, Any, Final
 
 import typer
 
@@ -32,18 +32,16 @@ def _group() -> None:
 class RulesArgs:
     """Options of `capplan surrogate rules`."""
 
-    profile: Annotated[
-        str, typer.Argument(metavar="PROFILE", help="Shipped profile or path of a profile JSON.")
-    ]
-    target: Annotated[
-        str, typer.Option("--target", metavar="NAME", help="Rules of throughput, starvation, or both.")
-    ] = "both"
-    svg: Annotated[
-        str | None, typer.Option("--svg", metavar="FILE", help="Also draw the trees, as one SVG file.")
-    ] = None
-    as_python: Annotated[
-        bool, typer.Option("--python", help="Print the source of the functions that are compiled.")
-    ] = False
+    profile: str = typer.Argument(..., metavar="PROFILE", help="Shipped profile or path of a profile JSON.")
+    target: str = typer.Option(
+        "both", "--target", metavar="NAME", help="Rules of throughput, starvation, or both."
+    )
+    svg: str | None = typer.Option(
+        None, "--svg", metavar="FILE", help="Also draw the trees, as one SVG file."
+    )
+    as_python: bool = typer.Option(
+        False, "--python", help="Print the source of the functions that are compiled."
+    )
     as_json: AsJson = False
 
 

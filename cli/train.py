@@ -7,7 +7,7 @@ import os
 from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any, Final
+from typing import TYPE_CHECKING, Any, Final
 
 import typer
 
@@ -33,56 +33,44 @@ _TABLE3: Final = "python -m benchmarks.surrogate_table3"
 class TrainArgs:
     """Options of `capplan train`."""
 
-    profile: Annotated[
-        str, typer.Argument(metavar="PROFILE", help="Shipped profile or path of a profile JSON.")
-    ]
-    data: Annotated[
-        str | None,
-        typer.Option(
-            "--data",
-            metavar="DIR",
-            help="Data: folders paper-grid and space-filling, made if missing; default: in the cache.",
-        ),
-    ] = None
-    scenarios: Annotated[
-        int | None,
-        typer.Option("--scenarios", metavar="N", min=1, help="Space-filling ones; default: 7000."),
-    ] = None
-    grid_scenarios: Annotated[
-        int | None,
-        typer.Option("--grid-scenarios", metavar="N", min=1, help="Of the paper's grid; default: 3000."),
-    ] = None
-    seed: Annotated[int, typer.Option("--seed", metavar="N", min=0, help="Same seed, same surrogates.")] = 0
-    models: Annotated[
-        str | None,
-        typer.Option("--models", metavar="NAME[,NAME...]", help="Families: forest, xgboost; default: both."),
-    ] = None
-    budget: Annotated[
-        int,
-        typer.Option("--budget", metavar="N", min=1, help="Settings tried for each family and task."),
-    ] = 12
-    paper_space: Annotated[
-        bool, typer.Option("--paper-space", help="Moved to python -m benchmarks.surrogate_table3.")
-    ] = False
-    workers: Annotated[
-        int | None,
-        typer.Option("--workers", metavar="N", min=1, help="Processes, then threads; default: one per core."),
-    ] = None
-    ray_address: Annotated[
-        str | None,
-        typer.Option("--ray-address", metavar="ADDRESS", help="Simulate on this Ray cluster instead."),
-    ] = None
-    report: Annotated[
-        str | None, typer.Option("--report", metavar="FILE", help="Write a report as one HTML file.")
-    ] = None
-    output_dir: Annotated[
-        str | None,
-        typer.Option(
-            "--output-dir",
-            metavar="DIR",
-            help="Write best.npz, forest.npz, tree.json there; default: where the profile's belong.",
-        ),
-    ] = None
+    profile: str = typer.Argument(..., metavar="PROFILE", help="Shipped profile or path of a profile JSON.")
+    data: str | None = typer.Option(
+        None,
+        "--data",
+        metavar="DIR",
+        help="Data: folders paper-grid and space-filling, made if missing; default: in the cache.",
+    )
+    scenarios: int | None = typer.Option(
+        None, "--scenarios", metavar="N", min=1, help="Space-filling ones; default: 7000."
+    )
+    grid_scenarios: int | None = typer.Option(
+        None, "--grid-scenarios", metavar="N", min=1, help="Of the paper's grid; default: 3000."
+    )
+    seed: int = typer.Option(0, "--seed", metavar="N", min=0, help="Same seed, same surrogates.")
+    models: str | None = typer.Option(
+        None, "--models", metavar="NAME[,NAME...]", help="Families: forest, xgboost; default: both."
+    )
+    budget: int = typer.Option(
+        12, "--budget", metavar="N", min=1, help="Settings tried for each family and task."
+    )
+    paper_space: bool = typer.Option(
+        False, "--paper-space", help="Moved to python -m benchmarks.surrogate_table3."
+    )
+    workers: int | None = typer.Option(
+        None, "--workers", metavar="N", min=1, help="Processes, then threads; default: one per core."
+    )
+    ray_address: str | None = typer.Option(
+        None, "--ray-address", metavar="ADDRESS", help="Simulate on this Ray cluster instead."
+    )
+    report: str | None = typer.Option(
+        None, "--report", metavar="FILE", help="Write a report as one HTML file."
+    )
+    output_dir: str | None = typer.Option(
+        None,
+        "--output-dir",
+        metavar="DIR",
+        help="Write best.npz, forest.npz, tree.json there; default: where the profile's belong.",
+    )
     as_json: AsJson = False
 
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import asdict, dataclass
-from typing import TYPE_CHECKING, Annotated, Any, Final
+from typing import TYPE_CHECKING, Any, Final
 
 import typer
 
@@ -28,68 +28,54 @@ class ValidateArgs:
     """Options of `capplan validate`."""
 
     plan: PlanFile
-    workload: Annotated[
-        str, typer.Option("--workload", metavar="FILE", help="Workload that the plan was made for.")
-    ]
-    profile: Annotated[
-        str | None,
-        typer.Option("--profile", metavar="NAME", help="That the prediction rests on; default: the plan's."),
-    ] = None
-    url: Annotated[
-        list[str] | None,
-        typer.Option("--url", metavar="[GROUP=]URL", help="Running server of a group; repeatable."),
-    ] = None
-    duration_s: Annotated[
-        float, typer.Option("--duration-s", metavar="SECONDS", help="Measured time of each group.")
-    ] = 120.0
-    rate_scale: Annotated[
-        float, typer.Option("--rate-scale", metavar="FACTOR", help="Multiplies every rate.")
-    ] = 1.0
-    group: Annotated[
-        list[str] | None,
-        typer.Option("--group", metavar="ID", help="Validate this group only; repeatable."),
-    ] = None
-    model: Annotated[
-        str | None,
-        typer.Option("--model", metavar="MODEL", help="Of servers that are started, as for `serve`."),
-    ] = None
-    dtype: Annotated[str, typer.Option("--dtype", metavar="NAME", help="Of servers that are started.")] = (
-        "auto"
+    workload: str = typer.Option(
+        ..., "--workload", metavar="FILE", help="Workload that the plan was made for."
     )
-    device: Annotated[str, typer.Option("--device", metavar="NAME", help="Of servers that are started.")] = (
-        "cpu"
+    profile: str | None = typer.Option(
+        None, "--profile", metavar="NAME", help="That the prediction rests on; default: the plan's."
     )
-    threads: Annotated[
-        int, typer.Option("--threads", metavar="N", min=1, help="Of servers that are started, on a CPU.")
-    ] = 1
-    lora_kernel: Annotated[
-        str | None,
-        typer.Option("--lora-kernel", metavar="NAME", help="Of servers that are started; default: theirs."),
-    ] = None
-    max_loras: Annotated[
-        int | None, typer.Option("--max-loras", metavar="N", min=1, help="Slots, instead of the plan's.")
-    ] = None
-    seed: Annotated[
-        int, typer.Option("--seed", metavar="N", min=0, help="Of arrivals and lengths, here and in the twin.")
-    ] = 0
-    api_key: Annotated[
-        str | None,
-        typer.Option("--api-key", metavar="KEY", envvar="OPENAI_API_KEY", help="For running servers."),
-    ] = None
-    throughput_tolerance: Annotated[
-        float,
-        typer.Option("--throughput-tolerance", metavar="PERCENT", help="Largest SMAPE that agrees."),
-    ] = 3.0
-    itl_tolerance: Annotated[
-        float, typer.Option("--itl-tolerance", metavar="PERCENT", help="The same of the mean ITL.")
-    ] = 8.0
-    output: Annotated[
-        str | None, typer.Option("--output", "-o", metavar="FILE", help="Write the result as JSON.")
-    ] = None
-    report: Annotated[
-        str | None,
-        typer.Option("--report", metavar="FILE", help="Write an HTML report, readable offline."),
-    ] = None
+    url: list[str] | None = typer.Option(
+        None, "--url", metavar="[GROUP=]URL", help="Running server of a group; repeatable."
+    )
+    duration_s: float = typer.Option(
+        120.0, "--duration-s", metavar="SECONDS", help="Measured time of each group."
+    )
+    rate_scale: float = typer.Option(1.0, "--rate-scale", metavar="FACTOR", help="Multiplies every rate.")
+    group: list[str] | None = typer.Option(
+        None, "--group", metavar="ID", help="Validate this group only; repeatable."
+    )
+    model: str | None = typer.Option(
+        None, "--model", metavar="MODEL", help="Of servers that are started, as for `serve`."
+    )
+    dtype: str = typer.Option("auto", "--dtype", metavar="NAME", help="Of servers that are started.")
+    device: str = typer.Option("cpu", "--device", metavar="NAME", help="Of servers that are started.")
+    threads: int = typer.Option(
+        1, "--threads", metavar="N", min=1, help="Of servers that are started, on a CPU."
+    )
+    lora_kernel: str | None = typer.Option(
+        None, "--lora-kernel", metavar="NAME", help="Of servers that are started; default: theirs."
+    )
+    max_loras: int | None = typer.Option(
+        None, "--max-loras", metavar="N", min=1, help="Slots, instead of the plan's."
+    )
+    seed: int = typer.Option(
+        0, "--seed", metavar="N", min=0, help="Of arrivals and lengths, here and in the twin."
+    )
+    api_key: str | None = typer.Option(
+        None, "--api-key", metavar="KEY", envvar="OPENAI_API_KEY", help="For running servers."
+    )
+    throughput_tolerance: float = typer.Option(
+        3.0, "--throughput-tolerance", metavar="PERCENT", help="Largest SMAPE that agrees."
+    )
+    itl_tolerance: float = typer.Option(
+        8.0, "--itl-tolerance", metavar="PERCENT", help="The same of the mean ITL."
+    )
+    output: str | None = typer.Option(
+        None, "--output", "-o", metavar="FILE", help="Write the result as JSON."
+    )
+    report: str | None = typer.Option(
+        None, "--report", metavar="FILE", help="Write an HTML report, readable offline."
+    )
     as_json: AsJson = False
 
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated
+from typing import TYPE_CHECKING
 
 import typer
 
@@ -28,19 +28,14 @@ def _group() -> None:
 class PresetArgs:
     """Options of `capplan workload preset`."""
 
-    name: Annotated[str | None, typer.Argument(metavar="[NAME]", help="Which preset to write.")] = None
-    list_all: Annotated[bool, typer.Option("--list", help="List the presets.")] = False
-    output: Annotated[
-        str | None,
-        typer.Option("--output", "-o", metavar="FILE", help="Where to write; printed unless given."),
-    ] = None
-    profile: ProfileName = None
-    gpus: Annotated[int | None, typer.Option("--gpus", metavar="N", min=1, help="GPUs a plan may use.")] = (
-        None
+    name: str | None = typer.Argument(None, metavar="[NAME]", help="Which preset to write.")
+    list_all: bool = typer.Option(False, "--list", help="List the presets.")
+    output: str | None = typer.Option(
+        None, "--output", "-o", metavar="FILE", help="Where to write; printed unless given."
     )
-    traces: Annotated[
-        str | None, typer.Option("--traces", metavar="DIR", help="Folder of the public traces.")
-    ] = None
+    profile: ProfileName = None
+    gpus: int | None = typer.Option(None, "--gpus", metavar="N", min=1, help="GPUs a plan may use.")
+    traces: str | None = typer.Option(None, "--traces", metavar="DIR", help="Folder of the public traces.")
     as_json: AsJson = False
 
 
