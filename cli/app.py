@@ -7,29 +7,12 @@ import sys
 import traceback
 from collections.abc import Iterator
 from contextlib import contextmanager
+from importlib import import_module
 from typing import Annotated, Any, Final
 
 import typer
 from typer.core import TyperGroup
 
-from capplan.cli.bench import bench
-from capplan.cli.calibrate import calibrate
-from capplan.cli.compare import compare
-from capplan.cli.dataset import dataset
-from capplan.cli.documents import profiles, schema
-from capplan.cli.explain import explain, report
-from capplan.cli.export import export
-from capplan.cli.plan import plan
-from capplan.cli.profile_engine import engine
-from capplan.cli.profile_kernels import kernels
-from capplan.cli.profile_roofline import roofline
-from capplan.cli.profile_server import server
-from capplan.cli.serve import serve
-from capplan.cli.simulate import simulate
-from capplan.cli.surrogate import surrogate
-from capplan.cli.train import train
-from capplan.cli.validate import validate
-from capplan.cli.workload import workload
 from capplan.errors import CapplanError
 
 _INTERRUPTED: Final = 130  # 128 + SIGINT, as shells report it
@@ -86,35 +69,66 @@ def _shared_options(
     """
 
 
-profile = typer.Typer(no_args_is_help=True, help="Measure what profiles are made of.")
-for each in (engine, kernels, roofline, server):
-    profile.command()(each)
+_GROUPS: Final = {"profile": "Measure what profiles are made of."}
+"""Groups whose commands are in modules of their own, with their help."""
+
+_COMMANDS: Final = {
+    **{name: f"capplan.cli.{name}" for name in ("plan", "compare", "simulate", "explain")},
+    "report": "capplan.cli.explain",
+    "export": "capplan.cli.export",
+    "profiles": "capplan.cli.documents",
+    **{name: f"capplan.cli.{name}" for name in ("calibrate", "train", "serve", "bench", "validate")},
+    "schema": "capplan.cli.documents",
+    "dataset": "capplan.cli.dataset",
+    **{
+        f"profile {name}": f"capplan.cli.profile_{name}"
+        for name in ("engine", "kernels", "roofline", "server")
+    },
+    "surrogate": "capplan.cli.surrogate",
+    "workload": "capplan.cli.workload",
+}
+"""Modules of the commands and groups, in the order of the help page; each has an attribute of that name."""
 
 
-@profile.callback()
-def _profile_group() -> None:
-    """Measure what profiles are made of."""
+def build_app(only: str | None = None) -> typer.Typer:
+    """Return the application; ``only``, a command or group, is imported without the others."""
+    made = typer.Typer(
+        name="capplan",
+        cls=ReportingGroup,
+        callback=_shared_options,
+        no_args_is_help=True,
+        add_completion=False,
+        pretty_exceptions_enable=False,
+        context_settings={"help_option_names": ["-h", "--help"]},
+    )
+    groups: dict[str, typer.Typer] = {}
+    for path, module in _COMMANDS.items():
+        name, _, command = path.partition(" ")
+        if only not in (None, name):
+            continue
+        found = getattr(import_module(module), command or name)
+        if command:
+            if name not in groups:
+                groups[name] = typer.Typer(no_args_is_help=True, help=_GROUPS[name])
+                made.add_typer(groups[name], name=name)
+            groups[name].command()(found)
+        elif isinstance(found, typer.Typer):
+            made.add_typer(found, name=name)
+        else:
+            made.command()(found)
+    return made
 
 
-app = typer.Typer(
-    name="capplan",
-    cls=ReportingGroup,
-    callback=_shared_options,
-    no_args_is_help=True,
-    add_completion=False,
-    pretty_exceptions_enable=False,
-    context_settings={"help_option_names": ["-h", "--help"]},
-)
-for command in (plan, compare, simulate, explain, report, export, profiles, calibrate, train, serve, bench):
-    app.command()(command)
-app.command()(validate)
-app.command()(schema)
-app.add_typer(dataset, name="dataset")
-app.add_typer(profile, name="profile")
-app.add_typer(surrogate, name="surrogate")
-app.add_typer(workload, name="workload")
+def __getattr__(name: str) -> typer.Typer:
+    """Build ``app``, the application with all commands, on first use."""
+    if name == "app":
+        globals()["app"] = app = build_app()
+        return app
+    raise AttributeError(name)
 
 
 def main() -> None:
-    """Run the command line; never returns."""
-    app(prog_name="capplan")
+    """Run the command line; never returns. Only the module of the given command is imported."""
+    first = next((word for word in sys.argv[1:] if not word.startswith("-")), "")
+    is_known = first in {path.partition(" ")[0] for path in _COMMANDS}
+    build_app(first if is_known else None)(prog_name="capplan")
