@@ -22,6 +22,7 @@ from capplan.planner.solvers.random_placement import contiguous_by_rank, random_
 from capplan.serving.memory import adapter_bytes
 from capplan.spec import (
     Coefficient,
+    EngineArgs,
     FittedModel,
     Kernel,
     Objective,
@@ -227,16 +228,16 @@ def _served_alone(load: Load, requests: Requests) -> NDArray[np.float64]:
     scenario = build_scenario(
         load.workload,
         load.profile,
-        a_max=len(load.workload.adapters),
-        s_max=max(adapter.rank for adapter in load.workload.adapters),
+        EngineArgs(
+            max_loras=len(load.workload.adapters),
+            max_lora_rank=max(adapter.rank for adapter in load.workload.adapters),
+            max_num_seqs=MAX_NUM_SEQS,
+            max_num_batched_tokens=MAX_BATCH_TOKENS,
+            max_model_len=MAX_MODEL_LEN,
+            gpu_memory_utilization=UTILIZATION,
+        ),
         duration_s=load.duration_s,
         seed=load.seed,
-        max_num_seqs=MAX_NUM_SEQS,
-        max_num_batched_tokens=MAX_BATCH_TOKENS,
-        max_cpu_loras=None,
-        max_model_len=MAX_MODEL_LEN,
-        gpu_memory_utilization=UTILIZATION,
-        max_in_flight=None,
         requests=requests,
     )
     trace = run(scenario)

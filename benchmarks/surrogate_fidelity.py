@@ -36,7 +36,8 @@ from capplan.models.training.evaluation import (
     starvation_scores,
     throughput_errors,
 )
-from capplan.spec import Workload, allowed_lora_rank
+from capplan.spec import EngineArgs, Workload, allowed_lora_rank
+from capplan.spec.engine_args import DEFAULT_MAX_MODEL_LEN
 from capplan.twin.dataset.designs import Sample, draw
 
 PAPER = MappingProxyType(
@@ -75,11 +76,14 @@ def measured(reference: Path, model: PublishedModel, profile: Profile) -> Measur
         feature_vector(
             run.workload,
             profile,
-            a_max=run.a_max,
-            s_max=run.s_max,
-            max_num_seqs=MAX_NUM_SEQS,
-            max_num_batched_tokens=TOKEN_BUDGET,
-            gpu_memory_utilization=UTILIZATION,
+            EngineArgs(
+                max_loras=run.a_max,
+                max_lora_rank=run.s_max,
+                max_num_seqs=MAX_NUM_SEQS,
+                max_num_batched_tokens=TOKEN_BUDGET,
+                gpu_memory_utilization=UTILIZATION,
+                max_model_len=DEFAULT_MAX_MODEL_LEN,
+            ),
         )
         for run in runs
     ]
@@ -184,7 +188,10 @@ def _high(surrogate: Surrogate, name: str) -> float:
 
 
 def _in_range(surrogate: Surrogate, workload: Workload, sample: Sample) -> bool:
-    return surrogate.predict(workload, **sample.engine).in_range
+    features = feature_vector(workload, surrogate.profile, sample.engine)
+    return surrogate.predict_features(
+        features, supported=not unsupported_workload(workload, surrogate.profile)
+    ).in_range
 
 
 def report(

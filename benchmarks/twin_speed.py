@@ -22,12 +22,12 @@ import numpy as np
 
 from benchmarks.common import command_line, emit, markdown, peak_mib
 from capplan import Adapter, Lengths, Workload, load_profile, simulate
+from capplan.spec.engine_args import DEFAULT_MAX_MODEL_LEN
 from capplan.twin import Scenario, SimulationResult
 from capplan.twin.core import run
 from capplan.twin.dataset import DESIGNS, generate_dataset
 from capplan.twin.reference import run_reference
 from capplan.twin.scenario import with_length_correlation
-from capplan.twin.simulate import DEFAULT_MAX_MODEL_LEN
 from capplan.twin.sweep import cores
 from capplan.twin.trace import TwinTrace
 from capplan.workload import Requests, draw_requests

@@ -16,14 +16,14 @@ from capplan.models.loading import disk_load_ms, gpu_load_ms
 from capplan.models.memory import require_kv_tokens
 from capplan.models.step_latency import coefficient_array, latency_code, uses_ranks
 from capplan.serving import Limits, ServingRules, adapter_bytes, kv_bytes_per_token, serving_rules
-from capplan.spec import Profile, Workload
+from capplan.spec import EngineArgs, Profile, Workload
 from capplan.workload import Requests, draw_requests
 
 _MOST: Final = 2**31 - 1  # of anything that is counted: rows and tokens are 32-bit numbers
 
 _COUNT: Final = f"must be a whole number from 1 to {_MOST}"
 
-_OPTIONAL: Final = ("max_cpu_loras", "max_in_flight")
+_OPTIONAL: Final = ("s_max", "max_cpu_loras", "max_in_flight")
 
 
 def require_settings(workload: Workload, profile: Profile, settings: Mapping[str, Any]) -> None:
@@ -127,74 +127,53 @@ class Scenario(NamedTuple):
 def build_scenario(
     workload: Workload,
     profile: Profile,
+    args: EngineArgs,
     *,
-    a_max: int,
-    s_max: int,
     duration_s: float,
     seed: int,
-    max_num_seqs: int,
-    max_num_batched_tokens: int,
-    max_cpu_loras: int | None,
-    max_model_len: int,
-    gpu_memory_utilization: float,
-    max_in_flight: int | None,
+    max_in_flight: int | None = None,
     rules: str | None = None,
-    prefix_caching: bool | None = None,
-    buckets: int = 0,
     requests: Requests | None = None,
 ) -> Scenario:
-    """Check the settings, size the memory and draw the requests, unless given; the rest as for `simulate`."""
-    settings = {
-        "a_max": a_max,
-        "s_max": s_max,
-        "duration_s": duration_s,
-        "seed": seed,
-        "max_num_seqs": max_num_seqs,
-        "max_num_batched_tokens": max_num_batched_tokens,
-        "max_cpu_loras": max_cpu_loras,
-        "max_model_len": max_model_len,
-        "gpu_memory_utilization": gpu_memory_utilization,
-        "max_in_flight": max_in_flight,
-        "rules": rules,
-        "prefix_caching": prefix_caching,
-    }
-    require_settings(workload, profile, settings)
+    """Size the memory of an engine and draw the requests, unless given; the rest as for `simulate`."""
     adapters = len(workload.adapters)
-    host_slots = adapters if max_cpu_loras is None else max_cpu_loras
-    largest_rank = max(a.rank for a in workload.adapters)
-    if s_max < largest_rank:
-        raise InputError(f"must be at least the largest adapter rank, {largest_rank}", s_max, "s_max")
-    if max_cpu_loras is not None and max_cpu_loras < min(a_max, adapters):
-        raise InputError(f"must be at least a_max, {a_max}", max_cpu_loras, "max_cpu_loras")
-    _require_room(workload, max_model_len)
-    serving = chosen_rules(profile, rules, prefix_caching)
-    slots = 0 if serving.declared_output else a_max
+    _require_slots(workload, args)
+    _require_room(workload, args.max_model_len)
+    serving = chosen_rules(profile, rules, args.enable_prefix_caching)
+    host_slots = adapters if args.max_cpu_loras is None else args.max_cpu_loras
     if serving.declared_output and host_slots < adapters:
         rule = f"must be at least the {adapters} adapters under the rules {serving.name}"
         raise InputError(rule, host_slots, "max_cpu_loras")
-    kv = require_kv_tokens(profile, slots, s_max, gpu_memory_utilization, max_num_seqs, max_model_len)
-    num_blocks = kv // profile.engine.block_size
-    limits = serving.limits(
-        max_num_seqs=max_num_seqs,
-        max_num_batched_tokens=max_num_batched_tokens,
-        max_model_len=max_model_len,
-        max_loras=adapters if serving.declared_output else a_max,
-        max_cpu_loras=max(host_slots, 1),
-        block_size=profile.engine.block_size,
-        num_blocks=num_blocks,
+    kv = require_kv_tokens(
+        profile,
+        0 if serving.declared_output else args.max_loras,
+        args.max_lora_rank,
+        args.gpu_memory_utilization,
+        args.max_num_seqs,
+        args.max_model_len,
     )
+    num_blocks = kv // profile.engine.block_size
     if requests is None:
-        requests = draw_for(workload, profile, duration_s, seed, max_model_len)
+        requests = draw_for(workload, profile, duration_s, seed, args.max_model_len)
     return Scenario(
         requests=requests,
-        limits=limits,
+        limits=serving.limits(args, adapters, profile.engine.block_size, num_blocks),
         num_blocks=num_blocks,
-        costs=build_costs(workload, profile, a_max, s_max),
+        costs=build_costs(workload, profile, args.max_loras, args.max_lora_rank),
         horizon_ns=round(duration_s * NS_PER_S),
         max_in_flight=max_in_flight if max_in_flight is not None else max(1, requests.arrival_ns.size),
         shared_prefix_tokens=workload.shared_prefix_tokens,
-        buckets=buckets,
     )
+
+
+def _require_slots(workload: Workload, args: EngineArgs) -> None:
+    """Check the slots against the adapters, by the names that `simulate` gives the settings."""
+    largest_rank = max(a.rank for a in workload.adapters)
+    if args.max_lora_rank < largest_rank:
+        rule = f"must be at least the largest adapter rank, {largest_rank}"
+        raise InputError(rule, args.max_lora_rank, "s_max")
+    if args.max_cpu_loras is not None and args.max_cpu_loras < min(args.max_loras, len(workload.adapters)):
+        raise InputError(f"must be at least a_max, {args.max_loras}", args.max_cpu_loras, "max_cpu_loras")
 
 
 def draw_for(

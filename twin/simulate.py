@@ -10,8 +10,15 @@ from typing import TYPE_CHECKING, Any, Required, TypedDict, Unpack
 import numpy as np
 from numpy.typing import NDArray
 
-from capplan.spec import Profile, Workload
+from capplan.datasets import load_profile
+from capplan.spec import EngineArgs, Profile, Workload, allowed_lora_rank
 from capplan.spec.display import Displayed, plot
+from capplan.spec.engine_args import (
+    DEFAULT_GPU_MEMORY_UTILIZATION,
+    DEFAULT_MAX_MODEL_LEN,
+    DEFAULT_MAX_NUM_BATCHED_TOKENS,
+    DEFAULT_MAX_NUM_SEQS,
+)
 from capplan.twin import trace as t
 from capplan.twin.core import run
 from capplan.twin.group_metrics import (
@@ -25,45 +32,42 @@ from capplan.twin.group_metrics import (
 )
 from capplan.twin.metrics import SimulationResult, reduce_trace, summarize
 from capplan.twin.per_request import FINISHED, RequestTable, isolated_s, request_status, request_table
-from capplan.twin.scenario import Scenario, build_scenario
+from capplan.twin.scenario import Scenario, build_scenario, require_settings
 from capplan.twin.scrapes import client_itl_factor
 from capplan.twin.trace import TwinTrace
 
 if TYPE_CHECKING:
     import pandas as pd
 
-DEFAULT_MAX_NUM_SEQS = 256
 
-DEFAULT_MAX_NUM_BATCHED_TOKENS = 2048
-
-DEFAULT_MAX_MODEL_LEN = 8192
-
-DEFAULT_GPU_MEMORY_UTILIZATION = 0.9
-
-
-class SimulateSettings(TypedDict, total=False):
-    """The settings of `simulate`, all but the runner."""
+class EngineKeywords(TypedDict, total=False):
+    """Engine settings, by the names that `simulate` gives them."""
 
     a_max: Required[int]
-    s_max: Required[int]
-    duration_s: float
-    seed: int
+    s_max: int | None
     max_num_seqs: int
     max_num_batched_tokens: int
     max_cpu_loras: int | None
     max_model_len: int
     gpu_memory_utilization: float
+    prefix_caching: bool | None
+
+
+class SimulateSettings(EngineKeywords, total=False):
+    """The settings of `simulate`, all but the runner."""
+
+    duration_s: float
+    seed: int
     max_in_flight: int | None
     rules: str | None
-    prefix_caching: bool | None
 
 
 def simulate(
     workload: Workload,
-    profile: Profile,
+    profile: Profile | str,
     *,
     a_max: int,
-    s_max: int,
+    s_max: int | None = None,
     duration_s: float = 3600.0,
     seed: int = 0,
     max_num_seqs: int = DEFAULT_MAX_NUM_SEQS,
@@ -83,11 +87,13 @@ def simulate(
     workload
         Adapters, rates and request lengths.
     profile
-        GPU, model and engine; its serving rules are simulated unless `rules` names others.
+        GPU, model and engine, or the name of a shipped profile, or the path of a profile file. Its serving
+        rules are simulated unless `rules` names others.
     a_max
         Adapter slots (vLLM ``--max-loras``).
     s_max
-        Rank that slots are sized for (``--max-lora-rank``), at least the largest rank served.
+        Rank that slots are sized for (``--max-lora-rank``), at least the largest rank served; None: the
+        smallest that vLLM allows.
     duration_s
         Horizon in seconds.
     seed
@@ -117,29 +123,29 @@ def simulate(
     InputError
         When a setting breaks its rule.
     """
+    settings: SimulateSettings = {
+        "a_max": a_max,
+        "s_max": s_max,
+        "duration_s": duration_s,
+        "seed": seed,
+        "max_num_seqs": max_num_seqs,
+        "max_num_batched_tokens": max_num_batched_tokens,
+        "max_cpu_loras": max_cpu_loras,
+        "max_model_len": max_model_len,
+        "gpu_memory_utilization": gpu_memory_utilization,
+        "max_in_flight": max_in_flight,
+        "rules": rules,
+        "prefix_caching": prefix_caching,
+    }
     started = time.perf_counter()
-    scenario = _scenario(
-        workload,
-        profile,
-        a_max=a_max,
-        s_max=s_max,
-        duration_s=duration_s,
-        seed=seed,
-        max_num_seqs=max_num_seqs,
-        max_num_batched_tokens=max_num_batched_tokens,
-        max_cpu_loras=max_cpu_loras,
-        max_model_len=max_model_len,
-        gpu_memory_utilization=gpu_memory_utilization,
-        max_in_flight=max_in_flight,
-        rules=rules,
-        prefix_caching=prefix_caching,
-    )
-    return _summary(profile, scenario, runner(scenario), started)
+    used = _loaded(profile)
+    scenario = _scenario(workload, used, settings)
+    return _summary(used, scenario, runner(scenario), started)
 
 
 def simulate_detailed(
     workload: Workload,
-    profile: Profile,
+    profile: Profile | str,
     *,
     runner: Callable[[Scenario], TwinTrace] = run,
     **settings: Unpack[SimulateSettings],
@@ -165,29 +171,59 @@ def simulate_detailed(
         As `simulate`.
     """
     started = time.perf_counter()
-    scenario = with_buckets(_scenario(workload, profile, **settings))
+    used = _loaded(profile)
+    scenario = with_buckets(_scenario(workload, used, settings))
     trace = runner(scenario)
-    result = _summary(profile, scenario, trace, started)
-    overhead_s = profile.host.value("request_ms") / 1e3
-    itl_factor = client_itl_factor(profile.host, scenario, trace)
+    result = _summary(used, scenario, trace, started)
+    overhead_s = used.host.value("request_ms") / 1e3
+    itl_factor = client_itl_factor(used.host, scenario, trace)
     return detailed_result(workload, scenario, trace, result, overhead_s, itl_factor, runner)
 
 
-def _scenario(workload: Workload, profile: Profile, **given: Unpack[SimulateSettings]) -> Scenario:
-    settings: SimulateSettings = {
-        "duration_s": 3600.0,
-        "seed": 0,
-        "max_num_seqs": DEFAULT_MAX_NUM_SEQS,
-        "max_num_batched_tokens": DEFAULT_MAX_NUM_BATCHED_TOKENS,
-        "max_cpu_loras": None,
-        "max_model_len": DEFAULT_MAX_MODEL_LEN,
-        "gpu_memory_utilization": DEFAULT_GPU_MEMORY_UTILIZATION,
-        "max_in_flight": None,
-        "rules": None,
-        "prefix_caching": None,
-        **given,
+def keywords_of(args: EngineArgs) -> EngineKeywords:
+    """Return engine settings by the names that `simulate` gives them."""
+    return {
+        "a_max": args.max_loras,
+        "s_max": args.max_lora_rank,
+        "max_num_seqs": args.max_num_seqs,
+        "max_num_batched_tokens": args.max_num_batched_tokens,
+        "max_cpu_loras": args.max_cpu_loras,
+        "max_model_len": args.max_model_len,
+        "gpu_memory_utilization": args.gpu_memory_utilization,
+        "prefix_caching": args.enable_prefix_caching,
     }
-    return build_scenario(workload, profile, **settings)
+
+
+def engine_args(workload: Workload, settings: EngineKeywords) -> EngineArgs:
+    """Return the engine settings among those of `simulate`, with its defaults."""
+    s_max = settings.get("s_max")
+    return EngineArgs(
+        max_loras=settings["a_max"],
+        max_lora_rank=s_max or allowed_lora_rank(max(a.rank for a in workload.adapters)),
+        max_cpu_loras=settings.get("max_cpu_loras"),
+        max_num_seqs=settings.get("max_num_seqs", DEFAULT_MAX_NUM_SEQS),
+        max_num_batched_tokens=settings.get("max_num_batched_tokens", DEFAULT_MAX_NUM_BATCHED_TOKENS),
+        gpu_memory_utilization=settings.get("gpu_memory_utilization", DEFAULT_GPU_MEMORY_UTILIZATION),
+        max_model_len=settings.get("max_model_len", DEFAULT_MAX_MODEL_LEN),
+        enable_prefix_caching=settings.get("prefix_caching"),
+    )
+
+
+def _loaded(profile: Profile | str) -> Profile:
+    return load_profile(profile) if isinstance(profile, str) else profile
+
+
+def _scenario(workload: Workload, profile: Profile, settings: SimulateSettings) -> Scenario:
+    require_settings(workload, profile, settings)
+    return build_scenario(
+        workload,
+        profile,
+        engine_args(workload, settings),
+        duration_s=settings.get("duration_s", 3600.0),
+        seed=settings.get("seed", 0),
+        max_in_flight=settings.get("max_in_flight"),
+        rules=settings.get("rules"),
+    )
 
 
 def _summary(profile: Profile, scenario: Scenario, trace: TwinTrace, started: float) -> SimulationResult:

@@ -30,7 +30,7 @@ from capplan.engine.settings import EngineSettings
 from capplan.engine.timing import EngineClock, VirtualClock, WallClock
 from capplan.errors import InfeasibleError, InputError
 from capplan.serving import Limits, new_state
-from capplan.spec import allowed_lora_rank
+from capplan.spec import EngineArgs, allowed_lora_rank
 
 _CPU_KV_BYTES: Final = 256 * 2**20
 _STEP_BYTES: Final = 2 * 2**30
@@ -115,16 +115,16 @@ def _adapter_memory(
 
 
 def _limits(settings: EngineSettings, sizes: Sizes, adapters: int, host_slots: int) -> Limits:
-    rules = settings.serving_rules()
-    return rules.limits(
+    args = EngineArgs(
+        max_loras=sizes.a_max,
+        max_lora_rank=sizes.s_max,
+        max_cpu_loras=max(host_slots, 1),
         max_num_seqs=settings.max_num_seqs,
         max_num_batched_tokens=settings.max_num_batched_tokens,
+        gpu_memory_utilization=settings.gpu_memory_utilization,
         max_model_len=sizes.max_model_len,
-        max_loras=max(1, adapters) if rules.declared_output else sizes.a_max,
-        max_cpu_loras=max(host_slots, 1),
-        block_size=settings.block_size,
-        num_blocks=sizes.num_blocks,
     )
+    return settings.serving_rules().limits(args, adapters, settings.block_size, sizes.num_blocks)
 
 
 def _runner(

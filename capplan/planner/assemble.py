@@ -18,7 +18,6 @@ from capplan.planner.queues import group_queues
 from capplan.planner.verify import InstanceVerification
 from capplan.spec import (
     Binds,
-    EngineArgs,
     Group,
     GroupVerification,
     Percentiles,
@@ -144,7 +143,7 @@ def _group(
     binding: tuple[Binds | None, float | None],
     queues: Queues | None,
 ) -> Group:
-    pool, engine = problem.pools[assignment.pool], problem.engine
+    pool = problem.pools[assignment.pool]
     profile = pool.profile
     binds, load_over_capacity = binding
     fractions = assignment.fractions
@@ -155,15 +154,9 @@ def _group(
         gpu=profile.gpu.name,
         tp=profile.tp,
         profile=profile.name,
-        engine_args=EngineArgs(
-            max_loras=assignment.a_max,
-            max_lora_rank=problem.s_max(assignment.shares),
-            max_cpu_loras=problem.workload.engine.max_cpu_loras,
-            max_num_seqs=problem.max_num_seqs(assignment),
-            max_num_batched_tokens=engine.max_num_batched_tokens,
-            gpu_memory_utilization=engine.gpu_memory_utilization,
-            max_model_len=engine.max_model_len,
-            enable_prefix_caching=chosen_rules(profile, None, None).prefix_caching,  # as run_twin has it
+        engine_args=problem.engine_args(assignment).replace(
+            # as the twin has it
+            enable_prefix_caching=chosen_rules(profile, None, None).prefix_caching
         ),
         adapters=tuple(
             PlanAdapter(name=a.name, rank=a.rank, rate_rps=a.rate_rps, path=a.path, share=fractions[a.name])

@@ -20,9 +20,9 @@ from capplan.planner.evaluate import Evaluation, evaluate
 from capplan.planner.parallel import estimate_all
 from capplan.planner.problem import AdapterShare, Assignment, Estimate, Estimator, Problem
 from capplan.spec import STARVED_BELOW, Workload
+from capplan.spec.engine_args import DEFAULT_MAX_MODEL_LEN
 from capplan.twin import SimulationResult
 from capplan.twin.metrics import bound_value
-from capplan.twin.simulate import DEFAULT_MAX_MODEL_LEN
 
 SEARCH_DURATION_S = 3600.0
 

@@ -4,13 +4,13 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import TypedDict
 
 from capplan.planner.problem import Assignment, Problem, distinct_adapters, horizon_s
-from capplan.spec import Binds, Slo, Workload
+from capplan.spec import Binds, Slo
 from capplan.twin import SimulationResult, simulate, simulate_detailed
 from capplan.twin.cluster import Instance, simulate_cluster
 from capplan.twin.metrics import bound_value
+from capplan.twin.simulate import keywords_of
 
 
 @dataclass(frozen=True)
@@ -44,7 +44,7 @@ def evaluate(
     slo = problem.workload.slo
     workload = problem.subworkload(assignment.shares, scale)
     profile = problem.pools[assignment.pool].profile
-    settings = twin_settings(problem, assignment, workload)
+    settings = keywords_of(problem.engine_args(assignment))
     length_s = horizon_s(workload, duration_s)
     if slo.tpt_over_base is None:
         result = simulate(workload, profile, seed=seed, duration_s=length_s, **settings)
@@ -57,32 +57,6 @@ def evaluate(
         words = f"attainment {good.share:.3f} < {slo.attainment:g} (TPT within {good.limit:.3g} ms)"
         broken = (*broken, words)
     return Evaluation(result, broken)
-
-
-class EngineSettings(TypedDict):
-    """How an engine is set, by the names that the twin gives the settings."""
-
-    a_max: int
-    s_max: int
-    max_num_seqs: int
-    max_num_batched_tokens: int
-    max_model_len: int
-    gpu_memory_utilization: float
-    max_cpu_loras: int | None
-
-
-def twin_settings(problem: Problem, assignment: Assignment, workload: Workload) -> EngineSettings:
-    """Return how the twin is to set the engine of one instance that serves a workload."""
-    engine = problem.engine
-    return {
-        "a_max": assignment.a_max,
-        "s_max": problem.s_max(assignment.shares),
-        "max_num_seqs": problem.max_num_seqs(assignment),
-        "max_num_batched_tokens": engine.max_num_batched_tokens,
-        "max_model_len": engine.max_model_len,
-        "gpu_memory_utilization": engine.gpu_memory_utilization,
-        "max_cpu_loras": workload.engine.max_cpu_loras,
-    }
 
 
 def violated_bounds(slo: Slo, result: SimulationResult) -> tuple[str, ...]:
@@ -144,8 +118,8 @@ def evaluate_cluster(
 
 
 def _cluster_instance(problem: Problem, assignment: Assignment) -> Instance:
-    settings = twin_settings(problem, assignment, problem.workload)
-    return Instance(problem.pools[assignment.pool].profile, adapters=assignment.fractions, **settings)
+    profile = problem.pools[assignment.pool].profile
+    return Instance.of(profile, problem.engine_args(assignment), assignment.fractions)
 
 
 BOTTLENECK_SEED = 7

@@ -13,22 +13,12 @@ from typing import Final, Protocol
 from capplan.datasets import load_profile
 from capplan.errors import InputError
 from capplan.models.memory import KvBudget, kv_budget
-from capplan.spec import Adapter, EngineConfig, Pool, Profile, Trace, Workload, allowed_lora_rank
+from capplan.spec import Adapter, EngineArgs, Pool, Profile, Trace, Workload, allowed_lora_rank
 
 GRID = (1, 2, 4, 8, 16, 32, 64, 96, 128, 160, 192, 256, 320, 384)
 """Values of A_max and adapter counts that tried; from 8, those of the adapter-caching paper (section 7)."""
 
 _RANK: Final = attrgetter("rank")
-
-
-@dataclass(frozen=True)
-class EngineDefaults:
-    """Engine settings where the workload leaves them open."""
-
-    max_num_seqs: int = 256
-    max_num_batched_tokens: int = 2048
-    max_model_len: int = 8192
-    gpu_memory_utilization: float = 0.9
 
 
 @dataclass(frozen=True)
@@ -113,14 +103,14 @@ class Problem:
     pools
         Available instances, at least one pool. Solvers of the papers use the first only.
     engine
-        Engine settings of every instance, complete but for the slots.
+        Engine settings of every instance; the slots are those of each assignment.
     shares
         Items to place.
     """
 
     workload: Workload
     pools: tuple[GpuPool, ...]
-    engine: EngineDefaults
+    engine: EngineArgs
     shares: tuple[AdapterShare, ...]
 
     @property
@@ -142,6 +132,15 @@ class Problem:
     def max_num_seqs(self, assignment: Assignment) -> int:
         """Return the maximum number of running requests of an instance."""
         return assignment.max_num_seqs or self.engine.max_num_seqs
+
+    def engine_args(self, assignment: Assignment) -> EngineArgs:
+        """Return the engine settings of an instance."""
+        slots = {
+            "max_loras": assignment.a_max,
+            "max_lora_rank": self.s_max(assignment.shares),
+            "max_num_seqs": self.max_num_seqs(assignment),
+        }
+        return self.engine.model_copy(update=slots)
 
     @property
     def fixed_a_max(self) -> int | None:
@@ -208,21 +207,6 @@ def whole_adapters(problem: Problem) -> tuple[AdapterShare, ...]:
 def distinct_adapters(shares: Sequence[AdapterShare]) -> int:
     """Return the number of different adapters."""
     return len({share.name for share in shares})
-
-
-def complete_engine(config: EngineConfig) -> EngineDefaults:
-    """Return the workload's engine settings with the open ones filled in.
-
-    A step must have a token for every running request: what is open gives way to what is fixed.
-    """
-    defaults = EngineDefaults()
-    seqs, tokens = config.max_num_seqs, config.max_num_batched_tokens
-    return EngineDefaults(
-        max_num_seqs=seqs or min(defaults.max_num_seqs, tokens or defaults.max_num_seqs),
-        max_num_batched_tokens=tokens or max(defaults.max_num_batched_tokens, seqs or 0),
-        max_model_len=config.max_model_len or defaults.max_model_len,
-        gpu_memory_utilization=config.gpu_memory_utilization or defaults.gpu_memory_utilization,
-    )
 
 
 def traffic_fractions(shares: Iterable[AdapterShare]) -> dict[str, float]:
@@ -348,7 +332,7 @@ def make_problem(workload: Workload, gpus: int | None, profile: Profile | str | 
     pools = tuple(map(_read_pool, workload.pools)) or (_single_pool(workload, gpus, profile),)
     for pool in pools:
         pool.profile.require_model(workload.base_model)
-    engine = complete_engine(workload.engine)
+    engine = workload.engine.complete()
     _require_fitting_prompts(workload, engine.max_model_len)
     problem = Problem(workload, pools, engine, ())
     problem.constraints  # noqa: B018 - contradictions are errors before anything is solved

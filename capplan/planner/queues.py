@@ -11,7 +11,6 @@ import numpy as np
 from numpy.typing import NDArray
 
 from capplan.errors import InfeasibleError
-from capplan.planner.evaluate import twin_settings
 from capplan.planner.problem import Assignment, Problem, horizon_s
 from capplan.planner.queue_clusters import choose_clustering, classify, cluster_sizes, cut_offs, subsample
 from capplan.serving.memory import adapter_bytes, kv_bytes_per_token, lora_elements_per_rank
@@ -19,6 +18,7 @@ from capplan.spec import ModelArch, QueueClass, QueueConfig, Queues, Slo, Worklo
 from capplan.spec.workload import AdapterCharge, QuotaSize, RestWeights, SizeForm
 from capplan.twin import RequestTable, SimulationResult, simulate_detailed
 from capplan.twin.per_request import REJECTED
+from capplan.twin.simulate import keywords_of
 
 __all__ = [
     "RequestSample",
@@ -376,7 +376,7 @@ def _simulate_requests(
     """Return what the twin does with enough requests, or with the whole trace."""
     duration_s = min(max(_SAMPLE_REQUESTS / rate_rps, _MIN_DURATION_S), _MAX_DURATION_S)
     length_s = horizon_s(workload, duration_s)
-    settings = twin_settings(problem, assignment, workload)
+    settings = keywords_of(problem.engine_args(assignment))
     profile = problem.pools[assignment.pool].profile
     return simulate_detailed(workload, profile, seed=_QUEUE_SEED, duration_s=length_s, **settings).requests
 

@@ -6,6 +6,7 @@ from dataclasses import dataclass, replace
 
 from capplan.errors import InputError
 from capplan.serving.state import SLORA, VLLM, Limits
+from capplan.spec.engine_args import EngineArgs
 
 
 @dataclass(frozen=True)
@@ -67,24 +68,27 @@ class ServingRules:
                 rule="must be >= 0", value=self.long_prefill_tokens, location="rules.long_prefill_tokens"
             )
 
-    def limits(
-        self,
-        *,
-        max_num_seqs: int,
-        max_num_batched_tokens: int,
-        max_model_len: int,
-        max_loras: int,
-        max_cpu_loras: int,
-        block_size: int,
-        num_blocks: int,
-    ) -> Limits:
-        """Return the limits of an engine under these rules; `num_blocks` counts usable KV blocks."""
+    def limits(self, args: EngineArgs, adapters: int, block_size: int, num_blocks: int) -> Limits:
+        """Return the limits of an engine under these rules.
+
+        Parameters
+        ----------
+        args
+            Settings of the engine.
+        adapters
+            Number of adapters the engine serves.
+        block_size
+            Tokens of one KV block.
+        num_blocks
+            Usable KV blocks.
+        """
+        host_slots = adapters if args.max_cpu_loras is None else args.max_cpu_loras
         return Limits(
-            max_num_seqs=max_num_seqs,
-            max_num_batched_tokens=max_num_batched_tokens,
-            max_model_len=max_model_len,
-            max_loras=max_loras,
-            max_cpu_loras=max_cpu_loras,
+            max_num_seqs=args.max_num_seqs,
+            max_num_batched_tokens=args.max_num_batched_tokens,
+            max_model_len=args.max_model_len,
+            max_loras=max(1, adapters) if self.declared_output else args.max_loras,
+            max_cpu_loras=max(1, host_slots),
             block_size=block_size,
             watermark_blocks=int(self.watermark * (num_blocks + 1)),  # vLLM counts its null block, too
             long_prefill_tokens=self.long_prefill_tokens,

@@ -1,12 +1,12 @@
 """What the user writes and reads: workloads, plans, profiles, and the rules they must keep."""
 
+from capplan.spec.engine_args import EngineArgs, EngineConfig
 from capplan.spec.files import read_text, write_bytes_atomic, write_text_atomic
 from capplan.spec.lengths import LengthPairs, Lengths
 from capplan.spec.load import load_workload
 from capplan.spec.plan import (
     Binds,
     Cache,
-    EngineArgs,
     Group,
     GroupVerification,
     Move,
@@ -33,7 +33,7 @@ from capplan.spec.profile import (
     Provenance,
     ProvenanceKind,
 )
-from capplan.spec.slo import STARVED_BELOW, EngineConfig, Gpus, Objective, Pool, Slo
+from capplan.spec.slo import STARVED_BELOW, Gpus, Objective, Pool, Slo
 from capplan.spec.trace import Trace
 from capplan.spec.trace_files import TraceFormat, read_length_pairs, read_trace
 from capplan.spec.traffic import (

@@ -13,14 +13,15 @@ from pydantic import Field, JsonValue, Strict, model_validator
 
 from capplan.errors import InputError
 from capplan.spec.display import Displayed, plot
+from capplan.spec.engine_args import EngineArgs
 from capplan.spec.files import parse_json, parse_yaml, read_text, write_text_atomic
-from capplan.spec.slo import Objective, Slo, Utilization
+from capplan.spec.slo import Objective, Slo
 from capplan.spec.validation import (
+    LORA_RANKS,
     Count,
     Flag,
     Fraction,
     Key,
-    LoraRank,
     Name,
     Natural,
     NonNegative,
@@ -46,21 +47,6 @@ class PlanEngine(SpecModel):
     name: Text = Field(description="Name of the engine, such as vllm.")
     version: Text = Field(description="Version of the engine.")
     rules: Text = Field(description="Serving rules the twin followed, such as vllm-0.8.")
-
-
-class EngineArgs(SpecModel):
-    """Engine flags of a group, named as in vLLM."""
-
-    max_loras: Count = Field(description="Adapter slots in GPU memory (A_max).")
-    max_lora_rank: LoraRank = Field(description="Rank every slot is sized for (S_max).")
-    max_cpu_loras: Count | None = Field(None, description="Adapters kept in host memory; null: all of them.")
-    max_num_seqs: Count = Field(description="Most requests running at once.")
-    max_num_batched_tokens: Count = Field(description="Most tokens computed in one step.")
-    gpu_memory_utilization: Utilization = Field(description="Share of GPU memory the engine may use.")
-    max_model_len: Count = Field(description="Longest prompt + output, in tokens.")
-    enable_prefix_caching: Flag | None = Field(
-        None, description="Whether KV of shared prompt beginnings is kept; null: the engine's default."
-    )
 
 
 class PlanAdapter(SpecModel):
@@ -188,9 +174,13 @@ class Group(SpecModel):
     @model_validator(mode="after")
     def _adapters_fit(self) -> Self:
         check_unique("adapters", (adapter.name for adapter in self.adapters))
+        limit = self.engine_args.max_lora_rank
+        if limit not in LORA_RANKS:
+            ranks = ", ".join(map(str, LORA_RANKS))
+            rank_at = ("engine_args", "max_lora_rank")
+            raise rule_error(f"must be one of vLLM's ranks {ranks}", key=rank_at, value=limit)
         for index, adapter in enumerate(self.adapters):
-            if adapter.rank > self.engine_args.max_lora_rank:
-                limit = self.engine_args.max_lora_rank
+            if adapter.rank > limit:
                 at = ("adapters", index, "rank")
                 raise rule_error(
                     f"must not exceed engine_args.max_lora_rank, which is {limit}", key=at, value=adapter.rank

@@ -9,7 +9,6 @@ from pydantic import Field, Strict, model_validator
 
 from capplan.spec.validation import (
     Count,
-    LoraRank,
     Name,
     NonNegative,
     Positive,
@@ -93,35 +92,6 @@ class Slo(SpecModel):
             name: getattr(self, name) for name in type(self).model_fields if name.endswith(("_s", "_ms"))
         }
         return {name: value for name, value in bounds.items() if value is not None}
-
-
-Utilization = Annotated[
-    float, Strict(), Field(gt=0, le=1), rule("must be a number above 0 and at most 1, such as 0.9")
-]
-
-
-class EngineConfig(SpecModel):
-    """Engine flags, named as in vLLM: a value is fixed, an absent one is the planner's choice."""
-
-    max_num_seqs: Count | None = Field(None, description="Most requests running at once on one GPU.")
-    max_num_batched_tokens: Count | None = Field(None, description="Most tokens computed in one step.")
-    max_model_len: Count | None = Field(None, description="Longest prompt + output, in tokens.")
-    gpu_memory_utilization: Utilization | None = Field(
-        None, description="Share of GPU memory the engine may use."
-    )
-    max_loras: Count | None = Field(None, description="Adapter slots in GPU memory (A_max).")
-    max_lora_rank: LoraRank | None = Field(None, description="Rank every slot is sized for (S_max).")
-    max_cpu_loras: Count | None = Field(
-        None, description="Adapters kept in host memory; absent: all of them fit."
-    )
-
-    @model_validator(mode="after")
-    def _consistent(self) -> Self:
-        for small, large in (("max_loras", "max_cpu_loras"), ("max_num_seqs", "max_num_batched_tokens")):
-            low, high = getattr(self, small), getattr(self, large)
-            if low is not None and high is not None and high < low:
-                raise rule_error(f"must be at least {small}, which is {low}", key=(large,), value=high)
-        return self
 
 
 class Gpus(SpecModel):

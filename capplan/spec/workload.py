@@ -13,8 +13,9 @@ from pydantic import BeforeValidator, Field, Strict, model_validator
 from pydantic.json_schema import SkipJsonSchema
 
 from capplan.errors import InputError
+from capplan.spec.engine_args import EngineConfig
 from capplan.spec.lengths import LengthPairs, Lengths
-from capplan.spec.slo import EngineConfig, Gpus, Objective, Pool, Slo
+from capplan.spec.slo import Gpus, Objective, Pool, Slo
 from capplan.spec.trace import Trace
 from capplan.spec.traffic import ArrivalProcess, Arrivals, Stickiness
 from capplan.spec.validation import (

@@ -22,7 +22,6 @@ from capplan.planner.problem import (
     Estimator,
     GpuPool,
     Problem,
-    complete_engine,
     distinct_adapters,
     whole_adapters,
 )
@@ -140,7 +139,7 @@ def example_problem(
         engine=engine or EngineConfig(),
     )
     pool = GpuPool(None, load_profile(_PROFILE_NAME), gpus)
-    problem = Problem(workload, (pool,), complete_engine(workload.engine), ())
+    problem = Problem(workload, (pool,), workload.engine.complete(), ())
     return replace(problem, shares=whole_adapters(problem))
 
 

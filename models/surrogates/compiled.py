@@ -36,6 +36,7 @@ from capplan.models.surrogates.outputs import (
 )
 from capplan.models.surrogates.surrogate import Surrogate, SurrogateAnswers
 from capplan.spec import STARVED_BELOW, Workload
+from capplan.spec.engine_args import DEFAULT_GPU_MEMORY_UTILIZATION, DEFAULT_MAX_NUM_BATCHED_TOKENS
 
 Floats = NDArray[np.float64]
 Vectors = NDArray[np.float32]
@@ -164,8 +165,8 @@ def compile_surrogate(
     surrogate: Surrogate,
     workload: Workload,
     *,
-    max_num_batched_tokens: int = 2048,
-    gpu_memory_utilization: float = 0.9,
+    max_num_batched_tokens: int = DEFAULT_MAX_NUM_BATCHED_TOKENS,
+    gpu_memory_utilization: float = DEFAULT_GPU_MEMORY_UTILIZATION,
 ) -> CompiledSurrogate | None:
     """Return the surrogate for GPUs that serve any adapters with the requests of a workload.
 

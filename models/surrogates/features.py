@@ -17,7 +17,8 @@ from capplan.models.fluid import FluidEngine, batch_limit, fluid_state
 from capplan.models.memory import kv_tokens
 from capplan.models.slot_sharing import FluidLoad
 from capplan.models.step_latency import coefficient_array, latency_code
-from capplan.spec import Adapter, Arrivals, Lengths, Profile, Workload
+from capplan.spec import Adapter, Arrivals, EngineArgs, Lengths, Profile, Workload
+from capplan.spec.engine_args import DEFAULT_MAX_MODEL_LEN
 
 Floats = NDArray[np.float64]
 
@@ -317,25 +318,17 @@ def offered_tok_s(workload: Workload) -> float:
     return total
 
 
-def feature_vector(
-    workload: Workload,
-    profile: Profile,
-    *,
-    a_max: int,
-    s_max: int,
-    max_num_seqs: int,
-    max_num_batched_tokens: int,
-    gpu_memory_utilization: float,
-) -> NDArray[np.float32]:
+def feature_vector(workload: Workload, profile: Profile, args: EngineArgs) -> NDArray[np.float32]:
     """Return the features of one GPU that serves all of `workload`, in the order of `FEATURES`."""
     rates_rps = np.array([a.rate_rps for a in workload.adapters])
     ranks = np.array([a.rank for a in workload.adapters], float)
-    kv = kv_tokens(profile, a_max, s_max, gpu_memory_utilization, max_num_seqs)
+    slots, rank, seqs = args.max_loras, args.max_lora_rank, args.max_num_seqs
+    kv = kv_tokens(profile, slots, rank, args.gpu_memory_utilization, seqs)
     vectors = np.empty((1, len(FEATURES)), np.float32)
     fill_vectors(
         vectors,
-        common_inputs(workload, profile, max_num_batched_tokens),
-        np.array([[a_max, s_max, max_num_seqs, kv]], float),
+        common_inputs(workload, profile, args.max_num_batched_tokens),
+        np.array([[slots, rank, seqs, kv]], float),
         rates_rps,
         ranks,
         np.sort(rates_rps),
@@ -477,10 +470,13 @@ def feature_probe(profile: Profile) -> list[str]:
         probed += feature_vector(
             workload,
             profile,
-            a_max=a_max,
-            s_max=32,
-            max_num_seqs=128,
-            max_num_batched_tokens=1024,
-            gpu_memory_utilization=0.9,
+            EngineArgs(
+                max_loras=a_max,
+                max_lora_rank=32,
+                max_num_seqs=128,
+                max_num_batched_tokens=1024,
+                gpu_memory_utilization=0.9,
+                max_model_len=DEFAULT_MAX_MODEL_LEN,
+            ),
         ).tolist()
     return [f"{value:.4g}" for value in probed]

@@ -11,7 +11,13 @@ from numpy.typing import NDArray
 from capplan.models.surrogates.features import feature_vector, unsupported_workload
 from capplan.models.surrogates.outputs import EnsembleOutput
 from capplan.models.surrogates.tree import Tree
-from capplan.spec import Profile, Workload
+from capplan.spec import EngineArgs, Profile, Workload
+from capplan.spec.engine_args import (
+    DEFAULT_GPU_MEMORY_UTILIZATION,
+    DEFAULT_MAX_MODEL_LEN,
+    DEFAULT_MAX_NUM_BATCHED_TOKENS,
+    DEFAULT_MAX_NUM_SEQS,
+)
 
 Features: TypeAlias = NDArray[np.float32]
 Floats: TypeAlias = NDArray[np.float64]
@@ -186,23 +192,23 @@ class Surrogate:
         *,
         a_max: int,
         s_max: int,
-        max_num_seqs: int = 256,
-        max_num_batched_tokens: int = 2048,
-        gpu_memory_utilization: float = 0.9,
+        max_num_seqs: int = DEFAULT_MAX_NUM_SEQS,
+        max_num_batched_tokens: int = DEFAULT_MAX_NUM_BATCHED_TOKENS,
+        gpu_memory_utilization: float = DEFAULT_GPU_MEMORY_UTILIZATION,
     ) -> SurrogateAnswer:
         """Predict one GPU that serves all of `workload`; parameters as in `capplan.simulate`.
 
         The prediction covers an hour behind a front end that holds at most 25,000 requests.
         """
-        features = feature_vector(
-            workload,
-            self.profile,
-            a_max=a_max,
-            s_max=s_max,
+        args = EngineArgs(
+            max_loras=a_max,
+            max_lora_rank=s_max,
             max_num_seqs=max_num_seqs,
             max_num_batched_tokens=max_num_batched_tokens,
             gpu_memory_utilization=gpu_memory_utilization,
+            max_model_len=DEFAULT_MAX_MODEL_LEN,
         )
+        features = feature_vector(workload, self.profile, args)
         return self.predict_features(features, supported=not unsupported_workload(workload, self.profile))
 
     def predict_features(self, features: Features, *, supported: bool = True) -> SurrogateAnswer:

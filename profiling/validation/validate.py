@@ -29,7 +29,7 @@ from capplan.profiling.validation.compare import (
 )
 from capplan.spec import Group, Plan, Profile, Workload
 from capplan.twin import SimulationResult, simulate
-from capplan.twin.simulate import SimulateSettings
+from capplan.twin.simulate import EngineKeywords, keywords_of
 
 _DRAIN_S: Final = 1.0
 _LOOKS_S: Final = 2.0
@@ -118,19 +118,9 @@ def group_workload(group: Group, workload: Workload, rate_scale: float) -> Workl
     return scaled(workload.subset(shares, shares), rate_scale)
 
 
-def twin_settings(group: Group, options: ValidationOptions) -> SimulateSettings:
+def twin_settings(group: Group, options: ValidationOptions) -> EngineKeywords:
     """Return the twin's engine settings of a group."""
-    args = group.engine_args.model_dump() | dict(options.engine_args)
-    return {
-        "a_max": args["max_loras"],
-        "s_max": args["max_lora_rank"],
-        "max_cpu_loras": args["max_cpu_loras"],
-        "max_num_seqs": args["max_num_seqs"],
-        "max_num_batched_tokens": args["max_num_batched_tokens"],
-        "max_model_len": args["max_model_len"],
-        "gpu_memory_utilization": args["gpu_memory_utilization"],
-        "prefix_caching": args["enable_prefix_caching"],
-    }
+    return keywords_of(group.engine_args.replace(**options.engine_args))
 
 
 def server_command(

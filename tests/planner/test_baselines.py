@@ -19,7 +19,6 @@ from capplan.planner.problem import (
     Assignment,
     GpuPool,
     Problem,
-    complete_engine,
     distinct_adapters,
     whole_adapters,
 )
@@ -37,7 +36,7 @@ def placed(name: str, problem: Problem, estimator: Capacity = ANY, seed: int = 0
 
 
 def problem_of(workload: Workload, profile: Profile, gpus: int) -> Problem:
-    problem = Problem(workload, (GpuPool(None, profile, gpus),), complete_engine(workload.engine), ())
+    problem = Problem(workload, (GpuPool(None, profile, gpus),), workload.engine.complete(), ())
     return replace(problem, shares=whole_adapters(problem))
 
 

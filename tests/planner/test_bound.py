@@ -7,12 +7,12 @@ from hypothesis import strategies as st
 
 from capplan import Adapter, Lengths, Profile, Workload, load_profile, simulate
 from capplan.planner.bound import busy_gpus, lower_bound_gpus
-from capplan.planner.problem import GpuPool, Problem, complete_engine
+from capplan.planner.problem import GpuPool, Problem
 from tests.planner.conftest import MODEL, PROFILE
 
 
 def problem_of(workload: Workload, profile: Profile) -> Problem:
-    return Problem(workload, (GpuPool(None, profile, 8),), complete_engine(workload.engine), ())
+    return Problem(workload, (GpuPool(None, profile, 8),), workload.engine.complete(), ())
 
 
 lengths = st.builds(

@@ -12,7 +12,7 @@ from capplan.models import Surrogate
 from capplan.models.surrogates.files import KINDS
 from capplan.planner import estimate
 from capplan.planner.estimate import ESTIMATORS, TwinEstimator, estimator_name, make_estimator
-from capplan.planner.problem import Assignment, Estimate, GpuPool, Problem, complete_engine, whole_adapters
+from capplan.planner.problem import Assignment, Estimate, GpuPool, Problem, whole_adapters
 from capplan.spec import Arrivals, EngineConfig, Renewal, Slo, Stickiness
 from tests.models.surrogates import making
 
@@ -57,7 +57,7 @@ def usual(workload: Make) -> Workload:
 
 
 def problem_of(workload: Workload, profile: Profile) -> Problem:
-    problem = Problem(workload, (GpuPool(None, profile, 2),), complete_engine(workload.engine), ())
+    problem = Problem(workload, (GpuPool(None, profile, 2),), workload.engine.complete(), ())
     return replace(problem, shares=whole_adapters(problem))
 
 

@@ -16,7 +16,6 @@ from capplan.planner.problem import (
     Estimate,
     GpuPool,
     Problem,
-    complete_engine,
     whole_adapters,
 )
 from capplan.planner.splitting import split_evenly
@@ -39,7 +38,7 @@ class Twin:
 
 
 def problem_of(workload: Workload, profile: Profile) -> Problem:
-    problem = Problem(workload, (GpuPool(None, profile, 2),), complete_engine(workload.engine), ())
+    problem = Problem(workload, (GpuPool(None, profile, 2),), workload.engine.complete(), ())
     return replace(problem, shares=whole_adapters(problem))
 
 

@@ -1,14 +1,11 @@
 """What a profile says of the engine and the requests it was measured with, where nobody says otherwise."""
 
-from typing import Any
-
 import numpy as np
 import pytest
 
 from capplan import Profile, Workload, errors
-from capplan.spec import LengthPairs, Lengths, Trace
+from capplan.spec import EngineConfig, LengthPairs, Lengths, Trace
 from capplan.twin.scenario import Scenario, build_scenario, chosen_rules
-from capplan.twin.simulate import DEFAULT_MAX_NUM_BATCHED_TOKENS, DEFAULT_MAX_NUM_SEQS
 from tests.twin.examples import profile, workload
 
 CORRELATED = profile().replace(length_correlation=-0.6)
@@ -34,19 +31,8 @@ def test_rules_without_prefix_caching_refuse_it_only_where_it_is_asked_for() -> 
 
 
 def drawn(asked: Workload, of: Profile) -> Scenario:
-    settings: dict[str, Any] = {
-        "a_max": 4,
-        "s_max": 8,
-        "duration_s": 600.0,
-        "seed": 0,
-        "max_num_seqs": DEFAULT_MAX_NUM_SEQS,
-        "max_num_batched_tokens": DEFAULT_MAX_NUM_BATCHED_TOKENS,
-        "max_cpu_loras": None,
-        "max_model_len": 4096,
-        "gpu_memory_utilization": 0.9,
-        "max_in_flight": None,
-    }
-    return build_scenario(asked, of, **settings)
+    args = EngineConfig(max_loras=4, max_lora_rank=8, max_model_len=4096).complete()
+    return build_scenario(asked, of, args, duration_s=600.0, seed=0)
 
 
 def same_lengths(one: Scenario, other: Scenario) -> bool:

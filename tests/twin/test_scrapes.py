@@ -9,16 +9,11 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from capplan import Profile, Workload, simulate
-from capplan.spec import Coefficient
+from capplan.spec import Coefficient, EngineConfig
 from capplan.twin import scrapes
 from capplan.twin.core import run
 from capplan.twin.metrics import SimulationResult
 from capplan.twin.scenario import NS_PER_S, Scenario, build_scenario
-from capplan.twin.simulate import (
-    DEFAULT_GPU_MEMORY_UTILIZATION,
-    DEFAULT_MAX_NUM_BATCHED_TOKENS,
-    DEFAULT_MAX_NUM_SEQS,
-)
 from tests.twin.examples import part, profile, workload
 
 SETTINGS: dict[str, Any] = {"a_max": 8, "s_max": 8, "duration_s": 600.0, "max_model_len": 512}
@@ -80,17 +75,8 @@ def test_a_scrape_shorter_than_a_step_has_no_effect() -> None:
 
 
 def scenario_of(asked: Workload) -> Scenario:
-    return build_scenario(
-        asked,
-        profile(),
-        seed=0,
-        max_num_seqs=DEFAULT_MAX_NUM_SEQS,
-        max_num_batched_tokens=DEFAULT_MAX_NUM_BATCHED_TOKENS,
-        max_cpu_loras=None,
-        gpu_memory_utilization=DEFAULT_GPU_MEMORY_UTILIZATION,
-        max_in_flight=None,
-        **SETTINGS,
-    )
+    args = EngineConfig(max_loras=8, max_lora_rank=8, max_model_len=512).complete()
+    return build_scenario(asked, profile(), args, duration_s=600.0, seed=0)
 
 
 @given(adapters=st.integers(1, 6), rate=st.floats(0.1, 20.0), served_s=st.floats(1.0, 1e5))

@@ -5,21 +5,22 @@ from __future__ import annotations
 import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
-from typing import Any, Final
+from typing import Any, Final, cast
 
 import numpy as np
 from numpy.typing import NDArray
 
 from capplan.errors import InputError
 from capplan.serving.routers import Placement
-from capplan.spec import Profile, Workload
-from capplan.twin.scenario import NS_PER_S, Scenario, build_scenario, draw_for, require_settings
-from capplan.twin.simulate import (
+from capplan.spec import EngineArgs, Profile, Workload
+from capplan.spec.engine_args import (
     DEFAULT_GPU_MEMORY_UTILIZATION,
     DEFAULT_MAX_MODEL_LEN,
     DEFAULT_MAX_NUM_BATCHED_TOKENS,
     DEFAULT_MAX_NUM_SEQS,
 )
+from capplan.twin.scenario import NS_PER_S, Scenario, build_scenario, draw_for, require_settings
+from capplan.twin.simulate import EngineKeywords, engine_args, keywords_of
 from capplan.workload import Requests
 
 _NOBODY: Final = 0
@@ -62,11 +63,21 @@ class Instance:
             if not (isinstance(share, int | float) and 0 <= share < math.inf):
                 raise InputError("must be a finite number >= 0", share, f"Instance.adapters[{name}]")
 
+    @classmethod
+    def of(cls, profile: Profile, args: EngineArgs, adapters: Mapping[str, float] | None = None) -> Instance:
+        """Return an instance with these engine settings."""
+        return cls(profile, adapters=adapters, **cast("Any", keywords_of(args)))
+
     @property
     def settings(self) -> dict[str, Any]:
         """The settings of its engine, by their names in `capplan.simulate`."""
         left_out = ("profile", "adapters")
         return {name: value for name, value in vars(self).items() if name not in left_out}
+
+    def engine_args(self, workload: Workload) -> EngineArgs:
+        """Return its engine settings, checked."""
+        require_settings(workload, self.profile, self.settings)
+        return engine_args(workload, cast("EngineKeywords", self.settings))
 
 
 @dataclass(frozen=True, eq=False)
@@ -198,15 +209,21 @@ def _engines(
     known: dict[tuple[object, ...], Scenario] = {}
     engines = []
     for instance, numbers in zip(instances, held, strict=True):
-        settings = instance.settings
-        key = (id(instance.profile), numbers.tobytes(), *settings.values())
+        key = (id(instance.profile), numbers.tobytes(), *instance.settings.values())
         if key not in known:
             own = workload
             if numbers.size < len(workload.adapters):
                 adapters = tuple(workload.adapters[i - 1] for i in numbers.tolist())
                 own = workload.model_copy(update={"adapters": adapters, "trace": None})
             known[key] = build_scenario(
-                own, instance.profile, duration_s=duration_s, seed=seed, requests=nobody, **settings
+                own,
+                instance.profile,
+                instance.engine_args(own),
+                duration_s=duration_s,
+                seed=seed,
+                max_in_flight=instance.max_in_flight,
+                rules=instance.rules,
+                requests=nobody,
             )
         engine = known[key]
         most = requests if instance.max_in_flight is None else instance.max_in_flight

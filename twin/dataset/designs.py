@@ -11,7 +11,7 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
 from itertools import combinations, combinations_with_replacement
 from types import MappingProxyType
-from typing import Final, TypedDict
+from typing import Final
 
 import numpy as np
 from numpy.typing import NDArray
@@ -19,9 +19,9 @@ from scipy.stats import qmc
 
 from capplan.errors import InputError
 from capplan.models.surrogates.features import MAX_IN_FLIGHT, feature_of, feature_vector
-from capplan.spec import Adapter, Lengths, Profile, Workload, allowed_lora_rank
+from capplan.spec import Adapter, EngineArgs, Lengths, Profile, Workload, allowed_lora_rank
 from capplan.spec.traffic import ArrivalProcess, Arrivals, Renewal, zipf
-from capplan.twin.simulate import SimulateSettings
+from capplan.twin.simulate import SimulateSettings, engine_args
 
 GRID_COUNTS: Final = (8, 16, 32, 64, 96, 128, 160, 192, 256, 320, 384)
 GRID_RATES_RPS: Final = (3.2, 1.6, 0.8, 0.4, 0.1, 0.05, 0.025, 0.0125, 0.00625, 0.003125)
@@ -37,16 +37,6 @@ _MOST_RPS: Final = 1_000.0
 _TWINS: Final = 2
 _SHARED: Final = 10
 _OWN: Final = 5
-
-
-class EngineSettings(TypedDict):
-    """Settings of one engine, by the names of `feature_vector`, `Surrogate.predict` and `simulate`."""
-
-    a_max: int
-    s_max: int
-    max_num_seqs: int
-    max_num_batched_tokens: int
-    gpu_memory_utilization: float
 
 
 @dataclass(frozen=True)
@@ -66,19 +56,13 @@ class Sample:
     settings: SimulateSettings
 
     @property
-    def engine(self) -> EngineSettings:
-        """The settings that features are made of, and that a surrogate is asked with."""
-        return EngineSettings(
-            a_max=self.settings["a_max"],
-            s_max=self.settings["s_max"],
-            max_num_seqs=self.settings["max_num_seqs"],
-            max_num_batched_tokens=self.settings["max_num_batched_tokens"],
-            gpu_memory_utilization=self.settings["gpu_memory_utilization"],
-        )
+    def engine(self) -> EngineArgs:
+        """The engine settings, of which features are made."""
+        return engine_args(self.workload, self.settings)
 
     def features(self, profile: Profile) -> NDArray[np.float32]:
         """Return what a surrogate of the profile is asked, in the order of `FEATURES`."""
-        return feature_vector(self.workload, profile, **self.engine)
+        return feature_vector(self.workload, profile, self.engine)
 
 
 def draw(design: str, profile: Profile, seed: int, start: int, stop: int) -> list[Sample]:

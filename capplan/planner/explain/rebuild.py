@@ -8,7 +8,7 @@ from dataclasses import dataclass, replace
 
 from capplan.datasets import list_profiles
 from capplan.errors import InputError
-from capplan.planner.problem import AdapterShare, Assignment, EngineDefaults, Problem, make_problem
+from capplan.planner.problem import AdapterShare, Assignment, Problem, make_problem
 from capplan.spec import Group, Plan, Profile, QueueConfig, Workload
 
 
@@ -154,14 +154,11 @@ def _rebuild_group(problem: Problem, group: Group, numbers: Counter[str], source
 def _with_settings(problem: Problem, group: Group) -> Problem:
     """Return the problem with the engine as the group has it, whatever the defaults are by now."""
     args = group.engine_args
-    engine = EngineDefaults(
-        args.max_num_seqs, args.max_num_batched_tokens, args.max_model_len, args.gpu_memory_utilization
-    )
     # Not checked again: ranks on other groups may well exceed the slots of this one.
     fixed = problem.workload.engine.model_copy(
         update={"max_lora_rank": args.max_lora_rank, "max_cpu_loras": args.max_cpu_loras}
     )
-    return replace(problem, engine=engine, workload=problem.workload.model_copy(update={"engine": fixed}))
+    return replace(problem, engine=args, workload=problem.workload.model_copy(update={"engine": fixed}))
 
 
 def _group_shares(workload: Workload, group: Group, numbers: Counter[str]) -> tuple[AdapterShare, ...]:

@@ -168,11 +168,7 @@ class _LoadPerRps:
         features = feature_vector(
             workload,
             profile,
-            a_max=next(fitting, 1),
-            s_max=allowed_lora_rank(s_max),
-            max_num_seqs=problem.engine.max_num_seqs,
-            max_num_batched_tokens=problem.engine.max_num_batched_tokens,
-            gpu_memory_utilization=problem.engine.gpu_memory_utilization,
+            problem.engine.replace(max_loras=next(fitting, 1), max_lora_rank=allowed_lora_rank(s_max)),
         )
         return float(features[_LOAD_OVER_CAPACITY]) / _SAMPLE_ADAPTERS
 

@@ -120,16 +120,9 @@ def _simulate_without_adapters(problem: Problem, scale: float, seed: int) -> Sim
     scenario = build_scenario(
         workload,
         profile,
-        a_max=1,
-        s_max=s_max,
+        engine.model_copy(update={"max_loras": 1, "max_lora_rank": s_max, "max_cpu_loras": None}),
         duration_s=horizon_s(workload, _DURATION_S),
         seed=seed,
-        max_num_seqs=engine.max_num_seqs,
-        max_num_batched_tokens=engine.max_num_batched_tokens,
-        max_cpu_loras=None,
-        max_model_len=engine.max_model_len,
-        gpu_memory_utilization=engine.gpu_memory_utilization,
-        max_in_flight=None,
     )
     tokens = kv_tokens(profile, 0, s_max, engine.gpu_memory_utilization, engine.max_num_seqs)
     bare = scenario._replace(

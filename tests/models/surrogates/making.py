@@ -11,7 +11,7 @@ from sklearn.ensemble import RandomForestClassifier, RandomForestRegressor
 from sklearn.tree import DecisionTreeClassifier, DecisionTreeRegressor
 
 from capplan import Lengths, Profile, Workload, load_profile
-from capplan.models.surrogates.features import expected_tok_s, feature_of, feature_vector
+from capplan.models.surrogates.features import expected_tok_s, feature_of
 from capplan.models.surrogates.files import tree_forest
 from capplan.models.surrogates.outputs import (
     OVER_EXPECTED,
@@ -25,8 +25,8 @@ from capplan.models.surrogates.tree import LOG_OVER_EXPECTED, tree_of
 from capplan.models.surrogates.tree import PROBABILITY as CHANCE
 from capplan.models.training.evaluation import fit_calibration, fit_intervals
 from capplan.spec import Adapter
+from capplan.spec.engine_args import DEFAULT_MAX_MODEL_LEN
 from capplan.twin.dataset.designs import draw
-from capplan.twin.simulate import DEFAULT_MAX_MODEL_LEN
 
 PROFILE = "h100-64g/llama-3.1-8b/vllm-0.8.5"
 SETTINGS = {
@@ -56,10 +56,7 @@ def profile() -> Profile:
 def drawn(rows: int, seed: int) -> np.ndarray:
     """Return the features of scenarios of the space-filling design under which an engine would start."""
     features = np.array(
-        [
-            feature_vector(sample.workload, profile(), **{name: sample.settings[name] for name in SETTINGS})
-            for sample in draw("space-filling", profile(), seed, 0, rows)
-        ]
+        [sample.features(profile()) for sample in draw("space-filling", profile(), seed, 0, rows)]
     )
     starts: np.ndarray = feature_of(features, "kv_tokens") >= DEFAULT_MAX_MODEL_LEN
     return features[starts]

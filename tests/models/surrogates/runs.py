@@ -10,6 +10,7 @@ import numpy as np
 
 from capplan import Lengths, SimulationResult, Workload, simulate
 from capplan.models.surrogates.features import MAX_IN_FLIGHT, feature_vector
+from capplan.twin.simulate import engine_args
 from tests.models.surrogates.making import SETTINGS, asked, profile
 
 CASES: dict[str, Callable[[], tuple[Workload, dict[str, Any]]]] = {
@@ -48,4 +49,4 @@ def run(name: str) -> Run:
     workload, changes = CASES[name]()
     settings = SETTINGS | changes
     result = simulate(workload, profile(), **settings, max_in_flight=MAX_IN_FLIGHT, seed=1)
-    return Run(feature_vector(workload, profile(), **settings), result)
+    return Run(feature_vector(workload, profile(), engine_args(workload, settings)), result)

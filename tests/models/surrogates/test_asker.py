@@ -13,6 +13,7 @@ from capplan.models.surrogates.features import FEATURES, feature_vector
 from capplan.models.surrogates.files import KINDS
 from capplan.models.surrogates.surrogate import SurrogateAnswer
 from capplan.spec import Adapter, Arrivals, Lengths, Renewal, Workload
+from capplan.twin.simulate import engine_args
 from tests.models.surrogates.making import SETTINGS, asked, surrogates
 
 ANSWERS = ("throughput_tok_s", "low_tok_s", "high_tok_s", "starvation_probability", "novelty")
@@ -96,7 +97,10 @@ def test_what_is_strange_but_for_its_load_is_not_merely_lighter(surrogate: Surro
 
 
 def test_features_of_the_load_grow_with_it(surrogate: Surrogate) -> None:
-    light, heavy = (feature_vector(asked(rate_rps=r), surrogate.profile, **SETTINGS) for r in (1e-3, 0.5))
+    light, heavy = (
+        feature_vector(asked(rate_rps=r), surrogate.profile, engine_args(asked(), SETTINGS))
+        for r in (1e-3, 0.5)
+    )
     for name in LOAD_FEATURES:
         assert light[FEATURES.index(name)] <= heavy[FEATURES.index(name)]
 

@@ -31,13 +31,14 @@ from capplan.spec import (
     Unpredictable,
     Workload,
 )
+from capplan.twin.simulate import engine_args
 from tests.models.surrogates.making import SETTINGS, asked, profile
 
 Named = dict[str, float]
 
 
 def named(workload: Workload, **changes: Any) -> Named:
-    vector = feature_vector(workload, profile(), **(SETTINGS | changes))
+    vector = feature_vector(workload, profile(), engine_args(workload, SETTINGS | changes))
     assert vector.dtype == np.float32
     return dict(zip(FEATURES, vector.tolist(), strict=True))
 
@@ -131,7 +132,7 @@ def test_features_are_finite_and_expect_no_more_than_is_offered(
     ).replace(adapters=tuple(Adapter(name=str(i), rank=rank, rate_rps=r) for i, r in enumerate(rates)))
     settings = SETTINGS | {"a_max": a_max, "s_max": rank, "max_num_seqs": seqs}
     settings["gpu_memory_utilization"] = utilization
-    vector = feature_vector(workload, profile(), **settings)
+    vector = feature_vector(workload, profile(), engine_args(workload, settings))
     assert np.all(np.isfinite(vector))
     assert np.all(vector[[i for i, name in enumerate(FEATURES) if name != "length_correlation"]] >= 0.0)
     assert 0.0 <= feature_of(vector, "expected_share") <= 1.0

@@ -8,6 +8,7 @@ from capplan.models import Surrogate
 from capplan.models.surrogates.features import FEATURES, feature_vector
 from capplan.models.surrogates.files import KINDS
 from capplan.spec import Arrivals, Diurnal, LengthPairs, Lengths, Renewal, Stickiness, Trace, Workload
+from capplan.twin.simulate import engine_args
 from tests.models.surrogates.making import SETTINGS, asked, drawn, made, profile
 
 
@@ -24,7 +25,7 @@ def test_many_rows_are_answered_as_each_row_alone(surrogate: Surrogate) -> None:
 
 
 def test_a_workload_is_answered_by_its_features(surrogate: Surrogate) -> None:
-    features = feature_vector(asked(), surrogate.profile, **SETTINGS)
+    features = feature_vector(asked(), surrogate.profile, engine_args(asked(), SETTINGS))
     assert surrogate.predict(asked(), **SETTINGS) == surrogate.predict_features(features)
 
 

@@ -1,0 +1,92 @@
+"""Engine settings, named as vLLM's flags."""
+
+from __future__ import annotations
+
+from typing import Annotated, Final, Self, TypeAlias
+
+from pydantic import Field, Strict, model_validator
+
+from capplan.spec.validation import LORA_RANKS, Count, Flag, LoraRank, SpecModel, rule, rule_error
+
+DEFAULT_MAX_NUM_SEQS: Final = 256
+DEFAULT_MAX_NUM_BATCHED_TOKENS: Final = 2048
+DEFAULT_MAX_MODEL_LEN: Final = 8192
+DEFAULT_GPU_MEMORY_UTILIZATION: Final = 0.9
+
+SlotRank: TypeAlias = Annotated[
+    int,
+    Strict(),
+    Field(ge=1, json_schema_extra={"enum": [*LORA_RANKS]}),
+    rule("must be a whole number >= 1"),
+]
+Utilization: TypeAlias = Annotated[
+    float, Strict(), Field(gt=0, le=1), rule("must be a number above 0 and at most 1, such as 0.9")
+]
+
+
+class EngineArgs(SpecModel):
+    """Engine settings of one instance; planner, twin, engine and exporters all take this type.
+
+    A plan holds only ranks that vLLM allows; the twin and the reference engine take any.
+    """
+
+    max_loras: Count = Field(description="Adapter slots in GPU memory (A_max).")
+    max_lora_rank: SlotRank = Field(description="Rank every slot is sized for (S_max).")
+    max_cpu_loras: Count | None = Field(
+        default=None, description="Adapters kept in host memory; null: all of them."
+    )
+    max_num_seqs: Count = Field(description="Most requests running at once.")
+    max_num_batched_tokens: Count = Field(description="Most tokens computed in one step.")
+    gpu_memory_utilization: Utilization = Field(description="Share of GPU memory the engine may use.")
+    max_model_len: Count = Field(description="Longest prompt + output, in tokens.")
+    enable_prefix_caching: Flag | None = Field(
+        default=None,
+        description="Whether KV of shared prompt beginnings is kept; null: the engine's default.",
+    )
+
+
+class EngineConfig(SpecModel):
+    """Engine settings that a workload fixes; an absent one is the planner's choice."""
+
+    max_num_seqs: Count | None = Field(default=None, description="Most requests running at once on one GPU.")
+    max_num_batched_tokens: Count | None = Field(
+        default=None, description="Most tokens computed in one step."
+    )
+    max_model_len: Count | None = Field(default=None, description="Longest prompt + output, in tokens.")
+    gpu_memory_utilization: Utilization | None = Field(
+        default=None, description="Share of GPU memory the engine may use."
+    )
+    max_loras: Count | None = Field(default=None, description="Adapter slots in GPU memory (A_max).")
+    max_lora_rank: LoraRank | None = Field(default=None, description="Rank every slot is sized for (S_max).")
+    max_cpu_loras: Count | None = Field(
+        default=None, description="Adapters kept in host memory; absent: all of them fit."
+    )
+
+    @model_validator(mode="after")
+    def _consistent(self) -> Self:
+        for small, large in (("max_loras", "max_cpu_loras"), ("max_num_seqs", "max_num_batched_tokens")):
+            low, high = getattr(self, small), getattr(self, large)
+            if low is not None and high is not None and high < low:
+                raise rule_error(f"must be at least {small}, which is {low}", key=(large,), value=high)
+        return self
+
+    def complete(self, max_loras: int = 1, max_lora_rank: int = 16) -> EngineArgs:
+        """Return the settings with defaults for those left open.
+
+        A step needs a token for every running request: an open value gives way to a fixed one.
+
+        Parameters
+        ----------
+        max_loras, max_lora_rank : int
+            Slots and their rank, if left open.
+        """
+        seqs, tokens = self.max_num_seqs, self.max_num_batched_tokens
+        return EngineArgs(
+            max_loras=self.max_loras or max_loras,
+            max_lora_rank=self.max_lora_rank or max_lora_rank,
+            max_cpu_loras=self.max_cpu_loras,
+            max_num_seqs=seqs or min(DEFAULT_MAX_NUM_SEQS, tokens or DEFAULT_MAX_NUM_SEQS),
+            max_num_batched_tokens=tokens or max(DEFAULT_MAX_NUM_BATCHED_TOKENS, seqs or 0),
+            gpu_memory_utilization=self.gpu_memory_utilization or DEFAULT_GPU_MEMORY_UTILIZATION,
+            max_model_len=self.max_model_len or DEFAULT_MAX_MODEL_LEN,
+        )
