@@ -23,12 +23,24 @@ from types import MappingProxyType
 from typing import Any, Final, TypeVar, cast
 
 import numba
-from numba.core import event, types
+from llvmlite import ir  # type: ignore[import-untyped]
+from numba.core import cgutils, event, types
 from numba.core.codegen import JITCodeLibrary
 from numba.core.compiler import Compiler
 from numba.core.registry import CPUDispatcher
+from numba.core.typing.templates import AttributeTemplate
+from numba.extending import (
+    NativeValue,
+    infer_getattr,
+    lower_getattr_generic,
+    models,
+    register_model,
+    typeof_impl,
+    unbox,
+)
 
 F = TypeVar("F", bound=Callable[..., object])
+C = TypeVar("C", bound=type)
 
 _ENTRY_OPTIONS: Final[Mapping[str, Any]] = MappingProxyType(
     {
@@ -106,9 +118,9 @@ def _cache_is_writable() -> bool:
     return os.access(cache_dir(), os.W_OK)
 
 
-def is_compiled() -> bool:
-    """Return whether the twin's entry is on disk, compiled from these very sources."""
-    return any(cache_dir().rglob("core.advance*.nbc"))
+def is_compiled(entry: str = "core.advance") -> bool:
+    """Return whether an entry, by default the twin's, is on disk, compiled from these very sources."""
+    return any(cache_dir().rglob(f"{entry}*.nbc"))
 
 
 def on_compiled(progress: Callable[[float], None]) -> None:
@@ -204,3 +216,81 @@ class _LinkedCompiler(Compiler):
     def __init__(self, typing: Any, target: Any, library: Any, *rest: Any) -> None:
         library = _LinkedLibrary(target.codegen(), f"linked.{next(_numbers)}")
         super().__init__(typing, target, library, *rest)
+
+
+def by_reference(record: C) -> C:
+    """Pass the named tuples of class `record` between compiled functions as one pointer.
+
+    numba passes a tuple's arrays one by one, each as seven numbers: with a state of twenty arrays, that is
+    most of the code of a short function and of every call. An entry copies the tuple to its own stack, where
+    LLVM replaces it by registers. That needs field names known at compile time: no choice between two fields
+    of one tuple by a condition or a loop.
+    """
+
+    @typeof_impl.register(record)
+    def _type(value: Any, context: Any) -> types.Type | None:
+        members = tuple(typeof_impl(member, context) for member in value)
+        return None if None in members else Reference(record, members)
+
+    return record
+
+
+class Reference(types.Type):
+    """The type of a pointer to the fields of a named tuple."""
+
+    def __init__(self, record: Any, members: tuple[types.Type, ...]) -> None:
+        self.record = record
+        self.members = members
+        digest = hashlib.sha256(repr([str(member) for member in members]).encode()).hexdigest()[:12]
+        super().__init__(f"{record.__name__}_{digest}")
+
+    @property
+    def key(self) -> tuple[Any, tuple[types.Type, ...]]:
+        """What distinguishes the type: its class, and the types of the fields."""
+        return self.record, self.members
+
+    def layout(self, value_type: Callable[[types.Type], Any]) -> Any:
+        """Return the structure in memory; tuples that are fields lie inside."""
+        parts = [m.layout(value_type) if isinstance(m, Reference) else value_type(m) for m in self.members]
+        return ir.LiteralStructType(parts)
+
+
+@register_model(Reference)
+class _ReferenceModel(models.PrimitiveModel):
+    def __init__(self, manager: Any, kind: Reference) -> None:
+        layout = kind.layout(lambda member: manager.lookup(member).get_value_type())
+        super().__init__(manager, kind, layout.as_pointer())
+
+    def from_argument(self, builder: Any, value: Any) -> Any:
+        if "alwaysinline" in builder.function.attributes:
+            return value
+        return cgutils.alloca_once_value(builder, builder.load(value))
+
+
+@infer_getattr
+class _ReferenceAttributes(AttributeTemplate):
+    key = Reference
+
+    def generic_resolve(self, value: Any, attr: str) -> Any:  # type: ignore[override]  # annotated as None
+        fields = value.record._fields
+        return value.members[fields.index(attr)] if attr in fields else None
+
+
+@lower_getattr_generic(Reference)
+def _field(_context: Any, builder: Any, kind: Reference, value: Any, name: str) -> Any:
+    at = kind.record._fields.index(name)
+    pointer = cgutils.gep_inbounds(builder, value, 0, at)
+    return pointer if isinstance(kind.members[at], Reference) else builder.load(pointer)
+
+
+@unbox(Reference)
+def _unbox(kind: Reference, tuple_: Any, c: Any) -> Any:
+    pointer = cgutils.alloca_once(c.builder, kind.layout(c.context.get_value_type))
+    failed = cgutils.alloca_once_value(c.builder, cgutils.false_bit)
+    for at, member in enumerate(kind.members):
+        native = c.unbox(member, c.pyapi.tuple_getitem(tuple_, at))
+        value = c.builder.load(native.value) if isinstance(member, Reference) else native.value
+        c.builder.store(value, cgutils.gep_inbounds(c.builder, pointer, 0, at))
+        with c.builder.if_then(native.is_error, likely=False):
+            c.builder.store(cgutils.true_bit, failed)
+    return NativeValue(pointer, is_error=c.builder.load(failed))

@@ -7,7 +7,7 @@ from typing import NamedTuple
 import numpy as np
 from numpy.typing import NDArray
 
-from capplan.compile import inner, jit
+from capplan.compile import by_reference, inner, jit
 from capplan.models.step_latency import StepFeatures, StepRanks, rank_ms, step_ms
 from capplan.serving import Limits, State, adapter_loaded
 from capplan.serving.state import (
@@ -57,6 +57,7 @@ QUEUED_TOKENS = 2  # and their prompt tokens
 N_RANK_STATS = 3
 
 
+@by_reference
 class TwinClock(NamedTuple):
     """What the twin has to remember beside the instance itself."""
 

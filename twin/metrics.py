@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 import numpy as np
 from numpy.typing import NDArray
 
-from capplan.compile import jit
+from capplan.compile import by_reference, jit
 from capplan.spec import STARVED_BELOW
 from capplan.spec.display import Displayed, plot
 from capplan.twin import trace as t
@@ -215,6 +215,7 @@ DECODING_NS = 6  # first to last token, completed requests
 _N_TOTALS = 7
 
 
+@by_reference
 class Reduced(NamedTuple):
     """Latencies of completed requests, in the order of arrival, and totals."""
 

@@ -11,6 +11,7 @@ from typing import Any, Final, NamedTuple
 import numpy as np
 from numpy.typing import NDArray
 
+from capplan.compile import by_reference
 from capplan.errors import InputError
 from capplan.models.loading import disk_load_ms, gpu_load_ms
 from capplan.models.memory import require_kv_tokens
@@ -82,6 +83,7 @@ _MOST_CUT = 0.1
 """Share of a workload's tokens that max_model_len may cut off."""
 
 
+@by_reference
 class Costs(NamedTuple):
     """Everything that takes time, as compiled code reads it."""
 

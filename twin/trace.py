@@ -12,7 +12,7 @@ from typing import NamedTuple
 import numpy as np
 from numpy.typing import NDArray
 
-from capplan.compile import inner, jit
+from capplan.compile import by_reference, inner, jit
 
 # Positions in `Trace.counts`.
 STEPS = 0
@@ -115,6 +115,7 @@ _BINS_PER_OCTAVE = 256  # each at most 0.4 percent wide
 _GAP_BINS = 30 * _BINS_PER_OCTAVE  # up to a day
 
 
+@by_reference
 class TwinTrace(NamedTuple):
     """The record of one instance; written by both forms of the twin in the same way."""
 

@@ -31,7 +31,7 @@ from capplan.serving.state import (
     Limits,
     State,
 )
-from capplan.serving.structures import links_first, links_remove
+from capplan.serving.structures import Heap, links_first, links_remove
 from capplan.serving.waiting_queue import next_adapter, pop_head
 
 _STEPS_BETWEEN_PREFILLS = 10
@@ -205,17 +205,26 @@ def _first_waiting(state: State) -> int:
 @inner
 def _next_waiting(state: State, row: int) -> int:
     """Return the waiting row behind `row` over all queues; there are few adapters to look at."""
+    hot = _next_in_heap(state, state.hot, row)
+    cold = _next_in_heap(state, state.cold, row)
+    if hot == NONE or cold == NONE:
+        return max(hot, cold)
+    return hot if state.rows.waiting_key[hot] < state.rows.waiting_key[cold] else cold
+
+
+@inner
+def _next_in_heap(state: State, heap: Heap, row: int) -> int:
+    """Return the waiting row behind `row` over the queues that a heap lists."""
     chosen = NONE
     key = state.rows.waiting_key[row]
-    for heap in (state.hot, state.cold):
-        for i in range(heap.size[0]):
-            other = state.adapters.queue_head[heap.items.ids[i]]
-            while other != NONE and state.rows.waiting_key[other] <= key:
-                other = state.rows.following[other]
-            if other != NONE and (
-                chosen == NONE or state.rows.waiting_key[other] < state.rows.waiting_key[chosen]
-            ):
-                chosen = other
+    for i in range(heap.size[0]):
+        other = state.adapters.queue_head[heap.items.ids[i]]
+        while other != NONE and state.rows.waiting_key[other] <= key:
+            other = state.rows.following[other]
+        if other != NONE and (
+            chosen == NONE or state.rows.waiting_key[other] < state.rows.waiting_key[chosen]
+        ):
+            chosen = other
     return chosen
 
 

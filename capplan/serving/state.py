@@ -17,6 +17,7 @@ from typing import Any, NamedTuple
 import numpy as np
 from numpy.typing import NDArray
 
+from capplan.compile import by_reference
 from capplan.serving.structures import Heap, new_heap, new_links, new_rings
 
 # Positions in `State.counters`.
@@ -73,6 +74,7 @@ VLLM = 0
 SLORA = 1
 
 
+@by_reference
 class Limits(NamedTuple):
     """What bounds a step; all whole numbers, so that compiled code takes it as it is."""
 
@@ -103,6 +105,7 @@ _BLOCK = np.dtype([(name, np.int64) for name in ("content", "holders", "before",
 _BUCKET = np.dtype([("first", np.int64), ("last", np.int64)], align=True)
 
 
+@by_reference
 class BlockPool(NamedTuple):
     """The blocks of one instance. Without prefix caching all arrays are empty."""
 
@@ -192,6 +195,7 @@ _LISTS = _fields(
 Records = np.recarray[Any, Any]
 
 
+@by_reference
 class State(NamedTuple):
     """One engine instance.
 

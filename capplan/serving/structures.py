@@ -7,11 +7,12 @@ from typing import Any, NamedTuple
 import numpy as np
 from numpy.typing import NDArray
 
-from capplan.compile import inner, jit
+from capplan.compile import by_reference, inner, jit
 
 _ITEM = np.dtype([("ids", np.int64), ("position", np.int64), ("key", np.int64)], align=True)
 
 
+@by_reference
 class Heap(NamedTuple):
     """Members are small integers."""
 

@@ -31,8 +31,10 @@ def list_queue(state: State, adapter: int) -> None:
     """
     head = state.adapters.queue_head[adapter]
     if head != NONE and state.adapters.claim[adapter] != LOADING:
-        heap = state.hot if _may_run(state, adapter) else state.cold
-        heap_push(heap, adapter, state.rows.waiting_key[head])
+        if _may_run(state, adapter):
+            heap_push(state.hot, adapter, state.rows.waiting_key[head])
+        else:
+            heap_push(state.cold, adapter, state.rows.waiting_key[head])
 
 
 @inner

@@ -9,6 +9,7 @@ from typing import Final, NamedTuple, TypeAlias
 import numpy as np
 from numpy.typing import NDArray
 
+from capplan.compile import by_reference
 from capplan.errors import InputError
 from capplan.spec import Arrivals, Lengths, Stickiness, Trace, Workload
 from capplan.workload.arrivals import NS_PER_S, draw_arrivals, poisson_arrivals, repeat_recent
@@ -29,6 +30,7 @@ _MAX_DURATION_S: Final = 9e9  # int64 nanoseconds end at 292 years
 Column: TypeAlias = NDArray[np.int32]
 
 
+@by_reference
 class Requests(NamedTuple):
     """Requests sorted by arrival: arrays of equal length."""
 

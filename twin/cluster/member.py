@@ -13,11 +13,11 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 
 import numba
 import numpy as np
-from llvmlite import ir  # type: ignore[import-untyped]
+from numba.core import cgutils
 from numba.extending import intrinsic
 from numpy.typing import NDArray
 
-from capplan.compile import jit
+from capplan.compile import by_reference, jit
 from capplan.serving import Limits, State, new_state
 from capplan.twin.clock import TwinClock, new_clock
 from capplan.twin.scenario import Costs
@@ -27,6 +27,7 @@ _WORD_BYTES = 8
 _typeof: Any = numba.typeof
 
 
+@by_reference
 class ClusterMember(NamedTuple):
     """One instance of a cluster: all that the twin of one GPU works on, but for the requests."""
 
@@ -47,25 +48,12 @@ def _member_type() -> Any:
     return _typeof(ClusterMember(new_state(1, 0, 1, limits), limits, costs, new_clock(0), new_trace(1), 1))
 
 
-def _slot(builder: Any, context: Any, memory: Any, slot: Any, memory_type: Any, kind: Any) -> Any:
-    """Return the address of line `slot`, as a pointer to what is stored there."""
+def _line(builder: Any, context: Any, memory: Any, line: Any, memory_type: Any, kind: Any) -> Any:
+    """Return the address of a line of `memory`, as a pointer to a member."""
     array = context.make_array(memory_type)(context, builder, memory)
     line_bytes = builder.extract_value(array.strides, 0)
-    address = builder.add(builder.ptrtoint(array.data, line_bytes.type), builder.mul(slot, line_bytes))
-    return builder.inttoptr(address, kind.as_pointer())
-
-
-def _load(builder: Any, pointer: Any, kind: Any) -> Any:
-    """Load a structure number by number: LLVM then drops those that nobody uses."""
-    if not isinstance(kind, ir.LiteralStructType | ir.ArrayType):
-        return builder.load(pointer)
-    value = ir.Constant(kind, ir.Undefined)
-    zero = ir.IntType(32)(0)
-    kinds = kind.elements if isinstance(kind, ir.LiteralStructType) else [kind.element] * kind.count
-    for i, part in enumerate(kinds):
-        where = builder.gep(pointer, [zero, ir.IntType(32)(i)], inbounds=True)
-        value = builder.insert_value(value, _load(builder, where, part), i)
-    return value
+    address = builder.add(builder.ptrtoint(array.data, line_bytes.type), builder.mul(line, line_bytes))
+    return builder.inttoptr(address, kind)
 
 
 if TYPE_CHECKING:
@@ -80,20 +68,22 @@ if TYPE_CHECKING:
 else:
 
     @intrinsic
-    def load_member(_typing, memory, _slot_number):
+    def load_member(_typing, memory, _slot):
         """Return the member in a line; for compiled functions only."""
 
         def generate(context, builder, signature, args):
             kind = context.get_value_type(signature.return_type)
-            return _load(builder, _slot(builder, context, *args, signature.args[0], kind), kind)
+            member = builder.load(_line(builder, context, *args, signature.args[0], kind))
+            return cgutils.alloca_once_value(builder, member)
 
         return _member_type()(memory, numba.int64), generate
 
     @intrinsic
-    def _store(_typing, memory, _slot_number, member):
+    def _store(_typing, memory, _slot, member):
         def generate(context, builder, signature, args):
             kind = context.get_value_type(signature.args[2])
-            builder.store(args[2], _slot(builder, context, *args[:2], signature.args[0], kind))
+            line = _line(builder, context, *args[:2], signature.args[0], kind)
+            builder.store(builder.load(args[2]), line)
             return context.get_dummy_value()
 
         return numba.void(memory, numba.int64, member), generate
@@ -101,8 +91,8 @@ else:
     @intrinsic
     def _size(_typing):
         def generate(context, _builder, _signature, _args):
-            size = context.get_abi_sizeof(context.get_value_type(_member_type()))
-            return context.get_constant(numba.int64, size)
+            layout = _member_type().layout(context.get_value_type)
+            return context.get_constant(numba.int64, context.get_abi_sizeof(layout))
 
         return numba.int64(), generate
 

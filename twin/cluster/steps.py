@@ -7,7 +7,7 @@ from typing import Any, NamedTuple
 import numpy as np
 from numpy.typing import NDArray
 
-from capplan.compile import inner
+from capplan.compile import by_reference, inner
 from capplan.serving.routers.fleet import ACTIVE, AWAITED, Fleet, Placement
 from capplan.serving.state import (
     FREE_BLOCKS,
@@ -42,6 +42,7 @@ _PROGRESS = np.dtype(
 )
 
 
+@by_reference
 class Cluster(NamedTuple):
     """Instances under one clock, and the requests they share."""
 

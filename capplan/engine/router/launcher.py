@@ -131,7 +131,7 @@ class LocalLauncher:
     async def launch(self, spec: InstanceSpec, key: str) -> InstanceHandle:
         """Start an instance; the first one compiles for all."""
         async with self._compiling:
-            if not is_compiled():
+            if not is_compiled("scheduler.schedule"):
                 return await self._launch(spec, key)
         return await self._launch(spec, key)
 

@@ -8,7 +8,7 @@ from typing import Final, NamedTuple
 import numpy as np
 from numpy.typing import NDArray
 
-from capplan.compile import inner
+from capplan.compile import by_reference, inner
 from capplan.errors import InputError
 from capplan.serving.routers.first_fit import first_fit
 from capplan.serving.routers.fleet import Fleet, Placement
@@ -71,6 +71,7 @@ ASK_ADAPTER: Final = (LORA_AFFINITY, GATEWAY)
 """Routers that ask how instances stand to the request's adapter."""
 
 
+@by_reference
 class RoutingRule(NamedTuple):
     """A router: which one, its parameters, and what it remembers."""
 

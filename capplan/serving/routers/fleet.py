@@ -11,9 +11,10 @@ from typing import Any, NamedTuple
 import numpy as np
 from numpy.typing import NDArray
 
-from capplan.compile import inner
+from capplan.compile import by_reference, inner
 
 
+@by_reference
 class Placement(NamedTuple):
     """Who holds which adapter: a list of holders for every adapter, one behind the other."""
 
@@ -58,6 +59,7 @@ ACTIVE = 1  # bits of `Fleet.standing`: requests of the adapter run there,
 AWAITED = 2  # or wait there
 
 
+@by_reference
 class Fleet(NamedTuple):
     """The instances, as a router sees them."""
 
