@@ -255,7 +255,7 @@ class Campaign:
     Raises
     ------
     InputError
-        When the folder holds the record of a campaign on another chip, or a tiny one.
+        If the folder holds the record of a campaign on another chip, or a tiny one.
     """
 
     def __init__(
@@ -267,7 +267,7 @@ class Campaign:
         self._device = device
         self._of = {"chip": device_name(device), "tiny": tiny}
         self.parts = slices() if parts is None else tuple(parts)
-        if tiny:  # all of it is shorter
+        if tiny:
             self.parts = tuple(replace(each, least_s=min(each.least_s, LEAST_S)) for each in self.parts)
         self.progress: dict[str, SliceProgress] = {}
         if (self.folder / RECORD).exists():
@@ -313,17 +313,12 @@ class Campaign:
 
         progress = self._progress_of(each)
         setting = SliceSettings(self._device, self.folder, left_s, tiny=bool(self._of["tiny"]))
-        begin, note = now_s(), "interrupted"
-        failed = False
+        begin, note, failed = now_s(), "interrupted", False
         try:
-            outcome = each.run(setting)
-            progress.is_complete, note = outcome.is_complete, outcome.note + self._incomplete_note(each)
-        except (CapplanError, OSError, RuntimeError) as error:
-            # Out of memory on one slice must not cost the others.
-            failed, note = (
-                True,
-                f"failed: {str(error).splitlines()[0] if str(error) else type(error).__name__}",
-            )
+            result = each.run(setting)
+            progress.is_complete, note = result.is_complete, result.note + self._incomplete_note(each)
+        except (CapplanError, OSError, RuntimeError) as error:  # such as out of memory; later slices run
+            failed, note = True, f"failed: {(str(error) or type(error).__name__).splitlines()[0]}"
         finally:
             progress.spent_s += now_s() - begin
             machine = describe(self._device)

@@ -48,7 +48,7 @@ class MeasurementFolder:
     Raises
     ------
     InputError
-        When it cannot be made.
+        If it cannot be created.
     """
 
     def __init__(self, path: str | os.PathLike[str]) -> None:
@@ -182,7 +182,7 @@ def tables_of(folder: str | os.PathLike[str]) -> FolderTables:
     Raises
     ------
     InputError
-        When there is none.
+        If there is none.
     """
     path = Path(folder)
 

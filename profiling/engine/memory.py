@@ -93,7 +93,7 @@ def memory_row(options: EngineProfilingOptions, base: Profile, a_max: int, s_max
     Raises
     ------
     InfeasibleError
-        When nothing is left for KV.
+        If no memory is left for KV.
     """
     fields = options.engine_fields(a_max=a_max, s_max=s_max)
     if not options.on_gpu:

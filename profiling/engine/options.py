@@ -27,30 +27,30 @@ class EngineProfilingOptions:
     Attributes
     ----------
     model, device, dtype, rules, lora_kernel
-        As the engine takes them.
+        As for the engine.
     a_max, s_max
         Adapter slots and their ranks; steps are measured at each pair.
     ranks
-        Of the adapters, as many of each as the most slots.
+        Ranks of adapters; each has as many adapters as the largest number of slots.
     max_num_seqs, max_num_batched_tokens, max_model_len
         As vLLM's flags of the same names; `max_num_seqs` is the largest batch.
     memory_bytes
-        On a CPU: what weights, slots and KV may take together, before `gpu_memory_utilization`; None: what
-        the weights, the largest slots and 256 MiB of KV take.
+        Memory of a CPU engine before `gpu_memory_utilization`; None: weights, the largest slots and 256 MiB
+        of KV.
     gpu_memory_utilization
-        As vLLM's flag.
+        As vLLM's flag of the same name.
     threads
-        Of PyTorch on a CPU.
+        Threads of PyTorch on a CPU.
     stages
         Some of `STAGES`.
     budget_s
-        Time for all of it.
+        Time limit.
     point_s
-        Time for each state of a server.
+        Time per operating point of the server.
     tolerance
-        Relative error on left-out states at which steps are known well enough.
+        Relative error on left-out points at which measuring steps ends.
     seed
-        Of weights, adapters and the order of states.
+        Seed of weights, adapters and the order of points.
     """
 
     model: str

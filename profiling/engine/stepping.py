@@ -39,15 +39,15 @@ class EnginePoint:
     batch
         Requests that decode.
     context
-        Tokens that each of them holds, about.
+        Approximate tokens of each.
     prompt
         Tokens of a prompt that joins them in some steps.
     adapters
         Distinct adapters in the batch; 0: the base model alone.
     rank
-        Of the adapters, or `MIXED`.
+        Rank of the adapters, or `MIXED`.
     waiting
-        Requests that wait meanwhile.
+        Queued requests.
     """
 
     batch: int

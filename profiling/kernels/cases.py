@@ -38,12 +38,11 @@ class Case:
     Attributes
     ----------
     grid
-        The first grid that it belongs to: what is fitted on the wider grid are the cases of both.
+        First grid of the case; wider grids include its cases.
     phase
         ``decode`` or ``prefill``.
     mix
-        How ranks are mixed; with phase, requests and tokens it names the configuration, whose draws (`seed`)
-        are never on both sides of a split.
+        Mix of ranks, part of the configuration, whose draws (`seed`) share a fold.
     ranks
         Rank of each adapter; the requests of an adapter stand together.
     requests_each, tokens_each
@@ -197,11 +196,11 @@ class SamplingLimits:
     budget_s
         Seconds for all points.
     tolerance
-        Relative standard error of a point's median with which it is converged.
+        Relative standard error of a converged median.
     max_passes
-        Visits after which a point is converged whatever its error.
+        Passes after which a point counts as converged.
     calls
-        Timed calls of each half per visit.
+        Timed calls of each half per pass.
     """
 
     budget_s: float = 600.0

@@ -153,16 +153,15 @@ class KernelProfilingOptions:
     widths
         Hidden sizes; None: those of the built-in models.
     kernels
-        None: all that the device has.
+        Kernels; None: all of the device.
     dtype
-        Of weights and activations; None: float32 on a CPU, bfloat16 on a GPU.
+        Type of weights and activations; None: float32 on a CPU, bfloat16 on a GPU.
     threads
-        Threads of PyTorch on a CPU. One by default: with more, it changes to several somewhere within the
-        grid, and a batch on one side of that cannot be compared with one on the other.
+        Threads of PyTorch on a CPU. With more than one, PyTorch changes the number used within the grid.
     limits
-        When to stop.
+        Limits on sampling.
     seed
-        Of drawn ranks and of the order of visits.
+        Seed of drawn ranks and of the order of points.
     """
 
     device: str = "cpu"
@@ -246,7 +245,7 @@ def measure(
     Raises
     ------
     InputError
-        When the folder holds measurements of another device or with other settings.
+        If the folder holds measurements of another device or with other settings.
     """
     settings = options.settings()
     store = KernelTable(folder, settings)

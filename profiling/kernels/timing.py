@@ -118,7 +118,7 @@ class WeightPool:
         Raises
         ------
         ValueError
-            When it is larger than the pool.
+            If it is larger than the pool.
         """
         size = rows * width
         if size > self.numbers.numel():

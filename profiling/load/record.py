@@ -107,7 +107,7 @@ class RequestFile:
     Parameters
     ----------
     path
-        Where it appears in the end. It is written beside that place and renamed by `keep`.
+        Final path; the file is written beside it and renamed by `keep`.
     """
 
     def __init__(self, path: str | os.PathLike[str]) -> None:

@@ -33,7 +33,7 @@ PERCENTILES: Final = (50, 90, 95, 99)
 _MS_PER_S: Final = 1e3
 
 
-class LatencyStats(SpecModel):
+class MeasuredStats(SpecModel):
     """Mean and percentiles, interpolated linearly."""
 
     mean: Number = None
@@ -62,15 +62,15 @@ class LoadMetrics(SpecModel):
         description="Tokens of completed over tokens of submitted requests, those executing left out of both."
     )
     starved: bool = Field(description=f"served_fraction below {STARVED_BELOW}.")
-    ttft_s: LatencyStats = Field(description="From when a request was due to its first token.")
-    ttft_sent_s: LatencyStats = Field(description="From when a request was sent to its first token.")
+    ttft_s: MeasuredStats = Field(description="From when a request was due to its first token.")
+    ttft_sent_s: MeasuredStats = Field(description="From when a request was sent to its first token.")
     ttft_s_mean_charged: Number = Field(
         None, description="Of requests due in the window; one that did not finish is charged all of it."
     )
-    e2e_s: LatencyStats = Field(description="From when a request was due to its last token.")
-    tpot_ms: LatencyStats = Field(description="(E2E - TTFT) / (output tokens - 1).")
-    tpt_ms: LatencyStats = Field(description="E2E / output tokens.")
-    itl_ms: LatencyStats = Field(
+    e2e_s: MeasuredStats = Field(description="From when a request was due to its last token.")
+    tpot_ms: MeasuredStats = Field(description="(E2E - TTFT) / (output tokens - 1).")
+    tpt_ms: MeasuredStats = Field(description="E2E / output tokens.")
+    itl_ms: MeasuredStats = Field(
         description="Gaps between tokens as a client sees them; the mean: of completed."
     )
     token_gap_ms_mean: Number = Field(
@@ -82,7 +82,7 @@ class LoadMetrics(SpecModel):
 class ClientHealth(SpecModel):
     """Whether the client sent in time."""
 
-    lag_ms: LatencyStats = Field(description="From when a request was due to when it was sent.")
+    lag_ms: MeasuredStats = Field(description="From when a request was due to when it was sent.")
     lag_ms_max: Number = None
     loop_lag_ms_p99: Number = Field(None, description="How late the event loop was, at 50 looks a second.")
     kept_up: bool | None = Field(description="Lag and loop within their limits; null: not known.")
@@ -248,19 +248,19 @@ def _metrics(
 
 def _itl(
     spread_ms: NDArray[np.float64], events: NDArray[np.int32], gaps: LogHistogram | None
-) -> LatencyStats:
+) -> MeasuredStats:
     mean = _ratio(spread_ms.sum(), np.maximum(events - 1, 0).sum())
     if gaps is None:
-        return LatencyStats(mean=mean)
+        return MeasuredStats(mean=mean)
     found = [None if math.isnan(s) else _MS_PER_S * s for s in gaps.percentiles_s(PERCENTILES)]
-    return LatencyStats(mean=mean, **_named(found))
+    return MeasuredStats(mean=mean, **_named(found))
 
 
-def statistics(values: NDArray[np.float64]) -> LatencyStats:
+def statistics(values: NDArray[np.float64]) -> MeasuredStats:
     """Return mean and percentiles; empty without any value."""
     if values.size == 0:
-        return LatencyStats()
-    return LatencyStats(mean=float(values.mean()), **_named(np.percentile(values, PERCENTILES).tolist()))
+        return MeasuredStats()
+    return MeasuredStats(mean=float(values.mean()), **_named(np.percentile(values, PERCENTILES).tolist()))
 
 
 def _named(values: list[Any]) -> dict[str, Any]:

@@ -20,8 +20,8 @@ from capplan.profiling.load.result import (
     PERCENTILES,
     BenchResult,
     ClientHealth,
-    LatencyStats,
     LoadMetrics,
+    MeasuredStats,
     statistics,
 )
 from capplan.spec import STARVED_BELOW, read_text, write_text_atomic
@@ -40,7 +40,7 @@ def write_vllm_bench(
     Raises
     ------
     InputError
-        When the file cannot be written.
+        If the file cannot be written.
     """
     write_text_atomic(path, json.dumps(vllm_document(result, _rows(requests, result))))
 
@@ -147,11 +147,11 @@ def read_vllm_bench(path: str | os.PathLike[str]) -> BenchResult:
         request_rate_rps=completed / duration_s,
         served_fraction=served,
         starved=served < STARVED_BELOW,
-        ttft_s=LatencyStats(),
+        ttft_s=MeasuredStats(),
         ttft_sent_s=ttft_s,
         e2e_s=_stats(data, "e2el", details.get("e2el"), 1.0 / _MS_PER_S),
         tpot_ms=_stats(data, "tpot", details.get("tpot"), 1.0),
-        tpt_ms=LatencyStats(),
+        tpt_ms=MeasuredStats(),
         itl_ms=_stats(data, "itl", details.get("itl"), 1.0),
     )
     return BenchResult(
@@ -163,7 +163,7 @@ def read_vllm_bench(path: str | os.PathLike[str]) -> BenchResult:
         warm_up_s=0.0,
         duration_s=duration_s,
         overall=overall,
-        client=ClientHealth(lag_ms=LatencyStats(), kept_up=None),
+        client=ClientHealth(lag_ms=MeasuredStats(), kept_up=None),
         settings={key: data.get(key) for key in ("request_rate", "burstiness", "max_concurrency")},
     )
 
@@ -224,10 +224,10 @@ def _details(data: Mapping[str, Any]) -> dict[str, NDArray[np.float64]]:
 
 def _stats(
     data: Mapping[str, Any], metric: str, details: NDArray[np.float64] | None, factor: float
-) -> LatencyStats:
+) -> MeasuredStats:
     """Return the statistics of a metric, milliseconds times `factor`."""
     if details is not None and details.size:
         return statistics(factor * details)
     names = {"mean": "mean", "p50": "median", "p90": "p90", "p95": "p95", "p99": "p99"}
     found = {ours: data.get(f"{theirs}_{metric}_ms") for ours, theirs in names.items()}
-    return LatencyStats(**{k: factor * v if isinstance(v, int | float) else None for k, v in found.items()})
+    return MeasuredStats(**{k: factor * v if isinstance(v, int | float) else None for k, v in found.items()})

@@ -50,7 +50,7 @@ def running_server(command: ServerCommand) -> Iterator[str]:
     Raises
     ------
     InputError
-        When it does not start; with its last words.
+        If it does not start; the message holds its last line.
     """
     environment = {**os.environ, "OMP_NUM_THREADS": str(command.threads)}
     with tempfile.TemporaryFile("w+", encoding="utf-8") as errors:
@@ -96,7 +96,7 @@ def run_capplan(words: Sequence[str], threads: int, fine: Sequence[int] = (0,)) 
     Raises
     ------
     RuntimeError
-        When it ends with another one; with its last words.
+        If it ends with another one; the message holds its last line.
     """
     environment = {**os.environ, "OMP_NUM_THREADS": str(threads)}
     command = [sys.executable, "-m", "capplan", *words]

@@ -190,7 +190,7 @@ class ServerProfiler:
         Raises
         ------
         InputError
-            When the folder is of another server.
+            If the folder is of another server.
         """
         require_same(self.out, self.name, self._facts())
         loop_lag = asyncio.create_task(self._loop_lag.watch())

@@ -53,7 +53,7 @@ def saturated_rps(simulated: Callable[[float], SimulationResult]) -> float:
     Raises
     ------
     InfeasibleError
-        When nothing starves it.
+        If no load starves it.
     """
     rate_rps = 1.0
     for _ in range(_MOST_DOUBLINGS):

@@ -43,25 +43,25 @@ class ValidationOptions:
     Attributes
     ----------
     duration_s
-        Measured time, and the twin's horizon; both start with an empty engine.
+        Measured time and the twin's horizon; both start with an empty engine.
     rate_scale
-        What rates are multiplied by.
+        Factor of all rates.
     seed
-        Of arrivals and lengths, for server and twin alike.
+        Seed of arrivals and lengths, for server and twin.
     groups
-        Groups to validate; none: all.
+        Groups to validate; empty: all.
     urls
-        Running servers by group; the groups that are not named get a server of their own.
+        Running servers by group; a server is started for every other group.
     model
-        What servers that are started run, as `capplan serve` takes it; None: the plan's base model.
+        Model of started servers, as for `capplan serve`; None: the plan's base model.
     dtype, device, threads, lora_kernel
-        Of servers that are started; None: the server's default.
+        Settings of started servers; None: the server's default.
     engine_args
-        Engine settings that stand before the plan's, by their names there.
+        Engine settings that override the plan's.
     api_key
-        For running servers.
+        API key of running servers.
     tolerances
-        Up to where both agree.
+        Limits of agreement.
     """
 
     duration_s: float = 120.0
@@ -108,7 +108,7 @@ def group_workload(group: Group, workload: Workload, rate_scale: float) -> Workl
     Raises
     ------
     InputError
-        When the plan serves adapters that the workload does not have.
+        If the plan serves adapters that the workload does not have.
     """
     known = {adapter.name for adapter in workload.adapters}
     for adapter in group.adapters:
@@ -195,22 +195,22 @@ def validate(
     Parameters
     ----------
     plan, workload
-        The plan, and what it was made for: arrivals and lengths are in the workload.
+        The plan, and the workload that it was made for.
     profiles
-        By the names that the plan's groups give.
+        Profiles by the names in the plan's groups.
     options
-        How long, how much, and where.
+        Options of the validation.
     on_group
-        Told the group that comes next.
+        Called with each group before its measurement.
     on_tick
-        Called a few times a second while a server is loaded.
+        Called four times a second under load.
 
     Raises
     ------
     InputError
-        When plan, workload and servers do not go together.
+        If plan, workload and servers do not match.
     InfeasibleError
-        When an instance would not start.
+        If an instance cannot start.
     """
     chosen = options or ValidationOptions()
     groups, results = [], {}

@@ -13,14 +13,14 @@ pytest.importorskip("tokenizers", reason="its tokenizer is written with tokenize
 
 from benchmarks import closed_loop_vllm
 from benchmarks.closed_loop_vllm import ADAPTERS, PROFILED_SLOTS, Loop, parsed
-from capplan.profiling.load.result import BenchResult, ClientHealth, LatencyStats, LoadMetrics
+from capplan.profiling.load.result import BenchResult, ClientHealth, LoadMetrics, MeasuredStats
 from tests.cli.examples import profile_document
 
 NAME = "adapters4-slots4-load40"
 
 
 def result(**changes: Any) -> BenchResult:
-    stats = LatencyStats(mean=1.0)
+    stats = MeasuredStats(mean=1.0)
     numbers = dict.fromkeys(("failed", "rejected", "executing", "waiting"), 0)
     rates = ("throughput_tok_s", "input_tok_s", "output_tok_s", "offered_tok_s", "request_rate_rps")
     latencies = ("ttft_s", "ttft_sent_s", "e2e_s", "tpot_ms", "tpt_ms", "itl_ms")
