@@ -36,7 +36,7 @@ _OPEN: Final = 100
 """Adapters up to which their table is shown unfolded."""
 
 _HEAD: Final = (
-    *("group", "GPU", "instances", "adapters", "req/s", "A_max", "slot rank", "max_num_seqs", "KV tokens"),
+    *("group", "GPU", "instances", "adapters", "req/s", "A_max", "slot rank", "max num seqs", "KV tokens"),
     *("tok/s", "interval", "TTFT p99, s", "TPOT p99, ms", "served", "load / capacity", "verified"),
 )
 
