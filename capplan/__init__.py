@@ -11,24 +11,45 @@ from typing import TYPE_CHECKING
 if TYPE_CHECKING:
     from capplan import errors
     from capplan.datasets import list_profiles, load_profile
+    from capplan.deploy import export
+    from capplan.errors import InfeasibleError, InputError
     from capplan.models import load_surrogate
-    from capplan.planner import plan
-    from capplan.spec import Adapter, EngineConfig, Lengths, Plan, Profile, Slo, Workload, load_workload
+    from capplan.planner import Assignment, Problem, plan
+    from capplan.planner.explain import explain
+    from capplan.spec import (
+        Adapter,
+        EngineArgs,
+        EngineConfig,
+        Lengths,
+        Plan,
+        Profile,
+        Slo,
+        Workload,
+        load_workload,
+    )
     from capplan.twin import SimulationResult, simulate, simulate_detailed
+    from capplan.twin.sweep import sweep
 
     __version__: str
 
 __all__ = [
     "Adapter",
+    "Assignment",
+    "EngineArgs",
     "EngineConfig",
+    "InfeasibleError",
+    "InputError",
     "Lengths",
     "Plan",
+    "Problem",
     "Profile",
     "SimulationResult",
     "Slo",
     "Workload",
     "__version__",
     "errors",
+    "explain",
+    "export",
     "list_profiles",
     "load_profile",
     "load_surrogate",
@@ -36,12 +57,21 @@ __all__ = [
     "plan",
     "simulate",
     "simulate_detailed",
+    "sweep",
 ]
 
 _HOME = MappingProxyType(
     {
         "Adapter": "capplan.spec",
+        "EngineArgs": "capplan.spec",
         "EngineConfig": "capplan.spec",
+        "InfeasibleError": "capplan.errors",
+        "InputError": "capplan.errors",
+        "Assignment": "capplan.planner",
+        "Problem": "capplan.planner",
+        "explain": "capplan.planner.explain",
+        "export": "capplan.deploy",
+        "sweep": "capplan.twin.sweep",
         "Lengths": "capplan.spec",
         "Plan": "capplan.spec",
         "Profile": "capplan.spec",

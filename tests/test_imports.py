@@ -58,3 +58,38 @@ def test_the_module_runs_from_a_bare_checkout() -> None:
     )
     assert done.returncode == 0, done.stderr
     assert "plan" in done.stdout
+
+
+PROGRAM = """
+from capplan import Adapter, EngineConfig, InfeasibleError, Lengths, Slo, Workload, export, plan, simulate
+
+workload = Workload(
+    base_model="meta-llama/Llama-3.1-8B-Instruct",
+    adapters=[Adapter(name=f"a{i}", rank=8, rate_rps=0.2) for i in range(64)],
+    prompt_tokens=Lengths(mean=223, std=245),
+    output_tokens=Lengths(mean=194),
+    slo=Slo(ttft_p99_s=5.0),
+    engine=EngineConfig(max_loras=8),
+)
+result = simulate(workload, "h100-64g/llama-3.1-8b/vllm-0.8.5", a_max=32)
+throughput: float = result.throughput_tok_s
+try:
+    answer = plan(workload, gpus=4, profile="h100-64g/llama-3.1-8b/vllm-0.8.5")
+except InfeasibleError as error:
+    raise SystemExit(error.reason) from None
+slots: int = answer.groups[0].engine_args.max_loras
+files: dict[str, str] = export(answer)
+"""
+
+
+def test_a_program_passes_strict_mypy_without_plugins(tmp_path: Path) -> None:
+    """Editors and other type checkers have no plugin of pydantic."""
+    program, config = tmp_path / "program.py", tmp_path / "mypy.ini"
+    program.write_text(PROGRAM)
+    config.write_text("[mypy]\nstrict = True\nfollow_imports = silent\nignore_missing_imports = True\n")
+    command = [sys.executable, "-m", "mypy", "--config-file", str(config), "--cache-dir"]
+    cache = ROOT / ".mypy_cache" / "plain"
+    done = subprocess.run(
+        [*command, str(cache), str(program)], cwd=ROOT, capture_output=True, text=True, timeout=300
+    )
+    assert done.returncode == 0, done.stdout

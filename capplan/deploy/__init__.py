@@ -7,6 +7,7 @@ from types import MappingProxyType
 from typing import Final, Protocol
 
 from capplan.deploy.vllm import TOP_NAMES, vllm_files
+from capplan.errors import InputError
 from capplan.spec import Plan
 
 
@@ -21,4 +22,30 @@ class Exporter(Protocol):
 EXPORTERS: Final[Mapping[str, Exporter]] = MappingProxyType({"vllm": vllm_files})
 """The exporters by the name of their target."""
 
-__all__ = ["EXPORTERS", "TOP_NAMES", "Exporter", "vllm_files"]
+__all__ = ["EXPORTERS", "TOP_NAMES", "Exporter", "export", "vllm_files"]
+
+
+def export(
+    plan: Plan, target: str = "vllm", *, port: int = 8000, runtime_updates: bool = False
+) -> dict[str, str]:
+    """Return the files of a plan for a target, text by path.
+
+    Parameters
+    ----------
+    plan : Plan
+        The plan.
+    target : str
+        Name of an exporter, see `EXPORTERS`.
+    port : int
+        Port of the first server; each next one gets the next port.
+    runtime_updates : bool
+        Whether the servers let clients load and unload adapters.
+
+    Raises
+    ------
+    InputError
+        For an unknown target, or a port out of range.
+    """
+    if target not in EXPORTERS:
+        raise InputError(f"must be one of {', '.join(EXPORTERS)}", target, "target")
+    return EXPORTERS[target](plan, port=port, runtime_updates=runtime_updates)

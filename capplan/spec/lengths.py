@@ -46,20 +46,24 @@ class Lengths(SpecModel):
         Unless exactly one form is given, lengths are at least 1 token and some count is positive.
     """
 
-    mean: MeanLength | None = Field(None, description="Mean length in tokens; alone: every request has it.")
+    mean: MeanLength | None = Field(
+        default=None, description="Mean length in tokens; alone: every request has it."
+    )
     std: NonNegative | None = Field(
-        None, description="Standard deviation in tokens, beside mean: gamma lengths."
+        default=None, description="Standard deviation in tokens, beside mean: gamma lengths."
     )
     values: tuple[TokenLength, ...] | None = Field(
-        None, min_length=1, description="Exact lengths in tokens, ascending; taken as often as counts says."
+        default=None,
+        min_length=1,
+        description="Exact lengths in tokens, ascending; taken as often as counts says.",
     )
     edges: tuple[EdgeLength, ...] | None = Field(
-        None,
+        default=None,
         min_length=2,
         description="Edges of histogram bins in tokens, ascending; bin i is [edge i, edge i + 1).",
     )
     counts: tuple[NonNegative, ...] | None = Field(
-        None, min_length=1, description="Weight of each value or bin; need not sum to 1."
+        default=None, min_length=1, description="Weight of each value or bin; need not sum to 1."
     )
 
     @classmethod

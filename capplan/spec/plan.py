@@ -57,7 +57,7 @@ class PlanAdapter(SpecModel):
     rate_rps: NonNegative = Field(
         description="Rate of all the adapter's requests, over all groups, per second."
     )
-    path: Text | None = Field(None, description="Where the weights are.")
+    path: Text | None = Field(default=None, description="Where the weights are.")
     share: Share = Field(description="Share of the adapter's requests that goes to this group.")
 
 
@@ -68,7 +68,7 @@ class Wrs(SpecModel):
     at 1; requests for the base model count as if they asked for the smallest adapter of the group.
     """
 
-    form: SizeForm = Field("degree2", description="How lengths and adapter are combined.")
+    form: SizeForm = Field(default="degree2", description="How lengths and adapter are combined.")
     a: NonNegative = Field(description="Weight of the prompt.")
     b: NonNegative = Field(description="Weight of the predicted output.")
     max_prompt_tokens: Count = Field(description="Prompt length that counts as 1, in tokens.")
@@ -88,7 +88,7 @@ class Queues(SpecModel):
 
     wrs: Wrs = Field(description="How the size of a request is computed.")
     adapter_charge: AdapterCharge = Field(
-        "per_request",
+        default="per_request",
         description="Whether a request takes its adapter's weights, counted in tokens, from the quota, "
         "beside prompt and predicted output.",
     )
@@ -111,16 +111,16 @@ class Cache(SpecModel):
     """How adapters are evicted from the group's caches."""
 
     policy: Text = Field(description="Name of the eviction policy, such as lru, chameleon or gdsf.")
-    weights: dict[str, float] = Field({}, description="Weights of the policy's terms, by name.")
+    weights: dict[str, float] = Field(default={}, description="Weights of the policy's terms, by name.")
 
 
 class Percentiles(SpecModel):
     """Distribution of a latency over completed requests; null where none completed."""
 
-    mean: NonNegative | None = Field(None, description="Mean.")
-    p50: NonNegative | None = Field(None, description="Median.")
-    p95: NonNegative | None = Field(None, description="95th percentile.")
-    p99: NonNegative | None = Field(None, description="99th percentile.")
+    mean: NonNegative | None = Field(default=None, description="Mean.")
+    p50: NonNegative | None = Field(default=None, description="Median.")
+    p95: NonNegative | None = Field(default=None, description="95th percentile.")
+    p99: NonNegative | None = Field(default=None, description="99th percentile.")
 
 
 class Predicted(SpecModel):
@@ -131,11 +131,15 @@ class Predicted(SpecModel):
     )
     low_tok_s: NonNegative = Field(description="Lower end of the throughput's interval.")
     high_tok_s: NonNegative = Field(description="Upper end of the throughput's interval.")
-    ttft_s: Percentiles = Field(Percentiles(), description="Time to first token, in seconds.")
-    tpot_ms: Percentiles = Field(Percentiles(), description="Time per output token after the first, in ms.")
+    ttft_s: Percentiles = Field(default=Percentiles(), description="Time to first token, in seconds.")
+    tpot_ms: Percentiles = Field(
+        default=Percentiles(), description="Time per output token after the first, in ms."
+    )
     served_fraction: Fraction = Field(description="Tokens of completed requests / tokens submitted.")
     kv_tokens: Natural = Field(description="Tokens the KV cache holds.")
-    load_over_capacity: NonNegative | None = Field(None, description="Offered load / sustainable load.")
+    load_over_capacity: NonNegative | None = Field(
+        default=None, description="Offered load / sustainable load."
+    )
     source: Text = Field(description="Where the numbers come from, such as twin or surrogate.")
 
     @model_validator(mode="after")
@@ -158,17 +162,17 @@ class Group(SpecModel):
 
     id: Name = Field(description="Identity of the group within the plan.")
     replicas: Count = Field(description="How many identical instances.")
-    pool: Name | None = Field(None, description="Pool the GPUs come from; null without pools.")
+    pool: Name | None = Field(default=None, description="Pool the GPUs come from; null without pools.")
     gpu: Text = Field(description="Kind of GPU.")
-    tp: Count = Field(1, description="GPUs per instance (tensor parallelism).")
+    tp: Count = Field(default=1, description="GPUs per instance (tensor parallelism).")
     profile: Text = Field(description="Profile the predictions rest on.")
     engine_args: EngineArgs = Field(description="Engine flags.")
     adapters: tuple[PlanAdapter, ...] = Field(min_length=1, description="Adapters served, with their shares.")
-    queues: Queues | None = Field(None, description="Queues by request size; null: one queue.")
-    cache: Cache | None = Field(None, description="Eviction policy; null: the engine's own.")
+    queues: Queues | None = Field(default=None, description="Queues by request size; null: one queue.")
+    cache: Cache | None = Field(default=None, description="Eviction policy; null: the engine's own.")
     predicted: Predicted = Field(description="What one instance is predicted to do.")
     binds: Binds | None = Field(
-        None, description="What keeps the group from serving more; null: nothing in sight."
+        default=None, description="What keeps the group from serving more; null: nothing in sight."
     )
 
     @model_validator(mode="after")
@@ -193,16 +197,16 @@ class Totals(SpecModel):
 
     gpus: Count = Field(description="GPUs used.")
     lower_bound_gpus: Natural = Field(description="No plan can use fewer GPUs than this.")
-    usd_per_hour: NonNegative | None = Field(None, description="Price per hour; null without prices.")
+    usd_per_hour: NonNegative | None = Field(default=None, description="Price per hour; null without prices.")
 
 
 class Move(SpecModel):
     """A change from the plan in force: an adapter placed, taken away, or moved."""
 
     adapter: Name = Field(description="Name of the adapter.")
-    from_group: Name | None = Field(None, description="Group it leaves; null: newly placed.")
-    to_group: Name | None = Field(None, description="Group it goes to; null: taken away.")
-    share: Share = Field(1.0, description="Share of the adapter's requests that moves.")
+    from_group: Name | None = Field(default=None, description="Group it leaves; null: newly placed.")
+    to_group: Name | None = Field(default=None, description="Group it goes to; null: taken away.")
+    share: Share = Field(default=1.0, description="Share of the adapter's requests that moves.")
 
 
 class GroupVerification(SpecModel):
@@ -213,9 +217,9 @@ class GroupVerification(SpecModel):
     served_fraction: Fraction = Field(description="Least over the seeds.")
     throughput_tok_s: NonNegative = Field(description="Mean over the seeds.")
     ttft_p99_s: NonNegative | None = Field(
-        None, description="Largest over the seeds; null if none completed."
+        default=None, description="Largest over the seeds; null if none completed."
     )
-    note: str = Field("", description="What failed, in words.")
+    note: str = Field(default="", description="What failed, in words.")
 
 
 class Verification(SpecModel):
@@ -225,7 +229,7 @@ class Verification(SpecModel):
     seeds: tuple[Natural, ...] = Field(description="Seeds used.")
     duration_s: NonNegative = Field(description="Simulated seconds per seed.")
     min_served_fraction: Fraction = Field(description="Least over groups and seeds.")
-    groups: tuple[GroupVerification, ...] = Field((), description="Verdict per group.")
+    groups: tuple[GroupVerification, ...] = Field(default=(), description="Verdict per group.")
 
 
 _SHARE_TOLERANCE = 1e-6
@@ -236,17 +240,19 @@ Sha256 = Annotated[str, Strict(), Field(pattern="^[0-9a-f]{64}$"), rule("must be
 class Plan(Displayed, SpecModel):
     """A serving plan. Routing is the shares: there is no second table."""
 
-    schema_version: Literal[1] = Field(1, description="Version of this format.")
+    schema_version: Literal[1] = Field(default=1, description="Version of this format.")
     created_by: Text = Field(description="Program and version that made the plan.")
     base_model: Text = Field(description="Hugging Face id of the base model.")
     engine: PlanEngine = Field(description="Serving engine the plan is made for.")
     objective: Objective = Field(description="What the plan optimises.")
-    slo: Slo = Field(Slo(), description="Objectives the plan was verified against.")
+    slo: Slo = Field(default=Slo(), description="Objectives the plan was verified against.")
     workload_digest: Sha256 = Field(description="Digest of the workload the plan is for.")
     groups: tuple[Group, ...] = Field(min_length=1, description="Groups of identical instances.")
     totals: Totals = Field(description="Size and price.")
-    moves: tuple[Move, ...] = Field((), description="Changes from the plan in force.")
-    provenance: dict[str, JsonValue] = Field({}, description="Where the numbers and the plan come from.")
+    moves: tuple[Move, ...] = Field(default=(), description="Changes from the plan in force.")
+    provenance: dict[str, JsonValue] = Field(
+        default={}, description="Where the numbers and the plan come from."
+    )
     verification: Verification = Field(description="Verdict of the twin.")
 
     @model_validator(mode="after")

@@ -33,7 +33,7 @@ class Objective(StrEnum):
 
 def _bound(metric: str, statistic: str, unit: str) -> Any:
     which = {"mean": "Mean", "p50": "Median"}.get(statistic, f"{statistic[1:]}th percentile")
-    return Field(None, description=f"Upper bound: {which.lower()} {metric}, in {unit}.")
+    return Field(default=None, description=f"Upper bound: {which.lower()} {metric}, in {unit}.")
 
 
 STARVED_BELOW: Final = 0.9
@@ -69,14 +69,14 @@ class Slo(SpecModel):
     itl_p95_ms: Positive | None = _bound("inter-token latency", "p95", "ms")
     itl_p99_ms: Positive | None = _bound("inter-token latency", "p99", "ms")
     tpt_over_base: Ratio | None = Field(
-        None,
+        default=None,
         description="A request is good when its TPT is at most this multiple of the mean TPT without LoRA.",
     )
     attainment: Share | None = Field(
-        None, description="Least share of good requests; goes with tpt_over_base."
+        default=None, description="Least share of good requests; goes with tpt_over_base."
     )
     served_fraction: Share = Field(
-        STARVED_BELOW,
+        default=STARVED_BELOW,
         description="Least tokens of completed requests / tokens submitted; below it a GPU starves.",
     )
 
@@ -106,4 +106,6 @@ class Pool(SpecModel):
     name: Name = Field(description="Name of the pool, which adapters refer to.")
     profile: Text = Field(description="Name of a shipped profile, or path of a profile JSON.")
     count: Count = Field(description="How many GPUs of this pool a plan may use.")
-    usd_per_hour: NonNegative | None = Field(None, description="Price of one GPU in US dollars per hour.")
+    usd_per_hour: NonNegative | None = Field(
+        default=None, description="Price of one GPU in US dollars per hour."
+    )

@@ -45,13 +45,14 @@ Phase = Annotated[float, Strict(), Field(ge=0, lt=1), rule("must be a number fro
 class Steps(SpecModel):
     """A rate that jumps at given times; factors are relative, the mean rate stays the adapter's."""
 
-    kind: Literal["steps"] = Field("steps", description="Which modulation: steps.")
+    kind: Literal["steps"] = Field(default="steps", description="Which modulation: steps.")
     steps: tuple[tuple[NonNegative, NonNegative], ...] = Field(
         min_length=1,
         description="Pairs [t_s, factor], ascending from 0: from t_s on the rate has this factor.",
     )
     period_s: Positive | None = Field(
-        None, description="Seconds after which the steps repeat; absent: never, they span what is drawn."
+        default=None,
+        description="Seconds after which the steps repeat; absent: never, they span what is drawn.",
     )
 
     @model_validator(mode="after")
@@ -72,22 +73,24 @@ class Steps(SpecModel):
 class Diurnal(SpecModel):
     """A rate that swings as a sine, by ``amplitude`` times its mean."""
 
-    kind: Literal["diurnal"] = Field("diurnal", description="Which modulation: diurnal.")
+    kind: Literal["diurnal"] = Field(default="diurnal", description="Which modulation: diurnal.")
     amplitude: Fraction = Field(
         description="Swing over mean, 0 to 1; the peak is 1 + amplitude times the mean."
     )
-    period_s: Positive = Field(86_400.0, description="Seconds from peak to peak.")
-    phase: Phase = Field(0.0, description="Share of a period that has passed at the start; 0.25 is the peak.")
+    period_s: Positive = Field(default=86_400.0, description="Seconds from peak to peak.")
+    phase: Phase = Field(
+        default=0.0, description="Share of a period that has passed at the start; 0.25 is the peak."
+    )
 
 
 class Burst(SpecModel):
     """A rate that is ``factor`` times higher during bursts than between them; its mean is the adapter's."""
 
-    kind: Literal["burst"] = Field("burst", description="Which modulation: burst.")
+    kind: Literal["burst"] = Field(default="burst", description="Which modulation: burst.")
     factor: AtLeastOne = Field(description="Rate inside a burst over the rate outside.")
     every_s: Positive = Field(description="Seconds from one burst's beginning to the next one's.")
     length_s: Positive = Field(description="Seconds a burst lasts.")
-    at_s: NonNegative = Field(0.0, description="Seconds from the start to the first burst.")
+    at_s: NonNegative = Field(default=0.0, description="Seconds from the start to the first burst.")
 
     @model_validator(mode="after")
     def _fits(self) -> Self:
@@ -103,14 +106,16 @@ class ShiftingSkew(SpecModel):
     those of ``to_rank`` and below the other way round; the rest keep theirs. Each one's mean is its rate.
     """
 
-    kind: Literal["shifting_skew"] = Field("shifting_skew", description="Which modulation: shifting_skew.")
+    kind: Literal["shifting_skew"] = Field(
+        default="shifting_skew", description="Which modulation: shifting_skew."
+    )
     from_rank: Rank = Field(description="Least rank of the adapters that lose popularity.")
     to_rank: Rank = Field(description="Largest rank of the adapters that gain popularity.")
     swing: Fraction = Field(
-        0.6, description="How far rates move, 0 to 1; 0.6 is LoRAServe's 1/2 to 1/8 of all requests."
+        default=0.6, description="How far rates move, 0 to 1; 0.6 is LoRAServe's 1/2 to 1/8 of all requests."
     )
     over_s: Positive | None = Field(
-        None, description="Seconds the shift takes; absent: all that is drawn. Afterwards rates stay."
+        default=None, description="Seconds the shift takes; absent: all that is drawn. Afterwards rates stay."
     )
 
     @model_validator(mode="after")
@@ -153,12 +158,15 @@ class Renewal(SpecModel):
     """Independent gaps of one distribution, begun long before the start, under a rate that may move."""
 
     process: Literal["poisson", "deterministic", "gamma", "weibull", "lognormal"] = Field(
-        "poisson", description="Distribution of the gaps between requests of one adapter."
+        default="poisson", description="Distribution of the gaps between requests of one adapter."
     )
     cv: Spread | None = Field(
-        None, description="Standard deviation of the gaps over their mean; for gamma, weibull and lognormal."
+        default=None,
+        description="Standard deviation of the gaps over their mean; for gamma, weibull and lognormal.",
     )
-    modulation: Modulation | None = Field(None, description="How the rate moves; absent: it does not.")
+    modulation: Modulation | None = Field(
+        default=None, description="How the rate moves; absent: it does not."
+    )
 
     @model_validator(mode="after")
     def _spread_where_there_is_a_choice(self) -> Self:
@@ -176,15 +184,19 @@ class Unpredictable(SpecModel):
     log-normal, and from the second time on multiplies or divides its rate by ``factor``.
     """
 
-    process: Literal["unpredictable"] = Field("unpredictable", description="Which process: unpredictable.")
-    every_s: Positive = Field(300.0, description="Seconds between two redraws.")
-    factor: AtLeastOne = Field(2.0, description="What a rate is multiplied or divided by.")
-    clip: AtLeastOne = Field(
-        7.5, description="Rates stay within the first one / clip and the first one x clip."
+    process: Literal["unpredictable"] = Field(
+        default="unpredictable", description="Which process: unpredictable."
     )
-    sigma: LogSigma = Field(1.0, description="Standard deviation of the logarithm of log-normal gaps.")
+    every_s: Positive = Field(default=300.0, description="Seconds between two redraws.")
+    factor: AtLeastOne = Field(default=2.0, description="What a rate is multiplied or divided by.")
+    clip: AtLeastOne = Field(
+        default=7.5, description="Rates stay within the first one / clip and the first one x clip."
+    )
+    sigma: LogSigma = Field(
+        default=1.0, description="Standard deviation of the logarithm of log-normal gaps."
+    )
     lognormal_gaps: Literal["mean_preserving", "published_client"] = Field(
-        "mean_preserving",
+        default="mean_preserving",
         description=(
             "mean_preserving: mean 1 / rate. published_client: LogN(0, rate) seconds, as the paper's program "
             "draws them, whose mean forgets the rate; sigma is not used."
@@ -304,11 +316,14 @@ def _normalized(weights: list[float]) -> tuple[float, ...]:
 class Popularity(SpecModel):
     """The law by which a group of adapters shares out its requests; exactly one is given."""
 
-    zipf: Exponent | None = Field(None, description="Shares in proportion to rank^-s; 0 is uniform.")
+    zipf: Exponent | None = Field(default=None, description="Shares in proportion to rank^-s; 0 is uniform.")
     power_law: Alpha | None = Field(
-        None, description="S-LoRA's alpha: the first k of N have (k / N)^alpha together; 1 is uniform."
+        default=None,
+        description="S-LoRA's alpha: the first k of N have (k / N)^alpha together; 1 is uniform.",
     )
-    exponential: Exponent | None = Field(None, description="Shares in proportion to exp(-b k), k from 0.")
+    exponential: Exponent | None = Field(
+        default=None, description="Shares in proportion to exp(-b k), k from 0."
+    )
 
     @model_validator(mode="after")
     def _one_law(self) -> Self:

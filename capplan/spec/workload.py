@@ -5,9 +5,9 @@ from __future__ import annotations
 import hashlib
 import json
 import math
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from pathlib import PurePath
-from typing import Annotated, Any, Literal, Self, TypeAlias
+from typing import TYPE_CHECKING, Annotated, Any, Literal, Self, TypeAlias
 
 from pydantic import BeforeValidator, Field, Strict, model_validator
 from pydantic.json_schema import SkipJsonSchema
@@ -52,31 +52,32 @@ Percentile = Annotated[
 class QueueConfig(SpecModel):
     """Queues by request size and their quotas (Chameleon, section 4.3); defaults are the paper's."""
 
-    policy: Literal["chameleon"] = Field("chameleon", description="How queues are made.")
+    policy: Literal["chameleon"] = Field(default="chameleon", description="How queues are made.")
     size: SizeForm = Field(
-        "degree2",
+        default="degree2",
         description="How size is computed: degree2 multiplies lengths by the adapter, degree1 adds it, "
         "output_only counts nothing but the output.",
     )
     clusters: ClusterRule = Field(
-        "elbow",
+        default="elbow",
         description="What chooses the number of queues: elbow, wcss (the paper's words, which always give "
         "max_queues) or silhouette.",
     )
-    max_queues: MaxQueues = Field(4, description="Most queues of a group.")
+    max_queues: MaxQueues = Field(default=4, description="Most queues of a group.")
     quota_size: QuotaSize = Field(
-        "max",
+        default="max",
         description="Size that stands for those of a queue: the largest, the 99th percentile, or the mean.",
     )
     percentile: Percentile | None = Field(
-        None, description="Share of requests that the bound on time is for; absent: the bound is on the mean."
+        default=None,
+        description="Share of requests that the bound on time is for; absent: the bound is on the mean.",
     )
     rest: RestWeights = Field(
-        "minimum",
+        default="minimum",
         description="What the tokens left go by: the minima, the mean load, or the rate of each queue.",
     )
     adapter_charge: AdapterCharge = Field(
-        "per_request",
+        default="per_request",
         description="Whether a request takes its adapter's weights, counted in tokens, from the quota.",
     )
 
@@ -98,18 +99,22 @@ class AdapterFields(SpecModel):
     rate_rps: NonNegative = Field(
         description="Mean arrival rate in requests per second; 0 = idle, but deployed."
     )
-    path: Text | None = Field(None, description="Where the weights are: a directory, a hub id or a URL.")
-    pool: Name | None = Field(None, description="Pool the adapter must be served from.")
-    max_replicas: Count | None = Field(None, description="Most GPUs that may share this adapter's traffic.")
-    apart_from: AdapterNames = Field((), description="Adapters that must not be on the same GPU.")
-    together_with: AdapterNames = Field((), description="Adapters that must be on the same GPU.")
+    path: Text | None = Field(
+        default=None, description="Where the weights are: a directory, a hub id or a URL."
+    )
+    pool: Name | None = Field(default=None, description="Pool the adapter must be served from.")
+    max_replicas: Count | None = Field(
+        default=None, description="Most GPUs that may share this adapter's traffic."
+    )
+    apart_from: AdapterNames = Field(default=(), description="Adapters that must not be on the same GPU.")
+    together_with: AdapterNames = Field(default=(), description="Adapters that must be on the same GPU.")
 
 
 class Adapter(AdapterFields):
     """A LoRA adapter and its traffic."""
 
-    prompt_tokens: Lengths | None = Field(None, description="Prompt lengths; absent: the workload's.")
-    output_tokens: Lengths | None = Field(None, description="Output lengths; absent: the workload's.")
+    prompt_tokens: Lengths | None = Field(default=None, description="Prompt lengths; absent: the workload's.")
+    output_tokens: Lengths | None = Field(default=None, description="Output lengths; absent: the workload's.")
 
 
 LENGTH_CORRELATION = (
@@ -132,17 +137,23 @@ class PlanningRequirements(SpecModel):
     """What a workload and a workload file have in common."""
 
     base_model: Text = Field(description="Hugging Face id of the model the adapters belong to.")
-    profile: Text | None = Field(None, description="Name of a shipped profile, or path of a profile JSON.")
-    gpus: Gpus | None = Field(None, description="GPUs a plan may use, beside profile.")
-    pools: tuple[Pool, ...] = Field((), description="GPUs of several kinds, instead of profile and gpus.")
-    engine: EngineConfig = Field(EngineConfig(), description="Engine flags that are fixed.")
-    slo: Slo = Field(Slo(), description="Service-level objectives.")
-    objective: Objective = Field(Objective.MIN_GPUS, description="What the plan should optimise.")
-    headroom: Headroom = Field(0.1, description="Share of each GPU's capacity that stays free.")
-    queues: QueueConfig | None = Field(
-        None, description="Queues by request size, with quotas, on every GPU; absent: one queue."
+    profile: Text | None = Field(
+        default=None, description="Name of a shipped profile, or path of a profile JSON."
     )
-    previous_plan: Text | None = Field(None, description="Plan in force, to keep adapters where they are.")
+    gpus: Gpus | None = Field(default=None, description="GPUs a plan may use, beside profile.")
+    pools: tuple[Pool, ...] = Field(
+        default=(), description="GPUs of several kinds, instead of profile and gpus."
+    )
+    engine: EngineConfig = Field(default=EngineConfig(), description="Engine flags that are fixed.")
+    slo: Slo = Field(default=Slo(), description="Service-level objectives.")
+    objective: Objective = Field(default=Objective.MIN_GPUS, description="What the plan should optimise.")
+    headroom: Headroom = Field(default=0.1, description="Share of each GPU's capacity that stays free.")
+    queues: QueueConfig | None = Field(
+        default=None, description="Queues by request size, with quotas, on every GPU; absent: one queue."
+    )
+    previous_plan: Text | None = Field(
+        default=None, description="Plan in force, to keep adapters where they are."
+    )
 
     @model_validator(mode="after")
     def _consistent_pools(self) -> Self:
@@ -169,16 +180,31 @@ class Workload(PlanningRequirements):
     adapters: tuple[Adapter, ...] = Field(min_length=1, description="Adapters to serve.")
     prompt_tokens: Lengths = Field(description="Prompt lengths of adapters without their own.")
     output_tokens: Lengths = Field(description="Output lengths of adapters without their own.")
-    arrivals: ArrivalProcess = Field(Arrivals.POISSON, description="Arrival process of each adapter.")
-    stickiness: Stickiness | None = Field(None, description=STICKINESS)
-    length_correlation: Correlation | None = Field(None, description=LENGTH_CORRELATION)
-    shared_prefix_tokens: Natural = Field(0, description="Tokens all prompts of an adapter begin with.")
+    arrivals: ArrivalProcess = Field(default=Arrivals.POISSON, description="Arrival process of each adapter.")
+    stickiness: Stickiness | None = Field(default=None, description=STICKINESS)
+    length_correlation: Correlation | None = Field(default=None, description=LENGTH_CORRELATION)
+    shared_prefix_tokens: Natural = Field(
+        default=0, description="Tokens all prompts of an adapter begin with."
+    )
     length_pairs: SkipJsonSchema[LengthPairs | None] = Field(
-        None, description="Lengths drawn in pairs, for adapters without any lengths of their own."
+        default=None, description="Lengths drawn in pairs, for adapters without any lengths of their own."
     )
     trace: SkipJsonSchema[Trace | None] = Field(
-        None, description="Recorded requests, replayed instead of drawing."
+        default=None, description="Recorded requests, replayed instead of drawing."
     )
+
+    if TYPE_CHECKING:  # a list of adapters becomes a tuple
+
+        def __init__(
+            self,
+            /,
+            *,
+            base_model: str,
+            adapters: Sequence[Adapter],
+            prompt_tokens: Lengths,
+            output_tokens: Lengths,
+            **fields: Any,
+        ) -> None: ...
 
     @model_validator(mode="after")
     def _consistent_adapters(self) -> Self:

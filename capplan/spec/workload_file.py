@@ -48,21 +48,22 @@ LengthsSource: TypeAlias = Annotated[
 class AdapterEntry(AdapterFields):
     """One adapter, or with ``count`` a group of them; ``{i}`` in a text stands for 0, 1, ... count - 1."""
 
-    count: GroupCount | None = Field(None, description="How many adapters this entry stands for.")
+    count: GroupCount | None = Field(default=None, description="How many adapters this entry stands for.")
     rate_rps: NonNegative = Field(
-        0.0, description="Mean arrival rate of each in requests per second; required without popularity."
+        default=0.0,
+        description="Mean arrival rate of each in requests per second; required without popularity.",
     )
     popularity: Popularity | None = Field(
-        None, description="How the group shares total_rate_rps out, instead of rate_rps."
+        default=None, description="How the group shares total_rate_rps out, instead of rate_rps."
     )
     total_rate_rps: NonNegative | None = Field(
-        None, description="Mean arrival rate of the group in requests per second, beside popularity."
+        default=None, description="Mean arrival rate of the group in requests per second, beside popularity."
     )
     prompt_tokens: LengthsSource | None = Field(
-        None, description="Prompt lengths; absent: those of requests."
+        default=None, description="Prompt lengths; absent: those of requests."
     )
     output_tokens: LengthsSource | None = Field(
-        None, description="Output lengths; absent: those of requests."
+        default=None, description="Output lengths; absent: those of requests."
     )
 
     @model_validator(mode="after")
@@ -100,7 +101,7 @@ class LengthPairsFile(SpecModel):
 
     file: Text = Field(description="File in a format that trace reads, relative to the workload file.")
     format: TraceFormat | None = Field(
-        None, description="Layout of the file; absent: judged by its ending and its header."
+        default=None, description="Layout of the file; absent: judged by its ending and its header."
     )
 
 
@@ -117,18 +118,21 @@ class RequestsEntry(SpecModel):
     """What all adapters' requests have in common."""
 
     prompt_tokens: LengthsSource | None = Field(
-        None, description="Prompt lengths, in tokens; required without a trace."
+        default=None, description="Prompt lengths, in tokens; required without a trace."
     )
     output_tokens: LengthsSource | None = Field(
-        None, description="Output lengths, in tokens; required without a trace."
+        default=None, description="Output lengths, in tokens; required without a trace."
     )
     lengths_from: PairsFile | None = Field(
-        None, description="File of requests whose prompt and output lengths are drawn together, in pairs."
+        default=None,
+        description="File of requests whose prompt and output lengths are drawn together, in pairs.",
     )
-    arrivals: ArrivalProcess = Field(Arrivals.POISSON, description="Arrival process of each adapter.")
-    stickiness: Stickiness | None = Field(None, description=STICKINESS)
-    length_correlation: Correlation | None = Field(None, description=LENGTH_CORRELATION)
-    shared_prefix_tokens: Natural = Field(0, description="Tokens all prompts of an adapter begin with.")
+    arrivals: ArrivalProcess = Field(default=Arrivals.POISSON, description="Arrival process of each adapter.")
+    stickiness: Stickiness | None = Field(default=None, description=STICKINESS)
+    length_correlation: Correlation | None = Field(default=None, description=LENGTH_CORRELATION)
+    shared_prefix_tokens: Natural = Field(
+        default=0, description="Tokens all prompts of an adapter begin with."
+    )
 
 
 class TraceEntry(SpecModel):
@@ -139,20 +143,21 @@ class TraceEntry(SpecModel):
         "another format; without adapters, requests are dealt out to those of adapters by their rates."
     )
     format: TraceFormat | None = Field(
-        None, description="Layout of the file; absent: judged by its ending and its header."
+        default=None, description="Layout of the file; absent: judged by its ending and its header."
     )
     ranks: Text | None = Field(
-        None,
+        default=None,
         description="CSV file with columns name, rank and, if wanted, path: the adapters of the trace, "
         "unless adapters are given.",
     )
     duration_s: Positive | None = Field(
-        None, description="Length of the recording in seconds; absent: until the last arrival."
+        default=None, description="Length of the recording in seconds; absent: until the last arrival."
     )
     rate_rps: Positive | None = Field(
-        None, description="Mean rate to replay at: times are scaled in proportion; absent: as recorded."
+        default=None,
+        description="Mean rate to replay at: times are scaled in proportion; absent: as recorded.",
     )
-    seed: Natural = Field(0, description="Seed of dealing requests out to adapters.")
+    seed: Natural = Field(default=0, description="Seed of dealing requests out to adapters.")
 
 
 def _adapters_tag(value: Any) -> str:
@@ -168,17 +173,17 @@ AdaptersSource: TypeAlias = Annotated[
 class WorkloadFile(PlanningRequirements):
     """A workload file as it is written; :func:`~capplan.spec.load.load_workload` resolves it."""
 
-    version: Literal[1] = Field(1, description="Version of this format.")
+    version: Literal[1] = Field(default=1, description="Version of this format.")
     requests: RequestsEntry = Field(
-        RequestsEntry(),
+        default=RequestsEntry(),
         description="Lengths, arrivals and shared prefix; adapters may have lengths of their own.",
     )
     adapters: AdaptersSource | None = Field(
-        None,
+        default=None,
         description="List of adapters, or name of a CSV file with columns name, rank, rate_rps[, path].",
     )
     trace: TraceEntry | None = Field(
-        None, description="Recorded requests, replayed as they were instead of drawing."
+        default=None, description="Recorded requests, replayed as they were instead of drawing."
     )
 
     @model_validator(mode="after")
