@@ -1,10 +1,10 @@
-"""The family of step-latency models: milliseconds of one engine step from what the step holds.
+"""Step-latency models: milliseconds of one engine step.
 
-Every form is an entry of `FORMS`: the names of its coefficients and, compiled, its formula. Inside the twin a
-form is a number and its coefficients an array, since functions passed as arguments defeat numba's disk cache.
+Every form is an entry of `FORMS` with named coefficients, and a compiled function. Inside the twin a form is
+a number and its coefficients are an array, since functions passed as arguments disable numba's disk cache.
 
-A step takes ``step_ms + rank_ms``. The second part asks for the ranks of the requests in the step; it is kept
-apart, so that the twin counts ranks only where `uses_ranks` says that a profile pays for them.
+A step takes ``step_ms + rank_ms``. The second part depends on the ranks of the requests in the step. It is
+separate, so that the twin counts ranks only for profiles with `uses_ranks`.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ from capplan.spec import FittedModel, Kernel
 
 
 class StepFeatures(NamedTuple):
-    """What one step holds."""
+    """Contents of one step."""
 
     tokens: float
     """Tokens computed, prefill and decode."""
@@ -41,7 +41,7 @@ class StepFeatures(NamedTuple):
 
 
 class StepRanks(NamedTuple):
-    """Whose adapters one step multiplies with.
+    """Ranks and prefills of one step.
 
     A request *decodes* in a step when it computes one token there and has emitted one before; any other that
     computes tokens there is in *prefill* (its first pass, and recomputing after a preemption). Requests that
@@ -77,7 +77,7 @@ class LatencyForm:
     code: int
     coefficients: tuple[str, ...]
     optional: Mapping[str, str | None] = field(default_factory=lambda: MappingProxyType({}))
-    """Coefficients that a profile may leave out, each with the one it then equals; None: it is then 0."""
+    """Optional coefficients, each with the one that it defaults to; None: 0."""
 
     @property
     def names(self) -> tuple[str, ...]:
@@ -113,7 +113,7 @@ ADDITIVE = LatencyForm(
         }
     ),
 )
-"""Ours: a sum of what a step reads and computes. Empty slots cost, too: vLLM launches blocks for them.
+"""Sum of what a step reads and computes. Empty slots cost, too: vLLM launches blocks for them.
 
 Coefficients in ``rank16`` are per adapter and 16 ranks of ``s_max``. In steps of fewer than `SPLIT_TOKENS`
 tokens ``ms_per_adapter_small_rank16`` counts whole blocks of 16; in steps of more than `GRAPH_TOKENS`
@@ -157,11 +157,34 @@ FORMS = (ADDITIVE, DIGITAL_TWIN, TOPPINGS_BGMV, TOPPINGS_MBGMV)
 
 _ADDITIVE_BGMV = 4
 _ADDITIVE_MBGMV = 5
-_DECODE_KRANK = len(ADDITIVE.coefficients)
-_PREFILL_KRANK = _DECODE_KRANK + 1
-_REQUEST = _PREFILL_KRANK + 1
-_SEVERAL = _REQUEST + 1
-_PREFILL = _SEVERAL + 1
+
+# Positions in the coefficient arrays, folded into compiled code as constants.
+(
+    _BASE,
+    _KTOKEN,
+    _KV_KTOKEN,
+    _SLOT,
+    _SLOT_KTOKEN,
+    _SLOT_RANK16,
+    _ADAPTER,
+    _ADAPTER_RANK16,
+    _ADAPTER_SMALL_RANK16,
+    _ADAPTER_KREQUEST,
+    _ADAPTER_QUEUED,
+    _WAITING_KREQUEST,
+    _KTOKEN_BEYOND_GRAPHS,
+    _DECODE_KRANK,
+    _PREFILL_KRANK,
+    _REQUEST,
+    _SEVERAL,
+    _PREFILL,
+) = range(len(ADDITIVE.names))
+_K1, _K2, _K3, _K4, _K5, _K6, _K7, _K7_BASE = range(len(DIGITAL_TWIN.names))
+_DECODE_ALPHA, _DECODE_BETA, _PREFILL_ALPHA, _PREFILL_BETA = range(len(TOPPINGS_BGMV.names))
+_IS_DIGITAL_TWIN = DIGITAL_TWIN.code
+_IS_TOPPINGS_BGMV = TOPPINGS_BGMV.code
+_IS_TOPPINGS_MBGMV = TOPPINGS_MBGMV.code
+_IS_ADDITIVE = ADDITIVE.code
 
 GRAPH_TOKENS = 512
 """vLLM's largest captured CUDA graph; larger steps launch every kernel from the host."""
@@ -186,9 +209,9 @@ def latency_form(name: str) -> LatencyForm:
 
 
 def latency_code(name: str, kernel: Kernel = Kernel.VLLM) -> int:
-    """Return the number by which `step_ms` and `rank_ms` know a form under a kernel.
+    """Return the number of a form under a kernel, for `step_ms` and `rank_ms`.
 
-    Only the additive form asks which kernel it is; the others have theirs in the name, or none.
+    Only the additive form depends on the kernel.
     """
     form = latency_form(name)
     if form is not ADDITIVE or kernel is Kernel.VLLM:
@@ -197,7 +220,7 @@ def latency_code(name: str, kernel: Kernel = Kernel.VLLM) -> int:
 
 
 def coefficient_array(model: FittedModel) -> NDArray[np.float64]:
-    """Return the coefficients of `model` in the order of its form; optional ones only where it has any."""
+    """Return the coefficients of `model` in the order of its form; optional ones only if it has any."""
     form = latency_form(model.form)
     values = [model.value(name) for name in form.coefficients]
     if model.coefficients.keys() & form.optional.keys():
@@ -210,17 +233,17 @@ def coefficient_array(model: FittedModel) -> NDArray[np.float64]:
 
 
 def uses_ranks(form: int, k: NDArray[np.float64]) -> bool:
-    """Tell whether `rank_ms` can be anything but 0; if not, nobody needs to count ranks."""
-    if form in (TOPPINGS_BGMV.code, TOPPINGS_MBGMV.code):
+    """Return whether `rank_ms` can differ from 0; if not, the twin counts no ranks."""
+    if form in (_IS_TOPPINGS_BGMV, _IS_TOPPINGS_MBGMV):
         return True
-    if form == DIGITAL_TWIN.code or k.size <= _PREFILL:
+    if form == _IS_DIGITAL_TWIN or k.size <= _PREFILL:
         return False
     return bool(k[_DECODE_KRANK] or k[_PREFILL_KRANK] or k[_PREFILL])
 
 
 @jit
 def step_ms(form: int, k: NDArray[np.float64], step: StepFeatures) -> float:
-    """Return the milliseconds of a step, adapter loads and `rank_ms` left out.
+    """Return the milliseconds of a step, without adapter loads and `rank_ms`.
 
     Parameters
     ----------
@@ -229,36 +252,17 @@ def step_ms(form: int, k: NDArray[np.float64], step: StepFeatures) -> float:
     k
         Its coefficients in order, shape (n,).
     step
-        What the step holds.
+        Contents of the step.
     """
-    if form == 2 or form == 3:
+    if form in (_IS_TOPPINGS_BGMV, _IS_TOPPINGS_MBGMV):
         return 0.0
-    if form == 1:
-        scheduler = k[0] * step.requests + step.waiting * (k[1] + k[2] * step.slots_per_adapter)
-        overhead = k[7] if k.size > 7 and step.adapters == 0.0 else k[5] * step.adapters + k[6]
-        milliseconds = scheduler + (k[3] * step.requests + k[4]) * overhead
-    else:
-        ktokens = step.tokens / 1000.0
-        milliseconds = (
-            k[0]
-            + k[1] * ktokens
-            + k[2] * step.kv_tokens / 1000.0
-            + step.a_max * (k[3] + k[4] * ktokens + k[5] * step.s_max / 16.0)
-            + step.adapters * (k[6] + k[7] * step.s_max / 16.0 + k[9] * step.requests / 1000.0)
-            + (k[8] * step.adapters * np.ceil(step.s_max / 16.0) if step.tokens < SPLIT_TOKENS else 0.0)
-            + (k[10] * step.adapters if step.waiting > 0 else 0.0)
-            + k[11] * step.waiting / 1000.0 * (1.0 - step.slots_per_adapter)
-            + k[12] * max(0.0, step.tokens - GRAPH_TOKENS) / 1000.0
-        )
-        if k.size > _PREFILL:
-            several = min(1.0, max(0.0, step.requests - 1.0))  # means over steps lie between one and two, too
-            milliseconds += k[_REQUEST] * step.requests + k[_SEVERAL] * several
-    return max(0.0, milliseconds)  # a coefficient that is free in sign must not turn the clock back
+    milliseconds = _digital_twin_ms(k, step) if form == _IS_DIGITAL_TWIN else _additive_ms(k, step)
+    return max(0.0, milliseconds)  # coefficients of free sign must not turn the clock back
 
 
 @jit
 def rank_ms(form: int, k: NDArray[np.float64], s_max: float, ranks: StepRanks) -> float:
-    """Return the milliseconds of a step that depend on whose requests it holds: ranks, and who is in prefill.
+    """Return the milliseconds of a step that depend on ranks and on prefills.
 
     Parameters
     ----------
@@ -267,23 +271,69 @@ def rank_ms(form: int, k: NDArray[np.float64], s_max: float, ranks: StepRanks) -
     s_max
         Rank that slots are sized for.
     ranks
-        Whose adapters the step multiplies with.
+        Ranks and prefills of the step.
     """
-    if form == 2 or form == 3:
-        decode = ranks.decode_rank_sum if form == 3 else ranks.lora_decodes * ranks.max_rank
-        prefill = ranks.prefill_rank_sum if form == 3 else ranks.lora_prefills * ranks.max_rank
-        milliseconds = (k[0] * decode + k[1] if ranks.decodes > 0.0 else 0.0) + (
-            k[2] * prefill + k[3] if ranks.prefills > 0.0 else 0.0
-        )
-    elif form == 1 or k.size <= _PREFILL:
+    if form in (_IS_TOPPINGS_BGMV, _IS_TOPPINGS_MBGMV):
+        milliseconds = _toppings_ms(form, k, ranks)
+    elif form == _IS_DIGITAL_TWIN or k.size <= _PREFILL:
         milliseconds = 0.0
     else:
-        decode = ranks.decode_rank_sum
-        prefill = ranks.prefill_rank_tokens
-        if form != _ADDITIVE_MBGMV:
-            padded_to = s_max if form == 0 else ranks.max_rank
-            decode = ranks.lora_decodes * padded_to
-            prefill = ranks.lora_prefill_tokens * padded_to
-        milliseconds = k[_DECODE_KRANK] * decode / 1000.0 + k[_PREFILL_KRANK] * prefill / 1000.0
-        milliseconds += k[_PREFILL] * ranks.prefills
+        milliseconds = _additive_rank_ms(form, k, s_max, ranks)
     return max(0.0, milliseconds)
+
+
+@jit
+def _additive_ms(k: NDArray[np.float64], step: StepFeatures) -> float:
+    ktokens = step.tokens / 1000.0
+    small_ms = k[_ADAPTER_SMALL_RANK16] * step.adapters * np.ceil(step.s_max / 16.0)
+    milliseconds = (
+        k[_BASE]
+        + k[_KTOKEN] * ktokens
+        + k[_KV_KTOKEN] * step.kv_tokens / 1000.0
+        + step.a_max * (k[_SLOT] + k[_SLOT_KTOKEN] * ktokens + k[_SLOT_RANK16] * step.s_max / 16.0)
+        + step.adapters
+        * (
+            k[_ADAPTER]
+            + k[_ADAPTER_RANK16] * step.s_max / 16.0
+            + k[_ADAPTER_KREQUEST] * step.requests / 1000.0
+        )
+        + (small_ms if step.tokens < SPLIT_TOKENS else 0.0)
+        + (k[_ADAPTER_QUEUED] * step.adapters if step.waiting > 0 else 0.0)
+        + k[_WAITING_KREQUEST] * step.waiting / 1000.0 * (1.0 - step.slots_per_adapter)
+        + k[_KTOKEN_BEYOND_GRAPHS] * max(0.0, step.tokens - GRAPH_TOKENS) / 1000.0
+    )
+    if k.size > _PREFILL:
+        several = min(1.0, max(0.0, step.requests - 1.0))  # means over steps lie between one and two, too
+        milliseconds += k[_REQUEST] * step.requests + k[_SEVERAL] * several
+    return float(milliseconds)
+
+
+@jit
+def _additive_rank_ms(form: int, k: NDArray[np.float64], s_max: float, ranks: StepRanks) -> float:
+    decode = ranks.decode_rank_sum
+    prefill = ranks.prefill_rank_tokens
+    if form != _ADDITIVE_MBGMV:
+        padded_to = s_max if form == _IS_ADDITIVE else ranks.max_rank
+        decode = ranks.lora_decodes * padded_to
+        prefill = ranks.lora_prefill_tokens * padded_to
+    milliseconds = k[_DECODE_KRANK] * decode / 1000.0 + k[_PREFILL_KRANK] * prefill / 1000.0
+    milliseconds += k[_PREFILL] * ranks.prefills
+    return float(milliseconds)
+
+
+@jit
+def _digital_twin_ms(k: NDArray[np.float64], step: StepFeatures) -> float:
+    scheduler_ms = k[_K1] * step.requests + step.waiting * (k[_K2] + k[_K3] * step.slots_per_adapter)
+    is_base = k.size > _K7_BASE and step.adapters == 0.0
+    overhead = k[_K7_BASE] if is_base else k[_K6] * step.adapters + k[_K7]
+    return float(scheduler_ms + (k[_K4] * step.requests + k[_K5]) * overhead)
+
+
+@jit
+def _toppings_ms(form: int, k: NDArray[np.float64], ranks: StepRanks) -> float:
+    sums = form == _IS_TOPPINGS_MBGMV
+    decode = ranks.decode_rank_sum if sums else ranks.lora_decodes * ranks.max_rank
+    prefill = ranks.prefill_rank_sum if sums else ranks.lora_prefills * ranks.max_rank
+    decode_ms = k[_DECODE_ALPHA] * decode + k[_DECODE_BETA] if ranks.decodes > 0.0 else 0.0
+    prefill_ms = k[_PREFILL_ALPHA] * prefill + k[_PREFILL_BETA] if ranks.prefills > 0.0 else 0.0
+    return float(decode_ms + prefill_ms)
