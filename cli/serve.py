@@ -305,13 +305,13 @@ def _instances(args: ServeArgs, file: str, plan: Plan, given: set[str]) -> Seque
 
 def _model_of(plan: Plan, model: str | None) -> str:
     """Return the model to load: ``model``, or the plan's base model if it is a folder on this machine."""
-    from capplan.engine.models import BUILTIN
+    from capplan.engine.models import builtin_models
 
     if model is not None:
         return model
     if Path(plan.base_model).is_dir():
         return plan.base_model
-    known = " (built in: with random weights)" if plan.base_model in BUILTIN else ""
+    known = " (built in: with random weights)" if plan.base_model in builtin_models() else ""
     raise InputError(f"is required: the plan names {plan.base_model}{known}", location="--model")
 
 
@@ -321,7 +321,7 @@ def _launcher(ray_address: str | None, instances: int) -> Launcher:
 
         return LocalLauncher(instances)
     require_extra("ray", ("ray",))
-    from capplan.engine.router.ray_launcher import RayLauncher
+    from capplan.engine.router.launcher import RayLauncher
 
     return RayLauncher(ray_address)
 

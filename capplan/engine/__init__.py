@@ -1,4 +1,4 @@
-"""The reference engine: multi-LoRA inference with real models, every decision taken by `capplan.serving`."""
+"""Reference engine: multi-LoRA inference with the scheduling rules of `capplan.serving`."""
 
 from capplan.engine.engine import Engine
 from capplan.engine.models import ModelConfig

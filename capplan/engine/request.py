@@ -1,4 +1,4 @@
-"""What is asked of the engine and what it answers."""
+"""Requests and completions of the engine."""
 
 from __future__ import annotations
 
@@ -16,26 +16,26 @@ FinishReason = Literal["stop", "length", "abort", "error"]
 
 @dataclass(frozen=True)
 class SamplingParams:
-    """How the tokens of a request are chosen, and when it ends.
+    """Sampling parameters of a request.
 
     Parameters
     ----------
     max_tokens
-        Tokens to generate at most.
+        Maximum number of output tokens.
     temperature
         0 is greedy.
     top_p
-        Sample among the fewest tokens whose probabilities reach this sum.
+        Sample from the smallest set of tokens whose probabilities reach this sum.
     seed
-        The same seed gives the same tokens; None: one derived from the engine's and the request's number.
+        Random seed; None: derived from the engine's seed and the request's number.
     logprobs
-        How many of the likeliest tokens to report with each token; None: no log-probabilities at all.
+        Number of most likely tokens to report with each token; None: no log-probabilities.
     ignore_eos
-        Go on to `max_tokens` whatever is sampled.
+        Do not stop before `max_tokens`.
     stop_token_ids
-        Tokens that end the request, beside the model's own.
+        Tokens that end the request, in addition to the model's.
     keep_logits
-        Report the logits of every token, too.
+        Report the logits of every token.
     """
 
     max_tokens: int = 16
@@ -62,14 +62,14 @@ class SamplingParams:
 
 @dataclass(frozen=True)
 class TokenLogprobs:
-    """Natural logarithms of probabilities, before temperature and top_p.
+    """Natural log-probabilities, before temperature and top_p.
 
     Attributes
     ----------
     logprob
-        Of the token itself.
+        Of the token.
     top
-        The likeliest tokens and theirs, likeliest first.
+        (token, log-probability) of the most likely tokens, in decreasing order.
     """
 
     logprob: float
@@ -78,16 +78,18 @@ class TokenLogprobs:
 
 @dataclass(eq=False)
 class Request:
-    """A request in the engine. Times in ns by the engine's clock.
+    """A request in the engine, with times of the engine's clock.
 
     Attributes
     ----------
     adapter, adapter_name, adapter_entry
-        Its adapter: number, name, and what `Registry.entry` says of it.
+        Number, name and `AdapterRegistry.entry` of the adapter.
     running
-        Whether it has been admitted and not preempted since.
+        Whether it is admitted and not preempted.
     finish_reason
-        ``error``: see `error`. None while it is in flight.
+        None while it is in flight.
+    greedy
+        Whether only the most likely tokens are needed.
     """
 
     number: int
@@ -109,17 +111,16 @@ class Request:
     preemptions: int = 0
     finish_reason: FinishReason | None = None
     error: str | None = None
-    plain: bool = field(init=False)
-    """Whether the likeliest tokens are all that is asked for."""
+    greedy: bool = field(init=False)
 
     def __post_init__(self) -> None:
-        asked = self.params
-        self.plain = asked.temperature == 0 and asked.logprobs is None and not asked.keep_logits
+        params = self.params
+        self.greedy = params.temperature == 0 and params.logprobs is None and not params.keep_logits
 
 
 @dataclass(frozen=True)
 class Timing:
-    """When things happened to a request; seconds since the engine started."""
+    """Timestamps of a request, in seconds since the engine started."""
 
     arrival_s: float
     admitted_s: float
@@ -134,14 +135,14 @@ class Timing:
 
     @property
     def tpot_ms(self) -> float:
-        """Mean time per output token after the first; 0 where there is none."""
+        """Mean time per output token after the first; 0 if there is none."""
         gaps = len(self.token_s) - 1
         return (self.finish_s - self.first_token_s) * 1e3 / gaps if gaps else 0.0
 
 
 @dataclass(frozen=True)
 class Completion:
-    """An answer."""
+    """Completion of a prompt."""
 
     prompt_token_ids: tuple[int, ...]
     token_ids: tuple[int, ...]
@@ -151,7 +152,7 @@ class Completion:
     timing: Timing
     preemptions: int
     error: str | None = None
-    """What went wrong where `finish_reason` is ``error``: an adapter that cannot be loaded, or overflows."""
+    """Error message if `finish_reason` is ``error``: the adapter failed to load, or overflows."""
     logprobs: tuple[TokenLogprobs, ...] | None = None
     logits: torch.Tensor | None = None
-    """Shape (tokens, vocabulary), float32; only where `keep_logits` asked for them."""
+    """Shape (tokens, vocabulary), float32; only with `keep_logits`."""

@@ -1,6 +1,6 @@
-"""Choosing the next token of each request from its logits.
+"""Sampler: the next token of each request from its logits.
 
-Randomness is each request's own, so its tokens do not depend on who else is in the batch.
+Each request has its own random generator: its tokens do not depend on the rest of the batch.
 """
 
 from __future__ import annotations
@@ -15,38 +15,36 @@ from capplan.engine.request import Request, TokenLogprobs
 
 
 def sample(logits: torch.Tensor, requests: Sequence[Request]) -> tuple[NDArray[np.int64], NDArray[np.bool_]]:
-    """Choose one token per request, and report what was asked for.
+    """Sample one token per request, and add log-probabilities and logits to requests that need them.
 
     Parameters
     ----------
     logits
         Shape (requests, vocabulary).
-    requests
-        Whose they are.
 
     Returns
     -------
     tokens : ndarray
         Shape (requests,).
     sound : ndarray of bool
-        Which requests have a token; the logits of the others are not finite.
+        Whether each request has a token: its logits are finite.
     """
-    tokens, sound = _likeliest(logits)
-    special = [i for i, request in enumerate(requests) if not request.plain and sound[i]]
+    tokens, sound = _argmax(logits)
+    special = [i for i, request in enumerate(requests) if not request.greedy and sound[i]]
     if special:
-        asking = [requests[i] for i in special]
+        sampled = [requests[i] for i in special]
         chosen = logits[special].float()
-        drawn = [at for at, request in enumerate(asking) if request.params.temperature > 0]
+        drawn = [at for at, request in enumerate(sampled) if request.params.temperature > 0]
         if drawn:
             at = np.array(special)[drawn]
-            tokens[at] = _draw(chosen[drawn], [asking[i] for i in drawn])
-        _report(chosen, asking, tokens[special].tolist())
+            tokens[at] = _draw(chosen[drawn], [sampled[i] for i in drawn])
+        _report(chosen, sampled, tokens[special].tolist())
     return tokens, sound
 
 
-def _likeliest(logits: torch.Tensor) -> tuple[NDArray[np.int64], NDArray[np.bool_]]:
-    """Return the likeliest tokens, and whether their logits are finite; what is no number is the largest."""
-    if logits.device.type == "cpu":  # NumPy's is ten times as fast as PyTorch's there
+def _argmax(logits: torch.Tensor) -> tuple[NDArray[np.int64], NDArray[np.bool_]]:
+    """Return the most likely tokens, and whether their logits are finite; NaN compares as largest."""
+    if logits.device.type == "cpu":  # ten times as fast as PyTorch's
         values = logits.float().numpy()
         tokens: NDArray[np.int64] = values.argmax(axis=1)
         return tokens, np.isfinite(values[np.arange(tokens.size), tokens])
@@ -56,7 +54,7 @@ def _likeliest(logits: torch.Tensor) -> tuple[NDArray[np.int64], NDArray[np.bool
 
 
 def _draw(logits: torch.Tensor, requests: Sequence[Request]) -> list[int]:
-    """Draw by inverting the cumulative distribution of the tokens within top_p, likeliest first."""
+    """Sample by inverting the cumulative distribution of the tokens within top_p, most likely first."""
 
     def column(values: list[float]) -> torch.Tensor:
         return torch.tensor(values, dtype=torch.float64, device=logits.device).unsqueeze(1)

@@ -1,4 +1,4 @@
-"""Text to tokens and back: the model's own tokenizer, or bytes where there is none."""
+"""Tokenizers: the model's ``tokenizer.json``, or bytes."""
 
 from __future__ import annotations
 
@@ -14,14 +14,14 @@ _OTHER_FORMS: Final = ("tokenizer.model", "vocab.json", "tekken.json")
 
 
 class Tokenizer(Protocol):
-    """Turns text into tokens and tokens into text."""
+    """Conversion between text and tokens."""
 
     def encode(self, text: str, *, special: bool = True) -> list[int]:
-        """Return the tokens of a prompt; `special`: with those at its beginning where the model has such."""
+        """Return the tokens of a text; `special`: add the special tokens of the model."""
         ...
 
     def decode(self, tokens: Sequence[int]) -> str:
-        """Return the text of tokens, special ones left out."""
+        """Return the text of tokens without special ones."""
         ...
 
 
@@ -32,14 +32,14 @@ class ByteTokenizer:
         self._vocab_size = vocab_size
 
     def encode(self, text: str, *, special: bool = True) -> list[int]:
-        """See `Tokenizer`."""
+        """Return the tokens of a text."""
         if self._vocab_size < 256:
             rule = "must be token ids: the model has no tokenizer, and too small a vocabulary for bytes"
             raise InputError(rule, text, "prompt")
         return list(text.encode("utf-8"))
 
     def decode(self, tokens: Sequence[int]) -> str:
-        """See `Tokenizer`."""
+        """Return the text of tokens."""
         return bytes(token for token in tokens if token < 256).decode("utf-8", errors="replace")
 
 
@@ -51,40 +51,40 @@ class FileTokenizer:
             self._tokenizer = HfTokenizer.from_file(str(file))
         except Exception as error:  # noqa: BLE001 - the library raises plain Exception
             raise InputError(f"cannot be read: {error}", location=str(file)) from None
-        # The file keeps what was last in force when it was saved, for somebody's training.
+        # The file may contain truncation and padding of a training run.
         self._tokenizer.no_truncation()
         self._tokenizer.no_padding()
 
     def encode(self, text: str, *, special: bool = True) -> list[int]:
-        """See `Tokenizer`."""
+        """Return the tokens of a text."""
         ids: list[int] = self._tokenizer.encode(text, add_special_tokens=special).ids
         return ids
 
     def decode(self, tokens: Sequence[int]) -> str:
-        """See `Tokenizer`."""
+        """Return the text of tokens."""
         text: str = self._tokenizer.decode(list(tokens), skip_special_tokens=True)
         return text
 
 
 class UnreadableTokenizer(ByteTokenizer):
-    """Stands for a tokenizer of another form: prompts must be token ids, and answers have no text."""
+    """Placeholder for an unsupported format: prompts must be token ids, and completions have no text."""
 
     def __init__(self, vocab_size: int, file: Path) -> None:
         super().__init__(vocab_size)
         self._file = file
 
     def encode(self, text: str, *, special: bool = True) -> list[int]:
-        """See `Tokenizer`."""
+        """Return the tokens of a text."""
         rule = f"must be token ids: beside {self._file.name} there is no tokenizer.json in the model's folder"
         raise InputError(rule, location="prompt")
 
     def decode(self, tokens: Sequence[int]) -> str:
-        """See `Tokenizer`."""
+        """Return the text of tokens."""
         return ""
 
 
 def load_tokenizer(folder: Path | None, vocab_size: int) -> Tokenizer:
-    """Return the tokenizer of a model's folder, or bytes where the folder has none of any form."""
+    """Return the tokenizer of a model's folder, or bytes if it has none."""
     if folder is None:
         return ByteTokenizer(vocab_size)
     if (folder / "tokenizer.json").is_file():

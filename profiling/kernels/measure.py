@@ -16,7 +16,7 @@ import numpy as np
 import pandas as pd
 import torch
 
-from capplan.engine.models import BUILTIN
+from capplan.engine.models import builtin_models
 from capplan.errors import InputError
 from capplan.models.kernel_fits import COLUMNS, read_kernel_table
 from capplan.profiling.kernels.cases import KernelPoint, SamplingLimits, cases, relative_error, rounds
@@ -210,7 +210,7 @@ class KernelProfilingOptions:
 
     def chosen_widths(self) -> tuple[int, ...]:
         """Return the hidden sizes."""
-        return self.widths or tuple(sorted({config.hidden_size for config in BUILTIN.values()}))
+        return self.widths or tuple(sorted({config.hidden_size for config in builtin_models().values()}))
 
     def chosen_kernels(self) -> tuple[str, ...]:
         """Return the kernels."""

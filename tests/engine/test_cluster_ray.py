@@ -13,8 +13,8 @@ import aiohttp
 import ray
 
 from capplan.engine.router.instances import ServingOptions, instances_of
+from capplan.engine.router.launcher import RayLauncher
 from capplan.engine.router.process import RouterConfig, RouterServer, new_router_state
-from capplan.engine.router.ray_launcher import RayLauncher
 from capplan.engine.server import ServerSettings, bind, url_of
 from capplan.errors import InputError
 from tests.cli.conftest import ROOT

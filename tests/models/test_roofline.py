@@ -137,11 +137,11 @@ def test_models_are_those_of_the_shipped_profiles() -> None:
 
 def test_models_are_those_of_the_engine() -> None:
     pytest.importorskip("torch", reason="the engine needs torch (extra `engine`)")
-    from capplan.engine.models import BUILTIN
+    from capplan.engine.models import builtin_models
 
     for arch in model_archs():
-        if arch.hf_ids[0] in BUILTIN:
-            there = BUILTIN[arch.hf_ids[0]].arch(2)
+        if arch.hf_ids[0] in builtin_models():
+            there = builtin_models()[arch.hf_ids[0]].arch(2)
             same = {"name": arch.name, "hf_ids": arch.hf_ids, "lora_on_embeddings": arch.lora_on_embeddings}
             assert there.replace(**same) == arch
 

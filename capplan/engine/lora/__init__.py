@@ -1,4 +1,4 @@
-"""Adapters: read from PEFT folders or drawn at random, kept on the host, brought into memory, applied."""
+"""LoRA adapters: sources, host and device memory, loads."""
 
 from capplan.engine.lora.adapter import AdapterLayout, AdapterSource, HostAdapter, PeftFolder, RandomAdapter
 

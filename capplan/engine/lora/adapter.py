@@ -202,7 +202,7 @@ Place = tuple[int, int]
 """(layer, module)"""
 
 
-class _Entry(NamedTuple):
+class _TensorEntry(NamedTuple):
     name: str
     """Of the tensor."""
     module: str
@@ -251,8 +251,8 @@ def _opened(folder: Path) -> Iterator[tuple[Any, Path, dict[str, Any]]]:
         raise InputError(f"cannot be read: {error}", location=str(file)) from None
 
 
-def _pairs(opened: Any, file: Path) -> dict[Place, tuple[_Entry, _Entry]]:
-    halves: tuple[dict[Place, _Entry], ...] = ({}, {})
+def _pairs(opened: Any, file: Path) -> dict[Place, tuple[_TensorEntry, _TensorEntry]]:
+    halves: tuple[dict[Place, _TensorEntry], ...] = ({}, {})
     for name in opened.keys():  # noqa: SIM118 - no mapping
         match = _TENSOR.fullmatch(name)
         if match is None or match[3] not in MODULES:
@@ -261,7 +261,7 @@ def _pairs(opened: Any, file: Path) -> dict[Place, tuple[_Entry, _Entry]]:
         if len(shape) != 2:
             raise InputError("must be a matrix", shape, f"{file}: {name}")
         place = int(match[2]), MODULES.index(match[3])
-        halves["AB".index(match[4])][place] = _Entry(name, match[1], shape)
+        halves["AB".index(match[4])][place] = _TensorEntry(name, match[1], shape)
     if halves[0].keys() != halves[1].keys():
         layer, module = next(iter(halves[0].keys() ^ halves[1].keys()))
         raise InputError(
@@ -293,7 +293,7 @@ def _read_config(file: Path) -> dict[str, Any]:
     return config
 
 
-def _scale(config: dict[str, Any], a: _Entry, file: Path) -> float:
+def _scale(config: dict[str, Any], a: _TensorEntry, file: Path) -> float:
     location, rank = f"{file}: {a.name}", a.shape[0]
     declared = _by_pattern(config.get("rank_pattern"), a.module, config.get("r", 8), location)
     if declared != rank or rank < 1:

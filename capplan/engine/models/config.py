@@ -9,6 +9,7 @@ from __future__ import annotations
 import json
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
+from functools import cache
 from pathlib import Path
 from types import MappingProxyType
 from typing import Any, Final
@@ -16,20 +17,23 @@ from typing import Any, Final
 from capplan.errors import InputError
 from capplan.spec import ModelArch, read_text
 
-_ROPE_TYPES = ("default", "linear", "llama3")
+_ROPE_TYPES: Final = ("default", "linear", "llama3")
+_BUILTIN_FILE: Final = Path(__file__).with_name("builtin.json")
+"""Fields of the ``config.json`` that each model is published with on Hugging Face."""
 
 
 @dataclass(frozen=True)
 class Rope:
-    """Rotary positions: the base of the frequencies, and how they are stretched for long contexts.
+    """Rotary positions.
 
     Attributes
     ----------
     theta
-        Base of the geometric series of wave lengths.
+        Base of the geometric series of wavelengths.
     kind
-        ``default``; ``linear``: all frequencies divided by `factor`; ``llama3``: only the low ones, with a
-        smooth passage between ``original_positions / low_freq_factor`` and ``.../ high_freq_factor``.
+        Scaling for long contexts. ``linear``: all frequencies divided by `factor`; ``llama3``: only the low
+        ones, with a smooth transition between ``original_positions / low_freq_factor`` and ``.../
+        high_freq_factor``.
     """
 
     theta: float = 10000.0
@@ -42,7 +46,7 @@ class Rope:
 
 @dataclass(frozen=True)
 class ModelConfig:
-    """The numbers of a model."""
+    """Architecture of a model."""
 
     name: str
     layers: int
@@ -63,15 +67,8 @@ class ModelConfig:
     eos_token_ids: tuple[int, ...] = ()
 
     def __post_init__(self) -> None:
-        for field in (
-            "layers",
-            "hidden_size",
-            "heads",
-            "kv_heads",
-            "head_dim",
-            "intermediate_size",
-            "vocab_size",
-        ):
+        sizes = ("layers", "hidden_size", "heads", "kv_heads", "head_dim", "intermediate_size", "vocab_size")
+        for field in sizes:
             if getattr(self, field) < 1:
                 raise InputError("must be >= 1", getattr(self, field), f"{self.name}: {field}")
         if self.heads % self.kv_heads:
@@ -83,16 +80,16 @@ class ModelConfig:
 
     @property
     def query_size(self) -> int:
-        """Width of all query heads together."""
+        """Width of all query heads."""
         return self.heads * self.head_dim
 
     @property
     def kv_size(self) -> int:
-        """Width of all key heads together."""
+        """Width of all key heads."""
         return self.kv_heads * self.head_dim
 
     def arch(self, dtype_bytes: int) -> ModelArch:
-        """Return the model as the memory arithmetic of `capplan.serving` takes it."""
+        """Return the architecture for the memory model of `capplan.serving`."""
         return ModelArch(
             name=self.name,
             hf_ids=(self.name,),
@@ -114,7 +111,7 @@ def read_config(path: str | Path) -> ModelConfig:
     Raises
     ------
     InputError
-        When it cannot be read, is of another family, or asks for what the engine does not do.
+        If it cannot be read, is of another family, or requires an unsupported feature.
     """
     file = Path(path) / "config.json" if Path(path).is_dir() else Path(path)
     try:
@@ -129,7 +126,7 @@ def read_config(path: str | Path) -> ModelConfig:
 
 
 def _all_stops(config: ModelConfig, file: Path) -> tuple[int, ...]:
-    """Return the tokens that end an answer by either file: chat models name more of them for generation."""
+    """Return the stop tokens of both files: chat models have more of them for generation."""
     try:
         more = json.loads(read_text(file)).get("eos_token_id")
     except (json.JSONDecodeError, AttributeError):
@@ -138,7 +135,7 @@ def _all_stops(config: ModelConfig, file: Path) -> tuple[int, ...]:
 
 
 def config_from_hf(fields: Mapping[str, Any], location: str = "config.json") -> ModelConfig:
-    """Return the model that the fields of a Hugging Face config describe; absent ones are its defaults."""
+    """Return the model of a Hugging Face config; absent fields have its defaults."""
     family = fields.get("model_type")
     if family not in ("llama", "qwen2"):
         raise InputError("must be llama or qwen2", family, f"{location}: model_type")
@@ -208,7 +205,7 @@ def _refuse_unknown_features(fields: Mapping[str, Any], location: str) -> None:
 
 
 def _rope(fields: Mapping[str, Any], location: str) -> Rope:
-    """Read rotary positions: `rope_theta` and `rope_scaling`, or else `rope_parameters` (transformers 5)."""
+    """Read `rope_theta` and `rope_scaling`, or `rope_parameters` (transformers 5)."""
     scaling = fields.get("rope_scaling") or fields.get("rope_parameters") or {}
     if not isinstance(scaling, dict):
         raise InputError("must be a JSON object", scaling, f"{location}: rope_scaling")
@@ -230,79 +227,23 @@ def _rope(fields: Mapping[str, Any], location: str) -> Rope:
     )
 
 
-_MODELS: tuple[ModelConfig, ...] = (
-    ModelConfig(
-        name="tiny-llama",
-        layers=2,
-        hidden_size=64,
-        heads=4,
-        kv_heads=2,
-        head_dim=16,
-        intermediate_size=128,
-        vocab_size=320,
-        max_positions=2048,
-        rope=Rope(theta=10000.0),
-    ),
-    ModelConfig(
-        name="meta-llama/Llama-2-7b-hf",
-        layers=32,
-        hidden_size=4096,
-        heads=32,
-        kv_heads=32,
-        head_dim=128,
-        intermediate_size=11008,
-        vocab_size=32000,
-        max_positions=4096,
-        rms_eps=1e-5,
-        dtype="float16",
-        eos_token_ids=(2,),
-    ),
-    ModelConfig(
-        name="meta-llama/Llama-3.1-8B-Instruct",
-        layers=32,
-        hidden_size=4096,
-        heads=32,
-        kv_heads=8,
-        head_dim=128,
-        intermediate_size=14336,
-        vocab_size=128256,
-        max_positions=131072,
-        rms_eps=1e-5,
-        rope=Rope(theta=500000.0, kind="llama3", factor=8.0),
-        dtype="bfloat16",
-        eos_token_ids=(128001, 128008, 128009),
-    ),
-    ModelConfig(
-        name="Qwen/Qwen2.5-7B-Instruct",
-        layers=28,
-        hidden_size=3584,
-        heads=28,
-        kv_heads=4,
-        head_dim=128,
-        intermediate_size=18944,
-        vocab_size=152064,
-        max_positions=32768,
-        rope=Rope(theta=1000000.0),
-        qkv_bias=True,
-        dtype="bfloat16",
-        eos_token_ids=(151645, 151643),
-    ),
-)
-
-BUILTIN: Final = MappingProxyType({model.name: model for model in _MODELS})
-"""Every built-in model by its Hugging Face id; ``tiny-llama`` is for tests and first tries."""
+@cache
+def builtin_models() -> Mapping[str, ModelConfig]:
+    """Return the built-in models by Hugging Face id; ``tiny-llama`` is for tests and first tries."""
+    documents = json.loads(read_text(_BUILTIN_FILE))
+    models = {name: config_from_hf({"_name_or_path": name, **each}, name) for name, each in documents.items()}
+    return MappingProxyType(models)
 
 
 def builtin_config(name: str) -> ModelConfig:
-    """Return the built-in model called `name`.
+    """Return a built-in model.
 
     Raises
     ------
     InputError
-        When there is none; the message lists those there are.
+        If it does not exist.
     """
-    if name not in BUILTIN:
-        raise InputError(
-            f"must be a folder with a config.json, or one of {', '.join(BUILTIN)}", name, "model"
-        )
-    return BUILTIN[name]
+    models = builtin_models()
+    if name not in models:
+        raise InputError(f"must be a folder with a config.json, or one of {', '.join(models)}", name, "model")
+    return models[name]

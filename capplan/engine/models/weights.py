@@ -17,15 +17,15 @@ from capplan.errors import InputError
 from capplan.spec import read_text
 
 _PACK_FROM: Final = 2**17
-"""Numbers in a matrix from which oneDNN's product, reordered once, is faster than a plain one on a CPU."""
+"""Elements of a matrix from which a packed oneDNN product is faster than a plain one on a CPU."""
 
-_ROWS_IN_MIND: Final = 64
-"""Rows of activations that the order is chosen for; decode steps have fewer, prompts more."""
+_PACK_ROWS: Final = 64
+"""Rows of activations for which the packing is optimised."""
 
 
 @dataclass(frozen=True)
 class Linear:
-    """A linear map; `weight` has the shape (out, in), or oneDNN's own order where it is packed."""
+    """Linear map; `weight` has shape (out, in), or oneDNN's layout if packed."""
 
     weight: torch.Tensor
     bias: torch.Tensor | None = None
@@ -39,13 +39,13 @@ class Linear:
         return functional.linear(x, self.weight, self.bias)
 
     def pack(self) -> Linear:
-        """Return the same map in the order that is fastest here."""
+        """Return the map with the fastest layout of its weight."""
         weight = self.weight
         if weight.device.type != "cpu" or weight.dtype != torch.float32 or weight.numel() < _PACK_FROM:
             return self
         if not torch.backends.mkldnn.is_available():  # type: ignore[no-untyped-call]
             return self
-        return Linear(torch.ops.mkldnn._reorder_linear_weight(weight, _ROWS_IN_MIND), self.bias, packed=True)
+        return Linear(torch.ops.mkldnn._reorder_linear_weight(weight, _PACK_ROWS), self.bias, packed=True)
 
 
 _RANDOM_STD = 0.02  # as Llama's own initializer_range
@@ -53,7 +53,7 @@ _RANDOM_STD = 0.02  # as Llama's own initializer_range
 
 @dataclass(frozen=True)
 class LayerWeights:
-    """One layer. q, k and v stand in one matrix, so do gate and up: one large product, not small ones."""
+    """Weights of a layer. q, k and v are one matrix; so are gate and up."""
 
     input_norm: torch.Tensor
     qkv: Linear
@@ -65,7 +65,7 @@ class LayerWeights:
 
 @dataclass(frozen=True)
 class Weights:
-    """A model. `head` has the very numbers of `embed` where they are tied."""
+    """Weights of a model; tied embeddings are shared by `embed` and `head`."""
 
     embed: torch.Tensor
     layers: tuple[LayerWeights, ...]
@@ -75,7 +75,7 @@ class Weights:
 
 @dataclass(frozen=True)
 class _Target:
-    """Where a named tensor of a file goes: a slice of one of ours."""
+    """Destination of a tensor of a file: rows of one of the model's."""
 
     tensor: torch.Tensor
     start: int
@@ -86,7 +86,7 @@ class _Target:
 
 
 def empty_weights(config: ModelConfig, dtype: torch.dtype, device: torch.device) -> Weights:
-    """Return a model whose numbers are still to be filled in."""
+    """Return uninitialised weights."""
 
     def new(*shape: int) -> torch.Tensor:
         return torch.empty(shape, dtype=dtype, device=device)
@@ -113,7 +113,7 @@ def empty_weights(config: ModelConfig, dtype: torch.dtype, device: torch.device)
 
 
 def packed(weights: Weights) -> Weights:
-    """Return the same model with its matrices in the order that is fastest here."""
+    """Return the weights with packed matrices."""
     layers = tuple(
         replace(
             layer,
@@ -128,7 +128,7 @@ def packed(weights: Weights) -> Weights:
 
 
 def random_weights(config: ModelConfig, dtype: torch.dtype, device: torch.device, seed: int = 0) -> Weights:
-    """Return a model with normal weights and norms of one; the same for the same seed and device."""
+    """Return normal weights and norms of one; the same for the same seed and device."""
     weights = empty_weights(config, dtype, device)
     generator = torch.Generator(device).manual_seed(seed)
     for name, target in _targets(config, weights).items():
@@ -147,14 +147,14 @@ def load_weights(
     Raises
     ------
     InputError
-        When a file cannot be read, or a tensor is missing or has another shape than the config says.
+        If a file cannot be read, or a tensor is missing or has a shape other than in the config.
     """
     weights = empty_weights(config, dtype, device)
     missing = _targets(config, weights)
     for file, name, tensor in _tensors(Path(folder)):
         target = missing.pop(name, None)
         if target is None:
-            continue  # such as a second copy of tied embeddings
+            continue  # for example a second copy of tied embeddings
         if tensor.shape != target.view().shape:
             rule = f"must have the shape {tuple(target.view().shape)} that config.json says"
             raise InputError(rule, tuple(tensor.shape), f"{file}: {name}")
@@ -188,7 +188,7 @@ def _files(folder: Path) -> list[Path]:
 
 
 def _targets(config: ModelConfig, weights: Weights) -> dict[str, _Target]:
-    """Return where each tensor goes, by its name in Hugging Face's files."""
+    """Return the destination of each tensor, by its name in Hugging Face's files."""
     targets = {
         "model.embed_tokens.weight": _all_rows(weights.embed),
         "model.norm.weight": _all_rows(weights.norm),
