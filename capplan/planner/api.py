@@ -114,7 +114,7 @@ def plan(
     return build_plan(
         problem,
         outcome.assignments,
-        outcome.verdicts,
+        outcome.verifications,
         seeds=verifier.seeds,
         duration_s=verifier.duration_s,
         verified=verify,
@@ -165,9 +165,7 @@ def _silent(stage: str, done: int, total: int) -> None:
 
 
 _CONSERVATIVE_MARGIN = 0.01
-
 _MARGIN = 0.003
-
 """Served fraction beyond the bound that a careful search wants, as other seeds differ by about as much, and
 that any search wants, as the worst of many seeds is worse than that of a few."""
 

@@ -201,7 +201,7 @@ def _verification(name: str, verdict: InstanceVerification) -> GroupVerification
         served_fraction=min(r.served_fraction for r in verdict.results),
         throughput_tok_s=fmean(r.throughput_tok_s for r in verdict.results),
         ttft_p99_s=max(late, default=None),
-        note="; ".join(verdict.broken),
+        note="; ".join(verdict.violations),
     )
 
 

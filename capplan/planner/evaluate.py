@@ -15,11 +15,11 @@ from capplan.twin.simulate import keywords_of
 
 @dataclass(frozen=True)
 class Evaluation:
-    """What the twin says of one instance."""
+    """Simulated performance of one instance."""
 
     result: SimulationResult
-    broken: tuple[str, ...]
-    """The bounds that it breaks, each in words."""
+    violations: tuple[str, ...]
+    """Broken bounds, as text."""
 
 
 def evaluate(
@@ -30,16 +30,16 @@ def evaluate(
     Parameters
     ----------
     problem, assignment
-        What the instance serves, and how it is set.
+        Instance to simulate.
     seed, duration_s
-        Of the simulation.
+        Simulation parameters.
     scale
-        Multiplies every rate.
+        Factor of every rate.
 
     Raises
     ------
     InfeasibleError
-        When the instance would not start.
+        If the instance does not start.
     """
     slo = problem.workload.slo
     workload = problem.subworkload(assignment.shares, scale)
@@ -51,37 +51,36 @@ def evaluate(
         return Evaluation(result, violated_bounds(slo, result))
     detailed = simulate_detailed(workload, profile, seed=seed, duration_s=length_s, **settings)
     result = detailed.result
-    broken = violated_bounds(slo, result)
+    violations = violated_bounds(slo, result)
     good = next(kept for kept in detailed.slo if kept.bound == "tpt_over_base")
     if slo.attainment is not None and good.share < slo.attainment:
         words = f"attainment {good.share:.3f} < {slo.attainment:g} (TPT within {good.limit:.3g} ms)"
-        broken = (*broken, words)
-    return Evaluation(result, broken)
+        violations = (*violations, words)
+    return Evaluation(result, violations)
 
 
 def violated_bounds(slo: Slo, result: SimulationResult) -> tuple[str, ...]:
-    """Return the bounds that a simulated GPU breaks, each in words; none when it keeps all of them.
+    """Return the broken bounds of a simulated instance, as text.
 
-    Latencies are those of completed requests. A percentile of the time to the first or last token is broken,
-    too, when so many requests are left at the end that too many of them must have waited longer.
+    Latencies are those of completed requests. A percentile of the time to the first or last token is also
+    broken if too many requests are still waiting at the end.
     """
-    broken = []
+    violations = []
     if result.served_fraction < slo.served_fraction:
-        broken.append(f"served_fraction {result.served_fraction:.3f} < {slo.served_fraction:g}")
+        violations.append(f"served_fraction {result.served_fraction:.3f} < {slo.served_fraction:g}")
     for name, bound in slo.latency_bounds().items():
         value = bound_value(result, name)
         if value > bound:
-            broken.append(f"{name} {value:.3g} > {bound:g}")
+            violations.append(f"{name} {value:.3g} > {bound:g}")
         elif _violated_by_waiting(result, name, bound):
-            broken.append(f"{name} > {bound:g}, with the requests that still wait at the end")
-    return tuple(broken)
+            violations.append(f"{name} > {bound:g}, with the requests that still wait at the end")
+    return tuple(violations)
 
 
 def _violated_by_waiting(result: SimulationResult, name: str, bound: float) -> bool:
-    """Tell whether more requests than a percentile lets pass have waited beyond its bound in vain.
+    """Tell whether more requests than the percentile allows are late without being completed.
 
-    Of those not completed, as many as ever ran at once may be under way, and those that came last may still
-    be in time.
+    Of the others, up to `running_max` are in execution, and the last arrivals are still within the bound.
     """
     metric, statistic, _ = name.split("_")
     if metric not in ("ttft", "e2e") or not statistic.startswith("p"):
@@ -94,21 +93,12 @@ def _violated_by_waiting(result: SimulationResult, name: str, bound: float) -> b
 def evaluate_cluster(
     problem: Problem, assignments: Sequence[Assignment], seed: int, duration_s: float
 ) -> list[Evaluation]:
-    """Simulate the whole plan once, and return what the twin says of every instance.
-
-    Parameters
-    ----------
-    problem, assignments
-        The plan.
-    seed
-        Of the requests, and of who gets each of them.
-    duration_s
-        Simulated seconds; a trace is replayed as a whole.
+    """Simulate all instances under one clock, with requests routed by the shares of the plan.
 
     Raises
     ------
     InfeasibleError
-        When an instance would not start.
+        If an instance does not start.
     """
     workload = problem.workload
     instances = [_cluster_instance(problem, assignment) for assignment in assignments]
@@ -123,29 +113,24 @@ def _cluster_instance(problem: Problem, assignment: Assignment) -> Instance:
 
 
 BOTTLENECK_SEED = 7
-
 BOTTLENECK_DURATION_S = 600.0
-
 _LARGEST_SCALE = 16.0
-
 _BISECTIONS = 6
-
 _EXHAUSTED = 0.95
-
 """Share of a resource in use, averaged over time, from which it counts as exhausted."""
 
 
 def find_bottleneck(problem: Problem, assignment: Assignment) -> tuple[Binds | None, float | None]:
-    """Return what keeps a GPU from serving more, and its load over the largest load that it holds.
+    """Return the bottleneck of an instance, and its load over the largest load that it sustains.
 
-    The load of every adapter is scaled up together until a bound breaks; what the twin then finds full is
-    what binds. Nothing does when even the largest scale breaks no bound; idle adapters have no load at all.
+    All rates are scaled up together until a bound breaks. The bottleneck is the exhausted resource there. It
+    is None if the largest scale breaks no bound or there is no load.
     """
     if sum(share.rate_rps for share in assignment.shares) == 0.0:
         return None, None
     holds, fails = 0.0, 1.0
     failing = _evaluate_scaled(problem, assignment, fails)
-    while not failing.broken:
+    while not failing.violations:
         holds, fails = fails, fails * 2.0
         if fails > _LARGEST_SCALE:
             return None, 1.0 / holds
@@ -153,7 +138,7 @@ def find_bottleneck(problem: Problem, assignment: Assignment) -> tuple[Binds | N
     for _ in range(_BISECTIONS):
         middle = (holds + fails) / 2.0
         evaluation = _evaluate_scaled(problem, assignment, middle)
-        if evaluation.broken:
+        if evaluation.violations:
             fails, failing = middle, evaluation
         else:
             holds = middle
@@ -169,7 +154,7 @@ def _bottleneck(problem: Problem, assignment: Assignment, evaluation: Evaluation
     result = evaluation.result
     at = f"at {1.0 / load:.2f} x the planned load"
     if result.served_fraction >= problem.workload.slo.served_fraction:
-        return Binds(resource="slo", value=load, note=f"{evaluation.broken[0]} {at}")
+        return Binds(resource="slo", value=load, note=f"{evaluation.violations[0]} {at}")
     kv_use = result.kv_tokens_mean / result.kv_tokens
     slot_use = result.adapters_mean / assignment.a_max
     distinct = distinct_adapters(assignment.shares)

@@ -19,15 +19,12 @@ from numpy.typing import NDArray
 from capplan.spec.workload import ClusterRule
 
 SAMPLE: Final = 2000
-
 """Most sizes that are clustered."""
 
 _MIN_REDUCTION: Final = 0.10
-
 """Least part of the whole sum of squares that one more queue must take away, by the rule ``elbow``."""
 
 _WCSS_TOLERANCE: Final = 1e-12
-
 """Sums of squares nearer than this, as part of the whole, are equal: the rest is rounding."""
 
 Floats = NDArray[np.float64]

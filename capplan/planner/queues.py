@@ -27,13 +27,10 @@ __all__ = [
 ]
 
 PROMPT_WEIGHT: Final = 0.4
-
 OUTPUT_WEIGHT: Final = 0.6
-
 """Weights of prompt and output (Chameleon, section 4.3.1)."""
 
 _MAX_LENGTH_PERCENTILE: Final = 99.9
-
 """The paper does not say what its largest lengths are; the few longer than this percentile count as this."""
 
 
@@ -305,19 +302,14 @@ def plan_queues(
 
 
 _QUEUE_SEED: Final = 11
-
 _SAMPLE_REQUESTS: Final = 4000
-
 """Requests to look at, about; the 99.9th percentile of lengths needs a thousand."""
 
 _MIN_DURATION_S: Final = 300.0
-
 """Chameleon's window (section 4.3.4)."""
 
 _MAX_DURATION_S: Final = 86_400.0
-
 _BOUND_OVER_ISOLATED: Final = 5.0
-
 """Bound over the mean time of a request alone, where the workload has none (Chameleon, section 5.1)."""
 
 

@@ -17,15 +17,12 @@ from capplan.planner.problem import (
 )
 
 _TWIN_CANDIDATES = 4
-
 """Slot numbers per GPU that the exact estimator is asked about."""
 
 _THROUGHPUT_TOLERANCE = 0.02
-
 """Relative difference of throughput that counts as none: less than estimators can tell."""
 
 _TIME_TOLERANCE = 0.03
-
 """The same for the time of a request; more slots are then the better choice, since bursts need them."""
 
 

@@ -11,7 +11,6 @@ from capplan.planner.problem import AdapterShare, Assignment, Estimator, Problem
 from capplan.spec import Adapter
 
 AdapterSet = tuple[Adapter, ...]
-
 """Adapters that stay together; most are alone."""
 
 

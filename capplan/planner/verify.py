@@ -15,29 +15,27 @@ from capplan.planner.slots import choose_slots, slot_candidates
 from capplan.twin import SimulationResult
 
 FRESH_SEEDS = 5
-
 _FIRST_FRESH_SEED = 1_000_003
-
 """Verification seeds start here, away from the seed that the search used."""
 
 
 @dataclass(frozen=True)
 class InstanceVerification:
-    """What the twin said of one GPU, one result per seed."""
+    """Verification of one instance, one result per seed."""
 
     results: tuple[SimulationResult, ...]
-    broken: tuple[str, ...]
-    """What was broken, in words; empty when the GPU holds."""
+    violations: tuple[str, ...]
+    """Broken bounds by seed, as text; empty if the instance holds."""
 
     @property
     def ok(self) -> bool:
-        """Whether every bound held on every seed, and with the headroom."""
-        return not self.broken
+        """Whether every bound holds on every seed and at the load over (1 - headroom)."""
+        return not self.violations
 
 
 @dataclass(frozen=True)
 class Verifier:
-    """How plans are verified: at the planned load on fresh seeds, and once with the headroom used up."""
+    """Verification at the planned load on fresh seeds, and once at the load over (1 - headroom)."""
 
     problem: Problem
     seeds: tuple[int, ...]
@@ -47,25 +45,25 @@ class Verifier:
     def __call__(
         self, assignments: Sequence[Assignment], progress: Callable[[int, int], None] | None = None
     ) -> list[InstanceVerification]:
-        """Return a verdict per assignment, each simulated by itself.
+        """Verify assignments, each simulated by itself.
 
         Raises
         ------
         InfeasibleError
-            For an assignment that does not fit in memory.
+            If an assignment does not fit in memory.
         """
         jobs = [(assignment, seed) for assignment in assignments for seed in self.seeds]
         report = progress or _silent
-        evaluation = parallel_map(self._simulate, jobs, lambda done: report(done, len(jobs)))
+        evaluations = parallel_map(self._simulate, jobs, lambda done: report(done, len(jobs)))
         count = len(self.seeds)
-        return self._verdicts(assignments, [evaluation[i : i + count] for i in range(0, len(jobs), count)])
+        return self._collect(assignments, [evaluations[i : i + count] for i in range(0, len(jobs), count)])
 
     def whole(
         self, assignments: Sequence[Assignment], progress: Callable[[int, int], None] | None = None
     ) -> list[InstanceVerification]:
-        """Return a verdict per assignment of a whole plan: all under one clock, routed by its shares.
+        """Verify a complete plan: all instances under one clock, requests routed by its shares.
 
-        One instance is a cluster by itself; and a bound relative to the base model is evaluation one by one.
+        A single instance, and a bound relative to the base model, are simulated one by one.
         """
         if len(assignments) == 1 or self.problem.workload.slo.tpt_over_base is not None:
             return self(assignments, progress)
@@ -75,60 +73,50 @@ class Verifier:
             self.seeds,
             lambda done: report(done, len(self.seeds)),
         )
-        return self._verdicts(assignments, list(zip(*by_seed, strict=True)))
+        return self._collect(assignments, list(zip(*by_seed, strict=True)))
 
     def _simulate(self, job: tuple[Assignment, int]) -> Evaluation:
         assignment, seed = job
         return evaluate(self.problem, assignment, seed, self.duration_s)
 
-    def _verdicts(
-        self, assignments: Sequence[Assignment], evaluation: Sequence[Sequence[Evaluation]]
+    def _collect(
+        self, assignments: Sequence[Assignment], evaluations: Sequence[Sequence[Evaluation]]
     ) -> list[InstanceVerification]:
         kept = parallel_map(self._keeps_headroom, assignments)
-        return [self._verdict(*each) for each in zip(evaluation, kept, strict=True)]
+        return [self._verify(*each) for each in zip(evaluations, kept, strict=True)]
 
     def _keeps_headroom(self, assignment: Assignment) -> bool:
         return not self.with_headroom(assignment).starved
 
-    def _verdict(self, evaluation: Sequence[Evaluation], keeps_headroom: bool) -> InstanceVerification:
-        broken = [
+    def _verify(self, evaluations: Sequence[Evaluation], keeps_headroom: bool) -> InstanceVerification:
+        violations = [
             f"seed {seed}: {words}"
-            for seed, each in zip(self.seeds, evaluation, strict=True)
-            for words in each.broken
+            for seed, each in zip(self.seeds, evaluations, strict=True)
+            for words in each.violations
         ]
-        if not broken and not keeps_headroom:
-            broken = [f"a bound breaks at the load over (1 - headroom {self.problem.workload.headroom:g})"]
-        return InstanceVerification(tuple(each.result for each in evaluation), tuple(broken))
+        if not violations and not keeps_headroom:
+            violations = [
+                f"a bound breaks at the load over (1 - headroom {self.problem.workload.headroom:g})"
+            ]
+        return InstanceVerification(tuple(each.result for each in evaluations), tuple(violations))
 
 
 def make_verifier(
-    problem: Problem, exact: Estimator, seed: int, verify: bool = True, count: int = FRESH_SEEDS
+    problem: Problem, twin: Estimator, seed: int, verify: bool = True, count: int = FRESH_SEEDS
 ) -> Verifier:
-    """Return how to verify; a trace is replayed as it is, so that one seed says it all.
-
-    Parameters
-    ----------
-    problem, exact
-        What is asked, and who answers for the headroom.
-    seed
-        The planning seed.
-    verify
-        Without, one seed does for the predictions.
-    count
-        How many fresh seeds.
-    """
+    """Return the verifier of a plan: `count` fresh seeds; one for a trace, or without verification."""
     once = not verify or problem.workload.trace is not None
     duration_s = horizon_s(problem.workload, Verifier.duration_s)
-    return Verifier(problem, fresh_seeds(seed, 1 if once else count), exact, duration_s)
+    return Verifier(problem, fresh_seeds(seed, 1 if once else count), twin, duration_s)
 
 
 def require_seeds(seed: int, count: int) -> None:
-    """Refuse seeds that are none.
+    """Check the seeds.
 
     Raises
     ------
     InputError
-        For a planning seed below 0, or fewer than one fresh seed.
+        If the planning seed is negative, or there is no fresh seed.
     """
     if seed < 0:
         raise InputError("must be a whole number >= 0", seed, "seed")
@@ -146,31 +134,27 @@ def _silent(done: int, total: int) -> None:
 
 
 _ROUNDS = 12
-
 _ROUNDS_PER_GPU = 2
 
 
 @dataclass(frozen=True)
 class RepairResult:
-    """An assignment with its verdicts, and what was done to it."""
+    """Repaired assignments, their verification, and the changes."""
 
     assignments: tuple[Assignment, ...]
-    verdicts: tuple[InstanceVerification, ...]
+    verifications: tuple[InstanceVerification, ...]
     changes: tuple[str, ...]
 
 
 def fit_slots_in_memory(
-    problem: Problem, assignments: Sequence[Assignment], exact: Estimator
+    problem: Problem, assignments: Sequence[Assignment], twin: Estimator
 ) -> tuple[tuple[Assignment, ...], tuple[str, ...]]:
-    """Return the assignments, with other slots where theirs do not fit in memory, and the changes made.
-
-    Where no number fits, an assignment stays as it is.
-    """
+    """Replace numbers of slots that do not fit in memory; return assignments and changes."""
     fitted, changes = list(assignments), []
     for gpu, assignment in enumerate(assignments):
         if problem.fits_in_memory(assignment):
             continue
-        fitting = slot_candidates(problem, assignment.shares, exact, assignment.pool)
+        fitting = slot_candidates(problem, assignment.shares, twin, assignment.pool)
         if fitting:
             fitted[gpu] = replace(assignment, a_max=fitting[0])
             changes.append(f"gpu {gpu}: {assignment.a_max} -> {fitting[0]} slots, for want of memory")
@@ -180,63 +164,63 @@ def fit_slots_in_memory(
 def repair(
     problem: Problem,
     assignments: Sequence[Assignment],
-    verdicts: Sequence[InstanceVerification],
+    verifications: Sequence[InstanceVerification],
     verifier: Verifier,
-    exact: Estimator,
+    twin: Estimator,
     before: Sequence[str] = (),
 ) -> RepairResult:
-    """Change GPUs that fail until all hold, or nothing more can be tried.
+    """Change failing instances until all hold or no change is left.
 
-    A failing GPU first gets every other number of slots with which `exact` believes in it. If none holds, a
-    quarter of its load goes to an unused GPU, or to the lightest of the others.
+    A failing instance first gets every other number of slots with which the twin holds. If none is verified, a
+    quarter of its load moves to an unused instance, or to the one with the least load.
 
     Parameters
     ----------
-    problem, assignments, verdicts
-        What was asked and answered, and what the twin said of it.
-    verifier, exact
-        Whom changes are tried on.
+    problem, assignments, verifications
+        Placement and its verification.
+    verifier, twin
+        Verification on fresh seeds, and the twin on the search's seed.
     before
-        Changes that were made already.
+        Changes made so far.
     """
-    current, evaluation = dict(enumerate(assignments)), dict(enumerate(verdicts))
+    current, current_verifications = dict(enumerate(assignments)), dict(enumerate(verifications))
     changes = list(before)
     for _ in range(_ROUNDS + _ROUNDS_PER_GPU * problem.gpus):
-        failing = next((i for i, verdict in evaluation.items() if not verdict.ok), None)
+        failing = next((i for i, verification in current_verifications.items() if not verification.ok), None)
         if failing is None:
             break
-        other = _other_slots(problem, current[failing], verifier, exact)
+        other = _other_slots(problem, current[failing], verifier, twin)
         if other is not None:
             changes.append(f"gpu {failing}: {current[failing].a_max} -> {other[0].a_max} slots")
-            current[failing], evaluation[failing] = other
+            current[failing], current_verifications[failing] = other
             continue
-        moved = _move_load(problem, current, failing, exact)
+        moved = _move_load(problem, current, failing, twin)
         if not moved:
             break
         target = next(i for i in moved if i != failing)
         gone = len(current[failing].shares) - len(moved[failing].shares)
         changes.append(f"gpu {failing}: {gone} adapters moved to gpu {target}")
         current |= moved
-        evaluation |= dict(zip(moved, verifier(list(moved.values())), strict=True))
-    return RepairResult(tuple(current.values()), tuple(evaluation.values()), tuple(changes))
+        current_verifications |= dict(zip(moved, verifier(list(moved.values())), strict=True))
+    return RepairResult(tuple(current.values()), tuple(current_verifications.values()), tuple(changes))
 
 
 def _other_slots(
-    problem: Problem, assignment: Assignment, verifier: Verifier, exact: Estimator
+    problem: Problem, assignment: Assignment, verifier: Verifier, twin: Estimator
 ) -> tuple[Assignment, InstanceVerification] | None:
-    for a_max in slot_candidates(problem, assignment.shares, exact, assignment.pool):
+    for a_max in slot_candidates(problem, assignment.shares, twin, assignment.pool):
         candidate = replace(assignment, a_max=a_max)
-        if a_max != assignment.a_max and not exact(candidate).starved:
-            (verdict,) = verifier([candidate])
-            if verdict.ok:
-                return candidate, verdict
+        if a_max != assignment.a_max and not twin(candidate).starved:
+            (verification,) = verifier([candidate])
+            if verification.ok:
+                return candidate, verification
     return None
 
 
 def _move_load(
-    problem: Problem, current: Mapping[int, Assignment], failing: int, exact: Estimator
+    problem: Problem, current: Mapping[int, Assignment], failing: int, twin: Estimator
 ) -> dict[int, Assignment]:
-    """Return the two GPUs after a move of load from one to the other; nothing when there is no place."""
+    """Return both instances after a move of load; empty if there is no target."""
     moving = _lightest_quarter(problem, current[failing].shares)
     place = _target(problem, current, failing, moving)
     if not moving or place is None:
@@ -246,8 +230,8 @@ def _move_load(
     there = current[target].shares if target in current else ()
     moved: dict[int, Assignment] = {}
     for gpu, shares, of in ((failing, staying, current[failing].pool), (target, (*there, *moving), pool)):
-        a_max = choose_slots(problem, shares, exact, exact, of)
-        fitting = [a_max] if a_max is not None else slot_candidates(problem, shares, exact, of)
+        a_max = choose_slots(problem, shares, twin, twin, of)
+        fitting = [a_max] if a_max is not None else slot_candidates(problem, shares, twin, of)
         if not fitting:
             return {}
         moved[gpu] = Assignment(shares, fitting[0], pool=of)
@@ -255,39 +239,41 @@ def _move_load(
 
 
 def _lightest_quarter(problem: Problem, shares: Sequence[AdapterShare]) -> tuple[AdapterShare, ...]:
-    """Return the lightest units that together make a quarter of the load, but never all shares."""
+    """Return the lightest groups that make a quarter of the load, but never all shares."""
     total = sum(map(problem.offered_tok_s, shares))
-    units = adapter_groups(replace(problem, shares=tuple(shares)))
+    groups = adapter_groups(replace(problem, shares=tuple(shares)))
     moving: list[AdapterShare] = []
 
-    def load(unit: AdapterGroup) -> float:
-        return sum(map(problem.offered_tok_s, unit.shares))
+    def load(group: AdapterGroup) -> float:
+        return sum(map(problem.offered_tok_s, group.shares))
 
-    for unit in sorted(units, key=lambda u: (load(u), u.shares[0].name, u.shares[0].number)):
+    for group in sorted(groups, key=lambda g: (load(g), g.shares[0].name, g.shares[0].number)):
         if (
-            len(moving) + len(unit.shares) < len(shares)
+            len(moving) + len(group.shares) < len(shares)
             and sum(map(problem.offered_tok_s, moving)) < total / 4
         ):
-            moving += unit.shares
+            moving += group.shares
     return tuple(moving)
 
 
 def _target(
     problem: Problem, current: Mapping[int, Assignment], failing: int, moving: Sequence[AdapterShare]
 ) -> tuple[int, int] | None:
-    """Return where to, and in which pool: an unused instance, else the lightest that may have what moves."""
-    units = adapter_groups(replace(problem, shares=tuple(moving)))
-    pools = frozenset(range(len(problem.pools))).intersection(*(unit.pools for unit in units))
+    """Return the target and its pool: an unused instance, else the allowed one with the least load."""
+    groups = adapter_groups(replace(problem, shares=tuple(moving)))
+    pools = frozenset(range(len(problem.pools))).intersection(*(group.pools for group in groups))
     used = Counter(assignment.pool for assignment in current.values())
     free = [pool for pool in sorted(pools) if used[pool] < problem.pools[pool].instances]
     if free:
         own = current[failing].pool
         return len(current), own if own in free else free[0]
-    foes = frozenset[str]().union(*(unit.conflicts | unit.names for unit in units))
+    conflicts = frozenset[str]().union(*(group.conflicts | group.names for group in groups))
     others = [
         (sum(map(problem.offered_tok_s, assignment.shares)), gpu)
         for gpu, assignment in current.items()
-        if gpu != failing and assignment.pool in pools and foes.isdisjoint(p.name for p in assignment.shares)
+        if gpu != failing
+        and assignment.pool in pools
+        and conflicts.isdisjoint(p.name for p in assignment.shares)
     ]
     gpu = min(others, default=(0.0, None))[1]
     return None if gpu is None else (gpu, current[gpu].pool)

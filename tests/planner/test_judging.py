@@ -40,5 +40,5 @@ def test_adapters_left_behind_break_a_percentile_although_completed_requests_kee
     problem = posed(workload(("hot", 8, 12.0), *cold, slo=Slo(**{bound: 60.0})), profile)
     alone = evaluate(problem, Assignment(problem.shares, 1), 0, 3600.0)
     assert getattr(alone.result, bound.replace("_s", "").replace("_p", "_s_p")) < 60.0
-    assert any(words.startswith(bound) and "still wait" in words for words in alone.broken)
-    assert not evaluate(problem, Assignment(problem.shares, 32), 0, 3600.0).broken
+    assert any(words.startswith(bound) and "still wait" in words for words in alone.violations)
+    assert not evaluate(problem, Assignment(problem.shares, 32), 0, 3600.0).violations

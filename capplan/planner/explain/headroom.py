@@ -15,13 +15,10 @@ from capplan.twin import SimulationResult
 from capplan.twin.metrics import bound_value
 
 _OVERLOAD_SEED: Final = 7
-
 _OVERLOAD_DURATION_S: Final = 600.0
-
 """As long as the runs that find what binds: an overloaded instance falls behind as long as it runs."""
 
 _OVERLOAD_STEP: Final = 1.0 / 32.0
-
 """How far beyond the largest load that it holds; twice the step of those runs."""
 
 
@@ -83,9 +80,9 @@ def find_headroom(
     fails_at = holds_until + _OVERLOAD_STEP * max(1.0, holds_until)
     beyond = evaluate(problem, assignment, _OVERLOAD_SEED, _OVERLOAD_DURATION_S, fails_at)
     rows = uses(problem, assignment, now, beyond.result, fails_at)
-    fault = f"it breaks {beyond.broken[0]}" if beyond.broken else f"what is full: {binds.note}"
+    fault = f"it breaks {beyond.violations[0]}" if beyond.violations else f"what is full: {binds.note}"
     words = f"holds {holds_until:.2f} x the planned load; at {fails_at:.2f} x {fault}"
-    return Headroom(holds_until, fails_at, beyond.broken, rows, words + _fullest(rows, binds))
+    return Headroom(holds_until, fails_at, beyond.violations, rows, words + _fullest(rows, binds))
 
 
 def _fullest(rows: tuple[ResourceUse, ...], binds: Binds) -> str:

@@ -15,7 +15,6 @@ from capplan.planner.problem import GRID, Assignment, Estimate, Problem, distinc
 from capplan.planner.slots import best_slots
 
 MAX_POINTS: Final = 8
-
 """Numbers of slots that the twin is asked about."""
 
 _MAX_SLOTS: Final = 2**16
@@ -167,7 +166,7 @@ def _point(a_max: int, evaluation: Evaluation) -> CurvePoint:
         e2e_mean_s=_known(result.e2e_s_mean),
         itl_mean_ms=_known(result.itl_ms_mean),
         loads_per_min=60.0 * result.adapter_loads / result.duration_s,
-        broken=evaluation.broken,
+        broken=evaluation.violations,
     )
 
 
@@ -203,15 +202,12 @@ def _known(value: float) -> float | None:
 
 
 _NOTABLE: Final = 0.02
-
 """Relative difference of what is served, and of the time of a request."""
 
 _LARGE: Final = 0.05
-
 """The same, of memory and of TTFT p99."""
 
 _EQUAL: Final = 1.005
-
 """Ratio of times that three figures hardly tell apart."""
 
 

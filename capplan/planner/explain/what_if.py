@@ -233,7 +233,6 @@ def _kind(pool: GpuPool) -> str:
 
 
 _MAX_SPREAD_INSTANCES: Final = 16
-
 """Beyond, it takes too many simulations for what it tells."""
 
 
@@ -274,11 +273,11 @@ def _spread_assignments(problem: Problem, fleet: FleetChange, near: int, seed: i
 
 
 def _describe_spread(evaluation: list[Evaluation]) -> str:
-    failing = [each for each in evaluation if each.broken]
+    failing = [each for each in evaluation if each.violations]
     if not failing:
         return "spread evenly, the planned load holds on one seed, but not over (1 - headroom)"
     worst = min(failing, key=lambda each: each.result.served_fraction)
     return (
         f"spread evenly, {len(failing)} of {len(evaluation)} break at the planned load, at worst "
-        f"{' and '.join(worst.broken)}"
+        f"{' and '.join(worst.violations)}"
     )

@@ -142,21 +142,16 @@ LORASERVE = Solver(
 )
 
 HOLT_LEVEL: Final = 0.5
-
 """Weight of the newest step in the level, for Holt's trend and for the moving average."""
 
 HOLT_TREND: Final = 0.3
-
 """Weight of the newest change in Holt's trend."""
 
 RECENT_STEPS: Final = 12
-
 """Steps whose largest demand bounds the forecast, and that a line is fitted to."""
 
 _MAX_GROWTH: Final = 2.0
-
 _MIN_STEPS: Final = 3
-
 _NS_PER_S: Final = 1e9
 
 
@@ -254,19 +249,14 @@ def arrived_tok_s(requests: Requests, adapters: int, step_s: float, duration_s: 
 
 
 _FIRST_RPS: Final = 1.0
-
 _MAX_RPS: Final = 2.0**20
-
 _MIN_REQUESTS: Final = 32
-
 """In the time simulated; with fewer, a bound may seem to hold because nobody is there to break it."""
 
 _BISECTIONS: Final = 7
-
 """The rate is then known to 1 % of itself."""
 
 _LENGTH_SAMPLE: Final = 2**14
-
 """Requests that stand for a mix of lengths."""
 
 

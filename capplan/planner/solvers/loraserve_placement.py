@@ -173,7 +173,6 @@ def _validate(
 
 
 NEGLIGIBLE = 1e-9
-
 """Share of an adapter, or of a server, that counts as none: what rounding leaves."""
 
 

@@ -84,11 +84,8 @@ MAXBASE_HALF = Solver(
 )
 
 _DURATION_S: Final = 600.0
-
 _FIRST_RPS: Final = 16.0
-
 _SATURATED: Final = 0.8
-
 """Share of the offered tokens below which requests pile up: more of them would not raise the throughput."""
 
 _MAX_STEPS: Final = 10

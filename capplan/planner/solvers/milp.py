@@ -31,11 +31,9 @@ from capplan.planner.slots import choose_slots
 from capplan.planner.solvers.base import RequiredEstimator, Solver, SolverContext
 
 MOST_PARTS: Final = 24
-
 MOST_GPUS: Final = 4
 
 Cut = tuple[NDArray[np.int64], int]
-
 """Parts of which at most so many may meet on a GPU."""
 
 
@@ -163,11 +161,9 @@ MILP = Solver(
 )
 
 _CAPACITY_TOLERANCE: Final = 1.05
-
 _BISECTIONS: Final = 5
 
 SlotChooser = Callable[[Sequence[AdapterShare]], int | None]
-
 """Gives the best number of slots for the shares of one GPU, None when it fails with any."""
 
 
@@ -265,13 +261,11 @@ def _busy_per_rps(problem: Problem, name: str) -> float:
 
 
 _MIP_GAP: Final = 0.05
-
 """How far the fullest GPU may be from as light as can be, relatively; whether there is an answer is exact."""
 
 _INFEASIBLE: Final = 2
 
 LinearRow = tuple[NDArray[np.int64], NDArray[np.float64], float, float]
-
 """Columns, their coefficients, and the least and the most that they may sum to."""
 
 
