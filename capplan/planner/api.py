@@ -54,42 +54,41 @@ def plan(
     time_limit_s: float = DEFAULT_TIME_LIMIT_S,
     progress: Progress | None = None,
 ) -> Plan:
-    """Place the adapters of a workload on GPUs, and have the twin confirm every GPU.
+    """Place the adapters of a workload on GPUs; the twin verifies every GPU.
 
     Parameters
     ----------
     workload
-        What is to be served, with its wishes.
+        Adapters, traffic, objectives and constraints.
     gpus
-        Most GPUs to use; None: as the workload says.
+        Maximum number of GPUs; None: the workload's.
     profile
-        Profile, name of a shipped one or path of a JSON; None: as the workload says.
+        Profile, name of a shipped one or path of a JSON; None: the workload's.
     solver
-        A name of `capplan.planner.SOLVERS`, or a solver of your own. ``capplan`` (ours: the fewest GPUs,
-        evenly loaded) unless given.
+        A name of `capplan.planner.SOLVERS`, or a solver of your own.
     estimator
-        What the solver asks: a surrogate (``best``, ``forest`` or ``tree``), the ``twin``, or ``auto`` (the
-        best surrogate where it knows enough).
+        A surrogate (``best``, ``forest`` or ``tree``), the ``twin``, or ``auto``: the best surrogate if it
+        covers the workload.
     seed
         Same seed, same plan.
     verify
-        Run the twin on fresh seeds. Without, the plan says that it is unverified, and nothing is mended.
+        Simulate on fresh seeds. Otherwise the plan is marked unverified, and nothing is repaired.
     repair
-        Mend GPUs on which the twin disagrees with the solver; otherwise their verdict stands in the plan.
+        Repair GPUs that fail verification; otherwise the plan records the failure.
     seeds
-        How many fresh seeds every GPU is verified on; a trace is replayed once.
+        Number of fresh seeds; a trace is replayed once.
     time_limit_s
-        When a solver that may take long gives up (``dlora-proactive``, ``milp``) or answers with the best so
-        far (``capplan``), in seconds.
+        Time after which slow solvers stop: without an answer (``dlora-proactive``, ``milp``) or with the best
+        so far (``capplan``).
     progress
         Called with (stage, done, total).
 
     Raises
     ------
     InputError
-        When a parameter or a wish breaks a rule.
+        If a parameter or the workload is invalid.
     InfeasibleError
-        When the GPUs do not suffice, with the reason.
+        If the GPUs do not suffice; `reason` tells why.
     """
     problem = make_problem(workload, gpus, profile)
     previous = read_previous(workload)
@@ -97,11 +96,11 @@ def plan(
     require_seeds(seed, seeds)
     report = progress or _silent
     report("placing", 0, 1)
-    exact = TwinEstimator(problem, seed)
+    twin = TwinEstimator(problem, seed)
     answer = solve(
         problem,
         chosen,
-        exact,
+        twin,
         estimator=estimator,
         seed=seed,
         time_limit_s=time_limit_s,
@@ -109,8 +108,8 @@ def plan(
     )
     problem = answer.problem
     report("placing", 1, 1)
-    verifier = make_verifier(problem, exact, seed, verify, seeds)
-    outcome = _verified(problem, answer.assignments, verifier, exact, verify and repair, report)
+    verifier = make_verifier(problem, twin, seed, verify, seeds)
+    outcome = _verified(problem, answer.assignments, verifier, twin, verify and repair, report)
     return build_plan(
         problem,
         outcome.assignments,
@@ -132,24 +131,26 @@ def _verified(
     problem: Problem,
     assignments: Sequence[Assignment],
     verifier: Verifier,
-    exact: TwinEstimator,
-    mend: bool,
+    twin: TwinEstimator,
+    repair_failing: bool,
     report: Progress,
 ) -> RepairResult:
-    fitted, changes = fit_slots_in_memory(problem, assignments, exact) if mend else (tuple(assignments), ())
+    fitted, changes = (
+        fit_slots_in_memory(problem, assignments, twin) if repair_failing else (tuple(assignments), ())
+    )
     _require_memory(problem, fitted)
     verdicts = verifier.whole(fitted, lambda done, total: report("verifying", done, total))
-    if not mend or all(verdict.ok for verdict in verdicts):
+    if not repair_failing or all(verdict.ok for verdict in verdicts):
         return RepairResult(fitted, tuple(verdicts), changes)
-    mended = repair(problem, fitted, verdicts, verifier, exact, changes)
-    if mended.assignments == fitted:
-        return mended
-    again = verifier.whole(mended.assignments, lambda done, total: report("verifying", done, total))
-    return RepairResult(mended.assignments, tuple(again), mended.changes)
+    repaired = repair(problem, fitted, verdicts, verifier, twin, changes)
+    if repaired.assignments == fitted:
+        return repaired
+    again = verifier.whole(repaired.assignments, lambda done, total: report("verifying", done, total))
+    return RepairResult(repaired.assignments, tuple(again), repaired.changes)
 
 
 def _require_memory(problem: Problem, assignments: Sequence[Assignment]) -> None:
-    """Refuse a raw answer with a GPU that would not start: there is nothing to predict."""
+    """Refuse an answer with an instance that does not start."""
     for number, assignment in enumerate(assignments):
         if not problem.fits_in_memory(assignment):
             raise InfeasibleError(
@@ -165,86 +166,88 @@ def _silent(stage: str, done: int, total: int) -> None:
 
 
 _CONSERVATIVE_MARGIN = 0.01
+"""Served fraction beyond the bound required first, since other seeds differ by about as much."""
 _MARGIN = 0.003
-"""Served fraction beyond the bound that a careful search wants, as other seeds differ by about as much, and
-that any search wants, as the worst of many seeds is worse than that of a few."""
+"""The same required always, since the worst of many seeds is worse than that of a few."""
 
 
 @dataclass(frozen=True)
 class SolverRun:
-    """What a solver says."""
+    """Answer of a solver before verification."""
 
     problem: Problem
-    """With the shares that the solver was given."""
+    """Problem with the shares that the solver placed."""
     assignments: tuple[Assignment, ...]
     estimator: str
-    """Who was asked about single GPUs."""
+    """Name of the estimator."""
     solve_s: float
-    """Seconds that splitting and placing took."""
+    """Wall time of splitting and placing."""
 
 
 def solve(
     problem: Problem,
     solver: Solver,
-    exact: TwinEstimator,
+    twin: TwinEstimator,
     *,
     estimator: str = "auto",
     seed: int = 0,
     time_limit_s: float,
     previous: Plan | None = None,
 ) -> SolverRun:
-    """Run a solver on whole adapters, or on shares of the hot ones where it takes them.
+    """Run a solver on whole adapters, or on shares of hot ones if it supports them.
 
     Parameters
     ----------
     problem
-        With whole adapters.
+        Problem with whole adapters.
     solver
-        Who answers.
-    exact
-        The twin.
+        Solver to run.
+    twin
+        Digital twin.
     estimator
-        Name of the estimator that the user asks for.
+        Name of the estimator selected by the user.
     seed, time_limit_s, previous
-        For the solver.
+        Passed to the solver.
 
     Raises
     ------
     InputError
-        For an estimator that does not exist or does not go with the solver, and where the solver is not for
-        this problem.
+        If the estimator is unknown or not the solver's, or the solver does not support the problem.
     InfeasibleError
-        When there is no answer, with the reason.
+        If there is no answer.
     """
     _require_match(problem, solver, estimator)
     _require_supported(problem.workload, solver)
-    nothing = solver.required_estimator is RequiredEstimator.NONE
-    quick = exact if nothing else make_estimator(problem, _estimator_of(solver, estimator), exact)
+    required, name = solver.required_estimator, _estimator_of(solver, estimator)
+    none = required is RequiredEstimator.NONE
+    selected = twin if none else make_estimator(problem, name, twin)
     started = time.perf_counter()
     require_memory(problem)
     if solver.splits_hot:
-        judge: Estimator = exact if solver.required_estimator is RequiredEstimator.TWIN else quick
-        problem = replace(problem, shares=split_hot_adapters(problem, judge))
+        deciding: Estimator = twin if required is RequiredEstimator.TWIN else selected
+        problem = replace(problem, shares=split_hot_adapters(problem, deciding))
 
-    def context(asked: Problem, twin: TwinEstimator, quick: Estimator) -> SolverContext:
-        if solver.required_estimator is not RequiredEstimator.TWIN:
-            return SolverContext(quick, twin, seed, time_limit_s)
-        careful, exact = replace(twin, margin=_CONSERVATIVE_MARGIN), replace(twin, margin=_MARGIN)
+    def context(problem: Problem, twin: TwinEstimator, estimator: Estimator) -> SolverContext:
+        if required is not RequiredEstimator.TWIN:
+            return SolverContext(estimator, twin, seed, time_limit_s)
         return SolverContext(
-            quick, exact, seed, time_limit_s, make_surrogate(asked, twin), careful, previous, renew
+            estimator,
+            replace(twin, margin=_MARGIN),
+            seed,
+            time_limit_s,
+            surrogate=make_surrogate(problem, twin),
+            conservative_twin=replace(twin, margin=_CONSERVATIVE_MARGIN),
+            previous=previous,
+            renew=renew,
         )
 
-    def renew(asked: Problem) -> SolverContext:
-        twin = TwinEstimator(asked, seed)
-        return context(asked, twin, make_estimator(asked, _estimator_of(solver, estimator), twin))
+    def renew(problem: Problem) -> SolverContext:
+        twin = TwinEstimator(problem, seed)
+        return context(problem, twin, make_estimator(problem, name, twin))
 
-    assignments: Sequence[Assignment] = solver.place(problem, context(problem, exact, quick))
-    return SolverRun(
-        problem,
-        tuple(assignments),
-        "none" if nothing else estimator_name(quick),
-        time.perf_counter() - started,
-    )
+    assignments = tuple(solver.place(problem, context(problem, twin, selected)))
+    solve_s = time.perf_counter() - started
+    return SolverRun(problem, assignments, "none" if none else estimator_name(selected), solve_s)
 
 
 def _estimator_of(solver: Solver, estimator: str) -> str:
@@ -263,27 +266,27 @@ def _require_match(problem: Problem, solver: Solver, estimator: str) -> None:
 
 
 def _require_supported(workload: Workload, solver: Solver) -> None:
-    """Refuse wishes that the solver does not grant, rather than ignore them."""
-    for wish, value in _requirements(workload).items():
-        if wish not in solver.supports:
-            rule = f"solver {solver.name} does not heed this: capplan does"
-            raise InputError(rule, value, wish.value)
+    """Refuse requirements that the solver does not support."""
+    for requirement, value in _requirements(workload).items():
+        if requirement not in solver.supports:
+            rule = f"not supported by solver {solver.name}; use --solver capplan"
+            raise InputError(rule, value, requirement.value)
 
 
 def _requirements(workload: Workload) -> dict[Requirement, str]:
-    """Return what a workload asks for beyond the fewest of equal GPUs, with the value to name in an error."""
-    wishes: dict[Requirement, str] = {}
+    """Return the requirements of a workload, each with its value for errors."""
+    requirements: dict[Requirement, str] = {}
     if len(workload.pools) > 1:
-        wishes[Requirement.POOLS] = ", ".join(pool.name for pool in workload.pools)
+        requirements[Requirement.POOLS] = ", ".join(pool.name for pool in workload.pools)
     if workload.objective is not Objective.MIN_GPUS and len(workload.pools) != 1:
-        wishes[Requirement.OBJECTIVE] = workload.objective.value
+        requirements[Requirement.OBJECTIVE] = workload.objective.value
     if workload.previous_plan is not None:
-        wishes[Requirement.PREVIOUS_PLAN] = workload.previous_plan
+        requirements[Requirement.PREVIOUS_PLAN] = workload.previous_plan
     for adapter in workload.adapters:
         if adapter.apart_from:
-            wishes.setdefault(Requirement.APART, adapter.name)
+            requirements.setdefault(Requirement.APART, adapter.name)
         if adapter.together_with:
-            wishes.setdefault(Requirement.TOGETHER, adapter.name)
+            requirements.setdefault(Requirement.TOGETHER, adapter.name)
         if adapter.max_replicas is not None:
-            wishes.setdefault(Requirement.MAX_REPLICAS, adapter.name)
-    return wishes
+            requirements.setdefault(Requirement.MAX_REPLICAS, adapter.name)
+    return requirements

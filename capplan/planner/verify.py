@@ -171,7 +171,7 @@ def repair(
 ) -> RepairResult:
     """Change failing instances until all hold or no change is left.
 
-    A failing instance first gets every other number of slots with which the twin holds. If none is verified, a
+    A failing instance first gets every other number of slots that holds by the twin. If none is verified, a
     quarter of its load moves to an unused instance, or to the one with the least load.
 
     Parameters
