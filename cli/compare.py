@@ -72,7 +72,7 @@ def compare(args: CompareArgs) -> None:
     if args.html is not None:
         from capplan.cli.report.comparison import comparison_page
 
-        write_text_atomic(args.html, comparison_page(result, args.workload))
+        write_text_atomic(args.html, comparison_page(result, args.workload, wishes.slo.latency_bounds()))
     if args.as_json:
         print_json(document(result))
     else:

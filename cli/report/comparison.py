@@ -8,11 +8,11 @@ from typing import TYPE_CHECKING, Final
 from capplan.cli.compare import cells, summary, verdict
 from capplan.cli.console import counted, number, percent
 from capplan.cli.report import page
-from capplan.cli.report.figures import Axis, bar_rows
+from capplan.cli.report.figures import Axis, bar_rows, bounds_of
 from capplan.planner.solvers import REGISTRY
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Sequence
+    from collections.abc import Callable, Mapping, Sequence
 
     from capplan.planner import SolverComparison, SolverResult
 
@@ -40,7 +40,9 @@ _COMPARISON_TERMS: Final = {
 }
 
 
-def comparison_page(result: SolverComparison, workload: str) -> str:
+def comparison_page(
+    result: SolverComparison, workload: str, bounds: Mapping[str, float] | None = None
+) -> str:
     """Return the report.
 
     Parameters
@@ -49,17 +51,19 @@ def comparison_page(result: SolverComparison, workload: str) -> str:
         What was compared.
     workload
         Name of its file.
+    bounds
+        Latency bounds of the workload by key, such as ``ttft_p99_s``.
     """
     load = f"{counted(result.adapters, 'adapter')} at {number(result.rate_rps, 2)} req/s"
     return page.page(
         f"Solvers on {workload}",
         _answers(result),
-        _solver_charts(result),
+        _solver_charts(result, bounds or {}),
         _solvers(result.rows),
         page.section("Definitions", page.definitions(_COMPARISON_TERMS)),
         subtitle=f"{load}, {result.profile}, at most {counted(result.gpus, 'GPU')}, "
         f"headroom {result.headroom:g}",
-        cards=_cards(result),
+        cards=_cards(result, bounds or {}),
     )
 
 
@@ -67,11 +71,11 @@ def _answers(result: SolverComparison) -> page.Section:
     parts = [page.table(_HEAD, map(_marked, result.rows), numbers_from=2)]
     failures = {row.solver: row.failure for row in result.rows if not row.answered}
     if failures:
-        parts += [page.heading("Why there is no answer"), page.definitions(failures)]
+        parts += [page.heading("Solvers without an answer"), page.definitions(failures)]
     return page.section("Answers", *parts, intro=f"{summary(result)}.")
 
 
-def _cards(result: SolverComparison) -> list[page.Card]:
+def _cards(result: SolverComparison, bounds: Mapping[str, float]) -> list[page.Card]:
     holding = [row for row in result.rows if row.holds]
     best = min(holding, key=lambda row: row.gpus, default=None)
     seeds = counted(len(result.seeds), "seed")
@@ -81,7 +85,7 @@ def _cards(result: SolverComparison) -> list[page.Card]:
     bound = f"{best.solver}; lower bound {result.lower_bound_gpus}, available {result.gpus}"
     return [
         page.Card("Fewest GPUs that hold", page.good(f"{best.gpus}"), bound),
-        page.Card("Worst TTFT p99", f"{number(best.ttft_s_p99, 2)} s", f"of {best.solver}"),
+        page.latency_card("Worst TTFT p99", "ttft_p99_s", best.ttft_s_p99, bounds),
         page.Card("Mean ITL", f"{number(best.itl_ms_mean, 1)} ms", f"of {best.solver}"),
         page.Card("Tokens served", percent(best.served_fraction), "on the worst instance and seed"),
         trust,
@@ -94,7 +98,7 @@ def _marked(row: SolverResult) -> tuple[page.Cell, ...]:
     return (name, page.good(words) if row.holds else page.bad(words), *numbers)
 
 
-def _solver_charts(result: SolverComparison) -> page.Section:
+def _solver_charts(result: SolverComparison, bounds: Mapping[str, float]) -> page.Section:
     rows = result.rows
     names = [row.solver for row in rows]
 
@@ -114,12 +118,24 @@ def _solver_charts(result: SolverComparison) -> page.Section:
                 Axis(""),
                 bounds={"lower bound": result.lower_bound_gpus},
                 note="no bar: no answer",
+                stacked=True,
             ),
             bar_rows("Throughput", names, {"": values(lambda row: row.throughput_tok_s)}, Axis("tok/s")),
             bar_rows(
-                "Time between tokens", names, {"": values(lambda row: row.itl_ms_mean)}, Axis("ITL, ms")
+                "Time between tokens",
+                names,
+                {"": values(lambda row: row.itl_ms_mean)},
+                Axis("ITL, ms"),
+                bounds=bounds_of(bounds, "itl"),
             ),
-            bar_rows("Time to first token", names, {"": ttft}, _log("TTFT p99, s", ttft), note="logarithmic"),
+            bar_rows(
+                "Time to first token",
+                names,
+                {"": ttft},
+                _log("TTFT p99, s", ttft),
+                bounds=bounds_of(bounds, "ttft"),
+                note="logarithmic",
+            ),
             bar_rows("Time to solve", names, {"": seconds}, _log("s", seconds), note="logarithmic"),
         ),
     )

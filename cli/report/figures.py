@@ -124,7 +124,7 @@ def scatter_chart(
     """Return a chart of points; ``diagonal`` draws the line of equal values."""
     figure = _figure(x, y)
     for number, curve in enumerate(curves):
-        figure.add_scatter(**_points(curve, number), mode="markers", marker_size=5)
+        figure.add_scatter(**_points(curve, number), mode="markers", marker_size=6)
     known = [v for curve in curves for each in (curve.x, curve.y) for v in each if math.isfinite(v)]
     if diagonal and known:
         ends = [min(v for v in known if v > 0 or not x.log), max(known)]
@@ -153,15 +153,17 @@ def bar_rows(
     *,
     bounds: Mapping[str, float] | None = None,
     note: str = "",
+    stacked: bool = False,
 ) -> Chart:
-    """Return groups of horizontal bars, one per name from top to bottom, for names of any length."""
+    """Return horizontal bars, grouped or stacked, with one row per name from top to bottom."""
     figure = _figure(x, Axis(""))
     for number, (name, lengths) in enumerate(bars.items()):
         figure.add_bar(y=_texts(names), x=lengths, orientation="h", **_bar(name, number))
     for name, value in (bounds or {}).items():
         _rule(figure, name, value, "x", _BOUND)
     figure.update_yaxes(type="category", autorange="reversed", dtick=1)
-    figure.update_layout(height=max(200, 140 + len(names) * (12 + 14 * len(bars))), bargap=0.3)
+    height_px = max(200, 140 + len(names) * (12 + 14 * (1 if stacked else len(bars))))
+    figure.update_layout(height=height_px, bargap=0.3, barmode="stack" if stacked else "group")
     return Chart(title, figure, note)
 
 
@@ -193,8 +195,9 @@ def plan_charts(plan: Plan) -> list[Chart]:
         bar_rows("Throughput", names, {"": rates}, Axis("tok/s"), note=note),
     ]
     for kind, metric, unit, title in latencies:
-        bounds = _bounds(plan.slo.latency_bounds(), metric)
-        statistics = list(dict.fromkeys((*(key.split("_")[1] for key in bounds), "p99")))
+        limits = plan.slo.latency_bounds()
+        bounded = [key.split("_")[1] for key in limits if key.startswith(f"{metric}_")]
+        statistics = list(dict.fromkeys((*bounded, "p99")))
         bars = {
             statistic if len(statistics) > 1 else "": [
                 _latency(group, f"{metric}_{unit}", statistic) for group in groups
@@ -202,8 +205,9 @@ def plan_charts(plan: Plan) -> list[Chart]:
             for statistic in statistics
         }
         label = f"{kind} {', '.join(statistics)}, {unit}"
-        named = {f"bound: {key} {value:g}": value for key, value in bounds.items()}
-        charts.append(bar_rows(title, names, bars, Axis(label, low=0.0), bounds=named, note=note))
+        charts.append(
+            bar_rows(title, names, bars, Axis(label, low=0.0), bounds=bounds_of(limits, metric), note=note)
+        )
     return charts
 
 
@@ -212,8 +216,9 @@ def _latency(group: Group, metric: str, statistic: str) -> float:
     return _or_nan(value)
 
 
-def _bounds(bounds: Mapping[str, float], metric: str) -> dict[str, float]:
-    return {key: value for key, value in bounds.items() if key.startswith(f"{metric}_")}
+def bounds_of(bounds: Mapping[str, float], metric: str) -> dict[str, float]:
+    """Return the bounds of a metric such as ``ttft`` by their names in a legend."""
+    return {f"bound: {key} {value:g}": value for key, value in bounds.items() if key.split("_")[0] == metric}
 
 
 def simulation_figure(result: SimulationResult) -> go.Figure:

@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any, Final
 from capplan.cli.bench import ADAPTER_HEAD, LATENCIES, STATISTICS, adapter_cells, facts, warnings
 from capplan.cli.console import counted, number, percent
 from capplan.cli.report import page
-from capplan.cli.report.figures import Axis, Chart, Curve, bar_rows, line_chart
+from capplan.cli.report.figures import Axis, Chart, Curve, bar_rows, bounds_of, line_chart
 from capplan.cli.validate import VALIDATION_HEAD, group_verdict, heading, rows_of
 from capplan.models.calibration.least_squares import SMAPE_FORMULA
 
@@ -149,7 +149,7 @@ def _distributions(rows: Columns, result: BenchResult, limits: Mapping[str, floa
         shares = np.linspace(0.0, 1.0, min(_POINTS, values.size))
         at = np.quantile(values, shares) if values.size else values
         curve = Curve("", at.tolist(), shares.tolist())
-        marks = _bounds(limits, column)
+        marks = bounds_of(limits, column.split("_")[0])
         return line_chart(title, [curve], Axis(label), Axis("share of requests", high=1.0), marks=marks)
 
     return [
@@ -185,7 +185,7 @@ def _course(rows: Columns, result: BenchResult, limits: Mapping[str, float]) -> 
         return means
 
     def chart(title: str, label: str, *curves: Curve, metric: str = "none") -> Chart:
-        bounds = _bounds(limits, metric)
+        bounds = bounds_of(limits, metric)
         return line_chart(title, curves, time, Axis(label), marks=marks, bounds=bounds)
 
     tokens = (rows["prompt_tokens"] + rows["output_tokens"]).astype(float)
@@ -204,19 +204,11 @@ def _course(rows: Columns, result: BenchResult, limits: Mapping[str, float]) -> 
             "Time to first token",
             "mean TTFT from due, s",
             Curve("", middles, mean("ttft_s")),
-            metric="ttft_s",
+            metric="ttft",
         ),
-        chart(
-            "Time per output token", "mean TPOT, ms", Curve("", middles, mean("tpot_ms")), metric="tpot_ms"
-        ),
+        chart("Time per output token", "mean TPOT, ms", Curve("", middles, mean("tpot_ms")), metric="tpot"),
         chart("Client lag", "mean lag, ms", Curve("", middles, mean("lag_ms"))),
     ]
-
-
-def _bounds(limits: Mapping[str, float], metric: str) -> dict[str, float]:
-    """Return the named bounds of a metric, such as those on any statistic of ``ttft_s``."""
-    kind = metric.split("_")[0]
-    return {f"bound: {key} {value:g}": value for key, value in limits.items() if key.split("_")[0] == kind}
 
 
 def _server(result: BenchResult) -> list[page.Section]:

@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, Any, Final
 
 from capplan.cli.console import DASH, counted, number, percent
 from capplan.cli.report import page
-from capplan.cli.report.figures import Axis, Chart, Curve, course_charts, is_wide, line_chart
+from capplan.cli.report.figures import Axis, Chart, Curve, bounds_of, course_charts, is_wide, line_chart
 from capplan.cli.simulate import Details, Outcomes, bound_text, share
 from capplan.errors import InfeasibleError
 
@@ -167,10 +167,7 @@ def _against_slots(workload: Workload, details: Details) -> page.Section:
 
     def latency(name: str, metric: str, unit: str) -> Chart:
         statistics = {s: f"{metric}_{unit}_{s}" for s in ("mean", "p50", "p90", "p99")}
-        kept = {
-            f"bound: {key} {bound:g}": bound for key, bound in bounds.items() if key.startswith(f"{metric}_")
-        }
-        return chart(name, unit, statistics, kept)
+        return chart(name, unit, statistics, bounds_of(bounds, metric))
 
     tokens = {"throughput": "throughput_tok_s", "offered": "offered_tok_s"}
     starved = {"starved below": STARVED_BELOW}
