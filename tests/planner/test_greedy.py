@@ -253,7 +253,7 @@ def test_an_adapter_that_fails_alone_is_named() -> None:
 
 def test_an_adapter_whose_slot_does_not_fit_is_named_with_the_reason_memory() -> None:
     problem = example_problem(0, adapters=4, gpus=4)
-    tight = replace(problem, engine=replace(problem.engine, max_model_len=10_000_000))
+    tight = replace(problem, engine=problem.engine.replace(max_model_len=10_000_000))
     with pytest.raises(InfeasibleError, match="memory") as error:
         solve_greedy(tight, Capacity(rps=4.0))
     assert error.value.reason == "memory"

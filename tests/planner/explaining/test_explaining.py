@@ -102,7 +102,7 @@ def test_the_chosen_number_holds_on_the_curve_as_in_the_search(explained: Explan
 def test_memory_ends_where_the_curve_says(made: Plan, crowded: Workload) -> None:
     each = rebuild(made, crowded, None, "workload").groups[0]
     # Little memory and many adapters, so that the end is near.
-    problem = replace(each.problem, engine=replace(each.problem.engine, gpu_memory_utilization=0.37))
+    problem = replace(each.problem, engine=each.problem.engine.replace(gpu_memory_utilization=0.37))
     shares = tuple(replace(share, rate_rps=0.01) for share in each.assignment.shares)
     curve = slot_curve(problem, replace(each.assignment, shares=shares, a_max=1), duration_s=60.0)
     assert curve.most_slots is not None
