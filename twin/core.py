@@ -80,8 +80,8 @@ from capplan.twin.trace import (
 from capplan.workload import Requests
 
 
-def run(scenario: Scenario, jump: bool = True) -> TwinTrace:
-    """Simulate `scenario` to its horizon; without `jump` the scheduler is asked for every single step."""
+def run(scenario: Scenario, fast_forward: bool = True) -> TwinTrace:
+    """Simulate `scenario` to its horizon; without `fast_forward` the scheduler decides every single step."""
     requests = scenario.requests.arrival_ns.size
     rows = max(1, min(requests, scenario.max_in_flight))
     state = new_state(rows, scenario.adapters, scenario.num_blocks, scenario.limits)
@@ -97,7 +97,7 @@ def run(scenario: Scenario, jump: bool = True) -> TwinTrace:
         trace,
         scenario.max_in_flight,
         scenario.horizon_ns,
-        jump,
+        fast_forward,
     )
     return trace
 
@@ -113,14 +113,14 @@ def advance(
     trace: TwinTrace,
     max_in_flight: int,
     until_ns: int,
-    jump: bool,
+    fast_forward: bool,
 ) -> None:
     """Run steps until the clock reaches `until_ns` or nothing is left to do before it."""
     counts = trace.counts
     while counts[NOW_NS] < until_ns:
         _take_arrivals(state, limits, requests, shared_prefix_tokens, costs, clock, trace, max_in_flight)
         take_copies(state, clock)
-        if jump and _fast_forward(state, limits, requests, costs, clock, trace, until_ns):
+        if fast_forward and _fast_forward(state, limits, requests, costs, clock, trace, until_ns):
             continue
         tokens = schedule(state, limits)
         if tokens == 0:

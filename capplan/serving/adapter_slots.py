@@ -69,7 +69,7 @@ def needs_load(state: State, adapter: int) -> bool:
 
 @inner
 def claim_adapter(state: State, limits: Limits, adapter: int) -> None:
-    """Begin to load an adapter beside the batch; its requests are set aside until `adapter_loaded`.
+    """Begin to load an adapter beside the batch; its requests are skipped until `adapter_loaded`.
 
     The claim counts as a use, so that the slot stays the adapter's until a request of it runs.
     """

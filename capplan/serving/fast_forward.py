@@ -1,8 +1,8 @@
-"""The jump: steps in which nothing can be decided, taken without asking the scheduler.
+"""Fast-forwarding over decode-only steps, without a call of the scheduler.
 
-While every running request decodes, nobody ends, blocks suffice and nobody who waits could be admitted, a
-step gives each request one token. Only the events named here can end that: a last token, a lack of blocks, an
-arrival or an adapter that has been loaded; the latter two are the caller's to watch.
+A step gives each running request one token while every running request decodes, none ends, blocks suffice
+and no waiting request can be admitted. Four events end such a run: a last token, a lack of blocks, an
+arrival, and an adapter that has been loaded. The caller watches for the latter two.
 """
 
 from __future__ import annotations
@@ -36,7 +36,7 @@ from capplan.serving.waiting_queue import next_adapter
 
 @inner
 def steps_ahead(state: State, limits: Limits) -> int:
-    """Return how many steps from now on can end nobody's request and admit nobody."""
+    """Return the number of following steps that end and admit no request."""
     c = state.counters
     if c[N_DECODING] == 0 or c[N_PARTIAL] > 0 or c[N_ENDING] > 0 or limits.policy == SLORA:
         return 0
@@ -48,7 +48,7 @@ def steps_ahead(state: State, limits: Limits) -> int:
 
 @inner
 def _nobody_enters(state: State, limits: Limits) -> bool:
-    """Tell whether the waiting stay where they are as long as only decoding goes on."""
+    """Return whether no waiting request can be admitted while all running ones decode."""
     c = state.counters
     if c[N_WAITING] == 0 or c[N_RUNNING] >= limits.max_num_seqs:
         return True
@@ -72,7 +72,7 @@ def _nobody_enters(state: State, limits: Limits) -> bool:
 
 @inner
 def decode_step(state: State, limits: Limits, needed: int) -> None:
-    """Decide one of the steps that `steps_ahead` promised; it takes `needed` of the free blocks."""
+    """Decide one of the steps that `steps_ahead` counted; it takes `needed` of the free blocks."""
     c = state.counters
     if limits.prefix_caching and (needed > 0 or c[SAME_ANSWERS] > 0):
         extend_together(state, limits)

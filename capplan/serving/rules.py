@@ -29,7 +29,7 @@ class ServingRules:
         Admit a waiting request only if its whole known sequence fits into free KV blocks now
         (vLLM's ``scheduler_reserve_full_isl``, on since 0.20).
     reverse_skipped
-        Requests that were set aside because their adapter found no slot come back in reversed order
+        Requests that were skipped because their adapter found no slot come back in reversed order
         (vLLM 0.9.2 to 0.13); otherwise they keep their order.
     watermark
         Share of the KV blocks that must stay free when a request is admitted while others run (vLLM 0.27 and
@@ -40,7 +40,7 @@ class ServingRules:
     lone_prefill_exempt
         That limit does not hold for a request that is alone in the engine (vLLM 0.32).
     load_beside
-        Adapters are loaded beside the batch: a request whose adapter is not there yet is set aside, and
+        Adapters are loaded beside the batch: a request whose adapter is not there yet is skipped, and
         nobody else waits. Otherwise a load blocks the step.
     declared_output
         S-LoRA's rules instead of vLLM's: see `capplan.serving.slora`. Adapters take KV blocks, not slots.

@@ -3,7 +3,7 @@
 vLLM's V1 rules: a step first serves running requests in the order of their admission, then admits waiting
 ones. There is no prefill or decode phase: every request just catches up with the tokens it knows, under one
 token budget per step. A running request that finds no KV block preempts the one admitted last; in a step with
-a preemption nobody is admitted. A waiting request whose adapter finds no slot is set aside and overtaken; one
+a preemption nobody is admitted. A waiting request whose adapter finds no slot is skipped; one
 that finds no blocks stops the scan. In asynchronous scheduling a step is decided while the one before still
 runs, so the end of a request is seen one step later: its blocks and its place stay taken until then.
 

@@ -1,4 +1,4 @@
-"""The waiting queue: first come, first served; a request whose adapter finds no slot is overtaken.
+"""The waiting queue: first come, first served; a request whose adapter finds no slot is skipped.
 
 vLLM scans one deque and sets blocked requests aside in their order. The same choice without a scan: every
 adapter has a queue of its own, and the request to look at next is the head with the smallest key among the
@@ -120,7 +120,7 @@ def pop_head(state: State, adapter: int) -> int:
 
 @inner
 def reverse_skipped(state: State, scanned_to: int) -> None:
-    """Reverse the order of the requests that a scan set aside: those of inactive adapters before a key.
+    """Reverse the order of the requests that a scan skipped: those of inactive adapters before a key.
 
     Their keys are mirrored within their own range, so nobody else's place changes.
     """

@@ -34,7 +34,7 @@ def names(state: State, rows: list[int]) -> list[int]:
     return [int(state.rows.request[row]) for row in rows]
 
 
-def test_a_lora_blocked_request_keeps_its_place_and_is_overtaken() -> None:
+def test_a_lora_blocked_request_keeps_its_place_and_is_skipped() -> None:
     state = engine()
     for request, adapter in enumerate([1, 2, 1, 0, 2]):
         submit(state, LIMITS, request, adapter, 8, 3)

@@ -1,4 +1,4 @@
-"""The forms of the twin on one scenario: jumping, stepping, stopped after every step, and readable."""
+"""The twin on one scenario: fast-forwarding, stepping, stopped after every step, and the reference."""
 
 import numpy as np
 
@@ -27,8 +27,8 @@ def differs(ours: t.TwinTrace, theirs: t.TwinTrace) -> bool:
 
 
 def assert_forms_agree(scenario: Scenario) -> None:
-    """Assert that jumping and the readable twin leave the trace that stepping leaves, and that it adds up."""
-    stepping = run(scenario, jump=False)
+    """Assert that fast-forwarding and the reference leave the trace of stepping, and that it adds up."""
+    stepping = run(scenario, fast_forward=False)
     assert_same(run(scenario), stepping)
     assert_same(run_reference(scenario), stepping, but=("stalled_ns",))
     # Each stop marks those who run just then.
@@ -50,7 +50,16 @@ def run_stopping(scenario: Scenario) -> t.TwinTrace:
         until_ns = min(until_ns, horizon_ns)
         shared = scenario.shared_prefix_tokens
         advance(
-            state, limits, requests, shared, scenario.costs, clock, trace, in_flight, until_ns, jump=False
+            state,
+            limits,
+            requests,
+            shared,
+            scenario.costs,
+            clock,
+            trace,
+            in_flight,
+            until_ns,
+            fast_forward=False,
         )
         check_integrity(state, limits, scenario.num_blocks)
         check_requests(state, trace)

@@ -26,7 +26,7 @@ SEEDS = range(400)
 
 @settings(max_examples=300)
 @given(scenarios())
-def test_jumping_stepping_and_the_readable_twin_leave_the_same_trace(scenario: Scenario) -> None:
+def test_fast_forward_stepping_and_the_reference_leave_the_same_trace(scenario: Scenario) -> None:
     assert_forms_agree(scenario)
 
 
@@ -148,7 +148,7 @@ def test_every_event_happens_in_some_of_the_scenarios() -> None:
             "chunked",
             "cut off",
             "too long",
-            "set aside for a load",
+            "skipped for a load",
         ),
         0,
     )
@@ -165,7 +165,7 @@ def test_every_event_happens_in_some_of_the_scenarios() -> None:
         # With blocks in plenty nobody is preempted: who then stalls was left out of a step.
         seen["left out"] += bool(np.any(run(scenario._replace(num_blocks=1000)).stalled_ns > 0))
         seen["chunked"] += bool(np.any(prompts[done] > limits.max_num_batched_tokens))
-        seen["set aside for a load"] += bool(trace.skipped_ns.sum())
+        seen["skipped for a load"] += bool(trace.skipped_ns.sum())
         seen["cut off"] += bool(np.any(trace.status == t.STATUS_RUNNING))
         seen["too long"] += bool(np.any(prompts >= limits.max_model_len))
     assert all(count >= 5 for count in seen.values()), seen

@@ -218,7 +218,7 @@ class _Run:
         )
 
     def _record_wait(self, number: int, adapter: int) -> None:
-        """Write down for how long a request that is admitted for the first time was set aside for a load."""
+        """Write down for how long a request that is admitted for the first time was skipped for a load."""
         if self.scenario.buckets and self.trace.admitted_ns[number] == t.NEVER:
             arrival_ns = int(self.scenario.requests.arrival_ns[number])
             waited_ns = self.copier.waited_ns(adapter, arrival_ns)

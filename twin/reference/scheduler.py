@@ -1,4 +1,4 @@
-"""vLLM's V1 scheduler as one would tell its rules: plain lists, one request at a time.
+"""Reference implementation of vLLM's V1 scheduler: plain lists, one request at a time.
 
 After vLLM 0.32.0, ``vllm/v1/core/sched/scheduler.py`` and ``async_scheduler.py``, with the switches that
 older versions differ in. It replays the recorded decisions of that scheduler (``tests/golden``) and is what
@@ -181,7 +181,7 @@ class ReferenceScheduler:
         return loads
 
     def _may_run(self, adapter: int, active: set[int], loads: list[tuple[int, bool]]) -> bool:
-        """Tell whether a request of this adapter may run now, or has to be set aside.
+        """Tell whether a request of this adapter may run now, or has to be skipped.
 
         Where adapters are loaded beside the batch, one that is not there takes a slot, counts as active from
         now on, and is added to `loads`.

@@ -1,4 +1,4 @@
-"""S-LoRA's scheduler as one would tell its rules: plain lists, one request at a time.
+"""Reference implementation of S-LoRA's scheduler: plain lists, one request at a time.
 
 After S-LoRA c1ddf48, ``slora/server/router/manager.py`` and ``req_queue.py``, with two differences. KV comes
 in blocks instead of single tokens, so the last block of each request counts as taken whole. And adapters
