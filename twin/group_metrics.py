@@ -105,13 +105,10 @@ def group_metrics(
     done = per_group(tokens * finished)
     answerable = per_group(tokens * (table.status != RUNNING))
     served = np.divide(done, answerable, out=np.ones(count), where=answerable > 0)
-    several = finished & (table.output_tokens > 1)
-    gaps = per_group((table.output_tokens - 1) * several)
-    decoding_ms = per_group(np.where(several, 1e3 * (table.finish_s - table.first_token_s), 0.0))
+    gaps, decoding_ms = map(per_group, _token_gaps(table))
     itl_ms = client_itl_factor * _ratio(decoding_ms, gaps)
-    kept, broken = per_group(kept_slo > 0), per_group(kept_slo < 0)
     hit_rate = _ratio(adapters[:, t.HITS], adapters[:, t.ADMISSIONS])
-    slo_share = _ratio(kept, kept + broken)
+    slo_share = _ratio(per_group(kept_slo > 0), per_group(kept_slo != 0))
     offered = per_group(tokens)
 
     def stats(column: NDArray[np.float64]) -> list[LatencyStats]:
@@ -147,6 +144,13 @@ def group_metrics(
         )
         for i, name in enumerate(names)
     )
+
+
+def _token_gaps(table: RequestTable) -> tuple[NDArray[np.int64], NDArray[np.float64]]:
+    """Return the gaps between tokens of each finished request, and their sum in milliseconds."""
+    several = (table.status == FINISHED) & (table.output_tokens > 1)
+    decoding_ms = np.where(several, 1e3 * (table.finish_s - table.first_token_s), 0.0)
+    return (table.output_tokens - 1) * several, decoding_ms
 
 
 def _ratio(part: NDArray[Any], whole: NDArray[Any]) -> NDArray[np.float64]:
