@@ -24,7 +24,6 @@ if TYPE_CHECKING:
     from capplan.spec import Profile, Slo, Workload
 
 _INTERRUPTED = 130  # 128 + SIGINT, as shells report it
-
 _FAILED = 1
 
 

@@ -20,7 +20,6 @@ if TYPE_CHECKING:
     from capplan.profiling.kernels.measure import KernelProfilingOptions, KernelProfilingResult
 
 _NOTEWORTHY = 0.2
-
 """Share of interrupted visits from which people should know."""
 
 

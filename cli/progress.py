@@ -30,7 +30,6 @@ if TYPE_CHECKING:
 _COMPILATION_LINES_S = 5.0
 
 OnProgress: TypeAlias = Callable[[str, int, int], None]
-
 """Called with the stage, the units of work done in it, and their total."""
 
 

@@ -25,7 +25,6 @@ if TYPE_CHECKING:
 _OPEN_RANK: Final = 16  # vLLM's default
 
 _OPEN_ADAPTERS: Final = 1000
-
 """Numbers for adapters where clients may load some; one costs some dozen bytes."""
 
 _LOOPBACK: Final = ("127.0.0.1", "::1", "localhost")

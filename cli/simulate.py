@@ -212,11 +212,9 @@ def _engine_settings(workload: Workload, **given: float | None) -> dict[str, Any
 
 
 Outcomes: TypeAlias = "Mapping[int, SimulationResult | InfeasibleError]"
-
 """What came of each number of slots."""
 
 Details: TypeAlias = "Mapping[int, DetailedResult]"
-
 """Details of each number of slots that fits."""
 
 _ROWS: Final = (  # metric of the result, its name with unit, decimals

@@ -223,7 +223,6 @@ def _print_files(files: Mapping[str, Path], sizes: Mapping[str, int]) -> None:
 
 
 SCENARIOS: Final[tuple[tuple[str, int], ...]] = (("paper-grid", 3_000), ("space-filling", 7_000))
-
 """What is learned from unless more or less is asked for."""
 
 

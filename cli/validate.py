@@ -19,7 +19,6 @@ if TYPE_CHECKING:
     from capplan.spec import Plan, Profile
 
 _INTERRUPTED = 130  # 128 + SIGINT, as shells report it
-
 _DISAGREES = 1
 
 

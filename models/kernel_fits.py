@@ -42,7 +42,6 @@ COLUMNS: Final = (
     "disturbed",
     "visits_us",
 )
-
 """One row per kernel, half (``shrink`` or ``expand``), width and case. ``rank_sum`` counts an adapter's rank
 once per request, ``adapter_rank_sum`` once, ``rank_tokens`` once per token. Times are in microseconds."""
 
@@ -69,19 +68,14 @@ def read_kernel_table(path: str | os.PathLike[str]) -> pd.DataFrame:
 Columns = Mapping[str, NDArray[np.float64]]
 
 TOPPINGS_BGMV: Final = "toppings-bgmv"
-
 TOPPINGS_MBGMV: Final = "toppings-mbgmv"
-
 ADDITIVE: Final = "additive"
-
 FOLDS: Final = 5
 
 EXPLAINS_FROM: Final = 0.8
-
 """Share of the variance on left-out configurations from which a form is said to explain a kernel."""
 
 GRIDS: Final = MappingProxyType({"paper": ("paper",), "wide": ("paper", "wide"), "tiny": ("tiny",)})
-
 """Grids of decode that are fitted, and the grids of cases that belong to each."""
 
 MEANT_FOR: Final = MappingProxyType(
@@ -95,7 +89,6 @@ MEANT_FOR: Final = MappingProxyType(
         "sgmv": TOPPINGS_MBGMV,
     }
 )
-
 """Kernel to the Toppings form that is meant for it."""
 
 

@@ -35,19 +35,15 @@ from capplan.spec import (
 )
 
 _MATRICES: Final = 14
-
 """A and B of q, k, v, o, gate, up and down: copied one by one."""
 
 _LOGIT_COPIES: Final = 3.5
-
 """Float32 logits that vLLM's start-up run holds at its peak, per request."""
 
 _SEQS_IN_RESERVE: Final = 270.0
-
 """Requests up to which activations, not logits, set that peak."""
 
 _RESERVED_BYTES: Final = 2.2e9
-
 """Activations, graphs and context of vLLM 0.8.5 with 2,048 tokens per step."""
 
 _REQUEST_MS: Final = 10.5

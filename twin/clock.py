@@ -32,28 +32,18 @@ from capplan.twin.trace import ADAPTER_LOADS, DISK_LOADS, TwinTrace, record_load
 
 # Positions in `Clock.at`.
 VISIBLE_NS = 0  # arrivals up to here are known when the next step is decided
-
 COPIER_FREE_NS = 1  # when the last copy that has been begun will be done
-
 FIRST_COPY = 2  # copies beside the batch: position of the oldest in `copies`,
-
 N_COPIES = 3  # and their number
-
 PAUSED_NS = 4  # time for which decoding rows have paused,
-
 PAUSED_ROWS = 5  # and how many did
-
 N_AT = 6
-
 NEVER_NS = 2**62
 
 # Rows of `Clock.rank_stats`, whose columns are ranks (0: the base model).
 PRESENT = 0  # requests handed to the instance that have not ended,
-
 QUEUED = 1  # those of them that wait or have not been seen by its scheduler yet,
-
 QUEUED_TOKENS = 2  # and their prompt tokens
-
 N_RANK_STATS = 3
 
 
@@ -231,7 +221,6 @@ def take_copies(state: State, clock: TwinClock) -> None:
 
 # Positions in `Clock.answered`.
 ANSWERS = 0
-
 ANSWER_TOKENS = 1
 
 

@@ -276,9 +276,7 @@ def _counted(bound: str, limit: float, value: float, verdict: NDArray[np.int8]) 
 
 
 BUCKETS = 600
-
 _SHORTEST_NS = NS_PER_S // 2
-
 _LARGEST_SUM = 2**62
 
 

@@ -199,19 +199,12 @@ PERCENTILES = (50, 90, 95, 99)
 
 # Positions in `Reduced.totals`.
 COMPLETED = 0
-
 SEVERAL = 1  # completed requests of two output tokens or more
-
 TOKENS = 2  # of all requests
-
 EXECUTING_TOKENS = 3  # of requests in execution at the end
-
 PROMPT_TOKENS = 4  # of completed requests
-
 OUTPUT_TOKENS = 5
-
 DECODING_NS = 6  # first to last token, completed requests
-
 _N_TOTALS = 7
 
 

@@ -23,7 +23,6 @@ STATUSES: Final = ("finished", "running", "waiting", "rejected")
 FINISHED, RUNNING, WAITING, REJECTED = range(len(STATUSES))
 
 _BASE_MODEL: Final = ""  # name and rank of the adapter of requests that ask for none
-
 _MS_PER_S: Final = 1e3
 
 
@@ -195,9 +194,7 @@ def several_tables(tables: Mapping[int, RequestTable], by: str) -> pa.Table:
 
 
 _BATCH = 100_000
-
 _LAST_NS = 2**62
-
 _BITS = 25  # a length in tokens fits in so many
 
 

@@ -75,11 +75,9 @@ def _is_number(value: object) -> bool:
 
 
 NS_PER_S = 1_000_000_000
-
 NS_PER_MS = 1_000_000
 
 _MOST_CUT = 0.1
-
 """Share of a workload's tokens that max_model_len may cut off."""
 
 

@@ -23,7 +23,6 @@ Item = TypeVar("Item")
 Answer = TypeVar("Answer")
 
 OnProgress = Callable[[int, int], None]
-
 """Called in the caller's thread with the number of answers so far and of all."""
 
 _CHUNKS_PER_WORKER = 8
@@ -167,9 +166,7 @@ def _feasible(simulation: Callable[[], Answer]) -> Answer | InfeasibleError:
 
 
 _CHUNKS_PER_CORE = 8
-
 _ARGUMENT = "ray_address"
-
 _PATIENCE_S = 10.0
 
 

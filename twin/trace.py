@@ -16,102 +16,61 @@ from capplan.compile import by_reference, inner, jit
 
 # Positions in `Trace.counts`.
 STEPS = 0
-
 ADAPTER_LOADS = 1
-
 DISK_LOADS = 2
-
 PREEMPTIONS = 3
-
 REJECTED = 4
-
 NOW_NS = 5
-
 NEXT_REQUEST = 6
-
 MAX_RUNNING = 7
-
 MAX_WAITING = 8
-
 LOAD_NS = 9
-
 BUCKET = 10  # of the time series: the one that the last step ended in,
-
 BUCKET_END_NS = 11  # when it ends,
-
 BUCKET_NS = 12  # and how long each is
-
 REQUEST_STEPS = 13  # sum over steps of the requests that run,
-
 SMALL_REQUEST_STEPS = 14  # and of steps with at most SMALL_BATCH of them
-
 N_COUNTS = 15
 
 SMALL_BATCH = 128
-
 """Requests whose tokens vLLM's API server hands out in one go (``VLLM_V1_OUTPUT_PROC_CHUNK_SIZE``)."""
 
 # Positions in `Trace.sums`: integrals over simulated time, in units x nanoseconds.
 BUSY_NS = 0
-
 RUNNING_NS = 1
-
 WAITING_NS = 2
-
 KV_TOKEN_NS = 3
-
 ADAPTER_NS = 4
-
 N_SUMS = 5
 
 # Columns of `Trace.series`: sums over the steps that end in a bucket. Whole numbers, so that their order does
 # not matter; the first six are integrals over time, in units x nanoseconds.
 SERIES_BUSY_NS = 0
-
 SERIES_RUNNING_NS = 1
-
 SERIES_WAITING_NS = 2
-
 SERIES_KV_TOKEN_NS = 3
-
 SERIES_ACTIVE_NS = 4
-
 SERIES_RESIDENT_NS = 5
-
 SERIES_STEPS = 6
-
 SERIES_TOKENS = 7
-
 SERIES_LOADS = 8
-
 SERIES_LOAD_NS = 9
-
 N_SERIES = 10
 
 # Columns of `Trace.adapters`.
 ADMISSIONS = 0
-
 HITS = 1  # admissions that found the adapter resident
-
 LOADS = 2
-
 ADAPTER_LOAD_NS = 3
-
 LOADED_AT = 4  # number of the step of the last load, counted from 1
-
 N_ADAPTER = 5
 
 # Values of `Trace.status`.
 STATUS_RUNNING = 1
-
 STATUS_REJECTED = 2
-
 NEVER = -1
-
 _GAP_SMALLEST_NS = 1e5
-
 _BINS_PER_OCTAVE = 256  # each at most 0.4 percent wide
-
 _GAP_BINS = 30 * _BINS_PER_OCTAVE  # up to a day
 
 

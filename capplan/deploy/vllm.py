@@ -17,15 +17,12 @@ from capplan.errors import InputError
 from capplan.spec import EngineArgs, Group, Plan, PlanAdapter
 
 LAUNCH: Final = "launch"
-
 ROUTING: Final = "routing.json"
 
 TOP_NAMES: Final = frozenset({LAUNCH, ROUTING})
-
 """Everything at the top of an exported directory."""
 
 _LAST_PORT: Final = 65535
-
 _LONGEST_STEM: Final = 200  # file systems allow names of 255 bytes
 
 

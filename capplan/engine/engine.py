@@ -28,7 +28,6 @@ from capplan.errors import InputError
 from capplan.spec.validation import unknown_key
 
 Prompt = str | Sequence[int]
-
 _LOAD_TIMEOUT_S: Final = 60.0
 _MAX_PREFIXES: Final = 2**20
 

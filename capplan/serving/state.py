@@ -69,7 +69,6 @@ ENDING = -2
 NO_CLAIM = 0
 LOADING = 1  # an adapter on its way into a slot, beside the batch
 READY = 2  # ... and one that is there and keeps its slot until the request that asked for it runs
-
 VLLM = 0
 SLORA = 1
 

@@ -96,7 +96,6 @@ def heap_remove(heap: Heap, member: int) -> None:
 
 
 _BEFORE = 0
-
 _AFTER = 1
 
 

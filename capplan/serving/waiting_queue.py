@@ -13,7 +13,6 @@ from capplan.serving.state import BACK_KEY, FRONT_KEY, LOADING, N_WAITING, NONE,
 from capplan.serving.structures import heap_push, heap_remove
 
 END_OF_QUEUE = 2**62
-
 """A key behind every waiting request."""
 
 

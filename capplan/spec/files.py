@@ -92,9 +92,7 @@ def error_reason(error: Exception) -> str:
 
 
 Scalar: TypeAlias = str | int | float | bool | None
-
 _MAX_NODES: Final = 4_000_000
-
 _MAX_DEPTH: Final = 32
 
 _CORE_SCHEMA: Final = MappingProxyType(

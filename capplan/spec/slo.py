@@ -37,7 +37,6 @@ def _bound(metric: str, statistic: str, unit: str) -> Any:
 
 
 STARVED_BELOW: Final = 0.9
-
 """Served fraction under which a GPU counts as starved (adapter-caching paper, sections 2.3 and 6)."""
 
 

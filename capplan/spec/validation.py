@@ -23,7 +23,6 @@ from pydantic_core import ErrorDetails, PydanticCustomError
 from capplan.errors import NO_VALUE, InputError
 
 Key: TypeAlias = tuple[str | int, ...]
-
 """Path of a value inside a document, such as ``("adapters", 1, "rate_rps")``."""
 
 

@@ -148,7 +148,6 @@ def _burst_rate(burst: Burst, adapters: int) -> PeriodicRate:
 
 
 NS_PER_S: Final = 1_000_000_000
-
 _LARGEST_EXPONENT: Final = 700.0  # e to it is still a floating-point number
 
 

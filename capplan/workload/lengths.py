@@ -18,11 +18,8 @@ from capplan.spec import Lengths
 from capplan.workload.sampling import DiscreteTable, discrete_table, invert, sample_at, uniform
 
 _EXACT: Final = 128  # integers summed one by one; beyond, the sum is an integral to within 0.003 tokens
-
 _SHAPE_RANGE: Final = 4.0
-
 _MIN_SHAPE: Final = 0.05  # std = 4.5 mean; below, the scale that reaches a mean outgrows floating point
-
 _MAX_SCALE: Final = 1e140
 
 
@@ -107,9 +104,7 @@ def _moments(shape: float, scale: float, limit: int) -> tuple[float, float]:
 
 
 _LEVELS: Final = 2**14  # normal scores: linear between these, the outermost ones constant
-
 _SIGMAS: Final = 6.0  # scores beyond are taken for these; a score is so large once in 1e9 draws
-
 _LARGEST: Final = 1.0 - 2.0**-53
 
 
@@ -178,7 +173,6 @@ def sample_pairs(
 
 
 _CONSTANT_STD: Final = 0.5  # tokens; with less spread, rounding decides everything
-
 _NEVER: Final = 1e-15  # probability of lengths left out of the table, to keep it small
 
 

@@ -81,7 +81,6 @@ def _fill_uniform(numbers: NDArray[np.float64], key: np.uint64) -> None:
 Distributions: TypeAlias = Sequence[tuple[NDArray[np.int32], NDArray[np.float64]]]
 
 _BUCKETS_PER_VALUE: Final = 16
-
 _MOST_BUCKETS: Final = 2**16  # of all distributions of a table together, if that leaves one per value
 
 

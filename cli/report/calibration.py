@@ -37,9 +37,7 @@ if TYPE_CHECKING:
     from capplan.twin.calibration_fit import RunCalibration
 
 _MOST_POINTS = 4000  # of one scatter chart; evenly thinned beyond
-
 _BINS = 41
-
 _WORST_RUNS = 15
 
 _MEANINGS = {

@@ -27,9 +27,7 @@ if TYPE_CHECKING:
 _BUCKETS: Final = (12, 60)  # of the charts over time, by how many requests there are
 
 _PER_BUCKET: Final = 10
-
 _ADAPTERS: Final = 50
-
 _POINTS: Final = 200  # of a distribution
 
 MEANINGS: Final[Mapping[str, str]] = {

@@ -32,7 +32,6 @@ if TYPE_CHECKING:
     from capplan.spec import Group, Plan, Slo
 
 _OPEN: Final = 100
-
 """Adapters up to which their table is shown unfolded."""
 
 _HEAD: Final = (
@@ -222,11 +221,9 @@ def _compact(value: Any) -> str:
 
 _T = TypeVar("_T")
 _MOST_SHOWN: Final = 200.0
-
 """Where bars of what is in use end, in percent."""
 
 _NAMED: Final = 12
-
 """Groups that a heading names."""
 
 

@@ -39,15 +39,12 @@ MEMORY_OPTIONS: Final = ("max_num_seqs", "gpu_memory_utilization")
 LOADING_COLUMNS: Final = ("rank", "s_max", "ms")
 LOADING_OPTIONS: Final = ("kind",)
 ASSUMED: Final = "assumed, not measured"
-
 _GPU: Final = "gpu"
 _DISK: Final = "disk"
 _UTILIZATION: Final = 0.9
 _THRESHOLDS: Final = 65
-
 _MAX_CORRELATION: Final = 0.95
 _LOG2_SCORES: Final = 14
-
 _MEMORY_BYTES_PER_MS: Final = 2e9  # GPU memory bandwidth, about that of data-centre GPUs of 2023
 _FLOP_PER_MS: Final = 3e11
 _PCIE_BYTES_PER_MS: Final = 1e7

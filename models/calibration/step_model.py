@@ -21,7 +21,6 @@ from capplan.models.calibration.tables import REGIMES, StepTable
 from capplan.spec import Fit, FittedModel, Kernel
 
 DEFAULT_FOLDS: Final = 5
-
 NEGLIGIBLE: Final = 0.01
 NEGLIGIBLE_POINTS: Final = 0.02
 """Candidates count as equal if their held-out errors differ by less than `NEGLIGIBLE` of the error or by less

@@ -300,11 +300,9 @@ FEATURES = FeatureVector._fields
 PAPER_FEATURES = FEATURES[:7]
 
 HORIZON_S = 3600.0
-
 """What throughput and starvation are taken over."""
 
 MAX_IN_FLIGHT = 25_000
-
 """Requests that the front end holds, as the client of the published runs did. Without a bound, an overloaded
 engine would be slowed by the scan of a queue far longer than any that a profile was fitted on."""
 

@@ -234,11 +234,8 @@ def _finite(value: object) -> float:
 
 
 _MAX_BYTES: Final = 64 * 2**20
-
 _MAX_EXPANDED_BYTES: Final = 512 * 2**20
-
 _HEADER: Final = "header"
-
 _SEAL: Final = "sha256"
 
 _PACKINGS: Final = (zipfile.ZIP_STORED, zipfile.ZIP_DEFLATED)

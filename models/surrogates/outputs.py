@@ -21,7 +21,6 @@ Features: TypeAlias = NDArray[np.float32]
 Floats: TypeAlias = NDArray[np.float64]
 
 LEAF: Final = -1
-
 OVER_EXPECTED: Final = "over_expected"
 OVER_OFFERED: Final = "over_offered"
 SERVED_AND_STEP: Final = "served_and_step"

@@ -172,25 +172,15 @@ def _lines(tree: Tree, node: int, depth: int) -> Iterator[str]:
 
 
 _COLUMN: Final = 236.0
-
 _BOX: Final = 200.0
-
 _ROW: Final = 32.0
-
 _HEIGHT: Final = 24.0
-
 _LEAF_BOX: Final = 232.0
-
 _TITLE: Final = 34.0
-
 _GAP: Final = 28.0
-
 _MARGIN: Final = 10.0
-
 _INK: Final = "#1c2530"
-
 _NEUTRAL: Final = "#767676"  # the grey of equal contrast, 4.5 to 1, on white and on black
-
 _ASKING: Final = "#eef2f6"
 
 _WELL: Final = (205, 233, 214)

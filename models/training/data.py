@@ -98,7 +98,6 @@ def read_manifest(folder: Path) -> Manifest | None:
 
 
 LATENCIES: Final = ("itl_ms_mean", "ttft_s_p50", "ttft_s_p99")
-
 """The columns that may hold NaN: where nothing was completed, there is no latency."""
 
 OUTCOMES: Final = (
@@ -117,12 +116,10 @@ OUTCOMES: Final = (
     "submitted",
     "rejected",
 )
-
 """What the twin answered, as in `capplan.twin.SimulationResult`; ``offered_drawn_tok_s`` is the load of the
 requests that were drawn, ``step_ms_mean`` the busy time over the number of steps (0 without a step)."""
 
 MIN_ROWS: Final = 200
-
 _MAKE: Final = "make one with: capplan dataset generate"
 
 

@@ -20,18 +20,13 @@ from capplan.workload.sampling import uniform
 
 # Positions in the cursor, where the loop goes on after a break.
 NEXT = 0  # the next request to route
-
 PLACE = 1  # the place that was chosen for it, or NONE
-
 TICK_NS = 2  # when requests are moved next
-
 MIGRATIONS = 3  # requests moved so far
 
 # What happens next.
 ARRIVAL = 0
-
 TICK = 1
-
 END = 2
 
 

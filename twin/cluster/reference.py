@@ -77,7 +77,6 @@ class Candidate:
 
 
 PythonRouter: TypeAlias = Callable[[RoutedRequest, Sequence[Candidate]], int]
-
 """Returns the position of the candidate that gets the request; candidates come in order of instances."""
 
 

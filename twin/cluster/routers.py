@@ -36,7 +36,6 @@ from capplan.workload import Requests
 NamedRouter: TypeAlias = str | Dlora | Gateway | Toppings
 
 SLO_FACTOR: Final = 1.5
-
 """Toppings' SLO: so many times what inference without LoRA takes (section 7.4)."""
 
 
@@ -122,7 +121,6 @@ DECODE_BATCHES: Final = (4, 8, 12, 16, 20, 24, 28, 32)
 PREFILL_BATCHES: Final = (1, 2, 4, 8)
 
 PROMPTS: Final = (0.5, 1.0, 2.0)
-
 """Prompt lengths of prefill iterations, in mean prompts; eq. 2 alone sees mean prompts only."""
 
 RANKS: Final = (8, 16, 32, 64)

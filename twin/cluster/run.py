@@ -21,7 +21,6 @@ from capplan.twin.cluster.scenario import ClusterScenario, take_requests
 from capplan.twin.cluster.steps import Cluster, new_progress
 
 FIRST_ROWS = 512
-
 """Requests in flight that an instance has room for at first; its table doubles when it is full."""
 
 

@@ -24,7 +24,6 @@ from capplan.twin.simulate import SimulateSettings, simulate
 from capplan.twin.sweep import cores, in_parallel
 
 _MS_PER_S: Final = 1e3
-
 _GROUPS_OF_A_DESIGN: Final = 2**40
 
 
@@ -117,11 +116,9 @@ def outcomes(result: SimulationResult) -> tuple[float, ...]:
 
 
 _SCENARIOS_PER_PART: Final = 8  # what a worker is asked at once
-
 _PARTS_PER_WORKER: Final = 16  # in one call of in_parallel, less one: it then hands them out one by one
 
 Span = tuple[int, int]
-
 """First number of scenarios, and the number after the last."""
 
 

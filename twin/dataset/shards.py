@@ -45,7 +45,6 @@ from capplan.twin.dataset.designs import DESIGNS
 from capplan.twin.sweep import OnProgress, imported_ray
 
 SCENARIOS_PER_SHARD: Final = 128
-
 _KEY: Final = b"capplan.shard"
 _TEMPORARY: Final = (".part-*.parquet.*.tmp", f".{MANIFEST}.*.tmp")
 

@@ -17,7 +17,6 @@ from capplan.twin.reference.scheduler import ReferenceOutput, ReferenceRequest, 
 _DECODES_BETWEEN_PREFILLS = 10
 
 _FETCH_BEFORE_DECODES = (6, 8)
-
 """Of those ten, counted from 1."""
 
 

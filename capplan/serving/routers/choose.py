@@ -22,23 +22,14 @@ from capplan.serving.routers.smooth_shares import by_credit
 from capplan.serving.routers.toppings import rank_aware
 
 PLAN_SHARES = 0
-
 SMOOTH_SHARES = 1
-
 RANDOM = 2
-
 ROUND_ROBIN = 3
-
 LEAST_LOADED = 4
-
 FIRST_FIT = 5
-
 LORA_AFFINITY = 6
-
 DLORA = 7
-
 TOPPINGS = 8
-
 GATEWAY = 9
 
 ROUTERS: Final = MappingProxyType(
@@ -55,19 +46,15 @@ ROUTERS: Final = MappingProxyType(
         "toppings": TOPPINGS,
     }
 )
-
 """Names of the routers, with their codes in compiled code."""
 
 BLIND: Final = (PLAN_SHARES, SMOOTH_SHARES, RANDOM, ROUND_ROBIN)
-
 """Routers that do not look at instances."""
 
 ASK_RANKS: Final = (FIRST_FIT, TOPPINGS)
-
 """Routers that ask for requests by rank."""
 
 ASK_ADAPTER: Final = (LORA_AFFINITY, GATEWAY)
-
 """Routers that ask how instances stand to the request's adapter."""
 
 

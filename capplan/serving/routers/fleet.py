@@ -49,13 +49,9 @@ _INSTANCE = np.dtype(
 )
 
 PRESENT = 0  # rows of `Fleet.by_rank`: requests at the instance that have not ended,
-
 QUEUED = 1  # those of them that wait,
-
 QUEUED_TOKENS = 2  # and their prompt tokens
-
 ACTIVE = 1  # bits of `Fleet.standing`: requests of the adapter run there,
-
 AWAITED = 2  # or wait there
 
 

@@ -30,14 +30,11 @@ from capplan.errors import InputError
 from capplan.serving.routers.fleet import PRESENT, QUEUED, Fleet, Placement, after, fits_memory
 
 BGMV = 0
-
 MBGMV = 1
 
 # Columns of the models' array; each beta stands behind its alpha.
 PREFILL_ALPHA = 0
-
 PREFILL_TOKEN = 2
-
 DECODE_ALPHA = 3
 
 
