@@ -123,27 +123,39 @@ def is_compiled(entry: str = "core.advance") -> bool:
     return any(cache_dir().rglob(f"{entry}*.nbc"))
 
 
-def on_compiled(progress: Callable[[float], None]) -> None:
-    """Call `progress` after each compiled function with the share of the twin that is done.
+def on_compiled(progress: Callable[[float], None] | None) -> None:
+    """Call `progress` after each compiled function with the share of the twin that is done; None: stop.
 
     The share reaches 1 when the twin's entry is ready. It counts functions, since each takes about as long.
     """
-    event.register("numba:compile", _Listener(progress))
+    listener = _listener()
+    listener.progress, listener.functions = progress, 0
 
 
 class _Listener(event.Listener):
-    def __init__(self, progress: Callable[[float], None]) -> None:
-        self.progress = progress
+    def __init__(self) -> None:
+        self.progress: Callable[[float], None] | None = None
         self.functions = 0
 
     def on_start(self, event: object) -> None:
         pass
 
     def on_end(self, event: Any) -> None:
+        if self.progress is None:
+            return
         self.functions += 1
         done = event.data["dispatcher"].__name__ == "advance"
-        lowered = _LOWERED * min(1.0, self.functions / _TWIN_FUNCTIONS)
-        self.progress(1.0 if done else lowered)
+        self.progress(1.0 if done else _LOWERED * min(1.0, self.functions / _TWIN_FUNCTIONS))
+        if done:
+            self.progress = None
+
+
+@functools.cache
+def _listener() -> _Listener:
+    """Return the one listener, registered with numba."""
+    listener = _Listener()
+    event.register("numba:compile", listener)
+    return listener
 
 
 def jit(function: F) -> F:

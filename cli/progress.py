@@ -28,6 +28,7 @@ if TYPE_CHECKING:
     from capplan.profiling.load.run import LoadProgress
 
 _COMPILATION_LINES_S = 5.0
+_LEAST_SHARE = 0.1  # before it, the time left cannot be estimated
 
 OnProgress: TypeAlias = Callable[[str, int, int], None]
 """Called with the stage, the units of work done in it, and their total."""
@@ -72,10 +73,11 @@ def _ignore(stage: str, done: int, total: int) -> None:
 
 
 def announce_compilation(*, quiet: bool = False) -> None:
-    """Print that the twin is about to be compiled, if it is, and then the time left as it goes on."""
+    """Print that the twin is about to be compiled, if it is, and then the time left."""
     from capplan.compile import cache_dir, is_compiled, on_compiled
 
     if quiet or is_compiled():
+        on_compiled(None)
         return
     typer.echo(f"compiling the digital twin (once per version; cached in {cache_dir()})", err=True)
     started_s = shown_s = time.monotonic()
@@ -83,7 +85,7 @@ def announce_compilation(*, quiet: bool = False) -> None:
     def show(share: float) -> None:
         nonlocal shown_s
         now_s = time.monotonic()
-        if share < 1.0 and now_s - shown_s >= _COMPILATION_LINES_S:
+        if _LEAST_SHARE <= share < 1.0 and now_s - shown_s >= _COMPILATION_LINES_S:
             shown_s = now_s
             left_s = (now_s - started_s) * (1.0 - share) / share
             typer.echo(f"compiling the digital twin: {share:.0%}, about {left_s:.0f} s left", err=True)

@@ -18,7 +18,7 @@ WRONG: list[tuple[str, Any]] = [
     *((name, 0) for name in ("a_max", "max_num_seqs", "max_num_batched_tokens", "max_model_len")),
     *((name, "8") for name in ("a_max", "s_max", "max_num_seqs", "max_cpu_loras", "max_in_flight")),
     *((name, 2.5) for name in ("a_max", "s_max", "max_model_len", "max_cpu_loras", "seed")),
-    *((name, None) for name in ("a_max", "s_max", "duration_s", "seed", "gpu_memory_utilization")),
+    *((name, None) for name in ("a_max", "duration_s", "seed", "gpu_memory_utilization")),
     *((name, True) for name in ("a_max", "duration_s", "seed")),
     *((name, math.nan) for name in ("a_max", "duration_s", "seed", "gpu_memory_utilization")),
     ("a_max", 2**31),
@@ -51,12 +51,22 @@ def test_a_bad_setting_is_named_with_its_value(run: Any, name: str, value: Any) 
     assert repr(value) in str(caught.value)
 
 
-@pytest.mark.parametrize("name", ["workload", "profile"])
-@pytest.mark.parametrize("value", ["workload.yaml", None, {}, 3])
+@pytest.mark.parametrize(
+    ("name", "value"),
+    [
+        ("workload", "workload.yaml"),
+        *((name, value) for name in ("workload", "profile") for value in (None, {}, 3)),
+    ],
+)
 def test_what_is_no_workload_or_profile_is_named(name: str, value: Any) -> None:
     given: dict[str, Any] = {"workload": workload(), "profile": profile(), name: value}
     with pytest.raises(errors.InputError, match=rf"^{name}: must be a "):
         simulate(given["workload"], given["profile"], **SETTINGS)
+
+
+def test_a_profile_by_an_unknown_name_is_named() -> None:
+    with pytest.raises(errors.InputError, match="no-such-profile"):
+        simulate(workload(), "no-such-profile", **SETTINGS)
 
 
 def test_numpy_numbers_count_as_the_numbers_they_are() -> None:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import itertools
 import json
 import os
+import subprocess
 import sys
 from collections.abc import Callable
 from pathlib import Path
@@ -78,13 +79,23 @@ def test_workers_do_not_show_in_the_data(workers: int, tmp_path: Path, whole: di
 
 
 @pytest.mark.slow
-def test_a_cluster_does_not_show_in_the_data(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, whole: dict[str, bytes]
-) -> None:
+def test_a_cluster_does_not_show_in_the_data(tmp_path: Path, whole: dict[str, bytes]) -> None:
     pytest.importorskip("ray", reason="the extra `ray` is not installed")
-    # For the processes that Ray starts.
-    monkeypatch.setenv("PYTHONPATH", str(ROOT), prepend=os.pathsep)
-    generate(tmp_path / "data", ray_address="local")
+    program = (
+        "import sys; from pathlib import Path;"
+        "from tests.twin.dataset.test_shards import PER_SHARD, generate, shards;"
+        "shards.SCENARIOS_PER_SHARD = PER_SHARD; generate(Path(sys.argv[1]), ray_address='local')"
+    )
+    # In a process of its own: Ray ends the process whose node dies.
+    done = subprocess.run(
+        [sys.executable, "-c", program, tmp_path / "data"],
+        cwd=ROOT,
+        env={**os.environ, "PYTHONPATH": str(ROOT)},
+        capture_output=True,
+        text=True,
+        timeout=300,
+    )
+    assert done.returncode == 0, done.stderr
     assert bytes_of(tmp_path / "data") == whole
 
 
@@ -137,13 +148,13 @@ def test_what_is_there_is_not_computed_again(
 ) -> None:
     folder = laid_out(tmp_path / "data", {k: v for k, v in whole.items() if k != "part-00001.parquet"})
     asked: list[tuple[int, int]] = []
-    answer = shards.answers_to
+    answer = shards.simulate_spans
 
     def recorded(spans: Any, *more: Any) -> Any:
         asked.extend(spans)
         return answer(spans, *more)
 
-    monkeypatch.setattr(shards, "answers_to", recorded)
+    monkeypatch.setattr(shards, "simulate_spans", recorded)
     calls: list[tuple[int, int]] = []
     generate(folder, progress=lambda done, total: calls.append((done, total)))
     assert asked == [(PER_SHARD, 2 * PER_SHARD)]
@@ -195,7 +206,7 @@ def test_rows_in_other_bytes_are_stored_anew_without_the_twin(
     name = "part-00000.parquet"
     folder = laid_out(tmp_path / "data", {**whole, name: _rewritten(whole[name], lambda table: table)})
     assert bytes_of(folder) != whole
-    monkeypatch.delattr("capplan.twin.dataset.answers.answer_span")
+    monkeypatch.delattr("capplan.twin.dataset.answers.simulate_span")
     generate(folder)
     assert bytes_of(folder) == whole
 
@@ -299,7 +310,7 @@ def test_a_dataset_of_nothing_but_refusals_is_complete(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     refusal = NoRow.REFUSED_FOR_MEMORY
-    monkeypatch.setattr("capplan.twin.dataset.answers.answer_span", lambda *a: [refusal] * (a[-1] - a[-2]))
+    monkeypatch.setattr("capplan.twin.dataset.answers.simulate_span", lambda *a: [refusal] * (a[-1] - a[-2]))
     answered = generate(tmp_path / "data").answered
     assert answered is not None
     assert (answered.rows, answered.refused_for_memory, len(answered.shards)) == (0, 40, 3)
