@@ -195,8 +195,7 @@ def _model_section(report: Mapping[str, Any]) -> page.Section:
         "Models compared",
         *parts,
         page.folded("What the search chose", found),
-        intro="The best of each family, by regime. The best in the mean over designs is chosen; nearest "
-        "neighbours and support vector machines are shown beside, since no compiled code answers them.",
+        intro="The best of each family, by regime. The best in the mean over designs is chosen.",
     )
 
 
@@ -259,10 +258,7 @@ def _along(scores: Mapping[str, float], names: Sequence[str]) -> list[float]:
 
 
 def _search(options: Mapping[str, Any]) -> str:
-    tried = f"{counted(options['budget'], 'setting')} of each family and task"
-    if options["paper_space"]:
-        tried = f"the paper's whole grids, and {tried} that has none"
-    return f"{tried}, seed {options['seed']}"
+    return f"{counted(options['budget'], 'setting')} of each family and task, seed {options['seed']}"
 
 
 def _settings(values: Mapping[str, Any]) -> str:
