@@ -26,7 +26,12 @@ from capplan.engine.router.proxy import (
 )
 from capplan.engine.router.supervisor import InstanceFleet, InstanceSupervisor
 from capplan.engine.server.limiter import RequestLimiter, ServerSettings
-from capplan.engine.server.protocol import ApiError, add_error_handlers, model_card
+from capplan.engine.server.protocol import (
+    adapter_name,
+    add_error_handlers,
+    model_card,
+    unknown_model,
+)
 from capplan.engine.tokenizer import Tokenizer
 
 _LONG_BODY: Final = 50_000
@@ -86,18 +91,8 @@ class RouterState:
             raise self.stats.refused(429, "The queue is full", "queue_full", QUEUE_FULL_HEADERS)
 
     def adapter_of(self, model: str) -> str | None:
-        """Return the adapter of a model name; None is the base model.
-
-        Raises
-        ------
-        ApiError
-            404 if the model does not exist.
-        """
-        if model == self.settings.model_name:
-            return None
-        if model not in self.fleet:
-            raise _unknown_model(model)
-        return model
+        """Return the adapter of a model name; see `adapter_name`."""
+        return adapter_name(model, self.settings.model_name, self.fleet)
 
     def cards(self) -> dict[str, dict[str, Any]]:
         """Return the entry of every model; its max_model_len is the smallest of its holders."""
@@ -122,10 +117,6 @@ def make_app(state: RouterState) -> FastAPI:
     app.add_middleware(RequestLimiter, settings=state.settings, refuse=state.refuse_if_full)
     add_error_handlers(app)
     return app
-
-
-def _unknown_model(name: str) -> ApiError:
-    return ApiError(404, f"The model {name!r} does not exist", "model", "model_not_found")
 
 
 @router.post("/v1/completions", response_model=None)
@@ -165,7 +156,7 @@ async def model(name: str, request: Request) -> dict[str, Any]:
     """Describe one model."""
     card: dict[str, Any] | None = request.app.state.cards.get(name)
     if card is None:
-        raise _unknown_model(name)
+        raise unknown_model(name)
     return card
 
 

@@ -49,7 +49,7 @@ class WeightedRoundRobin:
         self._placement = _placement(list(holders.values()))
         self._credit = rule.first_credit(self._placement)
 
-    def __contains__(self, adapter: str) -> bool:
+    def __contains__(self, adapter: object) -> bool:
         return adapter in self._number
 
     def holders(self, adapter: str | None) -> list[int]:
@@ -313,7 +313,7 @@ class InstanceFleet:
         self._shares = WeightedRoundRobin([spec.shares for spec in specs])
         self._tasks: list[asyncio.Task[None]] = []
 
-    def __contains__(self, adapter: str) -> bool:
+    def __contains__(self, adapter: object) -> bool:
         return adapter in self._shares
 
     def choose(

@@ -23,6 +23,7 @@ from capplan.engine.server.protocol import (
     add_error_handlers,
     bad_request,
     model_card,
+    unknown_model,
 )
 from capplan.engine.server.responses import (
     ChatFormat,
@@ -129,7 +130,7 @@ async def model(name: str, request: Request) -> dict[str, Any]:
     for card in cards:
         if card["id"] == name:
             return dict(card)
-    raise ApiError(404, f"The model {name!r} does not exist", "model", "model_not_found")
+    raise unknown_model(name)
 
 
 @router.post("/v1/load_lora_adapter")

@@ -17,7 +17,7 @@ from capplan.engine.server.chat_template import chat_template
 from capplan.engine.server.limiter import ServerSettings
 from capplan.engine.server.metrics import Metrics
 from capplan.engine.server.output_stream import EngineDeadError
-from capplan.engine.server.protocol import ApiError, ChatMessage
+from capplan.engine.server.protocol import ApiError, ChatMessage, adapter_name
 from capplan.errors import InputError
 
 _MAX_NAME_LENGTH: Final = 256
@@ -66,7 +66,7 @@ class ServedAdapters:
         self._adapters = {name: AdapterInfo(name, str(source)) for name, source in initial.items()}
         self._lock = asyncio.Lock()
 
-    def __contains__(self, name: str) -> bool:
+    def __contains__(self, name: object) -> bool:
         return name in self._adapters
 
     def all(self) -> list[AdapterInfo]:
@@ -195,18 +195,8 @@ class Service:
             self.engine.cancel_all()
 
     def adapter_of(self, model: str) -> str | None:
-        """Return the adapter of a model name; None is the base model.
-
-        Raises
-        ------
-        ApiError
-            404 if the model does not exist.
-        """
-        if model == self.settings.model_name:
-            return None
-        if model not in self.adapters:
-            raise ApiError(404, f"The model {model!r} does not exist", "model", "model_not_found")
-        return model
+        """Return the adapter of a model name; see `adapter_name`."""
+        return adapter_name(model, self.settings.model_name, self.adapters)
 
     def refuse_if_full(self, prompts: int = 1, reading: int = 0) -> None:
         """Check that further prompts can be accepted, beside requests whose body is being read.
