@@ -26,7 +26,7 @@ from urllib.request import urlopen
 
 from benchmarks.common import command_line, markdown
 from benchmarks.engine_speed import SIZES, free_ports, oracle_variables, write_adapter, write_model
-from capplan import Adapter, Lengths, Workload, load_profile, simulate
+from capplan import Adapter, Lengths, Profile, SimulationResult, Workload, load_profile, simulate
 from capplan.models.calibration.components import Hardware, assumed_profile, read_arch
 from capplan.profiling.load.bench import BenchOptions, bench
 from capplan.profiling.load.requests import LoadSettings, Target
@@ -44,8 +44,7 @@ from capplan.profiling.validation.compare import (
     predicted_values,
 )
 from capplan.profiling.validation.loop import saturated_rps
-from capplan.spec import Profile, write_text_atomic
-from capplan.twin import SimulationResult
+from capplan.spec import write_text_atomic
 from capplan.twin.calibration import CalibrationOptions, CalibrationTables, calibrate
 
 _START_S = 300.0

@@ -21,11 +21,12 @@ import numpy as np
 import torch
 
 from benchmarks.common import command_line
-from capplan.engine import Engine, SamplingParams
+from capplan.engine import Engine, ModelConfig, SamplingParams
 from capplan.engine.input_batch import Segment
-from capplan.engine.lora.adapter import MODULES, SITES, AdapterLayout, B
+from capplan.engine.lora import AdapterLayout
+from capplan.engine.lora.adapter import MODULES, SITES, B
 from capplan.engine.lora.memory import RowTables, StaticSlots
-from capplan.engine.models import ModelConfig, builtin_config
+from capplan.engine.models import builtin_config
 
 Timer = Callable[[Callable[[], object]], float]
 

@@ -32,8 +32,8 @@ from benchmarks.loraserve_systems import (
     p95_ttft_s,
     standin,
 )
-from capplan import load_profile, load_workload
-from capplan.spec import Workload, write_text_atomic
+from capplan import Workload, load_profile, load_workload
+from capplan.spec import write_text_atomic
 from capplan.workload.presets import preset
 
 TRACES: Final = tuple(

@@ -11,31 +11,30 @@ from typing import Final, TypeAlias
 import numpy as np
 from numpy.typing import NDArray
 
+from capplan import Assignment, EngineArgs, Problem, Profile, Workload
 from capplan.models.step_latency import GRAPH_TOKENS
 from capplan.planner.api import solve
 from capplan.planner.estimate import TwinEstimator
-from capplan.planner.problem import AdapterShare, Assignment, Problem, make_problem
+from capplan.planner.problem import AdapterShare, make_problem
 from capplan.planner.solvers import find_solver
 from capplan.planner.solvers.loraserve import Extrapolation, OperatingPoints, arrived_tok_s, extrapolate
 from capplan.planner.solvers.loraserve_placement import AdapterDemand, PlacementVariants, place
 from capplan.planner.solvers.random_placement import contiguous_by_rank, random_shares
-from capplan.serving.memory import adapter_bytes
+from capplan.serving import adapter_bytes
 from capplan.spec import (
     Coefficient,
-    EngineArgs,
     FittedModel,
     Kernel,
     Objective,
-    Profile,
     Provenance,
     ProvenanceKind,
-    Workload,
     write_text_atomic,
 )
+from capplan.twin import build_scenario
 from capplan.twin.cluster import Instance, simulate_cluster
 from capplan.twin.core import run
 from capplan.twin.per_request import REJECTED
-from capplan.twin.scenario import NS_PER_S, build_scenario, draw_for
+from capplan.twin.scenario import NS_PER_S, draw_for
 from capplan.twin.trace import STATUS_REJECTED
 from capplan.workload import Requests
 

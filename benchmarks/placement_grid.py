@@ -27,12 +27,12 @@ import numpy as np
 
 from benchmarks.common import command_line, emit, markdown
 from benchmarks.placement_records import ALL, Record, Store, find_all, suits
+from capplan import Adapter, EngineConfig, InputError, Workload
 from capplan.datasets.published.runs import LENGTHS, MAX_NUM_SEQS, PUBLISHED, TOKEN_BUDGET, PublishedModel
-from capplan.errors import CapplanError, InputError
+from capplan.errors import CapplanError
 from capplan.planner import SolverResult, compare
 from capplan.planner.bound import busy_gpus, lower_bound_gpus
 from capplan.planner.problem import make_problem
-from capplan.spec import Adapter, EngineConfig, Workload
 from capplan.twin.sweep import in_parallel
 
 RATES_RPS: Final = MappingProxyType(

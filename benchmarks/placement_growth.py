@@ -23,16 +23,17 @@ import numpy as np
 
 from benchmarks.common import command_line, markdown, resident_mib
 from benchmarks.placement_grid import MODELS, RATES_RPS, SIZES
+from capplan import Adapter, Problem, Workload
 from capplan.datasets.published.runs import LENGTHS
 from capplan.errors import CapplanError
 from capplan.planner.api import SolverRun, solve
 from capplan.planner.bound import busy_gpus, lower_bound_gpus
 from capplan.planner.estimate import TwinEstimator
-from capplan.planner.problem import Problem, make_problem
+from capplan.planner.problem import make_problem
 from capplan.planner.solvers import find_solver
 from capplan.planner.solvers.base import DEFAULT_TIME_LIMIT_S
 from capplan.planner.verify import FRESH_SEEDS, make_verifier
-from capplan.spec import Adapter, Workload, write_text_atomic
+from capplan.spec import write_text_atomic
 from capplan.twin.sweep import cores
 
 ROOT = Path(__file__).resolve().parents[1]

@@ -10,13 +10,12 @@ from pathlib import Path
 from types import MappingProxyType
 from typing import Any, Final
 
-from capplan import plan
-from capplan.errors import InfeasibleError, InputError
+from capplan import Assignment, InfeasibleError, InputError, Plan, Problem, plan
 from capplan.planner import RequiredEstimator, Solver, SolverContext, SolverResult
-from capplan.planner.problem import AdapterShare, Assignment, Problem
+from capplan.planner.problem import AdapterShare
 from capplan.planner.solvers import REGISTRY, find_solver
 from capplan.planner.solvers.milp import MOST_GPUS, MOST_PARTS
-from capplan.spec import Plan, write_text_atomic
+from capplan.spec import write_text_atomic
 
 PROPOSED: Final = replace(
     find_solver("greedy-strict"),

@@ -24,11 +24,11 @@ import numpy as np
 from benchmarks.common import command_line, emit, markdown
 from benchmarks.placement_grid import MODELS
 from benchmarks.placement_records import Record, Store, find_all
+from capplan import Adapter, EngineConfig, Lengths, Workload
 from capplan.errors import CapplanError
 from capplan.planner import SolverResult, compare
 from capplan.planner.bound import busy_gpus, lower_bound_gpus
 from capplan.planner.problem import make_problem
-from capplan.spec import Adapter, EngineConfig, Lengths, Workload
 from capplan.twin.sweep import in_parallel
 
 OURS, YARDSTICK = "capplan", "milp"

@@ -19,14 +19,13 @@ import numpy as np
 import pandas as pd
 
 from benchmarks.common import command_line
-from capplan.datasets import load_profile
+from capplan import Profile, load_profile
 from capplan.datasets.catalog import gpu_sheet, model_arch
 from capplan.models.calibration.least_squares import smape
 from capplan.models.loading import gpu_load_ms
 from capplan.models.memory import kv_tokens
 from capplan.models.roofline import EngineChoice, roofline_profile
 from capplan.models.step_latency import StepFeatures, coefficient_array, latency_code, step_ms
-from capplan.spec import Profile
 
 INPUT_TOKENS, OUTPUT_TOKENS = 250, 230
 BARE = EngineChoice(lora=False)

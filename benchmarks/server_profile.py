@@ -13,7 +13,7 @@ from pathlib import Path
 
 from benchmarks.common import command_line, markdown
 from benchmarks.stand_in_servers import running
-from capplan import Adapter, Lengths, Workload, simulate
+from capplan import Adapter, Lengths, Profile, Workload, simulate
 from capplan.models.calibration.components import Hardware, assumed_profile
 from capplan.profiling import tables as files
 from capplan.profiling.load.bench import BenchOptions, bench
@@ -21,7 +21,7 @@ from capplan.profiling.load.requests import LoadSettings, Target
 from capplan.profiling.load.result import BenchResult
 from capplan.profiling.server.profiler import EngineSetting, ServerProfilingOptions, profile_server
 from capplan.profiling.tables import MeasurementFolder
-from capplan.spec import ModelArch, Profile
+from capplan.spec import ModelArch
 from capplan.twin.calibration import CalibrationOptions, CalibrationResult, CalibrationTables, calibrate
 
 SERVER = {"base_ms": 15.0, "ms_per_token": 0.3, "load_ms": 12.0, "slots": 4}

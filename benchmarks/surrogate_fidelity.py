@@ -15,7 +15,7 @@ from typing import NamedTuple
 import numpy as np
 
 from benchmarks.common import command_line, emit, markdown
-from capplan import Lengths, Profile, load_profile, load_surrogate
+from capplan import EngineArgs, Lengths, Profile, Workload, load_profile, load_surrogate
 from capplan.datasets.published.runs import (
     MAX_NUM_SEQS,
     PUBLISHED,
@@ -36,9 +36,9 @@ from capplan.models.training.evaluation import (
     starvation_scores,
     throughput_errors,
 )
-from capplan.spec import EngineArgs, Workload, allowed_lora_rank
+from capplan.spec import allowed_lora_rank
 from capplan.spec.engine_args import DEFAULT_MAX_MODEL_LEN
-from capplan.twin.dataset.designs import Sample, draw
+from capplan.twin.dataset import Sample, draw
 
 PAPER = MappingProxyType(
     {"llama-3.1-8b-instruct": ("4.39 %", "0.95"), "qwen-2.5-7b-instruct": ("5.28 %", "0.99")}

@@ -27,7 +27,7 @@ from capplan.models.surrogates.features import FEATURES, feature_of
 from capplan.models.surrogates.outputs import Forest, flatten_forest, forest_value, forest_values
 from capplan.models.surrogates.tree import LOG_OVER_EXPECTED, FlatTree, Tree, tree_of
 from capplan.models.surrogates.tree_export import TreeFunction, compile_tree, flat_answer
-from capplan.twin.dataset.designs import Sample, draw
+from capplan.twin.dataset import Sample, draw
 
 PROFILE = load_profile("h100-64g/llama-3.1-8b/vllm-0.8.5")
 SCENARIOS = 1024

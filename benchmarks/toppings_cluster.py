@@ -21,9 +21,9 @@ import numpy as np
 from numpy.typing import NDArray
 
 from benchmarks.common import command_line, markdown
-from capplan import Adapter, Profile, Workload, load_profile
+from capplan import Adapter, Profile, Workload, load_profile, load_workload
 from capplan.models.step_latency import ADDITIVE, GRAPH_TOKENS
-from capplan.spec import Kernel, load_workload, write_text_atomic
+from capplan.spec import Kernel, write_text_atomic
 from capplan.twin.cluster import (
     ROUTERS,
     ClusterResult,

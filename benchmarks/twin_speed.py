@@ -21,9 +21,9 @@ from typing import TypeVar
 import numpy as np
 
 from benchmarks.common import command_line, emit, markdown, peak_mib
-from capplan import Adapter, Lengths, Workload, load_profile, simulate
+from capplan import Adapter, Lengths, SimulationResult, Workload, load_profile, simulate
 from capplan.spec.engine_args import DEFAULT_MAX_MODEL_LEN
-from capplan.twin import Scenario, SimulationResult
+from capplan.twin import Scenario
 from capplan.twin.core import run
 from capplan.twin.dataset import DESIGNS, generate_dataset
 from capplan.twin.reference import run_reference

@@ -4,13 +4,12 @@ import json
 from pathlib import Path
 from typing import Any
 
+from capplan import EngineArgs, Plan
 from capplan.spec import (
     Binds,
-    EngineArgs,
     Group,
     GroupVerification,
     Percentiles,
-    Plan,
     PlanAdapter,
     PlanEngine,
     Predicted,

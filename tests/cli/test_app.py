@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 
 import capplan
-from capplan.errors import InfeasibleError, InputError
+from capplan import InfeasibleError, InputError
 from tests.cli.conftest import ROOT, Process, Run, command, environment, error_line
 from tests.cli.examples import small_plan
 

@@ -8,10 +8,8 @@ import pandas as pd
 import pytest
 from plotly.graph_objects import Figure
 
-from capplan import load_workload, simulate
+from capplan import SimulationResult, Slo, load_workload, simulate, simulate_detailed
 from capplan.planner import SolverComparison, SolverResult
-from capplan.spec import Slo
-from capplan.twin import SimulationResult, simulate_detailed
 from tests.cli.conftest import ROOT
 from tests.cli.examples import small_plan, write_inputs
 

@@ -5,7 +5,7 @@ from pathlib import Path
 
 import pytest
 
-from capplan.datasets import load_profile
+from capplan import load_profile
 from tests.cli.conftest import Run, error_line
 
 H200 = ("profile", "roofline", "--gpu", "h200", "--model", "llama-3.1-8b")

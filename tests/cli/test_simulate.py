@@ -6,9 +6,7 @@ from typing import Any
 import pandas as pd
 import pytest
 
-from capplan import load_profile, load_workload, simulate
-from capplan.spec import Workload
-from capplan.twin import simulate_detailed
+from capplan import Workload, load_profile, load_workload, simulate, simulate_detailed
 from tests.cli.conftest import Run, error_line
 from tests.cli.examples import WORKLOAD, write_inputs
 from tests.cli.test_report import figures_of, own, parsed

@@ -8,9 +8,9 @@ from typing import Any
 
 import pytest
 
-from capplan import errors
+from capplan import Plan, errors
 from capplan.deploy import EXPORTERS, TOP_NAMES, vllm_files
-from capplan.spec import Cache, Group, Plan, PlanEngine, Totals, Verification
+from capplan.spec import Cache, Group, PlanEngine, Totals, Verification
 from tests.cli.examples import MODEL, group, small_plan
 
 # The options of `vllm serve`, as its documentation names them, with the kind of their values.

@@ -9,13 +9,14 @@ from typing import Any
 import aiohttp
 from aiohttp import web
 
+from capplan import Plan
 from capplan.engine.router.app import RouterState
 from capplan.engine.router.instances import InstanceSpec, ServingOptions, instances_of
 from capplan.engine.router.launcher import LaunchError
 from capplan.engine.router.process import RouterConfig, RouterServer, new_router_state
 from capplan.engine.router.supervisor import RestartPolicy
 from capplan.engine.server import ServerSettings, bind, url_of
-from capplan.spec import Plan, Queues, Totals, Verification
+from capplan.spec import Queues, Totals, Verification
 from tests.cli.examples import group, small_plan
 
 QUICK = RestartPolicy(first_delay_s=0.01, longest_delay_s=0.02, probe_every_s=0.05, stop_grace_s=1.0)

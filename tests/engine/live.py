@@ -11,7 +11,7 @@ from capplan.engine import Engine, ModelConfig
 from capplan.engine.server import DrainingServer, ServerSettings, Service, bind, make_app, url_of
 from capplan.engine.server.process import warm_up
 from capplan.serving import state as s
-from capplan.testing.integrity import check_integrity
+from capplan.testing import check_integrity
 
 T = TypeVar("T")
 

@@ -11,10 +11,10 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 from safetensors.torch import load_file, save_file
 
+from capplan import InputError
 from capplan.engine import Engine, ModelConfig, SamplingParams
 from capplan.engine.request import Request
-from capplan.errors import InputError
-from capplan.testing.integrity import check_integrity
+from capplan.testing import check_integrity
 
 TINY = ModelConfig(
     name="tiny",

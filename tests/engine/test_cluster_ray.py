@@ -12,11 +12,11 @@ pytest.importorskip("ray", reason="instances on a cluster need Ray (extra `ray`)
 import aiohttp
 import ray
 
+from capplan import InputError
 from capplan.engine.router.instances import ServingOptions, instances_of
 from capplan.engine.router.launcher import RayLauncher
 from capplan.engine.router.process import RouterConfig, RouterServer, new_router_state
 from capplan.engine.server import ServerSettings, bind, url_of
-from capplan.errors import InputError
 from tests.cli.conftest import ROOT
 from tests.engine.fake_instances import QUICK, tiny_plan
 

@@ -20,7 +20,8 @@ from capplan.engine.router.process import RouterConfig
 from capplan.engine.router.supervisor import WeightedRoundRobin
 from capplan.planner.queues import RequestSample, request_sizes, with_base_model
 from capplan.spec import Cache, QueueClass, Queues, Wrs
-from capplan.twin.cluster.reference import Candidate, RoutedRequest, SmoothShares
+from capplan.twin.cluster import Candidate, RoutedRequest
+from capplan.twin.cluster.reference import SmoothShares
 from tests.cli.conftest import Run, error_line, run
 from tests.cli.examples import small_plan
 from tests.engine.fake_instances import tiny_plan

@@ -6,11 +6,11 @@ import torch
 
 pytest.importorskip("triton", reason="the helpers are those of the GPU's kernels (extra `engine`)")
 
+from capplan.engine import ModelConfig
 from capplan.engine.input_batch import Decodes, ModelInputs, Segment
 from capplan.engine.kernels.cpu import GEMM_FROM, CompiledAttention, CompiledLoRA, CompiledNorms
 from capplan.engine.lora.adapter import SITES, B
 from capplan.engine.lora.memory import RowTables
-from capplan.engine.models import ModelConfig
 from capplan.engine.models.decoder import KvCache, RopeTable
 from capplan.engine.models.weights import Linear
 from capplan.engine.pool import PagePool, kv_page_elements

@@ -12,7 +12,7 @@ from capplan.engine import Engine, ModelConfig, SamplingParams
 from capplan.engine.engine import TimedRequest, replay
 from capplan.engine.lora.loader import VirtualLoader
 from capplan.engine.scheduler_output import Decision
-from capplan.testing.integrity import check_integrity
+from capplan.testing import check_integrity
 from capplan.twin.reference.scheduler import ReferenceScheduler
 
 TINY = ModelConfig(

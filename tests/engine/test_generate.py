@@ -12,11 +12,11 @@ import torch
 from safetensors.torch import load_file, save_file
 from tokenizers import Tokenizer, models, pre_tokenizers
 
+from capplan import InfeasibleError, InputError
 from capplan.engine import Engine, ModelConfig, SamplingParams
 from capplan.engine.engine import TimedRequest, replay
 from capplan.engine.models.config import config_from_hf
-from capplan.errors import InfeasibleError, InputError
-from capplan.testing.integrity import check_integrity
+from capplan.testing import check_integrity
 
 TINY = ModelConfig(
     name="tiny",

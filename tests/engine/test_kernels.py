@@ -9,12 +9,13 @@ import torch
 
 pytest.importorskip("triton", reason="the kernels need triton (extra `engine`)")
 
+from capplan.engine import ModelConfig
 from capplan.engine.input_batch import Segment
 from capplan.engine.kernels.triton_attention import paged_decode
 from capplan.engine.kernels.triton_lora import Kind, TritonLoRA
-from capplan.engine.lora.adapter import MODULES, SITES, AdapterLayout, HostAdapter, pack
+from capplan.engine.lora import AdapterLayout, HostAdapter
+from capplan.engine.lora.adapter import MODULES, SITES, pack
 from capplan.engine.lora.memory import AdapterMemory, RowTables, StaticSlots, UnifiedPages
-from capplan.engine.models import ModelConfig
 from capplan.engine.models.decoder import KvCache
 from capplan.engine.pool import PagePool, kv_page_elements
 

@@ -10,11 +10,11 @@ import pytest
 from tokenizers import AddedToken, models, pre_tokenizers, processors
 from tokenizers import Tokenizer as HfTokenizer
 
+from capplan import InputError
 from capplan.engine import Engine
 from capplan.engine.server.chat_template import chat_template
 from capplan.engine.server.protocol import ChatMessage
 from capplan.engine.tokenizer import ByteTokenizer, FileTokenizer
-from capplan.errors import InputError
 from tests.engine.live import SIZES, TINY, Live
 
 TALK = [

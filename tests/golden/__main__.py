@@ -17,7 +17,7 @@ from typing import Any
 
 import numba
 
-from capplan.errors import InputError
+from capplan import InputError
 from tests.golden.cases import Case, read_cases, unknown_keys
 from tests.golden.replay import FlatForm, Form, ReadableForm, first_difference
 

@@ -7,7 +7,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from capplan.errors import NO_VALUE, InputError
+from capplan import InputError
+from capplan.errors import NO_VALUE
 from capplan.serving import Limits
 
 REQUIRED = {

@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 
-from capplan.testing.integrity import check_integrity
+from capplan.testing import check_integrity
 from tests.golden import replay
 from tests.golden.__main__ import ROOT, main
 from tests.golden.cases import Case, limits_of, read_cases

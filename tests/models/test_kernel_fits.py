@@ -6,7 +6,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from capplan.errors import InputError
+from capplan import InputError
 from capplan.models.kernel_fits import (
     ADDITIVE,
     COLUMNS,

@@ -8,7 +8,7 @@ from hypothesis import strategies as st
 
 from capplan import errors, load_profile
 from capplan.models.memory import kv_tokens, require_kv_tokens
-from capplan.serving.memory import adapter_bytes, kv_bytes_per_token, slot_bytes, weight_bytes
+from capplan.serving import adapter_bytes, kv_bytes_per_token, slot_bytes, weight_bytes
 from capplan.spec import ModelArch, ProfileEngine
 
 MIB = 2**20

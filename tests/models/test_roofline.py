@@ -7,9 +7,8 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from capplan.datasets import load_profile
+from capplan import InputError, Profile, load_profile
 from capplan.datasets.catalog import gpu_sheet, gpu_sheets, model_arch, model_archs
-from capplan.errors import InputError
 from capplan.models.memory import kv_tokens
 from capplan.models.roofline import Assumptions, Efficiencies, EngineChoice, VllmLora, roofline_profile
 from capplan.models.step_latency import (
@@ -21,8 +20,8 @@ from capplan.models.step_latency import (
     rank_ms,
     step_ms,
 )
-from capplan.serving.memory import weight_bytes
-from capplan.spec import Kernel, Profile, ProvenanceKind
+from capplan.serving import weight_bytes
+from capplan.spec import Kernel, ProvenanceKind
 
 LLAMA = model_arch("llama-3.1-8b")
 H100 = gpu_sheet("h100-80g")

@@ -5,9 +5,9 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from capplan import Adapter, Lengths, Profile, Workload, load_profile, simulate
+from capplan import Adapter, Lengths, Problem, Profile, Workload, load_profile, simulate
 from capplan.planner.bound import busy_gpus, lower_bound_gpus
-from capplan.planner.problem import GpuPool, Problem
+from capplan.planner.problem import GpuPool
 from tests.planner.conftest import MODEL, PROFILE
 
 

@@ -7,11 +7,8 @@ from typing import Any
 
 import pytest
 
-from capplan import Workload, plan
-from capplan.errors import InfeasibleError, InputError
+from capplan import Assignment, InfeasibleError, InputError, Problem, Slo, Workload, plan
 from capplan.planner import RequiredEstimator, Solver, SolverContext, SolverResult, compare
-from capplan.planner.problem import Assignment, Problem
-from capplan.spec import Slo
 
 Make = Callable[..., Workload]
 

@@ -5,12 +5,11 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from capplan.errors import InfeasibleError, InputError
+from capplan import Adapter, Assignment, InfeasibleError, InputError, Problem
 from capplan.planner import SolverContext
-from capplan.planner.problem import Assignment, GpuPool, Problem, read_constraints, whole_adapters
+from capplan.planner.problem import GpuPool, read_constraints, whole_adapters
 from capplan.planner.solvers import REGISTRY
 from capplan.planner.splitting import split_hot_adapters
-from capplan.spec import Adapter
 from capplan.testing import Capacity, example_problem
 
 SMALL = Capacity(rps=4.0, rps_per_slot_of_rank_16=0.01)

@@ -11,10 +11,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from capplan import Workload, plan
-from capplan.errors import InfeasibleError
+from capplan import Assignment, InfeasibleError, Problem, Workload, plan
 from capplan.planner import SolverContext
-from capplan.planner.problem import Assignment, Problem
 from capplan.planner.solvers import REGISTRY
 from capplan.planner.solvers.dlora import BurstTolerance, replicate
 from capplan.testing import Capacity, example_problem

@@ -6,14 +6,13 @@ from typing import Any, cast
 
 import pytest
 
-from capplan import Lengths, Profile, Workload
-from capplan.errors import InputError
+from capplan import Assignment, EngineConfig, InputError, Lengths, Problem, Profile, Slo, Workload
 from capplan.models import Surrogate
 from capplan.models.surrogates.files import KINDS
 from capplan.planner import estimate
 from capplan.planner.estimate import ESTIMATORS, TwinEstimator, estimator_name, make_estimator
-from capplan.planner.problem import Assignment, Estimate, GpuPool, Problem, whole_adapters
-from capplan.spec import Arrivals, EngineConfig, Renewal, Slo, Stickiness
+from capplan.planner.problem import Estimate, GpuPool, whole_adapters
+from capplan.spec import Arrivals, Renewal, Stickiness
 from tests.models.surrogates import making
 
 Make = Callable[..., Workload]

@@ -7,10 +7,9 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from capplan.errors import InfeasibleError
-from capplan.planner.problem import GRID, AdapterShare, Assignment, Estimate, Estimator, Problem
+from capplan import Assignment, EngineConfig, InfeasibleError, Problem
+from capplan.planner.problem import GRID, AdapterShare, Estimate, Estimator
 from capplan.planner.solvers.greedy import PAPER_GRID, priority_order, solve_greedy
-from capplan.spec import EngineConfig
 from capplan.testing import Capacity, example_problem
 
 

@@ -4,10 +4,10 @@ from dataclasses import replace
 import numpy as np
 import pytest
 
-from capplan import Lengths, Profile, Workload
+from capplan import Assignment, Lengths, Problem, Profile, Slo, Workload
 from capplan.planner.evaluate import evaluate
-from capplan.planner.problem import Assignment, Problem, make_problem, whole_adapters
-from capplan.spec import Slo, Trace
+from capplan.planner.problem import make_problem, whole_adapters
+from capplan.spec import Trace
 
 Make = Callable[..., Workload]
 

@@ -8,15 +8,24 @@ from dataclasses import replace
 import numpy as np
 import pytest
 
-from capplan import Lengths, Profile, Workload
-from capplan.errors import InfeasibleError, InputError
+from capplan import (
+    Assignment,
+    EngineConfig,
+    InfeasibleError,
+    InputError,
+    Lengths,
+    Problem,
+    Profile,
+    Slo,
+    Workload,
+)
 from capplan.planner import SolverContext
 from capplan.planner.estimate import TwinEstimator
-from capplan.planner.problem import AdapterShare, Assignment, Problem, distinct_adapters, make_problem
+from capplan.planner.problem import AdapterShare, distinct_adapters, make_problem
 from capplan.planner.slots import most_slots
 from capplan.planner.solvers import REGISTRY
 from capplan.planner.solvers.loraserve import OperatingPoints, solve_loraserve
-from capplan.spec import EngineConfig, Gpus, Slo, Trace
+from capplan.spec import Gpus, Trace
 from capplan.testing import Capacity, example_problem
 
 Make = Callable[..., Workload]

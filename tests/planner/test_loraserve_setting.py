@@ -22,9 +22,9 @@ from benchmarks.loraserve_systems import (
     stepped,
     ttft_s,
 )
-from capplan import Adapter, Lengths, Profile, Workload
+from capplan import Adapter, Assignment, Lengths, Profile, Workload
 from capplan.models.step_latency import StepRanks, coefficient_array, latency_code, rank_ms
-from capplan.planner.problem import AdapterShare, Assignment
+from capplan.planner.problem import AdapterShare
 from capplan.planner.solvers.loraserve_placement import PlacementVariants
 from capplan.spec import Kernel
 from capplan.twin.trace import NEVER, STATUS_REJECTED

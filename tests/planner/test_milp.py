@@ -9,9 +9,9 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from capplan.errors import InfeasibleError, InputError
+from capplan import Assignment, InfeasibleError, InputError, Problem
 from capplan.planner import SolverContext
-from capplan.planner.problem import AdapterShare, Assignment, Estimator, Problem
+from capplan.planner.problem import AdapterShare, Estimator
 from capplan.planner.slots import choose_slots
 from capplan.planner.solvers import REGISTRY
 from capplan.testing import Capacity, example_problem

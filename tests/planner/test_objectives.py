@@ -1,9 +1,9 @@
 from collections.abc import Callable, Sequence
 from dataclasses import replace
 
-from capplan import Workload, plan
+from capplan import Assignment, Problem, Workload, plan
 from capplan.planner import SolverContext
-from capplan.planner.problem import Assignment, Estimate, Estimator, Problem
+from capplan.planner.problem import Estimate, Estimator
 from capplan.planner.solvers import REGISTRY
 from capplan.spec import Objective
 from capplan.testing import Capacity, example_problem

@@ -4,8 +4,9 @@ from collections.abc import Sequence
 
 import pytest
 
+from capplan import Assignment
 from capplan.planner.parallel import estimate_all, parallel_map
-from capplan.planner.problem import AdapterShare, Assignment, Estimate
+from capplan.planner.problem import AdapterShare, Estimate
 
 ASSIGNMENTS = [Assignment((AdapterShare("a", 8, 1.0),), a_max) for a_max in range(1, 40)]
 

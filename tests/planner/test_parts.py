@@ -4,12 +4,11 @@ from typing import Any
 
 import pytest
 
-from capplan.errors import InfeasibleError
+from capplan import Assignment, EngineConfig, InfeasibleError, Problem
 from capplan.planner import SolverContext
-from capplan.planner.problem import Assignment, Estimator, Problem, whole_adapters
+from capplan.planner.problem import Estimator, whole_adapters
 from capplan.planner.solvers import REGISTRY
 from capplan.planner.splitting import split_hot_adapters
-from capplan.spec import EngineConfig
 from capplan.testing import Capacity, example_problem
 
 

@@ -25,8 +25,7 @@ from benchmarks.placement_grid import (
 from benchmarks.placement_records import Record, Store, assignments_of
 from benchmarks.placement_small import OUTCOMES, UNDECIDED, Pair, small_case
 from benchmarks.placement_small import Settings as SmallSettings
-from capplan import plan
-from capplan.errors import InputError
+from capplan import InputError, plan
 from capplan.planner import SolverResult
 
 ASKED = ("capplan", "plan", "greedy", "maxbase", "random")

@@ -7,13 +7,23 @@ import numpy as np
 import pytest
 from typer.testing import CliRunner
 
-from capplan import Lengths, Profile, Workload, plan, simulate
+from capplan import (
+    Assignment,
+    EngineConfig,
+    InfeasibleError,
+    InputError,
+    Lengths,
+    Problem,
+    Profile,
+    Slo,
+    Workload,
+    plan,
+    simulate,
+)
 from capplan.cli.app import app
-from capplan.errors import InfeasibleError, InputError
 from capplan.models.surrogates.files import KINDS
 from capplan.planner import RequiredEstimator, Solver
-from capplan.planner.problem import Assignment, Problem
-from capplan.spec import EngineConfig, Slo, Trace
+from capplan.spec import Trace
 from capplan.twin.cluster import Instance, simulate_cluster
 from tests.planner.conftest import MODEL, PROFILE
 

@@ -5,12 +5,22 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from capplan.errors import InfeasibleError, InputError
-from capplan.planner import SolverContext, plan
+from capplan import (
+    Adapter,
+    Assignment,
+    InfeasibleError,
+    InputError,
+    Lengths,
+    Problem,
+    Profile,
+    Workload,
+    plan,
+)
+from capplan.planner import SolverContext
 from capplan.planner.bound import lower_bound, lower_bound_gpus
-from capplan.planner.problem import Assignment, Estimate, GpuPool, Problem, make_problem
+from capplan.planner.problem import Estimate, GpuPool, make_problem
 from capplan.planner.solvers import REGISTRY
-from capplan.spec import Adapter, Lengths, Objective, Profile, Workload
+from capplan.spec import Objective
 from capplan.testing import Capacity, example_problem
 
 PROFILE = "h100-64g/llama-3.1-8b/vllm-0.8.5"

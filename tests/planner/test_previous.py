@@ -4,8 +4,7 @@ from typing import Any
 
 import pytest
 
-from capplan import Plan, Workload, plan
-from capplan.errors import InputError
+from capplan import InputError, Plan, Workload, plan
 from capplan.planner.previous import previous_instances
 
 Make = Callable[..., Workload]

@@ -8,9 +8,9 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from capplan.errors import InfeasibleError
+from capplan import Assignment, InfeasibleError, Problem
 from capplan.planner import SolverContext
-from capplan.planner.problem import Assignment, Estimate, Estimator, Problem
+from capplan.planner.problem import Estimate, Estimator
 from capplan.planner.search.data import build_search_data, split_heavy_adapters
 from capplan.planner.search.evaluator import Evaluator
 from capplan.planner.search.local_search import improve

@@ -1,4 +1,5 @@
-from capplan.planner.problem import Assignment, Estimate
+from capplan import Assignment
+from capplan.planner.problem import Estimate
 from capplan.planner.slots import choose_slots
 from capplan.testing import example_problem
 

@@ -7,11 +7,10 @@ from typing import Any, ClassVar
 
 import pytest
 
-from capplan import Workload
-from capplan.errors import InputError
-from capplan.planner import SOLVERS, RequiredEstimator, SolverContext, plan
-from capplan.planner.problem import Assignment, Estimator, Problem
-from capplan.planner.solvers import REGISTRY, Solver, find_solver
+from capplan import Assignment, InputError, Problem, Workload, plan
+from capplan.planner import SOLVERS, RequiredEstimator, Solver, SolverContext
+from capplan.planner.problem import Estimator
+from capplan.planner.solvers import REGISTRY, find_solver
 from capplan.planner.solvers.loraserve import solve_loraserve
 from capplan.testing import SolverContract
 

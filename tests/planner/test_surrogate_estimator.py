@@ -7,17 +7,10 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from capplan import Lengths, Profile, Workload
+from capplan import Assignment, Lengths, Problem, Profile, Workload
 from capplan.models.surrogates.files import KINDS
 from capplan.planner.estimate import SurrogateEstimator
-from capplan.planner.problem import (
-    AdapterShare,
-    Assignment,
-    Estimate,
-    GpuPool,
-    Problem,
-    whole_adapters,
-)
+from capplan.planner.problem import AdapterShare, Estimate, GpuPool, whole_adapters
 from capplan.planner.splitting import split_evenly
 from capplan.spec import Arrivals
 from tests.models.surrogates import making

@@ -8,7 +8,8 @@ import pytest
 from hypothesis import given
 
 from capplan.serving import state as s
-from capplan.testing.integrity import check_integrity, running_rows, waiting_rows
+from capplan.testing import check_integrity
+from capplan.testing.integrity import running_rows, waiting_rows
 from tests.serving.worlds import World, make_world, play, seeded, worlds
 
 ROOT = Path(__file__).resolve().parents[2]

@@ -3,7 +3,8 @@ from hypothesis import given
 
 from capplan.serving import NONE, Limits, State, commit, finish, new_state, schedule, submit
 from capplan.serving import state as s
-from capplan.testing.integrity import check_integrity, running_rows, waiting_rows
+from capplan.testing import check_integrity
+from capplan.testing.integrity import running_rows, waiting_rows
 from tests.serving.worlds import World, play, scheduled, worlds
 
 LIMITS = Limits(

@@ -4,8 +4,9 @@ import numpy as np
 import pytest
 
 from capplan.compile import jit
-from capplan.serving.routers.fleet import PRESENT, Fleet, Placement, new_fleet
-from capplan.serving.routers.toppings import BGMV, MBGMV, Performance, rank_aware
+from capplan.serving.routers import Fleet, Performance, Placement
+from capplan.serving.routers.fleet import PRESENT, new_fleet
+from capplan.serving.routers.toppings import BGMV, MBGMV, rank_aware
 
 # A line through the printed BGMV points gives 36.05 ms for the new one; these are within their rounding.
 FIGURE_6 = {

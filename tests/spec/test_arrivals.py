@@ -3,18 +3,8 @@
 import pytest
 from pydantic import ValidationError
 
-from capplan.errors import InputError
-from capplan.spec import (
-    Adapter,
-    Arrivals,
-    Burst,
-    Lengths,
-    Renewal,
-    Stickiness,
-    Unpredictable,
-    Workload,
-    load_workload,
-)
+from capplan import Adapter, InputError, Lengths, Workload, load_workload
+from capplan.spec import Arrivals, Burst, Renewal, Stickiness, Unpredictable
 
 
 def workload(**changes):

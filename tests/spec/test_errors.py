@@ -4,7 +4,8 @@ import pickle
 
 import pytest
 
-from capplan.errors import CapplanError, InfeasibleError, InputError
+from capplan import InfeasibleError, InputError
+from capplan.errors import CapplanError
 
 
 def test_input_error_says_where_what_and_which_value_on_one_line():

@@ -5,7 +5,8 @@ from pathlib import Path
 
 import pytest
 
-from capplan.spec import WorkloadFile, load_workload
+from capplan import load_workload
+from capplan.spec import WorkloadFile
 from capplan.spec.files import parse_yaml
 
 GUIDE = (Path(__file__).parents[2] / "docs" / "guides" / "workload.md").read_text(encoding="utf-8")

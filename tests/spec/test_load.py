@@ -5,8 +5,7 @@ from pathlib import Path
 import pandas as pd
 import pytest
 
-from capplan.errors import InputError
-from capplan.spec import Lengths, load_workload
+from capplan import InputError, Lengths, load_workload
 
 WORKLOAD = """\
 version: 1

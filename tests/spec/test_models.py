@@ -7,20 +7,8 @@ import numpy as np
 import pytest
 from pydantic import ValidationError
 
-from capplan.errors import InputError
-from capplan.spec import (
-    LORA_RANKS,
-    Adapter,
-    EngineConfig,
-    Lengths,
-    Plan,
-    Pool,
-    Slo,
-    Trace,
-    Workload,
-    WorkloadFile,
-    allowed_lora_rank,
-)
+from capplan import Adapter, EngineConfig, InputError, Lengths, Plan, Slo, Workload
+from capplan.spec import LORA_RANKS, Pool, Trace, WorkloadFile, allowed_lora_rank
 
 
 def workload(**changes):

@@ -7,8 +7,8 @@ import os
 import jsonschema
 import pytest
 
-from capplan.errors import InputError
-from capplan.spec import Plan, write_text_atomic
+from capplan import InputError, Plan
+from capplan.spec import write_text_atomic
 
 DOCUMENT = {
     "schema_version": 1,

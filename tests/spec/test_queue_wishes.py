@@ -5,9 +5,8 @@ from pathlib import Path
 import jsonschema
 import pytest
 
-from capplan import Adapter, Lengths, Workload
-from capplan.errors import InputError
-from capplan.spec import QueueConfig, WorkloadFile, load_workload
+from capplan import Adapter, InputError, Lengths, Workload, load_workload
+from capplan.spec import QueueConfig, WorkloadFile
 
 FILE = """\
 base_model: m

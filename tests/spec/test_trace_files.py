@@ -7,8 +7,8 @@ import numpy as np
 import pandas as pd
 import pytest
 
-from capplan.errors import InputError
-from capplan.spec import TraceFormat, load_workload, read_length_pairs, read_trace
+from capplan import InputError, load_workload
+from capplan.spec import TraceFormat, read_length_pairs, read_trace
 
 TRACES = Path(__file__).parents[3] / "shared" / "traces"
 

@@ -5,7 +5,7 @@ import numpy as np
 from capplan.serving import Limits, State, new_state
 from capplan.serving import state as s
 from capplan.serving.state import SLORA
-from capplan.testing.integrity import check_integrity
+from capplan.testing import check_integrity
 from capplan.twin import Scenario
 from capplan.twin import trace as t
 from capplan.twin.clock import FIRST_COPY, N_COPIES, TwinClock, new_clock

@@ -1,18 +1,15 @@
 """A profile of round numbers and workloads for it."""
 
+from capplan import Adapter, Lengths, Profile, Workload
 from capplan.spec import (
-    Adapter,
     Coefficient,
     Fit,
     FittedModel,
     Gpu,
-    Lengths,
     ModelArch,
-    Profile,
     ProfileEngine,
     Provenance,
     ProvenanceKind,
-    Workload,
 )
 
 FIT = Fit(source="made up", samples=0, error_formula="none", error=0.0)

@@ -6,9 +6,8 @@ from typing import Any
 import numpy as np
 import pytest
 
-from capplan import errors, simulate
-from capplan.spec import Trace, Workload
-from capplan.twin import simulate_detailed
+from capplan import Workload, errors, simulate, simulate_detailed
+from capplan.spec import Trace
 from capplan.twin.reference import run_reference
 from tests.twin.examples import profile, workload
 

@@ -5,9 +5,9 @@ from pathlib import Path
 import pandas as pd
 import pytest
 
-from capplan.errors import InputError
+from capplan import InputError, Profile
 from capplan.models.step_latency import ADDITIVE
-from capplan.spec import Coefficient, Profile
+from capplan.spec import Coefficient
 from capplan.twin.calibration import CalibrationOptions, CalibrationTables, calibrate
 from capplan.twin.calibration_fit import (
     calibrate_runs,

@@ -10,9 +10,9 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from capplan import simulate
-from capplan.spec import Adapter, Slo, Trace, Workload
-from capplan.twin import DetailedResult, Scenario, simulate_detailed
+from capplan import Adapter, Slo, Workload, simulate, simulate_detailed
+from capplan.spec import Trace
+from capplan.twin import DetailedResult, Scenario
 from capplan.twin import trace as t
 from capplan.twin.core import run
 from capplan.twin.group_metrics import _statistics, bucket_count

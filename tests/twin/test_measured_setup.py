@@ -3,9 +3,10 @@
 import numpy as np
 import pytest
 
-from capplan import Profile, Workload, errors
-from capplan.spec import EngineConfig, LengthPairs, Lengths, Trace
-from capplan.twin.scenario import Scenario, build_scenario, chosen_rules
+from capplan import EngineConfig, Lengths, Profile, Workload, errors
+from capplan.spec import LengthPairs, Trace
+from capplan.twin import Scenario, build_scenario
+from capplan.twin.scenario import chosen_rules
 from tests.twin.examples import profile, workload
 
 CORRELATED = profile().replace(length_correlation=-0.6)

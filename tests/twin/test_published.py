@@ -7,7 +7,7 @@ import pandas as pd
 import pytest
 
 from benchmarks.shipped_profiles import base_profile, published_profile
-from capplan import Profile, load_profile, simulate
+from capplan import Profile, SimulationResult, load_profile, simulate
 from capplan.datasets.published.runs import PUBLISHED, PublishedModel, PublishedRun, published_runs
 from capplan.datasets.published.tables import TABLES, write_tables
 from capplan.models.calibration.components import fit_length_correlation
@@ -17,7 +17,6 @@ from capplan.models.memory import kv_tokens
 from capplan.models.step_latency import ADDITIVE
 from capplan.twin.calibration import CalibrationTables, calibrate
 from capplan.twin.calibration_runs import read_runs
-from capplan.twin.metrics import SimulationResult
 
 PER_SIDE = 6
 EVERY = 12

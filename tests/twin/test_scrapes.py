@@ -8,12 +8,11 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from capplan import Profile, Workload, simulate
-from capplan.spec import Coefficient, EngineConfig
-from capplan.twin import scrapes
+from capplan import EngineConfig, Profile, SimulationResult, Workload, simulate
+from capplan.spec import Coefficient
+from capplan.twin import Scenario, build_scenario, scrapes
 from capplan.twin.core import run
-from capplan.twin.metrics import SimulationResult
-from capplan.twin.scenario import NS_PER_S, Scenario, build_scenario
+from capplan.twin.scenario import NS_PER_S
 from tests.twin.examples import part, profile, workload
 
 SETTINGS: dict[str, Any] = {"a_max": 8, "s_max": 8, "duration_s": 600.0, "max_model_len": 512}

@@ -7,13 +7,13 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from capplan import errors, load_profile, simulate
+from capplan import Lengths, SimulationResult, errors, load_profile, simulate
 from capplan.models.step_latency import DIGITAL_TWIN
 from capplan.serving import Limits
-from capplan.spec import LengthPairs, Lengths
+from capplan.spec import LengthPairs
 from capplan.twin import Scenario
 from capplan.twin.core import run
-from capplan.twin.metrics import SimulationResult, summarize
+from capplan.twin.metrics import summarize
 from capplan.twin.reference import run_reference
 from capplan.twin.scenario import NS_PER_MS, Costs
 from capplan.twin.trace import STATUS_REJECTED, STATUS_RUNNING, gap_bin, gap_percentiles_ms, new_trace

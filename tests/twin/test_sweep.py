@@ -10,10 +10,10 @@ from typing import Any
 import numpy as np
 import pytest
 
-from capplan.errors import InfeasibleError, InputError
-from capplan.twin import DetailedResult, SimulationResult, simulate
+from capplan import InfeasibleError, InputError, SimulationResult, simulate, sweep
+from capplan.twin import DetailedResult
 from capplan.twin.simulate import SimulateSettings
-from capplan.twin.sweep import Job, cores, in_parallel, sweep, sweep_detailed
+from capplan.twin.sweep import Job, cores, in_parallel, sweep_detailed
 from tests.twin.examples import profile, workload
 
 ROOT = Path(__file__).resolve().parents[2]

@@ -6,8 +6,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from scipy import stats
 
-from capplan.errors import InputError
-from capplan.spec import Adapter, Lengths, Workload
+from capplan import Adapter, InputError, Lengths, Workload
 from capplan.workload import draw_requests
 
 LIMIT = 8192

@@ -5,7 +5,7 @@ import pytest
 from scipy import stats
 from scipy.special import ndtr, ndtri
 
-from capplan.spec import Adapter, Lengths, Workload
+from capplan import Adapter, Lengths, Workload
 from capplan.workload import draw_requests, length_table
 from capplan.workload.sampling import streams, uniforms
 

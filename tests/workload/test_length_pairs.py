@@ -3,8 +3,8 @@
 import numpy as np
 import pytest
 
-from capplan.errors import InputError
-from capplan.spec import Adapter, LengthPairs, Lengths, Workload, load_workload
+from capplan import Adapter, InputError, Lengths, Workload, load_workload
+from capplan.spec import LengthPairs
 from capplan.workload import draw_requests
 
 PROMPTS = np.array([10, 100, 1000, 9000])

@@ -5,8 +5,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from capplan.errors import InputError
-from capplan.spec import Lengths
+from capplan import InputError, Lengths
 from capplan.workload import length_table
 from capplan.workload.sampling import discrete_table, sample_at
 

@@ -5,8 +5,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from capplan.errors import InputError
-from capplan.spec import load_workload
+from capplan import InputError, load_workload
 from capplan.workload import exponential, power_law, zipf
 
 LAWS = {

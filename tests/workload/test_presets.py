@@ -5,8 +5,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from capplan.errors import InputError
-from capplan.spec import Workload, load_workload
+from capplan import InputError, Workload, load_workload
 from capplan.workload import draw_requests, length_table
 from capplan.workload.presets import preset, presets, read_presets
 

@@ -6,8 +6,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 from scipy import stats
 
-from capplan.errors import InputError
-from capplan.spec import Adapter, Lengths, Trace, Workload
+from capplan import Adapter, InputError, Lengths, Workload
+from capplan.spec import Trace
 from capplan.workload import draw_requests, length_table
 
 LIMIT = 8192

@@ -8,7 +8,7 @@ import numpy as np
 import pandas as pd
 import pytest
 
-from capplan.errors import InputError
+from capplan import InputError, Lengths, Profile
 from capplan.models.calibration.components import (
     Hardware,
     assumed_profile,
@@ -20,7 +20,6 @@ from capplan.models.calibration.components import (
 )
 from capplan.models.loading import disk_load_ms, gpu_load_ms
 from capplan.models.memory import kv_tokens
-from capplan.spec import Lengths, Profile
 from tests.twin.examples import part, profile
 
 CONFIG = {

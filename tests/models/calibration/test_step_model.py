@@ -8,7 +8,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from capplan.errors import InputError
+from capplan import InputError
 from capplan.models.calibration.candidates import TERM_GROUPS, candidate_named, candidates
 from capplan.models.calibration.step_model import calibrate_steps, predict_left_out
 from capplan.models.calibration.tables import StepTable, step_table

@@ -6,7 +6,7 @@ import numpy as np
 import pandas as pd
 import pytest
 
-from capplan.errors import InputError
+from capplan import InputError
 from capplan.models.calibration.tables import STEP_COLUMNS, read_steps, regimes, step_table
 from tests.models.calibration.step_tables import ADDITIVE_TRUTH, steps_of
 

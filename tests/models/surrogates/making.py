@@ -10,7 +10,8 @@ import numpy as np
 from sklearn.ensemble import RandomForestClassifier, RandomForestRegressor
 from sklearn.tree import DecisionTreeClassifier, DecisionTreeRegressor
 
-from capplan import Lengths, Profile, Workload, load_profile
+from capplan import Adapter, Lengths, Profile, Workload, load_profile
+from capplan.models import Surrogate
 from capplan.models.surrogates.features import expected_tok_s, feature_of
 from capplan.models.surrogates.files import tree_forest
 from capplan.models.surrogates.outputs import (
@@ -20,13 +21,12 @@ from capplan.models.surrogates.outputs import (
     EnsembleOutput,
     flatten_forest,
 )
-from capplan.models.surrogates.surrogate import Surrogate, fit_domain
+from capplan.models.surrogates.surrogate import fit_domain
 from capplan.models.surrogates.tree import LOG_OVER_EXPECTED, tree_of
 from capplan.models.surrogates.tree import PROBABILITY as CHANCE
 from capplan.models.training.evaluation import fit_calibration, fit_intervals
-from capplan.spec import Adapter
 from capplan.spec.engine_args import DEFAULT_MAX_MODEL_LEN
-from capplan.twin.dataset.designs import draw
+from capplan.twin.dataset import draw
 
 PROFILE = "h100-64g/llama-3.1-8b/vllm-0.8.5"
 SETTINGS = {

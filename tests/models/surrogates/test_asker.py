@@ -7,12 +7,12 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from capplan.models import Surrogate
+from capplan import Adapter, Lengths, Workload
+from capplan.models import Surrogate, SurrogateAnswer
 from capplan.models.surrogates.compiled import LOAD_FEATURES, EngineLimits, Predictions, compile_surrogate
 from capplan.models.surrogates.features import FEATURES, feature_vector
 from capplan.models.surrogates.files import KINDS
-from capplan.models.surrogates.surrogate import SurrogateAnswer
-from capplan.spec import Adapter, Arrivals, Lengths, Renewal, Workload
+from capplan.spec import Arrivals, Renewal
 from capplan.twin.simulate import engine_args
 from tests.models.surrogates.making import SETTINGS, asked, surrogates
 

@@ -8,6 +8,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from capplan import Adapter, Lengths, Workload
 from capplan.models.memory import kv_tokens
 from capplan.models.surrogates.features import (
     FEATURES,
@@ -19,18 +20,7 @@ from capplan.models.surrogates.features import (
     offered_tok_s,
     unsupported_workload,
 )
-from capplan.spec import (
-    Adapter,
-    Arrivals,
-    Diurnal,
-    LengthPairs,
-    Lengths,
-    Renewal,
-    Stickiness,
-    Trace,
-    Unpredictable,
-    Workload,
-)
+from capplan.spec import Arrivals, Diurnal, LengthPairs, Renewal, Stickiness, Trace, Unpredictable
 from capplan.twin.simulate import engine_args
 from tests.models.surrogates.making import SETTINGS, asked, profile
 

@@ -3,11 +3,11 @@
 import numpy as np
 import pytest
 
-from capplan import errors, list_profiles, load_surrogate
+from capplan import Lengths, Workload, errors, list_profiles, load_surrogate
 from capplan.models import Surrogate
 from capplan.models.surrogates.features import FEATURES, feature_vector
 from capplan.models.surrogates.files import KINDS
-from capplan.spec import Arrivals, Diurnal, LengthPairs, Lengths, Renewal, Stickiness, Trace, Workload
+from capplan.spec import Arrivals, Diurnal, LengthPairs, Renewal, Stickiness, Trace
 from capplan.twin.simulate import engine_args
 from tests.models.surrogates.making import SETTINGS, asked, drawn, made, profile
 

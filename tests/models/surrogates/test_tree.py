@@ -7,7 +7,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from sklearn.tree import DecisionTreeClassifier, DecisionTreeRegressor
 
-from capplan.errors import InputError
+from capplan import InputError
 from capplan.models.surrogates.features import FEATURES
 from capplan.models.surrogates.tree import LOG_TOK_S, MAX_DEPTH, PROBABILITY, Tree, tree_of
 from capplan.models.surrogates.tree_export import flat_answer

@@ -10,10 +10,9 @@ from typing import Any, TypeAlias
 import numpy as np
 import pytest
 
-from capplan import errors
+from capplan import Profile, errors
 from capplan.models.surrogates import files
 from capplan.models.surrogates.files import read_surrogate
-from capplan.spec import Profile
 from tests.models.surrogates.making import profile
 
 Columns: TypeAlias = dict[str, np.ndarray]

@@ -6,7 +6,7 @@ import xgboost
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from capplan.errors import InputError
+from capplan import InputError
 from capplan.models.surrogates.outputs import LEAF, Forest, forest_value
 from capplan.models.training.boosting import flatten_boosted
 

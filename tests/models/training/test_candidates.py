@@ -4,7 +4,7 @@ from sklearn.base import clone
 from sklearn.linear_model import LinearRegression
 from sklearn.tree import DecisionTreeRegressor
 
-from capplan.errors import InputError
+from capplan import InputError
 from capplan.models.surrogates.features import FEATURES, expected_tok_s
 from capplan.models.surrogates.outputs import flatten_forest, forest_values
 from capplan.models.surrogates.surrogate import SigmoidCalibration

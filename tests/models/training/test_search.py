@@ -9,7 +9,7 @@ import optuna
 import pytest
 from optuna.distributions import IntDistribution
 
-from capplan.errors import InputError
+from capplan import InputError
 from capplan.models.calibration.least_squares import smape
 from capplan.models.training.candidates import FAMILIES, CandidateModel, candidate_model
 from capplan.models.training.evaluation import macro_f1

@@ -3,7 +3,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from capplan.errors import InputError
+from capplan import InputError
 from capplan.models.training.evaluation import grouped_folds
 
 

@@ -16,7 +16,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from capplan.errors import InputError
+from capplan import InputError
 from capplan.models.surrogates.features import FEATURES, feature_of
 from capplan.models.training.data import (
     LATENCIES,

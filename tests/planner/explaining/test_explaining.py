@@ -6,11 +6,9 @@ from dataclasses import replace
 import numpy as np
 import pytest
 
-from capplan import Adapter, Lengths, Plan, Profile, Workload
-from capplan.errors import InputError
-from capplan.planner import plan
+from capplan import Adapter, InputError, Lengths, Plan, Profile, Workload, explain, plan
 from capplan.planner.evaluate import evaluate
-from capplan.planner.explain import Explanation, SlotCurve, explain, slot_curve
+from capplan.planner.explain import Explanation, SlotCurve, slot_curve
 from capplan.planner.explain.rebuild import rebuild
 from capplan.planner.explain.slot_curve import MAX_POINTS
 from capplan.spec import QueueConfig, Trace

@@ -2,10 +2,9 @@
 
 import pytest
 
-from capplan.errors import InfeasibleError
+from capplan import Adapter, InfeasibleError, Lengths, Problem, Workload
 from capplan.planner.explain.what_if import one_fewer, one_more
-from capplan.planner.problem import Problem, make_problem
-from capplan.spec import Adapter, Lengths, Workload
+from capplan.planner.problem import make_problem
 from tests.planner.conftest import MODEL, PROFILE
 
 

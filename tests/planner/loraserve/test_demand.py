@@ -7,7 +7,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from capplan.errors import InputError
+from capplan import InputError
 from capplan.planner.solvers.loraserve import Extrapolation, arrived_tok_s, extrapolate
 from capplan.workload import Requests
 

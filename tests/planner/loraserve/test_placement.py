@@ -10,7 +10,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from capplan.errors import InputError
+from capplan import InputError
 from capplan.planner.solvers.loraserve_placement import (
     AdapterDemand,
     LoraservePlacement,

@@ -6,12 +6,10 @@ from typing import Any
 import numpy as np
 import pytest
 
-from capplan import Lengths, Profile, Workload, simulate
-from capplan.errors import InfeasibleError
-from capplan.planner.problem import AdapterShare, Assignment, make_problem
+from capplan import Assignment, InfeasibleError, Lengths, Profile, SimulationResult, Slo, Workload, simulate
+from capplan.planner.problem import AdapterShare, make_problem
 from capplan.planner.queues import group_queues, time_bound_s
-from capplan.spec import QueueConfig, Queues, Slo, Trace
-from capplan.twin import SimulationResult
+from capplan.spec import QueueConfig, Queues, Trace
 
 Make = Callable[..., Workload]
 

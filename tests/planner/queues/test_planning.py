@@ -6,7 +6,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from capplan.errors import InfeasibleError
+from capplan import InfeasibleError
 from capplan.planner.queue_clusters import choose_clustering, classify, cluster_sizes, cut_offs, subsample
 from capplan.planner.queues import RequestSample, plan_queues, queue_loads, request_sizes, size_weights
 from capplan.spec import QueueConfig, Queues

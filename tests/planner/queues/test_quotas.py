@@ -6,7 +6,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from capplan.errors import InfeasibleError
+from capplan import InfeasibleError
 from capplan.planner.queues import QueueLoad, allocate_quotas, queue_loads
 
 RESTS = ("minimum", "load", "rate")

@@ -10,7 +10,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from capplan.errors import InputError
+from capplan import InputError, Profile
 from capplan.models.calibration.tables import read_table
 from capplan.models.kernel_fits import explain_kernels, read_kernel_table
 from capplan.models.memory import kv_tokens
@@ -19,7 +19,7 @@ from capplan.profiling.engine.options import STAGES, EngineProfilingOptions
 from capplan.profiling.engine.profiler import profile_engine
 from capplan.profiling.engine.steps import batches
 from capplan.profiling.server.closed_loop import LoopError, RequestSender, ServerPoint, closed_loop
-from capplan.spec import Kernel, Profile
+from capplan.spec import Kernel
 from capplan.twin.calibration import CalibrationOptions as HowToCalibrate
 from capplan.twin.calibration import CalibrationTables, calibrate
 

@@ -6,7 +6,7 @@ from typing import Any
 
 import pytest
 
-from capplan.errors import InputError
+from capplan import InputError
 from capplan.models.kernel_fits import read_kernel_table
 from capplan.profiling.campaign import (
     MOST_SLICE_S,

@@ -6,7 +6,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from capplan.errors import InputError
+from capplan import InputError
 from capplan.models.kernel_fits import COLUMNS, read_kernel_table
 from capplan.profiling.kernels.cases import SamplingLimits
 from capplan.profiling.kernels.measure import KernelProfilingOptions, measure

@@ -8,10 +8,9 @@ from hypothesis import given
 from hypothesis import strategies as st
 from scipy.stats import kstest
 
-from capplan.errors import InputError
+from capplan import Adapter, InputError, Lengths, Profile, Workload, simulate_detailed
 from capplan.profiling.load.requests import PromptForm, PromptWriter, RequestBodies, scaled, schedule_of
-from capplan.spec import Adapter, Lengths, Profile, Trace, Workload
-from capplan.twin import simulate_detailed
+from capplan.spec import Trace
 from tests.cli.examples import profile_document
 
 

@@ -3,6 +3,7 @@
 import numpy as np
 import pytest
 
+from capplan import Profile, simulate_detailed
 from capplan.profiling.load.record import LogHistogram, MeasurementWindow, RequestRecords
 from capplan.profiling.load.result import (
     LagLimits,
@@ -12,8 +13,7 @@ from capplan.profiling.load.result import (
     overall_metrics,
 )
 from capplan.profiling.load.run import EventLoopLag
-from capplan.spec import Profile
-from capplan.twin import DetailedResult, simulate_detailed
+from capplan.twin import DetailedResult
 from tests.cli.examples import profile_document
 from tests.profiling.load.test_requests import workload
 

@@ -5,7 +5,7 @@ from typing import Any
 import numpy as np
 import pytest
 
-from capplan.errors import InputError
+from capplan import InputError
 from capplan.profiling.load.bench import bench
 from capplan.profiling.load.record import RequestFile
 from capplan.profiling.load.requests import LoadSettings, Target

@@ -7,7 +7,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from capplan.errors import InputError
+from capplan import InputError
 from capplan.profiling.load.record import FINISHED, REFUSED, UNFINISHED, RequestOutcome
 from capplan.profiling.server.closed_loop import (
     ClosedLoopRequest,

@@ -13,7 +13,7 @@ import numpy as np
 import pandas as pd
 import pytest
 
-from capplan.errors import InputError
+from capplan import InputError
 from capplan.models.calibration.components import LOADING_COLUMNS, MEMORY_COLUMNS
 from capplan.models.calibration.tables import read_steps
 from capplan.profiling import tables as files

@@ -10,10 +10,10 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from numpy.typing import NDArray
 
+from capplan import Profile
 from capplan.profiling.load.record import FINISHED, UNFINISHED, RequestOutcome
 from capplan.profiling.server.closed_loop import ClosedLoopRequest
 from capplan.profiling.server.windows import window_rows
-from capplan.spec import Profile
 from capplan.twin.calibration import CalibrationOptions, CalibrationTables, calibrate
 from tests.cli.examples import profile_document
 

@@ -7,11 +7,10 @@ import signal
 import pytest
 
 from benchmarks.stand_in_servers import METRICS
-from capplan import Adapter, Lengths, Workload
+from capplan import Adapter, Lengths, Profile, Workload
 from capplan.profiling.load.run import LoadProgress
 from capplan.profiling.validation.compare import KV_CAPACITY
 from capplan.profiling.validation.validate import ValidationOptions, server_command, validate
-from capplan.spec import Profile
 from tests.cli.examples import MODEL, profile_document, small_plan
 from tests.profiling.load.servers import listening, plain, toy_server
 from tests.profiling.load.test_run import quick

@@ -2,8 +2,8 @@
 
 import pytest
 
-from capplan.errors import InputError
-from capplan.serving.routers.choose import ROUTERS
+from capplan import InputError
+from capplan.serving.routers import ROUTERS
 from capplan.testing import RouterContract
 from capplan.twin.cluster import simulate_cluster
 from capplan.twin.cluster.reference import Rotating, load

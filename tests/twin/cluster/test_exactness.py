@@ -5,10 +5,10 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from capplan.serving.routers import Dlora, Toppings
-from capplan.serving.routers.choose import ROUTERS
+from capplan.serving.routers import ROUTERS, Dlora, Toppings
+from capplan.twin.cluster import NamedRouter
 from capplan.twin.cluster.reference import RankAware, reference_router, run_with
-from capplan.twin.cluster.routers import NamedRouter, build_rule
+from capplan.twin.cluster.routers import build_rule
 from capplan.twin.cluster.run import run_cluster
 from capplan.twin.cluster.scenario import ClusterScenario, place
 from capplan.twin.core import run

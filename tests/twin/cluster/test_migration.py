@@ -11,7 +11,8 @@ from capplan.serving import Limits, State
 from capplan.serving import state as s
 from capplan.serving.routers.dlora import to_move
 from capplan.serving.scheduler import withdraw
-from capplan.testing.integrity import check_integrity, running_rows, waiting_rows
+from capplan.testing import check_integrity
+from capplan.testing.integrity import running_rows, waiting_rows
 from capplan.twin import trace as t
 from capplan.twin.clock import PRESENT, QUEUED
 from capplan.twin.cluster import Dlora, Instance, simulate_cluster

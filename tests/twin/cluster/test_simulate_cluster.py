@@ -5,10 +5,8 @@ from dataclasses import fields, replace
 import numpy as np
 import pytest
 
-from capplan import simulate
-from capplan.errors import InfeasibleError, InputError
+from capplan import InfeasibleError, InputError, SimulationResult, simulate
 from capplan.spec import Trace
-from capplan.twin import SimulationResult
 from capplan.twin.cluster import (
     ROUTERS,
     Dlora,

@@ -8,8 +8,7 @@ import math
 import numpy as np
 import pytest
 
-from capplan import load_profile, simulate
-from capplan.errors import InfeasibleError
+from capplan import InfeasibleError, load_profile, simulate
 from capplan.models.surrogates.features import FEATURES, feature_of
 from capplan.models.training.data import LATENCIES, OUTCOMES
 from capplan.twin.dataset import DESIGNS, Sample, draw

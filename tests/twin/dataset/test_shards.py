@@ -14,10 +14,8 @@ from typing import Any
 import pyarrow.parquet as pq
 import pytest
 
-from capplan import load_profile
-from capplan.errors import InputError
+from capplan import InputError, Profile, load_profile
 from capplan.models.training.data import MANIFEST, Manifest, read_tables, schema
-from capplan.spec import Profile
 from capplan.twin.dataset import generate_dataset, shards
 from capplan.twin.dataset.answers import NoRow
 
