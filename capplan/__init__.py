@@ -4,7 +4,7 @@ Public names are loaded on first use (PEP 562): ``import capplan`` loads neither
 and a program that only reads a plan never pays for the twin.
 """
 
-from importlib import import_module, metadata
+from importlib import import_module
 from types import MappingProxyType
 from typing import TYPE_CHECKING
 
@@ -91,6 +91,8 @@ _HOME = MappingProxyType(
 
 def _version() -> str:
     """Version of the installed package; a bare checkout has none and says so."""
+    from importlib import metadata
+
     try:
         return metadata.version("capplan")
     except metadata.PackageNotFoundError:

@@ -5,27 +5,20 @@ from __future__ import annotations
 import os
 import sys
 import traceback
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
+from functools import cache
 from importlib import import_module
 from typing import Annotated, Any, Final
 
 import typer
-from typer.core import TyperGroup
+from typer.core import TyperCommand, TyperGroup
+from typer.main import get_command
 
 from capplan.errors import CapplanError
 
 _INTERRUPTED: Final = 130  # 128 + SIGINT, as shells report it
 _PIPE_CLOSED: Final = 141  # 128 + SIGPIPE
-
-
-class ReportingGroup(TyperGroup):
-    """A group of commands whose errors end as an exit status."""
-
-    def invoke(self, ctx: Any) -> Any:
-        """Run the command."""
-        with reported(debug=ctx.params.get("debug", False)):
-            return super().invoke(ctx)
 
 
 @contextmanager
@@ -69,66 +62,109 @@ def _shared_options(
     """
 
 
-_GROUPS: Final = {"profile": "Measure what profiles are made of."}
-"""Groups whose commands are in modules of their own, with their help."""
-
 _COMMANDS: Final = {
-    **{name: f"capplan.cli.{name}" for name in ("plan", "compare", "simulate", "explain")},
-    "report": "capplan.cli.explain",
-    "export": "capplan.cli.export",
-    "profiles": "capplan.cli.documents",
-    **{name: f"capplan.cli.{name}" for name in ("calibrate", "train", "serve", "bench", "validate")},
-    "schema": "capplan.cli.documents",
-    "dataset": "capplan.cli.dataset",
-    **{
-        f"profile {name}": f"capplan.cli.profile_{name}"
-        for name in ("engine", "kernels", "roofline", "server")
-    },
-    "surrogate": "capplan.cli.surrogate",
-    "workload": "capplan.cli.workload",
+    "plan": "Plan which adapters share which GPUs, with which engine settings, and verify it with the twin.",
+    "compare": "Compare solvers on a workload: raw answers, and the verdict of the twin on fresh seeds.",
+    "simulate": "Simulate one GPU that serves the whole workload.",
+    "explain": "Explain a plan: bottleneck of each group, predictions, verification, and the number of GPUs.",
+    "report": "Write a plan as one HTML page that works offline: groups, predictions, bottlenecks, adapters.",
+    "export": "Write a launch script per server, and routing.json with the shares of every adapter.",
+    "profiles": "List the shipped profiles, or show one with its coefficients, ranges and source.",
+    "calibrate": "Fit a profile to measured steps or whole runs, and report its error on left-out data.",
+    "train": "Simulate scenarios of one GPU, train surrogates on the results, and write the best ones.",
+    "serve": "Serve a model and its adapters over HTTP until SIGTERM or Ctrl-C, then drain and exit 0.",
+    "bench": "Load an OpenAI-compatible server with the requests of a workload, at their arrival times.",
+    "validate": "Run one engine per group of a plan under the requests of the twin, and compare the two.",
+    "schema": "Print the JSON Schema of plan.json, workload.yaml or a profile.",
+    "dataset": "Make training data for surrogates.",
+    "dataset generate": "Simulate scenarios of one GPU, and write the results as training data.",
+    "profile": "Measure the tables that profiles are fitted to.",
+    "profile engine": "Measure the reference engine: KV memory, adapter loads, steps, and its server.",
+    "profile kernels": "Time shrink and expand of padded and grouped LoRA kernels, and fit Toppings' models.",
+    "profile roofline": "Compute a profile from a GPU's datasheet and a model's architecture.",
+    "profile server": "Measure a running OpenAI-compatible server from outside; it should be idle otherwise.",
+    "surrogate": "Inspect the surrogates of a profile.",
+    "surrogate rules": "Print the decision rules of a profile's small trees, those that cover most first.",
+    "workload": "Write workload files of papers and public traces.",
+    "workload preset": "List the presets, or write the workload file of one.",
 }
-"""Modules of the commands and groups, in the order of the help page; each has an attribute of that name."""
+"""Commands and groups with the first lines of their help, in the order of the help pages."""
+
+_MODULES: Final = {
+    **{"report": "explain", "profiles": "documents", "schema": "documents"},
+    **{"dataset generate": "dataset", "surrogate rules": "surrogate", "workload preset": "workload"},
+}
+"""Modules of commands that are not named after their command."""
 
 
-def build_app(only: str | None = None) -> typer.Typer:
-    """Return the application; ``only``, a command or group, is imported without the others."""
-    made = typer.Typer(
-        name="capplan",
-        cls=ReportingGroup,
-        callback=_shared_options,
-        no_args_is_help=True,
-        add_completion=False,
-        pretty_exceptions_enable=False,
-        context_settings={"help_option_names": ["-h", "--help"]},
-    )
-    groups: dict[str, typer.Typer] = {}
-    for path, module in _COMMANDS.items():
-        name, _, command = path.partition(" ")
-        if only not in (None, name):
-            continue
-        found = getattr(import_module(module), command or name)
-        if command:
-            if name not in groups:
-                groups[name] = typer.Typer(no_args_is_help=True, help=_GROUPS[name])
-                made.add_typer(groups[name], name=name)
-            groups[name].command()(found)
-        elif isinstance(found, typer.Typer):
-            made.add_typer(found, name=name)
-        else:
-            made.command()(found)
-    return made
+class _Commands(Mapping[str, Any]):
+    """Commands of a group by name, each imported on first access."""
+
+    def __init__(self, prefix: str) -> None:
+        self.prefix = prefix
+
+    def __iter__(self) -> Iterator[str]:
+        names = (path.removeprefix(self.prefix) for path in _COMMANDS if path.startswith(self.prefix))
+        return (name for name in names if " " not in name)
+
+    def __len__(self) -> int:
+        return sum(1 for _ in self)
+
+    def __getitem__(self, name: str) -> Any:
+        return _load(self.prefix + name)
 
 
-def __getattr__(name: str) -> typer.Typer:
-    """Build ``app``, the application with all commands, on first use."""
-    if name == "app":
-        globals()["app"] = app = build_app()
-        return app
-    raise AttributeError(name)
+@cache
+def _load(path: str) -> Any:
+    """Return a command or group; KeyError if there is none at ``path``."""
+    line = _COMMANDS[path]
+    if any(each.startswith(f"{path} ") for each in _COMMANDS):
+        return CommandGroup(name=path, help=line, no_args_is_help=True)
+    name = path.rpartition(" ")[2]
+    module = _MODULES.get(path, path.replace(" ", "_"))
+    made = typer.Typer(add_completion=False)
+    made.command(name)(getattr(import_module(f"capplan.cli.{module}"), name))
+    return get_command(made)
+
+
+class CommandGroup(TyperGroup):
+    """Group whose commands are imported on use; its help page needs only their first lines."""
+
+    def __init__(self, **settings: Any) -> None:
+        super().__init__(**settings)
+        self._prefix = f"{self.name} " if self.name in _COMMANDS else ""
+        commands: Any = _Commands(self._prefix)
+        self.commands = commands
+
+    def list_commands(self, ctx: Any) -> list[str]:
+        """Return the names of the commands."""
+        return list(self.commands)
+
+    def format_help(self, ctx: Any, formatter: Any) -> None:
+        """Write the help page."""
+        lines = [TyperCommand(name, help=_COMMANDS[self._prefix + name]) for name in self.commands]
+        page = TyperGroup(name=self.name, commands=lines, params=self.params, help=self.help)
+        page.format_help(ctx, formatter)
+
+    def invoke(self, ctx: Any) -> Any:
+        """Run the command; exceptions become an exit status."""
+        if ctx.parent is not None:
+            return super().invoke(ctx)
+        with reported(debug=ctx.params.get("debug", False)):
+            return super().invoke(ctx)
+
+
+app = typer.Typer(
+    name="capplan",
+    cls=CommandGroup,
+    callback=_shared_options,
+    no_args_is_help=True,
+    add_completion=False,
+    pretty_exceptions_enable=False,
+    context_settings={"help_option_names": ["-h", "--help"]},
+)
 
 
 def main() -> None:
-    """Run the command line; never returns. Only the module of the given command is imported."""
-    first = next((word for word in sys.argv[1:] if not word.startswith("-")), "")
-    is_known = first in {path.partition(" ")[0] for path in _COMMANDS}
-    build_app(first if is_known else None)(prog_name="capplan")
+    """Run the command line; never returns."""
+    app(prog_name="capplan")

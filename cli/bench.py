@@ -34,69 +34,54 @@ class BenchArgs:
     workload: str | None = typer.Argument(
         None, metavar="WORKLOAD", help="Workload file (YAML).", show_default=False
     )
-    url: str | None = typer.Option(
-        None, "--url", metavar="URL", help="Where the server listens, with or without /v1."
-    )
+    url: str | None = typer.Option(None, metavar="URL", help="Where the server listens, with or without /v1.")
     read: str | None = typer.Option(
-        None, "--read", metavar="FILE", help="Show a result, or a file of vllm bench serve, instead."
+        None, metavar="FILE", help="Show a result, or a file of vllm bench serve, instead."
     )
-    duration_s: float = typer.Option(
-        60.0, "--duration-s", metavar="SECONDS", help="Length of the measured window."
-    )
-    warm_up_s: float = typer.Option(0.0, "--warm-up-s", metavar="SECONDS", help="Load before the window.")
-    seed: int = typer.Option(0, "--seed", metavar="N", min=0, help="Same seed, same requests as `simulate`.")
-    rate_scale: float = typer.Option(1.0, "--rate-scale", metavar="FACTOR", help="Multiplies every rate.")
+    duration_s: float = typer.Option(60.0, metavar="SECONDS", help="Length of the measured window.")
+    warm_up_s: float = typer.Option(0.0, metavar="SECONDS", help="Load before the window.")
+    seed: int = typer.Option(0, metavar="N", min=0, help="Same seed, same requests as `simulate`.")
+    rate_scale: float = typer.Option(1.0, metavar="FACTOR", help="Multiplies every rate.")
     api_key: str | None = typer.Option(
-        None, "--api-key", metavar="KEY", envvar="OPENAI_API_KEY", help="Sent as bearer token."
+        None, metavar="KEY", envvar="OPENAI_API_KEY", help="Sent as bearer token."
     )
     adapters_map: list[str] | None = typer.Option(
-        None,
-        "--adapters-map",
-        metavar="NAME=MODEL",
-        help="Model name of an adapter at the server; repeatable.",
+        None, metavar="NAME=MODEL", help="Model name of an adapter at the server; repeatable."
     )
     max_in_flight: int | None = typer.Option(
-        None, "--max-in-flight", metavar="N", min=1, help="Reject requests beyond this many."
+        None, metavar="N", min=1, help="Reject requests beyond this many."
     )
-    timeout_s: float = typer.Option(
-        600.0, "--timeout-s", metavar="SECONDS", help="Longest time of one request."
-    )
-    drain_s: float = typer.Option(
-        30.0, "--drain-s", metavar="SECONDS", help="Wait for answers after the window."
-    )
+    timeout_s: float = typer.Option(600.0, metavar="SECONDS", help="Longest time of one request.")
+    drain_s: float = typer.Option(30.0, metavar="SECONDS", help="Wait for answers after the window.")
     metrics_interval_s: float = typer.Option(
-        0.0, "--metrics-interval-s", metavar="SECONDS", help="Pause between scrapes of /metrics."
+        0.0, metavar="SECONDS", help="Pause between scrapes of /metrics."
     )
     profile: str | None = typer.Option(
-        None, "--profile", metavar="NAME", help="Profile that the twin has; how lengths go together is in it."
+        None, metavar="NAME", help="Profile that the twin has; how lengths go together is in it."
     )
-    max_model_len: int | None = typer.Option(
-        None, "--max-model-len", metavar="N", min=2, help="Where lengths end."
-    )
+    max_model_len: int | None = typer.Option(None, metavar="N", min=2, help="Where lengths end.")
     prompt_form: str | None = typer.Option(
-        None, "--prompt-form", metavar="FORM", help="ids, toy-ids or text; default: what works."
+        None, metavar="FORM", help="ids, toy-ids or text; default: what works."
     )
-    extra_body: str | None = typer.Option(
-        None, "--extra-body", metavar="JSON", help="Further fields of every request."
-    )
+    extra_body: str | None = typer.Option(None, metavar="JSON", help="Further fields of every request.")
     output: str | None = typer.Option(
         None, "--output", "-o", metavar="FILE", help="Write the result as JSON."
     )
     requests: str | None = typer.Option(
-        None, "--requests", metavar="FILE", help="Write every request as Parquet, one row each."
+        None, metavar="FILE", help="Write every request as Parquet, one row each."
     )
     report: str | None = typer.Option(
-        None, "--report", metavar="FILE", help="Write an HTML report with charts, readable offline."
+        None, metavar="FILE", help="Write an HTML report with charts, readable offline."
     )
     vllm_json: str | None = typer.Option(
-        None, "--vllm-json", metavar="FILE", help="Write it as `vllm bench serve` does, too."
+        None, metavar="FILE", help="Write it as `vllm bench serve` does, too."
     )
     as_json: AsJson = False
 
 
 @command
 def bench(args: BenchArgs) -> None:
-    """Load an OpenAI-compatible server with a workload: every request when it is due, answers streamed.
+    """Load an OpenAI-compatible server with the requests of a workload, at their arrival times.
 
     Exit status 1: requests failed, none was answered, or this client could not keep up.
     """

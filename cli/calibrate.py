@@ -32,64 +32,42 @@ class CalibrateArgs:
     folder: str | None = typer.Argument(
         None, metavar="[DIR]", help="Folder of `capplan profile engine` or `profile server`."
     )
-    steps: str | None = typer.Option(
-        None, "--steps", metavar="FILE", help="Table of measured steps (CSV or Parquet)."
-    )
+    steps: str | None = typer.Option(None, metavar="FILE", help="Table of measured steps (CSV or Parquet).")
     runs: str | None = typer.Option(
-        None, "--runs", metavar="FILE", help="Table of measured runs; fitted with the twin in the loop."
+        None, metavar="FILE", help="Table of measured runs; fitted with the twin in the loop."
     )
-    memory: str | None = typer.Option(
-        None, "--memory", metavar="FILE", help="Table of KV tokens by adapter slots."
-    )
-    loading: str | None = typer.Option(None, "--loading", metavar="FILE", help="Table of adapter loads.")
+    memory: str | None = typer.Option(None, metavar="FILE", help="Table of KV tokens by adapter slots.")
+    loading: str | None = typer.Option(None, metavar="FILE", help="Table of adapter loads.")
     base: str | None = typer.Option(
-        None, "--base", metavar="NAME", help="Profile to start from: a shipped one or a profile JSON."
+        None, metavar="NAME", help="Profile to start from: a shipped one or a profile JSON."
     )
     model_config: str | None = typer.Option(
-        None, "--model-config", metavar="FILE", help="Without --base: config.json of the model."
+        None, metavar="FILE", help="Without --base: config.json of the model."
     )
-    base_model: str | None = typer.Option(
-        None, "--base-model", metavar="ID", help="Without --base: its Hugging Face id."
-    )
-    gpu: str | None = typer.Option(None, "--gpu", metavar="NAME", help="Without --base.")
-    gpu_memory_gib: float | None = typer.Option(
-        None, "--gpu-memory-gib", metavar="N", help="Without --base: memory of one GPU."
-    )
-    tp: int = typer.Option(1, "--tp", metavar="N", min=1, help="Without --base: GPUs per copy.")
-    engine_version: str = typer.Option(
-        "0.8.5", "--engine-version", metavar="VERSION", help="Without --base: of vLLM."
-    )
-    rules: str = typer.Option("vllm-0.8", "--rules", metavar="NAME", help="Without --base: serving rules.")
-    kernel: str | None = typer.Option(
-        None, "--kernel", metavar="NAME", help="bgmv, mbgmv or vllm; default: the base's."
-    )
-    form: str | None = typer.Option(
-        None, "--form", metavar="NAME", help="Step model; default: best on left-out runs."
-    )
+    base_model: str | None = typer.Option(None, metavar="ID", help="Without --base: its Hugging Face id.")
+    gpu: str | None = typer.Option(None, metavar="NAME", help="Without --base.")
+    gpu_memory_gib: float | None = typer.Option(None, metavar="N", help="Without --base: memory of one GPU.")
+    tp: int = typer.Option(1, metavar="N", min=1, help="Without --base: GPUs per copy.")
+    engine_version: str = typer.Option("0.8.5", metavar="VERSION", help="Without --base: of vLLM.")
+    rules: str = typer.Option("vllm-0.8", metavar="NAME", help="Without --base: serving rules.")
+    kernel: str | None = typer.Option(None, metavar="NAME", help="bgmv, mbgmv or vllm; default: the base's.")
+    form: str | None = typer.Option(None, metavar="NAME", help="Step model; default: best on left-out runs.")
     free: str | None = typer.Option(
-        None, "--free", metavar="NAME[,NAME...]", help="Coefficients that runs are fitted by."
+        None, metavar="NAME[,NAME...]", help="Coefficients that runs are fitted by."
     )
-    folds: int = typer.Option(5, "--folds", metavar="N", min=2, help="Parts of the cross-validation.")
-    seed: int = typer.Option(0, "--seed", metavar="N", min=0, help="Same seed, same profile.")
-    workers: int | None = typer.Option(
-        None, "--workers", metavar="N", min=1, help="Threads; default: one per core."
-    )
-    name: str | None = typer.Option(
-        None, "--name", metavar="NAME", help="Of the profile; default: BASE-calibrated."
-    )
-    source: str | None = typer.Option(
-        None, "--source", metavar="TEXT", help="Where the measurements are from."
-    )
-    report: str | None = typer.Option(
-        None, "--report", metavar="FILE", help="Write a report as one HTML file."
-    )
+    folds: int = typer.Option(5, metavar="N", min=2, help="Parts of the cross-validation.")
+    seed: int = typer.Option(0, metavar="N", min=0, help="Same seed, same profile.")
+    workers: int | None = typer.Option(None, metavar="N", min=1, help="Threads; default: one per core.")
+    name: str | None = typer.Option(None, metavar="NAME", help="Of the profile; default: BASE-calibrated.")
+    source: str | None = typer.Option(None, metavar="TEXT", help="Where the measurements are from.")
+    report: str | None = typer.Option(None, metavar="FILE", help="Write a report as one HTML file.")
     as_json: AsJson = False
     quiet: bool = typer.Option(False, "--quiet", "-q", help="Print nothing but errors.")
 
 
 @command
 def calibrate(args: CalibrateArgs) -> None:
-    """Fit a profile to measured steps or whole runs, and say how well it predicts what it has not seen.
+    """Fit a profile to measured steps or whole runs, and report its error on left-out data.
 
     Several step models are compared, ours with and without each of its parts and those of the papers. A
     folder stands for the tables in it and what they begin with; options name others instead.

@@ -27,27 +27,19 @@ class CompareArgs:
     """Options of `capplan compare`."""
 
     workload: WorkloadFile
-    solvers: str = typer.Option(
-        _ALL, "--solvers", metavar="NAME[,NAME...]", help=f"all, or some of {', '.join(SOLVERS)}."
-    )
+    solvers: str = typer.Option(_ALL, metavar="NAME[,NAME...]", help=f"all, or some of {', '.join(SOLVERS)}.")
     profile: ProfileName = None
-    gpus: int | None = typer.Option(
-        None, "--gpus", metavar="N", help="GPUs a solver may use; default: the workload's."
-    )
-    seeds: int = typer.Option(5, "--seeds", metavar="K", help="Fresh seeds that answers are verified on.")
-    seed: int = typer.Option(0, "--seed", metavar="N", help="Same seed, same answers.")
-    time_limit: float = typer.Option(
-        60.0, "--time-limit", metavar="SECONDS", help="When dlora-proactive and milp give up."
-    )
-    html: str | None = typer.Option(
-        None, "--html", metavar="FILE", help="Write the comparison as one HTML file."
-    )
+    gpus: int | None = typer.Option(None, metavar="N", help="GPUs a solver may use; default: the workload's.")
+    seeds: int = typer.Option(5, metavar="K", help="Fresh seeds that answers are verified on.")
+    seed: int = typer.Option(0, metavar="N", help="Same seed, same answers.")
+    time_limit: float = typer.Option(60.0, metavar="SECONDS", help="When dlora-proactive and milp give up.")
+    html: str | None = typer.Option(None, metavar="FILE", help="Write the comparison as one HTML file.")
     as_json: AsJson = False
 
 
 @command
 def compare(args: CompareArgs) -> None:
-    """Compare solvers on a workload: their raw answers, and what the twin says of them on fresh seeds."""
+    """Compare solvers on a workload: raw answers, and the verdict of the twin on fresh seeds."""
     from capplan.spec import load_workload, write_text_atomic
 
     if args.html is not None:

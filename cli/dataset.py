@@ -14,13 +14,6 @@ from capplan.cli.progress import announce_compilation, progress_bars
 if TYPE_CHECKING:
     from capplan.models.training.data import DatasetResult, Manifest
 
-dataset = typer.Typer(no_args_is_help=True, help="Make training data for surrogates.")
-
-
-@dataset.callback()
-def _group() -> None:
-    """Make training data for surrogates."""
-
 
 @dataclass(frozen=True, kw_only=True)
 class DatasetArgs:
@@ -35,26 +28,21 @@ class DatasetArgs:
         help="Where to write: a new folder, or one to continue or extend.",
     )
     design: str = typer.Option(
-        "space-filling", "--design", metavar="NAME", help="Which scenarios: paper-grid or space-filling."
+        "space-filling", metavar="NAME", help="Which scenarios: paper-grid or space-filling."
     )
-    scenarios: int = typer.Option(10_000, "--scenarios", metavar="N", min=1, help="How many to draw.")
-    seed: int = typer.Option(0, "--seed", metavar="N", min=0, help="Same seed, same bytes.")
-    duration_s: float = typer.Option(
-        3600.0, "--duration-s", metavar="SECONDS", help="Simulated time of each."
-    )
-    workers: int | None = typer.Option(
-        None, "--workers", metavar="N", min=1, help="Processes; default: one per core."
-    )
+    scenarios: int = typer.Option(10_000, metavar="N", min=1, help="How many to draw.")
+    seed: int = typer.Option(0, metavar="N", min=0, help="Same seed, same bytes.")
+    duration_s: float = typer.Option(3600.0, metavar="SECONDS", help="Simulated time of each.")
+    workers: int | None = typer.Option(None, metavar="N", min=1, help="Processes; default: one per core.")
     ray_address: str | None = typer.Option(
-        None, "--ray-address", metavar="ADDRESS", help="Simulate on this Ray cluster instead."
+        None, metavar="ADDRESS", help="Simulate on this Ray cluster instead."
     )
     as_json: AsJson = False
 
 
-@dataset.command()
 @command
 def generate(args: DatasetArgs) -> None:
-    """Have the twin answer scenarios of one GPU, and write them as training data.
+    """Simulate scenarios of one GPU, and write the results as training data.
 
     A run that was killed is continued by the same command, with the same bytes in the end.
     """

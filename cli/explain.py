@@ -52,7 +52,7 @@ class ExplainArgs:
     plan: PlanFile
     workload: PlannedWorkload = None
     group: list[str] | None = typer.Option(
-        None, "--group", metavar="ID", help="Only this group; can be given more than once."
+        None, metavar="ID", help="Only this group; can be given more than once."
     )
     profile: PlannedProfile = None
     as_json: AsJson = False
@@ -60,7 +60,7 @@ class ExplainArgs:
 
 @command
 def explain(args: ExplainArgs) -> None:
-    """Tell what binds on every group, what is predicted and verified, and why the plan needs its GPUs.
+    """Explain a plan: bottleneck of each group, predictions, verification, and the number of GPUs.
 
     With the workload, also why every group has its number of slots, what is in use and what is left, and what
     one GPU fewer or more would do.
@@ -415,7 +415,7 @@ class ReportArgs:
 
 @command
 def report(args: ReportArgs) -> None:
-    """Write a plan as one HTML page that works offline: groups, predictions, what binds, adapters.
+    """Write a plan as one HTML page that works offline: groups, predictions, bottlenecks, adapters.
 
     With the workload, also the curve of every number of slots, what is in use and what is left, and what one
     GPU fewer or more would do.

@@ -17,13 +17,11 @@ class ExportArgs:
     """Options of `capplan export`."""
 
     plan: PlanFile
-    target: str = typer.Option(..., "--target", metavar="NAME", help="Who will deploy it: vllm.")
+    target: str = typer.Option(..., metavar="NAME", help="Who will deploy it: vllm.")
     output: str = typer.Option(
         ..., "--output", "-o", metavar="DIR", help="Directory to make: all of it or nothing."
     )
-    port: int = typer.Option(
-        8000, "--port", metavar="N", help="Port of the first server; each next one adds 1."
-    )
+    port: int = typer.Option(8000, metavar="N", help="Port of the first server; each next one adds 1.")
     runtime_updates: bool = typer.Option(
         False, "--runtime-updates", help="Let clients load and unload adapters at run time."
     )
@@ -32,7 +30,7 @@ class ExportArgs:
 
 @command
 def export(args: ExportArgs) -> None:
-    """Write a launch script per server, and routing.json: which share of an adapter's requests goes where."""
+    """Write a launch script per server, and routing.json with the shares of every adapter."""
     from capplan.deploy import EXPORTERS, TOP_NAMES
     from capplan.spec import Plan
 

@@ -51,11 +51,9 @@ def command(function: Callable[[Any], None]) -> Callable[..., None]:
     def invoke(**values: Any) -> None:
         function(options_type(**values))
 
-    invoke.__name__, invoke.__doc__, invoke.__module__ = (
-        function.__name__,
-        function.__doc__,
-        function.__module__,
-    )
+    paragraphs = inspect.getdoc(function).split("\n\n")  # type: ignore[union-attr]
+    invoke.__doc__ = "\n\n".join(" ".join(each.split()) for each in paragraphs)
+    invoke.__name__, invoke.__module__ = function.__name__, function.__module__
     invoke.__signature__ = inspect.Signature(parameters)  # type: ignore[attr-defined]
     return invoke
 

@@ -31,19 +31,15 @@ class PlanArgs:
         None, "--output", "-o", metavar="FILE", help="Write the plan here: all of it or nothing."
     )
     profile: ProfileName = None
-    gpus: int | None = typer.Option(
-        None, "--gpus", metavar="N", help="GPUs the plan may use; default: the workload's."
-    )
-    solver: str = typer.Option(
-        "capplan", "--solver", metavar="NAME", help=f"How to place: {', '.join(SOLVERS)}."
-    )
-    seed: int = typer.Option(0, "--seed", metavar="N", help="Same seed, same plan.")
-    seeds: int = typer.Option(5, "--seeds", metavar="K", help="Fresh seeds that every group is verified on.")
+    gpus: int | None = typer.Option(None, metavar="N", help="GPUs the plan may use; default: the workload's.")
+    solver: str = typer.Option("capplan", metavar="NAME", help=f"How to place: {', '.join(SOLVERS)}.")
+    seed: int = typer.Option(0, metavar="N", help="Same seed, same plan.")
+    seeds: int = typer.Option(5, metavar="K", help="Fresh seeds that every group is verified on.")
     time_limit: float = typer.Option(
-        60.0, "--time-limit", metavar="SECONDS", help="Answer with the best placement found by then."
+        60.0, metavar="SECONDS", help="Answer with the best placement found by then."
     )
     previous: str | None = typer.Option(
-        None, "--previous", metavar="PLAN", help="Plan in force, to keep adapters where they are."
+        None, metavar="PLAN", help="Plan in force, to keep adapters where they are."
     )
     verify: bool = typer.Option(True, "--verify/--no-verify", help="Have the twin confirm every group.")
     queues: bool = typer.Option(
@@ -55,7 +51,7 @@ class PlanArgs:
 
 @command
 def plan(args: PlanArgs) -> None:
-    """Plan which adapters share which GPUs and with which engine settings, and verify it with the twin."""
+    """Plan which adapters share which GPUs, with which engine settings, and verify it with the twin."""
     from capplan.spec import QueueConfig, load_workload
 
     if args.output is not None:

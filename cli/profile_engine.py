@@ -28,49 +28,43 @@ class ProfileEngineArgs:
     output: str = typer.Option(
         ..., "--output", "-o", metavar="DIR", help="Where tables go; measuring goes on where it was."
     )
-    model: str = typer.Option("tiny-llama", "--model", metavar="MODEL", help="As `capplan serve` takes it.")
-    device: str = typer.Option("cpu", "--device", metavar="NAME", help="cpu, cuda, cuda:1 ...")
-    dtype: str = typer.Option("auto", "--dtype", metavar="NAME", help="auto, float32, float16 or bfloat16.")
-    rules: str = typer.Option("capplan", "--rules", metavar="NAME", help="Serving rules.")
-    lora_kernel: str | None = typer.Option(
-        None, "--lora-kernel", metavar="NAME", help="Default: the engine's."
-    )
-    a_max: str = typer.Option("8", "--a-max", metavar="N[,N...]", help="Adapter slots.")
+    model: str = typer.Option("tiny-llama", metavar="MODEL", help="As `capplan serve` takes it.")
+    device: str = typer.Option("cpu", metavar="NAME", help="cpu, cuda, cuda:1 ...")
+    dtype: str = typer.Option("auto", metavar="NAME", help="auto, float32, float16 or bfloat16.")
+    rules: str = typer.Option("capplan", metavar="NAME", help="Serving rules.")
+    lora_kernel: str | None = typer.Option(None, metavar="NAME", help="Default: the engine's.")
+    a_max: str = typer.Option("8", metavar="N[,N...]", help="Adapter slots.")
     s_max: str | None = typer.Option(
-        None, "--s-max", metavar="RANK[,RANK...]", help="Of a slot; default: the largest rank."
+        None, metavar="RANK[,RANK...]", help="Of a slot; default: the largest rank."
     )
     ranks: str = typer.Option("8,16,32", "--ranks", metavar="RANK[,RANK...]", help="Of the adapters.")
-    max_num_seqs: int = typer.Option(32, "--max-num-seqs", metavar="N", min=2)
-    max_num_batched_tokens: int = typer.Option(2048, "--max-num-batched-tokens", metavar="N", min=32)
-    max_model_len: int = typer.Option(2048, "--max-model-len", metavar="N", min=64)
+    max_num_seqs: int = typer.Option(32, metavar="N", min=2)
+    max_num_batched_tokens: int = typer.Option(2048, metavar="N", min=32)
+    max_model_len: int = typer.Option(2048, metavar="N", min=64)
     memory_gib: float | None = typer.Option(
-        None, "--memory-gib", metavar="N", help="On a CPU: what the engine may take for everything."
+        None, metavar="N", help="On a CPU: what the engine may take for everything."
     )
-    gpu_memory_utilization: float = typer.Option(0.9, "--gpu-memory-utilization", metavar="SHARE")
-    threads: int = typer.Option(1, "--threads", metavar="N", min=1, help="Threads of PyTorch on a CPU.")
+    gpu_memory_utilization: float = typer.Option(0.9, metavar="SHARE")
+    threads: int = typer.Option(1, metavar="N", min=1, help="Threads of PyTorch on a CPU.")
     stages: str = typer.Option(
         "memory,loads,steps,iterations,served",
         "--stages",
         metavar="NAME[,NAME...]",
         help="memory, loads, steps, iterations, served.",
     )
-    budget_s: float = typer.Option(
-        600.0, "--budget-s", metavar="SECONDS", min=0.0, help="0: only fit what is there."
-    )
-    point_s: float = typer.Option(
-        6.0, "--point-s", metavar="SECONDS", min=1.0, help="Time of each state of a server."
-    )
+    budget_s: float = typer.Option(600.0, metavar="SECONDS", min=0.0, help="0: only fit what is there.")
+    point_s: float = typer.Option(6.0, metavar="SECONDS", min=1.0, help="Time of each state of a server.")
     tolerance: float = typer.Option(
-        0.02, "--tolerance", metavar="SHARE", min=0.0, help="Error on left-out states to stop at."
+        0.02, metavar="SHARE", min=0.0, help="Error on left-out states to stop at."
     )
-    seed: int = typer.Option(0, "--seed", metavar="N", min=0, help="Of weights and states.")
+    seed: int = typer.Option(0, metavar="N", min=0, help="Of weights and states.")
     as_json: AsJson = False
     quiet: bool = typer.Option(False, "--quiet", "-q", help="Print nothing but errors.")
 
 
 @command
 def engine(args: ProfileEngineArgs) -> None:
-    """Measure the reference engine: KV memory, adapter loads, steps, whole iterations, steps of its server.
+    """Measure the reference engine: KV memory, adapter loads, steps, and its server.
 
     States of steps are chosen so that each tells most, until left-out ones are predicted well enough or the
     time is up. `capplan calibrate DIR -o profile.json` makes a profile of the tables.

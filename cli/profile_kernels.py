@@ -30,37 +30,33 @@ class ProfileKernelsArgs:
     output: str = typer.Option(
         ..., "--output", "-o", metavar="DIR", help="Where to write; measuring goes on where it was."
     )
-    device: str = typer.Option(
-        "cpu", "--device", metavar="NAME", help="cpu: PyTorch's kernels; cuda: Triton's."
-    )
-    grid: str = typer.Option("wide", "--grid", metavar="NAME[,NAME...]", help="paper, wide, prefill or tiny.")
+    device: str = typer.Option("cpu", metavar="NAME", help="cpu: PyTorch's kernels; cuda: Triton's.")
+    grid: str = typer.Option("wide", metavar="NAME[,NAME...]", help="paper, wide, prefill or tiny.")
     phases: str = typer.Option(
         "decode,prefill", "--phases", metavar="NAME[,NAME]", help="decode, prefill or both."
     )
     hidden: str | None = typer.Option(
-        None, "--hidden", metavar="N[,N...]", help="Hidden sizes; default: of the built-in models."
+        None, metavar="N[,N...]", help="Hidden sizes; default: of the built-in models."
     )
     kernel: str | None = typer.Option(
         None, "--kernels", metavar="NAME[,NAME...]", help="Default: all that the device has."
     )
     dtype: str | None = typer.Option(
-        None, "--dtype", metavar="NAME", help="Default: float32 on a CPU, bfloat16 on a GPU."
+        None, metavar="NAME", help="Default: float32 on a CPU, bfloat16 on a GPU."
     )
-    threads: int = typer.Option(1, "--threads", metavar="N", min=1, help="Threads of PyTorch on a CPU.")
-    budget_s: float = typer.Option(
-        600.0, "--budget-s", metavar="SECONDS", min=0.0, help="0: only fit what is there."
-    )
+    threads: int = typer.Option(1, metavar="N", min=1, help="Threads of PyTorch on a CPU.")
+    budget_s: float = typer.Option(600.0, metavar="SECONDS", min=0.0, help="0: only fit what is there.")
     tolerance: float = typer.Option(
-        0.02, "--tolerance", metavar="SHARE", min=0.0, help="Relative error of a converged median."
+        0.02, metavar="SHARE", min=0.0, help="Relative error of a converged median."
     )
-    seed: int = typer.Option(0, "--seed", metavar="N", min=0, help="Of drawn ranks.")
+    seed: int = typer.Option(0, metavar="N", min=0, help="Of drawn ranks.")
     as_json: AsJson = False
     quiet: bool = typer.Option(False, "--quiet", "-q", help="Print nothing but errors.")
 
 
 @command
 def kernels(args: ProfileKernelsArgs) -> None:
-    """Time shrink and expand of padded and grouped LoRA kernels, and fit Toppings' models to them.
+    """Time shrink and expand of padded and grouped LoRA kernels, and fit Toppings' models.
 
     Writes the timings, where they are from, the fits, and a report. The same command goes on where an earlier
     one was stopped, until every median stands still or the time is up.

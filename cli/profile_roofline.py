@@ -21,22 +21,18 @@ if TYPE_CHECKING:
 class RooflineArgs:
     """Options of `capplan profile roofline`."""
 
-    gpu: str = typer.Option(..., "--gpu", metavar="NAME", help="Such as h200 or a100-80g.")
+    gpu: str = typer.Option(..., metavar="NAME", help="Such as h200 or a100-80g.")
     output: str = typer.Option(..., "--output", "-o", metavar="FILE", help="Profile JSON to write.")
-    model: str | None = typer.Option(None, "--model", metavar="NAME", help="Such as llama-3.1-8b.")
-    model_config: str | None = typer.Option(
-        None, "--model-config", metavar="FILE", help="Instead of --model: its config.json."
-    )
+    model: str | None = typer.Option(None, metavar="NAME", help="Such as llama-3.1-8b.")
+    model_config: str | None = typer.Option(None, metavar="FILE", help="Instead of --model: its config.json.")
     base_model: str | None = typer.Option(
-        None, "--base-model", metavar="ID", help="With --model-config: its Hugging Face id."
+        None, metavar="ID", help="With --model-config: its Hugging Face id."
     )
-    dtype: str = typer.Option("bfloat16", "--dtype", metavar="NAME", help="bfloat16 or float16.")
-    tp: int = typer.Option(1, "--tp", metavar="N", min=1, help="GPUs per copy of the model.")
-    engine_version: str = typer.Option("0.32.0", "--engine-version", metavar="VERSION", help="Of vLLM.")
-    rules: str = typer.Option("vllm-0.32-async", "--rules", metavar="NAME", help="Serving rules.")
-    kernel: str = typer.Option(
-        "vllm", "--kernel", metavar="NAME", help="bgmv, mbgmv or vllm: which rank LoRA pays for."
-    )
+    dtype: str = typer.Option("bfloat16", metavar="NAME", help="bfloat16 or float16.")
+    tp: int = typer.Option(1, metavar="N", min=1, help="GPUs per copy of the model.")
+    engine_version: str = typer.Option("0.32.0", metavar="VERSION", help="Of vLLM.")
+    rules: str = typer.Option("vllm-0.32-async", metavar="NAME", help="Serving rules.")
+    kernel: str = typer.Option("vllm", metavar="NAME", help="bgmv, mbgmv or vllm: which rank LoRA pays for.")
     bandwidth: float | None = typer.Option(
         None, "--bandwidth-efficiency", metavar="SHARE", help="Of the memory's peak."
     )
@@ -47,7 +43,7 @@ class RooflineArgs:
         None, "--host-link-efficiency", metavar="SHARE", help="Of PCIe's peak."
     )
     step_overhead_ms: float | None = typer.Option(
-        None, "--step-overhead-ms", metavar="MS", help="Of the host in a step, not beside the GPU."
+        None, metavar="MS", help="Of the host in a step, not beside the GPU."
     )
     as_json: AsJson = False
     quiet: bool = typer.Option(False, "--quiet", "-q", help="Print nothing but errors.")
@@ -55,7 +51,7 @@ class RooflineArgs:
 
 @command
 def roofline(args: RooflineArgs) -> None:
-    """Reckon a profile from a GPU's datasheet and a model's shape.
+    """Compute a profile from a GPU's datasheet and a model's architecture.
 
     It is marked as analytic, and every plan that rests on it says so.
     """

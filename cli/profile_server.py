@@ -31,52 +31,38 @@ class ProfileServerArgs:
     output: str = typer.Option(
         ..., "--output", "-o", metavar="DIR", help="Where tables go; those of other starts stay."
     )
-    adapters: str | None = typer.Option(
-        None, "--adapters", metavar="NAME[:RANK][,...]", help="Adapters to ask for."
-    )
+    adapters: str | None = typer.Option(None, metavar="NAME[:RANK][,...]", help="Adapters to ask for.")
     workload: str | None = typer.Option(
-        None, "--workload", metavar="FILE", help="Adapters and typical lengths of a workload file."
+        None, metavar="FILE", help="Adapters and typical lengths of a workload file."
     )
     model: str | None = typer.Option(
-        None, "--model", metavar="NAME", help="Name of the base model; without it, adapters only."
+        None, metavar="NAME", help="Name of the base model; without it, adapters only."
     )
-    rank: int = typer.Option(
-        16, "--rank", metavar="N", min=1, max=_HIGHEST_RANK, help="Of adapters without :RANK."
-    )
+    rank: int = typer.Option(16, metavar="N", min=1, max=_HIGHEST_RANK, help="Of adapters without :RANK.")
     a_max: int | None = typer.Option(
-        None, "--a-max", metavar="N", min=1, help="Adapter slots; default: what the server says."
+        None, metavar="N", min=1, help="Adapter slots; default: what the server says."
     )
     s_max: int | None = typer.Option(
-        None, "--s-max", metavar="RANK", min=1, help="Rank of a slot; default: the least that fits."
+        None, metavar="RANK", min=1, help="Rank of a slot; default: the least that fits."
     )
-    max_num_seqs: int = typer.Option(256, "--max-num-seqs", metavar="N", min=1)
-    max_num_batched_tokens: int = typer.Option(2048, "--max-num-batched-tokens", metavar="N", min=1)
-    max_model_len: int | None = typer.Option(None, "--max-model-len", metavar="N", min=4)
-    prompt_tokens: int | None = typer.Option(
-        None, "--prompt-tokens", metavar="N", min=1, help="Typical prompt."
-    )
-    output_tokens: int | None = typer.Option(
-        None, "--output-tokens", metavar="N", min=1, help="Typical output."
-    )
-    max_streams: int | None = typer.Option(
-        None, "--max-streams", metavar="N", min=1, help="Largest batch; default: up to 64."
-    )
-    budget_s: float = typer.Option(
-        600.0, "--budget-s", metavar="SECONDS", min=1.0, help="Time for operating points."
-    )
-    point_s: float = typer.Option(8.0, "--point-s", metavar="SECONDS", min=2.0, help="Time of each.")
-    passes: int = typer.Option(
-        1, "--passes", metavar="N", min=1, help="How often all are gone through in that time."
-    )
+    max_num_seqs: int = typer.Option(256, metavar="N", min=1)
+    max_num_batched_tokens: int = typer.Option(2048, metavar="N", min=1)
+    max_model_len: int | None = typer.Option(None, metavar="N", min=4)
+    prompt_tokens: int | None = typer.Option(None, metavar="N", min=1, help="Typical prompt.")
+    output_tokens: int | None = typer.Option(None, metavar="N", min=1, help="Typical output.")
+    max_streams: int | None = typer.Option(None, metavar="N", min=1, help="Largest batch; default: up to 64.")
+    budget_s: float = typer.Option(600.0, metavar="SECONDS", min=1.0, help="Time for operating points.")
+    point_s: float = typer.Option(8.0, metavar="SECONDS", min=2.0, help="Time of each.")
+    passes: int = typer.Option(1, metavar="N", min=1, help="How often all are gone through in that time.")
     api_key: str | None = typer.Option(
-        None, "--api-key", metavar="KEY", envvar="OPENAI_API_KEY", help="Sent as bearer token."
+        None, metavar="KEY", envvar="OPENAI_API_KEY", help="Sent as bearer token."
     )
     as_json: AsJson = False
 
 
 @command
 def server(args: ProfileServerArgs) -> None:
-    """Measure a running OpenAI-compatible server from outside; it should serve nobody else meanwhile.
+    """Measure a running OpenAI-compatible server from outside; it should be idle otherwise.
 
     Closed loops over batch, adapters, prompt and output lengths become a step table; idle answers and turns
     of adapters become runs and loads; the server's metrics, where it has them, its KV memory.

@@ -80,81 +80,70 @@ class ServeArgs:
         None, "--group", metavar="ID", help="Of the plan, serve this group only. Repeatable."
     )
     ray_address: str | None = typer.Option(
-        None, "--ray-address", metavar="ADDRESS", help="Start the plan's instances on this Ray cluster."
+        None, metavar="ADDRESS", help="Start the plan's instances on this Ray cluster."
     )
     model: str | None = typer.Option(
         None,
-        "--model",
         metavar="MODEL",
         help="Hugging Face folder; or, with random weights, a config.json or a built-in name.",
     )
     lora_modules: list[str] | None = typer.Option(
         None,
-        "--lora-modules",
         metavar="NAME=ADAPTER",
         help="Adapter to serve: a folder that PEFT wrote, or the rank of a random one. Repeatable.",
     )
     served_model_name: str | None = typer.Option(
-        None, "--served-model-name", metavar="NAME", help="Of the base model; default: as --model."
+        None, metavar="NAME", help="Of the base model; default: as --model."
     )
-    host: str = typer.Option("127.0.0.1", "--host", metavar="HOST", help="Where to listen.")
-    port: int = typer.Option(8000, "--port", metavar="P", help="0 is any free one.")
+    host: str = typer.Option("127.0.0.1", metavar="HOST", help="Where to listen.")
+    port: int = typer.Option(8000, metavar="P", help="0 is any free one.")
     api_key: str | None = typer.Option(
         None,
-        "--api-key",
         metavar="KEY",
         envvar="CAPPLAN_API_KEY",
         show_envvar=True,
         help="What clients must bring; others see the command line, not the environment.",
     )
-    max_loras: int | None = typer.Option(None, "--max-loras", metavar="N", help="Adapter slots.")
-    max_lora_rank: int | None = typer.Option(None, "--max-lora-rank", metavar="R", help="Rank of a slot.")
-    max_cpu_loras: int | None = typer.Option(
-        None, "--max-cpu-loras", metavar="N", help="Adapters kept on the host."
-    )
+    max_loras: int | None = typer.Option(None, metavar="N", help="Adapter slots.")
+    max_lora_rank: int | None = typer.Option(None, metavar="R", help="Rank of a slot.")
+    max_cpu_loras: int | None = typer.Option(None, metavar="N", help="Adapters kept on the host.")
     max_adapters: int | None = typer.Option(
-        None, "--max-adapters", metavar="N", help="Adapters known at a time, loaded ones included."
+        None, metavar="N", help="Adapters known at a time, loaded ones included."
     )
     lora_root: str | None = typer.Option(
-        None, "--lora-root", metavar="DIR", help="Let clients load adapters from this folder."
+        None, metavar="DIR", help="Let clients load adapters from this folder."
     )
     enable_lora: bool = typer.Option(
         True, "--enable-lora", help="Accepted for vLLM's sake; adapters are always on."
     )
-    max_num_seqs: int = typer.Option(256, "--max-num-seqs", metavar="N")
-    max_num_batched_tokens: int = typer.Option(2048, "--max-num-batched-tokens", metavar="N")
-    max_model_len: int | None = typer.Option(None, "--max-model-len", metavar="N")
-    max_queue: int = typer.Option(
-        512, "--max-queue", metavar="N", help="Prompts taken beyond --max-num-seqs; then 429."
-    )
-    max_body_bytes: int = typer.Option(8 * 2**20, "--max-body-bytes", metavar="N")
-    drain_timeout_s: float = typer.Option(
-        30.0, "--drain-timeout-s", metavar="S", help="For running requests, after SIGTERM."
-    )
-    dtype: str = typer.Option("auto", "--dtype", metavar="NAME", help="auto, float32, float16 or bfloat16.")
-    device: str = typer.Option("cpu", "--device", metavar="NAME", help="cpu, cuda, cuda:1 ...")
-    rules: str = typer.Option("capplan", "--rules", metavar="NAME", help="ServingOptions rules.")
-    memory: str | None = typer.Option(None, "--memory", metavar="KIND", help="Of adapters: slots or unified.")
-    block_size: int = typer.Option(16, "--block-size", metavar="TOKENS")
-    num_kv_blocks: int | None = typer.Option(None, "--num-kv-blocks", metavar="N")
-    gpu_memory_utilization: float = typer.Option(0.9, "--gpu-memory-utilization", metavar="SHARE")
+    max_num_seqs: int = typer.Option(256, metavar="N")
+    max_num_batched_tokens: int = typer.Option(2048, metavar="N")
+    max_model_len: int | None = typer.Option(None, metavar="N")
+    max_queue: int = typer.Option(512, metavar="N", help="Prompts taken beyond --max-num-seqs; then 429.")
+    max_body_bytes: int = typer.Option(8 * 2**20, metavar="N")
+    drain_timeout_s: float = typer.Option(30.0, metavar="S", help="For running requests, after SIGTERM.")
+    dtype: str = typer.Option("auto", metavar="NAME", help="auto, float32, float16 or bfloat16.")
+    device: str = typer.Option("cpu", metavar="NAME", help="cpu, cuda, cuda:1 ...")
+    rules: str = typer.Option("capplan", metavar="NAME", help="ServingOptions rules.")
+    memory: str | None = typer.Option(None, metavar="KIND", help="Of adapters: slots or unified.")
+    block_size: int = typer.Option(16, metavar="TOKENS")
+    num_kv_blocks: int | None = typer.Option(None, metavar="N")
+    gpu_memory_utilization: float = typer.Option(0.9, metavar="SHARE")
     prefix_caching: bool | None = typer.Option(
         None, "--enable-prefix-caching/--no-enable-prefix-caching", help="Default: as the rules."
     )
-    shared_prefix_tokens: int = typer.Option(
-        0, "--shared-prefix-tokens", metavar="N", help="Length of prompt beginnings to cache."
-    )
-    lora_kernel: str | None = typer.Option(None, "--lora-kernel", metavar="NAME")
-    seed: int = typer.Option(0, "--seed", metavar="N", help="Of random weights and sampling.")
+    shared_prefix_tokens: int = typer.Option(0, metavar="N", help="Length of prompt beginnings to cache.")
+    lora_kernel: str | None = typer.Option(None, metavar="NAME")
+    seed: int = typer.Option(0, metavar="N", help="Of random weights and sampling.")
     records: str | None = typer.Option(
-        None, "--records", metavar="FILE", help="Write what every step did as Parquet, at the end."
+        None, metavar="FILE", help="Write what every step did as Parquet, at the end."
     )
     as_json: bool = typer.Option(False, "--json", help="Print the line that tells where it listens as JSON.")
 
 
 @command
 def serve(args: ServeArgs) -> None:
-    """Serve a model and its adapters over HTTP until SIGTERM or Ctrl-C, then finish what runs and exit 0.
+    """Serve a model and its adapters over HTTP until SIGTERM or Ctrl-C, then drain and exit 0.
 
     OpenAI's clients work unchanged; an adapter is chosen by its name as the model. With a PLAN all its
     instances are started, behind a router that follows the plan's shares; flags come before the plan.

@@ -36,25 +36,23 @@ class SimulateArgs:
 
     workload: WorkloadFile
     a_max: str | None = typer.Option(
-        None, "--a-max", metavar="N[,N...]", help="Adapter slots; several are compared side by side."
+        None, metavar="N[,N...]", help="Adapter slots; several are compared side by side."
     )
     s_max: int | None = typer.Option(
-        None, "--s-max", metavar="RANK", help="Rank of a slot; default: the least that fits."
+        None, metavar="RANK", help="Rank of a slot; default: the least that fits."
     )
     profile: ProfileName = None
     duration_s: float = typer.Option(3600.0, "--duration", metavar="SECONDS", help="Simulated time.")
-    seed: int = typer.Option(0, "--seed", metavar="N", help="Same seed, same result.")
-    max_num_seqs: int | None = typer.Option(None, "--max-num-seqs", metavar="N")
-    max_num_batched_tokens: int | None = typer.Option(None, "--max-num-batched-tokens", metavar="N")
-    max_cpu_loras: int | None = typer.Option(None, "--max-cpu-loras", metavar="N")
-    max_model_len: int | None = typer.Option(None, "--max-model-len", metavar="N")
-    gpu_memory_utilization: float | None = typer.Option(None, "--gpu-memory-utilization", metavar="SHARE")
+    seed: int = typer.Option(0, metavar="N", help="Same seed, same result.")
+    max_num_seqs: int | None = typer.Option(None, metavar="N")
+    max_num_batched_tokens: int | None = typer.Option(None, metavar="N")
+    max_cpu_loras: int | None = typer.Option(None, metavar="N")
+    max_model_len: int | None = typer.Option(None, metavar="N")
+    gpu_memory_utilization: float | None = typer.Option(None, metavar="SHARE")
     max_in_flight: int | None = typer.Option(
-        None, "--max-in-flight", metavar="N", help="Reject arrivals beyond this many requests."
+        None, metavar="N", help="Reject arrivals beyond this many requests."
     )
-    rules: str | None = typer.Option(
-        None, "--rules", metavar="NAME", help="Serving rules instead of the profile's."
-    )
+    rules: str | None = typer.Option(None, metavar="NAME", help="Serving rules instead of the profile's.")
     prefix_caching: bool | None = typer.Option(
         None,
         "--prefix-caching/--no-prefix-caching",
@@ -64,16 +62,14 @@ class SimulateArgs:
         False, "--detail", help="Also slowdown, waits, hit rate, metrics per rank, SLO attainment."
     )
     report: str | None = typer.Option(
-        None, "--report", metavar="FILE", help="Write an HTML report with charts, readable offline."
+        None, metavar="FILE", help="Write an HTML report with charts, readable offline."
     )
     requests_out: str | None = typer.Option(
-        None, "--requests-out", metavar="FILE", help="Write every request as Parquet, one row each."
+        None, metavar="FILE", help="Write every request as Parquet, one row each."
     )
-    workers: int | None = typer.Option(
-        None, "--workers", metavar="N", help="Processes; default: one per core."
-    )
+    workers: int | None = typer.Option(None, metavar="N", help="Processes; default: one per core.")
     ray_address: str | None = typer.Option(
-        None, "--ray-address", metavar="ADDRESS", help="Simulate on this Ray cluster instead."
+        None, metavar="ADDRESS", help="Simulate on this Ray cluster instead."
     )
     as_json: AsJson = False
 

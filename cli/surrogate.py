@@ -20,35 +20,23 @@ if TYPE_CHECKING:
 
 _TARGETS: Final = ("throughput", "starvation", "both")
 
-surrogate = typer.Typer(no_args_is_help=True, help="Look into the surrogates of a profile.")
-
-
-@surrogate.callback()
-def _group() -> None:
-    """Look into the surrogates of a profile."""
-
 
 @dataclass(frozen=True, kw_only=True)
 class RulesArgs:
     """Options of `capplan surrogate rules`."""
 
     profile: str = typer.Argument(..., metavar="PROFILE", help="Shipped profile or path of a profile JSON.")
-    target: str = typer.Option(
-        "both", "--target", metavar="NAME", help="Rules of throughput, starvation, or both."
-    )
-    svg: str | None = typer.Option(
-        None, "--svg", metavar="FILE", help="Also draw the trees, as one SVG file."
-    )
+    target: str = typer.Option("both", metavar="NAME", help="Rules of throughput, starvation, or both.")
+    svg: str | None = typer.Option(None, metavar="FILE", help="Also draw the trees, as one SVG file.")
     as_python: bool = typer.Option(
         False, "--python", help="Print the source of the functions that are compiled."
     )
     as_json: AsJson = False
 
 
-@surrogate.command()
 @command
 def rules(args: RulesArgs) -> None:
-    """Print the decision rules of a profile's small trees, those that cover most scenarios first."""
+    """Print the decision rules of a profile's small trees, those that cover most first."""
     from capplan.models.surrogates.tree_export import export_svg
     from capplan.spec import write_text_atomic
 

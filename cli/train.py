@@ -36,38 +36,30 @@ class TrainArgs:
     profile: str = typer.Argument(..., metavar="PROFILE", help="Shipped profile or path of a profile JSON.")
     data: str | None = typer.Option(
         None,
-        "--data",
         metavar="DIR",
         help="Data: folders paper-grid and space-filling, made if missing; default: in the cache.",
     )
-    scenarios: int | None = typer.Option(
-        None, "--scenarios", metavar="N", min=1, help="Space-filling ones; default: 7000."
-    )
+    scenarios: int | None = typer.Option(None, metavar="N", min=1, help="Space-filling ones; default: 7000.")
     grid_scenarios: int | None = typer.Option(
-        None, "--grid-scenarios", metavar="N", min=1, help="Of the paper's grid; default: 3000."
+        None, metavar="N", min=1, help="Of the paper's grid; default: 3000."
     )
-    seed: int = typer.Option(0, "--seed", metavar="N", min=0, help="Same seed, same surrogates.")
+    seed: int = typer.Option(0, metavar="N", min=0, help="Same seed, same surrogates.")
     models: str | None = typer.Option(
-        None, "--models", metavar="NAME[,NAME...]", help="Families: forest, xgboost; default: both."
+        None, metavar="NAME[,NAME...]", help="Families: forest, xgboost; default: both."
     )
-    budget: int = typer.Option(
-        12, "--budget", metavar="N", min=1, help="Settings tried for each family and task."
-    )
+    budget: int = typer.Option(12, metavar="N", min=1, help="Settings tried for each family and task.")
     paper_space: bool = typer.Option(
         False, "--paper-space", help="Moved to python -m benchmarks.surrogate_table3."
     )
     workers: int | None = typer.Option(
-        None, "--workers", metavar="N", min=1, help="Processes, then threads; default: one per core."
+        None, metavar="N", min=1, help="Processes, then threads; default: one per core."
     )
     ray_address: str | None = typer.Option(
-        None, "--ray-address", metavar="ADDRESS", help="Simulate on this Ray cluster instead."
+        None, metavar="ADDRESS", help="Simulate on this Ray cluster instead."
     )
-    report: str | None = typer.Option(
-        None, "--report", metavar="FILE", help="Write a report as one HTML file."
-    )
+    report: str | None = typer.Option(None, metavar="FILE", help="Write a report as one HTML file.")
     output_dir: str | None = typer.Option(
         None,
-        "--output-dir",
         metavar="DIR",
         help="Write best.npz, forest.npz, tree.json there; default: where the profile's belong.",
     )
@@ -76,7 +68,7 @@ class TrainArgs:
 
 @command
 def train(args: TrainArgs) -> None:
-    """Have the twin answer scenarios of one GPU, learn surrogates from them, and write the best ones.
+    """Simulate scenarios of one GPU, train surrogates on the results, and write the best ones.
 
     A run that was killed is continued by the same command.
     """

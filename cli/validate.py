@@ -27,60 +27,42 @@ class ValidateArgs:
     """Options of `capplan validate`."""
 
     plan: PlanFile
-    workload: str = typer.Option(
-        ..., "--workload", metavar="FILE", help="Workload that the plan was made for."
-    )
+    workload: str = typer.Option(..., metavar="FILE", help="Workload that the plan was made for.")
     profile: str | None = typer.Option(
-        None, "--profile", metavar="NAME", help="That the prediction rests on; default: the plan's."
+        None, metavar="NAME", help="That the prediction rests on; default: the plan's."
     )
     url: list[str] | None = typer.Option(
-        None, "--url", metavar="[GROUP=]URL", help="Running server of a group; repeatable."
+        None, metavar="[GROUP=]URL", help="Running server of a group; repeatable."
     )
-    duration_s: float = typer.Option(
-        120.0, "--duration-s", metavar="SECONDS", help="Measured time of each group."
-    )
-    rate_scale: float = typer.Option(1.0, "--rate-scale", metavar="FACTOR", help="Multiplies every rate.")
-    group: list[str] | None = typer.Option(
-        None, "--group", metavar="ID", help="Validate this group only; repeatable."
-    )
+    duration_s: float = typer.Option(120.0, metavar="SECONDS", help="Measured time of each group.")
+    rate_scale: float = typer.Option(1.0, metavar="FACTOR", help="Multiplies every rate.")
+    group: list[str] | None = typer.Option(None, metavar="ID", help="Validate this group only; repeatable.")
     model: str | None = typer.Option(
-        None, "--model", metavar="MODEL", help="Of servers that are started, as for `serve`."
+        None, metavar="MODEL", help="Of servers that are started, as for `serve`."
     )
-    dtype: str = typer.Option("auto", "--dtype", metavar="NAME", help="Of servers that are started.")
-    device: str = typer.Option("cpu", "--device", metavar="NAME", help="Of servers that are started.")
-    threads: int = typer.Option(
-        1, "--threads", metavar="N", min=1, help="Of servers that are started, on a CPU."
-    )
+    dtype: str = typer.Option("auto", metavar="NAME", help="Of servers that are started.")
+    device: str = typer.Option("cpu", metavar="NAME", help="Of servers that are started.")
+    threads: int = typer.Option(1, metavar="N", min=1, help="Of servers that are started, on a CPU.")
     lora_kernel: str | None = typer.Option(
-        None, "--lora-kernel", metavar="NAME", help="Of servers that are started; default: theirs."
+        None, metavar="NAME", help="Of servers that are started; default: theirs."
     )
-    max_loras: int | None = typer.Option(
-        None, "--max-loras", metavar="N", min=1, help="Slots, instead of the plan's."
-    )
-    seed: int = typer.Option(
-        0, "--seed", metavar="N", min=0, help="Of arrivals and lengths, here and in the twin."
-    )
+    max_loras: int | None = typer.Option(None, metavar="N", min=1, help="Slots, instead of the plan's.")
+    seed: int = typer.Option(0, metavar="N", min=0, help="Of arrivals and lengths, here and in the twin.")
     api_key: str | None = typer.Option(
-        None, "--api-key", metavar="KEY", envvar="OPENAI_API_KEY", help="For running servers."
+        None, metavar="KEY", envvar="OPENAI_API_KEY", help="For running servers."
     )
-    throughput_tolerance: float = typer.Option(
-        3.0, "--throughput-tolerance", metavar="PERCENT", help="Largest SMAPE that agrees."
-    )
-    itl_tolerance: float = typer.Option(
-        8.0, "--itl-tolerance", metavar="PERCENT", help="The same of the mean ITL."
-    )
+    throughput_tolerance: float = typer.Option(3.0, metavar="PERCENT", help="Largest SMAPE that agrees.")
+    itl_tolerance: float = typer.Option(8.0, metavar="PERCENT", help="The same of the mean ITL.")
     output: str | None = typer.Option(
         None, "--output", "-o", metavar="FILE", help="Write the result as JSON."
     )
-    report: str | None = typer.Option(
-        None, "--report", metavar="FILE", help="Write an HTML report, readable offline."
-    )
+    report: str | None = typer.Option(None, metavar="FILE", help="Write an HTML report, readable offline.")
     as_json: AsJson = False
 
 
 @command
 def validate(args: ValidateArgs) -> None:
-    """Run one engine of every group of a plan under the twin's very requests, and compare.
+    """Run one engine per group of a plan under the requests of the twin, and compare the two.
 
     Exit status 1: throughput or mean ITL is off by more than its tolerance, a verdict on starvation is wrong,
     or the measurement is void.

@@ -16,13 +16,6 @@ from capplan.errors import InputError
 if TYPE_CHECKING:
     from capplan.workload.presets import Preset
 
-workload = typer.Typer(no_args_is_help=True, help="Write workload files of papers and public traces.")
-
-
-@workload.callback()
-def _group() -> None:
-    """Write workload files of papers and public traces."""
-
 
 @dataclass(frozen=True, kw_only=True)
 class PresetArgs:
@@ -34,12 +27,11 @@ class PresetArgs:
         None, "--output", "-o", metavar="FILE", help="Where to write; printed unless given."
     )
     profile: ProfileName = None
-    gpus: int | None = typer.Option(None, "--gpus", metavar="N", min=1, help="GPUs a plan may use.")
-    traces: str | None = typer.Option(None, "--traces", metavar="DIR", help="Folder of the public traces.")
+    gpus: int | None = typer.Option(None, metavar="N", min=1, help="GPUs a plan may use.")
+    traces: str | None = typer.Option(None, metavar="DIR", help="Folder of the public traces.")
     as_json: AsJson = False
 
 
-@workload.command()
 @command
 def preset(args: PresetArgs) -> None:
     """List the presets, or write the workload file of one."""

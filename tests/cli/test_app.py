@@ -2,12 +2,16 @@ import os
 import signal
 import subprocess
 import sys
+from collections.abc import Iterator
 from pathlib import Path
+from typing import Any
 
 import pytest
+import typer
 
 import capplan
 from capplan import InfeasibleError, InputError
+from capplan.cli.app import _COMMANDS, app
 from tests.cli.conftest import ROOT, Process, Run, command, environment, error_line
 from tests.cli.examples import small_plan
 
@@ -28,6 +32,15 @@ def test_help_is_at_hand(run: Run, arguments: tuple[str, ...]) -> None:
 def test_help_lists_every_command(run: Run) -> None:
     text = run("--help").stdout
     assert all(f" {name} " in text for name in COMMANDS)
+
+
+def test_help_lines_are_those_of_the_commands() -> None:
+    def lines(group: Any, path: str) -> Iterator[tuple[str, str]]:
+        for name, child in group.commands.items():
+            yield f"{path}{name}", child.help.split("\n")[0]
+            yield from lines(child, f"{path}{name} ") if hasattr(child, "commands") else ()
+
+    assert dict(lines(typer.main.get_command(app), "")) == _COMMANDS
 
 
 def test_version_is_the_package_version(run: Run) -> None:
