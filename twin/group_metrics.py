@@ -10,21 +10,11 @@ import numpy as np
 from numpy.typing import NDArray
 
 from capplan.spec import STARVED_BELOW, Slo
+from capplan.spec.latency_stats import LatencyStats, grouped_latency_stats
 from capplan.twin import trace as t
-from capplan.twin.metrics import PERCENTILES, SimulationResult, bound_value
+from capplan.twin.metrics import SimulationResult, bound_value
 from capplan.twin.per_request import FINISHED, REJECTED, RUNNING, STATUSES, WAITING, RequestTable
 from capplan.twin.scenario import NS_PER_MS, NS_PER_S, Scenario
-
-
-@dataclass(frozen=True)
-class LatencyStats:
-    """Mean and percentiles, interpolated linearly; NaN without any value."""
-
-    mean: float
-    p50: float
-    p90: float
-    p95: float
-    p99: float
 
 
 @dataclass(frozen=True)
@@ -112,7 +102,7 @@ def group_metrics(
     offered = per_group(tokens)
 
     def stats(column: NDArray[np.float64]) -> list[LatencyStats]:
-        return _statistics(column[finished], group[finished], count)
+        return grouped_latency_stats(column[finished], group[finished], count)
 
     ttft_s, tpot_ms, tpt_ms, e2e_s = map(stats, (table.ttft_s, table.tpot_ms, table.tpt_ms, table.e2e_s))
     slowdown, queue_s, load_wait_s = map(stats, (table.slowdown, table.queue_s, table.load_wait_s))
@@ -158,27 +148,6 @@ def _ratio(part: NDArray[Any], whole: NDArray[Any]) -> NDArray[np.float64]:
     ratio = np.full(part.shape, np.nan)
     np.divide(part, whole, out=ratio, where=whole > 0)
     return ratio
-
-
-def _statistics(values: NDArray[np.float64], group: NDArray[np.int64], count: int) -> list[LatencyStats]:
-    """Return mean and percentiles of the values of each group; NaN among them does not count."""
-    known = ~np.isnan(values)
-    values, group = values[known], group[known]
-    order = np.lexsort((values, group))
-    ordered = values[order]
-    sizes = np.bincount(group, minlength=count)
-    starts = np.cumsum(sizes) - sizes
-    answer = np.full((count, 1 + len(PERCENTILES)), np.nan)
-    some = sizes > 0
-    answer[some, 0] = np.bincount(group, values, minlength=count)[some] / sizes[some]
-    last = (sizes - 1)[some]
-    for at, percent in enumerate(PERCENTILES, start=1):
-        place = percent / 100 * last
-        below = place.astype(np.int64)
-        low = ordered[starts[some] + below]
-        high = ordered[starts[some] + np.minimum(below + 1, last)]
-        answer[some, at] = low + (place - below) * (high - low)
-    return [LatencyStats(*row) for row in answer.tolist()]
 
 
 KEPT, OPEN, BROKEN = 1, 0, -1

@@ -22,6 +22,7 @@ from capplan.profiling.load.record import (
 )
 from capplan.spec import STARVED_BELOW, read_text, write_text_atomic
 from capplan.spec.files import parse_json
+from capplan.spec.latency_stats import PERCENTILES, latency_stats
 from capplan.spec.validation import SpecModel, format_key, validate_document
 
 if TYPE_CHECKING:
@@ -29,7 +30,6 @@ if TYPE_CHECKING:
 
 Number = float | None
 """Null without measurements."""
-PERCENTILES: Final = (50, 90, 95, 99)
 _MS_PER_S: Final = 1e3
 
 
@@ -252,19 +252,14 @@ def _itl(
     mean = _ratio(spread_ms.sum(), np.maximum(events - 1, 0).sum())
     if gaps is None:
         return MeasuredStats(mean=mean)
-    found = [None if math.isnan(s) else _MS_PER_S * s for s in gaps.percentiles_s(PERCENTILES)]
-    return MeasuredStats(mean=mean, **_named(found))
+    found = zip(PERCENTILES, gaps.percentiles_s(PERCENTILES), strict=True)
+    known = {f"p{percent}": _MS_PER_S * gap_s for percent, gap_s in found if not math.isnan(gap_s)}
+    return MeasuredStats(mean=mean, **known)
 
 
 def statistics(values: NDArray[np.float64]) -> MeasuredStats:
     """Return mean and percentiles; empty without any value."""
-    if values.size == 0:
-        return MeasuredStats()
-    return MeasuredStats(mean=float(values.mean()), **_named(np.percentile(values, PERCENTILES).tolist()))
-
-
-def _named(values: list[Any]) -> dict[str, Any]:
-    return {f"p{percent}": value for percent, value in zip(PERCENTILES, values, strict=True)}
+    return MeasuredStats(**vars(latency_stats(values))) if values.size else MeasuredStats()
 
 
 def _mean(values: NDArray[np.float64]) -> float | None:

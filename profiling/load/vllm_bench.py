@@ -17,7 +17,6 @@ from numpy.typing import NDArray
 
 from capplan.errors import InputError
 from capplan.profiling.load.result import (
-    PERCENTILES,
     BenchResult,
     ClientHealth,
     LoadMetrics,
@@ -26,6 +25,7 @@ from capplan.profiling.load.result import (
 )
 from capplan.spec import STARVED_BELOW, read_text, write_text_atomic
 from capplan.spec.files import parse_json
+from capplan.spec.latency_stats import latency_stats
 
 _MS_PER_S: Final = 1e3
 _MAX_BYTES: Final = 2**31
@@ -198,9 +198,9 @@ def _rows(requests: str | os.PathLike[str], result: BenchResult) -> dict[str, li
 def _summary(metric: str, values_s: NDArray[np.float64]) -> dict[str, float]:
     """Return the statistics of a metric under vLLM's keys; 0 without values."""
     ms = _MS_PER_S * values_s if values_s.size else np.zeros(1)
-    keys = {"mean": ms.mean(), "median": np.median(ms), "std": ms.std()}
-    keys |= {f"p{percent}": np.percentile(ms, percent) for percent in PERCENTILES}
-    return {f"{name}_{metric}_ms": float(value) for name, value in keys.items()}
+    stats = vars(latency_stats(ms))
+    keys = {**stats, "median": stats["p50"], "std": float(ms.std())}
+    return {f"{name}_{metric}_ms": value for name, value in keys.items()}
 
 
 def _details(data: Mapping[str, Any]) -> dict[str, NDArray[np.float64]]:

@@ -12,10 +12,11 @@ from hypothesis import strategies as st
 
 from capplan import Adapter, Slo, Workload, simulate, simulate_detailed
 from capplan.spec import Trace
+from capplan.spec.latency_stats import grouped_latency_stats
 from capplan.twin import DetailedResult, Scenario
 from capplan.twin import trace as t
 from capplan.twin.core import run
-from capplan.twin.group_metrics import _statistics, bucket_count
+from capplan.twin.group_metrics import bucket_count
 from capplan.twin.per_request import FINISHED, REJECTED, RUNNING, STATUSES, WAITING, request_table
 from tests.twin.examples import profile, workload
 from tests.twin.scenarios import scenarios, seeded_scenario
@@ -221,7 +222,7 @@ def test_every_adapter_is_loaded_once_where_all_fit() -> None:
 def test_statistics_of_groups_are_those_of_their_members(rows: list[tuple[int, float]]) -> None:
     group = np.array([row[0] for row in rows], np.int64)
     values = np.array([row[1] for row in rows], np.float64)
-    for number, found in enumerate(_statistics(values, group, 5)):
+    for number, found in enumerate(grouped_latency_stats(values, group, 5)):
         members = values[(group == number) & ~np.isnan(values)]
         got = [getattr(found, name) for name in STATISTICS]
         if members.size:
