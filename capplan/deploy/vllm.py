@@ -156,16 +156,11 @@ def _in_comment(text: str) -> str:
 
 def _engine_flags(args: EngineArgs, adapters: int, version: str) -> Iterable[str]:
     host_slots = max(args.max_loras, adapters) if args.max_cpu_loras is None else args.max_cpu_loras
-    yield "--enable-lora"
-    yield f"--max-loras {args.max_loras}"
-    yield f"--max-lora-rank {_accepted_rank(args.max_lora_rank, version)}"
-    yield f"--max-cpu-loras {max(args.max_loras, host_slots)}"  # vLLM refuses fewer than max-loras
-    yield f"--max-num-seqs {args.max_num_seqs}"
-    yield f"--max-num-batched-tokens {args.max_num_batched_tokens}"
-    yield f"--gpu-memory-utilization {args.gpu_memory_utilization:g}"
-    yield f"--max-model-len {args.max_model_len}"
-    if args.enable_prefix_caching is not None:
-        yield "--enable-prefix-caching" if args.enable_prefix_caching else "--no-enable-prefix-caching"
+    accepted = args.replace(
+        max_lora_rank=_accepted_rank(args.max_lora_rank, version),
+        max_cpu_loras=max(args.max_loras, host_slots),  # vLLM refuses fewer than max-loras
+    )
+    return ["--enable-lora", *(" ".join(words) for words in accepted.flags())]
 
 
 def _accepted_rank(rank: int, version: str) -> int:

@@ -44,6 +44,17 @@ class EngineArgs(SpecModel):
         description="Whether KV of shared prompt beginnings is kept; null: the engine's default.",
     )
 
+    def flags(self) -> list[tuple[str, ...]]:
+        """Return the settings as flags of `vllm serve` and `capplan serve`, each with its value."""
+        found: list[tuple[str, ...]] = []
+        for field, value in self:
+            name = field.replace("_", "-")
+            if isinstance(value, bool):
+                found.append((f"--{name}" if value else f"--no-{name}",))
+            elif value is not None:
+                found.append((f"--{name}", f"{value:g}" if isinstance(value, float) else str(value)))
+        return found
+
 
 class EngineConfig(SpecModel):
     """Engine settings that a workload fixes; an absent one is the planner's choice."""

@@ -7,6 +7,7 @@ from types import MappingProxyType
 from typing import Any, Final
 
 from capplan.errors import InputError
+from capplan.spec import EngineArgs
 
 MEMORY: Final = "memory"
 LOADS: Final = "loads"
@@ -108,6 +109,17 @@ class EngineProfilingOptions:
             "seed": self.seed,
             **more,
         }
+
+    def engine_args(self, a_max: int, s_max: int) -> EngineArgs:
+        """Return the engine settings with these slots."""
+        return EngineArgs(
+            max_loras=a_max,
+            max_lora_rank=s_max,
+            max_num_seqs=self.max_num_seqs,
+            max_num_batched_tokens=self.max_num_batched_tokens,
+            max_model_len=self.max_model_len,
+            gpu_memory_utilization=self.gpu_memory_utilization,
+        )
 
     def fitting(self, s_max: int) -> tuple[int, ...]:
         """Return the ranks that fit into slots of this rank, in the given order."""

@@ -32,7 +32,7 @@ from capplan.profiling.server.closed_loop import (
     design,
     first_tokens,
 )
-from capplan.profiling.server.process import ServerCommand, flag_words, running_server
+from capplan.profiling.server.process import ServerCommand, engine_words, running_server
 from capplan.profiling.tables import OUTPUT_TOKENS
 
 _TIMEOUT_S: Final = 120.0
@@ -76,9 +76,8 @@ def serve_and_measure(
 ) -> ServedSteps:
     """Start a server and measure its steps at operating points, as rows of a step table."""
     adapters = options.adapters(a_max, s_max)
-    flags = serve_flags(options, a_max, s_max, kv_blocks)
     records = folder / f".records-a{a_max}-s{s_max}.parquet"
-    command = ServerCommand(options.model, dict(adapters), flags, options.threads, records)
+    command = _server_command(options, a_max, s_max, kv_blocks, records)
     bounds = ServerBounds(
         adapters=a_max,
         a_max=a_max,
@@ -100,23 +99,19 @@ def serve_and_measure(
         records.unlink(missing_ok=True)
 
 
-def serve_flags(options: EngineProfilingOptions, a_max: int, s_max: int, kv_blocks: int) -> tuple[str, ...]:
-    """Return the `capplan serve` flags of an engine."""
-    flags = {
-        "--max-loras": a_max,
-        "--max-lora-rank": s_max,
-        "--max-num-seqs": options.max_num_seqs,
-        "--max-num-batched-tokens": options.max_num_batched_tokens,
-        "--max-model-len": options.max_model_len,
+def _server_command(
+    options: EngineProfilingOptions, a_max: int, s_max: int, kv_blocks: int, records: Path
+) -> ServerCommand:
+    more = {
         "--dtype": options.dtype,
         "--device": options.device,
         "--rules": options.rules,
-        "--gpu-memory-utilization": options.gpu_memory_utilization,
         "--seed": options.seed,
-        **({} if options.on_gpu else {"--num-kv-blocks": kv_blocks}),
-        **({} if options.lora_kernel is None else {"--lora-kernel": options.lora_kernel}),
+        "--num-kv-blocks": None if options.on_gpu else kv_blocks,
+        "--lora-kernel": options.lora_kernel,
     }
-    return tuple(flag_words(flags))
+    flags = engine_words(options.engine_args(a_max, s_max), more)
+    return ServerCommand(options.model, options.adapters(a_max, s_max), flags, options.threads, records)
 
 
 class _Client:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import json
 import os
 import subprocess
@@ -15,6 +16,7 @@ from pathlib import Path
 from typing import Final
 
 from capplan.errors import InputError
+from capplan.spec import EngineArgs
 
 _START_S: Final = 600.0
 _END_S: Final = 60.0
@@ -108,5 +110,10 @@ def run_capplan(words: Sequence[str], threads: int, fine: Sequence[int] = (0,)) 
 
 
 def flag_words(flags: Mapping[str, object]) -> list[str]:
-    """Return flags and values as command-line words."""
-    return [str(word) for pair in flags.items() for word in pair]
+    """Return flags and values as command-line words, without flags whose value is None."""
+    return [str(word) for pair in flags.items() if pair[1] is not None for word in pair]
+
+
+def engine_words(args: EngineArgs, flags: Mapping[str, object]) -> tuple[str, ...]:
+    """Return the words of `capplan serve` for engine settings and further flags."""
+    return (*itertools.chain.from_iterable(args.flags()), *flag_words(flags))

@@ -16,7 +16,7 @@ from capplan.profiling.load.preflight import fetch_engine_info
 from capplan.profiling.load.requests import LoadSettings, Target, scaled, schedule_of
 from capplan.profiling.load.result import BenchResult
 from capplan.profiling.load.run import OnTick
-from capplan.profiling.server.process import ServerCommand, flag_words, running_server
+from capplan.profiling.server.process import ServerCommand, engine_words, running_server
 from capplan.profiling.validation.compare import (
     GroupValidation,
     Tolerances,
@@ -127,30 +127,20 @@ def server_command(
     plan: Plan, group: Group, profile: Profile, kv_tokens: int, requests: int, options: ValidationOptions
 ) -> ServerCommand:
     """Return the server command of one instance."""
-    settings = twin_settings(group, options)
-    flags: dict[str, Any] = {
-        "--max-loras": settings["a_max"],
-        "--max-lora-rank": settings["s_max"],
-        "--max-cpu-loras": settings["max_cpu_loras"],
-        "--max-num-seqs": settings["max_num_seqs"],
-        "--max-num-batched-tokens": settings["max_num_batched_tokens"],
-        "--max-model-len": settings["max_model_len"],
-        "--gpu-memory-utilization": settings["gpu_memory_utilization"],
+    block_size = profile.engine.block_size
+    more = {
         "--served-model-name": plan.base_model,
         "--rules": plan.engine.rules,
-        "--block-size": profile.engine.block_size,
+        "--block-size": block_size,
         "--dtype": options.dtype,
         "--device": options.device,
         "--lora-kernel": options.lora_kernel,
         "--max-queue": requests + 1,
         "--drain-timeout-s": 0,
+        "--num-kv-blocks": None if options.device.startswith("cuda") else kv_tokens // block_size,
     }
-    if not options.device.startswith("cuda"):
-        flags["--num-kv-blocks"] = kv_tokens // profile.engine.block_size
-    words = flag_words({flag: value for flag, value in flags.items() if value is not None})
-    if settings["prefix_caching"] is not None:
-        words.append(f"--{'' if settings['prefix_caching'] else 'no-'}enable-prefix-caching")
-    return ServerCommand(options.model or plan.base_model, _sources(group), tuple(words), options.threads)
+    words = engine_words(group.engine_args.replace(**options.engine_args), more)
+    return ServerCommand(options.model or plan.base_model, _sources(group), words, options.threads)
 
 
 def _sources(group: Group) -> Mapping[str, str | int]:
