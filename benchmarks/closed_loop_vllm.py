@@ -25,9 +25,11 @@ from urllib.error import URLError
 from urllib.request import urlopen
 
 from benchmarks.common import command_line, markdown
-from benchmarks.engine_speed import SIZES, free_ports, oracle_variables, write_adapter, write_model
+from benchmarks.engine_speed import SIZES, free_ports, oracle_variables, write_model
 from capplan import Adapter, Lengths, Profile, SimulationResult, Workload, load_profile, simulate
+from capplan.engine.models import read_config
 from capplan.models.calibration.components import Hardware, assumed_profile, read_arch
+from capplan.profiling.engine.memory import write_adapter
 from capplan.profiling.load.bench import BenchOptions, bench
 from capplan.profiling.load.requests import LoadSettings, Target
 from capplan.profiling.server.process import flag_words
@@ -249,12 +251,11 @@ class Loop:
         return [(held, self._held(held, profile, full_rps)) for held in chosen]
 
     def _write_files(self) -> None:
-        size = SIZES[self._given.size]
         if not (self._out / "model" / "config.json").exists():
-            write_model(size, self._out / "model")
+            write_model(SIZES[self._given.size], self._out / "model")
         for seed, path in enumerate(self._adapters.values()):
             if not (path / "adapter_config.json").exists():
-                write_adapter(size, RANK, seed, path)
+                write_adapter(path, read_config(self._out / "model"), RANK, 1000 + seed)
 
     def _server(self, adapters: int, slots: int) -> OracleSetting:
         return OracleSetting(

@@ -31,16 +31,9 @@ from safetensors.torch import save_file
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers
 
 from benchmarks.common import command_line
+from capplan.engine.models import ModelConfig, read_config
+from capplan.profiling.engine.memory import linear_maps, write_adapter
 
-_MODULES = {
-    "q_proj": "self_attn",
-    "k_proj": "self_attn",
-    "v_proj": "self_attn",
-    "o_proj": "self_attn",
-    "gate_proj": "mlp",
-    "up_proj": "mlp",
-    "down_proj": "mlp",
-}
 BLOCK_SIZE = 32  # what vLLM's attention on CPUs takes
 _START_S = 600.0
 
@@ -71,27 +64,10 @@ SIZES = {
 }
 
 
-def write_model(size: Size, folder: Path) -> None:
+def write_model(size: Size, folder: Path) -> ModelConfig:
     """Write a random model and a tokenizer with a distinct text for every token."""
     folder.mkdir(parents=True, exist_ok=True)
-    generator = torch.Generator().manual_seed(0)
-
-    def random(*shape: int) -> torch.Tensor:
-        return torch.randn(shape, generator=generator) * 0.06
-
-    tensors = {
-        "model.embed_tokens.weight": random(size.vocab_size, size.hidden_size),
-        "lm_head.weight": random(size.vocab_size, size.hidden_size),
-        "model.norm.weight": torch.ones(size.hidden_size),
-    }
-    for layer in range(size.num_hidden_layers):
-        place = f"model.layers.{layer}"
-        for module, (rows, columns) in shapes(size).items():
-            tensors[f"{place}.{_MODULES[module]}.{module}.weight"] = random(rows, columns)
-        for norm in ("input_layernorm", "post_attention_layernorm"):
-            tensors[f"{place}.{norm}.weight"] = torch.ones(size.hidden_size)
-    save_file(tensors, folder / "model.safetensors", metadata={"format": "pt"})
-    config = {
+    fields = {
         "architectures": ["LlamaForCausalLM"],
         "model_type": "llama",
         "hidden_act": "silu",
@@ -104,38 +80,21 @@ def write_model(size: Size, folder: Path) -> None:
         "eos_token_id": 1,
         "head_dim": size.head_dim,
     }
-    (folder / "config.json").write_text(json.dumps(config | asdict(size)), encoding="utf-8")
-    _write_tokenizer(size.vocab_size, folder)
-
-
-def write_adapter(size: Size, rank: int, seed: int, folder: Path) -> None:
-    """Write a random PEFT adapter on all linear maps."""
-    folder.mkdir(parents=True, exist_ok=True)
-    generator = torch.Generator().manual_seed(1000 + seed)
-    tensors = {}
+    (folder / "config.json").write_text(json.dumps(fields | asdict(size)), encoding="utf-8")
+    config = read_config(folder)
+    embedding = (size.vocab_size, size.hidden_size)
+    maps = {name: (outputs, inputs) for name, inputs, outputs in linear_maps(config)}
+    shapes = {"model.embed_tokens": embedding, "lm_head": embedding} | maps
+    norms = ["model.norm"]
     for layer in range(size.num_hidden_layers):
-        for module, (rows, columns) in shapes(size).items():
-            name = f"base_model.model.model.layers.{layer}.{_MODULES[module]}.{module}"
-            tensors[f"{name}.lora_A.weight"] = torch.randn(rank, columns, generator=generator) * columns**-0.5
-            tensors[f"{name}.lora_B.weight"] = torch.randn(rows, rank, generator=generator) * 0.1
-    save_file(tensors, folder / "adapter_model.safetensors", metadata={"format": "pt"})
-    config = {"peft_type": "LORA", "r": rank, "lora_alpha": rank, "target_modules": list(_MODULES)}
-    more = {"bias": "none", "task_type": "CAUSAL_LM", "base_model_name_or_path": "model"}
-    (folder / "adapter_config.json").write_text(json.dumps(config | more), encoding="utf-8")
-
-
-def shapes(size: Size) -> dict[str, tuple[int, int]]:
-    """Return (out, in) of every linear map of a layer."""
-    hidden, kv, inner = size.hidden_size, size.num_key_value_heads * size.head_dim, size.intermediate_size
-    return {
-        "q_proj": (hidden, hidden),
-        "k_proj": (kv, hidden),
-        "v_proj": (kv, hidden),
-        "o_proj": (hidden, hidden),
-        "gate_proj": (inner, hidden),
-        "up_proj": (inner, hidden),
-        "down_proj": (hidden, inner),
-    }
+        norms += [f"model.layers.{layer}.{at}_layernorm" for at in ("input", "post_attention")]
+    generator = torch.Generator().manual_seed(0)
+    tensors = {name: torch.randn(shape, generator=generator) * 0.06 for name, shape in shapes.items()}
+    tensors |= {name: torch.ones(size.hidden_size) for name in norms}
+    tensors = {f"{name}.weight": tensor for name, tensor in tensors.items()}
+    save_file(tensors, folder / "model.safetensors", metadata={"format": "pt"})
+    _write_tokenizer(size.vocab_size, folder)
+    return config
 
 
 def _write_tokenizer(vocab_size: int, folder: Path) -> None:
@@ -279,10 +238,10 @@ class Server(Process):
 def start(given: argparse.Namespace, folder: Path) -> dict[str, Offline | Server]:
     """Write model and adapters, and start both engines."""
     size = SIZES[given.size]
-    write_model(size, folder / "model")
+    config = write_model(size, folder / "model")
     adapters = {f"a{i}": str(folder / f"a{i}") for i in range(given.adapters)}
     for seed, path in enumerate(adapters.values()):
-        write_adapter(size, given.rank, seed, Path(path))
+        write_adapter(Path(path), config, given.rank, 1000 + seed)
     sizes = {
         "max_num_seqs": given.concurrent,
         "max_model_len": 1024,

@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 import os
 import tempfile
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any, Final
 
@@ -30,6 +30,8 @@ _PADDED: Final = ("padded", "bgmv")
 _RULES: Final = "vllm-0.8"
 """With these rules a step waits for its adapter, so its record holds the load time."""
 _ATTENTION: Final = 4
+"""Modules of the attention, the first of a layer."""
+_ADAPTER_SCALE: Final = 0.1
 _WARM_UP: Final = 2
 
 
@@ -114,23 +116,30 @@ def memory_row(options: EngineProfilingOptions, base: Profile, a_max: int, s_max
     }
 
 
+def linear_maps(config: ModelConfig) -> Iterator[tuple[str, int, int]]:
+    """Yield the name in weight files, the inputs and the outputs of each linear map of a model's layers."""
+    for layer in range(config.layers):
+        for number, (size_in, size_out) in enumerate(AdapterLayout(config).sizes):
+            part = "self_attn" if number < _ATTENTION else "mlp"
+            yield f"model.layers.{layer}.{part}.{MODULES[number]}", size_in, size_out
+
+
 def write_adapter(folder: Path, config: ModelConfig, rank: int, seed: int) -> None:
     """Write a random PEFT adapter of one rank on all modules."""
     from safetensors.torch import save_file
 
     generator = torch.Generator().manual_seed(seed)
     tensors = {}
-    for layer in range(config.layers):
-        for module, (size_in, size_out) in zip(MODULES, AdapterLayout(config).sizes, strict=True):
-            part = "self_attn" if MODULES.index(module) < _ATTENTION else "mlp"
-            at = f"base_model.model.model.layers.{layer}.{part}.{module}"
-            tensors[f"{at}.lora_A.weight"] = torch.randn(rank, size_in, generator=generator)
-            tensors[f"{at}.lora_B.weight"] = torch.randn(size_out, rank, generator=generator)
-    folder.mkdir(parents=True)
-    known = {"peft_type": "LORA", "r": rank, "lora_alpha": rank, "target_modules": list(MODULES)}
-    (folder / "adapter_config.json").write_text(json.dumps(known))
+    for name, size_in, size_out in linear_maps(config):
+        a, b = (torch.randn(shape, generator=generator) for shape in ((rank, size_in), (size_out, rank)))
+        tensors[f"base_model.model.{name}.lora_A.weight"] = a * size_in**-0.5
+        tensors[f"base_model.model.{name}.lora_B.weight"] = b * _ADAPTER_SCALE
+    folder.mkdir(parents=True, exist_ok=True)
+    fields = {"peft_type": "LORA", "r": rank, "lora_alpha": rank, "target_modules": list(MODULES)}
+    fields |= {"bias": "none", "task_type": "CAUSAL_LM", "base_model_name_or_path": config.name}
+    (folder / "adapter_config.json").write_text(json.dumps(fields))
     file = folder / "adapter_model.safetensors"
-    save_file(tensors, file)
+    save_file(tensors, file, metadata={"format": "pt"})
     with file.open("rb") as written:
         os.fsync(written.fileno())
 
