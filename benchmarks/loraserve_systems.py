@@ -17,8 +17,8 @@ from capplan.planner.api import solve
 from capplan.planner.estimate import TwinEstimator
 from capplan.planner.problem import AdapterShare, make_problem
 from capplan.planner.solvers import find_solver
-from capplan.planner.solvers.loraserve import Extrapolation, OperatingPoints, arrived_tok_s, extrapolate
-from capplan.planner.solvers.loraserve_placement import AdapterDemand, PlacementVariants, place
+from capplan.planner.solvers.loraserve import OperatingPoints, arrived_tok_s, extrapolate
+from capplan.planner.solvers.loraserve_placement import AdapterDemand, place
 from capplan.planner.solvers.random_placement import contiguous_by_rank, random_shares
 from capplan.serving import adapter_bytes
 from capplan.spec import (
@@ -55,11 +55,11 @@ UTILIZATION: Final = 0.9
 Shares: TypeAlias = Sequence[Mapping[str, float]]
 """Per server, the served share of every adapter."""
 STEPPED: Final = {
-    "loraserve": PlacementVariants(),
-    "loraserve-literal": PlacementVariants(literal_leftovers=True),
-    "loraserve-frozen": PlacementVariants(),
+    "loraserve": False,
+    "loraserve-literal": True,
+    "loraserve-frozen": False,
 }
-"""LoRAServe; with literal leftovers; with the first placement throughout."""
+"""Whether leftovers are placed literally; the frozen system keeps the first placement."""
 ROUTED: Final = {"toppings": "toppings", "least-loaded": "least-loaded"}
 """All adapters on all servers, routed by server state."""
 PLACED: Final = ("capplan", "slora-random", "slora-contiguous")
@@ -169,8 +169,7 @@ def stepped(
     points: Mapping[int, float],
     servers: int,
     step_s: float,
-    variants: PlacementVariants,
-    method: Extrapolation = Extrapolation.HOLT,
+    literal_leftovers: bool,
 ) -> tuple[list[Shares], list[int]]:
     """Return LoRAServe's placement and bytes to copy in every time step.
 
@@ -182,9 +181,9 @@ def stepped(
     moved = []
     stored = None
     for step in range(len(history)):
-        demand = [extrapolate(history[:step, i].tolist(), declared[i], method) for i in range(len(declared))]
+        demand = [extrapolate(history[:step, i].tolist(), declared[i]) for i in range(len(declared))]
         adapters = adapter_loads(load.workload, load.profile, demand)
-        placed = place(adapters, points, servers, stored=stored, variants=variants)
+        placed = place(adapters, points, servers, stored=stored, literal_leftovers=literal_leftovers)
         stored = [frozenset(served) for served in placed.shares]
         placements.append(placed.shares)
         moved.append(placed.bytes_to_copy if step else 0)

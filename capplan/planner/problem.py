@@ -8,10 +8,10 @@ from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
 from operator import attrgetter
-from typing import Final, Protocol
+from typing import Final, Protocol, Self
 
 from capplan.datasets import load_profile
-from capplan.errors import InputError
+from capplan.errors import InfeasibleError, InfeasibleReason, InputError
 from capplan.models.memory import KvBudget, kv_budget
 from capplan.spec import Adapter, EngineArgs, Pool, Profile, Trace, Workload, allowed_lora_rank
 
@@ -32,6 +32,11 @@ class AdapterShare:
     fraction: float = 1.0
     number: int = 0
     """Index among the shares of the adapter."""
+
+    @classmethod
+    def of(cls, adapter: Adapter, fraction: float = 1.0, number: int = 0) -> Self:
+        """Return a fraction of an adapter."""
+        return cls(adapter.name, adapter.rank, adapter.rate_rps * fraction, fraction, number)
 
 
 @dataclass(frozen=True)
@@ -199,9 +204,14 @@ def warn_renamed(old: str, new: str) -> None:
     warnings.warn(f"{old} is deprecated: use {new}", DeprecationWarning, stacklevel=3)
 
 
+def infeasible(reason: InfeasibleReason, words: str) -> InfeasibleError:
+    """Return the error of a problem without an answer; its message begins with the reason."""
+    return InfeasibleError(f"{reason}: {words}", reason)
+
+
 def whole_adapters(problem: Problem) -> tuple[AdapterShare, ...]:
     """Return every adapter as one share."""
-    return tuple(AdapterShare(a.name, a.rank, a.rate_rps) for a in problem.workload.adapters)
+    return tuple(map(AdapterShare.of, problem.workload.adapters))
 
 
 def distinct_adapters(shares: Sequence[AdapterShare]) -> int:

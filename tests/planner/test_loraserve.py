@@ -1,4 +1,4 @@
-"""LoRAServe as a solver: operating points from the twin, shares as shares, labels from the plan in force."""
+"""LoRAServe as a solver: operating points, demand forecast, shares, and labels from the plan in force."""
 
 from __future__ import annotations
 
@@ -7,6 +7,8 @@ from dataclasses import replace
 
 import numpy as np
 import pytest
+from hypothesis import given
+from hypothesis import strategies as st
 
 from capplan import (
     Assignment,
@@ -24,12 +26,14 @@ from capplan.planner.estimate import TwinEstimator
 from capplan.planner.problem import AdapterShare, distinct_adapters, make_problem
 from capplan.planner.slots import most_slots
 from capplan.planner.solvers import REGISTRY
-from capplan.planner.solvers.loraserve import OperatingPoints, solve_loraserve
+from capplan.planner.solvers.loraserve import OperatingPoints, arrived_tok_s, extrapolate, solve_loraserve
 from capplan.spec import Gpus, Trace
 from capplan.testing import Capacity, example_problem
+from capplan.workload import Requests
 
 Make = Callable[..., Workload]
 POINTS = {8: 5000.0, 16: 4800.0, 32: 4400.0, 64: 3500.0}
+HISTORIES = st.lists(st.floats(0.0, 1e6), max_size=30)
 
 
 def placed(problem: Problem) -> list[Assignment]:
@@ -42,7 +46,7 @@ def alone(workload: Workload, profile: Profile, gpus: int = 1) -> Problem:
 
 
 def holds(problem: Problem, rank: int, tok_s: float, count: int) -> bool:
-    """Tell whether the twin sees a server hold that token rate of one rank, asked in another way."""
+    """Whether a server sustains this token rate of one rank in the twin."""
     rate_rps = tok_s / (problem.offered_tok_s(problem.shares[0]) / problem.shares[0].rate_rps) / count
     shares = tuple(AdapterShare(f"only-{i}", rank, rate_rps) for i in range(count))
     adapters = tuple(
@@ -53,7 +57,7 @@ def holds(problem: Problem, rank: int, tok_s: float, count: int) -> bool:
     return not TwinEstimator(replace(problem, workload=workload), seed=0)(Assignment(shares, count)).starved
 
 
-def test_an_operating_point_holds_and_a_little_more_does_not(workload: Make, profile: Profile) -> None:
+def test_an_operating_point_is_the_highest_rate_that_holds(workload: Make, profile: Profile) -> None:
     wishes = workload(*((f"a{i}", 8, 0.2) for i in range(8)), slo=Slo(ttft_p95_s=1.0))
     problem = alone(wishes, profile, gpus=2)
     (point,) = OperatingPoints(problem)([64]).values()
@@ -61,7 +65,7 @@ def test_an_operating_point_holds_and_a_little_more_does_not(workload: Make, pro
     assert not holds(problem, 64, 1.02 * point, 4)
 
 
-def test_operating_points_fall_with_the_rank_and_with_the_bound(workload: Make, profile: Profile) -> None:
+def test_operating_points_fall_with_rank_and_bound(workload: Make, profile: Profile) -> None:
     loose = alone(workload(("a", 8, 1.0), ("b", 128, 1.0), slo=Slo(ttft_p95_s=5.0)), profile)
     tight = alone(workload(("a", 8, 1.0), ("b", 128, 1.0), slo=Slo(ttft_p95_s=0.1)), profile)
     points = OperatingPoints(loose)
@@ -72,15 +76,14 @@ def test_operating_points_fall_with_the_rank_and_with_the_bound(workload: Make, 
     assert points([8]) == {8: found[8]}, "measured once"
 
 
-def test_lengths_are_those_of_all_adapters_mixed(workload: Make, profile: Profile) -> None:
-    """A server of one rank is measured with the lengths of the whole workload, whoever they belong to."""
+def test_operating_points_use_the_lengths_of_all_adapters(workload: Make, profile: Profile) -> None:
     short = workload(("a", 8, 1.0), ("b", 64, 1.0))
     other = short.adapters[1].replace(prompt_tokens=Lengths(mean=2000.0))
     mixed = short.replace(adapters=(short.adapters[0], other))
     assert OperatingPoints(alone(mixed, profile))([8]) != OperatingPoints(alone(short, profile))([8])
 
 
-def test_a_trace_gives_its_lengths(workload: Make, profile: Profile) -> None:
+def test_operating_points_use_the_lengths_of_a_trace(workload: Make, profile: Profile) -> None:
     count = 200
     trace = Trace.from_arrays(
         np.linspace(0.0, 100.0, count), ["a", "b"] * (count // 2), [300] * count, [100] * count, 100.0
@@ -92,14 +95,14 @@ def test_a_trace_gives_its_lengths(workload: Make, profile: Profile) -> None:
     assert OperatingPoints(alone(traced, profile))([8])[8] == pytest.approx(expected, rel=0.03)
 
 
-def test_no_operating_point_is_an_error_with_its_reason(workload: Make, profile: Profile) -> None:
+def test_a_bound_that_no_rate_keeps_is_infeasible(workload: Make, profile: Profile) -> None:
     problem = alone(workload(("a", 8, 1.0), slo=Slo(ttft_p95_s=0.001)), profile)
     with pytest.raises(InfeasibleError, match=r"slo: .* rank 8 .* there is no operating point") as error:
         placed(problem)
     assert error.value.reason == "slo"
 
 
-def test_too_few_servers_are_an_error_that_says_how_many_it_takes() -> None:
+def test_too_few_servers_are_infeasible() -> None:
     problem = example_problem(0, adapters=40, gpus=1)
     demand = sum(problem.offered_tok_s(share) for share in problem.shares)
     points = dict.fromkeys(POINTS, demand / 3.5)
@@ -125,7 +128,7 @@ def test_every_server_is_used_and_shares_of_an_adapter_are_numbered() -> None:
         assert all(share.rate_rps == pytest.approx(share.fraction * rate_of[name]) for share in shares)
 
 
-def test_every_adapter_has_a_slot_where_memory_allows() -> None:
+def test_every_adapter_has_a_slot_if_memory_allows() -> None:
     few = example_problem(1, adapters=12, gpus=2)
     assert all(a.a_max == distinct_adapters(a.shares) for a in solve_loraserve(few, POINTS))
     many = example_problem(1, adapters=600, gpus=1, largest_rps=0.001)
@@ -135,7 +138,7 @@ def test_every_adapter_has_a_slot_where_memory_allows() -> None:
     assert not many.fits_in_memory(replace(packed, a_max=packed.a_max + 1))
 
 
-def test_a_fixed_number_of_slots_stays() -> None:
+def test_a_fixed_number_of_slots_is_kept() -> None:
     problem = example_problem(1, adapters=12, gpus=2, engine=EngineConfig(max_loras=3))
     assert most_slots(problem, problem.shares) == 3
 
@@ -144,7 +147,7 @@ def names(answer: Sequence[Assignment]) -> list[set[str]]:
     return [{share.name for share in assignment.shares} for assignment in answer]
 
 
-def test_servers_keep_what_they_store() -> None:
+def test_servers_keep_their_stored_adapters() -> None:
     problem = example_problem(2, adapters=20, gpus=4)
     first = solve_loraserve(problem, POINTS)
     for turn in range(4):
@@ -164,6 +167,61 @@ def test_the_plan_in_force_labels_the_servers(workload: Make, profile: Profile) 
     assert names(answer) == [{adapter.name for adapter in group.adapters} for group in turned.groups]
 
 
-def test_a_rank_without_operating_point_is_refused() -> None:
+def test_a_rank_without_operating_point_is_rejected() -> None:
     with pytest.raises(InputError, match="operating point of rank"):
         solve_loraserve(example_problem(1, adapters=12, gpus=2), {})
+
+
+@given(HISTORIES, st.floats(0.0, 1e6))
+def test_a_forecast_is_between_0_and_twice_the_largest_recent_step(
+    history: list[float], declared: float
+) -> None:
+    forecast = extrapolate(history, declared)
+    if not history:
+        assert forecast == declared
+    else:
+        assert 0.0 <= forecast <= 2.0 * max(history[-12:]) + 1e-9
+
+
+@given(HISTORIES.filter(len))
+def test_the_last_of_fewer_than_three_steps_is_the_forecast(history: list[float]) -> None:
+    assert extrapolate(history[:2], 1.0) == history[:2][-1]
+
+
+@given(st.floats(0.0, 1e6), st.integers(3, 20))
+def test_a_constant_demand_is_extrapolated(tok_s: float, steps: int) -> None:
+    assert extrapolate([tok_s] * steps, 0.0) == pytest.approx(tok_s, abs=1e-3)
+
+
+@given(st.floats(1.0, 1e4), st.floats(0.0, 100.0), st.integers(3, 12))
+def test_a_linear_trend_continues(start: float, slope: float, steps: int) -> None:
+    history = [start + slope * i for i in range(steps)]
+    expected = min(start + slope * steps, 2.0 * history[-1])
+    assert extrapolate(history, 0.0) == pytest.approx(expected, rel=1e-9)
+
+
+def test_holt_is_level_and_trend_smoothed() -> None:
+    # Level 0 and trend 4; after the second step 4 and 4; after a third of 2: 5, and 0.3 * 1 + 0.7 * 4 = 3.1.
+    assert extrapolate([0.0, 4.0, 2.0], 0.0) == pytest.approx(8.0)  # 8.1, limited to twice the largest step
+    assert extrapolate([0.0, 4.0, 6.0], 0.0) == pytest.approx(7.0 + 0.3 * 3.0 + 0.7 * 4.0)
+
+
+def requests(*rows: tuple[float, int, int, int]) -> Requests:
+    arrival_s, adapter, prompt, output = zip(*rows, strict=True)
+    return Requests(
+        (np.array(arrival_s) * 1e9).astype(np.int64),
+        np.array(adapter, np.int32),
+        np.array(prompt, np.int32),
+        np.array(output, np.int32),
+    )
+
+
+def test_tokens_count_in_the_step_of_arrival() -> None:
+    some = requests((0.0, 1, 10, 5), (9.9, 2, 7, 3), (10.0, 1, 100, 0), (15.0, 0, 999, 9), (20.5, 1, 4, 4))
+    assert arrived_tok_s(some, 2, 10.0, 25.0).tolist() == [[1.5, 1.0], [10.0, 0.0]]
+
+
+@pytest.mark.parametrize("step_s", [0.0, -1.0, 26.0])
+def test_an_invalid_step_is_rejected(step_s: float) -> None:
+    with pytest.raises(InputError, match="step_s"):
+        arrived_tok_s(requests((0.0, 1, 1, 1)), 1, step_s, 25.0)

@@ -25,7 +25,6 @@ from benchmarks.loraserve_systems import (
 from capplan import Adapter, Assignment, Lengths, Profile, Workload
 from capplan.models.step_latency import StepRanks, coefficient_array, latency_code, rank_ms
 from capplan.planner.problem import AdapterShare
-from capplan.planner.solvers.loraserve_placement import PlacementVariants
 from capplan.spec import Kernel
 from capplan.twin.trace import NEVER, STATUS_REJECTED
 from capplan.workload import Requests
@@ -98,7 +97,7 @@ def test_requests_go_where_the_shares_of_their_time_say(profile: Profile) -> Non
 def test_every_step_is_placed_from_what_came_before_it(profile: Profile) -> None:
     """Rank 8 alone in the first step, rank 128 alone in the second: seen one step later."""
     load = load_of([1.0, 2.0, 11.0, 12.0], [1, 1, 2, 2], 30.0, profile)
-    placements, moved = stepped(load, POINTS, 2, 10.0, PlacementVariants())
+    placements, moved = stepped(load, POINTS, 2, 10.0, literal_leftovers=False)
     assert len(placements) == len(moved) == 3
     assert moved[0] == 0
     homes = [[sum(name in server for server in shares) for name in ("a", "b")] for shares in placements]

@@ -1,9 +1,9 @@
-"""LoRAServe's placement (section IV-A, Algorithm 1) as a solver; `capplan.planner.loraserve` has the steps.
+"""LoRAServe's placement (section IV-A) as a solver: operating points, demand and assignments.
 
-It uses every server it is given and spreads the demand evenly over them: operating points of all ranks, from
-the twin, turn tokens per second into servers' worth of demand. Demand is what the workload declares, since a
-plan has no history. Slots are as many as the adapters on a server, or as fit in memory. With a plan in force,
-servers are labelled so that the fewest bytes of adapters have to be copied.
+All servers are used, with the demand spread evenly over them. Operating points of the ranks, measured by the
+twin, convert tokens per second into servers. The demand is the declared one, since a plan has no history.
+Every adapter on a server has a slot if memory allows. With a plan in force, servers are labelled so that the
+fewest bytes of adapters are copied.
 """
 
 from __future__ import annotations
@@ -12,109 +12,32 @@ import math
 from collections import Counter
 from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
-from enum import StrEnum
 from functools import cached_property
 from typing import Final
 
 import numpy as np
 from numpy.typing import NDArray
 
-from capplan.errors import InfeasibleError, InputError
+from capplan.errors import InputError
 from capplan.planner.estimate import TwinEstimator
 from capplan.planner.parallel import parallel_map
-from capplan.planner.problem import AdapterShare, Assignment, Problem
+from capplan.planner.problem import AdapterShare, Assignment, Problem, infeasible
 from capplan.planner.slots import most_slots
 from capplan.planner.solvers.base import RequiredEstimator, Requirement, Solver, SolverContext
-from capplan.planner.solvers.loraserve_placement import (
-    AdapterDemand,
-    LoraservePlacement,
-    PlacementVariants,
-    place,
-)
-from capplan.serving.memory import adapter_bytes
+from capplan.planner.solvers.loraserve_placement import AdapterDemand, LoraservePlacement, place
+from capplan.serving import adapter_bytes
 from capplan.spec import Adapter, Arrivals, LengthPairs, Plan, Renewal, Workload
 from capplan.workload import Requests, draw_requests
 
 
-def solve_loraserve(
-    problem: Problem,
-    operating_points: Mapping[int, float],
-    *,
-    stored: Sequence[Collection[str]] | None = None,
-    variants: PlacementVariants | None = None,
-) -> tuple[Assignment, ...]:
-    """Place all adapters on all instances.
-
-    Parameters
-    ----------
-    problem
-        Of one pool.
-    operating_points
-        Tokens per second that an instance sustains, by rank.
-    stored
-        Names of the adapters that each instance stores now; None: nothing anywhere.
-    variants
-        Readings of the algorithm.
-
-    Raises
-    ------
-    InfeasibleError
-        When the instances cannot sustain the demand; the message says how many could, with the headroom.
-    InputError
-        For a rank without an operating point.
-    """
-    placement = place(
-        adapter_loads(problem), operating_points, problem.gpus, stored=stored, variants=variants
-    )
-    if placement.target > 1.0:
-        raise _too_few_servers(problem, placement)
-    return assignments(problem, placement)
+def _place(problem: Problem, context: SolverContext) -> tuple[Assignment, ...]:
+    points = OperatingPoints(problem, context.seed)
+    ranks = [adapter.rank for adapter in problem.workload.adapters]
+    return solve_loraserve(problem, points(ranks), _stored_adapters(context.previous, problem.gpus))
 
 
-def adapter_loads(problem: Problem) -> tuple[AdapterDemand, ...]:
-    """Return the adapters of a problem with the demand that the workload declares."""
-    return tuple(
-        AdapterDemand(
-            adapter.name,
-            adapter.rank,
-            problem.offered_tok_s(AdapterShare(adapter.name, adapter.rank, adapter.rate_rps)),
-            adapter_bytes(problem.profile.model, adapter.rank),
-            adapter.max_replicas,
-        )
-        for adapter in problem.workload.adapters
-    )
-
-
-def assignments(problem: Problem, placement: LoraservePlacement) -> tuple[Assignment, ...]:
-    """Return a placement as assignments, servers without adapters left out."""
-    taken: Counter[str] = Counter()
-    answer = []
-    for fractions in placement.shares:
-        shares = []
-        for adapter in problem.workload.adapters:
-            if adapter.name in fractions:
-                fraction, number = fractions[adapter.name], taken[adapter.name]
-                shares.append(
-                    AdapterShare(adapter.name, adapter.rank, adapter.rate_rps * fraction, fraction, number)
-                )
-                taken[adapter.name] += 1
-        if shares:
-            answer.append(Assignment(tuple(shares), most_slots(problem, shares)))
-    return tuple(answer)
-
-
-def _too_few_servers(problem: Problem, placement: LoraservePlacement) -> InfeasibleError:
-    demand = placement.target * problem.gpus
-    enough = math.ceil(demand / (1.0 - problem.workload.headroom))
-    return InfeasibleError(
-        f"gpus: the demand is what {demand:.2f} instances sustain at their operating points, and there are "
-        f"{problem.gpus}; with headroom {problem.workload.headroom:g} it takes {enough}",
-        reason="gpus",
-    )
-
-
-def _stored(previous: Plan | None, servers: int) -> list[frozenset[str]]:
-    """Return the adapters of each instance of the plan in force; beyond its instances nothing."""
+def _stored_adapters(previous: Plan | None, servers: int) -> list[frozenset[str]]:
+    """Return the adapters of each instance of the plan in force; further servers store nothing."""
     groups = () if previous is None else previous.groups
     held = [
         frozenset(adapter.name for adapter in group.adapters)
@@ -124,10 +47,61 @@ def _stored(previous: Plan | None, servers: int) -> list[frozenset[str]]:
     return (held + [frozenset[str]()] * servers)[:servers]
 
 
-def _place(problem: Problem, context: SolverContext) -> tuple[Assignment, ...]:
-    points = OperatingPoints(problem, context.seed)
-    ranks = [adapter.rank for adapter in problem.workload.adapters]
-    return solve_loraserve(problem, points(ranks), stored=_stored(context.previous, problem.gpus))
+def solve_loraserve(
+    problem: Problem,
+    operating_points: Mapping[int, float],
+    stored: Sequence[Collection[str]] | None = None,
+) -> tuple[Assignment, ...]:
+    """Place all adapters on all instances of a problem with one pool.
+
+    Parameters
+    ----------
+    problem
+        Placement problem.
+    operating_points
+        Tokens per second that an instance sustains, by rank.
+    stored
+        Names of the adapters that each instance stores; None: nothing.
+
+    Raises
+    ------
+    InfeasibleError
+        If the instances do not sustain the demand.
+    InputError
+        If a rank has no operating point.
+    """
+    demands = [
+        AdapterDemand(
+            adapter.name,
+            adapter.rank,
+            problem.offered_tok_s(AdapterShare.of(adapter)),
+            adapter_bytes(problem.profile.model, adapter.rank),
+            adapter.max_replicas,
+        )
+        for adapter in problem.workload.adapters
+    ]
+    placement = place(demands, operating_points, problem.gpus, stored=stored)
+    if placement.target > 1.0:
+        demand, headroom = placement.target * problem.gpus, problem.workload.headroom
+        raise infeasible(
+            "gpus",
+            f"the demand is what {demand:.2f} instances sustain at their operating points, and there are "
+            f"{problem.gpus}; with headroom {headroom:g} it takes {math.ceil(demand / (1.0 - headroom))}",
+        )
+    return _assignments(problem, placement)
+
+
+def _assignments(problem: Problem, placement: LoraservePlacement) -> tuple[Assignment, ...]:
+    """Return a placement as assignments, without the servers that have no adapter."""
+    numbers: Counter[str] = Counter()
+    assignments = []
+    for fractions in placement.shares:
+        adapters = [adapter for adapter in problem.workload.adapters if adapter.name in fractions]
+        shares = tuple(AdapterShare.of(a, fractions[a.name], numbers[a.name]) for a in adapters)
+        numbers.update(fractions.keys())
+        if shares:
+            assignments.append(Assignment(shares, most_slots(problem, shares)))
+    return tuple(assignments)
 
 
 LORASERVE = Solver(
@@ -141,91 +115,55 @@ LORASERVE = Solver(
     supports=frozenset({Requirement.MAX_REPLICAS, Requirement.PREVIOUS_PLAN}),
 )
 
-HOLT_LEVEL: Final = 0.5
-"""Weight of the newest step in the level, for Holt's trend and for the moving average."""
-
-HOLT_TREND: Final = 0.3
-"""Weight of the newest change in Holt's trend."""
-
-RECENT_STEPS: Final = 12
-"""Steps whose largest demand bounds the forecast, and that a line is fitted to."""
-
+_HOLT_LEVEL: Final = 0.5
+"""Weight of the newest step in the level."""
+_HOLT_TREND: Final = 0.3
+"""Weight of the newest change in the trend."""
+_RECENT_STEPS: Final = 12
+"""Number of steps whose largest demand bounds the forecast."""
 _MAX_GROWTH: Final = 2.0
 _MIN_STEPS: Final = 3
 _NS_PER_S: Final = 1e9
 
 
-class Extrapolation(StrEnum):
-    """How the next step's demand follows from those before."""
-
-    HOLT = "holt"
-    """Level and linear trend, both smoothed."""
-    LAST = "last"
-    EWMA = "ewma"
-    """Exponentially weighted moving average."""
-    LINEAR = "linear"
-    """Least-squares line through the recent steps."""
-
-
-def extrapolate(
-    history: Sequence[float], declared: float, method: Extrapolation = Extrapolation.HOLT
-) -> float:
-    """Return the demand of the step that follows, at least 0 and at most twice the largest recent one.
+def extrapolate(history: Sequence[float], declared: float) -> float:
+    """Return the demand of the next time step by Holt's smoothing of level and trend.
 
     Parameters
     ----------
     history
-        Tokens per second of the steps so far, oldest first; the one that just ended is the last.
+        Tokens per second of past steps, oldest first.
     declared
-        What is said of the adapter beforehand, in tokens per second: the answer without a history.
-    method
-        Fewer than three steps are too few for any: the last one then stands for the next.
+        Declared tokens per second, which is the demand without a history.
+
+    Returns
+    -------
+    float
+        Between 0 and twice the largest of the recent steps; the last step if there are fewer than three.
     """
-    values = np.asarray(history, dtype=np.float64)
-    if values.size == 0:
+    if not history:
         return declared
-    if values.size < _MIN_STEPS or method is Extrapolation.LAST:
-        return float(values[-1])
-    largest = _MAX_GROWTH * float(values[-RECENT_STEPS:].max())
-    return min(max(0.0, _FORECAST[method](values)), largest)
-
-
-def _holt(values: NDArray[np.float64]) -> float:
-    level, trend = float(values[0]), float(values[1] - values[0])
-    for value in values[1:].tolist():
+    if len(history) < _MIN_STEPS:
+        return history[-1]
+    level, trend = history[0], history[1] - history[0]
+    for value in history[1:]:
         before = level
-        level = HOLT_LEVEL * value + (1.0 - HOLT_LEVEL) * (level + trend)
-        trend = HOLT_TREND * (level - before) + (1.0 - HOLT_TREND) * trend
-    return level + trend
-
-
-def _ewma(values: NDArray[np.float64]) -> float:
-    level = float(values[0])
-    for value in values[1:].tolist():
-        level += HOLT_LEVEL * (value - level)
-    return level
-
-
-def _linear(values: NDArray[np.float64]) -> float:
-    recent = values[-RECENT_STEPS:]
-    slope, intercept = np.polyfit(np.arange(recent.size), recent, 1)
-    return float(intercept + slope * recent.size)
-
-
-_FORECAST: Final = {Extrapolation.HOLT: _holt, Extrapolation.EWMA: _ewma, Extrapolation.LINEAR: _linear}
+        level = _HOLT_LEVEL * value + (1.0 - _HOLT_LEVEL) * (level + trend)
+        trend = _HOLT_TREND * (level - before) + (1.0 - _HOLT_TREND) * trend
+    return min(max(0.0, level + trend), _MAX_GROWTH * max(history[-_RECENT_STEPS:]))
 
 
 def arrived_tok_s(requests: Requests, adapters: int, step_s: float, duration_s: float) -> NDArray[np.float64]:
-    """Return the input and output tokens per second of the requests that arrive in each whole time step.
+    """Return the input and output tokens per second that arrive in each whole time step.
 
     Parameters
     ----------
     requests
-        Sorted by arrival; adapters are numbered from 1.
+        Requests, with adapters numbered from 1.
     adapters
-        How many there are.
+        Number of adapters.
     step_s, duration_s
-        Length of a step and of the whole; what is left beyond the last whole step is not counted.
+        Length of a step and of all requests; a partial step at the end is not counted.
 
     Returns
     -------
@@ -251,46 +189,40 @@ def arrived_tok_s(requests: Requests, adapters: int, step_s: float, duration_s: 
 _FIRST_RPS: Final = 1.0
 _MAX_RPS: Final = 2.0**20
 _MIN_REQUESTS: Final = 32
-"""In the time simulated; with fewer, a bound may seem to hold because nobody is there to break it."""
-
+"""Minimum number of simulated requests: with fewer, a bound may hold for want of requests."""
 _BISECTIONS: Final = 7
-"""The rate is then known to 1 % of itself."""
-
+"""Number of bisections, for a rate within 1 %."""
 _LENGTH_SAMPLE: Final = 2**14
-"""Requests that stand for a mix of lengths."""
+"""Number of requests that represent a mix of lengths."""
 
 
 @dataclass(frozen=True)
 class OperatingPoints:
-    """Measures operating points of one problem, each once (LoRAServe, section IV-A: servers are profiled).
+    """Operating points of one problem, each measured once (LoRAServe, section IV-A).
 
-    The server of a measurement gets as many adapters as a server of the cluster has on average (the paper:
-    "an adapter of a specific rank"), all of that rank, with equal traffic and the workload's mix of lengths,
-    and as many slots as adapters, or as fit in memory. Its rate does not move in time. Arrivals and lengths
-    come from one seed at every rate and rank: common random numbers.
+    The measured server has as many adapters as a server of the cluster on average, all of one rank, with
+    equal traffic and the workload's mix of lengths, and a slot for each if memory allows. The rate is
+    constant. Arrivals and lengths use the same random numbers at every rate and rank.
 
     Attributes
     ----------
     problem
-        Of one pool.
+        Problem with one pool.
     seed
-        Of the simulations, each of 900 s.
-    adapters
-        How many adapters the server has; None: the mean over servers, rounded up.
+        Seed of the simulations.
     """
 
     problem: Problem
     seed: int = 0
-    adapters: int | None = None
     _measured: dict[int, float] = field(default_factory=dict, compare=False, repr=False)
 
     def __call__(self, ranks: Iterable[int]) -> dict[int, float]:
-        """Return the highest token rate (input and output) that a server sustains, for every rank.
+        """Return the highest token rate (input and output) that a server sustains, by rank.
 
         Raises
         ------
         InfeasibleError
-            For a rank of which not even a trickle holds.
+            If a rank does not hold at the lowest rate.
         """
         wanted = sorted(set(ranks))
         new = [rank for rank in wanted if rank not in self._measured]
@@ -316,22 +248,22 @@ class OperatingPoints:
             rate_rps /= 2.0
             if self._holds(rank, rate_rps):
                 return rate_rps, 2.0 * rate_rps
-        bounds = self.problem.workload.slo.latency_bounds()
-        raise InfeasibleError(
-            f"{'slo' if bounds else 'starvation'}: a {self.problem.profile.gpu.name} that serves nothing but "
-            f"rank {rank} at {rate_rps:g} req/s breaks "
-            f"{'a latency bound or ' if bounds else ''}served_fraction "
-            f"{self.problem.workload.slo.served_fraction:g}: there is no operating point",
-            reason="slo" if bounds else "starvation",
+        slo = self.problem.workload.slo
+        bounds = slo.latency_bounds()
+        raise infeasible(
+            "slo" if bounds else "starvation",
+            f"a {self.problem.profile.gpu.name} that serves nothing but rank {rank} at {rate_rps:g} req/s "
+            f"breaks {'a latency bound or ' if bounds else ''}served_fraction {slo.served_fraction:g}: there "
+            "is no operating point",
         )
 
     def _holds(self, rank: int, rate_rps: float) -> bool:
-        count = self.adapters or math.ceil(len(self.problem.workload.adapters) / self.problem.gpus)
+        count = math.ceil(len(self.problem.workload.adapters) / self.problem.gpus)
         adapters = tuple(
             Adapter(name=f"r{rank}-{i}", rank=rank, rate_rps=rate_rps / count) for i in range(count)
         )
         alone = replace(self.problem, workload=self._mix.model_copy(update={"adapters": adapters}), shares=())
-        shares = tuple(AdapterShare(a.name, a.rank, a.rate_rps) for a in adapters)
+        shares = tuple(map(AdapterShare.of, adapters))
         twin = TwinEstimator(alone, self.seed)
         return not twin(Assignment(shares, most_slots(alone, shares))).starved
 
@@ -345,7 +277,7 @@ class OperatingPoints:
 
     @cached_property
     def _mix(self) -> Workload:
-        """The workload, steady and without headroom, the lengths of its adapters mixed by their traffic."""
+        """Steady workload without headroom, with the lengths of all adapters mixed by their traffic."""
         workload = self.problem.workload
         arrivals = workload.arrivals
         if isinstance(arrivals, Renewal):
@@ -358,13 +290,13 @@ class OperatingPoints:
         return workload.model_copy(update=steady)
 
     def _sampled_lengths(self) -> LengthPairs:
-        """Return the lengths of some requests of the workload; of a trace, all of them."""
+        """Return the lengths of a sample of requests, or of the whole trace."""
         workload, limit = self.problem.workload, self.problem.engine.max_model_len
         if workload.trace is not None:
             return LengthPairs.from_arrays(workload.trace.prompt_tokens, workload.trace.output_tokens)
         if workload.total_rate_rps == 0.0:
-            asking = tuple(a.model_copy(update={"rate_rps": 1.0}) for a in workload.adapters)
-            workload = workload.model_copy(update={"adapters": asking})
+            busy = tuple(a.model_copy(update={"rate_rps": 1.0}) for a in workload.adapters)
+            workload = workload.model_copy(update={"adapters": busy})
         drawn = draw_requests(
             workload, _LENGTH_SAMPLE / workload.total_rate_rps, self.seed, limit, max(1, limit - 1)
         )
