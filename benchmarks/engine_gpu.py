@@ -131,8 +131,8 @@ def decode_steps(given: argparse.Namespace, copy: float) -> list[dict[str, Any]]
     blocks = max(given.batches) * -(-context // 16) + 16
     settings: dict[str, Any] = {
         "device": given.device,
-        "a_max": max(1, most),
-        "s_max": given.rank,
+        "max_loras": max(1, most),
+        "max_lora_rank": given.rank,
         "num_kv_blocks": blocks,
         "max_num_seqs": max(given.batches),
         "max_model_len": context + 16,
@@ -155,7 +155,7 @@ def decode_steps(given: argparse.Namespace, copy: float) -> list[dict[str, Any]]
                     engine.step()
                 steps = [r for r in engine.records if r.decode_requests == batch and not r.prefill_requests]
                 steps = steps[len(steps) // 4 :]  # the first ones capture
-                dtype = engine.settings.torch_dtype(config)
+                dtype = engine.options.torch_dtype(config)
                 floor_s = floor_bytes(config, dtype, batch, min(adapters, batch), given.rank, context) / copy
                 forward = statistics.median(r.forward_ms for r in steps)
                 total = statistics.median(r.duration_ns for r in steps) * 1e-6

@@ -29,7 +29,7 @@ def measure(requests: int, adapters: int, steps: int, rules: str, temperature: f
         "max_num_batched_tokens": 64 * requests,
     }
     params = SamplingParams(max_tokens=10 * steps, temperature=temperature, ignore_eos=True)
-    with Engine("tiny-llama", names, a_max=max(1, adapters), rules=rules, **sizes) as engine:
+    with Engine("tiny-llama", names, max_loras=max(1, adapters), rules=rules, **sizes) as engine:
         for i in range(requests):
             name = f"a{i % adapters}" if adapters else None
             engine.submit(engine.new_request([i % 7, 1, 2 + i % 100] * 10, name, params))

@@ -25,14 +25,14 @@ def capplan_run(given: dict[str, Any]) -> Run:
         given["model"],
         given["adapters"],
         dtype=given["dtype"],
-        a_max=len(given["adapters"]),
-        s_max=given["rank"],
+        max_loras=len(given["adapters"]),
+        max_lora_rank=given["rank"],
         max_num_seqs=given["max_num_seqs"],
         max_model_len=given["max_model_len"],
         max_num_batched_tokens=given["max_num_batched_tokens"],
         num_kv_blocks=given["kv_tokens"] // given["block_size"],
         block_size=given["block_size"],
-        prefix_caching=False,
+        enable_prefix_caching=False,
         **given["options"],
     )
 

@@ -30,36 +30,28 @@ _OPEN_ADAPTERS: Final = 1000
 _LOOPBACK: Final = ("127.0.0.1", "::1", "localhost")
 
 
-_ENGINE_FLAGS: Final = {
-    "max_loras": "a_max",
-    "max_lora_rank": "s_max",
-    **{
-        name: name
-        for name in (
-            "max_cpu_loras",
-            "max_num_seqs",
-            "max_num_batched_tokens",
-            "max_model_len",
-            "dtype",
-            "device",
-            "rules",
-            "memory",
-            "block_size",
-            "num_kv_blocks",
-            "gpu_memory_utilization",
-            "prefix_caching",
-            "shared_prefix_tokens",
-            "lora_kernel",
-            "seed",
-        )
-    },
-}
-"""Engine settings by parameter of the command."""
+_ENGINE_FLAGS: Final = (
+    "max_loras",
+    "max_lora_rank",
+    "max_cpu_loras",
+    "max_num_seqs",
+    "max_num_batched_tokens",
+    "max_model_len",
+    "dtype",
+    "device",
+    "rules",
+    "memory",
+    "block_size",
+    "num_kv_blocks",
+    "gpu_memory_utilization",
+    "enable_prefix_caching",
+    "shared_prefix_tokens",
+    "lora_kernel",
+    "seed",
+)
 
 _OF_ONE_INSTANCE: Final = ("lora_modules", "lora_root", "max_adapters", "records")
 _FLAGS: Final = {
-    "a_max": "--max-loras",
-    "s_max": "--max-lora-rank",
     "served_model_name": "--served-model-name",
     "adapters": "--lora-modules",
 }
@@ -124,12 +116,12 @@ class ServeArgs:
     drain_timeout_s: float = typer.Option(30.0, metavar="S", help="For running requests, after SIGTERM.")
     dtype: str = typer.Option("auto", metavar="NAME", help="auto, float32, float16 or bfloat16.")
     device: str = typer.Option("cpu", metavar="NAME", help="cpu, cuda, cuda:1 ...")
-    rules: str = typer.Option("capplan", metavar="NAME", help="ServingOptions rules.")
+    rules: str = typer.Option("capplan", metavar="NAME", help="Serving rules.")
     memory: str | None = typer.Option(None, metavar="KIND", help="Of adapters: slots or unified.")
     block_size: int = typer.Option(16, metavar="TOKENS")
     num_kv_blocks: int | None = typer.Option(None, metavar="N")
     gpu_memory_utilization: float = typer.Option(0.9, metavar="SHARE")
-    prefix_caching: bool | None = typer.Option(
+    enable_prefix_caching: bool | None = typer.Option(
         None, "--enable-prefix-caching/--no-enable-prefix-caching", help="Default: as the rules."
     )
     shared_prefix_tokens: int = typer.Option(0, metavar="N", help="Length of prompt beginnings to cache.")
@@ -196,12 +188,11 @@ def _serve_instance(args: ServeArgs) -> int:
 
 
 def _engine_settings(args: ServeArgs, adapters: int) -> dict[str, Any]:
-    settings = {field: getattr(args, flag) for flag, field in _ENGINE_FLAGS.items()}
-    settings |= {"num_kv_blocks": args.num_kv_blocks, "block_size": args.block_size}
+    settings = {name: getattr(args, name) for name in _ENGINE_FLAGS}
     settings["max_adapters"] = args.max_adapters
     if args.lora_root:  # clients may load adapters
         if args.max_lora_rank is None and not adapters:
-            settings["s_max"] = _OPEN_RANK
+            settings["max_lora_rank"] = _OPEN_RANK
         if args.max_adapters is None:
             settings["max_adapters"] = max(_OPEN_ADAPTERS, adapters)
     return settings
@@ -279,7 +270,7 @@ def _instances(args: ServeArgs, file: str, plan: Plan, given: set[str]) -> Seque
     serving = ServingOptions(
         model=_model_of(plan, args.model),
         model_name=args.served_model_name or plan.base_model,
-        engine={field: getattr(args, flag) for flag, field in _ENGINE_FLAGS.items() if flag in given},
+        engine={name: getattr(args, name) for name in _ENGINE_FLAGS if name in given},
         max_queue=args.max_queue,
         max_body_bytes=args.max_body_bytes,
     )

@@ -3,12 +3,12 @@
 from capplan.engine.engine import Engine
 from capplan.engine.models import ModelConfig
 from capplan.engine.request import Completion, SamplingParams, Timing, TokenLogprobs
-from capplan.engine.settings import EngineSettings
+from capplan.engine.settings import EngineOptions
 
 __all__ = [
     "Completion",
     "Engine",
-    "EngineSettings",
+    "EngineOptions",
     "ModelConfig",
     "SamplingParams",
     "Timing",

@@ -8,7 +8,7 @@ from collections import OrderedDict
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from types import TracebackType
-from typing import Any, Final, NamedTuple, Self, TypeVar
+from typing import Any, Final, NamedTuple, Self
 
 import numpy as np
 import torch
@@ -20,7 +20,7 @@ from capplan.engine.lora.manager import AdapterRegistry
 from capplan.engine.models import ModelConfig
 from capplan.engine.request import Completion, FinishReason, Request, SamplingParams, Timing
 from capplan.engine.scheduler_output import check_core
-from capplan.engine.settings import EngineSettings
+from capplan.engine.settings import EngineOptions
 from capplan.engine.setup import build_core, load_model
 from capplan.engine.timing import StepRecord, write_records
 from capplan.engine.tokenizer import Tokenizer, load_tokenizer
@@ -45,7 +45,15 @@ class Engine:
     virtual_time
         Run on a virtual clock; see `capplan.engine.timing`.
     settings
-        Fields of `EngineSettings`, such as ``a_max``, ``s_max``, ``dtype``, ``device`` and ``rules``.
+        Fields of `EngineArgs` and `EngineOptions`, such as ``max_loras``, ``max_num_seqs``, ``dtype``,
+        ``device`` and ``rules``.
+
+    Attributes
+    ----------
+    options
+        Given settings.
+    args
+        Complete settings; those that were left open fit the model and its adapters.
 
     Examples
     --------
@@ -63,19 +71,20 @@ class Engine:
         virtual_time: bool = False,
         **settings: Any,
     ) -> None:
-        self.settings = _from_fields(EngineSettings, settings)
-        loaded = load_model(model, self.settings)
+        self.options = EngineOptions.parse(settings)
+        loaded = load_model(model, self.options)
         self.config = loaded.config
         self.folder = loaded.folder
         self.tokenizer: Tokenizer = load_tokenizer(loaded.folder, loaded.config.vocab_size)
-        self._registry = AdapterRegistry(self.settings.adapter_capacity(len(adapters or {})))
+        self._registry = AdapterRegistry(self.options.adapter_capacity(len(adapters or {})))
         sources = [
-            _adapter_source(value, self.settings.seed + self._registry.add(name))
+            _adapter_source(value, self.options.seed + self._registry.add(name))
             for name, value in (adapters or {}).items()
         ]
-        self.core, self.sizes = build_core(loaded, sources, self.settings, virtual_time)
+        self.core, self.sizes = build_core(loaded, sources, self.options, virtual_time)
+        self.args = self.sizes.args
         self.records: list[StepRecord] = []
-        self._prefix_ids = PrefixIds(self.settings.shared_prefix_tokens)
+        self._prefix_ids = PrefixIds(self.options.shared_prefix_tokens)
         self._submitted = 0
 
     @property
@@ -117,7 +126,7 @@ class Engine:
         InputError
             If an adapter or setting is unknown, or a prompt is empty, too long, or outside the vocabulary.
         """
-        params = _from_fields(SamplingParams, sampling)
+        params = _sampling_params(sampling)
         texts = _as_list(prompts)
         names = [adapters] * len(texts) if adapters is None or isinstance(adapters, str) else list(adapters)
         if len(names) != len(texts):
@@ -136,7 +145,7 @@ class Engine:
         """Return a checked request, not yet submitted."""
         number = self._registry.number(adapter)
         self._submitted += 1
-        seed = [self.settings.seed, self._submitted] if params.seed is None else params.seed
+        seed = [self.options.seed, self._submitted] if params.seed is None else params.seed
         stops = set(params.stop_token_ids) | (set() if params.ignore_eos else set(self.config.eos_token_ids))
         return Request(
             number=self._submitted,
@@ -191,8 +200,8 @@ class Engine:
         """
         number = self._registry.add(name)
         try:
-            seed = self.settings.seed + self._registry.entry(number)
-            self.core.loads.register(number, _adapter_source(source, seed), self.sizes.s_max)
+            seed = self.options.seed + self._registry.entry(number)
+            self.core.loads.register(number, _adapter_source(source, seed), self.args.max_lora_rank)
         except InputError:
             self._registry.remove(name)
             raise
@@ -270,23 +279,20 @@ class Engine:
             raise InputError("must be text or token ids, not empty", prompt, "prompt")
         if ids.min() < 0 or ids.max() >= self.config.vocab_size:
             raise InputError(f"must be token ids below {self.config.vocab_size}", int(ids.max()), "prompt")
-        if ids.size >= self.sizes.max_model_len:
+        if ids.size >= self.args.max_model_len:
             raise InputError(
-                f"must be below max_model_len, {self.sizes.max_model_len}", ids.size, "prompt tokens"
+                f"must be below max_model_len, {self.args.max_model_len}", ids.size, "prompt tokens"
             )
         return ids.astype(np.int32)
 
 
-_T = TypeVar("_T", EngineSettings, SamplingParams)
-
-
-def _from_fields(kind: type[_T], fields: Mapping[str, Any]) -> _T:
-    """Return an instance from keyword arguments; an unknown one is an error that names the nearest field."""
-    names = [field.name for field in dataclasses.fields(kind)]
+def _sampling_params(fields: Mapping[str, Any]) -> SamplingParams:
+    """Return sampling parameters; an unknown one is an error that names the nearest field."""
+    names = [field.name for field in dataclasses.fields(SamplingParams)]
     for name in fields:
         if name not in names:
             raise InputError(unknown_key(name, names), location=name)
-    return kind(**fields)
+    return SamplingParams(**fields)
 
 
 def _adapter_source(value: str | Path | int, seed: int) -> AdapterSource:

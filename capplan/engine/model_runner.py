@@ -24,7 +24,7 @@ from capplan.engine.models.config import ModelConfig
 from capplan.engine.models.decoder import LoRALayers, Norms, RopeTable, TorchAttention, forward
 from capplan.engine.models.weights import Weights
 from capplan.engine.pool import KvCache
-from capplan.engine.settings import EngineSettings
+from capplan.engine.settings import EngineOptions
 from capplan.serving import Limits
 
 Forward = Callable[[ModelInputs, torch.Tensor | None], torch.Tensor]
@@ -236,10 +236,10 @@ class CudaCapture:
 
 
 def attention_factory(
-    settings: EngineSettings, config: ModelConfig, cache: KvCache, rope: RopeTable
+    options: EngineOptions, config: ModelConfig, cache: KvCache, rope: RopeTable
 ) -> Callable[[ModelInputs], TorchAttention]:
     """Return the attention backend factory."""
-    kernel = settings.chosen_attention(cache.pool.tensor.dtype)
+    kernel = options.chosen_attention(cache.pool.tensor.dtype)
     if kernel == "torch":
         return lambda inputs: TorchAttention(config, cache, rope, inputs)
     if kernel == "compiled":
@@ -249,18 +249,18 @@ def attention_factory(
     return lambda inputs: TritonAttention(config, cache, rope, inputs)
 
 
-def norms_for(settings: EngineSettings, config: ModelConfig, dtype: torch.dtype) -> Norms:
+def norms_for(options: EngineOptions, config: ModelConfig, dtype: torch.dtype) -> Norms:
     """Return the norms of the attention backend."""
-    compiled = settings.chosen_attention(dtype) == "compiled"
+    compiled = options.chosen_attention(dtype) == "compiled"
     return CompiledNorms(config.rms_eps) if compiled else Norms(config.rms_eps)
 
 
 def lora_factory(
-    settings: EngineSettings, lora: LoRAManager, tables: RowTables
+    options: EngineOptions, lora: LoRAManager, tables: RowTables
 ) -> Callable[[ModelInputs], LoRALayers]:
     """Return the LoRA backend factory; `tables` are the adapter tables of compiled kernels."""
     layout, weights, views = lora.layout, lora.memory.storage, lora.views
-    kernel = settings.chosen_lora_kernel(weights.dtype)
+    kernel = options.chosen_lora_kernel(weights.dtype)
     if kernel == "grouped":
         return lambda inputs: GroupedLoRA(inputs.segments, views)
     if kernel == "padded":
@@ -277,16 +277,16 @@ def lora_factory(
 
 
 def decode_graphs(
-    settings: EngineSettings,
+    options: EngineOptions,
     limits: Limits,
     lora: LoRAManager,
     tables: RowTables,
     cache: KvCache,
     runner: ModelRunner,
 ) -> DecodeGraphs | None:
-    """Return the decode graphs of a runner; None if the settings disable them."""
+    """Return the decode graphs of a runner; None if the options disable them."""
     layout, weights = lora.layout, lora.memory.storage
-    if not settings.chosen_graphs(weights.dtype):
+    if not options.chosen_graphs(weights.dtype):
         return None
     from capplan.engine.kernels.triton_lora import TokenLoRA
 

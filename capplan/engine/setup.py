@@ -12,7 +12,7 @@ from capplan.engine.engine_core import EngineCore
 from capplan.engine.lora.adapter import AdapterLayout, AdapterSource
 from capplan.engine.lora.loader import AdapterLoader, ThreadLoader, VirtualLoader
 from capplan.engine.lora.manager import AdapterLoads, LoRAManager
-from capplan.engine.lora.memory import AdapterMemory, RowTables, StaticSlots, UnifiedPages
+from capplan.engine.lora.memory import RowTables, StaticSlots, UnifiedPages
 from capplan.engine.model_runner import ModelRunner, attention_factory, decode_graphs, lora_factory, norms_for
 from capplan.engine.models import (
     ModelConfig,
@@ -26,7 +26,7 @@ from capplan.engine.models import (
 from capplan.engine.models.decoder import RopeTable
 from capplan.engine.pool import BlockTables, CountedBlocks, KvCache, NamedBlocks, PagePool, kv_page_elements
 from capplan.engine.scheduler_output import with_host_adapters
-from capplan.engine.settings import EngineSettings
+from capplan.engine.settings import EngineOptions
 from capplan.engine.timing import EngineClock, VirtualClock, WallClock
 from capplan.errors import InfeasibleError, InputError
 from capplan.serving import Limits, new_state
@@ -46,58 +46,61 @@ class LoadedModel(NamedTuple):
 
 
 class Sizes(NamedTuple):
-    """Sizes of an engine's allocations."""
+    """Complete settings of an engine and sizes of its allocations."""
 
-    a_max: int
-    s_max: int
+    args: EngineArgs
     num_blocks: int
     """Blocks of the scheduler. Under S-LoRA's rules adapters take their share of them."""
     pool_pages: int
-    max_model_len: int
     slot_bytes: int
     """Bytes of one static slot; 0 in unified memory."""
 
 
-def load_model(model: str | Path | ModelConfig, settings: EngineSettings) -> LoadedModel:
+def load_model(model: str | Path | ModelConfig, options: EngineOptions) -> LoadedModel:
     """Return a model from its folder, or with random weights from a ``config.json``, a name or a config."""
-    device = torch.device(settings.device)
+    device = torch.device(options.device)
     if isinstance(model, ModelConfig):
         config, folder = model, None
     elif Path(model).exists():
         config, folder = read_config(model), Path(model) if Path(model).is_dir() else None
     else:
         config, folder = builtin_config(str(model)), None
-    dtype = settings.torch_dtype(config)
+    dtype = options.torch_dtype(config)
     if folder is None:
-        return LoadedModel(config, packed(random_weights(config, dtype, device, settings.seed)), None)
+        return LoadedModel(config, packed(random_weights(config, dtype, device, options.seed)), None)
     return LoadedModel(config, packed(load_weights(config, folder, dtype, device)), folder)
 
 
 def build_core(
-    model: LoadedModel, sources: Sequence[AdapterSource], settings: EngineSettings, virtual_time: bool
+    model: LoadedModel, sources: Sequence[AdapterSource], options: EngineOptions, virtual_time: bool
 ) -> tuple[EngineCore, Sizes]:
     """Allocate an engine and return its core and sizes."""
     dtype, device = model.weights.embed.dtype, model.weights.embed.device
-    capacity = settings.adapter_capacity(len(sources))
-    host_slots = capacity if settings.max_cpu_loras is None else settings.max_cpu_loras
+    capacity = options.adapter_capacity(len(sources))
+    host_slots = options.args.get("max_cpu_loras", capacity)
     lora = LoRAManager(capacity, AdapterLayout(model.config), dtype, pin=device.type == "cuda")
     for number, source in enumerate(sources, start=1):
-        lora.register(number, source, settings.s_max)
+        lora.register(number, source, options.args.get("max_lora_rank"))
         lora.read(number)  # each is read once, so that a broken one fails here; the host keeps the last ones
         lora.discard(number - host_slots)
-    sizes = choose_sizes(model.config, settings, lora, dtype, device)
-    pool = PagePool(sizes.pool_pages, kv_page_elements(model.config, settings.block_size), dtype, device)
-    limits = _limits(settings, sizes, capacity, host_slots)
-    state = new_state(settings.max_in_flight, capacity, sizes.num_blocks, limits)
+    sizes = choose_sizes(model.config, options, lora, dtype, device)
+    pool = PagePool(sizes.pool_pages, kv_page_elements(model.config, options.block_size), dtype, device)
+    rules, args = options.serving_rules(), sizes.args
+    limits = rules.limits(args, capacity, options.block_size, sizes.num_blocks)
+    state = new_state(options.max_in_flight, capacity, sizes.num_blocks, limits)
     state = with_host_adapters(state, max(1, len(sources) - host_slots + 1), len(sources) + 1)
     blocks: BlockTables
     if limits.prefix_caching:
         blocks = NamedBlocks(state, pool, sizes.num_blocks)
     else:
-        blocks_per_request = -(-sizes.max_model_len // settings.block_size)
-        blocks = CountedBlocks(pool, settings.max_in_flight, blocks_per_request, settings.block_size)
-    lora.memory = _adapter_memory(settings, sizes, lora.layout, pool)
-    runner = _runner(model, settings, limits, lora, pool, sizes)
+        blocks_per_request = -(-args.max_model_len // options.block_size)
+        blocks = CountedBlocks(pool, options.max_in_flight, blocks_per_request, options.block_size)
+    lora.memory = (
+        UnifiedPages(lora.layout, pool)
+        if options.chosen_memory() == "unified"
+        else StaticSlots(lora.layout, args.max_loras, args.max_lora_rank, dtype, device)
+    )
+    runner = _runner(model, options, limits, lora, pool, args.max_lora_rank)
     clock: EngineClock = VirtualClock() if virtual_time else WallClock()
     loader: AdapterLoader = VirtualLoader(clock) if virtual_time else ThreadLoader(clock)
     loads = AdapterLoads(state, limits, lora, loader, clock)
@@ -106,58 +109,37 @@ def build_core(
     return EngineCore(state, limits, runner, blocks, loads, clock, device), sizes
 
 
-def _adapter_memory(
-    settings: EngineSettings, sizes: Sizes, layout: AdapterLayout, pool: PagePool
-) -> AdapterMemory:
-    if settings.chosen_memory() == "unified":
-        return UnifiedPages(layout, pool)
-    return StaticSlots(layout, sizes.a_max, sizes.s_max, pool.tensor.dtype, pool.tensor.device)
-
-
-def _limits(settings: EngineSettings, sizes: Sizes, adapters: int, host_slots: int) -> Limits:
-    args = EngineArgs(
-        max_loras=sizes.a_max,
-        max_lora_rank=sizes.s_max,
-        max_cpu_loras=max(host_slots, 1),
-        max_num_seqs=settings.max_num_seqs,
-        max_num_batched_tokens=settings.max_num_batched_tokens,
-        gpu_memory_utilization=settings.gpu_memory_utilization,
-        max_model_len=sizes.max_model_len,
-    )
-    return settings.serving_rules().limits(args, adapters, settings.block_size, sizes.num_blocks)
-
-
 def _runner(
     model: LoadedModel,
-    settings: EngineSettings,
+    options: EngineOptions,
     limits: Limits,
     lora: LoRAManager,
     pool: PagePool,
-    sizes: Sizes,
+    slot_rank: int,
 ) -> ModelRunner:
     dtype, device = pool.tensor.dtype, pool.tensor.device
-    cache = KvCache(model.config, pool, settings.block_size)
-    rope = RopeTable(model.config, sizes.max_model_len, dtype, device)
-    tables = RowTables(lora.layout, limits.max_loras, sizes.s_max, device)
+    cache = KvCache(model.config, pool, options.block_size)
+    rope = RopeTable(model.config, limits.max_model_len, dtype, device)
+    tables = RowTables(lora.layout, limits.max_loras, slot_rank, device)
     runner = ModelRunner(
         model.weights,
         cache,
-        attention_factory(settings, model.config, cache, rope),
-        lora_factory(settings, lora, tables),
-        norms_for(settings, model.config, dtype),
+        attention_factory(options, model.config, cache, rope),
+        lora_factory(options, lora, tables),
+        norms_for(options, model.config, dtype),
     )
-    runner.graphs = decode_graphs(settings, limits, lora, tables, cache, runner)
+    runner.graphs = decode_graphs(options, limits, lora, tables, cache, runner)
     return runner
 
 
 def choose_sizes(
     config: ModelConfig,
-    settings: EngineSettings,
+    options: EngineOptions,
     lora: LoRAManager,
     dtype: torch.dtype,
     device: torch.device,
 ) -> Sizes:
-    """Return the sizes of an engine, chosen where the settings leave them open.
+    """Return the sizes of an engine, chosen where the options leave them open.
 
     In unified memory under rules that count slots, the pool has pages for A_max adapters of rank S_max beside
     the KV blocks, because those rules guarantee every slot. Under S-LoRA's rules one count covers both.
@@ -169,49 +151,49 @@ def choose_sizes(
     """
     layout = lora.layout
     adapters = lora.rank_of.size - 1
-    a_max = settings.a_max or max(1, min(adapters, 8))
-    s_max = settings.s_max or _slot_rank(int(lora.rank_of.max()))
-    slotless = settings.serving_rules().declared_output
-    _check_host_slots(settings, adapters, a_max, slotless)
-    page_bytes = kv_page_elements(config, settings.block_size) * dtype.itemsize
-    slot_bytes = layout.elements(layout.ranks(s_max)) * dtype.itemsize
-    unified = settings.chosen_memory() == "unified"
-    slots_bytes = 0 if slotless else a_max * slot_bytes
-    num_blocks = settings.num_kv_blocks or _blocks_that_fit(settings, page_bytes, slots_bytes, device)
-    most = num_blocks * settings.block_size
-    max_model_len = settings.max_model_len or min(config.max_positions, most)
-    if max_model_len > config.max_positions:
+    chosen = {"max_loras": max(1, min(adapters, 8)), "max_model_len": config.max_positions}
+    if "max_lora_rank" not in options.args:
+        chosen["max_lora_rank"] = _slot_rank(int(lora.rank_of.max()))
+    args = options.engine_args(**chosen)
+    slotless = options.serving_rules().declared_output
+    _check_host_slots(args, adapters, slotless)
+    page_bytes = kv_page_elements(config, options.block_size) * dtype.itemsize
+    slot_bytes = layout.elements(layout.ranks(args.max_lora_rank)) * dtype.itemsize
+    unified = options.chosen_memory() == "unified"
+    slots_bytes = 0 if slotless else args.max_loras * slot_bytes
+    num_blocks = options.num_kv_blocks or _blocks_that_fit(
+        args.gpu_memory_utilization, page_bytes, slots_bytes, device
+    )
+    most = num_blocks * options.block_size
+    if args.max_model_len > config.max_positions:
         raise InputError(
-            f"must be at most the model's {config.max_positions}", max_model_len, "max_model_len"
+            f"must be at most the model's {config.max_positions}", args.max_model_len, "max_model_len"
         )
-    if max_model_len > most or num_blocks < 1:
-        message = f"a request of max_model_len {max_model_len} needs more KV than the {most} tokens there are"
+    if num_blocks >= 1 and "max_model_len" not in options.args:
+        args = args.replace(max_model_len=min(config.max_positions, most))
+    if args.max_model_len > most:
+        message = (
+            f"a request of max_model_len {args.max_model_len} needs more KV than the {most} tokens there are"
+        )
         raise InfeasibleError(message, "memory")
     adapter_pages = 0
     if unified and slots_bytes:
         # Rows do not cross page boundaries: less than a row is lost in each page.
         usable = page_bytes - layout.longest_row * dtype.itemsize + dtype.itemsize
-        adapter_pages = a_max * -(-slot_bytes // max(1, usable))
-    return Sizes(
-        a_max=a_max,
-        s_max=s_max,
-        num_blocks=num_blocks,
-        pool_pages=num_blocks + adapter_pages,
-        max_model_len=max_model_len,
-        slot_bytes=0 if unified else slot_bytes,
-    )
+        adapter_pages = args.max_loras * -(-slot_bytes // max(1, usable))
+    return Sizes(args, num_blocks, num_blocks + adapter_pages, 0 if unified else slot_bytes)
 
 
-def _check_host_slots(settings: EngineSettings, adapters: int, a_max: int, slotless: bool) -> None:
-    needed = adapters if slotless else min(a_max, adapters)
-    if settings.max_cpu_loras is not None and settings.max_cpu_loras < needed:
-        rule = f"must be at least {f'the {adapters} adapters' if slotless else f'a_max, {a_max}'}"
-        raise InputError(rule, settings.max_cpu_loras, "max_cpu_loras")
+def _check_host_slots(args: EngineArgs, adapters: int, slotless: bool) -> None:
+    needed = adapters if slotless else min(args.max_loras, adapters)
+    if args.max_cpu_loras is not None and args.max_cpu_loras < needed:
+        rule = (
+            f"must be at least {f'the {adapters} adapters' if slotless else f'max_loras, {args.max_loras}'}"
+        )
+        raise InputError(rule, args.max_cpu_loras, "max_cpu_loras")
 
 
-def _blocks_that_fit(
-    settings: EngineSettings, page_bytes: int, slots_bytes: int, device: torch.device
-) -> int:
+def _blocks_that_fit(utilization: float, page_bytes: int, slots_bytes: int, device: torch.device) -> int:
     """Return the KV blocks that fit beside weights and slots.
 
     On a GPU as in nano-vllm: total * utilization - used - reserve of a step. Weights are allocated already,
@@ -220,7 +202,7 @@ def _blocks_that_fit(
     if device.type != "cuda":
         return max(1, _CPU_KV_BYTES // page_bytes)
     free, total = torch.cuda.mem_get_info(device)
-    room = int(total * settings.gpu_memory_utilization) - (total - free) - slots_bytes - _STEP_BYTES
+    room = int(total * utilization) - (total - free) - slots_bytes - _STEP_BYTES
     return room // page_bytes
 
 
@@ -229,4 +211,6 @@ def _slot_rank(largest: int) -> int:
     try:
         return allowed_lora_rank(max(1, largest))
     except ValueError:
-        raise InputError("must be given for an adapter of so large a rank", largest, "s_max") from None
+        raise InputError(
+            "must be given for an adapter of so large a rank", largest, "max_lora_rank"
+        ) from None

@@ -16,7 +16,7 @@ from capplan.engine import Engine
 from capplan.engine.lora.adapter import MODULES, AdapterLayout
 from capplan.engine.models import ModelConfig, builtin_config, read_config
 from capplan.engine.request import SamplingParams
-from capplan.engine.settings import EngineSettings
+from capplan.engine.settings import EngineOptions
 from capplan.errors import InfeasibleError
 from capplan.profiling.engine.options import EngineProfilingOptions
 from capplan.profiling.tables import MIN_LOAD_MS, loading_row
@@ -49,9 +49,8 @@ def base_profile(options: EngineProfilingOptions) -> Profile:
     from capplan.profiling.machine import device_name
 
     config = config_of(options.model)
-    fields: dict[str, Any] = options.engine_fields()
-    settings = EngineSettings(**fields)
-    arch = config.arch(settings.torch_dtype(config).itemsize)
+    dtype = EngineOptions.parse(options.engine_fields()).torch_dtype(config)
+    arch = config.arch(dtype.itemsize)
     chip = device_name(options.device)
     hardware = Hardware(
         gpu=chip,
@@ -97,7 +96,7 @@ def memory_row(options: EngineProfilingOptions, base: Profile, a_max: int, s_max
     InfeasibleError
         If no memory is left for KV.
     """
-    fields = options.engine_fields(a_max=a_max, s_max=s_max)
+    fields = options.engine_fields(max_loras=a_max, max_lora_rank=s_max)
     if not options.on_gpu:
         fields["num_kv_blocks"] = -(-options.max_model_len // BLOCK_TOKENS)
     with Engine(options.model, {}, max_adapters=1, **fields) as engine:
@@ -172,7 +171,7 @@ def _timed(
     options: EngineProfilingOptions, s_max: int, folders: Sequence[Path], rounds: int, *, on_host: int
 ) -> list[float]:
     """Return the load times of steps, in milliseconds."""
-    fields: dict[str, Any] = options.engine_fields(a_max=1, s_max=s_max, max_cpu_loras=on_host)
+    fields: dict[str, Any] = options.engine_fields(max_loras=1, max_lora_rank=s_max, max_cpu_loras=on_host)
     fields |= {"rules": _RULES, "num_kv_blocks": -(-options.max_model_len // 16) + 1}
     waits = []
     with Engine(options.model, {str(at): each for at, each in enumerate(folders)}, **fields) as engine:

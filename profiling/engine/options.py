@@ -96,7 +96,7 @@ class EngineProfilingOptions:
         return self.device.startswith("cuda")
 
     def engine_fields(self, **more: Any) -> dict[str, Any]:
-        """Return the `EngineSettings` fields that all stages share, and `more`."""
+        """Return the settings of `Engine` that all stages share, and `more`."""
         return {
             "device": self.device,
             "dtype": self.dtype,

@@ -11,7 +11,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from capplan.engine import Engine
-from capplan.engine.settings import EngineSettings
+from capplan.engine.settings import EngineOptions
 from capplan.models.calibration.least_squares import LinearProblem, cross_validate
 from capplan.profiling.engine.memory import BLOCK_TOKENS, config_of
 from capplan.profiling.engine.options import EngineProfilingOptions
@@ -81,7 +81,7 @@ def measure_steps(
     yield found
     if found.settled or budget_s <= 0.0:
         return
-    fields = options.engine_fields(a_max=a_max, s_max=s_max, num_kv_blocks=kv_blocks)
+    fields = options.engine_fields(max_loras=a_max, max_lora_rank=s_max, num_kv_blocks=kv_blocks)
     fields["max_in_flight"] = 8 * options.max_num_seqs
     fixed = {"a_max": a_max, "s_max": s_max, "adapters_served": max(1, len(ranks))}
     with Engine(options.model, ranks, virtual_time=True, **fields) as engine:
@@ -165,7 +165,9 @@ def iteration_rows(
         return
     widest = max(len(batch.ranks) for batch in every)
     ranks = {f"r{rank}-{at}": rank for rank in RANKS for at in range(widest)}
-    fields: dict[str, Any] = options.engine_fields(a_max=widest, s_max=max(RANKS), max_num_seqs=widest)
+    fields: dict[str, Any] = options.engine_fields(
+        max_loras=widest, max_lora_rank=max(RANKS), max_num_seqs=widest
+    )
     fields["num_kv_blocks"] = widest * 4 + -(-options.max_model_len // 16)
     with Engine(options.model, ranks, virtual_time=True, **fields) as engine:
         stepper = Stepper(engine, ranks, options.seed)
@@ -187,9 +189,8 @@ def iteration_rows(
 
 def _kernel(options: EngineProfilingOptions) -> str:
     """Return the engine's LoRA kernel."""
-    fields: dict[str, Any] = options.engine_fields()
-    settings = EngineSettings(**fields)
-    return settings.chosen_lora_kernel(settings.torch_dtype(config_of(options.model)))
+    engine = EngineOptions.parse(options.engine_fields())
+    return engine.chosen_lora_kernel(engine.torch_dtype(config_of(options.model)))
 
 
 def _row(kernel: str, batch: IterationBatch, phase: str, tokens: int, milliseconds: float) -> dict[str, Any]:

@@ -26,7 +26,7 @@ TINY = ModelConfig(
     vocab_size=300,
     max_positions=512,
 )
-SIZES: Mapping[str, Any] = {"num_kv_blocks": 400, "block_size": 8, "max_num_seqs": 64, "s_max": 16}
+SIZES: Mapping[str, Any] = {"num_kv_blocks": 400, "block_size": 8, "max_num_seqs": 64, "max_lora_rank": 16}
 
 
 class Live:

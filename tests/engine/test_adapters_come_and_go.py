@@ -29,7 +29,7 @@ TINY = ModelConfig(
 )
 MODES: dict[str, dict[str, Any]] = {
     "capplan": {"rules": "capplan"},
-    "vllm": {"rules": "vllm-0.8", "prefix_caching": False},
+    "vllm": {"rules": "vllm-0.8", "enable_prefix_caching": False},
     "pages": {"rules": "capplan", "memory": "unified", "shared_prefix_tokens": 4},
     "slora": {"rules": "slora", "num_kv_blocks": 60},
 }
@@ -41,8 +41,8 @@ def tiny(mode: str = "capplan", adapters: Any = None, **more: Any) -> Engine:
         "num_kv_blocks": 40,
         "block_size": 4,
         "max_num_seqs": 4,
-        "a_max": 2,
-        "s_max": 8,
+        "max_loras": 2,
+        "max_lora_rank": 8,
         "max_adapters": 5,
         "max_cpu_loras": None if mode == "slora" else 3,
         "max_model_len": 64,
@@ -168,7 +168,7 @@ def gone(folder: Path) -> None:
         (cut_header, "cannot be read"),
         (wrong_rank, "rank 5"),
         (no_pattern, "regular expression"),
-        (too_large, "at most s_max, 8"),
+        (too_large, "at most max_lora_rank, 8"),
         (gone, "cannot be read"),
     ],
 )

@@ -108,8 +108,8 @@ def test_instances_are_told_what_the_plan_says(tmp_path: Path) -> None:
     told = json.loads(specs[2].message("127.0.0.1", "key"))
     assert told["engine"] == {
         "rules": "vllm-0.8",
-        "a_max": 2,
-        "s_max": 32,
+        "max_loras": 2,
+        "max_lora_rank": 32,
         "max_num_seqs": 256,
         "max_num_batched_tokens": 2048,
         "max_model_len": 512,

@@ -41,7 +41,7 @@ def draw(seed: int, rules: str) -> tuple[Engine, list[TimedRequest]]:
         adapters,
         virtual_time=True,
         rules=rules,
-        a_max=a_max,
+        max_loras=a_max,
         max_cpu_loras=int(rng.integers(a_max, len(adapters) + 1)),
         block_size=block_size,
         max_model_len=60,
@@ -77,7 +77,7 @@ def twin_decisions(engine: Engine, arrivals: Sequence[TimedRequest], stretch: in
             arrival = arrivals[upcoming]
             upcoming += 1
             adapter = 0 if arrival.adapter is None else 1 + engine.adapters.index(arrival.adapter)
-            shared = engine.settings.shared_prefix_tokens
+            shared = engine.options.shared_prefix_tokens
             twin.submit(upcoming, adapter, len(arrival.prompt), arrival.params.max_tokens, 0, shared)
         while coming and coming[0][0] <= now_ns:
             twin.adapter_loaded(coming.pop(0)[1])

@@ -56,14 +56,14 @@ MODELS: dict[str, tuple[Any, Any]] = {
 }
 ENGINES: dict[str, dict[str, Any]] = {
     "roomy": {"rules": "vllm-0.32-sync", "num_kv_blocks": 400},
-    "tight": {"rules": "vllm-0.8", "num_kv_blocks": 30, "max_num_batched_tokens": 16, "a_max": 3},
-    "beside": {"rules": "capplan", "num_kv_blocks": 30, "max_num_batched_tokens": 24, "a_max": 2},
+    "tight": {"rules": "vllm-0.8", "num_kv_blocks": 30, "max_num_batched_tokens": 16, "max_loras": 3},
+    "beside": {"rules": "capplan", "num_kv_blocks": 30, "max_num_batched_tokens": 24, "max_loras": 2},
     "counted": {
         "rules": "vllm-0.11",
         "num_kv_blocks": 40,
-        "prefix_caching": False,
+        "enable_prefix_caching": False,
         "max_cpu_loras": 3,
-        "a_max": 2,
+        "max_loras": 2,
     },
     "pages": {"rules": "capplan", "num_kv_blocks": 30, "memory": "unified", "max_num_batched_tokens": 20},
     "slora": {"rules": "slora", "num_kv_blocks": 900, "memory": "unified", "max_num_batched_tokens": 100},

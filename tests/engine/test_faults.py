@@ -77,7 +77,7 @@ def root(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture(scope="module")
 def shared(root: Path) -> Iterator[Live]:
-    engine = {"max_adapters": 8, "a_max": 2}
+    engine = {"max_adapters": 8, "max_loras": 2}
     with live(ADAPTERS, engine, lora_root=root, max_body_bytes=100_000) as running:
         yield running
 
@@ -349,7 +349,7 @@ def test_an_adapter_that_vanishes_fails_its_own_requests_only(root: Path) -> Non
     folder = root / "vanishing"
     with Engine(TINY, num_kv_blocks=4) as engine:
         write_adapter(folder, engine)
-    engine_settings = {"max_adapters": 4, "a_max": 1, "max_cpu_loras": 1}
+    engine_settings = {"max_adapters": 4, "max_loras": 1, "max_cpu_loras": 1}
     with live({"a": 8}, engine_settings, lora_root=root) as server:
         right = tokens_of(complete(server, return_token_ids=True))
         assert post(server, "/v1/load_lora_adapter", lora_name="v", lora_path="vanishing").status == 200
@@ -365,8 +365,8 @@ def test_an_adapter_that_vanishes_fails_its_own_requests_only(root: Path) -> Non
 @pytest.mark.parametrize(
     "rules",
     [
-        {"rules": "capplan", "a_max": 1, "max_cpu_loras": 1},
-        {"rules": "vllm-0.8", "a_max": 1, "prefix_caching": True, "shared_prefix_tokens": 8},
+        {"rules": "capplan", "max_loras": 1, "max_cpu_loras": 1},
+        {"rules": "vllm-0.8", "max_loras": 1, "enable_prefix_caching": True, "shared_prefix_tokens": 8},
         {"rules": "slora"},
     ],
     ids=["capplan", "vllm", "slora"],

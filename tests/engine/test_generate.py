@@ -193,7 +193,7 @@ def test_every_kernel_gives_the_same_tokens(kernel: str, memory: str) -> None:
         "attention_kernel": attention,
         "memory": memory,
         "block_size": 8,
-        "a_max": 2,
+        "max_loras": 2,
     }
     tokens = []
     for settings in ({}, other):
@@ -210,7 +210,7 @@ def test_padded_decode_steps_give_the_same_tokens(memory: str) -> None:
     kernels = {"lora_kernel": "mbgmv", "attention_kernel": "triton", "cuda_graphs": True}
     prompts, names = [[1, 2], [3], [4], [5, 6], [7]], ["a", "b", None, "c", "a"]
     tokens = []
-    for settings in ({}, {**kernels, "memory": memory, "block_size": 8, "a_max": 2, "rules": "vllm-0.8"}):
+    for settings in ({}, {**kernels, "memory": memory, "block_size": 8, "max_loras": 2, "rules": "vllm-0.8"}):
         with tiny(**settings) as engine:
             params = [SamplingParams(max_tokens=2 + i, ignore_eos=True) for i in range(5)]
             requests = [engine.new_request(*each) for each in zip(prompts, names, params, strict=True)]
@@ -232,7 +232,7 @@ def test_requests_come_and_go_while_adapters_load_beside() -> None:
     arrivals = [
         TimedRequest(i * 1_000_000, [1, 2, 3 + i], name, params) for i, name in enumerate([*"abcabcab", None])
     ]
-    with tiny(a_max=1, rules="capplan", max_cpu_loras=1) as engine:
+    with tiny(max_loras=1, rules="capplan", max_cpu_loras=1) as engine:
         replayed = replay(engine, arrivals)
         assert {record.disk_loads for record in engine.records} >= {0}
         check_integrity(engine.core.state, engine.core.limits, engine.sizes.num_blocks)
@@ -353,21 +353,29 @@ def test_a_broken_adapter_is_refused_in_one_line(spoil: Any, message: str, tmp_p
     assert "\n" not in str(caught.value)
 
 
+def test_deprecated_settings_have_the_names_of_vllms_flags_now() -> None:
+    with (
+        pytest.warns(DeprecationWarning, match="a_max is deprecated: use max_loras"),
+        tiny(a_max=2) as engine,
+    ):
+        assert engine.args.max_loras == 2
+
+
 @pytest.mark.parametrize(
     ("settings", "message"),
     [
-        ({"a_maxx": 3}, "did you mean 'a_max'"),
-        ({"a_max": 0}, "a_max: must be a whole number >= 1"),
-        ({"s_max": 4}, "at most s_max, 4"),
+        ({"max_lora": 3}, "did you mean 'max_loras'"),
+        ({"max_loras": 0}, "max_loras: must be a whole number >= 1"),
+        ({"max_lora_rank": 4}, "at most max_lora_rank, 4"),
         ({"dtype": "int8"}, "dtype"),
         ({"rules": "vllm"}, "rules: must be one of"),
         ({"rules": "vllm-0.32-async"}, "without asynchronous"),
         ({"cuda_graphs": True}, "must be off unless"),
         ({"lora_kernel": "compiled", "dtype": "bfloat16"}, "must be float32"),
         ({"rules": "slora", "memory": "slots"}, "must be unified"),
-        ({"rules": "slora", "prefix_caching": True}, "must be off"),
+        ({"rules": "slora", "enable_prefix_caching": True}, "must be off"),
         ({"max_model_len": 4096}, "at most the model's 128"),
-        ({"max_cpu_loras": 1, "a_max": 2}, "at least a_max, 2"),
+        ({"max_cpu_loras": 1, "max_loras": 2}, "at least max_loras, 2"),
         ({"rules": "slora", "max_cpu_loras": 2}, "at least the 3 adapters"),
         ({"memory": "unified", "block_size": 1, "max_model_len": 16}, None),
     ],

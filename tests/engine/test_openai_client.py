@@ -11,7 +11,7 @@ from tests.engine.live import SIZES, TINY, Live, live
 
 KEY = "secret"
 ADAPTERS = {f"a{i}": (4, 8, 16)[i % 3] for i in range(16)}
-SLOTS = {"a_max": 4}
+SLOTS = {"max_loras": 4}
 PROMPT = "Dear Sir or Madam"
 MESSAGES = [{"role": "system", "content": "Be brief."}, {"role": "user", "content": "Who are you?"}]
 AS_PLAIN_TEXT = "system: Be brief.\nuser: Who are you?\nassistant:"

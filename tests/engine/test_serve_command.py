@@ -49,7 +49,13 @@ def test_flags_become_settings(run: Run, started: list[InstanceConfig], tmp_path
     assert instance.adapters == {"a": 8, "b": tmp_path, "c": 16}
     assert instance.server.max_requests == 24
     assert instance.server.host == "127.0.0.1"
-    wanted = {"a_max": 4, "s_max": 32, "max_num_seqs": 16, "max_model_len": 512, "dtype": "float32"}
+    wanted = {
+        "max_loras": 4,
+        "max_lora_rank": 32,
+        "max_num_seqs": 16,
+        "max_model_len": 512,
+        "dtype": "float32",
+    }
     assert {name: instance.engine[name] for name in wanted} == wanted
     assert instance.engine["rules"] == "vllm-0.8"
     assert instance.engine["max_adapters"] is None
@@ -71,7 +77,7 @@ def test_a_root_makes_room_for_adapters_to_come(
     run("serve", "--model", "tiny-llama", "--lora-root", tmp_path)
     engine = started[0].engine
     assert engine["max_adapters"] > 100
-    assert engine["s_max"] == 16
+    assert engine["max_lora_rank"] == 16
 
 
 def test_an_open_door_is_pointed_out(run: Run, started: list[InstanceConfig]) -> None:
@@ -90,7 +96,7 @@ def test_an_open_door_is_pointed_out(run: Run, started: list[InstanceConfig]) ->
         ("--model tiny-llama --lora-modules a=900", "rank"),
         ("--model tiny-llama --lora-modules tiny-llama=8 --num-kv-blocks 8", "other names than the base"),
         ("--model tiny-llama --lora-modules a=no-such-folder", "no-such-folder"),
-        ("--model tiny-llama --lora-modules a=16 --max-lora-rank 8", "at most s_max, 8"),
+        ("--model tiny-llama --lora-modules a=16 --max-lora-rank 8", "at most max_lora_rank, 8"),
         ("--model tiny-llama --max-loras 0", "--max-loras: must be a whole number >= 1"),
         ("--model tiny-llama --max-queue -1", "--max-queue: must be >= 0"),
         ("--model tiny-llama --port 70000", "--port: must be a port"),

@@ -14,7 +14,7 @@ from tests.engine.test_faults import complete, send
 
 @pytest.fixture(scope="module")
 def server() -> Iterator[Live]:
-    with live({"a": 8, "b": 4}, {"a_max": 1, "max_num_seqs": 2}) as running:
+    with live({"a": 8, "b": 4}, {"max_loras": 1, "max_num_seqs": 2}) as running:
         yield running
 
 

@@ -121,7 +121,7 @@ class LoRAManager:
         ranks = source.ranks(self.layout)
         rank = int(ranks.max(initial=0))
         if max_rank is not None and rank > max_rank:
-            raise InputError(f"must be at most s_max, {max_rank}", rank, f"{source}: rank")
+            raise InputError(f"must be at most max_lora_rank, {max_rank}", rank, f"{source}: rank")
         self._sources[number], self._ranks[number], self.rank_of[number] = source, ranks, rank
 
     def unregister(self, number: int) -> None:

@@ -28,7 +28,7 @@ class ServingOptions:
     model_name
         Name of the base model for clients.
     engine
-        Fields of `EngineSettings` that override the plan.
+        Fields of `EngineArgs` and `EngineOptions` that override the plan.
     max_queue
         Prompts that an instance accepts beyond its ``max_num_seqs``.
     """
@@ -105,7 +105,7 @@ def _of_group(plan: Plan, group: Group, serving: ServingOptions) -> list[Instanc
     if group.tp != 1:
         raise InputError("must be 1: the engine has no tensor parallelism", group.tp, f"group {group.id}: tp")
     given = {name: value for name, value in serving.engine.items() if value is not None}
-    engine = {"rules": plan.engine.rules, **_engine_args(group), **given}
+    engine = {"rules": plan.engine.rules, **group.engine_args.model_dump(exclude_none=True), **given}
     server = {
         "model_name": serving.model_name,
         "max_requests": engine["max_num_seqs"] + serving.max_queue,
@@ -131,21 +131,6 @@ def _of_group(plan: Plan, group: Group, serving: ServingOptions) -> list[Instanc
         )
         for replica in range(1, group.replicas + 1)
     ]
-
-
-def _engine_args(group: Group) -> dict[str, Any]:
-    args = group.engine_args
-    fields: dict[str, Any] = {
-        "a_max": args.max_loras,
-        "s_max": args.max_lora_rank,
-        "max_cpu_loras": args.max_cpu_loras,
-        "max_num_seqs": args.max_num_seqs,
-        "max_num_batched_tokens": args.max_num_batched_tokens,
-        "max_model_len": args.max_model_len,
-        "gpu_memory_utilization": args.gpu_memory_utilization,
-        "prefix_caching": args.enable_prefix_caching,
-    }
-    return {name: value for name, value in fields.items() if value is not None}
 
 
 def _source(adapter: PlanAdapter, group: Group) -> str | int:

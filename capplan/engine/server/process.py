@@ -182,7 +182,8 @@ class InstanceConfig:
     model, adapters
         As for `Engine`.
     engine
-        Fields of `EngineSettings` except `max_in_flight`, which follows from the server's.
+        Fields of `EngineArgs` and `EngineOptions` except `max_in_flight`, which is
+        the server's `max_requests`.
     records
         Parquet file of step records; None: not written.
     """

@@ -62,7 +62,7 @@ class ServedAdapters:
         self._base_name = base_name
         self._root = None if root is None else root.resolve()
         self._layout = AdapterLayout(engine.config)
-        self._dtype = engine.settings.torch_dtype(engine.config)
+        self._dtype = engine.options.torch_dtype(engine.config)
         self._adapters = {name: AdapterInfo(name, str(source)) for name, source in initial.items()}
         self._lock = asyncio.Lock()
 
@@ -177,7 +177,7 @@ class Service:
         self.tokenizer = engine.tokenizer
         self.template = chat_template(engine.tokenizer, engine.folder)
         self.vocab_size = engine.config.vocab_size
-        self.max_model_len = engine.sizes.max_model_len
+        self.max_model_len = engine.args.max_model_len
         self.created = int(time.time())
         self.draining = False
         self.refused = {429: 0, 503: 0}

@@ -77,7 +77,13 @@ RANKS = {"r8-0": 8, "r8-1": 8, "r16-0": 16, "r16-1": 16}
 
 @pytest.fixture(scope="module")
 def stepper() -> Iterator[Stepper]:
-    fields = {"a_max": 2, "s_max": 16, "num_kv_blocks": 128, "max_num_seqs": 8, "max_num_batched_tokens": 128}
+    fields = {
+        "max_loras": 2,
+        "max_lora_rank": 16,
+        "num_kv_blocks": 128,
+        "max_num_seqs": 8,
+        "max_num_batched_tokens": 128,
+    }
     with Engine("tiny-llama", RANKS, virtual_time=True, max_in_flight=64, **fields) as engine:
         yield Stepper(engine, RANKS, seed=0)
 
