@@ -27,8 +27,9 @@ from urllib.request import urlopen
 from benchmarks.common import command_line, markdown
 from benchmarks.engine_speed import SIZES, free_ports, oracle_variables, write_model
 from capplan import Adapter, Lengths, Profile, SimulationResult, Workload, load_profile, simulate
+from capplan.datasets.catalog import read_arch
 from capplan.engine.models import read_config
-from capplan.models.calibration.components import Hardware, assumed_profile, read_arch
+from capplan.models.calibration.components import Hardware, assumed_profile
 from capplan.profiling.engine.memory import write_adapter
 from capplan.profiling.load.bench import BenchOptions, bench
 from capplan.profiling.load.requests import LoadSettings, Target

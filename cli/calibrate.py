@@ -164,7 +164,8 @@ def _base(
     for flag, value in (*given.items(), ("--gpu-memory-gib", gpu_memory_gib)):
         if value is None:
             raise InputError("is required without --base", location=flag)
-    from capplan.models.calibration.components import Hardware, assumed_profile, read_arch
+    from capplan.datasets.catalog import read_arch
+    from capplan.models.calibration.components import Hardware, assumed_profile
     from capplan.serving import serving_rules
 
     if gpu_memory_gib is None or not 0.0 < gpu_memory_gib < float("inf"):

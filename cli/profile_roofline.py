@@ -84,8 +84,7 @@ def roofline(args: RooflineArgs) -> None:
 
 
 def _arch(model: str | None, config: str | None, base_model: str | None) -> ModelArch:
-    from capplan.datasets.catalog import model_arch
-    from capplan.models.calibration.components import read_arch
+    from capplan.datasets.catalog import model_arch, read_arch
 
     if (model is None) == (config is None):
         raise InputError("is required, or else --model-config", model, "--model")

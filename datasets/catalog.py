@@ -1,11 +1,13 @@
-"""Model architectures and GPU data sheets by name, read from ``archs.json`` and ``gpus.json``.
+"""Model architectures and GPU data sheets by name, and the reader of Hugging Face's ``config.json``.
 
-Every entry of both files has a ``source`` and a ``licence``.
+Every entry of ``archs.json`` and ``gpus.json`` has a ``source`` and a ``licence``.
 """
 
 from __future__ import annotations
 
 import functools
+import os
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Annotated, Any, Final
 
@@ -13,9 +15,12 @@ from pydantic import Field
 
 from capplan.errors import InputError
 from capplan.spec import ModelArch
+from capplan.spec.files import read_json_object
 from capplan.spec.validation import SpecModel
 
 _FOLDER: Final = Path(__file__).parent
+_EMBEDDING_ADAPTERS: Final = ("LlamaForCausalLM", "MistralForCausalLM")
+"""Architectures whose slots also hold embedding and output head (vLLM: ``embedding_modules``)."""
 
 Positive = Annotated[float, Field(gt=0, allow_inf_nan=False)]
 
@@ -41,9 +46,11 @@ class GpuSheet(SpecModel):
     licence: str
 
 
-class _ArchEntry(ModelArch):
-    """Architecture with its provenance."""
-
+class _ArchEntry(SpecModel):
+    name: str
+    hf_ids: tuple[str, ...]
+    config: dict[str, Any]
+    """Fields of ``config.json`` on Hugging Face."""
     source: str
     licence: str
 
@@ -57,11 +64,22 @@ class _GpuFile(SpecModel):
 
 
 @functools.cache
+def _arch_entries() -> tuple[_ArchEntry, ...]:
+    return _ArchFile.model_validate_json((_FOLDER / "archs.json").read_bytes()).archs
+
+
+@functools.cache
 def model_archs() -> tuple[ModelArch, ...]:
     """Return every known architecture."""
-    entries = _ArchFile.model_validate_json((_FOLDER / "archs.json").read_bytes()).archs
-    provenance: Any = {"source", "licence"}
-    return tuple(ModelArch.model_validate(entry.model_dump(exclude=provenance)) for entry in entries)
+    return tuple(
+        arch_of(entry.config, entry.name, "archs.json").replace(hf_ids=entry.hf_ids)
+        for entry in _arch_entries()
+    )
+
+
+def hf_config(hf_id: str) -> Mapping[str, Any] | None:
+    """Return the fields of the ``config.json`` of a known architecture, by its Hugging Face id."""
+    return next((entry.config for entry in _arch_entries() if hf_id in entry.hf_ids), None)
 
 
 @functools.cache
@@ -83,6 +101,52 @@ def model_arch(name: str) -> ModelArch:
             return arch
     known = ", ".join(arch.name.lower() for arch in model_archs())
     raise InputError(f"must be one of {known}; others by --model-config", name, "--model")
+
+
+def read_arch(path: str | os.PathLike[str], hf_id: str) -> ModelArch:
+    """Return the architecture from the ``config.json`` of a Hugging Face model.
+
+    Raises
+    ------
+    InputError
+        If the file is unreadable, or a size is missing or not a whole number above 0.
+    """
+    return arch_of(read_json_object(path), hf_id, os.fspath(path))
+
+
+def arch_of(config: Mapping[str, Any], hf_id: str, location: str) -> ModelArch:
+    """Return the architecture from the fields of a ``config.json``; `location` is for messages.
+
+    Raises
+    ------
+    InputError
+        If a size is missing or not a whole number above 0.
+    """
+    heads = whole_number(config, "num_attention_heads", location)
+    hidden = whole_number(config, "hidden_size", location)
+    return ModelArch(
+        name=hf_id.rsplit("/", maxsplit=1)[-1],
+        hf_ids=(hf_id,),
+        layers=whole_number(config, "num_hidden_layers", location),
+        hidden_size=hidden,
+        heads=heads,
+        kv_heads=whole_number(config, "num_key_value_heads", location, heads),
+        head_dim=whole_number(config, "head_dim", location, hidden // heads),
+        intermediate_size=whole_number(config, "intermediate_size", location),
+        vocab_size=whole_number(config, "vocab_size", location),
+        tied_embeddings=bool(config.get("tie_word_embeddings", False)),
+        lora_on_embeddings=any(each in _EMBEDDING_ADAPTERS for each in config.get("architectures") or ()),
+    )
+
+
+def whole_number(config: Mapping[str, Any], key: str, location: str, default: int | None = None) -> int:
+    """Return a field that is a whole number above 0."""
+    value = config.get(key)
+    if value is None:
+        value = default
+    if not isinstance(value, int) or isinstance(value, bool) or value < 1:
+        raise InputError("must be a whole number above 0", value, f"{location}: {key}")
+    return value
 
 
 def gpu_sheet(key: str) -> GpuSheet:

@@ -278,6 +278,15 @@ def _line_of_key(node: Node, key: Key) -> int:
     return line
 
 
+def read_json_object(path: str | os.PathLike[str]) -> dict[str, Any]:
+    """Return the fields of a file that holds one JSON object; see :func:`parse_json`."""
+    name = os.fspath(path)
+    fields = parse_json(read_text(path), name)
+    if not isinstance(fields, dict):
+        raise InputError("must be a JSON object", location=name)
+    return fields
+
+
 def parse_json(text: str, name: str) -> Any:
     """Parse JSON, strictly: no duplicate keys, no NaN; ``name`` is the file's name in errors.
 

@@ -2,11 +2,10 @@
 
 from __future__ import annotations
 
-import os
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, Final
+from typing import Final
 
 import numpy as np
 from numpy.typing import NDArray
@@ -30,9 +29,7 @@ from capplan.spec import (
     ProfileEngine,
     Provenance,
     ProvenanceKind,
-    read_text,
 )
-from capplan.spec.files import parse_json
 
 MEMORY_COLUMNS: Final = ("a_max", "s_max", "kv_tokens")
 MEMORY_OPTIONS: Final = ("max_num_seqs", "gpu_memory_utilization")
@@ -51,8 +48,6 @@ _PCIE_BYTES_PER_MS: Final = 1e7
 _DISK_BYTES_PER_MS: Final = 1e6
 _RESERVED_BYTES: Final = 4e9
 _REQUEST_MS: Final = 5.0
-_EMBEDDING_ADAPTERS: Final = ("LlamaForCausalLM", "MistralForCausalLM")
-"""Architectures whose slots also hold embedding and output head (vLLM: ``embedding_modules``)."""
 
 
 def fit_memory(path: str | Path, base: Profile) -> FittedModel:
@@ -266,45 +261,6 @@ class Hardware:
     engine: str = "vllm"
     engine_version: str = "0.8.5"
     rules: str = "vllm-0.8"
-
-
-def read_arch(path: str | os.PathLike[str], hf_id: str) -> ModelArch:
-    """Return the architecture from the ``config.json`` of a Hugging Face model.
-
-    Raises
-    ------
-    InputError
-        For an unreadable file, or a size that is missing or not a whole number above 0.
-    """
-    name = os.fspath(path)
-    config = parse_json(read_text(path), name)
-    if not isinstance(config, Mapping):
-        raise InputError("must hold a mapping, as config.json of a Hugging Face model does", location=name)
-    heads = _size(config, "num_attention_heads", name)
-    hidden = _size(config, "hidden_size", name)
-    architectures = config.get("architectures") or []
-    return ModelArch(
-        name=hf_id.rsplit("/", maxsplit=1)[-1],
-        hf_ids=(hf_id,),
-        layers=_size(config, "num_hidden_layers", name),
-        hidden_size=hidden,
-        heads=heads,
-        kv_heads=_size(config, "num_key_value_heads", name, heads),
-        head_dim=_size(config, "head_dim", name, hidden // heads),
-        intermediate_size=_size(config, "intermediate_size", name),
-        vocab_size=_size(config, "vocab_size", name),
-        tied_embeddings=bool(config.get("tie_word_embeddings", False)),
-        lora_on_embeddings=any(each in _EMBEDDING_ADAPTERS for each in architectures),
-    )
-
-
-def _size(config: Mapping[str, Any], key: str, location: str, default: int | None = None) -> int:
-    value = config.get(key)
-    if value is None:
-        value = default
-    if not isinstance(value, int) or isinstance(value, bool) or value < 1:
-        raise InputError("must be a whole number above 0", value, f"{location}: {key}")
-    return value
 
 
 def assumed_profile(arch: ModelArch, hardware: Hardware) -> Profile:

@@ -60,7 +60,9 @@ def test_decodes_read_their_own_pages_and_what_was_just_stored(
 ) -> None:
     rng = np.random.default_rng()
     sizes = {"hidden_size": 8, "intermediate_size": 8, "vocab_size": 8, "max_positions": 512}
-    config = ModelConfig("attention", 2, heads=heads, kv_heads=kv_heads, head_dim=head_dim, **sizes)
+    config = ModelConfig(
+        name="attention", layers=2, heads=heads, kv_heads=kv_heads, head_dim=head_dim, **sizes
+    )
     block_size = int(rng.integers(3, 20))
     pool = PagePool(120, kv_page_elements(config, block_size), torch.float32, CPU)
     pool.tensor.fill_(torch.nan)

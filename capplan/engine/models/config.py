@@ -1,25 +1,44 @@
 """Model configurations: Hugging Face ``config.json`` of Llama (2, 3.x) and Qwen2/2.5, and built-in models.
 
 Both families are one decoder: RMS norms, rotary positions, grouped-query attention, a gated MLP. Qwen2 adds
-biases to q, k and v. A config that requires anything else is refused.
+biases to q, k and v. A config with any other feature is refused.
 """
 
 from __future__ import annotations
 
-import json
 from collections.abc import Mapping
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from functools import cache
 from pathlib import Path
 from types import MappingProxyType
-from typing import Any, Final
+from typing import Any, Final, Self
 
+from pydantic import model_validator
+
+from capplan.datasets.catalog import arch_of, hf_config, whole_number
 from capplan.errors import InputError
-from capplan.spec import ModelArch, read_text
+from capplan.spec import ModelArch
+from capplan.spec.files import read_json_object
+from capplan.spec.validation import rule_error
 
 _ROPE_TYPES: Final = ("default", "linear", "llama3")
-_BUILTIN_FILE: Final = Path(__file__).with_name("builtin.json")
-"""Fields of the ``config.json`` that each model is published with on Hugging Face."""
+_BUILTIN: Final = (
+    "meta-llama/Llama-2-7b-hf",
+    "meta-llama/Llama-3.1-8B-Instruct",
+    "Qwen/Qwen2.5-7B-Instruct",
+)
+"""Models of `capplan.datasets.catalog` with random weights."""
+_TINY: Final = MappingProxyType(
+    {
+        "model_type": "llama",
+        "num_hidden_layers": 2,
+        "hidden_size": 64,
+        "num_attention_heads": 4,
+        "num_key_value_heads": 2,
+        "intermediate_size": 128,
+        "vocab_size": 320,
+    }
+)
 
 
 @dataclass(frozen=True)
@@ -44,39 +63,27 @@ class Rope:
     original_positions: int = 8192
 
 
-@dataclass(frozen=True)
-class ModelConfig:
-    """Architecture of a model."""
+class ModelConfig(ModelArch):
+    """Architecture of a model with the details of its forward pass."""
 
-    name: str
-    layers: int
-    hidden_size: int
-    heads: int
-    kv_heads: int
-    head_dim: int
-    intermediate_size: int
-    vocab_size: int
+    hf_ids: tuple[str, ...] = ()
     max_positions: int
     rms_eps: float = 1e-6
     rope: Rope = Rope()
-    tied_embeddings: bool = False
     qkv_bias: bool = False
     o_bias: bool = False
     mlp_bias: bool = False
     dtype: str = "float32"
     eos_token_ids: tuple[int, ...] = ()
 
-    def __post_init__(self) -> None:
-        sizes = ("layers", "hidden_size", "heads", "kv_heads", "head_dim", "intermediate_size", "vocab_size")
-        for field in sizes:
-            if getattr(self, field) < 1:
-                raise InputError("must be >= 1", getattr(self, field), f"{self.name}: {field}")
+    @model_validator(mode="after")
+    def _check_heads(self) -> Self:
         if self.heads % self.kv_heads:
-            raise InputError(f"must divide the {self.heads} heads", self.kv_heads, f"{self.name}: kv_heads")
+            raise rule_error(f"must divide the {self.heads} heads", key=("kv_heads",), value=self.kv_heads)
         if self.head_dim % 2:
-            raise InputError(
-                "must be even: rotary positions turn pairs", self.head_dim, f"{self.name}: head_dim"
-            )
+            rule = "must be even: rotary positions turn pairs"
+            raise rule_error(rule, key=("head_dim",), value=self.head_dim)
+        return self
 
     @property
     def query_size(self) -> int:
@@ -90,19 +97,9 @@ class ModelConfig:
 
     def arch(self, dtype_bytes: int) -> ModelArch:
         """Return the architecture for the memory model of `capplan.serving`."""
-        return ModelArch(
-            name=self.name,
-            hf_ids=(self.name,),
-            layers=self.layers,
-            hidden_size=self.hidden_size,
-            heads=self.heads,
-            kv_heads=self.kv_heads,
-            head_dim=self.head_dim,
-            intermediate_size=self.intermediate_size,
-            vocab_size=self.vocab_size,
-            tied_embeddings=self.tied_embeddings,
-            dtype_bytes=dtype_bytes,
-        )
+        fields = {name: getattr(self, name) for name in ModelArch.model_fields}
+        own = {"hf_ids": (self.name,), "dtype_bytes": dtype_bytes, "lora_on_embeddings": False}
+        return ModelArch(**(fields | own))
 
 
 def read_config(path: str | Path) -> ModelConfig:
@@ -114,24 +111,13 @@ def read_config(path: str | Path) -> ModelConfig:
         If it cannot be read, is of another family, or requires an unsupported feature.
     """
     file = Path(path) / "config.json" if Path(path).is_dir() else Path(path)
-    try:
-        fields = json.loads(read_text(file))
-    except json.JSONDecodeError as error:
-        raise InputError(f"must be JSON: {error.msg}", location=f"{file}:{error.lineno}") from None
-    if not isinstance(fields, dict):
-        raise InputError("must be a JSON object", location=str(file))
-    config = config_from_hf(fields, str(file))
+    config = config_from_hf(read_json_object(file), str(file))
     beside = file.with_name("generation_config.json")
-    return config if not beside.is_file() else replace(config, eos_token_ids=_all_stops(config, beside))
-
-
-def _all_stops(config: ModelConfig, file: Path) -> tuple[int, ...]:
-    """Return the stop tokens of both files: chat models have more of them for generation."""
-    try:
-        more = json.loads(read_text(file)).get("eos_token_id")
-    except (json.JSONDecodeError, AttributeError):
-        raise InputError("must be a JSON object", location=str(file)) from None
-    return tuple(dict.fromkeys((*config.eos_token_ids, *_token_ids(more, f"{file}: eos_token_id"))))
+    if not beside.is_file():
+        return config
+    # Chat models have more stop tokens for generation.
+    more = _token_ids(read_json_object(beside).get("eos_token_id"), f"{beside}: eos_token_id")
+    return config.replace(eos_token_ids=tuple(dict.fromkeys((*config.eos_token_ids, *more))))
 
 
 def config_from_hf(fields: Mapping[str, Any], location: str = "config.json") -> ModelConfig:
@@ -140,24 +126,14 @@ def config_from_hf(fields: Mapping[str, Any], location: str = "config.json") -> 
     if family not in ("llama", "qwen2"):
         raise InputError("must be llama or qwen2", family, f"{location}: model_type")
     _refuse_unknown_features(fields, location)
-    heads = _whole_number(fields, "num_attention_heads", location)
-    hidden = _whole_number(fields, "hidden_size", location)
+    name = str(fields.get("_name_or_path") or Path(location).parent.name or family)
     attention_bias = bool(fields.get("attention_bias", False))
+    positions = 2048 if family == "llama" else 32768
     return ModelConfig(
-        name=str(fields.get("_name_or_path") or Path(location).parent.name or family),
-        layers=_whole_number(fields, "num_hidden_layers", location),
-        hidden_size=hidden,
-        heads=heads,
-        kv_heads=_whole_number(fields, "num_key_value_heads", location, heads),
-        head_dim=_whole_number(fields, "head_dim", location, hidden // heads),
-        intermediate_size=_whole_number(fields, "intermediate_size", location),
-        vocab_size=_whole_number(fields, "vocab_size", location),
-        max_positions=_whole_number(
-            fields, "max_position_embeddings", location, 2048 if family == "llama" else 32768
-        ),
+        **(arch_of(fields, name, location).model_dump() | {"name": name}),
+        max_positions=whole_number(fields, "max_position_embeddings", location, positions),
         rms_eps=_number(fields, "rms_norm_eps", location, 1e-6),
         rope=_rope(fields, location),
-        tied_embeddings=bool(fields.get("tie_word_embeddings", False)),
         qkv_bias=family == "qwen2" or attention_bias,
         o_bias=family == "llama" and attention_bias,
         mlp_bias=family == "llama" and bool(fields.get("mlp_bias", False)),
@@ -178,15 +154,6 @@ def _number(fields: Mapping[str, Any], key: str, location: str, default: float) 
     if not isinstance(value, int | float) or isinstance(value, bool):
         raise InputError("must be a number", value, f"{location}: {key}")
     return float(value)
-
-
-def _whole_number(fields: Mapping[str, Any], key: str, location: str, default: int | None = None) -> int:
-    value = fields.get(key)
-    if value is None:
-        value = default
-    if not isinstance(value, int) or isinstance(value, bool) or value < 1:
-        raise InputError("must be a whole number >= 1", value, f"{location}: {key}")
-    return value
 
 
 def _refuse_unknown_features(fields: Mapping[str, Any], location: str) -> None:
@@ -230,8 +197,8 @@ def _rope(fields: Mapping[str, Any], location: str) -> Rope:
 @cache
 def builtin_models() -> Mapping[str, ModelConfig]:
     """Return the built-in models by Hugging Face id; ``tiny-llama`` is for tests and first tries."""
-    documents = json.loads(read_text(_BUILTIN_FILE))
-    models = {name: config_from_hf({"_name_or_path": name, **each}, name) for name, each in documents.items()}
+    configs = {"tiny-llama": _TINY, **{name: hf_config(name) or {} for name in _BUILTIN}}
+    models = {name: config_from_hf({"_name_or_path": name, **each}, name) for name, each in configs.items()}
     return MappingProxyType(models)
 
 

@@ -9,6 +9,7 @@ import pandas as pd
 import pytest
 
 from capplan import InputError, Lengths, Profile
+from capplan.datasets.catalog import read_arch
 from capplan.models.calibration.components import (
     Hardware,
     assumed_profile,
@@ -16,7 +17,6 @@ from capplan.models.calibration.components import (
     fit_loading,
     fit_memory,
     held_kv_tokens,
-    read_arch,
 )
 from capplan.models.loading import disk_load_ms, gpu_load_ms
 from capplan.models.memory import kv_tokens
