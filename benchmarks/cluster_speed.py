@@ -1,4 +1,4 @@
-"""How fast the cluster twin is: ``python -m benchmarks.cluster_speed`` prints tables of docs/cluster.md.
+"""Speed of the cluster twin: ``python -m benchmarks.cluster_speed`` prints tables of the docs.
 
 CPU seconds of the public `simulate_cluster()` in this process, after compilation: drawing of requests, sizing
 of the instances and reduction to metrics included. The hour is Toppings' simulation: 60 instances, 340
@@ -8,28 +8,24 @@ requests per second, 40,000 adapters that every instance holds.
 from __future__ import annotations
 
 import argparse
-import subprocess
-import sys
-import time
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Final
 
-from benchmarks.common import command_line, emit, markdown, peak_mib
+from benchmarks.common import command_line, cpu_timed, emit, in_fresh_process, peak_mib, records_table
 from benchmarks.toppings_cluster import ClusterSetting, profile_with, simulation
 from capplan.spec import Kernel
 from capplan.twin.cluster import ROUTERS, ClusterResult, simulate_cluster
 
-ROOT = Path(__file__).resolve().parents[1]
 HOUR_S: Final = 3600.0
-BAR_S: Final = 120.0
 
 
 def timed(setting: ClusterSetting, router: str, duration_s: float) -> tuple[float, ClusterResult]:
-    begin_s = time.process_time()
-    engines = setting.engines(profile_with(Kernel.BGMV))
-    result = simulate_cluster(setting.workload, engines, router=router, duration_s=duration_s)
-    return time.process_time() - begin_s, result
+    def call() -> ClusterResult:
+        engines = setting.engines(profile_with(Kernel.BGMV))
+        return simulate_cluster(setting.workload, engines, router=router, duration_s=duration_s)
+
+    return cpu_timed(call)
 
 
 def router_table(duration_s: float) -> str:
@@ -38,10 +34,15 @@ def router_table(duration_s: float) -> str:
         cpu_s, result = timed(setting, router, duration_s)
         per_look_ns = 1e9 * cpu_s / result.submitted / setting.instances
         rows.append(
-            (router, f"{cpu_s:.1f}", f"{per_look_ns:.0f}", f"{result.submitted:,}", f"{result.steps:,}")
+            {
+                f"{setting.name}, {duration_s:,.0f} s": router,
+                "CPU s": f"{cpu_s:.1f}",
+                "ns per request and instance": f"{per_look_ns:.0f}",
+                "requests": f"{result.submitted:,}",
+                "steps": f"{result.steps:,}",
+            }
         )
-    title = f"{setting.name}, {duration_s:,.0f} s"
-    return markdown((title, "CPU s", "ns per request and instance", "requests", "steps"), rows)
+    return records_table(rows)
 
 
 def growth_table(duration_s: float) -> str:
@@ -49,22 +50,15 @@ def growth_table(duration_s: float) -> str:
     for instances in (1, 8, 60, 240):
         setting = simulation(adapters=4_000, rps=340.0 / 60 * instances, instances=instances)
         cpu_s, result = timed(setting, "least-loaded", duration_s)
-        per_request_us = 1e6 * cpu_s / result.submitted
         rows.append(
-            (f"{instances} instances", f"{cpu_s:.2f}", f"{per_request_us:.2f}", f"{result.submitted:,}")
+            {
+                "least-loaded, 5.7 req/s each": f"{instances} instances",
+                "CPU s": f"{cpu_s:.2f}",
+                "CPU us per request": f"{1e6 * cpu_s / result.submitted:.2f}",
+                "requests": f"{result.submitted:,}",
+            }
         )
-    return markdown(("least-loaded, 5.7 req/s each", "CPU s", "CPU us per request", "requests"), rows)
-
-
-def own_peak() -> float:
-    timed(simulation(), "toppings", HOUR_S)
-    return peak_mib()
-
-
-def peak_of_the_hour_mib() -> float:
-    command = [sys.executable, "-m", "benchmarks.cluster_speed", "--peak-rss"]
-    done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, check=True)
-    return float(done.stdout)
+    return records_table(rows)
 
 
 def main(arguments: Sequence[str] | None = None) -> None:
@@ -74,13 +68,14 @@ def main(arguments: Sequence[str] | None = None) -> None:
     parser.add_argument("--peak-rss", action="store_true", help=argparse.SUPPRESS)
     chosen = parser.parse_args(arguments)
     if chosen.peak_rss:
-        print(own_peak())
+        timed(simulation(), "toppings", HOUR_S)
+        print(peak_mib())
         return
     timed(simulation(adapters=100), "toppings", 1.0)  # compile first
     tables = [router_table(chosen.duration_s), growth_table(chosen.duration_s)]
-    peak = markdown(("peak memory of the hour, `toppings`",), [(f"{peak_of_the_hour_mib():,.0f} MiB",)])
-    text = "\n\n".join([*tables, peak]) + "\n"
-    emit(text, chosen.markdown)
+    peak = float(in_fresh_process("cluster_speed", "--peak-rss"))
+    tables.append(records_table([{"peak memory of the hour, `toppings`": f"{peak:,.0f} MiB"}]))
+    emit("\n\n".join(tables) + "\n", chosen.markdown)
 
 
 if __name__ == "__main__":

@@ -1,14 +1,27 @@
-"""Tables, command lines and memory readings that all benchmarks share."""
+"""Command lines, tables, child processes, timing and workloads that benchmarks share."""
 
 from __future__ import annotations
 
 import argparse
+import json
 import resource
+import subprocess
 import sys
-from collections.abc import Iterable, Sequence
+import tempfile
+import time
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from pathlib import Path
+from typing import Any, TypeVar
 
+from capplan import Adapter, Workload, load_workload
+from capplan.errors import CapplanError
 from capplan.spec import write_text_atomic
+from capplan.workload.presets import preset
+
+H100_LLAMA = "h100-64g/llama-3.1-8b/vllm-0.8.5"
+LLAMA = "meta-llama/Llama-3.1-8B-Instruct"
+Answer = TypeVar("Answer")
 
 
 def command_line(doc: str | None) -> argparse.ArgumentParser:
@@ -17,6 +30,16 @@ def command_line(doc: str | None) -> argparse.ArgumentParser:
     return argparse.ArgumentParser(
         prog=name, description=doc, formatter_class=argparse.RawDescriptionHelpFormatter
     )
+
+
+@contextmanager
+def user_errors() -> Iterator[None]:
+    """Exit with one line and the exit code of capplan for its errors."""
+    try:
+        yield
+    except CapplanError as error:
+        print(f"error: {error}", file=sys.stderr)
+        raise SystemExit(error.exit_code) from None
 
 
 def emit(text: str, file: Path | None = None) -> None:
@@ -32,6 +55,35 @@ def markdown(header: Sequence[str], rows: Iterable[Sequence[str]]) -> str:
     return "\n".join(f"| {' | '.join(line)} |" for line in lines)
 
 
+def records_table(records: Iterable[Mapping[str, object]]) -> str:
+    """Return a Markdown table with a row per record; the keys are the header."""
+    rows = list(records)
+    return markdown(list(rows[0]), [[str(value) for value in row.values()] for row in rows]) if rows else ""
+
+
+def read_or_make(path: Path, make: Callable[[], Answer]) -> Answer:
+    """Return the JSON value of a file; make and write it if missing."""
+    if not path.exists():
+        path.parent.mkdir(parents=True, exist_ok=True)
+        write_text_atomic(path, json.dumps(make()))
+    found: Answer = json.loads(path.read_text(encoding="utf-8"))
+    return found
+
+
+def in_fresh_process(benchmark: str, *words: str) -> str:
+    """Return the output of ``python -m benchmarks.NAME WORDS``."""
+    command = [sys.executable, "-m", f"benchmarks.{benchmark}", *words]
+    root = Path(__file__).resolve().parents[1]
+    return subprocess.run(command, cwd=root, stdout=subprocess.PIPE, text=True, check=True).stdout
+
+
+def cpu_timed(call: Callable[[], Answer]) -> tuple[float, Answer]:
+    """Return the CPU seconds of this process during a call, and its result."""
+    start_s = time.process_time()
+    answer = call()
+    return time.process_time() - start_s, answer
+
+
 def peak_mib() -> float:
     """Return the peak memory of this process; unlike ru_maxrss, VmHWM excludes the parent."""
     if Path("/proc/self/status").exists():
@@ -43,3 +95,25 @@ def peak_mib() -> float:
 def resident_mib(key: str = "VmRSS") -> float:
     """Return the memory of this process on Linux: VmRSS, held now, or VmHWM, the peak."""
     return int(Path("/proc/self/status").read_text().split(f"{key}:")[1].split()[0]) / 1024
+
+
+def numbered_adapters(ranks: Iterable[int], rates_rps: Iterable[float]) -> tuple[Adapter, ...]:
+    """Return adapters a0, a1, ... of these ranks and rates."""
+    return tuple(
+        Adapter(name=f"a{i}", rank=int(rank), rate_rps=float(rate_rps))
+        for i, (rank, rate_rps) in enumerate(zip(ranks, rates_rps, strict=True))
+    )
+
+
+def equal_adapters(count: int, rank: int, total_rps: float) -> tuple[Adapter, ...]:
+    """Return adapters of one rank that share a rate equally."""
+    return numbered_adapters([rank] * count, [total_rps / count] * count)
+
+
+def preset_workload(name: str, **options: Any) -> Workload:
+    """Return the workload of a preset on the shipped Llama profile; options as for `Preset.yaml`."""
+    text = preset(name).yaml(profile=H100_LLAMA, base_model=LLAMA, **options)
+    with tempfile.TemporaryDirectory() as folder:
+        path = Path(folder) / "workload.yaml"
+        path.write_text(text, encoding="utf-8")
+        return load_workload(path)

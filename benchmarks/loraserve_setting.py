@@ -1,19 +1,18 @@
-"""LoRAServe's setting: ``python -m benchmarks.loraserve_setting --traces DIR --out DIR`` (its section V).
+"""LoRAServe's setting (section V): ``python -m benchmarks.loraserve_setting --traces DIR --out DIR``.
 
 Four servers, 25 adapters of ranks 8 to 128, six traces: {uniform, Poisson} arrivals x {Uniform, Shifting
-skew, Exponential} popularity of ranks, with the lengths of the Azure conversations of 2023. For every system
-the highest request rate whose P95 TTFT stays within 10 s, and the servers that it takes for 95 % of what
-LoRAServe sustains on four.
+skew, Exponential} popularity of ranks, with the lengths of the Azure conversations of 2023. For every system:
+the highest request rate with a P95 TTFT within 10 s, and the servers needed for 95 % of LoRAServe's rate on
+four.
 
-Rates are bracketed and bisected to 1 %, each seed for itself with common random numbers. A JSON per cell
-stands in --out; a run that was broken off goes on where it stopped. ``--quick`` is a subset.
+Rates are bracketed and bisected to 1 %, per seed with common random numbers. DIR has a JSON file per cell; an
+interrupted run is resumed. ``--quick`` is a subset.
 """
 
 from __future__ import annotations
 
 import json
 import math
-import tempfile
 from collections.abc import Callable, Sequence
 from dataclasses import asdict, dataclass
 from functools import partial
@@ -21,10 +20,9 @@ from pathlib import Path
 from statistics import fmean
 from typing import Any, Final
 
-from benchmarks.common import command_line, markdown
+from benchmarks.common import H100_LLAMA, command_line, markdown, preset_workload
 from benchmarks.loraserve_systems import (
     PREFILL_RATIO,
-    SHIPPED,
     SYSTEMS,
     Scene,
     declared_tok_s,
@@ -32,9 +30,8 @@ from benchmarks.loraserve_systems import (
     p95_ttft_s,
     standin,
 )
-from capplan import Workload, load_profile, load_workload
+from capplan import load_profile
 from capplan.spec import write_text_atomic
-from capplan.workload.presets import preset
 
 TRACES: Final = tuple(
     f"{arrivals}-{skew}"
@@ -71,22 +68,20 @@ class Run:
 
     def cell(self, name: str, find: Callable[[], Any]) -> Any:
         """Return the stored result for these settings, or compute and store it."""
-        path, asked = self.out / f"{name}.json", asdict(self.settings)
+        path, settings = self.out / f"{name}.json", asdict(self.settings)
         if path.exists():
             known = json.loads(path.read_text(encoding="utf-8"))
-            if known["settings"] == asked:
+            if known["settings"] == settings:
                 return known["found"]
         found = find()
-        write_text_atomic(path, json.dumps({"settings": asked, "found": found}))
+        write_text_atomic(path, json.dumps({"settings": settings, "found": found}))
         print(f"{name}: {found}", flush=True)
         return found
 
     def scene(self, trace: str) -> Scene:
-        profile = standin(load_profile(SHIPPED), self.settings.prefill_ratio)
-        workload = _workload(trace, profile.model.hf_ids[0], self.traces)
-        folder = self.out / f"ratio-{self.settings.prefill_ratio:g}"
-        folder.mkdir(parents=True, exist_ok=True)
-        return Scene(trace, workload, profile, STEP_S, folder)
+        profile = standin(load_profile(H100_LLAMA), self.settings.prefill_ratio)
+        workload = preset_workload(f"loraserve-{trace}", traces=str(self.traces))
+        return Scene(trace, workload, profile, STEP_S, self.out / f"ratio-{self.settings.prefill_ratio:g}")
 
     def holds(self, scene: Scene, system: str, servers: int, seed: int, rps: float) -> bool:
         load = load_at(scene.workload, scene.profile, rps, self.settings.duration_s, seed)
@@ -138,15 +133,7 @@ def highest(holds: Callable[[float], bool], start: float) -> float:
     return low
 
 
-def _workload(trace: str, base_model: str, traces: Path) -> Workload:
-    text = preset(f"loraserve-{trace}").yaml(profile=SHIPPED, base_model=base_model, traces=str(traces))
-    with tempfile.TemporaryDirectory() as folder:
-        path = Path(folder) / "workload.yaml"
-        path.write_text(text, encoding="utf-8")
-        return load_workload(path)
-
-
-def told(rps: Sequence[float], loraserve_rps: Sequence[float]) -> str:
+def rates_cell(rps: Sequence[float], loraserve_rps: Sequence[float]) -> str:
     """Return mean and range of rates, and LoRAServe's mean over it."""
     spread = f" ({min(rps):.1f} to {max(rps):.1f})" if len(rps) > 1 else ""
     ratio = f"{fmean(loraserve_rps) / fmean(rps):.2f} x" if fmean(rps) else "never"
@@ -157,7 +144,7 @@ def tables(run: Run, traces: Sequence[str], systems: Sequence[str]) -> str:
     rates, servers = [], []
     for trace in traces:
         found = run.rates(trace, systems)
-        rates.append([trace, *(told(found[system], found["loraserve"]) for system in systems)])
+        rates.append([trace, *(rates_cell(found[system], found["loraserve"]) for system in systems)])
         rps, needed = run.servers(trace, systems)
         servers.append([trace, f"{rps:.1f}", *(str(n or f"> {MOST_SERVERS}") for n in needed.values())])
     return f"{markdown(['trace', *systems], rates)}\n\n{markdown(['trace', 'req/s', *systems], servers)}"

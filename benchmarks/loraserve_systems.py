@@ -1,16 +1,16 @@
-"""The systems of LoRAServe's evaluation, by name: who serves which request under a load."""
+"""Systems of LoRAServe's evaluation: TTFT of every request under a load."""
 
 from __future__ import annotations
 
-import json
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Final, TypeAlias
+from typing import Any, Final, TypeAlias
 
 import numpy as np
 from numpy.typing import NDArray
 
+from benchmarks.common import H100_LLAMA, read_or_make
 from capplan import Assignment, EngineArgs, Problem, Profile, Workload
 from capplan.models.step_latency import GRAPH_TOKENS
 from capplan.planner.api import solve
@@ -20,6 +20,7 @@ from capplan.planner.solvers import find_solver
 from capplan.planner.solvers.loraserve import OperatingPoints, arrived_tok_s, extrapolate
 from capplan.planner.solvers.loraserve_placement import AdapterDemand, place
 from capplan.planner.solvers.random_placement import contiguous_by_rank, random_shares
+from capplan.profiling.load.requests import scaled
 from capplan.serving import adapter_bytes
 from capplan.spec import (
     Coefficient,
@@ -28,7 +29,6 @@ from capplan.spec import (
     Objective,
     Provenance,
     ProvenanceKind,
-    write_text_atomic,
 )
 from capplan.twin import build_scenario
 from capplan.twin.cluster import Instance, simulate_cluster
@@ -38,10 +38,9 @@ from capplan.twin.scenario import NS_PER_S, draw_for
 from capplan.twin.trace import STATUS_REJECTED
 from capplan.workload import Requests
 
-SHIPPED: Final = "h100-64g/llama-3.1-8b/vllm-0.8.5"
 NAME: Final = "stand-in/llama-3.1-8b/s-lora-bgmv"
 PREFILL_RATIO: Final = 2.7
-"""Prefill of 2,000 tokens at rank 128 over the same at rank 8, alone on a server (section III-A1)."""
+"""Prefill time of 2,000 tokens at rank 128 over that at rank 8, alone on a server (section III-A1)."""
 PROMPT_TOKENS: Final = 2000
 RANKS: Final = (8, 128)
 BYTES_PER_S: Final = 2.0e12
@@ -50,8 +49,12 @@ KEPT: Final = ("base_ms", "ms_per_ktoken", "ms_per_kv_ktoken", "ms_per_ktoken_be
 MAX_MODEL_LEN: Final = 8192
 MAX_BATCH_TOKENS: Final = 8192
 """S-LoRA computes a prompt in one batch or rejects it."""
-MAX_NUM_SEQS: Final = 256
-UTILIZATION: Final = 0.9
+LIMITS: Final[Mapping[str, Any]] = {
+    "max_num_seqs": 256,
+    "max_num_batched_tokens": MAX_BATCH_TOKENS,
+    "max_model_len": MAX_MODEL_LEN,
+    "gpu_memory_utilization": 0.9,
+}
 Shares: TypeAlias = Sequence[Mapping[str, float]]
 """Per server, the served share of every adapter."""
 STEPPED: Final = {
@@ -70,34 +73,46 @@ _TIME_LIMIT_S: Final = 120.0
 
 
 def standin(shipped: Profile, prefill_ratio: float = PREFILL_RATIO) -> Profile:
-    """Return the stand-in.
-
-    Parameters
-    ----------
-    shipped
-        Profile whose costs of the base model are kept.
-    prefill_ratio
-        What prefill at rank 128 takes over prefill at rank 8.
-    """
+    """Return the stand-in, with a shipped profile's costs of the base model."""
     step = shipped.step_latency
-    coefficients = {
-        name: coefficient if name in KEPT else Coefficient(value=0.0)
-        for name, coefficient in step.coefficients.items()
-    }
-    coefficients["ms_per_prefill_krank"] = Coefficient(value=prefill_ms_per_krank(step, prefill_ratio))
-    coefficients["ms_per_decode_krank"] = Coefficient(value=decode_ms_per_krank(shipped))
+    free = [name for name in step.coefficients if name not in KEPT]
+    decode_ms = decode_ms_per_krank(shipped)
     return shipped.replace(
         name=NAME,
         engine=shipped.engine.replace(name="s-lora", version="c1ddf48", rules="slora", kernel=Kernel.BGMV),
-        step_latency=step.replace(coefficients=coefficients),
+        step_latency=with_rank_costs(step, free, prefill_ratio, decode_ms),
         provenance=Provenance(
             kind=ProvenanceKind.ROOFLINE,
-            source=f"{SHIPPED} without its costs of slots and adapters; ranks: LoRAServe, section III-A1",
+            source=f"{H100_LLAMA} without its costs of slots and adapters; ranks: LoRAServe, section III-A1",
             command="python -m benchmarks.loraserve_setting",
             notes=f"Prefill of {PROMPT_TOKENS} tokens at rank 128 takes {prefill_ratio:g} x that at rank 8. "
             f"Decode reads the padded q, k, v and o weights of each request at {BYTES_PER_S:g} bytes/s.",
         ),
     )
+
+
+def with_rank_costs(
+    step: FittedModel, free: Iterable[str], prefill_ratio: float, decode_ms_per_krank: float
+) -> FittedModel:
+    """Return a step model with costs by rank, and without some others.
+
+    Parameters
+    ----------
+    step
+        Step model of vLLM's kernels, whose costs do not depend on ranks.
+    free
+        Coefficients to set to 0.
+    prefill_ratio
+        Prefill time of 2,000 tokens at rank 128 over that at rank 8.
+    decode_ms_per_krank
+        Milliseconds per 1,000 request-ranks.
+    """
+    low, high = (PROMPT_TOKENS * rank / 1000.0 for rank in RANKS)
+    prefill_ms = base_prefill_ms(step) * (prefill_ratio - 1.0) / (high - prefill_ratio * low)
+    values = {**dict.fromkeys(free, 0.0), "ms_per_decode_krank": decode_ms_per_krank}
+    values["ms_per_prefill_krank"] = prefill_ms
+    changed = {name: Coefficient(value=value) for name, value in values.items()}
+    return step.replace(coefficients={**step.coefficients, **changed})
 
 
 def base_prefill_ms(step: FittedModel) -> float:
@@ -106,12 +121,6 @@ def base_prefill_ms(step: FittedModel) -> float:
         + step.value("ms_per_ktoken") * PROMPT_TOKENS / 1000.0
         + step.value("ms_per_ktoken_beyond_graphs") * (PROMPT_TOKENS - GRAPH_TOKENS) / 1000.0
     )
-
-
-def prefill_ms_per_krank(step: FittedModel, ratio: float) -> float:
-    """Return the cost of 1000 token-ranks of prefill with which the two ranks have this ratio."""
-    low, high = (PROMPT_TOKENS * rank / 1000.0 for rank in RANKS)
-    return base_prefill_ms(step) * (ratio - 1.0) / (high - ratio * low)
 
 
 def decode_ms_per_krank(profile: Profile) -> float:
@@ -145,16 +154,7 @@ def load_at(workload: Workload, profile: Profile, rps: float, duration_s: float,
 
 
 def at_rate(workload: Workload, rps: float) -> Workload:
-    scale = rps / workload.total_rate_rps
-    adapters = tuple(a.model_copy(update={"rate_rps": a.rate_rps * scale}) for a in workload.adapters)
-    return workload.model_copy(update={"adapters": adapters})
-
-
-def adapter_loads(workload: Workload, profile: Profile, tok_s: Sequence[float]) -> list[AdapterDemand]:
-    return [
-        AdapterDemand(a.name, a.rank, demand, adapter_bytes(profile.model, a.rank))
-        for a, demand in zip(workload.adapters, tok_s, strict=True)
-    ]
+    return scaled(workload, rps / workload.total_rate_rps)
 
 
 def declared_tok_s(load: Load) -> list[float]:
@@ -182,7 +182,10 @@ def stepped(
     stored = None
     for step in range(len(history)):
         demand = [extrapolate(history[:step, i].tolist(), declared[i]) for i in range(len(declared))]
-        adapters = adapter_loads(load.workload, load.profile, demand)
+        adapters = [
+            AdapterDemand(a.name, a.rank, tok_s, adapter_bytes(load.profile.model, a.rank))
+            for a, tok_s in zip(load.workload.adapters, demand, strict=True)
+        ]
         placed = place(adapters, points, servers, stored=stored, literal_leftovers=literal_leftovers)
         stored = [frozenset(served) for served in placed.shares]
         placements.append(placed.shares)
@@ -211,35 +214,18 @@ def routed(load: Load, placements: Sequence[Shares]) -> NDArray[np.int64]:
 def served_by_shares(load: Load, placements: Sequence[Shares]) -> NDArray[np.float64]:
     """Return the TTFT of every request under placements."""
     server = routed(load, placements)
-    times = np.empty(server.size)
+    ttft = np.empty(server.size)
+    slots, rank = _slots(load.workload)
+    args = EngineArgs(max_loras=slots, max_lora_rank=rank, **LIMITS)
     for number in range(len(placements[0])):
         mine = np.flatnonzero(server == number)
-        asked = load.requests
-        own = Requests(
-            asked.arrival_ns[mine], asked.adapter[mine], asked.prompt_tokens[mine], asked.output_tokens[mine]
+        own = Requests(*(column[mine] for column in load.requests))
+        scenario = build_scenario(
+            load.workload, load.profile, args, duration_s=load.duration_s, seed=load.seed, requests=own
         )
-        times[mine] = _served_alone(load, own)
-    return times
-
-
-def _served_alone(load: Load, requests: Requests) -> NDArray[np.float64]:
-    scenario = build_scenario(
-        load.workload,
-        load.profile,
-        EngineArgs(
-            max_loras=len(load.workload.adapters),
-            max_lora_rank=max(adapter.rank for adapter in load.workload.adapters),
-            max_num_seqs=MAX_NUM_SEQS,
-            max_num_batched_tokens=MAX_BATCH_TOKENS,
-            max_model_len=MAX_MODEL_LEN,
-            gpu_memory_utilization=UTILIZATION,
-        ),
-        duration_s=load.duration_s,
-        seed=load.seed,
-        requests=requests,
-    )
-    trace = run(scenario)
-    return ttft_s(requests.arrival_ns, trace.first_ns, trace.status, scenario.horizon_ns)
+        trace = run(scenario)
+        ttft[mine] = ttft_s(own.arrival_ns, trace.first_ns, trace.status, scenario.horizon_ns)
+    return ttft
 
 
 def ttft_s(
@@ -253,8 +239,8 @@ def ttft_s(
 
 def p95_ttft_s(load: Load, times_s: NDArray[np.float64], bound_s: float) -> float:
     """Return the 95th percentile, excluding requests of the last `bound_s` seconds."""
-    judged = load.requests.arrival_ns < (load.duration_s - bound_s) * NS_PER_S
-    return float(np.percentile(times_s[judged], 95, method="higher")) if judged.any() else 0.0
+    counted = load.requests.arrival_ns < (load.duration_s - bound_s) * NS_PER_S
+    return float(np.percentile(times_s[counted], 95, method="higher")) if counted.any() else 0.0
 
 
 @dataclass(frozen=True)
@@ -282,37 +268,26 @@ class Scene:
             return _whole(random_shares(problem, np.random.default_rng(seed)), servers)
         if system == "slora-contiguous":
             return _whole(contiguous_by_rank(problem), servers)
-        return self._kept(f"{self.trace}.{system}.{servers}", lambda: self._by_capplan(servers))
+        path = self.folder / f"{self.trace}.{system}.{servers}.json"
+        return read_or_make(path, lambda: self._by_capplan(servers))
 
     def points(self, servers: int) -> Mapping[int, float]:
         ranks = [adapter.rank for adapter in self.workload.adapters]
-        measured = self._kept(
-            f"{self.trace}.points.{servers}",
-            lambda: [{str(rank): p for rank, p in OperatingPoints(self._problem(servers))(ranks).items()}],
-        )
-        return {int(rank): point for rank, point in measured[0].items()}
+        path = self.folder / f"{self.trace}.operating-points.{servers}.json"
+        measured = read_or_make(path, lambda: dict(OperatingPoints(self._problem(servers))(ranks)))
+        return {int(rank): point for rank, point in measured.items()}
 
-    def _problem(self, servers: int, **wishes: object) -> Problem:
+    def _problem(self, servers: int, **fields: object) -> Problem:
         engine = self.workload.engine.model_copy(update={"max_num_batched_tokens": MAX_BATCH_TOKENS})
         slower = at_rate(self.workload, _TRICKLE_RPS * servers)
-        wished = slower.model_copy(update={"engine": engine, "headroom": 0.0, "gpus": None, **wishes})
-        return make_problem(wished, servers, self.profile)
+        changes = {"engine": engine, "headroom": 0.0, "gpus": None, **fields}
+        return make_problem(slower.model_copy(update=changes), servers, self.profile)
 
     def _by_capplan(self, servers: int) -> Shares:
         problem = self._problem(servers, objective=Objective.MAX_THROUGHPUT)
         exact = TwinEstimator(problem, 0)
         answer = solve(problem, find_solver("capplan"), exact, time_limit_s=_TIME_LIMIT_S)
         return shares_of(answer.assignments, servers)
-
-    def _kept(self, name: str, find: Callable[[], Shares]) -> Shares:
-        """Return the stored result of a name, or compute and store it."""
-        path = self.folder / f"{name}.json"
-        if path.exists():
-            known: Shares = json.loads(path.read_text(encoding="utf-8"))
-            return known
-        found = [dict(shares) for shares in find()]
-        write_text_atomic(path, json.dumps(found))
-        return found
 
 
 def shares_of(assignments: tuple[Assignment, ...], servers: int) -> Shares:
@@ -328,20 +303,17 @@ def _whole(groups: list[list[AdapterShare]], servers: int) -> Shares:
     return shares_of(tuple(Assignment(tuple(shares), 1) for shares in groups), servers)
 
 
+def _slots(workload: Workload) -> tuple[int, int]:
+    """Return a slot per adapter, of the largest rank."""
+    return len(workload.adapters), max(adapter.rank for adapter in workload.adapters)
+
+
 def _routed(load: Load, router: str, servers: int) -> NDArray[np.float64]:
     """Return the TTFT under a router, with all adapters on equal servers."""
-    server = Instance(
-        load.profile,
-        a_max=len(load.workload.adapters),
-        s_max=max(adapter.rank for adapter in load.workload.adapters),
-        max_num_seqs=MAX_NUM_SEQS,
-        max_num_batched_tokens=MAX_BATCH_TOKENS,
-        max_model_len=MAX_MODEL_LEN,
-        gpu_memory_utilization=UTILIZATION,
-    )
+    server = Instance(load.profile, *_slots(load.workload), **LIMITS)
     result = simulate_cluster(
         load.workload, [server] * servers, router=router, duration_s=load.duration_s, seed=load.seed
     )
-    asked = result.requests  # drawn with the seed, they are those of `load`
-    waited_s = np.where(np.isnan(asked.ttft_s), load.duration_s - asked.arrival_s, asked.ttft_s)
-    return np.where(asked.status == REJECTED, np.inf, waited_s)
+    served = result.requests  # drawn with the seed, as in `load`
+    waited_s = np.where(np.isnan(served.ttft_s), load.duration_s - served.arrival_s, served.ttft_s)
+    return np.where(served.status == REJECTED, np.inf, waited_s)

@@ -1,18 +1,15 @@
 """Section 8.4 of the adapter-caching paper, every solver: ``python -m benchmarks.placement_grid --out DIR``.
 
-A JSON per cell stands in DIR; a run that was broken off goes on where it stopped, and cells of which the
-lower bound says that they cannot be served are not tried. `compare` has every solver answer, and the twin
-judge the answers on fresh seeds of one hour each.
+DIR has a JSON file per cell; an interrupted run is resumed. Cells beyond the lower bound are not tried. Each
+solver's answer is verified by the twin (`compare`) on fresh seeds of one hour each.
 
-``summary --out DIR`` prints the tables. ``drop --out DIR --solvers NAMES`` forgets solvers, which the next
-run then asks anew.
+``summary --out DIR`` prints the tables. ``drop --out DIR --solvers NAMES`` removes the results of solvers.
 """
 
 from __future__ import annotations
 
 import fnmatch
 import itertools
-import sys
 import time
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import asdict, dataclass
@@ -25,14 +22,11 @@ from typing import Final
 
 import numpy as np
 
-from benchmarks.common import command_line, emit, markdown
-from benchmarks.placement_records import ALL, Record, Store, find_all, suits
-from capplan import Adapter, EngineConfig, InputError, Workload
-from capplan.datasets.published.runs import LENGTHS, MAX_NUM_SEQS, PUBLISHED, TOKEN_BUDGET, PublishedModel
-from capplan.errors import CapplanError
-from capplan.planner import SolverResult, compare
-from capplan.planner.bound import busy_gpus, lower_bound_gpus
-from capplan.planner.problem import make_problem
+from benchmarks.common import command_line, emit, numbered_adapters, records_table, user_errors
+from benchmarks.placement_records import ALL, MODELS, Record, Settings, Store, find_all, suits, workload_of
+from capplan import EngineConfig, InputError, Workload
+from capplan.datasets.published.runs import MAX_NUM_SEQS, TOKEN_BUDGET
+from capplan.planner import SolverResult
 from capplan.twin.sweep import in_parallel
 
 RATES_RPS: Final = MappingProxyType(
@@ -45,7 +39,6 @@ RATES_RPS: Final = MappingProxyType(
 SIZES: Final = MappingProxyType({"high": (32,), "low": (8,), "mixed": (8, 16, 32)})
 ADAPTERS: Final = (8, 16, 32, 64, 96, 128, 160, 192, 256, 320, 384, 512, 640, 768, 896, 1024, 1152, 1280)
 GPUS: Final = (1, 4)
-MODELS: Final = MappingProxyType({model.key.split("-")[0]: model for model in PUBLISHED})
 CI: Final = (
     "llama.1gpu.mixed-rates.mixed-sizes.160",
     "llama.4gpu.low-rates.mixed-sizes.1280",
@@ -54,11 +47,6 @@ CI: Final = (
 )
 OURS: Final = ("capplan", "plan")
 DASH: Final = "-"
-TOTALS: Final = (
-    "solver", "cells", "answers", "holds", "of those that someone holds", "starves", "memory errors",
-    "GPUs over the fewest", "worst", "median solve s", "longest",
-)  # fmt: skip
-WORSE: Final = ("cell", "at least", "solver", "it says", "fewest GPUs of others", "by")
 
 
 @dataclass(frozen=True)
@@ -78,22 +66,13 @@ class Cell:
     def name(self) -> str:
         return f"{self.curve}.{self.adapters}"
 
-    @property
-    def published(self) -> PublishedModel:
-        return MODELS[self.model]
-
 
 @dataclass(frozen=True)
-class Settings:
+class GridSettings(Settings):
     headroom: float = 0.0
-    """The paper has none."""
-    draw: int = 0
-    """Draw of rates and sizes."""
+    """0 in the paper."""
     max_num_seqs: int | None = MAX_NUM_SEQS
     """As on the paper's servers; None: chosen by the planner."""
-    seed: int = 0
-    seeds: int = 5
-    time_limit_s: float = 60.0
 
 
 def cells(counts: Sequence[int] = ADAPTERS) -> Iterator[Cell]:
@@ -118,25 +97,18 @@ def chosen(pattern: str, counts: Sequence[int] = ADAPTERS) -> list[Cell]:
     return found
 
 
-def workload(cell: Cell, settings: Settings) -> Workload:
+def workload(cell: Cell, settings: GridSettings) -> Workload:
     """Return the workload of a cell, with the lengths of its model's published runs."""
     rates, sizes = RATES_RPS[cell.rates], SIZES[cell.sizes]
     sets = (list(RATES_RPS).index(cell.rates), list(SIZES).index(cell.sizes))
     random = np.random.default_rng((settings.draw, *sets))
     most = max(ADAPTERS[-1], cell.adapters)
     rate_rps, rank = random.choice(rates, most), random.choice(sizes, most)
-    prompt, output = LENGTHS[cell.published.key]
-    return Workload(
-        base_model=cell.published.arch.hf_ids[0],
-        profile=cell.published.profile,
-        prompt_tokens=prompt,
-        output_tokens=output,
+    return workload_of(
+        cell.model,
+        numbered_adapters(rank[: cell.adapters], rate_rps[: cell.adapters]),
         headroom=settings.headroom,
         engine=EngineConfig(max_num_seqs=settings.max_num_seqs, max_num_batched_tokens=TOKEN_BUDGET),
-        adapters=tuple(
-            Adapter(name=f"a{i}", rank=int(rank[i]), rate_rps=float(rate_rps[i]))
-            for i in range(cell.adapters)
-        ),
     )
 
 
@@ -144,22 +116,35 @@ def report(records: Sequence[Record]) -> str:
     tried = [record for record in records if record.rows]
     possible = [record for record in records if record.possible]
     solvable = [record for record in tried if record.fewest_gpus() is not None]
+    names = solvers_of(tried)
     parts = [
         f"{len(records)} cells: {len(records) - len(possible)} need more GPUs than there are by the lower "
-        f"bound; of the other {len(possible)}, {len(tried)} were tried, and someone holds {len(solvable)} of "
-        "these on every seed.",
+        f"bound; of the other {len(possible)}, {len(tried)} were tried, and a solver holds {len(solvable)} "
+        "of these on every seed.",
         "## Solvers",
-        markdown(TOTALS, totals(tried)),
+        records_table(_total(tried, name) for name in names),
     ]
     for name in OURS:
         parts += [f"## Where `{name}` does worse than another", _worse(tried, name), _bound(tried, name)]
+    groups = groupby(records, key=lambda record: record.name.rpartition(".")[0])
+    curves = [(curve, list(members)) for curve, members in groups]
     parts += [
         "## The most adapters that a solver holds",
-        "Up to so many adapters, every cell of the curve is held; in brackets GPUs there.",
-        markdown(*curves(records)),
+        "All cells of the curve up to this number of adapters are held; in brackets GPUs there.",
+        records_table(
+            {"curve": curve, **{name: _reach(group, name) for name in names}} for curve, group in curves
+        ),
         "## Cells",
-        "GPUs; otherwise s: that many instances starve, m: do not start, l: are late; -: no answer.",
-        markdown(*by_cell(tried)),
+        "GPUs; otherwise s: instances that starve, m: do not start, l: are late; -: no answer.",
+        records_table(
+            {
+                "cell": record.name,
+                "busy": f"{record.busy_gpus:.2f}",
+                "at least": record.lower_bound_gpus,
+                **{name: _entry(row) if (row := record.row(name)) else "" for name in names},
+            }
+            for record in tried
+        ),
     ]
     return "\n\n".join(parts) + "\n"
 
@@ -169,56 +154,61 @@ def solvers_of(records: Iterable[Record]) -> list[str]:
     return [name for name in (*ALL, *sorted(found - ALL.keys())) if name in found]
 
 
-def totals(records: Sequence[Record]) -> list[tuple[str, ...]]:
-    return [_total(records, name) for name in solvers_of(records)]
-
-
-def _total(records: Sequence[Record], name: str) -> tuple[str, ...]:
+def _total(records: Sequence[Record], name: str) -> dict[str, object]:
     asked = [(record, row) for record in records if (row := record.row(name)) is not None]
     answers = [row for _, row in asked if row.answered]
     over = [row.gpus / fewest for record, row in asked if row.holds and (fewest := record.fewest_gpus())]
     solvable = sum(record.fewest_gpus() is not None for record, _ in asked)
     times = [row.solve_s for row in answers]
-    return (
-        name,
-        f"{len(asked)}",
-        f"{len(answers)}",
-        f"{len(over)}",
-        f"{len(over) / solvable:.1%}" if solvable else DASH,
-        f"{sum(row.starved > 0 for row in answers)}",
-        f"{sum(row.memory_errors > 0 for row in answers)}",
-        f"{fmean(over):.3f}" if over else DASH,
-        f"{max(over):g}" if over else DASH,
-        f"{median(times):.3g}" if times else DASH,
-        f"{max(times):.3g}" if times else DASH,
-    )
+    return {
+        "solver": name,
+        "cells": len(asked),
+        "answers": len(answers),
+        "holds": len(over),
+        "of those that someone holds": f"{len(over) / solvable:.1%}" if solvable else DASH,
+        "starves": sum(row.starved > 0 for row in answers),
+        "memory errors": sum(row.memory_errors > 0 for row in answers),
+        "GPUs over the fewest": f"{fmean(over):.3f}" if over else DASH,
+        "worst": f"{max(over):g}" if over else DASH,
+        "median solve s": f"{median(times):.3g}" if times else DASH,
+        "longest": f"{max(times):.3g}" if times else DASH,
+    }
 
 
-def worse(records: Iterable[Record], name: str) -> list[tuple[str, ...]]:
+def worse(records: Iterable[Record], name: str) -> list[dict[str, object]]:
     """Return cells where another solver holds and this one does not or needs more GPUs."""
-    lines: list[tuple[str, ...]] = []
+    lines: list[dict[str, object]] = []
     for record in records:
         row, fewest = record.row(name), record.fewest_gpus(but=name)
         if row is None or fewest is None or (row.holds and row.gpus <= fewest):
             continue
         others = [r.solver for r in record.rows if r.holds and r.solver != name and r.gpus == fewest]
-        said = f"{row.gpus} GPUs" if row.holds else _said(row)
-        lines.append((record.name, f"{record.lower_bound_gpus}", name, said, f"{fewest}", ", ".join(others)))
+        line = {
+            "cell": record.name,
+            "at least": record.lower_bound_gpus,
+            "solver": name,
+            "it says": _said(row),
+        }
+        lines.append(line | {"fewest GPUs of others": fewest, "by": ", ".join(others)})
     return lines
 
 
 def _worse(records: Sequence[Record], name: str) -> str:
     lines = worse(records, name)
-    asked = [record for record in records if record.row(name) is not None]
-    fails = [r for r in asked if (row := r.row(name)) is not None and row.answered and not row.holds]
-    head = f"{len(lines)} of {len(asked)} cells; {len(fails)} of its answers do not hold on every seed."
-    return "\n\n".join([head, markdown(WORSE, lines)] if lines else [head])
+    rows = [row for record in records if (row := record.row(name)) is not None]
+    fails = sum(row.answered and not row.holds for row in rows)
+    head = f"{len(lines)} of {len(rows)} cells; {fails} of its answers do not hold on every seed."
+    return "\n\n".join([head, records_table(lines)] if lines else [head])
 
 
 def _said(row: SolverResult) -> str:
     if not row.answered:
         return row.failure.replace("|", "/")
-    return f"{row.gpus} GPUs, served {row.served_fraction:.3f}: {_entry(row)}"
+    return (
+        f"{row.gpus} GPUs"
+        if row.holds
+        else f"{row.gpus} GPUs, served {row.served_fraction:.3f}: {_entry(row)}"
+    )
 
 
 def _bound(records: Sequence[Record], name: str) -> str:
@@ -233,39 +223,15 @@ def _bound(records: Sequence[Record], name: str) -> str:
     return " ".join(parts)
 
 
-def curves(records: Sequence[Record]) -> tuple[tuple[str, ...], list[tuple[str, ...]]]:
-    """Return the reach of each solver on each curve (figure 11 of the paper)."""
-    names = solvers_of(records)
-    lines = [
-        (curve, *(_reach(list(group), name) for name in names))
-        for curve, members in groupby(records, key=lambda record: record.name.rpartition(".")[0])
-        for group in [list(members)]
-    ]
-    return ("curve", *names), lines
-
-
 def _reach(records: Sequence[Record], name: str) -> str:
-    last = None
+    """Return the reach of a solver on a curve (figure 11 of the paper)."""
+    last = DASH
     for record in sorted(records, key=lambda record: record.case["adapters"]):
         row = record.row(name)
         if row is None or not row.holds:
             break
         last = f"{record.case['adapters']} ({row.gpus})"
-    return last or DASH
-
-
-def by_cell(records: Sequence[Record]) -> tuple[tuple[str, ...], list[tuple[str, ...]]]:
-    names = solvers_of(records)
-    lines = [
-        (
-            record.name,
-            f"{record.busy_gpus:.2f}",
-            f"{record.lower_bound_gpus}",
-            *("" if (row := record.row(name)) is None else _entry(row) for name in names),
-        )
-        for record in records
-    ]
-    return ("cell", "busy", "at least", *names), lines
+    return last
 
 
 def _entry(row: SolverResult) -> str:
@@ -279,41 +245,17 @@ def _entry(row: SolverResult) -> str:
 @dataclass(frozen=True)
 class Run:
     store: Store
-    settings: Settings
+    settings: GridSettings
     solvers: tuple[str, ...]
-
-    def record(self, cell: Cell) -> Record:
-        known = self.store.get(cell.name, asdict(self.settings))
-        if known is not None:
-            return known
-        problem = make_problem(workload(cell, self.settings), cell.gpus, None)
-        return Record(
-            name=cell.name,
-            case=asdict(cell),
-            settings=asdict(self.settings),
-            gpus=cell.gpus,
-            busy_gpus=busy_gpus(problem),
-            lower_bound_gpus=lower_bound_gpus(problem),
-        )
 
 
 def run_cell(run: Run, cell: Cell) -> tuple[Record, float]:
     """Run the missing solvers; return the record and the seconds."""
     started = time.perf_counter()
-    record = run.record(cell)
+    work = workload(cell, run.settings)
+    record = run.store.start(cell.name, asdict(cell), work, cell.gpus, run.settings)
     wanted = [name for name in run.solvers if suits(ALL[name], cell.adapters, cell.gpus)]
-    missing = record.missing(wanted) if record.possible else []
-    if missing:
-        made = compare(
-            workload(cell, run.settings),
-            find_all(missing),
-            gpus=cell.gpus,
-            seed=run.settings.seed,
-            seeds=run.settings.seeds,
-            time_limit_s=run.settings.time_limit_s,
-        )
-        record = record.with_rows(made.rows, ALL)
-    run.store.put(record)
+    record = run.store.complete(record, work, wanted if record.possible else [], run.settings)
     return record, time.perf_counter() - started
 
 
@@ -330,7 +272,7 @@ def in_a_line(record: Record) -> str:
     if not record.possible:
         return f"{record.name}: at least {record.lower_bound_gpus} GPUs"
     holding = [f"{row.solver} {row.gpus}" for row in record.rows if row.holds]
-    return f"{record.name} (>= {record.lower_bound_gpus}): {', '.join(holding) or 'nobody'}"
+    return f"{record.name} (>= {record.lower_bound_gpus}): {', '.join(holding) or 'none'}"
 
 
 def main(arguments: Sequence[str] | None = None) -> None:
@@ -341,40 +283,30 @@ def main(arguments: Sequence[str] | None = None) -> None:
     parser.add_argument("--counts", default=",".join(map(str, ADAPTERS)), metavar="N,...", help="adapters")
     parser.add_argument("--solvers", default=",".join(ALL), metavar="NAME,...")
     parser.add_argument("--workers", type=int, default=1, metavar="N", help="cells at a time")
-    parser.add_argument("--headroom", type=float, default=Settings.headroom, metavar="SHARE")
-    parser.add_argument("--draw", type=int, default=Settings.draw, metavar="N", help="of rates and sizes")
-    parser.add_argument(
-        "--max-num-seqs",
-        type=int,
-        default=Settings.max_num_seqs,
-        metavar="N",
-        help="of every server; 0: left to the planner",
-    )
-    parser.add_argument("--seed", type=int, default=Settings.seed, metavar="N", help="of planning")
-    parser.add_argument("--seeds", type=int, default=Settings.seeds, metavar="N", help="of judging")
+    parser.add_argument("--headroom", type=float, default=GridSettings.headroom, metavar="SHARE")
+    parser.add_argument("--draw", type=int, default=GridSettings.draw, metavar="N", help="of rates and sizes")
+    parser.add_argument("--max-num-seqs", type=int, default=MAX_NUM_SEQS, help="0: left to the planner")
+    parser.add_argument("--seed", type=int, default=GridSettings.seed, metavar="N", help="planning seed")
+    parser.add_argument("--seeds", type=int, default=GridSettings.seeds, help="verification seeds")
     parser.add_argument("--markdown", type=Path, metavar="FILE", help="of the summary")
     given = parser.parse_args(arguments)
     store = Store(given.out)
-    try:
+    with user_errors():
         solvers = tuple(solver.name for solver in find_all(given.solvers.split(",")))
         if given.action == "summary":
-            text = report(list(store.all()))
-            emit(text, given.markdown)
+            emit(report(list(store.all())), given.markdown)
         elif given.action == "drop":
             print(f"{store.drop(solvers)} cells have no answer of {', '.join(solvers)} any more")
         else:
-            settings = Settings(
-                headroom=given.headroom,
+            settings = GridSettings(
                 draw=given.draw,
-                max_num_seqs=given.max_num_seqs or None,
                 seed=given.seed,
                 seeds=given.seeds,
+                headroom=given.headroom,
+                max_num_seqs=given.max_num_seqs or None,
             )
             counts = [int(count) for count in given.counts.split(",")]
             run_cells(Run(store, settings, solvers), chosen(given.cells, counts), given.workers)
-    except CapplanError as error:
-        print(f"error: {error}", file=sys.stderr)
-        raise SystemExit(error.exit_code) from None
 
 
 if __name__ == "__main__":

@@ -1,9 +1,9 @@
-"""How solving grows with adapters and GPUs: ``python -m benchmarks.placement_growth`` prints the table.
+"""Growth of solving with adapters and GPUs: ``python -m benchmarks.placement_growth`` prints the table.
 
-Rates and sizes are drawn from the mixed sets of section 8.4 of the adapter-caching paper, and rates scaled so
-that tokens alone keep a given share of the GPUs busy. Every line comes from a process of its own that has
-compiled and loaded everything before: solving, and verifying an hour of one seed, on one core; verifying
-five seeds on all cores; and the most memory that the process ever held.
+Rates and sizes are drawn from the mixed sets of section 8.4 of the adapter-caching paper; rates are scaled so
+that tokens alone keep a given share of the GPUs busy. Each line is measured in a fresh process after
+compilation: solving, and verifying an hour of one seed, on one core; verifying five seeds on all cores; peak
+memory.
 """
 
 from __future__ import annotations
@@ -11,128 +11,71 @@ from __future__ import annotations
 import argparse
 import json
 import os
-import subprocess
-import sys
 import time
 from collections.abc import Sequence
-from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Final
 
 import numpy as np
 
-from benchmarks.common import command_line, markdown, resident_mib
-from benchmarks.placement_grid import MODELS, RATES_RPS, SIZES
-from capplan import Adapter, Problem, Workload
-from capplan.datasets.published.runs import LENGTHS
+from benchmarks.common import command_line, in_fresh_process, numbered_adapters, records_table, resident_mib
+from benchmarks.placement_grid import RATES_RPS, SIZES
+from benchmarks.placement_records import busy_gpus_of, workload_of
+from capplan import Problem, Workload
 from capplan.errors import CapplanError
 from capplan.planner.api import SolverRun, solve
-from capplan.planner.bound import busy_gpus, lower_bound_gpus
+from capplan.planner.bound import lower_bound_gpus
 from capplan.planner.estimate import TwinEstimator
 from capplan.planner.problem import make_problem
 from capplan.planner.solvers import find_solver
 from capplan.planner.solvers.base import DEFAULT_TIME_LIMIT_S
 from capplan.planner.verify import FRESH_SEEDS, make_verifier
 from capplan.spec import write_text_atomic
-from capplan.twin.sweep import cores
 
-ROOT = Path(__file__).resolve().parents[1]
 PROBLEMS: Final = ("96x1", "384x4", "1000x16", "2000x64", "10000x256")
 SOLVERS: Final = ("greedy-fast", "greedy", "capplan")
 LOAD = 0.5
 REPEATED = 2000
-HEADER: Final = (
-    "adapters x GPUs", "req/s", "at least", "solver", "GPUs", "holds", "solve s", "verify one seed s",
-    "verify five seeds, all cores s", "peak MiB", "of it before",
-)  # fmt: skip
-
-
-@dataclass(frozen=True)
-class Measured:
-    """Cost of one solver on one problem."""
-
-    adapters: int
-    gpus: int
-    rate_rps: float
-    lower_bound_gpus: int
-    solver: str
-    failure: str = ""
-    used: int = 0
-    holds: bool = False
-    """Every GPU on every fresh seed, with headroom."""
-    solve_s: float = 0.0
-    verify_one_s: float = 0.0
-    verify_all_s: float = 0.0
-    cores: int = 1
-    """Cores of the verification of five seeds."""
-    peak_mib: float = 0.0
-    before_mib: float = 0.0
-    """Memory after compilation, before the problem."""
-
-    def line(self) -> tuple[str, ...]:
-        head = (
-            f"{self.adapters:,} x {self.gpus}",
-            f"{self.rate_rps:.4g}",
-            f"{self.lower_bound_gpus}",
-            self.solver,
-        )
-        memory = (f"{self.peak_mib:.0f}", f"{self.before_mib:.0f}")
-        if self.failure:
-            return (*head, self.failure.replace("|", "/"), "", f"{self.solve_s:.3g}", "", "", *memory)
-        times = (self.solve_s, self.verify_one_s, self.verify_all_s)
-        return (*head, f"{self.used}", "yes" if self.holds else "no", *(f"{t:.3g}" for t in times), *memory)
 
 
 def workload(adapters: int, gpus: int, load: float) -> Workload:
     random = np.random.default_rng((adapters, gpus))
     rank, weight = random.choice(SIZES["mixed"], adapters), random.choice(RATES_RPS["mixed"], adapters)
-    unscaled = make_problem(_workload(rank, weight), gpus, None)
-    return _workload(rank, weight * load * gpus / busy_gpus(unscaled) * (1.0 - unscaled.workload.headroom))
+    unscaled = workload_of("llama", numbered_adapters(rank, weight))
+    rate_rps = weight * load * gpus / busy_gpus_of(unscaled) * (1.0 - unscaled.headroom)
+    return workload_of("llama", numbered_adapters(rank, rate_rps))
 
 
-def _workload(rank: np.ndarray, rate_rps: np.ndarray) -> Workload:
-    model = MODELS["llama"]
-    prompt, output = LENGTHS[model.key]
-    return Workload(
-        base_model=model.arch.hf_ids[0],
-        profile=model.profile,
-        prompt_tokens=prompt,
-        output_tokens=output,
-        adapters=tuple(
-            Adapter(name=f"a{i}", rank=int(rank[i]), rate_rps=float(rate_rps[i])) for i in range(len(rank))
-        ),
-    )
-
-
-def measure(adapters: int, gpus: int, solver: str, load: float, repeat: int) -> Measured:
-    """Time a solver; the fastest of `repeat` runs counts."""
+def measure(adapters: int, gpus: int, solver: str, load: float, repeat: int) -> dict[str, object]:
+    """Return the table row of a solver on a problem; the fastest of `repeat` runs counts."""
     every_core = os.sched_getaffinity(0)
     os.sched_setaffinity(0, {min(every_core)})
     _warm_up(solver)
     before_mib = resident_mib("VmRSS")
     problem = make_problem(workload(adapters, gpus, load), gpus, None)
-    rate_rps = problem.workload.total_rate_rps
-    told = Measured(adapters, gpus, rate_rps, lower_bound_gpus(problem), solver, before_mib=before_mib)
+    row: dict[str, object] = {
+        "adapters x GPUs": f"{adapters:,} x {gpus}",
+        "req/s": f"{problem.workload.total_rate_rps:.4g}",
+        "at least": lower_bound_gpus(problem),
+        "solver": solver,
+        **dict.fromkeys(("GPUs", "holds", "solve s", "verify one seed s"), ""),
+        "verify five seeds, all cores s": "",
+    }
     started = time.perf_counter()
     try:
         solved = [_solved(problem, solver) for _ in range(repeat)]
     except CapplanError as error:
-        wall_s = time.perf_counter() - started
-        return replace(told, failure=str(error), solve_s=wall_s, peak_mib=resident_mib("VmHWM"))
-    answer, exact = min(solved, key=lambda each: each[0].solve_s)
-    one_s, _ = _verified(answer, exact, 1)
-    os.sched_setaffinity(0, every_core)
-    all_s, holds = _verified(answer, exact, FRESH_SEEDS)
-    return replace(
-        told,
-        used=len(answer.assignments),
-        holds=holds,
-        solve_s=answer.solve_s,
-        verify_one_s=one_s,
-        verify_all_s=all_s,
-        cores=cores(),
-        peak_mib=resident_mib("VmHWM"),
-    )
+        row["GPUs"] = str(error).replace("|", "/")
+        row["solve s"] = f"{time.perf_counter() - started:.3g}"
+    else:
+        answer, exact = min(solved, key=lambda each: each[0].solve_s)
+        row["verify one seed s"] = f"{_verified(answer, exact, 1)[0]:.3g}"
+        os.sched_setaffinity(0, every_core)
+        all_s, holds = _verified(answer, exact, FRESH_SEEDS)
+        row["GPUs"], row["holds"] = len(answer.assignments), "yes" if holds else "no"
+        row["solve s"] = f"{answer.solve_s:.3g}"
+        row["verify five seeds, all cores s"] = f"{all_s:.3g}"
+    return row | {"peak MiB": f"{resident_mib('VmHWM'):.0f}", "of it before": f"{before_mib:.0f}"}
 
 
 def _warm_up(solver: str) -> None:
@@ -140,7 +83,7 @@ def _warm_up(solver: str) -> None:
 
 
 def _solved(problem: Problem, solver: str) -> tuple[SolverRun, TwinEstimator]:
-    exact = TwinEstimator(problem, 0)  # a new one remembers no answers
+    exact = TwinEstimator(problem, 0)  # with an empty cache
     return solve(problem, find_solver(solver), exact, time_limit_s=DEFAULT_TIME_LIMIT_S), exact
 
 
@@ -149,12 +92,6 @@ def _verified(answer: SolverRun, exact: TwinEstimator, seeds: int) -> tuple[floa
     started = time.perf_counter()
     verdicts = verifier.whole(answer.assignments)
     return time.perf_counter() - started, all(verdict.ok for verdict in verdicts)
-
-
-def in_a_fresh_process(arguments: Sequence[str]) -> Measured:
-    command = [sys.executable, "-m", "benchmarks.placement_growth", "--one", *arguments]
-    done = subprocess.run(command, cwd=ROOT, stdout=subprocess.PIPE, text=True, check=True)
-    return Measured(**json.loads(done.stdout))
 
 
 def main(arguments: Sequence[str] | None = None) -> None:
@@ -168,19 +105,19 @@ def main(arguments: Sequence[str] | None = None) -> None:
     given = parser.parse_args(arguments)
     if given.one:
         adapters, gpus, solver, load, repeat = given.one
-        print(json.dumps(asdict(measure(int(adapters), int(gpus), solver, float(load), int(repeat)))))
+        print(json.dumps(measure(int(adapters), int(gpus), solver, float(load), int(repeat))))
         return
-    lines = []
-    print(markdown(HEADER, []), flush=True)
+    rows: list[dict[str, object]] = []
     for size in given.sizes.split(","):
         adapters, gpus = size.split("x")
         repeat = given.repeat if int(adapters) <= REPEATED else 1
         for solver in given.solvers.split(","):
-            found = in_a_fresh_process([adapters, gpus, solver, str(given.load), str(repeat)])
-            lines.append(found.line())
-            print(f"| {' | '.join(lines[-1])} |", flush=True)
+            words = ["--one", adapters, gpus, solver, str(given.load), str(repeat)]
+            rows.append(json.loads(in_fresh_process("placement_growth", *words)))
+            lines = records_table(rows).splitlines()
+            print("\n".join(lines if len(rows) == 1 else lines[-1:]), flush=True)
     if given.markdown:
-        write_text_atomic(given.markdown, markdown(HEADER, lines) + "\n")
+        write_text_atomic(given.markdown, records_table(rows) + "\n")
 
 
 if __name__ == "__main__":

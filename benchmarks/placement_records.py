@@ -1,43 +1,47 @@
-"""Solvers of the placement benchmarks, and their answers in a folder."""
+"""Solvers of the placement benchmarks, and their results in a folder."""
 
 from __future__ import annotations
 
 import json
 import math
+from collections import Counter
 from collections.abc import Iterable, Iterator, Mapping
-from dataclasses import asdict, dataclass, fields, replace
+from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from types import MappingProxyType
 from typing import Any, Final
 
-from capplan import Assignment, InfeasibleError, InputError, Plan, Problem, plan
-from capplan.planner import RequiredEstimator, Solver, SolverContext, SolverResult
-from capplan.planner.problem import AdapterShare
+from capplan import Adapter, Assignment, InfeasibleError, InputError, Plan, Problem, Workload, plan
+from capplan.datasets.published.runs import LENGTHS, PUBLISHED
+from capplan.planner import RequiredEstimator, Solver, SolverContext, SolverResult, compare
+from capplan.planner.bound import busy_gpus, lower_bound_gpus
+from capplan.planner.problem import AdapterShare, make_problem
 from capplan.planner.solvers import REGISTRY, find_solver
 from capplan.planner.solvers.milp import MOST_GPUS, MOST_PARTS
 from capplan.spec import write_text_atomic
 
+MODELS: Final = MappingProxyType({model.key.split("-")[0]: model for model in PUBLISHED})
 PROPOSED: Final = replace(
     find_solver("greedy-strict"),
     name="proposed",
-    summary="greedy to the letter with random forests, which is how the adapter-caching paper ran it",
+    summary="greedy-strict with random forests, as in the adapter-caching paper",
     estimator="forest",
 )
 
 
 def assignments_of(made: Plan) -> tuple[Assignment, ...]:
     """Return the assignments of a plan."""
-    placed: dict[str, int] = {}
+    placed: Counter[str] = Counter()
     answers = []
     for group in made.groups:
         for _ in range(group.replicas):
             shares = []
             for adapter in group.adapters:
-                number, share = placed.get(adapter.name, 0), adapter.share / group.replicas
+                share, number = adapter.share / group.replicas, placed[adapter.name]
                 shares.append(
                     AdapterShare(adapter.name, adapter.rank, adapter.rate_rps * share, share, number)
                 )
-                placed[adapter.name] = number + 1
+                placed[adapter.name] += 1
             args = group.engine_args
             answers.append(Assignment(tuple(shares), args.max_loras, args.max_num_seqs))
     return tuple(answers)
@@ -53,23 +57,21 @@ def _planned(problem: Problem, context: SolverContext) -> tuple[Assignment, ...]
     )
     if not made.verification.ok:
         notes = "; ".join(f"{g.id}: {g.note}" for g in made.verification.groups if not g.ok)
-        raise InfeasibleError(f"gpus: the plan says of itself that it does not hold ({notes})", reason="gpus")
+        raise InfeasibleError(f"gpus: the plan is not verified ({notes})", reason="gpus")
     return assignments_of(made)
 
 
 PLAN: Final = Solver(
     name="plan",
     summary=(
-        "what `plan` makes of capplan's answer: verified on five seeds and mended; planned with the next "
-        "seed, so that the seeds it is judged on are as new to it as to the others"
+        "`plan`: capplan's answer, verified on five seeds and repaired; planned with the next seed, so that "
+        "the seeds of the comparison are new to it"
     ),
     source="ours",
     place=_planned,
     required_estimator=RequiredEstimator.TWIN,
     divides=True,
 )
-
-
 ALL: Final = MappingProxyType({**REGISTRY, PROPOSED.name: PROPOSED, PLAN.name: PLAN})
 
 
@@ -79,7 +81,7 @@ def find_all(names: Iterable[str]) -> list[Solver]:
     Raises
     ------
     InputError
-        For a name that no solver has.
+        For an unknown name.
     """
     wanted = list(names)
     for name in wanted:
@@ -90,6 +92,37 @@ def find_all(names: Iterable[str]) -> list[Solver]:
 
 def suits(solver: Solver, adapters: int, gpus: int) -> bool:
     return solver.name != "milp" or (adapters <= MOST_PARTS and gpus <= MOST_GPUS)
+
+
+def workload_of(model: str, adapters: tuple[Adapter, ...], **fields: Any) -> Workload:
+    """Return a workload with the profile, and by default the lengths, of a model's published runs."""
+    published = MODELS[model]
+    prompt, output = LENGTHS[published.key]
+    lengths = {"prompt_tokens": prompt, "output_tokens": output}
+    return Workload(
+        base_model=published.arch.hf_ids[0],
+        profile=published.profile,
+        adapters=adapters,
+        **{**lengths, **fields},
+    )
+
+
+def busy_gpus_of(workload: Workload) -> float:
+    """Return the GPUs that the tokens of a workload keep busy."""
+    return busy_gpus(make_problem(workload, 1, None))
+
+
+@dataclass(frozen=True)
+class Settings:
+    """Settings of all cases of a folder."""
+
+    draw: int = 0
+    """Number of the random draw of the cases."""
+    seed: int = 0
+    """Planning seed."""
+    seeds: int = 5
+    """Verification seeds."""
+    time_limit_s: float = 60.0
 
 
 @dataclass(frozen=True)
@@ -118,29 +151,29 @@ class Record:
         """Return the fewest GPUs of a holding result, optionally without one solver."""
         return min((row.gpus for row in self.rows if row.holds and row.solver != but), default=None)
 
-    def missing(self, solvers: Iterable[str]) -> list[str]:
-        return [name for name in solvers if self.row(name) is None]
-
-    def with_rows(self, rows: Iterable[SolverResult], order: Iterable[str]) -> Record:
-        together = {row.solver: row for row in (*self.rows, *rows)}
-        position = {name: at for at, name in enumerate(order)}
-        ordered = sorted(together.values(), key=lambda row: position.get(row.solver, len(position)))
-        return replace(self, rows=tuple(ordered))
+    def with_rows(self, rows: Iterable[SolverResult]) -> Record:
+        order = list(ALL)
+        found = sorted(
+            (*self.rows, *rows), key=lambda row: order.index(row.solver) if row.solver in ALL else len(order)
+        )
+        return replace(self, rows=tuple(found))
 
 
 @dataclass(frozen=True)
 class Store:
+    """Folder of records, one JSON file per case."""
+
     folder: Path
 
     def get(self, name: str, settings: Mapping[str, Any]) -> Record | None:
-        """Return the record of a case, None if there is none yet.
+        """Return the record of a case, None if missing.
 
         Raises
         ------
         InputError
-            When it was made with other settings.
+            If it was made with other settings.
         """
-        path = self._path(name)
+        path = self.folder / f"{name}.json"
         if not path.exists():
             return None
         record = _read(path)
@@ -151,11 +184,12 @@ class Store:
 
     def put(self, record: Record) -> None:
         self.folder.mkdir(parents=True, exist_ok=True)
-        document: dict[str, Any] = {
-            **{field.name: getattr(record, field.name) for field in fields(Record)},
-            "rows": [_without_nan(row) for row in record.rows],
-        }
-        write_text_atomic(self._path(record.name), json.dumps(document, indent=1, allow_nan=False) + "\n")
+        document = asdict(record)
+        for row in document["rows"]:  # JSON has no NaN
+            row |= {key: None for key, value in row.items() if value != value}
+        write_text_atomic(
+            self.folder / f"{record.name}.json", json.dumps(document, indent=1, allow_nan=False) + "\n"
+        )
 
     def all(self) -> Iterator[Record]:
         yield from map(_read, sorted(self.folder.glob("*.json"), key=lambda path: _natural(path.stem)))
@@ -170,22 +204,41 @@ class Store:
                 changed += 1
         return changed
 
-    def _path(self, name: str) -> Path:
-        return self.folder / f"{name}.json"
+    def start(
+        self, name: str, case: Mapping[str, Any], workload: Workload, gpus: int, settings: Settings
+    ) -> Record:
+        """Return the record of a case, a new one if missing."""
+        known = self.get(name, asdict(settings))
+        if known is not None:
+            return known
+        problem = make_problem(workload, gpus, None)
+        return Record(name, case, asdict(settings), gpus, busy_gpus(problem), lower_bound_gpus(problem))
+
+    def complete(
+        self, record: Record, workload: Workload, solvers: Iterable[str], settings: Settings
+    ) -> Record:
+        """Run the solvers missing in a record, and store it."""
+        missing = [solver for solver in solvers if record.row(solver) is None]
+        if missing:
+            made = compare(
+                workload,
+                find_all(missing),
+                gpus=record.gpus,
+                seed=settings.seed,
+                seeds=settings.seeds,
+                time_limit_s=settings.time_limit_s,
+            )
+            record = record.with_rows(made.rows)
+        self.put(record)
+        return record
 
 
 def _read(path: Path) -> Record:
     document = json.loads(path.read_text(encoding="utf-8"))
-    rows = tuple(_with_nan(row) for row in document.pop("rows"))
+    rows = tuple(
+        SolverResult(**{key: _typed(value) for key, value in row.items()}) for row in document.pop("rows")
+    )
     return Record(**document, rows=rows)
-
-
-def _without_nan(row: SolverResult) -> dict[str, Any]:
-    return {key: None if value != value else value for key, value in asdict(row).items()}
-
-
-def _with_nan(document: Mapping[str, Any]) -> SolverResult:
-    return SolverResult(**{key: _typed(value) for key, value in document.items()})
 
 
 def _typed(value: Any) -> Any:

@@ -1,19 +1,17 @@
-"""How near `capplan` comes to the fewest GPUs: ``python -m benchmarks.placement_small --out DIR``.
+"""GPUs of `capplan` beside the fewest: ``python -m benchmarks.placement_small --out DIR``.
 
 Random small cases (up to 24 adapters on up to 4 GPUs; ranks, rates, lengths and sometimes slots are drawn),
 where `milp` proves how many GPUs are needed; with ``--large``, random large cases (100 to 2,000 adapters),
-where only the lower bound is known. Both solvers ask the same twin; the answers are then judged on fresh
-seeds. A JSON per case stands in DIR, and a run that was broken off goes on where it stopped.
-``summary --out DIR`` prints the figures.
+where only the lower bound is known. Both solvers query the same twin; answers are verified on fresh seeds.
+DIR has a JSON file per case; an interrupted run is resumed. ``summary --out DIR`` prints the figures.
 """
 
 from __future__ import annotations
 
-import sys
 import time
 from collections import Counter
 from collections.abc import Callable, Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
 from statistics import fmean, median
@@ -21,14 +19,10 @@ from typing import Final
 
 import numpy as np
 
-from benchmarks.common import command_line, emit, markdown
-from benchmarks.placement_grid import MODELS
-from benchmarks.placement_records import Record, Store, find_all
-from capplan import Adapter, EngineConfig, Lengths, Workload
-from capplan.errors import CapplanError
-from capplan.planner import SolverResult, compare
-from capplan.planner.bound import busy_gpus, lower_bound_gpus
-from capplan.planner.problem import make_problem
+from benchmarks.common import command_line, emit, numbered_adapters, records_table, user_errors
+from benchmarks.placement_records import MODELS, Record, Settings, Store, busy_gpus_of, workload_of
+from capplan import EngineConfig, Lengths, Workload
+from capplan.planner import SolverResult
 from capplan.twin.sweep import in_parallel
 
 OURS, YARDSTICK = "capplan", "milp"
@@ -44,10 +38,6 @@ OUTCOMES: Final = (
     "only milp answers",
     UNDECIDED,
 )
-DIFFERENT: Final = (
-    "case", "what", "GPUs there are", "at least", "capplan", "milp", "adapters", "slots", "largest share",
-)  # fmt: skip
-LARGE: Final = ("case", "adapters", "req/s", "busy", "at least", "capplan", "ratio", "holds", "solve s")
 RANKS: Final = (8, 16, 32, 64, 128)
 LARGE_ADAPTERS: Final = (100, 2000)
 LARGE_GPUS = 64
@@ -70,13 +60,22 @@ class Pair:
             return OUTCOMES[4]
         return OUTCOMES[5] if self.milp.answered else OUTCOMES[1]
 
-    def line(self) -> tuple[str, ...]:
+    def line(self) -> dict[str, object]:
         record, case = self.record, self.record.case
-        said = [f"{r.gpus}" if r.answered else r.failure.replace("|", "/") for r in (self.ours, self.milp)]
-        return (
-            record.name, self.outcome, f"{record.gpus}", f"{record.lower_bound_gpus}", *said,
-            f"{case['adapters']}", f"{case['slots'] or 'open'}", f"{case['largest_share']:.2f}",
-        )  # fmt: skip
+        found = {
+            row.solver: row.gpus if row.answered else row.failure.replace("|", "/")
+            for row in (self.ours, self.milp)
+        }
+        return {
+            "case": record.name,
+            "what": self.outcome,
+            "GPUs there are": record.gpus,
+            "at least": record.lower_bound_gpus,
+            **found,
+            "adapters": case["adapters"],
+            "slots": case["slots"] or "open",
+            "largest share": f"{case['largest_share']:.2f}",
+        }
 
 
 def report(records: Sequence[Record]) -> str:
@@ -98,12 +97,12 @@ def small_tables(records: Sequence[Record]) -> list[str]:
     failing = [sum(not p.ours.holds for p in both), sum(not p.milp.holds for p in both)]
     parts = [
         f"## {len(asked)} small cases",
-        markdown(("outcome", "cases"), [(each, f"{counts[each]}") for each in OUTCOMES]),
+        records_table({"outcome": each, "cases": counts[each]} for each in OUTCOMES),
         f"Both answer in {len(both)}; of these answers {failing[0]} of capplan and {failing[1]} of milp "
         f"do not hold on every fresh seed. {_times(asked)}",
     ]
     unlike = [pair for pair in asked if pair.outcome not in (*OUTCOMES[:2], UNDECIDED)]
-    return [*parts, markdown(DIFFERENT, [pair.line() for pair in unlike])] if unlike else parts
+    return [*parts, records_table(pair.line() for pair in unlike)] if unlike else parts
 
 
 def _times(asked: Sequence[Pair]) -> str:
@@ -129,7 +128,7 @@ def large_tables(records: Sequence[Record]) -> list[str]:
         f"{len(answered)} are answered, of which {failing} do not hold on every fresh seed. GPUs over the "
         f"lower bound: median {median(ratios):.3f}, mean {fmean(ratios):.3f}, worst {ratios[0]:.3f}. Solve "
         f"time: median {median(times):.3g} s, longest {max(times):.3g} s. The worst:",
-        markdown(LARGE, [_large(*each) for each in worst[:SHOWN]]),
+        records_table(_large(*each) for each in worst[:SHOWN]),
     ]
 
 
@@ -137,23 +136,18 @@ def _ratio(record: Record, row: SolverResult) -> float:
     return row.gpus / record.lower_bound_gpus
 
 
-def _large(record: Record, row: SolverResult) -> tuple[str, ...]:
-    case = record.case
-    return (
-        record.name, f"{case['adapters']}", f"{case['rate_rps']:.3g}", f"{record.busy_gpus:.2f}",
-        f"{record.lower_bound_gpus}", f"{row.gpus}", f"{_ratio(record, row):.2f}",
-        "yes" if row.holds else "no", f"{row.solve_s:.2f}",
-    )  # fmt: skip
-
-
-@dataclass(frozen=True)
-class Settings:
-    """What all cases of a run have in common."""
-
-    draw: int = 0
-    seed: int = 0
-    seeds: int = 5
-    time_limit_s: float = 60.0
+def _large(record: Record, row: SolverResult) -> dict[str, object]:
+    return {
+        "case": record.name,
+        "adapters": record.case["adapters"],
+        "req/s": f"{record.case['rate_rps']:.3g}",
+        "busy": f"{record.busy_gpus:.2f}",
+        "at least": record.lower_bound_gpus,
+        "capplan": row.gpus,
+        "ratio": f"{_ratio(record, row):.2f}",
+        "holds": "yes" if row.holds else "no",
+        "solve s": f"{row.solve_s:.2f}",
+    }
 
 
 @dataclass(frozen=True)
@@ -163,7 +157,7 @@ class Case:
     gpus: int
 
     @property
-    def told(self) -> dict[str, object]:
+    def facts(self) -> dict[str, object]:
         work = self.workload
         own = [lengths.mean_tokens for a in work.adapters for lengths in work.lengths_of(a)]
         return {
@@ -198,7 +192,7 @@ def large_case(settings: Settings, number: int) -> Case:
 
 def _workload(random: np.random.Generator, adapters: int, slots: int | None, load: float) -> Workload:
     """Draw a workload whose tokens keep `load` GPUs busy."""
-    model = MODELS[str(random.choice(list(MODELS)))]
+    model = str(random.choice(list(MODELS)))
     ranks = random.choice(RANKS, int(random.integers(1, len(RANKS) + 1)), replace=False)
     weight = np.exp(random.choice((0.0, 0.7, 1.5)) * random.standard_normal(adapters))
     kinds = [_lengths(random) for _ in range(int(random.choice((1, 1, 3))))]
@@ -207,27 +201,20 @@ def _workload(random: np.random.Generator, adapters: int, slots: int | None, loa
     rank = random.choice(ranks, adapters)
 
     def made(rate_rps: np.ndarray) -> Workload:
-        return Workload(
-            base_model=model.arch.hf_ids[0],
-            profile=model.profile,
+        own = [kinds[k] if k else (None, None) for k in kind]
+        return workload_of(
+            model,
+            tuple(
+                adapter.replace(prompt_tokens=prompt, output_tokens=output)
+                for adapter, (prompt, output) in zip(numbered_adapters(rank, rate_rps), own, strict=True)
+            ),
             prompt_tokens=kinds[0][0],
             output_tokens=kinds[0][1],
             headroom=headroom,
             engine=EngineConfig(max_loras=slots),
-            adapters=tuple(
-                Adapter(
-                    name=f"a{i}",
-                    rank=int(rank[i]),
-                    rate_rps=float(rate_rps[i]),
-                    prompt_tokens=kinds[kind[i]][0] if kind[i] else None,
-                    output_tokens=kinds[kind[i]][1] if kind[i] else None,
-                )
-                for i in range(adapters)
-            ),
         )
 
-    unscaled = make_problem(made(weight), 1, None)
-    return made(weight * load / busy_gpus(unscaled))
+    return made(weight * load / busy_gpus_of(made(weight)))
 
 
 def _lengths(random: np.random.Generator) -> tuple[Lengths, Lengths]:
@@ -236,40 +223,16 @@ def _lengths(random: np.random.Generator) -> tuple[Lengths, Lengths]:
     return Lengths(mean=prompt, std=spread * prompt), Lengths(mean=output, std=spread * output)
 
 
-def run_case(store: Store, settings: Settings, draw: Callable[[Settings, int], Case], number: int) -> Record:
-    case = draw(settings, number)
-    known = store.get(case.name, asdict(settings))
-    rows = () if known is None else tuple(known.rows)
-    there = {row.solver for row in rows}
-    missing = [s for s in (("capplan",) if draw is large_case else ("capplan", "milp")) if s not in there]
-    if known is not None and not missing:
-        return known
+def run_case(
+    store: Store, settings: Settings, draw: Callable[[Settings, int], Case], number: int
+) -> tuple[Record, float]:
+    """Run the missing solvers; return the record and the seconds."""
     started = time.perf_counter()
-    made = compare(
-        case.workload,
-        find_all(missing),
-        gpus=case.gpus,
-        seed=settings.seed,
-        seeds=settings.seeds,
-        time_limit_s=settings.time_limit_s,
-    )
-    problem = make_problem(case.workload, case.gpus, None)
-    record = Record(
-        name=case.name,
-        case=case.told | {"wall_s": time.perf_counter() - started},
-        settings=asdict(settings),
-        gpus=case.gpus,
-        busy_gpus=busy_gpus(problem),
-        lower_bound_gpus=lower_bound_gpus(problem),
-        rows=(*rows, *made.rows),
-    )
-    store.put(record)
-    return record
-
-
-def in_a_line(record: Record) -> str:
-    said = [f"{row.solver} {row.gpus if row.answered else row.failure[:60]}" for row in record.rows]
-    return f"{record.name} (>= {record.lower_bound_gpus}) {record.case['wall_s']:.1f} s: {'; '.join(said)}"
+    case = draw(settings, number)
+    solvers = [OURS] if draw is large_case else [OURS, YARDSTICK]
+    record = store.start(case.name, case.facts, case.workload, case.gpus, settings)
+    record = store.complete(record, case.workload, solvers, settings)
+    return record, time.perf_counter() - started
 
 
 def main(arguments: Sequence[str] | None = None) -> None:
@@ -280,7 +243,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
     parser.add_argument("--cases", type=int, metavar="N", help="250 small ones, or 40 large ones")
     parser.add_argument("--first", type=int, default=0, metavar="N", help="number of the first case")
     parser.add_argument("--draw", type=int, default=Settings.draw, metavar="N", help="another set of cases")
-    parser.add_argument("--seeds", type=int, default=Settings.seeds, metavar="N", help="of judging")
+    parser.add_argument("--seeds", type=int, default=Settings.seeds, metavar="N", help="verification seeds")
     parser.add_argument(
         "--time-limit", type=float, default=Settings.time_limit_s, metavar="S", help="of milp"
     )
@@ -288,20 +251,19 @@ def main(arguments: Sequence[str] | None = None) -> None:
     parser.add_argument("--markdown", type=Path, metavar="FILE", help="of the summary")
     given = parser.parse_args(arguments)
     store = Store(given.out)
-    try:
+    with user_errors():
         if given.action == "summary":
-            text = report(list(store.all()))
-            emit(text, given.markdown)
+            emit(report(list(store.all())), given.markdown)
             return
         settings = Settings(draw=given.draw, seeds=given.seeds, time_limit_s=given.time_limit)
         draw, count = (large_case, 40) if given.large else (small_case, 250)
         numbers = range(given.first, given.first + (given.cases or count))
-        ask = partial(run_case, store, settings, draw)
-        for record in in_parallel(ask, numbers, workers=given.workers):
-            print(in_a_line(record), flush=True)
-    except CapplanError as error:
-        print(f"error: {error}", file=sys.stderr)
-        raise SystemExit(error.exit_code) from None
+        run = partial(run_case, store, settings, draw)
+        for record, wall_s in in_parallel(run, numbers, workers=given.workers):
+            found = [f"{row.solver} {row.gpus if row.answered else row.failure[:60]}" for row in record.rows]
+            print(
+                f"{record.name} (>= {record.lower_bound_gpus}) {wall_s:.1f} s: {'; '.join(found)}", flush=True
+            )
 
 
 if __name__ == "__main__":

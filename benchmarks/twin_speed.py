@@ -1,27 +1,35 @@
-"""How fast the twin simulates: ``python -m benchmarks.twin_speed`` prints the tables of the docs.
+"""Speed of the twin: ``python -m benchmarks.twin_speed`` prints the tables of the docs.
 
-Everything is measured on the public `simulate()`, drawing of requests included, in CPU seconds of this
-process, after compilation. Since machines differ, two baselines are measured in the same run: the readable
-reference twin on a small case, and the drawing of requests alone.
+All figures are of the public `simulate()`, drawing of requests included, in CPU seconds of this process,
+after compilation. Since machines differ, two baselines are measured in the same run: the reference twin on a
+small case, and the drawing of requests alone.
 """
 
 from __future__ import annotations
 
 import argparse
-import subprocess
-import sys
 import tempfile
 import time
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, fields
 from functools import partial, reduce
 from pathlib import Path
-from typing import TypeVar
 
 import numpy as np
 
-from benchmarks.common import command_line, emit, markdown, peak_mib
-from capplan import Adapter, Lengths, SimulationResult, Workload, load_profile, simulate
+from benchmarks.common import (
+    H100_LLAMA,
+    LLAMA,
+    command_line,
+    cpu_timed,
+    emit,
+    in_fresh_process,
+    markdown,
+    numbered_adapters,
+    peak_mib,
+    records_table,
+)
+from capplan import Lengths, SimulationResult, Workload, load_profile, simulate
 from capplan.spec.engine_args import DEFAULT_MAX_MODEL_LEN
 from capplan.twin import Scenario
 from capplan.twin.core import run
@@ -32,13 +40,11 @@ from capplan.twin.sweep import cores
 from capplan.twin.trace import TwinTrace
 from capplan.workload import Requests, draw_requests
 
-ROOT = Path(__file__).resolve().parents[1]
-PROFILE = load_profile("h100-64g/llama-3.1-8b/vllm-0.8.5")
+PROFILE = load_profile(H100_LLAMA)
 HOUR_S = 3600.0
 SIZES = (8, 16, 32, 64, 128, 192, 256, 320, 384)
 RATE_SETS = {"high": (1.6, 0.8, 0.4), "low": (0.1, 0.05, 0.025)}
 IN_FLIGHT = 25_000
-Answer = TypeVar("Answer")
 CHATS = (Lengths(mean=223, std=245), Lengths(mean=194, std=206))
 
 GRID_BAR = 50_000.0  # simulated seconds per CPU second
@@ -97,12 +103,9 @@ class Cost:
 
 
 def workload(rates_rps: Iterable[float], lengths: tuple[Lengths, Lengths] = CHATS) -> Workload:
-    return Workload(
-        base_model="meta-llama/Llama-3.1-8B-Instruct",
-        adapters=tuple(Adapter(name=f"a{i}", rank=8, rate_rps=rate) for i, rate in enumerate(rates_rps)),
-        prompt_tokens=lengths[0],
-        output_tokens=lengths[1],
-    )
+    rates = list(rates_rps)
+    adapters = numbered_adapters([8] * len(rates), rates)
+    return Workload(base_model=LLAMA, adapters=adapters, prompt_tokens=lengths[0], output_tokens=lengths[1])
 
 
 def even(adapters: int, total_rps: float) -> Workload:
@@ -110,7 +113,7 @@ def even(adapters: int, total_rps: float) -> Workload:
 
 
 def grid(rates: str) -> Iterator[Case]:
-    """Yield section 8.2 of the adapter-caching paper: one hour per pair A_max <= A, rates dealt in turn."""
+    """Yield section 8.2 of the adapter-caching paper: one hour per pair A_max <= A, rates in turn."""
     for adapters in SIZES:
         dealt = workload(RATE_SETS[rates][i % 3] for i in range(adapters))
         for a_max in (size for size in SIZES if size <= adapters):
@@ -142,16 +145,10 @@ def small_case() -> Case:
     return Case("small", even(16, 2.0), 8, duration_s=120.0)
 
 
-def timed(call: Callable[[], Answer]) -> tuple[float, Answer]:
-    begin_s = time.process_time()
-    answer = call()
-    return time.process_time() - begin_s, answer
-
-
 def cost(case: Case, repeat: int = 1) -> Cost:
     """Time a case and its drawing; the fastest of `repeat` runs counts."""
-    runs = [timed(case.run) for _ in range(repeat)]
-    drawing_s = min(timed(case.draw)[0] for _ in range(repeat))
+    runs = [cpu_timed(case.run) for _ in range(repeat)]
+    drawing_s = min(cpu_timed(case.draw)[0] for _ in range(repeat))
     result = runs[0][1]
     return Cost(case.duration_s, min(s for s, _ in runs), drawing_s, result.submitted, result.steps)
 
@@ -167,10 +164,8 @@ def slope(costs: Sequence[Cost]) -> float:
 
 
 def peak_rss_mb() -> float:
-    command = [sys.executable, "-m", "benchmarks.twin_speed", "--peak-rss"]
-    for _ in range(2):  # the first one compiles, where that is still to be done, which takes more memory
-        done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, check=True)
-    return float(done.stdout)
+    # The first process may compile, which takes more memory.
+    return [float(in_fresh_process("twin_speed", "--peak-rss")) for _ in range(2)][-1]
 
 
 def own_peak_rss_mb() -> float:
@@ -189,20 +184,18 @@ def speed_table(repeat: int) -> str:
         ("12,000 requests at 20 req/s, constant lengths, 20 seeds", total(short_cases(0), repeat), SHORT_BAR),
         ("the same, lengths spread as far as their mean", total(short_cases(1), repeat), SHORT_BAR),
     )
-    rows = [
-        (
-            name,
-            f"{c.requests:,}",
-            f"{c.steps:,}",
-            f"{c.cpu_s:.2f}",
-            f"{c.drawing_s / c.cpu_s:.0%}",
-            f"{c.times_real_time:,.0f}",
-            f"{bar:,.0f}" if bar else "",
-        )
+    return records_table(
+        {
+            "scenarios": name,
+            "requests": f"{c.requests:,}",
+            "steps": f"{c.steps:,}",
+            "CPU s": f"{c.cpu_s:.2f}",
+            "of it drawing": f"{c.drawing_s / c.cpu_s:.0%}",
+            "simulated s per CPU s": f"{c.times_real_time:,.0f}",
+            "bar": f"{bar:,.0f}" if bar else "",
+        }
         for name, c, bar in cases
-    ]
-    head = ("scenarios", "requests", "steps", "CPU s", "of it drawing", "simulated s per CPU s", "bar")
-    return markdown(head, rows)
+    )
 
 
 def growth_table(repeat: int) -> str:
@@ -211,28 +204,24 @@ def growth_table(repeat: int) -> str:
         "req/s, 128 adapters": by_rate(),
         "hours, 128 adapters at 7.5 req/s": by_horizon(),
     }
-    costs = [
-        (f"{value:,g} {family}", cost(case, repeat))
+    return records_table(
+        {
+            "one GPU, 64 slots": f"{value:,g} {family}",
+            "requests": f"{c.requests:,}",
+            "CPU ms": f"{1e3 * c.cpu_s:.1f}",
+            "ns per request": f"{c.ns_per_request:,.0f}",
+            "of it drawing": f"{1e9 * c.drawing_s / c.requests:.0f}",
+        }
         for family, cases in families.items()
         for value, case in cases.items()
-    ]
-    rows = [
-        (
-            name,
-            f"{c.requests:,}",
-            f"{1e3 * c.cpu_s:.1f}",
-            f"{c.ns_per_request:,.0f}",
-            f"{1e9 * c.drawing_s / c.requests:.0f}",
-        )
-        for name, c in costs
-    ]
-    return markdown(("one GPU, 64 slots", "requests", "CPU ms", "ns per request", "of it drawing"), rows)
+        for c in (cost(case, repeat),)
+    )
 
 
 def baseline_table(repeat: int) -> str:
     small = small_case()
     compiled = cost(small, max(repeat, 5))
-    reference_s, _ = timed(partial(small.run, run_reference))
+    reference_s, _ = cpu_timed(partial(small.run, run_reference))
     faster = f"{1e3 * compiled.cpu_s:.2f} CPU ms, {reference_s / compiled.cpu_s:,.0f} times faster"
     reference = f"reference twin, {compiled.steps:,} steps, {compiled.requests} requests"
     peak = f"{peak_rss_mb():.0f} MB (bar {RSS_BAR_MB:.0f})"
@@ -260,9 +249,7 @@ def dataset_table(scenarios: int) -> str:
 
 def main(arguments: Sequence[str] | None = None) -> None:
     parser = command_line(__doc__)
-    parser.add_argument(
-        "--repeat", type=int, default=1, help="runs of each case, of which the fastest counts"
-    )
+    parser.add_argument("--repeat", type=int, default=1, help="runs of each case; the fastest counts")
     parser.add_argument("--datasets", type=int, default=0, metavar="N", help="scenarios per dataset design")
     parser.add_argument("--markdown", type=Path, help="write the tables to this file, too")
     parser.add_argument("--peak-rss", action="store_true", help=argparse.SUPPRESS)
@@ -274,8 +261,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
     tables = [table(chosen.repeat) for table in (speed_table, growth_table, baseline_table)]
     if chosen.datasets:
         tables.append(dataset_table(chosen.datasets))
-    text = "\n\n".join(tables) + "\n"
-    emit(text, chosen.markdown)
+    emit("\n\n".join(tables) + "\n", chosen.markdown)
 
 
 if __name__ == "__main__":

@@ -9,7 +9,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from benchmarks.loraserve_setting import PRECISION, highest, main, told
+from benchmarks.loraserve_setting import PRECISION, highest, main, rates_cell
 from benchmarks.loraserve_systems import (
     PROMPT_TOKENS,
     Load,
@@ -77,8 +77,8 @@ def test_the_highest_rate_is_found_to_one_percent(limit: float) -> None:
 
 def test_a_system_that_never_holds_has_no_rate() -> None:
     assert highest(lambda rps: False, 16.0) == 0.0
-    assert told([0.0, 0.0], [20.0, 22.0]).endswith("never")
-    assert told([10.0, 14.0], [20.0, 22.0]) == "12.0 (10.0 to 14.0), 1.75 x"
+    assert rates_cell([0.0, 0.0], [20.0, 22.0]).endswith("never")
+    assert rates_cell([10.0, 14.0], [20.0, 22.0]) == "12.0 (10.0 to 14.0), 1.75 x"
 
 
 def test_requests_go_where_the_shares_of_their_time_say(profile: Profile) -> None:

@@ -15,16 +15,15 @@ from benchmarks.placement_grid import (
     RATES_RPS,
     SIZES,
     Cell,
-    Settings,
+    GridSettings,
     cells,
     chosen,
     report,
     workload,
     worse,
 )
-from benchmarks.placement_records import Record, Store, assignments_of
+from benchmarks.placement_records import Record, Settings, Store, assignments_of
 from benchmarks.placement_small import OUTCOMES, UNDECIDED, Pair, small_case
-from benchmarks.placement_small import Settings as SmallSettings
 from capplan import InputError, plan
 from capplan.planner import SolverResult
 
@@ -34,7 +33,7 @@ SMALLEST = next(cells())
 
 def run(folder: Path, solvers: Sequence[str], pattern: str = SMALLEST.name, **settings: int) -> list[Record]:
     return grid.run_cells(
-        grid.Run(Store(folder), Settings(**settings), tuple(solvers)), chosen(pattern), quiet=True
+        grid.Run(Store(folder), GridSettings(**settings), tuple(solvers)), chosen(pattern), quiet=True
     )
 
 
@@ -123,12 +122,12 @@ def test_a_failure_survives_the_file(tmp_path: Path) -> None:
 
 
 def test_cells_of_a_curve_grow_by_adapters_and_models_share_them() -> None:
-    small, large = (workload(Cell("llama", 4, "mixed", "mixed", n), Settings()) for n in (16, 64))
+    small, large = (workload(Cell("llama", 4, "mixed", "mixed", n), GridSettings()) for n in (16, 64))
     assert large.adapters[:16] == small.adapters
-    assert workload(Cell("qwen", 1, "mixed", "mixed", 64), Settings()).adapters == large.adapters
+    assert workload(Cell("qwen", 1, "mixed", "mixed", 64), GridSettings()).adapters == large.adapters
     assert {a.rate_rps for a in large.adapters} == set(RATES_RPS["mixed"])
     assert {a.rank for a in large.adapters} == set(SIZES["mixed"])
-    assert workload(Cell("llama", 4, "mixed", "mixed", 64), Settings(draw=1)).adapters != large.adapters
+    assert workload(Cell("llama", 4, "mixed", "mixed", 64), GridSettings(draw=1)).adapters != large.adapters
 
 
 def test_an_unknown_cell_is_named() -> None:
@@ -161,8 +160,8 @@ def test_the_report_names_who_beats_the_lower_bound() -> None:
 def test_a_plan_is_judged_as_it_stands() -> None:
     """The hot adapter's shares sum to 1, each on another GPU."""
     cell = replace(SMALLEST, gpus=4, rates="low")
-    hot = workload(cell, Settings()).adapters[0].model_copy(update={"rate_rps": 40.0})
-    work = workload(cell, Settings())
+    hot = workload(cell, GridSettings()).adapters[0].model_copy(update={"rate_rps": 40.0})
+    work = workload(cell, GridSettings())
     made = plan(work.model_copy(update={"adapters": (hot, *work.adapters[1:])}), gpus=4, verify=False)
     answers = assignments_of(made)
     shares: dict[str, float] = {}
@@ -176,8 +175,8 @@ def test_a_plan_is_judged_as_it_stands() -> None:
 
 
 def test_small_cases_are_small_and_the_same_each_time() -> None:
-    drawn = [small_case(SmallSettings(), number) for number in range(20)]
-    assert drawn == [small_case(SmallSettings(), number) for number in range(20)]
+    drawn = [small_case(Settings(), number) for number in range(20)]
+    assert drawn == [small_case(Settings(), number) for number in range(20)]
     assert all(2 <= len(case.workload.adapters) <= 24 and 1 <= case.gpus <= 4 for case in drawn)
     assert len({case.workload.digest() for case in drawn}) == 20
 
