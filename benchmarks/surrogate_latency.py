@@ -25,8 +25,8 @@ from benchmarks.common import markdown
 from capplan import load_profile, load_surrogate
 from capplan.models.surrogates.features import FEATURES, feature_of
 from capplan.models.surrogates.outputs import Forest, flatten_forest, forest_value, forest_values
-from capplan.models.surrogates.tree import LOG_OVER_EXPECTED, FlatTree, Tree, tree_of
-from capplan.models.surrogates.tree_export import TreeFunction, compile_tree, flat_answer
+from capplan.models.surrogates.tree import LOG_OVER_EXPECTED, Tree, tree_of
+from capplan.models.surrogates.tree_export import TreeFunction, compile_tree
 from capplan.twin.dataset import Sample, draw
 
 PROFILE = load_profile("h100-64g/llama-3.1-8b/vllm-0.8.5")
@@ -54,7 +54,6 @@ class Models:
     learned_forest: RandomForestRegressor
     tree: Tree
     compiled: TreeFunction
-    flat: FlatTree
     forest: Forest
 
 
@@ -70,7 +69,7 @@ def models() -> Models:
     learned_forest = forest.fit(rows, target)
     tree = tree_of(learned_tree, LOG_OVER_EXPECTED)
     flat = flatten_forest(learned_forest)
-    return Models(rows, learned_tree, learned_forest, tree, compile_tree(tree), tree.flat, flat)
+    return Models(rows, learned_tree, learned_forest, tree, compile_tree(tree), flat)
 
 
 def looped(compiled: TreeFunction) -> Callable[[NDArray[np.float32]], float]:
@@ -111,13 +110,6 @@ def in_compiled_code(models: Models) -> Mapping[str, Callable[[], float]]:
     rows = many(models.rows)
 
     @numba.njit(error_model="numpy")
-    def over_flat(tree: FlatTree, rows: NDArray[np.float32]) -> float:
-        total = 0.0
-        for i in range(rows.shape[0]):
-            total += flat_answer(tree, rows[i])
-        return total
-
-    @numba.njit(error_model="numpy")
     def over_forest(forest: Forest, rows: NDArray[np.float32]) -> float:
         total = 0.0
         for i in range(rows.shape[0]):
@@ -126,7 +118,7 @@ def in_compiled_code(models: Models) -> Mapping[str, Callable[[], float]]:
 
     return {
         "compiled tree": functools.partial(looped(models.compiled), rows),
-        "flat tree": functools.partial(over_flat, models.flat, rows),
+        "flat tree": functools.partial(over_forest, models.tree.forest, rows),
         "forest": functools.partial(over_forest, models.forest, rows),
     }
 
@@ -134,7 +126,7 @@ def in_compiled_code(models: Models) -> Mapping[str, Callable[[], float]]:
 def one_by_one(models: Models) -> Mapping[str, Callable[[NDArray[np.float32]], object]]:
     return {
         "compiled tree": models.compiled,
-        "flat tree": functools.partial(flat_answer, models.flat),
+        "flat tree": functools.partial(forest_value, models.tree.forest),
         "forest": functools.partial(forest_value, models.forest),
         "scikit-learn's tree": lambda row: models.learned_tree.predict(row[None]),
         "scikit-learn's forest": lambda row: models.learned_forest.predict(row[None]),

@@ -13,7 +13,7 @@ from numpy.typing import NDArray
 
 from capplan.errors import InfeasibleError, InputError
 from capplan.models import Surrogate, load_surrogate
-from capplan.models.surrogates.compiled import CompiledSurrogate, EngineLimits, compile_surrogate
+from capplan.models.surrogates.compiled import CompiledSurrogate, compile_surrogate
 from capplan.models.surrogates.features import unsupported_workload
 from capplan.models.surrogates.files import KINDS
 from capplan.planner.evaluate import Evaluation, evaluate
@@ -168,9 +168,8 @@ class SurrogateEstimator:
         if compiled is None or (own and not self.extrapolates and not own.keys().isdisjoint(names)):
             return [None] * len(same)
         rates_rps, ranks = _rates_and_ranks(shares, names, own)
-        s_max = self.problem.s_max((shares[int(ranks.argmax())],))
-        limits = [EngineLimits(a.a_max, s_max, self.problem.max_num_seqs(a)) for a in same]
-        predictions = compiled.predict(rates_rps / (1.0 - self.problem.workload.headroom), ranks, limits)
+        engines = [self.problem.engine_args(assignment) for assignment in same]
+        predictions = compiled.predict(rates_rps / (1.0 - self.problem.workload.headroom), ranks, engines)
         return [
             Estimate(
                 throughput, probability >= _STARVED_PROBABILITY, e2e_s_mean=request_s, utilization=probability
@@ -190,7 +189,7 @@ class SurrogateEstimator:
     @cached_property
     def _compiled(self) -> CompiledSurrogate | None:
         """Surrogate for adapters of the default lengths; None if there are none."""
-        workload, engine = self.problem.workload, self.problem.engine
+        workload = self.problem.workload
         if self.extrapolates:
             workload = with_default_lengths(workload)
         else:
@@ -198,12 +197,7 @@ class SurrogateEstimator:
             workload = workload.model_copy(update={"adapters": usual})
         if not workload.adapters:
             return None
-        return compile_surrogate(
-            self.surrogate,
-            workload,
-            max_num_batched_tokens=engine.max_num_batched_tokens,
-            gpu_memory_utilization=engine.gpu_memory_utilization,
-        )
+        return compile_surrogate(self.surrogate, workload, self.problem.engine)
 
     @cached_property
     def _own_lengths(self) -> Mapping[str, float]:

@@ -1,14 +1,13 @@
 """Compiled surrogate predictions for GPUs given as arrays of rates and ranks.
 
-The results equal `Surrogate.predict_many`. For a few vectors at a time, NumPy takes a hundred microseconds
-for what small trees compute in one.
+The results equal `Surrogate.predict_many`. For a few vectors at a time NumPy is much slower: 100 microseconds
+where compiled small trees take one.
 """
 
 from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
-from functools import cached_property
 from typing import Final, NamedTuple
 
 import numpy as np
@@ -20,7 +19,8 @@ from capplan.models.surrogates.features import (
     FEATURES,
     CommonInputs,
     common_inputs,
-    fill_vectors,
+    feature_vectors,
+    gpu_limits,
     unsupported_workload,
 )
 from capplan.models.surrogates.outputs import (
@@ -35,8 +35,7 @@ from capplan.models.surrogates.outputs import (
     joined,
 )
 from capplan.models.surrogates.surrogate import Surrogate, SurrogateAnswers
-from capplan.spec import STARVED_BELOW, Workload
-from capplan.spec.engine_args import DEFAULT_GPU_MEMORY_UTILIZATION, DEFAULT_MAX_NUM_BATCHED_TOKENS
+from capplan.spec import STARVED_BELOW, EngineArgs, Workload
 
 Floats = NDArray[np.float64]
 Vectors = NDArray[np.float32]
@@ -71,14 +70,6 @@ _LIFE: Final = FEATURES.index("request_life_s")
 
 _THROUGHPUT_ROW, _LOW_ROW, _HIGH_ROW, _PROBABILITY_ROW, _NOVELTY_ROW, _IN_RANGE_ROW, _LIGHTER_ROW = range(7)
 _LOWEST, _LOWEST_BUT_LOAD, _HIGHEST = range(3)
-
-
-class EngineLimits(NamedTuple):
-    """Engine settings that planners vary, as in `Surrogate.predict`."""
-
-    a_max: int
-    s_max: int
-    max_num_seqs: int
 
 
 @dataclass(frozen=True)
@@ -121,61 +112,53 @@ class CompiledSurrogate:
         The surrogate.
     common
         Requests and engine.
-    gpu_memory_utilization
-        Share of the GPU's memory that the engine uses.
+    kv_budget
+        Memory of one GPU.
     packed
         Trees for compiled code; None if an output needs two forests.
     """
 
     surrogate: Surrogate
     common: CommonInputs
-    gpu_memory_utilization: float
+    kv_budget: KvBudget
     packed: PackedTrees | None
 
-    def predict(self, rates_rps: Floats, ranks: Floats, limits: Sequence[EngineLimits]) -> Predictions:
+    def predict(self, rates_rps: Floats, ranks: Floats, engines: Sequence[EngineArgs]) -> Predictions:
         """Predict GPUs that serve the same adapters under different engine settings.
 
         Parameters
         ----------
         rates_rps, ranks
             Of each adapter, at least one; shape (adapters,).
-        limits
-            At least one.
+        engines
+            At least one. Slots, their rank and max_num_seqs may differ; all other settings are those of
+            `compile_surrogate`.
 
         Returns
         -------
         Predictions
-            As `Surrogate.predict` for each setting; arrays of shape (limits,).
+            As `Surrogate.predict` for each setting; arrays of shape (engines,).
         """
-        rows = [(*each, self._kv_budget.tokens(*each)) for each in limits]
-        vectors = np.empty((len(rows), len(FEATURES)), np.float32)
-        scratch = np.empty((4, rates_rps.size))
-        settings, ascending = np.array(rows, float), np.sort(rates_rps)
-        fill_vectors(vectors, self.common, settings, rates_rps, ranks, ascending, scratch)
+        limits = [gpu_limits(self.kv_budget, engine) for engine in engines]
+        vectors = feature_vectors(self.common, limits, rates_rps, ranks)
         if self.packed is None:
             return predict_numpy(self.surrogate, vectors)
         return predict_compiled(self.packed, vectors)
 
-    @cached_property
-    def _kv_budget(self) -> KvBudget:
-        return kv_budget(self.surrogate.profile, self.gpu_memory_utilization)
-
 
 def compile_surrogate(
-    surrogate: Surrogate,
-    workload: Workload,
-    *,
-    max_num_batched_tokens: int = DEFAULT_MAX_NUM_BATCHED_TOKENS,
-    gpu_memory_utilization: float = DEFAULT_GPU_MEMORY_UTILIZATION,
+    surrogate: Surrogate, workload: Workload, engine: EngineArgs
 ) -> CompiledSurrogate | None:
     """Return the surrogate for GPUs that serve any adapters with the requests of a workload.
 
     None if the surrogate was not trained on such workloads.
     """
-    if unsupported_workload(workload, surrogate.profile):
+    profile = surrogate.profile
+    if unsupported_workload(workload, profile):
         return None
-    common = common_inputs(workload, surrogate.profile, max_num_batched_tokens)
-    return CompiledSurrogate(surrogate, common, gpu_memory_utilization, pack_trees(surrogate))
+    common = common_inputs(workload, profile, engine.max_num_batched_tokens)
+    budget = kv_budget(profile, engine.gpu_memory_utilization)
+    return CompiledSurrogate(surrogate, common, budget, pack_trees(surrogate))
 
 
 def pack_trees(surrogate: Surrogate) -> PackedTrees | None:
@@ -184,8 +167,7 @@ def pack_trees(surrogate: Surrogate) -> PackedTrees | None:
     if throughput.form not in _THROUGHPUT or starvation.form not in _STARVATION:
         return None
     forests = (*throughput.forests, *starvation.forests)
-    intervals = (surrogate.intervals.low.flat, surrogate.intervals.high.flat)
-    ends = tuple(Forest(np.zeros(1, np.int32), *map(np.asarray, tree)) for tree in intervals)
+    ends = (surrogate.intervals.low.forest, surrogate.intervals.high.forest)
     return PackedTrees(
         trees=joined((*forests, *ends)),
         throughput_trees=forests[0].roots.size,

@@ -1,20 +1,20 @@
-"""What a surrogate is asked: the workload of one GPU and its settings as a vector of numbers.
+"""Features of a surrogate: workload and engine settings of one GPU as a vector of numbers.
 
 The adapter-caching paper's features (section 6: adapters, sum and spread of rates, largest, mean and spread
-of sizes, A_max), request lengths, the engine's limits, and what physics says of them: KV capacity, the KV a
-request holds, and the load offered.
+of sizes, A_max), request lengths, engine limits, and quantities of the memory and fluid models.
 """
 
 from __future__ import annotations
 
-from typing import NamedTuple
+from collections.abc import Sequence
+from typing import Final, NamedTuple
 
 import numpy as np
 from numpy.typing import NDArray
 
 from capplan.compile import jit
 from capplan.models.fluid import FluidEngine, batch_limit, fluid_state
-from capplan.models.memory import kv_tokens
+from capplan.models.memory import KvBudget, kv_budget
 from capplan.models.slot_sharing import FluidLoad
 from capplan.models.step_latency import coefficient_array, latency_code
 from capplan.spec import Adapter, Arrivals, EngineArgs, Lengths, Profile, Workload
@@ -22,11 +22,18 @@ from capplan.spec.engine_args import DEFAULT_MAX_MODEL_LEN
 
 Floats = NDArray[np.float64]
 
+HORIZON_S: Final = 3600.0
+"""Duration over which throughput and starvation are taken."""
+
+MAX_IN_FLIGHT: Final = 25_000
+"""Requests that the front end holds, as the client of the published runs did. Without a bound, an overloaded
+engine would be slowed by the scan of a queue far longer than any that a profile was fitted on."""
+
 
 class FeatureVector(NamedTuple):
     """The features of one GPU, in their order."""
 
-    # What the adapter-caching paper's models are told (section 6).
+    # Features of the adapter-caching paper (section 6).
     adapters: float
     rate_sum_rps: float
     rate_std_rps: float
@@ -34,7 +41,7 @@ class FeatureVector(NamedTuple):
     rank_mean: float
     rank_std: float
     a_max: float
-    # What the paper holds fixed.
+    # Constants of the paper.
     s_max: float
     rate_max_rps: float
     prompt_mean_tokens: float
@@ -46,7 +53,7 @@ class FeatureVector(NamedTuple):
     max_num_seqs: float
     max_num_batched_tokens: float
     kv_tokens: float
-    # What physics says of it: the fluid estimate, and ratios that decide which resource binds.
+    # The fluid model, and ratios that determine the bottleneck.
     offered_tok_s: float
     expected_share: float
     kv_tokens_per_request: float
@@ -71,7 +78,7 @@ class FeatureVector(NamedTuple):
 
 
 class CommonInputs(NamedTuple):
-    """What all GPUs of a question have in common: requests, profile, and what of the engine nobody varies."""
+    """Inputs shared by all GPUs of a prediction: requests, profile and fixed engine settings."""
 
     prompt_mean_tokens: float
     prompt_std_tokens: float
@@ -86,90 +93,69 @@ class CommonInputs(NamedTuple):
     step_coefficients: Floats
     """Step-latency model, by `latency_code` and `coefficient_array`."""
     loading_ms: Floats
-    """Of a load into a slot: what every adapter takes, each rank of it, and a rank below the slot's."""
-    horizon_s: float
-    max_in_flight: float
-
-
-class Settings(NamedTuple):
-    """What planners vary."""
-
-    a_max: float
-    s_max: float
-    max_num_seqs: float
-    kv_tokens: float
+    """Load into a slot: constant, per rank, and extra time of a rank below the slot's."""
 
 
 class _Mix(NamedTuple):
-    """Adapters in numbers; means by weight count every request alike."""
+    """Moments of rates and ranks over adapters."""
 
-    adapters: float
-    rate_sum_rps: float
     rate_std_rps: float
-    rank_max: float
     rank_mean: float
     rank_std: float
-    weight: float
-    weighted_rank: float
 
 
-@jit
-def fill_vectors(
-    vectors: NDArray[np.float32],
-    common: CommonInputs,
-    settings: Floats,
-    rates_rps: Floats,
-    ranks: Floats,
-    ascending_rps: Floats,
-    room: Floats,
-) -> None:
-    """Write the features of GPUs that serve the same adapters under different settings.
+def feature_vectors(
+    common: CommonInputs, limits: Sequence[Sequence[float]], rates_rps: Floats, ranks: Floats
+) -> NDArray[np.float32]:
+    """Return the features of GPUs that serve the same adapters under different limits.
 
     Parameters
     ----------
-    vectors
-        Written, shape (settings, features).
     common
-        See there.
-    settings
-        Rows of `Settings`, shape (settings, 4).
+        Requests, profile and fixed engine settings.
+    limits
+        Slots, their rank, most running requests and KV tokens of each GPU.
     rates_rps, ranks
         Of each adapter, shape (adapters,).
-    ascending_rps
-        The rates in ascending order.
-    room
-        Room for notes, shape (4, adapters).
+
+    Returns
+    -------
+    ndarray
+        Shape (len(limits), features), in the order of `FEATURES`.
     """
-    mix = _mix(rates_rps, ranks)
-    distinct = _distinct(ascending_rps, room[0], room[1], room[2])
-    for row in range(settings.shape[0]):
-        setting = Settings(settings[row, 0], settings[row, 1], settings[row, 2], settings[row, 3])
-        load = FluidLoad(
-            rates_rps=room[0, :distinct],
-            gaps_s=room[1, :distinct],
-            counts=room[2, :distinct],
-            adapters=mix.adapters,
-            total_rps=mix.rate_sum_rps,
-            prompt_tokens=max(common.prompt_mean_tokens, 1.0),
-            output_tokens=max(common.output_mean_tokens, 1.0),
-            kv_tokens_per_request=common.kv_tokens_per_request,
-            output_cv=common.output_std_tokens / max(common.output_mean_tokens, 1.0),
-            mean_rank=mix.weighted_rank,
-            max_rank=mix.rank_max,
-            arrivals_cv=common.arrivals_cv,
-        )
+    vectors = np.empty((len(limits), len(FEATURES)), np.float32)
+    scratch = np.empty((4, rates_rps.size))
+    _fill_vectors(vectors, common, np.array(limits, float), rates_rps, ranks, np.sort(rates_rps), scratch)
+    return vectors
+
+
+@jit
+def _fill_vectors(
+    vectors: NDArray[np.float32],
+    common: CommonInputs,
+    limits: Floats,
+    rates_rps: Floats,
+    ranks: Floats,
+    ascending_rps: Floats,
+    scratch: Floats,
+) -> None:
+    _, rate_std = _moments(rates_rps)
+    rank_mean, rank_std = _moments(ranks)
+    mix = _Mix(rate_std, rank_mean, rank_std)
+    load = _fluid_load(common, rates_rps, ranks, ascending_rps, scratch)
+    for row in range(limits.shape[0]):
         gpu = FluidEngine(
             step_form=common.step_form,
             step_coefficients=common.step_coefficients,
-            a_max=setting.a_max,
-            s_max=setting.s_max,
-            max_num_seqs=setting.max_num_seqs,
-            kv_requests=setting.kv_tokens / common.kv_tokens_per_request,
+            a_max=limits[row, 0],
+            s_max=limits[row, 1],
+            max_num_seqs=limits[row, 2],
+            kv_requests=limits[row, 3] / common.kv_tokens_per_request,
             max_num_batched_tokens=common.max_num_batched_tokens,
-            adapter_load_s=_load_s(common, mix, rates_rps, ranks, setting.s_max),
-            max_in_flight=common.max_in_flight,
+            adapter_load_s=_load_s(common, load, rates_rps, ranks, limits[row, 1]),
+            max_in_flight=float(MAX_IN_FLIGHT),
         )
-        vector = _vector(common, setting, mix, gpu, load, ascending_rps, room[3])
+        vector = _vector(common, limits[row, 3], mix, gpu, load, ascending_rps, scratch[3])
         for number, value in enumerate(vector):
             vectors[row, number] = value
 
@@ -177,31 +163,31 @@ def fill_vectors(
 @jit
 def _vector(
     common: CommonInputs,
-    setting: Settings,
+    kv_tokens: float,
     mix: _Mix,
     gpu: FluidEngine,
     load: FluidLoad,
     ascending_rps: Floats,
-    room: Floats,
+    scratch: Floats,
 ) -> FeatureVector:
-    state = fluid_state(gpu, load, common.horizon_s, room)
+    state = fluid_state(gpu, load, HORIZON_S, scratch)
     limit = batch_limit(gpu, load)
     life_s = state.step_s * load.output_tokens
-    in_time = 1.0 - min(0.98, life_s / common.horizon_s)  # what still runs at the end is not completed
-    total_rps = max(mix.rate_sum_rps, 1e-12)
+    in_time = 1.0 - min(0.98, life_s / HORIZON_S)  # requests that run at the end are not completed
+    total_rps = max(load.total_rps, 1e-12)
     rate_max_rps = ascending_rps[ascending_rps.size - 1]
     outside_rps = 0.0
-    for i in range(ascending_rps.size - int(setting.a_max)):
+    for i in range(ascending_rps.size - int(gpu.a_max)):
         outside_rps += ascending_rps[i]
     return FeatureVector(
-        adapters=mix.adapters,
-        rate_sum_rps=mix.rate_sum_rps,
+        adapters=load.adapters,
+        rate_sum_rps=load.total_rps,
         rate_std_rps=mix.rate_std_rps,
-        rank_max=mix.rank_max,
+        rank_max=load.max_rank,
         rank_mean=mix.rank_mean,
         rank_std=mix.rank_std,
-        a_max=setting.a_max,
-        s_max=setting.s_max,
+        a_max=gpu.a_max,
+        s_max=gpu.s_max,
         rate_max_rps=rate_max_rps,
         prompt_mean_tokens=common.prompt_mean_tokens,
         prompt_std_tokens=common.prompt_std_tokens,
@@ -209,24 +195,24 @@ def _vector(
         output_std_tokens=common.output_std_tokens,
         length_correlation=common.length_correlation,
         arrivals_cv=common.arrivals_cv,
-        max_num_seqs=setting.max_num_seqs,
+        max_num_seqs=gpu.max_num_seqs,
         max_num_batched_tokens=common.max_num_batched_tokens,
-        kv_tokens=setting.kv_tokens,
-        offered_tok_s=mix.rate_sum_rps * (common.prompt_mean_tokens + common.output_mean_tokens),
+        kv_tokens=kv_tokens,
+        offered_tok_s=load.total_rps * (common.prompt_mean_tokens + common.output_mean_tokens),
         expected_share=min(1.0, state.served_rps / total_rps) * in_time,
         kv_tokens_per_request=common.kv_tokens_per_request,
         load_over_capacity=total_rps / state.capacity_rps,
         batch_limit=limit,
         batch_over_limit=state.batch_over_limit,
-        kv_requests_over_seqs=gpu.kv_requests / setting.max_num_seqs,
+        kv_requests_over_seqs=gpu.kv_requests / gpu.max_num_seqs,
         prompt_over_budget=load.prompt_tokens / common.max_num_batched_tokens,
         slots_share=state.slots_share,
         full_queue_share=state.full_queue_share,
         slot_wait_s=state.slot_wait_s,
         active_adapters=state.active_adapters,
-        active_adapters_over_slots=state.active_adapters / setting.a_max,
-        adapters_over_slots=mix.adapters / setting.a_max,
-        batch_per_slot=limit / setting.a_max,
+        active_adapters_over_slots=state.active_adapters / gpu.a_max,
+        adapters_over_slots=load.adapters / gpu.a_max,
+        batch_per_slot=limit / gpu.a_max,
         load_outside_slots=outside_rps / total_rps,
         hottest_requests_in_flight=rate_max_rps * life_s,
         step_ms=state.step_s * 1e3,
@@ -237,30 +223,35 @@ def _vector(
 
 
 @jit
-def _mix(rates_rps: Floats, ranks: Floats) -> _Mix:
-    _, rate_std = _moments(rates_rps)
-    rank_mean, rank_std = _moments(ranks)
-    count, rate_sum = float(rates_rps.size), 0.0
-    rank_max, weighted_rank = 0.0, 0.0
+def _fluid_load(
+    common: CommonInputs, rates_rps: Floats, ranks: Floats, ascending_rps: Floats, scratch: Floats
+) -> FluidLoad:
+    """Return the load of all adapters; its arrays are views of the first rows of `scratch`."""
+    total_rps, max_rank, weighted_rank = 0.0, 0.0, 0.0
     for i in range(rates_rps.size):
-        rate_sum += rates_rps[i]
-        rank_max = max(rank_max, ranks[i])
+        total_rps += rates_rps[i]
+        max_rank = max(max_rank, ranks[i])
         weighted_rank += rates_rps[i] * ranks[i]
-    return _Mix(
-        adapters=count,
-        rate_sum_rps=rate_sum,
-        rate_std_rps=rate_std,
-        rank_max=rank_max,
-        rank_mean=rank_mean,
-        rank_std=rank_std,
-        weight=rate_sum if rate_sum > 0.0 else count,
-        weighted_rank=weighted_rank / rate_sum if rate_sum > 0.0 else rank_mean,
+    distinct = _distinct(ascending_rps, scratch[0], scratch[1], scratch[2])
+    return FluidLoad(
+        rates_rps=scratch[0, :distinct],
+        gaps_s=scratch[1, :distinct],
+        counts=scratch[2, :distinct],
+        adapters=float(rates_rps.size),
+        total_rps=total_rps,
+        prompt_tokens=max(common.prompt_mean_tokens, 1.0),
+        output_tokens=max(common.output_mean_tokens, 1.0),
+        kv_tokens_per_request=common.kv_tokens_per_request,
+        output_cv=common.output_std_tokens / max(common.output_mean_tokens, 1.0),
+        mean_rank=weighted_rank / total_rps if total_rps > 0.0 else _moments(ranks)[0],
+        max_rank=max_rank,
+        arrivals_cv=common.arrivals_cv,
     )
 
 
 @jit
 def _moments(values: Floats) -> tuple[float, float]:
-    """Return mean and standard deviation, the latter exactly 0 where all values are equal."""
+    """Return mean and standard deviation, the latter exactly 0 if all values are equal."""
     away, squared = 0.0, 0.0
     for value in values:
         away += value - values[0]
@@ -272,7 +263,7 @@ def _moments(values: Floats) -> tuple[float, float]:
 
 @jit
 def _distinct(ascending_rps: Floats, rates_rps: Floats, gaps_s: Floats, counts: Floats) -> int:
-    """Write the distinct rates above 0, their gaps and counts of adapters; return how many there are."""
+    """Write the distinct rates above 0, their gaps and counts of adapters; return their number."""
     distinct, same = 0, 0.0
     for i in range(ascending_rps.size):
         rate = ascending_rps[i]
@@ -285,30 +276,24 @@ def _distinct(ascending_rps: Floats, rates_rps: Floats, gaps_s: Floats, counts: 
 
 
 @jit
-def _load_s(common: CommonInputs, mix: _Mix, rates_rps: Floats, ranks: Floats, s_max: float) -> float:
+def _load_s(common: CommonInputs, load: FluidLoad, rates_rps: Floats, ranks: Floats, s_max: float) -> float:
     """Return the seconds that an adapter takes into a slot, on average over requests."""
     padded = 0.0
     for i in range(ranks.size):
         if ranks[i] < s_max:
-            padded += rates_rps[i] if mix.rate_sum_rps > 0.0 else 1.0
+            padded += rates_rps[i] if load.total_rps > 0.0 else 1.0
     every, per_rank, padding = common.loading_ms[0], common.loading_ms[1], common.loading_ms[2]
-    return float((every + per_rank * mix.weighted_rank + padding * padded / mix.weight) / 1e3)
+    weight = load.total_rps if load.total_rps > 0.0 else load.adapters
+    return float((every + per_rank * load.mean_rank + padding * padded / weight) / 1e3)
 
 
 FEATURES = FeatureVector._fields
 
 PAPER_FEATURES = FEATURES[:7]
 
-HORIZON_S = 3600.0
-"""What throughput and starvation are taken over."""
-
-MAX_IN_FLIGHT = 25_000
-"""Requests that the front end holds, as the client of the published runs did. Without a bound, an overloaded
-engine would be slowed by the scan of a queue far longer than any that a profile was fitted on."""
-
 
 def offered_tok_s(workload: Workload) -> float:
-    """Return the input and output tokens per second that the workload asks for."""
+    """Return the offered input and output tokens per second."""
     total = 0.0
     for adapter in workload.adapters:
         prompt, output = workload.lengths_of(adapter)
@@ -320,24 +305,20 @@ def feature_vector(workload: Workload, profile: Profile, args: EngineArgs) -> ND
     """Return the features of one GPU that serves all of `workload`, in the order of `FEATURES`."""
     rates_rps = np.array([a.rate_rps for a in workload.adapters])
     ranks = np.array([a.rank for a in workload.adapters], float)
-    slots, rank, seqs = args.max_loras, args.max_lora_rank, args.max_num_seqs
-    kv = kv_tokens(profile, slots, rank, args.gpu_memory_utilization, seqs)
-    vectors = np.empty((1, len(FEATURES)), np.float32)
-    fill_vectors(
-        vectors,
-        common_inputs(workload, profile, args.max_num_batched_tokens),
-        np.array([[slots, rank, seqs, kv]], float),
-        rates_rps,
-        ranks,
-        np.sort(rates_rps),
-        np.empty((4, rates_rps.size)),
-    )
-    vector: NDArray[np.float32] = vectors[0]
+    common = common_inputs(workload, profile, args.max_num_batched_tokens)
+    limits = gpu_limits(kv_budget(profile, args.gpu_memory_utilization), args)
+    vector: NDArray[np.float32] = feature_vectors(common, [limits], rates_rps, ranks)[0]
     return vector
 
 
+def gpu_limits(budget: KvBudget, args: EngineArgs) -> tuple[int, int, int, int]:
+    """Return slots, their rank, most running requests and KV tokens of one GPU."""
+    limits = (args.max_loras, args.max_lora_rank, args.max_num_seqs)
+    return (*limits, budget.tokens(*limits))
+
+
 def common_inputs(workload: Workload, profile: Profile, max_num_batched_tokens: int) -> CommonInputs:
-    """Return what GPUs that serve adapters of a workload have in common, all with its mean lengths."""
+    """Return the inputs shared by GPUs that serve adapters of a workload, all with its mean lengths."""
     lengths = _mean_lengths(workload)
     stated = workload.length_correlation
     correlation = profile.length_correlation if stated is None else stated
@@ -352,13 +333,11 @@ def common_inputs(workload: Workload, profile: Profile, max_num_batched_tokens: 
         step_coefficients=coefficient_array(profile.step_latency),
         loading_ms=value("serving_factor")
         * np.array([value("gpu_base_ms"), value("gpu_ms_per_rank"), value("gpu_padding_ms")]),
-        horizon_s=HORIZON_S,
-        max_in_flight=float(MAX_IN_FLIGHT),
     )
 
 
 def unsupported_workload(workload: Workload, profile: Profile) -> str | None:
-    """Return what of a workload no surrogate was trained on, in words; None if there is nothing."""
+    """Return the property of a workload that no surrogate was trained on; None if all are supported."""
     arrivals = workload.arrivals
     process = arrivals if isinstance(arrivals, Arrivals) else getattr(arrivals, "process", "")
     if workload.trace is not None:
@@ -413,9 +392,9 @@ def feature_of(features: NDArray[np.float32], name: str) -> NDArray[np.float64]:
 
 
 def expected_tok_s(features: NDArray[np.float32]) -> NDArray[np.float64]:
-    """Return the throughput that the fluid estimate expects.
+    """Return the throughput of the fluid model.
 
-    Surrogates answer relative to it, so that they need not extrapolate where the load grows without bound.
+    Surrogates predict relative to it, since load is unbounded and trees do not extrapolate.
 
     Parameters
     ----------
@@ -452,7 +431,7 @@ def _mean_lengths(workload: Workload) -> tuple[float, float, float, float]:
 def feature_probe(profile: Profile) -> list[str]:
     """Return the features of two scenarios of a profile, one that waits for slots and one that does not.
 
-    Four digits tell estimates apart, and are the same on every machine.
+    Four digits are the same on every machine.
     """
     probed = []
     for adapters, a_max in ((48, 6), (12, 16)):
@@ -465,16 +444,13 @@ def feature_probe(profile: Profile) -> list[str]:
             output_tokens=Lengths(mean=230, std=120),
             length_correlation=-0.3,
         )
-        probed += feature_vector(
-            workload,
-            profile,
-            EngineArgs(
-                max_loras=a_max,
-                max_lora_rank=32,
-                max_num_seqs=128,
-                max_num_batched_tokens=1024,
-                gpu_memory_utilization=0.9,
-                max_model_len=DEFAULT_MAX_MODEL_LEN,
-            ),
-        ).tolist()
+        args = EngineArgs(
+            max_loras=a_max,
+            max_lora_rank=32,
+            max_num_seqs=128,
+            max_num_batched_tokens=1024,
+            gpu_memory_utilization=0.9,
+            max_model_len=DEFAULT_MAX_MODEL_LEN,
+        )
+        probed += feature_vector(workload, profile, args).tolist()
     return [f"{value:.4g}" for value in probed]

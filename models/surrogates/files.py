@@ -1,7 +1,7 @@
-"""Surrogates as files of numbers and text, with nothing that could run on load; damaged ones are refused.
+"""Surrogate files: data without code; damaged files are refused.
 
-Kinds of many trees are compressed arrays beside a JSON header (``.npz``, read without pickle), the small tree
-is JSON alone, to be read by people, too.
+Kinds of many trees are compressed arrays beside a JSON header (``.npz``, read without pickle). The small tree
+is JSON alone.
 """
 
 from __future__ import annotations
@@ -31,7 +31,6 @@ from capplan.models.surrogates.outputs import (
     THROUGHPUT,
     EnsembleOutput,
     Forest,
-    OutputForm,
 )
 from capplan.models.surrogates.surrogate import Domain, Intervals, SigmoidCalibration, Surrogate
 from capplan.models.surrogates.tree import LOG_OVER_EXPECTED, Tree
@@ -44,8 +43,8 @@ KINDS: Final = ("best", "forest", "tree")
 
 Arrays: TypeAlias = Mapping[str, NDArray[Any]]
 
+_FORMS: Final = MappingProxyType({"throughput": THROUGHPUT, "starvation": STARVATION})
 _TREE_FORMS: Final = MappingProxyType({"throughput": OVER_EXPECTED, "starvation": PROBABILITY})
-
 _TREE_ANSWERS: Final = MappingProxyType({"throughput": LOG_OVER_EXPECTED, "starvation": CHANCE})
 
 _DTYPES: Final[Mapping[str, type[np.generic]]] = MappingProxyType(
@@ -70,7 +69,7 @@ def profile_digest(profile: Profile) -> str:
 
 
 def identity(profile: Profile, kind: str) -> dict[str, Any]:
-    """Return what a document must say of itself to be read for this profile and kind."""
+    """Return the fields of a document that must match its profile and kind."""
     return {
         "version": SURROGATE_VERSION,
         "kind": kind,
@@ -85,14 +84,11 @@ def document_of(surrogate: Surrogate) -> dict[str, Any]:
     """Return everything of a surrogate but its forests."""
     domain = surrogate.domain
     document = identity(surrogate.profile, surrogate.kind) | {
-        "calibration": {"slope": surrogate.calibration.slope, "offset": surrogate.calibration.offset},
-        "intervals": {
-            "low": surrogate.intervals.low.to_document(),
-            "high": surrogate.intervals.high.to_document(),
-        },
+        "calibration": vars(surrogate.calibration),
+        "intervals": {end: tree.to_document() for end, tree in vars(surrogate.intervals).items()},
         "domain": {
-            "low": [float(x) for x in domain.low],
-            "high": [float(x) for x in domain.high],
+            "low": domain.low.tolist(),
+            "high": domain.high.tolist(),
             "centre": [float(f"{x:.9g}") for x in domain.centre],
             "whitening": [[float(f"{x:.6g}") for x in row] for row in domain.whitening],
             "farthest": domain.farthest,
@@ -102,17 +98,15 @@ def document_of(surrogate: Surrogate) -> dict[str, Any]:
     if surrogate.throughput_tree and surrogate.starvation_tree:
         trees = {"throughput": surrogate.throughput_tree, "starvation": surrogate.starvation_tree}
         return document | {"trees": {name: tree.to_document() for name, tree in trees.items()}}
-    return document | {
-        "forms": {"throughput": surrogate.throughput.form, "starvation": surrogate.starvation.form}
-    }
+    return document | {"forms": {name: getattr(surrogate, name).form for name in _FORMS}}
 
 
 def arrays_of(surrogate: Surrogate) -> dict[str, NDArray[Any]]:
     """Return the forests of a surrogate by names of their arrays."""
     return {
         f"{name}_{number}_{field}": getattr(forest, field)
-        for name, head in (("throughput", surrogate.throughput), ("starvation", surrogate.starvation))
-        for number, forest in enumerate(head.forests)
+        for name in _FORMS
+        for number, forest in enumerate(getattr(surrogate, name).forests)
         for field in Forest._fields
     }
 
@@ -123,27 +117,23 @@ def surrogate_of(document: Mapping[str, Any], arrays: Arrays, profile: Profile) 
     Raises
     ------
     InputError, KeyError, TypeError, ValueError
-        When anything is missing, of another type, or would lead a walk astray.
+        When anything is missing, of another type, or would lead a tree walk out of bounds.
     """
-    report = document["report"]
+    report, intervals = document["report"], document["intervals"]
     if not isinstance(report, dict):
         raise TypeError("report")
-    calibration = document["calibration"]
-    intervals = document["intervals"]
     trees = {name: _tree(tree, _TREE_ANSWERS[name]) for name, tree in document.get("trees", {}).items()}
     if trees:
-        throughput, starvation = (
-            EnsembleOutput(form, (tree_forest(trees[name]),)) for name, form in _TREE_FORMS.items()
-        )
+        outputs = {
+            name: EnsembleOutput(form, (tree_forest(trees[name]),)) for name, form in _TREE_FORMS.items()
+        }
     else:
-        throughput = _head("throughput", document["forms"]["throughput"], THROUGHPUT, arrays)
-        starvation = _head("starvation", document["forms"]["starvation"], STARVATION, arrays)
+        outputs = {name: _output(name, document["forms"][name], arrays) for name in _FORMS}
     return Surrogate(
         profile=profile,
         kind=document["kind"],
-        throughput=throughput,
-        starvation=starvation,
-        calibration=SigmoidCalibration(_finite(calibration["slope"]), _finite(calibration["offset"])),
+        **outputs,
+        calibration=SigmoidCalibration(*(_finite(document["calibration"][n]) for n in ("slope", "offset"))),
         intervals=Intervals(*(_tree(intervals[end], LOG_OVER_EXPECTED) for end in ("low", "high"))),
         domain=_domain(document["domain"]),
         report=report,
@@ -153,16 +143,8 @@ def surrogate_of(document: Mapping[str, Any], arrays: Arrays, profile: Profile) 
 
 
 def tree_forest(tree: Tree) -> Forest:
-    """Return a small tree as a forest of one."""
-    flat = tree.flat
-    return Forest(
-        roots=np.zeros(1, np.int32),
-        feature=flat.feature,
-        threshold=flat.threshold,
-        left=flat.left.astype(np.int32),
-        right=flat.right.astype(np.int32),
-        value=flat.value.astype(np.float32),
-    )
+    """Return a small tree as a forest of one, with float32 values as in files."""
+    return tree.forest._replace(value=tree.forest.value.astype(np.float32))
 
 
 def _tree(document: object, answer: str) -> Tree:
@@ -172,9 +154,9 @@ def _tree(document: object, answer: str) -> Tree:
     return tree
 
 
-def _head(name: str, form: str, forms: Mapping[str, OutputForm], arrays: Arrays) -> EnsembleOutput:
-    forests = tuple(_forest(arrays, f"{name}_{number}") for number in range(forms[form].forests))
-    return EnsembleOutput(form, forests)
+def _output(name: str, form: str, arrays: Arrays) -> EnsembleOutput:
+    forests = range(_FORMS[name][form].forests)
+    return EnsembleOutput(form, tuple(_forest(arrays, f"{name}_{number}") for number in forests))
 
 
 def _forest(arrays: Arrays, name: str) -> Forest:
@@ -183,26 +165,24 @@ def _forest(arrays: Arrays, name: str) -> Forest:
         column = getattr(forest, field)
         if column.ndim != 1 or column.dtype != dtype:
             raise TypeError(f"{name}_{field}")
-    if not _holds_together(forest):
+    if not _is_valid(forest):
         raise ValueError(name)
     return forest
 
 
-def _holds_together(forest: Forest) -> bool:
-    """Tell whether the compiled walk stays inside: every step must go forward, to a node that exists."""
-    roots, feature = forest.roots, forest.feature
-    nodes = np.arange(feature.size)
-    if roots.size == 0 or any(
-        getattr(forest, field).size != nodes.size for field in _DTYPES if field != "roots"
-    ):
+def _is_valid(forest: Forest) -> bool:
+    """Return whether every step of the compiled walk goes forward, to a node that exists."""
+    roots, nodes = forest.roots, np.arange(forest.feature.size)
+    if roots.size == 0 or any(getattr(forest, name).size != nodes.size for name in Forest._fields[1:]):
         return False
-    inner = feature >= 0
-    children = (forest.left[inner], forest.right[inner])
-    return (
-        bool(np.all((roots >= 0) & (roots < nodes.size)))
-        and bool(np.all(feature < len(FEATURES)))
-        and all(bool(np.all((child > nodes[inner]) & (child < nodes.size))) for child in children)
-        and bool(np.all(np.isfinite(forest.threshold)) and np.all(np.isfinite(forest.value)))
+    inner = forest.feature >= 0
+    children = np.stack([forest.left[inner], forest.right[inner]])
+    return bool(
+        np.all((roots >= 0) & (roots < nodes.size))
+        and np.all(forest.feature < len(FEATURES))
+        and np.all((children > nodes[inner]) & (children < nodes.size))
+        and np.all(np.isfinite(forest.threshold))
+        and np.all(np.isfinite(forest.value))
     )
 
 
@@ -249,14 +229,13 @@ def load_surrogate(profile: str | Profile, kind: str = "best") -> Surrogate:
     profile
         Name of a shipped profile, path of a profile JSON, or a profile.
     kind
-        ``best``: what did best in training. ``forest``: random forests, as the paper's. ``tree``: one small
-        tree each, which answers in nanoseconds and can be read.
+        ``best``: the model of least error in training. ``forest``: random forests, as the paper's. ``tree``:
+        one small, readable tree each, which predicts in nanoseconds.
 
     Raises
     ------
     InputError
-        When there is none, its file is damaged, or it was trained for other numbers than the profile holds
-        now.
+        When there is none, its file is damaged, or it was trained on other values of the profile.
     """
     if kind not in KINDS:
         raise InputError(f"must be one of {', '.join(KINDS)}", kind, "kind")
@@ -292,14 +271,14 @@ def read_surrogate(path: Path, profile: Profile, kind: str = "best") -> Surrogat
 
 
 _DAMAGE: Final = (
-    # What the parsers of zip, npy and JSON, and the checks of what they give, make of files gone astray.
+    # Exceptions of the zip, npy and JSON parsers, and of the checks above, for damaged files.
     ArithmeticError,
     AttributeError,
     EOFError,
     LookupError,
     MemoryError,
     OSError,
-    RuntimeError,  # also RecursionError, and NotImplementedError of zip features that nobody asked for
+    RuntimeError,  # also RecursionError, and NotImplementedError for other zip features
     SyntaxError,
     TypeError,
     ValueError,
@@ -324,7 +303,7 @@ def surrogate_bytes(surrogate: Surrogate) -> bytes:
         for name, column in columns.items():
             member = io.BytesIO()
             np.lib.format.write_array(member, column, allow_pickle=False)
-            # The date is part of the format and would make every file another one.
+            # The date is part of the format; a fixed one keeps the bytes equal.
             entry = zipfile.ZipInfo(f"{name}.npy", date_time=(1980, 1, 1, 0, 0, 0))
             entry.compress_type = zipfile.ZIP_DEFLATED
             archive.writestr(entry, member.getvalue())
@@ -332,7 +311,7 @@ def surrogate_bytes(surrogate: Surrogate) -> bytes:
 
 
 def _digest(document: Mapping[str, Any], arrays: Mapping[str, NDArray[Any]]) -> str:
-    """Return a SHA-256 of the content: a digit that went wrong in a text would not be noticed without."""
+    """Return a SHA-256 of the content, which detects changed digits."""
     digest = hashlib.sha256(json.dumps(document, sort_keys=True).encode())
     for name in sorted(arrays):
         digest.update(f"{name}:{arrays[name].dtype.str}:{arrays[name].shape}\0".encode())
@@ -344,12 +323,8 @@ def _unpack(path: Path) -> tuple[dict[str, Any], dict[str, NDArray[Any]]]:
     if path.stat().st_size > _MAX_BYTES:
         raise ValueError("too large")
     content = path.read_bytes()
-    arrays: dict[str, NDArray[Any]] = {}
-    if path.suffix == ".json":
-        document = json.loads(content)
-    else:
-        arrays = _columns(content)
-        document = json.loads(arrays.pop(_HEADER).item())
+    arrays = {} if path.suffix == ".json" else _columns(content)
+    document = json.loads(arrays.pop(_HEADER).item() if arrays else content)
     if not isinstance(document, dict):
         raise TypeError("the header is no mapping")
     return document, arrays
@@ -366,7 +341,7 @@ def _columns(content: bytes) -> dict[str, NDArray[Any]]:
 
 
 def _column(member: bytes) -> NDArray[Any]:
-    """Return the array of an npy file; what it declares of its size is believed as far as there are bytes."""
+    """Return the array of an npy file; a declared size beyond its bytes is an error."""
     stream = io.BytesIO(member)
     if np.lib.format.read_magic(stream) != (1, 0):
         raise ValueError("another version of npy")

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from types import MappingProxyType
-from typing import TYPE_CHECKING, Final, NamedTuple, TypeAlias
+from typing import TYPE_CHECKING, Any, Final, NamedTuple, TypeAlias
 
 import numpy as np
 from numpy.typing import NDArray
@@ -46,7 +46,7 @@ class Forest(NamedTuple):
     """Go left where the feature is at most this."""
     left: NDArray[np.int32]
     right: NDArray[np.int32]
-    value: NDArray[np.float32]
+    value: NDArray[np.floating[Any]]
     """Value of a leaf: a mean, or the probability of the second class."""
 
 

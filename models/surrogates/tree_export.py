@@ -14,10 +14,9 @@ import numba
 import numpy as np
 from numpy.typing import NDArray
 
-from capplan.compile import jit
 from capplan.models.surrogates.features import FEATURES
 from capplan.models.surrogates.outputs import LEAF
-from capplan.models.surrogates.tree import LOG_OVER_EXPECTED, LOG_TOK_S, PROBABILITY, FlatTree, Tree
+from capplan.models.surrogates.tree import LOG_OVER_EXPECTED, PROBABILITY, Tree
 
 EXPECTED: Final = "expected = the offered load in tok/s, as far as a formula of the features lets it through"
 
@@ -85,8 +84,6 @@ def output_text(answer: str, value: float) -> str:
     """Return in words what a leaf says."""
     if answer == LOG_OVER_EXPECTED:
         return f"throughput = {math.exp(value):.3g} x expected"
-    if answer == LOG_TOK_S:
-        return f"throughput = {short_figure(math.exp(value))} tok/s"
     verdict = "starved" if value >= 0.5 else "not starved"
     return f"{verdict} (probability {value:.2f})"
 
@@ -119,7 +116,6 @@ _INDENT: Final = "    "
 _MEANING: Final[Mapping[str, str]] = MappingProxyType(
     {
         LOG_OVER_EXPECTED: "the natural logarithm of throughput over the throughput that the features expect",
-        LOG_TOK_S: "the natural logarithm of throughput in tokens per second",
         PROBABILITY: "the probability that requests starve",
     }
 )
@@ -147,15 +143,6 @@ def compile_tree(tree: Tree) -> TreeFunction:
     exec(code, namespace)  # noqa: S102 - numbers of a checked tree, and nothing that a file said
     compiled = numba.njit("float64(float32[::1])", nogil=True, error_model="numpy")(namespace["answer"])
     return cast(TreeFunction, compiled)
-
-
-@jit
-def flat_answer(tree: FlatTree, x: NDArray[np.float32]) -> float:
-    """Return the answer of a tree to one feature vector, shape (features,); any tree, compiled once."""
-    node = 0
-    while tree.feature[node] >= 0:
-        node = tree.left[node] if x[tree.feature[node]] <= tree.threshold[node] else tree.right[node]
-    return float(tree.value[node])
 
 
 def _lines(tree: Tree, node: int, depth: int) -> Iterator[str]:

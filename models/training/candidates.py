@@ -27,7 +27,7 @@ Space: TypeAlias = Mapping[str, BaseDistribution]
 
 FAMILIES: Final = ("forest", "xgboost")
 PAPER_FAMILIES: Final = ("knn", "svm")
-"""Families of the adapter-caching paper that no compiled code predicts; a benchmark compares them."""
+"""Families of the adapter-caching paper without compiled predictions; a benchmark compares them."""
 
 _LEAST_TOK_S: Final = 1e-3
 
@@ -154,32 +154,20 @@ def candidate_model(family: str, task: Task) -> CandidateModel:
     """
     if family not in FAMILIES:
         raise InputError(f"must be one of {', '.join(FAMILIES)}", family, "family")
-    is_forest = family == "forest"
-    space = forest_space(task) if is_forest else boosting_space(task)
-    if task == "starvation":
-        return CandidateModel(family, task, RandomForestClassifier() if is_forest else _classifier(), space)
-    learner = RandomForestRegressor() if is_forest else _regressor()
-    return CandidateModel(family, task, RelativeRegressor(learner), space)
-
-
-def fitted_model(estimator: Any) -> Any:
-    """Return the random forest or XGBoost model inside a candidate's fitted estimator."""
-    return getattr(estimator, "regressor_", estimator)
-
-
-def _classifier() -> XGBClassifier:
-    signs = monotone_constraints("starvation")
-    return XGBClassifier(
-        objective="binary:logistic", tree_method="hist", n_jobs=1, monotone_constraints=signs
-    )
-
-
-def _regressor() -> XGBRegressor:
-    # With absolute error XGBoost replaces leaf values by medians afterwards, which breaks the constraints.
-    signs = monotone_constraints("throughput")
-    return XGBRegressor(
-        objective="reg:pseudohubererror", tree_method="hist", n_jobs=1, monotone_constraints=signs
-    )
+    classifies = task == "starvation"
+    learner: Any
+    if family == "forest":
+        learner = RandomForestClassifier() if classifies else RandomForestRegressor()
+    else:
+        # With absolute error XGBoost replaces leaf values by medians, which breaks the constraints.
+        learner = (XGBClassifier if classifies else XGBRegressor)(
+            objective="binary:logistic" if classifies else "reg:pseudohubererror",
+            tree_method="hist",
+            n_jobs=1,
+            monotone_constraints=monotone_constraints(task),
+        )
+    space = forest_space(task) if family == "forest" else boosting_space(task)
+    return CandidateModel(family, task, learner if classifies else RelativeRegressor(learner), space)
 
 
 def forest_space(task: Task) -> Space:

@@ -18,7 +18,7 @@ from capplan.models.calibration.least_squares import smape
 from capplan.models.surrogates.features import FEATURES, feature_of
 from capplan.models.surrogates.outputs import LEAF, Forest
 from capplan.models.surrogates.surrogate import COVERAGE, Intervals, SigmoidCalibration
-from capplan.models.surrogates.tree import LOG_OVER_EXPECTED, Tree, tree_of
+from capplan.models.surrogates.tree import LOG_OVER_EXPECTED, tree_of
 from capplan.models.training.candidates import Task
 from capplan.models.training.data import TrainingTable
 
@@ -152,11 +152,12 @@ def fit_intervals(
         random_state=seed,
     ).fit(features[growing], size[growing])
     regime = tree_of(grown, LOG_OVER_EXPECTED)
-    leaves = regime.leaves(features)
+    leaves = grown.apply(features)
     low, high = list(regime.value), list(regime.value)
-    for leaf in np.flatnonzero(regime.is_leaf):
-        low[leaf], high[leaf] = _quantiles(error[(leaves == leaf) & ~growing])
-    return Intervals(low=_with_values(regime, low), high=_with_values(regime, high))
+    for leaf, feature in enumerate(regime.feature):
+        if feature == LEAF:
+            low[leaf], high[leaf] = _quantiles(error[(leaves == leaf) & ~growing])
+    return Intervals(low=replace(regime, value=tuple(low)), high=replace(regime, value=tuple(high)))
 
 
 def _quantiles(error: Floats) -> tuple[float, float]:
@@ -166,10 +167,6 @@ def _quantiles(error: Floats) -> tuple[float, float]:
     if beyond < 1:  # too few values to leave any out
         return (float(ordered[0]), float(ordered[-1])) if ordered.size else (-_MAX_LOG_ERROR, _MAX_LOG_ERROR)
     return float(ordered[beyond - 1]), float(ordered[-beyond])
-
-
-def _with_values(tree: Tree, values: list[float]) -> Tree:
-    return replace(tree, value=tuple(float(value) for value in values))
 
 
 def fit_calibration(score: Floats, starved: NDArray[np.bool_]) -> SigmoidCalibration:

@@ -21,7 +21,7 @@ from capplan.models.surrogates.outputs import (
 )
 from capplan.models.surrogates.tree import Tree
 from capplan.models.training.boosting import ServedAndStep, ServedEdge, flatten_boosted
-from capplan.models.training.candidates import FAMILIES, Task, candidate_model, fitted_model
+from capplan.models.training.candidates import FAMILIES, Task, candidate_model
 from capplan.models.training.data import TrainingTable
 from capplan.models.training.evaluation import grouped_folds, rounded, starvation_scores, throughput_errors
 from capplan.models.training.search import SearchOptions, tune
@@ -110,7 +110,12 @@ def fit_tuned(table: TrainingTable, options: TrainingOptions, on_stage: OnStage)
                 progress=partial(on_stage, f"{family}: {task}"),
             )
             scores = tuned.out_of_fold if task == "throughput" else log_odds(tuned.out_of_fold)
-            output = _ensemble_output(family, task, fitted_model(tuned.estimator))
+            # A regressor of throughput is fitted inside a RelativeRegressor.
+            model = getattr(tuned.estimator, "regressor_", tuned.estimator)
+            is_forest = family == "forest"
+            form = OVER_EXPECTED if task == "throughput" else PROBABILITY if is_forest else LOG_ODDS
+            forest = flatten_forest(model) if is_forest else flatten_boosted(model)
+            output = EnsembleOutput(form, (forest,))
             yield _fitted_candidate(family, task, tuned.params, output, scores, table)
 
 
@@ -150,12 +155,3 @@ def _fitted_candidate(
     else:
         scores = throughput_errors(table, out_of_fold)
     return FittedCandidate(name, task, params, output, out_of_fold, scores)
-
-
-def _ensemble_output(family: str, task: str, model: Any) -> EnsembleOutput:
-    """Return the trees of a tuned model and the form of their values."""
-    if family == "forest":
-        form = OVER_EXPECTED if task == "throughput" else PROBABILITY
-        return EnsembleOutput(form, (flatten_forest(model),))
-    form = OVER_EXPECTED if task == "throughput" else LOG_ODDS
-    return EnsembleOutput(form, (flatten_boosted(model),))

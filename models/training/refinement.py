@@ -9,9 +9,9 @@ error. Soft labels also cover scenarios between the simulated ones.
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, replace
 from types import MappingProxyType
-from typing import Final, TypeAlias
+from typing import Any, Final, TypeAlias
 
 import numpy as np
 from numpy.typing import NDArray
@@ -19,8 +19,7 @@ from sklearn.ensemble import HistGradientBoostingRegressor
 from sklearn.metrics import f1_score
 
 from capplan.models.calibration.least_squares import smape
-from capplan.models.surrogates.features import expected_tok_s
-from capplan.models.surrogates.outputs import LEAF
+from capplan.models.surrogates.features import FEATURES, expected_tok_s
 from capplan.models.surrogates.tree import LOG_OVER_EXPECTED, PROBABILITY, Tree
 from capplan.models.training.evaluation import Split, grouped_folds
 from capplan.models.training.tree_growth import Cuts, GrowthProblem, Node, SplitNode, count, cut, grow, prune
@@ -30,9 +29,8 @@ Floats: TypeAlias = NDArray[np.float64]
 LabelModel: TypeAlias = Callable[[Features, Floats], Callable[[Features], Floats]]
 """Fits a model to features and targets, and returns its prediction function: soft labels for a tree."""
 
-THROUGHPUT_RULES: Final = 32
-STARVATION_RULES: Final = 16
-"""Limits of the paper's small trees (table 4)."""
+_LIMIT: Final[Mapping[str, int]] = MappingProxyType({LOG_OVER_EXPECTED: 32, PROBABILITY: 16})
+"""Rules of the paper's small trees (table 4)."""
 
 _PENALTY: Final[Mapping[str, float]] = MappingProxyType({LOG_OVER_EXPECTED: 0.01, PROBABILITY: 0.02})
 """Penalty per rule in percentage points of SMAPE, or of 1 - macro-F1."""
@@ -74,9 +72,8 @@ class TreeObjective:
 
     def of(self, rows: NDArray[np.int64]) -> TreeObjective:
         """Return the objective on a subset of rows."""
-        return TreeObjective(
-            self.answer, self.features[rows], self.target[rows], self.weight[rows], self.scale_tok_s[rows]
-        )
+        arrays = {name: value[rows] for name, value in vars(self).items() if name != "answer"}
+        return replace(self, **arrays)
 
     def error(self, predicted: Floats) -> float:
         """Return SMAPE of throughput, or 1 - macro-F1 of starvation, in per cent."""
@@ -106,10 +103,10 @@ class TreeObjective:
             wrong = np.where(values[:, None] >= 0.5, 1.0 - chances, chances)
             bins = np.rint(self.target * _PROBABILITY_BINS).astype(np.intp)
             loss = (1.0 - _CLASS_WEIGHT) * squared + _CLASS_WEIGHT * wrong
-            return GrowthProblem(cuts, bins, self.weight, values, loss, _MIN_LEAF_ROWS)
+            return GrowthProblem(cuts, bins, self.weight, loss, _MIN_LEAF_ROWS)
         values = np.unique(np.quantile(self.target, np.linspace(0.0, 1.0, _LEAF_QUANTILES)))
         bins = np.searchsorted((values[1:] + values[:-1]) / 2.0, self.target)
-        return GrowthProblem(cuts, bins, self.weight, values, _smape_loss(values, values), _MIN_LEAF_ROWS)
+        return GrowthProblem(cuts, bins, self.weight, _smape_loss(values, values), _MIN_LEAF_ROWS)
 
 
 def throughput_objective(features: Features, throughput_tok_s: Floats) -> TreeObjective:
@@ -176,73 +173,33 @@ class Refinement:
     errors: Mapping[str, Mapping[int, float]]
 
 
-def refine_throughput(
-    features: Features,
-    throughput_tok_s: Floats,
+def refine(
+    objective: TreeObjective,
     groups: NDArray[np.int64],
     *,
-    limit: int = THROUGHPUT_RULES,
+    limit: int | None = None,
     labels: LabelModel | None = None,
     folds: int = 5,
     seed: int = 0,
 ) -> Refinement:
-    """Return small trees of throughput.
+    """Return small trees of one objective.
 
     Parameters
     ----------
-    features
-        In the order of `FEATURES`, shape (n, features).
-    throughput_tok_s
-        Simulated throughput, shape (n,).
+    objective
+        By `throughput_objective` or `starvation_objective`.
     groups
         Near-duplicate scenarios share a group, shape (n,).
     limit
-        Most rules of the chosen tree.
+        Most rules of the chosen tree; None: that of the paper's small trees.
     labels
         Soft-label model; None: trees are fitted to the twin's results only.
     folds, seed
         Of the cross-validation; the seed also draws the synthetic scenarios.
     """
-    objective = throughput_objective(features, throughput_tok_s)
-    return _refined(objective, grouped_folds(groups, folds=folds, seed=seed), limit, labels, seed)
-
-
-def refine_starvation(
-    features: Features,
-    starved: NDArray[np.bool_],
-    groups: NDArray[np.int64],
-    *,
-    limit: int = STARVATION_RULES,
-    labels: LabelModel | None = None,
-    folds: int = 5,
-    seed: int = 0,
-) -> Refinement:
-    """Return small trees of the probability of starvation; parameters as for `refine_throughput`."""
-    splits = grouped_folds(groups, folds=folds, seed=seed, classes=starved)
-    return _refined(starvation_objective(features, starved), splits, limit, labels, seed)
-
-
-def boosted_labels(seed: int) -> LabelModel:
-    """Return a soft-label model of boosted trees for either task."""
-
-    def fit(features: Features, target: Floats) -> Callable[[Features], Floats]:
-        is_probability = bool(np.isin(target, (0.0, 1.0)).all())
-        model = HistGradientBoostingRegressor(
-            loss="squared_error" if is_probability else "absolute_error",
-            max_iter=200,
-            learning_rate=0.08,
-            min_samples_leaf=20,
-            random_state=seed,
-        ).fit(features, target)
-        bounds = (0.0, 1.0) if is_probability else (-np.inf, np.inf)
-        return lambda rows: np.clip(model.predict(rows), *bounds)
-
-    return fit
-
-
-def _refined(
-    objective: TreeObjective, splits: Sequence[Split], limit: int, labels: LabelModel | None, seed: int
-) -> Refinement:
+    limit = _LIMIT[objective.answer] if limit is None else limit
+    classes = objective.target >= 0.5 if objective.answer == PROBABILITY else None
+    splits = grouped_folds(groups, folds=folds, seed=seed, classes=classes)
     largest = int(np.ceil(limit * _OVERSIZE))
     penalty = _PENALTY[objective.answer]
     recipes: dict[str, LabelModel | None] = {"twin": None} | ({"teacher": labels} if labels else {})
@@ -264,6 +221,24 @@ def _refined(
     chosen = min(allowed, key=lambda point: (point.error + penalty * point.rules, point.rules))
     out_of_fold = predicted[recipe][chosen.rules]
     return Refinement(_pareto(points), chosen, out_of_fold, recipe, MappingProxyType(errors))
+
+
+def boosted_labels(seed: int) -> LabelModel:
+    """Return a soft-label model of boosted trees for either task."""
+
+    def fit(features: Features, target: Floats) -> Callable[[Features], Floats]:
+        is_probability = bool(np.isin(target, (0.0, 1.0)).all())
+        model = HistGradientBoostingRegressor(
+            loss="squared_error" if is_probability else "absolute_error",
+            max_iter=200,
+            learning_rate=0.08,
+            min_samples_leaf=20,
+            random_state=seed,
+        ).fit(features, target)
+        bounds = (0.0, 1.0) if is_probability else (-np.inf, np.inf)
+        return lambda rows: np.clip(model.predict(rows), *bounds)
+
+    return fit
 
 
 def _pareto(points: Sequence[FrontPoint]) -> tuple[FrontPoint, ...]:
@@ -316,27 +291,12 @@ def _distilled(objective: TreeObjective, labels: LabelModel, seed: int) -> TreeO
     )
 
 
-@dataclass
-class _TreeColumns:
-    feature: list[int] = field(default_factory=list)
-    threshold: list[float] = field(default_factory=list)
-    left: list[int] = field(default_factory=list)
-    right: list[int] = field(default_factory=list)
-    value: list[float] = field(default_factory=list)
-    share: list[float] = field(default_factory=list)
-
-    def add_leaf(self, share: float) -> int:
-        for column, value in zip(vars(self).values(), (LEAF, 0.0, LEAF, LEAF, 0.0, share), strict=True):
-            column.append(value)
-        return len(self.feature) - 1
-
-
 def export_tree(root: Node, cuts: Cuts, objective: TreeObjective) -> Tree:
     """Return a grown tree on features instead of bins, with leaf values set on the scenarios of `objective`.
 
     Splits that send all of these scenarios to one side are dropped.
     """
-    columns = _TreeColumns()
+    nodes: list[dict[str, Any]] = []
 
     def add(node: Node, rows: NDArray[np.intp]) -> int:
         if isinstance(node, SplitNode):
@@ -344,14 +304,19 @@ def export_tree(root: Node, cuts: Cuts, objective: TreeObjective) -> Tree:
             goes_left = objective.features[rows, node.feature] <= threshold
             if goes_left.all() or not goes_left.any():
                 return add(node.left if goes_left.all() else node.right, rows)
-        number = columns.add_leaf(rows.size / len(objective.features))
+        number = len(nodes)
+        nodes.append({})
         if isinstance(node, SplitNode):
-            columns.feature[number], columns.threshold[number] = node.feature, float(threshold)
-            columns.left[number] = add(node.left, rows[goes_left])
-            columns.right[number] = add(node.right, rows[~goes_left])
+            nodes[number] = {
+                "feature": FEATURES[node.feature],
+                "at_most": float(threshold),
+                "left": add(node.left, rows[goes_left]),
+                "right": add(node.right, rows[~goes_left]),
+            }
         else:
-            columns.value[number] = objective.leaf_value(rows)
+            share = rows.size / len(objective.features)
+            nodes[number] = {"value": objective.leaf_value(rows), "share": share}
         return number
 
     add(root, np.arange(len(objective.features)))
-    return Tree(objective.answer, **{name: tuple(column) for name, column in vars(columns).items()})
+    return Tree.from_document({"answer": objective.answer, "nodes": nodes})

@@ -7,7 +7,6 @@ from __future__ import annotations
 
 import fcntl
 import hashlib
-import json
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -35,6 +34,7 @@ OnProgress: TypeAlias = Callable[[int, int], None]
 _FIRST_BYTES: Final = b'{"op_code":'
 _STARTUP_TRIALS: Final = 5
 """Trials that run through all folds before pruning starts."""
+_FINISHED: Final = (TrialState.COMPLETE, TrialState.PRUNED)
 
 
 @dataclass(frozen=True)
@@ -61,22 +61,6 @@ class SearchOptions:
 
 
 @dataclass(frozen=True)
-class TuningTrial:
-    """One combination of hyper-parameters.
-
-    Attributes
-    ----------
-    params
-        Named as in the candidate's distributions.
-    loss
-        Mean over the folds of SMAPE in per cent or logarithmic loss; None if pruned.
-    """
-
-    params: Mapping[str, Any]
-    loss: float | None
-
-
-@dataclass(frozen=True)
 class Tuned:
     """Best candidate of a search.
 
@@ -90,48 +74,40 @@ class Tuned:
         Prediction for every row by a model that saw none of its group, shape (rows,): tokens per second, or
         the probability of starvation.
     trials
-        All trials, in order.
+        Complete and pruned trials, in order. The value of a complete one is its mean loss over the folds:
+        SMAPE in per cent or logarithmic loss.
     """
 
     estimator: Any
     params: Mapping[str, Any]
     out_of_fold: NDArray[np.float64]
-    trials: tuple[TuningTrial, ...]
+    trials: tuple[FrozenTrial, ...]
 
 
 @dataclass(frozen=True)
-class TuningProblem:
-    """Candidate, data and folds of a search.
-
-    Attributes
-    ----------
-    features
-        Feature vectors, shape (rows, features).
-    target
-        Tokens per second, or 1 for starved and 0 for other rows, shape (rows,).
-    """
-
+class _TuningProblem:
     candidate: CandidateModel
     features: NDArray[np.float32]
     target: NDArray[Any]
     splits: list[Split]
-    seed: int
-    n_jobs: int
+    options: SearchOptions
+
+    def estimator(self, params: Mapping[str, Any]) -> Any:
+        return self.candidate.make(params, self.options.seed)
 
     def predictions(self, estimator: Any, splits: list[Split]) -> list[NDArray[np.float64]]:
         """Return, for each split, predictions for the test rows by a clone fitted on the training rows."""
-        return list(
-            Parallel(n_jobs=self.n_jobs)(delayed(self._predict)(estimator, split) for split in splits)
-        )
 
-    def _predict(self, estimator: Any, split: Split) -> NDArray[np.float64]:
-        fitted = clone(estimator).fit(self.features[split.train], self.target[split.train])
-        return predictions(fitted, self.features[split.test])
+        def predict(split: Split) -> NDArray[np.float64]:
+            fitted = clone(estimator).fit(self.features[split.train], self.target[split.train])
+            return predictions(fitted, self.features[split.test])
+
+        return list(Parallel(n_jobs=self.options.n_jobs)(delayed(predict)(split) for split in splits))
 
     @property
     def study_name(self) -> str:
         """Name that differs for other data, folds, seeds or search spaces."""
-        digest = hashlib.sha256(f"{self.seed}".encode())
+        digest = hashlib.sha256(f"{self.options.seed}".encode())
         for name, distribution in self.candidate.distributions.items():
             digest.update(f"{name} {distribution_to_json(distribution)}".encode())
         for array in (self.features, self.target, *(split.test for split in self.splits)):
@@ -175,52 +151,49 @@ def tune(
     known = np.asarray(target, int if starvation else float)
     classes = known == 1 if starvation else None
     splits = grouped_folds(groups, folds=options.folds, seed=options.seed, classes=classes)
-    problem = TuningProblem(candidate, features, known, splits, options.seed, options.n_jobs)
+    problem = _TuningProblem(candidate, features, known, splits, options)
     with joblib.parallel_config(backend="threading"):
-        trials = _trials(problem, options, progress or (lambda *_: None))
-        best = min((trial for trial in trials if trial.loss is not None), key=lambda trial: trial.loss or 0.0)
-        estimator = candidate.make(best.params, options.seed)
+        trials = _trials(problem, progress or (lambda *_: None))
+        complete = [trial for trial in trials if trial.state is TrialState.COMPLETE]
+        params = min(complete, key=lambda trial: trial.value or 0.0).params
+        estimator = problem.estimator(params)
         out_of_fold = np.empty(known.size)
         for split, predicted in zip(splits, problem.predictions(estimator, splits), strict=True):
             out_of_fold[split.test] = predicted
         estimator.fit(features, known)
-    return Tuned(estimator, best.params, out_of_fold, tuple(trials))
+    return Tuned(estimator, params, out_of_fold, tuple(trials))
 
 
-def _trials(problem: TuningProblem, options: SearchOptions, progress: OnProgress) -> list[TuningTrial]:
+def _trials(problem: _TuningProblem, progress: OnProgress) -> list[FrozenTrial]:
     """Return `budget` trials, including those of an earlier, killed search.
 
     A trial is pruned after a fold if its mean loss so far exceeds the median of the others there. Each
     trial's sampler is seeded by the search's seed and the trial number, so that a resumed search repeats an
     uninterrupted one.
     """
-    with quiet_storage(options.storage) as opened:
+    budget, seed = problem.options.budget, problem.options.seed
+    with quiet_storage(problem.options.storage) as opened:
         name = problem.study_name
         known = name in optuna.get_all_study_names(opened)
         study = (optuna.load_study if known else optuna.create_study)(study_name=name, storage=opened)
         study.pruner = optuna.pruners.MedianPruner(n_startup_trials=_STARTUP_TRIALS)
         for unfinished in study.get_trials(deepcopy=False, states=(TrialState.RUNNING,)):
             study.tell(unfinished.number, state=TrialState.FAIL)
-        finished = _finished(study)
-        while len(finished) < options.budget:
-            progress(len(finished), options.budget)
-            study.sampler = optuna.samplers.TPESampler(seed=_trial_seed(options.seed, len(finished)))
+        while len(finished := study.get_trials(deepcopy=False, states=_FINISHED)) < budget:
+            progress(len(finished), budget)
+            trial_seed = int(np.random.default_rng([seed, len(finished)]).integers(2**31))
+            study.sampler = optuna.samplers.TPESampler(seed=trial_seed)
             _run(study, study.ask(dict(problem.candidate.distributions)), problem)
-            finished = _finished(study)
-        progress(options.budget, options.budget)
-    return [
-        # A pruned trial has a value, too: of the folds it saw.
-        TuningTrial(trial.params, trial.value if trial.state is TrialState.COMPLETE else None)
-        for trial in finished[: options.budget]
-    ]
+        progress(budget, budget)
+    return finished[:budget]
 
 
-def _run(study: optuna.Study, trial: optuna.Trial, problem: TuningProblem) -> None:
+def _run(study: optuna.Study, trial: optuna.Trial, problem: _TuningProblem) -> None:
     """Score one trial, `n_jobs` folds at a time; folds after the one that prunes it do not count."""
-    estimator = problem.candidate.make(trial.params, problem.seed)
+    estimator = problem.estimator(trial.params)
     splits, losses = problem.splits, []
-    for start in range(0, len(splits), problem.n_jobs):
-        together = splits[start : start + problem.n_jobs]
+    for start in range(0, len(splits), problem.options.n_jobs):
+        together = splits[start : start + problem.options.n_jobs]
         for split, predicted in zip(together, problem.predictions(estimator, together), strict=True):
             losses.append(tuning_loss(problem.candidate.task, predicted, problem.target[split.test]))
             trial.report(float(np.mean(losses)), len(losses) - 1)
@@ -228,14 +201,6 @@ def _run(study: optuna.Study, trial: optuna.Trial, problem: TuningProblem) -> No
                 study.tell(trial, state=TrialState.PRUNED)
                 return
     study.tell(trial, float(np.mean(losses)))
-
-
-def _finished(study: optuna.Study) -> list[FrozenTrial]:
-    return study.get_trials(deepcopy=False, states=(TrialState.COMPLETE, TrialState.PRUNED))
-
-
-def _trial_seed(seed: int, number: int) -> int:
-    return int(np.random.default_rng([seed, number]).integers(2**31))
 
 
 class _NoLock:
@@ -277,7 +242,7 @@ def quiet_storage(path: Path | None) -> Iterator[BaseStorage]:
                 storage.get_all_studies()  # reads the journal
             except (ValueError, LookupError, TypeError, AttributeError, AssertionError):
                 # Errors of replaying lines that Optuna did not write.
-                raise InputError("damaged; delete it to start anew", location=str(path)) from None
+                raise InputError("damaged; delete it to start again", location=str(path)) from None
             yield storage
     finally:
         optuna.logging.set_verbosity(before)
@@ -305,15 +270,5 @@ def _drop_partial_line(file: BinaryIO, path: Path) -> None:
     if written[: len(_FIRST_BYTES)] != _FIRST_BYTES[: len(written)]:
         raise InputError("no journal of a search", location=str(path))
     lines = written.splitlines(keepends=True)
-    if lines and not _is_complete(lines[-1]):
-        file.truncate(sum(map(len, lines[:-1])))
-
-
-def _is_complete(line: bytes) -> bool:
-    if not line.endswith(b"\n"):
-        return False
-    try:
-        json.loads(line)
-    except ValueError:
-        return False
-    return True
+    if lines and not lines[-1].endswith(b"\n"):
+        file.truncate(len(written) - len(lines[-1]))

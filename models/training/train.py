@@ -1,7 +1,7 @@
-"""Training of surrogates: all families on the twin's data, the best of them, and one small tree each.
+"""Training of surrogates on the twin's data: the best family, a random forest and a small tree.
 
-Adapter-caching paper, section 6 and appendix B. Models are scored on scenarios of held-out groups, in five
-folds; the shipped ones are fitted on all.
+Adapter-caching paper, section 6 and appendix B. Models are scored on held-out groups of scenarios and fitted
+on all.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ from capplan.models.calibration.least_squares import SMAPE_FORMULA
 from capplan.models.surrogates.features import expected_tok_s
 from capplan.models.surrogates.files import tree_forest
 from capplan.models.surrogates.outputs import OVER_EXPECTED, PROBABILITY, EnsembleOutput, log_odds
-from capplan.models.surrogates.surrogate import Domain, Intervals, SigmoidCalibration, Surrogate, fit_domain
+from capplan.models.surrogates.surrogate import Domain, Surrogate, fit_domain
 from capplan.models.training.data import TrainingTable
 from capplan.models.training.evaluation import (
     coverage,
@@ -40,8 +40,9 @@ from capplan.models.training.model_selection import (
 from capplan.models.training.refinement import (
     Refinement,
     boosted_labels,
-    refine_starvation,
-    refine_throughput,
+    refine,
+    starvation_objective,
+    throughput_objective,
 )
 from capplan.spec import Profile
 
@@ -56,15 +57,6 @@ class Trained:
     surrogates: Mapping[str, Surrogate]
     report: dict[str, Any]
     refined: Mapping[str, Refinement] = field(default_factory=dict)
-
-
-@dataclass(frozen=True)
-class _ErrorModel:
-    """Intervals and calibration of one kind, and its scores."""
-
-    intervals: Intervals
-    calibration: SigmoidCalibration
-    report: dict[str, Any]
 
 
 def train_surrogates(
@@ -100,7 +92,6 @@ def train_surrogates(
         "forest": {each.task: each for each in candidates if each.name == "forest"},
         "tree": {task: _tree_candidate(task, found, table) for task, found in refined.items()},
     }
-    errors = {kind: _error_model(models, table, chosen.seed) for kind, models in by_kind.items()}
     report: dict[str, Any] = {
         "scenarios": {name: int((table.design == name).sum()) for name in designs},
         "starved_share": round(float(table.starved.mean()), 4),
@@ -114,24 +105,49 @@ def train_surrogates(
             task: [[point.rules, round(point.error, 4)] for point in found.front]
             for task, found in refined.items()
         },
-        "kinds": {kind: error_model.report for kind, error_model in errors.items()},
     }
     domain = fit_domain(table.features)
     surrogates = {
-        kind: _surrogate(profile, kind, models, errors[kind], domain, report)
+        kind: _surrogate(profile, kind, models, table, domain, report, chosen.seed)
         for kind, models in by_kind.items()
     }
+    report["kinds"] = {kind: _scores(surrogates[kind], models, table) for kind, models in by_kind.items()}
     return Trained(surrogates, report, refined)
 
 
-def _error_model(models: Mapping[str, FittedCandidate], table: TrainingTable, seed: int) -> _ErrorModel:
+def _surrogate(
+    profile: Profile,
+    kind: str,
+    models: Mapping[str, FittedCandidate],
+    table: TrainingTable,
+    domain: Domain,
+    report: dict[str, Any],
+    seed: int,
+) -> Surrogate:
     throughput, starvation = models["throughput"], models["starvation"]
-    predicted = throughput.out_of_fold
-    intervals = fit_intervals(table.features, predicted, table.throughput_tok_s, table.group, seed)
-    calibration = fit_calibration(starvation.out_of_fold, table.starved)
-    probability = calibration.probability(starvation.out_of_fold)
-    low, high = intervals.around(table.features, predicted)
-    report = {
+    predicted, actual = throughput.out_of_fold, table.throughput_tok_s
+    return Surrogate(
+        profile=profile,
+        kind=kind,
+        throughput=throughput.output,
+        starvation=starvation.output,
+        calibration=fit_calibration(starvation.out_of_fold, table.starved),
+        intervals=fit_intervals(table.features, predicted, actual, table.group, seed),
+        domain=domain,
+        report=report,
+        throughput_tree=throughput.tree,
+        starvation_tree=starvation.tree,
+    )
+
+
+def _scores(
+    surrogate: Surrogate, models: Mapping[str, FittedCandidate], table: TrainingTable
+) -> dict[str, Any]:
+    """Return the scores of one kind on held-out groups."""
+    predicted = models["throughput"].out_of_fold
+    probability = surrogate.calibration.probability(models["starvation"].out_of_fold)
+    low, high = surrogate.intervals.around(table.features, predicted)
+    return {
         "throughput_smape": rounded(throughput_errors(table, predicted)),
         "starvation_macro_f1": rounded(starvation_scores(table, probability)),
         "interval_coverage": rounded(coverage(table, low, high)),
@@ -140,47 +156,23 @@ def _error_model(models: Mapping[str, FittedCandidate], table: TrainingTable, se
         ],
         "rules": [
             int(sum((forest.feature < 0).sum() for forest in each.output.forests))
-            for each in (throughput, starvation)
+            for each in (models["throughput"], models["starvation"])
         ],
     }
-    return _ErrorModel(intervals, calibration, report)
-
-
-def _surrogate(
-    profile: Profile,
-    kind: str,
-    models: Mapping[str, FittedCandidate],
-    errors: _ErrorModel,
-    domain: Domain,
-    report: dict[str, Any],
-) -> Surrogate:
-    throughput, starvation = models["throughput"], models["starvation"]
-    return Surrogate(
-        profile=profile,
-        kind=kind,
-        throughput=throughput.output,
-        starvation=starvation.output,
-        calibration=errors.calibration,
-        intervals=errors.intervals,
-        domain=domain,
-        report=report,
-        throughput_tree=throughput.tree,
-        starvation_tree=starvation.tree,
-    )
 
 
 def _refined(table: TrainingTable, options: TrainingOptions, on_stage: OnStage) -> dict[str, Refinement]:
-    shared: dict[str, Any] = {
-        "labels": boosted_labels(options.seed),
-        "folds": options.folds,
-        "seed": options.seed,
+    objectives = {
+        "throughput": throughput_objective(table.features, table.share_tok_s),
+        "starvation": starvation_objective(table.features, table.starved),
     }
-    on_stage("small trees", 0, 2)
-    throughput = refine_throughput(table.features, table.share_tok_s, table.group, **shared)
-    on_stage("small trees", 1, 2)
-    starvation = refine_starvation(table.features, table.starved, table.group, **shared)
-    on_stage("small trees", 2, 2)
-    return {"throughput": throughput, "starvation": starvation}
+    labels = boosted_labels(options.seed)
+    refined = {}
+    for done, (task, objective) in enumerate(objectives.items()):
+        on_stage("small trees", done, len(objectives))
+        refined[task] = refine(objective, table.group, labels=labels, folds=options.folds, seed=options.seed)
+    on_stage("small trees", len(objectives), len(objectives))
+    return refined
 
 
 def _tree_candidate(task: str, found: Refinement, table: TrainingTable) -> FittedCandidate:

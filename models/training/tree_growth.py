@@ -45,45 +45,21 @@ class Cuts:
         """Bins per feature, one more than cuts."""
         return int(self.thresholds.shape[1]) + 1
 
-    def counts(self, rows: NDArray[np.intp]) -> NDArray[np.int64]:
-        """Return the number of `rows` by feature and bin, shape (features, bins)."""
-        sums = np.zeros((self.codes.shape[1], self.bins), np.int64)
-        _count(self.codes, rows, sums)
-        return sums
-
     def histogram(self, rows: NDArray[np.intp], weight: NDArray[np.float64]) -> NDArray[np.float64]:
         """Return the sum of `weight`, one per row of `rows`, by feature and bin, shape (features, bins)."""
-        sums = np.zeros((self.codes.shape[1], self.bins))
-        _add(self.codes, rows, weight, sums)
-        return sums
+        return self.joint_histogram(rows, np.zeros(rows.size, np.intp), weight, 1)[:, :, 0]
 
     def joint_histogram(
         self, rows: NDArray[np.intp], targets: NDArray[np.intp], weight: NDArray[np.float64], target_bins: int
     ) -> NDArray[np.float64]:
         """Return sums by feature, bin and bin of the target, shape (features, bins, target bins)."""
         sums = np.zeros((self.codes.shape[1], self.bins, target_bins))
-        _add_jointly(self.codes, rows, targets, weight, sums)
+        _add(self.codes, rows, targets, weight, sums)
         return sums
 
 
 @jit
-def _count(codes: NDArray[np.int16], rows: NDArray[np.intp], sums: NDArray[np.int64]) -> None:
-    for row in rows:
-        for feature in range(codes.shape[1]):
-            sums[feature, codes[row, feature]] += 1
-
-
-@jit
 def _add(
-    codes: NDArray[np.int16], rows: NDArray[np.intp], weight: NDArray[np.float64], sums: NDArray[np.float64]
-) -> None:
-    for i in range(rows.size):
-        for feature in range(codes.shape[1]):
-            sums[feature, codes[rows[i], feature]] += weight[i]
-
-
-@jit
-def _add_jointly(
     codes: NDArray[np.int16],
     rows: NDArray[np.intp],
     targets: NDArray[np.intp],
@@ -148,10 +124,8 @@ class GrowthProblem:
         Bin of each row's target, shape (n,).
     weight
         Of each row, shape (n,).
-    values
-        Candidate leaf values, shape (values,).
     loss
-        Loss of each value for a target in each bin, shape (values, bins).
+        Loss of each candidate leaf value for a target in each bin, shape (values, bins).
     min_rows
         Fewest rows of a leaf.
     """
@@ -159,7 +133,6 @@ class GrowthProblem:
     cuts: Cuts
     bins: NDArray[np.intp]
     weight: NDArray[np.float64]
-    values: NDArray[np.float64]
     loss: NDArray[np.float64]
     min_rows: int
 
@@ -184,7 +157,7 @@ class LeafNode:
     """Leaf of a growing tree."""
 
     value: int
-    """Index into `GrowthProblem.values`."""
+    """Row of `GrowthProblem.loss`."""
 
 
 @dataclass(frozen=True)
@@ -279,19 +252,19 @@ def _losses(problem: GrowthProblem, node: Node, rows: NDArray[np.intp]) -> NDArr
 
 def _split_best(problem: GrowthProblem, root: Node, known: dict[bytes, _Choice]) -> Node:
     """Return the tree with the best leaf split; `known` caches splits by rows."""
-    gains: list[tuple[float, int, SplitNode]] = []
-    for number, (leaf, own) in enumerate(_leaves(problem, root, problem.rows)):
-        key = own.tobytes()
-        choice = known[key] = known[key] if key in known else _best_split(problem, own)
-        gain = float(_losses(problem, leaf, own).sum()) - choice.loss
-        if np.isfinite(choice.loss) and gain > _MIN_GAIN:
-            goes_left = problem.goes_left(choice, own)
-            sides = problem.leaf(own[goes_left]), problem.leaf(own[~goes_left])
-            gains.append((gain, -number, SplitNode(choice.feature, choice.cut, *sides)))
-    if not gains:
-        return root
-    _, number, split = max(gains, key=lambda each: each[:2])
-    return _with_leaf(root, [-number], split)
+    best_gain, best = _MIN_GAIN, root
+    for path, leaf, rows in _nodes(problem, root, problem.rows):
+        if isinstance(leaf, SplitNode):
+            continue
+        key = rows.tobytes()
+        choice = known[key] = known[key] if key in known else _best_split(problem, rows)
+        gain = float(_losses(problem, leaf, rows).sum()) - choice.loss
+        if gain > best_gain:
+            goes_left = problem.goes_left(choice, rows)
+            sides = problem.leaf(rows[goes_left]), problem.leaf(rows[~goes_left])
+            split = SplitNode(choice.feature, choice.cut, *sides)
+            best_gain, best = gain, _replaced(root, path, split)
+    return best
 
 
 def _best_split(problem: GrowthProblem, rows: NDArray[np.intp]) -> _Choice:
@@ -309,7 +282,7 @@ def _best_split(problem: GrowthProblem, rows: NDArray[np.intp]) -> _Choice:
 
 def _allowed(problem: GrowthProblem, rows: NDArray[np.intp]) -> NDArray[np.bool_]:
     """Return the splits that leave enough rows on both sides, shape (features, cuts)."""
-    lefts = problem.cuts.counts(rows).cumsum(axis=1)[:, :-1]
+    lefts = problem.cuts.histogram(rows, np.ones(rows.size)).cumsum(axis=1)[:, :-1]
     allowed: NDArray[np.bool_] = (lefts >= problem.min_rows) & (rows.size - lefts >= problem.min_rows)
     return allowed
 
@@ -322,55 +295,35 @@ def _least(losses: NDArray[np.float64]) -> _Choice:
 
 def _merge_weakest(problem: GrowthProblem, root: Node) -> Node:
     """Return the tree with the two sibling leaves merged whose split lowers the loss least."""
-    best: tuple[float, Node] | None = None
-    for path, own, split in _twigs(problem, root, problem.rows, ()):
-        leaf = problem.leaf(own)
-        loss = float(_losses(problem, leaf, own).sum() - _losses(problem, split, own).sum())
-        if best is None or loss < best[0]:
-            best = (loss, _with(root, path, leaf))
-    return root if best is None else best[1]
+    least, best = np.inf, root
+    for path, node, rows in _nodes(problem, root, problem.rows):
+        if (
+            isinstance(node, SplitNode)
+            and isinstance(node.left, LeafNode)
+            and isinstance(node.right, LeafNode)
+        ):
+            leaf = problem.leaf(rows)
+            loss = float(_losses(problem, leaf, rows).sum() - _losses(problem, node, rows).sum())
+            if loss < least:
+                least, best = loss, _replaced(root, path, leaf)
+    return best
 
 
-def _twigs(
-    problem: GrowthProblem, node: Node, rows: NDArray[np.intp], path: tuple[bool, ...]
-) -> Iterator[tuple[tuple[bool, ...], NDArray[np.intp], SplitNode]]:
-    """Yield the splits whose children are both leaves: their path (left is True) and their rows."""
-    if isinstance(node, LeafNode):
-        return
-    if isinstance(node.left, LeafNode) and isinstance(node.right, LeafNode):
-        yield path, rows, node
-        return
-    goes_left = problem.goes_left(node, rows)
-    yield from _twigs(problem, node.left, rows[goes_left], (*path, True))
-    yield from _twigs(problem, node.right, rows[~goes_left], (*path, False))
+def _nodes(
+    problem: GrowthProblem, node: Node, rows: NDArray[np.intp], path: tuple[bool, ...] = ()
+) -> Iterator[tuple[tuple[bool, ...], Node, NDArray[np.intp]]]:
+    """Yield the path (left is True), node and rows of every node, parents first, left before right."""
+    yield path, node, rows
+    if isinstance(node, SplitNode):
+        goes_left = problem.goes_left(node, rows)
+        yield from _nodes(problem, node.left, rows[goes_left], (*path, True))
+        yield from _nodes(problem, node.right, rows[~goes_left], (*path, False))
 
 
-def _with(node: Node, path: tuple[bool, ...], new: Node) -> Node:
+def _replaced(node: Node, path: tuple[bool, ...], new: Node) -> Node:
     """Return the tree with another node at the end of a path."""
-    if not path:
+    if not path or isinstance(node, LeafNode):
         return new
-    assert isinstance(node, SplitNode)  # noqa: S101 - a path leads through splits
     if path[0]:
-        return replace(node, left=_with(node.left, path[1:], new))
-    return replace(node, right=_with(node.right, path[1:], new))
-
-
-def _leaves(
-    problem: GrowthProblem, node: Node, rows: NDArray[np.intp]
-) -> Iterator[tuple[LeafNode, NDArray[np.intp]]]:
-    """Yield the leaves from left to right, with their rows."""
-    if isinstance(node, LeafNode):
-        yield node, rows
-        return
-    goes_left = problem.goes_left(node, rows)
-    yield from _leaves(problem, node.left, rows[goes_left])
-    yield from _leaves(problem, node.right, rows[~goes_left])
-
-
-def _with_leaf(node: Node, left_to_go: list[int], new: Node) -> Node:
-    """Return the tree with another node in place of a leaf, counted from the left."""
-    if isinstance(node, LeafNode):
-        left_to_go[0] -= 1
-        return new if left_to_go[0] == -1 else node
-    left = _with_leaf(node.left, left_to_go, new)
-    return replace(node, left=left, right=_with_leaf(node.right, left_to_go, new))
+        return replace(node, left=_replaced(node.left, path[1:], new))
+    return replace(node, right=_replaced(node.right, path[1:], new))

@@ -9,26 +9,31 @@ from hypothesis import strategies as st
 
 from capplan import Adapter, Lengths, Workload
 from capplan.models import Surrogate, SurrogateAnswer
-from capplan.models.surrogates.compiled import LOAD_FEATURES, EngineLimits, Predictions, compile_surrogate
+from capplan.models.surrogates.compiled import LOAD_FEATURES, Predictions, compile_surrogate
 from capplan.models.surrogates.features import FEATURES, feature_vector
 from capplan.models.surrogates.files import KINDS
-from capplan.spec import Arrivals, Renewal
+from capplan.spec import Arrivals, EngineArgs, Renewal
 from capplan.twin.simulate import engine_args
 from tests.models.surrogates.making import SETTINGS, asked, surrogates
 
 ANSWERS = ("throughput_tok_s", "low_tok_s", "high_tok_s", "starvation_probability", "novelty")
-ENGINE = {name: SETTINGS[name] for name in ("max_num_batched_tokens", "gpu_memory_utilization")}
+ENGINE = engine_args(asked(), SETTINGS)
 
 
-def ask(surrogate: Surrogate, workload: Workload, *settings: EngineLimits) -> Predictions:
-    asker = compile_surrogate(surrogate, workload, **ENGINE)
-    assert asker is not None
+def limits(a_max: int, s_max: int, max_num_seqs: int) -> EngineArgs:
+    return ENGINE.replace(max_loras=a_max, max_lora_rank=s_max, max_num_seqs=max_num_seqs)
+
+
+def ask(surrogate: Surrogate, workload: Workload, *settings: EngineArgs) -> Predictions:
+    compiled = compile_surrogate(surrogate, workload, ENGINE)
+    assert compiled is not None
     rates = np.array([a.rate_rps for a in workload.adapters])
-    return asker.predict(rates, np.array([a.rank for a in workload.adapters], float), settings)
+    return compiled.predict(rates, np.array([a.rank for a in workload.adapters], float), settings)
 
 
-def predict(surrogate: Surrogate, workload: Workload, setting: EngineLimits) -> SurrogateAnswer:
-    return surrogate.predict(workload, **(SETTINGS | setting._asdict()))
+def predict(surrogate: Surrogate, workload: Workload, setting: EngineArgs) -> SurrogateAnswer:
+    changed = {"a_max": setting.max_loras, "s_max": setting.max_lora_rank}
+    return surrogate.predict(workload, **SETTINGS | changed | {"max_num_seqs": setting.max_num_seqs})
 
 
 def assert_equal(replies: Predictions, number: int, answer: SurrogateAnswer) -> None:
@@ -45,7 +50,7 @@ ADAPTERS = st.lists(
     max_size=80,
 )
 SETTING = st.builds(
-    EngineLimits, st.integers(1, 100), st.sampled_from([64, 128]), st.sampled_from([1, 64, 256, 1024])
+    limits, st.integers(1, 100), st.sampled_from([64, 128]), st.sampled_from([1, 64, 256, 1024])
 )
 ARRIVALS = st.sampled_from([Arrivals.POISSON, Renewal(process="gamma", cv=2.5)])
 
@@ -53,7 +58,7 @@ ARRIVALS = st.sampled_from([Arrivals.POISSON, Renewal(process="gamma", cv=2.5)])
 @pytest.mark.parametrize("kind", KINDS)
 @given(adapters=ADAPTERS, settings=st.lists(SETTING, min_size=1, max_size=3), arrivals=ARRIVALS)
 def test_answers_are_those_of_the_workload_under_each_setting(
-    kind: str, adapters: list[tuple[float, int]], settings: list[EngineLimits], arrivals: object
+    kind: str, adapters: list[tuple[float, int]], settings: list[EngineArgs], arrivals: object
 ) -> None:
     workload = asked(arrivals=arrivals).replace(
         adapters=tuple(
@@ -68,7 +73,7 @@ def test_answers_are_those_of_the_workload_under_each_setting(
 
 def test_a_question_does_not_change_the_next(surrogate: Surrogate) -> None:
     small, large = asked(adapters=8), asked(adapters=64)
-    setting = EngineLimits(8, 32, 256)
+    setting = limits(8, 32, 256)
     before = ask(surrogate, small, setting)
     ask(surrogate, large, setting)
     after = ask(surrogate, small, setting)
@@ -76,7 +81,7 @@ def test_a_question_does_not_change_the_next(surrogate: Surrogate) -> None:
 
 
 def test_next_to_no_load_is_out_of_range_for_want_of_load_only(surrogate: Surrogate) -> None:
-    light = ask(surrogate, asked(rate_rps=1e-3), EngineLimits(16, 32, 256))
+    light = ask(surrogate, asked(rate_rps=1e-3), limits(16, 32, 256))
     assert not light.in_range[0]
     assert light.is_lighter[0]
     assert light.starvation_probability[0] < 0.5
@@ -93,7 +98,7 @@ STRANGE: dict[str, Callable[[], Workload]] = {
 def test_what_is_strange_but_for_its_load_is_not_merely_lighter(surrogate: Surrogate, what: str) -> None:
     workload = STRANGE[what]()
     s_max = max(a.rank for a in workload.adapters)
-    assert not ask(surrogate, workload, EngineLimits(16, s_max, 256)).is_lighter[0]
+    assert not ask(surrogate, workload, limits(16, s_max, 256)).is_lighter[0]
 
 
 def test_features_of_the_load_grow_with_it(surrogate: Surrogate) -> None:
@@ -113,4 +118,4 @@ def test_features_of_the_load_grow_with_it(surrogate: Surrogate) -> None:
     ],
 )
 def test_nobody_asks_about_what_no_surrogate_was_trained_on(surrogate: Surrogate, workload: Workload) -> None:
-    assert compile_surrogate(surrogate, workload, **ENGINE) is None
+    assert compile_surrogate(surrogate, workload, ENGINE) is None

@@ -6,7 +6,7 @@ import pytest
 from hypothesis import given, settings
 
 from capplan.models.surrogates.features import FEATURES
-from capplan.models.surrogates.tree import LOG_TOK_S, Tree
+from capplan.models.surrogates.tree import LOG_OVER_EXPECTED, Tree
 from capplan.models.surrogates.tree_export import compile_tree, export_python
 from tests.models.surrogates.trees import LEAF, around, trees
 
@@ -41,7 +41,7 @@ def test_the_compiled_function_answers_as_the_tree(tree: Tree) -> None:
 def test_the_compiled_function_can_be_called_from_compiled_code() -> None:
     compiled = compile_tree(
         Tree(
-            LOG_TOK_S,
+            LOG_OVER_EXPECTED,
             (3, LEAF, LEAF),
             (8.0, 0, 0),
             (1, LEAF, LEAF),
@@ -65,6 +65,6 @@ def test_the_compiled_function_can_be_called_from_compiled_code() -> None:
 
 @pytest.mark.parametrize("name", ["", "a b", "answer(x):\n    pass\ndef evil", "Answer", "1st"])
 def test_a_name_that_is_not_plain_is_refused(name: str) -> None:
-    tree = Tree(LOG_TOK_S, (LEAF,), (0.0,), (LEAF,), (LEAF,), (1.0,), (1.0,))
+    tree = Tree(LOG_OVER_EXPECTED, (LEAF,), (0.0,), (LEAF,), (LEAF,), (1.0,), (1.0,))
     with pytest.raises(ValueError, match="plain name"):
         export_python(tree, name)

@@ -9,8 +9,7 @@ from sklearn.tree import DecisionTreeClassifier, DecisionTreeRegressor
 
 from capplan import InputError
 from capplan.models.surrogates.features import FEATURES
-from capplan.models.surrogates.tree import LOG_TOK_S, MAX_DEPTH, PROBABILITY, Tree, tree_of
-from capplan.models.surrogates.tree_export import flat_answer
+from capplan.models.surrogates.tree import LOG_OVER_EXPECTED, MAX_DEPTH, PROBABILITY, Tree, tree_of
 from tests.models.surrogates.trees import LEAF, around, trees
 
 GOOD = {
@@ -38,7 +37,6 @@ def test_many_rows_are_answered_as_one_by_one(tree: Tree) -> None:
     rows = around(tree)
     expected = [walked(tree, row) for row in rows]
     assert tree.predict(rows).tolist() == expected
-    assert [flat_answer(tree.flat, row) for row in rows] == expected
 
 
 @given(trees())
@@ -62,21 +60,11 @@ def test_a_tree_of_scikit_learn_keeps_its_answers(seed: int, leaves: int, classi
         tree, asks = tree_of(model, PROBABILITY), lambda rows: model.predict_proba(rows)[:, 1]
     else:
         model = DecisionTreeRegressor(max_leaf_nodes=leaves, random_state=0).fit(x, y)
-        tree, asks = tree_of(model, LOG_TOK_S), model.predict
+        tree, asks = tree_of(model, LOG_OVER_EXPECTED), model.predict
     rows = np.concatenate([x, around(tree)])
     assert tree.predict(rows).tolist() == asks(rows).tolist()
     assert tree.rules == model.get_n_leaves()
     assert tree.depth == model.get_depth()
-
-
-def test_a_tree_fitted_on_some_features_asks_for_the_same_ones() -> None:
-    rng = np.random.default_rng(0)
-    x = rng.uniform(0, 1, (100, len(FEATURES))).astype(np.float32)
-    columns = [7, 3]
-    model = DecisionTreeRegressor(max_leaf_nodes=9).fit(x[:, columns], x[:, 3] + 2 * x[:, 7])
-    tree = tree_of(model, LOG_TOK_S, columns)
-    assert set(tree.feature) == {LEAF, 3, 7}
-    assert tree.predict(x).tolist() == model.predict(x[:, columns]).tolist()
 
 
 def test_shares_of_leaves_add_up_on_the_way_to_the_root() -> None:

@@ -3,7 +3,7 @@ import pytest
 from hypothesis import given
 
 from capplan.models.surrogates.features import FEATURES
-from capplan.models.surrogates.tree import LOG_OVER_EXPECTED, LOG_TOK_S, PROBABILITY, Tree
+from capplan.models.surrogates.tree import LOG_OVER_EXPECTED, PROBABILITY, Tree
 from capplan.models.surrogates.tree_export import decision_rules, output_text
 from tests.models.surrogates.trees import LEAF, around, trees
 
@@ -51,6 +51,5 @@ def test_a_rule_reads_as_a_sentence() -> None:
 
 
 def test_outputs_carry_their_units() -> None:
-    assert output_text(LOG_TOK_S, float(np.log(12345.4))) == "throughput = 12,345 tok/s"
     assert output_text(PROBABILITY, 0.5) == "starved (probability 0.50)"
     assert output_text(PROBABILITY, 0.49) == "not starved (probability 0.49)"

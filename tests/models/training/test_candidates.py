@@ -16,7 +16,6 @@ from capplan.models.training.candidates import (
     RelativeRegressor,
     boosting_space,
     candidate_model,
-    fitted_model,
     monotone_constraints,
 )
 from tests.models.training.scenarios import scenarios
@@ -55,7 +54,7 @@ def test_every_candidate_is_deterministic_and_keeps_its_predictions_as_flat_arra
     assert np.array_equal(*(each.predict(x) for each in made))
     assert np.unique(made[0].predict(x)).size > 1
     flatten = flatten_forest if family == "forest" else flatten_boosted
-    values = forest_values(flatten(fitted_model(made[0])), x)
+    values = forest_values(flatten(getattr(made[0], "regressor_", made[0])), x)
     if task == "throughput":
         predicted = np.log(made[0].predict(x) / expected_tok_s(x))
     else:
@@ -76,7 +75,7 @@ def test_boosted_answers_follow_their_signs(task: str) -> None:
         moved[:, :, column] = np.linspace(x[:, column].min() * 0.5, x[:, column].max() * 2, 30)
         rows = moved.reshape(-1, len(FEATURES))
         # Of throughput, the logarithm of the ratio.
-        model = fitted_model(fitted)
+        model = getattr(fitted, "regressor_", fitted)
         predicted = model.predict(rows) if task == "throughput" else model.predict_proba(rows)[:, 1]
         assert np.all(sign * np.diff(predicted.reshape(40, 30), axis=1) >= -1e-6), FEATURES[column]
 

@@ -59,7 +59,7 @@ def quadrants(rows: int = 600) -> tuple[np.ndarray, GrowthProblem]:
     classes = ((x[:, 0] > 0) ^ (x[:, 1] > 0.2)).astype(np.intp)
     values = np.linspace(0.0, 1.0, 11)
     loss = (values[:, None] - np.array([0.0, 1.0])) ** 2
-    return x, GrowthProblem(cut(x), classes, np.ones(rows), values, loss, 5)
+    return x, GrowthProblem(cut(x), classes, np.ones(rows), loss, 5)
 
 
 def test_a_tree_finds_what_four_leaves_can_say() -> None:
@@ -99,7 +99,5 @@ def test_no_leaf_has_fewer_rows_than_asked() -> None:
 
 def test_a_target_of_one_kind_needs_one_leaf() -> None:
     x, problem = quadrants()
-    alike = GrowthProblem(
-        problem.cuts, np.zeros(len(x), np.intp), problem.weight, problem.values, problem.loss, 5
-    )
+    alike = GrowthProblem(problem.cuts, np.zeros(len(x), np.intp), problem.weight, problem.loss, 5)
     assert grow(alike, 16) == LeafNode(0)

@@ -6,13 +6,17 @@ from capplan.models.surrogates.features import FEATURES, expected_tok_s
 from capplan.models.surrogates.tree import LOG_OVER_EXPECTED, PROBABILITY
 from capplan.models.training.refinement import (
     Refinement,
-    refine_starvation,
-    refine_throughput,
+    refine,
     starvation_objective,
     throughput_objective,
 )
 
 ROWS = 500
+
+
+def refined(table: tuple[np.ndarray, np.ndarray, np.ndarray], limit: int) -> Refinement:
+    x, tok_s, groups = table
+    return refine(throughput_objective(x, tok_s), groups, limit=limit, folds=3)
 
 
 @pytest.fixture(scope="module")
@@ -27,7 +31,7 @@ def table() -> tuple[np.ndarray, np.ndarray, np.ndarray]:
 
 @pytest.fixture(scope="module")
 def throughput(table: tuple[np.ndarray, np.ndarray, np.ndarray]) -> Refinement:
-    return refine_throughput(*table, limit=8, folds=3)
+    return refined(table, limit=8)
 
 
 def test_the_tree_finds_the_few_rules_behind_the_answers(
@@ -50,13 +54,13 @@ def test_more_rules_on_the_front_mean_less_error(throughput: Refinement) -> None
 
 
 def test_the_limit_holds_whatever_would_err_less(table: tuple[np.ndarray, np.ndarray, np.ndarray]) -> None:
-    assert refine_throughput(*table, limit=2, folds=3).chosen.rules <= 2
+    assert refined(table, limit=2).chosen.rules <= 2
 
 
 def test_the_same_seed_gives_the_same_trees(
     table: tuple[np.ndarray, np.ndarray, np.ndarray], throughput: Refinement
 ) -> None:
-    again = refine_throughput(*table, limit=8, folds=3)
+    again = refined(table, limit=8)
     assert [point.tree for point in again.front] == [point.tree for point in throughput.front]
 
 
@@ -64,7 +68,7 @@ def test_starvation_is_found_and_leaves_hold_probabilities(
     table: tuple[np.ndarray, np.ndarray, np.ndarray],
 ) -> None:
     x, _, groups = table
-    found = refine_starvation(x, (x[:, 3] > 1.0) & (x[:, 6] > 0.7), groups, limit=6, folds=3)
+    found = refine(starvation_objective(x, (x[:, 3] > 1.0) & (x[:, 6] > 0.7)), groups, limit=6, folds=3)
     tree = found.chosen.tree
     assert tree.answer == PROBABILITY
     assert found.chosen.rules <= 6
@@ -83,7 +87,7 @@ def test_better_soft_labels_are_preferred(table: tuple[np.ndarray, np.ndarray, n
         asked.append(len(features))
         return lambda rows: (rows[:, 3] > 1.0).astype(float)
 
-    taught = refine_starvation(x, noisy, groups, limit=12, folds=3, labels=better)
+    taught = refine(starvation_objective(x, noisy), groups, limit=12, folds=3, labels=better)
     assert set(taught.errors) == {"twin", "teacher"}
     assert len(asked) >= 3
     assert taught.errors["teacher"][12] <= taught.errors["twin"][12]

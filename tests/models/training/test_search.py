@@ -8,6 +8,7 @@ import numpy as np
 import optuna
 import pytest
 from optuna.distributions import IntDistribution
+from optuna.trial import TrialState
 
 from capplan import InputError
 from capplan.models.calibration.least_squares import smape
@@ -42,7 +43,7 @@ def boosted(budget: int, storage: Path | None, seed: int = 1) -> Tuned:
 
 
 def record(found: Tuned) -> list[tuple[object, ...]]:
-    return [(sorted(trial.params.items(), key=str), trial.loss) for trial in found.trials]
+    return [(sorted(trial.params.items(), key=str), trial.state, trial.value) for trial in found.trials]
 
 
 @pytest.mark.parametrize("task", ["throughput", "starvation"])
@@ -74,8 +75,8 @@ def test_out_of_fold_predictions_are_of_models_that_had_not_seen_the_group() -> 
 
 def test_the_winner_has_the_least_loss_of_complete_trials() -> None:
     found = boosted(budget=8, storage=None)
-    complete = [trial for trial in found.trials if trial.loss is not None]
-    assert found.params == min(complete, key=lambda trial: trial.loss).params
+    complete = [trial for trial in found.trials if trial.state is TrialState.COMPLETE]
+    assert found.params == min(complete, key=lambda trial: trial.value).params
 
 
 def test_progress_ends_with_all_done() -> None:
@@ -86,10 +87,10 @@ def test_progress_ends_with_all_done() -> None:
 
 def test_losers_are_given_up_early() -> None:
     found = boosted(budget=25, storage=None)
-    given_up = [trial for trial in found.trials if trial.loss is None]
+    given_up = [trial for trial in found.trials if trial.state is TrialState.PRUNED]
     assert given_up
     assert len(given_up) < len(found.trials)
-    assert all(trial.loss is not None for trial in found.trials[:5])
+    assert all(trial.state is TrialState.COMPLETE for trial in found.trials[:5])
 
 
 def test_a_grown_budget_goes_on_as_if_it_had_been_larger_from_the_start(tmp_path: Path) -> None:
