@@ -62,6 +62,7 @@ _DEPRECATED = MappingProxyType(
         "Comparison": "SolverComparison",
         "Row": "SolverResult",
         "Tools": "SolverContext",
+        "explaining": "explain",
     }
 )
 
@@ -73,6 +74,8 @@ def _resolve(name: str) -> object:
             f"capplan.planner.{name} is deprecated: use {current}", DeprecationWarning, stacklevel=2
         )
         name = current
+        if name == "explain":
+            return import_module("capplan.planner.explain")
     if name in _HOME:
         return getattr(import_module(_HOME[name]), name)
     raise AttributeError(f"module {__name__!r} has no attribute {name!r}")

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
 from capplan.errors import InfeasibleError, InputError
@@ -15,6 +15,7 @@ from capplan.planner.estimate import (
     make_estimator,
     make_surrogate,
 )
+from capplan.planner.parallel import Progress, no_progress
 from capplan.planner.previous import read_previous
 from capplan.planner.problem import Assignment, Estimator, Problem, make_problem
 from capplan.planner.solvers import find_solver
@@ -36,8 +37,6 @@ from capplan.planner.verify import (
     require_seeds,
 )
 from capplan.spec import Objective, Plan, Profile, Workload
-
-Progress = Callable[[str, int, int], None]
 
 
 def plan(
@@ -94,7 +93,7 @@ def plan(
     previous = read_previous(workload)
     chosen = find_solver(solver)
     require_seeds(seed, seeds)
-    report = progress or _silent
+    report = progress or no_progress
     report("placing", 0, 1)
     twin = TwinEstimator(problem, seed)
     answer = solve(
@@ -159,10 +158,6 @@ def _require_memory(problem: Problem, assignments: Sequence[Assignment]) -> None
                 f"{problem.engine.max_model_len}, or its adapters do not fit on the host",
                 reason="memory",
             )
-
-
-def _silent(stage: str, done: int, total: int) -> None:
-    """Report nothing."""
 
 
 _CONSERVATIVE_MARGIN = 0.01

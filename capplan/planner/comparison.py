@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass
 from statistics import fmean
 from typing import TYPE_CHECKING
@@ -14,6 +14,7 @@ from capplan.planner.api import SolverRun, solve
 from capplan.planner.bound import lower_bound_gpus
 from capplan.planner.estimate import TwinEstimator
 from capplan.planner.evaluate import violated_bounds
+from capplan.planner.parallel import Progress, no_progress
 from capplan.planner.previous import read_previous
 from capplan.planner.problem import Assignment, Problem, make_problem
 from capplan.planner.solvers import find_solver
@@ -25,8 +26,6 @@ from capplan.twin import SimulationResult
 
 if TYPE_CHECKING:
     import pandas as pd
-
-Progress = Callable[[str, int, int], None]
 
 
 @dataclass(frozen=True)
@@ -145,7 +144,7 @@ def compare(
     require_seeds(seed, seeds)
     problem = make_problem(workload, gpus, profile)
     terms = _SolverInputs(estimator, seed, seeds, time_limit_s, read_previous(workload))
-    report = progress or _silent
+    report = progress or no_progress
     # Compiled before anyone is timed.
     TwinEstimator(problem, seed)(Assignment(problem.shares[:1], problem.fixed_a_max or 1))
     verifier = make_verifier(problem, TwinEstimator(problem, seed), seed, count=seeds)
@@ -244,7 +243,3 @@ def _max_known(values: Sequence[float]) -> float:
 def _mean(values: Sequence[float], nothing: float = math.nan) -> float:
     known = [value for value in values if not math.isnan(value)]
     return fmean(known) if known else nothing
-
-
-def _silent(stage: str, done: int, total: int) -> None:
-    """Report nothing."""

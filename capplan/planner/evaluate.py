@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 from dataclasses import dataclass
 
@@ -110,6 +111,11 @@ def evaluate_cluster(
 def _cluster_instance(problem: Problem, assignment: Assignment) -> Instance:
     profile = problem.pools[assignment.pool].profile
     return Instance.of(profile, problem.engine_args(assignment), assignment.fractions)
+
+
+def known_value(value: float) -> float | None:
+    """Return a simulated value; None for NaN, which stands for no request."""
+    return None if math.isnan(value) else float(value)
 
 
 BOTTLENECK_SEED = 7

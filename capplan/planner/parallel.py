@@ -1,4 +1,4 @@
-"""Many questions at once: in threads, since compiled twins let each other run, or as who is asked prefers."""
+"""Parallel evaluation of instances, in threads: compiled simulations release the GIL."""
 
 from __future__ import annotations
 
@@ -12,6 +12,12 @@ if TYPE_CHECKING:
 
 Item = TypeVar("Item")
 Result = TypeVar("Result")
+Progress = Callable[[str, int, int], None]
+"""Called with stage, done and total."""
+
+
+def no_progress(*_: object) -> None:
+    """Report nothing."""
 
 
 def estimate_all(estimator: Estimator, assignments: Sequence[Assignment]) -> list[Estimate]:
@@ -24,26 +30,21 @@ def estimate_all(estimator: Estimator, assignments: Sequence[Assignment]) -> lis
 
 
 def parallel_map(
-    ask: Callable[[Item], Result], items: Iterable[Item], answered: Callable[[int], None] | None = None
+    function: Callable[[Item], Result],
+    items: Iterable[Item],
+    answered: Callable[[int], None] | None = None,
 ) -> list[Result]:
-    """Return the answers in the order of the items, whichever comes first.
+    """Return the results of a thread-safe function, in the order of the items.
 
-    Parameters
-    ----------
-    ask
-        A function without side effects that other threads can see.
-    items
-        What it is asked.
-    answered
-        Called in this thread with the number of answers so far.
+    `answered` is called in this thread with the number of results so far.
     """
-    answers: list[Result] = []
+    results: list[Result] = []
     pool = ThreadPoolExecutor(cpu_count())
     try:
-        for answer in pool.map(ask, items):
-            answers.append(answer)
+        for result in pool.map(function, items):
+            results.append(result)
             if answered is not None:
-                answered(len(answers))
+                answered(len(results))
     finally:
-        pool.shutdown(cancel_futures=True)  # after an interrupt, what has not begun never does
-    return answers
+        pool.shutdown(cancel_futures=True)  # after an interrupt, pending calls never start
+    return results

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from bisect import bisect_left
 from collections.abc import Mapping, Sequence
+from dataclasses import replace
 
 from capplan.planner.parallel import estimate_all
 from capplan.planner.problem import (
@@ -17,59 +18,61 @@ from capplan.planner.problem import (
 )
 
 _TWIN_CANDIDATES = 4
-"""Slot numbers per GPU that the exact estimator is asked about."""
-
+"""Numbers of slots that the twin simulates per instance."""
 _THROUGHPUT_TOLERANCE = 0.02
-"""Relative difference of throughput that counts as none: less than estimators can tell."""
-
+"""Relative difference in throughput below the resolution of the estimators."""
 _TIME_TOLERANCE = 0.03
-"""The same for the time of a request; more slots are then the better choice, since bursts need them."""
+"""Relative difference in request time within which more slots are preferred, for bursts."""
 
 
 def choose_slots(
-    problem: Problem, shares: Sequence[AdapterShare], quick: Estimator, exact: Estimator, pool: int = 0
+    problem: Problem, shares: Sequence[AdapterShare], estimator: Estimator, twin: Estimator, pool: int = 0
 ) -> int | None:
-    """Return the number of slots with which an instance holds these shares best; None if there is none.
+    """Return the best number of slots with which an instance holds these shares; None if there is none.
 
-    A GPU that keeps up serves the offered load whatever its slots, so among those that serve as much the
-    shortest mean time from arrival to last token decides: with too few slots requests wait, with too many
-    every step is slow.
+    An instance that keeps up serves the offered load with any number of slots. Among those that serve as
+    much, the shortest mean time from arrival to last token decides: with too few slots requests wait, with
+    too many every step is slow.
     """
-    promising = slot_candidates(problem, shares, quick, pool)[:_TWIN_CANDIDATES]
-    return best_slots(_estimates(shares, promising, pool, exact))
+    promising = slot_candidates(problem, shares, estimator, pool)[:_TWIN_CANDIDATES]
+    return best_slots(_estimates(shares, promising, pool, twin))
 
 
 def best_slots(estimates: Mapping[int, Estimate]) -> int | None:
-    """Return the best number of slots among those with which the instance holds; None without any."""
+    """Return the best number of slots among those with which the instance holds; None if there is none."""
     holding = {value: estimate for value, estimate in estimates.items() if not estimate.starved}
     return _rank(holding)[0] if holding else None
 
 
 def slot_candidates(
-    problem: Problem, shares: Sequence[AdapterShare], quick: Estimator, pool: int = 0
+    problem: Problem, shares: Sequence[AdapterShare], estimator: Estimator, pool: int = 0
 ) -> list[int]:
-    """Return the numbers of slots that fit in memory, best first; those with which the GPU starves last."""
-    return list(rank_slots(problem, shares, quick, pool))
+    """Return the numbers of slots that fit in memory, best first; those that starve last."""
+    return list(rank_slots(problem, shares, estimator, pool))
 
 
 def rank_slots(
-    problem: Problem, shares: Sequence[AdapterShare], quick: Estimator, pool: int = 0, near: int | None = None
+    problem: Problem,
+    shares: Sequence[AdapterShare],
+    estimator: Estimator,
+    pool: int = 0,
+    near: int | None = None,
 ) -> dict[int, Estimate]:
-    """Return what the estimator says of every number of slots that fits in memory, best first.
+    """Return the estimates of all numbers of slots that fit in memory, best first.
 
-    With `near`, only of the numbers next to that one: for shares that differ little from some that it suits.
+    With `near`, only of the neighbouring numbers: for shares that differ little from others with that number.
     """
     values = slot_grid(problem, shares) if near is None else neighbouring_slots(problem, shares, near)
     everyone = tuple(shares)
     fitting = [v for v in values if problem.fits_in_memory(Assignment(everyone, v, pool=pool))]
-    estimates = _estimates(shares, fitting, pool, quick)
+    estimates = _estimates(everyone, fitting, pool, estimator)
     holding = {value: estimate for value, estimate in estimates.items() if not estimate.starved}
     starving = {value: estimate for value, estimate in estimates.items() if estimate.starved}
     return {value: estimates[value] for value in _rank(holding) + _rank(starving)}
 
 
 def slot_grid(problem: Problem, shares: Sequence[AdapterShare]) -> list[int]:
-    """Return the numbers of slots worth a try: the grid up to one for each adapter."""
+    """Return the numbers of slots to try: the grid up to one per adapter."""
     if problem.fixed_a_max is not None:
         return [problem.fixed_a_max]
     distinct = distinct_adapters(shares)
@@ -77,7 +80,7 @@ def slot_grid(problem: Problem, shares: Sequence[AdapterShare]) -> list[int]:
 
 
 def neighbouring_slots(problem: Problem, shares: Sequence[AdapterShare], slots: int) -> list[int]:
-    """Return the numbers of slots next to one, and that one or the next larger."""
+    """Return a number of slots, or the next larger in the grid, with its two neighbours."""
     values = slot_grid(problem, shares)
     at = bisect_left(values, slots)
     return values[max(0, at - 1) : at + 2] or values[-1:]
@@ -92,7 +95,7 @@ def _estimates(
 
 
 def _rank(estimates: Mapping[int, Estimate]) -> list[int]:
-    """Return numbers of slots: those that serve most, by their time; then the rest, by throughput."""
+    """Sort numbers of slots: those that serve most by request time, then the rest by throughput."""
     if not estimates:
         return []
     most = max(estimate.throughput_tok_s for estimate in estimates.values())
@@ -114,18 +117,16 @@ def _rank(estimates: Mapping[int, Estimate]) -> list[int]:
 
 
 def most_slots(problem: Problem, shares: Sequence[AdapterShare]) -> int:
-    """Return the largest number of slots that fits in memory, at most the adapters there.
-
-    A number that the workload fixes stays. Where not even one slot fits, the answer is 1 all the same.
-    """
+    """Return the fixed number of slots, or one per adapter as far as memory allows; at least 1."""
     if problem.fixed_a_max is not None:
         return problem.fixed_a_max
-    everyone = tuple(shares)
-    fits, most = 1, distinct_adapters(shares)
-    while fits < most:
-        middle = (fits + most + 1) // 2
-        if problem.fits_in_memory(Assignment(everyone, middle)):
-            fits = middle
-        else:
-            most = middle - 1
-    return fits
+    return max(1, max_fitting_slots(problem, Assignment(tuple(shares), 1), distinct_adapters(shares)))
+
+
+def max_fitting_slots(problem: Problem, assignment: Assignment, limit: int) -> int:
+    """Return the largest number of slots up to a limit that fits in memory; 0 if none does."""
+
+    def is_too_large(a_max: int) -> bool:
+        return not problem.fits_in_memory(replace(assignment, a_max=a_max))
+
+    return bisect_left(range(1, limit + 1), True, key=is_too_large)

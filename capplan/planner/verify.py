@@ -8,7 +8,7 @@ from dataclasses import dataclass, replace
 
 from capplan.errors import InputError
 from capplan.planner.evaluate import Evaluation, evaluate, evaluate_cluster
-from capplan.planner.parallel import parallel_map
+from capplan.planner.parallel import no_progress, parallel_map
 from capplan.planner.problem import AdapterShare, Assignment, Estimator, Problem, horizon_s
 from capplan.planner.search.data import AdapterGroup, adapter_groups
 from capplan.planner.slots import choose_slots, slot_candidates
@@ -53,7 +53,7 @@ class Verifier:
             If an assignment does not fit in memory.
         """
         jobs = [(assignment, seed) for assignment in assignments for seed in self.seeds]
-        report = progress or _silent
+        report = progress or no_progress
         evaluations = parallel_map(self._simulate, jobs, lambda done: report(done, len(jobs)))
         count = len(self.seeds)
         return self._collect(assignments, [evaluations[i : i + count] for i in range(0, len(jobs), count)])
@@ -67,7 +67,7 @@ class Verifier:
         """
         if len(assignments) == 1 or self.problem.workload.slo.tpt_over_base is not None:
             return self(assignments, progress)
-        report = progress or _silent
+        report = progress or no_progress
         by_seed = parallel_map(
             lambda seed: evaluate_cluster(self.problem, assignments, seed, self.duration_s),
             self.seeds,
@@ -127,10 +127,6 @@ def require_seeds(seed: int, count: int) -> None:
 def fresh_seeds(seed: int, count: int = FRESH_SEEDS) -> tuple[int, ...]:
     """Return the verification seeds that belong to a planning seed."""
     return tuple(_FIRST_FRESH_SEED * (seed + 1) + i for i in range(count))
-
-
-def _silent(done: int, total: int) -> None:
-    """Report nothing."""
 
 
 _ROUNDS = 12

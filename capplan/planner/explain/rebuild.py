@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Mapping
 from dataclasses import dataclass, replace
 
 from capplan.datasets import list_profiles
@@ -14,16 +13,16 @@ from capplan.spec import Group, Plan, Profile, QueueConfig, Workload
 
 @dataclass(frozen=True)
 class RebuiltGroup:
-    """One instance of a group, as the planner saw it.
+    """One instance of a group.
 
     Attributes
     ----------
     group
-        The group in the plan.
+        Group of the plan.
     problem
-        What was asked, with the engine settings of the group.
+        Placement problem with the engine settings of the group.
     assignment
-        What one instance of the group serves, and how it is set.
+        Shares and settings of one instance.
     """
 
     group: Group
@@ -31,17 +30,13 @@ class RebuiltGroup:
     assignment: Assignment
 
     @property
-    def likeness(self) -> object:
-        """What decides on the twin's answers: equal for groups about which it says the same."""
+    def kind(self) -> object:
+        """Key that is equal for groups that perform alike in the twin."""
         workload = self.problem.workload
-        adapters = {adapter.name: adapter for adapter in workload.adapters}
+        lengths = {adapter.name: workload.lengths_of(adapter) for adapter in workload.adapters}
+        traced = workload.trace is not None
         load = tuple(
-            (
-                share.rank,
-                share.rate_rps,
-                workload.lengths_of(adapters[share.name]),
-                share.name if workload.trace is not None else None,
-            )
+            (share.rank, share.rate_rps, lengths[share.name], share.name if traced else None)
             for share in self.assignment.shares
         )
         return self.group.engine_args, self.assignment.pool, load
@@ -49,14 +44,14 @@ class RebuiltGroup:
 
 @dataclass(frozen=True)
 class RebuiltPlan:
-    """A plan as the planner saw it.
+    """Placement problem of a plan.
 
     Attributes
     ----------
     problem
-        What was asked; without pools, with the GPUs that the plan uses.
+        Placement problem; without pools, with the GPUs of the plan.
     groups
-        In the order of the plan.
+        One instance of each group, in the order of the plan.
     """
 
     problem: Problem
@@ -64,7 +59,7 @@ class RebuiltPlan:
 
     @property
     def shares(self) -> tuple[AdapterShare, ...]:
-        """What all instances serve: replicas have shares of their own, numbered on."""
+        """Shares of all instances, with a share for every replica."""
         return tuple(
             replace(share, number=share.number + replica)
             for each in self.groups
@@ -74,42 +69,42 @@ class RebuiltPlan:
 
     @property
     def pools(self) -> tuple[int, ...]:
-        """The pool of every instance."""
+        """Index of the pool of every instance."""
         return tuple(each.assignment.pool for each in self.groups for _ in range(each.group.replicas))
 
 
 def rebuild(plan: Plan, workload: Workload, profile: Profile | None, source: str) -> RebuiltPlan:
-    """Return a plan as the planner saw it.
+    """Return the placement problem of a plan.
 
     Parameters
     ----------
     plan, workload
-        They have to belong together.
+        Plan, and its workload.
     profile
-        Instead of the plan's own, where the workload has no pools.
+        Profile instead of the plan's, if the workload has no pools.
     source
-        Of the workload, for errors.
+        Name of the workload in errors.
 
     Raises
     ------
     InputError
-        When the workload or the profile is not that of the plan.
+        If the workload or the profile is not the plan's.
     """
-    wishes = _planned_workload(plan, workload, source)
-    problem = _rebuild_problem(plan, wishes, profile)
+    problem = _rebuild_problem(plan, _planned_workload(plan, workload, source), profile)
     numbers: Counter[str] = Counter()
-    groups = tuple(_rebuild_group(problem, group, numbers, source) for group in plan.groups)
-    return RebuiltPlan(problem, groups)
+    return RebuiltPlan(
+        problem, tuple(_rebuild_group(problem, group, numbers, source) for group in plan.groups)
+    )
 
 
 def search_seed(plan: Plan) -> int:
-    """Return the seed that the plan was searched with; 0 where it does not say."""
+    """Return the seed of the search; 0 if the plan has none."""
     seed = plan.provenance.get("seed")
     return seed if isinstance(seed, int) and not isinstance(seed, bool) and seed >= 0 else 0
 
 
 def _planned_workload(plan: Plan, workload: Workload, source: str) -> Workload:
-    """Return the workload as it was planned for: `capplan plan --queues` adds a wish to that of the file."""
+    """Return the planned workload: that of the file, or with the queues of `capplan plan --queues`."""
     for candidate in (workload, workload.replace(queues=QueueConfig())):
         if candidate.digest() == plan.workload_digest:
             return candidate
@@ -121,9 +116,9 @@ def _rebuild_problem(plan: Plan, workload: Workload, profile: Profile | None) ->
     if workload.pools:
         problem = make_problem(workload, None, profile)
     else:
-        of_plan = plan.groups[0].profile
-        wanted = profile or (of_plan if of_plan in list_profiles() else workload.profile)
-        problem = make_problem(workload, plan.totals.gpus, wanted)
+        planned = plan.groups[0].profile
+        selected = profile or (planned if planned in list_profiles() else workload.profile)
+        problem = make_problem(workload, plan.totals.gpus, selected)
     pools = {pool.name: pool for pool in problem.pools}
     for group in plan.groups:
         if group.pool not in pools:
@@ -135,40 +130,22 @@ def _rebuild_problem(plan: Plan, workload: Workload, profile: Profile | None) ->
 
 
 def _rebuild_group(problem: Problem, group: Group, numbers: Counter[str], source: str) -> RebuiltGroup:
-    known = {adapter.name for adapter in problem.workload.adapters}
-    strangers = sorted(adapter.name for adapter in group.adapters if adapter.name not in known)
-    if strangers:
-        rule = f"must be an adapter of {source}"
-        raise InputError(rule, strangers[0], f"groups: {group.id}.adapters")
-    pool = next(number for number, each in enumerate(problem.pools) if each.name == group.pool)
-    own = _with_settings(problem, group)
-    assignment = Assignment(
-        _group_shares(own.workload, group, numbers),
-        group.engine_args.max_loras,
-        own.engine.max_num_seqs,
-        pool,
-    )
-    return RebuiltGroup(group, own, assignment)
-
-
-def _with_settings(problem: Problem, group: Group) -> Problem:
-    """Return the problem with the engine as the group has it, whatever the defaults are by now."""
+    """Return one instance of a group; `numbers` counts the shares of each adapter so far."""
+    fractions = {adapter.name: adapter.share / group.replicas for adapter in group.adapters}
+    unknown = fractions.keys() - {adapter.name for adapter in problem.workload.adapters}
+    if unknown:
+        raise InputError(f"must be an adapter of {source}", min(unknown), f"groups: {group.id}.adapters")
+    # Copied without validation: ranks of other groups may exceed the slots of this one.
     args = group.engine_args
-    # Not checked again: ranks on other groups may well exceed the slots of this one.
-    fixed = problem.workload.engine.model_copy(
-        update={"max_lora_rank": args.max_lora_rank, "max_cpu_loras": args.max_cpu_loras}
+    fixed = {"max_lora_rank": args.max_lora_rank, "max_cpu_loras": args.max_cpu_loras}
+    workload = problem.workload.model_copy(
+        update={"engine": problem.workload.engine.model_copy(update=fixed)}
     )
-    return replace(problem, engine=args, workload=problem.workload.model_copy(update={"engine": fixed}))
-
-
-def _group_shares(workload: Workload, group: Group, numbers: Counter[str]) -> tuple[AdapterShare, ...]:
-    """Return what one instance of a group serves, in the order of the workload, shares numbered on."""
-    fraction: Mapping[str, float] = {each.name: each.share / group.replicas for each in group.adapters}
     shares = []
     for adapter in workload.adapters:
-        if adapter.name in fraction:
-            own = fraction[adapter.name]
-            number = numbers[adapter.name]
-            shares.append(AdapterShare(adapter.name, adapter.rank, adapter.rate_rps * own, own, number))
+        if adapter.name in fractions:
+            shares.append(AdapterShare.of(adapter, fractions[adapter.name], numbers[adapter.name]))
             numbers[adapter.name] += group.replicas
-    return tuple(shares)
+    pool = [each.name for each in problem.pools].index(group.pool)
+    assignment = Assignment(tuple(shares), args.max_loras, args.max_num_seqs, pool)
+    return RebuiltGroup(group, replace(problem, engine=args, workload=workload), assignment)

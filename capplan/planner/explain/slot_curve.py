@@ -9,35 +9,34 @@ from typing import Final
 
 from capplan.models.memory import kv_tokens
 from capplan.planner.estimate import SEARCH_DURATION_S
-from capplan.planner.evaluate import Evaluation, evaluate
+from capplan.planner.evaluate import Evaluation, evaluate, known_value
 from capplan.planner.parallel import parallel_map
 from capplan.planner.problem import GRID, Assignment, Estimate, Problem, distinct_adapters
-from capplan.planner.slots import best_slots
+from capplan.planner.slots import best_slots, max_fitting_slots
 
 MAX_POINTS: Final = 8
-"""Numbers of slots that the twin is asked about."""
-
+"""Maximum number of simulations."""
 _MAX_SLOTS: Final = 2**16
 
 
 @dataclass(frozen=True)
 class CurvePoint:
-    """An instance with a number of slots; None where nothing is known, as without memory for a request.
+    """An instance with a number of slots; values are None if it does not start or served no request.
 
     Attributes
     ----------
     a_max
         Adapter slots.
     kv_tokens
-        Tokens that the KV cache holds beside them.
+        Capacity of the KV cache beside them.
     fits
-        Whether the engine would start.
+        Whether the engine starts.
     throughput_tok_s, served_fraction, ttft_p99_s, e2e_mean_s, itl_mean_ms
         As in `capplan.twin.SimulationResult`.
     loads_per_min
         Adapters copied to the GPU per minute.
     broken
-        Bounds of the workload that it breaks, in words.
+        Broken bounds of the workload, as text.
     """
 
     a_max: int
@@ -59,22 +58,22 @@ class CurvePoint:
 
 @dataclass(frozen=True)
 class SlotCurve:
-    """What an instance does with other numbers of slots, all else equal.
+    """An instance with different numbers of slots, all else equal.
 
     Attributes
     ----------
     points
-        By ascending number of slots; the last one may be the first of the grid that does not fit.
+        By ascending number of slots; the last may be the first of the grid that does not fit in memory.
     chosen
         Number of slots in the plan.
     adapters
-        Adapters on the instance: more slots than that stay empty.
+        Adapters on the instance.
     most_slots
-        Largest number of slots that fits in memory; None when memory is no limit.
+        Largest number of slots that fits in memory; None if memory is no limit.
     scale
-        Multiple of the planned load at which the twin was asked: 1 / (1 - headroom), as in the search.
+        Simulated multiple of the planned load: 1 / (1 - headroom), as in the search.
     offered_tok_s
-        Input and output tokens per second that the load asks for.
+        Offered input and output tokens per second.
     """
 
     points: tuple[CurvePoint, ...]
@@ -86,7 +85,7 @@ class SlotCurve:
 
     @property
     def chosen_point(self) -> CurvePoint:
-        """The point of the plan."""
+        """Point of the plan."""
         return next(point for point in self.points if point.a_max == self.chosen)
 
 
@@ -98,60 +97,56 @@ def slot_curve(
     duration_s: float = SEARCH_DURATION_S,
     answered: Callable[[int], None] | None = None,
 ) -> SlotCurve:
-    """Return the curve around the number of slots that an instance has.
+    """Return the curve around the number of slots of an instance.
 
     Parameters
     ----------
     problem, assignment
-        What the instance serves, and how it is set.
+        Instance.
     seed, duration_s
-        Of the simulations, one per number of slots; as in the search, so that its reasons can be seen.
+        Parameters of the simulations, by default those of the search.
     answered
-        Called with the number of points so far.
+        Called with the number of simulations done.
     """
-    values, beyond = _values(problem, assignment)
+    values, unfit = _slot_numbers(problem, assignment)
     scale = 1.0 / (1.0 - problem.workload.headroom)
 
-    def ask(a_max: int) -> Evaluation:
+    def simulate(a_max: int) -> Evaluation:
         return evaluate(problem, replace(assignment, a_max=a_max), seed, duration_s, scale)
 
-    evaluation = parallel_map(ask, values, answered)
-    points = [_point(a_max, each) for a_max, each in zip(values, evaluation, strict=True)] + [
-        _unfit(problem, assignment, a_max) for a_max in beyond
-    ]
+    evaluations = parallel_map(simulate, values, answered)
+    points = [_point(*each) for each in zip(values, evaluations, strict=True)]
+    points += [_unfit_point(problem, assignment, a_max) for a_max in unfit]
+    most = max_fitting_slots(problem, assignment, _MAX_SLOTS)
     return SlotCurve(
         points=tuple(sorted(points, key=lambda point: point.a_max)),
         chosen=assignment.a_max,
         adapters=distinct_adapters(assignment.shares),
-        most_slots=_max_fitting_slots(problem, assignment),
+        most_slots=None if most == _MAX_SLOTS else most,
         scale=scale,
-        offered_tok_s=max((each.result.offered_tok_s for each in evaluation), default=0.0),
+        offered_tok_s=max((each.result.offered_tok_s for each in evaluations), default=0.0),
     )
 
 
 def curve_size(problem: Problem, assignment: Assignment) -> int:
-    """Return how many simulations the curve takes."""
-    return len(_values(problem, assignment)[0])
+    """Return the number of simulations of a curve."""
+    return len(_slot_numbers(problem, assignment)[0])
 
 
-def _values(problem: Problem, assignment: Assignment) -> tuple[list[int], list[int]]:
-    """Return the numbers of slots to ask about, and those that do not fit and are shown all the same."""
+def _slot_numbers(problem: Problem, assignment: Assignment) -> tuple[list[int], list[int]]:
+    """Return the numbers of slots to simulate, and those on the curve that do not fit in memory."""
     distinct, chosen = distinct_adapters(assignment.shares), assignment.a_max
     grid = sorted({value for value in GRID if value < distinct} | {distinct, chosen})
     fitting = [value for value in grid if problem.fits_in_memory(replace(assignment, a_max=value))]
     unfit = [value for value in grid if value not in fitting]
-    beyond = {value for value in unfit if value == chosen or value == min(unfit)}
-    return _nearest(fitting, chosen), sorted(beyond)
+    return _nearest(fitting, chosen), [value for value in unfit if value in (chosen, unfit[0])]
 
 
 def _nearest(values: Sequence[int], chosen: int) -> list[int]:
-    """Return the ends and those next to the chosen one, at most so many."""
-    ends = {values[0], values[-1]} if values else set()
-
-    def distance(value: int) -> tuple[bool, float]:
-        return value not in ends and value != chosen, abs(math.log(value / chosen))
-
-    return sorted(sorted(values, key=distance)[:MAX_POINTS])
+    """Return the smallest, the largest, and the values nearest to the chosen one, at most `MAX_POINTS`."""
+    always = {chosen, *values[:1], *values[-1:]}
+    by_distance = sorted(values, key=lambda value: (value not in always, abs(math.log(value / chosen))))
+    return sorted(by_distance[:MAX_POINTS])
 
 
 def _point(a_max: int, evaluation: Evaluation) -> CurvePoint:
@@ -162,15 +157,15 @@ def _point(a_max: int, evaluation: Evaluation) -> CurvePoint:
         fits=True,
         throughput_tok_s=result.throughput_tok_s,
         served_fraction=result.served_fraction,
-        ttft_p99_s=_known(result.ttft_s_p99),
-        e2e_mean_s=_known(result.e2e_s_mean),
-        itl_mean_ms=_known(result.itl_ms_mean),
+        ttft_p99_s=known_value(result.ttft_s_p99),
+        e2e_mean_s=known_value(result.e2e_s_mean),
+        itl_mean_ms=known_value(result.itl_ms_mean),
         loads_per_min=60.0 * result.adapter_loads / result.duration_s,
         broken=evaluation.violations,
     )
 
 
-def _unfit(problem: Problem, assignment: Assignment, a_max: int) -> CurvePoint:
+def _unfit_point(problem: Problem, assignment: Assignment, a_max: int) -> CurvePoint:
     tokens = kv_tokens(
         problem.pools[assignment.pool].profile,
         a_max,
@@ -181,103 +176,78 @@ def _unfit(problem: Problem, assignment: Assignment, a_max: int) -> CurvePoint:
     return CurvePoint(a_max=a_max, kv_tokens=tokens, fits=False)
 
 
-def _max_fitting_slots(problem: Problem, assignment: Assignment) -> int | None:
-    """Return the largest number of slots that fits, by bisection: more slots never need less memory."""
-
-    def fits(a_max: int) -> bool:
-        return problem.fits_in_memory(replace(assignment, a_max=a_max))
-
-    if fits(_MAX_SLOTS):
-        return None
-    low, high = 0, _MAX_SLOTS
-    while high - low > 1:
-        middle = (low + high) // 2
-        low, high = (middle, high) if fits(middle) else (low, middle)
-    return low
-
-
-def _known(value: float) -> float | None:
-    """Return a latency; None where no request had any."""
-    return None if math.isnan(value) else float(value)
-
-
 _NOTABLE: Final = 0.02
-"""Relative difference of what is served, and of the time of a request."""
-
+"""Relative difference in throughput or request time that is reported."""
 _LARGE: Final = 0.05
-"""The same, of memory and of TTFT p99."""
-
+"""Relative difference in memory or TTFT p99 that is reported."""
 _EQUAL: Final = 1.005
-"""Ratio of times that three figures hardly tell apart."""
+"""Ratio of times that look equal with three digits."""
 
 
 def explain_slots(curve: SlotCurve, solver: str, *, fixed: bool) -> str:
-    """Return why the plan has this number of slots.
+    """Return the reason for the plan's number of slots, in one sentence.
 
     Parameters
     ----------
     curve
-        What the twin says of this number and of others.
+        Curve of the instance.
     solver
-        Who made the plan.
+        Solver of the plan.
     fixed
         Whether the workload fixes the number.
     """
-    best = best_slots({p.a_max: _estimate(p) for p in curve.points if p.fits})
-    chosen = curve.chosen_point
-    head = f"A_max {curve.chosen}"
+    best = best_slots({point.a_max: _estimate(point) for point in curve.points if point.fits})
+    chosen, head = curve.chosen_point, f"A_max {curve.chosen}"
+    memory = ""
+    if curve.most_slots is not None and curve.most_slots <= 4 * curve.adapters:
+        memory = f"memory has room for {curve.most_slots} at most"
     if fixed:
-        words = f"{head}: fixed by the workload"
-        return _sentence(words, _better(curve, best), _memory(curve))
-    if not chosen.holds:
+        parts = [f"{head}: fixed by the workload", _better_slots(curve, best), memory]
+    elif not chosen.holds:
         why = f"breaks {chosen.broken[0]}" if chosen.fits else "does not fit in memory"
         other = "no other number tried holds" if best is None else f"{best} would hold"
-        return _sentence(f"{head} {why} {_load_words(curve)}", other)
-    if best != curve.chosen:
-        words = f"{head}: holds, chosen by {solver}"
-        return _sentence(words, _better(curve, best), _memory(curve))
-    return _sentence(f"{head}: {_merit(curve)}", *_neighbours(curve), _memory(curve))
-
-
-def _merit(curve: SlotCurve) -> str:
-    """Return what puts the chosen number, which is the best, before all others."""
-    holding = [point for point in curve.points if point.holds]
-    if len(holding) == 1 and len(curve.points) > 1:
-        merit = f"the only number tried with which every bound holds {_load_words(curve)}"
+        parts = [f"{head} {why} {_load(curve)}", other]
+    elif best != curve.chosen:
+        parts = [f"{head}: holds, chosen by {solver}", _better_slots(curve, best), memory]
     else:
-        most = max(point.throughput_tok_s or 0.0 for point in holding)
-        serving = (p for p in holding if (p.throughput_tok_s or 0.0) >= most * (1.0 - _NOTABLE))
-        shortest = min(point.e2e_mean_s or 0.0 for point in serving)
-        own = curve.chosen_point.e2e_mean_s or 0.0
-        merit = "of those that serve most, " + (
+        parts = [f"{head}: {_advantage(curve)}", *_neighbours(curve), memory]
+    return "; ".join(part for part in parts if part)
+
+
+def _advantage(curve: SlotCurve) -> str:
+    """Return the advantage of the chosen number, which is the best."""
+    holding = [_estimate(point) for point in curve.points if point.holds]
+    if len(holding) == 1 and len(curve.points) > 1:
+        words = f"the only number tried with which every bound holds {_load(curve)}"
+    else:
+        most = max(each.throughput_tok_s for each in holding)
+        serving = (each for each in holding if each.throughput_tok_s >= most * (1.0 - _NOTABLE))
+        shortest = min(each.e2e_s_mean for each in serving)
+        own = _estimate(curve.chosen_point).e2e_s_mean
+        words = "of those that serve most, " + (
             f"the shortest mean time from arrival to last token, {own:.3g} s"
             if own <= shortest * _EQUAL
             else f"more slots for bursts, with {own:.3g} s from arrival to last token on average, where the "
             f"shortest is {shortest:.3g} s"
         )
     all_have_one = curve.chosen == curve.adapters
-    return f"a slot for each adapter, so that none is loaded twice; {merit}" if all_have_one else merit
+    return f"a slot for each adapter, so that none is loaded twice; {words}" if all_have_one else words
 
 
 def _neighbours(curve: SlotCurve) -> list[str]:
-    """Return what speaks against the next number below, and the next above."""
+    """Return the disadvantages of the next smaller and the next larger number."""
     at = [point.a_max for point in curve.points].index(curve.chosen)
-    words = []
-    if at > 0:
-        words.append(_compare_neighbour(curve, curve.points[at - 1]))
-    if at + 1 < len(curve.points):
-        words.append(_compare_neighbour(curve, curve.points[at + 1]))
-    elif curve.chosen == curve.adapters:
+    neighbours = (*curve.points[max(0, at - 1) : at], *curve.points[at + 1 : at + 2])
+    words = [_disadvantage(curve.chosen_point, point) for point in neighbours]
+    if curve.chosen_point is curve.points[-1] and curve.chosen == curve.adapters:
         words.append("more would stay empty")
     return words
 
 
-def _compare_neighbour(curve: SlotCurve, other: CurvePoint) -> str:
-    """Return what speaks against another number of slots."""
+def _disadvantage(chosen: CurvePoint, other: CurvePoint) -> str:
     slots = "1 slot" if other.a_max == 1 else f"{other.a_max} slots"
     if not other.fits:
         return f"{slots} do not fit in memory"
-    chosen = curve.chosen_point
     words = []
     lost = 1.0 - other.kv_tokens / max(chosen.kv_tokens, 1)
     if lost >= _LARGE:
@@ -290,31 +260,31 @@ def _compare_neighbour(curve: SlotCurve, other: CurvePoint) -> str:
 def _outcome(chosen: CurvePoint, other: CurvePoint) -> str:
     if other.broken:
         return f"breaks {other.broken[0]}"
-    served = (other.throughput_tok_s or 0.0) / max(chosen.throughput_tok_s or 0.0, 1e-9)
+    served = _throughput_ratio(other, chosen)
     if served < 1.0 - _NOTABLE:
         return f"serves {_percent(1.0 - served)} less"
-    for what, here, there, much in (
+    for what, here, there, tolerance in (
         ("s from arrival to last token", chosen.e2e_mean_s, other.e2e_mean_s, _NOTABLE),
         ("s of TTFT p99", chosen.ttft_p99_s, other.ttft_p99_s, _LARGE),
     ):
-        if here and there and there > here * (1.0 + much):
+        if here and there and there > here * (1.0 + tolerance):
             return f"{there:.3g} {what} instead of {here:.3g}"
     return "does as well, with less to spare in bursts" if other.a_max < chosen.a_max else "does no better"
 
 
-def _better(curve: SlotCurve, best: int | None) -> str:
-    """Return what the curve says for another number than the plan's."""
+def _better_slots(curve: SlotCurve, best: int | None) -> str:
+    """Return the advantage of the best number over the plan's."""
     chosen = curve.chosen_point
     if best is None:
-        return f"no number tried holds {_load_words(curve)}"
+        return f"no number tried holds {_load(curve)}"
     if best == curve.chosen:
         return "no other number tried does better"
-    other = next(point for point in curve.points if point.a_max == best)
     if not chosen.fits:
         return f"it does not fit in memory, {best} would"
     if chosen.broken:
-        return f"it breaks {chosen.broken[0]} {_load_words(curve)}, {best} would hold"
-    gain = (other.throughput_tok_s or 0.0) / max(chosen.throughput_tok_s or 0.0, 1e-9) - 1.0
+        return f"it breaks {chosen.broken[0]} {_load(curve)}, {best} would hold"
+    other = next(point for point in curve.points if point.a_max == best)
+    gain = _throughput_ratio(other, chosen) - 1.0
     if gain > _NOTABLE:
         return f"on this curve {best} serves {_percent(gain)} more"
     return (
@@ -323,12 +293,11 @@ def _better(curve: SlotCurve, best: int | None) -> str:
     )
 
 
-def _memory(curve: SlotCurve) -> str:
-    most = curve.most_slots
-    return "" if most is None or most > 4 * curve.adapters else f"memory has room for {most} at most"
+def _throughput_ratio(one: CurvePoint, other: CurvePoint) -> float:
+    return (one.throughput_tok_s or 0.0) / max(other.throughput_tok_s or 0.0, 1e-9)
 
 
-def _load_words(curve: SlotCurve) -> str:
+def _load(curve: SlotCurve) -> str:
     return "at the planned load" if curve.scale == 1.0 else f"at {curve.scale:.2f} x the planned load"
 
 
@@ -338,7 +307,3 @@ def _percent(share: float) -> str:
 
 def _estimate(point: CurvePoint) -> Estimate:
     return Estimate(point.throughput_tok_s or 0.0, bool(point.broken), e2e_s_mean=point.e2e_mean_s or 0.0)
-
-
-def _sentence(*words: str) -> str:
-    return "; ".join(word for word in words if word)

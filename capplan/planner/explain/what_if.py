@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Collection, Sequence
 from dataclasses import dataclass, replace
 from statistics import median_low
 from typing import Final
@@ -11,34 +11,35 @@ from typing import Final
 from capplan.errors import InfeasibleError
 from capplan.planner.api import plan as make_plan
 from capplan.planner.estimate import SEARCH_DURATION_S, TwinEstimator
-from capplan.planner.evaluate import Evaluation, evaluate
+from capplan.planner.evaluate import evaluate
 from capplan.planner.explain.rebuild import RebuiltPlan
-from capplan.planner.parallel import parallel_map
-from capplan.planner.problem import Assignment, GpuPool, Problem
+from capplan.planner.parallel import Progress, parallel_map
+from capplan.planner.problem import Assignment, Problem, infeasible
 from capplan.planner.search.data import build_search_data
 from capplan.planner.search.placement import balanced
 from capplan.planner.slots import rank_slots
 from capplan.spec import Objective, Plan, Workload
 
-Progress = Callable[[str, int, int], None]
+_MAX_SPREAD_INSTANCES: Final = 16
+"""Instances up to which an even spread of the load is simulated."""
 
 
 @dataclass(frozen=True)
 class PlanOutcome:
-    """What a plan does, over all its GPUs.
+    """Predicted outcome of a plan over all its GPUs.
 
     Attributes
     ----------
     gpus, usd_per_hour
-        Its size and price.
+        Size and price.
     ttft_p99_s, tpot_mean_ms
-        Of the instance where they are longest; None where no request was served.
+        Longest of all instances; None if no request was served.
     throughput_tok_s
-        Input and output tokens per second, all instances together.
+        Input and output tokens per second of all instances.
     holds_until
-        Multiple of the planned load up to which every instance holds; None without any load.
+        Multiple of the planned load up to which every instance holds; None without load.
     fails
-        Whether an instance was found to fail beyond; otherwise nothing larger was tried.
+        Whether an instance fails beyond it; otherwise nothing larger was tried.
     """
 
     gpus: int
@@ -52,21 +53,20 @@ class PlanOutcome:
 
 @dataclass(frozen=True)
 class WhatIf:
-    """One instance fewer, or one more.
+    """Plan with one instance fewer, or one more.
 
     Attributes
     ----------
     change
-        Which instance, in words.
+        Change of the fleet, as text.
     gpus
-        GPUs there would be.
+        GPUs of the changed fleet.
     outcome
-        Of the plan that the solver `capplan` makes of them; None when there is none.
+        Outcome of the plan by the solver `capplan`; None if there is none.
     holds
         Whether the twin confirms that plan.
     words
-        What follows, in a sentence; where there is no plan, why, and what breaks where the load is spread
-        evenly all the same.
+        Summary; without a plan, the reason and the bounds that break with the load spread evenly.
     """
 
     change: str
@@ -77,7 +77,7 @@ class WhatIf:
 
 
 def plan_outcome(plan: Plan) -> PlanOutcome:
-    """Return what a plan says of itself."""
+    """Return the predicted outcome of a plan."""
     predicted = [group.predicted for group in plan.groups]
     loads = [each.load_over_capacity for each in predicted if each.load_over_capacity]
     return PlanOutcome(
@@ -92,76 +92,59 @@ def plan_outcome(plan: Plan) -> PlanOutcome:
 
 
 def what_if(rebuilt: RebuiltPlan, seed: int, progress: Progress) -> tuple[WhatIf, ...]:
-    """Return what one instance fewer and one more would do; nothing fewer than one instance.
+    """Return the plans with one instance fewer, if there are several, and one more.
 
-    Parameters
-    ----------
-    rebuilt
-        The plan as the planner saw it.
-    seed
-        Of the search; verification is on one fresh seed.
-    progress
-        Called with (stage, done, total).
+    The larger fleet is planned for the shortest latency: for the fewest GPUs the new one would stay idle.
+    Verification is on one fresh seed.
     """
-    fewer = one_fewer(rebuilt.problem, rebuilt.pools)
-    answers = [] if fewer is None else [_plan_fewer(rebuilt, fewer, seed, progress)]
-    return (*answers, _plan_more(one_more(rebuilt.problem, rebuilt.pools), seed, progress))
-
-
-def _plan_fewer(rebuilt: RebuiltPlan, fleet: FleetChange, seed: int, progress: Progress) -> WhatIf:
+    problem, pools = rebuilt.problem, rebuilt.pools
+    fewer, more = one_fewer(problem, pools), one_more(problem, pools)
+    answers = []
+    if fewer is not None:
+        try:
+            plan = _replan(fewer, problem.workload.objective, seed, progress)
+            answers.append(_summarize(plan, fewer))
+        except InfeasibleError as error:
+            words = "; ".join(filter(None, (str(error), _even_spread(rebuilt, fewer, seed))))
+            answers.append(WhatIf(fewer.change, fewer.gpus, None, holds=False, words=words))
     try:
-        answer = _replan(fleet, fleet.problem.workload.objective, seed, progress)
+        plan = _replan(more, Objective.MIN_LATENCY, seed, progress)
+        answers.append(_summarize(plan, more, "placed for the shortest mean time to the last token"))
     except InfeasibleError as error:
-        spread = even_spread(rebuilt, fleet, seed)
-        return _no_plan(fleet, f"{error}; {spread}" if spread else str(error))
-    return _describe_plan(answer, fleet)
-
-
-def _plan_more(fleet: FleetChange, seed: int, progress: Progress) -> WhatIf:
-    try:
-        # The fewest GPUs would leave it idle: what it is good for shows where latency counts.
-        answer = _replan(fleet, Objective.MIN_LATENCY, seed, progress)
-    except InfeasibleError as error:
-        return _no_plan(fleet, str(error))
-    return _describe_plan(answer, fleet, "placed for the shortest mean time to the last token")
+        answers.append(WhatIf(more.change, more.gpus, None, holds=False, words=str(error)))
+    return tuple(answers)
 
 
 def _replan(fleet: FleetChange, objective: Objective, seed: int, progress: Progress) -> Plan:
     def report(stage: str, done: int, total: int) -> None:
         progress(f"{fleet.change}: {stage}", done, total)
 
-    wishes = fleet.workload.replace(objective=objective, previous_plan=None)
-    only = None if wishes.pools else fleet.problem.profile
-    gpus = None if wishes.pools else fleet.gpus
-    return make_plan(wishes, gpus=gpus, profile=only, seed=seed, seeds=1, progress=report)
+    workload = fleet.workload.replace(objective=objective, previous_plan=None)
+    profile = None if workload.pools else fleet.problem.profile
+    gpus = None if workload.pools else fleet.gpus
+    return make_plan(workload, gpus=gpus, profile=profile, seed=seed, seeds=1, progress=report)
 
 
-def _no_plan(fleet: FleetChange, words: str) -> WhatIf:
-    return WhatIf(fleet.change, fleet.gpus, None, holds=False, words=words)
-
-
-def _describe_plan(answer: Plan, fleet: FleetChange, aim: str = "") -> WhatIf:
-    outcome = plan_outcome(answer)
-    failed = [f"{check.id}: {check.note}" for check in answer.verification.groups if not check.ok]
-    words = [f"fails, {failed[0]}" if failed else "holds", aim]
-    if outcome.gpus < fleet.gpus:
-        words.append(f"{outcome.gpus} of them suffice, more are of no use")
-    told = "; ".join(word for word in words if word)
-    return WhatIf(fleet.change, fleet.gpus, outcome, holds=answer.verification.ok, words=told)
+def _summarize(plan: Plan, fleet: FleetChange, aim: str = "") -> WhatIf:
+    outcome = plan_outcome(plan)
+    failed = [f"{check.id}: {check.note}" for check in plan.verification.groups if not check.ok]
+    unused = f"{outcome.gpus} of them suffice, more are of no use" if outcome.gpus < fleet.gpus else ""
+    words = "; ".join(filter(None, (f"fails, {failed[0]}" if failed else "holds", aim, unused)))
+    return WhatIf(fleet.change, fleet.gpus, outcome, holds=plan.verification.ok, words=words)
 
 
 @dataclass(frozen=True)
 class FleetChange:
-    """Instances to plan on.
+    """Changed fleet.
 
     Attributes
     ----------
     problem
-        With the pools that they come from.
+        Problem with the pools.
     pools
-        Number of the pool of every instance.
+        Index of the pool of every instance.
     change
-        How it differs from the instances of the plan, in words.
+        Difference to the plan, as text.
     """
 
     problem: Problem
@@ -170,17 +153,17 @@ class FleetChange:
 
     @property
     def gpus(self) -> int:
-        """GPUs of all instances together."""
+        """Number of GPUs of all instances."""
         return sum(self.problem.pools[pool].profile.tp for pool in self.pools)
 
     @property
     def workload(self) -> Workload:
-        """The workload with these instances as all that there are.
+        """The workload with these instances only.
 
         Raises
         ------
         InfeasibleError
-            When an adapter is pinned to a pool that has none left.
+            If an adapter is pinned to a pool without an instance.
         """
         workload = self.problem.workload
         if self.problem.pools[0].name is None:
@@ -188,96 +171,72 @@ class FleetChange:
         left = Counter(self.problem.pools[pool].name for pool in self.pools)
         for adapter in workload.adapters:
             if adapter.pool is not None and not left[adapter.pool]:
-                words = f"gpus: adapter {adapter.name} is pinned to pool {adapter.pool}, which has none left"
-                raise InfeasibleError(words, reason="gpus")
+                words = f"adapter {adapter.name} is pinned to pool {adapter.pool}, which has none left"
+                raise infeasible("gpus", words)
         tp = {pool.name: pool.profile.tp for pool in self.problem.pools}
         pools = tuple(p.replace(count=left[p.name] * tp[p.name]) for p in workload.pools if left[p.name])
         return workload.replace(pools=pools)
 
 
 def one_fewer(problem: Problem, pools: Sequence[int]) -> FleetChange | None:
-    """Return the fleet without an instance of the dearest pool; None when that would leave nothing."""
+    """Return the fleet without an instance of the most expensive pool in use; None if there is only one."""
     if len(pools) == 1:
         return None
-    gone = _extreme_pool(problem, pools, dearest=True)
+    gone = _pool_by_price(problem, pools, set(pools), -1.0)
     left = list(pools)
     left.remove(gone)
-    return FleetChange(problem, tuple(left), f"one {_kind(problem.pools[gone])} fewer")
+    return FleetChange(problem, tuple(left), f"one {_instance_kind(problem, gone)} fewer")
 
 
 def one_more(problem: Problem, pools: Sequence[int]) -> FleetChange:
-    """Return the fleet with another instance, of the cheapest pool."""
-    added = _extreme_pool(problem, pools, dearest=False)
-    return FleetChange(problem, tuple(sorted([*pools, added])), f"one {_kind(problem.pools[added])} more")
+    """Return the fleet with another instance of the cheapest pool."""
+    added = _pool_by_price(problem, pools, range(len(problem.pools)), 1.0)
+    change = f"one {_instance_kind(problem, added)} more"
+    return FleetChange(problem, tuple(sorted([*pools, added])), change)
 
 
-def _extreme_pool(problem: Problem, pools: Sequence[int], *, dearest: bool) -> int:
-    """Return the dearest pool in use or the cheapest of all; without prices, the one that is used most."""
-    prices = {number: pool.usd_per_hour for number, pool in enumerate(problem.pools)}
-    known = {number: price for number, price in prices.items() if price is not None}
-    if len(known) < len(prices):
-        return min(Counter(pools).items(), key=lambda each: (-each[1], each[0]))[0]
-    if dearest:
-        return _first(known, set(pools), -1.0)
-    return _first(known, known, 1.0)
+def _pool_by_price(problem: Problem, used: Sequence[int], candidates: Collection[int], sign: float) -> int:
+    """Return the candidate with the least signed price; the most used pool if a price is missing."""
+    prices = [pool.usd_per_hour for pool in problem.pools if pool.usd_per_hour is not None]
+    if len(prices) < len(problem.pools):
+        return min(Counter(used).items(), key=lambda each: (-each[1], each[0]))[0]
+    return min(candidates, key=lambda pool: (sign * prices[pool], pool))
 
 
-def _first(prices: dict[int, float], among: Iterable[int], sign: float) -> int:
-    return min(among, key=lambda number: (sign * prices[number], number))
+def _instance_kind(problem: Problem, pool: int) -> str:
+    tp, name = problem.pools[pool].profile.tp, problem.pools[pool].name
+    kind = "GPU" if tp == 1 else f"instance of {tp} GPUs"
+    return kind if name is None else f"{kind} of pool {name}"
 
 
-def _kind(pool: GpuPool) -> str:
-    """Return what an instance of a pool is called."""
-    gpus = "GPU" if pool.profile.tp == 1 else f"instance of {pool.profile.tp} GPUs"
-    return gpus if pool.name is None else f"{gpus} of pool {pool.name}"
+def _even_spread(rebuilt: RebuiltPlan, fleet: FleetChange, seed: int) -> str:
+    """Return the bounds that break if a fleet shares the load evenly, as text; empty if it cannot.
 
-
-_MAX_SPREAD_INSTANCES: Final = 16
-"""Beyond, it takes too many simulations for what it tells."""
-
-
-def even_spread(rebuilt: RebuiltPlan, fleet: FleetChange, seed: int) -> str:
-    """Return in words what breaks with the load of a plan on a fleet; empty where it cannot be spread.
-
-    Every instance gets the number of slots that the twin likes best, of those near the plan's.
+    Every instance gets the best number of slots by the twin, of those near the plan's.
     """
     if len(fleet.pools) > _MAX_SPREAD_INSTANCES:
         return ""
     problem = replace(rebuilt.problem, shares=rebuilt.shares)
+    data = build_search_data(problem)
+    state = balanced(data, fleet.pools)
     near = median_low(each.assignment.a_max for each in rebuilt.groups)
-    assignments = _spread_assignments(problem, fleet, near, seed)
-    if not assignments:
-        return ""
-    return _describe_spread(
-        parallel_map(lambda each: evaluate(problem, each, seed, SEARCH_DURATION_S), assignments)
-    )
-
-
-def _spread_assignments(problem: Problem, fleet: FleetChange, near: int, seed: int) -> list[Assignment]:
-    """Return the instances of an even spread; none where an adapter or the slots find no place."""
-    ground = build_search_data(problem)
-    board = balanced(ground, fleet.pools)
-    if board is None:
-        return []
     twin = TwinEstimator(problem, seed)
     assignments = []
-    for members, pool in zip(board.members, fleet.pools, strict=True):
-        if not members:
-            continue
-        shares = ground.shares(frozenset(members))
-        ranked = rank_slots(problem, shares, twin, pool, near=near)
-        if not ranked:
-            return []
-        assignments.append(Assignment(shares, next(iter(ranked)), pool=pool))
-    return assignments
-
-
-def _describe_spread(evaluation: list[Evaluation]) -> str:
-    failing = [each for each in evaluation if each.violations]
+    for members, pool in zip(state.members, fleet.pools, strict=True) if state else ():
+        if members:
+            shares = data.shares(frozenset(members))
+            ranked = rank_slots(problem, shares, twin, pool, near=near)
+            if not ranked:
+                return ""
+            assignments.append(Assignment(shares, next(iter(ranked)), pool=pool))
+    if not assignments:
+        return ""
+    evaluations = parallel_map(lambda each: evaluate(problem, each, seed, SEARCH_DURATION_S), assignments)
+    failing = [each for each in evaluations if each.violations]
     if not failing:
         return "spread evenly, the planned load holds on one seed, but not over (1 - headroom)"
     worst = min(failing, key=lambda each: each.result.served_fraction)
     return (
-        f"spread evenly, {len(failing)} of {len(evaluation)} break at the planned load, at worst "
+        f"spread evenly, {len(failing)} of {len(evaluations)} break at the planned load, at worst "
         f"{' and '.join(worst.violations)}"
     )
