@@ -26,7 +26,7 @@ from capplan.engine.input_batch import Segment
 from capplan.engine.lora import AdapterLayout
 from capplan.engine.lora.adapter import MODULES, SITES, B
 from capplan.engine.lora.memory import RowTables, StaticSlots
-from capplan.engine.models import builtin_config
+from capplan.engine.models import model_config
 
 Timer = Callable[[Callable[[], object]], float]
 
@@ -213,7 +213,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
         return 2
     timer = timer_of(device, given.repeats)
     copy = copy_bandwidth(device, timer)
-    config = builtin_config(given.model)
+    config = model_config(given.model)
     dtype: torch.dtype = getattr(torch, config.dtype)
     kernels = [
         Kernels(config, dtype, device, adapters, given.rank).measure(batch, kind, copy, timer)

@@ -22,7 +22,7 @@ from capplan.engine.request import Completion, FinishReason, Request, SamplingPa
 from capplan.engine.scheduler_output import check_core
 from capplan.engine.settings import EngineOptions
 from capplan.engine.setup import build_core, load_model
-from capplan.engine.timing import StepRecord, write_records
+from capplan.engine.timing import StepRecord
 from capplan.engine.tokenizer import Tokenizer, load_tokenizer
 from capplan.errors import InputError
 from capplan.spec.validation import unknown_key
@@ -226,10 +226,6 @@ class Engine:
     def check_integrity(self) -> None:
         """Recount requests, pages and slots between two steps; see `scheduler_output.check_core`."""
         check_core(self.core)
-
-    def write_records(self, path: str | Path) -> None:
-        """Write the records of all steps as Parquet."""
-        write_records(path, self.records)
 
     def completion(self, request: Request) -> Completion:
         """Return the completion of a finished request."""

@@ -17,11 +17,10 @@ from capplan.engine.model_runner import ModelRunner, attention_factory, decode_g
 from capplan.engine.models import (
     ModelConfig,
     Weights,
-    builtin_config,
     load_weights,
+    model_config,
     packed,
     random_weights,
-    read_config,
 )
 from capplan.engine.models.decoder import RopeTable
 from capplan.engine.pool import BlockTables, CountedBlocks, KvCache, NamedBlocks, PagePool, kv_page_elements
@@ -61,10 +60,8 @@ def load_model(model: str | Path | ModelConfig, options: EngineOptions) -> Loade
     device = torch.device(options.device)
     if isinstance(model, ModelConfig):
         config, folder = model, None
-    elif Path(model).exists():
-        config, folder = read_config(model), Path(model) if Path(model).is_dir() else None
     else:
-        config, folder = builtin_config(str(model)), None
+        config, folder = model_config(model), Path(model) if Path(model).is_dir() else None
     dtype = options.torch_dtype(config)
     if folder is None:
         return LoadedModel(config, packed(random_weights(config, dtype, device, options.seed)), None)

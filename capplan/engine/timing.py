@@ -8,8 +8,6 @@ from __future__ import annotations
 
 import os
 import time
-from collections.abc import Iterable
-from io import BytesIO
 from pathlib import Path
 from types import TracebackType
 from typing import TYPE_CHECKING, Any, Final, NamedTuple, Self
@@ -20,7 +18,6 @@ from numpy.typing import NDArray
 from capplan.engine.request import Request
 from capplan.engine.scheduler_output import SchedulerOutput
 from capplan.serving import state as s
-from capplan.spec import write_bytes_atomic
 
 if TYPE_CHECKING:
     from capplan.engine.engine_core import StepOutput
@@ -175,23 +172,6 @@ def step_record(
     )
 
 
-def write_records(path: str | Path, records: Iterable[StepRecord]) -> None:
-    """Write records as Parquet, one row per step; the columns are the fields of `StepRecord`."""
-    import pyarrow.parquet as pq
-
-    buffer = BytesIO()
-    pq.write_table(_table(list(records)), buffer)
-    write_bytes_atomic(path, buffer.getvalue())
-
-
-def _table(records: list[StepRecord]) -> Any:
-    import pyarrow as pa
-
-    columns = {name: [getattr(record, name) for record in records] for name in StepRecord._fields}
-    types = [(name, pa.float64() if name.endswith("_ms") else pa.int64()) for name in StepRecord._fields]
-    return pa.table(columns, schema=pa.schema(types))
-
-
 class RecordFile:
     """Step observer that appends records to a Parquet file, and moves it to its path at the end."""
 
@@ -222,9 +202,13 @@ class RecordFile:
         """Do nothing: records are per step."""
 
     def _flush(self) -> None:
+        import pyarrow as pa
         import pyarrow.parquet as pq
 
-        table = _table(self._records)
+        names = StepRecord._fields
+        columns = {name: [getattr(record, name) for record in self._records] for name in names}
+        types = [(name, pa.float64() if name.endswith("_ms") else pa.int64()) for name in names]
+        table = pa.table(columns, schema=pa.schema(types))
         if self._writer is None:
             self._writer = pq.ParquetWriter(self._partial, table.schema)
         self._writer.write_table(table)

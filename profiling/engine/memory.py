@@ -14,7 +14,7 @@ import torch
 
 from capplan.engine import Engine
 from capplan.engine.lora.adapter import MODULES, AdapterLayout
-from capplan.engine.models import ModelConfig, builtin_config, read_config
+from capplan.engine.models import ModelConfig, model_config
 from capplan.engine.request import SamplingParams
 from capplan.engine.settings import EngineOptions
 from capplan.errors import InfeasibleError
@@ -35,20 +35,13 @@ _ADAPTER_SCALE: Final = 0.1
 _WARM_UP: Final = 2
 
 
-def config_of(model: str) -> ModelConfig:
-    """Return a model configuration by name, folder or ``config.json``."""
-    from pathlib import Path
-
-    return read_config(model) if Path(model).exists() else builtin_config(model)
-
-
 def base_profile(options: EngineProfilingOptions) -> Profile:
     """Return the profile that calibration starts from; unmeasured values are assumptions."""
     from capplan import __version__
     from capplan.models.calibration.components import Hardware, assumed_profile
     from capplan.profiling.machine import device_name
 
-    config = config_of(options.model)
+    config = model_config(options.model)
     dtype = EngineOptions.parse(options.engine_fields()).torch_dtype(config)
     arch = config.arch(dtype.itemsize)
     chip = device_name(options.device)
@@ -151,7 +144,7 @@ def loading_rows(options: EngineProfilingOptions, s_max: int, rounds: int) -> li
     Files are dropped from the page cache before each read.
     """
     rows: list[dict[str, float | str]] = []
-    config = config_of(options.model)
+    config = model_config(options.model)
     for rank in options.ranks:
         if rank > s_max:
             continue

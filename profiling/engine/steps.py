@@ -11,9 +11,10 @@ import numpy as np
 from numpy.typing import NDArray
 
 from capplan.engine import Engine
+from capplan.engine.models import model_config
 from capplan.engine.settings import EngineOptions
 from capplan.models.calibration.least_squares import LinearProblem, cross_validate
-from capplan.profiling.engine.memory import BLOCK_TOKENS, config_of
+from capplan.profiling.engine.memory import BLOCK_TOKENS
 from capplan.profiling.engine.options import EngineProfilingOptions
 from capplan.profiling.engine.stepping import (
     GROWTH,
@@ -190,7 +191,7 @@ def iteration_rows(
 def _kernel(options: EngineProfilingOptions) -> str:
     """Return the engine's LoRA kernel."""
     engine = EngineOptions.parse(options.engine_fields())
-    return engine.chosen_lora_kernel(engine.torch_dtype(config_of(options.model)))
+    return engine.chosen_lora_kernel(engine.torch_dtype(model_config(options.model)))
 
 
 def _row(kernel: str, batch: IterationBatch, phase: str, tokens: int, milliseconds: float) -> dict[str, Any]:

@@ -8,7 +8,7 @@ import torch
 pytest.importorskip("triton", reason="the kernels need triton (extra `engine`)")
 
 from benchmarks.engine_gpu import floor_bytes, main
-from capplan.engine.models import builtin_config
+from capplan.engine.models import model_config
 
 HERE = ["--device", "cpu", "--model", "tiny-llama", "--rank", "4", "--context", "9", "--steps", "6"]
 SMALL = [*HERE, "--batches", "1", "3", "--adapters", "0", "2"]
@@ -30,7 +30,7 @@ def test_without_a_gpu_it_says_so_in_one_line(capsys: pytest.CaptureFixture[str]
 
 def test_the_floor_of_llama_3_8b_is_its_bytes() -> None:
     """8.03 billion parameters less 0.53 of the input embedding, two bytes each; 128 KiB of KV a token."""
-    config = builtin_config("meta-llama/Llama-3.1-8B-Instruct")
+    config = model_config("meta-llama/Llama-3.1-8B-Instruct")
     alone = floor_bytes(config, torch.bfloat16, batch=1, adapters=0, rank=16, context=1)
     assert alone == pytest.approx(2 * 7.505e9, rel=1e-3)
     longer = floor_bytes(config, torch.bfloat16, batch=2, adapters=0, rank=16, context=500)

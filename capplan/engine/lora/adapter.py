@@ -8,7 +8,6 @@ form one matrix.
 
 from __future__ import annotations
 
-import json
 import math
 import re
 from collections.abc import Iterator, Mapping, Sequence
@@ -24,7 +23,7 @@ from safetensors import SafetensorError, safe_open
 
 from capplan.engine.models.config import ModelConfig
 from capplan.errors import InputError
-from capplan.spec import read_text
+from capplan.spec.files import read_json_object
 
 MODULES: Final = ("q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj")
 
@@ -271,13 +270,8 @@ def _pairs(opened: Any, file: Path) -> dict[Place, tuple[_TensorEntry, _TensorEn
 
 
 def _read_config(file: Path) -> dict[str, Any]:
-    try:
-        config = json.loads(read_text(file))
-    except json.JSONDecodeError as error:
-        raise InputError(f"must be JSON: {error.msg}", location=f"{file}:{error.lineno}") from None
-    except RecursionError:
-        raise InputError("must be JSON that is not nested so deeply", location=str(file)) from None
-    if not isinstance(config, dict) or config.get("peft_type") != "LORA":
+    config = read_json_object(file)
+    if config.get("peft_type") != "LORA":
         raise InputError("must be a LoRA adapter: peft_type LORA", location=str(file))
     for key in _MUST_BE_OFF:
         if config.get(key):

@@ -1,15 +1,15 @@
 """Models of the engine: Llama and Qwen2, from a Hugging Face folder or a config alone."""
 
-from capplan.engine.models.config import ModelConfig, Rope, builtin_config, builtin_models, read_config
+from capplan.engine.models.config import ModelConfig, Rope, builtin_models, model_config, read_config
 from capplan.engine.models.weights import Weights, load_weights, packed, random_weights
 
 __all__ = [
     "ModelConfig",
     "Rope",
     "Weights",
-    "builtin_config",
     "builtin_models",
     "load_weights",
+    "model_config",
     "packed",
     "random_weights",
     "read_config",

@@ -202,15 +202,17 @@ def builtin_models() -> Mapping[str, ModelConfig]:
     return MappingProxyType(models)
 
 
-def builtin_config(name: str) -> ModelConfig:
-    """Return a built-in model.
+def model_config(model: str | Path) -> ModelConfig:
+    """Return the configuration of a model's folder, of a ``config.json``, or of a built-in model.
 
     Raises
     ------
     InputError
-        If it does not exist.
+        If there is none, or it is not supported.
     """
-    models = builtin_models()
+    if Path(model).exists():
+        return read_config(model)
+    models, name = builtin_models(), str(model)
     if name not in models:
         raise InputError(f"must be a folder with a config.json, or one of {', '.join(models)}", name, "model")
     return models[name]

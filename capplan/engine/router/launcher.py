@@ -15,16 +15,15 @@ import signal
 import subprocess
 import sys
 import threading
+from collections.abc import Mapping
 from pathlib import Path
-from typing import IO, Any, Final, Protocol, cast
+from typing import Any, Final, Protocol
 
 from capplan.compile import is_compiled
 from capplan.engine.router.instances import InstanceSpec
 from capplan.errors import NO_VALUE, CapplanError, InputError, NoValue
 
 _COMMAND: Final = (sys.executable, "-m", "capplan.engine.router.launcher")
-_RAY_CALLS: Final = 4
-"""Concurrent calls of an actor: one waits for the end of its process, another stops it."""
 
 
 class LaunchError(CapplanError):
@@ -62,64 +61,71 @@ class Launcher(Protocol):
 
 
 class EngineProcess:
-    """An engine process on this machine; its methods are thread-safe.
+    """An engine process on this machine.
 
-    Parameters
+    Attributes
     ----------
-    message
-        Configuration; see `InstanceSpec.message`.
-    environment
-        Variables beside those of this process.
+    url
+        Set by `start`.
     """
 
-    def __init__(self, message: bytes, environment: dict[str, str]) -> None:
-        self._process = subprocess.Popen(  # noqa: S603 - our own module, no shell
-            _COMMAND,
+    def __init__(self) -> None:
+        self.url = ""
+        self._process: asyncio.subprocess.Process | None = None
+
+    async def start(self, spec: InstanceSpec, key: str, host: str, environment: Mapping[str, str]) -> None:
+        """Start the process and return once it accepts requests.
+
+        Parameters
+        ----------
+        environment
+            Variables beside those of this process.
+
+        Raises
+        ------
+        InputError, LaunchError
+            If it ends before.
+        """
+        self._process = await asyncio.create_subprocess_exec(
+            *_COMMAND,
             stdin=subprocess.PIPE,
             stdout=subprocess.PIPE,
             env={**os.environ, **environment},
             start_new_session=True,  # Ctrl-C in a terminal reaches the router only
         )
-        self._message = message
+        stdin, stdout = self._process.stdin, self._process.stdout
+        if stdin is None or stdout is None:
+            raise RuntimeError("the process has no pipes")
+        with contextlib.suppress(BrokenPipeError, ConnectionResetError):
+            stdin.write(spec.message(host, key))
+            await stdin.drain()
+        line = await stdout.readline()
+        reply = json.loads(line) if line else {}
+        if "error" in reply:
+            rule, value, location = reply["error"]
+            location = f"instance {spec.name}: {location}".rstrip(": ")
+            raise InputError(rule, value[0] if value else NO_VALUE, location)
+        if "url" not in reply:
+            raise LaunchError(f"instance {spec.name} has ended before it took requests")
+        self.url = reply["url"]
 
-    def configure(self) -> dict[str, Any]:
-        """Send the configuration and return the reply; empty if the process ends without one."""
-        stdin, stdout = cast(IO[bytes], self._process.stdin), cast(IO[bytes], self._process.stdout)
-        with contextlib.suppress(BrokenPipeError):
-            stdin.write(self._message)
-            stdin.flush()
-        line = stdout.readline()
-        return dict(json.loads(line)) if line else {}
-
-    def wait(self) -> str:
+    async def ended(self) -> str:
         """Wait for the end of the process and return a description."""
-        status = self._process.wait()
+        status = 0 if self._process is None else await self._process.wait()
         return f"with status {status}" if status >= 0 else f"by {signal.Signals(-status).name}"
 
-    def end(self, grace_s: float) -> None:
-        """Terminate the process, and kill it after a time."""
-        if grace_s > 0:
-            self._process.terminate()
-            with contextlib.suppress(subprocess.TimeoutExpired):
-                self._process.wait(grace_s)
-        self._process.kill()
-        self._process.wait()
-
-
-def url_in(reply: dict[str, Any], name: str) -> str:
-    """Return the URL of a process from its reply.
-
-    Raises
-    ------
-    InputError, LaunchError
-        If it has none.
-    """
-    if "url" in reply:
-        return str(reply["url"])
-    if "error" in reply:
-        rule, value, location = reply["error"]
-        raise InputError(rule, value[0] if value else NO_VALUE, f"instance {name}: {location}".rstrip(": "))
-    raise LaunchError(f"instance {name} has ended before it took requests")
+    async def stop(self, grace_s: float) -> None:
+        """Terminate the process, and kill it after a time; 0: kill it."""
+        process = self._process
+        if process is None:
+            return
+        with contextlib.suppress(ProcessLookupError):
+            if grace_s > 0:
+                process.terminate()
+                with contextlib.suppress(TimeoutError):
+                    await asyncio.wait_for(process.wait(), grace_s)
+            process.kill()
+        await process.wait()
 
 
 class LocalLauncher:
@@ -138,50 +144,27 @@ class LocalLauncher:
         return await self._launch(spec, key)
 
     async def _launch(self, spec: InstanceSpec, key: str) -> InstanceHandle:
-        process = EngineProcess(spec.message("127.0.0.1", key), self._environment)
+        process = EngineProcess()
         try:
-            reply = await in_thread(process.configure)
-            return LocalHandle(process, url_in(reply, spec.name))
+            await process.start(spec, key, "127.0.0.1", self._environment)
         except BaseException:  # including cancellation
-            process.end(0)
+            await process.stop(0)
             raise
+        return process
 
 
-class LocalHandle:
-    """Handle of a process of `LocalLauncher`."""
-
-    def __init__(self, process: EngineProcess, url: str) -> None:
-        self.url = url
-        self._process = process
-        self._ended = in_thread(process.wait)
-
-    async def ended(self) -> str:
-        """Wait for the end of the process and return a description."""
-        return await asyncio.shield(self._ended)
-
-    async def stop(self, grace_s: float) -> None:
-        """Stop the process within a time; 0: kill it."""
-        await in_thread(self._process.end, grace_s)
-        await self.ended()
-
-
-class _RayHost:
+class _RayProcess(EngineProcess):
     """Actor with one engine process on its machine; the process ends with it."""
 
-    def start(self, spec: InstanceSpec, key: str) -> dict[str, Any]:
-        """Start the process and return its reply."""
+    async def launch(self, spec: InstanceSpec, key: str) -> str | CapplanError:
+        """Start the process and return its URL, or the reason for which it did not start."""
         import ray
 
-        self._process = EngineProcess(spec.message(ray.util.get_node_ip_address(), key), {})
-        return self._process.configure()
-
-    def wait(self) -> str:
-        """Wait for the end of the process and return a description."""
-        return self._process.wait()
-
-    def end(self, grace_s: float) -> None:
-        """End the process."""
-        self._process.end(grace_s)
+        try:
+            await self.start(spec, key, ray.util.get_node_ip_address(), {})
+        except (InputError, LaunchError) as error:
+            return error
+        return self.url
 
 
 class RayLauncher:
@@ -209,31 +192,33 @@ class RayLauncher:
 
         on_gpu = str(spec.engine.get("device", "cpu")).startswith("cuda")
         claim = {"num_gpus": 1} if on_gpu else {"num_cpus": self._cpus}
-        host = ray.remote(_RayHost).options(max_concurrency=_RAY_CALLS, **claim).remote()
+        actor = ray.remote(_RayProcess).options(**claim).remote()
         try:
-            reply = await host.start.remote(spec, key)
-            return RayHandle(host, url_in(reply, spec.name))
+            url = await actor.launch.remote(spec, key)
+            if isinstance(url, CapplanError):
+                raise url
+            return RayHandle(actor, url)
         except RayError as error:
-            ray.kill(host)
+            ray.kill(actor)
             raise LaunchError(f"instance {spec.name}: {error}") from None
         except BaseException:
-            ray.kill(host)
+            ray.kill(actor)
             raise
 
 
 class RayHandle:
-    """Handle of a process of `RayLauncher`."""
+    """Handle of an engine process in an actor."""
 
-    def __init__(self, host: Any, url: str) -> None:
+    def __init__(self, actor: Any, url: str) -> None:
         self.url = url
-        self._host = host
+        self._actor = actor
         self._ended = asyncio.ensure_future(self._wait())
 
     async def _wait(self) -> str:
         from ray.exceptions import RayError
 
         try:
-            return str(await self._host.wait.remote())
+            return str(await self._actor.ended.remote())
         except RayError as error:
             return f"with its machine or actor: {type(error).__name__}"
 
@@ -242,7 +227,7 @@ class RayHandle:
         import ray
 
         end = await asyncio.shield(self._ended)
-        ray.kill(self._host)
+        ray.kill(self._actor)
         return end
 
     async def stop(self, grace_s: float) -> None:
@@ -250,34 +235,8 @@ class RayHandle:
         from ray.exceptions import RayError
 
         with contextlib.suppress(RayError):
-            await self._host.end.remote(grace_s)
+            await self._actor.stop.remote(grace_s)
         await self.ended()
-
-
-def in_thread(function: Any, *arguments: Any) -> asyncio.Future[Any]:
-    """Run a blocking function in a new thread; thread pools are limited."""
-    loop = asyncio.get_running_loop()
-    future: asyncio.Future[Any] = loop.create_future()
-
-    def settle(result: Any, error: BaseException | None) -> None:
-        if future.done():
-            return
-        if error is None:
-            future.set_result(result)
-        else:
-            future.set_exception(error)
-
-    def run() -> None:
-        result, error = None, None
-        try:
-            result = function(*arguments)
-        except Exception as caught:  # noqa: BLE001 - raised in the caller
-            error = caught
-        with contextlib.suppress(RuntimeError):  # the loop is closed
-            loop.call_soon_threadsafe(settle, result, error)
-
-    threading.Thread(target=run, daemon=True).start()
-    return future
 
 
 def main() -> int:

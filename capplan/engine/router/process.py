@@ -10,7 +10,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 
-from capplan.engine.models import ModelConfig, builtin_config, read_config
+from capplan.engine.models import model_config
 from capplan.engine.router.app import RouterState, make_app
 from capplan.engine.router.instance_client import SizeQueues
 from capplan.engine.router.instances import InstanceSpec
@@ -18,7 +18,7 @@ from capplan.engine.router.launcher import Launcher
 from capplan.engine.router.supervisor import InstanceFleet, RestartPolicy
 from capplan.engine.server.limiter import ServerSettings
 from capplan.engine.server.process import DrainingServer, bind, url_of
-from capplan.engine.tokenizer import Tokenizer, load_tokenizer
+from capplan.engine.tokenizer import load_tokenizer
 from capplan.serving.memory import kv_bytes_per_token, lora_elements_per_rank
 
 try:
@@ -76,9 +76,10 @@ def run_router(config: RouterConfig, ready: Callable[[str], None]) -> int:
 
 def new_router_state(config: RouterConfig) -> RouterState:
     """Return the state of a router; no instance is started yet."""
-    model, tokenizer = _model_of(config.specs[0].model)
-    arch = model.arch(2)  # the ratio below does not depend on the bytes of an element
-    tokens_per_rank = arch.dtype_bytes * lora_elements_per_rank(arch) / kv_bytes_per_token(arch)
+    path = Path(config.specs[0].model)
+    model = model_config(path)
+    tokenizer = load_tokenizer(path if path.is_dir() else None, model.vocab_size)
+    tokens_per_rank = model.dtype_bytes * lora_elements_per_rank(model) / kv_bytes_per_token(model)
 
     def new_queues(spec: InstanceSpec) -> SizeQueues | None:
         if spec.queues is None:
@@ -96,12 +97,6 @@ def _raise_file_limit() -> None:
         most = resource.getrlimit(resource.RLIMIT_NOFILE)[1]
         with contextlib.suppress(ValueError, OSError):
             resource.setrlimit(resource.RLIMIT_NOFILE, (most, most))
-
-
-def _model_of(model: str) -> tuple[ModelConfig, Tokenizer]:
-    path = Path(model)
-    config = read_config(model) if path.exists() else builtin_config(model)
-    return config, load_tokenizer(path if path.is_dir() else None, config.vocab_size)
 
 
 class RouterServer(DrainingServer):

@@ -19,6 +19,7 @@ from capplan.engine.server.protocol import ChatMessage
 from capplan.engine.tokenizer import Tokenizer
 from capplan.errors import InputError
 from capplan.spec import read_text
+from capplan.spec.files import read_json_object
 
 _FILE: Final = "chat_template.jinja"
 _CONFIG_FILE: Final = "tokenizer_config.json"
@@ -104,7 +105,7 @@ class JinjaTemplate:
 def _folder_template(folder: Path | None) -> JinjaTemplate | None:
     if folder is None:
         return None
-    config = _tokenizer_config(folder / _CONFIG_FILE)
+    config = read_json_object(folder / _CONFIG_FILE) if (folder / _CONFIG_FILE).is_file() else {}
     tokens = {name: _token_text(config[name]) for name in _SPECIAL_TOKENS if config.get(name)}
     if (folder / _FILE).is_file():
         return JinjaTemplate(read_text(folder / _FILE), tokens, str(folder / _FILE))
@@ -113,16 +114,6 @@ def _folder_template(folder: Path | None) -> JinjaTemplate | None:
         named = [each for each in source if isinstance(each, dict)]
         source = next((each.get("template") for each in named if each.get("name") == "default"), None)
     return JinjaTemplate(source, tokens, str(folder / _CONFIG_FILE)) if isinstance(source, str) else None
-
-
-def _tokenizer_config(file: Path) -> dict[str, Any]:
-    if not file.is_file():
-        return {}
-    try:
-        config = json.loads(read_text(file))
-    except json.JSONDecodeError as error:
-        raise InputError(f"must be JSON: {error.msg}", location=f"{file}:{error.lineno}") from None
-    return config if isinstance(config, dict) else {}
 
 
 def _token_text(token: Any) -> str:
