@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import dataclasses
 import hashlib
 from collections import OrderedDict
 from collections.abc import Mapping, Sequence
@@ -19,13 +18,11 @@ from capplan.engine.lora.adapter import AdapterSource, PeftFolder, RandomAdapter
 from capplan.engine.lora.manager import AdapterRegistry
 from capplan.engine.models import ModelConfig
 from capplan.engine.request import Completion, FinishReason, Request, SamplingParams, Timing
-from capplan.engine.scheduler_output import check_core
 from capplan.engine.settings import EngineOptions
 from capplan.engine.setup import build_core, load_model
 from capplan.engine.timing import StepRecord
 from capplan.engine.tokenizer import Tokenizer, load_tokenizer
 from capplan.errors import InputError
-from capplan.spec.validation import unknown_key
 
 Prompt = str | Sequence[int]
 _LOAD_TIMEOUT_S: Final = 60.0
@@ -126,7 +123,7 @@ class Engine:
         InputError
             If an adapter or setting is unknown, or a prompt is empty, too long, or outside the vocabulary.
         """
-        params = _sampling_params(sampling)
+        params = SamplingParams(**sampling)
         texts = _as_list(prompts)
         names = [adapters] * len(texts) if adapters is None or isinstance(adapters, str) else list(adapters)
         if len(names) != len(texts):
@@ -223,10 +220,6 @@ class Engine:
         self._registry.remove(name)
         self._prefix_ids.renew(number)
 
-    def check_integrity(self) -> None:
-        """Recount requests, pages and slots between two steps; see `scheduler_output.check_core`."""
-        check_core(self.core)
-
     def completion(self, request: Request) -> Completion:
         """Return the completion of a finished request."""
         tokens = tuple(request.output)
@@ -280,15 +273,6 @@ class Engine:
                 f"must be below max_model_len, {self.args.max_model_len}", ids.size, "prompt tokens"
             )
         return ids.astype(np.int32)
-
-
-def _sampling_params(fields: Mapping[str, Any]) -> SamplingParams:
-    """Return sampling parameters; an unknown one is an error that names the nearest field."""
-    names = [field.name for field in dataclasses.fields(SamplingParams)]
-    for name in fields:
-        if name not in names:
-            raise InputError(unknown_key(name, names), location=name)
-    return SamplingParams(**fields)
 
 
 def _adapter_source(value: str | Path | int, seed: int) -> AdapterSource:

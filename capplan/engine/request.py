@@ -9,13 +9,12 @@ import numpy as np
 import torch
 from numpy.typing import NDArray
 
-from capplan.errors import InputError
+from capplan.spec.validation import Count, Natural, NonNegative, Share, SpecModel
 
 FinishReason = Literal["stop", "length", "abort", "error"]
 
 
-@dataclass(frozen=True)
-class SamplingParams:
+class SamplingParams(SpecModel):
     """Sampling parameters of a request.
 
     Parameters
@@ -38,26 +37,14 @@ class SamplingParams:
         Report the logits of every token.
     """
 
-    max_tokens: int = 16
-    temperature: float = 0.0
-    top_p: float = 1.0
-    seed: int | None = None
-    logprobs: int | None = None
+    max_tokens: Count = 16
+    temperature: NonNegative = 0.0
+    top_p: Share = 1.0
+    seed: Natural | None = None
+    logprobs: Natural | None = None
     ignore_eos: bool = False
     stop_token_ids: tuple[int, ...] = ()
     keep_logits: bool = False
-
-    def __post_init__(self) -> None:
-        if self.max_tokens < 1:
-            raise InputError("must be >= 1", self.max_tokens, "max_tokens")
-        if not 0.0 <= self.temperature < float("inf"):
-            raise InputError("must be a finite number >= 0", self.temperature, "temperature")
-        if not 0.0 < self.top_p <= 1.0:
-            raise InputError("must be a number above 0 and at most 1", self.top_p, "top_p")
-        if self.logprobs is not None and self.logprobs < 0:
-            raise InputError("must be >= 0", self.logprobs, "logprobs")
-        if self.seed is not None and self.seed < 0:
-            raise InputError("must be >= 0", self.seed, "seed")
 
 
 @dataclass(frozen=True)

@@ -33,7 +33,7 @@ from capplan.serving.structures import links_append, links_remove, new_links
 from capplan.serving.waiting_queue import list_queue, unlist_queue
 
 if TYPE_CHECKING:
-    from capplan.engine.engine_core import EngineCore
+    pass
 
 _SCHEDULED = np.dtype(
     [
@@ -199,54 +199,3 @@ def with_host_adapters(state: State, first: int, end: int) -> State:
         links_append(host_idle, adapter)
     state.counters[s.N_ON_HOST] = end - first
     return state._replace(host_idle=host_idle)
-
-
-def check_core(core: EngineCore) -> None:
-    """Recount requests, KV pages and adapters of a core between two steps, and compare with its state.
-
-    The state itself is checked by `capplan.testing.check_integrity`.
-
-    Raises
-    ------
-    RuntimeError
-        If a request is lost, a page has no owner or two, or an adapter has no slot or two.
-    """
-    _check_requests(core)
-    c, pool = core.state.counters, core.blocks.pool
-    used = int(c[s.CAPACITY] - c[s.FREE_BLOCKS] - c[s.ADAPTER_PAGES])
-    _require_equal("KV blocks in use", core.blocks.in_use(), used)
-    memory = core.lora.memory
-    owned = [*pool.free_pages.tolist(), *core.blocks.owned().tolist(), *memory.owned().tolist()]
-    _require_equal("pages free and owned", sorted(owned), list(range(1, pool.capacity + 1)))
-    adapters = core.state.adapters
-    resident = {number for number in range(1, adapters.size) if adapters.resident[number]}
-    _require_equal("residents without memory", resident - core.lora.in_memory, set())
-    _require_equal("adapters with a slot or pages", memory.holders(), core.lora.in_memory)
-
-
-def _check_requests(core: EngineCore) -> None:
-    state, requests = core.state, core.requests
-    running = _linked_rows(state, int(state.counters[s.RUN_HEAD]))
-    waiting = [row for head in state.adapters.queue_head for row in _linked_rows(state, int(head))]
-    rows = {number: request.row for number, request in requests.items()}
-    owners = {number: int(state.rows.request[row]) for number, row in rows.items()}
-    running_rows = sorted(request.row for request in requests.values() if request.running)
-    ended = [number for number, request in requests.items() if request.finish_reason is not None]
-    _require_equal("rows of requests", sorted(rows.values()), sorted(running + waiting))
-    _require_equal("owners of rows", owners, {number: number for number in rows})
-    _require_equal("running requests", running_rows, sorted(running))
-    _require_equal("rows free and taken", int(state.counters[s.N_FREE_ROWS]) + len(rows), state.rows.size)
-    _require_equal("finished requests in flight", ended, [])
-
-
-def _linked_rows(state: State, row: int) -> list[int]:
-    rows: list[int] = []
-    while row != NONE:
-        rows.append(row)
-        row = int(state.rows.following[row])
-    return rows
-
-
-def _require_equal(quantity: str, found: object, expected: object) -> None:
-    if found != expected:
-        raise RuntimeError(f"{quantity}: {found}, expected {expected}")

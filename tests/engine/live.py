@@ -11,7 +11,7 @@ from capplan.engine import Engine, ModelConfig
 from capplan.engine.server import DrainingServer, ServerSettings, Service, bind, make_app, url_of
 from capplan.engine.server.process import warm_up
 from capplan.serving import state as s
-from capplan.testing import check_integrity
+from tests.engine.integrity import check_engine
 
 T = TypeVar("T")
 
@@ -94,8 +94,7 @@ def check_nothing_in_flight(engine: Engine) -> None:
     """Check an engine that has nothing to do."""
     state, counters = engine.core.state, engine.core.state.counters
     assert engine.core.requests == {}
-    engine.check_integrity()
-    check_integrity(state, engine.core.limits, engine.sizes.num_blocks)
+    check_engine(engine)
     assert counters[s.N_FREE_ROWS] == state.rows.size
     assert counters[s.N_RUNNING] == counters[s.N_WAITING] == 0
     assert counters[s.FREE_BLOCKS] + counters[s.ADAPTER_PAGES] == counters[s.CAPACITY]

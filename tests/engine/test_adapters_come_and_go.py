@@ -14,7 +14,7 @@ from safetensors.torch import load_file, save_file
 from capplan import InputError
 from capplan.engine import Engine, ModelConfig, SamplingParams
 from capplan.engine.request import Request
-from capplan.testing import check_integrity
+from tests.engine.integrity import check_engine
 
 TINY = ModelConfig(
     name="tiny",
@@ -52,11 +52,6 @@ def tiny(mode: str = "capplan", adapters: Any = None, **more: Any) -> Engine:
     return Engine(TINY, given_adapters, **(sizes | MODES[mode] | more))
 
 
-def check(engine: Engine) -> None:
-    engine.check_integrity()
-    check_integrity(engine.core.state, engine.core.limits, engine.sizes.num_blocks)
-
-
 def submitted(engine: Engine, adapter: str | None, prompt: int = 5, max_tokens: int = 6) -> Request:
     params = SamplingParams(max_tokens=max_tokens, ignore_eos=True)
     request = engine.new_request(list(range(1, prompt + 1)), adapter, params)
@@ -69,7 +64,7 @@ def run_out(engine: Engine) -> list[Request]:
     finished = []
     while True:
         step = engine.step()
-        check(engine)
+        check_engine(engine)
         if step is not None:
             finished += step.finished
         elif not engine.wait_for_adapter():
@@ -121,7 +116,7 @@ def test_a_number_given_out_again_is_the_new_adapters_alone(mode: str, tmp_path:
             assert answer.logits is not None
             answers.append(answer.logits[0])
             engine.remove_adapter("x")
-            check(engine)
+            check_engine(engine)
             assert engine.adapters == ()
     for folder, logits in zip(folders, answers, strict=True):
         with tiny(mode, {"x": folder}) as engine:
@@ -214,7 +209,7 @@ def test_an_adapter_in_use_stays(mode: str) -> None:
             engine.step()
         engine.abort(request)
         engine.remove_adapter("a")
-        check(engine)
+        check_engine(engine)
         assert engine.adapters == ("b",)
 
 
@@ -233,10 +228,10 @@ def test_an_aborted_request_leaves_nothing_behind(mode: str) -> None:
         requests = [submitted(engine, name) for name in ("a", "b", None, "a", "b", "a")]
         for _ in range(3):
             engine.step()
-        check(engine)
+        check_engine(engine)
         for request in requests[:0:-1]:
             engine.abort(request)
-            check(engine)
+            check_engine(engine)
             assert request.finish_reason == "abort"
         engine.abort(requests[1])  # a second time does nothing
         assert run_out(engine) == requests[:1]
@@ -337,13 +332,13 @@ def test_whatever_happens_nothing_is_lost(mode: str, seed: int, actions: list[st
             elif action in ("break", "mend"):
                 kept = content if action == "mend" else content[:-9]
                 (folder / "adapter_model.safetensors").write_bytes(kept)
-            check(engine)
+            check_engine(engine)
         ended += run_out(engine)
         assert sorted(r.number for r in ended) == sorted(r.number for r in requests)
         assert all(r.finish_reason in ("length", "abort", "error") for r in requests)
         assert all(r.error is None or r.adapter_name == "f" for r in requests)
         for name in engine.adapters:
             engine.remove_adapter(name)
-            check(engine)
+            check_engine(engine)
         assert engine.core.blocks.in_use() == 0
         assert not engine.core.lora.in_memory

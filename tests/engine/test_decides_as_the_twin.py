@@ -12,8 +12,8 @@ from capplan.engine import Engine, ModelConfig, SamplingParams
 from capplan.engine.engine import TimedRequest, replay
 from capplan.engine.lora.loader import VirtualLoader
 from capplan.engine.scheduler_output import Decision
-from capplan.testing import check_integrity
 from capplan.twin.reference.scheduler import ReferenceScheduler
+from tests.engine.integrity import check_engine
 
 TINY = ModelConfig(
     name="tiny",
@@ -111,7 +111,7 @@ def test_decisions_are_the_twins_under_measured_durations(rules: str) -> None:
         answers = replay(engine, arrivals)
         assert all(answer is not None for answer in answers)
         assert engine.core.decisions == twin_decisions(engine, arrivals)
-        check_integrity(engine.core.state, engine.core.limits, engine.sizes.num_blocks)
+        check_engine(engine)
         preemptions += sum(len(decision.preempted) for decision in engine.core.decisions)
         loads += sum(len(decision.loads) for decision in engine.core.decisions)
         from_disk += sum(disk for decision in engine.core.decisions for _, disk in decision.loads)

@@ -18,7 +18,7 @@ from capplan.engine.engine import TimedRequest, replay
 from capplan.engine.engine_core import StepOutput
 from capplan.engine.models.config import config_from_hf
 from capplan.engine.timing import RecordFile
-from capplan.testing import check_integrity
+from tests.engine.integrity import check_engine
 
 TINY = ModelConfig(
     name="tiny",
@@ -43,7 +43,7 @@ def answers(engine: Engine, **sampling: Any) -> list[tuple[int, ...]]:
     prompts = [list(range(3 + 2 * i)) for i in range(6)]
     with engine:
         done = engine.generate(prompts, ["a", "b", None, "c", "a", "b"], **sampling)
-        check_integrity(engine.core.state, engine.core.limits, engine.sizes.num_blocks)
+        check_engine(engine)
     return [answer.token_ids for answer in done]
 
 
@@ -97,7 +97,7 @@ def test_a_stop_token_ends_a_request_and_frees_what_it_held() -> None:
         [answer] = engine.generate([[1, 2, 3]], "a", max_tokens=30, ignore_eos=True, stop_token_ids=(stop,))
         assert answer.token_ids == free.token_ids[: first + 1]
         assert answer.finish_reason == "stop"
-        check_integrity(engine.core.state, engine.core.limits, engine.sizes.num_blocks)
+        check_engine(engine)
         assert engine.core.requests == {}
 
 
@@ -110,7 +110,7 @@ def test_stop_tokens_leave_nothing_taken_in_a_tight_engine(rules: str) -> None:
     with tiny(rules=rules, memory=memory, num_kv_blocks=45, max_num_seqs=3) as engine:
         done = engine.generate(prompts, names, max_tokens=12, stop_token_ids=tuple(range(0, 300, 5)))
         assert len(done) == 24
-        check_integrity(engine.core.state, engine.core.limits, engine.sizes.num_blocks)
+        check_engine(engine)
 
 
 def test_the_models_own_end_token_counts_unless_ignored() -> None:
@@ -237,7 +237,7 @@ def test_requests_come_and_go_while_adapters_load_beside() -> None:
     with tiny(max_loras=1, rules="capplan", max_cpu_loras=1) as engine:
         replayed = replay(engine, arrivals)
         assert {record.disk_loads for record in engine.records} >= {0}
-        check_integrity(engine.core.state, engine.core.limits, engine.sizes.num_blocks)
+        check_engine(engine)
     with tiny() as engine:
         for arrival, answer in zip(arrivals, replayed, strict=True):
             assert answer is not None
@@ -263,7 +263,7 @@ def test_logits_that_are_not_finite_end_their_request_alone(tmp_path: Path) -> N
         write_adapter(tmp_path, engine, scale=5e37)
     with Engine(TINY, {"wild": tmp_path}, num_kv_blocks=24, block_size=4) as engine:
         mixed = engine.generate([[1, 2, 3, 4, 5]] * 4, ["wild", None] * 2, **drawn)
-        engine.check_integrity()
+        check_engine(engine)
     for broken in mixed[::2]:
         assert broken.finish_reason == "error"
         assert len(broken.token_ids) < 12

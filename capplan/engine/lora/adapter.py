@@ -208,8 +208,15 @@ class _TensorEntry(NamedTuple):
     shape: tuple[int, ...]
 
 
-def read_shapes(folder: Path) -> dict[Place, tuple[tuple[int, ...], tuple[int, ...]]]:
-    """Return the shapes of A and B of every (layer, module) of an adapter, from the file's header.
+class _Pair(NamedTuple):
+    a: _TensorEntry
+    b: _TensorEntry
+    scale: float
+
+
+@contextmanager
+def _opened(folder: Path) -> Iterator[tuple[Any, dict[Place, _Pair]]]:
+    """Open the tensors of a PEFT folder; yield them with A, B and scale of every (layer, module).
 
     Raises
     ------
@@ -217,41 +224,25 @@ def read_shapes(folder: Path) -> dict[Place, tuple[tuple[int, ...], tuple[int, .
         If a file cannot be read or is truncated, or the engine does not support the adapter's kind: DoRA,
         trained biases, embeddings, whole modules.
     """
-    with _opened(folder) as (opened, file, config):
-        pairs = _pairs(opened, file)
-        for a, _ in pairs.values():
-            _scale(config, a, file)
-        return {place: (a.shape, b.shape) for place, (a, b) in pairs.items()}
-
-
-def read_peft(folder: Path) -> dict[Place, tuple[torch.Tensor, torch.Tensor]]:
-    """Return A and B of every (layer, module) of an adapter in float32; raises as `read_shapes`.
-
-    B is multiplied by the scale: alpha / rank, or alpha / sqrt(rank) with rsLoRA.
-    """
-    with _opened(folder) as (opened, file, config):
-        return {
-            place: (
-                opened.get_tensor(a.name).float(),
-                opened.get_tensor(b.name).float() * _scale(config, a, file),
-            )
-            for place, (a, b) in _pairs(opened, file).items()
-        }
-
-
-@contextmanager
-def _opened(folder: Path) -> Iterator[tuple[Any, Path, dict[str, Any]]]:
     config = _read_config(folder / "adapter_config.json")
     file = folder / "adapter_model.safetensors"
     try:
         with safe_open(file, framework="pt") as opened:
-            yield opened, file, config
+            halves = _halves(opened, file)
+            yield (
+                opened,
+                {
+                    place: _Pair(a, halves["B"][place], _scale(config, a, file))
+                    for place, a in halves["A"].items()
+                },
+            )
     except (SafetensorError, OSError) as error:
         raise InputError(f"cannot be read: {error}", location=str(file)) from None
 
 
-def _pairs(opened: Any, file: Path) -> dict[Place, tuple[_TensorEntry, _TensorEntry]]:
-    halves: tuple[dict[Place, _TensorEntry], ...] = ({}, {})
+def _halves(opened: Any, file: Path) -> dict[str, dict[Place, _TensorEntry]]:
+    """Return the tensors A and B of every (layer, module)."""
+    halves: dict[str, dict[Place, _TensorEntry]] = {"A": {}, "B": {}}
     for name in opened.keys():  # noqa: SIM118 - no mapping
         match = _TENSOR.fullmatch(name)
         if match is None or match[3] not in MODULES:
@@ -259,14 +250,12 @@ def _pairs(opened: Any, file: Path) -> dict[Place, tuple[_TensorEntry, _TensorEn
         shape = tuple(opened.get_slice(name).get_shape())
         if len(shape) != 2:
             raise InputError("must be a matrix", shape, f"{file}: {name}")
-        place = int(match[2]), MODULES.index(match[3])
-        halves["AB".index(match[4])][place] = _TensorEntry(name, match[1], shape)
-    if halves[0].keys() != halves[1].keys():
-        layer, module = next(iter(halves[0].keys() ^ halves[1].keys()))
+        halves[match[4]][int(match[2]), MODULES.index(match[3])] = _TensorEntry(name, match[1], shape)
+    for layer, module in halves["A"].keys() ^ halves["B"].keys():
         raise InputError(
             "must hold both lora_A and lora_B", location=f"{file}: layer {layer} {MODULES[module]}"
         )
-    return {place: (a, halves[1][place]) for place, a in halves[0].items()}
+    return halves
 
 
 def _read_config(file: Path) -> dict[str, Any]:
@@ -346,11 +335,18 @@ class PeftFolder:
 
     def ranks(self, layout: AdapterLayout) -> NDArray[np.int64]:
         """Return the rank on each module, from the file's header."""
-        return ranks_of(layout, read_shapes(self.path), str(self))
+        with _opened(self.path) as (_, pairs):
+            shapes = {place: (pair.a.shape, pair.b.shape) for place, pair in pairs.items()}
+        return ranks_of(layout, shapes, str(self))
 
     def read(self, layout: AdapterLayout, dtype: torch.dtype, pin: bool) -> HostAdapter:
-        """Return the adapter."""
-        return pack(layout, read_peft(self.path), dtype, pin, str(self))
+        """Return the adapter; B is multiplied by alpha / rank, or alpha / sqrt(rank) with rsLoRA."""
+        with _opened(self.path) as (opened, pairs):
+            matrices = {
+                place: (opened.get_tensor(a.name).float(), opened.get_tensor(b.name).float() * scale)
+                for place, (a, b, scale) in pairs.items()
+            }
+        return pack(layout, matrices, dtype, pin, str(self))
 
 
 @dataclass(frozen=True)

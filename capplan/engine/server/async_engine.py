@@ -12,13 +12,15 @@ import threading
 import time
 from collections import deque
 from collections.abc import Callable, Iterable, Sequence
+from concurrent.futures import Future
 from functools import partial
 from typing import Final, Protocol, TypeVar
 
 from capplan.engine.engine import Engine
 from capplan.engine.engine_core import StepOutput
 from capplan.engine.request import FinishReason, Request
-from capplan.engine.server.output_stream import EngineDeadError, EngineFullError, RequestOutput, RequestState
+from capplan.engine.server.output_stream import EngineDeadError, RequestOutput, RequestState
+from capplan.engine.server.protocol import RETRY, ApiError, bad_request
 from capplan.errors import InputError
 
 T = TypeVar("T")
@@ -115,18 +117,17 @@ class AsyncEngine:
         EngineDeadError
             If the engine fails, or has failed, before the call.
         """
-        loop = asyncio.get_running_loop()
-        answer: asyncio.Future[T] = loop.create_future()
+        future: Future[T] = Future()
 
         def command() -> None:
-            try:
-                result = function(self._engine)
-            except Exception as error:  # noqa: BLE001 - raised in the caller
-                self._call(_settle, answer, None, error)
-            else:
-                self._call(_settle, answer, result, None)
+            if future.set_running_or_notify_cancel():
+                try:
+                    future.set_result(function(self._engine))
+                except Exception as error:  # noqa: BLE001 - raised in the caller
+                    future.set_exception(error)
 
         self._commands.put(command)
+        answer = asyncio.wrap_future(future)
         failed = asyncio.ensure_future(self.failed.wait())
         try:
             await asyncio.wait((answer, failed), return_when=asyncio.FIRST_COMPLETED)
@@ -204,23 +205,22 @@ class AsyncEngine:
 
     def _add(self, states: Sequence[RequestState]) -> None:
         for state in states:
-            refusal = self._try_add(state)
-            if refusal is not None:
-                output = RequestOutput(state, finish_reason="error", error=str(refusal), refusal=refusal)
-                self._outputs.append(output)
+            error = self._try_add(state)
+            if error is not None:
+                self._outputs.append(RequestOutput(state, finish_reason="error", error=error))
 
-    def _try_add(self, state: RequestState) -> InputError | None:
-        """Submit a prompt to the engine; return the reason if it is refused."""
+    def _try_add(self, state: RequestState) -> ApiError | None:
+        """Submit a prompt to the engine; return the error if it is refused."""
         engine, stream = self._engine, state.stream
         try:
             request = engine.new_request(state.prompt, stream.adapter, stream.params, stream.arrival_ns)
             if not engine.core.can_run(request):
                 rule = "must fit beside its adapter into memory, and into one step"
-                return InputError(rule, len(state.prompt), "prompt tokens")
+                return bad_request(InputError(rule, len(state.prompt), "prompt tokens"))
             if not engine.submit(request):
-                return EngineFullError()
+                return ApiError(429, "The queue is full", code="queue_full", headers=RETRY)
         except InputError as error:
-            return error
+            return bad_request(error)
         state.request = request
         self._states[request.number] = state
         return None
@@ -263,12 +263,6 @@ class AsyncEngine:
 
 
 def _engine_dead(state: RequestState) -> RequestOutput:
-    return RequestOutput(state, finish_reason="error", refusal=EngineDeadError())
-
-
-def _settle(future: asyncio.Future[object], result: object, error: Exception | None) -> None:
-    if not future.done():
-        if error is None:
-            future.set_result(result)
-        else:
-            future.set_exception(error)
+    message = "The engine has failed; please try again"
+    error = ApiError(503, message, code="instance_failed", headers=RETRY)
+    return RequestOutput(state, finish_reason="error", error=error)

@@ -6,8 +6,7 @@ The Jinja template of the model's folder is used if there is one, as `transforme
 from __future__ import annotations
 
 import json
-from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from collections.abc import Sequence
 from datetime import datetime
 from pathlib import Path
 from typing import Any, Final, NoReturn
@@ -26,48 +25,36 @@ _CONFIG_FILE: Final = "tokenizer_config.json"
 _SPECIAL_TOKENS: Final = ("bos_token", "eos_token", "unk_token", "pad_token")
 
 
-@dataclass(frozen=True)
+_ROLE: Final = "{{ 'system' if message.role == 'developer' else message.role }}"
+_CHATML: Final = (
+    "{% for message in messages %}<|im_start|>" + _ROLE + "{{ '\\n' + message.content }}<|im_end|>{{ '\\n' }}"
+    "{% endfor %}<|im_start|>assistant{{ '\\n' }}"
+)
+_LLAMA3: Final = (
+    "{% for message in messages %}<|start_header_id|>" + _ROLE + "<|end_header_id|>"
+    "{{ '\\n\\n' + message.content.strip() }}<|eot_id|>{% endfor %}"
+    "<|start_header_id|>assistant<|end_header_id|>{{ '\\n\\n' }}"
+)
+_PLAIN: Final = (
+    "{% for message in messages %}" + _ROLE + "{{ ': ' + message.content + '\\n' }}{% endfor %}assistant:"
+)
+_BY_MARKER: Final = (("<|im_start|>", _CHATML), ("<|start_header_id|>", _LLAMA3))
+
+
 class ChatTemplate:
-    """Template of conversations.
-
-    Attributes
-    ----------
-    render
-        Returns the prompt of a conversation.
-    adds_special
-        Whether the tokenizer adds the beginning-of-text token.
-    """
-
-    render: Callable[[Sequence[ChatMessage]], str]
-    adds_special: bool = True
-
-
-def chat_template(tokenizer: Tokenizer, folder: Path | None = None) -> ChatTemplate:
-    """Return the template in a model's folder, or one chosen by the special tokens of the model.
-
-    Raises
-    ------
-    InputError
-        If the template in the folder cannot be read.
-    """
-    template = _folder_template(folder)
-    if template is not None:
-        return ChatTemplate(template, adds_special=False)
-    for marker, render in _KNOWN:
-        if _is_one_token(tokenizer, marker):
-            return ChatTemplate(render)
-    return ChatTemplate(_plain)
-
-
-class JinjaTemplate:
     """Jinja template, rendered in a sandbox: the model's folder is not trusted.
 
     Parameters
     ----------
     special_tokens
-        Special tokens by their names in templates.
+        Special tokens by their names in templates; None: the tokenizer adds them.
     location
         Origin of the template, for messages.
+
+    Attributes
+    ----------
+    adds_special
+        Whether the tokenizer adds the beginning-of-text token.
 
     Raises
     ------
@@ -75,7 +62,7 @@ class JinjaTemplate:
         If the source is not a template.
     """
 
-    def __init__(self, source: str, special_tokens: dict[str, str], location: str) -> None:
+    def __init__(self, source: str, special_tokens: dict[str, str] | None = None, location: str = "") -> None:
         environment = ImmutableSandboxedEnvironment(
             trim_blocks=True, lstrip_blocks=True, extensions=["jinja2.ext.loopcontrols"]
         )
@@ -85,10 +72,11 @@ class JinjaTemplate:
             self._template: Template = environment.from_string(source)
         except TemplateError as error:
             raise InputError(f"chat template: {error}", location=location) from None
-        self._special_tokens = special_tokens
+        self._special_tokens = special_tokens or {}
+        self.adds_special = special_tokens is None
 
-    def __call__(self, messages: Sequence[ChatMessage]) -> str:
-        """Return the prompt of a conversation, with all special tokens.
+    def render(self, messages: Sequence[ChatMessage]) -> str:
+        """Return the prompt of a conversation.
 
         Raises
         ------
@@ -102,18 +90,31 @@ class JinjaTemplate:
             raise InputError(f"the model's chat template refuses the conversation: {error}") from None
 
 
-def _folder_template(folder: Path | None) -> JinjaTemplate | None:
-    if folder is None:
-        return None
+def chat_template(tokenizer: Tokenizer, folder: Path | None = None) -> ChatTemplate:
+    """Return the template in a model's folder, or one chosen by the special tokens of the model.
+
+    Raises
+    ------
+    InputError
+        If the template in the folder cannot be read.
+    """
+    template = None if folder is None else _folder_template(folder)
+    if template is not None:
+        return template
+    found = (source for marker, source in _BY_MARKER if _is_one_token(tokenizer, marker))
+    return ChatTemplate(next(found, _PLAIN))
+
+
+def _folder_template(folder: Path) -> ChatTemplate | None:
     config = read_json_object(folder / _CONFIG_FILE) if (folder / _CONFIG_FILE).is_file() else {}
     tokens = {name: _token_text(config[name]) for name in _SPECIAL_TOKENS if config.get(name)}
     if (folder / _FILE).is_file():
-        return JinjaTemplate(read_text(folder / _FILE), tokens, str(folder / _FILE))
+        return ChatTemplate(read_text(folder / _FILE), tokens, str(folder / _FILE))
     source = config.get("chat_template")
     if isinstance(source, list):
         named = [each for each in source if isinstance(each, dict)]
         source = next((each.get("template") for each in named if each.get("name") == "default"), None)
-    return JinjaTemplate(source, tokens, str(folder / _CONFIG_FILE)) if isinstance(source, str) else None
+    return ChatTemplate(source, tokens, str(folder / _CONFIG_FILE)) if isinstance(source, str) else None
 
 
 def _token_text(token: Any) -> str:
@@ -130,32 +131,6 @@ def _raise_exception(message: str) -> NoReturn:
 
 def _strftime_now(form: str) -> str:
     return datetime.now().astimezone().strftime(form)
-
-
-def _chatml(messages: Sequence[ChatMessage]) -> str:
-    turns = [f"<|im_start|>{_role(message)}\n{message.text()}<|im_end|>\n" for message in messages]
-    return "".join(turns) + "<|im_start|>assistant\n"
-
-
-def _llama3(messages: Sequence[ChatMessage]) -> str:
-    turns = [f"{_header(_role(message))}{message.text().strip()}<|eot_id|>" for message in messages]
-    return "".join(turns) + _header("assistant")
-
-
-def _plain(messages: Sequence[ChatMessage]) -> str:
-    turns = [f"{_role(message)}: {message.text()}\n" for message in messages]
-    return "".join(turns) + "assistant:"
-
-
-def _header(role: str) -> str:
-    return f"<|start_header_id|>{role}<|end_header_id|>\n\n"
-
-
-def _role(message: ChatMessage) -> str:
-    return "system" if message.role == "developer" else message.role
-
-
-_KNOWN: Final = (("<|im_start|>", _chatml), ("<|start_header_id|>", _llama3))
 
 
 def _is_one_token(tokenizer: Tokenizer, marker: str) -> bool:

@@ -16,22 +16,14 @@ from typing import TYPE_CHECKING, Any, Final, NamedTuple
 from starlette.types import Receive
 
 from capplan.engine.request import FinishReason, Request, SamplingParams, TokenLogprobs
-from capplan.engine.server.protocol import ApiError, bad_request
+from capplan.engine.server.protocol import RETRY, ApiError
 from capplan.engine.tokenizer import ByteTokenizer, Tokenizer
-from capplan.errors import InputError
 
 if TYPE_CHECKING:
     from capplan.engine.server.async_engine import AsyncEngine
 
 _MAX_HELD: Final = 3
 """An incomplete UTF-8 character (at most 4 bytes) is not completed after this many further tokens."""
-
-
-class EngineFullError(InputError):
-    """The engine has no row for a further request."""
-
-    def __init__(self) -> None:
-        super().__init__("must not be more than the engine takes", location="requests")
 
 
 class EngineDeadError(RuntimeError):
@@ -135,9 +127,8 @@ class RequestOutput(NamedTuple):
     tokens: Sequence[int] = ()
     logprobs: Sequence[TokenLogprobs] = ()
     finish_reason: FinishReason | None = None
-    error: str | None = None
-    refusal: InputError | EngineDeadError | None = None
-    """Reason for which the engine did not accept the prompt."""
+    error: ApiError | None = None
+    """Response if the prompt has failed."""
     text: str = ""
     stop_reason: str | int | None = None
     """Stop string or stop token of the request that ended it."""
@@ -180,7 +171,12 @@ class RequestState:
         """Return the output since the last call, without text."""
         first, self._sent = self._sent, len(request.output)
         logprobs = request.logprobs[first:] if request.logprobs else ()
-        return RequestOutput(self, request.output[first:], logprobs, request.finish_reason, request.error)
+        error = None
+        if request.finish_reason == "abort":
+            error = ApiError(503, "The server shuts down", code="shutting_down", headers=RETRY)
+        elif request.finish_reason == "error":
+            error = ApiError(500, request.error or "The request failed", code="request_failed")
+        return RequestOutput(self, request.output[first:], logprobs, request.finish_reason, error)
 
     def detokenize(self, output: RequestOutput) -> RequestOutput:
         """Add an output to the state and return it with its text, up to a stop string."""
@@ -316,8 +312,8 @@ class OutputStream:
         state = output.state
         if state.finish_reason is not None:  # output after a stop string
             return None
-        if output.finish_reason in ("abort", "error"):
-            raise _error_of(output)
+        if output.error is not None:
+            raise output.error
         processed = state.detokenize(output)
         if processed.finish_reason is not None:
             self._unfinished -= 1
@@ -334,17 +330,3 @@ class OutputStream:
     def _wake(self) -> None:
         if self._waiter is not None and not self._waiter.done():
             self._waiter.set_result(None)
-
-
-def _error_of(output: RequestOutput) -> ApiError:
-    retry = {"Retry-After": "1"}
-    if output.finish_reason == "abort":
-        return ApiError(503, "The server shuts down", code="shutting_down", headers=retry)
-    if isinstance(output.refusal, EngineFullError):
-        return ApiError(429, "The queue is full", code="queue_full", headers=retry)
-    if isinstance(output.refusal, EngineDeadError):
-        message = "The engine has failed; please try again"
-        return ApiError(503, message, code="instance_failed", headers=retry)
-    if output.refusal is not None:
-        return bad_request(output.refusal)
-    return ApiError(500, output.error or "The request failed", code="request_failed")

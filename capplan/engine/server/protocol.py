@@ -32,6 +32,9 @@ _TYPES: Final = {
 }
 
 
+RETRY: Final = MappingProxyType({"Retry-After": "1"})
+
+
 class ApiError(HTTPException):
     """Error of a request.
 

@@ -21,7 +21,6 @@ from capplan.engine.server.protocol import (
     LoadAdapterRequest,
     UnloadAdapterRequest,
     add_error_handlers,
-    bad_request,
     model_card,
     unknown_model,
 )
@@ -33,7 +32,6 @@ from capplan.engine.server.responses import (
     ResponseFormat,
 )
 from capplan.engine.server.service import Service
-from capplan.errors import InputError
 
 _COMPLETION_TOKENS: Final = 16  # OpenAI's default
 _HEALTH_S = 90.0
@@ -102,10 +100,7 @@ def _respond(
     form: ResponseFormat,
 ) -> Response:
     service.refuse_if_full(len(prompts))
-    try:
-        params = body.sampling(max_tokens, logprobs)
-    except InputError as error:
-        raise bad_request(error) from None
+    params = body.sampling(max_tokens, logprobs)
     streamed = bool(body.stream)
     engine, tokenizer = service.engine, service.tokenizer
     stream = OutputStream(engine, tokenizer, prompts, adapter, params, body.stops(), streamed)

@@ -19,6 +19,7 @@ from capplan.profiling.engine.stepping import (
     candidates,
     most_telling,
 )
+from tests.engine.integrity import check_engine
 
 
 @settings(max_examples=15, deadline=None)
@@ -114,7 +115,7 @@ def test_states_without_adapters_with_mixed_ranks_and_with_a_queue(stepper: Step
 def test_nothing_is_left_in_the_engine(stepper: Stepper) -> None:
     stepper.measure(EnginePoint(batch=3, context=16, prompt=16, adapters=1, rank=8))
     assert stepper.engine.core.requests == {}
-    stepper.engine.check_integrity()
+    check_engine(stepper.engine)
 
 
 def test_whole_iterations_take_time(stepper: Stepper) -> None:

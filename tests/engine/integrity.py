@@ -1,0 +1,43 @@
+"""Consistency of an engine between two steps."""
+
+from capplan.engine import Engine
+from capplan.engine.engine_core import EngineCore
+from capplan.serving import NONE, State
+from capplan.serving import state as s
+from capplan.testing import check_integrity
+
+
+def check_engine(engine: Engine) -> None:
+    """Recount requests, KV pages and adapters, and compare them with the scheduler's state."""
+    core = engine.core
+    check_integrity(core.state, core.limits, engine.sizes.num_blocks)
+    check_requests(core)
+    c, pool, memory = core.state.counters, core.blocks.pool, core.lora.memory
+    assert core.blocks.in_use() == c[s.CAPACITY] - c[s.FREE_BLOCKS] - c[s.ADAPTER_PAGES]
+    owned = [*pool.free_pages.tolist(), *core.blocks.owned().tolist(), *memory.owned().tolist()]
+    assert sorted(owned) == list(range(1, pool.capacity + 1)), "a page has no owner or two"
+    adapters = core.state.adapters
+    resident = {number for number in range(1, adapters.size) if adapters.resident[number]}
+    assert resident <= core.lora.in_memory
+    assert memory.holders() == core.lora.in_memory
+
+
+def check_requests(core: EngineCore) -> None:
+    """Check that every request has its own row, in the list of its state."""
+    state, requests = core.state, core.requests
+    running = linked_rows(state, int(state.counters[s.RUN_HEAD]))
+    waiting = [row for head in state.adapters.queue_head for row in linked_rows(state, int(head))]
+    rows = {number: request.row for number, request in requests.items()}
+    assert sorted(rows.values()) == sorted(running + waiting)
+    assert {number: int(state.rows.request[row]) for number, row in rows.items()} == {n: n for n in rows}
+    assert sorted(request.row for request in requests.values() if request.running) == sorted(running)
+    assert int(state.counters[s.N_FREE_ROWS]) + len(rows) == state.rows.size
+    assert all(request.finish_reason is None for request in requests.values())
+
+
+def linked_rows(state: State, row: int) -> list[int]:
+    rows: list[int] = []
+    while row != NONE:
+        rows.append(row)
+        row = int(state.rows.following[row])
+    return rows
