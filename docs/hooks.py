@@ -20,6 +20,7 @@ def on_files(files: Files, config: MkDocsConfig) -> Files:
         "reference/workload.md": schema_page("Workload file", WorkloadFile, "workload"),
         "reference/plan.md": schema_page("Plan", Plan, "plan"),
         "reference/profile.md": schema_page("Profile", Profile, "profile"),
+        "reference/routers.md": routers_page(),
     }
     for path, text in pages.items():
         files.append(File.generated(config, path, content=text))
@@ -36,6 +37,18 @@ def cli_page() -> str:
         lines += [f"\n## `{path}`", "", _help(command), "", "```", _usage(path, command), "```", ""]
         lines += _options(command)
     return "\n".join(lines) + "\n"
+
+
+def routers_page() -> str:
+    """Return the Markdown page of the routers."""
+    from capplan.serving.routers import ROUTERS
+
+    rows = [f"| `{name}` | {entry.rule} | {entry.source} |" for name, entry in ROUTERS.items()]
+    note = (
+        "Use: [Cluster twin and routers](../how-it-works/cluster.md). "
+        "New routers: [Extend capplan](../guides/extend.md)."
+    )
+    return "\n".join(["# Routers", "", note, "", "| name | rule | source |", "|---|---|---|", *rows]) + "\n"
 
 
 def _exit_codes() -> list[str]:

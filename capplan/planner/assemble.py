@@ -187,7 +187,7 @@ def _predicted(results: Sequence[SimulationResult], load_over_capacity: float | 
 
 def _percentiles(results: Sequence[SimulationResult], pattern: str) -> Percentiles:
     values = {}
-    for statistic in ("mean", "p50", "p95", "p99"):
+    for statistic in Percentiles.model_fields:
         over_seeds = [v for r in results if (v := bound_value(r, pattern.format(statistic))) == v]
         values[statistic] = fmean(over_seeds) if over_seeds else None
     return Percentiles(**values)

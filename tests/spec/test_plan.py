@@ -7,8 +7,8 @@ import os
 import jsonschema
 import pytest
 
-from capplan import InputError, Plan
-from capplan.spec import write_text_atomic
+from capplan import InputError, Plan, Slo
+from capplan.spec import Percentiles, write_text_atomic
 
 DOCUMENT = {
     "schema_version": 1,
@@ -91,6 +91,12 @@ def refusal(path):
         Plan.from_json(path)
     assert "\n" not in str(caught.value)
     return str(caught.value).replace(f"{path.parent}/", "")
+
+
+@pytest.mark.parametrize("key", [key for key in Slo.model_fields if key.startswith(("ttft_", "tpot_"))])
+def test_a_plan_records_the_statistic_of_every_bound_on_ttft_and_tpot(key):
+    """Reports compare it with the bound."""
+    assert key.split("_")[1] in Percentiles.model_fields
 
 
 def test_a_plan_survives_the_way_to_a_file_and_back(tmp_path):

@@ -1,4 +1,4 @@
-"""The routers by name, and the one compiled function that asks whichever was chosen."""
+"""Routers by name, and the compiled dispatch to them."""
 
 from __future__ import annotations
 
@@ -32,47 +32,82 @@ DLORA = 7
 TOPPINGS = 8
 GATEWAY = 9
 
+
+class RouterEntry(NamedTuple):
+    """A router in the registry."""
+
+    code: int
+    """Code in compiled code."""
+    rule: str
+    source: str = ""
+
+
+_GATEWAY_SOURCE: Final = "kubernetes-sigs/gateway-api-inference-extension"
+
 ROUTERS: Final = MappingProxyType(
     {
-        "plan-shares": PLAN_SHARES,
-        "smooth-shares": SMOOTH_SHARES,
-        "random": RANDOM,
-        "round-robin": ROUND_ROBIN,
-        "least-loaded": LEAST_LOADED,
-        "first-fit": FIRST_FIT,
-        "lora-affinity": LORA_AFFINITY,
-        "inference-gateway": GATEWAY,
-        "dlora": DLORA,
-        "toppings": TOPPINGS,
+        "plan-shares": RouterEntry(PLAN_SHARES, "random by the adapter's shares", "LoRAServe IV"),
+        "smooth-shares": RouterEntry(
+            SMOOTH_SHARES, "the same shares by smooth weighted round robin", "nginx"
+        ),
+        "random": RouterEntry(RANDOM, "any holder", "Toppings 7.4"),
+        "round-robin": RouterEntry(ROUND_ROBIN, "the next holder"),
+        "least-loaded": RouterEntry(LEAST_LOADED, "fewest requests, running and waiting; ties go round"),
+        "first-fit": RouterEntry(
+            FIRST_FIT,
+            "the first holder with room in batch and memory; none: the least loaded",
+            "Toppings 7.4",
+        ),
+        "lora-affinity": RouterEntry(
+            LORA_AFFINITY,
+            "instances running the adapter, else with a free slot, else that wait for it; ties: queue length",
+            f"`lora-affinity-scorer` of {_GATEWAY_SOURCE}",
+        ),
+        "inference-gateway": RouterEntry(
+            GATEWAY,
+            "sum of the scores for queue, KV cache and LoRA (`Gateway(queue, kv_cache, lora)`; 1 each)",
+            f"{_GATEWAY_SOURCE}, `pkg/epp/scheduling/framework/plugins/scorer`",
+        ),
+        "dlora": RouterEntry(
+            DLORA,
+            "least loaded; every 10 s waiting requests migrate from the most to the least loaded instance if "
+            "it has 16 more than the mean (`Dlora(...)`)",
+            "dLoRA's program, `engine_manager.py`, `migration_ilp.py`",
+        ),
+        "toppings": RouterEntry(
+            TOPPINGS,
+            "the holder with the least predicted slowdown, from the ranks it serves (`Toppings(...)`)",
+            "Toppings 5, Algorithm 1",
+        ),
     }
 )
-"""Names of the routers, with their codes in compiled code."""
+"""Routers by name."""
 
 BLIND: Final = (PLAN_SHARES, SMOOTH_SHARES, RANDOM, ROUND_ROBIN)
-"""Routers that do not look at instances."""
+"""Routers that do not read the state of instances."""
 
 ASK_RANKS: Final = (FIRST_FIT, TOPPINGS)
-"""Routers that ask for requests by rank."""
+"""Routers that read the number of requests by rank."""
 
 ASK_ADAPTER: Final = (LORA_AFFINITY, GATEWAY)
-"""Routers that ask how instances stand to the request's adapter."""
+"""Routers that read whether instances run, hold or await the request's adapter."""
 
 
 @by_reference
 class RoutingRule(NamedTuple):
-    """A router: which one, its parameters, and what it remembers."""
+    """A router with its parameters and its state."""
 
     code: int
     looks: bool
-    """Whether instances must be at the time of the request."""
+    """Whether it reads instances, which are then simulated up to the request."""
     asks_adapter: bool
-    """Whether to look up how each stands to the request's adapter."""
+    """Whether it reads the state of the request's adapter on each instance."""
     turn: NDArray[np.int64]
-    """Shape (1,): the instance that was chosen last."""
+    """Shape (1,): the last chosen instance."""
     credit: NDArray[np.float64]
     """Shape (places,) for smooth shares, else empty."""
     weights: NDArray[np.float64]
-    """Of the gateway's scores."""
+    """Weights of the gateway's scores."""
     # -- dLoRA --
     period_ns: int
     """Time between migrations; 0: none."""
@@ -84,7 +119,7 @@ class RoutingRule(NamedTuple):
     models: NDArray[np.float64]
     slo_ms: float
     first_answer: float
-    """What the mean output is taken to be before any request has finished; it counts like one request."""
+    """Mean output tokens assumed before any request has finished; it counts as one request."""
 
 
 def router_code(name: str) -> int:
@@ -93,25 +128,25 @@ def router_code(name: str) -> int:
     Raises
     ------
     InputError
-        When there is none of that name; the message lists the names.
+        If there is none of that name; the message lists the names.
     """
     if name not in ROUTERS:
         raise InputError(f"must be one of {', '.join(ROUTERS)}", name, "router")
-    return ROUTERS[name]
+    return ROUTERS[name].code
 
 
 @inner
 def choose_blindly(rule: RoutingRule, fleet: Fleet, placement: Placement, adapter: int, draw: float) -> int:
-    """Return the place that gets a request of an adapter, for routers that do not look.
+    """Return the place that gets a request, for routers that do not read instances.
 
     Parameters
     ----------
     rule, fleet, placement
-        The router, the instances, and who holds what.
+        The router, the instances, and the holders of each adapter.
     adapter
         The request's adapter.
     draw
-        A number drawn for this request, uniform in [0, 1).
+        Random number of this request, uniform in [0, 1).
     """
     first, last = placement.start[adapter], placement.start[adapter + 1]
     if rule.code == PLAN_SHARES:
@@ -136,16 +171,16 @@ def choose_by_looking(
     prompt: int,
     mean_answer: float,
 ) -> int:
-    """Return the place that gets a request, for routers that look at the instances as they are now.
+    """Return the place that gets a request, for routers that read the instances.
 
     Parameters
     ----------
     rule, fleet, placement
-        The router, the instances, and who holds what.
+        The router, the instances, and the holders of each adapter.
     adapter, rank, prompt
-        The request: its adapter, that one's rank, and its prompt tokens.
+        The request's adapter, its rank, and prompt tokens.
     mean_answer
-        Mean output tokens of a request, as far as known.
+        Mean output tokens of the requests finished so far.
     """
     first, last = placement.start[adapter], placement.start[adapter + 1]
     turn = rule.turn[0]
