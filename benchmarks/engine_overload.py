@@ -1,14 +1,15 @@
-"""A server under three times the load it can take: `python -m benchmarks.engine_overload`.
+"""Server under three times its capacity: `python -m benchmarks.engine_overload`.
 
-Measures the server's capacity with few clients at once, then its latency at a third of that, then offers
-three times the capacity for a minute, then a third again. Prints resident memory all along. The server must
-shed with 429, stay bounded, and be as quick afterwards as before.
+Measures the server's capacity in closed loops, then its latency at a third of that, then offers three times
+the capacity for a minute, then a third again. Prints resident memory throughout. The server must reject with
+429, bound its memory, and return to its former latency.
 """
 
 from __future__ import annotations
 
 import argparse
 import asyncio
+import itertools
 import json
 import random
 import statistics
@@ -41,71 +42,59 @@ class Phase:
 
     def summary(self) -> dict[str, Any]:
         ranked = sorted(self.latencies_s) or [float("nan")]
+        waits = self.retry_after_s
         return {
             "phase": self.name,
             "answered_rps": round(len(self.latencies_s) / self.duration_s, 1),
             "statuses": dict(self.statuses),
             "latency_p50_s": round(statistics.median(ranked), 3),
             "latency_p99_s": round(ranked[int(0.99 * (len(ranked) - 1))], 3),
-            "retry_after_s": [min(self.retry_after_s), max(self.retry_after_s)]
-            if self.retry_after_s
-            else None,
+            "retry_after_s": [min(waits), max(waits)] if waits else None,
         }
 
 
-async def ask(session: aiohttp.ClientSession, url: str, phase: Phase, number: int) -> None:
-    body = {
-        "model": f"a{number % ADAPTERS}",
-        "prompt": PROMPT,
-        "max_tokens": TOKENS,
-        "stream": True,
-        "temperature": 0,
-        "ignore_eos": True,
-    }
-    started = time.perf_counter()
-    try:
-        async with session.post(f"{url}/v1/completions", json=body) as response:
-            text = await response.text()
-            phase.statuses[str(response.status)] += 1
-            if response.status == 200 and text.endswith("data: [DONE]\n\n"):
-                phase.latencies_s.append(time.perf_counter() - started)
-            if response.status == 429:
-                phase.retry_after_s.append(int(response.headers["Retry-After"]))
-    except (aiohttp.ClientError, OSError) as error:
-        phase.statuses[type(error).__name__] += 1
+@dataclass
+class Client:
+    session: aiohttp.ClientSession
+    url: str
 
+    async def send(self, phase: Phase, number: int) -> None:
+        body = {"model": f"a{number % ADAPTERS}", "prompt": PROMPT, "max_tokens": TOKENS, "temperature": 0}
+        started = time.perf_counter()
+        try:
+            url = f"{self.url}/v1/completions"
+            async with self.session.post(url, json=body | {"stream": True, "ignore_eos": True}) as response:
+                text = await response.text()
+                phase.statuses[str(response.status)] += 1
+                if response.status == 200 and text.endswith("data: [DONE]\n\n"):
+                    phase.latencies_s.append(time.perf_counter() - started)
+                if response.status == 429:
+                    phase.retry_after_s.append(int(response.headers["Retry-After"]))
+        except (aiohttp.ClientError, OSError) as error:
+            phase.statuses[type(error).__name__] += 1
 
-async def closed_loop(session: aiohttp.ClientSession, url: str, clients: int, duration_s: float) -> Phase:
-    """Measure the capacity with `clients` closed loops."""
-    phase = Phase("capacity", duration_s)
-    end = time.perf_counter() + duration_s
+    async def closed_loop(self, phase: Phase, streams: int) -> None:
+        """Measure the capacity with closed loops."""
+        end = time.perf_counter() + phase.duration_s
 
-    async def client(number: int) -> None:
-        while time.perf_counter() < end:
-            await ask(session, url, phase, number)
-            number += 1
+        async def stream(number: int) -> None:
+            while time.perf_counter() < end:
+                await self.send(phase, number)
+                number += 1
 
-    await asyncio.gather(*(client(number) for number in range(clients)))
-    return phase
+        await asyncio.gather(*map(stream, range(streams)))
 
-
-async def open_loop(
-    session: aiohttp.ClientSession, url: str, name: str, rate_rps: float, duration_s: float, seed: int
-) -> Phase:
-    """Send requests at a rate."""
-    phase, rng = Phase(name, duration_s), random.Random(seed)
-    running: set[asyncio.Task[None]] = set()
-    start = at = time.perf_counter()
-    number = 0
-    while at < start + duration_s:
-        at += rng.expovariate(rate_rps)
-        await asyncio.sleep(max(0.0, at - time.perf_counter()))
-        task = asyncio.create_task(ask(session, url, phase, number))
-        running.add(task)
-        task.add_done_callback(running.discard)
-        number += 1
-    await asyncio.gather(*running)
-    return phase
+    async def open_loop(self, phase: Phase, rate_rps: float, seed: int) -> None:
+        """Send requests at a rate."""
+        rng = random.Random(seed)
+        start = at = time.perf_counter()
+        async with asyncio.TaskGroup() as requests:
+            for number in itertools.count():
+                if at >= start + phase.duration_s:
+                    break
+                at += rng.expovariate(rate_rps)
+                await asyncio.sleep(max(0.0, at - time.perf_counter()))
+                requests.create_task(self.send(phase, number))
 
 
 async def watch_memory(pid: int, every_s: float, samples: list[tuple[float, float]]) -> None:
@@ -120,15 +109,13 @@ async def run(url: str, pid: int, args: argparse.Namespace) -> dict[str, Any]:
     timeout, samples = aiohttp.ClientTimeout(total=None), []
     async with aiohttp.ClientSession(timeout=timeout, connector=aiohttp.TCPConnector(limit=0)) as session:
         watching = asyncio.create_task(watch_memory(pid, 5.0, samples))
-        phases = [await closed_loop(session, url, args.max_num_seqs, args.settle_s)]
+        client, phases = Client(session, url), [Phase("capacity", args.settle_s)]
+        await client.closed_loop(phases[0], args.max_num_seqs)
         capacity_rps = len(phases[0].latencies_s) / args.settle_s
         print(f"capacity {capacity_rps:.1f} requests/s of {TOKENS} tokens", flush=True)
-        for name, load, duration_s in (
-            ("before", 0.3, args.settle_s),
-            ("overload", 3.0, args.duration_s),
-            ("after", 0.3, args.settle_s),
-        ):
-            phases.append(await open_loop(session, url, name, load * capacity_rps, duration_s, len(phases)))
+        for name, load in (("before", 0.3), ("overload", 3.0), ("after", 0.3)):
+            phases.append(Phase(name, args.duration_s if name == "overload" else args.settle_s))
+            await client.open_loop(phases[-1], load * capacity_rps, len(phases) - 1)
             print(json.dumps(phases[-1].summary()), flush=True)
         watching.cancel()
     return {

