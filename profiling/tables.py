@@ -4,11 +4,10 @@ from __future__ import annotations
 
 import json
 import os
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
-from io import BytesIO
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Final
+from typing import TYPE_CHECKING, Any, Final, TypeAlias
 
 import numpy as np
 
@@ -19,6 +18,8 @@ from capplan.spec.files import error_reason
 if TYPE_CHECKING:
     import pandas as pd
 
+OnProgress: TypeAlias = Callable[[str, int, int], None]
+"""Called with a stage, the number of its parts that are done, and their total."""
 STEPS: Final = "steps.parquet"
 RUNS: Final = "runs.csv"
 MEMORY: Final = "memory.csv"
@@ -70,16 +71,21 @@ class MeasurementFolder:
         except (OSError, ValueError) as error:
             raise InputError(f"cannot be read: {error_reason(error)}", location=str(file)) from None
 
+    def rows(self, name: str, setting: str) -> list[dict[str, Any]]:
+        """Return the rows of a setting in a table."""
+        table = self.table(name)
+        if table is None or _SETTING not in table.columns:
+            return []
+        rows: list[Any] = table[table[_SETTING] == setting].to_dict("records")
+        return rows
+
     def has(self, name: str, setting: str) -> bool:
         """Return whether a table has rows of a setting."""
-        return bool(self.measured(name, setting, _SETTING))
+        return bool(self.rows(name, setting))
 
     def measured(self, name: str, setting: str, column: str) -> set[str]:
         """Return the values of a column for a setting."""
-        table = self.table(name)
-        if table is None or column not in table.columns or _SETTING not in table.columns:
-            return set()
-        return set(table.loc[table[_SETTING] == setting, column].astype(str))
+        return {str(row[column]) for row in self.rows(name, setting) if column in row}
 
     def add(
         self, name: str, setting: str, rows: Sequence[Mapping[str, Any]], *, replace: bool = True
@@ -95,9 +101,7 @@ class MeasurementFolder:
             kept = known[known[_SETTING] != setting] if replace else known
             own = pd.concat([kept, own], ignore_index=True) if len(kept) else own
         if name.endswith(".parquet"):
-            buffer = BytesIO()
-            own.to_parquet(buffer, compression="zstd")
-            write_bytes_atomic(self.path / name, buffer.getvalue())
+            write_bytes_atomic(self.path / name, own.to_parquet(compression="zstd"))
         else:
             write_text_atomic(self.path / name, own.to_csv(index=False))
 
@@ -120,20 +124,22 @@ class MeasurementFolder:
         write_text_atomic(self.path / PROVENANCE, json.dumps(known, indent=1, sort_keys=True) + "\n")
 
 
-def require_same(folder: MeasurementFolder, setting: str, facts: Mapping[str, Any]) -> None:
-    """Refuse a folder with another base model, or with other adapters at the same setting.
+def require_same(
+    known: Mapping[str, Any], facts: Mapping[str, Any], keys: Iterable[str], location: str
+) -> None:
+    """Refuse to resume a measurement with other facts.
 
     Raises
     ------
     InputError
-        Naming what differs.
+        For the first key whose value differs, unless one of the values is missing.
     """
-    for name, known in folder.notes().items():
-        for key in ("base_model", "ranks") if name == setting else ("base_model",):
-            there, here = known.get(key), facts[key]
-            if there is not None and here is not None and there != here:
-                rule = f"must be {there} to go on with what is there; choose another folder"
-                raise InputError(rule, here, f"{folder.path / PROVENANCE}: {name}: {key}")
+    for key in keys:
+        there, here = known.get(key), facts[key]
+        here = list(here) if isinstance(here, tuple) else here
+        if there is not None and here is not None and there != here:
+            rule = f"must be {there} to resume the measurement in this folder; choose another folder"
+            raise InputError(rule, here, f"{location}: {key}")
 
 
 def loading_row(rank: int, s_max: int, kind: str, times_ms: Sequence[float]) -> dict[str, float | str]:
@@ -150,16 +156,18 @@ def loading_row(rank: int, s_max: int, kind: str, times_ms: Sequence[float]) -> 
     }
 
 
-def idle_run(prompt_tokens: float, ttft_ms: float) -> dict[str, Any]:
-    """Return the columns of a run of minimal load, whose TTFT is that of an idle server."""
+def idle_run(name: str, settings: Mapping[str, Any], first_tokens: Mapping[str, float]) -> dict[str, Any]:
+    """Return a row of first tokens as a run of minimal load, whose TTFT is that of an idle server."""
     return {
+        "run": f"{name}-idle-p{first_tokens['prompt_tokens']:g}",
+        **settings,
         "rates_rps": _IDLE_RATE_RPS,
-        "prompt_mean": prompt_tokens,
+        "prompt_mean": first_tokens["prompt_tokens"],
         "prompt_std": 0,
         "output_mean": OUTPUT_TOKENS,
         "output_std": 0,
         "duration_s": _IDLE_RUN_S,
-        "ttft_s_p50": ttft_ms / 1e3,
+        "ttft_s_p50": first_tokens["ttft_ms_p50"] / 1e3,
     }
 
 
@@ -185,16 +193,11 @@ def tables_of(folder: str | os.PathLike[str]) -> FolderTables:
         If there is none.
     """
     path = Path(folder)
-
-    def there(*names: str) -> str | None:
-        return next((str(path / name) for name in names if (path / name).is_file()), None)
-
     found = FolderTables(
-        base=there(BASE),
-        steps=there(SERVED, STEPS),
-        runs=there("runs.csv"),
-        memory=there("memory.csv"),
-        loading=there("loading.csv"),
+        *(
+            next((str(path / name) for name in names if (path / name).is_file()), None)
+            for names in ((BASE,), (SERVED, STEPS), (RUNS,), (MEMORY,), (LOADING,))
+        )
     )
     if not any((found.steps, found.runs, found.memory, found.loading)):
         raise InputError("must hold tables of `capplan profile engine` or `server`", location=str(path))

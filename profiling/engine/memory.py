@@ -1,4 +1,4 @@
-"""KV capacity and adapter-loading times of the reference engine."""
+"""Base profile, KV capacity and adapter-loading times of the reference engine."""
 
 from __future__ import annotations
 
@@ -12,17 +12,20 @@ from typing import Any, Final
 import numpy as np
 import torch
 
+from capplan import __version__
 from capplan.engine import Engine
 from capplan.engine.lora.adapter import MODULES, AdapterLayout
 from capplan.engine.models import ModelConfig, model_config
 from capplan.engine.request import SamplingParams
 from capplan.engine.settings import EngineOptions
 from capplan.errors import InfeasibleError
-from capplan.profiling.engine.options import EngineProfilingOptions
+from capplan.models.calibration.components import Hardware, assumed_profile
+from capplan.profiling.engine.options import EngineProfilingOptions, SlotSetting
+from capplan.profiling.machine import device_name
 from capplan.profiling.tables import MIN_LOAD_MS, loading_row
 from capplan.serving import weight_bytes
-from capplan.serving.memory import kv_bytes_per_token
-from capplan.spec import Kernel, Profile
+from capplan.serving.memory import kv_bytes_per_token, lora_elements_per_rank
+from capplan.spec import Kernel, ModelArch, Profile
 
 BLOCK_TOKENS: Final = 16
 _CPU_KV_BYTES: Final = 256 * 2**20
@@ -37,10 +40,6 @@ _WARM_UP: Final = 2
 
 def base_profile(options: EngineProfilingOptions) -> Profile:
     """Return the profile that calibration starts from; unmeasured values are assumptions."""
-    from capplan import __version__
-    from capplan.models.calibration.components import Hardware, assumed_profile
-    from capplan.profiling.machine import device_name
-
     config = model_config(options.model)
     dtype = EngineOptions.parse(options.engine_fields()).torch_dtype(config)
     arch = config.arch(dtype.itemsize)
@@ -58,44 +57,37 @@ def base_profile(options: EngineProfilingOptions) -> Profile:
     return profile.replace(name=f"{chip}/{arch.name}/capplan-{__version__}", engine=engine)
 
 
-def _device_bytes(options: EngineProfilingOptions, arch: Any) -> int:
+def _device_bytes(options: EngineProfilingOptions, arch: ModelArch) -> int:
     if options.on_gpu:
-        import torch
-
         properties: Any = torch.cuda.get_device_properties(torch.device(options.device))
         return int(properties.total_memory)
     if options.memory_bytes is not None:
         return options.memory_bytes
-    from capplan.serving.memory import lora_elements_per_rank
-
     slots = max(options.a_max) * max(options.s_max) * lora_elements_per_rank(arch) * arch.dtype_bytes
     return int((weight_bytes(arch) + slots + _CPU_KV_BYTES) / options.gpu_memory_utilization)
 
 
-def kv_blocks(base: Profile, a_max: int, slot_bytes: int, gpu_memory_utilization: float) -> int:
-    """Return the KV blocks that fit beside weights and slots into a CPU engine's memory."""
-    room = base.gpu.memory_bytes * gpu_memory_utilization - weight_bytes(base.model) - a_max * slot_bytes
-    return int(room // (kv_bytes_per_token(base.model) * BLOCK_TOKENS))
-
-
-def memory_row(options: EngineProfilingOptions, base: Profile, a_max: int, s_max: int) -> dict[str, float]:
+def memory_row(options: EngineProfilingOptions, base: Profile, slots: SlotSetting) -> dict[str, float]:
     """Start an engine and return its row of the memory table.
 
     A GPU engine reports its free memory. For a CPU engine the row holds the blocks that fit into the
-    profile's memory beside the engine's slots.
+    profile's memory beside weights and slots.
 
     Raises
     ------
     InfeasibleError
         If no memory is left for KV.
     """
+    a_max, s_max = slots
     fields = options.engine_fields(max_loras=a_max, max_lora_rank=s_max)
     if not options.on_gpu:
         fields["num_kv_blocks"] = -(-options.max_model_len // BLOCK_TOKENS)
     with Engine(options.model, {}, max_adapters=1, **fields) as engine:
-        blocks = engine.sizes.num_blocks
-        if not options.on_gpu:
-            blocks = kv_blocks(base, a_max, engine.sizes.slot_bytes, options.gpu_memory_utilization)
+        sizes = engine.sizes
+    blocks = sizes.num_blocks
+    if not options.on_gpu:
+        room = base.gpu.memory_bytes * options.gpu_memory_utilization - weight_bytes(base.model)
+        blocks = int((room - a_max * sizes.slot_bytes) // (kv_bytes_per_token(base.model) * BLOCK_TOKENS))
     if blocks < 1:
         message = f"{a_max} slots of rank {s_max} leave no KV in {base.gpu.memory_bytes} bytes"
         raise InfeasibleError(message, "memory")
@@ -141,36 +133,32 @@ def loading_rows(options: EngineProfilingOptions, s_max: int, rounds: int) -> li
 
     Two adapters alternate in one slot, so that every request loads one: with both on the host a copy into the
     slot, with room for one on the host also a read from disk. The read time is the difference of the medians.
-    Files are dropped from the page cache before each read.
     """
     rows: list[dict[str, float | str]] = []
     config = model_config(options.model)
-    for rank in options.ranks:
-        if rank > s_max:
-            continue
+    for rank in options.fitting(s_max):
         with tempfile.TemporaryDirectory() as name:
             folders = [Path(name) / str(at) for at in range(2)]
             for at, folder in enumerate(folders):
                 write_adapter(folder, config, rank, at)
-            copies = _timed(options, s_max, folders, rounds, on_host=2)
-            reads = _timed(options, s_max, folders, rounds, on_host=1)
+            copies = _load_times_ms(options, s_max, folders, rounds, on_host=2)
+            reads = _load_times_ms(options, s_max, folders, rounds, on_host=1)
         rows.append(loading_row(rank, s_max, "gpu", copies))
         read = [max(MIN_LOAD_MS, each - float(np.median(copies))) for each in reads]
         rows.append(loading_row(rank, s_max, "disk", read))
     return rows
 
 
-def _timed(
+def _load_times_ms(
     options: EngineProfilingOptions, s_max: int, folders: Sequence[Path], rounds: int, *, on_host: int
 ) -> list[float]:
-    """Return the load times of steps, in milliseconds."""
-    fields: dict[str, Any] = options.engine_fields(max_loras=1, max_lora_rank=s_max, max_cpu_loras=on_host)
-    fields |= {"rules": _RULES, "num_kv_blocks": -(-options.max_model_len // 16) + 1}
+    fields = options.engine_fields(max_loras=1, max_lora_rank=s_max, max_cpu_loras=on_host, rules=_RULES)
+    fields["num_kv_blocks"] = -(-options.max_model_len // BLOCK_TOKENS) + 1
     waits = []
     with Engine(options.model, {str(at): each for at, each in enumerate(folders)}, **fields) as engine:
         for turn in range(rounds + _WARM_UP):
-            at = turn % 2
-            _forget_pages(folders[at])
+            at = turn % len(folders)
+            _drop_from_page_cache(folders[at] / "adapter_model.safetensors")
             request = engine.new_request([1], str(at), SamplingParams(max_tokens=1, ignore_eos=True))
             engine.submit(request)
             while request.finish_reason is None:
@@ -180,9 +168,7 @@ def _timed(
     return waits
 
 
-def _forget_pages(folder: Path) -> None:
-    """Drop an adapter file from the page cache."""
-    if not hasattr(os, "posix_fadvise"):
-        return
-    with (folder / "adapter_model.safetensors").open("rb") as file:
-        os.posix_fadvise(file.fileno(), 0, 0, os.POSIX_FADV_DONTNEED)
+def _drop_from_page_cache(path: Path) -> None:
+    if hasattr(os, "posix_fadvise"):
+        with path.open("rb") as file:
+            os.posix_fadvise(file.fileno(), 0, 0, os.POSIX_FADV_DONTNEED)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 from types import MappingProxyType
-from typing import Any, Final
+from typing import Any, Final, NamedTuple
 
 from capplan.errors import InputError
 from capplan.spec import EngineArgs
@@ -16,9 +16,25 @@ ITERATIONS: Final = "iterations"
 SERVED: Final = "served"
 STAGES: Final = (MEMORY, LOADS, STEPS, ITERATIONS, SERVED)
 """In the order of measurement."""
-_MODEL_LEN: Final = 2048
 _WEIGHTS: Final = MappingProxyType({STEPS: 0.5, ITERATIONS: 0.075, SERVED: 0.425})
 """Time shares of the stages that use all of their time."""
+_SHARED: Final = (
+    *("device", "dtype", "rules", "lora_kernel", "seed"),
+    *("max_num_seqs", "max_num_batched_tokens", "max_model_len", "gpu_memory_utilization"),
+)
+"""Settings of `Engine` among the options."""
+
+
+class SlotSetting(NamedTuple):
+    """Adapter slots of an engine, and their rank."""
+
+    a_max: int
+    s_max: int
+
+    @property
+    def name(self) -> str:
+        """Name in tables."""
+        return f"a{self.a_max}-s{self.s_max}"
 
 
 @dataclass(frozen=True)
@@ -33,13 +49,11 @@ class EngineProfilingOptions:
         Adapter slots and their ranks; steps are measured at each pair.
     ranks
         Ranks of adapters; each has as many adapters as the largest number of slots.
-    max_num_seqs, max_num_batched_tokens, max_model_len
+    max_num_seqs, max_num_batched_tokens, max_model_len, gpu_memory_utilization
         As vLLM's flags of the same names; `max_num_seqs` is the largest batch.
     memory_bytes
         Memory of a CPU engine before `gpu_memory_utilization`; None: weights, the largest slots and 256 MiB
         of KV.
-    gpu_memory_utilization
-        As vLLM's flag of the same name.
     threads
         Threads of PyTorch on a CPU.
     stages
@@ -64,7 +78,7 @@ class EngineProfilingOptions:
     ranks: tuple[int, ...] = (8, 16, 32)
     max_num_seqs: int = 32
     max_num_batched_tokens: int = 512
-    max_model_len: int = _MODEL_LEN
+    max_model_len: int = 2048
     memory_bytes: int | None = None
     gpu_memory_utilization: float = 0.9
     threads: int = 1
@@ -97,24 +111,13 @@ class EngineProfilingOptions:
 
     def engine_fields(self, **more: Any) -> dict[str, Any]:
         """Return the settings of `Engine` that all stages share, and `more`."""
-        return {
-            "device": self.device,
-            "dtype": self.dtype,
-            "rules": self.rules,
-            "lora_kernel": self.lora_kernel,
-            "max_num_seqs": self.max_num_seqs,
-            "max_num_batched_tokens": self.max_num_batched_tokens,
-            "max_model_len": self.max_model_len,
-            "gpu_memory_utilization": self.gpu_memory_utilization,
-            "seed": self.seed,
-            **more,
-        }
+        return {name: getattr(self, name) for name in _SHARED} | more
 
-    def engine_args(self, a_max: int, s_max: int) -> EngineArgs:
+    def engine_args(self, slots: SlotSetting) -> EngineArgs:
         """Return the engine settings with these slots."""
         return EngineArgs(
-            max_loras=a_max,
-            max_lora_rank=s_max,
+            max_loras=slots.a_max,
+            max_lora_rank=slots.s_max,
             max_num_seqs=self.max_num_seqs,
             max_num_batched_tokens=self.max_num_batched_tokens,
             max_model_len=self.max_model_len,
@@ -125,9 +128,9 @@ class EngineProfilingOptions:
         """Return the ranks that fit into slots of this rank, in the given order."""
         return tuple(rank for rank in self.ranks if rank <= s_max)
 
-    def adapters(self, a_max: int, s_max: int) -> dict[str, int]:
+    def adapters(self, slots: SlotSetting) -> dict[str, int]:
         """Return adapters by name and rank: enough of each fitting rank to fill the slots."""
-        return {f"r{rank}-{i}": rank for rank in self.fitting(s_max) for i in range(a_max)}
+        return {f"r{rank}-{i}": rank for rank in self.fitting(slots.s_max) for i in range(slots.a_max)}
 
     def share(self, stage: str) -> float:
         """Return the share of the remaining time for a stage.

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Collection, Iterable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Final
 
 import numpy as np
@@ -15,6 +15,7 @@ from capplan.engine.request import Request, SamplingParams
 from capplan.engine.scheduler_output import Decision
 from capplan.engine.timing import StepRecord
 from capplan.profiling.server.closed_loop import powers_of_2
+from capplan.spec import EngineArgs
 
 MIXED: Final = 0
 """Rank of an operating point with adapters of all ranks."""
@@ -22,7 +23,12 @@ _CONTEXTS: Final = (16, 128, 512, 2048, 8192)
 _PROMPTS: Final = (16, 64, 256, 1024, 4096)
 _RIDGE: Final = 1e-6
 Row = dict[str, float]
-HOST_PHASES: Final = ("schedule_ms", "prepare_ms", "sample_ms", "commit_ms")
+COUNTS: Final = ("tokens", "requests", "kv_tokens", "adapters", "waiting")
+PHASES: Final = ("schedule_ms", "prepare_ms", "sample_ms", "commit_ms", "forward_ms")
+_RANK_COLUMNS: Final = (
+    *("decodes", "prefills", "lora_decodes", "lora_prefills", "lora_prefill_tokens"),
+    *("max_rank", "decode_rank_sum", "prefill_rank_sum", "prefill_rank_tokens"),
+)
 DECODES: Final = 9
 """Steps per operating point without a prompt."""
 PROMPTS: Final = 3
@@ -68,24 +74,24 @@ class EnginePoint:
 class EngineBounds:
     """Limits on operating points of an engine."""
 
-    a_max: int
+    args: EngineArgs
     ranks: tuple[int, ...]
-    max_num_seqs: int
-    max_num_batched_tokens: int
-    max_model_len: int
     kv_tokens: int
-    growth: int
-    """Tokens that each request gains during a measurement."""
 
     def fits(self, point: EnginePoint) -> bool:
         """Return whether a point runs without preemption."""
-        longest = max(point.context + self.growth, point.prompt + 1)
-        held = point.batch * (point.context + self.growth) + point.prompt
+        longest = max(point.context + GROWTH, point.prompt + 1)
+        held = point.batch * (point.context + GROWTH) + point.prompt
         return (
-            longest < self.max_model_len
+            longest < self.args.max_model_len
             and held <= self.kv_tokens // 2
-            and point.batch + point.prompt <= self.max_num_batched_tokens
+            and point.batch + point.prompt <= self.args.max_num_batched_tokens
         )
+
+    def shortened(self, point: EnginePoint) -> EnginePoint:
+        """Return the point with the longest fitting prompt, up to its own; unchanged if none fits."""
+        prompts = (prompt for prompt in reversed(_PROMPTS) if prompt <= point.prompt)
+        return next(filter(self.fits, (replace(point, prompt=prompt) for prompt in prompts)), point)
 
 
 def candidates(bounds: EngineBounds, seed: int) -> list[EnginePoint]:
@@ -96,51 +102,33 @@ def candidates(bounds: EngineBounds, seed: int) -> list[EnginePoint]:
     """
     rng = np.random.default_rng(seed)
     ranks = (*bounds.ranks, MIXED) if len(bounds.ranks) > 1 else bounds.ranks
+    slots, seqs = bounds.args.max_loras, bounds.args.max_num_seqs
+    most = max(1, seqs - 1)  # a place in the batch is left for the prompt
     found: list[EnginePoint] = []
-    for batch in dict.fromkeys(_room(batch, bounds) for batch in powers_of_2(bounds.max_num_seqs)):
+    for batch in dict.fromkeys(min(batch, most) for batch in powers_of_2(seqs)):
         for context in _CONTEXTS:
-            for adapters in (0, *powers_of_2(min(batch, bounds.a_max))):
+            for adapters in (0, *powers_of_2(min(batch, slots))):
                 prompt = int(rng.choice(_PROMPTS))
                 rank = MIXED if adapters == 0 else int(rng.choice(ranks))
-                point = EnginePoint(batch, context, prompt, adapters, rank)
-                found.append(_shortened(point, bounds))
-    for adapters in (0, min(bounds.a_max, bounds.max_num_seqs)):
-        for waiting in (bounds.max_num_seqs, 4 * bounds.max_num_seqs):
-            prompt = min(_PROMPTS)
-            found.append(EnginePoint(bounds.max_num_seqs, min(_CONTEXTS), prompt, adapters, MIXED, waiting))
+                found.append(bounds.shortened(EnginePoint(batch, context, prompt, adapters, rank)))
+    found += [
+        EnginePoint(seqs, _CONTEXTS[0], _PROMPTS[0], adapters, MIXED, waiting)
+        for adapters in (0, min(slots, seqs))
+        for waiting in (seqs, 4 * seqs)
+    ]
     kept = [point for point in dict.fromkeys(found) if bounds.fits(point)]
     return [kept[at] for at in rng.permutation(len(kept)).tolist()]
-
-
-def _room(batch: int, bounds: EngineBounds) -> int:
-    """Leave one place in the batch for the prompt."""
-    return max(1, min(batch, bounds.max_num_seqs - 1))
-
-
-def _shortened(point: EnginePoint, bounds: EngineBounds) -> EnginePoint:
-    """Return the point with the longest fitting prompt, up to its own."""
-    for prompt in sorted(_PROMPTS, reverse=True):
-        shorter = EnginePoint(point.batch, point.context, prompt, point.adapters, point.rank)
-        if prompt <= point.prompt and bounds.fits(shorter):
-            return shorter
-    return point
 
 
 def step_features(point: EnginePoint, mean_rank: float) -> NDArray[np.float64]:
     """Return the features of decode step and mixed step, shape (2, features)."""
     rank = 0.0 if point.adapters == 0 else float(point.rank or mean_rank)
-    decode = [
-        1.0,
-        point.batch,
-        point.batch * point.context,
-        point.adapters,
-        point.batch * rank,
-        point.waiting,
-    ]
+    tokens, ranks = point.batch * point.context, point.batch * rank
+    decode = [1.0, point.batch, tokens, point.adapters, ranks, point.waiting]
     return np.array([[*decode, 0.0, 0.0], [*decode, point.prompt, point.prompt * rank]], np.float64)
 
 
-def most_telling(
+def most_informative(
     left: Sequence[EnginePoint],
     seen: Sequence[tuple[EnginePoint, float, float]],
     mean_rank: float,
@@ -173,20 +161,7 @@ def step_row(
     rank_of: Mapping[int, int],
 ) -> Row:
     """Return the step-table row of one step."""
-    row = dict.fromkeys(
-        (
-            "decodes",
-            "prefills",
-            "lora_decodes",
-            "lora_prefills",
-            "lora_prefill_tokens",
-            "max_rank",
-            "decode_rank_sum",
-            "prefill_rank_sum",
-            "prefill_rank_tokens",
-        ),
-        0.0,
-    )
+    row = dict.fromkeys(_RANK_COLUMNS, 0.0)
     for number, tokens in decision.tokens:
         request = requests[number]
         rank = rank_of.get(request.adapter, 0)
@@ -202,28 +177,23 @@ def step_row(
                 row["prefill_rank_tokens"] += tokens * rank
     return {
         "step_ms": record.duration_ns * 1e-6,
-        "tokens": float(record.tokens),
-        "requests": float(record.requests),
-        "kv_tokens": float(record.kv_tokens),
-        "adapters": float(record.adapters),
-        "waiting": float(record.waiting),
-        "load_ms": 0.0,  # adapters are there before the steps that count
+        **{name: float(getattr(record, name)) for name in COUNTS},
+        "load_ms": 0.0,  # adapters are loaded before the measured steps
         **row,
-        **{name: float(getattr(record, name)) for name in (*HOST_PHASES, "forward_ms")},
+        **{name: float(getattr(record, name)) for name in PHASES},
     }
 
 
 def middle(rows: Sequence[Row]) -> Row:
     """Return steps of one point as a row: median times, since disturbances only lengthen steps, and means."""
-    times = {name for name in rows[0] if name.endswith("_ms")}
     return {
-        name: float((np.median if name in times else np.mean)([row[name] for row in rows]))
+        name: float((np.median if name.endswith("_ms") else np.mean)([row[name] for row in rows]))
         for name in rows[0]
     }
 
 
 class Stepper:
-    """Stepper of one engine with a virtual clock: adapter loads are no part of the steps beside them."""
+    """Stepper of one engine with a virtual clock, in which adapter loads do not lengthen other steps."""
 
     def __init__(self, engine: Engine, ranks: dict[str, int], seed: int) -> None:
         self.engine = engine
@@ -234,42 +204,43 @@ class Stepper:
         engine.core.decisions = []
 
     def measure(self, point: EnginePoint) -> list[Row]:
-        """Return the rows of a point: decode, mixed, and the first prompts."""
+        """Return the rows of a point: the first prompts, decode, and mixed."""
         names = self._names(point)
-        self.bring_in(name for name in names if name is not None)
-        batch = [self._ask(point.context, names[at % len(names)], GROWTH) for at in range(point.batch)]
-        begun = self._until_decoding(batch)
-        self._ask_behind(point, names)
-        rows = [row for row in begun if row["decodes"] == 0.0][:1]
-        decodes = [self._row(self._step()) for _ in range(DECODES)]
-        pure = [row for row in decodes if row["prefills"] == 0.0]
-        if pure:
-            rows.append(middle(pure))
-        rows += self._with_prompts(point, names)
-        self._end()
-        return rows
+        self.load(name for name in names if name is not None)
+        prefill = self._run_to_decode(self._submit(point.batch, point.context, names, GROWTH))
+        self._submit(point.waiting, point.context, names, GROWTH)
+        rows = [row for row in prefill if row["decodes"] == 0.0][:1]
+        decode = [row for row in (self._step_row() for _ in range(DECODES)) if row["prefills"] == 0.0]
+        mixed = []
+        for at in range(0 if point.waiting else PROMPTS):
+            self._submit(1, point.prompt, names[at % len(names) :], 1)
+            row = self._step_row()
+            if row["prefills"] == 1.0 and row["decodes"] == point.batch:
+                mixed.append(row)
+            self._step()
+        self._abort()
+        return rows + [middle(each) for each in (decode, mixed) if each]
 
     def iteration_ms(
         self, names: Sequence[str], prompt: int, decodes: int, repeats: int
     ) -> tuple[float, float]:
         """Return median milliseconds of whole iterations: prefill of one prompt per adapter, and decode."""
-        self.bring_in(names)
+        self.load(names)
         prefill, decode = [], []
         for _ in range(repeats):
-            requests = [self._ask(prompt, name, decodes + 2) for name in names]
-            rows = self._until_decoding(requests)
+            rows = self._run_to_decode(self._submit(len(names), prompt, names, decodes + 2))
             prefill.append(sum(row["step_ms"] for row in rows))
-            decode += [self._row(self._step())["step_ms"] for _ in range(decodes)]
-            self._end()
+            decode += [self._step_row()["step_ms"] for _ in range(decodes)]
+            self._abort()
         return float(np.median(prefill)), float(np.median(decode))
 
-    def bring_in(self, names: Iterable[str]) -> None:
-        """Load adapters, so that no step waits for one."""
+    def load(self, names: Iterable[str]) -> None:
+        """Load adapters, so that no measured step waits for one."""
         for name in dict.fromkeys(names):
-            request = self._ask(1, name, 1)
+            (request,) = self._submit(1, 1, [name], 1)
             while request.finish_reason is None:
                 self._step()
-        self._forget()
+        self._clear()
 
     def _names(self, point: EnginePoint) -> list[str | None]:
         if point.adapters == 0:
@@ -280,36 +251,23 @@ class Stepper:
             fitting = [name for turn in zip(*by_rank.values(), strict=True) for name in turn]
         return [fitting[at] for at in range(point.adapters)]
 
-    def _ask(self, prompt: int, name: str | None, output: int) -> Request:
-        tokens = self._rng.integers(0, self.engine.config.vocab_size, max(1, prompt)).tolist()
+    def _submit(self, count: int, prompt: int, names: Sequence[str | None], output: int) -> list[Request]:
+        """Submit requests of random tokens for adapters in turn."""
         params = SamplingParams(max_tokens=output, ignore_eos=True)
-        request = self.engine.new_request(tokens, name, params)
-        self._requests[request.number] = request
-        if not self.engine.submit(request):
-            raise RuntimeError(f"a request of {prompt} tokens does not fit")
-        return request
+        submitted = []
+        for at in range(count):
+            tokens = self._rng.integers(0, self.engine.config.vocab_size, max(1, prompt)).tolist()
+            request = self.engine.new_request(tokens, names[at % len(names)], params)
+            self._requests[request.number] = request
+            if not self.engine.submit(request):
+                raise RuntimeError(f"a request of {prompt} tokens does not fit")
+            submitted.append(request)
+        return submitted
 
-    def _ask_behind(self, point: EnginePoint, names: Sequence[str | None]) -> None:
-        """Queue requests behind a full batch."""
-        for at in range(point.waiting):
-            self._ask(point.context, names[at % len(names)], GROWTH)
-
-    def _with_prompts(self, point: EnginePoint, names: Sequence[str | None]) -> list[Row]:
-        if point.waiting:
-            return []
-        mixed = []
-        for at in range(PROMPTS):
-            self._ask(point.prompt, names[at % len(names)], 1)
-            row = self._row(self._step())
-            if row["prefills"] == 1.0 and row["decodes"] == point.batch:
-                mixed.append(row)
-            self._step()
-        return [middle(mixed)] if mixed else []
-
-    def _until_decoding(self, requests: Sequence[Request]) -> list[Row]:
+    def _run_to_decode(self, requests: Sequence[Request]) -> list[Row]:
         rows = []
         while any(not request.output for request in requests):
-            rows.append(self._row(self._step()))
+            rows.append(self._step_row())
         return rows
 
     def _step(self) -> StepOutput:
@@ -321,19 +279,19 @@ class Stepper:
             if step is None and not self.engine.wait_for_adapter():
                 raise RuntimeError("requests wait, but nothing can run")
 
-    def _row(self, step: StepOutput) -> Row:
-        decisions = self.engine.core.decisions
+    def _step_row(self) -> Row:
+        step, decisions = self._step(), self.engine.core.decisions
         if step.record is None or not decisions:
             raise RuntimeError("a step left no record")
         emitted = {request.number for request in step.emitted}
         return step_row(step.record, decisions[-1], self._requests, emitted, self._rank_of)
 
-    def _end(self) -> None:
+    def _abort(self) -> None:
         for request in self._requests.values():
             self.engine.abort(request)
-        self._forget()
+        self._clear()
 
-    def _forget(self) -> None:
+    def _clear(self) -> None:
         self._requests.clear()
         self.engine.records.clear()
         self.engine.core.decisions = []

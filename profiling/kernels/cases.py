@@ -9,7 +9,8 @@ import math
 import time
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
-from typing import Final, NamedTuple
+from types import MappingProxyType
+from typing import Any, Final, NamedTuple
 
 import numpy as np
 
@@ -25,7 +26,7 @@ PREFILL_BATCHES: Final = (1, 2, 4, 8)
 PREFILL_TOKENS: Final = (16, 64, 256)
 SHARED_BY: Final = 4
 """Requests per shared adapter."""
-GRIDS: Final = ("paper", "wide", "prefill", "tiny")
+HALVES: Final = ("shrink", "expand")
 MIN_PASSES: Final = 5
 _SIGMAS_PER_MAD: Final = 1.4826
 _SPREAD_OF_MEDIAN: Final = 1.2533  # standard error of a median over that of a mean, for normal samples
@@ -76,19 +77,6 @@ class Case:
     def name(self) -> str:
         """Unique name."""
         return f"{self.configuration}/{self.seed}"
-
-
-def cases(grid: str, seed: int = 0) -> tuple[Case, ...]:
-    """Return the cases of a grid: ``paper``, ``wide`` (includes it), ``prefill`` or ``tiny``."""
-    if grid == "paper":
-        return tuple(_paper(seed))
-    if grid == "prefill":
-        return tuple(_prefill(seed))
-    if grid == "wide":
-        return (*_paper(seed), *_wide(seed), *_prefill(seed))
-    if grid == "tiny":
-        return tuple(_tiny(seed))
-    raise InputError(f"must be one of {', '.join(GRIDS)}", grid, "grid")
 
 
 def _paper(seed: int) -> Iterator[Case]:
@@ -142,6 +130,23 @@ def _mixes(
         yield f"drawn-{low}-{high}", draw, tuple(int(rank) for rank in drawn)
 
 
+GRIDS: Final = MappingProxyType(
+    {
+        "paper": (_paper,),
+        "wide": (_paper, _wide, _prefill),
+        "prefill": (_prefill,),
+        "tiny": (_tiny,),
+    }
+)
+
+
+def cases(grid: str, seed: int = 0) -> tuple[Case, ...]:
+    """Return the cases of a grid: ``paper``, ``wide`` (includes it), ``prefill`` or ``tiny``."""
+    if grid not in GRIDS:
+        raise InputError(f"must be one of {', '.join(GRIDS)}", grid, "grid")
+    return tuple(case for part in GRIDS[grid] for case in part(seed))
+
+
 class KernelTiming(NamedTuple):
     """Median of the calls of one pass."""
 
@@ -152,13 +157,13 @@ class KernelTiming(NamedTuple):
 
 @dataclass
 class KernelPoint:
-    """One kernel on one case at one width, with the medians of its passes in microseconds."""
+    """One kernel on one case at one width, with the medians of its passes."""
 
     kernel: str
     width: int
     case: Case
-    shrink_us: list[float] = field(default_factory=list)
-    expand_us: list[float] = field(default_factory=list)
+    times_us: dict[str, list[float]] = field(default_factory=lambda: {half: [] for half in HALVES})
+    """By half, in microseconds."""
     disturbed: int = 0
     """Passes of which every call was interrupted."""
 
@@ -170,20 +175,20 @@ class KernelPoint:
     @property
     def passes(self) -> int:
         """Passes so far."""
-        return len(self.shrink_us)
+        return len(self.times_us[HALVES[0]])
 
-    def add(self, shrink: KernelTiming, expand: KernelTiming) -> None:
-        """Add a pass."""
-        self.shrink_us.append(shrink.median_us)
-        self.expand_us.append(expand.median_us)
-        self.disturbed += shrink.disturbed or expand.disturbed
+    def add(self, *timings: KernelTiming) -> None:
+        """Add a pass: shrink, expand."""
+        for half, timing in zip(HALVES, timings, strict=True):
+            self.times_us[half].append(timing.median_us)
+        self.disturbed += any(timing.disturbed for timing in timings)
 
     def is_converged(self, limits: SamplingLimits) -> bool:
         """Return whether the medians have converged or the passes are used up."""
         if self.passes >= limits.max_passes:
             return True
         return self.passes >= MIN_PASSES and all(
-            relative_error(times) <= limits.tolerance for times in (self.shrink_us, self.expand_us)
+            relative_error(times) <= limits.tolerance for times in self.times_us.values()
         )
 
 
@@ -215,6 +220,34 @@ def relative_error(times: Sequence[float]) -> float:
     middle = float(np.median(values))
     spread = _SIGMAS_PER_MAD * float(np.median(np.abs(values - middle)))
     return _SPREAD_OF_MEDIAN * spread / math.sqrt(values.size) / middle
+
+
+def timing_row(
+    case: Case, kernel: str, half: str, width: int, times_us: Sequence[float], disturbed: int
+) -> dict[str, Any]:
+    """Return the row of the kernel table for the medians of a case's passes."""
+    rank_sum = sum(case.ranks)
+    return {
+        "kernel": kernel,
+        "half": half,
+        "width": width,
+        "case": case.name,
+        "configuration": case.configuration,
+        "grid": case.grid,
+        "phase": case.phase,
+        "requests": case.requests,
+        "tokens": case.tokens,
+        "adapters": len(case.ranks),
+        "max_rank": max(case.ranks),
+        "rank_sum": rank_sum * case.requests_each,
+        "adapter_rank_sum": rank_sum,
+        "rank_tokens": rank_sum * case.requests_each * case.tokens_each,
+        "median_us": float(np.median(times_us)),
+        "relative_error": relative_error(times_us) if len(times_us) > 1 else float("nan"),
+        "visits": len(times_us),
+        "disturbed": disturbed,
+        "visits_us": [float(each) for each in times_us],
+    }
 
 
 def rounds(

@@ -4,10 +4,11 @@ from __future__ import annotations
 
 import resource
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from functools import partial
-from typing import TYPE_CHECKING, Any, Final, NamedTuple, Protocol
+from types import MappingProxyType
+from typing import TYPE_CHECKING, Any, Final, NamedTuple, TypeAlias
 
 import numpy as np
 import torch
@@ -28,42 +29,34 @@ policies.
 """
 _LEAST_FLUSH_BYTES: Final = 256 * 2**20
 SITE: Final = 0
-HALVES: Final = ("shrink", "expand")
+CPU_KERNELS: Final = ("padded", "grouped")
+CUDA_KERNELS: Final = ("bgmv", "mbgmv", "sgmv")
 _OUT_SITE: Final = 1
-_O_PROJ: Final = 3  # alone in its place, from the width of all heads to the hidden size: both `width` here
+_O_PROJ: Final = 3  # the only module of its site; both of its sizes are `width` here
 
 
-class KernelClock(Protocol):
-    """Timer of equal calls."""
-
-    def time(self, calls: Sequence[Callable[[], object]]) -> KernelTiming:
-        """Run all calls and return the median time of all but the first, which warms up."""
-        ...
+KernelClock: TypeAlias = Callable[[Sequence[Callable[[], object]]], KernelTiming]
+"""Runs equal calls and returns the median time of all but the first, which warms up."""
 
 
-class CpuClock:
-    """Timer of single calls; interrupted calls do not count.
+def cpu_timing(calls: Sequence[Callable[[], object]]) -> KernelTiming:
+    """Return the median time of single calls on a CPU; interrupted calls do not count.
 
     A call is interrupted if the process left a core (``ru_nivcsw``). If all calls of a pass were, their time
     on the core replaces it: with one thread, the undisturbed time except for cache effects.
     """
-
-    def time(self, calls: Sequence[Callable[[], object]]) -> KernelTiming:
-        """See `KernelClock`."""
-        calls[0]()
-        whole, on_core = [], []
-        for call in calls[1:]:
-            switches = resource.getrusage(resource.RUSAGE_SELF).ru_nivcsw
-            start_on_core, start = time.thread_time_ns(), time.perf_counter_ns()
-            call()
-            taken_ns, core_ns = time.perf_counter_ns() - start, time.thread_time_ns() - start_on_core
-            if resource.getrusage(resource.RUSAGE_SELF).ru_nivcsw == switches:
-                whole.append(taken_ns)
-            elif torch.get_num_threads() == 1:
-                on_core.append(core_ns)
-            else:
-                on_core.append(taken_ns)
-        return KernelTiming(float(np.median(whole or on_core)) / 1000.0, not whole)
+    calls[0]()
+    whole, on_core = [], []
+    for call in calls[1:]:
+        switches = resource.getrusage(resource.RUSAGE_SELF).ru_nivcsw
+        start_on_core, start = time.thread_time_ns(), time.perf_counter_ns()
+        call()
+        taken_ns, core_ns = time.perf_counter_ns() - start, time.thread_time_ns() - start_on_core
+        if resource.getrusage(resource.RUSAGE_SELF).ru_nivcsw == switches:
+            whole.append(taken_ns)
+        else:
+            on_core.append(core_ns if torch.get_num_threads() == 1 else taken_ns)
+    return KernelTiming(float(np.median(whole or on_core)) / 1000.0, not whole)
 
 
 class CudaClock:
@@ -74,30 +67,24 @@ class CudaClock:
 
     def __init__(self, device: torch.device) -> None:
         l2_bytes = torch.cuda.get_device_properties(device).L2_cache_size
-        self._dirt = torch.empty(
-            max(_FLUSHES * l2_bytes, _LEAST_FLUSH_BYTES), dtype=torch.int8, device=device
-        )
+        size = max(_FLUSHES * l2_bytes, _LEAST_FLUSH_BYTES)
+        self._dirt = torch.empty(size, dtype=torch.int8, device=device)
 
-    def time(self, calls: Sequence[Callable[[], object]]) -> KernelTiming:
+    def __call__(self, calls: Sequence[Callable[[], object]]) -> KernelTiming:
         """See `KernelClock`."""
         calls[0]()
+        make_event: Any = partial(torch.cuda.Event, enable_timing=True)
         marks = []
         for call in calls[1:]:
             self._dirt.zero_()
-            begin, end = _event(), _event()
+            begin, end = make_event(), make_event()
             begin.record()
             call()
             end.record()
             marks.append((begin, end))
         torch.cuda.synchronize(self._dirt.device)
-        return KernelTiming(
-            float(np.median([begin.elapsed_time(end) for begin, end in marks])) * 1000.0, False
-        )
-
-
-def _event() -> Any:
-    make: Any = torch.cuda.Event
-    return make(enable_timing=True)
+        median_ms = float(np.median([begin.elapsed_time(end) for begin, end in marks]))
+        return KernelTiming(1000.0 * median_ms, False)
 
 
 class WeightPool:
@@ -108,7 +95,7 @@ class WeightPool:
     """
 
     def __init__(self, numbers: int, dtype: torch.dtype, device: torch.device) -> None:
-        # Neither zeros, which some memories compress, nor many different numbers, whose making takes long.
+        # Not zeros, which some memories compress; few different numbers, which are quick to generate.
         self.numbers = torch.linspace(-1.0, 1.0, 1 << 12, device=device).to(dtype).repeat(-(-numbers >> 12))
         self._next = 0
 
@@ -142,12 +129,10 @@ class KernelCalls(NamedTuple):
     expand: list[Callable[[], object]]
 
 
-class MakeCalls(Protocol):
-    """Makes calls of a kernel on a case."""
-
-    def __call__(self, case: Case, width: int, pool: WeightPool, number: int) -> KernelCalls:
-        """Return `number` calls of each half for adapters on a linear map from `width` to `width`."""
-        ...
+MakeCalls: TypeAlias = Callable[[Case, int, WeightPool, int], KernelCalls]
+"""Returns calls of a kernel on a case: for linear maps from and to a width, with weights from a pool, so many
+of each half.
+"""
 
 
 def segments_of(case: Case) -> list[Segment]:
@@ -157,7 +142,7 @@ def segments_of(case: Case) -> list[Segment]:
 
 
 def activations(case: Case, width: int, pool: WeightPool) -> tuple[torch.Tensor, torch.Tensor]:
-    """Return x and the output that the adapters add to; both stay in the caches, as they do in a step."""
+    """Return the input and the output of the adapters; both stay in the caches, as in a step."""
     like = pool.numbers
     ramp = torch.linspace(-1.0, 1.0, case.tokens * width, device=like.device).to(like.dtype)
     return ramp.view(case.tokens, width), like.new_zeros(case.tokens, width)
@@ -172,8 +157,8 @@ def grouped_calls(case: Case, width: int, pool: WeightPool, number: int) -> Kern
 def padded_calls(case: Case, width: int, pool: WeightPool, number: int) -> KernelCalls:
     """PyTorch, batched products padded to the largest rank.
 
-    Adapters lie as in slots of that rank, where the rows beyond their own are there and hold zeros. So the
-    kernel reads as much for a small one as for the largest, which is what BGMV does.
+    Adapters are stored as in slots of that rank, so the kernel reads as much for a small adapter as for the
+    largest, as BGMV does.
     """
     views = _views(replace(case, ranks=(max(case.ranks),) * len(case.ranks)), width, pool, number)
     adapters = PaddedLoRA(segments_of(case), views.__getitem__, pool.numbers.device)
@@ -185,7 +170,7 @@ def _torch_calls(
 ) -> KernelCalls:
     x, out = activations(case, width, pool)
     h = adapters.shrink(0, SITE, x)
-    # What is called is chosen above once: both kinds take back what their own shrink returned.
+    # Each kind takes what its own shrink returned.
     expand: Callable[..., None] = adapters.expand
     return KernelCalls(
         [partial(adapters.shrink, layer, SITE, x) for layer in range(number)],
@@ -199,24 +184,20 @@ def _views(case: Case, width: int, pool: WeightPool, layers: int) -> dict[int, l
     for _ in range(layers):
         shrinks = [Shrink(0, rank, pool.matrix(rank, width)) for rank in case.ranks]
         expands = [Expand(0, rank, 0, width, pool.matrix(rank, width)) for rank in case.ranks]
-        for number, (rank, shrink, expand) in enumerate(
-            zip(case.ranks, shrinks, expands, strict=True), start=1
-        ):
-            views[number].append([SiteViews(rank, (shrink,), (expand,))])
+        for number, (shrink, expand) in enumerate(zip(shrinks, expands, strict=True)):
+            views[number + 1].append([SiteViews(case.ranks[number], (shrink,), (expand,))])
     return views
 
 
 class TritonCalls:
-    """Makes calls of one Triton kernel."""
+    """Maker of the calls of one Triton kernel."""
 
     def __init__(self, kind: Kind) -> None:
         self._kind = kind
 
     def __call__(self, case: Case, width: int, pool: WeightPool, number: int) -> KernelCalls:
         """See `MakeCalls`."""
-        from capplan.engine.kernels.triton_lora import (
-            TritonLoRA,  # needs Triton, which CPU-only machines lack
-        )
+        from capplan.engine.kernels.triton_lora import TritonLoRA  # CPU-only machines lack Triton
 
         layout = AdapterLayout(_square_model(width, number))
         tables = RowTables(layout, len(case.ranks), max(case.ranks), pool.numbers.device)
@@ -241,14 +222,11 @@ class TritonCalls:
 
 
 def _square_model(width: int, layers: int) -> ModelConfig:
-    return ModelConfig(
-        name="square",
-        layers=layers,
-        hidden_size=width,
-        heads=1,
-        kv_heads=1,
-        head_dim=width,
-        intermediate_size=1,
-        vocab_size=1,
-        max_positions=1,
-    )
+    sizes: dict[str, Any] = dict.fromkeys(("hidden_size", "head_dim"), width)
+    sizes |= dict.fromkeys(("heads", "kv_heads", "intermediate_size", "vocab_size", "max_positions"), 1)
+    return ModelConfig("square", layers, **sizes)
+
+
+MAKERS: Final[Mapping[str, MakeCalls]] = MappingProxyType(
+    {"padded": padded_calls, "grouped": grouped_calls, **{kind: TritonCalls(kind) for kind in CUDA_KERNELS}}
+)

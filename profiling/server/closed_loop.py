@@ -4,19 +4,23 @@ from __future__ import annotations
 
 import asyncio
 import itertools
-from collections.abc import Callable, Mapping, Sequence
+import time
+from collections.abc import AsyncIterator, Callable, Mapping, Sequence
+from contextlib import asynccontextmanager
 from dataclasses import dataclass
 from typing import Final
 
 import numpy as np
 
 from capplan.errors import CapplanError, InputError
-from capplan.profiling.load.client import CompletionClient
+from capplan.profiling.load.client import CompletionClient, open_session
+from capplan.profiling.load.preflight import Preflight, bodies_for
 from capplan.profiling.load.record import FINISHED, UNFINISHED, RequestOutcome
-from capplan.profiling.load.requests import RequestBodies
+from capplan.profiling.load.requests import RequestBodies, Target
 from capplan.profiling.tables import OUTPUT_TOKENS, loading_row
 
 _SEED: Final = 0
+_REQUEST_TIMEOUT_S: Final = 120.0
 _MOST_FAILURES: Final = 3
 _CANCEL_S: Final = 10.0
 _MS_PER_S: Final = 1e3
@@ -105,9 +109,9 @@ def design(bounds: ServerBounds, base_model: bool = True) -> list[ServerPoint]:
     Parameters
     ----------
     bounds
-        What the server can do.
+        Limits of the server.
     base_model
-        Whether it also answers without an adapter.
+        Whether it also serves requests without an adapter.
     """
     corners: list[ServerPoint] = []
     rest: list[ServerPoint] = []
@@ -117,18 +121,12 @@ def design(bounds: ServerBounds, base_model: bool = True) -> list[ServerPoint]:
     for streams in batches:
         active = [0] if base_model else []
         active += powers_of_2(min(streams, bounds.a_max, bounds.adapters))
-        for adapters in active:
-            for prompt in prompts:
-                for output in outputs:
-                    point = ServerPoint(streams, adapters, prompt, output)
-                    if not bounds.allow(point):
-                        continue
-                    ends = (
-                        streams in (batches[0], batches[-1])
-                        and adapters in (active[0], active[-1])
-                        and prompt in (prompts[0], prompts[-1])
-                    )
-                    (corners if ends else rest).append(point)
+        for adapters, prompt, output in itertools.product(active, prompts, outputs):
+            point = ServerPoint(streams, adapters, prompt, output)
+            ends = ((streams, batches), (adapters, active), (prompt, prompts))
+            is_corner = all(value in (values[0], values[-1]) for value, values in ends)
+            if bounds.allow(point):
+                (corners if is_corner else rest).append(point)
     order = np.random.default_rng(_SEED).permutation(len(rest)).tolist()
     return corners + [rest[at] for at in order]
 
@@ -158,8 +156,7 @@ class LoopError(CapplanError):
 class RequestSender:
     """Sender of requests with unique numbers, so that no two share a prompt."""
 
-    def __init__(self, client: CompletionClient, bodies: RequestBodies, clock: Callable[[], float]) -> None:
-        self.clock = clock
+    def __init__(self, client: CompletionClient, bodies: RequestBodies) -> None:
         self._client = client
         self._bodies = bodies
         self._numbers = itertools.count()
@@ -170,6 +167,16 @@ class RequestSender:
         body = self._bodies.body(number, model, prompt_tokens, output_tokens)
         outcome = await self._client.complete(number, body)
         return ClosedLoopRequest(outcome, model, prompt_tokens, output_tokens)
+
+
+@asynccontextmanager
+async def open_sender(
+    target: Target, found: Preflight, names: Sequence[str], used: Sequence[str]
+) -> AsyncIterator[RequestSender]:
+    """Open a session with a server; `names` are its models by position, `used` those that get requests."""
+    async with open_session(target) as session:
+        client = CompletionClient(session, target, _REQUEST_TIMEOUT_S, time.monotonic)
+        yield RequestSender(client, bodies_for(found, target, names, used))
 
 
 async def closed_loop(
@@ -184,8 +191,6 @@ async def closed_loop(
 
     Parameters
     ----------
-    sender, point
-        Sender and operating point.
     models
         Model positions of the streams in turn.
     ramp_s, measured_s
@@ -207,14 +212,14 @@ async def closed_loop(
     """
     done: list[ClosedLoopRequest] = []
     failures: list[RequestOutcome] = []
-    started_s = sender.clock()
+    started_s = time.monotonic()
     streams = [
         asyncio.create_task(_stream(sender, point, models[at % len(models)], (seed, at), done, failures))
         for at in range(point.streams)
     ]
     start_s, end_s = started_s + ramp_s, started_s + ramp_s + measured_s
     try:
-        await asyncio.wait(streams, timeout=max(0.0, end_s - sender.clock()))
+        await asyncio.wait(streams, timeout=max(0.0, end_s - time.monotonic()))
     finally:  # also when this loop itself is cancelled
         for each in streams:
             each.cancel()
@@ -306,8 +311,6 @@ async def adapter_loads(
 
     Parameters
     ----------
-    sender
-        Sender of requests.
     adapters
         Rank by model position; nothing is measured unless there are more than slots.
     a_max, s_max

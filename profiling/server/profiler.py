@@ -3,19 +3,19 @@
 from __future__ import annotations
 
 import asyncio
-import time
-from collections.abc import Awaitable, Callable, Mapping, Sequence
+import itertools
+from collections.abc import Awaitable, Callable, Mapping
 from dataclasses import asdict, dataclass
 from datetime import UTC, datetime
-from typing import Any, Final, TypeAlias
+from typing import Any, Final
 
 import numpy as np
 
+from capplan import __version__
 from capplan.errors import InputError
 from capplan.profiling import tables as files
 from capplan.profiling.load.bench import stopped_by_signals
-from capplan.profiling.load.client import CompletionClient, open_session
-from capplan.profiling.load.preflight import EngineInfo, Preflight, bodies_for, fetch_engine_info, preflight
+from capplan.profiling.load.preflight import EngineInfo, Preflight, fetch_engine_info, preflight
 from capplan.profiling.load.requests import BASE, DEFAULT_MAX_MODEL_LEN, PromptForm, Target
 from capplan.profiling.load.run import EventLoopLag
 from capplan.profiling.server.closed_loop import (
@@ -27,18 +27,16 @@ from capplan.profiling.server.closed_loop import (
     closed_loop,
     design,
     first_tokens,
+    open_sender,
 )
 from capplan.profiling.server.windows import window_rows
-from capplan.profiling.tables import OUTPUT_TOKENS, MeasurementFolder, idle_run, require_same
+from capplan.profiling.tables import OUTPUT_TOKENS, MeasurementFolder, OnProgress, idle_run, require_same
 
-OnProgress: TypeAlias = Callable[[str, int, int], None]
-"""Called with a stage, the number of its parts that are done, and their total."""
 NO_STEPS: Final = "no request decoded for long enough"
 """Failure of a point without decode steps."""
 FIRST_TOKENS: Final = "first tokens"
 LOADS: Final = "adapter loads"
 """Stages before the operating points."""
-_REQUEST_TIMEOUT_S: Final = 120.0
 _LARGEST_BATCH: Final = 64
 _RAMP_SHARE: Final = 0.35
 _LEAST_RAMP_S: Final = 1.0
@@ -105,19 +103,6 @@ class ServerProfilingOptions:
     load_rounds: int = 6
 
 
-class Counter:
-    """Progress counter of a stage."""
-
-    def __init__(self, report: OnProgress, stage: str, total: int) -> None:
-        self._report, self._stage, self._total, self._done = report, stage, total, 0
-        report(stage, 0, total)
-
-    def __call__(self) -> None:
-        """Count one part."""
-        self._done += 1
-        self._report(self._stage, self._done, self._total)
-
-
 @dataclass(frozen=True)
 class ProfiledServer:
     """Server under measurement."""
@@ -129,27 +114,27 @@ class ProfiledServer:
     info: EngineInfo
 
 
-@dataclass(frozen=True)
+@dataclass
 class ServerProfilingResult:
     """Summary of a measurement."""
 
     setting: str
-    points: int
-    skipped: int
+    points: int = 0
+    skipped: int = 0
     """Points of earlier measurements."""
-    left_out: int
+    left_out: int = 0
     """Points beyond the budget."""
-    failed: tuple[str, ...]
+    failed: tuple[str, ...] = ()
     """Points and stages without rows, with the reason."""
-    step_rows: int
-    loads: int
-    kv_tokens: int | None
-    late_ms_p95: float | None
+    step_rows: int = 0
+    loads: int = 0
+    kv_tokens: int | None = None
+    late_ms_p95: float | None = None
     """Event-loop lag: the error of gaps between tokens."""
-    partial: bool
+    partial: bool = False
 
 
-class ServerProfiler:
+class _ServerProfiler:
     """One resumable measurement."""
 
     def __init__(
@@ -165,7 +150,6 @@ class ServerProfiler:
         self.report = on_progress
         self.ranks = dict(enumerate(server.adapters.values(), start=1))
         """By model position; position 0 is the base model."""
-        self.with_base = server.target.base_model is not None
         self.a_max = setting.a_max or server.info.a_max or 1
         self.bounds = ServerBounds(
             adapters=len(self.ranks),
@@ -179,9 +163,8 @@ class ServerProfiler:
         self.name = (
             f"a{self.a_max}-s{setting.s_max}-b{setting.max_num_seqs}-t{setting.max_num_batched_tokens}"
         )
+        self.result = ServerProfilingResult(self.name, kv_tokens=server.info.kv_tokens)
         self._sender = sender
-        self._points = self._skipped = self._left_out = self._rows = self._loads = 0
-        self._failed: list[str] = []
         self._loop_lag = EventLoopLag()
 
     async def measure(self) -> None:
@@ -192,48 +175,47 @@ class ServerProfiler:
         InputError
             If the folder is of another server.
         """
-        require_same(self.out, self.name, self._facts())
+        facts = self._facts()
+        for name, known in self.out.notes().items():
+            keys = ("base_model", "ranks") if name == self.name else ("base_model",)
+            require_same(known, facts, keys, f"{self.out.path / files.PROVENANCE}: {name}")
         loop_lag = asyncio.create_task(self._loop_lag.watch())
         try:
-            self._write_memory()
-            await self._run_stage(FIRST_TOKENS, self._first_tokens)
-            await self._run_stage(LOADS, self._adapter_loads)
+            if self.server.info.kv_tokens is not None:
+                row = {**self._engine(), "kv_tokens": self.server.info.kv_tokens}
+                self.out.add(files.MEMORY, self.name, [row])
+            await self._run_stage(FIRST_TOKENS, self._first_tokens())
+            await self._run_stage(LOADS, self._adapter_loads())
             await self._operating_points()
         finally:  # also when it is interrupted
             loop_lag.cancel()
+            self.result.late_ms_p95 = self._loop_lag.percentile_ms(95.0)
             self.out.note(self.name, self._facts())
 
-    async def _run_stage(self, stage: str, work: Callable[[], Awaitable[None]]) -> None:
+    async def _run_stage(self, stage: str, work: Awaitable[None]) -> None:
         try:
-            await work()
+            await work
         except LoopError as error:
-            self._failed.append(f"{stage}: {error}")
+            self._fail(stage, error)
 
-    def profiled(self, *, partial: bool) -> ServerProfilingResult:
-        """Return the summary."""
-        return ServerProfilingResult(
-            setting=self.name,
-            points=self._points,
-            skipped=self._skipped,
-            left_out=self._left_out,
-            failed=tuple(self._failed),
-            step_rows=self._rows,
-            loads=self._loads,
-            kv_tokens=self.server.info.kv_tokens,
-            late_ms_p95=self._loop_lag.percentile_ms(95.0),
-            partial=partial,
-        )
+    def _fail(self, name: str, reason: object) -> None:
+        self.result.failed += (f"{name}: {reason}",)
+
+    def _counter(self, stage: str, total: int) -> Callable[[], None]:
+        """Return a progress counter that starts at 0."""
+        done = itertools.count()
+
+        def count() -> None:
+            self.report(stage, next(done), total)
+
+        count()
+        return count
 
     def _engine(self) -> dict[str, Any]:
         """Return the engine-setting columns of tables."""
         known = {"a_max": self.a_max, "s_max": self.setting.s_max, "max_num_seqs": self.setting.max_num_seqs}
         share = self.server.info.gpu_memory_utilization
         return known if share is None else {**known, "gpu_memory_utilization": share}
-
-    def _write_memory(self) -> None:
-        kv_tokens = self.server.info.kv_tokens
-        if kv_tokens is not None:
-            self.out.add(files.MEMORY, self.name, [{**self._engine(), "kv_tokens": kv_tokens}])
 
     async def _first_tokens(self) -> None:
         """Measure first tokens of the idle server, and write them as runs of minimal load."""
@@ -243,58 +225,51 @@ class ServerProfiler:
         top = min(4 * self.options.prompt_tokens, longest, self.setting.max_num_batched_tokens)
         lengths = sorted({int(n) for n in np.geomspace(min(8, top), top, _IDLE_LENGTHS).round()})
         resident = list(self.ranks)[: min(self.a_max, _IDLE_ADAPTERS)]
-        counter = Counter(self.report, FIRST_TOKENS, len(lengths))
+        counter = self._counter(FIRST_TOKENS, len(lengths))
         rows = await first_tokens(self._sender, resident or [0], lengths, self.options.idle_repeats, counter)
         self.out.add(files.FIRST_TOKENS, self.name, rows)
-        if resident:
-            self.out.add(files.RUNS, self.name, [self._idle_run(row, resident) for row in rows])
-
-    def _idle_run(self, row: Mapping[str, float], resident: Sequence[int]) -> dict[str, Any]:
-        return {
+        settings = {
             **self._engine(),
-            "run": f"{self.name}-idle-p{row['prompt_tokens']:g}",
             "adapters": len(resident),
             "ranks": " ".join(str(self.ranks[at]) for at in resident),
             "max_num_batched_tokens": self.setting.max_num_batched_tokens,
             "max_model_len": self.bounds.longest,
-            **idle_run(row["prompt_tokens"], row["ttft_ms_p50"]),
         }
+        if resident:
+            self.out.add(files.RUNS, self.name, [idle_run(self.name, settings, row) for row in rows])
 
     async def _adapter_loads(self) -> None:
         if self.out.has(files.LOADING, self.name):
             return
         rounds = self.options.load_rounds
-        counter = Counter(self.report, LOADS, rounds + 1)
+        counter = self._counter(LOADS, rounds + 1)
         rows = await adapter_loads(self._sender, self.ranks, self.a_max, self.setting.s_max, rounds, counter)
-        self._loads = int(sum(float(row["loads"]) for row in rows))
+        self.result.loads = int(sum(float(row["loads"]) for row in rows))
         self.out.add(files.LOADING, self.name, rows)
 
     async def _operating_points(self) -> None:
         known = self.out.measured(files.STEPS, self.name, "visit")
-        points = design(self.bounds, self.with_base)
-        passes = [(point, number) for number in range(self.options.passes) for point in points]
-        todo = [each for each in passes if self._pass_name(*each) not in known]
-        self._skipped = len(passes) - len(todo)
+        points = design(self.bounds, self.server.target.base_model is not None)
+        suffixes = ["", *(f"#{number}" for number in range(2, self.options.passes + 1))]
+        passes = [(point, f"{self.name}-{point.name}{suffix}") for suffix in suffixes for point in points]
+        todo = [each for each in passes if each[1] not in known]
         room = max(1, int(self.options.budget_s / self.options.point_s))
-        self._left_out = max(0, len(todo) - room)
-        counter = Counter(self.report, "operating points", min(room, len(todo)))
-        for seed, (point, number) in enumerate(todo[:room]):
+        self.result.skipped = len(passes) - len(todo)
+        self.result.left_out = max(0, len(todo) - room)
+        counter = self._counter("operating points", min(room, len(todo)))
+        for seed, (point, name) in enumerate(todo[:room]):
             try:
-                rows = await self._point(point, seed)
+                rows = [{**row, "visit": name} for row in await self._point(point, seed)]
             except LoopError as error:
-                self._failed.append(f"{point.name}: {error}")
+                self._fail(point.name, error)
             else:
-                name = self._pass_name(point, number)
-                self._add_rows(point, [{**row, "visit": name} for row in rows])
+                if rows:
+                    self.result.points += 1
+                    self.result.step_rows += len(rows)
+                    self.out.add(files.STEPS, self.name, rows, replace=False)
+                else:
+                    self._fail(point.name, NO_STEPS)
             counter()
-
-    def _add_rows(self, point: ServerPoint, rows: Sequence[Mapping[str, Any]]) -> None:
-        if not rows:
-            self._failed.append(f"{point.name}: {NO_STEPS}")
-            return
-        self._points += 1
-        self._rows += len(rows)
-        self.out.add(files.STEPS, self.name, rows, replace=False)
 
     async def _point(self, point: ServerPoint, seed: int) -> list[dict[str, Any]]:
         """Measure a point and return the rows of its windows."""
@@ -305,7 +280,7 @@ class ServerProfiler:
         edges = np.linspace(start_s, end_s, _WINDOWS + 1)
         rows = window_rows(answered, edges, self.ranks, self.setting.max_num_batched_tokens)
         fixed = {
-            "run": self._run_name(point),
+            "run": f"{self.name}-{point.name}",
             "a_max": self.a_max,
             "s_max": self.setting.s_max,
             "adapters_served": max(1, len(self.ranks)),
@@ -317,17 +292,8 @@ class ServerProfiler:
             fixed["kv_capacity"] = self.server.info.kv_tokens
         return [{**fixed, **row} for row in rows]
 
-    def _run_name(self, point: ServerPoint) -> str:
-        return f"{self.name}-{point.name}"
-
-    def _pass_name(self, point: ServerPoint, number: int) -> str:
-        run = self._run_name(point)
-        return run if number == 0 else f"{run}#{number + 1}"
-
     def _facts(self) -> dict[str, Any]:
         """Return the provenance of the rows."""
-        from capplan import __version__
-
         return {
             "measured_by": f"capplan profile server, capplan {__version__}",
             "at": datetime.now(UTC).isoformat(timespec="seconds"),
@@ -340,9 +306,9 @@ class ServerProfiler:
             "options": asdict(self.options),
             "prompt_form": self.server.found.prompts.form.value,
             "points": len(self.out.measured(files.STEPS, self.name, "run")),
-            "points_left_out": self._left_out,
-            "points_failed": self._failed,
-            "client_late_ms_p95": self._loop_lag.percentile_ms(95.0),
+            "points_left_out": self.result.left_out,
+            "points_failed": list(self.result.failed),
+            "client_late_ms_p95": self.result.late_ms_p95,
         }
 
 
@@ -391,21 +357,18 @@ async def _profile(
     options: ServerProfilingOptions,
     on_progress: OnProgress,
 ) -> ServerProfilingResult:
-    with_base = target.base_model is not None
-    if not adapters and not with_base:
+    names = [BASE, *adapters]
+    used = names if target.base_model is not None else names[1:]
+    if not used:
         raise InputError("must name an adapter, unless a base model is named", location="adapters")
-    asked = [BASE, *adapters] if with_base else list(adapters)
-    found = await preflight(target, asked, options.prompt_form)
+    found = await preflight(target, used, options.prompt_form)
     info = await fetch_engine_info(target)
     if adapters and setting.a_max is None and info.a_max is None:
-        raise InputError("is required: the server does not tell its adapter slots", location="a_max")
+        raise InputError("is required: the server does not report its adapter slots", location="a_max")
     server = ProfiledServer(target, adapters, found, info)
-    bodies = bodies_for(found, target, [BASE, *adapters], asked)
     stop = asyncio.Event()
-    async with open_session(target) as session:
-        client = CompletionClient(session, target, _REQUEST_TIMEOUT_S, time.monotonic)
-        sender = RequestSender(client, bodies, time.monotonic)
-        profiler = ServerProfiler(server, sender, setting, out, options, on_progress)
+    async with open_sender(target, found, names, used) as sender:
+        profiler = _ServerProfiler(server, sender, setting, out, options, on_progress)
         with stopped_by_signals(stop):
             work = asyncio.create_task(profiler.measure())
             stopped = asyncio.create_task(stop.wait())
@@ -415,7 +378,8 @@ async def _profile(
             await asyncio.wait({work, stopped})
     if not work.cancelled() and (error := work.exception()) is not None:
         raise error
-    return profiler.profiled(partial=stop.is_set())
+    profiler.result.partial = stop.is_set()
+    return profiler.result
 
 
 def _ignore(stage: str, done: int, total: int) -> None:

@@ -17,7 +17,7 @@ from capplan.models.memory import kv_tokens
 from capplan.profiling.engine import served
 from capplan.profiling.engine.options import STAGES, EngineProfilingOptions
 from capplan.profiling.engine.profiler import profile_engine
-from capplan.profiling.engine.steps import batches
+from capplan.profiling.engine.steps import iteration_cases
 from capplan.profiling.server.closed_loop import LoopError, RequestSender, ServerPoint, closed_loop
 from capplan.spec import Kernel
 from capplan.twin.calibration import CalibrationOptions as HowToCalibrate
@@ -105,7 +105,9 @@ def test_a_profile_is_made_of_the_tables(measured: Path) -> None:
 
 def test_iterations_are_on_the_grid_of_the_paper_and_their_fits_are_made(tmp_path: Path) -> None:
     options = tiny(max_num_seqs=8, max_num_batched_tokens=256, stages=("iterations",), budget_s=20.0)
-    assert {each.configuration for each in batches(32, 0)} >= {f"{n}x{r}" for n in (4, 32) for r in (8, 64)}
+    assert {each.configuration for each in iteration_cases(32, 0)} >= {
+        f"{n}x{r}" for n in (4, 32) for r in (8, 64)
+    }
     profile_engine(tmp_path, options)
     table = read_kernel_table(tmp_path / "iterations.parquet")
     assert set(table["phase"]) == {"decode", "prefill"}

@@ -8,18 +8,39 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from capplan import EngineArgs
 from capplan.engine import Engine
 from capplan.engine.timing import StepRecord
 from capplan.profiling.engine.served import grouped, recorded_rows
 from capplan.profiling.engine.stepping import (
+    GROWTH,
     MIXED,
     EngineBounds,
     EnginePoint,
     Stepper,
     candidates,
-    most_telling,
+    most_informative,
 )
 from tests.engine.integrity import check_engine
+
+
+def bounds(
+    a_max: int,
+    ranks: tuple[int, ...],
+    max_num_seqs: int,
+    budget: int = 512,
+    model_len: int = 512,
+    kv_tokens: int = 10**5,
+) -> EngineBounds:
+    args = EngineArgs(
+        max_loras=a_max,
+        max_lora_rank=max(ranks),
+        max_num_seqs=max_num_seqs,
+        max_num_batched_tokens=budget,
+        max_model_len=model_len,
+        gpu_memory_utilization=0.9,
+    )
+    return EngineBounds(args, ranks, kv_tokens)
 
 
 @settings(max_examples=15, deadline=None)
@@ -33,19 +54,18 @@ from tests.engine.integrity import check_engine
 def test_every_state_can_be_held(
     a_max: int, max_num_seqs: int, budget: int, model_len: int, kv_tokens: int
 ) -> None:
-    bounds = EngineBounds(a_max, (8, 32), max_num_seqs, budget, model_len, kv_tokens, growth=20)
-    found = candidates(bounds, seed=0)
+    found = candidates(bounds(a_max, (8, 32), max_num_seqs, budget, model_len, kv_tokens), seed=0)
     assert len({point.name for point in found}) == len(found)
     for point in found:
         assert point.adapters <= min(a_max, point.batch)
         assert point.batch <= max_num_seqs
         assert point.batch + point.prompt <= budget
-        assert point.context + 20 < model_len
+        assert point.context + GROWTH < model_len
         assert point.rank in (MIXED, 8, 32)
 
 
 def test_a_queue_stands_only_behind_a_full_batch() -> None:
-    found = candidates(EngineBounds(4, (8,), 8, 512, 512, 10**5, 20), seed=0)
+    found = candidates(bounds(4, (8,), 8), seed=0)
     assert {point.batch for point in found if point.waiting} == {8}
 
 
@@ -56,15 +76,15 @@ def test_the_next_state_is_unlike_those_that_were_seen() -> None:
         EnginePoint(64, 512, 256, 16, 8),
     )
     seen = [(small, 1.0, 1.5)] * 3
-    assert most_telling([alike, large], seen, 16.0) == 1
+    assert most_informative([alike, large], seen, 16.0) == 1
 
 
 def test_times_weigh_what_is_seen() -> None:
-    every = candidates(EngineBounds(8, (8, 16), 16, 512, 512, 10**5, 20), seed=1)
+    every = candidates(bounds(8, (8, 16), 16), seed=1)
     rng = np.random.default_rng(0)
     left, seen = list(every), []
     for _ in range(12):
-        point = left.pop(most_telling(left, seen, 12.0))
+        point = left.pop(most_informative(left, seen, 12.0))
         seen.append((point, 1.0 + 0.1 * point.batch, 1.0 + 0.1 * point.batch + 0.01 * point.prompt))
     batches = [point.batch for point, _, _ in seen]
     drawn = [every[at].batch for at in rng.permutation(len(every))[:12].tolist()]
