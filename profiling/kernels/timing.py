@@ -224,7 +224,7 @@ class TritonCalls:
 def _square_model(width: int, layers: int) -> ModelConfig:
     sizes: dict[str, Any] = dict.fromkeys(("hidden_size", "head_dim"), width)
     sizes |= dict.fromkeys(("heads", "kv_heads", "intermediate_size", "vocab_size", "max_positions"), 1)
-    return ModelConfig("square", layers, **sizes)
+    return ModelConfig(name="square", layers=layers, **sizes)
 
 
 MAKERS: Final[Mapping[str, MakeCalls]] = MappingProxyType(
