@@ -1,4 +1,4 @@
-"""`capplan compare`: every solver on the same workload, judged by the twin."""
+"""`capplan compare`: solvers on the same workload, verified by the twin."""
 
 from __future__ import annotations
 
@@ -7,18 +7,24 @@ from typing import TYPE_CHECKING, Any
 
 import typer
 
-from capplan.cli.console import DASH, counted, number, percent, print_json, print_table, table
-from capplan.cli.options import AsJson, ProfileName, WorkloadFile, chosen_profile, command
-from capplan.cli.output import require_writable_file
+from capplan.cli.console import DASH, Table, counted, number, percent, print_json, print_table
+from capplan.cli.options import (
+    FAILED,
+    AsJson,
+    ProfileName,
+    Seed,
+    WorkloadFile,
+    chosen_profile,
+    command,
+    names,
+)
+from capplan.cli.output import require_writable_files
 from capplan.cli.progress import announce_compilation, progress_bars
 from capplan.planner import SOLVERS
 
 if TYPE_CHECKING:
-    from rich.table import Table
-
     from capplan.planner import SolverComparison, SolverResult
 
-_NONE_HOLDS = 1
 _ALL = "all"
 
 
@@ -31,8 +37,8 @@ class CompareArgs:
     profile: ProfileName = None
     gpus: int | None = typer.Option(None, metavar="N", help="GPUs a solver may use; default: the workload's.")
     seeds: int = typer.Option(5, metavar="K", help="Fresh seeds that answers are verified on.")
-    seed: int = typer.Option(0, metavar="N", help="Same seed, same answers.")
-    time_limit: float = typer.Option(60.0, metavar="SECONDS", help="When dlora-proactive and milp give up.")
+    seed: Seed = 0
+    time_limit: float = typer.Option(60.0, metavar="SECONDS", help="Limit for dlora-proactive and milp.")
     html: str | None = typer.Option(None, metavar="FILE", help="Write the comparison as one HTML file.")
     as_json: AsJson = False
 
@@ -42,18 +48,17 @@ def compare(args: CompareArgs) -> None:
     """Compare solvers on a workload: raw answers, and the verdict of the twin on fresh seeds."""
     from capplan.spec import load_workload, write_text_atomic
 
-    if args.html is not None:
-        require_writable_file(args.html)
-    names = SOLVERS if args.solvers == _ALL else tuple(name.strip() for name in args.solvers.split(","))
-    wishes = load_workload(args.workload)
-    chosen = chosen_profile(wishes, args.profile)
+    require_writable_files(args.html)
+    solvers = SOLVERS if args.solvers == _ALL else names(args.solvers, "--solvers")
+    workload = load_workload(args.workload)
+    chosen = chosen_profile(workload, args.profile)
     announce_compilation()
     from capplan import planner
 
     with progress_bars() as on_progress:
         result = planner.compare(
-            wishes,
-            names,
+            workload,
+            solvers,
             gpus=args.gpus,
             profile=chosen,
             seed=args.seed,
@@ -64,7 +69,7 @@ def compare(args: CompareArgs) -> None:
     if args.html is not None:
         from capplan.cli.report.comparison import comparison_page
 
-        write_text_atomic(args.html, comparison_page(result, args.workload, wishes.slo.latency_bounds()))
+        write_text_atomic(args.html, comparison_page(result, args.workload, workload.slo.latency_bounds()))
     if args.as_json:
         print_json(document(result))
     else:
@@ -74,19 +79,16 @@ def compare(args: CompareArgs) -> None:
 
 
 def rows_table(result: SolverComparison) -> Table:
-    """Return one row per solver, in the order asked for."""
-    rows = table(
-        "solver", "GPUs", "starved", "late", "memory\nerrors", "short of\nheadroom", "served", "tok/s",
-        "ITL\nms", "TTFT p99\ns", "solve\ns", "verdict", numbers_from=1,
-    )  # fmt: skip
-    rows.columns[-1].justify = "left"
-    for row in result.rows:
-        rows.add_row(*cells(row))
-    return rows
+    """Return one row per solver, in the order given."""
+    head = (
+        *("solver", "GPUs", "starved", "late", "memory\nerrors", "short of\nheadroom", "served", "tok/s"),
+        *("ITL\nms", "TTFT p99\ns", "solve\ns", "verdict"),
+    )
+    return Table(head, [cells(row) for row in result.rows], text_last=True)
 
 
 def cells(row: SolverResult) -> tuple[str, ...]:
-    """Return a row in words."""
+    """Return the cells of a solver."""
     if not row.answered:
         return (row.solver, *(DASH,) * 10, row.failure)
     counts = (row.gpus, row.starved, row.late, row.memory_errors, row.short_of_headroom)
@@ -103,7 +105,7 @@ def cells(row: SolverResult) -> tuple[str, ...]:
 
 
 def verdict(row: SolverResult) -> str:
-    """Return in words what the twin says of an answer."""
+    """Return the verdict of the twin on an answer."""
     if not row.answered:
         return "no answer"
     if row.holds:
@@ -112,7 +114,7 @@ def verdict(row: SolverResult) -> str:
 
 
 def summary(result: SolverComparison) -> str:
-    """Return the best answers, and what was compared."""
+    """Return the best answers and the size of the comparison in one line."""
     holding = [row for row in result.rows if row.holds]
     best = min(holding, key=lambda row: row.gpus, default=None)
     if best is None:
@@ -142,11 +144,11 @@ def document(result: SolverComparison) -> dict[str, Any]:
 
 
 def _exit(result: SolverComparison) -> None:
-    """End as ARCHITECTURE has it: 1 when the twin agrees with no answer; without any, as the errors say."""
+    """Exit with 1 if no answer holds, or with the worst error if there is no answer."""
     if any(row.holds for row in result.rows):
         return
     if any(row.answered for row in result.rows):
-        raise typer.Exit(_NONE_HOLDS)
+        raise typer.Exit(FAILED)
     worst = max(result.rows, key=lambda row: row.exit_code)
     typer.echo(f"error: no solver has an answer; {worst.solver}: {worst.failure}", err=True)
     raise typer.Exit(worst.exit_code)

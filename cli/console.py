@@ -5,12 +5,14 @@ from __future__ import annotations
 import json
 import math
 import sys
-from typing import Any, Final
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any, ClassVar, Final, TypeAlias
 
+import rich.table
 import typer
 from rich import box
 from rich.console import Console
-from rich.table import Table
 
 _WIDTH_OF_A_FILE: Final = 200  # columns, when the output is not a terminal
 DASH: Final = "–"
@@ -30,18 +32,48 @@ def console(*, err: bool = False) -> Console:
     return _Console(file=stream, width=width, markup=False, highlight=False, emoji=False)
 
 
-def table(*columns: str, numbers_from: int | None = None) -> Table:
-    """Return an empty table; columns from ``numbers_from`` on are aligned to the right."""
-    result = Table(box=box.SIMPLE_HEAD, pad_edge=False)
-    for index, column in enumerate(columns):
-        is_number = numbers_from is not None and index >= numbers_from
-        result.add_column(column, justify="right" if is_number else "left", overflow="fold")
-    return result
+@dataclass(frozen=True)
+class Mark:
+    """Text with a tone on pages: ``good``, ``bad`` or ``strong``."""
+
+    text: str
+    tone: str
+
+    def __str__(self) -> str:
+        return self.text
 
 
-def print_table(rows: Table) -> None:
+Cell: TypeAlias = str | Mark
+
+
+@dataclass(frozen=True)
+class Table:
+    """Rows of text, for the terminal and for pages; columns from ``numbers_from`` on are aligned right."""
+
+    head: Sequence[str]
+    rows: Sequence[Sequence[Cell]]
+    numbers_from: int | None = 1
+    caption: str = ""
+    text_last: bool = False
+    """Whether the last column holds words beside numbers."""
+    kind: ClassVar[str] = "table"
+
+    def text_second(self) -> Table:
+        """Return the table with its last column, of words, as the second, which keeps numbers together."""
+        head, *rows = ((row[0], row[-1], *row[1:-1]) for row in (self.head, *self.rows))
+        return Table([str(name) for name in head], rows, 2, self.caption)
+
+
+def print_table(table: Table) -> None:
     """Print a table on stdout."""
-    console().print(rows)
+    shown = rich.table.Table(box=box.SIMPLE_HEAD, pad_edge=False)
+    first = len(table.head) if table.numbers_from is None else table.numbers_from
+    for index, column in enumerate(table.head):
+        is_number = index >= first and not (table.text_last and index == len(table.head) - 1)
+        shown.add_column(column, justify="right" if is_number else "left", overflow="fold")
+    for row in table.rows:
+        shown.add_row(*map(str, row))
+    console().print(shown)
 
 
 def print_json(document: Any) -> None:
@@ -58,6 +90,11 @@ def finite(value: Any) -> Any:
     return None if isinstance(value, float) and not math.isfinite(value) else value
 
 
+def smape(value: float) -> str:
+    """Return an error that is in percent already."""
+    return DASH if math.isnan(value) else f"{value:.2f} %"
+
+
 def number(value: float | None, decimals: int = 0) -> str:
     """Return a number with separated thousands, or a dash when there is none."""
     return DASH if value is None or not math.isfinite(value) else f"{value:,.{decimals}f}"
@@ -65,7 +102,7 @@ def number(value: float | None, decimals: int = 0) -> str:
 
 def percent(fraction: float | None) -> str:
     """Return a fraction as a percentage."""
-    return DASH if fraction is None else f"{100 * fraction:.1f} %"
+    return DASH if fraction is None or math.isnan(fraction) else f"{100 * fraction:.1f} %"
 
 
 def counted(count: int, noun: str) -> str:

@@ -7,8 +7,8 @@ from typing import TYPE_CHECKING
 
 import typer
 
-from capplan.cli.console import print_json, print_table, table
-from capplan.cli.options import AsJson, command
+from capplan.cli.console import Table, print_json, print_table
+from capplan.cli.options import AsJson, KnownProfile, RayAddress, Workers, command
 from capplan.cli.progress import announce_compilation, progress_bars
 
 if TYPE_CHECKING:
@@ -19,7 +19,7 @@ if TYPE_CHECKING:
 class DatasetArgs:
     """Options of `capplan dataset generate`."""
 
-    profile: str = typer.Argument(..., metavar="PROFILE", help="Shipped profile or path of a profile JSON.")
+    profile: KnownProfile
     output: str = typer.Option(
         ...,
         "--output",
@@ -33,10 +33,8 @@ class DatasetArgs:
     scenarios: int = typer.Option(10_000, metavar="N", min=1, help="How many to draw.")
     seed: int = typer.Option(0, metavar="N", min=0, help="Same seed, same bytes.")
     duration_s: float = typer.Option(3600.0, metavar="SECONDS", help="Simulated time of each.")
-    workers: int | None = typer.Option(None, metavar="N", min=1, help="Processes; default: one per core.")
-    ray_address: str | None = typer.Option(
-        None, metavar="ADDRESS", help="Simulate on this Ray cluster instead."
-    )
+    workers: Workers = None
+    ray_address: RayAddress = None
     as_json: AsJson = False
 
 
@@ -44,7 +42,7 @@ class DatasetArgs:
 def generate(args: DatasetArgs) -> None:
     """Simulate scenarios of one GPU, and write the results as training data.
 
-    A run that was killed is continued by the same command, with the same bytes in the end.
+    The same command continues a run that was interrupted, with the same bytes in the end.
     """
     from capplan.datasets import load_profile
     from capplan.twin.dataset import generate_dataset
@@ -64,7 +62,7 @@ def generate(args: DatasetArgs) -> None:
             progress=lambda done, total: on_progress("simulating", done, total),
         )
     if manifest.answered is None:
-        raise AssertionError("a dataset that was generated is finished")
+        raise AssertionError("a generated dataset is finished")
     if args.as_json:
         print_json({"directory": args.output, **manifest.model_dump(mode="json")})
     else:
@@ -73,13 +71,12 @@ def generate(args: DatasetArgs) -> None:
 
 
 def _print(manifest: Manifest, answered: DatasetResult) -> None:
-    rows = table("dataset", manifest.asked.design, numbers_from=1)
-    for name, value in (
-        ("scenarios", manifest.asked.scenarios),
-        ("rows", answered.rows),
-        ("without a row: refused for memory", answered.refused_for_memory),
-        ("without a row: no request came", answered.without_requests),
-        ("files", len(answered.shards)),
-    ):
-        rows.add_row(name, f"{value:,}")
-    print_table(rows)
+    counts = {
+        "scenarios": manifest.asked.scenarios,
+        "rows": answered.rows,
+        "without a row: refused for memory": answered.refused_for_memory,
+        "without a row: no request came": answered.without_requests,
+        "files": len(answered.shards),
+    }
+    rows = [(name, f"{count:,}") for name, count in counts.items()]
+    print_table(Table(("dataset", manifest.asked.design), rows))

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Final
 
 import typer
 
-from capplan.cli.console import DASH, number, print_json, print_table, table
+from capplan.cli.console import DASH, Table, number, print_json, print_table
 from capplan.cli.options import AsJson, command
 
 if TYPE_CHECKING:
@@ -19,7 +19,7 @@ if TYPE_CHECKING:
 
 _PARTS = ("step_latency", "memory", "loading", "host")
 
-_PREFIX_CACHING: Final = MappingProxyType({True: "on", False: "off", None: "as the rules have it"})
+_PREFIX_CACHING: Final = MappingProxyType({True: "on", False: "off", None: "as in the rules"})
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -45,13 +45,19 @@ def profiles(args: ProfilesArgs) -> None:
     if args.as_json:
         print_json([_summary(each, profile) for each, profile in shipped.items()])
         return
-    rows = table("profile", "GPU", "model", "engine", "provenance", "fit error")
-    for each, profile in shipped.items():
-        engine = f"{profile.engine.name} {profile.engine.version}"
-        fit = profile.step_latency.fit
-        error = f"{fit.error:.3g} ({fit.error_formula})"
-        rows.add_row(each, profile.gpu.name, profile.model.name, engine, profile.provenance.kind, error)
-    print_table(rows)
+    rows = [
+        (
+            each,
+            profile.gpu.name,
+            profile.model.name,
+            f"{profile.engine.name} {profile.engine.version}",
+            profile.provenance.kind,
+            f"{profile.step_latency.fit.error:.3g} ({profile.step_latency.fit.error_formula})",
+        )
+        for each, profile in shipped.items()
+    ]
+    head = ("profile", "GPU", "model", "engine", "provenance", "fit error")
+    print_table(Table(head, rows, numbers_from=None))
 
 
 def _summary(name: str, profile: Profile) -> dict[str, object]:
@@ -94,19 +100,24 @@ def _show_part(part: str, model: FittedModel) -> None:
     typer.echo(f"\n{part}: {model.form}")
     typer.echo(f"  fitted on {fit.samples:,} samples of {fit.source}")
     errors = {"error": fit.error, "cross-validated": fit.cross_validated_error, "largest": fit.max_error}
-    told = ", ".join(f"{what} {value:.3g}" for what, value in errors.items() if value is not None)
-    typer.echo(f"  {told} ({fit.error_formula})")
-    rows = table("coefficient", "value", "standard error", numbers_from=1)
-    for name, coefficient in model.coefficients.items():
-        error = DASH if coefficient.std_error is None else f"{coefficient.std_error:.2g}"
-        rows.add_row(name, f"{coefficient.value:.6g}", error)
+    known = ", ".join(f"{name} {value:.3g}" for name, value in errors.items() if value is not None)
+    typer.echo(f"  {known} ({fit.error_formula})")
     if model.coefficients:
-        print_table(rows)
+        rows = [
+            (
+                name,
+                f"{coefficient.value:.6g}",
+                DASH if coefficient.std_error is None else f"{coefficient.std_error:.2g}",
+            )
+            for name, coefficient in model.coefficients.items()
+        ]
+        print_table(Table(("coefficient", "value", "standard error"), rows))
     if model.fitted_range:
-        ranges = table("fitted over", "from", "to", numbers_from=1)
-        for name, (low, high) in model.fitted_range.items():
-            ranges.add_row(name, number(low, _decimals(low)), number(high, _decimals(high)))
-        print_table(ranges)
+        ranges = [
+            (name, *(number(end, _decimals(end)) for end in ends))
+            for name, ends in model.fitted_range.items()
+        ]
+        print_table(Table(("fitted over", "from", "to"), ranges))
 
 
 def _decimals(value: float) -> int:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass
 from itertools import pairwise
@@ -9,32 +10,29 @@ from typing import TYPE_CHECKING, Annotated, Any, Final, TypeAlias
 
 import typer
 
-from capplan.cli.console import DASH, counted, number, percent, print_json, print_table, table
+from capplan.cli.console import DASH, Table, counted, number, percent, print_json, print_table
 from capplan.cli.options import AsJson, PlanFile, command, not_measured
-from capplan.cli.output import require_writable_file
+from capplan.cli.output import require_writable_files
 from capplan.cli.plan import group_rate_rps, verdict
 from capplan.cli.progress import announce_compilation, progress_bars
 from capplan.errors import InputError
 
 if TYPE_CHECKING:
-    from rich.table import Table
-
-    from capplan.planner.explain import CurvePoint, Explanation, Headroom, PlanOutcome, SlotCurve
+    from capplan.planner.explain import Explanation, Headroom, PlanOutcome, SlotCurve
     from capplan.spec import Group, GroupVerification, Plan, Queues
 
 PlannedWorkload: TypeAlias = Annotated[
     str | None,
-    typer.Option("--workload", metavar="FILE", help="Workload that the plan was made for: asks the twin."),
+    typer.Option(metavar="FILE", help="Workload that the plan was made for, to simulate."),
 ]
 
 PlannedProfile: TypeAlias = Annotated[
     str | None,
-    typer.Option("--profile", metavar="NAME", help="Profile that the plan rests on; default: as it says."),
+    typer.Option(metavar="NAME", help="Profile that the plan rests on; default: the plan's."),
 ]
 
 MORE: Final = (
-    "--workload FILE also tells why the groups have their numbers of slots, what is in use and what is left, "
-    "and what one GPU fewer or more would do"
+    "--workload FILE also explains the numbers of slots, utilization and headroom, and one GPU fewer or more"
 )
 
 _RESOURCES = {
@@ -62,14 +60,14 @@ class ExplainArgs:
 def explain(args: ExplainArgs) -> None:
     """Explain a plan: bottleneck of each group, predictions, verification, and the number of GPUs.
 
-    With the workload, also why every group has its number of slots, what is in use and what is left, and what
-    one GPU fewer or more would do.
+    With the workload, also the choice of A_max of every group, utilization and headroom, and the effect of
+    one GPU fewer or more.
     """
     from capplan.spec import Plan
 
     document = Plan.from_json(args.plan)
     wanted = _chosen(document, args.group or ())
-    explanation = asked_twin(document, args.workload, args.profile, wanted)
+    explanation = explained(document, args.workload, args.profile, wanted)
     shown = wanted or document.groups
     if args.as_json:
         print_json(_document(document, explanation, shown))
@@ -82,18 +80,15 @@ def explain(args: ExplainArgs) -> None:
         typer.echo("\none GPU fewer or more")
         print_table(what_if_table(explanation))
     if document.provenance:
-        rows = table("where it comes from", "")
-        for key, value in document.provenance.items():
-            rows.add_row(key, value if isinstance(value, str) else _compact(value))
-        print_table(rows)
+        print_table(Table(("where it comes from", ""), list(provenance(document).items()), numbers_from=None))
     if explanation is None:
         typer.echo(MORE)
 
 
-def asked_twin(
+def explained(
     plan: Plan, workload: str | None, profile: str | None, groups: Sequence[Group] = ()
 ) -> Explanation | None:
-    """Return what the twin adds to a plan; None without a workload.
+    """Return the explanation of a plan by the twin; None without a workload.
 
     Raises
     ------
@@ -107,13 +102,15 @@ def asked_twin(
     from capplan.datasets import load_profile
     from capplan.spec import load_workload
 
-    wishes = load_workload(workload)
+    made_for = load_workload(workload)
     used = None if profile is None else load_profile(profile)
     announce_compilation()
     from capplan.planner.explain import explain as explain_plan
 
     with progress_bars() as on_progress:
-        return explain_plan(plan, wishes, profile=used, groups=groups, source=workload, progress=on_progress)
+        return explain_plan(
+            plan, made_for, profile=used, groups=groups, source=workload, progress=on_progress
+        )
 
 
 def _chosen(plan: Plan, ids: Sequence[str]) -> tuple[Group, ...]:
@@ -211,15 +208,15 @@ def verified(check: GroupVerification | None) -> str:
 
 def _predicted_table(group: Group) -> Table:
     predicted = group.predicted
-    rows = table(f"predicted for one GPU ({predicted.source})", "mean", "p50", "p95", "p99", numbers_from=1)
-    for name, values, decimals in (("TTFT, s", predicted.ttft_s, 3), ("TPOT, ms", predicted.tpot_ms, 2)):
-        statistics = (values.mean, values.p50, values.p95, values.p99)
-        rows.add_row(name, *(number(value, decimals) for value in statistics))
     low, middle, high = map(number, (predicted.low_tok_s, predicted.throughput_tok_s, predicted.high_tok_s))
-    rows.add_row("tok/s", f"{middle} ({low}..{high})")
-    rows.add_row("served", percent(predicted.served_fraction))
-    rows.add_row("KV capacity, tokens", number(predicted.kv_tokens))
-    return rows
+    rows: list[tuple[str, ...]] = [
+        (name, *(number(getattr(values, statistic), decimals) for statistic in ("mean", "p50", "p95", "p99")))
+        for name, values, decimals in (("TTFT, s", predicted.ttft_s, 3), ("TPOT, ms", predicted.tpot_ms, 2))
+    ]
+    rows.append(("tok/s", f"{middle} ({low}..{high})"))
+    rows.append(("served", percent(predicted.served_fraction)))
+    rows.append(("KV capacity, tokens", number(predicted.kv_tokens)))
+    return Table((f"predicted for one GPU ({predicted.source})", "mean", "p50", "p95", "p99"), rows)
 
 
 def _document(plan: Plan, explanation: Explanation | None, shown: Sequence[Group]) -> dict[str, Any]:
@@ -244,118 +241,71 @@ def _document(plan: Plan, explanation: Explanation | None, shown: Sequence[Group
     return document if explanation is None else document | {"explanation": asdict(explanation)}
 
 
-def _compact(value: Any) -> str:
-    import json
-
-    return json.dumps(value, ensure_ascii=False)
-
-
-CURVE_HEAD = (
-    *("A_max", "KV tokens", "tok/s", "served", "TTFT p99, s", "E2E mean, s", "ITL mean, ms", "loads/min"),
-    "verdict",
-)
-
-OUTCOME_HEAD = ("GPUs", "USD/h", "TTFT p99, s", "TPOT mean, ms", "tok/s", "holds up to", "what follows")
+def provenance(plan: Plan) -> dict[str, str]:
+    """Return the provenance of a plan, with values other than texts as JSON."""
+    return {
+        key: value if isinstance(value, str) else json.dumps(value, ensure_ascii=False)
+        for key, value in plan.provenance.items()
+    }
 
 
-def curve_table(curve: SlotCurve) -> Table:
+def curve_table(curve: SlotCurve, chosen: str = " ◀ chosen") -> Table:
     """Return one row per number of slots, the chosen one marked."""
-    rows = table(f"A_max at {times(curve.scale)}", *CURVE_HEAD[1:], numbers_from=1)
-    rows.columns[-1].justify = "left"
-    for point in curve.points:
-        name, *cells = point_cells(point)
-        rows.add_row(f"{name} ◀ chosen" if point.a_max == curve.chosen else name, *cells)
-    return rows
-
-
-def point_cells(point: CurvePoint) -> tuple[str, ...]:
-    """Return a number of slots in words, one per column of `CURVE_HEAD`."""
-    return (
-        str(point.a_max),
-        number(point.kv_tokens),
-        number(point.throughput_tok_s),
-        percent(point.served_fraction),
-        number(point.ttft_p99_s, 2),
-        number(point.e2e_mean_s, 2),
-        number(point.itl_mean_ms, 1),
-        number(point.loads_per_min, 1),
-        point_verdict(point),
+    rows = [
+        (
+            f"{point.a_max}{chosen if point.a_max == curve.chosen else ''}",
+            number(point.kv_tokens),
+            number(point.throughput_tok_s),
+            percent(point.served_fraction),
+            number(point.ttft_p99_s, 2),
+            number(point.e2e_mean_s, 2),
+            number(point.itl_mean_ms, 1),
+            number(point.loads_per_min, 1),
+            ("; ".join(point.broken) or "holds") if point.fits else "does not fit in memory",
+        )
+        for point in curve.points
+    ]
+    head = (
+        *(f"A_max at {times(curve.scale)}", "KV tokens", "tok/s", "served", "TTFT p99, s", "E2E mean, s"),
+        *("ITL mean, ms", "loads/min", "verdict"),
     )
-
-
-def point_verdict(point: CurvePoint) -> str:
-    """Return whether a number of slots holds, and what breaks."""
-    if not point.fits:
-        return "does not fit in memory"
-    return "; ".join(point.broken) or "holds"
+    return Table(head, rows, text_last=True)
 
 
 def room_table(room: Headroom) -> Table:
     """Return one row per resource and bound, at the planned load and where the instance fails."""
-    rows = table(*room_head(room), numbers_from=1)
-    rows.columns[-1].justify = "left"
-    for row in room_rows(room):
-        rows.add_row(*row)
-    return rows
-
-
-def room_head(room: Headroom) -> tuple[str, ...]:
-    """Return the head of that table; without a load at which the instance fails there is no such column."""
-    beyond = () if room.fails_at is None else (f"at {times(room.fails_at)}",)
-    return ("in use", "at the planned load", *beyond, "")
-
-
-def room_rows(room: Headroom) -> list[tuple[str, ...]]:
-    """Return the rows of that table in words."""
-    return [
-        (
-            use.name,
-            percent(use.now),
-            *(() if room.fails_at is None else (percent(use.beyond),)),
-            use.detail,
-        )
-        for use in room.uses
-    ]
+    loads = ["at the planned load"]
+    if room.fails_at is not None:
+        loads.append(f"at {times(room.fails_at)}")
+    rows = [(use.name, *map(percent, (use.now, use.beyond)[: len(loads)]), use.detail) for use in room.uses]
+    return Table(("in use", *loads, ""), rows, text_last=True)
 
 
 def what_if_table(explanation: Explanation) -> Table:
     """Return one row for the plan, and one for each other number of GPUs."""
-    rows = table("", *OUTCOME_HEAD, numbers_from=1)
-    rows.columns[-1].justify = "left"
-    for row in what_if_rows(explanation):
-        rows.add_row(*row)
-    return rows
-
-
-def what_if_rows(explanation: Explanation) -> list[tuple[str, ...]]:
-    """Return the rows of that table in words."""
     plan = explanation.outcome
-    rows: list[tuple[int, str, PlanOutcome | None, str]] = [(plan.gpus, "this plan", plan, DASH)]
-    rows += [(each.gpus, each.change, each.outcome, each.words) for each in explanation.what_if]
-    return [
-        (name, *outcome_cells(gpus, outcome), words)
-        for gpus, name, outcome, words in sorted(rows, key=lambda row: row[0])
+    cases: list[tuple[int, str, PlanOutcome | None, str]] = [(plan.gpus, "this plan", plan, DASH)]
+    cases += [(each.gpus, each.change, each.outcome, each.words) for each in explanation.what_if]
+    rows = [
+        (name, *_outcome_cells(gpus, outcome), words)
+        for gpus, name, outcome, words in sorted(cases, key=lambda case: case[0])
     ]
+    head = ("", "GPUs", "USD/h", "TTFT p99, s", "TPOT mean, ms", "tok/s", "holds up to", "what follows")
+    return Table(head, rows, text_last=True)
 
 
-def outcome_cells(gpus: int, outcome: PlanOutcome | None) -> tuple[str, ...]:
-    """Return the outcome of a plan in words; dashes where there is none."""
+def _outcome_cells(gpus: int, outcome: PlanOutcome | None) -> tuple[str, ...]:
     if outcome is None:
         return (number(gpus), *[DASH] * 5)
+    held = DASH if outcome.holds_until is None else times(outcome.holds_until)
     return (
         number(gpus),
         number(outcome.usd_per_hour, 2),
         number(outcome.ttft_p99_s, 2),
         number(outcome.tpot_mean_ms, 1),
         number(outcome.throughput_tok_s),
-        _held(outcome),
+        held if outcome.fails or outcome.holds_until is None else f"{held} or more",
     )
-
-
-def _held(outcome: PlanOutcome) -> str:
-    if outcome.holds_until is None:
-        return DASH
-    return times(outcome.holds_until) if outcome.fails else f"{times(outcome.holds_until)} or more"
 
 
 def times(scale: float) -> str:
@@ -376,23 +326,15 @@ _CHARGES = {
 
 
 def queues_table(queues: Queues) -> Table:
-    """Return one row per queue."""
-    wrs = queues.wrs
-    sizes = f"queue by size of request\n({_SIZES[wrs.form]})"
-    rows = table(sizes, f"quota, tokens\n({_CHARGES[queues.adapter_charge]})", "share", numbers_from=1)
-    for row in queue_rows(queues):
-        rows.add_row(*row)
-    return rows
-
-
-def queue_rows(queues: Queues) -> list[tuple[str, str, str]]:
-    """Return the rows of that table in words: sizes, quota, share of all quotas."""
+    """Return one row per queue: sizes, quota, share of all quotas."""
     total = sum(each.quota_tokens for each in queues.classes)
-    uppers = [each.upper_wrs for each in queues.classes]
-    return [
+    bounds = pairwise([None, *(each.upper_wrs for each in queues.classes)])
+    rows = [
         (_range(low, high), number(each.quota_tokens), percent(each.quota_tokens / total))
-        for (low, high), each in zip(pairwise([None, *uppers]), queues.classes, strict=True)
+        for (low, high), each in zip(bounds, queues.classes, strict=True)
     ]
+    sizes = f"queue by size of request\n({_SIZES[queues.wrs.form]})"
+    return Table((sizes, f"quota, tokens\n({_CHARGES[queues.adapter_charge]})", "share"), rows)
 
 
 def _range(low: float | None, high: float | None) -> str:
@@ -417,14 +359,14 @@ class ReportArgs:
 def report(args: ReportArgs) -> None:
     """Write a plan as one HTML page that works offline: groups, predictions, bottlenecks, adapters.
 
-    With the workload, also the curve of every number of slots, what is in use and what is left, and what one
-    GPU fewer or more would do.
+    With the workload, also curves over the number of slots, utilization and headroom, and the effect of one
+    GPU fewer or more.
     """
     from capplan.cli.report.plan import plan_page
     from capplan.spec import Plan, write_text_atomic
 
-    require_writable_file(args.output)
+    require_writable_files(args.output)
     document = Plan.from_json(args.plan)
-    explanation = asked_twin(document, args.workload, args.profile)
+    explanation = explained(document, args.workload, args.profile)
     write_text_atomic(args.output, plan_page(args.plan, document, explanation))
     typer.echo(f"written to {args.output}" + ("" if explanation else f"; {MORE}"))

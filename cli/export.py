@@ -17,7 +17,7 @@ class ExportArgs:
     """Options of `capplan export`."""
 
     plan: PlanFile
-    target: str = typer.Option(..., metavar="NAME", help="Who will deploy it: vllm.")
+    target: str = typer.Option(..., metavar="NAME", help="Deployment target: vllm.")
     output: str = typer.Option(
         ..., "--output", "-o", metavar="DIR", help="Directory to make: all of it or nothing."
     )

@@ -5,30 +5,66 @@ from __future__ import annotations
 import inspect
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import MISSING, fields
+from enum import StrEnum
 from importlib.util import find_spec
-from typing import TYPE_CHECKING, Annotated, Any, Final, TypeAlias, get_type_hints
+from typing import TYPE_CHECKING, Annotated, Any, Final, TypeAlias, TypeVar, get_type_hints
 
 import typer
 
 from capplan.errors import InputError
+from capplan.spec import EngineArgs
 
 if TYPE_CHECKING:
     from capplan.spec import Profile, Workload
+
+T = TypeVar("T")
+Member = TypeVar("Member", bound=StrEnum)
 
 WorkloadFile: TypeAlias = Annotated[str, typer.Argument(metavar="WORKLOAD", help="Workload file (YAML).")]
 
 PlanFile: TypeAlias = Annotated[str, typer.Argument(metavar="PLAN", help="Plan file (JSON).")]
 
+KnownProfile: TypeAlias = Annotated[
+    str, typer.Argument(metavar="PROFILE", help="Shipped profile or path of a profile JSON.")
+]
+
 ProfileName: TypeAlias = Annotated[
     str | None,
-    typer.Option(
-        "--profile",
-        metavar="NAME",
-        help="Shipped profile or path of a profile JSON; default: the workload's.",
-    ),
+    typer.Option(metavar="NAME", help="Shipped profile or path of a profile JSON; default: the workload's."),
 ]
 
 AsJson: TypeAlias = Annotated[bool, typer.Option("--json", help="Print JSON instead of a table.")]
+
+Quiet: TypeAlias = Annotated[bool, typer.Option("--quiet", "-q", help="Print nothing but errors.")]
+
+Seed: TypeAlias = Annotated[int, typer.Option(metavar="N", help="Same seed, same result.")]
+
+ReportFile: TypeAlias = Annotated[
+    str | None, typer.Option(metavar="FILE", help="Write an HTML report with charts, readable offline.")
+]
+
+ResultFile: TypeAlias = Annotated[
+    str | None, typer.Option("--output", "-o", metavar="FILE", help="Write the result as JSON.")
+]
+
+ApiKey: TypeAlias = Annotated[
+    str | None, typer.Option(metavar="KEY", envvar="OPENAI_API_KEY", help="Sent as bearer token.")
+]
+
+Workers: TypeAlias = Annotated[
+    int | None, typer.Option(metavar="N", help="Processes; default: one per core.")
+]
+
+RayAddress: TypeAlias = Annotated[
+    str | None, typer.Option(metavar="ADDRESS", help="Simulate on this Ray cluster instead.")
+]
+
+
+def engine_option(name: str, default: float | None, least: int | None = None) -> Any:
+    """Return the option of a field of `EngineArgs`, with its description as the help text."""
+    field = EngineArgs.model_fields[name]
+    is_share = field.annotation is float
+    return typer.Option(default, metavar="SHARE" if is_share else "N", min=least, help=field.description)
 
 
 def command(function: Callable[[Any], None]) -> Callable[..., None]:
@@ -78,6 +114,53 @@ def chosen_profile(workload: Workload, name: str | None) -> Profile | None:
     return profile
 
 
+def numbers(text: str, flag: str, least: int | None = None) -> tuple[int, ...]:
+    """Return the numbers of a list separated by commas, each once.
+
+    Raises
+    ------
+    InputError
+        For other text, or a number below ``least``.
+    """
+    try:
+        found = tuple(dict.fromkeys(int(part) for part in text.split(",")))
+    except ValueError:
+        raise InputError("must be whole numbers separated by commas", text, flag) from None
+    if least is not None and min(found) < least:
+        raise InputError(f"must be >= {least}", min(found), flag)
+    return found
+
+
+def names(text: str, flag: str) -> tuple[str, ...]:
+    """Return the names of a list separated by commas, each once.
+
+    Raises
+    ------
+    InputError
+        When there is none.
+    """
+    found = tuple(dict.fromkeys(each.strip() for each in text.split(",") if each.strip()))
+    if not found:
+        raise InputError("must name at least one", text, flag)
+    return found
+
+
+def member(kind: type[Member], name: str, flag: str) -> Member:
+    """Return the member of an enumeration by its value.
+
+    Raises
+    ------
+    InputError
+        When it has none of that name.
+    """
+    try:
+        return kind(name)
+    except ValueError:
+        raise InputError(f"must be one of {', '.join(kind)}", name, flag) from None
+
+
+INTERRUPTED: Final = 130  # 128 + SIGINT, as shells report it
+FAILED: Final = 1
 ENGINE: Final = ("fastapi", "prometheus_client", "safetensors", "tokenizers", "torch", "uvicorn")
 
 

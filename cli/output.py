@@ -1,38 +1,46 @@
-"""Files and folders that commands leave: checked before the work, complete or absent after it."""
+"""Output files and folders of commands: checked before the work, written completely or not at all."""
 
 from __future__ import annotations
 
 import contextlib
+import json
 import os
 import shutil
 import tempfile
 from collections.abc import Iterator, Mapping
 from pathlib import Path
-from typing import Final
+from typing import Any, Final
 
+from capplan.cli.console import finite
 from capplan.errors import InputError
-from capplan.spec.files import error_reason
+from capplan.spec.files import error_reason, write_text_atomic
 
 _READ_AND_RUN: Final = 0o755
 
 
-def require_writable_file(path: str) -> None:
-    """Check that a file can be written at ``path``, and leave nothing behind.
+def require_writable_files(*paths: str | None) -> None:
+    """Check that files can be written at the paths that are given, and leave nothing behind.
 
     Raises
     ------
     InputError
-        When it is a folder, or its folder is missing or closed to us.
+        If one is a folder, or its folder is missing or not writable.
     """
-    with _refusals(path):
-        target = Path(os.path.realpath(path))
-        if target.is_dir():
-            raise InputError("cannot be written: it is a directory", location=path)
-        if target.exists() and not target.is_file():  # a device or a pipe, which opening might block
-            if not os.access(target, os.W_OK):
-                raise InputError("cannot be written: Permission denied", location=path)
-        else:
-            tempfile.TemporaryFile(dir=target.parent).close()
+    for path in (each for each in paths if each is not None):
+        with _write_errors(path):
+            target = Path(os.path.realpath(path))
+            if target.is_dir():
+                raise InputError("cannot be written: it is a directory", location=path)
+            if target.exists() and not target.is_file():  # a device or a pipe, which opening might block
+                if not os.access(target, os.W_OK):
+                    raise InputError("cannot be written: Permission denied", location=path)
+            else:
+                tempfile.TemporaryFile(dir=target.parent).close()
+
+
+def write_json(path: str | Path, document: Any) -> None:
+    """Write a document as indented JSON; numbers that are not finite become null."""
+    write_text_atomic(path, json.dumps(finite(document), indent=2) + "\n")
 
 
 def require_writable_folder(path: str, known: frozenset[str], *, force: bool) -> None:
@@ -41,7 +49,7 @@ def require_writable_folder(path: str, known: frozenset[str], *, force: bool) ->
     Parameters
     ----------
     path : str
-        The folder to be.
+        The folder.
     known : frozenset of str
         Names at its top that an earlier run may have left; a folder with others is never replaced.
     force : bool
@@ -50,9 +58,9 @@ def require_writable_folder(path: str, known: frozenset[str], *, force: bool) ->
     Raises
     ------
     InputError
-        When it exists and may not be replaced, or its parent is missing or closed to us.
+        If it exists and may not be replaced, or its parent is missing or not writable.
     """
-    with _refusals(path):
+    with _write_errors(path):
         target = Path(path)
         if target.is_symlink() or (target.exists() and not target.is_dir()):
             raise InputError("must be a directory, or nothing yet", location=path)
@@ -82,7 +90,7 @@ def write_folder(path: str, files: Mapping[str, str], executable: frozenset[str]
     InputError
         When the folder cannot be written; an existing one is then left as it was.
     """
-    with _refusals(path):
+    with _write_errors(path):
         target = Path(os.path.realpath(path))
         workshop = Path(tempfile.mkdtemp(prefix=f".{target.name[:100]}.", dir=target.parent))
         try:
@@ -93,8 +101,8 @@ def write_folder(path: str, files: Mapping[str, str], executable: frozenset[str]
 
 
 @contextlib.contextmanager
-def _refusals(path: str) -> Iterator[None]:
-    """Turn the operating system's refusals into input errors about ``path``."""
+def _write_errors(path: str) -> Iterator[None]:
+    """Raise the errors of the operating system as input errors about ``path``."""
     try:
         yield
     except InputError:

@@ -7,18 +7,25 @@ from typing import TYPE_CHECKING
 
 import typer
 
-from capplan.cli.console import DASH, counted, number, percent, print_table, table
-from capplan.cli.options import AsJson, ProfileName, WorkloadFile, chosen_profile, command, not_measured
-from capplan.cli.output import require_writable_file
+from capplan.cli.console import DASH, Table, counted, number, percent, print_table
+from capplan.cli.options import (
+    FAILED,
+    AsJson,
+    ProfileName,
+    Quiet,
+    Seed,
+    WorkloadFile,
+    chosen_profile,
+    command,
+    not_measured,
+)
+from capplan.cli.output import require_writable_files
 from capplan.cli.progress import announce_compilation, progress_bars
 from capplan.planner import SOLVERS
 
 if TYPE_CHECKING:
-    from rich.table import Table
+    from capplan.spec import Group, Plan
 
-    from capplan.spec import Group, Plan, Queues
-
-_DISAGREES = 1
 _GIB = 2**30
 
 
@@ -33,7 +40,7 @@ class PlanArgs:
     profile: ProfileName = None
     gpus: int | None = typer.Option(None, metavar="N", help="GPUs the plan may use; default: the workload's.")
     solver: str = typer.Option("capplan", metavar="NAME", help=f"How to place: {', '.join(SOLVERS)}.")
-    seed: int = typer.Option(0, metavar="N", help="Same seed, same plan.")
+    seed: Seed = 0
     seeds: int = typer.Option(5, metavar="K", help="Fresh seeds that every group is verified on.")
     time_limit: float = typer.Option(
         60.0, metavar="SECONDS", help="Answer with the best placement found by then."
@@ -41,12 +48,12 @@ class PlanArgs:
     previous: str | None = typer.Option(
         None, metavar="PLAN", help="Plan in force, to keep adapters where they are."
     )
-    verify: bool = typer.Option(True, "--verify/--no-verify", help="Have the twin confirm every group.")
+    verify: bool = typer.Option(True, "--verify/--no-verify", help="Verify every group with the twin.")
     queues: bool = typer.Option(
-        False, "--queues", help="Plan queues by request size, also where the workload asks for none."
+        False, "--queues", help="Plan queues by request size even if the workload sets none."
     )
     as_json: AsJson = False
-    quiet: bool = typer.Option(False, "--quiet", "-q", help="Print nothing but errors.")
+    quiet: Quiet = False
 
 
 @command
@@ -54,20 +61,19 @@ def plan(args: PlanArgs) -> None:
     """Plan which adapters share which GPUs, with which engine settings, and verify it with the twin."""
     from capplan.spec import QueueConfig, load_workload
 
-    if args.output is not None:
-        require_writable_file(args.output)
-    wishes = load_workload(args.workload)
-    if args.queues and wishes.queues is None:
-        wishes = wishes.replace(queues=QueueConfig())
+    require_writable_files(args.output)
+    workload = load_workload(args.workload)
+    if args.queues and workload.queues is None:
+        workload = workload.replace(queues=QueueConfig())
     if args.previous is not None:
-        wishes = wishes.replace(previous_plan=args.previous)
-    chosen = chosen_profile(wishes, args.profile)
+        workload = workload.replace(previous_plan=args.previous)
+    chosen = chosen_profile(workload, args.profile)
     announce_compilation(quiet=args.quiet)
     from capplan import planner
 
     with progress_bars(quiet=args.quiet) as on_progress:
         result = planner.plan(
-            wishes,
+            workload,
             gpus=args.gpus,
             profile=chosen,
             solver=args.solver,
@@ -87,53 +93,50 @@ def plan(args: PlanArgs) -> None:
         for line in not_measured(result.provenance):
             typer.echo(line)
     if args.verify and not result.verification.ok:
-        raise typer.Exit(_DISAGREES)
+        raise typer.Exit(FAILED)
 
 
 def groups_table(plan: Plan) -> Table:
     """Return one row per group; predictions are for one GPU of it."""
-    rows = table(
-        "group", "profile", "adapters", "rate\nreq/s", "max\nloras", "max lora\nrank", "KV\ntokens",
-        "tok/s\n(low..high)", "TTFT p99\ns", "TPOT p99\nms", "served", "binds", numbers_from=2,
-    )  # fmt: skip
     queued = any(group.queues is not None for group in plan.groups)
-    if queued:
-        rows.add_column("quotas\ntokens", justify="right")
+    head = (
+        *("group", "profile", "adapters", "rate\nreq/s", "max\nloras", "max lora\nrank", "KV\ntokens"),
+        *("tok/s\n(low..high)", "TTFT p99\ns", "TPOT p99\nms", "served", "binds"),
+        *(["quotas\ntokens"] if queued else []),
+    )
+    rows = []
     for group in plan.groups:
         predicted, args = group.predicted, group.engine_args
         throughput = (predicted.throughput_tok_s, predicted.low_tok_s, predicted.high_tok_s)
-        rows.add_row(
-            group.id if group.replicas == 1 else f"{group.id} ×{group.replicas}",
-            group.profile,
-            f"{len(group.adapters):,}",
-            number(group_rate_rps(group), 2),
-            str(args.max_loras),
-            str(args.max_lora_rank),
-            number(predicted.kv_tokens),
-            "{}\n({}..{})".format(*map(number, throughput)),
-            number(predicted.ttft_s.p99, 2),
-            number(predicted.tpot_ms.p99, 1),
-            percent(predicted.served_fraction),
-            DASH if group.binds is None else group.binds.resource,
-            *([quotas(group.queues)] if queued else []),
+        queues = () if group.queues is None else group.queues.classes
+        quotas = "\n".join(number(each.quota_tokens) for each in queues) or DASH
+        rows.append(
+            (
+                group.id if group.replicas == 1 else f"{group.id} ×{group.replicas}",
+                group.profile,
+                f"{len(group.adapters):,}",
+                number(group_rate_rps(group), 2),
+                str(args.max_loras),
+                str(args.max_lora_rank),
+                number(predicted.kv_tokens),
+                "{}\n({}..{})".format(*map(number, throughput)),
+                number(predicted.ttft_s.p99, 2),
+                number(predicted.tpot_ms.p99, 1),
+                percent(predicted.served_fraction),
+                DASH if group.binds is None else group.binds.resource,
+                *([quotas] if queued else []),
+            )
         )
-    return rows
-
-
-def quotas(queues: Queues | None) -> str:
-    """Return the quota of each queue, smallest requests first; a dash without queues."""
-    if queues is None:
-        return DASH
-    return "\n".join(number(each.quota_tokens) for each in queues.classes)
+    return Table(head, rows, numbers_from=2)
 
 
 def group_rate_rps(group: Group) -> float:
-    """Return the rate of all requests that reach a group, over its replicas, in requests per second."""
+    """Return the rate of the requests of a group over all its replicas, in requests per second."""
     return sum(adapter.rate_rps * adapter.share for adapter in group.adapters)
 
 
 def verdict(plan: Plan) -> str:
-    """Return in words what the twin says of a plan."""
+    """Return the verdict of the twin on a plan in words."""
     check = plan.verification
     if not check.seeds:
         return "not verified"
@@ -155,7 +158,7 @@ def _summary(plan: Plan, output: str | None) -> str:
 
 
 def _moves(plan: Plan) -> str:
-    """Return in words how much a plan moves from the one in force; nothing where there was none."""
+    """Return the size of the moves from the plan in force; nothing without one."""
     copied = plan.provenance.get("moved_bytes")
     if not isinstance(copied, int):
         return ""

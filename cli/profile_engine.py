@@ -8,8 +8,9 @@ from typing import TYPE_CHECKING
 
 import typer
 
-from capplan.cli.console import number, print_json, print_table, table
-from capplan.cli.options import ENGINE, AsJson, command, require_extra
+from capplan.cli.console import Table, number, print_json, print_table
+from capplan.cli.options import ENGINE, AsJson, Quiet, command, engine_option, names, numbers, require_extra
+from capplan.cli.output import write_json
 from capplan.cli.profile_kernels import fits_document, show_fits
 from capplan.cli.progress import progress_bars
 from capplan.errors import InputError
@@ -26,7 +27,7 @@ class ProfileEngineArgs:
     """Options of `capplan profile engine`."""
 
     output: str = typer.Option(
-        ..., "--output", "-o", metavar="DIR", help="Where tables go; measuring goes on where it was."
+        ..., "--output", "-o", metavar="DIR", help="Folder of the tables; an earlier run there is continued."
     )
     model: str = typer.Option("tiny-llama", metavar="MODEL", help="As `capplan serve` takes it.")
     device: str = typer.Option("cpu", metavar="NAME", help="cpu, cuda, cuda:1 ...")
@@ -38,13 +39,13 @@ class ProfileEngineArgs:
         None, metavar="RANK[,RANK...]", help="Of a slot; default: the largest rank."
     )
     ranks: str = typer.Option("8,16,32", "--ranks", metavar="RANK[,RANK...]", help="Of the adapters.")
-    max_num_seqs: int = typer.Option(32, metavar="N", min=2)
-    max_num_batched_tokens: int = typer.Option(2048, metavar="N", min=32)
-    max_model_len: int = typer.Option(2048, metavar="N", min=64)
+    max_num_seqs: int = engine_option("max_num_seqs", 32, least=2)
+    max_num_batched_tokens: int = engine_option("max_num_batched_tokens", 2048, least=32)
+    max_model_len: int = engine_option("max_model_len", 2048, least=64)
     memory_gib: float | None = typer.Option(
         None, metavar="N", help="On a CPU: what the engine may take for everything."
     )
-    gpu_memory_utilization: float = typer.Option(0.9, metavar="SHARE")
+    gpu_memory_utilization: float = engine_option("gpu_memory_utilization", 0.9)
     threads: int = typer.Option(1, metavar="N", min=1, help="Threads of PyTorch on a CPU.")
     stages: str = typer.Option(
         "memory,loads,steps,iterations,served",
@@ -59,21 +60,23 @@ class ProfileEngineArgs:
     )
     seed: int = typer.Option(0, metavar="N", min=0, help="Of weights and states.")
     as_json: AsJson = False
-    quiet: bool = typer.Option(False, "--quiet", "-q", help="Print nothing but errors.")
+    quiet: Quiet = False
 
 
 @command
 def engine(args: ProfileEngineArgs) -> None:
     """Measure the reference engine: KV memory, adapter loads, steps, and its server.
 
-    States of steps are chosen so that each tells most, until left-out ones are predicted well enough or the
-    time is up. `capplan calibrate DIR -o profile.json` makes a profile of the tables.
+    Each step state is the most informative next one, until left-out ones are predicted within the tolerance
+    or the time is up. `capplan calibrate DIR -o profile.json` makes a profile of the tables.
     """
     require_extra("engine", ENGINE)
     from capplan.profiling.engine.options import EngineProfilingOptions
     from capplan.profiling.engine.profiler import profile_engine
+    from capplan.spec import allowed_lora_rank
 
-    known_ranks = _numbers(args.ranks, "--ranks")
+    ranks = numbers(args.ranks, "--ranks", least=1)
+    s_max = str(allowed_lora_rank(max(ranks))) if args.s_max is None else args.s_max
     if args.memory_gib is not None and not 0.0 < args.memory_gib < float("inf"):
         raise InputError("must be a finite number above 0", args.memory_gib, "--memory-gib")
     options = EngineProfilingOptions(
@@ -82,16 +85,16 @@ def engine(args: ProfileEngineArgs) -> None:
         dtype=args.dtype,
         rules=args.rules,
         lora_kernel=args.lora_kernel,
-        a_max=_numbers(args.a_max, "--a-max"),
-        s_max=(_slot_rank(max(known_ranks)),) if args.s_max is None else _numbers(args.s_max, "--s-max"),
-        ranks=known_ranks,
+        a_max=numbers(args.a_max, "--a-max", least=1),
+        s_max=numbers(s_max, "--s-max", least=1),
+        ranks=ranks,
         max_num_seqs=args.max_num_seqs,
         max_num_batched_tokens=args.max_num_batched_tokens,
         max_model_len=args.max_model_len,
         memory_bytes=None if args.memory_gib is None else round(args.memory_gib * _GIB),
         gpu_memory_utilization=args.gpu_memory_utilization,
         threads=args.threads,
-        stages=tuple(name.strip() for name in args.stages.split(",") if name.strip()),
+        stages=names(args.stages, "--stages"),
         budget_s=args.budget_s,
         point_s=args.point_s,
         tolerance=args.tolerance,
@@ -110,45 +113,21 @@ def engine(args: ProfileEngineArgs) -> None:
         typer.echo(f"failed: {line}", err=True)
 
 
-def _slot_rank(rank: int) -> int:
-    from capplan.spec import allowed_lora_rank
-
-    return allowed_lora_rank(rank)
-
-
 def _iterations(output: str) -> list[KernelReport]:
-    """Fit Toppings' models to whole iterations, where some were measured, and write the fits beside them."""
-    import json
-
-    from capplan.cli.console import finite
+    """Fit Toppings' models to whole iterations if some were measured, and write the fits beside them."""
     from capplan.models.kernel_fits import explain_kernels, read_kernel_table
     from capplan.profiling.tables import ITERATIONS
-    from capplan.spec import write_text_atomic
 
     file = Path(output) / ITERATIONS
     if not file.is_file():
         return []
     reports = explain_kernels(read_kernel_table(file))
-    found = json.dumps(finite(fits_document(reports)), indent=2)
-    write_text_atomic(Path(output) / "iterations.json", found + "\n")
+    write_json(Path(output) / "iterations.json", fits_document(reports))
     return reports
 
 
 def _show(outcome: EngineProfilingResult, output: str) -> None:
-    shown = table("table", "rows", numbers_from=1)
-    for name, rows in outcome.rows.items():
-        shown.add_row(name, number(rows))
-    print_table(shown)
+    print_table(Table(("table", "rows"), [(name, number(rows)) for name, rows in outcome.rows.items()]))
     typer.echo(f"steps of left-out states: SMAPE {number(outcome.step_error, 2)} %")
     more = "" if outcome.is_complete else "; the same command goes on"
     typer.echo(f"written to {output}{more}; capplan calibrate {output} -o profile.json makes a profile")
-
-
-def _numbers(text: str, flag: str) -> tuple[int, ...]:
-    try:
-        found = tuple(dict.fromkeys(int(part) for part in text.split(",")))
-    except ValueError:
-        raise InputError("must be whole numbers separated by commas", text, flag) from None
-    if min(found) < 1:
-        raise InputError("must be >= 1", min(found), flag)
-    return found

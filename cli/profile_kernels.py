@@ -1,17 +1,17 @@
-"""`capplan profile kernels`: times LoRA kernels and says which model explains which."""
+"""`capplan profile kernels`: timings of LoRA kernels, and the latency models that explain them."""
 
 from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Final
+from typing import TYPE_CHECKING, Any
 
 import typer
 
-from capplan.cli.console import counted, number, print_json, print_table, table
-from capplan.cli.options import AsJson, command, require_extra
-from capplan.cli.output import require_writable_file
+from capplan.cli.console import Table, counted, number, print_json, print_table
+from capplan.cli.options import AsJson, Quiet, command, names, numbers, require_extra
+from capplan.cli.output import require_writable_files, write_json
 from capplan.cli.progress import progress_bars
 from capplan.errors import InputError
 
@@ -19,16 +19,16 @@ if TYPE_CHECKING:
     from capplan.models.kernel_fits import KernelReport
     from capplan.profiling.kernels.measure import KernelProfilingOptions, KernelProfilingResult
 
-_NOTEWORTHY = 0.2
-"""Share of interrupted visits from which people should know."""
+_DISTURBED = 0.2
+"""Share of disturbed visits from which a note is printed."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class ProfileKernelsArgs:
-    """KernelProfilingOptions of `capplan profile kernels`."""
+    """Options of `capplan profile kernels`."""
 
     output: str = typer.Option(
-        ..., "--output", "-o", metavar="DIR", help="Where to write; measuring goes on where it was."
+        ..., "--output", "-o", metavar="DIR", help="Folder to write; an earlier run there is continued."
     )
     device: str = typer.Option("cpu", metavar="NAME", help="cpu: PyTorch's kernels; cuda: Triton's.")
     grid: str = typer.Option("wide", metavar="NAME[,NAME...]", help="paper, wide, prefill or tiny.")
@@ -51,15 +51,15 @@ class ProfileKernelsArgs:
     )
     seed: int = typer.Option(0, metavar="N", min=0, help="Of drawn ranks.")
     as_json: AsJson = False
-    quiet: bool = typer.Option(False, "--quiet", "-q", help="Print nothing but errors.")
+    quiet: Quiet = False
 
 
 @command
 def kernels(args: ProfileKernelsArgs) -> None:
     """Time shrink and expand of padded and grouped LoRA kernels, and fit Toppings' models.
 
-    Writes the timings, where they are from, the fits, and a report. The same command goes on where an earlier
-    one was stopped, until every median stands still or the time is up.
+    Writes the timings with their provenance, the fits, and a report. The same command continues an earlier
+    run, until every median has converged or the time is up.
     """
     require_extra("engine", ["torch"] + (["triton"] if args.device.startswith("cuda") else []))
     from capplan.profiling.kernels.cases import SamplingLimits
@@ -67,10 +67,10 @@ def kernels(args: ProfileKernelsArgs) -> None:
 
     options = KernelProfilingOptions(
         device=args.device,
-        grids=_names(args.grid, "--grid"),
+        grids=names(args.grid, "--grid"),
         phases=_phases(args.phases),
-        widths=None if args.hidden is None else _numbers(args.hidden),
-        kernels=None if args.kernel is None else _names(args.kernel, "--kernels"),
+        widths=None if args.hidden is None else numbers(args.hidden, "--hidden"),
+        kernels=None if args.kernel is None else names(args.kernel, "--kernels"),
         dtype=args.dtype,
         threads=args.threads,
         limits=SamplingLimits(budget_s=args.budget_s, tolerance=args.tolerance),
@@ -90,18 +90,14 @@ def kernels(args: ProfileKernelsArgs) -> None:
 def _fitted(
     outcome: KernelProfilingResult, output: str, options: KernelProfilingOptions
 ) -> list[KernelReport]:
-    """Fit what is measured, and write fits and report beside it."""
-    import json
-
-    from capplan.cli.console import finite
+    """Fit the timings, and write fits and report beside them."""
     from capplan.cli.report.calibration import kernels_page
     from capplan.models.kernel_fits import explain_kernels, read_kernel_table
     from capplan.spec import write_text_atomic
 
     table = read_kernel_table(outcome.table)
     reports = explain_kernels(table)
-    found = json.dumps(finite(fits_document(reports)), indent=2)
-    write_text_atomic(Path(output) / "fits.json", found + "\n")
+    write_json(Path(output) / "fits.json", fits_document(reports))
     write_text_atomic(Path(output) / "report.html", kernels_page(table, reports, options.settings()))
     return reports
 
@@ -123,10 +119,10 @@ def _summary(outcome: KernelProfilingResult, output: str) -> str:
     text = f"{outcome.converged:,} of {counted(outcome.points, 'median')} converged; written to {output}"
     if not outcome.is_complete:
         text += "; the same command goes on"
-    if outcome.disturbed_share > _NOTEWORTHY:
+    if outcome.disturbed_share > _DISTURBED:
         text += (
-            f"\nin {100 * outcome.disturbed_share:.0f} % of the visits something else ran on the core: their "
-            "times are those on the core, and a quiet machine would give better ones"
+            f"\nin {100 * outcome.disturbed_share:.0f} % of the visits another process ran on the core: "
+            "their times are those on the core, and an idle machine would give better ones"
         )
     return text
 
@@ -135,46 +131,15 @@ def _require_folder(path: str) -> None:
     folder = Path(path)
     if folder.exists() and not folder.is_dir():
         raise InputError("must be a directory, or nothing yet", location=path)
-    require_writable_file(str(folder / "kernels.parquet" if folder.is_dir() else folder))
-
-
-def _names(text: str, flag: str) -> tuple[str, ...]:
-    names = tuple(dict.fromkeys(each.strip() for each in text.split(",") if each.strip()))
-    if not names:
-        raise InputError("must name at least one", text, flag)
-    return names
+    require_writable_files(str(folder / "kernels.parquet" if folder.is_dir() else folder))
 
 
 def _phases(text: str) -> tuple[str, ...]:
-    names = _names(text, "--phases")
-    for name in names:
+    phases = names(text, "--phases")
+    for name in phases:
         if name not in ("decode", "prefill"):
             raise InputError("must be decode, prefill or both", name, "--phases")
-    return names
-
-
-def _numbers(text: str) -> tuple[int, ...]:
-    try:
-        return tuple(dict.fromkeys(int(part) for part in text.split(",")))
-    except ValueError:
-        raise InputError("must be whole numbers separated by commas", text, "--hidden") from None
-
-
-FIT_HEAD: Final = (
-    "kernel",
-    "phase",
-    "grid",
-    "hidden",
-    "half",
-    "cases",
-    "form",
-    "R²",
-    "held out",
-    "SMAPE",
-    "held out",
-)
-
-NUMBERS_FROM: Final = 7
+    return phases
 
 
 def fits_document(reports: Sequence[KernelReport]) -> list[dict[str, Any]]:
@@ -204,24 +169,41 @@ def fits_document(reports: Sequence[KernelReport]) -> list[dict[str, Any]]:
     ]
 
 
-def fit_rows(report: KernelReport) -> list[tuple[str, ...]]:
-    """Return a row per form; what is said of the report stands in the first only."""
-    said = (report.kernel, report.phase, report.grid, str(report.width), report.half, str(len(report.rows)))
-    return [
-        (
-            *(said if at == 0 else ("",) * len(said)),
-            f"{name} *" if name == report.meant else name,
-            number(fit.r2, 3),
-            number(fit.held_out_r2, 3),
-            f"{number(fit.error, 1)} %",
-            f"{number(fit.held_out_error, 1)} %",
+def fits_table(reports: Sequence[KernelReport]) -> Table:
+    """Return one row per form; the facts of a report are in its first row only."""
+    rows = []
+    for report in reports:
+        facts = (
+            report.kernel,
+            report.phase,
+            report.grid,
+            str(report.width),
+            report.half,
+            str(len(report.rows)),
         )
-        for at, (name, fit) in enumerate(report.fits.items())
-    ]
+        for name, fit in report.fits.items():
+            scores = (number(fit.r2, 3), number(fit.held_out_r2, 3))
+            errors = (f"{number(fit.error, 1)} %", f"{number(fit.held_out_error, 1)} %")
+            rows.append((*facts, f"{name} *" if name == report.meant else name, *scores, *errors))
+            facts = ("",) * 6
+    head = (
+        "kernel",
+        "phase",
+        "grid",
+        "hidden",
+        "half",
+        "cases",
+        "form",
+        "R²",
+        "held out",
+        "SMAPE",
+        "held out",
+    )
+    return Table(head, rows, numbers_from=7)
 
 
 def kernel_name(report: KernelReport) -> str:
-    """Return in words what a report is of, but for the half."""
+    """Return kernel, phase, grid and hidden size of a report."""
     return f"{report.kernel}, {report.phase}, {report.grid} grid, hidden size {report.width}"
 
 
@@ -231,11 +213,7 @@ def show_fits(reports: Sequence[KernelReport]) -> None:
     if not whole:
         typer.echo("too few cases measured to fit anything yet")
         return
-    rows = table(*FIT_HEAD, numbers_from=NUMBERS_FROM)
-    for report in whole:
-        for cells in fit_rows(report):
-            rows.add_row(*cells)
-    print_table(rows)
+    print_table(fits_table(whole))
     typer.echo("* the form of Toppings that is meant for this kernel\n")
     for report in whole:
         typer.echo(f"{kernel_name(report)}: {report.verdict()}")

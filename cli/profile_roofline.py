@@ -7,13 +7,12 @@ from typing import TYPE_CHECKING, Any
 
 import typer
 
-from capplan.cli.console import print_json, print_table, table
-from capplan.cli.options import AsJson, command
-from capplan.cli.output import require_writable_file
+from capplan.cli.console import Table, print_json, print_table
+from capplan.cli.options import AsJson, Quiet, command, member
+from capplan.cli.output import require_writable_files, write_json
 from capplan.errors import InputError
 
 if TYPE_CHECKING:
-    from capplan.models.roofline import Efficiencies
     from capplan.spec import ModelArch, Profile
 
 
@@ -46,39 +45,42 @@ class RooflineArgs:
         None, metavar="MS", help="Of the host in a step, not beside the GPU."
     )
     as_json: AsJson = False
-    quiet: bool = typer.Option(False, "--quiet", "-q", help="Print nothing but errors.")
+    quiet: Quiet = False
 
 
 @command
 def roofline(args: RooflineArgs) -> None:
     """Compute a profile from a GPU's datasheet and a model's architecture.
 
-    It is marked as analytic, and every plan that rests on it says so.
+    The profile is marked as analytic, and so is every plan based on it.
     """
     from capplan.datasets.catalog import gpu_sheet
-    from capplan.models.roofline import Assumptions, EngineChoice, roofline_profile
+    from capplan.models.roofline import Assumptions, Efficiencies, EngineChoice, roofline_profile
     from capplan.serving import serving_rules
-    from capplan.spec import write_text_atomic
+    from capplan.spec import Kernel
 
     sheet, arch = gpu_sheet(args.gpu), _arch(args.model, args.model_config, args.base_model)
-    engine = EngineChoice(
-        version=args.engine_version, rules=serving_rules(args.rules).name, kernel=_kernel(args.kernel)
-    )
+    kernel = member(Kernel, args.kernel, "--kernel")
+    engine = EngineChoice(version=args.engine_version, rules=serving_rules(args.rules).name, kernel=kernel)
     if args.dtype not in ("bfloat16", "float16"):
         raise InputError("must be bfloat16 or float16", args.dtype, "--dtype")
-    require_writable_file(args.output)
-    chosen = _physics(
-        bandwidth=args.bandwidth,
-        compute=args.compute,
-        host_link=args.host_link,
-        step_ms=args.step_overhead_ms,
-    )
+    require_writable_files(args.output)
+    physics = {
+        "bandwidth": args.bandwidth,
+        "compute": args.compute,
+        "host_link": args.host_link,
+        "step_ms": args.step_overhead_ms,
+    }
+    given: dict[str, Any] = {name: value for name, value in physics.items() if value is not None}
     model = f"--model {arch.name.lower()} --dtype {args.dtype}"
     command = f"capplan profile roofline --gpu {args.gpu} {model} --tp {args.tp}"
-    profile = roofline_profile(sheet, arch, engine, args.tp, Assumptions(physics=chosen), command)
-    write_text_atomic(args.output, _json(profile))
+    profile = roofline_profile(
+        sheet, arch, engine, args.tp, Assumptions(physics=Efficiencies(**given)), command
+    )
+    document = profile.model_dump(mode="json")
+    write_json(args.output, document)
     if args.as_json:
-        print_json(profile.model_dump(mode="json"))
+        print_json(document)
     elif not args.quiet:
         _show(profile, args.output)
 
@@ -97,36 +99,13 @@ def _arch(model: str | None, config: str | None, base_model: str | None) -> Mode
     return read_arch(config, base_model)
 
 
-def _kernel(name: str) -> Any:
-    from capplan.spec import Kernel
-
-    try:
-        return Kernel(name)
-    except ValueError:
-        raise InputError(f"must be one of {', '.join(Kernel)}", name, "--kernel") from None
-
-
-def _physics(**given: float | None) -> Efficiencies:
-    from dataclasses import replace
-
-    from capplan.models.roofline import Efficiencies
-
-    stated: dict[str, Any] = {name: value for name, value in given.items() if value is not None}
-    return replace(Efficiencies(), **stated)
-
-
-def _json(profile: Profile) -> str:
-    import json
-
-    return json.dumps(profile.model_dump(mode="json"), indent=2) + "\n"
-
-
 def _show(profile: Profile, output: str) -> None:
-    rows = table("coefficient", "value", numbers_from=1)
-    for part in ("step_latency", "memory", "loading", "host"):
-        for name, coefficient in getattr(profile, part).coefficients.items():
-            if coefficient.value:
-                rows.add_row(f"{part}.{name}", f"{coefficient.value:.6g}")
-    print_table(rows)
+    rows = [
+        (f"{part}.{name}", f"{coefficient.value:.6g}")
+        for part in ("step_latency", "memory", "loading", "host")
+        for name, coefficient in getattr(profile, part).coefficients.items()
+        if coefficient.value
+    ]
+    print_table(Table(("coefficient", "value"), rows))
     typer.echo(profile.provenance.notes)
     typer.echo(f"profile {profile.name} is an analytic roofline, not measured; written to {output}")

@@ -7,8 +7,16 @@ from typing import TYPE_CHECKING
 
 import typer
 
-from capplan.cli.console import counted, number, print_json, print_table, table
-from capplan.cli.options import AsJson, command, require_extra
+from capplan.cli.console import Table, counted, number, print_json, print_table
+from capplan.cli.options import (
+    FAILED,
+    INTERRUPTED,
+    ApiKey,
+    AsJson,
+    command,
+    engine_option,
+    require_extra,
+)
 from capplan.cli.progress import progress_bars
 from capplan.errors import InputError
 
@@ -16,47 +24,43 @@ if TYPE_CHECKING:
     from capplan.profiling.server.profiler import ServerProfilingResult
     from capplan.profiling.tables import MeasurementFolder
 
-_INTERRUPTED = 130  # 128 + SIGINT, as shells report it
-_FAILED = 1
 _HIGHEST_RANK = 512
 _LATE_MS = 5.0
-"""From where on a client that came late is worth a warning."""
+"""Lag of the client from which a warning is printed."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class ProfileServerArgs:
     """Options of `capplan profile server`."""
 
-    url: str = typer.Argument(..., metavar="URL", help="Where it listens, with or without /v1.")
+    url: str = typer.Argument(..., metavar="URL", help="Address of the server, with or without /v1.")
     output: str = typer.Option(
-        ..., "--output", "-o", metavar="DIR", help="Where tables go; those of other starts stay."
+        ..., "--output", "-o", metavar="DIR", help="Folder of the tables; those of other starts are kept."
     )
-    adapters: str | None = typer.Option(None, metavar="NAME[:RANK][,...]", help="Adapters to ask for.")
+    adapters: str | None = typer.Option(None, metavar="NAME[:RANK][,...]", help="Adapters to measure with.")
     workload: str | None = typer.Option(
         None, metavar="FILE", help="Adapters and typical lengths of a workload file."
     )
     model: str | None = typer.Option(
         None, metavar="NAME", help="Name of the base model; without it, adapters only."
     )
-    rank: int = typer.Option(16, metavar="N", min=1, max=_HIGHEST_RANK, help="Of adapters without :RANK.")
+    rank: int = typer.Option(16, metavar="N", min=1, max=_HIGHEST_RANK, help="For adapters without :RANK.")
     a_max: int | None = typer.Option(
-        None, metavar="N", min=1, help="Adapter slots; default: what the server says."
+        None, metavar="N", min=1, help="Adapter slots; default: as the server reports."
     )
     s_max: int | None = typer.Option(
-        None, metavar="RANK", min=1, help="Rank of a slot; default: the least that fits."
+        None, metavar="RANK", min=1, help="Rank of a slot; default: the smallest that holds every adapter."
     )
-    max_num_seqs: int = typer.Option(256, metavar="N", min=1)
-    max_num_batched_tokens: int = typer.Option(2048, metavar="N", min=1)
-    max_model_len: int | None = typer.Option(None, metavar="N", min=4)
+    max_num_seqs: int = engine_option("max_num_seqs", 256, least=1)
+    max_num_batched_tokens: int = engine_option("max_num_batched_tokens", 2048, least=1)
+    max_model_len: int | None = engine_option("max_model_len", None, least=4)
     prompt_tokens: int | None = typer.Option(None, metavar="N", min=1, help="Typical prompt.")
     output_tokens: int | None = typer.Option(None, metavar="N", min=1, help="Typical output.")
     max_streams: int | None = typer.Option(None, metavar="N", min=1, help="Largest batch; default: up to 64.")
     budget_s: float = typer.Option(600.0, metavar="SECONDS", min=1.0, help="Time for operating points.")
-    point_s: float = typer.Option(8.0, metavar="SECONDS", min=2.0, help="Time of each.")
-    passes: int = typer.Option(1, metavar="N", min=1, help="How often all are gone through in that time.")
-    api_key: str | None = typer.Option(
-        None, metavar="KEY", envvar="OPENAI_API_KEY", help="Sent as bearer token."
-    )
+    point_s: float = typer.Option(8.0, metavar="SECONDS", min=2.0, help="Time of each point.")
+    passes: int = typer.Option(1, metavar="N", min=1, help="Passes over all points in that time.")
+    api_key: ApiKey = None
     as_json: AsJson = False
 
 
@@ -64,8 +68,8 @@ class ProfileServerArgs:
 def server(args: ProfileServerArgs) -> None:
     """Measure a running OpenAI-compatible server from outside; it should be idle otherwise.
 
-    Closed loops over batch, adapters, prompt and output lengths become a step table; idle answers and turns
-    of adapters become runs and loads; the server's metrics, where it has them, its KV memory.
+    Closed loops over batch, adapters, prompt and output lengths give a step table; idle responses and
+    adapter switches give runs and loads; the server's metrics, if any, give its KV memory.
     """
     require_extra("bench", ("aiohttp",))
     from capplan.profiling.load.requests import Target
@@ -98,16 +102,14 @@ def server(args: ProfileServerArgs) -> None:
     else:
         _show(done, folder, args.output)
     if (done.late_ms_p95 or 0.0) > _LATE_MS:
-        late = f"came {number(done.late_ms_p95, 1)} ms late to one event in twenty"
-        typer.echo(
-            f"warning: this machine was busy; the client {late}, so steps are told inexactly", err=True
-        )
+        late = f"was {number(done.late_ms_p95, 1)} ms late for 5 % of the events"
+        typer.echo(f"warning: this machine was busy; the client {late}, so steps are inexact", err=True)
     for line in done.failed:
         typer.echo(f"failed: {line}", err=True)
     if done.partial:
-        raise typer.Exit(_INTERRUPTED)
+        raise typer.Exit(INTERRUPTED)
     if done.failed or not done.points + done.skipped:
-        raise typer.Exit(_FAILED)
+        raise typer.Exit(FAILED)
 
 
 def _adapters(
@@ -122,9 +124,9 @@ def _adapters(
     if workload is not None:
         from capplan.spec import load_workload
 
-        wishes = load_workload(workload)
-        ranks = {adapter.name: adapter.rank for adapter in wishes.adapters}
-        means = (wishes.prompt_tokens.mean_tokens, wishes.output_tokens.mean_tokens)
+        loaded = load_workload(workload)
+        ranks = {adapter.name: adapter.rank for adapter in loaded.adapters}
+        means = (loaded.prompt_tokens.mean_tokens, loaded.output_tokens.mean_tokens)
         lengths = (max(1, round(means[0])), max(1, round(means[1])))
     for each in adapters.split(",") if adapters else ():
         name, colon, text = each.strip().rpartition(":")
@@ -139,26 +141,26 @@ def _adapters(
 def _show(done: ServerProfilingResult, folder: MeasurementFolder, output: str) -> None:
     from capplan.profiling import tables as files
 
-    rows = table("measured", "value", numbers_from=1)
-    rows.add_row("engine setting", done.setting)
-    rows.add_row("operating points", number(done.points))
-    if done.skipped:
-        rows.add_row("measured before", number(done.skipped))
-    if done.left_out:
-        rows.add_row("left out for want of time", number(done.left_out))
-    rows.add_row("rows of the step table", number(done.step_rows))
-    rows.add_row("adapter loads timed", number(done.loads))
-    rows.add_row("KV tokens", number(done.kv_tokens))
-    print_table(rows)
+    facts = {
+        "engine setting": done.setting,
+        "operating points": number(done.points),
+        "measured before": number(done.skipped) if done.skipped else None,
+        "left out, time was up": number(done.left_out) if done.left_out else None,
+        "rows of the step table": number(done.step_rows),
+        "adapter loads timed": number(done.loads),
+        "KV tokens": number(done.kv_tokens),
+    }
+    rows = [(name, value) for name, value in facts.items() if value is not None]
+    print_table(Table(("measured", "value"), rows))
     first = folder.table(files.FIRST_TOKENS)
     if first is not None and len(own := first[first["setting"] == done.setting]):
-        idle = table("prompt tokens", "TTFT p50, ms", "p25", "p75", numbers_from=0)
-        for row in own.to_dict("records"):
-            cells = (number(row[f"ttft_ms_{p}"], 2) for p in ("p50", "p25", "p75"))
-            idle.add_row(number(row["prompt_tokens"]), *cells)
-        print_table(idle)
+        idle = [
+            (number(row["prompt_tokens"]), *(number(row[f"ttft_ms_{p}"], 2) for p in ("p50", "p25", "p75")))
+            for row in own.to_dict("records")
+        ]
+        print_table(Table(("prompt tokens", "TTFT p50, ms", "p25", "p75"), idle, numbers_from=0))
     memory = folder.table(files.MEMORY)
-    one_start = memory is not None and memory["a_max"].nunique() < 2  # which says nothing of what slots cost
+    one_start = memory is not None and memory["a_max"].nunique() < 2  # no information on the cost of slots
     usable = [name for name in files.TABLES if not (name == files.MEMORY and one_start)]
     found = [name for name in usable if (folder.path / name).exists()]
     flags = " ".join(f"--{name.split('.')[0]} {output}/{name}" for name in found)

@@ -50,7 +50,7 @@ class _Rate(ProgressColumn):
 def progress_bars(*, quiet: bool = False, rate_of: str | None = None) -> Iterator[OnProgress]:
     """Give a callback that draws a bar per stage with the time left, only on a terminal and unless quiet.
 
-    With ``rate_of``, the name of the units of work, the bar also tells how many are done per second.
+    With ``rate_of``, the name of the units of work, the bar also shows units per second.
     """
     if quiet or not sys.stderr.isatty():
         yield _ignore
@@ -73,7 +73,7 @@ def _ignore(stage: str, done: int, total: int) -> None:
 
 
 def announce_compilation(*, quiet: bool = False) -> None:
-    """Print that the twin is about to be compiled, if it is, and then the time left."""
+    """Print a line if the twin must be compiled, and then the time left."""
     from capplan.compile import cache_dir, is_compiled, on_compiled
 
     if quiet or is_compiled():
@@ -93,26 +93,26 @@ def announce_compilation(*, quiet: bool = False) -> None:
     on_compiled(show)
 
 
-_RATE_OVER: Final = 20  # looks that throughput is averaged over, about five seconds
+_RATE_UPDATES: Final = 20  # updates that throughput is averaged over, about five seconds
 
 
 @contextmanager
-def live(*, quiet: bool = False) -> Iterator[Callable[[LoadProgress], None] | None]:
-    """Give a callback that draws a bar with live numbers; None where nobody would see it."""
+def load_progress(*, quiet: bool = False) -> Iterator[Callable[[LoadProgress], None] | None]:
+    """Give a callback that draws a bar with live metrics; None without a terminal."""
     if quiet or not sys.stderr.isatty():
         yield None
         return
-    columns = (TextColumn("{task.description}"), BarColumn(bar_width=24), TextColumn("{task.fields[told]}"))
+    columns = (TextColumn("{task.description}"), BarColumn(bar_width=24), TextColumn("{task.fields[text]}"))
     with Progress(*columns, console=console(err=True), transient=True) as bars:
-        task = bars.add_task("loading", total=None, told="asking the server")
-        seen: deque[LoadProgress] = deque(maxlen=_RATE_OVER)
+        task = bars.add_task("loading", total=None, text="waiting for the server")
+        seen: deque[LoadProgress] = deque(maxlen=_RATE_UPDATES)
 
         def on_tick(now: LoadProgress) -> None:
             seen.append(now)
             done_s = min(now.now_s, now.horizon_s)
             stage = "loading" if now.now_s < now.horizon_s else "draining"
-            told = numbers(seen[0], now)
-            bars.update(task, description=stage, total=now.horizon_s, completed=done_s, told=told)
+            text = numbers(seen[0], now)
+            bars.update(task, description=stage, total=now.horizon_s, completed=done_s, text=text)
 
         yield on_tick
 

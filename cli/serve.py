@@ -12,8 +12,8 @@ from typing import TYPE_CHECKING, Any, Final
 import typer
 
 from capplan.cli.console import counted
-from capplan.cli.options import ENGINE, command, require_extra
-from capplan.cli.output import require_writable_file
+from capplan.cli.options import ENGINE, command, engine_option, require_extra
+from capplan.cli.output import require_writable_files
 from capplan.cli.progress import announce_compilation
 from capplan.errors import InputError
 from capplan.spec import Plan
@@ -25,30 +25,17 @@ if TYPE_CHECKING:
 _OPEN_RANK: Final = 16  # vLLM's default
 
 _OPEN_ADAPTERS: Final = 1000
-"""Numbers for adapters where clients may load some; one costs some dozen bytes."""
+"""Adapter numbers reserved if clients may load adapters; each costs some dozen bytes."""
 
 _LOOPBACK: Final = ("127.0.0.1", "::1", "localhost")
 
 
 _ENGINE_FLAGS: Final = (
-    "max_loras",
-    "max_lora_rank",
-    "max_cpu_loras",
-    "max_num_seqs",
-    "max_num_batched_tokens",
-    "max_model_len",
-    "dtype",
-    "device",
-    "rules",
-    "memory",
-    "block_size",
-    "num_kv_blocks",
-    "gpu_memory_utilization",
-    "enable_prefix_caching",
-    "shared_prefix_tokens",
-    "lora_kernel",
-    "seed",
+    *("max_loras", "max_lora_rank", "max_cpu_loras", "max_num_seqs", "max_num_batched_tokens"),
+    *("max_model_len", "dtype", "device", "rules", "memory", "block_size", "num_kv_blocks"),
+    *("gpu_memory_utilization", "enable_prefix_caching", "shared_prefix_tokens", "lora_kernel", "seed"),
 )
+"""Engine settings by parameter of the command."""
 
 _OF_ONE_INSTANCE: Final = ("lora_modules", "lora_root", "max_adapters", "records")
 _FLAGS: Final = {
@@ -85,20 +72,20 @@ class ServeArgs:
         help="Adapter to serve: a folder that PEFT wrote, or the rank of a random one. Repeatable.",
     )
     served_model_name: str | None = typer.Option(
-        None, metavar="NAME", help="Of the base model; default: as --model."
+        None, metavar="NAME", help="Name of the base model; default: as --model."
     )
     host: str = typer.Option("127.0.0.1", metavar="HOST", help="Where to listen.")
-    port: int = typer.Option(8000, metavar="P", help="0 is any free one.")
+    port: int = typer.Option(8000, metavar="P", help="Port; 0: any free one.")
     api_key: str | None = typer.Option(
         None,
         metavar="KEY",
         envvar="CAPPLAN_API_KEY",
         show_envvar=True,
-        help="What clients must bring; others see the command line, not the environment.",
+        help="Key that clients must send; command lines are visible to other users, the environment is not.",
     )
-    max_loras: int | None = typer.Option(None, metavar="N", help="Adapter slots.")
-    max_lora_rank: int | None = typer.Option(None, metavar="R", help="Rank of a slot.")
-    max_cpu_loras: int | None = typer.Option(None, metavar="N", help="Adapters kept on the host.")
+    max_loras: int | None = engine_option("max_loras", None)
+    max_lora_rank: int | None = engine_option("max_lora_rank", None)
+    max_cpu_loras: int | None = engine_option("max_cpu_loras", None)
     max_adapters: int | None = typer.Option(
         None, metavar="N", help="Adapters known at a time, loaded ones included."
     )
@@ -106,31 +93,31 @@ class ServeArgs:
         None, metavar="DIR", help="Let clients load adapters from this folder."
     )
     enable_lora: bool = typer.Option(
-        True, "--enable-lora", help="Accepted for vLLM's sake; adapters are always on."
+        True, "--enable-lora", help="Accepted for compatibility with vLLM; adapters are always on."
     )
-    max_num_seqs: int = typer.Option(256, metavar="N")
-    max_num_batched_tokens: int = typer.Option(2048, metavar="N")
-    max_model_len: int | None = typer.Option(None, metavar="N")
+    max_num_seqs: int = engine_option("max_num_seqs", 256)
+    max_num_batched_tokens: int = engine_option("max_num_batched_tokens", 2048)
+    max_model_len: int | None = engine_option("max_model_len", None)
     max_queue: int = typer.Option(512, metavar="N", help="Prompts taken beyond --max-num-seqs; then 429.")
-    max_body_bytes: int = typer.Option(8 * 2**20, metavar="N")
+    max_body_bytes: int = typer.Option(8 * 2**20, metavar="N", help="Largest body of a request.")
     drain_timeout_s: float = typer.Option(30.0, metavar="S", help="For running requests, after SIGTERM.")
     dtype: str = typer.Option("auto", metavar="NAME", help="auto, float32, float16 or bfloat16.")
     device: str = typer.Option("cpu", metavar="NAME", help="cpu, cuda, cuda:1 ...")
     rules: str = typer.Option("capplan", metavar="NAME", help="Serving rules.")
     memory: str | None = typer.Option(None, metavar="KIND", help="Of adapters: slots or unified.")
-    block_size: int = typer.Option(16, metavar="TOKENS")
-    num_kv_blocks: int | None = typer.Option(None, metavar="N")
-    gpu_memory_utilization: float = typer.Option(0.9, metavar="SHARE")
+    block_size: int = typer.Option(16, metavar="TOKENS", help="Tokens of one KV block.")
+    num_kv_blocks: int | None = typer.Option(None, metavar="N", help="KV blocks; default: by memory.")
+    gpu_memory_utilization: float = engine_option("gpu_memory_utilization", 0.9)
     enable_prefix_caching: bool | None = typer.Option(
         None, "--enable-prefix-caching/--no-enable-prefix-caching", help="Default: as the rules."
     )
-    shared_prefix_tokens: int = typer.Option(0, metavar="N", help="Length of prompt beginnings to cache.")
-    lora_kernel: str | None = typer.Option(None, metavar="NAME")
+    shared_prefix_tokens: int = typer.Option(0, metavar="N", help="Length of shared prefixes to cache.")
+    lora_kernel: str | None = typer.Option(None, metavar="NAME", help="Default: by device.")
     seed: int = typer.Option(0, metavar="N", help="Of random weights and sampling.")
     records: str | None = typer.Option(
-        None, metavar="FILE", help="Write what every step did as Parquet, at the end."
+        None, metavar="FILE", help="Write a record of every step as Parquet, at the end."
     )
-    as_json: bool = typer.Option(False, "--json", help="Print the line that tells where it listens as JSON.")
+    as_json: bool = typer.Option(False, "--json", help="Print the line with the address as JSON.")
 
 
 @command
@@ -154,8 +141,7 @@ def _serve_instance(args: ServeArgs) -> int:
         raise InputError("is for plans", location="--group" if args.groups else "--ray-address")
     if args.model is None:
         raise InputError("is required", location="--model")
-    if args.records is not None:
-        require_writable_file(args.records)
+    require_writable_files(args.records)
     adapters = _adapters([*(args.lora_modules or ()), *(args.words or ())])
     _require_queue(args)
     from capplan.engine.server import InstanceConfig, ServerSettings, run_instance
@@ -173,7 +159,7 @@ def _serve_instance(args: ServeArgs) -> int:
         )
         announce_compilation()
         if sys.stderr.isatty():
-            _say(f"loading {args.model}")
+            _log(f"loading {args.model}")
         instance = InstanceConfig(
             model=args.model,
             server=settings,
@@ -212,7 +198,7 @@ def _adapters(modules: list[str]) -> dict[str, str | Path | int]:
 
 
 def _serve_plan(args: ServeArgs) -> int:
-    """Serve the instances of a plan until told to stop; return the exit status."""
+    """Serve the instances of a plan until stopped; return the exit status."""
     require_extra("engine", ("aiohttp",))
     from capplan.engine.router.instances import unused_parts
     from capplan.engine.router.process import RouterConfig, run_router
@@ -236,15 +222,15 @@ def _serve_plan(args: ServeArgs) -> int:
     except InputError as error:
         raise _by_flag(error) from None
     for line in unused_parts(plan):
-        _say(f"warning: {line}")
+        _log(f"warning: {line}")
     announce_compilation()
-    _say(f"starting {counted(len(specs), 'instance')} of {file}")
+    _log(f"starting {counted(len(specs), 'instance')} of {file}")
     facts = {
         "model": model_name,
         "adapters": len({name for spec in specs for name in spec.adapters}),
         "instances": [spec.name for spec in specs],
     }
-    config = RouterConfig(specs, _launcher(args.ray_address, len(specs)), server, args.max_queue, log=_say)
+    config = RouterConfig(specs, _launcher(args.ray_address, len(specs)), server, args.max_queue, log=_log)
     return run_router(config, _ready(f"{file}: {model_name}", facts, as_json=args.as_json))
 
 
@@ -329,5 +315,5 @@ def _by_flag(error: InputError) -> InputError:
     return InputError(error.rule, error.value, flag)
 
 
-def _say(line: str) -> None:
+def _log(line: str) -> None:
     typer.echo(line, err=True)

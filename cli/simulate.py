@@ -8,26 +8,35 @@ from typing import TYPE_CHECKING, Any, Final, TypeAlias, cast
 
 import typer
 
-from capplan.cli.console import DASH, number, percent, print_json, print_table, table
+from capplan.cli.console import DASH, Table, number, percent, print_json, print_table
 from capplan.cli.options import (
     AsJson,
     ProfileName,
+    RayAddress,
+    ReportFile,
+    Seed,
+    Workers,
     WorkloadFile,
     chosen_profile,
     command,
+    engine_option,
+    numbers,
     profile_not_measured,
 )
-from capplan.cli.output import require_writable_file
+from capplan.cli.output import require_writable_files
 from capplan.cli.progress import announce_compilation, progress_bars
 from capplan.errors import InfeasibleError, InputError
 
 if TYPE_CHECKING:
-    from rich.table import Table
-
     from capplan.spec import Workload
     from capplan.twin import DetailedResult, SimulationResult
     from capplan.twin.simulate import SimulateSettings
     from capplan.twin.sweep import Job
+
+_ENGINE: Final = (
+    *("max_num_seqs", "max_num_batched_tokens", "max_cpu_loras", "max_model_len"),
+    "gpu_memory_utilization",
+)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -39,16 +48,16 @@ class SimulateArgs:
         None, metavar="N[,N...]", help="Adapter slots; several are compared side by side."
     )
     s_max: int | None = typer.Option(
-        None, metavar="RANK", help="Rank of a slot; default: the least that fits."
+        None, metavar="RANK", help="Rank of a slot; default: the smallest that holds every adapter."
     )
     profile: ProfileName = None
     duration_s: float = typer.Option(3600.0, "--duration", metavar="SECONDS", help="Simulated time.")
-    seed: int = typer.Option(0, metavar="N", help="Same seed, same result.")
-    max_num_seqs: int | None = typer.Option(None, metavar="N")
-    max_num_batched_tokens: int | None = typer.Option(None, metavar="N")
-    max_cpu_loras: int | None = typer.Option(None, metavar="N")
-    max_model_len: int | None = typer.Option(None, metavar="N")
-    gpu_memory_utilization: float | None = typer.Option(None, metavar="SHARE")
+    seed: Seed = 0
+    max_num_seqs: int | None = engine_option("max_num_seqs", None)
+    max_num_batched_tokens: int | None = engine_option("max_num_batched_tokens", None)
+    max_cpu_loras: int | None = engine_option("max_cpu_loras", None)
+    max_model_len: int | None = engine_option("max_model_len", None)
+    gpu_memory_utilization: float | None = engine_option("gpu_memory_utilization", None)
     max_in_flight: int | None = typer.Option(
         None, metavar="N", help="Reject arrivals beyond this many requests."
     )
@@ -56,21 +65,17 @@ class SimulateArgs:
     prefix_caching: bool | None = typer.Option(
         None,
         "--prefix-caching/--no-prefix-caching",
-        help="Whether KV of shared prompt beginnings is used again; default: as in the profile.",
+        help="Whether KV of shared prompt beginnings is reused; default: as in the profile.",
     )
     detail: bool = typer.Option(
         False, "--detail", help="Also slowdown, waits, hit rate, metrics per rank, SLO attainment."
     )
-    report: str | None = typer.Option(
-        None, metavar="FILE", help="Write an HTML report with charts, readable offline."
-    )
+    report: ReportFile = None
     requests_out: str | None = typer.Option(
         None, metavar="FILE", help="Write every request as Parquet, one row each."
     )
-    workers: int | None = typer.Option(None, metavar="N", help="Processes; default: one per core.")
-    ray_address: str | None = typer.Option(
-        None, metavar="ADDRESS", help="Simulate on this Ray cluster instead."
-    )
+    workers: Workers = None
+    ray_address: RayAddress = None
     as_json: AsJson = False
 
 
@@ -82,59 +87,65 @@ def simulate(args: SimulateArgs) -> None:
     """
     from capplan.spec import load_workload, write_text_atomic
 
-    for path in (args.report, args.requests_out):
-        if path is not None:
-            require_writable_file(path)
-    wishes = load_workload(args.workload)
-    slots = _slots(args.a_max, wishes)
-    used = chosen_profile(wishes, args.profile)
-    if used is None:
+    require_writable_files(args.report, args.requests_out)
+    workload = load_workload(args.workload)
+    slots = _slots(args.a_max, workload)
+    profile = chosen_profile(workload, args.profile)
+    if profile is None:
         raise InputError("is required, because the workload names pools", location="--profile")
-    settings = {
-        "s_max": _slot_rank(args.s_max, wishes),
-        "duration_s": args.duration_s,
-        "seed": args.seed,
-        "max_in_flight": args.max_in_flight,
-        "rules": args.rules,
-        "prefix_caching": args.prefix_caching,
-        **_engine_settings(
-            wishes,
-            max_num_seqs=args.max_num_seqs,
-            max_num_batched_tokens=args.max_num_batched_tokens,
-            max_cpu_loras=args.max_cpu_loras,
-            max_model_len=args.max_model_len,
-            gpu_memory_utilization=args.gpu_memory_utilization,
-        ),
-    }
+    settings = _settings(args, workload)
     announce_compilation()
     from capplan.twin.sweep import Job
 
-    jobs = [Job(wishes, used, cast("SimulateSettings", {"a_max": count, **settings})) for count in slots]
-    in_detail = args.detail or args.report is not None or args.requests_out is not None
-    outcomes, details = _simulated(
-        jobs, in_detail=in_detail, workers=args.workers, ray_address=args.ray_address
-    )
+    jobs = [Job(workload, profile, cast("SimulateSettings", {"a_max": count, **settings})) for count in slots]
+    outcomes, details = _simulated(jobs, args)
     if args.requests_out is not None:
-        _write_requests(args.requests_out, details)
-    if args.report is not None:
-        from capplan.cli.report.simulation import simulation_report
+        from capplan.twin.per_request import several_tables, write_parquet
 
-        write_text_atomic(
-            args.report, simulation_report(args.workload, wishes, used, settings, outcomes, details)
-        )
+        tables = {count: detail.requests for count, detail in details.items()}
+        write_parquet(args.requests_out, several_tables(tables, by="a_max"))
+    if args.report is not None:
+        from capplan.cli.report.simulation import simulation_page
+
+        page = simulation_page(args.workload, workload, profile, settings, outcomes, details)
+        write_text_atomic(args.report, page)
     shown = details if args.detail else {}
     if args.as_json:
-        print_json({"profile": used.name, "settings": settings, "results": documents(outcomes, shown)})
+        print_json({"profile": profile.name, "settings": settings, "results": documents(outcomes, shown)})
     else:
         _print(outcomes, shown)
-        for line in profile_not_measured(used):
+        for line in profile_not_measured(profile):
             typer.echo(line)
 
 
-def _simulated(
-    jobs: list[Job], *, in_detail: bool, workers: int | None, ray_address: str | None
-) -> tuple[Outcomes, Details]:
-    """Return the results by number of slots, and the details where they are asked for.
+def _slots(given: str | None, workload: Workload) -> tuple[int, ...]:
+    """Return the numbers of slots to simulate, each once, in the order given."""
+    if given is not None:
+        return numbers(given, "--a-max")
+    if workload.engine.max_loras is None:
+        raise InputError("is required, unless the workload fixes engine.max_loras", location="--a-max")
+    return (workload.engine.max_loras,)
+
+
+def _settings(args: SimulateArgs, workload: Workload) -> dict[str, Any]:
+    """Return the settings of the command line, or else of the workload; the twin has the defaults."""
+    from capplan.spec import allowed_lora_rank
+
+    rank = args.s_max if args.s_max is not None else workload.engine.max_lora_rank
+    plain = ("duration_s", "seed", "max_in_flight", "rules", "prefix_caching")
+    merged = {
+        name: getattr(workload.engine, name) if (value := getattr(args, name)) is None else value
+        for name in _ENGINE
+    }
+    return {
+        "s_max": allowed_lora_rank(max(a.rank for a in workload.adapters)) if rank is None else rank,
+        **{name: getattr(args, name) for name in plain},
+        **{name: value for name, value in merged.items() if value is not None},
+    }
+
+
+def _simulated(jobs: list[Job], args: SimulateArgs) -> tuple[Outcomes, Details]:
+    """Return the results by number of slots, and the details if the command needs them.
 
     Raises
     ------
@@ -144,71 +155,37 @@ def _simulated(
     from capplan.twin import DetailedResult
     from capplan.twin.sweep import sweep, sweep_detailed
 
-    run = sweep_detailed if in_detail else sweep
-    slots = [job.settings["a_max"] for job in jobs]
+    run = sweep_detailed if args.detail or args.report or args.requests_out else sweep
     with progress_bars() as on_progress:
         on_progress("simulate", 0, len(jobs))
-        answers = run(
+        results = run(
             jobs,
-            workers=workers,
-            ray_address=ray_address,
+            workers=args.workers,
+            ray_address=args.ray_address,
             progress=lambda done, total: on_progress("simulate", done, total),
         )
-    if all(isinstance(answer, InfeasibleError) for answer in answers):
-        raise next(answer for answer in answers if isinstance(answer, InfeasibleError))
-    found = dict(zip(slots, answers, strict=True))
+    failures = [result for result in results if isinstance(result, InfeasibleError)]
+    if len(failures) == len(results):
+        raise failures[0]
+    found = dict(zip((job.settings["a_max"] for job in jobs), results, strict=True))
     details = {count: each for count, each in found.items() if isinstance(each, DetailedResult)}
     outcomes = {c: each.result if isinstance(each, DetailedResult) else each for c, each in found.items()}
     return outcomes, details
 
 
-def _write_requests(path: str, details: Details) -> None:
-    from capplan.twin.per_request import several_tables, write_parquet
-
-    tables = {count: detail.requests for count, detail in details.items()}
-    write_parquet(path, several_tables(tables, by="a_max"))
-
-
 def _print(outcomes: Outcomes, details: Details) -> None:
     print_table(metrics_table(outcomes, details))
     if details:
-        print_table(ranks_table(details))
-        kept = slo_table(details)
-        if kept is not None:
-            print_table(kept)
+        print_table(_ranks_table(details))
+        if next(iter(details.values())).slo:
+            print_table(_slo_table(details))
     for count, outcome in outcomes.items():
         if isinstance(outcome, InfeasibleError):
             typer.echo(f"a_max {count}: {outcome}")
 
 
-def _slots(given: str | None, workload: Workload) -> tuple[int, ...]:
-    """Return the numbers of slots asked for, each once, in the order given."""
-    if given is None:
-        if workload.engine.max_loras is None:
-            raise InputError("is required, unless the workload fixes engine.max_loras", location="--a-max")
-        return (workload.engine.max_loras,)
-    try:
-        return tuple(dict.fromkeys(int(part) for part in given.split(",")))
-    except ValueError:
-        raise InputError("must be whole numbers separated by commas", given, "--a-max") from None
-
-
-def _slot_rank(given: int | None, workload: Workload) -> int:
-    from capplan.spec import allowed_lora_rank
-
-    if given is not None:
-        return given
-    return workload.engine.max_lora_rank or allowed_lora_rank(max(a.rank for a in workload.adapters))
-
-
-def _engine_settings(workload: Workload, **given: float | None) -> dict[str, Any]:
-    """Return the settings that the command line or else the workload gives; the twin has the defaults."""
-    merged = {key: getattr(workload.engine, key) if value is None else value for key, value in given.items()}
-    return {key: value for key, value in merged.items() if value is not None}
-
-
 Outcomes: TypeAlias = "Mapping[int, SimulationResult | InfeasibleError]"
-"""What came of each number of slots."""
+"""Result of each number of slots."""
 
 Details: TypeAlias = "Mapping[int, DetailedResult]"
 """Details of each number of slots that fits."""
@@ -238,62 +215,64 @@ _ROWS: Final = (  # metric of the result, its name with unit, decimals
 )
 
 
+_DETAIL_ROWS: Final = (  # metric of all requests, statistic, its name with unit, decimals
+    ("slowdown", "p50", "slowdown p50", 2),
+    ("slowdown", "p99", "slowdown p99", 2),
+    ("queue_s", "p99", "queueing p99, s", 3),
+    ("load_wait_s", "p99", "wait for loads p99, s", 3),
+)
+
+
 def metrics_table(outcomes: Outcomes, details: Details) -> Table:
-    """Return the metrics, one column per number of slots; those of the details last, where there are any."""
-    rows = table("metric", *(f"a_max {slots}" for slots in outcomes), numbers_from=1)
+    """Return the metrics, one column per number of slots; those of the details last."""
 
-    def add(name: str, cell: Callable[[SimulationResult], str]) -> None:
-        cells = (DASH if isinstance(each, InfeasibleError) else cell(each) for each in outcomes.values())
-        rows.add_row(name, *cells)
+    def cells(cell: Callable[[SimulationResult], str]) -> list[str]:
+        return [DASH if isinstance(each, InfeasibleError) else cell(each) for each in outcomes.values()]
 
-    def add_detail(name: str, cell: Callable[[DetailedResult], str]) -> None:
-        rows.add_row(name, *(cell(details[slots]) if slots in details else DASH for slots in outcomes))
-
-    for metric, name, decimals in _ROWS:
-        add(name, lambda result, m=metric, d=decimals: number(getattr(result, m), d))  # type: ignore[misc]
-    add("served", lambda result: percent(result.served_fraction))
-    add("starved", lambda result: "yes" if result.starved else "no")
+    rows = [
+        (name, *cells(lambda result, m=metric, d=decimals: number(getattr(result, m), d)))  # type: ignore[misc]
+        for metric, name, decimals in _ROWS
+    ]
+    rows.append(("served", *cells(lambda result: percent(result.served_fraction))))
+    rows.append(("starved", *cells(lambda result: "yes" if result.starved else "no")))
     if details:
-        add_detail("slowdown p50", lambda each: number(each.overall.slowdown.p50, 2))
-        add_detail("slowdown p99", lambda each: number(each.overall.slowdown.p99, 2))
-        add_detail("queueing p99, s", lambda each: number(each.overall.queue_s.p99, 3))
-        add_detail("wait for loads p99, s", lambda each: number(each.overall.load_wait_s.p99, 3))
-        add_detail("adapter was resident", lambda each: share(each.overall.hit_rate))
-    return rows
+        for metric, statistic, name, decimals in _DETAIL_ROWS:
+            values = {slots: getattr(getattr(d.overall, metric), statistic) for slots, d in details.items()}
+            rows.append((name, *(number(values.get(slots), decimals) for slots in outcomes)))
+        hits = {slots: detail.overall.hit_rate for slots, detail in details.items()}
+        rows.append(("adapter was resident", *(percent(hits.get(slots)) for slots in outcomes)))
+    return Table(("metric", *(f"a_max {slots}" for slots in outcomes)), rows)
 
 
-def ranks_table(details: Details) -> Table:
-    """Return what the requests of each rank got."""
+def _ranks_table(details: Details) -> Table:
+    """Return the metrics of the requests of each rank."""
     names = ("finished", "served", "tok/s", "TTFT p50, s", "TTFT p99, s", "TPOT p50, ms", "slowdown p50")
-    rows = table("a_max", "rank", *names, "resident", numbers_from=0)
-    for slots, detail in details.items():
-        for rank, got in detail.by_rank.items():
-            rows.add_row(
-                str(slots),
-                str(rank),
-                number(got.finished),
-                percent(got.served_fraction),
-                number(got.throughput_tok_s),
-                number(got.ttft_s.p50, 3),
-                number(got.ttft_s.p99, 3),
-                number(got.tpot_ms.p50, 2),
-                number(got.slowdown.p50, 2),
-                share(got.hit_rate),
-            )
-    return rows
-
-
-def slo_table(details: Details) -> Table | None:
-    """Return which share of requests kept each latency bound; None without bounds."""
-    bounds = next(iter(details.values())).slo
-    if not bounds:
-        return None
-    rows = table("requests that keep", *(f"a_max {slots}" for slots in details), numbers_from=1)
-    for at, bound in enumerate(bounds):
-        rows.add_row(
-            bound_text(bound.bound, bound.limit), *(share(d.slo[at].share) for d in details.values())
+    rows = [
+        (
+            str(slots),
+            str(rank),
+            number(group.finished),
+            percent(group.served_fraction),
+            number(group.throughput_tok_s),
+            number(group.ttft_s.p50, 3),
+            number(group.ttft_s.p99, 3),
+            number(group.tpot_ms.p50, 2),
+            number(group.slowdown.p50, 2),
+            percent(group.hit_rate),
         )
-    return rows
+        for slots, detail in details.items()
+        for rank, group in detail.by_rank.items()
+    ]
+    return Table(("a_max", "rank", *names, "resident"), rows, numbers_from=0)
+
+
+def _slo_table(details: Details) -> Table:
+    """Return the share of requests that kept each latency bound."""
+    rows = [
+        (bound_text(bounds[0].bound, bounds[0].limit), *(percent(bound.share) for bound in bounds))
+        for bounds in zip(*(detail.slo for detail in details.values()), strict=True)
+    ]
+    return Table(("requests that keep", *(f"a_max {slots}" for slots in details)), rows)
 
 
 def bound_text(bound: str, limit: float) -> str:
@@ -304,11 +283,6 @@ def bound_text(bound: str, limit: float) -> str:
         return f"tpt_over_base: TPT <= {limit:.4g} ms"
     kind, _, unit = bound.split("_")
     return f"{bound}: {kind.upper()} <= {limit:g} {unit}"
-
-
-def share(fraction: float) -> str:
-    """Return a share as a percentage, a dash when there is none."""
-    return percent(None if fraction != fraction else fraction)
 
 
 def documents(outcomes: Outcomes, details: Details) -> list[dict[str, Any]]:

@@ -1,4 +1,4 @@
-"""`capplan surrogate`: what the small trees of a profile say, as rules, a export_svg or source code."""
+"""`capplan surrogate`: the small trees of a profile as rules, drawings or source code."""
 
 from __future__ import annotations
 
@@ -7,9 +7,9 @@ from typing import TYPE_CHECKING, Any, Final
 
 import typer
 
-from capplan.cli.console import counted, percent, print_json, print_table, table
-from capplan.cli.options import AsJson, command
-from capplan.cli.output import require_writable_file
+from capplan.cli.console import Table, counted, percent, print_json, print_table
+from capplan.cli.options import AsJson, KnownProfile, command
+from capplan.cli.output import require_writable_files
 from capplan.errors import InputError
 
 if TYPE_CHECKING:
@@ -25,7 +25,7 @@ _TARGETS: Final = ("throughput", "starvation", "both")
 class RulesArgs:
     """Options of `capplan surrogate rules`."""
 
-    profile: str = typer.Argument(..., metavar="PROFILE", help="Shipped profile or path of a profile JSON.")
+    profile: KnownProfile
     target: str = typer.Option("both", metavar="NAME", help="Rules of throughput, starvation, or both.")
     svg: str | None = typer.Option(None, metavar="FILE", help="Also draw the trees, as one SVG file.")
     as_python: bool = typer.Option(
@@ -44,8 +44,7 @@ def rules(args: RulesArgs) -> None:
         raise InputError(f"must be one of {', '.join(_TARGETS)}", args.target, "--target")
     if args.as_python and args.as_json:
         raise InputError("does not go with --json", location="--python")
-    if args.svg is not None:
-        require_writable_file(args.svg)
+    require_writable_files(args.svg)
     trees = _trees(args.profile)
     if args.target != "both":
         trees = {args.target: trees[args.target]}
@@ -85,10 +84,8 @@ def _print_rules(name: str, tree: Tree) -> None:
     typer.echo(f"{name}: {counted(tree.rules, 'rule')}, at most {counted(tree.depth, 'question')} deep")
     if tree.answer == LOG_OVER_EXPECTED:
         typer.echo(EXPECTED)
-    rows = table("covers", "rule")
-    for rule in decision_rules(tree):
-        rows.add_row(percent(rule.share), rule.text)
-    print_table(rows)
+    rows = [(percent(rule.share), rule.text) for rule in decision_rules(tree)]
+    print_table(Table(("covers", "rule"), rows, numbers_from=None))
 
 
 def _document(tree: Tree) -> dict[str, Any]:
@@ -98,7 +95,7 @@ def _document(tree: Tree) -> dict[str, Any]:
 
 
 def _rule(rule: DecisionRule) -> dict[str, Any]:
-    """Return a rule for machines; an open end of a condition is null."""
+    """Return a rule as JSON data; an open end of a condition is null."""
     return {
         "conditions": [
             {"feature": each.feature, "above": each.low, "at_most": each.high} for each in rule.conditions

@@ -1,4 +1,4 @@
-"""`capplan train`: surrogates of a profile, from twin runs to files that can be shipped."""
+"""`capplan train`: surrogates of a profile, from simulations to files that can be shipped."""
 
 from __future__ import annotations
 
@@ -11,15 +11,13 @@ from typing import TYPE_CHECKING, Any, Final
 
 import typer
 
-from capplan.cli.console import number, percent, print_json, print_table, table
-from capplan.cli.options import AsJson, command
-from capplan.cli.output import require_writable_file
+from capplan.cli.console import Table, number, percent, print_json, print_table
+from capplan.cli.options import AsJson, KnownProfile, RayAddress, ReportFile, command, names
+from capplan.cli.output import require_writable_files
 from capplan.cli.progress import announce_compilation, progress_bars
 from capplan.errors import InputError
 
 if TYPE_CHECKING:
-    from collections.abc import Mapping
-
     from capplan.models.training.data import Manifest
     from capplan.models.training.model_selection import TrainingOptions
     from capplan.models.training.train import Trained
@@ -33,11 +31,11 @@ _TABLE3: Final = "python -m benchmarks.surrogate_table3"
 class TrainArgs:
     """Options of `capplan train`."""
 
-    profile: str = typer.Argument(..., metavar="PROFILE", help="Shipped profile or path of a profile JSON.")
+    profile: KnownProfile
     data: str | None = typer.Option(
         None,
         metavar="DIR",
-        help="Data: folders paper-grid and space-filling, made if missing; default: in the cache.",
+        help="Folders paper-grid and space-filling, generated if missing; default: in the cache.",
     )
     scenarios: int | None = typer.Option(None, metavar="N", min=1, help="Space-filling ones; default: 7000.")
     grid_scenarios: int | None = typer.Option(
@@ -54,10 +52,8 @@ class TrainArgs:
     workers: int | None = typer.Option(
         None, metavar="N", min=1, help="Processes, then threads; default: one per core."
     )
-    ray_address: str | None = typer.Option(
-        None, metavar="ADDRESS", help="Simulate on this Ray cluster instead."
-    )
-    report: str | None = typer.Option(None, metavar="FILE", help="Write a report as one HTML file.")
+    ray_address: RayAddress = None
+    report: ReportFile = None
     output_dir: str | None = typer.Option(
         None,
         metavar="DIR",
@@ -70,84 +66,83 @@ class TrainArgs:
 def train(args: TrainArgs) -> None:
     """Simulate scenarios of one GPU, train surrogates on the results, and write the best ones.
 
-    A run that was killed is continued by the same command.
+    The same command continues a run that was interrupted.
     """
     from capplan.datasets import load_profile
     from capplan.models.surrogates.features import HORIZON_S
     from capplan.models.surrogates.files import profile_digest, surrogate_bytes
     from capplan.models.training.data import read_tables
     from capplan.models.training.train import train_surrogates
+    from capplan.spec import write_bytes_atomic, write_text_atomic
 
-    loaded = load_profile(args.profile)
-    asked = DataOptions(
+    profile = load_profile(args.profile)
+    wanted = DataOptions(
         folder=None if args.data is None else Path(args.data),
         scenarios={"paper-grid": args.grid_scenarios, "space-filling": args.scenarios},
         seed=args.seed,
         workers=args.workers,
         ray_address=args.ray_address,
     )
-    journal = data_folder(loaded, asked) / f"search-seed{args.seed}.journal"
-    options = _options(args.models, args.budget, args.paper_space, args.seed, args.workers, journal)
-    files = _files(loaded, args.output_dir)
+    folder = data_folder(profile, wanted)
+    journal = folder / f"search-seed{args.seed}.journal"
+    options = _options(args, journal)
+    files = _files(profile, args.output_dir)
     _require_places(files, args.report)
-    found = datasets(loaded, asked)
-    known = read_tables(found, profile_digest=profile_digest(loaded))
-    require_writable_file(str(journal))
-    if any(each.asked.duration_s != HORIZON_S for each in found.values()):
-        typer.echo(f"some of the data is not of {HORIZON_S:,.0f} s, which surrogates answer about", err=True)
+    data = datasets(profile, wanted)
+    tables = read_tables(data, profile_digest=profile_digest(profile))
+    require_writable_files(str(journal))
+    if any(each.asked.duration_s != HORIZON_S for each in data.values()):
+        typer.echo(f"some data is not of {HORIZON_S:,.0f} s, the horizon of surrogates", err=True)
     with progress_bars() as on_progress:
-        trained = train_surrogates(loaded, known, options, on_progress)
+        trained = train_surrogates(profile, tables, options, on_progress)
     contents = {kind: surrogate_bytes(each) for kind, each in trained.surrogates.items()}
     sizes = {kind: len(content) for kind, content in contents.items()}
-    page = None
+    for kind, path in files.items():
+        _make_folder(path.parent)
+        write_bytes_atomic(path, contents[kind])
     if args.report is not None:
         from capplan.cli.report.training import training_page
 
-        page = training_page(loaded, list(found.values()), trained, sizes)
-    _write(files, contents, args.report, page)
+        write_text_atomic(args.report, training_page(profile, list(data.values()), trained, sizes))
     if args.as_json:
         print_json(
             {
-                "profile": loaded.name,
-                "data": {str(folder): each.model_dump(mode="json") for folder, each in found.items()},
+                "profile": profile.name,
+                "data": {str(folder): each.model_dump(mode="json") for folder, each in data.items()},
                 "files": {kind: {"path": str(files[kind]), "bytes": size} for kind, size in sizes.items()},
                 "report": trained.report,
             }
         )
         return
     _print(trained)
-    _print_files(files, sizes)
-    typer.echo(
-        f"learned from {data_folder(loaded, asked)}" + (f", report in {args.report}" if args.report else "")
-    )
+    rows = [(kind, f"{sizes[kind]:,}", str(path)) for kind, path in files.items()]
+    print_table(Table(("surrogate", "bytes", "written to"), rows, numbers_from=None))
+    typer.echo(f"learned from {folder}" + (f", report in {args.report}" if args.report else ""))
 
 
-def _options(
-    models: str | None, budget: int, paper_space: bool, seed: int, workers: int | None, journal: Path
-) -> TrainingOptions:
+def _options(args: TrainArgs, journal: Path) -> TrainingOptions:
     from capplan.models.training.candidates import FAMILIES, PAPER_FAMILIES
     from capplan.models.training.model_selection import TrainingOptions
     from capplan.twin.sweep import cores
 
-    if paper_space:
+    if args.paper_space:
         raise InputError(f"the paper's grids are searched by {_TABLE3}", location="--paper-space")
-    families = FAMILIES if models is None else tuple(name.strip() for name in models.split(","))
+    families = FAMILIES if args.models is None else names(args.models, "--models")
     for name in families:
-        if name in PAPER_FAMILIES:
-            raise InputError(f"must be of {', '.join(FAMILIES)}; compared by {_TABLE3}", name, "--models")
         if name not in FAMILIES:
-            raise InputError(f"must be of {', '.join(FAMILIES)}", name, "--models")
+            more = f"; compared by {_TABLE3}" if name in PAPER_FAMILIES else ""
+            raise InputError(f"must be of {', '.join(FAMILIES)}{more}", name, "--models")
     return TrainingOptions(
         families=families,
-        budget=budget,
-        seed=seed,
-        n_jobs=workers or cores(),
+        budget=args.budget,
+        seed=args.seed,
+        n_jobs=args.workers or cores(),
         storage=journal,
     )
 
 
 def _files(profile: Profile, output_dir: str | None) -> dict[str, Path]:
-    """Return where each kind goes."""
+    """Return the file of each kind."""
     from capplan.datasets import surrogate_path
     from capplan.models.surrogates.files import KINDS
 
@@ -158,34 +153,26 @@ def _files(profile: Profile, output_dir: str | None) -> dict[str, Path]:
 
 
 def _require_places(files: Mapping[str, Path], report: str | None) -> None:
-    """Check that all can be written before hours of work; folders are made when something goes into them."""
+    """Check before the training that all files can be written; their folders are made afterwards."""
     for path in files.values():
         if path.parent.is_dir():
-            require_writable_file(str(path))
+            require_writable_files(str(path))
             continue
         above = next(folder for folder in path.parents if folder.exists())
         if not (above.is_dir() and os.access(above, os.W_OK | os.X_OK)):
             raise InputError("cannot be written: no folder can be made", location=str(path))
-    if report is not None:
-        require_writable_file(report)
-        if Path(report).resolve() in {path.resolve() for path in files.values()}:
-            raise InputError("must be another file than a surrogate's", report, "--report")
+    require_writable_files(report)
+    if report is not None and Path(report).resolve() in {path.resolve() for path in files.values()}:
+        raise InputError("must be another file than a surrogate's", report, "--report")
 
 
-def _write(
-    files: Mapping[str, Path], contents: Mapping[str, bytes], report: str | None, page: str | None
-) -> None:
-    from capplan.spec import write_bytes_atomic, write_text_atomic
+def _make_folder(folder: Path) -> None:
     from capplan.spec.files import error_reason
 
-    for kind, path in files.items():
-        try:
-            path.parent.mkdir(parents=True, exist_ok=True)
-        except OSError as error:
-            raise InputError(f"cannot be written: {error_reason(error)}", location=str(path)) from None
-        write_bytes_atomic(path, contents[kind])
-    if report is not None and page is not None:
-        write_text_atomic(report, page)
+    try:
+        folder.mkdir(parents=True, exist_ok=True)
+    except (OSError, ValueError) as error:  # ValueError: a null byte in the path
+        raise InputError(f"cannot be written: {error_reason(error)}", location=str(folder)) from None
 
 
 def _print(trained: Trained) -> None:
@@ -196,40 +183,33 @@ def _print(trained: Trained) -> None:
         ("inside the interval", "interval_coverage", percent),
     )
     for title, measure, text in shown:
-        rows = table(title, *kinds, numbers_from=1)
+        rows = []
         for regime in next(iter(kinds.values()))["throughput_smape"]:
             values = [each[measure].get(regime) for each in kinds.values()]
             if values != [None] * len(values):
-                rows.add_row(regime, *(text(value) for value in values))
-        print_table(rows)
+                rows.append((regime, *map(text, values)))
+        print_table(Table((title, *kinds), rows))
     chosen = trained.report["chosen"]
     typer.echo(f"best: throughput by {chosen['throughput']}, starvation by {chosen['starvation']}")
-    typer.echo("all on scenarios that the answering model had not learned from")
-
-
-def _print_files(files: Mapping[str, Path], sizes: Mapping[str, int]) -> None:
-    rows = table("surrogate", "bytes", "written to")
-    for kind, path in files.items():
-        rows.add_row(kind, f"{sizes[kind]:,}", str(path))
-    print_table(rows)
+    typer.echo("all on scenarios left out of the training of the answering model")
 
 
 SCENARIOS: Final[tuple[tuple[str, int], ...]] = (("paper-grid", 3_000), ("space-filling", 7_000))
-"""What is learned from unless more or less is asked for."""
+"""Default number of scenarios by design."""
 
 
 @dataclass(frozen=True)
 class DataOptions:
-    """What the command line says of the data.
+    """Options of the training data.
 
     Attributes
     ----------
     folder
-        Whose folders ``paper-grid`` and ``space-filling`` are the datasets; None: one in the cache.
+        Holds the datasets ``paper-grid`` and ``space-filling``; None: a folder in the cache.
     scenarios
-        How many are asked for, by design; None where nothing is.
+        Number by design; None: the default, or that of an existing dataset.
     seed
-        Of data that is made.
+        Seed of generated data.
     workers, ray_address
         As for `capplan.twin.sweep.in_parallel`.
     """
@@ -242,10 +222,7 @@ class DataOptions:
 
 
 def data_folder(profile: Profile, options: DataOptions) -> Path:
-    """Return the folder of the data, whether or not it is there.
-
-    In the cache it is named after all that the data depends on, so that none of another version is taken.
-    """
+    """Return the folder of the data; in the cache, its name has a digest of everything it depends on."""
     if options.folder is not None:
         return options.folder
     import capplan
@@ -253,24 +230,22 @@ def data_folder(profile: Profile, options: DataOptions) -> Path:
     from capplan.models.surrogates.features import FEATURES
     from capplan.models.surrogates.files import profile_digest
 
-    told = "\0".join((profile_digest(profile), capplan.__version__, *FEATURES))
-    digest = hashlib.sha256(told.encode()).hexdigest()[:16]
+    key = "\0".join((profile_digest(profile), capplan.__version__, *FEATURES))
+    digest = hashlib.sha256(key.encode()).hexdigest()[:16]
     return cache_dir().parent / "training" / f"{profile.name.replace('/', '_')}-{digest}-seed{options.seed}"
 
 
 def datasets(profile: Profile, options: DataOptions) -> dict[Path, Manifest]:
-    """Return the datasets to learn from by their folders, made or completed first where need be.
+    """Return the datasets by their folders, generated or completed if needed.
 
-    Datasets in a folder that the user gave are taken as they are if they are finished, and no number of
-    scenarios was asked for.
+    Finished datasets in a folder of the user are taken as they are, unless a number of scenarios is given.
 
     Raises
     ------
     InputError
-        For a folder that cannot be used, or that holds data of another question.
+        For a folder that cannot be used, or that holds data of other settings.
     """
     from capplan.models.training.data import MANIFEST, read_manifest
-    from capplan.spec.files import error_reason
 
     folder = data_folder(profile, options)
     if (folder / MANIFEST).exists():
@@ -280,11 +255,8 @@ def datasets(profile: Profile, options: DataOptions) -> dict[Path, Manifest]:
     is_finished = all(each is not None and each.answered is not None for each in found.values())
     is_asked = any(number is not None for number in options.scenarios.values())
     if options.folder is None or is_asked or not is_finished:
-        try:
-            folder.mkdir(parents=True, exist_ok=True)
-        except (OSError, ValueError) as error:  # ValueError: a null byte in the path
-            raise InputError(f"cannot be written: {error_reason(error)}", location=str(folder)) from None
-        # What is there comes first: if it does not fit, that is said before anything is simulated.
+        _make_folder(folder)
+        # Existing datasets first: one that does not fit is reported before anything is simulated.
         for design in sorted(found, key=lambda each: found[each] is None):
             found[design] = _made(folder / design, design, profile, options)
     return {folder / design: each for design, each in found.items() if each is not None}

@@ -7,19 +7,27 @@ from typing import TYPE_CHECKING, Any, Final
 
 import typer
 
-from capplan.cli.console import DASH, console, number, print_json, print_table, table
-from capplan.cli.options import ENGINE, AsJson, PlanFile, command, require_extra
-from capplan.cli.output import require_writable_file
-from capplan.cli.progress import announce_compilation, live
+from capplan.cli.console import DASH, Table, number, print_json, print_table
+from capplan.cli.options import (
+    ENGINE,
+    FAILED,
+    INTERRUPTED,
+    ApiKey,
+    AsJson,
+    PlanFile,
+    ReportFile,
+    ResultFile,
+    command,
+    require_extra,
+)
+from capplan.cli.output import require_writable_files, write_json
+from capplan.cli.progress import announce_compilation, load_progress
 from capplan.errors import InputError
 
 if TYPE_CHECKING:
     from capplan.profiling.validation.compare import GroupValidation, MetricComparison
     from capplan.profiling.validation.validate import Validation
     from capplan.spec import Plan, Profile
-
-_INTERRUPTED = 130  # 128 + SIGINT, as shells report it
-_DISAGREES = 1
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -48,15 +56,11 @@ class ValidateArgs:
     )
     max_loras: int | None = typer.Option(None, metavar="N", min=1, help="Slots, instead of the plan's.")
     seed: int = typer.Option(0, metavar="N", min=0, help="Of arrivals and lengths, here and in the twin.")
-    api_key: str | None = typer.Option(
-        None, metavar="KEY", envvar="OPENAI_API_KEY", help="For running servers."
-    )
+    api_key: ApiKey = None
     throughput_tolerance: float = typer.Option(3.0, metavar="PERCENT", help="Largest SMAPE that agrees.")
     itl_tolerance: float = typer.Option(8.0, metavar="PERCENT", help="The same of the mean ITL.")
-    output: str | None = typer.Option(
-        None, "--output", "-o", metavar="FILE", help="Write the result as JSON."
-    )
-    report: str | None = typer.Option(None, metavar="FILE", help="Write an HTML report, readable offline.")
+    output: ResultFile = None
+    report: ReportFile = None
     as_json: AsJson = False
 
 
@@ -75,10 +79,9 @@ def validate(args: ValidateArgs) -> None:
     from capplan.profiling.validation.validate import validate as run
     from capplan.spec import Plan, load_workload, write_text_atomic
 
-    for path in filter(None, (args.output, args.report)):
-        require_writable_file(path)
+    require_writable_files(args.output, args.report)
     document = Plan.from_json(args.plan)
-    wishes = load_workload(args.workload)
+    workload = load_workload(args.workload)
     options = ValidationOptions(
         duration_s=args.duration_s,
         rate_scale=args.rate_scale,
@@ -95,16 +98,16 @@ def validate(args: ValidateArgs) -> None:
         tolerances=Tolerances(args.throughput_tolerance, args.itl_tolerance),
     )
     announce_compilation(quiet=args.as_json)
-    on_group = _ignore if args.as_json or len(document.groups) == 1 else _tell
-    with live(quiet=args.as_json) as on_tick:
-        found = run(document, wishes, _profiles(document, args.profile), options, on_group, on_tick)
+
+    def on_group(group: str) -> None:
+        if not args.as_json and len(document.groups) > 1:
+            typer.echo(f"group {group}", err=True)
+
+    with load_progress(quiet=args.as_json) as on_tick:
+        found = run(document, workload, _profiles(document, args.profile), options, on_group, on_tick)
     facts = validation_document(found)
     if args.output is not None:
-        import json
-
-        from capplan.cli.console import finite
-
-        write_text_atomic(args.output, json.dumps(finite(facts), indent=2) + "\n")
+        write_json(args.output, facts)
     if args.report is not None:
         from capplan.cli.report.measurement import validation_page
 
@@ -114,9 +117,9 @@ def validate(args: ValidateArgs) -> None:
     else:
         show(found)
     if found.partial:
-        raise typer.Exit(_INTERRUPTED)
+        raise typer.Exit(INTERRUPTED)
     if not found.agrees:
-        raise typer.Exit(_DISAGREES)
+        raise typer.Exit(FAILED)
 
 
 def validation_document(found: Validation) -> dict[str, Any]:
@@ -147,16 +150,8 @@ def _group_document(group: GroupValidation) -> dict[str, Any]:
     return facts
 
 
-def _tell(group: str) -> None:
-    console(err=True).print(f"group {group}")
-
-
-def _ignore(group: str) -> None:
-    """Show nothing."""
-
-
 def _urls(given: list[str] | None, plan: Plan) -> dict[str, str]:
-    """Return running servers by group; without a name it is that of the only group."""
+    """Return running servers by group; an address without a name is that of the only group."""
     urls = {}
     for each in given or ():
         name, equals, address = each.partition("=")
@@ -181,35 +176,32 @@ def _profiles(plan: Plan, name: str | None) -> dict[str, Profile]:
     return dict.fromkeys(names, used)
 
 
-VALIDATION_HEAD: Final = (
-    "metric",
-    "measured",
-    "predicted",
-    "SMAPE, %",
-    "tolerance, %",
-    "constant step",
-    "SMAPE, %",
-    "offered load",
-    "SMAPE, %",
+_HEAD: Final = (
+    *("metric", "measured", "predicted", "SMAPE, %", "tolerance, %", "constant step", "SMAPE, %"),
+    *("offered load", "SMAPE, %"),
 )
 
-_FINE: Final = ("ttft_s", "e2e_s", "served")
+_THREE_DECIMALS: Final = ("ttft_s", "e2e_s", "served")
 
 
-def rows_of(group: GroupValidation) -> list[tuple[str, ...]]:
-    """Return a row per metric."""
-    return [_row(each) for each in group.comparisons] + [_verdicts(group)]
+def group_table(group: GroupValidation) -> Table:
+    """Return one row per metric, and the verdict on starvation."""
+    starved, predicted, constant = (
+        "yes" if each else "no"
+        for each in (group.starved, group.predicted_starved, group.constant_step_starved)
+    )
+    verdict = ("starved", starved, predicted, "", "equal", constant, "", "no", "")
+    return Table(_HEAD, [*map(_row, group.comparisons), verdict])
 
 
 def _row(each: MetricComparison) -> tuple[str, ...]:
-    decimals = 3 if each.name.startswith(_FINE) else 2
-    shown = [number(value, decimals) for value in (each.measured, each.predicted)]
-    limit = DASH if each.tolerance is None else number(each.tolerance, 1)
+    decimals = 3 if each.name.startswith(_THREE_DECIMALS) else 2
     return (
         each.name,
-        *shown,
+        number(each.measured, decimals),
+        number(each.predicted, decimals),
         number(each.error, 2),
-        limit,
+        DASH if each.tolerance is None else number(each.tolerance, 1),
         number(each.constant_step, decimals),
         number(each.constant_step_error, 2),
         number(each.offered_load, decimals),
@@ -217,32 +209,20 @@ def _row(each: MetricComparison) -> tuple[str, ...]:
     )
 
 
-def _verdicts(group: GroupValidation) -> tuple[str, ...]:
-    starved, predicted, plain = (
-        "yes" if told else "no"
-        for told in (group.starved, group.predicted_starved, group.constant_step_starved)
-    )
-    return ("starved", starved, predicted, "", "equal", plain, "", "no", "")
-
-
 def heading(group: GroupValidation) -> str:
-    """Return what a group's table is of."""
+    """Return the heading of a group's table."""
     scale = "" if group.rate_scale == 1.0 else f", rates times {group.rate_scale:g}"
     return f"group {group.group}: {group.requests:,} requests in {group.duration_s:g} s{scale}"
 
 
 def group_verdict(group: GroupValidation) -> str:
-    """Return whether a group agrees, and what is wrong with the measurement."""
-    told = "agrees" if group.agrees else "disagrees"
-    return "; ".join((told, *group.faults))
+    """Return whether a group agrees, and the faults of the measurement."""
+    return "; ".join(("agrees" if group.agrees else "disagrees", *group.faults))
 
 
 def show(found: Validation) -> None:
     """Print a table per group."""
     for group in found.groups:
         typer.echo(heading(group))
-        rows = table(*VALIDATION_HEAD, numbers_from=1)
-        for row in rows_of(group):
-            rows.add_row(*row)
-        print_table(rows)
+        print_table(group_table(group))
         typer.echo(group_verdict(group))

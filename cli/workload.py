@@ -1,4 +1,4 @@
-"""`capplan workload`: workload files to start from."""
+"""`capplan workload`: workload files of papers and public traces."""
 
 from __future__ import annotations
 
@@ -8,9 +8,9 @@ from typing import TYPE_CHECKING
 
 import typer
 
-from capplan.cli.console import print_json, print_table, table
+from capplan.cli.console import Table, print_json, print_table
 from capplan.cli.options import AsJson, ProfileName, command
-from capplan.cli.output import require_writable_file
+from capplan.cli.output import require_writable_files
 from capplan.errors import InputError
 
 if TYPE_CHECKING:
@@ -46,8 +46,7 @@ def preset(args: PresetArgs) -> None:
         _show(list(presets.presets().values()), as_json=args.as_json)
         return
     chosen = presets.preset(args.name)
-    if args.output is not None:
-        require_writable_file(args.output)
+    require_writable_files(args.output)
     text = chosen.yaml(*_hardware(chosen, args.profile), gpus=args.gpus, traces=args.traces)
     if args.output is not None:
         write_text_atomic(args.output, text)
@@ -84,7 +83,5 @@ def _show(listed: list[Preset], *, as_json: bool) -> None:
     if as_json:
         print_json([_summary(each) for each in listed])
         return
-    rows = table("preset", "source", "what it is")
-    for each in listed:
-        rows.add_row(each.name, each.source, each.summary + (" (--traces)" if each.file else ""))
-    print_table(rows)
+    rows = [(each.name, each.source, each.summary + (" (--traces)" if each.file else "")) for each in listed]
+    print_table(Table(("preset", "source", "what it is"), rows, numbers_from=None))

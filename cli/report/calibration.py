@@ -8,22 +8,18 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 
 from capplan.cli.calibrate import (
-    FORM_HEAD,
-    RESIDUAL_HEAD,
-    RUN_HEAD,
-    changed_parts,
-    form_cells,
+    changed_models,
+    coefficients_table,
+    forms_table,
     load_source,
-    percentage,
     reason,
-    residual_cells,
-    run_cells,
+    residuals_table,
+    runs_table,
 )
-from capplan.cli.console import DASH
-from capplan.cli.profile_kernels import FIT_HEAD, NUMBERS_FROM, fit_rows, kernel_name
+from capplan.cli.console import DASH, Table, smape
+from capplan.cli.profile_kernels import fits_table, kernel_name
 from capplan.cli.report import page
 from capplan.cli.report.figures import Axis, Chart, Curve, bar_chart, histogram, scatter_chart
-from capplan.models.calibration.least_squares import SMAPE_FORMULA
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
@@ -32,7 +28,6 @@ if TYPE_CHECKING:
 
     from capplan.models.calibration.step_model import Residuals, StepCalibration
     from capplan.models.kernel_fits import KernelReport
-    from capplan.spec import FittedModel
     from capplan.twin.calibration import CalibrationResult
     from capplan.twin.calibration_fit import RunCalibration
 
@@ -40,9 +35,9 @@ _MOST_POINTS = 4000  # of one scatter chart; evenly thinned beyond
 _BINS = 41
 _WORST_RUNS = 15
 
-_MEANINGS = {
-    "SMAPE": f"{SMAPE_FORMULA}; p predicted, a measured",
-    "on left-out runs": "predicted by fits that had not seen the run (or, without runs, the stretch of rows)",
+_TERMS = {
+    **page.terms("SMAPE"),
+    "on left-out runs": "predicted by fits without the run (or, without runs, the block of rows)",
     "bias": "mean of predicted / measured - 1",
     "95 % within": "95th percentile of |predicted / measured - 1|",
     "overloaded": "requests in flight within 2 % of in_flight_limit, or tokens within 2 % of token_budget",
@@ -72,16 +67,16 @@ def calibration_page(made: CalibrationResult) -> str:
     if made.runs is not None:
         flat.append(_run_section(made.runs, steps_known=made.steps is not None))
     flat.append(_coefficient_section(made))
-    flat.append(page.section("Definitions", page.definitions(_MEANINGS)))
-    return page.page(f"Calibration of {profile.name}", *flat, subtitle=subtitle, cards=_cards(made))
+    title = f"Calibration of {profile.name}"
+    return page.page(title, *flat, subtitle=subtitle, cards=_cards(made), terms=_TERMS)
 
 
 def _cards(made: CalibrationResult) -> list[page.Card]:
-    cards = [page.Card("Changed", ", ".join(changed_parts(made)) or "nothing", f"base {made.base.name}")]
+    cards = [page.Card("Changed", ", ".join(changed_models(made)) or "nothing", f"base {made.base.name}")]
     if made.steps is not None:
         score = made.steps.score
         cards += [
-            page.Card("Step time SMAPE", percentage(score.held_out_error), "on left-out runs"),
+            page.Card("Step time SMAPE", smape(score.held_out_error), "on left-out runs"),
             page.Card("Step model", made.steps.fit.candidate.label, f"{made.steps.table.rows:,} rows"),
         ]
     if made.runs is not None:
@@ -89,22 +84,22 @@ def _cards(made: CalibrationResult) -> list[page.Card]:
         for label, target in (("Throughput", "throughput_tok_s"), ("Mean ITL", "itl_ms_mean")):
             if target in held_out:
                 note = f"on {len(made.runs.runs)} left-out runs"
-                cards.append(page.Card(f"{label} SMAPE", percentage(held_out[target]), note))
+                cards.append(page.Card(f"{label} SMAPE", smape(held_out[target]), note))
     return cards
 
 
 def _step_sections(made: CalibrationResult, steps: StepCalibration) -> list[page.Section]:
     table = steps.table
     runs = f" of {len(table.run_names)} runs" if table.run_names else ""
-    taken = "was asked for" if steps.forced else "is taken"
+    taken = "was given" if steps.forced else "is taken"
     forms = page.section(
         "Forms compared",
-        page.table(FORM_HEAD, [form_cells(score) for score in steps.scores]),
+        forms_table(steps),
         page.paragraph(f"Adapter loads within the steps: {load_source(made)}."),
         intro=f"Step model fitted to {table.rows:,} rows{runs} of {table.source}. "
-        f"{steps.fit.candidate.label} {taken}: {reason(steps)}. Unless a form is asked for, the first of "
-        "these is taken whose error is as good as the least, within a hundredth of it: ours, ours "
-        "without a part, those of the papers. A kernel other than the engine's is shown for comparison only.",
+        f"{steps.fit.candidate.label} {taken}: {reason(steps)}. Unless --form is given, the first form "
+        "within 1 % of the least error is taken, in this order: that of capplan, that of capplan without a "
+        "part, those of the papers. Kernels other than the engine's are shown for comparison only.",
     )
     measured, predicted = table.step_ms, steps.held_out_ms
     residuals = 100 * (predicted / measured - 1.0)
@@ -130,9 +125,9 @@ def _step_sections(made: CalibrationResult, steps: StepCalibration) -> list[page
     )
     parts = page.section(
         "Residuals",
-        page.table(("regime", *RESIDUAL_HEAD), [residual_cells(each) for each in steps.by_regime()]),
-        page.table(("a_max", *RESIDUAL_HEAD), [residual_cells(each) for each in steps.by_a_max()]),
-        intro="Errors on left-out runs, by what held the engine back and by its slots.",
+        residuals_table(steps.by_regime(), "regime"),
+        residuals_table(steps.by_a_max(), "a_max"),
+        intro="Errors on left-out runs, by the bottleneck of the engine and by its slots.",
     )
     return [forms, met, parts]
 
@@ -175,19 +170,19 @@ def _run_section(runs: RunCalibration, *, steps_known: bool) -> page.Section:
     ]
     return page.section(
         "Whole runs",
-        page.table(RUN_HEAD, run_cells(runs)),
+        runs_table(runs),
         page.charts(*charts),
-        page.table(("SMAPE on left-out runs", "runs", *targets), regimes),
-        page.folded(f"The {_WORST_RUNS} runs that are met worst", _worst(runs)),
+        Table(("SMAPE on left-out runs", "runs", *targets), regimes),
+        page.folded(f"The {_WORST_RUNS} runs with the largest errors", _worst(runs)),
         intro=f"{len(runs.runs)} runs, each simulated by the twin with a seed of its own.{seen}",
     )
 
 
 def _each(errors: dict[str, float], targets: Sequence[str]) -> list[str]:
-    return [percentage(errors[target]) if target in errors else DASH for target in targets]
+    return [smape(errors[target]) if target in errors else DASH for target in targets]
 
 
-def _worst(runs: RunCalibration) -> page.Block:
+def _worst(runs: RunCalibration) -> Table:
     measured = runs.measured()
     with np.errstate(divide="ignore", invalid="ignore"):
         misses = np.abs(np.log(runs.held_out / measured))
@@ -211,33 +206,20 @@ def _worst(runs: RunCalibration) -> page.Block:
             )
         )
     head = ("run", "regime", "target", "measured", "predicted", "a_max", "adapters", "req/s")
-    return page.table(head, rows, numbers_from=3)
+    return Table(head, rows, numbers_from=3)
 
 
 def _coefficient_section(made: CalibrationResult) -> page.Section:
-    parts: list[page.Block] = []
-    for part in changed_parts(made):
-        model: FittedModel = getattr(made.profile, part)
-        before = getattr(made.base, part).coefficients
-        rows = [
-            (
-                name,
-                f"{coefficient.value:.6g}",
-                DASH if coefficient.std_error is None else f"{coefficient.std_error:.2g}",
-                f"{before[name].value:.6g}" if name in before else DASH,
-            )
-            for name, coefficient in model.coefficients.items()
-        ]
-        parts.append(page.heading(f"{part}: {model.form}"))
-        parts.append(
-            page.paragraph(f"{model.fit.source}; error {model.fit.error:.3g} ({model.fit.error_formula})")
-        )
-        parts.append(page.table(("coefficient", "value", "standard error", "before"), rows))
+    parts: list[page.Block | Table] = []
+    for part, model in changed_models(made).items():
+        fit = f"{model.fit.source}; error {model.fit.error:.3g} ({model.fit.error_formula})"
+        parts += [page.heading(f"{part}: {model.form}"), page.paragraph(fit)]
+        parts.append(coefficients_table(model, getattr(made.base, part)))
     return page.section(
         "Coefficients",
         *parts,
-        intro=f"What the calibration changed in {made.base.name}. Standard errors allow for residuals that "
-        "go together within a run; a coefficient without one lies on its bound or was not fitted.",
+        intro=f"Changes from {made.base.name}. Standard errors allow for correlated residuals within a run; "
+        "a coefficient without one is at its bound or was not fitted.",
     )
 
 
@@ -245,12 +227,12 @@ _KERNEL_TERMS = {
     "half": "shrink: from the hidden size down to the rank; expand: back up; both: their sum",
     "toppings-bgmv": "alpha * |S| * largest rank + beta, in microseconds; ordinary least squares",
     "toppings-mbgmv": "alpha * sum of the requests' ranks + beta, likewise",
-    "additive": "what is launched, read and computed, at true ranks and padded: least squares of relative "
-    "errors, no coefficient below 0",
-    "*": "the form of Toppings that is meant for this kernel",
-    "held out": "predicted by fits that had not seen the configuration (batch and mix of ranks)",
+    "additive": "launches, bytes and operations, at true ranks and padded: non-negative least squares of "
+    "relative errors",
+    "*": "the form of Toppings for this kernel",
+    "held out": "predicted by fits without the configuration (batch and mix of ranks)",
     "R²": "share of the variance of the times that the form explains",
-    "SMAPE": f"{SMAPE_FORMULA}; p predicted, a measured",
+    **page.terms("SMAPE"),
 }
 
 
@@ -264,36 +246,33 @@ def kernels_page(table: pd.DataFrame, reports: Sequence[KernelReport], settings:
     reports
         The fits to them.
     settings
-        What was asked for, and on what.
+        Settings and device of the measurement.
     """
     threads = settings.get("threads")
     shown = f"{settings['device_name']}, {settings['dtype']}" + (f", threads: {threads}" if threads else "")
     visits, disturbed = int(table["visits"].sum()), int(table["disturbed"].sum())
     whole = [report for report in reports if report.half == "both"]
     verdicts = page.section(
-        "Which form explains which kernel",
+        "Best form by kernel",
         *(page.paragraph(f"{kernel_name(report)}: {report.verdict()}.") for report in whole),
         intro=f"{len(table) // 2:,} medians of shrink and of expand, from {visits:,} visits; in "
-        f"{100 * disturbed / max(1, visits):.1f} % of the visits something else ran on the core.",
+        f"{100 * disturbed / max(1, visits):.1f} % of the visits another process ran on the core.",
     )
     fits = page.section(
         "Fits",
-        page.table(
-            FIT_HEAD, [row for report in reports for row in fit_rows(report)], numbers_from=NUMBERS_FROM
-        ),
+        fits_table(reports),
     )
     charts = page.section("Measured and predicted", *(_kernel_charts(report) for report in whole))
-    coefficients = page.section("Coefficients", page.table(*_coefficients(reports), numbers_from=6))
-    words = page.section("Definitions", page.definitions(_KERNEL_TERMS))
+    coefficients = page.section("Coefficients", _kernel_coefficients(reports))
     explained = f"{sum(report.explained_by == report.meant for report in whole)} of {len(whole)}"
     cards = [
-        page.Card("Kernels as their form", explained, "best explained by the form meant for them"),
+        page.Card("Kernels as their form", explained, "best explained by their own form of Toppings"),
         page.Card("Medians", f"{len(table):,}", f"{visits:,} visits"),
         page.Card("Disturbed visits", f"{100 * disturbed / max(1, visits):.1f} %"),
         page.Card("Device", str(settings["device_name"]), str(settings["dtype"])),
     ]
-    sections = (verdicts, fits, charts, coefficients, words)
-    return page.page("LoRA kernels", *sections, subtitle=shown, cards=cards)
+    sections = (verdicts, fits, charts, coefficients)
+    return page.page("LoRA kernels", *sections, subtitle=shown, cards=cards, terms=_KERNEL_TERMS)
 
 
 def _kernel_charts(report: KernelReport) -> page.Block:
@@ -321,12 +300,12 @@ def _kernel_charts(report: KernelReport) -> page.Block:
     )
 
 
-def _coefficients(reports: Sequence[KernelReport]) -> tuple[tuple[str, ...], list[tuple[str, ...]]]:
+def _kernel_coefficients(reports: Sequence[KernelReport]) -> Table:
     head = ("kernel", "phase", "grid", "half", "form", "coefficient", "hidden size", "µs per unit")
-    rows: list[tuple[str, ...]] = [
+    rows = [
         (report.kernel, report.phase, report.grid, report.half, form, name, str(report.width), f"{value:.4g}")
         for report in reports
         for form, fit in report.fits.items()
         for name, value in fit.coefficients.items()
     ]
-    return head, rows
+    return Table(head, rows, numbers_from=6)

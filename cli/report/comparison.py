@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 import math
+import re
 from typing import TYPE_CHECKING, Final
 
-from capplan.cli.compare import cells, summary, verdict
-from capplan.cli.console import counted, number, percent
+from capplan.cli.compare import cells, rows_table, summary, verdict
+from capplan.cli.console import Cell, Mark, Table, counted, number, percent
 from capplan.cli.report import page
 from capplan.cli.report.figures import Axis, bar_rows, bounds_of
 from capplan.planner.solvers import REGISTRY
@@ -16,13 +17,8 @@ if TYPE_CHECKING:
 
     from capplan.planner import SolverComparison, SolverResult
 
-_HEAD: Final = (
-    *("solver", "verdict", "GPUs", "starved", "late", "memory errors", "short of headroom", "served"),
-    *("tok/s", "ITL, ms", "TTFT p99, s", "solve, s"),
-)
-
-_COMPARISON_TERMS: Final = {
-    "raw answer": "what a solver says, without the repair that capplan plan adds",
+_TERMS: Final = {
+    "raw answer": "placement of a solver, without the repair that capplan plan adds",
     "GPUs": "used by the answer; with tensor parallelism, all GPUs of its instances",
     "starved": "instances that serve less than served_fraction of the tokens, on at least one seed",
     "late": "other instances that break a latency bound of the workload, on at least one seed",
@@ -30,13 +26,12 @@ _COMPARISON_TERMS: Final = {
     "max_model_len, or their adapters do not fit on the host",
     "short of headroom": "other instances that fail at the load over (1 - headroom)",
     "holds": "every instance starts and keeps every bound at the planned load, on every seed",
-    "served": "share of the tokens served, on the instance and seed where it is least",
+    "served": "share of the tokens served, on the worst instance and seed",
     "tok/s": "input and output tokens of completed requests, all instances together, mean over seeds",
     "ITL": "mean time between tokens, instances weighted by their output tokens, mean over seeds",
-    "TTFT p99": "99th percentile of the time to first token, of the instance where it is longest, mean over "
-    "seeds",
-    "solve": "seconds of splitting and placing on this machine; verification and loading of surrogates apart",
-    "lower bound": "no plan that keeps the bounds and the headroom uses fewer GPUs",
+    "TTFT p99": "99th percentile of the time to first token, of the slowest instance, mean over seeds",
+    "solve": "seconds of splitting and placing on this machine, without verification",
+    **page.terms("lower bound"),
 }
 
 
@@ -48,9 +43,9 @@ def comparison_page(
     Parameters
     ----------
     result
-        What was compared.
+        Comparison.
     workload
-        Name of its file.
+        File or name of the workload.
     bounds
         Latency bounds of the workload by key, such as ``ttft_p99_s``.
     """
@@ -60,15 +55,17 @@ def comparison_page(
         _answers(result),
         _solver_charts(result, bounds or {}),
         _solvers(result.rows),
-        page.section("Definitions", page.definitions(_COMPARISON_TERMS)),
         subtitle=f"{load}, {result.profile}, at most {counted(result.gpus, 'GPU')}, "
         f"headroom {result.headroom:g}",
         cards=_cards(result, bounds or {}),
+        terms=_TERMS,
     )
 
 
 def _answers(result: SolverComparison) -> page.Section:
-    parts = [page.table(_HEAD, map(_marked, result.rows), numbers_from=2)]
+    rows: list[tuple[Cell, ...]] = [(*cells(row)[:-1], _verdict(row)) for row in result.rows]
+    head = [re.sub(r"\n(m?s)$", r", \1", name).replace("\n", " ") for name in rows_table(result).head]
+    parts: list[page.Block | Table] = [Table(head, rows).text_second()]
     failures = {row.solver: row.failure for row in result.rows if not row.answered}
     if failures:
         parts += [page.heading("Solvers without an answer"), page.definitions(failures)]
@@ -92,10 +89,8 @@ def _cards(result: SolverComparison, bounds: Mapping[str, float]) -> list[page.C
     ]
 
 
-def _marked(row: SolverResult) -> tuple[page.Cell, ...]:
-    name, *numbers, _ = cells(row)
-    words = verdict(row)
-    return (name, page.good(words) if row.holds else page.bad(words), *numbers)
+def _verdict(row: SolverResult) -> Mark:
+    return (page.good if row.holds else page.bad)(verdict(row))
 
 
 def _solver_charts(result: SolverComparison, bounds: Mapping[str, float]) -> page.Section:
@@ -142,7 +137,7 @@ def _solver_charts(result: SolverComparison, bounds: Mapping[str, float]) -> pag
 
 
 def _log(label: str, values: Sequence[float]) -> Axis:
-    """Return a logarithmic axis that begins below the least value, so that its bar is seen."""
+    """Return a logarithmic axis that starts below the smallest value, to show its bar."""
     return Axis(label, log=True, low=min((value for value in values if value > 0.0), default=0.1) / 2)
 
 
@@ -152,23 +147,20 @@ def _failing(row: SolverResult) -> float:
 
 
 def _solvers(rows: Sequence[SolverResult]) -> page.Section:
-    known = [(row, REGISTRY[row.solver]) for row in rows if row.solver in REGISTRY]
-    table = page.table(
-        ("solver", "what it does", "from", "asks", "adapters per GPU", "slots per GPU"),
+    table = [
         (
-            (
-                row.solver,
-                solver.summary,
-                solver.source,
-                row.estimator or str(solver.required_estimator),
-                _counts(row.adapters_per_gpu),
-                _counts(row.slots_per_gpu),
-            )
-            for row, solver in known
-        ),
-        numbers_from=None,
-    )
-    return page.section("The solvers", table)
+            row.solver,
+            solver.summary,
+            solver.source,
+            row.estimator or str(solver.required_estimator),
+            _counts(row.adapters_per_gpu),
+            _counts(row.slots_per_gpu),
+        )
+        for row in rows
+        if (solver := REGISTRY.get(row.solver)) is not None
+    ]
+    head = ("solver", "what it does", "from", "estimator", "adapters per GPU", "slots per GPU")
+    return page.section("Solvers", Table(head, table, numbers_from=None))
 
 
 def _counts(values: Sequence[int]) -> str:

@@ -30,8 +30,8 @@ _WIDE: Final = 50.0
 _MOST_GROUPS: Final = 40
 _OVERLAID: Final = 8
 """Runs in one chart over time."""
-_COARSER: Final = 5
-"""Buckets that make one point of a rate."""
+COARSER: Final = 5
+"""Buckets averaged into one point of a rate."""
 STATISTICS: Final = ("mean", "p50", "p90", "p95", "p99")
 
 
@@ -269,11 +269,11 @@ def course_charts(details: Mapping[int, DetailedResult]) -> list[Chart]:
         chart("KV memory in use", "share of KV tokens", "kv_share", high=1.0),
         chart("Resident adapters", "adapters", "resident_adapters"),
         chart("Adapters of running requests", "adapters", "active_adapters"),
-        chart("Adapter loads", "loads/s", "loads_per_s", every=_COARSER),
-        chart("Time waiting for loads", "share of time", "load_share", every=_COARSER),
-        chart("Completed tokens", "tokens/s", "completed_tok_s", every=_COARSER),
-        chart("Step duration", "ms", "step_ms", every=_COARSER),
-        chart("Arrivals", "requests/s", "arrivals_rps", every=_COARSER),
+        chart("Adapter loads", "loads/s", "loads_per_s", every=COARSER),
+        chart("Time waiting for loads", "share of time", "load_share", every=COARSER),
+        chart("Completed tokens", "tokens/s", "completed_tok_s", every=COARSER),
+        chart("Step duration", "ms", "step_ms", every=COARSER),
+        chart("Arrivals", "requests/s", "arrivals_rps", every=COARSER),
     ]
 
 

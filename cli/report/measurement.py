@@ -7,12 +7,11 @@ import os
 from collections.abc import Mapping
 from typing import TYPE_CHECKING, Any, Final
 
-from capplan.cli.bench import ADAPTER_HEAD, LATENCIES, STATISTICS, adapter_cells, facts, warnings
-from capplan.cli.console import counted, number, percent
+from capplan.cli.bench import adapter_table, facts_table, latency_table, warnings
+from capplan.cli.console import Table, counted, number
 from capplan.cli.report import page
 from capplan.cli.report.figures import Axis, Chart, Curve, bar_rows, bounds_of, line_chart
-from capplan.cli.validate import VALIDATION_HEAD, group_verdict, heading, rows_of
-from capplan.models.calibration.least_squares import SMAPE_FORMULA
+from capplan.cli.validate import group_table, group_verdict, heading
 
 if TYPE_CHECKING:
     import numpy as np
@@ -30,21 +29,15 @@ _PER_BUCKET: Final = 10
 _ADAPTERS: Final = 50
 _POINTS: Final = 200  # of a distribution
 
-MEANINGS: Final[Mapping[str, str]] = {
-    "throughput": "input and output tokens of requests completed within the window, per second",
-    "offered": "input and output tokens of requests that were due within the window, per second",
-    "served": "tokens of completed over tokens of submitted requests since the start of the run; those that "
-    "had a token but not all at the end are left out of both, those that waited, failed or were rejected are "
-    "not",
-    "starved": "less than 90 % served",
-    "TTFT from due": "from when a request was due by the workload to its first token",
-    "TTFT from sent": "from when it was sent; the difference is the client's",
-    "E2E": "from when a request was due to its last token",
-    "TPOT": "(E2E - TTFT) / (output tokens - 1), per request",
-    "TPT": "E2E / output tokens, per request",
-    "ITL": "gap between two tokens as a client sees it; where a server sends two at once, one gap for both",
-    "mean time between tokens": "from first to last token over tokens - 1, whether they came together or not",
-    "client lag": "from when a request was due to when it was sent",
+_BENCH_TERMS: Final = {
+    **page.terms("throughput", "offered", "served", "starved"),
+    "TTFT from due": "time from a request's arrival in the workload to its first token",
+    "TTFT from sent": "time from sending to the first token; the difference is the delay of the client",
+    "E2E": "time from a request's arrival in the workload to its last token",
+    **page.terms("TPOT", "TPT"),
+    "ITL": "gap between two tokens as a client sees it; tokens sent at once have one gap",
+    "mean time between tokens": "from first to last token over tokens - 1",
+    "client lag": "time from a request's arrival in the workload to sending",
     "p50, p90, p95, p99": "percentiles over requests completed within the window, interpolated linearly; of "
     "ITL, over all gaps within the window, exact to a third of a percent",
 }
@@ -70,17 +63,18 @@ def bench_page(
     window = f"{result.duration_s:g} s measured after {result.warm_up_s:g} s of warm-up"
     if result.partial:
         window = f"stopped early: {window}"
+    settings = {**result.settings, "workload digest": result.workload_digest}
     return page.page(
         f"Load test of {path}",
-        page.section("Summary", *_verdict(result), _facts(result), intro=window),
-        page.section("Latencies", _latencies(result), page.charts(*_distributions(rows, result, bounds))),
+        page.section("Summary", *_verdict(result), facts_table(result), intro=window),
+        page.section("Latencies", latency_table(result), page.charts(*_distributions(rows, result, bounds))),
         page.section("Over time", page.charts(*_course(rows, result, bounds)), intro="Seconds since time 0."),
         *_server(result),
         page.section("By adapter", _adapters(result)),
-        page.section("Definitions", page.definitions(MEANINGS)),
-        page.section("Settings", _settings(result)),
+        page.section("Settings", page.settings_table(settings)),
         subtitle=f"{result.base_model} at {result.url}, {result.started_at}",
         cards=_cards(result, bounds),
+        terms=_BENCH_TERMS,
     )
 
 
@@ -89,14 +83,13 @@ def _cards(result: BenchResult, bounds: Mapping[str, float]) -> list[page.Card]:
     ttft_s, tpot_ms = overall.ttft_s.p99, overall.tpot_ms.p99
     faults = warnings(result)
     trust = page.bad(counted(len(faults), "warning")) if faults else page.good("no warning")
-    served = percent(overall.served_fraction)
     return [
         page.Card(
             "Throughput",
             f"{number(overall.throughput_tok_s)} tok/s",
             f"offered {number(overall.offered_tok_s)}",
         ),
-        page.Card("Tokens served", page.bad(served) if overall.starved else page.good(served)),
+        page.served_card(overall.served_fraction, starved=overall.starved),
         page.latency_card("TTFT p99", "ttft_p99_s", ttft_s, bounds),
         page.latency_card("TPOT p99", "tpot_p99_ms", tpot_ms, bounds),
         page.Card("Measurement", trust, f"{result.duration_s:g} s, {counted(overall.completed, 'request')}"),
@@ -118,20 +111,6 @@ def _verdict(result: BenchResult) -> list[page.Block]:
         kept_up = "" if result.client.kept_up is None else ", and the client kept up"
         return [page.paragraph(page.good(f"No request failed{kept_up}."))]
     return [page.paragraph(page.bad(line)) for line in lines]
-
-
-def _facts(result: BenchResult) -> page.Block:
-    return page.table(("metric", "value"), list(facts(result.overall).items()))
-
-
-def _latencies(result: BenchResult) -> page.Block:
-    rows = [
-        (name, *(number(getattr(getattr(result.overall, field), s), decimals) for s in STATISTICS))
-        for name, field, decimals in LATENCIES
-    ]
-    lag = result.client.lag_ms
-    rows.append(("client lag, ms", *(number(getattr(lag, s), 2) for s in STATISTICS)))
-    return page.table(("latency", *STATISTICS), rows)
 
 
 def _distributions(rows: Columns, result: BenchResult, limits: Mapping[str, float]) -> list[Chart]:
@@ -232,26 +211,18 @@ def _server(result: BenchResult) -> list[page.Section]:
     return [page.section("The server", page.charts(*charts), intro=intro)]
 
 
-def _adapters(result: BenchResult) -> page.Block:
+def _adapters(result: BenchResult) -> Table:
     worst = sorted(result.adapters, key=lambda each: (each.served_fraction, -each.submitted))[:_ADAPTERS]
-    rows = [(each.name or "(base model)", *adapter_cells(each)) for each in worst]
     which = f"the {len(worst)} worst served of" if len(worst) < len(result.adapters) else "all of the"
-    caption = f"{which} {counted(len(result.adapters), 'adapter')} with requests"
-    return page.table(ADAPTER_HEAD, rows, caption=caption)
-
-
-def _settings(result: BenchResult) -> page.Block:
-    rows = [(name, str(value)) for name, value in result.settings.items() if value is not None]
-    rows.append(("workload digest", str(result.workload_digest)))
-    return page.table(("setting", "value"), rows, numbers_from=None)
+    return adapter_table(worst, f"{which} {counted(len(result.adapters), 'adapter')} with requests")
 
 
 _VALIDATION_TERMS: Final = {
     "measured": "by the load generator, from the requests that completed within the time",
     "predicted": "by the digital twin, for the same requests with the same lengths at the same times",
-    "SMAPE": f"{SMAPE_FORMULA}; p predicted, a measured",
+    **page.terms("SMAPE"),
     "constant step": "baseline: the twin with one time for all steps, its mean step at the plan's rates",
-    "offered load": "baseline: everything that is asked for is served; knows no latency",
+    "offered load": "baseline: every request is served; predicts no latency",
     "itl_ms_mean": "mean time between two tokens of a request, every gap counting alike",
     "kv_tokens_mean": "KV tokens in use while requests run, whole blocks, by the server's metrics",
     "starved": "served_fraction below 0.9",
@@ -263,9 +234,9 @@ def validation_page(plan: str, found: Validation) -> str:
     return page.page(
         "Plan and measurement",
         *map(_group_section, found.groups),
-        page.section("Definitions", page.definitions(_VALIDATION_TERMS)),
         subtitle=plan,
         cards=_validation_cards(found),
+        terms=_VALIDATION_TERMS,
     )
 
 
@@ -301,7 +272,7 @@ def _group_section(group: GroupValidation) -> page.Section:
     errors = bar_rows("Error by metric", [each.name for each in known], values, Axis("SMAPE, %", low=0.0))
     return page.section(
         heading(group),
-        page.table(VALIDATION_HEAD, rows_of(group), numbers_from=1),
+        group_table(group),
         page.paragraph(group_verdict(group)),
         page.charts(errors),
     )

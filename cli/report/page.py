@@ -7,12 +7,13 @@ from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import cache
 from types import SimpleNamespace
-from typing import TYPE_CHECKING, Final, TypeAlias
+from typing import TYPE_CHECKING, Final
 
 import jinja2
 from markupsafe import Markup
 
-from capplan.cli.console import number
+from capplan.cli.console import Cell, Mark, Table, number, percent
+from capplan.models.calibration.least_squares import SMAPE_FORMULA
 
 if TYPE_CHECKING:
     from capplan.cli.report.figures import Chart
@@ -20,16 +21,27 @@ if TYPE_CHECKING:
 _MOST_ROWS: Final = 60
 """Rows from which a table is folded."""
 
+_TERMS: Final = {
+    "A_max": "adapter slots in GPU memory (vLLM --max-loras); each takes memory that KV could use",
+    "throughput": "input and output tokens of requests completed within the measured time, per second",
+    "offered": "input and output tokens of requests that arrived within the measured time, per second",
+    "served": "tokens of completed over tokens of submitted requests; requests in execution at the end are "
+    "left out of both, waiting, failed and rejected ones are not",
+    "starved": "less than 90 % served",
+    "TTFT": "time from arrival to the first token",
+    "E2E": "time from arrival to the last token",
+    "TPOT": "(E2E - TTFT) / (output tokens - 1), per request",
+    "TPT": "E2E / output tokens, per request",
+    "ITL": "gap between two tokens as a client sees it, every gap counting alike",
+    "SMAPE": f"{SMAPE_FORMULA}; p predicted, a measured",
+    "lower bound": "no plan that keeps the bounds and the headroom uses fewer GPUs",
+}
+"""Definitions of the terms that several reports use."""
 
-@dataclass(frozen=True)
-class Mark:
-    """Text with a tone: ``good``, ``bad`` or ``strong``."""
 
-    text: str
-    tone: str
-
-
-Cell: TypeAlias = str | Mark
+def terms(*names: str) -> dict[str, str]:
+    """Return the definitions of shared terms."""
+    return {name: _TERMS[name] for name in names}
 
 
 @dataclass(frozen=True)
@@ -52,7 +64,7 @@ class Section:
     """Part of a page under a heading that the navigation links to."""
 
     heading: str
-    parts: tuple[Block, ...]
+    parts: tuple[Block | Table, ...]
     intro: str = ""
     anchor: str = field(init=False)
 
@@ -61,7 +73,13 @@ class Section:
         object.__setattr__(self, "anchor", anchor)
 
 
-def page(title: str, *sections: Section, subtitle: str = "", cards: Sequence[Card] = ()) -> str:
+def page(
+    title: str,
+    *sections: Section,
+    subtitle: str = "",
+    cards: Sequence[Card] = (),
+    terms: Mapping[str, str] | None = None,
+) -> str:
     """Return a page as one HTML document that loads nothing.
 
     Parameters
@@ -72,7 +90,11 @@ def page(title: str, *sections: Section, subtitle: str = "", cards: Sequence[Car
         Content, in order.
     cards
         Figures of the header.
+    terms
+        Definitions, shown in the last section.
     """
+    if terms:
+        sections = (*sections, section("Definitions", definitions(terms)))
     has_charts = any(block.kind == "charts" for block in _flat(each.parts for each in sections))
     return _template().render(
         title=title,
@@ -84,10 +106,12 @@ def page(title: str, *sections: Section, subtitle: str = "", cards: Sequence[Car
     )
 
 
-def _flat(groups: Iterable[Sequence[Block]]) -> Iterable[Block]:
+def _flat(groups: Iterable[Sequence[Block | Table]]) -> Iterable[Block | Table]:
     for blocks in groups:
         yield from blocks
-        yield from _flat(block.parts for block in blocks if block.kind == "folded")
+        yield from _flat(
+            block.parts for block in blocks if isinstance(block, Block) and block.kind == "folded"
+        )
 
 
 @cache
@@ -114,7 +138,7 @@ def _plotly_js() -> str:
     return str(get_plotlyjs())
 
 
-def section(heading: str, *parts: Block, intro: str = "") -> Section:
+def section(heading: str, *parts: Block | Table, intro: str = "") -> Section:
     """Return a section with an introductory paragraph."""
     return Section(heading, parts, intro)
 
@@ -129,16 +153,10 @@ def heading(text: str) -> Block:
     return Block(kind="heading", text=text)
 
 
-def table(
-    head: Sequence[str],
-    rows: Iterable[Sequence[Cell]],
-    *,
-    caption: str = "",
-    numbers_from: int | None = 1,
-) -> Block:
-    """Return a table; columns from ``numbers_from`` on are aligned to the right, long ones are folded."""
-    first = math.inf if numbers_from is None else numbers_from
-    return Block(kind="table", head=list(head), rows=list(rows), caption=caption, numbers_from=first)
+def settings_table(settings: Mapping[str, object]) -> Table:
+    """Return the table of the settings that are given."""
+    rows = [(name, str(value)) for name, value in settings.items() if value is not None]
+    return Table(("setting", "value"), rows, numbers_from=None)
 
 
 def charts(*items: Chart) -> Block:
@@ -151,7 +169,7 @@ def definitions(meanings: Mapping[str, Cell]) -> Block:
     return Block(kind="definitions", meanings=meanings)
 
 
-def folded(summary: str, *parts: Block, is_open: bool = False) -> Block:
+def folded(summary: str, *parts: Block | Table, is_open: bool = False) -> Block:
     """Return blocks under a summary that shows and hides them."""
     return Block(kind="folded", summary=summary, parts=parts, is_open=is_open)
 
@@ -162,12 +180,12 @@ def svg(markup: str) -> Block:
 
 
 def good(text: str) -> Mark:
-    """Return text marked as fine."""
+    """Return text in the tone of success."""
     return Mark(text, "good")
 
 
 def bad(text: str) -> Mark:
-    """Return text marked as a failure."""
+    """Return text in the tone of failure."""
     return Mark(text, "bad")
 
 
@@ -176,6 +194,11 @@ def against_bound(value: float | None, bound: float | None, text: str) -> Cell:
     if bound is None or value is None or math.isnan(value):
         return text
     return good(text) if value <= bound else bad(text)
+
+
+def served_card(fraction: float, *, starved: bool) -> Card:
+    """Return the card of the share of tokens served."""
+    return Card("Tokens served", Mark(percent(fraction), "bad" if starved else "good"))
 
 
 def latency_card(label: str, key: str, value: float | None, bounds: Mapping[str, float]) -> Card:

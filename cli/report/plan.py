@@ -2,23 +2,20 @@
 
 from __future__ import annotations
 
-import json
-from typing import TYPE_CHECKING, Any, Final, TypeVar
+from typing import TYPE_CHECKING, Final
 
-from capplan.cli.console import DASH, counted, number, percent
+from capplan.cli.console import DASH, Cell, Table, counted, number, percent
 from capplan.cli.explain import (
-    CURVE_HEAD,
     MORE,
-    OUTCOME_HEAD,
     binding,
+    curve_table,
     gpus_reason,
-    point_cells,
-    queue_rows,
-    room_head,
-    room_rows,
+    provenance,
+    queues_table,
+    room_table,
     times,
     verified,
-    what_if_rows,
+    what_if_table,
 )
 from capplan.cli.options import not_measured
 from capplan.cli.plan import group_rate_rps, verdict
@@ -39,18 +36,14 @@ _HEAD: Final = (
     *("tok/s", "interval", "TTFT p99, s", "TPOT p99, ms", "served", "load / capacity", "verified"),
 )
 
-_MEANINGS: Final = {
-    "A_max": "adapter slots in GPU memory (vLLM --max-loras); each takes memory that KV could use",
+_TERMS: Final = {
+    **page.terms("A_max"),
     "tok/s": "input and output tokens of completed requests per second, of one instance",
-    "served": "tokens of completed over tokens of submitted requests, those in execution left out of both",
-    "TTFT": "time from arrival to the first token",
-    "TPOT": "(E2E - TTFT) / (output tokens - 1)",
-    "E2E": "time from arrival to the last token",
-    "ITL": "time between two tokens as a client sees it",
-    "load / capacity": "planned load over the largest multiple of it that an instance holds",
-    "lower bound": "no plan that keeps the bounds and the headroom uses fewer GPUs",
-    "compute, at least": "share of the time that the load takes if requests are divisible and batches full",
-    "holds": "the twin finds every bound of the workload kept",
+    **page.terms("served", "TTFT", "TPOT", "E2E", "ITL"),
+    "load / capacity": "planned load over the largest multiple of it that an instance sustains",
+    **page.terms("lower bound"),
+    "compute, at least": "share of the time that the load takes with divisible requests and full batches",
+    "holds": "every bound of the workload holds in the simulation",
 }
 
 
@@ -60,11 +53,11 @@ def plan_page(path: str, plan: Plan, explanation: Explanation | None) -> str:
     Parameters
     ----------
     path
-        Where the plan came from.
+        File or name of the plan.
     plan
-        What it says.
+        The plan.
     explanation
-        What the twin adds to it; None when it was not asked.
+        Its explanation by the twin; None without a workload.
     """
     engine = plan.engine
     twin = [] if explanation is None else explanation_sections(explanation, plan.slo)
@@ -77,11 +70,11 @@ def plan_page(path: str, plan: Plan, explanation: Explanation | None) -> str:
         *_queues(plan.groups),
         _adapters(plan),
         *_moves(plan),
-        page.section("Provenance", _provenance(plan)),
-        page.section("Definitions", page.definitions(_MEANINGS)),
+        page.section("Provenance", page.definitions(provenance(plan))),
         subtitle=f"{plan.base_model} on {engine.name} {engine.version} (rules {engine.rules}); "
         f"made by {plan.created_by}",
         cards=_cards(plan),
+        terms=_TERMS,
     )
 
 
@@ -105,7 +98,7 @@ def _cards(plan: Plan) -> list[page.Card]:
 def _summary(plan: Plan, explanation: Explanation | None) -> page.Section:
     words = verdict(plan)
     price = plan.totals.usd_per_hour
-    facts: dict[str, page.Cell] = {
+    facts: dict[str, Cell] = {
         "GPUs": f"{gpus_reason(plan)}.",
         "verdict": page.good(words) if plan.verification.ok else page.bad(words),
         "objective": f"{plan.objective.value}; bounds: {_bounds(plan)}",
@@ -123,7 +116,7 @@ def _bounds(plan: Plan) -> str:
     return ", ".join(f"{name} {value:g}" for name, value in bounds.items())
 
 
-def _groups_table(plan: Plan) -> page.Block:
+def _groups_table(plan: Plan) -> Table:
     checks = {check.id: check for check in plan.verification.groups}
     rows = []
     for group in plan.groups:
@@ -148,9 +141,7 @@ def _groups_table(plan: Plan) -> page.Block:
                 DASH if check is None else page.good("yes") if check.ok else page.bad("FAILED"),
             )
         )
-    return page.table(
-        _HEAD, rows, caption="Latencies, throughput and KV tokens are those of one instance.", numbers_from=2
-    )
+    return Table(_HEAD, rows, 2, "Latencies, throughput and KV tokens are those of one instance.")
 
 
 def _instance(group: Group) -> str:
@@ -160,17 +151,20 @@ def _instance(group: Group) -> str:
 
 def _what_binds(plan: Plan) -> page.Section:
     checks = {check.id: check for check in plan.verification.groups}
-    rows = ((group.id, binding(group), verified(checks.get(group.id))) for group in plan.groups)
-    return page.section("Bottlenecks", page.table(("group", "binds", "verdict"), rows, numbers_from=None))
+    rows = [(group.id, binding(group), verified(checks.get(group.id))) for group in plan.groups]
+    return page.section("Bottlenecks", Table(("group", "binds", "verdict"), rows, numbers_from=None))
 
 
 def _queues(groups: Sequence[Group]) -> list[page.Section]:
     rows = [
-        (group.id, *row) for group in groups if group.queues is not None for row in queue_rows(group.queues)
+        (group.id, *row)
+        for group in groups
+        if group.queues is not None
+        for row in queues_table(group.queues).rows
     ]
     if not rows:
         return []
-    table = page.table(("group", "size of request", "quota, tokens", "share"), rows, numbers_from=2)
+    table = Table(("group", "size of request", "quota, tokens", "share"), rows, numbers_from=2)
     return [page.section("Queues", table)]
 
 
@@ -194,7 +188,7 @@ def _adapters(plan: Plan) -> page.Section:
         )
         for name, places in _places(plan).items()
     ]
-    table = page.table(("adapter", "groups", "rank", "req/s"), rows, numbers_from=2)
+    table = Table(("adapter", "groups", "rank", "req/s"), rows, numbers_from=2)
     return page.section(
         "Adapters", page.folded(counted(len(rows), "adapter"), table, is_open=len(rows) <= _OPEN)
     )
@@ -203,32 +197,23 @@ def _adapters(plan: Plan) -> page.Section:
 def _moves(plan: Plan) -> list[page.Section]:
     if not plan.moves:
         return []
-    rows = (
+    rows = [
         (move.adapter, move.from_group or "newly placed", move.to_group or "taken away", percent(move.share))
         for move in plan.moves
-    )
-    table = page.table(("adapter", "from", "to", "share"), rows, numbers_from=3)
+    ]
+    table = Table(("adapter", "from", "to", "share"), rows, numbers_from=3)
     return [page.section("Moves", page.folded(counted(len(plan.moves), "move"), table, is_open=True))]
 
 
-def _provenance(plan: Plan) -> page.Block:
-    return page.definitions({key: _compact(value) for key, value in plan.provenance.items()})
-
-
-def _compact(value: Any) -> str:
-    return value if isinstance(value, str) else json.dumps(value, ensure_ascii=False)
-
-
-_T = TypeVar("_T")
 _MOST_SHOWN: Final = 200.0
-"""Where bars of what is in use end, in percent."""
+"""Largest utilization shown, in percent."""
 
 _NAMED: Final = 12
 """Groups that a heading names."""
 
 
 def explanation_sections(explanation: Explanation, slo: Slo) -> list[page.Section]:
-    """Return the sections on slots, on what is in use, and on other numbers of GPUs."""
+    """Return the sections on slots, on utilization and headroom, and on other numbers of GPUs."""
     groups = explanation.groups
     slots = [part for group in groups for part in _slots(group, slo.latency_bounds())]
     rooms = [part for group in groups for part in (page.heading(_names(group)), *_room(group.room))]
@@ -238,25 +223,24 @@ def explanation_sections(explanation: Explanation, slo: Slo) -> list[page.Sectio
             "Choice of A_max",
             *slots,
             intro="More slots let more adapters run at once, but each takes KV memory and time in every "
-            f"step. The twin simulates one seed at {times(groups[0].curve.scale)}, which uses up the "
+            f"step. The twin simulates one seed at {times(groups[0].curve.scale)}, the load without "
             f"headroom, as in the search. {alike}",
         ),
         page.section(
             "Utilization and headroom",
             *rooms,
-            intro="Means while steps run, at the planned load and a little beyond the largest that holds. A "
-            f"bound is in use by as much as its metric has of it. {alike}",
+            intro="Means while steps run, at the planned load and slightly beyond the largest that holds. "
+            f"Utilization of a bound is its metric over the bound. {alike}",
         ),
     ]
     if explanation.what_if:
-        rows = (_words_second(row) for row in what_if_rows(explanation))
-        table = page.table(_words_second(("", *OUTCOME_HEAD)), rows, numbers_from=2)
-        words = (
-            "Planned anew by the solver capplan and verified on one seed. One fewer keeps the objective; one "
-            "more is placed for the shortest mean time to the last token: otherwise it would stay idle. "
-            "Latencies are those of the instance where they are longest."
+        intro = (
+            "Planned again by the solver capplan and verified on one seed. One fewer keeps the objective; "
+            "one more is placed for the shortest mean E2E, because it would stay idle otherwise. Latencies "
+            "are those of the slowest instance."
         )
-        sections.append(page.section("One GPU fewer or more", table, intro=words))
+        table = what_if_table(explanation).text_second()
+        sections.append(page.section("One GPU fewer or more", table, intro=intro))
     return sections
 
 
@@ -265,20 +249,12 @@ def _names(group: GroupExplanation) -> str:
     return ", ".join(group.ids[:_NAMED]) + more
 
 
-def _slots(group: GroupExplanation, bounds: Mapping[str, float]) -> list[page.Block]:
-    curve = group.curve
-    rows: list[tuple[page.Cell, ...]] = [
-        (
-            page.Mark(f"{cells[0]} (chosen)", "strong") if point.a_max == curve.chosen else cells[0],
-            *cells[1:],
-        )
-        for point, cells in ((point, point_cells(point)) for point in curve.points)
-    ]
+def _slots(group: GroupExplanation, bounds: Mapping[str, float]) -> list[page.Block | Table]:
     return [
         page.heading(_names(group)),
         page.paragraph(group.why_a_max),
-        page.charts(*_curve_charts(curve, bounds)),
-        page.table(_words_second(CURVE_HEAD), map(_words_second, rows), numbers_from=2),
+        page.charts(*_curve_charts(group.curve, bounds)),
+        curve_table(group.curve, " (chosen)").text_second(),
     ]
 
 
@@ -324,7 +300,7 @@ def _out_of_memory(curve: SlotCurve) -> tuple[str, float] | None:
     return f"no memory beyond {curve.most_slots}", float(max(1, curve.most_slots))
 
 
-def _room(room: Headroom) -> list[page.Block]:
+def _room(room: Headroom) -> list[page.Block | Table]:
     shares = {"at the planned load": [_percent(use.now) for use in room.uses]}
     if room.fails_at is not None:
         shares[f"at {times(room.fails_at)}"] = [_percent(use.beyond) for use in room.uses]
@@ -332,17 +308,11 @@ def _room(room: Headroom) -> list[page.Block]:
     high = min(_MOST_SHOWN, max([100.0, *known]))
     names = [use.name for use in room.uses]
     chart = bar_rows("In use, %", names, shares, Axis("", low=0.0, high=high), bounds={"full": 100.0})
-    rows = map(_words_second, room_rows(room))
     return [
         page.paragraph(f"{room.words[:1].upper()}{room.words[1:]}."),
         page.charts(chart),
-        page.table(_words_second(room_head(room)), rows, numbers_from=2),
+        room_table(room).text_second(),
     ]
-
-
-def _words_second(row: Sequence[_T]) -> tuple[_T, ...]:
-    """Return a row with its last cell, a sentence, before the numbers, so that these stay together."""
-    return (row[0], row[-1], *row[1:-1])
 
 
 def _percent(share: float | None) -> float:

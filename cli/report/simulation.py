@@ -1,49 +1,48 @@
-"""The HTML report of `capplan simulate`: metrics against adapter slots, their course, and who got what."""
+"""The HTML report of `capplan simulate`: metrics against adapter slots and over time, by rank and adapter."""
 
 from __future__ import annotations
 
 from collections.abc import Mapping
 from typing import TYPE_CHECKING, Any, Final
 
-from capplan.cli.console import DASH, counted, number, percent
+from capplan.cli.console import DASH, Cell, Table, counted, number, percent
 from capplan.cli.report import page
-from capplan.cli.report.figures import Axis, Chart, Curve, bounds_of, course_charts, is_wide, line_chart
-from capplan.cli.simulate import Details, Outcomes, bound_text, share
+from capplan.cli.report.figures import (
+    COARSER,
+    STATISTICS,
+    Axis,
+    Chart,
+    Curve,
+    bounds_of,
+    course_charts,
+    is_wide,
+    line_chart,
+)
+from capplan.cli.simulate import Details, Outcomes, bound_text
 from capplan.errors import InfeasibleError
+from capplan.spec import STARVED_BELOW
 
 if TYPE_CHECKING:
     from capplan.spec import Profile, Workload
     from capplan.twin import DetailedResult
     from capplan.twin.group_metrics import GroupMetrics
 
-_COARSER: Final = 5  # buckets that make one point of a rate
-
-MEANINGS: Final[Mapping[str, str]] = {
-    "A_max": "adapter slots in GPU memory (vLLM --max-loras)",
-    "throughput": "input and output tokens of requests completed within the horizon, per second",
-    "offered": "input and output tokens of submitted requests, per second",
-    "served": "tokens of completed over tokens of submitted requests; those in execution at the end are left "
-    "out of both, those that wait or were rejected are not",
-    "starved": "less than 90 % served",
-    "TTFT": "time from arrival to the first token",
-    "E2E": "time from arrival to the last token",
-    "TPOT": "(E2E - TTFT) / (output tokens - 1), per request",
-    "TPT": "E2E / output tokens, per request",
-    "ITL": "gap between two tokens as a client sees it, every gap counting alike; its percentiles are over "
-    "all requests and exact to half a percent",
+_TERMS: Final = {
+    **page.terms("A_max", "throughput", "offered", "served", "starved", "TTFT", "E2E", "TPOT", "TPT", "ITL"),
     "slowdown": "E2E over the E2E of the same request alone on an idle engine with its adapter resident",
-    "queueing": "time from arrival to the step that first computes something for the request, less the wait "
-    "for its own adapter",
-    "wait for loads": "adapter loads on the request's way to its first token: the wait for its own adapter, "
-    "or loads inside its steps, which hold up all that is in them",
+    "queueing": "time from arrival to the first step that computes a part of the request, less the wait for "
+    "its own adapter",
+    "wait for loads": "adapter loads before the first token: the wait for the request's own adapter, or "
+    "loads inside its steps, which delay all requests of the step",
     "adapter was resident": "share of admissions that found the adapter in a GPU slot (hit rate)",
-    "kept": "share of requests that kept a bound, of those that kept or broke it; a rejected request broke "
-    "it, a request on its way did once it has taken longer",
-    "p50, p90, p95, p99": "percentiles over completed requests, interpolated linearly",
+    "kept": "share of requests within a bound, of those that kept or broke it; a rejected request broke it, "
+    "an unfinished one did if it already took longer",
+    "p50, p90, p95, p99": "percentiles over completed requests, interpolated linearly; of ITL, exact to half "
+    "a percent",
 }
 
 
-def simulation_report(
+def simulation_page(
     path: str,
     workload: Workload,
     profile: Profile,
@@ -56,37 +55,45 @@ def simulation_report(
     Parameters
     ----------
     path : str
-        Where the workload came from.
+        File or name of the workload.
     workload, profile, settings
-        What was simulated.
+        Input of the simulation.
     outcomes, details
         Results by number of slots, and the details of those that fit.
     """
     rate = f"{len(workload.adapters)} adapters, {number(workload.total_rate_rps, 2)} requests/s"
     first = next(iter(details.values()))
-    asked = (
+    offered = (
         f"{number(first.result.submitted)} requests in {first.result.duration_s:g} s ask for "
-        f"{number(first.result.offered_tok_s)} tokens/s, prompts and answers together."
+        f"{number(first.result.offered_tok_s)} tokens/s, prompts and outputs together."
     )
     bucket_s = first.series.bucket_s
     course = (
         f"Means over the time that steps ran, in buckets of {bucket_s:g} s; a step counts where it ends. "
-        f"Rates, arrivals and step durations are shown over {_COARSER * bucket_s:g} s."
+        f"Rates, arrivals and step durations are shown over {COARSER * bucket_s:g} s."
     )
-    against = [_against_slots(workload, details)] if len(details) > 1 else []
+    infeasible = [
+        page.paragraph(f"A_max {slots}: {outcome}")
+        for slots, outcome in outcomes.items()
+        if isinstance(outcome, InfeasibleError)
+    ]
+    origin = {"where the profile is from": f"{profile.provenance.kind.value}: {profile.provenance.source}"}
+    rules = {} if settings.get("rules") else {"rules": profile.engine.rules}
     return page.page(
         f"Simulation of {path}",
-        page.section("Summary", _summary_table(outcomes, details), *_infeasible(outcomes), intro=asked),
-        *against,
+        page.section("Summary", _summary_table(outcomes, details), *infeasible, intro=offered),
+        *([_against_slots(workload, details)] if len(details) > 1 else []),
         page.section("Over time", page.charts(*course_charts(details)), intro=course),
-        page.section("Latencies", latency_table(details), intro="Requests completed within the horizon."),
-        *([page.section("Service-level objectives", *slo_tables(details))] if first.slo else []),
-        page.section("By rank", rank_table(details)),
-        page.section("By adapter", *adapter_tables(details)),
-        page.section("Definitions", page.definitions(MEANINGS)),
-        page.section("Settings", settings_table(profile, settings)),
+        page.section("Latencies", _latency_table(details), intro="Requests completed within the horizon."),
+        *([_slo_section(details)] if first.slo else []),
+        page.section("By rank", _rank_table(details)),
+        page.section("By adapter", *_adapter_tables(details)),
+        page.section(
+            "Settings", page.settings_table({**settings, "profile": profile.name, **rules, **origin})
+        ),
         subtitle=f"{rate}; one {profile.gpu.name} with {profile.model.name}, profile {profile.name}",
         cards=_cards(workload, profile, details),
+        terms=_TERMS,
     )
 
 
@@ -94,7 +101,6 @@ def _cards(workload: Workload, profile: Profile, details: Details) -> list[page.
     """Return the figures of the number of slots with the highest throughput."""
     slots = max(details, key=lambda count: details[count].result.throughput_tok_s)
     result = details[slots].result
-    served = percent(result.served_fraction)
     bounds = workload.slo.latency_bounds()
     kind = profile.provenance.kind.value
     return [
@@ -104,7 +110,7 @@ def _cards(workload: Workload, profile: Profile, details: Details) -> list[page.
             f"{number(result.throughput_tok_s)} tok/s",
             f"offered {number(result.offered_tok_s)}",
         ),
-        page.Card("Tokens served", page.bad(served) if result.starved else page.good(served)),
+        page.served_card(result.served_fraction, starved=result.starved),
         page.latency_card("TTFT p99", "ttft_p99_s", result.ttft_s_p99, bounds),
         page.latency_card("TPOT p99", "tpot_p99_ms", result.tpot_ms_p99, bounds),
         page.Card(
@@ -113,13 +119,15 @@ def _cards(workload: Workload, profile: Profile, details: Details) -> list[page.
     ]
 
 
-def _summary_table(outcomes: Outcomes, details: Details) -> page.Block:
-    head = ("A_max", "tok/s", "served", "starved", "TTFT p50, s", "TTFT p99, s")
-    more = ("ITL mean, ms", "ITL p99, ms", "resident", "rejected", "preempted", "KV tokens")
-    rows: list[tuple[page.Cell, ...]] = []
+def _summary_table(outcomes: Outcomes, details: Details) -> Table:
+    head = (
+        *("A_max", "tok/s", "served", "starved", "TTFT p50, s", "TTFT p99, s", "ITL mean, ms"),
+        *("ITL p99, ms", "resident", "rejected", "preempted", "KV tokens"),
+    )
+    rows: list[tuple[Cell, ...]] = []
     for slots, outcome in outcomes.items():
         if isinstance(outcome, InfeasibleError):
-            rows.append((str(slots), *[DASH] * (len(head) + len(more) - 1)))
+            rows.append((str(slots), *[DASH] * (len(head) - 1)))
             continue
         rows.append(
             (
@@ -131,26 +139,16 @@ def _summary_table(outcomes: Outcomes, details: Details) -> page.Block:
                 number(outcome.ttft_s_p99, 3),
                 number(outcome.itl_ms_mean, 2),
                 number(outcome.itl_ms_p99, 2),
-                share(details[slots].overall.hit_rate),
+                percent(details[slots].overall.hit_rate),
                 number(outcome.rejected),
                 number(outcome.preemptions),
                 number(outcome.kv_tokens),
             )
         )
-    return page.table((*head, *more), rows)
-
-
-def _infeasible(outcomes: Outcomes) -> list[page.Block]:
-    return [
-        page.paragraph(f"A_max {slots}: {outcome}")
-        for slots, outcome in outcomes.items()
-        if isinstance(outcome, InfeasibleError)
-    ]
+    return Table(head, rows)
 
 
 def _against_slots(workload: Workload, details: Details) -> page.Section:
-    from capplan.spec import STARVED_BELOW
-
     slots = sorted(details)
     results = [details[count].result for count in slots]
     spread = slots[-1] / slots[0]
@@ -193,133 +191,114 @@ def _against_slots(workload: Workload, details: Details) -> page.Section:
 
 _ADAPTERS: Final = 50  # rows of a table of adapters
 
-_STATISTICS: Final = ("mean", "p50", "p90", "p95", "p99")
-
-_GOT: Final = (
-    "submitted",
-    "finished",
-    "served",
-    "tok/s",
-    "TTFT p50, s",
-    "TTFT p99, s",
-    "TPOT p50, ms",
-    "TPOT p99, ms",
-    "ITL mean, ms",
-    "slowdown p50",
-    "queueing p50, s",
-    "loads",
-    "resident",
+_LATENCIES: Final = (
+    ("TTFT, s", "ttft_s", 3),
+    ("ITL, ms", "itl_ms", 2),
+    ("TPOT, ms", "tpot_ms", 2),
+    ("TPT, ms", "tpt_ms", 2),
+    ("E2E, s", "e2e_s", 2),
+    ("slowdown", "slowdown", 2),
+    ("queueing, s", "queue_s", 3),
+    ("wait for loads, s", "load_wait_s", 3),
 )
 
 
-def latency_table(details: Details) -> page.Block:
+def _latency_table(details: Details) -> Table:
     """Return mean and percentiles of every latency, by number of slots."""
-    kinds = (
-        ("TTFT, s", "ttft_s", 3),
-        ("ITL, ms", "itl_ms", 2),
-        ("TPOT, ms", "tpot_ms", 2),
-        ("TPT, ms", "tpt_ms", 2),
-        ("E2E, s", "e2e_s", 2),
-        ("slowdown", "slowdown", 2),
-        ("queueing, s", "queue_s", 3),
-        ("wait for loads, s", "load_wait_s", 3),
-    )
     rows = [
         (
             name if at == 0 else "",
             str(slots),
-            *(number(_statistic(detail, kind, s), decimals) for s in _STATISTICS),
+            *(number(_statistic(detail, kind, s), decimals) for s in STATISTICS),
         )
-        for name, kind, decimals in kinds
+        for name, kind, decimals in _LATENCIES
         for at, (slots, detail) in enumerate(details.items())
     ]
-    return page.table(("latency", "A_max", *_STATISTICS), rows)
+    return Table(("latency", "A_max", *STATISTICS), rows)
 
 
 def _statistic(detail: DetailedResult, kind: str, statistic: str) -> float:
     flat = f"{kind}_{statistic}"
-    known = detail.result if hasattr(detail.result, flat) else None
+    has_flat = hasattr(detail.result, flat)
     value: float = (
-        getattr(getattr(detail.overall, kind), statistic) if known is None else getattr(known, flat)
+        getattr(detail.result, flat) if has_flat else getattr(getattr(detail.overall, kind), statistic)
     )
     return value
 
 
-def slo_tables(details: Details) -> list[page.Block]:
-    """Return how each latency bound is kept, by number of slots."""
-    rows = []
-    for slots, detail in details.items():
-        for bound in detail.slo:
-            value = page.against_bound(bound.value, bound.limit, number(bound.value, 3))
-            counts = (number(bound.kept), number(bound.broken), number(bound.open))
-            rows.append(
-                (bound_text(bound.bound, bound.limit), str(slots), value, share(bound.share), *counts)
-            )
-    rows.sort(key=lambda row: row[0])
-    text = (
-        "The value is the statistic that the bound is on, over completed requests. The share is that of "
-        "single requests within the bound; it also counts those that were rejected or wait too long already."
+def _slo_section(details: Details) -> page.Section:
+    """Return the attainment of each latency bound, by number of slots."""
+    rows = [
+        (
+            bound_text(bound.bound, bound.limit),
+            str(slots),
+            page.against_bound(bound.value, bound.limit, number(bound.value, 3)),
+            percent(bound.share),
+            *(number(count) for count in (bound.kept, bound.broken, bound.open)),
+        )
+        for slots, detail in details.items()
+        for bound in detail.slo
+    ]
+    rows.sort(key=lambda row: str(row[0]))
+    intro = (
+        "The value is the statistic of the bound over completed requests. The share is that of single "
+        "requests within the bound; it includes rejected requests and those that already wait too long."
     )
     head = ("bound", "A_max", "value", "requests that keep it", "kept", "broken", "open")
-    return [page.paragraph(text), page.table(head, rows)]
+    return page.section("Service-level objectives", Table(head, rows), intro=intro)
 
 
-def rank_table(details: Details) -> page.Block:
-    """Return what the requests of each rank got, by number of slots."""
+_GROUP_HEAD: Final = (
+    *("submitted", "finished", "served", "tok/s", "TTFT p50, s", "TTFT p99, s", "TPOT p50, ms"),
+    *("TPOT p99, ms", "ITL mean, ms", "slowdown p50", "queueing p50, s", "loads", "resident"),
+)
+
+
+def _group_cells(group: GroupMetrics) -> tuple[Cell, ...]:
+    served = percent(group.served_fraction)
+    return (
+        number(group.submitted),
+        number(group.finished),
+        page.bad(served) if group.starved else served,
+        number(group.throughput_tok_s, 1),
+        number(group.ttft_s.p50, 3),
+        number(group.ttft_s.p99, 3),
+        number(group.tpot_ms.p50, 2),
+        number(group.tpot_ms.p99, 2),
+        number(group.itl_ms_mean, 2),
+        number(group.slowdown.p50, 2),
+        number(group.queue_s.p50, 3),
+        number(group.adapter_loads),
+        percent(group.hit_rate),
+    )
+
+
+def _rank_table(details: Details) -> Table:
+    """Return the metrics of the requests of each rank, by number of slots."""
+    ranks = sorted({rank for detail in details.values() for rank in detail.by_rank})
     rows = [
-        (str(rank), str(slots), *_got(got))
+        (str(rank), str(slots), *_group_cells(detail.by_rank[rank]))
+        for rank in ranks
         for slots, detail in details.items()
-        for rank, got in detail.by_rank.items()
+        if rank in detail.by_rank
     ]
-    rows.sort(key=lambda row: int(str(row[0])))
-    return page.table(("rank", "A_max", *_GOT), rows, numbers_from=0)
+    return Table(("rank", "A_max", *_GROUP_HEAD), rows, numbers_from=0)
 
 
-def adapter_tables(details: Details) -> list[page.Block]:
-    """Return what the requests of each adapter got, a table per number of slots, the worst served first."""
+def _adapter_tables(details: Details) -> list[page.Block]:
+    """Return the metrics of each adapter, a table per number of slots, the worst served first."""
     return [
         page.folded(f"A_max {slots}", _adapter_table(detail), is_open=at == 0)
         for at, (slots, detail) in enumerate(details.items())
     ]
 
 
-def _adapter_table(detail: DetailedResult) -> page.Block:
-    asked = [got for got in detail.by_adapter.values() if got.submitted]
-    asked.sort(key=lambda got: (got.served_fraction, -got.submitted))
+def _adapter_table(detail: DetailedResult) -> Table:
+    groups = [group for group in detail.by_adapter.values() if group.submitted]
+    groups.sort(key=lambda group: (group.served_fraction, -group.submitted))
     ranks = dict(zip(detail.requests.adapter.tolist(), detail.requests.rank.tolist(), strict=True))
-    rank_of = {name: ranks.get(number) for number, name in enumerate(detail.requests.adapters)}
-    rows = [(got.name, str(rank_of[got.name]), *_got(got)) for got in asked[:_ADAPTERS]]
-    shown = f"the {len(rows)} worst served of" if len(rows) < len(asked) else "all of the"
-    caption = f"{shown} {counted(len(asked), 'adapter')} with requests; --requests-out writes every request"
-    return page.table(("adapter", "rank", *_GOT), rows, caption=caption)
-
-
-def _got(got: GroupMetrics) -> tuple[page.Cell, ...]:
-    served = percent(got.served_fraction)
-    return (
-        number(got.submitted),
-        number(got.finished),
-        page.bad(served) if got.starved else served,
-        number(got.throughput_tok_s, 1),
-        number(got.ttft_s.p50, 3),
-        number(got.ttft_s.p99, 3),
-        number(got.tpot_ms.p50, 2),
-        number(got.tpot_ms.p99, 2),
-        number(got.itl_ms_mean, 2),
-        number(got.slowdown.p50, 2),
-        number(got.queue_s.p50, 3),
-        number(got.adapter_loads),
-        share(got.hit_rate),
-    )
-
-
-def settings_table(profile: Profile, settings: Mapping[str, Any]) -> page.Block:
-    """Return what was simulated: the settings that were given, and the profile's origin."""
-    rows = [(name, str(value)) for name, value in settings.items() if value is not None]
-    rows.append(("profile", profile.name))
-    if settings.get("rules") is None:
-        rows.append(("rules", profile.engine.rules))
-    rows.append(
-        ("where the profile is from", f"{profile.provenance.kind.value}: {profile.provenance.source}")
-    )
-    return page.table(("setting", "value"), rows, numbers_from=None)
+    rank_of = {name: ranks.get(index) for index, name in enumerate(detail.requests.adapters)}
+    rows = [(group.name, str(rank_of[group.name]), *_group_cells(group)) for group in groups[:_ADAPTERS]]
+    shown = f"the {len(rows)} worst served of" if len(rows) < len(groups) else "all of the"
+    caption = f"{shown} {counted(len(groups), 'adapter')} with requests; --requests-out writes every request"
+    return Table(("adapter", "rank", *_GROUP_HEAD), rows, caption=caption)

@@ -4,9 +4,10 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, Any, Final
 
-from capplan.cli.console import DASH, counted, number, percent
+from capplan.cli.console import DASH, Cell, Table, counted, number, percent
 from capplan.cli.report import page
 from capplan.cli.report.figures import Axis, Curve, bar_rows, line_chart, scatter_chart
+from capplan.models.calibration.least_squares import SMAPE_FORMULA
 from capplan.models.surrogates.features import HORIZON_S
 from capplan.models.surrogates.surrogate import COVERAGE
 from capplan.models.surrogates.tree_export import decision_rules, export_svg
@@ -14,7 +15,6 @@ from capplan.models.surrogates.tree_export import decision_rules, export_svg
 if TYPE_CHECKING:
     from collections.abc import Mapping, Sequence
 
-    from capplan.models.surrogates.tree import Tree
     from capplan.models.training.data import Manifest
     from capplan.models.training.train import Trained
     from capplan.spec import Profile
@@ -24,23 +24,22 @@ _MOST_FEATURES: Final = 15
 _MEASURES: Final = {"throughput": "SMAPE, %", "starvation": "macro-F1"}
 
 _KINDS: Final = {
-    "best": "what did best, of what compiled code can answer",
-    "forest": "random forests, as the paper's",
+    "best": "the best models that compile",
+    "forest": "random forests, as in the paper",
     "tree": "one small tree each",
 }
 
-_MEANINGS: Final = {
+_TERMS: Final = {
     "throughput": "input and output tokens of completed requests per second",
     "starved": "fewer than 90 % of the requests were served within the horizon",
-    "SMAPE": "{formula}; p answered, a simulated by the twin",
-    "macro-F1": "mean of the F1 scores of starved and not starved; 1 is without a mistake",
-    "near the edge": "the load is within 20 % of the capacity that the fluid estimate gives",
-    "rules": "leaves of trees, each a rule: conditions and what follows",
-    "interval": "the range that 90 % of the twin's answers fall into, as wide as the regime is hard",
-    "reliability": "of scenarios that a surrogate gives some probability of starvation, how many starve; "
-    "on the diagonal, probabilities are true",
-    "importance": "share of the questions that trees ask of a feature; one at depth d weighs 1 / 2^d",
-    "expected": "the offered load in tok/s, as far as the fluid estimate lets it through",
+    "SMAPE": f"{SMAPE_FORMULA}; p predicted by the surrogate, a simulated by the twin",
+    "macro-F1": "mean of the F1 scores of starved and not starved; 1 is the best",
+    "near the edge": "load within 20 % of the capacity by the fluid model",
+    "rules": "leaves of trees, each a rule: conditions and their prediction",
+    "interval": "range that holds 90 % of the twin's results, calibrated by regime",
+    "reliability": "share of starved scenarios by predicted probability; calibrated on the diagonal",
+    "importance": "share of the splits on a feature; a split at depth d weighs 1 / 2^d",
+    "expected": "offered load in tok/s, up to the capacity by the fluid model",
 }
 
 
@@ -52,18 +51,17 @@ def training_page(
     Parameters
     ----------
     profile
-        Whose surrogates were trained.
+        Profile of the surrogates.
     data
-        What the datasets that were learned from say of themselves.
+        Manifests of the training datasets.
     trained
-        What training gave.
+        Result of the training.
     sizes
         Bytes of the file of each kind.
     """
     report = trained.report
     engine = f"{profile.engine.name} {profile.engine.version}"
-    subtitle = f"{profile.model.name} on {profile.gpu.name}, {engine}; judged on {report['judged_on']}"
-    meanings = {term: text.replace("{formula}", report["error_formula"]) for term, text in _MEANINGS.items()}
+    subtitle = f"{profile.model.name} on {profile.gpu.name}, {engine}; evaluated on {report['judged_on']}"
     return page.page(
         f"Surrogates of {profile.name}",
         _data_section(data, report),
@@ -71,11 +69,11 @@ def training_page(
         _model_section(report),
         _importance_section(report),
         _certainty_section(report),
-        front_section(trained),
-        tree_section(trained),
-        page.section("Definitions", page.definitions(meanings)),
+        _front_section(trained),
+        _tree_section(trained),
         subtitle=subtitle,
         cards=_cards(report),
+        terms=_TERMS,
     )
 
 
@@ -105,15 +103,15 @@ def _data_section(data: Sequence[Manifest], report: Mapping[str, Any]) -> page.S
         duration = f"{asked.duration_s:,g}"
         rows.append((asked.design, f"{asked.scenarios:,}", *counts, str(asked.seed), duration))
     head = ("design", "drawn", "learned from", "no memory", "no request", "seed", "simulated, s")
-    parts = [page.table(head, rows)]
+    parts: list[page.Block | Table] = [Table(head, rows)]
     if any(each.asked.duration_s != HORIZON_S for each in data):
-        short = f"Not all were simulated for {HORIZON_S:,.0f} s, which is what surrogates answer about."
+        short = f"Not all were simulated for {HORIZON_S:,.0f} s, the horizon of surrogates."
         parts.insert(0, page.paragraph(page.bad(short)))
-    total = sum(report["scenarios"].values())
+    total, options = sum(report["scenarios"].values()), report["options"]
     intro = (
-        f"{counted(total, 'scenario')} of one GPU, each answered by the digital twin; "
+        f"{counted(total, 'scenario')} of one GPU, each simulated by the digital twin; "
         f"{percent(report['starved_share'])} starve some of their requests. "
-        f"The search: {_search(report['options'])}."
+        f"Search: {counted(options['budget'], 'setting')} of each family and task, seed {options['seed']}."
     )
     return page.section("Training data", *parts, intro=intro)
 
@@ -142,7 +140,7 @@ def _kind_section(trained: Trained, sizes: Mapping[str, int]) -> page.Section:
     chosen = report["chosen"]
     return page.section(
         "Surrogates",
-        page.table(head, rows),
+        Table(head, rows),
         page.charts(
             bar_rows(
                 "Error of throughput by regime", regimes, errors, Axis("SMAPE, %"), note="less is better"
@@ -155,7 +153,7 @@ def _kind_section(trained: Trained, sizes: Mapping[str, int]) -> page.Section:
                 note="1 is best; regimes with both classes",
             ),
         ),
-        page.table(
+        Table(
             ("regime", *(f"{kind}: SMAPE, %" for kind in kinds), *(f"{kind}: macro-F1" for kind in kinds)),
             [
                 (
@@ -166,19 +164,18 @@ def _kind_section(trained: Trained, sizes: Mapping[str, int]) -> page.Section:
                 for name in regimes
             ],
         ),
-        intro=f"Three surrogates are written. The best answers throughput by {chosen['throughput']} and "
-        f"starvation by {chosen['starvation']}. Figures are of scenarios that the answering model had not "
-        "learned from.",
+        intro=f"Three surrogates are written. The best one predicts throughput by {chosen['throughput']} and "
+        f"starvation by {chosen['starvation']}. Scores are of scenarios left out of its training.",
     )
 
 
 def _model_section(report: Mapping[str, Any]) -> page.Section:
-    parts: list[page.Block] = []
+    parts: list[page.Block | Table] = []
     for task, measure in _MEASURES.items():
         models = [each for each in report["models"] if each["task"] == task]
         regimes = list(dict.fromkeys(name for each in models for name in each["scores"]))
         digits = 2 if task == "throughput" else 3
-        rows = [
+        rows: list[tuple[Cell, ...]] = [
             (
                 page.good(f"{each['name']}, chosen")
                 if each["name"] == report["chosen"][task]
@@ -188,13 +185,13 @@ def _model_section(report: Mapping[str, Any]) -> page.Section:
             for each in models
         ]
         parts.append(page.heading(f"{task}: {measure}"))
-        parts.append(page.table(("model", *regimes), rows))
+        parts.append(Table(("model", *regimes), rows))
     settings = [(each["name"], each["task"], _settings(each["params"])) for each in report["models"]]
-    found = page.table(("model", "task", "settings"), settings, numbers_from=None)
+    found = Table(("model", "task", "settings"), settings, numbers_from=None)
     return page.section(
         "Models compared",
         *parts,
-        page.folded("What the search chose", found),
+        page.folded("Settings chosen by the search", found),
         intro="The best of each family, by regime. The best in the mean over designs is chosen.",
     )
 
@@ -209,8 +206,8 @@ def _importance_section(report: Mapping[str, Any]) -> page.Section:
     return page.section(
         "Feature importance",
         page.charts(*charts),
-        intro="What the trees of the best model ask. Their answers are relative to the fluid estimate, so a "
-        "feature counts here for what it says beyond that. Features have their units in their names.",
+        intro="Splits of the trees of the best model. They predict throughput relative to the fluid model, "
+        "so importance is that beyond the fluid model. Features have their units in their names.",
     )
 
 
@@ -220,21 +217,15 @@ def _certainty_section(report: Mapping[str, Any]) -> page.Section:
         Curve(kind, [row[0] for row in each["reliability"]], [row[1] for row in each["reliability"]])
         for kind, each in kinds.items()
     ]
-    axes = (Axis("probability of starvation, as answered", low=0.0, high=1.0),)
-    reliable = scatter_chart(
-        "Reliability",
-        curves,
-        *axes,
-        Axis("share that starved", low=0.0, high=1.0),
-        diagonal=True,
-        note="by tenths of probability",
-    )
+    x, y = Axis("predicted probability", low=0.0, high=1.0), Axis("share that starved", low=0.0, high=1.0)
+    note = "by tenths of the probability of starvation"
+    reliable = scatter_chart("Reliability", curves, x, y, diagonal=True, note=note)
     regimes = list(next(iter(kinds.values()))["interval_coverage"])
     covered = {
         kind: [100.0 * share for share in _along(each["interval_coverage"], regimes)]
         for kind, each in kinds.items()
     }
-    bounds = {f"{100 * COVERAGE:.0f} % aimed at": 100.0 * COVERAGE}
+    bounds = {f"{100 * COVERAGE:.0f} % expected": 100.0 * COVERAGE}
     axis = Axis("inside the interval, %", low=0.0, high=100.0)
     tenths = [
         (kind, number(answered, 3), number(starved, 3), f"{count:,.0f}")
@@ -246,19 +237,15 @@ def _certainty_section(report: Mapping[str, Any]) -> page.Section:
         page.charts(reliable, bar_rows("Intervals of throughput", regimes, covered, axis, bounds=bounds)),
         page.folded(
             "Scenarios by tenths of probability",
-            page.table(("surrogate", "answered", "share that starved", "scenarios"), tenths),
+            Table(("surrogate", "predicted", "share that starved", "scenarios"), tenths),
         ),
-        intro="Probabilities of starvation are calibrated, and intervals around throughput conformal, both "
-        "on the answers that the figures above are of.",
+        intro="Probabilities of starvation are calibrated and intervals of throughput conformal, both on the "
+        "predictions scored above.",
     )
 
 
 def _along(scores: Mapping[str, float], names: Sequence[str]) -> list[float]:
     return [scores.get(name, float("nan")) for name in names]
-
-
-def _search(options: Mapping[str, Any]) -> str:
-    return f"{counted(options['budget'], 'setting')} of each family and task, seed {options['seed']}"
 
 
 def _settings(values: Mapping[str, Any]) -> str:
@@ -269,45 +256,42 @@ def _settings(values: Mapping[str, Any]) -> str:
 _ERRORS: Final = {"throughput": "SMAPE, %", "starvation": "100 × (1 - macro-F1), %"}
 
 
-def front_section(trained: Trained) -> page.Section:
-    """Return what each number of rules costs."""
-    charts, told = [], []
+def _front_section(trained: Trained) -> page.Section:
+    """Return the error by number of rules."""
+    charts, sources = [], []
     for task, found in trained.refined.items():
         points = trained.report["front"][task]
         chosen = found.chosen
         curves = [
-            Curve("no other tree beats these", [p[0] for p in points], [p[1] for p in points], marked=True),
+            Curve("best by number of rules", [p[0] for p in points], [p[1] for p in points], marked=True),
             Curve(f"chosen: {counted(chosen.rules, 'rule')}", [chosen.rules], [chosen.error], marked=True),
         ]
         y = Axis(_ERRORS[task])
         charts.append(line_chart(task.capitalize(), curves, Axis("decision rules", low=0.0), y))
-        told.append(f"{task}: from the {found.recipe}'s answers")
+        sources.append(f"{task} from the labels of the {found.recipe}")
     return page.section(
         "Rules against error",
         page.charts(*charts),
-        intro="The best small tree of every number of rules, judged on scenarios that it did not grow on; "
-        f"one is chosen by error and a penalty for each rule. What trees grew from, {'; '.join(told)}.",
+        intro="The best small tree of every number of rules, by its error on left-out scenarios; one is "
+        f"chosen by error and a penalty for each rule. Trees are grown: {'; '.join(sources)}.",
     )
 
 
-def tree_section(trained: Trained) -> page.Section:
+def _tree_section(trained: Trained) -> page.Section:
     """Return the trees as drawings and as rules."""
     parts: list[page.Block] = []
-    for task, tree in _small_trees(trained).items():
+    small = trained.surrogates["tree"]
+    for task, tree in (("throughput", small.throughput_tree), ("starvation", small.starvation_tree)):
+        if tree is None:
+            continue
         title = f"{task}: {counted(tree.rules, 'rule')}, at most {counted(tree.depth, 'question')} deep"
         rows = [(percent(rule.share), rule.text) for rule in decision_rules(tree)]
-        rules = page.table(("covers", "rule"), rows, numbers_from=None)
+        rules = Table(("covers", "rule"), rows, numbers_from=None)
         parts.append(page.svg(export_svg([(title, tree)])))
-        parts.append(page.folded(f"The rules of {task}, those that cover most scenarios first", rules))
+        parts.append(page.folded(f"Rules of {task}, by the share of scenarios covered", rules))
     return page.section(
         "The small trees",
         *parts,
-        intro="Read from the left: where the answer to a question is yes, the upper branch. A leaf tells "
-        "what follows, and the share of the training scenarios that it covers.",
+        intro="Read from the left: the upper branch if the condition holds. A leaf shows the prediction and "
+        "the share of the training scenarios that it covers.",
     )
-
-
-def _small_trees(trained: Trained) -> dict[str, Tree]:
-    small = trained.surrogates["tree"]
-    trees = {"throughput": small.throughput_tree, "starvation": small.starvation_tree}
-    return {task: tree for task, tree in trees.items() if tree is not None}

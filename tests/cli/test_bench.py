@@ -84,7 +84,7 @@ def test_a_result_that_is_there_is_read_and_so_is_one_of_vllm(
     [
         ((), "WORKLOAD: is required, unless a result is read"),
         (("w.yaml",), "--url: is required, unless a result is read"),
-        (("w.yaml", "--read", "r.json"), "--read: must stand alone"),
+        (("w.yaml", "--read", "r.json"), "--read: must be the only input"),
         (("--read", "/nowhere/r.json"), "/nowhere/r.json"),
     ],
 )

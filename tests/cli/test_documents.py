@@ -72,7 +72,7 @@ def test_one_profile_is_shown_with_every_coefficient_its_error_range_and_source(
 
 
 @pytest.mark.parametrize(
-    ("kept", "shown"), [(None, "as the rules have it"), (True, "on"), (False, "off")], ids=repr
+    ("kept", "shown"), [(None, "as in the rules"), (True, "on"), (False, "off")], ids=repr
 )
 def test_one_profile_is_shown_with_what_it_says_of_requests(
     run: Run, tmp_path: Path, kept: bool | None, shown: str

@@ -11,7 +11,7 @@ from tests.cli.examples import WORKLOAD, small_plan, write_inputs
 from tests.cli.test_report import HOSTILE, figures_of, parsed
 from tests.cli.test_report_browser import CHROMIUM, browse, drawn
 
-MORE = "--workload FILE also tells why"
+MORE = "--workload FILE also explains"
 
 
 @pytest.fixture
@@ -25,7 +25,7 @@ def planned(run: Run, tmp_path: Path) -> tuple[Path, Path]:
 def test_the_workload_adds_what_the_twin_knows(run: Run, planned: tuple[Path, Path]) -> None:
     plan, workload = planned
     alone, whole = run("explain", plan).stdout, run("explain", plan, "--workload", workload).stdout
-    assert alone.rstrip().endswith("one GPU fewer or more would do")
+    assert alone.rstrip().endswith("one GPU fewer or more")
     assert MORE in alone
     assert MORE not in whole
     slots = Plan.from_json(plan).groups[0].engine_args.max_loras

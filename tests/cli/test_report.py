@@ -9,6 +9,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from capplan.cli.console import Table
 from capplan.cli.report import page
 from capplan.cli.report.figures import (
     Axis,
@@ -94,7 +95,7 @@ def a_page() -> str:
         page.section(HOSTILE, page.charts(chart, bars), page.paragraph(HOSTILE), intro=HOSTILE),
         page.section(
             "Tables",
-            page.table([HOSTILE, "n"], [[HOSTILE, page.bad(HOSTILE)]], caption=HOSTILE),
+            Table([HOSTILE, "n"], [[HOSTILE, page.bad(HOSTILE)]], caption=HOSTILE),
             page.folded(HOSTILE, page.definitions({HOSTILE: HOSTILE}), page.paragraph(HOSTILE)),
         ),
         subtitle=HOSTILE,
@@ -127,8 +128,8 @@ def test_a_page_links_to_its_sections() -> None:
 
 def test_long_tables_are_folded() -> None:
     rows = [[str(number)] for number in range(100)]
-    assert "<details>" in page.page("t", page.section("s", page.table(["n"], rows)))
-    assert "<details>" not in page.page("t", page.section("s", page.table(["n"], rows[:50])))
+    assert "<details>" in page.page("t", page.section("s", Table(["n"], rows)))
+    assert "<details>" not in page.page("t", page.section("s", Table(["n"], rows[:50])))
 
 
 @given(curves, st.booleans(), st.booleans())
