@@ -125,9 +125,10 @@ def scatter_chart(
     figure = _figure(x, y)
     for number, curve in enumerate(curves):
         figure.add_scatter(**_points(curve, number), mode="markers", marker_size=6)
-    known = [v for curve in curves for each in (curve.x, curve.y) for v in each if math.isfinite(v)]
+    values = [value for curve in curves for each in (curve.x, curve.y) for value in each]
+    known = [value for value in values if math.isfinite(value) and (value > 0 or not x.log)]
     if diagonal and known:
-        ends = [min(v for v in known if v > 0 or not x.log), max(known)]
+        ends = [min(known), max(known)]
         figure.add_scatter(
             x=ends, y=ends, mode="lines", line={"color": "#7f7f7f", "dash": "dash"}, name="equal"
         )
