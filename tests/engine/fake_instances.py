@@ -10,10 +10,10 @@ import aiohttp
 from aiohttp import web
 
 from capplan import Plan
-from capplan.engine.router.app import RouterState
 from capplan.engine.router.instances import InstanceSpec, ServingOptions, instances_of
 from capplan.engine.router.launcher import LaunchError
 from capplan.engine.router.process import RouterConfig, RouterServer, new_router_state
+from capplan.engine.router.proxy import RouterState
 from capplan.engine.router.supervisor import RestartPolicy
 from capplan.engine.server import ServerSettings, bind, url_of
 from capplan.spec import Queues, Totals, Verification
@@ -197,7 +197,7 @@ async def routed(
         router.end()
     async with asyncio.timeout(20):
         await serving
-    assert state.stats.in_flight == 0
+    assert state.in_flight == 0
     names = [str(task.get_coro()) for task in asyncio.all_tasks()]
     assert [name for name in names if "supervise" in name or "_forward" in name] == []
 

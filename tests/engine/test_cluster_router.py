@@ -204,7 +204,7 @@ def test_clients_that_leave_free_their_instance() -> None:
             leaving = asyncio.ensure_future(r.ask("a", **fields))
             await r.until(lambda: instance.busy == 1)
             leaving.cancel()
-            await r.until(lambda: r.state.stats.in_flight == 0)
+            await r.until(lambda: r.state.in_flight == 0)
             instance.go_on.set()
             await r.until(lambda: instance.busy == 0)
             instance.go_on.clear()
@@ -231,7 +231,7 @@ def test_what_is_refused_has_the_form_that_clients_know() -> None:
         assert (await (await r.client.get("/v1/models/b")).json())["root"] == "4"
         assert (await r.client.get("/v1/models/nobody")).status == 404
         held = [asyncio.ensure_future(r.ask("a", hold=True)) for _ in range(3)]
-        await r.until(lambda: r.state.stats.in_flight == 3)
+        await r.until(lambda: r.state.in_flight == 3)
         status, body, _ = await r.ask("a")
         assert (status, body["error"]["code"]) == (429, "queue_full")
         r.launcher["g0-1"].go_on.set()
@@ -256,16 +256,16 @@ def test_quotas_hold_requests_back_and_let_them_go_on_in_order() -> None:
         small = []
         for number in range(3):  # of 20 tokens each: two fit into the first queue
             small.append(ask(number, 20))
-            await r.until(lambda n=number: r.state.stats.in_flight == n + 1)  # type: ignore[misc]
+            await r.until(lambda n=number: r.state.in_flight == n + 1)  # type: ignore[misc]
         await r.until(lambda: instance.busy == 2)
         large = ask(9, 90)  # has tokens of its own
         await r.until(lambda: instance.busy == 3)
         text = await (await r.client.get("/metrics")).text()
         assert 'capplan:router_requests_queued{group="g0",instance="g0-1"} 1.0' in text
         small.append(ask(3, 30))
-        await r.until(lambda: r.state.stats.in_flight == 5)
+        await r.until(lambda: r.state.in_flight == 5)
         small[2].cancel()  # while it waits
-        await r.until(lambda: r.state.stats.in_flight == 4)
+        await r.until(lambda: r.state.in_flight == 4)
         instance.go_on.set()
         answers = await asyncio.gather(small[0], small[1], small[3], large)
         assert [status for status, _, _ in answers] == [200] * 4
@@ -280,7 +280,7 @@ def test_the_queue_before_an_instance_is_bounded_and_ends_with_it() -> None:
 
     async def check(r: Routed) -> None:
         held = [asyncio.ensure_future(r.ask("a", hold=True)) for _ in range(5)]
-        await r.until(lambda: r.state.stats.in_flight == 5 and r.launcher["g0-1"].busy == 1)
+        await r.until(lambda: r.state.in_flight == 5 and r.launcher["g0-1"].busy == 1)
         status, body, headers = await r.ask("a")
         assert (status, body["error"]["code"]) == (429, "queue_full")
         assert "Retry-After" in headers

@@ -4,35 +4,23 @@ from __future__ import annotations
 
 import asyncio
 import re
-import time
-from collections.abc import Iterator, Mapping
-from dataclasses import dataclass, field
+from collections.abc import Callable, Iterator, Mapping
 from typing import Any, Final
 
 import aiohttp
 from fastapi import APIRouter, FastAPI, Request, Response
 from fastapi.responses import JSONResponse
 from prometheus_client import CONTENT_TYPE_LATEST, CollectorRegistry, generate_latest
-from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily
+from prometheus_client.core import CounterMetricFamily as Counter
+from prometheus_client.core import GaugeMetricFamily as Gauge
 from prometheus_client.metrics_core import Metric
 
 from capplan.engine.router.instance_client import RequestSize
-from capplan.engine.router.proxy import (
-    QUEUE_FULL_HEADERS,
-    ProxyResponse,
-    RouterStats,
-    parse_body,
-    request_size,
-)
-from capplan.engine.router.supervisor import InstanceFleet, InstanceSupervisor
-from capplan.engine.server.limiter import RequestLimiter, ServerSettings
-from capplan.engine.server.protocol import (
-    adapter_name,
-    add_error_handlers,
-    model_card,
-    unknown_model,
-)
-from capplan.engine.tokenizer import Tokenizer
+from capplan.engine.router.proxy import ProxyResponse, RouterState, parse_body, request_size
+from capplan.engine.router.supervisor import InstanceSupervisor
+from capplan.engine.server.limiter import RequestLimiter
+from capplan.engine.server.metrics import MetricKind, metric_family
+from capplan.engine.server.protocol import add_error_handlers, model_card, unknown_model
 
 _LONG_BODY: Final = 50_000
 """Bytes of a body from which it is parsed in a thread."""
@@ -43,80 +31,29 @@ _SAMPLE: Final = re.compile(r"([a-zA-Z_:][\w:]*)(\{)?")
 router = APIRouter()
 
 
-@dataclass
-class RouterState:
-    """State behind the routes of a router.
-
-    Attributes
-    ----------
-    settings
-        `max_requests` counts requests with any number of prompts.
-    tokenizer
-        Of the model; None: queues do not use sizes.
-    draining
-        Whether new requests are refused while running ones finish.
-    """
-
-    settings: ServerSettings
-    fleet: InstanceFleet
-    tokenizer: Tokenizer | None
-    stats: RouterStats = field(default_factory=RouterStats)
-    draining: bool = False
-    created: int = field(default_factory=lambda: int(time.time()))
-
-    @property
-    def failed(self) -> asyncio.Event:
-        """Set when all instances have failed for good."""
-        return self.fleet.failed
-
-    async def drain(self) -> None:
-        """Wait for running requests; after the drain timeout stop the instances, which ends them."""
-        try:
-            await asyncio.wait_for(self.stats.wait_idle(), self.settings.drain_timeout_s)
-        except TimeoutError:
-            await self.fleet.stop(at_once=False)
-
-    def refuse_if_full(self, reading: int = 0) -> None:
-        """Check that a request can be accepted, beside requests whose body is being read.
-
-        Raises
-        ------
-        ApiError
-            503 if the router drains, 429 if too many requests are in flight.
-        """
-        if self.draining:
-            headers = {"Retry-After": "1"}
-            raise self.stats.refused(503, "The server shuts down", "shutting_down", headers)
-        if self.stats.in_flight + reading >= self.settings.max_requests:
-            raise self.stats.refused(429, "The queue is full", "queue_full", QUEUE_FULL_HEADERS)
-
-    def adapter_of(self, model: str) -> str | None:
-        """Return the adapter of a model name; see `adapter_name`."""
-        return adapter_name(model, self.settings.model_name, self.fleet)
-
-    def cards(self) -> dict[str, dict[str, Any]]:
-        """Return the entry of every model; its max_model_len is the smallest of its holders."""
-        base = self.settings.model_name
-        cards: dict[str, dict[str, Any]] = {}
-        for instance in self.fleet.instances:
-            longest = instance.spec.engine["max_model_len"]
-            for name, source in {base: base, **instance.spec.adapters}.items():
-                parent = None if name == base else base
-                card = cards.setdefault(name, model_card(name, self.created, str(source), parent, longest))
-                card["max_model_len"] = min(card["max_model_len"], longest)
-        return cards
-
-
 def make_app(state: RouterState) -> FastAPI:
     """Return the ASGI application of a router."""
     app = FastAPI(title="capplan router", docs_url=None, redoc_url=None)
     app.state.router = state
-    app.state.metrics = RouterMetrics(state.fleet, state.stats)
-    app.state.cards = state.cards()
+    app.state.metrics = RouterMetrics(state)
+    app.state.cards = _model_cards(state)
     app.include_router(router)
     app.add_middleware(RequestLimiter, settings=state.settings, refuse=state.refuse_if_full)
     add_error_handlers(app)
     return app
+
+
+def _model_cards(state: RouterState) -> dict[str, dict[str, Any]]:
+    """Return the entry of every model; its max_model_len is the smallest of its holders."""
+    base = state.settings.model_name
+    cards: dict[str, dict[str, Any]] = {}
+    for instance in state.fleet.instances:
+        longest = instance.spec.engine["max_model_len"]
+        for name, source in {base: base, **instance.spec.adapters}.items():
+            parent = None if name == base else base
+            card = cards.setdefault(name, model_card(name, state.created, str(source), parent, longest))
+            card["max_model_len"] = min(card["max_model_len"], longest)
+    return cards
 
 
 @router.post("/v1/completions", response_model=None)
@@ -142,7 +79,7 @@ async def _proxy(request: Request, chat: bool) -> Response:
 
     size = parse() if len(body) < _LONG_BODY else await asyncio.to_thread(parse)
     content_type = request.headers.get("content-type", "application/json")
-    return ProxyResponse(state.fleet, state.stats, request.url.path, body, content_type, size)
+    return ProxyResponse(state, request.url.path, body, content_type, size)
 
 
 @router.get("/v1/models")
@@ -180,53 +117,48 @@ async def metrics(request: Request) -> Response:
 class RouterMetrics:
     """Prometheus collector of a router."""
 
-    def __init__(self, fleet: InstanceFleet, stats: RouterStats) -> None:
-        self._fleet = fleet
-        self._stats = stats
+    def __init__(self, state: RouterState) -> None:
+        self._state = state
         self._registry = CollectorRegistry()
         self._registry.register(self)
 
     async def text(self) -> bytes:
         """Return the metrics of the router and of the instances that respond."""
-        instances = self._fleet.instances
+        instances = self._state.fleet.instances
         pages = await asyncio.gather(*(_metrics_of(instance) for instance in instances))
         texts = {each.spec.name: page for each, page in zip(instances, pages, strict=True)}
         return generate_latest(self._registry) + merged(texts).encode()
 
     def collect(self) -> Iterator[Metric]:
         """Yield the router's own metrics."""
-        instances, stats = self._fleet.instances, self._stats
-        labels = ["instance", "group"]
-        requests = CounterMetricFamily(
-            "capplan:router_requests", "Requests sent to an instance", labels=labels
-        )
-        restarts = CounterMetricFamily("capplan:instance_restarts", "Starts after an end", labels=labels)
-        up = GaugeMetricFamily("capplan:instance_up", "Whether it is up", labels=labels)
-        queued = GaugeMetricFamily(
-            "capplan:router_requests_queued", "Requests before an instance", labels=labels
-        )
-        for instance in instances:
-            values = [instance.spec.name, instance.spec.group]
-            queues = None if instance.client is None else instance.client.queues
-            requests.add_metric(values, stats.by_instance[instance.spec.name])
-            restarts.add_metric(values, instance.restarts)
-            up.add_metric(values, float(instance.is_up))
-            queued.add_metric(values, 0 if queues is None else queues.waiting)
-        yield from (requests, restarts, up, queued)
-        n_up = sum(instance.is_up for instance in instances)
-        yield GaugeMetricFamily("capplan:instances_up", "Instances that are up", n_up)
-        yield GaugeMetricFamily(
-            "capplan:router_requests_in_flight", "Requests not answered yet", stats.in_flight
-        )
-        yield CounterMetricFamily(
-            "capplan:router_retries", "Requests that went on to another instance", stats.retries
-        )
-        refused = CounterMetricFamily(
-            "capplan:router_requests_refused", "Requests that the router refused", labels=["status"]
-        )
-        for status, count in sorted(stats.refusals.items()):
-            refused.add_metric([str(status)], count)
-        yield refused
+        state, instances = self._state, self._state.fleet.instances
+        for kind, name, help_text, value in _INSTANCE_METRICS:
+            rows = [((each.spec.name, each.spec.group), value(state, each)) for each in instances]
+            yield metric_family(kind, f"capplan:{name}", help_text, ("instance", "group"), rows)
+        for kind, name, help_text, count in (
+            (Gauge, "instances_up", "Instances that are up", sum(each.is_up for each in instances)),
+            (Gauge, "router_requests_in_flight", "Requests not answered yet", state.in_flight),
+            (Counter, "router_retries", "Requests that went on to another instance", state.retries),
+        ):
+            yield metric_family(kind, f"capplan:{name}", help_text, (), [((), count)])
+        refusals = [((str(status),), count) for status, count in sorted(state.refusals.items())]
+        help_text = "Requests that the router refused"
+        yield metric_family(Counter, "capplan:router_requests_refused", help_text, ("status",), refusals)
+
+
+def _queued(instance: InstanceSupervisor) -> int:
+    queues = None if instance.client is None else instance.client.queues
+    return 0 if queues is None else queues.waiting
+
+
+_INSTANCE_METRICS: Final[
+    tuple[tuple[MetricKind, str, str, Callable[[RouterState, InstanceSupervisor], float]], ...]
+] = (
+    (Counter, "router_requests", "Requests sent to an instance", lambda s, i: s.by_instance[i.spec.name]),
+    (Counter, "instance_restarts", "Starts after an end", lambda _, i: i.restarts),
+    (Gauge, "instance_up", "Whether it is up", lambda _, i: float(i.is_up)),
+    (Gauge, "router_requests_queued", "Requests before an instance", lambda _, i: _queued(i)),
+)
 
 
 async def _metrics_of(instance: InstanceSupervisor) -> str:

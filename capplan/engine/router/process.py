@@ -11,10 +11,11 @@ from dataclasses import dataclass, field
 from pathlib import Path
 
 from capplan.engine.models import model_config
-from capplan.engine.router.app import RouterState, make_app
+from capplan.engine.router.app import make_app
 from capplan.engine.router.instance_client import SizeQueues
 from capplan.engine.router.instances import InstanceSpec
 from capplan.engine.router.launcher import Launcher
+from capplan.engine.router.proxy import RouterState
 from capplan.engine.router.supervisor import InstanceFleet, RestartPolicy
 from capplan.engine.server.limiter import ServerSettings
 from capplan.engine.server.process import DrainingServer, bind, url_of

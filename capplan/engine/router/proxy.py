@@ -5,8 +5,9 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import json
+import time
 from collections import Counter
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator
 from typing import Any, Final
 
 import aiohttp
@@ -15,11 +16,12 @@ from starlette.types import Receive, Scope, Send
 
 from capplan.engine.router.instance_client import InstanceGoneError, QueueFullError, RequestSize
 from capplan.engine.router.supervisor import InstanceFleet, InstanceSupervisor
-from capplan.engine.server.protocol import ApiError, error_code
+from capplan.engine.server.limiter import ServerSettings
+from capplan.engine.server.protocol import ApiError, adapter_name, error_code
 from capplan.engine.tokenizer import Tokenizer
 from capplan.errors import InputError
 
-QUEUE_FULL_HEADERS: Final = {"Retry-After": "5"}
+QUEUE_FULL_RETRY_S: Final = 5
 
 _COMPLETION_TOKENS: Final = 16  # OpenAI's default
 _FORWARDED_HEADERS: Final = ("content-type", "retry-after", "cache-control", "x-accel-buffering")
@@ -28,11 +30,17 @@ _RETRIED_CODES: Final = ("engine_failed", "shutting_down")
 """Error codes of an instance that has not started the request."""
 
 
-class RouterStats:
-    """Counts of requests.
+class RouterState:
+    """Instances behind a router, and counts of its requests.
 
     Attributes
     ----------
+    settings
+        `max_requests` counts requests with any number of prompts.
+    tokenizer
+        Of the model; None: queues do not use sizes.
+    draining
+        Whether new requests are refused while running ones finish.
     in_flight
         Unanswered requests.
     by_instance
@@ -43,13 +51,23 @@ class RouterStats:
         Requests sent to another instance because one was gone.
     """
 
-    def __init__(self) -> None:
+    def __init__(self, settings: ServerSettings, fleet: InstanceFleet, tokenizer: Tokenizer | None) -> None:
+        self.settings = settings
+        self.fleet = fleet
+        self.tokenizer = tokenizer
+        self.draining = False
+        self.created = int(time.time())
         self.in_flight = 0
         self.by_instance: Counter[str] = Counter()
         self.refusals: Counter[int] = Counter()
         self.retries = 0
         self._idle = asyncio.Event()
         self._idle.set()
+
+    @property
+    def failed(self) -> asyncio.Event:
+        """Set when all instances have failed for good."""
+        return self.fleet.failed
 
     @contextlib.contextmanager
     def running(self) -> Iterator[None]:
@@ -63,14 +81,34 @@ class RouterStats:
             if self.in_flight == 0:
                 self._idle.set()
 
-    async def wait_idle(self) -> None:
-        """Wait until no request is in flight."""
-        await self._idle.wait()
+    async def drain(self) -> None:
+        """Wait for running requests; after the drain timeout stop the instances, which ends them."""
+        try:
+            await asyncio.wait_for(self._idle.wait(), self.settings.drain_timeout_s)
+        except TimeoutError:
+            await self.fleet.stop(at_once=False)
 
-    def refused(self, status: int, message: str, code: str, headers: Mapping[str, str]) -> ApiError:
+    def refuse_if_full(self, reading: int = 0) -> None:
+        """Check that a request can be accepted, beside requests whose body is being read.
+
+        Raises
+        ------
+        ApiError
+            503 if the router drains, 429 if too many requests are in flight.
+        """
+        if self.draining:
+            raise self.refusal(503, "The server shuts down", "shutting_down", 1)
+        if self.in_flight + reading >= self.settings.max_requests:
+            raise self.refusal(429, "The queue is full", "queue_full", QUEUE_FULL_RETRY_S)
+
+    def refusal(self, status: int, message: str, code: str, retry_after_s: int) -> ApiError:
         """Count a refusal and return its error."""
         self.refusals[status] += 1
-        return ApiError(status, message, code=code, headers=headers)
+        return ApiError(status, message, code=code, headers={"Retry-After": str(retry_after_s)})
+
+    def adapter_of(self, model: str) -> str | None:
+        """Return the adapter of a model name; see `adapter_name`."""
+        return adapter_name(model, self.settings.model_name, self.fleet)
 
 
 def parse_body(body: bytes) -> dict[str, Any]:
@@ -156,16 +194,14 @@ class ProxyResponse(Response):
 
     def __init__(
         self,
-        fleet: InstanceFleet,
-        stats: RouterStats,
+        state: RouterState,
         path: str,
         body: bytes,
         content_type: str,
         size: RequestSize,
     ) -> None:
         super().__init__()
-        self._fleet = fleet
-        self._stats = stats
+        self._state = state
         self._path = path
         self._request = body
         self._content_type = content_type
@@ -177,7 +213,7 @@ class ProxyResponse(Response):
         work = asyncio.ensure_future(self._forward(send))
         watch = asyncio.ensure_future(_disconnected(receive))
         try:
-            with self._stats.running():
+            with self._state.running():
                 await asyncio.wait((work, watch), return_when=asyncio.FIRST_COMPLETED)
         finally:
             for task in (work, watch):
@@ -190,15 +226,17 @@ class ProxyResponse(Response):
     async def _forward(self, send: Send) -> None:
         tried: list[InstanceSupervisor] = []
         while True:
-            instance = self._fleet.choose(self._size.adapter, tried)
+            instance = self._state.fleet.choose(self._size.adapter, tried)
             if instance is None:
-                raise self._no_instance()
+                retry_after_s = self._state.fleet.retry_after_s(self._size.adapter)
+                message = "No instance that serves this model is up"
+                raise self._state.refusal(503, message, "no_instance", retry_after_s)
             try:
                 await self._forward_to(instance, send)
                 return
             except InstanceGoneError:
                 tried.append(instance)
-                self._stats.retries += 1
+                self._state.retries += 1
 
     async def _forward_to(self, instance: InstanceSupervisor, send: Send) -> None:
         """Forward the request to an instance and its response to the client.
@@ -215,16 +253,15 @@ class ProxyResponse(Response):
             raise InstanceGoneError
         try:
             async with client.admitted(self._size):
-                self._stats.by_instance[instance.spec.name] += 1
+                self._state.by_instance[instance.spec.name] += 1
                 async with client.post(self._path, self._request, self._content_type) as response:
                     await self._send_response(response, send)
         except QueueFullError:
-            headers = QUEUE_FULL_HEADERS
-            raise self._stats.refused(429, "The queue is full", "queue_full", headers) from None
+            error = self._state.refusal(429, "The queue is full", "queue_full", QUEUE_FULL_RETRY_S)
+            raise error from None
         except aiohttp.ClientError:
-            error = self._stats.refused(
-                503, "The instance has failed; please try again", "instance_failed", {"Retry-After": "1"}
-            )
+            message = "The instance has failed; please try again"
+            error = self._state.refusal(503, message, "instance_failed", 1)
             if not self._started:
                 raise error from None
             await _end(send, b"data: " + error.body() + _END_OF_EVENT)
@@ -256,10 +293,6 @@ class ProxyResponse(Response):
     async def _start(self, send: Send, status: int, headers: list[tuple[bytes, bytes]]) -> None:
         self._started = True
         await send({"type": "http.response.start", "status": status, "headers": headers})
-
-    def _no_instance(self) -> ApiError:
-        headers = {"Retry-After": str(self._fleet.retry_after_s(self._size.adapter))}
-        return self._stats.refused(503, "No instance that serves this model is up", "no_instance", headers)
 
 
 async def _disconnected(receive: Receive) -> None:

@@ -8,12 +8,14 @@ from __future__ import annotations
 
 import time
 from bisect import bisect_left
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from itertools import accumulate
 from typing import Final
 
 from prometheus_client import CollectorRegistry, generate_latest
-from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, HistogramMetricFamily
+from prometheus_client.core import CounterMetricFamily as Counter
+from prometheus_client.core import GaugeMetricFamily as Gauge
+from prometheus_client.core import HistogramMetricFamily
 from prometheus_client.metrics_core import Metric
 
 from capplan.engine.engine import Engine
@@ -36,6 +38,23 @@ _REQUEST_S: Final = (
 _STEP_TOKENS: Final = (1, 8, 16, 32, 64, 128, 256, 512, 1024, 2048, 4096, 8192, 16384)
 _FINISH_REASONS: Final = ("stop", "length", "abort", "error")
 _LABELS: Final = ("model_name", "engine")
+
+
+MetricKind = type[Counter] | type[Gauge]
+
+
+def metric_family(
+    kind: MetricKind,
+    name: str,
+    help_text: str,
+    labels: Sequence[str],
+    rows: Iterable[tuple[Sequence[str], float]],
+) -> Metric:
+    """Return a metric from rows of label values and value."""
+    family = kind(name, help_text, labels=labels)
+    for values, value in rows:
+        family.add_metric(values, value)
+    return family
 
 
 class Histogram:
@@ -62,7 +81,7 @@ class Metrics:
 
     def __init__(self, engine: Engine, model_name: str) -> None:
         self._engine = engine
-        self._labels = [model_name, "0"]
+        self._labels = (model_name, "0")
         self._prompt_tokens = 0
         self._generation_tokens = 0
         self._preemptions = 0
@@ -109,9 +128,8 @@ class Metrics:
 
     def collect(self) -> Iterator[Metric]:
         """Yield every metric; see `prometheus_client.registry.Collector`."""
-        yield from self._gauges()
+        yield from self._values()
         yield self._lora_info()
-        yield from self._counters()
         for name, help_text, histogram in (
             ("iteration_tokens_total", "Tokens of each step", self._step_tokens),
             ("time_to_first_token_seconds", "Time to first token", self._ttft_s),
@@ -125,17 +143,23 @@ class Metrics:
             family.add_metric(self._labels, histogram.buckets(), histogram.sum)
             yield family
 
-    def _gauges(self) -> Iterator[Metric]:
+    def _values(self) -> Iterator[Metric]:
         counters = self._engine.core.state.counters
         used = 1.0 - counters[s.FREE_BLOCKS] / max(1, counters[s.CAPACITY])
-        for name, help_text, value in (
-            ("vllm:num_requests_running", "Requests running", counters[s.N_RUNNING]),
-            ("vllm:num_requests_waiting", "Requests waiting", counters[s.N_WAITING]),
-            ("vllm:kv_cache_usage_perc", "Share of KV blocks in use; 1 is all", used),
+        for kind, name, help_text, value in (
+            (Gauge, "num_requests_running", "Requests running", counters[s.N_RUNNING]),
+            (Gauge, "num_requests_waiting", "Requests waiting", counters[s.N_WAITING]),
+            (Gauge, "kv_cache_usage_perc", "Share of KV blocks in use; 1 is all", used),
+            (Counter, "prompt_tokens", "Prompt tokens computed", self._prompt_tokens),
+            (Counter, "generation_tokens", "Tokens generated", self._generation_tokens),
+            (Counter, "num_preemptions", "Preempted requests", self._preemptions),
         ):
-            family = GaugeMetricFamily(name, help_text, labels=_LABELS)
-            family.add_metric(self._labels, float(value))
-            yield family
+            yield metric_family(kind, f"vllm:{name}", help_text, _LABELS, [(self._labels, float(value))])
+        finished = [((*self._labels, reason), count) for reason, count in self._finished.items()]
+        labels = (*_LABELS, "finished_reason")
+        yield metric_family(Counter, "vllm:request_success", "Requests finished", labels, finished)
+        refused = [((str(status),), count) for status, count in self._refused.items()]
+        yield metric_family(Counter, "capplan:requests_refused", "Requests refused", ("status",), refused)
 
     def _lora_info(self) -> Metric:
         """Return running and waiting adapters as labels, as vLLM does; the value is the time."""
@@ -144,27 +168,7 @@ class Metrics:
         for request in self._engine.core.requests.values():
             if request.adapter_name is not None:
                 (running if request.running else waiting).add(request.adapter_name)
-        labels = ["max_lora", "waiting_lora_adapters", "running_lora_adapters"]
-        family = GaugeMetricFamily("vllm:lora_requests_info", "Adapters with requests", labels=labels)
-        names = [",".join(sorted(waiting)), ",".join(sorted(running))]
-        family.add_metric([str(self._engine.core.limits.max_loras), *names], time.time())
-        return family
-
-    def _counters(self) -> Iterator[Metric]:
-        for name, help_text, value in (
-            ("vllm:prompt_tokens", "Prompt tokens computed", self._prompt_tokens),
-            ("vllm:generation_tokens", "Tokens generated", self._generation_tokens),
-            ("vllm:num_preemptions", "Preempted requests", self._preemptions),
-        ):
-            family = CounterMetricFamily(name, help_text, labels=_LABELS)
-            family.add_metric(self._labels, value)
-            yield family
-        labels = [*_LABELS, "finished_reason"]
-        success = CounterMetricFamily("vllm:request_success", "Requests finished", labels=labels)
-        for reason, count in self._finished.items():
-            success.add_metric([*self._labels, reason], count)
-        yield success
-        refused = CounterMetricFamily("capplan:requests_refused", "Requests refused", labels=["status"])
-        for status, count in self._refused.items():
-            refused.add_metric([str(status)], count)
-        yield refused
+        names = str(self._engine.core.limits.max_loras), ",".join(sorted(waiting)), ",".join(sorted(running))
+        labels = ("max_lora", "waiting_lora_adapters", "running_lora_adapters")
+        rows = [(names, time.time())]
+        return metric_family(Gauge, "vllm:lora_requests_info", "Adapters with requests", labels, rows)
