@@ -215,7 +215,7 @@ def _serve_plan(args: ServeArgs) -> int:
             host=args.host,
             port=args.port,
             api_key=args.api_key,
-            max_requests=sum(spec.max_requests for spec in specs),
+            max_requests=sum(spec.server.max_requests for spec in specs),
             max_body_bytes=args.max_body_bytes,
             drain_timeout_s=args.drain_timeout_s,
         )

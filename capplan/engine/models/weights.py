@@ -73,18 +73,6 @@ class Weights:
     head: Linear
 
 
-@dataclass(frozen=True)
-class _Target:
-    """Destination of a tensor of a file: rows of one of the model's."""
-
-    tensor: torch.Tensor
-    start: int
-    rows: int
-
-    def view(self) -> torch.Tensor:
-        return self.tensor[self.start : self.start + self.rows]
-
-
 def empty_weights(config: ModelConfig, dtype: torch.dtype, device: torch.device) -> Weights:
     """Return uninitialised weights."""
 
@@ -133,9 +121,9 @@ def random_weights(config: ModelConfig, dtype: torch.dtype, device: torch.device
     generator = torch.Generator(device).manual_seed(seed)
     for name, target in _targets(config, weights).items():
         if name.endswith("norm.weight"):
-            target.view().fill_(1.0)
+            target.fill_(1.0)
         else:
-            target.view().normal_(0.0, _RANDOM_STD, generator=generator)
+            target.normal_(0.0, _RANDOM_STD, generator=generator)
     return weights
 
 
@@ -155,10 +143,10 @@ def load_weights(
         target = missing.pop(name, None)
         if target is None:
             continue  # for example a second copy of tied embeddings
-        if tensor.shape != target.view().shape:
-            rule = f"must have the shape {tuple(target.view().shape)} that config.json says"
+        if tensor.shape != target.shape:
+            rule = f"must have the shape {tuple(target.shape)} of config.json"
             raise InputError(rule, tuple(tensor.shape), f"{file}: {name}")
-        target.view().copy_(tensor)
+        target.copy_(tensor)
     if missing:
         raise InputError(f"must hold {next(iter(missing))}", location=str(folder))
     return weights
@@ -187,14 +175,11 @@ def _files(folder: Path) -> list[Path]:
     raise InputError("must hold model.safetensors or model.safetensors.index.json", location=str(folder))
 
 
-def _targets(config: ModelConfig, weights: Weights) -> dict[str, _Target]:
+def _targets(config: ModelConfig, weights: Weights) -> dict[str, torch.Tensor]:
     """Return the destination of each tensor, by its name in Hugging Face's files."""
-    targets = {
-        "model.embed_tokens.weight": _all_rows(weights.embed),
-        "model.norm.weight": _all_rows(weights.norm),
-    }
+    targets = {"model.embed_tokens.weight": weights.embed, "model.norm.weight": weights.norm}
     if not config.tied_embeddings:
-        targets["lm_head.weight"] = _all_rows(weights.head.weight)
+        targets["lm_head.weight"] = weights.head.weight
     q, kv, inner = config.query_size, config.kv_size, config.intermediate_size
     for number, layer in enumerate(weights.layers):
         place = f"model.layers.{number}."
@@ -208,13 +193,9 @@ def _targets(config: ModelConfig, weights: Weights) -> dict[str, _Target]:
             ("mlp.down_proj", layer.down, 0, config.hidden_size),
         ]
         for name, linear, start, rows in parts:
-            targets[f"{place}{name}.weight"] = _Target(linear.weight, start, rows)
+            targets[f"{place}{name}.weight"] = linear.weight[start : start + rows]
             if linear.bias is not None:
-                targets[f"{place}{name}.bias"] = _Target(linear.bias, start, rows)
-        targets[f"{place}input_layernorm.weight"] = _all_rows(layer.input_norm)
-        targets[f"{place}post_attention_layernorm.weight"] = _all_rows(layer.post_norm)
+                targets[f"{place}{name}.bias"] = linear.bias[start : start + rows]
+        targets[f"{place}input_layernorm.weight"] = layer.input_norm
+        targets[f"{place}post_attention_layernorm.weight"] = layer.post_norm
     return targets
-
-
-def _all_rows(tensor: torch.Tensor) -> _Target:
-    return _Target(tensor, 0, tensor.shape[0])

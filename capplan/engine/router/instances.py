@@ -4,12 +4,14 @@ from __future__ import annotations
 
 import json
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
 from typing import Any, Final
 
 import torch
 
+from capplan.engine.server.limiter import ServerSettings
+from capplan.engine.server.process import InstanceConfig
 from capplan.errors import InputError
 from capplan.spec import Group, Plan, PlanAdapter, Queues
 
@@ -40,16 +42,14 @@ class ServingOptions:
     max_body_bytes: int = 8 * 2**20
 
 
-@dataclass(frozen=True)
-class InstanceSpec:
-    """Specification of one engine process.
+@dataclass(frozen=True, kw_only=True)
+class InstanceSpec(InstanceConfig):
+    """Configuration of one engine process of a plan, and its part of the traffic.
 
     Attributes
     ----------
     name, group
         ``g0-1`` is the first replica of group ``g0``.
-    model, adapters, engine, server
-        As for `capplan.engine.server.InstanceConfig`.
     shares
         Share of each adapter's requests meant for this instance.
     queues
@@ -58,22 +58,13 @@ class InstanceSpec:
 
     name: str
     group: str
-    model: str
-    adapters: Mapping[str, str | int]
-    engine: Mapping[str, Any]
-    server: Mapping[str, Any]
     shares: Mapping[str, float]
     ranks: Mapping[str, int]
     queues: Queues | None = None
 
-    @property
-    def max_requests(self) -> int:
-        """Maximum number of prompts in the instance."""
-        return int(self.server["max_requests"])
-
     def message(self, host: str, key: str) -> bytes:
         """Return the line of JSON that configures the engine process."""
-        server = {**self.server, "host": host, "port": 0, "api_key": key}
+        server = asdict(replace(self.server, host=host, port=0, api_key=key))
         fields = {"model": self.model, "adapters": self.adapters, "engine": self.engine, "server": server}
         return json.dumps(fields).encode() + b"\n"
 
@@ -106,12 +97,12 @@ def _of_group(plan: Plan, group: Group, serving: ServingOptions) -> list[Instanc
         raise InputError("must be 1: the engine has no tensor parallelism", group.tp, f"group {group.id}: tp")
     given = {name: value for name, value in serving.engine.items() if value is not None}
     engine = {"rules": plan.engine.rules, **group.engine_args.model_dump(exclude_none=True), **given}
-    server = {
-        "model_name": serving.model_name,
-        "max_requests": engine["max_num_seqs"] + serving.max_queue,
-        "max_body_bytes": serving.max_body_bytes,
-        "drain_timeout_s": _DRAIN_TIMEOUT_S,
-    }
+    server = ServerSettings(
+        model_name=serving.model_name,
+        max_requests=engine["max_num_seqs"] + serving.max_queue,
+        max_body_bytes=serving.max_body_bytes,
+        drain_timeout_s=_DRAIN_TIMEOUT_S,
+    )
     adapters = {adapter.name: _source(adapter, group) for adapter in group.adapters}
     if serving.model_name in adapters:
         raise InputError("must be another name than the base model's", serving.model_name, "adapters")

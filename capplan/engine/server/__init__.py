@@ -1,7 +1,7 @@
 """OpenAI-compatible server of the engine; docs/engine.md follows one request through it."""
 
 from capplan.engine.server.limiter import ServerSettings
-from capplan.engine.server.process import DrainingServer, InstanceConfig, bind, run_instance, serve, url_of
+from capplan.engine.server.process import DrainingServer, InstanceConfig, bind, run_instance, url_of
 from capplan.engine.server.routes import make_app
 from capplan.engine.server.service import Service
 
@@ -13,6 +13,5 @@ __all__ = [
     "bind",
     "make_app",
     "run_instance",
-    "serve",
     "url_of",
 ]

@@ -154,25 +154,6 @@ class DrainingServer(uvicorn.Server):
         self.should_exit = True
 
 
-def serve(service: Service, listener: socket.socket, ready: Callable[[], None]) -> int:
-    """Serve until stopped.
-
-    Returns
-    -------
-    int
-        Exit status: 0 if stopped, 1 if the engine failed.
-    """
-    try:
-        DrainingServer(make_app(service), service, ready).run([listener])
-    finally:
-        service.engine.stop()  # a forced exit skips the application's shutdown
-    failure = service.engine.failure
-    if failure is None:
-        return 0
-    traceback.print_exception(failure, file=sys.stderr)
-    return 1
-
-
 @dataclass(frozen=True)
 class InstanceConfig:
     """Configuration of one engine with its server.
@@ -218,7 +199,16 @@ def run_instance(instance: InstanceConfig, ready: Callable[[str], None]) -> int:
         if instance.records is not None:
             observers.append(stack.enter_context(RecordFile(instance.records)))
         service = Service(engine, settings, instance.adapters, observers)
-        return serve(service, listener, lambda: ready(url_of(listener)))
+        try:
+            server = DrainingServer(make_app(service), service, lambda: ready(url_of(listener)))
+            server.run([listener])
+        finally:
+            service.engine.stop()  # a forced exit skips the application's shutdown
+        failure = service.engine.failure
+    if failure is None:
+        return 0
+    traceback.print_exception(failure, file=sys.stderr)
+    return 1
 
 
 def warm_up(engine: Engine) -> None:
