@@ -2,7 +2,7 @@ import os
 
 import pytest
 
-os.environ.setdefault("HF_HUB_OFFLINE", "1")  # nothing here may go to a hub
+os.environ.setdefault("HF_HUB_OFFLINE", "1")  # no test downloads from a hub
 
 torch = pytest.importorskip("torch", reason="the engine needs torch (extra `engine`)")
 if not torch.cuda.is_available():
@@ -13,5 +13,5 @@ pytest.importorskip("tokenizers", reason="the engine needs tokenizers (extra `en
 
 @pytest.fixture(autouse=True, scope="session")
 def one_thread() -> None:
-    """The models are tiny: threads would only wait for each other, and for other test processes."""
+    """More threads only slow tiny models down."""
     torch.set_num_threads(1)

@@ -1,4 +1,4 @@
-"""Instances without an engine, which tests let fail as they like, behind a real router on loopback."""
+"""Controllable fake instances behind a real router on loopback."""
 
 import asyncio
 import json
@@ -23,7 +23,7 @@ QUICK = RestartPolicy(first_delay_s=0.01, longest_delay_s=0.02, probe_every_s=0.
 
 
 def tiny_plan(queues: Queues | None = None) -> Plan:
-    """A plan that two processes with the tiny model can serve: each has an adapter, and both share one."""
+    """Return a plan of two instances of the tiny model with one private and one shared adapter each."""
     sizes = {"max_model_len": 512, "max_num_seqs": 32, "max_num_batched_tokens": 256}
     groups = (
         group("g0", (("a", 8, 1.0, None), ("shared", 16, 0.25, None)), **sizes),
@@ -36,14 +36,14 @@ def tiny_plan(queues: Queues | None = None) -> Plan:
 
 
 class FakeInstance:
-    """Answers with its name; streams until told to end."""
+    """Instance that responds with its name."""
 
     def __init__(self, spec: InstanceSpec, key: str) -> None:
         self.spec = spec
         self.key = key
         self.url = ""
         self.streaming = asyncio.Event()
-        self.go_on = asyncio.Event()
+        self.resume = asyncio.Event()
         self.hung = self.failed = False
         self.busy = 0
         self.bodies: list[dict[str, Any]] = []
@@ -78,7 +78,7 @@ class FakeInstance:
                 return await self._stream(request)
             if body.get("hold"):
                 self.streaming.set()
-                await self.go_on.wait()
+                await self.resume.wait()
             return web.json_response({"instance": self.spec.name})
         finally:
             self.busy -= 1
@@ -86,9 +86,9 @@ class FakeInstance:
     async def _stream(self, request: web.Request) -> web.StreamResponse:
         answer = web.StreamResponse(headers={"Content-Type": "text/event-stream; charset=utf-8"})
         await answer.prepare(request)
-        await answer.write(b'data: {"n": 1}\n\ndata: {"n"')  # half an event more
+        await answer.write(b'data: {"n": 1}\n\ndata: {"n"')  # and half an event
         self.streaming.set()
-        await self.go_on.wait()
+        await self.resume.wait()
         await answer.write(b": 2}\n\ndata: [DONE]\n\n")
         return answer
 
@@ -101,7 +101,7 @@ class FakeInstance:
         return web.Response(text='# HELP x An x\n# TYPE x gauge\nx{l="1"} 1.0\n# HELP y A y\ny 2.0\n')
 
     async def stop_listening(self) -> None:
-        """Hang on its way out: gone for everybody, and not ended."""
+        """Refuse connections without ending."""
         await self._site.stop()
         self._cut_off()
 
@@ -112,7 +112,7 @@ class FakeInstance:
                 connection.transport.abort()
 
     async def crash(self) -> None:
-        """End without a word."""
+        """End at once."""
         self._cut_off()
         await self._runner.cleanup()
         if not self._end.done():
@@ -127,7 +127,7 @@ class FakeInstance:
 
 
 class FakeLauncher:
-    """Starts fake instances, and remembers all of them."""
+    """Starts fake instances and records them."""
 
     def __init__(self) -> None:
         self.lives: dict[str, list[FakeInstance]] = {}
@@ -149,24 +149,24 @@ class FakeLauncher:
 
 
 class Routed:
-    """A router that runs, and a client of it."""
+    """A running router and a client."""
 
     def __init__(
-        self, state: RouterState, launcher: FakeLauncher, client: aiohttp.ClientSession, said: list[str]
+        self, state: RouterState, launcher: FakeLauncher, client: aiohttp.ClientSession, log: list[str]
     ):
         self.state = state
         self.launcher = launcher
         self.client = client
-        self.said = said
+        self.log = log
 
-    async def ask(self, model: str, **fields: Any) -> tuple[int, dict[str, Any], dict[str, str]]:
-        """Return status, body and headers of an answer."""
+    async def post(self, model: str, **fields: Any) -> tuple[int, dict[str, Any], dict[str, str]]:
+        """Return status, body and headers of a response."""
         body = {"model": model, "prompt": [1, 2, 3], **fields}
         async with self.client.post("/v1/completions", json=body) as answer:
             return answer.status, await answer.json(), dict(answer.headers)
 
     async def until(self, holds: Callable[[], bool]) -> None:
-        """Wait for something that comes by itself."""
+        """Wait for a condition."""
         async with asyncio.timeout(20):
             while not holds():
                 await asyncio.sleep(0.005)
@@ -176,12 +176,12 @@ class Routed:
 async def routed(
     plan: Plan | None = None, groups: Sequence[str] = (), policy: RestartPolicy = QUICK, **server: Any
 ) -> AsyncIterator[Routed]:
-    """Serve a plan with fake instances; nothing is left when the test is over."""
+    """Serve a plan with fake instances; check that no task is left at the end."""
     specs = instances_of(plan or tiny_plan(), ServingOptions("tiny-llama", "base", max_queue=4), groups)
-    launcher, said = FakeLauncher(), list[str]()
+    launcher, log = FakeLauncher(), list[str]()
     settings = ServerSettings("base", **server)
     state = new_router_state(
-        RouterConfig(specs, launcher, settings, max_queue=4, restart_policy=policy, log=said.append)
+        RouterConfig(specs, launcher, settings, max_queue=4, restart_policy=policy, log=log.append)
     )
     is_ready = asyncio.Event()
     listener = bind("127.0.0.1", 0)
@@ -190,7 +190,7 @@ async def routed(
     await asyncio.wait((serving, asyncio.ensure_future(is_ready.wait())), return_when="FIRST_COMPLETED")
     headers = {"Authorization": f"Bearer {settings.api_key}"} if settings.api_key else {}
     async with aiohttp.ClientSession(url_of(listener), headers=headers) as client:
-        made = Routed(state, launcher, client, said)
+        made = Routed(state, launcher, client, log)
         made.router, made.serving = router, serving  # type: ignore[attr-defined]
         yield made
     if not serving.done():
@@ -203,6 +203,6 @@ async def routed(
 
 
 def events(text: bytes) -> list[Any]:
-    """Return the events of a stream; the last word may not be JSON."""
+    """Return the events of a stream, parsed as JSON but for [DONE]."""
     parts = [part.removeprefix(b"data: ") for part in text.split(b"\n\n") if part]
     return [part if part == b"[DONE]" else json.loads(part) for part in parts]

@@ -1,4 +1,4 @@
-"""A real server on loopback in a thread of the test's process, whose inside can be looked at."""
+"""A real server on loopback in a thread of the test's process."""
 
 import asyncio
 import contextlib
@@ -30,7 +30,7 @@ SIZES: Mapping[str, Any] = {"num_kv_blocks": 400, "block_size": 8, "max_num_seqs
 
 
 class Live:
-    """A server that runs.
+    """A running server.
 
     Attributes
     ----------
@@ -68,7 +68,7 @@ class Live:
         return asyncio.run_coroutine_threadsafe(self.service.engine.run(function), self.loop).result(60)
 
     def check_idle(self) -> None:
-        """Check that nothing is left of all requests so far: no row, block, slot, ticket or task."""
+        """Check that no request has left a row, block, slot, state or task."""
         waiting = asyncio.run_coroutine_threadsafe(self.service.engine.wait_idle(), self.loop)
         waiting.result(60)
         self.in_engine(check_nothing_in_flight)
@@ -78,12 +78,12 @@ class Live:
         assert [name for name in names if "run_asgi" in name or "_watch_connection" in name] == []
 
     def close(self) -> None:
-        """End the server and its engine."""
+        """Stop the server and its engine."""
         self.loop.call_soon_threadsafe(setattr, self.server, "should_exit", True)
         self.join()
 
     def join(self) -> None:
-        """Wait for the end of the server, and end its engine."""
+        """Wait for the end of the server, and stop its engine."""
         self._thread.join(60)
         assert not self._thread.is_alive(), "the server does not end"
         self.service.engine.stop()
@@ -91,7 +91,7 @@ class Live:
 
 
 def check_nothing_in_flight(engine: Engine) -> None:
-    """Check an engine that has nothing to do."""
+    """Check an idle engine."""
     state, counters = engine.core.state, engine.core.state.counters
     assert engine.core.requests == {}
     check_engine(engine)

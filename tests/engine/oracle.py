@@ -1,4 +1,4 @@
-"""Random tiny models and adapters written by transformers and peft, and the answers that these give."""
+"""Random tiny models and adapters written by transformers and peft, and their outputs."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -43,7 +43,7 @@ def qwen2(**fields: Any) -> Qwen2Config:
 
 @dataclass(frozen=True)
 class Oracle:
-    """A model with adapters on disk, and the same in transformers and peft, one copy per adapter."""
+    """A model with adapters on disk, and in transformers and peft, one copy per adapter."""
 
     folder: Path
     adapters: dict[str, Path]
@@ -57,7 +57,7 @@ class Oracle:
 
 
 def write_model(config: PretrainedConfig, folder: Path, seed: int) -> None:
-    """Write a random model; biases and norms are random, too, so that leaving one out shows."""
+    """Write a random model; biases and norms are random, too, so that an omitted one changes the output."""
     set_seed(seed)
     model = AutoModelForCausalLM.from_config(config)
     generator = torch.Generator().manual_seed(seed)

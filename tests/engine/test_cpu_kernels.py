@@ -1,4 +1,4 @@
-"""Kernels for the CPU against float64: fresh inputs, and NaN wherever nothing may be read."""
+"""CPU kernels against float64, with NaN in memory that must not be read."""
 
 import numpy as np
 import pytest
@@ -21,7 +21,7 @@ CPU = torch.device("cpu")
 
 @pytest.mark.parametrize("where", ["slots", "pages"])
 @pytest.mark.parametrize("most", [3, GEMM_FROM + 9], ids=["decode", "prefill"])
-def test_each_token_gets_its_own_adapter(where: str, most: int) -> None:
+def test_each_token_uses_its_own_adapter(where: str, most: int) -> None:
     rng = np.random.default_rng()
     ranks = [1, 5, 8, 17, 24]
     adapters = {n: random_adapter(rng, rank, torch.float32) for n, rank in enumerate(ranks, start=1)}
@@ -55,9 +55,7 @@ def test_each_token_gets_its_own_adapter(where: str, most: int) -> None:
 
 
 @pytest.mark.parametrize(("heads", "kv_heads", "head_dim"), [(6, 2, 14), (4, 4, 8), (8, 1, 64)])
-def test_decodes_read_their_own_pages_and_what_was_just_stored(
-    heads: int, kv_heads: int, head_dim: int
-) -> None:
+def test_decodes_attend_to_their_own_pages_and_new_keys(heads: int, kv_heads: int, head_dim: int) -> None:
     rng = np.random.default_rng()
     sizes = {"hidden_size": 8, "intermediate_size": 8, "vocab_size": 8, "max_positions": 512}
     config = ModelConfig(
@@ -86,7 +84,7 @@ def test_decodes_read_their_own_pages_and_what_was_just_stored(
     batch = ModelInputs(
         none, positions, own, positions % block_size, none, decodes, (), (), none, none.numpy(), none.numpy()
     )
-    # Scores far apart, so that small ones underflow as they should.
+    # Scores far apart: small ones underflow.
     qkv = torch.randn(len(lengths), (heads + 2 * kv_heads) * head_dim) * 6
     before = qkv.clone()
     got = CompiledAttention(config, cache, rope, batch)(1, qkv)
@@ -100,7 +98,7 @@ def right_answer(
     qkv: torch.Tensor,
     known: list[tuple[torch.Tensor, torch.Tensor]],
 ) -> torch.Tensor:
-    """Return in float64 what each token reads from the keys and values known, and its own."""
+    """Return the attention of each token over known keys and values and its own, in float64."""
     cos, sin = (table.double() for table in rope.at(positions))
     heads = qkv.double().view(qkv.shape[0], -1, config.head_dim)
     turned = heads * cos + heads.roll(config.head_dim // 2, dims=-1) * sin
@@ -116,7 +114,7 @@ def right_answer(
     return torch.stack(answers)
 
 
-def test_norms_are_root_mean_squares() -> None:
+def test_norms_equal_float64_rms_norms() -> None:
     x, more, weight = torch.randn(5, 37), torch.randn(5, 37), torch.randn(37)
     norms = CompiledNorms(1e-3)
     total = x.double() + more.double()
@@ -131,7 +129,7 @@ def test_norms_are_root_mean_squares() -> None:
 
 @pytest.mark.parametrize("bias", [False, True])
 @pytest.mark.parametrize("tokens", [1, 7, 200])
-def test_a_packed_matrix_is_the_same_map(tokens: int, bias: bool) -> None:
+def test_a_packed_linear_equals_the_plain_one(tokens: int, bias: bool) -> None:
     linear = Linear(torch.randn(500, 300), torch.randn(500) if bias else None)
     x = torch.randn(tokens, 300)
     right = x.double() @ linear.weight.double().t() + (0.0 if linear.bias is None else linear.bias.double())

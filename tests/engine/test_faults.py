@@ -1,4 +1,4 @@
-"""What clients do wrong, on purpose or not, and what breaks: the right status, and a server unharmed."""
+"""Invalid requests, disconnects and failures: status codes, and a server without leaks."""
 
 import asyncio
 import contextlib
@@ -25,7 +25,7 @@ ADAPTERS = {"a": 8, "b": 4}
 
 
 class Answer:
-    """Of one HTTP request."""
+    """Response to one HTTP request."""
 
     def __init__(self, response: http.client.HTTPResponse) -> None:
         self.status = response.status
@@ -65,7 +65,7 @@ def tokens_of(answer: Answer) -> list[int]:
 
 @pytest.fixture(scope="module")
 def root(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A folder with a good adapter and broken ones, and something outside of it."""
+    """A folder with a good adapter and broken ones, and an adapter outside of it."""
     top = tmp_path_factory.mktemp("adapters")
     folder = top / "root"
     folder.mkdir()
@@ -84,7 +84,7 @@ def shared(root: Path) -> Iterator[Live]:
 
 @pytest.fixture
 def server(shared: Live) -> Iterator[Live]:
-    """A server that is as well after the test as before it."""
+    """A server that is checked for leaks after the test."""
     right = tokens_of(complete(shared, return_token_ids=True))
     yield shared
     assert tokens_of(complete(shared, return_token_ids=True)) == right
@@ -108,7 +108,7 @@ def server(shared: Live) -> Iterator[Live]:
         b'{"model": "a", "prompt": "\\ud800"}',
     ],
 )
-def test_a_body_that_is_no_request_is_refused(server: Live, body: bytes) -> None:
+def test_an_invalid_body_is_refused(server: Live, body: bytes) -> None:
     answer = send(server, "POST", "/v1/completions", body)
     assert answer.status == 400
     assert answer.error["type"] == "invalid_request_error"
@@ -160,18 +160,16 @@ def test_a_body_that_is_no_request_is_refused(server: Live, body: bytes) -> None
         ({"model": None}, "model"),
     ],
 )
-def test_a_value_that_cannot_be_is_refused_and_named(
-    server: Live, fields: dict[str, Any], param: str
-) -> None:
+def test_an_invalid_value_is_refused_with_its_field(server: Live, fields: dict[str, Any], param: str) -> None:
     answer = complete(server, **fields)
     assert (answer.status, answer.error["param"]) == (400, param), answer.body
 
 
-def test_an_unknown_field_is_told_its_likely_name(server: Live) -> None:
+def test_an_unknown_field_is_refused_with_the_nearest_name(server: Live) -> None:
     assert "'temperature'" in complete(server, temprature=0.5).error["message"]
 
 
-def test_values_that_change_nothing_are_taken(server: Live) -> None:
+def test_neutral_values_of_unsupported_fields_are_accepted(server: Live) -> None:
     neutral = {
         "n": 1,
         "best_of": None,
@@ -196,22 +194,22 @@ def test_values_that_change_nothing_are_taken(server: Live) -> None:
         ({"max_completion_tokens": 0}, "max_completion_tokens"),
     ],
 )
-def test_a_conversation_that_cannot_be_is_refused(server: Live, fields: dict[str, Any], param: str) -> None:
+def test_an_invalid_conversation_is_refused(server: Live, fields: dict[str, Any], param: str) -> None:
     asked = {"model": "a", "messages": [{"role": "user", "content": "hi"}], "max_tokens": 3}
     answer = post(server, "/v1/chat/completions", **(asked | fields))
     assert (answer.status, answer.error["param"]) == (400, param), answer.body
 
 
-def test_what_does_not_exist_is_not_found(server: Live) -> None:
-    assert complete(server, model="nobody").status == 404
-    assert complete(server, model="nobody").error["code"] == "model_not_found"
+def test_unknown_models_and_paths_are_404(server: Live) -> None:
+    assert complete(server, model="unknown").status == 404
+    assert complete(server, model="unknown").error["code"] == "model_not_found"
     assert send(server, "GET", "/v1/nothing").status == 404
     assert send(server, "GET", "/v1/nothing").error["type"] == "not_found_error"
     assert send(server, "GET", "/v1/completions").status == 405
-    assert post(server, "/v1/unload_lora_adapter", lora_name="nobody").status == 404
+    assert post(server, "/v1/unload_lora_adapter", lora_name="unknown").status == 404
 
 
-def test_a_body_too_large_is_refused_before_it_is_read(server: Live) -> None:
+def test_a_too_large_body_is_refused_before_it_is_read(server: Live) -> None:
     answer = complete(server, prompt="x" * 200_000)
     assert (answer.status, answer.error["code"]) == (413, "too_large")
     chunks = iter([b'{"prompt": "', *[b"x" * 10_000] * 20])  # no length is declared
@@ -268,9 +266,7 @@ def write_nonsense(folder: Path) -> None:
     "spoil",
     [spoil_shape, spoil_number, cut_off, cut_off_header, lose_weights, grow_rank, write_nonsense],
 )
-def test_a_broken_adapter_is_refused_when_it_is_loaded(
-    server: Live, root: Path, spoil: Callable[[Path], None]
-) -> None:
+def test_loading_a_broken_adapter_is_refused(server: Live, root: Path, spoil: Callable[[Path], None]) -> None:
     folder = root / f"broken-{spoil.__name__}"
     write_adapter(folder, server.engine)
     spoil(folder)
@@ -298,9 +294,7 @@ def test_a_broken_adapter_is_refused_when_it_is_loaded(
         ("", 400),
     ],
 )
-def test_adapters_outside_the_root_cannot_be_reached(
-    server: Live, root: Path, path: str, status: int
-) -> None:
+def test_adapters_outside_the_root_are_refused(server: Live, root: Path, path: str, status: int) -> None:
     outside = root.parent / "outside"
     if path == "link":
         (root / "link").symlink_to(outside)
@@ -315,12 +309,12 @@ def test_adapters_outside_the_root_cannot_be_reached(
 
 
 @pytest.mark.parametrize("name", ["", "a", "base", "x" * 257, "new\nline"])
-def test_an_adapter_needs_a_name_of_its_own(server: Live, name: str) -> None:
+def test_an_adapter_name_must_be_valid_and_unique(server: Live, name: str) -> None:
     answer = post(server, "/v1/load_lora_adapter", lora_name=name, lora_path="good")
     assert (answer.status, answer.error["param"]) == (400, "lora_name")
 
 
-def test_adapters_come_and_go_while_the_server_runs(server: Live, root: Path) -> None:
+def test_adapters_are_loaded_and_unloaded_at_run_time(server: Live, root: Path) -> None:
     with Engine(TINY, {"good": root / "good"}, **SIZES) as engine:
         [right] = engine.generate([[1, 2, 3]], "good", max_tokens=20)
     for path in ("good", str(root / "good"), "./good/."):
@@ -332,7 +326,7 @@ def test_adapters_come_and_go_while_the_server_runs(server: Live, root: Path) ->
         assert complete(server, model="new").status == 404
 
 
-def test_an_adapter_in_use_stays(server: Live) -> None:
+def test_an_adapter_in_use_cannot_be_removed(server: Live) -> None:
     post(server, "/v1/load_lora_adapter", lora_name="busy", lora_path="good")
     connection = http.client.HTTPConnection(server.url.removeprefix("http://"), timeout=60)
     with contextlib.closing(connection):
@@ -345,7 +339,7 @@ def test_an_adapter_in_use_stays(server: Live) -> None:
     assert post(server, "/v1/unload_lora_adapter", lora_name="busy").status == 200
 
 
-def test_an_adapter_that_vanishes_fails_its_own_requests_only(root: Path) -> None:
+def test_a_deleted_adapter_fails_only_its_own_requests(root: Path) -> None:
     folder = root / "vanishing"
     with Engine(TINY, num_kv_blocks=4) as engine:
         write_adapter(folder, engine)
@@ -354,7 +348,7 @@ def test_an_adapter_that_vanishes_fails_its_own_requests_only(root: Path) -> Non
         right = tokens_of(complete(server, return_token_ids=True))
         assert post(server, "/v1/load_lora_adapter", lora_name="v", lora_path="vanishing").status == 200
         lose_weights(folder)
-        for stream in (False, True):  # a stream that fails before its first token has a status, too
+        for stream in (False, True):  # a stream that fails before its first token has a status
             answer = complete(server, model="v", stream=stream)
             assert (answer.status, answer.error["code"]) == (500, "request_failed")
             assert "adapter_model.safetensors" in answer.error["message"]
@@ -371,7 +365,7 @@ def test_an_adapter_that_vanishes_fails_its_own_requests_only(root: Path) -> Non
     ],
     ids=["capplan", "vllm", "slora"],
 )
-def test_clients_that_leave_leave_nothing_behind(rules: dict[str, Any]) -> None:
+def test_disconnects_of_clients_leak_nothing(rules: dict[str, Any]) -> None:
     rng = random.Random(0)
 
     async def leave_early(server: Live, number: int) -> None:
@@ -407,9 +401,9 @@ def test_clients_that_leave_leave_nothing_behind(rules: dict[str, Any]) -> None:
         assert tokens_of(complete(server, return_token_ids=True)) == right
 
 
-def test_a_full_queue_sheds_and_recovers() -> None:
+def test_a_full_queue_refuses_and_recovers() -> None:
     with live(ADAPTERS, {"max_num_seqs": 2}, max_requests=3) as server:
-        assert complete(server, prompt=[[1]] * 4).status == 400  # would never fit
+        assert complete(server, prompt=[[1]] * 4).status == 400  # more than the queue
         assert complete(server, prompt=[[1]] * 3).status == 200
         connection = http.client.HTTPConnection(server.url.removeprefix("http://"), timeout=60)
         with contextlib.closing(connection):
@@ -429,22 +423,22 @@ def test_a_full_queue_sheds_and_recovers() -> None:
 
 
 @pytest.mark.parametrize(("path", "status"), [("/v1/completions", 429), ("/v1/load_lora_adapter", 200)])
-def test_only_bodies_of_generating_requests_take_room_while_they_come(path: str, status: int) -> None:
+def test_only_bodies_of_generation_requests_count_in_the_queue(path: str, status: int) -> None:
     with live(ADAPTERS, max_requests=2) as server, contextlib.ExitStack() as stack:
         host, port = server.url.removeprefix("http://").split(":")
         for _ in range(2):
             begun = stack.enter_context(socket.create_connection((host, int(port))))
             head = f"POST {path} HTTP/1.1\r\nHost: {host}\r\nContent-Type: application/json\r\n"
             begun.sendall(f"{head}Content-Length: 100\r\nExpect: 100-continue\r\n\r\n".encode())
-            assert b" 100 " in begun.recv(100)  # someone reads its body
+            assert b" 100 " in begun.recv(100)  # the body is being read
         assert complete(server).status == status
         stack.close()
-        while complete(server).status != 200:  # the places of those who left
+        while complete(server).status != 200:  # places of closed connections
             pass
         server.check_idle()
 
 
-def test_requests_without_the_key_get_nowhere() -> None:
+def test_requests_without_the_key_are_401() -> None:
     with live(ADAPTERS, api_key="naïve") as server:
         for value in ("", "Bearer", "Bearer wrong", "Basic na\u00efve", "Bearer \xff\xfe"):
             answer = send(server, "POST", "/v1/completions", b"{", Authorization=value)
@@ -455,7 +449,7 @@ def test_requests_without_the_key_get_nowhere() -> None:
         assert send(server, "GET", "/health").status == 200
 
 
-def test_a_server_that_ends_finishes_what_runs_and_takes_nothing_else() -> None:
+def test_a_draining_server_finishes_running_requests_and_refuses_new_ones() -> None:
     with live(ADAPTERS) as server:
         connection = http.client.HTTPConnection(server.url.removeprefix("http://"), timeout=60)
         with contextlib.closing(connection):
@@ -477,7 +471,7 @@ def test_a_server_that_ends_finishes_what_runs_and_takes_nothing_else() -> None:
         server.join()
 
 
-def test_what_runs_too_long_is_told_when_the_server_ends() -> None:
+def test_requests_beyond_the_drain_timeout_end_with_an_error() -> None:
     with live(ADAPTERS, drain_timeout_s=0.1) as server:
         connection = http.client.HTTPConnection(server.url.removeprefix("http://"), timeout=60)
         with contextlib.closing(connection):
@@ -495,7 +489,7 @@ def test_what_runs_too_long_is_told_when_the_server_ends() -> None:
         assert check == {}
 
 
-def test_told_twice_the_server_ends_at_once() -> None:
+def test_a_second_signal_stops_the_server_at_once() -> None:
     with live(ADAPTERS, drain_timeout_s=600) as server:
         connection = http.client.HTTPConnection(server.url.removeprefix("http://"), timeout=60)
         with contextlib.closing(connection):
@@ -513,23 +507,23 @@ def test_told_twice_the_server_ends_at_once() -> None:
 
 
 @pytest.mark.parametrize("name", ["echo", "tools", "logit_bias", "min_tokens", "top_k", "use_beam_search"])
-def test_null_asks_for_nothing(server: Live, name: str) -> None:
+def test_null_is_the_default(server: Live, name: str) -> None:
     assert complete(server, **{name: None}).status == 200
 
 
-def test_too_many_prompts_are_refused_before_they_are_looked_at(server: Live) -> None:
+def test_too_many_prompts_are_refused_before_tokenization(server: Live) -> None:
     answer = complete(server, prompt=["a"] * 15_000)
     assert (answer.status, answer.error["param"]) == (400, "prompt")
 
 
-def test_a_stuck_engine_is_not_well(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_hanging_engine_is_unhealthy(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("capplan.engine.server.routes._HEALTH_S", 0.2)
     with live(ADAPTERS) as server:
-        go_on = threading.Event()
+        resume = threading.Event()
         step = server.engine.step
 
         def hangs() -> StepOutput | None:
-            go_on.wait(60)
+            resume.wait(60)
             return step()
 
         monkeypatch.setattr(server.engine, "step", hangs)
@@ -539,12 +533,12 @@ def test_a_stuck_engine_is_not_well(monkeypatch: pytest.MonkeyPatch) -> None:
             waiting.request("POST", "/v1/completions", body, {"Content-Type": "application/json"})
             while send(server, "GET", "/health").status == 200:
                 pass
-            go_on.set()
+            resume.set()
             assert waiting.getresponse().status == 200
         assert send(server, "GET", "/health").status == 200
 
 
-def test_when_the_engine_breaks_nobody_hangs(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_failed_engine_ends_all_requests(monkeypatch: pytest.MonkeyPatch) -> None:
     with live(ADAPTERS) as server:
         steps = 0
         step = server.engine.step

@@ -1,4 +1,4 @@
-"""What `Engine.generate` promises beyond the right logits."""
+"""`Engine.generate`: text, sampling, stop tokens, errors and records."""
 
 import json
 import math
@@ -47,7 +47,7 @@ def answers(engine: Engine, **sampling: Any) -> list[tuple[int, ...]]:
     return [answer.token_ids for answer in done]
 
 
-def test_text_goes_in_and_comes_out() -> None:
+def test_prompts_and_completions_are_text() -> None:
     with tiny() as engine:
         [answer] = engine.generate("Grüße", "a", max_tokens=5, ignore_eos=True)
     assert bytes(answer.prompt_token_ids).decode() == "Grüße"
@@ -56,7 +56,7 @@ def test_text_goes_in_and_comes_out() -> None:
     assert answer.finish_reason == "length"
 
 
-def test_a_models_own_tokenizer_is_used(tmp_path: Path) -> None:
+def test_the_tokenizer_of_the_model_folder_is_used(tmp_path: Path) -> None:
     with tiny() as engine:
         save_model(engine, tmp_path)
     words = Tokenizer(models.WordLevel({"hello": 5, "world": 6, "?": 7}, unk_token="?"))
@@ -68,7 +68,7 @@ def test_a_models_own_tokenizer_is_used(tmp_path: Path) -> None:
 
 
 def save_model(engine: Engine, folder: Path) -> None:
-    """Write an engine's random model as Hugging Face would."""
+    """Write an engine's random model in Hugging Face's format."""
     from capplan.engine.models import random_weights
     from capplan.engine.models.weights import _targets
 
@@ -89,7 +89,7 @@ def save_model(engine: Engine, folder: Path) -> None:
     (folder / "config.json").write_text(json.dumps(config), encoding="utf-8")
 
 
-def test_a_stop_token_ends_a_request_and_frees_what_it_held() -> None:
+def test_a_stop_token_ends_a_request_and_frees_its_resources() -> None:
     with tiny() as engine:
         [free] = engine.generate([[1, 2, 3]], "a", max_tokens=30, ignore_eos=True)
         stop = free.token_ids[10]
@@ -102,8 +102,8 @@ def test_a_stop_token_ends_a_request_and_frees_what_it_held() -> None:
 
 
 @pytest.mark.parametrize("rules", ["slora", "vllm-0.8", "capplan"])
-def test_stop_tokens_leave_nothing_taken_in_a_tight_engine(rules: str) -> None:
-    """Where adapters share pages with KV, one that nobody uses any more must not keep others out."""
+def test_stop_tokens_free_everything_in_a_small_engine(rules: str) -> None:
+    """Unused adapters free the pages that they share with KV."""
     memory = "unified" if rules == "slora" else "slots"
     prompts = [[i, i + 1, i + 2] for i in range(24)]
     names = ["abc"[i % 3] for i in range(24)]
@@ -113,7 +113,7 @@ def test_stop_tokens_leave_nothing_taken_in_a_tight_engine(rules: str) -> None:
         check_engine(engine)
 
 
-def test_the_models_own_end_token_counts_unless_ignored() -> None:
+def test_the_end_token_of_the_model_ends_a_request_unless_ignored() -> None:
     config = TINY
     with tiny() as engine:
         [free] = engine.generate([[1, 2, 3]], max_tokens=9, ignore_eos=True)
@@ -126,7 +126,7 @@ def test_the_models_own_end_token_counts_unless_ignored() -> None:
         assert ignoring.token_ids == free.token_ids
 
 
-def test_sampling_repeats_with_its_seed_whoever_else_is_in_the_batch() -> None:
+def test_sampling_with_a_seed_is_independent_of_the_batch() -> None:
     sampling: dict[str, Any] = {"max_tokens": 12, "temperature": 1.5, "seed": 3, "ignore_eos": True}
     together = answers(tiny(), **sampling)
     assert together == answers(tiny(max_num_seqs=1), **sampling)
@@ -156,7 +156,7 @@ def test_sampled_tokens_follow_their_probabilities() -> None:
     assert abs((deviation**2).sum() - kept.sum()) < 6 * math.sqrt(2 * kept.sum())
 
 
-def test_log_probabilities_are_those_of_the_logits() -> None:
+def test_log_probabilities_equal_those_of_the_logits() -> None:
     with tiny() as engine:
         [answer] = engine.generate(
             [[1, 2, 3]], "b", max_tokens=4, logprobs=2, keep_logits=True, temperature=1.0
@@ -171,7 +171,7 @@ def test_log_probabilities_are_those_of_the_logits() -> None:
         assert [p for _, p in reported.top] == pytest.approx(best.values.tolist(), abs=1e-5)
 
 
-def test_timings_are_in_order_and_every_token_has_one() -> None:
+def test_timings_are_ordered_and_cover_every_token() -> None:
     with tiny() as engine:
         for answer in engine.generate([[1, 2]] * 5, "a", max_tokens=6, ignore_eos=True):
             times = answer.timing
@@ -207,7 +207,7 @@ def test_every_kernel_gives_the_same_tokens(kernel: str, memory: str) -> None:
 
 @pytest.mark.parametrize("memory", ["slots", "unified"])
 def test_padded_decode_steps_give_the_same_tokens(memory: str) -> None:
-    """Steps as CUDA graphs take them; here nothing is captured, but batches are padded and kept in place."""
+    """Steps are padded as for CUDA graphs; nothing is captured on a CPU."""
     pytest.importorskip("triton", reason="the kernels need triton (extra `engine`)")
     kernels = {"lora_kernel": "mbgmv", "attention_kernel": "triton", "cuda_graphs": True}
     prompts, names = [[1, 2], [3], [4], [5, 6], [7]], ["a", "b", None, "c", "a"]
@@ -224,12 +224,12 @@ def test_padded_decode_steps_give_the_same_tokens(memory: str) -> None:
     assert tokens[0] == tokens[1]
 
 
-def test_more_prompts_than_the_engine_takes_at_once_are_all_answered() -> None:
+def test_more_prompts_than_rows_are_all_completed() -> None:
     with tiny(max_in_flight=3) as engine:
         assert len(engine.generate([[1, 2]] * 20, "a", max_tokens=2)) == 20
 
 
-def test_requests_come_and_go_while_adapters_load_beside() -> None:
+def test_replay_with_concurrent_adapter_loads_gives_the_same_tokens() -> None:
     params = SamplingParams(max_tokens=8, ignore_eos=True)
     arrivals = [
         TimedRequest(i * 1_000_000, [1, 2, 3 + i], name, params) for i, name in enumerate([*"abcabcab", None])
@@ -245,7 +245,7 @@ def test_requests_come_and_go_while_adapters_load_beside() -> None:
             assert answer.token_ids == alone.token_ids
 
 
-def test_an_adapter_that_overflows_spoils_no_other_request(tmp_path: Path) -> None:
+def test_an_overflowing_adapter_does_not_affect_other_requests(tmp_path: Path) -> None:
     with tiny() as engine:
         healthy = engine.generate([[1, 2, 3, 4, 5]] * 4, max_tokens=20, ignore_eos=True)
         write_adapter(tmp_path, engine, scale=1e30)
@@ -256,7 +256,7 @@ def test_an_adapter_that_overflows_spoils_no_other_request(tmp_path: Path) -> No
             assert [answer.token_ids for answer in mixed[1::2]] == [answer.token_ids for answer in healthy]
 
 
-def test_logits_that_are_not_finite_end_their_request_alone(tmp_path: Path) -> None:
+def test_non_finite_logits_end_only_their_request(tmp_path: Path) -> None:
     drawn = {"max_tokens": 12, "ignore_eos": True, "temperature": 1.0, "seed": 7, "logprobs": 2}
     with tiny() as engine:
         [healthy] = engine.generate([[1, 2, 3, 4, 5]], **drawn)
@@ -344,7 +344,7 @@ def edit(**fields: Any) -> Any:
         (edit(lora_alpha="much"), "finite numbers"),
     ],
 )
-def test_a_broken_adapter_is_refused_in_one_line(spoil: Any, message: str, tmp_path: Path) -> None:
+def test_a_broken_adapter_is_a_one_line_error(spoil: Any, message: str, tmp_path: Path) -> None:
     with tiny() as engine:
         write_adapter(tmp_path, engine)
     with Engine(TINY, {"good": tmp_path}, num_kv_blocks=20):
@@ -355,7 +355,7 @@ def test_a_broken_adapter_is_refused_in_one_line(spoil: Any, message: str, tmp_p
     assert "\n" not in str(caught.value)
 
 
-def test_deprecated_settings_have_the_names_of_vllms_flags_now() -> None:
+def test_deprecated_settings_warn() -> None:
     with (
         pytest.warns(DeprecationWarning, match="a_max is deprecated: use max_loras"),
         tiny(a_max=2) as engine,
@@ -390,7 +390,7 @@ def test_settings_are_checked(settings: dict[str, Any], message: str | None) -> 
         tiny(**settings)
 
 
-def test_an_engine_that_cannot_hold_one_request_does_not_start() -> None:
+def test_an_engine_too_small_for_one_request_is_infeasible() -> None:
     with pytest.raises(InfeasibleError, match="max_model_len 100"):
         tiny(num_kv_blocks=20, max_model_len=100)
 
@@ -431,7 +431,7 @@ def test_every_step_leaves_a_record(tmp_path: Path) -> None:
         assert table["duration_ns"][row] * 1e-6 >= sum(table[name][row] for name in phases) * 0.99
 
 
-def test_older_files_say_the_same_of_rotary_positions() -> None:
+def test_old_and_new_rope_fields_are_equivalent() -> None:
     older = {"rope_theta": 9.0, "rope_scaling": {"type": "linear", "factor": 2.0}}
     newer = {"rope_parameters": {"rope_theta": 9.0, "rope_type": "linear", "factor": 2.0}}
     fields = {

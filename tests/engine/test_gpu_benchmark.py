@@ -1,4 +1,4 @@
-"""The benchmark that GPUs are owed runs from end to end, here on a CPU, where its times say nothing."""
+"""GPU benchmark, run on a CPU."""
 
 import json
 
@@ -23,12 +23,12 @@ def test_the_benchmark_reports_kernels_and_steps(capsys: pytest.CaptureFixture[s
 
 
 @pytest.mark.skipif(torch.cuda.is_available(), reason="there is a GPU here")
-def test_without_a_gpu_it_says_so_in_one_line(capsys: pytest.CaptureFixture[str]) -> None:
+def test_a_missing_gpu_is_a_one_line_error(capsys: pytest.CaptureFixture[str]) -> None:
     assert main([]) == 2
     assert capsys.readouterr().err.count("\n") == 1
 
 
-def test_the_floor_of_llama_3_8b_is_its_bytes() -> None:
+def test_the_minimum_bytes_of_llama_3_8b() -> None:
     """8.03 billion parameters less 0.53 of the input embedding, two bytes each; 128 KiB of KV a token."""
     config = model_config("meta-llama/Llama-3.1-8B-Instruct")
     alone = floor_bytes(config, torch.bfloat16, batch=1, adapters=0, rank=16, context=1)

@@ -37,7 +37,7 @@ TOLERANCE = {torch.float32: 1e-5, torch.float16: 4e-3, torch.bfloat16: 3e-2}
 
 
 def random_adapter(rng: np.random.Generator, rank: int, dtype: torch.dtype) -> HostAdapter:
-    """An adapter of one rank on most modules, another on some, none on others."""
+    """Return an adapter with different ranks per module, 0 on some."""
     matrices = {}
     for layer in range(CONFIG.layers):
         for module in range(len(MODULES)):
@@ -58,7 +58,7 @@ def memory_of(kind: str, adapters: int, dtype: torch.dtype) -> AdapterMemory:
 
 
 def expected(adapter: HostAdapter, layer: int, site: int, x: torch.Tensor, out: torch.Tensor) -> torch.Tensor:
-    """Return in float64 what `out` should be."""
+    """Return the expected `out` in float64."""
     from capplan.engine.lora.memory import AdapterPlacement
 
     offsets = np.concatenate([[0], np.cumsum(LAYOUT.row_lengths(adapter.ranks))])[:-1]
@@ -77,7 +77,7 @@ def expected(adapter: HostAdapter, layer: int, site: int, x: torch.Tensor, out: 
     ids=str,
 )
 @pytest.mark.parametrize("kind", ["bgmv", "mbgmv", "sgmv"])
-def test_each_token_gets_its_own_adapter(where: str, kind: Kind, dtype: torch.dtype) -> None:
+def test_each_token_uses_its_own_adapter(where: str, kind: Kind, dtype: torch.dtype) -> None:
     rng = np.random.default_rng()
     ranks = [1, 5, 8, 17, 24]
     adapters = {number: random_adapter(rng, rank, dtype) for number, rank in enumerate(ranks, start=1)}
@@ -120,7 +120,7 @@ def test_each_token_gets_its_own_adapter(where: str, kind: Kind, dtype: torch.dt
     ],
     ids=str,
 )
-def test_decode_attention_reads_each_requests_pages_and_no_others(
+def test_decode_attention_reads_only_the_pages_of_its_request(
     heads: int, kv_heads: int, head_dim: int, dtype: torch.dtype
 ) -> None:
     rng = np.random.default_rng()

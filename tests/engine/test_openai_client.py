@@ -1,4 +1,4 @@
-"""The official client of OpenAI, unchanged, against a real server on loopback."""
+"""OpenAI's official client against a real server on loopback."""
 
 import asyncio
 from collections.abc import Iterator
@@ -43,9 +43,7 @@ def answer(engine: Engine, prompt: str | list[int], adapter: str | None, tokens:
 
 
 @pytest.mark.parametrize("name", ["base", "a0", "a7"])
-def test_a_completion_is_what_the_engine_generates(
-    client: openai.OpenAI, reference: Engine, name: str
-) -> None:
+def test_a_completion_equals_the_engines(client: openai.OpenAI, reference: Engine, name: str) -> None:
     expected = answer(reference, PROMPT, None if name == "base" else name, 20)
     extra = {"return_token_ids": True}
     got = client.completions.create(model=name, prompt=PROMPT, max_tokens=20, temperature=0, extra_body=extra)
@@ -58,7 +56,7 @@ def test_a_completion_is_what_the_engine_generates(
     assert (got.usage.prompt_tokens, got.usage.completion_tokens) == (len(PROMPT), 20)
 
 
-def test_a_stream_brings_the_same_text_and_its_usage(client: openai.OpenAI, reference: Engine) -> None:
+def test_a_stream_has_the_same_text_and_usage(client: openai.OpenAI, reference: Engine) -> None:
     expected = answer(reference, PROMPT, "a1", 30)
     chunks = list(
         client.completions.create(
@@ -81,7 +79,7 @@ def test_a_stream_brings_the_same_text_and_its_usage(client: openai.OpenAI, refe
     assert len({chunk.id for chunk in chunks}) == 1
 
 
-def test_every_prompt_of_a_list_gets_its_choice(client: openai.OpenAI, reference: Engine) -> None:
+def test_a_list_of_prompts_gives_one_choice_each(client: openai.OpenAI, reference: Engine) -> None:
     prompts = [[1, 2, 3], [4, 5], [6]]
     expected = [answer(reference, prompt, "a2", 8).text for prompt in prompts]
     asked = {"model": "a2", "prompt": prompts, "max_tokens": 8, "temperature": 0}
@@ -95,7 +93,7 @@ def test_every_prompt_of_a_list_gets_its_choice(client: openai.OpenAI, reference
     assert texts == expected
 
 
-def test_an_answer_can_be_sent_back_as_the_next_turn(client: openai.OpenAI) -> None:
+def test_a_response_is_valid_as_the_next_turn(client: openai.OpenAI) -> None:
     first = client.chat.completions.create(model="a3", messages=MESSAGES, max_tokens=4).choices[0].message
     for turn in (first, first.model_dump()):
         talk = [*MESSAGES, turn, {"role": "user", "content": "Go on."}]
@@ -104,7 +102,7 @@ def test_an_answer_can_be_sent_back_as_the_next_turn(client: openai.OpenAI) -> N
         assert again.usage.completion_tokens == 4
 
 
-def test_offsets_of_a_stream_count_on(client: openai.OpenAI) -> None:
+def test_text_offsets_continue_over_a_stream(client: openai.OpenAI) -> None:
     asked = {"model": "a1", "prompt": PROMPT, "max_tokens": 6, "temperature": 0, "logprobs": 1}
     whole = client.completions.create(**asked).choices[0].logprobs
     parts = [chunk.choices[0].logprobs for chunk in client.completions.create(**asked, stream=True)]
@@ -112,7 +110,7 @@ def test_offsets_of_a_stream_count_on(client: openai.OpenAI) -> None:
     assert [at for part in parts if part for at in part.text_offset or ()] == whole.text_offset
 
 
-def test_a_chat_continues_the_conversation_as_text(client: openai.OpenAI, reference: Engine) -> None:
+def test_a_chat_equals_the_completion_of_its_template(client: openai.OpenAI, reference: Engine) -> None:
     expected = answer(reference, AS_PLAIN_TEXT, "a3", 12)
     got = client.chat.completions.create(
         model="a3", messages=MESSAGES, max_completion_tokens=12, temperature=0
@@ -151,7 +149,7 @@ def test_log_probabilities_come_with_every_token(client: openai.OpenAI, referenc
     assert likelihoods is not None
     assert [len(each.top_logprobs) for each in likelihoods.content or ()] == [3] * 5
     for each in likelihoods.content or ():
-        assert each.logprob == pytest.approx(each.top_logprobs[0].logprob)  # greedy: the likeliest
+        assert each.logprob == pytest.approx(each.top_logprobs[0].logprob)  # greedy
 
 
 def test_a_stop_string_ends_the_text_before_it(client: openai.OpenAI, reference: Engine) -> None:
@@ -199,7 +197,7 @@ def test_models_are_the_base_model_and_its_adapters(client: openai.OpenAI) -> No
     assert client.models.retrieve("a9").id == "a9"
 
 
-def test_errors_are_those_that_the_client_knows(client: openai.OpenAI, server: Live) -> None:
+def test_errors_map_to_the_clients_exceptions(client: openai.OpenAI, server: Live) -> None:
     with pytest.raises(openai.NotFoundError) as unknown:
         client.completions.create(model="a99", prompt="x")
     assert (unknown.value.code, unknown.value.param) == ("model_not_found", "model")
@@ -213,9 +211,7 @@ def test_errors_are_those_that_the_client_knows(client: openai.OpenAI, server: L
         stranger.models.list()
 
 
-def test_two_hundred_streams_over_sixteen_adapters_on_four_slots_all_get_their_own_tokens(
-    server: Live, reference: Engine
-) -> None:
+def test_two_hundred_streams_over_sixteen_adapters_on_four_slots(server: Live, reference: Engine) -> None:
     prompts = {name: [*range(at, at + 5 + at % 7)] for at, name in enumerate(ADAPTERS)}
     done = reference.generate(list(prompts.values()), list(prompts), max_tokens=16)
     expected = {name: list(answer.token_ids) for name, answer in zip(prompts, done, strict=True)}

@@ -1,4 +1,4 @@
-"""`capplan serve`: what its flags mean, and the process from its first line to its end."""
+"""`capplan serve`: flags, and the process."""
 
 import json
 import signal
@@ -71,16 +71,14 @@ def test_the_key_can_come_from_the_environment(
     assert [instance.server.api_key for instance in started] == ["secret", None]
 
 
-def test_a_root_makes_room_for_adapters_to_come(
-    run: Run, started: list[InstanceConfig], tmp_path: Path
-) -> None:
+def test_lora_root_allows_further_adapters(run: Run, started: list[InstanceConfig], tmp_path: Path) -> None:
     run("serve", "--model", "tiny-llama", "--lora-root", tmp_path)
     engine = started[0].engine
     assert engine["max_adapters"] > 100
     assert engine["max_lora_rank"] == 16
 
 
-def test_an_open_door_is_pointed_out(run: Run, started: list[InstanceConfig]) -> None:
+def test_a_public_host_without_a_key_is_warned_about(run: Run, started: list[InstanceConfig]) -> None:
     everywhere = ("serve", "--model", "tiny-llama", "--host", "0.0.0.0")
     assert "--api-key" in run(*everywhere).stderr
     assert "--api-key" not in run(*everywhere, "--api-key", "x").stderr
@@ -108,11 +106,11 @@ def test_an_open_door_is_pointed_out(run: Run, started: list[InstanceConfig]) ->
         ("--model tiny-llama --records no-such-folder/x.parquet", "no-such-folder"),
     ],
 )
-def test_what_is_wrong_is_said_in_one_line(run: Run, flags: str, message: str) -> None:
+def test_invalid_flags_are_one_line_errors(run: Run, flags: str, message: str) -> None:
     assert message in error_line(run("serve", "--port", 0, *flags.split()))
 
 
-def test_without_the_extra_there_is_one_clear_line(run: Run, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_missing_extra_is_a_one_line_error(run: Run, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(options, "find_spec", lambda name: None if name == "fastapi" else object())
     line = error_line(run("serve", "--model", "tiny-llama"))
     assert "pip install 'capplan[engine]'" in line
@@ -120,7 +118,7 @@ def test_without_the_extra_there_is_one_clear_line(run: Run, monkeypatch: pytest
 
 
 class Process:
-    """A server of its own."""
+    """A server process."""
 
     def __init__(self, *flags: object) -> None:
         arguments = command(["serve", "--model", "tiny-llama", "--port", 0, "--json", *flags])
@@ -153,7 +151,7 @@ def server_process(tmp_path: Path) -> Iterator[Process]:
     process.process.communicate()
 
 
-def test_a_process_serves_drains_and_leaves_its_records(server_process: Process, tmp_path: Path) -> None:
+def test_a_process_serves_drains_and_writes_its_records(server_process: Process, tmp_path: Path) -> None:
     assert server_process.facts["model"] == "tiny-llama"
     assert server_process.facts["adapters"] == 2
     assert b"[DONE]" in server_process.stream(model="b", max_tokens=3).read()
@@ -174,8 +172,8 @@ def test_a_process_serves_drains_and_leaves_its_records(server_process: Process,
     assert [path.name for path in tmp_path.iterdir()] == ["steps.parquet"]
 
 
-def test_the_module_says_what_it_needs() -> None:
-    """The command's help works without loading what the engine needs."""
+def test_help_works_without_the_extra() -> None:
+    """Help is printed without importing torch."""
     program = (
         "import sys; from typer.testing import CliRunner; from capplan.cli.app import app;"
         "print(CliRunner().invoke(app, ['serve', '--help']).exit_code, 'torch' in sys.modules)"

@@ -1,4 +1,4 @@
-"""Conversations take the form that the model's own tokens call for."""
+"""Chat templates: of the model folder, or chosen by special tokens."""
 
 import contextlib
 import http.client
@@ -38,7 +38,7 @@ PLAIN = "system: Be brief.\nuser: Who are you?\nassistant: \nassistant:"
 
 
 def byte_level(mark: str) -> HfTokenizer:
-    """Return a tokenizer of bytes, 0 to 255, and one mark."""
+    """Return a byte tokenizer with one special token."""
     alphabet = {letter: at for at, letter in enumerate(sorted(pre_tokenizers.ByteLevel.alphabet()))}
     tokenizer = HfTokenizer(models.BPE(vocab=alphabet, merges=[]))
     tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
@@ -49,7 +49,7 @@ def byte_level(mark: str) -> HfTokenizer:
 @pytest.mark.parametrize(
     ("mark", "form"), [("<|im_start|>", CHATML), ("<|start_header_id|>", LLAMA3), ("<other>", PLAIN)]
 )
-def test_the_tokens_of_a_model_tell_its_form(tmp_path: Path, mark: str, form: str) -> None:
+def test_the_template_is_chosen_by_the_tokens_of_the_model(tmp_path: Path, mark: str, form: str) -> None:
     byte_level(mark).save(str(tmp_path / "tokenizer.json"))
     found = chat_template(FileTokenizer(tmp_path / "tokenizer.json"), tmp_path)
     assert found.render(TALK) == form
@@ -57,11 +57,11 @@ def test_the_tokens_of_a_model_tell_its_form(tmp_path: Path, mark: str, form: st
 
 
 @pytest.mark.parametrize("vocab_size", [100, 300])
-def test_a_model_without_a_tokenizer_gets_plain_lines(vocab_size: int) -> None:
+def test_a_model_without_a_tokenizer_uses_plain_lines(vocab_size: int) -> None:
     assert chat_template(ByteTokenizer(vocab_size)).render(TALK) == PLAIN
 
 
-# What the templates of common models make use of: marks, loop controls, namespaces, slices, JSON, refusals.
+# Features used by templates of common models.
 OWN = """
 {%- set seen = namespace(system='none') -%}
 {{- bos_token }}
@@ -92,7 +92,7 @@ def folder_with(tmp_path: Path, template: object, *, file: str = "") -> Path:
 
 
 @pytest.mark.parametrize("kind", ["text", "named", "file"])
-def test_the_template_of_the_model_comes_first(tmp_path: Path, kind: str) -> None:
+def test_the_template_of_the_folder_takes_precedence(tmp_path: Path, kind: str) -> None:
     named = [{"name": "rag", "template": "no"}, {"name": "default", "template": OWN}]
     file = "chat_template.jinja" if kind == "file" else ""
     folder = folder_with(tmp_path, named if kind == "named" else OWN, file=file)
@@ -101,7 +101,7 @@ def test_the_template_of_the_model_comes_first(tmp_path: Path, kind: str) -> Non
     assert not found.adds_special  # they are in the text
 
 
-def test_it_reads_as_transformers_would_have_it(tmp_path: Path) -> None:
+def test_rendering_equals_transformers(tmp_path: Path) -> None:
     jinja = pytest.importorskip("transformers.utils.chat_template_utils")
     talk = [{"role": message.role, "content": message.text()} for message in TALK]
     (theirs,), _ = jinja.render_jinja_template(
@@ -120,13 +120,13 @@ def test_it_reads_as_transformers_would_have_it(tmp_path: Path) -> None:
         "{{ messages | length + 'a' }}",
     ],
 )
-def test_a_template_that_refuses_or_oversteps_refuses_the_conversation(tmp_path: Path, template: str) -> None:
+def test_an_error_in_the_template_refuses_the_conversation(tmp_path: Path, template: str) -> None:
     found = chat_template(ByteTokenizer(300), folder_with(tmp_path, template))
     with pytest.raises(InputError, match="the model's chat template refuses the conversation: "):
         found.render(TALK)
 
 
-def test_a_server_adds_no_second_beginning_of_text_and_tells_a_refusal(tmp_path: Path) -> None:
+def test_special_tokens_are_added_once_and_refusals_are_400(tmp_path: Path) -> None:
     tokenizer = byte_level("<s>")
     tokenizer.post_processor = processors.TemplateProcessing(single="<s> $A", special_tokens=[("<s>", 256)])
     tokenizer.save(str(tmp_path / "tokenizer.json"))
@@ -136,17 +136,17 @@ def test_a_server_adds_no_second_beginning_of_text_and_tells_a_refusal(tmp_path:
     engine.folder = folder_with(tmp_path, refusal + "{{ bos_token + messages[0].content }}")
     server = Live(engine, {})
     try:
-        said = {role: chat(server, role) for role in ("user", "assistant")}
+        responses = {role: chat(server, role) for role in ("user", "assistant")}
     finally:
         server.close()
-    assert said["user"][1]["usage"]["prompt_tokens"] == 1 + len("Hello")
-    status, answer = said["assistant"]
+    assert responses["user"][1]["usage"]["prompt_tokens"] == 1 + len("Hello")
+    status, answer = responses["assistant"]
     assert (status, answer["error"]["param"]) == (400, "messages")
     assert "users begin" in answer["error"]["message"]
 
 
 def chat(server: Live, role: str) -> tuple[int, dict[str, Any]]:
-    """Return status and answer of a conversation of one turn."""
+    """Return status and response of a conversation of one turn."""
     asked = {"model": "base", "max_tokens": 2, "messages": [{"role": role, "content": "Hello"}]}
     with contextlib.closing(http.client.HTTPConnection(server.url.removeprefix("http://"))) as connection:
         headers = {"Content-Type": "application/json"}
@@ -156,12 +156,12 @@ def chat(server: Live, role: str) -> tuple[int, dict[str, Any]]:
 
 
 @pytest.mark.parametrize("template", ["{% for %}", "{{ 1"])
-def test_a_broken_template_is_told_by_its_file(tmp_path: Path, template: str) -> None:
+def test_a_broken_template_is_reported_with_its_file(tmp_path: Path, template: str) -> None:
     with pytest.raises(InputError, match=r"tokenizer_config\.json"):
         chat_template(ByteTokenizer(300), folder_with(tmp_path, template))
 
 
-def test_a_template_that_is_no_text_is_told_by_its_file(tmp_path: Path) -> None:
+def test_a_binary_template_is_reported_with_its_file(tmp_path: Path) -> None:
     (tmp_path / "chat_template.jinja").write_bytes(b"\xff")
     with pytest.raises(InputError, match=r"chat_template\.jinja"):
         chat_template(ByteTokenizer(300), tmp_path)

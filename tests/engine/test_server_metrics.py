@@ -1,4 +1,4 @@
-"""What a server tells Prometheus, under vLLM's names."""
+"""Prometheus metrics of a server, under vLLM's names."""
 
 import http.client
 import json
@@ -19,7 +19,7 @@ def server() -> Iterator[Live]:
 
 
 def samples(server: Live) -> dict[str, float]:
-    """Return the values of all series by name, labels but for vLLM's usual ones in braces."""
+    """Return the values of all series by name, with labels other than vLLM's usual ones."""
     answer = send(server, "GET", "/metrics")
     assert answer.status == 200
     found: dict[str, float] = {}
@@ -34,7 +34,7 @@ def samples(server: Live) -> dict[str, float]:
     return found
 
 
-def test_counts_are_those_of_the_requests(server: Live) -> None:
+def test_counters_match_the_requests(server: Live) -> None:
     before = samples(server)
     for tokens in (1, 5, 9):
         assert complete(server, prompt=[1, 2, 3], max_tokens=tokens, ignore_eos=True).status == 200
@@ -60,7 +60,7 @@ def test_counts_are_those_of_the_requests(server: Live) -> None:
     assert grown["vllm:e2e_request_latency_seconds_sum"] >= grown["vllm:time_to_first_token_seconds_sum"] > 0
 
 
-def test_an_answer_that_meets_a_stop_string_has_ended_well(server: Live) -> None:
+def test_a_stop_string_counts_as_stop(server: Live) -> None:
     letter = json.loads(complete(server, max_tokens=1).body)["choices"][0]["text"]
     before = samples(server)
     asked = {"max_tokens": 50, "stop": [letter], "return_token_ids": True}
@@ -73,7 +73,7 @@ def test_an_answer_that_meets_a_stop_string_has_ended_well(server: Live) -> None
         assert after[name] - before[name] == count
 
 
-def test_gauges_tell_what_runs_and_what_waits(server: Live) -> None:
+def test_gauges_of_running_and_waiting_requests(server: Live) -> None:
     connection = http.client.HTTPConnection(server.url.removeprefix("http://"), timeout=60)
     asked = {"model": "a", "prompt": [[1, 2]] * 5, "max_tokens": 500, "stream": True}
     connection.request("POST", "/v1/completions", json.dumps(asked), {"Content-Type": "application/json"})
@@ -92,7 +92,7 @@ def test_gauges_tell_what_runs_and_what_waits(server: Live) -> None:
     assert afterwards["vllm:request_success_total{finished_reason=abort}"] == 5
 
 
-def test_buckets_hold_what_lies_up_to_their_bound() -> None:
+def test_buckets_include_their_bound() -> None:
     histogram = Histogram((1.0, 2.0))
     for value in (0.5, 1.0, 1.5, 2.5):
         histogram.observe(value)

@@ -1,4 +1,4 @@
-"""Text that grows token by token is the text of all tokens, and never shows what has to be taken back."""
+"""Incremental detokenization and stop strings."""
 
 from collections.abc import Sequence
 from pathlib import Path
@@ -17,7 +17,7 @@ SAMPLE = "Grüße aus Köln, 東京 and 🙂🙃! It is what it is; the rest is 
 
 @pytest.fixture(scope="module")
 def trained(tmp_path_factory: pytest.TempPathFactory) -> FileTokenizer:
-    """Byte-level BPE with so few merges that characters fall into several tokens."""
+    """Byte-level BPE with few merges: characters consist of several tokens."""
     tokenizer = HfTokenizer(models.BPE())
     tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
     tokenizer.decoder = decoders.ByteLevel()
@@ -43,23 +43,23 @@ def cut(tokens: Sequence[int], sizes: Sequence[int]) -> list[Sequence[int]]:
 
 
 @given(st.lists(st.integers(0, 299)), st.lists(st.integers(1, 5)))
-def test_bytes_stream_into_the_text_of_all(tokens: list[int], sizes: list[int]) -> None:
+def test_streamed_bytes_add_up_to_the_text(tokens: list[int], sizes: list[int]) -> None:
     tokenizer = ByteTokenizer(300)
     assert "".join(streamed(tokenizer, cut(tokens, sizes))) == tokenizer.decode(tokens)
 
 
 @pytest.mark.parametrize("size", [1, 2, 3, 7])
-def test_any_tokenizer_streams_into_the_text_of_all(trained: FileTokenizer, size: int) -> None:
+def test_streamed_tokens_add_up_to_the_text(trained: FileTokenizer, size: int) -> None:
     tokens = trained.encode(SAMPLE * 3)
     parts = [tokens[at : at + size] for at in range(0, len(tokens), size)]
     shown = streamed(trained, parts)
     assert "".join(shown) == SAMPLE * 3
     assert "\N{REPLACEMENT CHARACTER}" not in "".join(shown)
-    assert max(map(len, shown)) <= 10 * size  # it does come as it goes
+    assert max(map(len, shown)) <= 10 * size  # text is not held back
 
 
-def test_what_is_no_character_is_not_waited_for(trained: FileTokenizer) -> None:
-    lonely = trained.encode("ü")[0]  # the first byte of two, or all of it
+def test_invalid_bytes_are_not_held_back_forever(trained: FileTokenizer) -> None:
+    lonely = trained.encode("ü")[0]  # the first byte of two, or both
     [first] = [token for token in range(300) if trained.decode([token]) == "\N{REPLACEMENT CHARACTER}"][:1]
     shown = streamed(trained, [[first]] * 40 + [[lonely]])
     assert sum(map(bool, shown)) > 5
@@ -74,7 +74,7 @@ def test_text_ends_before_the_first_stop_string(text: str, stops: list[str], dat
         more, stop = watch.feed(part)
         shown += more
         if stop is not None:
-            # A string that ends earlier is found earlier, even where another begins before it.
+            # The string that ends first is found first, even if another begins before it.
             assert text[: len(shown) + len(stop)].endswith(stop)
             assert all(other not in shown for other in stops)
             return

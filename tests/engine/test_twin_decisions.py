@@ -1,6 +1,6 @@
-"""The engine's decisions are the twin's, when the twin is told how long the engine's steps and loads took.
+"""The engine and the reference twin take equal decisions, given the measured durations of steps and loads.
 
-The twin here is the readable one, which shares no code with the compiled rules that the engine calls.
+The reference twin shares no code with the compiled rules of the engine.
 """
 
 from collections.abc import Sequence
@@ -30,7 +30,7 @@ MS = 1_000_000
 
 
 def draw(seed: int, rules: str) -> tuple[Engine, list[TimedRequest]]:
-    """Return a random engine, so tight that requests and adapters compete, and requests for it."""
+    """Return a random engine, so small that requests and adapters compete, and its requests."""
     rng = np.random.default_rng(seed)
     adapters = {f"a{i}": int(rng.integers(1, 9)) for i in range(rng.integers(2, 7))}
     a_max = int(rng.integers(1, len(adapters) + 1))
@@ -63,14 +63,14 @@ def draw(seed: int, rules: str) -> tuple[Engine, list[TimedRequest]]:
 
 
 def twin_decisions(engine: Engine, arrivals: Sequence[TimedRequest], stretch: int = 1) -> list[Decision]:
-    """Return what the readable twin decides, under the engine's measured durations, steps stretched."""
+    """Return the reference twin's decisions under the engine's measured durations, steps stretched."""
     limits = engine.core.limits
     twin = ReferenceScheduler(limits, engine.sizes.num_blocks, len(engine.adapters))
     steps_ns = iter([record.duration_ns for record in engine.records])
     assert isinstance(engine.core.loader, VirtualLoader)
     loads_ns = iter(engine.core.loader.durations_ns)
     decisions = []
-    coming: list[tuple[int, int]] = []  # (when, adapter)
+    coming: list[tuple[int, int]] = []  # (time, adapter)
     now_ns = upcoming = copier_free_ns = 0
     while True:
         while upcoming < len(arrivals) and arrivals[upcoming].arrival_ns <= now_ns:
@@ -103,7 +103,7 @@ def twin_decisions(engine: Engine, arrivals: Sequence[TimedRequest], stretch: in
 
 
 @pytest.mark.parametrize("rules", ["vllm-0.8", "vllm-0.11", "vllm-0.32-sync", "capplan"])
-def test_decisions_are_the_twins_under_measured_durations(rules: str) -> None:
+def test_decisions_equal_the_twins_under_measured_durations(rules: str) -> None:
     preemptions = loads = from_disk = chunks = 0
     for seed in range(20 if rules in ("vllm-0.8", "capplan") else 6):
         engine, arrivals = draw(seed, rules)
@@ -116,10 +116,10 @@ def test_decisions_are_the_twins_under_measured_durations(rules: str) -> None:
         loads += sum(len(decision.loads) for decision in engine.core.decisions)
         from_disk += sum(disk for decision in engine.core.decisions for _, disk in decision.loads)
         chunks += sum(record.prefill_tokens < record.prefill_requests * 10 for record in engine.records)
-    assert min(preemptions, loads, from_disk, chunks) > 2  # else the comparison would say little
+    assert min(preemptions, loads, from_disk, chunks) > 2  # otherwise the comparison is weak
 
 
-def test_the_comparison_sees_that_the_twin_was_told_other_durations() -> None:
+def test_other_durations_lead_to_other_decisions() -> None:
     for seed in range(20):
         engine, arrivals = draw(seed, "vllm-0.8")
         engine.core.decisions = []

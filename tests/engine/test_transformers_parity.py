@@ -45,7 +45,7 @@ MODELS: dict[str, tuple[Any, Any]] = {
         llama(attention_bias=True, mlp_bias=True, num_key_value_heads=4, tie_word_embeddings=True),
         {"a": lora(12, 5.0), "b": lora(1)},
     ),
-    "wide": (  # wide enough that its matrices are packed
+    "wide": (  # wide enough for packed matrices
         qwen2(hidden_size=384, intermediate_size=352, initializer_range=0.05),
         {"a": lora(8), "b": lora(16)},
     ),
@@ -104,7 +104,7 @@ def assert_equals(oracle: Oracle, answer: Completion) -> None:
 
 
 @pytest.mark.parametrize(("model_name", "engine_name"), CASES)
-def test_logits_and_tokens_are_those_of_transformers_and_peft(
+def test_logits_and_tokens_equal_transformers_and_peft(
     model_name: str, engine_name: str, oracles: dict[str, Oracle]
 ) -> None:
     oracle = oracles[model_name]
@@ -119,7 +119,7 @@ def test_logits_and_tokens_are_those_of_transformers_and_peft(
         assert sum(answer.preemptions for answer in answers) > 0
 
 
-def test_prompts_that_begin_alike_share_their_beginning(oracles: dict[str, Oracle]) -> None:
+def test_prompts_with_a_common_prefix_share_its_kv(oracles: dict[str, Oracle]) -> None:
     oracle = oracles["qwen2"]
     rng = np.random.default_rng(2)
     beginning = rng.integers(0, 300, 32).tolist()
@@ -132,12 +132,12 @@ def test_prompts_that_begin_alike_share_their_beginning(oracles: dict[str, Oracl
             for answer in engine.generate(prompts, names, max_tokens=12, keep_logits=True):
                 assert_equals(oracle, answer)
             computed.append(sum(record.prefill_tokens for record in engine.records))
-    # Of the prompt that is all beginning, the last block is its own.
+    # A prompt that is only the prefix computes its last block itself.
     assert computed[0] - computed[1] == 3 * 32 - 8
 
 
 @pytest.mark.parametrize("dtype", ["bfloat16", "float16"])
-def test_half_precision_is_near(dtype: str, oracles: dict[str, Oracle]) -> None:
+def test_half_precision_is_close(dtype: str, oracles: dict[str, Oracle]) -> None:
     oracle = oracles["llama"]
     with Engine(oracle.folder, oracle.adapters, dtype=dtype, num_kv_blocks=100) as engine:
         prompts, names = questions(oracle)

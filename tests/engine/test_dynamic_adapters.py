@@ -1,4 +1,4 @@
-"""Adapters added and removed, requests withdrawn, loads that fail: while everything else goes on."""
+"""Adapters added and removed at run time, aborted requests, failed loads."""
 
 import json
 from pathlib import Path
@@ -60,7 +60,7 @@ def submitted(engine: Engine, adapter: str | None, prompt: int = 5, max_tokens: 
 
 
 def run_out(engine: Engine) -> list[Request]:
-    """Step until nothing is left; return the requests in the order of their end."""
+    """Step until all requests have finished; return them in the order of their end."""
     finished = []
     while True:
         step = engine.step()
@@ -88,7 +88,7 @@ def write_adapter(folder: Path, rank: int = 4, seed: int = 0, width: int = 0, **
 
 
 @every_mode
-def test_an_added_adapter_answers_as_one_given_at_the_start(mode: str, tmp_path: Path) -> None:
+def test_an_adapter_added_at_run_time_gives_the_same_output(mode: str, tmp_path: Path) -> None:
     folder = write_adapter(tmp_path / "new")
     with tiny(mode, {"a": 3, "new": folder}) as engine:
         [expected] = engine.generate([[1, 2, 3]], "new", max_tokens=9, ignore_eos=True)
@@ -104,8 +104,8 @@ def test_an_added_adapter_answers_as_one_given_at_the_start(mode: str, tmp_path:
 
 
 @every_mode
-def test_a_number_given_out_again_is_the_new_adapters_alone(mode: str, tmp_path: Path) -> None:
-    """Neither slot, host copy nor cached prefix of the adapter that had it before may show."""
+def test_a_reused_adapter_number_keeps_nothing_of_the_old_adapter(mode: str, tmp_path: Path) -> None:
+    """Slot, host copy and cached prefixes of the old adapter are gone."""
     folders = [write_adapter(tmp_path / str(seed), seed=seed) for seed in range(3)]
     prompt = list(range(20))
     answers = []
@@ -167,7 +167,7 @@ def gone(folder: Path) -> None:
         (gone, "cannot be read"),
     ],
 )
-def test_an_adapter_that_cannot_be_used_is_refused_and_harms_nobody(
+def test_an_unusable_adapter_is_refused_without_side_effects(
     spoil: Any, message: str, tmp_path: Path
 ) -> None:
     folder = write_adapter(tmp_path / "bad")
@@ -184,7 +184,7 @@ def test_an_adapter_that_cannot_be_used_is_refused_and_harms_nobody(
         assert engine.generate([[1]], "bad", max_tokens=2)[0].finish_reason == "length"
 
 
-def test_names_and_numbers_of_adapters_are_bounded() -> None:
+def test_adapter_names_are_unique_and_their_number_is_bounded() -> None:
     with tiny(max_adapters=3) as engine:
         with pytest.raises(InputError, match="no adapter has"):
             engine.add_adapter("a", 4)
@@ -200,10 +200,10 @@ def test_names_and_numbers_of_adapters_are_bounded() -> None:
 
 
 @every_mode
-def test_an_adapter_in_use_stays(mode: str) -> None:
+def test_an_adapter_in_use_cannot_be_removed(mode: str) -> None:
     with tiny(mode) as engine:
         request = submitted(engine, "a")
-        for _ in range(2):  # waiting, then running or on its way
+        for _ in range(2):  # waiting, then running or loading
             with pytest.raises(InputError, match="1 requests of it are in flight"):
                 engine.remove_adapter("a")
             engine.step()
@@ -213,7 +213,7 @@ def test_an_adapter_in_use_stays(mode: str) -> None:
         assert engine.adapters == ("b",)
 
 
-def test_a_request_made_before_its_adapter_was_removed_is_refused() -> None:
+def test_a_request_of_a_removed_adapter_is_refused() -> None:
     with tiny() as engine:
         request = engine.new_request([1], "a", SamplingParams())
         engine.remove_adapter("a")
@@ -223,7 +223,7 @@ def test_a_request_made_before_its_adapter_was_removed_is_refused() -> None:
 
 
 @every_mode
-def test_an_aborted_request_leaves_nothing_behind(mode: str) -> None:
+def test_an_aborted_request_frees_its_resources(mode: str) -> None:
     with tiny(mode, max_num_seqs=2) as engine:
         requests = [submitted(engine, name) for name in ("a", "b", None, "a", "b", "a")]
         for _ in range(3):
@@ -233,7 +233,7 @@ def test_an_aborted_request_leaves_nothing_behind(mode: str) -> None:
             engine.abort(request)
             check_engine(engine)
             assert request.finish_reason == "abort"
-        engine.abort(requests[1])  # a second time does nothing
+        engine.abort(requests[1])  # no effect the second time
         assert run_out(engine) == requests[:1]
         assert len(requests[0].output) == 6
         engine.abort(requests[0])
@@ -242,7 +242,7 @@ def test_an_aborted_request_leaves_nothing_behind(mode: str) -> None:
 
 @every_mode
 @pytest.mark.parametrize("waits", [False, True])
-def test_a_load_that_fails_fails_its_own_requests_only(mode: str, waits: bool, tmp_path: Path) -> None:
+def test_a_failed_load_fails_only_the_requests_of_its_adapter(mode: str, waits: bool, tmp_path: Path) -> None:
     folder = write_adapter(tmp_path / "late")
     with tiny(mode, {"a": 3}) as engine:
         engine.add_adapter("late", folder)
@@ -271,7 +271,7 @@ def test_a_load_that_fails_fails_its_own_requests_only(mode: str, waits: bool, t
         assert answer.token_ids == right.token_ids
 
 
-def test_numbers_that_are_not_finite_fail_the_requests_that_ask_for_them(tmp_path: Path) -> None:
+def test_an_adapter_that_becomes_non_finite_fails_its_requests(tmp_path: Path) -> None:
     folder = write_adapter(tmp_path / "nan")
     file = folder / "adapter_model.safetensors"
     tensors = load_file(file)
@@ -284,7 +284,7 @@ def test_numbers_that_are_not_finite_fail_the_requests_that_ask_for_them(tmp_pat
         assert "finite" in str(answers[0].error)
 
 
-ACTIONS = ("submit", "submit", "submit", "step", "step", "step", "abort", "add", "remove", "break", "mend")
+ACTIONS = ("submit", "submit", "submit", "step", "step", "step", "abort", "add", "remove", "break", "repair")
 
 
 @every_mode
@@ -295,8 +295,8 @@ ACTIONS = ("submit", "submit", "submit", "step", "step", "step", "abort", "add",
     derandomize=True,
 )
 @given(seed=st.integers(0, 2**32 - 1), actions=st.lists(st.sampled_from(ACTIONS), min_size=10, max_size=60))
-def test_whatever_happens_nothing_is_lost(mode: str, seed: int, actions: list[str], tmp_path: Path) -> None:
-    """Random submissions, steps, aborts, adapters added, removed, broken and mended: all ends empty."""
+def test_random_actions_leak_nothing(mode: str, seed: int, actions: list[str], tmp_path: Path) -> None:
+    """Random submissions, steps, aborts, and adapters added, removed, broken and repaired."""
     rng = np.random.default_rng(seed)
     folder = write_adapter(tmp_path / "f")
     content = (folder / "adapter_model.safetensors").read_bytes()
@@ -329,8 +329,8 @@ def test_whatever_happens_nothing_is_lost(mode: str, seed: int, actions: list[st
                         engine.remove_adapter(name)
                 else:
                     engine.remove_adapter(name)
-            elif action in ("break", "mend"):
-                kept = content if action == "mend" else content[:-9]
+            elif action in ("break", "repair"):
+                kept = content if action == "repair" else content[:-9]
                 (folder / "adapter_model.safetensors").write_bytes(kept)
             check_engine(engine)
         ended += run_out(engine)

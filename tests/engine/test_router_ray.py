@@ -1,4 +1,4 @@
-"""The same through Ray actors; `python -m pytest tests/engine/test_cluster_ray.py` where Ray is installed."""
+"""Instances in Ray actors."""
 
 import asyncio
 from typing import Any
@@ -40,11 +40,11 @@ def engines() -> list[psutil.Process]:
     ]
 
 
-def test_an_actor_serves_comes_back_after_a_kill_and_leaves_nothing(launcher: RayLauncher) -> None:
+def test_an_actor_restarts_its_engine_and_leaves_no_process(launcher: RayLauncher) -> None:
     specs = instances_of(tiny_plan(), ServingOptions("tiny-llama", "base"), ["g0"])
-    said: list[str] = []
+    log: list[str] = []
     state = new_router_state(
-        RouterConfig(specs, launcher, ServerSettings("base"), restart_policy=QUICK, log=said.append)
+        RouterConfig(specs, launcher, ServerSettings("base"), restart_policy=QUICK, log=log.append)
     )
 
     async def whole() -> None:
@@ -75,10 +75,10 @@ def test_an_actor_serves_comes_back_after_a_kill_and_leaves_nothing(launcher: Ra
 
     asyncio.run(asyncio.wait_for(whole(), 240))
     assert engines() == []
-    assert said == ["instance g0-1 has ended by SIGKILL", "instance g0-1 is back"]
+    assert log == ["instance g0-1 has ended by SIGKILL", "instance g0-1 is back"]
 
 
-def test_what_an_instance_refuses_is_told(launcher: RayLauncher) -> None:
+def test_a_setting_refused_by_an_instance_is_reported(launcher: RayLauncher) -> None:
     specs = instances_of(tiny_plan(), ServingOptions("tiny-llama", "base", {"max_model_len": 10**6}), ["g0"])
 
     async def launch() -> None:

@@ -1,4 +1,4 @@
-"""The router of a plan before instances without engines: shares, failures, queues, limits."""
+"""Router over fake instances: shares, failures, queues, limits."""
 
 import asyncio
 from collections.abc import Awaitable, Callable
@@ -23,13 +23,13 @@ def run(check: Callable[[Routed], Awaitable[None]], **settings: Any) -> None:
 
 def test_requests_follow_the_shares_of_the_plan() -> None:
     async def check(r: Routed) -> None:
-        answers = await asyncio.gather(*(r.ask("shared") for _ in range(200)))
+        answers = await asyncio.gather(*(r.post("shared") for _ in range(200)))
         assert [status for status, _, _ in answers] == [200] * 200
         got = [body["instance"] for _, body, _ in answers]
         assert abs(got.count("g0-1") - 50) <= 1
-        assert {(await r.ask("a"))[1]["instance"] for _ in range(5)} == {"g0-1"}
-        assert {(await r.ask("b"))[1]["instance"] for _ in range(5)} == {"g1-1"}
-        base = [(await r.ask("base"))[1]["instance"] for _ in range(6)]
+        assert {(await r.post("a"))[1]["instance"] for _ in range(5)} == {"g0-1"}
+        assert {(await r.post("b"))[1]["instance"] for _ in range(5)} == {"g1-1"}
+        base = [(await r.post("base"))[1]["instance"] for _ in range(6)]
         assert base.count("g0-1") == 3
         text = await (await r.client.get("/metrics")).text()
         assert (
@@ -42,32 +42,32 @@ def test_requests_follow_the_shares_of_the_plan() -> None:
     run(check)
 
 
-def test_one_group_alone_gets_everything_of_its_adapters() -> None:
+def test_a_single_group_gets_all_requests_of_its_adapters() -> None:
     async def check(r: Routed) -> None:
-        assert {(await r.ask("shared"))[1]["instance"] for _ in range(4)} == {"g0-1"}
-        assert (await r.ask("b"))[0] == 404
+        assert {(await r.post("shared"))[1]["instance"] for _ in range(4)} == {"g0-1"}
+        assert (await r.post("b"))[0] == 404
 
     run(check, groups=["g0"])
 
 
-def test_streams_pass_through_event_by_event() -> None:
+def test_streams_are_forwarded_in_whole_events() -> None:
     async def check(r: Routed) -> None:
         body = {"model": "a", "prompt": [1], "stream": True}
         async with r.client.post("/v1/completions", json=body) as answer:
             assert answer.headers["content-type"].startswith("text/event-stream")
             assert await answer.content.readuntil(b"\n\n") == b'data: {"n": 1}\n\n'
-            r.launcher["g0-1"].go_on.set()
+            r.launcher["g0-1"].resume.set()
             assert events(await answer.content.read()) == [{"n": 2}, b"[DONE]"]
 
     run(check)
 
 
-def test_a_crash_ends_streams_with_an_error_and_answers_with_a_status_that_may_be_tried_again() -> None:
+def test_a_crash_ends_streams_with_an_error_event_and_other_requests_with_503() -> None:
     async def check(r: Routed) -> None:
         doomed = r.launcher["g0-1"]
         body = {"model": "a", "prompt": [1], "stream": True}
         async with r.client.post("/v1/completions", json=body) as stream:
-            plain = asyncio.ensure_future(r.ask("a", hold=True))
+            plain = asyncio.ensure_future(r.post("a", hold=True))
             await r.until(lambda: doomed.busy == 2)
             await stream.content.readuntil(b"\n\n")
             r.launcher.may_start.clear()
@@ -81,13 +81,13 @@ def test_a_crash_ends_streams_with_an_error_and_answers_with_a_status_that_may_b
     run(check)
 
 
-def test_what_an_instance_cannot_serve_while_it_is_down_goes_to_the_others() -> None:
+def test_requests_go_to_other_holders_while_an_instance_is_down() -> None:
     async def check(r: Routed) -> None:
         r.launcher.may_start.clear()
         await r.launcher["g1-1"].crash()
-        answers = [await r.ask("shared") for _ in range(10)]
+        answers = [await r.post("shared") for _ in range(10)]
         assert {(status, body["instance"]) for status, body, _ in answers} == {(200, "g0-1")}
-        status, body, headers = await r.ask("b")
+        status, body, headers = await r.post("b")
         assert (status, body["error"]["code"]) == (503, "no_instance")
         assert int(headers["Retry-After"]) >= 1
         health = await r.client.get("/health")
@@ -95,60 +95,60 @@ def test_what_an_instance_cannot_serve_while_it_is_down_goes_to_the_others() -> 
         assert (await health.json())["instances"]["g1-1"]["state"] == "down"
         r.launcher.may_start.set()
         await r.until(lambda: r.state.fleet.instances[1].is_up)
-        assert (await r.ask("b"))[0] == 200
+        assert (await r.post("b"))[0] == 200
         assert (await (await r.client.get("/health")).json())["status"] == "ok"
-        got = [(await r.ask("shared"))[1]["instance"] for _ in range(40)]
+        got = [(await r.post("shared"))[1]["instance"] for _ in range(40)]
         assert abs(got.count("g1-1") - 30) <= 1
-        assert r.said == ["instance g1-1 has ended by SIGKILL", "instance g1-1 is back"]
+        assert r.log == ["instance g1-1 has ended by SIGKILL", "instance g1-1 is back"]
 
     run(check)
 
 
-def test_what_an_instance_with_a_broken_engine_refuses_goes_to_the_others() -> None:
+def test_requests_refused_by_a_failed_engine_go_to_other_holders() -> None:
     async def check(r: Routed) -> None:
         r.launcher["g1-1"].failed = True
-        answers = [await r.ask("shared") for _ in range(8)]
+        answers = [await r.post("shared") for _ in range(8)]
         assert {(status, body["instance"]) for status, body, _ in answers} == {(200, "g0-1")}
-        status, body, headers = await r.ask("b")
+        status, body, headers = await r.post("b")
         assert (status, body["error"]["code"]) == (503, "no_instance")
         assert int(headers["Retry-After"]) >= 1
 
     run(check)
 
 
-def test_one_that_takes_no_connections_for_long_is_started_anew() -> None:
+def test_an_instance_that_refuses_connections_is_restarted() -> None:
     async def check(r: Routed) -> None:
         await r.launcher["g0-1"].stop_listening()
         await r.until(lambda: len(r.launcher.lives["g0-1"]) == 2)
         await r.until(lambda: r.state.fleet.instances[0].is_up)
-        assert (await r.ask("a"))[0] == 200
+        assert (await r.post("a"))[0] == 200
 
     run(check, policy=replace(QUICK, most_refused=2))
 
 
-def test_one_that_hangs_is_killed_and_started_anew() -> None:
+def test_a_hanging_instance_is_killed_and_restarted() -> None:
     async def check(r: Routed) -> None:
         hung = r.launcher["g0-1"]
-        waiting = asyncio.ensure_future(r.ask("a", hold=True))
+        waiting = asyncio.ensure_future(r.post("a", hold=True))
         await r.until(lambda: hung.busy == 1)
         hung.hung = True
         assert (await waiting)[0] == 503
         await r.until(lambda: len(r.launcher.lives["g0-1"]) == 2)
         assert hung.stopped_within_s == 0
         await r.until(lambda: r.state.fleet.instances[0].is_up)
-        assert (await r.ask("a"))[0] == 200
+        assert (await r.post("a"))[0] == 200
 
     run(check, policy=replace(QUICK, probe_timeout_s=0.2))
 
 
-def test_restarts_have_a_limit_and_with_no_instance_left_the_router_ends() -> None:
+def test_the_router_exits_when_all_restarts_are_used_up() -> None:
     async def check(r: Routed) -> None:
         r.launcher.is_broken = True
         await r.launcher["g0-1"].crash()
         await r.until(lambda: r.state.fleet.instances[0].state == "failed")
         assert r.state.fleet.instances[0].restarts == 2
-        assert (await r.ask("shared"))[0] == 200
-        assert (await r.ask("a"))[0] == 503
+        assert (await r.post("shared"))[0] == 200
+        assert (await r.post("a"))[0] == 503
         await r.launcher["g1-1"].crash()
         await r.until(r.serving.done)  # type: ignore[attr-defined]
         assert r.state.fleet.failed.is_set()
@@ -156,7 +156,7 @@ def test_restarts_have_a_limit_and_with_no_instance_left_the_router_ends() -> No
     run(check, policy=replace(QUICK, most_restarts=2))
 
 
-def test_a_defect_of_the_supervisor_ends_the_router_and_is_shown() -> None:
+def test_an_exception_of_the_supervisor_ends_the_router_and_is_raised() -> None:
     async def check(r: Routed) -> None:
         async def launch(*_: Any) -> Any:
             raise ZeroDivisionError
@@ -169,16 +169,16 @@ def test_a_defect_of_the_supervisor_ends_the_router_and_is_shown() -> None:
         run(check)
 
 
-def test_draining_finishes_what_runs_and_takes_nothing_new() -> None:
+def test_draining_finishes_running_requests_and_refuses_new_ones() -> None:
     async def check(r: Routed) -> None:
-        plain = asyncio.ensure_future(r.ask("a", hold=True))
+        plain = asyncio.ensure_future(r.post("a", hold=True))
         await r.until(lambda: r.launcher["g0-1"].busy == 1)
         r.router.end()  # type: ignore[attr-defined]
-        status, body, headers = await r.ask("b")
+        status, body, headers = await r.post("b")
         assert (status, body["error"]["code"]) == (503, "shutting_down")
         assert headers["Retry-After"] == "1"
         assert (await r.client.get("/health")).status == 503
-        r.launcher["g0-1"].go_on.set()
+        r.launcher["g0-1"].resume.set()
         assert (await plain)[0] == 200
         await r.serving  # type: ignore[attr-defined]
         assert r.launcher["g0-1"].stopped_within_s == QUICK.stop_grace_s
@@ -186,9 +186,9 @@ def test_draining_finishes_what_runs_and_takes_nothing_new() -> None:
     run(check)
 
 
-def test_draining_ends_when_its_time_is_over() -> None:
+def test_draining_ends_at_its_timeout() -> None:
     async def check(r: Routed) -> None:
-        plain = asyncio.ensure_future(r.ask("a", hold=True))
+        plain = asyncio.ensure_future(r.post("a", hold=True))
         await r.until(lambda: r.launcher["g0-1"].busy == 1)
         r.router.end()  # type: ignore[attr-defined]
         assert (await plain)[0] == 503
@@ -197,26 +197,26 @@ def test_draining_ends_when_its_time_is_over() -> None:
     run(check, drain_timeout_s=0.05)
 
 
-def test_clients_that_leave_free_their_instance() -> None:
+def test_a_disconnect_of_the_client_closes_the_request_at_the_instance() -> None:
     async def check(r: Routed) -> None:
         instance = r.launcher["g0-1"]
         for fields in ({"hold": True}, {"stream": True}):
-            leaving = asyncio.ensure_future(r.ask("a", **fields))
+            leaving = asyncio.ensure_future(r.post("a", **fields))
             await r.until(lambda: instance.busy == 1)
             leaving.cancel()
             await r.until(lambda: r.state.in_flight == 0)
-            instance.go_on.set()
+            instance.resume.set()
             await r.until(lambda: instance.busy == 0)
-            instance.go_on.clear()
+            instance.resume.clear()
 
     run(check)
 
 
-def test_what_is_refused_has_the_form_that_clients_know() -> None:
+def test_refusals_have_the_format_of_openai_errors() -> None:
     async def check(r: Routed) -> None:
-        status, body, headers = await r.ask("a", refuse=True)
+        status, body, headers = await r.post("a", refuse=True)
         assert (status, body["error"]["code"], headers["Retry-After"]) == (429, "full", "7")
-        status, body, _ = await r.ask("nobody")
+        status, body, _ = await r.post("unknown")
         assert (status, body["error"]["code"]) == (404, "model_not_found")
         for wrong in (b"{", b"[]", b'{"prompt": "x"}', b"[" * 100_000):
             async with r.client.post("/v1/completions", data=wrong) as answer:
@@ -229,18 +229,18 @@ def test_what_is_refused_has_the_form_that_clients_know() -> None:
         cards = (await (await r.client.get("/v1/models")).json())["data"]
         assert [card["id"] for card in cards] == ["base", "a", "shared", "b"]
         assert (await (await r.client.get("/v1/models/b")).json())["root"] == "4"
-        assert (await r.client.get("/v1/models/nobody")).status == 404
-        held = [asyncio.ensure_future(r.ask("a", hold=True)) for _ in range(3)]
+        assert (await r.client.get("/v1/models/unknown")).status == 404
+        held = [asyncio.ensure_future(r.post("a", hold=True)) for _ in range(3)]
         await r.until(lambda: r.state.in_flight == 3)
-        status, body, _ = await r.ask("a")
+        status, body, _ = await r.post("a")
         assert (status, body["error"]["code"]) == (429, "queue_full")
-        r.launcher["g0-1"].go_on.set()
+        r.launcher["g0-1"].resume.set()
         assert [answer[0] for answer in await asyncio.gather(*held)] == [200] * 3
 
     run(check, api_key="secret", max_requests=3, max_body_bytes=200_000)
 
 
-def test_quotas_hold_requests_back_and_let_them_go_on_in_order() -> None:
+def test_quotas_delay_requests_and_admit_them_in_order() -> None:
     wrs = Wrs(a=0.4, b=0.6, max_prompt_tokens=100, max_output_tokens=100, max_adapter_bytes=1)
     classes = (QueueClass(upper_wrs=0.25, quota_tokens=50), QueueClass(upper_wrs=None, quota_tokens=200))
     queues = Queues(wrs=wrs, adapter_charge="none", classes=classes)
@@ -250,15 +250,15 @@ def test_quotas_hold_requests_back_and_let_them_go_on_in_order() -> None:
 
         def ask(number: int, tokens: int) -> "asyncio.Future[Any]":
             return asyncio.ensure_future(
-                r.ask("shared", prompt=[number, 0], max_tokens=tokens - 2, hold=True)
+                r.post("shared", prompt=[number, 0], max_tokens=tokens - 2, hold=True)
             )
 
         small = []
-        for number in range(3):  # of 20 tokens each: two fit into the first queue
+        for number in range(3):  # of 20 tokens each; two fit into the quota of the first queue
             small.append(ask(number, 20))
             await r.until(lambda n=number: r.state.in_flight == n + 1)  # type: ignore[misc]
         await r.until(lambda: instance.busy == 2)
-        large = ask(9, 90)  # has tokens of its own
+        large = ask(9, 90)  # in another queue
         await r.until(lambda: instance.busy == 3)
         text = await (await r.client.get("/metrics")).text()
         assert 'capplan:router_requests_queued{group="g0",instance="g0-1"} 1.0' in text
@@ -266,7 +266,7 @@ def test_quotas_hold_requests_back_and_let_them_go_on_in_order() -> None:
         await r.until(lambda: r.state.in_flight == 5)
         small[2].cancel()  # while it waits
         await r.until(lambda: r.state.in_flight == 4)
-        instance.go_on.set()
+        instance.resume.set()
         answers = await asyncio.gather(small[0], small[1], small[3], large)
         assert [status for status, _, _ in answers] == [200] * 4
         assert [body["prompt"][0] for body in instance.bodies] == [0, 1, 9, 3]
@@ -274,14 +274,14 @@ def test_quotas_hold_requests_back_and_let_them_go_on_in_order() -> None:
     run(check, plan=tiny_plan(queues), groups=["g0"])
 
 
-def test_the_queue_before_an_instance_is_bounded_and_ends_with_it() -> None:
+def test_the_queue_of_an_instance_is_bounded_and_fails_with_it() -> None:
     wrs = Wrs(a=0.4, b=0.6, max_prompt_tokens=100, max_output_tokens=100, max_adapter_bytes=1)
     queues = Queues(wrs=wrs, classes=(QueueClass(upper_wrs=None, quota_tokens=1),))
 
     async def check(r: Routed) -> None:
-        held = [asyncio.ensure_future(r.ask("a", hold=True)) for _ in range(5)]
+        held = [asyncio.ensure_future(r.post("a", hold=True)) for _ in range(5)]
         await r.until(lambda: r.state.in_flight == 5 and r.launcher["g0-1"].busy == 1)
-        status, body, headers = await r.ask("a")
+        status, body, headers = await r.post("a")
         assert (status, body["error"]["code"]) == (429, "queue_full")
         assert "Retry-After" in headers
         r.launcher.may_start.clear()

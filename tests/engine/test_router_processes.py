@@ -1,4 +1,4 @@
-"""`capplan serve PLAN` with real engine processes and the tiny model, from the first line to the last."""
+"""`capplan serve PLAN` with real engine processes and the tiny model."""
 
 import json
 import os
@@ -24,7 +24,7 @@ from tests.engine.fake_instances import events, tiny_plan
 
 
 class Served:
-    """A plan that is served by processes of its own."""
+    """A plan served by real processes."""
 
     def __init__(self, folder: Path) -> None:
         tiny_plan().to_json(folder / "plan.json")
@@ -39,10 +39,10 @@ class Served:
         )
         assert self.process.stdout is not None
         line = self.process.stdout.readline()
-        assert line, self.said()
+        assert line, self.log()
         self.url = json.loads(line)["url"]
 
-    def said(self) -> str:
+    def log(self) -> str:
         self.errors.seek(0)
         return self.errors.read()
 
@@ -65,10 +65,10 @@ class Served:
         except HTTPError as error:
             return error.code if "error" in json.loads(error.read()) else -1
 
-    def until_well(self) -> None:
+    def wait_until_healthy(self) -> None:
         end = time.monotonic() + 120
         while self.status("a") != 200 or self.status("b") != 200:
-            assert time.monotonic() < end, self.said()
+            assert time.monotonic() < end, self.log()
             time.sleep(0.2)
 
 
@@ -83,11 +83,11 @@ def served(tmp_path: Path) -> Iterator[Served]:
     psutil.wait_procs(left, 20)
 
 
-def test_a_plan_is_served_through_the_death_of_an_instance_until_it_is_told_to_end(served: Served) -> None:
-    """In one go, as every start takes seconds."""
+def test_a_served_plan_survives_a_killed_instance_and_drains(served: Served) -> None:
+    """One test, because every start takes seconds."""
     check_shares(served)
-    check_that_a_kill_is_outlived(served)
-    check_that_it_drains(served)
+    check_restart_after_kill(served)
+    check_drain(served)
 
 
 def check_shares(served: Served) -> None:
@@ -103,7 +103,7 @@ def check_shares(served: Served) -> None:
     assert done["g0-1"] + done["g1-1"] == 200
 
 
-def check_that_a_kill_is_outlived(served: Served) -> None:
+def check_restart_after_kill(served: Served) -> None:
     assert len(served.instances()) == 2
     streams = {model: [served.open(model, 400, stream=True) for _ in range(4)] for model in ("a", "b")}
     for stream in (*streams["a"], *streams["b"]):
@@ -115,13 +115,13 @@ def check_that_a_kill_is_outlived(served: Served) -> None:
     assert len(hit) == 1
     assert all(end["error"]["code"] == "instance_failed" for end in ends[hit[0]])
     assert served.status("shared") == 200
-    served.until_well()
+    served.wait_until_healthy()
     assert json.loads(served.get("/health"))["status"] == "ok"
     assert len(served.instances()) == 2
-    assert "by SIGKILL" in served.said()
+    assert "by SIGKILL" in served.log()
 
 
-def check_that_it_drains(served: Served) -> None:
+def check_drain(served: Served) -> None:
     instances = served.instances()
     with served.open("a", 300, stream=True) as running:
         running.readline()
@@ -130,11 +130,11 @@ def check_that_it_drains(served: Served) -> None:
         assert events(running.read())[-1] == b"[DONE]"
     assert served.process.wait(60) == 0
     assert [each.pid for each in instances if each.is_running() and each.status() != "zombie"] == []
-    assert "Traceback" not in served.said()
+    assert "Traceback" not in served.log()
 
 
 def test_an_engine_process_does_not_outlive_its_parent() -> None:
-    """However the parent ends, the system closes its end of the pipe."""
+    """The system closes the pipe of a parent that ended in any way."""
     [spec] = instances_of(tiny_plan(), ServingOptions("tiny-llama", "base"), ["g0"])
     read, write = os.pipe()
     child = subprocess.Popen(

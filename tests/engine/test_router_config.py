@@ -1,4 +1,4 @@
-"""What a plan becomes before anything runs: instances, shares, sizes; and what is wrong with it."""
+"""Configuration of instances and router from a plan, and its errors."""
 
 import json
 from collections.abc import Callable
@@ -52,8 +52,8 @@ def test_every_holder_is_within_one_request_of_its_share(
 
 
 @given(st.lists(st.integers(0, 2), max_size=60))
-def test_requests_go_where_the_twin_has_them_go(asked: list[int]) -> None:
-    """Request by request the same instance as in the readable form of the twin's rule."""
+def test_routing_equals_the_twins_reference_router(asked: list[int]) -> None:
+    """Each request goes to the same instance as in the reference implementation."""
     held = [{"x": 0.2, "y": 0.5}, {"x": 0.3, "y": 0.0}, {"x": 0.5, "y": 0.5}]
     shares, twin = WeightedRoundRobin(held), SmoothShares()
     for number, adapter in enumerate(asked):
@@ -64,7 +64,7 @@ def test_requests_go_where_the_twin_has_them_go(asked: list[int]) -> None:
         assert shares.choose(name, lambda _: True) == twin(request, candidates)
 
 
-def test_an_absence_leaves_no_debt() -> None:
+def test_an_unavailable_holder_accumulates_no_credit() -> None:
     shares = WeightedRoundRobin([{"x": 0.5}, {"x": 0.5}])
     assert [shares.choose("x", lambda i: i == 0) for _ in range(50)] == [0] * 50
     back = [shares.choose("x", lambda _: True) for _ in range(10)]
@@ -75,7 +75,7 @@ def test_an_absence_leaves_no_debt() -> None:
     st.sampled_from(["degree2", "degree1", "output_only"]),
     st.lists(st.tuples(st.integers(0, 3), st.integers(1, 300), st.integers(1, 300)), min_size=1),
 )
-def test_sizes_are_those_of_the_planner(form: Any, requests: list[tuple[int, int, int]]) -> None:
+def test_request_sizes_equal_the_planners(form: Any, requests: list[tuple[int, int, int]]) -> None:
     ranks = {"a": 4, "b": 16, "c": 64}
     per_rank = 1000
     weights, tokens = with_base_model(
@@ -88,14 +88,14 @@ def test_sizes_are_those_of_the_planner(form: Any, requests: list[tuple[int, int
     classes = (QueueClass(upper_wrs=0.2, quota_tokens=9), QueueClass(upper_wrs=None, quota_tokens=9))
     queues = SizeQueues(Queues(wrs=wrs, classes=classes), ranks, 2.0, 1)
     names = [None, *ranks]
-    asks = [RequestSize(names[a], p, o) for a, p, o in requests]
+    sized = [RequestSize(names[a], p, o) for a, p, o in requests]
     sizes = request_sizes(wrs, sample)
-    np.testing.assert_allclose([queues.size(ask) for ask in asks], sizes)
-    assert [queues.charge(ask) for ask in asks] == sample.charges("per_request").tolist()
-    assert [queues.queue_of(ask) for ask in asks] == [int(size >= 0.2) for size in sizes]
+    np.testing.assert_allclose([queues.size(each) for each in sized], sizes)
+    assert [queues.charge(each) for each in sized] == sample.charges("per_request").tolist()
+    assert [queues.queue_of(each) for each in sized] == [int(size >= 0.2) for size in sizes]
 
 
-def test_instances_are_told_what_the_plan_says(tmp_path: Path) -> None:
+def test_instances_are_configured_by_the_plan(tmp_path: Path) -> None:
     plan = small_plan()
     (folder := tmp_path / "b").mkdir()
     g0, g1 = plan.groups
@@ -105,8 +105,8 @@ def test_instances_are_told_what_the_plan_says(tmp_path: Path) -> None:
     assert [spec.name for spec in specs] == ["g0-1", "g0-2", "g1-1"]
     assert specs[0].shares == {"a": 0.5, "shared": 0.125}
     assert specs[2].adapters == {"b": str(folder), "shared": 16}
-    told = json.loads(specs[2].message("127.0.0.1", "key"))
-    assert told["engine"] == {
+    message = json.loads(specs[2].message("127.0.0.1", "key"))
+    assert message["engine"] == {
         "rules": "vllm-0.8",
         "max_loras": 2,
         "max_lora_rank": 32,
@@ -115,8 +115,8 @@ def test_instances_are_told_what_the_plan_says(tmp_path: Path) -> None:
         "max_model_len": 512,
         "gpu_memory_utilization": 0.9,
     }
-    assert told["server"]["api_key"] == "key"
-    assert told["server"]["max_requests"] == 264
+    assert message["server"]["api_key"] == "key"
+    assert message["server"]["max_requests"] == 264
 
 
 def test_merged_metrics_keep_families_together() -> None:
@@ -134,7 +134,7 @@ def test_merged_metrics_keep_families_together() -> None:
 
 @pytest.fixture
 def started(monkeypatch: pytest.MonkeyPatch) -> list[RouterConfig]:
-    """Clusters that would have been started."""
+    """Configurations of routers that would have been started."""
     clusters: list[RouterConfig] = []
 
     def start(cluster: RouterConfig, ready: Callable[[str], None]) -> int:
@@ -153,7 +153,7 @@ def plan_file(tmp_path: Path) -> Path:
     return path
 
 
-def test_flags_come_before_the_plan(run: Run, started: list[RouterConfig], plan_file: Path) -> None:
+def test_flags_take_precedence_over_the_plan(run: Run, started: list[RouterConfig], plan_file: Path) -> None:
     flags = "--model tiny-llama --group g1 --rules capplan --max-model-len 256 --max-queue 8 --port 0 --json"
     result = run("serve", plan_file, *flags.split())
     assert result.exit_code == 0, result.output
@@ -171,7 +171,7 @@ def test_flags_come_before_the_plan(run: Run, started: list[RouterConfig], plan_
     assert facts["model"] == tiny_plan().base_model
 
 
-def test_what_the_engine_does_not_follow_is_said(
+def test_unsupported_parts_of_a_plan_are_reported(
     run: Run, started: list[RouterConfig], tmp_path: Path
 ) -> None:
     plan = tiny_plan()
@@ -196,7 +196,7 @@ def test_what_the_engine_does_not_follow_is_said(
         ("b=8 --model tiny-llama", "must be one plan"),
     ],
 )
-def test_what_is_wrong_is_said_in_one_line(run: Run, plan_file: Path, flags: str, message: str) -> None:
+def test_invalid_flags_are_one_line_errors(run: Run, plan_file: Path, flags: str, message: str) -> None:
     result = run("serve", plan_file, "--port", 0, *flags.split())
     lines = [line for line in result.stderr.splitlines() if line.startswith("error: ")]
     assert (result.exit_code, result.stdout, len(lines)) == (2, "", 1), result.output
@@ -216,7 +216,7 @@ def test_what_is_wrong_is_said_in_one_line(run: Run, plan_file: Path, flags: str
         (lambda plan: plan.clear(), "is required"),
     ],
 )
-def test_a_bad_plan_is_refused_in_one_line(
+def test_an_invalid_plan_is_a_one_line_error(
     run: Run, plan_file: Path, change: Callable[[dict[str, Any]], Any], message: str
 ) -> None:
     document = json.loads(plan_file.read_text())
@@ -225,6 +225,6 @@ def test_a_bad_plan_is_refused_in_one_line(
     assert message in error_line(run("serve", plan_file, "--model", "tiny-llama", "--port", 0))
 
 
-def test_no_plan_is_refused_in_one_line(run: Run, tmp_path: Path) -> None:
+def test_a_missing_plan_is_a_one_line_error(run: Run, tmp_path: Path) -> None:
     assert "no-such.json" in error_line(run("serve", tmp_path / "no-such.json", "--model", "tiny-llama"))
     assert "--group" in error_line(run("serve", "--group", "g0", "--model", "tiny-llama"))
