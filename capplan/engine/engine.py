@@ -255,7 +255,7 @@ class Engine:
                 raise RuntimeError("requests wait, but nothing can run")
 
     def wait_for_adapter(self) -> bool:
-        """Wait for a load beside the batch; return False if there is none."""
+        """Wait for a concurrent adapter load; return False if there is none."""
         ready_ns = self.core.loader.next_ns(_LOAD_TIMEOUT_S)
         if ready_ns is None:
             return False

@@ -69,7 +69,7 @@ class ModelInputs(NamedTuple):
 
 
 class _Buffers(NamedTuple):
-    """Output of `_fill_buffers`; `_Counts` tells the used part of each."""
+    """Output of `_fill_buffers`; `_Counts` holds the used part of each."""
 
     columns: NDArray[np.int64]
     """Id, position, page and place of every token, shape (4, tokens)."""

@@ -1,4 +1,4 @@
-"""Options of the reference engine beside its `EngineArgs`, checked before anything is allocated."""
+"""Options of the reference engine in addition to `EngineArgs`."""
 
 from __future__ import annotations
 
@@ -42,7 +42,7 @@ _DEPRECATED: Final = MappingProxyType(
 
 
 class EngineOptions(SpecModel):
-    """Options of the reference engine beside its `EngineArgs`.
+    """Options of the reference engine in addition to `EngineArgs`.
 
     Parameters
     ----------

@@ -73,7 +73,7 @@ def save_model(engine: Engine, folder: Path) -> None:
     from capplan.engine.models.weights import _targets
 
     weights = random_weights(engine.config, torch.float32, torch.device("cpu"))
-    tensors = {name: t.view().clone() for name, t in _targets(engine.config, weights).items()}
+    tensors = {name: t.clone() for name, t in _targets(engine.config, weights).items()}
     save_file(tensors, folder / "model.safetensors")
     config = {
         "model_type": "llama",

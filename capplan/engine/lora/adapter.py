@@ -269,7 +269,7 @@ def _read_config(file: Path) -> dict[str, Any]:
             )
     initial = config.get("init_lora_weights")
     if isinstance(initial, str) and _REPLACES_BASE.fullmatch(initial):
-        rule = "must be converted to plain LoRA: it comes with a base model of its own"
+        rule = "must be converted to plain LoRA: it replaces the weights of the base model"
         raise InputError(rule, initial, f"{file}: init_lora_weights")
     if config.get("bias", "none") != "none":
         raise InputError("must be none", config["bias"], f"{file}: bias")

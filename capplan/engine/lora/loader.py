@@ -1,4 +1,4 @@
-"""Adapter loaders: copies of adapters beside the batch, one after the other."""
+"""Adapter loaders: copies of adapters concurrent with the batch, one at a time."""
 
 from __future__ import annotations
 
@@ -75,7 +75,7 @@ class AdapterLoader(ABC):
 
 
 class ThreadLoader(AdapterLoader):
-    """Loads in a thread of its own, on the wall clock."""
+    """Loads in a thread, on the wall clock."""
 
     def __init__(self, clock: EngineClock) -> None:
         super().__init__(clock)

@@ -154,7 +154,7 @@ class LoRAManager:
     def apply(self, state: State, wait: Callable[[int], object]) -> list[tuple[int, LoadJob]]:
         """Apply the scheduler's evictions, allocate memory for its loads, and return the load jobs.
 
-        A job may run beside the batch: it writes nothing that a batch without its adapter reads.
+        A job may run concurrently with a batch without its adapter: they share no memory.
 
         Parameters
         ----------
@@ -210,7 +210,7 @@ class LoRAManager:
 
 @contextmanager
 def _copy_stream(device: torch.device) -> Iterator[None]:
-    """Run copies on a stream of their own on a GPU, and wait for them."""
+    """Run copies on a separate stream on a GPU, and wait for them."""
     if device.type != "cuda":
         yield
         return

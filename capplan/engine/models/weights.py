@@ -135,7 +135,7 @@ def load_weights(
     Raises
     ------
     InputError
-        If a file cannot be read, or a tensor is missing or has a shape other than in the config.
+        If a file cannot be read, or a tensor is missing or does not have the shape in the config.
     """
     weights = empty_weights(config, dtype, device)
     missing = _targets(config, weights)

@@ -79,7 +79,7 @@ class EngineProcess:
         Parameters
         ----------
         environment
-            Variables beside those of this process.
+            Variables in addition to those of this process.
 
         Raises
         ------

@@ -89,7 +89,7 @@ class RouterState:
             await self.fleet.stop(at_once=False)
 
     def refuse_if_full(self, reading: int = 0) -> None:
-        """Check that a request can be accepted, beside requests whose body is being read.
+        """Check that a request can be accepted, in addition to requests whose body is being read.
 
         Raises
         ------

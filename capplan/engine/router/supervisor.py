@@ -129,7 +129,7 @@ class RestartPolicy:
     stop_grace_s: float = 15.0
 
     def delay_s(self, restarts: int) -> float:
-        """Return the delay before another restart after so many in a row."""
+        """Return the delay before the next restart after this number in a row."""
         return min(self.first_delay_s * 2.0**restarts, self.longest_delay_s)
 
 
@@ -254,7 +254,7 @@ class InstanceSupervisor:
                     await self._disconnect()  # first: its requests fail at once
                     with contextlib.suppress(TimeoutError):
                         await asyncio.wait_for(handle.stop(0), self._policy.stop_grace_s)
-                    return "after it had not answered any more"
+                    return "after it stopped responding"
         finally:
             ended.cancel()
 

@@ -44,7 +44,7 @@ class StepObserver(Protocol):
 
 
 class AsyncEngine:
-    """An engine that steps in a thread of its own. Public methods belong to the event loop.
+    """An engine that steps in its own thread. Public methods belong to the event loop.
 
     Attributes
     ----------

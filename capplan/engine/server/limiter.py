@@ -73,7 +73,7 @@ class RequestLimiter:
     Parameters
     ----------
     refuse
-        Raises if no further generation request is accepted beside a number whose body is being read.
+        Called with the number of requests whose body is being read; raises if no further one is accepted.
     """
 
     def __init__(self, app: ASGIApp, settings: ServerSettings, refuse: Callable[[int], None]) -> None:

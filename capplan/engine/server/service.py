@@ -199,7 +199,7 @@ class Service:
         return adapter_name(model, self.settings.model_name, self.adapters)
 
     def refuse_if_full(self, prompts: int = 1, reading: int = 0) -> None:
-        """Check that further prompts can be accepted, beside requests whose body is being read.
+        """Check that further prompts can be accepted, in addition to requests whose body is being read.
 
         Raises
         ------
