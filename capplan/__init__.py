@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
     from capplan import errors
+    from capplan.cli.report import report
     from capplan.datasets import list_profiles, load_profile
     from capplan.deploy import export
     from capplan.errors import InfeasibleError, InputError
@@ -55,6 +56,7 @@ __all__ = [
     "load_surrogate",
     "load_workload",
     "plan",
+    "report",
     "simulate",
     "simulate_detailed",
     "sweep",
@@ -71,6 +73,7 @@ _HOME = MappingProxyType(
         "Problem": "capplan.planner",
         "explain": "capplan.planner.explain",
         "export": "capplan.deploy",
+        "report": "capplan.cli.report",
         "sweep": "capplan.twin.sweep",
         "Lengths": "capplan.spec",
         "Plan": "capplan.spec",

@@ -37,7 +37,7 @@ def test_the_command_line_reference_explains_every_flag_of_every_command() -> No
     check(typer.main.get_command(app), "capplan")
 
 
-@pytest.mark.parametrize("name", ["WorkloadFile", "Plan"])
+@pytest.mark.parametrize("name", ["WorkloadFile", "Plan", "Profile"])
 def test_every_key_of_a_document_is_described(name: str) -> None:
     import capplan.spec
 

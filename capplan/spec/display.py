@@ -7,6 +7,7 @@ first use, as pandas loads matplotlib.
 from __future__ import annotations
 
 import importlib
+from abc import ABC, abstractmethod
 from collections.abc import Mapping
 from html import escape
 from typing import Any, Final
@@ -19,12 +20,12 @@ def plot(figure: str, result: object) -> Any:
     return getattr(importlib.import_module(_PLOTTING_BACKEND), figure)(result)
 
 
-class Displayed:
+class Displayed(ABC):
     """Mixin of results with a short ``repr`` and a table in notebooks."""
 
+    @abstractmethod
     def display_facts(self) -> Mapping[str, object]:
         """Return the names and values that represent the result."""
-        raise NotImplementedError
 
     def __repr__(self) -> str:
         facts = ", ".join(f"{name}={_text(value)}" for name, value in self.display_facts().items())

@@ -1,4 +1,4 @@
-"""A profile: what is known of a GPU type with one model under one engine version, and how well."""
+"""A profile: fitted models of a GPU type with one base model and engine version, with their errors."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ Count = Annotated[int, Field(ge=1)]
 
 
 class Kernel(StrEnum):
-    """Which rank a LoRA kernel pays for."""
+    """LoRA kernel, by the rank that its time depends on."""
 
     BGMV = "bgmv"
     """Batch size times the largest rank in the batch (Punica, S-LoRA's padded kernel)."""
@@ -27,7 +27,7 @@ class Kernel(StrEnum):
 
 
 class ProvenanceKind(StrEnum):
-    """Where the numbers of a profile come from, best first."""
+    """Source of the numbers of a profile, best first."""
 
     MEASURED = "measured"
     PUBLISHED = "published"
@@ -37,79 +37,83 @@ class ProvenanceKind(StrEnum):
 class ModelArch(SpecModel):
     """A transformer with grouped-query attention and a gated MLP, by the numbers in its ``config.json``."""
 
-    name: str
+    name: str = Field(description="Name of the architecture.")
     hf_ids: Annotated[tuple[str, ...], Field(min_length=1)] = Field(
-        description="Hugging Face ids of models of this shape; a workload's base_model must be among them"
+        description="Hugging Face ids of models of this shape; a workload's base_model must be among them."
     )
-    layers: Count
-    hidden_size: Count
-    heads: Count
-    kv_heads: Count
-    head_dim: Count
-    intermediate_size: Count
-    vocab_size: Count
-    tied_embeddings: bool = False
-    dtype_bytes: Annotated[int, Field(ge=1, le=4)] = 2
+    layers: Count = Field(description="Transformer layers.")
+    hidden_size: Count = Field(description="Width of the residual stream.")
+    heads: Count = Field(description="Query heads.")
+    kv_heads: Count = Field(description="Key and value heads.")
+    head_dim: Count = Field(description="Width of a head.")
+    intermediate_size: Count = Field(description="Width of the MLP.")
+    vocab_size: Count = Field(description="Rows of the embedding.")
+    tied_embeddings: bool = Field(
+        default=False, description="Whether the output head is the embedding, transposed."
+    )
+    dtype_bytes: Annotated[int, Field(ge=1, le=4)] = Field(default=2, description="Bytes of a weight.")
     lora_on_embeddings: bool = Field(
         default=False,
-        description="whether slots hold space for embedding and output head (vLLM: Llama yes, Qwen2 no)",
+        description="Whether slots hold space for embedding and output head (vLLM: Llama yes, Qwen2 no).",
     )
 
 
 class Gpu(SpecModel):
     """A GPU type."""
 
-    name: str
-    memory_bytes: Annotated[int, Field(gt=0)]
+    name: str = Field(description="Name of the GPU type.")
+    memory_bytes: Annotated[int, Field(gt=0)] = Field(description="Memory of one GPU, in bytes.")
 
 
 class ProfileEngine(SpecModel):
     """The engine that was measured."""
 
-    name: str
-    version: str
-    rules: str = Field(description="name of its serving rules, such as vllm-0.8")
-    kernel: Kernel = Field(default=Kernel.VLLM, description="which rank its LoRA kernels pay for")
-    block_size: Count = Field(default=16, description="tokens of one KV block")
+    name: str = Field(description="Name of the engine, such as vllm.")
+    version: str = Field(description="Version of the engine.")
+    rules: str = Field(description="Name of its serving rules, such as vllm-0.8.")
+    kernel: Kernel = Field(default=Kernel.VLLM, description="LoRA kernel, by the rank it depends on.")
+    block_size: Count = Field(default=16, description="Tokens of one KV block.")
     prefix_caching: bool | None = Field(
-        default=None, description="whether it kept KV of shared prompt beginnings; absent: as its rules do"
+        default=None, description="Whether it kept KV of shared prompt beginnings; absent: as its rules do."
     )
     lora_extra_vocab: Annotated[int, Field(ge=0)] = Field(
-        default=0, description="extra vocabulary rows per slot (vLLM up to 0.11: 256)"
+        default=0, description="Extra vocabulary rows per slot (vLLM up to 0.11: 256)."
     )
 
 
 class Coefficient(SpecModel):
     """One fitted number."""
 
-    value: float
-    std_error: Annotated[float | None, Field(ge=0)] = None
+    value: float = Field(description="Fitted value.")
+    std_error: Annotated[float | None, Field(ge=0)] = Field(
+        default=None, description="Standard error; null if not fitted, or at a bound."
+    )
 
 
 class Fit(SpecModel):
-    """How a model was fitted and how well it does."""
+    """Data of a fit, and its errors."""
 
-    source: str = Field(description="what it was fitted on: file and rows")
-    samples: Annotated[int, Field(ge=0)]
-    error_formula: str
-    error: float = Field(description="error on the samples it was fitted on, by that formula")
+    source: str = Field(description="Data of the fit: file and rows.")
+    samples: Annotated[int, Field(ge=0)] = Field(description="Number of samples.")
+    error_formula: str = Field(description="Definition of the error.")
+    error: float = Field(description="Error on the samples of the fit, by that formula.")
     cross_validated_error: float | None = Field(
-        default=None, description="error on samples left out in turn, by the same formula"
+        default=None, description="Error on samples left out in turn, by the same formula."
     )
     max_error: float | None = Field(
-        default=None, description="largest relative error of a sample, in percent"
+        default=None, description="Largest relative error of a sample, in percent."
     )
 
 
 class FittedModel(SpecModel):
     """Coefficients of a named form, the range they were fitted on, and their error."""
 
-    form: str = Field(description="name of the formula")
-    coefficients: dict[str, Coefficient]
+    form: str = Field(description="Name of the formula.")
+    coefficients: dict[str, Coefficient] = Field(description="Coefficients of the formula by name.")
     fitted_range: dict[str, tuple[float, float]] = Field(
-        default_factory=dict, description="smallest and largest value of each input on which the fit rests"
+        default_factory=dict, description="Smallest and largest value of each input in the samples."
     )
-    fit: Fit
+    fit: Fit = Field(description="Data of the fit, and its errors.")
 
     def value(self, name: str) -> float:
         """Return the coefficient `name`."""
@@ -121,34 +125,36 @@ class FittedModel(SpecModel):
 
 
 class Provenance(SpecModel):
-    """Where the numbers of a profile come from."""
+    """Source of the numbers of a profile."""
 
-    kind: ProvenanceKind
-    source: str
-    license: str | None = None
-    command: str = Field(description="the command of this project that made the profile")
-    notes: str = ""
+    kind: ProvenanceKind = Field(description="How the numbers were obtained.")
+    source: str = Field(description="Measurement, publication or datasheet.")
+    license: str | None = Field(default=None, description="Licence of the source.")
+    command: str = Field(description="Command of this project that made the profile.")
+    notes: str = Field(default="", description="Remarks.")
 
 
 class Profile(SpecModel):
-    """All that twin and planner need to know of (GPU type, model, engine version, tensor parallelism)."""
+    """Models of a GPU type with one model, engine version and tensor parallelism, for twin and planner."""
 
-    schema_version: Annotated[int, Field(ge=1, le=1)] = 1
-    name: str
-    gpu: Gpu
-    tp: Count = Field(default=1, description="GPUs that share one copy of the model")
-    model: ModelArch
-    engine: ProfileEngine
-    step_latency: FittedModel = Field(description="milliseconds of one engine step")
-    memory: FittedModel = Field(description="KV tokens beside weights and adapter slots")
-    loading: FittedModel = Field(description="milliseconds until an adapter is on the host and in a slot")
-    host: FittedModel = Field(description="milliseconds a request spends outside engine steps")
+    schema_version: Annotated[int, Field(ge=1, le=1)] = Field(
+        default=1, description="Version of this format."
+    )
+    name: str = Field(description="Name of the profile.")
+    gpu: Gpu = Field(description="GPU type.")
+    tp: Count = Field(default=1, description="GPUs that share one copy of the model.")
+    model: ModelArch = Field(description="Architecture of the base model.")
+    engine: ProfileEngine = Field(description="Serving engine.")
+    step_latency: FittedModel = Field(description="Milliseconds of one engine step.")
+    memory: FittedModel = Field(description="KV tokens beside weights and adapter slots.")
+    loading: FittedModel = Field(description="Milliseconds to load an adapter to the host and to a slot.")
+    host: FittedModel = Field(description="Milliseconds of a request outside engine steps.")
     length_correlation: Annotated[float, Field(gt=-1, lt=1)] = Field(
         default=0.0,
-        description="correlation of prompt and output length (normal scores) in the requests it was measured "
-        "with; taken where a workload does not state its own",
+        description="Correlation of prompt and output length (normal scores) in the requests of the "
+        "measurement; used if a workload does not state its own.",
     )
-    provenance: Provenance
+    provenance: Provenance = Field(description="Source of the numbers.")
 
     def require_model(self, base_model: str) -> None:
         """Check that the profile is for a workload's base model.

@@ -8,10 +8,11 @@ import pandas as pd
 import pytest
 from plotly.graph_objects import Figure
 
-from capplan import SimulationResult, Slo, load_workload, simulate, simulate_detailed
+from capplan import InputError, SimulationResult, Slo, load_workload, report, simulate, simulate_detailed
 from capplan.planner import SolverComparison, SolverResult
 from tests.cli.conftest import ROOT
 from tests.cli.examples import small_plan, write_inputs
+from tests.cli.test_report import parsed
 
 SETTINGS = {"a_max": 4, "s_max": 16, "duration_s": 60.0}
 
@@ -53,6 +54,17 @@ def test_a_simulation_draws_its_latencies(result: SimulationResult) -> None:
     assert [title.text for title in figure.layout.annotations] == ["TTFT", "TPOT", "ITL", "E2E"]
     assert figure.data[0].y[0] == result.ttft_s_mean
     assert result.to_pandas()["completed"] == result.completed
+
+
+def test_results_are_written_as_pages(tmp_path: Path) -> None:
+    report(small_plan(), tmp_path / "plan.html")
+    assert "load / capacity" in parsed((tmp_path / "plan.html").read_text()).text
+    workload = load_workload(write_inputs(tmp_path))
+    details = {4: simulate_detailed(workload, str(workload.profile), **SETTINGS)}
+    report(details, tmp_path / "simulation.html", workload=workload)
+    assert "Over time" in parsed((tmp_path / "simulation.html").read_text()).text
+    with pytest.raises(InputError, match="workload: is required"):
+        report(details, tmp_path / "other.html")
 
 
 def test_a_detailed_simulation_draws_its_course(tmp_path: Path) -> None:
