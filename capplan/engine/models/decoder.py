@@ -14,7 +14,7 @@ from torch.nn import functional
 
 from capplan.engine.input_batch import Decodes, ModelInputs, Prefill
 from capplan.engine.models.config import ModelConfig, Rope
-from capplan.engine.models.weights import LayerWeights, Weights
+from capplan.engine.models.weights import Linear, Weights
 from capplan.engine.pool import KvCache
 
 QKV: Final = 0
@@ -165,33 +165,19 @@ def forward(
     h = norms.norm(x, weights.layers[0].input_norm)
     following = [layer.input_norm for layer in weights.layers[1:]] + [weights.norm]
     for number, (layer, next_norm) in enumerate(zip(weights.layers, following, strict=True)):
-        h = norms.add_norm(x, _attention_block(number, layer, h, attention, adapters), layer.post_norm)
-        h = norms.add_norm(x, _mlp_block(number, layer, h, adapters), next_norm)
+        mixed = attention(number, _linear(layer.qkv, h, adapters, number, QKV))
+        h = norms.add_norm(x, _linear(layer.o, mixed, adapters, number, OUT), layer.post_norm)
+        gate, up = _linear(layer.gate_up, h, adapters, number, GATE_UP).chunk(2, dim=-1)
+        inner = functional.silu(gate).mul_(up)
+        h = norms.add_norm(x, _linear(layer.down, inner, adapters, number, DOWN), next_norm)
     return h
 
 
-def _attention_block(
-    number: int, layer: LayerWeights, h: torch.Tensor, attention: TorchAttention, adapters: LoRALayers | None
+def _linear(
+    linear: Linear, x: torch.Tensor, adapters: LoRALayers | None, layer: int, site: int
 ) -> torch.Tensor:
-    qkv = layer.qkv(h)
+    """Apply a linear map of the base model and its adapters."""
+    out = linear(x)
     if adapters is not None:
-        adapters.add(number, QKV, h, qkv)
-    mixed = attention(number, qkv)
-    out = layer.o(mixed)
-    if adapters is not None:
-        adapters.add(number, OUT, mixed, out)
-    return out
-
-
-def _mlp_block(
-    number: int, layer: LayerWeights, h: torch.Tensor, adapters: LoRALayers | None
-) -> torch.Tensor:
-    gate_up = layer.gate_up(h)
-    if adapters is not None:
-        adapters.add(number, GATE_UP, h, gate_up)
-    gate, up = gate_up.chunk(2, dim=-1)
-    inner = functional.silu(gate).mul_(up)
-    out = layer.down(inner)
-    if adapters is not None:
-        adapters.add(number, DOWN, inner, out)
+        adapters.add(layer, site, x, out)
     return out

@@ -182,14 +182,9 @@ class InstanceClient:
             auto_decompress=False,
         )
 
-    @contextlib.asynccontextmanager
-    async def admitted(self, request: RequestSize) -> AsyncIterator[None]:
+    def admitted(self, request: RequestSize) -> contextlib.AbstractAsyncContextManager[None]:
         """Wait in the queues, if any; see `SizeQueues.admitted`."""
-        if self.queues is None:
-            yield
-            return
-        async with self.queues.admitted(request):
-            yield
+        return contextlib.nullcontext() if self.queues is None else self.queues.admitted(request)
 
     @contextlib.asynccontextmanager
     async def post(self, path: str, body: bytes, content_type: str) -> AsyncIterator[aiohttp.ClientResponse]:

@@ -9,11 +9,10 @@ import secrets
 import time
 from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any, Final, Literal
+from typing import Final, Literal
 
 import aiohttp
 import numpy as np
-from numpy.typing import NDArray
 
 from capplan.engine.router.instance_client import InstanceClient, SizeQueues
 from capplan.engine.router.instances import InstanceSpec
@@ -62,19 +61,13 @@ class WeightedRoundRobin:
         places = [place for place in range(first, last) if available(int(self._placement.instance[place]))]
         if not places:
             return None
-        if len(places) == last - first:
-            place = _by_credit(self._placement, first, last, self._credit)
-        else:
-            place = places[self._choose_among(np.array(places))]
-        return int(self._placement.instance[place])
-
-    def _choose_among(self, places: NDArray[Any]) -> int:
-        """Return the index of the chosen one of some places of an adapter."""
-        parts = _placement([[(int(self._placement.instance[p]), self._placement.share[p]) for p in places]])
-        credit = self._credit[places]
-        chosen = _by_credit(parts, 0, places.size, credit)
+        share, credit = self._placement.share[places], self._credit[places]
+        if len(places) < last - first:
+            total = share.sum()
+            share = share / total if total > 0 else np.full(share.size, 1.0 / share.size)
+        chosen = _by_credit(self._placement._replace(share=share), 0, share.size, credit)
         self._credit[places] = credit
-        return chosen
+        return int(self._placement.instance[places[chosen]])
 
     def _range(self, adapter: str | None) -> tuple[int, int]:
         number = self._number[adapter]

@@ -96,22 +96,19 @@ def adapter_name(model: str, base: str, adapters: Container[str]) -> str | None:
 
 def add_error_handlers(app: FastAPI) -> None:
     """Send every error of an application in OpenAI's form."""
-    app.add_exception_handler(HTTPException, _http_error)
-    app.add_exception_handler(RequestValidationError, _validation_error)
-    app.add_exception_handler(Exception, _internal_error)
 
+    @app.exception_handler(HTTPException)
+    async def http_error(_: Request, error: HTTPException) -> Response:
+        api_error = error if isinstance(error, ApiError) else ApiError(error.status_code, error.detail)
+        return api_error.response()
 
-async def _http_error(_: Request, error: Exception) -> Response:
-    if isinstance(error, ApiError):
-        return error.response()
-    status = error.status_code if isinstance(error, HTTPException) else 500
-    detail = error.detail if isinstance(error, HTTPException) else str(error)
-    return ApiError(status, detail).response()
+    @app.exception_handler(RequestValidationError)
+    async def validation_error(_: Request, error: RequestValidationError) -> Response:
+        return _first_problem(error.errors()[0]).response()
 
-
-async def _validation_error(_: Request, error: Exception) -> Response:
-    problems = error.errors() if isinstance(error, RequestValidationError) else []
-    return _first_problem(problems[0] if problems else {}).response()
+    @app.exception_handler(Exception)
+    async def internal_error(_: Request, __: Exception) -> Response:
+        return ApiError(500, "The server made a mistake").response()
 
 
 def _first_problem(problem: Mapping[str, Any]) -> ApiError:
@@ -125,10 +122,6 @@ def _first_problem(problem: Mapping[str, Any]) -> ApiError:
     place = ".".join(where) or param
     message = str(problem.get("msg", "is not valid")).removeprefix("Value error, ")
     return ApiError(400, f"{place}: {message}" if place else message, param)
-
-
-async def _internal_error(_: Request, __: Exception) -> Response:
-    return ApiError(500, "The server made a mistake").response()
 
 
 def error_code(body: bytes) -> str | None:

@@ -44,6 +44,8 @@ class ResponseFormat(ABC):
     kind: str
     chunk_kind: str
     prefix: str
+    text_field: str
+    """JSON of a chunk's text, with a placeholder for the quoted text."""
 
     def __init__(self, model: str, tokenizer: Tokenizer, with_usage: bool, with_tokens: bool) -> None:
         self._tokenizer = tokenizer
@@ -65,9 +67,9 @@ class ResponseFormat(ABC):
     def opening(self, states: Sequence[RequestState]) -> bytes:
         """Return the events before the first token."""
 
-    @abstractmethod
     def event(self, output: RequestOutput) -> bytes:
         """Return the event of an output."""
+        return self._event(output, self.text_field % _quoted(output.text))
 
     def closing(self, states: Sequence[RequestState]) -> bytes:
         """Return the events after the last token."""
@@ -126,6 +128,7 @@ class CompletionFormat(ResponseFormat):
 
     kind = chunk_kind = "text_completion"
     prefix = "cmpl"
+    text_field = '"text":%s'
 
     def opening(self, states: Sequence[RequestState]) -> bytes:
         """Return the prompts' token ids if requested."""
@@ -136,10 +139,6 @@ class CompletionFormat(ResponseFormat):
             prompt = _dumps({"text": "", "prompt_token_ids": list(state.prompt)})[1:-1]
             events.append(f"{self._before}{state.index},{prompt}{self._after}".encode())
         return b"".join(events)
-
-    def event(self, output: RequestOutput) -> bytes:
-        """Return the event of an output."""
-        return self._event(output, f'"text":{_quoted(output.text)}')
 
     def _content(self, text: str) -> dict[str, Any]:
         return {"text": text}
@@ -171,15 +170,12 @@ class ChatFormat(ResponseFormat):
     kind = "chat.completion"
     chunk_kind = "chat.completion.chunk"
     prefix = "chatcmpl"
+    text_field = '"delta":{"content":%s}'
 
     def opening(self, states: Sequence[RequestState]) -> bytes:
         """Return the role of every choice."""
         role = '"delta":{"role":"assistant","content":""}'
         return b"".join([self._event(RequestOutput(state), role) for state in states])
-
-    def event(self, output: RequestOutput) -> bytes:
-        """Return the event of an output."""
-        return self._event(output, f'"delta":{{"content":{_quoted(output.text)}}}')
 
     def _content(self, text: str) -> dict[str, Any]:
         return {"message": {"role": "assistant", "content": text, "refusal": None}}
