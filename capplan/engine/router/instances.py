@@ -87,9 +87,10 @@ def instances_of(plan: Plan, serving: ServingOptions, groups: Sequence[str] = ()
 
 def unused_parts(plan: Plan) -> tuple[str, ...]:
     """Return the settings of a plan that the engine does not support, a line each."""
-    policies = sorted({group.cache.policy for group in plan.groups if group.cache is not None})
-    lines = [f"cache policy {policy}: the engine evicts the least recently used" for policy in policies]
-    return tuple(line for line in lines if not line.startswith("cache policy lru"))
+    policies = {group.cache.policy for group in plan.groups if group.cache is not None} - {"lru"}
+    return tuple(
+        f"cache policy {policy}: the engine evicts the least recently used" for policy in sorted(policies)
+    )
 
 
 def _of_group(plan: Plan, group: Group, serving: ServingOptions) -> list[InstanceSpec]:
