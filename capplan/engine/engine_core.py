@@ -142,9 +142,9 @@ class EngineCore:
         errors = self.loads.run(timer)
         if tokens == 0:
             return StepOutput(None, [], failed) if failed else None
-        emitted, unsound = self._execute(output.requests, errors, timer)
+        emitted, non_finite = self._execute(output.requests, errors, timer)
         commit(self.state, self.limits)
-        finished = failed + self._finish(emitted, unsound, errors)
+        finished = failed + self._finish(emitted, non_finite, errors)
         timer.lap("commit")
         self.clock.step(timer.total_ns)
         end_ns = self.clock.now_ns()
@@ -204,24 +204,24 @@ class EngineCore:
         if self._device.type == "cuda":
             torch.cuda.synchronize(self._device)  # otherwise the model's time counts as the sampler's
         timer.lap("forward")
-        tokens, sound = sample(logits, requests)
+        tokens, finite = sample(logits, requests)
         self._token_ids[inputs.rows, inputs.next_positions] = tokens
-        unsound = [requests[i] for i in np.flatnonzero(~sound).tolist()]
-        if errors or unsound:
+        non_finite = [requests[i] for i in np.flatnonzero(~finite).tolist()]
+        if errors or non_finite:
             # Tokens computed with an adapter that failed to load are invalid; other requests' are not.
-            good = [i for i, request in enumerate(requests) if sound[i] and request.adapter not in errors]
+            good = [i for i, request in enumerate(requests) if finite[i] and request.adapter not in errors]
             requests, tokens = [requests[i] for i in good], tokens[good]
         for request, token in zip(requests, tokens.tolist(), strict=True):
             request.output.append(token)
         timer.lap("sample")
-        return requests, unsound
+        return requests, non_finite
 
     def _finish(
-        self, emitted: list[Request], unsound: list[Request], errors: Mapping[int, str]
+        self, emitted: list[Request], non_finite: list[Request], errors: Mapping[int, str]
     ) -> list[Request]:
         """Return the requests that ended in the step: by length, by a stop token, or with an error."""
         finished = self._release_finished()
-        for request in unsound:
+        for request in non_finite:
             if request.finish_reason is None:
                 self._end_early(request, "error")
                 finished.append(request)

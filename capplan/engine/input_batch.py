@@ -53,8 +53,8 @@ class ModelInputs(NamedTuple):
     positions: torch.Tensor
     pages: torch.Tensor
     """Page of each token's keys and values."""
-    places: torch.Tensor
-    """Place of each token in its page."""
+    offsets: torch.Tensor
+    """Offset of each token in its page."""
     new_pages: torch.Tensor
     """Pages taken for this step."""
     decodes: Decodes | None
@@ -72,7 +72,7 @@ class _Buffers(NamedTuple):
     """Output of `_fill_buffers`; `_Counts` holds the used part of each."""
 
     columns: NDArray[np.int64]
-    """Id, position, page and place of every token, shape (4, tokens)."""
+    """Id, position, page and offset of every token, shape (4, tokens)."""
     decodes: NDArray[np.int64]
     """Token index and context of each decode, shape (2, requests)."""
     pages: NDArray[np.int64]
@@ -144,7 +144,7 @@ class InputBatch:
     def prepare_inputs(self, scheduled: ScheduledRequests) -> ModelInputs:
         """Take the pages of a step with at least one request and return its inputs."""
         blocks, buffers, device = self._blocks, self._buffers, self._device
-        blocks.take(scheduled)
+        blocks.allocate(scheduled)
         lines = scheduled[blocks.line]
         n = _fill_buffers(
             scheduled, lines, self._token_ids, blocks.table, blocks.shift, self._block_size, buffers
@@ -154,7 +154,7 @@ class InputBatch:
         def on_device(tensor: torch.Tensor) -> torch.Tensor:
             return tensor if device.type == "cpu" else tensor.to(device, non_blocking=True)
 
-        tokens, positions, page, place = on_device(columns[:, : n.tokens]).unbind(0)
+        tokens, positions, page, offset = on_device(columns[:, : n.tokens]).unbind(0)
         decode_inputs = None
         if n.decodes:
             at, context = on_device(decodes[:, : n.decodes]).unbind(0)
@@ -164,7 +164,7 @@ class InputBatch:
             tokens=tokens,
             positions=positions,
             pages=page,
-            places=place,
+            offsets=offset,
             new_pages=on_device(fresh[: n.fresh]),
             decodes=decode_inputs,
             prefills=tuple(self._prefill(*span) for span in buffers.prefills[: n.prefills].tolist()),

@@ -176,7 +176,7 @@ class DecodeGraphs:
             tokens=filled(0, size),
             positions=filled(0, size),
             pages=filled(self._dump_page, size),
-            places=filled(0, size),
+            offsets=filled(0, size),
             new_pages=filled(0, 0),
             decodes=decodes,
             prefills=(),
@@ -195,7 +195,7 @@ class DecodeGraphs:
             (static.inputs.tokens, inputs.tokens, 0),
             (static.inputs.positions, inputs.positions, 0),
             (static.inputs.pages, inputs.pages, self._dump_page),
-            (static.inputs.places, inputs.places, 0),
+            (static.inputs.offsets, inputs.offsets, 0),
             (static.decodes.context, inputs.decodes.context, 1),
         ):
             own[:requests].copy_(value)
@@ -265,7 +265,7 @@ def lora_factory(
         return lambda inputs: GroupedLoRA(inputs.segments, views)
     if kernel == "padded":
         return lambda inputs: PaddedLoRA(inputs.segments, views, inputs.tokens.device)
-    lora.maintain(tables)
+    lora.set_tables(tables)
     if kernel == "compiled":
         return lambda inputs: CompiledLoRA(
             layout, tables, weights, inputs.segments, inputs.tokens.shape[0], views

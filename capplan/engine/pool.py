@@ -44,7 +44,7 @@ class PagePool:
         """Free pages, the next ones last."""
         return self._stack[: self.free]
 
-    def take(self, count: int) -> NDArray[np.int64]:
+    def allocate(self, count: int) -> NDArray[np.int64]:
         """Take pages with arbitrary contents.
 
         Raises
@@ -57,7 +57,7 @@ class PagePool:
         self.free -= count
         return self._stack[self.free : self.free + count][::-1].copy()
 
-    def give(self, pages: NDArray[np.int64]) -> None:
+    def release(self, pages: NDArray[np.int64]) -> None:
         """Return pages to the pool."""
         self._stack[self.free : self.free + pages.size] = pages
         self.free += pages.size
@@ -96,10 +96,10 @@ class KvCache:
         self._tokens = pool.tensor.view(-1, config.kv_size)
 
     def write(
-        self, layer: int, k: torch.Tensor, v: torch.Tensor, pages: torch.Tensor, places: torch.Tensor
+        self, layer: int, k: torch.Tensor, v: torch.Tensor, pages: torch.Tensor, offsets: torch.Tensor
     ) -> None:
-        """Store keys and values, shape (tokens, heads, head_dim), at places of pages, shape (tokens,)."""
-        first = ((pages * self.layers + layer) * 2) * self.block_size + places
+        """Store keys and values, shape (tokens, heads, head_dim), at offsets in pages, shape (tokens,)."""
+        first = ((pages * self.layers + layer) * 2) * self.block_size + offsets
         self._tokens.index_copy_(0, first, k.reshape(k.shape[0], -1))
         self._tokens.index_copy_(0, first + self.block_size, v.reshape(v.shape[0], -1))
 
@@ -130,11 +130,11 @@ class NamedBlocks:
         self.pool = pool
         self.table: NDArray[np.int64] = state.pool.table
         self._holders = state.pool.blocks.holders
-        self._reserved = pool.take(num_blocks)
+        self._reserved = pool.allocate(num_blocks)
         if self._reserved.min(initial=1) != 1 or self._reserved.max(initial=num_blocks) != num_blocks:
             raise RuntimeError("the pool has handed out pages before the KV cache was set up")
 
-    def take(self, scheduled: ScheduledRequests) -> None:
+    def allocate(self, scheduled: ScheduledRequests) -> None:
         """Do nothing: the scheduler has assigned the blocks."""
 
     def release(self, rows: NDArray[np.int64]) -> None:
@@ -167,7 +167,7 @@ class CountedBlocks:
         self._held = np.zeros(rows, np.int64)
         self._block_size = block_size
 
-    def take(self, scheduled: ScheduledRequests) -> None:
+    def allocate(self, scheduled: ScheduledRequests) -> None:
         """Take the pages that the scheduled tokens need."""
         rows = scheduled["row"]
         needed = -(-(scheduled["computed"] + scheduled["tokens"]) // self._block_size)
@@ -176,13 +176,15 @@ class CountedBlocks:
         if total:
             ends = np.cumsum(more)
             within = np.arange(total) - np.repeat(ends - more, more)
-            self.table[np.repeat(rows, more), np.repeat(needed - more, more) + within] = self.pool.take(total)
+            self.table[np.repeat(rows, more), np.repeat(needed - more, more) + within] = self.pool.allocate(
+                total
+            )
             self._held[rows] = needed
 
     def release(self, rows: NDArray[np.int64]) -> None:
         """Return the pages of rows to the pool."""
         for row in rows:
-            self.pool.give(self.table[row, : self._held[row]])
+            self.pool.release(self.table[row, : self._held[row]])
             self._held[row] = 0
 
     def owned(self) -> NDArray[np.int64]:

@@ -26,11 +26,11 @@ def sample(logits: torch.Tensor, requests: Sequence[Request]) -> tuple[NDArray[n
     -------
     tokens : ndarray
         Shape (requests,).
-    sound : ndarray of bool
+    finite : ndarray of bool
         Whether each request has a token: its logits are finite.
     """
-    tokens, sound = _argmax(logits)
-    special = [i for i, request in enumerate(requests) if not request.greedy and sound[i]]
+    tokens, finite = _argmax(logits)
+    special = [i for i, request in enumerate(requests) if not request.greedy and finite[i]]
     if special:
         sampled = [requests[i] for i in special]
         chosen = logits[special].float()
@@ -39,7 +39,7 @@ def sample(logits: torch.Tensor, requests: Sequence[Request]) -> tuple[NDArray[n
             at = np.array(special)[drawn]
             tokens[at] = _draw(chosen[drawn], [sampled[i] for i in drawn])
         _report(chosen, sampled, tokens[special].tolist())
-    return tokens, sound
+    return tokens, finite
 
 
 def _argmax(logits: torch.Tensor) -> tuple[NDArray[np.int64], NDArray[np.bool_]]:
@@ -49,8 +49,8 @@ def _argmax(logits: torch.Tensor) -> tuple[NDArray[np.int64], NDArray[np.bool_]]
         tokens: NDArray[np.int64] = values.argmax(axis=1)
         return tokens, np.isfinite(values[np.arange(tokens.size), tokens])
     likeliest = logits.argmax(dim=1, keepdim=True)
-    sound = logits.gather(1, likeliest).isfinite()
-    return likeliest[:, 0].numpy(force=True), sound[:, 0].numpy(force=True)
+    finite = logits.gather(1, likeliest).isfinite()
+    return likeliest[:, 0].numpy(force=True), finite[:, 0].numpy(force=True)
 
 
 def _draw(logits: torch.Tensor, requests: Sequence[Request]) -> list[int]:

@@ -70,7 +70,7 @@ def test_decodes_attend_to_their_own_pages_and_new_keys(heads: int, kv_heads: in
     tables = torch.zeros((len(lengths), 131 // block_size + 1), dtype=torch.int64)
     known = []
     for i, length in enumerate(lengths.tolist()):
-        pages = torch.from_numpy(pool.take(-(-length // block_size)))
+        pages = torch.from_numpy(pool.allocate(-(-length // block_size)))
         tables[i, : pages.numel()] = pages
         k, v = torch.randn(2, length - 1, kv_heads, head_dim)
         token = torch.arange(length - 1)

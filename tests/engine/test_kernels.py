@@ -136,7 +136,7 @@ def test_decode_attention_reads_only_the_pages_of_its_request(
     q = torch.randn(len(lengths), heads, head_dim, device=DEVICE).to(dtype)
     right = torch.empty(q.shape, dtype=torch.float64, device=DEVICE)
     for i, length in enumerate(lengths):
-        pages = torch.from_numpy(pool.take(-(-length // block_size))).to(DEVICE)
+        pages = torch.from_numpy(pool.allocate(-(-length // block_size))).to(DEVICE)
         tables[i, : pages.numel()] = pages
         k, v = torch.randn(2, length, kv_heads, head_dim, device=DEVICE).to(dtype)
         token = torch.arange(length, device=DEVICE)

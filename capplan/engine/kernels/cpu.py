@@ -47,17 +47,17 @@ class CompiledAttention(TorchAttention):
     def __init__(self, config: ModelConfig, cache: KvCache, rope: RopeTable, inputs: ModelInputs) -> None:
         super().__init__(config, cache, rope, inputs)
         self._kv: NDArray[np.float32] = cache.pool.tensor.view(-1).numpy()
-        self._places = inputs.pages.numpy(), inputs.places.numpy()
+        self._slots = inputs.pages.numpy(), inputs.offsets.numpy()
         self._cos_sin = self.cos.view(-1, config.head_dim).numpy(), self.sin.view(-1, config.head_dim).numpy()
         most = 0 if inputs.decodes is None else inputs.decodes.pages.shape[1] * cache.block_size
         self._scores = np.empty((self.group, most), np.float32)
 
-    def place(self, layer: int, qkv: torch.Tensor) -> torch.Tensor:
+    def rotate_and_store(self, layer: int, qkv: torch.Tensor) -> torch.Tensor:
         """Rotate queries and keys in place, store keys and values, and return queries."""
         heads = qkv.view(qkv.shape[0], -1, self.cache.head_dim)
         query_heads = heads.shape[1] - 2 * self.cache.kv_heads
         _rotate_and_store(
-            heads.numpy(), *self._cos_sin, self._kv, *self._places, query_heads, layer, self.cache.layers,
+            heads.numpy(), *self._cos_sin, self._kv, *self._slots, query_heads, layer, self.cache.layers,
             self.cache.block_size,
         )  # fmt: skip
         return heads[:, :query_heads]
@@ -80,7 +80,7 @@ def _rotate_and_store(
     sin: NDArray[np.float32],
     kv: NDArray[np.float32],
     pages: NDArray[np.int64],
-    places: NDArray[np.int64],
+    offsets: NDArray[np.int64],
     query_heads: int,
     layer: int,
     layers: int,
@@ -98,7 +98,7 @@ def _rotate_and_store(
                 a, b = low[j], high[j]
                 low[j] = a * c[j] + b * s[j]
                 high[j] = b * c[half + j] + a * s[half + j]
-        first = ((pages[token] * layers + layer) * 2 * block_size + places[token]) * kv_heads * dim
+        first = ((pages[token] * layers + layer) * 2 * block_size + offsets[token]) * kv_heads * dim
         for head in range(kv_heads):
             for side in range(2):
                 at = first + (side * block_size * kv_heads + head) * dim

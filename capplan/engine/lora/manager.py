@@ -147,7 +147,7 @@ class LoRAManager:
             self._views[adapter] = self._placements[adapter].views()
         return self._views[adapter]
 
-    def maintain(self, tables: RowTables) -> None:
+    def set_tables(self, tables: RowTables) -> None:
         """Keep adapter tables up to date from now on."""
         self._tables = tables
 

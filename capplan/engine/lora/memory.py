@@ -197,7 +197,7 @@ class UnifiedPages:
     def place(self, adapter: int, ranks: NDArray[np.int64]) -> AdapterPlacement:
         """Allocate the pages of an adapter; its rows are not copied yet."""
         page, within = self._fill(ranks)
-        pages = self._pages_of[adapter] = self._pool.take(int(page[-1]) + 1 if page.size else 0)
+        pages = self._pages_of[adapter] = self._pool.allocate(int(page[-1]) + 1 if page.size else 0)
         return AdapterPlacement(self._layout, self.storage, ranks, pages[page] * self._page_elements + within)
 
     def clear(self, adapter: int) -> None:
@@ -205,7 +205,7 @@ class UnifiedPages:
 
     def remove(self, adapter: int) -> None:
         """Return the adapter's pages to the pool."""
-        self._pool.give(self._pages_of.pop(adapter))
+        self._pool.release(self._pages_of.pop(adapter))
 
     def pages(self, ranks: NDArray[np.int64]) -> int:
         """Return the number of pages of an adapter."""

@@ -108,7 +108,7 @@ class TorchAttention:
 
         From shape (tokens, query_size + 2 * kv_size) to shape (tokens, query_size).
         """
-        q = self.place(layer, qkv)
+        q = self.rotate_and_store(layer, qkv)
         decodes, prefills = self._inputs.decodes, self._inputs.prefills
         if not prefills and decodes is not None:  # `decodes.at` is 0, 1, 2, ... then
             return self.decode(layer, q, decodes)
@@ -120,12 +120,12 @@ class TorchAttention:
             out[tokens] = self._prefill(layer, q[tokens], prefill)
         return out
 
-    def place(self, layer: int, qkv: torch.Tensor) -> torch.Tensor:
+    def rotate_and_store(self, layer: int, qkv: torch.Tensor) -> torch.Tensor:
         """Rotate queries and keys, store keys and values, and return queries, (tokens, heads, head_dim)."""
         heads = qkv.view(qkv.shape[0], -1, self.cache.head_dim)
         rotated = rotate(heads[:, : self._rotated], self.cos, self.sin)
         keys, values = rotated[:, self._heads :], heads[:, self._rotated :]
-        self.cache.write(layer, keys, values, self._inputs.pages, self._inputs.places)
+        self.cache.write(layer, keys, values, self._inputs.pages, self._inputs.offsets)
         return rotated[:, : self._heads]
 
     def decode(self, layer: int, q: torch.Tensor, decodes: Decodes) -> torch.Tensor:

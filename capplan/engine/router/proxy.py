@@ -5,7 +5,6 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import json
-import time
 from collections import Counter
 from collections.abc import Iterator
 from typing import Any, Final
@@ -16,8 +15,8 @@ from starlette.types import Receive, Scope, Send
 
 from capplan.engine.router.instance_client import InstanceGoneError, QueueFullError, RequestSize
 from capplan.engine.router.supervisor import InstanceFleet, InstanceSupervisor
-from capplan.engine.server.limiter import ServerSettings
-from capplan.engine.server.protocol import ApiError, adapter_name, error_code
+from capplan.engine.server.limiter import ServerSettings, ServerState
+from capplan.engine.server.protocol import ApiError, error_code
 from capplan.engine.tokenizer import Tokenizer
 from capplan.errors import InputError
 
@@ -30,8 +29,8 @@ _RETRIED_CODES: Final = ("engine_failed", "shutting_down")
 """Error codes of an instance that has not started the request."""
 
 
-class RouterState:
-    """Instances behind a router, and counts of its requests.
+class RouterState(ServerState):
+    """State of a router: its instances, and counts of its requests.
 
     Attributes
     ----------
@@ -39,27 +38,20 @@ class RouterState:
         `max_requests` counts requests with any number of prompts.
     tokenizer
         Of the model; None: queues do not use sizes.
-    draining
-        Whether new requests are refused while running ones finish.
     in_flight
         Unanswered requests.
     by_instance
         Requests sent to each instance.
-    refusals
-        Requests refused by the router, by status.
     retries
         Requests sent to another instance because one was gone.
     """
 
     def __init__(self, settings: ServerSettings, fleet: InstanceFleet, tokenizer: Tokenizer | None) -> None:
-        self.settings = settings
+        super().__init__(settings, fleet)
         self.fleet = fleet
         self.tokenizer = tokenizer
-        self.draining = False
-        self.created = int(time.time())
         self.in_flight = 0
         self.by_instance: Counter[str] = Counter()
-        self.refusals: Counter[int] = Counter()
         self.retries = 0
         self._idle = asyncio.Event()
         self._idle.set()
@@ -100,15 +92,6 @@ class RouterState:
             raise self.refusal(503, "The server shuts down", "shutting_down", 1)
         if self.in_flight + reading >= self.settings.max_requests:
             raise self.refusal(429, "The queue is full", "queue_full", QUEUE_FULL_RETRY_S)
-
-    def refusal(self, status: int, message: str, code: str, retry_after_s: int) -> ApiError:
-        """Count a refusal and return its error."""
-        self.refusals[status] += 1
-        return ApiError(status, message, code=code, headers={"Retry-After": str(retry_after_s)})
-
-    def adapter_of(self, model: str) -> str | None:
-        """Return the adapter of a model name; see `adapter_name`."""
-        return adapter_name(model, self.settings.model_name, self.fleet)
 
 
 def parse_body(body: bytes) -> dict[str, Any]:

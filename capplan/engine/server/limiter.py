@@ -1,11 +1,13 @@
-"""Server settings, and checks before a request body is read: key, size, queue length."""
+"""Server settings and state, and checks before a request body is read: key, size, queue length."""
 
 from __future__ import annotations
 
 import asyncio
 import hmac
 import time
-from collections.abc import Callable
+from abc import ABC, abstractmethod
+from collections import Counter
+from collections.abc import Callable, Container
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Final
@@ -13,7 +15,7 @@ from typing import Final
 from starlette.datastructures import Headers
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
-from capplan.engine.server.protocol import ApiError
+from capplan.engine.server.protocol import ApiError, unknown_model
 from capplan.errors import InputError
 
 _GENERATION_PATHS: Final = ("/v1/completions", "/v1/chat/completions")
@@ -65,6 +67,55 @@ class ServerSettings:
             raise InputError("must not be empty", location="served_model_name")
         if self.lora_root is not None and not self.lora_root.is_dir():
             raise InputError("must be a folder", str(self.lora_root), "lora_root")
+
+
+class ServerState(ABC):
+    """State of a server that finishes running requests before it stops.
+
+    Attributes
+    ----------
+    adapters
+        Names of the adapters that are served.
+    draining
+        Whether new requests are refused.
+    refusals
+        Number of refused requests by status.
+    """
+
+    def __init__(self, settings: ServerSettings, adapters: Container[object]) -> None:
+        self.settings = settings
+        self.adapters = adapters
+        self.created = int(time.time())
+        self.draining = False
+        self.refusals: Counter[int] = Counter()
+
+    @property
+    @abstractmethod
+    def failed(self) -> asyncio.Event:
+        """Event after which the server stops."""
+
+    @abstractmethod
+    async def drain(self) -> None:
+        """Wait for running requests; end them after the drain timeout."""
+
+    def adapter_of(self, model: str) -> str | None:
+        """Return the adapter of a model name; None is the base model.
+
+        Raises
+        ------
+        ApiError
+            404 if the model does not exist.
+        """
+        if model == self.settings.model_name:
+            return None
+        if model not in self.adapters:
+            raise unknown_model(model)
+        return model
+
+    def refusal(self, status: int, message: str, code: str, retry_after_s: int) -> ApiError:
+        """Count a refusal and return its error."""
+        self.refusals[status] += 1
+        return ApiError(status, message, code=code, headers={"Retry-After": str(retry_after_s)})
 
 
 class RequestLimiter:

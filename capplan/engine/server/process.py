@@ -13,14 +13,14 @@ import traceback
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any, Final, Protocol
+from typing import Any, Final
 
 import uvicorn
 from fastapi import FastAPI
 
 from capplan.engine.engine import Engine
 from capplan.engine.request import SamplingParams
-from capplan.engine.server.limiter import ServerSettings
+from capplan.engine.server.limiter import ServerSettings, ServerState
 from capplan.engine.server.routes import make_app
 from capplan.engine.server.service import Service
 from capplan.engine.timing import RecordFile
@@ -65,27 +65,6 @@ def url_of(listener: socket.socket) -> str:
     return f"http://[{host}]:{port}" if ":" in host else f"http://{host}:{port}"
 
 
-class Drainable(Protocol):
-    """Application that `DrainingServer` stops.
-
-    Attributes
-    ----------
-    draining
-        Whether new requests are refused.
-    """
-
-    draining: bool
-
-    @property
-    def failed(self) -> asyncio.Event:
-        """Event after which the server stops."""
-        ...
-
-    async def drain(self) -> None:
-        """Wait for running requests, for a limited time."""
-        ...
-
-
 class DrainingServer(uvicorn.Server):
     """uvicorn with a shutdown in two steps.
 
@@ -98,7 +77,7 @@ class DrainingServer(uvicorn.Server):
         Called once the server listens.
     """
 
-    def __init__(self, app: FastAPI, service: Drainable, ready: Callable[[], None]) -> None:
+    def __init__(self, app: FastAPI, state: ServerState, ready: Callable[[], None]) -> None:
         super().__init__(
             uvicorn.Config(
                 app,
@@ -109,7 +88,7 @@ class DrainingServer(uvicorn.Server):
                 timeout_graceful_shutdown=_SHUTDOWN_TIMEOUT_S,
             )
         )
-        self._service = service
+        self._state = state
         self._ready = ready
         self._tasks: list[asyncio.Task[None]] = []
 
@@ -139,18 +118,18 @@ class DrainingServer(uvicorn.Server):
 
     def end(self) -> None:
         """Drain and stop; called again, stop at once."""
-        if self._service.draining:
+        if self._state.draining:
             self.should_exit = self.force_exit = True
         else:
-            self._service.draining = True
+            self._state.draining = True
             self._tasks.append(asyncio.ensure_future(self._drain()))
 
     async def _drain(self) -> None:
-        await self._service.drain()
+        await self._state.drain()
         self.should_exit = True
 
     async def _exit_on_failure(self) -> None:
-        await self._service.failed.wait()
+        await self._state.failed.wait()
         self.should_exit = True
 
 

@@ -7,7 +7,7 @@ that names the nearest known one.
 from __future__ import annotations
 
 import json
-from collections.abc import Container, Mapping
+from collections.abc import Mapping
 from types import MappingProxyType
 from typing import Annotated, Any, Final, Literal, Self, cast
 
@@ -77,21 +77,6 @@ def bad_request(error: InputError) -> ApiError:
 def unknown_model(name: str) -> ApiError:
     """Return the error for a model that is not served."""
     return ApiError(404, f"The model {name!r} does not exist", "model", "model_not_found")
-
-
-def adapter_name(model: str, base: str, adapters: Container[str]) -> str | None:
-    """Return the adapter of a model name; None is the base model.
-
-    Raises
-    ------
-    ApiError
-        404 if the model does not exist.
-    """
-    if model == base:
-        return None
-    if model not in adapters:
-        raise unknown_model(model)
-    return model
 
 
 def add_error_handlers(app: FastAPI) -> None:

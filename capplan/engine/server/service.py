@@ -14,10 +14,10 @@ from capplan.engine.engine import Engine
 from capplan.engine.lora.adapter import AdapterLayout, PeftFolder
 from capplan.engine.server.async_engine import AsyncEngine, StepObserver
 from capplan.engine.server.chat_template import chat_template
-from capplan.engine.server.limiter import ServerSettings
+from capplan.engine.server.limiter import ServerSettings, ServerState
 from capplan.engine.server.metrics import Metrics
 from capplan.engine.server.output_stream import EngineDeadError
-from capplan.engine.server.protocol import ApiError, ChatMessage, adapter_name
+from capplan.engine.server.protocol import ApiError, ChatMessage
 from capplan.errors import InputError
 
 _MAX_NAME_LENGTH: Final = 256
@@ -42,10 +42,6 @@ class ServedAdapters:
     ----------
     engine
         Only its constant attributes are read here.
-    base_name
-        Name of the base model.
-    root
-        Folder of adapters that clients may load; None: they may load none.
     initial
         Name to folder or rank of the adapters that the engine started with.
     """
@@ -54,13 +50,12 @@ class ServedAdapters:
         self,
         engine: Engine,
         async_engine: AsyncEngine,
-        base_name: str,
-        root: Path | None,
+        settings: ServerSettings,
         initial: Mapping[str, str | Path | int],
     ) -> None:
         self._engine = async_engine
-        self._base_name = base_name
-        self._root = None if root is None else root.resolve()
+        self._base_name = settings.model_name
+        self._root = None if settings.lora_root is None else settings.lora_root.resolve()
         self._layout = AdapterLayout(engine.config)
         self._dtype = engine.options.torch_dtype(engine.config)
         self._adapters = {name: AdapterInfo(name, str(source)) for name, source in initial.items()}
@@ -139,7 +134,7 @@ class ServedAdapters:
         return folder
 
 
-class Service:
+class Service(ServerState):
     """An engine and the rules of access to it.
 
     Parameters
@@ -147,18 +142,13 @@ class Service:
     initial
         Adapters that the engine was made with.
 
-    Attributes
-    ----------
-    draining
-        Whether new requests are refused while running ones finish.
-    refused
-        Number of refused requests by status.
-
     Raises
     ------
     InputError
         If an adapter has the name of the base model.
     """
+
+    adapters: ServedAdapters
 
     def __init__(
         self,
@@ -170,17 +160,14 @@ class Service:
         if settings.model_name in initial:
             rule = "must be other names than the base model's"
             raise InputError(rule, settings.model_name, "adapters")
-        self.settings = settings
         self.metrics = Metrics(engine, settings.model_name)
         self.engine = AsyncEngine(engine, [self.metrics, *observers])
-        self.adapters = ServedAdapters(engine, self.engine, settings.model_name, settings.lora_root, initial)
+        super().__init__(settings, ServedAdapters(engine, self.engine, settings, initial))
+        self.refusals.update({429: 0, 503: 0})
         self.tokenizer = engine.tokenizer
         self.template = chat_template(engine.tokenizer, engine.folder)
         self.vocab_size = engine.config.vocab_size
         self.max_model_len = engine.args.max_model_len
-        self.created = int(time.time())
-        self.draining = False
-        self.refused = {429: 0, 503: 0}
 
     @property
     def failed(self) -> asyncio.Event:
@@ -194,10 +181,6 @@ class Service:
         except TimeoutError:
             self.engine.cancel_all()
 
-    def adapter_of(self, model: str) -> str | None:
-        """Return the adapter of a model name; see `adapter_name`."""
-        return adapter_name(model, self.settings.model_name, self.adapters)
-
     def refuse_if_full(self, prompts: int = 1, reading: int = 0) -> None:
         """Check that further prompts can be accepted, in addition to requests whose body is being read.
 
@@ -207,14 +190,14 @@ class Service:
             503 if the server drains or its engine has failed, 429 if the queue is full.
         """
         if self.draining:
-            raise self._refusal(503, "The server shuts down", "shutting_down", 1)
+            raise self.refusal(503, "The server shuts down", "shutting_down", 1)
         if self.engine.failure is not None:
             raise ApiError(503, "The engine has failed", code="engine_failed", headers={"Retry-After": "1"})
         if prompts > self.settings.max_requests:
             message = f"A request must not have more than {self.settings.max_requests} prompts"
             raise ApiError(400, message, "prompt")
         if self.engine.in_flight + reading + prompts > self.settings.max_requests:
-            raise self._refusal(429, "The queue is full", "queue_full", self._retry_after_s())
+            raise self.refusal(429, "The queue is full", "queue_full", self._retry_after_s())
 
     async def encode(
         self, prompts: Sequence[str | list[int]], max_tokens: int | None, *, special: bool = True
@@ -274,10 +257,6 @@ class Service:
         except (UnicodeError, TypeError):  # half of a surrogate pair
             raise ApiError(400, "The prompt must be valid Unicode", "prompt") from None
 
-    def _refusal(self, status: int, message: str, code: str, retry_after_s: int) -> ApiError:
-        self.refused[status] += 1
-        return ApiError(status, message, code=code, headers={"Retry-After": str(retry_after_s)})
-
     def _retry_after_s(self) -> int:
         """Return the time in which half of the prompts in flight finish at the present rate."""
         per_s = self.engine.finished_per_s()
@@ -285,7 +264,7 @@ class Service:
 
     async def metrics_text(self) -> bytes:
         """Return all metrics in Prometheus' text format."""
-        refused = dict(self.refused)
+        refused = dict(self.refusals)
         try:
             return await self.engine.run(lambda _: self.metrics.text(refused))
         except EngineDeadError:
