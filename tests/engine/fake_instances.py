@@ -19,7 +19,7 @@ from capplan.engine.server import ServerSettings, bind, url_of
 from capplan.spec import Queues, Totals, Verification
 from tests.cli.examples import group, small_plan
 
-QUICK = RestartPolicy(first_delay_s=0.01, longest_delay_s=0.02, probe_every_s=0.05, stop_grace_s=1.0)
+QUICK = RestartPolicy(initial_delay_s=0.01, max_delay_s=0.02, probe_every_s=0.05, stop_grace_s=1.0)
 
 
 def tiny_plan(queues: Queues | None = None) -> Plan:

@@ -123,7 +123,7 @@ def test_an_instance_that_refuses_connections_is_restarted() -> None:
         await r.until(lambda: r.state.fleet.instances[0].is_up)
         assert (await r.post("a"))[0] == 200
 
-    run(check, policy=replace(QUICK, most_refused=2))
+    run(check, policy=replace(QUICK, max_refused_probes=2))
 
 
 def test_a_hanging_instance_is_killed_and_restarted() -> None:
@@ -153,7 +153,7 @@ def test_the_router_exits_when_all_restarts_are_used_up() -> None:
         await r.until(r.serving.done)  # type: ignore[attr-defined]
         assert r.state.fleet.failed.is_set()
 
-    run(check, policy=replace(QUICK, most_restarts=2))
+    run(check, policy=replace(QUICK, max_restarts=2))
 
 
 def test_an_exception_of_the_supervisor_ends_the_router_and_is_raised() -> None:

@@ -95,15 +95,15 @@ class RestartPolicy:
 
     Attributes
     ----------
-    first_delay_s, longest_delay_s
+    initial_delay_s, max_delay_s
         Delay before a restart; it doubles with every restart in a row.
-    most_restarts
+    max_restarts
         Restarts in a row after which an instance has failed for good.
-    steady_s
+    reset_after_s
         Uptime after which the count of restarts in a row is reset.
     probe_every_s, probe_timeout_s
         Interval of health probes, and the time for their response.
-    most_refused
+    max_refused_probes
         Refused probes in a row after which an instance is restarted.
     start_timeout_s
         Time until an instance accepts requests.
@@ -111,19 +111,19 @@ class RestartPolicy:
         Time for an instance to stop.
     """
 
-    first_delay_s: float = 0.5
-    longest_delay_s: float = 30.0
-    most_restarts: int = 5
-    steady_s: float = 60.0
+    initial_delay_s: float = 0.5
+    max_delay_s: float = 30.0
+    max_restarts: int = 5
+    reset_after_s: float = 60.0
     probe_every_s: float = 5.0
     probe_timeout_s: float = 60.0
-    most_refused: int = 12
+    max_refused_probes: int = 12
     start_timeout_s: float = 1800.0
     stop_grace_s: float = 15.0
 
     def delay_s(self, restarts: int) -> float:
         """Return the delay before the next restart after this number in a row."""
-        return min(self.first_delay_s * 2.0**restarts, self.longest_delay_s)
+        return min(self.initial_delay_s * 2.0**restarts, self.max_delay_s)
 
 
 class InstanceSupervisor:
@@ -210,14 +210,14 @@ class InstanceSupervisor:
             since_s = time.monotonic()
             end = await self._end_of(self._handle)
             await self._disconnect()
-            if time.monotonic() - since_s >= self._policy.steady_s:
+            if time.monotonic() - since_s >= self._policy.reset_after_s:
                 in_a_row = 0
             self._log(f"instance {self.spec.name} has ended {end}")
             in_a_row = await self._restart(in_a_row)
 
     async def _restart(self, in_a_row: int) -> int:
         """Restart within the policy's limit; return the number of restarts in a row."""
-        while in_a_row < self._policy.most_restarts:
+        while in_a_row < self._policy.max_restarts:
             delay_s = self._policy.delay_s(in_a_row)
             in_a_row += 1
             self.restarts += 1
@@ -263,7 +263,7 @@ class InstanceSupervisor:
             return True  # unhealthy, but responsive
         except aiohttp.ClientError:  # refused: it may be about to end
             self._refused += 1
-            return self._refused < self._policy.most_refused or ended.done()
+            return self._refused < self._policy.max_refused_probes or ended.done()
         self._refused = 0
         return True
 
