@@ -14,10 +14,12 @@ import json
 import re
 import sys
 import time
+from collections import defaultdict
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace
+from functools import partial
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Final
+from typing import TYPE_CHECKING, Any, Final, NamedTuple
 
 from capplan.errors import CapplanError, InputError
 from capplan.spec import read_text, write_text_atomic
@@ -44,33 +46,16 @@ _TINY_S: Final = 1.0
 RECORD: Final = "campaign.json"
 
 
-@dataclass(frozen=True)
-class SliceSettings:
-    """Inputs of a slice.
-
-    Attributes
-    ----------
-    device
-        ``cpu``, ``cuda`` or ``cuda:1`` and so on.
-    folder
-        Folder of the campaign.
-    budget_s
-        Time limit of this run.
-    tiny
-        Whether to run a few tiny cases, to test the campaign itself.
-    seed
-        Seed of the cases.
-    """
+class SliceSettings(NamedTuple):
+    """Inputs of a run of a slice, in at most `budget_s`; `tiny`: a few cases, to test the campaign."""
 
     device: str
     folder: Path
     budget_s: float
     tiny: bool = False
-    seed: int = 0
 
 
-@dataclass(frozen=True)
-class SliceResult:
+class SliceResult(NamedTuple):
     """Completeness of a slice, and a note."""
 
     is_complete: bool
@@ -79,57 +64,40 @@ class SliceResult:
 
 @dataclass(frozen=True)
 class Slice:
-    """Resumable part of a campaign.
-
-    Attributes
-    ----------
-    name
-        Unique name, the key of its record.
-    run
-        Measures until done or out of time.
-    budget_s
-        Time limit over all runs, after which the slice counts as done.
-    least_s
-        Minimum time of a run; with less of its budget left, the slice counts as done.
-    after
-        Names of slices that must be done first.
-    """
+    """Resumable part of a campaign."""
 
     name: str
+    """Unique name, the key of its record."""
     run: Callable[[SliceSettings], SliceResult]
+    """Measures until done or out of time."""
     budget_s: float = MOST_SLICE_S
+    """Time limit over all runs, after which the slice counts as done."""
     least_s: float = LEAST_S
+    """Minimum time of a run; with less of its budget left, the slice counts as done."""
     after: tuple[str, ...] = ()
+    """Names of slices that must be done first."""
 
     def __post_init__(self) -> None:
-        if not 0.0 < self.budget_s <= MOST_SLICE_S:
-            raise ValueError(f"budget_s must be above 0 and at most {MOST_SLICE_S:g}, got {self.budget_s}")
-        if not 0.0 < self.least_s <= self.budget_s:
-            raise ValueError(f"least_s must be above 0 and at most {self.budget_s:g}, got {self.least_s}")
+        for name, limit in (("budget_s", MOST_SLICE_S), ("least_s", self.budget_s)):
+            if not 0.0 < getattr(self, name) <= limit:
+                raise ValueError(f"{name} must be above 0 and at most {limit:g}, got {getattr(self, name)}")
 
 
-def _kernels(width: int, phase: str) -> Callable[[SliceSettings], SliceResult]:
-    """Return a slice of kernel timings at one hidden size."""
+def _kernels(width: int, phase: str, setting: SliceSettings) -> SliceResult:
+    """Time kernels at one hidden size."""
+    from capplan.profiling.kernels.cases import SamplingLimits
+    from capplan.profiling.kernels.measure import KernelProfilingOptions, measure
 
-    def run(setting: SliceSettings) -> SliceResult:
-        from capplan.profiling.kernels.cases import SamplingLimits
-        from capplan.profiling.kernels.measure import KernelProfilingOptions, measure
-
-        grid = "prefill" if phase == "prefill" else "wide"
-        found = measure(
-            setting.folder / "kernels",
-            KernelProfilingOptions(
-                device=setting.device,
-                grids=("tiny" if setting.tiny else grid,),
-                phases=(phase,),
-                widths=(32 if setting.tiny else width,),
-                limits=SamplingLimits(budget_s=setting.budget_s, max_passes=2 if setting.tiny else 60),
-                seed=setting.seed,
-            ),
-        )
-        return SliceResult(found.is_complete, f"{found.converged} of {found.points} medians settled")
-
-    return run
+    grid = "prefill" if phase == "prefill" else "wide"
+    options = KernelProfilingOptions(
+        device=setting.device,
+        grids=("tiny" if setting.tiny else grid,),
+        phases=(phase,),
+        widths=(32 if setting.tiny else width,),
+        limits=SamplingLimits(budget_s=setting.budget_s, max_passes=2 if setting.tiny else 60),
+    )
+    found = measure(setting.folder / "kernels", options)
+    return SliceResult(found.is_complete, f"{found.converged} of {found.points} medians converged")
 
 
 def _loop(setting: SliceSettings) -> ClosedLoop:
@@ -168,18 +136,13 @@ def _loop(setting: SliceSettings) -> ClosedLoop:
     return ClosedLoop(setting.folder, known)
 
 
-def _engine(*stages: str) -> Callable[[SliceSettings], SliceResult]:
-    """Return a slice of stages of `capplan profile engine`."""
-
-    def run(setting: SliceSettings) -> SliceResult:
-        budget_s = min(setting.budget_s, _TINY_BUDGET_S) if setting.tiny else setting.budget_s
-        start_s = 0.0 if setting.tiny else _START_S
-        is_complete = _loop(setting).measure(max(1.0, budget_s - start_s), stages)
-        return SliceResult(
-            is_complete or setting.tiny, f"measured {', '.join(stages)} for at most {budget_s:.0f} s"
-        )
-
-    return run
+def _engine(stages: Sequence[str], setting: SliceSettings) -> SliceResult:
+    """Run stages of `capplan profile engine`."""
+    budget_s = min(setting.budget_s, _TINY_BUDGET_S) if setting.tiny else setting.budget_s
+    start_s = 0.0 if setting.tiny else _START_S
+    is_complete = _loop(setting).measure(max(1.0, budget_s - start_s), stages)
+    note = f"measured {', '.join(stages)} for at most {budget_s:.0f} s"
+    return SliceResult(is_complete or setting.tiny, note)
 
 
 def _plan(setting: SliceSettings) -> SliceResult:
@@ -188,28 +151,29 @@ def _plan(setting: SliceSettings) -> SliceResult:
     return SliceResult(True, f"planned, with {loop.group()['engine_args']['max_loras']} slots")
 
 
-def _validation(load: float) -> Callable[[SliceSettings], SliceResult]:
-    """Return a slice that runs the plan at a share of its capacity."""
+def _validation(load: float, setting: SliceSettings) -> SliceResult:
+    """Run the plan at a share of its capacity."""
+    from capplan.profiling.validation.loop import VoidError
 
-    def run(setting: SliceSettings) -> SliceResult:
-        from capplan.profiling.validation.loop import VoidError
-
-        try:
-            found = _loop(setting).validate(load, _TINY_S if setting.tiny else _VALIDATION_S)
-        except VoidError as error:
-            if setting.tiny:  # a second on a busy machine need not be sound
-                return SliceResult(True, str(error))
-            raise
-        verdict = "agree" if found["agrees"] else "disagree"
-        return SliceResult(True, f"twin and engine {verdict} at {load:.0%} of the capacity")
-
-    return run
+    try:
+        found = _loop(setting).validate(load, _TINY_S if setting.tiny else _VALIDATION_S)
+    except VoidError as error:
+        if setting.tiny:  # a second on a busy machine may well be void
+            return SliceResult(True, str(error))
+        raise
+    verdict = "agree" if found["agrees"] else "disagree"
+    return SliceResult(True, f"twin and engine {verdict} at {load:.0%} of the capacity")
 
 
 def slices() -> tuple[Slice, ...]:
     """Return all slices, in the order in which they are run."""
+    kernels = tuple(
+        Slice(f"kernels-{phase}-{width}", partial(_kernels, width, phase))
+        for phase in ("decode", "prefill")
+        for width in (4096, 3584)
+    )
     engine = tuple(
-        Slice(name, _engine(*stages), least_s=_LEAST_ENGINE_S)
+        Slice(name, partial(_engine, stages), least_s=_LEAST_ENGINE_S)
         for name, stages in (
             ("engine-loads", ("memory", "loads")),
             ("engine-steps", ("memory", "steps")),
@@ -220,20 +184,16 @@ def slices() -> tuple[Slice, ...]:
     # A profile of incomplete tables would be kept, so planning waits for all of them.
     plan = Slice("plan", _plan, least_s=_PLAN_S, after=tuple(each.name for each in engine))
     planned = (*plan.after, plan.name)
-    shares = {f"validation-{round(100 * load)}": load for load in _LOADS}
-    validations = (
-        Slice(name, _validation(load), least_s=_LEAST_VALIDATION_S, after=planned)
-        for name, load in shares.items()
+    validations = tuple(
+        Slice(
+            f"validation-{round(100 * load)}",
+            partial(_validation, load),
+            least_s=_LEAST_VALIDATION_S,
+            after=planned,
+        )
+        for load in _LOADS
     )
-    return (
-        Slice("kernels-decode-4096", _kernels(4096, "decode")),
-        Slice("kernels-decode-3584", _kernels(3584, "decode")),
-        Slice("kernels-prefill-4096", _kernels(4096, "prefill")),
-        Slice("kernels-prefill-3584", _kernels(3584, "prefill")),
-        *engine,
-        plan,
-        *validations,
-    )
+    return (*kernels, *engine, plan, *validations)
 
 
 @dataclass
@@ -269,13 +229,13 @@ class Campaign:
         self.parts = slices() if parts is None else tuple(parts)
         if tiny:
             self.parts = tuple(replace(each, least_s=min(each.least_s, LEAST_S)) for each in self.parts)
-        self.progress: dict[str, SliceProgress] = {}
+        self.progress: defaultdict[str, SliceProgress] = defaultdict(SliceProgress)
         if (self.folder / RECORD).exists():
-            self.progress = self._read()
+            self._read()
 
     def pending_parts(self) -> list[Slice]:
         """Return the pending slices."""
-        return [each for each in self.parts if not self._progress_of(each).is_done(each)]
+        return [each for each in self.parts if not self.progress[each.name].is_done(each)]
 
     def run(
         self,
@@ -286,8 +246,8 @@ class Campaign:
         """Run pending slices within `time_s` seconds; return whether none failed."""
         until, succeeded = now_s() + time_s, True
         for each in self.pending_parts():
-            left = min(until - now_s(), each.budget_s - self._progress_of(each).spent_s)
-            if pending := self._pending_before(each):
+            left = min(until - now_s(), each.budget_s - self.progress[each.name].spent_s)
+            if pending := [other.name for other in self.pending_parts() if other.name in each.after]:
                 log(f"{each.name}: waits for {', '.join(pending)}")
             elif left < each.least_s:
                 log(f"{each.name}: takes {each.least_s:.0f} s at least, {max(0.0, left):.0f} s are left")
@@ -296,27 +256,20 @@ class Campaign:
                 succeeded = self._run_part(each, left, log, now_s) and succeeded
         return succeeded
 
-    def _pending_before(self, each: Slice) -> list[str]:
-        """Return the pending prerequisites of a slice."""
-        return [other.name for other in self.pending_parts() if other.name in each.after]
-
-    def _incomplete_note(self, each: Slice) -> str:
-        """Return a note on prerequisites that ended with their budget."""
-        names = [other.name for other in self.parts if other.name in each.after]
-        short = [name for name in names if not self.progress[name].is_complete]
-        return f"; not complete before it: {', '.join(short)}" if short else ""
-
     def _run_part(
         self, each: Slice, left_s: float, log: Callable[[str], None], now_s: Callable[[], float]
     ) -> bool:
         from capplan.profiling.machine import describe
 
-        progress = self._progress_of(each)
+        progress = self.progress[each.name]
         setting = SliceSettings(self._device, self.folder, left_s, tiny=bool(self._of["tiny"]))
         begin, note, failed = now_s(), "interrupted", False
         try:
             result = each.run(setting)
-            progress.is_complete, note = result.is_complete, result.note + self._incomplete_note(each)
+            progress.is_complete, note = result.is_complete, result.note
+            short = [name for name in each.after if not self.progress[name].is_complete]
+            if short:  # prerequisites that ended with their budget
+                note += f"; not complete before it: {', '.join(short)}"
         except (CapplanError, OSError, RuntimeError) as error:  # such as out of memory; later slices run
             failed, note = True, f"failed: {(str(error) or type(error).__name__).splitlines()[0]}"
         finally:
@@ -327,27 +280,23 @@ class Campaign:
         log(f"{each.name}: {note}")
         return not failed
 
-    def _progress_of(self, each: Slice) -> SliceProgress:
-        return self.progress.setdefault(each.name, SliceProgress())
-
     def _write(self) -> None:
         self.folder.mkdir(parents=True, exist_ok=True)
         record = {**self._of, "slices": {name: vars(each) for name, each in self.progress.items()}}
         write_text_atomic(self.folder / RECORD, json.dumps(record, indent=2) + "\n")
 
-    def _read(self) -> dict[str, SliceProgress]:
+    def _read(self) -> None:
         path = self.folder / RECORD
         try:
             record = json.loads(read_text(path))
             known = {name: record[name] for name in self._of}
-            progress = {name: SliceProgress(**each) for name, each in record["slices"].items()}
+            self.progress.update({name: SliceProgress(**each) for name, each in record["slices"].items()})
         except (json.JSONDecodeError, KeyError, TypeError, AttributeError):
             raise InputError("must be the record of a campaign", location=str(path)) from None
         for name, value in self._of.items():
             if known[name] != value:
                 rule = f"must be {known[name]!r}, as in the campaign that this folder holds"
                 raise InputError(rule, value, f"{path}: {name}")
-        return progress
 
 
 def default_folder(device: str) -> Path:
@@ -384,16 +333,15 @@ def _run(given: argparse.Namespace) -> bool:
     if given.device != "cpu" and not torch.cuda.is_available():
         raise InputError("must be cpu: this PyTorch sees no CUDA device", given.device, "--device")
     campaign = Campaign(given.out or default_folder(given.device), given.device, tiny=given.tiny)
-    succeeded = campaign.run(given.time_s, lambda line: _print(f"{time.strftime('%H:%M:%S')} {line}"))
+    succeeded = campaign.run(given.time_s, _log)
     done = len(campaign.parts) - len(campaign.pending_parts())
-    more = "" if done == len(campaign.parts) else "; the same command goes on"
-    _print(f"{done} of {len(campaign.parts)} slices done in {campaign.folder}{more}")
+    more = "" if done == len(campaign.parts) else "; the same command resumes it"
+    _log(f"{done} of {len(campaign.parts)} slices done in {campaign.folder}{more}")
     return succeeded
 
 
-def _print(line: str) -> None:
-    sys.stdout.write(f"{line}\n")
-    sys.stdout.flush()
+def _log(line: str) -> None:
+    print(time.strftime("%H:%M:%S"), line, flush=True)  # noqa: T201 - the output of this command
 
 
 if __name__ == "__main__":

@@ -8,9 +8,12 @@ import shutil
 import subprocess
 from datetime import UTC, datetime
 from pathlib import Path
+from types import MappingProxyType
 from typing import Any, Final
 
 import torch
+
+from capplan import __version__
 
 _GPU_FIELDS: Final = (
     "driver_version",
@@ -22,28 +25,25 @@ _GPU_FIELDS: Final = (
     "mig.mode.current",
 )
 _CACHE: Final = Path("/sys/devices/system/cpu/cpu0/cache")
+_UNITS: Final = MappingProxyType({"K": 2**10, "M": 2**20})
 _UNKNOWN_CACHE_BYTES: Final = 32 * 2**20
 
 
 def describe(device: str, threads: int | None = None) -> dict[str, Any]:
     """Return the provenance of a measurement on this machine."""
-    import capplan
-
     record: dict[str, Any] = {
         "date": datetime.now(UTC).isoformat(timespec="seconds"),
         "device": device,
         "versions": {
-            "capplan": capplan.__version__,
+            "capplan": __version__,
             "python": platform.python_version(),
-            "torch": str(torch.__version__),
-            "triton": _version("triton"),
-            "numpy": _version("numpy"),
+            **{package: _version(package) for package in ("torch", "triton", "numpy")},
         },
         "cpu": {
             "model": cpu_model(),
             "cores": os.cpu_count(),
             "cache_bytes": last_cache_bytes(),
-            "mhz": _cpu_mhz(),
+            "mhz": float(mhz) if (mhz := _cpuinfo("cpu MHz")) else None,
             "threads": torch.get_num_threads() if threads is None else threads,
         },
     }
@@ -66,19 +66,9 @@ def cpu_model() -> str:
 
 def last_cache_bytes() -> int:
     """Return the size of the first core's largest cache; 32 MiB if unknown."""
-    sizes = [_bytes(file) for file in _CACHE.glob("index*/size")]
+    texts = [file.read_text().strip() for file in _CACHE.glob("index*/size")]
+    sizes = [int(text.rstrip("KM")) * _UNITS.get(text[-1:], 1) for text in texts]
     return max(sizes, default=_UNKNOWN_CACHE_BYTES)
-
-
-def _bytes(file: Path) -> int:
-    text = file.read_text().strip()
-    factor = {"K": 2**10, "M": 2**20}.get(text[-1:], 1)
-    return int(text.rstrip("KM")) * factor
-
-
-def _cpu_mhz() -> float | None:
-    text = _cpuinfo("cpu MHz")
-    return float(text) if text else None
 
 
 def _cpuinfo(field: str) -> str | None:
@@ -101,14 +91,14 @@ def _version(package: str) -> str | None:
 
 def _gpu(device: torch.device) -> dict[str, Any]:
     properties: Any = torch.cuda.get_device_properties(device)
-    record = {
+    return {
         "name": properties.name,
         "memory_bytes": properties.total_memory,
         "processors": properties.multi_processor_count,
         "l2_bytes": properties.L2_cache_size,
         "cuda": torch.version.cuda,
+        **_driver_fields(device.index or 0),
     }
-    return record | _driver_fields(device.index or 0)
 
 
 def _driver_fields(index: int) -> dict[str, str]:

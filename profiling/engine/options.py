@@ -18,10 +18,8 @@ STAGES: Final = (MEMORY, LOADS, STEPS, ITERATIONS, SERVED)
 """In the order of measurement."""
 _WEIGHTS: Final = MappingProxyType({STEPS: 0.5, ITERATIONS: 0.075, SERVED: 0.425})
 """Time shares of the stages that use all of their time."""
-_SHARED: Final = (
-    *("device", "dtype", "rules", "lora_kernel", "seed"),
-    *("max_num_seqs", "max_num_batched_tokens", "max_model_len", "gpu_memory_utilization"),
-)
+LIMITS: Final = ("max_num_seqs", "max_num_batched_tokens", "max_model_len", "gpu_memory_utilization")
+_SHARED: Final = ("device", "dtype", "rules", "lora_kernel", "seed", *LIMITS)
 """Settings of `Engine` among the options."""
 
 
@@ -39,34 +37,7 @@ class SlotSetting(NamedTuple):
 
 @dataclass(frozen=True)
 class EngineProfilingOptions:
-    """Engine, settings and time of a measurement.
-
-    Attributes
-    ----------
-    model, device, dtype, rules, lora_kernel
-        As for the engine.
-    a_max, s_max
-        Adapter slots and their ranks; steps are measured at each pair.
-    ranks
-        Ranks of adapters; each has as many adapters as the largest number of slots.
-    max_num_seqs, max_num_batched_tokens, max_model_len, gpu_memory_utilization
-        As vLLM's flags of the same names; `max_num_seqs` is the largest batch.
-    memory_bytes
-        Memory of a CPU engine before `gpu_memory_utilization`; None: weights, the largest slots and 256 MiB
-        of KV.
-    threads
-        Threads of PyTorch on a CPU.
-    stages
-        Some of `STAGES`.
-    budget_s
-        Time limit.
-    point_s
-        Time per operating point of the server.
-    tolerance
-        Relative error on left-out points at which measuring steps ends.
-    seed
-        Seed of weights, adapters and the order of points.
-    """
+    """Engine, settings and time of a measurement; settings of the engine have its names."""
 
     model: str
     device: str = "cpu"
@@ -74,19 +45,27 @@ class EngineProfilingOptions:
     rules: str = "capplan"
     lora_kernel: str | None = None
     a_max: tuple[int, ...] = (8,)
+    """Adapter slots; steps are measured with each number and each rank of slots."""
     s_max: tuple[int, ...] = (32,)
     ranks: tuple[int, ...] = (8, 16, 32)
+    """Ranks of adapters; each has as many adapters as the largest number of slots."""
     max_num_seqs: int = 32
+    """Largest batch."""
     max_num_batched_tokens: int = 512
     max_model_len: int = 2048
     memory_bytes: int | None = None
+    """Memory of a CPU engine; None: weights, the largest slots and 256 MiB of KV."""
     gpu_memory_utilization: float = 0.9
     threads: int = 1
+    """Threads of PyTorch on a CPU."""
     stages: tuple[str, ...] = STAGES
     budget_s: float = 600.0
     point_s: float = 6.0
+    """Time per operating point of the server."""
     tolerance: float = 0.02
+    """Relative error on left-out points at which measuring steps ends."""
     seed: int = 0
+    """Seed of weights, adapters and the order of points."""
 
     def __post_init__(self) -> None:
         for name in ("a_max", "s_max", "ranks"):
@@ -115,14 +94,8 @@ class EngineProfilingOptions:
 
     def engine_args(self, slots: SlotSetting) -> EngineArgs:
         """Return the engine settings with these slots."""
-        return EngineArgs(
-            max_loras=slots.a_max,
-            max_lora_rank=slots.s_max,
-            max_num_seqs=self.max_num_seqs,
-            max_num_batched_tokens=self.max_num_batched_tokens,
-            max_model_len=self.max_model_len,
-            gpu_memory_utilization=self.gpu_memory_utilization,
-        )
+        limits: dict[str, Any] = {name: getattr(self, name) for name in LIMITS}
+        return EngineArgs(max_loras=slots.a_max, max_lora_rank=slots.s_max, **limits)
 
     def fitting(self, s_max: int) -> tuple[int, ...]:
         """Return the ranks that fit into slots of this rank, in the given order."""

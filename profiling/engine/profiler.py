@@ -16,7 +16,7 @@ from capplan.errors import InputError
 from capplan.profiling import tables as files
 from capplan.profiling.engine import options as stages
 from capplan.profiling.engine.memory import base_profile, loading_rows, memory_row
-from capplan.profiling.engine.options import EngineProfilingOptions, SlotSetting
+from capplan.profiling.engine.options import LIMITS, EngineProfilingOptions, SlotSetting
 from capplan.profiling.engine.served import serve_and_measure
 from capplan.profiling.engine.steps import iteration_rows, measure_steps
 from capplan.profiling.machine import describe
@@ -31,24 +31,16 @@ Item = TypeVar("Item")
 
 @dataclass(frozen=True)
 class EngineProfilingResult:
-    """Progress of a measurement.
-
-    Attributes
-    ----------
-    rows
-        Rows of each table.
-    step_error
-        SMAPE on left-out points of the bare engine's steps, worst setting, in percent; NaN if unknown.
-    is_complete
-        Whether nothing is left to measure, or all errors are within the tolerance.
-    failed
-        Points of the server whose requests failed, with the reason.
-    """
+    """Progress of a measurement."""
 
     rows: dict[str, int]
+    """Rows of each table."""
     step_error: float
+    """SMAPE on left-out points of the bare engine's steps, worst setting, in percent; NaN if unknown."""
     is_complete: bool
+    """Whether nothing is left to measure, or all errors are within the tolerance."""
     failed: tuple[str, ...] = ()
+    """Points of the server whose requests failed, with the reason."""
 
 
 class _EngineProfiler:
@@ -162,10 +154,7 @@ class _EngineProfiler:
             **slots._asdict(),
             "adapters": 1,
             "ranks": self.options.fitting(slots.s_max)[0],
-            "max_num_seqs": self.options.max_num_seqs,
-            "max_num_batched_tokens": self.options.max_num_batched_tokens,
-            "max_model_len": self.options.max_model_len,
-            "gpu_memory_utilization": self.options.gpu_memory_utilization,
+            **{name: getattr(self.options, name) for name in LIMITS},
         }
         return idle_run(slots.name, settings, row)
 

@@ -38,30 +38,20 @@ GROWTH: Final = DECODES + 2 * PROMPTS + 4
 
 @dataclass(frozen=True)
 class EnginePoint:
-    """Operating point of the engine.
-
-    Attributes
-    ----------
-    batch
-        Requests that decode.
-    context
-        Approximate tokens of each.
-    prompt
-        Tokens of a prompt that joins them in some steps.
-    adapters
-        Distinct adapters in the batch; 0: the base model alone.
-    rank
-        Rank of the adapters, or `MIXED`.
-    waiting
-        Queued requests.
-    """
+    """Operating point of the engine."""
 
     batch: int
+    """Requests that decode."""
     context: int
+    """Approximate tokens of each."""
     prompt: int
+    """Tokens of a prompt that joins them in some steps."""
     adapters: int
+    """Distinct adapters in the batch; 0: the base model alone."""
     rank: int = MIXED
+    """Rank of the adapters, or `MIXED`."""
     waiting: int = 0
+    """Queued requests."""
 
     @property
     def name(self) -> str:

@@ -34,29 +34,21 @@ _SPREAD_OF_MEDIAN: Final = 1.2533  # standard error of a median over that of a m
 
 @dataclass(frozen=True)
 class Case:
-    """Batch of requests with adapters.
-
-    Attributes
-    ----------
-    grid
-        First grid of the case; wider grids include its cases.
-    phase
-        ``decode`` or ``prefill``.
-    mix
-        Mix of ranks, part of the configuration, whose draws (`seed`) share a fold.
-    ranks
-        Rank of each adapter; the requests of an adapter stand together.
-    requests_each, tokens_each
-        Requests of each adapter, and tokens of each request.
-    """
+    """Batch of requests with adapters."""
 
     grid: str
+    """First grid of the case; wider grids include its cases."""
     phase: str
+    """``decode`` or ``prefill``."""
     mix: str
+    """Mix of ranks, part of the configuration, whose draws (`seed`) share a fold."""
     seed: int
     ranks: tuple[int, ...]
+    """Rank of each adapter; the requests of an adapter stand together."""
     requests_each: int = 1
+    """Requests of each adapter."""
     tokens_each: int = 1
+    """Tokens of each request."""
 
     @property
     def requests(self) -> int:
@@ -194,24 +186,16 @@ class KernelPoint:
 
 @dataclass(frozen=True)
 class SamplingLimits:
-    """Limits on sampling.
-
-    Attributes
-    ----------
-    budget_s
-        Seconds for all points.
-    tolerance
-        Relative standard error of a converged median.
-    max_passes
-        Passes after which a point counts as converged.
-    calls
-        Timed calls of each half per pass.
-    """
+    """Limits on sampling."""
 
     budget_s: float = 600.0
+    """Time for all points."""
     tolerance: float = 0.02
+    """Relative standard error of a converged median."""
     max_passes: int = 60
+    """Passes after which a point counts as converged."""
     calls: int = 4
+    """Timed calls of each half per pass."""
 
 
 def relative_error(times: Sequence[float]) -> float:

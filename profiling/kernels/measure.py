@@ -99,39 +99,24 @@ class KernelTable:
 
 @dataclass(frozen=True)
 class KernelProfilingOptions:
-    """Kernels, batches and sampling of a measurement.
-
-    Attributes
-    ----------
-    device
-        ``cpu`` or a CUDA device. On a CPU the kernels are PyTorch's, on a GPU Triton's.
-    grids
-        Names of `capplan.profiling.kernels.cases.cases`.
-    phases
-        ``decode``, ``prefill`` or both.
-    widths
-        Hidden sizes; None: those of the built-in models.
-    kernels
-        Kernels; None: all of the device.
-    dtype
-        Type of weights and activations; None: float32 on a CPU, bfloat16 on a GPU.
-    threads
-        Threads of PyTorch on a CPU. With more than one, PyTorch changes the number used within the grid.
-    limits
-        Limits on sampling.
-    seed
-        Seed of drawn ranks and of the order of points.
-    """
+    """Kernels, batches and sampling of a measurement."""
 
     device: str = "cpu"
+    """``cpu`` or a CUDA device. On a CPU the kernels are PyTorch's, on a GPU Triton's."""
     grids: tuple[str, ...] = ("wide",)
+    """Names of `capplan.profiling.kernels.cases.cases`."""
     phases: tuple[str, ...] = ("decode", "prefill")
     widths: tuple[int, ...] | None = None
+    """Hidden sizes; None: those of the built-in models."""
     kernels: tuple[str, ...] | None = None
+    """None: all of the device."""
     dtype: str | None = None
+    """Type of weights and activations; None: float32 on a CPU, bfloat16 on a GPU."""
     threads: int = 1
+    """Threads of PyTorch on a CPU. With more than one, PyTorch changes the number used within the grid."""
     limits: SamplingLimits = field(default_factory=SamplingLimits)
     seed: int = 0
+    """Seed of drawn ranks and of the order of points."""
 
     def __post_init__(self) -> None:
         if not re.fullmatch("cpu|cuda(:[0-9]+)?", self.device):

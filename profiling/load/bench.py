@@ -8,10 +8,14 @@ import gc
 import signal
 import threading
 from collections.abc import Iterator
-from dataclasses import dataclass, field, replace
+from dataclasses import asdict, dataclass, field, replace
 from datetime import UTC, datetime
+from functools import partial
 from typing import TYPE_CHECKING, Any, Final
 
+import numpy as np
+
+from capplan import __version__
 from capplan.errors import InputError
 from capplan.profiling.load.preflight import Preflight, bodies_for, preflight
 from capplan.profiling.load.record import NOT_FAILURES, RequestFile
@@ -19,7 +23,6 @@ from capplan.profiling.load.requests import (
     DEFAULT_MAX_MODEL_LEN,
     LoadSettings,
     PromptForm,
-    Schedule,
     Target,
     schedule_of,
 )
@@ -41,25 +44,15 @@ _STOP_SIGNALS: Final = (signal.SIGINT, signal.SIGTERM)
 
 @dataclass(frozen=True)
 class BenchOptions:
-    """Requests of a load test, and limits on the client's lag.
-
-    Attributes
-    ----------
-    seed, rate_scale, profile
-        As for `schedule_of`.
-    max_model_len : int, optional
-        Limit on prompt and output tokens; None: the workload's, the server's, or 8192.
-    prompt_form : PromptForm, optional
-        None: the first that the server accepts.
-    limits : LagLimits
-        Limits within which the client kept up.
-    """
+    """Requests of a load test as for `schedule_of`, and limits on the client's lag."""
 
     seed: int = 0
     rate_scale: float = 1.0
     profile: Profile | None = None
     max_model_len: int | None = None
+    """Limit on prompt and output tokens; None: the workload's, the server's, or 8192."""
     prompt_form: PromptForm | None = None
+    """None: the first that the server accepts."""
     limits: LagLimits = field(default_factory=LagLimits)
 
     def resolved_model_len(self, workload: Workload, found: Preflight | None = None) -> int:
@@ -85,10 +78,6 @@ def bench(
 
     Parameters
     ----------
-    workload
-        Adapters, rates and lengths.
-    target, settings, options
-        Server, duration and limits, requests.
     file
         Destination of every request; the caller keeps it.
     on_tick
@@ -97,7 +86,7 @@ def bench(
     Raises
     ------
     InputError
-        If the server cannot be asked, does not serve an adapter, or a setting breaks a rule.
+        If the server does not answer, does not serve an adapter, or a setting is invalid.
     """
     gc.collect()
     gc.freeze()  # shorter collections while requests are due
@@ -118,23 +107,24 @@ async def _bench(
     if target.base_model is None:
         target = replace(target, base_model=workload.base_model)
 
-    def scheduled(max_model_len: int) -> Schedule:
-        return schedule_of(
-            workload,
-            settings.horizon_s,
-            options.seed,
-            max_model_len,
-            rate_scale=options.rate_scale,
-            profile=options.profile,
-        )
-
+    draw = partial(
+        schedule_of,
+        workload,
+        settings.horizon_s,
+        options.seed,
+        rate_scale=options.rate_scale,
+        profile=options.profile,
+    )
     assumed_len = options.resolved_model_len(workload)
-    schedule = scheduled(assumed_len)
-    used = used_adapters(schedule)
+    schedule = draw(assumed_len)
+    used = [schedule.names[number] for number in np.unique(schedule.adapter).tolist()]
+    if not used:
+        rule = "must be long enough, and rates high enough, for a request to be due"
+        raise InputError(rule, location="duration_s")
     found = await preflight(target, used, options.prompt_form)
     max_model_len = options.resolved_model_len(workload, found)
     if max_model_len != assumed_len:
-        schedule = scheduled(max_model_len)
+        schedule = draw(max_model_len)
     bodies = bodies_for(found, target, schedule.names, used)
     stop = asyncio.Event()
     started_at = datetime.now(UTC).isoformat(timespec="seconds")
@@ -145,12 +135,7 @@ async def _bench(
         "rate_scale": options.rate_scale,
         "max_model_len": max_model_len,
         "prompt_form": found.prompts.form.value,
-        "warm_up_s": settings.warm_up_s,
-        "duration_s": settings.duration_s,
-        "timeout_s": settings.timeout_s,
-        "drain_s": settings.drain_s,
-        "max_in_flight": settings.max_in_flight,
-        "metrics_interval_s": settings.metrics_interval_s,
+        **asdict(settings),
         "extra_body": dict(target.extra_body),
     }
     return bench_result(measured, workload, target, given, started_at, options.limits)
@@ -165,9 +150,13 @@ def bench_result(
     limits: LagLimits | None = None,
 ) -> BenchResult:
     """Return the result document of a run."""
-    from capplan import __version__
-
     record, window = measured.record, measured.window
+    counts = {kind: int(record.of_kind(kind).sum()) for kind in record.kinds if kind not in NOT_FAILURES}
+    failures = [
+        Failure(kind=kind, requests=counts[kind], message=measured.messages.get(kind, ""))
+        for kind in sorted(counts, key=counts.__getitem__, reverse=True)
+        if counts[kind]
+    ]
     return BenchResult(
         created_by=f"capplan {__version__}",
         started_at=started_at,
@@ -180,34 +169,9 @@ def bench_result(
         duration_s=window.duration_s,
         overall=overall_metrics(record, window, measured.gaps),
         adapters=adapter_metrics(record, window),
-        failures=_failures(measured),
+        failures=tuple(failures),
         client=client_health(record, window, measured.loop_lag, limits),
         server=measured.samples,
-    )
-
-
-def used_adapters(schedule: Schedule) -> list[str]:
-    """Return the names of the adapters in a schedule.
-
-    Raises
-    ------
-    InputError
-        If the schedule is empty.
-    """
-    numbers = sorted(set(schedule.adapter.tolist()))
-    if not numbers:
-        rule = "must be long enough, and rates high enough, for a request to be due"
-        raise InputError(rule, location="duration_s")
-    return [schedule.names[number] for number in numbers]
-
-
-def _failures(measured: LoadMeasurement) -> tuple[Failure, ...]:
-    record = measured.record
-    counted = [(kind, int(record.of_kind(kind).sum())) for kind in record.kinds if kind not in NOT_FAILURES]
-    return tuple(
-        Failure(kind=kind, requests=count, message=measured.messages.get(kind, ""))
-        for kind, count in sorted(counted, key=lambda each: -each[1])
-        if count
     )
 
 

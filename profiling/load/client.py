@@ -66,19 +66,7 @@ def raise_file_limit() -> None:
 
 
 class CompletionClient:
-    """Client for streamed completions.
-
-    Parameters
-    ----------
-    session
-        From `open_session`.
-    target
-        The server.
-    timeout_s
-        Limit on one completion.
-    clock
-        Seconds on the clock of the run.
-    """
+    """Client for streamed completions; `timeout_s` limits one completion, `clock` is that of the run."""
 
     def __init__(
         self, session: aiohttp.ClientSession, target: Target, timeout_s: float, clock: Callable[[], float]
@@ -107,8 +95,7 @@ class CompletionClient:
             if refusal is None:
                 return _answered(number, sent_s, self._clock(), events)
             failure = refusal
-        kind, message = failure
-        return RequestOutcome(number, kind, sent_s, self._clock(), events.times, message=message)
+        return RequestOutcome(number, failure[0], sent_s, self._clock(), events.times, message=failure[1])
 
     async def _exchange(self, body: bytes, events: EventCounter) -> tuple[str, str] | None:
         """Read one answer into `events`; return kind and message if its status is not 200."""
@@ -132,42 +119,33 @@ def _failure_kind(error: Exception) -> str:
 def _answered(number: int, sent_s: float, ended_s: float, events: EventCounter) -> RequestOutcome:
     """Return the outcome of a whole answer, which must also end as a completion does."""
     times, ending = events.times, events.ending()
-    if ending.error or not times:
-        message = ending.error or "an answer without a single event"
-        return RequestOutcome(number, BAD_RESPONSE, sent_s, ended_s, times, message=message)
-    if not ending.complete:
-        message = "the answer ended half-way"
-        return RequestOutcome(number, DISCONNECTED, sent_s, ended_s, times, message=message)
     tokens = times[: len(times) - ending.without_token]
-    if not tokens:
-        message = "an answer without a token"
-        return RequestOutcome(number, BAD_RESPONSE, sent_s, ended_s, tokens, message=message)
-    return RequestOutcome(
-        number, FINISHED, sent_s, ended_s, tokens, ending.prompt_tokens, ending.output_tokens
-    )
+    if ending.error or not times:
+        failure = BAD_RESPONSE, ending.error or "an answer without a single event"
+    elif not ending.complete:
+        failure = DISCONNECTED, "the answer ended half-way"
+    elif not tokens:
+        failure, times = (BAD_RESPONSE, "an answer without a token"), tokens
+    else:
+        return RequestOutcome(
+            number, FINISHED, sent_s, ended_s, tokens, ending.prompt_tokens, ending.output_tokens
+        )
+    return RequestOutcome(number, failure[0], sent_s, ended_s, times, message=failure[1])
 
 
 @dataclass(frozen=True)
 class StreamEnding:
-    """Ending of an answer, from its last events.
-
-    Attributes
-    ----------
-    complete : bool
-        Whether the answer ended as answers do: with a usage, a reason, or ``[DONE]``.
-    without_token : int
-        Events that carry no token.
-    prompt_tokens, output_tokens : int, optional
-        As the server counted them.
-    error : str
-        What went wrong inside the stream; empty when nothing did.
-    """
+    """Ending of an answer, from its last events."""
 
     complete: bool
+    """Whether the answer ended as answers do: with a usage, a reason, or ``[DONE]``."""
     without_token: int
+    """Events that carry no token."""
     prompt_tokens: int | None = None
+    """As the server counted them."""
     output_tokens: int | None = None
     error: str = ""
+    """Error inside the stream, or empty."""
 
 
 class EventCounter:
@@ -185,8 +163,8 @@ class EventCounter:
     def feed(self, data: bytes, now: float) -> None:
         """Record the arrival of bytes: one time per event that starts in them."""
         tail = self._tail
-        # A line break inside JSON is escaped, so the pattern is found only where an event begins; what is
-        # kept of earlier bytes is too short to hold it a second time.
+        # A line break inside JSON is escaped, so the pattern matches only where an event begins. The kept
+        # bytes are too short to match twice.
         count = (tail[1 - len(_EVENT) :] + data).count(_EVENT)
         if count == 1:
             self.times.append(now)
@@ -199,7 +177,7 @@ class EventCounter:
         complete, without_token = False, 0
         usage: Any = None
         for text in self._tail.split(_EVENT)[1:][-_READ:]:
-            # What follows the line is no data: names of events, comments that keep a connection alive.
+            # Names of events and keep-alive comments may follow the line.
             line = text.partition(b"\n")[0].strip()
             if line == _DONE:
                 complete, without_token = True, without_token + 1
@@ -217,7 +195,7 @@ class EventCounter:
             return StreamEnding(complete, without_token)
         prompt, output = (_count(usage, key) for key in ("prompt_tokens", "completion_tokens"))
         if max(prompt or 0, output or 0) > _MOST_TOKENS:
-            return StreamEnding(False, without_token, error="an answer with an absurd number of tokens")
+            return StreamEnding(False, without_token, error="an answer with an impossible number of tokens")
         return StreamEnding(True, without_token, prompt, output)
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import json
 import math
 import re
@@ -55,29 +56,17 @@ _LABEL: Final = re.compile(r'(\w+)="((?:[^"\\]|\\.)*)"')
 
 @dataclass(frozen=True)
 class Preflight:
-    """Models and prompt form of a server.
-
-    Attributes
-    ----------
-    prompts
-        Writer of prompts in a form that the server accepts.
-    served
-        Listed models; empty if the server lists none.
-    max_model_len
-        Smallest reported limit on prompt and output tokens.
-    """
+    """Models and prompt form of a server."""
 
     prompts: PromptWriter
+    """Writer of prompts in a form that the server accepts."""
     served: tuple[str, ...]
+    """Listed models; empty if the server lists none."""
     max_model_len: int | None
+    """Smallest reported limit on prompt and output tokens."""
 
 
-async def preflight(
-    target: Target,
-    adapters: Sequence[str],
-    form: PromptForm | None = None,
-    timeout_s: float = _PROBE_TIMEOUT_S,
-) -> Preflight:
+async def preflight(target: Target, adapters: Sequence[str], form: PromptForm | None = None) -> Preflight:
     """Request the model list, then one token in each prompt form until the server accepts one.
 
     Raises
@@ -86,7 +75,7 @@ async def preflight(
         If the server does not answer, does not serve an adapter, or accepts no prompt form.
     """
     async with open_session(target) as session:
-        probe = _Probe(session, target, timeout_s)
+        probe = _Probe(session, target)
         served, max_model_len = await probe.models()
         models = {name: target.model_of(name) for name in adapters}
         unlisted = [name for name, model in models.items() if served and model not in served]
@@ -105,10 +94,8 @@ def bodies_for(found: Preflight, target: Target, names: Sequence[str], used: Seq
 
 
 class _Probe:
-    def __init__(self, session: aiohttp.ClientSession, target: Target, timeout_s: float) -> None:
-        self._session = session
-        self._target = target
-        self._timeout_s = timeout_s
+    def __init__(self, session: aiohttp.ClientSession, target: Target) -> None:
+        self._session, self._target = session, target
 
     async def models(self) -> tuple[tuple[str, ...], int | None]:
         status, document = await self._exchange("GET", "/v1/models", None)
@@ -144,16 +131,16 @@ class _Probe:
     async def _exchange(self, method: str, path: str, data: bytes | None) -> tuple[int, Any]:
         try:
             async with (
-                asyncio.timeout(self._timeout_s),
+                asyncio.timeout(_PROBE_TIMEOUT_S),
                 self._session.request(method, self._target.at(path), data=data) as response,
             ):
                 text = await response.text("utf-8", "replace")
         except TimeoutError:
-            rule = f"did not answer within {self._timeout_s:g} s"
+            rule = f"did not answer within {_PROBE_TIMEOUT_S:g} s"
             raise InputError(rule, location=self._target.shown) from None
         except (aiohttp.ClientError, OSError) as error:
             message = " ".join(str(error).split())
-            raise InputError(f"cannot be asked: {message}", location=self._target.shown) from None
+            raise InputError(f"does not answer: {message}", location=self._target.shown) from None
         try:
             return response.status, json.loads(text)
         except (ValueError, RecursionError):
@@ -189,10 +176,8 @@ class MetricsSampler:
         self, session: aiohttp.ClientSession, target: Target, interval_s: float, clock: Callable[[], float]
     ) -> None:
         self.samples: list[ServerSample] = []
-        self._session = session
-        self._target = target
-        self._interval_s = interval_s
-        self._clock = clock
+        self._session, self._target = session, target
+        self._interval_s, self._clock = interval_s, clock
 
     async def run(self) -> None:
         """Sample until cancelled."""
@@ -256,10 +241,9 @@ def engine_info(metrics: str) -> EngineInfo:
     tokens = _positive_int(cache.get("kv_cache_size_tokens"))
     if tokens is None and blocks is not None and size is not None:
         tokens = blocks * size
-    try:
-        utilization: float | None = float(cache["gpu_memory_utilization"])
-    except (KeyError, ValueError):
-        utilization = None
+    utilization: float | None = None
+    with contextlib.suppress(KeyError, ValueError):
+        utilization = float(cache["gpu_memory_utilization"])
     return EngineInfo(_positive_int(lora.get("max_lora")), tokens, size, utilization)
 
 

@@ -6,10 +6,9 @@ import contextlib
 import math
 import os
 from collections import Counter
-from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
 from pathlib import Path
-from types import MappingProxyType, TracebackType
 from typing import Any, Final, NamedTuple, Self
 
 import numpy as np
@@ -40,11 +39,6 @@ _SMALLEST_S: Final = 1e-5
 _PER_OCTAVE: Final = 128
 _BINS: Final = 32 * _PER_OCTAVE  # up to eleven hours
 _MS_PER_S: Final = 1e3
-_NO_ROWS: Final = MappingProxyType(
-    {name: np.empty(0, object) for name in ("adapter", "kind")}
-    | {name: np.empty(0, np.int32) for name in ("number", "prompt_tokens", "output_tokens")}
-    | {name: np.empty(0) for name in ("arrival_s", "sent_s", "first_token_s", "last_token_s", "ended_s")}
-)
 _PENDING_EVENTS: Final = 1 << 15
 _PENDING_REQUESTS: Final = 1 << 10
 
@@ -96,6 +90,81 @@ class LogHistogram:
         return found
 
 
+@dataclass(frozen=True)
+class MeasurementWindow:
+    """Measured interval in seconds on the clock of the run."""
+
+    start_s: float
+    end_s: float
+
+    @property
+    def duration_s(self) -> float:
+        """Length in seconds."""
+        return self.end_s - self.start_s
+
+    def holds(self, times_s: NDArray[np.float64]) -> NDArray[np.bool_]:
+        """Return which times are inside; NaN is not."""
+        return (times_s >= self.start_s) & (times_s < self.end_s)
+
+
+@dataclass(frozen=True, eq=False)
+class RequestRecords:
+    """Requests in order of due time; arrays have shape (requests,)."""
+
+    names: tuple[str, ...]
+    """Adapters by number; the first is the base model with the empty name."""
+    adapter: NDArray[np.int32]
+    due_s: NDArray[np.float64]
+    sent_s: NDArray[np.float64]
+    """NaN if not sent."""
+    first_s: NDArray[np.float64]
+    """Arrival of the first token, or NaN."""
+    last_s: NDArray[np.float64]
+    """Arrival of the last token so far, or NaN."""
+    ended_s: NDArray[np.float64]
+    prompt_tokens: NDArray[np.int32]
+    """As the server counted them, otherwise as requested."""
+    output_tokens: NDArray[np.int32]
+    """As the server counted them, otherwise as requested."""
+    events: NDArray[np.int32]
+    """Events with tokens; fewer than tokens if a server puts several into one."""
+    kind: NDArray[np.int16]
+    """Position in `kinds`, or -1 without an outcome."""
+    kinds: Sequence[str]
+
+    @classmethod
+    def without_outcomes(cls, schedule: Schedule) -> Self:
+        """Return the records of requests that are not sent yet."""
+        n = len(schedule)
+        times = {name: np.full(n, np.nan) for name in ("sent_s", "first_s", "last_s", "ended_s")}
+        return cls(
+            names=schedule.names,
+            adapter=schedule.adapter,
+            due_s=schedule.due_s,
+            **times,
+            prompt_tokens=schedule.prompt_tokens.copy(),
+            output_tokens=schedule.output_tokens.copy(),
+            events=np.zeros(n, np.int32),
+            kind=np.full(n, -1, np.int16),
+            kinds=[FINISHED, UNFINISHED],
+        )
+
+    def __len__(self) -> int:
+        return self.due_s.size
+
+    def take(self, rows: NDArray[np.int64] | slice) -> Self:
+        """Return some of the requests."""
+        columns: dict[str, Any] = {
+            name: value[rows] for name, value in vars(self).items() if isinstance(value, np.ndarray)
+        }
+        return replace(self, **columns)
+
+    def of_kind(self, name: str) -> NDArray[np.bool_]:
+        """Return which requests had this outcome."""
+        which: NDArray[np.bool_] = self.kind == (self.kinds.index(name) if name in self.kinds else -2)
+        return which
+
+
 class RequestFile:
     """Parquet file with one row per request, in order of completion.
 
@@ -114,33 +183,31 @@ class RequestFile:
         self.path = Path(os.path.realpath(path))
         self._beside = self.path.with_name(f".{self.path.name}.{os.getpid()}.tmp")
         self._writer: Any = None
-        # All that Arrow loads on first use is loaded now; later it would keep requests waiting.
-        self.write(_NO_ROWS, np.empty(0), np.empty(0, np.int64))
+        # Arrow loads much on first use, which later would delay requests.
+        none, numbers = np.empty(0, np.int32), np.empty(0, np.int64)
+        schedule = Schedule(np.empty(0), none, none, none, names=("",))
+        self.write(RequestRecords.without_outcomes(schedule), numbers, np.empty(0), numbers)
 
     def __enter__(self) -> Self:
         return self
 
-    def __exit__(
-        self,
-        kind: type[BaseException] | None,
-        error: BaseException | None,
-        trace: TracebackType | None,
-    ) -> None:
+    def __exit__(self, *_: object) -> None:
         self._close()
         with contextlib.suppress(OSError):
             self._beside.unlink()
 
     def write(
         self,
-        rows: Mapping[str, NDArray[np.generic]],
+        records: RequestRecords,
+        numbers: NDArray[np.int64],
         times_s: NDArray[np.float64],
         lengths: NDArray[np.int64],
     ) -> None:
-        """Append requests."""
+        """Append requests with their numbers, event times and numbers of events."""
         import pyarrow as pa
         import pyarrow.parquet as pq
 
-        table = pa.table(_columns(rows, times_s, lengths))
+        table = pa.table(_columns(records, numbers, times_s, lengths))
         try:
             if self._writer is None:
                 self._writer = pq.ParquetWriter(self._beside, table.schema, compression="zstd")
@@ -167,15 +234,17 @@ class RequestFile:
 
 
 def _columns(
-    rows: Mapping[str, NDArray[Any]], times_s: NDArray[np.float64], lengths: NDArray[np.int64]
+    records: RequestRecords,
+    numbers: NDArray[np.int64],
+    times_s: NDArray[np.float64],
+    lengths: NDArray[np.int64],
 ) -> dict[str, Any]:
     import pyarrow as pa
 
-    status = rows["kind"]
-    finished = status == "finished"
-    due, sent, first = rows["arrival_s"], rows["sent_s"], rows["first_token_s"]
-    finish = np.where(finished, rows["last_token_s"], np.nan)
-    more = rows["output_tokens"] - 1
+    adapters = np.array([name or None for name in records.names], object)
+    due, sent, first = records.due_s, records.sent_s, records.first_s
+    finish = np.where(records.of_kind(FINISHED), records.last_s, np.nan)
+    more = records.output_tokens - 1
     tpot_ms = _MS_PER_S * (finish - first) / np.where(more > 0, more, np.nan)
     ends = np.concatenate(([0], np.cumsum(lengths))).astype(np.int32)
     since_sent = (times_s - np.repeat(sent, lengths)) * _MS_PER_S
@@ -191,67 +260,14 @@ def _columns(
         "tpot_ms": tpot_ms,
     }
     return {
-        "number": pa.array(rows["number"].astype(np.int32)),
-        "adapter": pa.array([name or None for name in rows["adapter"]], pa.string()),
-        "status": pa.array(status, pa.string()),
-        "prompt_tokens": pa.array(rows["prompt_tokens"].astype(np.int32)),
-        "output_tokens": pa.array(rows["output_tokens"].astype(np.int32)),
+        "number": pa.array(numbers.astype(np.int32)),
+        "adapter": pa.array(adapters[records.adapter], pa.string()),
+        "status": pa.array(np.array(records.kinds, object)[records.kind], pa.string()),
+        "prompt_tokens": pa.array(records.prompt_tokens),
+        "output_tokens": pa.array(records.output_tokens),
         **{name: pa.array(values, pa.float64(), from_pandas=True) for name, values in floats.items()},
         "event_ms": pa.ListArray.from_arrays(pa.array(ends), pa.array(since_sent.astype(np.float32))),
     }
-
-
-@dataclass(frozen=True)
-class MeasurementWindow:
-    """Measured interval in seconds on the clock of the run."""
-
-    start_s: float
-    end_s: float
-
-    @property
-    def duration_s(self) -> float:
-        """Length in seconds."""
-        return self.end_s - self.start_s
-
-    def holds(self, times_s: NDArray[np.float64]) -> NDArray[np.bool_]:
-        """Return which times are inside; NaN is not."""
-        after, before = times_s >= self.start_s, times_s < self.end_s
-        within: NDArray[np.bool_] = np.logical_and(after, before)
-        return within
-
-
-@dataclass(frozen=True, eq=False)
-class RequestRecords:
-    """Requests in order of due time; arrays have shape (requests,)."""
-
-    names: tuple[str, ...]
-    """Adapters by number; the first is the base model with the empty name."""
-    adapter: NDArray[np.int32]
-    due_s: NDArray[np.float64]
-    sent_s: NDArray[np.float64]
-    """NaN if not sent."""
-    first_s: NDArray[np.float64]
-    """Arrival of the first token, or NaN."""
-    last_s: NDArray[np.float64]
-    """Arrival of the last token so far, or NaN."""
-    ended_s: NDArray[np.float64]
-    prompt_tokens: NDArray[np.int32]
-    """As the server counted them, otherwise as requested."""
-    output_tokens: NDArray[np.int32]
-    """As the server counted them, otherwise as requested."""
-    events: NDArray[np.int32]
-    """Events with tokens; fewer than tokens if a server puts several into one."""
-    kind: NDArray[np.int16]
-    """Position in `kinds`."""
-    kinds: tuple[str, ...]
-
-    def __len__(self) -> int:
-        return self.due_s.size
-
-    def of_kind(self, name: str) -> NDArray[np.bool_]:
-        """Return which requests had this outcome."""
-        which: NDArray[np.bool_] = self.kind == (self.kinds.index(name) if name in self.kinds else -1)
-        return which
 
 
 class RequestRecorder:
@@ -260,38 +276,32 @@ class RequestRecorder:
     def __init__(
         self, schedule: Schedule, window: MeasurementWindow, file: RequestFile | None = None
     ) -> None:
-        n = len(schedule)
         self.gaps = LogHistogram()
         self.counts: Counter[str] = Counter()
         self.tokens = 0
         self.messages: dict[str, str] = {}
-        self._schedule = schedule
+        self._all = RequestRecords.without_outcomes(schedule)
+        self._kinds = [FINISHED, UNFINISHED]
         self._window = window
         self._file = file
-        self._sent, self._first, self._last, self._ended = (np.full(n, np.nan) for _ in range(4))
-        self._prompt = schedule.prompt_tokens.copy()
-        self._output = schedule.output_tokens.copy()
-        self._events = np.zeros(n, np.int32)
-        self._kind = np.full(n, -1, np.int16)
-        self._kinds: list[str] = [FINISHED, UNFINISHED]
         self._pending: list[RequestOutcome] = []
         self._pending_events = 0
 
     def add(self, outcome: RequestOutcome) -> None:
         """Add an outcome."""
-        at, times = outcome.number, outcome.times_s
-        self._sent[at], self._ended[at] = outcome.sent_s, outcome.ended_s
+        at, times, every = outcome.number, outcome.times_s, self._all
+        every.sent_s[at], every.ended_s[at] = outcome.sent_s, outcome.ended_s
         if times:
-            self._first[at], self._last[at] = times[0], times[-1]
-        self._events[at] = len(times)
+            every.first_s[at], every.last_s[at] = times[0], times[-1]
+        every.events[at] = len(times)
         if outcome.kind == FINISHED:
             if outcome.prompt_tokens is not None:
-                self._prompt[at] = outcome.prompt_tokens
-            self._output[at] = len(times) if outcome.output_tokens is None else outcome.output_tokens
-            self.tokens += int(self._prompt[at]) + int(self._output[at])
+                every.prompt_tokens[at] = outcome.prompt_tokens
+            every.output_tokens[at] = len(times) if outcome.output_tokens is None else outcome.output_tokens
+            self.tokens += int(every.prompt_tokens[at]) + int(every.output_tokens[at])
         if outcome.kind not in self._kinds:
             self._kinds.append(outcome.kind)
-        self._kind[at] = self._kinds.index(outcome.kind)
+        every.kind[at] = self._kinds.index(outcome.kind)
         self.counts[outcome.kind] += 1
         if outcome.message:
             self.messages.setdefault(outcome.kind, outcome.message)
@@ -307,25 +317,11 @@ class RequestRecorder:
 
     def record(self, until_s: float) -> RequestRecords:
         """Return the requests due before ``until_s``; unsent ones are unfinished."""
-        schedule = self._schedule
-        n = int(np.searchsorted(schedule.due_s, until_s, side="left"))
-        for number in np.flatnonzero(self._kind[:n] < 0).tolist():
+        n = int(np.searchsorted(self._all.due_s, until_s, side="left"))
+        for number in np.flatnonzero(self._all.kind[:n] < 0).tolist():
             self.add(not_sent(number, UNFINISHED))
         self._flush()
-        return RequestRecords(
-            names=schedule.names,
-            adapter=schedule.adapter[:n],
-            due_s=schedule.due_s[:n],
-            sent_s=self._sent[:n],
-            first_s=self._first[:n],
-            last_s=self._last[:n],
-            ended_s=self._ended[:n],
-            prompt_tokens=self._prompt[:n],
-            output_tokens=self._output[:n],
-            events=self._events[:n],
-            kind=self._kind[:n],
-            kinds=tuple(self._kinds),
-        )
+        return replace(self._all.take(slice(n)), kinds=tuple(self._kinds))
 
     def _flush(self) -> None:
         """Count the gaps of pending outcomes and write them to the file."""
@@ -340,20 +336,6 @@ class RequestRecorder:
             gaps = np.diff(times, prepend=0.0)
             self.gaps.add(gaps[later & self._window.holds(times)])
         if self._file is not None:
-            self._file.write(self._rows(pending), times, lengths)
-
-    def _rows(self, pending: Sequence[RequestOutcome]) -> Mapping[str, NDArray[np.generic]]:
-        at = np.array([each.number for each in pending])
-        schedule = self._schedule
-        return {
-            "number": at,
-            "adapter": np.array(schedule.names, dtype=object)[schedule.adapter[at]],
-            "kind": np.array([each.kind for each in pending], dtype=object),
-            "arrival_s": schedule.due_s[at],
-            "sent_s": self._sent[at],
-            "first_token_s": self._first[at],
-            "last_token_s": self._last[at],
-            "ended_s": self._ended[at],
-            "prompt_tokens": self._prompt[at],
-            "output_tokens": self._output[at],
-        }
+            numbers = np.array([each.number for each in pending])
+            records = replace(self._all.take(numbers), kinds=self._kinds)
+            self._file.write(records, numbers, times, lengths)

@@ -37,27 +37,18 @@ _WORDS: Final = (
 
 @dataclass(frozen=True)
 class Target:
-    """OpenAI-compatible server, and its model names of adapters.
-
-    Attributes
-    ----------
-    url : str
-        Address; a path may end in ``/v1``; user and password are refused.
-    api_key : str, optional
-        Bearer token; never written.
-    base_model : str, optional
-        Model of requests without an adapter.
-    models : mapping of str to str
-        Model name by adapter; others keep their own name.
-    extra_body : mapping
-        Further fields of every request.
-    """
+    """OpenAI-compatible server, and its model names of adapters."""
 
     url: str
+    """Address; a path may end in ``/v1``; user and password are refused."""
     api_key: str | None = field(default=None, repr=False)
+    """Bearer token; never written."""
     base_model: str | None = None
+    """Model of requests without an adapter."""
     models: Mapping[str, str] = field(default_factory=dict)
+    """Model name by adapter; others keep their own name."""
     extra_body: Mapping[str, Any] = field(default_factory=dict)
+    """Further fields of every request."""
 
     def __post_init__(self) -> None:
         rule = "must be the http:// or https:// address of a server"
@@ -99,30 +90,20 @@ class Target:
 
 @dataclass(frozen=True)
 class LoadSettings:
-    """Duration and limits of a load test.
-
-    Attributes
-    ----------
-    duration_s : float
-        Length of the measured window.
-    warm_up_s : float
-        Time before the window.
-    timeout_s : float
-        Limit on one request, from sending to its last byte.
-    drain_s : float
-        Wait for requests in flight after the window.
-    max_in_flight : int, optional
-        Further requests are not sent but counted as rejected, as in the twin.
-    metrics_interval_s : float
-        Interval of samples of ``/metrics``; 0: none. A sample delays vLLM's tokens by some milliseconds.
-    """
+    """Duration and limits of a load test."""
 
     duration_s: float
+    """Length of the measured window."""
     warm_up_s: float = 0.0
+    """Time before the window."""
     timeout_s: float = 600.0
+    """Limit on one request, from sending to its last byte."""
     drain_s: float = 30.0
+    """Wait for requests in flight after the window."""
     max_in_flight: int | None = None
+    """Further requests are not sent but counted as rejected, as in the twin."""
     metrics_interval_s: float = 0.0
+    """Interval of samples of ``/metrics``; 0: none. A sample delays vLLM's tokens by some milliseconds."""
 
     def __post_init__(self) -> None:
         for name in ("duration_s", "timeout_s"):
@@ -174,12 +155,8 @@ def schedule_of(
     ----------
     workload
         Adapters, rates and lengths, or a trace, which is replayed.
-    horizon_s
-        The twin's ``duration_s``.
-    seed
-        As the twin's.
-    max_model_len
-        As the twin's: limit on prompt and output tokens.
+    horizon_s, seed, max_model_len
+        The twin's ``duration_s``, ``seed`` and ``max_model_len``.
     rate_scale
         Factor of all rates; see `scaled`.
     profile
@@ -192,11 +169,11 @@ def schedule_of(
     """
     from capplan.workload import draw_requests
 
-    asked = scaled(workload, rate_scale)
-    drawn_pairs = asked.trace is None and asked.length_pairs is None
-    if profile is not None and drawn_pairs and asked.length_correlation is None:
-        asked = asked.model_copy(update={"length_correlation": profile.length_correlation})
-    drawn = draw_requests(asked, horizon_s, seed, max_model_len, max(1, max_model_len - 1))
+    source = scaled(workload, rate_scale)
+    drawn_lengths = source.trace is None and source.length_pairs is None
+    if profile is not None and drawn_lengths and source.length_correlation is None:
+        source = source.model_copy(update={"length_correlation": profile.length_correlation})
+    drawn = draw_requests(source, horizon_s, seed, max_model_len, max(1, max_model_len - 1))
     room = np.maximum(max_model_len - drawn.prompt_tokens, 1)
     return Schedule(
         due_s=drawn.arrival_ns / _NS_PER_S,
@@ -223,11 +200,7 @@ def scaled(workload: Workload, rate_scale: float) -> Workload:
     adapters = tuple(a.model_copy(update={"rate_rps": a.rate_rps * rate_scale}) for a in workload.adapters)
     trace = workload.trace
     if trace is not None:
-        names = np.array(trace.names, dtype=object)[trace.adapter].tolist()
-        arrival_s = trace.arrival_ns / _NS_PER_S / rate_scale
-        trace = type(trace).from_arrays(
-            arrival_s, names, trace.prompt_tokens, trace.output_tokens, trace.duration_s / rate_scale
-        )
+        trace = trace.at_rate(rate_scale * len(trace) / trace.duration_s)
     return workload.model_copy(update={"adapters": adapters, "trace": trace})
 
 

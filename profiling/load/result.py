@@ -44,13 +44,13 @@ class MeasuredStats(SpecModel):
 
 
 class LoadMetrics(SpecModel):
-    """What the requests of an adapter, or all, got; names as in `capplan simulate`."""
+    """Metrics of an adapter's requests, or of all; names as in `capplan simulate`."""
 
     name: str = Field(description="Adapter; empty: the base model.")
     submitted: int = Field(description="Requests due from the start of the run to the end of the window.")
     completed: int = Field(description="Requests that completed within the window.")
     failed: int = Field(description="Requests that failed, from the start of the run.")
-    rejected: int = Field(description="Requests not sent because as many were in flight as may be.")
+    rejected: int = Field(description="Requests not sent because of the limit on requests in flight.")
     executing: int = Field(description="Requests that had a token, but not all, at the end of the window.")
     waiting: int = Field(description="Requests without a token at the end of the window.")
     throughput_tok_s: float = Field(description="Input and output tokens completed in the window per second.")
@@ -65,17 +65,18 @@ class LoadMetrics(SpecModel):
     ttft_s: MeasuredStats = Field(description="From when a request was due to its first token.")
     ttft_sent_s: MeasuredStats = Field(description="From when a request was sent to its first token.")
     ttft_s_mean_charged: Number = Field(
-        None, description="Of requests due in the window; one that did not finish is charged all of it."
+        None,
+        description="Mean over requests due in the window; an unfinished one is charged the whole window.",
     )
     e2e_s: MeasuredStats = Field(description="From when a request was due to its last token.")
     tpot_ms: MeasuredStats = Field(description="(E2E - TTFT) / (output tokens - 1).")
     tpt_ms: MeasuredStats = Field(description="E2E / output tokens.")
     itl_ms: MeasuredStats = Field(
-        description="Gaps between tokens as a client sees them; the mean: of completed."
+        description="Gaps between tokens at the client; the mean is over completed requests."
     )
     token_gap_ms_mean: Number = Field(
         None,
-        description="First to last token over tokens - 1: shorter than itl_ms where tokens come together.",
+        description="First to last token over tokens - 1: shorter than itl_ms if events hold several tokens.",
     )
 
 
@@ -84,8 +85,10 @@ class ClientHealth(SpecModel):
 
     lag_ms: MeasuredStats = Field(description="From when a request was due to when it was sent.")
     lag_ms_max: Number = None
-    loop_lag_ms_p99: Number = Field(None, description="How late the event loop was, at 50 looks a second.")
-    kept_up: bool | None = Field(description="Lag and loop within their limits; null: not known.")
+    loop_lag_ms_p99: Number = Field(
+        None, description="Lateness of the event loop, sampled 50 times a second."
+    )
+    kept_up: bool | None = Field(description="Whether lag and loop are within their limits; null: unknown.")
 
 
 class Failure(SpecModel):
@@ -93,7 +96,7 @@ class Failure(SpecModel):
 
     kind: str
     requests: int
-    message: str = Field("", description="What the first of them said.")
+    message: str = Field("", description="Message of the first of them.")
 
 
 class ServerSample(SpecModel):
@@ -110,11 +113,11 @@ class BenchResult(SpecModel):
     schema_version: Literal[1] = 1
     created_by: str
     started_at: str = Field(description="ISO 8601, UTC.")
-    source: str = Field("capplan bench", description="What measured.")
+    source: str = Field("capplan bench", description="Program that measured.")
     url: str
     base_model: str
     workload_digest: str | None = None
-    settings: dict[str, JsonValue] = Field({}, description="Everything that was asked for.")
+    settings: dict[str, JsonValue] = Field({}, description="Settings of the run.")
     partial: bool = Field(False, description="Whether the run was stopped before its time.")
     warm_up_s: float = Field(description="Time before the window.")
     duration_s: float = Field(description="Length of the window.")
@@ -158,7 +161,7 @@ def overall_metrics(
     record: RequestRecords, window: MeasurementWindow, gaps: LogHistogram | None = None
 ) -> LoadMetrics:
     """Return the metrics of all requests; `gaps` adds percentiles of ITL."""
-    return _metrics("", record, window, np.arange(len(record)), gaps)
+    return _metrics("", record, window, gaps)
 
 
 def adapter_metrics(record: RequestRecords, window: MeasurementWindow) -> tuple[LoadMetrics, ...]:
@@ -167,7 +170,7 @@ def adapter_metrics(record: RequestRecords, window: MeasurementWindow) -> tuple[
     starts = np.searchsorted(record.adapter[order], np.arange(len(record.names) + 1))
     parts = zip(record.names, starts[:-1].tolist(), starts[1:].tolist(), strict=True)
     return tuple(
-        _metrics(name, record, window, order[low:high], None) for name, low, high in parts if high > low
+        _metrics(name, record.take(order[low:high]), window) for name, low, high in parts if high > low
     )
 
 
@@ -177,7 +180,7 @@ def client_health(
     """Return the lag of requests due in the window, and whether the client kept up."""
     limits = limits or LagLimits()
     wanted = window.holds(record.due_s) & ~record.of_kind(REJECTED)
-    sent_s = np.where(np.isnan(record.sent_s), window.end_s, record.sent_s)  # at the end, or never
+    sent_s = np.where(np.isnan(record.sent_s), window.end_s, record.sent_s)  # unsent: the end
     lag_ms = _MS_PER_S * np.maximum(0.0, sent_s - record.due_s)[wanted]
     stats = statistics(lag_ms)
     loop_ms = loop_lag.percentile_ms(99.0)
@@ -195,34 +198,27 @@ def client_health(
 
 
 def _metrics(
-    name: str,
-    record: RequestRecords,
-    window: MeasurementWindow,
-    rows: NDArray[np.int64],
-    gaps: LogHistogram | None,
+    name: str, record: RequestRecords, window: MeasurementWindow, gaps: LogHistogram | None = None
 ) -> LoadMetrics:
-    due, sent, first, last = (
-        each[rows] for each in (record.due_s, record.sent_s, record.first_s, record.last_s)
-    )
-    prompt, output = (each[rows].astype(np.int64) for each in (record.prompt_tokens, record.output_tokens))
+    due, sent, first, last = record.due_s, record.sent_s, record.first_s, record.last_s
+    prompt, output = (each.astype(np.int64) for each in (record.prompt_tokens, record.output_tokens))
     tokens = prompt + output
-    finished = record.of_kind(FINISHED)[rows]
-    rejected = record.of_kind(REJECTED)[rows]
-    harmless = np.isin(record.kind[rows], [i for i, kind in enumerate(record.kinds) if kind in NOT_FAILURES])
+    finished, rejected = record.of_kind(FINISHED), record.of_kind(REJECTED)
+    harmless = np.any([record.of_kind(kind) for kind in NOT_FAILURES], axis=0)
     ended = finished & (last < window.end_s)
-    failed = ~harmless & (record.ended_s[rows] < window.end_s)
+    failed = ~harmless & (record.ended_s < window.end_s)
     executing = ~ended & ~failed & ~rejected & (first < window.end_s)
     done = finished & window.holds(last)
-    asked = window.holds(due)
+    due_inside = window.holds(due)
     answerable = int(tokens[~executing].sum())
     served = float(tokens[ended].sum()) / answerable if answerable else 1.0
     ttft_s, e2e_s = first - due, last - due
     several = done & (output > 1)
     spread_ms = _MS_PER_S * (last - first)
-    charged = np.where(ended, ttft_s, window.duration_s)[asked]
+    charged = np.where(ended, ttft_s, window.duration_s)[due_inside]
     return LoadMetrics(
         name=name,
-        submitted=int(rows.size),
+        submitted=len(record),
         completed=int(done.sum()),
         failed=int(failed.sum()),
         rejected=int(rejected.sum()),
@@ -231,7 +227,7 @@ def _metrics(
         throughput_tok_s=float(tokens[done].sum()) / window.duration_s,
         input_tok_s=float(prompt[done].sum()) / window.duration_s,
         output_tok_s=float(output[done].sum()) / window.duration_s,
-        offered_tok_s=float(tokens[asked].sum()) / window.duration_s,
+        offered_tok_s=float(tokens[due_inside].sum()) / window.duration_s,
         request_rate_rps=float(done.sum()) / window.duration_s,
         served_fraction=served,
         starved=served < STARVED_BELOW,
@@ -241,7 +237,7 @@ def _metrics(
         e2e_s=statistics(e2e_s[done]),
         tpot_ms=statistics(spread_ms[several] / (output[several] - 1)),
         tpt_ms=statistics(_MS_PER_S * e2e_s[done] / np.maximum(output[done], 1)),
-        itl_ms=_itl(spread_ms[done], record.events[rows][done], gaps),
+        itl_ms=_itl(spread_ms[done], record.events[done], gaps),
         token_gap_ms_mean=_ratio(spread_ms[several].sum(), (output[several] - 1).sum()),
     )
 

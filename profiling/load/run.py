@@ -1,4 +1,4 @@
-"""Open-loop load: every request goes out when it is due, whatever the server does."""
+"""Open-loop load: every request is sent when it is due, however slow the server is."""
 
 from __future__ import annotations
 
@@ -76,29 +76,19 @@ OnTick = Callable[[LoadProgress], None]
 
 @dataclass(frozen=True, eq=False)
 class LoadMeasurement:
-    """Measurements of a run.
-
-    Attributes
-    ----------
-    gaps
-        Gaps between tokens within the window, of all requests.
-    loop_lag
-        Lateness of the client's event loop.
-    samples
-        Samples of ``/metrics``.
-    partial
-        Whether the run was stopped early.
-    messages
-        Message of the first failure of each kind.
-    """
+    """Measurements of a run."""
 
     record: RequestRecords
     window: MeasurementWindow
     gaps: LogHistogram
+    """Gaps between tokens within the window, of all requests."""
     loop_lag: EventLoopLag
     samples: tuple[ServerSample, ...]
+    """Samples of ``/metrics``."""
     partial: bool
+    """Whether the run was stopped early."""
     messages: dict[str, str] = field(default_factory=dict)
+    """Message of the first failure of each kind."""
 
 
 async def run_load(
@@ -117,8 +107,6 @@ async def run_load(
     ----------
     schedule, bodies
         Due times and bodies; the models of `bodies` are in the order of the schedule's names.
-    target, settings
-        Server, duration and limits.
     stop
         Event that ends the run early; the measurement is then partial.
     file
@@ -139,10 +127,8 @@ class _OpenLoop:
         settings: LoadSettings,
         file: RequestFile | None,
     ) -> None:
-        self.schedule = schedule
-        self.bodies = bodies
-        self.target = target
-        self.settings = settings
+        self.schedule, self.bodies = schedule, bodies
+        self.target, self.settings = target, settings
         self.window = MeasurementWindow(settings.warm_up_s, settings.horizon_s)
         self.recorder = RequestRecorder(schedule, self.window, file)
         self.loop_lag = EventLoopLag()
@@ -150,7 +136,6 @@ class _OpenLoop:
         self.error: BaseException | None = None
         self.sent = 0
         self.loop = asyncio.get_running_loop()
-        self.origin = self.loop.time() + _LEAD_S
 
     def clock(self) -> float:
         return self.loop.time() - self.origin
@@ -198,7 +183,7 @@ class _OpenLoop:
         for number, due_s in enumerate(self.schedule.due_s.tolist()):
             now_s = self.clock()
             if now_s >= self.window.end_s:
-                return  # the client is late; what is still due is never sent
+                return  # the client is late; overdue requests are not sent
             if due_s > now_s:
                 await asyncio.sleep(due_s - now_s)
                 overdue = 0

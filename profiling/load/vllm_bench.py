@@ -60,12 +60,8 @@ def vllm_document(result: BenchResult, rows: Mapping[str, Any]) -> dict[str, Any
     inputs, outputs, count = int(prompt[finished].sum()), int(output.sum()), int(finished.sum())
     several = finished & (output > 1)
     tpot_s = (latency_s - ttft_s)[several] / (output[several] - 1)
-    started = datetime.fromisoformat(result.started_at)
-    errors = [
-        "" if whole else status for whole, status in zip(finished.tolist(), rows["status"], strict=True)
-    ]
     return {
-        "date": started.strftime("%Y%m%d-%H%M%S"),
+        "date": datetime.fromisoformat(result.started_at).strftime("%Y%m%d-%H%M%S"),
         "endpoint_type": "openai",
         "backend": "openai",
         "label": result.created_by,
@@ -92,7 +88,7 @@ def vllm_document(result: BenchResult, rows: Mapping[str, Any]) -> dict[str, Any
         "start_times": sent.tolist(),
         "queue_times": [0.0] * finished.size,
         "generated_texts": [""] * finished.size,
-        "errors": errors,
+        "errors": ["" if status == "finished" else status for status in rows["status"]],
         **_summary("ttft", ttft_s[finished]),
         **_summary("tpot", tpot_s),
         **_summary("itl", np.concatenate([np.empty(0), *itl_s])),

@@ -30,21 +30,14 @@ _LOAD_PROMPT: Final = 8
 
 @dataclass(frozen=True)
 class ServerPoint:
-    """Operating point: streams that send their next request on each answer.
-
-    Attributes
-    ----------
-    streams : int
-        Requests in flight.
-    adapters : int
-        Distinct adapters of the streams; 0: the base model.
-    prompt_tokens, output_tokens : int
-        Mean lengths; lengths are uniform from half to one and a half of these.
-    """
+    """Operating point: streams that send their next request on each answer."""
 
     streams: int
+    """Requests in flight."""
     adapters: int
+    """Distinct adapters of the streams; 0: the base model."""
     prompt_tokens: int
+    """Mean; lengths are uniform from half to one and a half of it."""
     output_tokens: int
 
     @property
@@ -60,30 +53,19 @@ class ServerPoint:
 
 @dataclass(frozen=True)
 class ServerBounds:
-    """Limits on operating points of a server.
-
-    Attributes
-    ----------
-    adapters : int
-        Available adapters.
-    a_max : int
-        Adapter slots, a limit on the adapters of a point: none waits for a slot.
-    max_streams : int
-        Limit on running requests.
-    longest : int
-        Tokens of prompt and output together.
-    kv_tokens : int, optional
-        Capacity; larger points are left out. None: unknown.
-    prompt_tokens, output_tokens : int
-        Typical lengths of the workload.
-    """
+    """Limits on operating points of a server."""
 
     adapters: int
+    """Available adapters."""
     a_max: int
+    """Adapter slots, a limit on the adapters of a point: none waits for a slot."""
     max_streams: int
     longest: int
+    """Tokens of prompt and output together."""
     kv_tokens: int | None
+    """Capacity; larger points are left out. None: unknown."""
     prompt_tokens: int
+    """Typical prompt of the workload."""
     output_tokens: int
 
     def __post_init__(self) -> None:
@@ -104,14 +86,7 @@ def design(bounds: ServerBounds, base_model: bool = True) -> list[ServerPoint]:
 
     Batches and adapters are powers of 2; prompts are a quarter of the typical length, that length and four
     times it; outputs are short and long. Corners come first, then the rest in a random order, so that a short
-    budget covers the range.
-
-    Parameters
-    ----------
-    bounds
-        Limits of the server.
-    base_model
-        Whether it also serves requests without an adapter.
+    budget covers the range. With `base_model`, points without adapters are included.
     """
     corners: list[ServerPoint] = []
     rest: list[ServerPoint] = []
@@ -187,23 +162,14 @@ async def closed_loop(
     measured_s: float,
     seed: int,
 ) -> tuple[list[ClosedLoopRequest], float, float]:
-    """Keep an operating point up for `ramp_s` + `measured_s` seconds.
-
-    Parameters
-    ----------
-    models
-        Model positions of the streams in turn.
-    ramp_s, measured_s
-        Seconds before and during the measured interval.
-    seed
-        Seed of the lengths.
+    """Keep an operating point up for `ramp_s` + `measured_s` seconds, with models in turn.
 
     Returns
     -------
     requests : list of ClosedLoopRequest
         All requests, including those in flight at the end.
     start_s, end_s : float
-        Measured interval.
+        Measured interval, after the ramp.
 
     Raises
     ------
@@ -307,18 +273,8 @@ async def adapter_loads(
 
     More adapters than slots are requested in turn, each twice: the first request loads the adapter, the
     second finds it. The load time is the median difference. It includes a disk read if the host holds fewer
-    adapters.
-
-    Parameters
-    ----------
-    adapters
-        Rank by model position; nothing is measured unless there are more than slots.
-    a_max, s_max
-        Slots and their rank.
-    rounds
-        Loads per adapter.
-    done
-        Called after each round.
+    adapters. `adapters` are ranks by model position; nothing is measured unless there are more than slots.
+    `done` is called after each of the `rounds`.
 
     Raises
     ------

@@ -13,14 +13,14 @@ from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Final
+from typing import IO, Final
 
 from capplan.errors import InputError
 from capplan.spec import EngineArgs
 
 _START_S: Final = 600.0
 _END_S: Final = 60.0
-_MOST_WORDS: Final = 400
+_MOST_CHARACTERS: Final = 400
 
 
 @dataclass(frozen=True)
@@ -72,7 +72,7 @@ def running_server(command: ServerCommand) -> Iterator[str]:
                 process.stdout.close()
 
 
-def _address(process: subprocess.Popen[str], errors: object) -> str:
+def _address(process: subprocess.Popen[str], errors: IO[str]) -> str:
     watch = threading.Timer(_START_S, process.kill)
     watch.start()
     try:
@@ -83,29 +83,29 @@ def _address(process: subprocess.Popen[str], errors: object) -> str:
         return str(json.loads(line)["url"])
     except (ValueError, KeyError, TypeError):
         process.wait(_END_S)
-        raise InputError(f"did not start: {_last_words(errors)}", location="capplan serve") from None
+        errors.seek(0)
+        rule = f"did not start: {_last_line(errors.read())[:_MOST_CHARACTERS]}"
+        raise InputError(rule, location="capplan serve") from None
 
 
-def _last_words(errors: object) -> str:
-    errors.seek(0)  # type: ignore[attr-defined]
-    lines: list[str] = [line for line in errors.read().splitlines() if line.strip()]  # type: ignore[attr-defined]
-    return lines[-1][:_MOST_WORDS] if lines else "it said nothing"
+def _last_line(text: str) -> str:
+    return (text.strip().splitlines() or ["no message"])[-1]
 
 
 def run_capplan(words: Sequence[str], threads: int, fine: Sequence[int] = (0,)) -> str:
-    """Run a capplan command and return its output; `fine` are the accepted exit codes.
+    """Run a capplan command and return its output.
 
     Raises
     ------
     RuntimeError
-        If it ends with another one; the message holds its last line.
+        If its exit code is not among `fine`; the message holds the last line of its errors.
     """
     environment = {**os.environ, "OMP_NUM_THREADS": str(threads)}
     command = [sys.executable, "-m", "capplan", *words]
     done = subprocess.run(command, env=environment, capture_output=True, text=True, check=False)  # noqa: S603
     if done.returncode not in fine:
-        last = (done.stderr.strip().splitlines() or ["it said nothing"])[-1]
-        raise RuntimeError(f"capplan {words[0]} ended with status {done.returncode}: {last}")
+        message = f"capplan {words[0]} ended with status {done.returncode}: {_last_line(done.stderr)}"
+        raise RuntimeError(message)
     return done.stdout
 
 

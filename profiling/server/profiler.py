@@ -47,60 +47,38 @@ _IDLE_ADAPTERS: Final = 4
 
 @dataclass(frozen=True)
 class EngineSetting:
-    """Engine settings of the server.
-
-    Attributes
-    ----------
-    a_max : int, optional
-        Adapter slots; None: as reported by the server.
-    s_max : int
-        Rank of a slot.
-    max_num_seqs, max_num_batched_tokens : int
-        Limits of a step.
-    max_model_len : int, optional
-        Limit on prompt and output tokens; None: as reported by the server.
-    """
+    """Engine settings of the server."""
 
     a_max: int | None
+    """Adapter slots; None: as reported by the server."""
     s_max: int
+    """Rank of a slot."""
     max_num_seqs: int = 256
     max_num_batched_tokens: int = 2048
     max_model_len: int | None = None
+    """Limit on prompt and output tokens; None: as reported by the server."""
 
 
 @dataclass(frozen=True)
 class ServerProfilingOptions:
-    """Extent of a measurement.
-
-    Attributes
-    ----------
-    budget_s : float
-        Time for all points; later points are left out.
-    point_s : float
-        Time per point.
-    passes : int
-        Passes over all points. Several passes separate the drift of a machine from differences of points.
-    max_streams : int, optional
-        Largest batch; None: max_num_seqs, at most 64.
-    prompt_tokens, output_tokens : int
-        Typical lengths.
-    prompt_form : PromptForm, optional
-        None: the first that the server accepts.
-    idle_repeats : int
-        Requests per prompt length on the idle server.
-    load_rounds : int
-        Loads per adapter.
-    """
+    """Extent of a measurement."""
 
     budget_s: float = 600.0
+    """Time for all points; later points are left out."""
     point_s: float = 8.0
     passes: int = 1
+    """Passes over all points. Several passes separate the drift of a machine from differences of points."""
     max_streams: int | None = None
+    """Largest batch; None: max_num_seqs, at most 64."""
     prompt_tokens: int = 128
+    """Typical prompt."""
     output_tokens: int = 64
     prompt_form: PromptForm | None = None
+    """None: the first that the server accepts."""
     idle_repeats: int = 15
+    """Requests per prompt length on the idle server."""
     load_rounds: int = 6
+    """Loads per adapter."""
 
 
 @dataclass(frozen=True)

@@ -34,33 +34,29 @@ class _Spans(NamedTuple):
 
 
 class _Prompts(NamedTuple):
-    """Prompts with an observed step."""
+    """Prompts with an observed step; `parts` are the steps of each."""
 
     first_s: NDArray[np.float64]
     tokens: NDArray[np.float64]
     parts: NDArray[np.float64]
-    """Steps per prompt."""
     rank: NDArray[np.float64]
 
 
 class _Tokens(NamedTuple):
-    """Tokens after the first of each request."""
+    """Tokens after the first of each request; `weight` is their number at a time."""
 
     time_s: NDArray[np.float64]
     weight: NDArray[np.float64]
-    """Tokens at that time."""
     rank: NDArray[np.float64]
 
 
 class _Cells(NamedTuple):
-    """Time cells between two changes."""
+    """Time cells between two changes; `steps` and `seconds` are 0 without decoding."""
 
     start_s: NDArray[np.float64]
     end_s: NDArray[np.float64]
     steps: NDArray[np.float64]
-    """0 without decoding."""
     seconds: NDArray[np.float64]
-    """0 without decoding."""
     kv_tokens: NDArray[np.float64]
     adapters: NDArray[np.float64]
 
@@ -76,21 +72,21 @@ def window_rows(
     Parameters
     ----------
     answered
-        Requests of a closed loop, those under way at its end among them.
+        Requests of a closed loop, including those in flight at its end.
     edges_s
-        Edges of the windows, in order; each is moved to the nearest end of a step, so that no step, and no
-        prompt with it, is in one window by its time and in another by its tokens.
+        Edges of the windows, in order. Each is moved to the nearest end of a step, so that the time and the
+        tokens of a step, and of its prompts, are in the same window.
     ranks
-        Rank of each model by its position; those that are missing are no adapters.
+        Rank of each adapter by model position.
     budget
-        Tokens that the engine computes in a step at most: a longer prompt takes several; None: not known.
+        Limit on the tokens of a step: a longer prompt takes several. None: unknown.
     """
     answered = [each for each in answered if each.outcome.times_s]
     if not answered:
         return []
     typical = _per_event(answered)
     gaps = [_gaps(each, typical) for each in answered]
-    edges_s = _moved(edges_s, answered, gaps)
+    edges_s = _at_step_ends(edges_s, answered, gaps)
     cells = _cells(answered, gaps, edges_s, ranks)
     prompts = _prompts(answered, cells, ranks, budget)
     rank = [ranks.get(each.model, 0) for each in answered]
@@ -110,36 +106,32 @@ def _row(low: float, high: float, cells: _Cells, prompts: _Prompts, tokens: _Tok
     count, covered_s = float(cells.steps[inside].sum()), float(cells.seconds[inside].sum())
     if count < _LEAST_STEPS or covered_s < _LEAST_COVERED * (high - low):
         return {}
-    asked = _Prompts(*(each[(prompts.first_s > low) & (prompts.first_s <= high)] for each in prompts))
-    made = _Tokens(*(each[(tokens.time_s > low) & (tokens.time_s <= high)] for each in tokens))
+    prompt = _Prompts(*(each[(prompts.first_s > low) & (prompts.first_s <= high)] for each in prompts))
+    token = _Tokens(*(each[(tokens.time_s > low) & (tokens.time_s <= high)] for each in tokens))
+    lora_prompt, lora_token = prompt.rank > 0, token.rank > 0
+    in_a_step = prompt.tokens / np.maximum(prompt.parts, 1.0)
+    sums = {
+        "decodes": token.weight,
+        "prefills": prompt.parts,
+        "lora_decodes": token.weight[lora_token],
+        "lora_prefills": prompt.parts[lora_prompt],
+        "lora_prefill_tokens": prompt.tokens[lora_prompt],
+        "decode_rank_sum": token.weight * token.rank,
+        "prefill_rank_sum": prompt.parts * prompt.rank,
+        "prefill_rank_tokens": prompt.tokens * prompt.rank,
+    }
+    means = {name: float(values.sum()) / count for name, values in sums.items()}
     share = cells.steps[inside] / count
-    decodes, prefills = float(made.weight.sum()) / count, float(asked.parts.sum()) / count
-    in_a_step = asked.tokens / np.maximum(asked.parts, 1.0)
     return {
         "step_ms": _MS_PER_S * covered_s / count,
         "steps": count,
-        "tokens": decodes + float(asked.tokens.sum()) / count,
-        "requests": decodes + prefills,
+        "tokens": means["decodes"] + float(prompt.tokens.sum()) / count,
+        "requests": means["decodes"] + means["prefills"],
         "kv_tokens": float((cells.kv_tokens[inside] * share).sum()),
         "adapters": float((cells.adapters[inside] * share).sum()),
-        "decodes": decodes,
-        "prefills": prefills,
+        **means,
         "prompt_std": float(in_a_step.std()) if in_a_step.size else 0.0,
-        **_ranks(asked, made, count),
-    }
-
-
-def _ranks(asked: _Prompts, made: _Tokens, steps: float) -> dict[str, float]:
-    """Return the inputs of rank terms, as means per step."""
-    lora_prompts, lora_tokens = asked.rank > 0, made.rank > 0
-    return {
-        "lora_decodes": float(made.weight[lora_tokens].sum()) / steps,
-        "lora_prefills": float(asked.parts[lora_prompts].sum()) / steps,
-        "lora_prefill_tokens": float(asked.tokens[lora_prompts].sum()) / steps,
-        "max_rank": float(np.max(np.concatenate([[0.0], asked.rank, made.rank]))),
-        "decode_rank_sum": float((made.weight * made.rank).sum()) / steps,
-        "prefill_rank_sum": float((asked.parts * asked.rank).sum()) / steps,
-        "prefill_rank_tokens": float((asked.tokens * asked.rank).sum()) / steps,
+        "max_rank": float(np.max(np.concatenate([[0.0], prompt.rank, token.rank]))),
     }
 
 
@@ -214,7 +206,7 @@ def _gaps(answered: ClosedLoopRequest, typical: float) -> _Spans:
     return _Spans(times[:-1], times[1:], counts[1:].astype(np.float64) * max(per_event, 1e-9))
 
 
-def _moved(
+def _at_step_ends(
     edges_s: NDArray[np.float64], answered: Sequence[ClosedLoopRequest], gaps: Sequence[_Spans]
 ) -> NDArray[np.float64]:
     """Return the edges moved to ends of steps."""

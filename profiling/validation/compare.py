@@ -49,22 +49,17 @@ class Tolerances:
 
 @dataclass(frozen=True)
 class MetricComparison:
-    """One metric of one group; NaN if unknown.
-
-    Attributes
-    ----------
-    constant_step, offered_load
-        Baselines: the twin with one time for all steps, and all requests served.
-    tolerance
-        Largest SMAPE of agreement, in percent; None: not judged.
-    """
+    """One metric of one group; NaN if unknown."""
 
     name: str
     measured: float
     predicted: float
     constant_step: float
+    """Baseline: the twin with one time for all steps."""
     offered_load: float
+    """Baseline: all requests are served."""
     tolerance: float | None = None
+    """Largest SMAPE of agreement, in percent; None: any."""
 
     @property
     def error(self) -> float:
@@ -91,15 +86,7 @@ class MetricComparison:
 
 @dataclass(frozen=True)
 class GroupValidation:
-    """Measurement and prediction of one instance of a group.
-
-    Attributes
-    ----------
-    starved, predicted_starved, constant_step_starved
-        Starvation verdicts; that of the offered load is always false.
-    faults
-        Reasons for which the measurement is void.
-    """
+    """Measurement and prediction of one instance of a group; the offered load is never starved."""
 
     group: str
     rate_scale: float
@@ -111,6 +98,7 @@ class GroupValidation:
     predicted_starved: bool
     constant_step_starved: bool
     faults: tuple[str, ...] = ()
+    """Reasons for which the measurement is void."""
 
     @property
     def agrees(self) -> bool:
@@ -134,26 +122,18 @@ def compared(
 ) -> tuple[MetricComparison, ...]:
     """Return the measured metrics, and those with a tolerance."""
     limits = {THROUGHPUT: tolerances.throughput, ITL: tolerances.itl}
+    sources = (measured, predicted, constant_step, offered)
     return tuple(
         MetricComparison(
-            name,
-            measured=_known(measured, name),
-            predicted=_known(predicted, name),
-            constant_step=_known(constant_step, name),
-            offered_load=_known(offered, name),
-            tolerance=limits.get(name),
+            name, *(values.get(name, math.nan) for values in sources), tolerance=limits.get(name)
         )
         for name in NAMES
-        if not math.isnan(_known(measured, name)) or name in limits
+        if name in limits or not math.isnan(measured.get(name, math.nan))
     )
 
 
-def _known(values: Values, name: str) -> float:
-    return values.get(name, math.nan)
-
-
 def measured_values(
-    result: BenchResult, profile: Profile, told_kv_tokens: int | None, kv_tokens: int
+    result: BenchResult, profile: Profile, reported_kv_tokens: int | None, kv_tokens: int
 ) -> dict[str, float]:
     """Return measured values by the twin's names.
 
@@ -161,9 +141,9 @@ def measured_values(
     ``client_itl_factor``, the mean gap at the client.
     """
     overall = result.overall
-    seen = overall.itl_ms.mean
-    as_client = profile.host.value("client_itl_factor") != 1.0
-    itl = seen if as_client or overall.token_gap_ms_mean is None else overall.token_gap_ms_mean
+    itl = overall.token_gap_ms_mean
+    if itl is None or profile.host.value("client_itl_factor") != 1.0:
+        itl = overall.itl_ms.mean
     shares = [
         sample.values["kv_used"]
         for sample in result.server
@@ -179,8 +159,8 @@ def measured_values(
         "tpot_ms_mean": overall.tpot_ms.mean,
         "e2e_s_mean": overall.e2e_s.mean,
         "served_fraction": overall.served_fraction,
-        KV_CAPACITY: told_kv_tokens,
-        KV_USED: sum(shares) / len(shares) * (told_kv_tokens or kv_tokens) if shares else None,
+        KV_CAPACITY: reported_kv_tokens,
+        KV_USED: sum(shares) / len(shares) * (reported_kv_tokens or kv_tokens) if shares else None,
     }
     return {name: float(value) for name, value in values.items() if value is not None}
 

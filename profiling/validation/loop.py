@@ -11,14 +11,13 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from types import MappingProxyType
-from typing import TYPE_CHECKING, Any, Final
+from typing import Any, Final
 
+from capplan.datasets import load_profile
 from capplan.errors import CapplanError, InfeasibleError
 from capplan.profiling.server.process import flag_words, run_capplan
-from capplan.spec import Adapter, Lengths, Profile, Workload, write_text_atomic
-
-if TYPE_CHECKING:
-    from capplan.twin import SimulationResult
+from capplan.spec import Adapter, Lengths, Workload, write_text_atomic
+from capplan.twin import SimulationResult, simulate
 
 _STARVED: Final = 0.5
 """Served fraction below which an engine is saturated."""
@@ -66,44 +65,29 @@ def saturated_rps(simulated: Callable[[float], SimulationResult]) -> float:
 
 @dataclass(frozen=True)
 class LoopSettings:
-    """Engine and workload of a closed loop.
-
-    Attributes
-    ----------
-    model
-        As for `capplan serve`, or `SMALL`.
-    device, threads
-        Of the engine.
-    adapters, ranks
-        Number of adapters; ranks alternate.
-    slots
-        Numbers of adapter slots at which steps are profiled.
-    max_num_seqs, max_num_batched_tokens, max_model_len
-        Limits of the engine.
-    prompt_tokens, output_tokens
-        Mean and standard deviation.
-    form
-        Step model of the profile; None: the best on left-out runs.
-    point_s
-        Time per operating point of the server.
-    plan_seeds
-        Verification seeds of the plan.
-    """
+    """Engine and workload of a closed loop."""
 
     model: str = SMALL
+    """As for `capplan serve`, or `SMALL`."""
     device: str = "cpu"
     threads: int = 1
     adapters: int = 24
     ranks: tuple[int, ...] = (8, 16, 32)
+    """Ranks of the adapters in turn."""
     slots: tuple[int, ...] = (4, 24)
+    """Numbers of adapter slots at which steps are profiled."""
     max_num_seqs: int = 32
     max_num_batched_tokens: int = 512
     max_model_len: int = 512
     prompt_tokens: tuple[float, float] = (60.0, 40.0)
+    """Mean and standard deviation."""
     output_tokens: tuple[float, float] = (50.0, 30.0)
     form: str | None = "additive"
+    """Step model of the profile; None: the best on left-out runs."""
     point_s: float = 6.0
+    """Time per operating point of the server."""
     plan_seeds: int = 5
+    """Verification seeds of the plan."""
 
 
 class VoidError(CapplanError):
@@ -146,18 +130,18 @@ class ClosedLoop:
             "--max-model-len": setting.max_model_len,
             "--budget-s": budget_s,
             "--point-s": setting.point_s,
+            "--stages": ",".join(stages) or None,
             "-o": self.engine,
         }
-        chosen = ("--stages", ",".join(stages)) if stages else ()
-        output = self._run("profile", "engine", "--json", "--quiet", *flag_words(flags), *chosen)
+        output = self._run("profile", "engine", "--json", "--quiet", *flag_words(flags))
         return bool(json.loads(output)["is_complete"])
 
     def plan(self) -> None:
         """Calibrate, and plan for a share of the plan's own capacity estimate."""
         if not self.profile.exists():
-            form = () if self.setting.form is None else ("--form", self.setting.form)
             report = self.folder / "profile.html"
-            self._run("calibrate", str(self.engine), "-o", str(self.profile), "--report", str(report), *form)
+            flags = {"-o": self.profile, "--report": report, "--form": self.setting.form}
+            self._run("calibrate", str(self.engine), *flag_words(flags))
         guess_rps = 0.5 * self._saturated_rps()
         load = self._planned("guess-", guess_rps)["predicted"]["load_over_capacity"] or PLANNED
         self._planned("", PLANNED * guess_rps / load)
@@ -191,7 +175,7 @@ class ClosedLoop:
             "--duration-s": duration_s,
             "--report": report,
             "-o": file,
-            **({} if a_max is None else {"--max-loras": a_max}),
+            "--max-loras": a_max,
         }
         self._run("validate", str(self.folder / "plan.json"), *flag_words(flags), fine=(0, _DISAGREES))
         found = _sound(file)
@@ -202,44 +186,42 @@ class ClosedLoop:
             raise VoidError(f"{name} is void: {faults}")
         return found
 
-    def _workload(self, profile: Profile, rate_rps: float) -> Workload:
+    def _document(self, rate_rps: float) -> dict[str, Any]:
+        """Return the workload file for a total request rate."""
         setting = self.setting
-        adapters = [
-            Adapter(
-                name=f"a{at}",
-                rank=setting.ranks[at % len(setting.ranks)],
-                rate_rps=rate_rps / setting.adapters,
-            )
-            for at in range(setting.adapters)
-        ]
-        prompt, output = (
-            Lengths(mean=mean, std=std) for mean, std in (setting.prompt_tokens, setting.output_tokens)
-        )
-        return Workload(
-            base_model=profile.model.hf_ids[0],
-            adapters=tuple(adapters),
-            prompt_tokens=prompt,
-            output_tokens=output,
-        )
+        limits = ("max_num_seqs", "max_num_batched_tokens", "max_model_len")
+        return {
+            "version": 1,
+            "base_model": load_profile(str(self.profile)).model.hf_ids[0],
+            "profile": str(self.profile.resolve()),
+            "engine": {name: getattr(setting, name) for name in limits},
+            "requests": {
+                name: dict(zip(("mean", "std"), getattr(setting, name), strict=True))
+                for name in ("prompt_tokens", "output_tokens")
+            },
+            "adapters": [
+                {
+                    "name": f"a{at}",
+                    "rank": setting.ranks[at % len(setting.ranks)],
+                    "rate_rps": rate_rps / setting.adapters,
+                }
+                for at in range(setting.adapters)
+            ],
+        }
 
     def _saturated_rps(self) -> float:
         """Return the rate at which the simulated engine saturates, every adapter in a slot."""
-        from capplan.datasets import load_profile
-        from capplan.twin import simulate
-
-        profile, setting = load_profile(str(self.profile)), self.setting
+        profile = load_profile(str(self.profile))
 
         def simulated(rate_rps: float) -> SimulationResult:
-            return simulate(
-                self._workload(profile, rate_rps),
-                profile,
-                a_max=setting.adapters,
-                s_max=max(setting.ranks),
-                max_num_seqs=setting.max_num_seqs,
-                max_num_batched_tokens=setting.max_num_batched_tokens,
-                max_model_len=setting.max_model_len,
-                duration_s=_SATURATED_S,
+            document = self._document(rate_rps)
+            workload = Workload(
+                base_model=document["base_model"],
+                adapters=tuple(Adapter(**each) for each in document["adapters"]),
+                **{name: Lengths(**each) for name, each in document["requests"].items()},
             )
+            fields = {"a_max": self.setting.adapters, "s_max": max(self.setting.ranks), **document["engine"]}
+            return simulate(workload, profile, duration_s=_SATURATED_S, **fields)
 
         return saturated_rps(simulated)
 
@@ -247,7 +229,7 @@ class ClosedLoop:
         """Plan for a rate; return the only group."""
         workload, plan = (self.folder / f"{name}{kind}.json" for kind in ("workload", "plan"))
         if not plan.exists():
-            self._write_workload(workload, rate_rps)
+            write_text_atomic(workload, json.dumps(self._document(rate_rps), indent=1))
             flags = {
                 "--profile": self.profile,
                 "--gpus": 1,
@@ -256,31 +238,6 @@ class ClosedLoop:
             }
             self._run("plan", str(workload), "--quiet", *flag_words(flags))
         return self.group(name)
-
-    def _write_workload(self, file: Path, rate_rps: float) -> None:
-        from capplan.datasets import load_profile
-
-        setting = self.setting
-        made = self._workload(load_profile(str(self.profile)), rate_rps)
-        document = {
-            "version": 1,
-            "base_model": made.base_model,
-            "profile": str(self.profile.resolve()),
-            "engine": {
-                "max_num_seqs": setting.max_num_seqs,
-                "max_num_batched_tokens": setting.max_num_batched_tokens,
-                "max_model_len": setting.max_model_len,
-            },
-            "requests": {
-                name: {"mean": mean, "std": std}
-                for name, (mean, std) in (
-                    ("prompt_tokens", setting.prompt_tokens),
-                    ("output_tokens", setting.output_tokens),
-                )
-            },
-            "adapters": [{"name": a.name, "rank": a.rank, "rate_rps": a.rate_rps} for a in made.adapters],
-        }
-        write_text_atomic(file, json.dumps(document, indent=1))
 
     def _run(self, *words: str, fine: Sequence[int] = (0,)) -> str:
         self._log("capplan " + " ".join(words))

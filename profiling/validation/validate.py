@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 import asyncio
-import contextlib
 import math
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Mapping
+from contextlib import nullcontext
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Final
@@ -28,54 +28,39 @@ from capplan.profiling.validation.compare import (
     predicted_values,
 )
 from capplan.spec import Group, Plan, Profile, Workload
-from capplan.twin import SimulationResult, simulate
-from capplan.twin.simulate import EngineKeywords, keywords_of
+from capplan.twin import simulate
+from capplan.twin.simulate import keywords_of
 
 _DRAIN_S: Final = 1.0
-_LOOKS_S: Final = 2.0
-"""Interval of metric samples; long, since vLLM writes them in the loop that hands out tokens."""
+_METRICS_INTERVAL_S: Final = 2.0
+"""Long, since vLLM writes metrics in the loop that streams tokens."""
 
 
 @dataclass(frozen=True)
 class ValidationOptions:
-    """Options of a validation.
-
-    Attributes
-    ----------
-    duration_s
-        Measured time and the twin's horizon; both start with an empty engine.
-    rate_scale
-        Factor of all rates.
-    seed
-        Seed of arrivals and lengths, for server and twin.
-    groups
-        Groups to validate; empty: all.
-    urls
-        Running servers by group; a server is started for every other group.
-    model
-        Model of started servers, as for `capplan serve`; None: the plan's base model.
-    dtype, device, threads, lora_kernel
-        Settings of started servers; None: the server's default.
-    engine_args
-        Engine settings that override the plan's.
-    api_key
-        API key of running servers.
-    tolerances
-        Limits of agreement.
-    """
+    """Options of a validation."""
 
     duration_s: float = 120.0
+    """Measured time and the twin's horizon; both start with an empty engine."""
     rate_scale: float = 1.0
+    """Factor of all rates."""
     seed: int = 0
+    """Seed of arrivals and lengths, for server and twin."""
     groups: tuple[str, ...] = ()
+    """Groups to validate; empty: all."""
     urls: Mapping[str, str] = field(default_factory=dict)
+    """Running servers by group; a server is started for every other group."""
     model: str | None = None
+    """Model of started servers, as for `capplan serve`; None: the plan's base model."""
     dtype: str = "auto"
     device: str = "cpu"
     threads: int = 1
     lora_kernel: str | None = None
+    """None: the default of started servers."""
     engine_args: Mapping[str, Any] = field(default_factory=dict)
+    """Engine settings that override the plan's."""
     api_key: str | None = field(default=None, repr=False)
+    """API key of running servers."""
     tolerances: Tolerances = field(default_factory=Tolerances)
 
     def __post_init__(self) -> None:
@@ -93,7 +78,7 @@ def chosen_groups(plan: Plan, options: ValidationOptions) -> tuple[Group, ...]:
         For an unknown group.
     """
     for url in options.urls.values():
-        Target(url)  # said before anything is simulated
+        Target(url)  # validates the address before anything is simulated
     known = [group.id for group in plan.groups]
     for flag, names in (("--group", options.groups), ("--url", options.urls)):
         for name in names:
@@ -116,11 +101,6 @@ def group_workload(group: Group, workload: Workload, rate_scale: float) -> Workl
             raise InputError("must be an adapter of the workload", adapter.name, f"group {group.id}")
     shares = {adapter.name: adapter.share / group.replicas for adapter in group.adapters}
     return scaled(workload.subset(shares, shares), rate_scale)
-
-
-def twin_settings(group: Group, options: ValidationOptions) -> EngineKeywords:
-    """Return the twin's engine settings of a group."""
-    return keywords_of(group.engine_args.replace(**options.engine_args))
 
 
 def server_command(
@@ -188,8 +168,6 @@ def validate(
         The plan, and the workload that it was made for.
     profiles
         Profiles by the names in the plan's groups.
-    options
-        Options of the validation.
     on_group
         Called with each group before its measurement.
     on_tick
@@ -206,83 +184,61 @@ def validate(
     groups, results = [], {}
     for group in chosen_groups(plan, chosen):
         on_group(group.id)
-        one = _OneGroup(plan, group, workload, profiles[group.profile], chosen)
-        result = one.measure(on_tick)
+        validated, result = _validate_group(plan, group, workload, profiles[group.profile], chosen, on_tick)
         results[group.id] = result
-        groups.append(one.judged(result))
+        groups.append(validated)
         if result.partial:
             break
     return Validation(tuple(groups), results)
 
 
-class _OneGroup:
-    """One instance of a group, simulated and served."""
-
-    def __init__(
-        self, plan: Plan, group: Group, workload: Workload, profile: Profile, options: ValidationOptions
-    ) -> None:
-        self._plan, self._group, self._profile, self._options = plan, group, profile, options
-        self._settings = twin_settings(group, options)
-        self._workload = group_workload(group, workload, options.rate_scale)
-        self._planned = group_workload(group, workload, 1.0)
-        self._predicted = self._simulate(self._workload, profile)
-        self._reported_kv_tokens: int | None = None
-
-    def _simulate(self, workload: Workload, profile: Profile) -> SimulationResult:
-        fields: dict[str, Any] = {**self._settings, "rules": self._plan.engine.rules}
-        options = self._options
-        return simulate(workload, profile, duration_s=options.duration_s, seed=options.seed, **fields)
-
-    def measure(self, on_tick: OnTick | None) -> BenchResult:
-        """Load the instance with the twin's requests."""
-        options, model_len = self._options, int(self._settings["max_model_len"])
-        known = {"profile": self._profile, "max_model_len": model_len}
-        schedule = schedule_of(
-            self._workload, options.duration_s, options.seed, model_len, profile=self._profile
+def _validate_group(
+    plan: Plan,
+    group: Group,
+    workload: Workload,
+    profile: Profile,
+    options: ValidationOptions,
+    on_tick: OnTick | None,
+) -> tuple[GroupValidation, BenchResult]:
+    """Simulate and load one instance of a group; compare with the twin and the baselines."""
+    args = group.engine_args.replace(**options.engine_args)
+    scaled_requests, planned = (group_workload(group, workload, rate) for rate in (options.rate_scale, 1.0))
+    fields: dict[str, Any] = {**keywords_of(args), "rules": plan.engine.rules}
+    fields |= {"duration_s": options.duration_s, "seed": options.seed}
+    predicted = simulate(scaled_requests, profile, **fields)
+    schedule = schedule_of(
+        scaled_requests, options.duration_s, options.seed, args.max_model_len, profile=profile
+    )
+    running = options.urls.get(group.id)
+    started = server_command(plan, group, profile, predicted.kv_tokens, len(schedule), options)
+    with running_server(started) if running is None else nullcontext(running) as url:
+        target = Target(url, options.api_key, plan.base_model)
+        kv_tokens = asyncio.run(fetch_engine_info(target)).kv_tokens
+        result = bench(
+            scaled_requests,
+            target,
+            LoadSettings(options.duration_s, drain_s=_DRAIN_S, metrics_interval_s=_METRICS_INTERVAL_S),
+            BenchOptions(seed=options.seed, profile=profile, max_model_len=args.max_model_len),
+            on_tick=on_tick,
         )
-        with self._server(len(schedule)) as url:
-            info = asyncio.run(fetch_engine_info(Target(url, options.api_key)))
-            self._reported_kv_tokens = info.kv_tokens
-            return bench(
-                self._workload,
-                Target(url, options.api_key, self._plan.base_model),
-                LoadSettings(options.duration_s, drain_s=_DRAIN_S, metrics_interval_s=_LOOKS_S),
-                BenchOptions(seed=options.seed, **known),  # type: ignore[arg-type]
-                on_tick=on_tick,
-            )
-
-    @contextlib.contextmanager
-    def _server(self, requests: int) -> Iterator[str]:
-        url = self._options.urls.get(self._group.id)
-        if url is not None:
-            yield url
-            return
-        command = server_command(
-            self._plan, self._group, self._profile, self._predicted.kv_tokens, requests, self._options
-        )
-        with running_server(command) as address:
-            yield address
-
-    def judged(self, result: BenchResult) -> GroupValidation:
-        """Compare the measurement with the twin and the baselines."""
-        options, predicted = self._options, self._predicted
-        plain = constant_step(self._profile, self._simulate(self._planned, self._profile))
-        baseline = self._simulate(self._workload, plain)
-        return GroupValidation(
-            group=self._group.id,
-            rate_scale=options.rate_scale,
-            duration_s=options.duration_s,
-            seed=options.seed,
-            requests=predicted.submitted,
-            comparisons=compared(
-                measured_values(result, self._profile, self._reported_kv_tokens, predicted.kv_tokens),
-                predicted_values(predicted),
-                predicted_values(baseline),
-                offered_values(predicted),
-                options.tolerances,
-            ),
-            starved=result.overall.starved,
-            predicted_starved=predicted.starved,
-            constant_step_starved=baseline.starved,
-            faults=faults_of(result, predicted.submitted),
-        )
+    plain = constant_step(profile, simulate(planned, profile, **fields))
+    baseline = simulate(scaled_requests, plain, **fields)
+    validated = GroupValidation(
+        group=group.id,
+        rate_scale=options.rate_scale,
+        duration_s=options.duration_s,
+        seed=options.seed,
+        requests=predicted.submitted,
+        comparisons=compared(
+            measured_values(result, profile, kv_tokens, predicted.kv_tokens),
+            predicted_values(predicted),
+            predicted_values(baseline),
+            offered_values(predicted),
+            options.tolerances,
+        ),
+        starved=result.overall.starved,
+        predicted_starved=predicted.starved,
+        constant_step_starved=baseline.starved,
+        faults=faults_of(result, predicted.submitted),
+    )
+    return validated, result

@@ -103,7 +103,7 @@ def test_requests_that_fail_are_told_and_exit_1(run: Run, workload_yaml: Path, t
 
 
 def test_a_server_that_is_not_there_is_one_line(run: Run, workload_yaml: Path) -> None:
-    assert "cannot be asked" in error_line(run("bench", workload_yaml, "--url", "http://127.0.0.1:9", *SHORT))
+    assert "does not answer" in error_line(run("bench", workload_yaml, "--url", "http://127.0.0.1:9", *SHORT))
 
 
 @pytest.mark.parametrize(

@@ -37,7 +37,7 @@ def test_a_server_becomes_tables_for_calibrate(run: Run, tmp_path: Path) -> None
     [
         (("--adapters", "a:900"), "--adapters: must be NAME or NAME:RANK"),
         ((), "must name an adapter"),
-        (("--adapters", "a0"), "cannot be asked"),
+        (("--adapters", "a0"), "does not answer"),
     ],
 )
 def test_what_is_wrong_is_one_line(run: Run, tmp_path: Path, flags: tuple[str, ...], told: str) -> None:

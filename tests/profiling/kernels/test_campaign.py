@@ -1,4 +1,4 @@
-"""A campaign: slices in turn, resumed where they were, none lost to another's failure."""
+"""A campaign runs slices in turn, resumes them, and continues after failures."""
 
 import json
 from pathlib import Path
@@ -8,6 +8,7 @@ import pytest
 
 from capplan import InputError
 from capplan.models.kernel_fits import read_kernel_table
+from capplan.profiling import campaign
 from capplan.profiling.campaign import (
     MOST_SLICE_S,
     RECORD,
@@ -164,10 +165,14 @@ def test_slices_have_names_of_their_own_and_stay_under_nine_minutes() -> None:
 
 
 def test_the_campaign_runs_from_end_to_end_on_a_cpu(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
+    """Slices that differ in a size alone run once: the tiny campaign has one size."""
+    repeated = ("kernels-decode-3584", "kernels-prefill-3584", "validation-40", "validation-150")
+    kept = tuple(each for each in slices() if each.name not in repeated)
+    monkeypatch.setattr(campaign, "slices", lambda: kept)
     assert main(["--device", "cpu", "--out", str(tmp_path), "--tiny"]) == 0
-    total = len(slices())
+    total = len(slices()) - len(repeated)
     assert f"{total} of {total} slices done" in capsys.readouterr().out
     table = read_kernel_table(tmp_path / "kernels" / "kernels.parquet")
     assert set(table["phase"]) == {"decode", "prefill"}

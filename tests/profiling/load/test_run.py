@@ -364,7 +364,7 @@ def test_what_speaks_no_http_is_one_clear_line() -> None:
 
     with (
         servers.listening(lambda: asyncio.start_server(greets, "127.0.0.1", 0)) as url,
-        pytest.raises(InputError, match="cannot be asked") as caught,
+        pytest.raises(InputError, match="does not answer") as caught,
     ):
         measured_by(url, workload())
     assert "\n" not in str(caught.value)
