@@ -122,10 +122,14 @@ def compared(
 ) -> tuple[MetricComparison, ...]:
     """Return the measured metrics, and those with a tolerance."""
     limits = {THROUGHPUT: tolerances.throughput, ITL: tolerances.itl}
-    sources = (measured, predicted, constant_step, offered)
     return tuple(
         MetricComparison(
-            name, *(values.get(name, math.nan) for values in sources), tolerance=limits.get(name)
+            name,
+            measured=measured.get(name, math.nan),
+            predicted=predicted.get(name, math.nan),
+            constant_step=constant_step.get(name, math.nan),
+            offered_load=offered.get(name, math.nan),
+            tolerance=limits.get(name),
         )
         for name in NAMES
         if name in limits or not math.isnan(measured.get(name, math.nan))
