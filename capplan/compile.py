@@ -62,7 +62,7 @@ _COMPILED_PACKAGES = ("serving", "models", "twin", "workload")
 _IMPORT = re.compile(r"^\s*from (capplan[\w.]*) import (\([^)]*\)|[^\n]*)", re.MULTILINE)
 
 _numbers = itertools.count()
-_TWIN_FUNCTIONS: Final = 165
+_TWIN_FUNCTIONS: Final = 155
 """Functions that the first simulation compiles, about."""
 _LOWERED: Final = 0.8
 """Share of the compile time after which all functions are lowered and the entry is optimized."""
@@ -179,8 +179,19 @@ def jit(function: F) -> F:
 
 def inner(function: F) -> F:
     """Compile `function` for calls from compiled functions only; it becomes part of them."""
-    linked: F = numba.njit(pipeline_class=_LinkedCompiler, **_INNER_OPTIONS)(function)
-    return linked
+    if numba.config.DISABLE_JIT:  # type: ignore[attr-defined]  # made at run time
+        return function
+    options = {"nopython": True, **_INNER_OPTIONS}
+    return cast("F", _Linked(function, targetoptions=options, pipeline_class=_LinkedCompiler))
+
+
+class _Linked(CPUDispatcher):
+    """A function that becomes part of its callers, compiled once for a type and all its constants."""
+
+    def get_call_template(self, args: Any, kws: Any) -> Any:
+        """Return the typing of a call; numba would compile another version for every constant argument."""
+        named = {name: types.unliteral(kind) for name, kind in kws.items()}
+        return super().get_call_template([types.unliteral(kind) for kind in args], named)
 
 
 class _Entry(CPUDispatcher):
@@ -299,10 +310,18 @@ def _field(_context: Any, builder: Any, kind: Reference, value: Any, name: str) 
 def _unbox(kind: Reference, tuple_: Any, c: Any) -> Any:
     pointer = cgutils.alloca_once(c.builder, kind.layout(c.context.get_value_type))
     failed = cgutils.alloca_once_value(c.builder, cgutils.false_bit)
+    cleanups = []
     for at, member in enumerate(kind.members):
         native = c.unbox(member, c.pyapi.tuple_getitem(tuple_, at))
+        if native.cleanup is not None:
+            cleanups.append(native.cleanup)
         value = c.builder.load(native.value) if isinstance(member, Reference) else native.value
         c.builder.store(value, cgutils.gep_inbounds(c.builder, pointer, 0, at))
         with c.builder.if_then(native.is_error, likely=False):
             c.builder.store(cgutils.true_bit, failed)
-    return NativeValue(pointer, is_error=c.builder.load(failed))
+
+    def cleanup() -> None:
+        for release in cleanups:
+            release()
+
+    return NativeValue(pointer, is_error=c.builder.load(failed), cleanup=cleanup)

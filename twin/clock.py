@@ -10,48 +10,34 @@ from numpy.typing import NDArray
 from capplan.compile import by_reference, inner, jit
 from capplan.models.step_latency import StepFeatures, StepRanks, rank_ms, step_ms
 from capplan.serving import Limits, State, adapter_loaded
+from capplan.serving.routers.fleet import PRESENT, QUEUED, QUEUED_TOKENS
 from capplan.serving.state import (
     ENDING,
-    KV_TOKENS,
-    N_ACTIVE,
-    N_ADMITTED,
-    N_CLAIMED,
-    N_ENDING,
-    N_FINISHED,
-    N_LOADS,
-    N_PREEMPTED,
-    N_RUNNING,
-    N_WAITING,
     NONE,
-    RUN_HEAD,
     SLORA,
-    STEP_DECODES,
 )
+from capplan.serving.structures import int_fields, new_record
 from capplan.twin.scenario import Costs
-from capplan.twin.trace import ADAPTER_LOADS, DISK_LOADS, TwinTrace, record_load
+from capplan.twin.trace import TwinTrace, record_load
 
-# Positions in `Clock.at`.
-VISIBLE_NS = 0  # arrivals up to here are known when the next step is decided
-COPIER_FREE_NS = 1  # when the last copy that has been begun will be done
-FIRST_COPY = 2  # copies beside the batch: position of the oldest in `copies`,
-N_COPIES = 3  # and their number
-PAUSED_NS = 4  # time for which decoding rows have paused,
-PAUSED_ROWS = 5  # and how many did
-N_AT = 6
+_AT = int_fields(
+    "visible_ns",  # arrivals up to here are known when the next step is decided
+    "copier_free_ns",  # when the last copy that has been begun will be done
+    "first_copy",  # copies beside the batch: position of the oldest in `copies`,
+    "n_copies",  # and their number
+    "paused_ns",  # time for which decoding rows have paused,
+    "paused_rows",  # and how many did
+)
+_ANSWERED = int_fields("answers", "answer_tokens")
 NEVER_NS = 2**62
-
-# Rows of `Clock.rank_stats`, whose columns are ranks (0: the base model).
-PRESENT = 0  # requests handed to the instance that have not ended,
-QUEUED = 1  # those of them that wait or have not been seen by its scheduler yet,
-QUEUED_TOKENS = 2  # and their prompt tokens
-N_RANK_STATS = 3
 
 
 @by_reference
 class TwinClock(NamedTuple):
     """What the twin has to remember beside the instance itself."""
 
-    at: NDArray[np.int64]
+    at: np.record
+    """Fields as in `_AT`."""
     ready_ns: NDArray[np.int64]
     """When the last copy of each adapter is, or was, done; shape (adapters + 1,)."""
     begun_ns: NDArray[np.int64]
@@ -63,34 +49,39 @@ class TwinClock(NamedTuple):
     """Who comes after each request at this instance, shape (requests,); empty: the next in number."""
     rank_stats: NDArray[np.int64]
     """What routers ask that is not in the state, by rank; see `capplan.twin.clock`."""
-    answered: NDArray[np.int64]
+    answered: np.record
     """Requests that finished anywhere in the cluster, and their output tokens."""
 
 
 def new_clock(adapters: int) -> TwinClock:
     """Return a clock at 0 with no copy under way."""
     return TwinClock(
-        at=np.zeros(N_AT, np.int64),
+        at=new_record(_AT),
         ready_ns=np.full(adapters + 1, -1, np.int64),
         begun_ns=np.zeros(adapters + 1, np.int64),
         copies=np.zeros(adapters + 1, np.int64),
         following=np.zeros(0, np.int64),
-        rank_stats=np.zeros((N_RANK_STATS, 0), np.int64),
-        answered=np.zeros(2, np.int64),
+        rank_stats=np.zeros((3, 0), np.int64),
+        answered=new_answered(),
     )
 
 
+def new_answered() -> np.record:
+    """Return the count of finished requests, at 0."""
+    return new_record(_ANSWERED)
+
+
 @inner
-def compute_ns(c: NDArray[np.int64], costs: Costs, tokens: int, ranks_ms: float) -> int:
+def compute_ns(c: np.record, costs: Costs, tokens: int, ranks_ms: float) -> int:
     """Return the nanoseconds of the step but for waits for adapters; `c` are the state's counters."""
     features = StepFeatures(
         tokens=float(tokens),
-        requests=float(c[N_RUNNING] - c[N_ENDING]),
-        kv_tokens=float(c[KV_TOKENS]),
-        adapters=float(c[N_ACTIVE] - c[N_CLAIMED]),
+        requests=float(c.n_running - c.n_ending),
+        kv_tokens=float(c.kv_tokens),
+        adapters=float(c.n_active - c.n_claimed),
         a_max=float(costs.a_max),
         s_max=float(costs.s_max),
-        waiting=float(c[N_WAITING]),
+        waiting=float(c.n_waiting),
         slots_per_adapter=costs.slots_per_adapter,
     )
     return round((step_ms(costs.form, costs.coefficients, features) + ranks_ms) * 1e6)
@@ -110,12 +101,12 @@ def _ranks(state: State, costs: Costs) -> StepRanks:
     c = state.counters
     decodes = prefills = lora_decodes = lora_prefills = lora_prefill_tokens = 0
     max_rank = decode_ranks = prefill_ranks = prefill_rank_tokens = 0
-    row = c[RUN_HEAD]
+    row = c.run_head
     while row != NONE:
         rank = costs.rank[state.rows.adapter[row]]
         tokens = 0
         if state.rows.since[row] >= 0:
-            tokens = 1 if c[STEP_DECODES] > 0 else 0
+            tokens = 1 if c.step_decodes > 0 else 0
         elif state.rows.since[row] == NONE:
             tokens = state.rows.tokens[row]
         if tokens == 1 and state.rows.output[row] > 0:
@@ -150,26 +141,26 @@ def loads_ns(
 ) -> int:
     """Begin the loads of a step and return for how long it waits for adapters."""
     c = state.counters
-    if c[N_LOADS] == 0 and limits.policy != SLORA:
+    if c.n_loads == 0 and limits.policy != SLORA:
         return 0
     beside = limits.load_beside != 0
     through_copier = beside or limits.policy == SLORA
     in_step_ns = 0
-    for i in range(c[N_LOADS]):
+    for i in range(c.n_loads):
         adapter = state.adapters.loads[i]
         load_ns = costs.load_ns[adapter]
         if state.adapters.load_from_disk[i]:
             load_ns += costs.disk_ns[adapter]
-            trace.counts[DISK_LOADS] += 1
+            trace.counts.disk_loads += 1
         record_load(trace, adapter, load_ns)
         if through_copier:
             _begin_copy(clock, adapter, begin_ns, load_ns, beside)
         else:
             in_step_ns += load_ns
-    trace.counts[ADAPTER_LOADS] += c[N_LOADS]
-    in_step_ns = with_reloads_ns(in_step_ns, c[N_ACTIVE], limits.max_loras)
+    trace.counts.adapter_loads += c.n_loads
+    in_step_ns = with_reloads_ns(in_step_ns, c.n_active, limits.max_loras)
     if limits.policy == SLORA:  # a batch of prompts waits until all of its adapters are there
-        for i in range(c[N_ADMITTED]):
+        for i in range(c.n_admitted):
             ready_ns = clock.ready_ns[state.rows.adapter[state.lists.admitted[i]]]
             in_step_ns = max(in_step_ns, ready_ns - begin_ns)
     return in_step_ns
@@ -193,35 +184,30 @@ def with_reloads_ns(load_ns: int, active: int, max_loras: int) -> int:
 def _begin_copy(clock: TwinClock, adapter: int, begin_ns: int, load_ns: int, announced: bool) -> None:
     """Queue a copy behind those under way; where it is to be announced, list it."""
     at = clock.at
-    at[COPIER_FREE_NS] = max(at[COPIER_FREE_NS], begin_ns) + load_ns
-    clock.ready_ns[adapter] = at[COPIER_FREE_NS]
+    at.copier_free_ns = max(at.copier_free_ns, begin_ns) + load_ns
+    clock.ready_ns[adapter] = at.copier_free_ns
     clock.begun_ns[adapter] = begin_ns
     if announced:
-        clock.copies[(at[FIRST_COPY] + at[N_COPIES]) % clock.copies.size] = adapter
-        at[N_COPIES] += 1
+        clock.copies[(at.first_copy + at.n_copies) % clock.copies.size] = adapter
+        at.n_copies += 1
 
 
 @inner
 def next_copy_ns(clock: TwinClock) -> int:
     """Return when the next adapter arrives beside the batch; NEVER_NS when none is under way."""
-    if clock.at[N_COPIES] == 0:
+    if clock.at.n_copies == 0:
         return NEVER_NS
-    return int(clock.ready_ns[clock.copies[clock.at[FIRST_COPY]]])
+    return int(clock.ready_ns[clock.copies[clock.at.first_copy]])
 
 
 @inner
 def take_copies(state: State, clock: TwinClock) -> None:
     """Tell the scheduler of the adapters that have arrived."""
     at = clock.at
-    while at[N_COPIES] > 0 and next_copy_ns(clock) <= at[VISIBLE_NS]:
-        adapter_loaded(state, clock.copies[at[FIRST_COPY]])
-        at[FIRST_COPY] = (at[FIRST_COPY] + 1) % clock.copies.size
-        at[N_COPIES] -= 1
-
-
-# Positions in `Clock.answered`.
-ANSWERS = 0
-ANSWER_TOKENS = 1
+    while at.n_copies > 0 and next_copy_ns(clock) <= at.visible_ns:
+        adapter_loaded(state, clock.copies[at.first_copy])
+        at.first_copy = (at.first_copy + 1) % clock.copies.size
+        at.n_copies -= 1
 
 
 @inner
@@ -246,10 +232,10 @@ def count_present(clock: TwinClock, rank: int, requests: int) -> None:
 @inner
 def count_step(state: State, costs: Costs, clock: TwinClock) -> None:
     """Count the admissions and preemptions of a step that was decided."""
-    for i in range(state.counters[N_ADMITTED]):
+    for i in range(state.counters.n_admitted):
         row = state.lists.admitted[i]
         count_queued(clock, costs.rank[state.rows.adapter[row]], -1, -state.rows.prompt[row])
-    for i in range(state.counters[N_PREEMPTED]):
+    for i in range(state.counters.n_preempted):
         row = state.lists.preempted[i]
         if state.rows.since[row] != ENDING:  # whose last token is in flight has ended already
             count_queued(clock, costs.rank[state.rows.adapter[row]], 1, state.rows.prompt[row])
@@ -258,8 +244,8 @@ def count_step(state: State, costs: Costs, clock: TwinClock) -> None:
 @inner
 def count_finished(state: State, costs: Costs, clock: TwinClock) -> None:
     """Count the requests that a committed step ended."""
-    for i in range(state.counters[N_FINISHED]):
+    for i in range(state.counters.n_finished):
         row = state.lists.finished[i]
         count_present(clock, costs.rank[state.rows.adapter[row]], -1)
-        clock.answered[ANSWERS] += 1
-        clock.answered[ANSWER_TOKENS] += state.rows.target[row]
+        clock.answered.answers += 1
+        clock.answered.answer_tokens += state.rows.target[row]

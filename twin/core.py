@@ -9,32 +9,10 @@ from capplan.compile import inner, jit
 from capplan.serving import Limits, State, commit, new_state, schedule, submit
 from capplan.serving.fast_forward import decode_step, steps_ahead
 from capplan.serving.state import (
-    FREE_BLOCKS,
-    KV_TOKENS,
-    N_ACTIVE,
-    N_ADMITTED,
-    N_CLAIMED,
-    N_DECODING,
-    N_ENDING,
-    N_FINISHED,
-    N_FIRST,
-    N_LOADS,
-    N_PREEMPTED,
-    N_RESIDENT,
-    N_RESUMED,
-    N_RUNNING,
-    N_STALLED,
-    N_WAITING,
     NONE,
-    RUN_HEAD,
     SLORA,
-    STEP_DECODES,
-    TICK,
 )
 from capplan.twin.clock import (
-    PAUSED_NS,
-    PAUSED_ROWS,
-    VISIBLE_NS,
     TwinClock,
     compute_ns,
     count_finished,
@@ -50,23 +28,9 @@ from capplan.twin.clock import (
 )
 from capplan.twin.scenario import Costs, Scenario
 from capplan.twin.trace import (
-    ADAPTER_NS,
-    BUSY_NS,
-    KV_TOKEN_NS,
-    LOAD_NS,
-    MAX_RUNNING,
-    MAX_WAITING,
     NEVER,
-    NEXT_REQUEST,
-    NOW_NS,
-    PREEMPTIONS,
-    REQUEST_STEPS,
-    RUNNING_NS,
     SMALL_BATCH,
-    SMALL_REQUEST_STEPS,
     STATUS_RUNNING,
-    STEPS,
-    WAITING_NS,
     TwinTrace,
     gap_bin,
     new_trace,
@@ -117,16 +81,16 @@ def advance(
 ) -> None:
     """Run steps until the clock reaches `until_ns` or nothing is left to do before it."""
     counts = trace.counts
-    while counts[NOW_NS] < until_ns:
+    while counts.now_ns < until_ns:
         _take_arrivals(state, limits, requests, shared_prefix_tokens, costs, clock, trace, max_in_flight)
         take_copies(state, clock)
         if fast_forward and _fast_forward(state, limits, requests, costs, clock, trace, until_ns):
             continue
         tokens = schedule(state, limits)
         if tokens == 0:
-            if state.counters[N_LOADS] > 0:  # loads beside the batch begin whether or not there is one
-                loads_ns(state, limits, costs, clock, trace, counts[NOW_NS])
-                record_loads(trace, counts[NOW_NS], state.counters[N_LOADS])
+            if state.counters.n_loads > 0:  # loads beside the batch begin whether or not there is one
+                loads_ns(state, limits, costs, clock, trace, counts.now_ns)
+                record_loads(trace, counts.now_ns, state.counters.n_loads)
             if not _wait(state, limits, requests, costs, clock, trace, until_ns):
                 break
             continue
@@ -142,7 +106,7 @@ def advance(
 @inner
 def mark_running(state: State, trace: TwinTrace) -> None:
     """Note which requests are in execution when a simulation ends."""
-    row = state.counters[RUN_HEAD]
+    row = state.counters.run_head
     while row != NONE:
         if trace.finish_ns[state.rows.request[row]] == NEVER:
             trace.status[state.rows.request[row]] = STATUS_RUNNING
@@ -163,10 +127,10 @@ def _take_arrivals(
     """Queue what has arrived by now; what the engine cannot take is rejected."""
     counts = trace.counts
     c = state.counters
-    i = counts[NEXT_REQUEST]
-    while i < requests.arrival_ns.size and requests.arrival_ns[i] <= clock.at[VISIBLE_NS]:
+    i = counts.next_request
+    while i < requests.arrival_ns.size and requests.arrival_ns[i] <= clock.at.visible_ns:
         row = NONE
-        if c[N_RUNNING] + c[N_WAITING] < max_in_flight:
+        if c.n_running + c.n_waiting < max_in_flight:
             adapter = requests.adapter[i]
             row = submit(
                 state, limits, i, adapter, requests.prompt_tokens[i], requests.output_tokens[i], 0, shared
@@ -178,7 +142,7 @@ def _take_arrivals(
                 count_present(clock, rank, -1)
                 count_queued(clock, rank, -1, -requests.prompt_tokens[i])
         i = clock.following[i] if clock.following.size > 0 else i + 1
-    counts[NEXT_REQUEST] = i
+    counts.next_request = i
 
 
 @inner
@@ -194,19 +158,19 @@ def _wait(
     """Move the clock on when nothing can run; False when nothing will before `until_ns`."""
     counts = trace.counts
     at = clock.at
-    if state.counters[N_ENDING] > 0 or at[VISIBLE_NS] < counts[NOW_NS]:
+    if state.counters.n_ending > 0 or at.visible_ns < counts.now_ns:
         # In async scheduling a step is still running; once it has ended there may be more to do.
         note_stalls(state, trace)
-        counts[PREEMPTIONS] += state.counters[N_PREEMPTED]
+        counts.preemptions += state.counters.n_preempted
         if keeps_stats(clock):
             count_step(state, costs, clock)
         commit(state, limits)
-        at[VISIBLE_NS] = counts[NOW_NS]
+        at.visible_ns = counts.now_ns
         return True
     upcoming = next_event_ns(requests, clock, trace)
     if upcoming >= until_ns:
         return False
-    counts[NOW_NS] = at[VISIBLE_NS] = upcoming
+    counts.now_ns = at.visible_ns = upcoming
     return True
 
 
@@ -214,7 +178,7 @@ def _wait(
 def next_event_ns(requests: Requests, clock: TwinClock, trace: TwinTrace) -> int:
     """Return when the next request or adapter arrives; NEVER_NS when none will."""
     event_ns = next_copy_ns(clock)
-    upcoming = trace.counts[NEXT_REQUEST]
+    upcoming = trace.counts.next_request
     if upcoming < requests.arrival_ns.size:
         event_ns = min(event_ns, requests.arrival_ns[upcoming])
     return event_ns
@@ -238,17 +202,17 @@ def _fast_forward(
         return False
     event_ns = next_event_ns(requests, clock, trace)
     constant_ms = 0.0
-    while left > 0 and counts[NOW_NS] < until_ns and clock.at[VISIBLE_NS] < event_ns:
-        needed = state.phase[(-c[TICK]) % limits.block_size]
-        if needed > c[FREE_BLOCKS]:
+    while left > 0 and counts.now_ns < until_ns and clock.at.visible_ns < event_ns:
+        needed = state.phase[(-c.tick) % limits.block_size]
+        if needed > c.free_blocks:
             break
         decode_step(state, limits, needed)
         if left == steps:
             constant_ms = ranks_ms(state, costs)  # the ranks of those who decode stay the same
-        duration_ns = compute_ns(c, costs, c[N_DECODING], constant_ms)
-        _elapse(state, limits, requests, clock, trace, duration_ns, 0, c[N_DECODING])
-        c[TICK] += 1
-        c[KV_TOKENS] += c[N_DECODING]
+        duration_ns = compute_ns(c, costs, c.n_decoding, constant_ms)
+        _elapse(state, limits, requests, clock, trace, duration_ns, 0, c.n_decoding)
+        c.tick += 1
+        c.kv_tokens += c.n_decoding
         left -= 1
     return left < steps
 
@@ -270,9 +234,9 @@ def _charge(
     if keeps_stats(clock):
         count_step(state, costs, clock)
     load_ns = 0
-    if c[N_LOADS] > 0 or limits.policy == SLORA:
-        load_ns = loads_ns(state, limits, costs, clock, trace, counts[NOW_NS])
-        counts[LOAD_NS] += load_ns
+    if c.n_loads > 0 or limits.policy == SLORA:
+        load_ns = loads_ns(state, limits, costs, clock, trace, counts.now_ns)
+        counts.load_ns += load_ns
     duration_ns = load_ns + compute_ns(c, costs, tokens, ranks_ms(state, costs))
     _elapse(state, limits, requests, clock, trace, duration_ns, load_ns, tokens)
 
@@ -291,11 +255,11 @@ def _elapse(
     """Move the clock over a step, of whose time `load_ns` went to loads, and write down what ran in it."""
     c = state.counters
     counts = trace.counts
-    begin_ns = counts[NOW_NS]
-    if trace.series.shape[0] > 0:
+    begin_ns = counts.now_ns
+    if trace.series.size > 0:
         record_details(state, limits, requests, clock, trace, begin_ns, duration_ns, load_ns, tokens)
-    counts[NOW_NS] += duration_ns
-    clock.at[VISIBLE_NS] = begin_ns if limits.async_scheduling else counts[NOW_NS]
+    counts.now_ns += duration_ns
+    clock.at.visible_ns = begin_ns if limits.async_scheduling else counts.now_ns
     sum_up(c, counts, trace.sums, duration_ns)
     record_gaps(c, clock.at, trace.gaps, duration_ns)
 
@@ -303,45 +267,41 @@ def _elapse(
 @inner
 def note_stalls(state: State, trace: TwinTrace) -> None:
     """Remember when the rows that this step leaves out, or preempts, had their last token."""
-    for i in range(state.counters[N_STALLED]):
-        trace.stalled_ns[state.rows.request[state.lists.stalled[i]]] = trace.counts[NOW_NS]
+    for i in range(state.counters.n_stalled):
+        trace.stalled_ns[state.rows.request[state.lists.stalled[i]]] = trace.counts.now_ns
 
 
 @inner
-def sum_up(
-    c: NDArray[np.int64], counts: NDArray[np.int64], sums: NDArray[np.float64], duration_ns: int
-) -> None:
+def sum_up(c: np.record, counts: np.record, sums: np.record, duration_ns: int) -> None:
     """Add a step to the counts and sums of the trace; `c` are the state's counters."""
-    running = c[N_RUNNING] - c[N_ENDING]
-    counts[STEPS] += 1
-    counts[REQUEST_STEPS] += running
+    running = c.n_running - c.n_ending
+    counts.steps += 1
+    counts.request_steps += running
     if running <= SMALL_BATCH:
-        counts[SMALL_REQUEST_STEPS] += running
-    counts[PREEMPTIONS] += c[N_PREEMPTED]
-    counts[MAX_RUNNING] = max(counts[MAX_RUNNING], running)
-    counts[MAX_WAITING] = max(counts[MAX_WAITING], c[N_WAITING])
-    sums[BUSY_NS] += duration_ns
-    sums[RUNNING_NS] += float(running) * duration_ns
-    sums[WAITING_NS] += float(c[N_WAITING]) * duration_ns
-    sums[KV_TOKEN_NS] += float(c[KV_TOKENS]) * duration_ns
-    sums[ADAPTER_NS] += float(c[N_ACTIVE] - c[N_CLAIMED]) * duration_ns
+        counts.small_request_steps += running
+    counts.preemptions += c.n_preempted
+    counts.max_running = max(counts.max_running, running)
+    counts.max_waiting = max(counts.max_waiting, c.n_waiting)
+    sums.busy_ns += duration_ns
+    sums.running_ns += float(running) * duration_ns
+    sums.waiting_ns += float(c.n_waiting) * duration_ns
+    sums.kv_token_ns += float(c.kv_tokens) * duration_ns
+    sums.adapter_ns += float(c.n_active - c.n_claimed) * duration_ns
 
 
 @inner
-def record_gaps(
-    c: NDArray[np.int64], at: NDArray[np.int64], gaps: NDArray[np.int64], duration_ns: int
-) -> None:
+def record_gaps(c: np.record, at: np.record, gaps: NDArray[np.int64], duration_ns: int) -> None:
     """Count the gaps that the step ends; rows that paused while others had their prefill saw longer ones."""
-    decodes = c[STEP_DECODES]
+    decodes = c.step_decodes
     if decodes == 0:
-        if c[N_DECODING] > 0:
-            at[PAUSED_ROWS] = c[N_DECODING]
-            at[PAUSED_NS] += duration_ns
+        if c.n_decoding > 0:
+            at.paused_rows = c.n_decoding
+            at.paused_ns += duration_ns
         return
-    if at[PAUSED_ROWS] > 0:
-        gaps[gap_bin(duration_ns + at[PAUSED_NS])] += at[PAUSED_ROWS]
-        decodes -= at[PAUSED_ROWS]
-        at[PAUSED_ROWS] = at[PAUSED_NS] = 0
+    if at.paused_rows > 0:
+        gaps[gap_bin(duration_ns + at.paused_ns)] += at.paused_rows
+        decodes -= at.paused_rows
+        at.paused_rows = at.paused_ns = 0
     if decodes > 0:
         gaps[gap_bin(duration_ns)] += decodes
 
@@ -360,7 +320,7 @@ def record_details(
 ) -> None:
     """Write down the admissions of a step and add it to the time series; for detailed runs."""
     c = state.counters
-    for i in range(c[N_ADMITTED]):
+    for i in range(c.n_admitted):
         row = state.lists.admitted[i]
         request, adapter = state.rows.request[row], state.rows.adapter[row]
         if limits.load_beside and trace.admitted_ns[request] == NEVER:
@@ -372,12 +332,12 @@ def record_details(
         trace,
         begin_ns,
         duration_ns,
-        c[N_RUNNING] - c[N_ENDING],
-        c[N_WAITING],
-        c[KV_TOKENS],
-        c[N_ACTIVE] - c[N_CLAIMED],
-        c[N_RESIDENT],
-        c[N_LOADS],
+        c.n_running - c.n_ending,
+        c.n_waiting,
+        c.kv_tokens,
+        c.n_active - c.n_claimed,
+        c.n_resident,
+        c.n_loads,
         load_ns,
         tokens,
     )
@@ -387,11 +347,11 @@ def record_details(
 def record_tokens(state: State, trace: TwinTrace) -> None:
     """Write down the tokens that ended the step, where they begin, resume or end a request."""
     c = state.counters
-    now = trace.counts[NOW_NS]
-    for i in range(c[N_FIRST]):
-        record_first_token(trace, state.rows.request[state.lists.first[i]], now, trace.counts[LOAD_NS])
-    for i in range(c[N_RESUMED]):
+    now = trace.counts.now_ns
+    for i in range(c.n_first):
+        record_first_token(trace, state.rows.request[state.lists.first[i]], now, trace.counts.load_ns)
+    for i in range(c.n_resumed):
         request = state.rows.request[state.lists.resumed[i]]
         trace.gaps[gap_bin(now - trace.stalled_ns[request])] += 1
-    for i in range(c[N_FINISHED]):
+    for i in range(c.n_finished):
         trace.finish_ns[state.rows.request[state.lists.finished[i]]] = now

@@ -9,6 +9,7 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
+from capplan.serving.structures import Records
 from capplan.spec import STARVED_BELOW, Slo
 from capplan.spec.latency_stats import LatencyStats, grouped_latency_stats
 from capplan.twin import trace as t
@@ -59,7 +60,7 @@ def group_metrics(
     table: RequestTable,
     group: NDArray[np.int64],
     names: Sequence[str],
-    adapters: NDArray[np.int64],
+    adapters: Records,
     kept_slo: NDArray[np.int8],
     duration_s: float,
     client_itl_factor: float,
@@ -75,7 +76,7 @@ def group_metrics(
     names
         Names of the groups.
     adapters
-        `Trace.adapters`, summed over the adapters of each group: shape (groups, columns).
+        `TwinTrace.adapters`, summed over the adapters of each group: shape (groups,).
     kept_slo
         Whether each request kept the SLO: 1, broke it: -1, or neither yet: 0.
     duration_s
@@ -97,7 +98,7 @@ def group_metrics(
     served = np.divide(done, answerable, out=np.ones(count), where=answerable > 0)
     gaps, decoding_ms = map(per_group, _token_gaps(table))
     itl_ms = client_itl_factor * _ratio(decoding_ms, gaps)
-    hit_rate = _ratio(adapters[:, t.HITS], adapters[:, t.ADMISSIONS])
+    hit_rate = _ratio(adapters.hits, adapters.admissions)
     slo_share = _ratio(per_group(kept_slo > 0), per_group(kept_slo != 0))
     offered = per_group(tokens)
 
@@ -126,10 +127,10 @@ def group_metrics(
             queue_s=queue_s[i],
             load_wait_s=load_wait_s[i],
             itl_ms_mean=float(itl_ms[i]),
-            admissions=int(adapters[i, t.ADMISSIONS]),
+            admissions=int(adapters.admissions[i]),
             hit_rate=float(hit_rate[i]),
-            adapter_loads=int(adapters[i, t.LOADS]),
-            load_s=float(adapters[i, t.ADAPTER_LOAD_NS]) / NS_PER_S,
+            adapter_loads=int(adapters.loads[i]),
+            load_s=float(adapters.load_ns[i]) / NS_PER_S,
             slo_share=float(slo_share[i]),
         )
         for i, name in enumerate(names)
@@ -294,16 +295,16 @@ def bucket_count(scenario: Scenario) -> int:
 
 def time_series(scenario: Scenario, trace: t.TwinTrace, table: RequestTable) -> TimeSeries:
     """Return the course of a detailed run."""
-    bucket_ns = int(trace.counts[t.BUCKET_NS])
-    count = trace.series.shape[0]
+    bucket_ns = int(trace.counts.bucket_ns)
+    count = trace.series.size
     bucket_s = bucket_ns / NS_PER_S
-    sums = trace.series.T.astype(np.float64)
-    busy_ns, steps = sums[t.SERIES_BUSY_NS], sums[t.SERIES_STEPS]
+    series = trace.series
+    busy_ns, steps = series.busy_ns.astype(np.float64), series.steps
     kv_tokens = scenario.num_blocks * scenario.limits.block_size
 
-    def mean(column: int) -> NDArray[np.float64]:
+    def mean(integral: NDArray[np.int64]) -> NDArray[np.float64]:
         means: NDArray[np.float64] = np.zeros(count)
-        np.divide(sums[column], busy_ns, out=means, where=busy_ns > 0)
+        np.divide(integral, busy_ns, out=means, where=busy_ns > 0)
         return means
 
     def per_second(seconds: NDArray[np.float64], weights: NDArray[np.int64] | None) -> NDArray[np.float64]:
@@ -315,16 +316,16 @@ def time_series(scenario: Scenario, trace: t.TwinTrace, table: RequestTable) -> 
     return TimeSeries(
         bucket_s=bucket_s,
         time_s=bucket_s * (np.arange(count, dtype=np.float64) + 0.5),
-        running=mean(t.SERIES_RUNNING_NS),
-        waiting=mean(t.SERIES_WAITING_NS),
-        kv_share=mean(t.SERIES_KV_TOKEN_NS) / kv_tokens,
-        active_adapters=mean(t.SERIES_ACTIVE_NS),
-        resident_adapters=_carried(mean(t.SERIES_RESIDENT_NS), busy_ns > 0),
+        running=mean(series.running_ns),
+        waiting=mean(series.waiting_ns),
+        kv_share=mean(series.kv_token_ns) / kv_tokens,
+        active_adapters=mean(series.active_ns),
+        resident_adapters=_carried(mean(series.resident_ns), busy_ns > 0),
         busy_share=busy_ns / bucket_ns,
         step_ms=np.divide(busy_ns / NS_PER_MS, steps, out=np.full(count, np.nan), where=steps > 0),
-        loads_per_s=sums[t.SERIES_LOADS] / bucket_s,
-        load_share=sums[t.SERIES_LOAD_NS] / bucket_ns,
-        computed_tok_s=sums[t.SERIES_TOKENS] / bucket_s,
+        loads_per_s=series.loads / bucket_s,
+        load_share=series.load_ns / bucket_ns,
+        computed_tok_s=series.tokens / bucket_s,
         completed_tok_s=per_second(table.finish_s[finished], tokens[finished]),
         arrivals_rps=per_second(table.arrival_s, None),
     )

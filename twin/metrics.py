@@ -11,6 +11,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from capplan.compile import by_reference, jit
+from capplan.serving.structures import int_fields, new_record
 from capplan.spec import STARVED_BELOW
 from capplan.spec.display import Displayed, plot
 from capplan.twin import trace as t
@@ -143,24 +144,24 @@ def summarize(
         scenario.limits.max_model_len,
         request_overhead_ms / 1e3,
     )
-    totals = reduced.totals.tolist()
-    completed, submitted = totals[COMPLETED], scenario.requests.arrival_ns.size
-    completed_tokens = totals[PROMPT_TOKENS] + totals[OUTPUT_TOKENS]
-    answerable = totals[TOKENS] - totals[EXECUTING_TOKENS]
+    completed, _, tokens, executing_tokens, input_tokens, output_tokens, decoding_ns = reduced.totals.tolist()
+    submitted = scenario.requests.arrival_ns.size
+    completed_tokens = input_tokens + output_tokens
+    answerable = tokens - executing_tokens
     served = completed_tokens / answerable if answerable > 0 else 1.0
-    gaps = totals[OUTPUT_TOKENS] - completed
-    itl_ms = totals[DECODING_NS] / NS_PER_MS / gaps if gaps else float("nan")
+    gaps = output_tokens - completed
+    itl_ms = decoding_ns / NS_PER_MS / gaps if gaps else float("nan")
     charged_s = float(reduced.ttft_s.sum()) + (submitted - completed) * horizon_s
-    busy = float(trace.sums[t.BUSY_NS])
+    busy = float(trace.sums.busy_ns)
 
-    def mean_over_busy(position: int) -> float:
-        return float(trace.sums[position]) / busy if busy else 0.0
+    def mean_over_busy(integral: float) -> float:
+        return float(integral) / busy if busy else 0.0
 
     return SimulationResult(
         throughput_tok_s=completed_tokens / horizon_s,
-        input_tok_s=totals[PROMPT_TOKENS] / horizon_s,
-        output_tok_s=totals[OUTPUT_TOKENS] / horizon_s,
-        offered_tok_s=totals[TOKENS] / horizon_s,
+        input_tok_s=input_tokens / horizon_s,
+        output_tok_s=output_tokens / horizon_s,
+        offered_tok_s=tokens / horizon_s,
         ttft_s_mean_charged=charged_s / submitted if submitted else float("nan"),
         **_named("itl_ms", (itl_ms, *t.gap_percentiles_ms(trace.gaps, PERCENTILES)), client_itl_factor),
         **_named("ttft_s", statistics(reduced.ttft_s)),
@@ -171,19 +172,19 @@ def summarize(
         starved=served < STARVED_BELOW,
         completed=completed,
         submitted=submitted,
-        rejected=int(trace.counts[t.REJECTED]),
-        preemptions=int(trace.counts[t.PREEMPTIONS]),
-        adapter_loads=int(trace.counts[t.ADAPTER_LOADS]),
-        disk_loads=int(trace.counts[t.DISK_LOADS]),
-        load_s=float(trace.counts[t.LOAD_NS]) / NS_PER_S,
-        steps=int(trace.counts[t.STEPS]),
+        rejected=int(trace.counts.rejected),
+        preemptions=int(trace.counts.preemptions),
+        adapter_loads=int(trace.counts.adapter_loads),
+        disk_loads=int(trace.counts.disk_loads),
+        load_s=float(trace.counts.load_ns) / NS_PER_S,
+        steps=int(trace.counts.steps),
         busy_fraction=min(1.0, busy / scenario.horizon_ns),
-        running_mean=mean_over_busy(t.RUNNING_NS),
-        waiting_mean=mean_over_busy(t.WAITING_NS),
-        kv_tokens_mean=mean_over_busy(t.KV_TOKEN_NS),
-        adapters_mean=mean_over_busy(t.ADAPTER_NS),
-        running_max=int(trace.counts[t.MAX_RUNNING]),
-        waiting_max=int(trace.counts[t.MAX_WAITING]),
+        running_mean=mean_over_busy(trace.sums.running_ns),
+        waiting_mean=mean_over_busy(trace.sums.waiting_ns),
+        kv_tokens_mean=mean_over_busy(trace.sums.kv_token_ns),
+        adapters_mean=mean_over_busy(trace.sums.adapter_ns),
+        running_max=int(trace.counts.max_running),
+        waiting_max=int(trace.counts.max_waiting),
         kv_tokens=scenario.num_blocks * scenario.limits.block_size,
         duration_s=horizon_s,
     )
@@ -197,15 +198,15 @@ def _named(metric: str, values: tuple[float, ...], factor: float = 1.0) -> dict[
 
 PERCENTILES = (50, 90, 95, 99)
 
-# Positions in `Reduced.totals`.
-COMPLETED = 0
-SEVERAL = 1  # completed requests of two output tokens or more
-TOKENS = 2  # of all requests
-EXECUTING_TOKENS = 3  # of requests in execution at the end
-PROMPT_TOKENS = 4  # of completed requests
-OUTPUT_TOKENS = 5
-DECODING_NS = 6  # first to last token, completed requests
-_N_TOTALS = 7
+_TOTALS = int_fields(
+    "completed",
+    "several",  # completed requests of two output tokens or more
+    "tokens",  # of all requests
+    "executing_tokens",  # of requests in execution at the end
+    "prompt_tokens",  # of completed requests
+    "output_tokens",
+    "decoding_ns",  # first to last token, completed requests
+)
 
 
 @by_reference
@@ -217,7 +218,8 @@ class Reduced(NamedTuple):
     tpt_ms: NDArray[np.float64]
     tpot_ms: NDArray[np.float64]
     """Requests of several output tokens only."""
-    totals: NDArray[np.int64]
+    totals: np.record
+    """Fields as in `_TOTALS`."""
 
 
 def reduce_trace(
@@ -239,10 +241,10 @@ def reduce_trace(
     n = requests.arrival_ns.size
     # Untouched pages of these take no memory, so room for all requests costs nothing where most are rejected.
     ttft_s, e2e_s, tpt_ms, tpot_ms = (np.empty(n) for _ in range(4))
-    totals = np.zeros(_N_TOTALS, np.int64)
+    totals = new_record(_TOTALS)
     everything = Reduced(ttft_s, e2e_s, tpt_ms, tpot_ms, totals)
     _reduce(requests, trace, horizon_ns, max_model_len, overhead_s, everything)
-    done, several = int(totals[COMPLETED]), int(totals[SEVERAL])
+    done, several = int(totals.completed), int(totals.several)
     return Reduced(ttft_s[:done], e2e_s[:done], tpt_ms[:done], tpot_ms[:several], totals)
 
 
@@ -275,13 +277,13 @@ def _reduce(
             decoding_ns += finish_ns - first_ns
             out.tpot_ms[several] = (finish_ns - first_ns) / 1e6 / (output - 1)
             several += 1
-    out.totals[COMPLETED] = completed
-    out.totals[SEVERAL] = several
-    out.totals[TOKENS] = tokens
-    out.totals[EXECUTING_TOKENS] = executing
-    out.totals[PROMPT_TOKENS] = prompts
-    out.totals[OUTPUT_TOKENS] = outputs
-    out.totals[DECODING_NS] = decoding_ns
+    out.totals.completed = completed
+    out.totals.several = several
+    out.totals.tokens = tokens
+    out.totals.executing_tokens = executing
+    out.totals.prompt_tokens = prompts
+    out.totals.output_tokens = outputs
+    out.totals.decoding_ns = decoding_ns
 
 
 def statistics(values: NDArray[np.float64]) -> tuple[float, ...]:

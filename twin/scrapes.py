@@ -36,15 +36,15 @@ class ScrapeLoad:
 
 def scrape_load(scenario: Scenario, trace: t.TwinTrace) -> ScrapeLoad | None:
     """Return the scrape load of a simulated run; None if no request ran."""
-    request_steps = float(trace.counts[t.REQUEST_STEPS])
+    request_steps = float(trace.counts.request_steps)
     if request_steps == 0:
         return None
-    step_s = float(trace.sums[t.RUNNING_NS]) / NS_PER_S / request_steps
-    adapters = float(trace.sums[t.ADAPTER_NS] / trace.sums[t.BUSY_NS])
+    step_s = float(trace.sums.running_ns) / NS_PER_S / request_steps
+    adapters = float(trace.sums.adapter_ns / trace.sums.busy_ns)
     return ScrapeLoad(
         step_s=step_s,
         adapters=adapters,
-        small_share=float(trace.counts[t.SMALL_REQUEST_STEPS]) / request_steps,
+        small_share=float(trace.counts.small_request_steps) / request_steps,
         series=mean_series(scenario, step_s, adapters, scenario.horizon_ns / NS_PER_S),
     )
 

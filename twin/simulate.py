@@ -297,11 +297,14 @@ def detailed_result(
     base_tpt_ms = None if workload.slo.tpt_over_base is None else _base_tpt_ms(scenario, overhead_s, runner)
     bounds, kept = attainment(workload.slo, result, table, overhead_s, client_itl_factor, base_tpt_ms)
     seen = trace.adapters.copy()
-    seen[0] = 0  # the base model needs no load, so its admissions are neither hits nor misses
+    seen[0] = (0,) * len(
+        seen.dtype
+    )  # the base model needs no load, so its admissions are neither hits nor misses
 
     def metrics(group_of_adapter: NDArray[np.int64], names: Sequence[str]) -> tuple[GroupMetrics, ...]:
-        adapters = np.zeros((len(names), t.N_ADAPTER), np.int64)
-        np.add.at(adapters, group_of_adapter, seen)
+        adapters = np.zeros(len(names), seen.dtype).view(np.recarray)
+        for field in seen.dtype.names:
+            np.add.at(adapters[field], group_of_adapter, seen[field])
         group = group_of_adapter[table.adapter]
         return group_metrics(table, group, names, adapters, kept, result.duration_s, client_itl_factor)
 

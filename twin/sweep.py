@@ -1,4 +1,4 @@
-"""Many simulations at once, on all cores or on a Ray cluster; the answers do not depend on where they ran."""
+"""Parallel simulations on all cores or on a Ray cluster, with the same results anywhere."""
 
 from __future__ import annotations
 
@@ -20,10 +20,10 @@ from capplan.twin.simulate import DetailedResult, SimulateSettings, simulate, si
 
 Item = TypeVar("Item")
 
-Answer = TypeVar("Answer")
+Result = TypeVar("Result")
 
 OnProgress = Callable[[int, int], None]
-"""Called in the caller's thread with the number of answers so far and of all."""
+"""Called in the caller's thread with (done, total)."""
 
 _CHUNKS_PER_WORKER = 8
 
@@ -44,14 +44,14 @@ def sweep(
     ray_address: str | None = None,
     progress: OnProgress | None = None,
 ) -> list[SimulationResult | InfeasibleError]:
-    """Simulate every job; one that does not fit in memory is answered by its error.
+    """Simulate every job. The result of one that does not fit in memory is its error.
 
     Parameters
     ----------
     jobs
         Workload, profile and settings of each simulation, seed included.
     workers
-        Processes; None: one per core. 1: none but this one.
+        Processes; None: one per core; 1: this process.
     ray_address
         Address of a Ray cluster, whose machines have capplan installed; ``"auto"`` finds a running one,
         ``"local"`` starts one on this machine. Needs the extra ``ray``.
@@ -85,69 +85,70 @@ def sweep_detailed(
 
 
 def in_parallel(
-    answer: Callable[[Item], Answer],
+    function: Callable[[Item], Result],
     items: Iterable[Item],
     *,
     workers: int | None = None,
     ray_address: str | None = None,
     progress: OnProgress | None = None,
-) -> Generator[Answer, None, None]:
-    """Give the answers in the order of the items, each as soon as it and all before it are there.
+    chunk: int | None = None,
+) -> Generator[Result, None, None]:
+    """Yield ``function(item)`` of every item in order, as soon as it and all before it are computed.
 
     Parameters
     ----------
-    answer
-        A function of a module, or a partial one, that depends on its item alone.
+    function
+        A pure function; it, items and results must be picklable.
     items
-        What it is asked; items and answers travel between processes.
+        The items.
     workers, ray_address, progress
         As for `sweep`.
+    chunk
+        Items that a worker process gets at once; None: an eighth of its share.
     """
     if workers is not None and (isinstance(workers, bool) or not isinstance(workers, int) or workers < 1):
         raise InputError("must be a whole number >= 1", workers, "workers")
     if ray_address is not None:
-        imported_ray()  # says that it is missing before any work is done
-    asked = list(items)
-    answers = _answers(answer, asked, min(workers or cores(), len(asked)), ray_address)
-    with closing(answers):
-        for done, each in enumerate(answers, start=1):
+        imported_ray()  # raise before any work is done
+    every = list(items)
+    results = _results(function, every, min(workers or cores(), len(every)), ray_address, chunk)
+    with closing(results):
+        for done, result in enumerate(results, start=1):
             if progress is not None:
-                progress(done, len(asked))
-            yield each
+                progress(done, len(every))
+            yield result
 
 
 def cores() -> int:
-    """Return how many cores this process may use."""
+    """Return the number of cores that this process may use."""
     if hasattr(os, "sched_getaffinity"):
         return len(os.sched_getaffinity(0))
     return os.cpu_count() or 1
 
 
-def _answers(
-    answer: Callable[[Item], Answer], items: Sequence[Item], workers: int, ray_address: str | None
-) -> Generator[Answer, None, None]:
+def _results(
+    function: Callable[[Item], Result],
+    items: Sequence[Item],
+    workers: int,
+    ray_address: str | None,
+    chunk: int | None,
+) -> Generator[Result, None, None]:
     if workers <= 1 and ray_address is None:
-        yield from map(answer, items)
+        yield from map(function, items)
         return
     if items and not is_compiled():
-        yield answer(items[0])  # otherwise every worker would compile the twin for itself
+        yield function(items[0])  # otherwise every worker would compile the twin for itself
         items = items[1:]
-    if ray_address is None:
-        yield from _in_processes(answer, items, workers)
-    else:
-        yield from over_ray(answer, items, ray_address)
-
-
-def _in_processes(
-    answer: Callable[[Item], Answer], items: Sequence[Item], workers: int
-) -> Generator[Answer, None, None]:
-    # Items of a chunk travel together, so a workload that they share travels once.
-    chunk = max(1, len(items) // (_CHUNKS_PER_WORKER * workers))
+    if ray_address is not None:
+        yield from over_ray(function, items, ray_address)
+        return
     pool = ProcessPoolExecutor(workers)
     try:
-        yield from pool.map(answer, items, chunksize=chunk)
+        # Items of a chunk travel together, so a workload that they share travels once.
+        chunk = chunk or max(1, len(items) // (_CHUNKS_PER_WORKER * workers))
+        yield from pool.map(function, items, chunksize=chunk)
     finally:
-        pool.shutdown(cancel_futures=True)  # after an interrupt or an error, what has not begun never does
+        pool.shutdown(cancel_futures=True)  # after an interrupt or an error
 
 
 def _simulated(job: Job) -> SimulationResult | InfeasibleError:
@@ -158,7 +159,7 @@ def _simulated_in_detail(job: Job) -> DetailedResult | InfeasibleError:
     return _feasible(partial(simulate_detailed, job.workload, job.profile, **job.settings))
 
 
-def _feasible(simulation: Callable[[], Answer]) -> Answer | InfeasibleError:
+def _feasible(simulation: Callable[[], Result]) -> Result | InfeasibleError:
     try:
         return simulation()
     except InfeasibleError as error:
@@ -171,24 +172,24 @@ _PATIENCE_S = 10.0
 
 
 def over_ray(
-    answer: Callable[[Item], Answer], items: Sequence[Item], address: str
-) -> Generator[Answer, None, None]:
-    """Give the answers in the order of the items, computed by the tasks of a cluster.
+    function: Callable[[Item], Result], items: Sequence[Item], address: str
+) -> Generator[Result, None, None]:
+    """Yield ``function(item)`` of every item in order, computed on a Ray cluster.
 
     Parameters
     ----------
-    answer
+    function
         A function that the machines of the cluster can import.
     items
-        What it is asked.
+        The items.
     address
-        Of the cluster; ``"auto"`` for the one that runs here, ``"local"`` to start one. A connection that the
-        caller already has is used instead, and left open.
+        Address of the cluster; ``"auto"``: the running one; ``"local"``: start one. An existing connection of
+        the caller is used instead, and left open.
 
     Raises
     ------
     InputError
-        When Ray is not installed or the cluster cannot be reached.
+        If Ray is not installed or the cluster cannot be reached.
     """
     ray = imported_ray()
     is_ours = not ray.is_initialized()
@@ -197,10 +198,9 @@ def over_ray(
     tasks = []
     try:
         cores = max(1, int(ray.cluster_resources().get("CPU", 1)))
-        # Items of a chunk travel together, so a workload that they share travels once.
         size = max(1, len(items) // (_CHUNKS_PER_CORE * cores))
-        remote = ray.remote(_chunk_answers)
-        tasks = [remote.remote(answer, items[at : at + size]) for at in range(0, len(items), size)]
+        remote = ray.remote(_chunk_results)
+        tasks = [remote.remote(function, items[at : at + size]) for at in range(0, len(items), size)]
         for task in tasks:
             try:
                 yield from ray.get(task)
@@ -214,13 +214,7 @@ def over_ray(
 
 
 def imported_ray() -> ModuleType:
-    """Return the module.
-
-    Raises
-    ------
-    InputError
-        When it is not installed.
-    """
+    """Return the module `ray`, or raise an `InputError` if it is not installed."""
     try:
         import ray
     except ImportError:
@@ -232,7 +226,7 @@ def imported_ray() -> ModuleType:
 def _connect(ray: ModuleType, address: str) -> None:
     try:
         if address not in ("auto", "local"):
-            # Ray itself would try for minutes to reach an address where nobody listens.
+            # Ray itself retries an unreachable address for minutes.
             host, _, port = address.removeprefix("ray://").rpartition(":")
             socket.create_connection((host.strip("[]"), int(port)), _PATIENCE_S).close()
         ray.init(address=address, log_to_driver=False, logging_level="ERROR")
@@ -241,5 +235,5 @@ def _connect(ray: ModuleType, address: str) -> None:
         raise InputError(f"must be the address of a Ray cluster: {reason}", address, _ARGUMENT) from None
 
 
-def _chunk_answers(answer: Callable[[Item], Answer], items: Sequence[Item]) -> list[Answer]:
-    return [answer(item) for item in items]
+def _chunk_results(function: Callable[[Item], Result], items: Sequence[Item]) -> list[Result]:
+    return [function(item) for item in items]

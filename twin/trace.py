@@ -13,57 +13,53 @@ import numpy as np
 from numpy.typing import NDArray
 
 from capplan.compile import by_reference, inner, jit
-
-# Positions in `Trace.counts`.
-STEPS = 0
-ADAPTER_LOADS = 1
-DISK_LOADS = 2
-PREEMPTIONS = 3
-REJECTED = 4
-NOW_NS = 5
-NEXT_REQUEST = 6
-MAX_RUNNING = 7
-MAX_WAITING = 8
-LOAD_NS = 9
-BUCKET = 10  # of the time series: the one that the last step ended in,
-BUCKET_END_NS = 11  # when it ends,
-BUCKET_NS = 12  # and how long each is
-REQUEST_STEPS = 13  # sum over steps of the requests that run,
-SMALL_REQUEST_STEPS = 14  # and of steps with at most SMALL_BATCH of them
-N_COUNTS = 15
+from capplan.serving.structures import Records, int_fields, new_record
 
 SMALL_BATCH = 128
 """Requests whose tokens vLLM's API server hands out in one go (``VLLM_V1_OUTPUT_PROC_CHUNK_SIZE``)."""
 
-# Positions in `Trace.sums`: integrals over simulated time, in units x nanoseconds.
-BUSY_NS = 0
-RUNNING_NS = 1
-WAITING_NS = 2
-KV_TOKEN_NS = 3
-ADAPTER_NS = 4
-N_SUMS = 5
-
-# Columns of `Trace.series`: sums over the steps that end in a bucket. Whole numbers, so that their order does
-# not matter; the first six are integrals over time, in units x nanoseconds.
-SERIES_BUSY_NS = 0
-SERIES_RUNNING_NS = 1
-SERIES_WAITING_NS = 2
-SERIES_KV_TOKEN_NS = 3
-SERIES_ACTIVE_NS = 4
-SERIES_RESIDENT_NS = 5
-SERIES_STEPS = 6
-SERIES_TOKENS = 7
-SERIES_LOADS = 8
-SERIES_LOAD_NS = 9
-N_SERIES = 10
-
-# Columns of `Trace.adapters`.
-ADMISSIONS = 0
-HITS = 1  # admissions that found the adapter resident
-LOADS = 2
-ADAPTER_LOAD_NS = 3
-LOADED_AT = 4  # number of the step of the last load, counted from 1
-N_ADAPTER = 5
+_COUNTS = int_fields(
+    "steps",
+    "adapter_loads",
+    "disk_loads",
+    "preemptions",
+    "rejected",
+    "now_ns",
+    "next_request",
+    "max_running",
+    "max_waiting",
+    "load_ns",
+    "request_steps",  # sum over steps of the requests that run,
+    "small_request_steps",  # and of steps with at most SMALL_BATCH of them
+    "bucket",  # of the time series: the one that the last step ended in,
+    "bucket_end_ns",  # when it ends,
+    "bucket_ns",  # and how long each is
+)
+# Integrals over simulated time, in units x nanoseconds.
+_SUMS = np.dtype(
+    [(f"{name}_ns", np.float64) for name in ("busy", "running", "waiting", "kv_token", "adapter")],
+    align=True,
+)
+# Sums over the steps that end in a bucket: integers, so that their order does not matter.
+_SERIES = int_fields(
+    "busy_ns",  # the first six are integrals over time, in units x nanoseconds
+    "running_ns",
+    "waiting_ns",
+    "kv_token_ns",
+    "active_ns",
+    "resident_ns",
+    "steps",
+    "tokens",
+    "loads",
+    "load_ns",
+)
+_ADAPTER = int_fields(
+    "admissions",
+    "hits",  # admissions that found the adapter resident
+    "loads",
+    "load_ns",
+    "loaded_at",  # number of the step of the last load, counted from 1
+)
 
 # Values of `Trace.status`.
 STATUS_RUNNING = 1
@@ -88,13 +84,15 @@ class TwinTrace(NamedTuple):
     """STATUS_RUNNING: in execution when the simulation ended; STATUS_REJECTED: refused; 0: neither."""
     gaps: NDArray[np.int64]
     """Histogram of the gaps between a request's tokens, in logarithmic bins."""
-    counts: NDArray[np.int64]
-    sums: NDArray[np.float64]
+    counts: np.record
+    """Fields as in `_COUNTS`."""
+    sums: np.record
+    """Fields as in `_SUMS`."""
     # -- a detailed run only; otherwise of length 0 --
-    series: NDArray[np.int64]
-    """Sums over the steps that end in each bucket of time, shape (buckets, N_SERIES)."""
-    adapters: NDArray[np.int64]
-    """What each adapter saw, shape (adapters + 1, N_ADAPTER); row 0 is the base model."""
+    series: Records
+    """Buckets of time, shape (buckets,); fields as in `_SERIES`."""
+    adapters: Records
+    """Shape (adapters + 1,); entry 0 is the base model; fields as in `_ADAPTER`."""
     admitted_ns: NDArray[np.int64]
     """Clock at the start of the step that admitted each request first; NEVER before."""
     skipped_ns: NDArray[np.int64]
@@ -117,10 +115,10 @@ def new_trace(requests: int, adapters: int = 0, buckets: int = 0, horizon_ns: in
     horizon_ns
         What the buckets divide evenly; steps that end after it count in the last one.
     """
-    counts = np.zeros(N_COUNTS, np.int64)
+    counts = new_record(_COUNTS)
     detailed = requests if buckets else 0
     if buckets:
-        counts[BUCKET_NS] = counts[BUCKET_END_NS] = max(1, -(-horizon_ns // buckets))
+        counts.bucket_ns = counts.bucket_end_ns = max(1, -(-horizon_ns // buckets))
     return TwinTrace(
         first_ns=np.full(requests, NEVER, np.int64),
         finish_ns=np.full(requests, NEVER, np.int64),
@@ -128,9 +126,9 @@ def new_trace(requests: int, adapters: int = 0, buckets: int = 0, horizon_ns: in
         status=np.zeros(requests, np.int8),
         gaps=np.zeros(_GAP_BINS, np.int64),
         counts=counts,
-        sums=np.zeros(N_SUMS),
-        series=np.zeros((buckets, N_SERIES), np.int64),
-        adapters=np.zeros((adapters + 1 if buckets else 0, N_ADAPTER), np.int64),
+        sums=new_record(_SUMS),
+        series=np.zeros(buckets, _SERIES).view(np.recarray),
+        adapters=np.zeros(adapters + 1 if buckets else 0, _ADAPTER).view(np.recarray),
         admitted_ns=np.full(detailed, NEVER, np.int64),
         skipped_ns=np.zeros(detailed, np.int64),
         held_up_ns=np.zeros(detailed, np.int64),
@@ -163,7 +161,7 @@ def gap_percentiles_ms(gaps: NDArray[np.int64], percentiles: tuple[float, ...]) 
 @jit
 def record_rejection(trace: TwinTrace, request: int) -> None:
     """Note that the engine refused a request on arrival."""
-    trace.counts[REJECTED] += 1
+    trace.counts.rejected += 1
     trace.status[request] = STATUS_REJECTED
 
 
@@ -178,11 +176,11 @@ def record_load(trace: TwinTrace, adapter: int, load_ns: int) -> None:
     load_ns
         How long it takes, host to GPU and, if needed, disk to host before.
     """
-    if trace.adapters.shape[0] == 0:
+    if trace.adapters.size == 0:
         return
-    trace.adapters[adapter, LOADS] += 1
-    trace.adapters[adapter, ADAPTER_LOAD_NS] += load_ns
-    trace.adapters[adapter, LOADED_AT] = trace.counts[STEPS] + 1
+    trace.adapters.loads[adapter] += 1
+    trace.adapters.load_ns[adapter] += load_ns
+    trace.adapters.loaded_at[adapter] = trace.counts.steps + 1
 
 
 @jit
@@ -209,15 +207,15 @@ def record_admission(trace: TwinTrace, request: int, adapter: int, begin_ns: int
     load_ns
         Time of the loads inside the step, which hold up all that is in it.
     """
-    if trace.adapters.shape[0] == 0:
+    if trace.adapters.size == 0:
         return
-    trace.adapters[adapter, ADMISSIONS] += 1
-    loaded_now = trace.adapters[adapter, LOADED_AT] == trace.counts[STEPS] + 1
+    trace.adapters.admissions[adapter] += 1
+    loaded_now = trace.adapters.loaded_at[adapter] == trace.counts.steps + 1
     if not loaded_now and trace.skipped_ns[request] == 0:
-        trace.adapters[adapter, HITS] += 1
+        trace.adapters.hits[adapter] += 1
     if trace.admitted_ns[request] == NEVER:
         trace.admitted_ns[request] = begin_ns
-        trace.held_up_ns[request] = load_ns - trace.counts[LOAD_NS]  # less all loads before this step
+        trace.held_up_ns[request] = load_ns - trace.counts.load_ns  # less all loads before this step
 
 
 @jit
@@ -231,19 +229,19 @@ def record_first_token(trace: TwinTrace, request: int, now_ns: int, loads_ns: in
 @jit
 def record_loads(trace: TwinTrace, now_ns: int, loads: int) -> None:
     """Count loads that begin while there is no step that they could be counted with."""
-    if trace.series.shape[0] == 0:
+    if trace.series.size == 0:
         return
-    trace.series[_bucket_at(trace, now_ns), SERIES_LOADS] += loads
+    trace.series.loads[_bucket_at(trace, now_ns)] += loads
 
 
 @inner
 def _bucket_at(trace: TwinTrace, now_ns: int) -> int:
     """Move on to the bucket that a time lies in, and return it; times only grow."""
     counts = trace.counts
-    while counts[BUCKET_END_NS] < now_ns and counts[BUCKET] < trace.series.shape[0] - 1:
-        counts[BUCKET] += 1
-        counts[BUCKET_END_NS] += counts[BUCKET_NS]
-    return int(counts[BUCKET])
+    while counts.bucket_end_ns < now_ns and counts.bucket < trace.series.size - 1:
+        counts.bucket += 1
+        counts.bucket_end_ns += counts.bucket_ns
+    return int(counts.bucket)
 
 
 @jit
@@ -273,17 +271,17 @@ def record_step(
     tokens
         Tokens computed.
     """
-    if trace.series.shape[0] == 0:
+    if trace.series.size == 0:
         return
     bucket = _bucket_at(trace, begin_ns + duration_ns)
-    series = trace.series
-    series[bucket, SERIES_BUSY_NS] += duration_ns
-    series[bucket, SERIES_RUNNING_NS] += running * duration_ns
-    series[bucket, SERIES_WAITING_NS] += waiting * duration_ns
-    series[bucket, SERIES_KV_TOKEN_NS] += kv_tokens * duration_ns
-    series[bucket, SERIES_ACTIVE_NS] += active * duration_ns
-    series[bucket, SERIES_RESIDENT_NS] += resident * duration_ns
-    series[bucket, SERIES_STEPS] += 1
-    series[bucket, SERIES_TOKENS] += tokens
-    series[bucket, SERIES_LOADS] += loads
-    series[bucket, SERIES_LOAD_NS] += load_ns
+    record = trace.series[bucket]
+    record.busy_ns += duration_ns
+    record.running_ns += running * duration_ns
+    record.waiting_ns += waiting * duration_ns
+    record.kv_token_ns += kv_tokens * duration_ns
+    record.active_ns += active * duration_ns
+    record.resident_ns += resident * duration_ns
+    record.steps += 1
+    record.tokens += tokens
+    record.loads += loads
+    record.load_ns += load_ns

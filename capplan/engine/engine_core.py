@@ -29,7 +29,6 @@ from capplan.engine.scheduler_output import (
 )
 from capplan.engine.timing import EngineClock, PhaseTimer, StepRecord, step_record
 from capplan.serving import NONE, Limits, State, commit, finish, schedule, submit
-from capplan.serving import state as s
 from capplan.serving.state import SLORA
 
 _NOT_FINITE: Final = "the model's logits are not finite: weights or adapter overflow its dtype"
@@ -90,7 +89,7 @@ class EngineCore:
     @property
     def has_room(self) -> bool:
         """Whether a further request can be queued."""
-        return bool(self.state.counters[s.N_FREE_ROWS] > 0)
+        return bool(self.state.counters.n_free_rows > 0)
 
     def can_run(self, request: Request) -> bool:
         """Return whether an idle engine can run a request; `submit` refuses any other."""
@@ -100,7 +99,7 @@ class EngineCore:
         # S-LoRA's rules: a prompt is not chunked; prompt, adapter and declared output fit together.
         output = min(request.params.max_tokens, limits.max_model_len - prompt)
         tokens = prompt + output + limits.block_size - 1
-        pages = self.state.counters[s.CAPACITY] - self.state.adapters.pages[request.adapter]
+        pages = self.state.counters.capacity - self.state.adapters.pages[request.adapter]
         return bool(prompt <= limits.max_num_batched_tokens and tokens < pages * limits.block_size)
 
     def submit(self, request: Request, prefix: int = 0, shared_tokens: int = 0) -> bool:
@@ -133,11 +132,11 @@ class EngineCore:
         tokens = schedule(self.state, self.limits)
         output = scheduler_output(self.state, self.lora.rank_of, self._scheduled)
         timer.lap("schedule")
-        counters = self.state.counters.copy()
-        if self.decisions is not None and (tokens or counters[s.N_LOADS]):
+        counters = self.state.counter_values()
+        if self.decisions is not None and (tokens or counters["n_loads"]):
             self.decisions.append(decision_of(self.state, output.requests, begin_ns))
             timer.skip()
-        self._update_running(begin_ns)
+        self._update_running(begin_ns, counters)
         timer.lap("prepare")
         errors = self.loads.run(timer)
         if tokens == 0:
@@ -166,23 +165,23 @@ class EngineCore:
             self.loads.accept(load)
         return failed
 
-    def _update_running(self, begin_ns: int) -> None:
+    def _update_running(self, begin_ns: int, counters: Mapping[str, int]) -> None:
         """Update requests that were preempted or admitted."""
-        if self.state.counters[s.N_PREEMPTED]:
-            preempted = self._listed("preempted", s.N_PREEMPTED)
+        if counters["n_preempted"]:
+            preempted = self._listed("preempted")
             self.blocks.release(preempted)
             for request in self._requests_of(preempted):
                 request.running = False
                 request.preemptions += 1
-        if self.state.counters[s.N_ADMITTED]:
-            for request in self._requests_of(self._listed("admitted", s.N_ADMITTED)):
+        if counters["n_admitted"]:
+            for request in self._requests_of(self._listed("admitted")):
                 request.running = True
                 if request.admitted_ns is None:
                     request.admitted_ns = begin_ns
 
-    def _listed(self, name: str, counter: int) -> NDArray[np.int64]:
+    def _listed(self, name: str) -> NDArray[np.int64]:
         """Return one of the scheduler's lists of rows."""
-        rows: NDArray[np.int64] = self._lists[name][: self.state.counters[counter]]
+        rows: NDArray[np.int64] = self._lists[name][: self.state.counters[f"n_{name}"]]
         return rows
 
     def _requests_of(self, rows: NDArray[np.int64]) -> list[Request]:
@@ -190,7 +189,7 @@ class EngineCore:
         return [request for row in rows.tolist() if (request := by_row[row]) is not None]
 
     def _disk_loads(self) -> int:
-        loads = self.state.counters[s.N_LOADS]
+        loads = self.state.counters.n_loads
         return int(self.state.adapters.load_from_disk[:loads].sum()) if loads else 0
 
     def _execute(
@@ -251,7 +250,7 @@ class EngineCore:
     def _end_early(self, request: Request, reason: FinishReason) -> None:
         """End a running or waiting request between two steps."""
         if request.running:
-            self.state.counters[s.N_FINISHED] = 0
+            self.state.counters.n_finished = 0
             finish(self.state, self.limits, request.row)
             self._release_finished()
         else:
@@ -260,7 +259,7 @@ class EngineCore:
         request.finish_reason = reason
 
     def _release_finished(self) -> list[Request]:
-        rows = self._listed("finished", s.N_FINISHED)
+        rows = self._listed("finished")
         if not rows.size:
             return []
         self.blocks.release(rows)

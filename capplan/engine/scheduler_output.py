@@ -13,21 +13,13 @@ from numpy.typing import NDArray
 
 from capplan.compile import jit
 from capplan.serving import NONE, Limits, State
-from capplan.serving import state as s
 from capplan.serving.adapter_slots import release_adapter
 from capplan.serving.running import free_row
 from capplan.serving.slora import drop_unused
 from capplan.serving.state import (
-    N_CLAIMED,
-    N_LOADS,
-    N_PREEMPTED,
-    N_WAITING,
     NO_CLAIM,
     READY,
-    RUN_HEAD,
     SLORA,
-    STEP_DECODES,
-    TICK,
 )
 from capplan.serving.structures import links_append, links_remove, new_links
 from capplan.serving.waiting_queue import list_queue, unlist_queue
@@ -95,20 +87,20 @@ def scheduler_output(state: State, rank_of: NDArray[np.int64], buffer: Scheduled
 
 @jit
 def _list_scheduled(
-    c: NDArray[np.int64],
+    c: np.record,
     rows: np.recarray[Any, Any],
     rank_of: NDArray[np.int64],
     scheduled: ScheduledRequests,
 ) -> tuple[int, int, int, int, int]:
-    row = c[RUN_HEAD]
+    row = c.run_head
     n = decodes = prefill_tokens = rank_sum = max_rank = 0
     while row != NONE:
         tokens = 0
         computed = rows.computed[row]
         emits = True
         if rows.since[row] >= 0:
-            tokens = 1 if c[STEP_DECODES] > 0 else 0
-            computed += c[TICK] - rows.since[row]
+            tokens = 1 if c.step_decodes > 0 else 0
+            computed += c.tick - rows.since[row]
         elif rows.since[row] == NONE:
             tokens = rows.tokens[row]
             emits = computed + tokens == rows.prompt[row] + rows.output[row]
@@ -136,8 +128,8 @@ def _list_scheduled(
 def decision_of(state: State, scheduled: ScheduledRequests, begin_ns: int) -> Decision:
     """Return the decision of the last `schedule`, before its `commit`."""
     c, adapters = state.counters, state.adapters
-    n = c[N_LOADS]
-    preempted = state.rows.request[state.lists.preempted[: c[N_PREEMPTED]]]
+    n = c.n_loads
+    preempted = state.rows.request[state.lists.preempted[: c.n_preempted]]
     from_disk = adapters.load_from_disk[:n].astype(bool)
     return Decision(
         begin_ns,
@@ -164,12 +156,12 @@ def cancel_waiting(state: State, limits: Limits, row: int) -> None:
     if after == NONE:
         state.adapters.queue_tail[adapter] = before
     list_queue(state, adapter)
-    state.counters[N_WAITING] -= 1
+    state.counters.n_waiting -= 1
     free_row(state, row)
     if state.adapters.queue_head[adapter] == NONE and state.adapters.claim[adapter] == READY:
         # The slot was claimed for this request; `adapter_loaded` releases a claim that is still LOADING.
         state.adapters.claim[adapter] = NO_CLAIM
-        state.counters[N_CLAIMED] -= 1
+        state.counters.n_claimed -= 1
         release_adapter(state, adapter)
         if limits.policy == SLORA:
             drop_unused(state)
@@ -181,13 +173,13 @@ def evict_unused(state: State, adapter: int) -> None:
     if adapters.resident[adapter]:
         links_remove(state.gpu_idle, adapter)
         adapters.resident[adapter] = 0
-        c[s.N_RESIDENT] -= 1
-        c[s.FREE_BLOCKS] += adapters.pages[adapter]
-        c[s.ADAPTER_PAGES] -= adapters.pages[adapter]
+        c.n_resident -= 1
+        c.free_blocks += adapters.pages[adapter]
+        c.adapter_pages -= adapters.pages[adapter]
     if adapters.on_host[adapter]:
         links_remove(state.host_idle, adapter)
         adapters.on_host[adapter] = 0
-        c[s.N_ON_HOST] -= 1
+        c.n_on_host -= 1
 
 
 def with_host_adapters(state: State, first: int, end: int) -> State:
@@ -197,5 +189,5 @@ def with_host_adapters(state: State, first: int, end: int) -> State:
     for adapter in range(first, end):
         state.adapters.on_host[adapter] = 1
         links_append(host_idle, adapter)
-    state.counters[s.N_ON_HOST] = end - first
+    state.counters.n_on_host = end - first
     return state._replace(host_idle=host_idle)

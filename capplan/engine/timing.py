@@ -8,16 +8,13 @@ from __future__ import annotations
 
 import os
 import time
+from collections.abc import Mapping
 from pathlib import Path
 from types import TracebackType
 from typing import TYPE_CHECKING, Any, Final, NamedTuple, Self
 
-import numpy as np
-from numpy.typing import NDArray
-
 from capplan.engine.request import Request
 from capplan.engine.scheduler_output import SchedulerOutput
-from capplan.serving import state as s
 
 if TYPE_CHECKING:
     from capplan.engine.engine_core import StepOutput
@@ -137,30 +134,29 @@ def step_record(
     begin_ns: int,
     end_ns: int,
     output: SchedulerOutput,
-    counters: NDArray[np.int64],
+    counters: Mapping[str, int],
     disk_loads: int,
     finished: int,
     timer: PhaseTimer,
 ) -> StepRecord:
     """Return the record of a step; `counters` are the scheduler's between `schedule` and `commit`."""
-    c: list[int] = counters.tolist()
     return StepRecord(
         step=step,
         begin_ns=begin_ns,
-        tokens=c[s.STEP_TOKENS],
+        tokens=counters["step_tokens"],
         decode_requests=output.decodes,
         prefill_requests=output.requests.size - output.decodes,
         prefill_tokens=output.prefill_tokens,
-        requests=c[s.N_RUNNING] - c[s.N_ENDING],
-        waiting=c[s.N_WAITING],
-        kv_tokens=c[s.KV_TOKENS],
-        adapters=c[s.N_ACTIVE] - c[s.N_CLAIMED],
-        resident=c[s.N_RESIDENT],
+        requests=counters["n_running"] - counters["n_ending"],
+        waiting=counters["n_waiting"],
+        kv_tokens=counters["kv_tokens"],
+        adapters=counters["n_active"] - counters["n_claimed"],
+        resident=counters["n_resident"],
         rank_sum=output.rank_sum,
         max_rank=output.max_rank,
-        loads=c[s.N_LOADS],
+        loads=counters["n_loads"],
         disk_loads=disk_loads,
-        preemptions=c[s.N_PREEMPTED],
+        preemptions=counters["n_preempted"],
         finished=finished,
         duration_ns=end_ns - begin_ns,
         schedule_ms=timer.ms("schedule"),

@@ -9,11 +9,6 @@ from __future__ import annotations
 from capplan.compile import inner, jit
 from capplan.serving.state import (
     LOADING,
-    N_ACTIVE,
-    N_CLAIMED,
-    N_LOADS,
-    N_ON_HOST,
-    N_RESIDENT,
     NO_CLAIM,
     NONE,
     READY,
@@ -34,11 +29,11 @@ def acquire_adapter(state: State, limits: Limits, adapter: int) -> None:
         return
     if state.adapters.claim[adapter] == READY:  # the request takes over the use that the claim counted
         state.adapters.claim[adapter] = NO_CLAIM
-        state.counters[N_CLAIMED] -= 1
+        state.counters.n_claimed -= 1
         return
     if state.adapters.users[adapter] == 0:
         unlist_queue(state, adapter)
-        state.counters[N_ACTIVE] += 1
+        state.counters.n_active += 1
         from_disk = _bring_to_host(state, limits, adapter)
         _bring_to_gpu(state, limits, adapter, from_disk)
         state.adapters.users[adapter] = 1
@@ -56,7 +51,7 @@ def release_adapter(state: State, adapter: int) -> None:
     if state.adapters.users[adapter] == 0:
         unlist_queue(state, adapter)
         list_queue(state, adapter)
-        state.counters[N_ACTIVE] -= 1
+        state.counters.n_active -= 1
         links_append(state.gpu_idle, adapter)
         links_append(state.host_idle, adapter)
 
@@ -76,7 +71,7 @@ def claim_adapter(state: State, limits: Limits, adapter: int) -> None:
     acquire_adapter(state, limits, adapter)
     unlist_queue(state, adapter)
     state.adapters.claim[adapter] = LOADING
-    state.counters[N_CLAIMED] += 1
+    state.counters.n_claimed += 1
 
 
 @jit
@@ -84,7 +79,7 @@ def adapter_loaded(state: State, adapter: int) -> None:
     """Say that an adapter claimed by `schedule` has arrived in its slot."""
     if state.adapters.queue_head[adapter] == NONE:  # whoever asked for it is gone
         state.adapters.claim[adapter] = NO_CLAIM
-        state.counters[N_CLAIMED] -= 1
+        state.counters.n_claimed -= 1
         release_adapter(state, adapter)
     else:
         state.adapters.claim[adapter] = READY
@@ -97,8 +92,8 @@ def _bring_to_host(state: State, limits: Limits, adapter: int) -> bool:
     if state.adapters.on_host[adapter]:
         links_remove(state.host_idle, adapter)
         return False
-    if state.counters[N_ON_HOST] < limits.max_cpu_loras:
-        state.counters[N_ON_HOST] += 1
+    if state.counters.n_on_host < limits.max_cpu_loras:
+        state.counters.n_on_host += 1
     else:
         victim = links_first(state.host_idle)
         links_remove(state.host_idle, victim)
@@ -106,7 +101,7 @@ def _bring_to_host(state: State, limits: Limits, adapter: int) -> bool:
         if state.adapters.resident[victim]:  # an adapter that leaves the host loses its slot, too
             links_remove(state.gpu_idle, victim)
             state.adapters.resident[victim] = 0
-            state.counters[N_RESIDENT] -= 1
+            state.counters.n_resident -= 1
     state.adapters.on_host[adapter] = 1
     return True
 
@@ -117,14 +112,14 @@ def _bring_to_gpu(state: State, limits: Limits, adapter: int, from_disk: bool) -
     if state.adapters.resident[adapter]:
         links_remove(state.gpu_idle, adapter)
         return
-    if state.counters[N_RESIDENT] < limits.max_loras:
-        state.counters[N_RESIDENT] += 1
+    if state.counters.n_resident < limits.max_loras:
+        state.counters.n_resident += 1
     else:
         victim = links_first(state.gpu_idle)
         links_remove(state.gpu_idle, victim)
         state.adapters.resident[victim] = 0
     state.adapters.resident[adapter] = 1
-    at = state.counters[N_LOADS]
+    at = state.counters.n_loads
     state.adapters.loads[at] = adapter
     state.adapters.load_from_disk[at] = from_disk
-    state.counters[N_LOADS] = at + 1
+    state.counters.n_loads = at + 1

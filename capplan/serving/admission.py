@@ -7,14 +7,7 @@ from capplan.serving.adapter_slots import acquire_adapter, claim_adapter, needs_
 from capplan.serving.kv_blocks import enter, free_among_found, look_up
 from capplan.serving.running import append_running, blocks_for
 from capplan.serving.state import (
-    FREE_BLOCKS,
-    KV_TOKENS,
-    N_ACTIVE,
-    N_ADMITTED,
-    N_PARTIAL,
-    N_RUNNING,
     NONE,
-    SEQUENCE,
     Limits,
     State,
 )
@@ -27,8 +20,8 @@ def admit_waiting(state: State, limits: Limits, cap: int, budget: int) -> int:
     c = state.counters
     left = budget
     scanned_to = -END_OF_QUEUE
-    while left > 0 and c[N_RUNNING] < limits.max_num_seqs:
-        adapter = next_adapter(state, c[N_ACTIVE] < limits.max_loras)
+    while left > 0 and c.n_running < limits.max_num_seqs:
+        adapter = next_adapter(state, c.n_active < limits.max_loras)
         if adapter == NONE:
             scanned_to = END_OF_QUEUE
             break
@@ -38,7 +31,7 @@ def admit_waiting(state: State, limits: Limits, cap: int, budget: int) -> int:
             claim_adapter(state, limits, adapter)
             continue
         hits = look_up(state, limits, row) if limits.prefix_caching else 0
-        if blocks_to_admit(state, limits, row, hits, min(cap, left)) > c[FREE_BLOCKS]:
+        if blocks_to_admit(state, limits, row, hits, min(cap, left)) > c.free_blocks:
             break
         pop_head(state, adapter)
         acquire_adapter(state, limits, adapter)
@@ -69,7 +62,7 @@ def blocks_to_admit(state: State, limits: Limits, row: int, hits: int, most_toke
     blocks = blocks_for(target, limits.block_size) - hits
     if hits > 0:
         blocks += free_among_found(state, hits)
-    if state.counters[N_RUNNING] > 0:
+    if state.counters.n_running > 0:
         blocks += limits.watermark_blocks
     return blocks
 
@@ -84,14 +77,14 @@ def start_row(state: State, limits: Limits, row: int, hits: int, most_tokens: in
     if limits.prefix_caching:
         blocks += free_among_found(state, hits)
         enter(state, limits, row, hits, tokens)
-        c[KV_TOKENS] += hits * size
-    c[FREE_BLOCKS] -= blocks
-    c[SEQUENCE] += 1
-    state.rows.sequence[row] = c[SEQUENCE]
+        c.kv_tokens += hits * size
+    c.free_blocks -= blocks
+    c.sequence += 1
+    state.rows.sequence[row] = c.sequence
     append_running(state, row)
     state.rows.tokens[row] = tokens
-    state.lists.partial[c[N_PARTIAL]] = row
-    c[N_PARTIAL] += 1
-    state.lists.admitted[c[N_ADMITTED]] = row
-    c[N_ADMITTED] += 1
+    state.lists.partial[c.n_partial] = row
+    c.n_partial += 1
+    state.lists.admitted[c.n_admitted] = row
+    c.n_admitted += 1
     return int(tokens)

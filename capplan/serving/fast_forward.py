@@ -11,23 +11,8 @@ from capplan.compile import inner
 from capplan.serving.admission import blocks_to_admit
 from capplan.serving.kv_blocks import extend_together, look_up
 from capplan.serving.state import (
-    FREE_BLOCKS,
-    N_ACTIVE,
-    N_ADMITTED,
-    N_DECODING,
-    N_ENDING,
-    N_LOADS,
-    N_PARTIAL,
-    N_PREEMPTED,
-    N_RUNNING,
-    N_STALLED,
-    N_WAITING,
     NONE,
-    SAME_ANSWERS,
     SLORA,
-    STEP_DECODES,
-    STEP_TOKENS,
-    TICK,
     Limits,
     State,
 )
@@ -38,28 +23,28 @@ from capplan.serving.waiting_queue import next_adapter
 def steps_ahead(state: State, limits: Limits) -> int:
     """Return the number of following steps that end and admit no request."""
     c = state.counters
-    if c[N_DECODING] == 0 or c[N_PARTIAL] > 0 or c[N_ENDING] > 0 or limits.policy == SLORA:
+    if c.n_decoding == 0 or c.n_partial > 0 or c.n_ending > 0 or limits.policy == SLORA:
         return 0
-    if c[N_DECODING] > limits.max_num_batched_tokens or not _nobody_enters(state, limits):
+    if c.n_decoding > limits.max_num_batched_tokens or not _nobody_enters(state, limits):
         return 0
     first_end = state.finish.items.key[state.finish.items.ids[0]] >> 32
-    return int(first_end - c[TICK] - 1)
+    return int(first_end - c.tick - 1)
 
 
 @inner
 def _nobody_enters(state: State, limits: Limits) -> bool:
     """Return whether no waiting request can be admitted while all running ones decode."""
     c = state.counters
-    if c[N_WAITING] == 0 or c[N_RUNNING] >= limits.max_num_seqs:
+    if c.n_waiting == 0 or c.n_running >= limits.max_num_seqs:
         return True
     if limits.reverse_skipped and state.cold.size[0] > 0:
         return False  # every step turns their order round
-    adapter = next_adapter(state, c[N_ACTIVE] < limits.max_loras)
+    adapter = next_adapter(state, c.n_active < limits.max_loras)
     if adapter == NONE:
         return True
     if limits.load_beside and adapter != 0 and state.adapters.resident[adapter] == 0:
         return False
-    left = limits.max_num_batched_tokens - c[N_DECODING]
+    left = limits.max_num_batched_tokens - c.n_decoding
     if left == 0:
         return True
     # Decoding only takes blocks and cached content away, so who does not fit now will not fit later.
@@ -67,15 +52,15 @@ def _nobody_enters(state: State, limits: Limits) -> bool:
     hits = look_up(state, limits, row) if limits.prefix_caching else 0
     if limits.long_prefill_tokens > 0:
         left = min(left, limits.long_prefill_tokens)
-    return bool(blocks_to_admit(state, limits, row, hits, left) > c[FREE_BLOCKS])
+    return bool(blocks_to_admit(state, limits, row, hits, left) > c.free_blocks)
 
 
 @inner
 def decode_step(state: State, limits: Limits, needed: int) -> None:
     """Decide one of the steps that `steps_ahead` counted; it takes `needed` of the free blocks."""
     c = state.counters
-    if limits.prefix_caching and (needed > 0 or c[SAME_ANSWERS] > 0):
+    if limits.prefix_caching and (needed > 0 or c.same_answers > 0):
         extend_together(state, limits)
-    c[N_ADMITTED] = c[N_PREEMPTED] = c[N_STALLED] = c[N_LOADS] = 0
-    c[FREE_BLOCKS] -= needed
-    c[STEP_TOKENS] = c[STEP_DECODES] = c[N_DECODING]
+    c.n_admitted = c.n_preempted = c.n_stalled = c.n_loads = 0
+    c.free_blocks -= needed
+    c.step_tokens = c.step_decodes = c.n_decoding

@@ -18,11 +18,7 @@ from capplan.compile import inner
 from capplan.serving.state import (
     ANONYMOUS,
     EMPTY,
-    N_FREE_PLACES,
-    N_PARTIAL,
     NONE,
-    SAME_ANSWERS,
-    TICK,
     BlockPool,
     Limits,
     State,
@@ -168,8 +164,9 @@ def free_among_found(state: State, hits: int) -> int:
 def enter(state: State, limits: Limits, row: int, hits: int, tokens: int) -> None:
     """Give an admitted row the blocks that `look_up` found and new ones for its first `tokens`."""
     pool = state.pool
-    state.counters[N_FREE_PLACES] -= 1
-    place = pool.free_places[state.counters[N_FREE_PLACES]]
+    free = state.counters.n_free_places - 1
+    state.counters.n_free_places = free
+    place = pool.free_places[free]
     state.rows.place[row] = place
     for i in range(hits):
         share_block(pool, pool.found[i])
@@ -191,7 +188,7 @@ def extend(state: State, limits: Limits, row: int, tokens: int) -> None:
     known = state.rows.shared[row]
     if same_answers(state, row):
         # In async scheduling, a token sampled in the step before is not known yet.
-        in_flight = limits.async_scheduling != 0 and state.rows.emitted[row] == state.counters[TICK]
+        in_flight = limits.async_scheduling != 0 and state.rows.emitted[row] == state.counters.tick
         known = state.rows.prompt[row] + state.rows.output[row] - in_flight
     _register(state, limits, row, min(computed, known) // size)
 
@@ -208,7 +205,7 @@ def _register(state: State, limits: Limits, row: int, full: int) -> None:
 def extend_together(state: State, limits: Limits) -> None:
     """Take the blocks of a whole step in running order: who comes first gets the older ones."""
     due = _due_rows(state, limits)
-    partial = state.counters[N_PARTIAL]
+    partial = state.counters.n_partial
     at_due = at_partial = 0
     while at_due < due or at_partial < partial:
         if at_partial == partial or (at_due < due and _is_first(state, at_due, at_partial)):
@@ -230,7 +227,7 @@ def _is_first(state: State, at_due: int, at_partial: int) -> bool:
 def _extend_decoding(state: State, limits: Limits, row: int) -> None:
     """Give a decoding row a new block where its last one is full; register what its next token completes."""
     size = limits.block_size
-    computed = state.rows.computed[row] + state.counters[TICK] - state.rows.since[row]
+    computed = state.rows.computed[row] + state.counters.tick - state.rows.since[row]
     if computed % size == 0:
         state.pool.table[state.rows.place[row], computed // size] = take_block(state.pool)
     if same_answers(state, row):
@@ -241,10 +238,10 @@ def _extend_decoding(state: State, limits: Limits, row: int) -> None:
 def _due_rows(state: State, limits: Limits) -> int:
     """List the decoding rows whose blocks this step changes, oldest admission first; return their number."""
     c = state.counters
-    full = (-c[TICK]) % limits.block_size
+    full = (-c.tick) % limits.block_size
     n = _list_phase(state, full, 0)
     about_to_be_full = (full - 1) % limits.block_size
-    if c[SAME_ANSWERS] > 0 and about_to_be_full != full:
+    if c.same_answers > 0 and about_to_be_full != full:
         n = _list_phase(state, about_to_be_full, n)
     return n
 
@@ -289,6 +286,6 @@ def leave_blocks(state: State, limits: Limits, row: int, full: int, ended: bool)
         _register(state, limits, row, full)
     held = (state.rows.computed[row] + limits.block_size - 1) // limits.block_size
     state.rows.place[row] = NONE
-    pool.free_places[state.counters[N_FREE_PLACES]] = place
-    state.counters[N_FREE_PLACES] += 1
+    pool.free_places[state.counters.n_free_places] = place
+    state.counters.n_free_places += 1
     return give_back(pool, place, held, limits.unhashed_to_front != 0)

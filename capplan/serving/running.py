@@ -11,23 +11,7 @@ from capplan.serving.adapter_slots import release_adapter
 from capplan.serving.kv_blocks import extend, extend_together, leave_blocks
 from capplan.serving.state import (
     ENDING,
-    FREE_BLOCKS,
-    FRESH_ROW,
-    KV_TOKENS,
-    N_DECODING,
-    N_ENDING,
-    N_FREE_ROWS,
-    N_GONE,
-    N_PARTIAL,
-    N_PREEMPTED,
-    N_RUNNING,
-    N_STALLED,
-    N_WAITING,
     NONE,
-    RUN_HEAD,
-    RUN_TAIL,
-    STEP_DECODES,
-    TICK,
     Limits,
     State,
 )
@@ -46,14 +30,14 @@ def output_tokens(state: State, row: int) -> int:
     """Return the tokens that `row` has generated."""
     if state.rows.since[row] < 0:
         return state.rows.output[row]
-    return state.rows.output[row] + state.counters[TICK] - state.rows.since[row]
+    return state.rows.output[row] + state.counters.tick - state.rows.since[row]
 
 
 @inner
 def start_decoding(state: State, row: int) -> None:
     """Make a row that lacks exactly one token of its known sequence a decoding one, from this tick on."""
     c = state.counters
-    tick = c[TICK]
+    tick = c.tick
     state.rows.since[row] = tick
     phase = (state.rows.computed[row] - tick) % state.phase.size
     state.phase[phase] += 1
@@ -61,7 +45,7 @@ def start_decoding(state: State, row: int) -> None:
         ring_append(state.in_phase, state.rows.request.size + phase, row)
     last_tick = tick + state.rows.target[row] - state.rows.output[row]
     heap_push(state.finish, row, (last_tick << 32) | state.rows.sequence[row])
-    c[N_DECODING] += 1
+    c.n_decoding += 1
 
 
 @inner
@@ -71,29 +55,29 @@ def stop_decoding(state: State, row: int) -> None:
     state.phase[(state.rows.computed[row] - state.rows.since[row]) % state.phase.size] -= 1
     if state.pool.blocks.content.size > 0:
         links_remove(state.in_phase, row)
-    steps = c[TICK] - state.rows.since[row]
-    state.rows.streak[row] = steps > 0 or state.rows.emitted[row] == c[TICK] - 1
-    state.rows.emitted[row] = c[TICK]
+    steps = c.tick - state.rows.since[row]
+    state.rows.streak[row] = steps > 0 or state.rows.emitted[row] == c.tick - 1
+    state.rows.emitted[row] = c.tick
     state.rows.computed[row] += steps
     state.rows.output[row] += steps
     state.rows.since[row] = NONE
     heap_remove(state.finish, row)
-    c[N_DECODING] -= 1
+    c.n_decoding -= 1
 
 
 @inner
 def append_running(state: State, row: int) -> None:
     """Put `row` at the end of the running order."""
     c = state.counters
-    tail = c[RUN_TAIL]
+    tail = c.run_tail
     state.rows.previous[row] = tail
     state.rows.following[row] = NONE
     if tail == NONE:
-        c[RUN_HEAD] = row
+        c.run_head = row
     else:
         state.rows.following[tail] = row
-    c[RUN_TAIL] = row
-    c[N_RUNNING] += 1
+    c.run_tail = row
+    c.n_running += 1
 
 
 @inner
@@ -101,14 +85,14 @@ def _remove_running(state: State, row: int) -> None:
     c = state.counters
     before, after = state.rows.previous[row], state.rows.following[row]
     if before == NONE:
-        c[RUN_HEAD] = after
+        c.run_head = after
     else:
         state.rows.following[before] = after
     if after == NONE:
-        c[RUN_TAIL] = before
+        c.run_tail = before
     else:
         state.rows.previous[after] = before
-    c[N_RUNNING] -= 1
+    c.n_running -= 1
 
 
 @inner
@@ -116,9 +100,9 @@ def leave_running(state: State, limits: Limits, row: int, ended: bool) -> None:
     """Take a row that does not decode out of the running order; its blocks become free."""
     c = state.counters
     if limits.prefix_caching:
-        c[FREE_BLOCKS] += leave_blocks(state, limits, row, _known_blocks(state, limits, row, ended), ended)
+        c.free_blocks += leave_blocks(state, limits, row, _known_blocks(state, limits, row, ended), ended)
     else:
-        c[FREE_BLOCKS] += blocks_for(state.rows.computed[row], limits.block_size)
+        c.free_blocks += blocks_for(state.rows.computed[row], limits.block_size)
     _remove_running(state, row)
 
 
@@ -131,7 +115,7 @@ def _known_blocks(state: State, limits: Limits, row: int, ended: bool) -> int:
     """
     tokens = state.rows.computed[row]
     if limits.async_scheduling and not ended and state.rows.streak[row]:
-        tokens -= state.rows.emitted[row] == state.counters[TICK]
+        tokens -= state.rows.emitted[row] == state.counters.tick
     return tokens // limits.block_size
 
 
@@ -139,19 +123,19 @@ def _known_blocks(state: State, limits: Limits, row: int, ended: bool) -> int:
 def preempt_last(state: State, limits: Limits) -> int:
     """Preempt the request admitted last: it loses its KV and waits before all others. Return its row."""
     c = state.counters
-    row = c[RUN_TAIL]
-    state.lists.preempted[c[N_PREEMPTED]] = row
-    c[N_PREEMPTED] += 1
+    row = c.run_tail
+    state.lists.preempted[c.n_preempted] = row
+    c.n_preempted += 1
     if state.rows.since[row] == ENDING:
         _preempt_ending(state, limits, row)
         return int(row)
     if state.rows.since[row] != NONE:
         stop_decoding(state, row)
-        state.lists.stalled[c[N_STALLED]] = row
-        c[N_STALLED] += 1
+        state.lists.stalled[c.n_stalled] = row
+        c.n_stalled += 1
     leave_running(state, limits, row, False)
     release_adapter(state, state.rows.adapter[row])
-    c[KV_TOKENS] -= state.rows.computed[row]
+    c.kv_tokens -= state.rows.computed[row]
     state.rows.computed[row] = 0
     state.rows.tokens[row] = 0
     push_front(state, row)
@@ -164,35 +148,36 @@ def _preempt_ending(state: State, limits: Limits, row: int) -> None:
     c = state.counters
     leave_running(state, limits, row, False)
     kept = 0
-    for i in range(c[N_ENDING]):
+    for i in range(c.n_ending):
         if state.lists.ending[i] != row:
             state.lists.ending[kept] = state.lists.ending[i]
             kept += 1
-    c[N_ENDING] = kept
+    c.n_ending = kept
     free_row(state, row)
-    c[N_WAITING] += 1
-    c[N_GONE] += 1
+    c.n_waiting += 1
+    c.n_gone += 1
 
 
 @inner
 def free_row(state: State, row: int) -> None:
     """Hand the row of a finished request back for reuse."""
     c = state.counters
-    returned = c[N_FREE_ROWS] - (state.rows.size - c[FRESH_ROW])
+    returned = c.n_free_rows - (state.rows.size - c.fresh_row)
     state.rows.free_rows[returned] = row
-    c[N_FREE_ROWS] += 1
+    c.n_free_rows += 1
 
 
 @inner
 def take_row(state: State) -> int:
     """Return a row that no request has: one that was handed back, or the next that nobody ever had."""
     c = state.counters
-    returned = c[N_FREE_ROWS] - (state.rows.size - c[FRESH_ROW])
-    c[N_FREE_ROWS] -= 1
+    returned = c.n_free_rows - (state.rows.size - c.fresh_row)
+    c.n_free_rows -= 1
     if returned > 0:
         return int(state.rows.free_rows[returned - 1])
-    c[FRESH_ROW] += 1
-    return int(c[FRESH_ROW] - 1)
+    row = c.fresh_row
+    c.fresh_row = row + 1
+    return int(row)
 
 
 @inner
@@ -202,7 +187,7 @@ def prefill_cap(state: State, limits: Limits) -> int:
     Since vLLM 0.32 a request that is alone may use the whole budget: there is nobody to starve.
     """
     c = state.counters
-    alone = c[N_RUNNING] + c[N_WAITING] <= 1
+    alone = c.n_running + c.n_waiting <= 1
     if limits.long_prefill_tokens == 0 or (limits.lone_prefill_exempt and alone):
         return limits.max_num_batched_tokens
     return limits.long_prefill_tokens
@@ -226,13 +211,13 @@ def _wanted(state: State, row: int, cap: int) -> int:
 def _order_matters(state: State, limits: Limits, cap: int) -> bool:
     """Tell whether running requests compete other than by "all decodes, then the last row"."""
     c = state.counters
-    partial = c[N_PARTIAL]
-    if c[N_DECODING] > limits.max_num_batched_tokens:
+    partial = c.n_partial
+    if c.n_decoding > limits.max_num_batched_tokens:
         return True
-    if partial == 0 or (partial == 1 and state.lists.partial[0] == c[RUN_TAIL]):
+    if partial == 0 or (partial == 1 and state.lists.partial[0] == c.run_tail):
         # Who loses his blocks first decides what can be found in them.
         return limits.prefix_caching != 0 and not _blocks_suffice(state, limits, cap)
-    wanted = c[N_DECODING]
+    wanted = c.n_decoding
     for i in range(partial):
         wanted += _wanted(state, state.lists.partial[i], cap)
     return wanted > limits.max_num_batched_tokens or not _blocks_suffice(state, limits, cap)
@@ -242,14 +227,14 @@ def _order_matters(state: State, limits: Limits, cap: int) -> bool:
 def _blocks_suffice(state: State, limits: Limits, cap: int) -> bool:
     """Tell whether every running request gets the blocks it wants; the last one may lack tokens."""
     c = state.counters
-    budget = limits.max_num_batched_tokens - c[N_DECODING]
-    needed = state.phase[(-c[TICK]) % limits.block_size]
-    for i in range(c[N_PARTIAL]):
+    budget = limits.max_num_batched_tokens - c.n_decoding
+    needed = state.phase[(-c.tick) % limits.block_size]
+    for i in range(c.n_partial):
         row = state.lists.partial[i]
         tokens = min(_wanted(state, row, cap), budget)
         needed += _new_blocks(state, limits, row, tokens)
         budget -= tokens
-    return bool(needed <= c[FREE_BLOCKS])
+    return bool(needed <= c.free_blocks)
 
 
 @inner
@@ -268,21 +253,21 @@ def _serve_together(state: State, limits: Limits, cap: int) -> int:
     """
     c = state.counters
     while True:
-        budget = limits.max_num_batched_tokens - c[N_DECODING]
-        needed = state.phase[(-c[TICK]) % limits.block_size]
-        for i in range(c[N_PARTIAL]):
+        budget = limits.max_num_batched_tokens - c.n_decoding
+        needed = state.phase[(-c.tick) % limits.block_size]
+        for i in range(c.n_partial):
             row = state.lists.partial[i]
             tokens = min(_wanted(state, row, cap), budget)
             state.rows.tokens[row] = tokens
             budget -= tokens
             needed += _new_blocks(state, limits, row, tokens)
-        if needed <= c[FREE_BLOCKS]:
+        if needed <= c.free_blocks:
             break
         _preempt(state, limits)
     if limits.prefix_caching:
         extend_together(state, limits)
-    c[FREE_BLOCKS] -= needed
-    c[STEP_DECODES] = c[N_DECODING]
+    c.free_blocks -= needed
+    c.step_decodes = c.n_decoding
     return int(limits.max_num_batched_tokens - budget)
 
 
@@ -291,8 +276,8 @@ def _preempt(state: State, limits: Limits) -> None:
     """Preempt the last running request, out of the partial rows, too, where it is one."""
     c = state.counters
     victim = preempt_last(state, limits)
-    if c[N_PARTIAL] > 0 and state.lists.partial[c[N_PARTIAL] - 1] == victim:
-        c[N_PARTIAL] -= 1
+    if c.n_partial > 0 and state.lists.partial[c.n_partial - 1] == victim:
+        c.n_partial -= 1
 
 
 @inner
@@ -302,17 +287,17 @@ def _serve_one_by_one(state: State, limits: Limits, cap: int) -> int:
     _list_all(state)
     budget = limits.max_num_batched_tokens
     at = 0
-    while at < c[N_PARTIAL] and budget > 0:
+    while at < c.n_partial and budget > 0:
         row = state.lists.partial[at]
         tokens = min(_wanted(state, row, cap), budget)
         needed = _new_blocks(state, limits, row, tokens)
-        while needed > c[FREE_BLOCKS] and c[N_PARTIAL] > at:
+        while needed > c.free_blocks and c.n_partial > at:
             _preempt(state, limits)
-        if c[N_PARTIAL] == at:
+        if c.n_partial == at:
             break
         if limits.prefix_caching:
             extend(state, limits, row, tokens)
-        c[FREE_BLOCKS] -= needed
+        c.free_blocks -= needed
         state.rows.tokens[row] = tokens
         budget -= tokens
         at += 1
@@ -323,16 +308,16 @@ def _serve_one_by_one(state: State, limits: Limits, cap: int) -> int:
 def _list_all(state: State) -> None:
     """Make every running row that is not at its end a partial one, without tokens yet."""
     c = state.counters
-    row = c[RUN_HEAD]
-    c[N_PARTIAL] = 0
+    row = c.run_head
+    c.n_partial = 0
     while row != NONE:
         if state.rows.since[row] >= 0:
             stop_decoding(state, row)
-            state.lists.stalled[c[N_STALLED]] = row
-            c[N_STALLED] += 1
+            state.lists.stalled[c.n_stalled] = row
+            c.n_stalled += 1
         if state.rows.since[row] == NONE:
             state.rows.tokens[row] = 0
-            state.lists.partial[c[N_PARTIAL]] = row
-            c[N_PARTIAL] += 1
+            state.lists.partial[c.n_partial] = row
+            c.n_partial += 1
         row = state.rows.following[row]
-    c[STEP_DECODES] = 0
+    c.step_decodes = 0

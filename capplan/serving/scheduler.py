@@ -29,30 +29,10 @@ from capplan.serving.running import (
 from capplan.serving.slora import drop_unused, remove_from_order, schedule_slora, slora_takes
 from capplan.serving.state import (
     ENDING,
-    KV_TOKENS,
-    N_ADMITTED,
-    N_CLAIMED,
-    N_DECODING,
-    N_ENDING,
-    N_FINISHED,
-    N_FIRST,
-    N_FREE_ROWS,
-    N_GONE,
-    N_LOADS,
-    N_PARTIAL,
-    N_PREEMPTED,
-    N_RESUMED,
-    N_STALLED,
-    N_WAITING,
     NO_CLAIM,
     NONE,
     READY,
-    SAME_ANSWERS,
     SLORA,
-    STEP_DECODES,
-    STEP_TOKENS,
-    SUBMITTED,
-    TICK,
     Limits,
     State,
 )
@@ -86,7 +66,7 @@ def submit(
         The first `shared_tokens` of the prompt are those of all requests of this adapter with this prefix.
     """
     c = state.counters
-    if c[N_FREE_ROWS] == 0 or prompt >= limits.max_model_len:
+    if c.n_free_rows == 0 or prompt >= limits.max_model_len:
         return NONE
     target = min(output, limits.max_model_len - prompt)
     if limits.policy == SLORA and not slora_takes(state, limits, adapter, prompt, target):
@@ -102,11 +82,11 @@ def submit(
     state.rows.emitted[row] = NONE
     state.rows.place[row] = NONE
     state.rows.tokens[row] = 0
-    state.rows.content[row] = c[SUBMITTED]
+    state.rows.content[row] = c.submitted
     state.rows.prefix[row] = prefix * state.adapters.users.size + adapter
     state.rows.shared[row] = min(shared_tokens, prompt)
-    c[SUBMITTED] += 1
-    c[SAME_ANSWERS] += same_answers(state, row)
+    c.submitted += 1
+    c.same_answers += same_answers(state, row)
     push_back(state, row)
     return row
 
@@ -119,17 +99,17 @@ def schedule(state: State, limits: Limits) -> int:
     `admitted`, `preempted`, `stalled` and `loads` list the rest.
     """
     c = state.counters
-    c[N_ADMITTED] = c[N_PREEMPTED] = c[N_STALLED] = c[N_LOADS] = 0
+    c.n_admitted = c.n_preempted = c.n_stalled = c.n_loads = 0
     if limits.policy == SLORA:
-        c[STEP_TOKENS] = schedule_slora(state, limits)
-        return int(c[STEP_TOKENS])
+        c.step_tokens = schedule_slora(state, limits)
+        return int(c.step_tokens)
     budget = limits.max_num_batched_tokens
     cap = prefill_cap(state, limits)
     budget -= serve_running(state, limits, cap)
-    if c[N_PREEMPTED] == 0:
+    if c.n_preempted == 0:
         budget -= admit_waiting(state, limits, cap, budget)
-    c[STEP_TOKENS] = limits.max_num_batched_tokens - budget
-    return int(c[STEP_TOKENS])
+    c.step_tokens = limits.max_num_batched_tokens - budget
+    return int(c.step_tokens)
 
 
 @jit
@@ -142,12 +122,12 @@ def commit(state: State, limits: Limits) -> None:
     """
     c = state.counters
     _release_ended(state, limits)
-    if c[STEP_DECODES] > 0 or c[N_DECODING] == 0:  # S-LoRA's decoding rows pause while others prefill
-        c[TICK] += 1
-    c[KV_TOKENS] += c[STEP_TOKENS]
-    c[N_FIRST] = c[N_RESUMED] = c[N_FINISHED] = 0
+    if c.step_decodes > 0 or c.n_decoding == 0:  # S-LoRA's decoding rows pause while others prefill
+        c.tick += 1
+    c.kv_tokens += c.step_tokens
+    c.n_first = c.n_resumed = c.n_finished = 0
     kept = 0
-    for i in range(c[N_PARTIAL]):
+    for i in range(c.n_partial):
         row = state.lists.partial[i]
         state.rows.computed[row] += state.rows.tokens[row]
         known = state.rows.prompt[row] + state.rows.output[row]
@@ -156,14 +136,14 @@ def commit(state: State, limits: Limits) -> None:
             kept += 1
             continue
         if state.rows.output[row] == 0:
-            state.lists.first[c[N_FIRST]] = row
-            c[N_FIRST] += 1
+            state.lists.first[c.n_first] = row
+            c.n_first += 1
         else:
-            state.lists.resumed[c[N_RESUMED]] = row
-            c[N_RESUMED] += 1
+            state.lists.resumed[c.n_resumed] = row
+            c.n_resumed += 1
         state.rows.output[row] += 1
         start_decoding(state, row)
-    c[N_PARTIAL] = kept
+    c.n_partial = kept
     _end_due(state, limits)
 
 
@@ -171,12 +151,12 @@ def commit(state: State, limits: Limits) -> None:
 def _release_ended(state: State, limits: Limits) -> None:
     """Free what requests held whose last token came back while the next step was being decided."""
     c = state.counters
-    for i in range(c[N_ENDING]):
+    for i in range(c.n_ending):
         row = state.lists.ending[i]
         leave_running(state, limits, row, True)
         free_row(state, row)
-    c[N_WAITING] -= c[N_GONE]
-    c[N_ENDING] = c[N_GONE] = 0
+    c.n_waiting -= c.n_gone
+    c.n_ending = c.n_gone = 0
 
 
 @inner
@@ -184,7 +164,7 @@ def _end_due(state: State, limits: Limits) -> None:
     """End the requests whose last token came in this step, oldest admission first."""
     c = state.counters
     heap = state.finish
-    while heap.size[0] > 0 and heap.items.key[heap.items.ids[0]] >> 32 == c[TICK]:
+    while heap.size[0] > 0 and heap.items.key[heap.items.ids[0]] >> 32 == c.tick:
         if limits.async_scheduling:
             _await_end(state, heap.items.ids[0])
         else:
@@ -198,11 +178,11 @@ def _await_end(state: State, row: int) -> None:
     stop_decoding(state, row)
     state.rows.since[row] = ENDING
     release_adapter(state, state.rows.adapter[row])
-    c[KV_TOKENS] -= state.rows.computed[row]
-    state.lists.ending[c[N_ENDING]] = row
-    c[N_ENDING] += 1
-    state.lists.finished[c[N_FINISHED]] = row
-    c[N_FINISHED] += 1
+    c.kv_tokens -= state.rows.computed[row]
+    state.lists.ending[c.n_ending] = row
+    c.n_ending += 1
+    state.lists.finished[c.n_finished] = row
+    c.n_finished += 1
 
 
 @jit
@@ -213,19 +193,19 @@ def finish(state: State, limits: Limits, row: int) -> None:
         stop_decoding(state, row)
     else:
         kept = 0
-        for i in range(c[N_PARTIAL]):
+        for i in range(c.n_partial):
             if state.lists.partial[i] != row:
                 state.lists.partial[kept] = state.lists.partial[i]
                 kept += 1
-        c[N_PARTIAL] = kept
+        c.n_partial = kept
     if limits.policy == SLORA:
         remove_from_order(state, row)
     leave_running(state, limits, row, True)
     release_adapter(state, state.rows.adapter[row])
-    c[KV_TOKENS] -= state.rows.computed[row]
+    c.kv_tokens -= state.rows.computed[row]
     free_row(state, row)
-    state.lists.finished[c[N_FINISHED]] = row
-    c[N_FINISHED] += 1
+    state.lists.finished[c.n_finished] = row
+    c.n_finished += 1
     if limits.policy == SLORA:
         drop_unused(state)  # else the pages of its adapter stay taken until the next step ends
 
@@ -262,11 +242,11 @@ def withdraw(state: State, adapter: int, first_request: int) -> int:
             before = row
         row = after
     state.adapters.queue_tail[adapter] = before
-    state.counters[N_WAITING] -= taken
+    state.counters.n_waiting -= taken
     if before != NONE:
         list_queue(state, adapter)
     elif state.adapters.claim[adapter] == READY:  # its slot was kept for a request that is gone
         state.adapters.claim[adapter] = NO_CLAIM
-        state.counters[N_CLAIMED] -= 1
+        state.counters.n_claimed -= 1
         release_adapter(state, adapter)
     return taken

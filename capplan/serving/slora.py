@@ -15,19 +15,9 @@ from capplan.serving.adapter_slots import acquire_adapter, release_adapter
 from capplan.serving.admission import start_row
 from capplan.serving.running import output_tokens
 from capplan.serving.state import (
-    ADAPTER_PAGES,
-    CAPACITY,
-    FREE_BLOCKS,
-    N_CLAIMED,
-    N_DECODING,
-    N_RESIDENT,
-    N_RUNNING,
     NO_CLAIM,
     NONE,
     READY,
-    SINCE_PREFILL,
-    STEP_DECODES,
-    TICK,
     Limits,
     State,
 )
@@ -42,7 +32,7 @@ _FETCH_AT = (5, 7)
 def slora_takes(state: State, limits: Limits, adapter: int, prompt: int, output: int) -> bool:
     """Tell whether a request fits at all: its prompt into one batch, all of it into memory."""
     tokens = prompt + output + limits.block_size - 1
-    room = (state.counters[CAPACITY] - state.adapters.pages[adapter]) * limits.block_size
+    room = (state.counters.capacity - state.adapters.pages[adapter]) * limits.block_size
     return prompt <= limits.max_num_batched_tokens and tokens < room
 
 
@@ -50,20 +40,20 @@ def slora_takes(state: State, limits: Limits, adapter: int, prompt: int, output:
 def schedule_slora(state: State, limits: Limits) -> int:
     """Decide one step, either a batch of prompts or one token for each decoding row; return its tokens."""
     c = state.counters
-    c[STEP_DECODES] = 0
-    if c[N_RUNNING] == 0 or c[SINCE_PREFILL] >= _STEPS_BETWEEN_PREFILLS:
+    c.step_decodes = 0
+    if c.n_running == 0 or c.since_prefill >= _STEPS_BETWEEN_PREFILLS:
         tokens = _admit_batch(state, limits)
         if tokens > 0:
-            c[SINCE_PREFILL] = 0
+            c.since_prefill = 0
             return tokens
-    if c[N_DECODING] == 0:
+    if c.n_decoding == 0:
         return 0
-    if c[SINCE_PREFILL] == _FETCH_AT[0] or c[SINCE_PREFILL] == _FETCH_AT[1]:
+    if c.since_prefill == _FETCH_AT[0] or c.since_prefill == _FETCH_AT[1]:
         _fetch_ahead(state, limits)
-    c[SINCE_PREFILL] += 1
-    c[FREE_BLOCKS] -= state.phase[(-c[TICK]) % limits.block_size]
-    c[STEP_DECODES] = c[N_DECODING]
-    return int(c[N_DECODING])
+    c.since_prefill += 1
+    c.free_blocks -= state.phase[(-c.tick) % limits.block_size]
+    c.step_decodes = c.n_decoding
+    return int(c.n_decoding)
 
 
 @inner
@@ -71,7 +61,7 @@ def _admit_batch(state: State, limits: Limits) -> int:
     """Admit waiting requests in their order up to the first that does not fit; return their tokens."""
     c = state.counters
     tokens = 0
-    while c[N_RUNNING] < limits.max_num_seqs:
+    while c.n_running < limits.max_num_seqs:
         adapter = next_adapter(state, True)
         if adapter == NONE:
             break
@@ -98,12 +88,12 @@ def _new_pages(state: State, adapter: int) -> int:
 def _drop_fetched(state: State, kept: int) -> None:
     """Drop the adapters that were fetched ahead, all but one: a request that is due needs their pages."""
     c = state.counters
-    if c[N_CLAIMED] == 0:
+    if c.n_claimed == 0:
         return
     for adapter in range(1, state.adapters.claim.size):
         if adapter != kept and state.adapters.claim[adapter] == READY:
             state.adapters.claim[adapter] = NO_CLAIM
-            c[N_CLAIMED] -= 1
+            c.n_claimed -= 1
             release_adapter(state, adapter)
     drop_unused(state)
 
@@ -117,7 +107,7 @@ def _left(state: State, row: int) -> int:
 @inner
 def _insert(state: State, row: int) -> None:
     """Put an admitted row into the order of who ends last; the order of the others stays what it was."""
-    at = state.counters[N_RUNNING] - 1
+    at = state.counters.n_running - 1
     left = _left(state, row)
     while at > 0 and _left(state, state.lists.by_end[at - 1]) < left:
         state.lists.by_end[at] = state.lists.by_end[at - 1]
@@ -128,7 +118,7 @@ def _insert(state: State, row: int) -> None:
 @inner
 def remove_from_order(state: State, row: int) -> None:
     """Take a row that ends out of the order of who ends last; call it while the row still runs."""
-    last = state.counters[N_RUNNING] - 1
+    last = state.counters.n_running - 1
     at = last
     while state.lists.by_end[at] != row:
         at -= 1
@@ -145,13 +135,13 @@ def _fits(state: State, limits: Limits, new: int, new_pages: int) -> bool:
     """
     c = state.counters
     waste = limits.block_size - 1  # what the last block of a request may leave unused
-    room = (c[CAPACITY] - c[ADAPTER_PAGES] - new_pages) * limits.block_size
+    room = (c.capacity - c.adapter_pages - new_pages) * limits.block_size
     held = n = 0
     pending = new != NONE
     at = 0
-    while at < c[N_RUNNING] or pending:
+    while at < c.n_running or pending:
         if pending and (
-            at == c[N_RUNNING] or _left(state, state.lists.by_end[at]) < state.rows.target[new] - 1
+            at == c.n_running or _left(state, state.lists.by_end[at]) < state.rows.target[new] - 1
         ):
             left = state.rows.target[new] - 1
             held += state.rows.prompt[new] + 1 + waste
@@ -172,8 +162,8 @@ def _use(state: State, limits: Limits, adapter: int) -> None:
     """Count one more use of an adapter; where it is not resident, it takes its pages."""
     c = state.counters
     if adapter != 0 and not state.adapters.resident[adapter]:
-        c[FREE_BLOCKS] -= state.adapters.pages[adapter]
-        c[ADAPTER_PAGES] += state.adapters.pages[adapter]
+        c.free_blocks -= state.adapters.pages[adapter]
+        c.adapter_pages += state.adapters.pages[adapter]
     acquire_adapter(state, limits, adapter)
 
 
@@ -192,7 +182,7 @@ def _fetch_ahead(state: State, limits: Limits) -> None:
         if adapter != 0 and not state.adapters.resident[adapter]:
             _use(state, limits, adapter)
             state.adapters.claim[adapter] = READY
-            state.counters[N_CLAIMED] += 1
+            state.counters.n_claimed += 1
         row = _next_waiting(state, row)
 
 
@@ -236,7 +226,7 @@ def drop_unused(state: State) -> None:
     while adapter != NONE:
         links_remove(state.gpu_idle, adapter)
         state.adapters.resident[adapter] = 0
-        c[N_RESIDENT] -= 1
-        c[FREE_BLOCKS] += state.adapters.pages[adapter]
-        c[ADAPTER_PAGES] -= state.adapters.pages[adapter]
+        c.n_resident -= 1
+        c.free_blocks += state.adapters.pages[adapter]
+        c.adapter_pages -= state.adapters.pages[adapter]
         adapter = links_first(state.gpu_idle)

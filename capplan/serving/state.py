@@ -4,7 +4,7 @@ A request in flight owns a *row*. Adapters are numbered from 1; adapter 0 is the
 slot.
 
 Running requests come in two kinds. *Decoding* rows get one token in every step and are not touched by it:
-what they have computed follows from the number of steps since they started, `counters[TICK] - since[row]`.
+what they have computed follows from the number of steps since they started, `counters.tick - since[row]`.
 *Partial* rows (in prefill, recomputing, or left out of a step by the token budget) are listed in running
 order and handled one by one. So a step costs time in proportion to what changes in it, whatever the size of
 the batch or the queue.
@@ -12,54 +12,51 @@ the batch or the queue.
 
 from __future__ import annotations
 
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import numpy as np
 from numpy.typing import NDArray
 
 from capplan.compile import by_reference
-from capplan.serving.structures import Heap, new_heap, new_links, new_rings
+from capplan.serving.structures import Heap, Records, int_fields, new_heap, new_links, new_record, new_rings
 
-# Positions in `State.counters`.
-TICK = 0  # steps committed so far in which decoding rows advanced
-SEQUENCE = 1  # admissions so far: the age of a running request
-BACK_KEY = 2  # next key at the back of the waiting queue (grows)
-FRONT_KEY = 3  # next key at its front (falls below zero)
-N_FREE_ROWS = 4
-N_RUNNING = 5
-N_WAITING = 6
-N_DECODING = 7
-N_PARTIAL = 8
-FREE_BLOCKS = 9
-KV_TOKENS = 10  # tokens whose keys and values are held for running requests
-N_ACTIVE = 11  # distinct adapters of running requests
-N_RESIDENT = 12  # adapters in GPU slots
-N_ON_HOST = 13  # adapters in host memory
-RUN_HEAD = 14
-RUN_TAIL = 15
-# Positions from here on describe the step that `schedule` decided last.
-STEP_TOKENS = 16
-STEP_DECODES = 17  # decoding rows that get a token
-N_ADMITTED = 18
-N_PREEMPTED = 19
-N_STALLED = 20
-N_LOADS = 21
-# ... and what `commit` did with it.
-N_FIRST = 22
-N_RESUMED = 23
-N_FINISHED = 24
-# Kept by some of the rules only.
-SUBMITTED = 25  # requests so far, which names the content of their blocks
-N_ENDING = 26  # async: running rows whose last token is not back yet
-N_CLAIMED = 27  # loads beside the batch: adapters under way, or there but not used yet
-SINCE_PREFILL = 28  # slora: decode steps since the last batch of prompts
-CAPACITY = 29  # usable KV blocks in all
-ADAPTER_PAGES = 30  # slora: KV blocks that adapters take
-SAME_ANSWERS = 31  # prefix caching: requests so far whose whole prompt was shared
-N_FREE_PLACES = 32
-FRESH_ROW = 33  # the next row that no request ever had
-N_GONE = 34  # async: rows preempted in this step whose last token was in flight; they count as waiting
-N_COUNTERS = 35
+_COUNTERS = int_fields(
+    "tick",  # steps committed so far in which decoding rows advanced
+    "n_running",
+    "n_waiting",
+    "n_decoding",
+    "n_partial",
+    "free_blocks",
+    "kv_tokens",  # tokens whose keys and values are held for running requests
+    "n_active",  # distinct adapters of running requests
+    "n_claimed",  # loads beside the batch: adapters under way, or there but not used yet
+    "n_ending",  # async: running rows whose last token is not back yet
+    "step_tokens",
+    "step_decodes",  # decoding rows that get a token
+    "n_admitted",
+    "n_preempted",
+    "n_stalled",
+    "n_loads",
+    "sequence",  # admissions so far: the age of a running request
+    "back_key",  # next key at the back of the waiting queue (grows)
+    "front_key",  # next key at its front (falls below zero)
+    "n_free_rows",
+    "n_resident",  # adapters in GPU slots
+    "n_on_host",  # adapters in host memory
+    "run_head",
+    "run_tail",
+    "n_first",
+    "n_resumed",
+    "n_finished",
+    "submitted",  # requests so far, which names the content of their blocks
+    "since_prefill",  # slora: decode steps since the last batch of prompts
+    "capacity",  # usable KV blocks in all
+    "adapter_pages",  # slora: KV blocks that adapters take
+    "same_answers",  # prefix caching: requests so far whose whole prompt was shared
+    "n_free_places",
+    "fresh_row",  # the next row that no request ever had
+    "n_gone",  # async: rows preempted in this step whose last token was in flight; they count as waiting
+)
 
 NONE = -1
 """No row, no adapter."""
@@ -100,21 +97,21 @@ EMPTY = -1
 ANONYMOUS = -2
 """Content that counts as found again in the order of the free list, but that no request can ask for."""
 
-_BLOCK = np.dtype([(name, np.int64) for name in ("content", "holders", "before", "after")], align=True)
-_BUCKET = np.dtype([("first", np.int64), ("last", np.int64)], align=True)
+_BLOCK = int_fields("content", "holders", "before", "after")
+_BUCKET = int_fields("first", "last")
 
 
 @by_reference
 class BlockPool(NamedTuple):
     """The blocks of one instance. Without prefix caching all arrays are empty."""
 
-    blocks: np.recarray[Any, Any]
+    blocks: Records
     """Shape (blocks,). ``content``: the key of what a block contains, EMPTY or ANONYMOUS. ``holders``:
     running requests that hold it. ``before``, ``after``: neighbours in its bucket, in order of registration.
     """
     free: NDArray[np.int64]
     """Links of the free blocks, shape (2, blocks + 1); the first one is taken first."""
-    buckets: np.recarray[Any, Any]
+    buckets: Records
     """Shape (buckets,). ``first`` and ``last`` block of the contents that share a hash."""
     table: NDArray[np.int64]
     """Shape (places, blocks per request): the blocks of each running request in order."""
@@ -140,11 +137,7 @@ def new_pool(blocks: int, places: int, blocks_per_request: int) -> BlockPool:
     )
 
 
-def _fields(*names: str) -> np.dtype[np.void]:
-    return np.dtype([(name, np.int64) for name in names], align=True)
-
-
-_ROW = _fields(
+_ROW = int_fields(
     "request",  # the caller's name for the request
     "adapter",
     "prompt",
@@ -166,7 +159,7 @@ _ROW = _fields(
     "place",  # its line in the pool's table while it runs
     "free_rows",  # not of this row: the stack of rows that no request has
 )
-_ADAPTER = _fields(
+_ADAPTER = int_fields(
     "queue_head",  # first and last waiting row
     "queue_tail",
     "users",  # rows that run, and claims
@@ -177,7 +170,7 @@ _ADAPTER = _fields(
     "loads",  # not of this adapter: those to copy into a slot in the last step
     "load_from_disk",
 )
-_LISTS = _fields(
+_LISTS = int_fields(
     "partial",  # partial rows in running order
     "ending",  # async: rows whose last token is not back yet
     "due",  # prefix caching: rows that need a block in this step
@@ -191,8 +184,6 @@ _LISTS = _fields(
     "finished",
 )
 
-Records = np.recarray[Any, Any]
-
 
 @by_reference
 class State(NamedTuple):
@@ -202,7 +193,8 @@ class State(NamedTuple):
     function to function one by one, so few arrays are many times faster to compile and to call.
     """
 
-    counters: NDArray[np.int64]
+    counters: np.record
+    """Fields as in `_COUNTERS`."""
     rows: Records
     """Requests in flight, shape (rows,); fields as in `_ROW`."""
     adapters: Records
@@ -223,6 +215,10 @@ class State(NamedTuple):
     pool: BlockPool
     in_phase: NDArray[np.int64]
     """Prefix caching: decoding rows listed by phase, shape (2, rows + block_size)."""
+
+    def counter_values(self) -> dict[str, int]:
+        """Return a copy of the counters, cheaper to read from Python than the record."""
+        return dict(zip(_COUNTERS.names or (), self.counters.tolist(), strict=True))
 
 
 def new_state(rows: int, adapters: int, num_blocks: int, limits: Limits) -> State:
@@ -245,18 +241,18 @@ def new_state(rows: int, adapters: int, num_blocks: int, limits: Limits) -> Stat
     host holds the last `max_cpu_loras` of them; GPU slots start empty.
     """
     running = max(1, min(rows, limits.max_num_seqs))
-    counters = np.zeros(N_COUNTERS, np.int64)
-    counters[FREE_BLOCKS] = counters[CAPACITY] = num_blocks
-    counters[N_FREE_ROWS] = rows
-    counters[FRONT_KEY] = -1
-    counters[RUN_HEAD] = counters[RUN_TAIL] = NONE
+    counters = new_record(_COUNTERS)
+    counters.free_blocks = counters.capacity = num_blocks
+    counters.n_free_rows = rows
+    counters.front_key = -1
+    counters.run_head = counters.run_tail = NONE
     first_on_host = max(1, adapters - limits.max_cpu_loras + 1)
-    counters[N_ON_HOST] = adapters + 1 - first_on_host
+    counters.n_on_host = adapters + 1 - first_on_host
     records = np.zeros(adapters + 1, _ADAPTER).view(np.recarray)
     records.queue_head = records.queue_tail = NONE
     records.on_host[first_on_host:] = 1
     cached = limits.prefix_caching
-    counters[N_FREE_PLACES] = running if cached else 0
+    counters.n_free_places = running if cached else 0
     return State(
         counters=counters,
         rows=np.zeros(rows, _ROW).view(np.recarray),

@@ -1,4 +1,4 @@
-"""Flat data structures: an indexed binary heap, and doubly linked lists."""
+"""Flat data structures: records, an indexed binary heap, doubly linked lists."""
 
 from __future__ import annotations
 
@@ -9,14 +9,28 @@ from numpy.typing import NDArray
 
 from capplan.compile import by_reference, inner, jit
 
-_ITEM = np.dtype([("ids", np.int64), ("position", np.int64), ("key", np.int64)], align=True)
+Records = np.recarray[Any, Any]
+
+
+def int_fields(*names: str) -> np.dtype[np.void]:
+    """Return the type of records of 64-bit integers."""
+    return np.dtype([(name, np.int64) for name in names], align=True)
+
+
+def new_record(fields: np.dtype[np.void]) -> np.record:
+    """Return one record of zeros."""
+    record: np.record = np.zeros(1, fields).view(np.recarray)[0]
+    return record
+
+
+_ITEM = int_fields("ids", "position", "key")
 
 
 @by_reference
 class Heap(NamedTuple):
     """Members are small integers."""
 
-    items: np.recarray[Any, Any]
+    items: Records
     """Shape (capacity,). ``ids``: the members in heap order, of which the first `size[0]` count.
     ``position``: 1 + where a member stands there; 0 when it is not in the heap. ``key``: its key;
     equal keys are never used, ties are part of the key.

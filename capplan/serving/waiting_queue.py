@@ -9,7 +9,7 @@ order of the deque is the order of keys.
 from __future__ import annotations
 
 from capplan.compile import inner
-from capplan.serving.state import BACK_KEY, FRONT_KEY, LOADING, N_WAITING, NONE, State
+from capplan.serving.state import LOADING, NONE, State
 from capplan.serving.structures import heap_push, heap_remove
 
 END_OF_QUEUE = 2**62
@@ -50,8 +50,8 @@ def push_back(state: State, row: int) -> None:
     """Queue a new request behind all others."""
     c = state.counters
     adapter = state.rows.adapter[row]
-    state.rows.waiting_key[row] = c[BACK_KEY]
-    c[BACK_KEY] += 1
+    state.rows.waiting_key[row] = c.back_key
+    c.back_key += 1
     state.rows.following[row] = NONE
     tail = state.adapters.queue_tail[adapter]
     state.adapters.queue_tail[adapter] = row
@@ -60,7 +60,7 @@ def push_back(state: State, row: int) -> None:
         list_queue(state, adapter)
     else:
         state.rows.following[tail] = row
-    c[N_WAITING] += 1
+    c.n_waiting += 1
 
 
 @inner
@@ -68,8 +68,8 @@ def push_front(state: State, row: int) -> None:
     """Queue a preempted request before all others."""
     c = state.counters
     adapter = state.rows.adapter[row]
-    state.rows.waiting_key[row] = c[FRONT_KEY]
-    c[FRONT_KEY] -= 1
+    state.rows.waiting_key[row] = c.front_key
+    c.front_key -= 1
     head = state.adapters.queue_head[adapter]
     unlist_queue(state, adapter)
     state.rows.following[row] = head
@@ -77,7 +77,7 @@ def push_front(state: State, row: int) -> None:
     if head == NONE:
         state.adapters.queue_tail[adapter] = row
     list_queue(state, adapter)
-    c[N_WAITING] += 1
+    c.n_waiting += 1
 
 
 @inner
@@ -113,7 +113,7 @@ def pop_head(state: State, adapter: int) -> int:
     if after == NONE:
         state.adapters.queue_tail[adapter] = NONE
     list_queue(state, adapter)
-    state.counters[N_WAITING] -= 1
+    state.counters.n_waiting -= 1
     return row
 
 

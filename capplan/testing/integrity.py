@@ -46,12 +46,12 @@ def check_integrity(state: State, limits: Limits, num_blocks: int) -> None:
 
 def running_rows(state: State) -> list[int]:
     """Return the running rows in order of admission."""
-    rows = _follow(state, int(state.counters[s.RUN_HEAD]))
+    rows = _follow(state, int(state.counters.run_head))
     before = NONE
     for row in rows:
         _same("previous running row", state.rows.previous[row], before)
         before = row
-    _same("last running row", state.counters[s.RUN_TAIL], before)
+    _same("last running row", state.counters.run_tail, before)
     return rows
 
 
@@ -73,11 +73,11 @@ def computed(state: State, row: int) -> int:
 
 def _decoded(state: State, row: int) -> int:
     since = int(state.rows.since[row])
-    return 0 if since < 0 else int(state.counters[s.TICK]) - since
+    return 0 if since < 0 else int(state.counters.tick) - since
 
 
 def _ending(state: State) -> list[int]:
-    return [int(row) for row in state.lists.ending[: state.counters[s.N_ENDING]]]
+    return [int(row) for row in state.lists.ending[: state.counters.n_ending]]
 
 
 def _follow(state: State, row: int) -> list[int]:
@@ -91,14 +91,14 @@ def _follow(state: State, row: int) -> list[int]:
 
 def _check_rows(state: State, running: list[int], waiting: list[int]) -> None:
     c = state.counters
-    fresh = list(range(int(c[s.FRESH_ROW]), state.rows.size))
-    free = fresh + [int(row) for row in state.rows.free_rows[: c[s.N_FREE_ROWS] - len(fresh)]]
+    fresh = list(range(int(c.fresh_row), state.rows.size))
+    free = fresh + [int(row) for row in state.rows.free_rows[: c.n_free_rows - len(fresh)]]
     everyone = sorted(running + waiting + free)
     _same("rows running, waiting and free", everyone, list(range(state.rows.size)))
     ending = [row for row in running if state.rows.since[row] == s.ENDING]
     _same("ending rows", sorted(_ending(state)), sorted(ending))
-    _same("number of running rows", c[s.N_RUNNING], len(running))
-    _same("number of waiting rows", c[s.N_WAITING], len(waiting))
+    _same("number of running rows", c.n_running, len(running))
+    _same("number of waiting rows", c.n_waiting, len(waiting))
     ages = [int(state.rows.sequence[row]) for row in running]
     _same("ages of running rows", ages, sorted(set(ages)))
     for row in waiting:
@@ -111,13 +111,13 @@ def _check_blocks(state: State, limits: Limits, num_blocks: int, running: list[i
     resident_pages = sum(
         int(state.adapters.pages[a]) for a in range(state.adapters.pages.size) if state.adapters.resident[a]
     )
-    _same("pages of adapters", c[s.ADAPTER_PAGES], resident_pages)
+    _same("pages of adapters", c.adapter_pages, resident_pages)
     if not limits.prefix_caching:
         blocks = sum(-(-tokens // limits.block_size) for tokens in held.values())
-        _same("free and held blocks", c[s.FREE_BLOCKS] + blocks + resident_pages, num_blocks)
-    assert c[s.FREE_BLOCKS] >= 0, "more blocks held than there are"
+        _same("free and held blocks", c.free_blocks + blocks + resident_pages, num_blocks)
+    assert c.free_blocks >= 0, "more blocks held than there are"
     reading = [tokens for row, tokens in held.items() if state.rows.since[row] != s.ENDING]
-    _same("KV tokens", c[s.KV_TOKENS], sum(reading))
+    _same("KV tokens", c.kv_tokens, sum(reading))
     for row, tokens in held.items():
         assert tokens < limits.max_model_len, f"row {row} outgrew max_model_len"
 
@@ -126,8 +126,8 @@ def _check_decoding(state: State, limits: Limits, running: list[int]) -> None:
     c = state.counters
     decoding = [row for row in running if state.rows.since[row] >= 0]
     partial = [row for row in running if state.rows.since[row] == NONE]
-    _same("partial rows", [int(row) for row in state.lists.partial[: c[s.N_PARTIAL]]], partial)
-    _same("number of decoding rows", c[s.N_DECODING], len(decoding))
+    _same("partial rows", [int(row) for row in state.lists.partial[: c.n_partial]], partial)
+    _same("number of decoding rows", c.n_decoding, len(decoding))
     phase = np.zeros(limits.block_size, np.int64)
     for row in decoding:
         phase[(state.rows.computed[row] - state.rows.since[row]) % limits.block_size] += 1
@@ -136,7 +136,7 @@ def _check_decoding(state: State, limits: Limits, running: list[int]) -> None:
     _same("phases", state.phase.tolist(), phase.tolist())
     due = {row: _due(state, row) for row in decoding}
     _check_heap("finish", state.finish, due)
-    assert all(key >> 32 > c[s.TICK] for key in due.values()), "a request that is over still runs"
+    assert all(key >> 32 > c.tick for key in due.values()), "a request that is over still runs"
 
 
 def _due(state: State, row: int) -> int:
@@ -172,16 +172,16 @@ def _check_adapters(state: State, limits: Limits, running: list[int]) -> None:
     claims = state.adapters.claim != s.NO_CLAIM
     users = np.bincount(using, minlength=state.adapters.users.size) + claims
     _same("users of adapters", state.adapters.users[1:].tolist(), users[1:].tolist())
-    _same("claims on slots", c[s.N_CLAIMED], int(claims.sum()))
+    _same("claims on slots", c.n_claimed, int(claims.sum()))
     active = {a for a in adapters if users[a] > 0}
     resident = {a for a in adapters if state.adapters.resident[a]}
     on_host = {a for a in adapters if state.adapters.on_host[a]}
-    for name, counter, members in (
-        ("active", s.N_ACTIVE, active),
-        ("resident", s.N_RESIDENT, resident),
-        ("on host", s.N_ON_HOST, on_host),
+    for name, count, members in (
+        ("active", c.n_active, active),
+        ("resident", c.n_resident, resident),
+        ("on host", c.n_on_host, on_host),
     ):
-        _same(f"number of adapters {name}", c[counter], len(members))
+        _same(f"number of adapters {name}", count, len(members))
     assert active <= resident <= on_host, (
         "an adapter runs without a slot, or has one without being on the host"
     )
@@ -193,10 +193,10 @@ def _check_adapters(state: State, limits: Limits, running: list[int]) -> None:
 
 def _check_last_step(state: State, limits: Limits, running: list[int]) -> None:
     c = state.counters
-    if limits.policy != s.SLORA or c[s.STEP_DECODES] == 0:  # whose decoding batch no token budget bounds
-        assert 0 <= c[s.STEP_TOKENS] <= limits.max_num_batched_tokens, "the step exceeded its token budget"
+    if limits.policy != s.SLORA or c.step_decodes == 0:  # whose decoding batch no token budget bounds
+        assert 0 <= c.step_tokens <= limits.max_num_batched_tokens, "the step exceeded its token budget"
     assert len(running) <= limits.max_num_seqs, "more requests run than max_num_seqs"
-    assert c[s.N_PREEMPTED] == 0 or c[s.N_ADMITTED] == 0, "a step preempted and admitted"
+    assert c.n_preempted == 0 or c.n_admitted == 0, "a step preempted and admitted"
 
 
 def _same(what: str, found: Any, expected: Any) -> None:
@@ -207,7 +207,7 @@ def check_pool(state: State, limits: Limits, running: list[int]) -> None:
     """Assert that every block is free or held, each by those whose tables name it, and indexed once."""
     pool = state.pool
     free = links_members(pool.free)
-    _same("free blocks", state.counters[s.FREE_BLOCKS], len(free))
+    _same("free blocks", state.counters.free_blocks, len(free))
     held: Counter[int] = Counter()
     for row in running:
         place = int(state.rows.place[row])
@@ -220,7 +220,7 @@ def check_pool(state: State, limits: Limits, running: list[int]) -> None:
     )
     _same("blocks free or held", sorted([*free, *held]), list(range(pool.blocks.holders.size)))
     places = {int(state.rows.place[row]) for row in running}
-    unused = pool.free_places[: state.counters[s.N_FREE_PLACES]].tolist()
+    unused = pool.free_places[: state.counters.n_free_places].tolist()
     _same("places", sorted([*places, *unused]), list(range(pool.free_places.size)))
     _check_index(state)
     _check_phases(state, limits, running)

@@ -3,7 +3,6 @@
 from capplan.engine import Engine
 from capplan.engine.engine_core import EngineCore
 from capplan.serving import NONE, State
-from capplan.serving import state as s
 from capplan.testing import check_integrity
 
 
@@ -13,7 +12,7 @@ def check_engine(engine: Engine) -> None:
     check_integrity(core.state, core.limits, engine.sizes.num_blocks)
     check_requests(core)
     c, pool, memory = core.state.counters, core.blocks.pool, core.lora.memory
-    assert core.blocks.in_use() == c[s.CAPACITY] - c[s.FREE_BLOCKS] - c[s.ADAPTER_PAGES]
+    assert core.blocks.in_use() == c.capacity - c.free_blocks - c.adapter_pages
     owned = [*pool.free_pages.tolist(), *core.blocks.owned().tolist(), *memory.owned().tolist()]
     assert sorted(owned) == list(range(1, pool.capacity + 1)), "a page has no owner or two"
     adapters = core.state.adapters
@@ -25,13 +24,13 @@ def check_engine(engine: Engine) -> None:
 def check_requests(core: EngineCore) -> None:
     """Check that every request has its own row, in the list of its state."""
     state, requests = core.state, core.requests
-    running = linked_rows(state, int(state.counters[s.RUN_HEAD]))
+    running = linked_rows(state, int(state.counters.run_head))
     waiting = [row for head in state.adapters.queue_head for row in linked_rows(state, int(head))]
     rows = {number: request.row for number, request in requests.items()}
     assert sorted(rows.values()) == sorted(running + waiting)
     assert {number: int(state.rows.request[row]) for number, row in rows.items()} == {n: n for n in rows}
     assert sorted(request.row for request in requests.values() if request.running) == sorted(running)
-    assert int(state.counters[s.N_FREE_ROWS]) + len(rows) == state.rows.size
+    assert int(state.counters.n_free_rows) + len(rows) == state.rows.size
     assert all(request.finish_reason is None for request in requests.values())
 
 

@@ -10,7 +10,6 @@ from typing import Any, TypeVar
 from capplan.engine import Engine, ModelConfig
 from capplan.engine.server import DrainingServer, ServerSettings, Service, bind, make_app, url_of
 from capplan.engine.server.process import warm_up
-from capplan.serving import state as s
 from tests.engine.integrity import check_engine
 
 T = TypeVar("T")
@@ -95,9 +94,9 @@ def check_nothing_in_flight(engine: Engine) -> None:
     state, counters = engine.core.state, engine.core.state.counters
     assert engine.core.requests == {}
     check_engine(engine)
-    assert counters[s.N_FREE_ROWS] == state.rows.size
-    assert counters[s.N_RUNNING] == counters[s.N_WAITING] == 0
-    assert counters[s.FREE_BLOCKS] + counters[s.ADAPTER_PAGES] == counters[s.CAPACITY]
+    assert counters.n_free_rows == state.rows.size
+    assert counters.n_running == counters.n_waiting == 0
+    assert counters.free_blocks + counters.adapter_pages == counters.capacity
 
 
 @contextlib.contextmanager

@@ -7,7 +7,6 @@ from collections.abc import Callable, Iterator
 from typing import NamedTuple, Protocol
 
 from capplan.serving import NONE, Limits, State, commit, new_state, schedule, submit
-from capplan.serving import state as s
 from capplan.twin.reference.scheduler import ReferenceScheduler
 from tests.golden.cases import Case, Step, limits_of, usable_blocks
 
@@ -56,16 +55,16 @@ class FlatForm:
         state, c = self.state, self.state.counters
         total = int(schedule(state, self.limits))
         tokens = [(int(state.rows.request[row]), n) for row in self._running() if (n := self._tokens(row))]
-        assert sum(n for _, n in tokens) == total == c[s.STEP_TOKENS]
-        preempted = [int(state.rows.request[row]) for row in state.lists.preempted[: c[s.N_PREEMPTED]]]
-        free_blocks = int(c[s.FREE_BLOCKS])
+        assert sum(n for _, n in tokens) == total == c.step_tokens
+        preempted = [int(state.rows.request[row]) for row in state.lists.preempted[: c.n_preempted]]
+        free_blocks = int(c.free_blocks)
         commit(state, self.limits)
         if self.check:
             self.check(state, self.limits, self.blocks)
         return tokens, sorted(preempted), free_blocks
 
     def _running(self) -> Iterator[int]:
-        row = int(self.state.counters[s.RUN_HEAD])
+        row = int(self.state.counters.run_head)
         while row != NONE:
             yield row
             row = int(self.state.rows.following[row])

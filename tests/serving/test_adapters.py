@@ -4,7 +4,6 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from capplan.serving import Limits, State, new_state
-from capplan.serving import state as s
 from capplan.serving.adapter_slots import acquire_adapter, release_adapter
 
 ADAPTERS = 6
@@ -21,10 +20,10 @@ def engine(max_loras: int, max_cpu_loras: int) -> tuple[State, Limits]:
 
 def use(state: State, bounds: Limits, adapter: int) -> list[tuple[int, bool]]:
     """Run a request of this adapter to its end; return the loads that it took."""
-    state.counters[s.N_LOADS] = 0
+    state.counters.n_loads = 0
     acquire_adapter(state, bounds, adapter)
     release_adapter(state, adapter)
-    n = int(state.counters[s.N_LOADS])
+    n = int(state.counters.n_loads)
     return [(int(state.adapters.loads[i]), bool(state.adapters.load_from_disk[i])) for i in range(n)]
 
 
@@ -75,10 +74,10 @@ def test_several_users_share_one_copy() -> None:
     acquire_adapter(state, bounds, 6)
     acquire_adapter(state, bounds, 6)
     release_adapter(state, 6)
-    assert state.counters[s.N_ACTIVE] == 1
+    assert state.counters.n_active == 1
     release_adapter(state, 6)
-    assert state.counters[s.N_ACTIVE] == 0
-    assert state.counters[s.N_LOADS] == 1
+    assert state.counters.n_active == 0
+    assert state.counters.n_loads == 1
 
 
 @given(st.integers(1, 4), st.integers(0, 4), st.lists(st.integers(0, ADAPTERS), max_size=60))
@@ -93,10 +92,10 @@ def test_slots_and_host_stay_bounded_and_active_adapters_stay(
             release_adapter(state, adapter)
             del active[adapter]
         elif adapter == 0 or len(set(active) - {0}) < slots:
-            state.counters[s.N_LOADS] = 0
+            state.counters.n_loads = 0
             acquire_adapter(state, bounds, adapter)
             active[adapter] += 1
         in_use = set(active) - {0}
         assert in_use <= resident(state) <= on_host(state)
-        assert len(resident(state)) == state.counters[s.N_RESIDENT] <= bounds.max_loras
-        assert len(on_host(state)) == state.counters[s.N_ON_HOST] <= bounds.max_cpu_loras
+        assert len(resident(state)) == state.counters.n_resident <= bounds.max_loras
+        assert len(on_host(state)) == state.counters.n_on_host <= bounds.max_cpu_loras

@@ -7,7 +7,6 @@ from pathlib import Path
 import pytest
 from hypothesis import given
 
-from capplan.serving import state as s
 from capplan.testing import check_integrity
 from capplan.testing.integrity import running_rows, waiting_rows
 from tests.serving.worlds import World, make_world, play, seeded, worlds
@@ -61,22 +60,22 @@ def test_the_counted_blocks_and_rows_are_checked() -> None:
         if running_rows(state) and waiting_rows(state)
     )
     check_integrity(state, world.limits, world.num_blocks)
-    for position in (
-        s.FREE_BLOCKS,
-        s.KV_TOKENS,
-        s.N_RUNNING,
-        s.N_WAITING,
-        s.N_DECODING,
-        s.N_ACTIVE,
-        s.N_RESIDENT,
-        s.N_ON_HOST,
-        s.N_CLAIMED,
-        s.ADAPTER_PAGES,
+    for name in (
+        "free_blocks",
+        "kv_tokens",
+        "n_running",
+        "n_waiting",
+        "n_decoding",
+        "n_active",
+        "n_resident",
+        "n_on_host",
+        "n_claimed",
+        "adapter_pages",
     ):
-        state.counters[position] += 1
+        state.counters[name] += 1
         with pytest.raises(AssertionError):
             check_integrity(state, world.limits, world.num_blocks)
-        state.counters[position] -= 1
+        state.counters[name] -= 1
     check_integrity(state, world.limits, world.num_blocks)
 
 

@@ -2,7 +2,6 @@ import pytest
 from hypothesis import given
 
 from capplan.serving import NONE, Limits, State, commit, finish, new_state, schedule, submit
-from capplan.serving import state as s
 from capplan.testing import check_integrity
 from capplan.testing.integrity import running_rows, waiting_rows
 from tests.serving.worlds import World, play, scheduled, worlds
@@ -69,7 +68,7 @@ def test_a_preempted_request_goes_before_all_that_wait() -> None:
     step(state)
     assert names(state, running_rows(state)) == [0, 1]
     step(state)  # both want a third block, and there is none
-    assert state.counters[s.N_PREEMPTED] == 1
+    assert state.counters.n_preempted == 1
     assert names(state, waiting_rows(state)) == [1, 2]
     check_integrity(state, LIMITS, 4)
 
@@ -138,7 +137,7 @@ def test_a_prompt_that_leaves_no_room_for_a_token_is_refused(prompt: int) -> Non
     assert submit(state, LIMITS, 0, 0, prompt, 1) == NONE
     assert submit(state, LIMITS, 1, 0, 63, 9) != NONE
     step(state)
-    assert names(state, [int(row) for row in state.lists.finished[: state.counters[s.N_FINISHED]]]) == [1]
+    assert names(state, [int(row) for row in state.lists.finished[: state.counters.n_finished]]) == [1]
 
 
 def test_a_full_table_refuses() -> None:

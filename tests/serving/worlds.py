@@ -150,15 +150,15 @@ def play(world: World, max_steps: int = 4000) -> Iterator[tuple[State, Decision]
         tokens = scheduled(state)
         assert sum(n for _, n in tokens) == total
         preempted, loads, free = (
-            _requests(state, state.lists.preempted, s.N_PREEMPTED),
+            _requests(state, "preempted"),
             _loads(state),
-            c[s.FREE_BLOCKS],
+            c.free_blocks,
         )
         commit(state, limits)
-        first = _requests(state, state.lists.first, s.N_FIRST)
-        finished = _requests(state, state.lists.finished, s.N_FINISHED)
+        first = _requests(state, "first")
+        finished = _requests(state, "finished")
         yield state, Decision(tokens, preempted, loads, first, finished, int(free))
-        if upcoming == len(world.requests) and c[s.N_RUNNING] + c[s.N_WAITING] == 0:
+        if upcoming == len(world.requests) and c.n_running + c.n_waiting == 0:
             return
     raise AssertionError(f"{world} does not come to an end")
 
@@ -173,15 +173,16 @@ def _tokens(state: State, row: int) -> int:
     if state.rows.since[row] == s.ENDING:
         return 0
     if state.rows.since[row] >= 0:
-        return int(state.counters[s.STEP_DECODES] > 0)
+        return int(state.counters.step_decodes > 0)
     return int(state.rows.tokens[row])
 
 
-def _requests(state: State, rows: np.ndarray, count: int) -> list[int]:
-    return [int(state.rows.request[row]) for row in rows[: state.counters[count]]]
+def _requests(state: State, kind: str) -> list[int]:
+    rows = state.lists[kind][: state.counters[f"n_{kind}"]]
+    return [int(state.rows.request[row]) for row in rows]
 
 
 def _loads(state: State) -> list[tuple[int, bool]]:
-    n = state.counters[s.N_LOADS]
+    n = state.counters.n_loads
     pairs = zip(state.adapters.loads[:n].tolist(), state.adapters.load_from_disk[:n].tolist(), strict=True)
     return [(adapter, bool(disk)) for adapter, disk in pairs]

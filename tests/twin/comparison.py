@@ -3,12 +3,11 @@
 import numpy as np
 
 from capplan.serving import Limits, State, new_state
-from capplan.serving import state as s
 from capplan.serving.state import SLORA
 from capplan.testing import check_integrity
 from capplan.twin import Scenario
 from capplan.twin import trace as t
-from capplan.twin.clock import FIRST_COPY, N_COPIES, TwinClock, new_clock
+from capplan.twin.clock import TwinClock, new_clock
 from capplan.twin.core import advance, run
 from capplan.twin.reference import run_reference
 
@@ -63,23 +62,23 @@ def run_stopping(scenario: Scenario) -> t.TwinTrace:
         )
         check_integrity(state, limits, scenario.num_blocks)
         check_requests(state, trace)
-        if trace.counts[t.NOW_NS] >= horizon_ns:
+        if trace.counts.now_ns >= horizon_ns:
             return trace
         if np.array_equal(trace.counts, before):
             if until_ns == horizon_ns:
                 return trace
             until_ns = _next_event_ns(scenario, clock, trace) + 1
         else:
-            until_ns = int(trace.counts[t.NOW_NS]) + 1
+            until_ns = int(trace.counts.now_ns) + 1
 
 
 def _next_event_ns(scenario: Scenario, clock: TwinClock, trace: t.TwinTrace) -> int:
     events_ns = [scenario.horizon_ns]
-    upcoming = trace.counts[t.NEXT_REQUEST]
+    upcoming = trace.counts.next_request
     if upcoming < scenario.requests.arrival_ns.size:
         events_ns.append(int(scenario.requests.arrival_ns[upcoming]))
-    if clock.at[N_COPIES] > 0:
-        events_ns.append(int(clock.ready_ns[clock.copies[clock.at[FIRST_COPY]]]))
+    if clock.at.n_copies > 0:
+        events_ns.append(int(clock.ready_ns[clock.copies[clock.at.first_copy]]))
     return min(events_ns)
 
 
@@ -87,8 +86,8 @@ def check_requests(state: State, trace: t.TwinTrace) -> None:
     """Assert that every request that has come is finished, running, waiting or rejected."""
     c = state.counters
     finished = int((trace.finish_ns != t.NEVER).sum())
-    in_engine = int(c[s.N_RUNNING] - c[s.N_ENDING] + c[s.N_WAITING])
-    assert finished + in_engine + trace.counts[t.REJECTED] == trace.counts[t.NEXT_REQUEST]
+    in_engine = int(c.n_running - c.n_ending + c.n_waiting)
+    assert finished + in_engine + trace.counts.rejected == trace.counts.next_request
 
 
 def rules_in(limits: Limits) -> str:

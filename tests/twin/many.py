@@ -4,7 +4,6 @@ import sys
 import time
 from collections import Counter
 
-from capplan.twin import trace as t
 from capplan.twin.core import run
 from tests.twin.comparison import assert_forms_agree, rules_in
 from tests.twin.scenarios import seeded_scenario
@@ -20,7 +19,7 @@ def main(count: int, first_seed: int = 0) -> int:
         scenario = seeded_scenario(seed)
         rules = rules_in(scenario.limits)
         scenarios[rules] += 1
-        steps[rules] += int(run(scenario).counts[t.STEPS])
+        steps[rules] += int(run(scenario).counts.steps)
         try:
             assert_forms_agree(scenario)
         except AssertionError as error:

@@ -46,9 +46,9 @@ def test_every_request_is_finished_running_waiting_rejected_or_yet_to_come(scena
     finished = trace.finish_ns != t.NEVER
     running = trace.status == t.STATUS_RUNNING
     assert not np.any(finished & running)
-    seen = int(trace.counts[t.NEXT_REQUEST])
+    seen = int(trace.counts.next_request)
     assert not np.any((finished | running)[seen:])
-    waiting = seen - int(finished.sum()) - int(running.sum()) - int(trace.counts[t.REJECTED])
+    waiting = seen - int(finished.sum()) - int(running.sum()) - int(trace.counts.rejected)
     assert 0 <= waiting <= scenario.max_in_flight - int(running.sum())
 
 
@@ -159,9 +159,9 @@ def test_every_event_happens_in_some_of_the_scenarios() -> None:
         counts = trace.counts
         done = trace.finish_ns != t.NEVER
         prompts = scenario.requests.prompt_tokens
-        seen["preempted"] += bool(counts[t.PREEMPTIONS])
-        seen["rejected"] += bool(counts[t.REJECTED])
-        seen["from disk"] += bool(counts[t.DISK_LOADS])
+        seen["preempted"] += bool(counts.preemptions)
+        seen["rejected"] += bool(counts.rejected)
+        seen["from disk"] += bool(counts.disk_loads)
         # With blocks in plenty nobody is preempted: who then stalls was left out of a step.
         seen["left out"] += bool(np.any(run(scenario._replace(num_blocks=1000)).stalled_ns > 0))
         seen["chunked"] += bool(np.any(prompts[done] > limits.max_num_batched_tokens))

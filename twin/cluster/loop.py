@@ -11,18 +11,20 @@ from capplan.serving.routers.dlora import busiest, idlest, is_excessive, load, t
 from capplan.serving.routers.fleet import Placement
 from capplan.serving.scheduler import is_movable, withdraw
 from capplan.serving.state import NONE, State
-from capplan.serving.structures import Heap, heap_push, heap_remove
-from capplan.twin.clock import ANSWER_TOKENS, ANSWERS, count_present, count_queued, keeps_stats
+from capplan.serving.structures import Heap, heap_push, heap_remove, int_fields, new_record
+from capplan.twin.clock import count_present, count_queued, keeps_stats
 from capplan.twin.cluster.member import load_member
 from capplan.twin.cluster.steps import Cluster, go_on, hand_over, lacks_rows, look, look_at_adapter
 from capplan.twin.core import mark_running
 from capplan.workload.sampling import uniform
 
-# Positions in the cursor, where the loop goes on after a break.
-NEXT = 0  # the next request to route
-PLACE = 1  # the place that was chosen for it, or NONE
-TICK_NS = 2  # when requests are moved next
-MIGRATIONS = 3  # requests moved so far
+# Where the loop goes on after a break.
+_CURSOR = int_fields(
+    "next",  # the next request to route
+    "place",  # the place that was chosen for it, or NONE
+    "tick_ns",  # when requests are moved next
+    "migrations",  # requests moved so far
+)
 
 # What happens next.
 ARRIVAL = 0
@@ -30,9 +32,11 @@ TICK = 1
 END = 2
 
 
-def new_cursor(period_ns: int) -> NDArray[np.int64]:
+def new_cursor(period_ns: int) -> np.record:
     """Return the cursor of a loop that has not begun."""
-    return np.array([0, NONE, period_ns, 0], np.int64)
+    cursor = new_record(_CURSOR)
+    cursor.place, cursor.tick_ns = NONE, period_ns
+    return cursor
 
 
 @jit
@@ -40,8 +44,8 @@ def serve(
     cluster: Cluster,
     rule: RoutingRule,
     key: np.uint64,
-    answered: NDArray[np.int64],
-    cursor: NDArray[np.int64],
+    answered: np.record,
+    cursor: np.record,
     movable: Heap,
     moved: NDArray[np.int64],
 ) -> int:
@@ -68,16 +72,16 @@ def serve(
     placement = cluster.placement
     while True:
         event, until_ns = _next_event(cluster, rule, cursor)
-        request = cursor[NEXT]
+        request = cursor.next
         first, last = placement.start[0], placement.start[1]  # the base model is everywhere
         if event == ARRIVAL and rule.looks:
             adapter = cluster.adapter[request]
             first, last = placement.start[adapter], placement.start[adapter + 1]
         elif event == ARRIVAL:
-            if cursor[PLACE] == NONE:
+            if cursor.place == NONE:
                 draw = uniform(key, request)
-                cursor[PLACE] = choose_blindly(rule, cluster.fleet, placement, cluster.adapter[request], draw)
-            first, last = cursor[PLACE], cursor[PLACE] + 1
+                cursor.place = choose_blindly(rule, cluster.fleet, placement, cluster.adapter[request], draw)
+            first, last = cursor.place, cursor.place + 1
         for place in range(first, last):
             if cluster.progress.wake_ns[placement.instance[place]] < until_ns:
                 go_on(cluster, placement.instance[place], until_ns)
@@ -96,39 +100,37 @@ def serve(
 
 
 @inner
-def _next_event(cluster: Cluster, rule: RoutingRule, cursor: NDArray[np.int64]) -> tuple[int, int]:
+def _next_event(cluster: Cluster, rule: RoutingRule, cursor: np.record) -> tuple[int, int]:
     """Return what happens next, and until when instances may run before that."""
     at_ns = cluster.horizon_ns
     event = END
-    if cursor[NEXT] < cluster.following.size:
-        at_ns = min(at_ns, cluster.stream.arrival_ns[cursor[NEXT]])
+    if cursor.next < cluster.following.size:
+        at_ns = min(at_ns, cluster.stream.arrival_ns[cursor.next])
         event = ARRIVAL
-    if rule.period_ns > 0 and cursor[TICK_NS] <= at_ns and cursor[TICK_NS] < cluster.horizon_ns:
-        return TICK, cursor[TICK_NS]
+    if rule.period_ns > 0 and cursor.tick_ns <= at_ns and cursor.tick_ns < cluster.horizon_ns:
+        return TICK, cursor.tick_ns
     return event, at_ns
 
 
 @inner
-def _arrive(
-    cluster: Cluster, rule: RoutingRule, answered: NDArray[np.int64], cursor: NDArray[np.int64]
-) -> int:
+def _arrive(cluster: Cluster, rule: RoutingRule, answered: np.record, cursor: np.record) -> int:
     """Hand the next request over; NONE, or the instance that lacks a row for it."""
-    request = cursor[NEXT]
-    if cursor[PLACE] == NONE:
-        cursor[PLACE] = _look_and_choose(cluster, rule, answered, request)
-    place = cursor[PLACE]
+    request = cursor.next
+    if cursor.place == NONE:
+        cursor.place = _look_and_choose(cluster, rule, answered, request)
+    place = cursor.place
     instance = int(cluster.placement.instance[place])
     member = load_member(cluster.memory, instance)
     if lacks_rows(cluster, instance, member, 1):
         return instance
     hand_over(cluster, place, request, cluster.stream.arrival_ns[request], member)
-    cursor[PLACE] = NONE
-    cursor[NEXT] = request + 1
+    cursor.place = NONE
+    cursor.next = request + 1
     return NONE
 
 
 @inner
-def _look_and_choose(cluster: Cluster, rule: RoutingRule, answered: NDArray[np.int64], request: int) -> int:
+def _look_and_choose(cluster: Cluster, rule: RoutingRule, answered: np.record, request: int) -> int:
     """Ask a router that looks at instances, which have run up to now."""
     adapter = cluster.adapter[request]
     placement = cluster.placement
@@ -142,19 +144,19 @@ def _look_and_choose(cluster: Cluster, rule: RoutingRule, answered: NDArray[np.i
         adapter,
         cluster.rank[adapter],
         cluster.stream.prompt_tokens[request],
-        (rule.first_answer + answered[ANSWER_TOKENS]) / (1.0 + answered[ANSWERS]),
+        (rule.first_answer + answered.answer_tokens) / (1.0 + answered.answers),
     )
 
 
 @inner
 def _tick(
-    cluster: Cluster, rule: RoutingRule, cursor: NDArray[np.int64], movable: Heap, moved: NDArray[np.int64]
+    cluster: Cluster, rule: RoutingRule, cursor: np.record, movable: Heap, moved: NDArray[np.int64]
 ) -> int:
     """Move requests, as dLoRA does every few seconds; NONE, or the instance that lacks rows for it."""
-    count, lacking = migrate(cluster, rule, cursor[TICK_NS], movable, moved)
+    count, lacking = migrate(cluster, rule, cursor.tick_ns, movable, moved)
     if lacking == NONE:
-        cursor[TICK_NS] += rule.period_ns
-        cursor[MIGRATIONS] += count
+        cursor.tick_ns += rule.period_ns
+        cursor.migrations += count
     return lacking
 
 

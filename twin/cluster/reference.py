@@ -18,7 +18,7 @@ from capplan.compile import jit
 from capplan.errors import InputError
 from capplan.serving import NONE, State
 from capplan.serving.routers import Gateway, Performance
-from capplan.serving.state import CAPACITY, ENDING, FREE_BLOCKS, LOADING, RUN_HEAD
+from capplan.serving.state import ENDING, LOADING
 from capplan.twin import trace as t
 from capplan.twin.cluster.member import load_member
 from capplan.twin.cluster.run import ClusterTrace, Laid, grow, lay_out, routing_key, trace_of
@@ -124,7 +124,7 @@ def see(laid: Laid, place: int) -> Candidate:
     instance, local = int(placement.instance[place]), int(placement.local[place])
     state, limits, costs = laid.members[instance][:3]
     rows, adapters = state.rows, state.adapters
-    running = [row for row in _follow(state, state.counters[RUN_HEAD]) if rows.since[row] != ENDING]
+    running = [row for row in _follow(state, state.counters.run_head) if rows.since[row] != ENDING]
     queues = [list(_follow(state, head)) for head in adapters.queue_head]
     waiting = [int(rows.request[row]) for queue in queues for row in queue]
     waiting += unseen_requests(laid, instance)
@@ -136,8 +136,8 @@ def see(laid: Laid, place: int) -> Candidate:
         running=tuple(int(costs.rank[rows.adapter[row]]) for row in running),
         queued=tuple(int(rank[cluster.adapter[request]]) for request in waiting),
         queued_tokens=sum(int(prompts[request]) for request in waiting),
-        free_tokens=int(state.counters[FREE_BLOCKS]) * limits.block_size,
-        kv_tokens=int(state.counters[CAPACITY]) * limits.block_size,
+        free_tokens=int(state.counters.free_blocks) * limits.block_size,
+        kv_tokens=int(state.counters.capacity) * limits.block_size,
         max_num_seqs=limits.max_num_seqs,
         max_loras=limits.max_loras,
         active_adapters=len({int(rows.adapter[row]) for row in running} - {0}),
@@ -155,7 +155,7 @@ def _follow(state: State, row: int) -> Iterator[int]:
 
 def unseen_requests(laid: Laid, instance: int) -> list[int]:
     """Return the requests handed to an instance that its scheduler has not seen yet."""
-    request = int(laid.members[instance].trace.counts[t.NEXT_REQUEST])
+    request = int(laid.members[instance].trace.counts.next_request)
     found = []
     while request < laid.cluster.following.size:
         found.append(request)

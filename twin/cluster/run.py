@@ -11,11 +11,10 @@ from numpy.typing import NDArray
 from capplan.serving import NONE, State, new_state
 from capplan.serving.routers.choose import ASK_RANKS, RoutingRule
 from capplan.serving.routers.fleet import Fleet, new_fleet
-from capplan.serving.state import FREE_BLOCKS, N_FREE_ROWS, Records
-from capplan.serving.structures import Heap, new_heap
+from capplan.serving.structures import Heap, Records, new_heap
 from capplan.twin import trace as t
-from capplan.twin.clock import new_clock
-from capplan.twin.cluster.loop import MIGRATIONS, new_cursor, serve
+from capplan.twin.clock import new_answered, new_clock
+from capplan.twin.cluster.loop import new_cursor, serve
 from capplan.twin.cluster.member import ClusterMember, new_memory, store_member
 from capplan.twin.cluster.scenario import ClusterScenario, take_requests
 from capplan.twin.cluster.steps import Cluster, new_progress
@@ -41,7 +40,7 @@ class Laid(NamedTuple):
 
     cluster: Cluster
     members: list[ClusterMember]
-    answered: NDArray[np.int64]
+    answered: np.record
 
 
 def run_cluster(
@@ -70,7 +69,7 @@ def run_laid(laid: Laid, rule: RoutingRule, seed: int) -> int:
     key = routing_key(seed)
     while (lacking := serve(laid.cluster, rule, key, laid.answered, cursor, movable, moved)) != NONE:
         grow(laid, lacking)
-    return int(cursor[MIGRATIONS])
+    return int(cursor.migrations)
 
 
 def trace_of(laid: Laid, migrations: int) -> ClusterTrace:
@@ -98,7 +97,7 @@ def lay_out(scenario: ClusterScenario, by_rank: bool, first_rows: int = FIRST_RO
     requests = scenario.requests
     count = requests.arrival_ns.size
     fleet = new_fleet(scenario.instances, scenario.rank, by_rank)
-    answered, following = np.zeros(2, np.int64), np.zeros(count, np.int64)
+    answered, following = new_answered(), np.zeros(count, np.int64)
     shared = t.new_trace(count)
     memory = new_memory(scenario.instances)
     members = []
@@ -108,7 +107,7 @@ def lay_out(scenario: ClusterScenario, by_rank: bool, first_rows: int = FIRST_RO
         state.adapters.pages[:] = engine.costs.pages
         clock = new_clock(engine.adapters)
         own = t.new_trace(0)
-        own.counts[t.NEXT_REQUEST] = count
+        own.counts.next_request = count
         member = ClusterMember(
             state=state,
             limits=engine.limits,
@@ -138,7 +137,7 @@ def lay_out(scenario: ClusterScenario, by_rank: bool, first_rows: int = FIRST_RO
 
 def _describe(fleet: Fleet, instance: int, member: ClusterMember) -> None:
     record = fleet.instances[instance]
-    record.free_blocks = record.blocks = member.state.counters[FREE_BLOCKS]
+    record.free_blocks = record.blocks = member.state.counters.free_blocks
     record.max_num_seqs = member.limits.max_num_seqs
     record.max_loras = member.limits.max_loras
     record.block_size = member.limits.block_size
@@ -155,7 +154,7 @@ def grow(laid: Laid, instance: int) -> None:
 def with_rows(state: State, rows: int) -> State:
     """Return the state with room for more requests in flight; what does not depend on it is shared."""
     before = state.rows.size
-    state.counters[N_FREE_ROWS] += rows - before
+    state.counters.n_free_rows += rows - before
     in_phase = state.in_phase
     if in_phase.shape[1] > state.phase.size:  # prefix caching: sentinels come behind the rows
         moved = np.where(in_phase >= before, in_phase + (rows - before), in_phase)

@@ -217,13 +217,10 @@ def _overall(scenario: ClusterScenario, trace: ClusterTrace, parts: Sequence[_Pa
     decoding = np.array([(_decoding_ns(part)) for part in parts])
     factors = np.array([part.itl_factor for part in parts])
     factor = float(factors @ decoding / decoding.sum()) if decoding.sum() else float(factors[0])
-    counts = np.sum([own.counts for own in traces], axis=0)
-    for position in (t.MAX_RUNNING, t.MAX_WAITING):
-        counts[position] = max(own.counts[position] for own in traces)
     together = trace.traces[0]._replace(
         gaps=np.sum([own.gaps for own in traces], axis=0),
-        counts=counts,
-        sums=np.sum([own.sums for own in traces], axis=0),
+        counts=_merged([own.counts for own in traces]),
+        sums=_merged([own.sums for own in traces]),
     )
     first = scenario.engines[0]
     longest = max(engine.limits.max_model_len for engine in scenario.engines)
@@ -233,9 +230,18 @@ def _overall(scenario: ClusterScenario, trace: ClusterTrace, parts: Sequence[_Pa
         limits=first.limits._replace(max_model_len=longest),
     )
     result = summarize(everything, together, 1e3 * overhead_s, factor)
-    busy = float(together.sums[t.BUSY_NS]) / scenario.horizon_ns / scenario.instances
+    busy = float(together.sums.busy_ns) / scenario.horizon_ns / scenario.instances
     kv_tokens = sum(engine.num_blocks * engine.limits.block_size for engine in scenario.engines)
     return replace(result, busy_fraction=min(1.0, busy), kv_tokens=kv_tokens)
+
+
+def _merged(records: Sequence[np.record]) -> np.record:
+    """Return the sum of every field, or the maximum of a field that is one."""
+    merged = records[0].copy()
+    for name in merged.dtype.names or ():
+        combine = max if name.startswith("max_") else sum
+        merged[name] = combine(record[name] for record in records)
+    return merged
 
 
 def _decoding_ns(part: _Part) -> float:

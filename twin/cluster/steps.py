@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import numpy as np
 from numpy.typing import NDArray
@@ -10,35 +10,20 @@ from numpy.typing import NDArray
 from capplan.compile import by_reference, inner
 from capplan.serving.routers.fleet import ACTIVE, AWAITED, Fleet, Placement
 from capplan.serving.state import (
-    FREE_BLOCKS,
-    N_ACTIVE,
-    N_CLAIMED,
-    N_ENDING,
-    N_FREE_ROWS,
-    N_GONE,
-    N_RUNNING,
-    N_WAITING,
     NO_CLAIM,
     NONE,
-    SUBMITTED,
 )
-from capplan.twin.clock import N_COPIES, VISIBLE_NS, count_present, count_queued, keeps_stats
+from capplan.serving.structures import Records, int_fields
+from capplan.twin.clock import count_present, count_queued, keeps_stats
 from capplan.twin.cluster.member import ClusterMember, load_member
 from capplan.twin.core import advance, next_event_ns
-from capplan.twin.trace import NEXT_REQUEST, NOW_NS, REJECTED
 from capplan.workload import Requests
 
-_PROGRESS = np.dtype(
-    [
-        (name, np.int64)
-        for name in (
-            "handed",  # requests handed over so far
-            "tail",  # the last of those that the scheduler has not seen
-            "wake_ns",  # when something can happen next
-            "resting",  # 1: the clock stands still until then
-        )
-    ],
-    align=True,
+_PROGRESS = int_fields(
+    "handed",  # requests handed over so far
+    "tail",  # the last of those that the scheduler has not seen
+    "wake_ns",  # when something can happen next
+    "resting",  # 1: the clock stands still until then
 )
 
 
@@ -48,7 +33,7 @@ class Cluster(NamedTuple):
 
     memory: NDArray[np.int64]
     """The members, as `capplan.twin.cluster.member` stores them."""
-    progress: np.recarray[Any, Any]
+    progress: Records
     """Shape (instances,); fields as in `_PROGRESS`."""
     fleet: Fleet
     placement: Placement
@@ -61,14 +46,14 @@ class Cluster(NamedTuple):
     number that the instance knows it by."""
     following: NDArray[np.int64]
     """Requests handed to an instance that its scheduler has not seen yet, as linked lists; the number of
-    requests ends a list. `Trace.counts[NEXT_REQUEST]` is where it begins."""
+    requests ends a list. `TwinTrace.counts.next_request` is where it begins."""
     instance: NDArray[np.int32]
     """Where each request is; NONE before it arrives."""
     shared_prefix_tokens: int
     horizon_ns: int
 
 
-def new_progress(instances: int) -> np.recarray[Any, Any]:
+def new_progress(instances: int) -> Records:
     """Return the progress of instances that nobody has asked anything."""
     progress = np.zeros(instances, _PROGRESS).view(np.recarray)
     progress.wake_ns = np.iinfo(np.int64).max
@@ -83,7 +68,7 @@ def go_on(cluster: Cluster, instance: int, until_ns: int) -> None:
     member = load_member(cluster.memory, instance)
     counts = member.trace.counts
     if progress.resting:
-        counts[NOW_NS] = member.clock.at[VISIBLE_NS] = progress.wake_ns
+        counts.now_ns = member.clock.at.visible_ns = progress.wake_ns
     advance(
         member.state,
         member.limits,
@@ -96,8 +81,8 @@ def go_on(cluster: Cluster, instance: int, until_ns: int) -> None:
         until_ns,
         True,
     )
-    progress.resting = counts[NOW_NS] < until_ns
-    progress.wake_ns = counts[NOW_NS]
+    progress.resting = counts.now_ns < until_ns
+    progress.wake_ns = counts.now_ns
     if progress.resting:
         progress.wake_ns = next_event_ns(cluster.stream, member.clock, member.trace)
     look(cluster, instance, member)
@@ -106,7 +91,7 @@ def go_on(cluster: Cluster, instance: int, until_ns: int) -> None:
 @inner
 def unseen(cluster: Cluster, instance: int, member: ClusterMember) -> int:
     """Return the requests that were handed over and that the scheduler has not seen yet."""
-    seen = member.state.counters[SUBMITTED] + member.trace.counts[REJECTED]
+    seen = member.state.counters.submitted + member.trace.counts.rejected
     return int(cluster.progress.handed[instance] - seen)
 
 
@@ -115,11 +100,11 @@ def look(cluster: Cluster, instance: int, member: ClusterMember) -> None:
     """Write down what routers ask about an instance."""
     c = member.state.counters
     record = cluster.fleet.instances[instance]
-    record.running = c[N_RUNNING] - c[N_ENDING]
-    record.queued = c[N_WAITING] - c[N_GONE] + unseen(cluster, instance, member)
-    record.free_blocks = c[FREE_BLOCKS]
-    record.active_adapters = c[N_ACTIVE] - c[N_CLAIMED]
-    record.queued_adapters = member.state.hot.size[0] + member.state.cold.size[0] + member.clock.at[N_COPIES]
+    record.running = c.n_running - c.n_ending
+    record.queued = c.n_waiting - c.n_gone + unseen(cluster, instance, member)
+    record.free_blocks = c.free_blocks
+    record.active_adapters = c.n_active - c.n_claimed
+    record.queued_adapters = member.state.hot.size[0] + member.state.cold.size[0] + member.clock.at.n_copies
     if member.state.adapters.queue_head[0] != NONE:
         record.queued_adapters -= 1
 
@@ -141,7 +126,7 @@ def look_at_adapter(cluster: Cluster, place: int) -> None:
 @inner
 def lacks_rows(cluster: Cluster, instance: int, member: ClusterMember, requests: int) -> bool:
     """Tell whether an instance needs a larger table before it can take so many further requests."""
-    free = member.state.counters[N_FREE_ROWS] - unseen(cluster, instance, member)
+    free = member.state.counters.n_free_rows - unseen(cluster, instance, member)
     return bool(free < requests and member.state.rows.size < member.max_in_flight)
 
 
@@ -166,17 +151,17 @@ def hand_over(cluster: Cluster, place: int, request: int, at_ns: int, member: Cl
 
 
 @inner
-def _queue(cluster: Cluster, instance: int, request: int, counts: NDArray[np.int64]) -> None:
+def _queue(cluster: Cluster, instance: int, request: int, counts: np.record) -> None:
     """Put a request into the list of those that an instance has not seen, which is in order of time."""
     following, arrival_ns = cluster.following, cluster.stream.arrival_ns
     progress = cluster.progress[instance]
     end = following.size
     behind = end
-    if counts[NEXT_REQUEST] < end:
+    if counts.next_request < end:
         if arrival_ns[progress.tail] <= arrival_ns[request]:
             behind = progress.tail
         else:  # requests that were moved arrive a little later
-            other = counts[NEXT_REQUEST]
+            other = counts.next_request
             while arrival_ns[other] <= arrival_ns[request]:
                 behind = other
                 other = following[other]
@@ -184,7 +169,7 @@ def _queue(cluster: Cluster, instance: int, request: int, counts: NDArray[np.int
         following[request] = following[behind]
         following[behind] = request
     else:
-        following[request] = counts[NEXT_REQUEST]
-        counts[NEXT_REQUEST] = request
+        following[request] = counts.next_request
+        counts.next_request = request
     if following[request] == end:
         progress.tail = request

@@ -1,4 +1,4 @@
-"""Scenarios of one GPU and what the twin makes of them: the training data of surrogates."""
+"""Simulated scenarios of one GPU: the training data of surrogates."""
 
 from capplan.twin.dataset.designs import DESIGNS, Sample, draw
 from capplan.twin.dataset.shards import generate_dataset

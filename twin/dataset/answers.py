@@ -6,7 +6,7 @@ import functools
 import multiprocessing
 import os
 import threading
-from collections.abc import Generator, Iterator, Sequence
+from collections.abc import Generator, Sequence
 from dataclasses import dataclass
 from enum import Enum
 from functools import partial
@@ -21,22 +21,22 @@ from capplan.spec import Profile
 from capplan.twin.dataset.designs import DESIGNS, Sample, draw
 from capplan.twin.metrics import SimulationResult
 from capplan.twin.simulate import SimulateSettings, simulate
-from capplan.twin.sweep import cores, in_parallel
+from capplan.twin.sweep import in_parallel
 
 _MS_PER_S: Final = 1e3
 _GROUPS_OF_A_DESIGN: Final = 2**40
 
 
 class NoRow(Enum):
-    """Why a scenario has no row."""
+    """Reason why a scenario has no row."""
 
     REFUSED_FOR_MEMORY = "the engine would not start"
-    WITHOUT_REQUESTS = "nobody asked anything"
+    WITHOUT_REQUESTS = "no request arrived"
 
 
 @dataclass(frozen=True, eq=False)
 class ScenarioRow:
-    """One scenario and its answer."""
+    """Features and outcomes of one scenario."""
 
     number: int
     group: int
@@ -50,20 +50,9 @@ class ScenarioRow:
 def simulate_span(
     design: str, profile: Profile, seed: int, duration_s: float, start: int, stop: int
 ) -> list[ScenarioRow | NoRow]:
-    """Draw the scenarios numbered `start` to `stop` and have the twin answer them.
+    """Draw and simulate the scenarios numbered from `start` to before `stop`.
 
-    Parameters
-    ----------
-    design
-        One of `capplan.twin.dataset.designs.DESIGNS`.
-    profile
-        Whose twin answers.
-    seed
-        Of the design and, with a scenario's number, of its simulation.
-    duration_s
-        Horizon of each simulation.
-    start, stop
-        First number, and the number after the last.
+    The seed determines the design and, with its number, the simulation of each scenario.
     """
     samples = draw(design, profile, seed, start, stop)
     return [
@@ -75,20 +64,14 @@ def simulate_span(
 def simulate_sample(
     sample: Sample, profile: Profile, design: str, seed: int, duration_s: float, number: int
 ) -> ScenarioRow | NoRow:
-    """Have the twin answer one scenario; parameters as for `simulate_span`.
-
-    Raises
-    ------
-    InfeasibleError
-        For any other reason than memory.
-    """
-    asked: SimulateSettings = {
+    """Simulate one scenario; an `InfeasibleError` for another reason than memory is raised."""
+    settings: SimulateSettings = {
         **sample.settings,
         "duration_s": duration_s,
         "seed": simulation_seed(seed, number),
     }
     try:
-        result = simulate(sample.workload, profile, **asked)
+        result = simulate(sample.workload, profile, **settings)
     except InfeasibleError as error:
         if error.reason != "memory":
             raise
@@ -100,13 +83,13 @@ def simulate_sample(
 
 
 def simulation_seed(seed: int, number: int) -> int:
-    """Return the seed of one simulation; no other scenario has it, and no design draws from it."""
+    """Return the seed of one simulation, different from those of other scenarios and of the designs."""
     words = np.random.SeedSequence(seed, spawn_key=(number,)).generate_state(1, np.uint64)
     return int(words[0]) >> 1
 
 
 def outcomes(result: SimulationResult) -> tuple[float, ...]:
-    """Return what is kept of a simulation, in the order of `OUTCOMES`."""
+    """Return the outcomes of a simulation in the order of `OUTCOMES`."""
     busy_ms = result.busy_fraction * result.duration_s * _MS_PER_S
     computed = {
         "offered_drawn_tok_s": result.offered_tok_s,
@@ -115,15 +98,14 @@ def outcomes(result: SimulationResult) -> tuple[float, ...]:
     return tuple(float(computed[n] if n in computed else getattr(result, n)) for n in OUTCOMES)
 
 
-_SCENARIOS_PER_PART: Final = 8  # what a worker is asked at once
-_PARTS_PER_WORKER: Final = 16  # in one call of in_parallel, less one: it then hands them out one by one
+_SCENARIOS_PER_PART: Final = 8
 
 Span = tuple[int, int]
-"""First number of scenarios, and the number after the last."""
+"""Numbers of the first scenario and of the one after the last."""
 
 
 def parts_of(span: Span) -> list[Span]:
-    """Return a span in parts so small that workers finish at about the same time."""
+    """Return the parts of a span, small enough that workers finish at about the same time."""
     starts = range(span[0], span[1], _SCENARIOS_PER_PART)
     return [(start, min(start + _SCENARIOS_PER_PART, span[1])) for start in starts]
 
@@ -135,41 +117,13 @@ def simulate_spans(
     workers: int | None,
     ray_address: str | None,
 ) -> Generator[list[ScenarioRow | NoRow], None, None]:
-    """Give the answers to the parts of all spans, in order.
-
-    Parameters
-    ----------
-    spans
-        What is to be answered.
-    profile, asked
-        Whose twin answers, and what it is asked.
-    workers, ray_address
-        As for `capplan.twin.sweep.in_parallel`.
-    """
+    """Yield the rows of every part of all spans in order; workers as for `capplan.twin.sweep.in_parallel`."""
     parts = [part for span in spans for part in parts_of(span)]
-    ask = partial(_ask, profile, asked.design, asked.seed, asked.duration_s)
-    for window in _windows(parts, workers or cores(), over_ray=ray_address is not None):
-        yield from in_parallel(ask, window, workers=workers, ray_address=ray_address)
+    simulate_part = partial(_simulate_part, profile, asked.design, asked.seed, asked.duration_s)
+    return in_parallel(simulate_part, parts, workers=workers, ray_address=ray_address, chunk=1)
 
 
-def _windows(parts: list[Span], workers: int, *, over_ray: bool) -> Iterator[list[Span]]:
-    """Give what is answered in one go.
-
-    `in_parallel` sends many items at once when it has many, and a shard would wait for all that went with its
-    last one. The first part alone is answered by this process, which then hands its compiled code to the
-    workers that it forks. To a cluster, one connection serves for everything.
-    """
-    if over_ray:
-        yield parts
-        return
-    if parts:
-        yield parts[:1]
-    size = _PARTS_PER_WORKER * workers - 1
-    for at in range(1, len(parts), size):
-        yield parts[at : at + size]
-
-
-def _ask(
+def _simulate_part(
     profile: Profile, design: str, seed: int, duration_s: float, span: Span
 ) -> list[ScenarioRow | NoRow]:
     _end_with_parent(os.getpid())
@@ -178,9 +132,9 @@ def _ask(
 
 @functools.cache
 def _end_with_parent(pid: int) -> None:
-    """Have this process end when the one that started it is killed; it would wait for work forever.
+    """End this process when its parent is killed: it would wait for work forever.
 
-    Once per process: what a forked one inherits of this cache is about another `pid`.
+    A forked process inherits this cache, but its entries are of another `pid`.
     """
     del pid
     parent = multiprocessing.parent_process()

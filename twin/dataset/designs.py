@@ -1,7 +1,6 @@
-"""Which scenarios the twin is asked: the adapter-caching paper's grid, and a design that fills the space.
+"""Experimental designs of datasets: the grid of the adapter-caching paper, and a space-filling design.
 
-A scenario is a pure function of (design, profile, seed, number), so that any part of a dataset can be drawn
-again by itself.
+A scenario is a pure function of (design, profile, seed, number): any part of a dataset can be drawn alone.
 """
 
 from __future__ import annotations
@@ -19,7 +18,7 @@ from scipy.stats import qmc
 
 from capplan.errors import InputError
 from capplan.models.surrogates.features import MAX_IN_FLIGHT, feature_of, feature_vector
-from capplan.spec import Adapter, EngineArgs, Lengths, Profile, Workload, allowed_lora_rank
+from capplan.spec import Adapter, Lengths, Profile, Workload, allowed_lora_rank
 from capplan.spec.traffic import ArrivalProcess, Arrivals, Renewal, zipf
 from capplan.twin.simulate import SimulateSettings, engine_args
 
@@ -41,43 +40,29 @@ _OWN: Final = 5
 
 @dataclass(frozen=True)
 class Sample:
-    """One scenario of one GPU.
-
-    Attributes
-    ----------
-    group
-        Scenarios of one group share adapters and lengths: near twins, to be kept together when data is split.
-    workload, settings
-        What `capplan.simulate` is asked.
-    """
+    """One scenario of one GPU, as arguments of `capplan.simulate`."""
 
     group: int
+    """Scenarios of one group share adapters and lengths, and belong to the same part of a data split."""
     workload: Workload
     settings: SimulateSettings
 
-    @property
-    def engine(self) -> EngineArgs:
-        """The engine settings, of which features are made."""
-        return engine_args(self.workload, self.settings)
-
     def features(self, profile: Profile) -> NDArray[np.float32]:
-        """Return what a surrogate of the profile is asked, in the order of `FEATURES`."""
-        return feature_vector(self.workload, profile, self.engine)
+        """Return the features in the order of `FEATURES`."""
+        return feature_vector(self.workload, profile, engine_args(self.workload, self.settings))
 
 
 def draw(design: str, profile: Profile, seed: int, start: int, stop: int) -> list[Sample]:
-    """Return the scenarios numbered `start` to `stop` of a design.
+    """Return the scenarios of a design numbered from `start` to before `stop`.
 
     Parameters
     ----------
     design
         One of `DESIGNS`.
     profile
-        Whose capacity the load of space-filling scenarios is relative to.
+        Loads of space-filling scenarios are relative to its capacity.
     seed
         Seed of the whole design.
-    start, stop
-        First number, and the number after the last.
 
     Raises
     ------
@@ -90,11 +75,11 @@ def draw(design: str, profile: Profile, seed: int, start: int, stop: int) -> lis
 
 
 def paper_grid(profile: Profile, seed: int, start: int, stop: int) -> list[Sample]:
-    """Return cells of the grid of section 8.3, in a random order without repetition until all were dealt.
+    """Return cells of the grid of section 8.3 in random order, without repetition until all were drawn.
 
-    Three different rates of ten; three sizes of {8, 16, 32} with at most one 32, as the published launcher
-    has them; adapters and A_max from 8 to 384, A_max <= adapters. Which adapter gets which size and rate is
-    random, and so is whether requests all have the mean length or spread as ShareGPT's do.
+    Three different rates of ten; three sizes of {8, 16, 32} with at most one 32, as in the published
+    launcher; adapters and A_max from 8 to 384, A_max <= adapters. Sizes and rates are assigned to adapters at
+    random. Request lengths are constant or spread as in ShareGPT, at random.
     """
     del profile
     rates = list(combinations(GRID_RATES_RPS, 3))
@@ -121,11 +106,11 @@ def paper_grid(profile: Profile, seed: int, start: int, stop: int) -> list[Sampl
 
 
 def space_filling(profile: Profile, seed: int, start: int, stop: int) -> list[Sample]:
-    """Return points of a scrambled Sobol sequence over everything that a workload and its engine may vary.
+    """Return points of a scrambled Sobol sequence over workloads and engine settings.
 
-    Beyond the grid: lengths, their spread and correlation, burstiness of arrivals, popularity, engine limits
-    and memory. Loads are drawn around the profile's estimated capacity, since planners ask near the edge.
-    Pairs of scenarios share a workload but for its load, and differ in A_max and engine settings.
+    Dimensions beyond the grid: lengths, their spread and correlation, burstiness of arrivals, popularity,
+    engine limits and memory. Loads lie around the profile's estimated capacity, where planners query. A pair
+    of scenarios has one workload at two loads, with different A_max and engine settings.
     """
     first = start // _TWINS
     points = _sobol(seed, first, -(-stop // _TWINS))
@@ -136,16 +121,15 @@ def space_filling(profile: Profile, seed: int, start: int, stop: int) -> list[Sa
 
 
 def _sobol(seed: int, start: int, stop: int) -> NDArray[np.float64]:
-    """Return a stretch of a scrambled Sobol sequence, shape (stop - start, dimensions).
+    """Return a section of a scrambled Sobol sequence, shape (stop - start, dimensions).
 
-    One point for a group of twins, their own settings included: two sequences side by side would go hand in
-    hand, however they are scrambled.
+    A point holds the settings of a whole pair: two scrambled sequences would be correlated.
     """
     sequence = qmc.Sobol(_SHARED + _TWINS * _OWN, rng=np.random.default_rng(seed))
     if start:
         sequence.fast_forward(start)
     with warnings.catch_warnings():
-        # The whole is balanced at powers of two; its parts need not be.
+        # Only the whole sequence is balanced at powers of two.
         warnings.filterwarnings("ignore", message="The balance properties")
         points: NDArray[np.float64] = sequence.random(stop - start)
     return points
@@ -223,7 +207,7 @@ def _settings(
 
 
 def _saturation_rps(sample: Sample, profile: Profile) -> float:
-    """Return the load at which the fluid estimate says that the GPU is full; the sample offers 1 req/s."""
+    """Return the load at the capacity of the fluid model; the sample offers 1 req/s."""
     features = sample.features(profile)
     return 1.0 / float(feature_of(features, "load_over_capacity"))
 
@@ -234,7 +218,7 @@ def _scaled(workload: Workload, factor: float) -> Workload:
 
 
 def _popularity(rng: np.random.Generator, count: int, law: float, skew: float) -> NDArray[np.float64]:
-    """Return shares of the load: alike, Zipf's law, log-normal, or three rates dealt at random."""
+    """Return shares of the load: equal, Zipf, log-normal, or three rates assigned at random."""
     if law < 0.15:
         shares = np.ones(count)
     elif law < 0.4:
@@ -253,17 +237,17 @@ def _spread(at: float) -> float:
 
 
 def _arrivals(at: float) -> ArrivalProcess:
-    """Half of all processes are Poisson; the others gamma, from near regular to very bursty."""
+    """Return a Poisson process in half of all cases, else a gamma process from regular to very bursty."""
     return Arrivals.POISSON if at < 0.5 else Renewal(process="gamma", cv=_between(2 * at - 1, 0.25, 6.0))
 
 
 def _load(at: float) -> float:
-    """Return the load over the estimated capacity: six in ten from a half to double."""
+    """Return the load over the estimated capacity; 60 % of them lie between 0.5 and 2."""
     if at < 0.6:
         return _between(at / 0.6, 0.5, 2.0)
     return _between((at - 0.6) / 0.25, 0.02, 0.5) if at < 0.85 else _between((at - 0.85) / 0.15, 2.0, 30.0)
 
 
 def _between(at: float, low: float, high: float) -> float:
-    """Return a number between `low` and `high`, even on a logarithmic scale."""
+    """Interpolate between `low` and `high` on a logarithmic scale."""
     return float(low * (high / low) ** at)

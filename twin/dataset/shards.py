@@ -1,8 +1,8 @@
-"""Datasets in folders: generated in parallel, continued after a kill, the same bytes for the same question.
+"""Datasets in folders: generated in parallel, resumable after a kill, byte-identical for equal arguments.
 
-What is asked is written first, then shards of a fixed number of scenarios in order, and last a list of them.
-Every shard carries a digest of its question and of its rows, so that whoever continues trusts a file for what
-it holds, and makes any other again.
+The manifest is written first with the request, then shards of a fixed number of scenarios in order, and last
+the list of shards. A shard stores digests of its request and rows: a resumed run keeps valid shards and
+writes all others again.
 """
 
 from __future__ import annotations
@@ -51,10 +51,10 @@ _TEMPORARY: Final = (".part-*.parquet.*.tmp", f".{MANIFEST}.*.tmp")
 
 @dataclass(frozen=True)
 class _Label:
-    """What a shard says of itself, in the metadata of its file."""
+    """Metadata of a shard's file."""
 
     asked: str
-    """Digest of the question."""
+    """Digest of the request."""
     start: int
     stop: int
     refused_for_memory: int
@@ -79,21 +79,21 @@ def generate_dataset(
     ray_address: str | None = None,
     progress: OnProgress | None = None,
 ) -> Manifest:
-    """Have the twin answer scenarios of one GPU, and write features and answers into a folder.
+    """Simulate scenarios of one GPU, and write features and outcomes into a folder.
 
-    A folder that an interrupted call left is continued, a finished one is checked and repaired, and one with
-    fewer scenarios is extended. One call at a time.
+    The folder of an interrupted call is continued, a complete one is checked and repaired, and one with fewer
+    scenarios is extended. Concurrent calls must not share a folder.
 
     Parameters
     ----------
     folder
-        A new or empty one, or one that was made for the same question.
+        A new or empty folder, or one of a call with the same arguments.
     profile
-        Whose twin answers.
+        Profile of the GPU.
     design
         One of `capplan.twin.dataset.designs.DESIGNS`.
     scenarios
-        How many to draw; those that the memory model refuses and those without a request have no row.
+        Number of scenarios. One that exceeds memory or has no request has no row.
     seed
         Same seed, same bytes.
     duration_s
@@ -101,12 +101,12 @@ def generate_dataset(
     workers, ray_address
         As for `capplan.twin.sweep.in_parallel`.
     progress
-        Called with the scenarios done, those of shards found in the folder included, and all of them.
+        Called with (done, total) scenarios; those of existing shards count as done.
 
     Raises
     ------
     InputError
-        For a bad argument, a folder that holds anything else, or data that was asked otherwise.
+        For an invalid argument, or a folder with other files or data of other arguments.
     """
     if design not in DESIGNS:
         raise InputError(f"must be one of {', '.join(DESIGNS)}", design, "design")
@@ -120,7 +120,7 @@ def generate_dataset(
     if not 0 < duration_s < np.inf:
         raise InputError("must be a finite number > 0", duration_s, "duration_s")
     if ray_address is not None:
-        imported_ray()  # says that it is missing before anything is written
+        imported_ray()  # raise before anything is written
     asked = DatasetRequest(
         design=design,
         seed=seed,
@@ -151,7 +151,7 @@ def generate_dataset(
 
 
 def shard_bytes(answers: Sequence[ScenarioRow | NoRow], asked: DatasetRequest, span: Span) -> bytes:
-    """Return the file of the answers to the scenarios of a span."""
+    """Return the file of the rows of a span."""
     rows = [answer for answer in answers if isinstance(answer, ScenarioRow)]
     features = np.array([row.features for row in rows], np.float32).reshape(len(rows), len(FEATURES))
     outcomes = np.array([row.outcomes for row in rows], np.float64).reshape(len(rows), len(OUTCOMES))
@@ -163,7 +163,7 @@ def shard_bytes(answers: Sequence[ScenarioRow | NoRow], asked: DatasetRequest, s
     ]
     table = pa.table(columns, schema=schema())
     label = _Label(
-        asked=_question(asked),
+        asked=_request_digest(asked),
         start=span[0],
         stop=span[1],
         refused_for_memory=answers.count(NoRow.REFUSED_FOR_MEMORY),
@@ -181,13 +181,7 @@ def _encoded(table: pa.Table, label: _Label) -> bytes:
 
 
 def _open(folder: Path, asked: DatasetRequest) -> None:
-    """Make the folder ready for this question: it says what is asked, and holds no half-written file.
-
-    Raises
-    ------
-    InputError
-        When it is not ours, was asked something else, or cannot be written.
-    """
+    """Prepare the folder: remove partial files, check or write the manifest."""
     try:
         folder.mkdir(exist_ok=True)
         for path in [path for pattern in _TEMPORARY for path in folder.glob(pattern)]:
@@ -205,7 +199,7 @@ def _open(folder: Path, asked: DatasetRequest) -> None:
 
 
 def _require_same(then: DatasetRequest, now: DatasetRequest, location: str) -> None:
-    """Check that a question is the one a folder was made for, or asks it for more scenarios."""
+    """Check that two requests are equal, or that the second one only has more scenarios."""
     for name in DatasetRequest.model_fields:
         before, wanted = getattr(then, name), getattr(now, name)
         if name in ("features", "probe") and before != wanted:
@@ -217,7 +211,7 @@ def _require_same(then: DatasetRequest, now: DatasetRequest, location: str) -> N
 
 
 def _close(folder: Path, asked: DatasetRequest) -> Manifest:
-    """List the shards of a complete folder."""
+    """Write the list of shards into the manifest of a complete folder."""
     labels, shards = [], []
     for span in _shards(asked):
         path = _path(folder, span)
@@ -242,7 +236,7 @@ def _close(folder: Path, asked: DatasetRequest) -> Manifest:
 
 
 def _is_there(path: Path, asked: DatasetRequest, span: Span) -> bool:
-    """Tell whether a shard is there; one with all its rows, but in other bytes, is put right."""
+    """Return whether a valid shard exists; valid rows in another encoding are written anew."""
     found = _read(path, asked, span)
     if found is None:
         return False
@@ -253,20 +247,20 @@ def _is_there(path: Path, asked: DatasetRequest, span: Span) -> bool:
 
 
 def _read(path: Path, asked: DatasetRequest, span: Span) -> tuple[pa.Table, _Label] | None:
-    """Return a shard and what it says of itself, if that is true and answers this question; None if not."""
+    """Return a shard and its label; None if it is missing, damaged or of another request."""
     try:
         table = pq.read_table(pa.BufferReader(path.read_bytes()), use_threads=False)
         label = _Label(**json.loads((table.schema.metadata or {})[_KEY]))
         require_columns(table, str(path))
-        is_true = (label.asked, label.start, label.stop) == (_question(asked), *span)
-        is_true &= len(table) == label.rows and label.content == content_digest(table)
+        is_valid = (label.asked, label.start, label.stop) == (_request_digest(asked), *span)
+        is_valid &= len(table) == label.rows and label.content == content_digest(table)
     except (OSError, pa.ArrowException, KeyError, TypeError, ValueError):  # InputError is a ValueError
         return None
-    return (table, label) if is_true else None
+    return (table, label) if is_valid else None
 
 
-def _question(asked: DatasetRequest) -> str:
-    """Return a digest of all that the rows of a scenario follow from; how many there are is no part of it."""
+def _request_digest(asked: DatasetRequest) -> str:
+    """Return the digest of everything that determines the rows of a scenario."""
     return hashlib.sha256(asked.model_dump_json(exclude={"scenarios"}).encode()).hexdigest()
 
 

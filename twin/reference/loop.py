@@ -57,14 +57,14 @@ class _Run:
                 self._commit()
                 self.visible_ns = begin_ns if asynchronous else self.now_ns
             elif asynchronous and (self.visible_ns < self.now_ns or self._awaits_last_tokens()):
-                counts[t.PREEMPTIONS] += len(step.preempted)
+                counts.preemptions += len(step.preempted)
                 self._commit()
                 self.visible_ns = self.now_ns
             elif (upcoming := self._next_event_ns()) < scenario.horizon_ns:
                 self.now_ns = self.visible_ns = upcoming
             else:
                 break
-        counts[t.NOW_NS], counts[t.NEXT_REQUEST] = self.now_ns, self.upcoming
+        counts.now_ns, counts.next_request = self.now_ns, self.upcoming
         for request in self.engine.running:
             if self.trace.finish_ns[request.number] != t.NEVER:
                 continue  # its last token is on its way
@@ -128,19 +128,19 @@ class _Run:
         if costs.uses_ranks:
             milliseconds += rank_ms(costs.form, costs.coefficients, float(costs.s_max), self._ranks(step))
         duration_ns = load_ns + round(milliseconds * 1e6)
-        counts[t.LOAD_NS] += load_ns
+        counts.load_ns += load_ns
         self._record_details(step, features, duration_ns, load_ns)
-        counts[t.PREEMPTIONS] += len(step.preempted)
-        counts[t.STEPS] += 1
-        counts[t.REQUEST_STEPS] += len(running)
-        counts[t.SMALL_REQUEST_STEPS] += len(running) if len(running) <= t.SMALL_BATCH else 0
-        counts[t.MAX_RUNNING] = max(counts[t.MAX_RUNNING], len(running))
-        counts[t.MAX_WAITING] = max(counts[t.MAX_WAITING], len(engine.waiting))
-        sums[t.BUSY_NS] += duration_ns
-        sums[t.RUNNING_NS] += features.requests * duration_ns
-        sums[t.WAITING_NS] += features.waiting * duration_ns
-        sums[t.KV_TOKEN_NS] += features.kv_tokens * duration_ns
-        sums[t.ADAPTER_NS] += features.adapters * duration_ns
+        counts.preemptions += len(step.preempted)
+        counts.steps += 1
+        counts.request_steps += len(running)
+        counts.small_request_steps += len(running) if len(running) <= t.SMALL_BATCH else 0
+        counts.max_running = max(counts.max_running, len(running))
+        counts.max_waiting = max(counts.max_waiting, len(engine.waiting))
+        sums.busy_ns += duration_ns
+        sums.running_ns += features.requests * duration_ns
+        sums.waiting_ns += features.waiting * duration_ns
+        sums.kv_token_ns += features.kv_tokens * duration_ns
+        sums.adapter_ns += features.adapters * duration_ns
         return duration_ns
 
     def _begin_loads(self, step: ReferenceStep) -> None:
@@ -149,8 +149,8 @@ class _Run:
         for adapter, from_disk in step.loads:
             load_ns = self._load_ns(adapter, from_disk)
             trace.record_load(self.trace, adapter, load_ns)
-            counts[t.ADAPTER_LOADS] += 1
-            counts[t.DISK_LOADS] += from_disk
+            counts.adapter_loads += 1
+            counts.disk_loads += from_disk
             if limits.load_beside or limits.policy == SLORA:
                 self.copier.begin(adapter, self.now_ns, load_ns, announce=bool(limits.load_beside))
         if step.loads and not step.tokens:
@@ -228,7 +228,7 @@ class _Run:
         """Write down the tokens that end a step; in async scheduling the engine sees them one step later."""
         output = self.engine.commit()
         for number in output.first:
-            loads_ns = self.trace.counts[t.LOAD_NS]
+            loads_ns = self.trace.counts.load_ns
             trace.record_first_token(self.trace, number, self.now_ns, loads_ns)
         for number in output.later:
             self.trace.gaps[t.gap_bin(self.now_ns - self.last_token_ns[number])] += 1

@@ -21,7 +21,7 @@ from capplan.engine.timing import EngineClock, PhaseTimer
 from capplan.errors import InputError
 from capplan.serving import Limits, State, adapter_loaded
 from capplan.serving import state as s
-from capplan.serving.state import N_LOADS, SLORA
+from capplan.serving.state import SLORA
 
 
 class AdapterRegistry:
@@ -162,7 +162,7 @@ class LoRAManager:
             Waits for a load of an adapter that is in progress.
         """
         resident, on_host = state.adapters.resident, state.adapters.on_host
-        n = state.counters[N_LOADS]
+        n = state.counters.n_loads
         loads: list[int] = state.adapters.loads[:n].tolist()
         from_disk = {loads[at] for at in np.flatnonzero(state.adapters.load_from_disk[:n])}
         # An adapter evicted and loaded again within the step is in the list, too.
@@ -268,7 +268,7 @@ class AdapterLoads:
         """Start the loads of a step, wait for those it requires, and return errors by adapter."""
         state = self._state
         errors: dict[int, str | None] = {}
-        if self._slora or state.counters[s.N_LOADS] > 0:
+        if self._slora or state.counters.n_loads > 0:
             for adapter, job in self.lora.apply(state, self.loader.wait):
                 if self._beside or self._slora:
                     timer.lap("load")
@@ -278,7 +278,7 @@ class AdapterLoads:
                     errors[adapter] = job()
         timer.lap("load")
         if self._slora:  # a batch of prompts waits for all of its adapters
-            admitted = state.lists.admitted[: state.counters[s.N_ADMITTED]]
+            admitted = state.lists.admitted[: state.counters.n_admitted]
             for adapter in set(state.rows.adapter[admitted].tolist()) - {0}:
                 ready_ns = self.loader.ready_ns(adapter)
                 errors[adapter] = self.loader.wait(adapter)

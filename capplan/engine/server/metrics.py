@@ -21,7 +21,6 @@ from prometheus_client.metrics_core import Metric
 from capplan.engine.engine import Engine
 from capplan.engine.engine_core import StepOutput
 from capplan.engine.request import Request
-from capplan.serving import state as s
 
 _TTFT_S: Final = (
     *(0.001, 0.005, 0.01, 0.02, 0.04, 0.06, 0.08, 0.1, 0.25, 0.5, 0.75, 1.0, 2.5, 5.0, 7.5, 10.0),
@@ -145,10 +144,10 @@ class Metrics:
 
     def _values(self) -> Iterator[Metric]:
         counters = self._engine.core.state.counters
-        used = 1.0 - counters[s.FREE_BLOCKS] / max(1, counters[s.CAPACITY])
+        used = 1.0 - counters.free_blocks / max(1, counters.capacity)
         for kind, name, help_text, value in (
-            (Gauge, "num_requests_running", "Requests running", counters[s.N_RUNNING]),
-            (Gauge, "num_requests_waiting", "Requests waiting", counters[s.N_WAITING]),
+            (Gauge, "num_requests_running", "Requests running", counters.n_running),
+            (Gauge, "num_requests_waiting", "Requests waiting", counters.n_waiting),
             (Gauge, "kv_cache_usage_perc", "Share of KV blocks in use; 1 is all", used),
             (Counter, "prompt_tokens", "Prompt tokens computed", self._prompt_tokens),
             (Counter, "generation_tokens", "Tokens generated", self._generation_tokens),

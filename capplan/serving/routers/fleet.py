@@ -6,12 +6,13 @@ the request's adapter, places ``first`` to ``last - 1`` of the placement, and re
 
 from __future__ import annotations
 
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import numpy as np
 from numpy.typing import NDArray
 
 from capplan.compile import by_reference, inner
+from capplan.serving.structures import Records, int_fields
 
 
 @by_reference
@@ -29,23 +30,17 @@ class Placement(NamedTuple):
     """Share of the adapter's requests that is meant for that instance; they sum to 1 over its holders."""
 
 
-_INSTANCE = np.dtype(
-    [
-        (name, np.int64)
-        for name in (
-            "running",  # requests in the batch
-            "queued",  # requests that wait, also those that the scheduler has not seen yet
-            "free_blocks",
-            "active_adapters",  # adapters of running requests
-            "queued_adapters",  # adapters of waiting requests, and adapters on their way
-            # -- what does not change --
-            "max_num_seqs",
-            "max_loras",
-            "block_size",
-            "blocks",  # KV blocks in all
-        )
-    ],
-    align=True,
+_INSTANCE = int_fields(
+    "running",  # requests in the batch
+    "queued",  # requests that wait, also those that the scheduler has not seen yet
+    "free_blocks",
+    "active_adapters",  # adapters of running requests
+    "queued_adapters",  # adapters of waiting requests, and adapters on their way
+    # -- constant --
+    "max_num_seqs",
+    "max_loras",
+    "block_size",
+    "blocks",  # KV blocks in all
 )
 
 PRESENT = 0  # rows of `Fleet.by_rank`: requests at the instance that have not ended,
@@ -59,7 +54,7 @@ AWAITED = 2  # or wait there
 class Fleet(NamedTuple):
     """The instances, as a router sees them."""
 
-    instances: np.recarray[Any, Any]
+    instances: Records
     """Shape (instances,); fields as in `_INSTANCE`."""
     by_rank: NDArray[np.int64]
     """Shape (instances, 3, largest rank + 1): requests by the rank of their adapter, 0 for the base model. No

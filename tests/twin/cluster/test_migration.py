@@ -68,7 +68,7 @@ def _withdraw_everywhere(state: State, limits: Limits, num_blocks: int, first_re
     taken = sum(take_out(state, adapter, first_request) for adapter in range(state.adapters.size))
     assert taken == len(movable)
     assert waiting_rows(state) == left
-    state.counters[s.N_GONE] = 0  # a step in flight is none of the withdrawal's business
+    state.counters.n_gone = 0  # a step in flight is none of the withdrawal's business
     if limits.policy != s.SLORA:  # which frees the pages of adapters with the next request that ends
         check_integrity(state, limits, num_blocks)
 
