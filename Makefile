@@ -1,15 +1,16 @@
 # One environment in .venv, made on demand; a stamp file per set of packages, so nothing is installed twice.
-# Where packages come from is pip's own configuration; which versions is constraints.txt.
+# Where packages come from is pip's own configuration; which versions is constraints.txt. Python itself compiles the
+# modules that are imported, so pip does not compile all of them.
 PYTHON ?= python3
 VENV ?= .venv
 TORCH ?= torch==2.13.0
-PYTEST_FLAGS ?= -n auto
+PYTEST_FLAGS ?= -n auto --dist worksteal
 
 BIN := $(VENV)/bin
-INSTALL := $(BIN)/python -m pip install --quiet --disable-pip-version-check --constraint constraints.txt
+INSTALL := $(BIN)/python -m pip install --quiet --disable-pip-version-check --no-compile --constraint constraints.txt
 
 .DEFAULT_GOAL := help
-.PHONY: help plan test bench docs lint format clean gpu-campaign
+.PHONY: help plan test compile bench docs lint format clean gpu-campaign
 
 help: ## what can be made
 	@awk -F ':.*## ' '/^[a-z-]+:.*## / { printf "make %-12s %s\n", $$1, $$2 }' $(MAKEFILE_LIST)
@@ -17,8 +18,12 @@ help: ## what can be made
 plan: $(VENV)/.base ## plan the example workload: prints the plan and writes plan.json
 	$(BIN)/capplan plan examples/chat-96/workload.yaml -o plan.json
 
-test: lint ## everything CI runs: linters, types, import arrows, tests with coverage
+test: $(VENV)/.test ## everything CI runs: linters, types, import arrows, tests with coverage
+	$(MAKE) --jobs=2 --output-sync=target lint compile
 	$(BIN)/python -m pytest $(PYTEST_FLAGS) --cov --cov-report=term
+
+compile: $(VENV)/.test ## compile once what most tests call, into the cache on disk
+	$(BIN)/python -m tests.compile
 
 bench: $(VENV)/.test ## time what has a speed to keep
 	$(BIN)/python -m pytest benchmarks --benchmark-only
@@ -26,7 +31,7 @@ bench: $(VENV)/.test ## time what has a speed to keep
 docs: $(VENV)/.test ## build the documentation site into site/, strictly
 	$(BIN)/mkdocs build --strict --quiet
 
-gpu-campaign: $(VENV)/.test ## measure a CUDA machine into datasets/<gpu>, slice by slice; goes on where it stopped
+gpu-campaign: $(VENV)/.test ## measure a CUDA machine into datasets/<gpu>, slice by slice; resumable
 	$(BIN)/python -m capplan.profiling.campaign $(CAMPAIGN_FLAGS)
 
 lint: $(VENV)/.test ## ruff, mypy, import-linter

@@ -6,6 +6,9 @@ from hypothesis import settings
 
 REFERENCE_DIR = Path(__file__).resolve().parents[2] / "shared" / "reference"
 
+if "PYTEST_XDIST_WORKER" in os.environ:  # the workers share the cores already
+    os.environ.setdefault("OMP_NUM_THREADS", "1")
+
 # CI must give the same answer twice: fixed examples, no deadline on a busy machine.
 settings.register_profile("ci", deadline=None, derandomize=True, max_examples=25)
 settings.register_profile("dev", deadline=None, max_examples=50)
@@ -16,5 +19,5 @@ settings.load_profile("ci" if os.environ.get("CI") else "dev")
 def reference_dir() -> Path:
     """Other people's measurements and recordings, kept in a folder beside the checkout."""
     if not REFERENCE_DIR.is_dir():
-        pytest.skip("no ../shared/reference beside the checkout: published measurements are not at hand")
+        pytest.skip("no ../shared/reference beside the checkout with the published measurements")
     return REFERENCE_DIR
