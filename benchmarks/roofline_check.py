@@ -23,8 +23,7 @@ from benchmarks.common import command_line, records_table
 from capplan import Profile, load_profile
 from capplan.datasets.catalog import gpu_sheet, model_arch
 from capplan.models.calibration.least_squares import smape
-from capplan.models.loading import gpu_load_ms
-from capplan.models.memory import kv_tokens
+from capplan.models.memory import gpu_load_ms, kv_tokens
 from capplan.models.roofline import Assumptions, Efficiencies, EngineChoice, roofline_profile
 from capplan.models.step_latency import StepFeatures, coefficient_array, latency_code, step_ms
 

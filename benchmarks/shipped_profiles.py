@@ -15,7 +15,8 @@ from tempfile import TemporaryDirectory
 from capplan import Profile, load_profile
 from capplan.datasets.published.runs import GROUPS, PUBLISHED, PublishedModel
 from capplan.datasets.published.tables import TABLES, write_tables
-from capplan.models.calibration.components import Hardware, assumed_model, assumed_profile
+from capplan.models.calibration.components import Hardware, assumed_profile
+from capplan.models.memory import assumed_model
 from capplan.spec import write_text_atomic
 from capplan.twin.calibration import CalibrationOptions, CalibrationTables, calibrate
 

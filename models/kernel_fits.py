@@ -1,14 +1,14 @@
-"""Which form explains which kernel: Toppings' two, and one of what a kernel reads, computes and launches.
+"""Fits of kernel times: Toppings' two forms, and an additive one of reads, operations and launches.
 
-Toppings (section 5, eq. 2) predicts whole iterations; its forms are fitted to kernel times here, and to
-iterations by whatever profiles an engine. Both are ordinary least squares, as there. Ours is fitted to
-relative errors with coefficients that cannot be negative (`capplan.models.calibration.least_squares`).
+Toppings (section 5, eq. 2) predicts whole iterations. Its forms are fitted to kernel times here by ordinary
+least squares, as there. The additive form is fitted to relative errors with coefficients of at least 0
+(`capplan.models.calibration.least_squares`).
 """
 
 from __future__ import annotations
 
 import os
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from types import MappingProxyType
@@ -19,7 +19,7 @@ import pandas as pd
 from numpy.typing import NDArray
 
 from capplan.errors import InputError
-from capplan.models.calibration.least_squares import LinearProblem, fit_linear, smape
+from capplan.models.calibration.least_squares import LinearProblem, fit_linear, r_squared, smape
 
 COLUMNS: Final = (
     "kernel",
@@ -52,7 +52,7 @@ def read_kernel_table(path: str | os.PathLike[str]) -> pd.DataFrame:
     Raises
     ------
     InputError
-        When it cannot be read, or lacks a column.
+        For an unreadable file or a missing column.
     """
     name = os.fspath(path)
     try:
@@ -65,18 +65,17 @@ def read_kernel_table(path: str | os.PathLike[str]) -> pd.DataFrame:
     return frame
 
 
-Columns = Mapping[str, NDArray[np.float64]]
-
 TOPPINGS_BGMV: Final = "toppings-bgmv"
 TOPPINGS_MBGMV: Final = "toppings-mbgmv"
 ADDITIVE: Final = "additive"
+FORMS: Final = (TOPPINGS_BGMV, TOPPINGS_MBGMV, ADDITIVE)
 FOLDS: Final = 5
 
 EXPLAINS_FROM: Final = 0.8
-"""Share of the variance on left-out configurations from which a form is said to explain a kernel."""
+"""Least share of the variance on left-out configurations for a form to explain a kernel."""
 
 GRIDS: Final = MappingProxyType({"paper": ("paper",), "wide": ("paper", "wide"), "tiny": ("tiny",)})
-"""Grids of decode that are fitted, and the grids of cases that belong to each."""
+"""Fitted grids of decode, and the grids of cases that belong to each."""
 
 MEANT_FOR: Final = MappingProxyType(
     {
@@ -92,42 +91,6 @@ MEANT_FOR: Final = MappingProxyType(
 """Kernel to the Toppings form that is meant for it."""
 
 
-def _toppings_bgmv(rows: pd.DataFrame) -> dict[str, pd.Series[float]]:
-    return {"alpha": rows["requests"] * rows["max_rank"], "beta": rows["requests"] ** 0}
-
-
-def _toppings_mbgmv(rows: pd.DataFrame) -> dict[str, pd.Series[float]]:
-    return {"alpha": rows["rank_sum"], "beta": rows["requests"] ** 0}
-
-
-def _additive(rows: pd.DataFrame) -> dict[str, pd.Series[float]]:
-    """Launches, weights read and products computed, at true ranks and padded ones.
-
-    A column that equals one before it in these rows is left out: nothing could tell their parts.
-    """
-    columns = {
-        "us": rows["requests"] ** 0,
-        "us_per_adapter": rows["adapters"],
-        "us_per_adapter_rank": rows["adapter_rank_sum"],
-        "us_per_padded_adapter_rank": rows["adapters"] * rows["max_rank"],
-        "us_per_token": rows["tokens"],
-        "us_per_token_rank": rows["rank_tokens"],
-        "us_per_padded_token_rank": rows["tokens"] * rows["max_rank"],
-    }
-    kept: dict[str, pd.Series[float]] = {}
-    for name, column in columns.items():
-        if not any(np.array_equal(column, other) for other in kept.values()):
-            kept[name] = column
-    return kept
-
-
-_COLUMNS: Final[Mapping[str, Callable[[pd.DataFrame], dict[str, pd.Series[float]]]]] = MappingProxyType(
-    {TOPPINGS_BGMV: _toppings_bgmv, TOPPINGS_MBGMV: _toppings_mbgmv, ADDITIVE: _additive}
-)
-
-FORMS: Final = tuple(_COLUMNS)
-
-
 @dataclass(frozen=True)
 class KernelFit:
     """A form fitted to a kernel.
@@ -139,9 +102,9 @@ class KernelFit:
     coefficients
         In microseconds per unit.
     predicted, held_out
-        Microseconds by the fit to all rows, and by fits that had not seen the row's configuration, (rows,).
+        Microseconds by the fit to all rows, and by fits without the row's configuration, shape (rows,).
     r2, held_out_r2
-        Share of the variance that these explain; the second may be negative.
+        Explained share of the variance; the second may be negative.
     error, held_out_error
         SMAPE in percent.
     """
@@ -158,7 +121,7 @@ class KernelFit:
 
 @dataclass(frozen=True)
 class KernelReport:
-    """What is known of one kernel, half, width and phase on one grid.
+    """Fits of one kernel, half, width and phase on one grid.
 
     Attributes
     ----------
@@ -180,17 +143,17 @@ class KernelReport:
 
     @property
     def meant(self) -> str | None:
-        """The Toppings form that is meant for this kernel."""
+        """Toppings form that is meant for this kernel."""
         return MEANT_FOR.get(self.kernel)
 
     @property
     def explained_by(self) -> str | None:
-        """The Toppings form that predicts left-out configurations, the better one; None if neither does."""
+        """Better Toppings form if it predicts left-out configurations, else None."""
         best = self._toppings()[0]
         return best.form if best.held_out_r2 >= EXPLAINS_FROM else None
 
     def verdict(self) -> str:
-        """Say in words which form explains the kernel."""
+        """Return a sentence on the form that explains the kernel."""
         best, other = self._toppings()
         ours = self.fits[ADDITIVE]
         if self.explained_by is None:
@@ -215,16 +178,16 @@ class KernelReport:
 
 
 def explain_kernels(table: pd.DataFrame, folds: int = FOLDS) -> list[KernelReport]:
-    """Fit every form to every kernel of a table; see `capplan.models.kernel_fits`.
+    """Fit every form to every kernel of a table.
 
-    Sets of fewer than two rows per fold, and such as were only begun, are left out.
+    Sets with fewer than two configurations per fold are left out.
 
     Parameters
     ----------
     table
         Timings.
     folds
-        Parts of the cross-validation. The draws of one configuration are never on both sides.
+        Parts of the cross-validation; draws of one configuration are never on both sides.
     """
     reports = []
     for (kernel, phase, width, half), rows in with_both_halves(table).groupby(
@@ -269,13 +232,14 @@ def fit_kernel(rows: pd.DataFrame, form: str, folds: int = FOLDS) -> KernelFit:
     folds
         Parts of the cross-validation by configuration.
     """
-    columns = _COLUMNS[form](rows)
+    columns = _regressors(form, rows)
     names = tuple(columns)
     design: NDArray[np.float64] = np.array([columns[name] for name in names], np.float64).T
     y: NDArray[np.float64] = rows["median_us"].to_numpy(np.float64)
     values = _solve(form, names, design, y)
     held_out: NDArray[np.float64] = np.empty(y.size)
-    part = _folds(rows["configuration"], folds)
+    # Neighbours on the grid go into different parts.
+    part = pd.factorize(rows["configuration"])[0] % folds
     for fold in range(folds):
         out = part == fold
         held_out[out] = design[out] @ _solve(form, names, design[~out], y[~out])
@@ -292,23 +256,34 @@ def fit_kernel(rows: pd.DataFrame, form: str, folds: int = FOLDS) -> KernelFit:
     )
 
 
+def _regressors(form: str, rows: pd.DataFrame) -> dict[str, pd.Series[float]]:
+    ones = rows["requests"] ** 0
+    if form == TOPPINGS_BGMV:
+        return {"alpha": rows["requests"] * rows["max_rank"], "beta": ones}
+    if form == TOPPINGS_MBGMV:
+        return {"alpha": rows["rank_sum"], "beta": ones}
+    # Launches, weights read and products computed, at true ranks and padded ones.
+    columns = {
+        "us": ones,
+        "us_per_adapter": rows["adapters"],
+        "us_per_adapter_rank": rows["adapter_rank_sum"],
+        "us_per_padded_adapter_rank": rows["adapters"] * rows["max_rank"],
+        "us_per_token": rows["tokens"],
+        "us_per_token_rank": rows["rank_tokens"],
+        "us_per_padded_token_rank": rows["tokens"] * rows["max_rank"],
+    }
+    kept: dict[str, pd.Series[float]] = {}
+    for name, column in columns.items():
+        # Coefficients of equal columns are not separable.
+        if not any(np.array_equal(column, other) for other in kept.values()):
+            kept[name] = column
+    return kept
+
+
 def _solve(
     form: str, names: tuple[str, ...], design: NDArray[np.float64], y: NDArray[np.float64]
 ) -> NDArray[np.float64]:
     if form == ADDITIVE:
-        fit = fit_linear(LinearProblem(names, design, y))
-        return fit.values  # noqa: PD011 - no table
+        return fit_linear(LinearProblem(names, design, y)).values  # noqa: PD011 - no table
     found: NDArray[np.float64] = np.asarray(np.linalg.lstsq(design, y, rcond=None)[0], np.float64)
     return found
-
-
-def _folds(configurations: pd.Series[str], folds: int) -> NDArray[np.int64]:
-    """Return the part of each row; neighbours on the grid go into different parts."""
-    order = {name: at for at, name in enumerate(dict.fromkeys(configurations))}
-    return np.array([order[name] % folds for name in configurations], np.int64)
-
-
-def r_squared(predicted: NDArray[np.float64], actual: NDArray[np.float64]) -> float:
-    """Return the share of the variance that predictions explain."""
-    spread = float(np.sum((actual - actual.mean()) ** 2))
-    return 1.0 - float(np.sum((actual - predicted) ** 2)) / spread if spread > 0.0 else float("nan")

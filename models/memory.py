@@ -1,26 +1,40 @@
-"""How many KV tokens an engine has left beside its weights and adapter slots."""
+"""Memory and loading models: KV tokens beside weights and adapter slots, and adapter load times."""
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import dataclass
 
 from capplan.errors import InfeasibleError
 from capplan.serving.memory import kv_bytes_per_token, slot_bytes, weight_bytes
-from capplan.spec import Profile
+from capplan.spec import Coefficient, EngineArgs, Fit, FittedModel, Profile
 
-FORM = "slots-and-reserve"
+MEMORY_FORM = "slots-and-reserve"
 """``gpu_memory * utilization - weights - reserved - a_max * (slot_factor * slot_bytes(s_max) + slot_overhead)
 - bytes_per_seq * max(0, max_num_seqs - seqs_in_reserve)``: vLLM's start-up run samples for max_num_seqs
 requests, and beyond some number the logits of that run, not its activations, set the peak.
 """
 
+LOADING_FORM = "copies-and-bytes"
+"""``gpu_ms = serving_factor * (gpu_base + gpu_per_rank * rank + gpu_padding [rank < s_max])`` and
+``disk_ms = disk_base + disk_per_rank * rank``.
+
+An engine copies every matrix of a slot separately, so the number of copies weighs more than the bytes. A rank
+below the slot's is copied into a strided view, which is slower. The copies were timed on an idle engine;
+between the steps of a busy one they take `serving_factor` times as long.
+"""
+
+HOST_FORM = "per-request"
+
+ASSUMED = "assumed, not measured"
+
 
 @dataclass(frozen=True)
 class KvBudget:
-    """What decides about KV tokens on one GPU of a profile, for those who ask about many settings."""
+    """Memory of one GPU of a profile, for KV tokens under many settings."""
 
     memory_bytes: float
-    """Of the GPU, as far as the engine may take it."""
+    """GPU memory that the engine may use."""
     weight_bytes: int
     reserved_bytes: float
     slot_bytes_per_rank: int
@@ -44,7 +58,7 @@ class KvBudget:
 
 
 def kv_budget(profile: Profile, gpu_memory_utilization: float) -> KvBudget:
-    """Return what a profile says of memory."""
+    """Return the memory of one GPU of a profile."""
     memory, engine = profile.memory, profile.engine
     return KvBudget(
         memory_bytes=profile.gpu.memory_bytes * gpu_memory_utilization,
@@ -63,7 +77,7 @@ def kv_budget(profile: Profile, gpu_memory_utilization: float) -> KvBudget:
 def kv_tokens(
     profile: Profile, a_max: int, s_max: int, gpu_memory_utilization: float, max_num_seqs: int
 ) -> int:
-    """Return the KV tokens that fit on one GPU, a multiple of the block size; 0 when nothing is left.
+    """Return the KV tokens that fit on one GPU, a multiple of the block size.
 
     Parameters
     ----------
@@ -81,27 +95,47 @@ def kv_tokens(
     return kv_budget(profile, gpu_memory_utilization).tokens(a_max, s_max, max_num_seqs)
 
 
-def require_kv_tokens(
-    profile: Profile,
-    a_max: int,
-    s_max: int,
-    gpu_memory_utilization: float,
-    max_num_seqs: int,
-    max_model_len: int,
-) -> int:
-    """Return the KV tokens, where one request of `max_model_len` fits.
+def require_kv_tokens(profile: Profile, args: EngineArgs, a_max: int) -> int:
+    """Return the KV tokens beside `a_max` slots, at least one request of `max_model_len`.
 
     Raises
     ------
     InfeasibleError
-        With reason ``memory`` when it does not: the engine would refuse to start.
+        With reason ``memory`` when it does not fit: the engine would refuse to start.
     """
-    tokens = kv_tokens(profile, a_max, s_max, gpu_memory_utilization, max_num_seqs)
-    if tokens < max_model_len:
+    s_max, seqs, utilization = args.max_lora_rank, args.max_num_seqs, args.gpu_memory_utilization
+    tokens = kv_tokens(profile, a_max, s_max, utilization, seqs)
+    if tokens < args.max_model_len:
         raise InfeasibleError(
-            f"memory: weights, {a_max} adapter slots of rank {s_max} and max_num_seqs {max_num_seqs} "
-            f"leave {tokens} KV tokens in {gpu_memory_utilization:g} of a {profile.gpu.name}, fewer than one "
-            f"request of max_model_len {max_model_len}",
+            f"memory: weights, {a_max} adapter slots of rank {s_max} and max_num_seqs {seqs} "
+            f"leave {tokens} KV tokens in {utilization:g} of a {profile.gpu.name}, fewer than one "
+            f"request of max_model_len {args.max_model_len}",
             reason="memory",
         )
     return tokens
+
+
+def gpu_load_ms(loading: FittedModel, rank: int, s_max: int) -> float:
+    """Return the milliseconds of one copy from host memory into a slot."""
+    padding = loading.value("gpu_padding_ms") if rank < s_max else 0.0
+    idle = loading.value("gpu_base_ms") + loading.value("gpu_ms_per_rank") * rank + padding
+    return loading.value("serving_factor") * idle
+
+
+def disk_load_ms(loading: FittedModel, rank: int) -> float:
+    """Return the milliseconds of one read from disk into host memory."""
+    return loading.value("disk_base_ms") + loading.value("disk_ms_per_rank") * rank
+
+
+def assumed_model(
+    form: str,
+    values: Mapping[str, float],
+    source: str = ASSUMED,
+    error_formula: str = "none: nothing was measured",
+) -> FittedModel:
+    """Return a model of coefficients that were not fitted."""
+    return FittedModel(
+        form=form,
+        coefficients={name: Coefficient(value=value) for name, value in values.items()},
+        fit=Fit(source=source, samples=0, error_formula=error_formula, error=0.0),
+    )

@@ -1,14 +1,13 @@
-"""A profile of hardware that nobody measured: bytes over bandwidth, operations over arithmetic, launches.
+"""Profiles from datasheets: bytes over bandwidth, operations over arithmetic, kernel launches.
 
 The step model is the additive form with coefficients that follow from datasheets and assumed
-`Efficiencies`. A step takes the larger of reading the weights and computing its tokens, or rather, since the
-form is linear: the chord of that maximum from 0 to `GRAPH_TOKENS` tokens, beyond which it computes. On every
-known GPU computing has overtaken reading by then. The chord lies above the maximum in between, where real
-engines overlap the two only partly.
+`Efficiencies`. A step takes the larger of reading the weights and computing its tokens. The form is linear,
+so it uses the chord of that maximum from 0 to `GRAPH_TOKENS` tokens, beyond which every known GPU is limited
+by arithmetic. The chord lies above the maximum in between, where real engines overlap the two only partly.
 
-Two things are not on any datasheet. Where the engine's LoRA kernels are vLLM's, what they cost per layer,
-slot and adapter is carried over from the shipped H100 profiles (`VllmLora`): blocks that each do little take
-their time on any GPU. The memory an engine keeps back and its time per request are theirs, too.
+Two things are on no datasheet. The cost of vLLM's LoRA kernels per layer, slot and adapter is that of the
+shipped H100 profiles (`VllmLora`): blocks with little work take their time on any GPU. So are the memory an
+engine keeps back and its time per request.
 """
 
 from __future__ import annotations
@@ -18,13 +17,10 @@ from typing import Final
 
 from capplan.datasets.catalog import GpuSheet
 from capplan.errors import InputError
-from capplan.models import loading, memory
+from capplan.models.memory import HOST_FORM, LOADING_FORM, MEMORY_FORM, assumed_model
 from capplan.models.step_latency import ADDITIVE, GRAPH_TOKENS
 from capplan.serving.memory import adapter_bytes, kv_bytes_per_token, lora_elements_per_rank, weight_bytes
 from capplan.spec import (
-    Coefficient,
-    Fit,
-    FittedModel,
     Gpu,
     Kernel,
     ModelArch,
@@ -51,10 +47,10 @@ _REQUEST_MS: Final = 10.5
 
 @dataclass(frozen=True)
 class Efficiencies:
-    """Efficiencies: what part of a datasheet's peak a kernel reaches, and what it costs to start one.
+    """Shares of a datasheet's peak that kernels reach, and the cost of starting one.
 
-    Round numbers. `compute` and `kernel_us` were settled with the batch-1 and the prefill rows of another
-    tool's predictions for an H100 and an H200 in view; none was fitted. docs/profiling.md tells how they do.
+    Round numbers, none of them fitted. `compute` and `kernel_us` were chosen in view of the batch-1 and the
+    prefill rows of another tool's predictions for an H100 and an H200.
 
     Attributes
     ----------
@@ -65,7 +61,7 @@ class Efficiencies:
     host_link
         Of the peak of PCIe, from pinned memory.
     kernel_us
-        Between the starts of two dependent kernels in a CUDA graph that each do little.
+        Between the starts of two small dependent kernels in a CUDA graph.
     kernels_per_layer
         Norms, rotary positions, writing KV, attention in two parts, activation, four matrix products.
     lora_kernels_per_layer
@@ -77,7 +73,7 @@ class Efficiencies:
     disk_bytes_per_s, disk_ms
         Reading an adapter's file, and opening it.
     step_ms
-        Time of the host in a step that does not run beside the GPU.
+        Host time in a step that does not overlap the GPU.
     """
 
     bandwidth: float = 0.92
@@ -111,7 +107,7 @@ class Efficiencies:
 
 @dataclass(frozen=True)
 class VllmLora:
-    """What vLLM's LoRA kernels cost: both shipped H100 profiles (vLLM 0.8.5), rounded.
+    """Cost of vLLM's LoRA kernels: both shipped H100 profiles (vLLM 0.8.5), rounded.
 
     Attributes
     ----------
@@ -119,8 +115,8 @@ class VllmLora:
         Time that the kernels take per token, over the time to move their activations once. The profiles have
         5.0 to 7.0, if their memory does 2 TB/s.
     us_per_slot, us_per_slot_ktoken, us_per_slot_rank16, us_per_adapter, us_per_adapter_rank16
-        Microseconds per layer; names as in the additive form. The two profiles agree within 20 %, but for the
-        first and the third, although their models differ in width, heads and number of layers.
+        Microseconds per layer; names as in the additive form. The two profiles agree within 20 % except for
+        the first and the third, although their models differ in width, heads and number of layers.
     us_per_adapter_small_rank16, us_per_adapter_krequest, us_per_adapter_queued
         Likewise.
     """
@@ -139,13 +135,6 @@ class VllmLora:
         """Return coefficients of the additive form."""
         per_layer = {name: us for name, us in vars(self).items() if name.startswith("us_")}
         return {f"ms_{name.removeprefix('us_')}": layers * us / 1e3 for name, us in per_layer.items()}
-
-    def in_words(self) -> str:
-        """Return the assumption in one sentence."""
-        return (
-            "What LoRA kernels cost per layer, slot and adapter, and per token over the traffic of "
-            "activations, is carried over from the H100 profiles of vLLM 0.8.5"
-        )
 
 
 def step_coefficients(
@@ -209,49 +198,21 @@ def _all_reduce(sheet: GpuSheet, arch: ModelArch, tp: int, physics: Efficiencies
     return 2 * arch.layers * physics.reduce_us / 1e3, 1e3 * per_token_ms
 
 
-def memory_coefficients(arch: ModelArch) -> dict[str, float]:
-    """Return the coefficients of the memory model."""
-    return {
-        "reserved_bytes": _RESERVED_BYTES,
-        "slot_factor": 1.0,
-        "slot_overhead_bytes": 0.0,
-        "bytes_per_seq": _LOGIT_COPIES * 4.0 * arch.vocab_size,
-        "seqs_in_reserve": _SEQS_IN_RESERVE,
-    }
-
-
-def loading_coefficients(
-    sheet: GpuSheet, arch: ModelArch, tp: int, physics: Efficiencies
-) -> dict[str, float]:
-    """Return the coefficients of the loading model: copies over PCIe one by one, files from disk."""
-    per_rank = adapter_bytes(arch, 1)
-    on_gpu = arch.dtype_bytes * lora_elements_per_rank(arch, tp)
-    return {
-        "serving_factor": 1.0,
-        "gpu_base_ms": arch.layers * _MATRICES * physics.copy_us / 1e3,
-        "gpu_ms_per_rank": 1e3 * on_gpu / (physics.host_link * sheet.host_bytes_per_s),
-        "gpu_padding_ms": 0.0,
-        "disk_base_ms": physics.disk_ms,
-        "disk_ms_per_rank": 1e3 * per_rank / physics.disk_bytes_per_s,
-    }
-
-
-def host_coefficients() -> dict[str, float]:
-    """Return the coefficients of the host model."""
-    return {"request_ms": _REQUEST_MS, "client_itl_factor": 1.0}
-
-
 NOT_MEASURED: Final = "analytic roofline, not measured"
+_CARRIED: Final = (
+    "What LoRA kernels cost per layer, slot and adapter, and per token over the traffic of activations, is "
+    "carried over from the H100 profiles of vLLM 0.8.5"
+)
 
 
 @dataclass(frozen=True)
 class EngineChoice:
-    """Which engine a profile is of.
+    """Engine of a profile.
 
     Attributes
     ----------
     lora
-        Whether adapters are served at all; without, the profile is of the bare model.
+        Whether adapters are served.
     """
 
     name: str = "vllm"
@@ -263,7 +224,7 @@ class EngineChoice:
 
 @dataclass(frozen=True)
 class Assumptions:
-    """What is not on a datasheet."""
+    """Quantities that are not on a datasheet."""
 
     physics: Efficiencies = field(default_factory=Efficiencies)
     vllm_lora: VllmLora = field(default_factory=VllmLora)
@@ -277,7 +238,7 @@ def roofline_profile(
     assumptions: Assumptions | None = None,
     command: str = "capplan profile roofline",
 ) -> Profile:
-    """Return the profile.
+    """Return the analytic profile of a GPU and a model.
 
     Parameters
     ----------
@@ -286,26 +247,46 @@ def roofline_profile(
     arch
         The model; its `dtype_bytes` must be 2.
     engine
-        The engine; vLLM unless given.
+        The engine; vLLM by default.
     tp
-        GPUs that share one copy of the model.
+        GPUs per copy of the model.
     assumptions
-        What is not on a datasheet.
+        Quantities that are not on a datasheet.
     command
-        What to record as having made it.
+        Recorded in the provenance.
 
     Raises
     ------
     InputError
-        When weights are not of 16 bits, the heads cannot be shared by `tp` GPUs, or the weights alone do not
-        fit into the memory.
+        When weights are not of 16 bits, `tp` does not divide the heads, or the weights do not fit.
     """
     engine, given = engine or EngineChoice(), assumptions or Assumptions()
     _check(sheet, arch, tp)
-    lora = engine.lora
-    carried = given.vllm_lora if lora and engine.kernel is Kernel.VLLM else None
-    steps = step_coefficients(sheet, arch, tp, given.physics, lora=lora, carried=carried)
-    source = f"{sheet.source}. {given.physics.in_words()}"
+    physics = given.physics
+    carried = given.vllm_lora if engine.lora and engine.kernel is Kernel.VLLM else None
+    notes = [f"Nothing here was measured on this GPU. {physics.in_words()}", *([_CARRIED] if carried else [])]
+    source = f"{sheet.source}. {physics.in_words()}"
+    formula = f"none: {NOT_MEASURED}"
+    memory = {
+        "reserved_bytes": _RESERVED_BYTES,
+        "slot_factor": 1.0,
+        "slot_overhead_bytes": 0.0,
+        "bytes_per_seq": _LOGIT_COPIES * 4.0 * arch.vocab_size,
+        "seqs_in_reserve": _SEQS_IN_RESERVE,
+    }
+    # Copies over PCIe one by one, files from disk.
+    on_gpu = arch.dtype_bytes * lora_elements_per_rank(arch, tp)
+    loading = {
+        "serving_factor": 1.0,
+        "gpu_base_ms": arch.layers * _MATRICES * physics.copy_us / 1e3,
+        "gpu_ms_per_rank": 1e3 * on_gpu / (physics.host_link * sheet.host_bytes_per_s),
+        "gpu_padding_ms": 0.0,
+        "disk_base_ms": physics.disk_ms,
+        "disk_ms_per_rank": 1e3 * adapter_bytes(arch, 1) / physics.disk_bytes_per_s,
+    }
+    host = {"request_ms": _REQUEST_MS, "client_itl_factor": 1.0}
+    shipped = "of the shipped H100 profiles, rounded"
+    steps = step_coefficients(sheet, arch, tp, physics, lora=engine.lora, carried=carried)
     return Profile(
         name=f"roofline/{sheet.key}/{arch.name.lower()}/{engine.name}-{engine.version}",
         gpu=Gpu(name=sheet.name, memory_bytes=sheet.memory_bytes),
@@ -314,19 +295,15 @@ def roofline_profile(
         engine=ProfileEngine(
             name=engine.name, version=engine.version, rules=engine.rules, kernel=engine.kernel
         ),
-        step_latency=_model(ADDITIVE.name, steps, source),
-        memory=_model(
-            memory.FORM, memory_coefficients(arch), "kept-back memory of the shipped H100 profiles, rounded"
-        ),
-        loading=_model(loading.FORM, loading_coefficients(sheet, arch, tp, given.physics), source),
-        host=_model(
-            "per-request", host_coefficients(), "time per request of the shipped H100 profiles, rounded"
-        ),
+        step_latency=assumed_model(ADDITIVE.name, steps, source, formula),
+        memory=assumed_model(MEMORY_FORM, memory, f"kept-back memory {shipped}", formula),
+        loading=assumed_model(LOADING_FORM, loading, source, formula),
+        host=assumed_model(HOST_FORM, host, f"time per request {shipped}", formula),
         provenance=Provenance(
             kind=ProvenanceKind.ROOFLINE,
             source=f"{NOT_MEASURED}: {sheet.source}",
             command=command,
-            notes=_notes(given, carried),
+            notes=". ".join(notes),
         ),
     )
 
@@ -342,18 +319,3 @@ def _check(sheet: GpuSheet, arch: ModelArch, tp: int) -> None:
         size, room = weight_bytes(arch, tp) / 2**30, sheet.memory_bytes / 2**30
         rule = f"must be more: {size:.1f} GiB of weights per GPU do not fit into {room:.1f} GiB"
         raise InputError(rule, tp, "--tp")
-
-
-def _notes(given: Assumptions, carried: VllmLora | None) -> str:
-    text = f"Nothing here was measured on this GPU. {given.physics.in_words()}"
-    if carried is not None:
-        text += f". {carried.in_words()}"
-    return text
-
-
-def _model(form: str, values: dict[str, float], source: str) -> FittedModel:
-    return FittedModel(
-        form=form,
-        coefficients={name: Coefficient(value=value) for name, value in values.items()},
-        fit=Fit(source=source, samples=0, error_formula=f"none: {NOT_MEASURED}", error=0.0),
-    )

@@ -13,8 +13,7 @@ from numpy.typing import NDArray
 
 from capplan.compile import by_reference
 from capplan.errors import InputError
-from capplan.models.loading import disk_load_ms, gpu_load_ms
-from capplan.models.memory import require_kv_tokens
+from capplan.models.memory import disk_load_ms, gpu_load_ms, require_kv_tokens
 from capplan.models.step_latency import coefficient_array, latency_code, uses_ranks
 from capplan.serving import Limits, ServingRules, adapter_bytes, kv_bytes_per_token, serving_rules
 from capplan.spec import EngineArgs, Profile, Workload
@@ -144,14 +143,7 @@ def build_scenario(
     if serving.declared_output and host_slots < adapters:
         rule = f"must be at least the {adapters} adapters under the rules {serving.name}"
         raise InputError(rule, host_slots, "max_cpu_loras")
-    kv = require_kv_tokens(
-        profile,
-        0 if serving.declared_output else args.max_loras,
-        args.max_lora_rank,
-        args.gpu_memory_utilization,
-        args.max_num_seqs,
-        args.max_model_len,
-    )
+    kv = require_kv_tokens(profile, args, 0 if serving.declared_output else args.max_loras)
     num_blocks = kv // profile.engine.block_size
     if requests is None:
         requests = draw_for(workload, profile, duration_s, seed, args.max_model_len)

@@ -97,7 +97,7 @@ class StepModelCandidate:
         if self.form is DIGITAL_TWIN:
             return _fit_digital_twin(self, table)
         columns = self.columns(table)
-        problem = LinearProblem(tuple(columns), np.column_stack(list(columns.values())), table.step_ms)
+        problem = LinearProblem.of(columns, table.step_ms)
         fit = fit_linear(problem)
         bound = np.isnan(fit.std_errors) if table.rows > len(columns) else np.zeros(len(columns), bool)
         values = np.where(bound, 0.0, fit.values)  # the solver stops slightly above the bound
@@ -352,8 +352,7 @@ def _digital_twin_start(table: StepTable) -> dict[str, float]:
         "k4*k6": table.adapters * table.requests,
         "k2": table.waiting,
     }
-    problem = LinearProblem(tuple(columns), np.column_stack(list(columns.values())), table.step_ms)
-    k = dict(zip(columns, fit_linear(problem).values, strict=True))
+    k = dict(zip(columns, fit_linear(LinearProblem.of(columns, table.step_ms)).values, strict=True))
     by_base = k["k5*k6"] / k["k5"] if k["k5"] > 0.0 else 0.0
     return {"k1": 0.0, "k2": k["k2"], "k3": 0.0, "k4": k["k4"], "k5": k["k5"], "k6": by_base}
 

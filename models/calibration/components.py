@@ -13,14 +13,12 @@ from scipy.optimize import brentq
 from scipy.stats import gamma, norm, qmc
 
 from capplan.errors import InputError
-from capplan.models import loading, memory
 from capplan.models.calibration.least_squares import LinearFit, LinearProblem, fit_linear, fitted_model
 from capplan.models.calibration.tables import read_table, require_positive
+from capplan.models.memory import ASSUMED, HOST_FORM, LOADING_FORM, MEMORY_FORM, assumed_model
 from capplan.models.step_latency import ADDITIVE
 from capplan.serving.memory import adapter_bytes, kv_bytes_per_token, slot_bytes, weight_bytes
 from capplan.spec import (
-    Coefficient,
-    Fit,
     FittedModel,
     Gpu,
     Lengths,
@@ -35,7 +33,6 @@ MEMORY_COLUMNS: Final = ("a_max", "s_max", "kv_tokens")
 MEMORY_OPTIONS: Final = ("max_num_seqs", "gpu_memory_utilization")
 LOADING_COLUMNS: Final = ("rank", "s_max", "ms")
 LOADING_OPTIONS: Final = ("kind",)
-ASSUMED: Final = "assumed, not measured"
 _GPU: Final = "gpu"
 _DISK: Final = "disk"
 _UTILIZATION: Final = 0.9
@@ -85,15 +82,16 @@ def fit_memory(path: str | Path, base: Profile) -> FittedModel:
         "slot_factor": column["a_max"] * slots,
         "slot_overhead_bytes": column["a_max"],
     }
-    fit, fixed = _fit_with_sequences(columns, taken, column.get("max_num_seqs"), base)
+    seqs = column.get("max_num_seqs")
+    fit, fixed = _fit_with_sequences(columns, taken, seqs, base)
     fitted = fitted_model(
-        memory.FORM,
+        MEMORY_FORM,
         fit,
         f"{Path(path).name}: {len(frame)} start-ups",
         ranges={name: _range(column[name]) for name in ("a_max", "s_max")},
         fixed=fixed,
     )
-    predicted = fit.predict(fit.problem.design) + _sequence_bytes(fixed, column)
+    predicted = fit.predict(fit.problem.design) + _sequence_bytes(fixed, seqs)
     relative = np.abs(taken - predicted) / (column["kv_tokens"] * per_token)
     quality = fitted.fit.replace(
         error_formula="100 * mean(|p - a| / a) of KV tokens",
@@ -108,22 +106,19 @@ def _fit_with_sequences(
     taken: NDArray[np.float64],
     max_num_seqs: NDArray[np.float64] | None,
     base: Profile,
-) -> tuple[LinearFit, tuple[tuple[str, float], ...]]:
+) -> tuple[LinearFit, dict[str, float]]:
     """Return the fit and the fixed coefficients: the cost of sequences unless ``max_num_seqs`` varies."""
     if max_num_seqs is None or np.unique(max_num_seqs).size < 3:
-        fixed = tuple((name, base.memory.value(name)) for name in ("bytes_per_seq", "seqs_in_reserve"))
-        known = {} if max_num_seqs is None else {"max_num_seqs": max_num_seqs}
-        return _fit(columns, np.maximum(taken - _sequence_bytes(fixed, known), 1.0)), fixed
+        fixed = {name: base.memory.value(name) for name in ("bytes_per_seq", "seqs_in_reserve")}
+        rest = np.maximum(taken - _sequence_bytes(fixed, max_num_seqs), 1.0)
+        return fit_linear(LinearProblem.of(columns, rest)), fixed
     thresholds = np.linspace(max_num_seqs.min(), max_num_seqs.max(), _THRESHOLDS)[:-1]
     trials = [
-        _fit(columns | {"bytes_per_seq": np.maximum(0.0, max_num_seqs - free)}, taken) for free in thresholds
+        fit_linear(LinearProblem.of(columns | {"bytes_per_seq": np.maximum(0.0, max_num_seqs - free)}, taken))
+        for free in thresholds
     ]
     best = int(np.argmin([trial.error for trial in trials]))
-    return trials[best], (("seqs_in_reserve", float(thresholds[best])),)
-
-
-def _fit(columns: dict[str, NDArray[np.float64]], y: NDArray[np.float64]) -> LinearFit:
-    return fit_linear(LinearProblem(tuple(columns), np.column_stack(list(columns.values())), y))
+    return trials[best], {"seqs_in_reserve": float(thresholds[best])}
 
 
 def _range(values: NDArray[np.float64]) -> tuple[float, float]:
@@ -131,13 +126,12 @@ def _range(values: NDArray[np.float64]) -> tuple[float, float]:
 
 
 def _sequence_bytes(
-    fixed: tuple[tuple[str, float], ...], column: dict[str, NDArray[np.float64]]
+    fixed: Mapping[str, float], max_num_seqs: NDArray[np.float64] | None
 ) -> NDArray[np.float64] | float:
     """Return the bytes of sequences by fixed coefficients; 0 if they were fitted or are unknown."""
-    known = dict(fixed)
-    if "bytes_per_seq" not in known or "max_num_seqs" not in column:
+    if "bytes_per_seq" not in fixed or max_num_seqs is None:
         return 0.0
-    return known["bytes_per_seq"] * np.maximum(0.0, column["max_num_seqs"] - known["seqs_in_reserve"])
+    return fixed["bytes_per_seq"] * np.maximum(0.0, max_num_seqs - fixed["seqs_in_reserve"])
 
 
 def fit_loading(path: str | Path, base: Profile) -> FittedModel:
@@ -172,14 +166,14 @@ def fit_loading(path: str | Path, base: Profile) -> FittedModel:
     present = [name for name in columns if (kind == name).any()]
     source = f"{Path(path).name}: {len(frame)} loads ({', '.join(sorted(present))})"
     ranges = {"rank": _range(rank), "s_max": _range(s_max)}
+    coefficients = dict(base.loading.coefficients)
     fitted = []
     for name in present:
         keep = kind == name
-        fit = _fit({each: values[keep] for each, values in columns[name].items()}, ms[keep])
-        fitted.append(fitted_model(loading.FORM, fit, source, ranges=ranges))
-    coefficients = dict(base.loading.coefficients)
-    for model in fitted:
-        coefficients |= model.coefficients
+        kept = {each: values[keep] for each, values in columns[name].items()}
+        fit = fit_linear(LinearProblem.of(kept, ms[keep]))
+        fitted.append(fitted_model(LOADING_FORM, fit, source, ranges=ranges))
+        coefficients |= fitted[-1].coefficients
     return fitted[0].replace(coefficients=coefficients)
 
 
@@ -295,17 +289,8 @@ def assumed_profile(arch: ModelArch, hardware: Hardware) -> Profile:
         model=arch,
         engine=engine,
         step_latency=assumed_model(ADDITIVE.name, step),
-        memory=assumed_model(memory.FORM, slots),
-        loading=assumed_model(loading.FORM, loads),
-        host=assumed_model("per-request", {"request_ms": _REQUEST_MS, "client_itl_factor": 1.0}),
+        memory=assumed_model(MEMORY_FORM, slots),
+        loading=assumed_model(LOADING_FORM, loads),
+        host=assumed_model(HOST_FORM, {"request_ms": _REQUEST_MS, "client_itl_factor": 1.0}),
         provenance=Provenance(kind=ProvenanceKind.ROOFLINE, source=ASSUMED, command="capplan calibrate"),
-    )
-
-
-def assumed_model(form: str, values: Mapping[str, float]) -> FittedModel:
-    """Return a model of assumed coefficients."""
-    return FittedModel(
-        form=form,
-        coefficients={name: Coefficient(value=value) for name, value in values.items()},
-        fit=Fit(source=ASSUMED, samples=0, error_formula="none: nothing was measured", error=0.0),
     )

@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping
 from dataclasses import dataclass
+from types import MappingProxyType
 
 import numpy as np
 from numpy.typing import ArrayLike, NDArray
@@ -18,6 +19,12 @@ def smape(predicted: ArrayLike, actual: ArrayLike) -> float:
     """Return ``100 * mean(|p - a| / (|p| + |a|))``, NaN for empty arrays."""
     p, a = np.asarray(predicted, float), np.asarray(actual, float)
     return float(100 * np.mean(np.abs(p - a) / (np.abs(p) + np.abs(a)))) if a.size else float("nan")
+
+
+def r_squared(predicted: NDArray[np.float64], actual: NDArray[np.float64]) -> float:
+    """Return the explained share of the variance; NaN without variance."""
+    spread = float(np.sum((actual - actual.mean()) ** 2))
+    return 1.0 - float(np.sum((actual - predicted) ** 2)) / spread if spread > 0.0 else float("nan")
 
 
 @dataclass(frozen=True)
@@ -39,6 +46,11 @@ class LinearProblem:
     names: tuple[str, ...]
     design: NDArray[np.float64]
     y: NDArray[np.float64]
+
+    @staticmethod
+    def of(columns: Mapping[str, NDArray[np.float64]], y: NDArray[np.float64]) -> LinearProblem:
+        """Return the problem of named regressors, shape (samples,) each."""
+        return LinearProblem(tuple(columns), np.column_stack(list(columns.values())), y)
 
     def rows(self, keep: NDArray[np.bool_]) -> LinearProblem:
         """Return the problem with a subset of its samples."""
@@ -161,7 +173,7 @@ def fitted_model(
     source: str,
     *,
     ranges: dict[str, tuple[float, float]] | None = None,
-    fixed: Sequence[tuple[str, float]] = (),
+    fixed: Mapping[str, float] = MappingProxyType({}),
 ) -> FittedModel:
     """Return a fit as profiles store it.
 
@@ -179,7 +191,7 @@ def fitted_model(
         Coefficients of the form that were not fitted.
     """
     predicted = fit.predict(fit.problem.design)
-    coefficients = {name: Coefficient(value=value) for name, value in fixed}
+    coefficients = {name: Coefficient(value=value) for name, value in fixed.items()}
     for name, value, error in zip(fit.problem.names, fit.values, fit.std_errors, strict=True):
         coefficients[name] = coefficient(value, error)
     return FittedModel(

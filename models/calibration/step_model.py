@@ -16,7 +16,7 @@ from capplan.models.calibration.candidates import (
     candidate_named,
     candidates,
 )
-from capplan.models.calibration.least_squares import SMAPE_FORMULA, smape
+from capplan.models.calibration.least_squares import SMAPE_FORMULA, r_squared, smape
 from capplan.models.calibration.tables import REGIMES, StepTable
 from capplan.spec import Fit, FittedModel, Kernel
 
@@ -203,14 +203,12 @@ def _fit(candidate: StepModelCandidate, table: StepTable) -> StepModelFit:
 
 
 def _score(fit: StepModelFit, table: StepTable, held_out: NDArray[np.float64]) -> StepModelScore:
-    total = float(np.sum((table.step_ms - table.step_ms.mean()) ** 2))
-    unexplained = float(np.sum((held_out - table.step_ms) ** 2))
     return StepModelScore(
         label=fit.candidate.label,
         coefficients=int(np.sum(~np.isnan(fit.std_errors))),
         error=smape(fit.predict(table), table.step_ms),
         held_out_error=smape(held_out, table.step_ms),
-        held_out_r2=1.0 - unexplained / total if total > 0.0 else float("nan"),
+        held_out_r2=r_squared(held_out, table.step_ms),
     )
 
 

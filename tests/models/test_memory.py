@@ -9,7 +9,7 @@ from hypothesis import strategies as st
 from capplan import errors, load_profile
 from capplan.models.memory import kv_tokens, require_kv_tokens
 from capplan.serving import adapter_bytes, kv_bytes_per_token, slot_bytes, weight_bytes
-from capplan.spec import ModelArch, ProfileEngine
+from capplan.spec import EngineConfig, ModelArch, ProfileEngine
 
 MIB = 2**20
 TODAY = ProfileEngine(name="vllm", version="0.32.0", rules="vllm-0.8")
@@ -125,7 +125,8 @@ def test_kv_sizes_that_vllm_printed_are_met_within_the_stated_error(name: str, r
 def test_an_engine_that_cannot_hold_one_request_is_infeasible() -> None:
     profile = load_profile(PROFILES[0])
     tokens = kv_tokens(profile, 8, 16, 0.9, 256)
-    assert require_kv_tokens(profile, 8, 16, 0.9, 256, tokens) == tokens
+    args = EngineConfig(max_model_len=tokens).complete(max_loras=8, max_lora_rank=16)
+    assert require_kv_tokens(profile, args, 8) == tokens
     with pytest.raises(errors.InfeasibleError) as caught:
-        require_kv_tokens(profile, 8, 16, 0.9, 256, tokens + 1)
+        require_kv_tokens(profile, args.replace(max_model_len=tokens + 1), 8)
     assert caught.value.reason == "memory"

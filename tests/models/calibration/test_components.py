@@ -18,8 +18,7 @@ from capplan.models.calibration.components import (
     fit_memory,
     held_kv_tokens,
 )
-from capplan.models.loading import disk_load_ms, gpu_load_ms
-from capplan.models.memory import kv_tokens
+from capplan.models.memory import disk_load_ms, gpu_load_ms, kv_tokens
 from tests.twin.examples import part, profile
 
 CONFIG = {
