@@ -1,4 +1,4 @@
-"""Surrogates: learned from the twin, they answer for one GPU in microseconds and know their error."""
+"""Surrogates of the twin: predictions for one GPU in microseconds, with error intervals."""
 
 from capplan.models.surrogates.files import load_surrogate
 from capplan.models.surrogates.surrogate import Surrogate, SurrogateAnswer

@@ -28,7 +28,6 @@ from capplan.models.surrogates.outputs import (
     LOG_ODDS,
     LOG_SERVED,
     OVER_EXPECTED,
-    OVER_OFFERED,
     PROBABILITY,
     Forest,
     forest_value,
@@ -58,9 +57,7 @@ LOAD_FEATURES: Final = (
 )
 """Features that fall with the load, all else being equal."""
 
-_THROUGHPUT: Final = (OVER_EXPECTED, OVER_OFFERED)
 _STARVATION: Final = (PROBABILITY, LOG_ODDS, LOG_SERVED)
-_USES_EXPECTED: Final = _THROUGHPUT.index(OVER_EXPECTED)
 _GIVES_PROBABILITY: Final = _STARVATION.index(PROBABILITY)
 _GIVES_LOG_SERVED: Final = _STARVATION.index(LOG_SERVED)
 _OFFERED: Final = FEATURES.index("offered_tok_s")
@@ -83,14 +80,12 @@ class Predictions(SurrogateAnswers):
 
 
 class PackedTrees(NamedTuple):
-    """Surrogate in few arrays, since each one is converted on every call of compiled code."""
+    """Surrogate in few arrays, since each is converted on every call of compiled code."""
 
     trees: Forest
     """Trees of throughput, of starvation, and one for each end of the intervals."""
     throughput_trees: int
     starvation_trees: int
-    throughput_form: int
-    """Index into `_THROUGHPUT`."""
     starvation_form: int
     """Index into `_STARVATION`."""
     slope: float
@@ -164,7 +159,7 @@ def compile_surrogate(
 def pack_trees(surrogate: Surrogate) -> PackedTrees | None:
     """Return the arrays of a surrogate; None if an output needs more than one forest."""
     throughput, starvation, domain = surrogate.throughput, surrogate.starvation, surrogate.domain
-    if throughput.form not in _THROUGHPUT or starvation.form not in _STARVATION:
+    if throughput.form != OVER_EXPECTED or starvation.form not in _STARVATION:
         return None
     forests = (*throughput.forests, *starvation.forests)
     ends = (surrogate.intervals.low.forest, surrogate.intervals.high.forest)
@@ -172,7 +167,6 @@ def pack_trees(surrogate: Surrogate) -> PackedTrees | None:
         trees=joined((*forests, *ends)),
         throughput_trees=forests[0].roots.size,
         starvation_trees=forests[1].roots.size,
-        throughput_form=_THROUGHPUT.index(throughput.form),
         starvation_form=_STARVATION.index(starvation.form),
         slope=surrogate.calibration.slope,
         offset=surrogate.calibration.offset,
@@ -223,7 +217,8 @@ def _fill_predictions(rows: Floats, packed: PackedTrees, vectors: Vectors, scrat
     bounds = packed.bounds
     for i in range(vectors.shape[0]):
         x = vectors[i]
-        throughput = _throughput_tok_s(packed, x, _mean_leaf(packed.trees, x, 0, starvation_begins))
+        expected = np.float64(x[_OFFERED]) * max(np.float64(x[_EXPECTED]), 1e-6)
+        throughput = expected * np.exp(_mean_leaf(packed.trees, x, 0, starvation_begins))
         low = _mean_leaf(packed.trees, x, ends_begin, ends_begin + 1)
         high = _mean_leaf(packed.trees, x, ends_begin + 1, ends_begin + 2)
         starvation = _mean_leaf(packed.trees, x, starvation_begins, ends_begin)
@@ -241,14 +236,6 @@ def _fill_predictions(rows: Floats, packed: PackedTrees, vectors: Vectors, scrat
 def _mean_leaf(trees: Forest, x: Vectors, begin: int, end: int) -> float:
     _, feature, threshold, left, right, value = trees
     return forest_value(Forest(trees.roots[begin:end], feature, threshold, left, right, value), x)
-
-
-@jit
-def _throughput_tok_s(packed: PackedTrees, x: Vectors, log_ratio: float) -> float:
-    base = np.float64(x[_OFFERED])
-    if packed.throughput_form == _USES_EXPECTED:
-        base *= max(np.float64(x[_EXPECTED]), 1e-6)
-    return float(base * np.exp(log_ratio))
 
 
 @jit

@@ -22,7 +22,6 @@ Floats: TypeAlias = NDArray[np.float64]
 
 LEAF: Final = -1
 OVER_EXPECTED: Final = "over_expected"
-OVER_OFFERED: Final = "over_offered"
 SERVED_AND_STEP: Final = "served_and_step"
 PROBABILITY: Final = "probability"
 LOG_ODDS: Final = "log_odds"
@@ -103,17 +102,15 @@ def flatten_forest(model: RandomForestRegressor | RandomForestClassifier) -> For
     scikit-learn compares float32 features with float64 thresholds. Rounding a threshold down to float32 keeps
     every comparison.
     """
-    root = np.zeros(1, np.int32)
     return joined(
         [
             Forest(
-                root,
+                np.zeros(1, np.int32),
                 np.where(tree.children_left == LEAF, LEAF, tree.feature),
                 round_down(tree.threshold),
                 tree.children_left,
                 tree.children_right,
-                # A regressor's leaf holds its mean, a classifier's the shares of its classes.
-                tree.value[:, 0, -1].astype(np.float32),
+                tree.value[:, 0, -1].astype(np.float32),  # mean of a regressor, share of the last class
             )
             for tree in (estimator.tree_ for estimator in model.estimators_)
         ]
@@ -192,39 +189,24 @@ def log_odds(probability: Floats) -> Floats:
     return odds
 
 
-def _over_expected(features: Features, values: list[Floats]) -> Floats:
-    return expected_tok_s(features) * np.exp(values[0])
-
-
-def _over_offered(features: Features, values: list[Floats]) -> Floats:
-    return feature_of(features, "offered_tok_s") * np.exp(values[0])
-
-
 def _served_and_step(features: Features, values: list[Floats]) -> Floats:
     step_ms = feature_of(features, "step_ms") * np.exp(values[1])
     return throughput_of(features, served_share(features, values[0]), step_ms)
 
 
-def _log_served(_: Features, values: list[Floats]) -> Floats:
-    score: Floats = np.log(STARVED_BELOW) - values[0]
-    return score
-
-
 THROUGHPUT: Final[Mapping[str, OutputForm]] = MappingProxyType(
     {
-        OVER_EXPECTED: OutputForm(1, _over_expected),
-        OVER_OFFERED: OutputForm(1, _over_offered),
+        OVER_EXPECTED: OutputForm(1, lambda x, values: expected_tok_s(x) * np.exp(values[0])),
         SERVED_AND_STEP: OutputForm(2, _served_and_step),
     }
 )
-"""Values are the logarithm of throughput over the fluid model's or over the offered load, or of served
-fraction and step time over the fluid model's."""
+"""Values are the logarithm of throughput, or of served fraction and step time, over the fluid model's."""
 
 STARVATION: Final[Mapping[str, OutputForm]] = MappingProxyType(
     {
         PROBABILITY: OutputForm(1, lambda _, values: log_odds(values[0])),
         LOG_ODDS: OutputForm(1, lambda _, values: values[0]),
-        LOG_SERVED: OutputForm(1, _log_served),
+        LOG_SERVED: OutputForm(1, lambda _, values: np.log(STARVED_BELOW) - values[0]),
     }
 )
 """Values are the probability of starvation, its log odds, or the logarithm of the served fraction."""

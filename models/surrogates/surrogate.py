@@ -34,7 +34,7 @@ class Intervals:
     Attributes
     ----------
     low, high
-        Trees of the same regimes, whose leaves hold the 5 % and 95 % quantiles of the logarithm of true over
+        Trees of the same regimes; leaves are the 5 % and 95 % quantiles of the logarithm of true over
         predicted throughput on held-out scenarios.
     """
 

@@ -23,7 +23,7 @@ EXPECTED: Final = "expected = the offered load in tok/s, as far as a formula of 
 
 @dataclass(frozen=True)
 class Condition:
-    """What a rule asks of one feature: above `low`, at most `high`."""
+    """Range of one feature: above `low`, at most `high`."""
 
     feature: str
     low: float = -math.inf
@@ -31,7 +31,7 @@ class Condition:
 
     @property
     def text(self) -> str:
-        """The condition in words; four figures tell apart what differs."""
+        """The condition in words, with four significant digits."""
         if self.low == -math.inf:
             return f"{self.feature} <= {short_figure(self.high)}"
         if self.high == math.inf:
@@ -46,9 +46,9 @@ class DecisionRule:
     Attributes
     ----------
     conditions
-        All must hold; at most one per feature, in the order in which the tree asks.
+        All must hold; at most one per feature, from the root to the leaf.
     answer, value
-        What the leaf says, as in `Tree.answer` and `Tree.value`.
+        Prediction of the leaf, as in `Tree.answer` and `Tree.value`.
     share
         Share of the training scenarios that it covers.
     """
@@ -60,7 +60,7 @@ class DecisionRule:
 
     @property
     def output(self) -> str:
-        """What follows, in words: ``throughput = 0.97 x expected``."""
+        """Prediction in words: ``throughput = 0.97 x expected``."""
         return output_text(self.answer, self.value)
 
     @property
@@ -81,7 +81,7 @@ def paths_of(tree: Tree) -> dict[int, DecisionRule]:
 
 
 def output_text(answer: str, value: float) -> str:
-    """Return in words what a leaf says."""
+    """Return the prediction of a leaf in words."""
     if answer == LOG_OVER_EXPECTED:
         return f"throughput = {math.exp(value):.3g} x expected"
     verdict = "starved" if value >= 0.5 else "not starved"
@@ -101,7 +101,7 @@ def _walk(tree: Tree, node: int, held: dict[str, Condition]) -> Iterator[tuple[i
 
 
 def short_figure(value: float) -> str:
-    """Return a number as people write it: four figures, and no exponent for those of everyday size."""
+    """Return a number with four significant digits, without an exponent from 0.001 to 1e6."""
     if value == 0.0 or not 1e-3 <= abs(value) < 1e6:
         return f"{value:.4g}"
     decimals = max(0, 3 - math.floor(math.log10(abs(value))))
@@ -122,10 +122,10 @@ _MEANING: Final[Mapping[str, str]] = MappingProxyType(
 
 
 def export_python(tree: Tree, name: str = "answer") -> str:
-    """Return a Python function of one feature vector `x`, in the order of `FEATURES`, that answers as `tree`.
+    """Return the source of a Python function of one feature vector `x`, in the order of `FEATURES`.
 
-    Every number is written so that it reads back as the same float; thresholds are float32, so comparing
-    them with float32 features is exact in Python, NumPy and compiled code alike.
+    Every number reads back as the same float. Thresholds are float32, so comparisons with float32 features
+    are exact in Python, NumPy and compiled code.
     """
     if not re.fullmatch(r"[a-z][a-z0-9_]*", name):
         raise ValueError(f"not a plain name: {name!r}")
@@ -134,13 +134,10 @@ def export_python(tree: Tree, name: str = "answer") -> str:
 
 
 def compile_tree(tree: Tree) -> TreeFunction:
-    """Return the compiled function of a tree: of one feature vector, float32[:], to its answer, float64.
-
-    It can be called from Python and from compiled code.
-    """
+    """Return the compiled function of a tree, from float32[:] to float64, callable from compiled code too."""
     namespace: dict[str, Any] = {"__builtins__": {}}
     code = compile(export_python(tree), f"<tree of {tree.rules} rules>", "exec")
-    exec(code, namespace)  # noqa: S102 - numbers of a checked tree, and nothing that a file said
+    exec(code, namespace)  # noqa: S102 - only numbers of a validated tree
     compiled = numba.njit("float64(float32[::1])", nogil=True, error_model="numpy")(namespace["answer"])
     return cast(TreeFunction, compiled)
 
@@ -167,28 +164,22 @@ _TITLE: Final = 34.0
 _GAP: Final = 28.0
 _MARGIN: Final = 10.0
 _INK: Final = "#1c2530"
-_NEUTRAL: Final = "#767676"  # the grey of equal contrast, 4.5 to 1, on white and on black
-_ASKING: Final = "#eef2f6"
+_NEUTRAL: Final = "#767676"  # contrast 4.5 to 1 on white and on black
+_SPLIT: Final = "#eef2f6"
+_SERVED: Final = (205, 233, 214)
+_UNCERTAIN: Final = (250, 240, 200)
+_STARVED: Final = (246, 205, 198)
 
-_WELL: Final = (205, 233, 214)
-
-_MIDDLE: Final = (250, 240, 200)
-
-_BADLY: Final = (246, 205, 198)
-
-
-@dataclass(frozen=True)
-class _Place:
-    x: float
-    y: float
+_Place: TypeAlias = tuple[float, float]
+"""Left and middle of a node's box."""
 
 
 def export_svg(trees: Sequence[tuple[str, Tree]]) -> str:
-    """Return one SVG document that shows titled trees, one below the other."""
+    """Return one SVG document of titled trees, one below the other."""
     parts: list[str] = []
     width, top = 0.0, 0.0
     for title, tree in trees:
-        parts += _drawn(title, tree, top)
+        parts += _draw(title, tree, top)
         width = max(width, tree.depth * _COLUMN + _LEAF_BOX + 2 * _MARGIN)
         top += _TITLE + tree.rules * _ROW + _GAP
     label = escape(", ".join(title for title, _ in trees), quote=True)
@@ -203,24 +194,29 @@ def export_svg(trees: Sequence[tuple[str, Tree]]) -> str:
     )
 
 
-def _drawn(title: str, tree: Tree, top: float) -> Iterator[str]:
+def _draw(title: str, tree: Tree, top: float) -> Iterator[str]:
     places = _places(tree, top + _TITLE)
     rules = paths_of(tree)
-    yield _text(_MARGIN, top + 18, title, size=15, colour=_NEUTRAL, weight=600)
+    yield _text(_MARGIN, top + 18, title, size=15, weight=600)
     for node, place in enumerate(places):
         if tree.feature[node] != LEAF:
             yield _branch(place, places[tree.left[node]], "yes")
             yield _branch(place, places[tree.right[node]], "no")
     for node, place in enumerate(places):
         if tree.feature[node] == LEAF:
-            yield _leaf(place, rules[node])
+            rule = rules[node]
+            share = f"{rule.share:.1%}"
+            tip = f"{rule.text} ({share} of training scenarios)"
+            yield _box(place, _LEAF_BOX, _tint(rule), f"{rule.output} · {share}", tip)
         else:
-            yield _question(tree, node, place)
+            text = f"{FEATURES[tree.feature[node]]} ≤ {short_figure(tree.threshold[node])}"
+            tip = f"{text}?  {tree.share[node]:.1%} of training scenarios come by here"
+            yield _box(place, _BOX, _SPLIT, text, tip)
 
 
 def _places(tree: Tree, top: float) -> list[_Place]:
-    """Return where each node goes: leaves on rows from top to bottom, a parent half way of its children."""
-    places = [_Place(0.0, 0.0)] * len(tree.feature)
+    """Return the place of each node: leaves on rows from top to bottom, a parent between its children."""
+    places = [(0.0, 0.0)] * len(tree.feature)
     rows = iter(range(tree.rules))
 
     def put(node: int, depth: int) -> float:
@@ -228,62 +224,49 @@ def _places(tree: Tree, top: float) -> list[_Place]:
             y = top + (next(rows) + 0.5) * _ROW
         else:
             y = (put(tree.left[node], depth + 1) + put(tree.right[node], depth + 1)) / 2
-        places[node] = _Place(_MARGIN + depth * _COLUMN, y)
+        places[node] = (_MARGIN + depth * _COLUMN, y)
         return y
 
     put(0, 0)
     return places
 
 
-def _question(tree: Tree, node: int, place: _Place) -> str:
-    text = f"{FEATURES[tree.feature[node]]} ≤ {short_figure(tree.threshold[node])}"
-    tip = f"{text}?  {tree.share[node]:.1%} of training scenarios come by here"
-    return _box(place, _BOX, _ASKING, text, tip)
-
-
-def _leaf(place: _Place, rule: DecisionRule) -> str:
-    text = f"{output_text(rule.answer, rule.value)} · {rule.share:.1%}"
-    return _box(place, _LEAF_BOX, _tint(rule), text, f"{rule.text} ({rule.share:.1%} of training scenarios)")
-
-
 def _box(place: _Place, width: float, fill: str, text: str, tip: str) -> str:
-    # Names may grow longer than a box: then the letters draw closer, and the tooltip has them all.
+    x, y = place
+    # A text longer than its box is squeezed; the tooltip has all of it.
     squeezed = f' textLength="{width - 12:.0f}" lengthAdjust="spacingAndGlyphs"'
     fits = len(text) * 6.1 <= width - 12
     return (
         f"<g><title>{escape(tip)}</title>"
-        f'<rect x="{place.x:.1f}" y="{place.y - _HEIGHT / 2:.1f}" width="{width:.0f}" height="{_HEIGHT:.0f}" '
+        f'<rect x="{x:.1f}" y="{y - _HEIGHT / 2:.1f}" width="{width:.0f}" height="{_HEIGHT:.0f}" '
         f'rx="4" fill="{fill}" stroke="{_NEUTRAL}" stroke-width="0.8"/>'
-        f'<text x="{place.x + 6:.1f}" y="{place.y + 4:.1f}" fill="{_INK}"{"" if fits else squeezed}>'
+        f'<text x="{x + 6:.1f}" y="{y + 4:.1f}" fill="{_INK}"{"" if fits else squeezed}>'
         f"{escape(text)}</text></g>"
     )
 
 
 def _branch(parent: _Place, child: _Place, label: str) -> str:
-    start, end = parent.x + _BOX, child.x
+    start, end = parent[0] + _BOX, child[0]
     middle = (start + end) / 2
-    path = f"M{start:.1f} {parent.y:.1f}H{middle:.1f}V{child.y:.1f}H{end:.1f}"
+    path = f"M{start:.1f} {parent[1]:.1f}H{middle:.1f}V{child[1]:.1f}H{end:.1f}"
     line = f'<path d="{path}" fill="none" stroke="{_NEUTRAL}" stroke-width="1.2"/>'
-    return line + _text(middle - 4, child.y - 4, label, size=10, colour=_NEUTRAL, anchor="end")
+    return line + _text(middle - 4, child[1] - 4, label, size=10, anchor="end")
 
 
-def _text(
-    x: float, y: float, text: str, *, size: int, colour: str, weight: int = 400, anchor: str = "start"
-) -> str:
+def _text(x: float, y: float, text: str, *, size: int, weight: int = 400, anchor: str = "start") -> str:
     return (
-        f'<text x="{x:.1f}" y="{y:.1f}" font-size="{size}" font-weight="{weight}" fill="{colour}" '
+        f'<text x="{x:.1f}" y="{y:.1f}" font-size="{size}" font-weight="{weight}" fill="{_NEUTRAL}" '
         f'text-anchor="{anchor}">{escape(text)}</text>'
     )
 
 
 def _tint(rule: DecisionRule) -> str:
-    """Return the ground of a leaf: green where it says that all is well, red where requests starve.
-
-    Only chances of starvation have an end that is bad; a throughput stays white.
-    """
+    """Return the fill of a leaf: from green to red with the probability of starvation, else white."""
     if rule.answer != PROBABILITY:
         return "#ffffff"
     low, high, at = (
-        (_WELL, _MIDDLE, 2 * rule.value) if rule.value < 0.5 else (_MIDDLE, _BADLY, 2 * rule.value - 1)
+        (_SERVED, _UNCERTAIN, 2 * rule.value)
+        if rule.value < 0.5
+        else (_UNCERTAIN, _STARVED, 2 * rule.value - 1)
     )
     return "#" + "".join(f"{round(a + (b - a) * at):02x}" for a, b in zip(low, high, strict=True))

@@ -9,6 +9,7 @@ from __future__ import annotations
 import json
 import math
 from collections.abc import Mapping
+from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, Final, Self
 
 import numpy as np
@@ -38,7 +39,7 @@ _IDENTITY: Final = ("reg:squarederror", "reg:absoluteerror", "reg:pseudohubererr
 _LOGISTIC: Final = ("binary:logistic", "reg:logistic")
 
 LEAST_SERVED: Final = 0.5
-"""Lower bound of the served fraction in the starvation target: no leaf tells how severe starvation is."""
+"""Lower bound of the served fraction in the starvation target, which ignores how severe starvation is."""
 
 _LEAST_STEP_MS: Final = 1e-3
 
@@ -122,8 +123,9 @@ def _flat_tree(tree: Mapping[str, Any]) -> Forest:
     )
 
 
+@dataclass(eq=False, repr=False)
 class _Boosted(BaseEstimator):  # type: ignore[misc]
-    """Shared hyper-parameters; the defaults did well on both designs of both shipped profiles.
+    """Shared hyper-parameters; defaults chosen on both designs of both shipped profiles.
 
     Parameters
     ----------
@@ -135,25 +137,14 @@ class _Boosted(BaseEstimator):  # type: ignore[misc]
         Threads; predictions do not depend on it.
     """
 
-    def __init__(
-        self,
-        n_estimators: int = 400,
-        learning_rate: float = 0.06,
-        max_depth: int = 6,
-        min_child_weight: float = 4.0,
-        subsample: float = 0.7,
-        colsample_bytree: float = 0.5,
-        random_state: int = 0,
-        n_jobs: int = 1,
-    ) -> None:
-        self.n_estimators = n_estimators
-        self.learning_rate = learning_rate
-        self.max_depth = max_depth
-        self.min_child_weight = min_child_weight
-        self.subsample = subsample
-        self.colsample_bytree = colsample_bytree
-        self.random_state = random_state
-        self.n_jobs = n_jobs
+    n_estimators: int = 400
+    learning_rate: float = 0.06
+    max_depth: int = 6
+    min_child_weight: float = 4.0
+    subsample: float = 0.7
+    colsample_bytree: float = 0.5
+    random_state: int = 0
+    n_jobs: int = 1
 
     def _boost(self, features: NDArray[np.float32], target: NDArray[np.float64], **more: Any) -> XGBRegressor:
         model = XGBRegressor(tree_method="hist", max_bin=256, **self.get_params(), **more)

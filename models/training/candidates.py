@@ -76,19 +76,9 @@ def monotone_constraints(task: Task) -> tuple[int, ...]:
 
 
 class RelativeRegressor(RegressorMixin, MetaEstimatorMixin, BaseEstimator):  # type: ignore[misc]
-    """Regressor of the logarithm of throughput over `expected_tok_s`.
+    """Regressor of the logarithm of throughput over `expected_tok_s`; `regressor_` is the fitted clone.
 
     Relative errors have equal weight at all loads, and no extrapolation is needed where load is unbounded.
-
-    Parameters
-    ----------
-    regressor
-        Any regressor; a clone of it is fitted.
-
-    Attributes
-    ----------
-    regressor_
-        The fitted clone, which predicts the logarithm of the ratio.
     """
 
     def __init__(self, regressor: Any) -> None:
@@ -118,24 +108,15 @@ def _baseline_tok_s(features: NDArray[np.float32]) -> NDArray[np.float64]:
 
 @dataclass(frozen=True)
 class CandidateModel:
-    """One family of models for one task.
-
-    Attributes
-    ----------
-    name
-        One of `FAMILIES`.
-    task
-        ``throughput`` or ``starvation``.
-    template
-        Unfitted estimator with its defaults.
-    distributions
-        Search space of hyper-parameters for Optuna.
-    """
+    """One family of models for one task."""
 
     name: str
+    """One of `FAMILIES`."""
     task: Task
     template: Any
+    """Unfitted estimator with its defaults."""
     distributions: Space
+    """Search space of hyper-parameters for Optuna."""
 
     def make(self, params: Mapping[str, Any], seed: int) -> Any:
         """Return the unfitted estimator with hyper-parameters named as in the distributions."""

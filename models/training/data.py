@@ -24,11 +24,11 @@ MANIFEST: Final = "manifest.json"
 
 
 class _ManifestPart(BaseModel, frozen=True, strict=True, extra="forbid"):
-    """Read-only, and refuses what it does not know."""
+    pass
 
 
 class DatasetRequest(_ManifestPart):
-    """What the twin was asked; all of the data follows from it."""
+    """Inputs of a dataset, which determine all of its data."""
 
     design: str
     seed: int = Field(ge=0)
@@ -37,12 +37,12 @@ class DatasetRequest(_ManifestPart):
     """Horizon of each simulation in seconds."""
     profile: str
     profile_digest: str
-    """Of the numbers that throughput and starvation depend on."""
+    """Digest of all values that throughput and starvation depend on."""
     features: tuple[str, ...]
     probe: tuple[str, ...]
-    """Features of fixed scenarios (`capplan.models.surrogates.features`): what the names mean."""
+    """Features of fixed scenarios, by `capplan.models.surrogates.features.feature_probe`."""
     capplan: str
-    """Version of the package, and so of the twin."""
+    """Version of the package."""
 
 
 class Shard(_ManifestPart):
@@ -54,23 +54,23 @@ class Shard(_ManifestPart):
 
 
 class DatasetResult(_ManifestPart):
-    """What a finished dataset holds."""
+    """Contents of a finished dataset."""
 
     rows: int = Field(ge=0)
     refused_for_memory: int = Field(ge=0)
-    """Scenarios without a row: the engine would not start."""
+    """Scenarios without a row because the engine would not start."""
     without_requests: int = Field(ge=0)
-    """Scenarios without a row: nobody asked anything."""
+    """Scenarios without a row because no request arrived."""
     shards: tuple[Shard, ...]
 
 
 class Manifest(_ManifestPart):
-    """The document in ``manifest.json``."""
+    """Document of ``manifest.json``."""
 
     format: Literal[1] = 1
     asked: DatasetRequest
     answered: DatasetResult | None = None
-    """None until all is answered."""
+    """None until the dataset is finished."""
 
     def to_json(self) -> str:
         """Return the text of the file."""
@@ -78,12 +78,12 @@ class Manifest(_ManifestPart):
 
 
 def read_manifest(folder: Path) -> Manifest | None:
-    """Return what a folder says of itself; None when it says nothing.
+    """Return the manifest of a folder; None without one.
 
     Raises
     ------
     InputError
-        When the file cannot be read or is none of ours.
+        For an unreadable or invalid file.
     """
     path = folder / MANIFEST
     if not path.exists():
@@ -93,12 +93,12 @@ def read_manifest(folder: Path) -> Manifest | None:
     except ValidationError as error:
         first = error.errors(include_url=False)[0]
         where = ".".join(str(part) for part in first["loc"])
-        told = f"{where}: {first['msg']}" if where else first["msg"]
-        raise InputError(f"is no manifest of a dataset, or damaged: {told}", location=str(path)) from None
+        reason = f"{where}: {first['msg']}" if where else first["msg"]
+        raise InputError(f"is no manifest of a dataset, or damaged: {reason}", location=str(path)) from None
 
 
 LATENCIES: Final = ("itl_ms_mean", "ttft_s_p50", "ttft_s_p99")
-"""The columns that may hold NaN: where nothing was completed, there is no latency."""
+"""Columns that are NaN if no request was completed."""
 
 OUTCOMES: Final = (
     "throughput_tok_s",
@@ -116,7 +116,7 @@ OUTCOMES: Final = (
     "submitted",
     "rejected",
 )
-"""What the twin answered, as in `capplan.twin.SimulationResult`; ``offered_drawn_tok_s`` is the load of the
+"""Results of the twin, as in `capplan.twin.SimulationResult`; ``offered_drawn_tok_s`` is the load of the
 requests that were drawn, ``step_ms_mean`` the busy time over the number of steps (0 without a step)."""
 
 MIN_ROWS: Final = 200
@@ -130,14 +130,14 @@ class TrainingTable:
     features: NDArray[np.float32]
     """Shape (n, features), in the order of `FEATURES`."""
     throughput_tok_s: NDArray[np.float64]
-    """Input and output tokens of completed requests per second, as the twin answered."""
+    """Input and output tokens of completed requests per second."""
     offered_drawn_tok_s: NDArray[np.float64]
     """Load of the requests that were drawn; the declared load is a feature."""
     served_fraction: NDArray[np.float64]
     step_ms: NDArray[np.float64]
     """Mean time of a step."""
     group: NDArray[np.int64]
-    """Near twins share a group; no two designs do."""
+    """Near-duplicate scenarios share a group; no two designs do."""
     design: NDArray[np.str_]
     number: NDArray[np.int64]
     """Of the scenario within its dataset."""
@@ -147,13 +147,13 @@ class TrainingTable:
 
     @property
     def starved(self) -> NDArray[np.bool_]:
-        """Whether the GPU starves some of its requests."""
+        """Whether the GPU starves requests."""
         starved: NDArray[np.bool_] = self.served_fraction < STARVED_BELOW
         return starved
 
     @property
     def share_tok_s(self) -> NDArray[np.float64]:
-        """Throughput in tokens per second without the luck of the draw: its share of the declared load."""
+        """Throughput per load drawn, times the declared load: tokens per second without sampling noise."""
         share: NDArray[np.float64] = (
             self.throughput_tok_s / self.offered_drawn_tok_s * feature_of(self.features, "offered_tok_s")
         )
@@ -193,15 +193,15 @@ def read_tables(
     Parameters
     ----------
     folders
-        As `capplan dataset generate` made them.
+        Datasets of `capplan dataset generate`.
     profile_digest
-        Refuse data of another profile (`capplan.models.surrogates.files.profile_digest`).
+        Required digest of the profile, by `capplan.models.surrogates.files.profile_digest`.
 
     Raises
     ------
     InputError
-        In one line: no or no finished dataset, other features or another profile, files that are not those
-        that were generated, values that are not finite, fewer than `MIN_ROWS` rows, or only one class.
+        For no or an unfinished dataset, other features or another profile, changed files, values that are not
+        finite, fewer than `MIN_ROWS` rows, or only one class.
     """
     named = [Path(folder) for folder in folders]
     if not named:
@@ -224,7 +224,7 @@ def read_tables(
 
 
 def training_table(table: pa.Table) -> TrainingTable:
-    """Return the columns that learners use of a table of `schema`."""
+    """Return the training columns of a table of `schema`."""
 
     def column(name: str) -> NDArray[np.float64]:
         return np.asarray(table.column(name).to_numpy())
@@ -242,21 +242,21 @@ def training_table(table: pa.Table) -> TrainingTable:
 
 
 def require_columns(table: pa.Table, location: str) -> None:
-    """Check that a table has the columns of `schema`, and a value wherever one must be.
+    """Check that a table has the columns of `schema` and no invalid value.
 
     Raises
     ------
     InputError
-        That names the column, and the row counted from 0.
+        Naming the column, and the row counted from 0.
     """
-    wanted = schema()
-    for name in wanted.names:
-        if name not in table.column_names:
+    required, present = schema().names, table.column_names
+    for name in required:
+        if name not in present:
             raise InputError(f"has no column {name}", location=location)
-    for name in table.column_names:
-        if name not in wanted.names:
+    for name in present:
+        if name not in required:
             raise InputError(f"has a column {name}, which is none of a dataset's", location=location)
-    for field in wanted:
+    for field in schema():
         column = table.column(field.name)
         if column.type != field.type:
             raise InputError(f"column {field.name} must be {field.type}", str(column.type), location)
@@ -268,7 +268,7 @@ def require_columns(table: pa.Table, location: str) -> None:
 
 
 def _wrong_rows(column: pa.ChunkedArray, *, may_be_nan: bool) -> NDArray[np.intp]:
-    """Return the rows that hold nothing, an infinity, or a NaN that may not be."""
+    """Return the rows that are null, infinite, or NaN where that is invalid."""
     if column.null_count:
         return np.flatnonzero(column.is_null().to_numpy())
     if not pa.types.is_floating(column.type):
@@ -283,7 +283,7 @@ def _read_folder(folder: Path) -> tuple[DatasetRequest, list[pa.Table]]:
     manifest = read_manifest(folder)
     if manifest is None:
         raise InputError(f"holds no dataset; {_MAKE}", location=str(folder))
-    if manifest.asked.features != FEATURES:  # what the names mean is checked with the profile, by training
+    if manifest.asked.features != FEATURES:  # their values are checked with the profile, by training
         raise InputError(
             f"was made with other features than this version has; {_MAKE} again", location=str(folder)
         )

@@ -35,48 +35,30 @@ TASKS: Final[tuple[Task, ...]] = ("throughput", "starvation")
 
 @dataclass(frozen=True)
 class TrainingOptions(SearchOptions):
-    """Size of a training.
-
-    Attributes
-    ----------
-    families
-        Of `FAMILIES`; ``forest`` is always included, since it is a kind of its own. The physics-informed
-        models are always fitted.
-    """
+    """Size of a training."""
 
     families: tuple[str, ...] = FAMILIES
+    """Of `FAMILIES`; ``forest`` and the physics-informed models are always included."""
 
 
 @dataclass(frozen=True)
 class FittedCandidate:
-    """Fitted model of one task.
-
-    Attributes
-    ----------
-    name
-        Its family.
-    task
-        ``throughput`` or ``starvation``.
-    params
-        Its hyper-parameters.
-    output
-        Its trees, as a surrogate stores them.
-    out_of_fold
-        Tokens per second, or scores that rise with starvation and are 0 at its edge, by models that saw none
-        of a scenario's group; shape (n,).
-    scores
-        SMAPE in per cent, or macro-F1, by regime.
-    tree
-        The small tree, or None.
-    """
+    """Fitted model of one task."""
 
     name: str
+    """Family."""
     task: str
     params: Mapping[str, Any]
+    """Hyper-parameters."""
     output: EnsembleOutput
+    """Trees, as a surrogate stores them."""
     out_of_fold: NDArray[np.float64]
+    """Tokens per second, or scores that rise with starvation and are 0 at its edge, by models fitted without
+    a scenario's group; shape (n,)."""
     scores: Mapping[str, float]
+    """SMAPE in per cent, or macro-F1, by regime."""
     tree: Tree | None = None
+    """Small tree with its rules."""
 
     def summary(self) -> dict[str, Any]:
         """Return its entry in the report."""

@@ -1,9 +1,9 @@
 """Refinement of a surrogate to one small tree (adapter-caching paper, section 6.1).
 
-Complexity is the number of decision rules. For every number of rules up to 1.5 times the limit there is a
-tree and its error on held-out groups; the chosen tree has the least error plus a penalty per rule. Trees are
-fitted to the twin's results or to soft labels of a boosted model (distillation), whichever gives the smaller
-error. Soft labels also cover scenarios between the simulated ones.
+Complexity is the number of decision rules. A tree of each size up to 1.5 times the limit is scored on
+held-out groups; the chosen one has the least error plus a penalty per rule. Trees are fitted to the twin's
+results or to soft labels of a boosted model (distillation), whichever gives the smaller error. Soft labels
+also cover scenarios between the simulated ones.
 """
 
 from __future__ import annotations
@@ -48,27 +48,15 @@ _CLASS_WEIGHT: Final = 0.5  # weight of a wrong class beside the Brier score
 
 @dataclass(frozen=True)
 class TreeObjective:
-    """Targets and loss of a tree.
-
-    Attributes
-    ----------
-    answer
-        Meaning of the target, one of `tree.ANSWERS`.
-    features
-        In the order of `FEATURES`, shape (n, features).
-    target
-        Target of each scenario, shape (n,).
-    weight
-        Of each scenario, shape (n,).
-    scale_tok_s
-        Throughput of a target of 0, shape (n,); 1 for probabilities.
-    """
+    """Targets and loss of a tree; arrays of n scenarios."""
 
     answer: str
+    """Meaning of the target, one of `tree.ANSWERS`."""
     features: Features
     target: Floats
     weight: Floats
     scale_tok_s: Floats
+    """Throughput of a target of 0; 1 for probabilities."""
 
     def of(self, rows: NDArray[np.int64]) -> TreeObjective:
         """Return the objective on a subset of rows."""
@@ -130,47 +118,28 @@ def _smape_loss(predicted: Floats, targets: Floats) -> Floats:
 
 @dataclass(frozen=True)
 class FrontPoint:
-    """Tree of a Pareto front.
-
-    Attributes
-    ----------
-    rules
-        Number of decision rules.
-    error
-        Of trees grown this way on held-out groups: SMAPE of throughput, or 1 - macro-F1 of starvation, in per
-        cent.
-    tree
-        Grown on all scenarios.
-    """
+    """Tree of a Pareto front, grown on all scenarios."""
 
     rules: int
     error: float
+    """Error on held-out groups: SMAPE of throughput, or 1 - macro-F1 of starvation, in per cent."""
     tree: Tree
 
 
 @dataclass(frozen=True)
 class Refinement:
-    """Result of a refinement.
-
-    Attributes
-    ----------
-    front
-        Pareto front of rules and error, fewest rules first.
-    chosen
-        Least error plus penalty within the limit.
-    out_of_fold
-        Predictions for held-out groups by trees grown like the chosen one, shape (n,).
-    recipe
-        Labels of the trees: ``twin`` or ``teacher`` (the soft labels).
-    errors
-        Error by number of rules, for each recipe.
-    """
+    """Result of a refinement."""
 
     front: tuple[FrontPoint, ...]
+    """Pareto front of rules and error, fewest rules first."""
     chosen: FrontPoint
+    """Least error plus penalty within the limit."""
     out_of_fold: Floats
+    """Predictions for held-out groups by trees grown like the chosen one, shape (n,)."""
     recipe: str
+    """Labels of the trees: ``twin`` or ``teacher`` (the soft labels)."""
     errors: Mapping[str, Mapping[int, float]]
+    """Error by number of rules, for each recipe."""
 
 
 def refine(

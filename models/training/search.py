@@ -50,7 +50,7 @@ class SearchOptions:
     n_jobs
         Concurrent fits, in threads; the result does not depend on it.
     storage
-        Journal of Optuna's studies, so that a killed search can continue; None: in memory.
+        Journal of Optuna's studies, from which a killed search resumes; None: in memory.
     """
 
     budget: int = 12

@@ -1,9 +1,9 @@
 """Growth of small trees for any loss, beyond greedy splits.
 
 CART chooses each split once, for the variance. Here a tree grows for the loss that scores it. Every split is
-then chosen again while the rest of the tree stays fixed (tree alternating optimization, Carreira-Perpiñán and
-Tavallali, NeurIPS 2018): the threshold that sends the fewest scenarios to the worse side. Pruning merges the
-weakest split each time (cost-complexity pruning) and optimizes again. Growth is deterministic.
+then optimized with the rest of the tree fixed (tree alternating optimization, Carreira-Perpiñán and
+Tavallali, NeurIPS 2018). Pruning merges the weakest split each time (cost-complexity pruning) and optimizes
+again. Growth is deterministic.
 """
 
 from __future__ import annotations
@@ -26,19 +26,13 @@ _SWEEP_EVERY: Final = 4  # leaves
 
 @dataclass(frozen=True)
 class Cuts:
-    """Features in bins of about equal numbers of rows.
-
-    Attributes
-    ----------
-    codes
-        Bin of each row and feature, shape (n, features).
-    thresholds
-        float32 of each feature and cut, shape (features, cuts); a row's bin is at most `cut` where its
-        feature is at most ``thresholds[feature, cut]``. Features with fewer cuts repeat their last.
-    """
+    """Features in bins of about equal numbers of rows."""
 
     codes: NDArray[np.int16]
+    """Bin of each row and feature, shape (n, features)."""
     thresholds: NDArray[np.float32]
+    """Shape (features, cuts); a row's bin is at most `cut` where its feature is at most
+    ``thresholds[feature, cut]``. Features with fewer cuts repeat their last."""
 
     @property
     def bins(self) -> int:
@@ -114,27 +108,16 @@ def _padded(column: NDArray[np.float32], width: int) -> NDArray[np.float32]:
 
 @dataclass(frozen=True)
 class GrowthProblem:
-    """Data and loss of a tree in bins.
-
-    Attributes
-    ----------
-    cuts
-        Features by bin.
-    bins
-        Bin of each row's target, shape (n,).
-    weight
-        Of each row, shape (n,).
-    loss
-        Loss of each candidate leaf value for a target in each bin, shape (values, bins).
-    min_rows
-        Fewest rows of a leaf.
-    """
+    """Data and loss of a tree in bins; arrays of n rows."""
 
     cuts: Cuts
     bins: NDArray[np.intp]
+    """Bin of each row's target."""
     weight: NDArray[np.float64]
     loss: NDArray[np.float64]
+    """Loss of each candidate leaf value for a target in each bin, shape (values, bins)."""
     min_rows: int
+    """Fewest rows of a leaf."""
 
     @property
     def rows(self) -> NDArray[np.intp]:

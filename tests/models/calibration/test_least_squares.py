@@ -55,7 +55,7 @@ def test_a_left_out_group_does_not_improve_its_own_prediction() -> None:
 
 def test_a_fitted_model_stores_values_errors_and_range() -> None:
     fit = fit_linear(problem([5.0, 0.0, 1.0], 1, noise=0.02))
-    model = fitted_model("any", fit, "made up", ranges={"x": (1.0, 2.0)}, fixed=(("given", 7.0),))
+    model = fitted_model("any", fit, "made up", ranges={"x": (1.0, 2.0)}, fixed={"given": 7.0})
     assert model.value("given") == 7.0
     assert model.value("k0") == fit.values[0]
     assert model.fit.error == fit.error

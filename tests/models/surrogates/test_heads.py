@@ -11,7 +11,6 @@ from capplan.models.surrogates.outputs import (
     LOG_ODDS,
     LOG_SERVED,
     OVER_EXPECTED,
-    OVER_OFFERED,
     PROBABILITY,
     SERVED_AND_STEP,
     STARVATION,
@@ -66,11 +65,8 @@ def test_throughput_is_at_most_the_load_served_and_falls_with_the_time_of_a_step
     assert np.all(throughput_of(ROWS, share, 2 * step) <= said)
 
 
-def test_over_expected_and_over_offered_multiply_what_their_names_say() -> None:
+def test_over_expected_multiplies_the_expected_throughput() -> None:
     assert answers(OVER_EXPECTED, np.log(0.5)) == pytest.approx(0.5 * expected_tok_s(ROWS), rel=1e-6)
-    assert answers(OVER_OFFERED, np.log(0.5)) == pytest.approx(
-        0.5 * feature_of(ROWS, "offered_tok_s"), rel=1e-6
-    )
 
 
 def test_served_and_step_are_relative_to_the_estimate() -> None:
