@@ -113,9 +113,22 @@ async def paced(asked: dict[str, Any], writer: asyncio.StreamWriter, gap_s: floa
     await writer.drain()
 
 
+class RecordingServer(ToyServer):
+    """Toy server that keeps the bodies of its completions."""
+
+    def __init__(self, **settings: Any) -> None:
+        super().__init__(**settings)
+        self.asked: list[dict[str, Any]] = []
+
+    async def _answer(self, path: str, body: bytes, writer: asyncio.StreamWriter) -> None:
+        if body:
+            self.asked.append(json.loads(body))
+        await super()._answer(path, body, writer)
+
+
 @contextmanager
-def toy_server(**settings: Any) -> Iterator[tuple[str, ToyServer]]:
+def toy_server(**settings: Any) -> Iterator[tuple[str, RecordingServer]]:
     """Give the address of a server and the server."""
-    server = ToyServer(**settings)
+    server = RecordingServer(**settings)
     with listening(server.start) as url:
         yield url, server
