@@ -73,17 +73,14 @@ class Case:
 
 def _paper(seed: int) -> Iterator[Case]:
     for requests in PAPER_BATCHES:
-        for mix, draw, ranks in _mixes(requests, PAPER_RANKS, 2, seed):
-            yield Case("paper", "decode", mix, draw, ranks)
+        yield from _mixes("paper", "decode", requests, 1, PAPER_RANKS, 2, seed)
 
 
 def _wide(seed: int) -> Iterator[Case]:
     known = {case.name for case in _paper(seed)}
     for requests in WIDE_BATCHES:
-        for mix, draw, ranks in _mixes(requests, WIDE_RANKS, 1, seed):
-            case = Case("wide", "decode", mix, draw, ranks)
-            if case.name not in known:
-                yield case
+        mixes = _mixes("wide", "decode", requests, 1, WIDE_RANKS, 1, seed)
+        yield from (case for case in mixes if case.name not in known)
         if requests > SHARED_BY:
             for rank in WIDE_RANKS[::2]:
                 ranks = (rank,) * (requests // SHARED_BY)
@@ -93,33 +90,31 @@ def _wide(seed: int) -> Iterator[Case]:
 def _prefill(seed: int) -> Iterator[Case]:
     for requests in PREFILL_BATCHES:
         for tokens in PREFILL_TOKENS:
-            for mix, draw, ranks in _mixes(requests, PAPER_RANKS, 1, seed):
-                yield Case("prefill", "prefill", mix, draw, ranks, tokens_each=tokens)
+            yield from _mixes("prefill", "prefill", requests, tokens, PAPER_RANKS, 1, seed)
 
 
 def _tiny(seed: int) -> Iterator[Case]:
     for requests in (1, 2, 4, 6):
-        for mix, draw, ranks in _mixes(requests, (4, 8), 1, seed):
-            yield Case("tiny", "decode", mix, draw, ranks)
-    for mix, draw, ranks in _mixes(2, (4, 8), 1, seed):
-        yield Case("tiny", "prefill", mix, draw, ranks, tokens_each=3)
+        yield from _mixes("tiny", "decode", requests, 1, (4, 8), 1, seed)
+    yield from _mixes("tiny", "prefill", 2, 3, (4, 8), 1, seed)
 
 
 def _mixes(
-    requests: int, ranks: tuple[int, ...], draws: int, seed: int
-) -> Iterator[tuple[str, int, tuple[int, ...]]]:
+    grid: str, phase: str, requests: int, tokens: int, ranks: tuple[int, ...], draws: int, seed: int
+) -> Iterator[Case]:
     """Yield batches of one rank, half and half, one large among small, and random ranks."""
     low, high = ranks[0], ranks[-1]
-    for rank in ranks:
-        yield f"all-{rank}", 0, (rank,) * requests
-    if requests < 2:
-        return
-    yield f"half-{low}-{high}", 0, (high,) * (requests // 2) + (low,) * (requests - requests // 2)
-    yield f"one-{high}-rest-{low}", 0, (high,) + (low,) * (requests - 1)
-    for draw in range(draws):
-        rng = np.random.default_rng((seed, requests, len(ranks), draw))
-        drawn = rng.choice(np.array(ranks), size=requests)
-        yield f"drawn-{low}-{high}", draw, tuple(int(rank) for rank in drawn)
+    mixes = [(f"all-{rank}", 0, (rank,) * requests) for rank in ranks]
+    if requests > 1:
+        half = (high,) * (requests // 2) + (low,) * (requests - requests // 2)
+        mixes.append((f"half-{low}-{high}", 0, half))
+        mixes.append((f"one-{high}-rest-{low}", 0, (high,) + (low,) * (requests - 1)))
+        for draw in range(draws):
+            rng = np.random.default_rng((seed, requests, len(ranks), draw))
+            drawn = rng.choice(np.array(ranks), size=requests).tolist()
+            mixes.append((f"drawn-{low}-{high}", draw, tuple(drawn)))
+    for mix, draw, chosen in mixes:
+        yield Case(grid, phase, mix, draw, chosen, tokens_each=tokens)
 
 
 GRIDS: Final = MappingProxyType(

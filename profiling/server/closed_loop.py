@@ -178,11 +178,24 @@ async def closed_loop(
     """
     done: list[ClosedLoopRequest] = []
     failures: list[RequestOutcome] = []
+
+    async def stream(number: int) -> None:
+        """Send requests one after the other; the first is shortened at random to desynchronize streams."""
+        rng = np.random.default_rng((seed, number))
+        share = rng.uniform(0.1, 1.0)
+        kind = FINISHED
+        while kind != UNFINISHED and len(failures) < _MOST_FAILURES:
+            prompt, output = (_spread(rng, mean) for mean in (point.prompt_tokens, point.output_tokens))
+            model = models[number % len(models)]
+            answered = await sender.send(model, prompt, max(2, round(output * share)))
+            share, kind = 1.0, answered.outcome.kind
+            if kind in (FINISHED, UNFINISHED):
+                done.append(answered)
+            else:
+                failures.append(answered.outcome)
+
     started_s = time.monotonic()
-    streams = [
-        asyncio.create_task(_stream(sender, point, models[at % len(models)], (seed, at), done, failures))
-        for at in range(point.streams)
-    ]
+    streams = [asyncio.create_task(stream(number)) for number in range(point.streams)]
     start_s, end_s = started_s + ramp_s, started_s + ramp_s + measured_s
     try:
         await asyncio.wait(streams, timeout=max(0.0, end_s - time.monotonic()))
@@ -196,32 +209,6 @@ async def closed_loop(
     if len(failures) >= _MOST_FAILURES:
         raise LoopError(f"{failures[-1].kind}: {failures[-1].message}"[:300])
     return done, start_s, end_s
-
-
-async def _stream(
-    sender: RequestSender,
-    point: ServerPoint,
-    model: int,
-    seed: tuple[int, int],
-    done: list[ClosedLoopRequest],
-    failures: list[RequestOutcome],
-) -> None:
-    """Send requests one after the other; the first is shortened at random to desynchronize streams."""
-    rng = np.random.default_rng(seed)
-    share = rng.uniform(0.1, 1.0)
-    while True:
-        prompt, output = (_spread(rng, mean) for mean in (point.prompt_tokens, point.output_tokens))
-        answered = await sender.send(model, prompt, max(2, round(output * share)))
-        share = 1.0
-        outcome = answered.outcome
-        if outcome.kind in (FINISHED, UNFINISHED):
-            done.append(answered)
-        else:
-            failures.append(outcome)
-            if len(failures) >= _MOST_FAILURES:
-                return
-        if outcome.kind == UNFINISHED:
-            return
 
 
 def _spread(rng: np.random.Generator, mean: int) -> int:

@@ -25,12 +25,16 @@ _LEAST_COVERED: Final = 0.5
 """Minimum share of a window with decoding."""
 
 
-class _Spans(NamedTuple):
-    """Weighted time spans."""
+class _Gaps(NamedTuple):
+    """Gaps between the tokens of requests."""
 
-    start: NDArray[np.float64]
-    end: NDArray[np.float64]
-    weight: NDArray[np.float64]
+    start_s: NDArray[np.float64]
+    end_s: NDArray[np.float64]
+    tokens: NDArray[np.float64]
+    """Tokens at the end."""
+    kv_tokens: NDArray[np.float64]
+    """Of the request."""
+    model: NDArray[np.int64]
 
 
 class _Prompts(NamedTuple):
@@ -84,17 +88,12 @@ def window_rows(
     answered = [each for each in answered if each.outcome.times_s]
     if not answered:
         return []
-    typical = _per_event(answered)
-    gaps = [_gaps(each, typical) for each in answered]
+    gaps = _gaps(answered)
     edges_s = _at_step_ends(edges_s, answered, gaps)
-    cells = _cells(answered, gaps, edges_s, ranks)
+    cells = _cells(gaps, edges_s, ranks)
     prompts = _prompts(answered, cells, ranks, budget)
-    rank = [ranks.get(each.model, 0) for each in answered]
-    tokens = _Tokens(
-        np.concatenate([g.end for g in gaps]),
-        np.concatenate([g.weight for g in gaps]),
-        np.concatenate([np.full(g.end.size, float(r)) for g, r in zip(gaps, rank, strict=True)]),
-    )
+    rank = np.array([ranks.get(model, 0) for model in gaps.model.tolist()], float)
+    tokens = _Tokens(gaps.end_s, gaps.tokens, rank)
     windows = zip(edges_s[:-1].tolist(), edges_s[1:].tolist(), strict=True)
     rows = [_row(low, high, cells, prompts, tokens) for low, high in windows]
     return [row for row in rows if row]
@@ -135,29 +134,30 @@ def _row(low: float, high: float, cells: _Cells, prompts: _Prompts, tokens: _Tok
     }
 
 
-def _cells(
-    answered: Sequence[ClosedLoopRequest],
-    gaps: Sequence[_Spans],
-    edges_s: NDArray[np.float64],
-    ranks: Mapping[int, int],
-) -> _Cells:
-    rates = _joined([_Spans(g.start, g.end, g.weight / (g.end - g.start)) for g in gaps])
-    held = _joined([_held(each, g) for each, g in zip(answered, gaps, strict=True)])
-    decoding = _ones(_joined(gaps))
-    grid = np.unique(np.concatenate([rates.start, rates.end, edges_s]))
-    busy = _level(decoding, grid)
+def _cells(gaps: _Gaps, edges_s: NDArray[np.float64], ranks: Mapping[int, int]) -> _Cells:
+    grid = np.unique(np.concatenate([gaps.start_s, gaps.end_s, edges_s]))
+    starts, ends = np.searchsorted(grid, gaps.start_s), np.searchsorted(grid, gaps.end_s)
+
+    def level(weights: NDArray[np.float64]) -> NDArray[np.float64]:
+        """Return the sum of the weights of all gaps over each cell."""
+        changes = np.zeros(grid.size)
+        np.add.at(changes, starts, weights)
+        np.add.at(changes, ends, -weights)
+        return np.cumsum(changes)[:-1]
+
+    busy = level(np.ones(starts.size))
     covered = busy > 0.5
     lengths = np.diff(grid)
     adapters = np.zeros(lengths.size)
-    for model in {each.model for each in answered} & set(ranks):
-        own = [g for g, each in zip(gaps, answered, strict=True) if each.model == model]
-        adapters += _level(_ones(_joined(own)), grid) > 0.5
+    for model in set(gaps.model.tolist()) & set(ranks):
+        adapters += level((gaps.model == model).astype(float)) > 0.5
+    rates = level(gaps.tokens / (gaps.end_s - gaps.start_s))
     return _Cells(
         start_s=grid[:-1],
         end_s=grid[1:],
-        steps=np.where(covered, _level(rates, grid) / np.maximum(busy, 1.0), 0.0) * lengths,
+        steps=np.where(covered, rates / np.maximum(busy, 1.0), 0.0) * lengths,
         seconds=np.where(covered, lengths, 0.0),
-        kv_tokens=_level(held, grid),
+        kv_tokens=level(gaps.kv_tokens),
         adapters=adapters,
     )
 
@@ -181,61 +181,38 @@ def _prompt_tokens(answered: ClosedLoopRequest) -> int:
     return answered.prompt_tokens if counted is None else counted
 
 
-def _counted(outcome: RequestOutcome) -> bool:
-    """Return whether the tokens per event of a request are known."""
-    return outcome.kind == FINISHED and outcome.output_tokens is not None and len(outcome.times_s) > 1
-
-
-def _per_event(answered: Sequence[ClosedLoopRequest]) -> float:
-    """Return the mean tokens per event after the first, over requests with known tokens."""
-    known = [each.outcome for each in answered if _counted(each.outcome)]
-    events = sum(len(each.times_s) - 1 for each in known)
-    return sum((each.output_tokens or 1) - 1 for each in known) / events if events else 1.0
-
-
-def _gaps(answered: ClosedLoopRequest, typical: float) -> _Spans:
-    """Return the gaps between a request's tokens, weighted by tokens.
+def _gaps(answered: Sequence[ClosedLoopRequest]) -> _Gaps:
+    """Return the gaps of all requests.
 
     If a server puts several tokens into an event, each event counts as their mean number.
     """
-    outcome = answered.outcome
-    times, counts = np.unique(np.array(outcome.times_s), return_counts=True)
-    per_event = typical
-    if _counted(outcome):
-        per_event = ((outcome.output_tokens or 1) - 1) / (len(outcome.times_s) - 1)
-    return _Spans(times[:-1], times[1:], counts[1:].astype(np.float64) * max(per_event, 1e-9))
+    typical = _tokens_per_event([each.outcome for each in answered], 1.0)
+    parts = []
+    for each in answered:
+        times, counts = np.unique(np.array(each.outcome.times_s), return_counts=True)
+        tokens = counts[1:].astype(float) * max(_tokens_per_event([each.outcome], typical), 1e-9)
+        kv_tokens = np.cumsum(tokens) - tokens + (1.0 + _prompt_tokens(each))
+        parts.append((times[:-1], times[1:], tokens, kv_tokens, np.full(tokens.size, each.model)))
+    return _Gaps(*(np.concatenate(part) for part in zip(*parts, strict=True)))
+
+
+def _tokens_per_event(outcomes: Sequence[RequestOutcome], default: float) -> float:
+    """Return the mean tokens per event after the first, over complete requests with known tokens."""
+    tokens = events = 0
+    for each in outcomes:
+        if each.kind == FINISHED and each.output_tokens is not None:
+            tokens += each.output_tokens - 1 if len(each.times_s) > 1 else 0
+            events += len(each.times_s) - 1
+    return tokens / events if events else default
 
 
 def _at_step_ends(
-    edges_s: NDArray[np.float64], answered: Sequence[ClosedLoopRequest], gaps: Sequence[_Spans]
+    edges_s: NDArray[np.float64], answered: Sequence[ClosedLoopRequest], gaps: _Gaps
 ) -> NDArray[np.float64]:
     """Return the edges moved to ends of steps."""
     times = np.unique(np.concatenate([each.outcome.times_s for each in answered]))
-    typical_s = np.median(np.concatenate([[np.inf], *(g.end - g.start for g in gaps)]))
+    typical_s = np.median(np.concatenate([[np.inf], gaps.end_s - gaps.start_s]))
     ends = times[np.append(np.diff(times) > _APART * typical_s, True)]
     after = np.minimum(np.searchsorted(ends, edges_s), ends.size - 1)
     before = np.maximum(after - 1, 0)
-    moved = np.where(edges_s - ends[before] <= ends[after] - edges_s, ends[before], ends[after])
-    return np.unique(moved)
-
-
-def _held(answered: ClosedLoopRequest, gaps: _Spans) -> _Spans:
-    """Return the KV tokens of a request during each gap."""
-    held: NDArray[np.float64] = np.cumsum(gaps.weight) - gaps.weight + (1.0 + _prompt_tokens(answered))
-    return _Spans(gaps.start, gaps.end, held)
-
-
-def _joined(spans: Sequence[_Spans]) -> _Spans:
-    return _Spans(*(np.concatenate([np.empty(0), *parts]) for parts in zip(*spans, strict=True)))
-
-
-def _ones(spans: _Spans) -> _Spans:
-    return _Spans(spans.start, spans.end, np.ones(spans.start.size))
-
-
-def _level(spans: _Spans, grid: NDArray[np.float64]) -> NDArray[np.float64]:
-    """Return the sum of span weights over each cell of a grid that contains all span ends."""
-    changes = np.zeros(grid.size)
-    np.add.at(changes, np.searchsorted(grid, spans.start), spans.weight)
-    np.add.at(changes, np.searchsorted(grid, spans.end), -spans.weight)
-    return np.cumsum(changes)[:-1]
+    return np.unique(np.where(edges_s - ends[before] <= ends[after] - edges_s, ends[before], ends[after]))
