@@ -38,7 +38,8 @@ from capplan.profiling.load.requests import LoadSettings, Target
 from capplan.profiling.server.process import engine_words
 from capplan.profiling.server.profiler import EngineSetting, ServerProfilingOptions, profile_server
 from capplan.profiling.tables import MeasurementFolder, tables_of
-from capplan.profiling.validation.compare import (
+from capplan.profiling.validation.loop import saturated_rps
+from capplan.profiling.validation.validate import (
     MetricComparison,
     Tolerances,
     compared,
@@ -48,7 +49,6 @@ from capplan.profiling.validation.compare import (
     offered_values,
     predicted_values,
 )
-from capplan.profiling.validation.loop import saturated_rps
 from capplan.spec import write_text_atomic
 from capplan.twin.calibration import CalibrationOptions, CalibrationTables, calibrate
 

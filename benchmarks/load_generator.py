@@ -27,11 +27,10 @@ from scipy.stats import kstest
 from benchmarks.common import command_line, markdown
 from benchmarks.stand_in_servers import running
 from capplan import Adapter, Lengths, Workload
-from capplan.profiling.load.bench import bench
+from capplan.profiling.load.bench import LoadProgress, bench
 from capplan.profiling.load.record import RequestFile
 from capplan.profiling.load.requests import LoadSettings, Target
 from capplan.profiling.load.result import BenchResult
-from capplan.profiling.load.run import LoadProgress
 
 RATE_BAR_RPS: Final = 1500.0
 LAG_BAR_MS: Final = 5.0

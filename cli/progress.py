@@ -25,7 +25,7 @@ from rich.text import Text
 from capplan.cli.console import console
 
 if TYPE_CHECKING:
-    from capplan.profiling.load.run import LoadProgress
+    from capplan.profiling.load.bench import LoadProgress
 
 _COMPILATION_LINES_S = 5.0
 _LEAST_SHARE = 0.1  # before it, the time left cannot be estimated

@@ -25,8 +25,7 @@ from capplan.cli.progress import announce_compilation, load_progress
 from capplan.errors import InputError
 
 if TYPE_CHECKING:
-    from capplan.profiling.validation.compare import GroupValidation, MetricComparison
-    from capplan.profiling.validation.validate import Validation
+    from capplan.profiling.validation.validate import GroupValidation, MetricComparison, Validation
     from capplan.spec import Plan, Profile
 
 
@@ -74,8 +73,7 @@ def validate(args: ValidateArgs) -> None:
     require_extra("bench", ("aiohttp",))
     if not args.url:
         require_extra("engine", ENGINE)
-    from capplan.profiling.validation.compare import Tolerances
-    from capplan.profiling.validation.validate import ValidationOptions
+    from capplan.profiling.validation.validate import Tolerances, ValidationOptions
     from capplan.profiling.validation.validate import validate as run
     from capplan.spec import Plan, load_workload, write_text_atomic
 

@@ -26,7 +26,7 @@ from capplan.spec.latency_stats import PERCENTILES, latency_stats
 from capplan.spec.validation import SpecModel, format_key, validate_document
 
 if TYPE_CHECKING:
-    from capplan.profiling.load.run import EventLoopLag
+    from capplan.profiling.load.bench import EventLoopLag
 
 Number = float | None
 """Null without measurements."""

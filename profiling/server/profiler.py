@@ -14,10 +14,9 @@ import numpy as np
 from capplan import __version__
 from capplan.errors import InputError
 from capplan.profiling import tables as files
-from capplan.profiling.load.bench import stopped_by_signals
+from capplan.profiling.load.bench import EventLoopLag, stopped_by_signals
 from capplan.profiling.load.preflight import EngineInfo, Preflight, fetch_engine_info, preflight
 from capplan.profiling.load.requests import BASE, DEFAULT_MAX_MODEL_LEN, PromptForm, Target
-from capplan.profiling.load.run import EventLoopLag
 from capplan.profiling.server.closed_loop import (
     LoopError,
     RequestSender,

@@ -9,8 +9,8 @@ import pyarrow.parquet as pq
 import pytest
 
 from capplan.cli.progress import numbers
+from capplan.profiling.load.bench import LoadProgress
 from capplan.profiling.load.result import BenchResult
-from capplan.profiling.load.run import LoadProgress
 from capplan.profiling.load.vllm_bench import read_vllm_bench
 from tests.cli.conftest import Run, command, environment, error_line
 from tests.cli.examples import write_inputs

@@ -4,6 +4,7 @@ import numpy as np
 import pytest
 
 from capplan import Profile, simulate_detailed
+from capplan.profiling.load.bench import EventLoopLag
 from capplan.profiling.load.record import LogHistogram, MeasurementWindow, RequestRecords
 from capplan.profiling.load.result import (
     LagLimits,
@@ -12,7 +13,6 @@ from capplan.profiling.load.result import (
     client_health,
     overall_metrics,
 )
-from capplan.profiling.load.run import EventLoopLag
 from capplan.twin import DetailedResult
 from tests.cli.examples import profile_document
 from tests.profiling.load.test_requests import workload

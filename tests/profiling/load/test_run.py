@@ -11,11 +11,10 @@ import pyarrow.parquet as pq
 import pytest
 
 from capplan import InputError, Workload
-from capplan.profiling.load.bench import bench, bench_result
+from capplan.profiling.load.bench import LoadMeasurement, LoadProgress, bench, bench_result, run_load
 from capplan.profiling.load.record import RequestFile
 from capplan.profiling.load.requests import LoadSettings, PromptWriter, RequestBodies, Target, schedule_of
 from capplan.profiling.load.result import BenchResult
-from capplan.profiling.load.run import LoadMeasurement, LoadProgress, run_load
 from tests.profiling.load import servers
 from tests.profiling.load.servers import STREAM_HEAD, chunk, event, null_server, plain, server, usage
 from tests.profiling.load.test_requests import workload

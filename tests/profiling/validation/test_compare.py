@@ -7,15 +7,15 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from capplan import InputError
-from capplan.profiling.validation.compare import (
+from capplan.profiling.validation.validate import (
     ITL,
     THROUGHPUT,
     GroupValidation,
     MetricComparison,
     Tolerances,
+    ValidationOptions,
     compared,
 )
-from capplan.profiling.validation.validate import ValidationOptions
 
 POSITIVE = st.floats(1e-3, 1e6)
 

@@ -8,9 +8,8 @@ import pytest
 
 from benchmarks.stand_in_servers import METRICS
 from capplan import Adapter, Lengths, Profile, Workload
-from capplan.profiling.load.run import LoadProgress
-from capplan.profiling.validation.compare import KV_CAPACITY
-from capplan.profiling.validation.validate import ValidationOptions, server_command, validate
+from capplan.profiling.load.bench import LoadProgress
+from capplan.profiling.validation.validate import KV_CAPACITY, ValidationOptions, server_command, validate
 from tests.cli.examples import MODEL, profile_document, small_plan
 from tests.profiling.load.servers import listening, plain, toy_server
 from tests.profiling.load.test_run import quick
