@@ -4,25 +4,13 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from pathlib import Path
-from typing import Final, Protocol
+from typing import Final
 
 from tokenizers import Tokenizer as HfTokenizer
 
 from capplan.errors import InputError
 
 _OTHER_FORMS: Final = ("tokenizer.model", "vocab.json", "tekken.json")
-
-
-class Tokenizer(Protocol):
-    """Conversion between text and tokens."""
-
-    def encode(self, text: str, *, special: bool = True) -> list[int]:
-        """Return the tokens of a text; `special`: add the special tokens of the model."""
-        ...
-
-    def decode(self, tokens: Sequence[int]) -> str:
-        """Return the text of tokens without special ones."""
-        ...
 
 
 class ByteTokenizer:
@@ -44,7 +32,7 @@ class ByteTokenizer:
 
 
 class FileTokenizer:
-    """A model's ``tokenizer.json``."""
+    """A model's ``tokenizer.json``; `special` of `encode` adds the special tokens of the model."""
 
     def __init__(self, file: Path) -> None:
         try:
@@ -81,6 +69,9 @@ class UnreadableTokenizer(ByteTokenizer):
     def decode(self, tokens: Sequence[int]) -> str:
         """Return the text of tokens."""
         return ""
+
+
+Tokenizer = ByteTokenizer | FileTokenizer
 
 
 def load_tokenizer(folder: Path | None, vocab_size: int) -> Tokenizer:

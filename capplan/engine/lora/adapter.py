@@ -14,7 +14,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, Final, NamedTuple, Protocol
+from typing import Any, Final, NamedTuple
 
 import numpy as np
 import torch
@@ -306,24 +306,6 @@ def _matches(pattern: str, module: str, location: str) -> bool:
         raise InputError("must be a regular expression", pattern, location) from None
 
 
-class AdapterSource(Protocol):
-    """Source of an adapter, read whenever the host has no copy. Messages show it by `str`."""
-
-    def ranks(self, layout: AdapterLayout) -> NDArray[np.int64]:
-        """Return the rank on each module, shape (layers, modules), from shapes alone.
-
-        Raises
-        ------
-        InputError
-            If the adapter cannot be read, or does not fit the model.
-        """
-        ...
-
-    def read(self, layout: AdapterLayout, dtype: torch.dtype, pin: bool) -> HostAdapter:
-        """Return the adapter; `pin`: in pinned memory."""
-        ...
-
-
 @dataclass(frozen=True)
 class PeftFolder:
     """PEFT folder with ``adapter_config.json`` and ``adapter_model.safetensors``."""
@@ -334,13 +316,22 @@ class PeftFolder:
         return str(self.path)
 
     def ranks(self, layout: AdapterLayout) -> NDArray[np.int64]:
-        """Return the rank on each module, from the file's header."""
+        """Return the rank on each module, shape (layers, modules), from the file's header.
+
+        Raises
+        ------
+        InputError
+            If the adapter cannot be read, or does not fit the model.
+        """
         with _opened(self.path) as (_, pairs):
             shapes = {place: (pair.a.shape, pair.b.shape) for place, pair in pairs.items()}
         return ranks_of(layout, shapes, str(self))
 
     def read(self, layout: AdapterLayout, dtype: torch.dtype, pin: bool) -> HostAdapter:
-        """Return the adapter; B is multiplied by alpha / rank, or alpha / sqrt(rank) with rsLoRA."""
+        """Return the adapter, in pinned memory if `pin`.
+
+        B is multiplied by alpha / rank, or alpha / sqrt(rank) with rsLoRA.
+        """
         with _opened(self.path) as (opened, pairs):
             matrices = {
                 place: (opened.get_tensor(a.name).float(), opened.get_tensor(b.name).float() * scale)
@@ -374,3 +365,7 @@ class RandomAdapter:
                 b = torch.randn(size_out, self.rank, generator=generator) / self.rank
                 matrices[layer, module] = a, b
         return pack(layout, matrices, dtype, pin, str(self))
+
+
+AdapterSource = PeftFolder | RandomAdapter
+"""Source of an adapter, read whenever the host has no copy. Messages show it by `str`."""
