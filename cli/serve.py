@@ -201,7 +201,8 @@ def _serve_plan(args: ServeArgs) -> int:
     """Serve the instances of a plan until stopped; return the exit status."""
     require_extra("engine", ("aiohttp",))
     from capplan.engine.router.instances import unused_parts
-    from capplan.engine.router.process import RouterConfig, run_router
+    from capplan.engine.router.process import run_router
+    from capplan.engine.router.supervisor import RouterConfig
     from capplan.engine.server import ServerSettings
 
     given = {name for name in args.ctx.params if _is_given(args.ctx, name)}

@@ -12,9 +12,9 @@ from aiohttp import web
 from capplan import Plan
 from capplan.engine.router.instances import InstanceSpec, ServingOptions, instances_of
 from capplan.engine.router.launcher import LaunchError
-from capplan.engine.router.process import RouterConfig, RouterServer, new_router_state
+from capplan.engine.router.process import RouterServer, new_router_state
 from capplan.engine.router.proxy import RouterState
-from capplan.engine.router.supervisor import RestartPolicy
+from capplan.engine.router.supervisor import RestartPolicy, RouterConfig
 from capplan.engine.server import ServerSettings, bind, url_of
 from capplan.spec import Queues, Totals, Verification
 from tests.cli.examples import group, small_plan

@@ -16,8 +16,7 @@ from capplan.engine.router import process as router_process
 from capplan.engine.router.app import merged
 from capplan.engine.router.instance_client import RequestSize, SizeQueues
 from capplan.engine.router.instances import ServingOptions, instances_of
-from capplan.engine.router.process import RouterConfig
-from capplan.engine.router.supervisor import WeightedRoundRobin
+from capplan.engine.router.supervisor import RouterConfig, WeightedRoundRobin
 from capplan.planner.queues import RequestSample, request_sizes, with_base_model
 from capplan.spec import Cache, QueueClass, Queues, Wrs
 from capplan.twin.cluster import Candidate, RoutedRequest

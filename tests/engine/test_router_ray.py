@@ -15,7 +15,8 @@ import ray
 from capplan import InputError
 from capplan.engine.router.instances import ServingOptions, instances_of
 from capplan.engine.router.launcher import RayLauncher
-from capplan.engine.router.process import RouterConfig, RouterServer, new_router_state
+from capplan.engine.router.process import RouterServer, new_router_state
+from capplan.engine.router.supervisor import RouterConfig
 from capplan.engine.server import ServerSettings, bind, url_of
 from tests.cli.conftest import ROOT
 from tests.engine.fake_instances import QUICK, tiny_plan

@@ -4,20 +4,16 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
-import logging
 import socket
-from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field
+from collections.abc import Callable
 from pathlib import Path
 
 from capplan.engine.models import model_config
 from capplan.engine.router.app import make_app
 from capplan.engine.router.instance_client import SizeQueues
 from capplan.engine.router.instances import InstanceSpec
-from capplan.engine.router.launcher import Launcher
 from capplan.engine.router.proxy import RouterState
-from capplan.engine.router.supervisor import InstanceFleet, RestartPolicy
-from capplan.engine.server.limiter import ServerSettings
+from capplan.engine.router.supervisor import InstanceFleet, RouterConfig
 from capplan.engine.server.process import DrainingServer, bind, url_of
 from capplan.engine.tokenizer import load_tokenizer
 from capplan.serving.memory import kv_bytes_per_token, lora_elements_per_rank
@@ -26,28 +22,6 @@ try:
     import resource
 except ImportError:  # Windows has no such limit
     resource = None  # type: ignore[assignment]
-
-
-@dataclass(frozen=True)
-class RouterConfig:
-    """Configuration of a router and its instances.
-
-    Attributes
-    ----------
-    server
-        Settings of the router.
-    max_queue
-        Maximum number of requests that wait before an instance, if the plan has queues by size.
-    log
-        Receives one line per event of an instance.
-    """
-
-    specs: Sequence[InstanceSpec]
-    launcher: Launcher
-    server: ServerSettings
-    max_queue: int = 512
-    restart_policy: RestartPolicy = field(default_factory=RestartPolicy)
-    log: Callable[[str], None] = lambda line: logging.getLogger(__name__).warning(line)
 
 
 def run_router(config: RouterConfig, ready: Callable[[str], None]) -> int:
@@ -87,7 +61,7 @@ def new_router_state(config: RouterConfig) -> RouterState:
             return None
         return SizeQueues(spec.queues, spec.ranks, tokens_per_rank, config.max_queue)
 
-    fleet = InstanceFleet(config.specs, config.launcher, config.restart_policy, new_queues, config.log)
+    fleet = InstanceFleet(config, new_queues)
     has_queues = any(spec.queues is not None for spec in config.specs)
     return RouterState(config.server, fleet, tokenizer if has_queues else None)
 

@@ -4,11 +4,12 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import logging
 import math
 import secrets
 import time
 from collections.abc import Callable, Collection, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Final, Literal
 
 import aiohttp
@@ -17,6 +18,7 @@ import numpy as np
 from capplan.engine.router.instance_client import InstanceClient, SizeQueues
 from capplan.engine.router.instances import InstanceSpec
 from capplan.engine.router.launcher import InstanceHandle, Launcher, LaunchError
+from capplan.engine.server.limiter import ServerSettings
 from capplan.errors import InputError
 from capplan.serving.routers import Placement
 from capplan.serving.routers import smooth_shares as rule
@@ -126,6 +128,28 @@ class RestartPolicy:
         return min(self.initial_delay_s * 2.0**restarts, self.max_delay_s)
 
 
+@dataclass(frozen=True)
+class RouterConfig:
+    """Configuration of a router and its instances.
+
+    Attributes
+    ----------
+    server
+        Settings of the router.
+    max_queue
+        Maximum number of requests that wait before an instance, if the plan has queues by size.
+    log
+        Receives one line per event of an instance.
+    """
+
+    specs: Sequence[InstanceSpec]
+    launcher: Launcher
+    server: ServerSettings
+    max_queue: int = 512
+    restart_policy: RestartPolicy = field(default_factory=RestartPolicy)
+    log: Callable[[str], None] = lambda line: logging.getLogger(__name__).warning(line)
+
+
 class InstanceSupervisor:
     """Starts, probes and restarts one instance.
 
@@ -135,8 +159,6 @@ class InstanceSupervisor:
         API key of the instance.
     new_queues
         Returns the instance's queues; called at every start.
-    log
-        Receives one line per event.
 
     Attributes
     ----------
@@ -151,21 +173,19 @@ class InstanceSupervisor:
     def __init__(
         self,
         spec: InstanceSpec,
-        launcher: Launcher,
+        config: RouterConfig,
         key: str,
-        policy: RestartPolicy,
         new_queues: Callable[[InstanceSpec], SizeQueues | None],
-        log: Callable[[str], None],
     ) -> None:
         self.spec = spec
         self.state: InstanceState = "starting"
         self.client: InstanceClient | None = None
         self.restarts = 0
-        self._launcher = launcher
+        self._launcher = config.launcher
         self._key = key
-        self._policy = policy
+        self._policy = config.restart_policy
         self._new_queues = new_queues
-        self._log = log
+        self._log = config.log
         self._handle: InstanceHandle | None = None
         self._start_duration_s = 1.0
         self._back_at_s = 0.0
@@ -292,18 +312,11 @@ class InstanceFleet:
         Set when all instances have failed for good, or a supervisor has a defect.
     """
 
-    def __init__(
-        self,
-        specs: Sequence[InstanceSpec],
-        launcher: Launcher,
-        policy: RestartPolicy,
-        new_queues: Callable[[InstanceSpec], SizeQueues | None],
-        log: Callable[[str], None],
-    ) -> None:
+    def __init__(self, config: RouterConfig, new_queues: Callable[[InstanceSpec], SizeQueues | None]) -> None:
         key = secrets.token_urlsafe(32)  # only the router uses the instances
-        self.instances = [InstanceSupervisor(spec, launcher, key, policy, new_queues, log) for spec in specs]
+        self.instances = [InstanceSupervisor(spec, config, key, new_queues) for spec in config.specs]
         self.failed = asyncio.Event()
-        self._shares = WeightedRoundRobin([spec.shares for spec in specs])
+        self._shares = WeightedRoundRobin([spec.shares for spec in config.specs])
         self._tasks: list[asyncio.Task[None]] = []
 
     def __contains__(self, adapter: object) -> bool:
