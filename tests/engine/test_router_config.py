@@ -119,15 +119,16 @@ def test_instances_are_configured_by_the_plan(tmp_path: Path) -> None:
 
 
 def test_merged_metrics_keep_families_together() -> None:
-    page = '# HELP m_total A\n# TYPE m_total counter\nm_total{k="{"} 1.0\n# HELP n B\nn 2.0\n'
-    assert merged({"i": page, 'j"': page, "k": ""}).splitlines() == [
-        "# HELP m_total A",
-        "# TYPE m_total counter",
-        'm_total{instance="i",k="{"} 1.0',
-        'm_total{instance="j\\"",k="{"} 1.0',
-        "# HELP n B",
-        'n{instance="i"} 2.0',
-        'n{instance="j\\""} 2.0',
+    page = '# HELP m_total A\n# TYPE m_total counter\nm_total{k="{"} 1.0\n# HELP n B\n# TYPE n gauge\nn 2.0\n'
+    counter, gauge = merged({"i": page, 'j"': page, "k": ""})
+    assert (counter.name, counter.documentation, counter.type) == ("m", "A", "counter")
+    assert [(each.name, each.labels, each.value) for each in counter.samples] == [
+        ("m_total", {"instance": "i", "k": "{"}, 1.0),
+        ("m_total", {"instance": 'j"', "k": "{"}, 1.0),
+    ]
+    assert [(each.labels, each.value) for each in gauge.samples] == [
+        ({"instance": "i"}, 2.0),
+        ({"instance": 'j"'}, 2.0),
     ]
 
 

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import asyncio
-import re
 from collections.abc import Callable, Iterator, Mapping
 from typing import Any, Final
 
@@ -14,6 +13,7 @@ from prometheus_client import CONTENT_TYPE_LATEST, CollectorRegistry, generate_l
 from prometheus_client.core import CounterMetricFamily as Counter
 from prometheus_client.core import GaugeMetricFamily as Gauge
 from prometheus_client.metrics_core import Metric
+from prometheus_client.parser import text_string_to_metric_families
 
 from capplan.engine.router.instance_client import RequestSize
 from capplan.engine.router.proxy import ProxyResponse, RouterState, parse_body, request_size
@@ -25,8 +25,6 @@ from capplan.engine.server.protocol import add_error_handlers, model_card, unkno
 _LONG_BODY: Final = 50_000
 """Bytes of a body from which it is parsed in a thread."""
 _METRICS_TIMEOUT_S: Final = 5.0
-_HEADER: Final = re.compile(r"# (HELP|TYPE) (\S+)")
-_SAMPLE: Final = re.compile(r"([a-zA-Z_:][\w:]*)(\{)?")
 
 router = APIRouter()
 
@@ -119,6 +117,7 @@ class RouterMetrics:
 
     def __init__(self, state: RouterState) -> None:
         self._state = state
+        self._of_instances: list[Metric] = []
         self._registry = CollectorRegistry()
         self._registry.register(self)
 
@@ -127,10 +126,11 @@ class RouterMetrics:
         instances = self._state.fleet.instances
         pages = await asyncio.gather(*(_metrics_of(instance) for instance in instances))
         texts = {each.spec.name: page for each, page in zip(instances, pages, strict=True)}
-        return generate_latest(self._registry) + merged(texts).encode()
+        self._of_instances = await asyncio.to_thread(merged, texts)
+        return generate_latest(self._registry)
 
     def collect(self) -> Iterator[Metric]:
-        """Yield the router's own metrics."""
+        """Yield the router's own metrics and those of its instances."""
         state, instances = self._state, self._state.fleet.instances
         for kind, name, help_text, value in _INSTANCE_METRICS:
             rows = [((each.spec.name, each.spec.group), value(state, each)) for each in instances]
@@ -144,6 +144,7 @@ class RouterMetrics:
         refusals = [((str(status),), count) for status, count in sorted(state.refusals.items())]
         help_text = "Requests that the router refused"
         yield metric_family(Counter, "capplan:router_requests_refused", help_text, ("status",), refusals)
+        yield from self._of_instances
 
 
 def _queued(instance: InstanceSupervisor) -> int:
@@ -170,7 +171,7 @@ async def _metrics_of(instance: InstanceSupervisor) -> str:
         return ""
 
 
-def merged(pages: Mapping[str, str]) -> str:
+def merged(pages: Mapping[str, str]) -> list[Metric]:
     """Merge pages of Prometheus metrics by family; every sample gets the label ``instance``.
 
     Parameters
@@ -178,27 +179,10 @@ def merged(pages: Mapping[str, str]) -> str:
     pages
         Prometheus text of each instance, by name.
     """
-    headers: dict[str, list[str]] = {}
-    samples: dict[str, list[str]] = {}
+    families: dict[str, Metric] = {}
     for instance, page in pages.items():
-        family = ""
-        for line in page.splitlines():
-            header = _HEADER.match(line)
-            if header is not None:
-                family = header[2]
-                lines = headers.setdefault(family, [])
-                if line not in lines:
-                    lines.append(line)
-            elif line and not line.startswith("#"):
-                samples.setdefault(family, []).append(_labelled(line, instance))
-    return "".join("\n".join([*headers.get(family, ()), *lines]) + "\n" for family, lines in samples.items())
-
-
-def _labelled(line: str, instance: str) -> str:
-    escaped = instance.replace("\\", r"\\").replace('"', r"\"").replace("\n", r"\n")
-    label = f'instance="{escaped}"'
-
-    def with_label(match: re.Match[str]) -> str:
-        return f"{match[1]}{{{label}," if match[2] else f"{match[1]}{{{label}}}"
-
-    return _SAMPLE.sub(with_label, line, count=1)
+        for found in text_string_to_metric_families(page):
+            family = families.setdefault(found.name, Metric(found.name, found.documentation, found.type))
+            for sample in found.samples:
+                family.add_sample(sample.name, {"instance": instance, **sample.labels}, sample.value)
+    return list(families.values())

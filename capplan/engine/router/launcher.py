@@ -247,7 +247,10 @@ def main() -> int:
     def reply(document: dict[str, Any]) -> None:
         os.write(replies, json.dumps(document).encode() + b"\n")
 
-    fields = json.loads(_first_line())
+    line = sys.stdin.buffer.readline()
+    if not line.endswith(b"\n"):
+        return 1
+    fields = json.loads(line)
     threading.Thread(target=_exit_with_parent, daemon=True).start()
     from capplan.engine.server import InstanceConfig, ServerSettings, run_instance
 
@@ -261,16 +264,6 @@ def main() -> int:
         value = [] if isinstance(error.value, NoValue) else [str(error.value)]
         reply({"error": [error.rule, value, error.location]})
         return error.exit_code
-
-
-def _first_line() -> bytes:
-    line = b""
-    while not line.endswith(b"\n"):
-        part = os.read(0, 2**16)
-        if not part:
-            sys.exit(1)
-        line += part
-    return line
 
 
 def _exit_with_parent() -> None:
