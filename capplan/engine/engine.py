@@ -6,8 +6,7 @@ import hashlib
 from collections import OrderedDict
 from collections.abc import Mapping, Sequence
 from pathlib import Path
-from types import TracebackType
-from typing import Any, Final, NamedTuple, Self
+from typing import Any, Final, Self
 
 import numpy as np
 import torch
@@ -92,9 +91,7 @@ class Engine:
     def __enter__(self) -> Self:
         return self
 
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
+    def __exit__(self, *error: object) -> None:
         self.close()
 
     def close(self) -> None:
@@ -329,40 +326,3 @@ class PrefixIds:
     def renew(self, adapter: int) -> None:
         """Invalidate the prefixes of an adapter."""
         self._renewals[adapter] = self._renewals.get(adapter, 0) + 1
-
-
-class TimedRequest(NamedTuple):
-    """Request with its arrival time, in nanoseconds after the start of a replay."""
-
-    arrival_ns: int
-    prompt: Prompt
-    adapter: str | None
-    params: SamplingParams
-
-
-def replay(engine: Engine, arrivals: Sequence[TimedRequest]) -> list[Completion | None]:
-    """Serve requests in order of arrival and return their completions; None if the engine was full.
-
-    With `Engine(virtual_time=True)` idle time is skipped, and equal durations of steps lead to equal
-    decisions.
-    """
-    clock = engine.core.clock
-    start_ns = clock.now_ns()
-    requests: list[Request | None] = []
-    while True:
-        while len(requests) < len(arrivals):
-            arrival_ns, prompt, adapter, params = arrivals[len(requests)]
-            if arrival_ns > clock.now_ns() - start_ns:
-                break
-            request = engine.new_request(prompt, adapter, params, start_ns + arrival_ns)
-            requests.append(request if engine.submit(request) else None)
-        if engine.step() is not None:
-            continue
-        upcoming = [start_ns + arrivals[len(requests)].arrival_ns] if len(requests) < len(arrivals) else []
-        timeout_s = (upcoming[0] - clock.now_ns()) * 1e-9 if upcoming else _LOAD_TIMEOUT_S
-        loaded_ns = engine.core.loader.next_ns(max(0.0, timeout_s))
-        if loaded_ns is not None:
-            upcoming.append(loaded_ns)
-        if not upcoming:
-            return [None if request is None else engine.completion(request) for request in requests]
-        clock.sleep_until(min(upcoming))

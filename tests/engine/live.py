@@ -10,7 +10,7 @@ from typing import Any, TypeVar
 from capplan.engine import Engine, ModelConfig
 from capplan.engine.server import DrainingServer, ServerSettings, Service, bind, make_app, url_of
 from capplan.engine.server.process import warm_up
-from tests.engine.integrity import check_engine
+from tests.engine.engines import check_engine
 
 T = TypeVar("T")
 

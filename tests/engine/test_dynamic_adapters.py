@@ -14,7 +14,7 @@ from safetensors.torch import load_file, save_file
 from capplan import InputError
 from capplan.engine import Engine, ModelConfig, SamplingParams
 from capplan.engine.request import Request
-from tests.engine.integrity import check_engine
+from tests.engine.engines import check_engine
 
 TINY = ModelConfig(
     name="tiny",

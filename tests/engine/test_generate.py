@@ -14,11 +14,10 @@ from tokenizers import Tokenizer, models, pre_tokenizers
 
 from capplan import InfeasibleError, InputError
 from capplan.engine import Engine, ModelConfig, SamplingParams
-from capplan.engine.engine import TimedRequest, replay
 from capplan.engine.engine_core import StepOutput
 from capplan.engine.models.config import config_from_hf
 from capplan.engine.timing import RecordFile
-from tests.engine.integrity import check_engine
+from tests.engine.engines import TimedRequest, check_engine, replay
 
 TINY = ModelConfig(
     name="tiny",

@@ -9,11 +9,10 @@ import numpy as np
 import pytest
 
 from capplan.engine import Engine, ModelConfig, SamplingParams
-from capplan.engine.engine import TimedRequest, replay
 from capplan.engine.lora.loader import VirtualLoader
 from capplan.engine.scheduler_output import Decision
 from capplan.twin.reference.scheduler import ReferenceScheduler
-from tests.engine.integrity import check_engine
+from tests.engine.engines import TimedRequest, check_engine, replay
 
 TINY = ModelConfig(
     name="tiny",

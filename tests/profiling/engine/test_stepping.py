@@ -21,7 +21,7 @@ from capplan.profiling.engine.stepping import (
     candidates,
     most_informative,
 )
-from tests.engine.integrity import check_engine
+from tests.engine.engines import check_engine
 
 
 def bounds(

@@ -1,7 +1,12 @@
-"""Consistency of an engine between two steps."""
+"""Replay of timed requests, and consistency of an engine between two steps."""
 
-from capplan.engine import Engine
+from collections.abc import Sequence
+from typing import NamedTuple
+
+from capplan.engine import Completion, Engine, SamplingParams
+from capplan.engine.engine import Prompt
 from capplan.engine.engine_core import EngineCore
+from capplan.engine.request import Request
 from capplan.serving import NONE, State
 from capplan.testing import check_integrity
 
@@ -40,3 +45,40 @@ def linked_rows(state: State, row: int) -> list[int]:
         rows.append(row)
         row = int(state.rows.following[row])
     return rows
+
+
+class TimedRequest(NamedTuple):
+    """Request with its arrival time, in nanoseconds after the start of a replay."""
+
+    arrival_ns: int
+    prompt: Prompt
+    adapter: str | None
+    params: SamplingParams
+
+
+def replay(engine: Engine, arrivals: Sequence[TimedRequest]) -> list[Completion | None]:
+    """Serve requests in order of arrival and return their completions; None if the engine was full.
+
+    With `Engine(virtual_time=True)` idle time is skipped, and equal durations of steps lead to equal
+    decisions.
+    """
+    clock = engine.core.clock
+    start_ns = clock.now_ns()
+    requests: list[Request | None] = []
+    while True:
+        while len(requests) < len(arrivals):
+            arrival_ns, prompt, adapter, params = arrivals[len(requests)]
+            if arrival_ns > clock.now_ns() - start_ns:
+                break
+            request = engine.new_request(prompt, adapter, params, start_ns + arrival_ns)
+            requests.append(request if engine.submit(request) else None)
+        if engine.step() is not None:
+            continue
+        upcoming = [start_ns + arrivals[len(requests)].arrival_ns] if len(requests) < len(arrivals) else []
+        timeout_s = (upcoming[0] - clock.now_ns()) * 1e-9 if upcoming else 60.0
+        loaded_ns = engine.core.loader.next_ns(max(0.0, timeout_s))
+        if loaded_ns is not None:
+            upcoming.append(loaded_ns)
+        if not upcoming:
+            return [None if request is None else engine.completion(request) for request in requests]
+        clock.sleep_until(min(upcoming))
