@@ -114,7 +114,9 @@ class EngineOptions(SpecModel):
         options: dict[str, Any] = {}
         for name, value in settings.items():
             if name in _DEPRECATED:
-                warnings.warn(f"{name} is deprecated: use {_DEPRECATED[name]}", DeprecationWarning, 4)
+                warnings.warn(
+                    f"{name} is deprecated: use {_DEPRECATED[name]}", DeprecationWarning, stacklevel=3
+                )
             known = _DEPRECATED.get(name, name)
             if known not in EngineArgs.model_fields and (known == "args" or known not in cls.model_fields):
                 names = [*EngineArgs.model_fields, *cls.model_fields]
