@@ -6,7 +6,7 @@ import time
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
-from capplan.errors import InfeasibleError, InputError
+from capplan.errors import InputError
 from capplan.planner.assemble import build_plan
 from capplan.planner.estimate import (
     ESTIMATORS,
@@ -17,7 +17,7 @@ from capplan.planner.estimate import (
 )
 from capplan.planner.parallel import Progress, no_progress
 from capplan.planner.previous import read_previous
-from capplan.planner.problem import Assignment, Estimator, Problem, make_problem
+from capplan.planner.problem import Assignment, Estimator, Problem, infeasible, make_problem
 from capplan.planner.solvers import find_solver
 from capplan.planner.solvers.base import (
     DEFAULT_TIME_LIMIT_S,
@@ -29,6 +29,7 @@ from capplan.planner.solvers.base import (
 from capplan.planner.splitting import require_memory, split_hot_adapters
 from capplan.planner.verify import (
     FRESH_SEEDS,
+    InstanceVerification,
     RepairResult,
     Verifier,
     fit_slots_in_memory,
@@ -87,7 +88,7 @@ def plan(
     InputError
         If a parameter or the workload is invalid.
     InfeasibleError
-        If the GPUs do not suffice; `reason` tells why.
+        If the GPUs do not suffice; see `reason`.
     """
     problem = make_problem(workload, gpus, profile)
     previous = read_previous(workload)
@@ -97,24 +98,14 @@ def plan(
     report("placing", 0, 1)
     twin = TwinEstimator(problem, seed)
     answer = solve(
-        problem,
-        chosen,
-        twin,
-        estimator=estimator,
-        seed=seed,
-        time_limit_s=time_limit_s,
-        previous=previous,
+        problem, chosen, twin, estimator=estimator, seed=seed, time_limit_s=time_limit_s, previous=previous
     )
-    problem = answer.problem
     report("placing", 1, 1)
-    verifier = make_verifier(problem, twin, seed, verify, seeds)
-    outcome = _verified(problem, answer.assignments, verifier, twin, verify and repair, report)
+    verifier = make_verifier(answer.problem, twin, seed, verify, seeds)
+    outcome = _verify(answer, verifier, twin, verify and repair, report)
     return build_plan(
-        problem,
-        outcome.assignments,
-        outcome.verifications,
-        seeds=verifier.seeds,
-        duration_s=verifier.duration_s,
+        verifier,
+        outcome,
         verified=verify,
         previous=previous,
         notes={
@@ -126,44 +117,38 @@ def plan(
     )
 
 
-def _verified(
-    problem: Problem,
-    assignments: Sequence[Assignment],
-    verifier: Verifier,
-    twin: TwinEstimator,
-    repair_failing: bool,
-    report: Progress,
+def _verify(
+    answer: SolverRun, verifier: Verifier, twin: TwinEstimator, repair_failing: bool, report: Progress
 ) -> RepairResult:
-    fitted, changes = (
-        fit_slots_in_memory(problem, assignments, twin) if repair_failing else (tuple(assignments), ())
-    )
-    _require_memory(problem, fitted)
-    verdicts = verifier.whole(fitted, lambda done, total: report("verifying", done, total))
-    if not repair_failing or all(verdict.ok for verdict in verdicts):
-        return RepairResult(fitted, tuple(verdicts), changes)
-    repaired = repair(problem, fitted, verdicts, verifier, twin, changes)
-    if repaired.assignments == fitted:
-        return repaired
-    again = verifier.whole(repaired.assignments, lambda done, total: report("verifying", done, total))
-    return RepairResult(repaired.assignments, tuple(again), repaired.changes)
-
-
-def _require_memory(problem: Problem, assignments: Sequence[Assignment]) -> None:
-    """Refuse an answer with an instance that does not start."""
+    problem, assignments = answer.problem, answer.assignments
+    changes: tuple[str, ...] = ()
+    if repair_failing:
+        assignments, changes = fit_slots_in_memory(problem, assignments, twin)
     for number, assignment in enumerate(assignments):
         if not problem.fits_in_memory(assignment):
-            raise InfeasibleError(
-                f"memory: GPU {number} of the answer would not start: {assignment.a_max} slots of rank "
+            raise infeasible(
+                "memory",
+                f"GPU {number} of the answer would not start: {assignment.a_max} slots of rank "
                 f"{problem.s_max(assignment.shares)} leave no room for one request of max_model_len "
                 f"{problem.engine.max_model_len}, or its adapters do not fit on the host",
-                reason="memory",
             )
+
+    def verify(assignments: Sequence[Assignment]) -> list[InstanceVerification]:
+        return verifier.whole(assignments, lambda done, total: report("verifying", done, total))
+
+    verifications = verify(assignments)
+    if not repair_failing or all(each.ok for each in verifications):
+        return RepairResult(assignments, tuple(verifications), changes)
+    repaired = repair(verifier, assignments, verifications, twin, changes)
+    if repaired.assignments == assignments:
+        return repaired
+    return replace(repaired, verifications=tuple(verify(repaired.assignments)))
 
 
 _CONSERVATIVE_MARGIN = 0.01
-"""Served fraction beyond the bound required first, since other seeds differ by about as much."""
+"""Served fraction required beyond the bound at first: the difference between seeds."""
 _MARGIN = 0.003
-"""The same required always, since the worst of many seeds is worse than that of a few."""
+"""Served fraction always required beyond the bound: the worst of many seeds is worse than that of a few."""
 
 
 @dataclass(frozen=True)
@@ -193,12 +178,8 @@ def solve(
 
     Parameters
     ----------
-    problem
-        Problem with whole adapters.
-    solver
-        Solver to run.
-    twin
-        Digital twin.
+    problem, solver, twin
+        Problem with whole adapters, solver, and digital twin.
     estimator
         Name of the estimator selected by the user.
     seed, time_limit_s, previous
@@ -213,7 +194,8 @@ def solve(
     """
     _require_match(problem, solver, estimator)
     _require_supported(problem.workload, solver)
-    required, name = solver.required_estimator, _estimator_of(solver, estimator)
+    required = solver.required_estimator
+    name = solver.estimator if estimator == "auto" else estimator
     none = required is RequiredEstimator.NONE
     selected = twin if none else make_estimator(problem, name, twin)
     started = time.perf_counter()
@@ -221,38 +203,35 @@ def solve(
     if solver.splits_hot:
         deciding: Estimator = twin if required is RequiredEstimator.TWIN else selected
         problem = replace(problem, shares=split_hot_adapters(problem, deciding))
-
-    def context(problem: Problem, twin: TwinEstimator, estimator: Estimator) -> SolverContext:
-        if required is not RequiredEstimator.TWIN:
-            return SolverContext(estimator, twin, seed, time_limit_s)
-        return SolverContext(
-            estimator,
-            replace(twin, margin=_MARGIN),
-            seed,
-            time_limit_s,
-            surrogate=make_surrogate(problem, twin),
-            conservative_twin=replace(twin, margin=_CONSERVATIVE_MARGIN),
-            previous=previous,
-            renew=renew,
-        )
-
-    def renew(problem: Problem) -> SolverContext:
-        twin = TwinEstimator(problem, seed)
-        return context(problem, twin, make_estimator(problem, name, twin))
-
-    assignments = tuple(solver.place(problem, context(problem, twin, selected)))
+    context = SolverContext(selected, twin, seed, time_limit_s, previous=previous)
+    if required is RequiredEstimator.TWIN:
+        context = _add_twins(context, problem, twin, name)
+    assignments = tuple(solver.place(problem, context))
     solve_s = time.perf_counter() - started
     return SolverRun(problem, assignments, "none" if none else estimator_name(selected), solve_s)
 
 
-def _estimator_of(solver: Solver, estimator: str) -> str:
-    return solver.estimator if estimator == "auto" else estimator
+def _add_twins(context: SolverContext, problem: Problem, twin: TwinEstimator, name: str) -> SolverContext:
+    """Return the context of a solver that confirms instances with the twin."""
+
+    def renew(other: Problem) -> SolverContext:
+        other_twin = TwinEstimator(other, context.seed)
+        selected = make_estimator(other, name, other_twin)
+        return _add_twins(replace(context, estimator=selected), other, other_twin, name)
+
+    return replace(
+        context,
+        twin=replace(twin, margin=_MARGIN),
+        conservative_twin=replace(twin, margin=_CONSERVATIVE_MARGIN),
+        surrogate=make_surrogate(problem, twin),
+        renew=renew,
+    )
 
 
 def _require_match(problem: Problem, solver: Solver, estimator: str) -> None:
     if estimator not in ESTIMATORS:
         raise InputError(f"must be one of {', '.join(ESTIMATORS)}", estimator, "estimator")
-    if solver.estimator not in ("auto", _estimator_of(solver, estimator)):
+    if solver.estimator != "auto" and estimator not in ("auto", solver.estimator):
         rule = f"must be {solver.estimator} for solver {solver.name}, or auto"
         raise InputError(rule, estimator, "estimator")
     if problem.fixed_a_max is not None and not solver.fixed_a_max:
@@ -278,10 +257,11 @@ def _requirements(workload: Workload) -> dict[Requirement, str]:
     if workload.previous_plan is not None:
         requirements[Requirement.PREVIOUS_PLAN] = workload.previous_plan
     for adapter in workload.adapters:
-        if adapter.apart_from:
-            requirements.setdefault(Requirement.APART, adapter.name)
-        if adapter.together_with:
-            requirements.setdefault(Requirement.TOGETHER, adapter.name)
-        if adapter.max_replicas is not None:
-            requirements.setdefault(Requirement.MAX_REPLICAS, adapter.name)
+        for requirement, value in (
+            (Requirement.APART, adapter.apart_from),
+            (Requirement.TOGETHER, adapter.together_with),
+            (Requirement.MAX_REPLICAS, adapter.max_replicas),
+        ):
+            if value:
+                requirements.setdefault(requirement, adapter.name)
     return requirements

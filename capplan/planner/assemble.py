@@ -1,8 +1,8 @@
-"""From a verified assignment to a plan: predictions, what binds, and where every number comes from."""
+"""Plan documents: predictions, bottlenecks and provenance of verified assignments."""
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from functools import partial
 from importlib.metadata import PackageNotFoundError, version
 from statistics import fmean
@@ -10,12 +10,12 @@ from statistics import fmean
 from pydantic import JsonValue
 
 from capplan.planner.bound import lower_bound, lower_bound_gpus
-from capplan.planner.evaluate import find_bottleneck
+from capplan.planner.evaluate import find_bottleneck, known_values
 from capplan.planner.parallel import parallel_map
 from capplan.planner.previous import moved_bytes, name_groups
-from capplan.planner.problem import Assignment, GpuPool, Problem
+from capplan.planner.problem import Assignment, Problem
 from capplan.planner.queues import group_queues
-from capplan.planner.verify import InstanceVerification
+from capplan.planner.verify import InstanceVerification, RepairResult, Verifier
 from capplan.spec import (
     Binds,
     Group,
@@ -35,69 +35,57 @@ from capplan.twin.scenario import chosen_rules
 
 
 def build_plan(
-    problem: Problem,
-    assignments: Sequence[Assignment],
-    verdicts: Sequence[InstanceVerification],
+    verifier: Verifier,
+    answer: RepairResult,
     *,
-    seeds: Sequence[int],
-    duration_s: float,
     verified: bool,
-    previous: Plan | None = None,
-    notes: dict[str, JsonValue],
+    previous: Plan | None,
+    notes: Mapping[str, JsonValue],
 ) -> Plan:
     """Return the plan document.
 
     Parameters
     ----------
-    problem
-        What was asked.
-    assignments, verdicts
-        The answer and what the twin said of it, GPU by GPU.
-    seeds, duration_s
-        How the twin was asked.
-    previous
-        The plan in force, whose groups keep their names.
+    verifier, answer
+        Verifier of the problem, and the verified assignments.
     verified
-        False when the user wanted no verification: the predictions then rest on one seed.
+        Whether the user wanted verification; otherwise the predictions are those of one seed.
+    previous
+        Plan in force, whose groups keep their names.
     notes
-        What the provenance should say of the solver.
+        Provenance of the answer.
     """
-    workload, profile = problem.workload, problem.profile
+    problem, assignments, verifications = verifier.problem, answer.assignments, answer.verifications
+    workload, engine = problem.workload, problem.profile.engine
     names, moves = name_groups(problem, assignments, previous)
-    bindings = parallel_map(partial(find_bottleneck, problem), assignments)
-    queues = parallel_map(
-        lambda judged: group_queues(problem, judged[0], judged[1].results),
-        list(zip(assignments, verdicts, strict=True)),
-    )
-    answers = zip(names, assignments, verdicts, bindings, queues, strict=True)
-    groups = tuple(_group(problem, *answer) for answer in answers)
+    bottlenecks = parallel_map(partial(find_bottleneck, problem), assignments)
+    pairs = list(zip(assignments, verifications, strict=True))
+    queues = parallel_map(lambda pair: group_queues(problem, pair[0], pair[1].results), pairs)
+    columns = zip(names, assignments, verifications, bottlenecks, queues, strict=True)
+    checks = map(_verification, names, verifications) if verified else ()
     return Plan(
         created_by=f"capplan {_version()}",
         base_model=workload.base_model,
-        engine=PlanEngine(
-            name=profile.engine.name, version=profile.engine.version, rules=profile.engine.rules
-        ),
+        engine=PlanEngine(name=engine.name, version=engine.version, rules=engine.rules),
         objective=workload.objective,
         slo=workload.slo,
         workload_digest=workload.digest(),
-        groups=groups,
+        groups=tuple(_group(problem, *row) for row in columns),
         totals=_totals(problem, assignments),
         moves=moves,
         provenance={
             **_profiles(problem),
-            "lower_bound": _bound_in_words(problem),
+            "lower_bound": _lower_bound(problem),
             "headroom": workload.headroom,
             **({} if previous is None else {"moved_bytes": moved_bytes(problem, moves)}),
             **notes,
         },
         verification=Verification(
-            ok=verified and all(verdict.ok for verdict in verdicts),
-            seeds=tuple(seeds) if verified else (),
-            duration_s=duration_s if verified else 0.0,
-            min_served_fraction=min(r.served_fraction for v in verdicts for r in v.results),
-            groups=tuple(_verification(g.id, v) for g, v in zip(groups, verdicts, strict=True))
-            if verified
-            else (),
+            ok=verified and all(each.ok for each in verifications),
+            seeds=verifier.seeds if verified else (),
+            duration_s=verifier.duration_s if verified else 0.0,
+            min_served_fraction=min(r.served_fraction for each in verifications for r in each.results),
+            groups=tuple(checks),
         ),
     )
 
@@ -114,22 +102,21 @@ def _totals(problem: Problem, assignments: Sequence[Assignment]) -> Totals:
 
 
 def _profiles(problem: Problem) -> dict[str, JsonValue]:
-    """Return where the numbers come from; with several pools, pool by pool."""
-
-    def told(pool: GpuPool) -> dict[str, JsonValue]:
-        provenance = pool.profile.provenance
-        return {
+    """Return the provenance of the profile, or of the profile of every pool."""
+    sources: list[dict[str, JsonValue]] = [
+        {
             "profile": pool.profile.name,
-            "profile_kind": provenance.kind.value,
-            "profile_source": provenance.source,
+            "profile_kind": pool.profile.provenance.kind.value,
+            "profile_source": pool.profile.provenance.source,
         }
-
+        for pool in problem.pools
+    ]
     if problem.pools[0].name is None:
-        return told(problem.pools[0])
-    return {"pools": {str(pool.name): told(pool) for pool in problem.pools}}
+        return sources[0]
+    return {"pools": {str(pool.name): source for pool, source in zip(problem.pools, sources, strict=True)}}
 
 
-def _bound_in_words(problem: Problem) -> str:
+def _lower_bound(problem: Problem) -> str:
     bound = lower_bound(problem)
     price = f" and cost {bound.usd_per_hour:.3f} USD per hour" if bound.usd_per_hour else ""
     return f"tokens, KV reads and full batches alone keep {bound.gpus:.3f} GPUs busy{price}"
@@ -139,14 +126,15 @@ def _group(
     problem: Problem,
     name: str,
     assignment: Assignment,
-    verdict: InstanceVerification,
-    binding: tuple[Binds | None, float | None],
+    verification: InstanceVerification,
+    bottleneck: tuple[Binds | None, float | None],
     queues: Queues | None,
 ) -> Group:
     pool = problem.pools[assignment.pool]
     profile = pool.profile
-    binds, load_over_capacity = binding
+    binds, load_over_capacity = bottleneck
     fractions = assignment.fractions
+    caching = chosen_rules(profile, None, None).prefix_caching  # as simulated by the twin
     return Group(
         id=name,
         replicas=1,
@@ -154,17 +142,14 @@ def _group(
         gpu=profile.gpu.name,
         tp=profile.tp,
         profile=profile.name,
-        engine_args=problem.engine_args(assignment).replace(
-            # as the twin has it
-            enable_prefix_caching=chosen_rules(profile, None, None).prefix_caching
-        ),
+        engine_args=problem.engine_args(assignment).replace(enable_prefix_caching=caching),
         adapters=tuple(
             PlanAdapter(name=a.name, rank=a.rank, rate_rps=a.rate_rps, path=a.path, share=fractions[a.name])
             for a in problem.workload.adapters
             if a.name in fractions
         ),
         queues=queues,
-        predicted=_predicted(verdict.results, load_over_capacity),
+        predicted=_predicted(verification.results, load_over_capacity),
         binds=binds,
     )
 
@@ -186,22 +171,22 @@ def _predicted(results: Sequence[SimulationResult], load_over_capacity: float | 
 
 
 def _percentiles(results: Sequence[SimulationResult], pattern: str) -> Percentiles:
-    values = {}
+    means = {}
     for statistic in Percentiles.model_fields:
-        over_seeds = [v for r in results if (v := bound_value(r, pattern.format(statistic))) == v]
-        values[statistic] = fmean(over_seeds) if over_seeds else None
-    return Percentiles(**values)
+        values = known_values(bound_value(r, pattern.format(statistic)) for r in results)
+        means[statistic] = fmean(values) if values else None
+    return Percentiles(**means)
 
 
-def _verification(name: str, verdict: InstanceVerification) -> GroupVerification:
-    late = [r.ttft_s_p99 for r in verdict.results if r.ttft_s_p99 == r.ttft_s_p99]
+def _verification(name: str, verification: InstanceVerification) -> GroupVerification:
+    results = verification.results
     return GroupVerification(
         id=name,
-        ok=verdict.ok,
-        served_fraction=min(r.served_fraction for r in verdict.results),
-        throughput_tok_s=fmean(r.throughput_tok_s for r in verdict.results),
-        ttft_p99_s=max(late, default=None),
-        note="; ".join(verdict.violations),
+        ok=verification.ok,
+        served_fraction=min(r.served_fraction for r in results),
+        throughput_tok_s=fmean(r.throughput_tok_s for r in results),
+        ttft_p99_s=max(known_values(r.ttft_s_p99 for r in results), default=None),
+        note="; ".join(verification.violations),
     )
 
 

@@ -1,8 +1,8 @@
-"""A lower bound on GPUs: a plan that keeps the bounds and the headroom does not use fewer.
+"""Lower bound on the GPUs of any plan that keeps the bounds and the headroom.
 
-Relaxation: requests are divisible, adapters are free and everywhere, batches are as large as they may be,
-nobody waits. What remains is the time that the step model charges for tokens, for reading KV, and for its
-base once per batch of decodes. Of the load only `served_fraction` has to be served: the cheapest tokens.
+Relaxation: requests are divisible, every instance has all adapters at no cost, batches are full, and no
+request waits. The remaining cost is the time that the step model charges for tokens, for reading KV, and for
+its base once per batch of decodes. Only `served_fraction` of the load is served, cheapest tokens first.
 """
 
 from __future__ import annotations
@@ -22,26 +22,26 @@ from capplan.workload import Requests, draw_requests
 
 _SAMPLE = 2**16
 _SAMPLE_ERROR = 0.01
-"""Mean costs of that many requests are surely this near to their expectation; the bound is lowered by it."""
+"""Relative sampling error of mean costs, by which the bound is lowered."""
 _MAX_DURATION_S = 1e9
-
-
-def lower_bound_instances(problem: Problem) -> int:
-    """Return the bound in instances; 1 where nothing better is known."""
-    largest = max(pool.profile.tp for pool in problem.pools)
-    return max(1, math.ceil(lower_bound(problem).gpus / largest - 1e-9))
 
 
 @dataclass(frozen=True)
 class LowerBound:
-    """What no plan does with less; 0 where nothing is known."""
+    """Lower bounds; 0 if unknown."""
 
     gpus: float
     usd_per_hour: float
 
 
+def lower_bound_instances(problem: Problem) -> int:
+    """Return the lower bound in instances, at least 1."""
+    largest = max(pool.profile.tp for pool in problem.pools)
+    return max(1, math.ceil(lower_bound(problem).gpus / largest - 1e-9))
+
+
 def lower_bound_gpus(problem: Problem) -> int:
-    """Return the bound in GPUs; 1, or the GPUs of an instance, where nothing better is known."""
+    """Return the lower bound in GPUs, at least one instance."""
     smallest = min(pool.profile.tp for pool in problem.pools)
     whole = math.ceil(lower_bound(problem).gpus - 1e-9)
     if len(problem.pools) == 1:
@@ -50,11 +50,8 @@ def lower_bound_gpus(problem: Problem) -> int:
 
 
 def lower_bound(problem: Problem) -> LowerBound:
-    """Return the least GPUs and the least price on which the load can be spread, each for itself.
-
-    The load of every kind of adapter is divided over pools as is best, up to the instances there are.
-    """
-    tokens, busy = busy_by_kind(problem)
+    """Return the least GPUs and, separately, the least price over all divisions of the load among pools."""
+    tokens, busy = _busy_by_kind(problem)
     tp = np.array([pool.profile.tp for pool in problem.pools], float)
     price = np.array([pool.usd_per_hour or 0.0 for pool in problem.pools])
     return LowerBound(
@@ -63,40 +60,40 @@ def lower_bound(problem: Problem) -> LowerBound:
 
 
 def busy_gpus(problem: Problem) -> float:
-    """Return the seconds per second that instances of the only pool are busy at the very least.
+    """Return the least number of busy instances of the only pool.
 
-    0 where the profile's step model is of another form than ours, or a step gets cheaper by holding more.
+    0 if the profile has no additive step model, or one with a negative coefficient.
     """
-    tokens, busy = busy_by_kind(problem)
+    tokens, busy = _busy_by_kind(problem)
     return _min_busy(problem.workload.slo.served_fraction, tokens, busy[0])
 
 
-def busy_by_kind(problem: Problem) -> tuple[NDArray[np.float64], NDArray[np.float64]]:
-    """Return the tokens of adapters with the same lengths, and how busy they keep each pool.
+def _busy_by_kind(problem: Problem) -> tuple[NDArray[np.float64], NDArray[np.float64]]:
+    """Return the load by kind: the adapters with equal lengths.
 
     Returns
     -------
     tuple of ndarray
-        Tokens, shape (kinds,); instances of a pool that all of a kind keeps busy, shape (pools, kinds).
+        Tokens, shape (kinds,), and the busy instances of each pool if it serves all of a kind, shape
+        (pools, kinds).
     """
     requests, duration_s, error = _draw_sample(problem)
     kind = _kinds(problem)[requests.adapter]
     per_second = (1.0 - error) / (1.0 - problem.workload.headroom) / 1e3 / duration_s
-    tokens: NDArray[np.float64] = np.zeros(0)
-    busy = []
-    for pool in problem.pools:
-        each, busy_ms = _costs(problem, pool.profile, requests)
-        tokens = np.bincount(kind, each).astype(np.float64)
-        busy.append(np.bincount(kind, busy_ms) * per_second)
-    return tokens, np.array(busy)
+    prompt = requests.prompt_tokens.astype(np.float64)
+    room = np.maximum(problem.engine.max_model_len - prompt, 1.0)
+    output = np.minimum(requests.output_tokens, room)
+    busy_ms = (_busy_ms(problem, pool.profile, prompt, output) for pool in problem.pools)
+    busy = np.array([np.bincount(kind, each) * per_second for each in busy_ms])
+    return np.bincount(kind, prompt + output).astype(np.float64), busy
 
 
 def _min_weighted_sum(
     problem: Problem, tokens: NDArray[np.float64], busy: NDArray[np.float64], weight: NDArray[np.float64]
 ) -> float:
-    """Return the least weighted sum of busy instances that serves the fraction asked for (a linear program).
+    """Return the least weighted sum of busy instances that serves the required fraction.
 
-    Nothing is known, hence 0, of more load than the instances carry: then there is no plan at all.
+    This is a linear program. The sum is 0 if it is infeasible: then no plan exists.
     """
     fraction = problem.workload.slo.served_fraction
     if len(problem.pools) == 1:
@@ -105,11 +102,11 @@ def _min_weighted_sum(
     if tokens.sum() == 0.0 or not busy.all():
         return 0.0
     once = np.tile(np.eye(kinds), pools)
-    seats = np.kron(np.eye(pools), np.ones(kinds)) * busy.ravel()
+    available = np.kron(np.eye(pools), np.ones(kinds)) * busy.ravel()
     served = -np.tile(tokens / tokens.sum(), pools)
     answer = linprog(
         np.repeat(weight, kinds) * busy.ravel(),
-        A_ub=np.vstack([once, seats, served]),
+        A_ub=np.vstack([once, available, served]),
         b_ub=np.concatenate([np.ones(kinds), [pool.instances for pool in problem.pools], [-fraction]]),
         method="highs",
     )
@@ -117,62 +114,52 @@ def _min_weighted_sum(
 
 
 def _draw_sample(problem: Problem) -> tuple[Requests, float, float]:
-    """Return requests, the seconds in which so many arrive on average, and the sampling error."""
-    workload = problem.workload
+    """Return a sample of requests, its mean duration in seconds, and the relative sampling error."""
+    workload, rate_rps = problem.workload, problem.workload.total_rate_rps
     if workload.trace is not None:
         duration_s = workload.trace.duration_s
-        return draw_requests(workload, duration_s, 0, problem.engine.max_model_len), duration_s, 0.0
-    rate_rps = workload.total_rate_rps
-    duration_s = min(_MAX_DURATION_S, _SAMPLE / rate_rps) if rate_rps > 0.0 else 1.0
+    else:
+        duration_s = min(_MAX_DURATION_S, _SAMPLE / rate_rps) if rate_rps > 0.0 else 1.0
     requests = draw_requests(workload, duration_s, 0, problem.engine.max_model_len)
+    if workload.trace is not None:
+        return requests, duration_s, 0.0
     return requests, requests.arrival_ns.size / rate_rps if rate_rps > 0.0 else 1.0, _SAMPLE_ERROR
 
 
-def _costs(
-    problem: Problem, profile: Profile, requests: Requests
-) -> tuple[NDArray[np.float64], NDArray[np.float64]]:
-    """Return the tokens of every request, and the milliseconds of a busy instance that it costs at least.
-
-    Nothing, where the step model is of another form than ours, or a step gets cheaper by holding more.
-    """
-    step, room = profile.step_latency, problem.engine.max_model_len
+def _busy_ms(
+    problem: Problem, profile: Profile, prompt: NDArray[np.float64], output: NDArray[np.float64]
+) -> NDArray[np.float64]:
+    """Return the least time that each request takes of an instance; 0 if unknown."""
+    step = profile.step_latency
     value = step.value
-    prompt = requests.prompt_tokens.astype(np.float64)
-    output = np.minimum(requests.output_tokens, np.maximum(room - prompt, 1.0))
-    decodes = output - 1.0  # the last token is never fed back, and the first comes from the prompt
     if step.form != ADDITIVE.name or min(c.value for c in step.coefficients.values()) < 0.0:
-        return prompt + output, np.zeros(prompt.size)
+        return np.zeros(prompt.size)
+    decodes = output - 1.0  # the last token is never fed back, and the first comes from the prompt
     kv_read = output * prompt + decodes * output / 2.0
-    busy_ms = (
+    busy_ms: NDArray[np.float64] = (
         value("ms_per_ktoken") * (prompt + decodes) / 1e3
         + value("ms_per_kv_ktoken") * kv_read / 1e3
         + value("base_ms") * decodes / problem.engine.max_num_seqs
     )
-    busy_ms[prompt >= room] = 0.0  # refused
-    return prompt + output, busy_ms
+    busy_ms[prompt >= problem.engine.max_model_len] = 0.0  # rejected
+    return busy_ms
 
 
 def _kinds(problem: Problem) -> NDArray[np.int64]:
-    """Return which adapters have the same lengths: a number for each, with the base model's before them."""
+    """Return the kind of the base model (0) and of each adapter; equal for equal lengths."""
     workload = problem.workload
     numbers: dict[tuple[Lengths, Lengths], int] = {}
-    kinds = [
-        numbers.setdefault(
-            workload.lengths_of(a),
-            len(numbers),
-        )
-        for a in workload.adapters
-    ]
+    kinds = [numbers.setdefault(workload.lengths_of(a), len(numbers)) for a in workload.adapters]
     return np.array([0, *kinds], dtype=np.int64)
 
 
-def _min_busy(fraction: float, tokens: NDArray[Any], busy_ms: NDArray[Any]) -> float:
-    """Return the least time that serves this fraction of all tokens, the kinds cheapest per token first."""
-    asked = tokens > 0.0
-    if not asked.any():
+def _min_busy(fraction: float, tokens: NDArray[Any], busy: NDArray[Any]) -> float:
+    """Return the least busy instances that serve a fraction of all tokens, cheapest kinds first."""
+    present = tokens > 0.0
+    if not present.any():
         return 0.0
-    tokens, busy_ms = tokens[asked], busy_ms[asked]
-    order = np.argsort(busy_ms / tokens, kind="stable")
+    tokens, busy = tokens[present], busy[present]
+    order = np.argsort(busy / tokens, kind="stable")
     reached = np.cumsum(np.concatenate([[0.0], tokens[order]]))
-    spent = np.cumsum(np.concatenate([[0.0], busy_ms[order]]))
+    spent = np.cumsum(np.concatenate([[0.0], busy[order]]))
     return float(np.interp(fraction * reached[-1], reached, spent))

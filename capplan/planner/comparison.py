@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import asdict, dataclass
 from statistics import fmean
 from typing import TYPE_CHECKING
@@ -13,14 +13,14 @@ from capplan.planner import SOLVERS
 from capplan.planner.api import SolverRun, solve
 from capplan.planner.bound import lower_bound_gpus
 from capplan.planner.estimate import TwinEstimator
-from capplan.planner.evaluate import violated_bounds
+from capplan.planner.evaluate import known_values, violated_bounds
 from capplan.planner.parallel import Progress, no_progress
 from capplan.planner.previous import read_previous
-from capplan.planner.problem import Assignment, Problem, make_problem
+from capplan.planner.problem import Assignment, Problem, distinct_adapters, make_problem
 from capplan.planner.solvers import find_solver
 from capplan.planner.solvers.base import DEFAULT_TIME_LIMIT_S, Solver
 from capplan.planner.verify import FRESH_SEEDS, InstanceVerification, make_verifier, require_seeds
-from capplan.spec import Plan, Profile, Workload
+from capplan.spec import Profile, Workload
 from capplan.spec.display import Displayed
 from capplan.twin import SimulationResult
 
@@ -30,7 +30,7 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True)
 class SolverResult:
-    """How one solver did. Without an answer, numbers are 0 or NaN and `failure` says why."""
+    """Result of one solver. Without an answer, numbers are 0 or NaN, and `failure` is the reason."""
 
     solver: str
     estimator: str = ""
@@ -38,47 +38,47 @@ class SolverResult:
     """GPUs used, `tp` per instance."""
     instances: int = 0
     starved: int = 0
-    """Instances that serve too little on at least one seed."""
+    """Instances that serve too small a fraction on at least one seed."""
     late: int = 0
-    """Others that break a latency bound on at least one seed."""
+    """Other instances that break a latency bound on at least one seed."""
     memory_errors: int = 0
-    """Instances that would not start: no room for a request beside the slots, or for adapters on the host."""
+    """Instances that do not start: no room for a request beside the slots, or for adapters on the host."""
     short_of_headroom: int = 0
-    """Others that fail at the load over (1 - headroom)."""
+    """Other instances that fail at the load over (1 - headroom)."""
     adapters_per_gpu: tuple[int, ...] = ()
     slots_per_gpu: tuple[int, ...] = ()
     served_fraction: float = math.nan
-    """Of the instance and seed where it is least."""
+    """Lowest of all instances and seeds."""
     throughput_tok_s: float = math.nan
-    """Of all instances, mean over seeds; one that does not start serves nothing."""
+    """Sum over instances that start, mean over seeds."""
     itl_ms_mean: float = math.nan
-    """Weighted by the output tokens of each instance, mean over seeds."""
+    """Mean over instances weighted by output tokens, and over seeds."""
     ttft_s_p99: float = math.nan
-    """Of the instance where it is longest, mean over seeds."""
+    """Maximum over instances, mean over seeds."""
     solve_s: float = math.nan
-    """Splitting and placing; neither the verification nor the loading of surrogates."""
+    """Wall time of splitting and placing."""
     failure: str = ""
     exit_code: int = 0
-    """What the command line would exit with for the failure."""
+    """Exit code of the command line for the failure."""
 
     @property
     def answered(self) -> bool:
-        """Whether there is a placement at all."""
+        """Whether there is a placement."""
         return not self.failure
 
     @property
     def holds(self) -> bool:
-        """Whether every instance starts and keeps every bound at the planned load, on every seed."""
+        """Whether every instance keeps every bound at the planned load on every seed."""
         return self.answered and not (self.starved or self.late or self.memory_errors)
 
 
 @dataclass(frozen=True, repr=False)
 class SolverComparison(Displayed):
-    """All rows, and what they share."""
+    """Results of several solvers on one workload."""
 
     profile: str
     gpus: int
-    """GPUs that could be used."""
+    """Available GPUs."""
     lower_bound_gpus: int
     headroom: float
     adapters: int
@@ -115,43 +115,43 @@ def compare(
     time_limit_s: float = DEFAULT_TIME_LIMIT_S,
     progress: Progress | None = None,
 ) -> SolverComparison:
-    """Have solvers place the same workload, and the twin say what becomes of each answer as it is.
+    """Place a workload with several solvers, and verify each raw answer with the twin.
 
     Parameters
     ----------
     workload, gpus, profile, estimator, seed, time_limit_s
-        As for `plan`. The estimator is for solvers that have none of their own.
+        As for `plan`. Solvers with an estimator of their own ignore the estimator.
     solvers
-        Names, or solvers of your own; all of ours unless given.
+        Names, or solvers of your own; by default all built-in solvers.
     seeds
-        How many fresh seeds each answer is verified on; a trace is replayed once.
+        Number of fresh seeds; a trace is replayed once.
     progress
         Called with (stage, done, total).
 
     Returns
     -------
-    Comparison
-        A row per solver, in the order given. One that fails has its reason there.
+    SolverComparison
+        One row per solver, in the order given; a solver that fails has a row with the reason.
 
     Raises
     ------
     InputError
-        When a parameter or a wish breaks a rule.
+        If a parameter or the workload is invalid.
     """
     chosen = [find_solver(solver) for solver in solvers]
     if not chosen:
         raise InputError(f"must name at least one of {', '.join(SOLVERS)}", location="solvers")
     require_seeds(seed, seeds)
     problem = make_problem(workload, gpus, profile)
-    terms = _SolverInputs(estimator, seed, seeds, time_limit_s, read_previous(workload))
+    read_previous(workload)  # an unreadable plan in force is an error of the whole comparison
     report = progress or no_progress
-    # Compiled before anyone is timed.
-    TwinEstimator(problem, seed)(Assignment(problem.shares[:1], problem.fixed_a_max or 1))
-    verifier = make_verifier(problem, TwinEstimator(problem, seed), seed, count=seeds)
+    twin = TwinEstimator(problem, seed)
+    twin(Assignment(problem.shares[:1], problem.fixed_a_max or 1))  # compiled before solvers are timed
+    verifier = make_verifier(problem, twin, seed, count=seeds)
     rows = []
     for done, solver in enumerate(chosen):
         report("comparing", done, len(chosen))
-        rows.append(_run_solver(problem, solver, terms))
+        rows.append(_run_solver(problem, solver, estimator, seed, seeds, time_limit_s))
     report("comparing", len(chosen), len(chosen))
     return SolverComparison(
         profile=", ".join(dict.fromkeys(pool.profile.name for pool in problem.pools)),
@@ -166,80 +166,63 @@ def compare(
     )
 
 
-@dataclass(frozen=True)
-class _SolverInputs:
-    """What all solvers are given alike."""
-
-    estimator: str
-    seed: int
-    seeds: int
-    time_limit_s: float
-    previous: Plan | None
-
-
-def _run_solver(problem: Problem, solver: Solver, terms: _SolverInputs) -> SolverResult:
-    exact = TwinEstimator(problem, terms.seed)
-    own = "auto" if solver.estimator != "auto" else terms.estimator
+def _run_solver(
+    problem: Problem, solver: Solver, estimator: str, seed: int, seeds: int, time_limit_s: float
+) -> SolverResult:
+    twin = TwinEstimator(problem, seed)
     try:
-        answer = solve(
+        run = solve(
             problem,
             solver,
-            exact,
-            estimator=own,
-            seed=terms.seed,
-            time_limit_s=terms.time_limit_s,
-            previous=terms.previous,
+            twin,
+            estimator="auto" if solver.estimator != "auto" else estimator,
+            seed=seed,
+            time_limit_s=time_limit_s,
+            previous=read_previous(problem.workload),
         )
-        fits = [problem.fits_in_memory(each) for each in answer.assignments]
-        starting = [each for each, fit in zip(answer.assignments, fits, strict=True) if fit]
-        verifier = make_verifier(answer.problem, exact, terms.seed, count=terms.seeds)
-        # A plan with an instance that does not start is no cluster; the others are judged one by one.
-        verdicts = verifier.whole(starting) if all(fits) else verifier(starting)
+        starting = [each for each in run.assignments if run.problem.fits_in_memory(each)]
+        verifier = make_verifier(run.problem, twin, seed, count=seeds)
+        # Instances are simulated one by one if another does not start: a cluster needs all of them.
+        verify = verifier.whole if len(starting) == len(run.assignments) else verifier
+        return _summarize(run, solver, len(starting), verify(starting))
     except CapplanError as error:
         return SolverResult(solver.name, failure=str(error), exit_code=error.exit_code)
-    return _summarize(answer, solver, starting, verdicts)
 
 
 def _summarize(
-    answer: SolverRun,
-    solver: Solver,
-    starting: Sequence[Assignment],
-    verdicts: Sequence[InstanceVerification],
+    run: SolverRun, solver: Solver, starting: int, verifications: Sequence[InstanceVerification]
 ) -> SolverResult:
-    slo = answer.problem.workload.slo
-    starved = [any(r.served_fraction < slo.served_fraction for r in v.results) for v in verdicts]
-    broken = [any(violated_bounds(slo, r) for r in v.results) for v in verdicts]
-    by_seed = list(zip(*(verdict.results for verdict in verdicts), strict=True))
-    everyone = answer.assignments
+    slo, assignments = run.problem.workload.slo, run.assignments
+    starved = [any(r.served_fraction < slo.served_fraction for r in v.results) for v in verifications]
+    broken = [any(violated_bounds(slo, r) for r in v.results) for v in verifications]
+    by_seed = list(zip(*(each.results for each in verifications), strict=True))
     return SolverResult(
         solver=solver.name,
-        estimator=answer.estimator,
-        gpus=sum(answer.problem.pools[each.pool].profile.tp for each in everyone),
-        instances=len(everyone),
+        estimator=run.estimator,
+        gpus=sum(run.problem.pools[each.pool].profile.tp for each in assignments),
+        instances=len(assignments),
         starved=sum(starved),
         late=sum(broken) - sum(starved),
-        memory_errors=len(everyone) - len(starting),
-        short_of_headroom=sum(not v.ok for v in verdicts) - sum(broken),
-        adapters_per_gpu=tuple(len({share.name for share in each.shares}) for each in everyone),
-        slots_per_gpu=tuple(each.a_max for each in everyone),
-        served_fraction=min((r.served_fraction for v in verdicts for r in v.results), default=0.0),
-        throughput_tok_s=_mean([sum(r.throughput_tok_s for r in results) for results in by_seed], 0.0),
-        itl_ms_mean=_mean([_mean_itl_ms(results) for results in by_seed]),
-        ttft_s_p99=_mean([_max_known([r.ttft_s_p99 for r in results]) for results in by_seed]),
-        solve_s=answer.solve_s,
+        memory_errors=len(assignments) - starting,
+        short_of_headroom=sum(not each.ok for each in verifications) - sum(broken),
+        adapters_per_gpu=tuple(distinct_adapters(each.shares) for each in assignments),
+        slots_per_gpu=tuple(each.a_max for each in assignments),
+        served_fraction=min((r.served_fraction for v in verifications for r in v.results), default=0.0),
+        throughput_tok_s=_mean((sum(r.throughput_tok_s for r in results) for results in by_seed), 0.0),
+        itl_ms_mean=_mean(map(_mean_itl_ms, by_seed)),
+        ttft_s_p99=_mean(
+            max(known_values(r.ttft_s_p99 for r in results), default=math.nan) for results in by_seed
+        ),
+        solve_s=run.solve_s,
     )
 
 
-def _mean_itl_ms(results: Sequence[SimulationResult]) -> float:
+def _mean_itl_ms(results: Iterable[SimulationResult]) -> float:
     known = [(r.itl_ms_mean, r.output_tok_s) for r in results if not math.isnan(r.itl_ms_mean)]
     tokens = sum(weight for _, weight in known)
     return sum(value * weight for value, weight in known) / tokens if tokens else math.nan
 
 
-def _max_known(values: Sequence[float]) -> float:
-    return max((value for value in values if not math.isnan(value)), default=math.nan)
-
-
-def _mean(values: Sequence[float], nothing: float = math.nan) -> float:
-    known = [value for value in values if not math.isnan(value)]
-    return fmean(known) if known else nothing
+def _mean(values: Iterable[float], empty: float = math.nan) -> float:
+    known = known_values(values)
+    return fmean(known) if known else empty

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 
 from capplan.planner.problem import Assignment, Problem, distinct_adapters, horizon_s
@@ -116,6 +116,11 @@ def _cluster_instance(problem: Problem, assignment: Assignment) -> Instance:
 def known_value(value: float) -> float | None:
     """Return a simulated value; None for NaN, which stands for no request."""
     return None if math.isnan(value) else float(value)
+
+
+def known_values(values: Iterable[float]) -> list[float]:
+    """Return the values that are not NaN."""
+    return [value for value in values if not math.isnan(value)]
 
 
 BOTTLENECK_SEED = 7

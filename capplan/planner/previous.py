@@ -1,4 +1,4 @@
-"""Planning from the plan in force: which adapters it has where, and what a new plan moves."""
+"""Plan in force: its instances, and the moves of a new plan."""
 
 from __future__ import annotations
 
@@ -22,19 +22,19 @@ class PreviousInstance:
     """One instance of the plan in force."""
 
     name: str
-    """Its group, and its number in the group where that has replicas."""
+    """Its group, with the number of the replica if there are several."""
     pool: str | None
     fractions: Mapping[str, float]
-    """Adapters that it has, with their shares of the traffic."""
+    """Share of the traffic of each of its adapters."""
 
 
 def read_previous(workload: Workload) -> Plan | None:
-    """Return the plan in force; None where the workload names none.
+    """Return the plan in force, or None.
 
     Raises
     ------
     InputError
-        When it cannot be read, is for another base model, or has adapters that the workload does not know.
+        If it is unreadable, is for another base model, or has adapters that are not in the workload.
     """
     if workload.previous_plan is None:
         return None
@@ -51,7 +51,7 @@ def read_previous(workload: Workload) -> Plan | None:
 
 
 def previous_instances(plan: Plan) -> tuple[PreviousInstance, ...]:
-    """Return the instances of a plan, one for each replica; replicas share the traffic of their group."""
+    """Return the instances of a plan; replicas share the traffic of their group."""
     return tuple(
         PreviousInstance(
             group.id if group.replicas == 1 else f"{group.id}-{replica}",
@@ -66,10 +66,9 @@ def previous_instances(plan: Plan) -> tuple[PreviousInstance, ...]:
 def name_groups(
     problem: Problem, assignments: Sequence[Assignment], previous: Plan | None
 ) -> tuple[tuple[str, ...], tuple[Move, ...]]:
-    """Return the names of the new groups, and the changes from the plan in force.
+    """Return the names of the new groups, and the moves from the plan in force.
 
-    Instances are labels: each new one takes the name of an old one of its pool, so that the fewest bytes of
-    weights are copied in all.
+    Each new instance takes the name of an old one of its pool, such that the fewest bytes are copied.
     """
     if previous is None:
         return tuple(f"gpu-{number}" for number in range(len(assignments))), ()
@@ -79,7 +78,7 @@ def name_groups(
 
 
 def moved_bytes(problem: Problem, moves: Sequence[Move]) -> int:
-    """Return the bytes of adapters that come to instances which did not have them."""
+    """Return the bytes of adapters that are copied to other instances."""
     rank = {adapter.name: adapter.rank for adapter in problem.workload.adapters}
     model = problem.profile.model
     return sum(adapter_bytes(model, rank[move.adapter]) for move in moves if move.to_group is not None)
@@ -88,10 +87,10 @@ def moved_bytes(problem: Problem, moves: Sequence[Move]) -> int:
 def _match_names(
     problem: Problem, assignments: Sequence[Assignment], old: Sequence[PreviousInstance]
 ) -> tuple[str, ...]:
-    """Return a name for every new instance, by the assignment that copies the fewest bytes."""
+    """Return the names of the new instances by the Hungarian method; the cost is the bytes to copy."""
     size = {a.name: float(adapter_bytes(problem.profile.model, a.rank)) for a in problem.workload.adapters}
     new_names = [{share.name for share in assignment.shares} for assignment in assignments]
-    columns = len(old) + len(assignments)  # a new name for each, should no old one do
+    columns = len(old) + len(assignments)
     cost = np.empty((len(assignments), columns))
     for row, (assignment, names) in enumerate(zip(assignments, new_names, strict=True)):
         everything = sum(size[name] for name in names)
@@ -100,7 +99,7 @@ def _match_names(
             kept = sum(size[name] for name in names & instance.fractions.keys())
             same_pool = instance.pool == problem.pools[assignment.pool].name
             cost[row, column] = everything - kept if same_pool else everything + 1.0
-        cost[row, len(old) :] += 0.5  # old names rather than new ones
+        cost[row, len(old) :] += 0.5  # old names are preferred
     _, chosen = linear_sum_assignment(cost)
     taken = {instance.name for instance in old}
     fresh = (name for name in (f"gpu-{number}" for number in range(columns)) if name not in taken)
@@ -110,7 +109,6 @@ def _match_names(
 def _moves(
     problem: Problem, assignments: Sequence[Assignment], names: Sequence[str], old: Sequence[PreviousInstance]
 ) -> tuple[Move, ...]:
-    """Return for every adapter how its shares flow from groups that lose to groups that gain."""
     after = {name: assignment.fractions for name, assignment in zip(names, assignments, strict=True)}
     before = {instance.name: dict(instance.fractions) for instance in old}
     moves: list[Move] = []
@@ -124,15 +122,15 @@ def _moves(
 
 
 def _flows(adapter: str, change: Mapping[str, float]) -> list[Move]:
-    """Return moves that carry what groups lose to those that gain; what nobody had is newly placed."""
+    """Return the moves from groups that lose shares to groups that gain; new shares have no source."""
     losing = deque((group, -share) for group, share in change.items() if share < -_MIN_SHARE)
     moves: list[Move] = []
-    for group, wanted in change.items():
-        while wanted > _MIN_SHARE:
-            source, left = losing.popleft() if losing else (None, wanted)
-            taken = min(wanted, left)
+    for group, gain in change.items():
+        while gain > _MIN_SHARE:
+            source, left = losing.popleft() if losing else (None, gain)
+            taken = min(gain, left)
             moves.append(Move(adapter=adapter, from_group=source, to_group=group, share=min(1.0, taken)))
-            wanted -= taken
+            gain -= taken
             if source is not None and left - taken > _MIN_SHARE:
                 losing.appendleft((source, left - taken))
     return moves

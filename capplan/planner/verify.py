@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 
 from capplan.errors import InputError
@@ -43,7 +43,7 @@ class Verifier:
     duration_s: float = 3600.0
 
     def __call__(
-        self, assignments: Sequence[Assignment], progress: Callable[[int, int], None] | None = None
+        self, assignments: Sequence[Assignment], progress: Callable[[int, int], None] = no_progress
     ) -> list[InstanceVerification]:
         """Verify assignments, each simulated by itself.
 
@@ -53,13 +53,16 @@ class Verifier:
             If an assignment does not fit in memory.
         """
         jobs = [(assignment, seed) for assignment in assignments for seed in self.seeds]
-        report = progress or no_progress
-        evaluations = parallel_map(self._simulate, jobs, lambda done: report(done, len(jobs)))
+        evaluations = parallel_map(
+            lambda job: evaluate(self.problem, *job, self.duration_s),
+            jobs,
+            lambda done: progress(done, len(jobs)),
+        )
         count = len(self.seeds)
         return self._collect(assignments, [evaluations[i : i + count] for i in range(0, len(jobs), count)])
 
     def whole(
-        self, assignments: Sequence[Assignment], progress: Callable[[int, int], None] | None = None
+        self, assignments: Sequence[Assignment], progress: Callable[[int, int], None] = no_progress
     ) -> list[InstanceVerification]:
         """Verify a complete plan: all instances under one clock, requests routed by its shares.
 
@@ -67,37 +70,31 @@ class Verifier:
         """
         if len(assignments) == 1 or self.problem.workload.slo.tpt_over_base is not None:
             return self(assignments, progress)
-        report = progress or no_progress
         by_seed = parallel_map(
             lambda seed: evaluate_cluster(self.problem, assignments, seed, self.duration_s),
             self.seeds,
-            lambda done: report(done, len(self.seeds)),
+            lambda done: progress(done, len(self.seeds)),
         )
         return self._collect(assignments, list(zip(*by_seed, strict=True)))
-
-    def _simulate(self, job: tuple[Assignment, int]) -> Evaluation:
-        assignment, seed = job
-        return evaluate(self.problem, assignment, seed, self.duration_s)
 
     def _collect(
         self, assignments: Sequence[Assignment], evaluations: Sequence[Sequence[Evaluation]]
     ) -> list[InstanceVerification]:
-        kept = parallel_map(self._keeps_headroom, assignments)
-        return [self._verify(*each) for each in zip(evaluations, kept, strict=True)]
+        at_headroom = parallel_map(self.with_headroom, assignments)
+        return [
+            self._verify(each, estimate.starved)
+            for each, estimate in zip(evaluations, at_headroom, strict=True)
+        ]
 
-    def _keeps_headroom(self, assignment: Assignment) -> bool:
-        return not self.with_headroom(assignment).starved
-
-    def _verify(self, evaluations: Sequence[Evaluation], keeps_headroom: bool) -> InstanceVerification:
+    def _verify(self, evaluations: Sequence[Evaluation], lacks_headroom: bool) -> InstanceVerification:
         violations = [
             f"seed {seed}: {words}"
             for seed, each in zip(self.seeds, evaluations, strict=True)
             for words in each.violations
         ]
-        if not violations and not keeps_headroom:
-            violations = [
-                f"a bound breaks at the load over (1 - headroom {self.problem.workload.headroom:g})"
-            ]
+        if not violations and lacks_headroom:
+            headroom = self.problem.workload.headroom
+            violations = [f"a bound breaks at the load over (1 - headroom {headroom:g})"]
         return InstanceVerification(tuple(each.result for each in evaluations), tuple(violations))
 
 
@@ -158,34 +155,26 @@ def fit_slots_in_memory(
 
 
 def repair(
-    problem: Problem,
+    verifier: Verifier,
     assignments: Sequence[Assignment],
     verifications: Sequence[InstanceVerification],
-    verifier: Verifier,
     twin: Estimator,
     before: Sequence[str] = (),
 ) -> RepairResult:
     """Change failing instances until all hold or no change is left.
 
-    A failing instance first gets every other number of slots that holds by the twin. If none is verified, a
-    quarter of its load moves to an unused instance, or to the one with the least load.
-
-    Parameters
-    ----------
-    problem, assignments, verifications
-        Placement and its verification.
-    verifier, twin
-        Verification on fresh seeds, and the twin on the search's seed.
-    before
-        Changes made so far.
+    A failing instance first gets every other number of slots that holds by the twin on the search's seed. If
+    none is verified, a quarter of its load moves to an unused instance, or to the one with the least load.
+    `before` lists the changes made so far.
     """
+    problem = verifier.problem
     current, current_verifications = dict(enumerate(assignments)), dict(enumerate(verifications))
     changes = list(before)
     for _ in range(_ROUNDS + _ROUNDS_PER_GPU * problem.gpus):
         failing = next((i for i, verification in current_verifications.items() if not verification.ok), None)
         if failing is None:
             break
-        other = _other_slots(problem, current[failing], verifier, twin)
+        other = _other_slots(current[failing], verifier, twin)
         if other is not None:
             changes.append(f"gpu {failing}: {current[failing].a_max} -> {other[0].a_max} slots")
             current[failing], current_verifications[failing] = other
@@ -202,9 +191,9 @@ def repair(
 
 
 def _other_slots(
-    problem: Problem, assignment: Assignment, verifier: Verifier, twin: Estimator
+    assignment: Assignment, verifier: Verifier, twin: Estimator
 ) -> tuple[Assignment, InstanceVerification] | None:
-    for a_max in slot_candidates(problem, assignment.shares, twin, assignment.pool):
+    for a_max in slot_candidates(verifier.problem, assignment.shares, twin, assignment.pool):
         candidate = replace(assignment, a_max=a_max)
         if a_max != assignment.a_max and not twin(candidate).starved:
             (verification,) = verifier([candidate])
@@ -234,20 +223,22 @@ def _move_load(
     return moved
 
 
+def _load_tok_s(problem: Problem, shares: Iterable[AdapterShare]) -> float:
+    return sum(map(problem.offered_tok_s, shares))
+
+
 def _lightest_quarter(problem: Problem, shares: Sequence[AdapterShare]) -> tuple[AdapterShare, ...]:
     """Return the lightest groups that make a quarter of the load, but never all shares."""
-    total = sum(map(problem.offered_tok_s, shares))
+    quarter = _load_tok_s(problem, shares) / 4
     groups = adapter_groups(replace(problem, shares=tuple(shares)))
     moving: list[AdapterShare] = []
 
-    def load(group: AdapterGroup) -> float:
-        return sum(map(problem.offered_tok_s, group.shares))
+    def weight(group: AdapterGroup) -> tuple[float, str, int]:
+        first = group.shares[0]
+        return _load_tok_s(problem, group.shares), first.name, first.number
 
-    for group in sorted(groups, key=lambda g: (load(g), g.shares[0].name, g.shares[0].number)):
-        if (
-            len(moving) + len(group.shares) < len(shares)
-            and sum(map(problem.offered_tok_s, moving)) < total / 4
-        ):
+    for group in sorted(groups, key=weight):
+        if len(moving) + len(group.shares) < len(shares) and _load_tok_s(problem, moving) < quarter:
             moving += group.shares
     return tuple(moving)
 
@@ -265,7 +256,7 @@ def _target(
         return len(current), own if own in free else free[0]
     conflicts = frozenset[str]().union(*(group.conflicts | group.names for group in groups))
     others = [
-        (sum(map(problem.offered_tok_s, assignment.shares)), gpu)
+        (_load_tok_s(problem, assignment.shares), gpu)
         for gpu, assignment in current.items()
         if gpu != failing
         and assignment.pool in pools
