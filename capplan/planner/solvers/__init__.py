@@ -1,4 +1,4 @@
-"""Every solver by its name: one file each (relatives share one), one description each."""
+"""Registry of the solvers by name."""
 
 from __future__ import annotations
 
@@ -38,12 +38,12 @@ REGISTRY: Final[Mapping[str, Solver]] = MappingProxyType({solver.name: solver fo
 
 
 def find_solver(wanted: Solver | str) -> Solver:
-    """Return the solver of a name; one that is given as such is returned as it is.
+    """Return the solver of a name, or the solver itself.
 
     Raises
     ------
     InputError
-        For a name that no solver has.
+        If the name is unknown.
     """
     if isinstance(wanted, Solver):
         return wanted

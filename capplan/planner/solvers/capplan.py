@@ -12,12 +12,12 @@ import time
 from collections.abc import Sequence
 from dataclasses import replace
 from functools import partial
-from typing import Final, Literal
+from typing import Final
 
 from capplan.errors import InfeasibleError
 from capplan.planner.bound import lower_bound, lower_bound_gpus
 from capplan.planner.previous import previous_instances
-from capplan.planner.problem import Assignment, Estimator, Problem
+from capplan.planner.problem import Assignment, Estimator, Problem, infeasible
 from capplan.planner.search.data import SearchData, build_search_data, split_heavy_adapters
 from capplan.planner.search.evaluator import Evaluator
 from capplan.planner.search.local_search import (
@@ -36,7 +36,7 @@ _SMALL_PLAN: Final = 16
 """Instances up to which the twin compares neighbouring numbers of slots at the end."""
 _LOAD_STEPS: Final = 8
 _MAX_LOAD: Final = 100.0
-"""Largest multiple of the load that is tried."""
+"""Largest multiple of the load."""
 
 Placement = tuple[Assignment, ...]
 
@@ -148,17 +148,13 @@ def _available_gpus(problem: Problem) -> int:
 
 def _too_few_gpus(problem: Problem, bound: int, *, late: bool) -> InfeasibleError:
     workload = problem.workload
-    words = (
-        "no placement found within the time limit on"
-        if late
-        else f"{len(workload.adapters)} adapters at {workload.total_rate_rps:g} req/s do not fit on"
-    )
-    reason: Literal["slo", "gpus"] = "slo" if workload.slo.latency_bounds() else "gpus"
-    return InfeasibleError(
-        f"{'time' if late else reason}: {words} {_available_gpus(problem)} GPU(s) with headroom "
-        f"{workload.headroom:g}; the lower bound is {bound}",
-        reason="gpus" if late else reason,
-    )
+    gpus = f"{_available_gpus(problem)} GPU(s) with headroom {workload.headroom:g}"
+    where = f"{gpus}; the lower bound is {bound}"
+    if late:
+        words = f"time: no placement found within the time limit on {where}"
+        return InfeasibleError(words, reason="gpus")
+    load = f"{len(workload.adapters)} adapters at {workload.total_rate_rps:g} req/s"
+    return infeasible("slo" if workload.slo.latency_bounds() else "gpus", f"{load} do not fit on {where}")
 
 
 CAPPLAN = Solver(

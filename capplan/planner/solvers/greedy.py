@@ -1,56 +1,58 @@
 """The greedy caching algorithm of the adapter-caching paper (section 7, Algorithms 1 and 2).
 
-Adapters go to the current GPU one by one, largest first; at testing points an estimator judges what was added
-since the last one. A GPU that fails a test keeps what was committed before and is closed. Where the paper is
-silent this follows its published program: an untested rest, when the adapters end, is tested at its true size
-and goes to the next GPU when it fails. A GPU is full at the largest testing point.
+Adapters are added to the current GPU one by one, largest first. At testing points an estimator tests the GPU.
+A GPU that fails keeps the adapters of the last test passed and is closed. Where the paper is silent this
+follows its published program: the untested rest at the end is tested at its true size, and goes to the next
+GPU if it fails. A GPU is full at the largest testing point.
 
-To the letter (`strict`), the first testing point is 8 adapters, so that a GPU whose first 8 fail stays empty;
-and a rest that fails at the end is an error, whatever GPUs are left.
+With `strict`, the first testing point is 8 adapters as printed, so that a GPU whose first 8 fail stays empty,
+and a rest that fails at the end is an error.
 """
 
 from __future__ import annotations
 
 from collections import deque
 from collections.abc import Iterable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
+from functools import partial
 from itertools import groupby
 from operator import attrgetter
 from typing import Final
 
 from capplan.errors import InfeasibleError
 from capplan.planner.parallel import estimate_all
-from capplan.planner.problem import GRID, AdapterShare, Assignment, Estimator, Problem, distinct_adapters
+from capplan.planner.problem import (
+    GRID,
+    AdapterShare,
+    Assignment,
+    Estimator,
+    Problem,
+    distinct_adapters,
+    infeasible,
+)
 from capplan.planner.solvers.base import RequiredEstimator, Solver, SolverContext
 
 PAPER_GRID: Final = GRID[3:]
-"""The testing points as printed, 8 to 384; ours begin with 1, 2 and 4."""
+"""Testing points of the paper, 8 to 384."""
 
 
 @dataclass
 class _GpuFill:
-    """The GPU that is being filled."""
+    """Mutable state of a GPU."""
 
     committed: tuple[AdapterShare, ...] = ()
     a_max: int = 0
     failed_with_rest: bool = False
-    """Whether the test that closed it was that of the rest, at no testing point."""
+    """Whether it was closed by the test of the rest at the end."""
 
 
 def solve_greedy(problem: Problem, estimator: Estimator, *, strict: bool = False) -> tuple[Assignment, ...]:
-    """Place all shares, or raise.
-
-    Parameters
-    ----------
-    problem, estimator
-        What to place, and who judges a GPU.
-    strict
-        Whether to follow the paper to the letter (see above).
+    """Place all shares; `strict` follows the paper to the letter.
 
     Raises
     ------
     InfeasibleError
-        When the GPUs do not suffice; the message tells how far the algorithm came.
+        If the GPUs do not suffice.
     """
     grid = PAPER_GRID if strict else GRID
     waiting = deque(priority_order(problem.shares))
@@ -74,7 +76,7 @@ def solve_greedy(problem: Problem, estimator: Estimator, *, strict: bool = False
 def _fill(
     problem: Problem, estimator: Estimator, waiting: deque[AdapterShare], grid: Sequence[int]
 ) -> _GpuFill:
-    """Move adapters from the queue to a new GPU until a test fails, the grid ends, or none are left."""
+    """Fill a new GPU from the queue until a test fails or the grid ends."""
     gpu = _GpuFill()
     while waiting and len(gpu.committed) < grid[-1]:
         point = next(value for value in grid if value > len(gpu.committed))
@@ -92,30 +94,22 @@ def _fill(
 def test_allocation(
     problem: Problem, estimator: Estimator, shares: tuple[AdapterShare, ...], a_max: int, grid: Sequence[int]
 ) -> int | None:
-    """Return the better of the present and the next number of slots (Algorithm 2).
+    """Return the better of the current and the next number of slots (Algorithm 2).
 
-    None when the GPU would starve with it, or when neither fits in memory.
+    None if the GPU starves with it, or neither fits in memory.
     """
-    candidates = _candidates(problem, shares, a_max, grid)
-    if not candidates:
-        return None
-    estimates = estimate_all(estimator, candidates)
-    # The last of those that serve most has the most slots.
-    best = max(range(len(candidates)), key=lambda number: (estimates[number].throughput_tok_s, number))
-    return None if estimates[best].starved else candidates[best].a_max
-
-
-def _candidates(
-    problem: Problem, shares: tuple[AdapterShare, ...], a_max: int, grid: Sequence[int]
-) -> list[Assignment]:
-    """Return the GPU with the present and with the next number of slots, where they fit in memory."""
     if problem.fixed_a_max is not None:
         slots = [problem.fixed_a_max]
     else:
         above = next((value for value in grid if value > a_max), None)
         slots = [value for value in (a_max, above) if value]
-    candidates = [Assignment(shares, value) for value in slots]
-    return [candidate for candidate in candidates if problem.fits_in_memory(candidate)]
+    candidates = [each for value in slots if problem.fits_in_memory(each := Assignment(shares, value))]
+    if not candidates:
+        return None
+    estimates = estimate_all(estimator, candidates)
+    # Ties go to the larger number of slots, which is the later one.
+    best = max(range(len(candidates)), key=lambda number: (estimates[number].throughput_tok_s, number))
+    return None if estimates[best].starved else candidates[best].a_max
 
 
 def priority_order(shares: Iterable[AdapterShare]) -> list[AdapterShare]:
@@ -137,42 +131,39 @@ def _too_few(
     placed = sum(len(gpu.committed) for gpu in filled)
     empty = sum(not gpu.committed for gpu in filled)
     reason = f"; {empty} stay empty, since the first {PAPER_GRID[0]} adapters fail there" if empty else ""
-    return InfeasibleError(
-        f"gpus: the greedy algorithm{' to the letter' if strict else ''} fits {placed} of "
-        f"{placed + len(waiting)} adapters (shares of split ones counted) on {problem.gpus} instance(s) with "
-        f"headroom {problem.workload.headroom:g}{reason}",
-        reason="gpus",
+    return infeasible(
+        "gpus",
+        f"the greedy algorithm{' to the letter' if strict else ''} fits {placed} of {placed + len(waiting)} "
+        f"adapters (shares of split ones counted) on {problem.gpus} instance(s) with headroom "
+        f"{problem.workload.headroom:g}{reason}",
     )
 
 
 def _rest_fails(problem: Problem, count: int) -> InfeasibleError:
-    return InfeasibleError(
-        f"starvation: the last {count} adapters fail on the GPU that has room for them, with headroom "
+    return infeasible(
+        "starvation",
+        f"the last {count} adapters fail on the GPU that has room for them, with headroom "
         f"{problem.workload.headroom:g}; to the letter, the greedy algorithm then tries no other",
-        reason="starvation",
     )
 
 
 def _fits_nowhere(problem: Problem, share: AdapterShare) -> InfeasibleError:
+    gpu = problem.profile.gpu.name
     if not problem.fits_in_memory(Assignment((share,), problem.fixed_a_max or 1)):
-        return InfeasibleError(
-            f"memory: the slots for adapter {share.name} (rank {share.rank}) leave no room for one request "
-            f"of max_model_len {problem.engine.max_model_len} on {problem.profile.gpu.name}",
-            reason="memory",
+        return infeasible(
+            "memory",
+            f"the slots for adapter {share.name} (rank {share.rank}) leave no room for one request of "
+            f"max_model_len {problem.engine.max_model_len} on {gpu}",
         )
     return InfeasibleError(
         f"starvation: adapter {share.name} at {share.rate_rps:g} req/s breaks served_fraction or a latency "
-        f"bound even alone on a {problem.profile.gpu.name} with headroom {problem.workload.headroom:g}",
+        f"bound even alone on a {gpu} with headroom {problem.workload.headroom:g}",
         reason="slo" if problem.workload.slo.latency_bounds() else "starvation",
     )
 
 
-def _place(problem: Problem, context: SolverContext) -> tuple[Assignment, ...]:
-    return solve_greedy(problem, context.estimator)
-
-
-def _place_strict(problem: Problem, context: SolverContext) -> tuple[Assignment, ...]:
-    return solve_greedy(problem, context.estimator, strict=True)
+def _place(problem: Problem, context: SolverContext, *, strict: bool = False) -> tuple[Assignment, ...]:
+    return solve_greedy(problem, context.estimator, strict=strict)
 
 
 GREEDY = Solver(
@@ -184,21 +175,17 @@ GREEDY = Solver(
     splits_hot=True,
     confirms=True,
 )
-GREEDY_STRICT = Solver(
+GREEDY_STRICT = replace(
+    GREEDY,
     name="greedy-strict",
     summary="greedy to the letter: tests from 8 adapters on, a rest that fails is an error, nothing is split",
-    source="adapter-caching paper, section 7, Algorithms 1 and 2",
-    place=_place_strict,
-    required_estimator=RequiredEstimator.ESTIMATOR,
-    confirms=True,
+    place=partial(_place, strict=True),
+    splits_hot=False,
 )
-GREEDY_FAST = Solver(
+GREEDY_FAST = replace(
+    GREEDY,
     name="greedy-fast",
     summary="greedy that asks the small compiled tree (ProposedFast)",
     source="adapter-caching paper, sections 6.1 and 8.4.2",
-    place=_place,
-    required_estimator=RequiredEstimator.ESTIMATOR,
-    splits_hot=True,
-    confirms=True,
     estimator="tree",
 )

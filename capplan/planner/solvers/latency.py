@@ -1,7 +1,7 @@
 """ProposedLat, the latency-oriented prototype of the adapter-caching paper (section 8.4.4).
 
-Adapters in input order, each to the GPU with the lowest sum of rates; as many slots as adapters; the
-estimator judges the whole once, at the end. Every GPU is used, since an empty one has the lowest sum.
+Each adapter in input order goes to the GPU with the lowest sum of rates and gets a slot there. The estimator
+tests all GPUs once, at the end. Every GPU is used, since an empty one has the lowest sum.
 """
 
 from __future__ import annotations
@@ -10,7 +10,7 @@ from functools import partial
 
 from capplan.errors import InfeasibleError
 from capplan.planner.parallel import parallel_map
-from capplan.planner.problem import AdapterShare, Assignment, Problem, distinct_adapters
+from capplan.planner.problem import AdapterShare, Assignment, Problem, distinct_adapters, infeasible
 from capplan.planner.solvers.base import RequiredEstimator, Solver, SolverContext
 from capplan.planner.splitting import in_input_order
 
@@ -47,11 +47,11 @@ def _fails(problem: Problem, assignments: tuple[Assignment, ...], first: int, co
     failing = assignments[first]
     fits = problem.fits_in_memory(failing)
     what = "starve or break a latency bound" if fits else "leave no room for a request beside their slots"
-    return InfeasibleError(
-        f"{'gpus' if fits else 'memory'}: spread over {len(assignments)} GPU(s) by rate, the "
-        f"{len(failing.shares)} adapters of GPU {first} with {failing.a_max} slots {what} (and {count - 1} "
-        "more GPUs fail); the latency heuristic tries nothing else",
-        reason="gpus" if fits else "memory",
+    return infeasible(
+        "gpus" if fits else "memory",
+        f"spread over {len(assignments)} GPU(s) by rate, the {len(failing.shares)} adapters of GPU {first} "
+        f"with {failing.a_max} slots {what} (and {count - 1} more GPUs fail); the latency heuristic tries "
+        "nothing else",
     )
 
 

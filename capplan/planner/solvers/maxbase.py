@@ -1,19 +1,19 @@
 """MaxBase and MaxBase*, baselines of the adapter-caching paper (section 8.4.1).
 
-Adapters in input order fill a GPU until their tokens per second would exceed what the backbone serves without
-adapters when saturated; then the next GPU. MaxBase gives every adapter there a slot, MaxBase* (here
-``maxbase-half``) every second one, rounded up. Neither knows what adapters cost, so GPUs may starve, and
-slots may leave no memory. The workload's headroom is taken off the backbone's throughput; the paper has none.
+Adapters in input order fill a GPU up to the saturated throughput of the base model; then the next GPU.
+MaxBase gives every adapter a slot, MaxBase* (here ``maxbase-half``) every second one, rounded up. The cost of
+adapters is ignored, so GPUs may starve, and slots may leave no memory. The workload's headroom is subtracted
+from the throughput; the paper has none.
 """
 
 from __future__ import annotations
 
 import math
+from functools import partial
 from typing import Final
 
 import numpy as np
 
-from capplan.errors import InfeasibleError
 from capplan.models.memory import kv_tokens
 from capplan.planner.problem import (
     AdapterShare,
@@ -21,31 +21,24 @@ from capplan.planner.problem import (
     Problem,
     distinct_adapters,
     horizon_s,
+    infeasible,
     whole_adapters,
 )
-from capplan.planner.solvers.base import RequiredEstimator, Solver, SolverContext
+from capplan.planner.solvers.base import Solver, SolverContext
 from capplan.planner.splitting import in_input_order
 from capplan.twin.core import run
 from capplan.twin.metrics import SimulationResult, summarize
 from capplan.twin.scenario import build_scenario
 
 
-def _place(problem: Problem, context: SolverContext) -> tuple[Assignment, ...]:
-    return _place_filled(problem, context, adapters_per_slot=1)
-
-
-def _place_half(problem: Problem, context: SolverContext) -> tuple[Assignment, ...]:
-    return _place_filled(problem, context, adapters_per_slot=2)
-
-
-def _place_filled(problem: Problem, context: SolverContext, adapters_per_slot: int) -> tuple[Assignment, ...]:
+def _place(problem: Problem, context: SolverContext, *, adapters_per_slot: int = 1) -> tuple[Assignment, ...]:
     limit_tok_s = base_model_tok_s(problem, context.seed) * (1.0 - problem.workload.headroom)
     gpus = fill_gpus(problem, limit_tok_s)
     if len(gpus) > problem.gpus:
-        raise InfeasibleError(
-            f"gpus: at {limit_tok_s:,.0f} tok/s each, what the backbone serves without adapters less the "
-            f"headroom, the adapters fill {len(gpus)} instances, and there are {problem.gpus}",
-            reason="gpus",
+        raise infeasible(
+            "gpus",
+            f"at {limit_tok_s:,.0f} tok/s each, what the backbone serves without adapters less the headroom, "
+            f"the adapters fill {len(gpus)} instances, and there are {problem.gpus}",
         )
     return tuple(
         Assignment(tuple(shares), problem.fixed_a_max or -(-distinct_adapters(shares) // adapters_per_slot))
@@ -72,30 +65,26 @@ MAXBASE = Solver(
     summary="fills GPUs up to the throughput of the model without adapters, a slot for each adapter",
     source="adapter-caching paper, section 8.4.1 (MaxBase)",
     place=_place,
-    required_estimator=RequiredEstimator.NONE,
 )
-
 MAXBASE_HALF = Solver(
     name="maxbase-half",
     summary="the same with a slot for every second adapter",
     source="adapter-caching paper, section 8.4.1 (MaxBase*)",
-    place=_place_half,
-    required_estimator=RequiredEstimator.NONE,
+    place=partial(_place, adapters_per_slot=2),
 )
 
 _DURATION_S: Final = 600.0
 _FIRST_RPS: Final = 16.0
 _SATURATED: Final = 0.8
-"""Share of the offered tokens below which requests pile up: more of them would not raise the throughput."""
-
+"""Served share of the offered tokens below which the engine is saturated."""
 _MAX_STEPS: Final = 10
 
 
 def base_model_tok_s(problem: Problem, seed: int) -> float:
-    """Return the input and output tokens per second of the base model alone under saturation.
+    """Return the input and output tokens per second of the base model under saturation.
 
-    The twin serves the workload's mix of lengths with no adapter and no slot, and more and more requests
-    until they pile up. Infinite where the workload asks for nothing.
+    The twin serves the workload's mix of lengths without adapters and slots, at a rate that grows until the
+    engine is saturated. Infinite if the workload has no requests.
     """
     rate_rps = problem.workload.total_rate_rps
     if rate_rps == 0.0:
@@ -112,15 +101,10 @@ def base_model_tok_s(problem: Problem, seed: int) -> float:
 def _simulate_without_adapters(problem: Problem, scale: float, seed: int) -> SimulationResult:
     engine, profile = problem.engine, problem.profile
     shares = whole_adapters(problem)
-    workload = problem.subworkload(shares, scale)
-    s_max = problem.s_max(shares)
-    scenario = build_scenario(
-        workload,
-        profile,
-        engine.model_copy(update={"max_loras": 1, "max_lora_rank": s_max, "max_cpu_loras": None}),
-        duration_s=horizon_s(workload, _DURATION_S),
-        seed=seed,
-    )
+    workload, s_max = problem.subworkload(shares, scale), problem.s_max(shares)
+    args = engine.model_copy(update={"max_loras": 1, "max_lora_rank": s_max, "max_cpu_loras": None})
+    duration_s = horizon_s(workload, _DURATION_S)
+    scenario = build_scenario(workload, profile, args, duration_s=duration_s, seed=seed)
     tokens = kv_tokens(profile, 0, s_max, engine.gpu_memory_utilization, engine.max_num_seqs)
     bare = scenario._replace(
         requests=scenario.requests._replace(adapter=np.zeros_like(scenario.requests.adapter)),

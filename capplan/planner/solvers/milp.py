@@ -1,16 +1,16 @@
-"""The yardstick for small cases: the fewest GPUs, by integer programming (HiGHS, through scipy).
+"""Exact reference solver for small cases: the fewest GPUs by integer programming (HiGHS, through scipy).
 
-For one GPU, then two, and so on, a program places every share once. It knows of a GPU what adds up, load and
-adapters, by its largest rank (`milp_capacity`). What does not add up (slots, latency bounds) it learns from
-refusals: the twin judges each GPU of its answer, with the best number of slots, and a set that fails is
-shrunk to its core. From then on, no GPU may have all of the core, nor as many heavier shares.
-A number of GPUs is given up when the program has no answer left.
+For one GPU, then two, and so on, an integer program places every share once. Its constraints are the additive
+ones: load and number of adapters, by the largest rank of a GPU. The other effects (slots, latency bounds) are
+learned from the twin, which tests each GPU of a solution with the best number of slots. A failing set of
+shares is reduced to a minimal one, and a cut excludes it, and sets with heavier shares, from all GPUs. A
+number of GPUs is infeasible once the program has no solution.
 
-So every GPU of the answer holds as the twin sees it, and no answer with fewer GPUs exists if
+Every GPU of the answer holds in the twin, and no answer with fewer GPUs exists if
 (a) a GPU that fails also fails with more shares, and with hotter ones or larger ranks in place of some; and
-(b) no GPU holds more than what was measured to add up, with 5 % to spare.
+(b) no GPU holds more than the measured additive capacity, with a tolerance of 5 %.
 
-Among answers with as many GPUs it takes one whose fullest GPU is as light as can be, within 5 %.
+Among answers with as many GPUs the fullest GPU is as light as possible, within 5 %.
 """
 
 from __future__ import annotations
@@ -24,17 +24,26 @@ from typing import Final
 import numpy as np
 from numpy.typing import NDArray
 
-from capplan.errors import InfeasibleError, InputError
+from capplan.errors import InputError
 from capplan.planner.bound import busy_gpus
-from capplan.planner.problem import AdapterShare, Assignment, Problem
+from capplan.planner.problem import AdapterShare, Assignment, Problem, infeasible
 from capplan.planner.slots import choose_slots
 from capplan.planner.solvers.base import RequiredEstimator, Solver, SolverContext
 
 MOST_PARTS: Final = 24
 MOST_GPUS: Final = 4
+_CAPACITY_TOLERANCE: Final = 1.05
+_BISECTIONS: Final = 5
+_MIP_GAP: Final = 0.05
+"""Relative tolerance of the load of the fullest GPU; feasibility is exact."""
+_INFEASIBLE: Final = 2
 
 Cut = tuple[NDArray[np.int64], int]
-"""Parts of which at most so many may meet on a GPU."""
+"""Shares, and the maximum number of them on one GPU."""
+LinearRow = tuple[NDArray[np.int64], NDArray[np.float64], float, float]
+"""Columns, their coefficients, and the lower and upper bound on the sum."""
+SlotChooser = Callable[[Sequence[AdapterShare]], int | None]
+"""Returns the best number of slots for the shares of one GPU; None if it fails."""
 
 
 def _place(problem: Problem, context: SolverContext) -> tuple[Assignment, ...]:
@@ -43,29 +52,6 @@ def _place(problem: Problem, context: SolverContext) -> tuple[Assignment, ...]:
         rule = f"milp solves at most {MOST_PARTS} adapters and shares on {MOST_GPUS} instances"
         raise InputError(rule, f"{len(shares)} on {problem.gpus}", "solver")
     deadline_s = time.monotonic() + context.time_limit_s
-    slots = _slot_chooser(problem, context)
-    program = _program(problem, shares, slots)
-    cuts: list[Cut] = []
-    for gpus in range(_fewest(program), min(problem.gpus, len(shares)) + 1):
-        try:
-            placed = _confirm(problem, shares, program, gpus, cuts, slots, deadline_s)
-        except SolverTimeout:
-            words = (
-                f"time: milp neither finds a placement on {gpus} instance(s) nor proves that there is none"
-            )
-            raise InfeasibleError(f"{words} within {context.time_limit_s:g} s", reason="time") from None
-        if placed is not None:
-            return placed
-    bounds = problem.workload.slo.latency_bounds()
-    raise InfeasibleError(
-        f"{'slo' if bounds else 'gpus'}: no placement of {len(shares)} adapters and shares on "
-        f"{problem.gpus} instance(s) holds with headroom {problem.workload.headroom:g}, by exhaustion",
-        reason="slo" if bounds else "gpus",
-    )
-
-
-def _slot_chooser(problem: Problem, context: SolverContext) -> SlotChooser:
-    """Return the function that gives the best slots for a set of shares, None if none holds; it remembers."""
     known: dict[frozenset[AdapterShare], int | None] = {}
 
     def slots(shares: Sequence[AdapterShare]) -> int | None:
@@ -74,24 +60,24 @@ def _slot_chooser(problem: Problem, context: SolverContext) -> SlotChooser:
             known[key] = choose_slots(problem, shares, context.estimator, context.twin)
         return known[key]
 
-    return slots
-
-
-def _program(problem: Problem, shares: Sequence[AdapterShare], slots: SlotChooser) -> PlacementProgram:
-    load = share_loads(problem, shares)
-    return PlacementProgram(
-        ranks=np.array([share.rank for share in shares]),
-        loads=load / max(load.sum(), 1e-9),
-        capacity=measure_capacity(shares, load, slots),
-        apart=[(i, j) for i, share in enumerate(shares) for j in range(i) if shares[j].name == share.name],
+    program = _program(problem, shares, slots)
+    cuts: list[Cut] = []
+    for gpus in range(program.min_gpus(), min(problem.gpus, len(shares)) + 1):
+        try:
+            placed = _confirm(problem, shares, program, gpus, cuts, slots, deadline_s)
+        except SolverTimeout:
+            raise infeasible(
+                "time",
+                f"milp neither finds a placement on {gpus} instance(s) nor proves that there is none within "
+                f"{context.time_limit_s:g} s",
+            ) from None
+        if placed is not None:
+            return placed
+    raise infeasible(
+        "slo" if problem.workload.slo.latency_bounds() else "gpus",
+        f"no placement of {len(shares)} adapters and shares on {problem.gpus} instance(s) holds with "
+        f"headroom {problem.workload.headroom:g}, by exhaustion",
     )
-
-
-def _fewest(program: PlacementProgram) -> int:
-    """Return a number of GPUs below which the shares cannot fit, whatever ranks GPUs have."""
-    possible = np.array(program.capacity.ranks)[:, None] >= program.ranks
-    least = np.where(possible, program.capacity.weights, np.inf).min(axis=0)
-    return max(1, math.ceil(float(least.sum()) - 1e-6))
 
 
 def _confirm(
@@ -103,16 +89,16 @@ def _confirm(
     slots: SlotChooser,
     deadline_s: float,
 ) -> tuple[Assignment, ...] | None:
-    """Return a placement on that many GPUs that the twin confirms, None if there is none; add to the cuts."""
+    """Return a placement that the twin confirms, or None; add a cut for every failing set."""
     while True:
         where = program.solve(gpus, cuts, deadline_s)
         if where is None:
             return None
         sets = [
-            [share for share, gpu in zip(shares, where, strict=True) if gpu == at]
+            tuple(share for share, gpu in zip(shares, where, strict=True) if gpu == at)
             for at in sorted(set(where))
         ]
-        answers = [(tuple(each), slots(each)) for each in sets]
+        answers = [(each, slots(each)) for each in sets]
         failing = [each for each, number in answers if number is None]
         if not failing:
             return tuple(Assignment(each, number) for each, number in answers if number is not None)
@@ -122,7 +108,7 @@ def _confirm(
 def _minimal_failing_set(
     problem: Problem, failing: Sequence[AdapterShare], slots: SlotChooser
 ) -> list[AdapterShare]:
-    """Return shares of a failing set that fail, and hold without any one of them."""
+    """Return a failing subset that holds without any one of its shares."""
     core = list(failing)
     for share in sorted(failing, key=problem.offered_tok_s):
         without = [other for other in core if other != share]
@@ -132,10 +118,7 @@ def _minimal_failing_set(
 
 
 def _cut(problem: Problem, shares: Sequence[AdapterShare], core: Sequence[AdapterShare]) -> Cut:
-    """Return the rule that a failing set teaches.
-
-    A share that is nowhere lighter than any of the set can stand for any of them.
-    """
+    """Return the cut of a failing set, in which shares at least as heavy as all of the set replace any."""
     lengths = {a.name: problem.workload.lengths_of(a) for a in problem.workload.adapters}
     kinds = {lengths[share.name] for share in core}
     comparable = len(kinds) == 1 and problem.workload.trace is None
@@ -160,31 +143,21 @@ MILP = Solver(
     confirms=True,
 )
 
-_CAPACITY_TOLERANCE: Final = 1.05
-_BISECTIONS: Final = 5
 
-SlotChooser = Callable[[Sequence[AdapterShare]], int | None]
-"""Gives the best number of slots for the shares of one GPU, None when it fails with any."""
-
-
-@dataclass(frozen=True)
-class GpuCapacity:
-    """Shares of a GPU that shares take.
-
-    Attributes
-    ----------
-    ranks
-        Largest ranks that a GPU may have, ascending.
-    weights
-        Of each rank and share, shape (ranks, shares); the sum is at most 1. 0 if one GPU holds all.
-    """
-
-    ranks: tuple[int, ...]
-    weights: NDArray[np.float64]
+def _program(problem: Problem, shares: Sequence[AdapterShare], slots: SlotChooser) -> PlacementProgram:
+    load = _share_loads(problem, shares)
+    ranks = sorted({share.rank for share in shares})
+    return PlacementProgram(
+        ranks=np.array([share.rank for share in shares]),
+        loads=load / max(load.sum(), 1e-9),
+        gpu_ranks=np.array(ranks),
+        weights=np.array([_weights(shares, load, rank, slots) for rank in ranks]),
+        apart=[(i, j) for i, share in enumerate(shares) for j in range(i) if shares[j].name == share.name],
+    )
 
 
-def share_loads(problem: Problem, shares: Sequence[AdapterShare]) -> NDArray[np.float64]:
-    """Return what every share asks of a GPU: busy time by its lengths, or tokens where that is not known."""
+def _share_loads(problem: Problem, shares: Sequence[AdapterShare]) -> NDArray[np.float64]:
+    """Return the load of every share: the least busy time of a GPU, or tokens if that is unknown."""
     lengths = {a.name: problem.workload.lengths_of(a) for a in problem.workload.adapters}
     busy = {lengths[share.name]: _busy_per_rps(problem, share.name) for share in shares}
     if all(busy.values()):
@@ -192,67 +165,8 @@ def share_loads(problem: Problem, shares: Sequence[AdapterShare]) -> NDArray[np.
     return np.array([problem.offered_tok_s(share) for share in shares])
 
 
-def measure_capacity(
-    shares: Sequence[AdapterShare], load: NDArray[np.float64], slots: SlotChooser
-) -> GpuCapacity:
-    """Return the capacity of a GPU for these shares."""
-    ranks = sorted({share.rank for share in shares})
-    weights = np.zeros((len(ranks), len(shares)))
-    for row, rank in enumerate(ranks):
-        hot = sorted(
-            (i for i, share in enumerate(shares) if share.rank <= rank),
-            key=lambda i: (-load[i], shares[i].name, shares[i].number),
-        )
-        line = _line(
-            [
-                _boundary(_with_rank_first(order, shares, rank), shares, load, slots)
-                for order in (hot, hot[::-1])
-            ]
-        )
-        if line is not None:
-            per_adapter, most = line
-            weights[row] = (load + per_adapter) / (_CAPACITY_TOLERANCE * most)
-    return GpuCapacity(tuple(ranks), weights)
-
-
-def _with_rank_first(order: Sequence[int], shares: Sequence[AdapterShare], rank: int) -> list[int]:
-    """Return the order with the first share of this rank before all others."""
-    first = next(i for i in order if shares[i].rank == rank)
-    return [first, *(i for i in order if i != first)]
-
-
-def _boundary(
-    order: Sequence[int], shares: Sequence[AdapterShare], load: NDArray[np.float64], slots: SlotChooser
-) -> tuple[int, float] | None:
-    """Return adapters and load with which a GPU just fails; None when it holds all of them."""
-    chosen = [shares[i] for i in order]
-    if slots(chosen) is not None:
-        return None
-    holds, fails = 0, len(chosen)
-    while fails - holds > 1:
-        middle = (holds + fails) // 2
-        holds, fails = (holds, middle) if slots(chosen[:middle]) is None else (middle, fails)
-    low, high = 0.0, 1.0
-    for _ in range(_BISECTIONS):
-        fraction = (low + high) / 2.0
-        last = chosen[holds]
-        partly = replace(last, rate_rps=last.rate_rps * fraction, fraction=last.fraction * fraction)
-        low, high = (low, fraction) if slots([*chosen[:holds], partly]) is None else (fraction, high)
-    return fails, float(load[list(order[:holds])].sum() + high * load[order[holds]])
-
-
-def _line(boundaries: Sequence[tuple[int, float] | None]) -> tuple[float, float] | None:
-    """Return the load that an adapter costs by being there, and the most load and such cost together."""
-    if any(each is None for each in boundaries):
-        return None
-    (few, much), (many, little) = (each for each in boundaries if each is not None)
-    per_adapter = max(0.0, (much - little) / (many - few)) if many > few else 0.0
-    most = max(much + per_adapter * few, little + per_adapter * many)
-    return (per_adapter, most) if most > 0.0 else None
-
-
 def _busy_per_rps(problem: Problem, name: str) -> float:
-    """Return the least busy time per request; 0 where it is not known."""
+    """Return the least busy time per request; 0 if unknown."""
     if problem.workload.trace is not None:
         return 0.0
     alone = problem.workload.subset([name])
@@ -260,70 +174,109 @@ def _busy_per_rps(problem: Problem, name: str) -> float:
     return busy_gpus(replace(problem, workload=once))
 
 
-_MIP_GAP: Final = 0.05
-"""How far the fullest GPU may be from as light as can be, relatively; whether there is an answer is exact."""
+def _weights(
+    shares: Sequence[AdapterShare], load: NDArray[np.float64], rank: int, slots: SlotChooser
+) -> NDArray[np.float64]:
+    """Return the part of a GPU of this largest rank that each share takes; 0 if one GPU holds all.
 
-_INFEASIBLE: Final = 2
+    An adapter takes its load and a constant. Both limits follow from the sets at which a GPU begins to fail:
+    the fewest hot adapters, and the most cold ones.
+    """
+    hot = sorted(
+        (i for i, share in enumerate(shares) if share.rank <= rank),
+        key=lambda i: (-load[i], shares[i].name, shares[i].number),
+    )
+    limits = []
+    for order in (hot, hot[::-1]):
+        first = next(i for i in order if shares[i].rank == rank)
+        ordered = [first, *(i for i in order if i != first)]
+        limit = _failure_limit([shares[i] for i in ordered], load[ordered], slots)
+        if limit is None:
+            return np.zeros(len(shares))
+        limits.append(limit)
+    (few, much), (many, little) = limits
+    per_adapter = max(0.0, (much - little) / (many - few)) if many > few else 0.0
+    most = max(much + per_adapter * few, little + per_adapter * many)
+    if most <= 0.0:
+        return np.zeros(len(shares))
+    weights: NDArray[np.float64] = (load + per_adapter) / (_CAPACITY_TOLERANCE * most)
+    return weights
 
-LinearRow = tuple[NDArray[np.int64], NDArray[np.float64], float, float]
-"""Columns, their coefficients, and the least and the most that they may sum to."""
+
+def _failure_limit(
+    shares: Sequence[AdapterShare], load: NDArray[np.float64], slots: SlotChooser
+) -> tuple[int, float] | None:
+    """Return the number and load of the first shares with which a GPU fails; None if it holds all."""
+    if slots(shares) is not None:
+        return None
+    holds, fails = 0, len(shares)
+    while fails - holds > 1:
+        middle = (holds + fails) // 2
+        holds, fails = (holds, middle) if slots(shares[:middle]) is None else (middle, fails)
+    low, high = 0.0, 1.0
+    last = shares[holds]
+    for _ in range(_BISECTIONS):
+        fraction = (low + high) / 2.0
+        partly = replace(last, rate_rps=last.rate_rps * fraction, fraction=last.fraction * fraction)
+        low, high = (low, fraction) if slots([*shares[:holds], partly]) is None else (fraction, high)
+    return fails, float(load[:holds].sum() + high * load[holds])
 
 
-class SolverTimeout(Exception):  # noqa: N818  (nobody's error)
-    """The deadline came before a placement, or the proof that there is none."""
+class SolverTimeout(Exception):  # noqa: N818  (not an error)
+    """The deadline passed before a solution or a proof that there is none."""
 
 
 @dataclass(frozen=True)
 class PlacementProgram:
-    """What to place.
+    """Integer program of a placement.
+
+    Share i on GPU g is column i * gpus + g, followed by the columns for GPU g with the r-th largest rank, and
+    the load of the fullest GPU.
 
     Attributes
     ----------
     ranks
-        Of the shares, shape (n,).
+        Rank of each share, shape (shares,).
     loads
-        Share of the whole load that each share is, shape (n,); of these the fullest GPU has few.
-    capacity
-        What a GPU holds.
+        Load of each share relative to the total, shape (shares,).
+    gpu_ranks
+        Largest ranks of a GPU, ascending.
+    weights
+        Part of a GPU of each largest rank that each share takes, shape (ranks, shares).
     apart
-        Pairs of shares that must not meet.
+        Pairs of shares that must not be on one GPU.
     """
 
     ranks: NDArray[np.int64]
     loads: NDArray[np.float64]
-    capacity: GpuCapacity
+    gpu_ranks: NDArray[np.int64]
+    weights: NDArray[np.float64]
     apart: Sequence[tuple[int, int]]
 
-    def solve(
-        self, gpus: int, cuts: Sequence[tuple[NDArray[np.int64], int]], deadline_s: float
-    ) -> list[int] | None:
-        """Return the GPU of every share, or None where there is no placement.
+    def min_gpus(self) -> int:
+        """Return a lower bound on the number of GPUs, whatever their ranks."""
+        possible = self.gpu_ranks[:, None] >= self.ranks
+        least = np.where(possible, self.weights, np.inf).min(axis=0)
+        return max(1, math.ceil(float(least.sum()) - 1e-6))
 
-        Parameters
-        ----------
-        gpus
-            How many there are.
-        cuts
-            Parts of which at most so many may meet.
-        deadline_s
-            When to stop, by `time.monotonic`.
+    def solve(self, gpus: int, cuts: Sequence[Cut], deadline_s: float) -> list[int] | None:
+        """Return the GPU of every share, or None if there is no placement.
 
         Raises
         ------
         SolverTimeout
-            At the deadline.
+            At the deadline, by `time.monotonic`.
         """
         from scipy.optimize import Bounds, LinearConstraint, milp
         from scipy.sparse import csr_array
 
-        rows = [row for gpu in range(gpus) for row in self._rows_of_gpu(gpu, gpus, cuts)]
         n, columns = self.loads.size, self._columns(gpus)
+        rows = [row for gpu in range(gpus) for row in self._rows_of_gpu(gpu, gpus, cuts)]
         rows += [(share * gpus + np.arange(gpus), np.ones(gpus), 1.0, 1.0) for share in range(n)]
-        at = np.repeat(np.arange(len(rows)), [row[0].size for row in rows])
-        entries = np.concatenate([row[1] for row in rows])
-        matrix = csr_array(
-            (entries, (at, np.concatenate([row[0] for row in rows]))), shape=(len(rows), columns)
-        )
+        used, entries, lower, upper = zip(*rows, strict=True)
+        at = np.repeat(np.arange(len(rows)), [each.size for each in used])
+        shape = (len(rows), columns)
+        matrix = csr_array((np.concatenate(entries), (at, np.concatenate(used))), shape=shape)
         largest = np.ones(columns)
         for share in range(min(n, gpus)):
             largest[share * gpus + share + 1 : (share + 1) * gpus] = 0.0  # GPUs are alike: share i is on 0..i
@@ -334,9 +287,7 @@ class PlacementProgram:
             np.append(np.zeros(columns - 1), 1.0),
             integrality=np.append(np.ones(columns - 1), 0.0),
             bounds=Bounds(np.zeros(columns), largest),
-            constraints=LinearConstraint(
-                matrix, np.array([row[2] for row in rows]), np.array([row[3] for row in rows])
-            ),
+            constraints=LinearConstraint(matrix, np.array(lower), np.array(upper)),
             options={"time_limit": left_s, "mip_rel_gap": _MIP_GAP},
         )
         if result.x is not None:
@@ -347,24 +298,17 @@ class PlacementProgram:
         raise SolverTimeout
 
     def _columns(self, gpus: int) -> int:
-        """Return how many columns there are.
+        return (self.loads.size + self.gpu_ranks.size) * gpus + 1
 
-        Part i on GPU g is column i * gpus + g; GPU g of the r-th largest rank comes after all these; the
-        load of the fullest GPU is the last one.
-        """
-        return (self.loads.size + len(self.capacity.ranks)) * gpus + 1
-
-    def _rows_of_gpu(
-        self, gpu: int, gpus: int, cuts: Sequence[tuple[NDArray[np.int64], int]]
-    ) -> Iterator[LinearRow]:
-        n, ranks = self.loads.size, self.capacity.ranks
+    def _rows_of_gpu(self, gpu: int, gpus: int, cuts: Sequence[Cut]) -> Iterator[LinearRow]:
+        n, ranks = self.loads.size, self.gpu_ranks
         mine = np.arange(n) * gpus + gpu
-        largest = (n + np.arange(len(ranks))) * gpus + gpu
-        yield largest, np.ones(len(ranks)), 1.0, 1.0
-        for share in range(n):  # a GPU of a share has its rank at least
-            enough = largest[np.array(ranks) >= self.ranks[share]]
+        largest = (n + np.arange(ranks.size)) * gpus + gpu
+        yield largest, np.ones(ranks.size), 1.0, 1.0
+        for share in range(n):  # the rank of a GPU is at least that of its shares
+            enough = largest[ranks >= self.ranks[share]]
             yield np.append(enough, mine[share]), np.append(np.ones(enough.size), -1.0), 0.0, np.inf
-        for row, weights in enumerate(self.capacity.weights):  # binds only where this is the largest rank
+        for row, weights in enumerate(self.weights):  # binding only if this is the largest rank
             beyond = max(0.0, float(weights.sum()) - 1.0)
             yield np.append(mine, largest[row]), np.append(weights, beyond), -np.inf, 1.0 + beyond
         yield np.append(mine, self._columns(gpus) - 1), np.append(self.loads, -1.0), -np.inf, 0.0

@@ -24,7 +24,7 @@ def _place_random(problem: Problem, context: SolverContext) -> tuple[Assignment,
 
 
 def random_shares(problem: Problem, random: np.random.Generator) -> list[list[AdapterShare]]:
-    """Return the shares of each GPU that gets any, when every share goes to any GPU alike."""
+    """Return the shares of each used GPU, with every share on a uniformly random one."""
     gpus: list[list[AdapterShare]] = [[] for _ in range(problem.gpus)]
     shares = in_input_order(problem)
     for share, gpu in zip(shares, random.integers(0, problem.gpus, len(shares)).tolist(), strict=True):
@@ -37,7 +37,6 @@ RANDOM = Solver(
     summary="every adapter on a random GPU, a random number of slots",
     source="adapter-caching paper, section 8.4.2 (Random)",
     place=_place_random,
-    required_estimator=RequiredEstimator.NONE,
 )
 
 
@@ -50,10 +49,8 @@ def _place_contiguous(problem: Problem, context: SolverContext) -> tuple[Assignm
 
 
 def contiguous_by_rank(problem: Problem) -> list[list[AdapterShare]]:
-    """Return the shares by rank, cut into as many equally long runs as there are GPUs."""
-    ordered = sorted(
-        in_input_order(problem), key=lambda share: share.rank
-    )  # stable: input order within a rank
+    """Return the shares by rank, cut into one run of equal length per GPU."""
+    ordered = sorted(in_input_order(problem), key=lambda share: share.rank)
     ends = [len(ordered) * gpu // problem.gpus for gpu in range(problem.gpus + 1)]
     runs = [ordered[start:end] for start, end in pairwise(ends)]
     return [run for run in runs if run]
@@ -62,13 +59,12 @@ def contiguous_by_rank(problem: Problem) -> list[list[AdapterShare]]:
 def _with_slots(
     problem: Problem, context: SolverContext, gpus: Sequence[Sequence[AdapterShare]]
 ) -> tuple[Assignment, ...]:
-    return tuple(Assignment(tuple(shares), _slots(problem, context, shares)) for shares in gpus)
-
-
-def _slots(problem: Problem, context: SolverContext, shares: Sequence[AdapterShare]) -> int:
-    """Return the best number of slots that fits in memory, whether or not the GPU keeps up with it."""
-    fitting = slot_candidates(problem, shares, context.estimator)
-    return fitting[0] if fitting else problem.fixed_a_max or 1
+    """Return the GPUs with the best number of slots that fits in memory, even if they starve."""
+    assignments = []
+    for shares in gpus:
+        fitting = slot_candidates(problem, shares, context.estimator)
+        assignments.append(Assignment(tuple(shares), fitting[0] if fitting else problem.fixed_a_max or 1))
+    return tuple(assignments)
 
 
 SLORA_RANDOM = Solver(
