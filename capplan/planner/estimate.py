@@ -25,7 +25,7 @@ from capplan.twin import SimulationResult
 from capplan.twin.metrics import bound_value
 
 SEARCH_DURATION_S = 3600.0
-"""As long as verification: in a shorter run, more of what deep queues still serve counts as unserved."""
+"""As in verification: in a shorter run, requests in deep queues count as unserved."""
 ESTIMATORS: Final = ("auto", *KINDS, "twin")
 _DEFAULT_SURROGATE: Final = "best"
 _ALLOWED_BACKLOG: Final = 16
@@ -77,12 +77,12 @@ class TwinEstimator:
 
         Runs of an instance that leaves requests waiting differ by seed, so several are made.
         """
-        first = self._with_margin(self._run(assignment, self.seed))
+        first = self._run(assignment, self.seed)
         if first is None or first.violations or first.result.served_fraction >= _SAFE_SERVED_FRACTION:
             return first
         runs = 0 if self.problem.workload.trace is not None else _RUNS_NEAR_THE_BOUND
         for number in range(1, runs):
-            other = self._with_margin(self._run(assignment, self.seed + number * _SEED_STEP))
+            other = self._run(assignment, self.seed + number * _SEED_STEP)
             if other is not None and other.violations:
                 return other
         return first
@@ -96,16 +96,11 @@ class TwinEstimator:
                 self._cache[key] = evaluate(self.problem, assignment, seed, self.duration_s, scale)
             except InfeasibleError:
                 self._cache[key] = None
-        return self._cache[key]
-
-    def _with_margin(self, evaluation: Evaluation | None) -> Evaluation | None:
-        if evaluation is None or evaluation.violations:
-            return evaluation
-        served = evaluation.result.served_fraction
-        if served >= self._required_fraction:
-            return evaluation
-        violation = f"served_fraction {served:.3f} < {self._required_fraction:g}"
-        return replace(evaluation, violations=(violation,))
+        run = self._cache[key]
+        if run is None or run.violations or run.result.served_fraction >= self._required_fraction:
+            return run
+        violation = f"served_fraction {run.result.served_fraction:.3f} < {self._required_fraction:g}"
+        return replace(run, violations=(violation,))
 
     @property
     def _required_fraction(self) -> float:
@@ -130,14 +125,14 @@ def _charged_e2e_s(result: SimulationResult) -> float:
 class SurrogateEstimator:
     """Estimator by the surrogate of one pool's profile, and by the twin outside its training range.
 
-    A lighter load than any in training needs no twin if the surrogate expects no starvation.
+    For a lighter load than any in training the surrogate suffices if it predicts no starvation.
     """
 
     problem: Problem
     surrogate: Surrogate
     twin: Estimator
     extrapolates: bool = False
-    """Whether the surrogate also answers outside its training range. Adapters with lengths of their own then
+    """Whether the surrogate is also used outside its training range. Adapters with their own lengths then
     count as adapters of the default lengths with as many tokens."""
 
     def prepared(self) -> Self:
@@ -169,22 +164,18 @@ class SurrogateEstimator:
             return [None] * len(same)
         rates_rps, ranks = _rates_and_ranks(shares, names, own)
         engines = [self.problem.engine_args(assignment) for assignment in same]
-        predictions = compiled.predict(rates_rps / (1.0 - self.problem.workload.headroom), ranks, engines)
-        return [
-            Estimate(
-                throughput, probability >= _STARVED_PROBABILITY, e2e_s_mean=request_s, utilization=probability
-            )
-            if self.extrapolates or in_range or (is_lighter and probability < _STARVED_PROBABILITY)
-            else None
-            for throughput, probability, request_s, in_range, is_lighter in zip(
-                predictions.throughput_tok_s.tolist(),
-                predictions.starvation_probability.tolist(),
-                predictions.request_s.tolist(),
-                predictions.in_range.tolist(),
-                predictions.is_lighter.tolist(),
-                strict=True,
-            )
-        ]
+        rates_rps /= 1.0 - self.problem.workload.headroom
+        predictions = compiled.predict(rates_rps, ranks, engines)
+        starved = predictions.starvation_probability >= _STARVED_PROBABILITY
+        usable = predictions.in_range | (predictions.is_lighter & ~starved) | self.extrapolates
+        columns = (
+            predictions.throughput_tok_s,
+            starved,
+            predictions.request_s,
+            predictions.starvation_probability,
+        )
+        rows = zip(usable.tolist(), *(column.tolist() for column in columns), strict=True)
+        return [Estimate(*estimate) if known else None for known, *estimate in rows]
 
     @cached_property
     def _compiled(self) -> CompiledSurrogate | None:

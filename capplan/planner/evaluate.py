@@ -139,16 +139,20 @@ def find_bottleneck(problem: Problem, assignment: Assignment) -> tuple[Binds | N
     """
     if sum(share.rate_rps for share in assignment.shares) == 0.0:
         return None, None
+
+    def run_at(scale: float) -> Evaluation:
+        return evaluate(problem, assignment, BOTTLENECK_SEED, BOTTLENECK_DURATION_S, scale)
+
     holds, fails = 0.0, 1.0
-    failing = _evaluate_scaled(problem, assignment, fails)
+    failing = run_at(fails)
     while not failing.violations:
         holds, fails = fails, fails * 2.0
         if fails > _LARGEST_SCALE:
             return None, 1.0 / holds
-        failing = _evaluate_scaled(problem, assignment, fails)
+        failing = run_at(fails)
     for _ in range(_BISECTIONS):
         middle = (holds + fails) / 2.0
-        evaluation = _evaluate_scaled(problem, assignment, middle)
+        evaluation = run_at(middle)
         if evaluation.violations:
             fails, failing = middle, evaluation
         else:
@@ -157,24 +161,20 @@ def find_bottleneck(problem: Problem, assignment: Assignment) -> tuple[Binds | N
     return _bottleneck(problem, assignment, failing, load), load
 
 
-def _evaluate_scaled(problem: Problem, assignment: Assignment, scale: float) -> Evaluation:
-    return evaluate(problem, assignment, BOTTLENECK_SEED, BOTTLENECK_DURATION_S, scale)
-
-
 def _bottleneck(problem: Problem, assignment: Assignment, evaluation: Evaluation, load: float) -> Binds:
     result = evaluation.result
-    at = f"at {1.0 / load:.2f} x the planned load"
-    if result.served_fraction >= problem.workload.slo.served_fraction:
-        return Binds(resource="slo", value=load, note=f"{evaluation.violations[0]} {at}")
     kv_use = result.kv_tokens_mean / result.kv_tokens
     slot_use = result.adapters_mean / assignment.a_max
-    distinct = distinct_adapters(assignment.shares)
-    if kv_use >= _EXHAUSTED or result.preemptions > 0.01 * result.completed:
-        return Binds(
-            resource="kv", value=kv_use, note=f"{kv_use:.0%} of {result.kv_tokens} KV tokens in use {at}"
-        )
-    if assignment.a_max < distinct and slot_use >= _EXHAUSTED:
-        words = f"{result.adapters_mean:.1f} of {assignment.a_max} adapter slots in use {at}"
-        return Binds(resource="slots", value=slot_use, note=words)
-    words = f"steps take all the time with {result.running_mean:.0f} requests running {at}"
-    return Binds(resource="compute", value=result.busy_fraction, note=words)
+    scarce_slots = assignment.a_max < distinct_adapters(assignment.shares)
+    if result.served_fraction >= problem.workload.slo.served_fraction:
+        resource, value, words = "slo", load, evaluation.violations[0]
+    elif kv_use >= _EXHAUSTED or result.preemptions > 0.01 * result.completed:
+        words = f"{kv_use:.0%} of {result.kv_tokens} KV tokens in use"
+        resource, value = "kv", kv_use
+    elif scarce_slots and slot_use >= _EXHAUSTED:
+        words = f"{result.adapters_mean:.1f} of {assignment.a_max} adapter slots in use"
+        resource, value = "slots", slot_use
+    else:
+        words = f"steps take all the time with {result.running_mean:.0f} requests running"
+        resource, value = "compute", result.busy_fraction
+    return Binds(resource=resource, value=value, note=f"{words} at {1.0 / load:.2f} x the planned load")

@@ -16,7 +16,7 @@ from capplan.models.memory import KvBudget, kv_budget
 from capplan.spec import Adapter, EngineArgs, Pool, Profile, Trace, Workload, allowed_lora_rank
 
 GRID = (1, 2, 4, 8, 16, 32, 64, 96, 128, 160, 192, 256, 320, 384)
-"""Values of A_max and adapter counts that tried; from 8, those of the adapter-caching paper (section 7)."""
+"""Values of A_max and of adapter counts to try; from 8, those of the adapter-caching paper (section 7)."""
 
 _RANK: Final = attrgetter("rank")
 
@@ -80,13 +80,13 @@ class Estimate:
 
     throughput_tok_s: float
     starved: bool
-    """Whether it starves, or breaks a latency bound that the estimator knows."""
+    """Whether it starves, or breaks a latency bound that the estimator supports."""
     e2e_s_mean: float = 0.0
     """Mean time from arrival to last token, with waiting requests charged in full; 0 if unknown."""
     utilization: float = 0.0
     """Distance to failure; grows with the load."""
     overload: float = 0.0
-    """Share of the load that is too much, as far as known; 0 if the instance holds."""
+    """Excess share of the load, if known; 0 if the instance holds."""
 
 
 class Estimator(Protocol):
@@ -356,10 +356,10 @@ def _single_pool(workload: Workload, gpus: int | None, profile: Profile | str | 
         raise InputError(rule, location="gpus")
     if count < 1:
         raise InputError("must be >= 1", count, "gpus")
-    wanted = profile if profile is not None else workload.profile
-    if wanted is None:
+    selected = profile if profile is not None else workload.profile
+    if selected is None:
         raise InputError("is required: name a shipped profile or a profile JSON", location="profile")
-    loaded = _load_profile(wanted)
+    loaded = _load_profile(selected)
     return GpuPool(None, loaded, _instance_count(loaded, count, "gpus"))
 
 

@@ -121,14 +121,21 @@ def build_search_data(problem: Problem) -> SearchData:
     groups = adapter_groups(problem)
     slots = [[problem.s_max([share]) for share in group.shares] for group in groups]
     ranks = tuple(sorted({rank for each in slots for rank in each}))
+    lengths = {a.name: problem.workload.lengths_of(a) for a in problem.workload.adapters}
+    adapters = {a.name: a for a in problem.workload.adapters}
     loads = np.full((len(problem.pools), len(ranks), len(groups)), _MIN_LOAD)
-    per_rps = _LoadPerRps(problem)
-    for pool in range(len(problem.pools)):
-        for row, rank in enumerate(ranks):
-            for column, group in enumerate(groups):
-                loads[pool, row, column] += sum(
-                    share.rate_rps * per_rps(pool, rank, share) for share in group.shares
-                )
+    known: dict[object, float] = {}
+
+    def load_per_rps(pool: int, rank: int, share: AdapterShare) -> float:
+        s_max = max(rank, problem.s_max([share]))
+        key = (pool, s_max, share.rank, lengths[share.name])
+        if key not in known:
+            known[key] = _load_per_rps(problem, pool, s_max, adapters[share.name])
+        return known[key]
+
+    for (pool, row, column), _ in np.ndenumerate(loads):
+        shares = groups[column].shares
+        loads[pool, row, column] += sum(s.rate_rps * load_per_rps(pool, ranks[row], s) for s in shares)
     largest = np.array([ranks.index(max(each)) for each in slots], dtype=np.int64)
     own = loads[:, largest, np.arange(len(groups))]
     closed = np.array([[pool not in group.pools for group in groups] for pool in range(len(problem.pools))])
@@ -137,47 +144,24 @@ def build_search_data(problem: Problem) -> SearchData:
     return SearchData(problem, groups, ranks, largest, loads, weight, kinds, conflicts)
 
 
-class _LoadPerRps:
-    """Load of one request per second of a kind of adapter."""
-
-    def __init__(self, problem: Problem) -> None:
-        self._problem = problem
-        self._adapters = {adapter.name: adapter for adapter in problem.workload.adapters}
-        self._lengths = {a.name: problem.workload.lengths_of(a) for a in problem.workload.adapters}
-        self._cache: dict[object, float] = {}
-
-    def __call__(self, pool: int, rank: int, share: AdapterShare) -> float:
-        """Return the load with slots of a rank, or of the adapter's own if that is larger."""
-        s_max = max(rank, self._problem.s_max([share]))
-        key = (pool, s_max, share.rank, self._lengths[share.name])
-        if key not in self._cache:
-            self._cache[key] = self._compute(pool, s_max, self._adapters[share.name])
-        return self._cache[key]
-
-    def _compute(self, pool: int, s_max: int, adapter: Adapter) -> float:
-        problem, profile = self._problem, self._problem.pools[pool].profile
-        once = {"rate_rps": 1.0, "apart_from": (), "together_with": ()}
-        copies = tuple(adapter.model_copy(update={"name": str(i), **once}) for i in range(_SAMPLE_ADAPTERS))
-        workload = problem.workload.model_copy(update={"adapters": copies, "trace": None})
-        share = AdapterShare(adapter.name, s_max, 1.0)
-        fitting = (
-            slots
-            for slots in (32, 16, 8, 4, 2, 1)
-            if problem.fits_in_memory(Assignment((share,), slots, pool=pool))
-        )
-        features = feature_vector(
-            workload,
-            profile,
-            problem.engine.replace(max_loras=next(fitting, 1), max_lora_rank=allowed_lora_rank(s_max)),
-        )
-        return float(features[_LOAD_OVER_CAPACITY]) / _SAMPLE_ADAPTERS
+def _load_per_rps(problem: Problem, pool: int, s_max: int, adapter: Adapter) -> float:
+    """Return the load of one request per second of an adapter, in slots of a rank."""
+    once = {"rate_rps": 1.0, "apart_from": (), "together_with": ()}
+    copies = tuple(adapter.model_copy(update={"name": str(i), **once}) for i in range(_SAMPLE_ADAPTERS))
+    workload = problem.workload.model_copy(update={"adapters": copies, "trace": None})
+    shares = (AdapterShare(adapter.name, s_max, 1.0),)
+    numbers = (32, 16, 8, 4, 2, 1)
+    fitting = (n for n in numbers if problem.fits_in_memory(Assignment(shares, n, pool=pool)))
+    args = problem.engine.replace(max_loras=next(fitting, 1), max_lora_rank=allowed_lora_rank(s_max))
+    features = feature_vector(workload, problem.pools[pool].profile, args)
+    return float(features[_LOAD_OVER_CAPACITY]) / _SAMPLE_ADAPTERS
 
 
 def _group_kinds(problem: Problem, groups: tuple[AdapterGroup, ...]) -> NDArray[np.int64]:
     """Return the kind of each group.
 
-    In a trace every adapter has arrivals of its own. Shares of one adapter are a kind of their own, since two
-    of them take one slot together.
+    In a trace every adapter is a kind, with its own arrivals. So are the shares of one adapter, since two of
+    them take one slot together.
     """
     if problem.workload.trace is not None:
         return np.arange(len(groups))
@@ -207,9 +191,8 @@ def _group_conflicts(groups: tuple[AdapterGroup, ...]) -> dict[int, frozenset[in
 def split_heavy_adapters(data: SearchData) -> Problem:
     """Return the problem with heavy adapters in light shares; the same problem if none is heavy.
 
-    Five adapters that take half of an instance each leave three instances no way to be full; light shares do,
-    at the price of a slot wherever there is one. Groups are divided together, into at most `max_replicas`
-    shares and no fewer than there are.
+    Light shares fill instances that heavy adapters leave partly empty, at the cost of a slot for each. The
+    adapters of a group are divided equally, into at most `max_replicas` shares and no fewer than before.
     """
     problem = data.problem
     constraints, scale = problem.constraints, 1.0 / (1.0 - problem.workload.headroom)

@@ -15,19 +15,19 @@ from capplan.planner.slots import best_slots, neighbouring_slots, rank_slots
 InstanceContent = tuple[frozenset[int], int]
 """Groups of an instance, and its pool."""
 InstanceKind = tuple[bytes, int]
-"""Kinds of the groups, and the pool: equal for instances that perform alike."""
+"""Kinds of the groups, and the pool; equal for instances that perform alike."""
 InstanceSetting = tuple[int, int | None]
 """A_max and max_num_seqs."""
 
 _MAX_SLOT_VALUES: Final = 4
-"""Values of A_max that the twin simulates until one holds."""
+"""Maximum number of values of A_max that the twin simulates."""
 _MAX_NUM_SEQS: Final = (128, 512)
-"""Other values of max_num_seqs tried before an instance is refused."""
+"""Other values of max_num_seqs to try before an instance is refused."""
 _SLOW_RATIO: Final = 1.2
 """Ratio of request times from which the surrogate rules out a number of slots."""
 _MIN_SAMPLES: Final = 3
 _SAMPLE_EVERY: Final = 6
-"""Of the instances of one kind the twin simulates the larger of these: at least so many, one in so many."""
+"""Simulated instances of one kind: a minimum number, and one in so many."""
 _REFUSAL_PENALTY: Final = 2.0
 _MIN_OVERLOAD: Final = 0.003
 _MAX_OVERLOAD: Final = 0.1
@@ -64,10 +64,8 @@ class Evaluator:
     ----------
     data
         Search data.
-    surrogate
-        Fast estimator.
-    twin
-        Deciding estimator.
+    surrogate, twin
+        Fast and deciding estimator.
     """
 
     data: SearchData
@@ -112,10 +110,8 @@ class Evaluator:
     def confirm_all(self, state: PlacementState) -> tuple[Assignment, ...] | None:
         """Return the confirmed assignments, most utilized instance first; None at the first refusal."""
         assignments = []
-        by_utilization = sorted(
-            _used_instances(state).values(), key=lambda content: -self._estimate(content).utilization
-        )
-        for content in by_utilization:
+        contents = _used_instances(state).values()
+        for content in sorted(contents, key=lambda content: -self._estimate(content).utilization):
             setting = self._confirm_kind([content]).setting
             if setting is None:
                 return None
@@ -125,7 +121,7 @@ class Evaluator:
     def tune_slots(self, assignment: Assignment) -> Assignment:
         """Return a confirmed assignment with the best of the neighbouring numbers of slots, by the twin.
 
-        Numbers with which the surrogate expects far slower requests are left out.
+        Numbers with much slower requests by the surrogate are left out.
         """
         problem = self.data.problem
         values = neighbouring_slots(problem, assignment.shares, assignment.a_max)
@@ -133,12 +129,11 @@ class Evaluator:
         candidates = [each for each in candidates if problem.fits_in_memory(each)]
         times_s = [estimate.e2e_s_mean for estimate in estimate_all(self.surrogate, candidates)]
         limit_s = _SLOW_RATIO * min(times_s, default=0.0)
-        simulated = [
-            each
+        estimates = {
+            each.a_max: self.twin(each)
             for each, time_s in zip(candidates, times_s, strict=True)
             if time_s <= limit_s or each.a_max == assignment.a_max
-        ]
-        estimates = {each.a_max: self.twin(each) for each in simulated}
+        }
         return replace(assignment, a_max=best_slots(estimates) or assignment.a_max)
 
     def _kind(self, content: InstanceContent) -> InstanceKind:

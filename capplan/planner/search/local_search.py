@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import itertools
+import math
 import time
 from collections import Counter
 from collections.abc import Iterable, Iterator, Sequence
@@ -25,17 +26,17 @@ _MAX_FLEETS: Final = 200_000
 _MAX_FLEET_LOAD: Final = 1.25
 """Load per instance, by the fluid model, above which a fleet size is skipped."""
 _MAX_MISSES: Final = 2
-"""Failures in a row after which smaller fleets are not tried."""
+"""Failures in a row that end the search for smaller fleets."""
 _SMALL_FLEET: Final = 8
-"""Fleet sizes that are tried in order rather than by bisection, and instances of a small fleet."""
+"""Fleet sizes that are tried in order instead of by bisection, and instances of a small fleet."""
 _ROUNDS: Final = 16
 _MAX_UTILIZATION: Final = 1.9
 """Utilization up to which the twin simulates a failing placement on a small fleet."""
 
 _WIDE_NEIGHBOURHOOD: Final = (8, 4, 3)
 _NARROW_NEIGHBOURHOOD: Final = (5, 2, 2)
-"""Groups of a failing instance that are moved, targets of each, and lighter groups in exchange. The wide one
-is for small fleets."""
+"""Numbers of moved groups, of targets for each, and of lighter groups in exchange, on small and larger
+fleets."""
 _LOAD_WEIGHT: Final = 0.05
 """Cost of the squared load, beside the utilization: moves towards empty instances are a gain."""
 _LIMIT_WEIGHT: Final = 10.0
@@ -89,17 +90,11 @@ def _instance_pools(fleet: FleetSize) -> list[int]:
 
 def _fleet_steps(most: Sequence[int]) -> list[int]:
     """Return the step of each pool's count: 1, unless there are too many combinations."""
-
-    def combinations() -> int:
-        total = 1
-        for count, step in zip(most, steps, strict=True):
-            total *= count // step + 2
-        return total
-
     steps = [1] * len(most)
-    while len(most) > 1 and combinations() > _MAX_FLEETS:
-        widest = max(range(len(most)), key=lambda i: most[i] / steps[i])
-        steps[widest] *= 2
+    while len(most) > 1:
+        if math.prod(n // step + 2 for n, step in zip(most, steps, strict=True)) <= _MAX_FLEETS:
+            break
+        steps[max(range(len(most)), key=lambda i: most[i] / steps[i])] *= 2
     return steps
 
 
@@ -263,7 +258,7 @@ def improve(state: PlacementState, evaluator: Evaluator, rounds: int) -> bool:
         if not failing:
             return True
         if 2 * len(failing) > max(len(state), 2):
-            return False  # there is no room for that much load
+            return False  # most of the fleet is overloaded
         move = _best_move(state, evaluator, max(failing, key=lambda i: (failing[i], -i)))
         if move is None:
             return False
@@ -329,7 +324,7 @@ def _moves(state: PlacementState, source: int) -> Iterator[SearchMove]:
 
 
 def _spaced(state: PlacementState, groups: Iterable[int], count: int) -> list[int]:
-    """Return so many of the groups, evenly spaced from the lightest to the heaviest."""
+    """Return a number of groups, evenly spaced from the lightest to the heaviest."""
     ordered = sorted(groups, key=lambda g: (state.data.weight[g], state.data.rank[g], g))
     if len(ordered) <= count:
         return ordered

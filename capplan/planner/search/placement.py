@@ -1,7 +1,7 @@
 """Placement state and initial solutions of the local search.
 
-Even instances leave each the same slack. By rank, small ranks do not pay for slots of the largest one.
-Balanced, every instance gets hot and cold adapters, so that slots are shared well.
+Balanced instances have equal slack, with hot and cold adapters that share slots well. By rank, small ranks do
+not take slots of the largest rank.
 """
 
 from __future__ import annotations
