@@ -176,14 +176,7 @@ def solve(
 ) -> SolverRun:
     """Run a solver on whole adapters, or on shares of hot ones if it supports them.
 
-    Parameters
-    ----------
-    problem, solver, twin
-        Problem with whole adapters, solver, and digital twin.
-    estimator
-        Name of the estimator selected by the user.
-    seed, time_limit_s, previous
-        Passed to the solver.
+    `estimator` is the name selected by the user; seed, time limit and previous plan are passed to the solver.
 
     Raises
     ------

@@ -42,18 +42,10 @@ def build_plan(
     previous: Plan | None,
     notes: Mapping[str, JsonValue],
 ) -> Plan:
-    """Return the plan document.
+    """Return the plan document; groups of the previous plan keep their names.
 
-    Parameters
-    ----------
-    verifier, answer
-        Verifier of the problem, and the verified assignments.
-    verified
-        Whether the user wanted verification; otherwise the predictions are those of one seed.
-    previous
-        Plan in force, whose groups keep their names.
-    notes
-        Provenance of the answer.
+    Unless `verified`, the plan is marked unverified, with predictions of one seed. `notes` are added to the
+    provenance.
     """
     problem, assignments, verifications = verifier.problem, answer.assignments, answer.verifications
     workload, engine = problem.workload, problem.profile.engine

@@ -26,16 +26,7 @@ class Evaluation:
 def evaluate(
     problem: Problem, assignment: Assignment, seed: int, duration_s: float, scale: float = 1.0
 ) -> Evaluation:
-    """Simulate one instance; a trace is replayed as a whole, whatever the duration.
-
-    Parameters
-    ----------
-    problem, assignment
-        Instance to simulate.
-    seed, duration_s
-        Simulation parameters.
-    scale
-        Factor of every rate.
+    """Simulate one instance with every rate times `scale`; a trace is replayed as a whole.
 
     Raises
     ------

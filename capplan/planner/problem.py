@@ -99,24 +99,16 @@ class Estimator(Protocol):
 
 @dataclass(frozen=True)
 class Problem:
-    """Adapters to place on the instances of one or more pools.
-
-    Attributes
-    ----------
-    workload
-        Complete workload.
-    pools
-        Available instances, at least one pool. Solvers of the papers use the first only.
-    engine
-        Engine settings of every instance; the slots are those of each assignment.
-    shares
-        Items to place.
-    """
+    """Adapters to place on the instances of one or more pools."""
 
     workload: Workload
+    """Complete workload."""
     pools: tuple[GpuPool, ...]
+    """Available instances, at least one pool. Solvers of the papers use the first only."""
     engine: EngineArgs
+    """Engine settings of every instance; the slots are those of each assignment."""
     shares: tuple[AdapterShare, ...]
+    """Items to place."""
 
     @property
     def parts(self) -> tuple[AdapterShare, ...]:
@@ -252,24 +244,16 @@ def _scale_trace(trace: Trace, scale: float) -> Trace:
 
 @dataclass(frozen=True)
 class Constraints:
-    """Placement constraints of all adapters.
-
-    Attributes
-    ----------
-    leader
-        First adapter, in the workload's order, of the group that each adapter is placed with.
-    conflicts
-        Adapters that must not be on an instance with an adapter; symmetric.
-    pinned_pool
-        Pool that a group is pinned to, by leader.
-    max_replicas
-        Maximum number of instances of a group, by leader.
-    """
+    """Placement constraints of all adapters."""
 
     leader: Mapping[str, str]
+    """First adapter, in the workload's order, of the group that each adapter is placed with."""
     conflicts: Mapping[str, frozenset[str]]
+    """Adapters that must not be on an instance with an adapter; symmetric."""
     pinned_pool: Mapping[str, str]
+    """Pool that a group is pinned to, by leader."""
     max_replicas: Mapping[str, int]
+    """Maximum number of instances of a group, by leader."""
 
 
 def read_constraints(workload: Workload) -> Constraints:

@@ -48,29 +48,20 @@ Ints = NDArray[np.int64]
 
 @dataclass(frozen=True, eq=False)
 class RequestSample:
-    """Requests of one instance, and its adapters.
-
-    Attributes
-    ----------
-    prompt_tokens, output_tokens
-        Lengths, one per request.
-    adapter
-        Number of the adapter of each request; 0 is the base model.
-    execution_s
-        Time in execution of each request; NaN if unknown.
-    adapter_bytes
-        Size of each adapter by number. With size 0, requests of the base model would all be smallest, so
-        `with_base_model` gives it the size of the smallest adapter.
-    adapter_tokens
-        KV tokens that take the same memory, by number; 0 for the base model.
-    """
+    """Requests of one instance, and its adapters."""
 
     prompt_tokens: Ints
     output_tokens: Ints
+    """Lengths, one per request."""
     adapter: Ints
+    """Number of the adapter of each request; 0 is the base model."""
     execution_s: Floats
+    """Time in execution of each request; NaN if unknown."""
     adapter_bytes: Ints
+    """Size of each adapter by number. With size 0, requests of the base model would all be smallest, so
+    `with_base_model` gives it the size of the smallest adapter."""
     adapter_tokens: Ints
+    """KV tokens that take the same memory, by number; 0 for the base model."""
 
     def __len__(self) -> int:
         return self.adapter.size
@@ -91,12 +82,7 @@ def group_queues(
 ) -> Queues | None:
     """Return the queues of one instance; None if the workload has none, or the instance no requests.
 
-    Parameters
-    ----------
-    problem, assignment
-        Instance.
-    results
-        Its simulations; quotas share the KV tokens of the first.
+    The quotas share the KV tokens of the first of its simulations.
 
     Raises
     ------
@@ -269,16 +255,10 @@ def subsample(sizes: Floats) -> Floats:
 
 
 def cluster_sizes(sizes: Floats, most: int) -> tuple[Clustering, ...]:
-    """Return the optimal K-means clusterings for 1, 2, ... clusters, by dynamic programming.
+    """Return the optimal K-means clusterings for 1, 2, ..., `most` clusters, by dynamic programming.
 
-    Optimal clusters of numbers are intervals (Chameleon, section 4.3.4).
-
-    Parameters
-    ----------
-    sizes
-        At least one size.
-    most
-        Maximum number of clusters; there are never more than distinct sizes.
+    Optimal clusters of numbers are intervals (Chameleon, section 4.3.4). There are never more clusters than
+    distinct sizes.
     """
     values, counts = np.unique(sizes, return_counts=True)
     centred = values - np.average(values, weights=counts)  # sums of squares far from 0 would cancel
@@ -370,15 +350,10 @@ class QueueLoad:
     """D: mean time in execution."""
 
     def least_tokens(self, bound_s: float, percentile: float | None = None) -> int:
-        """Return Tok_min, the fewest tokens with which requests keep a bound.
+        """Return Tok_min, the fewest tokens with which time in queue and execution keeps a bound.
 
-        Parameters
-        ----------
-        bound_s
-            Bound on the time in queue and execution, in seconds.
-        percentile
-            Share of requests that keeps the bound; None: the mean does. Times in an M/M/1 queue are
-            exponential.
+        `percentile` is the share of requests that keep it; None: the mean does. Times in an M/M/1 queue are
+        exponential.
         """
         times = 1.0 if percentile is None else -math.log1p(-percentile)
         return math.ceil(self.size_tokens * self.execution_s * (times / bound_s + self.rate_rps))
@@ -387,18 +362,9 @@ class QueueLoad:
 def queue_loads(
     charges: Ints, execution_s: Floats, queue: Ints, rate_rps: float, size: QuotaSize
 ) -> tuple[QueueLoad, ...]:
-    """Return the load of each queue.
+    """Return the load of each queue, from the tokens, execution time and queue of each request.
 
-    Parameters
-    ----------
-    charges, execution_s
-        Tokens and time in execution of each request; NaN if unknown, but at least one is known.
-    queue
-        Queue of each request; no queue is empty.
-    rate_rps
-        Rate of all requests.
-    size
-        Representative tokens of a queue: the largest, the 99th percentile, or the mean.
+    At least one execution time is not NaN, and no queue is empty. `rate_rps` is the rate of all requests.
     """
     known = ~np.isnan(execution_s)
     loads = []

@@ -19,43 +19,29 @@ from capplan.spec.display import Displayed
 
 @dataclass(frozen=True)
 class GroupExplanation:
-    """Explanation of groups with equal load and settings.
-
-    Attributes
-    ----------
-    ids
-        Names of the groups.
-    curve
-        Simulations with other numbers of slots.
-    why_a_max
-        Reason for the number of slots, in one sentence.
-    room
-        Utilization and headroom.
-    """
+    """Explanation of groups with equal load and settings."""
 
     ids: tuple[str, ...]
+    """Names of the groups."""
     curve: SlotCurve
+    """Simulations with other numbers of slots."""
     why_a_max: str
+    """Reason for the number of slots, in one sentence."""
     room: Headroom
+    """Utilization and headroom."""
 
 
 @dataclass(frozen=True, repr=False)
 class Explanation(Displayed):
-    """Explanation of a plan.
-
-    Attributes
-    ----------
-    outcome
-        Predicted outcome of the whole plan.
-    groups
-        Explanations of its groups, equal ones together.
-    what_if
-        Plans with one instance fewer (unless there is only one) and one more; empty if groups were selected.
-    """
+    """Explanation of a plan."""
 
     outcome: PlanOutcome
+    """Predicted outcome of the whole plan."""
     groups: tuple[GroupExplanation, ...]
+    """Explanations of its groups, equal ones together."""
     what_if: tuple[WhatIf, ...]
+    """Plans with one instance fewer (unless there is only one) and one more; empty if groups were
+    selected."""
 
     def display_facts(self) -> Mapping[str, object]:
         """Return the size of the plan, and the reasons for the slots of its first groups."""

@@ -26,54 +26,36 @@ resolution of that load."""
 
 @dataclass(frozen=True)
 class Headroom:
-    """Headroom of an instance.
-
-    Attributes
-    ----------
-    holds_until
-        Largest multiple of the planned load that holds; None without load.
-    fails_at
-        Multiple at which `beyond` of the uses was simulated; None without a bottleneck.
-    broken
-        Bounds that break there, as text.
-    uses
-        Utilization of every resource and every bound.
-    words
-        Summary with the bottleneck and the resource in fullest use beside it.
-    """
+    """Headroom of an instance."""
 
     holds_until: float | None
+    """Largest multiple of the planned load that holds; None without load."""
     fails_at: float | None
+    """Multiple at which `beyond` of the uses was simulated; None without a bottleneck."""
     broken: tuple[str, ...]
+    """Bounds that break there, as text."""
     uses: tuple[ResourceUse, ...]
+    """Utilization of every resource and every bound."""
     words: str
+    """Summary with the bottleneck and the resource in fullest use beside it."""
 
 
 @dataclass(frozen=True)
 class ResourceUse:
-    """Utilization of a resource or a bound.
-
-    Attributes
-    ----------
-    resource
-        ``kv``, ``slots``, ``requests``, ``compute``, ``busy``, ``served_fraction``, or a latency bound.
-    name
-        Name for users.
-    now, beyond
-        Share in use at the planned load, and where the instance fails; 1 is all, or the bound itself. None if
-        unknown.
-    detail
-        Use at the planned load, in units.
-    limits
-        Whether the instance is saturated when everything is in use.
-    """
+    """Utilization of a resource or a bound."""
 
     resource: str
+    """``kv``, ``slots``, ``requests``, ``compute``, ``busy``, ``served_fraction``, or a latency bound."""
     name: str
+    """Name for users."""
     now: float | None
     beyond: float | None
+    """Share in use at the planned load, and where the instance fails; 1 is all, or the bound itself. None if
+    unknown."""
     detail: str
+    """Use at the planned load, in units."""
     limits: bool = True
+    """Whether the instance is saturated when everything is in use."""
 
 
 def find_headroom(
@@ -84,16 +66,9 @@ def find_headroom(
     seed: int,
     duration_s: float,
 ) -> Headroom:
-    """Return the headroom of an instance.
+    """Return the headroom of an instance, from its bottleneck in the plan.
 
-    Parameters
-    ----------
-    problem, assignment
-        Instance.
-    binds, load_over_capacity
-        Bottleneck in the plan.
-    seed, duration_s
-        Parameters of the simulation at the planned load.
+    Seed and duration are those of the simulation at the planned load.
 
     Raises
     ------

@@ -13,21 +13,14 @@ from capplan.spec import Group, Plan, Profile, QueueConfig, Workload
 
 @dataclass(frozen=True)
 class RebuiltGroup:
-    """One instance of a group.
-
-    Attributes
-    ----------
-    group
-        Group of the plan.
-    problem
-        Placement problem with the engine settings of the group.
-    assignment
-        Shares and settings of one instance.
-    """
+    """One instance of a group."""
 
     group: Group
+    """Group of the plan."""
     problem: Problem
+    """Placement problem with the engine settings of the group."""
     assignment: Assignment
+    """Shares and settings of one instance."""
 
     @property
     def kind(self) -> object:
@@ -44,18 +37,12 @@ class RebuiltGroup:
 
 @dataclass(frozen=True)
 class RebuiltPlan:
-    """Placement problem of a plan.
-
-    Attributes
-    ----------
-    problem
-        Placement problem; without pools, with the GPUs of the plan.
-    groups
-        One instance of each group, in the order of the plan.
-    """
+    """Placement problem of a plan."""
 
     problem: Problem
+    """Placement problem; without pools, with the GPUs of the plan."""
     groups: tuple[RebuiltGroup, ...]
+    """One instance of each group, in the order of the plan."""
 
     @property
     def shares(self) -> tuple[AdapterShare, ...]:
@@ -76,14 +63,7 @@ class RebuiltPlan:
 def rebuild(plan: Plan, workload: Workload, profile: Profile | None, source: str) -> RebuiltPlan:
     """Return the placement problem of a plan.
 
-    Parameters
-    ----------
-    plan, workload
-        Plan, and its workload.
-    profile
-        Profile instead of the plan's, if the workload has no pools.
-    source
-        Name of the workload in errors.
+    `profile` replaces the plan's if the workload has no pools. Errors call the workload `source`.
 
     Raises
     ------

@@ -21,34 +21,24 @@ _MAX_SLOTS: Final = 2**16
 
 @dataclass(frozen=True)
 class CurvePoint:
-    """An instance with a number of slots; values are None if it does not start or served no request.
-
-    Attributes
-    ----------
-    a_max
-        Adapter slots.
-    kv_tokens
-        Capacity of the KV cache beside them.
-    fits
-        Whether the engine starts.
-    throughput_tok_s, served_fraction, ttft_p99_s, e2e_mean_s, itl_mean_ms
-        As in `capplan.twin.SimulationResult`.
-    loads_per_min
-        Adapters copied to the GPU per minute.
-    broken
-        Broken bounds of the workload, as text.
-    """
+    """An instance with a number of slots; values are None if it does not start or served no request."""
 
     a_max: int
+    """Adapter slots."""
     kv_tokens: int
+    """Capacity of the KV cache beside them."""
     fits: bool
+    """Whether the engine starts."""
     throughput_tok_s: float | None = None
     served_fraction: float | None = None
     ttft_p99_s: float | None = None
     e2e_mean_s: float | None = None
     itl_mean_ms: float | None = None
+    """As in `capplan.twin.SimulationResult`."""
     loads_per_min: float | None = None
+    """Adapters copied to the GPU per minute."""
     broken: tuple[str, ...] = ()
+    """Broken bounds of the workload, as text."""
 
     @property
     def holds(self) -> bool:
@@ -58,30 +48,20 @@ class CurvePoint:
 
 @dataclass(frozen=True)
 class SlotCurve:
-    """An instance with different numbers of slots, all else equal.
-
-    Attributes
-    ----------
-    points
-        By ascending number of slots; the last may be the first of the grid that does not fit in memory.
-    chosen
-        Number of slots in the plan.
-    adapters
-        Adapters on the instance.
-    most_slots
-        Largest number of slots that fits in memory; None if memory is no limit.
-    scale
-        Simulated multiple of the planned load: 1 / (1 - headroom), as in the search.
-    offered_tok_s
-        Offered input and output tokens per second.
-    """
+    """An instance with different numbers of slots, all else equal."""
 
     points: tuple[CurvePoint, ...]
+    """By ascending number of slots; the last may be the first of the grid that does not fit in memory."""
     chosen: int
+    """Number of slots in the plan."""
     adapters: int
+    """Adapters on the instance."""
     most_slots: int | None
+    """Largest number of slots that fits in memory; None if memory is no limit."""
     scale: float
+    """Simulated multiple of the planned load: 1 / (1 - headroom), as in the search."""
     offered_tok_s: float
+    """Offered input and output tokens per second."""
 
     @property
     def chosen_point(self) -> CurvePoint:
@@ -99,14 +79,7 @@ def slot_curve(
 ) -> SlotCurve:
     """Return the curve around the number of slots of an instance.
 
-    Parameters
-    ----------
-    problem, assignment
-        Instance.
-    seed, duration_s
-        Parameters of the simulations, by default those of the search.
-    answered
-        Called with the number of simulations done.
+    `answered` is called with the number of simulations done.
     """
     values, unfit = _slot_numbers(problem, assignment)
     scale = 1.0 / (1.0 - problem.workload.headroom)
@@ -185,17 +158,7 @@ _EQUAL: Final = 1.005
 
 
 def explain_slots(curve: SlotCurve, solver: str, *, fixed: bool) -> str:
-    """Return the reason for the plan's number of slots, in one sentence.
-
-    Parameters
-    ----------
-    curve
-        Curve of the instance.
-    solver
-        Solver of the plan.
-    fixed
-        Whether the workload fixes the number.
-    """
+    """Return the reason for the number of slots by a solver, or `fixed` by the workload, in one sentence."""
     best = best_slots({point.a_max: _estimate(point) for point in curve.points if point.fits})
     chosen, head = curve.chosen_point, f"A_max {curve.chosen}"
     memory = ""

@@ -26,54 +26,36 @@ _MAX_SPREAD_INSTANCES: Final = 16
 
 @dataclass(frozen=True)
 class PlanOutcome:
-    """Predicted outcome of a plan over all its GPUs.
-
-    Attributes
-    ----------
-    gpus, usd_per_hour
-        Size and price.
-    ttft_p99_s, tpot_mean_ms
-        Longest of all instances; None if no request was served.
-    throughput_tok_s
-        Input and output tokens per second of all instances.
-    holds_until
-        Multiple of the planned load up to which every instance holds; None without load.
-    fails
-        Whether an instance fails beyond it; otherwise nothing larger was tried.
-    """
+    """Predicted outcome of a plan over all its GPUs."""
 
     gpus: int
     usd_per_hour: float | None
+    """Size and price."""
     ttft_p99_s: float | None
     tpot_mean_ms: float | None
+    """Longest of all instances; None if no request was served."""
     throughput_tok_s: float
+    """Input and output tokens per second of all instances."""
     holds_until: float | None
+    """Multiple of the planned load up to which every instance holds; None without load."""
     fails: bool
+    """Whether an instance fails beyond it; otherwise nothing larger was tried."""
 
 
 @dataclass(frozen=True)
 class WhatIf:
-    """Plan with one instance fewer, or one more.
-
-    Attributes
-    ----------
-    change
-        Change of the fleet, as text.
-    gpus
-        GPUs of the changed fleet.
-    outcome
-        Outcome of the plan by the solver `capplan`; None if there is none.
-    holds
-        Whether the twin confirms that plan.
-    words
-        Summary; without a plan, the reason and the bounds that break with the load spread evenly.
-    """
+    """Plan with one instance fewer, or one more."""
 
     change: str
+    """Change of the fleet, as text."""
     gpus: int
+    """GPUs of the changed fleet."""
     outcome: PlanOutcome | None
+    """Outcome of the plan by the solver `capplan`; None if there is none."""
     holds: bool
+    """Whether the twin confirms that plan."""
     words: str
+    """Summary; without a plan, the reason and the bounds that break with the load spread evenly."""
 
 
 def plan_outcome(plan: Plan) -> PlanOutcome:
@@ -135,21 +117,14 @@ def _summarize(plan: Plan, fleet: FleetChange, aim: str = "") -> WhatIf:
 
 @dataclass(frozen=True)
 class FleetChange:
-    """Changed fleet.
-
-    Attributes
-    ----------
-    problem
-        Problem with the pools.
-    pools
-        Index of the pool of every instance.
-    change
-        Difference to the plan, as text.
-    """
+    """Changed fleet."""
 
     problem: Problem
+    """Problem with the pools."""
     pools: tuple[int, ...]
+    """Index of the pool of every instance."""
     change: str
+    """Difference to the plan, as text."""
 
     @property
     def gpus(self) -> int:

@@ -31,21 +31,14 @@ _SHARE_LOAD: Final = 0.05
 
 @dataclass(frozen=True)
 class AdapterGroup:
-    """Shares of different adapters that are placed together, each the same fraction; mostly one.
-
-    Attributes
-    ----------
-    shares
-        Members.
-    pools
-        Indices of the pools that are allowed.
-    conflicts
-        Names of adapters that must not be on the same instance.
-    """
+    """Shares of different adapters that are placed together, each the same fraction; mostly one."""
 
     shares: tuple[AdapterShare, ...]
+    """Members."""
     pools: frozenset[int]
+    """Indices of the pools that are allowed."""
     conflicts: frozenset[str]
+    """Names of adapters that must not be on the same instance."""
 
     @property
     def names(self) -> frozenset[str]:
@@ -71,34 +64,23 @@ def adapter_groups(problem: Problem) -> tuple[AdapterGroup, ...]:
 
 @dataclass(frozen=True)
 class SearchData:
-    """Immutable inputs of the search.
-
-    Attributes
-    ----------
-    problem, groups
-        Problem and its adapter groups.
-    ranks
-        Ranks that slots may have, ascending.
-    rank
-        Index in `ranks` of the largest rank of each group, shape (groups,).
-    loads
-        Share of an instance that each group takes, shape (pools, ranks, groups).
-    weight
-        Load with slots of the group's own rank in its best pool, shape (groups,).
-    kind
-        Equal for groups that differ in name only, shape (groups,).
-    conflicts
-        Groups that must not share an instance with a group, if there are any.
-    """
+    """Immutable inputs of the search."""
 
     problem: Problem
     groups: tuple[AdapterGroup, ...]
+    """Problem and its adapter groups."""
     ranks: tuple[int, ...]
+    """Ranks that slots may have, ascending."""
     rank: NDArray[np.int64]
+    """Index in `ranks` of the largest rank of each group, shape (groups,)."""
     loads: NDArray[np.float64]
+    """Share of an instance that each group takes, shape (pools, ranks, groups)."""
     weight: NDArray[np.float64]
+    """Load with slots of the group's own rank in its best pool, shape (groups,)."""
     kind: NDArray[np.int64]
+    """Equal for groups that differ in name only, shape (groups,)."""
     conflicts: dict[int, frozenset[int]]
+    """Groups that must not share an instance with a group, if there are any."""
 
     def load(self, members: frozenset[int], pool: int) -> float:
         """Return the load of an instance with these groups."""

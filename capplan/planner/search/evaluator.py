@@ -58,19 +58,13 @@ class Confirmation:
 
 @dataclass
 class Evaluator:
-    """Estimates instances with the surrogate, confirms them with the twin, and caches both by kind.
-
-    Parameters
-    ----------
-    data
-        Search data.
-    surrogate, twin
-        Fast and deciding estimator.
-    """
+    """Estimates instances with the surrogate, confirms them with the twin, and caches both by kind."""
 
     data: SearchData
+    """Search data."""
     surrogate: Estimator
     twin: Estimator
+    """Fast and deciding estimator."""
     _estimates: dict[InstanceKind, InstanceEstimate] = field(default_factory=dict)
     _confirmations: dict[InstanceKind, Confirmation] = field(default_factory=dict)
 

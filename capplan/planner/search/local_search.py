@@ -47,14 +47,8 @@ _MIN_GAIN: Final = 1e-9
 def fleet_sizes(problem: Problem, groups: int, objective: Objective) -> list[FleetSize]:
     """Return the fleet sizes to try, best first; all GPUs only, if the objective uses them all.
 
-    Parameters
-    ----------
-    problem
-        Placement problem.
-    groups
-        Number of adapter groups, an upper bound on useful instances.
-    objective
-        MIN_COST orders by price, then GPUs; any other by GPUs, then price.
+    The number of adapter groups is an upper bound on useful instances. MIN_COST orders by price, then GPUs;
+    any other objective by GPUs, then price.
     """
     most = [min(pool.instances, groups) for pool in problem.pools]
     if objective in (Objective.MIN_LATENCY, Objective.MAX_THROUGHPUT):
@@ -100,22 +94,15 @@ def _fleet_steps(most: Sequence[int]) -> list[int]:
 
 @dataclass(frozen=True)
 class LocalSearch:
-    """Search for a placement that the twin confirms, until a deadline.
-
-    Attributes
-    ----------
-    data, evaluator
-        Search data and evaluator.
-    deadline_s
-        Value of `time.monotonic` at which to stop.
-    initial_solutions
-        Constructions of initial placements, in order.
-    """
+    """Search for a placement that the twin confirms, until a deadline."""
 
     data: SearchData
     evaluator: Evaluator
+    """Search data and evaluator."""
     deadline_s: float
+    """Value of `time.monotonic` at which to stop."""
     initial_solutions: tuple[InitialSolution, ...] = INITIAL_SOLUTIONS
+    """Constructions of initial placements, in order."""
 
     @property
     def timed_out(self) -> bool:

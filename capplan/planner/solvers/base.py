@@ -35,36 +35,24 @@ class RequiredEstimator(StrEnum):
 
 @dataclass(frozen=True)
 class SolverContext:
-    """Estimators and limits of a solver run.
-
-    Attributes
-    ----------
-    estimator
-        Estimator selected by the user, such as a surrogate.
-    twin
-        Digital twin.
-    seed
-        Seed of every random choice.
-    time_limit_s
-        Time after which a slow solver raises, or returns its best placement.
-    surrogate
-        Surrogate that ignores latency bounds; None: use `estimator`.
-    conservative_twin
-        Twin with a larger margin to the served fraction; None: use `twin`.
-    previous
-        Plan in force, from which adapters are moved as little as possible.
-    renew
-        Returns the context for another load on the same instances; None: this one.
-    """
+    """Estimators and limits of a solver run."""
 
     estimator: Estimator
+    """Estimator selected by the user, such as a surrogate."""
     twin: Estimator
+    """Digital twin."""
     seed: int = 0
+    """Seed of every random choice."""
     time_limit_s: float = DEFAULT_TIME_LIMIT_S
+    """Time after which a slow solver raises, or returns its best placement."""
     surrogate: Estimator | None = None
+    """Surrogate that ignores latency bounds; None: use `estimator`."""
     conservative_twin: Estimator | None = None
+    """Twin with a larger margin to the served fraction; None: use `twin`."""
     previous: Plan | None = None
+    """Plan in force, from which adapters are moved as little as possible."""
     renew: Callable[[Problem], SolverContext] | None = None
+    """Returns the context for another load on the same instances; None: this one."""
 
     def for_problem(self, problem: Problem) -> SolverContext:
         """Return the context for another load on the same instances."""
@@ -85,49 +73,33 @@ class SolverContext:
 
 @dataclass(frozen=True)
 class Solver:
-    """A named placement algorithm.
-
-    Attributes
-    ----------
-    name
-        Name for users.
-    summary
-        One line about the algorithm.
-    source
-        Paper and section, or other origin.
-    place
-        Called with problem and context. Returns one assignment per GPU used, or raises `InfeasibleError`. The
-        same problem, seed and estimates give the same assignments.
-    required_estimator
-        Estimator that it calls. With the twin, the twin also decides which adapters are split.
-    splits_hot
-        Whether adapters too hot for one GPU are split before `place` is called.
-    confirms
-        Whether every GPU of an answer fits in memory and holds by its estimator. Other answers are raw.
-    divides
-        Whether it divides adapters into shares of its own.
-    fixed_a_max
-        Whether it supports a number of slots fixed by the workload.
-    estimator
-        Name of its own estimator; "auto": the user's choice.
-    supports
-        Supported requirements. A workload with any other is refused.
-    asks
-        Deprecated name of `required_estimator`.
-    """
+    """A named placement algorithm."""
 
     name: str
+    """Name for users."""
     summary: str
+    """One line about the algorithm."""
     source: str
+    """Paper and section, or other origin."""
     place: Callable[[Problem, SolverContext], Sequence[Assignment]]
+    """Called with problem and context. Returns one assignment per GPU used, or raises `InfeasibleError`. The
+    same problem, seed and estimates give the same assignments."""
     required_estimator: RequiredEstimator = RequiredEstimator.NONE
+    """Estimator that it calls. With the twin, the twin also decides which adapters are split."""
     splits_hot: bool = False
+    """Whether adapters too hot for one GPU are split before `place` is called."""
     confirms: bool = False
+    """Whether every GPU of an answer fits in memory and holds by its estimator. Other answers are raw."""
     divides: bool = False
+    """Whether it divides adapters into shares of its own."""
     fixed_a_max: bool = True
+    """Whether it supports a number of slots fixed by the workload."""
     estimator: str = "auto"
+    """Name of its own estimator; "auto": the user's choice."""
     supports: frozenset[Requirement] = frozenset({Requirement.MAX_REPLICAS})
+    """Supported requirements. A workload with any other is refused."""
     asks: InitVar[RequiredEstimator | None] = None
+    """Deprecated name of `required_estimator`."""
 
     def __post_init__(self, asks: RequiredEstimator | None) -> None:
         if asks is not None:

@@ -52,16 +52,7 @@ def solve_loraserve(
     operating_points: Mapping[int, float],
     stored: Sequence[Collection[str]] | None = None,
 ) -> tuple[Assignment, ...]:
-    """Place all adapters on all instances of a problem with one pool.
-
-    Parameters
-    ----------
-    problem
-        Placement problem.
-    operating_points
-        Tokens per second that an instance sustains, by rank.
-    stored
-        Names of the adapters that each instance stores; None: nothing.
+    """Place all adapters on all instances of a problem with one pool; other parameters as for `place`.
 
     Raises
     ------
@@ -127,19 +118,10 @@ _NS_PER_S: Final = 1e9
 
 
 def extrapolate(history: Sequence[float], declared: float) -> float:
-    """Return the demand of the next time step by Holt's smoothing of level and trend.
+    """Return the demand of the next time step by Holt's smoothing of level and trend, in tokens per second.
 
-    Parameters
-    ----------
-    history
-        Tokens per second of past steps, oldest first.
-    declared
-        Declared tokens per second, which is the demand without a history.
-
-    Returns
-    -------
-    float
-        Between 0 and twice the largest of the recent steps; the last step if there are fewer than three.
+    It is at most twice the largest of the recent steps; the last of fewer than three steps; the declared one
+    without a history.
     """
     if not history:
         return declared
@@ -154,16 +136,9 @@ def extrapolate(history: Sequence[float], declared: float) -> float:
 
 
 def arrived_tok_s(requests: Requests, adapters: int, step_s: float, duration_s: float) -> NDArray[np.float64]:
-    """Return the input and output tokens per second that arrive in each whole time step.
+    """Return the input and output tokens per second of adapters 1, 2, ... that arrive in each time step.
 
-    Parameters
-    ----------
-    requests
-        Requests, with adapters numbered from 1.
-    adapters
-        Number of adapters.
-    step_s, duration_s
-        Length of a step and of all requests; a partial step at the end is not counted.
+    A partial step at the end is not counted.
 
     Returns
     -------
@@ -203,17 +178,12 @@ class OperatingPoints:
     The measured server has as many adapters as a server of the cluster on average, all of one rank, with
     equal traffic and the workload's mix of lengths, and a slot for each if memory allows. The rate is
     constant. Arrivals and lengths use the same random numbers at every rate and rank.
-
-    Attributes
-    ----------
-    problem
-        Problem with one pool.
-    seed
-        Seed of the simulations.
     """
 
     problem: Problem
+    """Problem with one pool."""
     seed: int = 0
+    """Seed of the simulations."""
     _measured: dict[int, float] = field(default_factory=dict, compare=False, repr=False)
 
     def __call__(self, ranks: Iterable[int]) -> dict[int, float]:

@@ -24,25 +24,17 @@ _NEGLIGIBLE: Final = 1e-9
 
 @dataclass(frozen=True)
 class AdapterDemand:
-    """An adapter to place.
-
-    Attributes
-    ----------
-    name, rank
-        As in the workload.
-    tok_s
-        Expected input and output tokens per second.
-    bytes
-        Size of the weights.
-    max_replicas
-        Maximum number of servers that share its traffic; None: any number. The paper has no such bound.
-    """
+    """An adapter to place."""
 
     name: str
     rank: int
+    """As in the workload."""
     tok_s: float
+    """Expected input and output tokens per second."""
     bytes: int = 0
+    """Size of the weights."""
     max_replicas: int | None = None
+    """Maximum number of servers that share its traffic; None: any number. The paper has no such bound."""
 
     def __post_init__(self) -> None:
         if self.rank < 1:
@@ -53,32 +45,22 @@ class AdapterDemand:
 
 @dataclass(frozen=True)
 class LoraservePlacement:
-    """Placement of adapters on servers.
-
-    Attributes
-    ----------
-    shares
-        Share of every adapter that each server serves. Over servers they sum to 1; an adapter without demand
-        is on one server.
-    bytes_to_copy
-        Size of the adapters that their servers do not store yet.
-    target
-        Mean utilization of the servers if the demand were spread evenly. Above 1 there are too few servers.
-    cap
-        Utilization up to which servers were filled, at least `target`; not an upper bound with literal
-        leftovers.
-    utilization
-        Utilization of each server, charged at its largest rank with demand.
-    budgets
-        Number of servers reserved for each rank.
-    """
+    """Placement of adapters on servers."""
 
     shares: tuple[Mapping[str, float], ...]
+    """Share of every adapter that each server serves. Over servers they sum to 1; an adapter without demand
+    is on one server."""
     bytes_to_copy: int
+    """Size of the adapters that their servers do not store yet."""
     target: float
+    """Mean utilization of the servers if the demand were spread evenly. Above 1 there are too few servers."""
     cap: float
+    """Utilization up to which servers were filled, at least `target`; not an upper bound with literal
+    leftovers."""
     utilization: tuple[float, ...]
+    """Utilization of each server, charged at its largest rank with demand."""
     budgets: Mapping[int, int]
+    """Number of servers reserved for each rank."""
 
 
 def place(
@@ -159,27 +141,16 @@ def _validate(
 
 
 class ServerBin:
-    """Shares on one server, all charged at the operating point of the largest rank with demand.
-
-    Parameters
-    ----------
-    operating_points
-        Tokens per second by rank.
-
-    Attributes
-    ----------
-    phi
-        Share of each adapter.
-    max_rank
-        Largest rank with demand; 0 without demand.
-    """
+    """Shares on one server, all charged at the operating point of the largest rank with demand."""
 
     def __init__(self, operating_points: Mapping[int, float]) -> None:
         self._points = operating_points
         self._tok_s = 0.0
         self._bytes = 0
         self.phi: dict[str, float] = {}
+        """Share of each adapter."""
         self.max_rank = 0
+        """Largest rank with demand; 0 without demand."""
 
     @property
     def stored(self) -> tuple[int, int]:
@@ -238,16 +209,9 @@ class PendingAdapter:
 def server_budgets(demand: Mapping[int, float], servers: int) -> dict[int, int]:
     """Return the number of servers of each rank, at most `servers` in total.
 
-    The share of each rank is rounded; five ranks of equal traffic on four servers round to five. Then servers
-    are taken back one at a time, from the rank whose rounding gained most, the lowest of equals. The paper
-    does not say which.
-
-    Parameters
-    ----------
-    demand
-        Demand of each rank in servers.
-    servers
-        Number of servers.
+    `demand` is in servers. The share of each rank is rounded; five ranks of equal traffic on four servers
+    round to five. Then servers are taken back one at a time, from the rank whose rounding gained most, the
+    lowest of equals. The paper does not say which.
     """
     total = math.fsum(demand.values())
     if total <= 0.0:

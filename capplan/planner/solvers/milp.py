@@ -232,26 +232,18 @@ class PlacementProgram:
 
     Share i on GPU g is column i * gpus + g, followed by the columns for GPU g with the r-th largest rank, and
     the load of the fullest GPU.
-
-    Attributes
-    ----------
-    ranks
-        Rank of each share, shape (shares,).
-    loads
-        Load of each share relative to the total, shape (shares,).
-    gpu_ranks
-        Largest ranks of a GPU, ascending.
-    weights
-        Part of a GPU of each largest rank that each share takes, shape (ranks, shares).
-    apart
-        Pairs of shares that must not be on one GPU.
     """
 
     ranks: NDArray[np.int64]
+    """Rank of each share, shape (shares,)."""
     loads: NDArray[np.float64]
+    """Load of each share relative to the total, shape (shares,)."""
     gpu_ranks: NDArray[np.int64]
+    """Largest ranks of a GPU, ascending."""
     weights: NDArray[np.float64]
+    """Part of a GPU of each largest rank that each share takes, shape (ranks, shares)."""
     apart: Sequence[tuple[int, int]]
+    """Pairs of shares that must not be on one GPU."""
 
     def min_gpus(self) -> int:
         """Return a lower bound on the number of GPUs, whatever their ranks."""
