@@ -1,4 +1,4 @@
-"""From a plan to the files that deployers consume: pure functions, which write nothing themselves."""
+"""Export of plans to deployment files, as text; nothing is written."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ class Exporter(Protocol):
 
 
 EXPORTERS: Final[Mapping[str, Exporter]] = MappingProxyType({"vllm": vllm_files})
-"""The exporters by the name of their target."""
+"""Exporters by target."""
 
 __all__ = ["EXPORTERS", "TOP_NAMES", "Exporter", "export", "vllm_files"]
 
@@ -44,7 +44,7 @@ def export(
     Raises
     ------
     InputError
-        For an unknown target, or a port out of range.
+        If the target is unknown, or a port is out of range.
     """
     if target not in EXPORTERS:
         raise InputError(f"must be one of {', '.join(EXPORTERS)}", target, "target")

@@ -20,7 +20,7 @@ LAUNCH: Final = "launch"
 ROUTING: Final = "routing.json"
 
 TOP_NAMES: Final = frozenset({LAUNCH, ROUTING})
-"""Everything at the top of an exported directory."""
+"""Entries at the top of an exported directory."""
 
 _LAST_PORT: Final = 65535
 _LONGEST_STEM: Final = 200  # file systems allow names of 255 bytes
@@ -28,33 +28,23 @@ _LONGEST_STEM: Final = 200  # file systems allow names of 255 bytes
 
 @dataclass(frozen=True)
 class Server:
-    """One server.
-
-    Attributes
-    ----------
-    group : Group
-        The group it belongs to.
-    replica : int
-        Which of the group's replicas it is, counted from 1.
-    script : str
-        Path of its launch script within the exported directory.
-    port : int
-        TCP port it listens on.
-    """
+    """One server."""
 
     group: Group
     replica: int
+    """Number among the replicas of the group, from 1."""
     script: str
+    """Path of the launch script within the exported directory."""
     port: int
 
 
 def servers_of(plan: Plan, first_port: int) -> tuple[Server, ...]:
-    """Return the servers of a plan in its order; ports ascend from ``first_port``, so one host can hold all.
+    """Return the servers of a plan; ports ascend from ``first_port``, so that one host can run all.
 
     Raises
     ------
     InputError
-        When a port would leave 1..65535.
+        If a port exceeds 1..65535.
     """
     pairs = [(group, replica) for group in plan.groups for replica in range(1, group.replicas + 1)]
     last_first = _LAST_PORT - len(pairs) + 1
@@ -70,12 +60,12 @@ def servers_of(plan: Plan, first_port: int) -> tuple[Server, ...]:
 
 
 def _file_stem(group_id: str) -> str:
-    """Return a file name for any group id: a plan may come from elsewhere, and an id may look like a path."""
+    """Return a file name for any group id, which may look like a path."""
     return re.sub(r"[^A-Za-z0-9._-]", "_", group_id).lstrip(".-")[:_LONGEST_STEM] or "group"
 
 
 def _unused(stem: str, taken: set[str]) -> str:
-    """Return ``stem``, with a number if it is taken; some file systems do not tell case apart."""
+    """Return ``stem``, with a number if it is taken; some file systems ignore case."""
     number, unused = 1, stem
     while unused.lower() in taken:
         number += 1
@@ -91,14 +81,7 @@ _ROOT: Final = '"$ADAPTER_ROOT"'
 def vllm_files(plan: Plan, *, port: int = 8000, runtime_updates: bool = False) -> dict[str, str]:
     """Return one launch script per server and the routing table.
 
-    Parameters
-    ----------
-    plan : Plan
-        The plan.
-    port : int
-        Port of the first server; each next one gets the next port.
-    runtime_updates : bool
-        Whether the servers let clients load and unload adapters.
+    Parameters are those of `capplan.deploy.export`.
 
     Returns
     -------
@@ -108,7 +91,7 @@ def vllm_files(plan: Plan, *, port: int = 8000, runtime_updates: bool = False) -
     Raises
     ------
     InputError
-        When a port would leave 1..65535.
+        If a port exceeds 1..65535.
     """
     digest = hashlib.sha256(plan.to_json().encode()).hexdigest()
     servers = servers_of(plan, port)
@@ -150,7 +133,7 @@ def _header(plan: Plan, server: Server, digest: str) -> Iterable[str]:
 
 
 def _in_comment(text: str) -> str:
-    """Return text on one line: a line break would end the comment."""
+    """Return text on one line, as JSON: a line break would end the comment."""
     return json.dumps(text)
 
 
@@ -164,13 +147,13 @@ def _engine_flags(args: EngineArgs, adapters: int, version: str) -> Iterable[str
 
 
 def _accepted_rank(rank: int, version: str) -> int:
-    """Return the rank, or the least that the version takes: releases before 0.11.1 refuse 1."""
+    """Return the rank, or the least that the version accepts: releases before 0.11.1 reject 1."""
     numbers = tuple(map(int, re.findall(r"\d+", version)[:3]))
     return max(rank, 8) if numbers < _FIRST_WITH_RANK_1 else rank
 
 
 def _lora_module(adapter: PlanAdapter) -> str:
-    """Return the word ``name=path``, or JSON where vLLM would take the word apart or for a flag."""
+    """Return the argument ``name=path``, or JSON if vLLM would split it or parse it as a flag."""
     if adapter.path is None:
         if ".." in adapter.name.split("/") or adapter.name.startswith("/"):
             rule = "must have a path, or a name that stays in the adapters' folder"
@@ -197,7 +180,7 @@ def _routing(plan: Plan, servers: Iterable[Server], digest: str) -> str:
 
 
 def _shares(groups: Iterable[Group]) -> dict[str, list[dict[str, Any]]]:
-    """Return, for each adapter, the groups that serve it and the share of its requests that goes to each."""
+    """Return the groups of each adapter, with the share of its requests."""
     shares: dict[str, list[dict[str, Any]]] = {}
     for group in groups:
         for adapter in group.adapters:

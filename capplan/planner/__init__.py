@@ -43,18 +43,14 @@ SOLVERS: Final = (
     "milp",
 )
 
+_NAMES: Final = {
+    "api": ("plan",),
+    "comparison": ("SolverComparison", "SolverResult", "compare"),
+    "problem": ("Assignment", "Problem"),
+    "solvers.base": ("RequiredEstimator", "Solver", "SolverContext"),
+}
 _HOME = MappingProxyType(
-    {
-        "plan": "capplan.planner.api",
-        "SolverComparison": "capplan.planner.comparison",
-        "SolverResult": "capplan.planner.comparison",
-        "compare": "capplan.planner.comparison",
-        "Assignment": "capplan.planner.problem",
-        "Problem": "capplan.planner.problem",
-        "RequiredEstimator": "capplan.planner.solvers.base",
-        "Solver": "capplan.planner.solvers.base",
-        "SolverContext": "capplan.planner.solvers.base",
-    }
+    {name: f"capplan.planner.{module}" for module, names in _NAMES.items() for name in names}
 )
 _DEPRECATED = MappingProxyType(
     {

@@ -234,27 +234,20 @@ def _require_match(problem: Problem, solver: Solver, estimator: str) -> None:
 
 def _require_supported(workload: Workload, solver: Solver) -> None:
     """Refuse requirements that the solver does not support."""
-    for requirement, value in _requirements(workload).items():
-        if requirement not in solver.supports:
+    pools = workload.pools
+    plain = workload.objective is Objective.MIN_GPUS or len(pools) == 1
+    required: list[tuple[Requirement, object]] = [
+        (Requirement.POOLS, ", ".join(pool.name for pool in pools) if len(pools) > 1 else None),
+        (Requirement.OBJECTIVE, None if plain else workload.objective.value),
+        (Requirement.PREVIOUS_PLAN, workload.previous_plan),
+    ]
+    for adapter in workload.adapters:
+        required += [
+            (Requirement.APART, adapter.apart_from and adapter.name),
+            (Requirement.TOGETHER, adapter.together_with and adapter.name),
+            (Requirement.MAX_REPLICAS, adapter.max_replicas and adapter.name),
+        ]
+    for requirement, value in required:
+        if value and requirement not in solver.supports:
             rule = f"not supported by solver {solver.name}; use --solver capplan"
             raise InputError(rule, value, requirement.value)
-
-
-def _requirements(workload: Workload) -> dict[Requirement, str]:
-    """Return the requirements of a workload, each with its value for errors."""
-    requirements: dict[Requirement, str] = {}
-    if len(workload.pools) > 1:
-        requirements[Requirement.POOLS] = ", ".join(pool.name for pool in workload.pools)
-    if workload.objective is not Objective.MIN_GPUS and len(workload.pools) != 1:
-        requirements[Requirement.OBJECTIVE] = workload.objective.value
-    if workload.previous_plan is not None:
-        requirements[Requirement.PREVIOUS_PLAN] = workload.previous_plan
-    for adapter in workload.adapters:
-        for requirement, value in (
-            (Requirement.APART, adapter.apart_from),
-            (Requirement.TOGETHER, adapter.together_with),
-            (Requirement.MAX_REPLICAS, adapter.max_replicas),
-        ):
-            if value:
-                requirements.setdefault(requirement, adapter.name)
-    return requirements

@@ -242,14 +242,14 @@ class PoolEstimator:
 
 
 def make_estimator(problem: Problem, name: str, twin: TwinEstimator) -> Estimator:
-    """Return the estimator called `name`: ``auto``, ``best``, ``forest``, ``tree`` or ``twin``.
+    """Return the estimator of a name of `ESTIMATORS`.
 
     ``auto`` is the best surrogate, or the twin if no surrogate covers the workload or the profile.
 
     Raises
     ------
     InputError
-        For another name, and for a kind of surrogate that a profile lacks.
+        If the name is unknown, or a profile has no surrogate of this kind.
     """
     if name not in ESTIMATORS:
         raise InputError(f"must be one of {', '.join(ESTIMATORS)}", name, "estimator")

@@ -42,13 +42,12 @@ def evaluate(
         result = simulate(workload, profile, seed=seed, duration_s=length_s, **settings)
         return Evaluation(result, violated_bounds(slo, result))
     detailed = simulate_detailed(workload, profile, seed=seed, duration_s=length_s, **settings)
-    result = detailed.result
-    violations = violated_bounds(slo, result)
+    violations = violated_bounds(slo, detailed.result)
     good = next(kept for kept in detailed.slo if kept.bound == "tpt_over_base")
     if slo.attainment is not None and good.share < slo.attainment:
         words = f"attainment {good.share:.3f} < {slo.attainment:g} (TPT within {good.limit:.3g} ms)"
         violations = (*violations, words)
-    return Evaluation(result, violations)
+    return Evaluation(detailed.result, violations)
 
 
 def violated_bounds(slo: Slo, result: SimulationResult) -> tuple[str, ...]:

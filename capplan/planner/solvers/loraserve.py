@@ -21,6 +21,7 @@ from numpy.typing import NDArray
 from capplan.errors import InputError
 from capplan.planner.estimate import TwinEstimator
 from capplan.planner.parallel import parallel_map
+from capplan.planner.previous import previous_instances
 from capplan.planner.problem import AdapterShare, Assignment, Problem, infeasible
 from capplan.planner.slots import most_slots
 from capplan.planner.solvers.base import RequiredEstimator, Requirement, Solver, SolverContext
@@ -38,12 +39,7 @@ def _place(problem: Problem, context: SolverContext) -> tuple[Assignment, ...]:
 
 def _stored_adapters(previous: Plan | None, servers: int) -> list[frozenset[str]]:
     """Return the adapters of each instance of the plan in force; further servers store nothing."""
-    groups = () if previous is None else previous.groups
-    held = [
-        frozenset(adapter.name for adapter in group.adapters)
-        for group in groups
-        for _ in range(group.replicas)
-    ]
+    held = [] if previous is None else [frozenset(each.fractions) for each in previous_instances(previous)]
     return (held + [frozenset[str]()] * servers)[:servers]
 
 
