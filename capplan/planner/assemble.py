@@ -4,11 +4,11 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from functools import partial
+from importlib.metadata import PackageNotFoundError, version
 from statistics import fmean
 
 from pydantic import JsonValue
 
-import capplan
 from capplan.planner.bound import lower_bound, lower_bound_gpus
 from capplan.planner.evaluate import find_bottleneck, known_values
 from capplan.planner.parallel import parallel_map
@@ -56,7 +56,7 @@ def build_plan(
     columns = zip(names, assignments, verifications, bottlenecks, queues, strict=True)
     checks = map(_verification, names, verifications) if verified else ()
     return Plan(
-        created_by=f"capplan {capplan.__version__}",
+        created_by=f"capplan {_version()}",
         base_model=workload.base_model,
         engine=PlanEngine(name=engine.name, version=engine.version, rules=engine.rules),
         objective=workload.objective,
@@ -180,3 +180,10 @@ def _verification(name: str, verification: InstanceVerification) -> GroupVerific
         ttft_p99_s=max(known_values(r.ttft_s_p99 for r in results), default=None),
         note="; ".join(verification.violations),
     )
+
+
+def _version() -> str:
+    try:
+        return version("capplan")
+    except PackageNotFoundError:
+        return "0.0.0+checkout"
