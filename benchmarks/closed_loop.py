@@ -3,10 +3,9 @@
     python -m benchmarks.closed_loop --out DIR
 
 measures the engine, makes a profile of the tables, plans 24 adapters on one engine with it, and runs the plan
-at 40, 70 and 90 % of its capacity and once overloaded, each under the twin's very requests; then it measures
-other numbers of slots under overload, to see what the plan's choice is worth. Every stage leaves a file in
-DIR; the same command goes on where an earlier one was stopped. All of it takes about half an hour with the
-defaults, and wants a machine that does nothing else.
+at 40, 70 and 90 % of its capacity and once overloaded, each under the requests of the twin; then it measures
+other numbers of slots under overload, for comparison with the plan's choice. Each stage writes a file to DIR;
+an interrupted run is resumed. The run takes about half an hour with the defaults, on an idle machine.
 """
 
 from __future__ import annotations
@@ -17,13 +16,14 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Final
 
-from benchmarks.common import command_line, markdown
+from benchmarks.common import command_line, records_table
 from capplan.profiling.validation.loop import ClosedLoop, LoopSettings, VoidError
 
 LOADS: Final = (0.4, 0.7, 0.9, 1.5)
 OVERLOAD: Final = 1.5
 STAGES: Final = ("memory", "loads", "served")
 """Stages of `capplan profile engine` that calibration needs."""
+METRICS: Final = ("throughput_tok_s", "itl_ms_mean", "ttft_s_mean", "served_fraction")
 SPAN_BAR: Final = 2.0
 SLOTS_BAR: Final = 0.05
 
@@ -35,23 +35,18 @@ class Run:
     facts: Mapping[str, Any]
 
     def metric(self, name: str) -> dict[str, Any]:
-        found: dict[str, Any] = next(e for e in self.group["comparisons"] if e["name"] == name)
-        return found
+        return next(each for each in self.group["comparisons"] if each["name"] == name)
 
     @property
     def group(self) -> dict[str, Any]:
-        group: dict[str, Any] = self.facts["groups"][0]
-        return group
+        return self.facts["groups"][0]
 
 
 def measure(given: argparse.Namespace) -> list[Run]:
     """Run the missing validations: the plan at its loads, then other numbers of slots."""
+    slots = tuple(given.profiled_slots)
     setting = LoopSettings(
-        model=given.model,
-        threads=given.threads,
-        slots=tuple(given.profiled_slots),
-        form=given.form,
-        point_s=given.point_s,
+        model=given.model, threads=given.threads, slots=slots, form=given.form, point_s=given.point_s
     )
     loop = ClosedLoop(given.out, setting, lambda line: print(time.strftime("%H:%M:%S"), line, flush=True))
     if not loop.profile.exists():
@@ -66,42 +61,41 @@ def measure(given: argparse.Namespace) -> list[Run]:
 def report(runs: Sequence[Run]) -> bool:
     """Print the plan at its loads and the slots; return whether all bars hold."""
     at_plan = runs[: len(LOADS)]
-    names = ("throughput_tok_s", "itl_ms_mean", "ttft_s_mean", "served_fraction")
-    head = ["load", *(f"{name}: measured" for name in names), *(f"{name}: SMAPE, %" for name in names)]
-    head += ["constant step: throughput, ITL, %", "offered load, %", "starved: measured, predicted", "agrees"]
-    rows = []
-    for run in at_plan:
-        each = [run.metric(name) for name in names]
-        rows.append(
-            (
-                f"{run.load:.0%}",
-                *(_shown(e["measured"]) for e in each),
-                *(_shown(e["error"]) for e in each),
-                f"{_shown(each[0]['constant_step_error'])}, {_shown(each[1]['constant_step_error'])}",
-                _shown(each[0]["offered_load_error"]),
-                f"{run.group['starved']}, {run.group['predicted_starved']}",
-                "yes" if run.group["agrees"] else "NO: " + "; ".join(run.group["faults"]),
-            )
-        )
-    print(markdown(tuple(head), rows))
+    print(records_table(map(_load_row, at_plan)))
     gaps = [run.metric("itl_ms_mean")["measured"] for run in at_plan]
     span = max(gaps) / min(gaps)
     print(f"\nmeasured mean ITL spans a factor {span:.2f} (bar {SPAN_BAR:g})\n")
-    swept = [run for run in runs if run.load == OVERLOAD]
-    best = max(run.metric("throughput_tok_s")["measured"] for run in swept)
-    slots = [
-        (
-            str(run.a_max) + (" (plan)" if run in at_plan else ""),
-            _shown(run.metric("throughput_tok_s")["measured"]),
-            _shown(run.metric("throughput_tok_s")["predicted"]),
-            f"{run.metric('throughput_tok_s')['measured'] / best:.3f}",
+    swept = {run.a_max: run.metric("throughput_tok_s") for run in runs if run.load == OVERLOAD}
+    best = max(throughput["measured"] for throughput in swept.values())
+    planned = at_plan[0].a_max
+    print(
+        records_table(
+            {
+                "slots": f"{a_max} (plan)" if a_max == planned else a_max,
+                "throughput, tok/s": _shown(throughput["measured"]),
+                "predicted": _shown(throughput["predicted"]),
+                "of the best": f"{throughput['measured'] / best:.3f}",
+            }
+            for a_max, throughput in sorted(swept.items())
         )
-        for run in sorted(swept, key=lambda run: run.a_max)
-    ]
-    print(markdown(("slots", "throughput, tok/s", "predicted", "of the best"), slots))
-    chosen = next(run for run in at_plan if run.load == OVERLOAD)
-    near = chosen.metric("throughput_tok_s")["measured"] >= (1.0 - SLOTS_BAR) * best
+    )
+    near = swept[planned]["measured"] >= (1.0 - SLOTS_BAR) * best
     return near and span >= SPAN_BAR and all(run.group["agrees"] for run in at_plan)
+
+
+def _load_row(run: Run) -> dict[str, object]:
+    metrics = {name: run.metric(name) for name in METRICS}
+    throughput, itl = metrics["throughput_tok_s"], metrics["itl_ms_mean"]
+    steps = f"{_shown(throughput['constant_step_error'])}, {_shown(itl['constant_step_error'])}"
+    return {
+        "load": f"{run.load:.0%}",
+        **{f"{name}: measured": _shown(each["measured"]) for name, each in metrics.items()},
+        **{f"{name}: SMAPE, %": _shown(each["error"]) for name, each in metrics.items()},
+        "constant step: throughput, ITL, %": steps,
+        "offered load, %": _shown(throughput["offered_load_error"]),
+        "starved: measured, predicted": f"{run.group['starved']}, {run.group['predicted_starved']}",
+        "agrees": "yes" if run.group["agrees"] else "NO: " + "; ".join(run.group["faults"]),
+    }
 
 
 def _shown(value: float | None) -> str:

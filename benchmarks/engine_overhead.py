@@ -1,8 +1,8 @@
-"""What a step of the engine costs beside the model: `python -m benchmarks.engine_overhead`.
+"""Time of an engine step without the model: `python -m benchmarks.engine_overhead`.
 
-A steady batch of decoding requests over several adapters; every phase of a step is taken from the engine's
-own records, and what lies between them from the time of the whole call. The model is tiny; its own time is
-left out, but it fills the processor's caches as a model does.
+A steady batch of decoding requests over several adapters. The phases of a step are those of the engine's
+records; the rest is from the time of the whole call. The model is tiny; its time is left out, but it fills
+the processor's caches as a model does.
 """
 
 from __future__ import annotations

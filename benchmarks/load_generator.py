@@ -1,14 +1,13 @@
-"""How much load the generator makes: ``python -m benchmarks.load_generator`` prints tables with a verdict.
+"""Throughput of the load generator: ``python -m benchmarks.load_generator`` prints tables with a verdict.
 
-A null server in a process of its own answers every request at once with a stream of events; both share the
-processor. Requests are those of a workload of Poisson arrivals, sent when they are due, each written to a
-Parquet file with the times of its events, as `capplan bench --requests` does. Measured: requests answered per
-second, how late they went out, what one takes of this process, and how its memory grows from the tenth part
-of the run to its end.
+A null server in a child process answers every request immediately with a stream of events; both share the
+processor. Requests are those of a workload of Poisson arrivals, sent when due, each written to a Parquet file
+with the times of its events, as `capplan bench --requests` does. Measured: completed requests per second, lag
+of sending, CPU time per request in this process, and growth of its memory from the first tenth of the run to
+its end.
 
-A second, slower run asks whether the times of sending pass for a Poisson process (Kolmogorov-Smirnov, gaps
-against an exponential distribution): slow, since an event loop wakes on whole milliseconds, and on a busy
-machine some later.
+A second, slower run tests the times of sending against a Poisson process (Kolmogorov-Smirnov, gaps against an
+exponential distribution): slower, since an event loop wakes on whole milliseconds.
 """
 
 from __future__ import annotations
@@ -20,13 +19,14 @@ from pathlib import Path
 from typing import Final
 
 import numpy as np
+import pandas as pd
 import psutil
 from numpy.typing import NDArray
 from scipy.stats import kstest
 
-from benchmarks.common import command_line, markdown
+from benchmarks.common import command_line, equal_adapters, records_table
 from benchmarks.stand_in_servers import running
-from capplan import Adapter, Lengths, Workload
+from capplan import Lengths, Workload
 from capplan.profiling.load.bench import LoadProgress, bench
 from capplan.profiling.load.record import RequestFile
 from capplan.profiling.load.requests import LoadSettings, Target
@@ -57,11 +57,23 @@ class Measured:
             and overall.failed == 0
         )
 
+    def row(self) -> dict[str, str]:
+        overall, lag = self.result.overall, self.result.client.lag_ms
+        return {
+            "requests": f"{overall.submitted:,}",
+            "per s": f"{overall.request_rate_rps:,.0f}",
+            "lag p50, ms": f"{lag.p50:.2f}",
+            "lag p99, ms": f"{lag.p99:.2f}",
+            "CPU us each": f"{self.cpu_us:.0f}",
+            "RSS growth, MiB": f"{self.growth_mib:.1f}",
+            "holds": "yes" if self.holds else "NO",
+        }
+
 
 def workload(rate_rps: float, adapters: int = 20) -> Workload:
     return Workload(
         base_model="null",
-        adapters=[Adapter(name=f"a{i}", rank=8, rate_rps=rate_rps / adapters) for i in range(adapters)],
+        adapters=equal_adapters(adapters, 8, rate_rps),
         prompt_tokens=Lengths(mean=200),
         output_tokens=Lengths(mean=16),
     )
@@ -88,15 +100,8 @@ def measure(rate_rps: float, requests: int) -> Measured:
             result=result,
             cpu_us=1e6 * cpu_s / result.overall.submitted,
             growth_mib=(max(memory) - memory[0]) / _MIB if memory else float("nan"),
-            sent_s=sent_times(file.finished()),
+            sent_s=np.sort(pd.read_parquet(file.finished(), columns=["sent_s"])["sent_s"]),
         )
-
-
-def sent_times(requests: Path) -> NDArray[np.float64]:
-    import pyarrow.parquet as pq
-
-    sent_s: NDArray[np.float64] = pq.read_table(requests, columns=["sent_s"])["sent_s"].to_numpy()
-    return np.sort(sent_s)
 
 
 def poisson(sent_s: NDArray[np.float64], rate_rps: float) -> tuple[float, float]:
@@ -117,20 +122,7 @@ def main() -> int:
     parser.add_argument("--slow-requests", type=int, default=600)
     given = parser.parse_args()
     runs = [measure(given.rate_rps, given.requests) for _ in range(given.runs)]
-    rows = [
-        (
-            f"{each.result.overall.submitted:,}",
-            f"{each.result.overall.request_rate_rps:,.0f}",
-            f"{each.result.client.lag_ms.p50:.2f}",
-            f"{each.result.client.lag_ms.p99:.2f}",
-            f"{each.cpu_us:.0f}",
-            f"{each.growth_mib:.1f}",
-            "yes" if each.holds else "NO",
-        )
-        for each in runs
-    ]
-    head = ("requests", "per s", "lag p50, ms", "lag p99, ms", "CPU us each", "RSS growth, MiB", "holds")
-    print(markdown(head, rows))
+    print(records_table(each.row() for each in runs))
     slow = measure(given.slow_rate_rps, given.slow_requests)
     distance, p = poisson(slow.sent_s, given.slow_rate_rps)
     print(f"\nsent times at {given.slow_rate_rps:g} requests/s: KS distance {distance:.4f}, p = {p:.2f}")

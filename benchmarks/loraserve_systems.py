@@ -62,7 +62,7 @@ STEPPED: Final = {
     "loraserve-literal": True,
     "loraserve-frozen": False,
 }
-"""Whether leftovers are placed literally; the frozen system keeps the first placement."""
+"""Systems by literal placement of leftovers; the frozen one keeps the first placement."""
 ROUTED: Final = {"toppings": "toppings", "least-loaded": "least-loaded"}
 """All adapters on all servers, routed by server state."""
 PLACED: Final = ("capplan", "slora-random", "slora-contiguous")

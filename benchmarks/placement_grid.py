@@ -155,14 +155,14 @@ def solvers_of(records: Iterable[Record]) -> list[str]:
 
 
 def _total(records: Sequence[Record], name: str) -> dict[str, object]:
-    asked = [(record, row) for record in records if (row := record.row(name)) is not None]
-    answers = [row for _, row in asked if row.answered]
-    over = [row.gpus / fewest for record, row in asked if row.holds and (fewest := record.fewest_gpus())]
-    solvable = sum(record.fewest_gpus() is not None for record, _ in asked)
+    tried = [(record, row) for record in records if (row := record.row(name)) is not None]
+    answers = [row for _, row in tried if row.answered]
+    over = [row.gpus / fewest for record, row in tried if row.holds and (fewest := record.fewest_gpus())]
+    solvable = sum(record.fewest_gpus() is not None for record, _ in tried)
     times = [row.solve_s for row in answers]
     return {
         "solver": name,
-        "cells": len(asked),
+        "cells": len(tried),
         "answers": len(answers),
         "holds": len(over),
         "of those that someone holds": f"{len(over) / solvable:.1%}" if solvable else DASH,

@@ -91,24 +91,24 @@ def pairs(records: Sequence[Record]) -> list[Pair]:
 
 
 def small_tables(records: Sequence[Record]) -> list[str]:
-    asked = pairs(records)
-    counts = Counter(pair.outcome for pair in asked)
-    both = [pair for pair in asked if pair.ours.answered and pair.milp.answered]
+    compared = pairs(records)
+    counts = Counter(pair.outcome for pair in compared)
+    both = [pair for pair in compared if pair.ours.answered and pair.milp.answered]
     failing = [sum(not p.ours.holds for p in both), sum(not p.milp.holds for p in both)]
     parts = [
-        f"## {len(asked)} small cases",
+        f"## {len(compared)} small cases",
         records_table({"outcome": each, "cases": counts[each]} for each in OUTCOMES),
         f"Both answer in {len(both)}; of these answers {failing[0]} of capplan and {failing[1]} of milp "
-        f"do not hold on every fresh seed. {_times(asked)}",
+        f"do not hold on every fresh seed. {_times(compared)}",
     ]
-    unlike = [pair for pair in asked if pair.outcome not in (*OUTCOMES[:2], UNDECIDED)]
+    unlike = [pair for pair in compared if pair.outcome not in (*OUTCOMES[:2], UNDECIDED)]
     return [*parts, records_table(pair.line() for pair in unlike)] if unlike else parts
 
 
-def _times(asked: Sequence[Pair]) -> str:
+def _times(compared: Sequence[Pair]) -> str:
     said = [
         f"{name} {median(times):.3g} s (longest {max(times):.3g})"
-        for name, rows in ((OURS, [p.ours for p in asked]), (YARDSTICK, [p.milp for p in asked]))
+        for name, rows in ((OURS, [p.ours for p in compared]), (YARDSTICK, [p.milp for p in compared]))
         if (times := [row.solve_s for row in rows if row.answered])
     ]
     return f"Median solve time: {', '.join(said)}."

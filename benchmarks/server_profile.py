@@ -1,9 +1,8 @@
 """From a server measured from outside to predictions: ``python -m benchmarks.server_profile`` prints a table.
 
-A toy server whose steps take a known time (a base, and so much per token) runs in a process of its own.
-`capplan profile server` measures it, `capplan calibrate` fits a profile, and the twin predicts loads that the
-profile has not seen, with the very arrivals and lengths that the load generator then sends. It takes about
-four minutes.
+A toy server of known step times (a base, and a time per token) runs in a child process. `capplan profile
+server` measures it, `capplan calibrate` fits a profile, and the twin predicts loads not in the profile, with
+the same arrivals and lengths that the load generator then sends. It takes about four minutes.
 """
 
 from __future__ import annotations
@@ -11,10 +10,11 @@ from __future__ import annotations
 import tempfile
 from pathlib import Path
 
-from benchmarks.common import command_line, markdown
+from benchmarks.common import command_line, equal_adapters, records_table
 from benchmarks.stand_in_servers import running
-from capplan import Adapter, Lengths, Profile, Workload, simulate
+from capplan import Lengths, Profile, Workload, simulate
 from capplan.models.calibration.components import Hardware, assumed_profile
+from capplan.models.calibration.least_squares import smape
 from capplan.profiling import tables as files
 from capplan.profiling.load.bench import BenchOptions, bench
 from capplan.profiling.load.requests import LoadSettings, Target
@@ -59,19 +59,19 @@ def workload(rate_rps: float) -> Workload:
     prompt, output = LENGTHS
     return Workload(
         base_model="toy",
-        adapters=[Adapter(name=f"a{i}", rank=S_MAX, rate_rps=rate_rps / A_MAX) for i in range(A_MAX)],
+        adapters=equal_adapters(A_MAX, S_MAX, rate_rps),
         prompt_tokens=prompt,
         output_tokens=output,
         length_correlation=0.0,
     )
 
 
-def row(url: str, profile: Profile, rate_rps: float, duration_s: float) -> tuple[str, ...]:
-    asked = workload(rate_rps)
+def row(url: str, profile: Profile, rate_rps: float, duration_s: float) -> dict[str, str]:
+    load = workload(rate_rps)
     settings = LoadSettings(duration_s=duration_s, drain_s=1.0)
-    got: BenchResult = bench(asked, Target(url), settings, BenchOptions(seed=5, max_model_len=LONGEST))
-    told = simulate(
-        asked,
+    found: BenchResult = bench(load, Target(url), settings, BenchOptions(seed=5, max_model_len=LONGEST))
+    predicted = simulate(
+        load,
         profile,
         a_max=A_MAX,
         s_max=S_MAX,
@@ -81,13 +81,17 @@ def row(url: str, profile: Profile, rate_rps: float, duration_s: float) -> tuple
         max_num_batched_tokens=BUDGET,
         max_model_len=LONGEST,
     )
-    pairs = (
-        (got.overall.throughput_tok_s, told.throughput_tok_s),
-        (got.overall.itl_ms.mean or 0.0, told.itl_ms_mean),
-        (1e3 * (got.overall.ttft_s.p50 or 0.0), 1e3 * told.ttft_s_p50),
-    )
-    cells = (f"{a:.1f} / {p:.1f} ({100 * abs(p - a) / (p + a):.1f} %)" for a, p in pairs)
-    return (f"{rate_rps:g}", *cells, f"{got.client.lag_ms.p50:.1f}")
+    overall = found.overall
+    pairs = {
+        "tok/s": (overall.throughput_tok_s, predicted.throughput_tok_s),
+        "ITL, ms": (overall.itl_ms.mean or 0.0, predicted.itl_ms_mean),
+        "TTFT p50, ms": (1e3 * (overall.ttft_s.p50 or 0.0), 1e3 * predicted.ttft_s_p50),
+    }
+    return {
+        "requests/s": f"{rate_rps:g}",
+        **{name: f"{a:.1f} / {p:.1f} ({smape([p], [a]):.1f} %)" for name, (a, p) in pairs.items()},
+        "client lag p50, ms": f"{found.client.lag_ms.p50:.1f}",
+    }
 
 
 def main() -> None:
@@ -103,8 +107,7 @@ def main() -> None:
     assert made.steps is not None
     score = made.steps.score
     print(f"step model: {score.label}, SMAPE {score.held_out_error:.2f} % on left-out points\n")
-    head = ("requests/s", "tok/s", "ITL, ms", "TTFT p50, ms", "client lag p50, ms")
-    print(markdown(head, rows))
+    print(records_table(rows))
     print("\nmeasured / predicted (SMAPE)")
 
 

@@ -7,11 +7,11 @@ tables, which `capplan.datasets.published` converts.
 
 from __future__ import annotations
 
-import argparse
 import json
 from pathlib import Path
 from tempfile import TemporaryDirectory
 
+from benchmarks.common import command_line
 from capplan import Profile, load_profile
 from capplan.datasets.published.runs import GROUPS, PUBLISHED, PublishedModel
 from capplan.datasets.published.tables import TABLES, write_tables
@@ -25,7 +25,7 @@ FREE = ("length_correlation", "request_ms", "scrape_us_per_series", "scrape_us_p
 HOST = {
     "request_ms": 5.0,
     "client_itl_factor": 1.0,
-    "scrape_interval_s": 2.0,  # the client of the runs paused so long between two scrapes
+    "scrape_interval_s": 2.0,  # pause of the client of the runs between two scrapes
     "scrape_us_per_series": 5.0,
     "scrape_us_per_series_adapter": 0.2,
     "scrape_share": 1.0,
@@ -68,8 +68,7 @@ def published_profile(
 
 
 def main() -> None:
-    """Write the profiles of both models."""
-    parser = argparse.ArgumentParser(prog="python -m benchmarks.shipped_profiles")
+    parser = command_line(__doc__)
     parser.add_argument("reference", type=Path, metavar="REFERENCE_DIR")
     parser.add_argument("out", type=Path, metavar="OUT_DIR")
     parser.add_argument("groups", nargs="*", metavar="GROUP")

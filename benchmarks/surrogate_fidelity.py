@@ -43,7 +43,7 @@ from capplan.twin.dataset import Sample, draw
 PAPER = MappingProxyType(
     {"llama-3.1-8b-instruct": ("4.39 %", "0.95"), "qwen-2.5-7b-instruct": ("5.28 %", "0.99")}
 )
-"""Random forests of the adapter-caching paper (table 3), on the runs of its own validation."""
+"""Random forests of the adapter-caching paper (table 3), on its validation runs."""
 
 QUERIES = 500
 SOBOL_POINTS = 512  # balanced for powers of two

@@ -116,8 +116,8 @@ def subset(grid: Grid, count: int, seed: int) -> list[Combination]:
     rng = np.random.default_rng(seed)
     kinds = [[combination for combination in kind if is_modest(combination)] for kind in grid]
     shuffled = [[kind[i] for i in rng.permutation(len(kind))] for kind in kinds]
-    dealt = chain.from_iterable(zip_longest(*shuffled))
-    return [combination for combination in dealt if combination is not None][:count]
+    mixed = chain.from_iterable(zip_longest(*shuffled))
+    return [combination for combination in mixed if combination is not None][:count]
 
 
 def is_modest(combination: Combination) -> bool:

@@ -20,7 +20,7 @@ from benchmarks.twin_speed import Case, Cost
 from capplan.twin.reference import run_reference
 
 NOISE = 0.6
-SCIKIT_OVER_COMPILED = 20.0  # one answer, asked from Python
+SCIKIT_OVER_COMPILED = 20.0  # one answer, from Python
 MOST_NS_PER_DRAWN_REQUEST = 35 / NOISE
 NEAR_LINEAR = 1.1  # exponent of CPU time in the number of requests
 REFERENCE_OVER_COMPILED = 20.0

@@ -115,9 +115,9 @@ def even(adapters: int, total_rps: float) -> Workload:
 def grid(rates: str) -> Iterator[Case]:
     """Yield section 8.2 of the adapter-caching paper: one hour per pair A_max <= A, rates in turn."""
     for adapters in SIZES:
-        dealt = workload(RATE_SETS[rates][i % 3] for i in range(adapters))
+        cycled = workload(RATE_SETS[rates][i % 3] for i in range(adapters))
         for a_max in (size for size in SIZES if size <= adapters):
-            yield Case(f"{rates} {adapters}/{a_max}", dealt, a_max, max_in_flight=IN_FLIGHT)
+            yield Case(f"{rates} {adapters}/{a_max}", cycled, a_max, max_in_flight=IN_FLIGHT)
 
 
 def short_cases(spread: float, seeds: int = 20) -> Iterator[Case]:

@@ -60,7 +60,7 @@ def test_the_cache_folder_is_named_after_the_sources() -> None:
 
 
 def test_compiled_code_that_would_need_reference_counts_is_refused() -> None:
-    """What the switch `_nrt` gives up: without it numba must refuse to allocate, not leak or crash."""
+    """Without numba's runtime (`_nrt`), allocation must be a compile error, not a leak or a crash."""
 
     def allocate(n: int) -> float:
         return float(np.zeros(n).sum())

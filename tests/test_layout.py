@@ -25,7 +25,7 @@ def real_files(*folders: str) -> Iterator[Path]:
 
 
 def table_names(page: str) -> list[str]:
-    """What stands in back quotes in the first column of the tables of a page."""
+    """Return the names in back quotes in the first column of the tables of a page."""
     text = (ROOT / "docs" / page).read_text(encoding="utf-8")
     return re.findall(r"^\| `([^`]+)` \|", text, flags=re.MULTILINE)
 

@@ -77,7 +77,7 @@ class RouterContract:
         assert np.array_equal(instance, (adapter - 1) % len(result.instances))
 
     def test_a_single_instance_gets_everything(self, make_router: MakeRouter) -> None:
-        """There is nobody else."""
+        """A cluster of one instance leaves no choice."""
         result = self._run(make_router, instances=1)
         assert result.requests_per_instance == (result.submitted,)
 
@@ -86,8 +86,8 @@ class RouterContract:
         one, other = (self._run(make_router, seed=7) for _ in range(2))
         assert np.array_equal(one.requests.instance, other.requests.instance)
 
-    def test_idle_instances_serve_all_there_is(self, make_router: MakeRouter) -> None:
-        """At a trickle of requests no way of routing leaves any behind."""
+    def test_idle_instances_serve_every_request(self, make_router: MakeRouter) -> None:
+        """At a low rate no routing leaves requests unserved."""
         result = self._run(make_router, total_rps=0.5)
         assert result.served_fraction == 1.0
 
@@ -101,9 +101,9 @@ _RANKS = (8, 16, 32, 64)
 
 @dataclass(frozen=True)
 class Capacity:
-    """A simple estimator: a GPU holds so many requests per second, fewer the larger its slots.
+    """Simple estimator: a GPU sustains a request rate, less with larger slots.
 
-    More adapters, more load or larger ranks never help it, so what holds still holds with less.
+    It is monotone: fewer adapters, less load or smaller ranks never overload it.
     """
 
     rps: float
@@ -149,16 +149,16 @@ class SolverContract:
     Attributes
     ----------
     confirms
-        Whether GPUs of an answer hold, as the estimator and the memory model see it, and what cannot be done
-        is an error. Else answers are raw: some answer there must be.
+        Whether all GPUs of an answer sustain their load by the estimator and the memory model, and infeasible
+        problems raise. Otherwise answers are raw, and every problem has one.
     divides
-        Whether it divides adapters into shares of its own; else shares are placed as they are.
+        Whether it divides adapters into shares itself; otherwise shares are placed as given.
     takes_shares
         Whether hot adapters may come in shares.
     most_adapters, most_gpus
-        The largest problem that it is made for.
+        Largest problem that it supports.
     rps_per_gpu
-        What a GPU of the tests holds.
+        Request rate that a GPU of the tests sustains.
     """
 
     confirms: ClassVar[bool] = True
@@ -190,7 +190,7 @@ class SolverContract:
                     assert not estimator(assignment).starved
 
     def test_a_fixed_number_of_slots_is_kept(self, solver: Solver) -> None:
-        """What the workload fixes is not for the solver to choose."""
+        """The workload's settings take precedence over the solver's choice."""
         problem = example_problem(
             1, adapters=20, gpus=min(12, self.most_gpus), engine=EngineConfig(max_loras=3)
         )
@@ -216,7 +216,7 @@ class SolverContract:
         assert _shares_sum_to_one(split, solver(split, estimator))
 
     def test_too_few_gpus_are_an_error_with_a_reason(self, solver: Solver) -> None:
-        """What cannot be done is an InfeasibleError, never a bad answer; raw answers place all the same."""
+        """An infeasible problem raises InfeasibleError; raw answers place every share anyway."""
         problem = example_problem(4, adapters=min(40, self.most_adapters), gpus=2)
         reason = None
         try:

@@ -1,7 +1,7 @@
 """``python -m tests.golden FILE...``: replay recorded decisions of vLLM's scheduler and report differences.
 
 Three forms of the rules take every case: the functions of `capplan.serving` compiled, the same functions
-uncompiled (in a process of its own, with NUMBA_DISABLE_JIT=1), and the readable scheduler of `capplan.twin`.
+uncompiled (in a child process, with NUMBA_DISABLE_JIT=1), and the reference scheduler of `capplan.twin`.
 Exit status: 0 when every step agrees, 1 when one differs, 2 when a file is not a recording.
 """
 
@@ -19,9 +19,9 @@ import numba
 
 from capplan import InputError
 from tests.golden.cases import Case, read_cases, unknown_keys
-from tests.golden.replay import FlatForm, Form, ReadableForm, first_difference
+from tests.golden.replay import FlatForm, Form, ReferenceForm, first_difference
 
-FORMS = ("compiled", "uncompiled", "readable")
+FORMS = ("compiled", "uncompiled", "reference")
 ROOT = Path(__file__).resolve().parents[2]
 
 
@@ -54,7 +54,7 @@ def main(arguments: list[str] | None = None) -> int:
 
 def _runs_here(form: str) -> bool:
     disabled = bool(numba.config.DISABLE_JIT)  # type: ignore[attr-defined]
-    return form == "readable" or (form == "uncompiled") == disabled
+    return form == "reference" or (form == "uncompiled") == disabled
 
 
 def _in_this_process(cases: dict[Path, list[Case]], form: str) -> dict[str, Any]:
@@ -62,7 +62,7 @@ def _in_this_process(cases: dict[Path, list[Case]], form: str) -> dict[str, Any]
     for file, recorded in cases.items():
         report: dict[str, Any] = {"steps": 0, "mismatches": 0, "first": []}
         for case in recorded:
-            rules: Form = ReadableForm(case) if form == "readable" else FlatForm(case)
+            rules: Form = ReferenceForm(case) if form == "reference" else FlatForm(case)
             steps, difference = first_difference(case, rules)
             report["steps"] += steps
             if difference:
@@ -117,8 +117,8 @@ def _told(difference: dict[str, Any]) -> str:
     lines = [f"    {difference['case']}: step {difference['step']} is the first that differs\n"]
     for side in ("expected", "found"):
         tokens, preempted, free_blocks = difference[side]
-        told = ", ".join(f"{request}: {count}" for request, count in tokens)
-        lines.append(f"      {side:9} tokens {{{told}}} preempted {preempted} free blocks {free_blocks}\n")
+        shown = ", ".join(f"{request}: {count}" for request, count in tokens)
+        lines.append(f"      {side:9} tokens {{{shown}}} preempted {preempted} free blocks {free_blocks}\n")
     return "".join(lines)
 
 

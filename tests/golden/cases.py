@@ -27,7 +27,7 @@ WORKLOAD_LEAST = (0, 1, 1, 0, 0, 0)  # arrival_step, prompt, output, adapter, pr
 
 
 class Step(NamedTuple):
-    """What the scheduler decided in one step."""
+    """Decisions of the scheduler in one step."""
 
     number: int
     tokens: list[tuple[int, int]]

@@ -206,7 +206,7 @@ def _engine(config: dict[str, Any], model: str, num_adapters: int) -> tuple[Any,
 def record(
     config: dict[str, Any], workload: list[list[int]], model: str, most_steps: int = 20_000
 ) -> list[Any]:
-    """Return the recorded steps of one case; steps with nobody in the engine are passed over."""
+    """Return the recorded steps of one case; steps with an idle engine are left out."""
     oracle = Oracle(config, model, max(row[3] for row in workload))
     upcoming = deque(sorted(range(len(workload)), key=lambda number: (workload[number][0], number)))
     step, steps = 0, []

@@ -77,8 +77,8 @@ class FlatForm:
         return int(since >= 0)
 
 
-class ReadableForm:
-    """The rules as one would tell them."""
+class ReferenceForm:
+    """The reference implementation of the rules."""
 
     def __init__(self, case: Case) -> None:
         adapters = max(row[3] for row in case.workload)

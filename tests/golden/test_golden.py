@@ -28,7 +28,7 @@ def write(path: Path, content: object) -> str:
     return str(path)
 
 
-@pytest.mark.parametrize("form", ["compiled", "uncompiled", "readable"])
+@pytest.mark.parametrize("form", ["compiled", "uncompiled", "reference"])
 def test_every_step_is_the_one_that_vllm_took(form: str, capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["--form", form, str(RECORDED)]) == 0
     cases = read_cases(RECORDED)
@@ -51,7 +51,7 @@ def test_the_command_replays_the_published_recording(reference_dir: Path) -> Non
     assert done.returncode == 0, done.stdout + done.stderr
     (report,) = json.loads(done.stdout)["files"].values()
     assert report["cases"] == len(json.loads(path.read_text())["cases"])
-    assert set(report["forms"]) == {"compiled", "uncompiled", "readable"}
+    assert set(report["forms"]) == {"compiled", "uncompiled", "reference"}
     for form in report["forms"].values():
         assert form == {"steps": report["steps"], "mismatches": 0, "first": []}
 
@@ -88,7 +88,7 @@ def test_the_recording_contains_what_the_rules_differ_in() -> None:
         ("watermark_blocks", 0),
     ],
 )
-@pytest.mark.parametrize("form", ["compiled", "readable"])
+@pytest.mark.parametrize("form", ["compiled", "reference"])
 def test_a_broken_rule_is_seen_and_the_first_differing_step_named(
     rule: str, wrong: int, form: str, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
@@ -114,10 +114,10 @@ def test_one_wrong_entry_is_found_at_its_step(
     steps[at][position] = [{**steps[at][1], "0": 77}, [], steps[at][3] + 1][position - 1]
     steps[at + 1][3] += 1  # later differences must not be named
     path = write(tmp_path / "wrong.json", recording)
-    assert main(["--form", "readable", path]) == 1
-    told = capsys.readouterr().out
-    assert f"{path}: 1 cases, {len(steps)} steps, 1 mismatches" in told
-    assert f"{recording['cases'][0]['name']}: step {steps[at][0]} is the first that differs" in told
+    assert main(["--form", "reference", path]) == 1
+    output = capsys.readouterr().out
+    assert f"{path}: 1 cases, {len(steps)} steps, 1 mismatches" in output
+    assert f"{recording['cases'][0]['name']}: step {steps[at][0]} is the first that differs" in output
 
 
 def damage(recording: dict[str, Any], *keys: Any, value: object) -> dict[str, Any]:
@@ -153,11 +153,11 @@ def test_a_damaged_recording_is_refused_in_one_line(
 ) -> None:
     path = write(tmp_path / "damaged.json", damage(recording, *keys, value=value))
     assert main([path]) == 2
-    told = capsys.readouterr()
-    assert told.out == ""
-    assert told.err.startswith(f"error: {path}: case 0")
-    assert named in told.err
-    assert told.err.count("\n") == 1
+    output = capsys.readouterr()
+    assert output.out == ""
+    assert output.err.startswith(f"error: {path}: case 0")
+    assert named in output.err
+    assert output.err.count("\n") == 1
 
 
 @pytest.mark.parametrize("content", ["", "{", "[]", '{"cases": []}', '{"cases": [1]}', "\x00\xff"])
@@ -176,5 +176,5 @@ def test_a_configuration_key_without_meaning_is_named(
     recording: dict[str, Any], tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     path = write(tmp_path / "more.json", damage(recording, "config", "speed", value=3))
-    assert main(["--form", "readable", path]) == 0
+    assert main(["--form", "reference", path]) == 0
     assert "config.speed means nothing here" in capsys.readouterr().err
