@@ -1,4 +1,4 @@
-"""A tiny engine measured into a folder, resumed, and made a profile of."""
+"""Measurement of a tiny engine into a folder, resumed and calibrated."""
 
 import json
 from dataclasses import replace
@@ -48,7 +48,7 @@ def measured(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return folder
 
 
-def test_what_is_there_is_not_measured_again(measured: Path) -> None:
+def test_existing_rows_are_not_measured_again(measured: Path) -> None:
     before = pd.read_parquet(measured / "steps.parquet")
     outcome = profile_engine(measured, tiny(budget_s=0.0))
     assert outcome.rows["steps.parquet"] == len(before)
@@ -70,14 +70,14 @@ def test_a_folder_of_another_engine_is_refused(measured: Path) -> None:
         {"ranks": (16,)},
     ],
 )
-def test_rows_that_do_not_go_together_are_refused(measured: Path, change: dict[str, Any]) -> None:
+def test_other_options_are_refused_in_the_same_folder(measured: Path, change: dict[str, Any]) -> None:
     before = (measured / "provenance.json").read_bytes()
     with pytest.raises(InputError, match=rf"{next(iter(change))}: must be .* choose another folder"):
         profile_engine(measured, tiny(**change))
     assert (measured / "provenance.json").read_bytes() == before
 
 
-def test_loads_are_told_by_rank_and_kind(measured: Path) -> None:
+def test_loads_are_measured_by_rank_and_kind(measured: Path) -> None:
     loads = read_table(measured / "loading.csv", ("rank", "ms"), ("kind",), text=("kind",))
     assert set(zip(loads["rank"], loads["kind"], strict=True)) == {
         (rank, kind) for rank in (8.0, 16.0) for kind in ("gpu", "disk")
@@ -85,7 +85,7 @@ def test_loads_are_told_by_rank_and_kind(measured: Path) -> None:
     assert (loads["ms"] > 0).all()
 
 
-def test_a_profile_is_made_of_the_tables(measured: Path) -> None:
+def test_the_tables_calibrate_a_profile(measured: Path) -> None:
     base = Profile.model_validate(json.loads((measured / "base.json").read_text()))
     assert base.engine.kernel is Kernel.MBGMV
     tables = CalibrationTables(
@@ -103,7 +103,7 @@ def test_a_profile_is_made_of_the_tables(measured: Path) -> None:
     assert made.loading.value("serving_factor") == 1.0
 
 
-def test_iterations_are_on_the_grid_of_the_paper_and_their_fits_are_made(tmp_path: Path) -> None:
+def test_iterations_cover_the_grid_of_the_paper_and_are_fitted(tmp_path: Path) -> None:
     options = tiny(max_num_seqs=8, max_num_batched_tokens=256, stages=("iterations",), budget_s=20.0)
     assert {each.configuration for each in iteration_cases(32, 0)} >= {
         f"{n}x{r}" for n in (4, 32) for r in (8, 64)
@@ -118,7 +118,7 @@ def test_iterations_are_on_the_grid_of_the_paper_and_their_fits_are_made(tmp_pat
     assert {report.meant for report in reports} == {"toppings-mbgmv"}
 
 
-def test_iterations_are_not_complete_where_the_time_was_up_before_the_first(tmp_path: Path) -> None:
+def test_iterations_are_incomplete_without_time(tmp_path: Path) -> None:
     options = tiny(max_num_seqs=2, stages=("iterations",))
     assert profile_engine(tmp_path, options).is_complete
     file = tmp_path / "iterations.parquet"
@@ -130,7 +130,7 @@ def test_iterations_are_not_complete_where_the_time_was_up_before_the_first(tmp_
 
 
 @given(st.sets(st.sampled_from(STAGES), min_size=1))
-def test_the_last_stage_that_was_asked_for_has_all_the_time(chosen: set[str]) -> None:
+def test_the_last_requested_stage_gets_the_rest_of_the_time(chosen: set[str]) -> None:
     options = tiny(stages=tuple(chosen))
     timed = [stage for stage in ("steps", "iterations", "served") if stage in chosen]
     left = 1.0
@@ -140,15 +140,15 @@ def test_the_last_stage_that_was_asked_for_has_all_the_time(chosen: set[str]) ->
     assert left == (0.0 if timed else 1.0)
 
 
-def test_a_state_of_the_server_that_fails_is_told_and_the_others_are_kept(
+def test_failed_points_of_the_server_are_reported_and_the_others_kept(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Ranks in falling order, too: the smaller slots hold the second one only."""
-    asked: list[str] = []
+    """Ranks are in falling order: the smaller slots hold the second one only."""
+    measured_points: list[str] = []
 
     async def fails_now_and_then(sender: RequestSender, point: ServerPoint, *more: Any) -> Any:
-        asked.append(point.name)
-        if len(asked) % 2 == 0:
+        measured_points.append(point.name)
+        if len(measured_points) % 2 == 0:
             raise LoopError("http_500: no")
         return await closed_loop(sender, point, *more)
 
@@ -161,11 +161,11 @@ def test_a_state_of_the_server_that_fails_is_told_and_the_others_are_kept(
         if outcome.is_complete:
             break
     assert outcome.is_complete
-    assert len(failed) == len(asked) // 2 > 0
+    assert len(failed) == len(measured_points) // 2 > 0
     assert all("http_500" in line for line in failed)
     steps = pd.read_parquet(tmp_path / "served.parquet")
     assert set(steps["setting"]) == {"a2-s8", "a2-s16"}
-    good = {name for at, name in enumerate(asked) if at % 2 == 0}
+    good = {name for at, name in enumerate(measured_points) if at % 2 == 0}
     assert {run.partition("-b")[2] for run in steps["run"]} <= {name[1:] for name in good}
     assert (steps["step_ms"] > 0.0).all()
     runs = pd.read_csv(tmp_path / "runs.csv")
@@ -181,6 +181,6 @@ def test_a_state_of_the_server_that_fails_is_told_and_the_others_are_kept(
         ({"a_max": ()}, "whole numbers"),
     ],
 )
-def test_what_is_wrong_is_said(fields: dict[str, object], rule: str) -> None:
+def test_invalid_options_are_refused(fields: dict[str, object], rule: str) -> None:
     with pytest.raises(InputError, match=rule):
         tiny(**fields)

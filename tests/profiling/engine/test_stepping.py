@@ -1,4 +1,4 @@
-"""States held on a tiny engine: what the rows say is what was asked for."""
+"""Operating points of a tiny engine and their rows."""
 
 from collections.abc import Iterator
 
@@ -51,7 +51,7 @@ def bounds(
     model_len=st.integers(64, 4096),
     kv_tokens=st.integers(2048, 10**6),
 )
-def test_every_state_can_be_held(
+def test_candidates_are_within_the_bounds(
     a_max: int, max_num_seqs: int, budget: int, model_len: int, kv_tokens: int
 ) -> None:
     found = candidates(bounds(a_max, (8, 32), max_num_seqs, budget, model_len, kv_tokens), seed=0)
@@ -64,12 +64,12 @@ def test_every_state_can_be_held(
         assert point.rank in (MIXED, 8, 32)
 
 
-def test_a_queue_stands_only_behind_a_full_batch() -> None:
+def test_queues_are_measured_behind_full_batches_only() -> None:
     found = candidates(bounds(4, (8,), 8), seed=0)
     assert {point.batch for point in found if point.waiting} == {8}
 
 
-def test_the_next_state_is_unlike_those_that_were_seen() -> None:
+def test_the_next_point_differs_most_from_the_measured_ones() -> None:
     small, alike, large = (
         EnginePoint(1, 16, 16, 0),
         EnginePoint(2, 16, 16, 0),
@@ -79,7 +79,7 @@ def test_the_next_state_is_unlike_those_that_were_seen() -> None:
     assert most_informative([alike, large], seen, 16.0) == 1
 
 
-def test_times_weigh_what_is_seen() -> None:
+def test_measured_points_span_batches_and_queues() -> None:
     every = candidates(bounds(8, (8, 16), 16), seed=1)
     rng = np.random.default_rng(0)
     left, seen = list(every), []
@@ -109,7 +109,7 @@ def stepper() -> Iterator[Stepper]:
         yield Stepper(engine, RANKS, seed=0)
 
 
-def test_a_state_gives_a_decode_step_and_one_with_its_prompt(stepper: Stepper) -> None:
+def test_a_point_gives_a_decode_step_and_a_mixed_step(stepper: Stepper) -> None:
     rows = stepper.measure(EnginePoint(batch=4, context=16, prompt=32, adapters=2, rank=16))
     decode = next(row for row in rows if row["prefills"] == 0)
     mixed = next(row for row in rows if row["prefills"] and row["decodes"])
@@ -121,7 +121,7 @@ def test_a_state_gives_a_decode_step_and_one_with_its_prompt(stepper: Stepper) -
     assert all(row["step_ms"] > 0 for row in rows)
 
 
-def test_states_without_adapters_with_mixed_ranks_and_with_a_queue(stepper: Stepper) -> None:
+def test_points_without_adapters_with_mixed_ranks_and_with_a_queue(stepper: Stepper) -> None:
     base = stepper.measure(EnginePoint(batch=2, context=16, prompt=16, adapters=0))
     assert {row["adapters"] for row in base} == {0}
     assert {row["max_rank"] for row in base} == {0}
@@ -132,7 +132,7 @@ def test_states_without_adapters_with_mixed_ranks_and_with_a_queue(stepper: Step
     assert stepper.measure(EnginePoint(batch=1, context=16, prompt=16, adapters=1, rank=8))[0]["waiting"] == 0
 
 
-def test_nothing_is_left_in_the_engine(stepper: Stepper) -> None:
+def test_a_measurement_leaves_the_engine_empty(stepper: Stepper) -> None:
     stepper.measure(EnginePoint(batch=3, context=16, prompt=16, adapters=1, rank=8))
     assert stepper.engine.core.requests == {}
     check_engine(stepper.engine)
@@ -153,7 +153,7 @@ def table(*records: StepRecord) -> pd.DataFrame:
     return pd.DataFrame(records, columns=StepRecord._fields)
 
 
-def test_a_served_step_lasts_until_the_next_begins() -> None:
+def test_a_served_step_lasts_until_the_next_starts() -> None:
     rows = recorded_rows(
         table(
             record(0.0),

@@ -25,7 +25,7 @@ SEEDS = st.integers(0, 10_000)
 
 
 @given(SEEDS)
-def test_the_papers_grid_keeps_to_its_batches_and_ranks(seed: int) -> None:
+def test_the_grid_of_the_paper_has_its_batches_and_ranks(seed: int) -> None:
     grid = cases("paper", seed)
     assert {case.requests for case in grid} == set(range(4, 33, 4))
     assert {rank for case in grid for rank in case.ranks} == {8, 16, 32, 64}
@@ -33,19 +33,19 @@ def test_the_papers_grid_keeps_to_its_batches_and_ranks(seed: int) -> None:
 
 
 @given(SEEDS)
-def test_mixes_tell_the_largest_rank_from_the_sum(seed: int) -> None:
+def test_mixes_separate_the_largest_rank_from_the_sum(seed: int) -> None:
     for _, same_batch in groupby(cases("paper", seed), key=lambda case: case.requests):
         padded_as_64 = [sum(case.ranks) for case in same_batch if max(case.ranks) == 64]
         assert min(padded_as_64) < 0.5 * max(padded_as_64)
 
 
 @pytest.mark.parametrize("grid", GRIDS)
-def test_every_case_of_a_grid_has_a_name_of_its_own(grid: str) -> None:
+def test_names_of_cases_are_unique(grid: str) -> None:
     names = [case.name for case in cases(grid)]
     assert len(set(names)) == len(names)
 
 
-def test_the_wide_grid_holds_the_papers_and_reaches_the_required_ends() -> None:
+def test_the_wide_grid_includes_the_papers_and_the_required_range() -> None:
     wide = cases("wide")
     assert set(cases("paper")) < set(wide)
     assert {case.requests for case in wide} >= {1, 256}
@@ -53,7 +53,7 @@ def test_the_wide_grid_holds_the_papers_and_reaches_the_required_ends() -> None:
     assert {case.phase for case in wide} == {"decode", "prefill"}
 
 
-def test_draws_of_one_batch_belong_to_one_configuration() -> None:
+def test_draws_of_a_batch_share_a_configuration() -> None:
     drawn = [case for case in cases("paper") if case.mix.startswith("drawn") and case.requests == 32]
     assert len(drawn) > 1
     assert len({case.ranks for case in drawn}) == len(drawn)
@@ -65,7 +65,7 @@ def test_shared_adapters_count_once_and_their_requests_each() -> None:
     assert (case.requests, case.tokens) == (8, 24)
 
 
-def test_an_unknown_grid_is_refused_with_those_there_are() -> None:
+def test_an_unknown_grid_is_refused_with_the_valid_names() -> None:
     with pytest.raises(InputError, match="paper, wide"):
         cases("papers")
 
@@ -78,14 +78,14 @@ def add_pass(point: KernelPoint, us: float) -> None:
     point.add(KernelTiming(us, False), KernelTiming(2.0 * us, False))
 
 
-def test_still_medians_are_settled_after_the_least_visits() -> None:
+def test_stable_medians_converge_after_the_minimum_of_passes() -> None:
     every = points(7)
     for point in rounds(every, SamplingLimits(budget_s=1e9), seed=0):
         add_pass(point, 10.0)
     assert [point.passes for point in every] == [MIN_PASSES] * 7
 
 
-def test_restless_spots_are_visited_more_often_but_not_for_ever() -> None:
+def test_unstable_points_get_more_passes_up_to_the_limit() -> None:
     every = points(4)
     rng = np.random.default_rng(0)
     limits = SamplingLimits(budget_s=1e9, max_passes=30)
@@ -95,7 +95,7 @@ def test_restless_spots_are_visited_more_often_but_not_for_ever() -> None:
     assert [point.passes for point in every[1:]] == [MIN_PASSES] * 3
 
 
-def test_the_budget_ends_it_with_all_spots_visited_alike() -> None:
+def test_the_budget_ends_sampling_with_equal_passes() -> None:
     every, clock_s = points(8), iter(range(10_000))
     rng = np.random.default_rng(1)
     counts: Counter[str] = Counter()
@@ -106,7 +106,7 @@ def test_the_budget_ends_it_with_all_spots_visited_alike() -> None:
     assert max(counts.values()) - min(counts.values()) <= 1
 
 
-def test_no_budget_means_no_visit() -> None:
+def test_without_budget_there_are_no_passes() -> None:
     assert list(rounds(points(3), SamplingLimits(budget_s=0.0), seed=0)) == []
 
 

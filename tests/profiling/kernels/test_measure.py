@@ -1,4 +1,4 @@
-"""Measuring into a folder: all of it, in stretches, interrupted."""
+"""Measurement of kernels into a folder: complete, resumed, interrupted."""
 
 import json
 from pathlib import Path
@@ -20,7 +20,7 @@ def options(**changed: object) -> KernelProfilingOptions:
     return KernelProfilingOptions(**given)  # type: ignore[arg-type]
 
 
-def test_every_spot_is_a_row_per_half_with_what_its_batch_holds(tmp_path: Path) -> None:
+def test_every_point_is_a_row_per_half_with_its_batch(tmp_path: Path) -> None:
     outcome = measure(tmp_path, options())
     table = read_kernel_table(outcome.table)
     assert tuple(table.columns) == COLUMNS
@@ -36,7 +36,7 @@ def test_every_spot_is_a_row_per_half_with_what_its_batch_holds(tmp_path: Path) 
     assert [len(times) for times in table["visits_us"]] == table["visits"].to_list()
 
 
-def test_a_second_stretch_adds_to_the_first(tmp_path: Path) -> None:
+def test_a_resumed_measurement_adds_passes(tmp_path: Path) -> None:
     first = measure(tmp_path, options())
     before = read_kernel_table(first.table)
     second = measure(tmp_path, options(limits=SamplingLimits(budget_s=60.0, max_passes=4, calls=1)))
@@ -53,7 +53,7 @@ def test_a_second_stretch_adds_to_the_first(tmp_path: Path) -> None:
     assert len(record["sessions"]) == 2
 
 
-def test_the_record_says_on_what_and_with_what(tmp_path: Path) -> None:
+def test_the_provenance_names_device_and_versions(tmp_path: Path) -> None:
     measure(tmp_path, options())
     record = json.loads((tmp_path / "provenance.json").read_text())
     session = record["sessions"][0]
@@ -64,7 +64,7 @@ def test_the_record_says_on_what_and_with_what(tmp_path: Path) -> None:
     assert session["cpu"]["cache_bytes"] > 0
 
 
-def test_other_sizes_join_the_table_and_other_settings_are_refused(tmp_path: Path) -> None:
+def test_other_widths_join_the_table_and_other_settings_are_refused(tmp_path: Path) -> None:
     measure(tmp_path, options())
     outcome = measure(tmp_path, options(widths=(2 * WIDTH,)))
     assert set(read_kernel_table(outcome.table)["width"]) == {WIDTH, 2 * WIDTH}
@@ -74,7 +74,7 @@ def test_other_sizes_join_the_table_and_other_settings_are_refused(tmp_path: Pat
         measure(tmp_path, options(threads=2))
 
 
-def test_an_interrupted_stretch_leaves_what_it_had(tmp_path: Path) -> None:
+def test_an_interrupt_keeps_the_measured_passes(tmp_path: Path) -> None:
     calls = iter(range(7))
 
     def interrupted(*_: object) -> None:
@@ -96,7 +96,7 @@ def test_an_interrupted_stretch_leaves_what_it_had(tmp_path: Path) -> None:
         ({"grids": ("papers",)}, "paper, wide"),
     ],
 )
-def test_what_cannot_be_measured_is_refused(
+def test_invalid_options_are_refused(
     changed: dict[str, object], rule: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr("torch.cuda.is_available", lambda: False)
@@ -104,7 +104,7 @@ def test_what_cannot_be_measured_is_refused(
         measure(tmp_path, options(**changed))
 
 
-def test_triton_kernels_are_measured_like_the_others(tmp_path: Path) -> None:
+def test_triton_kernels_are_measured(tmp_path: Path) -> None:
     pytest.importorskip("triton", reason="the kernels need triton (extra `engine`)")
     limits = SamplingLimits(budget_s=60.0, max_passes=1, calls=1)
     kernels = ("bgmv", "mbgmv", "sgmv")

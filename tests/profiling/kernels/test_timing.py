@@ -1,4 +1,4 @@
-"""The calls that are timed compute what they should, each on weights of its own."""
+"""Timed calls compute low-rank products, each with its own weights."""
 
 from itertools import accumulate, pairwise
 
@@ -31,7 +31,7 @@ def maker(kernel: str) -> MakeCalls:
 
 
 def low_rank_parts(case: Case, pool: WeightPool, x: torch.Tensor, padded_to: int | None) -> torch.Tensor:
-    """Return what the adapters of the first layer add, weights in the order of PyTorch's calls."""
+    """Return the outputs of the first layer's adapters, with weights in the order of PyTorch's calls."""
     ranks = [padded_to or rank for rank in case.ranks]
     numbers, out = pool.numbers.double(), torch.zeros(case.tokens, WIDTH, dtype=torch.float64)
     each = case.requests_each * case.tokens_each
@@ -57,7 +57,7 @@ def test_both_halves_together_are_the_low_rank_product(kernel: str, padded_to: i
 
 
 @pytest.mark.parametrize("kernel", ["grouped", "padded", "bgmv", "mbgmv", "sgmv"])
-def test_no_two_calls_read_the_same_weights(kernel: str) -> None:
+def test_calls_read_different_weights(kernel: str) -> None:
     pool = random_pool()
     taken: list[tuple[int, int]] = []
     take = pool.take
@@ -89,7 +89,7 @@ def test_triton_kernels_add_to_every_token(kernel: str) -> None:
         assert bool((out != 0).any(dim=1).all())
 
 
-def test_a_pool_gives_a_circle_of_matrices() -> None:
+def test_the_weight_pool_is_circular() -> None:
     pool = WeightPool(1 << 12, torch.float32, torch.device("cpu"))
     starts = [pool.take(1, 1 << 10) for _ in range(6)]
     assert starts == [0, 1024, 2048, 3072, 0, 1024]

@@ -1,4 +1,4 @@
-"""Servers for tests, good and bad, each on a loopback port and in a thread with an event loop of its own."""
+"""Valid and faulty servers on loopback ports, each with an event loop in its own thread."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ __all__ = [
 
 @contextmanager
 def listening(start: Callable[[], Awaitable[asyncio.Server]]) -> Iterator[str]:
-    """Give the address of a server that `start` starts."""
+    """Yield the address of a server that `start` starts."""
     loop = asyncio.new_event_loop()
     ready = threading.Event()
     ports: list[int] = []
@@ -60,7 +60,7 @@ def listening(start: Callable[[], Awaitable[asyncio.Server]]) -> Iterator[str]:
 
 @contextmanager
 def null_server() -> Iterator[str]:
-    """Give the address of a server that answers at once."""
+    """Yield the address of a server that answers at once."""
 
     async def start() -> asyncio.Server:
         return await asyncio.get_running_loop().create_server(NullServer, "127.0.0.1", 0)
@@ -71,7 +71,7 @@ def null_server() -> Iterator[str]:
 
 @contextmanager
 def server(answer: Answer, seen: list[dict[str, Any]] | None = None) -> Iterator[str]:
-    """Give the address of a server whose completions `answer` writes; other requests get an empty object."""
+    """Yield the address of a server whose completions `answer` writes; other requests get an empty object."""
 
     async def connected(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
         try:
@@ -82,11 +82,11 @@ def server(answer: Answer, seen: list[dict[str, Any]] | None = None) -> Iterator
                 if head.startswith("GET"):
                     await plain(writer, 404, b"{}")
                     continue
-                asked = json.loads(body)
+                request = json.loads(body)
                 if seen is not None:
-                    seen.append(asked | {"authorization": fields.get("authorization")})
-                if asked.get("stream"):
-                    await answer(asked, writer)
+                    seen.append(request | {"authorization": fields.get("authorization")})
+                if request.get("stream"):
+                    await answer(request, writer)
                 else:
                     await plain(writer, 200, b'{"choices": [{"text": "a"}]}')
         except (asyncio.IncompleteReadError, ConnectionError, asyncio.CancelledError):
@@ -101,15 +101,15 @@ def server(answer: Answer, seen: list[dict[str, Any]] | None = None) -> Iterator
         yield url
 
 
-async def paced(asked: dict[str, Any], writer: asyncio.StreamWriter, gap_s: float = 0.002) -> None:
+async def paced(request: dict[str, Any], writer: asyncio.StreamWriter, gap_s: float = 0.002) -> None:
     """Answer with a token every `gap_s`."""
     writer.write(STREAM_HEAD)
-    tokens = asked["max_tokens"]
+    tokens = request["max_tokens"]
     for _ in range(tokens):
         writer.write(chunk(event()))
         await writer.drain()
         await asyncio.sleep(gap_s)
-    writer.write(chunk(usage(len(asked["prompt"]), tokens)) + b"0\r\n\r\n")
+    writer.write(chunk(usage(len(request["prompt"]), tokens)) + b"0\r\n\r\n")
     await writer.drain()
 
 
@@ -128,7 +128,7 @@ class RecordingServer(ToyServer):
 
 @contextmanager
 def toy_server(**settings: Any) -> Iterator[tuple[str, RecordingServer]]:
-    """Give the address of a server and the server."""
+    """Yield the address of a server and the server."""
     server = RecordingServer(**settings)
     with listening(server.start) as url:
         yield url, server

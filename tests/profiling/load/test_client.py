@@ -21,9 +21,7 @@ def fed(data: bytes, cuts: list[int]) -> EventCounter:
 
 
 @given(texts, st.lists(st.integers(0, 10_000), max_size=30))
-def test_events_are_counted_however_the_bytes_are_cut_and_whatever_the_text(
-    tokens: list[str], cuts: list[int]
-) -> None:
+def test_event_counts_do_not_depend_on_chunks_or_text(tokens: list[str], cuts: list[int]) -> None:
     data = b"".join(map(event, tokens)) + usage(7, len(tokens) + 1)
     counter = fed(data, cuts)
     ending = counter.ending()
@@ -33,24 +31,24 @@ def test_events_are_counted_however_the_bytes_are_cut_and_whatever_the_text(
 
 
 @given(texts, st.lists(st.integers(0, 10_000), max_size=30))
-def test_times_never_decrease_and_belong_to_the_pieces(tokens: list[str], cuts: list[int]) -> None:
+def test_event_times_are_those_of_the_chunks(tokens: list[str], cuts: list[int]) -> None:
     counter = fed(b"".join(map(event, tokens)), cuts)
     assert counter.times == sorted(counter.times)
     assert len(counter.times) == len(tokens)
 
 
-def test_an_answer_without_its_end_is_not_complete() -> None:
+def test_an_answer_without_an_ending_is_incomplete() -> None:
     assert not fed(event() + event(), []).ending().complete
     assert fed(event() + event(reason="length"), []).ending().complete
 
 
-def test_an_error_inside_the_stream_is_told() -> None:
+def test_an_error_inside_the_stream_is_reported() -> None:
     ending = fed(event() + b'data: {"error": {"message": "out of memory"}}\n\ndata: [DONE]\n\n', []).ending()
     assert "out of memory" in ending.error
     assert not ending.complete
 
 
-def test_what_is_no_completion_is_told() -> None:
+def test_events_that_are_no_completions_are_errors() -> None:
     shapes = (b'{"choices": 5}', b'{"choices": {"0": {}}}', b'{"choices": [[{}]]}', b"[" * 1500, b"9" * 1500)
     for line in (b"hello", b"[1, 2]", b'"text"', *shapes):
         assert fed(b"data: " + line + b"\n\n", []).ending().error
@@ -62,7 +60,7 @@ def test_lines_may_end_with_carriage_returns() -> None:
     assert len(counter.times) - counter.ending().without_token == 2
 
 
-def test_more_tokens_than_anybody_makes_are_an_error() -> None:
+def test_an_impossible_token_count_is_an_error() -> None:
     ending = fed(event() + usage(3, 10**12), []).ending()
     assert ending.error
     assert not ending.complete
@@ -74,20 +72,20 @@ json_values = st.recursive(
     max_leaves=8,
 )
 
-told = st.fixed_dictionaries(
+events = st.fixed_dictionaries(
     {}, optional={"choices": json_values, "usage": json_values, "error": json_values}
 )
 
 
-@given(json_values | told)
-def test_no_event_whatever_its_shape_is_an_exception(value: object) -> None:
+@given(json_values | events)
+def test_events_of_any_shape_raise_no_exception(value: object) -> None:
     ending = fed(b"data: " + json.dumps(value).encode() + b"\n\n", []).ending()
     for count in (ending.prompt_tokens, ending.output_tokens):
         assert count is None or 0 <= count < 2**31
 
 
 @given(texts, st.lists(st.integers(0, 10_000), max_size=30))
-def test_comments_and_names_of_events_are_no_part_of_an_answer(tokens: list[str], cuts: list[int]) -> None:
+def test_comments_and_event_names_are_ignored(tokens: list[str], cuts: list[int]) -> None:
     between = b": keep-alive\n\nevent: token\n"
     data = b"".join(between + event(each) for each in tokens) + between + usage(7, 3) + b": bye\n\n"
     counter = fed(data, cuts)

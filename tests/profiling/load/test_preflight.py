@@ -19,7 +19,7 @@ vllm:num_preemptions_total nonsense
 """
 
 
-def test_engines_add_up_and_the_newest_set_of_adapters_counts() -> None:
+def test_metrics_of_engines_are_summed_and_the_newest_adapters_count() -> None:
     assert parse_metrics(TEXT) == {
         "running": 5.0,
         "waiting": 7.0,
@@ -29,7 +29,7 @@ def test_engines_add_up_and_the_newest_set_of_adapters_counts() -> None:
     }
 
 
-def test_what_is_no_metrics_says_nothing() -> None:
+def test_text_without_metrics_gives_no_values() -> None:
     assert parse_metrics("<html>\n{}\n") == {}
 
 
@@ -53,10 +53,10 @@ def test_slots_and_memory_are_read() -> None:
     assert engine_info(METRICS) == EngineInfo(4, 174_752, 32, 0.92)
 
 
-def test_blocks_stand_in_for_tokens_where_those_are_not_told() -> None:
+def test_kv_tokens_fall_back_to_blocks() -> None:
     assert engine_info(METRICS.replace("kv_cache_size_tokens", "other")).kv_tokens == 5461 * 32
 
 
-def test_what_is_not_told_is_not_known() -> None:
+def test_unreported_settings_are_none() -> None:
     assert engine_info("") == EngineInfo()
     assert engine_info('vllm:cache_config_info{num_gpu_blocks="None"} 1\n').kv_tokens is None

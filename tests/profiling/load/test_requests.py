@@ -39,13 +39,13 @@ def test_the_schedule_is_what_the_twin_draws(correlation: float | None, rate_sca
 
 
 @given(st.integers(0, 100))
-def test_a_request_never_exceeds_the_longest_that_the_server_takes(seed: int) -> None:
+def test_requests_are_within_max_model_len(seed: int) -> None:
     drawn = schedule_of(workload(), 10.0, seed, 100)
     assert (drawn.prompt_tokens + drawn.output_tokens <= 100).all()
     assert min(drawn.prompt_tokens.min(), drawn.output_tokens.min()) >= 1
 
 
-def test_each_adapter_asks_as_a_poisson_process_of_its_own_rate() -> None:
+def test_arrivals_of_each_adapter_are_poisson() -> None:
     drawn = schedule_of(workload(), 1000.0)
     for number, adapter in enumerate(workload().adapters, start=1):
         gaps = np.diff(drawn.due_s[drawn.adapter == number])
@@ -77,13 +77,13 @@ def tokens_of(form: PromptForm, text: str) -> list[object]:
 
 
 @given(st.sampled_from(PromptForm), st.integers(0, 10**9), st.integers(1, 3000), st.integers(0, 4000))
-def test_a_prompt_has_exactly_the_tokens_asked_for(
+def test_a_prompt_has_exactly_the_requested_tokens(
     form: PromptForm, number: int, tokens: int, shared: int
 ) -> None:
     assert len(tokens_of(form, WRITERS[form].written(number, tokens, shared))) == tokens
 
 
-def test_very_long_prompts_are_exact_too() -> None:
+def test_very_long_prompts_are_exact() -> None:
     assert len(json.loads(PromptWriter().written(65_000, 300_000))) == 300_000
 
 
@@ -96,9 +96,7 @@ def test_two_prompts_differ_within_their_first_tokens(form: PromptForm, numbers:
 @given(
     st.sampled_from(PromptForm), st.integers(1, 50), st.sets(st.integers(0, 10**6), min_size=2, max_size=2)
 )
-def test_prompts_share_the_beginning_asked_for_and_no_more(
-    form: PromptForm, shared: int, numbers: set[int]
-) -> None:
+def test_prompts_share_the_requested_prefix_only(form: PromptForm, shared: int, numbers: set[int]) -> None:
     first, second = (tokens_of(form, WRITERS[form].written(number, 100, shared)) for number in numbers)
     assert first[:shared] == second[:shared]
     assert first[shared : shared + 4] != second[shared : shared + 4]
@@ -109,28 +107,28 @@ def test_another_salt_gives_other_prompts() -> None:
 
 
 @pytest.mark.parametrize(("form", "low", "high"), [(IDS[0], 1000, 9999), (IDS[1], 100, 299)])
-def test_ids_are_of_every_vocabulary_of_that_size(form: PromptForm, low: int, high: int) -> None:
+def test_ids_are_within_the_range_of_their_form(form: PromptForm, low: int, high: int) -> None:
     ids = json.loads(PromptWriter(form).written(3, 20_000))
     assert low <= min(ids) <= max(ids) <= high
 
 
-def test_a_text_leaves_room_for_what_the_server_adds() -> None:
+def test_text_leaves_room_for_added_tokens() -> None:
     assert len(json.loads(PromptWriter(PromptForm.TEXT, extra_tokens=1).written(0, 10)).split()) == 9
 
 
-def test_a_body_asks_for_exactly_so_many_tokens_of_this_model() -> None:
-    bodies = RequestBodies.of(PromptWriter(), ["", 'a"b'], {"top_k": 1, "ignore_eos": False})
-    asked = json.loads(bodies.body(7, 1, 12, 34))
-    assert (asked["model"], asked["max_tokens"], len(asked["prompt"])) == ('a"b', 34, 12)
-    assert (asked["stream"], asked["stream_options"], asked["temperature"]) == (
+def test_a_body_holds_model_prompt_and_max_tokens() -> None:
+    bodies = RequestBodies(PromptWriter(), ["", 'a"b'], {"top_k": 1, "ignore_eos": False})
+    request = json.loads(bodies.body(7, 1, 12, 34))
+    assert (request["model"], request["max_tokens"], len(request["prompt"])) == ('a"b', 34, 12)
+    assert (request["stream"], request["stream_options"], request["temperature"]) == (
         True,
         {"include_usage": True},
         0,
     )
-    assert (asked["top_k"], asked["ignore_eos"]) == (1, False)
+    assert (request["top_k"], request["ignore_eos"]) == (1, False)
 
 
-def test_sent_times_of_another_rate_do_not_pass_for_poisson() -> None:
+def test_the_poisson_test_rejects_another_rate() -> None:
     pytest.importorskip("psutil", reason="the benchmark reads its own memory")
     from benchmarks.load_generator import KS_BAR, poisson
 

@@ -40,7 +40,7 @@ def twin(rate_rps: float, max_in_flight: int | None = None) -> DetailedResult:
 
 
 def recorded(detail: DetailedResult) -> RequestRecords:
-    """Return the twin's requests as a client would have seen them."""
+    """Return the twin's requests as a client observes them."""
     table = detail.requests
     kind = np.array([0, 1, 1, 2], np.int16)[table.status]
     return RequestRecords(
@@ -60,26 +60,30 @@ def recorded(detail: DetailedResult) -> RequestRecords:
 
 
 @pytest.mark.parametrize(("rate_rps", "limit"), [(0.5, None), (4.0, None), (30.0, None), (30.0, 20)])
-def test_metrics_of_the_twins_requests_are_the_twins_metrics(rate_rps: float, limit: int | None) -> None:
+def test_requests_of_the_twin_give_its_metrics(rate_rps: float, limit: int | None) -> None:
     detail = twin(rate_rps, limit)
     got = overall_metrics(recorded(detail), MeasurementWindow(0.0, DURATION_S))
-    told = detail.result
+    twin_result = detail.result
     for name in ("throughput_tok_s", "input_tok_s", "output_tok_s"):
-        assert getattr(got, name) == pytest.approx(getattr(told, name))
-    # The twin's table has the outputs of rejected requests as asked, without an end at max_model_len.
-    assert got.offered_tok_s == pytest.approx(told.offered_tok_s, rel=1e-4)
-    assert (got.completed, got.submitted, got.rejected) == (told.completed, told.submitted, told.rejected)
+        assert getattr(got, name) == pytest.approx(getattr(twin_result, name))
+    # The twin's table has the outputs of rejected requests as drawn, without an end at max_model_len.
+    assert got.offered_tok_s == pytest.approx(twin_result.offered_tok_s, rel=1e-4)
+    assert (got.completed, got.submitted, got.rejected) == (
+        twin_result.completed,
+        twin_result.submitted,
+        twin_result.rejected,
+    )
     for name in ("ttft_s", "e2e_s", "tpot_ms", "tpt_ms"):
         for statistic in ("mean", "p50", "p90", "p95", "p99"):
             assert getattr(getattr(got, name), statistic) == pytest.approx(
-                getattr(told, f"{name}_{statistic}")
+                getattr(twin_result, f"{name}_{statistic}")
             )
-    assert got.ttft_s_mean_charged == pytest.approx(told.ttft_s_mean_charged)
-    assert got.itl_ms.mean == pytest.approx(told.itl_ms_mean)
+    assert got.ttft_s_mean_charged == pytest.approx(twin_result.ttft_s_mean_charged)
+    assert got.itl_ms.mean == pytest.approx(twin_result.itl_ms_mean)
     # A client cannot see a request that is in prefill at the end: for it, that one waits.
-    assert got.served_fraction == pytest.approx(told.served_fraction, abs=0.02)
-    assert got.served_fraction <= told.served_fraction + 1e-12
-    assert got.starved == told.starved
+    assert got.served_fraction == pytest.approx(twin_result.served_fraction, abs=0.02)
+    assert got.served_fraction <= twin_result.served_fraction + 1e-12
+    assert got.starved == twin_result.starved
 
 
 def test_metrics_of_adapters_add_up_to_those_of_all() -> None:
@@ -93,7 +97,7 @@ def test_metrics_of_adapters_add_up_to_those_of_all() -> None:
 
 
 def simple(**changes: object) -> LoadMetrics:
-    """Four requests: one done before the window, one in it, one executing at its end, one that failed."""
+    """Four requests: completed before the window, in it, executing at its end, failed."""
     columns: dict[str, object] = {
         "names": ("", "a"),
         "adapter": np.ones(4, np.int32),
@@ -111,7 +115,7 @@ def simple(**changes: object) -> LoadMetrics:
     return overall_metrics(RequestRecords(**columns | changes), MeasurementWindow(1.0, 5.0))  # type: ignore[arg-type]
 
 
-def test_only_what_completes_within_the_window_counts() -> None:
+def test_only_requests_that_complete_within_the_window_count() -> None:
     got = simple()
     assert (got.completed, got.submitted, got.failed, got.executing, got.waiting) == (1, 4, 1, 1, 0)
     assert got.throughput_tok_s == 15 / 4
@@ -141,13 +145,13 @@ def health(lag_ms: float, loop_lag_ms: float = 0.1) -> bool:
     return client_health(late, MeasurementWindow(0.0, DURATION_S), loop_lag, LagLimits()).kept_up
 
 
-def test_a_client_that_sends_late_or_reads_late_did_not_keep_up() -> None:
+def test_a_late_client_did_not_keep_up() -> None:
     assert health(1.0)
     assert not health(8.0)
     assert not health(1.0, loop_lag_ms=300.0)
 
 
-def test_requests_that_were_never_sent_are_as_late_as_can_be() -> None:
+def test_unsent_requests_are_late_until_the_end() -> None:
     record = recorded(twin(0.5))
     never = RequestRecords(
         **{**vars(record), "sent_s": np.full(len(record), np.nan), "kind": np.ones(len(record), int)}

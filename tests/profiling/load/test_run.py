@@ -1,4 +1,4 @@
-"""Whole runs against servers on the loopback interface, good and bad ones."""
+"""Load tests of valid and faulty servers on the loopback interface."""
 
 import asyncio
 import socket
@@ -11,7 +11,7 @@ import pyarrow.parquet as pq
 import pytest
 
 from capplan import InputError, Workload
-from capplan.profiling.load.bench import LoadMeasurement, LoadProgress, bench, bench_result, run_load
+from capplan.profiling.load.bench import LoadProgress, OpenLoop, bench, bench_result
 from capplan.profiling.load.record import RequestFile
 from capplan.profiling.load.requests import LoadSettings, PromptWriter, RequestBodies, Target, schedule_of
 from capplan.profiling.load.result import BenchResult
@@ -26,14 +26,20 @@ IMPATIENT = LoadSettings(duration_s=0.4, timeout_s=1.0, drain_s=10.0)
 
 def load(
     url: str, settings: LoadSettings = SHORT, rate_rps: float = 8.0, due_s: float | None = None, **more: Any
-) -> LoadMeasurement:
-    """Run without asking the server beforehand; requests are due up to `due_s`, or all the time."""
+) -> OpenLoop:
+    """Run without preflight; requests are due up to `due_s`, or all the time."""
     schedule = schedule_of(workload(rate_rps), due_s or settings.horizon_s, 0, 256)
-    bodies = RequestBodies.of(PromptWriter(), schedule.names, {})
-    return asyncio.run(run_load(schedule, bodies, Target(url), settings, **more))
+    bodies = RequestBodies(PromptWriter(), schedule.names, {})
+
+    async def run() -> OpenLoop:
+        loop = OpenLoop(schedule, bodies, Target(url), settings, **more)
+        await loop.run(asyncio.Event())
+        return loop
+
+    return asyncio.run(run())
 
 
-def failures(measured: LoadMeasurement) -> dict[str, int]:
+def failures(measured: OpenLoop) -> dict[str, int]:
     result = bench_result(measured, workload(), Target("http://x"), {}, "")
     return {each.kind: each.requests for each in result.failures}
 
@@ -43,10 +49,10 @@ def test_every_request_is_sent_once_when_due_with_its_lengths_and_adapter() -> N
     with server(servers.paced, seen) as url:
         measured = load(url, LoadSettings(duration_s=2.5), due_s=0.5)
     schedule = schedule_of(workload(8.0), 0.5, 0, 256)
-    asked = sorted((each["model"], len(each["prompt"]), each["max_tokens"]) for each in seen)
+    sent = sorted((each["model"], len(each["prompt"]), each["max_tokens"]) for each in seen)
     columns = (schedule.adapter, schedule.prompt_tokens, schedule.output_tokens)
     wanted = sorted((schedule.names[a], p, o) for a, p, o in zip(*columns, strict=True))
-    assert asked == wanted
+    assert sent == wanted
     record = measured.record
     assert record.of_kind("finished").all()
     assert (record.sent_s >= record.due_s).all()
@@ -56,8 +62,8 @@ def test_every_request_is_sent_once_when_due_with_its_lengths_and_adapter() -> N
     assert (record.last_s >= record.first_s).all()
 
 
-def test_an_open_loop_does_not_wait_for_a_server_that_answers_nothing() -> None:
-    async def silent(asked: dict[str, Any], writer: asyncio.StreamWriter) -> None:
+def test_an_open_loop_does_not_wait_for_a_silent_server() -> None:
+    async def silent(request: dict[str, Any], writer: asyncio.StreamWriter) -> None:
         await asyncio.sleep(60)
 
     with server(silent) as url:
@@ -67,80 +73,80 @@ def test_an_open_loop_does_not_wait_for_a_server_that_answers_nothing() -> None:
     assert failures(measured) == {}
 
 
-async def stalls(asked: dict[str, Any], writer: asyncio.StreamWriter) -> None:
+async def stalls(request: dict[str, Any], writer: asyncio.StreamWriter) -> None:
     writer.write(STREAM_HEAD + chunk(event()))
     await writer.drain()
     await asyncio.sleep(60)
 
 
-async def closes_half_way(asked: dict[str, Any], writer: asyncio.StreamWriter) -> None:
+async def closes_half_way(request: dict[str, Any], writer: asyncio.StreamWriter) -> None:
     writer.write(STREAM_HEAD + chunk(event()) + b"50\r\ndata: {")
     await writer.drain()
     writer.close()
 
 
-async def closes_without_an_end(asked: dict[str, Any], writer: asyncio.StreamWriter) -> None:
+async def closes_without_an_end(request: dict[str, Any], writer: asyncio.StreamWriter) -> None:
     writer.write(b"HTTP/1.1 200 OK\r\nConnection: close\r\n\r\n" + event() * 3)
     await writer.drain()
     writer.close()
 
 
-async def closes_at_once(asked: dict[str, Any], writer: asyncio.StreamWriter) -> None:
+async def closes_at_once(request: dict[str, Any], writer: asyncio.StreamWriter) -> None:
     writer.close()
 
 
-async def resets(asked: dict[str, Any], writer: asyncio.StreamWriter) -> None:
+async def resets(request: dict[str, Any], writer: asyncio.StreamWriter) -> None:
     writer.transport.abort()
 
 
-async def fails(asked: dict[str, Any], writer: asyncio.StreamWriter) -> None:
+async def fails(request: dict[str, Any], writer: asyncio.StreamWriter) -> None:
     await plain(writer, 500, b'{"error": {"message": "engine died"}}')
 
 
-async def is_busy(asked: dict[str, Any], writer: asyncio.StreamWriter) -> None:
+async def is_busy(request: dict[str, Any], writer: asyncio.StreamWriter) -> None:
     await plain(writer, 503, b"busy")
 
 
-async def talks_garbage(asked: dict[str, Any], writer: asyncio.StreamWriter) -> None:
+async def talks_garbage(request: dict[str, Any], writer: asyncio.StreamWriter) -> None:
     writer.write(b"\x00\x01 not HTTP at all\r\n\r\n")
     await writer.drain()
     await asyncio.sleep(60)
 
 
-async def streams_garbage(asked: dict[str, Any], writer: asyncio.StreamWriter) -> None:
+async def streams_garbage(request: dict[str, Any], writer: asyncio.StreamWriter) -> None:
     body = b"data: {broken\n\ndata: [DONE]\n\n"
     writer.write(STREAM_HEAD + chunk(body) + b"0\r\n\r\n")
     await writer.drain()
 
 
-async def sends_a_web_page(asked: dict[str, Any], writer: asyncio.StreamWriter) -> None:
+async def sends_a_web_page(request: dict[str, Any], writer: asyncio.StreamWriter) -> None:
     await plain(writer, 200, b"<html>hello</html>")
 
 
-async def breaks_its_chunks(asked: dict[str, Any], writer: asyncio.StreamWriter) -> None:
+async def breaks_its_chunks(request: dict[str, Any], writer: asyncio.StreamWriter) -> None:
     writer.write(STREAM_HEAD + b"zz\r\n" + event())
     await writer.drain()
     await asyncio.sleep(60)
 
 
-async def counts_chunks_below_zero(asked: dict[str, Any], writer: asyncio.StreamWriter) -> None:
+async def counts_chunks_below_zero(request: dict[str, Any], writer: asyncio.StreamWriter) -> None:
     writer.write(STREAM_HEAD + b"-5\r\n" + event())
     await writer.drain()
     await asyncio.sleep(60)
 
 
-async def nests_deeply(asked: dict[str, Any], writer: asyncio.StreamWriter) -> None:
+async def nests_deeply(request: dict[str, Any], writer: asyncio.StreamWriter) -> None:
     body = event() + b'data: {"choices": ' + b"[" * 1500 + b"\n\n"
     writer.write(STREAM_HEAD + chunk(body) + b"0\r\n\r\n")
     await writer.drain()
 
 
-async def counts_absurdly(asked: dict[str, Any], writer: asyncio.StreamWriter) -> None:
+async def counts_absurdly(request: dict[str, Any], writer: asyncio.StreamWriter) -> None:
     writer.write(STREAM_HEAD + chunk(event() + usage(3, 10**12)) + b"0\r\n\r\n")
     await writer.drain()
 
 
-async def fails_inside_the_stream(asked: dict[str, Any], writer: asyncio.StreamWriter) -> None:
+async def fails_inside_the_stream(request: dict[str, Any], writer: asyncio.StreamWriter) -> None:
     body = event() + b'data: {"error": {"message": "out of memory"}}\n\ndata: [DONE]\n\n'
     writer.write(STREAM_HEAD + chunk(body) + b"0\r\n\r\n")
     await writer.drain()
@@ -166,31 +172,31 @@ FAULTS: list[tuple[Fault, str]] = [
 
 
 @pytest.mark.parametrize(("fault", "kind"), FAULTS, ids=[fault.__name__ for fault, _ in FAULTS])
-def test_every_kind_of_failure_is_counted_and_the_run_ends(fault: Fault, kind: str) -> None:
+def test_failures_are_counted_by_kind(fault: Fault, kind: str) -> None:
     """A server that fails every third request: the others are served, the run ends."""
     number = 0
 
-    async def answer(asked: dict[str, Any], writer: asyncio.StreamWriter) -> None:
+    async def answer(request: dict[str, Any], writer: asyncio.StreamWriter) -> None:
         nonlocal number
         number += 1
-        await (fault if number % 3 == 0 else quick)(asked, writer)
+        await (fault if number % 3 == 0 else quick)(request, writer)
 
     with server(answer) as url:
         measured = load(url, IMPATIENT if kind == "timeout" else SHORT)
     counted = failures(measured)
     assert counted == {kind: number // 3}
     assert int(measured.record.of_kind("finished").sum()) == number - number // 3
-    assert set(measured.messages) == {kind}
+    assert set(measured.recorder.messages) == {kind}
 
 
-async def quick(asked: dict[str, Any], writer: asyncio.StreamWriter) -> None:
-    tokens = asked["max_tokens"]
-    body = event() * tokens + usage(len(asked["prompt"]), tokens)
+async def quick(request: dict[str, Any], writer: asyncio.StreamWriter) -> None:
+    tokens = request["max_tokens"]
+    body = event() * tokens + usage(len(request["prompt"]), tokens)
     writer.write(STREAM_HEAD + chunk(body) + b"0\r\n\r\n")
     await writer.drain()
 
 
-def test_a_server_that_is_not_there_refuses_every_request() -> None:
+def test_without_a_server_every_request_is_refused() -> None:
     with socket.socket() as probe:
         probe.bind(("127.0.0.1", 0))
         url = f"http://127.0.0.1:{probe.getsockname()[1]}"
@@ -198,9 +204,9 @@ def test_a_server_that_is_not_there_refuses_every_request() -> None:
     assert failures(measured) == {"refused": len(measured.record)}
 
 
-def test_tokens_are_those_that_the_server_counts_where_several_come_in_one_event() -> None:
-    async def in_pairs(asked: dict[str, Any], writer: asyncio.StreamWriter) -> None:
-        tokens = asked["max_tokens"]
+def test_tokens_are_as_counted_by_the_server_if_events_hold_several() -> None:
+    async def in_pairs(request: dict[str, Any], writer: asyncio.StreamWriter) -> None:
+        tokens = request["max_tokens"]
         writer.write(STREAM_HEAD)
         for _ in range(tokens // 2 or 1):
             writer.write(chunk(event("a b")))
@@ -216,7 +222,7 @@ def test_tokens_are_those_that_the_server_counts_where_several_come_in_one_event
 
 
 def test_requests_beyond_the_limit_are_rejected_not_sent() -> None:
-    async def silent(asked: dict[str, Any], writer: asyncio.StreamWriter) -> None:
+    async def silent(request: dict[str, Any], writer: asyncio.StreamWriter) -> None:
         await asyncio.sleep(60)
 
     seen: list[dict[str, Any]] = []
@@ -227,17 +233,19 @@ def test_requests_beyond_the_limit_are_rejected_not_sent() -> None:
 
 
 def test_a_stopped_run_is_partial_and_its_window_ends_there() -> None:
-    async def stopped(url: str) -> LoadMeasurement:
+    async def stopped(url: str) -> OpenLoop:
         stop = asyncio.Event()
         schedule = schedule_of(workload(), 60.0, 0, 256)
-        bodies = RequestBodies.of(PromptWriter(), schedule.names, {})
+        bodies = RequestBodies(PromptWriter(), schedule.names, {})
 
         def on_tick(now: LoadProgress) -> None:
             if now.completed > 5:
                 stop.set()
 
         settings = LoadSettings(duration_s=60.0)
-        return await run_load(schedule, bodies, Target(url), settings, stop=stop, on_tick=on_tick)
+        loop = OpenLoop(schedule, bodies, Target(url), settings)
+        await loop.run(stop, on_tick)
+        return loop
 
     with null_server() as url:
         measured = asyncio.run(stopped(url))
@@ -264,19 +272,19 @@ def test_the_file_of_requests_has_every_request_and_every_event(tmp_path: Path) 
     assert [path.name for path in tmp_path.iterdir()] == ["r.parquet"]
 
 
-def test_metrics_are_scraped_only_when_asked_for() -> None:
+def test_metrics_are_sampled_only_with_an_interval() -> None:
     with null_server() as url:
-        assert load(url).samples == ()
+        assert load(url).samples == []
         samples = load(url, LoadSettings(duration_s=0.8, metrics_interval_s=0.1)).samples
     assert len(samples) >= 2
     assert samples[0].values == {"running": 0.0, "waiting": 0.0, "kv_used": 0.0}
 
 
-def measured_by(url: str, asked: Workload, **more: Any) -> BenchResult:
-    return bench(asked, Target(url, **more), LoadSettings(duration_s=0.5))
+def measured_by(url: str, chosen: Workload, **more: Any) -> BenchResult:
+    return bench(chosen, Target(url, **more), LoadSettings(duration_s=0.5))
 
 
-def test_a_whole_bench_reads_back_as_it_was(tmp_path: Path) -> None:
+def test_a_result_reads_back_unchanged(tmp_path: Path) -> None:
     with null_server() as url:
         result = measured_by(url, workload())
     result.to_json(tmp_path / "r.json")
@@ -286,7 +294,7 @@ def test_a_whole_bench_reads_back_as_it_was(tmp_path: Path) -> None:
     assert not result.partial
 
 
-def test_the_key_is_sent_and_never_told() -> None:
+def test_the_api_key_is_sent_and_never_written() -> None:
     seen: list[dict[str, Any]] = []
     with server(servers.paced, seen) as url:
         result = measured_by(url, workload(), api_key="secret-key")
@@ -295,20 +303,20 @@ def test_the_key_is_sent_and_never_told() -> None:
     assert "secret-key" not in repr(Target("http://x", "secret-key"))
 
 
-def test_a_server_that_takes_no_ids_gets_text_of_the_same_length() -> None:
+def test_a_server_without_token_ids_gets_text_of_the_same_length() -> None:
     async def words_only(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
         import json
 
         while head := await reader.readuntil(b"\r\n\r\n"):
             length = [line for line in head.lower().split(b"\r\n") if line.startswith(b"content-length:")]
-            asked = json.loads(await reader.readexactly(int(length[0].split(b":")[1]))) if length else {}
-            if not isinstance(asked.get("prompt"), str):
+            request = json.loads(await reader.readexactly(int(length[0].split(b":")[1]))) if length else {}
+            if not isinstance(request.get("prompt"), str):
                 await plain(writer, 400, b'{"error": {"message": "prompt must be a string"}}')
                 continue
-            tokens = 1 + len(asked["prompt"].split())  # and one for the beginning
-            counted = usage(tokens, asked["max_tokens"])
-            if asked.get("stream"):
-                body = event() * asked["max_tokens"] + counted
+            tokens = 1 + len(request["prompt"].split())  # and one for the beginning
+            counted = usage(tokens, request["max_tokens"])
+            if request.get("stream"):
+                body = event() * request["max_tokens"] + counted
                 writer.write(STREAM_HEAD + chunk(body) + b"0\r\n\r\n")
             else:
                 answer = {"choices": [{"text": "a"}], "usage": {"prompt_tokens": tokens}}
@@ -317,9 +325,9 @@ def test_a_server_that_takes_no_ids_gets_text_of_the_same_length() -> None:
     async def start() -> asyncio.Server:
         return await asyncio.start_server(words_only, "127.0.0.1", 0)
 
-    asked = workload().replace(prompt_tokens=workload().prompt_tokens.__class__(mean=40))
+    chosen = workload().replace(prompt_tokens=workload().prompt_tokens.__class__(mean=40))
     with servers.listening(start) as url:
-        result = measured_by(url, asked)
+        result = measured_by(url, chosen)
     assert result.settings["prompt_form"] == "text"
     overall = result.overall
     assert overall.input_tok_s * result.duration_s == 40 * overall.completed
@@ -329,7 +337,7 @@ def test_a_server_that_takes_no_ids_gets_text_of_the_same_length() -> None:
     "url",
     ["localhost:8000", "ftp://x", "http://", "", "http://localhost:80x0", "http://[::1", "http://h:99999"],
 )
-def test_an_address_is_that_of_a_server(url: str) -> None:
+def test_invalid_urls_are_refused(url: str) -> None:
     with pytest.raises(InputError, match="url: must be the http"):
         Target(url)
 
@@ -337,7 +345,7 @@ def test_an_address_is_that_of_a_server(url: str) -> None:
 @pytest.mark.parametrize(
     "url", ["http://me:hush@h:1", "http://me@h:1/v1", "me:hush@h", "http://me:hush@[::1"]
 )
-def test_a_password_in_an_address_is_refused_and_not_told(url: str) -> None:
+def test_a_password_in_a_url_is_refused_and_not_shown(url: str) -> None:
     with pytest.raises(InputError, match="no password") as caught:
         Target(url)
     assert "hush" not in str(caught.value)
@@ -355,7 +363,7 @@ def test_a_server_that_lists_no_models_is_one_clear_line() -> None:
         measured_by(url, workload())
 
 
-def test_what_speaks_no_http_is_one_clear_line() -> None:
+def test_a_server_without_http_is_one_clear_line() -> None:
     async def greets(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
         writer.write(b"SSH-2.0-OpenSSH_9.6\r\n")
         await writer.drain()
@@ -370,5 +378,5 @@ def test_what_speaks_no_http_is_one_clear_line() -> None:
 
 
 @pytest.mark.parametrize("url", ["http://h:1", "http://h:1/", "http://h:1/v1", "http://h:1/v1/"])
-def test_an_address_may_end_in_its_version(url: str) -> None:
+def test_a_url_may_end_in_v1(url: str) -> None:
     assert Target(url).at("/v1/completions") == "http://h:1/v1/completions"

@@ -44,7 +44,7 @@ def test_a_written_file_has_the_keys_of_vllm(run: tuple[BenchResult, Path]) -> N
         assert ttft + sum(itl) == pytest.approx(latency, abs=1e-4)
 
 
-def test_what_was_written_reads_back(run: tuple[BenchResult, Path]) -> None:
+def test_a_written_file_reads_back(run: tuple[BenchResult, Path]) -> None:
     result, path = run
     read = read_vllm_bench(path)
     assert read.source == "vllm bench serve"

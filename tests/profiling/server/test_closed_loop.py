@@ -32,7 +32,7 @@ bounds = st.builds(
 
 
 @given(bounds, st.booleans())
-def test_no_point_asks_for_more_than_the_server_has(limits: ServerBounds, base_model: bool) -> None:
+def test_points_are_within_the_bounds_of_the_server(limits: ServerBounds, base_model: bool) -> None:
     points = design(limits, base_model)
     assert len({point.name for point in points}) == len(points)
     for point in points:
@@ -56,7 +56,7 @@ def test_every_batch_and_number_of_adapters_has_points() -> None:
 
 
 @pytest.mark.parametrize("change", [{"a_max": 0}, {"adapters": -1}, {"prompt_tokens": 0}])
-def test_bounds_are_sizes(change: dict[str, int]) -> None:
+def test_bounds_must_be_positive(change: dict[str, int]) -> None:
     fine = {
         "adapters": 1,
         "a_max": 1,
@@ -70,14 +70,14 @@ def test_bounds_are_sizes(change: dict[str, int]) -> None:
 
 
 class Server:
-    """Answers after the times given, in turn."""
+    """Sender with the given times to first token in turn."""
 
     def __init__(self, *ttft_s: float, kind: str = FINISHED) -> None:
-        self.ttft_s, self.kind, self.asked = ttft_s, kind, 0
+        self.ttft_s, self.kind, self.sent = ttft_s, kind, 0
 
     async def send(self, model: int, prompt_tokens: int, output_tokens: int) -> ClosedLoopRequest:
-        after_s = self.ttft_s[self.asked % len(self.ttft_s)]
-        self.asked += 1
+        after_s = self.ttft_s[self.sent % len(self.ttft_s)]
+        self.sent += 1
         return ClosedLoopRequest(
             RequestOutcome(0, self.kind, 0.0, 2.0, [after_s, 2.0]), model, prompt_tokens, output_tokens
         )
@@ -88,18 +88,18 @@ def loads(server: Server) -> list[dict[str, float | str]]:
     return asyncio.run(adapter_loads(cast(RequestSender, server), adapters, 2, 16, 3, lambda: None))
 
 
-def test_a_load_is_how_much_longer_the_first_answer_took() -> None:
+def test_a_load_time_is_the_difference_of_cold_and_warm_requests() -> None:
     rows = loads(Server(0.030, 0.010))
     assert {row["rank"]: row["ms"] for row in rows} == {8.0: pytest.approx(20.0), 16.0: pytest.approx(20.0)}
 
 
-def test_a_load_that_nobody_could_tell_is_kept_with_a_time_that_calibration_takes() -> None:
+def test_an_unmeasurable_load_gets_the_least_time_that_calibration_accepts() -> None:
     rows = loads(Server(0.010, 0.012))
     assert {row["rank"] for row in rows} == {8.0, 16.0}
     assert all(0.0 < float(row["ms"]) < 0.01 for row in rows)
 
 
-def test_a_request_that_fails_is_an_error_and_one_that_was_cancelled_a_cancellation() -> None:
+def test_failed_requests_raise_loop_errors_and_cancelled_ones_cancel() -> None:
     for kind, error in ((REFUSED, LoopError), (UNFINISHED, asyncio.CancelledError)):
         with pytest.raises(error):
             asyncio.run(first_tokens(cast(RequestSender, Server(0.01, kind=kind)), [0], [8], 1, lambda: None))

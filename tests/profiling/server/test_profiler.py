@@ -1,4 +1,4 @@
-"""A server of known step times is measured from outside, and what it is made of comes out again."""
+"""Measurement of a server with known step and load times."""
 
 import json
 import os
@@ -67,7 +67,7 @@ def measured(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, ServerProf
         return path, measure(url, path)
 
 
-def test_tables_are_such_as_calibration_reads(measured: tuple[Path, ServerProfilingResult]) -> None:
+def test_calibration_reads_the_tables(measured: tuple[Path, ServerProfilingResult]) -> None:
     path, done = measured
     table = read_steps(path / files.STEPS)
     assert table.rows == done.step_rows > 0
@@ -82,8 +82,8 @@ def test_tables_are_such_as_calibration_reads(measured: tuple[Path, ServerProfil
     assert done.kv_tokens == 64_000
 
 
-def test_steps_are_those_of_the_server(measured: tuple[Path, ServerProfilingResult]) -> None:
-    """No asserts on the clock of this machine: steps take what the server slept, or more."""
+def test_steps_last_as_long_as_on_the_server(measured: tuple[Path, ServerProfilingResult]) -> None:
+    """Steps last at least as long as the server sleeps; a busy machine lengthens them."""
     table = pd.read_parquet(measured[0] / files.STEPS)
     wanted = 8.0 + 0.1 * table["tokens"]
     assert (table["step_ms"] > 0.95 * wanted).all()
@@ -102,7 +102,7 @@ def test_first_tokens_take_longer_for_longer_prompts(measured: tuple[Path, Serve
     assert first["ttft_ms_p50"].iloc[-1] > first["ttft_ms_p50"].iloc[0]
 
 
-def test_measuring_again_goes_on_where_it_was_and_another_start_stands_beside(tmp_path: Path) -> None:
+def test_measuring_resumes_and_keeps_other_settings(tmp_path: Path) -> None:
     with toy_server(load_ms=0.0) as (url, _):
         first = measure(url, tmp_path, options=QUICKER)
         rows = len(pd.read_parquet(tmp_path / files.STEPS))
@@ -118,9 +118,7 @@ def test_measuring_again_goes_on_where_it_was_and_another_start_stands_beside(tm
     assert set(pd.read_parquet(tmp_path / files.STEPS)["setting"]) == {first.setting, third.setting}
 
 
-def test_points_are_visited_as_often_as_was_asked_and_in_turn(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_points_are_measured_once_per_pass_in_order(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     points = [ServerPoint(streams, 1, prompt_tokens=8, output_tokens=16) for streams in (1, 2)]
     monkeypatch.setattr(profiler, "design", lambda *_: points)
     with toy_server(load_ms=0.0) as (url, _):
@@ -137,7 +135,7 @@ def test_points_are_visited_as_often_as_was_asked_and_in_turn(
     assert table.groupby("visit").size().max() <= 3  # windows
 
 
-def test_points_whose_requests_fail_are_told_and_the_others_measured(tmp_path: Path) -> None:
+def test_failed_points_are_reported_and_the_others_measured(tmp_path: Path) -> None:
     with toy_server(refuse="base") as (url, _):
         done = measure(
             url, tmp_path, a_max=2, options=replace(QUICK, point_s=2.0, idle_repeats=1, load_rounds=1)
@@ -147,15 +145,15 @@ def test_points_whose_requests_fail_are_told_and_the_others_measured(tmp_path: P
     assert done.points + len(done.failed) == 4
 
 
-def test_a_stage_that_fails_does_not_keep_the_others_from_it(tmp_path: Path) -> None:
+def test_a_failed_stage_does_not_end_the_others(tmp_path: Path) -> None:
     with toy_server(refuse="a0") as (url, _):
         done = measure(url, tmp_path, options=QUICKER)
     assert [line.partition(":")[0] for line in done.failed[:2]] == ["first tokens", "adapter loads"]
     assert all("http_500" in line for line in done.failed[:2])
-    assert done.points + len(done.failed) == 3  # the point asks the base model
+    assert done.points + len(done.failed) == 3  # the point uses the base model
 
 
-def test_a_point_at_which_nobody_decodes_for_long_is_told(tmp_path: Path) -> None:
+def test_a_point_without_decode_steps_is_reported(tmp_path: Path) -> None:
     with toy_server(base_ms=90.0) as (url, _):
         done = measure(url, tmp_path, a_max=4, options=QUICKER)
     assert done.points == 0
@@ -164,7 +162,7 @@ def test_a_point_at_which_nobody_decodes_for_long_is_told(tmp_path: Path) -> Non
 
 
 @pytest.mark.parametrize("stage", ["first tokens", "adapter loads", "operating points"])
-def test_an_interrupt_ends_it_and_what_was_found_stays(tmp_path: Path, stage: str) -> None:
+def test_an_interrupt_keeps_the_measured_rows(tmp_path: Path, stage: str) -> None:
     sent = []
 
     def interrupt(at: str, done: int, total: int) -> None:
@@ -182,7 +180,7 @@ def test_an_interrupt_ends_it_and_what_was_found_stays(tmp_path: Path, stage: st
     assert (noted["points"], noted["ranks"]) == (0, RANKS)
 
 
-def test_an_interrupt_does_not_make_the_note_forget_what_the_table_has(
+def test_an_interrupt_keeps_the_points_in_the_provenance(
     measured: tuple[Path, ServerProfilingResult], tmp_path: Path
 ) -> None:
     folder = tmp_path / "copy"
@@ -200,23 +198,23 @@ def test_an_interrupt_does_not_make_the_note_forget_what_the_table_has(
 
 
 @pytest.mark.parametrize(
-    ("change", "told"),
+    ("change", "message"),
     [
         ({"base_model": "a0", "ranks": {"a1": 8, "a2": 16, "a3": 8}}, "base_model: must be base"),
         ({"ranks": RANKS | {"a1": 16}}, "ranks: must be"),
     ],
 )
 def test_a_folder_of_another_server_is_refused(
-    measured: tuple[Path, ServerProfilingResult], tmp_path: Path, change: dict[str, Any], told: str
+    measured: tuple[Path, ServerProfilingResult], tmp_path: Path, change: dict[str, Any], message: str
 ) -> None:
     folder = tmp_path / "copy"
     shutil.copytree(measured[0], folder)
     before = (folder / files.PROVENANCE).read_bytes()
-    with toy_server() as (url, _), pytest.raises(InputError, match=told):
+    with toy_server() as (url, _), pytest.raises(InputError, match=message):
         measure(url, folder, **change)
     assert (folder / files.PROVENANCE).read_bytes() == before
 
 
-def test_without_anything_to_ask_for_it_is_refused(tmp_path: Path) -> None:
+def test_a_measurement_without_models_is_refused(tmp_path: Path) -> None:
     with pytest.raises(InputError, match="must name an adapter"):
         profile_server(Target("http://127.0.0.1:9"), {}, EngineSetting(1, 16), MeasurementFolder(tmp_path))

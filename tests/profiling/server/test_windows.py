@@ -1,4 +1,4 @@
-"""Windows of events must tell the steps of the engine that made them: a toy engine with known steps."""
+"""Windows of events recover the known steps of a toy engine."""
 
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -37,7 +37,7 @@ class ToyEngine:
     ms_per_token: float = 0.05
     jitter_ms: float = 0.0
     merge: float = 0.0
-    """Share of tokens that reach the client only with the next one."""
+    """Share of tokens that arrive with the next one."""
 
     def run(
         self, seconds: float, seed: int
@@ -79,7 +79,9 @@ class ToyEngine:
 
 @settings(max_examples=20)
 @given(st.integers(6, 24), st.integers(0, 1000), st.sampled_from([0.0, 1.0]), st.sampled_from([0.0, 0.02]))
-def test_rows_tell_the_steps_of_the_engine(streams: int, seed: int, jitter_ms: float, merge: float) -> None:
+def test_rows_recover_the_steps_of_the_engine(
+    streams: int, seed: int, jitter_ms: float, merge: float
+) -> None:
     answered, ends, tokens = ToyEngine(streams, jitter_ms=jitter_ms, merge=merge).run(6.0, seed)
     edges = np.array([2.0, 4.0])
     (row,) = window_rows(answered, edges, RANKS, 512)
@@ -94,8 +96,8 @@ def test_rows_tell_the_steps_of_the_engine(streams: int, seed: int, jitter_ms: f
 
 
 @pytest.mark.parametrize("streams", [1, 3, 12])
-def test_a_line_through_the_rows_is_the_engines_own(streams: int) -> None:
-    """What calibration makes of the rows: base and time per token come out as they went in."""
+def test_a_fit_to_the_rows_recovers_base_and_token_time(streams: int) -> None:
+    """Calibration recovers base and time per token."""
     rows = []
     for seed, count in enumerate((streams, 2 * streams, 4 * streams)):
         answered, _, _ = ToyEngine(count).run(8.0, seed)
@@ -106,15 +108,15 @@ def test_a_line_through_the_rows_is_the_engines_own(streams: int) -> None:
     assert per_token == pytest.approx(0.05, rel=0.05)
 
 
-def test_one_stream_shows_decodes_only() -> None:
-    """Alone, nobody sees how long its prompt's step took: that time is left out, and so is the prompt."""
+def test_a_single_stream_shows_decode_steps_only() -> None:
+    """The step of a lone prompt is not observable: its time and its tokens are left out."""
     answered, _, _ = ToyEngine(1).run(6.0, 0)
     (row,) = window_rows(answered, np.array([1.0, 5.0]), RANKS, None)
     assert row["step_ms"] == pytest.approx(10.05, rel=1e-6)
     assert (row["tokens"], row["prefills"]) == (pytest.approx(1.0, rel=0.01), 0.0)
 
 
-def test_tokens_held_are_prompts_and_what_was_produced() -> None:
+def test_kv_tokens_are_prompt_and_produced_tokens() -> None:
     times = [1.0 + 0.1 * number for number in range(41)]
     outcome = RequestOutcome(0, FINISHED, 0.9, times[-1], times, 100, 41)
     (row,) = window_rows([ClosedLoopRequest(outcome, 1, 100, 41)], np.array([1.0, 5.0]), RANKS, None)
@@ -144,8 +146,8 @@ def test_windows_without_steps_give_no_rows() -> None:
     assert window_rows([], np.array([3.0, 4.0]), RANKS, None) == []
 
 
-def test_requests_that_did_not_finish_count_with_the_tokens_per_event_of_those_that_did() -> None:
-    """A server that puts two tokens into every event, and a long request that outlives the window."""
+def test_unfinished_requests_count_with_the_tokens_per_event_of_finished_ones() -> None:
+    """A server with two tokens per event, and a request that outlasts the window."""
     times = [1.0 + 0.1 * number for number in range(41)]
     done = RequestOutcome(0, FINISHED, 0.9, times[-1], times, 100, 81)
     open_end = RequestOutcome(1, UNFINISHED, 0.9, times[-1], times)
@@ -165,7 +167,7 @@ def test_prompts_have_the_tokens_that_the_server_counted() -> None:
     assert row["kv_tokens"] == pytest.approx(130 + np.mean(np.arange(1, 41)))
 
 
-def test_steps_seen_from_outside_become_a_profile(tmp_path: Path) -> None:
+def test_windows_calibrate_a_profile(tmp_path: Path) -> None:
     fixed = {"a_max": 4, "s_max": 16, "adapters_served": 3, "waiting": 0.0, "load_ms": 0.0}
     rows = []
     for streams in (4, 5, 6, 8, 10, 12, 14, 16, 20, 24):

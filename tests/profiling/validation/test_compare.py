@@ -1,4 +1,4 @@
-"""Agreement: an error within its tolerance, the right verdict, and a sound measurement; nothing less."""
+"""Agreement needs errors within tolerances, the same verdict, and a valid measurement."""
 
 import math
 
@@ -49,14 +49,14 @@ def test_agreement_is_symmetric_and_within_the_tolerance(
     assert forth.agrees == back.agrees == (forth.error <= tolerance)
 
 
-def test_what_is_not_measured_does_not_agree_unless_nothing_was_predicted() -> None:
+def test_unmeasured_metrics_agree_only_without_prediction() -> None:
     assert not comparison(math.nan, 1.0).agrees
     assert comparison(math.nan, math.nan).agrees
     assert comparison(math.nan, 1.0, None).agrees
     assert comparison(0.0, 0.0).agrees
 
 
-def test_a_group_agrees_in_everything_or_not_at_all() -> None:
+def test_a_group_agrees_if_all_metrics_agree() -> None:
     near, far = comparison(100.0, 101.0), comparison(100.0, 120.0)
     assert group(near).agrees
     assert not group(near, far).agrees
@@ -65,7 +65,7 @@ def test_a_group_agrees_in_everything_or_not_at_all() -> None:
     assert not group(near, faults=("stopped before its time",)).agrees
 
 
-def test_only_what_was_measured_is_shown_and_the_two_that_count_always() -> None:
+def test_measured_metrics_and_those_with_tolerances_are_compared() -> None:
     found = compared({"ttft_s_mean": 1.0}, {THROUGHPUT: 5.0}, {}, {THROUGHPUT: 6.0}, Tolerances(1.0, 2.0))
     assert {each.name: each.tolerance for each in found} == {THROUGHPUT: 1.0, "ttft_s_mean": None, ITL: 2.0}
     assert math.isnan(found[0].measured)
@@ -73,7 +73,7 @@ def test_only_what_was_measured_is_shown_and_the_two_that_count_always() -> None
 
 
 @pytest.mark.parametrize("fields", [{"duration_s": 0.0}, {"rate_scale": math.inf}])
-def test_settings_are_checked(fields: dict[str, float]) -> None:
+def test_invalid_options_are_refused(fields: dict[str, float]) -> None:
     with pytest.raises(InputError, match="above 0"):
         ValidationOptions(**fields)
     with pytest.raises(InputError, match=">= 0"):

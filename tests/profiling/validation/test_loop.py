@@ -1,4 +1,4 @@
-"""Stages of closed loops: a measurement that is void leaves nothing behind, one that disagrees stays."""
+"""Stages of closed loops: void measurements are removed, those that disagree stay."""
 
 import json
 from collections.abc import Callable, Sequence
@@ -29,9 +29,7 @@ def finding(*faults: str) -> Callable[..., str]:
     return run
 
 
-def test_a_void_validation_is_thrown_away_and_made_again(
-    folder: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_void_validation_is_removed_and_repeated(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(loop, "run_capplan", finding("3 requests failed", "the client could not keep up"))
     with pytest.raises(VoidError, match="validation-90 is void: 3 requests failed; the client"):
         ClosedLoop(folder, LoopSettings()).validate(0.9, 1.0)
@@ -40,7 +38,7 @@ def test_a_void_validation_is_thrown_away_and_made_again(
     assert not ClosedLoop(folder, LoopSettings()).validate(0.9, 1.0)["agrees"]
 
 
-def test_a_sound_validation_is_made_once_and_a_void_one_from_before_again(
+def test_a_valid_validation_is_reused_and_a_void_one_repeated(
     folder: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(loop, "run_capplan", finding())

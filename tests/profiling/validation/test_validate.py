@@ -1,4 +1,4 @@
-"""Validations of plans on servers that run already: what ends them early, and what servers are told."""
+"""Validation of plans on running servers, and the command of started ones."""
 
 import asyncio
 import os
@@ -25,24 +25,24 @@ WORKLOAD = Workload(
 )
 
 
-def test_an_interrupt_ends_all_of_it_and_leaves_the_group_that_ran() -> None:
-    begun: list[str] = []
+def test_an_interrupt_ends_the_validation_and_keeps_the_running_group() -> None:
+    started: list[str] = []
 
     def interrupt(now: LoadProgress) -> None:
-        if now.completed and len(begun) == 1:
-            begun.append("interrupted")
+        if now.completed and len(started) == 1:
+            started.append("interrupted")
             os.kill(os.getpid(), signal.SIGINT)
 
     with toy_server(load_ms=0.0, names=(MODEL, "a", "b", "shared")) as (url, _):
         options = ValidationOptions(duration_s=60.0, urls={"g0": url, "g1": url})
-        found = validate(PLAN, WORKLOAD, PROFILES, options, begun.append, interrupt)
-    assert begun == ["g0", "interrupted"]
+        found = validate(PLAN, WORKLOAD, PROFILES, options, started.append, interrupt)
+    assert started == ["g0", "interrupted"]
     assert found.partial
     assert not found.agrees
     assert [(group.group, group.faults) for group in found.groups] == [("g0", ("stopped before its time",))]
 
 
-def test_a_server_that_wants_a_key_tells_its_memory_too() -> None:
+def test_the_memory_of_a_server_with_api_key_is_read() -> None:
     async def guarded(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
         try:
             while True:
@@ -68,7 +68,7 @@ def test_a_server_that_wants_a_key_tells_its_memory_too() -> None:
 
 
 @pytest.mark.parametrize("kernel", [None, "padded"])
-def test_a_server_is_started_with_the_kernel_that_was_asked_for(kernel: str | None) -> None:
+def test_a_server_is_started_with_the_chosen_kernel(kernel: str | None) -> None:
     group = PLAN.groups[0]
     words = server_command(PLAN, group, PROFILE, 64_000, 10, ValidationOptions(lora_kernel=kernel)).words()
     if kernel is None:

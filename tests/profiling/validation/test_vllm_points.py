@@ -1,4 +1,4 @@
-"""Points of the closed loop on vLLM, with a stand-in for its server: what is kept of them, what is not."""
+"""Points of the closed loop on vLLM, with a stand-in for its server."""
 
 import json
 from collections.abc import Callable, Iterator
@@ -49,7 +49,7 @@ def result(**changes: Any) -> BenchResult:
 
 @pytest.fixture
 def run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Callable[..., Any]:
-    """Run a loop whose first stages are done, with a load test that finds what is given."""
+    """Run a loop whose first stages are done, with a given load-test result."""
     profile = profile_document()
     profile["model"]["hf_ids"] = ["base"]
     (tmp_path / "profile.json").write_text(json.dumps(profile))
@@ -73,7 +73,7 @@ def run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Callable[..., Any]:
 
 
 @pytest.mark.parametrize(
-    ("change", "told"),
+    ("change", "message"),
     [
         ({"partial": True}, "stopped before its time"),
         ({"failed": 2}, "2 requests failed"),
@@ -81,16 +81,16 @@ def run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Callable[..., Any]:
     ],
 )
 def test_a_void_point_leaves_no_file(
-    run: Callable[..., Any], tmp_path: Path, change: dict[str, Any], told: str
+    run: Callable[..., Any], tmp_path: Path, change: dict[str, Any], message: str
 ) -> None:
-    with pytest.raises(SystemExit, match=rf"{NAME} is void: .*{told}"):
+    with pytest.raises(SystemExit, match=rf"{NAME} is void: .*{message}"):
         run(result(**change))
     assert not (tmp_path / f"{NAME}.json").exists()
     run(result())
     assert (tmp_path / f"{NAME}.json").exists()
 
 
-def test_a_point_is_predicted_with_the_seed_that_it_was_measured_with(run: Callable[..., Any]) -> None:
+def test_a_point_is_predicted_with_the_seed_of_its_measurement(run: Callable[..., Any]) -> None:
     ((_, first),) = run(result(), "--seed", "3")
     ((_, again),) = run(None, "--seed", "0")  # the file is there
     assert [each.predicted for each in again] == [each.predicted for each in first]
