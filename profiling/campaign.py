@@ -314,10 +314,10 @@ def main(arguments: Sequence[str] | None = None) -> int:
         description=__doc__,
         formatter_class=argparse.RawDescriptionHelpFormatter,
     )
-    parser.add_argument("--device", default="cuda", help="cuda unless given")
-    parser.add_argument("--out", type=Path, help="folder; datasets/<gpu> unless given")
-    parser.add_argument("--time-s", type=float, default=float("inf"), help="stop after so many seconds")
-    parser.add_argument("--tiny", action="store_true", help="a handful of cases, to try the campaign")
+    parser.add_argument("--device", default="cuda", help="default: cuda")
+    parser.add_argument("--out", type=Path, help="folder; default: datasets/<gpu>")
+    parser.add_argument("--time-s", type=float, default=float("inf"), help="time limit in seconds")
+    parser.add_argument("--tiny", action="store_true", help="a few small cases, to test the campaign")
     given = parser.parse_args(arguments)
     try:
         succeeded = _run(given)

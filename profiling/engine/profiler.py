@@ -186,8 +186,6 @@ def profile_engine(
     ----------
     out
         The folder; its rows are not measured again.
-    options
-        Engine, settings and time.
     on_progress
         Called with a stage, the number of its parts that are done, and their total.
 

@@ -44,7 +44,7 @@ class Case:
     """Mix of ranks, part of the configuration, whose draws (`seed`) share a fold."""
     seed: int
     ranks: tuple[int, ...]
-    """Rank of each adapter; the requests of an adapter stand together."""
+    """Rank of each adapter; the requests of an adapter are adjacent."""
     requests_each: int = 1
     """Requests of each adapter."""
     tokens_each: int = 1

@@ -130,9 +130,7 @@ class KernelCalls(NamedTuple):
 
 
 MakeCalls: TypeAlias = Callable[[Case, int, WeightPool, int], KernelCalls]
-"""Returns calls of a kernel on a case: for linear maps from and to a width, with weights from a pool, so many
-of each half.
-"""
+"""Returns calls of both halves: from the case, the width, the pool of weights, and the number of calls."""
 
 
 def segments_of(case: Case) -> list[Segment]:

@@ -30,7 +30,6 @@ from capplan.profiling.load.record import (
     MeasurementWindow,
     RequestFile,
     RequestRecorder,
-    RequestRecords,
     not_sent,
 )
 from capplan.profiling.load.requests import (
@@ -144,8 +143,9 @@ async def _bench(
     bodies = bodies_for(found, target, schedule.names, used)
     stop = asyncio.Event()
     started_at = datetime.now(UTC).isoformat(timespec="seconds")
+    measured = OpenLoop(schedule, bodies, target, settings, file)
     with stopped_by_signals(stop):
-        measured = await run_load(schedule, bodies, target, settings, stop=stop, file=file, on_tick=on_tick)
+        await measured.run(stop, on_tick)
     given = {
         "seed": options.seed,
         "rate_scale": options.rate_scale,
@@ -158,7 +158,7 @@ async def _bench(
 
 
 def bench_result(
-    measured: LoadMeasurement,
+    measured: OpenLoop,
     workload: Workload,
     target: Target,
     settings: dict[str, Any],
@@ -169,7 +169,7 @@ def bench_result(
     record, window = measured.record, measured.window
     counts = {kind: int(record.of_kind(kind).sum()) for kind in record.kinds if kind not in NOT_FAILURES}
     failures = [
-        Failure(kind=kind, requests=counts[kind], message=measured.messages.get(kind, ""))
+        Failure(kind=kind, requests=counts[kind], message=measured.recorder.messages.get(kind, ""))
         for kind in sorted(counts, key=counts.__getitem__, reverse=True)
         if counts[kind]
     ]
@@ -183,11 +183,11 @@ def bench_result(
         partial=measured.partial,
         warm_up_s=window.start_s,
         duration_s=window.duration_s,
-        overall=overall_metrics(record, window, measured.gaps),
+        overall=overall_metrics(record, window, measured.recorder.gaps),
         adapters=adapter_metrics(record, window),
         failures=tuple(failures),
         client=client_health(record, window, measured.loop_lag, limits),
-        server=measured.samples,
+        server=tuple(measured.samples),
     )
 
 
@@ -269,85 +269,53 @@ class LoadProgress:
 OnTick = Callable[[LoadProgress], None]
 
 
-@dataclass(frozen=True, eq=False)
-class LoadMeasurement:
-    """Measurements of a run."""
+class OpenLoop:
+    """Open loop: the requests of a schedule are sent when they are due.
 
-    record: RequestRecords
-    window: MeasurementWindow
-    gaps: LogHistogram
-    """Gaps between tokens within the window, of all requests."""
-    loop_lag: EventLoopLag
-    samples: tuple[ServerSample, ...]
-    """Samples of ``/metrics``."""
-    partial: bool
-    """Whether the run was stopped early."""
-    messages: dict[str, str] = field(default_factory=dict)
-    """Message of the first failure of each kind."""
-
-
-async def run_load(
-    schedule: Schedule,
-    bodies: RequestBodies,
-    target: Target,
-    settings: LoadSettings,
-    *,
-    stop: asyncio.Event | None = None,
-    file: RequestFile | None = None,
-    on_tick: OnTick | None = None,
-) -> LoadMeasurement:
-    """Send the requests of a schedule and wait for their answers.
-
-    Parameters
-    ----------
-    schedule, bodies
-        Due times and bodies; the models of `bodies` are in the order of the schedule's names.
-    stop
-        Event that ends the run early; the measurement is then partial.
-    file
-        Destination of every request; the caller keeps it.
-    on_tick
-        Called four times a second.
+    The models of `bodies` are in the order of the schedule's names. `file` receives every request; the caller
+    keeps it.
     """
-    run = _OpenLoop(schedule, bodies, target, settings, file)
-    return await run.measure(stop or asyncio.Event(), on_tick)
 
-
-class _OpenLoop:
     def __init__(
         self,
         schedule: Schedule,
         bodies: RequestBodies,
         target: Target,
         settings: LoadSettings,
-        file: RequestFile | None,
+        file: RequestFile | None = None,
     ) -> None:
         self.schedule, self.bodies = schedule, bodies
         self.target, self.settings = target, settings
         self.window = MeasurementWindow(settings.warm_up_s, settings.horizon_s)
+        """Measured window; shorter after an early end."""
         self.recorder = RequestRecorder(schedule, self.window, file)
         self.loop_lag = EventLoopLag()
+        self.samples: list[ServerSample] = []
+        """Samples of ``/metrics``."""
+        self.partial = False
+        """Whether the run was stopped early."""
         self.tasks: set[asyncio.Task[None]] = set()
         self.error: BaseException | None = None
         self.sent = 0
         self.loop = asyncio.get_running_loop()
 
-    def clock(self) -> float:
+    def _clock(self) -> float:
         return self.loop.time() - self.origin
 
-    async def measure(self, stop: asyncio.Event, on_tick: OnTick | None) -> LoadMeasurement:
+    async def run(self, stop: asyncio.Event, on_tick: OnTick | None = None) -> None:
+        """Send the requests and wait for their answers, until an event ends the run early."""
         self.stop = stop
         self.origin = self.loop.time() + _LEAD_S
         async with open_session(self.target) as session:
-            self.client = CompletionClient(session, self.target, self.settings.timeout_s, self.clock)
-            sampler = MetricsSampler(session, self.target, self.settings.metrics_interval_s, self.clock)
+            self.client = CompletionClient(session, self.target, self.settings.timeout_s, self._clock)
+            sampler = MetricsSampler(session, self.target, self.settings.metrics_interval_s, self._clock)
             background = (self.loop_lag.watch(), self._report_progress(on_tick), sampler.run())
             helpers = [asyncio.create_task(each) for each in background]
             sender = asyncio.create_task(self._send_all())
             stopped = asyncio.create_task(stop.wait())
             try:
                 await asyncio.wait({sender, stopped}, return_when=asyncio.FIRST_COMPLETED)
-                ended_s = self.clock()
+                ended_s = self._clock()
                 if not stop.is_set():
                     await self._drain(stopped)
             finally:
@@ -355,28 +323,18 @@ class _OpenLoop:
                 await _cancel(list(self.tasks))
         if self.error is not None:
             raise self.error
-        partial = ended_s < self.window.end_s
-        window = self._window_until(ended_s) if partial else self.window
-        return LoadMeasurement(
-            record=self.recorder.record(window.end_s),
-            window=window,
-            gaps=self.recorder.gaps,
-            loop_lag=self.loop_lag,
-            samples=tuple(sampler.samples),
-            partial=partial,
-            messages=self.recorder.messages,
-        )
-
-    def _window_until(self, ended_s: float) -> MeasurementWindow:
-        """Return the measured part of the window; all of the time, if the window had not started."""
-        start_s = self.window.start_s if ended_s > self.window.start_s else 0.0
-        return MeasurementWindow(start_s, max(ended_s, start_s + 1e-3))
+        self.samples = sampler.samples
+        self.partial = ended_s < self.window.end_s
+        if self.partial:  # if the window had not started, all of the time is the window
+            start_s = self.window.start_s if ended_s > self.window.start_s else 0.0
+            self.window = MeasurementWindow(start_s, max(ended_s, start_s + 1e-3))
+        self.record = self.recorder.record(self.window.end_s)
 
     async def _send_all(self) -> None:
         """Start every request when it is due, and wait for the end of the window."""
         overdue = 0
         for number, due_s in enumerate(self.schedule.due_s.tolist()):
-            now_s = self.clock()
+            now_s = self._clock()
             if now_s >= self.window.end_s:
                 return  # the client is late; overdue requests are not sent
             if due_s > now_s:
@@ -387,7 +345,7 @@ class _OpenLoop:
                 if overdue % _SENT_IN_A_ROW == 0:
                     await asyncio.sleep(0)
             self._start(number)
-        await asyncio.sleep(max(0.0, self.window.end_s - self.clock()))
+        await asyncio.sleep(max(0.0, self.window.end_s - self._clock()))
 
     def _start(self, number: int) -> None:
         limit = self.settings.max_in_flight
@@ -418,8 +376,8 @@ class _OpenLoop:
 
     async def _drain(self, stopped: asyncio.Task[bool]) -> None:
         """Wait for requests in flight, at most `drain_s`."""
-        until_s = self.clock() + self.settings.drain_s
-        while self.tasks and not stopped.done() and (left_s := until_s - self.clock()) > 0.0:
+        until_s = self._clock() + self.settings.drain_s
+        while self.tasks and not stopped.done() and (left_s := until_s - self._clock()) > 0.0:
             await asyncio.wait(self.tasks, timeout=min(left_s, _TICK_S))
 
     async def _report_progress(self, on_tick: OnTick | None) -> None:
@@ -427,7 +385,7 @@ class _OpenLoop:
             counts = self.recorder.counts
             on_tick(
                 LoadProgress(
-                    now_s=max(0.0, self.clock()),
+                    now_s=max(0.0, self._clock()),
                     horizon_s=self.window.end_s,
                     sent=self.sent,
                     in_flight=len(self.tasks),

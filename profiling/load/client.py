@@ -123,7 +123,7 @@ def _answered(number: int, sent_s: float, ended_s: float, events: EventCounter) 
     if ending.error or not times:
         failure = BAD_RESPONSE, ending.error or "an answer without a single event"
     elif not ending.complete:
-        failure = DISCONNECTED, "the answer ended half-way"
+        failure = DISCONNECTED, "the answer ended early"
     elif not tokens:
         failure, times = (BAD_RESPONSE, "an answer without a token"), tokens
     else:

@@ -90,7 +90,7 @@ def bodies_for(found: Preflight, target: Target, names: Sequence[str], used: Seq
     """Return the request bodies of a run; `names` not in `used` get no model."""
     known = set(used)
     models = [target.model_of(name) if name in known else "" for name in names]
-    return RequestBodies.of(found.prompts, models, target.extra_body)
+    return RequestBodies(found.prompts, models, target.extra_body)
 
 
 class _Probe:
@@ -121,7 +121,7 @@ class _Probe:
         raise InputError(rule, location=f"{self._target.shown}: model {model}")
 
     async def _complete(self, prompts: PromptWriter, model: str) -> tuple[int, Any]:
-        bodies = RequestBodies.of(prompts, [model], self._target.extra_body)
+        bodies = RequestBodies(prompts, [model], self._target.extra_body)
         body = json.loads(bodies.body(0, 0, _PROBE_TOKENS, 1))
         del body["stream"], body["stream_options"]
         if prompts.form is not PromptForm.TEXT:

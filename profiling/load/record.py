@@ -86,7 +86,7 @@ class LogHistogram:
             return [math.nan] * len(percentiles)
         bins = np.searchsorted(up_to, np.array(percentiles) / 100.0 * up_to[-1])
         middles = _SMALLEST_S * 2.0 ** ((bins + 0.5) / _PER_OCTAVE)
-        found: list[float] = np.where(bins == 0, 0.0, middles).tolist()  # what arrived together
+        found: list[float] = np.where(bins == 0, 0.0, middles).tolist()  # arrived together
         return found
 
 

@@ -158,7 +158,7 @@ def schedule_of(
     horizon_s, seed, max_model_len
         The twin's ``duration_s``, ``seed`` and ``max_model_len``.
     rate_scale
-        Factor of all rates; see `scaled`.
+        As for `scaled`.
     profile
         Correlation of prompt and output lengths, unless the workload gives one.
 
@@ -199,7 +199,7 @@ def scaled(workload: Workload, rate_scale: float) -> Workload:
         return workload
     adapters = tuple(a.model_copy(update={"rate_rps": a.rate_rps * rate_scale}) for a in workload.adapters)
     trace = workload.trace
-    if trace is not None:
+    if trace is not None and len(trace):
         trace = trace.at_rate(rate_scale * len(trace) / trace.duration_s)
     return workload.model_copy(update={"adapters": adapters, "trace": trace})
 
@@ -270,16 +270,10 @@ class PromptWriter:
         return "".join(digits)
 
 
-@dataclass(frozen=True)
 class RequestBodies:
-    """Writer of completion requests: prompts, and the other JSON fields by model position."""
+    """Writer of completion requests to models by position, with further JSON fields in `extra`."""
 
-    prompts: PromptWriter
-    heads: Sequence[str]
-
-    @classmethod
-    def of(cls, prompts: PromptWriter, models: Sequence[str], extra: Mapping[str, Any]) -> RequestBodies:
-        """Return a writer for these models, with further fields."""
+    def __init__(self, prompts: PromptWriter, models: Sequence[str], extra: Mapping[str, Any]) -> None:
         fixed = {
             "stream": True,
             "stream_options": {"include_usage": True},
@@ -287,9 +281,10 @@ class RequestBodies:
             "ignore_eos": True,  # an output has the length that was drawn
             **extra,
         }
-        return cls(prompts, [json.dumps({"model": model, **fixed})[:-1] for model in models])
+        self._prompts = prompts
+        self._heads = [json.dumps({"model": model, **fixed})[:-1] for model in models]
 
     def body(self, number: int, model: int, prompt_tokens: int, output_tokens: int, shared: int = 0) -> bytes:
         """Return the JSON of one request."""
-        prompt = self.prompts.written(number, prompt_tokens, shared)
-        return f'{self.heads[model]}, "max_tokens": {output_tokens}, "prompt": {prompt}}}'.encode()
+        prompt = self._prompts.written(number, prompt_tokens, shared)
+        return f'{self._heads[model]}, "max_tokens": {output_tokens}, "prompt": {prompt}}}'.encode()

@@ -128,7 +128,7 @@ class BenchResult(SpecModel):
     server: Annotated[tuple[ServerSample, ...], Field(description="Scrapes of /metrics.")] = ()
 
     def to_json(self, path: str | os.PathLike[str] | None = None) -> str:
-        """Return the result as JSON text, and write it to ``path`` if given: all of it or nothing."""
+        """Return the result as JSON text, and write it to ``path`` atomically if given."""
         text = json.dumps(self.model_dump(mode="json"), indent=1, ensure_ascii=False, allow_nan=False) + "\n"
         if path is not None:
             write_text_atomic(path, text)

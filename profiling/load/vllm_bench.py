@@ -55,7 +55,7 @@ def vllm_document(result: BenchResult, rows: Mapping[str, Any]) -> dict[str, Any
     output = np.where(finished, np.array(rows["output_tokens"], np.int64), 0)
     prompt = np.array(rows["prompt_tokens"], np.int64)
     events = zip(rows["event_ms"], finished.tolist(), strict=True)
-    itl_s = [np.diff(each).astype(float) / _MS_PER_S if whole else np.empty(0) for each, whole in events]
+    itl_s = [np.diff(np.asarray(each, float)) / _MS_PER_S if whole else np.empty(0) for each, whole in events]
     duration_s = float(np.nanmax(last_s) - sent.min()) if finished.any() else result.duration_s
     inputs, outputs, count = int(prompt[finished].sum()), int(output.sum()), int(finished.sum())
     several = finished & (output > 1)
@@ -179,15 +179,12 @@ def _document(path: str | os.PathLike[str]) -> Mapping[str, Any]:
 
 
 def _rows(requests: str | os.PathLike[str], result: BenchResult) -> dict[str, list[Any]]:
-    import pyarrow.compute as pc
-    import pyarrow.parquet as pq
+    import pandas as pd
 
-    table = pq.read_table(requests)
+    table = pd.read_parquet(requests)
     end_s = result.warm_up_s + result.duration_s
-    arrival = table["arrival_s"]
-    keep = pc.and_(pc.greater_equal(arrival, result.warm_up_s), pc.less(arrival, end_s))
-    table = table.filter(pc.and_(keep, pc.is_valid(table["sent_s"]))).sort_by("number")
-    rows: dict[str, list[Any]] = table.to_pydict()
+    inside = (table["arrival_s"] >= result.warm_up_s) & (table["arrival_s"] < end_s)
+    rows: dict[str, list[Any]] = table[inside & table["sent_s"].notna()].sort_values("number").to_dict("list")
     return rows
 
 

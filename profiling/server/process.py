@@ -35,14 +35,13 @@ class ServerCommand:
 
     def words(self) -> list[str]:
         """Return the command line."""
-        command = [sys.executable, "-m", "capplan", "serve", "--model", self.model, "--port", "0", "--json"]
-        command += [*self.flags]
-        if self.records is not None:
-            command += ["--records", str(self.records)]
-        if self.adapters:
-            modules = [f"{name}={source}" for name, source in self.adapters.items()]
-            command += ["--lora-modules", modules[0], *modules[1:]]
-        return command
+        modules = [f"{name}={source}" for name, source in self.adapters.items()]
+        return [
+            *(sys.executable, "-m", "capplan", "serve", "--model", self.model, "--port", "0", "--json"),
+            *self.flags,
+            *flag_words({"--records": self.records}),
+            *(["--lora-modules", *modules] if modules else []),
+        ]
 
 
 @contextmanager

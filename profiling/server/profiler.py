@@ -308,12 +308,6 @@ def profile_server(
         The server; a named base model is measured, too.
     adapters
         Ranks by adapter name.
-    setting
-        Engine settings of the server.
-    out
-        Folder of tables.
-    options
-        Extent of the measurement.
     on_progress
         Called with a stage, the number of its parts that are done, and their total.
 
@@ -322,8 +316,8 @@ def profile_server(
     InputError
         If the server does not answer, or a setting is missing or wrong.
     """
-    settings = options or ServerProfilingOptions()
-    return asyncio.run(_profile(target, dict(adapters), setting, out, settings, on_progress or _ignore))
+    chosen, report = options or ServerProfilingOptions(), on_progress or (lambda *_: None)
+    return asyncio.run(_profile(target, dict(adapters), setting, out, chosen, report))
 
 
 async def _profile(
@@ -357,7 +351,3 @@ async def _profile(
         raise error
     profiler.result.partial = stop.is_set()
     return profiler.result
-
-
-def _ignore(stage: str, done: int, total: int) -> None:
-    """Show nothing."""
