@@ -184,8 +184,8 @@ def _rows(requests: str | os.PathLike[str], result: BenchResult) -> dict[str, li
     table = pd.read_parquet(requests)
     end_s = result.warm_up_s + result.duration_s
     inside = (table["arrival_s"] >= result.warm_up_s) & (table["arrival_s"] < end_s)
-    rows: dict[str, list[Any]] = table[inside & table["sent_s"].notna()].sort_values("number").to_dict("list")
-    return rows
+    rows: Any = table[inside & table["sent_s"].notna()].sort_values("number")
+    return {name: rows[name].tolist() for name in rows.columns}
 
 
 def _summary(metric: str, values_s: NDArray[np.float64]) -> dict[str, float]:
