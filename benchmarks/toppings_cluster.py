@@ -146,7 +146,7 @@ def compare(
     engines = setting.engines(profile)
     load = setting.workload
     times = {"duration_s": duration_s, "seed": seed}
-    base, cpu_s = cpu_timed(partial(simulate_without_adapters, load, engines, **times))
+    cpu_s, base = cpu_timed(partial(simulate_without_adapters, load, engines, **times))
     bound_ms = SLO_FACTOR * base.tpt_ms_mean
     yield _row(setting, kernel, WITHOUT, bound_ms, base, cpu_s)
     form: Literal["bgmv", "mbgmv"] = "mbgmv" if kernel is Kernel.MBGMV else "bgmv"
@@ -157,7 +157,7 @@ def compare(
             chosen = Toppings(form, slo_ms=bound_ms)
         elif router == PLACED:
             chosen, instances = "dlora", setting.placed(profile)
-        result, cpu_s = cpu_timed(partial(simulate_cluster, load, instances, router=chosen, **times))
+        cpu_s, result = cpu_timed(partial(simulate_cluster, load, instances, router=chosen, **times))
         yield _row(setting, kernel, router, bound_ms, result, cpu_s)
 
 
