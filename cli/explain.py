@@ -210,13 +210,13 @@ def _predicted_table(group: Group) -> Table:
     predicted = group.predicted
     low, middle, high = map(number, (predicted.low_tok_s, predicted.throughput_tok_s, predicted.high_tok_s))
     rows: list[tuple[str, ...]] = [
-        (name, *(number(getattr(values, statistic), decimals) for statistic in ("mean", "p50", "p95", "p99")))
+        (name, *(number(value, decimals) for _, value in values))
         for name, values, decimals in (("TTFT, s", predicted.ttft_s, 3), ("TPOT, ms", predicted.tpot_ms, 2))
     ]
     rows.append(("tok/s", f"{middle} ({low}..{high})"))
     rows.append(("served", percent(predicted.served_fraction)))
     rows.append(("KV capacity, tokens", number(predicted.kv_tokens)))
-    return Table((f"predicted for one GPU ({predicted.source})", "mean", "p50", "p95", "p99"), rows)
+    return Table((f"predicted for one GPU ({predicted.source})", *type(predicted.ttft_s).model_fields), rows)
 
 
 def _document(plan: Plan, explanation: Explanation | None, shown: Sequence[Group]) -> dict[str, Any]:

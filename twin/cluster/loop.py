@@ -90,7 +90,7 @@ def serve(
         if event == TICK:
             lacking = _tick(cluster, rule, cursor, movable, moved)
         else:
-            lacking = _arrive(cluster, rule, answered, cursor)
+            lacking = _arrive(cluster, rule, key, answered, cursor)
         if lacking != NONE:
             return lacking
     for instance in range(cluster.progress.size):
@@ -113,11 +113,13 @@ def _next_event(cluster: Cluster, rule: RoutingRule, cursor: np.record) -> tuple
 
 
 @inner
-def _arrive(cluster: Cluster, rule: RoutingRule, answered: np.record, cursor: np.record) -> int:
+def _arrive(
+    cluster: Cluster, rule: RoutingRule, key: np.uint64, answered: np.record, cursor: np.record
+) -> int:
     """Hand the next request over; NONE, or the instance that lacks a row for it."""
     request = cursor.next
     if cursor.place == NONE:
-        cursor.place = _look_and_choose(cluster, rule, answered, request)
+        cursor.place = _look_and_choose(cluster, rule, key, answered, request)
     place = cursor.place
     instance = int(cluster.placement.instance[place])
     member = load_member(cluster.memory, instance)
@@ -130,8 +132,10 @@ def _arrive(cluster: Cluster, rule: RoutingRule, answered: np.record, cursor: np
 
 
 @inner
-def _look_and_choose(cluster: Cluster, rule: RoutingRule, answered: np.record, request: int) -> int:
-    """Ask a router that looks at instances, which have run up to now."""
+def _look_and_choose(
+    cluster: Cluster, rule: RoutingRule, key: np.uint64, answered: np.record, request: int
+) -> int:
+    """Return the place that a router chooses by reading the instances, which have run up to now."""
     adapter = cluster.adapter[request]
     placement = cluster.placement
     if rule.asks_adapter:
@@ -145,6 +149,7 @@ def _look_and_choose(cluster: Cluster, rule: RoutingRule, answered: np.record, r
         cluster.rank[adapter],
         cluster.stream.prompt_tokens[request],
         (rule.first_answer + answered.answer_tokens) / (1.0 + answered.answers),
+        uniform(key, request),
     )
 
 

@@ -10,6 +10,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
+from itertools import permutations
 from typing import TypeAlias
 
 import numpy as np
@@ -245,6 +246,12 @@ def random_holder(request: RoutedRequest, candidates: Candidates) -> int:
     return int(request.draw * len(candidates))
 
 
+def two_choices(request: RoutedRequest, candidates: Candidates) -> int:
+    """Draw an ordered pair of candidates; return the less loaded one, the first of equal ones."""
+    pairs = list(permutations(range(len(candidates)), 2)) or [(0, 0)]
+    return min(pairs[int(request.draw * len(pairs))], key=lambda at: load(candidates[at]))
+
+
 @dataclass
 class SmoothShares:
     """Smooth weighted round robin."""
@@ -371,6 +378,7 @@ def reference_router(name: str, instances: int, rank_aware: RankAware | None = N
         "random": random_holder,
         "round-robin": Rotating(instances, lambda *_: ()),
         "least-loaded": least_loaded,
+        "two-choices": two_choices,
         "first-fit": FirstFit(least_loaded),
         "lora-affinity": Rotating(instances, lambda _, seen: (-affinity(seen), len(seen.queued))),
         "inference-gateway": WeightedScores(instances),

@@ -20,6 +20,7 @@ from capplan.serving.routers.random_holder import any_holder
 from capplan.serving.routers.round_robin import next_holder
 from capplan.serving.routers.smooth_shares import by_credit
 from capplan.serving.routers.toppings import rank_aware
+from capplan.serving.routers.two_choices import less_loaded_of_two
 
 PLAN_SHARES = 0
 SMOOTH_SHARES = 1
@@ -31,6 +32,7 @@ LORA_AFFINITY = 6
 DLORA = 7
 TOPPINGS = 8
 GATEWAY = 9
+TWO_CHOICES = 10
 
 
 class RouterEntry(NamedTuple):
@@ -53,6 +55,11 @@ ROUTERS: Final = MappingProxyType(
         "random": RouterEntry(RANDOM, "any holder", "Toppings 7.4"),
         "round-robin": RouterEntry(ROUND_ROBIN, "the next holder"),
         "least-loaded": RouterEntry(LEAST_LOADED, "fewest requests, running and waiting; ties go round"),
+        "two-choices": RouterEntry(
+            TWO_CHOICES,
+            "the one with fewer requests of two holders drawn at random",
+            "Mitzenmacher, The Power of Two Choices in Randomized Load Balancing, 2001",
+        ),
         "first-fit": RouterEntry(
             FIRST_FIT,
             "the first holder with room in batch and memory; none: the least loaded",
@@ -170,6 +177,7 @@ def choose_by_looking(
     rank: int,
     prompt: int,
     mean_answer: float,
+    draw: float,
 ) -> int:
     """Return the place that gets a request, for routers that read the instances.
 
@@ -181,11 +189,15 @@ def choose_by_looking(
         The request's adapter, its rank, and prompt tokens.
     mean_answer
         Mean output tokens of the requests finished so far.
+    draw
+        Random number of this request, uniform in [0, 1).
     """
     first, last = placement.start[adapter], placement.start[adapter + 1]
     turn = rule.turn[0]
     if rule.code == FIRST_FIT:
         place = first_fit(fleet, placement, first, last, prompt, turn)
+    elif rule.code == TWO_CHOICES:
+        place = less_loaded_of_two(fleet, placement, first, last, draw)
     elif rule.code == LORA_AFFINITY:
         place = nearest(fleet, placement, first, last, turn)
     elif rule.code == GATEWAY:
