@@ -21,6 +21,7 @@ from capplan.cli.options import (
     ReportFile,
     ResultFile,
     command,
+    fill,
     member,
     require_extra,
 )
@@ -122,27 +123,13 @@ def _measured(args: BenchArgs) -> BenchResult:
     require_writable_files(args.output, args.requests, args.report, args.vllm_json)
     workload = load_workload(args.workload)
     names, fields = _names(args.adapters_map, workload), _fields(args.extra_body)
-    settings = LoadSettings(
-        duration_s=args.duration_s,
-        warm_up_s=args.warm_up_s,
-        timeout_s=args.timeout_s,
-        drain_s=args.drain_s,
-        max_in_flight=args.max_in_flight,
-        metrics_interval_s=args.metrics_interval_s,
-    )
     form = None if args.prompt_form is None else member(PromptForm, args.prompt_form, "--prompt-form")
-    options = BenchOptions(
-        seed=args.seed,
-        rate_scale=args.rate_scale,
-        profile=_profile(workload, args.profile),
-        max_model_len=args.max_model_len,
-        prompt_form=form,
-    )
+    options = fill(BenchOptions, args, profile=_profile(workload, args.profile), prompt_form=form)
     target = Target(args.url, args.api_key, None, names, fields)
     raise_file_limit()
     with _request_file(args.requests, needed=bool(args.vllm_json or args.report)) as file:
         with load_progress(quiet=args.as_json) as on_tick:
-            result = measure(workload, target, settings, options, file=file, on_tick=on_tick)
+            result = measure(workload, target, fill(LoadSettings, args), options, file=file, on_tick=on_tick)
         _write(args, result, file, workload.slo)
     return result
 

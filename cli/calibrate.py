@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Any
 import typer
 
 from capplan.cli.console import DASH, Table, number, print_json, print_table, smape
-from capplan.cli.options import AsJson, Quiet, ReportFile, command, member
+from capplan.cli.options import AsJson, Quiet, ReportFile, command, fill, member, names
 from capplan.cli.output import require_writable_files, write_json
 from capplan.cli.progress import announce_compilation, progress_bars
 from capplan.errors import InputError
@@ -79,15 +79,12 @@ def calibrate(args: CalibrateArgs) -> None:
     require_writable_files(args.output, args.report)
     if args.report is not None and Path(args.report).resolve() == Path(args.output).resolve():
         raise InputError("must be another file than --output", args.report, "--report")
-    tables = CalibrationTables(steps=args.steps, runs=args.runs, memory=args.memory, loading=args.loading)
-    options = CalibrationOptions(
-        name=args.name,
-        source=args.source,
+    tables = fill(CalibrationTables, args)
+    options = fill(
+        CalibrationOptions,
+        args,
         kernel=None if args.kernel is None else member(Kernel, args.kernel, "--kernel"),
-        form=args.form,
-        free=None if args.free is None else tuple(each.strip() for each in args.free.split(",")),
-        folds=args.folds,
-        seed=args.seed,
+        free=None if args.free is None else names(args.free, "--free"),
         workers=args.workers or os.cpu_count() or 1,
         command=_command(tables, args.base),
     )

@@ -94,6 +94,12 @@ def command(function: Callable[[Any], None]) -> Callable[..., None]:
     return invoke
 
 
+def fill(kind: type[T], args: object, **given: Any) -> T:
+    """Return a settings dataclass with the values of the options of the same names, and of ``given``."""
+    taken = {field.name: getattr(args, field.name) for field in fields(kind) if hasattr(args, field.name)}  # type: ignore[arg-type]
+    return kind(**(taken | given))
+
+
 def chosen_profile(workload: Workload, name: str | None) -> Profile | None:
     """Return the profile of the command line, or else of the workload; None when the workload names pools.
 

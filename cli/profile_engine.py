@@ -9,7 +9,17 @@ from typing import TYPE_CHECKING
 import typer
 
 from capplan.cli.console import Table, number, print_json, print_table
-from capplan.cli.options import ENGINE, AsJson, Quiet, command, engine_option, names, numbers, require_extra
+from capplan.cli.options import (
+    ENGINE,
+    AsJson,
+    Quiet,
+    command,
+    engine_option,
+    fill,
+    names,
+    numbers,
+    require_extra,
+)
 from capplan.cli.output import write_json
 from capplan.cli.profile_kernels import fits_document, show_fits
 from capplan.cli.progress import progress_bars
@@ -79,26 +89,14 @@ def engine(args: ProfileEngineArgs) -> None:
     s_max = str(allowed_lora_rank(max(ranks))) if args.s_max is None else args.s_max
     if args.memory_gib is not None and not 0.0 < args.memory_gib < float("inf"):
         raise InputError("must be a finite number above 0", args.memory_gib, "--memory-gib")
-    options = EngineProfilingOptions(
-        model=args.model,
-        device=args.device,
-        dtype=args.dtype,
-        rules=args.rules,
-        lora_kernel=args.lora_kernel,
+    options = fill(
+        EngineProfilingOptions,
+        args,
         a_max=numbers(args.a_max, "--a-max", least=1),
         s_max=numbers(s_max, "--s-max", least=1),
         ranks=ranks,
-        max_num_seqs=args.max_num_seqs,
-        max_num_batched_tokens=args.max_num_batched_tokens,
-        max_model_len=args.max_model_len,
         memory_bytes=None if args.memory_gib is None else round(args.memory_gib * _GIB),
-        gpu_memory_utilization=args.gpu_memory_utilization,
-        threads=args.threads,
         stages=names(args.stages, "--stages"),
-        budget_s=args.budget_s,
-        point_s=args.point_s,
-        tolerance=args.tolerance,
-        seed=args.seed,
     )
     with progress_bars(quiet=args.quiet) as on_progress:
         outcome = profile_engine(args.output, options, on_progress)

@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any
 import typer
 
 from capplan.cli.console import Table, counted, number, print_json, print_table
-from capplan.cli.options import AsJson, Quiet, command, names, numbers, require_extra
+from capplan.cli.options import AsJson, Quiet, command, fill, names, numbers, require_extra
 from capplan.cli.output import require_writable_files, write_json
 from capplan.cli.progress import progress_bars
 from capplan.errors import InputError
@@ -65,16 +65,14 @@ def kernels(args: ProfileKernelsArgs) -> None:
     from capplan.profiling.kernels.cases import SamplingLimits
     from capplan.profiling.kernels.measure import KernelProfilingOptions, measure
 
-    options = KernelProfilingOptions(
-        device=args.device,
+    options = fill(
+        KernelProfilingOptions,
+        args,
         grids=names(args.grid, "--grid"),
         phases=_phases(args.phases),
         widths=None if args.hidden is None else numbers(args.hidden, "--hidden"),
         kernels=None if args.kernel is None else names(args.kernel, "--kernels"),
-        dtype=args.dtype,
-        threads=args.threads,
         limits=SamplingLimits(budget_s=args.budget_s, tolerance=args.tolerance),
-        seed=args.seed,
     )
     _require_folder(args.output)
     with progress_bars(quiet=args.quiet) as on_progress:

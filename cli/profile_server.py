@@ -15,6 +15,7 @@ from capplan.cli.options import (
     AsJson,
     command,
     engine_option,
+    fill,
     require_extra,
 )
 from capplan.cli.progress import progress_bars
@@ -78,18 +79,11 @@ def server(args: ProfileServerArgs) -> None:
     from capplan.spec import allowed_lora_rank
 
     ranks, lengths = _adapters(args.adapters, args.workload, args.rank)
-    setting = EngineSetting(
-        a_max=args.a_max,
-        s_max=args.s_max or allowed_lora_rank(max(ranks.values(), default=1)),
-        max_num_seqs=args.max_num_seqs,
-        max_num_batched_tokens=args.max_num_batched_tokens,
-        max_model_len=args.max_model_len,
-    )
-    options = ServerProfilingOptions(
-        budget_s=args.budget_s,
-        point_s=args.point_s,
-        passes=args.passes,
-        max_streams=args.max_streams,
+    s_max = args.s_max or allowed_lora_rank(max(ranks.values(), default=1))
+    setting = fill(EngineSetting, args, s_max=s_max)
+    options = fill(
+        ServerProfilingOptions,
+        args,
         prompt_tokens=args.prompt_tokens or lengths[0],
         output_tokens=args.output_tokens or lengths[1],
     )

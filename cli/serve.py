@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Any, Final
 import typer
 
 from capplan.cli.console import counted
-from capplan.cli.options import ENGINE, command, engine_option, require_extra
+from capplan.cli.options import ENGINE, command, engine_option, fill, require_extra
 from capplan.cli.output import require_writable_files
 from capplan.cli.progress import announce_compilation
 from capplan.errors import InputError
@@ -147,15 +147,12 @@ def _serve_instance(args: ServeArgs) -> int:
     from capplan.engine.server import InstanceConfig, ServerSettings, run_instance
 
     try:
-        settings = ServerSettings(
+        settings = fill(
+            ServerSettings,
+            args,
             model_name=args.model if args.served_model_name is None else args.served_model_name,
-            host=args.host,
-            port=args.port,
-            api_key=args.api_key,
             lora_root=None if args.lora_root is None else Path(args.lora_root),
             max_requests=args.max_num_seqs + args.max_queue,
-            max_body_bytes=args.max_body_bytes,
-            drain_timeout_s=args.drain_timeout_s,
         )
         announce_compilation()
         if sys.stderr.isatty():
@@ -211,15 +208,8 @@ def _serve_plan(args: ServeArgs) -> int:
     model_name = args.served_model_name or plan.base_model
     specs = _instances(args, file, plan, given)
     try:
-        server = ServerSettings(
-            model_name=model_name,
-            host=args.host,
-            port=args.port,
-            api_key=args.api_key,
-            max_requests=sum(spec.server.max_requests for spec in specs),
-            max_body_bytes=args.max_body_bytes,
-            drain_timeout_s=args.drain_timeout_s,
-        )
+        max_requests = sum(spec.server.max_requests for spec in specs)
+        server = fill(ServerSettings, args, model_name=model_name, lora_root=None, max_requests=max_requests)
     except InputError as error:
         raise _by_flag(error) from None
     for line in unused_parts(plan):

@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Any, Final
 import typer
 
 from capplan.cli.console import Table, number, percent, print_json, print_table
-from capplan.cli.options import AsJson, KnownProfile, RayAddress, ReportFile, command, names
+from capplan.cli.options import AsJson, KnownProfile, RayAddress, ReportFile, command, fill, names
 from capplan.cli.output import require_writable_files
 from capplan.cli.progress import announce_compilation, progress_bars
 from capplan.errors import InputError
@@ -76,12 +76,11 @@ def train(args: TrainArgs) -> None:
     from capplan.spec import write_bytes_atomic, write_text_atomic
 
     profile = load_profile(args.profile)
-    wanted = DataOptions(
+    wanted = fill(
+        DataOptions,
+        args,
         folder=None if args.data is None else Path(args.data),
         scenarios={"paper-grid": args.grid_scenarios, "space-filling": args.scenarios},
-        seed=args.seed,
-        workers=args.workers,
-        ray_address=args.ray_address,
     )
     folder = data_folder(profile, wanted)
     journal = folder / f"search-seed{args.seed}.journal"
@@ -132,13 +131,8 @@ def _options(args: TrainArgs, journal: Path) -> TrainingOptions:
         if name not in FAMILIES:
             more = f"; compared by {_TABLE3}" if name in PAPER_FAMILIES else ""
             raise InputError(f"must be of {', '.join(FAMILIES)}{more}", name, "--models")
-    return TrainingOptions(
-        families=families,
-        budget=args.budget,
-        seed=args.seed,
-        n_jobs=args.workers or cores(),
-        storage=journal,
-    )
+    n_jobs = args.workers or cores()
+    return fill(TrainingOptions, args, families=families, n_jobs=n_jobs, storage=journal)
 
 
 def _files(profile: Profile, output_dir: str | None) -> dict[str, Path]:

@@ -18,6 +18,7 @@ from capplan.cli.options import (
     ReportFile,
     ResultFile,
     command,
+    fill,
     require_extra,
 )
 from capplan.cli.output import require_writable_files, write_json
@@ -80,19 +81,12 @@ def validate(args: ValidateArgs) -> None:
     require_writable_files(args.output, args.report)
     document = Plan.from_json(args.plan)
     workload = load_workload(args.workload)
-    options = ValidationOptions(
-        duration_s=args.duration_s,
-        rate_scale=args.rate_scale,
-        seed=args.seed,
+    options = fill(
+        ValidationOptions,
+        args,
         groups=tuple(args.group or ()),
         urls=_urls(args.url, document),
-        model=args.model,
-        dtype=args.dtype,
-        device=args.device,
-        threads=args.threads,
-        lora_kernel=args.lora_kernel,
         engine_args={} if args.max_loras is None else {"max_loras": args.max_loras},
-        api_key=args.api_key,
         tolerances=Tolerances(args.throughput_tolerance, args.itl_tolerance),
     )
     announce_compilation(quiet=args.as_json)
