@@ -62,34 +62,22 @@ __all__ = [
     "sweep",
 ]
 
-_HOME = MappingProxyType(
-    {
-        "Adapter": "capplan.spec",
-        "EngineArgs": "capplan.spec",
-        "EngineConfig": "capplan.spec",
-        "InfeasibleError": "capplan.errors",
-        "InputError": "capplan.errors",
-        "Assignment": "capplan.planner",
-        "Problem": "capplan.planner",
-        "explain": "capplan.planner.explain",
-        "export": "capplan.deploy",
-        "report": "capplan.cli.report",
-        "sweep": "capplan.twin.sweep",
-        "Lengths": "capplan.spec",
-        "Plan": "capplan.spec",
-        "Profile": "capplan.spec",
-        "Slo": "capplan.spec",
-        "Workload": "capplan.spec",
-        "load_workload": "capplan.spec",
-        "list_profiles": "capplan.datasets",
-        "load_profile": "capplan.datasets",
-        "load_surrogate": "capplan.models",
-        "SimulationResult": "capplan.twin",
-        "simulate": "capplan.twin",
-        "simulate_detailed": "capplan.twin",
-        "plan": "capplan.planner",
-    }
-)
+_MODULES = {
+    "capplan.cli.report": ("report",),
+    "capplan.datasets": ("list_profiles", "load_profile"),
+    "capplan.deploy": ("export",),
+    "capplan.errors": ("InfeasibleError", "InputError"),
+    "capplan.models": ("load_surrogate",),
+    "capplan.planner": ("Assignment", "Problem", "plan"),
+    "capplan.planner.explain": ("explain",),
+    "capplan.spec": (
+        *("Adapter", "EngineArgs", "EngineConfig", "Lengths", "Plan", "Profile", "Slo", "Workload"),
+        "load_workload",
+    ),
+    "capplan.twin": ("SimulationResult", "simulate", "simulate_detailed"),
+    "capplan.twin.sweep": ("sweep",),
+}
+_HOME = MappingProxyType({name: module for module, names in _MODULES.items() for name in names})
 
 
 def _version() -> str:

@@ -176,14 +176,17 @@ _HEAD: Final = (
 _THREE_DECIMALS: Final = ("ttft_s", "e2e_s", "served")
 
 
-def group_table(group: GroupValidation) -> Table:
+def group_table(group: GroupValidation, *, on_page: bool = False) -> Table:
     """Return one row per metric, and the verdict on starvation."""
     starved, predicted, constant = (
         "yes" if each else "no"
         for each in (group.starved, group.predicted_starved, group.constant_step_starved)
     )
     verdict = ("starved", starved, predicted, "", "equal", constant, "", "no", "")
-    return Table(_HEAD, [*map(_row, group.comparisons), verdict])
+    head = list(_HEAD)
+    if on_page:  # columns become labels on narrow screens
+        head[6], head[8] = "SMAPE of constant step, %", "SMAPE of offered load, %"
+    return Table(head, [*map(_row, group.comparisons), verdict])
 
 
 def _row(each: MetricComparison) -> tuple[str, ...]:

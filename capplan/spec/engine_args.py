@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import Annotated, Final, Self, TypeAlias
+from typing import Annotated, Any, Final, Self, TypeAlias
 
 from pydantic import Field, Strict, model_validator
 
@@ -56,22 +56,20 @@ class EngineArgs(SpecModel):
         return found
 
 
+def _open(name: str) -> Any:
+    return Field(default=None, description=EngineArgs.model_fields[name].description)
+
+
 class EngineConfig(SpecModel):
     """Engine settings that a workload fixes; an absent one is the planner's choice."""
 
-    max_num_seqs: Count | None = Field(default=None, description="Most requests running at once on one GPU.")
-    max_num_batched_tokens: Count | None = Field(
-        default=None, description="Most tokens computed in one step."
-    )
-    max_model_len: Count | None = Field(default=None, description="Longest prompt + output, in tokens.")
-    gpu_memory_utilization: Utilization | None = Field(
-        default=None, description="Share of GPU memory the engine may use."
-    )
-    max_loras: Count | None = Field(default=None, description="Adapter slots in GPU memory (A_max).")
-    max_lora_rank: LoraRank | None = Field(default=None, description="Rank every slot is sized for (S_max).")
-    max_cpu_loras: Count | None = Field(
-        default=None, description="Adapters kept in host memory; absent: all of them fit."
-    )
+    max_num_seqs: Count | None = _open("max_num_seqs")
+    max_num_batched_tokens: Count | None = _open("max_num_batched_tokens")
+    max_model_len: Count | None = _open("max_model_len")
+    gpu_memory_utilization: Utilization | None = _open("gpu_memory_utilization")
+    max_loras: Count | None = _open("max_loras")
+    max_lora_rank: LoraRank | None = _open("max_lora_rank")
+    max_cpu_loras: Count | None = _open("max_cpu_loras")
 
     @model_validator(mode="after")
     def _consistent(self) -> Self:

@@ -2,23 +2,20 @@
 
 from __future__ import annotations
 
-import hashlib
 import math
 from dataclasses import dataclass
 from itertools import pairwise
 from typing import TYPE_CHECKING, Annotated, Any, Self
 
 from pydantic import Field, Strict, model_validator
-from pydantic_core import CoreSchema, core_schema
 
 from capplan.errors import InputError
-from capplan.spec.trace import lengths_column
+from capplan.spec.trace import Recording, lengths_column
 from capplan.spec.validation import MAX_TOKENS, NonNegative, SpecModel, rule, rule_error
 
 if TYPE_CHECKING:
     import numpy as np
     from numpy.typing import ArrayLike, NDArray
-    from pydantic import GetCoreSchemaHandler
 
 _LENGTH_RULE = f"must be a whole number of tokens from 1 to {MAX_TOKENS}"
 
@@ -140,7 +137,7 @@ class Lengths(SpecModel):
 
 
 @dataclass(frozen=True, eq=False)
-class LengthPairs:
+class LengthPairs(Recording):
     """Lengths of requests, drawn jointly; the arrays are read-only. Build it with :meth:`from_arrays`.
 
     Attributes
@@ -175,12 +172,6 @@ class LengthPairs:
             column.setflags(write=False)
         return cls(*columns)
 
-    @classmethod
-    def __get_pydantic_core_schema__(cls, source: Any, handler: GetCoreSchemaHandler) -> CoreSchema:
-        """Documents hold the pairs as they are, and write their digest."""
-        written = core_schema.plain_serializer_function_ser_schema(cls.digest, when_used="json")
-        return core_schema.is_instance_schema(cls, serialization=written)
-
     def __len__(self) -> int:
         return len(self.prompt_tokens)
 
@@ -188,15 +179,8 @@ class LengthPairs:
         """Return the distribution of prompts and that of outputs, each on its own."""
         return Lengths.of(self.prompt_tokens), Lengths.of(self.output_tokens)
 
-    def digest(self) -> str:
-        """Return the SHA-256 of the contents, in hexadecimal; the same on every machine."""
-        sha = hashlib.sha256(b"length pairs")
-        for column in (self.prompt_tokens, self.output_tokens):
-            sha.update(column.astype("<i8").tobytes())
-        return sha.hexdigest()
-
-    def __eq__(self, other: object) -> bool:
-        return isinstance(other, LengthPairs) and self.digest() == other.digest()
+    def _digested(self) -> tuple[bytes, tuple[NDArray[Any], ...]]:
+        return b"length pairs", (self.prompt_tokens, self.output_tokens)
 
     def __hash__(self) -> int:
         return hash((len(self), int(self.prompt_tokens[0]), int(self.output_tokens[0])))

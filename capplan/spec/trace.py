@@ -1,8 +1,9 @@
-"""A recorded stream of requests, kept for replay."""
+"""Recorded requests for replay."""
 
 from __future__ import annotations
 
 import hashlib
+from abc import ABC, abstractmethod
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, Final
@@ -21,8 +22,35 @@ NS_PER_S: Final = 1_000_000_000
 _MAX_DURATION_S: Final = 9e9  # int64 nanoseconds end at 292 years
 
 
+class Recording(ABC):
+    """Columns of recorded requests; documents hold them as they are, and write their digest."""
+
+    @classmethod
+    def __get_pydantic_core_schema__(cls, source: Any, handler: GetCoreSchemaHandler) -> CoreSchema:
+        written = core_schema.plain_serializer_function_ser_schema(cls.digest, when_used="json")
+        return core_schema.is_instance_schema(cls, serialization=written)
+
+    def digest(self) -> str:
+        """Return the SHA-256 of the contents, in hexadecimal; the same on every machine."""
+        prefix, columns = self._digested()
+        sha = hashlib.sha256(prefix)
+        for column in columns:
+            sha.update(column.astype("<i8").tobytes())
+        return sha.hexdigest()
+
+    @abstractmethod
+    def _digested(self) -> tuple[bytes, tuple[NDArray[Any], ...]]:
+        """Return a prefix and the columns that the digest covers."""
+
+    def __eq__(self, other: object) -> bool:
+        return isinstance(other, type(self)) and self.digest() == other.digest()
+
+    @abstractmethod
+    def __hash__(self) -> int: ...
+
+
 @dataclass(frozen=True, eq=False)
-class Trace:
+class Trace(Recording):
     """Requests as they came, sorted by arrival; the arrays are read-only. Build it with :meth:`from_arrays`.
 
     Attributes
@@ -89,12 +117,6 @@ class Trace:
             array.setflags(write=False)
         return cls(names, *columns)
 
-    @classmethod
-    def __get_pydantic_core_schema__(cls, source: Any, handler: GetCoreSchemaHandler) -> CoreSchema:
-        """Documents hold a trace as it is, and write its digest."""
-        written = core_schema.plain_serializer_function_ser_schema(cls.digest, when_used="json")
-        return core_schema.is_instance_schema(cls, serialization=written)
-
     def __len__(self) -> int:
         return len(self.arrival_ns)
 
@@ -138,15 +160,9 @@ class Trace:
         )
         return dict(zip(self.names, zip(prompts, outputs, strict=True), strict=True))
 
-    def digest(self) -> str:
-        """Return the SHA-256 of the contents, in hexadecimal; the same on every machine."""
-        sha = hashlib.sha256(repr((self.names, self.duration_s)).encode())
-        for column in (self.arrival_ns, self.adapter, self.prompt_tokens, self.output_tokens):
-            sha.update(column.astype("<i8").tobytes())
-        return sha.hexdigest()
-
-    def __eq__(self, other: object) -> bool:
-        return isinstance(other, Trace) and self.digest() == other.digest()
+    def _digested(self) -> tuple[bytes, tuple[NDArray[Any], ...]]:
+        columns = (self.arrival_ns, self.adapter, self.prompt_tokens, self.output_tokens)
+        return repr((self.names, self.duration_s)).encode(), columns
 
     def __hash__(self) -> int:
         return hash((self.names, len(self), self.duration_s))

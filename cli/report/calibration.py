@@ -260,7 +260,7 @@ def kernels_page(table: pd.DataFrame, reports: Sequence[KernelReport], settings:
     )
     fits = page.section(
         "Fits",
-        fits_table(reports),
+        fits_table(reports, on_page=True),
     )
     charts = page.section("Measured and predicted", *(_kernel_charts(report) for report in whole))
     coefficients = page.section("Coefficients", _kernel_coefficients(reports))

@@ -271,7 +271,7 @@ def _group_section(group: GroupValidation) -> page.Section:
     errors = bar_rows("Error by metric", [each.name for each in known], values, Axis("SMAPE, %", low=0.0))
     return page.section(
         heading(group),
-        group_table(group),
+        group_table(group, on_page=True),
         page.paragraph(group_verdict(group)),
         page.charts(errors),
     )
