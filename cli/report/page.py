@@ -21,6 +21,10 @@ if TYPE_CHECKING:
 _MOST_ROWS: Final = 60
 """Rows from which a table is folded."""
 
+_PHONE_PX: Final = 366.0
+_CHARACTER_PX: Final = 7.2
+_CELL_PX: Final = 16.0
+
 _TERMS: Final = {
     "A_max": "adapter slots in GPU memory (vLLM --max-loras); each takes memory that KV could use",
     "throughput": "input and output tokens of requests completed within the measured time, per second",
@@ -120,8 +124,18 @@ def _template() -> jinja2.Template:
     environment = jinja2.Environment(
         loader=loader, autoescape=True, undefined=jinja2.StrictUndefined, trim_blocks=True
     )
-    environment.filters["json"] = _json
+    environment.filters |= {"json": _json, "is_wide": _is_wide}
     return environment.get_template("page.html.j2")
+
+
+def _is_wide(table: Table) -> bool:
+    """Return whether a table is wider than a phone with every text broken into its words."""
+    width_px = 0.0
+    for index, (name, *cells) in enumerate(zip(table.head, *table.rows, strict=True)):
+        is_text = table.numbers_from is None or index < table.numbers_from
+        texts = [part for cell in cells for part in (str(cell).split() if is_text else [str(cell)])]
+        width_px += _CELL_PX + _CHARACTER_PX * max(map(len, [*name.split(), *texts]), default=0)
+    return width_px > _PHONE_PX
 
 
 def _json(chart: Chart) -> Markup:
