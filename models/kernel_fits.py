@@ -93,52 +93,35 @@ MEANT_FOR: Final = MappingProxyType(
 
 @dataclass(frozen=True)
 class KernelFit:
-    """A form fitted to a kernel.
-
-    Attributes
-    ----------
-    form
-        One of `FORMS`.
-    coefficients
-        In microseconds per unit.
-    predicted, held_out
-        Microseconds by the fit to all rows, and by fits without the row's configuration, shape (rows,).
-    r2, held_out_r2
-        Explained share of the variance; the second may be negative.
-    error, held_out_error
-        SMAPE in percent.
-    """
+    """One of `FORMS` fitted to a kernel."""
 
     form: str
     coefficients: Mapping[str, float]
+    """Microseconds per unit."""
     predicted: NDArray[np.float64]
+    """Microseconds by the fit to all rows, shape (rows,)."""
     held_out: NDArray[np.float64]
+    """Microseconds by fits without the row's configuration, shape (rows,)."""
     r2: float
     held_out_r2: float
+    """Explained share of the variance on left-out rows; may be negative."""
     error: float
+    """SMAPE in percent."""
     held_out_error: float
 
 
 @dataclass(frozen=True)
 class KernelReport:
-    """Fits of one kernel, half, width and phase on one grid.
-
-    Attributes
-    ----------
-    half
-        ``shrink``, ``expand``, or ``both`` for their sum.
-    rows
-        The timings, one row per case.
-    fits
-        By form.
-    """
+    """Fits of one kernel, half, width and phase on one grid, by form."""
 
     kernel: str
     phase: str
     grid: str
     width: int
     half: str
+    """``shrink``, ``expand``, or ``both`` for their sum."""
     rows: pd.DataFrame
+    """Timings, one row per case."""
     fits: Mapping[str, KernelFit]
 
     @property
@@ -180,14 +163,8 @@ class KernelReport:
 def explain_kernels(table: pd.DataFrame, folds: int = FOLDS) -> list[KernelReport]:
     """Fit every form to every kernel of a table.
 
-    Sets with fewer than two configurations per fold are left out.
-
-    Parameters
-    ----------
-    table
-        Timings.
-    folds
-        Parts of the cross-validation; draws of one configuration are never on both sides.
+    Sets with fewer than two configurations per fold are left out. In the cross-validation, draws of one
+    configuration are never on both sides.
     """
     reports = []
     for (kernel, phase, width, half), rows in with_both_halves(table).groupby(
@@ -221,17 +198,7 @@ def _by_grid(rows: pd.DataFrame, phase: str) -> Iterator[tuple[str, pd.DataFrame
 
 
 def fit_kernel(rows: pd.DataFrame, form: str, folds: int = FOLDS) -> KernelFit:
-    """Fit one form to the rows of one kernel, half, width and phase.
-
-    Parameters
-    ----------
-    rows
-        Timings.
-    form
-        One of `FORMS`.
-    folds
-        Parts of the cross-validation by configuration.
-    """
+    """Fit one of `FORMS` to the timings of one kernel, half, width and phase."""
     columns = _regressors(form, rows)
     names = tuple(columns)
     design: NDArray[np.float64] = np.array([columns[name] for name in names], np.float64).T

@@ -51,42 +51,29 @@ class Efficiencies:
 
     Round numbers, none of them fitted. `compute` and `kernel_us` were chosen in view of the batch-1 and the
     prefill rows of another tool's predictions for an H100 and an H200.
-
-    Attributes
-    ----------
-    bandwidth
-        Of the memory's peak. STREAM on an H100 SXM reaches 3.08 of 3.35 TB/s.
-    compute
-        Of the tensor cores' peak in large matrix products.
-    host_link
-        Of the peak of PCIe, from pinned memory.
-    kernel_us
-        Between the starts of two small dependent kernels in a CUDA graph.
-    kernels_per_layer
-        Norms, rotary positions, writing KV, attention in two parts, activation, four matrix products.
-    lora_kernels_per_layer
-        Shrink and expand at each of four places.
-    reduce_us
-        Latency of one all-reduce, with tensor parallelism; there are two per layer.
-    copy_us
-        Of one of an adapter's matrices into its slot.
-    disk_bytes_per_s, disk_ms
-        Reading an adapter's file, and opening it.
-    step_ms
-        Host time in a step that does not overlap the GPU.
     """
 
     bandwidth: float = 0.92
+    """Share of the memory's peak. STREAM on an H100 SXM reaches 3.08 of 3.35 TB/s."""
     compute: float = 0.75
+    """Share of the tensor cores' peak in large matrix products."""
     host_link: float = 0.8
+    """Share of the peak of PCIe, from pinned memory."""
     kernel_us: float = 4.0
+    """Time between the starts of two small dependent kernels in a CUDA graph."""
     kernels_per_layer: int = 10
+    """Norms, rotary positions, writing KV, attention in two parts, activation, four matrix products."""
     lora_kernels_per_layer: int = 8
+    """Shrink and expand at each of four places."""
     reduce_us: float = 10.0
+    """Latency of one all-reduce with tensor parallelism; there are two per layer."""
     copy_us: float = 6.0
+    """Copy of one of an adapter's matrices into its slot."""
     disk_bytes_per_s: float = 2e9
     disk_ms: float = 10.0
+    """Time to open an adapter's file."""
     step_ms: float = 0.0
+    """Host time in a step that does not overlap the GPU."""
 
     def __post_init__(self) -> None:
         for name in ("bandwidth", "compute", "host_link"):
@@ -109,19 +96,13 @@ class Efficiencies:
 class VllmLora:
     """Cost of vLLM's LoRA kernels: both shipped H100 profiles (vLLM 0.8.5), rounded.
 
-    Attributes
-    ----------
-    traffic
-        Time that the kernels take per token, over the time to move their activations once. The profiles have
-        5.0 to 7.0, if their memory does 2 TB/s.
-    us_per_slot, us_per_slot_ktoken, us_per_slot_rank16, us_per_adapter, us_per_adapter_rank16
-        Microseconds per layer; names as in the additive form. The two profiles agree within 20 % except for
-        the first and the third, although their models differ in width, heads and number of layers.
-    us_per_adapter_small_rank16, us_per_adapter_krequest, us_per_adapter_queued
-        Likewise.
+    Microseconds per layer, named as in the additive form. The two profiles agree within 20 % except for
+    `us_per_slot` and `us_per_slot_rank16`, although their models differ in width, heads and layers.
     """
 
     traffic: float = 6.0
+    """Time of the kernels per token over the time to move their activations once. The profiles have 5.0 to
+    7.0 if their memory does 2 TB/s."""
     us_per_slot: float = 0.4
     us_per_slot_ktoken: float = 5.7
     us_per_slot_rank16: float = 0.24
@@ -142,14 +123,7 @@ def step_coefficients(
 ) -> dict[str, float]:
     """Return the coefficients of the step model.
 
-    Parameters
-    ----------
-    sheet, arch, tp, physics
-        See `capplan.models.roofline.roofline_profile`.
-    lora
-        Whether there are adapters.
-    carried
-        Costs of LoRA kernels; None: bytes and operations at true or padded ranks.
+    Without `carried` costs, LoRA kernels cost their bytes and operations at true or padded ranks.
     """
     bytes_per_ms = 1e-3 * physics.bandwidth * sheet.bytes_per_s
     flop_per_ms = 1e-3 * physics.compute * sheet.flop_per_s
@@ -207,19 +181,14 @@ _CARRIED: Final = (
 
 @dataclass(frozen=True)
 class EngineChoice:
-    """Engine of a profile.
-
-    Attributes
-    ----------
-    lora
-        Whether adapters are served.
-    """
+    """Engine of a profile."""
 
     name: str = "vllm"
     version: str = "0.32.0"
     rules: str = "vllm-0.32-async"
     kernel: Kernel = Kernel.VLLM
     lora: bool = True
+    """Whether adapters are served."""
 
 
 @dataclass(frozen=True)

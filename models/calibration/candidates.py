@@ -233,16 +233,7 @@ def unit_columns(form: int, names: tuple[str, ...], table: StepTable) -> dict[st
 
     The regressor of a coefficient is the time of the step with that coefficient at 1 and the others at 0,
     computed by the functions that the twin uses. A window mean is first divided into a mixture of steps by
-    Poisson arrivals, so that terms with a threshold apply to steps instead of means.
-
-    Parameters
-    ----------
-    form
-        Code of a linear form, by `latency_code`.
-    names
-        Its coefficients in order.
-    table
-        The measured steps; unknown ranks count as 0.
+    Poisson arrivals, so that terms with a threshold apply to steps instead of means. Unknown ranks are 0.
     """
     zeros, known = np.zeros(table.rows), "prefills" in table.ranks
     mixture = _Mixture(

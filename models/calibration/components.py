@@ -217,18 +217,10 @@ def fit_length_correlation(
 def held_kv_tokens(
     prompts: Lengths, outputs: Lengths, correlation: float, scores: NDArray[np.float64], block_size: int
 ) -> float:
-    """Return the mean KV tokens of a decoding request, in whole blocks.
+    """Return the mean KV tokens of a decoding request, in whole blocks of `block_size` tokens.
 
-    Parameters
-    ----------
-    prompts, outputs
-        Gamma-distributed lengths.
-    correlation
-        Correlation of their normal scores.
-    scores
-        Independent normal scores, shape (n, 2).
-    block_size
-        Tokens of a KV block.
+    Lengths are gamma-distributed, and `correlation` is that of their normal scores. The mean is taken over
+    independent normal scores, shape (n, 2).
     """
     first = scores[:, 0]
     second = correlation * first + np.sqrt(1.0 - correlation**2) * scores[:, 1]

@@ -32,20 +32,14 @@ class LinearProblem:
     """Linear model to fit: ``y ~ design @ coefficients`` with errors relative to y.
 
     Coefficients are bounded below by 0, since no part of a step takes negative time.
-
-    Attributes
-    ----------
-    names
-        Names of the coefficients, one per column.
-    design
-        Regressors, shape (samples, coefficients).
-    y
-        Measurements, shape (samples,), positive.
     """
 
     names: tuple[str, ...]
+    """Coefficients, one per column."""
     design: NDArray[np.float64]
+    """Regressors, shape (samples, coefficients)."""
     y: NDArray[np.float64]
+    """Measurements, shape (samples,), positive."""
 
     @staticmethod
     def of(columns: Mapping[str, NDArray[np.float64]], y: NDArray[np.float64]) -> LinearProblem:
@@ -98,16 +92,9 @@ def fit_linear(problem: LinearProblem) -> LinearFit:
 
 
 def cross_validate(problem: LinearProblem, groups: ArrayLike, folds: int = 5) -> float:
-    """Return the SMAPE on samples whose group was left out of the fit.
+    """Return the SMAPE on samples whose group, such as a run, was left out of the fit.
 
-    Parameters
-    ----------
-    problem
-        The whole problem.
-    groups
-        Group of each sample, such as its run, shape (samples,). A group is never on both sides.
-    folds
-        Number of parts; group g of the sorted distinct groups belongs to part g mod folds.
+    Group g of the sorted distinct `groups`, shape (samples,), belongs to part g mod `folds`.
     """
     _, numbers = np.unique(np.asarray(groups), return_inverse=True)
     predicted = np.empty_like(problem.y)
@@ -177,18 +164,7 @@ def fitted_model(
 ) -> FittedModel:
     """Return a fit as profiles store it.
 
-    Parameters
-    ----------
-    form
-        Name of the model's form.
-    fit
-        The coefficients.
-    source
-        Description of the data.
-    ranges
-        Smallest and largest value of each input.
-    fixed
-        Coefficients of the form that were not fitted.
+    `ranges` are the smallest and largest values of each input, `fixed` the coefficients not fitted.
     """
     predicted = fit.predict(fit.problem.design)
     coefficients = {name: Coefficient(value=value) for name, value in fixed.items()}

@@ -65,7 +65,6 @@ _EXPECTED: Final = FEATURES.index("expected_share")
 _SLOT_WAIT: Final = FEATURES.index("slot_wait_s")
 _LIFE: Final = FEATURES.index("request_life_s")
 
-_THROUGHPUT_ROW, _LOW_ROW, _HIGH_ROW, _PROBABILITY_ROW, _NOVELTY_ROW, _IN_RANGE_ROW, _LIGHTER_ROW = range(7)
 _LOWEST, _LOWEST_BUT_LOAD, _HIGHEST = range(3)
 
 
@@ -99,24 +98,13 @@ class PackedTrees(NamedTuple):
 
 @dataclass(frozen=True)
 class CompiledSurrogate:
-    """Surrogate with the inputs that all predictions share; made by `compile_surrogate`.
-
-    Attributes
-    ----------
-    surrogate
-        The surrogate.
-    common
-        Requests and engine.
-    kv_budget
-        Memory of one GPU.
-    packed
-        Trees for compiled code; None if an output needs two forests.
-    """
+    """Surrogate with the inputs that all predictions share; made by `compile_surrogate`."""
 
     surrogate: Surrogate
     common: CommonInputs
     kv_budget: KvBudget
     packed: PackedTrees | None
+    """Trees for compiled code; None if an output needs two forests."""
 
     def predict(self, rates_rps: Floats, ranks: Floats, engines: Sequence[EngineArgs]) -> Predictions:
         """Predict GPUs that serve the same adapters under different engine settings.
@@ -181,14 +169,15 @@ def predict_compiled(packed: PackedTrees, vectors: Vectors) -> Predictions:
     """Predict vectors in the order of `FEATURES`, shape (n, features)."""
     rows = np.empty((7, len(vectors)))
     _fill_predictions(rows, packed, vectors, np.empty(vectors.shape[1]))
+    throughput, low, high, probability, novelty, in_range, is_lighter = rows
     return Predictions(
-        throughput_tok_s=rows[_THROUGHPUT_ROW],
-        low_tok_s=rows[_LOW_ROW],
-        high_tok_s=rows[_HIGH_ROW],
-        starvation_probability=rows[_PROBABILITY_ROW],
-        novelty=rows[_NOVELTY_ROW],
-        in_range=rows[_IN_RANGE_ROW] > 0.0,
-        is_lighter=rows[_LIGHTER_ROW] > 0.0,
+        throughput_tok_s=throughput,
+        low_tok_s=low,
+        high_tok_s=high,
+        starvation_probability=probability,
+        novelty=novelty,
+        in_range=in_range > 0.0,
+        is_lighter=is_lighter > 0.0,
         request_s=_request_s(vectors),
     )
 
@@ -223,13 +212,13 @@ def _fill_predictions(rows: Floats, packed: PackedTrees, vectors: Vectors, scrat
         high = _mean_leaf(packed.trees, x, ends_begin + 1, ends_begin + 2)
         starvation = _mean_leaf(packed.trees, x, starvation_begins, ends_begin)
         novelty = _novelty(packed, x, scratch)
-        rows[_THROUGHPUT_ROW, i] = throughput
-        rows[_LOW_ROW, i] = throughput * np.exp(min(0.0, low))
-        rows[_HIGH_ROW, i] = throughput * np.exp(max(0.0, high))
-        rows[_PROBABILITY_ROW, i] = _probability(packed, starvation)
-        rows[_NOVELTY_ROW, i] = novelty
-        rows[_IN_RANGE_ROW, i] = novelty <= 1.0 and _within(bounds[_LOWEST], x, bounds[_HIGHEST])
-        rows[_LIGHTER_ROW, i] = novelty <= 1.0 and _within(bounds[_LOWEST_BUT_LOAD], x, bounds[_HIGHEST])
+        rows[0, i] = throughput
+        rows[1, i] = throughput * np.exp(min(0.0, low))
+        rows[2, i] = throughput * np.exp(max(0.0, high))
+        rows[3, i] = _probability(packed, starvation)
+        rows[4, i] = novelty
+        rows[5, i] = novelty <= 1.0 and _within(bounds[_LOWEST], x, bounds[_HIGHEST])
+        rows[6, i] = novelty <= 1.0 and _within(bounds[_LOWEST_BUT_LOAD], x, bounds[_HIGHEST])
 
 
 @jit

@@ -369,15 +369,9 @@ def held_tokens(
 ) -> float:
     """Return the KV tokens that a decoding request holds on average.
 
-    It holds its prompt and half of its output, and long outputs decode longest; so prompts count as those
-    that go with long outputs, by the covariance of log-normal lengths of these moments.
-
-    Parameters
-    ----------
-    prompt_mean, prompt_std, output_mean, output_std
-        Lengths in tokens.
-    correlation
-        Of the normal scores of prompt and output length.
+    It holds its prompt and half of its output. Long outputs decode longest, so prompts count as those of
+    long outputs, by the covariance of log-normal lengths of these moments in tokens. `correlation` is that of
+    the normal scores of prompt and output length.
     """
     prompt_log_var = np.log1p((prompt_std / max(prompt_mean, 1.0)) ** 2)
     output_log_var = np.log1p((output_std / max(output_mean, 1.0)) ** 2)
@@ -394,17 +388,8 @@ def feature_of(features: NDArray[np.float32], name: str) -> NDArray[np.float64]:
 def expected_tok_s(features: NDArray[np.float32]) -> NDArray[np.float64]:
     """Return the throughput of the fluid model.
 
-    Surrogates predict relative to it, since load is unbounded and trees do not extrapolate.
-
-    Parameters
-    ----------
-    features
-        Vectors in the order of `FEATURES`, shape (..., features).
-
-    Returns
-    -------
-    ndarray
-        Tokens per second, shape (...).
+    Surrogates predict relative to it, since load is unbounded and trees do not extrapolate. Features have
+    shape (..., features), the result in tokens per second shape (...).
     """
     return feature_of(features, "offered_tok_s") * np.maximum(feature_of(features, "expected_share"), 1e-6)
 

@@ -125,26 +125,16 @@ def round_down(threshold: NDArray[np.float64]) -> NDArray[np.float32]:
 
 @dataclass(frozen=True)
 class EnsembleOutput:
-    """Ensembles and the form of their joint output.
-
-    Attributes
-    ----------
-    form
-        A key of `THROUGHPUT` or `STARVATION`.
-    forests
-        As many as the form requires.
-    """
+    """Ensembles and the form of their joint output."""
 
     form: str
+    """A key of `THROUGHPUT` or `STARVATION`."""
     forests: tuple[Forest, ...]
 
     def predict(self, features: Features) -> Floats:
         """Return tokens per second, or scores that rise with starvation and are 0 at its edge.
 
-        Parameters
-        ----------
-        features
-            Shape (n, features), in the order of `FEATURES`; the result has shape (n,).
+        Features have shape (n, features), in the order of `FEATURES`; the result has shape (n,).
         """
         form = THROUGHPUT[self.form] if self.form in THROUGHPUT else STARVATION[self.form]
         return form.values(features, [forest_values(forest, features) for forest in self.forests])

@@ -64,30 +64,22 @@ class SigmoidCalibration:
 
 @dataclass(frozen=True)
 class Domain:
-    """Range of the training data.
-
-    Attributes
-    ----------
-    low, high
-        Smallest and largest training value of every feature, shape (features,).
-    centre, whitening
-        Mean of the features on a logarithmic scale, shape (features,), and the whitening matrix of their
-        covariance, shape (features, features).
-    farthest
-        Largest distance of a training scenario from the centre.
-    """
+    """Range of the training data."""
 
     low: Features
+    """Smallest training value of every feature, shape (features,)."""
     high: Features
     centre: Floats
+    """Mean of the features on a logarithmic scale, shape (features,)."""
     whitening: Floats
+    """Whitening matrix of their covariance, shape (features, features)."""
     farthest: float
+    """Largest distance of a training scenario from the centre."""
 
     def novelty(self, features: Features) -> Floats:
         """Return the Mahalanobis distance over that of the farthest training scenario, shape (n,)."""
         away = (_scaled(features) - self.centre) @ self.whitening
-        distance: Floats = np.sqrt((away**2).sum(axis=1)) / self.farthest
-        return distance
+        return np.asarray(np.sqrt((away**2).sum(axis=1)) / self.farthest)
 
     def contains(self, features: Features) -> NDArray[np.bool_]:
         """Return whether every feature is in range and the novelty at most 1, shape (n,)."""
@@ -153,37 +145,24 @@ class SurrogateAnswers:
 
 @dataclass(frozen=True)
 class Surrogate:
-    """Surrogate of one profile's twin.
-
-    Attributes
-    ----------
-    profile
-        Profile of the training simulations.
-    kind
-        ``best``, ``forest`` or ``tree``.
-    throughput, starvation
-        Trees of both outputs.
-    calibration
-        From scores of starvation to probabilities.
-    intervals
-        Around throughput.
-    domain
-        Range of the training data.
-    report
-        Training options and scores.
-    throughput_tree, starvation_tree
-        Of the kind ``tree``: the same trees with their rules.
-    """
+    """Surrogate of one profile's twin."""
 
     profile: Profile
+    """Profile of the training simulations."""
     kind: str
+    """``best``, ``forest`` or ``tree``."""
     throughput: EnsembleOutput
     starvation: EnsembleOutput
     calibration: SigmoidCalibration
+    """From scores of starvation to probabilities."""
     intervals: Intervals
+    """Around throughput."""
     domain: Domain
+    """Range of the training data."""
     report: dict[str, object]
+    """Training options and scores."""
     throughput_tree: Tree | None = None
+    """For the kind ``tree``: the tree of throughput with its rules."""
     starvation_tree: Tree | None = None
 
     def predict(
@@ -213,17 +192,9 @@ class Surrogate:
 
     def predict_features(self, features: Features, *, supported: bool = True) -> SurrogateAnswer:
         """Predict one feature vector in the order of `FEATURES`; unsupported workloads are out of range."""
-        answers = self.predict_many(features[None, :])
-        probability = float(answers.starvation_probability[0])
-        return SurrogateAnswer(
-            throughput_tok_s=float(answers.throughput_tok_s[0]),
-            low_tok_s=float(answers.low_tok_s[0]),
-            high_tok_s=float(answers.high_tok_s[0]),
-            starvation_probability=probability,
-            starved=probability >= 0.5,
-            in_range=supported and bool(answers.in_range[0]),
-            novelty=float(answers.novelty[0]),
-        )
+        answers = {name: each.item() for name, each in vars(self.predict_many(features[None, :])).items()}
+        answers["in_range"] = supported and answers["in_range"]
+        return SurrogateAnswer(**answers, starved=answers["starvation_probability"] >= 0.5)
 
     def predict_many(self, features: Features) -> SurrogateAnswers:
         """Predict many feature vectors, shape (n, features)."""

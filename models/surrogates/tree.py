@@ -59,21 +59,6 @@ class _TreeDocument(_Document):
 class Tree:
     """A decision tree over `FEATURES`; node 0 is the root, and children come after their parent.
 
-    Attributes
-    ----------
-    answer
-        Meaning of the values, one of `ANSWERS`.
-    feature
-        Index into `FEATURES` of the feature that a node compares; LEAF (-1) in leaves.
-    threshold
-        Go left where the feature is at most this; a float32. 0 in leaves.
-    left, right
-        Children; LEAF in leaves.
-    value
-        Prediction of a leaf; 0 in other nodes.
-    share
-        Share of the training scenarios that reach a node.
-
     Raises
     ------
     InputError
@@ -81,12 +66,18 @@ class Tree:
     """
 
     answer: str
+    """Meaning of the values, one of `ANSWERS`."""
     feature: tuple[int, ...]
+    """Index into `FEATURES` of the feature that a node compares; LEAF (-1) in leaves."""
     threshold: tuple[float, ...]
+    """Go left where the feature is at most this; a float32. 0 in leaves."""
     left: tuple[int, ...]
+    """Left child; LEAF in leaves."""
     right: tuple[int, ...]
     value: tuple[float, ...]
+    """Prediction of a leaf; 0 in other nodes."""
     share: tuple[float, ...]
+    """Share of the training scenarios that reach a node."""
 
     def __post_init__(self) -> None:
         _require(self.answer in ANSWERS, f"answer must be one of {', '.join(ANSWERS)}", self.answer)

@@ -41,22 +41,15 @@ class Condition:
 
 @dataclass(frozen=True)
 class DecisionRule:
-    """One leaf of a tree.
-
-    Attributes
-    ----------
-    conditions
-        All must hold; at most one per feature, from the root to the leaf.
-    answer, value
-        Prediction of the leaf, as in `Tree.answer` and `Tree.value`.
-    share
-        Share of the training scenarios that it covers.
-    """
+    """One leaf of a tree."""
 
     conditions: tuple[Condition, ...]
+    """All must hold; at most one per feature, from the root to the leaf."""
     answer: str
+    """Meaning of the value, as in `Tree.answer`."""
     value: float
     share: float
+    """Share of the training scenarios that it covers."""
 
     @property
     def output(self) -> str:

@@ -51,14 +51,10 @@ def grouped_folds(
 
     Parameters
     ----------
-    groups
-        Group of every row, shape (rows,).
-    folds
-        Number of splits, at least 2.
-    seed
-        Seed of the assignment.
-    classes
-        Class of every row, shape (rows,); every fold then has about the same share of each class.
+    groups, classes
+        Group and class of every row, shape (rows,). With classes, folds have about the same share of each.
+    folds, seed
+        Number of splits, at least 2, and seed of the assignment.
 
     Raises
     ------

@@ -39,49 +39,32 @@ _FINISHED: Final = (TrialState.COMPLETE, TrialState.PRUNED)
 
 @dataclass(frozen=True)
 class SearchOptions:
-    """Size of a search.
-
-    Attributes
-    ----------
-    budget
-        Optuna trials for each family and task.
-    folds, seed
-        Of cross-validation, sampler and models.
-    n_jobs
-        Concurrent fits, in threads; the result does not depend on it.
-    storage
-        Journal of Optuna's studies, from which a killed search resumes; None: in memory.
-    """
+    """Size of a search."""
 
     budget: int = 12
+    """Optuna trials for each family and task."""
     folds: int = 5
     seed: int = 0
+    """Seed of cross-validation, sampler and models."""
     n_jobs: int = 1
+    """Concurrent fits, in threads; the result does not depend on it."""
     storage: Path | None = None
+    """Journal of Optuna's studies, from which a killed search resumes; None: in memory."""
 
 
 @dataclass(frozen=True)
 class Tuned:
-    """Best candidate of a search.
-
-    Attributes
-    ----------
-    estimator
-        Fitted on all rows.
-    params
-        Its hyper-parameters.
-    out_of_fold
-        Prediction for every row by a model that saw none of its group, shape (rows,): tokens per second, or
-        the probability of starvation.
-    trials
-        Complete and pruned trials, in order. The value of a complete one is its mean loss over the folds:
-        SMAPE in per cent or logarithmic loss.
-    """
+    """Best candidate of a search."""
 
     estimator: Any
+    """Fitted on all rows."""
     params: Mapping[str, Any]
+    """Hyper-parameters."""
     out_of_fold: NDArray[np.float64]
+    """Tokens per second or probability of starvation by models fitted without the row's group, (rows,)."""
     trials: tuple[FrozenTrial, ...]
+    """Complete and pruned trials, in order. The value of a complete one is its mean loss over the folds:
+    SMAPE in per cent or logarithmic loss."""
 
 
 @dataclass(frozen=True)
@@ -129,16 +112,11 @@ def tune(
 
     Parameters
     ----------
-    candidate
-        Model family and search space.
-    features
-        Feature vectors, shape (rows, features).
-    target
-        Throughput in tokens per second, or whether the GPU starved, shape (rows,).
-    groups
-        Near-duplicate scenarios share a group, shape (rows,).
-    options, progress
-        Size of the search, and callback.
+    candidate, options, progress
+        Model family and search space, size of the search, and callback.
+    features, target, groups
+        Feature vectors, shape (rows, features); throughput in tokens per second, or whether the GPU starved,
+        shape (rows,); and groups of near-duplicate scenarios, shape (rows,).
 
     Raises
     ------
