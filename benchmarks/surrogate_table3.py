@@ -39,7 +39,7 @@ from capplan.models.training.evaluation import (
     starvation_scores,
     throughput_errors,
 )
-from capplan.models.training.model_selection import TASKS, TrainingOptions, fit_tuned
+from capplan.models.training.train import TASKS, TrainingOptions, fit_tuned
 
 Combination = Mapping[str, Any]
 Grid = tuple[tuple[Combination, ...], ...]

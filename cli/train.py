@@ -19,8 +19,7 @@ from capplan.errors import InputError
 
 if TYPE_CHECKING:
     from capplan.models.training.data import Manifest
-    from capplan.models.training.model_selection import TrainingOptions
-    from capplan.models.training.train import Trained
+    from capplan.models.training.train import Trained, TrainingOptions
     from capplan.spec import Profile
 
 
@@ -121,7 +120,7 @@ def train(args: TrainArgs) -> None:
 
 def _options(args: TrainArgs, journal: Path) -> TrainingOptions:
     from capplan.models.training.candidates import FAMILIES, PAPER_FAMILIES
-    from capplan.models.training.model_selection import TrainingOptions
+    from capplan.models.training.train import TrainingOptions
     from capplan.twin.sweep import cores
 
     if args.paper_space:
