@@ -102,15 +102,9 @@ def empty_weights(config: ModelConfig, dtype: torch.dtype, device: torch.device)
 
 def packed(weights: Weights) -> Weights:
     """Return the weights with packed matrices."""
+    names = ("qkv", "o", "gate_up", "down")
     layers = tuple(
-        replace(
-            layer,
-            qkv=layer.qkv.pack(),
-            o=layer.o.pack(),
-            gate_up=layer.gate_up.pack(),
-            down=layer.down.pack(),
-        )
-        for layer in weights.layers
+        replace(layer, **{name: getattr(layer, name).pack() for name in names}) for layer in weights.layers
     )
     return replace(weights, layers=layers, head=weights.head.pack())
 

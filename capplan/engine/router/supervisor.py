@@ -123,10 +123,6 @@ class RestartPolicy:
     start_timeout_s: float = 1800.0
     stop_grace_s: float = 15.0
 
-    def delay_s(self, restarts: int) -> float:
-        """Return the delay before the next restart after this number in a row."""
-        return min(self.initial_delay_s * 2.0**restarts, self.max_delay_s)
-
 
 @dataclass(frozen=True)
 class RouterConfig:
@@ -238,7 +234,7 @@ class InstanceSupervisor:
     async def _restart(self, in_a_row: int) -> int:
         """Restart within the policy's limit; return the number of restarts in a row."""
         while in_a_row < self._policy.max_restarts:
-            delay_s = self._policy.delay_s(in_a_row)
+            delay_s = min(self._policy.initial_delay_s * 2.0**in_a_row, self._policy.max_delay_s)
             in_a_row += 1
             self.restarts += 1
             self._back_at_s = time.monotonic() + delay_s + self._start_duration_s
