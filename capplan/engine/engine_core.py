@@ -150,7 +150,8 @@ class EngineCore:
         for request in emitted:
             request.token_ns.append(end_ns)
         self._steps += 1
-        disk_loads = self._disk_loads()
+        loads = counters["n_loads"]
+        disk_loads = int(self.state.adapters.load_from_disk[:loads].sum()) if loads else 0
         record = step_record(
             self._steps, begin_ns, end_ns, output, counters, disk_loads, len(finished), timer
         )
@@ -168,29 +169,20 @@ class EngineCore:
     def _update_running(self, begin_ns: int, counters: Mapping[str, int]) -> None:
         """Update requests that were preempted or admitted."""
         if counters["n_preempted"]:
-            preempted = self._listed("preempted")
+            preempted = self._lists["preempted"][: counters["n_preempted"]]
             self.blocks.release(preempted)
             for request in self._requests_of(preempted):
                 request.running = False
                 request.preemptions += 1
         if counters["n_admitted"]:
-            for request in self._requests_of(self._listed("admitted")):
+            for request in self._requests_of(self._lists["admitted"][: counters["n_admitted"]]):
                 request.running = True
                 if request.admitted_ns is None:
                     request.admitted_ns = begin_ns
 
-    def _listed(self, name: str) -> NDArray[np.int64]:
-        """Return one of the scheduler's lists of rows."""
-        rows: NDArray[np.int64] = self._lists[name][: self.state.counters[f"n_{name}"]]
-        return rows
-
     def _requests_of(self, rows: NDArray[np.int64]) -> list[Request]:
         by_row = self._by_row
         return [request for row in rows.tolist() if (request := by_row[row]) is not None]
-
-    def _disk_loads(self) -> int:
-        loads = self.state.counters.n_loads
-        return int(self.state.adapters.load_from_disk[:loads].sum()) if loads else 0
 
     def _execute(
         self, scheduled: ScheduledRequests, errors: Mapping[int, str], timer: PhaseTimer
@@ -259,7 +251,7 @@ class EngineCore:
         request.finish_reason = reason
 
     def _release_finished(self) -> list[Request]:
-        rows = self._listed("finished")
+        rows: NDArray[np.int64] = self._lists["finished"][: self.state.counters.n_finished]
         if not rows.size:
             return []
         self.blocks.release(rows)
