@@ -36,7 +36,7 @@ def test_all_forms_give_the_same_answers(benchmark: BenchmarkFixture, models: la
     forms = latency.one_by_one(models)
     for name in ("compiled tree", "flat tree"):
         assert [forms[name](row) for row in models.rows] == expected.tolist()
-    assert benchmark(models.tree.answers, models.rows).tolist() == expected.tolist()
+    assert benchmark(models.tree.predict, models.rows).tolist() == expected.tolist()
     forest = [forms["forest"](row) for row in models.rows]
     assert forest == pytest.approx(models.learned_forest.predict(models.rows), rel=1e-5, abs=1e-6)
 
@@ -112,19 +112,13 @@ def test_peak_memory_of_400_000_arrivals(benchmark: BenchmarkFixture) -> None:
     assert peak_mb < speed.RSS_BAR_MB
 
 
-@pytest.mark.parametrize("adapters", list(speed.by_adapters()))
-def test_an_hour_by_number_of_adapters(benchmark: BenchmarkFixture, adapters: int) -> None:
-    measure(benchmark, [speed.by_adapters()[adapters]], rounds=5)
-
-
-@pytest.mark.parametrize("rate_rps", list(speed.by_rate()))
-def test_an_hour_by_rate(benchmark: BenchmarkFixture, rate_rps: float) -> None:
-    measure(benchmark, [speed.by_rate()[rate_rps]], rounds=5)
-
-
-@pytest.mark.parametrize("hours", list(speed.by_horizon()))
-def test_hours(benchmark: BenchmarkFixture, hours: float) -> None:
-    measure(benchmark, [speed.by_horizon()[hours]], rounds=3)
+@pytest.mark.parametrize(
+    "case",
+    [case for family in (speed.by_adapters, speed.by_rate, speed.by_horizon) for case in family().values()],
+    ids=lambda case: case.name,
+)
+def test_hours_by_adapters_rate_and_horizon(benchmark: BenchmarkFixture, case: Case) -> None:
+    measure(benchmark, [case], rounds=3)
 
 
 def test_time_grows_no_faster_than_requests(benchmark: BenchmarkFixture) -> None:
