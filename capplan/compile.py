@@ -1,13 +1,12 @@
 """Compilation of requests, serving rules and twin, with a disk cache keyed by their sources.
 
-numba's own cache checks the file of the function it compiled, not the files of the functions that it calls:
-an edited rule could keep running in its old form. Here the cache folder is named after a digest of all
-sources that take part, so an edit in any of them starts a new folder.
+numba's own cache checks the file of a compiled function, but not the files of the functions that it calls:
+after an edit, old code could run. Here the name of the cache folder is a digest of all sources.
 
-Two decorators. An `inner` function is lowered to LLVM IR and linked into its callers, nothing more: no Python
-wrapper, no optimization and no machine code of its own. A `jit` function is an entry: it can be called from
-Python, and only that call optimizes and emits code, once, with all that it calls. Compiled callers use its
-`inner` form. An entry thus compiles in about half the time that separately compiled functions take.
+Two decorators. An `inner` function is only lowered to LLVM IR and linked into its callers: it has no Python
+wrapper and no machine code. A `jit` function is an entry: it can be called from Python, and its first call
+optimizes and emits code for the entry and its callees together. Compiled callers use its `inner` form. An
+entry thus compiles in about half the time of separately compiled functions.
 """
 
 from __future__ import annotations
@@ -47,9 +46,9 @@ _ENTRY_OPTIONS: Final[Mapping[str, Any]] = MappingProxyType(
         "nogil": True,  # the planner verifies GPUs in threads
         "error_model": "numpy",
         "no_cfunc_wrapper": True,
-        # Undocumented: without numba's runtime, compiled code counts no references. With it, every call from
-        # one compiled function to another counts all the state's arrays up and down: more than four fifths of
-        # the twin's time. A function that allocates an array, its purpose, fails to compile instead.
+        # Undocumented: without numba's runtime, compiled code counts no references. Counting those of all the
+        # state's arrays at every call takes more than 80 % of the twin's time. A function that allocates an
+        # array fails to compile.
         "_nrt": False,
     }
 )
@@ -63,17 +62,17 @@ _IMPORT = re.compile(r"^\s*from (capplan[\w.]*) import (\([^)]*\)|[^\n]*)", re.M
 
 _numbers = itertools.count()
 _TWIN_FUNCTIONS: Final = 155
-"""Functions that the first simulation compiles, about."""
+"""Approximate number of functions that the first simulation compiles."""
 _LOWERED: Final = 0.8
-"""Share of the compile time after which all functions are lowered and the entry is optimized."""
+"""Share of the compile time before the optimization of the entry."""
 
 
 @functools.cache
 def source_digest() -> str:
     """Return the digest of numba's version and of the sources that compiled code depends on.
 
-    These are the modules that declare compiled functions and what they import, directly or not, from the
-    packages that have any.
+    These are the modules with compiled functions, and their direct and indirect imports from the packages of
+    such modules.
     """
     digest = hashlib.sha256(numba.__version__.encode())
     digest.update(Path(__file__).read_bytes())
@@ -110,7 +109,7 @@ def cache_dir() -> Path:
 
 @functools.cache
 def _cache_is_writable() -> bool:
-    # numba would fall back to a folder that no digest guards.
+    # Otherwise numba falls back to a folder without a digest.
     try:
         cache_dir().mkdir(parents=True, exist_ok=True)
     except OSError:
@@ -119,14 +118,14 @@ def _cache_is_writable() -> bool:
 
 
 def is_compiled(entry: str = "core.advance") -> bool:
-    """Return whether an entry, by default the twin's, is on disk, compiled from these very sources."""
+    """Return whether an entry, by default the twin's, is in the cache of these sources."""
     return any(cache_dir().rglob(f"{entry}*.nbc"))
 
 
 def on_compiled(progress: Callable[[float], None] | None) -> None:
-    """Call `progress` after each compiled function with the share of the twin that is done; None: stop.
+    """Call `progress` after each compiled function with the completed share of the twin; None: stop.
 
-    The share reaches 1 when the twin's entry is ready. It counts functions, since each takes about as long.
+    The share counts functions, and reaches 1 with the twin's entry.
     """
     listener = _listener()
     listener.progress, listener.functions = progress, 0
@@ -178,7 +177,7 @@ def jit(function: F) -> F:
 
 
 def inner(function: F) -> F:
-    """Compile `function` for calls from compiled functions only; it becomes part of them."""
+    """Compile `function` as a part of its compiled callers."""
     if numba.config.DISABLE_JIT:  # type: ignore[attr-defined]  # made at run time
         return function
     options = {"nopython": True, **_INNER_OPTIONS}
@@ -195,7 +194,7 @@ class _Linked(CPUDispatcher):
 
 
 class _Entry(CPUDispatcher):
-    """A function with an entrance from Python; compiled callers see its linked form."""
+    """A function callable from Python; compiled callers use its linked form."""
 
     def __init__(self, function: Callable[..., object], **options: Any) -> None:
         super().__init__(function, **options)
@@ -207,7 +206,7 @@ class _Entry(CPUDispatcher):
 
 
 class _LinkedLibrary(JITCodeLibrary):
-    """LLVM IR of one function and of what it calls, which is optimized as part of an entry only."""
+    """LLVM IR of one function and its callees, optimized only as part of an entry."""
 
     def _optimize_final_module(self) -> None:
         pass
@@ -244,10 +243,9 @@ class _LinkedCompiler(Compiler):
 def by_reference(record: C) -> C:
     """Pass the named tuples of class `record` between compiled functions as one pointer.
 
-    numba passes a tuple's arrays one by one, each as seven numbers: with a state of twenty arrays, that is
-    most of the code of a short function and of every call. An entry copies the tuple to its own stack, where
-    LLVM replaces it by registers. That needs field names known at compile time: no choice between two fields
-    of one tuple by a condition or a loop.
+    numba passes a tuple's arrays one by one, each as seven numbers, which is most of the code of a short
+    function. An entry copies the tuple to its stack, where LLVM replaces it by registers. That requires field
+    names known at compile time: no choice between two fields of one tuple by a condition or a loop.
     """
 
     @typeof_impl.register(record)
@@ -269,11 +267,11 @@ class Reference(types.Type):
 
     @property
     def key(self) -> tuple[Any, tuple[types.Type, ...]]:
-        """What distinguishes the type: its class, and the types of the fields."""
+        """Identity of the type: its class, and the types of the fields."""
         return self.record, self.members
 
     def layout(self, value_type: Callable[[types.Type], Any]) -> Any:
-        """Return the structure in memory; tuples that are fields lie inside."""
+        """Return the structure in memory; nested tuples are stored inside."""
         parts = [m.layout(value_type) if isinstance(m, Reference) else value_type(m) for m in self.members]
         return ir.LiteralStructType(parts)
 

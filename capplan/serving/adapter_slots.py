@@ -1,7 +1,7 @@
 """Adapter slots on the GPU and the cache on the host: two nested least-recently-used lists, as in vLLM.
 
-An adapter is *active* while requests that run use it, and every step touches all active adapters. So only
-idle ones can be victims, and their order of last use is the order in which they became idle.
+An adapter is *active* while running requests use it, and every step touches all active adapters. So only idle
+ones can be evicted, and their order of last use is the order in which they became idle.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ def acquire_adapter(state: State, limits: Limits, adapter: int) -> None:
     """
     if adapter == 0:
         return
-    if state.adapters.claim[adapter] == READY:  # the request takes over the use that the claim counted
+    if state.adapters.claim[adapter] == READY:  # the claim counts the request's use already
         state.adapters.claim[adapter] = NO_CLAIM
         state.counters.n_claimed -= 1
         return
@@ -44,7 +44,7 @@ def acquire_adapter(state: State, limits: Limits, adapter: int) -> None:
 
 @jit
 def release_adapter(state: State, adapter: int) -> None:
-    """Count one running request of `adapter` less; after the last it is the most recently used idle one."""
+    """Count one running request of `adapter` less; after the last one it becomes idle."""
     if adapter == 0:
         return
     state.adapters.users[adapter] -= 1
@@ -58,15 +58,15 @@ def release_adapter(state: State, adapter: int) -> None:
 
 @inner
 def needs_load(state: State, adapter: int) -> bool:
-    """Tell whether a request of this adapter would have to wait for a copy into a slot."""
+    """Return whether a request of this adapter would wait for a load into a slot."""
     return adapter != 0 and state.adapters.resident[adapter] == 0
 
 
 @inner
 def claim_adapter(state: State, limits: Limits, adapter: int) -> None:
-    """Begin to load an adapter beside the batch; its requests are skipped until `adapter_loaded`.
+    """Start the asynchronous load of an adapter; its requests are skipped until `adapter_loaded`.
 
-    The claim counts as a use, so that the slot stays the adapter's until a request of it runs.
+    The claim counts as a use: the adapter keeps the slot until a request of it runs.
     """
     acquire_adapter(state, limits, adapter)
     unlist_queue(state, adapter)
@@ -76,8 +76,8 @@ def claim_adapter(state: State, limits: Limits, adapter: int) -> None:
 
 @jit
 def adapter_loaded(state: State, adapter: int) -> None:
-    """Say that an adapter claimed by `schedule` has arrived in its slot."""
-    if state.adapters.queue_head[adapter] == NONE:  # whoever asked for it is gone
+    """Note that an adapter claimed by `schedule` is in its slot."""
+    if state.adapters.queue_head[adapter] == NONE:  # its requests were removed
         state.adapters.claim[adapter] = NO_CLAIM
         state.counters.n_claimed -= 1
         release_adapter(state, adapter)
@@ -98,7 +98,7 @@ def _bring_to_host(state: State, limits: Limits, adapter: int) -> bool:
         victim = links_first(state.host_idle)
         links_remove(state.host_idle, victim)
         state.adapters.on_host[victim] = 0
-        if state.adapters.resident[victim]:  # an adapter that leaves the host loses its slot, too
+        if state.adapters.resident[victim]:  # leaving the host frees the slot as well
             links_remove(state.gpu_idle, victim)
             state.adapters.resident[victim] = 0
             state.counters.n_resident -= 1

@@ -1,4 +1,4 @@
-"""The second half of a step: waiting requests are admitted while tokens, places, slots and blocks last."""
+"""Admission: the second half of a step, while tokens, places, slots and blocks last."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from capplan.serving.waiting_queue import END_OF_QUEUE, next_adapter, pop_head, 
 
 @inner
 def admit_waiting(state: State, limits: Limits, cap: int, budget: int) -> int:
-    """Admit waiting requests in their order and return the tokens given out."""
+    """Admit waiting requests in order and return their tokens."""
     c = state.counters
     left = budget
     scanned_to = -END_OF_QUEUE
@@ -43,16 +43,12 @@ def admit_waiting(state: State, limits: Limits, cap: int, budget: int) -> int:
 
 @inner
 def blocks_to_admit(state: State, limits: Limits, row: int, hits: int, most_tokens: int) -> int:
-    """Return the free blocks without which a waiting row is not admitted.
+    """Return the free blocks that the admission of a waiting row requires.
 
     Parameters
     ----------
-    state, limits
-        The instance.
-    row
-        The row.
     hits
-        Blocks that it found in the prefix cache.
+        Its blocks in the prefix cache.
     most_tokens
         Tokens that it may compute in this step.
     """
@@ -69,7 +65,7 @@ def blocks_to_admit(state: State, limits: Limits, row: int, hits: int, most_toke
 
 @inner
 def start_row(state: State, limits: Limits, row: int, hits: int, most_tokens: int) -> int:
-    """Put a row that has left the queue behind the running ones and return the tokens it computes."""
+    """Append a row that left the queue to the running ones; return the tokens that it computes."""
     c = state.counters
     size = limits.block_size
     tokens = min(state.rows.prompt[row] + state.rows.output[row] - hits * size, most_tokens)

@@ -25,20 +25,20 @@ def steps_ahead(state: State, limits: Limits) -> int:
     c = state.counters
     if c.n_decoding == 0 or c.n_partial > 0 or c.n_ending > 0 or limits.policy == SLORA:
         return 0
-    if c.n_decoding > limits.max_num_batched_tokens or not _nobody_enters(state, limits):
+    if c.n_decoding > limits.max_num_batched_tokens or not _admits_none(state, limits):
         return 0
     first_end = state.finish.items.key[state.finish.items.ids[0]] >> 32
     return int(first_end - c.tick - 1)
 
 
 @inner
-def _nobody_enters(state: State, limits: Limits) -> bool:
+def _admits_none(state: State, limits: Limits) -> bool:
     """Return whether no waiting request can be admitted while all running ones decode."""
     c = state.counters
     if c.n_waiting == 0 or c.n_running >= limits.max_num_seqs:
         return True
     if limits.reverse_skipped and state.cold.size[0] > 0:
-        return False  # every step turns their order round
+        return False  # every step reverses their order
     adapter = next_adapter(state, c.n_active < limits.max_loras)
     if adapter == NONE:
         return True
@@ -47,7 +47,7 @@ def _nobody_enters(state: State, limits: Limits) -> bool:
     left = limits.max_num_batched_tokens - c.n_decoding
     if left == 0:
         return True
-    # Decoding only takes blocks and cached content away, so who does not fit now will not fit later.
+    # Decoding only takes blocks and cached content: a request that does not fit now will not fit later.
     row = state.adapters.queue_head[adapter]
     hits = look_up(state, limits, row) if limits.prefix_caching else 0
     if limits.long_prefill_tokens > 0:

@@ -1,15 +1,14 @@
 """KV blocks and prefix caching: the free list, blocks by content, and the blocks of each running request.
 
-Without prefix caching one free block is as good as another, and a count is enough. With it, a free block
-keeps its content until it is taken again, so the order of the free list decides what can still be found. The
-order is vLLM's: blocks are taken from the front; of the blocks that a request gives back, last ones first,
-those that can be found again go to the end (least recently used).
+Without prefix caching free blocks are interchangeable and only counted. With it, a free block keeps its
+content until it is allocated again, so the order of the free list determines the cached content. As in vLLM,
+blocks are taken from the front. The blocks that a request releases are appended, the last one first (least
+recently used).
 
-A full block is found by requests with the same tokens before it under the same adapter. Requests of one
-prefix share the blocks that lie wholly within it. Requests whose whole prompt is the same shared prefix give
-the same answer, so they share the blocks behind it, too. The content of all other blocks belongs to one
-request, which reads them again only after a preemption. So the former are registered as soon as the host has
-their tokens, the latter when a request loses them.
+A full block matches requests with the same preceding tokens and adapter. Requests of one prefix share the
+blocks within it. Requests whose whole prompt is the same shared prefix have the same output and share its
+blocks as well. All other blocks belong to one request, which reads them again only after a preemption. Shared
+blocks are registered as soon as the host has their tokens, the others when a request loses them.
 """
 
 from __future__ import annotations
@@ -43,7 +42,7 @@ def find_block(pool: BlockPool, key: int) -> int:
 
 @inner
 def register_block(pool: BlockPool, block: int, key: int) -> None:
-    """Say what a block contains, so that it can be found."""
+    """Register the content of a block."""
     bucket = _bucket_of(pool, key)
     last = pool.buckets.last[bucket]
     pool.blocks.content[block] = key
@@ -76,7 +75,7 @@ def _forget(pool: BlockPool, block: int) -> None:
 
 @inner
 def take_block(pool: BlockPool) -> int:
-    """Take the first free block; what it contained is lost."""
+    """Allocate the first free block and discard its content."""
     block = links_first(pool.free)
     links_remove(pool.free, block)
     _forget(pool, block)
@@ -86,7 +85,7 @@ def take_block(pool: BlockPool) -> int:
 
 @inner
 def share_block(pool: BlockPool, block: int) -> None:
-    """Hold a block that was found, be it free or in use."""
+    """Hold a registered block, free or in use."""
     if pool.blocks.holders[block] == 0:
         links_remove(pool.free, block)
     pool.blocks.holders[block] += 1
@@ -94,7 +93,7 @@ def share_block(pool: BlockPool, block: int) -> None:
 
 @inner
 def give_back(pool: BlockPool, place: int, count: int, empty_to_front: bool) -> int:
-    """Let go of the first `count` blocks of a table line, last one first; return how many became free."""
+    """Release the first `count` blocks of a table line, last one first; return how many became free."""
     freed = 0
     for i in range(count - 1, -1, -1):
         block = pool.table[place, i]
@@ -104,7 +103,7 @@ def give_back(pool: BlockPool, place: int, count: int, empty_to_front: bool) -> 
             if not empty_to_front or pool.blocks.content[block] != EMPTY:
                 links_append(pool.free, block)
     if empty_to_front:
-        # One after the other to the front, so that the last one is taken first.
+        # Prepend one by one: the last block is taken first.
         for i in range(count):
             block = pool.table[place, i]
             if pool.blocks.holders[block] == 0 and pool.blocks.content[block] == EMPTY:
@@ -117,13 +116,13 @@ _BLOCK_BITS = 20  # a request has fewer than 2**20 blocks
 
 @inner
 def same_answers(state: State, row: int) -> bool:
-    """Tell whether a row's prompt is nothing but shared prefix, so that others give the same answer."""
+    """Return whether a row's whole prompt is shared prefix: requests with it have the same output."""
     return bool(state.rows.shared[row] == state.rows.prompt[row])
 
 
 @inner
 def _content_key(state: State, limits: Limits, row: int, index: int) -> int:
-    """Return the name of the content of a row's block number `index`."""
+    """Return the key of the content of a row's block number `index`."""
     if (index + 1) * limits.block_size <= state.rows.shared[row]:
         name = 3 * state.rows.prefix[row]
     elif same_answers(state, row):
@@ -137,7 +136,7 @@ def _content_key(state: State, limits: Limits, row: int, index: int) -> int:
 def look_up(state: State, limits: Limits, row: int) -> int:
     """Find the first blocks of a waiting row, list them in `pool.found` and return their number.
 
-    At least one token is left to compute: without it there would be nothing to sample from.
+    At least one token is left to compute, as sampling requires.
     """
     pool = state.pool
     most = (state.rows.prompt[row] + state.rows.output[row] - 1) // limits.block_size
@@ -153,7 +152,7 @@ def look_up(state: State, limits: Limits, row: int) -> int:
 
 @inner
 def free_among_found(state: State, hits: int) -> int:
-    """Return how many of the blocks found are free: they count as new ones for those who take them."""
+    """Return how many of the blocks found are free; admission counts them as new ones."""
     free = 0
     for i in range(hits):
         free += state.pool.blocks.holders[state.pool.found[i]] == 0
@@ -162,7 +161,7 @@ def free_among_found(state: State, hits: int) -> int:
 
 @inner
 def enter(state: State, limits: Limits, row: int, hits: int, tokens: int) -> None:
-    """Give an admitted row the blocks that `look_up` found and new ones for its first `tokens`."""
+    """Allocate the blocks of an admitted row: those that `look_up` found, and new ones for `tokens`."""
     pool = state.pool
     free = state.counters.n_free_places - 1
     state.counters.n_free_places = free
@@ -178,7 +177,7 @@ def enter(state: State, limits: Limits, row: int, hits: int, tokens: int) -> Non
 
 @inner
 def extend(state: State, limits: Limits, row: int, tokens: int) -> None:
-    """Take the blocks that a partial row needs for its next tokens; register the shared ones they fill."""
+    """Allocate the blocks for the next tokens of a partial row; register the full shared ones."""
     pool = state.pool
     place = state.rows.place[row]
     size = limits.block_size
@@ -187,7 +186,7 @@ def extend(state: State, limits: Limits, row: int, tokens: int) -> None:
         pool.table[place, i] = take_block(pool)
     known = state.rows.shared[row]
     if same_answers(state, row):
-        # In async scheduling, a token sampled in the step before is not known yet.
+        # In async scheduling, the token of the previous step is in flight.
         in_flight = limits.async_scheduling != 0 and state.rows.emitted[row] == state.counters.tick
         known = state.rows.prompt[row] + state.rows.output[row] - in_flight
     _register(state, limits, row, min(computed, known) // size)
@@ -203,7 +202,7 @@ def _register(state: State, limits: Limits, row: int, full: int) -> None:
 
 @inner
 def extend_together(state: State, limits: Limits) -> None:
-    """Take the blocks of a whole step in running order: who comes first gets the older ones."""
+    """Allocate the blocks of a whole step in running order."""
     due = _due_rows(state, limits)
     partial = state.counters.n_partial
     at_due = at_partial = 0
@@ -225,7 +224,7 @@ def _is_first(state: State, at_due: int, at_partial: int) -> bool:
 
 @inner
 def _extend_decoding(state: State, limits: Limits, row: int) -> None:
-    """Give a decoding row a new block where its last one is full; register what its next token completes."""
+    """Allocate a block if the row's last one is full; register the block that its next token completes."""
     size = limits.block_size
     computed = state.rows.computed[row] + state.counters.tick - state.rows.since[row]
     if computed % size == 0:
@@ -236,7 +235,7 @@ def _extend_decoding(state: State, limits: Limits, row: int) -> None:
 
 @inner
 def _due_rows(state: State, limits: Limits) -> int:
-    """List the decoding rows whose blocks this step changes, oldest admission first; return their number."""
+    """List the decoding rows with changed blocks, oldest admission first; return their number."""
     c = state.counters
     full = (-c.tick) % limits.block_size
     n = _list_phase(state, full, 0)
@@ -264,18 +263,14 @@ def _list_phase(state: State, phase: int, listed: int) -> int:
 
 @inner
 def leave_blocks(state: State, limits: Limits, row: int, full: int, ended: bool) -> int:
-    """Give the blocks of a row back and return how many became free.
+    """Release the blocks of a partial row and return how many became free.
 
     Parameters
     ----------
-    state, limits
-        The instance.
-    row
-        A partial row.
     full
-        Number of its blocks that are full and known to the host.
+        Number of its blocks that are full and registered.
     ended
-        Whether the request is over: what only its own blocks contain will not be asked for again.
+        Whether the request is over: content of its own is not needed again.
     """
     pool = state.pool
     place = state.rows.place[row]

@@ -1,4 +1,4 @@
-"""The serving rules by name: what differs between engines and their versions is a switch."""
+"""Serving rules by name: switches for the differences between engines and their versions."""
 
 from __future__ import annotations
 
@@ -18,30 +18,28 @@ class ServingRules:
     name
         The name that profiles and plans use.
     prefix_caching
-        Full KV blocks stay until they are needed for something else, and requests that begin with the same
-        tokens under the same adapter use them again; so does a preempted request with its own.
+        Full KV blocks are kept until they are allocated again. Requests that begin with the same tokens under
+        the same adapter reuse them, and a preempted request its own.
     unhashed_to_front
-        Blocks that cannot be found again are taken before all others (vLLM after 0.14); otherwise free blocks
-        are taken in the order in which they became free.
+        Unregistered blocks are allocated before all others (vLLM after 0.14), otherwise in the order in which
+        they became free.
     async_scheduling
-        A step is decided while the one before runs (vLLM's default on GPUs since 0.14).
+        A step is decided while the previous one runs (vLLM's default on GPUs since 0.14).
     reserve_full_sequence
         Admit a waiting request only if its whole known sequence fits into free KV blocks now
         (vLLM's ``scheduler_reserve_full_isl``, on since 0.20).
     reverse_skipped
-        Requests that were skipped because their adapter found no slot come back in reversed order
-        (vLLM 0.9.2 to 0.13); otherwise they keep their order.
+        Skipped requests return to the queue in reversed order (vLLM 0.9.2 to 0.13), otherwise in order.
     watermark
-        Share of the KV blocks that must stay free when a request is admitted while others run (vLLM 0.27 and
-        later).
+        Share of the KV blocks that stays free when a request is admitted while others run (since vLLM 0.27).
     long_prefill_tokens
-        Most prompt tokens of one request in one step; 0 switches the limit off
-        (vLLM's ``long_prefill_token_threshold``).
+        Maximum of prompt tokens of one request in one step; 0: no limit (vLLM's
+        ``long_prefill_token_threshold``).
     lone_prefill_exempt
-        That limit does not hold for a request that is alone in the engine (vLLM 0.32).
+        The limit does not apply to a request that is alone in the engine (vLLM 0.32).
     load_beside
-        Adapters are loaded beside the batch: a request whose adapter is not there yet is skipped, and
-        nobody else waits. Otherwise a load blocks the step.
+        Adapters are loaded asynchronously: a request is skipped until its adapter is resident. Otherwise a
+        load blocks the step.
     declared_output
         S-LoRA's rules instead of vLLM's: see `capplan.serving.slora`. Adapters take KV blocks, not slots.
     """

@@ -35,7 +35,7 @@ def output_tokens(state: State, row: int) -> int:
 
 @inner
 def start_decoding(state: State, row: int) -> None:
-    """Make a row that lacks exactly one token of its known sequence a decoding one, from this tick on."""
+    """Make a row that lacks one token of its known sequence a decoding one from this tick on."""
     c = state.counters
     tick = c.tick
     state.rows.since[row] = tick
@@ -50,7 +50,7 @@ def start_decoding(state: State, row: int) -> None:
 
 @inner
 def stop_decoding(state: State, row: int) -> None:
-    """Write down what a decoding row has computed and generated; it is partial from now on."""
+    """Store the computed and generated tokens of a decoding row, which becomes partial."""
     c = state.counters
     state.phase[(state.rows.computed[row] - state.rows.since[row]) % state.phase.size] -= 1
     if state.pool.blocks.content.size > 0:
@@ -97,7 +97,7 @@ def _remove_running(state: State, row: int) -> None:
 
 @inner
 def leave_running(state: State, limits: Limits, row: int, ended: bool) -> None:
-    """Take a row that does not decode out of the running order; its blocks become free."""
+    """Remove a row that does not decode from the running order and free its blocks."""
     c = state.counters
     if limits.prefix_caching:
         c.free_blocks += leave_blocks(state, limits, row, _known_blocks(state, limits, row, ended), ended)
@@ -108,10 +108,10 @@ def leave_running(state: State, limits: Limits, row: int, ended: bool) -> None:
 
 @inner
 def _known_blocks(state: State, limits: Limits, row: int, ended: bool) -> int:
-    """Return how many full blocks of a row the host has registered when the row leaves.
+    """Return the number of full blocks of a row that are registered when the row leaves.
 
-    A block is registered once all its tokens are known to the host. In async scheduling the token of the step
-    before is still in flight when the next one is decided, so the block that it completed is not, yet.
+    A block is registered once the host has all its tokens. In async scheduling the token of the previous step
+    is in flight when the next one is decided, and the block that it completes is not registered yet.
     """
     tokens = state.rows.computed[row]
     if limits.async_scheduling and not ended and state.rows.streak[row]:
@@ -121,7 +121,7 @@ def _known_blocks(state: State, limits: Limits, row: int, ended: bool) -> int:
 
 @inner
 def preempt_last(state: State, limits: Limits) -> int:
-    """Preempt the request admitted last: it loses its KV and waits before all others. Return its row."""
+    """Preempt the request admitted last, which loses its KV and heads the queue; return its row."""
     c = state.counters
     row = c.run_tail
     state.lists.preempted[c.n_preempted] = row
@@ -144,7 +144,7 @@ def preempt_last(state: State, limits: Limits) -> int:
 
 @inner
 def _preempt_ending(state: State, limits: Limits, row: int) -> None:
-    """Preempt a row whose last token is in flight: it waits until that token ends it, in this very step."""
+    """Preempt a row whose last token is in flight: it waits until that token ends it in this step."""
     c = state.counters
     leave_running(state, limits, row, False)
     kept = 0
@@ -160,7 +160,7 @@ def _preempt_ending(state: State, limits: Limits, row: int) -> None:
 
 @inner
 def free_row(state: State, row: int) -> None:
-    """Hand the row of a finished request back for reuse."""
+    """Release the row of a finished request for reuse."""
     c = state.counters
     returned = c.n_free_rows - (state.rows.size - c.fresh_row)
     state.rows.free_rows[returned] = row
@@ -169,7 +169,7 @@ def free_row(state: State, row: int) -> None:
 
 @inner
 def take_row(state: State) -> int:
-    """Return a row that no request has: one that was handed back, or the next that nobody ever had."""
+    """Return a released row, or allocate a fresh one."""
     c = state.counters
     returned = c.n_free_rows - (state.rows.size - c.fresh_row)
     c.n_free_rows -= 1
@@ -182,9 +182,9 @@ def take_row(state: State) -> int:
 
 @inner
 def prefill_cap(state: State, limits: Limits) -> int:
-    """Return the most prompt tokens of one request in this step.
+    """Return the maximum of prompt tokens of one request in this step.
 
-    Since vLLM 0.32 a request that is alone may use the whole budget: there is nobody to starve.
+    Since vLLM 0.32 a request that is alone may use the whole budget, as it can starve no other.
     """
     c = state.counters
     alone = c.n_running + c.n_waiting <= 1
@@ -195,7 +195,7 @@ def prefill_cap(state: State, limits: Limits) -> int:
 
 @inner
 def serve_running(state: State, limits: Limits, cap: int) -> int:
-    """Give running requests their tokens of this step and return how many these are."""
+    """Schedule the running requests and return their tokens."""
     if _order_matters(state, limits, cap):
         return _serve_one_by_one(state, limits, cap)
     return _serve_together(state, limits, cap)
@@ -203,19 +203,19 @@ def serve_running(state: State, limits: Limits, cap: int) -> int:
 
 @inner
 def _wanted(state: State, row: int, cap: int) -> int:
-    """Return the tokens that a partial row could take in this step, budget aside."""
+    """Return the tokens that a partial row could take in this step without the budget."""
     return int(min(cap, state.rows.prompt[row] + state.rows.output[row] - state.rows.computed[row]))
 
 
 @inner
 def _order_matters(state: State, limits: Limits, cap: int) -> bool:
-    """Tell whether running requests compete other than by "all decodes, then the last row"."""
+    """Return whether the order of the running requests changes the decision."""
     c = state.counters
     partial = c.n_partial
     if c.n_decoding > limits.max_num_batched_tokens:
         return True
     if partial == 0 or (partial == 1 and state.lists.partial[0] == c.run_tail):
-        # Who loses his blocks first decides what can be found in them.
+        # The order of preemptions determines the cached content that is lost.
         return limits.prefix_caching != 0 and not _blocks_suffice(state, limits, cap)
     wanted = c.n_decoding
     for i in range(partial):
@@ -225,7 +225,7 @@ def _order_matters(state: State, limits: Limits, cap: int) -> bool:
 
 @inner
 def _blocks_suffice(state: State, limits: Limits, cap: int) -> bool:
-    """Tell whether every running request gets the blocks it wants; the last one may lack tokens."""
+    """Return whether blocks suffice for every running request; the last one may lack tokens."""
     c = state.counters
     budget = limits.max_num_batched_tokens - c.n_decoding
     needed = state.phase[(-c.tick) % limits.block_size]
@@ -245,11 +245,10 @@ def _new_blocks(state: State, limits: Limits, row: int, tokens: int) -> int:
 
 @inner
 def _serve_together(state: State, limits: Limits, cap: int) -> int:
-    """Serve running requests together, decoding rows one token each, then partial rows. Return the tokens.
+    """Serve decoding rows with one token each, then partial rows; return the tokens.
 
-    Where blocks lack, preempting from the end until the rest fits is what the scan in running order comes to:
-    a victim always stands at or behind the request that needs the block, so it has taken nothing in this step
-    yet.
+    If blocks lack, preempting from the end until the rest fits is equivalent to the scan in running order: a
+    victim is never before the request that needs the block, so it has taken nothing in this step.
     """
     c = state.counters
     while True:
@@ -273,7 +272,7 @@ def _serve_together(state: State, limits: Limits, cap: int) -> int:
 
 @inner
 def _preempt(state: State, limits: Limits) -> None:
-    """Preempt the last running request, out of the partial rows, too, where it is one."""
+    """Preempt the last running request and remove it from the partial rows."""
     c = state.counters
     victim = preempt_last(state, limits)
     if c.n_partial > 0 and state.lists.partial[c.n_partial - 1] == victim:
@@ -282,7 +281,7 @@ def _preempt(state: State, limits: Limits) -> None:
 
 @inner
 def _serve_one_by_one(state: State, limits: Limits, cap: int) -> int:
-    """Serve running requests one after the other, as vLLM's loop is written. Return the tokens."""
+    """Serve running requests one by one as vLLM's loop does; return the tokens."""
     c = state.counters
     _list_all(state)
     budget = limits.max_num_batched_tokens
@@ -306,7 +305,7 @@ def _serve_one_by_one(state: State, limits: Limits, cap: int) -> int:
 
 @inner
 def _list_all(state: State) -> None:
-    """Make every running row that is not at its end a partial one, without tokens yet."""
+    """Make every running row that is not ending a partial one without tokens."""
     c = state.counters
     row = c.run_head
     c.n_partial = 0

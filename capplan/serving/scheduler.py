@@ -1,14 +1,14 @@
-"""The serving rules, one step at a time: `submit`, `schedule`, `commit`.
+"""Scheduler of one engine, step by step: `submit`, `schedule`, `commit`.
 
 vLLM's V1 rules: a step first serves running requests in the order of their admission, then admits waiting
-ones. There is no prefill or decode phase: every request just catches up with the tokens it knows, under one
-token budget per step. A running request that finds no KV block preempts the one admitted last; in a step with
-a preemption nobody is admitted. A waiting request whose adapter finds no slot is skipped; one
-that finds no blocks stops the scan. In asynchronous scheduling a step is decided while the one before still
-runs, so the end of a request is seen one step later: its blocks and its place stay taken until then.
+ones. There is no prefill or decode phase: every request computes its known tokens, under one token budget per
+step. If a running request finds no KV block, the request admitted last is preempted; a step with a preemption
+admits no request. A waiting request whose adapter finds no slot is skipped; one that finds no blocks stops
+the scan. In asynchronous scheduling a step is decided while the previous one runs. The end of a request is
+then seen one step later, and its blocks and place are released at that time.
 
-Read off vLLM 0.8.5 to 0.32.0, ``vllm/v1/core/sched/scheduler.py``; S-LoRA's rules are in
-`capplan.serving.slora`. Nothing here knows a clock.
+Source: vLLM 0.8.5 to 0.32.0, ``vllm/v1/core/sched/scheduler.py``. S-LoRA's rules are in
+`capplan.serving.slora`. The rules depend on no clock.
 """
 
 from __future__ import annotations
@@ -50,20 +50,18 @@ def submit(
     prefix: int = 0,
     shared_tokens: int = 0,
 ) -> int:
-    """Queue a request and return its row; NONE when no row is free or the request can never run.
+    """Queue a request and return its row; NONE if no row is free or the request can never run.
 
     Parameters
     ----------
-    state, limits
-        The instance.
     request
-        The caller's name for it.
+        The caller's number of the request.
     adapter
-        Its adapter; 0 is the base model.
+        Number of its adapter; 0: the base model.
     prompt, output
-        Tokens of the prompt, and tokens after which it ends.
+        Prompt tokens, and output tokens after which it ends.
     prefix, shared_tokens
-        The first `shared_tokens` of the prompt are those of all requests of this adapter with this prefix.
+        The first `shared_tokens` of the prompt are equal for all requests of this adapter and prefix.
     """
     c = state.counters
     if c.n_free_rows == 0 or prompt >= limits.max_model_len:
@@ -93,10 +91,10 @@ def submit(
 
 @jit
 def schedule(state: State, limits: Limits) -> int:
-    """Decide one step and return its number of tokens; 0 means that nothing can run.
+    """Decide one step and return its number of tokens; 0 if nothing can run.
 
-    What the step does stands in the state: decoding rows get one token each, partial rows `tokens[row]`;
-    `admitted`, `preempted`, `stalled` and `loads` list the rest.
+    The state holds the decision: decoding rows get one token each, partial rows `tokens[row]`; `admitted`,
+    `preempted`, `stalled` and `loads` list the rest.
     """
     c = state.counters
     c.n_admitted = c.n_preempted = c.n_stalled = c.n_loads = 0
@@ -114,11 +112,10 @@ def schedule(state: State, limits: Limits) -> int:
 
 @jit
 def commit(state: State, limits: Limits) -> None:
-    """Apply the step that `schedule` decided: tokens appended, finished requests out, their blocks free.
+    """Apply the step that `schedule` decided: append tokens, remove finished requests, free their blocks.
 
-    `first`, `resumed` and `finished` list the rows that emitted their first token, emitted again after having
-    been stalled, and ended. The row of a finished request stays readable until `submit` gives it to another
-    one.
+    `first`, `resumed` and `finished` list the rows that emitted their first token, emitted a token after a
+    stall, or ended. The row of a finished request is readable until `submit` reuses it.
     """
     c = state.counters
     _release_ended(state, limits)
@@ -149,7 +146,7 @@ def commit(state: State, limits: Limits) -> None:
 
 @inner
 def _release_ended(state: State, limits: Limits) -> None:
-    """Free what requests held whose last token came back while the next step was being decided."""
+    """Remove the requests whose last token arrived while the next step was decided."""
     c = state.counters
     for i in range(c.n_ending):
         row = state.lists.ending[i]
@@ -161,7 +158,7 @@ def _release_ended(state: State, limits: Limits) -> None:
 
 @inner
 def _end_due(state: State, limits: Limits) -> None:
-    """End the requests whose last token came in this step, oldest admission first."""
+    """End the requests whose last token is of this step, oldest admission first."""
     c = state.counters
     heap = state.finish
     while heap.size[0] > 0 and heap.items.key[heap.items.ids[0]] >> 32 == c.tick:
@@ -173,7 +170,7 @@ def _end_due(state: State, limits: Limits) -> None:
 
 @inner
 def _await_end(state: State, row: int) -> None:
-    """Stop scheduling a row whose last token is in flight; it keeps its blocks and its place for one step."""
+    """Stop scheduling a row whose last token is in flight; it keeps blocks and place for one step."""
     c = state.counters
     stop_decoding(state, row)
     state.rows.since[row] = ENDING
@@ -187,7 +184,7 @@ def _await_end(state: State, row: int) -> None:
 
 @jit
 def finish(state: State, limits: Limits, row: int) -> None:
-    """End a running request between two steps: last token, stop token, or its client left."""
+    """End a running request between two steps: last token, stop token, or disconnect."""
     c = state.counters
     if state.rows.since[row] != NONE:
         stop_decoding(state, row)
@@ -207,24 +204,18 @@ def finish(state: State, limits: Limits, row: int) -> None:
     state.lists.finished[c.n_finished] = row
     c.n_finished += 1
     if limits.policy == SLORA:
-        drop_unused(state)  # else the pages of its adapter stay taken until the next step ends
+        drop_unused(state)  # free the pages of its adapter now, not after the next step
 
 
 @inner
 def is_movable(state: State, row: int) -> bool:
-    """Tell whether a waiting row has not generated anything yet, so that nothing would be lost."""
+    """Return whether a waiting row has generated no tokens, which a move would lose."""
     return bool(state.rows.output[row] == 0)
 
 
 @inner
 def withdraw(state: State, adapter: int, first_request: int) -> int:
-    """Take the movable requests of an adapter that are numbered `first_request` or higher out of its queue.
-
-    Returns
-    -------
-    int
-        How many.
-    """
+    """Remove the movable requests numbered `first_request` or higher from an adapter's queue."""
     taken = 0
     before = NONE
     row = state.adapters.queue_head[adapter]
@@ -245,7 +236,7 @@ def withdraw(state: State, adapter: int, first_request: int) -> int:
     state.counters.n_waiting -= taken
     if before != NONE:
         list_queue(state, adapter)
-    elif state.adapters.claim[adapter] == READY:  # its slot was kept for a request that is gone
+    elif state.adapters.claim[adapter] == READY:  # the slot was kept for a removed request
         state.adapters.claim[adapter] = NO_CLAIM
         state.counters.n_claimed -= 1
         release_adapter(state, adapter)

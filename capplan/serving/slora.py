@@ -1,11 +1,11 @@
-"""S-LoRA's rules: whole prompts in batches of their own, memory promised in advance, adapters beside the KV.
+"""S-LoRA's rules: separate batches of whole prompts, memory reserved in advance, adapters in the KV pool.
 
-KV and adapter weights share one pool of pages (KV blocks here). A request is admitted only when its declared
-output fits beside everything that already runs, so nobody is ever preempted. New requests are looked at every
-ten decode steps; their prompts form a batch of their own while decoding pauses. Adapters of queued requests
-are fetched beside the batch, and when a request ends every adapter that nobody uses is dropped.
+KV and adapter weights share one pool of pages (KV blocks here). A request is admitted only if its declared
+output fits together with all running ones, so no request is ever preempted. New requests are admitted every
+ten decode steps; their prompts form a separate batch while decoding pauses. Adapters of queued requests are
+fetched asynchronously. When a request ends, all unused adapters are dropped.
 
-Read off S-LoRA c1ddf48, ``router/manager.py`` and ``router/req_queue.py``.
+Source: S-LoRA c1ddf48, ``router/manager.py`` and ``router/req_queue.py``.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ _FETCH_AT = (5, 7)
 
 @inner
 def slora_takes(state: State, limits: Limits, adapter: int, prompt: int, output: int) -> bool:
-    """Tell whether a request fits at all: its prompt into one batch, all of it into memory."""
+    """Return whether a request can ever run: the prompt fits into one batch, the whole into memory."""
     tokens = prompt + output + limits.block_size - 1
     room = (state.counters.capacity - state.adapters.pages[adapter]) * limits.block_size
     return prompt <= limits.max_num_batched_tokens and tokens < room
@@ -58,7 +58,7 @@ def schedule_slora(state: State, limits: Limits) -> int:
 
 @inner
 def _admit_batch(state: State, limits: Limits) -> int:
-    """Admit waiting requests in their order up to the first that does not fit; return their tokens."""
+    """Admit waiting requests in order up to the first that does not fit; return their tokens."""
     c = state.counters
     tokens = 0
     while c.n_running < limits.max_num_seqs:
@@ -86,7 +86,7 @@ def _new_pages(state: State, adapter: int) -> int:
 
 @inner
 def _drop_fetched(state: State, kept: int) -> None:
-    """Drop the adapters that were fetched ahead, all but one: a request that is due needs their pages."""
+    """Drop the prefetched adapters except one to free their pages for a due request."""
     c = state.counters
     if c.n_claimed == 0:
         return
@@ -106,7 +106,7 @@ def _left(state: State, row: int) -> int:
 
 @inner
 def _insert(state: State, row: int) -> None:
-    """Put an admitted row into the order of who ends last; the order of the others stays what it was."""
+    """Insert an admitted row into the descending order of ends."""
     at = state.counters.n_running - 1
     left = _left(state, row)
     while at > 0 and _left(state, state.lists.by_end[at - 1]) < left:
@@ -117,7 +117,7 @@ def _insert(state: State, row: int) -> None:
 
 @inner
 def remove_from_order(state: State, row: int) -> None:
-    """Take a row that ends out of the order of who ends last; call it while the row still runs."""
+    """Remove an ending row, which still runs, from the order of ends."""
     last = state.counters.n_running - 1
     at = last
     while state.lists.by_end[at] != row:
@@ -128,10 +128,10 @@ def remove_from_order(state: State, row: int) -> None:
 
 @inner
 def _fits(state: State, limits: Limits, new: int, new_pages: int) -> bool:
-    """Tell whether the batch can run to its end without preemption if the row `new` and pages join it.
+    """Return whether the batch with the row `new` and new pages can run to its end without preemption.
 
-    When the i-th of the requests ends, in the order of who ends last, those before it have grown by as many
-    tokens as it has: ``need = max_i(left_i * i + sum of what the first i hold now)``. `new` may be NONE.
+    When the i-th request in the descending order of ends ends, each of the first i has grown by the tokens
+    left of the i-th: ``need = max_i(left_i * i + sum of what the first i hold now)``. `new` may be NONE.
     """
     c = state.counters
     waste = limits.block_size - 1  # what the last block of a request may leave unused
@@ -159,7 +159,7 @@ def _fits(state: State, limits: Limits, new: int, new_pages: int) -> bool:
 
 @inner
 def _use(state: State, limits: Limits, adapter: int) -> None:
-    """Count one more use of an adapter; where it is not resident, it takes its pages."""
+    """Count one more use of an adapter, and take its pages if it is not resident."""
     c = state.counters
     if adapter != 0 and not state.adapters.resident[adapter]:
         c.free_blocks -= state.adapters.pages[adapter]
@@ -169,7 +169,7 @@ def _use(state: State, limits: Limits, adapter: int) -> None:
 
 @inner
 def _fetch_ahead(state: State, limits: Limits) -> None:
-    """Begin to load the adapters of the requests that the next batch could take, where memory is left."""
+    """Prefetch the adapters of the requests of a possible next batch, as memory permits."""
     row = _first_waiting(state)
     tokens = 0
     while row != NONE:
@@ -194,7 +194,7 @@ def _first_waiting(state: State) -> int:
 
 @inner
 def _next_waiting(state: State, row: int) -> int:
-    """Return the waiting row behind `row` over all queues; there are few adapters to look at."""
+    """Return the waiting row after `row` over all queues."""
     hot = _next_in_heap(state, state.hot, row)
     cold = _next_in_heap(state, state.cold, row)
     if hot == NONE or cold == NONE:
@@ -204,7 +204,7 @@ def _next_waiting(state: State, row: int) -> int:
 
 @inner
 def _next_in_heap(state: State, heap: Heap, row: int) -> int:
-    """Return the waiting row behind `row` over the queues that a heap lists."""
+    """Return the waiting row after `row` over the queues of a heap."""
     chosen = NONE
     key = state.rows.waiting_key[row]
     for i in range(heap.size[0]):
@@ -220,7 +220,7 @@ def _next_in_heap(state: State, heap: Heap, row: int) -> int:
 
 @inner
 def drop_unused(state: State) -> None:
-    """Drop every adapter that neither runs nor was fetched ahead, and free its pages."""
+    """Drop every adapter that is neither used nor prefetched, and free its pages."""
     c = state.counters
     adapter = links_first(state.gpu_idle)
     while adapter != NONE:

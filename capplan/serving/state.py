@@ -3,11 +3,11 @@
 A request in flight owns a *row*. Adapters are numbered from 1; adapter 0 is the base model, which needs no
 slot.
 
-Running requests come in two kinds. *Decoding* rows get one token in every step and are not touched by it:
-what they have computed follows from the number of steps since they started, `counters.tick - since[row]`.
+Running requests are of two kinds. *Decoding* rows get one token in every step, which does not touch them: the
+tokens that they have computed follow from the steps since they started, `counters.tick - since[row]`.
 *Partial* rows (in prefill, recomputing, or left out of a step by the token budget) are listed in running
-order and handled one by one. So a step costs time in proportion to what changes in it, whatever the size of
-the batch or the queue.
+order and handled one by one. The time of a step is thus proportional to its changes, whatever the size of the
+batch or the queue.
 """
 
 from __future__ import annotations
@@ -29,8 +29,8 @@ _COUNTERS = int_fields(
     "free_blocks",
     "kv_tokens",  # tokens whose keys and values are held for running requests
     "n_active",  # distinct adapters of running requests
-    "n_claimed",  # loads beside the batch: adapters under way, or there but not used yet
-    "n_ending",  # async: running rows whose last token is not back yet
+    "n_claimed",  # asynchronous loads: adapters being loaded, or loaded but not used yet
+    "n_ending",  # async: running rows whose last token is in flight
     "step_tokens",
     "step_decodes",  # decoding rows that get a token
     "n_admitted",
@@ -48,31 +48,31 @@ _COUNTERS = int_fields(
     "n_first",
     "n_resumed",
     "n_finished",
-    "submitted",  # requests so far, which names the content of their blocks
+    "submitted",  # requests so far; identifies the content of their blocks
     "since_prefill",  # slora: decode steps since the last batch of prompts
     "capacity",  # usable KV blocks in all
     "adapter_pages",  # slora: KV blocks that adapters take
     "same_answers",  # prefix caching: requests so far whose whole prompt was shared
     "n_free_places",
-    "fresh_row",  # the next row that no request ever had
+    "fresh_row",  # the next row that was never used
     "n_gone",  # async: rows preempted in this step whose last token was in flight; they count as waiting
 )
 
 NONE = -1
 """No row, no adapter."""
 ENDING = -2
-"""Stands in `since` for a row whose last token is in flight (async)."""
+"""Value of `since` for a row whose last token is in flight (async)."""
 
 NO_CLAIM = 0
-LOADING = 1  # an adapter on its way into a slot, beside the batch
-READY = 2  # ... and one that is there and keeps its slot until the request that asked for it runs
+LOADING = 1  # an adapter that is loaded asynchronously
+READY = 2  # a loaded one, which keeps its slot until its first request runs
 VLLM = 0
 SLORA = 1
 
 
 @by_reference
 class Limits(NamedTuple):
-    """What bounds a step; all whole numbers, so that compiled code takes it as it is."""
+    """Limits of a step, all integers."""
 
     max_num_seqs: int
     max_num_batched_tokens: int
@@ -93,9 +93,9 @@ class Limits(NamedTuple):
 
 
 EMPTY = -1
-"""Content of a block that nobody can find: not full, or never registered."""
+"""Content of a block that is not full or not registered."""
 ANONYMOUS = -2
-"""Content that counts as found again in the order of the free list, but that no request can ask for."""
+"""Content that orders the free list like registered content, but that no request can match."""
 
 _BLOCK = int_fields("content", "holders", "before", "after")
 _BUCKET = int_fields("first", "last")
@@ -106,8 +106,8 @@ class BlockPool(NamedTuple):
     """The blocks of one instance. Without prefix caching all arrays are empty."""
 
     blocks: Records
-    """Shape (blocks,). ``content``: the key of what a block contains, EMPTY or ANONYMOUS. ``holders``:
-    running requests that hold it. ``before``, ``after``: neighbours in its bucket, in order of registration.
+    """Shape (blocks,). ``content``: key of the block's content, EMPTY or ANONYMOUS. ``holders``: running
+    requests that hold it. ``before``, ``after``: neighbours in its bucket, in order of registration.
     """
     free: NDArray[np.int64]
     """Links of the free blocks, shape (2, blocks + 1); the first one is taken first."""
@@ -116,13 +116,13 @@ class BlockPool(NamedTuple):
     table: NDArray[np.int64]
     """Shape (places, blocks per request): the blocks of each running request in order."""
     free_places: NDArray[np.int64]
-    """Lines of `table` that nobody uses."""
+    """Unused lines of `table`."""
     found: NDArray[np.int64]
-    """Shape (blocks per request,): what the last look-up found."""
+    """Shape (blocks per request,): result of the last look-up."""
 
 
 def new_pool(blocks: int, places: int, blocks_per_request: int) -> BlockPool:
-    """Return a pool whose blocks are all free and empty; with 0 blocks, a placeholder."""
+    """Return a pool of free and empty blocks; a placeholder if there are none."""
     records = np.full(blocks, NONE, np.int64).repeat(4).view(_BLOCK).view(np.recarray)
     records.content = EMPTY
     records.holders = 0
@@ -138,7 +138,7 @@ def new_pool(blocks: int, places: int, blocks_per_request: int) -> BlockPool:
 
 
 _ROW = int_fields(
-    "request",  # the caller's name for the request
+    "request",  # the caller's number of the request
     "adapter",
     "prompt",
     "target",  # output tokens after which the request ends
@@ -151,13 +151,13 @@ _ROW = int_fields(
     "previous",  # previous row in the running list
     "waiting_key",
     "emitted",  # tick of the last token of a row that was interrupted
-    "streak",  # whether that row had a token in the step before, too
-    "content",  # names what only this request's blocks contain
-    "prefix",  # names the prefix that it shares with others
+    "streak",  # whether that row had a token in the step before as well
+    "content",  # identifies the content of blocks that only this request has
+    "prefix",  # identifies the prefix shared with other requests
     "shared",  # length of that prefix in tokens
-    "registered",  # its first blocks that are in the pool's index
+    "registered",  # number of its first blocks that are in the pool's index
     "place",  # its line in the pool's table while it runs
-    "free_rows",  # not of this row: the stack of rows that no request has
+    "free_rows",  # not of this row: stack of free rows
 )
 _ADAPTER = int_fields(
     "queue_head",  # first and last waiting row
@@ -172,9 +172,9 @@ _ADAPTER = int_fields(
 )
 _LISTS = int_fields(
     "partial",  # partial rows in running order
-    "ending",  # async: rows whose last token is not back yet
+    "ending",  # async: rows whose last token is in flight
     "due",  # prefix caching: rows that need a block in this step
-    "by_end",  # slora: running rows, those that end last first
+    "by_end",  # slora: running rows in descending order of their end
     # -- the last step --
     "admitted",
     "preempted",
@@ -189,8 +189,8 @@ _LISTS = int_fields(
 class State(NamedTuple):
     """One engine instance.
 
-    Numbers that belong together stand in one array of records: compiled code hands all arrays of a state from
-    function to function one by one, so few arrays are many times faster to compile and to call.
+    Related numbers are fields of one array of records: compiled code passes the arrays of a state one by one,
+    so few arrays are much faster to compile and to call.
     """
 
     counters: np.record
@@ -206,11 +206,11 @@ class State(NamedTuple):
     finish: Heap
     """Decoding rows by (tick of their last token, admission)."""
     hot: Heap
-    """Adapters with waiting requests that may be admitted without a new slot, by their first request ..."""
+    """Adapters with waiting requests that need no new slot, by their first request."""
     cold: Heap
-    """... and those that need one."""
+    """Adapters with waiting requests that need one."""
     gpu_idle: NDArray[np.int64]
-    """Links of the residents that nobody uses, least recently used first, shape (2, adapters + 2)."""
+    """Links of the unused residents, least recently used first, shape (2, adapters + 2)."""
     host_idle: NDArray[np.int64]
     pool: BlockPool
     in_phase: NDArray[np.int64]
@@ -227,18 +227,18 @@ def new_state(rows: int, adapters: int, num_blocks: int, limits: Limits) -> Stat
     Parameters
     ----------
     rows
-        Most requests in flight (running and waiting).
+        Maximum of requests in flight (running and waiting).
     adapters
-        Number of adapters that may be asked for.
+        Number of adapters.
     num_blocks
         Usable KV blocks.
     limits
-        The limits that `schedule` will be called with.
+        The limits of all calls of `schedule`.
 
     Notes
     -----
-    Every adapter was loaded once at start-up in the order of its number, as ``--lora-modules`` does, so the
-    host holds the last `max_cpu_loras` of them; GPU slots start empty.
+    As with ``--lora-modules``, every adapter was loaded once at start-up in the order of its number: the host
+    holds the last `max_cpu_loras` of them. GPU slots start empty.
     """
     running = max(1, min(rows, limits.max_num_seqs))
     counters = new_record(_COUNTERS)

@@ -28,12 +28,11 @@ _ITEM = int_fields("ids", "position", "key")
 
 @by_reference
 class Heap(NamedTuple):
-    """Members are small integers."""
+    """Indexed binary heap of small integers."""
 
     items: Records
-    """Shape (capacity,). ``ids``: the members in heap order, of which the first `size[0]` count.
-    ``position``: 1 + where a member stands there; 0 when it is not in the heap. ``key``: its key;
-    equal keys are never used, ties are part of the key.
+    """Shape (capacity,). ``ids``: the members in heap order, valid up to `size[0]`. ``position``: 1 + index
+    of a member in `ids`; 0 if it is not in the heap. ``key``: its key; no two keys are equal.
     """
     size: NDArray[np.int64]
     """Shape (1,): the number of members."""
@@ -41,7 +40,7 @@ class Heap(NamedTuple):
 
 def new_heap(capacity: int) -> Heap:
     """Return an empty heap for the members 0 .. capacity - 1."""
-    # All zeros, so that members nobody uses take no memory.
+    # Untouched pages of zeros take no memory.
     return Heap(np.zeros(capacity, _ITEM).view(np.recarray), np.zeros(1, np.int64))
 
 

@@ -1,9 +1,8 @@
 """The waiting queue: first come, first served; a request whose adapter finds no slot is skipped.
 
-vLLM scans one deque and sets blocked requests aside in their order. The same choice without a scan: every
-adapter has a queue of its own, and the request to look at next is the head with the smallest key among the
-adapters that may run. Keys grow at the back (arrivals) and fall at the front (preempted requests), so the
-order of the deque is the order of keys.
+vLLM scans one deque and skips blocked requests. The same choice without a scan: every adapter has a queue,
+and the next request is the head with the smallest key among the adapters that may run. Keys grow at the back
+(arrivals) and fall at the front (preempted requests), so the order of the deque is the order of keys.
 """
 
 from __future__ import annotations
@@ -18,15 +17,15 @@ END_OF_QUEUE = 2**62
 
 @inner
 def _may_run(state: State, adapter: int) -> bool:
-    """Tell whether an adapter needs no new slot: the base model, and adapters in use."""
+    """Return whether an adapter needs no new slot: the base model, and adapters in use."""
     return adapter == 0 or state.adapters.users[adapter] > 0
 
 
 @inner
 def list_queue(state: State, adapter: int) -> None:
-    """Put this adapter's queue among those that are looked at: `hot` where no new slot is needed.
+    """Insert an adapter's queue into `hot` if it needs no new slot, else into `cold`.
 
-    A queue whose adapter is on its way into a slot is in neither heap.
+    The queue of an adapter that is being loaded is in neither heap.
     """
     head = state.adapters.queue_head[adapter]
     if head != NONE and state.adapters.claim[adapter] != LOADING:
@@ -38,7 +37,7 @@ def list_queue(state: State, adapter: int) -> None:
 
 @inner
 def unlist_queue(state: State, adapter: int) -> None:
-    """Take this adapter's queue out of the heap that lists it."""
+    """Remove an adapter's queue from its heap."""
     if state.hot.items.position[adapter] > 0:
         heap_remove(state.hot, adapter)
     elif state.cold.items.position[adapter] > 0:
@@ -47,7 +46,7 @@ def unlist_queue(state: State, adapter: int) -> None:
 
 @inner
 def push_back(state: State, row: int) -> None:
-    """Queue a new request behind all others."""
+    """Append a new request to the queue."""
     c = state.counters
     adapter = state.rows.adapter[row]
     state.rows.waiting_key[row] = c.back_key
@@ -65,7 +64,7 @@ def push_back(state: State, row: int) -> None:
 
 @inner
 def push_front(state: State, row: int) -> None:
-    """Queue a preempted request before all others."""
+    """Prepend a preempted request to the queue."""
     c = state.counters
     adapter = state.rows.adapter[row]
     state.rows.waiting_key[row] = c.front_key
@@ -82,12 +81,10 @@ def push_front(state: State, row: int) -> None:
 
 @inner
 def next_adapter(state: State, slot_free: bool) -> int:
-    """Return the adapter whose head is next in line, or NONE.
+    """Return the adapter of the next request, or NONE.
 
     Parameters
     ----------
-    state
-        The instance.
     slot_free
         Whether an adapter without running requests may join the batch.
     """
@@ -105,7 +102,7 @@ def next_adapter(state: State, slot_free: bool) -> int:
 
 @inner
 def pop_head(state: State, adapter: int) -> int:
-    """Take the head out of this adapter's queue and return its row."""
+    """Remove the head of an adapter's queue and return its row."""
     row = state.adapters.queue_head[adapter]
     after = state.rows.following[row]
     unlist_queue(state, adapter)
@@ -121,7 +118,7 @@ def pop_head(state: State, adapter: int) -> int:
 def reverse_skipped(state: State, scanned_to: int) -> None:
     """Reverse the order of the requests that a scan skipped: those of inactive adapters before a key.
 
-    Their keys are mirrored within their own range, so nobody else's place changes.
+    Their keys are mirrored within their own range, so all other requests keep their places.
     """
     cold = state.cold
     low, high = END_OF_QUEUE, -END_OF_QUEUE
@@ -146,7 +143,7 @@ def reverse_skipped(state: State, scanned_to: int) -> None:
 
 @inner
 def _mirror_queue(state: State, adapter: int, scanned_to: int, ends: int) -> None:
-    """Turn round the part of an adapter's queue before a key, and mirror its keys between two ends."""
+    """Reverse the part of an adapter's queue before a key, and mirror its keys between two ends."""
     first = state.adapters.queue_head[adapter]
     row = first
     before = NONE

@@ -1,12 +1,11 @@
-"""dLoRA: requests go to the least loaded holder; now and then waiting ones move to where less is going on.
+"""dLoRA: the least loaded holder, with periodic migration of waiting requests.
 
-The reactive migration of its published program (LLMServe/dLoRA-artifact, ``vllm/engine/engine_manager.py``
-and ``migration_ilp.py``): every 10 s, when the busiest engine has at least 16 requests more than the mean,
-the requests of that engine and of the one with the fewest are shared out anew, so that the longer of the two
-needs as little time as possible; a request that moves costs 0.05 s. Its integer program knows one execution
-time per adapter, 5 s before it has seen any. With one time for all requests that program has the solution
-below, which is exact; which of the waiting move is then open, and the latest ones do. Running requests stay,
-and adapters stay where the plan has put them.
+The reactive migration of the published program (LLMServe/dLoRA-artifact, ``vllm/engine/engine_manager.py``
+and ``migration_ilp.py``): every 10 s, if the busiest engine has at least 16 requests more than the mean, the
+requests of that engine and of the one with the fewest are redistributed to minimise the longer processing
+time of the two; a moved request costs 0.05 s. The integer program has one execution time per adapter,
+initially 5 s. With one time for all requests its exact solution is the one below. It does not determine which
+waiting requests move; here the latest ones do. Running requests and adapters are not moved.
 """
 
 from __future__ import annotations
@@ -25,13 +24,13 @@ class Dlora:
     Parameters
     ----------
     period_s
-        Time between two looks at the loads.
+        Time between two checks of the loads.
     excess
-        How many requests above the mean are too many.
+        Requests above the mean that cause a migration.
     request_s
-        Time that a request takes.
+        Processing time of a request.
     migration_s
-        Time that it takes to move one; it arrives so much later.
+        Time of a move, by which the request arrives later.
     """
 
     period_s: float = 10.0
@@ -76,7 +75,7 @@ def load(fleet: Fleet, instance: int) -> int:
 
 @inner
 def is_excessive(fleet: Fleet, instance: int, excess: float) -> bool:
-    """Tell whether an instance has so many requests more than the mean."""
+    """Return whether an instance has at least `excess` requests more than the mean."""
     total = 0
     for i in range(fleet.instances.size):
         total += load(fleet, i)
@@ -85,10 +84,9 @@ def is_excessive(fleet: Fleet, instance: int, excess: float) -> bool:
 
 @inner
 def to_move(here: int, there: int, request_s: float, migration_s: float) -> int:
-    """Return how many of `here` requests should move to where `there` are.
+    """Return the number of requests to move from an instance with `here` to one with `there` requests.
 
-    The largest number by which the busier one of both ends sooner: one more would make
-    ``max((here - n) * request_s, (there + n) * request_s + n * migration_s)`` grow.
+    The largest n that decreases ``max((here - n) * request_s, (there + n) * request_s + n * migration_s)``.
     """
     even = (here - there) * request_s / (2.0 * request_s + migration_s)
     n = max(0, int(even))

@@ -1,6 +1,6 @@
 """First fit: the lowest-numbered holder with room in batch and memory (Toppings section 7.4).
 
-What happens when nobody has room is not said; the request then goes to the least loaded holder.
+If no holder has room, which the source leaves open, the request goes to the least loaded one.
 """
 
 from __future__ import annotations

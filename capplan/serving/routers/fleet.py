@@ -1,4 +1,4 @@
-"""What a router sees: who holds which adapter, and what is going on at each instance at this moment.
+"""Input of routers: holders of adapters, and the current state of each instance.
 
 Flat arrays, which the cluster twin keeps up to date and compiled rules read. A rule looks at the *holders* of
 the request's adapter, places ``first`` to ``last - 1`` of the placement, and returns one of them.
@@ -17,7 +17,7 @@ from capplan.serving.structures import Records, int_fields
 
 @by_reference
 class Placement(NamedTuple):
-    """Who holds which adapter: a list of holders for every adapter, one behind the other."""
+    """Holders of every adapter, concatenated."""
 
     start: NDArray[np.int64]
     """Shape (adapters + 2,): holders of adapter a are the places start[a] .. start[a + 1] - 1. Adapter 0 is
@@ -43,40 +43,30 @@ _INSTANCE = int_fields(
     "blocks",  # KV blocks in all
 )
 
-PRESENT = 0  # rows of `Fleet.by_rank`: requests at the instance that have not ended,
-QUEUED = 1  # those of them that wait,
+PRESENT = 0  # rows of `Fleet.by_rank`: unfinished requests at the instance,
+QUEUED = 1  # waiting ones, including those that its scheduler has not seen,
 QUEUED_TOKENS = 2  # and their prompt tokens
-ACTIVE = 1  # bits of `Fleet.standing`: requests of the adapter run there,
-AWAITED = 2  # or wait there
+ACTIVE = 1  # bits of `Fleet.standing`: requests of the adapter run,
+AWAITED = 2  # or wait
 
 
 @by_reference
 class Fleet(NamedTuple):
-    """The instances, as a router sees them."""
+    """State of the instances."""
 
     instances: Records
     """Shape (instances,); fields as in `_INSTANCE`."""
     by_rank: NDArray[np.int64]
     """Shape (instances, 3, largest rank + 1): requests by the rank of their adapter, 0 for the base model. No
-    columns where the rule does not ask."""
+    columns for routers that do not read it."""
     ranks: NDArray[np.int64]
-    """The ranks that occur, descending; 0 is the last one."""
+    """Distinct ranks in descending order, 0 last."""
     standing: NDArray[np.int64]
-    """Shape (instances,): how each stands to the adapter of the request at hand, where the rule asks."""
+    """Shape (instances,): bits ACTIVE and AWAITED of the request's adapter, for routers that read them."""
 
 
 def new_fleet(instances: int, ranks: NDArray[np.int64], by_rank: bool) -> Fleet:
-    """Return a fleet at rest.
-
-    Parameters
-    ----------
-    instances
-        How many.
-    ranks
-        Ranks of all adapters.
-    by_rank
-        Whether requests are counted by rank.
-    """
+    """Return the state of idle instances, with counts by rank if the router reads them."""
     distinct = np.unique(np.append(ranks, 0))[::-1].astype(np.int64)
     records = np.zeros(instances, _INSTANCE).view(np.recarray)
     columns = int(distinct[0]) + 1 if by_rank else 0
@@ -90,17 +80,14 @@ def new_fleet(instances: int, ranks: NDArray[np.int64], by_rank: bool) -> Fleet:
 
 @inner
 def after(instance: int, last: int, instances: int) -> int:
-    """Return how far an instance is behind the one that was chosen last, going round: the rotating tie break.
-
-    Always the same instance would heat up where several are equally good.
-    """
+    """Return the cyclic distance of an instance from the last chosen one, for rotating tie breaks."""
     distance = instance - last - 1
     return distance if distance >= 0 else distance + instances
 
 
 @inner
 def fits_memory(fleet: Fleet, instance: int, prompt: int) -> bool:
-    """Tell whether the KV blocks of a prompt are left once those who wait have taken theirs."""
+    """Return whether free KV blocks suffice for a prompt after those of the waiting requests."""
     tokens = prompt
     for i in range(fleet.ranks.size):
         tokens += fleet.by_rank[instance, QUEUED_TOKENS, fleet.ranks[i]]
@@ -110,6 +97,6 @@ def fits_memory(fleet: Fleet, instance: int, prompt: int) -> bool:
 
 @inner
 def has_room(fleet: Fleet, instance: int, prompt: int) -> bool:
-    """Tell whether there is a place in the batch, too."""
+    """Return whether the batch has a place and memory suffices."""
     record = fleet.instances[instance]
     return bool(record.running + record.queued < record.max_num_seqs and fits_memory(fleet, instance, prompt))

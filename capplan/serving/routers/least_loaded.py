@@ -1,4 +1,4 @@
-"""Least loaded: the holder with the fewest requests, running and waiting; ties go round."""
+"""Least loaded: the holder with the fewest requests, running and waiting; ties rotate."""
 
 from __future__ import annotations
 

@@ -1,12 +1,12 @@
-"""LoRA affinity: where the adapter is, else where there is room for it, and then the shorter queue.
+"""LoRA affinity: holders with the adapter active, then those with room for it; shorter queues first.
 
 The classes are those of the Kubernetes inference gateway's ``lora-affinity-scorer``
 (kubernetes-sigs/gateway-api-inference-extension,
 ``pkg/epp/scheduling/framework/plugins/scorer/lora_affinity.go``), by the metric ``vllm:lora_requests_info``:
-the adapter is active; one more fits in; the adapter is waited for; none of these. An adapter is *active*
-while requests of it run: one that merely has a slot still does not count, nor does the base model. Here the
-class decides, as in the filters of the gateway's first versions; for scores that are added up, as the gateway
-does now, see `gateway`. Ties go round.
+the adapter is active; there is room for one more; requests of it wait; none of these. An adapter is *active*
+while requests of it run. One that only occupies a slot is not active, nor is the base model. The class
+decides, as in the filters of the gateway's first versions; `gateway` sums scores as later versions do. Ties
+rotate.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ from capplan.serving.routers.fleet import ACTIVE, AWAITED, Fleet, Placement, aft
 
 @inner
 def affinity(fleet: Fleet, instance: int) -> int:
-    """Return the class of an instance for the adapter at hand, 0 is best."""
+    """Return the class of an instance for the request's adapter; 0 is best."""
     record = fleet.instances[instance]
     if fleet.standing[instance] & ACTIVE:
         return 0

@@ -1,4 +1,4 @@
-"""Round robin: the next holder after the instance that got the last request, whatever that one asked for."""
+"""Round robin: the next holder after the instance of the last request of any adapter."""
 
 from __future__ import annotations
 

@@ -1,9 +1,8 @@
-"""The plan's shares without the dice: smooth weighted round robin, the same shares in the long run.
+"""The plan's shares without random draws: smooth weighted round robin (nginx, 2012).
 
-Every holder gains its share of credit with each request of the adapter; the one with most credit gets the
-request and pays 1 (nginx, 2012). So requests are spread as evenly as they can be. At first the holders of an
-adapter have a part of their share as credit, each adapter beginning with another holder: else the few
-requests of every rare adapter would all go to the same instance.
+Every holder gains its share of credit with each request of the adapter. The holder with most credit gets the
+request and pays 1. The initial credit is a part of the share that differs by adapter: otherwise the few
+requests of all rare adapters would go to the same instance.
 """
 
 from __future__ import annotations
@@ -26,7 +25,7 @@ def first_credit(placement: Placement) -> NDArray[np.float64]:
 
 @inner
 def by_credit(placement: Placement, first: int, last: int, credit: NDArray[np.float64]) -> int:
-    """Return the holder with most credit, the first one of several, and settle the credits."""
+    """Return the holder with most credit, the first one of several, and update the credits."""
     chosen = first
     for place in range(first, last):
         credit[place] += placement.share[place]

@@ -1,19 +1,18 @@
-"""Toppings' rank-aware rule (section 5, Algorithm 1): the holder that the new request slows down least.
+"""Toppings' rank-aware rule (section 5, Algorithm 1): the holder with the least slowdown by the request.
 
 Two linear models per instance predict iterations from the ranks in them, one for prefill, one for decode
 (eq. 2): ``alpha * |S| * largest rank + beta`` for padded kernels (BGMV), ``alpha * sum of ranks + beta`` for
-others (MBGMV), and 0 for nobody. S are the requests with an adapter. From them::
+others (MBGMV), and 0 without requests. S are the requests with an adapter. The cost is::
 
     cost = (PrePerf(queue + new) - PrePerf(queue)) / mean answer + DecPerf(all + new) - DecPerf(all)
 
-The printed score is ``cost * requests``, plus infinity where ``DecPerf(all + new)`` breaks the SLO; with an
-empty instance that is infinity times zero, and where all break it the first instance gets everything. So
-holders are compared by (no memory for the prompt, SLO broken, cost * requests, requests, cost), which is the
-same order where the printed one is defined; ties go round. `requests` counts those before the new one.
+The published score is ``cost * requests``, plus infinity if ``DecPerf(all + new)`` exceeds the SLO. It is
+undefined for an empty instance, and equal for all instances if all exceed the SLO. So holders are compared by
+(no memory for the prompt, SLO exceeded, cost * requests, requests, cost), the same order where the published
+one is defined; ties rotate. `requests` does not count the new one.
 
-Eq. 2 has no tokens: a long prompt costs what a short one does. By default the profile's time per prompt
-token is added to the prefill; ``literal=True`` leaves it out. Every candidate is judged in constant time,
-from counts per rank that the instances keep up to date.
+Eq. 2 has no term in tokens. By default the profile's time per prompt token is added to the prefill;
+``literal=True`` omits it. The time per candidate is constant: the instances keep counts per rank.
 """
 
 from __future__ import annotations
@@ -40,7 +39,7 @@ DECODE_ALPHA = 3
 
 @dataclass(frozen=True)
 class Performance:
-    """What Toppings knows of an instance: eq. 2 for whole iterations, in milliseconds."""
+    """Performance model of an instance: eq. 2 for whole iterations, in milliseconds."""
 
     prefill_alpha_ms: float
     """Per unit of |S| * largest rank, or of the sum of ranks."""
@@ -48,7 +47,7 @@ class Performance:
     decode_alpha_ms: float
     decode_beta_ms: float
     prefill_ms_per_token: float = 0.0
-    """Beyond eq. 2: what a prompt token adds."""
+    """Beyond eq. 2: time per prompt token."""
 
     @property
     def row(self) -> tuple[float, ...]:
@@ -64,12 +63,12 @@ class Toppings:
     Parameters
     ----------
     kernel
-        Which form of eq. 2 holds.
+        Form of eq. 2.
     slo_ms
-        Longest decode iteration that keeps the SLO; None: 1.5 times one without adapters, as the profile of
-        the first instance predicts it for the middle of the paper's grid.
+        Longest decode iteration within the SLO; None: 1.5 times one without adapters in the middle of the
+        paper's grid, by the profile of the first instance.
     literal
-        Leave the term in prompt tokens out.
+        Omit the term in prompt tokens.
     performance
         One per instance, or one for all; None: fitted to what each profile predicts.
     """
@@ -110,15 +109,15 @@ def rank_aware(
     Parameters
     ----------
     fleet, placement, first, last
-        Who holds the adapter.
+        The holders of the adapter.
     rank, prompt
         Rank of the request's adapter, 0 for the base model, and its prompt tokens.
     turn
-        The instance behind which ties are broken.
+        The last chosen instance, for ties.
     kernel, models, slo_ms
         As in `Toppings`; models of shape (instances, 5).
     mean_answer
-        Mean output tokens of a request, as far as known.
+        Mean output tokens of the finished requests.
     """
     chosen = first
     least_barred = least_broken = 2
@@ -156,15 +155,15 @@ def rank_aware(
 
 @inner
 def _perf(
-    fleet: Fleet, instance: int, whom: int, rank: int, kernel: int, model: NDArray[np.float64]
+    fleet: Fleet, instance: int, kind: int, rank: int, kernel: int, model: NDArray[np.float64]
 ) -> tuple[float, float]:
-    """Return what eq. 2 predicts for some requests of an instance, and for them and one of this rank.
+    """Return the prediction of eq. 2 for requests of an instance without and with one of this rank.
 
     `model` begins with alpha and beta.
     """
     alpha, beta = model[0], model[1]
-    counts = fleet.by_rank[instance, whom]
-    anybody = counts[0]
+    counts = fleet.by_rank[instance, kind]
+    requests = counts[0]
     adapters = largest = total = 0
     for i in range(fleet.ranks.size - 1):  # the last one is the base model's
         present = counts[fleet.ranks[i]]
@@ -172,8 +171,8 @@ def _perf(
             adapters += present
             total += present * fleet.ranks[i]
             largest = max(largest, fleet.ranks[i])
-    anybody += adapters
-    before = _eq_2(kernel, adapters, largest, total, alpha, beta) if anybody > 0 else 0.0
+    requests += adapters
+    before = _eq_2(kernel, adapters, largest, total, alpha, beta) if requests > 0 else 0.0
     adapters += rank > 0
     return before, _eq_2(kernel, adapters, max(largest, rank), total + rank, alpha, beta)
 
