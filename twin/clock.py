@@ -1,4 +1,4 @@
-"""The twin's clock: what a step costs, and the copies of adapters that go on beside it."""
+"""The twin's clock: durations of steps, and asynchronous copies of adapters."""
 
 from __future__ import annotations
 
@@ -21,12 +21,12 @@ from capplan.twin.scenario import Costs
 from capplan.twin.trace import TwinTrace, record_load
 
 _AT = int_fields(
-    "visible_ns",  # arrivals up to here are known when the next step is decided
-    "copier_free_ns",  # when the last copy that has been begun will be done
-    "first_copy",  # copies beside the batch: position of the oldest in `copies`,
+    "visible_ns",  # arrivals up to this time are known when the next step is decided
+    "copier_free_ns",  # end of the last copy in the queue
+    "first_copy",  # asynchronous copies: position of the oldest in `copies`
     "n_copies",  # and their number
-    "paused_ns",  # time for which decoding rows have paused,
-    "paused_rows",  # and how many did
+    "paused_ns",  # time for which decoding rows have paused
+    "paused_rows",  # and their number
 )
 _ANSWERED = int_fields("answers", "answer_tokens")
 NEVER_NS = 2**62
@@ -34,27 +34,27 @@ NEVER_NS = 2**62
 
 @by_reference
 class TwinClock(NamedTuple):
-    """What the twin has to remember beside the instance itself."""
+    """State of the twin in addition to the state of the engine."""
 
     at: np.record
     """Fields as in `_AT`."""
     ready_ns: NDArray[np.int64]
-    """When the last copy of each adapter is, or was, done; shape (adapters + 1,)."""
+    """End of the last copy of each adapter, shape (adapters + 1,)."""
     begun_ns: NDArray[np.int64]
-    """When that copy was asked for."""
+    """Start of that copy, or of its wait for the link."""
     copies: NDArray[np.int64]
-    """Adapters on their way beside the batch, a ring of the same length."""
-    # -- an instance of a cluster only; otherwise empty --
+    """Ring of the adapters that are copied asynchronously, of the same length."""
+    # -- instances of a cluster only; otherwise empty --
     following: NDArray[np.int64]
-    """Who comes after each request at this instance, shape (requests,); empty: the next in number."""
+    """The request after each request at this instance, shape (requests,); empty: the next number."""
     rank_stats: NDArray[np.int64]
     """What routers ask that is not in the state, by rank; see `capplan.twin.clock`."""
     answered: np.record
-    """Requests that finished anywhere in the cluster, and their output tokens."""
+    """Finished requests of the whole cluster, and their output tokens."""
 
 
 def new_clock(adapters: int) -> TwinClock:
-    """Return a clock at 0 with no copy under way."""
+    """Return a clock at 0."""
     return TwinClock(
         at=new_record(_AT),
         ready_ns=np.full(adapters + 1, -1, np.int64),
@@ -73,7 +73,7 @@ def new_answered() -> np.record:
 
 @inner
 def compute_ns(c: np.record, costs: Costs, tokens: int, ranks_ms: float) -> int:
-    """Return the nanoseconds of the step but for waits for adapters; `c` are the state's counters."""
+    """Return the nanoseconds of the step without waits for adapters; `c` are the state's counters."""
     features = StepFeatures(
         tokens=float(tokens),
         requests=float(c.n_running - c.n_ending),
@@ -89,7 +89,7 @@ def compute_ns(c: np.record, costs: Costs, tokens: int, ranks_ms: float) -> int:
 
 @inner
 def ranks_ms(state: State, costs: Costs) -> float:
-    """Return the milliseconds of the step that depend on whose adapters are in it."""
+    """Return the milliseconds of the step that depend on the ranks in it."""
     if not costs.uses_ranks:
         return 0.0
     return rank_ms(costs.form, costs.coefficients, float(costs.s_max), _ranks(state, costs))
@@ -97,7 +97,7 @@ def ranks_ms(state: State, costs: Costs) -> float:
 
 @inner
 def _ranks(state: State, costs: Costs) -> StepRanks:
-    """Count the ranks in the step, request by request."""
+    """Count the ranks of the requests in the step."""
     c = state.counters
     decodes = prefills = lora_decodes = lora_prefills = lora_prefill_tokens = 0
     max_rank = decode_ranks = prefill_ranks = prefill_rank_tokens = 0
@@ -139,7 +139,7 @@ def _ranks(state: State, costs: Costs) -> StepRanks:
 def loads_ns(
     state: State, limits: Limits, costs: Costs, clock: TwinClock, trace: TwinTrace, begin_ns: int
 ) -> int:
-    """Begin the loads of a step and return for how long it waits for adapters."""
+    """Start the loads of a step and return the time that it waits for adapters."""
     c = state.counters
     if c.n_loads == 0 and limits.policy != SLORA:
         return 0
@@ -159,7 +159,7 @@ def loads_ns(
             in_step_ns += load_ns
     trace.counts.adapter_loads += c.n_loads
     in_step_ns = with_reloads_ns(in_step_ns, c.n_active, limits.max_loras)
-    if limits.policy == SLORA:  # a batch of prompts waits until all of its adapters are there
+    if limits.policy == SLORA:  # a batch of prompts waits for all of its adapters
         for i in range(c.n_admitted):
             ready_ns = clock.ready_ns[state.rows.adapter[state.lists.admitted[i]]]
             in_step_ns = max(in_step_ns, ready_ns - begin_ns)
@@ -168,12 +168,12 @@ def loads_ns(
 
 @jit
 def with_reloads_ns(load_ns: int, active: int, max_loras: int) -> int:
-    """Return the time of a step's loads with those that they bring about while every slot is in use.
+    """Return the time of a step's loads, with the reloads that they cause while every slot is in use.
 
-    vLLM's worker makes the adapters of a step resident one by one, in the order of a set, and evicts the one
-    it has touched least recently. With every slot in use, a new adapter mostly takes the slot of one that the
-    same step still needs, which takes the next one's, and so on up to the slot that had become free: that one
-    lies behind with a chance of a half, and then a third of the adapters away.
+    vLLM's worker makes the adapters of a step resident one by one, in the order of a set, and evicts the
+    least recently touched one. With every slot in use, a new adapter usually takes the slot of one that the
+    same step still needs, which takes the next one's, and so on up to the free slot. The free slot comes
+    later in the order with probability 1/2, on average after a third of the adapters.
     """
     if active < max_loras:
         return load_ns
@@ -182,7 +182,7 @@ def with_reloads_ns(load_ns: int, active: int, max_loras: int) -> int:
 
 @inner
 def _begin_copy(clock: TwinClock, adapter: int, begin_ns: int, load_ns: int, announced: bool) -> None:
-    """Queue a copy behind those under way; where it is to be announced, list it."""
+    """Queue a copy; `announced`: add it to `copies`."""
     at = clock.at
     at.copier_free_ns = max(at.copier_free_ns, begin_ns) + load_ns
     clock.ready_ns[adapter] = at.copier_free_ns
@@ -194,7 +194,7 @@ def _begin_copy(clock: TwinClock, adapter: int, begin_ns: int, load_ns: int, ann
 
 @inner
 def next_copy_ns(clock: TwinClock) -> int:
-    """Return when the next adapter arrives beside the batch; NEVER_NS when none is under way."""
+    """Return the end of the next asynchronous copy; NEVER_NS without any."""
     if clock.at.n_copies == 0:
         return NEVER_NS
     return int(clock.ready_ns[clock.copies[clock.at.first_copy]])
@@ -202,7 +202,7 @@ def next_copy_ns(clock: TwinClock) -> int:
 
 @inner
 def take_copies(state: State, clock: TwinClock) -> None:
-    """Tell the scheduler of the adapters that have arrived."""
+    """Notify the scheduler of completed copies."""
     at = clock.at
     while at.n_copies > 0 and next_copy_ns(clock) <= at.visible_ns:
         adapter_loaded(state, clock.copies[at.first_copy])
@@ -212,38 +212,38 @@ def take_copies(state: State, clock: TwinClock) -> None:
 
 @inner
 def keeps_stats(clock: TwinClock) -> bool:
-    """Tell whether anybody asks."""
+    """Return whether a router reads the counts by rank."""
     return bool(clock.rank_stats.shape[1] > 0)
 
 
 @inner
 def count_queued(clock: TwinClock, rank: int, requests: int, tokens: int) -> None:
-    """Count requests that join the queue, or leave it where the number is negative."""
+    """Count requests that join the queue; a negative number leaves it."""
     clock.rank_stats[QUEUED, rank] += requests
     clock.rank_stats[QUEUED_TOKENS, rank] += tokens
 
 
 @inner
 def count_present(clock: TwinClock, rank: int, requests: int) -> None:
-    """Count requests that come to the instance, or leave it where the number is negative."""
+    """Count requests that arrive at the instance; a negative number leaves it."""
     clock.rank_stats[PRESENT, rank] += requests
 
 
 @inner
 def count_step(state: State, costs: Costs, clock: TwinClock) -> None:
-    """Count the admissions and preemptions of a step that was decided."""
+    """Count the admissions and preemptions of a decided step."""
     for i in range(state.counters.n_admitted):
         row = state.lists.admitted[i]
         count_queued(clock, costs.rank[state.rows.adapter[row]], -1, -state.rows.prompt[row])
     for i in range(state.counters.n_preempted):
         row = state.lists.preempted[i]
-        if state.rows.since[row] != ENDING:  # whose last token is in flight has ended already
+        if state.rows.since[row] != ENDING:  # else it has ended: its last token is in flight
             count_queued(clock, costs.rank[state.rows.adapter[row]], 1, state.rows.prompt[row])
 
 
 @inner
 def count_finished(state: State, costs: Costs, clock: TwinClock) -> None:
-    """Count the requests that a committed step ended."""
+    """Count the requests that ended in a committed step."""
     for i in range(state.counters.n_finished):
         row = state.lists.finished[i]
         count_present(clock, costs.rank[state.rows.adapter[row]], -1)

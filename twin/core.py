@@ -1,4 +1,4 @@
-"""The compiled twin: the serving rules under a clock that the step-latency model moves."""
+"""The compiled twin: the serving rules under the clock of the step-latency model."""
 
 from __future__ import annotations
 
@@ -45,7 +45,7 @@ from capplan.workload import Requests
 
 
 def run(scenario: Scenario, fast_forward: bool = True) -> TwinTrace:
-    """Simulate `scenario` to its horizon; without `fast_forward` the scheduler decides every single step."""
+    """Simulate `scenario` to its horizon; without `fast_forward` the scheduler decides every step."""
     requests = scenario.requests.arrival_ns.size
     rows = max(1, min(requests, scenario.max_in_flight))
     state = new_state(rows, scenario.adapters, scenario.num_blocks, scenario.limits)
@@ -79,7 +79,7 @@ def advance(
     until_ns: int,
     fast_forward: bool,
 ) -> None:
-    """Run steps until the clock reaches `until_ns` or nothing is left to do before it."""
+    """Run steps until the clock reaches `until_ns` or no event is left before it."""
     counts = trace.counts
     while counts.now_ns < until_ns:
         _take_arrivals(state, limits, requests, shared_prefix_tokens, costs, clock, trace, max_in_flight)
@@ -88,7 +88,7 @@ def advance(
             continue
         tokens = schedule(state, limits)
         if tokens == 0:
-            if state.counters.n_loads > 0:  # loads beside the batch begin whether or not there is one
+            if state.counters.n_loads > 0:  # asynchronous loads start without a batch as well
                 loads_ns(state, limits, costs, clock, trace, counts.now_ns)
                 record_loads(trace, counts.now_ns, state.counters.n_loads)
             if not _wait(state, limits, requests, costs, clock, trace, until_ns):
@@ -99,13 +99,13 @@ def advance(
         record_tokens(state, trace)
         if keeps_stats(clock):
             count_finished(state, costs, clock)
-    if clock.following.size == 0:  # a cluster goes on, and marks them once it has ended
+    if clock.following.size == 0:  # a cluster marks them at its end
         mark_running(state, trace)
 
 
 @inner
 def mark_running(state: State, trace: TwinTrace) -> None:
-    """Note which requests are in execution when a simulation ends."""
+    """Mark the requests that run at the end of the simulation."""
     row = state.counters.run_head
     while row != NONE:
         if trace.finish_ns[state.rows.request[row]] == NEVER:
@@ -124,7 +124,7 @@ def _take_arrivals(
     trace: TwinTrace,
     max_in_flight: int,
 ) -> None:
-    """Queue what has arrived by now; what the engine cannot take is rejected."""
+    """Submit the requests that have arrived; those beyond `max_in_flight` are rejected."""
     counts = trace.counts
     c = state.counters
     i = counts.next_request
@@ -155,11 +155,11 @@ def _wait(
     trace: TwinTrace,
     until_ns: int,
 ) -> bool:
-    """Move the clock on when nothing can run; False when nothing will before `until_ns`."""
+    """Advance the clock when nothing can run; return False without an event before `until_ns`."""
     counts = trace.counts
     at = clock.at
     if state.counters.n_ending > 0 or at.visible_ns < counts.now_ns:
-        # In async scheduling a step is still running; once it has ended there may be more to do.
+        # Async scheduling: a step is still running, and its end may allow another one.
         note_stalls(state, trace)
         counts.preemptions += state.counters.n_preempted
         if keeps_stats(clock):
@@ -176,7 +176,7 @@ def _wait(
 
 @inner
 def next_event_ns(requests: Requests, clock: TwinClock, trace: TwinTrace) -> int:
-    """Return when the next request or adapter arrives; NEVER_NS when none will."""
+    """Return the time of the next arrival of a request or adapter; NEVER_NS without any."""
     event_ns = next_copy_ns(clock)
     upcoming = trace.counts.next_request
     if upcoming < requests.arrival_ns.size:
@@ -194,7 +194,7 @@ def _fast_forward(
     trace: TwinTrace,
     until_ns: int,
 ) -> bool:
-    """Take the steps in which nothing can be decided, up to the next event; False when there is none."""
+    """Run the decode-only steps up to the next event; return whether there was one."""
     counts = trace.counts
     c = state.counters
     steps = left = steps_ahead(state, limits)
@@ -208,7 +208,7 @@ def _fast_forward(
             break
         decode_step(state, limits, needed)
         if left == steps:
-            constant_ms = ranks_ms(state, costs)  # the ranks of those who decode stay the same
+            constant_ms = ranks_ms(state, costs)  # the decoding rows stay the same
         duration_ns = compute_ns(c, costs, c.n_decoding, constant_ms)
         _elapse(state, limits, requests, clock, trace, duration_ns, 0, c.n_decoding)
         c.tick += 1
@@ -227,7 +227,7 @@ def _charge(
     trace: TwinTrace,
     tokens: int,
 ) -> None:
-    """Work out how long the step that was decided takes, and let that time pass."""
+    """Compute the duration of the decided step, and advance the clock by it."""
     c = state.counters
     counts = trace.counts
     note_stalls(state, trace)
@@ -252,7 +252,7 @@ def _elapse(
     load_ns: int,
     tokens: int,
 ) -> None:
-    """Move the clock over a step, of whose time `load_ns` went to loads, and write down what ran in it."""
+    """Advance the clock by a step with `load_ns` of loads, and record the step."""
     c = state.counters
     counts = trace.counts
     begin_ns = counts.now_ns
@@ -266,7 +266,7 @@ def _elapse(
 
 @inner
 def note_stalls(state: State, trace: TwinTrace) -> None:
-    """Remember when the rows that this step leaves out, or preempts, had their last token."""
+    """Record the time of the last token of rows that this step stalls or preempts."""
     for i in range(state.counters.n_stalled):
         trace.stalled_ns[state.rows.request[state.lists.stalled[i]]] = trace.counts.now_ns
 
@@ -291,7 +291,7 @@ def sum_up(c: np.record, counts: np.record, sums: np.record, duration_ns: int) -
 
 @inner
 def record_gaps(c: np.record, at: np.record, gaps: NDArray[np.int64], duration_ns: int) -> None:
-    """Count the gaps that the step ends; rows that paused while others had their prefill saw longer ones."""
+    """Count the token gaps that the step ends; they include pauses during prefills of other requests."""
     decodes = c.step_decodes
     if decodes == 0:
         if c.n_decoding > 0:
@@ -318,7 +318,7 @@ def record_details(
     load_ns: int,
     tokens: int,
 ) -> None:
-    """Write down the admissions of a step and add it to the time series; for detailed runs."""
+    """Record the admissions of a step and add it to the time series, in detailed runs."""
     c = state.counters
     for i in range(c.n_admitted):
         row = state.lists.admitted[i]
@@ -345,7 +345,7 @@ def record_details(
 
 @inner
 def record_tokens(state: State, trace: TwinTrace) -> None:
-    """Write down the tokens that ended the step, where they begin, resume or end a request."""
+    """Record first tokens, tokens after a stall, and last tokens of a step."""
     c = state.counters
     now = trace.counts.now_ns
     for i in range(c.n_first):

@@ -1,4 +1,4 @@
-"""Metrics of parts of a simulation: groups of requests, SLO attainment, and time series."""
+"""Metrics of groups of requests, SLO attainment, and time series."""
 
 from __future__ import annotations
 
@@ -14,13 +14,13 @@ from capplan.spec import STARVED_BELOW, Slo
 from capplan.spec.latency_stats import LatencyStats, grouped_latency_stats
 from capplan.twin import trace as t
 from capplan.twin.metrics import SimulationResult, bound_value
-from capplan.twin.per_request import FINISHED, REJECTED, RUNNING, STATUSES, WAITING, RequestTable
+from capplan.twin.per_request import FINISHED, REJECTED, RUNNING, STATUSES, RequestTable
 from capplan.twin.scenario import NS_PER_MS, NS_PER_S, Scenario
 
 
 @dataclass(frozen=True)
 class GroupMetrics:
-    """What a group of requests got. Latencies and waits: those finished within the horizon."""
+    """Metrics of a group of requests. Latencies and waits: requests finished within the horizon."""
 
     name: str
     submitted: int
@@ -33,7 +33,7 @@ class GroupMetrics:
     throughput_tok_s: float
     """Input and output tokens of finished requests over the horizon."""
     served_fraction: float
-    """Tokens of finished over submitted requests, those in execution at the end left out of both."""
+    """Tokens of finished over submitted requests, without those in execution at the end."""
     starved: bool
     ttft_s: LatencyStats
     tpot_ms: LatencyStats
@@ -43,17 +43,17 @@ class GroupMetrics:
     """E2E over the E2E of the same request alone on an idle engine, its adapter resident."""
     queue_s: LatencyStats
     load_wait_s: LatencyStats
-    """Adapter loads on the way to the first token."""
+    """Adapter loads before the first token."""
     itl_ms_mean: float
     admissions: int
-    """More than one for a request that was preempted."""
+    """Preempted requests count again."""
     hit_rate: float
     """Share of admissions whose adapter was resident; NaN without any."""
     adapter_loads: int
     load_s: float
-    """Time of those loads."""
+    """Duration of those loads."""
     slo_share: float
-    """Share of requests that kept every latency bound of the SLO, of those that kept all or broke one."""
+    """Share of requests that met every latency bound of the SLO, of those that met all or violated one."""
 
 
 def group_metrics(
@@ -78,11 +78,11 @@ def group_metrics(
     adapters
         `TwinTrace.adapters`, summed over the adapters of each group: shape (groups,).
     kept_slo
-        Whether each request kept the SLO: 1, broke it: -1, or neither yet: 0.
+        KEPT, BROKEN or OPEN for each request and the SLO.
     duration_s
         Horizon.
     client_itl_factor
-        How much longer gaps between tokens are for a client than in the engine.
+        Mean gap between tokens at a client relative to the engine.
     """
     count = len(names)
 
@@ -91,48 +91,32 @@ def group_metrics(
         return summed
 
     tokens = table.prompt_tokens + table.output_tokens
-    states = np.stack([per_group(table.status == code) for code in range(len(STATUSES))]).astype(int)
     finished = table.status == FINISHED
     done = per_group(tokens * finished)
     answerable = per_group(tokens * (table.status != RUNNING))
     served = np.divide(done, answerable, out=np.ones(count), where=answerable > 0)
     gaps, decoding_ms = map(per_group, _token_gaps(table))
-    itl_ms = client_itl_factor * _ratio(decoding_ms, gaps)
-    hit_rate = _ratio(adapters.hits, adapters.admissions)
-    slo_share = _ratio(per_group(kept_slo > 0), per_group(kept_slo != 0))
-    offered = per_group(tokens)
-
-    def stats(column: NDArray[np.float64]) -> list[LatencyStats]:
-        return grouped_latency_stats(column[finished], group[finished], count)
-
-    ttft_s, tpot_ms, tpt_ms, e2e_s = map(stats, (table.ttft_s, table.tpot_ms, table.tpt_ms, table.e2e_s))
-    slowdown, queue_s, load_wait_s = map(stats, (table.slowdown, table.queue_s, table.load_wait_s))
+    latencies = ("ttft_s", "tpot_ms", "tpt_ms", "e2e_s", "slowdown", "queue_s", "load_wait_s")
+    columns: dict[str, NDArray[Any]] = {
+        "submitted": per_group().astype(int),
+        **{name: per_group(table.status == code).astype(int) for code, name in enumerate(STATUSES)},
+        "offered_tok_s": per_group(tokens) / duration_s,
+        "throughput_tok_s": done / duration_s,
+        "served_fraction": served,
+        "starved": served < STARVED_BELOW,
+        "itl_ms_mean": client_itl_factor * _ratio(decoding_ms, gaps),
+        "admissions": adapters.admissions,
+        "hit_rate": _ratio(adapters.hits, adapters.admissions),
+        "adapter_loads": adapters.loads,
+        "load_s": adapters.load_ns / NS_PER_S,
+        "slo_share": _ratio(per_group(kept_slo > 0), per_group(kept_slo != 0)),
+    }
+    values = {name: column.tolist() for name, column in columns.items()} | {
+        name: grouped_latency_stats(getattr(table, name)[finished], group[finished], count)
+        for name in latencies
+    }
     return tuple(
-        GroupMetrics(
-            name=name,
-            submitted=int(states[:, i].sum()),
-            finished=int(states[FINISHED, i]),
-            running=int(states[RUNNING, i]),
-            waiting=int(states[WAITING, i]),
-            rejected=int(states[REJECTED, i]),
-            offered_tok_s=float(offered[i]) / duration_s,
-            throughput_tok_s=float(done[i]) / duration_s,
-            served_fraction=float(served[i]),
-            starved=bool(served[i] < STARVED_BELOW),
-            ttft_s=ttft_s[i],
-            tpot_ms=tpot_ms[i],
-            tpt_ms=tpt_ms[i],
-            e2e_s=e2e_s[i],
-            slowdown=slowdown[i],
-            queue_s=queue_s[i],
-            load_wait_s=load_wait_s[i],
-            itl_ms_mean=float(itl_ms[i]),
-            admissions=int(adapters.admissions[i]),
-            hit_rate=float(hit_rate[i]),
-            adapter_loads=int(adapters.loads[i]),
-            load_s=float(adapters.load_ns[i]) / NS_PER_S,
-            slo_share=float(slo_share[i]),
-        )
+        GroupMetrics(name=name, **{key: column[i] for key, column in values.items()})
         for i, name in enumerate(names)
     )
 
@@ -145,7 +129,7 @@ def _token_gaps(table: RequestTable) -> tuple[NDArray[np.int64], NDArray[np.floa
 
 
 def _ratio(part: NDArray[Any], whole: NDArray[Any]) -> NDArray[np.float64]:
-    """Return part / whole, NaN where there is nothing."""
+    """Return part / whole, NaN if whole is 0."""
     ratio = np.full(part.shape, np.nan)
     np.divide(part, whole, out=ratio, where=whole > 0)
     return ratio
@@ -156,10 +140,10 @@ KEPT, OPEN, BROKEN = 1, 0, -1
 
 @dataclass(frozen=True)
 class Attainment:
-    """How many requests keep a bound.
+    """Number of requests that meet a bound.
 
-    A request that was rejected broke every bound; one that is on its way broke a bound on TTFT, E2E or TPT
-    once it has taken longer, and is open before. Bounds on TPOT and ITL leave requests of one token out.
+    A rejected request violates every bound. An unfinished one violates a bound on TTFT, E2E or TPT once it
+    has taken longer, and is open before. Bounds on TPOT and ITL ignore requests of one output token.
     """
 
     bound: str
@@ -167,14 +151,14 @@ class Attainment:
     limit: float
     """In the unit of the key; NaN for all together."""
     value: float
-    """The statistic that the key is about, such as the 99th percentile; NaN where it is about shares."""
+    """Statistic of the key, such as the 99th percentile; NaN for bounds on shares."""
     kept: int
     broken: int
     open: int
 
     @property
     def share(self) -> float:
-        """Share of requests that kept the bound, of those that kept or broke it; NaN without any."""
+        """Share of requests that met the bound, of those that met or violated it; NaN without any."""
         decided = self.kept + self.broken
         return self.kept / decided if decided else float("nan")
 
@@ -187,19 +171,16 @@ def attainment(
     client_itl_factor: float,
     base_tpt_ms: float | None,
 ) -> tuple[tuple[Attainment, ...], NDArray[np.int8]]:
-    """Return how each latency bound is kept, all together last, and KEPT, OPEN or BROKEN per request.
+    """Return the attainment of each latency bound, all together last, and KEPT, OPEN or BROKEN per request.
 
     Parameters
     ----------
     slo
-        The bounds; none: nothing is kept or broken.
-    result, table
-        What happened.
+        The bounds.
     overhead_s
         Time of a request outside the engine.
     client_itl_factor
-        How much longer gaps between tokens are for a client than in the engine; a request's ITL is its mean
-        gap.
+        Mean gap between tokens at a client relative to the engine; the ITL of a request is its mean gap.
     base_tpt_ms
         Mean TPT of the same requests without adapters, which ``tpt_over_base`` refers to.
     """
@@ -228,7 +209,7 @@ def attainment(
 def _measured(
     table: RequestTable, end_s: float, client_itl_factor: float
 ) -> Mapping[str, tuple[NDArray[np.float64], NDArray[np.float64]]]:
-    """Return each metric of each request, NaN where it is not known, and what it will be at least."""
+    """Return each metric of each request, NaN if unknown, and its lower bound."""
     so_far_s = np.where(table.status == FINISHED, np.nan, end_s - table.arrival_s)
     nothing = np.full(len(table), np.nan)
     return {
@@ -252,9 +233,9 @@ _LARGEST_SUM = 2**62
 
 @dataclass(frozen=True, eq=False)
 class TimeSeries:
-    """Arrays of one entry per bucket; a step counts where it ends.
+    """Arrays with one entry per bucket of time; a step belongs to the bucket of its end.
 
-    Means are over the time that steps ran: 0 where none ended, but for the adapters resident, which stay.
+    Means are over the time of steps; 0 without any, except resident adapters, which stay.
     """
 
     bucket_s: float
@@ -270,31 +251,31 @@ class TimeSeries:
     resident_adapters: NDArray[np.float64]
     """Adapters in GPU slots."""
     busy_share: NDArray[np.float64]
-    """Time of steps over time; above 1 where a step began in an earlier bucket."""
+    """Time of steps over time; above 1 if a step began in an earlier bucket."""
     step_ms: NDArray[np.float64]
-    """Mean duration of a step; NaN where none ended."""
+    """Mean duration of a step; NaN without any."""
     loads_per_s: NDArray[np.float64]
-    """Adapter loads begun."""
+    """Adapter loads started."""
     load_share: NDArray[np.float64]
     """Time that steps waited for loads over time."""
     computed_tok_s: NDArray[np.float64]
-    """Tokens computed, prefill and decode, again after a preemption."""
+    """Computed tokens of prefill and decode, including recomputation after preemptions."""
     completed_tok_s: NDArray[np.float64]
-    """Input and output tokens of the requests that were completed."""
+    """Input and output tokens of the completed requests."""
     arrivals_rps: NDArray[np.float64]
 
 
 def bucket_count(scenario: Scenario) -> int:
-    """Return how many buckets suit a scenario: about 600, none much shorter than a step."""
+    """Return the number of buckets: about 600, none much shorter than a step."""
     buckets = max(1, min(BUCKETS, scenario.horizon_ns // _SHORTEST_NS))
-    # Sums over a bucket are 64-bit numbers, which only years of a huge queue could exceed.
+    # Sums over a bucket must fit into 64 bits.
     kv_tokens = scenario.num_blocks * scenario.limits.block_size
     most = max(kv_tokens, scenario.requests.arrival_ns.size, scenario.adapters, 1)
     return max(buckets, -(-scenario.horizon_ns * most // _LARGEST_SUM))
 
 
 def time_series(scenario: Scenario, trace: t.TwinTrace, table: RequestTable) -> TimeSeries:
-    """Return the course of a detailed run."""
+    """Return the time series of a detailed run."""
     bucket_ns = int(trace.counts.bucket_ns)
     count = trace.series.size
     bucket_s = bucket_ns / NS_PER_S
@@ -332,7 +313,7 @@ def time_series(scenario: Scenario, trace: t.TwinTrace, table: RequestTable) -> 
 
 
 def _carried(values: NDArray[np.float64], known: NDArray[np.bool_]) -> NDArray[np.float64]:
-    """Return the values, where not known the last known one, and 0 before the first."""
+    """Return the values with the last known one where unknown, and 0 before the first."""
     last = np.maximum.accumulate(np.where(known, np.arange(values.size), -1))
     carried: NDArray[np.float64] = np.where(last >= 0, values[np.maximum(last, 0)], 0.0)
     return carried

@@ -34,12 +34,12 @@ class SimulationResult(Displayed):
     offered_tok_s: float
     """Input and output tokens of submitted requests over the horizon."""
     itl_ms_mean: float
-    """Mean gap between tokens as a client sees them, every gap counting alike."""
+    """Mean gap between tokens at the client, equally weighted."""
     itl_ms_p50: float
     itl_ms_p90: float
     itl_ms_p95: float
     itl_ms_p99: float
-    """Percentiles are over the gaps of all requests, also unfinished ones, and exact to half a percent."""
+    """Percentiles are over the gaps of all requests including unfinished ones, exact to half a percent."""
     ttft_s_mean: float
     ttft_s_p50: float
     ttft_s_p90: float
@@ -48,7 +48,7 @@ class SimulationResult(Displayed):
     ttft_s_mean_charged: float
     """Over every submitted request; an unfinished one is charged the whole horizon."""
     tpot_ms_mean: float
-    """(E2E - TTFT) / (output tokens - 1), every request counting alike."""
+    """(E2E - TTFT) / (output tokens - 1), requests equally weighted."""
     tpot_ms_p50: float
     tpot_ms_p90: float
     tpot_ms_p95: float
@@ -65,7 +65,7 @@ class SimulationResult(Displayed):
     tpt_ms_p95: float
     tpt_ms_p99: float
     served_fraction: float
-    """Tokens of completed over submitted requests, those in execution at the end left out of both."""
+    """Tokens of completed over submitted requests, without those in execution at the end."""
     starved: bool
     completed: int
     submitted: int
@@ -129,12 +129,12 @@ def summarize(
     Parameters
     ----------
     scenario, trace
-        What was simulated and what it left.
+        Input and record of the simulation.
     request_overhead_ms
-        Time a request spends outside the engine's steps before its first token (HTTP, tokenizer).
+        Time of a request outside the engine's steps before its first token (HTTP, tokenizer).
     client_itl_factor
-        How much longer the gaps between tokens are for a client than in the engine: where two tokens reach it
-        in one chunk, it sees one gap for two steps.
+        Mean gap between tokens at a client relative to the gap in the engine: two tokens in one chunk are one
+        gap for two steps.
     """
     horizon_s = scenario.horizon_ns / NS_PER_S
     reduced = reduce_trace(
@@ -172,11 +172,11 @@ def summarize(
         starved=served < STARVED_BELOW,
         completed=completed,
         submitted=submitted,
+        load_s=float(trace.counts.load_ns) / NS_PER_S,
         rejected=int(trace.counts.rejected),
         preemptions=int(trace.counts.preemptions),
         adapter_loads=int(trace.counts.adapter_loads),
         disk_loads=int(trace.counts.disk_loads),
-        load_s=float(trace.counts.load_ns) / NS_PER_S,
         steps=int(trace.counts.steps),
         busy_fraction=min(1.0, busy / scenario.horizon_ns),
         running_mean=mean_over_busy(trace.sums.running_ns),
@@ -225,21 +225,19 @@ class Reduced(NamedTuple):
 def reduce_trace(
     requests: Requests, trace: TwinTrace, horizon_ns: int, max_model_len: int, overhead_s: float
 ) -> Reduced:
-    """Reduce a trace to what its metrics are computed from.
+    """Reduce a trace to latencies and totals.
 
     Parameters
     ----------
-    requests, trace
-        What was asked and what happened.
     horizon_ns
         End of the simulation; a request that ended later was in execution then.
     max_model_len
-        Longest prompt and output together, where a request ends.
+        Maximum of prompt and output tokens, at which a request ends.
     overhead_s
-        Time of a request outside the engine, in its TTFT and E2E.
+        Time of a request outside the engine, part of its TTFT and E2E.
     """
     n = requests.arrival_ns.size
-    # Untouched pages of these take no memory, so room for all requests costs nothing where most are rejected.
+    # Untouched pages take no memory, even if most requests are rejected.
     ttft_s, e2e_s, tpt_ms, tpot_ms = (np.empty(n) for _ in range(4))
     totals = new_record(_TOTALS)
     everything = Reduced(ttft_s, e2e_s, tpt_ms, tpot_ms, totals)

@@ -22,16 +22,15 @@ STATUSES: Final = ("finished", "running", "waiting", "rejected")
 
 FINISHED, RUNNING, WAITING, REJECTED = range(len(STATUSES))
 
-_BASE_MODEL: Final = ""  # name and rank of the adapter of requests that ask for none
+_BASE_MODEL: Final = ""  # adapter name of base-model requests
 _MS_PER_S: Final = 1e3
 
 
 @dataclass(frozen=True, eq=False)
 class RequestTable:
-    """Requests in the order of their arrival, as columns; what had not happened by the end is NaN.
+    """Requests in order of arrival, as columns; NaN for events after the end.
 
-    TTFT and E2E contain the time a request spends outside the engine, as a client sees them; the clock times
-    and the waits do not.
+    TTFT and E2E include the time outside the engine, as at a client; clock times and waits do not.
     """
 
     adapters: tuple[str, ...]
@@ -42,18 +41,18 @@ class RequestTable:
     """Rank of each request's adapter; 0 for the base model."""
     prompt_tokens: NDArray[np.int64]
     output_tokens: NDArray[np.int64]
-    """Tokens that the engine generates for it: as asked, or fewer where max_model_len ends it."""
+    """Generated tokens: as requested, or fewer if max_model_len ends the request."""
     status: NDArray[np.int8]
     """Position in STATUSES: finished, running, waiting (also: to be admitted again), rejected."""
     arrival_s: NDArray[np.float64]
     admitted_s: NDArray[np.float64]
-    """Start of the step that first computed something for it."""
+    """Start of its first step."""
     first_token_s: NDArray[np.float64]
     finish_s: NDArray[np.float64]
     queue_s: NDArray[np.float64]
-    """From arrival to first admission, less the wait for its own adapter."""
+    """From arrival to first admission, without the wait for its adapter."""
     load_wait_s: NDArray[np.float64]
-    """Adapter loads on its way to the first token: its own wait for one, or loads inside its steps."""
+    """Adapter loads before its first token: the wait for its adapter, or loads inside its steps."""
     ttft_s: NDArray[np.float64]
     tpot_ms: NDArray[np.float64]
     """Finished requests of several output tokens."""
@@ -72,7 +71,7 @@ class RequestTable:
         return {field.name: getattr(self, field.name) for field in fields(self) if field.name != "adapters"}
 
     def to_arrow(self) -> pa.Table:
-        """Return the table for Arrow: adapter and status by name, null for what had not happened."""
+        """Return the table for Arrow: adapter and status by name, null instead of NaN."""
         import pyarrow as pa
 
         names = {"adapter": self.adapters, "status": STATUSES}
@@ -86,24 +85,12 @@ class RequestTable:
         return pa.table(columns)
 
     def to_parquet(self, path: str) -> None:
-        """Write the table as a Parquet file, whole or not at all.
-
-        Raises
-        ------
-        InputError
-            When it cannot be written.
-        """
+        """Write the table as a Parquet file atomically."""
         write_parquet(path, self.to_arrow())
 
 
 def write_parquet(path: str, table: pa.Table) -> None:
-    """Write an Arrow table as a Parquet file, whole or not at all.
-
-    Raises
-    ------
-    InputError
-        When it cannot be written.
-    """
+    """Write an Arrow table as a Parquet file atomically, or raise an `InputError`."""
     import pyarrow.parquet as pq
 
     buffer = BytesIO()
@@ -123,7 +110,7 @@ def request_table(
     Parameters
     ----------
     workload, scenario, trace
-        What was simulated, and the record of it.
+        Input and record of the simulation.
     overhead_s
         Time of a request outside the engine.
     alone_s
@@ -167,12 +154,12 @@ def request_table(
 
 
 def request_status(trace: t.TwinTrace, horizon_ns: int) -> NDArray[np.int8]:
-    """Return what each request was at the end, as a position in STATUSES."""
+    """Return the status of each request at the end, as a position in STATUSES."""
     status = np.full(trace.finish_ns.size, WAITING, np.int8)
     status[trace.status == t.STATUS_REJECTED] = REJECTED
     ended = trace.finish_ns != t.NEVER
     status[ended] = FINISHED
-    # A step that began within the horizon may end after it; its requests were in execution at the end.
+    # Requests of a step that ends after the horizon were in execution at the end.
     status[(trace.status == t.STATUS_RUNNING) | (ended & (trace.finish_ns > horizon_ns))] = RUNNING
     return status
 
@@ -183,7 +170,7 @@ def _seconds(clock_ns: NDArray[np.int64], horizon_ns: int) -> NDArray[np.float64
 
 
 def several_tables(tables: Mapping[int, RequestTable], by: str) -> pa.Table:
-    """Return the tables below each other, told apart by a first column of whole numbers called `by`."""
+    """Concatenate the tables; the first column `by` holds the keys."""
     import pyarrow as pa
 
     parts: Sequence[pa.Table] = [
@@ -195,7 +182,7 @@ def several_tables(tables: Mapping[int, RequestTable], by: str) -> pa.Table:
 
 _BATCH = 100_000
 _LAST_NS = 2**62
-_BITS = 25  # a length in tokens fits in so many
+_BITS = 25  # of a length in tokens
 
 
 def isolated_s(
@@ -204,28 +191,24 @@ def isolated_s(
     rows: NDArray[np.int64],
     runner: Callable[[Scenario], t.TwinTrace],
 ) -> NDArray[np.float64]:
-    """Return how long some requests take in the engine alone, in seconds, from arrival to last token.
+    """Return the seconds from arrival to last token of requests alone in the engine.
 
-    The twin itself serves them one after the other, each long after the one before ended, so every rule and
-    cost is the one of the scenario. Requests of one rank and the same lengths are served once.
+    The twin serves them one by one under the rules and costs of the scenario, requests of one rank and the
+    same lengths once.
 
     Parameters
     ----------
-    scenario
-        The engine, and the requests.
     ranks
         Rank of each adapter by number, shape (adapters + 1,).
     rows
-        Which requests; none that the engine would refuse.
-    runner
-        The twin.
+        Numbers of the requests; none that the engine would reject.
     """
-    asked = _take(scenario.requests, rows)
-    rank = ranks[asked.adapter].astype(np.int64)
-    kind = (rank << 2 * _BITS) | (asked.prompt_tokens.astype(np.int64) << _BITS) | asked.output_tokens
+    chosen = _take(scenario.requests, rows)
+    rank = ranks[chosen.adapter].astype(np.int64)
+    kind = (rank << 2 * _BITS) | (chosen.prompt_tokens.astype(np.int64) << _BITS) | chosen.output_tokens
     _, one_of_each, which = np.unique(kind, return_index=True, return_inverse=True)
     alone_ns = [
-        _alone_ns(scenario, _take(asked, one_of_each[start : start + _BATCH]), runner)
+        _alone_ns(scenario, _take(chosen, one_of_each[start : start + _BATCH]), runner)
         for start in range(0, one_of_each.size, _BATCH)
     ]
     return np.concatenate([np.zeros(0), *alone_ns])[which] / NS_PER_S
@@ -234,7 +217,7 @@ def isolated_s(
 def _alone_ns(
     scenario: Scenario, requests: Requests, runner: Callable[[Scenario], t.TwinTrace]
 ) -> NDArray[np.float64]:
-    """Serve requests one by one; if one runs into the next, once more with longer breaks between them."""
+    """Serve requests one by one; if two overlap, again with longer breaks between them."""
     count = requests.arrival_ns.size
     costs = scenario.costs
     idle = scenario._replace(

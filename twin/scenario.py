@@ -19,7 +19,7 @@ from capplan.serving import Limits, ServingRules, adapter_bytes, kv_bytes_per_to
 from capplan.spec import EngineArgs, Profile, Workload
 from capplan.workload import Requests, draw_requests
 
-_MOST: Final = 2**31 - 1  # of anything that is counted: rows and tokens are 32-bit numbers
+_MOST: Final = 2**31 - 1  # rows and tokens are 32-bit integers
 
 _COUNT: Final = f"must be a whole number from 1 to {_MOST}"
 
@@ -27,20 +27,7 @@ _OPTIONAL: Final = ("s_max", "max_cpu_loras", "max_in_flight")
 
 
 def require_settings(workload: Workload, profile: Profile, settings: Mapping[str, Any]) -> None:
-    """Check types and ranges of what a simulation was given; how values go together is not looked at.
-
-    Parameters
-    ----------
-    workload, profile
-        What should be a workload and a profile.
-    settings
-        The other arguments of `simulate` by name.
-
-    Raises
-    ------
-    InputError
-        Located at the argument.
-    """
+    """Check types and ranges of the arguments of `simulate` one by one; `settings` by name."""
     if not isinstance(workload, Workload):
         raise InputError("must be a Workload, as load_workload returns it", workload, "workload")
     if not isinstance(profile, Profile):
@@ -77,12 +64,12 @@ NS_PER_S = 1_000_000_000
 NS_PER_MS = 1_000_000
 
 _MOST_CUT = 0.1
-"""Share of a workload's tokens that max_model_len may cut off."""
+"""Maximum share of a workload's tokens that max_model_len may cut off."""
 
 
 @by_reference
 class Costs(NamedTuple):
-    """Everything that takes time, as compiled code reads it."""
+    """Parameters of all durations, for compiled code."""
 
     form: int
     """Code of the step-latency form."""
@@ -97,9 +84,9 @@ class Costs(NamedTuple):
     rank: NDArray[np.int64]
     """Rank of each adapter, same shape."""
     uses_ranks: bool
-    """Whether the ranks in a step change how long it takes."""
+    """Whether the duration of a step depends on the ranks in it."""
     pages: NDArray[np.int64]
-    """KV blocks that each adapter takes where adapters and KV share one pool (S-LoRA), same shape."""
+    """KV blocks of each adapter if adapters and KV share one pool (S-LoRA), same shape."""
 
 
 class Scenario(NamedTuple):
@@ -111,11 +98,11 @@ class Scenario(NamedTuple):
     costs: Costs
     horizon_ns: int
     max_in_flight: int
-    """Most requests in the engine at once; further arrivals are rejected."""
+    """Maximum of requests in the engine; further arrivals are rejected."""
     shared_prefix_tokens: int = 0
-    """Tokens that all prompts of an adapter begin with."""
+    """Length of the prefix that all prompts of an adapter share."""
     buckets: int = 0
-    """Buckets of the time series; 0: a plain run, without details per request and adapter."""
+    """Buckets of the time series; 0: a plain run without details."""
 
     @property
     def adapters(self) -> int:
@@ -159,7 +146,7 @@ def build_scenario(
 
 
 def _require_slots(workload: Workload, args: EngineArgs) -> None:
-    """Check the slots against the adapters, by the names that `simulate` gives the settings."""
+    """Check the slots against the adapters; errors name the arguments of `simulate`."""
     largest_rank = max(a.rank for a in workload.adapters)
     if args.max_lora_rank < largest_rank:
         rule = f"must be at least the largest adapter rank, {largest_rank}"
@@ -171,23 +158,20 @@ def _require_slots(workload: Workload, args: EngineArgs) -> None:
 def draw_for(
     workload: Workload, profile: Profile, duration_s: float, seed: int, max_model_len: int
 ) -> Requests:
-    """Draw the requests that an engine of this profile is asked.
-
-    Drawn prompts leave room for one token; recorded ones stay as they are, and the long ones are rejected.
-    """
+    """Draw the requests. Drawn prompts leave room for one token; long recorded ones are rejected later."""
     correlated = with_length_correlation(workload, profile)
     return draw_requests(correlated, duration_s, seed, max_model_len, max(1, max_model_len - 1))
 
 
 def chosen_rules(profile: Profile, name: str | None, prefix_caching: bool | None) -> ServingRules:
-    """Return the serving rules of a profile, or those named instead; with or without prefix caching.
+    """Return the named serving rules; None: those of the profile.
 
-    Prefix caching: as asked for, or else as in the engine that was measured, or else as the rules have it.
+    `prefix_caching` None: as in the measured engine, or else as the rules define.
 
     Raises
     ------
     InputError
-        For an unknown name, and for prefix caching under rules that have none.
+        For an unknown name, or prefix caching under rules without it.
     """
     rules = serving_rules(name or profile.engine.rules)
     if prefix_caching is None and not rules.declared_output:
@@ -200,7 +184,7 @@ def chosen_rules(profile: Profile, name: str | None, prefix_caching: bool | None
 
 
 def with_length_correlation(workload: Workload, profile: Profile) -> Workload:
-    """Return the workload with the profile's correlation of lengths where it draws them and states none."""
+    """Return the workload with the profile's correlation of lengths if it has none and draws lengths."""
     recorded = workload.trace is not None or workload.length_pairs is not None
     if recorded or workload.length_correlation is not None:
         return workload
@@ -208,7 +192,7 @@ def with_length_correlation(workload: Workload, profile: Profile) -> Workload:
 
 
 def _require_room(workload: Workload, max_model_len: int) -> None:
-    """Refuse lengths of which too much would be cut: the answer would be about another workload."""
+    """Raise an error if `max_model_len` would cut off too many tokens."""
     if workload.trace is not None:
         return
     if workload.length_pairs is not None:
@@ -251,6 +235,6 @@ def build_costs(workload: Workload, profile: Profile, a_max: int, s_max: int) ->
 
 
 def _per_adapter_ns(ms_of_rank: Mapping[int, float], ranks: Sequence[int]) -> NDArray[np.int64]:
-    """Return whole nanoseconds by number of the adapter; 0 for the base model."""
+    """Return nanoseconds by number of the adapter; 0 for the base model."""
     ms = np.array([0.0, *map(ms_of_rank.__getitem__, ranks)])
     return np.round(ms * NS_PER_MS).astype(np.int64)

@@ -64,7 +64,7 @@ def client_itl_factor(host: FittedModel, scenario: Scenario, trace: t.TwinTrace)
 
 
 def is_scraped(host: FittedModel) -> bool:
-    """Tell whether the host model includes scrapes."""
+    """Return whether the host model includes scrapes."""
     return "scrape_interval_s" in host.coefficients and host.value("scrape_interval_s") > 0.0
 
 

@@ -1,4 +1,4 @@
-"""`simulate`: one GPU serving a workload for a while, in milliseconds."""
+"""`simulate`: one GPU that serves a workload."""
 
 from __future__ import annotations
 
@@ -41,7 +41,7 @@ if TYPE_CHECKING:
 
 
 class EngineKeywords(TypedDict, total=False):
-    """Engine settings, by the names that `simulate` gives them."""
+    """Engine settings by their names in `simulate`."""
 
     a_max: Required[int]
     s_max: int | None
@@ -54,7 +54,7 @@ class EngineKeywords(TypedDict, total=False):
 
 
 class SimulateSettings(EngineKeywords, total=False):
-    """The settings of `simulate`, all but the runner."""
+    """The settings of `simulate` without the runner."""
 
     duration_s: float
     seed: int
@@ -87,27 +87,26 @@ def simulate(
     workload
         Adapters, rates and request lengths.
     profile
-        GPU, model and engine, or the name of a shipped profile, or the path of a profile file. Its serving
-        rules are simulated unless `rules` names others.
+        GPU, model and engine, or the name of a shipped profile, or the path of a profile file.
     a_max
         Adapter slots (vLLM ``--max-loras``).
     s_max
-        Rank that slots are sized for (``--max-lora-rank``), at least the largest rank served; None: the
-        smallest that vLLM allows.
+        Rank of the slots (``--max-lora-rank``), at least the largest adapter rank; None: the smallest that
+        vLLM allows.
     duration_s
         Horizon in seconds.
     seed
-        Seed of arrivals and lengths; same seed, same result.
+        Seed of arrivals and lengths.
     max_num_seqs, max_num_batched_tokens, max_model_len, gpu_memory_utilization
         As vLLM's flags of the same names.
     max_cpu_loras
-        Adapters that host memory holds; None: all of them.
+        Adapters in host memory; None: all of them.
     max_in_flight
-        Most requests running and waiting at once, beyond which arrivals are rejected; None: no bound.
+        Maximum of requests running and waiting, beyond which arrivals are rejected; None: no limit.
     rules
-        Serving rules to simulate instead of the profile's.
+        Name of the serving rules; None: those of the profile.
     prefix_caching
-        Whether KV of shared prompt beginnings is kept and used again; None: as the rules have it.
+        Whether KV of shared prefixes is reused; None: as in the profile, or as the rules define.
     runner
         The compiled twin, or `capplan.twin.reference.loop.run_reference`.
 
@@ -119,9 +118,9 @@ def simulate(
     Raises
     ------
     InfeasibleError
-        With reason ``memory`` when one request of `max_model_len` does not fit beside the slots.
+        With reason ``memory`` if slots and one request of `max_model_len` exceed the memory.
     InputError
-        When a setting breaks its rule.
+        For an invalid setting.
     """
     settings: SimulateSettings = {
         "a_max": a_max,
@@ -150,10 +149,9 @@ def simulate_detailed(
     runner: Callable[[Scenario], TwinTrace] = run,
     **settings: Unpack[SimulateSettings],
 ) -> DetailedResult:
-    """Simulate as `simulate` does, and keep what happened to every request, rank, adapter and moment.
+    """Simulate as `simulate` does, with metrics by request, rank and adapter, and a time series.
 
-    Takes several times as long as `simulate`: finished requests are served once more, each alone, for their
-    slowdown.
+    It takes several times as long: finished requests are simulated again, each alone, for their slowdown.
 
     Parameters
     ----------
@@ -163,7 +161,7 @@ def simulate_detailed(
     Returns
     -------
     DetailedResult
-        Its `result` is what `simulate` returns; `requests.to_parquet` writes one row per request.
+        The result of `simulate` with its details; `requests.to_parquet` writes one row per request.
 
     Raises
     ------
@@ -181,7 +179,7 @@ def simulate_detailed(
 
 
 def keywords_of(args: EngineArgs) -> EngineKeywords:
-    """Return engine settings by the names that `simulate` gives them."""
+    """Return engine settings by their names in `simulate`."""
     return {
         "a_max": args.max_loras,
         "s_max": args.max_lora_rank,
@@ -195,7 +193,7 @@ def keywords_of(args: EngineArgs) -> EngineKeywords:
 
 
 def engine_args(workload: Workload, settings: EngineKeywords) -> EngineArgs:
-    """Return the engine settings among those of `simulate`, with its defaults."""
+    """Return the engine settings of `simulate` with its defaults."""
     s_max = settings.get("s_max")
     return EngineArgs(
         max_loras=settings["a_max"],
@@ -235,10 +233,10 @@ def _summary(profile: Profile, scenario: Scenario, trace: TwinTrace, started: fl
 
 @dataclass(frozen=True, repr=False)
 class DetailedResult(Displayed):
-    """A simulation with its details."""
+    """A simulation with details."""
 
     result: SimulationResult
-    """What `simulate` returns."""
+    """Result of `simulate`."""
     requests: RequestTable
     overall: GroupMetrics
     by_rank: Mapping[int, GroupMetrics]
@@ -264,7 +262,7 @@ class DetailedResult(Displayed):
 
 
 def with_buckets(scenario: Scenario) -> Scenario:
-    """Return the scenario with the instruction to record details."""
+    """Return the scenario of a detailed run."""
     return scenario._replace(buckets=bucket_count(scenario))
 
 
@@ -277,18 +275,16 @@ def detailed_result(
     client_itl_factor: float,
     runner: Callable[[Scenario], t.TwinTrace],
 ) -> DetailedResult:
-    """Return the details of a run that recorded them.
+    """Return the details of a detailed run.
 
     Parameters
     ----------
-    workload, scenario, trace, result
-        What was simulated, the record of it, and its metrics.
     overhead_s
         Time of a request outside the engine.
     client_itl_factor
-        How much longer the gaps between tokens are for a client than in the engine.
+        Mean gap between tokens at a client relative to the engine.
     runner
-        The twin, which serves requests alone for the slowdown and without adapters for ``slo.tpt_over_base``.
+        The twin, for requests alone (slowdown) and without adapters (``slo.tpt_over_base``).
     """
     ranks = np.array([0, *(adapter.rank for adapter in workload.adapters)], np.int32)
     finished = np.flatnonzero(request_status(trace, scenario.horizon_ns) == FINISHED)
@@ -297,9 +293,7 @@ def detailed_result(
     base_tpt_ms = None if workload.slo.tpt_over_base is None else _base_tpt_ms(scenario, overhead_s, runner)
     bounds, kept = attainment(workload.slo, result, table, overhead_s, client_itl_factor, base_tpt_ms)
     seen = trace.adapters.copy()
-    seen[0] = (0,) * len(
-        seen.dtype
-    )  # the base model needs no load, so its admissions are neither hits nor misses
+    seen[0] = (0,) * len(seen.dtype)  # admissions of the base model are neither hits nor misses
 
     def metrics(group_of_adapter: NDArray[np.int64], names: Sequence[str]) -> tuple[GroupMetrics, ...]:
         adapters = np.zeros(len(names), seen.dtype).view(np.recarray)
@@ -312,7 +306,7 @@ def detailed_result(
     distinct, rank_number = np.unique(ranks, return_inverse=True)
     ranked = metrics(rank_number, [f"rank {rank}" for rank in distinct])
     adapters = metrics(np.arange(ranks.size), table.adapters)
-    first = 0 if adapters[0].submitted else 1  # the base model, where requests ask for it
+    first = 0 if adapters[0].submitted else 1  # the base model if it has requests
     return DetailedResult(
         result=result,
         requests=table,
@@ -325,7 +319,7 @@ def detailed_result(
 
 
 def _base_tpt_ms(scenario: Scenario, overhead_s: float, runner: Callable[[Scenario], t.TwinTrace]) -> float:
-    """Return the mean TPT of the same requests on the same GPU without adapters and slots for them."""
+    """Return the mean TPT of the same requests on the same GPU without adapters and slots."""
     requests = scenario.requests
     bare = scenario._replace(
         requests=requests._replace(adapter=np.zeros_like(requests.adapter)),

@@ -1,7 +1,7 @@
 """The record of a simulated instance: times per request, token gaps, sums over time, counts.
 
-A plain run records what `SimulationResult` needs. A detailed one (``buckets`` above 0) also records a time
-series, and events of each request and each adapter; in a plain run the functions for these return at once.
+A plain run records the input of `SimulationResult`. A detailed one (``buckets`` above 0) also records a time
+series, and events of each request and adapter.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ from capplan.compile import by_reference, inner, jit
 from capplan.serving.structures import Records, int_fields, new_record
 
 SMALL_BATCH = 128
-"""Requests whose tokens vLLM's API server hands out in one go (``VLLM_V1_OUTPUT_PROC_CHUNK_SIZE``)."""
+"""Requests per chunk of vLLM's API server (``VLLM_V1_OUTPUT_PROC_CHUNK_SIZE``)."""
 
 _COUNTS = int_fields(
     "steps",
@@ -29,18 +29,18 @@ _COUNTS = int_fields(
     "max_running",
     "max_waiting",
     "load_ns",
-    "request_steps",  # sum over steps of the requests that run,
-    "small_request_steps",  # and of steps with at most SMALL_BATCH of them
-    "bucket",  # of the time series: the one that the last step ended in,
-    "bucket_end_ns",  # when it ends,
-    "bucket_ns",  # and how long each is
+    "request_steps",  # sum over steps of the running requests
+    "small_request_steps",  # the same over steps with at most SMALL_BATCH of them
+    "bucket",  # bucket of the time series in which the last step ended
+    "bucket_end_ns",
+    "bucket_ns",  # length of a bucket
 )
 # Integrals over simulated time, in units x nanoseconds.
 _SUMS = np.dtype(
     [(f"{name}_ns", np.float64) for name in ("busy", "running", "waiting", "kv_token", "adapter")],
     align=True,
 )
-# Sums over the steps that end in a bucket: integers, so that their order does not matter.
+# Sums over the steps that end in a bucket: integers, so their order does not matter.
 _SERIES = int_fields(
     "busy_ns",  # the first six are integrals over time, in units x nanoseconds
     "running_ns",
@@ -72,7 +72,7 @@ _GAP_BINS = 30 * _BINS_PER_OCTAVE  # up to a day
 
 @by_reference
 class TwinTrace(NamedTuple):
-    """The record of one instance; written by both forms of the twin in the same way."""
+    """The record of one instance, equal in the compiled and the reference twin."""
 
     first_ns: NDArray[np.int64]
     """Clock at each request's first token, shape (requests,); NEVER before."""
@@ -81,7 +81,7 @@ class TwinTrace(NamedTuple):
     stalled_ns: NDArray[np.int64]
     """Clock at the last token before a request was preempted or left out of a step."""
     status: NDArray[np.int8]
-    """STATUS_RUNNING: in execution when the simulation ended; STATUS_REJECTED: refused; 0: neither."""
+    """STATUS_RUNNING: in execution at the end; STATUS_REJECTED: rejected; 0: neither."""
     gaps: NDArray[np.int64]
     """Histogram of the gaps between a request's tokens, in logarithmic bins."""
     counts: np.record
@@ -94,9 +94,9 @@ class TwinTrace(NamedTuple):
     adapters: Records
     """Shape (adapters + 1,); entry 0 is the base model; fields as in `_ADAPTER`."""
     admitted_ns: NDArray[np.int64]
-    """Clock at the start of the step that admitted each request first; NEVER before."""
+    """Clock at the start of the step that first admitted each request; NEVER before."""
     skipped_ns: NDArray[np.int64]
-    """Time that each request, not yet admitted, waited for its adapter to be loaded beside the batch."""
+    """Time that each request waited before its first admission for the load of its adapter."""
     held_up_ns: NDArray[np.int64]
     """Time of loads inside the steps from each request's first admission to its first token."""
 
@@ -106,14 +106,12 @@ def new_trace(requests: int, adapters: int = 0, buckets: int = 0, horizon_ns: in
 
     Parameters
     ----------
-    requests
-        Number of requests.
-    adapters
-        Number of adapters.
+    requests, adapters
+        Numbers of requests and adapters.
     buckets
-        Buckets of the time series; 0: no time series, and nothing per adapter or beside the token times.
+        Buckets of the time series; 0: a plain run.
     horizon_ns
-        What the buckets divide evenly; steps that end after it count in the last one.
+        End of the last bucket, which includes steps that end later.
     """
     counts = new_record(_COUNTS)
     detailed = requests if buckets else 0
@@ -147,7 +145,7 @@ def gap_bin(gap_ns: int) -> int:
 
 
 def gap_percentiles_ms(gaps: NDArray[np.int64], percentiles: tuple[float, ...]) -> tuple[float, ...]:
-    """Return percentiles of the token gaps, exact to half a percent; NaN when there is none."""
+    """Return percentiles of the token gaps, exact to half a percent; NaN without any."""
     up_to = np.cumsum(gaps)
     total = int(up_to[-1])
     if total == 0:
@@ -160,22 +158,14 @@ def gap_percentiles_ms(gaps: NDArray[np.int64], percentiles: tuple[float, ...]) 
 
 @jit
 def record_rejection(trace: TwinTrace, request: int) -> None:
-    """Note that the engine refused a request on arrival."""
+    """Record that a request was rejected on arrival."""
     trace.counts.rejected += 1
     trace.status[request] = STATUS_REJECTED
 
 
 @jit
 def record_load(trace: TwinTrace, adapter: int, load_ns: int) -> None:
-    """Note the load of an adapter into a GPU slot, begun in the step that is not counted in STEPS yet.
-
-    Parameters
-    ----------
-    adapter
-        Its number.
-    load_ns
-        How long it takes, host to GPU and, if needed, disk to host before.
-    """
+    """Record the load of an adapter into a GPU slot, before its step is counted; from disk if needed."""
     if trace.adapters.size == 0:
         return
     trace.adapters.loads[adapter] += 1
@@ -185,10 +175,7 @@ def record_load(trace: TwinTrace, adapter: int, load_ns: int) -> None:
 
 @jit
 def record_wait_for_load(trace: TwinTrace, request: int, wait_ns: int) -> None:
-    """Note that a request could not be admitted for so long because its adapter was on its way.
-
-    Only for rules that load adapters beside the batch; where loads are part of a step, nobody waits this way.
-    """
+    """Record the time that a request was skipped during the asynchronous load of its adapter."""
     if trace.skipped_ns.shape[0] == 0:
         return
     trace.skipped_ns[request] += wait_ns
@@ -196,16 +183,16 @@ def record_wait_for_load(trace: TwinTrace, request: int, wait_ns: int) -> None:
 
 @jit
 def record_admission(trace: TwinTrace, request: int, adapter: int, begin_ns: int, load_ns: int) -> None:
-    """Note an admission, after the loads of its step have been noted and added to LOAD_NS.
+    """Record an admission, after the loads of its step were recorded and added to ``counts.load_ns``.
 
     Parameters
     ----------
     request, adapter
-        Who was admitted; again after a preemption.
+        The admitted request; repeated after a preemption.
     begin_ns
         Clock at the start of the step.
     load_ns
-        Time of the loads inside the step, which hold up all that is in it.
+        Time of the loads inside the step, which delay all of its requests.
     """
     if trace.adapters.size == 0:
         return
@@ -215,12 +202,12 @@ def record_admission(trace: TwinTrace, request: int, adapter: int, begin_ns: int
         trace.adapters.hits[adapter] += 1
     if trace.admitted_ns[request] == NEVER:
         trace.admitted_ns[request] = begin_ns
-        trace.held_up_ns[request] = load_ns - trace.counts.load_ns  # less all loads before this step
+        trace.held_up_ns[request] = load_ns - trace.counts.load_ns  # without loads before this step
 
 
 @jit
 def record_first_token(trace: TwinTrace, request: int, now_ns: int, loads_ns: int) -> None:
-    """Note a request's first token at the end of a step, and what LOAD_NS was then."""
+    """Record a request's first token at the end of a step, and ``counts.load_ns`` at that time."""
     trace.first_ns[request] = now_ns
     if trace.held_up_ns.shape[0] > 0:
         trace.held_up_ns[request] += loads_ns
@@ -228,7 +215,7 @@ def record_first_token(trace: TwinTrace, request: int, now_ns: int, loads_ns: in
 
 @jit
 def record_loads(trace: TwinTrace, now_ns: int, loads: int) -> None:
-    """Count loads that begin while there is no step that they could be counted with."""
+    """Count loads that start without a step."""
     if trace.series.size == 0:
         return
     trace.series.loads[_bucket_at(trace, now_ns)] += loads
@@ -236,7 +223,7 @@ def record_loads(trace: TwinTrace, now_ns: int, loads: int) -> None:
 
 @inner
 def _bucket_at(trace: TwinTrace, now_ns: int) -> int:
-    """Move on to the bucket that a time lies in, and return it; times only grow."""
+    """Advance to the bucket of a time, and return it; times do not decrease."""
     counts = trace.counts
     while counts.bucket_end_ns < now_ns and counts.bucket < trace.series.size - 1:
         counts.bucket += 1
@@ -258,18 +245,14 @@ def record_step(
     load_ns: int,
     tokens: int,
 ) -> None:
-    """Add a step to the bucket of time in which it ends; a bucket's end belongs to it, its start does not.
+    """Add a step to the bucket in which it ends, including the bucket's end; steps come in order of ends.
 
     Parameters
     ----------
-    begin_ns, duration_ns
-        When the step began and how long it took. Steps come in the order of their ends.
     running, waiting, kv_tokens, active, resident
         Requests running and waiting, KV tokens held, adapters of running requests, adapters in GPU slots.
     loads, load_ns
-        Loads begun in the step, and the time it spent waiting for loads.
-    tokens
-        Tokens computed.
+        Loads started in the step, and its wait for loads.
     """
     if trace.series.size == 0:
         return

@@ -1,4 +1,4 @@
-"""The cluster twin: many engines under one clock, and the router in front of them."""
+"""The cluster twin: several engines under one clock behind a router."""
 
 from capplan.serving.routers import ROUTERS, Dlora, Gateway, Performance, Toppings
 from capplan.twin.cluster.reference import Candidate, PythonRouter, RoutedRequest

@@ -1,4 +1,4 @@
-"""The compiled loop of the cluster twin: requests in order of time, a router, instances that go on."""
+"""The compiled event loop of the cluster twin: arrivals, routing, migrations, instances."""
 
 from __future__ import annotations
 
@@ -14,26 +14,32 @@ from capplan.serving.state import NONE, State
 from capplan.serving.structures import Heap, heap_push, heap_remove, int_fields, new_record
 from capplan.twin.clock import count_present, count_queued, keeps_stats
 from capplan.twin.cluster.member import load_member
-from capplan.twin.cluster.steps import Cluster, go_on, hand_over, lacks_rows, look, look_at_adapter
+from capplan.twin.cluster.steps import (
+    Cluster,
+    advance_member,
+    hand_over,
+    lacks_rows,
+    observe,
+    observe_adapter,
+)
 from capplan.twin.core import mark_running
 from capplan.workload.sampling import uniform
 
-# Where the loop goes on after a break.
 _CURSOR = int_fields(
     "next",  # the next request to route
-    "place",  # the place that was chosen for it, or NONE
-    "tick_ns",  # when requests are moved next
+    "place",  # the place chosen for it, or NONE
+    "tick_ns",  # time of the next migration
     "migrations",  # requests moved so far
 )
 
-# What happens next.
+# Events.
 ARRIVAL = 0
 TICK = 1
 END = 2
 
 
 def new_cursor(period_ns: int) -> np.record:
-    """Return the cursor of a loop that has not begun."""
+    """Return the initial position of the loop, from which it continues after an interruption."""
     cursor = new_record(_CURSOR)
     cursor.place, cursor.tick_ns = NONE, period_ns
     return cursor
@@ -53,21 +59,19 @@ def serve(
 
     Parameters
     ----------
-    cluster, rule
-        What is simulated, and the router.
     key
         Stream of random numbers, one per request.
     answered
-        The array that the members' clocks share.
+        The record shared by the members' clocks.
     cursor
-        Where the loop stands.
+        Position of the loop.
     movable, moved
-        Room for the numbers of requests that are moved.
+        Buffers for the numbers of moved requests.
 
     Returns
     -------
     int
-        NONE at the end; else an instance that needs more rows before the loop can go on.
+        NONE at the end; else an instance that needs more rows before the loop can continue.
     """
     placement = cluster.placement
     while True:
@@ -84,7 +88,7 @@ def serve(
             first, last = cursor.place, cursor.place + 1
         for place in range(first, last):
             if cluster.progress.wake_ns[placement.instance[place]] < until_ns:
-                go_on(cluster, placement.instance[place], until_ns)
+                advance_member(cluster, placement.instance[place], until_ns)
         if event == END:
             break
         if event == TICK:
@@ -101,7 +105,7 @@ def serve(
 
 @inner
 def _next_event(cluster: Cluster, rule: RoutingRule, cursor: np.record) -> tuple[int, int]:
-    """Return what happens next, and until when instances may run before that."""
+    """Return the next event and its time, up to which instances may run."""
     at_ns = cluster.horizon_ns
     event = END
     if cursor.next < cluster.following.size:
@@ -116,10 +120,10 @@ def _next_event(cluster: Cluster, rule: RoutingRule, cursor: np.record) -> tuple
 def _arrive(
     cluster: Cluster, rule: RoutingRule, key: np.uint64, answered: np.record, cursor: np.record
 ) -> int:
-    """Hand the next request over; NONE, or the instance that lacks a row for it."""
+    """Hand over the next request; return NONE, or the instance that lacks a row for it."""
     request = cursor.next
     if cursor.place == NONE:
-        cursor.place = _look_and_choose(cluster, rule, key, answered, request)
+        cursor.place = _observe_and_choose(cluster, rule, key, answered, request)
     place = cursor.place
     instance = int(cluster.placement.instance[place])
     member = load_member(cluster.memory, instance)
@@ -132,7 +136,7 @@ def _arrive(
 
 
 @inner
-def _look_and_choose(
+def _observe_and_choose(
     cluster: Cluster, rule: RoutingRule, key: np.uint64, answered: np.record, request: int
 ) -> int:
     """Return the place that a router chooses by reading the instances, which have run up to now."""
@@ -140,7 +144,7 @@ def _look_and_choose(
     placement = cluster.placement
     if rule.asks_adapter:
         for place in range(placement.start[adapter], placement.start[adapter + 1]):
-            look_at_adapter(cluster, place)
+            observe_adapter(cluster, place)
     return choose_by_looking(
         rule,
         cluster.fleet,
@@ -157,7 +161,7 @@ def _look_and_choose(
 def _tick(
     cluster: Cluster, rule: RoutingRule, cursor: np.record, movable: Heap, moved: NDArray[np.int64]
 ) -> int:
-    """Move requests, as dLoRA does every few seconds; NONE, or the instance that lacks rows for it."""
+    """Move requests as dLoRA does periodically; return NONE, or an instance that lacks rows."""
     count, lacking = migrate(cluster, rule, cursor.tick_ns, movable, moved)
     if lacking == NONE:
         cursor.tick_ns += rule.period_ns
@@ -169,12 +173,9 @@ def _tick(
 def migrate(
     cluster: Cluster, rule: RoutingRule, at_ns: int, movable: Heap, moved: NDArray[np.int64]
 ) -> tuple[int, int]:
-    """Move waiting requests from the busiest instance to the idlest one, where that is due.
+    """Move waiting requests from the busiest to the idlest instance if their loads differ enough.
 
-    Returns
-    -------
-    tuple of int
-        How many moved; and NONE, or an instance that lacks rows, in which case none has moved yet.
+    Return the number of moved requests, and NONE or an instance that lacks rows; none has moved then.
     """
     here, there = busiest(cluster.fleet), idlest(cluster.fleet)
     if here == there or not is_excessive(cluster.fleet, here, rule.excess):
@@ -188,7 +189,7 @@ def migrate(
     target = load_member(cluster.memory, there)
     if lacks_rows(cluster, there, target, count):
         return 0, there
-    for i in range(count - 1, -1, -1):  # the latest first, so that they come to stand in order
+    for i in range(count - 1, -1, -1):  # from the latest to the earliest
         moved[i] = movable.items.ids[0]
         heap_remove(movable, moved[i])
     for adapter in range(member.state.adapters.size):
@@ -203,7 +204,7 @@ def migrate(
             count_queued(member.clock, rank, -1, -cluster.stream.prompt_tokens[request])
         place = find_place(cluster.placement, cluster.adapter[request], there)
         hand_over(cluster, place, request, later_ns, target)
-    look(cluster, here, member)
+    observe(cluster, here, member)
     return count, NONE
 
 
@@ -218,7 +219,7 @@ def find_place(placement: Placement, adapter: int, instance: int) -> int:
 
 @inner
 def _place(cluster: Cluster, state: State, local: int, there: int) -> int:
-    """Return the place at `there` for the requests that wait in a queue, by the queue's adapter; or NONE."""
+    """Return the place at `there` for the requests of a queue, by its adapter; or NONE."""
     head = state.adapters.queue_head[local]
     if head == NONE:
         return NONE
@@ -227,7 +228,7 @@ def _place(cluster: Cluster, state: State, local: int, there: int) -> int:
 
 @inner
 def _list_movable(cluster: Cluster, state: State, there: int, movable: Heap) -> None:
-    """List the waiting requests that could move to an instance, the latest on top."""
+    """Collect the waiting requests that could move to an instance, the latest on top."""
     movable.size[0] = 0
     for adapter in range(state.adapters.size):
         if _place(cluster, state, adapter, there) == NONE:

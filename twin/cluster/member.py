@@ -1,9 +1,9 @@
-"""The instances of a cluster in memory: one line of words each, so that compiled code can pick any of them.
+"""Memory of the instances of a cluster: one line of words each, addressable by compiled code.
 
-Compiled code has no list of tuples without numba's runtime, and a tuple of sixty instances would be a type of
-its own for every number of instances. So what `capplan.twin.core.advance` takes is stored as compiled code
-itself lays it out: numbers, and where arrays lie. Every instance has the same type, whatever the sizes of its
-arrays are. Whoever stores a member keeps its arrays alive.
+Without numba's runtime compiled code has no list of tuples, and a tuple of instances would have another type
+for every length. So the arguments of `capplan.twin.core.advance` are stored in the layout of compiled code:
+numbers and addresses of arrays. All instances have one type, whatever the sizes of their arrays. The caller
+keeps the arrays of a stored member alive.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ _typeof: Any = numba.typeof
 
 @by_reference
 class ClusterMember(NamedTuple):
-    """One instance of a cluster: all that the twin of one GPU works on, but for the requests."""
+    """One instance of a cluster: the state of the twin of one GPU without the requests."""
 
     state: State
     limits: Limits
@@ -41,7 +41,7 @@ class ClusterMember(NamedTuple):
 
 @functools.cache
 def _member_type() -> Any:
-    """Return the type that compiled code gives every member, whatever its sizes."""
+    """Return the compiled type of every member."""
     numbers = np.zeros(1, np.int64)
     limits = Limits(1, 1, 1, 1, 1, 1, 0, 0, 0)
     costs = Costs(0, np.zeros(1), 1, 1, 1.0, numbers, numbers, numbers, False, numbers)
@@ -49,7 +49,7 @@ def _member_type() -> Any:
 
 
 def _line(builder: Any, context: Any, memory: Any, line: Any, memory_type: Any, kind: Any) -> Any:
-    """Return the address of a line of `memory`, as a pointer to a member."""
+    """Return a line of `memory` as a pointer to a member."""
     array = context.make_array(memory_type)(context, builder, memory)
     line_bytes = builder.extract_value(array.strides, 0)
     address = builder.add(builder.ptrtoint(array.data, line_bytes.type), builder.mul(line, line_bytes))
@@ -108,18 +108,12 @@ def _bytes() -> int:
 
 
 def new_memory(members: int) -> NDArray[np.int64]:
-    """Return room for so many members, shape (members, words)."""
+    """Return memory for members, shape (members, words)."""
     return np.zeros((members, -(-_bytes() // _WORD_BYTES)), np.int64)
 
 
 def store_member(memory: NDArray[np.int64], slot: int, member: ClusterMember) -> None:
-    """Store a member; its arrays must stay alive for as long as `memory` is used.
-
-    Raises
-    ------
-    TypeError
-        When its arrays are not of the types that members have, such as read-only ones.
-    """
+    """Store a member; its arrays must stay alive while `memory` is used, and be writable."""
     if _typeof(member) != _member_type():
         raise TypeError(f"not the type of a member: {_typeof(member)}")
     _write(memory, slot, member)

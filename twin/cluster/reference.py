@@ -24,7 +24,7 @@ from capplan.twin import trace as t
 from capplan.twin.cluster.member import load_member
 from capplan.twin.cluster.run import ClusterTrace, Laid, grow, lay_out, routing_key, trace_of
 from capplan.twin.cluster.scenario import ClusterScenario
-from capplan.twin.cluster.steps import Cluster, go_on, hand_over, lacks_rows
+from capplan.twin.cluster.steps import Cluster, advance_member, hand_over, lacks_rows
 from capplan.twin.core import mark_running
 from capplan.twin.scenario import NS_PER_S
 from capplan.workload.sampling import uniform
@@ -32,7 +32,7 @@ from capplan.workload.sampling import uniform
 
 @dataclass(frozen=True)
 class RoutedRequest:
-    """A request that has just arrived."""
+    """An arriving request."""
 
     number: int
     """From 0, in order of arrival."""
@@ -40,45 +40,45 @@ class RoutedRequest:
     adapter: int
     """1 + position in ``workload.adapters``; 0: the base model."""
     rank: int
-    """Of its adapter; 0: the base model."""
+    """Rank of its adapter; 0: the base model."""
     prompt_tokens: int
     draw: float
-    """A number drawn for this request, uniform in [0, 1)."""
+    """Random number of this request, uniform in [0, 1)."""
     mean_answer_tokens: float
-    """Mean output of the requests that have finished so far, and of one of the workload's mean."""
+    """Mean output of the finished requests and one request of the workload's mean."""
 
 
 @dataclass(frozen=True)
 class Candidate:
-    """An instance that holds the request's adapter, as it is at this moment."""
+    """Current state of an instance that holds the request's adapter."""
 
     instance: int
     share: float
-    """Share of the adapter's requests that is meant for it."""
+    """Planned share of the adapter's requests."""
     running: tuple[int, ...]
-    """Ranks of the requests that run there."""
+    """Ranks of the running requests."""
     queued: tuple[int, ...]
-    """Ranks of the requests that wait there, also those that its scheduler has not seen yet."""
+    """Ranks of the waiting requests, including those that its scheduler has not seen."""
     queued_tokens: int
     """Their prompt tokens."""
     free_tokens: int
-    """KV tokens that nobody holds."""
+    """Free KV tokens."""
     kv_tokens: int
-    """KV tokens in all."""
+    """KV capacity in tokens."""
     max_num_seqs: int
     max_loras: int
     active_adapters: int
     """Adapters of running requests."""
     queued_adapters: int
-    """Adapters of waiting requests, as far as the scheduler has seen them, and adapters on their way."""
+    """Adapters of waiting requests that the scheduler has seen, and adapters being loaded."""
     is_active: bool
-    """Whether requests of the same adapter run there; never so for the base model, as for the gateway."""
+    """Whether requests of the same adapter run; false for the base model, as for the gateway."""
     is_queued: bool
-    """Whether requests of the same adapter wait there, as far as the scheduler has seen them."""
+    """Whether requests of the same adapter wait that the scheduler has seen."""
 
 
 PythonRouter: TypeAlias = Callable[[RoutedRequest, Sequence[Candidate]], int]
-"""Returns the position of the candidate that gets the request; candidates come in order of instances."""
+"""Returns the position of the chosen candidate; candidates are in order of instances."""
 
 
 def run_with(scenario: ClusterScenario, router: PythonRouter, seed: int) -> ClusterTrace:
@@ -87,7 +87,7 @@ def run_with(scenario: ClusterScenario, router: PythonRouter, seed: int) -> Clus
     Raises
     ------
     InputError
-        When the router returns anything but the position of a candidate.
+        If the router returns no position of a candidate.
     """
     laid = lay_out(scenario, by_rank=False)
     key = routing_key(seed)
@@ -96,7 +96,7 @@ def run_with(scenario: ClusterScenario, router: PythonRouter, seed: int) -> Clus
     for number, arrival_ns in enumerate(scenario.requests.arrival_ns.tolist()):
         adapter = int(scenario.requests.adapter[number])
         start, end = scenario.placement.start[adapter : adapter + 2].tolist()
-        _go_on(laid.cluster, start, end, min(arrival_ns, scenario.horizon_ns))
+        _advance(laid.cluster, start, end, min(arrival_ns, scenario.horizon_ns))
         request = RoutedRequest(
             number=number,
             arrival_s=arrival_ns / NS_PER_S,
@@ -106,21 +106,21 @@ def run_with(scenario: ClusterScenario, router: PythonRouter, seed: int) -> Clus
             draw=uniform(key, number),
             mean_answer_tokens=_mean_answer(scenario, laid, first_answer),
         )
-        candidates = [see(laid, place) for place in range(start, end)]
+        candidates = [observe_candidate(laid, place) for place in range(start, end)]
         chosen = router(request, candidates)
         if not isinstance(chosen, int | np.integer) or not 0 <= chosen < len(candidates):
             raise InputError(f"must return a position from 0 to {len(candidates) - 1}", chosen, "router")
         if _lacks_rows(laid.cluster, candidates[chosen].instance):
             grow(laid, candidates[chosen].instance)
         _hand_over(laid.cluster, start + chosen, number, arrival_ns)
-    _go_on(laid.cluster, 0, scenario.instances, scenario.horizon_ns)  # the base model is everywhere
+    _advance(laid.cluster, 0, scenario.instances, scenario.horizon_ns)  # the base model is everywhere
     for member in laid.members:
         _mark_running(member.state, member.trace)
     return trace_of(laid, migrations=0)
 
 
-def see(laid: Laid, place: int) -> Candidate:
-    """Return what a router sees of the instance at a place, counted request by request."""
+def observe_candidate(laid: Laid, place: int) -> Candidate:
+    """Return the state of the instance at a place for a router, counted request by request."""
     cluster, placement = laid.cluster, laid.cluster.placement
     instance, local = int(placement.instance[place]), int(placement.local[place])
     state, limits, costs = laid.members[instance][:3]
@@ -155,7 +155,7 @@ def _follow(state: State, row: int) -> Iterator[int]:
 
 
 def unseen_requests(laid: Laid, instance: int) -> list[int]:
-    """Return the requests handed to an instance that its scheduler has not seen yet."""
+    """Return the requests handed to an instance that its scheduler has not seen."""
     request = int(laid.members[instance].trace.counts.next_request)
     found = []
     while request < laid.cluster.following.size:
@@ -165,7 +165,7 @@ def unseen_requests(laid: Laid, instance: int) -> list[int]:
 
 
 def _mean_answer(scenario: ClusterScenario, laid: Laid, first_answer: float) -> float:
-    """Return the mean output of the requests that have finished, and of one more."""
+    """Return the mean output of the finished requests and one of `first_answer` tokens."""
     finish_ns = laid.members[0].trace.finish_ns
     done = finish_ns != t.NEVER
     limits = np.array([engine.limits.max_model_len for engine in scenario.engines])
@@ -175,11 +175,11 @@ def _mean_answer(scenario: ClusterScenario, laid: Laid, first_answer: float) -> 
 
 
 @jit
-def _go_on(cluster: Cluster, first: int, last: int, until_ns: int) -> None:
+def _advance(cluster: Cluster, first: int, last: int, until_ns: int) -> None:
     for place in range(first, last):
         instance = cluster.placement.instance[place]
         if cluster.progress.wake_ns[instance] < until_ns:
-            go_on(cluster, instance, until_ns)
+            advance_member(cluster, instance, until_ns)
 
 
 @jit
@@ -207,20 +207,20 @@ def load(candidate: Candidate) -> int:
 
 
 def fits(request: RoutedRequest, candidate: Candidate) -> bool:
-    """Tell whether the memory for a prompt is left once those who wait have taken theirs."""
+    """Return whether free memory suffices for a prompt after those of the waiting requests."""
     return candidate.queued_tokens + request.prompt_tokens <= candidate.free_tokens
 
 
 @dataclass
 class Rotating:
-    """Chooses the candidate with the smallest key, of several the first one behind the last choice."""
+    """The candidate with the smallest key; of several, the first one after the last choice."""
 
     instances: int
     key: Callable[[RoutedRequest, Candidate], tuple[float, ...]]
     last: int = -1
 
     def __call__(self, request: RoutedRequest, candidates: Candidates) -> int:
-        """Return the position of the chosen one."""
+        """Return the position of the chosen candidate."""
 
         def order(at: int) -> tuple[float, ...]:
             behind = (candidates[at].instance - self.last - 1) % self.instances
@@ -232,7 +232,7 @@ class Rotating:
 
 
 def plan_shares(request: RoutedRequest, candidates: Candidates) -> int:
-    """Draw a candidate with the shares of the plan."""
+    """Draw a candidate by the shares of the plan."""
     upto = 0.0
     for at, candidate in enumerate(candidates):
         upto += candidate.share
@@ -277,7 +277,7 @@ class FirstFit:
     otherwise: Rotating
 
     def __call__(self, request: RoutedRequest, candidates: Candidates) -> int:
-        """Return the position of the first that fits."""
+        """Return the position of the first candidate with room."""
         for at, candidate in enumerate(candidates):
             if load(candidate) < candidate.max_num_seqs and fits(request, candidate):
                 self.otherwise.last = candidate.instance
@@ -286,7 +286,7 @@ class FirstFit:
 
 
 def affinity(candidate: Candidate) -> float:
-    """Return the inference gateway's score for affinity."""
+    """Return the inference gateway's affinity score."""
     if candidate.is_active:
         return 1.0
     if candidate.active_adapters + candidate.queued_adapters < candidate.max_loras:
@@ -331,7 +331,7 @@ class RankAware:
     slo_ms: float
 
     def __call__(self, request: RoutedRequest, candidate: Candidate) -> tuple[float, ...]:
-        """Return the key of a candidate, the smallest of which wins."""
+        """Return the key of a candidate; the smallest is chosen."""
         model = self.models[candidate.instance]
         prefill = model.prefill_alpha_ms, model.prefill_beta_ms
         decode = model.decode_alpha_ms, model.decode_beta_ms
@@ -355,21 +355,16 @@ class RankAware:
 
 
 def reference_router(name: str, instances: int, rank_aware: RankAware | None = None) -> PythonRouter:
-    """Return the rule of a name, with nothing to remember yet.
+    """Return a new reference router.
 
     Parameters
     ----------
     name
-        As in `capplan.serving.routers.ROUTERS`; dLoRA without its migrations.
+        Name in `capplan.serving.routers.ROUTERS`; dLoRA is without its migrations.
     instances
-        How many there are.
+        Number of instances.
     rank_aware
-        Toppings' models.
-
-    Raises
-    ------
-    InputError
-        For a name that there is no readable rule for.
+        Key of Toppings' router, which requires it.
     """
     least_loaded = Rotating(instances, lambda _, candidate: (load(candidate),))
     rules: dict[str, PythonRouter] = {

@@ -36,7 +36,7 @@ from capplan.workload import Requests
 NamedRouter: TypeAlias = str | Dlora | Gateway | Toppings
 
 SLO_FACTOR: Final = 1.5
-"""Toppings' SLO: so many times what inference without LoRA takes (section 7.4)."""
+"""Toppings' SLO relative to inference without LoRA (section 7.4)."""
 
 
 def build_rule(router: NamedRouter, scenario: ClusterScenario) -> RoutingRule:
@@ -121,13 +121,13 @@ DECODE_BATCHES: Final = (4, 8, 12, 16, 20, 24, 28, 32)
 PREFILL_BATCHES: Final = (1, 2, 4, 8)
 
 PROMPTS: Final = (0.5, 1.0, 2.0)
-"""Prompt lengths of prefill iterations, in mean prompts; eq. 2 alone sees mean prompts only."""
+"""Prompt lengths of prefill iterations in mean prompts; eq. 2 alone is fitted to mean prompts."""
 
 RANKS: Final = (8, 16, 32, 64)
 
 
 class _Batch(NamedTuple):
-    """Some requests: so many, half of them of one rank, half of another."""
+    """A number of requests, half of them of one rank, half of another."""
 
     requests: int
     ranks: tuple[int, int]
@@ -138,22 +138,12 @@ class _Batch(NamedTuple):
         return self.requests * sum(self.ranks) / 2.0
 
     def work(self, kernel: str) -> float:
-        """Return what eq. 2 is linear in."""
+        """Return the variable of eq. 2."""
         return self.rank_sum if kernel == "mbgmv" else self.requests * max(self.ranks)
 
 
 def fit_performance(costs: Costs, requests: Requests, router: Toppings) -> Performance:
-    """Return the models of an instance.
-
-    Parameters
-    ----------
-    costs
-        Its step-latency model and slots.
-    requests
-        Give the mean lengths.
-    router
-        Gives the form of eq. 2, and whether there is a term in prompt tokens.
-    """
+    """Fit eq. 2 in the router's form to the step-latency model of an instance at mean lengths."""
     prompt, output = mean_lengths(requests)
     decode = list(_batches(DECODE_BATCHES, (0.0,)))
     alpha, beta = _fit(
@@ -175,7 +165,7 @@ def fit_performance(costs: Costs, requests: Requests, router: Toppings) -> Perfo
 
 
 def base_iteration_ms(costs: Costs, requests: Requests) -> float:
-    """Return a decode iteration of the base model, with no slots, for the middle of the paper's grid."""
+    """Return the decode iteration of the base model without slots in the middle of the paper's grid."""
     prompt, output = mean_lengths(requests)
     bare = costs._replace(a_max=0, s_max=0)
     middle = DECODE_BATCHES[len(DECODE_BATCHES) // 2 - 1]
@@ -183,7 +173,7 @@ def base_iteration_ms(costs: Costs, requests: Requests) -> float:
 
 
 def mean_lengths(requests: Requests) -> tuple[float, float]:
-    """Return mean prompt and output, 1 token where there is no request."""
+    """Return mean prompt and output tokens; 1 without requests."""
     if requests.arrival_ns.size == 0:
         return 1.0, 1.0
     return float(requests.prompt_tokens.mean()), float(requests.output_tokens.mean())
@@ -196,7 +186,7 @@ def _batches(sizes: tuple[int, ...], prompts: tuple[float, ...]) -> Iterator[_Ba
 
 
 def _fit(columns: np.ndarray, milliseconds: np.ndarray) -> list[float]:
-    """Return the slopes of a least-squares fit, and then its constant."""
+    """Return the slopes of a least-squares fit, followed by its constant."""
     with_constant = np.column_stack([columns, np.ones(len(columns))])
     found: list[float] = np.linalg.lstsq(with_constant, milliseconds)[0].tolist()
     return found
@@ -228,7 +218,7 @@ def _ranks(batch: _Batch) -> StepRanks:
 
 
 def _iteration_ms(costs: Costs, batch: _Batch, tokens: float, kv_tokens: float, ranks: StepRanks) -> float:
-    """Return what the step model predicts; every request has an adapter of its own, where slots last."""
+    """Return the prediction of the step model; every request has another adapter, up to the slots."""
     features = StepFeatures(
         tokens=tokens,
         requests=float(batch.requests),

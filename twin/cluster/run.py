@@ -1,4 +1,4 @@
-"""Runs a cluster scenario: lays out all memory, and calls the compiled loop until it is through."""
+"""Simulation of a cluster scenario: memory layout, and calls of the compiled loop."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ from capplan.twin.cluster.scenario import ClusterScenario, take_requests
 from capplan.twin.cluster.steps import Cluster, new_progress
 
 FIRST_ROWS = 512
-"""Requests in flight that an instance has room for at first; its table doubles when it is full."""
+"""Initial rows of an instance for requests in flight; a full table is doubled."""
 
 
 @dataclass(frozen=True, eq=False)
@@ -28,15 +28,15 @@ class ClusterTrace:
     """The record of a cluster."""
 
     instance: NDArray[np.int32]
-    """Where each request was in the end; NONE for requests that never arrived."""
+    """Last instance of each request; NONE for requests that never arrived."""
     traces: tuple[t.TwinTrace, ...]
-    """One per instance. They share the arrays over requests; counts, sums and gaps are their own."""
+    """One per instance, with shared arrays over requests, and separate counts, sums and gaps."""
     migrations: int
-    """Requests that were moved from one instance to another."""
+    """Number of moves of requests between instances."""
 
 
 class Laid(NamedTuple):
-    """A cluster in memory, before anything has happened."""
+    """A cluster in memory."""
 
     cluster: Cluster
     members: list[ClusterMember]
@@ -50,19 +50,19 @@ def run_cluster(
 
     Parameters
     ----------
-    scenario, rule
-        What is simulated, and the router, which must be new.
+    rule
+        A new router.
     seed
         Seed of the router's random numbers.
     first_rows
-        Requests in flight that every instance has room for at first; no matter for the result.
+        Initial rows of every instance, without effect on the result.
     """
     laid = lay_out(scenario, rule.code in ASK_RANKS, first_rows)
     return trace_of(laid, run_laid(laid, rule, seed))
 
 
 def run_laid(laid: Laid, rule: RoutingRule, seed: int) -> int:
-    """Simulate a cluster that has been laid out, and return how many requests were moved."""
+    """Simulate a cluster in memory, and return the number of moved requests."""
     cursor = new_cursor(rule.period_ns)
     count = laid.cluster.following.size if rule.period_ns else 0
     movable, moved = new_heap(count), np.zeros(count, np.int64)
@@ -73,27 +73,17 @@ def run_laid(laid: Laid, rule: RoutingRule, seed: int) -> int:
 
 
 def trace_of(laid: Laid, migrations: int) -> ClusterTrace:
-    """Return the record of a cluster that has been run."""
+    """Return the record of a simulated cluster."""
     return ClusterTrace(laid.cluster.instance, tuple(m.trace for m in laid.members), migrations)
 
 
 def routing_key(seed: int) -> np.uint64:
-    """Return the key of the routers' random numbers, apart from those that requests are drawn with."""
+    """Return the key of the routers' random numbers, independent of those of the requests."""
     return np.uint64(np.random.SeedSequence(seed, spawn_key=(1,)).generate_state(1, np.uint64)[0])
 
 
 def lay_out(scenario: ClusterScenario, by_rank: bool, first_rows: int = FIRST_ROWS) -> Laid:
-    """Return the cluster in memory.
-
-    Parameters
-    ----------
-    scenario
-        What is simulated.
-    by_rank
-        Whether requests are counted by rank, for routers that ask.
-    first_rows
-        Rows that every instance begins with.
-    """
+    """Return the cluster in memory; `by_rank`: with requests counted by rank, for routers that read them."""
     requests = scenario.requests
     count = requests.arrival_ns.size
     fleet = new_fleet(scenario.instances, scenario.rank, by_rank)
@@ -152,7 +142,7 @@ def grow(laid: Laid, instance: int) -> None:
 
 
 def with_rows(state: State, rows: int) -> State:
-    """Return the state with room for more requests in flight; what does not depend on it is shared."""
+    """Return the state with more rows; arrays of other sizes are shared."""
     before = state.rows.size
     state.counters.n_free_rows += rows - before
     in_phase = state.in_phase

@@ -1,11 +1,11 @@
-"""What a simulated cluster needs: its engines, who holds which adapter, and the requests."""
+"""Scenario of a cluster: engines, placement of adapters, and requests."""
 
 from __future__ import annotations
 
 import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
-from typing import Any, Final, cast
+from typing import Any, cast
 
 import numpy as np
 from numpy.typing import NDArray
@@ -23,8 +23,6 @@ from capplan.twin.scenario import NS_PER_S, Scenario, build_scenario, draw_for, 
 from capplan.twin.simulate import EngineKeywords, engine_args, keywords_of
 from capplan.workload import Requests
 
-_NOBODY: Final = 0
-
 
 @dataclass(frozen=True)
 class Instance:
@@ -35,12 +33,12 @@ class Instance:
     profile
         GPU, model and engine.
     a_max, s_max
-        Adapter slots, and the rank they are sized for.
+        Adapter slots, and their rank.
     max_num_seqs, max_num_batched_tokens, max_model_len, gpu_memory_utilization, max_cpu_loras
-        As vLLM's flags of the same names; `max_cpu_loras` None: the host holds all adapters of the instance.
+        As vLLM's flags of the same names; `max_cpu_loras` None: all adapters of the instance.
     adapters
-        The adapters that it holds, each with its share of that adapter's requests (shares are normalised over
-        the instances that hold it); None: all adapters, in equal shares.
+        Share of the requests of each adapter it holds, normalised over the holders; None: all adapters in
+        equal shares.
     max_in_flight, rules, prefix_caching
         As for `capplan.simulate`.
     """
@@ -85,10 +83,10 @@ class ClusterScenario:
     """A cluster under one stream of requests."""
 
     engines: tuple[Scenario, ...]
-    """One per instance, each without requests; its adapters are numbered as it knows them."""
+    """One per instance without requests; adapters have the numbers of the instance."""
     placement: Placement
     requests: Requests
-    """All requests; adapters numbered as in the workload, from 1."""
+    """All requests; adapters are numbered as in the workload, from 1."""
     rank: NDArray[np.int64]
     """Rank of each adapter, shape (adapters + 1,); 0 for the base model."""
     horizon_ns: int
@@ -107,15 +105,14 @@ def build_cluster(
     seed: int,
     requests: Requests | None = None,
 ) -> ClusterScenario:
-    """Check instances and placement, size every engine and draw the requests, unless given.
+    """Check instances and placement, size every engine, and draw the requests unless given.
 
     Raises
     ------
     InfeasibleError
-        With reason ``memory`` for an instance that its engine would refuse to start.
+        With reason ``memory`` for an instance whose engine would not start.
     InputError
-        For a setting that breaks its rule, an adapter that the workload does not have, or one that nobody
-        holds.
+        For an invalid setting, an unknown adapter, or one without a holder.
     """
     if not instances:
         raise InputError("must be at least one instance", [], "instances")
@@ -173,10 +170,10 @@ def _shares(workload: Workload, instance: Instance) -> NDArray[np.float64]:
 def place(
     held: Sequence[NDArray[np.int64]], shares: Sequence[NDArray[np.float64]], adapters: int
 ) -> Placement:
-    """Return the placement of adapters that instances hold with these shares.
+    """Return the placement of adapters on instances.
 
-    Shares are normalised over the holders of an adapter; where all are 0, its holders get equal ones. The
-    base model is everywhere.
+    Shares are normalised over the holders of an adapter, and equal if all are 0. Every instance has the base
+    model.
     """
     count = len(held)
     adapter = np.concatenate([np.zeros(count, np.int64), *held])
@@ -204,8 +201,8 @@ def _engines(
     seed: int,
     requests: int,
 ) -> tuple[Scenario, ...]:
-    """Size the engine of every instance; equal ones share their tables of costs."""
-    nobody = Requests(np.zeros(_NOBODY, np.int64), *(np.zeros(_NOBODY, np.int32) for _ in range(3)))
+    """Size the engine of every instance; equal ones share their costs."""
+    none = Requests(np.zeros(0, np.int64), *(np.zeros(0, np.int32) for _ in range(3)))
     known: dict[tuple[object, ...], Scenario] = {}
     engines = []
     for instance, numbers in zip(instances, held, strict=True):
@@ -223,7 +220,7 @@ def _engines(
                 seed=seed,
                 max_in_flight=instance.max_in_flight,
                 rules=instance.rules,
-                requests=nobody,
+                requests=none,
             )
         engine = known[key]
         most = requests if instance.max_in_flight is None else instance.max_in_flight
@@ -232,7 +229,7 @@ def _engines(
 
 
 def take_requests(requests: Requests, rows: NDArray[np.int64] | slice) -> Requests:
-    """Return copies of some of the requests; those of a replayed trace cannot be written to."""
+    """Return writable copies of some of the requests."""
     return Requests(
         np.array(requests.arrival_ns[rows]),
         np.array(requests.adapter[rows]),
@@ -242,7 +239,7 @@ def take_requests(requests: Requests, rows: NDArray[np.int64] | slice) -> Reques
 
 
 def without_adapters(scenario: ClusterScenario) -> ClusterScenario:
-    """Return the same requests to the same engines without adapters and slots for them."""
+    """Return the same requests and engines without adapters and slots."""
     requests = scenario.requests
     bare = tuple(
         engine._replace(costs=engine.costs._replace(a_max=0, s_max=0)) for engine in scenario.engines

@@ -1,4 +1,4 @@
-"""`simulate_cluster`: many GPUs under one clock, and a router in front of them."""
+"""`simulate_cluster`: several GPUs under one clock behind a router."""
 
 from __future__ import annotations
 
@@ -37,17 +37,17 @@ def simulate_cluster(
     duration_s: float = 3600.0,
     seed: int = 0,
 ) -> ClusterResult:
-    """Simulate instances that serve one workload together.
+    """Simulate several instances that serve one workload.
 
     Parameters
     ----------
     workload
         Adapters, rates and request lengths.
     instances
-        The engines, which may differ in everything, and the adapters that each holds.
+        The engines, and the adapters that each holds.
     router
-        Who gets a request: a name of `capplan.serving.routers.ROUTERS`, the parameters of a router that has
-        any (`Dlora`, `Toppings`), or a function of a request and the candidates (slow; for experiments).
+        Name of a router in `capplan.serving.routers.ROUTERS`, parameters of one (`Dlora`, `Toppings`), or a
+        function of a request and the candidates (slow; for experiments).
     duration_s
         Horizon in seconds.
     seed
@@ -62,9 +62,9 @@ def simulate_cluster(
     Raises
     ------
     InfeasibleError
-        With reason ``memory`` for an instance that its engine would refuse to start.
+        With reason ``memory`` for an instance whose engine would not start.
     InputError
-        When a setting breaks its rule, or nobody holds an adapter.
+        For an invalid setting, or an adapter without a holder.
     """
     started = time.perf_counter()
     scenario = build_cluster(workload, instances, duration_s, seed)
@@ -79,10 +79,10 @@ def simulate_without_adapters(
     duration_s: float = 3600.0,
     seed: int = 0,
 ) -> ClusterResult:
-    """Simulate the same requests on the same instances without adapters and slots for them.
+    """Simulate the same requests and instances without adapters and slots.
 
-    The reference of Toppings' SLO (section 7.4): its ``tpt_ms_mean`` is the TPT of inference without LoRA.
-    Parameters as for `simulate_cluster`; every instance may get every request.
+    Its ``tpt_ms_mean`` is the TPT of inference without LoRA, the reference of Toppings' SLO (section 7.4).
+    Parameters as for `simulate_cluster`; any instance may get any request.
     """
     started = time.perf_counter()
     scenario = without_adapters(build_cluster(workload, instances, duration_s, seed))
@@ -210,7 +210,7 @@ _PER_REQUEST = ("first_ns", "finish_ns", "stalled_ns", "status")
 
 
 def _overall(scenario: ClusterScenario, trace: ClusterTrace, parts: Sequence[_Part]) -> SimulationResult:
-    """Return the metrics over all requests, as of one engine that did everything."""
+    """Return the metrics over all requests, as of one engine."""
     traces = [part.trace for part in parts]
     overhead_s = parts[0].overhead_s
     requests = _as_served(scenario, parts, overhead_s)
@@ -245,15 +245,15 @@ def _merged(records: Sequence[np.record]) -> np.record:
 
 
 def _decoding_ns(part: _Part) -> float:
-    """Return the time between first and last token, over the requests of an instance that have finished."""
+    """Return the time between first and last token over the finished requests of an instance."""
     done = part.trace.finish_ns != t.NEVER
     return float((part.trace.finish_ns[done] - part.trace.first_ns[done]).sum())
 
 
 def _as_served(scenario: ClusterScenario, parts: Sequence[_Part], overhead_s: float) -> Requests:
-    """Return the requests with outputs as their instances end them, and arrivals that make up for overheads.
+    """Return the requests with outputs cut by their instances, and arrivals corrected for overheads.
 
-    A request whose instance spends more time outside the engine than `overhead_s` counts as so much earlier.
+    An overhead of the instance above `overhead_s` moves the arrival earlier.
     """
     requests = scenario.requests
     arrival_ns, output = requests.arrival_ns.copy(), requests.output_tokens.copy()

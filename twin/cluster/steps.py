@@ -1,4 +1,4 @@
-"""The verbs of the cluster twin: let an instance go on, look at it, hand a request over to it."""
+"""Operations on instances of the cluster twin: advance, observe, hand over a request."""
 
 from __future__ import annotations
 
@@ -21,15 +21,15 @@ from capplan.workload import Requests
 
 _PROGRESS = int_fields(
     "handed",  # requests handed over so far
-    "tail",  # the last of those that the scheduler has not seen
-    "wake_ns",  # when something can happen next
-    "resting",  # 1: the clock stands still until then
+    "tail",  # the last one that the scheduler has not seen
+    "wake_ns",  # time of the next event
+    "resting",  # 1: idle until then
 )
 
 
 @by_reference
 class Cluster(NamedTuple):
-    """Instances under one clock, and the requests they share."""
+    """Instances under one clock, and their requests."""
 
     memory: NDArray[np.int64]
     """The members, as `capplan.twin.cluster.member` stores them."""
@@ -42,19 +42,19 @@ class Cluster(NamedTuple):
     rank: NDArray[np.int64]
     """Rank of each adapter, shape (adapters + 1,)."""
     stream: Requests
-    """The requests as instances see them: ``arrival_ns`` is when they were handed over, ``adapter`` is the
-    number that the instance knows it by."""
+    """The requests as instances receive them: ``arrival_ns`` is the time of the hand-over, ``adapter`` the
+    number at the instance."""
     following: NDArray[np.int64]
-    """Requests handed to an instance that its scheduler has not seen yet, as linked lists; the number of
-    requests ends a list. `TwinTrace.counts.next_request` is where it begins."""
+    """Linked lists of the requests handed to an instance that its scheduler has not seen. A list begins at
+    `TwinTrace.counts.next_request` and ends with the number of requests."""
     instance: NDArray[np.int32]
-    """Where each request is; NONE before it arrives."""
+    """Instance of each request; NONE before it arrives."""
     shared_prefix_tokens: int
     horizon_ns: int
 
 
 def new_progress(instances: int) -> Records:
-    """Return the progress of instances that nobody has asked anything."""
+    """Return the progress of idle instances."""
     progress = np.zeros(instances, _PROGRESS).view(np.recarray)
     progress.wake_ns = np.iinfo(np.int64).max
     progress.resting = 1
@@ -62,8 +62,8 @@ def new_progress(instances: int) -> Records:
 
 
 @inner
-def go_on(cluster: Cluster, instance: int, until_ns: int) -> None:
-    """Let an instance run to `until_ns`; not for one that has nothing to do before."""
+def advance_member(cluster: Cluster, instance: int, until_ns: int) -> None:
+    """Advance an instance with work before `until_ns` to that time."""
     progress = cluster.progress[instance]
     member = load_member(cluster.memory, instance)
     counts = member.trace.counts
@@ -85,19 +85,19 @@ def go_on(cluster: Cluster, instance: int, until_ns: int) -> None:
     progress.wake_ns = counts.now_ns
     if progress.resting:
         progress.wake_ns = next_event_ns(cluster.stream, member.clock, member.trace)
-    look(cluster, instance, member)
+    observe(cluster, instance, member)
 
 
 @inner
 def unseen(cluster: Cluster, instance: int, member: ClusterMember) -> int:
-    """Return the requests that were handed over and that the scheduler has not seen yet."""
+    """Return the number of requests handed over that the scheduler has not seen."""
     seen = member.state.counters.submitted + member.trace.counts.rejected
     return int(cluster.progress.handed[instance] - seen)
 
 
 @inner
-def look(cluster: Cluster, instance: int, member: ClusterMember) -> None:
-    """Write down what routers ask about an instance."""
+def observe(cluster: Cluster, instance: int, member: ClusterMember) -> None:
+    """Record the state of an instance for routers."""
     c = member.state.counters
     record = cluster.fleet.instances[instance]
     record.running = c.n_running - c.n_ending
@@ -110,8 +110,8 @@ def look(cluster: Cluster, instance: int, member: ClusterMember) -> None:
 
 
 @inner
-def look_at_adapter(cluster: Cluster, place: int) -> None:
-    """Write down how an instance stands to the adapter that it holds at a place."""
+def observe_adapter(cluster: Cluster, place: int) -> None:
+    """Record the state of the adapter at a place for routers."""
     instance = cluster.placement.instance[place]
     local = cluster.placement.local[place]
     adapters = load_member(cluster.memory, instance).state.adapters
@@ -125,14 +125,14 @@ def look_at_adapter(cluster: Cluster, place: int) -> None:
 
 @inner
 def lacks_rows(cluster: Cluster, instance: int, member: ClusterMember, requests: int) -> bool:
-    """Tell whether an instance needs a larger table before it can take so many further requests."""
+    """Return whether an instance needs a larger table for this number of further requests."""
     free = member.state.counters.n_free_rows - unseen(cluster, instance, member)
     return bool(free < requests and member.state.rows.size < member.max_in_flight)
 
 
 @inner
 def hand_over(cluster: Cluster, place: int, request: int, at_ns: int, member: ClusterMember) -> None:
-    """Give a request to the member at a place, whose scheduler will see it from `at_ns` on."""
+    """Hand a request to the member at a place; its scheduler sees it from `at_ns` on."""
     instance = cluster.placement.instance[place]
     stream = cluster.stream
     stream.arrival_ns[request] = at_ns
@@ -152,7 +152,7 @@ def hand_over(cluster: Cluster, place: int, request: int, at_ns: int, member: Cl
 
 @inner
 def _queue(cluster: Cluster, instance: int, request: int, counts: np.record) -> None:
-    """Put a request into the list of those that an instance has not seen, which is in order of time."""
+    """Insert a request into an instance's list of unseen requests, which is in order of time."""
     following, arrival_ns = cluster.following, cluster.stream.arrival_ns
     progress = cluster.progress[instance]
     end = following.size
@@ -160,7 +160,7 @@ def _queue(cluster: Cluster, instance: int, request: int, counts: np.record) -> 
     if counts.next_request < end:
         if arrival_ns[progress.tail] <= arrival_ns[request]:
             behind = progress.tail
-        else:  # requests that were moved arrive a little later
+        else:  # moved requests arrive later
             other = counts.next_request
             while arrival_ns[other] <= arrival_ns[request]:
                 behind = other

@@ -108,30 +108,11 @@ def generate_dataset(
     InputError
         For an invalid argument, or a folder with other files or data of other arguments.
     """
-    if design not in DESIGNS:
-        raise InputError(f"must be one of {', '.join(DESIGNS)}", design, "design")
-    for name, value, least in (
-        ("scenarios", scenarios, 1),
-        ("seed", seed, 0),
-        ("workers", 1 if workers is None else workers, 1),
-    ):
-        if isinstance(value, bool) or not isinstance(value, int) or value < least:
-            raise InputError(f"must be a whole number >= {least}", value, name)
-    if not 0 < duration_s < np.inf:
-        raise InputError("must be a finite number > 0", duration_s, "duration_s")
+    asked = _request(profile, design, scenarios, seed, duration_s)
+    if workers is not None:
+        _require_whole("workers", workers, 1)
     if ray_address is not None:
         imported_ray()  # raise before anything is written
-    asked = DatasetRequest(
-        design=design,
-        seed=seed,
-        scenarios=scenarios,
-        duration_s=float(duration_s),
-        profile=profile.name,
-        profile_digest=profile_digest(profile),
-        features=FEATURES,
-        probe=tuple(feature_probe(profile)),
-        capplan=capplan.__version__,
-    )
     target = Path(folder)
     _open(target, asked)
     missing = [span for span in _shards(asked) if not _is_there(_path(target, span), asked, span)]
@@ -148,6 +129,32 @@ def generate_dataset(
                     progress(done, scenarios)
             write_bytes_atomic(_path(target, span), shard_bytes(rows, asked, span))
     return _close(target, asked)
+
+
+def _request(profile: Profile, design: str, scenarios: int, seed: int, duration_s: float) -> DatasetRequest:
+    """Return the checked request of a dataset."""
+    if design not in DESIGNS:
+        raise InputError(f"must be one of {', '.join(DESIGNS)}", design, "design")
+    _require_whole("scenarios", scenarios, 1)
+    _require_whole("seed", seed, 0)
+    if not 0 < duration_s < np.inf:
+        raise InputError("must be a finite number > 0", duration_s, "duration_s")
+    return DatasetRequest(
+        design=design,
+        seed=seed,
+        scenarios=scenarios,
+        duration_s=float(duration_s),
+        profile=profile.name,
+        profile_digest=profile_digest(profile),
+        features=FEATURES,
+        probe=tuple(feature_probe(profile)),
+        capplan=capplan.__version__,
+    )
+
+
+def _require_whole(name: str, value: int, least: int) -> None:
+    if isinstance(value, bool) or not isinstance(value, int) or value < least:
+        raise InputError(f"must be a whole number >= {least}", value, name)
 
 
 def shard_bytes(answers: Sequence[ScenarioRow | NoRow], asked: DatasetRequest, span: Span) -> bytes:

@@ -1,8 +1,7 @@
 """Reference implementation of the twin: plain lists, one request at a time.
 
-It shares the costs and the record with the compiled twin and nothing else; on any scenario both must leave
-the same trace. Slow on purpose: it scans the whole waiting queue in every step, as the engine does, and takes
-every single step.
+It shares only the costs and the record with the compiled twin. Both leave the same trace on any scenario. It
+is slow: like the engine it scans the whole waiting queue in every step, and it never fast-forwards.
 """
 
 from __future__ import annotations
@@ -20,7 +19,7 @@ from capplan.twin.scenario import Scenario
 
 
 def run_reference(scenario: Scenario) -> t.TwinTrace:
-    """Simulate `scenario` to its horizon, slowly; signature and result of `capplan.twin.core.run`."""
+    """Simulate `scenario` to its horizon; signature and result of `capplan.twin.core.run`."""
     return _Run(scenario).finish()
 
 
@@ -41,7 +40,7 @@ class _Run:
         self.upcoming = 0
         self.now_ns = 0
         self.visible_ns = 0
-        """Arrivals up to here are known when the next step is decided."""
+        """Arrivals up to this time are known when the next step is decided."""
 
     def finish(self) -> t.TwinTrace:
         scenario, counts = self.scenario, self.trace.counts
@@ -67,16 +66,16 @@ class _Run:
         counts.now_ns, counts.next_request = self.now_ns, self.upcoming
         for request in self.engine.running:
             if self.trace.finish_ns[request.number] != t.NEVER:
-                continue  # its last token is on its way
+                continue  # its last token is in flight
             self.trace.status[request.number] = t.STATUS_RUNNING
         return self.trace
 
     def _awaits_last_tokens(self) -> bool:
-        """Tell whether a step is in flight although no time has passed in it."""
+        """Return whether a step of zero duration is in flight."""
         return any(request.draining for request in self.engine.running)
 
     def _next_event_ns(self) -> int:
-        """Return when the next request or adapter arrives, or the horizon."""
+        """Return the time of the next arrival of a request or adapter, or the horizon."""
         upcoming = self.scenario.horizon_ns
         arrival_ns = self.scenario.requests.arrival_ns
         if self.upcoming < arrival_ns.size:
@@ -107,10 +106,10 @@ class _Run:
             self.upcoming += 1
 
     def _charge(self, step: ReferenceStep) -> int:
-        """Return how long a step takes, and write down what runs in it."""
+        """Return the duration of a step, and record the step."""
         costs, counts, sums, engine = self.scenario.costs, self.trace.counts, self.trace.sums, self.engine
         in_step = {number for number, _ in step.tokens}
-        # In async scheduling, who only awaits the last token still runs but takes no part in the step.
+        # Async scheduling: a request whose last token is in flight runs without a part in the step.
         running = [r for r in engine.running if r.number in in_step or not r.draining]
         load_ns = self._wait_for_loads(step)
         tokens = sum(count for _, count in step.tokens)
@@ -144,7 +143,7 @@ class _Run:
         return duration_ns
 
     def _begin_loads(self, step: ReferenceStep) -> None:
-        """Write down the loads that were decided; those beside the batch begin even if no step follows."""
+        """Record the decided loads; asynchronous ones start without a step as well."""
         limits, counts = self.scenario.limits, self.trace.counts
         for adapter, from_disk in step.loads:
             load_ns = self._load_ns(adapter, from_disk)
@@ -161,7 +160,7 @@ class _Run:
         return int(costs.load_ns[adapter]) + (int(costs.disk_ns[adapter]) if from_disk else 0)
 
     def _wait_for_loads(self, step: ReferenceStep) -> int:
-        """Return for how long the step waits for its adapters."""
+        """Return the time that the step waits for its adapters."""
         limits, running = self.scenario.limits, self.engine.running
         if limits.load_beside:
             return 0
@@ -218,14 +217,14 @@ class _Run:
         )
 
     def _record_wait(self, number: int, adapter: int) -> None:
-        """Write down for how long a request that is admitted for the first time was skipped for a load."""
+        """Record the time that a newly admitted request was skipped for a load."""
         if self.scenario.buckets and self.trace.admitted_ns[number] == t.NEVER:
             arrival_ns = int(self.scenario.requests.arrival_ns[number])
             waited_ns = self.copier.waited_ns(adapter, arrival_ns)
             trace.record_wait_for_load(self.trace, number, waited_ns)
 
     def _commit(self) -> None:
-        """Write down the tokens that end a step; in async scheduling the engine sees them one step later."""
+        """Record the tokens of a step; in async scheduling the engine sees them one step later."""
         output = self.engine.commit()
         for number in output.first:
             loads_ns = self.trace.counts.load_ns
@@ -244,14 +243,14 @@ class ReferenceCopier:
     def __init__(self) -> None:
         self.free_ns = 0
         self.begun_ns: dict[int, int] = {}
-        """When the last copy of an adapter was asked for."""
+        """Start of the last copy of an adapter, or of its wait for the link."""
         self.ready_ns: dict[int, int] = {}
-        """When that copy is, or was, done."""
+        """End of that copy."""
         self.coming: deque[int] = deque()
-        """Adapters whose arrival the scheduler has not been told of, in the order of their arrival."""
+        """Adapters whose arrival is pending for the scheduler, in order of arrival."""
 
     def begin(self, adapter: int, now_ns: int, duration_ns: int, announce: bool) -> None:
-        """Queue a copy behind those under way; `announce`: the scheduler waits to be told of it."""
+        """Queue a copy; `announce`: add it to `coming`."""
         self.free_ns = max(self.free_ns, now_ns) + duration_ns
         self.begun_ns[adapter] = now_ns
         self.ready_ns[adapter] = self.free_ns
@@ -259,21 +258,21 @@ class ReferenceCopier:
             self.coming.append(adapter)
 
     def next_ns(self) -> int | None:
-        """Return when the next adapter arrives that the scheduler has not been told of, or None."""
+        """Return the next pending arrival, or None."""
         return self.ready_ns[self.coming[0]] if self.coming else None
 
     def arrived(self, now_ns: int) -> list[int]:
-        """Return the adapters that have arrived by `now_ns` and have not been returned before."""
+        """Return and remove the pending adapters that have arrived by `now_ns`."""
         adapters = []
         while self.coming and self.ready_ns[self.coming[0]] <= now_ns:
             adapters.append(self.coming.popleft())
         return adapters
 
     def wait_ns(self, adapter: int, from_ns: int) -> int:
-        """Return for how long after `from_ns` the last copy of an adapter goes on."""
+        """Return the remaining time of the last copy of an adapter at `from_ns`."""
         return max(0, self.ready_ns.get(adapter, from_ns) - from_ns)
 
     def waited_ns(self, adapter: int, arrival_ns: int) -> int:
-        """Return for how long a request that arrived then had to wait for that copy."""
+        """Return the time that a request of this arrival waited for that copy."""
         since_ns = max(arrival_ns, self.begun_ns.get(adapter, arrival_ns))
         return self.wait_ns(adapter, since_ns)

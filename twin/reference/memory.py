@@ -1,8 +1,8 @@
 """Reference implementation of adapter slots and KV blocks.
 
-After vLLM 0.32.0, ``vllm/v1/core/block_pool.py`` and ``single_type_kv_cache_manager.py``. A full block is
-registered under a key that stands for everything up to its last token, and under its adapter. It keeps that
-key while it is used, and in the free list until it is handed out again.
+Source: vLLM 0.32.0, ``vllm/v1/core/block_pool.py`` and ``single_type_kv_cache_manager.py``. The key of a full
+block identifies its adapter and all tokens up to its last one. A block keeps its key until it is allocated
+again.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ class _Lru:
         self.order.append(adapter)
 
     def insert(self, adapter: int, in_use: Collection[int]) -> int | None:
-        """Add an adapter and return the idle one that had to go, if any."""
+        """Insert an adapter and return the evicted idle one, if any."""
         victim = None
         if len(self.order) == self.capacity:
             victim = next(a for a in self.order if a not in in_use)
@@ -39,16 +39,16 @@ class ReferenceAdapters:
         first_on_host = max(1, adapters - max_cpu_loras + 1)
         self.slots = _Lru(max_loras)
         self.host = _Lru(max_cpu_loras, list(range(first_on_host, adapters + 1)))
-        # Loaded beside the batch: on their way, and there but not used yet. Both keep their slots.
+        # Asynchronous loads: in progress, and complete but not used yet. Both keep their slots.
         self.coming: set[int] = set()
         self.kept: set[int] = set()
 
     def is_resident(self, adapter: int) -> bool:
-        """Tell whether an adapter is in a slot, or on its way into one."""
+        """Return whether an adapter has a slot, possibly while it is loaded."""
         return adapter in self.slots.order
 
     def load(self, adapter: int, in_use: Collection[int]) -> list[tuple[int, bool]]:
-        """Bring an adapter into a slot; returns [(adapter, from disk)], or nothing when it was there."""
+        """Load an adapter into a slot; return [(adapter, from disk)], empty if it is resident."""
         from_disk = adapter not in self.host.order
         if from_disk:
             victim = self.host.insert(adapter, in_use)
@@ -63,21 +63,21 @@ class ReferenceAdapters:
         return [(adapter, from_disk)]
 
     def rest(self, adapter: int) -> None:
-        """Make an adapter that nobody uses any more the most recently used of the idle ones."""
+        """Make an unused adapter the most recently used idle one."""
         self.slots.touch(adapter)
         self.host.touch(adapter)
 
     def claimed(self) -> set[int]:
-        """Return the adapters that keep a slot although nobody who runs uses them yet."""
+        """Return the adapters that keep a slot before their first running request."""
         return self.coming | self.kept
 
     def claim(self, adapter: int, in_use: Collection[int]) -> list[tuple[int, bool]]:
-        """Begin to load an adapter beside the batch; returns what `load` does."""
+        """Start an asynchronous load; result as of `load`."""
         self.coming.add(adapter)
         return self.load(adapter, in_use)
 
     def arrive(self, adapter: int, wanted: bool) -> None:
-        """Note that an adapter is there; it keeps its slot for those who wait for it, if any are left."""
+        """Note that a load is complete; the adapter keeps its slot if requests wait for it."""
         self.coming.remove(adapter)
         if wanted:
             self.kept.add(adapter)
@@ -85,7 +85,7 @@ class ReferenceAdapters:
             self.rest(adapter)
 
     def unclaim(self, adapter: int) -> None:
-        """Note that a request of this adapter runs, so that the slot needs no keeping any more."""
+        """Note that a request of this adapter runs."""
         self.kept.discard(adapter)
 
 
@@ -97,13 +97,12 @@ class ReferenceBlocks:
     num_blocks
         Usable blocks.
     unhashed_to_front
-        Blocks without a key are handed out again first (vLLM 0.32), instead of standing in line with the
-        others (to 0.14 at least).
+        Blocks without a key are allocated first (vLLM 0.32), not in the order of release (at least to 0.14).
     """
 
     def __init__(self, num_blocks: int, unhashed_to_front: bool) -> None:
         self.unhashed_to_front = unhashed_to_front
-        self.free: list[int] = list(range(num_blocks))  # the next block to hand out comes first
+        self.free: list[int] = list(range(num_blocks))  # in order of allocation
         self.users = [0] * num_blocks
         self.keys: list[Hashable | None] = [None] * num_blocks
         self.holders: dict[Hashable, list[int]] = {}  # blocks of a key, in order of registration
@@ -118,18 +117,18 @@ class ReferenceBlocks:
         return found
 
     def unused(self, blocks: Sequence[int]) -> int:
-        """Return how many of `blocks` stand in the free list."""
+        """Return how many of `blocks` are in the free list."""
         return sum(self.users[block] == 0 for block in blocks)
 
     def share(self, blocks: Sequence[int]) -> None:
-        """Use registered blocks once more; those in the free list leave it."""
+        """Count one more use of registered blocks, and remove them from the free list."""
         for block in blocks:
             if self.users[block] == 0:
                 self.free.remove(block)
             self.users[block] += 1
 
     def take(self, count: int) -> list[int]:
-        """Hand out blocks from the head of the free list; they forget what they held."""
+        """Allocate blocks from the head of the free list; they lose their keys."""
         taken, self.free = self.free[:count], self.free[count:]
         for block in taken:
             self.users[block] = 1
@@ -144,12 +143,12 @@ class ReferenceBlocks:
                 del self.holders[key]
 
     def register(self, block: int, key: Hashable) -> None:
-        """Make a full block findable. Another block with the same content stays what it is."""
+        """Register a full block; other blocks of the key stay registered."""
         self.keys[block] = key
         self.holders.setdefault(key, []).append(block)
 
     def release(self, blocks: Sequence[int]) -> None:
-        """Give up the blocks of one request; the end of the sequence goes before its beginning."""
+        """Release the blocks of one request, the last one first."""
         first: list[int] = []
         last: list[int] = []
         for block in reversed(blocks):

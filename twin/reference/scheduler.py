@@ -1,8 +1,8 @@
 """Reference implementation of vLLM's V1 scheduler: plain lists, one request at a time.
 
-After vLLM 0.32.0, ``vllm/v1/core/sched/scheduler.py`` and ``async_scheduler.py``, with the switches that
-older versions differ in. It replays the recorded decisions of that scheduler (``tests/golden``) and is what
-the compiled rules of `capplan.serving` are compared with. Slow on purpose: each step scans the whole queue.
+Source: vLLM 0.32.0, ``vllm/v1/core/sched/scheduler.py`` and ``async_scheduler.py``, with switches for the
+differences of older versions. It reproduces the recorded decisions of that scheduler (``tests/golden``), and
+tests compare the compiled rules of `capplan.serving` with it. Each step scans the whole queue.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ from capplan.twin.reference.memory import ReferenceAdapters, ReferenceBlocks
 
 
 class ReferenceScheduler:
-    """The rules. `schedule` and `commit` in turn, whether steps overlap or not.
+    """The rules: calls of `schedule` and `commit` in turn, whether steps overlap or not.
 
     With asynchronous scheduling `commit` processes the output of the step before, so that the next step is
     scheduled without knowing the tokens of this one.
@@ -30,7 +30,7 @@ class ReferenceScheduler:
         self.waiting: deque[ReferenceRequest] = deque()
         self.running: list[ReferenceRequest] = []
         self.scheduled: list[tuple[ReferenceRequest, int]] = []
-        # Steps whose output is awaited: who was scheduled, and whether that gives a token.
+        # Scheduled requests of steps in flight, and whether each gets a token.
         self.in_flight: deque[list[tuple[ReferenceRequest, bool]]] = deque()
 
     def submit(
@@ -42,7 +42,7 @@ class ReferenceScheduler:
         prefix_group: int = 0,
         shared_prefix_tokens: int = 0,
     ) -> bool:
-        """Queue a request; False when its prompt leaves no room for an answer."""
+        """Queue a request; return False if its prompt leaves no room for output."""
         room = self.limits.max_model_len - prompt
         if room <= 0:
             return False
@@ -57,11 +57,11 @@ class ReferenceScheduler:
         return {r.adapter for r in self.running if not r.draining} - {0}
 
     def residents(self) -> set[int]:
-        """Return the adapters that take a slot."""
+        """Return the adapters in slots."""
         return set(self.adapters.slots.order)
 
     def adapter_loaded(self, adapter: int) -> None:
-        """Say that an adapter loaded beside the batch has arrived in its slot."""
+        """Note that an asynchronously loaded adapter is in its slot."""
         self.adapters.arrive(adapter, any(request.adapter == adapter for request in self.waiting))
 
     def schedule(self) -> ReferenceStep:
@@ -82,7 +82,7 @@ class ReferenceScheduler:
         )
 
     def _prefill_cap(self) -> int:
-        """Return the most tokens that one request may take in this step."""
+        """Return the maximum of tokens of one request in this step."""
         limits = self.limits
         lone = len(self.running) + len(self.waiting) <= 1
         if limits.long_prefill_tokens == 0 or (lone and limits.lone_prefill_exempt):
@@ -93,7 +93,7 @@ class ReferenceScheduler:
         return -(-tokens // self.limits.block_size)
 
     def _serve_running(self, budget: int, cap: int) -> tuple[int, list[ReferenceRequest]]:
-        """Serve running requests in order of admission; return the tokens left and who was preempted."""
+        """Serve running requests in order of admission; return the remaining budget and the preempted."""
         preempted: list[ReferenceRequest] = []
         at = 0
         while at < len(self.running) and budget > 0:
@@ -111,7 +111,7 @@ class ReferenceScheduler:
         return budget, preempted
 
     def _grant(self, request: ReferenceRequest, tokens: int) -> None:
-        """Give a request the blocks for its next tokens, and make those findable that this fills."""
+        """Allocate the blocks for the next tokens of a request, and register the full ones."""
         after = request.computed + tokens
         request.blocks += self.blocks.take(self._blocks_for(after) - len(request.blocks))
         self._register(request, min(after, request.known))
@@ -126,7 +126,7 @@ class ReferenceScheduler:
             request.registered = block + 1
 
     def _preempt_last(self) -> ReferenceRequest:
-        """Drop all that the request admitted last has computed; a token on its way will still arrive."""
+        """Preempt the request admitted last; a token in flight will still arrive."""
         request = self.running[-1]
         resting = not request.draining
         self._leave_running(request)
@@ -149,18 +149,18 @@ class ReferenceScheduler:
     def _admit(self, budget: int, cap: int) -> list[tuple[int, bool]]:
         """Admit waiting requests while tokens, places, slots and blocks last; return the adapter loads.
 
-        vLLM makes a preempted request wait for output that is still on its way (``num_stale_output_tokens``);
-        with one step in flight that never happens here: the step that preempts it admits nobody, and before
-        the next one that output has arrived.
+        In vLLM a preempted request waits for its output in flight (``num_stale_output_tokens``). With one
+        step in flight that never occurs: the step of the preemption admits no request, and the output arrives
+        before the next one.
         """
         limits = self.limits
         active = {request.adapter for request, _ in self.scheduled} - {0} | self.adapters.claimed()
-        aside: list[ReferenceRequest] = []
+        skipped: list[ReferenceRequest] = []
         loads: list[tuple[int, bool]] = []
         while self.waiting and budget > 0 and len(self.running) < limits.max_num_seqs:
             request = self.waiting[0]
             if not self._may_run(request.adapter, active, loads):
-                aside.append(self.waiting.popleft())
+                skipped.append(self.waiting.popleft())
                 continue
             hit = self._cached_blocks(request)
             computed = len(hit) * limits.block_size
@@ -177,14 +177,14 @@ class ReferenceScheduler:
             self.adapters.unclaim(request.adapter)
             self._start(request, hit, tokens)
             budget -= tokens
-        self.waiting.extendleft(aside if limits.reverse_skipped else reversed(aside))
+        self.waiting.extendleft(skipped if limits.reverse_skipped else reversed(skipped))
         return loads
 
     def _may_run(self, adapter: int, active: set[int], loads: list[tuple[int, bool]]) -> bool:
-        """Tell whether a request of this adapter may run now, or has to be skipped.
+        """Return whether a request of this adapter may run now, or is skipped.
 
-        Where adapters are loaded beside the batch, one that is not there takes a slot, counts as active from
-        now on, and is added to `loads`.
+        With asynchronous loads, an adapter that is not resident takes a slot, counts as active from now on,
+        and is added to `loads`.
         """
         if adapter == 0 or adapter in active:
             return adapter not in self.adapters.coming
@@ -205,7 +205,7 @@ class ReferenceScheduler:
         self._grant(request, tokens)
 
     def _cached_blocks(self, request: ReferenceRequest) -> list[int]:
-        """Return the blocks that a waiting request need not compute; its last token it always must."""
+        """Return the cached blocks of a waiting request, without the block of its last token."""
         if not self.limits.prefix_caching:
             return []
         size = self.limits.block_size
@@ -213,7 +213,7 @@ class ReferenceScheduler:
         return self.blocks.find(keys)
 
     def commit(self) -> ReferenceOutput:
-        """Run the step that `schedule` decided, and process the output that the engine can see by now."""
+        """Run the decided step, and process the output that has arrived."""
         output = ReferenceOutput([], [], [])
         batch = []
         for request, _ in self.scheduled:
@@ -235,7 +235,7 @@ class ReferenceScheduler:
         return output
 
     def _process(self, request: ReferenceRequest) -> None:
-        """Append the token of a request; one preempted meanwhile gets it too, and may end while it waits."""
+        """Append the token of a request; a preempted one also gets it, and may end while waiting."""
         request.output += 1
         if request.running:
             request.promised -= 1
@@ -255,34 +255,34 @@ class ReferenceRequest:
     adapter: int
     prompt: int
     target: int
-    """Output after which it ends."""
+    """Output tokens after which it ends."""
     prefix_group: int
     shared_prefix: int
-    """How many tokens of the prompt are those that its group starts with."""
+    """Prompt tokens shared with its group."""
     output: int = 0
     computed: int = 0
-    """Tokens with valid KV, those of steps still in flight included."""
+    """Tokens with valid KV, including those of steps in flight."""
     promised: int = 0
-    """Output tokens of steps whose output has not been processed."""
+    """Output tokens of steps in flight."""
     running: bool = False
     blocks: list[int] = field(default_factory=list)
     registered: int = 0
-    """How many of its blocks can be found by others."""
+    """Number of its registered blocks."""
 
     @property
     def known(self) -> int:
-        """Tokens of the prompt and of the output seen so far."""
+        """Prompt tokens and processed output tokens."""
         return self.prompt + self.output
 
     @property
     def draining(self) -> bool:
-        """Its last token is on its way, so that it needs no further step."""
+        """Whether its last token is in flight."""
         return self.computed == self.prompt + self.target - 1
 
     def key(self, block: int, block_size: int) -> Hashable:
-        """Return what stands for the content of a full block and of all blocks before it.
+        """Return the key of the content of a full block and all blocks before it.
 
-        Output behind a prompt that is nothing but shared prefix is the same for all who have that prompt.
+        Requests whose whole prompt is shared prefix have the same output.
         """
         if (block + 1) * block_size <= self.shared_prefix:
             return self.adapter, self.prefix_group, block
@@ -292,12 +292,12 @@ class ReferenceRequest:
 
 
 class ReferenceStep(NamedTuple):
-    """What one step does, requests by their number."""
+    """Decision of one step; requests by number."""
 
     tokens: list[tuple[int, int]]
     """(request, tokens) in the order in which they were scheduled."""
     admitted: list[int]
-    """The last of them: those that were waiting."""
+    """Those that were waiting."""
     preempted: list[int]
     loads: list[tuple[int, bool]]
     """(adapter, from disk)"""
@@ -306,11 +306,11 @@ class ReferenceStep(NamedTuple):
 
 
 class ReferenceOutput(NamedTuple):
-    """What one step computes, requests by their number."""
+    """Tokens of one step; requests by number."""
 
     first: list[int]
-    """Requests whose first token it is."""
+    """Requests with their first token."""
     later: list[int]
-    """Requests that get another one."""
+    """Requests with a later token."""
     finished: list[int]
-    """Those of both that need no more; in asynchronous scheduling they hold their blocks one step longer."""
+    """Requests of both with their last token; in async scheduling they hold blocks one step longer."""

@@ -1,9 +1,9 @@
 """Reference implementation of S-LoRA's scheduler: plain lists, one request at a time.
 
-After S-LoRA c1ddf48, ``slora/server/router/manager.py`` and ``req_queue.py``, with two differences. KV comes
-in blocks instead of single tokens, so the last block of each request counts as taken whole. And adapters
-that were fetched ahead count as taking memory; they give it up when a request that is due needs it. It is
-what the compiled `capplan.serving.slora` is compared with.
+Source: S-LoRA c1ddf48, ``slora/server/router/manager.py`` and ``req_queue.py``, with two differences. KV is
+allocated in blocks instead of single tokens, so the last block of each request counts in full. Prefetched
+adapters take memory, and release it when a due request needs it. Tests compare the compiled
+`capplan.serving.slora` with it.
 """
 
 from __future__ import annotations
@@ -17,16 +17,16 @@ from capplan.twin.reference.scheduler import ReferenceOutput, ReferenceRequest, 
 _DECODES_BETWEEN_PREFILLS = 10
 
 _FETCH_BEFORE_DECODES = (6, 8)
-"""Of those ten, counted from 1."""
+"""Decode steps since the last prefill, counted from 1."""
 
 
 class ReferenceSlora:
-    """The rules; `schedule` and `commit` in turn.
+    """The rules: calls of `schedule` and `commit` in turn.
 
     Parameters
     ----------
     limits
-        The limits; those on slots, prefill chunks and admission of vLLM are not looked at.
+        The limits; those of vLLM on slots, prefill chunks and admission are ignored.
     num_blocks
         KV blocks of the pool that requests and adapters share.
     pages
@@ -40,7 +40,7 @@ class ReferenceSlora:
         self.waiting: deque[ReferenceRequest] = deque()
         self.running: list[ReferenceRequest] = []
         self.fetched: set[int] = set()
-        """Adapters fetched ahead that no request uses yet."""
+        """Prefetched adapters that no running request uses."""
         self.decodes = 0
         """Decode steps since the last batch of prompts."""
         self.scheduled: list[ReferenceRequest] = []
@@ -54,7 +54,7 @@ class ReferenceSlora:
         prefix_group: int = 0,
         shared_prefix_tokens: int = 0,
     ) -> bool:
-        """Queue a request; False when it could not run even if it were alone."""
+        """Queue a request; return False if it could not run alone."""
         room = self.limits.max_model_len - prompt
         if room <= 0 or prompt > self.limits.max_num_batched_tokens:
             return False
@@ -67,7 +67,7 @@ class ReferenceSlora:
         return True
 
     def residents(self) -> set[int]:
-        """Return the adapters in memory: an adapter that nobody uses is dropped when its last user ends."""
+        """Return the adapters in memory: those in use, and prefetched ones."""
         return {request.adapter for request in self.running} - {0} | self.fetched
 
     def schedule(self) -> ReferenceStep:
@@ -124,10 +124,10 @@ class ReferenceSlora:
         return batch, loads
 
     def _fit(self, requests: Sequence[ReferenceRequest], adapters: Iterable[int]) -> bool:
-        """Tell whether these requests can run to their declared ends beside these adapters.
+        """Return whether these requests can run to their declared ends together with these adapters.
 
-        At the end of the i-th of them, in the order of who ends last, the first i have grown by what the i-th
-        had left. The first token of a prompt counts as held already.
+        At the end of the i-th request in the descending order of ends, the first i have each grown by the
+        tokens left of the i-th. The first output token counts as held.
         """
         size = self.limits.block_size
         room = (self.num_blocks - self._pages_of(adapters)) * size
@@ -140,7 +140,7 @@ class ReferenceSlora:
         return True
 
     def _fetch_ahead(self) -> list[int]:
-        """Begin to load the adapters of those who could be the next batch, as long as all that runs fits."""
+        """Prefetch the adapters of a possible next batch while the running requests fit."""
         loads: list[int] = []
         tokens = 0
         for request in self.waiting:
@@ -154,7 +154,7 @@ class ReferenceSlora:
         return loads
 
     def commit(self) -> ReferenceOutput:
-        """Give every request in the step its token; those that need no more leave."""
+        """Append a token to every request of the step, and remove finished ones."""
         output = ReferenceOutput([], [], [])
         for request in self.scheduled:
             (output.later if request.output else output.first).append(request.number)
