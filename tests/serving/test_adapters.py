@@ -41,7 +41,7 @@ def test_the_host_starts_with_the_adapters_named_last() -> None:
     assert resident(state) == set()
 
 
-def test_a_slot_goes_to_the_least_recently_used() -> None:
+def test_the_least_recently_used_adapter_is_evicted() -> None:
     state, bounds = engine(2, ADAPTERS)
     for adapter in (1, 2, 1, 3):
         use(state, bounds, adapter)
@@ -81,7 +81,7 @@ def test_several_users_share_one_copy() -> None:
 
 
 @given(st.integers(1, 4), st.integers(0, 4), st.lists(st.integers(0, ADAPTERS), max_size=60))
-def test_slots_and_host_stay_bounded_and_active_adapters_stay(
+def test_slots_and_host_stay_bounded_and_active_adapters_resident(
     slots: int, spare: int, touches: list[int]
 ) -> None:
     state, bounds = engine(slots, slots + spare)

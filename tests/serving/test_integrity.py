@@ -15,7 +15,7 @@ ROOT = Path(__file__).resolve().parents[2]
 
 
 @given(worlds())
-def test_a_state_holds_together_after_every_step(world: World) -> None:
+def test_the_state_is_valid_after_every_step(world: World) -> None:
     for state, _ in play(world):
         check_integrity(state, world.limits, world.num_blocks)
 

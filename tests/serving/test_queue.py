@@ -61,7 +61,7 @@ def test_a_request_without_blocks_stops_the_scan() -> None:
     assert step(state, limits) == [(0, 12)]  # request 2 would fit, but stands behind request 1
 
 
-def test_a_preempted_request_goes_before_all_that_wait() -> None:
+def test_a_preempted_request_heads_the_queue() -> None:
     state = engine(blocks=4)
     for request in range(3):
         submit(state, LIMITS, request, 1, 8, 8)
@@ -73,7 +73,7 @@ def test_a_preempted_request_goes_before_all_that_wait() -> None:
     check_integrity(state, LIMITS, 4)
 
 
-def test_nobody_is_admitted_in_a_step_with_a_preemption() -> None:
+def test_a_step_with_a_preemption_admits_no_request() -> None:
     state = engine(blocks=6)
     for request, prompt in enumerate([8, 12, 4]):
         submit(state, LIMITS, request, 1, prompt, 8)
@@ -83,7 +83,7 @@ def test_nobody_is_admitted_in_a_step_with_a_preemption() -> None:
     assert names(state, waiting_rows(state)) == [1, 2]
 
 
-def test_the_youngest_is_preempted_first() -> None:
+def test_the_request_admitted_last_is_preempted_first() -> None:
     state = engine(blocks=6)
     for request in range(3):
         submit(state, LIMITS, request, 0, 8, 8)
@@ -113,7 +113,7 @@ def test_a_long_prompt_takes_no_more_than_its_share_of_a_step() -> None:
 
 
 @pytest.mark.parametrize(("reserve", "admitted"), [(0, [(0, 8)]), (1, [])])
-def test_a_whole_sequence_must_fit_where_the_rules_say_so(
+def test_a_whole_sequence_must_fit_if_the_rules_reserve_it(
     reserve: int, admitted: list[tuple[int, int]]
 ) -> None:
     limits = LIMITS._replace(max_num_batched_tokens=8, reserve_full_sequence=reserve)
@@ -122,7 +122,7 @@ def test_a_whole_sequence_must_fit_where_the_rules_say_so(
     assert step(state, limits) == admitted
 
 
-def test_the_watermark_holds_only_while_others_run() -> None:
+def test_the_watermark_applies_only_while_others_run() -> None:
     limits = LIMITS._replace(watermark_blocks=2)
     state = engine(limits, blocks=4)
     submit(state, limits, 0, 0, 12, 2)
@@ -132,7 +132,7 @@ def test_the_watermark_holds_only_while_others_run() -> None:
 
 
 @pytest.mark.parametrize("prompt", [64, 65, 1000])
-def test_a_prompt_that_leaves_no_room_for_a_token_is_refused(prompt: int) -> None:
+def test_a_prompt_without_room_for_a_token_is_refused(prompt: int) -> None:
     state = engine()
     assert submit(state, LIMITS, 0, 0, prompt, 1) == NONE
     assert submit(state, LIMITS, 1, 0, 63, 9) != NONE
@@ -140,7 +140,7 @@ def test_a_prompt_that_leaves_no_room_for_a_token_is_refused(prompt: int) -> Non
     assert names(state, [int(row) for row in state.lists.finished[: state.counters.n_finished]]) == [1]
 
 
-def test_a_full_table_refuses() -> None:
+def test_a_full_table_refuses_requests() -> None:
     state = new_state(2, 1, 64, LIMITS)
     assert [submit(state, LIMITS, i, 0, 4, 4) != NONE for i in range(3)] == [True, True, False]
 

@@ -25,7 +25,7 @@ def ask(
 def choose(
     running: list[dict[int, int]], rank: int, slo_ms: float, kernel: int = BGMV, turn: int = -1
 ) -> int:
-    """Return who gets a request of a rank; every instance is given as requests by rank, all running."""
+    """Return the instance chosen for a rank; every instance is given as running requests by rank."""
     n = len(running)
     fleet = new_fleet(n, np.array([8, 16, 32, 64]), by_rank=True)
     for i, ranks in enumerate(running):
@@ -47,7 +47,7 @@ def test_figure_6_goes_to_the_second_instance_when_padded_and_to_the_first_other
     assert choose([{32: 24}, {64: 16}], 64, 36.0, kernel) == chosen
 
 
-def test_idle_instances_take_turns() -> None:
+def test_idle_instances_rotate() -> None:
     idle = [{}, {}, {}]
     assert [choose(idle, 32, 36.0, turn=turn) for turn in (-1, 0, 1, 2)] == [0, 1, 2, 0]
 
@@ -56,21 +56,21 @@ def test_an_idle_instance_comes_before_a_busy_one() -> None:
     assert choose([{8: 1}, {}, {8: 1}], 8, 36.0) == 1
 
 
-def test_who_keeps_the_slo_comes_before_who_does_not() -> None:
+def test_instances_within_the_slo_come_first() -> None:
     assert choose([{64: 18}, {64: 10}, {64: 17}], 64, 36.0) == 1
 
 
-def test_where_all_break_the_slo_the_cost_decides_and_not_the_first() -> None:
+def test_if_all_exceed_the_slo_the_cost_decides() -> None:
     assert choose([{64: 40}, {64: 30}, {64: 20}], 64, 1.0) == 2
 
 
-def test_ranks_come_together_where_kernels_pad() -> None:
+def test_equal_ranks_are_grouped_with_padding_kernels() -> None:
     """A small rank joins the small ones, although more of them run there."""
     assert choose([{64: 10}, {8: 14}], 8, 36.0) == 1
     assert choose([{64: 10}, {8: 10}], 64, 36.0) == 0
 
 
-def test_who_has_no_memory_left_comes_last() -> None:
+def test_instances_without_memory_come_last() -> None:
     fleet = new_fleet(2, np.array([8]), by_rank=True)
     fleet.instances.block_size = 16
     fleet.instances.free_blocks[1] = 7  # 112 tokens

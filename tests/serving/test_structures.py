@@ -18,7 +18,7 @@ touches = st.lists(st.integers(0, CAPACITY - 1), max_size=80)
 
 
 @given(st.lists(st.integers(-(2**62), 2**62), unique=True, max_size=60))
-def test_a_heap_hands_out_its_members_sorted_by_key(keys: list[int]) -> None:
+def test_a_heap_returns_its_members_sorted_by_key(keys: list[int]) -> None:
     heap = new_heap(max(1, len(keys)))
     for member, key in enumerate(keys):
         heap_push(heap, member, key)
@@ -31,7 +31,7 @@ def test_a_heap_hands_out_its_members_sorted_by_key(keys: list[int]) -> None:
 
 
 @given(touches, st.randoms(use_true_random=False))
-def test_a_heap_keeps_the_smallest_first_whatever_is_taken_out(touches: list[int], random: object) -> None:
+def test_a_heap_keeps_the_smallest_first_after_removals(touches: list[int], random: object) -> None:
     heap, kept = new_heap(CAPACITY), {}
     for number, member in enumerate(touches):
         if member in kept:
@@ -47,7 +47,7 @@ def test_a_heap_keeps_the_smallest_first_whatever_is_taken_out(touches: list[int
 
 
 @given(touches)
-def test_links_keep_the_order_of_arrival_whatever_is_taken_out(touches: list[int]) -> None:
+def test_links_keep_the_order_of_arrival_after_removals(touches: list[int]) -> None:
     links, kept = new_links(CAPACITY), []
     for member in touches:
         if member in kept:

@@ -1,4 +1,4 @@
-"""Small random engines and requests, so tight that every rule comes into play, and their replay."""
+"""Small random engines and requests with tight limits, and their replay."""
 
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
@@ -29,7 +29,7 @@ class Request(NamedTuple):
 
 @dataclass(frozen=True)
 class World:
-    """An engine and what it is asked."""
+    """An engine and its requests."""
 
     limits: Limits
     num_blocks: int
@@ -55,7 +55,7 @@ class World:
 
 
 def make_world(choose: Choose, max_requests: int = 24) -> World:
-    """Return a world; one request of max_model_len always fits, as every engine demands at start-up."""
+    """Return a world; one request of max_model_len always fits, as every engine requires at start-up."""
     adapters = choose(1, 6)
     max_loras = choose(1, 4)
     block_size = choose(1, 5)

@@ -11,7 +11,7 @@ from capplan.twin.clock import TwinClock, new_clock
 from capplan.twin.core import advance, run
 from capplan.twin.reference import run_reference
 
-# The compiled twin's notes for itself; the readable one remembers every token instead.
+# State of the compiled twin alone; the reference stores every token instead.
 COMPARED = [field for field in t.TwinTrace._fields if field != "stalled_ns"]
 
 
@@ -30,7 +30,7 @@ def assert_forms_agree(scenario: Scenario) -> None:
     stepping = run(scenario, fast_forward=False)
     assert_same(run(scenario), stepping)
     assert_same(run_reference(scenario), stepping, but=("stalled_ns",))
-    # Each stop marks those who run just then.
+    # Each stop marks the requests that run at that time.
     assert_same(run_stopping(scenario), stepping, but=("status",))
 
 
@@ -83,7 +83,7 @@ def _next_event_ns(scenario: Scenario, clock: TwinClock, trace: t.TwinTrace) -> 
 
 
 def check_requests(state: State, trace: t.TwinTrace) -> None:
-    """Assert that every request that has come is finished, running, waiting or rejected."""
+    """Assert that every arrived request is finished, running, waiting or rejected."""
     c = state.counters
     finished = int((trace.finish_ns != t.NEVER).sum())
     in_engine = int(c.n_running - c.n_ending + c.n_waiting)

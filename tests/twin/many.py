@@ -10,7 +10,7 @@ from tests.twin.scenarios import seeded_scenario
 
 
 def main(count: int, first_seed: int = 0) -> int:
-    """Print the scenarios and steps of every set of rules; return 1 when forms differ in any of them."""
+    """Print the scenarios and steps of every set of rules; return 1 if both twins differ."""
     scenarios: Counter[str] = Counter()
     steps: Counter[str] = Counter()
     broken: list[str] = []

@@ -1,4 +1,4 @@
-"""Whatever is wrong with what `simulate` is given is one `InputError` at the argument, before any work."""
+"""Invalid input of `simulate` raises an `InputError` located at the argument before any work."""
 
 import math
 from typing import Any
@@ -43,7 +43,7 @@ WRONG: list[tuple[str, Any]] = [
 
 @pytest.mark.parametrize("run", [simulate, simulate_detailed])
 @pytest.mark.parametrize(("name", "value"), WRONG, ids=repr)
-def test_a_bad_setting_is_named_with_its_value(run: Any, name: str, value: Any) -> None:
+def test_an_invalid_setting_is_named_with_its_value(run: Any, name: str, value: Any) -> None:
     with pytest.raises(errors.InputError) as caught:
         run(workload(), profile(), **(SETTINGS | {name: value}))
     assert name in caught.value.location
@@ -57,7 +57,7 @@ def test_a_bad_setting_is_named_with_its_value(run: Any, name: str, value: Any) 
         *((name, value) for name in ("workload", "profile") for value in (None, {}, 3)),
     ],
 )
-def test_what_is_no_workload_or_profile_is_named(name: str, value: Any) -> None:
+def test_a_wrong_type_of_workload_or_profile_is_named(name: str, value: Any) -> None:
     given: dict[str, Any] = {"workload": workload(), "profile": profile(), name: value}
     with pytest.raises(errors.InputError, match=rf"^{name}: must be a "):
         simulate(given["workload"], given["profile"], **SETTINGS)
@@ -68,7 +68,7 @@ def test_a_profile_by_an_unknown_name_is_named() -> None:
         simulate(workload(), "no-such-profile", **SETTINGS)
 
 
-def test_numpy_numbers_count_as_the_numbers_they_are() -> None:
+def test_numpy_numbers_are_accepted() -> None:
     as_numpy = {"a_max": np.int64(4), "s_max": np.int32(8), "duration_s": np.float32(20), "seed": np.uint8(1)}
     ours = simulate(workload(), profile(), **(SETTINGS | as_numpy))
     plain = simulate(workload(), profile(), **(SETTINGS | {"seed": 1}))
@@ -101,7 +101,7 @@ def replayed(**changes: Any) -> Workload:
         ({"duration_s": math.nan}, "duration_s: must be above 0"),
     ],
 )
-def test_a_bad_trace_never_becomes_a_workload(changes: dict[str, Any], message: str) -> None:
+def test_an_invalid_trace_is_refused(changes: dict[str, Any], message: str) -> None:
     with pytest.raises(errors.InputError) as caught:
         replayed(**changes)
     assert message in str(caught.value)

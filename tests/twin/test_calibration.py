@@ -254,7 +254,7 @@ def test_coefficients_without_effect_on_the_runs_stay(tmp_path: Path) -> None:
         ({"workload": "nowhere.yaml"}, "nowhere.yaml: cannot be read"),
     ],
 )
-def test_a_broken_row_is_refused_with_its_number(
+def test_an_invalid_row_is_refused_with_its_number(
     tmp_path: Path, changes: dict[str, object], rule: str
 ) -> None:
     path = run_table(engine(), tmp_path)

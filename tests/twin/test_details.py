@@ -47,7 +47,7 @@ def busy() -> DetailedResult:
     return simulate_detailed(mixed(), profile(load_ms=30, disk_ms=90, request_ms=5), **BUSY)
 
 
-def test_details_are_of_the_very_run_that_simulate_answers_for() -> None:
+def test_detailed_results_equal_those_of_simulate() -> None:
     plain = simulate(mixed(), profile(load_ms=30, disk_ms=90, request_ms=5), **BUSY)
     assert dataclasses.replace(busy().result, wall_s=0.0) == dataclasses.replace(plain, wall_s=0.0)
     assert plain.rejected > 0
@@ -117,8 +117,8 @@ def test_the_table_of_a_case_computed_by_hand() -> None:
         assert getattr(table, name) == pytest.approx(values, nan_ok=True), name
 
 
-def test_waits_and_computing_make_up_the_time_to_the_first_token() -> None:
-    """Every step takes 10 ms, so what is left of a TTFT beside waits and loads is whole steps."""
+def test_waits_and_steps_add_up_to_the_time_to_the_first_token() -> None:
+    """Every step takes 10 ms, so a TTFT without waits and loads is a multiple of that."""
     table = busy().requests
     begun = ~np.isnan(table.first_token_s)
     steps = (table.ttft_s - 0.005 - table.queue_s - table.load_wait_s)[begun] / 0.010
@@ -139,7 +139,7 @@ def test_a_request_that_is_alone_is_not_slowed_down() -> None:
     assert loads.slowdown == pytest.approx([6.0, 1.0, 350 / 300])
 
 
-def test_long_requests_are_not_run_into_each_other() -> None:
+def test_isolated_long_requests_do_not_overlap() -> None:
     """Alone, one after the other, means after the other: here each takes longer than the first guess."""
     columns = {"adapter": ["a0"] * 3, "prompt_tokens": [8, 9, 10], "output_tokens": [20, 30, 40]}
     slow = workload().replace(trace=Trace.from_arrays([0.0, 0.0, 0.0], duration_s=1.0, **columns))
@@ -147,7 +147,7 @@ def test_long_requests_are_not_run_into_each_other() -> None:
     assert table.isolated_s == pytest.approx([400.0, 600.0, 800.0])
 
 
-def test_requests_are_written_as_parquet_with_null_for_what_did_not_happen(tmp_path: Path) -> None:
+def test_missing_times_are_null_in_parquet(tmp_path: Path) -> None:
     table = busy().requests
     path = tmp_path / "requests.parquet"
     table.to_parquet(str(path))
@@ -181,7 +181,7 @@ def test_parts_add_up_to_the_whole() -> None:
             assert total == pytest.approx(getattr(whole, name)), name
 
 
-def test_the_whole_is_what_the_result_says() -> None:
+def test_overall_metrics_equal_the_result() -> None:
     detail = busy()
     whole, result = detail.overall, detail.result
     assert whole.submitted == result.submitted
@@ -207,7 +207,7 @@ def test_ranks_ascend_and_an_idle_adapter_has_an_empty_row() -> None:
     assert math.isnan(idle.hit_rate)
 
 
-def test_every_adapter_is_loaded_once_where_all_fit() -> None:
+def test_every_adapter_is_loaded_once_if_all_fit() -> None:
     settings = BUSY | {"a_max": 6, "max_cpu_loras": None}
     detail = simulate_detailed(mixed(), profile(load_ms=30), **settings)
     served = [got for got in detail.by_adapter.values() if got.submitted]
@@ -236,7 +236,7 @@ def with_slo(**bounds: float) -> DetailedResult:
     return simulate_detailed(mixed(slo=Slo(**bounds)), slow, **BUSY)
 
 
-def test_every_request_keeps_breaks_or_leaves_open_each_bound() -> None:
+def test_every_request_meets_violates_or_leaves_open_each_bound() -> None:
     detail = with_slo(ttft_p99_s=0.5, e2e_mean_s=1.0, tpt_p50_ms=60.0, tpot_p95_ms=12.0, itl_p99_ms=12.0)
     assert [each.bound for each in detail.slo] == [
         "ttft_p99_s",
@@ -261,7 +261,7 @@ def test_every_request_keeps_breaks_or_leaves_open_each_bound() -> None:
     assert by_rank > 0
 
 
-def test_who_waits_too_long_has_broken_the_bound_already_and_who_waits_less_has_not() -> None:
+def test_an_unfinished_request_violates_a_bound_once_it_waits_longer() -> None:
     table = busy().requests
     waiting = table.status == WAITING
     assert waiting.sum() > 1
@@ -273,7 +273,7 @@ def test_who_waits_too_long_has_broken_the_bound_already_and_who_waits_less_has_
     assert 0 < ttft.open < unknown
 
 
-def test_loose_bounds_are_kept_and_tight_ones_broken() -> None:
+def test_loose_bounds_are_met_and_tight_ones_violated() -> None:
     light = mixed(slo=Slo(ttft_p99_s=1e3, tpt_p99_ms=1e-3))
     loose, tight, together = simulate_detailed(light, profile(), **EASY).slo
     assert loose.share == 1.0
@@ -292,7 +292,7 @@ def test_tpt_over_base_refers_to_the_same_requests_without_adapters() -> None:
     assert bound.share > 0.99
 
 
-def test_the_course_adds_up_to_the_totals() -> None:
+def test_the_time_series_adds_up_to_the_totals() -> None:
     detail = busy()
     series, result = detail.series, detail.result
     bucket_s = series.bucket_s

@@ -1,4 +1,4 @@
-"""What a profile says of the engine and the requests it was measured with, where nobody says otherwise."""
+"""Defaults that a profile provides for the engine and the requests."""
 
 import numpy as np
 import pytest
@@ -18,14 +18,14 @@ def measured_with(prefix_caching: bool | None) -> Profile:
     return profile().replace(engine=engine)
 
 
-def test_prefix_caching_is_as_asked_or_as_measured_or_as_the_rules_have_it() -> None:
+def test_prefix_caching_is_as_set_or_as_measured_or_by_the_rules() -> None:
     assert chosen_rules(measured_with(None), None, None).prefix_caching
     assert not chosen_rules(measured_with(False), None, None).prefix_caching
     assert chosen_rules(measured_with(False), None, True).prefix_caching
     assert not chosen_rules(measured_with(True), None, False).prefix_caching
 
 
-def test_rules_without_prefix_caching_refuse_it_only_where_it_is_asked_for() -> None:
+def test_rules_without_prefix_caching_refuse_it_only_if_set() -> None:
     assert not chosen_rules(measured_with(True), "slora", None).prefix_caching
     with pytest.raises(errors.InputError, match="prefix_caching"):
         chosen_rules(measured_with(None), "slora", True)
@@ -43,7 +43,7 @@ def same_lengths(one: Scenario, other: Scenario) -> bool:
     )
 
 
-def test_lengths_go_together_as_the_workload_says_or_else_as_measured() -> None:
+def test_the_length_correlation_is_the_workloads_or_else_the_profiles() -> None:
     silent = workload().replace(**SPREAD)
     ours = drawn(silent, CORRELATED)
     assert same_lengths(ours, drawn(silent.replace(length_correlation=-0.6), profile()))
@@ -53,7 +53,7 @@ def test_lengths_go_together_as_the_workload_says_or_else_as_measured() -> None:
     assert not same_lengths(independent, ours)
 
 
-def test_recorded_lengths_stay_as_they_are() -> None:
+def test_recorded_lengths_are_not_changed() -> None:
     pairs = LengthPairs.from_arrays([10, 200, 30], [100, 5, 60])
     in_pairs = workload().replace(length_pairs=pairs)
     assert same_lengths(drawn(in_pairs, CORRELATED), drawn(in_pairs, profile()))
@@ -62,7 +62,7 @@ def test_recorded_lengths_stay_as_they_are() -> None:
     assert same_lengths(drawn(replayed, CORRELATED), drawn(replayed, profile()))
 
 
-def test_stated_independence_is_another_workload_than_an_unstated_one() -> None:
+def test_zero_length_correlation_differs_from_none() -> None:
     silent = workload()
     assert silent.length_correlation is None
     assert silent.digest() != silent.replace(length_correlation=0.0).digest()

@@ -25,12 +25,12 @@ def test_statistics_are_the_mean_and_the_percentiles_of_numpy(values: list[float
     assert found == pytest.approx(wanted, rel=1e-12, abs=1e-12)
 
 
-def test_nothing_has_no_statistics() -> None:
+def test_statistics_without_values_are_nan() -> None:
     assert np.isnan(statistics(np.zeros(0))).all()
 
 
 @given(scenarios())
-def test_latencies_are_those_of_the_requests_that_ended_in_time(scenario: Scenario) -> None:
+def test_latencies_are_of_requests_that_ended_within_the_horizon(scenario: Scenario) -> None:
     """The one compiled pass against the definitions, array by array."""
     trace = run(scenario)
     result = summarize(scenario, trace, request_overhead_ms=3.0)
@@ -67,7 +67,7 @@ def test_latencies_are_those_of_the_requests_that_ended_in_time(scenario: Scenar
 
 
 @pytest.mark.parametrize("metric", METRICS)
-def test_percentiles_grow(metric: str) -> None:
+def test_percentiles_ascend(metric: str) -> None:
     results = [summarize(s, run(s), 0.0) for s in map(seeded_scenario, range(100))]
     found = [[getattr(r, f"{metric}_p{p}") for p in PERCENTILES] for r in results if r.completed > 3]
     assert len(found) > 20
@@ -75,7 +75,7 @@ def test_percentiles_grow(metric: str) -> None:
         assert np.isnan(values).all() or values == sorted(values)
 
 
-def test_a_result_survives_a_trip_between_processes() -> None:
+def test_a_result_can_be_pickled() -> None:
     result = simulate(workload(), profile(), a_max=4, s_max=8, duration_s=60.0)
     assert pickle.loads(pickle.dumps(result)) == result
     assert dataclasses.replace(result, completed=result.completed + 1) != result

@@ -105,7 +105,7 @@ def test_the_same_seed_gives_the_same_result_and_another_one_does_not() -> None:
     assert answer(seed=3) != answer(seed=4)
 
 
-def test_both_forms_of_the_twin_answer_alike_through_the_public_function() -> None:
+def test_simulate_gives_equal_results_with_the_compiled_and_the_reference_twin() -> None:
     settings = {"a_max": 2, "max_num_seqs": 3, "max_num_batched_tokens": 40, "max_in_flight": 20}
     busy = workload(adapters=5, rate_rps=0.6)
     ours = simulate(busy, profile(load_ms=3, disk_ms=7), **(SETTINGS | settings | {"max_cpu_loras": 3}))
@@ -142,7 +142,7 @@ def test_more_slots_do_not_serve_less_where_slots_bind() -> None:
     assert not many.starved
 
 
-def test_nothing_asked_is_nothing_served() -> None:
+def test_without_requests_all_metrics_are_zero_or_nan() -> None:
     result = simulate(workload(rate_rps=0.0), profile(), **SETTINGS)
     assert (result.submitted, result.throughput_tok_s, result.served_fraction, result.starved) == (
         0,
@@ -170,8 +170,8 @@ def test_gap_quantiles_are_exact_to_half_a_percent(gaps: list[int], quantile: fl
     assert gap_percentiles_ms(bins, (100 * quantile,))[0] == pytest.approx(exact, rel=0.0051)
 
 
-def test_a_drawn_prompt_leaves_room_for_an_answer() -> None:
-    """Drawn lengths end at max_model_len; a prompt of that very length would be rejected as too long."""
+def test_a_drawn_prompt_leaves_room_for_a_token() -> None:
+    """Drawn lengths end at max_model_len; a prompt of that length would be rejected."""
     long = workload().replace(prompt_tokens=Lengths(mean=100, std=200), output_tokens=Lengths(mean=8))
     result = simulate(long, profile(step_ms=1.0), **SETTINGS)
     assert result.submitted > 0
@@ -179,7 +179,7 @@ def test_a_drawn_prompt_leaves_room_for_an_answer() -> None:
 
 
 @pytest.mark.parametrize("lengths", ["means", "pairs"])
-def test_lengths_that_would_be_cut_are_refused_rather_than_answered_for(lengths: str) -> None:
+def test_lengths_beyond_max_model_len_are_refused(lengths: str) -> None:
     too_long = workload().replace(prompt_tokens=Lengths(mean=400), output_tokens=Lengths(mean=400))
     if lengths == "pairs":
         pairs = LengthPairs.from_arrays(np.array([400, 500]), np.array([400, 500]))

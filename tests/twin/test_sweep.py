@@ -31,14 +31,14 @@ def jobs() -> list[Job]:
 
 
 def told(answers: list[SimulationResult | InfeasibleError]) -> list[Any]:
-    """Return what can be compared: the reason of an error, and a result without its computing time."""
+    """Return comparable values: the reason of an error, or a result without its computing time."""
     return [
         str(each) if isinstance(each, InfeasibleError) else dataclasses.replace(each, wall_s=0.0)
         for each in answers
     ]
 
 
-def test_one_worker_and_two_answer_as_simulate_does() -> None:
+def test_one_and_two_workers_give_the_results_of_simulate() -> None:
     one, two = (sweep(jobs(), workers=workers) for workers in (1, 2))
     assert told(one) == told(two)
     assert isinstance(one[5], InfeasibleError)
@@ -49,7 +49,7 @@ def test_one_worker_and_two_answer_as_simulate_does() -> None:
     assert len({each.e2e_s_mean for each in one if isinstance(each, SimulationResult)}) == 8
 
 
-def test_details_travel_between_processes_whole() -> None:
+def test_detailed_results_are_equal_in_other_processes() -> None:
     one, two = (sweep_detailed(jobs()[:3], workers=workers) for workers in (1, 2))
     for ours, theirs in zip(one, two, strict=True):
         assert isinstance(ours, DetailedResult)
@@ -64,30 +64,30 @@ def test_details_travel_between_processes_whole() -> None:
             )
 
 
-def test_progress_is_told_of_every_answer() -> None:
+def test_progress_is_called_after_every_result() -> None:
     calls: list[tuple[int, int]] = []
     sweep(jobs(), workers=2, progress=lambda done, total: calls.append((done, total)))
     assert calls == [(done, 9) for done in range(1, 10)]
 
 
-def test_nothing_to_do_is_done() -> None:
+def test_a_sweep_without_jobs_is_empty() -> None:
     assert sweep([], workers=2) == []
 
 
 @pytest.mark.parametrize("workers", [1, 2])
-def test_a_wrong_job_stops_the_sweep_with_its_error(workers: int) -> None:
+def test_an_invalid_job_stops_the_sweep_with_its_error(workers: int) -> None:
     wrong = [*jobs(), dataclasses.replace(jobs()[0], settings=SimulateSettings(a_max=0, s_max=8))]
     with pytest.raises(InputError, match=r"^a_max: must be a whole number"):
         sweep(wrong, workers=workers)
 
 
 @pytest.mark.parametrize("workers", [0, -1, 1.5, True, "2"])
-def test_a_wrong_number_of_workers_is_refused(workers: Any) -> None:
+def test_an_invalid_number_of_workers_is_refused(workers: Any) -> None:
     with pytest.raises(InputError, match=r"^workers: must be a whole number >= 1"):
         sweep(jobs(), workers=workers)
 
 
-def test_answers_come_in_order_and_one_at_a_time() -> None:
+def test_results_come_in_order_and_one_by_one() -> None:
     answers = in_parallel(partial(pow, 2), range(50), workers=2)
     assert next(answers) == 1
     answers.close()
@@ -109,7 +109,7 @@ if __name__ == "__main__":
 
 
 @pytest.mark.slow
-def test_workers_that_inherit_nothing_answer_the_same(tmp_path: Path) -> None:
+def test_spawned_workers_give_the_same_results(tmp_path: Path) -> None:
     program = tmp_path / "program.py"
     program.write_text(_SPAWNED)
     done = subprocess.run(
@@ -130,7 +130,7 @@ def path_to_here() -> dict[str, str]:
     return {**os.environ, "PYTHONPATH": str(ROOT)}
 
 
-def test_a_cluster_without_ray_is_one_line(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_missing_ray_is_one_line(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(sys.modules, "ray", None)
     with pytest.raises(InputError) as caught:
         sweep(jobs(), ray_address="auto")
@@ -138,9 +138,11 @@ def test_a_cluster_without_ray_is_one_line(monkeypatch: pytest.MonkeyPatch) -> N
 
 
 @pytest.mark.slow
-def test_a_cluster_answers_the_same() -> None:
+def test_a_ray_cluster_gives_the_same_results() -> None:
     pytest.importorskip("ray", reason="the extra `ray` is not installed")
-    program = "from tests.twin.test_sweep import assert_a_cluster_answers_the_same as check; check()"
+    program = (
+        "from tests.twin.test_sweep import assert_a_ray_cluster_gives_the_same_results as check; check()"
+    )
     # In a process of its own: Ray ends the process whose node dies.
     done = subprocess.run(
         [sys.executable, "-c", program],
@@ -153,7 +155,7 @@ def test_a_cluster_answers_the_same() -> None:
     assert done.returncode == 0, done.stderr
 
 
-def assert_a_cluster_answers_the_same() -> None:
+def assert_a_ray_cluster_gives_the_same_results() -> None:
     calls: list[tuple[int, int]] = []
     clustered = sweep(jobs(), ray_address="local", progress=lambda done, total: calls.append((done, total)))
     assert told(clustered) == told(sweep(jobs(), workers=1))

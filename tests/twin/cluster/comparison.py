@@ -13,7 +13,7 @@ PER_REQUEST = ("first_ns", "finish_ns", "stalled_ns", "status")
 
 
 def alone(scenario: ClusterScenario, rows: np.ndarray, instance: int) -> Scenario:
-    """Return the scenario of one instance that is asked these requests."""
+    """Return the scenario of one instance with these requests."""
     placement = scenario.placement
     here = placement.instance == instance
     adapters = np.repeat(np.arange(scenario.rank.size), np.diff(placement.start))[here]
@@ -28,7 +28,7 @@ def alone(scenario: ClusterScenario, rows: np.ndarray, instance: int) -> Scenari
 
 
 def assert_instances_did_as_alone(scenario: ClusterScenario, trace: ClusterTrace) -> None:
-    """Assert that every instance leaves what the one-GPU twin leaves with the requests that it was given."""
+    """Assert that every instance leaves the trace of the one-GPU twin with its requests."""
     for i, own in enumerate(trace.traces):
         rows = np.flatnonzero(trace.instance == i)
         expected = run(alone(scenario, rows, i))

@@ -1,4 +1,4 @@
-"""Small random clusters: engines that differ in everything, tight limits, and clocks that often coincide."""
+"""Small random clusters: different engines, tight limits, and simultaneous events."""
 
 import numpy as np
 from hypothesis import strategies as st

@@ -1,4 +1,4 @@
-"""The cluster twin is the one-GPU twin, many times; routers only decide who gets what."""
+"""Each instance of the cluster twin equals the one-GPU twin; routers only distribute requests."""
 
 import numpy as np
 import pytest
@@ -52,14 +52,16 @@ def test_shares_of_adapters_on_one_instance_each_are_separate_simulations(seed: 
     scenario = seeded_cluster(seed, apart=True)
     trace = run_cluster(scenario, build_rule("plan-shares", scenario), seed)
     for i in range(scenario.instances):
-        homes = scenario.placement.instance[scenario.placement.start[:-1]]  # of every adapter; 0: of nobody
+        homes = scenario.placement.instance[scenario.placement.start[:-1]]  # of every adapter
         rows = np.flatnonzero((homes[scenario.requests.adapter] == i) & (scenario.requests.adapter > 0))
         assert np.all(trace.instance[rows] == i)
     assert_instances_did_as_alone(scenario, trace)
 
 
 @given(clusters(), ALL_ROUTERS)
-def test_nothing_is_lost_and_nothing_is_twice(scenario: ClusterScenario, router: NamedRouter) -> None:
+def test_every_request_is_at_one_instance_that_holds_its_adapter(
+    scenario: ClusterScenario, router: NamedRouter
+) -> None:
     assert_nothing_is_lost(scenario, run_cluster(scenario, build_rule(router, scenario), 2))
 
 
@@ -75,7 +77,7 @@ def test_the_same_seed_gives_the_same_result(
 
 
 @given(clusters(), st.sampled_from(list(ROUTERS)), st.integers(0, 999))
-def test_compiled_routers_decide_as_readable_ones(scenario: ClusterScenario, name: str, seed: int) -> None:
+def test_compiled_routers_decide_as_reference_ones(scenario: ClusterScenario, name: str, seed: int) -> None:
     models = [make_performance(seeded(seed + i)) for i in range(scenario.instances)]
     kernel, slo_ms = ("bgmv", "mbgmv")[seed % 2], 1.0 + seed % 50
     router: NamedRouter = name

@@ -39,7 +39,7 @@ def take_out(state: State, adapter: int, first_request: int) -> int:
 
 
 @given(loads, loads, seconds, st.sampled_from([0.0, 0.05, 1.0]))
-def test_the_number_moved_makes_the_longer_engine_as_short_as_can_be(
+def test_the_number_moved_minimises_the_longer_processing_time(
     here: int, there: int, request_s: float, migration_s: float
 ) -> None:
     assume(here >= there)
@@ -52,7 +52,7 @@ def test_the_number_moved_makes_the_longer_engine_as_short_as_can_be(
 
 
 @given(worlds(), st.integers(0, 30), st.integers(0, 10))
-def test_a_withdrawal_takes_the_waiting_requests_asked_for_and_leaves_the_engine_whole(
+def test_a_withdrawal_removes_the_given_waiting_requests_and_keeps_the_state_valid(
     world: World, at: int, first_request: int
 ) -> None:
     for step, (state, _) in enumerate(play(world)):
@@ -74,7 +74,7 @@ def _withdraw_everywhere(state: State, limits: Limits, num_blocks: int, first_re
 
 
 @given(clusters())
-def test_every_request_stays_in_one_place_however_often_it_moves(scenario: ClusterScenario) -> None:
+def test_every_request_is_at_one_instance_after_any_number_of_moves(scenario: ClusterScenario) -> None:
     rule = build_rule(Dlora(period_s=0.005, excess=0.5, request_s=0.01, migration_s=0.003), scenario)
     laid = lay_out(scenario, by_rank=True, first_rows=1)
     run_laid(laid, rule, 0)

@@ -1,4 +1,4 @@
-"""Toppings' models, fitted to what a profile predicts."""
+"""Toppings' models, fitted to predictions of a profile."""
 
 import numpy as np
 import pytest
@@ -13,7 +13,7 @@ SCENARIO = build_cluster(even(16, 5.0, (8, 64)), [Instance(PROFILE, a_max=16, s_
 
 
 @pytest.mark.parametrize(("form", "kernel"), [(TOPPINGS_BGMV, "bgmv"), (TOPPINGS_MBGMV, "mbgmv")])
-def test_a_profile_that_is_eq_2_gives_its_own_coefficients_back(form, kernel) -> None:
+def test_a_profile_of_eq_2_gives_its_coefficients(form, kernel) -> None:
     costs = SCENARIO.engines[0].costs._replace(
         form=form.code, coefficients=np.array([0.0035, 32.166, 0.002, 40.0]), uses_ranks=True
     )
@@ -21,7 +21,7 @@ def test_a_profile_that_is_eq_2_gives_its_own_coefficients_back(form, kernel) ->
     assert found.row == pytest.approx((0.002, 40.0, 0.0, 0.0035, 32.166), abs=1e-9)
 
 
-def test_a_prompt_token_costs_what_the_profile_says_unless_taken_literally() -> None:
+def test_the_time_per_prompt_token_is_the_profiles_unless_literal() -> None:
     costs = SCENARIO.engines[0].costs
     found = fit_performance(costs, SCENARIO.requests, Toppings())
     per_token = PROFILE.step_latency.value("ms_per_ktoken") / 1e3

@@ -28,7 +28,7 @@ def as_single(result: SimulationResult) -> SimulationResult:
 
 
 @pytest.mark.parametrize("router", ROUTERS)
-def test_one_instance_gives_what_simulate_gives(router: str) -> None:
+def test_one_instance_gives_the_result_of_simulate(router: str) -> None:
     workload = even(24, 6.0, (8, 64))
     settings = {"a_max": 8, "s_max": 64, "max_cpu_loras": 12, "max_in_flight": 40}
     alone = simulate(workload, PROFILE, duration_s=MINUTE, seed=3, **settings)
@@ -56,7 +56,7 @@ def test_a_cluster_s_totals_are_those_of_its_instances() -> None:
 
 
 def test_instances_may_differ_in_model_gpu_and_engine() -> None:
-    """The metrics are weighed by who served what, each with its own time outside the engine."""
+    """Overall metrics combine instances with different overheads outside the engine."""
     workload = even(12, 8.0)
     instances = [
         Instance(PROFILE, a_max=4, s_max=8, max_model_len=600),
@@ -71,7 +71,7 @@ def test_instances_may_differ_in_model_gpu_and_engine() -> None:
     assert result.tpt_ms_mean == pytest.approx(np.average(means, weights=weights))
 
 
-def test_requests_that_do_not_finish_do_not_attain() -> None:
+def test_unfinished_requests_do_not_attain_a_bound() -> None:
     overloaded = simulate_cluster(even(4, 60.0), same(1, max_num_seqs=8), duration_s=MINUTE)
     assert overloaded.attainment(1e12) == pytest.approx(overloaded.completed / overloaded.submitted)
     assert overloaded.attainment(0.0) == 0.0
@@ -104,7 +104,7 @@ def test_the_reference_without_adapters_has_the_same_requests_and_is_faster() ->
     assert without.tpt_ms_mean < with_lora.tpt_ms_mean
 
 
-def test_bad_input_is_named() -> None:
+def test_invalid_input_is_named() -> None:
     workload, one = even(3, 1.0), same(1)
     with pytest.raises(InputError, match=r"router: must be one of plan-shares, .*toppings \(got 'rand'\)"):
         simulate_cluster(workload, one, router="rand")

@@ -21,5 +21,5 @@ def even(adapters: int, total_rps: float, ranks: tuple[int, ...] = (8,)) -> Work
 
 
 def same(count: int, **settings: object) -> list[Instance]:
-    """Return so many equal instances that hold everything."""
+    """Return equal instances with all adapters."""
     return [Instance(PROFILE, **{"a_max": 16, "s_max": 64, **settings})] * count

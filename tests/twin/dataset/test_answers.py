@@ -1,4 +1,4 @@
-"""A scenario is answered by itself: by its design, seed and number, whoever else is asked."""
+"""A row depends on design, seed and number of its scenario alone."""
 
 from __future__ import annotations
 
@@ -31,8 +31,8 @@ ENGINE = SimulateSettings(  # type: ignore[typeddict-item]
 )
 
 
-def told(answers: list[ScenarioRow | NoRow]) -> list[object]:
-    """Return what can be compared; NaN is not equal to itself, but its text is."""
+def comparable(answers: list[ScenarioRow | NoRow]) -> list[object]:
+    """Return comparable values; NaN is not equal to itself, but its text is."""
     return [
         each
         if isinstance(each, NoRow)
@@ -42,23 +42,25 @@ def told(answers: list[ScenarioRow | NoRow]) -> list[object]:
 
 
 @pytest.mark.parametrize("design", DESIGNS)
-def test_an_answer_depends_on_its_number_and_on_no_neighbour(design: str) -> None:
+def test_a_row_depends_on_its_number_alone(design: str) -> None:
     together = simulate_span(design, SHIPPED, 3, DURATION_S, 5, 17)
     alone = [simulate_span(design, SHIPPED, 3, DURATION_S, n, n + 1)[0] for n in range(5, 17)]
-    assert told(together) == told(alone)
+    assert comparable(together) == comparable(alone)
     assert [row.number for row in together if isinstance(row, ScenarioRow)] == [
         number for number, row in enumerate(together, start=5) if isinstance(row, ScenarioRow)
     ]
 
 
 @pytest.mark.parametrize("design", DESIGNS)
-def test_another_seed_asks_and_answers_otherwise(design: str) -> None:
+def test_another_seed_gives_other_scenarios_and_rows(design: str) -> None:
     one, two = (simulate_span(design, SHIPPED, seed, DURATION_S, 0, 6) for seed in (0, 1))
-    assert all(a != b for a, b in zip(told(one), told(two), strict=True) if not isinstance(a, NoRow))
+    assert all(
+        a != b for a, b in zip(comparable(one), comparable(two), strict=True) if not isinstance(a, NoRow)
+    )
 
 
 @pytest.mark.parametrize("design", DESIGNS)
-def test_a_row_is_what_the_twin_answers(design: str) -> None:
+def test_a_row_holds_the_result_of_simulate(design: str) -> None:
     asked = draw(design, SHIPPED, 1, 0, 12)
     answered = simulate_span(design, SHIPPED, 1, DURATION_S, 0, 12)
     rows = [(each, row) for each, row in zip(asked, answered, strict=True) if isinstance(row, ScenarioRow)]
@@ -89,7 +91,7 @@ def test_designs_share_no_group() -> None:
     assert sum(map(len, groups)) == len(set().union(*groups))
 
 
-def test_near_twins_keep_one_group() -> None:
+def test_similar_scenarios_share_a_group() -> None:
     for design in DESIGNS:
         drawn = draw(design, SHIPPED, 0, 0, 40)
         rows = [row for row in simulate_span(design, SHIPPED, 0, 5.0, 0, 40) if isinstance(row, ScenarioRow)]
@@ -97,7 +99,7 @@ def test_near_twins_keep_one_group() -> None:
         assert len(pairs) == len({ours for ours, _ in pairs}) == len({theirs for _, theirs in pairs})
 
 
-def test_what_does_not_fit_or_is_never_asked_has_no_row() -> None:
+def test_scenarios_beyond_memory_or_without_requests_have_no_row() -> None:
     engine = profile()
     assert isinstance(simulate_sample(sample(), engine, "paper-grid", 0, 30.0, 0), ScenarioRow)
     refused = simulate_sample(sample(a_max=4000), engine, "paper-grid", 0, 30.0, 0)
@@ -106,7 +108,7 @@ def test_what_does_not_fit_or_is_never_asked_has_no_row() -> None:
     assert silent is NoRow.WITHOUT_REQUESTS
 
 
-def test_another_reason_than_memory_is_no_answer(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_another_reason_than_memory_is_raised(monkeypatch: pytest.MonkeyPatch) -> None:
     def starve(*_: object, **__: object) -> None:
         raise InfeasibleError("starves", "starvation")
 

@@ -1,4 +1,4 @@
-"""A dataset is a function of its question: of no worker, no interruption and no damage on the way."""
+"""A dataset depends on its arguments alone, not on workers, interruptions or damaged files."""
 
 from __future__ import annotations
 
@@ -41,7 +41,7 @@ def bytes_of(folder: Path) -> dict[str, bytes]:
 
 @pytest.fixture(scope="module")
 def whole(tmp_path_factory: pytest.TempPathFactory) -> dict[str, bytes]:
-    """A dataset that nothing disturbed."""
+    """A dataset of one uninterrupted call."""
     folder = tmp_path_factory.mktemp("whole") / "data"
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(shards, "SCENARIOS_PER_SHARD", PER_SHARD)
@@ -56,7 +56,7 @@ def laid_out(folder: Path, files: dict[str, bytes]) -> Path:
     return folder
 
 
-def test_the_manifest_tells_what_was_asked_and_lists_every_row(tmp_path: Path) -> None:
+def test_the_manifest_holds_the_request_and_every_row(tmp_path: Path) -> None:
     manifest = generate(tmp_path / "data")
     assert Manifest.model_validate_json((tmp_path / "data" / MANIFEST).read_text()) == manifest
     answered = manifest.answered
@@ -71,13 +71,13 @@ def test_the_manifest_tells_what_was_asked_and_lists_every_row(tmp_path: Path) -
 
 
 @pytest.mark.parametrize("workers", [2, 3])
-def test_workers_do_not_show_in_the_data(workers: int, tmp_path: Path, whole: dict[str, bytes]) -> None:
+def test_the_data_do_not_depend_on_the_workers(workers: int, tmp_path: Path, whole: dict[str, bytes]) -> None:
     generate(tmp_path / "data", workers=workers)
     assert bytes_of(tmp_path / "data") == whole
 
 
 @pytest.mark.slow
-def test_a_cluster_does_not_show_in_the_data(tmp_path: Path, whole: dict[str, bytes]) -> None:
+def test_the_data_do_not_depend_on_a_ray_cluster(tmp_path: Path, whole: dict[str, bytes]) -> None:
     pytest.importorskip("ray", reason="the extra `ray` is not installed")
     program = (
         "import sys; from pathlib import Path;"
@@ -97,7 +97,7 @@ def test_a_cluster_does_not_show_in_the_data(tmp_path: Path, whole: dict[str, by
     assert bytes_of(tmp_path / "data") == whole
 
 
-def test_a_cluster_without_ray_is_one_line_and_leaves_nothing(
+def test_a_missing_ray_is_one_line_and_leaves_no_files(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setitem(sys.modules, "ray", None)
@@ -126,7 +126,7 @@ def test_a_run_that_ends_at_any_write_is_continued_to_the_same_bytes(
                 return
             if last:
                 write(path, data)
-            # What SIGKILL leaves of a write: a temporary file that nobody removes.
+            # A write that SIGKILL interrupts leaves a temporary file.
             (folder / f".{path.name}.1.tmp").write_bytes(b"half")
             raise KeyboardInterrupt
 
@@ -141,7 +141,7 @@ def test_a_run_that_ends_at_any_write_is_continued_to_the_same_bytes(
     assert bytes_of(folder) == whole
 
 
-def test_what_is_there_is_not_computed_again(
+def test_existing_shards_are_not_computed_again(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, whole: dict[str, bytes]
 ) -> None:
     folder = laid_out(tmp_path / "data", {k: v for k, v in whole.items() if k != "part-00001.parquet"})
@@ -189,7 +189,7 @@ def _rewritten(data: bytes, change: Callable[[Any], Any]) -> bytes:
     "damage",
     [_truncated, _flipped, _without_a_row, _with_other_numbers, lambda data: b"", lambda data: b"PAR1"],
 )
-def test_a_damaged_shard_is_made_again(
+def test_a_damaged_shard_is_written_again(
     damage: Callable[[bytes], bytes], tmp_path: Path, whole: dict[str, bytes]
 ) -> None:
     name = "part-00000.parquet"
@@ -198,7 +198,7 @@ def test_a_damaged_shard_is_made_again(
     assert bytes_of(folder) == whole
 
 
-def test_rows_in_other_bytes_are_stored_anew_without_the_twin(
+def test_valid_rows_in_another_encoding_are_written_again_without_simulation(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, whole: dict[str, bytes]
 ) -> None:
     name = "part-00000.parquet"
@@ -209,14 +209,14 @@ def test_rows_in_other_bytes_are_stored_anew_without_the_twin(
     assert bytes_of(folder) == whole
 
 
-def test_a_shard_in_another_place_is_made_again(tmp_path: Path, whole: dict[str, bytes]) -> None:
+def test_a_shard_in_another_place_is_written_again(tmp_path: Path, whole: dict[str, bytes]) -> None:
     swapped = {**whole, "part-00000.parquet": whole["part-00001.parquet"]}
     folder = laid_out(tmp_path / "data", swapped)
     generate(folder)
     assert bytes_of(folder) == whole
 
 
-def test_a_shard_of_another_seed_is_made_again(tmp_path: Path, whole: dict[str, bytes]) -> None:
+def test_a_shard_of_another_seed_is_written_again(tmp_path: Path, whole: dict[str, bytes]) -> None:
     generate(tmp_path / "other", seed=1)
     stranger = (tmp_path / "other" / "part-00001.parquet").read_bytes()
     folder = laid_out(tmp_path / "data", {**whole, "part-00001.parquet": stranger})
@@ -225,7 +225,7 @@ def test_a_shard_of_another_seed_is_made_again(tmp_path: Path, whole: dict[str, 
 
 
 @pytest.mark.parametrize("fewer", [1, PER_SHARD, 39])
-def test_a_grown_dataset_is_the_one_asked_at_once(
+def test_an_extended_dataset_equals_one_generated_at_once(
     fewer: int, tmp_path: Path, whole: dict[str, bytes]
 ) -> None:
     generate(tmp_path / "data", scenarios=fewer)
@@ -243,7 +243,7 @@ def test_a_grown_dataset_is_the_one_asked_at_once(
         ({"profile": load_profile("h100-64g/qwen2.5-7b/vllm-0.8.5")}, "profile is 'h100-64g/llama"),
     ],
 )
-def test_another_question_is_refused_and_changes_nothing(
+def test_other_arguments_are_refused_and_change_nothing(
     other: dict[str, Any], told: str, tmp_path: Path, whole: dict[str, bytes]
 ) -> None:
     folder = laid_out(tmp_path / "data", whole)
@@ -277,7 +277,7 @@ def test_a_folder_with_other_files_is_left_alone(tmp_path: Path) -> None:
     assert bytes_of(folder) == {"thesis.tex": b"mine", ".thesis.tex.1.tmp": b"mine too"}
 
 
-def test_a_folder_that_cannot_be_made_is_one_line(tmp_path: Path) -> None:
+def test_a_folder_that_cannot_be_created_is_one_line(tmp_path: Path) -> None:
     (tmp_path / "file").write_text("")
     for folder in (tmp_path / "file", tmp_path / "missing" / "data", tmp_path / "nul\0"):
         with pytest.raises(InputError, match="cannot be written"):
@@ -296,7 +296,7 @@ def test_a_folder_that_cannot_be_made_is_one_line(tmp_path: Path) -> None:
         ({"workers": 0}, "^workers: must be a whole number >= 1"),
     ],
 )
-def test_a_bad_argument_is_refused_before_anything_is_written(
+def test_an_invalid_argument_is_refused_before_anything_is_written(
     argument: dict[str, Any], told: str, tmp_path: Path
 ) -> None:
     with pytest.raises(InputError, match=told):
@@ -304,9 +304,7 @@ def test_a_bad_argument_is_refused_before_anything_is_written(
     assert not (tmp_path / "data").exists()
 
 
-def test_a_dataset_of_nothing_but_refusals_is_complete(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_dataset_without_rows_is_complete(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     refusal = NoRow.REFUSED_FOR_MEMORY
     monkeypatch.setattr("capplan.twin.dataset.answers.simulate_span", lambda *a: [refusal] * (a[-1] - a[-2]))
     answered = generate(tmp_path / "data").answered
