@@ -64,7 +64,7 @@ def load_profile(name_or_path: str | os.PathLike[str]) -> Profile:
             raise InputError(_unknown(name, shipped), name, "profile")
     elif not _is_file(name):
         hint = "profile: give an existing file or a shipped name (`capplan profiles` lists them)"
-        raise InputError(f"cannot be read: no such file; {hint}", location=name)
+        raise InputError(f"cannot be read: No such file; {hint}", location=name)
     return _read(Path(name))
 
 
