@@ -37,7 +37,7 @@ def plan_of(*groups: Group, **changes: Any) -> Plan:
 def launched(
     folder: Path, script: str, *arguments: str, **environment: str
 ) -> tuple[list[str], dict[str, str], subprocess.CompletedProcess[str]]:
-    """Run a script with a `vllm` that records what it is given; return its arguments and environment."""
+    """Run a script with a fake `vllm`; return its arguments and environment."""
     path, record = folder / "run.sh", folder / "record"
     path.write_text(script)
     fake = folder / "bin" / "vllm"
@@ -56,7 +56,7 @@ def launched(
 
 
 def options(argv: list[str]) -> dict[str, list[str]]:
-    """Return the values of each option, as argparse would hand them to vLLM."""
+    """Return the values of each option as parsed by argparse."""
     assert argv[:2] == ["serve", MODEL]
     result: dict[str, list[str]] = {}
     for word in argv[2:]:
@@ -92,7 +92,7 @@ def test_every_script_is_shell(tmp_path: Path, runtime_updates: bool) -> None:
             assert (done.returncode, done.stderr) == (0, "")
 
 
-def test_vllm_is_given_every_setting_of_the_group(tmp_path: Path) -> None:
+def test_every_setting_of_the_group_is_a_flag(tmp_path: Path) -> None:
     argv, _, done = launched(tmp_path, vllm_files(small_plan())["launch/g1.sh"], ADAPTER_ROOT="/adapters")
     assert done.returncode == 0, done.stderr
     given = options(argv)
@@ -113,7 +113,7 @@ def test_vllm_is_given_every_setting_of_the_group(tmp_path: Path) -> None:
     }
 
 
-def test_servers_of_one_host_never_share_a_port() -> None:
+def test_ports_of_servers_differ() -> None:
     routing = json.loads(vllm_files(small_plan(), port=9000)["routing.json"])
     ports = [each["port"] for part in routing["groups"].values() for each in part["instances"]]
     assert ports == [9000, 9001, 9002]
@@ -128,21 +128,21 @@ def test_port_and_further_flags_come_from_the_caller(tmp_path: Path) -> None:
     assert given["--lora-modules"] == ["a=/with space/a", "shared=/with space/shared"]
 
 
-def test_a_missing_adapter_root_stops_the_script_and_says_so(tmp_path: Path) -> None:
+def test_a_missing_adapter_root_is_an_error(tmp_path: Path) -> None:
     argv, _, done = launched(tmp_path, vllm_files(small_plan())["launch/g0-1.sh"])
     assert argv == []
     assert done.returncode != 0
     assert "ADAPTER_ROOT: must name the directory" in done.stderr
 
 
-def test_no_adapter_root_is_asked_for_when_every_path_is_known(tmp_path: Path) -> None:
+def test_adapter_root_is_not_required_if_every_adapter_has_a_path(tmp_path: Path) -> None:
     script = only_script(plan_of(group("g", adapters=(("a", 8, 1.0, "org/a"),))))
     argv, _, done = launched(tmp_path, script)
     assert done.returncode == 0
     assert options(argv)["--lora-modules"] == ["a=org/a"]
 
 
-def test_all_adapters_stay_on_the_host_unless_the_plan_says_otherwise(tmp_path: Path) -> None:
+def test_all_adapters_are_on_the_host_by_default(tmp_path: Path) -> None:
     many = tuple((f"a{i}", 8, 1.0, "p") for i in range(7))
     for wanted, flag in ((None, ["7"]), (3, ["3"])):
         script = only_script(plan_of(group("g", adapters=many, max_cpu_loras=wanted)))
@@ -157,7 +157,7 @@ def test_host_slots_never_fall_below_gpu_slots(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("version", "flag"), [("0.8.5", "8"), ("0.11.0", "8"), ("0.11.1", "1"), ("0.32.0rc1", "1")]
 )
-def test_rank_1_is_raised_where_the_release_refuses_it(tmp_path: Path, version: str, flag: str) -> None:
+def test_rank_1_is_raised_for_releases_that_reject_it(tmp_path: Path, version: str, flag: str) -> None:
     engine = PlanEngine(name="vllm", version=version, rules="vllm-0.8")
     plan = plan_of(group("g", adapters=(("a", 1, 1.0, "p"),), max_lora_rank=1), engine=engine)
     assert options(launched(tmp_path, only_script(plan))[0])["--max-lora-rank"] == [flag]
@@ -167,7 +167,7 @@ def test_rank_1_is_raised_where_the_release_refuses_it(tmp_path: Path, version: 
     ("asked", "flags"),
     [(None, set()), (True, {"--enable-prefix-caching"}), (False, {"--no-enable-prefix-caching"})],
 )
-def test_prefix_caching_is_left_to_vllm_only_where_the_plan_leaves_it_open(
+def test_prefix_caching_is_a_flag_if_the_plan_sets_it(
     tmp_path: Path, asked: bool | None, flags: set[str]
 ) -> None:
     part = group("g", adapters=(("a", 8, 1.0, "p"),), enable_prefix_caching=asked)
@@ -187,9 +187,7 @@ HOSTILE = ("$(touch pwned)", "`touch pwned`", "';touch pwned;'", '"&touch pwned'
 
 
 @pytest.mark.parametrize("text", HOSTILE)
-def test_no_text_of_a_plan_reaches_the_shell(
-    tmp_path: Path, text: str, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_text_of_a_plan_is_quoted(tmp_path: Path, text: str, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir(tmp_path)
     name = text.replace(" ", "_")
     part = group("g", adapters=((name, 8, 1.0, f"/p/{text}"), (f"{name}2", 8, 1.0, None)))
@@ -209,14 +207,14 @@ def test_a_line_break_in_a_comment_starts_no_command(tmp_path: Path, monkeypatch
 
 
 @pytest.mark.parametrize(("name", "path"), [("a", "s3://b/x=1"), ("a", "/p,q"), ("-a", "/p"), ("{a", "/p")])
-def test_a_module_vllm_would_misread_is_given_as_json(tmp_path: Path, name: str, path: str) -> None:
+def test_ambiguous_modules_are_json(tmp_path: Path, name: str, path: str) -> None:
     argv, _, _ = launched(tmp_path, only_script(plan_of(group("g", adapters=((name, 8, 1.0, path),)))))
     (word,) = options(argv)["--lora-modules"]
     assert json.loads(word) == {"name": name, "path": path}
 
 
 @pytest.mark.parametrize("name", ["../../x", "/etc/x", "..", "é", "a/b", "-rf", "x" * 256])
-def test_no_group_id_leads_out_of_the_launch_folder(name: str) -> None:
+def test_scripts_are_inside_the_launch_folder(name: str) -> None:
     part = group(name, adapters=(("a", 8, 1.0, "p"),))
     (path,) = (Path(each) for each in vllm_files(plan_of(part)) if each.endswith(".sh"))
     assert path.parent == Path("launch")
@@ -224,7 +222,7 @@ def test_no_group_id_leads_out_of_the_launch_folder(name: str) -> None:
     assert len(path.name.encode()) <= 255
 
 
-def test_groups_whose_ids_look_alike_keep_their_own_script() -> None:
+def test_similar_group_ids_have_different_scripts() -> None:
     ids = ("a/b", "a_b", "A_B", "c-1", "c")
     groups = [group(name, adapters=((f"on-{i}", 8, 1.0, "p"),)) for i, name in enumerate(ids)]
     groups[-1] = groups[-1].replace(replicas=2)
@@ -236,7 +234,7 @@ def test_groups_whose_ids_look_alike_keep_their_own_script() -> None:
             assert f"on-{index}=p" in shlex.split(files[each["script"]], comments=True)
 
 
-def test_routing_sends_every_request_of_every_adapter_somewhere() -> None:
+def test_routing_shares_of_every_adapter_sum_to_one() -> None:
     routing = json.loads(vllm_files(small_plan())["routing.json"])
     assert set(routing["adapters"]) == {"a", "b", "shared"}
     assert routing["adapters"]["shared"] == [{"group": "g0", "share": 0.25}, {"group": "g1", "share": 0.75}]
@@ -245,7 +243,7 @@ def test_routing_sends_every_request_of_every_adapter_somewhere() -> None:
         assert {way["group"] for way in ways} <= set(routing["groups"])
 
 
-def test_files_name_the_plan_they_come_from(tmp_path: Path) -> None:
+def test_files_contain_the_digest_of_the_plan(tmp_path: Path) -> None:
     small_plan().to_json(tmp_path / "plan.json")
     digest = hashlib.sha256((tmp_path / "plan.json").read_bytes()).hexdigest()
     for text in vllm_files(small_plan()).values():
@@ -253,7 +251,7 @@ def test_files_name_the_plan_they_come_from(tmp_path: Path) -> None:
         assert MODEL in text
 
 
-def test_what_vllm_cannot_do_is_said() -> None:
+def test_unsupported_settings_are_in_the_header() -> None:
     part = group("g", adapters=(("a", 8, 1.0, "p"),)).replace(cache=Cache(policy="gdsf"))
     engine = PlanEngine(name="capplan", version="1", rules="capplan")
     script = only_script(plan_of(part, engine=engine))
@@ -263,12 +261,12 @@ def test_what_vllm_cannot_do_is_said() -> None:
 
 
 @pytest.mark.parametrize("port", [0, -1, 65534, 70000])
-def test_a_port_out_of_range_is_refused(port: int) -> None:
+def test_a_port_out_of_range_is_rejected(port: int) -> None:
     with pytest.raises(errors.InputError, match=r"port: must be from 1 to 65533"):
         vllm_files(small_plan(), port=port)
 
 
-def test_the_last_ports_can_be_used() -> None:
+def test_the_last_ports_are_allowed() -> None:
     routing = json.loads(vllm_files(small_plan(), port=65533)["routing.json"])
     assert routing["groups"]["g1"]["instances"][0]["port"] == 65535
 
@@ -278,7 +276,7 @@ def test_the_same_plan_gives_the_same_files() -> None:
 
 
 @pytest.mark.parametrize("name", ["../a", "x/../../a", "/etc"])
-def test_a_name_that_leads_out_of_the_folder_of_adapters_needs_a_path(name: str) -> None:
+def test_a_name_outside_the_adapter_folder_needs_a_path(name: str) -> None:
     with pytest.raises(errors.InputError, match="adapters: name"):
         vllm_files(plan_of(group("g0", ((name, 8, 1.0, None),))))
     assert vllm_files(plan_of(group("g0", ((name, 8, 1.0, "/srv/a"),))))

@@ -1,4 +1,4 @@
-"""The papers' simple placements: what each of them is known for, good and bad."""
+"""Baseline solvers of the papers: latency, MaxBase, random, contiguous."""
 
 from __future__ import annotations
 
@@ -49,7 +49,7 @@ def test_latency_gives_each_adapter_to_the_gpu_with_the_lowest_rate_so_far(
     assert all(a.a_max == len(a.shares) for a in answer)
 
 
-def test_latency_judges_once_at_the_end_and_tells_which_gpu_fails() -> None:
+def test_latency_tests_all_gpus_at_the_end() -> None:
     problem = example_problem(0, adapters=20, gpus=2)
     with pytest.raises(InfeasibleError, match=r"GPU 0 with 10 slots starve") as error:
         placed("latency", problem, Capacity(rps=1.0))
@@ -61,7 +61,7 @@ def test_latency_judges_once_at_the_end_and_tells_which_gpu_fails() -> None:
 
 
 @given(seed=st.integers(0, 10_000), adapters=st.integers(1, 60), limit_tok_s=st.floats(1.0, 3000.0))
-def test_maxbase_fills_in_input_order_and_goes_on_only_when_the_next_would_exceed(
+def test_maxbase_fills_gpus_in_input_order_up_to_the_limit(
     seed: int, adapters: int, limit_tok_s: float
 ) -> None:
     problem = example_problem(seed, adapters, gpus=99)
@@ -73,15 +73,14 @@ def test_maxbase_fills_in_input_order_and_goes_on_only_when_the_next_would_excee
         assert load + problem.offered_tok_s(following[0]) > limit_tok_s
 
 
-def test_maxbase_gives_every_adapter_a_slot_and_maxbase_half_every_second_rounded_up() -> None:
+def test_slots_of_maxbase_and_maxbase_half() -> None:
     problem = example_problem(3, adapters=9, gpus=4)
     (whole,), (half,) = placed("maxbase", problem), placed("maxbase-half", problem)
     assert (whole.a_max, half.a_max) == (9, 5)
     assert whole.shares == half.shares
 
 
-def test_maxbase_knows_no_more_than_the_backbone(workload: Make, profile: Profile) -> None:
-    """Slots that do not fit in memory do not keep it from an answer; too much load does."""
+def test_maxbase_ignores_memory_but_not_throughput(workload: Make, profile: Profile) -> None:
     crowded = problem_of(workload(*((f"a{i}", 64, 0.001) for i in range(300))), profile, 1)
     (only,) = placed("maxbase", crowded)
     assert not crowded.fits_in_memory(only)
@@ -91,7 +90,7 @@ def test_maxbase_knows_no_more_than_the_backbone(workload: Make, profile: Profil
     assert error.value.reason == "gpus"
 
 
-def test_the_backbone_serves_more_than_any_gpu_with_adapters_and_less_for_longer_answers(
+def test_the_base_model_serves_more_than_with_adapters_and_less_for_longer_outputs(
     workload: Make, profile: Profile
 ) -> None:
     from capplan import simulate
@@ -104,7 +103,7 @@ def test_the_backbone_serves_more_than_any_gpu_with_adapters_and_less_for_longer
     assert base_model_tok_s(problem_of(longer, profile, 1), seed=0) < bare
 
 
-def test_the_backbone_depends_on_the_mix_and_not_on_the_load(workload: Make, profile: Profile) -> None:
+def test_base_model_throughput_does_not_depend_on_the_load(workload: Make, profile: Profile) -> None:
     one, many = (
         base_model_tok_s(problem_of(workload(("a", 8, rate), ("b", 8, rate)), profile, 1), seed=0)
         for rate in (0.01, 40.0)
@@ -114,7 +113,7 @@ def test_the_backbone_depends_on_the_mix_and_not_on_the_load(workload: Make, pro
     assert math.isinf(base_model_tok_s(idle, seed=0))
 
 
-def test_random_scatters_evenly_and_draws_slots_up_to_the_adapters() -> None:
+def test_random_draws_gpus_and_slots_uniformly() -> None:
     problem = example_problem(0, adapters=400, gpus=4)
     answers = [placed("random", problem, seed=seed) for seed in range(30)]
     counts = np.array([[len(a.shares) for a in answer] for answer in answers])
@@ -134,7 +133,7 @@ def test_contiguous_runs_are_sorted_by_rank_and_equally_long(seed: int, adapters
     assert max(map(len, runs)) - min(map(len, runs)) <= 1
 
 
-def test_slora_placements_get_the_slots_that_the_estimator_likes_best() -> None:
+def test_slora_placements_get_the_best_slots_by_the_estimator() -> None:
     problem = example_problem(0, adapters=40, gpus=2)
     for name in ("slora-random", "slora-contiguous"):
         for assignment in placed(name, problem, Capacity(rps=100.0, rps_per_slot_of_rank_16=0.1)):

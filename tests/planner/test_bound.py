@@ -28,7 +28,7 @@ lengths = st.builds(
 
 @settings(max_examples=12)
 @given(kinds=st.lists(lengths, min_size=1, max_size=3), busy=st.floats(0.5, 1.6), seed=st.integers(0, 99))
-def test_what_one_simulated_gpu_serves_never_keeps_more_than_one_busy(
+def test_load_that_one_simulated_gpu_serves_has_a_bound_of_one(
     kinds: list[tuple[Lengths, Lengths]], busy: float, seed: int
 ) -> None:
     profile = load_profile(PROFILE)
@@ -50,7 +50,7 @@ def test_what_one_simulated_gpu_serves_never_keeps_more_than_one_busy(
         assert busy_gpus(problem_of(loaded, profile)) * drawn <= 1.01
 
 
-def test_is_proportional_to_rates_and_to_the_inverse_of_what_headroom_leaves(
+def test_busy_gpus_are_proportional_to_rates_over_headroom(
     workload: Callable[..., Workload], profile: Profile
 ) -> None:
     base = problem_of(workload(("a", 8, 2.0), ("b", 16, 5.0), headroom=0.0), profile)
@@ -60,7 +60,7 @@ def test_is_proportional_to_rates_and_to_the_inverse_of_what_headroom_leaves(
     assert busy_gpus(half) == pytest.approx(2 * busy_gpus(base), rel=1e-9)
 
 
-def test_more_of_one_adapter_never_lowers_it(workload: Callable[..., Workload], profile: Profile) -> None:
+def test_the_bound_is_monotone_in_rates(workload: Callable[..., Workload], profile: Profile) -> None:
     bounds = [
         lower_bound_gpus(problem_of(workload(("a", 8, 3.0), ("b", 16, rate)), profile))
         for rate in (0.0, 1.0, 5.0, 20.0, 80.0)
@@ -69,7 +69,9 @@ def test_more_of_one_adapter_never_lowers_it(workload: Callable[..., Workload], 
     assert bounds[-1] > bounds[0]
 
 
-def test_is_one_where_nothing_is_asked_or_known(workload: Callable[..., Workload], profile: Profile) -> None:
+def test_the_bound_is_one_without_load_or_step_model(
+    workload: Callable[..., Workload], profile: Profile
+) -> None:
     assert lower_bound_gpus(problem_of(workload(("idle", 8, 0.0)), profile)) == 1
     step = profile.step_latency
     odd = {name: c.replace(value=-c.value) for name, c in step.coefficients.items()}
@@ -77,7 +79,7 @@ def test_is_one_where_nothing_is_asked_or_known(workload: Callable[..., Workload
     assert lower_bound_gpus(problem_of(workload(("a", 8, 90.0)), strange)) == 1
 
 
-def test_answers_cut_short_by_the_model_length_cost_less(
+def test_outputs_limited_by_max_model_len_cost_less(
     workload: Callable[..., Workload], profile: Profile
 ) -> None:
     one = (("a", 8, 20.0),)

@@ -1,4 +1,4 @@
-"""`compare`: raw answers, judged as the twin sees them."""
+"""`compare`: verification of raw answers by the twin."""
 
 from __future__ import annotations
 
@@ -33,8 +33,8 @@ def only(workload: Workload, solver: Solver | str, **wishes: Any) -> SolverResul
     return compare(workload, [solver], seeds=2, **wishes).rows[0]
 
 
-def test_a_raw_answer_is_judged_and_not_mended(workload: Make) -> None:
-    """One slot for 24 adapters starves; plan() would repair that."""
+def test_a_raw_answer_is_not_repaired(workload: Make) -> None:
+    """One slot for 24 adapters starves."""
     row = only(workload(*((f"a{i}", 8, 1.5) for i in range(24))), all_on_one(1))
     assert (row.instances, row.starved, row.memory_errors) == (1, 1, 0)
     assert row.answered
@@ -49,40 +49,40 @@ def test_slots_that_do_not_fit_are_memory_errors_and_serve_nothing(workload: Mak
     assert not row.holds
 
 
-def test_more_adapters_than_the_host_keeps_are_a_memory_error_too(workload: Make) -> None:
+def test_too_few_adapters_on_the_host_are_a_memory_error(workload: Make) -> None:
     wishes = workload(*((f"a{i}", 8, 0.1) for i in range(8)), engine={"max_cpu_loras": 2})
     assert only(wishes, all_on_one(8)).memory_errors == 1
 
 
-def test_a_latency_bound_that_breaks_counts_as_late_and_not_as_starved(workload: Make) -> None:
+def test_a_broken_latency_bound_counts_as_late(workload: Make) -> None:
     wishes = workload(("a", 8, 0.2), ("b", 8, 0.2), slo=Slo(ttft_p99_s=0.001))
     row = only(wishes, own(one_each))
     assert (row.starved, row.late) == (0, 2)
     assert not row.holds
 
 
-def test_what_holds_at_the_load_but_not_with_the_headroom_is_told(workload: Make) -> None:
+def test_an_instance_without_headroom_is_counted(workload: Make) -> None:
     wishes = workload(("a", 8, 1.0), ("b", 8, 1.0), headroom=0.97)
     row = only(wishes, all_on_one(2))
     assert row.holds
     assert row.short_of_headroom == 1
 
 
-def test_a_failed_solver_is_a_row_with_its_reason(workload: Make) -> None:
+def test_a_failing_solver_is_a_row_with_the_reason(workload: Make) -> None:
     result = compare(workload(("a", 8, 0.2)), [own(fails, "none"), own(one_each)], seeds=1)
     failed, answered = result.rows
     assert (failed.solver, failed.failure, failed.exit_code) == ("none", "gpus: not today", 3)
     assert (answered.solver, answered.holds) == ("own", True)
 
 
-def test_a_solver_for_smaller_cases_is_a_row_and_no_abort(workload: Make) -> None:
+def test_an_unsupported_size_is_a_row_with_exit_code_2(workload: Make) -> None:
     wishes = workload(*((f"a{i}", 8, 0.02) for i in range(30)))
     milp, random = compare(wishes, ["milp", "random"], seeds=1).rows
     assert milp.exit_code == 2
     assert random.answered
 
 
-def test_numbers_are_those_of_the_plan_of_the_same_answer(workload: Make) -> None:
+def test_results_agree_with_the_plan_of_the_same_answer(workload: Make) -> None:
     wishes = workload(*((f"a{i}", 8, 0.5) for i in range(6)))
     made = plan(wishes, solver="slora-contiguous", estimator="twin", repair=False)
     row = compare(wishes, ["slora-contiguous"], estimator="twin").rows[0]
@@ -93,7 +93,7 @@ def test_numbers_are_those_of_the_plan_of_the_same_answer(workload: Make) -> Non
     assert row.served_fraction == made.verification.min_served_fraction
 
 
-def test_the_lower_bound_and_the_seeds_are_those_of_plans(workload: Make) -> None:
+def test_lower_bound_and_seeds_agree_with_plans(workload: Make) -> None:
     wishes = workload(*((f"a{i}", 8, 3.0) for i in range(12)))
     made = plan(wishes, estimator="twin", seed=4)
     result = compare(wishes, ["random"], seed=4)
@@ -104,7 +104,7 @@ def test_the_lower_bound_and_the_seeds_are_those_of_plans(workload: Make) -> Non
 @pytest.mark.parametrize(
     ("wishes", "key"), [({"seeds": 0}, "seeds"), ({"seed": -1}, "seed"), ({"gpus": 0}, "gpus")]
 )
-def test_a_wrong_argument_is_named(workload: Make, wishes: dict[str, int], key: str) -> None:
+def test_an_invalid_argument_is_named(workload: Make, wishes: dict[str, int], key: str) -> None:
     with pytest.raises(InputError, match=key):
         compare(workload(("a", 8, 0.1)), ["random"], **wishes)  # type: ignore[arg-type]
     with pytest.raises(InputError, match="at least one"):

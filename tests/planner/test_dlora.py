@@ -1,4 +1,4 @@
-"""dLoRA's proactive placement: what it replicates, what it refuses, and that it is the published loop."""
+"""dLoRA's proactive placement: replicas, errors, and equality with the published loop."""
 
 from __future__ import annotations
 
@@ -72,8 +72,8 @@ def test_max_replicas_is_kept() -> None:
     assert replicas(placed(problem))["a0"] == 2
 
 
-def test_what_finds_no_place_ends_at_once() -> None:
-    """As published, the search would repeat the same step for ever."""
+def test_too_little_memory_is_infeasible_at_once() -> None:
+    """As published, the search would not end."""
     problem = example_problem(0, adapters=2000, gpus=2)
     started = time.monotonic()
     with pytest.raises(InfeasibleError, match=r"of 2000 find no place on 2 instance") as error:
@@ -96,7 +96,7 @@ def test_a_plan_routes_by_the_shares_of_the_replicas(workload: Make) -> None:
 
 
 def literal(shares: list[float], engines: int, free: float, slot: float) -> list[set[int]]:
-    """The loop as it is printed; the engines of each adapter. Without a place for all: an empty list."""
+    """Return the engines of each adapter by the published loop; empty if one finds no place."""
     adapters = len(shares)
     memory = [free] * engines
     holds: list[set[int]] = [set() for _ in shares]

@@ -125,10 +125,8 @@ def test_equals_a_literal_transcription_of_the_paper(
 
 
 @given(seed=st.integers(0, 10_000), adapters=st.integers(1, 60), salt=st.integers(0, 99))
-def test_equals_the_transcription_under_an_estimator_without_sense(
-    seed: int, adapters: int, salt: int
-) -> None:
-    """The algorithm must not lean on monotone answers: surrogates promise none."""
+def test_equals_the_transcription_under_a_random_estimator(seed: int, adapters: int, salt: int) -> None:
+    """Surrogates are not monotone."""
 
     def capricious(assignment: Assignment) -> Estimate:
         shares, a_max = assignment.shares, assignment.a_max
@@ -162,7 +160,7 @@ def rates(*rates_rps: float) -> Problem:
     return replace(problem, shares=shares)
 
 
-def test_strict_finds_nothing_where_the_first_eight_fail_although_fewer_would_hold() -> None:
+def test_strict_fails_if_the_first_eight_fail() -> None:
     problem, estimator = rates(*[1.0] * 8), Capacity(rps=5.0)
     assert [len(a.shares) for a in solve_greedy(problem, estimator)] == [4, 4]
     with pytest.raises(InfeasibleError, match="8 stay empty") as error:
@@ -170,7 +168,7 @@ def test_strict_finds_nothing_where_the_first_eight_fail_although_fewer_would_ho
     assert error.value.reason == "gpus"
 
 
-def test_strict_gives_up_on_a_rest_that_fails_although_gpus_are_left() -> None:
+def test_strict_fails_if_the_rest_fails() -> None:
     problem, estimator = rates(*[1.0] * 12), Capacity(rps=9.0)
     assert [len(a.shares) for a in solve_greedy(problem, estimator)] == [8, 4]
     with pytest.raises(InfeasibleError, match="last 4 adapters") as error:
@@ -179,7 +177,7 @@ def test_strict_gives_up_on_a_rest_that_fails_although_gpus_are_left() -> None:
 
 
 def test_the_reference_trace() -> None:
-    """Eighteen equal adapters, at most ten on a GPU, more slots serve more: what is asked and answered."""
+    """Eighteen equal adapters, at most ten on a GPU; more slots serve more."""
     asked: list[tuple[int, int]] = []
 
     def estimator(assignment: Assignment) -> Estimate:
@@ -208,7 +206,7 @@ def test_a_gpu_is_full_at_the_largest_testing_point() -> None:
     assert [len(a.shares) for a in answer] == [384, 1]
 
 
-def test_a_rest_between_testing_points_is_tested_as_it_is() -> None:
+def test_the_rest_is_tested_at_its_size() -> None:
     asked: list[int] = []
 
     def estimator(assignment: Assignment) -> Estimate:
@@ -221,7 +219,7 @@ def test_a_rest_between_testing_points_is_tested_as_it_is() -> None:
     assert only.a_max <= 11
 
 
-def test_slots_never_exceed_adapters_even_where_a_larger_number_was_tested() -> None:
+def test_slots_never_exceed_adapters() -> None:
     (only,) = solve_greedy(
         example_problem(0, adapters=5, gpus=1), lambda assignment: Estimate(float(assignment.a_max), False)
     )
@@ -250,7 +248,7 @@ def test_an_adapter_that_fails_alone_is_named() -> None:
     assert error.value.reason == "starvation"
 
 
-def test_an_adapter_whose_slot_does_not_fit_is_named_with_the_reason_memory() -> None:
+def test_an_adapter_that_does_not_fit_in_memory_is_named() -> None:
     problem = example_problem(0, adapters=4, gpus=4)
     tight = replace(problem, engine=problem.engine.replace(max_model_len=10_000_000))
     with pytest.raises(InfeasibleError, match="memory") as error:

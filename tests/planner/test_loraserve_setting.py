@@ -1,4 +1,4 @@
-"""The pure shares of the benchmark of LoRAServe's setting."""
+"""Benchmark of LoRAServe's setting: stand-in profile, rates, and routing by shares."""
 
 from __future__ import annotations
 
@@ -63,7 +63,7 @@ def test_prefill_at_rank_128_takes_the_published_multiple_of_rank_8(profile: Pro
     assert prefill_ms(128) / prefill_ms(8) == pytest.approx(ratio)
 
 
-def test_slots_and_adapters_cost_the_stand_in_nothing(profile: Profile) -> None:
+def test_slots_and_adapters_are_free_in_the_stand_in(profile: Profile) -> None:
     step = standin(profile).step_latency
     assert not any(c.value for name, c in step.coefficients.items() if "slot" in name or "adapter" in name)
     assert step.value("base_ms") == profile.step_latency.value("base_ms")
@@ -75,13 +75,13 @@ def test_the_highest_rate_is_found_to_one_percent(limit: float) -> None:
     assert found <= limit <= found * (1.0 + PRECISION) * (1.0 + 1e-9)
 
 
-def test_a_system_that_never_holds_has_no_rate() -> None:
+def test_a_system_that_never_holds_has_rate_0() -> None:
     assert highest(lambda rps: False, 16.0) == 0.0
     assert rates_cell([0.0, 0.0], [20.0, 22.0]).endswith("never")
     assert rates_cell([10.0, 14.0], [20.0, 22.0]) == "12.0 (10.0 to 14.0), 1.75 x"
 
 
-def test_requests_go_where_the_shares_of_their_time_say(profile: Profile) -> None:
+def test_requests_are_routed_by_the_shares_at_their_arrival(profile: Profile) -> None:
     count = 20_000
     load = load_of(np.linspace(0.0, 99.99, count).tolist(), [1, 2] * (count // 2), 100.0, profile)
     before, after = [{"a": 1.0, "b": 0.25}, {"b": 0.75}], [{"b": 1.0}, {"a": 1.0}]
@@ -94,8 +94,8 @@ def test_requests_go_where_the_shares_of_their_time_say(profile: Profile) -> Non
     assert set(server[~early & ~of_a]) == {0}
 
 
-def test_every_step_is_placed_from_what_came_before_it(profile: Profile) -> None:
-    """Rank 8 alone in the first step, rank 128 alone in the second: seen one step later."""
+def test_a_placement_depends_on_earlier_steps_only(profile: Profile) -> None:
+    """Rank 8 alone in the first step and rank 128 alone in the second show one step later."""
     load = load_of([1.0, 2.0, 11.0, 12.0], [1, 1, 2, 2], 30.0, profile)
     placements, moved = stepped(load, POINTS, 2, 10.0, literal_leftovers=False)
     assert len(placements) == len(moved) == 3
@@ -105,7 +105,7 @@ def test_every_step_is_placed_from_what_came_before_it(profile: Profile) -> None
     assert homes[1:] == [[2, 1], [1, 2]], "who asks has both servers, who is idle lives on one"
 
 
-def test_waits_count_until_the_end_and_refusals_for_ever() -> None:
+def test_ttft_of_waiting_and_rejected_requests() -> None:
     times = ttft_s(
         np.array([0, 10, 20]) * 10**9,
         np.array([3 * 10**9, NEVER, NEVER]),
@@ -115,7 +115,7 @@ def test_waits_count_until_the_end_and_refusals_for_ever() -> None:
     assert times.tolist() == [3.0, 90.0, np.inf]
 
 
-def test_who_may_yet_be_late_is_not_judged(profile: Profile) -> None:
+def test_the_percentile_excludes_the_last_requests(profile: Profile) -> None:
     load = load_of([float(i) for i in range(100)], [1] * 100, 100.0, profile)
     waits = np.where(np.arange(100) < 90, 1.0, 99.0)
     assert p95_ttft_s(load, waits, 10.0) == 1.0
@@ -133,7 +133,7 @@ def test_assignments_become_shares_of_all_servers() -> None:
     assert shares_of((Assignment(shares, 2),), 3) == [{"a": 0.5, "b": 1.0}, {}, {}]
 
 
-def test_without_the_trace_it_says_so_in_one_line(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_a_missing_trace_is_reported_in_one_line(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["--traces", str(tmp_path), "--out", str(tmp_path / "out")]) == 0
     assert len(capsys.readouterr().out.splitlines()) == 1
     assert not (tmp_path / "out").exists()

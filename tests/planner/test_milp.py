@@ -24,7 +24,7 @@ def placed(problem: Problem, estimator: Estimator, time_limit_s: float = 60.0) -
 
 
 def gpus_needed(problem: Problem, estimator: Estimator) -> int | None:
-    """Try every way to divide the shares among GPUs; None when none holds."""
+    """Return the fewest GPUs over all divisions of the shares; None if none holds."""
 
     def search(left: Sequence[AdapterShare], gpus: list[list[AdapterShare]], fewest: int) -> int:
         if len(gpus) >= fewest:
@@ -49,7 +49,7 @@ def gpus_needed(problem: Problem, estimator: Estimator) -> int | None:
     slot_rps=st.floats(0.0, 0.2),
     per_slot=st.sampled_from([1.0, 2.0]),
 )
-def test_uses_as_few_gpus_as_any_division_of_the_adapters(
+def test_uses_the_fewest_gpus_of_all_divisions(
     seed: int, adapters: int, rps: float, slot_rps: float, per_slot: float
 ) -> None:
     problem, estimator = example_problem(seed, adapters, gpus=3), Capacity(rps, slot_rps, per_slot)
@@ -69,19 +69,19 @@ def test_never_needs_more_gpus_than_a_heuristic(seed: int) -> None:
 
 
 @pytest.mark.parametrize(("adapters", "gpus"), [(25, 2), (3, 5)])
-def test_larger_cases_are_refused_in_one_line(adapters: int, gpus: int) -> None:
+def test_larger_cases_are_rejected_in_one_line(adapters: int, gpus: int) -> None:
     with pytest.raises(InputError, match=r"solver: milp solves at most 24 adapters") as error:
         placed(example_problem(0, adapters, gpus), Capacity(rps=4.0))
     assert len(str(error.value).splitlines()) == 1
 
 
-def test_out_of_time_is_no_answer() -> None:
+def test_the_time_limit_is_infeasible() -> None:
     with pytest.raises(InfeasibleError, match="within 0 s") as error:
         placed(example_problem(0, adapters=12, gpus=3), Capacity(rps=3.0), time_limit_s=0.0)
     assert error.value.reason == "time"
 
 
-def test_shares_of_one_adapter_never_meet() -> None:
+def test_shares_of_one_adapter_are_on_different_gpus() -> None:
     problem = example_problem(0, adapters=2, gpus=4)
     shares = tuple(AdapterShare("a0", 8, 0.1, 0.5, number) for number in range(2))
     answer = placed(replace(problem, shares=shares), Capacity(rps=4.0))

@@ -21,8 +21,8 @@ def test_the_least_latency_uses_every_gpu() -> None:
     assert len(solved(problem, Objective.MIN_LATENCY, Capacity(rps=100.0))) == 7
 
 
-def test_of_the_placements_tried_the_one_with_the_least_latency_is_taken() -> None:
-    """Here an instance is the slower, the more ranks it mixes, or the other way round."""
+def test_the_placement_with_the_least_latency_is_chosen() -> None:
+    """Latency rises, or falls, with the number of ranks on an instance."""
     problem = example_problem(2, adapters=30, gpus=4)
 
     def ranks(assignment: Assignment) -> float:
@@ -38,7 +38,6 @@ def test_of_the_placements_tried_the_one_with_the_least_latency_is_taken() -> No
 
 
 def test_the_highest_throughput_leaves_the_most_headroom(workload: Make) -> None:
-    """A plan for the highest load holds with far more headroom than one for the fewest GPUs."""
     adapters = tuple((f"a{i}", 8, 0.4) for i in range(16))
     wishes = workload(*adapters, objective="max_throughput")
     spread = plan(wishes, gpus=2, seeds=1)
@@ -51,8 +50,8 @@ def test_the_highest_throughput_leaves_the_most_headroom(workload: Make) -> None
     )
 
 
-def test_at_the_highest_load_the_twin_compares_numbers_of_slots() -> None:
-    """A guess prefers 2 slots; the twin, with 4 as the faster, has the last word."""
+def test_max_throughput_compares_slots_with_the_twin() -> None:
+    """The estimator prefers 2 slots, the twin 4."""
 
     def preferring(slots: int) -> Estimator:
         return lambda a: Estimate(1.0, False, e2e_s_mean=1.0 if a.a_max == slots else 1.1)

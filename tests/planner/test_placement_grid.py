@@ -51,8 +51,10 @@ def subset(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Record]:
 
 
 @pytest.mark.parametrize("solver", ["capplan", "plan"])
-def test_ours_holds_what_anyone_holds_on_no_more_gpus(subset: dict[str, Record], solver: str) -> None:
-    """Judged on five fresh seeds of an hour each, without headroom; none of its instances ever fails."""
+def test_capplan_holds_every_workload_that_another_solver_holds(
+    subset: dict[str, Record], solver: str
+) -> None:
+    """Verified on five fresh seeds of an hour each, without headroom."""
     assert worse(subset.values(), solver) == []
     rows = [row for each in subset.values() if (row := each.row(solver)) is not None and row.answered]
     assert len(rows) >= 3
@@ -60,7 +62,6 @@ def test_ours_holds_what_anyone_holds_on_no_more_gpus(subset: dict[str, Record],
 
 
 def test_the_baselines_fail_as_the_paper_reports(subset: dict[str, Record]) -> None:
-    """They fill GPUs to what the backbone serves without adapters, and give each of these a slot."""
     maxbase, random = (
         [row for each in subset.values() if (row := each.row(name)) is not None]
         for name in ("maxbase", "random")
@@ -70,15 +71,15 @@ def test_the_baselines_fail_as_the_paper_reports(subset: dict[str, Record]) -> N
     assert not all(row.holds for row in random)
 
 
-def test_nobody_beats_the_lower_bound(subset: dict[str, Record]) -> None:
+def test_no_solver_beats_the_lower_bound(subset: dict[str, Record]) -> None:
     assert set(subset) == set(CI)
     for each in subset.values():
         assert each.possible
         assert (each.fewest_gpus() or each.lower_bound_gpus) >= each.lower_bound_gpus
 
 
-def test_what_is_there_is_not_asked_again(tmp_path: Path) -> None:
-    """A second run adds the solvers that are missing and keeps the others' answers, times included."""
+def test_stored_answers_are_kept(tmp_path: Path) -> None:
+    """A second run adds missing solvers only."""
     (first,) = run(tmp_path, ["random"], seeds=1)
     (second,) = run(tmp_path, ["random", "maxbase"], seeds=1)
     assert second.row("random") == first.row("random")
@@ -88,13 +89,13 @@ def test_what_is_there_is_not_asked_again(tmp_path: Path) -> None:
     assert {path: path.read_text() for path in tmp_path.iterdir()} == before
 
 
-def test_a_folder_of_other_settings_is_refused(tmp_path: Path) -> None:
+def test_a_folder_with_other_settings_is_rejected(tmp_path: Path) -> None:
     run(tmp_path, ["random"], seeds=1)
     with pytest.raises(InputError, match="same settings"):
         run(tmp_path, ["maxbase"], seeds=2)
 
 
-def test_dropped_solvers_are_asked_anew(tmp_path: Path) -> None:
+def test_dropped_solvers_run_again(tmp_path: Path) -> None:
     run(tmp_path, ["random", "maxbase"], seeds=1)
     assert Store(tmp_path).drop(["random"]) == 1
     (left,) = Store(tmp_path).all()
@@ -110,8 +111,8 @@ def test_cells_beyond_the_lower_bound_are_not_tried(tmp_path: Path) -> None:
     assert json.loads((tmp_path / f"{found.name}.json").read_text())["lower_bound_gpus"] > 1
 
 
-def test_a_failure_survives_the_file(tmp_path: Path) -> None:
-    """Numbers that a failed solver does not have are NaN, which JSON has not."""
+def test_a_failure_round_trips_through_its_file(tmp_path: Path) -> None:
+    """Its NaN values are not JSON."""
     failed = record(SolverResult("greedy", failure="gpus: too few", exit_code=3))
     Store(tmp_path).put(failed)
     (back,) = Store(tmp_path).all()
@@ -151,13 +152,13 @@ def test_worse_means_no_answer_a_failing_one_or_more_gpus(ours: SolverResult, is
     assert worse([record(ours, replace(held("maxbase", 1), starved=1))], "capplan") == []
 
 
-def test_the_report_names_who_beats_the_lower_bound() -> None:
+def test_the_report_names_solvers_below_the_lower_bound() -> None:
     assert f"by someone: {SMALLEST.name}" in report(
         [record(held("greedy", 1), held("capplan", 2), at_least=2)]
     )
 
 
-def test_a_plan_is_judged_as_it_stands() -> None:
+def test_a_plan_is_verified_without_repair() -> None:
     """The hot adapter's shares sum to 1, each on another GPU."""
     cell = replace(SMALLEST, gpus=4, rates="low")
     hot = workload(cell, GridSettings()).adapters[0].model_copy(update={"rate_rps": 40.0})
@@ -174,7 +175,7 @@ def test_a_plan_is_judged_as_it_stands() -> None:
     assert [each.a_max for each in answers] == [group.engine_args.max_loras for group in made.groups]
 
 
-def test_small_cases_are_small_and_the_same_each_time() -> None:
+def test_small_cases_are_small_and_deterministic() -> None:
     drawn = [small_case(Settings(), number) for number in range(20)]
     assert drawn == [small_case(Settings(), number) for number in range(20)]
     assert all(2 <= len(case.workload.adapters) <= 24 and 1 <= case.gpus <= 4 for case in drawn)

@@ -75,7 +75,7 @@ def test_a_hot_adapter_is_shared_and_its_shares_sum_to_one(workload: Make) -> No
     assert sum(shares) == pytest.approx(1.0)
 
 
-def test_a_wrong_answer_of_a_users_own_solver_is_repaired(workload: Make) -> None:
+def test_a_failing_answer_of_a_custom_solver_is_repaired(workload: Make) -> None:
     made = plan(crowd(workload, rate_rps=1.6, gpus={"count": 4}), solver=CARELESS)
     assert made.provenance["solver"] == "careless"
     assert made.verification.ok
@@ -83,21 +83,21 @@ def test_a_wrong_answer_of_a_users_own_solver_is_repaired(workload: Make) -> Non
     assert sum(len(group.adapters) for group in made.groups) == 24
 
 
-def test_load_is_moved_where_no_number_of_slots_helps(workload: Make) -> None:
+def test_load_is_moved_if_no_number_of_slots_holds(workload: Make) -> None:
     made = plan(workload(*((f"a{i}", 8, 2.5) for i in range(14)), gpus={"count": 4}), solver=CARELESS)
     assert made.verification.ok
     assert len(made.groups) > 1
     assert any("moved" in str(change) for change in made.provenance["repairs"])  # type: ignore[union-attr]
 
 
-def test_without_repair_the_verdict_stands_in_the_plan(workload: Make) -> None:
+def test_without_repair_the_plan_records_the_failure(workload: Make) -> None:
     made = plan(crowd(workload, rate_rps=1.6), solver=CARELESS, repair=False)
     assert not made.verification.ok
     assert made.provenance["repairs"] == []
     assert made.verification.groups[0].note
 
 
-def test_slots_that_leave_no_memory_are_mended_or_refused(workload: Make) -> None:
+def test_slots_that_do_not_fit_in_memory_are_repaired_or_rejected(workload: Make) -> None:
     def greedy_for_slots(problem: Problem, *_: object) -> tuple[Assignment, ...]:
         return (Assignment(problem.shares, len(problem.shares)),)
 
@@ -113,7 +113,7 @@ def test_slots_that_leave_no_memory_are_mended_or_refused(workload: Make) -> Non
     assert error.value.reason == "memory"
 
 
-def test_without_verification_the_plan_says_so(workload: Make) -> None:
+def test_an_unverified_plan_is_marked(workload: Make) -> None:
     made = plan(workload(("a", 8, 0.1)), verify=False)
     assert made.verification.seeds == ()
     assert not made.verification.ok
@@ -131,7 +131,7 @@ def test_without_verification_the_plan_says_so(workload: Make) -> None:
     ],
     ids=["slots", "model length", "hot adapter", "too few", "latency"],
 )
-def test_what_cannot_be_done_is_refused_with_its_reason(
+def test_an_infeasible_workload_has_a_reason(
     workload: Make, adapters: Any, fields: Any, reason: str, solver: str
 ) -> None:
     with pytest.raises(InfeasibleError) as error:
@@ -175,9 +175,7 @@ def two_pools(**fields: Any) -> Callable[[Workload], Workload]:
         (two_pools(), "pools"),
     ],
 )
-def test_a_wish_that_a_solver_does_not_honour_is_refused_in_one_line(
-    workload: Make, change: Any, key: str
-) -> None:
+def test_an_unsupported_requirement_is_rejected_in_one_line(workload: Make, change: Any, key: str) -> None:
     with pytest.raises(InputError, match=key) as error:
         plan(change(workload(("a", 8, 0.1), ("b", 8, 0.1))), solver="greedy")
     assert len(str(error.value).splitlines()) == 1
@@ -192,14 +190,14 @@ def test_a_wish_that_a_solver_does_not_honour_is_refused_in_one_line(
         ({"gpus": 0}, "gpus"),
     ],
 )
-def test_a_wrong_argument_is_named(workload: Make, arguments: Any, key: str) -> None:
+def test_an_invalid_argument_is_named(workload: Make, arguments: Any, key: str) -> None:
     with pytest.raises(InputError, match=key):
         plan(workload(("a", 8, 0.1)), **arguments)
 
 
 @pytest.mark.parametrize("slo", [Slo(), Slo(ttft_p99_s=1.0)])
 def test_idle_adapters_are_planned_onto_one_gpu(workload: Make, slo: Slo) -> None:
-    """No request, no latency: a bound on it holds."""
+    """A latency bound holds without requests."""
     made = plan(workload(*((f"a{i}", 8, 0.0) for i in range(9)), slo=slo))
     assert made.totals.gpus == 1
     assert made.verification.ok
@@ -225,7 +223,7 @@ def recorded(workload: Make, rate_rps: float, seconds: float = 300.0) -> Workloa
     return workload(*((name, 8, rates[name]) for name in sorted(rates)), trace=trace, **constant)
 
 
-def test_a_trace_is_replayed_to_its_end_and_no_further(workload: Make) -> None:
+def test_the_horizon_of_a_trace_is_its_duration(workload: Make) -> None:
     made = plan(recorded(workload, rate_rps=3.0))
     assert made.verification.ok
     assert made.verification.duration_s == 300.0
@@ -233,8 +231,7 @@ def test_a_trace_is_replayed_to_its_end_and_no_further(workload: Make) -> None:
     assert made.groups[0].predicted.throughput_tok_s == pytest.approx(1500.0, rel=0.05)
 
 
-def test_a_trace_too_dense_for_one_gpu_gets_more_and_keeps_its_headroom(workload: Make) -> None:
-    """Time after the last arrival would hide the overload."""
+def test_a_dense_trace_gets_more_gpus_and_keeps_its_headroom(workload: Make) -> None:
     made = plan(recorded(workload, rate_rps=40.0))
     assert made.verification.ok
     assert made.totals.gpus >= 2
@@ -242,7 +239,7 @@ def test_a_trace_too_dense_for_one_gpu_gets_more_and_keeps_its_headroom(workload
     assert all(load is not None and load <= 0.9 + 0.02 for load in loads)
 
 
-def test_auto_asks_the_twin_where_no_surrogate_was_trained(workload: Make, unsurrogated: Profile) -> None:
+def test_auto_uses_the_twin_without_a_surrogate(workload: Make, unsurrogated: Profile) -> None:
     made = plan(workload(("a", 8, 0.1)), profile=unsurrogated, verify=False)
     assert made.provenance["estimator"] == "twin"
     for kind in KINDS:
@@ -253,7 +250,7 @@ def test_auto_asks_the_twin_where_no_surrogate_was_trained(workload: Make, unsur
 @pytest.mark.parametrize(
     ("measured", "planned"), [(False, False), (True, True), (None, True)], ids=["off", "on", "as-the-rules"]
 )
-def test_the_engine_of_a_plan_caches_prefixes_where_the_twin_did(
+def test_prefix_caching_of_a_plan_is_that_of_the_twin(
     workload: Make, unsurrogated: Profile, measured: bool | None, planned: bool
 ) -> None:
     engine = unsurrogated.engine.replace(prefix_caching=measured)
@@ -262,13 +259,13 @@ def test_the_engine_of_a_plan_caches_prefixes_where_the_twin_did(
 
 
 @pytest.mark.parametrize("kind", KINDS)
-def test_surrogates_are_asked_by_name_and_the_twin_still_confirms(workload: Make, kind: str) -> None:
+def test_surrogates_are_selected_by_name_and_the_twin_confirms(workload: Make, kind: str) -> None:
     made = plan(crowd(workload), estimator=kind)
     assert made.provenance["estimator"] == kind
     assert made.verification.ok
 
 
-def test_engine_settings_left_open_give_way_to_fixed_ones(workload: Make) -> None:
+def test_open_engine_settings_adapt_to_fixed_ones(workload: Make) -> None:
     few_tokens = plan(workload(("a", 8, 0.1), engine=EngineConfig(max_num_batched_tokens=64)), verify=False)
     assert few_tokens.groups[0].engine_args.max_num_seqs <= 64
     many_seqs = plan(workload(("a", 8, 0.1), engine=EngineConfig(max_num_seqs=3000)), verify=False)
@@ -276,7 +273,7 @@ def test_engine_settings_left_open_give_way_to_fixed_ones(workload: Make) -> Non
 
 
 @pytest.mark.parametrize("solver", ["capplan", "greedy"])
-def test_slots_stay_within_the_adapters_that_the_host_keeps(workload: Make, solver: str) -> None:
+def test_slots_are_limited_by_the_adapters_on_the_host(workload: Make, solver: str) -> None:
     made = plan(
         workload(*((f"a{i}", 8, 0.1) for i in range(12)), engine=EngineConfig(max_cpu_loras=6)),
         solver=solver,
@@ -285,7 +282,7 @@ def test_slots_stay_within_the_adapters_that_the_host_keeps(workload: Make, solv
     assert all(group.engine_args.max_loras <= 6 for group in made.groups)
 
 
-def test_tensor_parallel_instances_count_all_their_gpus(workload: Make, profile: Profile) -> None:
+def test_tensor_parallel_instances_count_all_gpus(workload: Make, profile: Profile) -> None:
     two = profile.replace(tp=2)
     made = plan(workload(*((f"a{i}", 8, 6.0) for i in range(6))), profile=two, gpus=5, verify=False)
     assert made.totals.gpus == 2 * len(made.groups) <= 4
@@ -293,7 +290,7 @@ def test_tensor_parallel_instances_count_all_their_gpus(workload: Make, profile:
         plan(workload(("a", 8, 0.1)), profile=two, gpus=1)
 
 
-def test_the_order_of_adapters_does_not_change_who_shares_a_gpu_of_a_clear_case(workload: Make) -> None:
+def test_the_placement_does_not_depend_on_the_order_of_adapters(workload: Make) -> None:
     adapters = [("a", 8, 5.0), ("b", 8, 5.5), ("c", 64, 5.2), ("d", 64, 5.1)]
     placed = [
         {frozenset(a.name for a in group.adapters) for group in plan(workload(*order), verify=False).groups}
@@ -302,7 +299,7 @@ def test_the_order_of_adapters_does_not_change_who_shares_a_gpu_of_a_clear_case(
     assert placed[0] == placed[1]
 
 
-def test_a_plan_is_read_back_from_its_file_as_it_was(workload: Make, tmp_path: Path) -> None:
+def test_a_plan_round_trips_through_its_file(workload: Make, tmp_path: Path) -> None:
     made = plan(workload(("a", 8, 0.1)), verify=False)
     path = tmp_path / "plan.json"
     made.to_json(path)
@@ -310,9 +307,7 @@ def test_a_plan_is_read_back_from_its_file_as_it_was(workload: Make, tmp_path: P
     assert type(made).from_json(path) == made
 
 
-def test_what_a_plan_predicts_is_what_the_twin_says_with_its_settings(
-    workload: Make, profile: Profile
-) -> None:
+def test_predictions_are_simulations_with_the_settings_of_the_plan(workload: Make, profile: Profile) -> None:
     wishes = workload(("a", 8, 1.0), ("b", 16, 2.0))
     made = plan(wishes)
     args = made.groups[0].engine_args
@@ -336,8 +331,7 @@ def test_what_a_plan_predicts_is_what_the_twin_says_with_its_settings(
     assert made.groups[0].predicted.throughput_tok_s == pytest.approx(mean, rel=1e-12)
 
 
-def test_a_trace_of_prompts_too_long_for_the_engine_names_the_flag_to_raise(workload: Make) -> None:
-    """More GPUs would not help, so this is no starvation."""
+def test_prompts_longer_than_max_model_len_are_rejected(workload: Make) -> None:
     seconds = np.arange(10.0)
     trace = Trace.from_arrays(seconds, ["a0"] * 10, np.full(10, 9000), np.full(10, 10), 10.0)
     constant = {"prompt_tokens": Lengths(mean=9000), "output_tokens": Lengths(mean=10)}
@@ -345,10 +339,8 @@ def test_a_trace_of_prompts_too_long_for_the_engine_names_the_flag_to_raise(work
         plan(workload(("a0", 8, 1.0), trace=trace, **constant))
 
 
-def test_a_plan_of_several_instances_is_verified_as_a_cluster_routed_by_its_shares(
-    workload: Make, profile: Profile
-) -> None:
-    """What it predicts is what the cluster twin says of all instances together, with a split adapter."""
+def test_several_instances_are_verified_as_a_cluster(workload: Make, profile: Profile) -> None:
+    """Requests are routed by the shares of the plan, also of a split adapter."""
     wishes = workload(("hot", 8, 60.0), *((f"a{i}", 16, 0.5) for i in range(8)))
     made = plan(wishes, seeds=1)
     assert len(made.groups) > 1

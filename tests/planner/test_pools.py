@@ -44,11 +44,11 @@ def pooled(seed: int, adapters: int, counts: tuple[int, int], prices: tuple[floa
         GpuPool(name, only.profile, count, price)
         for name, count, price in zip(("big", "small"), counts, prices, strict=True)
     )
-    said = tuple(as_said(str(pool.name), pool.instances, pool.usd_per_hour) for pool in pools)
-    return replace(problem, workload=problem.workload.replace(pools=said), pools=pools)
+    configs = tuple(pool_config(str(pool.name), pool.instances, pool.usd_per_hour) for pool in pools)
+    return replace(problem, workload=problem.workload.replace(pools=configs), pools=pools)
 
 
-def as_said(name: str, count: int, usd_per_hour: float | None) -> dict[str, object]:
+def pool_config(name: str, count: int, usd_per_hour: float | None) -> dict[str, object]:
     return {"name": name, "profile": PROFILE, "count": count, "usd_per_hour": usd_per_hour}
 
 
@@ -64,7 +64,7 @@ def price(problem: Problem, answer: Sequence[Assignment]) -> float:
 
 @settings(max_examples=8, derandomize=True)
 @given(seed=st.integers(0, 1000), dear=st.sampled_from([1.0, 1.5, 3.0, 8.0]))
-def test_the_cheapest_costs_no_more_and_the_fewest_are_no_more_than_the_other(seed: int, dear: float) -> None:
+def test_min_cost_is_cheapest_and_min_gpus_is_smallest(seed: int, dear: float) -> None:
     problem = pooled(seed, adapters=20, counts=(6, 10), prices=(dear, 1.0))
     fewest = solved(problem, Objective.MIN_GPUS, rps=4.0)
     cheapest = solved(problem, Objective.MIN_COST, rps=4.0)
@@ -78,13 +78,13 @@ def test_the_cheapest_costs_no_more_and_the_fewest_are_no_more_than_the_other(se
         assert sorted(p.name for a in answer for p in a.shares) == sorted(p.name for p in problem.shares)
 
 
-def test_a_pool_at_half_the_price_and_half_the_work_is_taken_when_price_counts() -> None:
+def test_min_cost_prefers_the_pool_with_the_lower_price_per_load() -> None:
     problem = pooled(1, adapters=12, counts=(8, 16), prices=(4.0, 1.0))
     assert {a.pool for a in solved(problem, Objective.MIN_COST, rps=6.0)} == {1}
     assert 0 in {a.pool for a in solved(problem, Objective.MIN_GPUS, rps=6.0)}
 
 
-def test_no_pool_that_suffices_is_an_error_with_the_bound() -> None:
+def test_too_few_instances_in_all_pools_are_infeasible() -> None:
     problem = pooled(1, adapters=40, counts=(1, 1), prices=(1.0, 1.0))
     with pytest.raises(InfeasibleError, match="2 GPU"):
         solved(problem, Objective.MIN_GPUS, rps=2.0)
@@ -100,9 +100,9 @@ def heavy() -> Workload:
     )
 
 
-def test_the_bound_of_equal_pools_is_that_of_one(heavy: Workload) -> None:
+def test_the_lower_bound_of_equal_pools_is_that_of_one(heavy: Workload) -> None:
     one = heavy.replace(profile=PROFILE, gpus={"count": 8})
-    halves = [as_said("a", 4, 3.0), as_said("b", 4, 1.0)]
+    halves = [pool_config("a", 4, 3.0), pool_config("b", 4, 1.0)]
     two = heavy.replace(pools=tuple(halves))
     whole, divided = make_problem(one, None, None), make_problem(two, None, None)
     assert lower_bound(divided).gpus == pytest.approx(lower_bound(whole).gpus, rel=1e-6)
@@ -110,8 +110,8 @@ def test_the_bound_of_equal_pools_is_that_of_one(heavy: Workload) -> None:
     assert 0.0 < lower_bound(divided).usd_per_hour <= 3.0 * lower_bound(whole).gpus
 
 
-def test_a_plan_over_pools_says_where_each_group_is_and_what_it_costs(heavy: Workload) -> None:
-    pools = [as_said("a", 2, 3.0), as_said("b", 2, 1.0)]
+def test_a_plan_over_pools_has_pools_and_prices(heavy: Workload) -> None:
+    pools = [pool_config("a", 2, 3.0), pool_config("b", 2, 1.0)]
     adapters = (heavy.adapters[0].replace(pool="a"), *heavy.adapters[1:24])
     made = plan(heavy.replace(pools=tuple(pools), adapters=adapters, objective="min_cost"), seeds=1)
     assert made.verification.ok
@@ -120,7 +120,7 @@ def test_a_plan_over_pools_says_where_each_group_is_and_what_it_costs(heavy: Wor
     assert all(g.pool == "a" for g in made.groups if any(x.name == "a0" for x in g.adapters))
 
 
-def test_gpus_and_pools_together_are_refused(heavy: Workload, profile: Profile) -> None:
+def test_gpus_and_pools_together_are_rejected(heavy: Workload, profile: Profile) -> None:
     pools = ({"name": "a", "profile": PROFILE, "count": 2},)
     with pytest.raises(InputError, match="gpus: does not go with pools"):
         make_problem(heavy.replace(pools=pools), 3, None)

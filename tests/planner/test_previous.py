@@ -30,7 +30,7 @@ def holders(made: Plan) -> dict[str, set[str]]:
     return found
 
 
-def test_the_same_workload_moves_nothing(workload: Make, in_force: Path) -> None:
+def test_an_unchanged_workload_has_no_moves(workload: Make, in_force: Path) -> None:
     made = replanned(workload(*ADAPTERS), in_force)
     assert made.moves == ()
     assert made.provenance["moved_bytes"] == 0
@@ -45,7 +45,7 @@ def test_a_new_adapter_is_placed_and_the_others_stay(workload: Make, in_force: P
 
 
 def test_moves_turn_the_old_shares_into_the_new_ones(workload: Make, in_force: Path) -> None:
-    """Also under three times the load, when instances are added and hot adapters split."""
+    """Also at three times the load, with more instances and split adapters."""
     hotter = tuple((name, rank, 3.0 * rate) for name, rank, rate in ADAPTERS)
     made = replanned(workload(*hotter), in_force)
     shares = {
@@ -62,12 +62,12 @@ def test_moves_turn_the_old_shares_into_the_new_ones(workload: Make, in_force: P
         assert shares.get(key, 0.0) == pytest.approx(after.get(key, 0.0), abs=1e-9)
 
 
-def test_an_adapter_that_the_workload_does_not_know_is_named(workload: Make, in_force: Path) -> None:
+def test_an_adapter_missing_from_the_workload_is_named(workload: Make, in_force: Path) -> None:
     with pytest.raises(InputError, match=r"adapters of the workload only.*a19") as error:
         replanned(workload(*ADAPTERS[:-1]), in_force)
     assert len(str(error.value).splitlines()) == 1
 
 
-def test_a_plan_that_is_not_there_is_named(workload: Make, tmp_path: Path) -> None:
+def test_a_missing_plan_is_named(workload: Make, tmp_path: Path) -> None:
     with pytest.raises(InputError, match=r"nowhere\.json"):
         replanned(workload(*ADAPTERS), tmp_path / "nowhere.json")

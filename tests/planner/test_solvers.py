@@ -1,4 +1,4 @@
-"""Every solver of the registry keeps the contract, less the promises that its description does not make."""
+"""Every solver of the registry keeps the contract of its description."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ Make = Callable[..., Workload]
 
 
 def called(name: str) -> Any:
-    """Return a registered solver as the contract calls it; one estimator plays every share."""
+    """Return a registered solver as the contract calls it, with one estimator for all."""
 
     def solve(problem: Problem, estimator: Estimator) -> Sequence[Assignment]:
         return REGISTRY[name].place(problem, SolverContext(estimator=estimator, twin=estimator))
@@ -90,7 +90,7 @@ class TestLoraserve(Registered):
 
     @pytest.fixture
     def solver(self) -> Any:
-        """Return it with operating points that are given: to measure them takes the twin a second."""
+        """Use given operating points instead of measured ones."""
         points = {8: 5000.0, 16: 4800.0, 32: 4400.0, 64: 3500.0}
         return lambda problem, estimator: solve_loraserve(problem, points)
 
@@ -114,7 +114,7 @@ def test_descriptions_are_one_line_with_a_source(solver: Solver) -> None:
     assert len(solver.summary) <= 100
 
 
-def test_an_unknown_name_is_refused_with_the_names_there_are() -> None:
+def test_an_unknown_solver_is_rejected() -> None:
     with pytest.raises(InputError, match=r"solver: must be one of capplan, greedy, .*, milp") as error:
         find_solver("magic")
     assert len(str(error.value).splitlines()) == 1
@@ -132,7 +132,7 @@ def test_every_solver_makes_a_plan_that_the_twin_confirms(workload: Make, name: 
 
 
 @pytest.mark.parametrize("name", ["random", "slora-random", "dlora-proactive", "milp", "maxbase"])
-def test_the_same_seed_gives_the_same_plan_and_the_seed_matters_to_chance_alone(
+def test_plans_are_deterministic_and_only_random_solvers_depend_on_the_seed(
     workload: Make, name: str
 ) -> None:
     wishes = workload(*((f"a{i}", 8, 0.2) for i in range(12)))
@@ -145,12 +145,12 @@ def test_the_same_seed_gives_the_same_plan_and_the_seed_matters_to_chance_alone(
     assert (placed(1) == placed(2)) is ("random" not in name)
 
 
-def test_an_estimator_that_does_not_go_with_the_solver_is_refused(workload: Make) -> None:
+def test_an_estimator_other_than_the_solvers_is_rejected(workload: Make) -> None:
     with pytest.raises(InputError, match="estimator: must be tree for solver greedy-fast"):
         plan(workload(("a", 8, 0.1)), solver="greedy-fast", estimator="twin")
 
 
-def test_a_fixed_number_of_slots_is_refused_by_a_solver_that_does_not_keep_it(workload: Make) -> None:
+def test_an_unsupported_fixed_number_of_slots_is_rejected(workload: Make) -> None:
     stubborn = Solver(
         "own",
         "one line",

@@ -1,0 +1,100 @@
+"""Evaluation of instances, choice of slots, and parallel estimates."""
+
+from collections.abc import Callable, Sequence
+
+import numpy as np
+import pytest
+
+from capplan import Assignment, Lengths, Profile, Slo, Workload
+from capplan.planner.evaluate import evaluate
+from capplan.planner.parallel import estimate_all, parallel_map
+from capplan.planner.problem import AdapterShare, Estimate, make_problem
+from capplan.planner.slots import choose_slots
+from capplan.spec import Trace
+from capplan.testing import example_problem
+
+Make = Callable[..., Workload]
+
+
+def test_a_trace_at_twice_the_speed_offers_twice_the_load(workload: Make, profile: Profile) -> None:
+    """The simulation ends with the trace, without an idle second half."""
+    arrivals = np.arange(0.0, 60.0, 0.5)
+    count = arrivals.size
+    trace = Trace.from_arrays(arrivals, ["a"] * count, np.full(count, 50), np.full(count, 5), 60.0)
+    constant = {"prompt_tokens": Lengths(mean=50), "output_tokens": Lengths(mean=5)}
+    problem = make_problem(workload(("a", 8, 2.0), trace=trace, **constant), 1, profile)
+    one, two = (
+        evaluate(problem, Assignment(problem.shares, 1), 0, 3600.0, scale).result for scale in (1.0, 2.0)
+    )
+    assert (one.duration_s, two.duration_s) == (60.0, 30.0)
+    assert two.offered_tok_s == pytest.approx(2 * one.offered_tok_s)
+
+
+@pytest.mark.parametrize("bound", ["ttft_p99_s", "e2e_p95_s"])
+def test_waiting_requests_break_a_percentile_that_completed_ones_keep(
+    workload: Make, profile: Profile, bound: str
+) -> None:
+    """A hot adapter occupies the only slot."""
+    cold = tuple((f"cold-{i}", 8, 0.02) for i in range(60))
+    problem = make_problem(workload(("hot", 8, 12.0), *cold, slo=Slo(**{bound: 60.0})), 1, profile)
+    alone = evaluate(problem, Assignment(problem.shares, 1), 0, 3600.0)
+    assert getattr(alone.result, bound.replace("_s", "").replace("_p", "_s_p")) < 60.0
+    assert any(words.startswith(bound) and "still wait" in words for words in alone.violations)
+    assert not evaluate(problem, Assignment(problem.shares, 32), 0, 3600.0).violations
+
+
+def test_slots_with_the_shortest_wait_are_chosen_at_equal_throughput() -> None:
+    problem = example_problem(0, 7, 1)
+
+    def estimator(assignment: Assignment) -> Estimate:
+        a_max = assignment.a_max
+        return Estimate(
+            1000.0 + 5.0 * (a_max == 4), starved=False, e2e_s_mean={4: 12.0, 7: 0.09}.get(a_max, 90.0)
+        )
+
+    assert choose_slots(problem, problem.shares, estimator, estimator) == 7
+
+
+def test_slots_with_more_throughput_are_chosen_over_a_shorter_wait() -> None:
+    problem = example_problem(0, 7, 1)
+
+    def estimator(assignment: Assignment) -> Estimate:
+        a_max = assignment.a_max
+        return Estimate(1000.0 if a_max == 2 else 900.0, starved=False, e2e_s_mean=5.0 if a_max == 2 else 0.1)
+
+    assert choose_slots(problem, problem.shares, estimator, estimator) == 2
+
+
+ASSIGNMENTS = [Assignment((AdapterShare("a", 8, 1.0),), a_max) for a_max in range(1, 40)]
+
+
+def slots(assignment: Assignment) -> Estimate:
+    return Estimate(float(assignment.a_max), starved=False)
+
+
+class TogetherOnly:
+    """Estimator with a batch method."""
+
+    def __call__(self, assignment: Assignment) -> Estimate:
+        raise AssertionError("called one by one")
+
+    def estimate_all(self, assignments: Sequence[Assignment]) -> list[Estimate]:
+        return [slots(assignment) for assignment in assignments]
+
+
+@pytest.mark.parametrize("estimator", [slots, TogetherOnly()])
+def test_estimates_are_in_the_order_of_the_assignments(estimator: object) -> None:
+    estimates = estimate_all(estimator, ASSIGNMENTS)  # type: ignore[arg-type]
+    assert [estimate.throughput_tok_s for estimate in estimates] == [a.a_max for a in ASSIGNMENTS]
+    assert estimate_all(estimator, []) == []  # type: ignore[arg-type]
+
+
+def test_parallel_results_are_counted() -> None:
+    counted: list[int] = []
+    assert parallel_map(lambda x: x * x, range(5), counted.append) == [0, 1, 4, 9, 16]
+    assert counted == [1, 2, 3, 4, 5]
+
+
+def test_an_error_of_a_parallel_call_is_raised() -> None:
+    with pytest.raises(ZeroDivisionError):
+        parallel_map(lambda x: 1 / x, [1, 0, 2])
