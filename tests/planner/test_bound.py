@@ -69,9 +69,7 @@ def test_the_bound_is_monotone_in_rates(workload: Callable[..., Workload], profi
     assert bounds[-1] > bounds[0]
 
 
-def test_the_bound_is_one_without_load_or_step_model(
-    workload: Callable[..., Workload], profile: Profile
-) -> None:
+def test_the_bound_without_load_or_step_model(workload: Callable[..., Workload], profile: Profile) -> None:
     assert lower_bound_gpus(problem_of(workload(("idle", 8, 0.0)), profile)) == 1
     step = profile.step_latency
     odd = {name: c.replace(value=-c.value) for name, c in step.coefficients.items()}
