@@ -60,10 +60,8 @@ def plan(
     ----------
     workload
         Adapters, traffic, objectives and constraints.
-    gpus
-        Maximum number of GPUs; None: the workload's.
-    profile
-        Profile, name of a shipped one or path of a JSON; None: the workload's.
+    gpus, profile
+        Maximum number of GPUs, and a profile, name of a shipped one or path of a JSON; None: the workload's.
     solver
         A name of `capplan.planner.SOLVERS`, or a solver of your own.
     estimator
@@ -71,10 +69,9 @@ def plan(
         covers the workload.
     seed
         Same seed, same plan.
-    verify
-        Simulate on fresh seeds. Otherwise the plan is marked unverified, and nothing is repaired.
-    repair
-        Repair GPUs that fail verification; otherwise the plan records the failure.
+    verify, repair
+        Simulate on fresh seeds, and repair GPUs that fail. A plan that is not verified is marked; without
+        repair it records the failure.
     seeds
         Number of fresh seeds; a trace is replayed once.
     time_limit_s

@@ -54,6 +54,8 @@ def build_plan(
     pairs = list(zip(assignments, verifications, strict=True))
     queues = parallel_map(lambda pair: group_queues(problem, pair[0], pair[1].results), pairs)
     columns = zip(names, assignments, verifications, bottlenecks, queues, strict=True)
+    bound = lower_bound(problem)
+    price = f" and cost {bound.usd_per_hour:.3f} USD per hour" if bound.usd_per_hour else ""
     checks = map(_verification, names, verifications) if verified else ()
     return Plan(
         created_by=f"capplan {_version()}",
@@ -67,7 +69,7 @@ def build_plan(
         moves=moves,
         provenance={
             **_profiles(problem),
-            "lower_bound": _lower_bound(problem),
+            "lower_bound": f"tokens, KV reads and full batches alone keep {bound.gpus:.3f} GPUs busy{price}",
             "headroom": workload.headroom,
             **({} if previous is None else {"moved_bytes": moved_bytes(problem, moves)}),
             **notes,
@@ -106,12 +108,6 @@ def _profiles(problem: Problem) -> dict[str, JsonValue]:
     if problem.pools[0].name is None:
         return sources[0]
     return {"pools": {str(pool.name): source for pool, source in zip(problem.pools, sources, strict=True)}}
-
-
-def _lower_bound(problem: Problem) -> str:
-    bound = lower_bound(problem)
-    price = f" and cost {bound.usd_per_hour:.3f} USD per hour" if bound.usd_per_hour else ""
-    return f"tokens, KV reads and full batches alone keep {bound.gpus:.3f} GPUs busy{price}"
 
 
 def _group(

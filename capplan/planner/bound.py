@@ -69,13 +69,10 @@ def busy_gpus(problem: Problem) -> float:
 
 
 def _busy_by_kind(problem: Problem) -> tuple[NDArray[np.float64], NDArray[np.float64]]:
-    """Return the load by kind: the adapters with equal lengths.
+    """Return the load by kind, which is the adapters with equal lengths.
 
-    Returns
-    -------
-    tuple of ndarray
-        Tokens, shape (kinds,), and the busy instances of each pool if it serves all of a kind, shape
-        (pools, kinds).
+    The arrays are tokens, shape (kinds,), and busy instances of a pool that serves all of a kind, shape
+    (pools, kinds).
     """
     requests, duration_s, error = _draw_sample(problem)
     kind = _kinds(problem)[requests.adapter]

@@ -131,7 +131,7 @@ def compare(
     Returns
     -------
     SolverComparison
-        One row per solver, in the order given; a solver that fails has a row with the reason.
+        One row per solver, in the order given, also if it fails.
 
     Raises
     ------

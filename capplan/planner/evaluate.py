@@ -92,15 +92,13 @@ def evaluate_cluster(
         If an instance does not start.
     """
     workload = problem.workload
-    instances = [_cluster_instance(problem, assignment) for assignment in assignments]
+    instances = [
+        Instance.of(problem.pools[each.pool].profile, problem.engine_args(each), each.fractions)
+        for each in assignments
+    ]
     length_s = horizon_s(workload, duration_s)
     cluster = simulate_cluster(workload, instances, router="plan-shares", duration_s=length_s, seed=seed)
     return [Evaluation(result, violated_bounds(workload.slo, result)) for result in cluster.instances]
-
-
-def _cluster_instance(problem: Problem, assignment: Assignment) -> Instance:
-    profile = problem.pools[assignment.pool].profile
-    return Instance.of(profile, problem.engine_args(assignment), assignment.fractions)
 
 
 def known_value(value: float) -> float | None:

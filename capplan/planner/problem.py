@@ -13,7 +13,7 @@ from typing import Final, Protocol, Self
 from capplan.datasets import load_profile
 from capplan.errors import InfeasibleError, InfeasibleReason, InputError
 from capplan.models.memory import KvBudget, kv_budget
-from capplan.spec import Adapter, EngineArgs, Pool, Profile, Trace, Workload, allowed_lora_rank
+from capplan.spec import Adapter, EngineArgs, Pool, Profile, Workload, allowed_lora_rank
 
 GRID = (1, 2, 4, 8, 16, 32, 64, 96, 128, 160, 192, 256, 320, 384)
 """Values of A_max and of adapter counts to try; from 8, those of the adapter-caching paper (section 7)."""
@@ -156,7 +156,11 @@ class Problem:
             return subset
         # Copied without validation: other rates break no rule.
         adapters = tuple(a.model_copy(update={"rate_rps": a.rate_rps * scale}) for a in subset.adapters)
-        trace = subset.trace if subset.trace is None else _scale_trace(subset.trace, scale)
+        trace = subset.trace
+        if trace is not None:
+            arrival_ns = (trace.arrival_ns / scale).astype(trace.arrival_ns.dtype)
+            arrival_ns.setflags(write=False)  # numba compiles another specialisation for writable arrays
+            trace = replace(trace, arrival_ns=arrival_ns, duration_s=trace.duration_s / scale)
         return subset.model_copy(update={"adapters": adapters, "trace": trace})
 
     def fits_in_memory(self, assignment: Assignment) -> bool:
@@ -234,12 +238,6 @@ def merge_shares(shares: Iterable[AdapterShare]) -> tuple[AdapterShare, ...]:
 def horizon_s(workload: Workload, duration_s: float) -> float:
     """Return the simulated time: the duration, or the length of the workload's trace."""
     return duration_s if workload.trace is None else workload.trace.duration_s
-
-
-def _scale_trace(trace: Trace, scale: float) -> Trace:
-    arrival_ns = (trace.arrival_ns / scale).astype(trace.arrival_ns.dtype)
-    arrival_ns.setflags(write=False)  # numba compiles another specialisation for writable arrays
-    return replace(trace, arrival_ns=arrival_ns, duration_s=trace.duration_s / scale)
 
 
 @dataclass(frozen=True)

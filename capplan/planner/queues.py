@@ -63,9 +63,6 @@ class RequestSample:
     adapter_tokens: Ints
     """KV tokens that take the same memory, by number; 0 for the base model."""
 
-    def __len__(self) -> int:
-        return self.adapter.size
-
     def charges(self, adapter_charge: AdapterCharge) -> Ints:
         """Return the tokens that each request takes from a quota during execution."""
         tokens = self.prompt_tokens + self.output_tokens

@@ -110,7 +110,12 @@ def _shares_needed(problem: Problem, estimator: Estimator, members: AdapterSet) 
         if problem.fits_in_memory(Assignment(shares, slots, pool=pool))
     ]
     if not settings:
-        raise _memory_error(problem, members, pools)
+        rank = max(adapter.rank for adapter in members)
+        raise infeasible(
+            "memory",
+            f"slots of rank {rank} for {_describe(members)} leave no room for one request of max_model_len "
+            f"{problem.engine.max_model_len} on {_gpu_names(problem, pools)}",
+        )
 
     def holds(count: int) -> bool:
         divided = tuple(split_evenly(share, count)[0] for share in shares)
@@ -128,14 +133,6 @@ def _shares_needed(problem: Problem, estimator: Estimator, members: AdapterSet) 
 def _describe(members: AdapterSet) -> str:
     others = f" (with {', '.join(a.name for a in members[1:])})" if len(members) > 1 else ""
     return f"adapter {members[0].name}{others}"
-
-
-def _memory_error(problem: Problem, members: AdapterSet, pools: Iterable[int]) -> InfeasibleError:
-    return infeasible(
-        "memory",
-        f"slots of rank {max(adapter.rank for adapter in members)} for {_describe(members)} leave no room "
-        f"for one request of max_model_len {problem.engine.max_model_len} on {_gpu_names(problem, pools)}",
-    )
 
 
 def _gpu_names(problem: Problem, pools: Iterable[int]) -> str:

@@ -108,13 +108,7 @@ def make_verifier(
 
 
 def require_seeds(seed: int, count: int) -> None:
-    """Check the seeds.
-
-    Raises
-    ------
-    InputError
-        If the planning seed is negative, or there is no fresh seed.
-    """
+    """Check that the planning seed is not negative, and that there is a fresh seed."""
     if seed < 0:
         raise InputError("must be a whole number >= 0", seed, "seed")
     if count < 1:

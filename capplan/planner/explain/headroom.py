@@ -76,12 +76,11 @@ def find_headroom(
         If the instance does not start.
     """
     now = evaluate(problem, assignment, seed, duration_s).result
-    if not load_over_capacity:
+    holds_until = 1.0 / load_over_capacity if load_over_capacity else None
+    if holds_until is None or binds is None:
         words = "no load at all, so nothing binds"
-        return Headroom(None, None, (), _uses(problem, assignment, now, None, None), words)
-    holds_until = 1.0 / load_over_capacity
-    if binds is None:
-        words = f"holds {holds_until:.0f} x the planned load, and more was not tried"
+        if holds_until is not None:
+            words = f"holds {holds_until:.0f} x the planned load, and more was not tried"
         return Headroom(holds_until, None, (), _uses(problem, assignment, now, None, None), words)
     fails_at = holds_until + _OVERLOAD_STEP * max(1.0, holds_until)
     beyond = evaluate(problem, assignment, BOTTLENECK_SEED, BOTTLENECK_DURATION_S, fails_at)

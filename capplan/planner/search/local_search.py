@@ -78,10 +78,6 @@ def fleet_size_of(problem: Problem, assignments: Iterable[Assignment]) -> FleetS
     return tuple(used[pool] for pool in range(len(problem.pools)))
 
 
-def _instance_pools(fleet: FleetSize) -> list[int]:
-    return [pool for pool, count in enumerate(fleet) for _ in range(count)]
-
-
 def _fleet_steps(most: Sequence[int]) -> list[int]:
     """Return the step of each pool's count: 1, unless there are too many combinations."""
     steps = [1] * len(most)
@@ -173,8 +169,9 @@ class LocalSearch:
                 yield confirmed
 
     def _initial_placements(self, fleet: FleetSize) -> Iterator[PlacementState]:
+        pools = [pool for pool, count in enumerate(fleet) for _ in range(count)]
         for construct in self.initial_solutions:
-            state = construct(self.data, _instance_pools(fleet))
+            state = construct(self.data, pools)
             if state is not None and not self.timed_out:
                 yield state
 

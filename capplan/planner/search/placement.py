@@ -20,28 +20,15 @@ _SHARE_TOLERANCE: Final = 1e-9
 
 
 class PlacementState:
-    """Mutable placement of adapter groups on instances.
-
-    Parameters
-    ----------
-    data
-        Search data.
-    pools
-        Pool of every instance.
-
-    Attributes
-    ----------
-    members
-        Groups on each instance.
-    load_limit
-        Upper bound on the load of each instance, set when the twin refuses it; shape (instances,).
-    """
+    """Mutable placement of adapter groups on instances of these pools."""
 
     def __init__(self, data: SearchData, pools: Sequence[int]) -> None:
         self.data = data
         self.pools = np.array(pools, dtype=np.int64)
         self.members: list[set[int]] = [set() for _ in pools]
+        """Groups on each instance."""
         self.load_limit = np.full(len(pools), np.inf)
+        """Upper bound on the load of each instance, set when the twin refuses it."""
         self._all = np.arange(len(pools))
         self._loads = np.zeros((len(pools), len(data.ranks)))  # with slots of every rank
         self._count = np.zeros((len(pools), len(data.ranks)), dtype=np.int64)  # groups by rank

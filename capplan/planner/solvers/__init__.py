@@ -19,22 +19,26 @@ from capplan.planner.solvers.random_placement import RANDOM, SLORA_CONTIGUOUS, S
 
 __all__ = ["REGISTRY", "RequiredEstimator", "Solver", "SolverContext", "find_solver"]
 
-_ALL: Final = (
-    CAPPLAN,
-    GREEDY,
-    GREEDY_STRICT,
-    GREEDY_FAST,
-    LATENCY,
-    MAXBASE,
-    MAXBASE_HALF,
-    RANDOM,
-    SLORA_RANDOM,
-    SLORA_CONTIGUOUS,
-    DLORA_PROACTIVE,
-    LORASERVE,
-    MILP,
+REGISTRY: Final[Mapping[str, Solver]] = MappingProxyType(
+    {
+        solver.name: solver
+        for solver in (
+            CAPPLAN,
+            GREEDY,
+            GREEDY_STRICT,
+            GREEDY_FAST,
+            LATENCY,
+            MAXBASE,
+            MAXBASE_HALF,
+            RANDOM,
+            SLORA_RANDOM,
+            SLORA_CONTIGUOUS,
+            DLORA_PROACTIVE,
+            LORASERVE,
+            MILP,
+        )
+    }
 )
-REGISTRY: Final[Mapping[str, Solver]] = MappingProxyType({solver.name: solver for solver in _ALL})
 
 
 def find_solver(wanted: Solver | str) -> Solver:

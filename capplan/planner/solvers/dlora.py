@@ -16,7 +16,6 @@ import time
 import numpy as np
 from numpy.typing import NDArray
 
-from capplan.errors import InfeasibleError
 from capplan.models.memory import kv_tokens
 from capplan.planner.problem import AdapterShare, Assignment, Problem, infeasible, whole_adapters
 from capplan.planner.solvers.base import Solver, SolverContext
@@ -141,7 +140,11 @@ def replicate(burst: BurstTolerance, deadline_s: float, limit_s: float) -> Burst
                 break
         else:
             if unplaced.size:
-                raise _memory_error(burst, unplaced.size)
+                raise infeasible(
+                    "memory",
+                    f"dLoRA keeps every adapter in a slot, and {unplaced.size} of {adapters} find no place "
+                    f"on {engines} instance(s): each takes as much memory as {burst.slot:,.0f} KV tokens",
+                )
             break
     _last_round(burst)
     return burst
@@ -160,15 +163,6 @@ def _last_round(burst: BurstTolerance) -> None:
             engine = (engine + 1) % engines
         burst.place(adapter, engine)
         engine = (engine + 1) % engines
-
-
-def _memory_error(burst: BurstTolerance, unplaced: int) -> InfeasibleError:
-    adapters, engines = burst.holds.shape
-    return infeasible(
-        "memory",
-        f"dLoRA keeps every adapter in a slot, and {unplaced} of {adapters} find no place on {engines} "
-        f"instance(s): each takes as much memory as {burst.slot:,.0f} KV tokens",
-    )
 
 
 DLORA_PROACTIVE = Solver(

@@ -64,7 +64,11 @@ def solve_greedy(problem: Problem, estimator: Estimator, *, strict: bool = False
         if not gpu.committed and not strict:
             raise _fits_nowhere(problem, waiting[0])
         if strict and waiting and gpu.failed_with_rest:
-            raise _rest_fails(problem, len(waiting))
+            raise infeasible(
+                "starvation",
+                f"the last {len(waiting)} adapters fail on the GPU that has room for them, with headroom "
+                f"{problem.workload.headroom:g}; to the letter, the greedy algorithm then tries no other",
+            )
         filled.append(gpu)
     return tuple(
         Assignment(gpu.committed, problem.fixed_a_max or min(gpu.a_max, distinct_adapters(gpu.committed)))
@@ -136,14 +140,6 @@ def _too_few(
         f"the greedy algorithm{' to the letter' if strict else ''} fits {placed} of {placed + len(waiting)} "
         f"adapters (shares of split ones counted) on {problem.gpus} instance(s) with headroom "
         f"{problem.workload.headroom:g}{reason}",
-    )
-
-
-def _rest_fails(problem: Problem, count: int) -> InfeasibleError:
-    return infeasible(
-        "starvation",
-        f"the last {count} adapters fail on the GPU that has room for them, with headroom "
-        f"{problem.workload.headroom:g}; to the letter, the greedy algorithm then tries no other",
     )
 
 

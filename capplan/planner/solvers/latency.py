@@ -6,8 +6,6 @@ tests all GPUs once, at the end. Every GPU is used, since an empty one has the l
 
 from __future__ import annotations
 
-from functools import partial
-
 from capplan.errors import InfeasibleError
 from capplan.planner.parallel import parallel_map
 from capplan.planner.problem import AdapterShare, Assignment, Problem, distinct_adapters, infeasible
@@ -19,28 +17,21 @@ def _place(problem: Problem, context: SolverContext) -> tuple[Assignment, ...]:
     gpus: list[list[AdapterShare]] = [[] for _ in range(problem.gpus)]
     for share in in_input_order(problem):
         free = [gpu for gpu in gpus if all(other.name != share.name for other in gpu)]
-        min(free or gpus, key=_rate_rps).append(share)  # the first of equals
+        # The first of equals.
+        min(free or gpus, key=lambda shares: sum(share.rate_rps for share in shares)).append(share)
     assignments = tuple(
         Assignment(tuple(shares), problem.fixed_a_max or distinct_adapters(shares))
         for shares in gpus
         if shares
     )
-    failing = [
-        number
-        for number, holds in enumerate(parallel_map(partial(_holds, problem, context), assignments))
-        if not holds
-    ]
+
+    def holds(assignment: Assignment) -> bool:
+        return problem.fits_in_memory(assignment) and not context.estimator(assignment).starved
+
+    failing = [gpu for gpu, ok in enumerate(parallel_map(holds, assignments)) if not ok]
     if failing:
         raise _fails(problem, assignments, failing[0], len(failing))
     return assignments
-
-
-def _rate_rps(shares: list[AdapterShare]) -> float:
-    return sum(share.rate_rps for share in shares)
-
-
-def _holds(problem: Problem, context: SolverContext, assignment: Assignment) -> bool:
-    return problem.fits_in_memory(assignment) and not context.estimator(assignment).starved
 
 
 def _fails(problem: Problem, assignments: tuple[Assignment, ...], first: int, count: int) -> InfeasibleError:

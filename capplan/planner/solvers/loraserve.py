@@ -25,7 +25,7 @@ from capplan.planner.previous import previous_instances
 from capplan.planner.problem import AdapterShare, Assignment, Problem, infeasible
 from capplan.planner.slots import most_slots
 from capplan.planner.solvers.base import RequiredEstimator, Requirement, Solver, SolverContext
-from capplan.planner.solvers.loraserve_placement import AdapterDemand, LoraservePlacement, place
+from capplan.planner.solvers.loraserve_placement import AdapterDemand, place
 from capplan.serving import adapter_bytes
 from capplan.spec import Adapter, Arrivals, LengthPairs, Plan, Renewal, Workload
 from capplan.workload import Requests, draw_requests
@@ -75,14 +75,9 @@ def solve_loraserve(
             f"the demand is what {demand:.2f} instances sustain at their operating points, and there are "
             f"{problem.gpus}; with headroom {headroom:g} it takes {math.ceil(demand / (1.0 - headroom))}",
         )
-    return _assignments(problem, placement)
-
-
-def _assignments(problem: Problem, placement: LoraservePlacement) -> tuple[Assignment, ...]:
-    """Return a placement as assignments, without the servers that have no adapter."""
     numbers: Counter[str] = Counter()
     assignments = []
-    for fractions in placement.shares:
+    for fractions in placement.shares:  # servers without adapters are left out
         adapters = [adapter for adapter in problem.workload.adapters if adapter.name in fractions]
         shares = tuple(AdapterShare.of(a, fractions[a.name], numbers[a.name]) for a in adapters)
         numbers.update(fractions.keys())
@@ -132,13 +127,9 @@ def extrapolate(history: Sequence[float], declared: float) -> float:
 
 
 def arrived_tok_s(requests: Requests, adapters: int, step_s: float, duration_s: float) -> NDArray[np.float64]:
-    """Return the input and output tokens per second of adapters 1, 2, ... that arrive in each time step.
+    """Return the tokens per second of adapters 1, 2, ... by time step of arrival, shape (steps, adapters).
 
     A partial step at the end is not counted.
-
-    Returns
-    -------
-    ndarray, shape (steps, adapters)
 
     Raises
     ------

@@ -44,10 +44,6 @@ def _place_slora_random(problem: Problem, context: SolverContext) -> tuple[Assig
     return _with_slots(problem, context, random_shares(problem, np.random.default_rng(context.seed)))
 
 
-def _place_contiguous(problem: Problem, context: SolverContext) -> tuple[Assignment, ...]:
-    return _with_slots(problem, context, contiguous_by_rank(problem))
-
-
 def contiguous_by_rank(problem: Problem) -> list[list[AdapterShare]]:
     """Return the shares by rank, cut into one run of equal length per GPU."""
     ordered = sorted(in_input_order(problem), key=lambda share: share.rank)
@@ -79,6 +75,6 @@ SLORA_CONTIGUOUS = Solver(
     name="slora-contiguous",
     summary="adapters by rank, equally many on each GPU, the best number of slots there",
     source="LoRAServe, section V-D (S-LoRA Contiguous)",
-    place=_place_contiguous,
+    place=lambda problem, context: _with_slots(problem, context, contiguous_by_rank(problem)),
     required_estimator=RequiredEstimator.ESTIMATOR,
 )
