@@ -45,7 +45,7 @@ def read_previous(workload: Workload) -> Plan | None:
     for group in plan.groups:
         for adapter in group.adapters:
             if adapter.name not in known:
-                rule = "must have adapters of the workload only; one that nobody asks for has rate_rps 0"
+                rule = "must have adapters of the workload only; an unused one has rate_rps 0"
                 raise InputError(rule, adapter.name, f"{workload.previous_plan}: groups: {group.id}")
     return plan
 

@@ -63,9 +63,9 @@ def rank_slots(
     With `near`, only of the neighbouring numbers: for shares that differ little from others with that number.
     """
     values = slot_grid(problem, shares) if near is None else neighbouring_slots(problem, shares, near)
-    everyone = tuple(shares)
-    fitting = [v for v in values if problem.fits_in_memory(Assignment(everyone, v, pool=pool))]
-    estimates = _estimates(everyone, fitting, pool, estimator)
+    placed = tuple(shares)
+    fitting = [v for v in values if problem.fits_in_memory(Assignment(placed, v, pool=pool))]
+    estimates = _estimates(placed, fitting, pool, estimator)
     holding = {value: estimate for value, estimate in estimates.items() if not estimate.starved}
     starving = {value: estimate for value, estimate in estimates.items() if estimate.starved}
     return {value: estimates[value] for value in _rank(holding) + _rank(starving)}
@@ -89,8 +89,8 @@ def neighbouring_slots(problem: Problem, shares: Sequence[AdapterShare], slots: 
 def _estimates(
     shares: Sequence[AdapterShare], values: Sequence[int], pool: int, estimator: Estimator
 ) -> dict[int, Estimate]:
-    everyone = tuple(shares)
-    assignments = [Assignment(everyone, value, pool=pool) for value in values]
+    placed = tuple(shares)
+    assignments = [Assignment(placed, value, pool=pool) for value in values]
     return dict(zip(values, estimate_all(estimator, assignments), strict=True))
 
 

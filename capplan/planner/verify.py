@@ -177,8 +177,8 @@ def repair(
         if not moved:
             break
         target = next(i for i in moved if i != failing)
-        gone = len(current[failing].shares) - len(moved[failing].shares)
-        changes.append(f"gpu {failing}: {gone} adapters moved to gpu {target}")
+        moving = len(current[failing].shares) - len(moved[failing].shares)
+        changes.append(f"gpu {failing}: {moving} adapters moved to gpu {target}")
         current |= moved
         current_verifications |= dict(zip(moved, verifier(list(moved.values())), strict=True))
     return RepairResult(tuple(current.values()), tuple(current_verifications.values()), tuple(changes))

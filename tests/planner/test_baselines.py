@@ -95,11 +95,11 @@ def test_the_base_model_serves_more_than_with_adapters_and_less_for_longer_outpu
 ) -> None:
     from capplan import simulate
 
-    wishes = workload(*((f"a{i}", 32, 4.0) for i in range(16)))
-    bare = base_model_tok_s(problem_of(wishes, profile, 1), seed=0)
-    served = simulate(wishes, profile, a_max=16, s_max=32, duration_s=600.0).throughput_tok_s
+    spec = workload(*((f"a{i}", 32, 4.0) for i in range(16)))
+    bare = base_model_tok_s(problem_of(spec, profile, 1), seed=0)
+    served = simulate(spec, profile, a_max=16, s_max=32, duration_s=600.0).throughput_tok_s
     assert 0.0 < served < bare
-    longer = wishes.replace(output_tokens=Lengths(mean=400, std=240))
+    longer = spec.replace(output_tokens=Lengths(mean=400, std=240))
     assert base_model_tok_s(problem_of(longer, profile, 1), seed=0) < bare
 
 

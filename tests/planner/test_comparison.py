@@ -29,8 +29,8 @@ def fails(problem: Problem, context: SolverContext) -> Sequence[Assignment]:
     raise InfeasibleError("gpus: not today", reason="gpus")
 
 
-def only(workload: Workload, solver: Solver | str, **wishes: Any) -> SolverResult:
-    return compare(workload, [solver], seeds=2, **wishes).rows[0]
+def only(workload: Workload, solver: Solver | str, **options: Any) -> SolverResult:
+    return compare(workload, [solver], seeds=2, **options).rows[0]
 
 
 def test_a_raw_answer_is_not_repaired(workload: Make) -> None:
@@ -50,20 +50,20 @@ def test_slots_that_do_not_fit_are_memory_errors_and_serve_nothing(workload: Mak
 
 
 def test_too_few_adapters_on_the_host_are_a_memory_error(workload: Make) -> None:
-    wishes = workload(*((f"a{i}", 8, 0.1) for i in range(8)), engine={"max_cpu_loras": 2})
-    assert only(wishes, all_on_one(8)).memory_errors == 1
+    spec = workload(*((f"a{i}", 8, 0.1) for i in range(8)), engine={"max_cpu_loras": 2})
+    assert only(spec, all_on_one(8)).memory_errors == 1
 
 
 def test_a_broken_latency_bound_counts_as_late(workload: Make) -> None:
-    wishes = workload(("a", 8, 0.2), ("b", 8, 0.2), slo=Slo(ttft_p99_s=0.001))
-    row = only(wishes, own(one_each))
+    spec = workload(("a", 8, 0.2), ("b", 8, 0.2), slo=Slo(ttft_p99_s=0.001))
+    row = only(spec, own(one_each))
     assert (row.starved, row.late) == (0, 2)
     assert not row.holds
 
 
 def test_an_instance_without_headroom_is_counted(workload: Make) -> None:
-    wishes = workload(("a", 8, 1.0), ("b", 8, 1.0), headroom=0.97)
-    row = only(wishes, all_on_one(2))
+    spec = workload(("a", 8, 1.0), ("b", 8, 1.0), headroom=0.97)
+    row = only(spec, all_on_one(2))
     assert row.holds
     assert row.short_of_headroom == 1
 
@@ -76,16 +76,16 @@ def test_a_failing_solver_is_a_row_with_the_reason(workload: Make) -> None:
 
 
 def test_an_unsupported_size_is_a_row_with_exit_code_2(workload: Make) -> None:
-    wishes = workload(*((f"a{i}", 8, 0.02) for i in range(30)))
-    milp, random = compare(wishes, ["milp", "random"], seeds=1).rows
+    spec = workload(*((f"a{i}", 8, 0.02) for i in range(30)))
+    milp, random = compare(spec, ["milp", "random"], seeds=1).rows
     assert milp.exit_code == 2
     assert random.answered
 
 
 def test_results_agree_with_the_plan_of_the_same_answer(workload: Make) -> None:
-    wishes = workload(*((f"a{i}", 8, 0.5) for i in range(6)))
-    made = plan(wishes, solver="slora-contiguous", estimator="twin", repair=False)
-    row = compare(wishes, ["slora-contiguous"], estimator="twin").rows[0]
+    spec = workload(*((f"a{i}", 8, 0.5) for i in range(6)))
+    made = plan(spec, solver="slora-contiguous", estimator="twin", repair=False)
+    row = compare(spec, ["slora-contiguous"], estimator="twin").rows[0]
     assert row.gpus == made.totals.gpus
     assert row.slots_per_gpu == tuple(group.engine_args.max_loras for group in made.groups)
     total = sum(group.predicted.throughput_tok_s for group in made.groups)
@@ -94,18 +94,18 @@ def test_results_agree_with_the_plan_of_the_same_answer(workload: Make) -> None:
 
 
 def test_lower_bound_and_seeds_agree_with_plans(workload: Make) -> None:
-    wishes = workload(*((f"a{i}", 8, 3.0) for i in range(12)))
-    made = plan(wishes, estimator="twin", seed=4)
-    result = compare(wishes, ["random"], seed=4)
+    spec = workload(*((f"a{i}", 8, 3.0) for i in range(12)))
+    made = plan(spec, estimator="twin", seed=4)
+    result = compare(spec, ["random"], seed=4)
     assert result.lower_bound_gpus == made.totals.lower_bound_gpus
     assert result.seeds == made.verification.seeds
 
 
 @pytest.mark.parametrize(
-    ("wishes", "key"), [({"seeds": 0}, "seeds"), ({"seed": -1}, "seed"), ({"gpus": 0}, "gpus")]
+    ("options", "key"), [({"seeds": 0}, "seeds"), ({"seed": -1}, "seed"), ({"gpus": 0}, "gpus")]
 )
-def test_an_invalid_argument_is_named(workload: Make, wishes: dict[str, int], key: str) -> None:
+def test_an_invalid_argument_is_named(workload: Make, options: dict[str, int], key: str) -> None:
     with pytest.raises(InputError, match=key):
-        compare(workload(("a", 8, 0.1)), ["random"], **wishes)  # type: ignore[arg-type]
+        compare(workload(("a", 8, 0.1)), ["random"], **options)  # type: ignore[arg-type]
     with pytest.raises(InputError, match="at least one"):
         compare(workload(("a", 8, 0.1)), [])

@@ -58,8 +58,8 @@ def holds(problem: Problem, rank: int, tok_s: float, count: int) -> bool:
 
 
 def test_an_operating_point_is_the_highest_rate_that_holds(workload: Make, profile: Profile) -> None:
-    wishes = workload(*((f"a{i}", 8, 0.2) for i in range(8)), slo=Slo(ttft_p95_s=1.0))
-    problem = alone(wishes, profile, gpus=2)
+    spec = workload(*((f"a{i}", 8, 0.2) for i in range(8)), slo=Slo(ttft_p95_s=1.0))
+    problem = alone(spec, profile, gpus=2)
     (point,) = OperatingPoints(problem)([64]).values()
     assert holds(problem, 64, 0.999 * point, 4)
     assert not holds(problem, 64, 1.02 * point, 4)
@@ -88,9 +88,9 @@ def test_operating_points_use_the_lengths_of_a_trace(workload: Make, profile: Pr
     trace = Trace.from_arrays(
         np.linspace(0.0, 100.0, count), ["a", "b"] * (count // 2), [300] * count, [100] * count, 100.0
     )
-    wishes = workload(("a", 8, 1.0), ("b", 16, 1.0))
-    constant = wishes.replace(prompt_tokens=Lengths(mean=300.0), output_tokens=Lengths(mean=100.0))
-    traced = wishes.model_copy(update={"trace": trace})
+    spec = workload(("a", 8, 1.0), ("b", 16, 1.0))
+    constant = spec.replace(prompt_tokens=Lengths(mean=300.0), output_tokens=Lengths(mean=100.0))
+    traced = spec.model_copy(update={"trace": trace})
     expected = OperatingPoints(alone(constant, profile))([8])[8]
     assert OperatingPoints(alone(traced, profile))([8])[8] == pytest.approx(expected, rel=0.03)
 
@@ -158,9 +158,9 @@ def test_servers_keep_their_stored_adapters() -> None:
 def test_the_plan_in_force_labels_the_servers(workload: Make, profile: Profile) -> None:
     from capplan import plan
 
-    wishes = workload(*((f"a{i}", 8 << i % 3, 0.2) for i in range(12)), gpus=Gpus(count=3))
-    problem = make_problem(wishes, None, profile)
-    before = plan(wishes, solver="loraserve", verify=False)
+    spec = workload(*((f"a{i}", 8 << i % 3, 0.2) for i in range(12)), gpus=Gpus(count=3))
+    problem = make_problem(spec, None, profile)
+    before = plan(spec, solver="loraserve", verify=False)
     turned = before.model_copy(update={"groups": (*before.groups[1:], before.groups[0])})
     nobody = Capacity(rps=0.0)
     answer = REGISTRY["loraserve"].place(problem, SolverContext(nobody, nobody, previous=turned))

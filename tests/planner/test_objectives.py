@@ -12,8 +12,8 @@ Make = Callable[..., Workload]
 
 
 def solved(problem: Problem, objective: Objective, estimator: Estimator) -> Sequence[Assignment]:
-    wished = replace(problem, workload=problem.workload.replace(objective=objective))
-    return REGISTRY["capplan"].place(wished, SolverContext(estimator=estimator, twin=estimator))
+    changed = replace(problem, workload=problem.workload.replace(objective=objective))
+    return REGISTRY["capplan"].place(changed, SolverContext(estimator=estimator, twin=estimator))
 
 
 def test_the_least_latency_uses_every_gpu() -> None:
@@ -39,8 +39,8 @@ def test_the_placement_with_the_least_latency_is_chosen() -> None:
 
 def test_the_highest_throughput_leaves_the_most_headroom(workload: Make) -> None:
     adapters = tuple((f"a{i}", 8, 0.4) for i in range(16))
-    wishes = workload(*adapters, objective="max_throughput")
-    spread = plan(wishes, gpus=2, seeds=1)
+    spec = workload(*adapters, objective="max_throughput")
+    spread = plan(spec, gpus=2, seeds=1)
     assert spread.totals.gpus == 2
     assert spread.verification.ok
     loads = [group.predicted.load_over_capacity for group in spread.groups]
@@ -57,6 +57,6 @@ def test_max_throughput_compares_slots_with_the_twin() -> None:
         return lambda a: Estimate(1.0, False, e2e_s_mean=1.0 if a.a_max == slots else 1.1)
 
     problem = example_problem(2, adapters=8, gpus=1)
-    wished = replace(problem, workload=problem.workload.replace(objective=Objective.MAX_THROUGHPUT))
-    [chosen] = REGISTRY["capplan"].place(wished, SolverContext(estimator=preferring(2), twin=preferring(4)))
+    changed = replace(problem, workload=problem.workload.replace(objective=Objective.MAX_THROUGHPUT))
+    [chosen] = REGISTRY["capplan"].place(changed, SolverContext(estimator=preferring(2), twin=preferring(4)))
     assert chosen.a_max == 4

@@ -47,11 +47,11 @@ def crowd(workload: Make, rate_rps: float = 0.6, **fields: Any) -> Workload:
 def test_the_same_seed_gives_the_same_plan_on_any_number_of_threads(
     workload: Make, solver: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    wishes = crowd(workload)
+    spec = crowd(workload)
     texts = []
     for threads in (1, 5):
         monkeypatch.setattr("capplan.planner.parallel.cpu_count", lambda threads=threads: threads)
-        texts.append(plan(wishes, solver=solver, seed=3).to_json())
+        texts.append(plan(spec, solver=solver, seed=3).to_json())
     assert texts[0] == texts[1]
 
 
@@ -104,12 +104,12 @@ def test_slots_that_do_not_fit_in_memory_are_repaired_or_rejected(workload: Make
     solver = Solver(
         "slots", "a slot for everyone", "a test", greedy_for_slots, required_estimator=RequiredEstimator.NONE
     )
-    wishes = workload(*((f"a{i}", 64, 0.02) for i in range(300)))
-    made = plan(wishes, solver=solver)
+    spec = workload(*((f"a{i}", 64, 0.02) for i in range(300)))
+    made = plan(spec, solver=solver)
     assert made.verification.ok
     assert "for want of memory" in str(made.provenance["repairs"])
     with pytest.raises(InfeasibleError, match="300 slots of rank 64") as error:
-        plan(wishes, solver=solver, repair=False)
+        plan(spec, solver=solver, repair=False)
     assert error.value.reason == "memory"
 
 
@@ -308,12 +308,12 @@ def test_a_plan_round_trips_through_its_file(workload: Make, tmp_path: Path) -> 
 
 
 def test_predictions_are_simulations_with_the_settings_of_the_plan(workload: Make, profile: Profile) -> None:
-    wishes = workload(("a", 8, 1.0), ("b", 16, 2.0))
-    made = plan(wishes)
+    spec = workload(("a", 8, 1.0), ("b", 16, 2.0))
+    made = plan(spec)
     args = made.groups[0].engine_args
     runs = [
         simulate(
-            wishes,
+            spec,
             profile,
             a_max=args.max_loras,
             s_max=args.max_lora_rank,
@@ -341,8 +341,8 @@ def test_prompts_longer_than_max_model_len_are_rejected(workload: Make) -> None:
 
 def test_several_instances_are_verified_as_a_cluster(workload: Make, profile: Profile) -> None:
     """Requests are routed by the shares of the plan, also of a split adapter."""
-    wishes = workload(("hot", 8, 60.0), *((f"a{i}", 16, 0.5) for i in range(8)))
-    made = plan(wishes, seeds=1)
+    spec = workload(("hot", 8, 60.0), *((f"a{i}", 16, 0.5) for i in range(8)))
+    made = plan(spec, seeds=1)
     assert len(made.groups) > 1
     instances = [
         Instance(
@@ -355,7 +355,7 @@ def test_several_instances_are_verified_as_a_cluster(workload: Make, profile: Pr
         for group in made.groups
     ]
     (seed,) = made.verification.seeds
-    together = simulate_cluster(wishes, instances, router="plan-shares", seed=seed)
+    together = simulate_cluster(spec, instances, router="plan-shares", seed=seed)
     predicted = [group.predicted.throughput_tok_s for group in made.groups]
     assert predicted == pytest.approx([one.throughput_tok_s for one in together.instances], rel=1e-9)
     assert sum(together.requests_per_instance) == together.submitted

@@ -54,8 +54,8 @@ def pool_config(name: str, count: int, usd_per_hour: float | None) -> dict[str, 
 
 def solved(problem: Problem, objective: Objective, rps: float) -> Sequence[Assignment]:
     estimator = TwoKinds(rps)
-    wished = replace(problem, workload=problem.workload.replace(objective=objective))
-    return REGISTRY["capplan"].place(wished, SolverContext(estimator=estimator, twin=estimator))
+    changed = replace(problem, workload=problem.workload.replace(objective=objective))
+    return REGISTRY["capplan"].place(changed, SolverContext(estimator=estimator, twin=estimator))
 
 
 def price(problem: Problem, answer: Sequence[Assignment]) -> float:

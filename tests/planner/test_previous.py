@@ -18,8 +18,8 @@ def in_force(tmp_path_factory: pytest.TempPathFactory, workload: Make) -> Path:
     return path
 
 
-def replanned(wishes: Workload, path: Path, **options: Any) -> Plan:
-    return plan(wishes.replace(previous_plan=str(path)), gpus=4, seeds=1, **options)
+def replanned(spec: Workload, path: Path, **options: Any) -> Plan:
+    return plan(spec.replace(previous_plan=str(path)), gpus=4, seeds=1, **options)
 
 
 def holders(made: Plan) -> dict[str, set[str]]:

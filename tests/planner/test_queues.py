@@ -290,8 +290,8 @@ def test_the_quotas_are_the_kv_tokens_of_the_gpu(workload: Make, profile: Profil
 
 
 def test_queues_are_deterministic(workload: Make, profile: Profile) -> None:
-    wishes = workload(*MIXED, queues=QueueConfig())
-    assert made(wishes, profile) == made(wishes, profile)
+    spec = workload(*MIXED, queues=QueueConfig())
+    assert made(spec, profile) == made(spec, profile)
 
 
 def test_no_queues_without_configuration_or_requests(workload: Make, profile: Profile) -> None:
@@ -308,12 +308,12 @@ def test_the_configuration_is_applied(workload: Make, profile: Profile, most: in
 
 
 def test_sizes_are_those_of_the_instance(workload: Make, profile: Profile) -> None:
-    wishes = workload(
+    spec = workload(
         *MIXED, queues=QueueConfig(), prompt_tokens=Lengths(mean=90), output_tokens=Lengths(mean=30)
     )
-    problem = make_problem(wishes, 2, profile)
+    problem = make_problem(spec, 2, profile)
     half = tuple(AdapterShare(p.name, p.rank, p.rate_rps / 2, 0.5) for p in problem.shares if p.rank == 16)
-    results = [on_one_gpu(wishes, profile)[1]]
+    results = [on_one_gpu(spec, profile)[1]]
     queues = group_queues(problem, Assignment(half, a_max=4), results)
     assert queues is not None
     assert (queues.wrs.max_prompt_tokens, queues.wrs.max_output_tokens) == (90, 30)
@@ -324,8 +324,8 @@ def test_queues_of_a_trace(workload: Make, profile: Profile) -> None:
     prompt = np.array([100, 4000] * 200)
     trace = Trace.from_arrays(np.arange(400) * 0.5, ["a0"] * 400, prompt, np.full(400, 50), 200.0)
     lengths = {"prompt_tokens": Lengths(mean=2050), "output_tokens": Lengths(mean=50)}
-    wishes = workload(("a0", 8, 2.0), trace=trace, queues=QueueConfig(), **lengths)
-    queues = made(wishes, profile)
+    spec = workload(("a0", 8, 2.0), trace=trace, queues=QueueConfig(), **lengths)
+    queues = made(spec, profile)
     assert len(queues.classes) == 2
     assert queues.wrs.max_prompt_tokens == 4000
 

@@ -122,8 +122,8 @@ def test_an_unknown_solver_is_rejected() -> None:
 
 @pytest.mark.parametrize("name", [name for name in SOLVERS if name != "greedy-fast"])
 def test_every_solver_makes_a_plan_that_the_twin_confirms(workload: Make, name: str) -> None:
-    wishes = workload(*((f"a{i}", 8 << i % 3, 0.2) for i in range(12)))
-    made = plan(wishes, solver=name, estimator="twin")
+    spec = workload(*((f"a{i}", 8 << i % 3, 0.2) for i in range(12)))
+    made = plan(spec, solver=name, estimator="twin")
     assert made.verification.ok
     assert made.provenance["solver"] == name
     assert made.provenance["estimator"] == (
@@ -135,10 +135,10 @@ def test_every_solver_makes_a_plan_that_the_twin_confirms(workload: Make, name: 
 def test_plans_are_deterministic_and_only_random_solvers_depend_on_the_seed(
     workload: Make, name: str
 ) -> None:
-    wishes = workload(*((f"a{i}", 8, 0.2) for i in range(12)))
+    spec = workload(*((f"a{i}", 8, 0.2) for i in range(12)))
 
     def placed(seed: int) -> list[list[str]]:
-        made = plan(wishes, solver=name, estimator="twin", seed=seed, verify=False)
+        made = plan(spec, solver=name, estimator="twin", seed=seed, verify=False)
         return [[adapter.name for adapter in group.adapters] for group in made.groups]
 
     assert placed(1) == placed(1)
@@ -159,6 +159,6 @@ def test_an_unsupported_fixed_number_of_slots_is_rejected(workload: Make) -> Non
         required_estimator=RequiredEstimator.NONE,
         fixed_a_max=False,
     )
-    wishes: Workload = workload(("a", 8, 0.1), engine={"max_loras": 1})
+    spec: Workload = workload(("a", 8, 0.1), engine={"max_loras": 1})
     with pytest.raises(InputError, match=r"engine\.max_loras: must be left open for solver own"):
-        plan(wishes, solver=stubborn)
+        plan(spec, solver=stubborn)

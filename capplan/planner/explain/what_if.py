@@ -157,10 +157,10 @@ def one_fewer(problem: Problem, pools: Sequence[int]) -> FleetChange | None:
     """Return the fleet without an instance of the most expensive pool in use; None if there is only one."""
     if len(pools) == 1:
         return None
-    gone = _pool_by_price(problem, pools, set(pools), -1.0)
+    removed = _pool_by_price(problem, pools, set(pools), -1.0)
     left = list(pools)
-    left.remove(gone)
-    return FleetChange(problem, tuple(left), f"one {_instance_kind(problem, gone)} fewer")
+    left.remove(removed)
+    return FleetChange(problem, tuple(left), f"one {_instance_kind(problem, removed)} fewer")
 
 
 def one_more(problem: Problem, pools: Sequence[int]) -> FleetChange:

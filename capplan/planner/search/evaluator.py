@@ -27,7 +27,7 @@ _SLOW_RATIO: Final = 1.2
 """Ratio of request times from which the surrogate rules out a number of slots."""
 _MIN_SAMPLES: Final = 3
 _SAMPLE_EVERY: Final = 6
-"""Simulated instances of one kind: a minimum number, and one in so many."""
+"""Simulated instances of one kind: a minimum number, and one in every six."""
 _REFUSAL_PENALTY: Final = 2.0
 _MIN_OVERLOAD: Final = 0.003
 _MAX_OVERLOAD: Final = 0.1

@@ -41,7 +41,7 @@ REGISTRY: Final[Mapping[str, Solver]] = MappingProxyType(
 )
 
 
-def find_solver(wanted: Solver | str) -> Solver:
+def find_solver(solver: Solver | str) -> Solver:
     """Return the solver of a name, or the solver itself.
 
     Raises
@@ -49,8 +49,8 @@ def find_solver(wanted: Solver | str) -> Solver:
     InputError
         If the name is unknown.
     """
-    if isinstance(wanted, Solver):
-        return wanted
-    if wanted not in REGISTRY:
-        raise InputError(f"must be one of {', '.join(REGISTRY)}", wanted, "solver")
-    return REGISTRY[wanted]
+    if isinstance(solver, Solver):
+        return solver
+    if solver not in REGISTRY:
+        raise InputError(f"must be one of {', '.join(REGISTRY)}", solver, "solver")
+    return REGISTRY[solver]

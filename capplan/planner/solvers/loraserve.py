@@ -181,10 +181,10 @@ class OperatingPoints:
         InfeasibleError
             If a rank does not hold at the lowest rate.
         """
-        wanted = sorted(set(ranks))
-        new = [rank for rank in wanted if rank not in self._measured]
+        ordered = sorted(set(ranks))
+        new = [rank for rank in ordered if rank not in self._measured]
         self._measured.update(zip(new, parallel_map(self._measure, new), strict=True))
-        return {rank: self._measured[rank] for rank in wanted}
+        return {rank: self._measured[rank] for rank in ordered}
 
     def _measure(self, rank: int) -> float:
         """Bracket by doubling or halving the rate, then bisect."""
