@@ -1,4 +1,4 @@
-"""Profiles as files: the shipped ones by name, anybody's by path."""
+"""Profile files: the shipped ones by name, others by path."""
 
 from __future__ import annotations
 
@@ -26,12 +26,12 @@ def list_profiles() -> tuple[str, ...]:
 
 
 def surrogate_path(profile_name: str, kind: str) -> Path:
-    """Return where the surrogate of a profile stands, whether or not there is one.
+    """Return the path of the surrogate of a profile, whether or not it exists.
 
     Raises
     ------
     InputError
-        For a name that would lead out of the folder of surrogates: profiles may come from anybody.
+        For a name that would lead out of the folder of surrogates.
     """
     if not _SAFE_NAME.fullmatch(profile_name):
         raise InputError(

@@ -46,7 +46,7 @@ class KvBudget:
     block_tokens: int
 
     def tokens(self, a_max: int, s_max: int, max_num_seqs: int) -> int:
-        """Return the KV tokens that fit beside so many slots; see `kv_tokens`."""
+        """Return the KV tokens beside `a_max` slots of rank `s_max`; see `kv_tokens`."""
         slot = self.slot_factor * (s_max * self.slot_bytes_per_rank)
         taken = (
             self.weight_bytes

@@ -18,7 +18,7 @@ def profile_json(tmp_path: Path) -> Path:
 
 @pytest.fixture
 def shipped(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> tuple[str, str]:
-    """Two shipped profiles in a folder of their own, so that their names are known here."""
+    """Two shipped profiles in a temporary folder."""
     names = ("gpu-a/model/vllm-0.8.5", "gpu-b/model/vllm-0.8.5")
     for name in names:
         path = tmp_path / "profiles" / f"{name}.json"

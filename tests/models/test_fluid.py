@@ -1,4 +1,4 @@
-"""The fluid estimate: bounds and directions that hold for any engine and load, and the twin's answers."""
+"""Fluid model: bounds and monotonicity for any engine and load, and agreement with the twin."""
 
 import numpy as np
 import pytest
@@ -138,7 +138,7 @@ def test_without_requests_nothing_waits_and_nothing_is_served(engine: FluidEngin
 
 @given(engines(), loads(ASKED))
 def test_idle_adapters_take_no_load_away(engine: FluidEngine, load: FluidLoad) -> None:
-    """With a slot for everybody, who never asks changes nothing under a model without a cost per slot."""
+    """With a slot for each adapter, idle ones change nothing under a model without a cost per slot."""
     engine = engine._replace(step_form=ADDITIVE.code, step_coefficients=PLAIN, a_max=1e4)
     more = load._replace(adapters=load.adapters + 9.0)
     assert state_of(engine, more) == pytest.approx(state_of(engine, load), rel=1e-9, abs=1e-12)

@@ -88,7 +88,7 @@ def test_a_kernel_is_explained_by_what_it_pays_for(seed: int, alpha: float) -> N
         assert report.verdict().startswith(f"{report.meant} explains it")
 
 
-def test_no_form_of_toppings_is_said_to_explain_prompts_of_all_lengths() -> None:
+def test_no_toppings_form_explains_prompts_of_all_lengths() -> None:
     rng = np.random.default_rng(0)
     rows = batches(0)
     length = pd.Series(rng.choice([16, 256], len(rows)))
@@ -115,7 +115,7 @@ def test_launches_and_shared_weights_are_for_the_additive_form(
 
 
 def test_a_configuration_is_never_on_both_sides() -> None:
-    """Each configuration has an offset of its own, and two draws: seeing one draw would give it away."""
+    """Each configuration has its own offset and two draws, so one draw reveals the other."""
     rng = np.random.default_rng(0)
     rows = batches(0, 40)
     us = pd.Series(rng.uniform(100.0, 1000.0, len(rows)))

@@ -1,4 +1,4 @@
-"""Which ranks a step pays for: the kernels' and the papers' sanity facts (PAPER_NOTES sections 1 and 4)."""
+"""Ranks that each kernel pays for, and facts of the papers (PAPER_NOTES sections 1 and 4)."""
 
 from collections.abc import Sequence
 
@@ -147,7 +147,7 @@ def test_a_large_rank_beside_small_ones_costs_padded_kernels_their_rank() -> Non
     assert prefill_ms(Kernel.VLLM, small) == prefill_ms(Kernel.VLLM, large)
 
 
-def test_only_a_form_that_counts_tokens_tells_long_prompts_from_short_ones() -> None:
+def test_only_forms_that_count_tokens_separate_long_prompts_from_short_ones() -> None:
     short, long = batch(prefill=[(32, 100)]), batch(prefill=[(32, 2000)])
     for kernel in Kernel:
         assert additive(kernel, long) == pytest.approx(20 * additive(kernel, short))

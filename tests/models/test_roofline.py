@@ -145,7 +145,7 @@ def test_models_are_those_of_the_engine() -> None:
             assert there.replace(**same) == arch
 
 
-def test_the_profile_says_that_nobody_measured_it() -> None:
+def test_the_profile_is_marked_as_not_measured() -> None:
     profile = roofline_profile(H100, LLAMA)
     assert profile.provenance.kind is ProvenanceKind.ROOFLINE
     assert "not measured" in profile.provenance.source

@@ -64,7 +64,7 @@ def test_the_period_is_the_step_that_bisections_end_at_wherever_the_search_begin
 
 
 @given(LOADS, SLOTS)
-def test_those_asked_for_first_are_as_many_as_slots(load: FluidLoad, share: float) -> None:
+def test_the_first_requested_adapters_are_as_many_as_slots(load: FluidLoad, share: float) -> None:
     a_max = share * load.adapters
 
     def asked_for(time_s: float) -> np.ndarray:
@@ -76,7 +76,7 @@ def test_those_asked_for_first_are_as_many_as_slots(load: FluidLoad, share: floa
 
 
 @given(LOADS, LIVES)
-def test_where_nobody_waits_nothing_is_lost(load: FluidLoad, life_s: float) -> None:
+def test_without_waits_nothing_is_lost(load: FluidLoad, life_s: float) -> None:
     busy_s, _ = noted(load, life_s)
     rotation = slot_rotation(load, busy_s, life_s, 0.0, HORIZON_S)
     assert (rotation.wait_s, rotation.share) == (0.0, 1.0)

@@ -1,4 +1,4 @@
-"""Step tables of a known step model, computed by the very functions that the twin charges steps with."""
+"""Step tables of a known step model, computed by the step-latency functions of the twin."""
 
 from collections.abc import Mapping
 

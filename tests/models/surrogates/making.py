@@ -1,4 +1,4 @@
-"""Small surrogates of every kind, made in a second from made-up answers to real scenarios."""
+"""Small surrogates of every kind, fitted to synthetic results of real scenarios."""
 
 from __future__ import annotations
 
@@ -39,7 +39,7 @@ SETTINGS = {
 
 
 class Made(NamedTuple):
-    """Scenarios of the space-filling design, and answers that a formula gives."""
+    """Scenarios of the space-filling design with results by a formula."""
 
     features: np.ndarray
     throughput_tok_s: np.ndarray

@@ -1,4 +1,4 @@
-"""A few hours in the twin to hold estimates against: idle, busy, short of slots, of KV, of seats."""
+"""Runs of the twin for comparison: idle, busy, short of slots, of KV, of batch places."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ CASES: dict[str, Callable[[], tuple[Workload, dict[str, Any]]]] = {
 
 
 class Run(NamedTuple):
-    """What was asked, as a surrogate sees it, and what the twin says."""
+    """Features of a run and its result."""
 
     features: np.ndarray
     result: SimulationResult
@@ -39,7 +39,7 @@ class Run(NamedTuple):
 
     @property
     def share_of_declared(self) -> float:
-        """Throughput over the load drawn, which luck keeps from being the load declared."""
+        """Throughput over the load drawn, which differs from the declared load by chance."""
         return self.result.throughput_tok_s / self.result.offered_tok_s
 
 

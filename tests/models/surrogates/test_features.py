@@ -1,4 +1,4 @@
-"""What a surrogate is told of a workload and its GPU, and what it was never trained on."""
+"""Features of a workload and its GPU, and unsupported workloads."""
 
 from collections.abc import Callable
 from typing import Any
@@ -75,7 +75,7 @@ def test_features_are_what_their_names_say() -> None:
     assert x["length_correlation"] == pytest.approx(profile().length_correlation)
 
 
-def test_the_load_outside_slots_is_that_of_the_adapters_asked_for_least() -> None:
+def test_the_load_outside_slots_is_that_of_the_coldest_adapters() -> None:
     rates = [5.0, 1.0, 3.0, 1.0]
     adapters = tuple(Adapter(name=str(i), rank=8, rate_rps=rate) for i, rate in enumerate(rates))
     x = named(asked().replace(adapters=adapters), a_max=2)
@@ -92,7 +92,7 @@ def test_the_load_outside_slots_is_that_of_the_adapters_asked_for_least() -> Non
         (Renewal(process="poisson", modulation=Diurnal(amplitude=0.5)), 1.0),
     ],
 )
-def test_gaps_spread_as_the_process_says(arrivals: Any, cv: float) -> None:
+def test_gaps_vary_as_in_the_arrival_process(arrivals: Any, cv: float) -> None:
     assert named(asked(arrivals=arrivals))["arrivals_cv"] == cv
 
 

@@ -1,4 +1,4 @@
-"""Surrogates of all kinds: what they answer, and where they say that they do not know."""
+"""Predictions of all kinds of surrogates, and their training range."""
 
 import numpy as np
 import pytest
@@ -111,7 +111,7 @@ def test_a_common_question_is_in_range(surrogate: Surrogate) -> None:
 
 
 @pytest.mark.parametrize("what", STRANGE)
-def test_a_question_outside_the_training_range_says_so(surrogate: Surrogate, what: str) -> None:
+def test_a_workload_outside_the_training_range_is_flagged(surrogate: Surrogate, what: str) -> None:
     workload, changes = STRANGE[what]()
     assert not surrogate.predict(workload, **(SETTINGS | changes)).in_range
 
@@ -122,7 +122,7 @@ def test_most_scenarios_like_those_of_training_are_in_range(surrogate: Surrogate
 
 @pytest.mark.parametrize("kind", KINDS)
 @pytest.mark.parametrize("name", list_profiles())
-def test_what_is_shipped_answers_and_knows_its_range(name: str, kind: str) -> None:
+def test_shipped_surrogates_predict_and_flag_their_range(name: str, kind: str) -> None:
     surrogate = load_surrogate(name, kind)
     assert surrogate.predict(asked(), **SETTINGS).in_range
     for what, make in STRANGE.items():

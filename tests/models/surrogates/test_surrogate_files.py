@@ -1,4 +1,4 @@
-"""Files of surrogates: what is read is what was written, and nothing of what belongs elsewhere is."""
+"""Surrogate files: round trip, and refusal of files of other profiles or kinds."""
 
 import json
 import random
@@ -41,7 +41,7 @@ def test_small_trees_are_texts_of_which_both_are_kept() -> None:
     assert document["features"] == list(FEATURES)
 
 
-def test_a_missing_file_says_so(tmp_path: Path) -> None:
+def test_a_missing_file_is_an_input_error(tmp_path: Path) -> None:
     assert "no surrogate" in refused(tmp_path / "s.best.npz")
     assert "no surrogate" in refused(tmp_path / "s.tree.json")
 
@@ -60,7 +60,7 @@ def test_a_truncated_file_is_refused(file: Path) -> None:
 
 @pytest.mark.parametrize("seed", range(4))
 def test_flipped_bytes_are_refused_or_change_nothing(surrogate: Surrogate, file: Path, seed: int) -> None:
-    """A date in an archive, or white space in a text, says nothing of the content."""
+    """A date in an archive, or white space in a text, is not content."""
     data, rng = file.read_bytes(), random.Random(seed)
     refusals = 0
     for _ in range(80):

@@ -1,4 +1,4 @@
-"""Forged surrogates: whoever made them, nothing of them is loaded or run."""
+"""Forged surrogate files are refused, and none of their code runs."""
 
 import io
 import pickle
@@ -66,7 +66,7 @@ BROKEN: dict[str, Callable[[dict[str, Any]], None]] = {
 
 
 @pytest.mark.parametrize("what", BROKEN)
-def test_a_document_that_says_too_little_or_nonsense_is_refused(file: Path, what: str) -> None:
+def test_an_incomplete_or_invalid_document_is_refused(file: Path, what: str) -> None:
     document, columns = contents(file)
     BROKEN[what](document)
     write(file, document, columns)

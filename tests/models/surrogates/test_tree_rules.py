@@ -9,7 +9,7 @@ from tests.models.surrogates.trees import LEAF, around, trees
 
 
 @given(trees())
-def test_the_one_rule_that_holds_says_what_the_tree_answers(tree: Tree) -> None:
+def test_exactly_one_rule_holds_and_predicts_as_the_tree(tree: Tree) -> None:
     rules = decision_rules(tree)
     assert len(rules) == tree.rules
     for row, answer in zip(around(tree), tree.predict(around(tree)), strict=True):

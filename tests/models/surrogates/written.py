@@ -41,7 +41,7 @@ def contents(file: Path) -> tuple[dict[str, Any], Columns]:
 
 
 def write(file: Path, document: Any, columns: Columns) -> None:
-    """Write a file whose digest is right: whoever forges one can do that as well."""
+    """Write a file with a valid digest, as a forger can."""
     if isinstance(document, dict):
         document.pop("sha256", None)
         document["sha256"] = files._digest(

@@ -1,4 +1,4 @@
-"""Made-up scenarios: quick to draw, with a saturation, noise, and near twins in groups."""
+"""Synthetic scenarios with saturation, noise, and near-duplicates in groups."""
 
 from __future__ import annotations
 

@@ -30,7 +30,7 @@ def test_the_wrapper_is_cloned_with_all_its_parameters() -> None:
     assert not made.regressor.fit_intercept
 
 
-def test_what_follows_the_formula_is_learnt_from_any_row() -> None:
+def test_a_constant_ratio_is_learnt_from_any_rows() -> None:
     x, _, _, _ = scenarios()
     target = 0.7 * expected_tok_s(x)
     model = RelativeRegressor(DecisionTreeRegressor(max_depth=1)).fit(x[:50], target[:50])

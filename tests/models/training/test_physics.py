@@ -1,4 +1,4 @@
-"""The physics-informed models keep scikit-learn's contract, physics' signs, and what a surrogate keeps."""
+"""Physics-informed models: scikit-learn contract, monotonicity, and export to a surrogate."""
 
 from typing import Any
 
@@ -97,7 +97,7 @@ def test_features_of_another_shape_or_without_a_value_are_refused(model: Any, sp
         clone(model).fit(x[:-1], y)
 
 
-def test_throughput_is_learned_and_the_head_says_the_same() -> None:
+def test_throughput_is_learned_and_its_output_is_equal() -> None:
     x, served, step_ms = truth()
     seen, unseen = slice(0, 300), slice(300, None)
     model = ServedAndStep(**SMALL).fit(x[seen], np.column_stack([served, step_ms])[seen])
@@ -120,7 +120,7 @@ def test_scenarios_without_a_step_or_with_nothing_served_can_be_learned_from() -
     assert np.all(np.isfinite(ServedEdge(**SMALL).fit(x, served).decision_function(x)))
 
 
-def test_starvation_is_learned_and_the_head_says_the_same(edge: ServedEdge) -> None:
+def test_starvation_is_learned_and_its_output_is_equal(edge: ServedEdge) -> None:
     x, served, _ = truth()
     score = edge.decision_function(x)
     assert edge.output().form == LOG_SERVED

@@ -85,7 +85,7 @@ def test_progress_ends_with_all_done() -> None:
     assert seen == [(done, 4) for done in range(5)]
 
 
-def test_losers_are_given_up_early() -> None:
+def test_bad_trials_are_pruned() -> None:
     found = boosted(budget=25, storage=None)
     given_up = [trial for trial in found.trials if trial.state is TrialState.PRUNED]
     assert given_up
@@ -93,7 +93,7 @@ def test_losers_are_given_up_early() -> None:
     assert all(trial.state is TrialState.COMPLETE for trial in found.trials[:5])
 
 
-def test_a_grown_budget_goes_on_as_if_it_had_been_larger_from_the_start(tmp_path: Path) -> None:
+def test_a_larger_budget_continues_the_same_search(tmp_path: Path) -> None:
     journal = tmp_path / "study.jsonl"
     boosted(budget=7, storage=journal)
     resumed = boosted(budget=12, storage=journal)
@@ -104,7 +104,7 @@ def test_a_grown_budget_goes_on_as_if_it_had_been_larger_from_the_start(tmp_path
     assert journal.read_bytes() == before
 
 
-def test_a_killed_search_goes_on_as_if_it_had_not_been(tmp_path: Path) -> None:
+def test_a_killed_search_resumes_with_the_same_trials(tmp_path: Path) -> None:
     journal = tmp_path / "study.jsonl"
     process = subprocess.Popen([sys.executable, "-c", KILLED, str(journal)])
     deadline = time.monotonic() + 120.0
@@ -145,7 +145,7 @@ def test_a_damaged_journal_is_refused_in_one_line(tmp_path: Path) -> None:
         boosted(budget=1, storage=tmp_path / "missing" / "study.jsonl")
 
 
-def test_the_users_optuna_keeps_its_voice(capsys: pytest.CaptureFixture[str]) -> None:
+def test_optunas_log_level_is_restored(capsys: pytest.CaptureFixture[str]) -> None:
     optuna.logging.set_verbosity(optuna.logging.INFO)
     try:
         boosted(budget=1, storage=None)

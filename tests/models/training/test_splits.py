@@ -9,7 +9,7 @@ from capplan.models.training.evaluation import grouped_folds
 
 @st.composite
 def labelled_groups(draw: st.DrawFn) -> tuple[np.ndarray, np.ndarray]:
-    """Rows in groups of up to six near twins, both classes in many groups, in any order."""
+    """Rows in groups of up to six near-duplicates, both classes in many groups, in any order."""
     sizes = draw(st.lists(st.integers(1, 6), min_size=20, max_size=60))
     groups = np.repeat(draw(st.permutations(range(len(sizes)))), sizes)
     rng = np.random.default_rng(draw(st.integers(0, 2**32 - 1)))

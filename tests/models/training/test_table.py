@@ -1,4 +1,4 @@
-"""Training data is read whole, or one line says what is wrong with it."""
+"""Training data is read completely or refused in one line."""
 
 from __future__ import annotations
 
@@ -215,7 +215,7 @@ def test_no_flipped_bit_is_learned(tmp_path_factory: pytest.TempPathFactory, at:
     assert "part-00000.parquet: " in refusal(folder)
 
 
-def test_what_is_no_dataset_is_refused(tmp_path: Path) -> None:
+def test_other_folders_than_datasets_are_refused(tmp_path: Path) -> None:
     assert "nowhere: no such folder; make one with: capplan dataset generate" in refusal(tmp_path / "nowhere")
     (tmp_path / "empty").mkdir()
     assert "empty: holds no dataset" in refusal(tmp_path / "empty")

@@ -48,7 +48,7 @@ def test_a_short_number_keeps_its_place_between_two_floats(low: float, steps: in
 @pytest.mark.parametrize(
     ("low", "high", "short"), [(0.931, 0.939, 0.935), (95.0, 117.0, 100.0), (-3.2, 4.0, 0.4), (256, 512, 400)]
 )
-def test_thresholds_are_numbers_that_people_can_read(low: float, high: float, short: float) -> None:
+def test_thresholds_have_few_digits(low: float, high: float, short: float) -> None:
     assert short_between(low, high) == np.float32(short)
 
 
@@ -62,14 +62,14 @@ def quadrants(rows: int = 600) -> tuple[np.ndarray, GrowthProblem]:
     return x, GrowthProblem(cut(x), classes, np.ones(rows), loss, 5)
 
 
-def test_a_tree_finds_what_four_leaves_can_say() -> None:
+def test_four_leaves_separate_four_quadrants() -> None:
     _, problem = quadrants()
     root = grow(problem, 6)
     assert count(root) <= 6
     assert total_loss(problem, root) < 0.02 * problem.bins.size
 
 
-def test_asking_again_never_makes_a_tree_worse() -> None:
+def test_optimization_never_increases_the_loss() -> None:
     _, problem = quadrants()
     root: Node = grow(problem, 8, sweeps=0)
     for _ in range(4):
@@ -85,7 +85,7 @@ def test_smaller_trees_have_ever_fewer_leaves_down_to_one() -> None:
     assert counts[-1] == 1
 
 
-def test_no_leaf_has_fewer_rows_than_asked() -> None:
+def test_no_leaf_has_fewer_rows_than_the_minimum() -> None:
     x, problem = quadrants()
 
     def smallest(node: Node, rows: np.ndarray) -> int:

@@ -1,4 +1,4 @@
-"""Asking without a workload: the same answers as with one."""
+"""Compiled predictions equal those of `Surrogate.predict`."""
 
 from collections.abc import Callable
 
@@ -57,7 +57,7 @@ ARRIVALS = st.sampled_from([Arrivals.POISSON, Renewal(process="gamma", cv=2.5)])
 
 @pytest.mark.parametrize("kind", KINDS)
 @given(adapters=ADAPTERS, settings=st.lists(SETTING, min_size=1, max_size=3), arrivals=ARRIVALS)
-def test_answers_are_those_of_the_workload_under_each_setting(
+def test_predictions_equal_those_of_the_workload_under_each_setting(
     kind: str, adapters: list[tuple[float, int]], settings: list[EngineArgs], arrivals: object
 ) -> None:
     workload = asked(arrivals=arrivals).replace(
@@ -71,7 +71,7 @@ def test_answers_are_those_of_the_workload_under_each_setting(
         assert_equal(replies, number, predict(surrogate, workload, setting))
 
 
-def test_a_question_does_not_change_the_next(surrogate: Surrogate) -> None:
+def test_a_prediction_does_not_change_the_next(surrogate: Surrogate) -> None:
     small, large = asked(adapters=8), asked(adapters=64)
     setting = limits(8, 32, 256)
     before = ask(surrogate, small, setting)
@@ -80,7 +80,7 @@ def test_a_question_does_not_change_the_next(surrogate: Surrogate) -> None:
     assert all(getattr(before, name) == getattr(after, name) for name in ANSWERS)
 
 
-def test_next_to_no_load_is_out_of_range_for_want_of_load_only(surrogate: Surrogate) -> None:
+def test_almost_no_load_is_out_of_range_only_in_load(surrogate: Surrogate) -> None:
     light = ask(surrogate, asked(rate_rps=1e-3), limits(16, 32, 256))
     assert not light.in_range[0]
     assert light.is_lighter[0]
@@ -95,7 +95,7 @@ STRANGE: dict[str, Callable[[], Workload]] = {
 
 
 @pytest.mark.parametrize("what", STRANGE)
-def test_what_is_strange_but_for_its_load_is_not_merely_lighter(surrogate: Surrogate, what: str) -> None:
+def test_a_workload_out_of_range_in_more_than_load_is_not_lighter(surrogate: Surrogate, what: str) -> None:
     workload = STRANGE[what]()
     s_max = max(a.rank for a in workload.adapters)
     assert not ask(surrogate, workload, limits(16, s_max, 256)).is_lighter[0]
@@ -117,5 +117,5 @@ def test_features_of_the_load_grow_with_it(surrogate: Surrogate) -> None:
         asked().replace(adapters=(asked().adapters[0].replace(output_tokens=Lengths(mean=9)),)),
     ],
 )
-def test_nobody_asks_about_what_no_surrogate_was_trained_on(surrogate: Surrogate, workload: Workload) -> None:
+def test_unsupported_workloads_are_not_compiled(surrogate: Surrogate, workload: Workload) -> None:
     assert compile_surrogate(surrogate, workload, ENGINE) is None

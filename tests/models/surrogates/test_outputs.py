@@ -1,4 +1,4 @@
-"""What trees answer, turned into throughput and starvation."""
+"""Throughput and starvation from the values of trees."""
 
 import numpy as np
 import pytest
@@ -103,7 +103,7 @@ def test_log_odds_are_finite_where_trees_are_certain() -> None:
     assert certain[1] == 0.0
 
 
-def test_every_form_says_how_many_forests_it_takes() -> None:
+def test_every_form_has_its_number_of_forests() -> None:
     assert set(THROUGHPUT).isdisjoint(STARVATION)
     for form, known in (THROUGHPUT | STARVATION).items():
         assert answers(form, *[0.25] * known.forests).shape == (len(ROWS),)

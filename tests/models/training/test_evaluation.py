@@ -1,4 +1,4 @@
-"""What learning says of its own error."""
+"""Scores, intervals and calibration of training."""
 
 import numpy as np
 import pytest
