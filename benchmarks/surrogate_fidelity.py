@@ -8,6 +8,7 @@ another seed than that of the training data.
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import replace
 from pathlib import Path
 from types import MappingProxyType
 from typing import NamedTuple
@@ -15,7 +16,7 @@ from typing import NamedTuple
 import numpy as np
 
 from benchmarks.common import command_line, emit, records_table
-from capplan import EngineArgs, Lengths, Profile, Workload, load_profile, load_surrogate
+from capplan import EngineArgs, Lengths, Profile, load_profile, load_surrogate
 from capplan.datasets.published.runs import (
     MAX_NUM_SEQS,
     PUBLISHED,
@@ -36,6 +37,7 @@ from capplan.models.training.evaluation import (
     starvation_scores,
     throughput_errors,
 )
+from capplan.profiling.load.requests import scaled
 from capplan.spec import allowed_lora_rank
 from capplan.spec.engine_args import DEFAULT_MAX_MODEL_LEN
 from capplan.twin.dataset import Sample, draw
@@ -148,15 +150,13 @@ def outside_row(name: str, kind: str, surrogate: Surrogate) -> dict[str, str]:
     rng = np.random.default_rng(QUERY_SEED)
     row = {"model": name, "surrogate": kind}
     for title, what in OUTSIDE.items():
-        flagged = [not _in_range(surrogate, *_outside(what, surrogate, sample, rng)) for sample in samples]
+        flagged = [not _in_range(surrogate, _outside(what, surrogate, sample, rng)) for sample in samples]
         row[title] = f"{np.mean(flagged):.1%}"
-    flagged = [not _in_range(surrogate, sample.workload, sample) for sample in samples]
+    flagged = [not _in_range(surrogate, sample) for sample in samples]
     return row | {"not strange": f"{np.mean(flagged):.1%}"}
 
 
-def _outside(
-    what: str, surrogate: Surrogate, sample: Sample, rng: np.random.Generator
-) -> tuple[Workload, Sample]:
+def _outside(what: str, surrogate: Surrogate, sample: Sample, rng: np.random.Generator) -> Sample:
     """Return a scenario with a rank, a mean length or rates outside the training range."""
     workload = sample.workload
     beyond = float(np.exp(rng.uniform(np.log(1.02), np.log(8.0))))
@@ -164,30 +164,25 @@ def _outside(
         largest = int(_high(surrogate, "rank_max"))
         rank = min(512, max(largest + 1, round(largest * beyond)))
         first, *others = workload.adapters
-        workload = workload.model_copy(
-            update={"adapters": (first.model_copy(update={"rank": rank}), *others)}
-        )
+        changes = {"adapters": (first.model_copy(update={"rank": rank}), *others)}
         settings = {**sample.settings, "s_max": allowed_lora_rank(rank)}
-        return workload, Sample(sample.group, workload, settings)
+        return Sample(sample.group, workload.model_copy(update=changes), settings)
     if what == "rate":
-        factor = beyond * _high(surrogate, "rate_sum_rps") / workload.total_rate_rps
-        adapters = tuple(a.model_copy(update={"rate_rps": a.rate_rps * factor}) for a in workload.adapters)
-        return workload.model_copy(update={"adapters": adapters}), sample
+        workload = scaled(workload, beyond * _high(surrogate, "rate_sum_rps") / workload.total_rate_rps)
+        return replace(sample, workload=workload)
     mean = beyond * _high(surrogate, f"{what}_mean_tokens")
     old: Lengths = getattr(workload, f"{what}_tokens")
     new = Lengths(mean=mean, std=old.std_tokens / old.mean_tokens * mean)
-    return workload.model_copy(update={f"{what}_tokens": new}), sample
+    return replace(sample, workload=workload.model_copy(update={f"{what}_tokens": new}))
 
 
 def _high(surrogate: Surrogate, name: str) -> float:
     return float(surrogate.domain.high[FEATURES.index(name)])
 
 
-def _in_range(surrogate: Surrogate, workload: Workload, sample: Sample) -> bool:
-    features = feature_vector(workload, surrogate.profile, sample.engine)
-    return surrogate.predict_features(
-        features, supported=not unsupported_workload(workload, surrogate.profile)
-    ).in_range
+def _in_range(surrogate: Surrogate, sample: Sample) -> bool:
+    supported = not unsupported_workload(sample.workload, surrogate.profile)
+    return surrogate.predict_features(sample.features(surrogate.profile), supported=supported).in_range
 
 
 def report(
