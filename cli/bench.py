@@ -109,7 +109,6 @@ def bench(args: BenchArgs) -> None:
 
 
 def _measured(args: BenchArgs) -> BenchResult:
-    """Load the server, write the files, and return the result."""
     if args.workload is None or args.url is None:
         missing = "WORKLOAD" if args.workload is None else "--url"
         raise InputError("is required, unless a result is read (--read)", location=missing)

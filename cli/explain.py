@@ -114,7 +114,6 @@ def explained(
 
 
 def _chosen(plan: Plan, ids: Sequence[str]) -> tuple[Group, ...]:
-    """Return the groups with these ids, in the order of the plan."""
     known = [group.id for group in plan.groups]
     for name in ids:
         if name not in known:

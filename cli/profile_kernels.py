@@ -88,7 +88,6 @@ def kernels(args: ProfileKernelsArgs) -> None:
 def _fitted(
     outcome: KernelProfilingResult, output: str, options: KernelProfilingOptions
 ) -> list[KernelReport]:
-    """Fit the timings, and write fits and report beside them."""
     from capplan.cli.report.calibration import kernels_page
     from capplan.models.kernel_fits import explain_kernels, read_kernel_table
     from capplan.spec import write_text_atomic

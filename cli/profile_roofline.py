@@ -1,4 +1,4 @@
-"""`capplan profile roofline`: a profile from datasheets, for hardware that nobody measured."""
+"""`capplan profile roofline`: a profile from datasheets, for hardware without measurements."""
 
 from __future__ import annotations
 

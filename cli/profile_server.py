@@ -109,7 +109,6 @@ def server(args: ProfileServerArgs) -> None:
 def _adapters(
     adapters: str | None, workload: str | None, rank: int
 ) -> tuple[dict[str, int], tuple[int, int]]:
-    """Return ranks by adapter and the typical lengths."""
     from capplan.profiling.server.profiler import ServerProfilingOptions
 
     default = ServerProfilingOptions()

@@ -245,7 +245,6 @@ def metrics_table(outcomes: Outcomes, details: Details) -> Table:
 
 
 def _ranks_table(details: Details) -> Table:
-    """Return the metrics of the requests of each rank."""
     names = ("finished", "served", "tok/s", "TTFT p50, s", "TTFT p99, s", "TPOT p50, ms", "slowdown p50")
     rows = [
         (
@@ -267,7 +266,6 @@ def _ranks_table(details: Details) -> Table:
 
 
 def _slo_table(details: Details) -> Table:
-    """Return the share of requests that kept each latency bound."""
     rows = [
         (bound_text(bounds[0].bound, bounds[0].limit), *(percent(bound.share) for bound in bounds))
         for bounds in zip(*(detail.slo for detail in details.values()), strict=True)

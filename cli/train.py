@@ -135,7 +135,6 @@ def _options(args: TrainArgs, journal: Path) -> TrainingOptions:
 
 
 def _files(profile: Profile, output_dir: str | None) -> dict[str, Path]:
-    """Return the file of each kind."""
     from capplan.datasets import surrogate_path
     from capplan.models.surrogates.files import KINDS
 

@@ -1,4 +1,4 @@
-"""What the user writes and reads: workloads, plans, profiles, and the rules they must keep."""
+"""Documents: workloads, plans, profiles, and their validation rules."""
 
 from capplan.spec.engine_args import EngineArgs, EngineConfig
 from capplan.spec.files import read_text, write_bytes_atomic, write_text_atomic

@@ -33,7 +33,7 @@ class EngineArgs(SpecModel):
     max_loras: Count = Field(description="Adapter slots in GPU memory (A_max).")
     max_lora_rank: SlotRank = Field(description="Rank every slot is sized for (S_max).")
     max_cpu_loras: Count | None = Field(
-        default=None, description="Adapters kept in host memory; null: all of them."
+        default=None, description="Adapters kept in host memory; unset: all of them."
     )
     max_num_seqs: Count = Field(description="Most requests running at once.")
     max_num_batched_tokens: Count = Field(description="Most tokens computed in one step.")

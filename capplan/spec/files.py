@@ -87,7 +87,7 @@ def _write_and_rename(target: Path, data: bytes) -> None:
 
 
 def error_reason(error: Exception) -> str:
-    """Return why the operating system refused, in its own words."""
+    """Return the reason of an error of the operating system."""
     return (error.strerror if isinstance(error, OSError) else None) or str(error)
 
 

@@ -29,7 +29,7 @@ MeanLength = Annotated[
 
 
 class Lengths(SpecModel):
-    """How long prompts or outputs are, in one of four forms.
+    """Distribution of prompt or output lengths, in one of four forms.
 
     - ``Lengths(mean=m)`` is constant (a fraction is shared out between the two neighbouring integers).
     - ``Lengths(mean=m, std=s)`` is a gamma distribution rounded to integers and clipped to

@@ -36,14 +36,14 @@ def load_workload(path: str | os.PathLike[str]) -> Workload:
     source = read_yaml(os.fspath(path))
     file = validate_document(WorkloadFile, source.data, source.locate)
     reader = _Reader(Path(path).parent)
-    wishes = reader.wishes(file)
+    requirements = reader.requirements(file)
     if file.trace is not None:
         adapters, requests = reader.traced(file.trace, file.adapters)
     else:
         adapters = reader.adapters(file.adapters)
         requests = reader.requests(file.requests)
     document = {
-        **wishes,
+        **requirements,
         **requests,
         "arrivals": file.requests.arrivals,
         "stickiness": file.requests.stickiness,
@@ -74,13 +74,13 @@ class _AdapterRecord:
 class _Reader:
     folder: Path
 
-    def wishes(self, file: WorkloadFile) -> dict[str, Any]:
-        """Return the planning wishes, paths resolved."""
-        wishes = _fields(file, PlanningRequirements)
-        wishes["profile"] = self._profile(file.profile)
-        wishes["pools"] = [pool.replace(profile=self._profile(pool.profile)) for pool in file.pools]
-        wishes["previous_plan"] = file.previous_plan and str(self.folder / file.previous_plan)
-        return wishes
+    def requirements(self, file: WorkloadFile) -> dict[str, Any]:
+        """Return the planning requirements, paths resolved."""
+        requirements = _fields(file, PlanningRequirements)
+        requirements["profile"] = self._profile(file.profile)
+        requirements["pools"] = [pool.replace(profile=self._profile(pool.profile)) for pool in file.pools]
+        requirements["previous_plan"] = file.previous_plan and str(self.folder / file.previous_plan)
+        return requirements
 
     def adapters(self, source: Sequence[AdapterEntry] | str | None) -> list[_AdapterRecord]:
         """Return the adapters of the list or of the CSV file."""
@@ -149,9 +149,7 @@ class _Reader:
         if profile is None or not is_profile_path(profile):
             return profile
         path = str(self.folder / profile)
-        return (
-            path if is_profile_path(path) else f"./{path}"
-        )  # pathlib drops a leading ./, which tells it from a name
+        return path if is_profile_path(path) else f"./{path}"  # pathlib drops a leading ./
 
 
 def _fields(model: SpecModel, like: type[SpecModel]) -> dict[str, Any]:
@@ -171,19 +169,18 @@ def _numbered(fields: dict[str, Any], number: int) -> dict[str, Any]:
 
 
 def _assigned_adapters(adapters: Sequence[_AdapterRecord], seed: int, requests: int) -> list[str]:
-    """Return the name of an adapter for each request, drawn in proportion to the rates."""
+    """Return an adapter's name for each request, drawn in proportion to the rates."""
     import numpy as np
 
     rates = np.array([each.fields["rate_rps"] for each in adapters])
     if not rates.any():
-        raise InputError("must have a rate above 0, by which requests are dealt out", location="adapters")
+        raise InputError("must have a rate above 0, to assign requests to adapters", location="adapters")
     rng = np.random.Generator(np.random.PCG64(seed))
     chosen = rng.choice(len(adapters), size=requests, p=rates / rates.sum())
     return [adapters[position].fields["name"] for position in chosen.tolist()]
 
 
 def _observed_traffic(trace: Trace) -> dict[str, dict[str, Any]]:
-    """Return, for each adapter of the trace, its rate and its lengths."""
     return {
         name: {
             "rate_rps": len(prompts) / trace.duration_s,

@@ -65,7 +65,7 @@ class Wrs(SpecModel):
     """Weighted request size, from lengths = a * prompt / max + b * output / max and adapter = bytes / max.
 
     degree2 is lengths * adapter, degree1 (lengths + adapter) / 2, and output_only lengths alone. Ratios end
-    at 1; requests for the base model count as if they asked for the smallest adapter of the group.
+    at 1; requests for the base model count as requests for the smallest adapter of the group.
     """
 
     form: SizeForm = Field(default="degree2", description="How lengths and adapter are combined.")
@@ -108,7 +108,7 @@ class Queues(SpecModel):
 
 
 class Cache(SpecModel):
-    """How adapters are evicted from the group's caches."""
+    """Eviction of adapters from the group's caches."""
 
     policy: Text = Field(description="Name of the eviction policy, such as lru, chameleon or gdsf.")
     weights: dict[str, float] = Field(default={}, description="Weights of the policy's terms, by name.")
@@ -124,7 +124,7 @@ class Percentiles(SpecModel):
 
 
 class Predicted(SpecModel):
-    """What one GPU of the group is predicted to do."""
+    """Predicted metrics of one GPU of the group."""
 
     throughput_tok_s: NonNegative = Field(
         description="Input + output tokens of completed requests per second."
@@ -223,7 +223,7 @@ class GroupVerification(SpecModel):
 
 
 class Verification(SpecModel):
-    """What the twin says of the plan, on seeds the search has not seen."""
+    """Verdict of the twin on the plan, on seeds not used in the search."""
 
     ok: Flag = Field(description="Whether every group passed.")
     seeds: tuple[Natural, ...] = Field(description="Seeds used.")

@@ -23,7 +23,7 @@ Ratio = Annotated[float, Strict(), Field(ge=1), rule("must be a finite number >=
 
 
 class Objective(StrEnum):
-    """What a plan should make as small, or as large, as it can."""
+    """Objective that a plan optimises."""
 
     MIN_GPUS = "min_gpus"
     MIN_COST = "min_cost"

@@ -1,4 +1,4 @@
-"""Recorded requests in the formats that people publish or measure them in."""
+"""Readers of recorded requests in published and measured formats."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ if TYPE_CHECKING:
     from numpy.typing import NDArray
 
 AssignAdapters: TypeAlias = Callable[[int], Sequence[str]]
-"""Names the adapters of so many requests, for a file that does not."""
+"""Names the adapters of a number of requests, for a file without them."""
 
 _MAX_BYTES: Final = 2**30
 _MAX_HEADER: Final = 65_536
@@ -28,7 +28,7 @@ _LENGTHS: Final = ("prompt_tokens", "output_tokens")
 
 
 class TraceFormat(StrEnum):
-    """How a file of requests is laid out."""
+    """Layout of a file of requests."""
 
     TABLE = "table"
     AZURE = "azure"
@@ -171,7 +171,7 @@ def _format_of(path: Path) -> TraceFormat:
 def _first_line(path: Path) -> bytes:
     with contextlib.suppress(OSError, ValueError), path.open("rb") as file:
         return file.readline(_MAX_HEADER)
-    return b""  # whoever reads the whole file says why it cannot be read
+    return b""  # the reader of the whole file reports the error
 
 
 def _seconds_of_timestamps(column: Any, path: Path) -> NDArray[np.float64]:

@@ -15,7 +15,7 @@ from capplan.spec.validation import Fraction, NonNegative, Positive, Rank, SpecM
 
 
 class Arrivals(StrEnum):
-    """Processes that need no more than their name."""
+    """Processes without parameters."""
 
     POISSON = "poisson"
     DETERMINISTIC = "deterministic"
@@ -178,7 +178,7 @@ class Renewal(SpecModel):
 
 
 class Unpredictable(SpecModel):
-    """Rates nobody can foresee (digital-twin paper, section 8.2).
+    """Random changes of rates and gap distributions (digital-twin paper, section 8.2).
 
     Every ``every_s`` seconds each adapter, independently, draws whether its gaps are exponential or
     log-normal, and from the second time on multiplies or divides its rate by ``factor``.
@@ -240,9 +240,9 @@ ArrivalProcess: TypeAlias = Annotated[
 
 
 class Stickiness(SpecModel):
-    """Temporal locality: some requests ask for an adapter that was asked for just before."""
+    """Temporal locality: some requests repeat a recently used adapter."""
 
-    last: StickyWindow = Field(description="How many of the adapters asked for last may be repeated.")
+    last: StickyWindow = Field(description="Number of recently used adapters that may be repeated.")
     probability: Fraction = Field(description="Probability that a request repeats one of them.")
 
 

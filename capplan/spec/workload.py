@@ -92,7 +92,7 @@ AdapterNames = Annotated[tuple[Name, ...], BeforeValidator(_sequence_of_names)]
 
 
 class AdapterFields(SpecModel):
-    """What an adapter and an entry of a workload file have in common."""
+    """Fields of an adapter and of an entry of a workload file."""
 
     name: Name = Field(description="Name of the adapter, as requests give it.")
     rank: Rank = Field(description="LoRA rank, 1 to 512.")
@@ -122,7 +122,7 @@ LENGTH_CORRELATION = (
     "absent: as in the requests that the profile was measured with."
 )
 
-STICKINESS = "Requests that repeat an adapter asked for just before; absent: none do so on purpose."
+STICKINESS = "Requests that repeat a recently used adapter; absent: independent requests."
 
 Correlation = Annotated[
     float, Strict(), Field(gt=-1, lt=1), rule("must be a number above -1 and below 1, such as -0.4")
@@ -134,7 +134,7 @@ Headroom = Annotated[
 
 
 class PlanningRequirements(SpecModel):
-    """What a workload and a workload file have in common."""
+    """Fields of a workload and of a workload file."""
 
     base_model: Text = Field(description="Hugging Face id of the model the adapters belong to.")
     profile: Text | None = Field(
@@ -172,7 +172,7 @@ class PlanningRequirements(SpecModel):
 
 
 class Workload(PlanningRequirements):
-    """Everything a planner needs to know, self-contained and immutable.
+    """Input of a planner, self-contained and immutable.
 
     Rates are long-run means of ``arrivals``, unless a trace is given, which is then replayed.
     """
@@ -256,7 +256,7 @@ class Workload(PlanningRequirements):
         Parameters
         ----------
         names : iterable of str
-            Adapters to keep. Wishes that name an adapter left out (apart_from, together_with) are dropped.
+            Adapters to keep. Constraints on an adapter left out (apart_from, together_with) are dropped.
         shares : mapping of str to float, optional
             Share of each adapter's requests, above 0 and at most 1; 1 where not given.
             A trace is thinned evenly.
@@ -298,7 +298,7 @@ class Workload(PlanningRequirements):
 
 
 def is_profile_path(profile: str) -> bool:
-    """Tell whether ``profile`` is a path (starts with ./, ../ or /, or ends in .json) or a shipped name."""
+    """Return whether ``profile`` is a path (starts with ./, ../ or /, or ends in .json) or a shipped name."""
     return profile.startswith(("./", "../", "/")) or profile.endswith(".json")
 
 

@@ -115,7 +115,7 @@ PairsFile: TypeAlias = Annotated[
 
 
 class RequestsEntry(SpecModel):
-    """What all adapters' requests have in common."""
+    """Requests of all adapters."""
 
     prompt_tokens: LengthsSource | None = Field(
         default=None, description="Prompt lengths, in tokens; required without a trace."

@@ -291,7 +291,6 @@ def _coarser(values: Any, every: int) -> list[float]:
 
 
 def _side_by_side(charts: Sequence[Chart], columns: int) -> go.Figure:
-    """Return one figure with a subplot per chart."""
     rows = -(-len(charts) // columns)
     figure = make_subplots(rows, columns, subplot_titles=[_text(chart.title) for chart in charts])
     for number, chart in enumerate(charts):

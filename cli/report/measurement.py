@@ -268,7 +268,9 @@ def _group_section(group: GroupValidation) -> page.Section:
     values = {
         name: [math.nan if error is None else error for error in errors] for name, errors in bars.items()
     }
-    errors = bar_rows("Error by metric", [each.name for each in known], values, Axis("SMAPE, %", low=0.0))
+    limits = {f"tolerance: {each.name}": each.tolerance for each in known if each.tolerance is not None}
+    names = [each.name for each in known]
+    errors = bar_rows("Error by metric", names, values, Axis("SMAPE, %", low=0.0), bounds=limits)
     return page.section(
         heading(group),
         group_table(group, on_page=True),

@@ -204,7 +204,6 @@ _LATENCIES: Final = (
 
 
 def _latency_table(details: Details) -> Table:
-    """Return mean and percentiles of every latency, by number of slots."""
     rows = [
         (
             name if at == 0 else "",
@@ -227,7 +226,6 @@ def _statistic(detail: DetailedResult, kind: str, statistic: str) -> float:
 
 
 def _slo_section(details: Details) -> page.Section:
-    """Return the attainment of each latency bound, by number of slots."""
     rows = [
         (
             bound_text(bound.bound, bound.limit),
@@ -274,7 +272,6 @@ def _group_cells(group: GroupMetrics) -> tuple[Cell, ...]:
 
 
 def _rank_table(details: Details) -> Table:
-    """Return the metrics of the requests of each rank, by number of slots."""
     ranks = sorted({rank for detail in details.values() for rank in detail.by_rank})
     rows = [
         (str(rank), str(slots), *_group_cells(detail.by_rank[rank]))

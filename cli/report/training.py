@@ -257,7 +257,6 @@ _ERRORS: Final = {"throughput": "SMAPE, %", "starvation": "100 × (1 - macro-F1)
 
 
 def _front_section(trained: Trained) -> page.Section:
-    """Return the error by number of rules."""
     charts, sources = [], []
     for task, found in trained.refined.items():
         points = trained.report["front"][task]
@@ -278,7 +277,6 @@ def _front_section(trained: Trained) -> page.Section:
 
 
 def _tree_section(trained: Trained) -> page.Section:
-    """Return the trees as drawings and as rules."""
     parts: list[page.Block] = []
     small = trained.surrogates["tree"]
     for task, tree in (("throughput", small.throughput_tree), ("starvation", small.starvation_tree)):

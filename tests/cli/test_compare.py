@@ -66,8 +66,8 @@ def answers(monkeypatch: pytest.MonkeyPatch) -> list[dict[str, Any]]:
     """Stand in for the library; what it was called with is kept, and its rows are set by the test."""
     calls: list[dict[str, Any]] = []
 
-    def compare(workload: object, solvers: tuple[str, ...], **wishes: Any) -> SolverComparison:
-        calls.append({"solvers": solvers, **wishes})
+    def compare(workload: object, solvers: tuple[str, ...], **settings: Any) -> SolverComparison:
+        calls.append({"solvers": solvers, **settings})
         return told(*ROWS)
 
     monkeypatch.setattr("capplan.planner.compare", compare)

@@ -99,7 +99,7 @@ def test_a_plan_the_twin_disagrees_with_exits_1_and_is_written_all_the_same(
         ok=False, seeds=(1,), duration_s=60.0, min_served_fraction=0.5, groups=(verdict("g1", ok=False),)
     )
     failing = small_plan(verification=check)
-    monkeypatch.setattr("capplan.planner.plan", lambda workload, **wishes: failing)
+    monkeypatch.setattr("capplan.planner.plan", lambda workload, **settings: failing)
     out = workload_yaml.with_name("plan.json")
     result = run("plan", workload_yaml, "-o", out)
     assert result.exit_code == 1

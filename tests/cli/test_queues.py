@@ -45,9 +45,9 @@ def test_the_flag_asks_for_queues_where_the_file_does_not(
     wanted: QueueConfig | None,
 ) -> None:
     asked: list[Any] = []
-    monkeypatch.setattr("capplan.planner.plan", lambda wishes, **_: asked.append(wishes) or small_plan())
+    monkeypatch.setattr("capplan.planner.plan", lambda workload, **_: asked.append(workload) or small_plan())
     assert run("plan", write_inputs(tmp_path, WORKLOAD + section), *flags).exit_code == 0
-    assert [wishes.queues for wishes in asked] == [wanted]
+    assert [workload.queues for workload in asked] == [wanted]
 
 
 def test_the_table_shows_quotas_where_a_group_has_queues(
@@ -56,7 +56,7 @@ def test_the_table_shows_quotas_where_a_group_has_queues(
     path = write_inputs(tmp_path)
     shown = []
     for plan in (small_plan(), queued_plan()):
-        monkeypatch.setattr("capplan.planner.plan", lambda wishes, plan=plan, **_: plan)
+        monkeypatch.setattr("capplan.planner.plan", lambda workload, plan=plan, **_: plan)
         shown.append(run("plan", path).stdout)
     for text in ("quotas", "12,345", "6,789", "54,321"):
         assert [text in each for each in shown] == [False, True]

@@ -21,7 +21,7 @@ LENGTHS = {"prompt_tokens": {"mean": 12, "std": 4}, "output_tokens": {"mean": 6,
 LOOSE = ("--throughput-tolerance", "100", "--itl-tolerance", "100")
 
 
-def wishes(names: list[str], base_model: str, rate_rps: float = 2.0) -> dict[str, Any]:
+def workload_document(names: list[str], base_model: str, rate_rps: float = 2.0) -> dict[str, Any]:
     return {
         "version": 1,
         "base_model": base_model,
@@ -49,7 +49,7 @@ def written(folder: Path, document: dict[str, Any]) -> tuple[Path, Path, Path]:
 
 
 def test_a_server_is_started_and_gets_the_requests_that_the_twin_gets(run: Run, tmp_path: Path) -> None:
-    chosen, workload, profile = written(tmp_path, wishes(["a0", "a1", "a2"], "tiny-llama"))
+    chosen, workload, profile = written(tmp_path, workload_document(["a0", "a1", "a2"], "tiny-llama"))
     files = ("-o", tmp_path / "found.json", "--report", tmp_path / "found.html")
     settings = ("--duration-s", "4", "--seed", "3", "--rate-scale", "2", "--max-loras", "2")
     done = run("validate", chosen, "--workload", workload, "--profile", profile, *settings, *files, *LOOSE)
@@ -81,7 +81,7 @@ def test_a_server_is_started_and_gets_the_requests_that_the_twin_gets(run: Run, 
 
 
 def test_a_running_server_is_asked_where_one_is_named(run: Run, tmp_path: Path) -> None:
-    chosen, workload, profile = written(tmp_path, wishes(["a0", "a1"], "base"))
+    chosen, workload, profile = written(tmp_path, workload_document(["a0", "a1"], "base"))
     with toy_server(load_ms=0.0, base_ms=4.0, ms_per_token=0.0) as (url, server):
         flags = ("--workload", workload, "--profile", profile, "--duration-s", "3", "--url", url)
         done = run("validate", chosen, *flags, "--json", "--itl-tolerance", "0")
@@ -106,13 +106,13 @@ def test_a_running_server_is_asked_where_one_is_named(run: Run, tmp_path: Path) 
     ],
 )
 def test_what_is_wrong_is_one_line(run: Run, tmp_path: Path, flags: tuple[str, ...], rule: str) -> None:
-    chosen, workload, profile = written(tmp_path, wishes(["a0"], "tiny-llama"))
+    chosen, workload, profile = written(tmp_path, workload_document(["a0"], "tiny-llama"))
     result = run("validate", chosen, "--workload", workload, "--profile", profile, *flags)
     assert rule in error_line(result)
 
 
 def test_ctrl_c_leaves_what_was_found_and_exits_130(tmp_path: Path) -> None:
-    chosen, workload, profile = written(tmp_path, wishes(["a0", "a1"], "base"))
+    chosen, workload, profile = written(tmp_path, workload_document(["a0", "a1"], "base"))
     with toy_server(load_ms=0.0, base_ms=4.0) as (url, server):
         flags = ("--workload", workload, "--profile", profile, "--duration-s", "600", "--url", url)
         words = ("validate", chosen, *flags, "-o", tmp_path / "found.json")

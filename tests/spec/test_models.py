@@ -168,7 +168,7 @@ def test_replace_checks_like_construction_and_leaves_the_original():
         w.replace(headrom=0.2)
 
 
-def test_subset_keeps_order_scales_rates_and_drops_wishes_about_the_absent():
+def test_subset_keeps_order_scales_rates_and_drops_constraints_on_the_absent():
     adapters = [
         adapter(name="a", rate_rps=1.0),
         adapter(name="b", rate_rps=2.0, apart_from=["a"], together_with=["c"]),

@@ -141,7 +141,7 @@ def test_a_missing_file_is_reported(tmp_path, name):
         read_trace(tmp_path / name, deal=dealt_evenly)
 
 
-def test_nobody_to_deal_to_is_reported(tmp_path):
+def test_a_trace_without_adapters_is_an_error(tmp_path):
     with pytest.raises(InputError, match=r"requests\.csv: adapter: column is missing; give adapters beside"):
         read_trace(write(tmp_path, "requests.csv", TABLE))
 

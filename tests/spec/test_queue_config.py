@@ -28,17 +28,17 @@ def test_an_absent_section_asks_for_no_queues_and_an_empty_one_for_the_defaults(
 
 
 def test_a_section_is_read_and_fits_the_schema(tmp_path: Path) -> None:
-    wishes = {
+    settings = {
         "size": "output_only",
         "clusters": "wcss",
         "max_queues": 3,
         "quota_size": "p99",
         "percentile": 0.99,
     }
-    section = ", ".join(f"{key}: {value}" for key, value in wishes.items())
-    assert loaded(tmp_path, f"queues: {{{section}}}\n").queues == QueueConfig(**wishes)  # type: ignore[arg-type]
+    section = ", ".join(f"{key}: {value}" for key, value in settings.items())
+    assert loaded(tmp_path, f"queues: {{{section}}}\n").queues == QueueConfig(**settings)  # type: ignore[arg-type]
     schema = WorkloadFile.model_json_schema()
-    document = {"base_model": "m", "queues": wishes}
+    document = {"base_model": "m", "queues": settings}
     jsonschema.validate(document, schema)
     with pytest.raises(jsonschema.ValidationError):
         jsonschema.validate({**document, "queues": {"size": "degree3"}}, schema)
