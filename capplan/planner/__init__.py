@@ -58,7 +58,6 @@ _DEPRECATED = MappingProxyType(
         "Comparison": "SolverComparison",
         "Row": "SolverResult",
         "Tools": "SolverContext",
-        "explaining": "explain",
     }
 )
 
@@ -70,8 +69,6 @@ def _resolve(name: str) -> object:
             f"capplan.planner.{name} is deprecated: use {current}", DeprecationWarning, stacklevel=2
         )
         name = current
-        if name == "explain":
-            return import_module("capplan.planner.explain")
     if name in _HOME:
         return getattr(import_module(_HOME[name]), name)
     raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
