@@ -62,9 +62,9 @@ def load_profile(name_or_path: str | os.PathLike[str]) -> Profile:
             return _read(_SHIPPED / f"{name}.json")
         if not _is_file(name):
             raise InputError(_unknown(name, shipped), name, "profile")
-    elif not os.path.exists(name):
+    elif not _is_file(name):
         hint = "profile: give an existing file or a shipped name (`capplan profiles` lists them)"
-        raise InputError(f"cannot be read: No such file; {hint}", location=name)
+        raise InputError(f"cannot be read: not a file; {hint}", location=name)
     return _read(Path(name))
 
 

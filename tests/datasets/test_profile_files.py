@@ -82,7 +82,7 @@ def test_no_odd_name_leads_to_a_profile(name: str, shipped: tuple[str, str]) -> 
 def test_a_missing_file_is_named(tmp_path: Path) -> None:
     text = message(tmp_path / "absent.json")
     assert "absent.json" in text
-    assert "No such file" in text
+    assert "not a file" in text
 
 
 @pytest.mark.parametrize("end", [0, 1, 100, -1])
