@@ -66,7 +66,7 @@ def test_a_profile_becomes_three_surrogates_and_a_report(
     done = run("train", profile, *places, *QUICK[:2], "--budget", 2, *QUICK[4:], "--json")
     assert done.exit_code == 0, done.stderr
     told = json.loads(done.stdout)
-    assert done.stderr.splitlines()[-1].startswith("some of the data is not of 3,600 s")
+    assert done.stderr.splitlines()[-1].startswith("some data is not of 3,600 s")
     (data / "search-seed0.journal").unlink()
     assert bytes_of(data) == before
     loaded = load_profile(profile)
