@@ -41,7 +41,7 @@ _LEAST_VALIDATION_S: Final = _START_S + _VALIDATION_S + 30.0
 """Includes the twin's simulations."""
 _LOADS: Final = (0.4, 0.9, 1.5)
 """Loads of the validations, as shares of the capacity."""
-_TINY_BUDGET_S: Final = 6.0
+_TINY_BUDGET_S: Final = 12.0  # twice the time to measure the rows that a fit needs, on an idle machine
 _TINY_S: Final = 1.0
 RECORD: Final = "campaign.json"
 
