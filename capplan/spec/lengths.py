@@ -175,6 +175,21 @@ class LengthPairs(Recording):
     def __len__(self) -> int:
         return len(self.prompt_tokens)
 
+    def scaled(self, factor: float) -> LengthPairs:
+        """Return the pairs with both lengths times `factor`, rounded, at least 1 token.
+
+        Raises
+        ------
+        InputError
+            Located at the column: a length beyond 2**31 - 1.
+        """
+        import numpy as np
+
+        if factor == 1.0:
+            return self
+        columns = (self.prompt_tokens, self.output_tokens)
+        return LengthPairs.from_arrays(*(np.maximum(np.rint(column * factor), 1.0) for column in columns))
+
     def marginals(self) -> tuple[Lengths, Lengths]:
         """Return the distribution of prompts and that of outputs, each on its own."""
         return Lengths.of(self.prompt_tokens), Lengths.of(self.output_tokens)

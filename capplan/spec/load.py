@@ -136,7 +136,12 @@ class _Reader:
         """Return the common lengths, each on its own or in pairs."""
         if entry.lengths_from is None:
             return {name: self.lengths(getattr(entry, name)) for name in _LENGTHS}
-        pairs = read_length_pairs(self.folder / entry.lengths_from.file, entry.lengths_from.format)
+        source = entry.lengths_from
+        pairs = read_length_pairs(self.folder / source.file, source.format)
+        try:
+            pairs = pairs.scaled(source.scale)
+        except InputError as error:
+            raise InputError(error.rule, source.scale, "requests.lengths_from.scale") from None
         return {**dict(zip(_LENGTHS, pairs.marginals(), strict=True)), "length_pairs": pairs}
 
     def lengths(self, source: Lengths | LengthsFile | None) -> Lengths | None:

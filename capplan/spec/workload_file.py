@@ -101,7 +101,10 @@ class LengthPairsFile(SpecModel):
 
     file: Text = Field(description="File in a format that trace reads, relative to the workload file.")
     format: TraceFormat | None = Field(
-        default=None, description="Layout of the file; absent: judged by its ending and its header."
+        default=None, description="Layout of the file; absent: by its ending and its header."
+    )
+    scale: Positive = Field(
+        default=1.0, description="Factor on both lengths of every pair, rounded, at least 1 token."
     )
 
 

@@ -255,6 +255,14 @@ def test_rates_of_zero_and_own_lengths_do_not_go_with_dealing(tmp_path):
             "{lengths_from: {file: p.csv, fromat: azure}}",
             "lengths_from.fromat: unknown key; did you mean 'format'?",
         ),
+        (
+            "{lengths_from: {file: p.csv, scale: 0}}",
+            "lengths_from.scale: must be a finite number > 0 (got 0)",
+        ),
+        (
+            "{lengths_from: {file: p.csv, scale: 1.0e+12}}",
+            "lengths_from.scale: must be whole numbers of tokens",
+        ),
         ("{lengths_from: 3}", "lengths_from: must be a mapping"),
         ("{lengths_from: gone.csv}", "gone.csv: cannot be read: No such file"),
         ("{prompt_tokens: {mean: 3}}", "requests.output_tokens: is required"),
@@ -263,6 +271,12 @@ def test_rates_of_zero_and_own_lengths_do_not_go_with_dealing(tmp_path):
 def test_a_mistake_in_lengths_from_is_reported(tmp_path, requests, message):
     write(tmp_path, "p.csv", "prompt_tokens,output_tokens\n5,6\n")
     assert message in refusal(tmp_path, WORKLOAD % f"requests: {requests}")
+
+
+def test_scaled_pairs_stay_pairs_of_at_least_one_token(tmp_path):
+    write(tmp_path, "p.csv", "prompt_tokens,output_tokens\n5,6\n100,1\n")
+    pairs = loaded(tmp_path, WORKLOAD % "requests: {lengths_from: {file: p.csv, scale: 0.25}}").length_pairs
+    assert (pairs.prompt_tokens.tolist(), pairs.output_tokens.tolist()) == ([1, 25], [2, 1])
 
 
 @pytest.mark.parametrize("name", ["azure_llm_2023_conv", "azure_llm_2023_code", "mooncake_conversation"])
