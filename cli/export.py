@@ -7,7 +7,7 @@ from dataclasses import dataclass
 import typer
 
 from capplan.cli.console import counted
-from capplan.cli.options import PlanFile, command
+from capplan.cli.options import PlanFile, Unverified, command, read_plan
 from capplan.cli.output import require_writable_folder, write_folder
 from capplan.errors import InputError
 
@@ -25,6 +25,7 @@ class ExportArgs:
     runtime_updates: bool = typer.Option(
         False, "--runtime-updates", help="Let clients load and unload adapters at run time."
     )
+    unverified: Unverified = False
     force: bool = typer.Option(False, "--force", help="Replace the directory of an earlier export.")
 
 
@@ -32,14 +33,12 @@ class ExportArgs:
 def export(args: ExportArgs) -> None:
     """Write a launch script per server, and routing.json with the shares of every adapter."""
     from capplan.deploy import EXPORTERS, TOP_NAMES
-    from capplan.spec import Plan
 
     if args.target not in EXPORTERS:
         raise InputError(f"must be one of {', '.join(EXPORTERS)}", args.target, "--target")
     require_writable_folder(args.output, TOP_NAMES, force=args.force)
-    files = EXPORTERS[args.target](
-        Plan.from_json(args.plan), port=args.port, runtime_updates=args.runtime_updates
-    )
+    plan = read_plan(args.plan, unverified=args.unverified)
+    files = EXPORTERS[args.target](plan, port=args.port, runtime_updates=args.runtime_updates)
     scripts = frozenset(name for name in files if name.endswith(".sh"))
     write_folder(args.output, files, scripts)
     typer.echo(f"{counted(len(scripts), 'launch script')} and routing.json written to {args.output}")

@@ -15,7 +15,7 @@ from capplan.errors import InputError
 from capplan.spec import EngineArgs
 
 if TYPE_CHECKING:
-    from capplan.spec import Profile, Workload
+    from capplan.spec import Plan, Profile, Workload
 
 T = TypeVar("T")
 Member = TypeVar("Member", bound=StrEnum)
@@ -23,6 +23,10 @@ Member = TypeVar("Member", bound=StrEnum)
 WorkloadFile: TypeAlias = Annotated[str, typer.Argument(metavar="WORKLOAD", help="Workload file (YAML).")]
 
 PlanFile: TypeAlias = Annotated[str, typer.Argument(metavar="PLAN", help="Plan file (JSON).")]
+
+Unverified: TypeAlias = Annotated[
+    bool, typer.Option("--unverified", help="Use the plan even if its verification is not ok.")
+]
 
 KnownProfile: TypeAlias = Annotated[
     str, typer.Argument(metavar="PROFILE", help="Shipped profile or path of a profile JSON.")
@@ -58,6 +62,19 @@ Workers: TypeAlias = Annotated[
 RayAddress: TypeAlias = Annotated[
     str | None, typer.Option(metavar="ADDRESS", help="Simulate on this Ray cluster instead.")
 ]
+
+
+def read_plan(path: str, *, unverified: bool) -> Plan:
+    """Read a plan that is to be used, and check that it is verified unless `unverified`."""
+    from capplan.spec import Plan
+
+    plan = Plan.from_json(path)
+    if not unverified:
+        try:
+            plan.require_verified()
+        except InputError as error:
+            raise InputError(error.rule, error.value, f"{path}: {error.location}") from None
+    return plan
 
 
 def engine_option(name: str, default: float | None, least: int | None = None) -> Any:

@@ -144,6 +144,9 @@ def verdict(plan: Plan) -> str:
     served = f"at least {percent(check.min_served_fraction)} of the tokens served"
     if check.ok:
         return f"verified {tried}, {served}"
+    if check.not_simulated and all(group.ok for group in check.groups):
+        settings = " and ".join(check.not_simulated)
+        return f"NOT VERIFIED: the twin does not simulate {settings}; without them verified {tried}, {served}"
     failed = ", ".join(group.id for group in check.groups if not group.ok)
     return f"VERIFICATION DISAGREES {tried}, {served}; failing: {failed or 'the plan as a whole'}"
 

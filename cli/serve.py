@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Any, Final
 import typer
 
 from capplan.cli.console import counted
-from capplan.cli.options import ENGINE, command, engine_option, fill, require_extra
+from capplan.cli.options import ENGINE, Unverified, command, engine_option, fill, read_plan, require_extra
 from capplan.cli.output import require_writable_files
 from capplan.cli.progress import announce_compilation
 from capplan.errors import InputError
@@ -117,6 +117,7 @@ class ServeArgs:
     records: str | None = typer.Option(
         None, metavar="FILE", help="Write a record of every step as Parquet, at the end."
     )
+    unverified: Unverified = False
     as_json: bool = typer.Option(False, "--json", help="Print the line with the address as JSON.")
 
 
@@ -203,7 +204,7 @@ def _serve_plan(args: ServeArgs) -> int:
     from capplan.engine.server import ServerSettings
 
     given = {name for name in args.ctx.params if _is_given(args.ctx, name)}
-    file, plan = _plan_of(args.words or (), given)
+    file, plan = _plan_of(args, given)
     _require_queue(args)
     model_name = args.served_model_name or plan.base_model
     specs = _instances(args, file, plan, given)
@@ -231,13 +232,14 @@ def _is_given(ctx: typer.Context, name: str) -> bool:
     return source is not None and source.name != "DEFAULT"
 
 
-def _plan_of(words: Sequence[str], given: set[str]) -> tuple[str, Plan]:
+def _plan_of(args: ServeArgs, given: set[str]) -> tuple[str, Plan]:
+    words = args.words or []
     for name in _OF_ONE_INSTANCE:
         if name in given:
             raise InputError("does not go with a plan", location=f"--{name.replace('_', '-')}")
     if len(words) > 1:
         raise InputError("must be one plan, and no adapters beside it", words[1], "PLAN")
-    return words[0], Plan.from_json(words[0])
+    return words[0], read_plan(words[0], unverified=args.unverified)
 
 
 def _instances(args: ServeArgs, file: str, plan: Plan, given: set[str]) -> Sequence[InstanceSpec]:

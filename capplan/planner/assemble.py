@@ -29,6 +29,7 @@ from capplan.spec import (
     Totals,
     Verification,
 )
+from capplan.spec.plan import not_simulated
 from capplan.twin import SimulationResult
 from capplan.twin.metrics import bound_value
 from capplan.twin.scenario import chosen_rules
@@ -57,6 +58,8 @@ def build_plan(
     bound = lower_bound(problem)
     price = f" and cost {bound.usd_per_hour:.3f} USD per hour" if bound.usd_per_hour else ""
     checks = map(_verification, names, verifications) if verified else ()
+    groups = tuple(_group(problem, *row) for row in columns)
+    missing = not_simulated(groups)
     return Plan(
         created_by=f"capplan {_version()}",
         base_model=workload.base_model,
@@ -64,7 +67,7 @@ def build_plan(
         objective=workload.objective,
         slo=workload.slo,
         workload_digest=workload.digest(),
-        groups=tuple(_group(problem, *row) for row in columns),
+        groups=groups,
         totals=_totals(problem, assignments),
         moves=moves,
         provenance={
@@ -75,11 +78,12 @@ def build_plan(
             **notes,
         },
         verification=Verification(
-            ok=verified and all(each.ok for each in verifications),
+            ok=verified and not missing and all(each.ok for each in verifications),
             seeds=verifier.seeds if verified else (),
             duration_s=verifier.duration_s if verified else 0.0,
             min_served_fraction=min(r.served_fraction for each in verifications for r in each.results),
             groups=tuple(checks),
+            not_simulated=missing,
         ),
     )
 

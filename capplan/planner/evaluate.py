@@ -97,7 +97,7 @@ def evaluate_cluster(
         for each in assignments
     ]
     length_s = horizon_s(workload, duration_s)
-    cluster = simulate_cluster(workload, instances, router="plan-shares", duration_s=length_s, seed=seed)
+    cluster = simulate_cluster(workload, instances, router="smooth-shares", duration_s=length_s, seed=seed)
     return [Evaluation(result, violated_bounds(workload.slo, result)) for result in cluster.instances]
 
 

@@ -6,7 +6,7 @@ import itertools
 import json
 import math
 import os
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from typing import TYPE_CHECKING, Annotated, Any, Literal, Self
 
 from pydantic import Field, JsonValue, Strict, model_validator
@@ -230,6 +230,26 @@ class Verification(SpecModel):
     duration_s: NonNegative = Field(description="Simulated seconds per seed.")
     min_served_fraction: Fraction = Field(description="Least over groups and seeds.")
     groups: tuple[GroupVerification, ...] = Field(default=(), description="Verdict per group.")
+    not_simulated: tuple[Text, ...] = Field(
+        default=(),
+        description="Settings of the plan that the verification did not simulate, such as queues; if there "
+        "are any, the plan is not ok.",
+    )
+
+    @model_validator(mode="after")
+    def _ok_if_simulated(self) -> Self:
+        if self.ok and self.not_simulated:
+            settings = ", ".join(self.not_simulated)
+            raise rule_error(f"must be false, because {settings} were not simulated", key=("ok",), value=True)
+        return self
+
+
+def not_simulated(groups: Iterable[Group]) -> tuple[str, ...]:
+    """Return the settings of groups that the twin does not simulate."""
+    parts = [(group.queues, group.cache) for group in groups]
+    has_queues = any(queues is not None for queues, _ in parts)
+    has_cache = any(cache is not None and cache.policy != "lru" for _, cache in parts)
+    return (*(["queues"] if has_queues else []), *(["cache"] if has_cache else []))
 
 
 _SHARE_TOLERANCE = 1e-6
@@ -289,6 +309,25 @@ class Plan(Displayed, SpecModel):
                 raise rule_error(
                     f"shares of adapter {name!r} must sum to 1 over groups", key=("groups",), value=total
                 )
+
+    def require_verified(self) -> None:
+        """Check that the verification passed with every setting of the plan.
+
+        Raises
+        ------
+        InputError
+            If it did not; the message says why.
+        """
+        check = self.verification
+        missing = not_simulated(self.groups)
+        failed = [verdict.id for verdict in check.groups if not verdict.ok]
+        reasons = [f"{' and '.join(missing)} not simulated"] if missing else []
+        reasons += [f"group {', '.join(failed)} failed"] if failed else []
+        if check.ok and not reasons:
+            return
+        why = "; ".join(reasons) or ("failed" if check.seeds else "planned without verification")
+        rule = f"must be true to use the plan ({why}); --unverified uses it as it is"
+        raise InputError(rule, False, "verification.ok")
 
     def to_json(self, path: str | os.PathLike[str] | None = None) -> str:
         """Return the plan as JSON text, and write it to ``path`` if given: all of it or nothing.

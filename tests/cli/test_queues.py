@@ -8,7 +8,7 @@ import pytest
 
 from capplan import Plan
 from capplan.spec import QueueClass, QueueConfig, Queues, Wrs
-from tests.cli.conftest import Run
+from tests.cli.conftest import Run, error_line
 from tests.cli.examples import WORKLOAD, small_plan, write_inputs
 
 QUEUES = Queues(
@@ -48,6 +48,37 @@ def test_the_flag_asks_for_queues_where_the_file_does_not(
     monkeypatch.setattr("capplan.planner.plan", lambda workload, **_: asked.append(workload) or small_plan())
     assert run("plan", write_inputs(tmp_path, WORKLOAD + section), *flags).exit_code == 0
     assert [workload.queues for workload in asked] == [wanted]
+
+
+def test_a_plan_with_queues_is_written_but_not_verified(run: Run, tmp_path: Path) -> None:
+    """The twin does not simulate queues, so its verdict is not one on this plan."""
+    made = tmp_path / "plan.json"
+    text = write_inputs(tmp_path, WORKLOAD + "queues: {max_queues: 2}\n")
+    result = run("plan", text, "-o", made, "--seeds", "1")
+    assert result.exit_code == 1, result.output
+    assert "NOT VERIFIED: the twin does not simulate queues" in " ".join(result.stdout.split())
+    check = Plan.from_json(made).verification
+    assert (check.ok, check.not_simulated) == (False, ("queues",))
+    assert all(group.ok for group in check.groups)
+
+
+@pytest.mark.parametrize("command", ["export", "serve"])
+def test_an_unverified_plan_is_used_on_demand_only(run: Run, tmp_path: Path, command: str) -> None:
+    path = tmp_path / "plan.json"
+    queued_plan().to_json(path)  # its verification is ok, as earlier versions wrote it
+    more = (
+        ["--target", "vllm", "-o", tmp_path / "out"]
+        if command == "export"
+        else ["--model", tmp_path / "none"]
+    )
+    line = error_line(run(command, *more, path))
+    assert f"{path}: verification.ok: must be true to use the plan (queues not simulated)" in line
+    assert not (tmp_path / "out").exists()
+    accepted = run(command, *more, "--unverified", path)
+    if command == "export":
+        assert accepted.exit_code == 0, accepted.output
+    else:
+        assert "verification" not in error_line(accepted)  # the model is missing
 
 
 def test_the_table_shows_quotas_where_a_group_has_queues(

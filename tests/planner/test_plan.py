@@ -355,7 +355,7 @@ def test_several_instances_are_verified_as_a_cluster(workload: Make, profile: Pr
         for group in made.groups
     ]
     (seed,) = made.verification.seeds
-    together = simulate_cluster(spec, instances, router="plan-shares", seed=seed)
+    together = simulate_cluster(spec, instances, router="smooth-shares", seed=seed)
     predicted = [group.predicted.throughput_tok_s for group in made.groups]
     assert predicted == pytest.approx([one.throughput_tok_s for one in together.instances], rel=1e-9)
     assert sum(together.requests_per_instance) == together.submitted
