@@ -73,7 +73,8 @@ def read_plan(path: str, *, unverified: bool) -> Plan:
         try:
             plan.require_verified()
         except InputError as error:
-            raise InputError(error.rule, error.value, f"{path}: {error.location}") from None
+            rule = f"{error.rule}; --unverified uses it as it is"
+            raise InputError(rule, error.value, f"{path}: {error.location}") from None
     return plan
 
 

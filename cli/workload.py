@@ -84,4 +84,4 @@ def _show(listed: list[Preset], *, as_json: bool) -> None:
         print_json([_summary(each) for each in listed])
         return
     rows = [(each.name, each.source, each.summary + (" (--traces)" if each.file else "")) for each in listed]
-    print_table(Table(("preset", "source", "what it is"), rows, numbers_from=None))
+    print_table(Table(("preset", "source", "summary"), rows, numbers_from=None))

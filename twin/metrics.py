@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 from collections.abc import Mapping
 from dataclasses import asdict, dataclass
 from typing import TYPE_CHECKING, Any, NamedTuple
@@ -14,6 +13,7 @@ from capplan.compile import by_reference, jit
 from capplan.serving.structures import int_fields, new_record
 from capplan.spec import STARVED_BELOW
 from capplan.spec.display import Displayed, plot
+from capplan.spec.latency_stats import PERCENTILES, LatencyStats, latency_stats_in_place
 from capplan.twin import trace as t
 from capplan.twin.scenario import NS_PER_MS, NS_PER_S, Scenario
 from capplan.twin.trace import NEVER, STATUS_RUNNING, TwinTrace
@@ -151,6 +151,7 @@ def summarize(
     served = completed_tokens / answerable if answerable > 0 else 1.0
     gaps = output_tokens - completed
     itl_ms = decoding_ns / NS_PER_MS / gaps if gaps else float("nan")
+    itl_stats = LatencyStats(itl_ms, *t.gap_percentiles_ms(trace.gaps, PERCENTILES))
     charged_s = float(reduced.ttft_s.sum()) + (submitted - completed) * horizon_s
     busy = float(trace.sums.busy_ns)
 
@@ -163,11 +164,11 @@ def summarize(
         output_tok_s=output_tokens / horizon_s,
         offered_tok_s=tokens / horizon_s,
         ttft_s_mean_charged=charged_s / submitted if submitted else float("nan"),
-        **_named("itl_ms", (itl_ms, *t.gap_percentiles_ms(trace.gaps, PERCENTILES)), client_itl_factor),
-        **_named("ttft_s", statistics(reduced.ttft_s)),
-        **_named("tpot_ms", statistics(reduced.tpot_ms)),
-        **_named("e2e_s", statistics(reduced.e2e_s)),
-        **_named("tpt_ms", statistics(reduced.tpt_ms)),
+        **_named("itl_ms", itl_stats, client_itl_factor),
+        **_named("ttft_s", latency_stats_in_place(reduced.ttft_s)),
+        **_named("tpot_ms", latency_stats_in_place(reduced.tpot_ms)),
+        **_named("e2e_s", latency_stats_in_place(reduced.e2e_s)),
+        **_named("tpt_ms", latency_stats_in_place(reduced.tpt_ms)),
         served_fraction=served,
         starved=served < STARVED_BELOW,
         completed=completed,
@@ -190,13 +191,10 @@ def summarize(
     )
 
 
-def _named(metric: str, values: tuple[float, ...], factor: float = 1.0) -> dict[str, float]:
-    """Return mean and percentiles, times `factor`, under their field names."""
-    statistic = ("mean", *(f"p{percent}" for percent in PERCENTILES))
-    return {f"{metric}_{name}": factor * value for name, value in zip(statistic, values, strict=True)}
+def _named(metric: str, stats: LatencyStats, factor: float = 1.0) -> dict[str, float]:
+    """Return the statistics, times `factor`, under their field names."""
+    return {f"{metric}_{name}": factor * value for name, value in vars(stats).items()}
 
-
-PERCENTILES = (50, 90, 95, 99)
 
 _TOTALS = int_fields(
     "completed",
@@ -282,21 +280,3 @@ def _reduce(
     out.totals.prompt_tokens = prompts
     out.totals.output_tokens = outputs
     out.totals.decoding_ns = decoding_ns
-
-
-def statistics(values: NDArray[np.float64]) -> tuple[float, ...]:
-    """Return the mean and the percentiles, interpolated linearly; reorders `values`. NaN without any."""
-    if values.size == 0:
-        return (math.nan,) * (1 + len(PERCENTILES))
-    found = [float(values.mean())]
-    last = values.size - 1
-    above, skipped = values, 0  # the values from the last percentile on, and how many are below
-    for percent in PERCENTILES:
-        at = percent / 100 * last
-        below = int(at) - skipped
-        above.partition(below)
-        above, skipped = above[below:], int(at)
-        low = float(above[0])
-        high = float(above[1:].min()) if above.size > 1 else low
-        found.append(low + (at - skipped) * (high - low))
-    return tuple(found)

@@ -159,7 +159,7 @@ def plan_queues(
     Parameters
     ----------
     sample
-        Requests, of which at least one has a known time in execution.
+        Requests; the time in execution of at least one is known.
     rate_rps
         Rate of all requests.
     kv_tokens

@@ -326,8 +326,7 @@ class Plan(Displayed, SpecModel):
         if check.ok and not reasons:
             return
         why = "; ".join(reasons) or ("failed" if check.seeds else "planned without verification")
-        rule = f"must be true to use the plan ({why}); --unverified uses it as it is"
-        raise InputError(rule, False, "verification.ok")
+        raise InputError(f"must be true to use the plan ({why})", False, "verification.ok")
 
     def to_json(self, path: str | os.PathLike[str] | None = None) -> str:
         """Return the plan as JSON text, and write it to ``path`` if given: all of it or nothing.

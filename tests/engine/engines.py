@@ -3,12 +3,24 @@
 from collections.abc import Sequence
 from typing import NamedTuple
 
-from capplan.engine import Completion, Engine, SamplingParams
+from capplan.engine import Completion, Engine, ModelConfig, SamplingParams
 from capplan.engine.engine import Prompt
 from capplan.engine.engine_core import EngineCore
 from capplan.engine.request import Request
 from capplan.serving import NONE, State
 from capplan.testing import check_integrity
+
+TINY_MODEL = ModelConfig(
+    name="tiny",
+    layers=1,
+    hidden_size=16,
+    heads=2,
+    kv_heads=1,
+    head_dim=8,
+    intermediate_size=16,
+    vocab_size=300,
+    max_positions=128,
+)
 
 
 def check_engine(engine: Engine) -> None:

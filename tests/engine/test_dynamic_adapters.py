@@ -12,21 +12,11 @@ from hypothesis import strategies as st
 from safetensors.torch import load_file, save_file
 
 from capplan import InputError
-from capplan.engine import Engine, ModelConfig, SamplingParams
+from capplan.engine import Engine, SamplingParams
 from capplan.engine.request import Request
+from tests.engine.engines import TINY_MODEL as TINY
 from tests.engine.engines import check_engine
 
-TINY = ModelConfig(
-    name="tiny",
-    layers=1,
-    hidden_size=16,
-    heads=2,
-    kv_heads=1,
-    head_dim=8,
-    intermediate_size=16,
-    vocab_size=300,
-    max_positions=128,
-)
 MODES: dict[str, dict[str, Any]] = {
     "capplan": {"rules": "capplan"},
     "vllm": {"rules": "vllm-0.8", "enable_prefix_caching": False},

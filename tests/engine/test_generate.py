@@ -17,20 +17,9 @@ from capplan.engine import Engine, ModelConfig, SamplingParams
 from capplan.engine.engine_core import StepOutput
 from capplan.engine.models.config import config_from_hf
 from capplan.engine.timing import RecordFile
-from tests.engine.engines import TimedRequest, check_engine, replay
+from tests.engine.engines import TINY_MODEL, TimedRequest, check_engine, replay
 
-TINY = ModelConfig(
-    name="tiny",
-    layers=2,
-    hidden_size=16,
-    heads=2,
-    kv_heads=1,
-    head_dim=8,
-    intermediate_size=16,
-    vocab_size=300,
-    max_positions=128,
-    eos_token_ids=(7,),
-)
+TINY = TINY_MODEL.replace(layers=2, eos_token_ids=(7,))
 ADAPTERS = {"a": 3, "b": 8, "c": 5}
 
 

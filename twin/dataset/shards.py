@@ -243,7 +243,7 @@ def _close(folder: Path, asked: DatasetRequest) -> Manifest:
 
 
 def _is_there(path: Path, asked: DatasetRequest, span: Span) -> bool:
-    """Return whether a valid shard exists; valid rows in another encoding are written anew."""
+    """Return whether a valid shard exists; valid rows in another encoding are rewritten."""
     found = _read(path, asked, span)
     if found is None:
         return False
