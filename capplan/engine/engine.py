@@ -134,7 +134,11 @@ class Engine:
         return [self.completion(request) for request in requests]
 
     def new_request(
-        self, prompt: Prompt, adapter: str | None, params: SamplingParams, arrival_ns: int | None = None
+        self,
+        prompt: Prompt | NDArray[np.int32],
+        adapter: str | None,
+        params: SamplingParams,
+        arrival_ns: int | None = None,
     ) -> Request:
         """Return a checked request, not yet submitted."""
         number = self._registry.number(adapter)
@@ -259,7 +263,7 @@ class Engine:
         self.core.clock.sleep_until(ready_ns)
         return True
 
-    def _tokens(self, prompt: Prompt) -> NDArray[np.int32]:
+    def _tokens(self, prompt: Prompt | NDArray[np.int32]) -> NDArray[np.int32]:
         ids = np.asarray(self.tokenizer.encode(prompt) if isinstance(prompt, str) else prompt)
         if ids.ndim != 1 or ids.size == 0 or not np.issubdtype(ids.dtype, np.integer):
             raise InputError("must be text or token ids, not empty", prompt, "prompt")

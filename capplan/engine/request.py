@@ -77,6 +77,8 @@ class Request:
         None while it is in flight.
     greedy
         Whether only the most likely tokens are needed.
+    tag
+        Number of the prompt at the server.
     """
 
     number: int
@@ -98,6 +100,7 @@ class Request:
     preemptions: int = 0
     finish_reason: FinishReason | None = None
     error: str | None = None
+    tag: int = 0
     greedy: bool = field(init=False)
 
     def __post_init__(self) -> None:

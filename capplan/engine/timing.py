@@ -10,26 +10,28 @@ import os
 import time
 from collections.abc import Mapping
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Final, NamedTuple, Self
+from typing import Any, Final, NamedTuple, Self
 
-from capplan.engine.request import Request
 from capplan.engine.scheduler_output import SchedulerOutput
-
-if TYPE_CHECKING:
-    from capplan.engine.engine_core import StepOutput
 
 _ROWS_PER_GROUP: Final = 10_000
 
 
 class WallClock:
-    """Real time since its creation, in integer nanoseconds."""
+    """Real time since its creation, in integer nanoseconds.
+
+    Attributes
+    ----------
+    start_ns
+        Its creation on the monotonic clock.
+    """
 
     def __init__(self) -> None:
-        self._start_ns = time.monotonic_ns()
+        self.start_ns = time.monotonic_ns()
 
     def now_ns(self) -> int:
         """Return the time since the clock's start."""
-        return time.monotonic_ns() - self._start_ns
+        return time.monotonic_ns() - self.start_ns
 
     def step(self, duration_ns: int) -> None:
         """Do nothing: real time has passed already."""
@@ -41,6 +43,8 @@ class WallClock:
 
 class VirtualClock:
     """Time that advances by steps only, in integer nanoseconds."""
+
+    start_ns = 0
 
     def __init__(self) -> None:
         self._now_ns = 0
@@ -168,7 +172,7 @@ def step_record(
 
 
 class RecordFile:
-    """Step observer that appends records to a Parquet file, and moves it to its path at the end."""
+    """Parquet file of records, which is moved to its path at the end."""
 
     def __init__(self, path: Path) -> None:
         self._path = path
@@ -184,15 +188,11 @@ class RecordFile:
         self._writer.close()
         self._partial.replace(self._path)
 
-    def on_step(self, step: StepOutput) -> None:
-        """Record a step."""
-        if step.record is not None:
-            self._records.append(step.record)
-            if len(self._records) >= _ROWS_PER_GROUP:
-                self._flush()
-
-    def on_finished(self, request: Request) -> None:
-        """Do nothing: records are per step."""
+    def add(self, record: StepRecord) -> None:
+        """Append a record."""
+        self._records.append(record)
+        if len(self._records) >= _ROWS_PER_GROUP:
+            self._flush()
 
     def _flush(self) -> None:
         import pyarrow as pa

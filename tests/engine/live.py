@@ -1,15 +1,17 @@
-"""A real server on loopback in a thread of the test's process."""
+"""A real server on loopback, and its engine core, in threads of the test's process."""
 
 import asyncio
 import contextlib
+import socket
 import threading
 from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
 from typing import Any, TypeVar
 
 from capplan.engine import Engine, ModelConfig
+from capplan.engine.core_loop import CoreLoop
+from capplan.engine.core_process import warm_up
 from capplan.engine.server import DrainingServer, ServerSettings, Service, bind, make_app, url_of
-from capplan.engine.server.process import warm_up
 from tests.engine.engines import check_engine
 
 T = TypeVar("T")
@@ -36,12 +38,18 @@ class Live:
     url
         Where; without ``/v1``.
     engine
-        Its engine, which belongs to the driver's thread while requests run.
+        Its engine, which belongs to the core's thread while requests run.
     """
 
     def __init__(self, engine: Engine, adapters: Mapping[str, str | Path | int], **settings: Any) -> None:
         self.engine = engine
-        self.service = Service(engine, ServerSettings(**({"model_name": "base"} | settings)), adapters)
+        connection, self._core_end = socket.socketpair()
+        loop = CoreLoop(engine, self._core_end)
+        server_settings = ServerSettings(**({"model_name": "base"} | settings))
+        self.service = Service(connection, loop.ready(), server_settings, adapters)
+        self._connection = connection
+        self._core = threading.Thread(target=self._run_core, args=(loop,))
+        self._core.start()
         self._listener = bind("127.0.0.1", 0)
         self.url = url_of(self._listener)
         self._is_ready = threading.Event()
@@ -49,6 +57,10 @@ class Live:
         self._thread = threading.Thread(target=self.server.run, args=([self._listener],))
         self._thread.start()
         assert self._is_ready.wait(60), "the server does not start"
+
+    def _run_core(self, loop: CoreLoop) -> None:
+        with self._core_end, contextlib.suppress(MemoryError):  # what a test raises
+            loop.run()
 
     def _ready(self) -> None:
         self.loop = asyncio.get_running_loop()
@@ -62,15 +74,12 @@ class Live:
 
         return asyncio.run_coroutine_threadsafe(call(), self.loop).result(60)
 
-    def in_engine(self, function: Callable[[Engine], T]) -> T:
-        """Return what a function returns in the engine's thread."""
-        return asyncio.run_coroutine_threadsafe(self.service.engine.run(function), self.loop).result(60)
-
     def check_idle(self) -> None:
         """Check that no request has left a row, block, slot, state or task."""
         waiting = asyncio.run_coroutine_threadsafe(self.service.engine.wait_idle(), self.loop)
         waiting.result(60)
-        self.in_engine(check_nothing_in_flight)
+        assert asyncio.run_coroutine_threadsafe(self.service.engine.is_alive(60), self.loop).result(60)
+        check_nothing_in_flight(self.engine)  # the core waits for a message
         assert self.service.engine.in_flight == 0
         self.on_loop(lambda: None)
         names = self.on_loop(lambda: [str(task.get_coro()) for task in asyncio.all_tasks(self.loop)])
@@ -86,6 +95,9 @@ class Live:
         self._thread.join(60)
         assert not self._thread.is_alive(), "the server does not end"
         self.service.engine.stop()
+        self._core.join(60)
+        assert not self._core.is_alive(), "the engine core does not end"
+        self._connection.close()
         self.engine.close()
 
 

@@ -14,7 +14,6 @@ from tokenizers import Tokenizer, models, pre_tokenizers
 
 from capplan import InfeasibleError, InputError
 from capplan.engine import Engine, ModelConfig, SamplingParams
-from capplan.engine.engine_core import StepOutput
 from capplan.engine.models.config import config_from_hf
 from capplan.engine.timing import RecordFile
 from tests.engine.engines import TINY_MODEL, TimedRequest, check_engine, replay
@@ -407,7 +406,7 @@ def test_every_step_leaves_a_record(tmp_path: Path) -> None:
     with tiny() as engine, RecordFile(tmp_path / "steps.parquet") as file:
         done = engine.generate([[1, 2, 3, 4, 5]] * 4, ["a", "b", None, "a"], max_tokens=6, ignore_eos=True)
         for record in engine.records:
-            file.on_step(StepOutput(record, [], []))
+            file.add(record)
     table = pq.read_table(tmp_path / "steps.parquet").to_pydict()
     assert sum(table["tokens"]) == sum(len(a.prompt_token_ids) + len(a.token_ids) - 1 for a in done)
     assert sum(table["prefill_tokens"]) == 20

@@ -1,268 +1,258 @@
-"""Engine thread, driven from the event loop.
+"""The engine core as seen from the event loop.
 
-Only this thread calls the engine. Commands (submit, cancel, add an adapter) come through one queue and run
-between two steps. The outputs of a step go to the event loop in one call. Neither side polls.
+The core runs in a process of its own (`capplan.engine.core_process`). Prompts, cancellations and calls go to
+it as messages, which it takes between two steps; the tokens of a step come back in one.
 """
 
 from __future__ import annotations
 
 import asyncio
-import queue
-import threading
+import contextlib
+import itertools
+import socket
 import time
+from array import array
 from collections import deque
-from collections.abc import Callable, Iterable, Sequence
-from concurrent.futures import Future
-from functools import partial
-from typing import Final, Protocol, TypeVar
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from typing import Any, Final, Protocol
 
-from capplan.engine.engine import Engine
-from capplan.engine.engine_core import StepOutput
-from capplan.engine.request import FinishReason, Request
+from capplan.engine.messages import (
+    AbortRequests,
+    AddRequests,
+    Call,
+    CoreFailed,
+    Ended,
+    FrameReader,
+    NewRequest,
+    Refusals,
+    Reply,
+    StepTokens,
+    frame,
+)
+from capplan.engine.request import FinishReason
 from capplan.engine.server.output_stream import EngineDeadError, RequestOutput, RequestState
 from capplan.engine.server.protocol import RETRY, ApiError, bad_request
+from capplan.engine.timing import StepRecord
 from capplan.errors import InputError
 
-T = TypeVar("T")
-
-_LOAD_WAIT_S: Final = 0.002
-"""Maximum wait for an in-flight adapter load while idle; a request that arrives meanwhile waits as long."""
 _PACE_REQUESTS: Final = 64
-_STOP_TIMEOUT_S: Final = 30.0
 
 
 class StepObserver(Protocol):
-    """Observer of the engine, called in its thread."""
+    """Observer of the engine, called on the event loop."""
 
-    def on_step(self, step: StepOutput) -> None:
-        """Observe a step."""
+    def on_step(self, record: StepRecord, states: Sequence[RequestState]) -> None:
+        """Observe a step and the prompts that got a token in it, before they have it."""
         ...
 
-    def on_finished(self, request: Request) -> None:
-        """Observe the end of a request, for any reason."""
+    def on_ended(self, state: RequestState, ended: Ended) -> None:
+        """Observe the end of a prompt that was queued."""
         ...
 
 
 class AsyncEngine:
-    """An engine that steps in its own thread. Public methods belong to the event loop.
+    """Client of an engine core; it belongs to the event loop.
+
+    Parameters
+    ----------
+    connection
+        The server's end of a pair of connected sockets.
+    clock_start_ns
+        Start of the engine's clock on the monotonic clock.
 
     Attributes
     ----------
     failure
-        Exception that ended the thread; `failed` is set then.
+        Why the core has ended; `failed` is set then.
     """
 
-    def __init__(self, engine: Engine, observers: Sequence[StepObserver] = ()) -> None:
-        self._engine = engine
+    def __init__(
+        self, connection: socket.socket, clock_start_ns: int, observers: Sequence[StepObserver] = ()
+    ) -> None:
+        self._connection = connection
+        self._clock_start_ns = clock_start_ns
         self._observers = observers
-        self._commands: queue.SimpleQueue[Callable[[], None] | None] = queue.SimpleQueue()
-        self._thread = threading.Thread(target=self._run_engine, name="engine", daemon=True)
-        # Event loop:
-        self._loop: asyncio.AbstractEventLoop | None = None
-        self._unfinished: set[RequestState] = set()
+        self._transport: asyncio.WriteTransport | None = None
+        self._tags = itertools.count()
+        self._states: dict[int, RequestState] = {}
         self._idle = asyncio.Event()
         self._idle.set()
+        self._calls: dict[int, asyncio.Future[Any]] = {}
         self._finish_times_s: deque[float] = deque(maxlen=_PACE_REQUESTS)
-        self.failure: BaseException | None = None
+        self._stopped = False
+        self.failure: EngineDeadError | None = None
         self.failed = asyncio.Event()
-        # Engine's thread:
-        self._states: dict[int, RequestState] = {}
-        self._outputs: list[RequestOutput] = []
 
     @property
     def in_flight(self) -> int:
         """Number of submitted prompts that have not finished."""
-        return len(self._unfinished)
+        return len(self._states)
 
     def finished_per_s(self) -> float:
         """Return the recent rate of finished prompts; 0 if unknown."""
         since_s = time.monotonic() - self._finish_times_s[0] if self._finish_times_s else 0.0
         return len(self._finish_times_s) / since_s if since_s > 0 else 0.0
 
-    def start(self) -> None:
-        """Start the thread; outputs are delivered on the running event loop."""
-        self._loop = asyncio.get_running_loop()
-        self._thread.start()
+    async def start(self) -> None:
+        """Take messages on the running event loop."""
+        loop = asyncio.get_running_loop()
+        self._transport, _ = await loop.create_unix_connection(
+            lambda: _Connection(self._take, self._on_end), sock=self._connection.dup()
+        )
 
     def stop(self) -> None:
-        """Stop the thread and wait for it; running requests are dropped."""
-        self._commands.put(None)
-        if self._thread.is_alive():
-            self._thread.join(_STOP_TIMEOUT_S)  # a hanging daemon thread ends with the process
+        """Close the connection, at which the core ends; running prompts are dropped."""
+        self._stopped = True
+        with contextlib.suppress(OSError):
+            self._connection.shutdown(socket.SHUT_RDWR)
 
     def submit(self, states: Iterable[RequestState]) -> None:
         """Queue prompts; their streams receive outputs until each has finished."""
-        states = list(states)
-        self._unfinished.update(states)
+        requests = []
+        for state in states:
+            state.tag = next(self._tags)
+            self._states[state.tag] = state
+            stream, prompt = state.stream, array("i", state.prompt).tobytes()
+            requests.append(NewRequest(state.tag, prompt, stream.adapter, stream.params, stream.arrival_ns))
         self._idle.clear()
         if self.failure is None:
-            self._commands.put(partial(self._add, states))
+            self._send(AddRequests(requests))
         else:
-            self._deliver([_engine_dead(state) for state in states])
+            self._fail_all()
 
     def cancel(self, states: Iterable[RequestState], reason: FinishReason = "abort") -> None:
         """Cancel the unfinished ones of some prompts."""
-        unfinished = [state for state in states if state in self._unfinished]
-        self._commands.put(partial(self._abort, unfinished, reason))
+        tags = [state.tag for state in states if state.tag in self._states]
+        if tags:
+            self._send(AbortRequests(tags, reason))
 
     def cancel_all(self) -> None:
         """Cancel all prompts."""
-        self.cancel(self._unfinished)
+        self.cancel(list(self._states.values()))
 
-    async def run(self, function: Callable[[Engine], T]) -> T:
-        """Call a function with the engine between two steps and return its result.
+    async def call(self, method: str, *arguments: object) -> Any:
+        """Call a method of the core between two steps and return its result.
 
         Raises
         ------
         EngineDeadError
-            If the engine fails, or has failed, before the call.
+            If the core ends, or has ended, before the call.
         """
-        future: Future[T] = Future()
-
-        def command() -> None:
-            if future.set_running_or_notify_cancel():
-                try:
-                    future.set_result(function(self._engine))
-                except Exception as error:  # noqa: BLE001 - raised in the caller
-                    future.set_exception(error)
-
-        self._commands.put(command)
-        answer = asyncio.wrap_future(future)
-        failed = asyncio.ensure_future(self.failed.wait())
-        try:
-            await asyncio.wait((answer, failed), return_when=asyncio.FIRST_COMPLETED)
-        finally:
-            failed.cancel()
-        if not answer.done():
+        if self.failure is not None or self._stopped:
             raise EngineDeadError
-        return answer.result()
+        number = next(self._tags)
+        future: asyncio.Future[Any] = asyncio.get_running_loop().create_future()
+        self._calls[number] = future
+        try:
+            self._send(Call(number, method, arguments))
+            return await future
+        finally:
+            del self._calls[number]
 
     async def is_alive(self, timeout_s: float) -> bool:
-        """Return whether the thread runs a command within a time."""
+        """Return whether the core answers within a time."""
         try:
-            await asyncio.wait_for(self.run(lambda _: None), timeout_s)
+            await asyncio.wait_for(self.call("ping"), timeout_s)
         except (TimeoutError, EngineDeadError):
             return False
         return True
 
     def now_ns(self) -> int:
         """Return the time of the engine's clock."""
-        return self._engine.core.clock.now_ns()
+        return time.monotonic_ns() - self._clock_start_ns
 
     async def wait_idle(self) -> None:
         """Wait until no prompt is in flight."""
         await self._idle.wait()
 
-    def _deliver(self, outputs: list[RequestOutput]) -> None:
-        for output in outputs:
-            if output.finish_reason is not None:
-                self._unfinished.discard(output.state)
-                self._finish_times_s.append(time.monotonic())
-            output.state.stream.on_output(output)
-        if not self._unfinished:
+    def _send(self, message: Any) -> None:
+        if self._transport is not None:
+            self._transport.write(frame(message))
+
+    def _take(self, message: Any) -> None:
+        if isinstance(message, StepTokens):
+            self._on_step(message)
+        elif isinstance(message, Refusals):
+            self._on_refusals(message.errors)
+        elif isinstance(message, Reply):
+            self._on_reply(message)
+        elif isinstance(message, CoreFailed):
+            self._fail(EngineDeadError(message.error))
+
+    def _on_step(self, step: StepTokens) -> None:
+        """Deliver the results of a step to their streams."""
+        states = [self._states[tag] for tag in step.tags]
+        if step.record is not None:
+            for observer in self._observers:
+                observer.on_step(step.record, states)
+            end_ns = step.record.begin_ns + step.record.duration_ns
+            for state, token in zip(states, step.tokens, strict=True):
+                state.add_token(token, end_ns, step.logprobs.get(state.tag))
+        for state in states:
+            if state.tag not in step.ended and not state.final_only:
+                state.stream.on_output(state.new_output())
+        for tag, ended in step.ended.items():
+            self._end(self._states[tag], ended)
+
+    def _end(self, state: RequestState, ended: Ended) -> None:
+        for observer in self._observers:
+            observer.on_ended(state, ended)
+        self._deliver_last(state, state.new_output(ended))
+
+    def _on_refusals(self, errors: Mapping[int, InputError | None]) -> None:
+        full = ApiError(429, "The queue is full", code="queue_full", headers=RETRY)
+        for tag, error in errors.items():
+            reply = full if error is None else bad_request(error)
+            state = self._states[tag]
+            self._deliver_last(state, RequestOutput(state, finish_reason="error", error=reply))
+
+    def _deliver_last(self, state: RequestState, output: RequestOutput) -> None:
+        del self._states[state.tag]
+        self._finish_times_s.append(time.monotonic())
+        state.stream.on_output(output)
+        if not self._states:
             self._idle.set()
 
-    def _fail(self, error: BaseException) -> None:
-        self.failure = error
-        self.failed.set()
-        self._deliver([_engine_dead(state) for state in self._unfinished])
+    def _on_reply(self, reply: Reply) -> None:
+        future = self._calls.get(reply.number)
+        if future is None or future.done():  # its caller has gone
+            return
+        if reply.error is None:
+            future.set_result(reply.result)
+        else:
+            future.set_exception(reply.error)
 
-    # The methods below run in the engine's thread.
+    def _on_end(self) -> None:
+        if not self._stopped:
+            self._fail(EngineDeadError("the engine core has ended"))
+        for future in self._calls.values():
+            if not future.done():
+                future.set_exception(EngineDeadError())
 
-    def _run_engine(self) -> None:
-        try:
-            while self._run_commands():
-                step = self._engine.step()
-                if step is not None:
-                    self._process(step)
-                elif not self._wait():
-                    return
-        except BaseException as error:  # noqa: BLE001 - delivered to all waiting requests
-            self._call(self._fail, error)
+    def _fail(self, failure: EngineDeadError) -> None:
+        if self.failure is None:
+            self.failure = failure
+            self.failed.set()
+            self._fail_all()
 
-    def _run_commands(self) -> bool:
-        """Run the queued commands; return False if the thread must stop."""
-        while True:
-            try:
-                command = self._commands.get_nowait()
-            except queue.Empty:
-                return True
-            if command is None:
-                return False
-            command()
-
-    def _wait(self) -> bool:
-        """Wait for an adapter load or a command; return False if the thread must stop."""
-        self._flush()
-        if self._states:
-            if self._engine.core.loader.next_ns(timeout_s=_LOAD_WAIT_S) is None:
-                raise RuntimeError("requests wait, but nothing can run")
-            return True
-        command = self._commands.get()
-        if command is not None:
-            command()
-        return command is not None
-
-    def _add(self, states: Sequence[RequestState]) -> None:
-        for state in states:
-            error = self._try_add(state)
-            if error is not None:
-                self._outputs.append(RequestOutput(state, finish_reason="error", error=error))
-
-    def _try_add(self, state: RequestState) -> ApiError | None:
-        """Submit a prompt to the engine; return the error if it is refused."""
-        engine, stream = self._engine, state.stream
-        try:
-            request = engine.new_request(state.prompt, stream.adapter, stream.params, stream.arrival_ns)
-            if not engine.core.can_run(request):
-                rule = "must fit beside its adapter into memory, and into one step"
-                return bad_request(InputError(rule, len(state.prompt), "prompt tokens"))
-            if not engine.submit(request):
-                return ApiError(429, "The queue is full", code="queue_full", headers=RETRY)
-        except InputError as error:
-            return bad_request(error)
-        state.request = request
-        self._states[request.number] = state
-        return None
-
-    def _abort(self, states: Sequence[RequestState], reason: FinishReason) -> None:
-        for state in states:
-            request = state.request
-            if request is not None and request.number in self._states:
-                self._engine.abort(request, reason)
-                self._finish(state, request)
-
-    def _process(self, step: StepOutput) -> None:
-        """Collect and deliver the outputs of a step."""
-        for observer in self._observers:
-            observer.on_step(step)
-        self._engine.records.clear()
-        for request in step.emitted:
-            state = self._states[request.number]
-            if request.finish_reason is None and not state.final_only:
-                self._outputs.append(state.new_output(request))
-        for request in step.finished:
-            self._finish(self._states[request.number], request)
-        self._flush()
-
-    def _finish(self, state: RequestState, request: Request) -> None:
-        del self._states[request.number]
-        self._outputs.append(state.new_output(request))
-        for observer in self._observers:
-            observer.on_finished(request)
-
-    def _flush(self) -> None:
-        """Deliver collected outputs on the event loop."""
-        if self._outputs:
-            outputs, self._outputs = self._outputs, []
-            self._call(self._deliver, outputs)
-
-    def _call(self, function: Callable[..., None], *arguments: object) -> None:
-        if self._loop is not None and not self._loop.is_closed():
-            self._loop.call_soon_threadsafe(function, *arguments)
+    def _fail_all(self) -> None:
+        message = "The engine has failed; please try again"
+        error = ApiError(503, message, code="instance_failed", headers=RETRY)
+        for state in list(self._states.values()):
+            self._deliver_last(state, RequestOutput(state, finish_reason="error", error=error))
 
 
-def _engine_dead(state: RequestState) -> RequestOutput:
-    message = "The engine has failed; please try again"
-    error = ApiError(503, message, code="instance_failed", headers=RETRY)
-    return RequestOutput(state, finish_reason="error", error=error)
+class _Connection(asyncio.Protocol):
+    """Bytes of the core's messages."""
+
+    def __init__(self, take: Callable[[Any], None], on_end: Callable[[], None]) -> None:
+        self._reader = FrameReader()
+        self._take = take
+        self._on_end = on_end
+
+    def data_received(self, data: bytes) -> None:
+        for message in self._reader.feed(data):
+            self._take(message)
+
+    def connection_lost(self, error: Exception | None) -> None:
+        self._on_end()

@@ -1,7 +1,6 @@
 """Prometheus metrics of a server, under vLLM's names where they exist.
 
-The engine's thread counts plain numbers. Gauges are read from the scheduler's state at collection, between
-two steps.
+The event loop counts plain numbers as steps arrive. The engine core reports the gauges at collection.
 """
 
 from __future__ import annotations
@@ -18,9 +17,9 @@ from prometheus_client.core import GaugeMetricFamily as Gauge
 from prometheus_client.core import HistogramMetricFamily
 from prometheus_client.metrics_core import Metric
 
-from capplan.engine.engine import Engine
-from capplan.engine.engine_core import StepOutput
-from capplan.engine.request import Request
+from capplan.engine.messages import Ended, Gauges
+from capplan.engine.server.output_stream import RequestState
+from capplan.engine.timing import StepRecord
 
 _TTFT_S: Final = (
     *(0.001, 0.005, 0.01, 0.02, 0.04, 0.06, 0.08, 0.1, 0.25, 0.5, 0.75, 1.0, 2.5, 5.0, 7.5, 10.0),
@@ -76,11 +75,18 @@ class Histogram:
 
 
 class Metrics:
-    """Prometheus collector of an engine; all methods belong to the engine's thread."""
+    """Prometheus collector of an engine.
 
-    def __init__(self, engine: Engine, model_name: str) -> None:
-        self._engine = engine
+    Parameters
+    ----------
+    max_loras
+        Adapter slots of the engine.
+    """
+
+    def __init__(self, model_name: str, max_loras: int) -> None:
         self._labels = (model_name, "0")
+        self._max_loras = max_loras
+        self._gauges = Gauges(0, 0, 0.0)
         self._prompt_tokens = 0
         self._generation_tokens = 0
         self._preemptions = 0
@@ -95,33 +101,41 @@ class Metrics:
         self._registry = CollectorRegistry()
         self._registry.register(self)
 
-    def on_step(self, step: StepOutput) -> None:
+    def on_step(self, record: StepRecord, states: Sequence[RequestState]) -> None:
         """Count a step and its tokens."""
-        if step.record is not None:
-            self._preemptions += step.record.preemptions
-            self._step_tokens.observe(step.record.tokens)
-        self._generation_tokens += len(step.emitted)
-        for request in step.emitted:
-            times = request.token_ns
-            if len(times) > 1:
-                self._itl_s.observe((times[-1] - times[-2]) * 1e-9)
+        self._preemptions += record.preemptions
+        self._step_tokens.observe(record.tokens)
+        self._generation_tokens += len(states)
+        end_ns = record.begin_ns + record.duration_ns
+        for state in states:
+            if state.last_token_ns is not None:
+                self._itl_s.observe((end_ns - state.last_token_ns) * 1e-9)
             else:
-                self._prompt_tokens += request.prompt.size
-                self._ttft_s.observe((times[0] - request.arrival_ns) * 1e-9)
+                self._prompt_tokens += len(state.prompt)
+                self._ttft_s.observe((end_ns - state.stream.arrival_ns) * 1e-9)
 
-    def on_finished(self, request: Request) -> None:
+    def on_ended(self, state: RequestState, ended: Ended) -> None:
         """Count a request and its latencies."""
-        self._finished[request.finish_reason or "abort"] += 1
-        times = request.token_ns
-        if request.admitted_ns is not None:
-            self._queue_s.observe((request.admitted_ns - request.arrival_ns) * 1e-9)
-        if times and request.finish_reason in ("stop", "length"):
-            self._e2e_s.observe((times[-1] - request.arrival_ns) * 1e-9)
-            if len(times) > 1:
-                self._tpot_s.observe((times[-1] - times[0]) * 1e-9 / (len(times) - 1))
+        self._finished[ended.reason] += 1
+        first_ns, last_ns, arrival_ns = state.first_token_ns, state.last_token_ns, state.stream.arrival_ns
+        if ended.admitted_ns is not None:
+            self._queue_s.observe((ended.admitted_ns - arrival_ns) * 1e-9)
+        if first_ns is not None and last_ns is not None and ended.reason in ("stop", "length"):
+            self._e2e_s.observe((last_ns - arrival_ns) * 1e-9)
+            if state.token_count > 1:
+                self._tpot_s.observe((last_ns - first_ns) * 1e-9 / (state.token_count - 1))
 
-    def text(self, refused: Mapping[int, int]) -> bytes:
-        """Return all metrics in Prometheus' text format; `refused` are refused requests by status."""
+    def text(self, gauges: Gauges | None, refused: Mapping[int, int]) -> bytes:
+        """Return all metrics in Prometheus' text format.
+
+        Parameters
+        ----------
+        gauges
+            None: as last known.
+        refused
+            Refused requests by status.
+        """
+        self._gauges = gauges or self._gauges
         self._refused = refused
         return generate_latest(self._registry)
 
@@ -143,12 +157,11 @@ class Metrics:
             yield family
 
     def _values(self) -> Iterator[Metric]:
-        counters = self._engine.core.state.counters
-        used = 1.0 - counters.free_blocks / max(1, counters.capacity)
+        gauges = self._gauges
         for kind, name, help_text, value in (
-            (Gauge, "num_requests_running", "Requests running", counters.n_running),
-            (Gauge, "num_requests_waiting", "Requests waiting", counters.n_waiting),
-            (Gauge, "kv_cache_usage_perc", "Share of KV blocks in use; 1 is all", used),
+            (Gauge, "num_requests_running", "Requests running", gauges.running),
+            (Gauge, "num_requests_waiting", "Requests waiting", gauges.waiting),
+            (Gauge, "kv_cache_usage_perc", "Share of KV blocks in use; 1 is all", gauges.kv_used),
             (Counter, "prompt_tokens", "Prompt tokens computed", self._prompt_tokens),
             (Counter, "generation_tokens", "Tokens generated", self._generation_tokens),
             (Counter, "num_preemptions", "Preempted requests", self._preemptions),
@@ -162,12 +175,12 @@ class Metrics:
 
     def _lora_info(self) -> Metric:
         """Return running and waiting adapters as labels, as vLLM does; the value is the time."""
-        running: set[str] = set()
-        waiting: set[str] = set()
-        for request in self._engine.core.requests.values():
-            if request.adapter_name is not None:
-                (running if request.running else waiting).add(request.adapter_name)
-        names = str(self._engine.core.limits.max_loras), ",".join(sorted(waiting)), ",".join(sorted(running))
+        gauges = self._gauges
+        names = (
+            str(self._max_loras),
+            ",".join(gauges.waiting_adapters),
+            ",".join(gauges.running_adapters),
+        )
         labels = ("max_lora", "waiting_lora_adapters", "running_lora_adapters")
         rows = [(names, time.time())]
         return metric_family(Gauge, "vllm:lora_requests_info", "Adapters with requests", labels, rows)

@@ -1,8 +1,7 @@
 """Request states, outputs and the output stream of one HTTP request.
 
-A `RequestState` follows one prompt through the engine. Its outputs are `RequestOutput`: the engine's thread
-fills the tokens, the event loop the text. An `OutputStream` collects the outputs of all prompts of an HTTP
-request.
+A `RequestState` follows one prompt through the engine. Its outputs are `RequestOutput`. An `OutputStream`
+collects the outputs of all prompts of an HTTP request, and adds their text.
 """
 
 from __future__ import annotations
@@ -15,7 +14,8 @@ from typing import TYPE_CHECKING, Any, Final, NamedTuple
 
 from starlette.types import Receive
 
-from capplan.engine.request import FinishReason, Request, SamplingParams, TokenLogprobs
+from capplan.engine.messages import Ended
+from capplan.engine.request import FinishReason, SamplingParams, TokenLogprobs
 from capplan.engine.server.protocol import RETRY, ApiError
 from capplan.engine.tokenizer import ByteTokenizer, Tokenizer
 
@@ -27,10 +27,10 @@ _MAX_HELD: Final = 3
 
 
 class EngineDeadError(RuntimeError):
-    """The engine's thread has failed."""
+    """The engine core has ended."""
 
-    def __init__(self) -> None:
-        super().__init__("the engine has failed")
+    def __init__(self, reason: str = "the engine core has failed") -> None:
+        super().__init__(reason)
 
 
 class ClientGoneError(Exception):
@@ -141,10 +141,14 @@ class RequestState:
     ----------
     index
         Of the prompt in its HTTP request.
-    request
-        The engine's request; belongs to the engine's thread.
+    tag
+        Number of the prompt at the server.
+    first_token_ns, last_token_ns
+        On the engine's clock; None before the first token.
+    token_count
+        Tokens of the engine so far.
     tokens, logprobs, finish_reason, stop_reason
-        Output so far; belongs to the event loop.
+        Output so far, up to a stop string.
     """
 
     def __init__(self, stream: OutputStream, index: int, prompt: Sequence[int]) -> None:
@@ -152,12 +156,16 @@ class RequestState:
         self.index = index
         self.prompt = prompt
         self.final_only = stream.final_only
-        self.request: Request | None = None
+        self.tag = -1
+        self.first_token_ns: int | None = None
+        self.last_token_ns: int | None = None
+        self.token_count = 0
         self.tokens: list[int] = []
         self.logprobs: list[TokenLogprobs] = []
         self.finish_reason: FinishReason | None = None
         self.stop_reason: str | int | None = None
-        self._sent = 0
+        self._new_tokens: list[int] = []
+        self._new_logprobs: list[TokenLogprobs] = []
         self._texts: list[str] = []
         self._detokenizer = new_detokenizer(stream.tokenizer)
         self._stops = StopChecker(stream.stops)
@@ -167,16 +175,28 @@ class RequestState:
         """Output text so far."""
         return "".join(self._texts)
 
-    def new_output(self, request: Request) -> RequestOutput:
-        """Return the output since the last call, without text."""
-        first, self._sent = self._sent, len(request.output)
-        logprobs = request.logprobs[first:] if request.logprobs else ()
+    def add_token(self, token: int, time_ns: int, logprobs: TokenLogprobs | None) -> None:
+        """Add a token of the engine to the next output."""
+        self._new_tokens.append(token)
+        self.token_count += 1
+        if logprobs is not None:
+            self._new_logprobs.append(logprobs)
+        self.last_token_ns = time_ns
+        if self.first_token_ns is None:
+            self.first_token_ns = time_ns
+
+    def new_output(self, ended: Ended | None = None) -> RequestOutput:
+        """Return the output since the last call, without text; `ended`: the last one."""
+        tokens, self._new_tokens = self._new_tokens, []
+        logprobs, self._new_logprobs = self._new_logprobs, []
+        if ended is None:
+            return RequestOutput(self, tokens, logprobs)
         error = None
-        if request.finish_reason == "abort":
+        if ended.reason == "abort":
             error = ApiError(503, "The server shuts down", code="shutting_down", headers=RETRY)
-        elif request.finish_reason == "error":
-            error = ApiError(500, request.error or "The request failed", code="request_failed")
-        return RequestOutput(self, request.output[first:], logprobs, request.finish_reason, error)
+        elif ended.reason == "error":
+            error = ApiError(500, ended.error or "The request failed", code="request_failed")
+        return RequestOutput(self, tokens, logprobs, ended.reason, error)
 
     def detokenize(self, output: RequestOutput) -> RequestOutput:
         """Add an output to the state and return it with its text, up to a stop string."""

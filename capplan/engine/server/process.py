@@ -9,8 +9,7 @@ import signal
 import socket
 import sys
 import threading
-import traceback
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Final
@@ -18,12 +17,15 @@ from typing import Any, Final
 import uvicorn
 from fastapi import FastAPI
 
-from capplan.engine.engine import Engine
-from capplan.engine.request import SamplingParams
+from capplan.engine.core_process import CoreProcess
+from capplan.engine.messages import CoreSettings, Ended
+from capplan.engine.models import model_config
 from capplan.engine.server.limiter import ServerSettings, ServerState
+from capplan.engine.server.output_stream import RequestState
 from capplan.engine.server.routes import make_app
 from capplan.engine.server.service import Service
-from capplan.engine.timing import RecordFile
+from capplan.engine.settings import EngineOptions
+from capplan.engine.timing import RecordFile, StepRecord
 from capplan.errors import InputError
 
 _SIGNALS: Final = (signal.SIGINT, signal.SIGTERM)
@@ -154,9 +156,25 @@ class InstanceConfig:
     engine: Mapping[str, Any] = field(default_factory=dict)
     records: Path | None = None
 
+    def core_settings(self) -> CoreSettings:
+        """Return the arguments of the engine.
+
+        Raises
+        ------
+        InputError
+            For what can be refused before a process starts.
+        """
+        if self.server.model_name in self.adapters:
+            rule = "must be other names than the base model's"
+            raise InputError(rule, self.server.model_name, "adapters")
+        options = {**self.engine, "max_in_flight": self.server.max_requests}
+        EngineOptions.parse(options)
+        model_config(self.model)
+        return CoreSettings(self.model, dict(self.adapters), options)
+
 
 def run_instance(instance: InstanceConfig, ready: Callable[[str], None]) -> int:
-    """Load an engine and serve until stopped.
+    """Start an engine core and serve until stopped.
 
     Parameters
     ----------
@@ -166,39 +184,42 @@ def run_instance(instance: InstanceConfig, ready: Callable[[str], None]) -> int:
     Returns
     -------
     int
-        Exit status: 0 if stopped, 1 if the engine failed.
+        Exit status: 0 if stopped, 1 if the engine core failed.
+
+    Raises
+    ------
+    CapplanError
+        If the engine cannot be built, or the address is not available.
     """
     settings = instance.server
     with contextlib.ExitStack() as stack:
         listener: socket.socket = stack.enter_context(bind(settings.host, settings.port))
-        fields = {**instance.engine, "max_in_flight": settings.max_requests}
-        engine = stack.enter_context(Engine(instance.model, instance.adapters, **fields))
-        warm_up(engine)
         observers = []
         if instance.records is not None:
-            observers.append(stack.enter_context(RecordFile(instance.records)))
-        service = Service(engine, settings, instance.adapters, observers)
-        try:
-            server = DrainingServer(make_app(service), service, lambda: ready(url_of(listener)))
-            server.run([listener])
-        finally:
-            service.engine.stop()  # a forced exit skips the application's shutdown
+            observers.append(_Recorder(stack.enter_context(RecordFile(instance.records))))
+        core = stack.enter_context(CoreProcess(instance.core_settings()))
+        service = Service(core.connection, core.ready, settings, instance.adapters, observers)
+        server = DrainingServer(make_app(service), service, lambda: ready(url_of(listener)))
+        server.run([listener])
         failure = service.engine.failure
-    if failure is None:
-        return 0
-    traceback.print_exception(failure, file=sys.stderr)
-    return 1
+        service.engine.stop()
+        if server.force_exit:
+            core.kill()
+        if failure is None:
+            return 0
+        core.stop()
+        sys.stderr.write(f"error: {failure}; its process ended {core.describe_end()}\n")
+        return 1
 
 
-def warm_up(engine: Engine) -> None:
-    """Capture graphs and run a few requests, to avoid first-request compilation latency."""
-    engine.core.runner.capture_graphs()
-    params = SamplingParams(max_tokens=3, ignore_eos=True, temperature=1.0, logprobs=1)
-    for adapter in (None, *engine.adapters[:1]):
-        requests = [engine.new_request([0], adapter, params) for _ in range(4)]
-        for request in requests:
-            engine.submit(request)
-        engine.abort(requests[0])  # waiting
-        while engine.step() is not None or engine.wait_for_adapter():
-            engine.abort(requests[1])  # running
-    engine.records.clear()
+class _Recorder:
+    """Observer that appends the record of each step to a file."""
+
+    def __init__(self, file: RecordFile) -> None:
+        self._file = file
+
+    def on_step(self, record: StepRecord, states: Sequence[RequestState]) -> None:
+        self._file.add(record)
+
+    def on_ended(self, state: RequestState, ended: Ended) -> None:
+        """Do nothing: records are per step."""

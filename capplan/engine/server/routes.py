@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import asyncio
 from collections.abc import AsyncIterator, Sequence
 from contextlib import asynccontextmanager
 from functools import partial
@@ -41,13 +40,13 @@ router = APIRouter()
 
 
 def make_app(service: Service) -> FastAPI:
-    """Return the ASGI application of a service, which starts and stops the engine's thread."""
+    """Return the ASGI application of a service, which connects it to the engine core."""
 
     @asynccontextmanager
     async def lifespan(_: FastAPI) -> AsyncIterator[None]:
-        service.engine.start()
+        await service.engine.start()
         yield
-        await asyncio.to_thread(service.engine.stop)
+        service.engine.stop()
 
     # No documentation pages: they load scripts from other hosts. The schema is at /openapi.json.
     app = FastAPI(title="capplan", lifespan=lifespan, docs_url=None, redoc_url=None)
@@ -144,7 +143,7 @@ async def unload_lora_adapter(body: UnloadAdapterRequest, request: Request) -> P
 
 @router.get("/health", response_model=None)
 async def health(request: Request) -> Response:
-    """Report whether requests are accepted; the engine's thread answers between two steps."""
+    """Report whether requests are accepted; the engine core answers between two steps."""
     service = _service(request)
     healthy = not service.draining and await service.engine.is_alive(_HEALTH_S)
     return JSONResponse({"status": "ok" if healthy else "unavailable"}, 200 if healthy else 503)

@@ -4,20 +4,22 @@ from __future__ import annotations
 
 import asyncio
 import math
+import socket
 import time
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Final
 
-from capplan.engine.engine import Engine
 from capplan.engine.lora.adapter import AdapterLayout, PeftFolder
+from capplan.engine.messages import CoreReady, Gauges
 from capplan.engine.server.async_engine import AsyncEngine, StepObserver
 from capplan.engine.server.chat_template import chat_template
 from capplan.engine.server.limiter import ServerSettings, ServerState
 from capplan.engine.server.metrics import Metrics
 from capplan.engine.server.output_stream import EngineDeadError
 from capplan.engine.server.protocol import ApiError, ChatMessage
+from capplan.engine.tokenizer import load_tokenizer
 from capplan.errors import InputError
 
 _MAX_NAME_LENGTH: Final = 256
@@ -40,24 +42,24 @@ class ServedAdapters:
 
     Parameters
     ----------
-    engine
-        Only its constant attributes are read here.
+    ready
+        Facts of the engine.
     initial
         Name to folder or rank of the adapters that the engine started with.
     """
 
     def __init__(
         self,
-        engine: Engine,
-        async_engine: AsyncEngine,
+        ready: CoreReady,
+        engine: AsyncEngine,
         settings: ServerSettings,
         initial: Mapping[str, str | Path | int],
     ) -> None:
-        self._engine = async_engine
+        self._engine = engine
         self._base_name = settings.model_name
         self._root = None if settings.lora_root is None else settings.lora_root.resolve()
-        self._layout = AdapterLayout(engine.config)
-        self._dtype = engine.options.torch_dtype(engine.config)
+        self._layout = AdapterLayout(ready.config)
+        self._dtype = ready.dtype
         self._adapters = {name: AdapterInfo(name, str(source)) for name, source in initial.items()}
         self._lock = asyncio.Lock()
 
@@ -85,10 +87,10 @@ class ServedAdapters:
                 raise ApiError(400, f"The adapter {name!r} is loaded already", "lora_name", "already_loaded")
             folder = await asyncio.to_thread(self._confined, path)
             try:
-                # A full read outside the engine's thread rejects broken adapters.
+                # A full read outside the engine core rejects broken adapters.
                 source = PeftFolder(folder)
                 await asyncio.to_thread(source.read, self._layout, self._dtype, pin=False)
-                await self._engine.run(lambda engine: engine.add_adapter(name, folder))
+                await self._engine.call("add_adapter", name, folder)
             except InputError as error:
                 message = str(error).replace(f"{self._root}/", "")  # the root's path is not disclosed
                 raise ApiError(400, message, "lora_path") from None
@@ -107,7 +109,7 @@ class ServedAdapters:
             if info is None:
                 raise ApiError(404, f"There is no adapter {name!r}", "lora_name", "adapter_not_found")
             try:
-                await self._engine.run(lambda engine: engine.remove_adapter(name))
+                await self._engine.call("remove_adapter", name)
             except InputError as error:
                 self._adapters[name] = info
                 raise ApiError(409, str(error), "lora_name", "adapter_in_use") from None
@@ -139,35 +141,32 @@ class Service(ServerState):
 
     Parameters
     ----------
+    connection
+        The server's end of a pair of sockets, at whose other end the engine core is.
+    ready
+        Facts of the engine.
     initial
         Adapters that the engine was made with.
-
-    Raises
-    ------
-    InputError
-        If an adapter has the name of the base model.
     """
 
     adapters: ServedAdapters
 
     def __init__(
         self,
-        engine: Engine,
+        connection: socket.socket,
+        ready: CoreReady,
         settings: ServerSettings,
         initial: Mapping[str, str | Path | int],
         observers: Sequence[StepObserver] = (),
     ) -> None:
-        if settings.model_name in initial:
-            rule = "must be other names than the base model's"
-            raise InputError(rule, settings.model_name, "adapters")
-        self.metrics = Metrics(engine, settings.model_name)
-        self.engine = AsyncEngine(engine, [self.metrics, *observers])
-        super().__init__(settings, ServedAdapters(engine, self.engine, settings, initial))
+        self.metrics = Metrics(settings.model_name, ready.args.max_loras)
+        self.engine = AsyncEngine(connection, ready.clock_start_ns, [self.metrics, *observers])
+        super().__init__(settings, ServedAdapters(ready, self.engine, settings, initial))
         self.refusals.update({429: 0, 503: 0})
-        self.tokenizer = engine.tokenizer
-        self.template = chat_template(engine.tokenizer, engine.folder)
-        self.vocab_size = engine.config.vocab_size
-        self.max_model_len = engine.args.max_model_len
+        self.tokenizer = load_tokenizer(ready.folder, ready.config.vocab_size)
+        self.template = chat_template(self.tokenizer, ready.folder)
+        self.vocab_size = ready.config.vocab_size
+        self.max_model_len = ready.args.max_model_len
 
     @property
     def failed(self) -> asyncio.Event:
@@ -264,8 +263,8 @@ class Service(ServerState):
 
     async def metrics_text(self) -> bytes:
         """Return all metrics in Prometheus' text format."""
-        refused = dict(self.refusals)
         try:
-            return await self.engine.run(lambda _: self.metrics.text(refused))
+            gauges: Gauges | None = await self.engine.call("gauges")
         except EngineDeadError:
-            return self.metrics.text(refused)
+            gauges = None
+        return self.metrics.text(gauges, dict(self.refusals))

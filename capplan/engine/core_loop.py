@@ -1,0 +1,190 @@
+"""Loop of the engine core: take messages, run a step, send its results.
+
+The loop has its process to itself, so the time of a step depends on the step alone. `Engine` runs the same
+core without a loop.
+"""
+
+from __future__ import annotations
+
+import socket
+from array import array
+from contextlib import suppress
+from typing import Any, Final
+
+import numpy as np
+
+from capplan.engine.engine import Engine
+from capplan.engine.engine_core import StepOutput
+from capplan.engine.messages import (
+    AbortRequests,
+    AddRequests,
+    Call,
+    CoreFailed,
+    CoreReady,
+    Ended,
+    FrameReader,
+    Gauges,
+    NewRequest,
+    Refusals,
+    Reply,
+    StepTokens,
+    frame,
+)
+from capplan.engine.request import FinishReason, Request, TokenLogprobs
+from capplan.errors import InputError
+
+_LOAD_WAIT_S: Final = 0.002
+"""Maximum wait for an in-flight adapter load while idle; a message that arrives meanwhile waits as long."""
+_RECEIVE_BYTES: Final = 2**18
+_CALLS: Final = ("ping", "gauges", "add_adapter", "remove_adapter")
+
+
+class CoreLoop:
+    """Loop around one engine, at the core's end of a pair of sockets."""
+
+    def __init__(self, engine: Engine, connection: socket.socket) -> None:
+        self._engine = engine
+        self._connection = connection
+        self._reader = FrameReader()
+        self._requests: dict[int, Request] = {}
+        self._ended: dict[int, Ended] = {}
+
+    def ready(self) -> CoreReady:
+        """Return the facts of the engine."""
+        engine = self._engine
+        start_ns = engine.core.clock.start_ns
+        return CoreReady(
+            engine.config, engine.folder, engine.options.torch_dtype(engine.config), engine.args, start_ns
+        )
+
+    def run(self) -> None:
+        """Serve until the server closes its end.
+
+        Raises
+        ------
+        BaseException
+            What the engine raises, after the server has received it as `CoreFailed`.
+        """
+        try:
+            while self._receive(wait=False):
+                step = self._engine.step()
+                if step is not None:
+                    self._send_step(step)
+                elif not self._wait():
+                    return
+        except ConnectionError:  # the server has gone
+            return
+        except BaseException as error:
+            with suppress(ConnectionError):
+                self._send(CoreFailed(f"{type(error).__name__}: {error}"))
+            raise
+
+    def ping(self) -> None:
+        """Answer between two steps."""
+
+    def gauges(self) -> Gauges:
+        """Return the state of the scheduler."""
+        core = self._engine.core
+        counters = core.state.counters
+        running: set[str] = set()
+        waiting: set[str] = set()
+        for request in core.requests.values():
+            if request.adapter_name is not None:
+                (running if request.running else waiting).add(request.adapter_name)
+        used = 1.0 - counters.free_blocks / max(1, counters.capacity)
+        return Gauges(
+            int(counters.n_running), int(counters.n_waiting), float(used), sorted(running), sorted(waiting)
+        )
+
+    def _receive(self, wait: bool) -> bool:
+        """Take the messages that have arrived, or wait for one; return False at the end of the stream."""
+        flags = 0 if wait else socket.MSG_DONTWAIT
+        while True:
+            try:
+                data = self._connection.recv(_RECEIVE_BYTES, flags)
+            except BlockingIOError:
+                return True
+            if not data:
+                return False
+            for message in self._reader.feed(data):
+                self._take(message)
+            flags = socket.MSG_DONTWAIT
+
+    def _take(self, message: Any) -> None:
+        if isinstance(message, AddRequests):
+            refused = [error for new in message.requests if (error := self._add(new)) is not None]
+            if refused:
+                self._send(Refusals(dict(refused)))
+        elif isinstance(message, AbortRequests):
+            for tag in message.tags:
+                self._abort(tag, message.reason)
+        elif isinstance(message, Call):
+            self._send(self._answer(message))
+
+    def _wait(self) -> bool:
+        """Wait for an adapter load or a message; return False at the end of the stream."""
+        self._flush()
+        if not self._requests:
+            return self._receive(wait=True)
+        if self._engine.core.loader.next_ns(timeout_s=_LOAD_WAIT_S) is None:
+            raise RuntimeError("requests wait, but nothing can run")
+        return True
+
+    def _add(self, new: NewRequest) -> tuple[int, InputError | None] | None:
+        """Submit a prompt to the engine; return its tag and the error if it is refused."""
+        engine = self._engine
+        try:
+            prompt = np.frombuffer(new.prompt, np.int32)
+            request = engine.new_request(prompt, new.adapter, new.params, new.arrival_ns)
+            if not engine.core.can_run(request):
+                rule = "must fit beside its adapter into memory, and into one step"
+                return new.tag, InputError(rule, prompt.size, "prompt tokens")
+            if not engine.submit(request):
+                return new.tag, None
+        except InputError as error:
+            return new.tag, error
+        request.tag = new.tag
+        self._requests[new.tag] = request
+        return None
+
+    def _abort(self, tag: int, reason: FinishReason) -> None:
+        request = self._requests.get(tag)
+        if request is not None:
+            self._engine.abort(request, reason)
+            self._end(request)
+
+    def _answer(self, call: Call) -> Reply:
+        if call.method not in _CALLS:
+            return Reply(call.number, None, InputError("is no call", call.method))
+        owner = self if hasattr(self, call.method) else self._engine
+        try:
+            return Reply(call.number, getattr(owner, call.method)(*call.arguments), None)
+        except Exception as error:  # noqa: BLE001 - raised in the caller
+            return Reply(call.number, None, error)
+
+    def _end(self, request: Request) -> None:
+        del self._requests[request.tag]
+        self._ended[request.tag] = Ended(request.finish_reason or "abort", request.error, request.admitted_ns)
+
+    def _send_step(self, step: StepOutput) -> None:
+        """Send the results of a step in one message."""
+        self._engine.records.clear()
+        for request in step.finished:
+            self._end(request)
+        tags = array("q", [request.tag for request in step.emitted])
+        tokens = array("i", [request.output[-1] for request in step.emitted])
+        logprobs: dict[int, TokenLogprobs] = {
+            request.tag: request.logprobs[-1] for request in step.emitted if request.logprobs
+        }
+        ended, self._ended = self._ended, {}
+        self._send(StepTokens(step.record, tags, tokens, logprobs, ended))
+
+    def _flush(self) -> None:
+        """Send the ends of prompts that no step has sent."""
+        if self._ended:
+            ended, self._ended = self._ended, {}
+            self._send(StepTokens(None, array("q"), array("i"), {}, ended))
+
+    def _send(self, message: Any) -> None:
+        # It blocks only if the server is megabytes behind; the server never blocks on the core.
+        self._connection.sendall(frame(message))
