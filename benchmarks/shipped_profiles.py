@@ -2,7 +2,8 @@
 
 ``python -m benchmarks.shipped_profiles REFERENCE_DIR OUT_DIR [GROUP...] [--workers N]`` writes one profile
 JSON per model below OUT_DIR, fitted to the named groups of runs or to all. REFERENCE_DIR holds the published
-tables, which `capplan.datasets.published` converts.
+tables, which `capplan.datasets.published` converts. With ``--keep-coefficients`` the profiles are the shipped
+ones with the same coefficients, and only the facts about the measurement are computed: ranges.
 """
 
 from __future__ import annotations
@@ -13,9 +14,11 @@ from tempfile import TemporaryDirectory
 
 from benchmarks.common import command_line
 from capplan import Profile, load_profile
-from capplan.datasets.published.runs import GROUPS, PUBLISHED, PublishedModel
+from capplan.datasets.published.runs import GROUPS, PROMPT_TOKENS, PUBLISHED, PublishedModel
 from capplan.datasets.published.tables import TABLES, write_tables
-from capplan.models.calibration.components import Hardware, assumed_profile
+from capplan.models.calibration.components import Hardware, assumed_profile, fit_memory
+from capplan.models.calibration.step_model import step_ranges
+from capplan.models.calibration.tables import read_steps
 from capplan.models.memory import assumed_model
 from capplan.spec import write_text_atomic
 from capplan.twin.calibration import CalibrationOptions, CalibrationTables, calibrate
@@ -67,16 +70,33 @@ def published_profile(
     return profile.replace(provenance=provenance.replace(command=command))
 
 
+def with_facts(profile: Profile, reference: Path, model: PublishedModel) -> Profile:
+    """Return a profile with the ranges of the published tables, and the coefficients that it has."""
+    with TemporaryDirectory() as folder:
+        write_tables(reference, model, Path(folder), GROUPS)
+        table = read_steps(Path(folder) / "steps.parquet")
+        memory = fit_memory(Path(folder) / "memory.csv", base_profile(model))
+    prompts = {"prompt_tokens": (float(PROMPT_TOKENS[0]), float(PROMPT_TOKENS[1]))}
+    ranges = {"step_latency": step_ranges(table) | prompts, "memory": memory.fitted_range}
+    parts = {part: getattr(profile, part).replace(fitted_range=found) for part, found in ranges.items()}
+    return profile.replace(**parts)
+
+
 def main() -> None:
     parser = command_line(__doc__)
     parser.add_argument("reference", type=Path, metavar="REFERENCE_DIR")
     parser.add_argument("out", type=Path, metavar="OUT_DIR")
     parser.add_argument("groups", nargs="*", metavar="GROUP")
     parser.add_argument("--workers", type=int, default=1, metavar="N")
+    parser.add_argument("--keep-coefficients", action="store_true")
     arguments = parser.parse_args()
     for model in PUBLISHED:
         groups = tuple(arguments.groups) or GROUPS
-        profile = published_profile(arguments.reference, model, groups, arguments.workers)
+        if arguments.keep_coefficients:
+            profile = load_profile(model.profile)
+        else:
+            profile = published_profile(arguments.reference, model, groups, arguments.workers)
+        profile = with_facts(profile, arguments.reference, model)
         path = arguments.out / f"{model.profile}.json"
         path.parent.mkdir(parents=True, exist_ok=True)
         write_text_atomic(path, json.dumps(profile.model_dump(mode="json"), indent=2) + "\n")

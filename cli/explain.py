@@ -11,7 +11,8 @@ from typing import TYPE_CHECKING, Annotated, Any, Final, TypeAlias
 import typer
 
 from capplan.cli.console import DASH, Table, counted, number, percent, print_json, print_table
-from capplan.cli.options import AsJson, PlanFile, command, not_measured
+from capplan.cli.extrapolations import extrapolation_lines
+from capplan.cli.options import AsJson, PlanFile, command
 from capplan.cli.output import require_writable_files
 from capplan.cli.plan import group_rate_rps, verdict
 from capplan.cli.progress import announce_compilation, progress_bars
@@ -127,7 +128,7 @@ def _print_plan(plan: Plan) -> None:
     typer.echo(f"{plan.base_model} on {engine.name} {engine.version} (rules {engine.rules})")
     typer.echo(f"  {gpus_reason(plan)}")
     typer.echo(f"  {verdict(plan)}")
-    for line in not_measured(plan.provenance):
+    for line in extrapolation_lines(plan.provenance):
         typer.echo(f"  {line}")
 
 
@@ -241,10 +242,11 @@ def _document(plan: Plan, explanation: Explanation | None, shown: Sequence[Group
 
 
 def provenance(plan: Plan) -> dict[str, str]:
-    """Return the provenance of a plan, with values other than texts as JSON."""
+    """Return the provenance of a plan without extrapolations, with values other than texts as JSON."""
     return {
         key: value if isinstance(value, str) else json.dumps(value, ensure_ascii=False)
         for key, value in plan.provenance.items()
+        if key != "extrapolations"
     }
 
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import inspect
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import MISSING, fields
 from enum import StrEnum
 from importlib.util import find_spec
@@ -199,20 +199,3 @@ def require_extra(extra: str, modules: Sequence[str]) -> None:
     missing = [name for name in modules if find_spec(name) is None]
     if missing:
         raise InputError(f"is missing: pip install 'capplan[{extra}]'", missing, f"extra {extra!r}")
-
-
-def not_measured(provenance: Mapping[str, Any]) -> tuple[str, ...]:
-    """Return a line for each analytic profile that a plan rests on, by the plan's provenance."""
-    pools = provenance.get("pools")
-    told = list(pools.values()) if isinstance(pools, Mapping) else [provenance]
-    names = (each.get("profile") for each in told if each.get("profile_kind") == "roofline")
-    return tuple(dict.fromkeys(_line(str(name)) for name in names))
-
-
-def profile_not_measured(profile: Profile) -> tuple[str, ...]:
-    """Return the line for one profile; nothing if it was measured, by whomever."""
-    return not_measured({"profile": profile.name, "profile_kind": profile.provenance.kind.value})
-
-
-def _line(name: str) -> str:
-    return f"profile {name} is an analytic roofline, not measured"

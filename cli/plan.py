@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING
 import typer
 
 from capplan.cli.console import DASH, Table, counted, number, percent, print_table
+from capplan.cli.extrapolations import Strict, extrapolation_lines, require_no_extrapolation
 from capplan.cli.options import (
     FAILED,
     AsJson,
@@ -17,7 +18,6 @@ from capplan.cli.options import (
     WorkloadFile,
     chosen_profile,
     command,
-    not_measured,
 )
 from capplan.cli.output import require_writable_files
 from capplan.cli.progress import announce_compilation, progress_bars
@@ -52,6 +52,7 @@ class PlanArgs:
     queues: bool = typer.Option(
         False, "--queues", help="Plan queues by request size even if the workload sets none."
     )
+    strict: Strict = False
     as_json: AsJson = False
     quiet: Quiet = False
 
@@ -85,13 +86,16 @@ def plan(args: PlanArgs) -> None:
         )
     if args.output is not None:
         result.to_json(args.output)
+    lines = extrapolation_lines(result.provenance)
     if args.as_json:
         typer.echo(result.to_json(), nl=False)
     elif not args.quiet:
         print_table(groups_table(result))
         typer.echo(_summary(result, args.output))
-        for line in not_measured(result.provenance):
+        for line in lines:
             typer.echo(line)
+    if args.strict:
+        require_no_extrapolation(lines)
     if args.verify and not result.verification.ok:
         raise typer.Exit(FAILED)
 

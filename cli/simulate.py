@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING, Any, Final, TypeAlias, cast
 import typer
 
 from capplan.cli.console import DASH, Table, number, percent, print_json, print_table
+from capplan.cli.extrapolations import Strict, extrapolation_line, require_no_extrapolation
 from capplan.cli.options import (
     AsJson,
     ProfileName,
@@ -21,14 +22,13 @@ from capplan.cli.options import (
     command,
     engine_option,
     numbers,
-    profile_not_measured,
 )
 from capplan.cli.output import require_writable_files
 from capplan.cli.progress import announce_compilation, progress_bars
 from capplan.errors import InfeasibleError, InputError
 
 if TYPE_CHECKING:
-    from capplan.spec import Workload
+    from capplan.spec import Profile, Workload
     from capplan.twin import DetailedResult, SimulationResult
     from capplan.twin.simulate import SimulateSettings
     from capplan.twin.sweep import Job
@@ -76,6 +76,7 @@ class SimulateArgs:
     )
     workers: Workers = None
     ray_address: RayAddress = None
+    strict: Strict = False
     as_json: AsJson = False
 
 
@@ -99,6 +100,8 @@ def simulate(args: SimulateArgs) -> None:
 
     jobs = [Job(workload, profile, cast("SimulateSettings", {"a_max": count, **settings})) for count in slots]
     outcomes, details = _simulated(jobs, args)
+    found = found_extrapolations(workload, profile, settings, outcomes)
+    lines = tuple(map(extrapolation_line, found))
     if args.requests_out is not None:
         from capplan.twin.per_request import several_tables, write_parquet
 
@@ -107,15 +110,37 @@ def simulate(args: SimulateArgs) -> None:
     if args.report is not None:
         from capplan.cli.report.simulation import simulation_page
 
-        page = simulation_page(args.workload, workload, profile, settings, outcomes, details)
+        page = simulation_page(args.workload, workload, profile, settings, outcomes, details, lines)
         write_text_atomic(args.report, page)
     shown = details if args.detail else {}
     if args.as_json:
-        print_json({"profile": profile.name, "settings": settings, "results": documents(outcomes, shown)})
+        results = documents(outcomes, shown)
+        print_json(
+            {"profile": profile.name, "settings": settings, "results": results, "extrapolations": found}
+        )
     else:
         _print(outcomes, shown)
-        for line in profile_not_measured(profile):
+        for line in lines:
             typer.echo(line)
+    if args.strict:
+        require_no_extrapolation(lines)
+
+
+def found_extrapolations(
+    workload: Workload, profile: Profile, settings: Mapping[str, Any], outcomes: Outcomes
+) -> list[dict[str, Any]]:
+    """Return the extrapolations of all simulations as JSON data; groups are the numbers of slots."""
+    from capplan.twin.extrapolation import extrapolations, merged, values_of
+    from capplan.twin.simulate import engine_args
+
+    known = {name: value for name, value in settings.items() if name in (*_ENGINE, "s_max")}
+    found = []
+    for slots, outcome in outcomes.items():
+        if not isinstance(outcome, InfeasibleError):
+            args = engine_args(workload, cast("SimulateSettings", {"a_max": slots, **known}))
+            values = values_of(workload, args, profile.tp, [outcome])
+            found += [(f"a_max {slots}", each) for each in extrapolations(profile, values)]
+    return [each.document() for each in merged(found)]
 
 
 def _slots(given: str | None, workload: Workload) -> tuple[int, ...]:

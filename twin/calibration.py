@@ -18,7 +18,7 @@ from capplan.models.calibration.components import fit_length_correlation, fit_lo
 from capplan.models.calibration.least_squares import SMAPE_FORMULA, coefficient
 from capplan.models.calibration.step_model import DEFAULT_FOLDS, StepCalibration, calibrate_steps
 from capplan.models.calibration.tables import StepTable, read_steps
-from capplan.spec import Fit, Kernel, Profile, Provenance, ProvenanceKind
+from capplan.spec import Fit, FittedModel, Kernel, Profile, Provenance, ProvenanceKind
 from capplan.twin.calibration_fit import (
     COMPONENTS,
     RunCalibration,
@@ -131,6 +131,7 @@ def calibrate(
     run_fit = None
     if runs:
         run_fit, profile = _fit_runs(runs, profile, steps is not None, options, progress)
+        profile = profile.replace(step_latency=_with_prompts(profile.step_latency, runs))
     profile = profile.replace(
         name=options.name or f"{base.name}-calibrated",
         provenance=Provenance(
@@ -262,6 +263,13 @@ def _fit_runs(
             model = model.replace(coefficients=model.coefficients | own, fit=quality)
             fitted = fitted.replace(**{component: model})
     return found, fitted
+
+
+def _with_prompts(model: FittedModel, runs: Sequence[MeasuredRun]) -> FittedModel:
+    """Return the model with the range of the mean prompt lengths of the runs."""
+    lengths = [run.workload.lengths_of(a)[0].mean_tokens for run in runs for a in run.workload.adapters]
+    prompts = {"prompt_tokens": (min(lengths), max(lengths))} if lengths else {}
+    return model.replace(fitted_range=model.fitted_range | prompts)
 
 
 def _quality(found: RunCalibration, before: Fit, component: str) -> Fit:

@@ -260,7 +260,7 @@ def _elapse(
         record_details(state, limits, requests, clock, trace, begin_ns, duration_ns, load_ns, tokens)
     counts.now_ns += duration_ns
     clock.at.visible_ns = begin_ns if limits.async_scheduling else counts.now_ns
-    sum_up(c, counts, trace.sums, duration_ns)
+    sum_up(c, counts, trace.sums, duration_ns, tokens)
     record_gaps(c, clock.at, trace.gaps, duration_ns)
 
 
@@ -272,7 +272,7 @@ def note_stalls(state: State, trace: TwinTrace) -> None:
 
 
 @inner
-def sum_up(c: np.record, counts: np.record, sums: np.record, duration_ns: int) -> None:
+def sum_up(c: np.record, counts: np.record, sums: np.record, duration_ns: int, tokens: int) -> None:
     """Add a step to the counts and sums of the trace; `c` are the state's counters."""
     running = c.n_running - c.n_ending
     counts.steps += 1
@@ -282,6 +282,8 @@ def sum_up(c: np.record, counts: np.record, sums: np.record, duration_ns: int) -
     counts.preemptions += c.n_preempted
     counts.max_running = max(counts.max_running, running)
     counts.max_waiting = max(counts.max_waiting, c.n_waiting)
+    counts.max_kv_tokens = max(counts.max_kv_tokens, c.kv_tokens)
+    counts.max_step_tokens = max(counts.max_step_tokens, tokens)
     sums.busy_ns += duration_ns
     sums.running_ns += float(running) * duration_ns
     sums.waiting_ns += float(c.n_waiting) * duration_ns

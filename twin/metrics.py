@@ -90,6 +90,10 @@ class SimulationResult(Displayed):
     duration_s: float
     wall_s: float = 0.0
     """Seconds of computing, drawing of requests included."""
+    kv_tokens_max: int = 0
+    """Most KV tokens in use."""
+    step_tokens_max: int = 0
+    """Most tokens computed in one step."""
 
     def display_facts(self) -> Mapping[str, object]:
         """Return throughput, the verdict on starvation and tail latencies."""
@@ -188,6 +192,8 @@ def summarize(
         waiting_max=int(trace.counts.max_waiting),
         kv_tokens=scenario.num_blocks * scenario.limits.block_size,
         duration_s=horizon_s,
+        kv_tokens_max=int(trace.counts.max_kv_tokens),
+        step_tokens_max=int(trace.counts.max_step_tokens),
     )
 
 

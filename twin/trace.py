@@ -28,6 +28,8 @@ _COUNTS = int_fields(
     "next_request",
     "max_running",
     "max_waiting",
+    "max_kv_tokens",
+    "max_step_tokens",
     "load_ns",
     "request_steps",  # sum over steps of the running requests
     "small_request_steps",  # the same over steps with at most SMALL_BATCH of them

@@ -31,6 +31,7 @@ from capplan.spec import (
 )
 from capplan.spec.plan import not_simulated
 from capplan.twin import SimulationResult
+from capplan.twin.extrapolation import Extrapolation, extrapolations, merged, values_of
 from capplan.twin.metrics import bound_value
 from capplan.twin.scenario import chosen_rules
 
@@ -74,6 +75,7 @@ def build_plan(
             **_profiles(problem),
             "lower_bound": f"tokens, KV reads and full batches alone keep {bound.gpus:.3f} GPUs busy{price}",
             "headroom": workload.headroom,
+            "extrapolations": _extrapolations(problem, names, assignments, verifications),
             **({} if previous is None else {"moved_bytes": moved_bytes(problem, moves)}),
             **notes,
         },
@@ -97,6 +99,22 @@ def _totals(problem: Problem, assignments: Sequence[Assignment]) -> Totals:
         lower_bound_gpus=lower_bound_gpus(problem),
         usd_per_hour=sum(known) if len(known) == len(prices) else None,
     )
+
+
+def _extrapolations(
+    problem: Problem,
+    names: Sequence[str],
+    assignments: Sequence[Assignment],
+    verifications: Sequence[InstanceVerification],
+) -> list[JsonValue]:
+    """Return the extrapolations of all groups; equal ones of several groups are one record."""
+    found: list[tuple[str, Extrapolation]] = []
+    for name, assignment, verification in zip(names, assignments, verifications, strict=True):
+        profile = problem.pools[assignment.pool].profile
+        traffic, args = problem.subworkload(assignment.shares), problem.engine_args(assignment)
+        values = values_of(traffic, args, profile.tp, verification.results)
+        found += [(name, each) for each in extrapolations(profile, values)]
+    return [each.document() for each in merged(found)]
 
 
 def _profiles(problem: Problem) -> dict[str, JsonValue]:

@@ -31,6 +31,8 @@ class ProvenanceKind(StrEnum):
 
     MEASURED = "measured"
     PUBLISHED = "published"
+    COMPOSED = "composed"
+    CARRIED = "carried"
     ROOFLINE = "roofline"
 
 
@@ -111,7 +113,11 @@ class FittedModel(SpecModel):
     form: str = Field(description="Name of the formula.")
     coefficients: dict[str, Coefficient] = Field(description="Coefficients of the formula by name.")
     fitted_range: dict[str, tuple[float, float]] = Field(
-        default_factory=dict, description="Smallest and largest value of each input in the samples."
+        default_factory=dict,
+        description="Smallest and largest value of each input in the samples, and of other conditions of the "
+        "measurement: rank, prompt_tokens (of one prompt), tokens (of one step), max_num_seqs, "
+        "max_num_batched_tokens, rate_rps, streams (requests in flight). Values outside are reported as "
+        "extrapolations.",
     )
     fit: Fit = Field(description="Data of the fit, and its errors.")
 

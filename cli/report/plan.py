@@ -17,7 +17,7 @@ from capplan.cli.explain import (
     verified,
     what_if_table,
 )
-from capplan.cli.options import not_measured
+from capplan.cli.extrapolations import extrapolation_lines
 from capplan.cli.plan import group_rate_rps, verdict
 from capplan.cli.report import page
 from capplan.cli.report.figures import Axis, Chart, Curve, bar_rows, is_wide, line_chart, plan_charts
@@ -90,8 +90,8 @@ def _cards(plan: Plan) -> list[page.Card]:
         cards.append(page.latency_card(label, key, worst, bounds))
     trust = page.good("verified") if check.ok else page.bad("NOT VERIFIED")
     note = f"{counted(len(check.seeds), 'seed')}, {percent(check.min_served_fraction)} served"
-    if not_measured(plan.provenance):
-        note += "; profile not measured"
+    if lines := extrapolation_lines(plan.provenance):
+        note += f"; {counted(len(lines), 'extrapolation')}"
     return [*cards, page.Card("Digital twin", trust, note if check.seeds else "not run")]
 
 
@@ -106,7 +106,7 @@ def _summary(plan: Plan, explanation: Explanation | None) -> page.Section:
         f"{number(sum(map(group_rate_rps, plan.groups)), 2)} req/s",
         **({} if price is None else {"price": f"{price:,.2f} USD per hour"}),
     }
-    care = [page.paragraph(page.bad(line)) for line in not_measured(plan.provenance)]
+    care = [page.paragraph(page.bad(line)) for line in extrapolation_lines(plan.provenance)]
     more = [] if explanation is not None else [page.paragraph(f"{MORE}.")]
     return page.section("Summary", *care, page.definitions(facts), *more)
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING, Any, Final
 
 from capplan.cli.console import DASH, Cell, Table, counted, number, percent
@@ -49,6 +49,7 @@ def simulation_page(
     settings: Mapping[str, Any],
     outcomes: Outcomes,
     details: Details,
+    extrapolations: Sequence[str] = (),
 ) -> str:
     """Return the report as one HTML document.
 
@@ -60,6 +61,8 @@ def simulation_page(
         Input of the simulation.
     outcomes, details
         Results by number of slots, and the details of those that fit.
+    extrapolations
+        A line for each.
     """
     rate = f"{len(workload.adapters)} adapters, {number(workload.total_rate_rps, 2)} requests/s"
     first = next(iter(details.values()))
@@ -77,11 +80,12 @@ def simulation_page(
         for slots, outcome in outcomes.items()
         if isinstance(outcome, InfeasibleError)
     ]
+    care = [page.paragraph(page.bad(line)) for line in extrapolations]
     origin = {"where the profile is from": f"{profile.provenance.kind.value}: {profile.provenance.source}"}
     rules = {} if settings.get("rules") else {"rules": profile.engine.rules}
     return page.page(
         f"Simulation of {path}",
-        page.section("Summary", _summary_table(outcomes, details), *infeasible, intro=offered),
+        page.section("Summary", _summary_table(outcomes, details), *infeasible, *care, intro=offered),
         *([_against_slots(workload, details)] if len(details) > 1 else []),
         page.section("Over time", page.charts(*course_charts(details)), intro=course),
         page.section("Latencies", _latency_table(details), intro="Requests completed within the horizon."),

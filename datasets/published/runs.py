@@ -33,6 +33,9 @@ LENGTHS: Final = MappingProxyType(
 )
 """Prompt and completed-output lengths over all runs of a model."""
 
+PROMPT_TOKENS: Final = (4, 1024)
+"""Shortest and longest prompt: the client of the runs kept conversations of these lengths."""
+
 _KV_FULL: Final = 0.97
 
 

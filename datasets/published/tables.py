@@ -193,6 +193,7 @@ def memory_frame(reference: Path, model: PublishedModel) -> pd.DataFrame:
             "s_max": table.s_max.fillna(0).clip(lower=0),
             "kv_tokens": table.kv_tokens_incl_crash_estimate,
             "max_num_seqs": table.max_num_seqs.fillna(MAX_NUM_SEQS),
+            "max_num_batched_tokens": TOKEN_BUDGET,
             "gpu_memory_utilization": UTILIZATION,
         }
     )

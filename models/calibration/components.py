@@ -30,9 +30,10 @@ from capplan.spec import (
 )
 
 MEMORY_COLUMNS: Final = ("a_max", "s_max", "kv_tokens")
-MEMORY_OPTIONS: Final = ("max_num_seqs", "gpu_memory_utilization")
+MEMORY_OPTIONS: Final = ("max_num_seqs", "gpu_memory_utilization", "max_num_batched_tokens")
 LOADING_COLUMNS: Final = ("rank", "s_max", "ms")
 LOADING_OPTIONS: Final = ("kind",)
+_MEMORY_RANGES: Final = ("a_max", "s_max", "max_num_seqs", "max_num_batched_tokens")
 _GPU: Final = "gpu"
 _DISK: Final = "disk"
 _UTILIZATION: Final = 0.9
@@ -54,8 +55,8 @@ def fit_memory(path: str | Path, base: Profile) -> FittedModel:
     ----------
     path
         CSV or Parquet table with `MEMORY_COLUMNS`: slots, their rank, KV tokens. Of `MEMORY_OPTIONS`,
-        ``max_num_seqs`` determines the cost of sequences if it has three values or more, and
-        ``gpu_memory_utilization`` defaults to 0.9.
+        ``max_num_seqs`` determines the cost of sequences if it has three values or more,
+        ``gpu_memory_utilization`` defaults to 0.9, and ``max_num_batched_tokens`` is for the range only.
     base
         GPU, model and engine. The cost of sequences is the base's unless fitted.
 
@@ -64,8 +65,8 @@ def fit_memory(path: str | Path, base: Profile) -> FittedModel:
     InputError
         For a broken table, or more KV tokens than the GPU can hold beside the weights.
     """
-    frame = read_table(path, MEMORY_COLUMNS, MEMORY_OPTIONS)
-    require_positive(frame, ("kv_tokens", "max_num_seqs", "gpu_memory_utilization"), str(path))
+    frame = read_table(path, MEMORY_COLUMNS, MEMORY_OPTIONS, blank=MEMORY_OPTIONS[-1:])
+    require_positive(frame, ("kv_tokens", *MEMORY_OPTIONS), str(path))
     column = {name: frame[name].to_numpy(np.float64) for name in frame.columns}
     per_token = kv_bytes_per_token(base.model, base.tp)
     share = column.get("gpu_memory_utilization", np.full(len(frame), _UTILIZATION))
@@ -88,7 +89,7 @@ def fit_memory(path: str | Path, base: Profile) -> FittedModel:
         MEMORY_FORM,
         fit,
         f"{Path(path).name}: {len(frame)} start-ups",
-        ranges={name: _range(column[name]) for name in ("a_max", "s_max")},
+        ranges={name: _range(column[name]) for name in _MEMORY_RANGES if name in column},
         fixed=fixed,
     )
     predicted = fit.predict(fit.problem.design) + _sequence_bytes(fixed, seqs)
@@ -122,7 +123,7 @@ def _fit_with_sequences(
 
 
 def _range(values: NDArray[np.float64]) -> tuple[float, float]:
-    return float(values.min()), float(values.max())
+    return float(np.nanmin(values)), float(np.nanmax(values))
 
 
 def _sequence_bytes(

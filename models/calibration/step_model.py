@@ -85,14 +85,10 @@ class StepCalibration:
         table = self.table
         predicted = self.fit.predict(table)
         runs = f" of {len(table.run_names)} runs" if table.run_names else ""
-        inputs = ("tokens", "requests", "kv_tokens", "adapters", "a_max", "s_max", "waiting")
         return FittedModel(
             form=self.fit.candidate.form.name,
             coefficients=self.fit.coefficients(),
-            fitted_range={
-                name: (float(getattr(table, name).min()), float(getattr(table, name).max()))
-                for name in inputs
-            },
+            fitted_range=step_ranges(table),
             fit=Fit(
                 source=f"{table.source}: {table.rows} rows{runs}",
                 samples=table.rows,
@@ -124,6 +120,12 @@ class StepCalibration:
             error=smape(predicted, measured),
             p95=100 * float(np.percentile(np.abs(relative), 95)),
         )
+
+
+def step_ranges(table: StepTable) -> dict[str, tuple[float, float]]:
+    """Return the smallest and largest value of each input of the step model."""
+    inputs = ("tokens", "requests", "kv_tokens", "adapters", "a_max", "s_max", "waiting")
+    return {name: (float(getattr(table, name).min()), float(getattr(table, name).max())) for name in inputs}
 
 
 def calibrate_steps(

@@ -96,6 +96,7 @@ def memory_row(options: EngineProfilingOptions, base: Profile, slots: SlotSettin
         "s_max": s_max,
         "kv_tokens": blocks * BLOCK_TOKENS,
         "max_num_seqs": options.max_num_seqs,
+        "max_num_batched_tokens": options.max_num_batched_tokens,
         "gpu_memory_utilization": options.gpu_memory_utilization,
     }
 

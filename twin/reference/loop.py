@@ -135,6 +135,8 @@ class _Run:
         counts.small_request_steps += len(running) if len(running) <= t.SMALL_BATCH else 0
         counts.max_running = max(counts.max_running, len(running))
         counts.max_waiting = max(counts.max_waiting, len(engine.waiting))
+        counts.max_kv_tokens = max(counts.max_kv_tokens, int(features.kv_tokens))
+        counts.max_step_tokens = max(counts.max_step_tokens, tokens)
         sums.busy_ns += duration_ns
         sums.running_ns += features.requests * duration_ns
         sums.waiting_ns += features.waiting * duration_ns
