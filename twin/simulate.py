@@ -290,7 +290,9 @@ def detailed_result(
     finished = np.flatnonzero(request_status(trace, scenario.horizon_ns) == FINISHED)
     alone_s = isolated_s(scenario, ranks, finished, runner)
     table = request_table(workload, scenario, trace, overhead_s, alone_s)
-    base_tpt_ms = None if workload.slo.tpt_over_base is None else _base_tpt_ms(scenario, overhead_s, runner)
+    base_tpt_ms = (
+        None if workload.slo.tpt_over_base is None else mean_base_tpt_ms(scenario, overhead_s, runner)
+    )
     bounds, kept = attainment(workload.slo, result, table, overhead_s, client_itl_factor, base_tpt_ms)
     seen = trace.adapters.copy()
     seen[0] = (0,) * len(seen.dtype)  # admissions of the base model are neither hits nor misses
@@ -318,7 +320,9 @@ def detailed_result(
     )
 
 
-def _base_tpt_ms(scenario: Scenario, overhead_s: float, runner: Callable[[Scenario], t.TwinTrace]) -> float:
+def mean_base_tpt_ms(
+    scenario: Scenario, overhead_s: float, runner: Callable[[Scenario], t.TwinTrace]
+) -> float:
     """Return the mean TPT of the same requests on the same GPU without adapters and slots."""
     requests = scenario.requests
     bare = scenario._replace(

@@ -10,6 +10,7 @@ from capplan.planner.problem import Assignment, Problem, distinct_adapters, hori
 from capplan.spec import Binds, Slo
 from capplan.twin import SimulationResult, simulate, simulate_detailed
 from capplan.twin.cluster import Instance, simulate_cluster
+from capplan.twin.group_metrics import Attainment
 from capplan.twin.metrics import bound_value
 from capplan.twin.simulate import keywords_of
 
@@ -42,12 +43,15 @@ def evaluate(
         result = simulate(workload, profile, seed=seed, duration_s=length_s, **settings)
         return Evaluation(result, violated_bounds(slo, result))
     detailed = simulate_detailed(workload, profile, seed=seed, duration_s=length_s, **settings)
-    violations = violated_bounds(slo, detailed.result)
     good = next(kept for kept in detailed.slo if kept.bound == "tpt_over_base")
-    if slo.attainment is not None and good.share < slo.attainment:
-        words = f"attainment {good.share:.3f} < {slo.attainment:g} (TPT within {good.limit:.3g} ms)"
-        violations = (*violations, words)
+    violations = (*violated_bounds(slo, detailed.result), *_violated_attainment(slo, good))
     return Evaluation(detailed.result, violations)
+
+
+def _violated_attainment(slo: Slo, good: Attainment) -> tuple[str, ...]:
+    if slo.attainment is None or not good.share < slo.attainment:
+        return ()
+    return (f"attainment {good.share:.3f} < {slo.attainment:g} (TPT within {good.limit:.3g} ms)",)
 
 
 def violated_bounds(slo: Slo, result: SimulationResult) -> tuple[str, ...]:
@@ -91,14 +95,18 @@ def evaluate_cluster(
     InfeasibleError
         If an instance does not start.
     """
-    workload = problem.workload
+    workload = problem.busiest_workload
     instances = [
         Instance.of(problem.pools[each.pool].profile, problem.engine_args(each), each.fractions)
         for each in assignments
     ]
     length_s = horizon_s(workload, duration_s)
     cluster = simulate_cluster(workload, instances, router="smooth-shares", duration_s=length_s, seed=seed)
-    return [Evaluation(result, violated_bounds(workload.slo, result)) for result in cluster.instances]
+    relative = [_violated_attainment(workload.slo, good) for good in cluster.tpt_over_base]
+    return [
+        Evaluation(result, (*violated_bounds(workload.slo, result), *others))
+        for result, others in zip(cluster.instances, relative or [()] * len(instances), strict=True)
+    ]
 
 
 def known_value(value: float) -> float | None:

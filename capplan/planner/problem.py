@@ -14,9 +14,13 @@ from capplan.datasets import load_profile
 from capplan.errors import InfeasibleError, InfeasibleReason, InputError
 from capplan.models.memory import KvBudget, kv_budget
 from capplan.spec import Adapter, EngineArgs, Pool, Profile, Workload, allowed_lora_rank
+from capplan.workload.peak import busiest_window
 
 GRID = (1, 2, 4, 8, 16, 32, 64, 96, 128, 160, 192, 256, 320, 384)
 """Values of A_max and of adapter counts to try; from 8, those of the adapter-caching paper (section 7)."""
+
+SIMULATED_S: Final = 3600.0
+"""Simulated time of an estimate and of a verification, unless a trace is replayed."""
 
 _RANK: Final = attrgetter("rank")
 
@@ -151,7 +155,7 @@ class Problem:
     def subworkload(self, shares: Sequence[AdapterShare], scale: float = 1.0) -> Workload:
         """Return the workload of one instance; `scale` multiplies every rate, also of a trace."""
         fractions = traffic_fractions(shares)
-        subset = self.workload.subset(fractions, fractions)
+        subset = self.busiest_workload.subset(fractions, fractions)
         if scale == 1.0:
             return subset
         # Copied without validation: other rates break no rule.
@@ -176,6 +180,11 @@ class Problem:
     def offered_tok_s(self, share: AdapterShare) -> float:
         """Return the offered input and output tokens per second of a share."""
         return share.rate_rps * self._tokens_per_request[share.name]
+
+    @cached_property
+    def busiest_workload(self) -> Workload:
+        """Workload in the busiest hour of its arrivals, which estimates and verification simulate."""
+        return busiest_window(self.workload, SIMULATED_S)
 
     @cached_property
     def constraints(self) -> Constraints:
@@ -327,7 +336,7 @@ def make_problem(workload: Workload, gpus: int | None, profile: Profile | str | 
     engine = workload.engine.complete()
     _require_fitting_prompts(workload, engine.max_model_len)
     problem = Problem(workload, pools, engine, ())
-    problem.constraints  # noqa: B018 - contradictions are errors before anything is solved
+    problem.constraints, problem.busiest_workload  # noqa: B018 - errors before anything is solved
     return replace(problem, shares=whole_adapters(problem))
 
 

@@ -9,7 +9,7 @@ from dataclasses import dataclass, replace
 from capplan.errors import InputError
 from capplan.planner.evaluate import Evaluation, evaluate, evaluate_cluster
 from capplan.planner.parallel import no_progress, parallel_map
-from capplan.planner.problem import AdapterShare, Assignment, Estimator, Problem, horizon_s
+from capplan.planner.problem import SIMULATED_S, AdapterShare, Assignment, Estimator, Problem, horizon_s
 from capplan.planner.search.data import AdapterGroup, adapter_groups
 from capplan.planner.slots import choose_slots, slot_candidates
 from capplan.twin import SimulationResult
@@ -40,7 +40,7 @@ class Verifier:
     problem: Problem
     seeds: tuple[int, ...]
     with_headroom: Estimator
-    duration_s: float = 3600.0
+    duration_s: float = SIMULATED_S
 
     def __call__(
         self, assignments: Sequence[Assignment], progress: Callable[[int, int], None] = no_progress
@@ -66,9 +66,9 @@ class Verifier:
     ) -> list[InstanceVerification]:
         """Verify a complete plan: all instances under one clock, requests routed by its shares.
 
-        A single instance, and a bound relative to the base model, are simulated one by one.
+        A single instance is simulated alone.
         """
-        if len(assignments) == 1 or self.problem.workload.slo.tpt_over_base is not None:
+        if len(assignments) == 1:
             return self(assignments, progress)
         by_seed = parallel_map(
             lambda seed: evaluate_cluster(self.problem, assignments, seed, self.duration_s),

@@ -6,11 +6,11 @@ import numpy as np
 import pytest
 
 from capplan import Assignment, Lengths, Profile, Slo, Workload
-from capplan.planner.evaluate import evaluate
+from capplan.planner.evaluate import evaluate, evaluate_cluster
 from capplan.planner.parallel import estimate_all, parallel_map
 from capplan.planner.problem import AdapterShare, Estimate, make_problem
 from capplan.planner.slots import choose_slots
-from capplan.spec import Trace
+from capplan.spec import Diurnal, Renewal, Trace
 from capplan.testing import example_problem
 
 Make = Callable[..., Workload]
@@ -41,6 +41,26 @@ def test_waiting_requests_break_a_percentile_that_completed_ones_keep(
     assert getattr(alone.result, bound.replace("_s", "").replace("_p", "_s_p")) < 60.0
     assert any(words.startswith(bound) and "still wait" in words for words in alone.violations)
     assert not evaluate(problem, Assignment(problem.shares, 32), 0, 3600.0).violations
+
+
+def test_every_instance_of_a_plan_is_judged_by_the_bound_relative_to_the_base_model(
+    workload: Make, profile: Profile
+) -> None:
+    slo = Slo(tpt_over_base=1.0, attainment=0.99)
+    problem = make_problem(workload(("a", 8, 0.5), ("b", 8, 0.5), slo=slo), 2, profile)
+    placed = [Assignment((share,), 1) for share in problem.shares]
+    evaluations = evaluate_cluster(problem, placed, 0, 300.0)
+    assert all(each.violations and each.violations[-1].startswith("attainment") for each in evaluations)
+
+
+def test_a_plan_simulates_the_busiest_hour_of_a_day(workload: Make, profile: Profile) -> None:
+    day = Renewal(modulation=Diurnal(amplitude=0.8))
+    problem = make_problem(workload(("a", 8, 1.0), ("b", 8, 1.0), arrivals=day), 2, profile)
+    placed = [Assignment((share,), 1) for share in problem.shares]
+    alone = evaluate(problem, placed[0], 0, 3600.0).result
+    (together, _) = evaluate_cluster(problem, placed, 0, 3600.0)
+    assert alone.submitted == pytest.approx(1.8 * 3600, rel=0.05)
+    assert together.result.submitted == pytest.approx(1.8 * 3600, rel=0.05)
 
 
 def test_slots_with_the_shortest_wait_are_chosen_at_equal_throughput() -> None:

@@ -22,10 +22,13 @@ from capplan.twin.cluster.scenario import (
     take_requests,
     without_adapters,
 )
+from capplan.twin.core import run
+from capplan.twin.group_metrics import Attainment
 from capplan.twin.metrics import SimulationResult, summarize
-from capplan.twin.per_request import FINISHED, request_status
+from capplan.twin.per_request import FINISHED, REJECTED, request_status
 from capplan.twin.scenario import NS_PER_S, Scenario
 from capplan.twin.scrapes import client_itl_factor
+from capplan.twin.simulate import mean_base_tpt_ms
 from capplan.workload import Requests
 
 
@@ -68,7 +71,7 @@ def simulate_cluster(
     """
     started = time.perf_counter()
     scenario = build_cluster(workload, instances, duration_s, seed)
-    return _result(scenario, instances, router, seed, started)
+    return _result(scenario, instances, router, seed, started, workload.slo.tpt_over_base)
 
 
 def simulate_without_adapters(
@@ -95,13 +98,14 @@ def _result(
     router: NamedRouter | PythonRouter,
     seed: int,
     started: float,
+    tpt_over_base: float | None = None,
 ) -> ClusterResult:
     if callable(router):
         trace = run_with(scenario, router, seed)
     else:
         trace = run_cluster(scenario, build_rule(router, scenario), seed)
     profiles = [instance.profile for instance in instances]
-    return cluster_result(scenario, trace, profiles, time.perf_counter() - started)
+    return cluster_result(scenario, trace, profiles, time.perf_counter() - started, tpt_over_base)
 
 
 @dataclass(frozen=True, eq=False)
@@ -137,6 +141,8 @@ class ClusterResult(SimulationResult):
     migrations: int
     """Requests that were moved from one instance to another."""
     requests: RoutedRequests = field(compare=False)
+    tpt_over_base: tuple[Attainment, ...] = ()
+    """Attainment of ``slo.tpt_over_base`` on every instance; empty without the bound."""
 
     def attainment(self, bound_tpt_ms: float) -> float:
         """Return the share of all requests with a TPT of at most so many milliseconds.
@@ -162,7 +168,11 @@ class _Part(NamedTuple):
 
 
 def cluster_result(
-    scenario: ClusterScenario, trace: ClusterTrace, profiles: Sequence[Profile], wall_s: float
+    scenario: ClusterScenario,
+    trace: ClusterTrace,
+    profiles: Sequence[Profile],
+    wall_s: float,
+    tpt_over_base: float | None = None,
 ) -> ClusterResult:
     """Reduce the record of a cluster to its metrics.
 
@@ -174,6 +184,8 @@ def cluster_result(
         Of the instances, for what happens outside the engines.
     wall_s
         Seconds of computing.
+    tpt_over_base
+        Bound on TPT relative to the mean without adapters; None: no bound.
     """
     parts = [_part(scenario, trace, i, profile) for i, profile in enumerate(profiles)]
     overall = _overall(scenario, trace, parts)
@@ -185,7 +197,24 @@ def cluster_result(
         requests_per_instance=tuple(part.rows.size for part in parts),
         migrations=trace.migrations,
         requests=_routed(scenario, trace, parts),
+        tpt_over_base=()
+        if tpt_over_base is None
+        else tuple(_tpt_attainment(part, tpt_over_base) for part in parts),
     )
+
+
+def _tpt_attainment(part: _Part, factor: float) -> Attainment:
+    """Return the attainment of `factor` times the mean TPT of the same requests without adapters."""
+    scenario, requests = part.scenario, part.scenario.requests
+    limit_ms = factor * mean_base_tpt_ms(scenario, part.overhead_s, run)
+    status = request_status(part.trace, scenario.horizon_ns)
+    until_ns = np.where(status == FINISHED, part.trace.finish_ns, scenario.horizon_ns)
+    room = np.maximum(scenario.limits.max_model_len - requests.prompt_tokens, 1)
+    tpt_ms = 1e3 * ((until_ns - requests.arrival_ns) / NS_PER_S + part.overhead_s)
+    late = tpt_ms / np.minimum(requests.output_tokens, room) > limit_ms
+    broken, kept = late | (status == REJECTED), (status == FINISHED) & ~late
+    counts = int(kept.sum()), int(broken.sum())
+    return Attainment("tpt_over_base", limit_ms, float("nan"), *counts, status.size - sum(counts))
 
 
 def _part(scenario: ClusterScenario, trace: ClusterTrace, instance: int, profile: Profile) -> _Part:

@@ -5,7 +5,7 @@ from dataclasses import fields, replace
 import numpy as np
 import pytest
 
-from capplan import InfeasibleError, InputError, SimulationResult, simulate
+from capplan import InfeasibleError, InputError, SimulationResult, Slo, simulate, simulate_detailed
 from capplan.spec import Trace
 from capplan.twin.cluster import (
     ROUTERS,
@@ -76,6 +76,17 @@ def test_unfinished_requests_do_not_attain_a_bound() -> None:
     assert overloaded.attainment(1e12) == pytest.approx(overloaded.completed / overloaded.submitted)
     assert overloaded.attainment(0.0) == 0.0
     assert overloaded.starved
+
+
+@pytest.mark.parametrize("limits", [{}, {"max_num_seqs": 8}, {"max_in_flight": 20}])
+def test_the_bound_relative_to_the_base_model_is_that_of_one_gpu(limits: dict[str, int]) -> None:
+    workload = even(24, 12.0, (8, 64)).replace(slo=Slo(tpt_over_base=1.5, attainment=0.9))
+    settings = {"a_max": 8, "s_max": 64, **limits}
+    alone = simulate_detailed(workload, PROFILE, duration_s=MINUTE, seed=3, **settings)
+    cluster = simulate_cluster(workload, [Instance(PROFILE, **settings)], duration_s=MINUTE, seed=3)
+    (one,) = (each for each in alone.slo if each.bound == "tpt_over_base")
+    (together,) = cluster.tpt_over_base
+    assert replace(together, value=0.0) == replace(one, value=0.0)
 
 
 def test_shares_are_kept_in_the_long_run() -> None:
