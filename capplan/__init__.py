@@ -80,19 +80,9 @@ _MODULES = {
 _HOME = MappingProxyType({name: module for module, names in _MODULES.items() for name in names})
 
 
-def _version() -> str:
-    """Version of the installed package; a bare checkout has none and says so."""
-    from importlib import metadata
-
-    try:
-        return metadata.version("capplan")
-    except metadata.PackageNotFoundError:
-        return "0.0.0+checkout"
-
-
 def _resolve(name: str) -> object:
     if name == "__version__":
-        return _version()
+        return import_module("capplan.version").installed_version()
     if name == "errors":
         return import_module("capplan.errors")
     if name in _HOME:

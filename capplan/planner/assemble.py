@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from functools import partial
-from importlib.metadata import PackageNotFoundError, version
 from statistics import fmean
 
 from pydantic import JsonValue
@@ -34,6 +33,7 @@ from capplan.twin import SimulationResult
 from capplan.twin.extrapolation import Extrapolation, extrapolations, merged, values_of
 from capplan.twin.metrics import bound_value
 from capplan.twin.scenario import chosen_rules
+from capplan.version import installed_version
 
 
 def build_plan(
@@ -62,7 +62,7 @@ def build_plan(
     groups = tuple(_group(problem, *row) for row in columns)
     missing = not_simulated(groups)
     return Plan(
-        created_by=f"capplan {_version()}",
+        created_by=f"capplan {installed_version()}",
         base_model=workload.base_model,
         engine=PlanEngine(name=engine.name, version=engine.version, rules=engine.rules),
         objective=workload.objective,
@@ -198,10 +198,3 @@ def _verification(name: str, verification: InstanceVerification) -> GroupVerific
         ttft_p99_s=max(known_values(r.ttft_s_p99 for r in results), default=None),
         note="; ".join(verification.violations),
     )
-
-
-def _version() -> str:
-    try:
-        return version("capplan")
-    except PackageNotFoundError:
-        return "0.0.0+checkout"
