@@ -85,11 +85,12 @@ class EngineCore:
         self._by_row: list[Request | None] = [None] * state.rows.size
         self._lists = {name: getattr(state.lists, name) for name in ("admitted", "preempted", "finished")}
         self._steps = 0
+        self._arrived: dict[int, tuple[Request, int, int]] = {}  # async: not visible yet, by number
 
     @property
     def has_room(self) -> bool:
         """Whether a further request can be queued."""
-        return bool(self.state.counters.n_free_rows > 0)
+        return bool(self.state.counters.n_free_rows > len(self._arrived))
 
     def can_run(self, request: Request) -> bool:
         """Return whether an idle engine can run a request; `submit` refuses any other."""
@@ -105,8 +106,18 @@ class EngineCore:
     def submit(self, request: Request, prefix: int = 0, shared_tokens: int = 0) -> bool:
         """Queue a request; return False if there is no room, or it can never run.
 
-        All requests of its adapter with the same `prefix` have the same first `shared_tokens` tokens.
+        All requests of its adapter with the same `prefix` have the same first `shared_tokens` tokens. With
+        async scheduling the next step is decided already, and the request is visible to the one after it.
         """
+        if not self.limits.async_scheduling:
+            return self._enqueue(request, prefix, shared_tokens)
+        accepted = self.has_room and self.can_run(request)
+        if accepted:
+            self.requests[request.number] = request
+            self._arrived[request.number] = (request, prefix, shared_tokens)
+        return accepted
+
+    def _enqueue(self, request: Request, prefix: int, shared_tokens: int) -> bool:
         size, most = request.prompt.size, request.params.max_tokens
         row = submit(
             self.state, self.limits, request.number, request.adapter, size, most, prefix, shared_tokens
@@ -117,6 +128,13 @@ class EngineCore:
         self._token_ids[row, :size] = request.prompt
         self._by_row[row] = self.requests[request.number] = request
         return True
+
+    def _take_arrivals(self) -> None:
+        """Make the requests that arrived before this step visible to the next decision."""
+        for arrived in self._arrived.values():
+            if not self._enqueue(*arrived):
+                raise RuntimeError("no row is left for an accepted request: the count is broken")
+        self._arrived.clear()
 
     def abort(self, number: int, reason: FinishReason) -> None:
         """Cancel a request in flight and free what it holds."""
@@ -129,7 +147,7 @@ class EngineCore:
         begin_ns = self.clock.now_ns()
         failed = self._accept_loads()
         timer = PhaseTimer()
-        tokens = schedule(self.state, self.limits)
+        tokens = self._schedule(begin_ns)
         output = scheduler_output(self.state, self.lora.rank_of, self._scheduled)
         timer.lap("schedule")
         counters = self.state.counter_values()
@@ -150,12 +168,27 @@ class EngineCore:
         for request in emitted:
             request.token_ns.append(end_ns)
         self._steps += 1
+        self._take_arrivals()
         loads = counters["n_loads"]
         disk_loads = int(self.state.adapters.load_from_disk[:loads].sum()) if loads else 0
         record = step_record(
             self._steps, begin_ns, end_ns, output, counters, disk_loads, len(finished), timer
         )
         return StepOutput(record, emitted, finished)
+
+    def _schedule(self, begin_ns: int) -> int:
+        """Decide a step and return its tokens.
+
+        In async scheduling a decision without tokens ends the overlap: the requests that have ended leave,
+        and those that have arrived are visible at once.
+        """
+        tokens = schedule(self.state, self.limits)
+        if tokens == 0 and self.limits.async_scheduling:
+            self._update_running(begin_ns, self.state.counter_values())
+            commit(self.state, self.limits)
+            self._take_arrivals()
+            tokens = schedule(self.state, self.limits)
+        return int(tokens)
 
     def _accept_loads(self) -> list[Request]:
         """Report finished loads to the scheduler; return the requests whose adapter failed to load."""
@@ -245,6 +278,8 @@ class EngineCore:
             self.state.counters.n_finished = 0
             finish(self.state, self.limits, request.row)
             self._release_finished()
+        elif self._arrived.pop(request.number, None) is not None:
+            del self.requests[request.number]
         else:
             cancel_waiting(self.state, self.limits, request.row)
             self._release(request)

@@ -130,9 +130,6 @@ class EngineOptions(SpecModel):
 
     def _check_rules(self) -> None:
         rules = serving_rules(self.rules)
-        if rules.async_scheduling:
-            rule = "must be rules without asynchronous scheduling: each step here waits for the one before"
-            raise InputError(rule, self.rules, "rules")
         if rules.declared_output and self.memory == "slots":
             raise InputError(f"must be unified under the rules {self.rules}", self.memory, "memory")
         if rules.declared_output and self.args.get("enable_prefix_caching"):

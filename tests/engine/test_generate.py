@@ -27,9 +27,11 @@ def tiny(**settings: Any) -> Engine:
 
 
 def answers(engine: Engine, **sampling: Any) -> list[tuple[int, ...]]:
+    """Return the tokens of six requests; with async scheduling the last ones leave at the next decision."""
     prompts = [list(range(3 + 2 * i)) for i in range(6)]
     with engine:
         done = engine.generate(prompts, ["a", "b", None, "c", "a", "b"], **sampling)
+        assert engine.step() is None
         check_engine(engine)
     return [answer.token_ids for answer in done]
 
@@ -88,7 +90,7 @@ def test_a_stop_token_ends_a_request_and_frees_its_resources() -> None:
         assert engine.core.requests == {}
 
 
-@pytest.mark.parametrize("rules", ["slora", "vllm-0.8", "capplan"])
+@pytest.mark.parametrize("rules", ["slora", "vllm-0.8", "vllm-0.32-async", "capplan"])
 def test_stop_tokens_free_everything_in_a_small_engine(rules: str) -> None:
     """Unused adapters free the pages that they share with KV."""
     memory = "unified" if rules == "slora" else "slots"
@@ -97,7 +99,28 @@ def test_stop_tokens_free_everything_in_a_small_engine(rules: str) -> None:
     with tiny(rules=rules, memory=memory, num_kv_blocks=45, max_num_seqs=3) as engine:
         done = engine.generate(prompts, names, max_tokens=12, stop_token_ids=tuple(range(0, 300, 5)))
         assert len(done) == 24
+        assert engine.step() is None
         check_engine(engine)
+
+
+def test_async_scheduling_changes_no_tokens_and_ends_requests_that_no_decision_has_seen() -> None:
+    assert answers(tiny(rules="vllm-0.32-async"), max_tokens=9) == answers(tiny(), max_tokens=9)
+    with tiny(rules="vllm-0.32-async", max_in_flight=2) as engine:
+        params = SamplingParams(max_tokens=3, ignore_eos=True)
+        first, second, third = (engine.new_request([1, 2, 3], "a", params) for _ in range(3))
+        assert engine.submit(first)
+        assert engine.submit(second)
+        assert not engine.submit(third)  # there is room for two
+        engine.abort(second)
+        engine.step()
+        assert engine.submit(third)
+        engine.abort(third)
+        while engine.step() is not None:
+            pass
+        check_engine(engine)
+        assert engine.core.requests == {}
+        reasons = [request.finish_reason for request in (first, second, third)]
+        assert reasons == ["length", "abort", "abort"]
 
 
 def test_the_end_token_of_the_model_ends_a_request_unless_ignored() -> None:
@@ -358,7 +381,6 @@ def test_deprecated_settings_warn() -> None:
         ({"max_lora_rank": 4}, "at most max_lora_rank, 4"),
         ({"dtype": "int8"}, "dtype"),
         ({"rules": "vllm"}, "rules: must be one of"),
-        ({"rules": "vllm-0.32-async"}, "without asynchronous"),
         ({"cuda_graphs": True}, "must be off unless"),
         ({"lora_kernel": "compiled", "dtype": "bfloat16"}, "must be float32"),
         ({"rules": "slora", "memory": "slots"}, "must be unified"),

@@ -8,7 +8,11 @@ from __future__ import annotations
 
 from collections import deque
 
+import numpy as np
+from numpy.typing import NDArray
+
 from capplan.models.step_latency import StepFeatures, StepRanks, rank_ms, step_ms
+from capplan.serving import Limits
 from capplan.serving.state import SLORA
 from capplan.twin import trace
 from capplan.twin import trace as t
@@ -23,16 +27,19 @@ def run_reference(scenario: Scenario) -> t.TwinTrace:
     return _Run(scenario).finish()
 
 
-def _engine(scenario: Scenario) -> ReferenceScheduler | ReferenceSlora:
-    if scenario.limits.policy == SLORA:
-        return ReferenceSlora(scenario.limits, scenario.num_blocks, scenario.costs.pages.tolist())
-    return ReferenceScheduler(scenario.limits, scenario.num_blocks, scenario.adapters)
+def reference_scheduler(
+    limits: Limits, num_blocks: int, pages: NDArray[np.int64]
+) -> ReferenceScheduler | ReferenceSlora:
+    """Return the scheduler of an engine; `pages` are the KV blocks of each adapter, the base model first."""
+    if limits.policy == SLORA:
+        return ReferenceSlora(limits, num_blocks, pages.tolist())
+    return ReferenceScheduler(limits, num_blocks, pages.size - 1)
 
 
 class _Run:
     def __init__(self, scenario: Scenario) -> None:
         self.scenario = scenario
-        self.engine = _engine(scenario)
+        self.engine = reference_scheduler(scenario.limits, scenario.num_blocks, scenario.costs.pages)
         self.copier = ReferenceCopier()
         requests = scenario.requests.arrival_ns.size
         self.trace = t.new_trace(requests, scenario.adapters, scenario.buckets, scenario.horizon_ns)
