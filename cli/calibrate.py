@@ -11,7 +11,18 @@ from typing import TYPE_CHECKING, Any
 import typer
 
 from capplan.cli.console import DASH, Table, number, print_json, print_table, smape
-from capplan.cli.options import AsJson, Quiet, ReportFile, command, fill, member, names
+from capplan.cli.options import (
+    AsJson,
+    EngineRules,
+    EngineVersion,
+    Quiet,
+    ReportFile,
+    command,
+    command_line,
+    fill,
+    member,
+    names,
+)
 from capplan.cli.output import require_writable_files, write_json
 from capplan.cli.progress import announce_compilation, progress_bars
 from capplan.errors import InputError
@@ -19,7 +30,7 @@ from capplan.errors import InputError
 if TYPE_CHECKING:
     from capplan.models.calibration.step_model import Residuals, StepCalibration
     from capplan.spec import FittedModel, Profile
-    from capplan.twin.calibration import CalibrationResult, CalibrationTables
+    from capplan.twin.calibration import CalibrationResult
     from capplan.twin.calibration_fit import RunCalibration
 
 _GIB = 2**30
@@ -49,8 +60,8 @@ class CalibrateArgs:
     gpu: str | None = typer.Option(None, metavar="NAME", help="Without --base: name of the GPU.")
     gpu_memory_gib: float | None = typer.Option(None, metavar="N", help="Without --base: memory of one GPU.")
     tp: int = typer.Option(1, metavar="N", min=1, help="Without --base: GPUs per copy.")
-    engine_version: str = typer.Option("0.8.5", metavar="VERSION", help="Without --base: version of vLLM.")
-    rules: str = typer.Option("vllm-0.8", metavar="NAME", help="Without --base: serving rules.")
+    engine_version: EngineVersion = None
+    rules: EngineRules = None
     kernel: str | None = typer.Option(None, metavar="NAME", help="bgmv, mbgmv or vllm; default: the base's.")
     form: str | None = typer.Option(None, metavar="NAME", help="Step model; default: best on left-out runs.")
     free: str | None = typer.Option(None, metavar="NAME[,NAME...]", help="Coefficients fitted to the runs.")
@@ -74,6 +85,7 @@ def calibrate(args: CalibrateArgs) -> None:
     from capplan.spec import Kernel, write_text_atomic
     from capplan.twin.calibration import CalibrationOptions, CalibrationTables
 
+    recorded = command_line("capplan calibrate", args)
     args = _with_tables_of_folder(args)
     base = _base(args)
     require_writable_files(args.output, args.report)
@@ -86,7 +98,7 @@ def calibrate(args: CalibrateArgs) -> None:
         kernel=None if args.kernel is None else member(Kernel, args.kernel, "--kernel"),
         free=None if args.free is None else names(args.free, "--free"),
         workers=args.workers or os.cpu_count() or 1,
-        command=_command(tables, args.base),
+        command=recorded,
     )
     if args.runs is not None:
         announce_compilation(quiet=args.quiet)
@@ -127,7 +139,8 @@ def _base(args: CalibrateArgs) -> Profile:
     if args.base is not None:
         from capplan.datasets import load_profile
 
-        for flag, value in hardware_flags.items():
+        engine_flags = {"--engine-version": args.engine_version, "--rules": args.rules}
+        for flag, value in (hardware_flags | engine_flags).items():
             if value is not None:
                 raise InputError("does not go with --base, which sets it", value, flag)
         return load_profile(args.base)
@@ -136,8 +149,9 @@ def _base(args: CalibrateArgs) -> Profile:
             raise InputError("is required without --base", location=flag)
     from capplan.datasets.catalog import read_arch
     from capplan.models.calibration.components import Hardware, assumed_profile
-    from capplan.serving import serving_rules
+    from capplan.serving.rules import rules_of_engine
 
+    rules, version = rules_of_engine(args.engine_version, args.rules, otherwise="vllm-0.8")
     memory_gib = args.gpu_memory_gib or 0.0
     if not 0.0 < memory_gib < float("inf"):
         raise InputError("must be a finite number above 0", args.gpu_memory_gib, "--gpu-memory-gib")
@@ -145,17 +159,12 @@ def _base(args: CalibrateArgs) -> Profile:
         gpu=str(args.gpu),
         gpu_memory_bytes=round(memory_gib * _GIB),
         tp=args.tp,
-        engine_version=args.engine_version,
-        rules=serving_rules(args.rules).name,
+        engine=rules.engine,
+        engine_version=version,
+        rules=rules.name,
+        lora_extra_vocab=rules.lora_extra_vocab,
     )
     return assumed_profile(read_arch(str(args.model_config), str(args.base_model)), hardware)
-
-
-def _command(tables: CalibrationTables, base: str | None) -> str:
-    """Return the command for the profile's record; files by their names, without their folders."""
-    parts = [f"--{name} {Path(path).name}" for name, path in vars(tables).items() if path is not None]
-    start = [] if base is None else [f"--base {Path(base).name if base.endswith('.json') else base}"]
-    return " ".join(("capplan calibrate", *start, *parts))
 
 
 _PARTS = ("step_latency", "memory", "loading", "host")

@@ -3,19 +3,25 @@
 from __future__ import annotations
 
 import inspect
+import shlex
 from collections.abc import Callable, Sequence
-from dataclasses import MISSING, fields
+from dataclasses import MISSING, Field, fields
 from enum import StrEnum
 from importlib.util import find_spec
-from typing import TYPE_CHECKING, Annotated, Any, Final, TypeAlias, TypeVar, get_type_hints
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated, Any, Final, TypeAlias, TypeVar, get_args, get_type_hints
 
 import typer
+from typer.models import ArgumentInfo, ParameterInfo
 
 from capplan.errors import InputError
 from capplan.spec import EngineArgs
 
 if TYPE_CHECKING:
     from capplan.spec import Plan, Profile, Workload
+
+_PATHS: Final = ("FILE", "DIR", "[DIR]", "PLAN", "WORKLOAD")
+"""Metavars of files and folders."""
 
 T = TypeVar("T")
 Member = TypeVar("Member", bound=StrEnum)
@@ -53,6 +59,15 @@ ResultFile: TypeAlias = Annotated[
 
 ApiKey: TypeAlias = Annotated[
     str | None, typer.Option(metavar="KEY", envvar="OPENAI_API_KEY", help="Sent as bearer token.")
+]
+
+EngineVersion: TypeAlias = Annotated[
+    str | None,
+    typer.Option(metavar="VERSION", help="Version of vLLM, which has its rules; default: by --rules."),
+]
+
+EngineRules: TypeAlias = Annotated[
+    str | None, typer.Option(metavar="NAME", help="Serving rules; default: by --engine-version.")
 ]
 
 Workers: TypeAlias = Annotated[
@@ -110,6 +125,37 @@ def command(function: Callable[[Any], None]) -> Callable[..., None]:
     invoke.__name__, invoke.__module__ = function.__name__, function.__module__
     invoke.__signature__ = inspect.Signature(parameters)  # type: ignore[attr-defined]
     return invoke
+
+
+def command_line(name: str, args: Any, without: Sequence[str] = ()) -> str:
+    """Return a command with its options that differ from the defaults; files without folders, no API keys.
+
+    Fields named in `without` are left out.
+    """
+    hints = get_type_hints(type(args), include_extras=True)
+    words: list[str] = []
+    for field in fields(args):
+        info, default, names = _declaration(field, hints[field.name])
+        value = getattr(args, field.name)
+        if field.name in without or value in (None, default) or info.metavar == "KEY":
+            continue
+        flags = next((each for each in names if each.startswith("--")), f"--{field.name.replace('_', '-')}")
+        on, _, off = flags.partition("/")
+        if isinstance(value, bool):
+            words.append(on if value else off)
+            continue
+        for each in map(str, value if isinstance(value, list) else [value]):
+            word = Path(each).name if info.metavar in _PATHS or each.endswith(".json") else each
+            words += [word] if isinstance(info, ArgumentInfo) else [on, word]
+    return " ".join([name, *map(shlex.quote, words)])
+
+
+def _declaration(field: Field[Any], hint: Any) -> tuple[ParameterInfo, Any, list[str]]:
+    """Return the parameter of a field, its default, and its flags."""
+    if isinstance(field.default, ParameterInfo):
+        return field.default, field.default.default, list(field.default.param_decls or ())
+    info = next(each for each in get_args(hint) if isinstance(each, ParameterInfo))
+    return info, field.default, [str(info.default), *(info.param_decls or ())]
 
 
 def fill(kind: type[T], args: object, **given: Any) -> T:

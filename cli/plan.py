@@ -18,6 +18,7 @@ from capplan.cli.options import (
     WorkloadFile,
     chosen_profile,
     command,
+    command_line,
 )
 from capplan.cli.output import require_writable_files
 from capplan.cli.progress import announce_compilation, progress_bars
@@ -27,6 +28,7 @@ if TYPE_CHECKING:
     from capplan.spec import Group, Plan
 
 _GIB = 2**30
+_PRINTING = ("output", "as_json", "quiet")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -84,6 +86,8 @@ def plan(args: PlanArgs) -> None:
             time_limit_s=args.time_limit,
             progress=on_progress,
         )
+    recorded = command_line("capplan plan", args, without=_PRINTING)  # equal plans are equal files
+    result = result.replace(provenance={**result.provenance, "command": recorded})
     if args.output is not None:
         result.to_json(args.output)
     lines = extrapolation_lines(result.provenance)

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Any
 import typer
 
 from capplan.cli.console import Table, print_json, print_table
-from capplan.cli.options import AsJson, Quiet, command, member
+from capplan.cli.options import AsJson, EngineRules, EngineVersion, Quiet, command, command_line, member
 from capplan.cli.output import require_writable_files, write_json
 from capplan.errors import InputError
 
@@ -29,8 +29,8 @@ class RooflineArgs:
     )
     dtype: str = typer.Option("bfloat16", metavar="NAME", help="bfloat16 or float16.")
     tp: int = typer.Option(1, metavar="N", min=1, help="GPUs per copy of the model.")
-    engine_version: str = typer.Option("0.32.0", metavar="VERSION", help="Of vLLM.")
-    rules: str = typer.Option("vllm-0.32-async", metavar="NAME", help="Serving rules.")
+    engine_version: EngineVersion = None
+    rules: EngineRules = None
     kernel: str = typer.Option("vllm", metavar="NAME", help="bgmv, mbgmv or vllm: which rank LoRA pays for.")
     bandwidth: float | None = typer.Option(
         None, "--bandwidth-efficiency", metavar="SHARE", help="Of the memory's peak."
@@ -56,12 +56,19 @@ def roofline(args: RooflineArgs) -> None:
     """
     from capplan.datasets.catalog import gpu_sheet
     from capplan.models.roofline import Assumptions, Efficiencies, EngineChoice, roofline_profile
-    from capplan.serving import serving_rules
+    from capplan.serving.rules import rules_of_engine
     from capplan.spec import Kernel
 
     sheet, arch = gpu_sheet(args.gpu), _arch(args.model, args.model_config, args.base_model)
     kernel = member(Kernel, args.kernel, "--kernel")
-    engine = EngineChoice(version=args.engine_version, rules=serving_rules(args.rules).name, kernel=kernel)
+    rules, version = rules_of_engine(args.engine_version, args.rules)
+    engine = EngineChoice(
+        name=rules.engine,
+        version=version,
+        rules=rules.name,
+        kernel=kernel,
+        lora_extra_vocab=rules.lora_extra_vocab,
+    )
     if args.dtype not in ("bfloat16", "float16"):
         raise InputError("must be bfloat16 or float16", args.dtype, "--dtype")
     require_writable_files(args.output)
@@ -72,10 +79,13 @@ def roofline(args: RooflineArgs) -> None:
         "step_ms": args.step_overhead_ms,
     }
     given: dict[str, Any] = {name: value for name, value in physics.items() if value is not None}
-    model = f"--model {arch.name.lower()} --dtype {args.dtype}"
-    command = f"capplan profile roofline --gpu {args.gpu} {model} --tp {args.tp}"
     profile = roofline_profile(
-        sheet, arch, engine, args.tp, Assumptions(physics=Efficiencies(**given)), command
+        sheet,
+        arch,
+        engine,
+        args.tp,
+        Assumptions(physics=Efficiencies(**given)),
+        command_line("capplan profile roofline", args),
     )
     document = profile.model_dump(mode="json")
     write_json(args.output, document)

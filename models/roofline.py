@@ -189,6 +189,8 @@ class EngineChoice:
     kernel: Kernel = Kernel.VLLM
     lora: bool = True
     """Whether adapters are served."""
+    lora_extra_vocab: int = 0
+    """Rows of extra vocabulary in an adapter slot."""
 
 
 @dataclass(frozen=True)
@@ -262,7 +264,11 @@ def roofline_profile(
         tp=tp,
         model=arch,
         engine=ProfileEngine(
-            name=engine.name, version=engine.version, rules=engine.rules, kernel=engine.kernel
+            name=engine.name,
+            version=engine.version,
+            rules=engine.rules,
+            kernel=engine.kernel,
+            lora_extra_vocab=engine.lora_extra_vocab,
         ),
         step_latency=assumed_model(ADDITIVE.name, steps, source, formula),
         memory=assumed_model(MEMORY_FORM, memory, f"kept-back memory {shipped}", formula),

@@ -44,7 +44,7 @@ def export(
     Raises
     ------
     InputError
-        If the target is unknown, or a port is out of range.
+        If the target is unknown or cannot run the plan's engine, or a port is out of range.
     """
     if target not in EXPORTERS:
         raise InputError(f"must be one of {', '.join(EXPORTERS)}", target, "target")

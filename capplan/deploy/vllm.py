@@ -14,6 +14,7 @@ from dataclasses import dataclass
 from typing import Any, Final
 
 from capplan.errors import InputError
+from capplan.serving.rules import SLORA_ENGINE, serving_rules
 from capplan.spec import EngineArgs, Group, Plan, PlanAdapter
 
 LAUNCH: Final = "launch"
@@ -91,12 +92,20 @@ def vllm_files(plan: Plan, *, port: int = 8000, runtime_updates: bool = False) -
     Raises
     ------
     InputError
-        If a port exceeds 1..65535.
+        If a port exceeds 1..65535, or the plan is for an engine without adapter slots.
     """
+    _require_slots(plan)
     digest = hashlib.sha256(plan.to_json().encode()).hexdigest()
     servers = servers_of(plan, port)
     scripts = {server.script: _script(plan, server, digest, runtime_updates) for server in servers}
     return {**scripts, ROUTING: _routing(plan, servers, digest)}
+
+
+def _require_slots(plan: Plan) -> None:
+    engine = plan.engine
+    if serving_rules(engine.rules).engine == SLORA_ENGINE:
+        rule = "must be an engine with adapter slots, which vLLM has and S-LoRA's common pool does not"
+        raise InputError(rule, f"{engine.name} {engine.version}, rules {engine.rules}", "plan: engine")
 
 
 def _script(plan: Plan, server: Server, digest: str, runtime_updates: bool) -> str:
@@ -111,6 +120,7 @@ def _script(plan: Plan, server: Server, digest: str, runtime_updates: bool) -> s
         f'--port "${{PORT:-{server.port}}}"',
         f"--tensor-parallel-size {group.tp}",
         *_engine_flags(group.engine_args, len(group.adapters), plan.engine.version),
+        *_scheduling_flags(plan.engine.rules),
         '"$@"',  # before --lora-modules, which takes every word up to the next flag
         "--lora-modules",
         *(_lora_module(adapter) for adapter in group.adapters),
@@ -144,6 +154,13 @@ def _engine_flags(args: EngineArgs, adapters: int, version: str) -> Iterable[str
         max_cpu_loras=max(args.max_loras, host_slots),  # vLLM refuses fewer than max-loras
     )
     return ["--enable-lora", *(" ".join(words) for words in accepted.flags())]
+
+
+def _scheduling_flags(name: str) -> Iterable[str]:
+    """Return the flag of the kind of scheduling, if it is not the default of the version."""
+    rules = serving_rules(name)
+    if rules.releases is not None and not rules.is_default:
+        yield "--async-scheduling" if rules.async_scheduling else "--no-async-scheduling"
 
 
 def _accepted_rank(rank: int, version: str) -> int:

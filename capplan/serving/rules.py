@@ -3,10 +3,18 @@
 from __future__ import annotations
 
 from dataclasses import dataclass, replace
+from typing import Final
 
 from capplan.errors import InputError
+from capplan.serving.releases import Releases
 from capplan.serving.state import SLORA, VLLM, Limits
 from capplan.spec.engine_args import EngineArgs
+from capplan.version import installed_version
+
+VLLM_ENGINE: Final = "vllm"
+SLORA_ENGINE: Final = "s-lora"
+CAPPLAN_ENGINE: Final = "capplan"
+_SLORA_REVISION: Final = "c1ddf48"
 
 
 @dataclass(frozen=True)
@@ -17,11 +25,19 @@ class ServingRules:
     ----------
     name
         The name that profiles and plans use.
+    engine
+        Name of the engine.
+    releases
+        Releases of vLLM that these rules describe; None: another engine.
+    is_default
+        Whether these releases follow these rules unless configured otherwise.
+    lora_extra_vocab
+        Rows of extra vocabulary in an adapter slot (256 in vLLM up to 0.11).
     prefix_caching
         Full KV blocks are kept until they are allocated again. Requests that begin with the same tokens under
         the same adapter reuse them, and a preempted request its own.
     unhashed_to_front
-        Unregistered blocks are allocated before all others (vLLM after 0.14), otherwise in the order in which
+        Unregistered blocks are allocated before all others (vLLM since 0.27), otherwise in the order in which
         they became free.
     async_scheduling
         A step is decided while the previous one runs (vLLM's default on GPUs since 0.14).
@@ -45,6 +61,10 @@ class ServingRules:
     """
 
     name: str
+    engine: str = VLLM_ENGINE
+    releases: Releases | None = None
+    is_default: bool = True
+    lora_extra_vocab: int = 0
     prefix_caching: bool = False
     unhashed_to_front: bool = False
     async_scheduling: bool = False
@@ -65,6 +85,18 @@ class ServingRules:
             raise InputError(
                 rule="must be >= 0", value=self.long_prefill_tokens, location="rules.long_prefill_tokens"
             )
+
+    @property
+    def short_name(self) -> str:
+        """Name without the kind of scheduling."""
+        return self.name.removesuffix("-async").removesuffix("-sync")
+
+    @property
+    def version(self) -> str:
+        """Last release of the engine that these rules describe."""
+        if self.releases is not None:
+            return self.releases.last
+        return installed_version() if self.engine == CAPPLAN_ENGINE else _SLORA_REVISION
 
     def limits(self, args: EngineArgs, adapters: int, block_size: int, num_blocks: int) -> Limits:
         """Return the limits of an engine under these rules.
@@ -101,27 +133,54 @@ class ServingRules:
         )
 
 
-_VLLM_0_32 = ServingRules(
-    "vllm-0.32-sync",
-    prefix_caching=True,
+_VLLM_0_8 = ServingRules(
+    "vllm-0.8", releases=Releases("0.8.5", "0.8.5"), lora_extra_vocab=256, prefix_caching=True
+)
+_VLLM_0_11 = replace(_VLLM_0_8, name="vllm-0.11", releases=Releases("0.9.2", "0.11.2"), reverse_skipped=True)
+_VLLM_0_12 = replace(
+    _VLLM_0_11, name="vllm-0.12-sync", releases=Releases("0.12.0", "0.13.0"), lora_extra_vocab=0
+)
+_VLLM_0_14 = replace(
+    _VLLM_0_12, name="vllm-0.14-sync", releases=Releases("0.14.0", "0.18.1"), reverse_skipped=False
+)
+_VLLM_0_20 = replace(
+    _VLLM_0_14, name="vllm-0.20-sync", releases=Releases("0.20.0", "0.23.0"), reserve_full_sequence=True
+)
+_VLLM_0_32 = replace(
+    _VLLM_0_20,
+    name="vllm-0.32-sync",
+    releases=Releases("0.27.0", "0.32.0"),
     unhashed_to_front=True,
-    reserve_full_sequence=True,
     lone_prefill_exempt=True,
 )
 
+
+def _both(rules: ServingRules, *, async_by_default: bool) -> tuple[ServingRules, ServingRules]:
+    """Return the rules without and with async scheduling."""
+    overlapping = replace(
+        rules,
+        name=rules.name.replace("-sync", "-async"),
+        async_scheduling=True,
+        is_default=async_by_default,
+    )
+    return replace(rules, is_default=not async_by_default), overlapping
+
+
 RULES: tuple[ServingRules, ...] = (
-    ServingRules("vllm-0.8", prefix_caching=True),
-    ServingRules("vllm-0.11", prefix_caching=True, reverse_skipped=True),
-    _VLLM_0_32,
-    replace(_VLLM_0_32, name="vllm-0.32-async", async_scheduling=True),
-    replace(_VLLM_0_32, name="capplan", load_beside=True),
-    ServingRules("slora", declared_output=True),
+    _VLLM_0_8,
+    _VLLM_0_11,
+    *_both(_VLLM_0_12, async_by_default=False),
+    *_both(_VLLM_0_14, async_by_default=True),
+    *_both(_VLLM_0_20, async_by_default=True),
+    *_both(_VLLM_0_32, async_by_default=True),
+    replace(_VLLM_0_32, name="capplan", engine=CAPPLAN_ENGINE, releases=None, load_beside=True),
+    ServingRules("slora", engine=SLORA_ENGINE, declared_output=True),
 )
 """Every named set of rules; sources in the docstring of `capplan.serving.scheduler`."""
 
 
 def serving_rules(name: str) -> ServingRules:
-    """Return the rules called `name`.
+    """Return the rules called `name`; without ``-sync`` or ``-async``, the default of the two.
 
     Raises
     ------
@@ -129,6 +188,47 @@ def serving_rules(name: str) -> ServingRules:
         When no rules have that name; the message lists the names.
     """
     for rules in RULES:
-        if rules.name == name:
+        if rules.name == name or (rules.short_name == name and rules.is_default):
             return rules
     raise InputError(rule=f"must be one of {', '.join(r.name for r in RULES)}", value=name, location="rules")
+
+
+def rules_of_version(version: str) -> ServingRules:
+    """Return the rules that a version of vLLM follows by default.
+
+    Raises
+    ------
+    InputError
+        If no rules describe the version; the message names the nearest releases.
+    """
+    known = [(rules.releases, rules) for rules in RULES if rules.releases is not None and rules.is_default]
+    for releases, rules in known:
+        if releases.cover(version):
+            return rules
+    earlier = [f"{releases} ({rules.name})" for releases, rules in known if releases.precede(version)]
+    later = [f"{releases} ({rules.name})" for releases, rules in known if releases.follow(version)]
+    nearest = " and ".join([*earlier[-1:], *later[:1]])
+    rule = f"must be a version of vLLM with known rules, the nearest being {nearest}, or go with --rules"
+    raise InputError(rule, version, "engine_version")
+
+
+def rules_of_engine(
+    version: str | None, rules: str | None, otherwise: str = "vllm-0.32-async"
+) -> tuple[ServingRules, str]:
+    """Return the rules of an engine and its version, given one of them, both, or the name of a default.
+
+    Raises
+    ------
+    InputError
+        If either is unknown, or the version is known to follow other rules.
+    """
+    if rules is None and version is not None:
+        return rules_of_version(version), version
+    chosen = serving_rules(rules or otherwise)
+    if version is None:
+        return chosen, chosen.version
+    if chosen.releases is not None:
+        described = [each.name for each in RULES if each.releases and each.releases.cover(version)]
+        if described and chosen.name not in described:
+            raise InputError(f"must be {' or '.join(described)} for vLLM {version}", rules, "rules")
+    return chosen, version

@@ -248,6 +248,8 @@ class Hardware:
     engine: str = "vllm"
     engine_version: str = "0.8.5"
     rules: str = "vllm-0.8"
+    lora_extra_vocab: int = 0
+    """Rows of extra vocabulary in an adapter slot."""
 
 
 def assumed_profile(arch: ModelArch, hardware: Hardware) -> Profile:
@@ -274,7 +276,12 @@ def assumed_profile(arch: ModelArch, hardware: Hardware) -> Profile:
         "disk_base_ms": 10.0,
         "disk_ms_per_rank": per_rank / _DISK_BYTES_PER_MS,
     }
-    engine = ProfileEngine(name=hardware.engine, version=hardware.engine_version, rules=hardware.rules)
+    engine = ProfileEngine(
+        name=hardware.engine,
+        version=hardware.engine_version,
+        rules=hardware.rules,
+        lora_extra_vocab=hardware.lora_extra_vocab,
+    )
     return Profile(
         name=f"local/{arch.name}/{engine.name}-{engine.version}",
         gpu=Gpu(name=hardware.gpu, memory_bytes=hardware.gpu_memory_bytes),

@@ -41,7 +41,10 @@ def test_a_step_table_becomes_a_profile_and_an_offline_report(run: Run, folder: 
     made = load_profile(folder / "out.json")
     assert made.name == "mine/llama/vllm-0.8.5"
     assert (made.provenance.kind, made.provenance.source) == ("measured", "a test")
-    assert made.provenance.command == "capplan calibrate --base base.json --steps steps.csv"
+    assert made.provenance.command == (
+        "capplan calibrate --output out.json --steps steps.csv --base base.json --name mine/llama/vllm-0.8.5"
+        " --source 'a test' --report report.html"
+    )
     for name, truth in ADDITIVE_TRUTH.items():
         fitted = made.step_latency.coefficients[name]
         assert fitted.std_error is not None

@@ -101,3 +101,37 @@ def test_mistakes_are_one_line(run: Run, tmp_path: Path, arguments: tuple[str, .
     path = tmp_path / "out.json"
     assert rule in error_line(run("profile", "roofline", "-o", path, *arguments))
     assert not path.exists()
+
+
+def test_the_version_of_the_engine_chooses_its_rules_and_the_record_repeats_the_command(
+    run: Run, tmp_path: Path
+) -> None:
+    path = tmp_path / "h200.json"
+    assert run(*H200, "-o", path, "--engine-version", "0.11.0", "--step-overhead-ms", 3).exit_code == 0
+    made = load_profile(path)
+    assert made.name == "roofline/h200/llama-3.1-8b/vllm-0.11.0"
+    assert (made.engine.version, made.engine.rules, made.engine.lora_extra_vocab) == (
+        "0.11.0",
+        "vllm-0.11",
+        256,
+    )
+    assert made.provenance.command == (
+        "capplan profile roofline --gpu h200 --output h200.json --model llama-3.1-8b --engine-version 0.11.0"
+        " --step-overhead-ms 3.0"
+    )
+    refused = error_line(run(*H200, "-o", path, "--engine-version", "0.19.0"))
+    assert "0.14.0 to 0.18 (vllm-0.14-async) and 0.20.0 to 0.23 (vllm-0.20-async)" in refused
+    assert "must be vllm-0.11 for vLLM 0.11.0" in error_line(
+        run(*H200, "-o", path, "--engine-version", "0.11.0", "--rules", "vllm-0.8")
+    )
+
+
+def test_plans_name_the_engine_of_their_rules(run: Run, tmp_path: Path) -> None:
+    profile, workload, plan = (tmp_path / name for name in ("slora.json", "w.yaml", "plan.json"))
+    run(*H200, "-o", profile, "--rules", "slora", "--kernel", "mbgmv")
+    workload.write_text(WORKLOAD.format(profile=profile))
+    assert run("plan", workload, "-o", plan, "--seeds", 1, "--no-verify").exit_code == 0
+    engine = json.loads(plan.read_text())["engine"]
+    assert engine == {"name": "s-lora", "version": "c1ddf48", "rules": "slora"}
+    exported = run("export", plan, "--target", "vllm", "-o", tmp_path / "out", "--unverified")
+    assert "must be an engine with adapter slots" in error_line(exported)

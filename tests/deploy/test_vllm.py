@@ -251,6 +251,31 @@ def test_files_contain_the_digest_of_the_plan(tmp_path: Path) -> None:
         assert MODEL in text
 
 
+@pytest.mark.parametrize(
+    ("rules", "flags"),
+    [
+        ("vllm-0.8", set()),
+        ("vllm-0.12-sync", set()),
+        ("vllm-0.12-async", {"--async-scheduling"}),
+        ("vllm-0.32-sync", {"--no-async-scheduling"}),
+        ("vllm-0.32-async", set()),
+    ],
+)
+def test_scheduling_is_a_flag_unless_it_is_the_default(tmp_path: Path, rules: str, flags: set[str]) -> None:
+    engine = PlanEngine(name="vllm", version="0.32.0", rules=rules)
+    plan = plan_of(group("g", adapters=(("a", 8, 1.0, "p"),)), engine=engine)
+    given = options(launched(tmp_path, only_script(plan))[0])
+    assert {name for name in given if "scheduling" in name} == flags
+
+
+def test_a_plan_without_adapter_slots_is_refused() -> None:
+    engine = PlanEngine(name="s-lora", version="c1ddf48", rules="slora")
+    with pytest.raises(
+        errors.InputError, match=r"plan: engine: must be an engine with adapter slots.*s-lora c1ddf48"
+    ):
+        vllm_files(plan_of(group("g", adapters=(("a", 8, 1.0, "p"),)), engine=engine))
+
+
 def test_unsupported_settings_are_in_the_header() -> None:
     part = group("g", adapters=(("a", 8, 1.0, "p"),)).replace(cache=Cache(policy="gdsf"))
     engine = PlanEngine(name="capplan", version="1", rules="capplan")
