@@ -45,7 +45,9 @@ class SimulateArgs:
 
     workload: WorkloadFile
     a_max: str | None = typer.Option(
-        None, metavar="N[,N...]", help="Adapter slots; several are compared side by side."
+        None,
+        metavar="N[,N...]",
+        help="Adapter slots; several are compared side by side; 0 without adapters.",
     )
     s_max: int | None = typer.Option(
         None, metavar="RANK", help="Rank of a slot; default: the smallest that holds every adapter."
@@ -147,6 +149,8 @@ def _slots(given: str | None, workload: Workload) -> tuple[int, ...]:
     """Return the numbers of slots to simulate, each once, in the order given."""
     if given is not None:
         return numbers(given, "--a-max")
+    if workload.engine.max_loras is None and not workload.adapters:
+        return (0,)
     if workload.engine.max_loras is None:
         raise InputError("is required, unless the workload fixes engine.max_loras", location="--a-max")
     return (workload.engine.max_loras,)
@@ -162,8 +166,10 @@ def _settings(args: SimulateArgs, workload: Workload) -> dict[str, Any]:
         name: getattr(workload.engine, name) if (value := getattr(args, name)) is None else value
         for name in _ENGINE
     }
+    if rank is None and workload.adapters:
+        rank = allowed_lora_rank(max(a.rank for a in workload.adapters))
     return {
-        "s_max": allowed_lora_rank(max(a.rank for a in workload.adapters)) if rank is None else rank,
+        "s_max": rank,
         **{name: getattr(args, name) for name in plain},
         **{name: value for name, value in merged.items() if value is not None},
     }

@@ -153,11 +153,11 @@ def values_of(workload: Workload, args: EngineArgs, tp: int, results: Sequence[S
     results
         Simulations of it.
     """
-    lengths = [workload.lengths_of(adapter) for adapter in workload.adapters]
+    lengths = [workload.lengths_of(each) for each in workload.traffic.values()]
     each: dict[str, Sequence[float]] = {
         "rank": [adapter.rank for adapter in workload.adapters],
         "a_max": [args.max_loras],
-        "s_max": [args.max_lora_rank],
+        "s_max": [args.max_lora_rank] if args.max_loras else [],  # without slots there is no rank of slots
         "prompt_tokens": [prompt.mean_tokens for prompt, _ in lengths],
         "output_tokens": [output.mean_tokens for _, output in lengths],
         "tp": [tp],

@@ -21,9 +21,9 @@ from capplan.workload import Requests, draw_requests
 
 _MOST: Final = 2**31 - 1  # rows and tokens are 32-bit integers
 
-_COUNT: Final = f"must be a whole number from 1 to {_MOST}"
-
 _OPTIONAL: Final = ("s_max", "max_cpu_loras", "max_in_flight")
+
+_SLOTS: Final = ("a_max", "s_max")  # 0 for an engine without LoRA
 
 
 def require_settings(workload: Workload, profile: Profile, settings: Mapping[str, Any]) -> None:
@@ -48,8 +48,18 @@ def require_settings(workload: Workload, profile: Profile, settings: Mapping[str
         elif name == "prefix_caching":
             if not (value is None or isinstance(value, bool)):
                 raise InputError("must be true or false", value, name)
-        elif not (value is None and name in _OPTIONAL) and not (_is_whole(value) and 1 <= value <= _MOST):
-            raise InputError(_COUNT, value, name)
+        elif not (value is None and name in _OPTIONAL):
+            least = 0 if name in _SLOTS and not workload.adapters else 1
+            if not (_is_whole(value) and least <= value <= _MOST):
+                raise InputError(f"must be a whole number from {least} to {_MOST}", value, name)
+    _require_both_or_none(settings)
+
+
+def _require_both_or_none(settings: Mapping[str, Any]) -> None:
+    """Check that an engine has slots and a rank of slots, or neither."""
+    a_max, s_max = settings.get("a_max"), settings.get("s_max")
+    if a_max is not None and s_max is not None and (a_max == 0) != (s_max == 0):
+        raise InputError("must be 0 without slots" if a_max == 0 else "must be at least 1", s_max, "s_max")
 
 
 def _is_whole(value: object) -> bool:
@@ -147,7 +157,7 @@ def build_scenario(
 
 def _require_slots(workload: Workload, args: EngineArgs) -> None:
     """Check the slots against the adapters; errors name the arguments of `simulate`."""
-    largest_rank = max(a.rank for a in workload.adapters)
+    largest_rank = max((a.rank for a in workload.adapters), default=0)
     if args.max_lora_rank < largest_rank:
         rule = f"must be at least the largest adapter rank, {largest_rank}"
         raise InputError(rule, args.max_lora_rank, "s_max")
@@ -203,11 +213,13 @@ def _require_room(workload: Workload, max_model_len: int) -> None:
             rule = f"must leave {share}, whose longest row has {tokens.max()}"
             raise InputError(rule, max_model_len, "max_model_len")
         return
-    first_with = {(id(a.prompt_tokens), id(a.output_tokens)): a for a in reversed(workload.adapters)}
-    for adapter in first_with.values():
-        mean_tokens = sum(lengths.mean_tokens for lengths in workload.lengths_of(adapter))
+    traffic = reversed(list(workload.traffic.items()))
+    first_with = {(id(own.prompt_tokens), id(own.output_tokens)): (name, own) for name, own in traffic}
+    for name, own in first_with.values():
+        mean_tokens = sum(lengths.mean_tokens for lengths in workload.lengths_of(own))
         if mean_tokens > max_model_len:
-            mean = f"mean prompt + mean output of adapter {adapter.name}, {mean_tokens:g}"
+            who = "the base model" if name == workload.base_model else f"adapter {name}"
+            mean = f"mean prompt + mean output of {who}, {mean_tokens:g}"
             raise InputError(f"must be at least {mean}", max_model_len, "max_model_len")
 
 
@@ -225,13 +237,23 @@ def build_costs(workload: Workload, profile: Profile, a_max: int, s_max: int) ->
         coefficients=coefficients,
         a_max=a_max,
         s_max=s_max,
-        slots_per_adapter=min(1.0, a_max / len(workload.adapters)),
+        slots_per_adapter=_slots_per_adapter(workload, a_max),
         load_ns=_per_adapter_ns(gpu_ms, ranks),
         disk_ns=_per_adapter_ns(disk_ms, ranks),
         rank=np.array([0, *ranks], np.int64),
         uses_ranks=uses_ranks(form, coefficients),
         pages=np.array([0, *map(pages.__getitem__, ranks)], np.int64),
     )
+
+
+def _slots_per_adapter(workload: Workload, a_max: int) -> float:
+    """Return the share of waiting requests that find their adapter; those of the base model always do."""
+    if not workload.adapters:
+        return 1.0
+    ratio = min(1.0, a_max / len(workload.adapters))
+    total_rps = workload.total_rate_rps
+    of_base = workload.base_rate_rps / total_rps if total_rps else 0.0
+    return ratio + of_base * (1.0 - ratio)
 
 
 def _per_adapter_ns(ms_of_rank: Mapping[int, float], ranks: Sequence[int]) -> NDArray[np.int64]:

@@ -80,7 +80,7 @@ def simulate(
     prefix_caching: bool | None = None,
     runner: Callable[[Scenario], TwinTrace] = run,
 ) -> SimulationResult:
-    """Simulate one GPU that serves all adapters of `workload`.
+    """Simulate one GPU that serves all adapters of `workload`, and its traffic of the base model.
 
     Parameters
     ----------
@@ -89,10 +89,10 @@ def simulate(
     profile
         GPU, model and engine, or the name of a shipped profile, or the path of a profile file.
     a_max
-        Adapter slots (vLLM ``--max-loras``).
+        Adapter slots (vLLM ``--max-loras``); 0, for a workload without adapters: an engine without LoRA.
     s_max
-        Rank of the slots (``--max-lora-rank``), at least the largest adapter rank; None: the smallest that
-        vLLM allows.
+        Rank of the slots (``--max-lora-rank``), at least the largest adapter rank, 0 without slots; None: the
+        smallest that vLLM allows.
     duration_s
         Horizon in seconds.
     seed
@@ -194,10 +194,12 @@ def keywords_of(args: EngineArgs) -> EngineKeywords:
 
 def engine_args(workload: Workload, settings: EngineKeywords) -> EngineArgs:
     """Return the engine settings of `simulate` with its defaults."""
-    s_max = settings.get("s_max")
+    a_max, s_max = settings["a_max"], settings.get("s_max")
+    if s_max is None:
+        s_max = allowed_lora_rank(max((a.rank for a in workload.adapters), default=1)) if a_max else 0
     return EngineArgs(
-        max_loras=settings["a_max"],
-        max_lora_rank=s_max or allowed_lora_rank(max(a.rank for a in workload.adapters)),
+        max_loras=a_max,
+        max_lora_rank=s_max,
         max_cpu_loras=settings.get("max_cpu_loras"),
         max_num_seqs=settings.get("max_num_seqs", DEFAULT_MAX_NUM_SEQS),
         max_num_batched_tokens=settings.get("max_num_batched_tokens", DEFAULT_MAX_NUM_BATCHED_TOKENS),

@@ -158,14 +158,12 @@ class Problem:
         subset = self.busiest_workload.subset(fractions, fractions)
         if scale == 1.0:
             return subset
-        # Copied without validation: other rates break no rule.
-        adapters = tuple(a.model_copy(update={"rate_rps": a.rate_rps * scale}) for a in subset.adapters)
         trace = subset.trace
         if trace is not None:
             arrival_ns = (trace.arrival_ns / scale).astype(trace.arrival_ns.dtype)
             arrival_ns.setflags(write=False)  # numba compiles another specialisation for writable arrays
             trace = replace(trace, arrival_ns=arrival_ns, duration_s=trace.duration_s / scale)
-        return subset.model_copy(update={"adapters": adapters, "trace": trace})
+        return subset.at_rates_times(scale).model_copy(update={"trace": trace})
 
     def fits_in_memory(self, assignment: Assignment) -> bool:
         """Tell whether one request of max_model_len fits beside the slots, and the adapters on the host."""
@@ -333,6 +331,8 @@ def make_problem(workload: Workload, gpus: int | None, profile: Profile | str | 
     pools = tuple(map(_read_pool, workload.pools)) or (_single_pool(workload, gpus, profile),)
     for pool in pools:
         pool.profile.require_model(workload.base_model)
+    if workload.base is not None:
+        raise InputError("is simulated, but not planned yet", location="base")
     engine = workload.engine.complete()
     _require_fitting_prompts(workload, engine.max_model_len)
     problem = Problem(workload, pools, engine, ())

@@ -48,7 +48,7 @@ from capplan.spec.traffic import (
     Unpredictable,
 )
 from capplan.spec.validation import LORA_RANKS, allowed_lora_rank
-from capplan.spec.workload import Adapter, QueueConfig, Workload
+from capplan.spec.workload import Adapter, BaseTraffic, QueueConfig, Workload
 from capplan.spec.workload_file import WorkloadFile
 
 __all__ = [
@@ -57,6 +57,7 @@ __all__ = [
     "Adapter",
     "ArrivalProcess",
     "Arrivals",
+    "BaseTraffic",
     "Binds",
     "Burst",
     "Cache",

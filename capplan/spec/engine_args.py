@@ -6,7 +6,7 @@ from typing import Annotated, Any, Final, Self, TypeAlias
 
 from pydantic import Field, Strict, model_validator
 
-from capplan.spec.validation import LORA_RANKS, Count, Flag, LoraRank, SpecModel, rule, rule_error
+from capplan.spec.validation import LORA_RANKS, Count, Flag, LoraRank, Natural, SpecModel, rule, rule_error
 
 DEFAULT_MAX_NUM_SEQS: Final = 256
 DEFAULT_MAX_NUM_BATCHED_TOKENS: Final = 2048
@@ -16,8 +16,8 @@ DEFAULT_GPU_MEMORY_UTILIZATION: Final = 0.9
 SlotRank: TypeAlias = Annotated[
     int,
     Strict(),
-    Field(ge=1, json_schema_extra={"enum": [*LORA_RANKS]}),
-    rule("must be a whole number >= 1"),
+    Field(ge=0, json_schema_extra={"enum": [0, *LORA_RANKS]}),
+    rule("must be a whole number >= 0"),
 ]
 Utilization: TypeAlias = Annotated[
     float, Strict(), Field(gt=0, le=1), rule("must be a number above 0 and at most 1, such as 0.9")
@@ -28,10 +28,11 @@ class EngineArgs(SpecModel):
     """Engine settings of one instance; planner, twin, engine and exporters all take this type.
 
     A plan holds only ranks that vLLM allows; the twin and the reference engine take any.
+    ``max_loras`` 0 is an engine without LoRA, which serves the base model alone.
     """
 
-    max_loras: Count = Field(description="Adapter slots in GPU memory (A_max).")
-    max_lora_rank: SlotRank = Field(description="Rank every slot is sized for (S_max).")
+    max_loras: Natural = Field(description="Adapter slots in GPU memory (A_max); 0: an engine without LoRA.")
+    max_lora_rank: SlotRank = Field(description="Rank every slot is sized for (S_max); 0 without slots.")
     max_cpu_loras: Count | None = Field(
         default=None, description="Adapters kept in host memory; unset: all of them."
     )
@@ -44,10 +45,20 @@ class EngineArgs(SpecModel):
         description="Whether KV of shared prompt beginnings is kept; null: the engine's default.",
     )
 
+    @model_validator(mode="after")
+    def _rank_of_slots(self) -> Self:
+        for name, other in (("max_loras", "max_lora_rank"), ("max_lora_rank", "max_loras")):
+            if getattr(self, name) == 0 and getattr(self, other) > 0:
+                rule = f"must be a whole number >= 1, unless {other} is 0 as well"
+                raise rule_error(rule, key=(name,), value=0)
+        return self
+
     def flags(self) -> list[tuple[str, ...]]:
         """Return the settings as flags of `vllm serve` and `capplan serve`, each with its value."""
         found: list[tuple[str, ...]] = []
         for field, value in self:
+            if self.max_loras == 0 and field in ("max_loras", "max_lora_rank", "max_cpu_loras"):
+                continue
             name = field.replace("_", "-")
             if isinstance(value, bool):
                 found.append((f"--{name}" if value else f"--no-{name}",))

@@ -5,11 +5,11 @@ from __future__ import annotations
 import csv
 import io
 import os
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
 from capplan.errors import InputError
 from capplan.spec.files import parse_scalar, read_columns, read_text, read_yaml
@@ -18,7 +18,14 @@ from capplan.spec.trace import Trace
 from capplan.spec.trace_files import read_length_pairs, read_trace
 from capplan.spec.validation import Key, SpecModel, unknown_key, validate_document
 from capplan.spec.workload import AdapterFields, PlanningRequirements, Workload, is_profile_path
-from capplan.spec.workload_file import AdapterEntry, LengthsFile, RequestsEntry, TraceEntry, WorkloadFile
+from capplan.spec.workload_file import (
+    AdapterEntry,
+    BaseEntry,
+    LengthsFile,
+    RequestsEntry,
+    TraceEntry,
+    WorkloadFile,
+)
 
 _LENGTHS = ("prompt_tokens", "output_tokens")
 
@@ -38,10 +45,10 @@ def load_workload(path: str | os.PathLike[str]) -> Workload:
     reader = _Reader(Path(path).parent)
     requirements = reader.requirements(file)
     if file.trace is not None:
-        adapters, requests = reader.traced(file.trace, file.adapters)
+        adapters, requests = reader.traced(file)
     else:
         adapters = reader.adapters(file.adapters)
-        requests = reader.requests(file.requests)
+        requests = reader.base(file.base) | reader.requests(file.requests, file.base)
     document = {
         **requirements,
         **requests,
@@ -104,38 +111,52 @@ class _Reader:
         adapters = read_adapters(path, ("name", "rank", "rate_rps"), ("path",))
         return [_AdapterRecord(_fields(adapter, AdapterFields), ("adapters",)) for adapter in adapters]
 
-    def traced(
-        self, entry: TraceEntry, source: Sequence[AdapterEntry] | str | None
-    ) -> tuple[list[_AdapterRecord], dict[str, Any]]:
+    def base(self, entry: BaseEntry | None) -> dict[str, Any]:
+        """Return the field of the base model's traffic."""
+        if entry is None:
+            return {"base": None}
+        lengths = {name: self.lengths(getattr(entry, name)) for name in _LENGTHS}
+        return {"base": {"rate_rps": entry.rate_rps, "arrivals": entry.arrivals, **lengths}}
+
+    def traced(self, file: WorkloadFile) -> tuple[list[_AdapterRecord], dict[str, Any]]:
         """Return the adapters of a trace, with the rates and lengths seen in it, and the common fields."""
-        file = self.folder / entry.file
+        entry = cast(TraceEntry, file.trace)
+        path, base_model = self.folder / entry.file, file.base_model
         options = (entry.duration_s, entry.format, entry.rate_rps)
         if entry.ranks is not None:
-            trace = read_trace(file, *options)
+            trace = read_trace(path, *options, base_model=base_model)
             ranked = self._ranked(entry.ranks)
             rule = "must give a rank for every adapter of the trace"
             where = f"{self.folder / entry.ranks}: name"
         else:
-            ranked = self.adapters(source)
-            trace = read_trace(file, *options, deal=partial(_assigned_adapters, ranked, entry.seed))
-            rule, where = "must be the name of one of adapters", f"{file}: adapter"
-        unknown = set(trace.names) - {each.fields["name"] for each in ranked}
+            ranked = self.adapters(file.adapters)
+            rates = {each.fields["name"]: each.fields["rate_rps"] for each in ranked}
+            if file.base is not None:
+                rates[base_model] = file.base.rate_rps
+            deal = partial(_assigned_adapters, rates, entry.seed)
+            trace = read_trace(path, *options, deal=deal, base_model=base_model)
+            rule, where = "must be the name of one of adapters", f"{path}: adapter"
+        names = {each.fields["name"] for each in ranked}
+        unknown = set(trace.names) - names - {base_model}
         if unknown:
             raise InputError(rule, min(unknown), where)
         seen = _observed_traffic(trace)
         idle = {"rate_rps": 0.0}
         placed = [replace(each, fields=each.fields | seen.get(each.fields["name"], idle)) for each in ranked]
         common = {name: Lengths.of(getattr(trace, name)) for name in _LENGTHS}
-        return placed, {**common, "trace": trace}
+        base = None if base_model in names else seen.get(base_model, file.base and idle)
+        return placed, {**common, "trace": trace, "base": base}
 
     def _ranked(self, name: str) -> list[_AdapterRecord]:
         adapters = read_adapters(self.folder / name, ("name", "rank"), ("path",))
         return [_AdapterRecord(_fields(adapter, AdapterFields), ("trace", "ranks")) for adapter in adapters]
 
-    def requests(self, entry: RequestsEntry) -> dict[str, Any]:
-        """Return the common lengths, each on its own or in pairs."""
+    def requests(self, entry: RequestsEntry, base: BaseEntry | None = None) -> dict[str, Any]:
+        """Return the common lengths, each on its own or in pairs; absent ones are those of the base model."""
         if entry.lengths_from is None:
-            return {name: self.lengths(getattr(entry, name)) for name in _LENGTHS}
+            return {
+                name: self.lengths(getattr(entry, name) or getattr(base, name, None)) for name in _LENGTHS
+            }
         source = entry.lengths_from
         pairs = read_length_pairs(self.folder / source.file, source.format)
         try:
@@ -173,16 +194,16 @@ def _numbered(fields: dict[str, Any], number: int) -> dict[str, Any]:
     return {name: fill(value) for name, value in fields.items()}
 
 
-def _assigned_adapters(adapters: Sequence[_AdapterRecord], seed: int, requests: int) -> list[str]:
+def _assigned_adapters(rates_rps: Mapping[str, float], seed: int, requests: int) -> list[str]:
     """Return an adapter's name for each request, drawn in proportion to the rates."""
     import numpy as np
 
-    rates = np.array([each.fields["rate_rps"] for each in adapters])
+    names, rates = list(rates_rps), np.array([*rates_rps.values()])
     if not rates.any():
         raise InputError("must have a rate above 0, to assign requests to adapters", location="adapters")
     rng = np.random.Generator(np.random.PCG64(seed))
-    chosen = rng.choice(len(adapters), size=requests, p=rates / rates.sum())
-    return [adapters[position].fields["name"] for position in chosen.tolist()]
+    chosen = rng.choice(len(names), size=requests, p=rates / rates.sum())
+    return [names[position] for position in chosen.tolist()]
 
 
 def _observed_traffic(trace: Trace) -> dict[str, dict[str, Any]]:

@@ -70,6 +70,7 @@ def read_trace(
     trace_format: TraceFormat | None = None,
     rate_rps: float | None = None,
     deal: AssignAdapters | None = None,
+    base_model: str | None = None,
 ) -> Trace:
     """Read recorded requests.
 
@@ -86,6 +87,8 @@ def read_trace(
         Mean rate to replay at: all times are scaled in proportion.
     deal : callable, optional
         Names the adapters where the file does not.
+    base_model : str, optional
+        Name that stands for an empty adapter name: a request of the base model.
 
     Raises
     ------
@@ -99,12 +102,19 @@ def read_trace(
             rule = "column is missing; give adapters beside trace to deal the requests out to"
             raise InputError(rule, location=f"{path}: {columns.labels.get('adapter', 'adapter')}")
         values["adapter"] = deal(len(values["arrival_s"]))
+    if base_model is not None:
+        values["adapter"] = [base_model if _is_empty(name) else name for name in values["adapter"]]
     prompts, outputs = (values[name] for name in _LENGTHS)
     try:
         trace = Trace.from_arrays(values["arrival_s"], values["adapter"], prompts, outputs, duration_s)
         return trace if rate_rps is None else trace.at_rate(rate_rps)
     except InputError as error:
         raise _relabelled(error, path, columns.labels) from None
+
+
+def _is_empty(name: object) -> bool:
+    """Return whether a cell is empty text, null, or the NaN that pandas reads from an empty cell."""
+    return name is None or name == "" or name != name
 
 
 def read_length_pairs(path: Path, trace_format: TraceFormat | None = None) -> LengthPairs:

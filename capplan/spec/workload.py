@@ -117,6 +117,17 @@ class Adapter(AdapterFields):
     output_tokens: Lengths | None = Field(default=None, description="Output lengths; absent: the workload's.")
 
 
+class BaseTraffic(SpecModel):
+    """Traffic of the base model: requests without an adapter."""
+
+    rate_rps: NonNegative = Field(description="Mean arrival rate in requests per second.")
+    prompt_tokens: Lengths | None = Field(default=None, description="Prompt lengths; absent: the workload's.")
+    output_tokens: Lengths | None = Field(default=None, description="Output lengths; absent: the workload's.")
+    arrivals: ArrivalProcess | None = Field(
+        default=None, description="Arrival process; absent: that of an adapter."
+    )
+
+
 LENGTH_CORRELATION = (
     "Correlation of a request's prompt and output length, between their normal scores; 0: independent; "
     "absent: as in the requests that the profile was measured with."
@@ -177,7 +188,10 @@ class Workload(PlanningRequirements):
     Rates are long-run means of ``arrivals``, unless a trace is given, which is then replayed.
     """
 
-    adapters: tuple[Adapter, ...] = Field(min_length=1, description="Adapters to serve.")
+    adapters: tuple[Adapter, ...] = Field(description="Adapters to serve; may be empty beside base.")
+    base: BaseTraffic | None = Field(
+        default=None, description="Traffic of the base model; absent: every request names an adapter."
+    )
     prompt_tokens: Lengths = Field(description="Prompt lengths of adapters without their own.")
     output_tokens: Lengths = Field(description="Output lengths of adapters without their own.")
     arrivals: ArrivalProcess = Field(default=Arrivals.POISSON, description="Arrival process of each adapter.")
@@ -206,9 +220,25 @@ class Workload(PlanningRequirements):
             **fields: Any,
         ) -> None: ...
 
+    else:
+
+        def __init__(self, /, *, base_rate_rps: float | None = None, **fields: Any) -> None:
+            if base_rate_rps is not None:
+                if fields.get("base") is not None:
+                    raise InputError("does not go with base", base_rate_rps, "Workload.base_rate_rps")
+                fields["base"] = {"rate_rps": base_rate_rps}
+            super().__init__(**fields)
+
+        __init__.__pydantic_base_init__ = True
+
     @model_validator(mode="after")
     def _consistent_adapters(self) -> Self:
+        if not self.adapters and self.base is None:
+            raise rule_error("must not be empty, unless there is base traffic", key=("adapters",))
         names = check_unique("adapters", [adapter.name for adapter in self.adapters])
+        if self.base is not None and self.base_model in names:
+            at = ("adapters", [adapter.name for adapter in self.adapters].index(self.base_model), "name")
+            raise rule_error("must differ from base_model", key=at, value=self.base_model)
         pools = {pool.name for pool in self.pools}
         for index, adapter in enumerate(self.adapters):
             _check_references(("adapters", index), adapter, names)
@@ -235,6 +265,8 @@ class Workload(PlanningRequirements):
     def _trace_of_these_adapters(self) -> Self:
         if self.trace is not None:
             unknown = set(self.trace.names) - {adapter.name for adapter in self.adapters}
+            if self.base is not None:
+                unknown.discard(self.base_model)
             if unknown:
                 raise rule_error(
                     "holds requests of an adapter that is not in adapters", key=("trace",), value=min(unknown)
@@ -243,11 +275,29 @@ class Workload(PlanningRequirements):
 
     @property
     def total_rate_rps(self) -> float:
-        """Sum of the adapters' rates, in requests per second."""
-        return math.fsum(adapter.rate_rps for adapter in self.adapters)
+        """Sum of the rates of all adapters and of the base model, in requests per second."""
+        return math.fsum([*(adapter.rate_rps for adapter in self.adapters), self.base_rate_rps])
 
-    def lengths_of(self, adapter: Adapter) -> tuple[Lengths, Lengths]:
-        """Return an adapter's prompt and output lengths: its own, or else the workload's."""
+    @property
+    def base_rate_rps(self) -> float:
+        """Rate of the base model's traffic in requests per second; 0 without any."""
+        return 0.0 if self.base is None else self.base.rate_rps
+
+    @property
+    def traffic(self) -> Mapping[str, Adapter | BaseTraffic]:
+        """Everything that has requests, by its name in them: the adapters, then the base model."""
+        every: dict[str, Adapter | BaseTraffic] = {adapter.name: adapter for adapter in self.adapters}
+        return every if self.base is None else {**every, self.base_model: self.base}
+
+    def at_rates_times(self, factor: float) -> Workload:
+        """Return the workload with every rate multiplied; a trace stays as it is."""
+        # Copied without validation: other rates break no rule.
+        adapters = tuple(a.model_copy(update={"rate_rps": a.rate_rps * factor}) for a in self.adapters)
+        base = self.base and self.base.model_copy(update={"rate_rps": self.base.rate_rps * factor})
+        return self.model_copy(update={"adapters": adapters, "base": base})
+
+    def lengths_of(self, adapter: Adapter | BaseTraffic) -> tuple[Lengths, Lengths]:
+        """Return prompt and output lengths of an adapter or of the base model: its own or the workload's."""
         return adapter.prompt_tokens or self.prompt_tokens, adapter.output_tokens or self.output_tokens
 
     def subset(self, names: Iterable[str], shares: Mapping[str, float] | None = None) -> Workload:
@@ -256,10 +306,10 @@ class Workload(PlanningRequirements):
         Parameters
         ----------
         names : iterable of str
-            Adapters to keep. Constraints on an adapter left out (apart_from, together_with) are dropped.
+            Adapters to keep, and the name of the base model to keep its traffic. Constraints on an adapter
+            left out (apart_from, together_with) are dropped.
         shares : mapping of str to float, optional
-            Share of each adapter's requests, above 0 and at most 1; 1 where not given.
-            A trace is thinned evenly.
+            Share of each one's requests, above 0 and at most 1; 1 where not given. A trace is thinned evenly.
 
         Raises
         ------
@@ -268,7 +318,7 @@ class Workload(PlanningRequirements):
         """
         wanted = set(names)
         share_of = dict.fromkeys(wanted, 1.0) | dict(shares or {})
-        unknown = (wanted | share_of.keys()) - {adapter.name for adapter in self.adapters}
+        unknown = (wanted | share_of.keys()) - self.traffic.keys()
         if unknown or not wanted or share_of.keys() - wanted:
             culprit = min(unknown or share_of.keys() - wanted, default=())
             raise InputError(
@@ -281,8 +331,11 @@ class Workload(PlanningRequirements):
         adapters = tuple(
             _adapter_share(a, share_of[a.name], wanted) for a in self.adapters if a.name in wanted
         )
+        base = self.base if self.base_model in wanted else None
+        if base is not None and share_of[self.base_model] < 1:
+            base = base.model_copy(update={"rate_rps": base.rate_rps * share_of[self.base_model]})
         trace = None if self.trace is None else self.trace.subset(share_of)
-        return self.model_copy(update={"adapters": adapters, "trace": trace})
+        return self.model_copy(update={"adapters": adapters, "base": base, "trace": trace})
 
     def digest(self) -> str:
         """Return the SHA-256 of the canonical JSON, in hexadecimal; the same on every machine.

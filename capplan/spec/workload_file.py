@@ -96,6 +96,21 @@ class AdapterEntry(AdapterFields):
         return tuple(share * total_rps for share in self.popularity.shares(self.count or 1))
 
 
+class BaseEntry(SpecModel):
+    """Requests of the base model itself, without an adapter."""
+
+    rate_rps: NonNegative = Field(description="Mean arrival rate in requests per second.")
+    prompt_tokens: LengthsSource | None = Field(
+        default=None, description="Prompt lengths; absent: those of requests."
+    )
+    output_tokens: LengthsSource | None = Field(
+        default=None, description="Output lengths; absent: those of requests."
+    )
+    arrivals: ArrivalProcess | None = Field(
+        default=None, description="Arrival process; absent: that of requests."
+    )
+
+
 class LengthPairsFile(SpecModel):
     """Pairs of lengths taken from a file of requests."""
 
@@ -185,6 +200,9 @@ class WorkloadFile(PlanningRequirements):
         default=None,
         description="List of adapters, or name of a CSV file with columns name, rank, rate_rps[, path].",
     )
+    base: BaseEntry | None = Field(
+        default=None, description="Traffic of the base model; adapters or trace may then be absent."
+    )
     trace: TraceEntry | None = Field(
         default=None, description="Recorded requests, replayed as they were instead of drawing."
     )
@@ -193,8 +211,8 @@ class WorkloadFile(PlanningRequirements):
     def _one_source_of_each(self) -> Self:
         if not self.pools and self.profile is None:
             raise rule_error("is required, unless pools are given", key=("profile",))
-        if self.trace is None and self.adapters is None:
-            raise rule_error("must give adapters or trace, one of the two")
+        if self.trace is None and self.adapters is None and self.base is None:
+            raise rule_error("must give adapters or trace, one of the two, or base")
         if self.trace is not None:
             self._check_trace(self.trace)
         else:
@@ -204,7 +222,7 @@ class WorkloadFile(PlanningRequirements):
     def _check_trace(self, trace: TraceEntry) -> None:
         if self.adapters is not None and trace.ranks is not None:
             raise rule_error("must give adapters or trace, one of the two, where trace has ranks")
-        if self.adapters is None and trace.ranks is None:
+        if self.adapters is None and self.base is None and trace.ranks is None:
             raise rule_error("is required, unless adapters are given", key=("trace", "ranks"))
         neutral = RequestsEntry(shared_prefix_tokens=self.requests.shared_prefix_tokens)
         for name in RequestsEntry.model_fields:
@@ -215,6 +233,9 @@ class WorkloadFile(PlanningRequirements):
                 if getattr(entry, name) is not None:
                     at = ("adapters", index, name)
                     raise rule_error("does not go with trace, which holds the lengths", key=at)
+        for name in ("prompt_tokens", "output_tokens", "arrivals"):
+            if self.base is not None and getattr(self.base, name) is not None:
+                raise rule_error("does not go with trace, which holds the requests", key=("base", name))
 
     def _check_lengths(self) -> None:
         joint = self.requests.lengths_from is not None
@@ -225,5 +246,9 @@ class WorkloadFile(PlanningRequirements):
             given = getattr(self.requests, name) is not None
             if given and joint:
                 raise rule_error("does not go with lengths_from", key=("requests", name))
-            if not given and not joint:
+            if not given and not joint and not self._only_base_has(name):
                 raise rule_error("is required", key=("requests", name))
+
+    def _only_base_has(self, name: str) -> bool:
+        """Return whether the base model has lengths of its own and there is nothing else."""
+        return self.adapters is None and self.base is not None and getattr(self.base, name) is not None

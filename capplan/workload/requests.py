@@ -11,7 +11,17 @@ from numpy.typing import NDArray
 
 from capplan.compile import by_reference
 from capplan.errors import InputError
-from capplan.spec import Arrivals, Lengths, Stickiness, Trace, Workload
+from capplan.spec import (
+    Adapter,
+    Arrivals,
+    BaseTraffic,
+    Lengths,
+    Renewal,
+    ShiftingSkew,
+    Stickiness,
+    Trace,
+    Workload,
+)
 from capplan.workload.arrivals import NS_PER_S, draw_arrivals, poisson_arrivals, repeat_recent
 from capplan.workload.lengths import copula, length_sampler, length_score_sampler, sample_pairs
 from capplan.workload.renewal import MAX_REQUESTS
@@ -26,6 +36,9 @@ from capplan.workload.sampling import (
 )
 
 _MAX_DURATION_S: Final = 9e9  # int64 nanoseconds end at 292 years
+
+_BASE: Final = (1,)
+"""Branch of the seed for the traffic of the base model."""
 
 Column: TypeAlias = NDArray[np.int32]
 
@@ -49,7 +62,8 @@ def draw_requests(
 
     Each adapter has an arrival process of its own. Poisson ones together are one of the summed rate whose
     requests choose their adapter in proportion. Arrivals, adapters, prompts, outputs and repetitions have
-    random streams of their own, so that changing lengths leaves arrivals as they are.
+    random streams of their own, so that changing lengths leaves arrivals as they are. So has the traffic of
+    the base model: adding it leaves the requests of adapters as they are.
 
     A workload with a trace is replayed instead, whatever the seed, with the recorded lengths as they are:
     refusing a request that is too long is up to the serving rules.
@@ -77,19 +91,62 @@ def draw_requests(
         return _replay(workload, workload.trace, duration_s)
     if seed < 0:
         raise InputError("must be a whole number >= 0", seed, "seed")
-    keys = streams(seed)
-    arrival_ns, adapter = _arrivals(workload, duration_s, seed, keys)
+    longest_prompt = max_model_len if max_prompt_tokens is None else max_prompt_tokens
+    limits = (duration_s, max_model_len, longest_prompt)
+    if workload.base is None:
+        return _draw(workload, seed, (), *limits)
+    alone = _draw(_base_alone(workload, workload.base), seed, _BASE, *limits)
+    base = alone._replace(adapter=np.zeros_like(alone.adapter))
+    if not workload.adapters:
+        return base
+    return _merge(_draw(workload, seed, (), *limits), base)
+
+
+def _draw(
+    workload: Workload,
+    seed: int,
+    branch: tuple[int, ...],
+    duration_s: float,
+    max_model_len: int,
+    longest_prompt: int,
+) -> Requests:
+    """Draw the requests of the adapters from a branch of the seed."""
+    keys = streams(seed, branch)
+    arrival_ns, adapter = _arrivals(workload, duration_s, (seed, branch), keys)
     if workload.stickiness is not None:
         _repeat(adapter, workload.stickiness, keys)
-    longest_prompt = max_model_len if max_prompt_tokens is None else max_prompt_tokens
     prompt_tokens, output_tokens = _lengths(workload, adapter, keys, max_model_len, longest_prompt)
     return Requests(arrival_ns, adapter, prompt_tokens, output_tokens)
 
 
+def _base_alone(workload: Workload, base: BaseTraffic) -> Workload:
+    """Return a workload whose only adapter has the traffic of the base model."""
+    prompts, outputs = base.prompt_tokens, base.output_tokens
+    stand_in = Adapter(
+        name="base", rank=1, rate_rps=base.rate_rps, prompt_tokens=prompts, output_tokens=outputs
+    )
+    arrivals = base.arrivals or workload.arrivals
+    if isinstance(arrivals, Renewal) and isinstance(arrivals.modulation, ShiftingSkew):
+        arrivals = arrivals.replace(modulation=None)  # it moves requests between ranks
+    changes = {"adapters": (stand_in,), "base": None, "arrivals": arrivals, "stickiness": None}
+    return workload.model_copy(update=changes)
+
+
+def _merge(first: Requests, second: Requests) -> Requests:
+    """Return the requests of both by arrival, at one time those of the first before the others."""
+    order = np.argsort(np.concatenate((first.arrival_ns, second.arrival_ns)), kind="stable")
+    return Requests(
+        np.concatenate((first.arrival_ns, second.arrival_ns))[order],
+        np.concatenate((first.adapter, second.adapter))[order],
+        np.concatenate((first.prompt_tokens, second.prompt_tokens))[order],
+        np.concatenate((first.output_tokens, second.output_tokens))[order],
+    )
+
+
 def _arrivals(
-    workload: Workload, duration_s: float, seed: int, keys: Streams
+    workload: Workload, duration_s: float, source: tuple[int, tuple[int, ...]], keys: Streams
 ) -> tuple[NDArray[np.int64], Column]:
-    """Return when requests arrive, and whose adapter each asks for."""
+    """Return when requests arrive, and whose adapter each asks for; `source` is a seed and its branch."""
     rates_rps = tuple(adapter.rate_rps for adapter in workload.adapters)
     total_rps = math.fsum(rates_rps)
     if total_rps * duration_s > MAX_REQUESTS:
@@ -102,7 +159,8 @@ def _arrivals(
         if len(arrival_ns):  # without any, all rates may be 0
             sample(adapter, _chooser(rates_rps), keys.adapters)
         return arrival_ns, adapter
-    rng = np.random.Generator(np.random.PCG64(np.random.SeedSequence(seed, spawn_key=(0,))))
+    seed, branch = source
+    rng = np.random.Generator(np.random.PCG64(np.random.SeedSequence(seed, spawn_key=(*branch, 0))))
     position, time_s = draw_arrivals(rng, workload, duration_s)
     arrival_ns = np.minimum((time_s * NS_PER_S).astype(np.int64), horizon_ns - 1)
     return arrival_ns, position.astype(np.int32) + np.int32(1)
@@ -168,6 +226,8 @@ def _distinct_lengths(lengths: list[Lengths | None]) -> tuple[tuple[Lengths, ...
 def _replay(workload: Workload, trace: Trace, duration_s: float) -> Requests:
     """Return the trace up to ``duration_s``, adapters numbered as in the workload."""
     number = {adapter.name: position for position, adapter in enumerate(workload.adapters, start=1)}
+    if workload.base is not None:
+        number[workload.base_model] = 0
     renumber = np.array([number[name] for name in trace.names], dtype=np.int32)
     end = int(np.searchsorted(trace.arrival_ns, math.ceil(duration_s * NS_PER_S), side="left"))
     return Requests(

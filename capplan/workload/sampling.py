@@ -44,9 +44,10 @@ class Streams(NamedTuple):
     repeated: np.uint64
 
 
-def streams(seed: int) -> Streams:
+def streams(seed: int, branch: tuple[int, ...] = ()) -> Streams:
     """Return the keys for a seed, which is at least 0; seeds close to each other give unrelated keys."""
-    return Streams(*np.random.SeedSequence(seed).generate_state(len(Streams._fields), np.uint64))
+    sequence = np.random.SeedSequence(seed, spawn_key=branch)
+    return Streams(*sequence.generate_state(len(Streams._fields), np.uint64))
 
 
 @jit

@@ -13,6 +13,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from capplan.compile import jit
+from capplan.errors import InputError
 from capplan.models.fluid import FluidEngine, batch_limit, fluid_state
 from capplan.models.memory import KvBudget, kv_budget
 from capplan.models.slot_sharing import FluidLoad
@@ -302,7 +303,15 @@ def offered_tok_s(workload: Workload) -> float:
 
 
 def feature_vector(workload: Workload, profile: Profile, args: EngineArgs) -> NDArray[np.float32]:
-    """Return the features of one GPU that serves all of `workload`, in the order of `FEATURES`."""
+    """Return the features of one GPU that serves all of `workload`, in the order of `FEATURES`.
+
+    Raises
+    ------
+    InputError
+        If it has traffic of the base model: no surrogate was trained on any.
+    """
+    if workload.base is not None:
+        raise InputError("is not covered by surrogates; use the twin", location="workload.base")
     rates_rps = np.array([a.rate_rps for a in workload.adapters])
     ranks = np.array([a.rank for a in workload.adapters], float)
     common = common_inputs(workload, profile, args.max_num_batched_tokens)
@@ -342,6 +351,8 @@ def unsupported_workload(workload: Workload, profile: Profile) -> str | None:
     process = arrivals if isinstance(arrivals, Arrivals) else getattr(arrivals, "process", "")
     if workload.trace is not None:
         return "a recorded trace"
+    if workload.base is not None:
+        return "traffic of the base model"
     if process not in ("poisson", "gamma") or getattr(arrivals, "modulation", None) is not None:
         return "arrivals other than poisson and gamma"
     if workload.stickiness is not None:

@@ -197,11 +197,10 @@ def scaled(workload: Workload, rate_scale: float) -> Workload:
         raise InputError("must be a finite number above 0", rate_scale, "rate_scale")
     if rate_scale == 1.0:
         return workload
-    adapters = tuple(a.model_copy(update={"rate_rps": a.rate_rps * rate_scale}) for a in workload.adapters)
     trace = workload.trace
     if trace is not None and len(trace):
         trace = trace.at_rate(rate_scale * len(trace) / trace.duration_s)
-    return workload.model_copy(update={"adapters": adapters, "trace": trace})
+    return workload.at_rates_times(rate_scale).model_copy(update={"trace": trace})
 
 
 class PromptForm(StrEnum):

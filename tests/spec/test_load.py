@@ -342,11 +342,6 @@ def test_a_trace_gives_adapters_rates_and_lengths(tmp_path, suffix):
             "requests.csv: prompt_tokens: must be whole numbers",
         ),
         (
-            REQUESTS.replace(",7,", ",,"),
-            "name,rank\na,8\n",
-            "requests.csv: adapter: must name an adapter (row 2)",
-        ),
-        (
             REQUESTS.replace("4.25", "x"),
             "name,rank\na,8\n7,8\n",
             "requests.csv: arrival_s: must be a column of numbers",

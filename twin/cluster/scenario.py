@@ -38,7 +38,7 @@ class Instance:
         As vLLM's flags of the same names; `max_cpu_loras` None: all adapters of the instance.
     adapters
         Share of the requests of each adapter it holds, normalised over the holders; None: all adapters in
-        equal shares.
+        equal shares. Every instance has the base model, whose shares are given under its name.
     max_in_flight, rules, prefix_caching
         As for `capplan.simulate`.
     """
@@ -125,11 +125,12 @@ def build_cluster(
     if requests is None:
         longest = max(instance.max_model_len for instance in instances)
         requests = draw_for(workload, first.profile, duration_s, seed, longest)
+    shares = [_shares(workload, instance) for instance in instances]
+    placement = place(held, shares, len(workload.adapters), _base_shares(workload, instances))
+    parts = [_part_of(workload, placement, i) for i in range(len(instances))]
     return ClusterScenario(
-        engines=_engines(workload, instances, held, duration_s, seed, requests.arrival_ns.size),
-        placement=place(
-            held, [_shares(workload, instance) for instance in instances], len(workload.adapters)
-        ),
+        engines=_engines(parts, instances, held, duration_s, seed, requests.arrival_ns.size),
+        placement=placement,
         requests=requests,
         rank=np.array([0, *(adapter.rank for adapter in workload.adapters)], np.int64),
         horizon_ns=round(duration_s * NS_PER_S),
@@ -147,11 +148,12 @@ def _held(workload: Workload, instances: Sequence[Instance]) -> list[NDArray[np.
             held.append(everything)
             continue
         for name in instance.adapters:
-            if name not in number:
+            if name not in workload.traffic:
                 raise InputError("must be an adapter of the workload", name, f"instances[{i}].adapters")
         if not instance.adapters:
             raise InputError("must hold at least one adapter", {}, f"instances[{i}].adapters")
-        held.append(np.sort([number[name] for name in instance.adapters]))
+        numbers = [number[name] for name in instance.adapters if name in number]
+        held.append(np.sort(np.array(numbers, np.int64)))
     missing = np.setdiff1d(everything, np.concatenate(held))
     if missing.size:
         name = workload.adapters[int(missing[0]) - 1].name
@@ -167,19 +169,30 @@ def _shares(workload: Workload, instance: Instance) -> NDArray[np.float64]:
     return np.array([shares[a.name] for a in workload.adapters if a.name in shares], np.float64)
 
 
+def _base_shares(workload: Workload, instances: Sequence[Instance]) -> NDArray[np.float64]:
+    """Return the share of the base model's requests of each instance; equal shares if none is given."""
+    if workload.base is None:
+        return np.ones(len(instances))
+    name = workload.base_model
+    return np.array([1.0 if i.adapters is None else i.adapters.get(name, 0.0) for i in instances], np.float64)
+
+
 def place(
-    held: Sequence[NDArray[np.int64]], shares: Sequence[NDArray[np.float64]], adapters: int
+    held: Sequence[NDArray[np.int64]],
+    shares: Sequence[NDArray[np.float64]],
+    adapters: int,
+    base_shares: NDArray[np.float64] | None = None,
 ) -> Placement:
     """Return the placement of adapters on instances.
 
     Shares are normalised over the holders of an adapter, and equal if all are 0. Every instance has the base
-    model.
+    model; its shares are equal if not given.
     """
     count = len(held)
     adapter = np.concatenate([np.zeros(count, np.int64), *held])
     instance = np.concatenate([np.arange(count), np.repeat(np.arange(count), [h.size for h in held])])
     local = np.concatenate([np.zeros(count, np.int64), *(np.arange(1, h.size + 1) for h in held)])
-    share = np.concatenate([np.ones(count), *shares])
+    share = np.concatenate([np.ones(count) if base_shares is None else base_shares, *shares])
     order = np.lexsort((instance, adapter))
     adapter, share = adapter[order], share[order]
     total = np.bincount(adapter, share, minlength=adapters + 1)[adapter]
@@ -193,8 +206,26 @@ def place(
     )
 
 
+def _part_of(workload: Workload, placement: Placement, instance: int) -> Workload:
+    """Return the workload of an instance; beside traffic of the base model, with the rates it gets."""
+    here = placement.instance == instance
+    numbers = np.repeat(np.arange(placement.start.size - 1), np.diff(placement.start))[here].tolist()
+    adapters = [workload.adapters[number - 1] for number in numbers if number]
+    if workload.base is None:
+        if len(adapters) == len(workload.adapters):
+            return workload
+        return workload.model_copy(update={"adapters": tuple(adapters), "trace": None})
+    base_share, *shares = placement.share[here].tolist()
+    scaled = [
+        adapter.model_copy(update={"rate_rps": adapter.rate_rps * share})
+        for adapter, share in zip(adapters, shares, strict=True)
+    ]
+    base = workload.base.model_copy(update={"rate_rps": workload.base.rate_rps * base_share})
+    return workload.model_copy(update={"adapters": tuple(scaled), "base": base, "trace": None})
+
+
 def _engines(
-    workload: Workload,
+    parts: Sequence[Workload],
     instances: Sequence[Instance],
     held: Sequence[NDArray[np.int64]],
     duration_s: float,
@@ -205,13 +236,10 @@ def _engines(
     none = Requests(np.zeros(0, np.int64), *(np.zeros(0, np.int32) for _ in range(3)))
     known: dict[tuple[object, ...], Scenario] = {}
     engines = []
-    for instance, numbers in zip(instances, held, strict=True):
-        key = (id(instance.profile), numbers.tobytes(), *instance.settings.values())
+    for instance, own, numbers in zip(instances, parts, held, strict=True):
+        rates_rps = None if own.base is None else (own.base_rate_rps, own.total_rate_rps)
+        key = (id(instance.profile), numbers.tobytes(), rates_rps, *instance.settings.values())
         if key not in known:
-            own = workload
-            if numbers.size < len(workload.adapters):
-                adapters = tuple(workload.adapters[i - 1] for i in numbers.tolist())
-                own = workload.model_copy(update={"adapters": adapters, "trace": None})
             known[key] = build_scenario(
                 own,
                 instance.profile,

@@ -168,7 +168,7 @@ def _space_filling_sample(profile: Profile, seed: int, number: int, point: NDArr
     )
     sample = Sample(group, workload, settings)
     load_rps = min(_MOST_RPS, _load(own[4]) * _saturation_rps(sample, profile))
-    return replace(sample, workload=_scaled(workload, load_rps))
+    return replace(sample, workload=workload.at_rates_times(load_rps))
 
 
 def _workload(
@@ -210,11 +210,6 @@ def _saturation_rps(sample: Sample, profile: Profile) -> float:
     """Return the load at the capacity of the fluid model; the sample offers 1 req/s."""
     features = sample.features(profile)
     return 1.0 / float(feature_of(features, "load_over_capacity"))
-
-
-def _scaled(workload: Workload, factor: float) -> Workload:
-    adapters = [a.model_copy(update={"rate_rps": a.rate_rps * factor}) for a in workload.adapters]
-    return workload.model_copy(update={"adapters": tuple(adapters)})
 
 
 def _popularity(rng: np.random.Generator, count: int, law: float, skew: float) -> NDArray[np.float64]:
