@@ -5,14 +5,23 @@ from __future__ import annotations
 import math
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
+from itertools import chain
+from typing import Any, Final, NamedTuple
+
+import numpy as np
+from numpy.typing import NDArray
 
 from capplan.planner.problem import Assignment, Problem, distinct_adapters, horizon_s
-from capplan.spec import Binds, Slo
+from capplan.spec import Binds, Slo, Workload
 from capplan.twin import SimulationResult, simulate, simulate_detailed
 from capplan.twin.cluster import Instance, simulate_cluster
+from capplan.twin.core import run
 from capplan.twin.group_metrics import Attainment
 from capplan.twin.metrics import bound_value
+from capplan.twin.per_request import REJECTED, WAITING, request_status
+from capplan.twin.scenario import NS_PER_S, Scenario
 from capplan.twin.simulate import keywords_of
+from capplan.twin.trace import TwinTrace
 
 
 @dataclass(frozen=True)
@@ -40,12 +49,64 @@ def evaluate(
     settings = keywords_of(problem.engine_args(assignment))
     length_s = horizon_s(workload, duration_s)
     if slo.tpt_over_base is None:
-        result = simulate(workload, profile, seed=seed, duration_s=length_s, **settings)
-        return Evaluation(result, violated_bounds(slo, result))
+        requests: list[SimulatedRequests] = []
+
+        def observed_run(scenario: Scenario) -> TwinTrace:
+            trace = run(scenario)
+            status = request_status(trace, scenario.horizon_ns)
+            columns = scenario.requests.adapter, scenario.requests.arrival_ns / NS_PER_S, status
+            requests.append(SimulatedRequests(*columns, length_s))
+            return trace
+
+        options: dict[str, Any] = {"seed": seed, "duration_s": length_s, "runner": observed_run}
+        result = simulate(workload, profile, **options, **settings)
+        starving = starving_adapters(workload, requests[0])
+        return Evaluation(result, (*violated_bounds(slo, result), *starving))
     detailed = simulate_detailed(workload, profile, seed=seed, duration_s=length_s, **settings)
     good = next(kept for kept in detailed.slo if kept.bound == "tpt_over_base")
-    violations = (*violated_bounds(slo, detailed.result), *_violated_attainment(slo, good))
-    return Evaluation(detailed.result, violations)
+    table = detailed.requests
+    simulated = SimulatedRequests(table.adapter, table.arrival_s, table.status, length_s)
+    others = (*_violated_attainment(slo, good), *starving_adapters(workload, simulated))
+    return Evaluation(detailed.result, (*violated_bounds(slo, detailed.result), *others))
+
+
+class SimulatedRequests(NamedTuple):
+    """Requests of an instance at the end of a simulation, as columns."""
+
+    adapter: NDArray[np.int32]
+    """1 + position in ``workload.adapters``; 0: the base model."""
+    arrival_s: NDArray[np.float64]
+    status: NDArray[np.int8]
+    """Position in `capplan.twin.per_request.STATUSES`."""
+    duration_s: float
+
+
+_FEW_REQUESTS: Final = 3
+"""Unserved requests of an adapter that are not starvation yet."""
+
+
+def starving_adapters(workload: Workload, requests: SimulatedRequests) -> tuple[str, ...]:
+    """Return, as text, the adapters that starve on an instance that does not starve as a whole.
+
+    An adapter without a slot waits while others are served, and the mean over all hides it. Of the requests
+    that arrive in the first `served_fraction` of the time, an instance that serves this fraction in order of
+    arrival leaves none. An adapter starves if it leaves more than 1 - `served_fraction` of its own.
+    """
+    fraction = workload.slo.served_fraction
+    early = requests.arrival_s < fraction * requests.duration_s
+    unserved = early & np.isin(requests.status, (WAITING, REJECTED))
+    if np.count_nonzero(unserved) <= _FEW_REQUESTS:
+        return ()
+    size = len(workload.adapters) + 1
+    left = np.bincount(requests.adapter[unserved], minlength=size)
+    count = np.bincount(requests.adapter[early], minlength=size)
+    starving = np.flatnonzero((left > _FEW_REQUESTS) & (left > (1.0 - fraction) * count))
+    if not starving.size:
+        return ()
+    worst = int(starving[np.argmax(left[starving] / count[starving])])
+    name = workload.adapters[worst - 1].name if worst else "of the base model"
+    more = f", and {starving.size - 1} more adapters" if starving.size > 1 else ""
+    return (f"adapter {name}: {left[worst]} of {count[worst]} requests unserved{more}",)
 
 
 def _violated_attainment(slo: Slo, good: Attainment) -> tuple[str, ...]:
@@ -102,11 +163,15 @@ def evaluate_cluster(
     ]
     length_s = horizon_s(workload, duration_s)
     cluster = simulate_cluster(workload, instances, router="smooth-shares", duration_s=length_s, seed=seed)
-    relative = [_violated_attainment(workload.slo, good) for good in cluster.tpt_over_base]
-    return [
-        Evaluation(result, (*violated_bounds(workload.slo, result), *others))
-        for result, others in zip(cluster.instances, relative or [()] * len(instances), strict=True)
-    ]
+    evaluations = []
+    for number, result in enumerate(cluster.instances):
+        routed, own = cluster.requests, cluster.requests.instance == number
+        columns = routed.adapter[own], routed.arrival_s[own], routed.status[own]
+        starving = starving_adapters(workload, SimulatedRequests(*columns, length_s))
+        relative = (_violated_attainment(workload.slo, good) for good in cluster.tpt_over_base[number:][:1])
+        violations = (*violated_bounds(workload.slo, result), *chain(*relative), *starving)
+        evaluations.append(Evaluation(result, violations))
+    return evaluations
 
 
 def known_value(value: float) -> float | None:

@@ -43,6 +43,21 @@ def test_waiting_requests_break_a_percentile_that_completed_ones_keep(
     assert not evaluate(problem, Assignment(problem.shares, 32), 0, 3600.0).violations
 
 
+def test_an_adapter_without_a_slot_starves_beside_one_that_is_served(
+    workload: Make, profile: Profile
+) -> None:
+    """The hot adapter occupies the only slot, and nine tenths of all tokens are served."""
+    problem = make_problem(workload(("hot", 8, 12.0), ("cold", 8, 0.1), ("idle", 8, 0.0)), 2, profile)
+    placed = Assignment(problem.shares, 1)
+    alone = evaluate(problem, placed, 0, 3600.0)
+    assert alone.result.served_fraction > 0.98
+    assert [words for words in alone.violations if words.startswith("adapter cold: ")] == [*alone.violations]
+    assert alone.violations
+    assert not evaluate(problem, Assignment(problem.shares, 2), 0, 3600.0).violations
+    (together, _) = evaluate_cluster(problem, [placed, Assignment((problem.shares[2],), 1)], 0, 3600.0)
+    assert [words.partition(":")[0] for words in together.violations] == ["adapter cold"]
+
+
 def test_every_instance_of_a_plan_is_judged_by_the_bound_relative_to_the_base_model(
     workload: Make, profile: Profile
 ) -> None:
