@@ -37,8 +37,8 @@ SEEDS: Final = 3
 MORE_SEEDS: Final = 12
 HORIZON_S: Final = 3600.0
 ROUTER: Final = "smooth-shares"
-FEW_REQUESTS: Final = 30
-"""An adapter with fewer requests says nothing about starvation."""
+FEW_REQUESTS: Final = 3
+"""Unserved requests of an adapter that are not starvation yet."""
 STATUS_FINISHED: Final = 0
 SLOW_S: Final = 60.0
 
@@ -194,7 +194,7 @@ def simulate_seed(
         if workload.slo.tpt_over_base is not None:
             add(f"{group.id} attainment", missed(workload, instance, fleet, at, horizon_s, seed))
         check_group(outcome, group, result)
-        for name, ratio in starving_adapters(workload, fleet, at, bound):
+        for name, ratio in starving_adapters(workload, fleet, at, horizon_s):
             add(f"{group.id} adapter {name}", ratio)
         for window, ratio in starving_hours(fleet, at, horizon_s, bound):
             add(f"{group.id} hour {window}", ratio)
@@ -233,16 +233,20 @@ def missed(
 
 
 def starving_adapters(
-    workload: Workload, fleet: ClusterResult, at: int, bound: float
+    workload: Workload, fleet: ClusterResult, at: int, horizon_s: float
 ) -> Iterator[tuple[str, float]]:
-    """Yield the adapters of an instance of whose many requests more than allowed never began."""
-    requests = fleet.requests
-    own = requests.instance == at
-    count = np.bincount(requests.adapter[own], minlength=len(workload.adapters) + 1)
-    lost = own & np.isnan(requests.ttft_s)
-    waiting = np.bincount(requests.adapter[lost], minlength=count.size)
-    for number in np.flatnonzero((count >= FEW_REQUESTS) & (waiting > 3 + (1.0 - bound) * count)).tolist():
-        yield workload.adapters[number - 1].name, waiting[number] / count[number] / (1.0 - bound + 1e-9)
+    """Yield the adapters of an instance of whose requests too many wait longer than served_fraction allows.
+
+    An instance that serves this fraction in order of arrival lets no request wait for longer than the rest of
+    the horizon.
+    """
+    requests, fraction = fleet.requests, workload.slo.served_fraction
+    early = (requests.instance == at) & (requests.arrival_s < fraction * horizon_s)
+    count = np.bincount(requests.adapter[early], minlength=len(workload.adapters) + 1)
+    lost = np.bincount(requests.adapter[early & np.isnan(requests.ttft_s)], minlength=count.size)
+    for number in np.flatnonzero((lost > FEW_REQUESTS) & (lost > (1.0 - fraction) * count)).tolist():
+        name = workload.adapters[number - 1].name if number else "of the base model"
+        yield name, lost[number] / count[number] / (1.0 - fraction + 1e-9)
 
 
 def starving_hours(

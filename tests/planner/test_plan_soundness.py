@@ -1,0 +1,44 @@
+"""The benchmark of plans against what they serve: its draws and its findings."""
+
+from pathlib import Path
+
+import pytest
+
+from benchmarks.plan_soundness import Outcome, misplaced, starving_hours, structure, summary
+from benchmarks.soundness_workloads import draw_case
+from capplan import load_workload, plan
+from capplan.twin.cluster import Instance, simulate_cluster
+from tests.twin.cluster.workloads import PROFILE, even
+
+
+@pytest.mark.parametrize("number", [1, 3, 7])
+def test_the_same_seed_and_number_draw_the_same_workload(tmp_path: Path, number: int) -> None:
+    first, second = (draw_case(tmp_path / name, 5, number) for name in ("a", "b"))
+    files = [sorted((p.name, p.read_bytes()) for p in case.path.parent.iterdir()) for case in (first, second)]
+    assert files[0] == files[1]
+    assert first.solver == second.solver
+    assert load_workload(first.path).digest() == load_workload(second.path).digest()
+
+
+def test_a_plan_against_its_constraints_is_found() -> None:
+    workload = even(2, 0.2).replace(gpus={"count": 1}, profile=PROFILE.name)
+    made = plan(workload, seeds=1)
+    assert not list(structure(made, workload))
+    apart = [a.replace(apart_from=("a1",)) if a.name == "a0" else a for a in workload.adapters]
+    assert list(misplaced(made, workload.replace(adapters=apart))) == ["a0: with a1"]
+    fixed = workload.replace(engine={"max_num_seqs": 7})
+    assert any("max_num_seqs is" in words for words in structure(made, fixed))
+
+
+def test_an_hour_that_ends_with_a_queue_is_found() -> None:
+    overloaded = even(4, 60.0)
+    fleet = simulate_cluster(overloaded, [Instance(PROFILE, a_max=4, s_max=8)], duration_s=7200.0)
+    hours = dict(starving_hours(fleet, 0, 7200.0, 0.9))
+    assert len(hours) == 2
+    assert min(hours.values()) > 1.0
+
+
+def test_starving_plans_are_counted() -> None:
+    broken = Outcome(0, "capplan", "ok", broken=["g0 served_fraction: 2.0 +- 0.1 of the bound"])
+    text = summary([broken, Outcome(1, "capplan", "ok"), Outcome(2, "greedy", "refused")])
+    assert "| ok plans that starve | 1 |" in text
