@@ -63,7 +63,7 @@ def measure(adapters: int, gpus: int, solver: str, load: float, repeat: int) -> 
     }
     started = time.perf_counter()
     try:
-        solved = [_solved(problem, solver) for _ in range(repeat)]
+        solved = [solve_once(problem, solver) for _ in range(repeat)]
     except CapplanError as error:
         row["GPUs"] = str(error).replace("|", "/")
         row["solve s"] = f"{time.perf_counter() - started:.3g}"
@@ -79,10 +79,11 @@ def measure(adapters: int, gpus: int, solver: str, load: float, repeat: int) -> 
 
 
 def _warm_up(solver: str) -> None:
-    _verified(*_solved(make_problem(workload(24, 2, LOAD), 2, None), solver), 1)
+    _verified(*solve_once(make_problem(workload(24, 2, LOAD), 2, None), solver), 1)
 
 
-def _solved(problem: Problem, solver: str) -> tuple[SolverRun, TwinEstimator]:
+def solve_once(problem: Problem, solver: str) -> tuple[SolverRun, TwinEstimator]:
+    """Return the answer of a solver before verification, and its twin."""
     exact = TwinEstimator(problem, 0)  # with an empty cache
     return solve(problem, find_solver(solver), exact, time_limit_s=DEFAULT_TIME_LIMIT_S), exact
 

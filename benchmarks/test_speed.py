@@ -13,10 +13,12 @@ import numpy as np
 import pytest
 from pytest_benchmark.fixture import BenchmarkFixture
 
+from benchmarks import placement_growth as placement
 from benchmarks import surrogate_latency as latency
 from benchmarks import twin_speed as speed
 from benchmarks.common import cpu_timed
 from benchmarks.twin_speed import Case, Cost
+from capplan.planner.problem import make_problem
 from capplan.twin.reference import run_reference
 
 NOISE = 0.6
@@ -24,6 +26,7 @@ SCIKIT_OVER_COMPILED = 20.0  # one answer, from Python
 MOST_NS_PER_DRAWN_REQUEST = 35 / NOISE
 NEAR_LINEAR = 1.1  # exponent of CPU time in the number of requests
 REFERENCE_OVER_COMPILED = 20.0
+GREEDY_FAST_BAR_S = 1e-3
 
 
 @pytest.fixture(scope="module")
@@ -144,3 +147,12 @@ def test_the_compiled_twin_beside_the_reference(benchmark: BenchmarkFixture) -> 
     reference_s, _ = cpu_timed(partial(small.run, run_reference))
     benchmark.extra_info["reference_over_compiled"] = reference_s / compiled.cpu_s
     assert reference_s > REFERENCE_OVER_COMPILED * compiled.cpu_s
+
+
+def test_greedy_fast_places_384_adapters_on_4_gpus(benchmark: BenchmarkFixture) -> None:
+    problem = make_problem(placement.workload(384, 4, placement.LOAD), 4, None)
+    solves_s: list[float] = []
+    benchmark(lambda: solves_s.append(placement.solve_once(problem, "greedy-fast")[0].solve_s))
+    found_s = float(np.median(solves_s))
+    benchmark.extra_info["solve_ms"] = 1e3 * found_s
+    assert found_s <= GREEDY_FAST_BAR_S / NOISE

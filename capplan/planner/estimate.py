@@ -6,6 +6,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import cached_property
 from itertools import groupby
+from operator import attrgetter
 from typing import Final, Self, cast
 
 import numpy as np
@@ -13,7 +14,11 @@ from numpy.typing import NDArray
 
 from capplan.errors import InfeasibleError, InputError
 from capplan.models import Surrogate, load_surrogate
-from capplan.models.surrogates.compiled import CompiledSurrogate, compile_surrogate
+from capplan.models.surrogates.compiled import (
+    STARVED_PROBABILITY,
+    CompiledSurrogate,
+    compile_surrogate,
+)
 from capplan.models.surrogates.features import unsupported_workload
 from capplan.models.surrogates.files import KINDS
 from capplan.planner.evaluate import Evaluation, evaluate
@@ -36,7 +41,9 @@ _BOUND_WEIGHT: Final = 0.1
 """Utilization of an instance that just keeps a latency bound."""
 _MAX_BOUND_USE: Final = 10.0
 _SEED_STEP: Final = 500_009
-_STARVED_PROBABILITY: Final = 0.5
+_NAME: Final = attrgetter("name")
+_RATE: Final = attrgetter("rate_rps")
+_RANK: Final = attrgetter("rank")
 
 
 @dataclass(frozen=True)
@@ -157,16 +164,13 @@ class SurrogateEstimator:
 
     def _predict(self, same: Sequence[Assignment]) -> list[Estimate | None]:
         """Return the surrogate's estimates of instances with the same shares; None outside its range."""
-        shares, compiled = same[0].shares, self._compiled
-        names = [share.name for share in shares]
-        own = self._own_lengths
-        if compiled is None or (own and not self.extrapolates and not own.keys().isdisjoint(names)):
+        inputs = self.inputs(same[0].shares)
+        if inputs is None:
             return [None] * len(same)
-        rates_rps, ranks = _rates_and_ranks(shares, names, own)
+        compiled, rates_rps, ranks = inputs
         engines = [self.problem.engine_args(assignment) for assignment in same]
-        rates_rps /= 1.0 - self.problem.workload.headroom
         predictions = compiled.predict(rates_rps, ranks, engines)
-        starved = predictions.starvation_probability >= _STARVED_PROBABILITY
+        starved = predictions.starvation_probability >= STARVED_PROBABILITY
         usable = predictions.in_range | (predictions.is_lighter & ~starved) | self.extrapolates
         columns = (
             predictions.throughput_tok_s,
@@ -176,6 +180,20 @@ class SurrogateEstimator:
         )
         rows = zip(usable.tolist(), *(column.tolist() for column in columns), strict=True)
         return [Estimate(*estimate) if known else None for known, *estimate in rows]
+
+    def inputs(
+        self, shares: Sequence[AdapterShare]
+    ) -> tuple[CompiledSurrogate, NDArray[np.float64], NDArray[np.float64]] | None:
+        """Return the compiled surrogate, and rate at the load over (1 - headroom) and rank of each adapter.
+
+        None if the surrogate does not cover adapters with these lengths.
+        """
+        compiled, own = self._compiled, self._own_lengths
+        names = list(map(_NAME, shares))
+        if compiled is None or (own and not self.extrapolates and not own.keys().isdisjoint(names)):
+            return None
+        rates_rps, ranks = _rates_and_ranks(shares, names, own)
+        return compiled, rates_rps / (1.0 - self.problem.workload.headroom), ranks
 
     @cached_property
     def _compiled(self) -> CompiledSurrogate | None:
@@ -213,10 +231,10 @@ def _rates_and_ranks(
     shares: Sequence[AdapterShare], names: Sequence[str], relative_tokens: Mapping[str, float]
 ) -> tuple[NDArray[np.float64], NDArray[np.float64]]:
     """Return the rate and rank of each adapter, shares of one adapter added up."""
-    rates = [share.rate_rps for share in shares]
+    rates_rps = np.fromiter(map(_RATE, shares), np.float64, len(shares))
+    ranks = np.fromiter(map(_RANK, shares), np.float64, len(shares))
     if relative_tokens:
-        rates = [rate * relative_tokens.get(name, 1.0) for rate, name in zip(rates, names, strict=True)]
-    rates_rps, ranks = np.array(rates), np.array([share.rank for share in shares], np.float64)
+        rates_rps *= [relative_tokens.get(name, 1.0) for name in names]
     if len(set(names)) == len(names):
         return rates_rps, ranks
     _, first, which = np.unique(names, return_index=True, return_inverse=True)

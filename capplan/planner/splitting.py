@@ -2,13 +2,20 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections import defaultdict
+from collections.abc import Iterable, Iterator
 from dataclasses import replace
+from operator import attrgetter
+from typing import Final
 
 from capplan.errors import InfeasibleError
 from capplan.planner.bound import lower_bound_instances
 from capplan.planner.problem import AdapterShare, Assignment, Estimator, Problem, infeasible
 from capplan.spec import Adapter
+
+_KIND: Final = attrgetter("rank", "prompt_tokens", "output_tokens")
+_NAME: Final = attrgetter("name")
+_RATE: Final = attrgetter("rate_rps")
 
 AdapterSet = tuple[Adapter, ...]
 """Adapters that are placed together; mostly one."""
@@ -34,7 +41,7 @@ def split_hot_adapters(problem: Problem, estimator: Estimator) -> tuple[AdapterS
     """
     split: dict[str, int] = {}
     for kind in _kinds(problem):
-        for members in sorted(kind, key=_by_falling_rate):
+        for members in kind:
             count = _shares_needed(problem, estimator, members)
             if count == 1:
                 break
@@ -62,10 +69,11 @@ def require_memory(problem: Problem) -> None:
     InfeasibleError
         If none does.
     """
-    largest = min(problem.shares, key=lambda share: (-share.rank, share.name))
+    largest = max(problem.shares, key=attrgetter("rank"))
     slots = problem.fixed_a_max or 1
     pools = range(len(problem.pools))
     if not any(problem.fits_in_memory(Assignment((largest,), slots, pool=pool)) for pool in pools):
+        largest = min((s for s in problem.shares if s.rank == largest.rank), key=_NAME)
         raise infeasible(
             "memory",
             f"{slots} adapter slot(s) of rank {problem.s_max([largest])}, which adapter {largest.name} needs,"
@@ -74,24 +82,33 @@ def require_memory(problem: Problem) -> None:
         )
 
 
-def _kinds(problem: Problem) -> Iterable[list[AdapterSet]]:
-    """Return adapter sets by kind: single adapters that differ in name and rate only, or any other set."""
-    constraints, traced = problem.constraints, problem.workload.trace is not None
-    sets: dict[str, list[Adapter]] = {}
-    for adapter in problem.workload.adapters:
-        sets.setdefault(constraints.leader[adapter.name], []).append(adapter)
-    kinds: dict[object, list[AdapterSet]] = {}
-    for leader, members in sets.items():
-        first = members[0]
-        own = leader if traced or len(members) > 1 or leader in constraints.max_replicas else None
-        pool = constraints.pinned_pool.get(leader)
-        key = (first.rank, first.prompt_tokens, first.output_tokens, pool, own)
-        kinds.setdefault(key, []).append(tuple(members))
-    return kinds.values()
+def _kinds(problem: Problem) -> Iterator[list[AdapterSet]]:
+    """Yield adapter sets by kind, hottest first.
 
-
-def _by_falling_rate(members: AdapterSet) -> tuple[float, str]:
-    return -sum([adapter.rate_rps for adapter in members]), members[0].name
+    A kind is single adapters that differ in name and rate only, or any other set.
+    """
+    constraints, adapters = problem.constraints, problem.workload.adapters
+    leader, pins = constraints.leader, constraints.pinned_pool
+    apart = {first for name, first in leader.items() if name != first} | constraints.max_replicas.keys()
+    if problem.workload.trace is not None:
+        apart = set(leader.values())
+    alone: defaultdict[object, list[Adapter]] = defaultdict(list)
+    together: defaultdict[str, list[Adapter]] = defaultdict(list)
+    if apart or pins:
+        for adapter in adapters:
+            first = leader[adapter.name]
+            if first in apart:
+                together[first].append(adapter)
+            else:
+                alone[_KIND(adapter), pins.get(first)].append(adapter)
+    else:
+        for kind, adapter in zip(map(_KIND, adapters), adapters, strict=True):
+            alone[kind].append(adapter)
+    yield from ([tuple(members)] for members in together.values())
+    for same in alone.values():
+        same.sort(key=_NAME)
+        same.sort(key=_RATE, reverse=True)
+        yield [(adapter,) for adapter in same]
 
 
 def _shares_needed(problem: Problem, estimator: Estimator, members: AdapterSet) -> int:

@@ -57,6 +57,9 @@ LOAD_FEATURES: Final = (
 )
 """Features that fall with the load, all else being equal."""
 
+STARVED_PROBABILITY: Final = 0.5
+"""Probability of starvation from which a GPU counts as starved."""
+
 _STARVATION: Final = (PROBABILITY, LOG_ODDS, LOG_SERVED)
 _GIVES_PROBABILITY: Final = _STARVATION.index(PROBABILITY)
 _GIVES_LOG_SERVED: Final = _STARVATION.index(LOG_SERVED)
@@ -66,6 +69,18 @@ _SLOT_WAIT: Final = FEATURES.index("slot_wait_s")
 _LIFE: Final = FEATURES.index("request_life_s")
 
 _LOWEST, _LOWEST_BUT_LOAD, _HIGHEST = range(3)
+
+
+PREDICTED: Final = (
+    "throughput_tok_s",
+    "low_tok_s",
+    "high_tok_s",
+    "starvation_probability",
+    "novelty",
+    "in_range",
+    "is_lighter",
+)
+"""Rows that `fill_predictions` writes."""
 
 
 @dataclass(frozen=True)
@@ -114,8 +129,7 @@ class CompiledSurrogate:
         rates_rps, ranks
             Of each adapter, at least one; shape (adapters,).
         engines
-            At least one. Slots, their rank and max_num_seqs may differ; all other settings are those of
-            `compile_surrogate`.
+            At least one. gpu_memory_utilization is that of `compile_surrogate`.
 
         Returns
         -------
@@ -139,7 +153,7 @@ def compile_surrogate(
     profile = surrogate.profile
     if unsupported_workload(workload, profile):
         return None
-    common = common_inputs(workload, profile, engine.max_num_batched_tokens)
+    common = common_inputs(workload, profile)
     budget = kv_budget(profile, engine.gpu_memory_utilization)
     return CompiledSurrogate(surrogate, common, budget, pack_trees(surrogate))
 
@@ -167,8 +181,8 @@ def pack_trees(surrogate: Surrogate) -> PackedTrees | None:
 
 def predict_compiled(packed: PackedTrees, vectors: Vectors) -> Predictions:
     """Predict vectors in the order of `FEATURES`, shape (n, features)."""
-    rows = np.empty((7, len(vectors)))
-    _fill_predictions(rows, packed, vectors, np.empty(vectors.shape[1]))
+    rows = np.empty((len(PREDICTED), len(vectors)))
+    fill_predictions(rows, packed, vectors, np.empty(vectors.shape[1]))
     throughput, low, high, probability, novelty, in_range, is_lighter = rows
     return Predictions(
         throughput_tok_s=throughput,
@@ -200,7 +214,8 @@ def _without_load(lowest: Vectors) -> Vectors:
 
 
 @jit
-def _fill_predictions(rows: Floats, packed: PackedTrees, vectors: Vectors, scratch: Floats) -> None:
+def fill_predictions(rows: Floats, packed: PackedTrees, vectors: Vectors, scratch: Floats) -> None:
+    """Write the rows of `PREDICTED`, with a column per vector; `scratch` has shape (features,)."""
     starvation_begins = packed.throughput_trees
     ends_begin = packed.throughput_trees + packed.starvation_trees
     bounds = packed.bounds

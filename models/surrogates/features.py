@@ -79,7 +79,7 @@ class FeatureVector(NamedTuple):
 
 
 class CommonInputs(NamedTuple):
-    """Inputs shared by all GPUs of a prediction: requests, profile and fixed engine settings."""
+    """Inputs shared by all GPUs of a prediction: requests and profile."""
 
     prompt_mean_tokens: float
     prompt_std_tokens: float
@@ -89,7 +89,6 @@ class CommonInputs(NamedTuple):
     kv_tokens_per_request: float
     """KV tokens that a decoding request holds on average."""
     arrivals_cv: float
-    max_num_batched_tokens: float
     step_form: int
     step_coefficients: Floats
     """Step-latency model, by `latency_code` and `coefficient_array`."""
@@ -113,9 +112,9 @@ def feature_vectors(
     Parameters
     ----------
     common
-        Requests, profile and fixed engine settings.
+        Requests and profile.
     limits
-        Slots, their rank, most running requests and KV tokens of each GPU.
+        `gpu_limits` of each GPU.
     rates_rps, ranks
         Of each adapter, shape (adapters,).
 
@@ -126,12 +125,12 @@ def feature_vectors(
     """
     vectors = np.empty((len(limits), len(FEATURES)), np.float32)
     scratch = np.empty((4, rates_rps.size))
-    _fill_vectors(vectors, common, np.array(limits, float), rates_rps, ranks, np.sort(rates_rps), scratch)
+    fill_vectors(vectors, common, np.array(limits, float), rates_rps, ranks, np.sort(rates_rps), scratch)
     return vectors
 
 
 @jit
-def _fill_vectors(
+def fill_vectors(
     vectors: NDArray[np.float32],
     common: CommonInputs,
     limits: Floats,
@@ -140,6 +139,7 @@ def _fill_vectors(
     ascending_rps: Floats,
     scratch: Floats,
 ) -> None:
+    """Write the rows of `feature_vectors`; `scratch` has shape (4, adapters) or more columns."""
     _, rate_std = _moments(rates_rps)
     rank_mean, rank_std = _moments(ranks)
     mix = _Mix(rate_std, rank_mean, rank_std)
@@ -152,7 +152,7 @@ def _fill_vectors(
             s_max=limits[row, 1],
             max_num_seqs=limits[row, 2],
             kv_requests=limits[row, 3] / common.kv_tokens_per_request,
-            max_num_batched_tokens=common.max_num_batched_tokens,
+            max_num_batched_tokens=limits[row, 4],
             adapter_load_s=_load_s(common, load, rates_rps, ranks, limits[row, 1]),
             max_in_flight=float(MAX_IN_FLIGHT),
         )
@@ -197,7 +197,7 @@ def _vector(
         length_correlation=common.length_correlation,
         arrivals_cv=common.arrivals_cv,
         max_num_seqs=gpu.max_num_seqs,
-        max_num_batched_tokens=common.max_num_batched_tokens,
+        max_num_batched_tokens=gpu.max_num_batched_tokens,
         kv_tokens=kv_tokens,
         offered_tok_s=load.total_rps * (common.prompt_mean_tokens + common.output_mean_tokens),
         expected_share=min(1.0, state.served_rps / total_rps) * in_time,
@@ -206,7 +206,7 @@ def _vector(
         batch_limit=limit,
         batch_over_limit=state.batch_over_limit,
         kv_requests_over_seqs=gpu.kv_requests / gpu.max_num_seqs,
-        prompt_over_budget=load.prompt_tokens / common.max_num_batched_tokens,
+        prompt_over_budget=load.prompt_tokens / gpu.max_num_batched_tokens,
         slots_share=state.slots_share,
         full_queue_share=state.full_queue_share,
         slot_wait_s=state.slot_wait_s,
@@ -314,19 +314,19 @@ def feature_vector(workload: Workload, profile: Profile, args: EngineArgs) -> ND
         raise InputError("is not covered by surrogates; use the twin", location="workload.base")
     rates_rps = np.array([a.rate_rps for a in workload.adapters])
     ranks = np.array([a.rank for a in workload.adapters], float)
-    common = common_inputs(workload, profile, args.max_num_batched_tokens)
+    common = common_inputs(workload, profile)
     limits = gpu_limits(kv_budget(profile, args.gpu_memory_utilization), args)
     vector: NDArray[np.float32] = feature_vectors(common, [limits], rates_rps, ranks)[0]
     return vector
 
 
-def gpu_limits(budget: KvBudget, args: EngineArgs) -> tuple[int, int, int, int]:
-    """Return slots, their rank, most running requests and KV tokens of one GPU."""
+def gpu_limits(budget: KvBudget, args: EngineArgs) -> tuple[int, int, int, int, int]:
+    """Return slots, their rank, most running requests, KV tokens and most tokens per step of one GPU."""
     limits = (args.max_loras, args.max_lora_rank, args.max_num_seqs)
-    return (*limits, budget.tokens(*limits))
+    return (*limits, budget.tokens(*limits), args.max_num_batched_tokens)
 
 
-def common_inputs(workload: Workload, profile: Profile, max_num_batched_tokens: int) -> CommonInputs:
+def common_inputs(workload: Workload, profile: Profile) -> CommonInputs:
     """Return the inputs shared by GPUs that serve adapters of a workload, all with its mean lengths."""
     lengths = _mean_lengths(workload)
     stated = workload.length_correlation
@@ -337,7 +337,6 @@ def common_inputs(workload: Workload, profile: Profile, max_num_batched_tokens: 
         length_correlation=correlation,
         kv_tokens_per_request=held_tokens(*lengths, correlation) + profile.engine.block_size / 2,
         arrivals_cv=arrivals_cv(workload),
-        max_num_batched_tokens=float(max_num_batched_tokens),
         step_form=latency_code(profile.step_latency.form, profile.engine.kernel),
         step_coefficients=coefficient_array(profile.step_latency),
         loading_ms=value("serving_factor")

@@ -7,9 +7,11 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from capplan import Assignment, EngineConfig, InfeasibleError, Problem
+from capplan import Assignment, EngineConfig, InfeasibleError, Problem, load_surrogate
+from capplan.planner.estimate import SurrogateEstimator
 from capplan.planner.problem import GRID, AdapterShare, Estimate, Estimator
 from capplan.planner.solvers.greedy import PAPER_GRID, priority_order, solve_greedy
+from capplan.planner.solvers.greedy_fill import compiled_fill
 from capplan.testing import Capacity, example_problem
 
 
@@ -254,3 +256,29 @@ def test_an_adapter_that_does_not_fit_in_memory_is_named() -> None:
     with pytest.raises(InfeasibleError, match="memory") as error:
         solve_greedy(tight, Capacity(rps=4.0))
     assert error.value.reason == "memory"
+
+
+@given(
+    seed=st.integers(0, 10_000),
+    adapters=st.integers(1, 150),
+    largest_rps=st.sampled_from([0.05, 0.3, 2.0]),
+    engine=st.builds(
+        EngineConfig,
+        max_loras=st.sampled_from([None, None, 4, 32]),
+        max_cpu_loras=st.sampled_from([None, None, 48]),
+        max_num_batched_tokens=st.sampled_from([None, 1024]),
+    ),
+    extrapolates=st.booleans(),
+    strict=st.booleans(),
+)
+def test_a_compiled_fill_decides_as_one_that_queries_the_surrogate(
+    seed: int, adapters: int, largest_rps: float, engine: EngineConfig, extrapolates: bool, strict: bool
+) -> None:
+    """Outside the surrogate's range both query the twin."""
+    problem = example_problem(seed, adapters, 12, engine, largest_rps)
+    surrogate = load_surrogate(problem.profile, "tree")
+    estimator = SurrogateEstimator(problem, surrogate, Capacity(20.0, 0.05), extrapolates)
+    assert compiled_fill(problem, estimator, problem.shares, GRID) is not None
+    solve = partial(solve_greedy, strict=strict)
+    by_query = outcome(solve, problem, lambda assignment: estimator(assignment))
+    assert outcome(solve, problem, estimator) == by_query

@@ -11,9 +11,8 @@ and a rest that fails at the end is an error.
 
 from __future__ import annotations
 
-from collections import deque
 from collections.abc import Iterable, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from functools import partial
 from itertools import groupby
 from operator import attrgetter
@@ -31,19 +30,10 @@ from capplan.planner.problem import (
     infeasible,
 )
 from capplan.planner.solvers.base import RequiredEstimator, Solver, SolverContext
+from capplan.planner.solvers.greedy_fill import GpuFill, compiled_fill
 
 PAPER_GRID: Final = GRID[3:]
 """Testing points of the paper, 8 to 384."""
-
-
-@dataclass
-class _GpuFill:
-    """Mutable state of a GPU."""
-
-    committed: tuple[AdapterShare, ...] = ()
-    a_max: int = 0
-    failed_with_rest: bool = False
-    """Whether it was closed by the test of the rest at the end."""
 
 
 def solve_greedy(problem: Problem, estimator: Estimator, *, strict: bool = False) -> tuple[Assignment, ...]:
@@ -55,44 +45,48 @@ def solve_greedy(problem: Problem, estimator: Estimator, *, strict: bool = False
         If the GPUs do not suffice.
     """
     grid = PAPER_GRID if strict else GRID
-    waiting = deque(priority_order(problem.shares))
-    filled: list[_GpuFill] = []
-    while waiting:
-        if len(filled) == problem.gpus:
-            raise _too_few(problem, filled, waiting, strict)
-        gpu = _fill(problem, estimator, waiting, grid)
-        if not gpu.committed and not strict:
+    queue = priority_order(problem.shares)
+    compiled = compiled_fill(problem, estimator, queue, grid)
+    placed: list[Assignment] = []
+    start = used = 0
+    while start < len(queue):
+        waiting = queue[start:]
+        if used == problem.gpus:
+            raise _too_few(problem, len(waiting), used - len(placed), strict)
+        gpu = None if compiled is None else compiled(start)
+        if gpu is None:
+            gpu = fill_gpu(problem, estimator, waiting, grid)
+        if not gpu.adapters and not strict:
             raise _fits_nowhere(problem, waiting[0])
-        if strict and waiting and gpu.failed_with_rest:
+        if strict and gpu.failed_with_rest:
             raise infeasible(
                 "starvation",
-                f"the last {len(waiting)} adapters fail on the GPU that has room for them, with headroom "
-                f"{problem.workload.headroom:g}; to the letter, the greedy algorithm then tries no other",
+                f"the last {len(waiting) - gpu.adapters} adapters fail on the GPU that has room for them, "
+                f"with headroom {problem.workload.headroom:g}; to the letter, the greedy algorithm then "
+                "tries no other",
             )
-        filled.append(gpu)
-    return tuple(
-        Assignment(gpu.committed, problem.fixed_a_max or min(gpu.a_max, distinct_adapters(gpu.committed)))
-        for gpu in filled
-        if gpu.committed
-    )
+        used, start = used + 1, start + gpu.adapters
+        if gpu.adapters:
+            shares = tuple(waiting[: gpu.adapters])
+            placed.append(
+                Assignment(shares, problem.fixed_a_max or min(gpu.a_max, distinct_adapters(shares)))
+            )
+    return tuple(placed)
 
 
-def _fill(
-    problem: Problem, estimator: Estimator, waiting: deque[AdapterShare], grid: Sequence[int]
-) -> _GpuFill:
-    """Fill a new GPU from the queue until a test fails or the grid ends."""
-    gpu = _GpuFill()
-    while waiting and len(gpu.committed) < grid[-1]:
-        point = next(value for value in grid if value > len(gpu.committed))
-        provisional = [waiting.popleft() for _ in range(min(point - len(gpu.committed), len(waiting)))]
-        shares = (*gpu.committed, *provisional)
-        best = test_allocation(problem, estimator, shares, gpu.a_max, grid)
+def fill_gpu(
+    problem: Problem, estimator: Estimator, waiting: Sequence[AdapterShare], grid: Sequence[int]
+) -> GpuFill:
+    """Fill a new GPU from the head of the queue until a test fails or the grid ends."""
+    count = a_max = 0
+    while count < min(len(waiting), grid[-1]):
+        point = next(value for value in grid if value > count)
+        shares = tuple(waiting[:point])
+        best = test_allocation(problem, estimator, shares, a_max, grid)
         if best is None:
-            gpu.failed_with_rest = len(shares) < point
-            waiting.extendleft(reversed(provisional))
-            break
-        gpu.committed, gpu.a_max = shares, best
-    return gpu
+            return GpuFill(count, a_max, failed_with_rest=len(shares) < point)
+        count, a_max = len(shares), best
+    return GpuFill(count, a_max, failed_with_rest=False)
 
 
 def test_allocation(
@@ -118,7 +112,9 @@ def test_allocation(
 
 def priority_order(shares: Iterable[AdapterShare]) -> list[AdapterShare]:
     """Return the shares by descending rank; within a rank by highest, lowest, second highest, ... rate."""
-    by_rank = sorted(shares, key=lambda share: (-share.rank, -share.rate_rps, share.name, share.number))
+    by_rank = sorted(shares, key=attrgetter("name", "number"))
+    for key in ("rate_rps", "rank"):
+        by_rank.sort(key=attrgetter(key), reverse=True)
     ordered: list[AdapterShare] = []
     for _, group in groupby(by_rank, key=attrgetter("rank")):
         falling = list(group)
@@ -129,15 +125,12 @@ def priority_order(shares: Iterable[AdapterShare]) -> list[AdapterShare]:
     return ordered
 
 
-def _too_few(
-    problem: Problem, filled: Sequence[_GpuFill], waiting: deque[AdapterShare], strict: bool
-) -> InfeasibleError:
-    placed = sum(len(gpu.committed) for gpu in filled)
-    empty = sum(not gpu.committed for gpu in filled)
+def _too_few(problem: Problem, waiting: int, empty: int, strict: bool) -> InfeasibleError:
+    placed = len(problem.shares) - waiting
     reason = f"; {empty} stay empty, since the first {PAPER_GRID[0]} adapters fail there" if empty else ""
     return infeasible(
         "gpus",
-        f"the greedy algorithm{' to the letter' if strict else ''} fits {placed} of {placed + len(waiting)} "
+        f"the greedy algorithm{' to the letter' if strict else ''} fits {placed} of {len(problem.shares)} "
         f"adapters (shares of split ones counted) on {problem.gpus} instance(s) with headroom "
         f"{problem.workload.headroom:g}{reason}",
     )

@@ -20,8 +20,13 @@ ANSWERS = ("throughput_tok_s", "low_tok_s", "high_tok_s", "starvation_probabilit
 ENGINE = engine_args(asked(), SETTINGS)
 
 
-def limits(a_max: int, s_max: int, max_num_seqs: int) -> EngineArgs:
-    return ENGINE.replace(max_loras=a_max, max_lora_rank=s_max, max_num_seqs=max_num_seqs)
+def limits(a_max: int, s_max: int, max_num_seqs: int, max_num_batched_tokens: int = 2048) -> EngineArgs:
+    return ENGINE.replace(
+        max_loras=a_max,
+        max_lora_rank=s_max,
+        max_num_seqs=max_num_seqs,
+        max_num_batched_tokens=max_num_batched_tokens,
+    )
 
 
 def ask(surrogate: Surrogate, workload: Workload, *settings: EngineArgs) -> Predictions:
@@ -33,7 +38,8 @@ def ask(surrogate: Surrogate, workload: Workload, *settings: EngineArgs) -> Pred
 
 def predict(surrogate: Surrogate, workload: Workload, setting: EngineArgs) -> SurrogateAnswer:
     changed = {"a_max": setting.max_loras, "s_max": setting.max_lora_rank}
-    return surrogate.predict(workload, **SETTINGS | changed | {"max_num_seqs": setting.max_num_seqs})
+    same = {name: getattr(setting, name) for name in ("max_num_seqs", "max_num_batched_tokens")}
+    return surrogate.predict(workload, **SETTINGS | changed | same)
 
 
 def assert_equal(replies: Predictions, number: int, answer: SurrogateAnswer) -> None:
@@ -50,7 +56,11 @@ ADAPTERS = st.lists(
     max_size=80,
 )
 SETTING = st.builds(
-    limits, st.integers(1, 100), st.sampled_from([64, 128]), st.sampled_from([1, 64, 256, 1024])
+    limits,
+    st.integers(1, 100),
+    st.sampled_from([64, 128]),
+    st.sampled_from([1, 64, 256, 1024]),
+    st.sampled_from([256, 2048, 8192]),
 )
 ARRIVALS = st.sampled_from([Arrivals.POISSON, Renewal(process="gamma", cv=2.5)])
 
