@@ -102,14 +102,14 @@ def vllm_files(plan: Plan, *, port: int = 8000, runtime_updates: bool = False) -
 
 
 def _require_slots(plan: Plan) -> None:
-    engine = plan.engine
-    if serving_rules(engine.rules).engine == SLORA_ENGINE:
-        rule = "must be an engine with adapter slots, which vLLM has and S-LoRA's common pool does not"
-        raise InputError(rule, f"{engine.name} {engine.version}, rules {engine.rules}", "plan: engine")
+    for engine in (plan.engine, *map(plan.engine_of, plan.groups)):
+        if serving_rules(engine.rules).engine == SLORA_ENGINE:
+            rule = "must be an engine with adapter slots, which vLLM has and S-LoRA's common pool does not"
+            raise InputError(rule, f"{engine.name} {engine.version}, rules {engine.rules}", "plan: engine")
 
 
 def _script(plan: Plan, server: Server, digest: str, runtime_updates: bool) -> str:
-    group = server.group
+    group, engine = server.group, plan.engine_of(server.group)
     lines = ["#!/bin/sh", *(f"# {line}" for line in _header(plan, server, digest)), "set -eu"]
     if any(adapter.path is None for adapter in group.adapters):
         lines.append(': "${ADAPTER_ROOT:?must name the directory that holds the adapters, one folder each}"')
@@ -119,8 +119,8 @@ def _script(plan: Plan, server: Server, digest: str, runtime_updates: bool) -> s
         f"exec vllm serve {shlex.quote(plan.base_model)}",
         f'--port "${{PORT:-{server.port}}}"',
         f"--tensor-parallel-size {group.tp}",
-        *_engine_flags(group.engine_args, len(group.adapters), plan.engine.version),
-        *_scheduling_flags(plan.engine.rules),
+        *_engine_flags(group.engine_args, len(group.adapters), engine.version),
+        *_scheduling_flags(engine.rules),
         '"$@"',  # before --lora-modules, which takes every word up to the next flag
         "--lora-modules",
         *(_lora_module(adapter) for adapter in group.adapters),
@@ -137,8 +137,11 @@ def _header(plan: Plan, server: Server, digest: str) -> Iterable[str]:
     yield "PORT overrides the port; further arguments go to vllm."
     if group.queues is not None or group.cache is not None:
         yield "The plan's own queues and cache policy are left out: vLLM has no flags for them."
-    if not plan.engine.rules.startswith("vllm"):
-        rules = _in_comment(plan.engine.rules)
+    engine = plan.engine_of(group)
+    if engine != plan.engine:
+        yield f"Engine {_in_comment(engine.name)} {_in_comment(engine.version)}, unlike other groups."
+    if not engine.rules.startswith("vllm"):
+        rules = _in_comment(engine.rules)
         yield f"The plan was verified under the rules {rules}, which vLLM does not follow."
 
 

@@ -24,6 +24,7 @@ from capplan.spec import (
     PlanAdapter,
     PlanEngine,
     Predicted,
+    Profile,
     Queues,
     Totals,
     Verification,
@@ -50,7 +51,7 @@ def build_plan(
     provenance.
     """
     problem, assignments, verifications = verifier.problem, answer.assignments, answer.verifications
-    workload, engine = problem.workload, problem.profile.engine
+    workload = problem.workload
     names, moves = name_groups(problem, assignments, previous)
     bottlenecks = parallel_map(partial(find_bottleneck, problem), assignments)
     pairs = list(zip(assignments, verifications, strict=True))
@@ -64,7 +65,7 @@ def build_plan(
     return Plan(
         created_by=f"capplan {installed_version()}",
         base_model=workload.base_model,
-        engine=PlanEngine(name=engine.name, version=engine.version, rules=engine.rules),
+        engine=_engine(problem.profile),
         objective=workload.objective,
         slo=workload.slo,
         workload_digest=workload.digest(),
@@ -132,6 +133,11 @@ def _profiles(problem: Problem) -> dict[str, JsonValue]:
     return {"pools": {str(pool.name): source for pool, source in zip(problem.pools, sources, strict=True)}}
 
 
+def _engine(profile: Profile) -> PlanEngine:
+    engine = profile.engine
+    return PlanEngine(name=engine.name, version=engine.version, rules=engine.rules)
+
+
 def _group(
     problem: Problem,
     name: str,
@@ -142,6 +148,7 @@ def _group(
 ) -> Group:
     pool = problem.pools[assignment.pool]
     profile = pool.profile
+    engine = _engine(profile)
     binds, load_over_capacity = bottleneck
     fractions = assignment.fractions
     caching = chosen_rules(profile, None, None).prefix_caching  # as simulated by the twin
@@ -152,6 +159,7 @@ def _group(
         gpu=profile.gpu.name,
         tp=profile.tp,
         profile=profile.name,
+        engine=None if engine == _engine(problem.profile) else engine,
         engine_args=problem.engine_args(assignment).replace(enable_prefix_caching=caching),
         adapters=tuple(
             PlanAdapter(name=a.name, rank=a.rank, rate_rps=a.rate_rps, path=a.path, share=fractions[a.name])

@@ -166,6 +166,10 @@ class Group(SpecModel):
     gpu: Text = Field(description="Kind of GPU.")
     tp: Count = Field(default=1, description="GPUs per instance (tensor parallelism).")
     profile: Text = Field(description="Profile the predictions rest on.")
+    engine: PlanEngine | None = Field(
+        default=None,
+        description="Engine of the group's profile if it is not that of the plan; null: the plan's.",
+    )
     engine_args: EngineArgs = Field(description="Engine flags.")
     adapters: tuple[PlanAdapter, ...] = Field(min_length=1, description="Adapters served, with their shares.")
     queues: Queues | None = Field(default=None, description="Queues by request size; null: one queue.")
@@ -309,6 +313,10 @@ class Plan(Displayed, SpecModel):
                 raise rule_error(
                     f"shares of adapter {name!r} must sum to 1 over groups", key=("groups",), value=total
                 )
+
+    def engine_of(self, group: Group) -> PlanEngine:
+        """Return the engine that serves a group of the plan."""
+        return group.engine or self.engine
 
     def require_verified(self) -> None:
         """Check that the verification passed with every setting of the plan.

@@ -268,6 +268,16 @@ def test_scheduling_is_a_flag_unless_it_is_the_default(tmp_path: Path, rules: st
     assert {name for name in given if "scheduling" in name} == flags
 
 
+def test_a_group_with_an_engine_of_its_own_gets_the_flags_of_that_engine(tmp_path: Path) -> None:
+    old = PlanEngine(name="vllm", version="0.8.5", rules="vllm-0.8")
+    own = group("g", adapters=(("a", 8, 1.0, "p"),)).replace(engine=old)
+    newer = PlanEngine(name="vllm", version="0.32.0", rules="vllm-0.32-sync")
+    script = only_script(plan_of(own, engine=newer))
+    given = options(launched(tmp_path, script)[0])
+    assert not [name for name in given if "scheduling" in name]
+    assert 'Engine "vllm" "0.8.5", unlike other groups.' in script
+
+
 def test_a_plan_without_adapter_slots_is_refused() -> None:
     engine = PlanEngine(name="s-lora", version="c1ddf48", rules="slora")
     with pytest.raises(

@@ -31,8 +31,8 @@ def test_a_plan_against_its_constraints_is_found() -> None:
 
 
 def test_an_hour_that_ends_with_a_queue_is_found() -> None:
-    overloaded = even(4, 60.0)
-    fleet = simulate_cluster(overloaded, [Instance(PROFILE, a_max=4, s_max=8)], duration_s=7200.0)
+    slow = Instance(PROFILE, a_max=4, s_max=8, max_num_seqs=1)
+    fleet = simulate_cluster(even(4, 1.0), [slow], duration_s=7200.0)
     hours = dict(starving_hours(fleet, 0, 7200.0, 0.9))
     assert len(hours) == 2
     assert min(hours.values()) > 1.0

@@ -1,5 +1,6 @@
 from collections.abc import Sequence
 from dataclasses import replace
+from pathlib import Path
 
 import pytest
 from hypothesis import given, settings
@@ -126,3 +127,22 @@ def test_gpus_and_pools_together_are_rejected(heavy: Workload, profile: Profile)
         make_problem(heavy.replace(pools=pools), 3, None)
     with pytest.raises(InputError, match="profile: does not go with pools"):
         make_problem(heavy.replace(pools=pools), None, profile)
+
+
+def test_groups_of_pools_with_different_engines_name_theirs(profile: Profile, tmp_path: Path) -> None:
+    """A group is served by the engine that verified it."""
+    other = profile.replace(
+        name="other/engine", engine=profile.engine.replace(version="0.32.0", rules="vllm-0.32-sync")
+    )
+    (tmp_path / "other.json").write_text(other.model_dump_json())
+    pools = [
+        pool_config("old", 1, None),
+        {**pool_config("new", 1, None), "profile": str(tmp_path / "other.json")},
+    ]
+    adapters = [Adapter(name=name, rank=8, rate_rps=0.1, pool=name) for name in ("old", "new")]
+    lengths = {"prompt_tokens": Lengths(mean=100), "output_tokens": Lengths(mean=20)}
+    workload = Workload(base_model=profile.model.hf_ids[0], adapters=adapters, pools=pools, **lengths)
+    made = plan(workload, seeds=1)
+    versions = {group.pool: made.engine_of(group).version for group in made.groups}
+    assert versions == {"old": "0.8.5", "new": "0.32.0"}
+    assert sum(group.engine is None for group in made.groups) == 1

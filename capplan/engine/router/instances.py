@@ -97,7 +97,11 @@ def _of_group(plan: Plan, group: Group, serving: ServingOptions) -> list[Instanc
     if group.tp != 1:
         raise InputError("must be 1: the engine has no tensor parallelism", group.tp, f"group {group.id}: tp")
     given = {name: value for name, value in serving.engine.items() if value is not None}
-    engine = {"rules": plan.engine.rules, **group.engine_args.model_dump(exclude_none=True), **given}
+    engine = {
+        "rules": plan.engine_of(group).rules,
+        **group.engine_args.model_dump(exclude_none=True),
+        **given,
+    }
     server = ServerSettings(
         model_name=serving.model_name,
         max_requests=engine["max_num_seqs"] + serving.max_queue,
