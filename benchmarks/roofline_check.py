@@ -66,6 +66,7 @@ def milliseconds(
         s_max=float(s_max),
         waiting=0.0,
         slots_per_adapter=1.0,
+        adapters_served=float(adapters),
     )
     model = profile.step_latency
     return float(step_ms(latency_code(model.form, profile.engine.kernel), coefficient_array(model), features))

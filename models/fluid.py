@@ -239,6 +239,7 @@ def _step_s(engine: FluidEngine, load: FluidLoad, batch: float, adapters: float,
         s_max=engine.s_max,
         waiting=waiting,
         slots_per_adapter=min(1.0, engine.a_max / load.adapters),
+        adapters_served=load.adapters,
     )
     milliseconds = step_ms(engine.step_form, engine.step_coefficients, step)
     return (milliseconds + _ranks_ms(engine, load, batch)) / 1000.0

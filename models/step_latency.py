@@ -38,6 +38,8 @@ class StepFeatures(NamedTuple):
     waiting: float
     slots_per_adapter: float
     """a_max over adapters served, at most 1: the share of waiting requests that find their adapter."""
+    adapters_served: float
+    """Adapters of the workload, in slots or not."""
 
 
 class StepRanks(NamedTuple):
@@ -135,10 +137,12 @@ DIGITAL_TWIN = LatencyForm(
     MappingProxyType({"k7_base": "k7"}),
 )
 """The adapter-caching paper's eq. 1, scheduler first:
-``k1*B + k2*W + k3*W*A_max/adapters + (k4*B + k5) * (k6*A + k7)``.
+``k1*B + k2*W + k3*W*A_B/A + (k4*B + k5) * (k6*A_B + k7)``.
 
-A counts the distinct adapters in the batch. From none to one is a jump (section 5.1.2): a batch without
-adapters may have a constant of its own, ``k7_base`` in place of ``k6*A + k7``.
+B counts the running requests, W the waiting ones, A_B the distinct adapters in the batch and A the adapters
+served. The paper's overhead factor has the letter A for adapters in the batch (Fig. 5). From none to one is a
+jump (section 5.1.2): a batch without adapters may have a constant of its own, ``k7_base`` in place of
+``k6*A_B + k7``.
 """
 
 TOPPINGS_BGMV = LatencyForm(
@@ -323,7 +327,8 @@ def _additive_rank_ms(form: int, k: NDArray[np.float64], s_max: float, ranks: St
 
 @jit
 def _digital_twin_ms(k: NDArray[np.float64], step: StepFeatures) -> float:
-    scheduler_ms = k[_K1] * step.requests + step.waiting * (k[_K2] + k[_K3] * step.slots_per_adapter)
+    in_batch = step.adapters / step.adapters_served if step.adapters_served > 0.0 else 0.0
+    scheduler_ms = k[_K1] * step.requests + step.waiting * (k[_K2] + k[_K3] * in_batch)
     is_base = k.size > _K7_BASE and step.adapters == 0.0
     overhead = k[_K7_BASE] if is_base else k[_K6] * step.adapters + k[_K7]
     return float(scheduler_ms + (k[_K4] * step.requests + k[_K5]) * overhead)

@@ -70,6 +70,7 @@ _TYPICAL: Final = StepFeatures(
     s_max=16.0,
     waiting=500.0,
     slots_per_adapter=0.5,
+    adapters_served=64.0,
 )
 _TYPICAL_RANKS: Final = StepRanks(
     decodes=100.0,

@@ -83,6 +83,7 @@ def compute_ns(c: np.record, costs: Costs, tokens: int, ranks_ms: float) -> int:
         s_max=float(costs.s_max),
         waiting=float(c.n_waiting),
         slots_per_adapter=costs.slots_per_adapter,
+        adapters_served=float(costs.adapters_served),
     )
     return round((step_ms(costs.form, costs.coefficients, features) + ranks_ms) * 1e6)
 

@@ -87,6 +87,7 @@ class Costs(NamedTuple):
     a_max: int
     s_max: int
     slots_per_adapter: float
+    adapters_served: int
     load_ns: NDArray[np.int64]
     """Copy of each adapter from host to GPU, shape (adapters + 1,); entry 0 is the base model."""
     disk_ns: NDArray[np.int64]
@@ -238,6 +239,7 @@ def build_costs(workload: Workload, profile: Profile, a_max: int, s_max: int) ->
         a_max=a_max,
         s_max=s_max,
         slots_per_adapter=_slots_per_adapter(workload, a_max),
+        adapters_served=len(workload.adapters),
         load_ns=_per_adapter_ns(gpu_ms, ranks),
         disk_ns=_per_adapter_ns(disk_ms, ranks),
         rank=np.array([0, *ranks], np.int64),

@@ -64,7 +64,7 @@ _REQUIRED_BY_FORM: Final[Mapping[str, tuple[str, ...]]] = MappingProxyType(
 )
 
 _UNBOUNDED: Final = "k3"
-"""Coefficient of the digital-twin form that may be negative: resident adapters shorten the queue scan."""
+"""Coefficient of the digital-twin form that may be negative: adapters in the batch shorten the queue scan."""
 
 _AT_BOUND: Final = 1e-9
 
@@ -275,6 +275,7 @@ def _fill(form: int, k: NDArray[np.float64], mixture: _Mixture, columns: NDArray
                 s_max=step[row, 5],
                 waiting=step[row, 6] / queued[row] if with_queue else 0.0,
                 slots_per_adapter=step[row, 7],
+                adapters_served=step[row, 8],
             )
             held = StepRanks(
                 decodes=ranks[row, 0],
@@ -296,7 +297,8 @@ def _fill(form: int, k: NDArray[np.float64], mixture: _Mixture, columns: NDArray
 
 def _digital_twin_ms(table: StepTable, k: Mapping[str, float]) -> NDArray[np.float64]:
     """Return the milliseconds of each row by the adapter-caching paper's form, including loads."""
-    scheduler = k["k1"] * table.requests + table.waiting * (k["k2"] + k["k3"] * table.slots_per_adapter)
+    in_batch = table.adapters / table.adapters_served
+    scheduler = k["k1"] * table.requests + table.waiting * (k["k2"] + k["k3"] * in_batch)
     overhead = k["k6"] * table.adapters + k["k7"]
     if "k7_base" in k:
         overhead = np.where(table.adapters == 0.0, k["k7_base"], overhead)

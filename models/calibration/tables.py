@@ -157,6 +157,7 @@ class StepTable:
     s_max: NDArray[np.float64]
     waiting: NDArray[np.float64]
     slots_per_adapter: NDArray[np.float64]
+    adapters_served: NDArray[np.float64]
     steps: NDArray[np.float64]
     """1 for a single step."""
     load_ms: NDArray[np.float64] | None
@@ -244,7 +245,7 @@ def step_table(frame: pd.DataFrame, source: str, folds: int = 5) -> StepTable:
     loads = column("load_ms", np.nan)
     return StepTable(
         source=source,
-        **{name: column(name, 0.0) for name in STEP_COLUMNS if name != "adapters_served"},
+        **{name: column(name, 0.0) for name in STEP_COLUMNS},
         slots_per_adapter=np.minimum(1.0, column("a_max", 1.0) / column("adapters_served", 1.0)),
         steps=steps,
         load_ms=None if np.isnan(loads).all() else loads,

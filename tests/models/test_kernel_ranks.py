@@ -34,6 +34,7 @@ STEP = StepFeatures(
     s_max=S_MAX,
     waiting=2000.0,
     slots_per_adapter=0.25,
+    adapters_served=128.0,
 )
 
 

@@ -41,6 +41,7 @@ def milliseconds(profile: Profile, tokens: float, kv_tokens: float = 0.0, adapte
         s_max=16.0,
         waiting=0.0,
         slots_per_adapter=1.0,
+        adapters_served=float(adapters),
     )
     ranks = StepRanks(tokens, 0.0, tokens, 0.0, 0.0, 16.0, 16.0 * tokens, 0.0, 0.0)
     return float(step_ms(code, k, features) + rank_ms(code, k, 16.0, ranks))

@@ -23,6 +23,7 @@ STEP = StepFeatures(
     s_max=40.0,
     waiting=2000.0,
     slots_per_adapter=0.25,
+    adapters_served=128.0,
 )
 
 
@@ -69,10 +70,13 @@ def test_adapters_cost_blocks_of_16_ranks_in_steps_of_few_tokens() -> None:
 
 
 def test_the_digital_twin_form_is_the_papers_equation() -> None:
-    k = [0.01, 0.02, -0.003, 0.4, 5.0, 0.06, 1.0]
-    scheduler = 0.01 * 100 + 0.02 * 2000 - 0.003 * 2000 * 0.25
+    k = np.array([0.01, 0.02, -0.003, 0.4, 5.0, 0.06, 1.0])
+    scheduler = 0.01 * 100 + 0.02 * 2000 - 0.003 * 2000 * (10 / 128)
     expected = scheduler + (0.4 * 100 + 5.0) * (0.06 * 10 + 1.0)
-    assert step_ms(DIGITAL_TWIN.code, np.array(k), STEP) == pytest.approx(expected)
+    assert step_ms(DIGITAL_TWIN.code, k, STEP) == pytest.approx(expected)
+    assert step_ms(DIGITAL_TWIN.code, k, STEP._replace(a_max=128.0)) == pytest.approx(expected)
+    none = STEP._replace(adapters=0.0, a_max=0.0, adapters_served=0.0)
+    assert step_ms(DIGITAL_TWIN.code, k, none) == pytest.approx(0.01 * 100 + 0.02 * 2000 + 45.0)
 
 
 def test_coefficients_come_in_the_order_of_their_form() -> None:

@@ -40,6 +40,7 @@ def make_scenario(choose: Choose, max_requests: int = 40) -> Scenario:
             a_max=world.limits.max_loras,
             s_max=choose(8, 32),
             slots_per_adapter=min(1.0, world.limits.max_loras / world.adapters),
+            adapters_served=world.adapters,
             load_ns=load_ns,
             disk_ns=disk_ns,
             rank=np.array([0, *(choose(1, 32) for _ in range(world.adapters))], np.int64),

@@ -61,6 +61,7 @@ def hand_computed() -> Scenario:
             a_max=1,
             s_max=8,
             slots_per_adapter=0.5,
+            adapters_served=2,
             load_ns=np.array([0, 6, 6]) * NS_PER_MS,
             disk_ns=np.array([0, 0, 0]),
             rank=np.array([0, 8, 8]),

@@ -228,6 +228,7 @@ def _iteration_ms(costs: Costs, batch: _Batch, tokens: float, kv_tokens: float, 
         s_max=float(costs.s_max),
         waiting=0.0,
         slots_per_adapter=costs.slots_per_adapter,
+        adapters_served=float(costs.adapters_served),
     )
     return float(
         step_ms(costs.form, costs.coefficients, features)

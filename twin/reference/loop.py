@@ -129,6 +129,7 @@ class _Run:
             s_max=float(costs.s_max),
             waiting=float(len(engine.waiting)),
             slots_per_adapter=costs.slots_per_adapter,
+            adapters_served=float(costs.adapters_served),
         )
         milliseconds = step_ms(costs.form, costs.coefficients, features)
         if costs.uses_ranks:
