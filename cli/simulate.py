@@ -25,6 +25,16 @@ from capplan.cli.options import (
 )
 from capplan.cli.output import require_writable_files
 from capplan.cli.progress import announce_compilation, progress_bars
+from capplan.cli.slot_order import (
+    LEGEND,
+    ONE_SEED,
+    PairedMetric,
+    further_jobs,
+    paired_documents,
+    paired_metrics,
+    paired_table,
+    require_seeds,
+)
 from capplan.errors import InfeasibleError, InputError
 
 if TYPE_CHECKING:
@@ -55,6 +65,9 @@ class SimulateArgs:
     profile: ProfileName = None
     duration_s: float = typer.Option(3600.0, "--duration", metavar="SECONDS", help="Simulated time.")
     seed: Seed = 0
+    seeds: int = typer.Option(
+        1, metavar="N", help="Paired seeds from --seed on, which order several numbers of slots."
+    )
     max_num_seqs: int | None = engine_option("max_num_seqs", None)
     max_num_batched_tokens: int | None = engine_option("max_num_batched_tokens", None)
     max_cpu_loras: int | None = engine_option("max_cpu_loras", None)
@@ -93,6 +106,7 @@ def simulate(args: SimulateArgs) -> None:
     require_writable_files(args.report, args.requests_out)
     workload = load_workload(args.workload)
     slots = _slots(args.a_max, workload)
+    require_seeds(args.seeds, workload)
     profile = chosen_profile(workload, args.profile)
     if profile is None:
         raise InputError("is required, because the workload names pools", location="--profile")
@@ -102,6 +116,7 @@ def simulate(args: SimulateArgs) -> None:
 
     jobs = [Job(workload, profile, cast("SimulateSettings", {"a_max": count, **settings})) for count in slots]
     outcomes, details = _simulated(jobs, args)
+    paired = _paired(jobs, outcomes, args)
     found = found_extrapolations(workload, profile, settings, outcomes)
     lines = tuple(map(extrapolation_line, found))
     if args.requests_out is not None:
@@ -116,12 +131,16 @@ def simulate(args: SimulateArgs) -> None:
         write_text_atomic(args.report, page)
     shown = details if args.detail else {}
     if args.as_json:
-        results = documents(outcomes, shown)
-        print_json(
-            {"profile": profile.name, "settings": settings, "results": results, "extrapolations": found}
-        )
+        document = {
+            "profile": profile.name,
+            "settings": settings,
+            "results": documents(outcomes, shown),
+            "extrapolations": found,
+        }
+        print_json(document | ({"paired": paired_documents(paired)} if paired else {}))
     else:
         _print(outcomes, shown)
+        _print_order(paired, len(outcomes))
         for line in lines:
             typer.echo(line)
     if args.strict:
@@ -202,6 +221,33 @@ def _simulated(jobs: list[Job], args: SimulateArgs) -> tuple[Outcomes, Details]:
     details = {count: each for count, each in found.items() if isinstance(each, DetailedResult)}
     outcomes = {c: each.result if isinstance(each, DetailedResult) else each for c, each in found.items()}
     return outcomes, details
+
+
+def _paired(jobs: list[Job], outcomes: Outcomes, args: SimulateArgs) -> tuple[PairedMetric, ...]:
+    """Return the metrics over all seeds; empty for one seed."""
+    from capplan.twin.sweep import sweep
+
+    first = {count: each for count, each in outcomes.items() if not isinstance(each, InfeasibleError)}
+    if args.seeds == 1:
+        return ()
+    more = further_jobs([job for job in jobs if job.settings["a_max"] in first], args.seeds)
+    with progress_bars() as on_progress:
+        results = sweep(
+            more,
+            workers=args.workers,
+            ray_address=args.ray_address,
+            progress=lambda done, total: on_progress("paired seeds", done, total),
+        )
+    return paired_metrics(first, results)
+
+
+def _print_order(paired: tuple[PairedMetric, ...], compared: int) -> None:
+    if paired:
+        print_table(paired_table(paired))
+        if compared > 1:
+            typer.echo(LEGEND)
+    elif compared > 1:
+        typer.echo(ONE_SEED)
 
 
 def _print(outcomes: Outcomes, details: Details) -> None:

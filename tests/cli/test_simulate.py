@@ -262,3 +262,31 @@ def test_an_output_that_cannot_be_written_stops_the_simulation_before_it_starts(
     monkeypatch.chdir(workload_yaml.parent)
     workload_yaml.write_text("broken: [")  # would be the next error
     assert "cannot be written" in error_line(run("simulate", workload_yaml, "--a-max", "4", flag, where))
+
+
+def test_numbers_of_slots_are_ordered_over_paired_seeds(run: Run, workload_yaml: Path) -> None:
+    flags = ("--a-max", "2,4", "--seed", "3", "--workers", "1", *SHORT)
+    told = run("simulate", workload_yaml, *flags, "--seeds", "3", "--json")
+    document = json.loads(told.stdout)
+    assert [each["a_max"] for each in document["results"]] == [2, 4]
+    by_metric = {each["metric"]: each for each in document["paired"]}
+    throughput = by_metric["throughput_tok_s"]
+    for slots in (2, 4):
+        alone = [
+            expected(workload_yaml, a_max=slots, s_max=16, seed=seed)["throughput_tok_s"]
+            for seed in (3, 4, 5)
+        ]
+        assert throughput["values"][str(slots)] == alone
+    assert sorted(throughput["order"]["names"]) == [2, 4]
+    shown = run("simulate", workload_yaml, *flags, "--seeds", "3").stdout
+    assert "mean of 3 paired seeds" in shown
+    assert "undecided, the difference is within two standard errors" in shown
+
+
+def test_one_seed_orders_nothing_and_says_so(run: Run, workload_yaml: Path) -> None:
+    shown = run("simulate", workload_yaml, "--a-max", "2,4", *SHORT).stdout
+    assert "one seed does not order numbers of slots" in shown
+    assert "one seed" not in run("simulate", workload_yaml, "--a-max", "2", *SHORT).stdout
+    assert "--seeds: must be at least 1" in error_line(
+        run("simulate", workload_yaml, "--a-max", "2", "--seeds", "0")
+    )

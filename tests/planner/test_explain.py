@@ -28,6 +28,7 @@ from capplan.planner.explain.what_if import one_fewer, one_more
 from capplan.planner.problem import Estimate, make_problem
 from capplan.planner.slots import best_slots
 from capplan.spec import QueueConfig, Trace
+from capplan.twin.paired import PAIRED_SEEDS
 from tests.planner.conftest import MODEL, PROFILE
 
 Make = Callable[..., Workload]
@@ -107,6 +108,18 @@ def test_a_curve_contains_the_chosen_number_and_kv_tokens_decrease(explained: Ex
         assert sum(point.fits for point in curve.points) <= MAX_POINTS
         tokens = [point.kv_tokens for point in curve.points]
         assert tokens == sorted(tokens, reverse=True)
+
+
+def test_numbers_near_the_chosen_one_are_compared_over_paired_seeds(explained: Explanation) -> None:
+    for curve in curves(explained):
+        paired = {point.a_max: point.paired for point in curve.points if point.paired}
+        holding = [point.a_max for point in curve.points if point.holds]
+        assert set(paired) <= set(holding)
+        assert curve.chosen in paired or len(holding) == 1
+        for a_max, values in paired.items():
+            assert {len(of) for of in values.values()} == {PAIRED_SEEDS}
+            point = next(each for each in curve.points if each.a_max == a_max)
+            assert values["throughput_tok_s"][0] == point.throughput_tok_s
 
 
 def test_the_chosen_number_of_slots_holds(explained: Explanation) -> None:
@@ -277,12 +290,24 @@ def point(
     return CurvePoint(a_max, 100_000 - 1000 * a_max, True, tok_s, 1.0, 0.1, e2e_s, 20.0, loads, broken)
 
 
+def over_seeds(a_max: int, *e2e_s: float) -> CurvePoint:
+    """Return a point with request times of paired seeds."""
+    paired = {"e2e_mean_s": e2e_s, "throughput_tok_s": (1000.0,) * len(e2e_s)}
+    return replace(point(a_max, e2e_s=e2e_s[0]), paired=paired)
+
+
 def unfit(a_max: int) -> CurvePoint:
     return CurvePoint(a_max, 0, fits=False)
 
 
 def curve(*points: CurvePoint, chosen: int, adapters: int = 64, most: int | None = None) -> SlotCurve:
     return SlotCurve(points, chosen, adapters, most, 1.0 / 0.9, 1000.0)
+
+
+def test_a_decided_difference_is_stated_without_doubt() -> None:
+    seeds = curve(over_seeds(8, 3.0, 2.9, 3.1), over_seeds(16, 1.0, 1.1, 1.2), chosen=16)
+    words = explain_slots(seeds, "capplan", fixed=False)
+    assert words.endswith("8 slots: 3 s from arrival to last token instead of 1.1")
 
 
 @pytest.mark.parametrize(
@@ -317,6 +342,17 @@ def curve(*points: CurvePoint, chosen: int, adapters: int = 64, most: int | None
             ("A_max 16: holds, chosen by greedy", "32 does as well or better (1 s from arrival"),
         ),
         (
+            curve(over_seeds(8, 3.0, 1.2, 2.6), over_seeds(16, 1.0, 2.0, 1.5), chosen=16),
+            False,
+            ("8 slots: 2.27 s from arrival to last token instead of 1.5 (undecided: within two standard "
+             "errors over 3 seeds)",),
+        ),
+        (
+            curve(over_seeds(16, 4.0, 1.0, 2.0), over_seeds(32, 1.0, 2.0, 1.8), chosen=16),
+            False,
+            ("32 does as well or better (1.6 s", "here 2.33 s) (undecided: within two standard errors"),
+        ),
+        (
             curve(point(16, broken=("served_fraction 0.5 < 0.9",)), point(32), chosen=16),
             False,
             ("A_max 16 breaks served_fraction 0.5 < 0.9", "32 would hold"),
@@ -328,7 +364,8 @@ def curve(*points: CurvePoint, chosen: int, adapters: int = 64, most: int | None
         ),
         (curve(point(16), unfit(32), chosen=32), False, ("A_max 32 does not fit in memory", "16 would hold")),
     ],
-    ids=["best", "each", "memory", "fixed", "another", "fails", "all fail", "unfit"],
+    ids=["best", "each", "memory", "fixed", "another", "undecided", "undecided best", "fails",
+         "all fail", "unfit"],
 )  # fmt: skip
 def test_the_reason_names_advantages_and_disadvantages(
     given_curve: SlotCurve, fixed: bool, says: tuple[str, ...]

@@ -1,10 +1,14 @@
-"""Curve over A_max: one simulation per number of slots, and the reason for the plan's number."""
+"""Curve over A_max: one simulation per number of slots, and the reason for the plan's number.
+
+The plan's number is compared with its neighbours and with the best number over paired seeds.
+"""
 
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Sequence
-from dataclasses import dataclass, replace
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field, replace
+from statistics import fmean
 from typing import Final
 
 from capplan.models.memory import kv_tokens
@@ -13,10 +17,13 @@ from capplan.planner.evaluate import Evaluation, evaluate, known_value
 from capplan.planner.parallel import parallel_map
 from capplan.planner.problem import GRID, Assignment, Estimate, Problem, distinct_adapters
 from capplan.planner.slots import best_slots, max_fitting_slots
+from capplan.twin.paired import PAIRED_SEEDS, paired_difference
 
 MAX_POINTS: Final = 8
 """Maximum number of simulations."""
 _MAX_SLOTS: Final = 2**16
+_COMPARED: Final = ("throughput_tok_s", "e2e_mean_s", "ttft_p99_s")
+"""Values of a point that are compared over paired seeds."""
 
 
 @dataclass(frozen=True)
@@ -39,6 +46,9 @@ class CurvePoint:
     """Adapters copied to the GPU per minute."""
     broken: tuple[str, ...] = ()
     """Broken bounds of the workload, as text."""
+    paired: Mapping[str, tuple[float, ...]] = field(default_factory=dict)
+    """Throughput, mean request time and TTFT p99 by name over paired seeds, of the chosen number, its
+    neighbours and the best; empty for other numbers, and for a trace."""
 
     @property
     def holds(self) -> bool:
@@ -90,15 +100,45 @@ def slot_curve(
     evaluations = parallel_map(simulate, values, answered)
     points = [_point(*each) for each in zip(values, evaluations, strict=True)]
     points += [_unfit_point(problem, assignment, a_max) for a_max in unfit]
+    points.sort(key=lambda point: point.a_max)
+    if problem.workload.trace is None:
+        points = _with_paired_seeds(
+            points,
+            assignment.a_max,
+            lambda a_max, step: evaluate(
+                problem, replace(assignment, a_max=a_max), seed + step, duration_s, scale
+            ),
+        )
     most = max_fitting_slots(problem, assignment, _MAX_SLOTS)
     return SlotCurve(
-        points=tuple(sorted(points, key=lambda point: point.a_max)),
+        points=tuple(points),
         chosen=assignment.a_max,
         adapters=distinct_adapters(assignment.shares),
         most_slots=None if most == _MAX_SLOTS else most,
         scale=scale,
         offered_tok_s=max((each.result.offered_tok_s for each in evaluations), default=0.0),
     )
+
+
+def _with_paired_seeds(
+    points: Sequence[CurvePoint], chosen: int, simulate: Callable[[int, int], Evaluation]
+) -> list[CurvePoint]:
+    """Add paired seeds to the points that are compared; `simulate` takes slots and the step from the seed."""
+    at = [point.a_max for point in points].index(chosen)
+    best = best_slots({point.a_max: _estimate(point) for point in points if point.fits})
+    near = {best, *(point.a_max for point in points[max(0, at - 1) : at + 2])}
+    compared = [point.a_max for point in points if point.a_max in near and point.holds]
+    if chosen not in compared or len(compared) == 1:
+        return list(points)
+    runs = [(a_max, step) for a_max in compared for step in range(1, PAIRED_SEEDS)]
+    further = parallel_map(lambda run: _point(run[0], simulate(*run)), runs)
+    paired = []
+    for point in points:
+        mine = [point, *(each for each in further if each.a_max == point.a_max)]
+        values = {name: [getattr(each, name) for each in mine] for name in _COMPARED}
+        known = {name: tuple(of) for name, of in values.items() if None not in of}
+        paired.append(replace(point, paired=known) if point.a_max in compared else point)
+    return paired
 
 
 def curve_size(problem: Problem, assignment: Assignment) -> int:
@@ -225,13 +265,14 @@ def _outcome(chosen: CurvePoint, other: CurvePoint) -> str:
         return f"breaks {other.broken[0]}"
     served = _throughput_ratio(other, chosen)
     if served < 1.0 - _NOTABLE:
-        return f"serves {_percent(1.0 - served)} less"
-    for what, here, there, tolerance in (
-        ("s from arrival to last token", chosen.e2e_mean_s, other.e2e_mean_s, _NOTABLE),
-        ("s of TTFT p99", chosen.ttft_p99_s, other.ttft_p99_s, _LARGE),
+        return f"serves {_percent(1.0 - served)} less{_doubt(other, chosen, 'throughput_tok_s')}"
+    for what, name, tolerance in (
+        ("s from arrival to last token", "e2e_mean_s", _NOTABLE),
+        ("s of TTFT p99", "ttft_p99_s", _LARGE),
     ):
-        if here and there and there > here * (1.0 + tolerance):
-            return f"{there:.3g} {what} instead of {here:.3g}"
+        here, there = _value(chosen, name), _value(other, name)
+        if here and there > here * (1.0 + tolerance):
+            return f"{there:.3g} {what} instead of {here:.3g}{_doubt(other, chosen, name)}"
     return "does as well, with less to spare in bursts" if other.a_max < chosen.a_max else "does no better"
 
 
@@ -249,15 +290,30 @@ def _better_slots(curve: SlotCurve, best: int | None) -> str:
     other = next(point for point in curve.points if point.a_max == best)
     gain = _throughput_ratio(other, chosen) - 1.0
     if gain > _NOTABLE:
-        return f"on this curve {best} serves {_percent(gain)} more"
+        return f"on this curve {best} serves {_percent(gain)} more{_doubt(other, chosen, 'throughput_tok_s')}"
+    there, here = _value(other, "e2e_mean_s"), _value(chosen, "e2e_mean_s")
     return (
-        f"on this curve {best} does as well or better ({other.e2e_mean_s or 0.0:.3g} s from arrival to last "
-        f"token, here {chosen.e2e_mean_s or 0.0:.3g} s)"
+        f"on this curve {best} does as well or better ({there:.3g} s from arrival to last "
+        f"token, here {here:.3g} s){_doubt(other, chosen, 'e2e_mean_s')}"
     )
 
 
 def _throughput_ratio(one: CurvePoint, other: CurvePoint) -> float:
-    return (one.throughput_tok_s or 0.0) / max(other.throughput_tok_s or 0.0, 1e-9)
+    return _value(one, "throughput_tok_s") / max(_value(other, "throughput_tok_s"), 1e-9)
+
+
+def _value(point: CurvePoint, name: str) -> float:
+    """Return a value, the mean over paired seeds if there are any; 0 if unknown."""
+    paired = point.paired.get(name)
+    return fmean(paired) if paired else float(getattr(point, name) or 0.0)
+
+
+def _doubt(one: CurvePoint, other: CurvePoint, name: str) -> str:
+    """Return words for a difference that paired seeds do not decide, else none."""
+    here, there = one.paired.get(name, ()), other.paired.get(name, ())
+    if not (here and there) or paired_difference(here, there).decided:
+        return ""
+    return f" (undecided: within two standard errors over {len(here)} seeds)"
 
 
 def _load(curve: SlotCurve) -> str:
