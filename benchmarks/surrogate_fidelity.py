@@ -2,18 +2,19 @@
 
 ``python -m benchmarks.surrogate_fidelity --reference DIR`` prints tables; DIR holds runs.csv, on none of
 whose runs any surrogate was trained. ``--fresh DIR ...`` adds datasets of `capplan dataset generate` with
-another seed than that of the training data.
+other seeds than that of the training data; several of one design are summed up by mean and 95 % interval.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
 from types import MappingProxyType
 from typing import NamedTuple
 
 import numpy as np
+from scipy.stats import t as student
 
 from benchmarks.common import command_line, emit, records_table
 from capplan import EngineArgs, Lengths, Profile, load_profile, load_surrogate
@@ -135,13 +136,32 @@ def fresh_row(name: str, kind: str, surrogate: Surrogate, table: TrainingTable) 
         "surrogate": kind,
         "n": str(len(table)),
         "throughput": f"{throughput_errors(table, answers.throughput_tok_s)['all']:.2f} %",
-        "starvation macro-F1": f"{scores['all']:.3f}",
+        "starvation macro-F1": f"{scores['all']:.4f}",
         "n near the edge": str(int(regimes(table)["near the edge"].sum())),
         "macro-F1 near the edge": DASH if near is None else f"{near:.3f}",
         "90 % interval covers": f"{inside:.1%}",
         "in range": f"{answers.in_range.mean():.1%}",
         "rules": " and ".join(str(tree.rules) for tree in trees if tree is not None) or DASH,
     }
+
+
+def over_seeds(rows: Sequence[Mapping[str, str]]) -> Iterator[dict[str, str]]:
+    """Yield mean and 95 % interval (Student's t) of each surrogate over the datasets of one design."""
+    keys = ("model", "design", "surrogate")
+    for same in dict.fromkeys(tuple(row[key] for key in keys) for row in rows):
+        found = [row for row in rows if tuple(row[key] for key in keys) == same]
+        if len(found) > 1:
+            scores = {
+                name: _mean_interval((float(row[name].removesuffix(" %")) for row in found), digits)
+                for name, digits in (("throughput", 2), ("starvation macro-F1", 4))
+            }
+            yield dict(zip(keys, same, strict=True)) | {"seeds": str(len(found))} | scores
+
+
+def _mean_interval(values: Iterable[float], digits: int) -> str:
+    known = np.array(list(values))
+    half = student.ppf(0.975, known.size - 1) * known.std(ddof=1) / np.sqrt(known.size)
+    return f"{known.mean():.{digits}f} ± {half:.{digits}f}"
 
 
 def outside_row(name: str, kind: str, surrogate: Surrogate) -> dict[str, str]:
@@ -201,6 +221,8 @@ def report(
     parts = ["Against the measured runs (throughput: SMAPE):", records_table(on_measured)]
     if on_fresh:
         parts += ["Against fresh twin runs:", records_table(on_fresh)]
+        if summed := list(over_seeds(on_fresh)):
+            parts += ["Over seeds, mean and 95 % interval (throughput: SMAPE in %):", records_table(summed)]
     parts += [
         f"Share of {QUERIES} questions flagged, one thing beyond what was trained on in each:",
         records_table(outside),

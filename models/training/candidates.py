@@ -7,7 +7,7 @@ second, or whether a GPU starves (0 or 1).
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from types import MappingProxyType
 from typing import Any, Final, Literal, TypeAlias
 
@@ -69,6 +69,47 @@ Far above capacity the ratio rises again, since the batch is always full there.
 """
 
 
+_STARTS: Final[Mapping[tuple[str, str], Mapping[str, Any]]] = MappingProxyType(
+    {
+        ("forest", "throughput"): {
+            "n_estimators": 32,
+            "min_samples_leaf": 10,
+            "max_depth": None,
+            "max_features": 1.0,
+        },
+        ("forest", "starvation"): {
+            "n_estimators": 32,
+            "min_samples_leaf": 5,
+            "max_depth": 10,
+            "max_features": 1.0,
+            "criterion": "gini",
+        },
+        ("xgboost", "throughput"): {
+            "n_estimators": 150,
+            "learning_rate": 0.038,
+            "max_depth": 7,
+            "min_child_weight": 1.05,
+            "subsample": 0.94,
+            "colsample_bytree": 0.74,
+            "reg_lambda": 0.53,
+            "max_bin": 256,
+            "huber_slope": 0.043,
+        },
+        ("xgboost", "starvation"): {
+            "n_estimators": 400,
+            "learning_rate": 0.043,
+            "max_depth": 4,
+            "min_child_weight": 0.32,
+            "subsample": 0.77,
+            "colsample_bytree": 0.57,
+            "reg_lambda": 0.044,
+            "max_bin": 1024,
+        },
+    }
+)
+"""Found by earlier searches on both shipped profiles."""
+
+
 def monotone_constraints(task: Task) -> tuple[int, ...]:
     """Return -1, 0 or 1 for every feature, as XGBoost's ``monotone_constraints``."""
     signs = STARVATION_SIGNS if task == "starvation" else THROUGHPUT_SIGNS
@@ -117,6 +158,8 @@ class CandidateModel:
     """Unfitted estimator with its defaults."""
     distributions: Space
     """Search space of hyper-parameters for Optuna."""
+    start: Mapping[str, Any] = field(default_factory=dict)
+    """Hyper-parameters of the first trial; others are sampled."""
 
     def make(self, params: Mapping[str, Any], seed: int) -> Any:
         """Return the unfitted estimator with hyper-parameters named as in the distributions."""
@@ -148,7 +191,8 @@ def candidate_model(family: str, task: Task) -> CandidateModel:
             monotone_constraints=monotone_constraints(task),
         )
     space = forest_space(task) if family == "forest" else boosting_space(task)
-    return CandidateModel(family, task, learner if classifies else RelativeRegressor(learner), space)
+    template = learner if classifies else RelativeRegressor(learner)
+    return CandidateModel(family, task, template, space, _STARTS[family, task])
 
 
 def forest_space(task: Task) -> Space:

@@ -90,7 +90,7 @@ class _TuningProblem:
     @property
     def study_name(self) -> str:
         """Name that differs for other data, folds, seeds or search spaces."""
-        digest = hashlib.sha256(f"{self.options.seed}".encode())
+        digest = hashlib.sha256(f"{self.options.seed} {dict(self.candidate.start)}".encode())
         for name, distribution in self.candidate.distributions.items():
             digest.update(f"{name} {distribution_to_json(distribution)}".encode())
         for array in (self.features, self.target, *(split.test for split in self.splits)):
@@ -145,9 +145,9 @@ def tune(
 def _trials(problem: _TuningProblem, progress: OnProgress) -> list[FrozenTrial]:
     """Return `budget` trials, including those of an earlier, killed search.
 
-    A trial is pruned after a fold if its mean loss so far exceeds the median of the others there. Each
-    trial's sampler is seeded by the search's seed and the trial number, so that a resumed search repeats an
-    uninterrupted one.
+    The first trial has the hyper-parameters that the candidate starts from. A trial is pruned after a fold if
+    its mean loss so far exceeds the median of the others there. Each trial's sampler is seeded by the seed of
+    the search and the trial number, so that a resumed search repeats an uninterrupted one.
     """
     budget, seed = problem.options.budget, problem.options.seed
     with quiet_storage(problem.options.storage) as opened:
@@ -159,6 +159,8 @@ def _trials(problem: _TuningProblem, progress: OnProgress) -> list[FrozenTrial]:
             study.tell(unfinished.number, state=TrialState.FAIL)
         while len(finished := study.get_trials(deepcopy=False, states=_FINISHED)) < budget:
             progress(len(finished), budget)
+            if not finished and not study.get_trials(deepcopy=False, states=(TrialState.WAITING,)):
+                study.enqueue_trial(dict(problem.candidate.start))
             trial_seed = int(np.random.default_rng([seed, len(finished)]).integers(2**31))
             study.sampler = optuna.samplers.TPESampler(seed=trial_seed)
             _run(study, study.ask(dict(problem.candidate.distributions)), problem)

@@ -11,8 +11,8 @@ from sklearn.exceptions import NotFittedError
 
 from capplan.models.calibration.least_squares import smape
 from capplan.models.surrogates.features import FEATURES, feature_of
-from capplan.models.surrogates.outputs import LOG_SERVED, SERVED_AND_STEP, expected_share, throughput_of
-from capplan.models.training.boosting import ServedAndStep, ServedEdge
+from capplan.models.surrogates.outputs import LOG_ODDS, SERVED_AND_STEP, expected_share, throughput_of
+from capplan.models.training.boosting import ServedAndStep, ServedEdge, starvation_target
 from capplan.models.training.candidates import monotone_constraints
 from capplan.spec import STARVED_BELOW
 from tests.models.training.scenarios import scenarios
@@ -68,6 +68,7 @@ def test_fitting_gives_the_model_back_and_leaves_its_parameters_and_the_data_alo
     assert model.n_features_in_ == len(FEATURES)
     assert model.predict(x[:7]).shape == (7,)
     assert not hasattr(clone(model), "served_")
+    assert not hasattr(clone(model), "edge_")
 
 
 def test_the_same_seed_gives_the_same_model_and_another_one_another(model: Any) -> None:
@@ -123,11 +124,19 @@ def test_scenarios_without_a_step_or_with_nothing_served_can_be_learned_from() -
 def test_starvation_is_learned_and_its_output_is_equal(edge: ServedEdge) -> None:
     x, served, _ = truth()
     score = edge.decision_function(x)
-    assert edge.output().form == LOG_SERVED
+    assert edge.output().form == LOG_ODDS
     assert np.array_equal(edge.output().predict(x), score)
     assert np.array_equal(edge.predict(x), (score > 0).astype(int))
     assert np.mean(edge.predict(x) == (served < STARVED_BELOW)) > 0.95
     assert edge.classes_.tolist() == [0, 1]
+
+
+def test_the_target_of_starvation_is_even_at_the_edge_and_falls_with_the_served_fraction() -> None:
+    target = starvation_target(np.array([0.0, 0.5, 0.85, STARVED_BELOW, 0.95, 1.0]))
+    assert target[3] == 0.5
+    assert np.all(np.diff(target[1:]) < 0.0)
+    assert target[0] == target[1] > 0.999
+    assert target[-1] < 0.01
 
 
 @settings(max_examples=30)

@@ -35,7 +35,9 @@ def tuned(family: str, task: str = "throughput", progress: object = None, **give
 def quick(family: str, task: str) -> CandidateModel:
     """Return a candidate whose models are small."""
     whole = candidate_model(family, task)
-    return replace(whole, distributions={**whole.distributions, "n_estimators": IntDistribution(5, 25)})
+    start = {**whole.start, "n_estimators": 10}
+    distributions = {**whole.distributions, "n_estimators": IntDistribution(5, 25)}
+    return replace(whole, distributions=distributions, start=start)
 
 
 def boosted(budget: int, storage: Path | None, seed: int = 1) -> Tuned:
@@ -77,6 +79,13 @@ def test_the_winner_has_the_least_loss_of_complete_trials() -> None:
     found = boosted(budget=8, storage=None)
     complete = [trial for trial in found.trials if trial.state is TrialState.COMPLETE]
     assert found.params == min(complete, key=lambda trial: trial.value).params
+
+
+@pytest.mark.parametrize("task", ["throughput", "starvation"])
+@pytest.mark.parametrize("family", FAMILIES)
+def test_a_search_starts_with_known_settings(family: str, task: str) -> None:
+    first = tuned(family, task, budget=1).trials[0]
+    assert first.params == dict(quick(family, task).start)
 
 
 def test_progress_ends_with_all_done() -> None:
