@@ -71,7 +71,7 @@ _COMMANDS: Final = {
     "export": "Write a launch script per server, and routing.json with the shares of every adapter.",
     "profiles": "List the shipped profiles, or show one with its coefficients, ranges and source.",
     "calibrate": "Fit a profile to measured steps or whole runs, and report its error on left-out data.",
-    "train": "Simulate scenarios of one GPU, train surrogates on the results, and write the best ones.",
+    "train": "Simulate scenarios of one GPU, train surrogates on the results, and write them.",
     "serve": "Serve a model and its adapters over HTTP until SIGTERM or Ctrl-C, then drain and exit 0.",
     "bench": "Load an OpenAI-compatible server with the requests of a workload, at their arrival times.",
     "validate": "Run one engine per group of a plan under the requests of the twin, and compare the two.",

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import hashlib
 import os
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Final
@@ -44,6 +44,9 @@ class TrainArgs:
     models: str | None = typer.Option(
         None, metavar="NAME[,NAME...]", help="Families: forest, xgboost; default: both."
     )
+    kinds: str | None = typer.Option(
+        None, metavar="KIND[,KIND...]", help="Surrogates to train: best, forest, tree; default: all."
+    )
     budget: int = typer.Option(12, metavar="N", min=1, help="Settings tried for each family and task.")
     paper_space: bool = typer.Option(
         False, "--paper-space", help="Moved to python -m benchmarks.surrogate_table3."
@@ -63,7 +66,7 @@ class TrainArgs:
 
 @command
 def train(args: TrainArgs) -> None:
-    """Simulate scenarios of one GPU, train surrogates on the results, and write the best ones.
+    """Simulate scenarios of one GPU, train surrogates on the results, and write them.
 
     The same command continues a run that was interrupted.
     """
@@ -84,7 +87,9 @@ def train(args: TrainArgs) -> None:
     folder = data_folder(profile, wanted)
     journal = folder / f"search-seed{args.seed}.journal"
     options = _options(args, journal)
-    files = _files(profile, args.output_dir)
+    files = _files(profile, args.output_dir, options.kinds)
+    if args.report is not None and args.kinds is not None:
+        raise InputError("must be left out with --report, which compares all kinds", args.kinds, "--kinds")
     _require_places(files, args.report)
     data = datasets(profile, wanted)
     tables = read_tables(data, profile_digest=profile_digest(profile))
@@ -119,6 +124,7 @@ def train(args: TrainArgs) -> None:
 
 
 def _options(args: TrainArgs, journal: Path) -> TrainingOptions:
+    from capplan.models.surrogates.files import KINDS
     from capplan.models.training.candidates import FAMILIES, PAPER_FAMILIES
     from capplan.models.training.train import TrainingOptions
     from capplan.twin.sweep import cores
@@ -130,15 +136,18 @@ def _options(args: TrainArgs, journal: Path) -> TrainingOptions:
         if name not in FAMILIES:
             more = f"; compared by {_TABLE3}" if name in PAPER_FAMILIES else ""
             raise InputError(f"must be of {', '.join(FAMILIES)}{more}", name, "--models")
+    kinds = KINDS if args.kinds is None else names(args.kinds, "--kinds")
+    for kind in kinds:
+        if kind not in KINDS:
+            raise InputError(f"must be of {', '.join(KINDS)}", kind, "--kinds")
     n_jobs = args.workers or cores()
-    return fill(TrainingOptions, args, families=families, n_jobs=n_jobs, storage=journal)
+    return fill(TrainingOptions, args, families=families, kinds=kinds, n_jobs=n_jobs, storage=journal)
 
 
-def _files(profile: Profile, output_dir: str | None) -> dict[str, Path]:
+def _files(profile: Profile, output_dir: str | None, kinds: Iterable[str]) -> dict[str, Path]:
     from capplan.datasets import surrogate_path
-    from capplan.models.surrogates.files import KINDS
 
-    places = {kind: surrogate_path(profile.name, kind) for kind in KINDS}
+    places = {kind: surrogate_path(profile.name, kind) for kind in kinds}
     if output_dir is None:
         return places
     return {kind: Path(output_dir) / f"{kind}{place.suffix}" for kind, place in places.items()}

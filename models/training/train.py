@@ -17,7 +17,7 @@ from sklearn.base import clone
 
 from capplan.models.calibration.least_squares import SMAPE_FORMULA
 from capplan.models.surrogates.features import expected_tok_s
-from capplan.models.surrogates.files import tree_forest
+from capplan.models.surrogates.files import KINDS, tree_forest
 from capplan.models.surrogates.outputs import (
     LOG_ODDS,
     OVER_EXPECTED,
@@ -64,7 +64,9 @@ class TrainingOptions(SearchOptions):
     """Size of a training."""
 
     families: tuple[str, ...] = FAMILIES
-    """Of `FAMILIES`; ``forest`` and the physics-informed models are always included."""
+    """Of `FAMILIES`; physics-informed models are always included, ``forest`` for the kind of that name."""
+    kinds: tuple[str, ...] = KINDS
+    """Surrogates to make."""
 
 
 @dataclass(frozen=True)
@@ -106,7 +108,8 @@ def best_candidate(
 
 def fit_tuned(table: TrainingTable, options: TrainingOptions, on_stage: OnStage) -> Iterator[FittedCandidate]:
     """Tune and fit every family on both tasks."""
-    for family in dict.fromkeys((*options.families, "forest")):
+    families = (*options.families, "forest") if "forest" in options.kinds else options.families
+    for family in dict.fromkeys(families):
         for task in TASKS:
             target = table.share_tok_s if task == "throughput" else table.starved
             tuned = tune(
@@ -167,7 +170,7 @@ def _fitted_candidate(
 
 @dataclass(frozen=True)
 class Trained:
-    """A surrogate of each kind, and the report they share.
+    """The surrogates by kind, and the report they share.
 
     The report holds numbers, texts, lists and mappings only.
     """
@@ -204,12 +207,13 @@ def train_surrogates(
     candidates = [*fit_tuned(table, chosen, on_stage), *fit_physics(table, chosen, on_stage)]
     designs = sorted({str(name) for name in table.design})
     best: dict[str, FittedCandidate] = {task: best_candidate(candidates, task, designs) for task in TASKS}
-    refined = _refined(table, chosen, on_stage)
-    by_kind: dict[str, Mapping[str, FittedCandidate]] = {
+    refined = _refined(table, chosen, on_stage) if "tree" in chosen.kinds else {}
+    models: dict[str, Mapping[str, FittedCandidate]] = {
         "best": best,
         "forest": {each.task: each for each in candidates if each.name == "forest"},
         "tree": {task: _tree_candidate(task, found, table) for task, found in refined.items()},
     }
+    by_kind = {kind: models[kind] for kind in chosen.kinds}
     report: dict[str, Any] = {
         "scenarios": {name: int((table.design == name).sum()) for name in designs},
         "starved_share": round(float(table.starved.mean()), 4),
@@ -226,10 +230,10 @@ def train_surrogates(
     }
     domain = fit_domain(table.features)
     surrogates = {
-        kind: _surrogate(profile, kind, models, table, domain, report, chosen.seed)
-        for kind, models in by_kind.items()
+        kind: _surrogate(profile, kind, fitted, table, domain, report, chosen.seed)
+        for kind, fitted in by_kind.items()
     }
-    report["kinds"] = {kind: _scores(surrogates[kind], models, table) for kind, models in by_kind.items()}
+    report["kinds"] = {kind: _scores(surrogates[kind], fitted, table) for kind, fitted in by_kind.items()}
     return Trained(surrogates, report, refined)
 
 

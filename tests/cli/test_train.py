@@ -88,6 +88,17 @@ def test_a_profile_becomes_three_surrogates_and_a_report(
     assert "Not all were simulated for 3,600 s" in text
 
 
+@pytest.mark.slow
+def test_only_the_kinds_asked_for_are_trained(run: Run, make: Make, profile: Path, tmp_path: Path) -> None:
+    data, out = make(120, 60.0), tmp_path / "out"
+    flags = ("--data", data, "--output-dir", out, "--kinds", "best", "--models", "xgboost", "--json")
+    done = run("train", profile, *flags, "--budget", 1, "--workers", 1)
+    assert done.exit_code == 0, done.stderr
+    assert [path.name for path in out.iterdir()] == ["best.npz"]
+    assert {each["name"] for each in json.loads(done.stdout)["report"]["models"]} == {"xgboost", "physics"}
+    assert read_surrogate(out / "best.npz", load_profile(profile), "best").report["front"] == {}
+
+
 def test_data_is_made_where_there_is_none_and_then_stays(run: Run, profile: Path, tmp_path: Path) -> None:
     data, out = tmp_path / "data", tmp_path / "out"
     more = ("--scenarios", 3, "--grid-scenarios", 2, "--seed", 5, "--output-dir", out, *QUICK)
@@ -173,6 +184,8 @@ def test_data_that_does_not_do_is_one_line_and_nothing_is_written(
         (("--models", "forest,lasso"), "--models: must be of forest, xgboost (got 'lasso')"),
         (("--models", "knn"), "--models: must be of forest, xgboost; compared by python -m benchmarks"),
         (("--paper-space",), "--paper-space: the paper's grids are searched by python -m benchmarks"),
+        (("--kinds", "best,worst"), "--kinds: must be of best, forest, tree (got 'worst')"),
+        (("--kinds", "best", "--report", "x.html"), "--kinds: must be left out with --report"),
         (("--report", "missing/x.html"), "x.html: cannot be written: No such file"),
         (("--report", "best.npz"), "--report: must be another file than a surrogate's"),
         (("--output-dir", "profile.json"), "best.npz: cannot be written"),
