@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass, replace
-from typing import TYPE_CHECKING, Any, Final
+from typing import TYPE_CHECKING, Any, Final, cast
 
 from capplan.cli.console import Table, number
 from capplan.errors import InfeasibleError, InputError
@@ -13,6 +13,7 @@ if TYPE_CHECKING:
     from capplan.spec import Workload
     from capplan.twin import SimulationResult
     from capplan.twin.paired import PairedOrder
+    from capplan.twin.simulate import SimulateSettings
     from capplan.twin.sweep import Job
 
 _METRICS: Final = (  # metric of the result, its name with unit, decimals, whether the largest is best
@@ -52,11 +53,12 @@ def require_seeds(count: int, workload: Workload) -> None:
 
 def further_jobs(jobs: Sequence[Job], seeds: int) -> list[Job]:
     """Return the jobs of the further seeds, job by job."""
-    return [
-        replace(job, settings={**job.settings, "seed": job.settings.get("seed", 0) + step})
-        for job in jobs
-        for step in range(1, seeds)
-    ]
+    further = []
+    for job in jobs:
+        for step in range(1, seeds):
+            settings = {**job.settings, "seed": job.settings.get("seed", 0) + step}
+            further.append(replace(job, settings=cast("SimulateSettings", settings)))
+    return further
 
 
 def paired_metrics(
