@@ -19,7 +19,7 @@ from capplan.cli.progress import announce_compilation, progress_bars
 from capplan.errors import InputError
 
 if TYPE_CHECKING:
-    from capplan.planner.explain import Explanation, Headroom, PlanOutcome, SlotCurve
+    from capplan.planner.explain import Explanation, Headroom, KnobCurve, PlanOutcome, SlotCurve
     from capplan.spec import Group, GroupVerification, Plan, Queues
 
 PlannedWorkload: TypeAlias = Annotated[
@@ -147,6 +147,8 @@ def _print_explained(group: Group, explanation: Explanation | None) -> None:
         if group.id == each.ids[0]:
             typer.echo(f"  {each.why_a_max}")
             print_table(curve_table(each.curve))
+            for curve in each.knobs:
+                print_table(knob_table(curve))
             typer.echo(f"  {each.room.words}")
             print_table(room_table(each.room))
         elif group.id in each.ids:
@@ -269,6 +271,27 @@ def curve_table(curve: SlotCurve, chosen: str = " ◀ chosen") -> Table:
     head = (
         *(f"A_max at {times(curve.scale)}", "KV tokens", "tok/s", "served", "TTFT p99, s", "E2E mean, s"),
         *("ITL mean, ms", "loads/min", "verdict"),
+    )
+    return Table(head, rows, text_last=True)
+
+
+def knob_table(curve: KnobCurve, chosen: str = " ◀ chosen") -> Table:
+    """Return one row per value of an engine knob, the chosen one marked."""
+    rows = [
+        (
+            f"{point.value}{chosen if point.value == curve.chosen else ''}",
+            number(point.throughput_tok_s),
+            percent(point.served_fraction),
+            number(point.ttft_p99_s, 2),
+            number(point.tpot_p99_ms, 1),
+            number(point.itl_p99_ms, 1),
+            "; ".join(point.broken) or "holds",
+        )
+        for point in curve.points
+    ]
+    head = (
+        *(f"{curve.knob} at {times(curve.scale)}", "tok/s", "served", "TTFT p99, s", "TPOT p99, ms"),
+        *("ITL p99, ms", "verdict"),
     )
     return Table(head, rows, text_last=True)
 

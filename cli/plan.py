@@ -50,6 +50,12 @@ class PlanArgs:
     previous: str | None = typer.Option(
         None, metavar="PLAN", help="Plan in force, to keep adapters where they are."
     )
+    knobs: str = typer.Option(
+        "fitted",
+        metavar="VALUES",
+        help="Token budgets and running requests to choose from where the workload leaves them open and "
+        "bounds a latency: fitted (inside the profile's fitted range), any, or default (no choice).",
+    )
     verify: bool = typer.Option(True, "--verify/--no-verify", help="Verify every group with the twin.")
     queues: bool = typer.Option(
         False, "--queues", help="Plan queues by request size even if the workload sets none."
@@ -84,6 +90,7 @@ def plan(args: PlanArgs) -> None:
             verify=args.verify,
             seeds=args.seeds,
             time_limit_s=args.time_limit,
+            knobs=args.knobs,
             progress=on_progress,
         )
     recorded = command_line("capplan plan", args, without=_PRINTING)  # equal plans are equal files
@@ -106,11 +113,16 @@ def plan(args: PlanArgs) -> None:
 
 def groups_table(plan: Plan) -> Table:
     """Return one row per group; predictions are for one GPU of it."""
+    from capplan.spec.engine_args import DEFAULT_MAX_NUM_BATCHED_TOKENS, DEFAULT_MAX_NUM_SEQS
+
     queued = any(group.queues is not None for group in plan.groups)
+    knobs = {(each.engine_args.max_num_batched_tokens, each.engine_args.max_num_seqs) for each in plan.groups}
+    tuned = not knobs <= {(DEFAULT_MAX_NUM_BATCHED_TOKENS, DEFAULT_MAX_NUM_SEQS)}
     head = (
         *("group", "profile", "adapters", "rate\nreq/s", "max\nloras", "max lora\nrank", "KV\ntokens"),
         *("tok/s\n(low..high)", "TTFT p99\ns", "TPOT p99\nms", "served", "binds"),
         *(["quotas\ntokens"] if queued else []),
+        *(["max batched\ntokens", "max\nseqs"] if tuned else []),
     )
     rows = []
     for group in plan.groups:
@@ -133,6 +145,7 @@ def groups_table(plan: Plan) -> Table:
                 percent(predicted.served_fraction),
                 DASH if group.binds is None else group.binds.resource,
                 *([quotas] if queued else []),
+                *([number(args.max_num_batched_tokens), number(args.max_num_seqs)] if tuned else []),
             )
         )
     return Table(head, rows, numbers_from=2)

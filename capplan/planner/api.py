@@ -15,6 +15,7 @@ from capplan.planner.estimate import (
     make_estimator,
     make_surrogate,
 )
+from capplan.planner.knobs import KnobSearch
 from capplan.planner.parallel import Progress, no_progress
 from capplan.planner.previous import read_previous
 from capplan.planner.problem import Assignment, Estimator, Problem, infeasible, make_problem
@@ -52,6 +53,7 @@ def plan(
     repair: bool = True,
     seeds: int = FRESH_SEEDS,
     time_limit_s: float = DEFAULT_TIME_LIMIT_S,
+    knobs: KnobSearch | str = KnobSearch.FITTED,
     progress: Progress | None = None,
 ) -> Plan:
     """Place the adapters of a workload on GPUs; the twin verifies every GPU.
@@ -77,6 +79,10 @@ def plan(
     time_limit_s
         Time after which slow solvers stop: without an answer (``dlora-proactive``, ``milp``) or with the best
         so far (``capplan``).
+    knobs
+        Values of max_num_batched_tokens and max_num_seqs that may be chosen if the workload leaves them open
+        and bounds a latency: ``default`` (none but the defaults), ``fitted`` (inside the fitted range of the
+        profile) or ``any``.
     progress
         Called with (stage, done, total).
 
@@ -87,7 +93,7 @@ def plan(
     InfeasibleError
         If the GPUs do not suffice; see `reason`.
     """
-    problem = make_problem(workload, gpus, profile)
+    problem = replace(make_problem(workload, gpus, profile), knobs=KnobSearch.named(knobs))
     previous = read_previous(workload)
     chosen = find_solver(solver)
     require_seeds(seed, seeds)
@@ -110,6 +116,7 @@ def plan(
             "estimator": answer.estimator,
             "seed": seed,
             "repairs": list(outcome.changes),
+            **({} if problem.knobs is KnobSearch.FITTED else {"knobs": problem.knobs.value}),
         },
     )
 

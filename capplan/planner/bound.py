@@ -16,8 +16,9 @@ from numpy.typing import NDArray
 from scipy.optimize import linprog
 
 from capplan.models.step_latency import ADDITIVE
+from capplan.planner.knobs import knob_grid
 from capplan.planner.problem import Problem
-from capplan.spec import Lengths, Profile
+from capplan.spec import Lengths
 from capplan.workload import Requests, draw_requests
 
 _SAMPLE = 2**16
@@ -80,7 +81,7 @@ def _busy_by_kind(problem: Problem) -> tuple[NDArray[np.float64], NDArray[np.flo
     prompt = requests.prompt_tokens.astype(np.float64)
     room = np.maximum(problem.engine.max_model_len - prompt, 1.0)
     output = np.minimum(requests.output_tokens, room)
-    busy_ms = (_busy_ms(problem, pool.profile, prompt, output) for pool in problem.pools)
+    busy_ms = (_busy_ms(problem, pool, prompt, output) for pool in range(len(problem.pools)))
     busy = np.array([np.bincount(kind, each) * per_second for each in busy_ms])
     return np.bincount(kind, prompt + output).astype(np.float64), busy
 
@@ -124,10 +125,10 @@ def _draw_sample(problem: Problem) -> tuple[Requests, float, float]:
 
 
 def _busy_ms(
-    problem: Problem, profile: Profile, prompt: NDArray[np.float64], output: NDArray[np.float64]
+    problem: Problem, pool: int, prompt: NDArray[np.float64], output: NDArray[np.float64]
 ) -> NDArray[np.float64]:
     """Return the least time that each request takes of an instance; 0 if unknown."""
-    step = profile.step_latency
+    step = problem.pools[pool].profile.step_latency
     value = step.value
     if step.form != ADDITIVE.name or min(c.value for c in step.coefficients.values()) < 0.0:
         return np.zeros(prompt.size)
@@ -136,7 +137,7 @@ def _busy_ms(
     busy_ms: NDArray[np.float64] = (
         value("ms_per_ktoken") * (prompt + decodes) / 1e3
         + value("ms_per_kv_ktoken") * kv_read / 1e3
-        + value("base_ms") * decodes / problem.engine.max_num_seqs
+        + value("base_ms") * decodes / max(knob_grid(problem, pool).max_num_seqs)
     )
     busy_ms[prompt >= problem.engine.max_model_len] = 0.0  # rejected
     return busy_ms

@@ -95,8 +95,9 @@ class TwinEstimator:
         return first
 
     def _run(self, assignment: Assignment, seed: int) -> Evaluation | None:
-        seqs = self.problem.max_num_seqs(assignment)
-        key = (frozenset(assignment.shares), assignment.a_max, seqs, assignment.pool, seed)
+        args = self.problem.engine_args(assignment)
+        knobs = (args.max_num_seqs, args.max_num_batched_tokens)
+        key = (frozenset(assignment.shares), assignment.a_max, *knobs, assignment.pool, seed)
         if key not in self._cache:
             scale = 1.0 / (1.0 - self.problem.workload.headroom)
             try:

@@ -13,6 +13,7 @@ from typing import Final, Protocol, Self
 from capplan.datasets import load_profile
 from capplan.errors import InfeasibleError, InfeasibleReason, InputError
 from capplan.models.memory import KvBudget, kv_budget
+from capplan.planner.knobs import KnobSearch
 from capplan.spec import Adapter, EngineArgs, Pool, Profile, Workload, allowed_lora_rank
 from capplan.workload.peak import busiest_window
 
@@ -65,6 +66,8 @@ class Assignment:
     """None: the problem's setting."""
     pool: int = 0
     """Index of its pool in the problem."""
+    max_num_batched_tokens: int | None = None
+    """None: the problem's setting."""
 
     @property
     def parts(self) -> tuple[AdapterShare, ...]:
@@ -113,6 +116,8 @@ class Problem:
     """Engine settings of every instance; the slots are those of each assignment."""
     shares: tuple[AdapterShare, ...]
     """Items to place."""
+    knobs: KnobSearch = KnobSearch.FITTED
+    """Values of engine knobs that the workload leaves open."""
 
     @property
     def parts(self) -> tuple[AdapterShare, ...]:
@@ -140,8 +145,15 @@ class Problem:
             "max_loras": assignment.a_max,
             "max_lora_rank": self.s_max(assignment.shares),
             "max_num_seqs": self.max_num_seqs(assignment),
+            "max_num_batched_tokens": assignment.max_num_batched_tokens or self.engine.max_num_batched_tokens,
         }
         return self.engine.model_copy(update=slots)
+
+    @property
+    def bounds_latency(self) -> bool:
+        """Whether the workload bounds a latency."""
+        slo = self.workload.slo
+        return bool(slo.latency_bounds()) or slo.tpt_over_base is not None
 
     @property
     def fixed_a_max(self) -> int | None:

@@ -26,16 +26,23 @@ _TIME_TOLERANCE = 0.03
 
 
 def choose_slots(
-    problem: Problem, shares: Sequence[AdapterShare], estimator: Estimator, twin: Estimator, pool: int = 0
+    problem: Problem,
+    shares: Sequence[AdapterShare],
+    estimator: Estimator,
+    twin: Estimator,
+    pool: int = 0,
+    like: Assignment | None = None,
 ) -> int | None:
     """Return the best number of slots with which an instance holds these shares; None if there is none.
+
+    `like` is an instance with the other engine settings; None: the problem's.
 
     An instance that keeps up serves the offered load with any number of slots. Among those that serve as
     much, the shortest mean time from arrival to last token decides: with too few slots requests wait, with
     too many every step is slow.
     """
-    promising = slot_candidates(problem, shares, estimator, pool)[:_TWIN_CANDIDATES]
-    return best_slots(_estimates(shares, promising, pool, twin))
+    promising = slot_candidates(problem, shares, estimator, pool, like)[:_TWIN_CANDIDATES]
+    return best_slots(_estimates(_settings_of(shares, pool, like), promising, twin))
 
 
 def best_slots(estimates: Mapping[int, Estimate]) -> int | None:
@@ -45,10 +52,17 @@ def best_slots(estimates: Mapping[int, Estimate]) -> int | None:
 
 
 def slot_candidates(
-    problem: Problem, shares: Sequence[AdapterShare], estimator: Estimator, pool: int = 0
+    problem: Problem,
+    shares: Sequence[AdapterShare],
+    estimator: Estimator,
+    pool: int = 0,
+    like: Assignment | None = None,
 ) -> list[int]:
-    """Return the numbers of slots that fit in memory, best first; those that starve last."""
-    return list(rank_slots(problem, shares, estimator, pool))
+    """Return the numbers of slots that fit in memory, best first; those that starve last.
+
+    `like` is an instance with the other engine settings; None: the problem's.
+    """
+    return list(rank_slots(problem, shares, estimator, pool, like=like))
 
 
 def rank_slots(
@@ -57,15 +71,17 @@ def rank_slots(
     estimator: Estimator,
     pool: int = 0,
     near: int | None = None,
+    like: Assignment | None = None,
 ) -> dict[int, Estimate]:
     """Return the estimates of all numbers of slots that fit in memory, best first.
 
     With `near`, only of the neighbouring numbers: for shares that differ little from others with that number.
+    `like` is an instance with the other engine settings; None: the problem's.
     """
     values = slot_grid(problem, shares) if near is None else neighbouring_slots(problem, shares, near)
-    placed = tuple(shares)
-    fitting = [v for v in values if problem.fits_in_memory(Assignment(placed, v, pool=pool))]
-    estimates = _estimates(placed, fitting, pool, estimator)
+    settings = _settings_of(shares, pool, like)
+    fitting = [value for value in values if problem.fits_in_memory(replace(settings, a_max=value))]
+    estimates = _estimates(settings, fitting, estimator)
     holding = {value: estimate for value, estimate in estimates.items() if not estimate.starved}
     starving = {value: estimate for value, estimate in estimates.items() if estimate.starved}
     return {value: estimates[value] for value in _rank(holding) + _rank(starving)}
@@ -86,11 +102,13 @@ def neighbouring_slots(problem: Problem, shares: Sequence[AdapterShare], slots: 
     return values[max(0, at - 1) : at + 2] or values[-1:]
 
 
-def _estimates(
-    shares: Sequence[AdapterShare], values: Sequence[int], pool: int, estimator: Estimator
-) -> dict[int, Estimate]:
-    placed = tuple(shares)
-    assignments = [Assignment(placed, value, pool=pool) for value in values]
+def _settings_of(shares: Sequence[AdapterShare], pool: int, like: Assignment | None) -> Assignment:
+    """Return an instance of a pool with these shares and one slot."""
+    return replace(like or Assignment((), 1), shares=tuple(shares), a_max=1, pool=pool)
+
+
+def _estimates(settings: Assignment, values: Sequence[int], estimator: Estimator) -> dict[int, Estimate]:
+    assignments = [replace(settings, a_max=value) for value in values]
     return dict(zip(values, estimate_all(estimator, assignments), strict=True))
 
 

@@ -8,6 +8,7 @@ from dataclasses import dataclass, replace
 
 from capplan.errors import InputError
 from capplan.planner.evaluate import Evaluation, evaluate, evaluate_cluster
+from capplan.planner.knobs import KNOBS, knob_grid, tune_knobs
 from capplan.planner.parallel import no_progress, parallel_map
 from capplan.planner.problem import SIMULATED_S, AdapterShare, Assignment, Estimator, Problem, horizon_s
 from capplan.planner.search.data import AdapterGroup, adapter_groups
@@ -141,7 +142,7 @@ def fit_slots_in_memory(
     for gpu, assignment in enumerate(assignments):
         if problem.fits_in_memory(assignment):
             continue
-        fitting = slot_candidates(problem, assignment.shares, twin, assignment.pool)
+        fitting = slot_candidates(problem, assignment.shares, twin, assignment.pool, assignment)
         if fitting:
             fitted[gpu] = replace(assignment, a_max=fitting[0])
             changes.append(f"gpu {gpu}: {assignment.a_max} -> {fitting[0]} slots, for want of memory")
@@ -157,8 +158,9 @@ def repair(
 ) -> RepairResult:
     """Change failing instances until all hold or no change is left.
 
-    A failing instance first gets every other number of slots that holds by the twin on the search's seed. If
-    none is verified, a quarter of its load moves to an unused instance, or to the one with the least load.
+    A failing instance first gets every other number of slots that holds by the twin on the search's seed,
+    then the open knobs of the least utilization. If none is verified, a quarter of its load moves to an
+    unused instance, or to the one with the least load.
     `before` lists the changes made so far.
     """
     problem = verifier.problem
@@ -168,9 +170,11 @@ def repair(
         failing = next((i for i, verification in current_verifications.items() if not verification.ok), None)
         if failing is None:
             break
-        other = _other_slots(current[failing], verifier, twin)
+        other = _other_slots(current[failing], verifier, twin) or _other_knobs(
+            current[failing], verifier, twin
+        )
         if other is not None:
-            changes.append(f"gpu {failing}: {current[failing].a_max} -> {other[0].a_max} slots")
+            changes.append(f"gpu {failing}: {_changed_settings(problem, current[failing], other[0])}")
             current[failing], current_verifications[failing] = other
             continue
         moved = _move_load(problem, current, failing, twin)
@@ -187,13 +191,35 @@ def repair(
 def _other_slots(
     assignment: Assignment, verifier: Verifier, twin: Estimator
 ) -> tuple[Assignment, InstanceVerification] | None:
-    for a_max in slot_candidates(verifier.problem, assignment.shares, twin, assignment.pool):
+    for a_max in slot_candidates(verifier.problem, assignment.shares, twin, assignment.pool, assignment):
         candidate = replace(assignment, a_max=a_max)
         if a_max != assignment.a_max and not twin(candidate).starved:
             (verification,) = verifier([candidate])
             if verification.ok:
                 return candidate, verification
     return None
+
+
+def _other_knobs(
+    assignment: Assignment, verifier: Verifier, twin: Estimator
+) -> tuple[Assignment, InstanceVerification] | None:
+    """Return the instance with the open knobs of the least utilization, if it is verified with them."""
+    if not knob_grid(verifier.problem, assignment.pool).is_open:
+        return None
+    candidate, estimate = tune_knobs(verifier.problem, assignment, twin)
+    if candidate == assignment or estimate.starved:
+        return None
+    (verification,) = verifier([candidate])
+    return (candidate, verification) if verification.ok else None
+
+
+def _changed_settings(problem: Problem, before: Assignment, after: Assignment) -> str:
+    """Return the change of an instance's settings as text."""
+    if after.a_max != before.a_max:
+        return f"{before.a_max} -> {after.a_max} slots"
+    old, new = problem.engine_args(before), problem.engine_args(after)
+    changed = [knob for knob in KNOBS if getattr(old, knob) != getattr(new, knob)]
+    return ", ".join(f"{knob} {getattr(old, knob)} -> {getattr(new, knob)}" for knob in changed)
 
 
 def _move_load(
@@ -206,14 +232,20 @@ def _move_load(
         return {}
     target, pool = place
     staying = tuple(share for share in current[failing].shares if share not in moving)
-    there = current[target].shares if target in current else ()
+    # An unused instance starts with the engine settings of the failing one.
+    there = current[target] if target in current else replace(current[failing], shares=(), pool=pool)
     moved: dict[int, Assignment] = {}
-    for gpu, shares, of in ((failing, staying, current[failing].pool), (target, (*there, *moving), pool)):
-        a_max = choose_slots(problem, shares, twin, twin, of)
-        fitting = [a_max] if a_max is not None else slot_candidates(problem, shares, twin, of)
+    for gpu, before, shares in (
+        (failing, current[failing], staying),
+        (target, there, (*there.shares, *moving)),
+    ):
+        a_max = choose_slots(problem, shares, twin, twin, before.pool, before)
+        fitting = (
+            [a_max] if a_max is not None else slot_candidates(problem, shares, twin, before.pool, before)
+        )
         if not fitting:
             return {}
-        moved[gpu] = Assignment(shares, fitting[0], pool=of)
+        moved[gpu] = replace(before, shares=shares, a_max=fitting[0])
     return moved
 
 

@@ -10,6 +10,7 @@ from capplan.cli.explain import (
     binding,
     curve_table,
     gpus_reason,
+    knob_table,
     provenance,
     queues_table,
     room_table,
@@ -255,6 +256,7 @@ def _slots(group: GroupExplanation, bounds: Mapping[str, float]) -> list[page.Bl
         page.paragraph(group.why_a_max),
         page.charts(*_curve_charts(group.curve, bounds)),
         curve_table(group.curve, " (chosen)").text_second(),
+        *(knob_table(curve, " (chosen)").text_second() for curve in group.knobs),
     ]
 
 

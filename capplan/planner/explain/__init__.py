@@ -2,6 +2,7 @@
 
 from capplan.planner.explain.explain import Explanation, GroupExplanation, explain
 from capplan.planner.explain.headroom import Headroom, ResourceUse
+from capplan.planner.explain.knob_curve import KnobCurve, KnobPoint
 from capplan.planner.explain.slot_curve import CurvePoint, SlotCurve, slot_curve
 from capplan.planner.explain.what_if import PlanOutcome, WhatIf
 
@@ -10,6 +11,8 @@ __all__ = [
     "Explanation",
     "GroupExplanation",
     "Headroom",
+    "KnobCurve",
+    "KnobPoint",
     "PlanOutcome",
     "ResourceUse",
     "SlotCurve",

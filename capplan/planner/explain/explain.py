@@ -8,6 +8,7 @@ from functools import partial
 
 from capplan.planner.estimate import SEARCH_DURATION_S
 from capplan.planner.explain.headroom import Headroom, find_headroom
+from capplan.planner.explain.knob_curve import KnobCurve, knob_curves, knob_curves_size
 from capplan.planner.explain.rebuild import RebuiltGroup, rebuild, search_seed
 from capplan.planner.explain.slot_curve import SlotCurve, curve_size, explain_slots, slot_curve
 from capplan.planner.explain.what_if import PlanOutcome, WhatIf, plan_outcome, what_if
@@ -29,6 +30,8 @@ class GroupExplanation:
     """Reason for the number of slots, in one sentence."""
     room: Headroom
     """Utilization and headroom."""
+    knobs: tuple[KnobCurve, ...] = ()
+    """Simulations with other values of each engine knob that the planner may choose."""
 
 
 @dataclass(frozen=True, repr=False)
@@ -114,11 +117,19 @@ def _explain_groups(
     def simulated(before: int, done: int) -> None:
         report("adapter slots", before + done, sum(sizes))
 
+    knob_sizes = [knob_curves_size(each.problem, each.assignment) for each in firsts]
+
+    def knob_progress(before: int, done: int) -> None:
+        report("engine knobs", before + done, sum(knob_sizes))
+
     explained = []
     for number, (same, room) in enumerate(zip(alike.values(), rooms, strict=True)):
         first, answered = same[0], partial(simulated, sum(sizes[:number]))
         curve = slot_curve(first.problem, first.assignment, seed=seed, answered=answered)
+        settings = partial(knob_progress, sum(knob_sizes[:number]))
+        knobs = knob_curves(first.problem, first.assignment, seed=seed, answered=settings)
         solver = str(plan.provenance.get("solver", "its solver"))
         why = explain_slots(curve, solver, fixed=first.problem.fixed_a_max is not None)
-        explained.append(GroupExplanation(tuple(each.group.id for each in same), curve, why, room))
+        names = tuple(each.group.id for each in same)
+        explained.append(GroupExplanation(names, curve, why, room, knobs))
     return tuple(explained)

@@ -14,6 +14,7 @@ from capplan.planner.evaluate import (
     evaluate,
     known_value,
 )
+from capplan.planner.knobs import KnobSearch
 from capplan.planner.problem import Assignment, Problem, distinct_adapters
 from capplan.spec import Binds
 from capplan.twin import SimulationResult
@@ -145,4 +146,5 @@ def _min_busy(problem: Problem, assignment: Assignment) -> float:
     workload = problem.subworkload(assignment.shares)
     slo = workload.slo.model_copy(update={"served_fraction": 1.0})
     alone = workload.model_copy(update={"headroom": 0.0, "slo": slo})
-    return busy_gpus(replace(problem, workload=alone, pools=(problem.pools[assignment.pool],)))
+    pools = (problem.pools[assignment.pool],)
+    return busy_gpus(replace(problem, workload=alone, pools=pools, knobs=KnobSearch.DEFAULT))

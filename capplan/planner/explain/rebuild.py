@@ -7,6 +7,7 @@ from dataclasses import dataclass, replace
 
 from capplan.datasets import list_profiles
 from capplan.errors import InputError
+from capplan.planner.knobs import KnobSearch
 from capplan.planner.problem import AdapterShare, Assignment, Problem, make_problem
 from capplan.spec import Group, Plan, Profile, QueueConfig, Workload
 
@@ -71,6 +72,7 @@ def rebuild(plan: Plan, workload: Workload, profile: Profile | None, source: str
         If the workload or the profile is not the plan's.
     """
     problem = _rebuild_problem(plan, _planned_workload(plan, workload, source), profile)
+    problem = replace(problem, knobs=KnobSearch.named(str(plan.provenance.get("knobs", KnobSearch.FITTED))))
     numbers: Counter[str] = Counter()
     return RebuiltPlan(
         problem, tuple(_rebuild_group(problem, group, numbers, source) for group in plan.groups)
@@ -127,5 +129,6 @@ def _rebuild_group(problem: Problem, group: Group, numbers: Counter[str], source
             shares.append(AdapterShare.of(adapter, fractions[adapter.name], numbers[adapter.name]))
             numbers[adapter.name] += group.replicas
     pool = [each.name for each in problem.pools].index(group.pool)
-    assignment = Assignment(tuple(shares), args.max_loras, args.max_num_seqs, pool)
+    knobs = (args.max_num_seqs, pool, args.max_num_batched_tokens)
+    assignment = Assignment(tuple(shares), args.max_loras, *knobs)
     return RebuiltGroup(group, replace(problem, engine=args, workload=workload), assignment)

@@ -104,7 +104,8 @@ def _replan(fleet: FleetChange, objective: Objective, seed: int, progress: Progr
     workload = fleet.workload.replace(objective=objective, previous_plan=None)
     profile = None if workload.pools else fleet.problem.profile
     gpus = None if workload.pools else fleet.gpus
-    return make_plan(workload, gpus=gpus, profile=profile, seed=seed, seeds=1, progress=report)
+    knobs = fleet.problem.knobs
+    return make_plan(workload, gpus=gpus, profile=profile, seed=seed, seeds=1, knobs=knobs, progress=report)
 
 
 def _summarize(plan: Plan, fleet: FleetChange, aim: str = "") -> WhatIf:

@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, field, replace
-from typing import Final
+from typing import Final, NamedTuple
 
+from capplan.planner.knobs import tune_knobs
 from capplan.planner.parallel import estimate_all, parallel_map
 from capplan.planner.problem import Assignment, Estimator
 from capplan.planner.search.data import SearchData
@@ -16,8 +17,15 @@ InstanceContent = tuple[frozenset[int], int]
 """Groups of an instance, and its pool."""
 InstanceKind = tuple[bytes, int]
 """Kinds of the groups, and the pool; equal for instances that perform alike."""
-InstanceSetting = tuple[int, int | None]
-"""A_max and max_num_seqs."""
+
+
+class InstanceSetting(NamedTuple):
+    """Engine settings of an instance; None: the problem's."""
+
+    a_max: int
+    max_num_seqs: int | None = None
+    max_num_batched_tokens: int | None = None
+
 
 _MAX_SLOT_VALUES: Final = 4
 """Maximum number of values of A_max that the twin simulates."""
@@ -65,6 +73,10 @@ class Evaluator:
     surrogate: Estimator
     twin: Estimator
     """Fast and deciding estimator."""
+    opens_knobs: bool = False
+    """Whether an instance that the twin refuses is tried with other values of its open knobs."""
+    _knobs: InstanceSetting | None = None
+    """First setting with other knobs that was confirmed; the next descent begins there as well."""
     _estimates: dict[InstanceKind, InstanceEstimate] = field(default_factory=dict)
     _confirmations: dict[InstanceKind, Confirmation] = field(default_factory=dict)
 
@@ -89,7 +101,10 @@ class Evaluator:
             if self._kind(content) not in self._confirmations:
                 new.setdefault(self._kind(content), []).append(content)
         samples = [same[: max(_MIN_SAMPLES, len(same) // _SAMPLE_EVERY)] for same in new.values()]
-        self._confirmations.update(zip(new, parallel_map(self._confirm_kind, samples), strict=True))
+        found = parallel_map(self._confirm_kind, samples)
+        self._confirmations.update(zip(new, found, strict=True))
+        settings = (each.setting for each in found if each.setting is not None)
+        self._knobs = self._knobs or next((s for s in settings if s.max_num_batched_tokens), None)
         loads = state.loads()
         confirmed: list[Assignment | None] = []
         for instance, content in contents.items():
@@ -130,6 +145,10 @@ class Evaluator:
         }
         return replace(assignment, a_max=best_slots(estimates) or assignment.a_max)
 
+    def tune_knobs(self, assignment: Assignment) -> Assignment:
+        """Return a confirmed assignment with the knobs of the least utilization, by the twin."""
+        return tune_knobs(self.data.problem, assignment, self.twin).assignment
+
     def _kind(self, content: InstanceContent) -> InstanceKind:
         return self.data.kind_key(content[0]), content[1]
 
@@ -156,11 +175,13 @@ class Evaluator:
         estimate = self._estimate(same[0])
         overload = 1.0
         for slots in estimate.slots[:_MAX_SLOT_VALUES]:
-            worst = max(self._overloads(same, (slots, None)))
+            worst = max(self._overloads(same, InstanceSetting(slots)))
             if worst < 0.0:
-                return Confirmation((slots, None))
+                return Confirmation(InstanceSetting(slots))
             overload = min(overload, worst)
         other = self._try_max_num_seqs(same, estimate.slots[0]) if estimate.slots else None
+        if other is None and self.opens_knobs:
+            other = self._try_knobs(same, estimate.slots[:_MAX_SLOT_VALUES])
         if other is None:
             self._estimates[self._kind(same[0])] = replace(
                 estimate, holds=False, utilization=estimate.utilization + _REFUSAL_PENALTY
@@ -174,9 +195,31 @@ class Evaluator:
             return None
         for seqs in _MAX_NUM_SEQS:
             starts = seqs <= problem.engine.max_num_batched_tokens
-            if starts and max(self._overloads(same, (slots, seqs))) < 0.0:
-                return slots, seqs
+            setting = InstanceSetting(slots, seqs)
+            if starts and max(self._overloads(same, setting)) < 0.0:
+                return setting
         return None
+
+    def _try_knobs(self, same: Sequence[InstanceContent], slots: Sequence[int]) -> InstanceSetting | None:
+        """Return a setting with other knobs that holds: the best slots, then knobs, then slots again."""
+        problem = self.data.problem
+
+        def best_of(settings: Iterable[InstanceSetting]) -> Assignment | None:
+            candidates = (self._assignment(same[0], setting) for setting in settings)
+            fitting = filter(problem.fits_in_memory, candidates)
+            return min(fitting, key=lambda each: self.twin(each).utilization, default=None)
+
+        start = best_of(map(InstanceSetting, slots))
+        if start is None:
+            return None
+        known = () if self._knobs is None else (self._knobs._replace(a_max=start.a_max),)
+        start = best_of((InstanceSetting(start.a_max), *known)) or start
+        best, estimate = tune_knobs(problem, start, self.twin, until_it_holds=True)
+        setting = InstanceSetting(best.a_max, best.max_num_seqs, best.max_num_batched_tokens)
+        if estimate.starved and best != start:
+            other = best_of(setting._replace(a_max=value) for value in slots)
+            setting = setting if other is None else setting._replace(a_max=other.a_max)
+        return setting if max(self._overloads(same, setting)) < 0.0 else None
 
     def _overloads(self, same: Sequence[InstanceContent], setting: InstanceSetting) -> Iterator[float]:
         """Yield -1 for every instance that holds, and the overload of the first that does not."""
@@ -191,7 +234,8 @@ class Evaluator:
 
     def _assignment(self, content: InstanceContent, setting: InstanceSetting) -> Assignment:
         members, pool = content
-        return Assignment(self.data.shares(members), *setting, pool)
+        shares = self.data.shares(members)
+        return Assignment(shares, setting.a_max, setting.max_num_seqs, pool, setting.max_num_batched_tokens)
 
 
 def _used_instances(state: PlacementState) -> dict[int, InstanceContent]:

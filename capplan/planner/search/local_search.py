@@ -128,6 +128,16 @@ class LocalSearch:
             found, misses = (found, misses + 1) if better is None else (better, 0)
         return found
 
+    def shrink(self, order: Sequence[FleetSize]) -> tuple[Assignment, ...] | None:
+        """Return a placement on the best of these fleet sizes, tried from the worst until one fails."""
+        found = None
+        for fleet in reversed([fleet for fleet in order if self._has_required_pools(fleet)]):
+            smaller = None if self.timed_out else self.search_fleet(fleet)
+            if smaller is None:
+                break
+            found = smaller
+        return found
+
     def search_fleet(self, fleet: FleetSize) -> tuple[Assignment, ...] | None:
         """Return the first confirmed placement on a fleet; None without any."""
         return next(self._placements(fleet), None)
@@ -140,6 +150,10 @@ class LocalSearch:
     def tune_slots(self, assignments: tuple[Assignment, ...]) -> tuple[Assignment, ...]:
         """Return the placement with the best of the neighbouring numbers of slots on each instance."""
         return tuple(parallel_map(self.evaluator.tune_slots, assignments))
+
+    def tune_knobs(self, assignments: tuple[Assignment, ...]) -> tuple[Assignment, ...]:
+        """Return the placement with the knobs of the least utilization on each instance."""
+        return tuple(parallel_map(self.evaluator.tune_knobs, assignments))
 
     def mean_e2e_s(self, assignments: Sequence[Assignment]) -> float:
         """Return the mean time of all requests from arrival to last token, by the twin."""

@@ -7,6 +7,7 @@ highest load.
 
 from __future__ import annotations
 
+import itertools
 import math
 import time
 from collections.abc import Sequence
@@ -16,6 +17,7 @@ from typing import Final
 
 from capplan.errors import InfeasibleError
 from capplan.planner.bound import lower_bound, lower_bound_gpus
+from capplan.planner.knobs import knob_grid
 from capplan.planner.previous import previous_instances
 from capplan.planner.problem import Assignment, Estimator, Problem, infeasible
 from capplan.planner.search.data import SearchData, build_search_data, split_heavy_adapters
@@ -48,12 +50,19 @@ def _place(problem: Problem, context: SolverContext) -> Placement:
     bound, search_data = lower_bound_gpus(problem), _search_data(problem)
     for twin in (context.conservative_twin, context.twin):  # the small margin only if the large one fails
         answer = None
-        for data in search_data:
-            search = _local_search(data, context, deadline_s, twin or context.twin)
-            answer = _search(search, bound, answer)
+        for opens_knobs in _knob_stages(problem):
+            for data in search_data:
+                search = _local_search(data, context, deadline_s, twin or context.twin, opens_knobs)
+                answer = _search(search, bound, answer)
         if answer is not None:
             return answer
     raise _too_few_gpus(problem, bound, late=time.monotonic() > deadline_s)
+
+
+def _knob_stages(problem: Problem) -> tuple[bool, ...]:
+    """Return whether knobs are open in each stage of the search: first with the defaults, then open."""
+    searched = any(knob_grid(problem, pool).is_open for pool in range(len(problem.pools)))
+    return (False, True) if searched else (False,)
 
 
 def _search_data(problem: Problem) -> tuple[SearchData, ...]:
@@ -69,6 +78,8 @@ def _search(search: LocalSearch, bound: int, known: Placement | None) -> Placeme
     objective = problem.workload.objective
     order = fleet_sizes(problem, len(search.data.groups), objective)
     if objective is Objective.MIN_LATENCY:
+        if known is not None and search.evaluator.opens_knobs:
+            return known
         found = search.min_latency(order[0])
         both = (each for each in (known, found) if each is not None)
         return min(both, key=search.mean_e2e_s, default=None)
@@ -76,8 +87,11 @@ def _search(search: LocalSearch, bound: int, known: Placement | None) -> Placeme
     if known is not None:
         best = fleet_cost(problem, fleet_size_of(problem, known), objective)
         order = [fleet for fleet in order if fleet_cost(problem, fleet, objective) < best]
-    answer = search.search(order)
-    return known if answer is None else _tune_slots(search, answer)
+    if not search.evaluator.opens_knobs:
+        answer = search.search(order)
+        return known if answer is None else _tune_slots(search, answer)
+    answer = search.search(order) if known is None else search.shrink(order)
+    return known if answer is None else search.tune_knobs(answer)
 
 
 def _tune_slots(search: LocalSearch, answer: Placement) -> Placement:
@@ -85,12 +99,13 @@ def _tune_slots(search: LocalSearch, answer: Placement) -> Placement:
 
 
 def _local_search(
-    data: SearchData, context: SolverContext, deadline_s: float, twin: Estimator
+    data: SearchData, context: SolverContext, deadline_s: float, twin: Estimator, opens_knobs: bool
 ) -> LocalSearch:
     surrogate = context.surrogate or context.estimator
     warm = () if context.previous is None else (warm_start(previous_instances(context.previous)),)
     initial_solutions = (*warm, *INITIAL_SOLUTIONS, partial(_greedy_solution, surrogate))
-    return LocalSearch(data, Evaluator(data, surrogate, twin), deadline_s, initial_solutions)
+    evaluator = Evaluator(data, surrogate, twin, opens_knobs)
+    return LocalSearch(data, evaluator, deadline_s, initial_solutions)
 
 
 def _greedy_solution(estimator: Estimator, data: SearchData, pools: Sequence[int]) -> PlacementState | None:
@@ -121,9 +136,10 @@ def _maximize_load(problem: Problem, context: SolverContext, deadline_s: float) 
         workload = problem.workload.model_copy(update={"headroom": headroom})
         loaded = replace(problem, workload=workload)
         scaled = context.for_problem(loaded)
-        for data in reversed(_search_data(loaded)):
+        stages = itertools.product(_knob_stages(loaded), reversed(_search_data(loaded)))
+        for opens_knobs, data in stages:
             (fleet,) = fleet_sizes(loaded, len(data.groups), Objective.MAX_THROUGHPUT)
-            search = _local_search(data, scaled, deadline_s, scaled.twin)
+            search = _local_search(data, scaled, deadline_s, scaled.twin, opens_knobs)
             answer = search.search_fleet(fleet)
             if answer is not None:
                 return search, answer
