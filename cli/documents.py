@@ -83,6 +83,7 @@ def _show(profile: Profile) -> None:
     memory_gib = profile.gpu.memory_bytes / 2**30
     typer.echo(f"  GPU         {profile.gpu.name}, {memory_gib:.1f} GiB, tp {profile.tp}")
     typer.echo(f"  model       {profile.model.name}: {', '.join(profile.model.hf_ids)}")
+    typer.echo(f"  positions   {profile.model.max_positions or 'unknown'}")
     typer.echo(f"  engine      {engine.name} {engine.version}, rules {engine.rules}, kernel {engine.kernel}")
     typer.echo(f"  prefixes    prefix_caching {_PREFIX_CACHING[engine.prefix_caching]}")
     correlation = f"{profile.length_correlation:.3f} (prompt with output, normal scores)"

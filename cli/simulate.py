@@ -158,7 +158,7 @@ def found_extrapolations(
     found = []
     for slots, outcome in outcomes.items():
         if not isinstance(outcome, InfeasibleError):
-            args = engine_args(workload, cast("SimulateSettings", {"a_max": slots, **known}))
+            args = engine_args(workload, cast("SimulateSettings", {"a_max": slots, **known}), profile)
             values = values_of(workload, args, profile.tp, [outcome])
             found += [(f"a_max {slots}", each) for each in extrapolations(profile, values)]
     return [each.document() for each in merged(found)]

@@ -27,7 +27,7 @@ from capplan.errors import InputError
 
 if TYPE_CHECKING:
     from capplan.profiling.validation.validate import GroupValidation, MetricComparison, Validation
-    from capplan.spec import Plan, Profile
+    from capplan.spec import Plan, Profile, Workload
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -37,7 +37,7 @@ class ValidateArgs:
     plan: PlanFile
     workload: str = typer.Option(..., metavar="FILE", help="Workload that the plan was made for.")
     profile: str | None = typer.Option(
-        None, metavar="NAME", help="That the prediction rests on; default: the plan's."
+        None, metavar="NAME", help="That the prediction rests on; default: the workload's, as in the plan."
     )
     url: list[str] | None = typer.Option(
         None, metavar="[GROUP=]URL", help="Running server of a group; repeatable."
@@ -95,8 +95,9 @@ def validate(args: ValidateArgs) -> None:
         if not args.as_json and len(document.groups) > 1:
             typer.echo(f"group {group}", err=True)
 
+    profiles = _profiles(document, workload, args.profile)
     with load_progress(quiet=args.as_json) as on_tick:
-        found = run(document, workload, _profiles(document, args.profile), options, on_group, on_tick)
+        found = run(document, workload, profiles, options, on_group, on_tick)
     facts = validation_document(found)
     if args.output is not None:
         write_json(args.output, facts)
@@ -128,7 +129,7 @@ def validation_document(found: Validation) -> dict[str, Any]:
 
 
 def _group_document(group: GroupValidation) -> dict[str, Any]:
-    facts = asdict(group) | {"agrees": group.agrees}
+    facts = asdict(group) | {"agrees": group.agrees, "verdict": group_verdict(group)}
     facts["comparisons"] = [
         asdict(each)
         | {
@@ -155,12 +156,15 @@ def _urls(given: list[str] | None, plan: Plan) -> dict[str, str]:
     return urls
 
 
-def _profiles(plan: Plan, name: str | None) -> dict[str, Profile]:
+def _profiles(plan: Plan, workload: Workload, name: str | None) -> dict[str, Profile]:
+    """Return the profiles of the groups: the given one, the workload's by their names, or shipped ones."""
     from capplan.datasets import load_profile
 
     names = {group.profile for group in plan.groups}
     if name is None:
-        return {each: load_profile(each) for each in names}
+        files = [workload.profile, *(pool.profile for pool in workload.pools)]
+        own = {profile.name: profile for profile in map(load_profile, filter(None, files))}
+        return {each: own.get(each) or load_profile(each) for each in names}
     if len(names) > 1:
         raise InputError("must be left out where groups have several profiles", name, "--profile")
     used = load_profile(name)
@@ -172,6 +176,12 @@ _HEAD: Final = (
     *("metric", "measured", "predicted", "SMAPE, %", "tolerance, %", "constant step", "SMAPE, %"),
     *("offered load", "SMAPE, %"),
 )
+
+_LABELS: Final = {
+    "throughput_tok_s": ("throughput", "tok/s"),
+    "itl_ms_mean": ("mean ITL", "ms"),
+}
+"""Names and units of the metrics with a tolerance."""
 
 _THREE_DECIMALS: Final = ("ttft_s", "e2e_s", "served")
 
@@ -211,8 +221,23 @@ def heading(group: GroupValidation) -> str:
 
 
 def group_verdict(group: GroupValidation) -> str:
-    """Return whether a group agrees, and the faults of the measurement."""
-    return "; ".join(("agrees" if group.agrees else "disagrees", *group.faults))
+    """Return whether a group agrees, the metrics with a tolerance, and the faults of the measurement."""
+    bounded = [each for each in group.comparisons if each.tolerance is not None]
+    wrong = [_metric_verdict(each) for each in bounded if not each.agrees]
+    if group.starved != group.predicted_starved:
+        words = {True: "starved", False: "not starved"}
+        wrong.append(f"{words[group.starved]} measured, {words[group.predicted_starved]} predicted")
+    parts = wrong or [_metric_verdict(each) for each in bounded]
+    verdict = "agrees" if group.agrees else "disagrees"
+    return "; ".join((f"{verdict}: {', '.join(parts)}", *group.faults))
+
+
+def _metric_verdict(each: MetricComparison) -> str:
+    """Return the values of a metric, its error, and its tolerance."""
+    label, unit = _LABELS[each.name]
+    values = f"{label} {number(each.measured, 1)} {unit} measured, {number(each.predicted, 1)} predicted"
+    side = "within" if each.agrees else "over"
+    return f"{values}: {number(each.error, 1)} % {side} the tolerance of {each.tolerance:g} %"
 
 
 def show(found: Validation) -> None:

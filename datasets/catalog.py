@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import functools
 import os
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from pathlib import Path
 from typing import Annotated, Any, Final
 
@@ -21,6 +21,8 @@ from capplan.spec.validation import SpecModel
 _FOLDER: Final = Path(__file__).parent
 _EMBEDDING_ADAPTERS: Final = ("LlamaForCausalLM", "MistralForCausalLM")
 """Architectures whose slots also hold embedding and output head (vLLM: ``embedding_modules``)."""
+
+_POSITIONS: Final = "max_position_embeddings"
 
 Positive = Annotated[float, Field(gt=0, allow_inf_nan=False)]
 
@@ -82,6 +84,11 @@ def hf_config(hf_id: str) -> Mapping[str, Any] | None:
     return next((entry.config for entry in _arch_entries() if hf_id in entry.hf_ids), None)
 
 
+def known_arch(hf_ids: Iterable[str]) -> ModelArch | None:
+    """Return the known architecture with one of these Hugging Face ids."""
+    return next((arch for arch in model_archs() if not set(hf_ids).isdisjoint(arch.hf_ids)), None)
+
+
 @functools.cache
 def gpu_sheets() -> tuple[GpuSheet, ...]:
     """Return every known GPU type."""
@@ -136,6 +143,9 @@ def arch_of(config: Mapping[str, Any], hf_id: str, location: str) -> ModelArch:
         vocab_size=whole_number(config, "vocab_size", location),
         tied_embeddings=bool(config.get("tie_word_embeddings", False)),
         lora_on_embeddings=any(each in _EMBEDDING_ADAPTERS for each in config.get("architectures") or ()),
+        max_positions=(
+            None if config.get(_POSITIONS) is None else whole_number(config, _POSITIONS, location)
+        ),
     )
 
 

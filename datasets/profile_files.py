@@ -8,6 +8,7 @@ import re
 from pathlib import Path
 from typing import Final
 
+from capplan.datasets.catalog import known_arch
 from capplan.errors import InputError
 from capplan.spec import Profile, read_text
 from capplan.spec.files import parse_json
@@ -70,9 +71,14 @@ def load_profile(name_or_path: str | os.PathLike[str]) -> Profile:
 
 def _read(path: Path) -> Profile:
     document = parse_json(read_text(path), str(path))
-    return validate_document(
+    profile = validate_document(
         Profile, document, lambda key: f"{path}: {format_key(key)}" if key else str(path)
     )
+    if profile.model.max_positions is not None:
+        return profile
+    known = known_arch(profile.model.hf_ids)  # files of earlier versions do not hold the positions
+    positions = None if known is None else known.max_positions
+    return profile.replace(model=profile.model.replace(max_positions=positions))
 
 
 def _is_file(name: str) -> bool:

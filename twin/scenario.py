@@ -21,7 +21,7 @@ from capplan.workload import Requests, draw_requests
 
 _MOST: Final = 2**31 - 1  # rows and tokens are 32-bit integers
 
-_OPTIONAL: Final = ("s_max", "max_cpu_loras", "max_in_flight")
+_OPTIONAL: Final = ("s_max", "max_cpu_loras", "max_model_len", "max_in_flight")
 
 _SLOTS: Final = ("a_max", "s_max")  # 0 for an engine without LoRA
 
@@ -135,6 +135,7 @@ def build_scenario(
     """Size the memory of an engine and draw the requests, unless given; the rest as for `simulate`."""
     adapters = len(workload.adapters)
     _require_slots(workload, args)
+    profile.model.require_positions(args.max_model_len)
     _require_room(workload, args.max_model_len)
     serving = chosen_rules(profile, rules, args.enable_prefix_caching)
     host_slots = adapters if args.max_cpu_loras is None else args.max_cpu_loras

@@ -48,7 +48,7 @@ class EngineKeywords(TypedDict, total=False):
     max_num_seqs: int
     max_num_batched_tokens: int
     max_cpu_loras: int | None
-    max_model_len: int
+    max_model_len: int | None
     gpu_memory_utilization: float
     prefix_caching: bool | None
 
@@ -73,7 +73,7 @@ def simulate(
     max_num_seqs: int = DEFAULT_MAX_NUM_SEQS,
     max_num_batched_tokens: int = DEFAULT_MAX_NUM_BATCHED_TOKENS,
     max_cpu_loras: int | None = None,
-    max_model_len: int = DEFAULT_MAX_MODEL_LEN,
+    max_model_len: int | None = None,
     gpu_memory_utilization: float = DEFAULT_GPU_MEMORY_UTILIZATION,
     max_in_flight: int | None = None,
     rules: str | None = None,
@@ -97,8 +97,10 @@ def simulate(
         Horizon in seconds.
     seed
         Seed of arrivals and lengths.
-    max_num_seqs, max_num_batched_tokens, max_model_len, gpu_memory_utilization
+    max_num_seqs, max_num_batched_tokens, gpu_memory_utilization
         As vLLM's flags of the same names.
+    max_model_len
+        The same, at most the positions of the model; None: 8192, or the positions if they are fewer.
     max_cpu_loras
         Adapters in host memory; None: all of them.
     max_in_flight
@@ -192,8 +194,9 @@ def keywords_of(args: EngineArgs) -> EngineKeywords:
     }
 
 
-def engine_args(workload: Workload, settings: EngineKeywords) -> EngineArgs:
-    """Return the engine settings of `simulate` with its defaults."""
+def engine_args(workload: Workload, settings: EngineKeywords, profile: Profile | None = None) -> EngineArgs:
+    """Return the engine settings of `simulate` with its defaults, which fit the model of a profile."""
+    longest = DEFAULT_MAX_MODEL_LEN if profile is None else profile.model.default_max_model_len
     a_max, s_max = settings["a_max"], settings.get("s_max")
     if s_max is None:
         s_max = allowed_lora_rank(max((a.rank for a in workload.adapters), default=1)) if a_max else 0
@@ -204,7 +207,7 @@ def engine_args(workload: Workload, settings: EngineKeywords) -> EngineArgs:
         max_num_seqs=settings.get("max_num_seqs", DEFAULT_MAX_NUM_SEQS),
         max_num_batched_tokens=settings.get("max_num_batched_tokens", DEFAULT_MAX_NUM_BATCHED_TOKENS),
         gpu_memory_utilization=settings.get("gpu_memory_utilization", DEFAULT_GPU_MEMORY_UTILIZATION),
-        max_model_len=settings.get("max_model_len", DEFAULT_MAX_MODEL_LEN),
+        max_model_len=settings.get("max_model_len") or longest,
         enable_prefix_caching=settings.get("prefix_caching"),
     )
 
@@ -218,7 +221,7 @@ def _scenario(workload: Workload, profile: Profile, settings: SimulateSettings) 
     return build_scenario(
         workload,
         profile,
-        engine_args(workload, settings),
+        engine_args(workload, settings, profile),
         duration_s=settings.get("duration_s", 3600.0),
         seed=settings.get("seed", 0),
         max_in_flight=settings.get("max_in_flight"),

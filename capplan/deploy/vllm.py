@@ -13,6 +13,7 @@ from collections.abc import Iterable
 from dataclasses import dataclass
 from typing import Any, Final
 
+from capplan.datasets.catalog import known_arch
 from capplan.errors import InputError
 from capplan.serving.rules import SLORA_ENGINE, serving_rules
 from capplan.spec import EngineArgs, Group, Plan, PlanAdapter
@@ -92,9 +93,11 @@ def vllm_files(plan: Plan, *, port: int = 8000, runtime_updates: bool = False) -
     Raises
     ------
     InputError
-        If a port exceeds 1..65535, or the plan is for an engine without adapter slots.
+        If a port exceeds 1..65535, the plan is for an engine without adapter slots, or `max_model_len`
+        exceeds the positions of the base model.
     """
     _require_slots(plan)
+    _require_positions(plan)
     digest = hashlib.sha256(plan.to_json().encode()).hexdigest()
     servers = servers_of(plan, port)
     scripts = {server.script: _script(plan, server, digest, runtime_updates) for server in servers}
@@ -106,6 +109,13 @@ def _require_slots(plan: Plan) -> None:
         if serving_rules(engine.rules).engine == SLORA_ENGINE:
             rule = "must be an engine with adapter slots, which vLLM has and S-LoRA's common pool does not"
             raise InputError(rule, f"{engine.name} {engine.version}, rules {engine.rules}", "plan: engine")
+
+
+def _require_positions(plan: Plan) -> None:
+    model = known_arch([plan.base_model])
+    if model is not None:
+        for group in plan.groups:
+            model.require_positions(group.engine_args.max_model_len, f"plan: group {group.id}: max_model_len")
 
 
 def _script(plan: Plan, server: Server, digest: str, runtime_updates: bool) -> str:

@@ -25,7 +25,6 @@ from capplan.planner.evaluate import Evaluation, evaluate
 from capplan.planner.parallel import estimate_all
 from capplan.planner.problem import AdapterShare, Assignment, Estimate, Estimator, Problem
 from capplan.spec import STARVED_BELOW, Workload
-from capplan.spec.engine_args import DEFAULT_MAX_MODEL_LEN
 from capplan.twin import SimulationResult
 from capplan.twin.metrics import bound_value
 
@@ -325,5 +324,6 @@ def _is_unsupported(problem: Problem, workload: Workload) -> bool:
     return bool(
         any(unsupported_workload(workload, pool.profile) for pool in problem.pools)
         or (host is not None and host < len(workload.adapters))
-        or problem.engine.max_model_len < DEFAULT_MAX_MODEL_LEN
+        or problem.engine.max_model_len
+        < min(pool.profile.model.default_max_model_len for pool in problem.pools)
     )

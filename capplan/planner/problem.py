@@ -345,7 +345,10 @@ def make_problem(workload: Workload, gpus: int | None, profile: Profile | str | 
         pool.profile.require_model(workload.base_model)
     if workload.base is not None:
         raise InputError("is simulated, but not planned yet", location="base")
-    engine = workload.engine.complete()
+    models = [pool.profile.model for pool in pools]
+    engine = workload.engine.complete(max_model_len=min(model.default_max_model_len for model in models))
+    for model in models:
+        model.require_positions(engine.max_model_len, "engine.max_model_len")
     _require_fitting_prompts(workload, engine.max_model_len)
     problem = Problem(workload, pools, engine, ())
     problem.constraints, problem.busiest_workload  # noqa: B018 - errors before anything is solved

@@ -90,15 +90,20 @@ class EngineConfig(SpecModel):
                 raise rule_error(f"must be at least {small}, which is {low}", key=(large,), value=high)
         return self
 
-    def complete(self, max_loras: int = 1, max_lora_rank: int = 16) -> EngineArgs:
+    def complete(
+        self,
+        max_loras: int = 1,
+        max_lora_rank: int = 16,
+        max_model_len: int = DEFAULT_MAX_MODEL_LEN,
+    ) -> EngineArgs:
         """Return the settings with defaults for those left open.
 
         A step needs a token for every running request: an open value gives way to a fixed one.
 
         Parameters
         ----------
-        max_loras, max_lora_rank : int
-            Slots and their rank, if left open.
+        max_loras, max_lora_rank, max_model_len : int
+            Slots, their rank, and the limit of prompt and output, if left open.
         """
         seqs, tokens = self.max_num_seqs, self.max_num_batched_tokens
         return EngineArgs(
@@ -108,5 +113,5 @@ class EngineConfig(SpecModel):
             max_num_seqs=seqs or min(DEFAULT_MAX_NUM_SEQS, tokens or DEFAULT_MAX_NUM_SEQS),
             max_num_batched_tokens=tokens or max(DEFAULT_MAX_NUM_BATCHED_TOKENS, seqs or 0),
             gpu_memory_utilization=self.gpu_memory_utilization or DEFAULT_GPU_MEMORY_UTILIZATION,
-            max_model_len=self.max_model_len or DEFAULT_MAX_MODEL_LEN,
+            max_model_len=self.max_model_len or max_model_len,
         )

@@ -8,6 +8,7 @@ from typing import Annotated
 from pydantic import Field
 
 from capplan.errors import InputError
+from capplan.spec.engine_args import DEFAULT_MAX_MODEL_LEN
 from capplan.spec.validation import SpecModel
 
 Positive = Annotated[float, Field(gt=0)]
@@ -58,6 +59,26 @@ class ModelArch(SpecModel):
         default=False,
         description="Whether slots hold space for embedding and output head (vLLM: Llama yes, Qwen2 no).",
     )
+    max_positions: Count | None = Field(
+        default=None, description="Most tokens of prompt and output (max_position_embeddings); null: unknown."
+    )
+
+    @property
+    def default_max_model_len(self) -> int:
+        """Limit of prompt and output, in tokens, if none is set."""
+        return min(DEFAULT_MAX_MODEL_LEN, self.max_positions or DEFAULT_MAX_MODEL_LEN)
+
+    def require_positions(self, max_model_len: int, location: str = "max_model_len") -> None:
+        """Check that the model has positions for a limit of prompt and output.
+
+        Raises
+        ------
+        InputError
+            If it has fewer.
+        """
+        if self.max_positions is not None and max_model_len > self.max_positions:
+            rule = f"must be at most {self.max_positions}, the positions of {self.name}"
+            raise InputError(rule, max_model_len, location)
 
 
 class Gpu(SpecModel):

@@ -19,7 +19,6 @@ from capplan.models.memory import KvBudget, kv_budget
 from capplan.models.slot_sharing import FluidLoad
 from capplan.models.step_latency import coefficient_array, latency_code
 from capplan.spec import Adapter, Arrivals, EngineArgs, Lengths, Profile, Workload
-from capplan.spec.engine_args import DEFAULT_MAX_MODEL_LEN
 
 Floats = NDArray[np.float64]
 
@@ -445,7 +444,7 @@ def feature_probe(profile: Profile) -> list[str]:
             max_num_seqs=128,
             max_num_batched_tokens=1024,
             gpu_memory_utilization=0.9,
-            max_model_len=DEFAULT_MAX_MODEL_LEN,
+            max_model_len=profile.model.default_max_model_len,
         )
         probed += feature_vector(workload, profile, args).tolist()
     return [f"{value:.4g}" for value in probed]

@@ -59,9 +59,22 @@ _DTYPES: Final[Mapping[str, type[np.generic]]] = MappingProxyType(
 )
 
 
+_DETERMINING: Final[Any] = {
+    "gpu": True,
+    "tp": True,
+    "model": {
+        *("name", "hf_ids", "layers", "hidden_size", "heads", "kv_heads", "head_dim", "intermediate_size"),
+        *("vocab_size", "tied_embeddings", "dtype_bytes", "lora_on_embeddings"),
+    },
+    "engine": True,
+    "length_correlation": True,
+}
+"""Fields of a profile that the results of its simulations depend on, beside the coefficients."""
+
+
 def profile_digest(profile: Profile) -> str:
     """Return a digest of everything in a profile that throughput and starvation depend on."""
-    relevant = profile.model_dump(include={"gpu", "tp", "model", "engine", "length_correlation"})
+    relevant = profile.model_dump(include=_DETERMINING)
     for part in ("step_latency", "memory", "loading"):
         fitted = getattr(profile, part)
         relevant[part] = [fitted.form, {name: c.value for name, c in fitted.coefficients.items()}]

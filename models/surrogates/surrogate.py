@@ -14,7 +14,6 @@ from capplan.models.surrogates.tree import Tree
 from capplan.spec import EngineArgs, Profile, Workload
 from capplan.spec.engine_args import (
     DEFAULT_GPU_MEMORY_UTILIZATION,
-    DEFAULT_MAX_MODEL_LEN,
     DEFAULT_MAX_NUM_BATCHED_TOKENS,
     DEFAULT_MAX_NUM_SEQS,
 )
@@ -185,7 +184,7 @@ class Surrogate:
             max_num_seqs=max_num_seqs,
             max_num_batched_tokens=max_num_batched_tokens,
             gpu_memory_utilization=gpu_memory_utilization,
-            max_model_len=DEFAULT_MAX_MODEL_LEN,
+            max_model_len=self.profile.model.default_max_model_len,
         )
         features = feature_vector(workload, self.profile, args)
         return self.predict_features(features, supported=not unsupported_workload(workload, self.profile))

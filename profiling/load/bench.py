@@ -65,17 +65,27 @@ class BenchOptions:
     rate_scale: float = 1.0
     profile: Profile | None = None
     max_model_len: int | None = None
-    """Limit on prompt and output tokens; None: the workload's, the server's, or 8192."""
+    """Limit on prompt and output tokens; None: the workload's, the server's, or the profile's default."""
     prompt_form: PromptForm | None = None
     """None: the first that the server accepts."""
     limits: LagLimits = field(default_factory=LagLimits)
 
     def resolved_model_len(self, workload: Workload, found: Preflight | None = None) -> int:
-        """Return the limit on prompt and output tokens."""
+        """Return the limit on prompt and output tokens.
+
+        Raises
+        ------
+        InputError
+            If it exceeds the positions of the profile's model.
+        """
         chosen = self.max_model_len or workload.engine.max_model_len
-        if chosen is None and found is not None:
-            chosen = found.max_model_len
-        return chosen or DEFAULT_MAX_MODEL_LEN
+        served = None if found is None else found.max_model_len
+        if chosen is not None and self.profile is not None:
+            self.profile.model.require_positions(chosen)
+        default = DEFAULT_MAX_MODEL_LEN
+        if self.profile is not None:
+            default = self.profile.model.default_max_model_len
+        return chosen or served or default
 
 
 def bench(

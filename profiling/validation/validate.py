@@ -301,9 +301,15 @@ def group_workload(group: Group, workload: Workload, rate_scale: float) -> Workl
 
 
 def server_command(
-    plan: Plan, group: Group, profile: Profile, kv_tokens: int, requests: int, options: ValidationOptions
+    plan: Plan,
+    group: Group,
+    profile: Profile,
+    workload: Workload,
+    kv_tokens: int,
+    requests: int,
+    options: ValidationOptions,
 ) -> ServerCommand:
-    """Return the server command of one instance."""
+    """Return the server command of one instance that gets a workload of `requests` requests."""
     block_size = profile.engine.block_size
     more = {
         "--served-model-name": plan.base_model,
@@ -312,6 +318,7 @@ def server_command(
         "--dtype": options.dtype,
         "--device": options.device,
         "--lora-kernel": options.lora_kernel,
+        "--shared-prefix-tokens": workload.shared_prefix_tokens or None,
         "--max-queue": requests + 1,
         "--drain-timeout-s": 0,
         "--num-kv-blocks": None if options.device.startswith("cuda") else kv_tokens // block_size,
@@ -379,7 +386,11 @@ def validate(
     """
     chosen = options or ValidationOptions()
     groups, results = [], {}
-    for group in chosen_groups(plan, chosen):
+    selected = chosen_groups(plan, chosen)
+    for group in selected:
+        args, model = group.engine_args.replace(**chosen.engine_args), profiles[group.profile].model
+        model.require_positions(args.max_model_len, f"plan: group {group.id}: max_model_len")
+    for group in selected:
         on_group(group.id)
         validated, result = _validate_group(plan, group, workload, profiles[group.profile], chosen, on_tick)
         results[group.id] = result
@@ -407,7 +418,9 @@ def _validate_group(
         scaled_requests, options.duration_s, options.seed, args.max_model_len, profile=profile
     )
     running = options.urls.get(group.id)
-    started = server_command(plan, group, profile, predicted.kv_tokens, len(schedule), options)
+    started = server_command(
+        plan, group, profile, scaled_requests, predicted.kv_tokens, len(schedule), options
+    )
     with running_server(started) if running is None else nullcontext(running) as url:
         target = Target(url, options.api_key, plan.base_model)
         kv_tokens = asyncio.run(fetch_engine_info(target)).kv_tokens

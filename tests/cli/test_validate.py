@@ -52,7 +52,7 @@ def test_a_server_is_started_and_gets_the_requests_that_the_twin_gets(run: Run, 
     chosen, workload, profile = written(tmp_path, workload_document(["a0", "a1", "a2"], "tiny-llama"))
     files = ("-o", tmp_path / "found.json", "--report", tmp_path / "found.html")
     settings = ("--duration-s", "4", "--seed", "3", "--rate-scale", "2", "--max-loras", "2")
-    done = run("validate", chosen, "--workload", workload, "--profile", profile, *settings, *files, *LOOSE)
+    done = run("validate", chosen, "--workload", workload, *settings, *files, *LOOSE)
     found = json.loads((tmp_path / "found.json").read_text())
     (group,), measured = found["groups"], next(iter(found["measured"].values()))
     told = {each["name"]: each for each in group["comparisons"]}
@@ -90,6 +90,7 @@ def test_a_running_server_is_asked_where_one_is_named(run: Run, tmp_path: Path) 
     assert not found["agrees"]
     assert {each["model"] for each in server.asked} >= {"a0", "a1"}
     told = {each["name"]: each for each in found["groups"][0]["comparisons"]}
+    assert "over the tolerance of 0 %" in found["groups"][0]["verdict"]
     assert told["kv_tokens"]["measured"] == 64_000
     assert 4.0 < told["itl_ms_mean"]["measured"] < 50.0
 
@@ -109,6 +110,15 @@ def test_what_is_wrong_is_one_line(run: Run, tmp_path: Path, flags: tuple[str, .
     chosen, workload, profile = written(tmp_path, workload_document(["a0"], "tiny-llama"))
     result = run("validate", chosen, "--workload", workload, "--profile", profile, *flags)
     assert rule in error_line(result)
+
+
+def test_a_plan_beyond_the_positions_of_the_model_is_refused(run: Run, tmp_path: Path) -> None:
+    chosen, workload, profile = written(tmp_path, workload_document(["a0"], "tiny-llama"))
+    document = json.loads(profile.read_text())
+    document["model"]["max_positions"] = 64
+    profile.write_text(json.dumps(document))
+    refused = error_line(run("validate", chosen, "--workload", workload))
+    assert "max_model_len: must be at most 64, the positions of tiny-llama (got 128)" in refused
 
 
 def test_ctrl_c_leaves_what_was_found_and_exits_130(tmp_path: Path) -> None:

@@ -119,3 +119,18 @@ def test_a_broken_rule_is_told_with_file_and_key(profile_json: Path, edit: Any, 
     text = message(profile_json)
     assert text.startswith(f"{profile_json}: {key}: ")
     assert rule in text
+
+
+def test_a_profile_of_a_known_model_has_its_positions(tmp_path: Path) -> None:
+    document = profile_document()
+    assert "max_positions" not in document["model"]
+    path = tmp_path / "mine.json"
+    for hf_id, given, expected in [
+        ("meta-llama/Llama-2-7b-hf", None, 4096),
+        ("meta-llama/Llama-2-7b-hf", 2048, 2048),
+        ("someone/own-model", None, None),
+    ]:
+        document["model"] |= {"hf_ids": [hf_id], "max_positions": given}
+        path.write_text(json.dumps(document))
+        assert load_profile(path).model.max_positions == expected
+    assert {load_profile(name).model.max_positions for name in list_profiles()} == {131_072, 32_768}

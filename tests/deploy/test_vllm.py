@@ -315,3 +315,12 @@ def test_a_name_outside_the_adapter_folder_needs_a_path(name: str) -> None:
     with pytest.raises(errors.InputError, match="adapters: name"):
         vllm_files(plan_of(group("g0", ((name, 8, 1.0, None),))))
     assert vllm_files(plan_of(group("g0", ((name, 8, 1.0, "/srv/a"),))))
+
+
+def test_a_length_beyond_the_positions_of_the_model_is_refused() -> None:
+    part = group("g", adapters=(("a", 8, 1.0, "p"),), max_model_len=8192)
+    plan = plan_of(part, base_model="meta-llama/Llama-2-7b-hf")
+    expected = r"plan: group g: max_model_len: must be at most 4096, the positions of Llama-2-7B \(got 8192\)"
+    with pytest.raises(errors.InputError, match=expected):
+        vllm_files(plan)
+    assert vllm_files(plan_of(part))

@@ -124,7 +124,11 @@ def test_an_unverified_plan_is_marked(workload: Make) -> None:
     ("adapters", "fields", "reason"),
     [
         ([("a", 256, 0.01), ("b", 8, 0.5)], {"engine": EngineConfig(max_loras=256)}, "memory"),
-        ([("a", 8, 0.1)], {"engine": EngineConfig(max_model_len=10_000_000)}, "memory"),
+        (
+            [("a", 8, 0.1)],
+            {"engine": EngineConfig(max_model_len=131_072, gpu_memory_utilization=0.4)},
+            "memory",
+        ),
         ([("hot", 8, 90.0)], {"gpus": {"count": 1}}, "starvation"),
         ([(f"a{i}", 8, 7.0) for i in range(6)], {"gpus": {"count": 1}}, "gpus"),
         ([("a", 8, 0.5)], {"slo": Slo(ttft_p99_s=0.001)}, "slo"),

@@ -15,13 +15,14 @@ from capplan import (
     Problem,
     Profile,
     Workload,
+    load_profile,
     plan,
 )
 from capplan.planner import SolverContext
 from capplan.planner.bound import lower_bound, lower_bound_gpus
 from capplan.planner.problem import Estimate, GpuPool, make_problem
 from capplan.planner.solvers import REGISTRY
-from capplan.spec import Objective
+from capplan.spec import EngineConfig, Objective
 from capplan.testing import Capacity, example_problem
 
 PROFILE = "h100-64g/llama-3.1-8b/vllm-0.8.5"
@@ -146,3 +147,24 @@ def test_groups_of_pools_with_different_engines_name_theirs(profile: Profile, tm
     versions = {group.pool: made.engine_of(group).version for group in made.groups}
     assert versions == {"old": "0.8.5", "new": "0.32.0"}
     assert sum(group.engine is None for group in made.groups) == 1
+
+
+def test_max_model_len_never_exceeds_the_positions_of_the_model() -> None:
+    shipped = load_profile(PROFILE)
+    short = shipped.replace(model=shipped.model.replace(max_positions=4096))
+    unknown = shipped.replace(model=shipped.model.replace(max_positions=None))
+    spec = Workload(
+        base_model=shipped.model.hf_ids[0],
+        adapters=[Adapter(name="a", rank=8, rate_rps=0.1)],
+        prompt_tokens=Lengths(mean=100),
+        output_tokens=Lengths(mean=50),
+    )
+    assert make_problem(spec, 1, short).engine.max_model_len == 4096
+    assert make_problem(spec, 1, shipped).engine.max_model_len == 8192
+    assert make_problem(spec, 1, unknown).engine.max_model_len == 8192
+    given = spec.replace(engine=EngineConfig(max_model_len=8192))
+    with pytest.raises(InputError) as refused:
+        make_problem(given, 1, short)
+    assert str(refused.value) == (
+        "engine.max_model_len: must be at most 4096, the positions of Llama-3.1-8B (got 8192)"
+    )

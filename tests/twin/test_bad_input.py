@@ -122,3 +122,14 @@ def test_recorded_prompts_that_leave_no_room_are_rejected_and_counted(runner: An
 def test_slora_keeps_every_adapter_on_the_host() -> None:
     with pytest.raises(errors.InputError, match="max_cpu_loras"):
         simulate(workload(), profile(), **{**SETTINGS, "a_max": 1}, max_cpu_loras=1, rules="slora")
+
+
+def test_max_model_len_is_within_the_positions_of_the_model() -> None:
+    base = profile()
+    short = base.replace(model=base.model.replace(max_positions=256))
+    with pytest.raises(errors.InputError, match="max_model_len: must be at most 256, the positions of"):
+        simulate(workload(), short, **SETTINGS)
+    assert short.model.default_max_model_len == 256
+    by_default = {**SETTINGS, "max_model_len": None}
+    longest = simulate(workload(), short, **{**SETTINGS, "max_model_len": 256})
+    assert simulate(workload(), short, **by_default).throughput_tok_s == longest.throughput_tok_s

@@ -15,7 +15,6 @@ from capplan.serving.routers import Placement
 from capplan.spec import EngineArgs, Profile, Workload
 from capplan.spec.engine_args import (
     DEFAULT_GPU_MEMORY_UTILIZATION,
-    DEFAULT_MAX_MODEL_LEN,
     DEFAULT_MAX_NUM_BATCHED_TOKENS,
     DEFAULT_MAX_NUM_SEQS,
 )
@@ -48,7 +47,7 @@ class Instance:
     s_max: int
     max_num_seqs: int = DEFAULT_MAX_NUM_SEQS
     max_num_batched_tokens: int = DEFAULT_MAX_NUM_BATCHED_TOKENS
-    max_model_len: int = DEFAULT_MAX_MODEL_LEN
+    max_model_len: int | None = None
     gpu_memory_utilization: float = DEFAULT_GPU_MEMORY_UTILIZATION
     max_cpu_loras: int | None = None
     adapters: Mapping[str, float] | None = None
@@ -75,7 +74,7 @@ class Instance:
     def engine_args(self, workload: Workload) -> EngineArgs:
         """Return its engine settings, checked."""
         require_settings(workload, self.profile, self.settings)
-        return engine_args(workload, cast("EngineKeywords", self.settings))
+        return engine_args(workload, cast("EngineKeywords", self.settings), self.profile)
 
 
 @dataclass(frozen=True, eq=False)
@@ -123,7 +122,7 @@ def build_cluster(
     require_settings(workload, first.profile, {"duration_s": duration_s, "seed": seed})
     held = _held(workload, instances)
     if requests is None:
-        longest = max(instance.max_model_len for instance in instances)
+        longest = max(each.max_model_len or each.profile.model.default_max_model_len for each in instances)
         requests = draw_for(workload, first.profile, duration_s, seed, longest)
     shares = [_shares(workload, instance) for instance in instances]
     placement = place(held, shares, len(workload.adapters), _base_shares(workload, instances))

@@ -49,7 +49,7 @@ class Sample:
 
     def features(self, profile: Profile) -> NDArray[np.float32]:
         """Return the features in the order of `FEATURES`."""
-        return feature_vector(self.workload, profile, engine_args(self.workload, self.settings))
+        return feature_vector(self.workload, profile, engine_args(self.workload, self.settings, profile))
 
 
 def draw(design: str, profile: Profile, seed: int, start: int, stop: int) -> list[Sample]:

@@ -8,7 +8,8 @@ from typing import Any
 import numpy as np
 import pytest
 
-from capplan import errors
+from capplan import errors, list_profiles, load_profile
+from capplan.datasets.profile_files import surrogate_path
 from capplan.models import Surrogate
 from capplan.models.surrogates.features import FEATURES
 from capplan.models.surrogates.files import (
@@ -125,3 +126,19 @@ def test_another_identity_is_refused_by_the_name_of_what_differs(file: Path, key
     del document[key]
     write(file, document, columns)
     assert f"{key} does not match" in refused(file)
+
+
+def test_the_digest_covers_what_simulations_depend_on_and_no_limits() -> None:
+    base = profile()
+    known = profile_digest(base)
+    assert profile_digest(base.replace(model=base.model.replace(max_positions=77))) == known
+    for field, value in base.model:
+        if field != "max_positions":
+            other = not value if isinstance(value, bool) else value * 2
+            assert profile_digest(base.replace(model=base.model.replace(**{field: other}))) != known, field
+
+
+@pytest.mark.parametrize("name", list_profiles())
+def test_shipped_surrogates_are_those_of_the_shipped_profiles(name: str) -> None:
+    document = json.loads(surrogate_path(name, "tree").read_text())
+    assert document["profile_digest"] == profile_digest(load_profile(name))

@@ -7,6 +7,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from capplan import InputError
+from capplan.cli.validate import group_verdict
 from capplan.profiling.validation.validate import (
     ITL,
     THROUGHPUT,
@@ -78,3 +79,18 @@ def test_invalid_options_are_refused(fields: dict[str, float]) -> None:
         ValidationOptions(**fields)
     with pytest.raises(InputError, match=">= 0"):
         Tolerances(throughput=-1.0)
+
+
+def test_the_verdict_names_metric_values_error_and_tolerance() -> None:
+    slow = MetricComparison(ITL, 8.2, 6.5, 6.5, math.nan, 8.0)
+    near = comparison(100.0, 101.0)
+    assert group_verdict(group(near, slow)) == (
+        "disagrees: mean ITL 8.2 ms measured, 6.5 predicted: 11.6 % over the tolerance of 8 %"
+    )
+    assert group_verdict(group(near)) == (
+        "agrees: throughput 100.0 tok/s measured, 101.0 predicted: 0.5 % within the tolerance of 3 %"
+    )
+    assert group_verdict(group(near, starved=True)) == "disagrees: starved measured, not starved predicted"
+    assert group_verdict(group(near, faults=("stopped before its time",))).endswith(
+        "; stopped before its time"
+    )

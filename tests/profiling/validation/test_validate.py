@@ -67,10 +67,21 @@ def test_the_memory_of_a_server_with_api_key_is_read() -> None:
     assert found.results["g0"].overall.failed == 0
 
 
+def test_a_started_server_shares_the_prefixes_that_the_twin_shares() -> None:
+    shared = WORKLOAD.replace(shared_prefix_tokens=9)
+    given = (PLAN, PLAN.groups[0], PROFILE)
+    flag = "--shared-prefix-tokens"
+    words = server_command(*given, shared, 64_000, 10, ValidationOptions()).words()
+    assert words[words.index(flag) + 1] == "9"
+    assert flag not in server_command(*given, WORKLOAD, 64_000, 10, ValidationOptions()).words()
+
+
 @pytest.mark.parametrize("kernel", [None, "padded"])
 def test_a_server_is_started_with_the_chosen_kernel(kernel: str | None) -> None:
     group = PLAN.groups[0]
-    words = server_command(PLAN, group, PROFILE, 64_000, 10, ValidationOptions(lora_kernel=kernel)).words()
+    words = server_command(
+        PLAN, group, PROFILE, WORKLOAD, 64_000, 10, ValidationOptions(lora_kernel=kernel)
+    ).words()
     if kernel is None:
         assert "--lora-kernel" not in words
     else:
