@@ -3,7 +3,7 @@
 ``python -m benchmarks.shipped_profiles REFERENCE_DIR OUT_DIR [GROUP...] [--workers N]`` writes one profile
 JSON per model below OUT_DIR, fitted to the named groups of runs or to all. REFERENCE_DIR holds the published
 tables, which `capplan.datasets.published` converts. With ``--keep-coefficients`` the profiles are the shipped
-ones with the same coefficients, and only the facts about the measurement are computed: ranges.
+ones with the same coefficients; only ranges and uncertainties are computed, the latter by a new fit.
 """
 
 from __future__ import annotations
@@ -70,8 +70,8 @@ def published_profile(
     return profile.replace(provenance=provenance.replace(command=command))
 
 
-def with_facts(profile: Profile, reference: Path, model: PublishedModel) -> Profile:
-    """Return a profile with the ranges of the published tables, and the coefficients that it has."""
+def with_facts(profile: Profile, fresh: Profile, reference: Path, model: PublishedModel) -> Profile:
+    """Return a profile with the ranges of the published tables, and the uncertainties of a fresh fit."""
     with TemporaryDirectory() as folder:
         write_tables(reference, model, Path(folder), GROUPS)
         table = read_steps(Path(folder) / "steps.parquet")
@@ -79,7 +79,12 @@ def with_facts(profile: Profile, reference: Path, model: PublishedModel) -> Prof
     prompts = {"prompt_tokens": (float(PROMPT_TOKENS[0]), float(PROMPT_TOKENS[1]))}
     ranges = {"step_latency": step_ranges(table) | prompts, "memory": memory.fitted_range}
     parts = {part: getattr(profile, part).replace(fitted_range=found) for part, found in ranges.items()}
-    return profile.replace(**parts)
+    profile = profile.replace(**parts)
+    uncertain = {
+        part: getattr(profile, part).replace(uncertainty=getattr(fresh, part).uncertainty)
+        for part in ("step_latency", "memory", "loading")
+    }
+    return profile.replace(**uncertain)
 
 
 def main() -> None:
@@ -92,11 +97,9 @@ def main() -> None:
     arguments = parser.parse_args()
     for model in PUBLISHED:
         groups = tuple(arguments.groups) or GROUPS
-        if arguments.keep_coefficients:
-            profile = load_profile(model.profile)
-        else:
-            profile = published_profile(arguments.reference, model, groups, arguments.workers)
-        profile = with_facts(profile, arguments.reference, model)
+        fresh = published_profile(arguments.reference, model, groups, arguments.workers)
+        kept = load_profile(model.profile) if arguments.keep_coefficients else fresh
+        profile = with_facts(kept, fresh, arguments.reference, model)
         path = arguments.out / f"{model.profile}.json"
         path.parent.mkdir(parents=True, exist_ok=True)
         write_text_atomic(path, json.dumps(profile.model_dump(mode="json"), indent=2) + "\n")

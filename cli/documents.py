@@ -9,13 +9,13 @@ from typing import TYPE_CHECKING, Final
 
 import typer
 
-from capplan.cli.console import DASH, Table, number, print_json, print_table
+from capplan.cli.console import DASH, Table, number, percent, print_json, print_table
 from capplan.cli.options import AsJson, command
 
 if TYPE_CHECKING:
     from pydantic import BaseModel
 
-    from capplan.spec import FittedModel, Profile
+    from capplan.spec import Fit, FittedModel, Profile
 
 _PARTS = ("step_latency", "memory", "loading", "host")
 
@@ -52,7 +52,7 @@ def profiles(args: ProfilesArgs) -> None:
             profile.model.name,
             f"{profile.engine.name} {profile.engine.version}",
             profile.provenance.kind,
-            f"{profile.step_latency.fit.error:.3g} ({profile.step_latency.fit.error_formula})",
+            _fit_error(profile.step_latency.fit),
         )
         for each, profile in shipped.items()
     ]
@@ -71,9 +71,13 @@ def _summary(name: str, profile: Profile) -> dict[str, object]:
         "engine_version": profile.engine.version,
         "rules": profile.engine.rules,
         "provenance": profile.provenance.kind,
-        "fit_error": fit.error,
+        "fit_error": fit.error if fit.samples else None,
         "fit_error_formula": fit.error_formula,
     }
+
+
+def _fit_error(fit: Fit) -> str:
+    return f"{fit.error:.3g} ({fit.error_formula})" if fit.samples else "not fitted"
 
 
 def _show(profile: Profile) -> None:
@@ -99,10 +103,15 @@ def _show(profile: Profile) -> None:
 def _show_part(part: str, model: FittedModel) -> None:
     fit = model.fit
     typer.echo(f"\n{part}: {model.form}")
-    typer.echo(f"  fitted on {fit.samples:,} samples of {fit.source}")
-    errors = {"error": fit.error, "cross-validated": fit.cross_validated_error, "largest": fit.max_error}
-    known = ", ".join(f"{name} {value:.3g}" for name, value in errors.items() if value is not None)
-    typer.echo(f"  {known} ({fit.error_formula})")
+    if fit.samples:
+        typer.echo(f"  fitted on {fit.samples:,} samples of {fit.source}")
+        errors = {"error": fit.error, "cross-validated": fit.cross_validated_error, "largest": fit.max_error}
+        known = ", ".join(f"{name} {value:.3g}" for name, value in errors.items() if value is not None)
+        typer.echo(f"  {known} ({fit.error_formula})")
+    else:
+        typer.echo(f"  not fitted: {fit.source}")
+    if model.uncertainty is not None and model.uncertainty.scatter:
+        typer.echo(f"  scatter between runs left out of the fit: {percent(model.uncertainty.scatter)}")
     if model.coefficients:
         rows = [
             (

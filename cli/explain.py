@@ -11,10 +11,10 @@ from typing import TYPE_CHECKING, Annotated, Any, Final, TypeAlias
 import typer
 
 from capplan.cli.console import DASH, Table, counted, number, percent, print_json, print_table
-from capplan.cli.extrapolations import extrapolation_lines
+from capplan.cli.notes import plan_notes
 from capplan.cli.options import AsJson, PlanFile, command
 from capplan.cli.output import require_writable_files
-from capplan.cli.plan import group_rate_rps, verdict
+from capplan.cli.plan import group_rate_rps, throughput, verdict
 from capplan.cli.progress import announce_compilation, progress_bars
 from capplan.errors import InputError
 
@@ -128,7 +128,7 @@ def _print_plan(plan: Plan) -> None:
     typer.echo(f"{plan.base_model} on {engine.name} {engine.version} (rules {engine.rules})")
     typer.echo(f"  {gpus_reason(plan)}")
     typer.echo(f"  {verdict(plan)}")
-    for line in extrapolation_lines(plan.provenance):
+    for line in plan_notes(plan):
         typer.echo(f"  {line}")
 
 
@@ -210,15 +210,23 @@ def verified(check: GroupVerification | None) -> str:
 
 def _predicted_table(group: Group) -> Table:
     predicted = group.predicted
-    low, middle, high = map(number, (predicted.low_tok_s, predicted.throughput_tok_s, predicted.high_tok_s))
     rows: list[tuple[str, ...]] = [
-        (name, *(number(value, decimals) for _, value in values))
-        for name, values, decimals in (("TTFT, s", predicted.ttft_s, 3), ("TPOT, ms", predicted.tpot_ms, 2))
+        (label, *(number(value, decimals) for _, value in values))
+        for label, values, decimals in (("TTFT, s", predicted.ttft_s, 3), ("TPOT, ms", predicted.tpot_ms, 2))
     ]
-    rows.append(("tok/s", f"{middle} ({low}..{high})"))
+    for metric, unit, decimals in (("ttft", "s", 3), ("tpot", "ms", 2)):
+        names = [f"{metric}_{statistic}_{unit}" for statistic in type(predicted.ttft_s).model_fields]
+        if any(name in predicted.intervals for name in names):
+            cells = (_interval(predicted.intervals.get(name), decimals) for name in names)
+            rows.append((f"{metric.upper()}, {unit}, 90 %", *cells))
+    rows.append(("tok/s", " ".join(throughput(predicted))))
     rows.append(("served", percent(predicted.served_fraction)))
     rows.append(("KV capacity, tokens", number(predicted.kv_tokens)))
     return Table((f"predicted for one GPU ({predicted.source})", *type(predicted.ttft_s).model_fields), rows)
+
+
+def _interval(ends: tuple[float, float] | None, decimals: int) -> str:
+    return DASH if ends is None else "..".join(number(end, decimals) for end in ends)
 
 
 def _document(plan: Plan, explanation: Explanation | None, shown: Sequence[Group]) -> dict[str, Any]:

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING
 import typer
 
 from capplan.cli.console import DASH, Table, counted, number, percent, print_table
-from capplan.cli.extrapolations import Strict, extrapolation_lines, require_no_extrapolation
+from capplan.cli.notes import Strict, extrapolation_lines, plan_notes, require_no_extrapolation
 from capplan.cli.options import (
     FAILED,
     AsJson,
@@ -25,7 +25,7 @@ from capplan.cli.progress import announce_compilation, progress_bars
 from capplan.planner import SOLVERS
 
 if TYPE_CHECKING:
-    from capplan.spec import Group, Plan
+    from capplan.spec import Group, Plan, Predicted
 
 _GIB = 2**30
 _PRINTING = ("output", "as_json", "quiet")
@@ -60,6 +60,9 @@ class PlanArgs:
     queues: bool = typer.Option(
         False, "--queues", help="Plan queues by request size even if the workload sets none."
     )
+    robust: float | None = typer.Option(
+        None, metavar="QUANTILE", help="Bounds must hold at this quantile of the step times, such as 0.9."
+    )
     strict: Strict = False
     as_json: AsJson = False
     quiet: Quiet = False
@@ -91,22 +94,22 @@ def plan(args: PlanArgs) -> None:
             seeds=args.seeds,
             time_limit_s=args.time_limit,
             knobs=args.knobs,
+            robust=args.robust,
             progress=on_progress,
         )
     recorded = command_line("capplan plan", args, without=_PRINTING)  # equal plans are equal files
     result = result.replace(provenance={**result.provenance, "command": recorded})
     if args.output is not None:
         result.to_json(args.output)
-    lines = extrapolation_lines(result.provenance)
     if args.as_json:
         typer.echo(result.to_json(), nl=False)
     elif not args.quiet:
         print_table(groups_table(result))
         typer.echo(_summary(result, args.output))
-        for line in lines:
+        for line in plan_notes(result):
             typer.echo(line)
     if args.strict:
-        require_no_extrapolation(lines)
+        require_no_extrapolation(extrapolation_lines(result.provenance))
     if args.verify and not result.verification.ok:
         raise typer.Exit(FAILED)
 
@@ -127,7 +130,6 @@ def groups_table(plan: Plan) -> Table:
     rows = []
     for group in plan.groups:
         predicted, args = group.predicted, group.engine_args
-        throughput = (predicted.throughput_tok_s, predicted.low_tok_s, predicted.high_tok_s)
         queues = () if group.queues is None else group.queues.classes
         quotas = "\n".join(number(each.quota_tokens) for each in queues) or DASH
         rows.append(
@@ -139,7 +141,7 @@ def groups_table(plan: Plan) -> Table:
                 str(args.max_loras),
                 str(args.max_lora_rank),
                 number(predicted.kv_tokens),
-                "{}\n({}..{})".format(*map(number, throughput)),
+                "\n".join(throughput(predicted)),
                 number(predicted.ttft_s.p99, 2),
                 number(predicted.tpot_ms.p99, 1),
                 percent(predicted.served_fraction),
@@ -149,6 +151,14 @@ def groups_table(plan: Plan) -> Table:
             )
         )
     return Table(head, rows, numbers_from=2)
+
+
+def throughput(predicted: Predicted) -> tuple[str, ...]:
+    """Return the throughput, and its interval if there is one."""
+    middle, low, high = predicted.throughput_tok_s, predicted.low_tok_s, predicted.high_tok_s
+    if low is None or high is None:
+        return (number(middle),)
+    return number(middle), f"({number(low)}..{number(high)})"
 
 
 def group_rate_rps(group: Group) -> float:
@@ -161,7 +171,7 @@ def verdict(plan: Plan) -> str:
     check = plan.verification
     if not check.seeds:
         return "not verified"
-    tried = f"on {counted(len(check.seeds), 'seed')} × {check.duration_s:g} s"
+    tried = f"in simulation, {len(check.seeds)} × {duration(check.duration_s)}{evidence(plan)}"
     served = f"at least {percent(check.min_served_fraction)} of the tokens served"
     if check.ok:
         return f"verified {tried}, {served}"
@@ -170,6 +180,25 @@ def verdict(plan: Plan) -> str:
         return f"NOT VERIFIED: the twin does not simulate {settings}; without them verified {tried}, {served}"
     failed = ", ".join(group.id for group in check.groups if not group.ok)
     return f"VERIFICATION DISAGREES {tried}, {served}; failing: {failed or 'the plan as a whole'}"
+
+
+def evidence(plan: Plan) -> str:
+    """Return the kind of the profiles that a plan rests on, after a comma; nothing if it is not known."""
+    pools = plan.provenance.get("pools")
+    sources = list(pools.values()) if isinstance(pools, dict) else [plan.provenance]
+    kinds = [
+        str(each["profile_kind"]) for each in sources if isinstance(each, dict) and "profile_kind" in each
+    ]
+    words = dict.fromkeys("measured" if kind == "published" else kind for kind in kinds)
+    return f", profile {' and '.join(words)}" if words else ""
+
+
+def duration(seconds: float) -> str:
+    """Return a duration in the largest unit that divides it."""
+    for unit, length in (("h", 3600.0), ("min", 60.0)):
+        if seconds >= length and seconds % length == 0.0:
+            return f"{seconds / length:g} {unit}"
+    return f"{seconds:g} s"
 
 
 def _summary(plan: Plan, output: str | None) -> str:

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any, Final, TypeAlias, cast
 import typer
 
 from capplan.cli.console import DASH, Table, number, percent, print_json, print_table
-from capplan.cli.extrapolations import Strict, extrapolation_line, require_no_extrapolation
+from capplan.cli.notes import Strict, extrapolation_line, require_no_extrapolation, trace_lines
 from capplan.cli.options import (
     AsJson,
     ProfileName,
@@ -118,7 +118,9 @@ def simulate(args: SimulateArgs) -> None:
     outcomes, details = _simulated(jobs, args)
     paired = _paired(jobs, outcomes, args)
     found = found_extrapolations(workload, profile, settings, outcomes)
-    lines = tuple(map(extrapolation_line, found))
+    speed = None if workload.trace is None else workload.trace.speed
+    beyond = tuple(map(extrapolation_line, found))
+    lines = (*beyond, *trace_lines(speed))
     if args.requests_out is not None:
         from capplan.twin.per_request import several_tables, write_parquet
 
@@ -137,14 +139,16 @@ def simulate(args: SimulateArgs) -> None:
             "results": documents(outcomes, shown),
             "extrapolations": found,
         }
-        print_json(document | ({"paired": paired_documents(paired)} if paired else {}))
+        pairs = {"paired": paired_documents(paired)} if paired else {}
+        trace = {} if speed is None else {"trace_speed": speed}
+        print_json({**document, **pairs, **trace})
     else:
         _print(outcomes, shown)
         _print_order(paired, len(outcomes))
         for line in lines:
             typer.echo(line)
     if args.strict:
-        require_no_extrapolation(lines)
+        require_no_extrapolation(beyond)
 
 
 def found_extrapolations(

@@ -15,10 +15,10 @@ import numpy as np
 
 from capplan.errors import InputError
 from capplan.models.calibration.components import fit_length_correlation, fit_loading, fit_memory
-from capplan.models.calibration.least_squares import SMAPE_FORMULA, coefficient
+from capplan.models.calibration.least_squares import SMAPE_FORMULA, coefficient, uncertainty
 from capplan.models.calibration.step_model import DEFAULT_FOLDS, StepCalibration, calibrate_steps
 from capplan.models.calibration.tables import StepTable, read_steps
-from capplan.spec import Fit, FittedModel, Kernel, Profile, Provenance, ProvenanceKind
+from capplan.spec import Fit, FittedModel, Kernel, Profile, Provenance, ProvenanceKind, Uncertainty
 from capplan.twin.calibration_fit import (
     COMPONENTS,
     RunCalibration,
@@ -261,8 +261,23 @@ def _fit_runs(
             model = getattr(fitted, component)
             quality = _quality(found, model.fit, component)
             model = model.replace(coefficients=model.coefficients | own, fit=quality)
+            if component == "step_latency":
+                model = model.replace(uncertainty=_run_uncertainty(found))
             fitted = fitted.replace(**{component: model})
     return found, fitted
+
+
+def _run_uncertainty(found: RunCalibration) -> Uncertainty:
+    """Return the uncertainty of a step model fitted to runs."""
+    own = [at for at, each in enumerate(found.free) if each.part == "step_latency"]
+    covariance = found.covariance[np.ix_(own, own)]
+    return uncertainty([found.free[at].name for at in own], covariance, found.scatter(_target(found)))
+
+
+def _target(found: RunCalibration) -> str:
+    """Return the first measured target, mean ITL before the others."""
+    known = found.errors(found.after)
+    return next(name for name in ("itl_ms_mean", *TARGETS) if name in known)
 
 
 def _with_prompts(model: FittedModel, runs: Sequence[MeasuredRun]) -> FittedModel:
@@ -273,9 +288,7 @@ def _with_prompts(model: FittedModel, runs: Sequence[MeasuredRun]) -> FittedMode
 
 
 def _quality(found: RunCalibration, before: Fit, component: str) -> Fit:
-    """Return the error of the first measured target, mean ITL before the others."""
-    after, held_out = found.errors(found.after), found.errors(found.held_out)
-    target = next(name for name in ("itl_ms_mean", *TARGETS) if name in after)
+    after, held_out, target = found.errors(found.after), found.errors(found.held_out), _target(found)
     kept = f" (the rest: {before.source})" if component == "loading" else ""
     return Fit(
         source=f"{len(found.runs)} runs with the twin in the loop{kept}",

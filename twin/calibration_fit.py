@@ -21,7 +21,7 @@ from numpy.typing import NDArray
 from scipy.optimize import least_squares
 
 from capplan.errors import InputError
-from capplan.models.calibration.least_squares import clustered_errors, smape
+from capplan.models.calibration.least_squares import clustered_covariance, smape
 from capplan.models.calibration.tables import KV_BOUND, KV_FULL, OVERLOADED, QUEUED, SLOT_BOUND, UNQUEUED
 from capplan.models.step_latency import (
     ADDITIVE,
@@ -198,7 +198,8 @@ class RunCalibration:
     free: tuple[FreeCoefficient, ...]
     fitted: NDArray[np.float64]
     """Values of `free`."""
-    std_errors: NDArray[np.float64]
+    covariance: NDArray[np.float64]
+    """Covariance of `fitted`, shape (coefficients, coefficients); NaN for those on a bound."""
     before: NDArray[np.float64]
     """Predictions with the initial profile, shape (runs, targets); NaN if not measured."""
     after: NDArray[np.float64]
@@ -206,6 +207,17 @@ class RunCalibration:
     """Predictions of each run by a fit without it."""
     regimes: tuple[str, ...]
     """Limiting resource of each run."""
+
+    @property
+    def std_errors(self) -> NDArray[np.float64]:
+        """Standard errors of `fitted`; NaN for coefficients on a bound."""
+        return np.sqrt(np.diag(self.covariance))
+
+    def scatter(self, target: str) -> float:
+        """Return the root mean square of measured / predicted - 1 of a target in left-out runs."""
+        at = TARGETS.index(target)
+        relative = self.measured()[:, at] / self.held_out[:, at] - 1.0
+        return float(np.sqrt(np.nanmean(relative**2)))
 
     def measured(self) -> NDArray[np.float64]:
         """Return the measurements, shape (runs, targets)."""
@@ -269,13 +281,13 @@ def calibrate_runs(
     if progress is not None:
         progress(problem.max_simulations, problem.max_simulations)
     groups = np.append(np.repeat(np.arange(len(problem.runs)), len(TARGETS)), -1 - np.arange(len(free)))
-    errors = clustered_errors(jacobian, residuals, np.abs(best) < _MAX_LOG * 0.999, groups)
+    of_logs = clustered_covariance(jacobian, residuals, np.abs(best) < _MAX_LOG * 0.999, groups)
     simulated = zip(problem.runs, problem.simulate(best), strict=True)
     return RunCalibration(
         runs=problem.runs,
         free=problem.free,
         fitted=values,
-        std_errors=errors * values,
+        covariance=of_logs * np.outer(values, values),
         before=problem.predict(start),
         after=problem.predict(best),
         held_out=held_out,

@@ -54,6 +54,7 @@ def plan(
     seeds: int = FRESH_SEEDS,
     time_limit_s: float = DEFAULT_TIME_LIMIT_S,
     knobs: KnobSearch | str = KnobSearch.FITTED,
+    robust: float | None = None,
     progress: Progress | None = None,
 ) -> Plan:
     """Place the adapters of a workload on GPUs; the twin verifies every GPU.
@@ -83,6 +84,9 @@ def plan(
         Values of max_num_batched_tokens and max_num_seqs that may be chosen if the workload leaves them open
         and bounds a latency: ``default`` (none but the defaults), ``fitted`` (inside the fitted range of the
         profile) or ``any``.
+    robust
+        Quantile of the step times, such as 0.9, at which the bounds must hold; None: the fitted ones. See
+        `capplan.models.uncertainty.pessimistic_profile`.
     progress
         Called with (stage, done, total).
 
@@ -93,7 +97,9 @@ def plan(
     InfeasibleError
         If the GPUs do not suffice; see `reason`.
     """
-    problem = replace(make_problem(workload, gpus, profile), knobs=KnobSearch.named(knobs))
+    made = make_problem(workload, gpus, profile)
+    problem = replace(made, knobs=KnobSearch.named(knobs), robust=robust)
+    _ = problem.pessimistic  # an invalid quantile is an error before anything is solved
     previous = read_previous(workload)
     chosen = find_solver(solver)
     require_seeds(seed, seeds)
@@ -106,6 +112,10 @@ def plan(
     report("placing", 1, 1)
     verifier = make_verifier(answer.problem, twin, seed, verify, seeds)
     outcome = _verify(answer, verifier, twin, verify and repair, report)
+    drawn = verifier.with_drawn_profiles(
+        outcome.assignments, outcome.verifications, lambda done, total: report("drawn profiles", done, total)
+    )
+    outcome = replace(outcome, verifications=drawn)
     return build_plan(
         verifier,
         outcome,
@@ -117,6 +127,7 @@ def plan(
             "seed": seed,
             "repairs": list(outcome.changes),
             **({} if problem.knobs is KnobSearch.FITTED else {"knobs": problem.knobs.value}),
+            **({} if robust is None else {"robust": robust}),
         },
     )
 

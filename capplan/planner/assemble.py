@@ -10,6 +10,7 @@ from pydantic import JsonValue
 
 from capplan.planner.bound import lower_bound, lower_bound_gpus
 from capplan.planner.evaluate import find_bottleneck, known_values
+from capplan.planner.intervals import prediction_interval
 from capplan.planner.parallel import parallel_map
 from capplan.planner.previous import moved_bytes, name_groups
 from capplan.planner.problem import Assignment, Problem
@@ -27,6 +28,7 @@ from capplan.spec import (
     Profile,
     Queues,
     Totals,
+    Trace,
     Verification,
 )
 from capplan.spec.plan import not_simulated
@@ -77,6 +79,7 @@ def build_plan(
             "lower_bound": f"tokens, KV reads and full batches alone keep {bound.gpus:.3f} GPUs busy{price}",
             "headroom": workload.headroom,
             "extrapolations": _extrapolations(problem, names, assignments, verifications),
+            **_trace_speed(workload.trace),
             **({} if previous is None else {"moved_bytes": moved_bytes(problem, moves)}),
             **notes,
         },
@@ -86,9 +89,15 @@ def build_plan(
             duration_s=verifier.duration_s if verified else 0.0,
             min_served_fraction=min(r.served_fraction for each in verifications for r in each.results),
             groups=tuple(checks),
+            drawn_profiles=len(verifications[0].drawn),
             not_simulated=missing,
         ),
     )
+
+
+def _trace_speed(trace: Trace | None) -> dict[str, JsonValue]:
+    """Return the speed of a trace that is replayed at another rate than recorded."""
+    return {} if trace is None or trace.speed == 1.0 else {"trace_speed": trace.speed}
 
 
 def _totals(problem: Problem, assignments: Sequence[Assignment]) -> Totals:
@@ -167,18 +176,23 @@ def _group(
             if a.name in fractions
         ),
         queues=queues,
-        predicted=_predicted(verification.results, load_over_capacity),
+        predicted=_predicted(verification, load_over_capacity),
         binds=binds,
     )
 
 
-def _predicted(results: Sequence[SimulationResult], load_over_capacity: float | None) -> Predicted:
-    """Return means over seeds; the interval is the range over seeds."""
+def _predicted(verification: InstanceVerification, load_over_capacity: float | None) -> Predicted:
+    """Return means over seeds, with intervals over seeds and drawn profiles."""
+    results, drawn = verification.results, verification.drawn
     throughput = [r.throughput_tok_s for r in results]
+    low_tok_s, high_tok_s = (
+        prediction_interval(throughput, [r.throughput_tok_s for r in drawn]) or (None,) * 2
+    )
     return Predicted(
         throughput_tok_s=fmean(throughput),
-        low_tok_s=min(throughput),
-        high_tok_s=max(throughput),
+        low_tok_s=low_tok_s,
+        high_tok_s=high_tok_s,
+        intervals=_latency_intervals(results, drawn),
         ttft_s=_percentiles(results, "ttft_{}_s"),
         tpot_ms=_percentiles(results, "tpot_{}_ms"),
         served_fraction=fmean(r.served_fraction for r in results),
@@ -186,6 +200,22 @@ def _predicted(results: Sequence[SimulationResult], load_over_capacity: float | 
         load_over_capacity=load_over_capacity,
         source=f"twin, {len(results)} seed(s) of {results[0].duration_s:g} s",
     )
+
+
+def _latency_intervals(
+    results: Sequence[SimulationResult], drawn: Sequence[SimulationResult]
+) -> dict[str, tuple[float, float]]:
+    """Return the intervals of TTFT and TPOT that are known in every simulation."""
+    found = {}
+    for metric, unit in (("ttft", "s"), ("tpot", "ms")):
+        for statistic in Percentiles.model_fields:
+            name = f"{metric}_{statistic}_{unit}"
+            values, others = ([bound_value(r, name) for r in each] for each in (results, drawn))
+            complete = len(known_values([*values, *others])) == len(values) + len(others)
+            interval = prediction_interval(values, others) if complete else None
+            if interval is not None:
+                found[name] = interval
+    return found
 
 
 def _percentiles(results: Sequence[SimulationResult], pattern: str) -> Percentiles:

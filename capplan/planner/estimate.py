@@ -47,7 +47,10 @@ _RANK: Final = attrgetter("rank")
 
 @dataclass(frozen=True)
 class TwinEstimator:
-    """Estimator that simulates the workload's load over (1 - headroom)."""
+    """Estimator that simulates the workload's load over (1 - headroom), with pessimistic step times if asked.
+
+    See `Problem.robust`.
+    """
 
     problem: Problem
     seed: int
@@ -100,7 +103,8 @@ class TwinEstimator:
         if key not in self._cache:
             scale = 1.0 / (1.0 - self.problem.workload.headroom)
             try:
-                self._cache[key] = evaluate(self.problem, assignment, seed, self.duration_s, scale)
+                problem = self.problem.pessimistic
+                self._cache[key] = evaluate(problem, assignment, seed, self.duration_s, scale)
             except InfeasibleError:
                 self._cache[key] = None
         run = self._cache[key]

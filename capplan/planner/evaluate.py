@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from itertools import chain
 from typing import Any, Final, NamedTuple
 
@@ -172,6 +172,16 @@ def evaluate_cluster(
         violations = (*violated_bounds(workload.slo, result), *chain(*relative), *starving)
         evaluations.append(Evaluation(result, violations))
     return evaluations
+
+
+def simulate_instances(
+    problem: Problem, assignments: Sequence[Assignment], seed: int, duration_s: float
+) -> list[SimulationResult]:
+    """Simulate the instances of a plan as its verification does, without a judgement of bounds."""
+    unbounded = replace(problem, workload=problem.workload.model_copy(update={"slo": Slo()}))
+    if len(assignments) == 1:
+        return [evaluate(unbounded, assignments[0], seed, duration_s).result]
+    return [each.result for each in evaluate_cluster(unbounded, assignments, seed, duration_s)]
 
 
 def known_value(value: float) -> float | None:

@@ -13,6 +13,7 @@ from typing import Final, Protocol, Self
 from capplan.datasets import load_profile
 from capplan.errors import InfeasibleError, InfeasibleReason, InputError
 from capplan.models.memory import KvBudget, kv_budget
+from capplan.models.uncertainty import pessimistic_profile
 from capplan.planner.knobs import KnobSearch
 from capplan.spec import Adapter, EngineArgs, Pool, Profile, Workload, allowed_lora_rank
 from capplan.workload.peak import busiest_window
@@ -118,6 +119,8 @@ class Problem:
     """Items to place."""
     knobs: KnobSearch = KnobSearch.FITTED
     """Values of engine knobs that the workload leaves open."""
+    robust: float | None = None
+    """Quantile of the step times at which the bounds must hold; None: the fitted step times."""
 
     @property
     def parts(self) -> tuple[AdapterShare, ...]:
@@ -134,6 +137,19 @@ class Problem:
     def gpus(self) -> int:
         """Instances in all pools."""
         return sum(pool.instances for pool in self.pools)
+
+    def with_profiles(self, profiles: Sequence[Profile]) -> Problem:
+        """Return the problem with other profiles of its pools."""
+        pools = zip(self.pools, profiles, strict=True)
+        return replace(self, pools=tuple(replace(pool, profile=profile) for pool, profile in pools))
+
+    @cached_property
+    def pessimistic(self) -> Problem:
+        """The problem with the step times of `robust`."""
+        if self.robust is None:
+            return self
+        slow = [pessimistic_profile(pool.profile, self.robust) for pool in self.pools]
+        return replace(self.with_profiles(slow), robust=None)
 
     def max_num_seqs(self, assignment: Assignment) -> int:
         """Return the maximum number of running requests of an instance."""

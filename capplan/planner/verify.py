@@ -7,7 +7,13 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 
 from capplan.errors import InputError
-from capplan.planner.evaluate import Evaluation, evaluate, evaluate_cluster
+from capplan.models.uncertainty import DRAWS, drawn_profiles
+from capplan.planner.evaluate import (
+    Evaluation,
+    evaluate,
+    evaluate_cluster,
+    simulate_instances,
+)
 from capplan.planner.knobs import KNOBS, knob_grid, tune_knobs
 from capplan.planner.parallel import no_progress, parallel_map
 from capplan.planner.problem import SIMULATED_S, AdapterShare, Assignment, Estimator, Problem, horizon_s
@@ -27,6 +33,8 @@ class InstanceVerification:
     results: tuple[SimulationResult, ...]
     violations: tuple[str, ...]
     """Broken bounds by seed, as text; empty if the instance holds."""
+    drawn: tuple[SimulationResult, ...] = ()
+    """Simulations of the first seed with drawn profiles."""
 
     @property
     def ok(self) -> bool:
@@ -78,6 +86,29 @@ class Verifier:
         )
         return self._collect(assignments, list(zip(*by_seed, strict=True)))
 
+    def with_drawn_profiles(
+        self,
+        assignments: Sequence[Assignment],
+        verifications: Sequence[InstanceVerification],
+        progress: Callable[[int, int], None] = no_progress,
+    ) -> tuple[InstanceVerification, ...]:
+        """Add simulations with profiles drawn from the uncertainty of the fit; none after one seed.
+
+        The seed is the first of the verification, so differences are those of the profiles.
+        """
+        if len(self.seeds) < 2:
+            return tuple(verifications)
+        by_pool = [drawn_profiles(pool.profile) for pool in self.problem.pools]
+        drawn = parallel_map(
+            lambda profiles: simulate_instances(
+                self.problem.with_profiles(profiles), assignments, self.seeds[0], self.duration_s
+            ),
+            list(zip(*by_pool, strict=True)),
+            lambda done: progress(done, DRAWS),
+        )
+        by_instance = zip(verifications, zip(*drawn, strict=True), strict=True)
+        return tuple(replace(each, drawn=results) for each, results in by_instance)
+
     def _collect(
         self, assignments: Sequence[Assignment], evaluations: Sequence[Sequence[Evaluation]]
     ) -> list[InstanceVerification]:
@@ -95,7 +126,9 @@ class Verifier:
         ]
         if not violations and lacks_headroom:
             headroom = self.problem.workload.headroom
-            violations = [f"a bound breaks at the load over (1 - headroom {headroom:g})"]
+            robust = self.problem.robust
+            slow = "" if robust is None else f" and step times at their quantile {robust:g}"
+            violations = [f"a bound breaks at the load over (1 - headroom {headroom:g}){slow}"]
         return InstanceVerification(tuple(each.result for each in evaluations), tuple(violations))
 
 

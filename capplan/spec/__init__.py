@@ -32,6 +32,7 @@ from capplan.spec.profile import (
     ProfileEngine,
     Provenance,
     ProvenanceKind,
+    Uncertainty,
 )
 from capplan.spec.slo import STARVED_BELOW, Gpus, Objective, Pool, Slo
 from capplan.spec.trace import Trace
@@ -98,6 +99,7 @@ __all__ = [
     "Totals",
     "Trace",
     "TraceFormat",
+    "Uncertainty",
     "Unpredictable",
     "Verification",
     "Workload",

@@ -129,11 +129,19 @@ class Predicted(SpecModel):
     throughput_tok_s: NonNegative = Field(
         description="Input + output tokens of completed requests per second."
     )
-    low_tok_s: NonNegative = Field(description="Lower end of the throughput's interval.")
-    high_tok_s: NonNegative = Field(description="Upper end of the throughput's interval.")
+    low_tok_s: NonNegative | None = Field(
+        default=None,
+        description="Lower end of the 90 % interval of an hour's throughput, over seeds and the uncertainty "
+        "of the profile; null after one seed.",
+    )
+    high_tok_s: NonNegative | None = Field(default=None, description="Upper end of that interval.")
     ttft_s: Percentiles = Field(default=Percentiles(), description="Time to first token, in seconds.")
     tpot_ms: Percentiles = Field(
         default=Percentiles(), description="Time per output token after the first, in ms."
+    )
+    intervals: dict[str, tuple[NonNegative, NonNegative]] = Field(
+        default={},
+        description="90 % intervals of latencies by the names of their bounds, such as ttft_p99_s.",
     )
     served_fraction: Fraction = Field(description="Tokens of completed requests / tokens submitted.")
     kv_tokens: Natural = Field(description="Tokens the KV cache holds.")
@@ -144,7 +152,8 @@ class Predicted(SpecModel):
 
     @model_validator(mode="after")
     def _ordered_interval(self) -> Self:
-        if self.low_tok_s > self.high_tok_s:
+        low, high = self.low_tok_s, self.high_tok_s
+        if low is not None and high is not None and low > high:
             raise rule_error("must not be below low_tok_s", key=("high_tok_s",), value=self.high_tok_s)
         return self
 
@@ -234,6 +243,9 @@ class Verification(SpecModel):
     duration_s: NonNegative = Field(description="Simulated seconds per seed.")
     min_served_fraction: Fraction = Field(description="Least over groups and seeds.")
     groups: tuple[GroupVerification, ...] = Field(default=(), description="Verdict per group.")
+    drawn_profiles: Natural = Field(
+        default=0, description="Profiles drawn from the uncertainty of the fit, for the intervals."
+    )
     not_simulated: tuple[Text, ...] = Field(
         default=(),
         description="Settings of the plan that the verification did not simulate, such as queues; if there "

@@ -3,13 +3,13 @@
 from __future__ import annotations
 
 from enum import StrEnum
-from typing import Annotated
+from typing import Annotated, Self
 
-from pydantic import Field
+from pydantic import Field, model_validator
 
 from capplan.errors import InputError
 from capplan.spec.engine_args import DEFAULT_MAX_MODEL_LEN
-from capplan.spec.validation import SpecModel
+from capplan.spec.validation import SpecModel, rule_error
 
 Positive = Annotated[float, Field(gt=0)]
 NonNegative = Annotated[float, Field(ge=0)]
@@ -128,6 +128,25 @@ class Fit(SpecModel):
     )
 
 
+class Uncertainty(SpecModel):
+    """Uncertainty of a fit: covariance of its coefficients, and differences between runs beyond them."""
+
+    names: tuple[str, ...] = Field(default=(), description="Coefficients of the covariance, in order.")
+    covariance: tuple[tuple[float, ...], ...] = Field(
+        default=(), description="Covariance of the coefficients; residuals of one run may correlate."
+    )
+    scatter: NonNegative = Field(
+        default=0.0,
+        description="Standard deviation over runs of measured / predicted - 1 in a run left out of the fit.",
+    )
+
+    @model_validator(mode="after")
+    def _square(self) -> Self:
+        if any(len(row) != len(self.names) for row in (self.covariance, *self.covariance)):
+            raise rule_error("must have a row and a column per name", key=("covariance",))
+        return self
+
+
 class FittedModel(SpecModel):
     """Coefficients of a named form, the range they were fitted on, and their error."""
 
@@ -141,6 +160,9 @@ class FittedModel(SpecModel):
         "extrapolations.",
     )
     fit: Fit = Field(description="Data of the fit, and its errors.")
+    uncertainty: Uncertainty | None = Field(
+        default=None, description="Uncertainty of the fit; null: a default by the kind of provenance."
+    )
 
     def value(self, name: str) -> float:
         """Return the coefficient `name`."""

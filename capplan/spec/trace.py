@@ -65,6 +65,8 @@ class Trace(Recording):
         Lengths in tokens.
     duration_s : float
         Length of the recording in seconds: the denominator of rates.
+    speed : float
+        Rate relative to the recording's own: above 1, time is compressed.
     """
 
     names: tuple[str, ...]
@@ -73,6 +75,7 @@ class Trace(Recording):
     prompt_tokens: NDArray[np.int32]
     output_tokens: NDArray[np.int32]
     duration_s: float
+    speed: float = 1.0
 
     @classmethod
     def from_arrays(
@@ -109,13 +112,18 @@ class Trace(Recording):
         )
         if len({len(arrivals), len(position), len(lengths[0]), len(lengths[1])}) != 1:
             raise InputError("columns must be equally long")
-        return cls._frozen(names, np.rint(arrivals * NS_PER_S).astype(np.int64), position, *lengths, end_s)
+        return cls._frozen(
+            names, np.rint(arrivals * NS_PER_S).astype(np.int64), position, *lengths, duration_s=end_s
+        )
 
     @classmethod
-    def _frozen(cls, names: tuple[str, ...], *columns: Any) -> Trace:
-        for array in columns[:-1]:
+    def _frozen(
+        cls, names: tuple[str, ...], *columns: NDArray[Any], duration_s: float, speed: float = 1.0
+    ) -> Trace:
+        for array in columns:
             array.setflags(write=False)
-        return cls(names, *columns)
+        arrival_ns, adapter, prompt_tokens, output_tokens = columns
+        return cls(names, arrival_ns, adapter, prompt_tokens, output_tokens, duration_s, speed)
 
     def __len__(self) -> int:
         return len(self.arrival_ns)
@@ -136,7 +144,8 @@ class Trace(Recording):
             keep[mine[np.diff(due) > 0]] = True
         renumber = (np.cumsum(share > 0) - 1).astype(np.int32)
         columns = (self.arrival_ns, renumber[self.adapter], self.prompt_tokens, self.output_tokens)
-        return self._frozen(names, *(column[keep] for column in columns), self.duration_s)
+        kept = (column[keep] for column in columns)
+        return self._frozen(names, *kept, duration_s=self.duration_s, speed=self.speed)
 
     def at_rate(self, rate_rps: float) -> Trace:
         """Return the same requests at another mean rate: all times are scaled in proportion."""
@@ -147,7 +156,8 @@ class Trace(Recording):
             raise InputError("makes the recording too long", rate_rps, "rate_rps")
         arrival_ns = np.rint(self.arrival_ns * scale).astype(np.int64)
         columns = (arrival_ns, self.adapter, self.prompt_tokens, self.output_tokens)
-        return self._frozen(self.names, *columns, self.duration_s * scale)
+        duration_s, speed = self.duration_s * scale, self.speed / scale
+        return self._frozen(self.names, *columns, duration_s=duration_s, speed=speed)
 
     def lengths_by_adapter(self) -> dict[str, tuple[NDArray[np.int32], NDArray[np.int32]]]:
         """Return the prompt and the output lengths of each adapter's requests, in tokens."""

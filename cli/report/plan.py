@@ -18,8 +18,8 @@ from capplan.cli.explain import (
     verified,
     what_if_table,
 )
-from capplan.cli.extrapolations import extrapolation_lines
-from capplan.cli.plan import group_rate_rps, verdict
+from capplan.cli.notes import extrapolation_lines, plan_notes
+from capplan.cli.plan import group_rate_rps, throughput, verdict
 from capplan.cli.report import page
 from capplan.cli.report.figures import Axis, Chart, Curve, bar_rows, is_wide, line_chart, plan_charts
 
@@ -107,7 +107,7 @@ def _summary(plan: Plan, explanation: Explanation | None) -> page.Section:
         f"{number(sum(map(group_rate_rps, plan.groups)), 2)} req/s",
         **({} if price is None else {"price": f"{price:,.2f} USD per hour"}),
     }
-    care = [page.paragraph(page.bad(line)) for line in extrapolation_lines(plan.provenance)]
+    care = [page.paragraph(page.bad(line)) for line in plan_notes(plan)]
     more = [] if explanation is not None else [page.paragraph(f"{MORE}.")]
     return page.section("Summary", *care, page.definitions(facts), *more)
 
@@ -134,7 +134,7 @@ def _groups_table(plan: Plan) -> Table:
                 number(args.max_num_seqs),
                 number(predicted.kv_tokens),
                 number(predicted.throughput_tok_s),
-                f"{number(predicted.low_tok_s)}..{number(predicted.high_tok_s)}",
+                DASH if len(shown := throughput(predicted)) == 1 else shown[1].strip("()"),
                 number(predicted.ttft_s.p99, 2),
                 number(predicted.tpot_ms.p99, 1),
                 percent(predicted.served_fraction),

@@ -13,7 +13,12 @@ from scipy.optimize import least_squares
 
 from capplan.compile import jit
 from capplan.errors import InputError
-from capplan.models.calibration.least_squares import LinearProblem, clustered_errors, coefficient, fit_linear
+from capplan.models.calibration.least_squares import (
+    LinearProblem,
+    clustered_covariance,
+    coefficient,
+    fit_linear,
+)
 from capplan.models.calibration.tables import FROM_PREFILLS, StepTable
 from capplan.models.step_latency import (
     ADDITIVE,
@@ -102,8 +107,8 @@ class StepModelCandidate:
         bound = np.isnan(fit.std_errors) if table.rows > len(columns) else np.zeros(len(columns), bool)
         values = np.where(bound, 0.0, fit.values)  # the solver stops slightly above the bound
         weighted = problem.design / problem.y[:, None]
-        errors = clustered_errors(weighted, weighted @ values - 1.0, ~bound, table.run)
-        return StepModelFit(self, problem.names, values, errors)
+        covariance = clustered_covariance(weighted, weighted @ values - 1.0, ~bound, table.run)
+        return StepModelFit(self, problem.names, values, covariance)
 
 
 @dataclass(frozen=True)
@@ -113,8 +118,13 @@ class StepModelFit:
     candidate: StepModelCandidate
     names: tuple[str, ...]
     values: NDArray[np.float64]
-    std_errors: NDArray[np.float64]
+    covariance: NDArray[np.float64]
     """NaN for coefficients on their bound."""
+
+    @property
+    def std_errors(self) -> NDArray[np.float64]:
+        """Standard errors; NaN for coefficients on their bound."""
+        return np.sqrt(np.diag(self.covariance))
 
     def predict(self, table: StepTable) -> NDArray[np.float64]:
         """Return the milliseconds of each row, including loads."""
@@ -332,8 +342,9 @@ def _fit_digital_twin(candidate: StepModelCandidate, table: StepTable) -> StepMo
     )
     bound = (found.x < _AT_BOUND) & (lower == 0.0)
     values = np.where(bound, 0.0, found.x) * unit
-    errors = clustered_errors(found.jac, found.fun, ~bound, table.run) * unit
-    return StepModelFit(candidate, (*names, "k7"), np.append(values, 1.0), np.append(errors, np.nan))
+    covariance = clustered_covariance(found.jac, found.fun, ~bound, table.run) * np.outer(unit, unit)
+    with_k7 = np.pad(covariance, (0, 1), constant_values=np.nan)
+    return StepModelFit(candidate, (*names, "k7"), np.append(values, 1.0), with_k7)
 
 
 def _digital_twin_start(table: StepTable) -> dict[str, float]:

@@ -9,11 +9,18 @@ from typing import Final
 
 import numpy as np
 from numpy.typing import NDArray
+from scipy.linalg import block_diag
 from scipy.optimize import brentq
 from scipy.stats import gamma, norm, qmc
 
 from capplan.errors import InputError
-from capplan.models.calibration.least_squares import LinearFit, LinearProblem, fit_linear, fitted_model
+from capplan.models.calibration.least_squares import (
+    LinearFit,
+    LinearProblem,
+    fit_linear,
+    fitted_model,
+    uncertainty,
+)
 from capplan.models.calibration.tables import read_table, require_positive
 from capplan.models.memory import ASSUMED, HOST_FORM, LOADING_FORM, MEMORY_FORM, assumed_model
 from capplan.models.step_latency import ADDITIVE
@@ -175,7 +182,10 @@ def fit_loading(path: str | Path, base: Profile) -> FittedModel:
         fit = fit_linear(LinearProblem.of(kept, ms[keep]))
         fitted.append(fitted_model(LOADING_FORM, fit, source, ranges=ranges))
         coefficients |= fitted[-1].coefficients
-    return fitted[0].replace(coefficients=coefficients)
+    known = [each.uncertainty for each in fitted if each.uncertainty is not None]
+    apart = block_diag(*(np.reshape(each.covariance, (len(each.names), -1)) for each in known))
+    together = uncertainty([name for each in known for name in each.names], apart)
+    return fitted[0].replace(coefficients=coefficients, uncertainty=together)
 
 
 def fit_length_correlation(

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from types import MappingProxyType
 
@@ -10,7 +10,7 @@ import numpy as np
 from numpy.typing import ArrayLike, NDArray
 from scipy.optimize import lsq_linear
 
-from capplan.spec import Coefficient, Fit, FittedModel
+from capplan.spec import Coefficient, Fit, FittedModel, Uncertainty
 
 SMAPE_FORMULA = "100 * mean(|p - a| / (|p| + |a|))"
 
@@ -57,8 +57,13 @@ class LinearFit:
 
     problem: LinearProblem
     values: NDArray[np.float64]
-    std_errors: NDArray[np.float64]
+    covariance: NDArray[np.float64]
     """NaN for coefficients on their bound."""
+
+    @property
+    def std_errors(self) -> NDArray[np.float64]:
+        """Standard errors; NaN for coefficients on their bound."""
+        return np.sqrt(np.diag(self.covariance))
 
     def predict(self, design: NDArray[np.float64]) -> NDArray[np.float64]:
         """Return the predictions, shape (samples,)."""
@@ -81,14 +86,15 @@ def fit_linear(problem: LinearProblem) -> LinearFit:
     solution = lsq_linear(r, target, bounds=(0.0, np.inf), method="bvls")
     values = solution.x / scale
     free = solution.active_mask == 0
-    errors = np.full(values.size, np.nan)
+    whole = np.full((values.size, values.size), np.nan)
     degrees = problem.y.size - int(free.sum())
     if degrees > 0:
         variance = float(np.sum((weighted @ values - 1.0) ** 2)) / degrees
         scaled = (weighted / scale)[:, free]
         covariance = np.linalg.pinv(scaled.T @ scaled) * variance
-        errors[free] = np.sqrt(np.maximum(np.diag(covariance), 0.0)) / scale[free]
-    return LinearFit(problem, values, errors)
+        np.fill_diagonal(covariance, np.maximum(np.diag(covariance), 0.0))
+        whole[np.ix_(free, free)] = covariance / np.outer(scale[free], scale[free])
+    return LinearFit(problem, values, whole)
 
 
 def cross_validate(problem: LinearProblem, groups: ArrayLike, folds: int = 5) -> float:
@@ -113,6 +119,19 @@ def clustered_errors(
 ) -> NDArray[np.float64]:
     """Return the standard error of each coefficient, NaN for those that are not free.
 
+    The square roots of the diagonal of `clustered_covariance`.
+    """
+    return np.sqrt(np.diag(clustered_covariance(jacobian, residuals, free, groups)))
+
+
+def clustered_covariance(
+    jacobian: NDArray[np.float64],
+    residuals: NDArray[np.float64],
+    free: NDArray[np.bool_],
+    groups: NDArray[np.int64],
+) -> NDArray[np.float64]:
+    """Return the covariance of the coefficients, NaN in rows and columns of those that are not free.
+
     The residuals of a group, such as a run, may correlate in any way; those of different groups are taken as
     independent (sandwich estimator with clusters, small-sample factor ``G/(G-1) * (n-1)/(n-p)``). With no
     more groups than coefficients the estimator is undefined, and all residuals are taken as independent.
@@ -128,10 +147,10 @@ def clustered_errors(
     groups
         Group of each sample, shape (samples,).
     """
-    errors = np.full(free.size, np.nan)
+    whole = np.full((free.size, free.size), np.nan)
     samples, parameters = residuals.size, int(free.sum())
     if parameters == 0 or samples <= parameters:
-        return errors
+        return whole
     scale = np.abs(jacobian[:, free]).max(axis=0)
     scale[scale == 0.0] = 1.0
     scaled = jacobian[:, free] / scale
@@ -145,8 +164,18 @@ def clustered_errors(
         covariance = factor * inverse @ (scores.T @ scores) @ inverse
     else:
         covariance = inverse * float(residuals @ residuals) / (samples - parameters)
-    errors[free] = np.sqrt(np.maximum(np.diag(covariance), 0.0)) / scale
-    return errors
+    np.fill_diagonal(covariance, np.maximum(np.diag(covariance), 0.0))
+    whole[np.ix_(free, free)] = covariance / np.outer(scale, scale)
+    return whole
+
+
+def uncertainty(names: Sequence[str], covariance: NDArray[np.float64], scatter: float = 0.0) -> Uncertainty:
+    """Return an uncertainty as profiles store it; coefficients on a bound (NaN) are left out."""
+    free = np.flatnonzero(~np.isnan(np.diag(covariance))).tolist()
+    rows = covariance[np.ix_(free, free)].tolist()
+    return Uncertainty(
+        names=tuple(names[i] for i in free), covariance=tuple(map(tuple, rows)), scatter=scatter
+    )
 
 
 def coefficient(value: float, std_error: float) -> Coefficient:
@@ -181,4 +210,5 @@ def fitted_model(
             error=fit.error,
             max_error=float(100 * np.max(np.abs(predicted / fit.problem.y - 1.0))),
         ),
+        uncertainty=uncertainty(fit.problem.names, fit.covariance),
     )

@@ -16,9 +16,9 @@ from capplan.models.calibration.candidates import (
     candidate_named,
     candidates,
 )
-from capplan.models.calibration.least_squares import SMAPE_FORMULA, r_squared, smape
+from capplan.models.calibration.least_squares import SMAPE_FORMULA, r_squared, smape, uncertainty
 from capplan.models.calibration.tables import REGIMES, StepTable
-from capplan.spec import Fit, FittedModel, Kernel
+from capplan.spec import Fit, FittedModel, Kernel, Uncertainty
 
 DEFAULT_FOLDS: Final = 5
 NEGLIGIBLE: Final = 0.01
@@ -97,7 +97,15 @@ class StepCalibration:
                 cross_validated_error=self.score.held_out_error,
                 max_error=float(100 * np.max(np.abs(predicted / table.step_ms - 1.0))),
             ),
+            uncertainty=self.uncertainty(),
         )
+
+    def uncertainty(self) -> Uncertainty:
+        """Return covariance of the coefficients of the step model, and scatter of left-out runs."""
+        known = [at for at, name in enumerate(self.fit.names) if name in self.fit.candidate.form.names]
+        covariance = self.fit.covariance[np.ix_(known, known)]
+        scatter = run_scatter(self.table, self.held_out_ms)
+        return uncertainty([self.fit.names[at] for at in known], covariance, scatter)
 
     def by_regime(self) -> tuple[Residuals, ...]:
         """Return the errors in each regime, in the order of `REGIMES`, followed by other names."""
@@ -120,6 +128,13 @@ class StepCalibration:
             error=smape(predicted, measured),
             p95=100 * float(np.percentile(np.abs(relative), 95)),
         )
+
+
+def run_scatter(table: StepTable, predicted_ms: NDArray[np.float64]) -> float:
+    """Return the root mean square over runs of the mean of measured / predicted - 1 in a run."""
+    _, numbers = np.unique(table.run, return_inverse=True)
+    relative = table.step_ms / predicted_ms - 1.0
+    return float(np.sqrt(np.mean((np.bincount(numbers, relative) / np.bincount(numbers)) ** 2)))
 
 
 def step_ranges(table: StepTable) -> dict[str, tuple[float, float]]:

@@ -43,11 +43,18 @@ def test_profiles_lists_every_shipped_one(run: Run, tmp_path: Path, monkeypatch:
         path.write_text(json.dumps(profile_document() | {"name": name}))
     monkeypatch.setattr(profile_files, "_SHIPPED", tmp_path)
     text = run("profiles").stdout
-    for shown in (*names, "Test GPU", "Llama-3.1-8B", "vllm 0.8.5", "roofline", "12.5"):
+    for shown in (*names, "Test GPU", "Llama-3.1-8B", "vllm 0.8.5", "roofline", "not fitted"):
         assert shown in text
     listed = json.loads(run("profiles", "--json").stdout)
     assert [each["name"] for each in listed] == list(names)
-    assert listed[0]["fit_error"] == 12.5
+    assert listed[0]["fit_error"] is None
+
+
+def test_a_fitted_profile_shows_its_error_and_an_assumed_one_none(run: Run) -> None:
+    """A roofline was listed with an error of 0, as if it were exact."""
+    shipped = json.loads(run("profiles", "--json").stdout)
+    assert all(each["fit_error"] > 0 for each in shipped)
+    assert "not fitted" not in run("profiles").stdout
 
 
 def test_profiles_lists_what_the_package_ships(run: Run) -> None:
@@ -96,7 +103,13 @@ def test_explain_tells_what_binds_and_what_is_verified_for_every_group(run: Run,
     assert text.count("bound by KV-cache memory: 0.93 (share of KV blocks in use)") == 2
     assert text.count("its load is 82.0 % of what it sustains") == 2
     assert text.count("verified; 97.0 % served, 1,230 tok/s, TTFT p99 0.40 s") == 2
-    for shown in ("g0: 2 instances", "g1: 1 instance", "3 seeds × 3600 s", "1,234 (1,200..1,300)", "41.50"):
+    for shown in (
+        "g0: 2 instances",
+        "g1: 1 instance",
+        "in simulation, 3 × 1 h",
+        "1,234 (1,200..1,300)",
+        "41.50",
+    ):
         assert shown in text
     assert "solver" in text
 
@@ -122,7 +135,7 @@ def test_explain_names_the_group_that_failed(run: Run, tmp_path: Path) -> None:
     check = Verification(ok=False, seeds=(1,), duration_s=60.0, min_served_fraction=0.5, groups=verdicts)
     small_plan(verification=check).to_json(tmp_path / "plan.json")
     text = run("explain", tmp_path / "plan.json").stdout
-    assert "VERIFICATION DISAGREES on 1 seed × 60 s" in text
+    assert "VERIFICATION DISAGREES in simulation, 1 × 1 min" in text
     assert "failing: g1" in text
     assert "FAILED: TTFT p99 above 5 s" in text
 

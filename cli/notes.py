@@ -1,17 +1,53 @@
-"""Extrapolations in the output of commands, and the option that refuses them."""
+"""Lines below the tables of plans and simulations: extrapolations, compressed traces, hints."""
 
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from typing import Annotated, Any, TypeAlias
+from typing import TYPE_CHECKING, Annotated, Any, Final, TypeAlias
 
 import typer
 
 from capplan.errors import InfeasibleError
 
+if TYPE_CHECKING:
+    from capplan.spec import Plan
+
+_LONG_WAIT_S: Final = 10.0
+"""TTFT p99 from which a plan without latency bounds has a hint."""
+_SAME_SPEED: Final = 0.005
+
 Strict: TypeAlias = Annotated[
     bool, typer.Option("--strict", help="Exit with 3 if there are extrapolations beyond the fitted ranges.")
 ]
+
+
+def plan_notes(plan: Plan) -> tuple[str, ...]:
+    """Return the lines below the table of a plan."""
+    return (
+        *extrapolation_lines(plan.provenance),
+        *trace_lines(plan.provenance.get("trace_speed")),
+        *_hints(plan),
+    )
+
+
+def trace_lines(speed: object) -> tuple[str, ...]:
+    """Return a line if a trace is replayed faster or slower than it was recorded."""
+    if not isinstance(speed, float) or abs(speed - 1.0) <= _SAME_SPEED:
+        return ()
+    change = "compressed" if speed > 1.0 else "stretched"
+    return (f"trace at {speed:.3g} times its recorded rate: time is {change}, bursts and pauses included",)
+
+
+def _hints(plan: Plan) -> tuple[str, ...]:
+    """Return a hint if waits are long and no latency is bounded."""
+    waits_s = [(g.predicted.ttft_s.p99, g.id) for g in plan.groups if g.predicted.ttft_s.p99 is not None]
+    longest_s, group = max(waits_s, default=(0.0, ""))
+    if plan.slo.latency_bounds() or longest_s < _LONG_WAIT_S:
+        return ()
+    return (
+        f"hint: TTFT p99 of {group} is {longest_s:,.1f} s, and no latency is bounded; set slo.ttft_p99_s in "
+        "the workload to plan for one",
+    )
 
 
 def extrapolation_lines(provenance: Mapping[str, Any]) -> tuple[str, ...]:
