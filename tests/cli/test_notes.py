@@ -66,7 +66,7 @@ profile: h100-64g/llama-3.1-8b/vllm-0.8.5
 gpus: {{count: 1}}
 trace: {{file: trace.csv{rate}}}
 adapters:
-  - {{name: a, rank: 8}}
+  - {{name: a, rank: 8, rate_rps: 1.0}}
 """
 
 
