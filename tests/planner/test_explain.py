@@ -175,7 +175,7 @@ def test_selected_groups_are_explained_without_other_fleets(made: Plan, crowded:
     )
     assert [each.ids for each in told.groups] == [(made.groups[0].id,)]
     assert told.what_if == ()
-    assert set(stages) == {"what is in use", "adapter slots"}
+    assert set(stages) == {"what is in use", "adapter slots", "engine knobs"}
 
 
 def test_explanations_are_deterministic(made: Plan, crowded: Workload) -> None:
