@@ -57,6 +57,7 @@ class ProfileEngineArgs:
     )
     gpu_memory_utilization: float = engine_option("gpu_memory_utilization", 0.9)
     threads: int = typer.Option(1, metavar="N", min=1, help="Threads of PyTorch on a CPU.")
+    cpu_affinity: str = typer.Option("auto", metavar="CPUS", help="Of the engine core, as for `serve`.")
     stages: str = typer.Option(
         "memory,loads,steps,iterations,served",
         "--stages",

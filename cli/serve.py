@@ -37,7 +37,7 @@ _ENGINE_FLAGS: Final = (
 )
 """Engine settings by parameter of the command."""
 
-_OF_ONE_INSTANCE: Final = ("lora_modules", "lora_root", "max_adapters", "records")
+_OF_ONE_INSTANCE: Final = ("lora_modules", "lora_root", "max_adapters", "records", "cpu_affinity")
 _FLAGS: Final = {
     "served_model_name": "--served-model-name",
     "adapters": "--lora-modules",
@@ -117,6 +117,9 @@ class ServeArgs:
     records: str | None = typer.Option(
         None, metavar="FILE", help="Write a record of every step as Parquet, at the end."
     )
+    cpu_affinity: str = typer.Option(
+        "auto", metavar="CPUS", help="Of the engine core: auto, none, or CPUs such as 2,4-7."
+    )
     unverified: Unverified = False
     as_json: bool = typer.Option(False, "--json", help="Print the line with the address as JSON.")
 
@@ -164,6 +167,7 @@ def _serve_instance(args: ServeArgs) -> int:
             adapters=adapters,
             engine=_engine_settings(args, len(adapters)),
             records=None if args.records is None else Path(args.records),
+            cpu_affinity=args.cpu_affinity,
         )
         facts = {"model": settings.model_name, "adapters": len(adapters)}
         return run_instance(instance, _ready(settings.model_name, facts, as_json=args.as_json))

@@ -54,6 +54,9 @@ class ValidateArgs:
     lora_kernel: str | None = typer.Option(
         None, metavar="NAME", help="Of servers that are started; default: theirs."
     )
+    cpu_affinity: str = typer.Option(
+        "auto", metavar="CPUS", help="Of the engine cores of servers that are started."
+    )
     max_loras: int | None = typer.Option(None, metavar="N", min=1, help="Slots, instead of the plan's.")
     seed: int = typer.Option(0, metavar="N", min=0, help="Of arrivals and lengths, here and in the twin.")
     api_key: ApiKey = None

@@ -13,6 +13,7 @@ from typing import Any, Final
 
 import numpy as np
 
+from capplan.engine.affinity import allowed_cpus
 from capplan.engine.engine import Engine
 from capplan.engine.engine_core import StepOutput
 from capplan.engine.messages import (
@@ -52,9 +53,13 @@ class CoreLoop:
     def ready(self) -> CoreReady:
         """Return the facts of the engine."""
         engine = self._engine
-        start_ns = engine.core.clock.start_ns
         return CoreReady(
-            engine.config, engine.folder, engine.options.torch_dtype(engine.config), engine.args, start_ns
+            config=engine.config,
+            folder=engine.folder,
+            dtype=engine.options.torch_dtype(engine.config),
+            args=engine.args,
+            clock_start_ns=engine.core.clock.start_ns,
+            cpus=allowed_cpus(),
         )
 
     def run(self) -> None:

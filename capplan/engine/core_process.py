@@ -15,8 +15,10 @@ import signal
 import socket
 import subprocess
 import sys
+from collections.abc import Sequence
 from typing import Any, Final, Self
 
+from capplan.engine.affinity import bound_to
 from capplan.engine.core_loop import CoreLoop
 from capplan.engine.engine import Engine
 from capplan.engine.messages import CoreReady, CoreRefused, CoreSettings, FrameReader, frame
@@ -36,6 +38,11 @@ class CoreEndedError(CapplanError):
 class CoreProcess:
     """Handle of the engine core's process.
 
+    Parameters
+    ----------
+    cpus
+        CPUs that the core is bound to, before it counts them to choose its threads; none: any.
+
     Attributes
     ----------
     connection
@@ -51,9 +58,9 @@ class CoreProcess:
         If it ends for another reason.
     """
 
-    def __init__(self, settings: CoreSettings) -> None:
+    def __init__(self, settings: CoreSettings, cpus: Sequence[int] = ()) -> None:
         self.connection, inherited = socket.socketpair()
-        with inherited:
+        with inherited, bound_to(cpus):
             command = (*_COMMAND, str(inherited.fileno()), str(os.getpid()))
             self._process = subprocess.Popen(command, pass_fds=[inherited.fileno()])  # noqa: S603 - ourselves
         try:

@@ -43,6 +43,8 @@ class CoreReady(NamedTuple):
     args: EngineArgs
     clock_start_ns: int
     """Start of the engine's clock on the monotonic clock, which all processes share."""
+    cpus: Sequence[int]
+    """That the core may run on."""
 
 
 class CoreRefused(NamedTuple):

@@ -58,6 +58,8 @@ class EngineProfilingOptions:
     gpu_memory_utilization: float = 0.9
     threads: int = 1
     """Threads of PyTorch on a CPU."""
+    cpu_affinity: str = "auto"
+    """CPUs of the server's engine core, as for `capplan serve`."""
     stages: tuple[str, ...] = STAGES
     budget_s: float = 600.0
     point_s: float = 6.0

@@ -1,7 +1,7 @@
 """Step times of the engine behind its server.
 
-They exceed those of the bare engine, since a thread of the same process writes the answers. Streams over HTTP
-keep operating points up; the server records its steps.
+Streams over HTTP keep operating points up; the server records its steps. Its processes and their CPUs are
+those of `capplan serve`, and the client keeps off the CPUs of the engine core, as in a load test.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ import numpy as np
 from capplan.profiling.engine.memory import BLOCK_TOKENS
 from capplan.profiling.engine.options import EngineProfilingOptions, SlotSetting
 from capplan.profiling.engine.stepping import COUNTS, PHASES
-from capplan.profiling.load.preflight import preflight
+from capplan.profiling.load.preflight import beside_engine, preflight
 from capplan.profiling.load.record import FINISHED
 from capplan.profiling.load.requests import BASE, Target
 from capplan.profiling.server.closed_loop import (
@@ -98,6 +98,7 @@ def _server_command(
         "--seed": options.seed,
         "--num-kv-blocks": None if options.on_gpu else kv_blocks,
         "--lora-kernel": options.lora_kernel,
+        "--cpu-affinity": options.cpu_affinity,
     }
     flags = engine_words(options.engine_args(slots), more)
     return ServerCommand(options.model, options.adapters(slots), flags, options.threads, records)
@@ -119,7 +120,8 @@ class _Client:
     ) -> float | None:
         """Measure points; return the time of the engine's last step, or None if it is unknown."""
         names = [BASE, *self._options.adapters(self._slots)]
-        async with open_sender(target, await preflight(target, names), names, names) as sender:
+        found = await preflight(target, names)
+        async with beside_engine(target), open_sender(target, found, names, names) as sender:
             try:
                 self.found.idle = await first_tokens(
                     sender, [1], self._idle_prompts, _IDLE_REPEATS, lambda: None

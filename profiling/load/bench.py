@@ -22,7 +22,7 @@ import numpy as np
 from capplan import __version__
 from capplan.errors import InputError
 from capplan.profiling.load.client import CompletionClient, open_session
-from capplan.profiling.load.preflight import MetricsSampler, Preflight, bodies_for, preflight
+from capplan.profiling.load.preflight import MetricsSampler, Preflight, beside_engine, bodies_for, preflight
 from capplan.profiling.load.record import (
     NOT_FAILURES,
     REJECTED,
@@ -155,7 +155,8 @@ async def _bench(
     started_at = datetime.now(UTC).isoformat(timespec="seconds")
     measured = OpenLoop(schedule, bodies, target, settings, file)
     with stopped_by_signals(stop):
-        await measured.run(stop, on_tick)
+        async with beside_engine(target):
+            await measured.run(stop, on_tick)
     given = {
         "seed": options.seed,
         "rate_scale": options.rate_scale,

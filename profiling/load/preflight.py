@@ -6,9 +6,10 @@ import asyncio
 import contextlib
 import json
 import math
+import os
 import re
 import secrets
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import AsyncIterator, Callable, Mapping, Sequence
 from dataclasses import dataclass
 from types import MappingProxyType
 from typing import Any, Final
@@ -51,6 +52,7 @@ counters.
 _SERIES: Final = re.compile(r"^([a-zA-Z_:][\w:]*)(?:\{(.*)\})?\s+(\S+)", re.MULTILINE)
 _LORA_INFO: Final = "vllm:lora_requests_info"
 _CACHE_INFO: Final = "vllm:cache_config_info"
+_CORE_INFO: Final = "capplan:engine_core_info"
 _LABEL: Final = re.compile(r'(\w+)="((?:[^"\\]|\\.)*)"')
 
 
@@ -225,6 +227,8 @@ class EngineInfo:
     kv_tokens: int | None = None
     block_size: int | None = None
     gpu_memory_utilization: float | None = None
+    cpus: tuple[int, ...] = ()
+    """CPUs of the engine core; empty if not reported."""
 
 
 async def fetch_engine_info(target: Target) -> EngineInfo:
@@ -244,7 +248,22 @@ def engine_info(metrics: str) -> EngineInfo:
     utilization: float | None = None
     with contextlib.suppress(KeyError, ValueError):
         utilization = float(cache["gpu_memory_utilization"])
-    return EngineInfo(_positive_int(lora.get("max_lora")), tokens, size, utilization)
+    cpus = [int(cpu) for cpu in labels.get(_CORE_INFO, {}).get("cpus", "").split(",") if cpu.isdigit()]
+    return EngineInfo(_positive_int(lora.get("max_lora")), tokens, size, utilization, tuple(cpus))
+
+
+@contextlib.asynccontextmanager
+async def beside_engine(target: Target) -> AsyncIterator[None]:
+    """Keep this thread off the CPUs of a server's engine core on this machine, as far as others are left."""
+    allowed = os.sched_getaffinity(0) if target.is_local and hasattr(os, "sched_getaffinity") else set()
+    others = allowed - set((await fetch_engine_info(target)).cpus) if allowed else allowed
+    if others:
+        os.sched_setaffinity(0, others)
+    try:
+        yield
+    finally:
+        if others:
+            os.sched_setaffinity(0, allowed)
 
 
 def _positive_int(text: str | None) -> int | None:

@@ -19,6 +19,7 @@ if TYPE_CHECKING:
     from capplan.spec import Profile, Workload
 
 _VERSION_PATH = "/v1"
+_LOOPBACK: Final = ("127.0.0.1", "::1", "localhost")
 DEFAULT_MAX_MODEL_LEN: Final = 8192
 _NS_PER_S: Final = 1e9
 BASE: Final = ""
@@ -73,6 +74,11 @@ class Target:
         """Address without query and fragment."""
         parts = urlsplit(self.url)
         return urlunsplit((parts.scheme, parts.netloc, parts.path, "", ""))
+
+    @property
+    def is_local(self) -> bool:
+        """Whether the address is of this machine."""
+        return urlsplit(self.url).hostname in _LOOPBACK
 
     def model_of(self, adapter: str) -> str:
         """Return the model name for an adapter; the empty name is the base model."""

@@ -15,7 +15,13 @@ from capplan import __version__
 from capplan.errors import InputError
 from capplan.profiling import tables as files
 from capplan.profiling.load.bench import EventLoopLag, stopped_by_signals
-from capplan.profiling.load.preflight import EngineInfo, Preflight, fetch_engine_info, preflight
+from capplan.profiling.load.preflight import (
+    EngineInfo,
+    Preflight,
+    beside_engine,
+    fetch_engine_info,
+    preflight,
+)
 from capplan.profiling.load.requests import BASE, DEFAULT_MAX_MODEL_LEN, PromptForm, Target
 from capplan.profiling.server.closed_loop import (
     LoopError,
@@ -338,7 +344,7 @@ async def _profile(
         raise InputError("is required: the server does not report its adapter slots", location="a_max")
     server = ProfiledServer(target, adapters, found, info)
     stop = asyncio.Event()
-    async with open_sender(target, found, names, used) as sender:
+    async with beside_engine(target), open_sender(target, found, names, used) as sender:
         profiler = _ServerProfiler(server, sender, setting, out, options, on_progress)
         with stopped_by_signals(stop):
             work = asyncio.create_task(profiler.measure())

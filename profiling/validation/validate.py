@@ -254,6 +254,8 @@ class ValidationOptions:
     threads: int = 1
     lora_kernel: str | None = None
     """None: the default of started servers."""
+    cpu_affinity: str = "auto"
+    """CPUs of the engine cores of started servers, as for `capplan serve`."""
     engine_args: Mapping[str, Any] = field(default_factory=dict)
     """Engine settings that override the plan's."""
     api_key: str | None = field(default=None, repr=False)
@@ -319,6 +321,7 @@ def server_command(
         "--device": options.device,
         "--lora-kernel": options.lora_kernel,
         "--shared-prefix-tokens": workload.shared_prefix_tokens or None,
+        "--cpu-affinity": options.cpu_affinity,
         "--max-queue": requests + 1,
         "--drain-timeout-s": 0,
         "--num-kv-blocks": None if options.device.startswith("cuda") else kv_tokens // block_size,

@@ -129,10 +129,10 @@ class EngineProcess:
 
 
 class LocalLauncher:
-    """Starts instances on this machine, which share the cores of its CPU."""
+    """Starts instances on this machine, which share the cores of its CPU; one is left for HTTP."""
 
     def __init__(self, instances: int) -> None:
-        threads = max(1, (os.cpu_count() or 1) // max(1, instances))
+        threads = max(1, ((os.cpu_count() or 1) - 1) // max(1, instances))
         self._compiling = asyncio.Lock()
         self._environment = {} if "OMP_NUM_THREADS" in os.environ else {"OMP_NUM_THREADS": str(threads)}
 

@@ -17,7 +17,7 @@ from prometheus_client.core import GaugeMetricFamily as Gauge
 from prometheus_client.core import HistogramMetricFamily
 from prometheus_client.metrics_core import Metric
 
-from capplan.engine.messages import Ended, Gauges
+from capplan.engine.messages import CoreReady, Ended, Gauges
 from capplan.engine.server.output_stream import RequestState
 from capplan.engine.timing import StepRecord
 
@@ -79,13 +79,13 @@ class Metrics:
 
     Parameters
     ----------
-    max_loras
-        Adapter slots of the engine.
+    ready
+        Facts of the engine.
     """
 
-    def __init__(self, model_name: str, max_loras: int) -> None:
+    def __init__(self, model_name: str, ready: CoreReady) -> None:
         self._labels = (model_name, "0")
-        self._max_loras = max_loras
+        self._ready = ready
         self._gauges = Gauges(0, 0, 0.0)
         self._prompt_tokens = 0
         self._generation_tokens = 0
@@ -143,6 +143,7 @@ class Metrics:
         """Yield every metric; see `prometheus_client.registry.Collector`."""
         yield from self._values()
         yield self._lora_info()
+        yield self._core_info()
         for name, help_text, histogram in (
             ("iteration_tokens_total", "Tokens of each step", self._step_tokens),
             ("time_to_first_token_seconds", "Time to first token", self._ttft_s),
@@ -177,10 +178,15 @@ class Metrics:
         """Return running and waiting adapters as labels, as vLLM does; the value is the time."""
         gauges = self._gauges
         names = (
-            str(self._max_loras),
+            str(self._ready.args.max_loras),
             ",".join(gauges.waiting_adapters),
             ",".join(gauges.running_adapters),
         )
         labels = ("max_lora", "waiting_lora_adapters", "running_lora_adapters")
         rows = [(names, time.time())]
         return metric_family(Gauge, "vllm:lora_requests_info", "Adapters with requests", labels, rows)
+
+    def _core_info(self) -> Metric:
+        """Return the CPUs of the engine core as a label, so that clients on this machine can use others."""
+        rows = [((",".join(map(str, self._ready.cpus)),), 1.0)]
+        return metric_family(Gauge, "capplan:engine_core_info", "CPUs of the engine core", ("cpus",), rows)

@@ -17,6 +17,7 @@ from typing import Any, Final
 import uvicorn
 from fastapi import FastAPI
 
+from capplan.engine.affinity import AUTO, bound_to, core_cpus, other_cpus
 from capplan.engine.core_process import CoreProcess
 from capplan.engine.messages import CoreSettings, Ended
 from capplan.engine.models import model_config
@@ -148,6 +149,8 @@ class InstanceConfig:
         the server's `max_requests`.
     records
         Parquet file of step records; None: not written.
+    cpu_affinity
+        CPUs of the engine core, as for `capplan.engine.affinity.core_cpus`; the server uses the others.
     """
 
     model: str
@@ -155,6 +158,7 @@ class InstanceConfig:
     adapters: Mapping[str, str | Path | int] = field(default_factory=dict)
     engine: Mapping[str, Any] = field(default_factory=dict)
     records: Path | None = None
+    cpu_affinity: str = AUTO
 
     def core_settings(self) -> CoreSettings:
         """Return the arguments of the engine.
@@ -197,7 +201,12 @@ def run_instance(instance: InstanceConfig, ready: Callable[[str], None]) -> int:
         observers = []
         if instance.records is not None:
             observers.append(_Recorder(stack.enter_context(RecordFile(instance.records))))
-        core = stack.enter_context(CoreProcess(instance.core_settings()))
+        arguments = instance.core_settings()
+        device = str(arguments.options.get("device") or "cpu")
+        cpus = stack.enter_context(core_cpus(instance.cpu_affinity, device))
+        core = stack.enter_context(CoreProcess(arguments, cpus))
+        if cpus:
+            stack.enter_context(bound_to(other_cpus(cpus)))
         service = Service(core.connection, core.ready, settings, instance.adapters, observers)
         server = DrainingServer(make_app(service), service, lambda: ready(url_of(listener)))
         server.run([listener])

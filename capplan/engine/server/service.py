@@ -159,7 +159,7 @@ class Service(ServerState):
         initial: Mapping[str, str | Path | int],
         observers: Sequence[StepObserver] = (),
     ) -> None:
-        self.metrics = Metrics(settings.model_name, ready.args.max_loras)
+        self.metrics = Metrics(settings.model_name, ready)
         self.engine = AsyncEngine(connection, ready.clock_start_ns, [self.metrics, *observers])
         super().__init__(settings, ServedAdapters(ready, self.engine, settings, initial))
         self.refusals.update({429: 0, 503: 0})
