@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 from types import MappingProxyType
 from typing import Any, Final
@@ -68,12 +68,15 @@ class LoopSettings:
     """Engine and workload of a closed loop."""
 
     model: str = SMALL
-    """As for `capplan serve`, or `SMALL`."""
+    """As for `capplan serve`, or `SMALL`: with random weights, of `config`."""
+    config: Mapping[str, Any] = field(default_factory=lambda: SMALL_LLAMA)
     device: str = "cpu"
     threads: int = 1
     adapters: int = 24
     ranks: tuple[int, ...] = (8, 16, 32)
     """Ranks of the adapters in turn."""
+    popularity: tuple[float, ...] = ()
+    """Relative request rates of the adapters; empty: equal."""
     slots: tuple[int, ...] = (4, 24)
     """Numbers of adapter slots at which steps are profiled."""
     max_num_seqs: int = 32
@@ -113,7 +116,7 @@ class ClosedLoop:
         config = self.folder / SMALL / "config.json"
         if not config.exists():
             config.parent.mkdir(exist_ok=True)
-            write_text_atomic(config, json.dumps(dict(SMALL_LLAMA), indent=1))
+            write_text_atomic(config, json.dumps(dict(self.setting.config), indent=1))
         return str(config)
 
     def measure(self, budget_s: float, stages: Sequence[str] = ()) -> bool:
@@ -189,6 +192,7 @@ class ClosedLoop:
     def _document(self, rate_rps: float) -> dict[str, Any]:
         """Return the workload file for a total request rate."""
         setting = self.setting
+        weights = setting.popularity or (1.0,) * setting.adapters
         limits = ("max_num_seqs", "max_num_batched_tokens", "max_model_len")
         return {
             "version": 1,
@@ -203,9 +207,9 @@ class ClosedLoop:
                 {
                     "name": f"a{at}",
                     "rank": setting.ranks[at % len(setting.ranks)],
-                    "rate_rps": rate_rps / setting.adapters,
+                    "rate_rps": rate_rps * weight / sum(weights),
                 }
-                for at in range(setting.adapters)
+                for at, weight in enumerate(weights)
             ],
         }
 

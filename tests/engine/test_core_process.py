@@ -20,6 +20,7 @@ import psutil
 import pytest
 
 from capplan.engine import Engine
+from capplan.engine.affinity import allowed_cpus
 from capplan.engine.core_process import CoreProcess
 from capplan.engine.messages import CoreSettings, FrameReader, Reply, StepTokens, frame
 from capplan.errors import InputError
@@ -86,12 +87,21 @@ def root(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture(scope="module")
 def server(root: Path) -> Iterator[Server]:
-    running = Server("--lora-root", root, "--max-loras", 2, "--max-num-seqs", 64)
+    cpus = allowed_cpus()
+    affinity = cpus[-1] if len(cpus) > 1 else "none"
+    running = Server("--lora-root", root, "--max-loras", 2, "--max-num-seqs", 64, "--cpu-affinity", affinity)
     yield running
     running.process.terminate()
     status, errors = running.end()
     assert (status, errors) == (0, "")
     assert running.gone()
+
+
+def test_core_and_server_are_bound_to_different_cpus(server: Server) -> None:
+    cpus = allowed_cpus()
+    assert server.core.cpu_affinity() == [cpus[-1]]
+    assert psutil.Process(server.process.pid).cpu_affinity() == (list(cpus[:-1]) or [cpus[-1]])
+    assert server.metric(f'capplan:engine_core_info{{cpus="{cpus[-1]}"}}') == 1
 
 
 def test_outputs_equal_those_of_the_engine_in_process(server: Server) -> None:

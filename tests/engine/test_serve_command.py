@@ -103,6 +103,7 @@ def test_a_public_host_without_a_key_is_warned_about(run: Run, started: list[Ins
         ("--model tiny-llama --drain-timeout-s -1", "--drain-timeout-s: must be"),
         ("--model tiny-llama --host 203.0.113.1 --api-key x", "cannot be listened on"),
         ("--model tiny-llama --api-key=", "--api-key: must not be empty"),
+        ("--model tiny-llama --cpu-affinity 0-99999", "--cpu-affinity: must name CPUs"),
         ("--model tiny-llama --records no-such-folder/x.parquet", "no-such-folder"),
     ],
 )
