@@ -199,7 +199,7 @@ def main() -> int:
     parser.add_argument("--model", default="small-llama", help="small-llama, or as for capplan serve")
     parser.add_argument("--form", default="additive")
     parser.add_argument("--budget-s", type=float, help="of the profile; default 600, of a shape 300")
-    parser.add_argument("--point-s", type=float, default=6.0)
+    parser.add_argument("--point-s", type=float, default=2.0)
     parser.add_argument("--duration-s", type=float, default=120.0, help="of each validation")
     parser.add_argument("--threads", type=int, default=1)
     parser.add_argument("--profiled-slots", type=int, nargs="+", default=[4, 24])

@@ -65,7 +65,7 @@ class ProfileEngineArgs:
         help="memory, loads, steps, iterations, served.",
     )
     budget_s: float = typer.Option(600.0, metavar="SECONDS", min=0.0, help="0: only fit what is there.")
-    point_s: float = typer.Option(6.0, metavar="SECONDS", min=1.0, help="Time of each state of a server.")
+    point_s: float = typer.Option(2.0, metavar="SECONDS", min=1.0, help="Time of each state of a server.")
     tolerance: float = typer.Option(
         0.02, metavar="SHARE", min=0.0, help="Error on left-out states to stop at."
     )

@@ -42,10 +42,11 @@ def parse_cpus(text: str) -> tuple[int, ...]:
     allowed = allowed_cpus()
     found: set[int] = set()
     for part in text.split(","):
-        first, _, last = part.partition("-")
-        if not first.isdecimal() or not (last or first).isdecimal():
+        first, dash, last = part.partition("-")
+        ends = (first, last if dash else first)
+        if not all(end.isdecimal() for end in ends):
             raise InputError(_RULE, text, "cpu_affinity")
-        found.update(range(int(first), int(last or first) + 1))
+        found.update(range(int(ends[0]), int(ends[1]) + 1))
     for cpu in sorted(found):
         if cpu not in allowed:
             rule = f"must name CPUs that this process may use, {','.join(map(str, allowed))}"

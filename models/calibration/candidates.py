@@ -195,10 +195,18 @@ def _known_groups(table: StepTable, kernel: Kernel) -> dict[str, tuple[str, ...]
 
 
 def _unknown_terms(table: StepTable, groups: Mapping[str, tuple[str, ...]]) -> tuple[str, ...]:
-    """Return the coefficients that stay 0 in every variant of the additive form."""
+    """Return the coefficients that stay 0 in every variant of the additive form.
+
+    Slots are not separable from ``base_ms`` in a table of one number of slots, nor their rank in one of one
+    rank: the cost of the measured slots would be extrapolated to others.
+    """
     unknown = [term for name, terms in TERM_GROUPS.items() if name not in groups for term in terms]
     if "queue" not in groups:
         unknown.append("ms_per_adapter_queued")
+    if np.unique(table.a_max).size < 2:
+        unknown += TERM_GROUPS["slots"]
+    if np.unique(table.s_max).size < 2:
+        unknown += [term for term in (*TERM_GROUPS["slots"], *TERM_GROUPS["adapters"]) if "rank16" in term]
     if "requests" in groups and table.requests.min() >= 2.0:
         unknown.append("ms_for_several")  # not separable from base_ms without steps of one request
     return tuple(unknown)

@@ -140,7 +140,8 @@ def run_scatter(table: StepTable, predicted_ms: NDArray[np.float64]) -> float:
 def step_ranges(table: StepTable) -> dict[str, tuple[float, float]]:
     """Return the smallest and largest value of each input of the step model."""
     inputs = ("tokens", "requests", "kv_tokens", "adapters", "a_max", "s_max", "waiting")
-    return {name: (float(getattr(table, name).min()), float(getattr(table, name).max())) for name in inputs}
+    own = {name: (float(getattr(table, name).min()), float(getattr(table, name).max())) for name in inputs}
+    return {**own, **table.load_ranges}
 
 
 def calibrate_steps(

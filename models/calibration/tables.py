@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, fields, replace
+from dataclasses import dataclass, field, fields, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Final
 
@@ -40,13 +40,16 @@ STEP_OPTIONS: Final = (
     "token_budget",
     "in_flight_limit",
     "prompt_std",
+    "streams",
+    "rate_rps",
     *StepRanks._fields,
 )
 """Optional columns. ``load_ms``: time of adapter loads within the step by the loading model with a
 serving_factor of 1; blank if unknown. ``run``: group of the row, never on both sides of a cross-validation.
 ``steps``: number of steps of which the row is the mean. ``prompt_std``: standard deviation of the tokens that
 one request has in a step of its prefill, beside ``prefills`` in rows that are means; default 0. ``regime``:
-replaces the result of `regimes` unless blank. The others are the limits that `regimes` uses, and the fields
+replaces the result of `regimes` unless blank. ``streams``, ``rate_rps``: requests in flight and requests per
+second, for the ranges of the profile. The others are the limits that `regimes` uses, and the fields
 of `StepRanks`.
 """
 
@@ -171,6 +174,8 @@ class StepTable:
     """Known fields of `StepRanks`."""
     prompt_quantiles: NDArray[np.float64]
     """See `prompt_quantiles`, shape (rows, `QUANTILES`)."""
+    load_ranges: Mapping[str, tuple[float, float]] = field(default_factory=dict)
+    """Smallest and largest ``streams`` and ``rate_rps``, if the table has them."""
 
     @property
     def unknown_loads(self) -> NDArray[np.bool_]:
@@ -243,6 +248,7 @@ def step_table(frame: pd.DataFrame, source: str, folds: int = 5) -> StepTable:
     prompt_mean = np.maximum(prompt_tokens, 1.0) / np.maximum(prefills, 1e-9)
     steps = column("steps", 1.0)
     loads = column("load_ms", np.nan)
+    offered = {name: column(name, 0.0) for name in ("streams", "rate_rps") if name in frame.columns}
     return StepTable(
         source=source,
         **{name: column(name, 0.0) for name in STEP_COLUMNS},
@@ -254,6 +260,7 @@ def step_table(frame: pd.DataFrame, source: str, folds: int = 5) -> StepTable:
         regime=regime,
         ranks=ranks,
         prompt_quantiles=prompt_quantiles(prefills, column("prompt_std", 0.0) / prompt_mean, steps <= 1.0),
+        load_ranges={name: (float(each.min()), float(each.max())) for name, each in offered.items()},
     )
 
 

@@ -16,7 +16,7 @@ ITERATIONS: Final = "iterations"
 SERVED: Final = "served"
 STAGES: Final = (MEMORY, LOADS, STEPS, ITERATIONS, SERVED)
 """In the order of measurement."""
-_WEIGHTS: Final = MappingProxyType({STEPS: 0.5, ITERATIONS: 0.075, SERVED: 0.425})
+_WEIGHTS: Final = MappingProxyType({STEPS: 0.15, ITERATIONS: 0.05, SERVED: 0.8})
 """Time shares of the stages that use all of their time."""
 LIMITS: Final = ("max_num_seqs", "max_num_batched_tokens", "max_model_len", "gpu_memory_utilization")
 _SHARED: Final = ("device", "dtype", "rules", "lora_kernel", "seed", *LIMITS)
@@ -62,7 +62,7 @@ class EngineProfilingOptions:
     """CPUs of the server's engine core, as for `capplan serve`."""
     stages: tuple[str, ...] = STAGES
     budget_s: float = 600.0
-    point_s: float = 6.0
+    point_s: float = 2.0
     """Time per operating point of the server."""
     tolerance: float = 0.02
     """Relative error on left-out points at which measuring steps ends."""

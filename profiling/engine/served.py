@@ -11,7 +11,7 @@ import itertools
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any, Final
+from typing import Any, Final, NamedTuple
 
 import numpy as np
 
@@ -41,8 +41,23 @@ _GROUPS: Final = 3
 _LEAST_STEPS: Final = 4
 _IDLE_PROMPTS: Final = (16, 128)
 _IDLE_REPEATS: Final = 15
+_QUEUE_SHARE: Final = 4
+_MOST_QUEUED: Final = 256
+"""Waiting requests of the points with a queue, relative to the largest batch, and at most."""
 _TYPICAL_TOKENS: Final = 64
 """Typical prompt and output of the operating points, for a long context."""
+
+
+class Window(NamedTuple):
+    """Measured interval of a point on the client's clock, and its load."""
+
+    name: str
+    start_s: float
+    end_s: float
+    streams: float
+    """Requests in flight."""
+    rate_rps: float
+    """Requests that ended per second."""
 
 
 @dataclass
@@ -74,6 +89,7 @@ def serve_and_measure(
         kv_tokens=kv_blocks * BLOCK_TOKENS,
         prompt_tokens=typical,
         output_tokens=typical,
+        queue=min(_MOST_QUEUED, _QUEUE_SHARE * options.max_num_seqs),
     )
     points = design(bounds)[: max(1, int(budget_s / options.point_s))]
     records = folder / f".records-{slots.name}.parquet"
@@ -109,8 +125,7 @@ class _Client:
 
     def __init__(self, options: EngineProfilingOptions, slots: SlotSetting) -> None:
         self.found = ServedSteps()
-        self.windows: list[tuple[str, float, float]] = []
-        """Name of each point, and its measured interval on the client's clock."""
+        self.windows: list[Window] = []
         self._options, self._slots = options, slots
         longest = options.max_model_len - OUTPUT_TOKENS
         self._idle_prompts = sorted({min(tokens, longest) for tokens in _IDLE_PROMPTS})
@@ -145,23 +160,27 @@ class _Client:
         ramp_s = _RAMP_SHARE * point_s
         seed = self._options.seed + number
         try:
-            _, start_s, end_s = await closed_loop(sender, point, models, ramp_s, point_s - ramp_s, seed)
+            done, start_s, end_s = await closed_loop(sender, point, models, ramp_s, point_s - ramp_s, seed)
         except LoopError as error:
             self.found.failed.append(f"{point.name}: {error}")
             return None
-        self.windows.append((point.name, start_s, end_s))
+        ended = sum(start_s <= each.outcome.ended_s < end_s for each in done)
+        rate_rps = ended / (end_s - start_s)
+        self.windows.append(Window(point.name, start_s, end_s, float(point.streams), rate_rps))
         return end_s
 
     def _models(self, point: ServerPoint, number: int) -> list[int]:
-        """Return adapters of one rank; ranks alternate, so that rank sums of records are unambiguous."""
+        """Return adapters of one rank or, in turn, of all ranks; the base model without adapters."""
         if point.adapters == 0:
             return [0]
-        ranks = len(self._options.fitting(self._slots.s_max))
-        first = 1 + number % ranks * self._slots.a_max
-        return list(range(first, first + point.adapters))
+        a_max, ranks = self._slots.a_max, len(self._options.fitting(self._slots.s_max))
+        chosen = number % (ranks + 1) if ranks > 1 else 0
+        if chosen == ranks:
+            return [1 + at % ranks * a_max + at // ranks for at in range(point.adapters)]
+        return [1 + chosen * a_max + at for at in range(point.adapters)]
 
 
-def _rows(records: Path, windows: Sequence[tuple[str, float, float]], last_s: float) -> list[dict[str, Any]]:
+def _rows(records: Path, windows: Sequence[Window], last_s: float) -> list[dict[str, Any]]:
     """Return the rows of all windows.
 
     The last record gives the offset of the engine's clock from the client's: it is the step before the
@@ -172,10 +191,11 @@ def _rows(records: Path, windows: Sequence[tuple[str, float, float]], last_s: fl
     table = recorded_rows(pd.read_parquet(records), _PAUSE_S)
     offset_ms = float(table["begin_ms"].iloc[-1]) - 1e3 * last_s
     found: list[dict[str, Any]] = []
-    for name, start_s, end_s in windows:
-        start, end = (1e3 * at + offset_ms for at in (start_s, end_s))
+    for window in windows:
+        start, end = (1e3 * at + offset_ms for at in (window.start_s, window.end_s))
         own = table[(table["begin_ms"] >= start) & (table["begin_ms"] < end)]
-        found += [{"run": name, **row} for row in grouped(own)]
+        load = {"streams": window.streams, "rate_rps": window.rate_rps}
+        found += [{"run": window.name, **load, **row} for row in grouped(own)]
     return found
 
 

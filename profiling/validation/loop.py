@@ -87,7 +87,7 @@ class LoopSettings:
     output_tokens: tuple[float, float] = (50.0, 30.0)
     form: str | None = "additive"
     """Step model of the profile; None: the best on left-out runs."""
-    point_s: float = 6.0
+    point_s: float = 2.0
     """Time per operating point of the server."""
     plan_seeds: int = 5
     """Verification seeds of the plan."""

@@ -10,7 +10,7 @@ from hypothesis import strategies as st
 
 from capplan import InputError
 from capplan.models.calibration.candidates import TERM_GROUPS, candidate_named, candidates
-from capplan.models.calibration.step_model import calibrate_steps, predict_left_out
+from capplan.models.calibration.step_model import calibrate_steps, predict_left_out, step_ranges
 from capplan.models.calibration.tables import StepTable, step_table
 from capplan.models.step_latency import ADDITIVE
 from capplan.spec import Coefficient, Kernel
@@ -100,6 +100,26 @@ def test_the_cost_of_several_requests_needs_steps_of_one() -> None:
     frame = frame[frame["requests"] > 1]
     fit = candidate_named("additive", table_of(frame), Kernel.VLLM).fit(table_of(frame))
     assert fit.coefficients()["base_ms"].value == pytest.approx(truth["base_ms"], rel=2e-3)
+
+
+@pytest.mark.parametrize("constant", [("a_max", "s_max"), ("a_max",)])
+def test_slots_that_do_not_vary_have_no_cost_of_their_own(constant: tuple[str, ...]) -> None:
+    """It is in the base, and not extrapolated to other numbers of slots."""
+    frame = steps_of("additive", ADDITIVE_TRUTH)
+    calibration = calibrate_steps(table_of(frame.assign(**dict.fromkeys(constant, 16.0))), form="additive")
+    values = {name: each.value for name, each in calibration.model().coefficients.items()}
+    slots = {name for name in values if "_per_slot" in name}
+    ranks = {name for name in values if "rank16" in name} if "s_max" in constant else set()
+    assert {name for name in slots | ranks if values[name] != 0.0} == set()
+    assert values["base_ms"] > 0.0
+
+
+def test_the_ranges_of_a_table_include_its_streams_and_request_rates() -> None:
+    frame = steps_of("additive", ADDITIVE_TRUTH)
+    assert "streams" not in step_ranges(table_of(frame))
+    frame["streams"], frame["rate_rps"] = np.arange(len(frame)) + 1.0, 7.0
+    ranges = step_ranges(table_of(frame))
+    assert (ranges["streams"], ranges["rate_rps"]) == ((1.0, float(len(frame))), (7.0, 7.0))
 
 
 def test_queue_terms_need_a_row_with_a_queue() -> None:
