@@ -19,7 +19,7 @@ from collections.abc import Sequence
 from typing import Any, Final, Self
 
 from capplan.engine.affinity import bound_to
-from capplan.engine.core_loop import CoreLoop
+from capplan.engine.core_loop import AWAKE_S, CoreLoop
 from capplan.engine.engine import Engine
 from capplan.engine.messages import CoreReady, CoreRefused, CoreSettings, FrameReader, frame
 from capplan.engine.request import SamplingParams
@@ -64,7 +64,7 @@ class CoreProcess:
             command = (*_COMMAND, str(inherited.fileno()), str(os.getpid()))
             self._process = subprocess.Popen(command, pass_fds=[inherited.fileno()])  # noqa: S603 - ourselves
         try:
-            self.connection.sendall(frame(settings))
+            self.connection.sendall(frame(settings._replace(own_cpus=bool(cpus))))
             self.ready: CoreReady = self._first_message()
         except BaseException:
             self.kill()
@@ -139,7 +139,7 @@ def run_core(connection: socket.socket) -> None:
             return
         gc.collect()
         gc.freeze()  # shorter collections between steps
-        loop = CoreLoop(engine, connection)
+        loop = CoreLoop(engine, connection, AWAKE_S if settings.own_cpus else 0.0)
         connection.sendall(frame(loop.ready()))
         loop.run()
 

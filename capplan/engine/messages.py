@@ -32,6 +32,8 @@ class CoreSettings(NamedTuple):
     model: str
     adapters: Mapping[str, str | Path | int]
     options: Mapping[str, Any]
+    own_cpus: bool = False
+    """Whether the core is bound to CPUs of its own."""
 
 
 class CoreReady(NamedTuple):

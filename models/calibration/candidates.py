@@ -206,7 +206,7 @@ def _unknown_terms(table: StepTable, groups: Mapping[str, tuple[str, ...]]) -> t
     if np.unique(table.a_max).size < 2:
         unknown += TERM_GROUPS["slots"]
     if np.unique(table.s_max).size < 2:
-        unknown += [term for term in (*TERM_GROUPS["slots"], *TERM_GROUPS["adapters"]) if "rank16" in term]
+        unknown += ["ms_per_slot_rank16", "ms_per_adapter_rank16"]
     if "requests" in groups and table.requests.min() >= 2.0:
         unknown.append("ms_for_several")  # not separable from base_ms without steps of one request
     return tuple(unknown)

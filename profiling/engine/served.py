@@ -41,9 +41,6 @@ _GROUPS: Final = 3
 _LEAST_STEPS: Final = 4
 _IDLE_PROMPTS: Final = (16, 128)
 _IDLE_REPEATS: Final = 15
-_QUEUE_SHARE: Final = 4
-_MOST_QUEUED: Final = 256
-"""Waiting requests of the points with a queue, relative to the largest batch, and at most."""
 _TYPICAL_TOKENS: Final = 64
 """Typical prompt and output of the operating points, for a long context."""
 
@@ -89,7 +86,6 @@ def serve_and_measure(
         kv_tokens=kv_blocks * BLOCK_TOKENS,
         prompt_tokens=typical,
         output_tokens=typical,
-        queue=min(_MOST_QUEUED, _QUEUE_SHARE * options.max_num_seqs),
     )
     points = design(bounds)[: max(1, int(budget_s / options.point_s))]
     records = folder / f".records-{slots.name}.parquet"

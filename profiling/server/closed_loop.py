@@ -7,7 +7,7 @@ import itertools
 import time
 from collections.abc import AsyncIterator, Callable, Mapping, Sequence
 from contextlib import asynccontextmanager
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from typing import Final
 
 import numpy as np
@@ -67,8 +67,6 @@ class ServerBounds:
     prompt_tokens: int
     """Typical prompt of the workload."""
     output_tokens: int
-    queue: int = 0
-    """Streams beyond `max_streams` in points with waiting requests; 0: no such points."""
 
     def __post_init__(self) -> None:
         for name in ("a_max", "max_streams", "prompt_tokens", "output_tokens"):
@@ -80,8 +78,7 @@ class ServerBounds:
     def allow(self, point: ServerPoint) -> bool:
         """Return whether a point runs without waiting."""
         longest = 3 * (point.prompt_tokens + point.output_tokens) // 2
-        running = replace(point, streams=min(point.streams, self.max_streams))
-        return longest <= self.longest and (self.kv_tokens is None or running.kv_tokens <= self.kv_tokens)
+        return longest <= self.longest and (self.kv_tokens is None or point.kv_tokens <= self.kv_tokens)
 
 
 def design(bounds: ServerBounds, base_model: bool = True) -> list[ServerPoint]:
@@ -89,8 +86,7 @@ def design(bounds: ServerBounds, base_model: bool = True) -> list[ServerPoint]:
 
     Batches and adapters are powers of 2; prompts are a quarter of the typical length, that length and four
     times it; outputs are short and long. Corners come first, then the rest in a random order, so that a short
-    budget covers the range. Points with a queue have the typical prompt. With `base_model`, points without
-    adapters are included.
+    budget covers the range. With `base_model`, points without adapters are included.
     """
     corners: list[ServerPoint] = []
     rest: list[ServerPoint] = []
@@ -106,11 +102,6 @@ def design(bounds: ServerBounds, base_model: bool = True) -> list[ServerPoint]:
             is_corner = all(value in (values[0], values[-1]) for value, values in ends)
             if bounds.allow(point):
                 (corners if is_corner else rest).append(point)
-    if bounds.queue:
-        streams = bounds.max_streams + bounds.queue
-        for adapters in dict.fromkeys((active[0], active[-1])):
-            point = ServerPoint(streams, adapters, bounds.prompt_tokens, outputs[0])
-            corners += [point] if bounds.allow(point) else []
     order = np.random.default_rng(_SEED).permutation(len(rest)).tolist()
     return corners + [rest[at] for at in order]
 

@@ -108,9 +108,9 @@ def test_slots_that_do_not_vary_have_no_cost_of_their_own(constant: tuple[str, .
     frame = steps_of("additive", ADDITIVE_TRUTH)
     calibration = calibrate_steps(table_of(frame.assign(**dict.fromkeys(constant, 16.0))), form="additive")
     values = {name: each.value for name, each in calibration.model().coefficients.items()}
-    slots = {name for name in values if "_per_slot" in name}
-    ranks = {name for name in values if "rank16" in name} if "s_max" in constant else set()
-    assert {name for name in slots | ranks if values[name] != 0.0} == set()
+    unknown = {name for name in values if "_per_slot" in name}
+    unknown |= {"ms_per_adapter_rank16"} if "s_max" in constant else set()
+    assert {name for name in unknown if values[name] != 0.0} == set()
     assert values["base_ms"] > 0.0
 
 

@@ -169,7 +169,7 @@ def test_failed_points_of_the_server_are_reported_and_the_others_kept(
     assert {run.partition("-b")[2] for run in steps["run"]} <= {name[1:] for name in good}
     assert (steps["step_ms"] > 0.0).all()
     assert (steps["rate_rps"] > 0.0).all()
-    assert steps["streams"].max() > options.max_num_seqs > steps["requests"].min()
+    assert (steps["streams"] >= steps["requests"]).all()
     runs = pd.read_csv(tmp_path / "runs.csv")
     assert dict(zip(runs["setting"], runs["ranks"], strict=True)) == {"a2-s8": 8, "a2-s16": 16}
 

@@ -1,7 +1,6 @@
 """Operating points of a server, first tokens and adapter loads."""
 
 import asyncio
-from dataclasses import replace
 from typing import cast
 
 import pytest
@@ -54,17 +53,6 @@ def test_the_first_points_span_the_rest(limits: ServerBounds) -> None:
 def test_every_batch_and_number_of_adapters_has_points() -> None:
     points = design(ServerBounds(8, 4, 16, 1024, None, 80, 40))
     assert {(p.streams, p.adapters) for p in points} >= {(1, 1), (16, 4), (16, 1), (16, 0), (8, 2)}
-
-
-def test_points_with_a_queue_are_among_the_first_and_run_no_more_at_once() -> None:
-    bounds = ServerBounds(8, 4, 16, 1024, 16 * 180, 80, 40, queue=64)
-    points = design(bounds)
-    plain = design(replace(bounds, queue=0))
-    assert [point for point in points if point.streams == 80] == [
-        point for point in points if point not in plain
-    ]
-    assert {point.adapters for point in points if point.streams == 80} == {0, 4}
-    assert max(at for at, point in enumerate(points) if point.streams == 80) < len(points) // 2
 
 
 @pytest.mark.parametrize("change", [{"a_max": 0}, {"adapters": -1}, {"prompt_tokens": 0}])
