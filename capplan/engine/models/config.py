@@ -128,10 +128,11 @@ def config_from_hf(fields: Mapping[str, Any], location: str = "config.json") -> 
     _refuse_unknown_features(fields, location)
     name = str(fields.get("_name_or_path") or Path(location).parent.name or family)
     attention_bias = bool(fields.get("attention_bias", False))
-    positions = 2048 if family == "llama" else 32768
+    default = 2048 if family == "llama" else 32768
+    positions = whole_number(fields, "max_position_embeddings", location, default)
+    arch = arch_of(fields, name, location).model_dump()
     return ModelConfig(
-        **(arch_of(fields, name, location).model_dump() | {"name": name}),
-        max_positions=whole_number(fields, "max_position_embeddings", location, positions),
+        **(arch | {"name": name, "max_positions": positions}),
         rms_eps=_number(fields, "rms_norm_eps", location, 1e-6),
         rope=_rope(fields, location),
         qkv_bias=family == "qwen2" or attention_bias,
