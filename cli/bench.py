@@ -124,7 +124,8 @@ def _measured(args: BenchArgs) -> BenchResult:
     names, fields = _names(args.adapters_map, workload), _fields(args.extra_body)
     form = None if args.prompt_form is None else member(PromptForm, args.prompt_form, "--prompt-form")
     options = fill(BenchOptions, args, profile=_profile(workload, args.profile), prompt_form=form)
-    target = Target(args.url, args.api_key, None, names, fields)
+    base_model = names.pop(workload.base_model, None)
+    target = Target(args.url, args.api_key, base_model, names, fields)
     raise_file_limit()
     with _request_file(args.requests, needed=bool(args.vllm_json or args.report)) as file:
         with load_progress(quiet=args.as_json) as on_tick:
@@ -170,8 +171,8 @@ def _write(args: BenchArgs, result: BenchResult, file: RequestFile | None, slo: 
 
 
 def _names(given: list[str] | None, workload: Workload) -> dict[str, str]:
-    """Return the names on the server of adapters that have another one there."""
-    known = {adapter.name for adapter in workload.adapters}
+    """Return the names on the server of adapters, or of the base model, that have another one there."""
+    known = {workload.base_model, *(adapter.name for adapter in workload.adapters)}
     names = {}
     for each in given or ():
         name, equals, model = each.partition("=")

@@ -14,7 +14,7 @@ from capplan.cli.console import DASH, Table, counted, number, percent, print_jso
 from capplan.cli.notes import plan_notes
 from capplan.cli.options import AsJson, PlanFile, command
 from capplan.cli.output import require_writable_files
-from capplan.cli.plan import group_rate_rps, throughput, verdict
+from capplan.cli.plan import base_rate_rps, group_rate_rps, throughput, verdict
 from capplan.cli.progress import announce_compilation, progress_bars
 from capplan.errors import InputError
 
@@ -193,7 +193,11 @@ def size(group: Group) -> str:
     """Return how large a group is, and what it serves with which slots."""
     instances = f"{counted(group.replicas, 'instance')} of {counted(group.tp, 'GPU')} ({group.gpu})"
     load = f"{counted(len(group.adapters), 'adapter')} at {number(group_rate_rps(group), 2)} req/s"
+    if group.base is not None:
+        load += f" ({number(base_rate_rps(group), 2)} of the base model)"
     slots = f"{group.engine_args.max_loras} slots of rank {group.engine_args.max_lora_rank}"
+    if group.engine_args.max_loras == 0:
+        slots = "no slots"
     return f"{instances}, {load}, {slots}, profile {group.profile}"
 
 

@@ -121,8 +121,10 @@ def groups_table(plan: Plan) -> Table:
     queued = any(group.queues is not None for group in plan.groups)
     knobs = {(each.engine_args.max_num_batched_tokens, each.engine_args.max_num_seqs) for each in plan.groups}
     tuned = not knobs <= {(DEFAULT_MAX_NUM_BATCHED_TOKENS, DEFAULT_MAX_NUM_SEQS)}
+    based = any(group.base is not None for group in plan.groups)
     head = (
-        *("group", "profile", "adapters", "rate\nreq/s", "max\nloras", "max lora\nrank", "KV\ntokens"),
+        *("group", "profile", "adapters", "rate\nreq/s", *(["base model\nreq/s"] if based else [])),
+        *("max\nloras", "max lora\nrank", "KV\ntokens"),
         *("tok/s\n(low..high)", "TTFT p99\ns", "TPOT p99\nms", "served", "binds"),
         *(["quotas\ntokens"] if queued else []),
         *(["max batched\ntokens", "max\nseqs"] if tuned else []),
@@ -138,6 +140,7 @@ def groups_table(plan: Plan) -> Table:
                 group.profile,
                 f"{len(group.adapters):,}",
                 number(group_rate_rps(group), 2),
+                *([number(base_rate_rps(group), 2)] if based else []),
                 str(args.max_loras),
                 str(args.max_lora_rank),
                 number(predicted.kv_tokens),
@@ -163,7 +166,12 @@ def throughput(predicted: Predicted) -> tuple[str, ...]:
 
 def group_rate_rps(group: Group) -> float:
     """Return the rate of the requests of a group over all its replicas, in requests per second."""
-    return sum(adapter.rate_rps * adapter.share for adapter in group.adapters)
+    return sum(adapter.rate_rps * adapter.share for adapter in group.adapters) + base_rate_rps(group)
+
+
+def base_rate_rps(group: Group) -> float:
+    """Return the rate of the base model's requests to a group over all its replicas."""
+    return 0.0 if group.base is None else group.base.rate_rps * group.base.share
 
 
 def verdict(plan: Plan) -> str:

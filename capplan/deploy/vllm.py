@@ -123,7 +123,7 @@ def _script(plan: Plan, server: Server, digest: str, runtime_updates: bool) -> s
     lines = ["#!/bin/sh", *(f"# {line}" for line in _header(plan, server, digest)), "set -eu"]
     if any(adapter.path is None for adapter in group.adapters):
         lines.append(': "${ADAPTER_ROOT:?must name the directory that holds the adapters, one folder each}"')
-    if runtime_updates:
+    if runtime_updates and group.engine_args.max_loras:
         lines.append("export VLLM_ALLOW_RUNTIME_LORA_UPDATING=True")
     command = [
         f"exec vllm serve {shlex.quote(plan.base_model)}",
@@ -132,9 +132,9 @@ def _script(plan: Plan, server: Server, digest: str, runtime_updates: bool) -> s
         *_engine_flags(group.engine_args, len(group.adapters), engine.version),
         *_scheduling_flags(engine.rules),
         '"$@"',  # before --lora-modules, which takes every word up to the next flag
-        "--lora-modules",
-        *(_lora_module(adapter) for adapter in group.adapters),
     ]
+    if group.adapters:
+        command += ["--lora-modules", *(_lora_module(adapter) for adapter in group.adapters)]
     return "\n".join([*lines, " \\\n  ".join(command), ""])
 
 
@@ -161,6 +161,8 @@ def _in_comment(text: str) -> str:
 
 
 def _engine_flags(args: EngineArgs, adapters: int, version: str) -> Iterable[str]:
+    if args.max_loras == 0:  # an engine without LoRA
+        return [" ".join(words) for words in args.flags()]
     host_slots = max(args.max_loras, adapters) if args.max_cpu_loras is None else args.max_cpu_loras
     accepted = args.replace(
         max_lora_rank=_accepted_rank(args.max_lora_rank, version),
@@ -200,12 +202,15 @@ def _routing(plan: Plan, servers: Iterable[Server], digest: str) -> str:
     }
     for server in servers:
         groups[server.group.id]["instances"].append({"script": server.script, "port": server.port})
-    document = {
+    document: dict[str, Any] = {
         "plan_sha256": digest,
         "base_model": plan.base_model,
         "groups": groups,
         "adapters": _shares(plan.groups),
     }
+    base = [{"group": g.id, "share": g.base.share} for g in plan.groups if g.base is not None]
+    if base:  # requests that name the base model; otherwise any server may take one
+        document["base"] = base
     return json.dumps(document, indent=2, ensure_ascii=False) + "\n"
 
 

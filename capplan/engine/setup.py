@@ -149,7 +149,9 @@ def choose_sizes(
     layout = lora.layout
     adapters = lora.rank_of.size - 1
     chosen = {"max_loras": max(1, min(adapters, 8)), "max_model_len": config.max_positions}
-    if "max_lora_rank" not in options.args:
+    if adapters == 0 and not {"max_loras", "max_lora_rank"} & options.args.keys():
+        chosen |= {"max_loras": 0, "max_lora_rank": 0}  # an engine without LoRA
+    elif "max_lora_rank" not in options.args:
         chosen["max_lora_rank"] = _slot_rank(int(lora.rank_of.max()))
     args = options.engine_args(**chosen)
     slotless = options.serving_rules().declared_output

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from functools import partial
 from statistics import fmean
+from typing import Final
 
 from pydantic import JsonValue
 
@@ -23,6 +24,7 @@ from capplan.spec import (
     Percentiles,
     Plan,
     PlanAdapter,
+    PlanBase,
     PlanEngine,
     Predicted,
     Profile,
@@ -37,6 +39,9 @@ from capplan.twin.extrapolation import Extrapolation, extrapolations, merged, va
 from capplan.twin.metrics import bound_value
 from capplan.twin.scenario import chosen_rules
 from capplan.version import installed_version
+
+_SHARE_DIGITS: Final = 12
+"""Digits of a share that was added up from light ones."""
 
 
 def build_plan(
@@ -175,10 +180,19 @@ def _group(
             for a in problem.workload.adapters
             if a.name in fractions
         ),
+        base=_base(problem, fractions),
         queues=queues,
         predicted=_predicted(verification, load_over_capacity),
         binds=binds,
     )
+
+
+def _base(problem: Problem, fractions: Mapping[str, float]) -> PlanBase | None:
+    """Return the traffic of the base model on an instance; None if it gets none."""
+    base, share = problem.workload.base, fractions.get(problem.workload.base_model)
+    if base is None or share is None:
+        return None
+    return PlanBase(rate_rps=base.rate_rps, share=round(share, _SHARE_DIGITS))
 
 
 def _predicted(verification: InstanceVerification, load_over_capacity: float | None) -> Predicted:

@@ -148,7 +148,10 @@ def _kinds(problem: Problem) -> NDArray[np.int64]:
     workload = problem.workload
     numbers: dict[tuple[Lengths, Lengths], int] = {}
     kinds = [numbers.setdefault(workload.lengths_of(a), len(numbers)) for a in workload.adapters]
-    return np.array([0, *kinds], dtype=np.int64)
+    base = 0
+    if workload.base is not None:
+        base = numbers.setdefault(workload.lengths_of(workload.base), len(numbers))
+    return np.array([base, *kinds], dtype=np.int64)
 
 
 def _min_busy(fraction: float, tokens: NDArray[Any], busy: NDArray[Any]) -> float:

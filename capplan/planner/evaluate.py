@@ -235,7 +235,7 @@ def find_bottleneck(problem: Problem, assignment: Assignment) -> tuple[Binds | N
 def _bottleneck(problem: Problem, assignment: Assignment, evaluation: Evaluation, load: float) -> Binds:
     result = evaluation.result
     kv_use = result.kv_tokens_mean / result.kv_tokens
-    slot_use = result.adapters_mean / assignment.a_max
+    slot_use = result.adapters_mean / max(1, assignment.a_max)
     scarce_slots = assignment.a_max < distinct_adapters(assignment.shares)
     if result.served_fraction >= problem.workload.slo.served_fraction:
         resource, value, words = "slo", load, evaluation.violations[0]

@@ -25,7 +25,7 @@ class PreviousInstance:
     """Its group, with the number of the replica if there are several."""
     pool: str | None
     fractions: Mapping[str, float]
-    """Share of the traffic of each of its adapters."""
+    """Share of the traffic of each of its adapters, and of the base model under its name."""
 
 
 def read_previous(workload: Workload) -> Plan | None:
@@ -56,7 +56,7 @@ def previous_instances(plan: Plan) -> tuple[PreviousInstance, ...]:
         PreviousInstance(
             group.id if group.replicas == 1 else f"{group.id}-{replica}",
             group.pool,
-            {adapter.name: adapter.share / group.replicas for adapter in group.adapters},
+            {name: share / group.replicas for name, share in plan.shares_of(group).items()},
         )
         for group in plan.groups
         for replica in range(group.replicas)
@@ -67,6 +67,8 @@ def name_groups(
     problem: Problem, assignments: Sequence[Assignment], previous: Plan | None
 ) -> tuple[tuple[str, ...], tuple[Move, ...]]:
     """Return the names of the new groups, and the moves from the plan in force.
+
+    Shares of the base model are routing only: nothing moves when they change.
 
     Each new instance takes the name of an old one of its pool, such that the fewest bytes are copied.
     """
@@ -88,7 +90,7 @@ def _match_names(
     problem: Problem, assignments: Sequence[Assignment], old: Sequence[PreviousInstance]
 ) -> tuple[str, ...]:
     """Return the names of the new instances by the Hungarian method; the cost is the bytes to copy."""
-    size = {a.name: float(adapter_bytes(problem.profile.model, a.rank)) for a in problem.workload.adapters}
+    size = {a.name: float(adapter_bytes(problem.profile.model, a.rank)) for a in problem.traffic}
     new_names = [{share.name for share in assignment.shares} for assignment in assignments]
     columns = len(old) + len(assignments)
     cost = np.empty((len(assignments), columns))

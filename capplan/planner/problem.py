@@ -29,7 +29,10 @@ _RANK: Final = attrgetter("rank")
 
 @dataclass(frozen=True)
 class AdapterShare:
-    """An adapter, or a fraction of its traffic: the item that a solver places."""
+    """An adapter, or a fraction of its traffic: the item that a solver places.
+
+    So is the traffic of the base model, under its name and with rank 0.
+    """
 
     name: str
     rank: int
@@ -155,11 +158,17 @@ class Problem:
         """Return the maximum number of running requests of an instance."""
         return assignment.max_num_seqs or self.engine.max_num_seqs
 
+    def slots(self, assignment: Assignment) -> tuple[int, int]:
+        """Return number and rank of the slots of an instance; 0 and 0 if it serves the base model alone."""
+        rank = self.s_max(assignment.shares)
+        return (assignment.a_max if rank else 0), rank
+
     def engine_args(self, assignment: Assignment) -> EngineArgs:
         """Return the engine settings of an instance."""
+        a_max, rank = self.slots(assignment)
         slots = {
-            "max_loras": assignment.a_max,
-            "max_lora_rank": self.s_max(assignment.shares),
+            "max_loras": a_max,
+            "max_lora_rank": rank,
             "max_num_seqs": self.max_num_seqs(assignment),
             "max_num_batched_tokens": assignment.max_num_batched_tokens or self.engine.max_num_batched_tokens,
         }
@@ -177,8 +186,11 @@ class Problem:
         return self.workload.engine.max_loras
 
     def s_max(self, shares: Sequence[AdapterShare]) -> int:
-        """Return the maximum rank of the slots for these shares."""
-        return self.workload.engine.max_lora_rank or allowed_lora_rank(max(map(_RANK, shares)))
+        """Return the rank of the slots for these shares; 0 without adapters, unless the slots are fixed."""
+        largest: int = max(map(_RANK, shares))
+        if largest == 0 and self.fixed_a_max is None:
+            return 0
+        return self.workload.engine.max_lora_rank or allowed_lora_rank(max(1, largest))
 
     def subworkload(self, shares: Sequence[AdapterShare], scale: float = 1.0) -> Workload:
         """Return the workload of one instance; `scale` multiplies every rate, also of a trace."""
@@ -195,12 +207,12 @@ class Problem:
 
     def fits_in_memory(self, assignment: Assignment) -> bool:
         """Tell whether one request of max_model_len fits beside the slots, and the adapters on the host."""
-        shares, a_max = assignment.shares, assignment.a_max
+        a_max, rank = self.slots(assignment)
         host = self.workload.engine.max_cpu_loras
-        if host is not None and host < min(a_max, distinct_adapters(shares)):
+        if host is not None and host < min(a_max, distinct_adapters(assignment.shares)):
             return False
         budget = self._kv_budgets[assignment.pool]
-        tokens = budget.tokens(a_max, self.s_max(shares), self.max_num_seqs(assignment))
+        tokens = budget.tokens(a_max, rank, self.max_num_seqs(assignment))
         return tokens >= self.engine.max_model_len
 
     def offered_tok_s(self, share: AdapterShare) -> float:
@@ -211,6 +223,11 @@ class Problem:
     def busiest_workload(self) -> Workload:
         """Workload in the busiest hour of its arrivals, which estimates and verification simulate."""
         return busiest_window(self.workload, SIMULATED_S)
+
+    @cached_property
+    def traffic(self) -> tuple[Adapter, ...]:
+        """Adapters, and the base model as one of rank 0 if it has traffic."""
+        return traffic_of(self.workload)
 
     @cached_property
     def constraints(self) -> Constraints:
@@ -225,8 +242,7 @@ class Problem:
     @cached_property
     def _tokens_per_request(self) -> Mapping[str, float]:
         return {
-            a.name: sum(lengths.mean_tokens for lengths in self.workload.lengths_of(a))
-            for a in self.workload.adapters
+            a.name: sum(lengths.mean_tokens for lengths in self.workload.lengths_of(a)) for a in self.traffic
         }
 
 
@@ -240,14 +256,32 @@ def infeasible(reason: InfeasibleReason, words: str) -> InfeasibleError:
     return InfeasibleError(f"{reason}: {words}", reason)
 
 
+def traffic_of(workload: Workload) -> tuple[Adapter, ...]:
+    """Return the adapters, and the base model as one of rank 0 if it has traffic.
+
+    As an item of a placement the base model differs from an adapter in that it needs no slot and no bytes.
+    """
+    base = workload.base
+    if base is None:
+        return workload.adapters
+    item = Adapter.model_construct(  # without validation: no adapter has rank 0, or a name with spaces
+        name=workload.base_model,
+        rank=0,
+        rate_rps=base.rate_rps,
+        prompt_tokens=base.prompt_tokens,
+        output_tokens=base.output_tokens,
+    )
+    return (*workload.adapters, item)
+
+
 def whole_adapters(problem: Problem) -> tuple[AdapterShare, ...]:
-    """Return every adapter as one share."""
-    return tuple(map(AdapterShare.of, problem.workload.adapters))
+    """Return every adapter as one share, and the traffic of the base model as another."""
+    return tuple(map(AdapterShare.of, problem.traffic))
 
 
 def distinct_adapters(shares: Sequence[AdapterShare]) -> int:
-    """Return the number of different adapters."""
-    return len({share.name for share in shares})
+    """Return the number of different adapters; the base model is none."""
+    return len({share.name for share in shares if share.rank})
 
 
 def traffic_fractions(shares: Iterable[AdapterShare]) -> dict[str, float]:
@@ -297,7 +331,7 @@ def read_constraints(workload: Workload) -> Constraints:
     InputError
         If constraints contradict each other.
     """
-    leader = _group_leaders(workload.adapters)
+    leader = _group_leaders(traffic_of(workload))
     conflicts = _conflicts(workload.adapters)
     for name, others in conflicts.items():
         for other in others:
@@ -359,8 +393,6 @@ def make_problem(workload: Workload, gpus: int | None, profile: Profile | str | 
     pools = tuple(map(_read_pool, workload.pools)) or (_single_pool(workload, gpus, profile),)
     for pool in pools:
         pool.profile.require_model(workload.base_model)
-    if workload.base is not None:
-        raise InputError("is simulated, but not planned yet", location="base")
     models = [pool.profile.model for pool in pools]
     engine = workload.engine.complete(max_model_len=min(model.default_max_model_len for model in models))
     for model in models:

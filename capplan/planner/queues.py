@@ -71,7 +71,8 @@ class RequestSample:
 
 def with_base_model(adapter_bytes: Ints, adapter_tokens: Ints) -> tuple[Ints, Ints]:
     """Return sizes and tokens of adapters 1, 2, ... with an entry 0 for the base model."""
-    return np.append(adapter_bytes.min(), adapter_bytes), np.append(0, adapter_tokens)
+    smallest = adapter_bytes.min() if adapter_bytes.size else 1
+    return np.append(smallest, adapter_bytes), np.append(0, adapter_tokens)
 
 
 def group_queues(
@@ -104,11 +105,11 @@ def group_queues(
             config=config,
         )
     except InfeasibleError as error:
-        names = [adapter.name for adapter in workload.adapters]
+        names = [f"adapter {adapter.name}" for adapter in workload.adapters] or ["the base model"]
         others = f" and {len(names) - 1} more" if len(names) > 1 else ""
         hint = "" if config.quota_size == "mean" else "; queues.quota_size p99 or mean asks for less"
         raise InfeasibleError(
-            f"{error.message}, on the GPU of adapter {names[0]}{others}{hint}", error.reason
+            f"{error.message}, on the GPU of {names[0]}{others}{hint}", error.reason
         ) from None
 
 

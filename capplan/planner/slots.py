@@ -135,10 +135,11 @@ def _rank(estimates: Mapping[int, Estimate]) -> list[int]:
 
 
 def most_slots(problem: Problem, shares: Sequence[AdapterShare]) -> int:
-    """Return the fixed number of slots, or one per adapter as far as memory allows; at least 1."""
+    """Return the fixed number of slots, or one per adapter as far as memory allows, but not none."""
     if problem.fixed_a_max is not None:
         return problem.fixed_a_max
-    return max(1, max_fitting_slots(problem, Assignment(tuple(shares), 1), distinct_adapters(shares)))
+    distinct = distinct_adapters(shares)
+    return max(min(1, distinct), max_fitting_slots(problem, Assignment(tuple(shares), 1), distinct))
 
 
 def max_fitting_slots(problem: Problem, assignment: Assignment, limit: int) -> int:

@@ -23,7 +23,7 @@ AdapterSet = tuple[Adapter, ...]
 
 def in_input_order(problem: Problem) -> list[AdapterShare]:
     """Return the shares in the order of the workload, shares of one adapter by number."""
-    position = {adapter.name: at for at, adapter in enumerate(problem.workload.adapters)}
+    position = {adapter.name: at for at, adapter in enumerate(problem.traffic)}
     return sorted(problem.shares, key=lambda share: (position[share.name], share.number))
 
 
@@ -70,13 +70,14 @@ def require_memory(problem: Problem) -> None:
         If none does.
     """
     largest = max(problem.shares, key=attrgetter("rank"))
-    slots = problem.fixed_a_max or 1
+    alone = Assignment((largest,), problem.fixed_a_max or 1)
     pools = range(len(problem.pools))
-    if not any(problem.fits_in_memory(Assignment((largest,), slots, pool=pool)) for pool in pools):
+    if not any(problem.fits_in_memory(replace(alone, pool=pool)) for pool in pools):
         largest = min((s for s in problem.shares if s.rank == largest.rank), key=_NAME)
+        slots, rank = problem.slots(alone)
         raise infeasible(
             "memory",
-            f"{slots} adapter slot(s) of rank {problem.s_max([largest])}, which adapter {largest.name} needs,"
+            f"{slots} adapter slot(s) of rank {rank}, which {_kind(largest)} {largest.name} needs,"
             f" leave no room for one request of max_model_len {problem.engine.max_model_len} on "
             f"{_gpu_names(problem, pools)}",
         )
@@ -87,7 +88,7 @@ def _kinds(problem: Problem) -> Iterator[list[AdapterSet]]:
 
     A kind is single adapters that differ in name and rate only, or any other set.
     """
-    constraints, adapters = problem.constraints, problem.workload.adapters
+    constraints, adapters = problem.constraints, problem.traffic
     leader, pins = constraints.leader, constraints.pinned_pool
     apart = {first for name, first in leader.items() if name != first} | constraints.max_replicas.keys()
     if problem.workload.trace is not None:
@@ -149,7 +150,11 @@ def _shares_needed(problem: Problem, estimator: Estimator, members: AdapterSet) 
 
 def _describe(members: AdapterSet) -> str:
     others = f" (with {', '.join(a.name for a in members[1:])})" if len(members) > 1 else ""
-    return f"adapter {members[0].name}{others}"
+    return f"{_kind(members[0])} {members[0].name}{others}"
+
+
+def _kind(item: Adapter | AdapterShare) -> str:
+    return "adapter" if item.rank else "base model"
 
 
 def _gpu_names(problem: Problem, pools: Iterable[int]) -> str:

@@ -6,7 +6,7 @@ import itertools
 import json
 import math
 import os
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from typing import TYPE_CHECKING, Annotated, Any, Literal, Self
 
 from pydantic import Field, JsonValue, Strict, model_validator
@@ -59,6 +59,13 @@ class PlanAdapter(SpecModel):
     )
     path: Text | None = Field(default=None, description="Where the weights are.")
     share: Share = Field(description="Share of the adapter's requests that goes to this group.")
+
+
+class PlanBase(SpecModel):
+    """Traffic of the base model in a group."""
+
+    rate_rps: NonNegative = Field(description="Mean arrival rate of the base model over all groups.")
+    share: Share = Field(description="Share of the base model's requests that goes to this group.")
 
 
 class Wrs(SpecModel):
@@ -167,7 +174,7 @@ class Binds(SpecModel):
 
 
 class Group(SpecModel):
-    """Identical GPUs that serve the same adapters."""
+    """Identical GPUs that serve the same adapters and share of the base model's traffic."""
 
     id: Name = Field(description="Identity of the group within the plan.")
     replicas: Count = Field(description="How many identical instances.")
@@ -180,7 +187,12 @@ class Group(SpecModel):
         description="Engine of the group's profile if it is not that of the plan; null: the plan's.",
     )
     engine_args: EngineArgs = Field(description="Engine flags.")
-    adapters: tuple[PlanAdapter, ...] = Field(min_length=1, description="Adapters served, with their shares.")
+    adapters: tuple[PlanAdapter, ...] = Field(
+        description="Adapters served, with their shares; may be empty beside base."
+    )
+    base: PlanBase | None = Field(
+        default=None, description="Traffic of the base model; null: none is sent to this group."
+    )
     queues: Queues | None = Field(default=None, description="Queues by request size; null: one queue.")
     cache: Cache | None = Field(default=None, description="Eviction policy; null: the engine's own.")
     predicted: Predicted = Field(description="What one instance is predicted to do.")
@@ -190,9 +202,11 @@ class Group(SpecModel):
 
     @model_validator(mode="after")
     def _adapters_fit(self) -> Self:
+        if not self.adapters and self.base is None:
+            raise rule_error("must not be empty, unless there is base traffic", key=("adapters",))
         check_unique("adapters", (adapter.name for adapter in self.adapters))
         limit = self.engine_args.max_lora_rank
-        if limit not in LORA_RANKS:
+        if limit not in LORA_RANKS and self.engine_args.max_loras > 0:
             ranks = ", ".join(map(str, LORA_RANKS))
             rank_at = ("engine_args", "max_lora_rank")
             raise rule_error(f"must be one of vLLM's ranks {ranks}", key=rank_at, value=limit)
@@ -320,11 +334,19 @@ class Plan(Displayed, SpecModel):
                         "must have the rank and rate of its other entries", key=at, value=adapter.name
                     )
         for name, parts in shares.items():
-            total = math.fsum(parts)
-            if abs(total - 1) > _SHARE_TOLERANCE:
-                raise rule_error(
-                    f"shares of adapter {name!r} must sum to 1 over groups", key=("groups",), value=total
-                )
+            _require_sum_of_1(f"adapter {name!r}", parts)
+        based = [(i, group.base) for i, group in enumerate(self.groups) if group.base is not None]
+        for i, base in based:
+            if base.rate_rps != based[0][1].rate_rps:
+                rate_at = ("groups", i, "base", "rate_rps")
+                raise rule_error("must be the rate of the other groups", key=rate_at, value=base.rate_rps)
+        if based:
+            _require_sum_of_1("the base model", [base.share for _, base in based])
+
+    def shares_of(self, group: Group) -> dict[str, float]:
+        """Return the share of each adapter's requests that goes to a group; the base model under its name."""
+        shares = {adapter.name: adapter.share for adapter in group.adapters}
+        return shares if group.base is None else {**shares, self.base_model: group.base.share}
 
     def engine_of(self, group: Group) -> PlanEngine:
         """Return the engine that serves a group of the plan."""
@@ -401,6 +423,12 @@ class Plan(Displayed, SpecModel):
         name = os.fspath(path)
         text = read_text(path)
         return validate_document(cls, parse_json(text, name), lambda key: _locate(text, name, key))
+
+
+def _require_sum_of_1(whose: str, shares: Sequence[float]) -> None:
+    total = math.fsum(shares)
+    if abs(total - 1) > _SHARE_TOLERANCE:
+        raise rule_error(f"shares of {whose} must sum to 1 over groups", key=("groups",), value=total)
 
 
 def _locate(text: str, name: str, key: Key) -> str:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import numpy as np
 
 from capplan.errors import InputError
-from capplan.spec import Burst, Diurnal, Renewal, ShiftingSkew, Steps, Workload
+from capplan.spec import ArrivalProcess, Burst, Diurnal, Renewal, ShiftingSkew, Steps, Workload
 
 
 def busiest_window(workload: Workload, window_s: float) -> Workload:
@@ -19,9 +19,20 @@ def busiest_window(workload: Workload, window_s: float) -> Workload:
     InputError
         For steps that begin after the window and do not repeat: their busiest part is not defined.
     """
-    arrivals = workload.arrivals
-    if workload.trace is not None or not isinstance(arrivals, Renewal):
+    if workload.trace is not None:
         return workload
+    arrivals, base = _busiest(workload.arrivals, window_s), workload.base
+    if base is not None and base.arrivals is not None:
+        own = _busiest(base.arrivals, window_s)
+        base = base if own is base.arrivals else base.model_copy(update={"arrivals": own})
+    if arrivals is workload.arrivals and base is workload.base:
+        return workload
+    return workload.model_copy(update={"arrivals": arrivals, "base": base})
+
+
+def _busiest(arrivals: ArrivalProcess, window_s: float) -> ArrivalProcess:
+    if not isinstance(arrivals, Renewal):
+        return arrivals
     match arrivals.modulation:
         case Diurnal() as swing if swing.period_s > window_s:
             phase = (0.25 - window_s / (2.0 * swing.period_s)) % 1.0
@@ -33,8 +44,8 @@ def busiest_window(workload: Workload, window_s: float) -> Workload:
         case Steps() as steps if max(steps.period_s or 0.0, steps.steps[-1][0]) > window_s:
             moved = _busiest_steps(steps, window_s)
         case _:
-            return workload
-    return workload.model_copy(update={"arrivals": arrivals.model_copy(update={"modulation": moved})})
+            return arrivals
+    return arrivals.model_copy(update={"modulation": moved})
 
 
 def _busiest_steps(steps: Steps, window_s: float) -> Steps:

@@ -189,9 +189,13 @@ def _adapters(plan: Plan) -> page.Section:
         )
         for name, places in _places(plan).items()
     ]
+    based = [(group, group.base) for group in plan.groups if group.base is not None]
+    if based:
+        at = ", ".join(f"{g.id} ({percent(base.share)})" if base.share < 1 else g.id for g, base in based)
+        rows.insert(0, (f"{plan.base_model} (base model)", at, DASH, number(based[0][1].rate_rps, 4)))
     table = Table(("adapter", "groups", "rank", "req/s"), rows, numbers_from=2)
     return page.section(
-        "Adapters", page.folded(counted(len(rows), "adapter"), table, is_open=len(rows) <= _OPEN)
+        "Adapters", page.folded(counted(len(facts), "adapter"), table, is_open=len(rows) <= _OPEN)
     )
 
 

@@ -299,6 +299,12 @@ def group_workload(group: Group, workload: Workload, rate_scale: float) -> Workl
         if adapter.name not in known:
             raise InputError("must be an adapter of the workload", adapter.name, f"group {group.id}")
     shares = {adapter.name: adapter.share / group.replicas for adapter in group.adapters}
+    if group.base is not None:
+        if workload.base is None:
+            raise InputError(
+                "must be traffic of the workload", group.base.rate_rps, f"group {group.id}: base"
+            )
+        shares[workload.base_model] = group.base.share / group.replicas
     return scaled(workload.subset(shares, shares), rate_scale)
 
 

@@ -10,7 +10,7 @@ import pytest
 
 from capplan import Plan, errors
 from capplan.deploy import EXPORTERS, TOP_NAMES, vllm_files
-from capplan.spec import Cache, Group, PlanEngine, Totals, Verification
+from capplan.spec import Cache, Group, PlanBase, PlanEngine, Totals, Verification
 from tests.cli.examples import MODEL, group, small_plan
 
 # The options of `vllm serve`, as its documentation names them, with the kind of their values.
@@ -24,6 +24,8 @@ WHOLE_NUMBERS = {
     "--max-num-batched-tokens",
     "--max-model-len",
 }
+
+LORA_FLAGS = {"--max-loras", "--max-lora-rank", "--max-cpu-loras"}
 
 
 def plan_of(*groups: Group, **changes: Any) -> Plan:
@@ -276,6 +278,26 @@ def test_a_group_with_an_engine_of_its_own_gets_the_flags_of_that_engine(tmp_pat
     given = options(launched(tmp_path, script)[0])
     assert not [name for name in given if "scheduling" in name]
     assert 'Engine "vllm" "0.8.5", unlike other groups.' in script
+
+
+def test_a_group_of_the_base_model_is_an_engine_without_lora(tmp_path: Path) -> None:
+    mixed = group("g", adapters=(("a", 8, 1.0, "p"),)).replace(base=PlanBase(rate_rps=4.0, share=0.25))
+    alone = mixed.replace(
+        id="h",
+        adapters=(),
+        base=PlanBase(rate_rps=4.0, share=0.75),
+        engine_args=mixed.engine_args.replace(max_loras=0, max_lora_rank=0),
+    )
+    files = vllm_files(plan_of(mixed, alone), runtime_updates=True)
+    argv, environment, done = launched(tmp_path, files["launch/h.sh"])
+    assert done.returncode == 0, done.stderr
+    assert not any("lora" in word for word in [*options(argv), *map(str.lower, environment)])
+    assert set(options(argv)) == WHOLE_NUMBERS - LORA_FLAGS | {"--gpu-memory-utilization"}
+    given = options(launched(tmp_path, files["launch/g.sh"])[0])
+    assert given["--lora-modules"] == ["a=p"]
+    shares = [{"group": "g", "share": 0.25}, {"group": "h", "share": 0.75}]
+    assert json.loads(files["routing.json"])["base"] == shares
+    assert "base" not in json.loads(vllm_files(small_plan())["routing.json"])
 
 
 def test_a_plan_without_adapter_slots_is_refused() -> None:

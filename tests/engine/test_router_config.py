@@ -1,6 +1,7 @@
 """Configuration of instances and router from a plan, and its errors."""
 
 import json
+from collections import Counter
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -18,7 +19,7 @@ from capplan.engine.router.instance_client import RequestSize, SizeQueues
 from capplan.engine.router.instances import ServingOptions, instances_of
 from capplan.engine.router.supervisor import RouterConfig, WeightedRoundRobin
 from capplan.planner.queues import RequestSample, request_sizes, with_base_model
-from capplan.spec import Cache, QueueClass, Queues, Wrs
+from capplan.spec import Cache, PlanBase, QueueClass, Queues, Wrs
 from capplan.twin.cluster import Candidate, RoutedRequest
 from capplan.twin.cluster.reference import SmoothShares
 from tests.cli.conftest import Run, error_line, run
@@ -61,6 +62,14 @@ def test_routing_equals_the_twins_reference_router(asked: list[int]) -> None:
         parts = [1 / 3 if name is None else each[name] for each in held]
         candidates = [Candidate(i, part, (), (), *([0] * 7), False, False) for i, part in enumerate(parts)]
         assert shares.choose(name, lambda _: True) == twin(request, candidates)
+
+
+def test_base_requests_follow_their_shares_to_any_instance_that_is_up() -> None:
+    shares = WeightedRoundRobin([{"x": 1.0}, {}, {}], [0.25, 0.75, 0.0])
+    assert Counter(shares.choose(None, lambda _: True) for _ in range(40)) == {0: 10, 1: 30}
+    assert shares.choose(None, lambda i: i == 2) == 2
+    equal = WeightedRoundRobin([{"x": 1.0}, {}], [0.0, 0.0])
+    assert Counter(equal.choose(None, lambda _: True) for _ in range(40)) == {0: 20, 1: 20}
 
 
 def test_an_unavailable_holder_accumulates_no_credit() -> None:
@@ -116,6 +125,22 @@ def test_instances_are_configured_by_the_plan(tmp_path: Path) -> None:
     }
     assert message["server"]["api_key"] == "key"
     assert message["server"]["max_requests"] == 264
+
+
+def test_a_group_of_the_base_model_is_an_instance_without_adapters() -> None:
+    plan = small_plan()
+    g0, g1 = plan.groups
+    alone = g0.replace(
+        id="base",
+        adapters=(),
+        base=PlanBase(rate_rps=4.0, share=1.0),
+        engine_args=g0.engine_args.replace(max_loras=0, max_lora_rank=0),
+    )
+    totals = plan.totals.replace(gpus=5)
+    serving = ServingOptions("tiny-llama", "base", {}, 8)
+    specs = instances_of(plan.replace(groups=(g0, g1, alone), totals=totals), serving, ("g0", "base"))
+    assert [spec.base_share for spec in specs] == [0.0, 0.0, 0.5, 0.5]
+    assert (specs[-1].adapters, specs[-1].engine["max_loras"]) == ({}, 0)
 
 
 def test_merged_metrics_keep_families_together() -> None:

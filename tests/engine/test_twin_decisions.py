@@ -162,3 +162,20 @@ def test_other_durations_lead_to_other_decisions() -> None:
         if engine.core.decisions != TwinReplay(engine, arrivals, stretch=4).decisions():
             return
     pytest.fail("durations make no difference")
+
+
+@pytest.mark.parametrize("rules", ["vllm-0.8", "capplan"])
+def test_an_engine_without_adapters_has_no_slots(rules: str) -> None:
+    rng = np.random.default_rng(0)
+    sizes = {"block_size": 4, "max_model_len": 60, "num_kv_blocks": 20, "max_num_seqs": 4}
+    engine = Engine(TINY, {}, virtual_time=True, rules=rules, **sizes)
+    assert (engine.sizes.args.max_loras, engine.sizes.args.max_lora_rank) == (0, 0)
+    arrivals = [
+        TimedRequest(i * MS, rng.integers(0, 50, 9).tolist(), None, SamplingParams(max_tokens=1 + i % 9))
+        for i in range(12)
+    ]
+    engine.core.decisions = []
+    answers = replay(engine, arrivals)
+    assert all(answer is not None for answer in answers)
+    assert engine.core.decisions == TwinReplay(engine, arrivals).decisions()
+    check_engine(engine)

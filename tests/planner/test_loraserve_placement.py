@@ -215,7 +215,7 @@ def test_invalid_arguments_are_rejected() -> None:
     with pytest.raises(InputError, match="demand of adapter a: must be a finite number >= 0"):
         AdapterDemand("a", 8, -1.0)
     with pytest.raises(InputError, match="rank of adapter a"):
-        AdapterDemand("a", 0, 1.0)
+        AdapterDemand("a", -1, 1.0)
 
 
 UTILIZATIONS = st.dictionaries(

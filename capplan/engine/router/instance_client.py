@@ -151,8 +151,9 @@ class SizeQueues:
         prompt = min(request.prompt_tokens / wrs.max_prompt_tokens, 1.0)
         output = min(self._output_tokens(request) / wrs.max_output_tokens, 1.0)
         lengths = wrs.a * prompt + wrs.b * output
-        rank = min(self._ranks.values()) if request.adapter is None else self._ranks[request.adapter]
-        adapter = rank / max(self._ranks.values())
+        ranks = self._ranks or {"": 1}  # an instance of the base model alone
+        rank = min(ranks.values()) if request.adapter is None else ranks[request.adapter]
+        adapter = rank / max(ranks.values())
         if wrs.form == "degree2":
             return lengths * adapter
         return (lengths + adapter) / 2.0 if wrs.form == "degree1" else lengths

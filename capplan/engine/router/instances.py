@@ -54,6 +54,8 @@ class InstanceSpec(InstanceConfig):
         Share of each adapter's requests meant for this instance.
     queues
         Queues by request size; None: requests go to the engine at once.
+    base_share
+        Share of the base model's requests meant for this instance; 0 for all: equal shares.
     """
 
     name: str
@@ -61,6 +63,7 @@ class InstanceSpec(InstanceConfig):
     shares: Mapping[str, float]
     ranks: Mapping[str, int]
     queues: Queues | None = None
+    base_share: float = 0.0
 
     def message(self, host: str, key: str) -> bytes:
         """Return the line of JSON that configures the engine process."""
@@ -124,6 +127,7 @@ def _of_group(plan: Plan, group: Group, serving: ServingOptions) -> list[Instanc
             shares=shares,
             ranks=ranks,
             queues=group.queues,
+            base_share=0.0 if group.base is None else group.base.share / group.replicas,
         )
         for replica in range(1, group.replicas + 1)
     ]

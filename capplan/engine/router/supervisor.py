@@ -38,11 +38,15 @@ class WeightedRoundRobin:
     ----------
     held
         Adapters of each instance with the share of the adapter's requests meant for it. Shares are normalised
-        over holders. All instances share the base model equally.
+        over holders.
+    base
+        Share of the base model's requests meant for each instance; None: equal shares.
     """
 
-    def __init__(self, held: Sequence[Mapping[str, float]]) -> None:
-        holders: dict[str | None, list[tuple[int, float]]] = {None: [(i, 1.0) for i in range(len(held))]}
+    def __init__(self, held: Sequence[Mapping[str, float]], base: Sequence[float] | None = None) -> None:
+        holders: dict[str | None, list[tuple[int, float]]] = {
+            None: list(enumerate(base or [1.0] * len(held)))
+        }
         for i, shares in enumerate(held):
             for name, share in shares.items():
                 holders.setdefault(name, []).append((i, share))
@@ -312,7 +316,9 @@ class InstanceFleet:
         key = secrets.token_urlsafe(32)  # only the router uses the instances
         self.instances = [InstanceSupervisor(spec, config, key, new_queues) for spec in config.specs]
         self.failed = asyncio.Event()
-        self._shares = WeightedRoundRobin([spec.shares for spec in config.specs])
+        self._shares = WeightedRoundRobin(
+            [spec.shares for spec in config.specs], [spec.base_share for spec in config.specs]
+        )
         self._tasks: list[asyncio.Task[None]] = []
 
     def __contains__(self, adapter: object) -> bool:
@@ -331,7 +337,7 @@ class InstanceFleet:
         return min(self.instances[i].retry_after_s() for i in self._shares.holders(adapter))
 
     def serves_everything(self) -> bool:
-        """Return whether every adapter has a holder that is up."""
+        """Return whether every adapter has a holder that is up; every instance serves the base model."""
         every = {name for instance in self.instances for name in instance.spec.adapters}
         up = [instance for instance in self.instances if instance.is_up]
         return bool(up) and {name for instance in up for name in instance.spec.adapters} == every

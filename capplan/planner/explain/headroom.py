@@ -117,9 +117,10 @@ def _uses(
 
     detail = f"{now.kv_tokens_mean:,.0f} of {now.kv_tokens:,} tokens"
     add("kv", "KV-cache memory", [r.kv_tokens_mean / r.kv_tokens for r in runs], detail)
-    scarce = a_max < distinct_adapters(assignment.shares)
-    detail = f"{now.adapters_mean:.1f} of {a_max}{'' if scarce else ', one for each adapter'}"
-    add("slots", "adapter slots", [r.adapters_mean / a_max for r in runs], detail, scarce)
+    if a_max:
+        scarce = a_max < distinct_adapters(assignment.shares)
+        detail = f"{now.adapters_mean:.1f} of {a_max}{'' if scarce else ', one for each adapter'}"
+        add("slots", "adapter slots", [r.adapters_mean / a_max for r in runs], detail, scarce)
     detail = f"{now.running_mean:.0f} of {seqs} (max_num_seqs), at most {now.running_max}"
     add("requests", "running requests", [r.running_mean / seqs for r in runs], detail)
     compute = _min_busy(problem, assignment)

@@ -27,7 +27,7 @@ class RebuiltGroup:
     def kind(self) -> object:
         """Key that is equal for groups that perform alike in the twin."""
         workload = self.problem.workload
-        lengths = {adapter.name: workload.lengths_of(adapter) for adapter in workload.adapters}
+        lengths = {each.name: workload.lengths_of(each) for each in self.problem.traffic}
         traced = workload.trace is not None
         load = tuple(
             (share.rank, share.rate_rps, lengths[share.name], share.name if traced else None)
@@ -75,7 +75,7 @@ def rebuild(plan: Plan, workload: Workload, profile: Profile | None, source: str
     problem = replace(problem, knobs=KnobSearch.named(str(plan.provenance.get("knobs", KnobSearch.FITTED))))
     numbers: Counter[str] = Counter()
     return RebuiltPlan(
-        problem, tuple(_rebuild_group(problem, group, numbers, source) for group in plan.groups)
+        problem, tuple(_rebuild_group(problem, plan, group, numbers, source) for group in plan.groups)
     )
 
 
@@ -111,20 +111,22 @@ def _rebuild_problem(plan: Plan, workload: Workload, profile: Profile | None) ->
     return problem
 
 
-def _rebuild_group(problem: Problem, group: Group, numbers: Counter[str], source: str) -> RebuiltGroup:
+def _rebuild_group(
+    problem: Problem, plan: Plan, group: Group, numbers: Counter[str], source: str
+) -> RebuiltGroup:
     """Return one instance of a group; `numbers` counts the shares of each adapter so far."""
-    fractions = {adapter.name: adapter.share / group.replicas for adapter in group.adapters}
-    unknown = fractions.keys() - {adapter.name for adapter in problem.workload.adapters}
+    fractions = {name: share / group.replicas for name, share in plan.shares_of(group).items()}
+    unknown = fractions.keys() - {each.name for each in problem.traffic}
     if unknown:
         raise InputError(f"must be an adapter of {source}", min(unknown), f"groups: {group.id}.adapters")
     # Copied without validation: ranks of other groups may exceed the slots of this one.
     args = group.engine_args
-    fixed = {"max_lora_rank": args.max_lora_rank, "max_cpu_loras": args.max_cpu_loras}
+    fixed = {"max_lora_rank": args.max_lora_rank or None, "max_cpu_loras": args.max_cpu_loras}
     workload = problem.workload.model_copy(
         update={"engine": problem.workload.engine.model_copy(update=fixed)}
     )
     shares = []
-    for adapter in workload.adapters:
+    for adapter in problem.traffic:
         if adapter.name in fractions:
             shares.append(AdapterShare.of(adapter, fractions[adapter.name], numbers[adapter.name]))
             numbers[adapter.name] += group.replicas

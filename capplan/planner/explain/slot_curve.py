@@ -158,7 +158,9 @@ def _slot_numbers(problem: Problem, assignment: Assignment) -> tuple[list[int], 
 def _nearest(values: Sequence[int], chosen: int) -> list[int]:
     """Return the smallest, the largest, and the values nearest to the chosen one, at most `MAX_POINTS`."""
     always = {chosen, *values[:1], *values[-1:]}
-    by_distance = sorted(values, key=lambda value: (value not in always, abs(math.log(value / chosen))))
+    by_distance = sorted(
+        values, key=lambda value: (value not in always, abs(math.log((value or 1) / (chosen or 1))))
+    )
     return sorted(by_distance[:MAX_POINTS])
 
 
@@ -199,6 +201,8 @@ _EQUAL: Final = 1.005
 
 def explain_slots(curve: SlotCurve, solver: str, *, fixed: bool) -> str:
     """Return the reason for the number of slots by a solver, or `fixed` by the workload, in one sentence."""
+    if curve.chosen == 0:
+        return "no slots: the group serves the base model alone, on an engine without LoRA"
     best = best_slots({point.a_max: _estimate(point) for point in curve.points if point.fits})
     chosen, head = curve.chosen_point, f"A_max {curve.chosen}"
     memory = ""

@@ -103,8 +103,8 @@ def build_search_data(problem: Problem) -> SearchData:
     groups = adapter_groups(problem)
     slots = [[problem.s_max([share]) for share in group.shares] for group in groups]
     ranks = tuple(sorted({rank for each in slots for rank in each}))
-    lengths = {a.name: problem.workload.lengths_of(a) for a in problem.workload.adapters}
-    adapters = {a.name: a for a in problem.workload.adapters}
+    lengths = {a.name: problem.workload.lengths_of(a) for a in problem.traffic}
+    adapters = {a.name: a for a in problem.traffic}
     loads = np.full((len(problem.pools), len(ranks), len(groups)), _MIN_LOAD)
     known: dict[object, float] = {}
 
@@ -127,12 +127,18 @@ def build_search_data(problem: Problem) -> SearchData:
 
 
 def _load_per_rps(problem: Problem, pool: int, s_max: int, adapter: Adapter) -> float:
-    """Return the load of one request per second of an adapter, in slots of a rank."""
+    """Return the load of one request per second of an adapter, in slots of a rank.
+
+    The base model counts as one adapter in one slot, whatever its rate.
+    """
     once = {"rate_rps": 1.0, "apart_from": (), "together_with": ()}
     copies = tuple(adapter.model_copy(update={"name": str(i), **once}) for i in range(_SAMPLE_ADAPTERS))
-    workload = problem.workload.model_copy(update={"adapters": copies, "trace": None})
+    numbers: tuple[int, ...] = (32, 16, 8, 4, 2, 1)
+    if adapter.rank == 0:
+        s_max, numbers = max(1, s_max), (1,)
+        copies = (adapter.model_copy(update={"rank": 1, "rate_rps": float(_SAMPLE_ADAPTERS)}),)
+    workload = problem.workload.model_copy(update={"adapters": copies, "base": None, "trace": None})
     shares = (AdapterShare(adapter.name, s_max, 1.0),)
-    numbers = (32, 16, 8, 4, 2, 1)
     fitting = (n for n in numbers if problem.fits_in_memory(Assignment(shares, n, pool=pool)))
     args = problem.engine.replace(max_loras=next(fitting, 1), max_lora_rank=allowed_lora_rank(s_max))
     features = feature_vector(workload, problem.pools[pool].profile, args)
@@ -147,7 +153,7 @@ def _group_kinds(problem: Problem, groups: tuple[AdapterGroup, ...]) -> NDArray[
     """
     if problem.workload.trace is not None:
         return np.arange(len(groups))
-    lengths = {a.name: problem.workload.lengths_of(a) for a in problem.workload.adapters}
+    lengths = {a.name: problem.workload.lengths_of(a) for a in problem.traffic}
     known: dict[object, int] = {}
 
     def key(share: AdapterShare) -> object:
@@ -170,8 +176,8 @@ def _group_conflicts(groups: tuple[AdapterGroup, ...]) -> dict[int, frozenset[in
     return {number: others for number, others in conflicts.items() if others}
 
 
-def split_heavy_adapters(data: SearchData) -> Problem:
-    """Return the problem with heavy adapters in light shares; the same problem if none is heavy.
+def split_heavy_adapters(data: SearchData, only: str | None = None) -> Problem:
+    """Return the problem with heavy adapters, or `only` that one, in light shares; the same if none is heavy.
 
     Light shares fill instances that heavy adapters leave partly empty, at the cost of a slot for each. The
     adapters of a group are divided equally, into at most `max_replicas` shares and no fewer than before.
@@ -185,7 +191,7 @@ def split_heavy_adapters(data: SearchData) -> Problem:
         load[leader] = load.get(leader, 0.0) + weight * scale
         count[leader] = count.get(leader, 0) + 1
     for leader, total in load.items():
-        if total > _HEAVY_LOAD:
+        if total > _HEAVY_LOAD and only in (None, leader):
             limit = constraints.max_replicas.get(leader, math.inf)
             count[leader] = max(count[leader], int(min(limit, math.ceil(total / _SHARE_LOAD))))
     shares = tuple(

@@ -66,8 +66,14 @@ def _knob_stages(problem: Problem) -> tuple[bool, ...]:
 
 
 def _search_data(problem: Problem) -> tuple[SearchData, ...]:
-    """Return the data of the problem as given and, if adapters are heavy, with these in light shares."""
+    """Return the data of the problem as given and, if adapters are heavy, with these in light shares.
+
+    The base model is always in light shares: they cost no slot.
+    """
     data = build_search_data(problem)
+    if problem.workload.base is not None:
+        data = build_search_data(split_heavy_adapters(data, only=problem.workload.base_model))
+        problem = data.problem
     divided = split_heavy_adapters(data)
     return (data,) if divided is problem else (data, build_search_data(divided))
 

@@ -6,7 +6,8 @@ adds replicas up to (engines + adapters - 1) in total, without regard to memory.
 the traffic; every adapter has a slot.
 
 As published, the search does not end if memory runs out before every adapter is placed. Here this is an
-error. The limits of `max_replicas` are kept; the paper has none.
+error. The limits of `max_replicas` are kept; the paper has none. The base model is replicated as an adapter
+is, and takes the memory of one, which it leaves free.
 """
 
 from __future__ import annotations
@@ -17,7 +18,14 @@ import numpy as np
 from numpy.typing import NDArray
 
 from capplan.models.memory import kv_tokens
-from capplan.planner.problem import AdapterShare, Assignment, Problem, infeasible, whole_adapters
+from capplan.planner.problem import (
+    AdapterShare,
+    Assignment,
+    Problem,
+    distinct_adapters,
+    infeasible,
+    whole_adapters,
+)
 from capplan.planner.solvers.base import Solver, SolverContext
 from capplan.planner.splitting import split_evenly
 from capplan.serving.memory import kv_bytes_per_token, slot_bytes
@@ -32,7 +40,11 @@ def _place(problem: Problem, context: SolverContext) -> tuple[Assignment, ...]:
         engines = np.flatnonzero(burst.holds[adapter]).tolist()
         for each, engine in zip(split_evenly(share, len(engines)), engines, strict=True):
             held[engine].append(each)
-    return tuple(Assignment(tuple(shares), problem.fixed_a_max or len(shares)) for shares in held if shares)
+    return tuple(
+        Assignment(tuple(shares), problem.fixed_a_max or distinct_adapters(shares))
+        for shares in held
+        if shares
+    )
 
 
 def _empty_state(problem: Problem, shares: tuple[AdapterShare, ...]) -> BurstTolerance:
@@ -44,7 +56,7 @@ def _empty_state(problem: Problem, shares: tuple[AdapterShare, ...]) -> BurstTol
     rates = np.array([share.rate_rps for share in shares])
     total = rates.sum()
     traffic = rates / total if total > 0.0 else np.full(len(shares), 1.0 / len(shares))
-    most = [min(problem.gpus, adapter.max_replicas or problem.gpus) for adapter in problem.workload.adapters]
+    most = [min(problem.gpus, adapter.max_replicas or problem.gpus) for adapter in problem.traffic]
     slot /= kv_bytes_per_token(profile.model, profile.tp)
     return BurstTolerance(traffic, problem.gpus, float(free), slot, np.array(most, dtype=np.int64))
 

@@ -22,18 +22,18 @@ from capplan.errors import InputError
 from capplan.planner.estimate import TwinEstimator
 from capplan.planner.parallel import parallel_map
 from capplan.planner.previous import previous_instances
-from capplan.planner.problem import AdapterShare, Assignment, Problem, infeasible
+from capplan.planner.problem import AdapterShare, Assignment, Problem, infeasible, whole_adapters
 from capplan.planner.slots import most_slots
 from capplan.planner.solvers.base import RequiredEstimator, Requirement, Solver, SolverContext
 from capplan.planner.solvers.loraserve_placement import AdapterDemand, place
 from capplan.serving import adapter_bytes
-from capplan.spec import Adapter, Arrivals, LengthPairs, Plan, Renewal, Workload
+from capplan.spec import Adapter, Arrivals, BaseTraffic, LengthPairs, Plan, Renewal, Workload
 from capplan.workload import Requests, draw_requests
 
 
 def _place(problem: Problem, context: SolverContext) -> tuple[Assignment, ...]:
     points = OperatingPoints(problem, context.seed)
-    ranks = [adapter.rank for adapter in problem.workload.adapters]
+    ranks = [adapter.rank for adapter in problem.traffic]
     return solve_loraserve(problem, points(ranks), _stored_adapters(context.previous, problem.gpus))
 
 
@@ -65,7 +65,7 @@ def solve_loraserve(
             adapter_bytes(problem.profile.model, adapter.rank),
             adapter.max_replicas,
         )
-        for adapter in problem.workload.adapters
+        for adapter in problem.traffic
     ]
     placement = place(demands, operating_points, problem.gpus, stored=stored)
     if placement.target > 1.0:
@@ -78,7 +78,7 @@ def solve_loraserve(
     numbers: Counter[str] = Counter()
     assignments = []
     for fractions in placement.shares:  # servers without adapters are left out
-        adapters = [adapter for adapter in problem.workload.adapters if adapter.name in fractions]
+        adapters = [adapter for adapter in problem.traffic if adapter.name in fractions]
         shares = tuple(AdapterShare.of(a, fractions[a.name], numbers[a.name]) for a in adapters)
         numbers.update(fractions.keys())
         if shares:
@@ -215,6 +215,8 @@ class OperatingPoints:
         )
 
     def _holds(self, rank: int, rate_rps: float) -> bool:
+        if rank == 0:
+            return self._base_holds(rate_rps)
         count = math.ceil(len(self.problem.workload.adapters) / self.problem.gpus)
         adapters = tuple(
             Adapter(name=f"r{rank}-{i}", rank=rank, rate_rps=rate_rps / count) for i in range(count)
@@ -223,6 +225,12 @@ class OperatingPoints:
         shares = tuple(map(AdapterShare.of, adapters))
         twin = TwinEstimator(alone, self.seed)
         return not twin(Assignment(shares, most_slots(alone, shares))).starved
+
+    def _base_holds(self, rate_rps: float) -> bool:
+        """Return whether a server without LoRA sustains this rate of the base model."""
+        only = {"adapters": (), "base": BaseTraffic(rate_rps=rate_rps)}
+        alone = replace(self.problem, workload=self._mix.model_copy(update=only), shares=())
+        return not TwinEstimator(alone, self.seed)(Assignment(whole_adapters(alone), 0)).starved
 
     @property
     def _tokens_per_request(self) -> float:
@@ -241,9 +249,9 @@ class OperatingPoints:
             arrivals = arrivals.model_copy(update={"modulation": None})
         elif not isinstance(arrivals, Arrivals):
             arrivals = Arrivals.POISSON
-        alike = all(a.prompt_tokens is None and a.output_tokens is None for a in workload.adapters)
+        alike = all(a.prompt_tokens is None and a.output_tokens is None for a in self.problem.traffic)
         pairs = workload.length_pairs if alike and workload.trace is None else self._sampled_lengths()
-        steady = {"arrivals": arrivals, "length_pairs": pairs, "trace": None, "headroom": 0.0}
+        steady = {"arrivals": arrivals, "length_pairs": pairs, "trace": None, "headroom": 0.0, "base": None}
         return workload.model_copy(update=steady)
 
     def _sampled_lengths(self) -> LengthPairs:
@@ -253,7 +261,8 @@ class OperatingPoints:
             return LengthPairs.from_arrays(workload.trace.prompt_tokens, workload.trace.output_tokens)
         if workload.total_rate_rps == 0.0:
             busy = tuple(a.model_copy(update={"rate_rps": 1.0}) for a in workload.adapters)
-            workload = workload.model_copy(update={"adapters": busy})
+            base = workload.base and workload.base.model_copy(update={"rate_rps": 1.0})
+            workload = workload.model_copy(update={"adapters": busy, "base": base})
         drawn = draw_requests(
             workload, _LENGTH_SAMPLE / workload.total_rate_rps, self.seed, limit, max(1, limit - 1)
         )

@@ -28,7 +28,7 @@ class AdapterDemand:
 
     name: str
     rank: int
-    """As in the workload."""
+    """As in the workload; 0 for the base model."""
     tok_s: float
     """Expected input and output tokens per second."""
     bytes: int = 0
@@ -37,8 +37,8 @@ class AdapterDemand:
     """Maximum number of servers that share its traffic; None: any number. The paper has no such bound."""
 
     def __post_init__(self) -> None:
-        if self.rank < 1:
-            raise InputError("must be a whole number >= 1", self.rank, f"rank of adapter {self.name}")
+        if self.rank < 0:
+            raise InputError("must be a whole number >= 0", self.rank, f"rank of adapter {self.name}")
         if not 0.0 <= self.tok_s < math.inf:
             raise InputError("must be a finite number >= 0", self.tok_s, f"demand of adapter {self.name}")
 

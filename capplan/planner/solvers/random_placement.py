@@ -15,12 +15,11 @@ from capplan.planner.splitting import in_input_order
 
 def _place_random(problem: Problem, context: SolverContext) -> tuple[Assignment, ...]:
     random = np.random.default_rng(context.seed)
-    return tuple(
-        Assignment(
-            tuple(shares), problem.fixed_a_max or int(random.integers(1, distinct_adapters(shares) + 1))
-        )
-        for shares in random_shares(problem, random)
-    )
+
+    def slots(shares: Sequence[AdapterShare]) -> int:
+        return problem.fixed_a_max or int(random.integers(1, max(1, distinct_adapters(shares)) + 1))
+
+    return tuple(Assignment(tuple(shares), slots(shares)) for shares in random_shares(problem, random))
 
 
 def random_shares(problem: Problem, random: np.random.Generator) -> list[list[AdapterShare]]:

@@ -2,6 +2,7 @@
 
 import asyncio
 import socket
+from collections import Counter
 from collections.abc import Awaitable, Callable
 from pathlib import Path
 from typing import Any
@@ -15,6 +16,7 @@ from capplan.profiling.load.bench import LoadProgress, OpenLoop, bench, bench_re
 from capplan.profiling.load.record import RequestFile
 from capplan.profiling.load.requests import LoadSettings, PromptWriter, RequestBodies, Target, schedule_of
 from capplan.profiling.load.result import BenchResult
+from capplan.spec import BaseTraffic
 from tests.profiling.load import servers
 from tests.profiling.load.servers import STREAM_HEAD, chunk, event, null_server, plain, server, usage
 from tests.profiling.load.test_requests import workload
@@ -60,6 +62,19 @@ def test_every_request_is_sent_once_when_due_with_its_lengths_and_adapter() -> N
     assert np.array_equal(record.output_tokens, schedule.output_tokens)
     assert (record.first_s > record.sent_s).all()
     assert (record.last_s >= record.first_s).all()
+
+
+def test_requests_of_the_base_model_name_it() -> None:
+    seen: list[dict[str, Any]] = []
+    mixed = workload(4.0).replace(base=BaseTraffic(rate_rps=20.0))
+    with server(servers.paced, seen) as url:
+        result = bench(mixed, Target(url), SHORT)
+    names = Counter(each["model"] for each in seen if each.get("stream"))
+    assert names[mixed.base_model] == sum(schedule_of(mixed, 0.4).adapter == 0) > 3
+    assert names.total() == result.overall.submitted
+    (base,) = [each for each in result.adapters if each.name == ""]
+    assert base.submitted == names[mixed.base_model]
+    assert base.completed > 0
 
 
 def test_an_open_loop_does_not_wait_for_a_silent_server() -> None:
