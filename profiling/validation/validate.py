@@ -321,7 +321,7 @@ def server_command(
     block_size = profile.engine.block_size
     more = {
         "--served-model-name": plan.base_model,
-        "--rules": plan.engine.rules,
+        "--rules": plan.engine_of(group).rules,
         "--block-size": block_size,
         "--dtype": options.dtype,
         "--device": options.device,
@@ -420,7 +420,7 @@ def _validate_group(
     """Simulate and load one instance of a group; compare with the twin and the baselines."""
     args = group.engine_args.replace(**options.engine_args)
     scaled_requests, planned = (group_workload(group, workload, rate) for rate in (options.rate_scale, 1.0))
-    fields: dict[str, Any] = {**keywords_of(args), "rules": plan.engine.rules}
+    fields: dict[str, Any] = {**keywords_of(args), "rules": plan.engine_of(group).rules}
     fields |= {"duration_s": options.duration_s, "seed": options.seed}
     predicted = simulate(scaled_requests, profile, **fields)
     schedule = schedule_of(

@@ -161,7 +161,8 @@ def test_a_wrong_number_is_refused(run: Run, workload_yaml: Path, flag: str, val
 
 
 def test_a_workload_that_no_gpu_can_serve_exits_3(run: Run, workload_yaml: Path) -> None:
-    workload_yaml.write_text(WORKLOAD.replace("max_model_len: 4096", "max_model_len: 10000000"))
+    small = "max_model_len: 4096, gpu_memory_utilization: 0.2"
+    workload_yaml.write_text(WORKLOAD.replace("max_model_len: 4096", small))
     result = run("compare", workload_yaml, "--solvers", "capplan,random", "--seeds", "1")
     assert result.exit_code == 3
     assert "memory" in result.stderr.splitlines()[-1]
