@@ -56,6 +56,12 @@ class PlanArgs:
         help="Token budgets and running requests to choose from where the workload leaves them open and "
         "bounds a latency: fitted (inside the profile's fitted range), any, or default (no choice).",
     )
+    move_cost: float | None = typer.Option(
+        None,
+        metavar="GPUS",
+        min=0.0,
+        help="Cost of moving an adapter of the plan in force; USD per hour for min_cost.",
+    )
     verify: bool = typer.Option(True, "--verify/--no-verify", help="Verify every group with the twin.")
     queues: bool = typer.Option(
         False, "--queues", help="Plan queues by request size even if the workload sets none."
@@ -79,6 +85,8 @@ def plan(args: PlanArgs) -> None:
         workload = workload.replace(queues=QueueConfig())
     if args.previous is not None:
         workload = workload.replace(previous_plan=args.previous)
+    if args.move_cost is not None:
+        workload = workload.replace(move_cost=args.move_cost)
     chosen = chosen_profile(workload, args.profile)
     announce_compilation(quiet=args.quiet)
     from capplan import planner
@@ -220,8 +228,8 @@ def _summary(plan: Plan, output: str | None) -> str:
 
 def _moves(plan: Plan) -> str:
     """Return the size of the moves from the plan in force; nothing without one."""
-    copied = plan.provenance.get("moved_bytes")
-    if not isinstance(copied, int):
+    copied, moved = plan.provenance.get("moved_bytes"), plan.provenance.get("moved_adapters")
+    if not isinstance(copied, int) or not isinstance(moved, int):
         return ""
-    moved = len({move.adapter for move in plan.moves})
-    return f"; {counted(moved, 'adapter')} to move, {copied / _GIB:.2f} GiB of weights to copy"
+    adapters = {adapter.name for group in plan.groups for adapter in group.adapters}
+    return f"; {moved:,} of {counted(len(adapters), 'adapter')} to move, {copied / _GIB:.2f} GiB to copy"

@@ -13,7 +13,13 @@ from capplan.planner.bound import lower_bound, lower_bound_gpus
 from capplan.planner.evaluate import find_bottleneck, known_values
 from capplan.planner.intervals import prediction_interval
 from capplan.planner.parallel import parallel_map
-from capplan.planner.previous import moved_bytes, name_groups
+from capplan.planner.previous import (
+    PreviousInstance,
+    moved_adapters,
+    moved_bytes,
+    name_groups,
+    previous_instances,
+)
 from capplan.planner.problem import Assignment, Problem
 from capplan.planner.queues import group_queues
 from capplan.planner.verify import InstanceVerification, RepairResult, Verifier
@@ -21,6 +27,7 @@ from capplan.spec import (
     Binds,
     Group,
     GroupVerification,
+    Move,
     Percentiles,
     Plan,
     PlanAdapter,
@@ -59,7 +66,8 @@ def build_plan(
     """
     problem, assignments, verifications = verifier.problem, answer.assignments, answer.verifications
     workload = problem.workload
-    names, moves = name_groups(problem, assignments, previous)
+    old = () if previous is None else previous_instances(previous)
+    names, moves = name_groups(problem, assignments, old)
     bottlenecks = parallel_map(partial(find_bottleneck, problem), assignments)
     pairs = list(zip(assignments, verifications, strict=True))
     queues = parallel_map(lambda pair: group_queues(problem, pair[0], pair[1].results), pairs)
@@ -85,7 +93,7 @@ def build_plan(
             "headroom": workload.headroom,
             "extrapolations": _extrapolations(problem, names, assignments, verifications),
             **_trace_speed(workload.trace),
-            **({} if previous is None else {"moved_bytes": moved_bytes(problem, moves)}),
+            **_move_sizes(problem, moves, old),
             **notes,
         },
         verification=Verification(
@@ -103,6 +111,15 @@ def build_plan(
 def _trace_speed(trace: Trace | None) -> dict[str, JsonValue]:
     """Return the speed of a trace that is replayed at another rate than recorded."""
     return {} if trace is None or trace.speed == 1.0 else {"trace_speed": trace.speed}
+
+
+def _move_sizes(
+    problem: Problem, moves: Sequence[Move], old: Sequence[PreviousInstance]
+) -> dict[str, JsonValue]:
+    """Return the provenance of the moves; empty without a plan in force."""
+    if not old:
+        return {}
+    return {"moved_adapters": moved_adapters(moves), "moved_bytes": moved_bytes(problem, moves, old)}
 
 
 def _totals(problem: Problem, assignments: Sequence[Assignment]) -> Totals:

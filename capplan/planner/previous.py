@@ -14,7 +14,8 @@ from capplan.planner.problem import Assignment, Problem
 from capplan.serving import adapter_bytes
 from capplan.spec import Move, Plan, Workload
 
-_MIN_SHARE = 1e-9
+_MIN_SHARE = 1e-5
+"""Smallest share that counts as a move; the shares of an adapter add up to 1 within less."""
 
 
 @dataclass(frozen=True)
@@ -34,19 +35,13 @@ def read_previous(workload: Workload) -> Plan | None:
     Raises
     ------
     InputError
-        If it is unreadable, is for another base model, or has adapters that are not in the workload.
+        If it is unreadable or is for another base model.
     """
     if workload.previous_plan is None:
         return None
     plan = Plan.from_json(workload.previous_plan)
     if plan.base_model != workload.base_model:
         raise InputError(f"must be for base model {workload.base_model}", plan.base_model, "previous_plan")
-    known = {adapter.name for adapter in workload.adapters}
-    for group in plan.groups:
-        for adapter in group.adapters:
-            if adapter.name not in known:
-                rule = "must have adapters of the workload only; an unused one has rate_rps 0"
-                raise InputError(rule, adapter.name, f"{workload.previous_plan}: groups: {group.id}")
     return plan
 
 
@@ -64,26 +59,36 @@ def previous_instances(plan: Plan) -> tuple[PreviousInstance, ...]:
 
 
 def name_groups(
-    problem: Problem, assignments: Sequence[Assignment], previous: Plan | None
+    problem: Problem, assignments: Sequence[Assignment], old: Sequence[PreviousInstance]
 ) -> tuple[tuple[str, ...], tuple[Move, ...]]:
-    """Return the names of the new groups, and the moves from the plan in force.
+    """Return the names of the new groups, and the moves from the instances of the plan in force.
 
-    Shares of the base model are routing only: nothing moves when they change.
-
-    Each new instance takes the name of an old one of its pool, such that the fewest bytes are copied.
+    Each new instance takes the name of an old one of its pool, such that the fewest bytes are copied. Shares
+    of the base model are routing only: nothing moves when they change. Without a plan in force there are no
+    moves.
     """
-    if previous is None:
+    if not old:
         return tuple(f"gpu-{number}" for number in range(len(assignments))), ()
-    old = previous_instances(previous)
     names = _match_names(problem, assignments, old)
     return names, _moves(problem, assignments, names, old)
 
 
-def moved_bytes(problem: Problem, moves: Sequence[Move]) -> int:
-    """Return the bytes of adapters that are copied to other instances."""
+def count_moves(problem: Problem, assignments: Sequence[Assignment], old: Sequence[PreviousInstance]) -> int:
+    """Return the number of adapters that assignments move from the instances of the plan in force."""
+    return moved_adapters(name_groups(problem, assignments, old)[1])
+
+
+def moved_adapters(moves: Sequence[Move]) -> int:
+    """Return the number of adapters that move; newly placed and removed ones do not count."""
+    return len({move.adapter for move in moves if move.from_group is not None and move.to_group is not None})
+
+
+def moved_bytes(problem: Problem, moves: Sequence[Move], old: Sequence[PreviousInstance]) -> int:
+    """Return the bytes of adapters that are copied to instances without them."""
     rank = {adapter.name: adapter.rank for adapter in problem.workload.adapters}
-    model = problem.profile.model
-    return sum(adapter_bytes(model, rank[move.adapter]) for move in moves if move.to_group is not None)
+    held = {(name, instance.name) for instance in old for name in instance.fractions}
+    copies = {(move.adapter, move.to_group) for move in moves if move.to_group is not None} - held
+    return sum(adapter_bytes(problem.profile.model, rank[adapter]) for adapter, _ in copies)
 
 
 def _match_names(
@@ -113,18 +118,24 @@ def _moves(
 ) -> tuple[Move, ...]:
     after = {name: assignment.fractions for name, assignment in zip(names, assignments, strict=True)}
     before = {instance.name: dict(instance.fractions) for instance in old}
+    deployed = dict.fromkeys(adapter.name for adapter in problem.workload.adapters)
+    held = (name for instance in old for name in instance.fractions)
+    removed = dict.fromkeys(name for name in held if name != problem.workload.base_model)
     moves: list[Move] = []
-    for adapter in problem.workload.adapters:
+    for adapter in deployed | removed:
         change = {
-            group: after.get(group, {}).get(adapter.name, 0.0) - before.get(group, {}).get(adapter.name, 0.0)
+            group: after.get(group, {}).get(adapter, 0.0) - before.get(group, {}).get(adapter, 0.0)
             for group in sorted({*after, *before})
         }
-        moves += _flows(adapter.name, change)
+        moves += _flows(adapter, change)
     return tuple(moves)
 
 
 def _flows(adapter: str, change: Mapping[str, float]) -> list[Move]:
-    """Return the moves from groups that lose shares to groups that gain; new shares have no source."""
+    """Return the moves from groups that lose shares to groups that gain.
+
+    Shares of a new adapter have no source, those of a removed one no target.
+    """
     losing = deque((group, -share) for group, share in change.items() if share < -_MIN_SHARE)
     moves: list[Move] = []
     for group, gain in change.items():
@@ -135,4 +146,5 @@ def _flows(adapter: str, change: Mapping[str, float]) -> list[Move]:
             gain -= taken
             if source is not None and left - taken > _MIN_SHARE:
                 losing.appendleft((source, left - taken))
+    moves += [Move(adapter=adapter, from_group=source, share=min(1.0, left)) for source, left in losing]
     return moves

@@ -165,12 +165,19 @@ class PlanningRequirements(SpecModel):
     previous_plan: Text | None = Field(
         default=None, description="Plan in force, to keep adapters where they are."
     )
+    move_cost: NonNegative | None = Field(
+        default=None,
+        description="Cost of moving an adapter of the plan in force, in GPUs, or in USD per hour for "
+        "min_cost; absent: 0, so that moves decide among plans of the same cost only.",
+    )
 
     @model_validator(mode="after")
     def _consistent_pools(self) -> Self:
         if self.pools and (self.profile is not None or self.gpus is not None):
             raise rule_error("replaces profile and gpus: give one or the other", key=("pools",))
         check_unique("pools", [pool.name for pool in self.pools])
+        if self.move_cost is not None and self.objective not in (Objective.MIN_GPUS, Objective.MIN_COST):
+            raise rule_error("goes with objective min_gpus or min_cost", key=("move_cost",))
         if self.objective is Objective.MIN_COST:
             if not self.pools:
                 raise rule_error("min_cost needs pools, each with usd_per_hour", key=("objective",))
@@ -340,10 +347,11 @@ class Workload(PlanningRequirements):
     def digest(self) -> str:
         """Return the SHA-256 of the canonical JSON, in hexadecimal; the same on every machine.
 
-        The plan in force is left out, and of a profile's path only the file name counts. Fields that came
-        after the first release count when they are given: plans of before keep their digests.
+        The plan in force and the cost of moves are left out, and of a profile's path only the file name
+        counts. Fields that came after the first release count when they are given: plans of before keep their
+        digests.
         """
-        document = self.model_dump(mode="json", exclude={"previous_plan"}, exclude_none=True)
+        document = self.model_dump(mode="json", exclude={"previous_plan", "move_cost"}, exclude_none=True)
         for holder in (document, *document["pools"]):
             holder["profile"] = _machine_independent(holder.get("profile"))
         text = json.dumps(document, sort_keys=True, separators=(",", ":"), ensure_ascii=True, allow_nan=False)

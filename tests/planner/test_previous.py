@@ -1,25 +1,37 @@
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
 
-from capplan import InputError, Plan, Workload, plan
-from capplan.planner.previous import previous_instances
+from capplan import Adapter, InputError, Lengths, Plan, Workload, plan
+from capplan.planner.previous import (
+    PreviousInstance,
+    moved_adapters,
+    moved_bytes,
+    name_groups,
+    previous_instances,
+)
+from capplan.planner.problem import AdapterShare, Assignment, make_problem
+from capplan.spec import Move
+from tests.planner.conftest import MODEL, PROFILE
 
 Make = Callable[..., Workload]
-ADAPTERS = tuple((f"a{i}", 8 * (1 + i % 2), 0.6) for i in range(20))
+ADAPTERS = tuple((f"a{i}", 8 * (1 + i % 2), 1.8) for i in range(20))
 
 
 @pytest.fixture(scope="module")
 def in_force(tmp_path_factory: pytest.TempPathFactory, workload: Make) -> Path:
     path = tmp_path_factory.mktemp("plans") / "yesterday.json"
-    plan(workload(*ADAPTERS), gpus=4, seeds=1).to_json(path)
+    plan(workload(*ADAPTERS), gpus=8, seeds=1).to_json(path)
     return path
 
 
 def replanned(spec: Workload, path: Path, **options: Any) -> Plan:
-    return plan(spec.replace(previous_plan=str(path)), gpus=4, seeds=1, **options)
+    return plan(spec.replace(previous_plan=str(path)), gpus=8, seeds=1, **options)
 
 
 def holders(made: Plan) -> dict[str, set[str]]:
@@ -44,28 +56,102 @@ def test_a_new_adapter_is_placed_and_the_others_stay(workload: Make, in_force: P
     assert made.moves[0].to_group in {group.id for group in made.groups}
 
 
-def test_moves_turn_the_old_shares_into_the_new_ones(workload: Make, in_force: Path) -> None:
-    """Also at three times the load, with more instances and split adapters."""
-    hotter = tuple((name, rank, 3.0 * rate) for name, rank, rate in ADAPTERS)
-    made = replanned(workload(*hotter), in_force)
-    shares = {
-        (i.name, a): s for i in previous_instances(Plan.from_json(in_force)) for a, s in i.fractions.items()
-    }
-    for move in made.moves:
-        if move.from_group is not None:
-            shares[move.from_group, move.adapter] -= move.share
-        if move.to_group is not None:
-            key = (move.to_group, move.adapter)
-            shares[key] = shares.get(key, 0.0) + move.share
-    after = {(g.id, a.name): a.share for g in made.groups for a in g.adapters}
-    for key in {*shares, *after}:
-        assert shares.get(key, 0.0) == pytest.approx(after.get(key, 0.0), abs=1e-9)
+def scaled(factor: float) -> tuple[tuple[str, int, float], ...]:
+    return tuple((name, rank, factor * rate) for name, rank, rate in ADAPTERS)
 
 
-def test_an_adapter_missing_from_the_workload_is_named(workload: Make, in_force: Path) -> None:
-    with pytest.raises(InputError, match=r"adapters of the workload only.*a19") as error:
-        replanned(workload(*ADAPTERS[:-1]), in_force)
-    assert len(str(error.value).splitlines()) == 1
+@pytest.mark.parametrize("factor", [1.1, 2.0])
+def test_a_change_moves_few_adapters_on_no_more_gpus(workload: Make, in_force: Path, factor: float) -> None:
+    spec = workload(*scaled(factor))
+    made, anew = replanned(spec, in_force), plan(spec, gpus=8, seeds=1)
+    assert made.verification.ok
+    assert made.totals.gpus <= anew.totals.gpus
+    assert len(Plan.from_json(in_force).groups) > 1
+    assert made.provenance["moved_adapters"] <= len(ADAPTERS) // 3
+
+
+def test_moves_are_priced(workload: Make, tmp_path: Path) -> None:
+    """At a high price a quarter of the load stays where it is; at none it takes fewer GPUs."""
+    path = tmp_path / "large.json"
+    large = plan(workload(*scaled(2.0)), gpus=8, seeds=1)
+    large.to_json(path)
+    light = workload(*scaled(0.5))
+    free, priced = replanned(light, path), replanned(light.replace(move_cost=1.0), path)
+    assert free.totals.gpus < priced.totals.gpus == large.totals.gpus
+    assert priced.moves == ()
+
+
+def test_the_price_of_moves_needs_a_cost_to_compare_with(workload: Make) -> None:
+    with pytest.raises(InputError, match="min_gpus or min_cost"):
+        workload(*ADAPTERS, objective="min_latency", move_cost=0.1)
+
+
+def test_moves_turn_the_old_shares_into_the_new_ones_at_three_times_the_load(
+    workload: Make, in_force: Path
+) -> None:
+    """More instances, and split adapters."""
+    made = replanned(workload(*scaled(3.0)), in_force)
+    old = previous_instances(Plan.from_json(in_force))
+    after = {group.id: {a.name: a.share for a in group.adapters} for group in made.groups}
+    assert_difference({i.name: dict(i.fractions) for i in old}, after, made.moves)
+
+
+Placed = dict[str, dict[str, float]]
+
+
+def assert_difference(before: Placed, after: Placed, moves: Sequence[Move]) -> None:
+    """Check that the moves turn the shares of one plan into those of the other."""
+    shares = {(group, name): share for group, held in before.items() for name, share in held.items()}
+    for move in moves:
+        for group, sign in ((move.from_group, -1.0), (move.to_group, 1.0)):
+            if group is not None:
+                key = (group, move.adapter)
+                shares[key] = shares.get(key, 0.0) + sign * move.share
+    new = {(group, name): share for group, held in after.items() for name, share in held.items()}
+    for key in {*shares, *new}:
+        assert shares.get(key, 0.0) == pytest.approx(new.get(key, 0.0), abs=1e-4)
+
+
+NAMES = tuple(f"a{i}" for i in range(8))
+
+
+@st.composite
+def placements(draw: st.DrawFn) -> list[dict[str, float]]:
+    """Draw instances that hold each of some adapters in one to three equal shares."""
+    instances: list[dict[str, float]] = [{} for _ in range(draw(st.integers(1, 5)))]
+    for name in draw(st.sets(st.sampled_from(NAMES), min_size=1)):
+        numbers = st.sets(st.integers(0, len(instances) - 1), min_size=1, max_size=3)
+        holders = draw(numbers)
+        for instance in holders:
+            instances[instance][name] = 1.0 / len(holders)
+    return [each for each in instances if each]
+
+
+@settings(max_examples=60, deadline=None)
+@given(before=placements(), after=placements())
+def test_moves_are_exactly_the_difference(
+    before: list[dict[str, float]], after: list[dict[str, float]]
+) -> None:
+    """Renaming groups alone moves nothing."""
+    names = {name for held in after for name in held}
+    adapters = [Adapter(name=name, rank=8, rate_rps=1.0) for name in NAMES if name in names]
+    lengths = {"prompt_tokens": Lengths(mean=100), "output_tokens": Lengths(mean=100)}
+    spec = Workload(base_model=MODEL, profile=PROFILE, gpus={"count": 4}, adapters=adapters, **lengths)
+    problem = make_problem(spec, 8, None)
+    old = [PreviousInstance(f"old-{i}", None, held) for i, held in enumerate(before)]
+    share = {adapter.name: AdapterShare.of(adapter) for adapter in adapters}
+    new = [Assignment(tuple(replace(share[n], fraction=f) for n, f in held.items()), 1) for held in after]
+    groups, moves = name_groups(problem, new, old)
+    assert_difference({i.name: dict(i.fractions) for i in old}, dict(zip(groups, after, strict=True)), moves)
+    assert moved_adapters(moves) <= len(names)
+    if sorted(map(sorted, before)) == sorted(map(sorted, after)):
+        assert moved_bytes(problem, moves, old) == 0
+
+
+def test_a_removed_adapter_is_taken_away_and_the_others_stay(workload: Make, in_force: Path) -> None:
+    made = replanned(workload(*ADAPTERS[:-1]), in_force)
+    assert [(move.adapter, move.to_group, move.share) for move in made.moves] == [("a19", None, 1.0)]
+    assert made.provenance["moved_adapters"] == made.provenance["moved_bytes"] == 0
 
 
 def test_a_missing_plan_is_named(workload: Make, tmp_path: Path) -> None:

@@ -101,7 +101,7 @@ def _replan(fleet: FleetChange, objective: Objective, seed: int, progress: Progr
     def report(stage: str, done: int, total: int) -> None:
         progress(f"{fleet.change}: {stage}", done, total)
 
-    workload = fleet.workload.replace(objective=objective, previous_plan=None)
+    workload = fleet.workload.replace(objective=objective, previous_plan=None, move_cost=None)
     profile = None if workload.pools else fleet.problem.profile
     gpus = None if workload.pools else fleet.gpus
     knobs = fleet.problem.knobs

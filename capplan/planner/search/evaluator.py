@@ -2,16 +2,19 @@
 
 from __future__ import annotations
 
+import itertools
+from collections import Counter
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Final, NamedTuple
 
-from capplan.planner.knobs import tune_knobs
+from capplan.planner.knobs import knob_grid, tune_knobs
 from capplan.planner.parallel import estimate_all, parallel_map
 from capplan.planner.problem import Assignment, Estimator
 from capplan.planner.search.data import SearchData
 from capplan.planner.search.placement import PlacementState
 from capplan.planner.slots import best_slots, neighbouring_slots, rank_slots
+from capplan.spec import EngineArgs
 
 InstanceContent = tuple[frozenset[int], int]
 """Groups of an instance, and its pool."""
@@ -27,6 +30,8 @@ class InstanceSetting(NamedTuple):
     max_num_batched_tokens: int | None = None
 
 
+_MAX_OTHER_SETTINGS: Final = 3
+"""Settings with other knobs to try on an instance."""
 _MAX_SLOT_VALUES: Final = 4
 """Maximum number of values of A_max that the twin simulates."""
 _MAX_NUM_SEQS: Final = (128, 512)
@@ -75,6 +80,8 @@ class Evaluator:
     """Fast and deciding estimator."""
     opens_knobs: bool = False
     """Whether an instance that the twin refuses is tried with other values of its open knobs."""
+    other_settings: tuple[InstanceSetting, ...] = ()
+    """Settings with other knobs, at any number of slots, that are tried on an instance that is refused."""
     _knobs: InstanceSetting | None = None
     """First setting with other knobs that was confirmed; the next descent begins there as well."""
     _estimates: dict[InstanceKind, InstanceEstimate] = field(default_factory=dict)
@@ -126,6 +133,10 @@ class Evaluator:
                 return None
             assignments.append(self._assignment(content, setting))
         return tuple(assignments)
+
+    def holds(self, members: frozenset[int], pool: int) -> bool:
+        """Tell whether the twin confirms an instance of a pool with these groups."""
+        return not members or self._confirm_kind([(members, pool)]).setting is not None
 
     def tune_slots(self, assignment: Assignment) -> Assignment:
         """Return a confirmed assignment with the best of the neighbouring numbers of slots, by the twin.
@@ -180,6 +191,7 @@ class Evaluator:
                 return Confirmation(InstanceSetting(slots))
             overload = min(overload, worst)
         other = self._try_max_num_seqs(same, estimate.slots[0]) if estimate.slots else None
+        other = other or self._try_other_settings(same, estimate.slots[:_MAX_SLOT_VALUES])
         if other is None and self.opens_knobs:
             other = self._try_knobs(same, estimate.slots[:_MAX_SLOT_VALUES])
         if other is None:
@@ -197,6 +209,19 @@ class Evaluator:
             starts = seqs <= problem.engine.max_num_batched_tokens
             setting = InstanceSetting(slots, seqs)
             if starts and max(self._overloads(same, setting)) < 0.0:
+                return setting
+        return None
+
+    def _try_other_settings(
+        self, same: Sequence[InstanceContent], slots: Sequence[int]
+    ) -> InstanceSetting | None:
+        """Return one of the other settings that holds, as far as the workload leaves its knobs open."""
+        grid, engine = knob_grid(self.data.problem, same[0][1]), self.data.problem.engine
+        for (_, seqs, tokens), a_max in itertools.product(self.other_settings, slots):
+            is_open = seqs in grid.max_num_seqs and tokens in grid.max_num_batched_tokens
+            is_default = (seqs, tokens) == (engine.max_num_seqs, engine.max_num_batched_tokens)
+            setting = InstanceSetting(a_max, seqs, tokens)
+            if is_open and not is_default and max(self._overloads(same, setting)) < 0.0:
                 return setting
         return None
 
@@ -236,6 +261,12 @@ class Evaluator:
         members, pool = content
         shares = self.data.shares(members)
         return Assignment(shares, setting.a_max, setting.max_num_seqs, pool, setting.max_num_batched_tokens)
+
+
+def frequent_settings(engines: Iterable[EngineArgs]) -> tuple[InstanceSetting, ...]:
+    """Return the most frequent settings of knobs, without regard to slots."""
+    count = Counter(InstanceSetting(0, each.max_num_seqs, each.max_num_batched_tokens) for each in engines)
+    return tuple(setting for setting, _ in count.most_common(_MAX_OTHER_SETTINGS))
 
 
 def _used_instances(state: PlacementState) -> dict[int, InstanceContent]:

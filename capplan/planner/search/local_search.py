@@ -142,6 +142,25 @@ class LocalSearch:
         """Return the first confirmed placement on a fleet; None without any."""
         return next(self._placements(fleet), None)
 
+    def search_unchanged(self, fleet: FleetSize, improving: bool) -> tuple[Assignment, ...] | None:
+        """Return the first initial solution on a fleet that the twin confirms as it is.
+
+        If none is and `improving`, return the first improved one that is confirmed.
+        """
+        states: list[PlacementState] = []
+        for state in self._initial_placements(fleet):
+            confirmed = self.evaluator.confirm_all(state)
+            if confirmed is not None:
+                return confirmed
+            states.append(state)
+        rounds = _ROUNDS + 4 * sum(fleet)
+        for state in states if improving else ():
+            if not self.timed_out and improve(state, self.evaluator, rounds):
+                confirmed = self._confirm(state, rounds)
+                if confirmed is not None:
+                    return confirmed
+        return None
+
     def min_latency(self, fleet: FleetSize) -> tuple[Assignment, ...] | None:
         """Return the confirmed placement with the shortest mean time from arrival to last token."""
         placements = (self.tune_slots(placement) for placement in self._placements(fleet))

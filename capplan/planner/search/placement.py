@@ -7,16 +7,11 @@ not take slots of the largest rank.
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Sequence
-from typing import Final
 
 import numpy as np
 from numpy.typing import NDArray
 
-from capplan.planner.previous import PreviousInstance
-from capplan.planner.problem import traffic_fractions
 from capplan.planner.search.data import SearchData
-
-_SHARE_TOLERANCE: Final = 1e-9
 
 
 class PlacementState:
@@ -170,48 +165,3 @@ def _fill_instance(state: PlacementState, instance: int, groups: Sequence[int], 
         else:
             rest.append(group)
     return rest
-
-
-def warm_start(old: Sequence[PreviousInstance]) -> InitialSolution:
-    """Return the initial solution that leaves groups where the plan in force has them.
-
-    If the plan in force has more instances of a pool than the fleet, those with the most adapters are kept.
-    """
-
-    def start(data: SearchData, pools: Sequence[int]) -> PlacementState | None:
-        state = PlacementState(data, pools)
-        continued = _match_instances(data, pools, old)
-        rest = [group for group in range(len(data.groups)) if not _keep_in_place(state, group, continued)]
-        rest.sort(key=lambda group: (-data.weight[group], group))
-        return state if greedy_insert(state, rest) else None
-
-    return start
-
-
-def _match_instances(
-    data: SearchData, pools: Sequence[int], old: Sequence[PreviousInstance]
-) -> dict[int, PreviousInstance]:
-    """Return the previous instance that each new one continues."""
-    names = [pool.name for pool in data.problem.pools]
-    continued: dict[int, PreviousInstance] = {}
-    for previous in sorted(old, key=lambda each: -len(each.fractions)):
-        free = (at for at, pool in enumerate(pools) if at not in continued and names[pool] == previous.pool)
-        at = next(free, None)
-        if at is not None:
-            continued[at] = previous
-    return continued
-
-
-def _keep_in_place(state: PlacementState, group: int, continued: dict[int, PreviousInstance]) -> bool:
-    """Add a group to an instance that had all its adapters with as much of their traffic, if there is one."""
-    shares = state.data.groups[group].shares
-    for at, previous in continued.items():
-        there = traffic_fractions(state.data.shares(frozenset(state.members[at])))
-        had_as_much = (
-            previous.fractions.get(s.name, 0.0) - there.get(s.name, 0.0) >= s.fraction - _SHARE_TOLERANCE
-            for s in shares
-        )
-        if all(had_as_much) and state.is_allowed(group, at):
-            state.add(group, at)
-            return True
-    return False

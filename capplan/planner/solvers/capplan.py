@@ -21,7 +21,7 @@ from capplan.planner.knobs import knob_grid
 from capplan.planner.previous import previous_instances
 from capplan.planner.problem import Assignment, Estimator, Problem, infeasible
 from capplan.planner.search.data import SearchData, build_search_data, split_heavy_adapters
-from capplan.planner.search.evaluator import Evaluator
+from capplan.planner.search.evaluator import Evaluator, frequent_settings
 from capplan.planner.search.local_search import (
     LocalSearch,
     fleet_cost,
@@ -29,13 +29,22 @@ from capplan.planner.search.local_search import (
     fleet_size_of,
     fleet_sizes,
 )
-from capplan.planner.search.placement import INITIAL_SOLUTIONS, PlacementState, placement_of, warm_start
+from capplan.planner.search.moves import MoveSearch
+from capplan.planner.search.placement import (
+    INITIAL_SOLUTIONS,
+    InitialSolution,
+    PlacementState,
+    placement_of,
+)
+from capplan.planner.search.warm_start import keep_shares, levelled_start, relieved_start, warm_start
 from capplan.planner.solvers.base import RequiredEstimator, Requirement, Solver, SolverContext
 from capplan.planner.solvers.greedy import solve_greedy
 from capplan.spec import Objective
 
 _SMALL_PLAN: Final = 16
 """Instances up to which the twin compares neighbouring numbers of slots at the end."""
+_SHARE_FOR_MOVES: Final = 0.25
+"""Share of the time limit that is kept to reduce the moves of the answer."""
 _LOAD_STEPS: Final = 8
 _MAX_LOAD: Final = 100.0
 """Largest multiple of the load."""
@@ -47,16 +56,47 @@ def _place(problem: Problem, context: SolverContext) -> Placement:
     deadline_s = time.monotonic() + context.time_limit_s
     if problem.workload.objective is Objective.MAX_THROUGHPUT:
         return _maximize_load(problem, context, deadline_s)
-    bound, search_data = lower_bound_gpus(problem), _search_data(problem)
-    for twin in (context.conservative_twin, context.twin):  # the small margin only if the large one fails
-        answer = None
-        for opens_knobs in _knob_stages(problem):
-            for data in search_data:
-                search = _local_search(data, context, deadline_s, twin or context.twin, opens_knobs)
-                answer = _search(search, bound, answer)
+    place = _place_anew if context.previous is None else _place_near
+    for twin in _margins(context):
+        answer = place(problem, context, deadline_s, twin)
         if answer is not None:
             return answer
-    raise _too_few_gpus(problem, bound, late=time.monotonic() > deadline_s)
+    raise _too_few_gpus(problem, lower_bound_gpus(problem), late=time.monotonic() > deadline_s)
+
+
+def _place_anew(
+    problem: Problem, context: SolverContext, deadline_s: float, twin: Estimator
+) -> Placement | None:
+    """Return the best placement without regard to the plan in force."""
+    bound, search_data, known = lower_bound_gpus(problem), _search_data(problem), None
+    for opens_knobs in _knob_stages(problem):
+        for data in search_data:
+            search = _local_search(data, context, deadline_s, twin, opens_knobs)
+            known = _search(search, bound, known)
+    return known
+
+
+def _place_near(
+    problem: Problem, context: SolverContext, deadline_s: float, twin: Estimator
+) -> Placement | None:
+    """Return the placement of least cost with the price of its moves.
+
+    The better one of the first placement near the plan in force and of the search from scratch is brought
+    nearer to the plan in force.
+    """
+    near = _move_search(problem, context, deadline_s, twin)
+    first = near.search(None)
+    anew = _place_anew(problem, context, deadline_s - _SHARE_FOR_MOVES * context.time_limit_s, twin)
+    known = min((each for each in (first, anew) if each is not None), key=near.cost, default=None)
+    if known is not None and known is anew:
+        near = _move_search(problem, context, deadline_s, twin, known)
+    answer = near.search(known)
+    return answer if answer is None or answer is anew else _tune_slots(near.local, answer)
+
+
+def _margins(context: SolverContext) -> tuple[Estimator, Estimator]:
+    """Return the twins with a large margin and with a small one, which is used if the large one fails."""
+    return context.conservative_twin or context.twin, context.twin
 
 
 def _knob_stages(problem: Problem) -> tuple[bool, ...]:
@@ -108,10 +148,28 @@ def _local_search(
     data: SearchData, context: SolverContext, deadline_s: float, twin: Estimator, opens_knobs: bool
 ) -> LocalSearch:
     surrogate = context.surrogate or context.estimator
-    warm = () if context.previous is None else (warm_start(previous_instances(context.previous)),)
-    initial_solutions = (*warm, *INITIAL_SOLUTIONS, partial(_greedy_solution, surrogate))
+    greedy: InitialSolution = partial(_greedy_solution, surrogate)
     evaluator = Evaluator(data, surrogate, twin, opens_knobs)
-    return LocalSearch(data, evaluator, deadline_s, initial_solutions)
+    return LocalSearch(data, evaluator, deadline_s, (*INITIAL_SOLUTIONS, greedy))
+
+
+def _move_search(
+    problem: Problem, context: SolverContext, deadline_s: float, twin: Estimator, answer: Placement = ()
+) -> MoveSearch:
+    """Return the search near the plan in force, with the engine settings of that plan and of an answer."""
+    groups = () if context.previous is None else context.previous.groups
+    old = () if context.previous is None else previous_instances(context.previous)
+    engines = [*map(problem.engine_args, answer), *(group.engine_args for group in groups)]
+    data = build_search_data(keep_shares(problem, old))
+    surrogate = context.surrogate or context.estimator
+    evaluator = Evaluator(data, surrogate, twin, other_settings=frequent_settings(engines))
+
+    def holds(members: frozenset[int], pool: int) -> bool:
+        return time.monotonic() < deadline_s and evaluator.holds(members, pool)
+
+    relieved = relieved_start(old, holds)
+    local = LocalSearch(data, evaluator, deadline_s, (warm_start(old), relieved, levelled_start(old)))
+    return MoveSearch(problem, old, local)
 
 
 def _greedy_solution(estimator: Estimator, data: SearchData, pools: Sequence[int]) -> PlacementState | None:
@@ -142,6 +200,11 @@ def _maximize_load(problem: Problem, context: SolverContext, deadline_s: float) 
         workload = problem.workload.model_copy(update={"headroom": headroom})
         loaded = replace(problem, workload=workload)
         scaled = context.for_problem(loaded)
+        if context.previous is not None:
+            near = _move_search(loaded, scaled, deadline_s, scaled.twin)
+            answer = near.search(None)
+            if answer is not None:
+                return near.local, answer
         stages = itertools.product(_knob_stages(loaded), reversed(_search_data(loaded)))
         for opens_knobs, data in stages:
             (fleet,) = fleet_sizes(loaded, len(data.groups), Objective.MAX_THROUGHPUT)
