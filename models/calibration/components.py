@@ -183,7 +183,7 @@ def fit_loading(path: str | Path, base: Profile) -> FittedModel:
         fitted.append(fitted_model(LOADING_FORM, fit, source, ranges=ranges))
         coefficients |= fitted[-1].coefficients
     known = [each.uncertainty for each in fitted if each.uncertainty is not None]
-    apart = block_diag(*(np.reshape(each.covariance, (len(each.names), -1)) for each in known))
+    apart = block_diag(*(np.reshape(each.covariance, (len(each.names),) * 2) for each in known))
     together = uncertainty([name for each in known for name in each.names], apart)
     return fitted[0].replace(coefficients=coefficients, uncertainty=together)
 

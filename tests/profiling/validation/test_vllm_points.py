@@ -91,6 +91,6 @@ def test_a_void_point_leaves_no_file(
 
 
 def test_a_point_is_predicted_with_the_seed_of_its_measurement(run: Callable[..., Any]) -> None:
-    ((_, first),) = run(result(), "--seed", "3")
-    ((_, again),) = run(None, "--seed", "0")  # the file is there
+    ((_, (first,)),) = run(result(), "--seed", "3")
+    ((_, (again,)),) = run(None, "--seed", "0")  # the file is there
     assert [each.predicted for each in again] == [each.predicted for each in first]
