@@ -82,18 +82,18 @@ def measure(change: Change, folder: Path) -> dict[str, object]:
     path = folder / "plan.json"
     old = plan(change.before)
     old.to_json(path)
-    anew, row = plan(change.after), {"change": change.name, "adapters": len(change.after.adapters)}
+    from_scratch, row = plan(change.after), {"change": change.name, "adapters": len(change.after.adapters)}
     started = time.perf_counter()
     made = plan(change.after.replace(previous_plan=str(path)))
     moved = {m.adapter for m in made.moves if m.from_group is not None and m.to_group is not None}
     return row | {
         "GPUs before": old.totals.gpus,
-        "from scratch": anew.totals.gpus,
+        "from scratch": from_scratch.totals.gpus,
         "from the plan": made.totals.gpus,
         "moved": len(moved),
         "share moved": f"{100.0 * len(moved) / len(change.after.adapters):.0f} %",
         "verified": "yes" if made.verification.ok else "no",
-        "scratch verified": "yes" if anew.verification.ok else "no",
+        "scratch verified": "yes" if from_scratch.verification.ok else "no",
         "seconds": f"{time.perf_counter() - started:.1f}",
     }
 

@@ -56,7 +56,7 @@ def _place(problem: Problem, context: SolverContext) -> Placement:
     deadline_s = time.monotonic() + context.time_limit_s
     if problem.workload.objective is Objective.MAX_THROUGHPUT:
         return _maximize_load(problem, context, deadline_s)
-    place = _place_anew if context.previous is None else _place_near
+    place = _place_from_scratch if context.previous is None else _place_near
     for twin in _margins(context):
         answer = place(problem, context, deadline_s, twin)
         if answer is not None:
@@ -64,7 +64,7 @@ def _place(problem: Problem, context: SolverContext) -> Placement:
     raise _too_few_gpus(problem, lower_bound_gpus(problem), late=time.monotonic() > deadline_s)
 
 
-def _place_anew(
+def _place_from_scratch(
     problem: Problem, context: SolverContext, deadline_s: float, twin: Estimator
 ) -> Placement | None:
     """Return the best placement without regard to the plan in force."""
@@ -86,12 +86,14 @@ def _place_near(
     """
     near = _move_search(problem, context, deadline_s, twin)
     first = near.search(None)
-    anew = _place_anew(problem, context, deadline_s - _SHARE_FOR_MOVES * context.time_limit_s, twin)
-    known = min((each for each in (first, anew) if each is not None), key=near.cost, default=None)
-    if known is not None and known is anew:
+    from_scratch = _place_from_scratch(
+        problem, context, deadline_s - _SHARE_FOR_MOVES * context.time_limit_s, twin
+    )
+    known = min((each for each in (first, from_scratch) if each is not None), key=near.cost, default=None)
+    if known is not None and known is from_scratch:
         near = _move_search(problem, context, deadline_s, twin, known)
     answer = near.search(known)
-    return answer if answer is None or answer is anew else _tune_slots(near.local, answer)
+    return answer if answer is None or answer is from_scratch else _tune_slots(near.local, answer)
 
 
 def _margins(context: SolverContext) -> tuple[Estimator, Estimator]:
