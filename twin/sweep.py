@@ -195,22 +195,24 @@ def over_ray(
     is_ours = not ray.is_initialized()
     if is_ours:
         _connect(ray, address)
-    tasks = []
+    pending = []
     try:
         cores = max(1, int(ray.cluster_resources().get("CPU", 1)))
         size = max(1, len(items) // (_CHUNKS_PER_CORE * cores))
         remote = ray.remote(_chunk_results)
-        tasks = [remote.remote(function, items[at : at + size]) for at in range(0, len(items), size)]
-        for task in tasks:
+        pending = [remote.remote(function, items[at : at + size]) for at in range(0, len(items), size)]
+        while pending:
             try:
-                yield from ray.get(task)
+                yield from ray.get(pending.pop(0))
             except ray.exceptions.RayTaskError as error:
                 raise error.cause from None
     finally:
-        for task in tasks:
-            ray.cancel(task)
         if is_ours:
-            ray.shutdown()
+            ray.shutdown()  # ends the tasks of this connection
+        elif pending:
+            # Ray aborts this process if a task ends while it is cancelled: only what has not ended is.
+            for task in ray.wait(pending, num_returns=len(pending), timeout=0)[1]:
+                ray.cancel(task)
 
 
 def imported_ray() -> ModuleType:
