@@ -16,7 +16,7 @@ from numpy.typing import NDArray
 from scipy.optimize import linprog
 
 from capplan.models.step_latency import ADDITIVE
-from capplan.planner.knobs import knob_grid
+from capplan.planner.knobs import max_running_requests
 from capplan.planner.problem import Problem
 from capplan.spec import Lengths
 from capplan.workload import Requests, draw_requests
@@ -137,7 +137,7 @@ def _busy_ms(
     busy_ms: NDArray[np.float64] = (
         value("ms_per_ktoken") * (prompt + decodes) / 1e3
         + value("ms_per_kv_ktoken") * kv_read / 1e3
-        + value("base_ms") * decodes / max(knob_grid(problem, pool).max_num_seqs)
+        + value("base_ms") * decodes / max_running_requests(problem, pool)
     )
     busy_ms[prompt >= problem.engine.max_model_len] = 0.0  # rejected
     return busy_ms

@@ -23,6 +23,8 @@ TOKEN_BUDGETS: Final = (256, 512, 1024, 2048, 4096, 8192, 16384)
 """Values of max_num_batched_tokens to try."""
 RUNNING_REQUESTS: Final = (64, 128, 256, 512, 1024)
 """Values of max_num_seqs to try."""
+_FALLBACKS: Final = (128, 512)
+"""Values of max_num_seqs to try before an instance is refused."""
 KNOBS: Final = ("max_num_batched_tokens", "max_num_seqs")
 _ROUNDS: Final = 2
 """Passes over both knobs."""
@@ -80,6 +82,18 @@ def knob_grid(problem: Problem, pool: int) -> KnobGrid:
         (tokens,) if fixed.max_num_batched_tokens is not None else _up_to(TOKEN_BUDGETS, most_tokens, tokens),
         (seqs,) if fixed.max_num_seqs is not None else _up_to(RUNNING_REQUESTS, most_seqs, seqs),
     )
+
+
+def fallback_running_requests(problem: Problem) -> tuple[int, ...]:
+    """Return other values of max_num_seqs to try before an instance is refused, also without a grid."""
+    if problem.workload.engine.max_num_seqs is not None:
+        return ()
+    return tuple(value for value in _FALLBACKS if value <= problem.engine.max_num_batched_tokens)
+
+
+def max_running_requests(problem: Problem, pool: int) -> int:
+    """Return the largest max_num_seqs that an instance of a pool may get."""
+    return max(*knob_grid(problem, pool).max_num_seqs, *fallback_running_requests(problem), 1)
 
 
 def _up_to(grid: Sequence[int], most: float, default: int) -> tuple[int, ...]:

@@ -87,3 +87,25 @@ def test_outputs_limited_by_max_model_len_cost_less(
     values = [busy_gpus(problem_of(w, profile)) for w in (shorter, short, long)]
     assert values == sorted(values)
     assert values[0] < values[2]
+
+
+def test_load_that_only_a_larger_batch_serves_has_a_bound_of_one(profile: Profile) -> None:
+    """Without a latency bound the search falls back to 512 running requests: the bound allows for them."""
+    workload = Workload(
+        base_model=MODEL,
+        adapters=(Adapter(name="a", rank=8, rate_rps=1.0),),
+        prompt_tokens=Lengths(mean=20),
+        output_tokens=Lengths(mean=400),
+        headroom=0.0,
+    )
+    step = profile.step_latency
+    slow = {**step.coefficients, "base_ms": step.coefficients["base_ms"].replace(value=60.0)}
+    large = profile.replace(step_latency=step.replace(coefficients=slow))
+    rate_rps = 0.95 / busy_gpus(problem_of(workload, large))
+    loaded = workload.replace(adapters=(workload.adapters[0].replace(rate_rps=rate_rps),))
+    served = [
+        simulate(loaded, large, a_max=1, s_max=8, max_num_seqs=seqs, duration_s=600.0).served_fraction
+        for seqs in (256, 512)
+    ]
+    assert served[0] < 0.9 < served[1]
+    assert busy_gpus(problem_of(loaded, large)) < 1.0

@@ -8,7 +8,7 @@ from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Final, NamedTuple
 
-from capplan.planner.knobs import knob_grid, tune_knobs
+from capplan.planner.knobs import fallback_running_requests, knob_grid, tune_knobs
 from capplan.planner.parallel import estimate_all, parallel_map
 from capplan.planner.problem import Assignment, Estimator
 from capplan.planner.search.data import SearchData
@@ -34,8 +34,6 @@ _MAX_OTHER_SETTINGS: Final = 3
 """Settings with other knobs to try on an instance."""
 _MAX_SLOT_VALUES: Final = 4
 """Maximum number of values of A_max that the twin simulates."""
-_MAX_NUM_SEQS: Final = (128, 512)
-"""Other values of max_num_seqs to try before an instance is refused."""
 _SLOW_RATIO: Final = 1.2
 """Ratio of request times from which the surrogate rules out a number of slots."""
 _MIN_SAMPLES: Final = 3
@@ -202,13 +200,9 @@ class Evaluator:
 
     def _try_max_num_seqs(self, same: Sequence[InstanceContent], slots: int) -> InstanceSetting | None:
         """Return a setting with another max_num_seqs that holds, if the workload leaves it open."""
-        problem = self.data.problem
-        if problem.workload.engine.max_num_seqs is not None:
-            return None
-        for seqs in _MAX_NUM_SEQS:
-            starts = seqs <= problem.engine.max_num_batched_tokens
+        for seqs in fallback_running_requests(self.data.problem):
             setting = InstanceSetting(slots, seqs)
-            if starts and max(self._overloads(same, setting)) < 0.0:
+            if max(self._overloads(same, setting)) < 0.0:
                 return setting
         return None
 
