@@ -35,7 +35,9 @@ class CompareArgs:
     workload: WorkloadFile
     solvers: str = typer.Option(_ALL, metavar="NAME[,NAME...]", help=f"all, or some of {', '.join(SOLVERS)}.")
     profile: ProfileName = None
-    gpus: int | None = typer.Option(None, metavar="N", help="GPUs a solver may use; default: the workload's.")
+    gpus: int | None = typer.Option(
+        None, metavar="N", help="GPUs a solver may use; default: the workload's, or as needed."
+    )
     seeds: int = typer.Option(5, metavar="K", help="Fresh seeds that answers are verified on.")
     seed: Seed = 0
     time_limit: float = typer.Option(60.0, metavar="SECONDS", help="Limit for dlora-proactive and milp.")

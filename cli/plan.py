@@ -40,7 +40,9 @@ class PlanArgs:
         None, "--output", "-o", metavar="FILE", help="Write the plan here: all of it or nothing."
     )
     profile: ProfileName = None
-    gpus: int | None = typer.Option(None, metavar="N", help="GPUs the plan may use; default: the workload's.")
+    gpus: int | None = typer.Option(
+        None, metavar="N", help="GPUs the plan may use; default: the workload's, or as needed."
+    )
     solver: str = typer.Option("capplan", metavar="NAME", help=f"How to place: {', '.join(SOLVERS)}.")
     seed: Seed = 0
     seeds: int = typer.Option(5, metavar="K", help="Fresh seeds that every group is verified on.")

@@ -65,6 +65,7 @@ def plan(
         Adapters, traffic, objectives and constraints.
     gpus, profile
         Maximum number of GPUs, and a profile, name of a shipped one or path of a JSON; None: the workload's.
+        If the workload leaves the number open, up to 8 times the lower bound are used.
     solver
         A name of `capplan.planner.SOLVERS`, or a solver of your own.
     estimator
@@ -202,6 +203,7 @@ def solve(
     """
     _require_match(problem, solver, estimator)
     _require_supported(problem.workload, solver)
+    _require_number_of_gpus(problem, solver)
     required = solver.required_estimator
     name = solver.estimator if estimator == "auto" else estimator
     none = required is RequiredEstimator.NONE
@@ -266,3 +268,9 @@ def _require_supported(workload: Workload, solver: Solver) -> None:
         if value and requirement not in solver.supports:
             rule = f"not supported by solver {solver.name}; use --solver capplan"
             raise InputError(rule, value, requirement.value)
+
+
+def _require_number_of_gpus(problem: Problem, solver: Solver) -> None:
+    """Refuse an open number of GPUs for a solver that uses all."""
+    if solver.uses_all_gpus and any(pool.is_open for pool in problem.pools):
+        raise InputError(f"is required for solver {solver.name}, which uses all GPUs", location="gpus")

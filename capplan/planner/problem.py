@@ -15,7 +15,7 @@ from capplan.errors import InfeasibleError, InfeasibleReason, InputError
 from capplan.models.memory import KvBudget, kv_budget
 from capplan.models.uncertainty import pessimistic_profile
 from capplan.planner.knobs import KnobSearch
-from capplan.spec import Adapter, EngineArgs, Pool, Profile, Workload, allowed_lora_rank
+from capplan.spec import Adapter, EngineArgs, Objective, Pool, Profile, Workload, allowed_lora_rank
 from capplan.workload.peak import busiest_window
 
 GRID = (1, 2, 4, 8, 16, 32, 64, 96, 128, 160, 192, 256, 320, 384)
@@ -23,6 +23,9 @@ GRID = (1, 2, 4, 8, 16, 32, 64, 96, 128, 160, 192, 256, 320, 384)
 
 SIMULATED_S: Final = 3600.0
 """Simulated time of an estimate and of a verification, unless a trace is replayed."""
+
+OPEN_FACTOR: Final = 8
+"""GPUs of a pool whose number is open, over the lower bound."""
 
 _RANK: Final = attrgetter("rank")
 
@@ -58,6 +61,8 @@ class GpuPool:
     instances: int
     usd_per_hour: float | None = None
     """Price of an instance with all its `tp` GPUs."""
+    is_open: bool = False
+    """Whether the workload leaves the number of instances open, which then follows from the lower bound."""
 
 
 @dataclass(frozen=True)
@@ -382,6 +387,8 @@ def _conflicts(adapters: Iterable[Adapter]) -> dict[str, frozenset[str]]:
 def make_problem(workload: Workload, gpus: int | None, profile: Profile | str | None) -> Problem:
     """Return the problem of a workload; `gpus` and `profile` override those of the workload.
 
+    A pool of an open number of GPUs gets `OPEN_FACTOR` times the lower bound of the load on this pool alone.
+
     Raises
     ------
     InputError
@@ -400,38 +407,54 @@ def make_problem(workload: Workload, gpus: int | None, profile: Profile | str | 
     _require_fitting_prompts(workload, engine.max_model_len)
     problem = Problem(workload, pools, engine, ())
     problem.constraints, problem.busiest_workload  # noqa: B018 - errors before anything is solved
-    return replace(problem, shares=whole_adapters(problem))
+    problem = replace(problem, shares=whole_adapters(problem))
+    return replace(problem, pools=tuple(_with_instances(problem, pool) for pool in pools))
+
+
+def _with_instances(problem: Problem, pool: GpuPool) -> GpuPool:
+    """Return the pool with a number of instances."""
+    if not pool.is_open:
+        return pool
+    from capplan.planner.bound import lower_bound_instances  # which imports this module
+
+    objective = problem.workload.objective
+    if objective in (Objective.MIN_LATENCY, Objective.MAX_THROUGHPUT):
+        rule = f"is required for objective {objective.value}, which uses all GPUs"
+        raise InputError(rule, location="gpus" if pool.name is None else f"pools: {pool.name}.count")
+    return replace(pool, instances=OPEN_FACTOR * lower_bound_instances(replace(problem, pools=(pool,))))
 
 
 def _single_pool(workload: Workload, gpus: int | None, profile: Profile | str | None) -> GpuPool:
     count = gpus if gpus is not None else (workload.gpus.count if workload.gpus else None)
-    if count is None:
-        rule = "is required: say how many GPUs a plan may use (gpus: {count: N} in the workload, or --gpus N)"
-        raise InputError(rule, location="gpus")
-    if count < 1:
+    if count is not None and count < 1:
         raise InputError("must be >= 1", count, "gpus")
     selected = profile if profile is not None else workload.profile
     if selected is None:
         raise InputError("is required: name a shipped profile or a profile JSON", location="profile")
     loaded = _load_profile(selected)
-    return GpuPool(None, loaded, _instance_count(loaded, count, "gpus"))
+    return _pool_of(None, loaded, count, "gpus")
 
 
 def _read_pool(pool: Pool) -> GpuPool:
     loaded = _load_profile(pool.profile)
     price = None if pool.usd_per_hour is None else pool.usd_per_hour * loaded.tp
-    return GpuPool(pool.name, loaded, _instance_count(loaded, pool.count, f"pools: {pool.name}.count"), price)
+    return _pool_of(pool.name, loaded, pool.count, f"pools: {pool.name}.count", price)
 
 
 def _load_profile(profile: Profile | str) -> Profile:
     return load_profile(profile) if isinstance(profile, str | os.PathLike) else profile
 
 
-def _instance_count(profile: Profile, gpus: int, location: str) -> int:
+def _pool_of(
+    name: str | None, profile: Profile, gpus: int | None, location: str, price: float | None = None
+) -> GpuPool:
+    """Return a pool of GPUs, with one instance if their number is open."""
+    if gpus is None:
+        return GpuPool(name, profile, 1, price, is_open=True)
     if gpus < profile.tp:
         rule = f"must be at least the {profile.tp} GPUs of one instance of profile {profile.name}"
         raise InputError(rule, gpus, location)
-    return gpus // profile.tp
+    return GpuPool(name, profile, gpus // profile.tp, price)
 
 
 def _require_fitting_prompts(workload: Workload, max_model_len: int) -> None:

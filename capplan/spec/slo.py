@@ -104,7 +104,11 @@ class Pool(SpecModel):
 
     name: Name = Field(description="Name of the pool, which adapters refer to.")
     profile: Text = Field(description="Name of a shipped profile, or path of a profile JSON.")
-    count: Count = Field(description="How many GPUs of this pool a plan may use.")
+    count: Count | None = Field(
+        default=None,
+        description="How many GPUs of this pool a plan may use; absent: up to 8 times the lower bound of the "
+        "load on this pool alone.",
+    )
     usd_per_hour: NonNegative | None = Field(
         default=None, description="Price of one GPU in US dollars per hour."
     )

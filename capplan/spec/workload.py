@@ -151,7 +151,10 @@ class PlanningRequirements(SpecModel):
     profile: Text | None = Field(
         default=None, description="Name of a shipped profile, or path of a profile JSON."
     )
-    gpus: Gpus | None = Field(default=None, description="GPUs a plan may use, beside profile.")
+    gpus: Gpus | None = Field(
+        default=None,
+        description="GPUs a plan may use, beside profile; absent: up to 8 times the lower bound.",
+    )
     pools: tuple[Pool, ...] = Field(
         default=(), description="GPUs of several kinds, instead of profile and gpus."
     )

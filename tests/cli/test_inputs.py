@@ -100,10 +100,11 @@ def test_a_process_says_the_same_line_and_leaves_nothing(process: Process, input
     assert files(inputs) == before
 
 
-def test_a_workload_without_gpus_is_one_line(run: Run, inputs: Path) -> None:
-    (inputs / "workload.yaml").write_text(WORKLOAD.replace("gpus: {count: 2}\n", ""))
+def test_a_workload_without_gpus_is_one_line_where_all_are_used(run: Run, inputs: Path) -> None:
+    (inputs / "workload.yaml").write_text(WORKLOAD.replace("gpus: {count: 2}\n", "objective: min_latency\n"))
     before = files(inputs)
-    assert "gpus" in error_line(run("plan", inputs / "workload.yaml", "-o", inputs / "plan.json"))
+    line = error_line(run("plan", inputs / "workload.yaml", "-o", inputs / "plan.json"))
+    assert "gpus: is required for objective min_latency" in line
     assert files(inputs) == before
 
 

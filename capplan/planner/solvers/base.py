@@ -94,6 +94,8 @@ class Solver:
     """Whether it divides adapters into shares of its own."""
     fixed_a_max: bool = True
     """Whether it supports a number of slots fixed by the workload."""
+    uses_all_gpus: bool = False
+    """Whether it places on all GPUs, also for a small load. Their number must then be given."""
     estimator: str = "auto"
     """Name of its own estimator; "auto": the user's choice."""
     supports: frozenset[Requirement] = frozenset({Requirement.MAX_REPLICAS})

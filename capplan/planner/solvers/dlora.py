@@ -182,5 +182,6 @@ DLORA_PROACTIVE = Solver(
     summary="replicates adapters wherever that does not lower the bursts that memory tolerates",
     source="dLoRA's proactive placement, as in the adapter-caching paper, section 8.4.3",
     place=_place,
+    uses_all_gpus=True,
     divides=True,
 )

@@ -51,6 +51,7 @@ LATENCY = Solver(
     summary="spreads adapters over all GPUs by their rates, a slot for each; judged once at the end",
     source="adapter-caching paper, section 8.4.4 (ProposedLat)",
     place=_place,
+    uses_all_gpus=True,
     required_estimator=RequiredEstimator.ESTIMATOR,
     splits_hot=True,
     confirms=True,

@@ -91,6 +91,7 @@ LORASERVE = Solver(
     summary="servers for each rank by their operating points, adapters packed on them in shares",
     source="LoRAServe, section IV-A, Algorithm 1",
     place=_place,
+    uses_all_gpus=True,
     required_estimator=RequiredEstimator.TWIN,
     divides=True,
     estimator="twin",

@@ -48,9 +48,10 @@ SlotChooser = Callable[[Sequence[AdapterShare]], int | None]
 
 def _place(problem: Problem, context: SolverContext) -> tuple[Assignment, ...]:
     shares = sorted(problem.shares, key=lambda p: (-problem.offered_tok_s(p), -p.rank, p.name, p.number))
-    if len(shares) > MOST_PARTS or problem.gpus > MOST_GPUS:
+    available = min(problem.gpus, MOST_GPUS) if problem.pools[0].is_open else problem.gpus
+    if len(shares) > MOST_PARTS or available > MOST_GPUS:
         rule = f"milp solves at most {MOST_PARTS} adapters and shares on {MOST_GPUS} instances"
-        raise InputError(rule, f"{len(shares)} on {problem.gpus}", "solver")
+        raise InputError(rule, f"{len(shares)} on {available}", "solver")
     deadline_s = time.monotonic() + context.time_limit_s
     known: dict[frozenset[AdapterShare], int | None] = {}
 
@@ -62,7 +63,7 @@ def _place(problem: Problem, context: SolverContext) -> tuple[Assignment, ...]:
 
     program = _program(problem, shares, slots)
     cuts: list[Cut] = []
-    for gpus in range(program.min_gpus(), min(problem.gpus, len(shares)) + 1):
+    for gpus in range(program.min_gpus(), min(available, len(shares)) + 1):
         try:
             placed = _confirm(problem, shares, program, gpus, cuts, slots, deadline_s)
         except SolverTimeout:
@@ -75,7 +76,7 @@ def _place(problem: Problem, context: SolverContext) -> tuple[Assignment, ...]:
             return placed
     raise infeasible(
         "slo" if problem.workload.slo.latency_bounds() else "gpus",
-        f"no placement of {len(shares)} adapters and shares on {problem.gpus} instance(s) holds with "
+        f"no placement of {len(shares)} adapters and shares on {available} instance(s) holds with "
         f"headroom {problem.workload.headroom:g}, by exhaustion",
     )
 

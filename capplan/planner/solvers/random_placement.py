@@ -36,6 +36,7 @@ RANDOM = Solver(
     summary="every adapter on a random GPU, a random number of slots",
     source="adapter-caching paper, section 8.4.2 (Random)",
     place=_place_random,
+    uses_all_gpus=True,
 )
 
 
@@ -67,6 +68,7 @@ SLORA_RANDOM = Solver(
     summary="every adapter on a random GPU, the best number of slots there",
     source="LoRAServe, section V-D (S-LoRA Random)",
     place=_place_slora_random,
+    uses_all_gpus=True,
     required_estimator=RequiredEstimator.ESTIMATOR,
 )
 
@@ -75,5 +77,6 @@ SLORA_CONTIGUOUS = Solver(
     summary="adapters by rank, equally many on each GPU, the best number of slots there",
     source="LoRAServe, section V-D (S-LoRA Contiguous)",
     place=lambda problem, context: _with_slots(problem, context, contiguous_by_rank(problem)),
+    uses_all_gpus=True,
     required_estimator=RequiredEstimator.ESTIMATOR,
 )

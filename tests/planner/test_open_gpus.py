@@ -1,0 +1,48 @@
+"""Pools of an open number of GPUs, and answers to too few."""
+
+from collections.abc import Callable
+
+import pytest
+
+from capplan import InputError, Workload, plan
+from capplan.planner import SOLVERS, compare
+from capplan.planner.bound import lower_bound_instances
+from capplan.planner.problem import OPEN_FACTOR, make_problem
+from capplan.planner.solvers import find_solver
+
+Make = Callable[..., Workload]
+ADAPTERS = tuple((f"a{i}", 8, 3.0) for i in range(20))
+
+
+def test_without_a_number_of_gpus_the_plan_takes_as_many_as_it_needs(workload: Make) -> None:
+    made = plan(workload(*ADAPTERS, gpus=None), seeds=1)
+    assert made.verification.ok
+    assert made.totals.gpus == plan(workload(*ADAPTERS), gpus=OPEN_FACTOR, seeds=1).totals.gpus
+
+
+def test_open_pools_have_a_multiple_of_their_own_lower_bound(workload: Make) -> None:
+    profile = workload(*ADAPTERS).profile
+    pools = ({"name": "open", "profile": profile}, {"name": "closed", "profile": profile, "count": 3})
+    problem = make_problem(workload(*ADAPTERS, pools=pools, profile=None, gpus=None), None, None)
+    alone = make_problem(workload(*ADAPTERS), 1, None)
+    assert [pool.instances for pool in problem.pools] == [OPEN_FACTOR * lower_bound_instances(alone), 3]
+    assert [pool.is_open for pool in problem.pools] == [True, False]
+
+
+@pytest.mark.parametrize("objective", ["min_latency", "max_throughput"])
+def test_an_objective_that_uses_all_gpus_needs_their_number(workload: Make, objective: str) -> None:
+    with pytest.raises(InputError, match=f"gpus: is required for objective {objective}"):
+        plan(workload(*ADAPTERS, gpus=None, objective=objective))
+
+
+def test_a_solver_that_uses_all_gpus_needs_their_number(workload: Make) -> None:
+    """Others answer: an open number is no row of its own in a comparison."""
+    free = workload(*ADAPTERS[:4], gpus=None)
+    with pytest.raises(InputError, match="gpus: is required for solver random"):
+        plan(free, solver="random")
+    rows = {row.solver: row for row in compare(free, seeds=1).rows}
+    for name in SOLVERS:
+        if find_solver(name).uses_all_gpus:
+            assert "gpus: is required" in rows[name].failure
+        elif name != "greedy-strict":  # whose first testing point is eight adapters
+            assert rows[name].answered, rows[name].failure
