@@ -30,6 +30,7 @@ _CURSOR = int_fields(
     "place",  # the place chosen for it, or NONE
     "tick_ns",  # time of the next migration
     "migrations",  # requests moved so far
+    "pause_ns",  # time after which the loop returns to its caller
 )
 
 # Events.
@@ -37,11 +38,13 @@ ARRIVAL = 0
 TICK = 1
 END = 2
 
+PAUSED = -2
+
 
 def new_cursor(period_ns: int) -> np.record:
     """Return the initial position of the loop, from which it continues after an interruption."""
     cursor = new_record(_CURSOR)
-    cursor.place, cursor.tick_ns = NONE, period_ns
+    cursor.place, cursor.tick_ns, cursor.pause_ns = NONE, period_ns, np.iinfo(np.int64).max
     return cursor
 
 
@@ -71,11 +74,14 @@ def serve(
     Returns
     -------
     int
-        NONE at the end; else an instance that needs more rows before the loop can continue.
+        NONE at the end, PAUSED at the time of a pause; else an instance that needs more rows before the loop
+        can continue.
     """
     placement = cluster.placement
     while True:
         event, until_ns = _next_event(cluster, rule, cursor)
+        if until_ns > cursor.pause_ns:
+            return PAUSED
         request = cursor.next
         first, last = placement.start[0], placement.start[1]  # the base model is everywhere
         if event == ARRIVAL and rule.looks:

@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass
-from typing import NamedTuple
+from typing import Final, NamedTuple
 
 import numpy as np
 from numpy.typing import NDArray
@@ -14,13 +15,15 @@ from capplan.serving.routers.fleet import Fleet, new_fleet
 from capplan.serving.structures import Heap, Records, new_heap
 from capplan.twin import trace as t
 from capplan.twin.clock import new_answered, new_clock
-from capplan.twin.cluster.loop import new_cursor, serve
+from capplan.twin.cluster.loop import PAUSED, new_cursor, serve
 from capplan.twin.cluster.member import ClusterMember, new_memory, store_member
 from capplan.twin.cluster.scenario import ClusterScenario, take_requests
 from capplan.twin.cluster.steps import Cluster, new_progress
 
 FIRST_ROWS = 512
 """Initial rows of an instance for requests in flight; a full table is doubled."""
+_PAUSE_NS: Final = 60 * 10**9
+"""Simulated time between two calls of an interrupt."""
 
 
 @dataclass(frozen=True, eq=False)
@@ -44,7 +47,11 @@ class Laid(NamedTuple):
 
 
 def run_cluster(
-    scenario: ClusterScenario, rule: RoutingRule, seed: int, first_rows: int = FIRST_ROWS
+    scenario: ClusterScenario,
+    rule: RoutingRule,
+    seed: int,
+    first_rows: int = FIRST_ROWS,
+    interrupt: Callable[[], None] | None = None,
 ) -> ClusterTrace:
     """Simulate a cluster to its horizon.
 
@@ -56,19 +63,27 @@ def run_cluster(
         Seed of the router's random numbers.
     first_rows
         Initial rows of every instance, without effect on the result.
+    interrupt
+        Called every simulated minute; an exception that it raises ends the simulation.
     """
     laid = lay_out(scenario, rule.code in ASK_RANKS, first_rows)
-    return trace_of(laid, run_laid(laid, rule, seed))
+    return trace_of(laid, run_laid(laid, rule, seed, interrupt))
 
 
-def run_laid(laid: Laid, rule: RoutingRule, seed: int) -> int:
+def run_laid(laid: Laid, rule: RoutingRule, seed: int, interrupt: Callable[[], None] | None = None) -> int:
     """Simulate a cluster in memory, and return the number of moved requests."""
     cursor = new_cursor(rule.period_ns)
+    if interrupt is not None:
+        cursor.pause_ns = _PAUSE_NS
     count = laid.cluster.following.size if rule.period_ns else 0
     movable, moved = new_heap(count), np.zeros(count, np.int64)
     key = routing_key(seed)
-    while (lacking := serve(laid.cluster, rule, key, laid.answered, cursor, movable, moved)) != NONE:
-        grow(laid, lacking)
+    while (state := serve(laid.cluster, rule, key, laid.answered, cursor, movable, moved)) != NONE:
+        if state != PAUSED:
+            grow(laid, state)
+        elif interrupt is not None:
+            cursor.pause_ns += _PAUSE_NS
+            interrupt()
     return int(cursor.migrations)
 
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, fields, replace
 from typing import Any, NamedTuple
 
@@ -39,6 +39,7 @@ def simulate_cluster(
     router: NamedRouter | PythonRouter = "plan-shares",
     duration_s: float = 3600.0,
     seed: int = 0,
+    interrupt: Callable[[], None] | None = None,
 ) -> ClusterResult:
     """Simulate several instances that serve one workload.
 
@@ -56,6 +57,9 @@ def simulate_cluster(
     seed
         Seed of arrivals, lengths and the router; same seed, same result. The requests are those that
         `capplan.simulate` draws with it.
+    interrupt
+        Called every simulated minute, unless the router is a function; an exception that it raises ends the
+        simulation.
 
     Returns
     -------
@@ -71,7 +75,10 @@ def simulate_cluster(
     """
     started = time.perf_counter()
     scenario = build_cluster(workload, instances, duration_s, seed)
-    return _result(scenario, instances, router, seed, started, workload.slo.tpt_over_base)
+    trace = _trace(scenario, router, seed, interrupt)
+    profiles = [instance.profile for instance in instances]
+    wall_s = time.perf_counter() - started
+    return cluster_result(scenario, trace, profiles, wall_s, workload.slo.tpt_over_base)
 
 
 def simulate_without_adapters(
@@ -89,23 +96,20 @@ def simulate_without_adapters(
     """
     started = time.perf_counter()
     scenario = without_adapters(build_cluster(workload, instances, duration_s, seed))
-    return _result(scenario, instances, router, seed, started)
+    trace = _trace(scenario, router, seed)
+    profiles = [instance.profile for instance in instances]
+    return cluster_result(scenario, trace, profiles, time.perf_counter() - started)
 
 
-def _result(
+def _trace(
     scenario: ClusterScenario,
-    instances: Sequence[Instance],
     router: NamedRouter | PythonRouter,
     seed: int,
-    started: float,
-    tpt_over_base: float | None = None,
-) -> ClusterResult:
+    interrupt: Callable[[], None] | None = None,
+) -> ClusterTrace:
     if callable(router):
-        trace = run_with(scenario, router, seed)
-    else:
-        trace = run_cluster(scenario, build_rule(router, scenario), seed)
-    profiles = [instance.profile for instance in instances]
-    return cluster_result(scenario, trace, profiles, time.perf_counter() - started, tpt_over_base)
+        return run_with(scenario, router, seed)
+    return run_cluster(scenario, build_rule(router, scenario), seed, interrupt=interrupt)
 
 
 @dataclass(frozen=True, eq=False)
