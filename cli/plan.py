@@ -23,6 +23,7 @@ from capplan.cli.options import (
 from capplan.cli.output import require_writable_files
 from capplan.cli.progress import announce_compilation, progress_bars
 from capplan.planner import SOLVERS
+from capplan.spec.plan import OUT_OF_TIME
 
 if TYPE_CHECKING:
     from capplan.spec import Group, Plan, Predicted
@@ -46,8 +47,10 @@ class PlanArgs:
     solver: str = typer.Option("capplan", metavar="NAME", help=f"How to place: {', '.join(SOLVERS)}.")
     seed: Seed = 0
     seeds: int = typer.Option(5, metavar="K", help="Fresh seeds that every group is verified on.")
-    time_limit: float = typer.Option(
-        60.0, metavar="SECONDS", help="Answer with the best placement found by then."
+    time_limit: float | None = typer.Option(
+        None,
+        metavar="SECONDS",
+        help="Limit of search and verification together; default: 60 s for the search alone.",
     )
     previous: str | None = typer.Option(
         None, metavar="PLAN", help="Plan in force, to keep adapters where they are."
@@ -196,6 +199,9 @@ def verdict(plan: Plan) -> str:
     if check.not_simulated and all(group.ok for group in check.groups):
         settings = " and ".join(check.not_simulated)
         return f"NOT VERIFIED: the twin does not simulate {settings}; without them verified {tried}, {served}"
+    notes = [group.note for group in check.groups if not group.ok]
+    if notes and all(note.startswith(OUT_OF_TIME) for note in notes):
+        return f"UNDECIDED: {notes[0]}; {served} {tried}"
     failed = ", ".join(group.id for group in check.groups if not group.ok)
     return f"VERIFICATION DISAGREES {tried}, {served}; failing: {failed or 'the plan as a whole'}"
 

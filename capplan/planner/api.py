@@ -6,8 +6,10 @@ import time
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
-from capplan.errors import InputError
+from capplan.errors import InfeasibleError, InputError
 from capplan.planner.assemble import build_plan
+from capplan.planner.bound import lower_bound_gpus
+from capplan.planner.deadline import OutOfTimeError, TimeBudget
 from capplan.planner.estimate import (
     ESTIMATORS,
     TwinEstimator,
@@ -15,10 +17,20 @@ from capplan.planner.estimate import (
     make_estimator,
     make_surrogate,
 )
+from capplan.planner.evaluate import evaluate, evaluate_cluster
 from capplan.planner.knobs import KnobSearch
 from capplan.planner.parallel import Progress, no_progress
 from capplan.planner.previous import read_previous
-from capplan.planner.problem import Assignment, Estimator, Problem, infeasible, make_problem
+from capplan.planner.problem import (
+    OPEN_FACTOR,
+    Assignment,
+    Estimator,
+    Problem,
+    infeasible,
+    make_problem,
+)
+from capplan.planner.search.local_search import fleet_cost, fleet_size_of
+from capplan.planner.shortage import broken_when_spread
 from capplan.planner.solvers import find_solver
 from capplan.planner.solvers.base import (
     DEFAULT_TIME_LIMIT_S,
@@ -52,7 +64,7 @@ def plan(
     verify: bool = True,
     repair: bool = True,
     seeds: int = FRESH_SEEDS,
-    time_limit_s: float = DEFAULT_TIME_LIMIT_S,
+    time_limit_s: float | None = None,
     knobs: KnobSearch | str = KnobSearch.FITTED,
     robust: float | None = None,
     progress: Progress | None = None,
@@ -79,8 +91,10 @@ def plan(
     seeds
         Number of fresh seeds; a trace is replayed once.
     time_limit_s
-        Time after which slow solvers stop: without an answer (``dlora-proactive``, ``milp``) or with the best
-        so far (``capplan``).
+        Time for search, verification and bottlenecks together, without compilation. At its end the best
+        placement found is returned, with the verdict on the seeds simulated by then. None: slow solvers stop
+        after 60 s, without an answer (``dlora-proactive``, ``milp``) or with the best so far (``capplan``),
+        and nothing else is limited.
     knobs
         Values of max_num_batched_tokens and max_num_seqs that may be chosen if the workload leaves them open
         and bounds a latency: ``default`` (none but the defaults), ``fitted`` (inside the fitted range of the
@@ -96,41 +110,99 @@ def plan(
     InputError
         If a parameter or the workload is invalid.
     InfeasibleError
-        If the GPUs do not suffice; see `reason`.
+        If the GPUs do not suffice, or the time limit ends before a placement is found and simulated once; see
+        `reason`. The message names the bound that breaks and the number of GPUs that would hold.
     """
     made = make_problem(workload, gpus, profile)
     problem = replace(made, knobs=KnobSearch.named(knobs), robust=robust)
     _ = problem.pessimistic  # an invalid quantile is an error before anything is solved
     previous = read_previous(workload)
-    chosen = find_solver(solver)
-    require_seeds(seed, seeds)
-    report = progress or no_progress
-    report("placing", 0, 1)
-    twin = TwinEstimator(problem, seed)
-    answer = solve(
-        problem, chosen, twin, estimator=estimator, seed=seed, time_limit_s=time_limit_s, previous=previous
+    options = PlanOptions(find_solver(solver), estimator, seed, verify, repair, seeds, time_limit_s)
+    return plan_problem(problem, options, previous, progress or no_progress)
+
+
+@dataclass(frozen=True)
+class PlanOptions:
+    """Options of planning a problem, as for `plan`."""
+
+    solver: Solver
+    estimator: str = "auto"
+    seed: int = 0
+    verify: bool = True
+    repair: bool = True
+    seeds: int = FRESH_SEEDS
+    time_limit_s: float | None = None
+    finds_shortage: bool = True
+    """Whether an infeasible answer names the number of GPUs that would hold."""
+
+    def __post_init__(self) -> None:
+        require_seeds(self.seed, self.seeds)
+        if self.time_limit_s is not None and not self.time_limit_s > 0.0:
+            raise InputError("must be > 0", self.time_limit_s, "time_limit_s")
+
+
+def plan_problem(
+    problem: Problem,
+    options: PlanOptions,
+    previous: Plan | None = None,
+    progress: Progress = no_progress,
+) -> Plan:
+    """Plan a problem; errors as for `plan`."""
+    progress("placing", 0, 1)
+    if options.time_limit_s is not None:
+        _compile(problem)
+    budget = TimeBudget(options.time_limit_s, options.verify)
+    twin = TwinEstimator(problem, options.seed, deadline=budget.search)
+    try:
+        answer = solve(
+            problem,
+            options.solver,
+            twin,
+            estimator=options.estimator,
+            seed=options.seed,
+            time_limit_s=budget.search_s(DEFAULT_TIME_LIMIT_S),
+            previous=previous,
+        )
+    except InfeasibleError as error:
+        raise _with_sufficient_gpus(error, problem, options, budget) from None
+    progress("placing", 1, 1)
+    twin = replace(twin, deadline=budget.verification)
+    verifier = make_verifier(answer.problem, twin, options.seed, options.verify, options.seeds)
+    verifier = replace(verifier, deadline=budget.verification)
+    outcome = _verify(answer, verifier, twin, options.verify and options.repair, progress)
+    drawn = replace(verifier, deadline=budget.end).with_drawn_profiles(
+        outcome.assignments,
+        outcome.verifications,
+        lambda done, total: progress("drawn profiles", done, total),
     )
-    report("placing", 1, 1)
-    verifier = make_verifier(answer.problem, twin, seed, verify, seeds)
-    outcome = _verify(answer, verifier, twin, verify and repair, report)
-    drawn = verifier.with_drawn_profiles(
-        outcome.assignments, outcome.verifications, lambda done, total: report("drawn profiles", done, total)
-    )
-    outcome = replace(outcome, verifications=drawn)
     return build_plan(
         verifier,
-        outcome,
-        verified=verify,
+        replace(outcome, verifications=drawn),
+        verified=options.verify,
         previous=previous,
         notes={
-            "solver": chosen.name,
+            "solver": options.solver.name,
             "estimator": answer.estimator,
-            "seed": seed,
+            "seed": options.seed,
             "repairs": list(outcome.changes),
             **({} if problem.knobs is KnobSearch.FITTED else {"knobs": problem.knobs.value}),
-            **({} if robust is None else {"robust": robust}),
+            **({} if problem.robust is None else {"robust": problem.robust}),
         },
+        deadline=budget.end,
     )
+
+
+def _compile(problem: Problem) -> None:
+    """Simulate a second of an instance and of a cluster, so that no time limit contains compilation."""
+    slots = problem.fixed_a_max or 1
+    for pool in range(len(problem.pools)):
+        instance = Assignment(problem.shares[:1], slots, pool=pool)
+        if problem.fits_in_memory(instance):
+            evaluate(problem, instance, 0, 1.0)
+            names = [share.name for share in instance.shares if share.rank]
+            alone = replace(problem, workload=problem.workload.subset(names))
+            evaluate_cluster(alone, [instance], 0, 1.0)
+            return
 
 
 def _verify(
@@ -152,13 +224,60 @@ def _verify(
     def verify(assignments: Sequence[Assignment]) -> list[InstanceVerification]:
         return verifier.whole(assignments, lambda done, total: report("verifying", done, total))
 
-    verifications = verify(assignments)
+    try:
+        verifications = verify(assignments)
+    except OutOfTimeError:
+        words = f"the time limit ends the verification of {len(assignments)} instance(s) before its first"
+        raise infeasible("time", f"{words} seed; a longer one decides") from None
+    unrepaired = RepairResult(assignments, tuple(verifications), changes)
     if not repair_failing or all(each.ok for each in verifications):
-        return RepairResult(assignments, tuple(verifications), changes)
-    repaired = repair(verifier, assignments, verifications, twin, changes)
-    if repaired.assignments == assignments:
-        return repaired
-    return replace(repaired, verifications=tuple(verify(repaired.assignments)))
+        return unrepaired
+    try:
+        repaired = repair(verifier, assignments, verifications, twin, changes)
+        if repaired.assignments == assignments:
+            return repaired
+        return replace(repaired, verifications=tuple(verify(repaired.assignments)))
+    except OutOfTimeError:
+        return unrepaired
+
+
+def _with_sufficient_gpus(
+    error: InfeasibleError, problem: Problem, options: PlanOptions, budget: TimeBudget
+) -> InfeasibleError:
+    """Return the error with the number of GPUs on which the solver finds an answer, as text.
+
+    Unchanged if more GPUs cannot help, or the solver uses all that there are.
+    """
+    if not options.finds_shortage or error.reason == "memory" or options.solver.uses_all_gpus:
+        return error
+    available = _gpus(problem, [pool.instances for pool in problem.pools])
+    most = max(available, lower_bound_gpus(problem)) * OPEN_FACTOR
+    pools = tuple(replace(p, instances=most // p.profile.tp, is_open=True) for p in problem.pools)
+    changes = {"objective": Objective.MIN_GPUS, "previous_plan": None, "move_cost": None}
+    larger = replace(problem, pools=pools, workload=problem.workload.model_copy(update=changes))
+    twin = TwinEstimator(larger, options.seed, deadline=budget.shortage)
+    try:
+        answer = solve(
+            larger,
+            options.solver,
+            twin,
+            estimator=options.estimator,
+            seed=options.seed,
+            time_limit_s=DEFAULT_TIME_LIMIT_S,
+            insufficient_gpus=available,
+        )
+    except InfeasibleError as other:
+        words = f"no number up to {most} holds"
+        if other.reason == "time":
+            words = "no number that would hold was found in time"
+    else:
+        used = fleet_size_of(larger, answer.assignments)
+        words = f"{_gpus(larger, used)} GPUs would hold"
+    return InfeasibleError(f"{error.message}; {words}", error.reason)
+
+
+def _gpus(problem: Problem, instances: Sequence[int]) -> int:
+    return sum(count * pool.profile.tp for count, pool in zip(instances, problem.pools, strict=True))
 
 
 _CONSERVATIVE_MARGIN = 0.01
@@ -189,10 +308,12 @@ def solve(
     seed: int = 0,
     time_limit_s: float,
     previous: Plan | None = None,
+    insufficient_gpus: int = 0,
 ) -> SolverRun:
     """Run a solver on whole adapters, or on shares of hot ones if it supports them.
 
-    `estimator` is the name selected by the user; seed, time limit and previous plan are passed to the solver.
+    `estimator` is the name selected by the user; the other options are passed to the solver. If the deadline
+    of the twin ends the search, the best answer that it has reported is returned.
 
     Raises
     ------
@@ -210,22 +331,54 @@ def solve(
     selected = twin if none else make_estimator(problem, name, twin)
     started = time.perf_counter()
     require_memory(problem)
-    if solver.splits_hot:
-        deciding: Estimator = twin if required is RequiredEstimator.TWIN else selected
-        problem = replace(problem, shares=split_hot_adapters(problem, deciding))
-    context = SolverContext(selected, twin, seed, time_limit_s, previous=previous)
-    if required is RequiredEstimator.TWIN:
-        context = _add_twins(context, problem, twin, name)
-    assignments = tuple(solver.place(problem, context))
+    answers = _Answers(problem)
+    try:
+        if solver.splits_hot:
+            deciding: Estimator = twin if required is RequiredEstimator.TWIN else selected
+            problem = replace(problem, shares=split_hot_adapters(problem, deciding))
+        context = SolverContext(
+            selected,
+            twin,
+            seed,
+            time_limit_s,
+            previous=previous,
+            insufficient_gpus=insufficient_gpus,
+            deadline=twin.deadline,
+            on_answer=answers.add,
+        )
+        if required is RequiredEstimator.TWIN:
+            context = _add_twins(context, problem, twin, name)
+        assignments = tuple(solver.place(problem, context))
+    except OutOfTimeError:
+        if not answers.best:
+            words = f"no placement found by solver {solver.name} in {time_limit_s:g} s"
+            raise infeasible("time", "; ".join(filter(None, (words, broken_when_spread(problem))))) from None
+        assignments = answers.best
     solve_s = time.perf_counter() - started
     return SolverRun(problem, assignments, "none" if none else estimator_name(selected), solve_s)
+
+
+@dataclass
+class _Answers:
+    """Best of the answers that a solver has reported."""
+
+    problem: Problem
+    best: tuple[Assignment, ...] = ()
+
+    def add(self, answer: Sequence[Assignment]) -> None:
+        if not self.best or self._cost(answer) <= self._cost(self.best):
+            self.best = tuple(answer)
+
+    def _cost(self, answer: Sequence[Assignment]) -> tuple[float, ...]:
+        fleet = fleet_size_of(self.problem, answer)
+        return fleet_cost(self.problem, fleet, self.problem.workload.objective)[:2]
 
 
 def _add_twins(context: SolverContext, problem: Problem, twin: TwinEstimator, name: str) -> SolverContext:
     """Return the context of a solver that confirms instances with the twin."""
 
     def renew(other: Problem) -> SolverContext:
-        other_twin = TwinEstimator(other, context.seed)
+        other_twin = TwinEstimator(other, context.seed, deadline=twin.deadline)
         selected = make_estimator(other, name, other_twin)
         return _add_twins(replace(context, estimator=selected), other, other_twin, name)
 

@@ -10,9 +10,10 @@ from typing import Final
 from pydantic import JsonValue
 
 from capplan.planner.bound import lower_bound, lower_bound_gpus
+from capplan.planner.deadline import NEVER, Deadline
 from capplan.planner.evaluate import find_bottleneck, known_values
 from capplan.planner.intervals import prediction_interval
-from capplan.planner.parallel import parallel_map
+from capplan.planner.parallel import parallel_map, parallel_until
 from capplan.planner.previous import (
     PreviousInstance,
     moved_adapters,
@@ -58,17 +59,19 @@ def build_plan(
     verified: bool,
     previous: Plan | None,
     notes: Mapping[str, JsonValue],
+    deadline: Deadline = NEVER,
 ) -> Plan:
     """Return the plan document; groups of the previous plan keep their names.
 
     Unless `verified`, the plan is marked unverified, with predictions of one seed. `notes` are added to the
-    provenance.
+    provenance. Bottlenecks that are not known at the deadline are left out.
     """
     problem, assignments, verifications = verifier.problem, answer.assignments, answer.verifications
     workload = problem.workload
     old = () if previous is None else previous_instances(previous)
     names, moves = name_groups(problem, assignments, old)
-    bottlenecks = parallel_map(partial(find_bottleneck, problem), assignments)
+    found = parallel_until(partial(find_bottleneck, problem), assignments, deadline)
+    bottlenecks = [(None, None) if each is None else each for each in found]
     pairs = list(zip(assignments, verifications, strict=True))
     queues = parallel_map(lambda pair: group_queues(problem, pair[0], pair[1].results), pairs)
     columns = zip(names, assignments, verifications, bottlenecks, queues, strict=True)
@@ -98,7 +101,7 @@ def build_plan(
         },
         verification=Verification(
             ok=verified and not missing and all(each.ok for each in verifications),
-            seeds=verifier.seeds if verified else (),
+            seeds=verifications[0].seeds if verified else (),
             duration_s=verifier.duration_s if verified else 0.0,
             min_served_fraction=min(r.served_fraction for each in verifications for r in each.results),
             groups=tuple(checks),

@@ -21,6 +21,7 @@ from capplan.models.surrogates.compiled import (
 )
 from capplan.models.surrogates.features import unsupported_workload
 from capplan.models.surrogates.files import KINDS
+from capplan.planner.deadline import NEVER, Deadline
 from capplan.planner.evaluate import Evaluation, evaluate
 from capplan.planner.parallel import estimate_all
 from capplan.planner.problem import AdapterShare, Assignment, Estimate, Estimator, Problem
@@ -57,6 +58,8 @@ class TwinEstimator:
     duration_s: float = SEARCH_DURATION_S
     margin: float = 0.0
     """Served fraction required beyond the bound."""
+    deadline: Deadline = field(default=NEVER, compare=False)
+    """Time at which a new simulation raises `OutOfTimeError`."""
     _cache: dict[tuple[object, ...], Evaluation | None] = field(default_factory=dict, compare=False)
     """Runs by instance and seed, None for one that does not start; shared with copies of another margin."""
 
@@ -101,6 +104,7 @@ class TwinEstimator:
         knobs = (args.max_num_seqs, args.max_num_batched_tokens)
         key = (frozenset(assignment.shares), assignment.a_max, *knobs, assignment.pool, seed)
         if key not in self._cache:
+            self.deadline.check()
             scale = 1.0 / (1.0 - self.problem.workload.headroom)
             try:
                 problem = self.problem.pessimistic

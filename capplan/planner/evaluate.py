@@ -11,8 +11,10 @@ from typing import Any, Final, NamedTuple
 import numpy as np
 from numpy.typing import NDArray
 
-from capplan.planner.problem import Assignment, Problem, distinct_adapters, horizon_s
+from capplan.planner.deadline import NEVER, Deadline
+from capplan.planner.problem import SIMULATED_S, Assignment, Problem, distinct_adapters, horizon_s
 from capplan.spec import Binds, Slo, Workload
+from capplan.spec.slo import describe_latency
 from capplan.twin import SimulationResult, simulate, simulate_detailed
 from capplan.twin.cluster import Instance, simulate_cluster
 from capplan.twin.core import run
@@ -146,8 +148,35 @@ def _violated_by_waiting(result: SimulationResult, name: str, bound: float) -> b
     return late > (1.0 - float(statistic[1:]) / 100.0) * result.submitted
 
 
+def describe_violation(problem: Problem, evaluation: Evaluation) -> str:
+    """Return the broken bound of an instance that is exceeded most, as text; empty if none is broken."""
+    slo, result = problem.workload.slo, evaluation.result
+    if result.served_fraction < slo.served_fraction:
+        limit = f"{100.0 * slo.served_fraction:g} %"
+        return f"{100.0 * result.served_fraction:.1f} % of the tokens are served (limit {limit})"
+    limits = slo.latency_bounds()
+    values = {name: bound_value(result, name) for name in limits}
+    broken = [name for name, limit in limits.items() if values[name] > limit]
+    if not broken:
+        return next(iter(evaluation.violations), "")
+    worst = max(broken, key=lambda name: values[name] / limits[name])
+    latency, unit = describe_latency(worst)
+    return f"{latency} is {values[worst]:.3g} {unit} (limit {limits[worst]:g} {unit})"
+
+
+def describe_failure(problem: Problem, assignment: Assignment) -> str:
+    """Return the bound that an instance breaks by the twin at the load over (1 - headroom), as text."""
+    scale = 1.0 / (1.0 - problem.workload.headroom)
+    evaluation = evaluate(problem.pessimistic, assignment, 0, SIMULATED_S, scale)
+    return describe_violation(problem, evaluation) or "no bound breaks on one seed of the twin"
+
+
 def evaluate_cluster(
-    problem: Problem, assignments: Sequence[Assignment], seed: int, duration_s: float
+    problem: Problem,
+    assignments: Sequence[Assignment],
+    seed: int,
+    duration_s: float,
+    deadline: Deadline = NEVER,
 ) -> list[Evaluation]:
     """Simulate all instances under one clock, with requests routed by the shares of the plan.
 
@@ -155,6 +184,8 @@ def evaluate_cluster(
     ------
     InfeasibleError
         If an instance does not start.
+    OutOfTimeError
+        If the deadline passes.
     """
     workload = problem.busiest_workload
     instances = [
@@ -162,7 +193,8 @@ def evaluate_cluster(
         for each in assignments
     ]
     length_s = horizon_s(workload, duration_s)
-    cluster = simulate_cluster(workload, instances, router="smooth-shares", duration_s=length_s, seed=seed)
+    options: dict[str, Any] = {"seed": seed, "duration_s": length_s, "interrupt": deadline.check}
+    cluster = simulate_cluster(workload, instances, router="smooth-shares", **options)
     evaluations = []
     for number, result in enumerate(cluster.instances):
         routed, own = cluster.requests, cluster.requests.instance == number
@@ -175,13 +207,23 @@ def evaluate_cluster(
 
 
 def simulate_instances(
-    problem: Problem, assignments: Sequence[Assignment], seed: int, duration_s: float
+    problem: Problem,
+    assignments: Sequence[Assignment],
+    seed: int,
+    duration_s: float,
+    deadline: Deadline = NEVER,
 ) -> list[SimulationResult]:
-    """Simulate the instances of a plan as its verification does, without a judgement of bounds."""
+    """Simulate the instances of a plan as its verification does, without a judgement of bounds.
+
+    Raises
+    ------
+    OutOfTimeError
+        If the deadline passes.
+    """
     unbounded = replace(problem, workload=problem.workload.model_copy(update={"slo": Slo()}))
     if len(assignments) == 1:
         return [evaluate(unbounded, assignments[0], seed, duration_s).result]
-    return [each.result for each in evaluate_cluster(unbounded, assignments, seed, duration_s)]
+    return [each.result for each in evaluate_cluster(unbounded, assignments, seed, duration_s, deadline)]
 
 
 def known_value(value: float) -> float | None:

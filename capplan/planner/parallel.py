@@ -7,6 +7,8 @@ from concurrent.futures import ThreadPoolExecutor
 from os import cpu_count
 from typing import TYPE_CHECKING, TypeVar
 
+from capplan.planner.deadline import Deadline, OutOfTimeError
+
 if TYPE_CHECKING:
     from capplan.planner.problem import Assignment, Estimate, Estimator
 
@@ -48,3 +50,24 @@ def parallel_map(
     finally:
         pool.shutdown(cancel_futures=True)  # after an interrupt, pending calls never start
     return results
+
+
+def parallel_until(
+    function: Callable[[Item], Result],
+    items: Iterable[Item],
+    deadline: Deadline,
+    answered: Callable[[int], None] | None = None,
+) -> list[Result | None]:
+    """Return the results as `parallel_map` does; None for a call that a deadline ends or prevents.
+
+    A function that takes long ends at the deadline by raising `OutOfTimeError` itself.
+    """
+
+    def until(item: Item) -> Result | None:
+        try:
+            deadline.check()
+            return function(item)
+        except OutOfTimeError:
+            return None
+
+    return parallel_map(until, items, answered)

@@ -10,6 +10,7 @@ from typing import Final
 
 from capplan.errors import InfeasibleError
 from capplan.planner.bound import lower_bound_instances
+from capplan.planner.evaluate import describe_failure
 from capplan.planner.problem import AdapterShare, Assignment, Estimator, Problem, infeasible
 from capplan.spec import Adapter
 
@@ -145,7 +146,9 @@ def _shares_needed(problem: Problem, estimator: Estimator, members: AdapterSet) 
     for count in range(max(2, lower_bound_instances(alone)), most + 1):
         if holds(count):
             return count
-    raise _load_error(problem, members, most)
+    pool, slots = settings[0]
+    lightest = Assignment(tuple(split_evenly(share, most)[0] for share in shares), slots, pool=pool)
+    raise _load_error(problem, members, most, lightest)
 
 
 def _describe(members: AdapterSet) -> str:
@@ -161,13 +164,14 @@ def _gpu_names(problem: Problem, pools: Iterable[int]) -> str:
     return " or ".join(dict.fromkeys(problem.pools[pool].profile.gpu.name for pool in pools))
 
 
-def _load_error(problem: Problem, members: AdapterSet, most: int) -> InfeasibleError:
-    slo = problem.workload.slo
-    bounds = slo.latency_bounds() or slo.tpt_over_base
+def _load_error(problem: Problem, members: AdapterSet, most: int, lightest: Assignment) -> InfeasibleError:
+    """Return the error of an adapter set that fails in as many shares as it may have.
+
+    `lightest` is an instance with one of these shares.
+    """
     rate_rps = sum(adapter.rate_rps for adapter in members)
     return infeasible(
-        "slo" if bounds else "starvation",
-        f"{_describe(members)} at {rate_rps:g} req/s breaks {'a latency bound or ' if bounds else ''}"
-        f"served_fraction {slo.served_fraction:g} even when spread over {most} instance(s) of its own with "
-        f"headroom {problem.workload.headroom:g}",
+        "slo" if problem.bounds_latency else "starvation",
+        f"{_describe(members)} at {rate_rps:g} req/s fails even when spread over {most} instance(s) of its "
+        f"own with headroom {problem.workload.headroom:g}: {describe_failure(problem, lightest)}",
     )

@@ -8,6 +8,7 @@ from dataclasses import dataclass, replace
 
 from capplan.errors import InputError
 from capplan.models.uncertainty import DRAWS, drawn_profiles
+from capplan.planner.deadline import NEVER, Deadline, OutOfTimeError
 from capplan.planner.evaluate import (
     Evaluation,
     evaluate,
@@ -15,10 +16,20 @@ from capplan.planner.evaluate import (
     simulate_instances,
 )
 from capplan.planner.knobs import KNOBS, knob_grid, tune_knobs
-from capplan.planner.parallel import no_progress, parallel_map
-from capplan.planner.problem import SIMULATED_S, AdapterShare, Assignment, Estimator, Problem, horizon_s
+from capplan.planner.parallel import no_progress, parallel_map, parallel_until
+from capplan.planner.problem import (
+    SIMULATED_S,
+    AdapterShare,
+    Assignment,
+    Estimate,
+    Estimator,
+    Problem,
+    horizon_s,
+)
 from capplan.planner.search.data import AdapterGroup, adapter_groups
 from capplan.planner.slots import choose_slots, slot_candidates
+from capplan.spec import Profile
+from capplan.spec.plan import OUT_OF_TIME
 from capplan.twin import SimulationResult
 
 FRESH_SEEDS = 5
@@ -35,6 +46,8 @@ class InstanceVerification:
     """Broken bounds by seed, as text; empty if the instance holds."""
     drawn: tuple[SimulationResult, ...] = ()
     """Simulations of the first seed with drawn profiles."""
+    seeds: tuple[int, ...] = ()
+    """Seed of each result."""
 
     @property
     def ok(self) -> bool:
@@ -50,6 +63,8 @@ class Verifier:
     seeds: tuple[int, ...]
     with_headroom: Estimator
     duration_s: float = SIMULATED_S
+    deadline: Deadline = NEVER
+    """Time at which no simulation is started."""
 
     def __call__(
         self, assignments: Sequence[Assignment], progress: Callable[[int, int], None] = no_progress
@@ -60,31 +75,47 @@ class Verifier:
         ------
         InfeasibleError
             If an assignment does not fit in memory.
+        OutOfTimeError
+            If the deadline passes.
         """
+
+        def simulate(job: tuple[Assignment, int]) -> Evaluation:
+            self.deadline.check()
+            return evaluate(self.problem, *job, self.duration_s)
+
         jobs = [(assignment, seed) for assignment in assignments for seed in self.seeds]
-        evaluations = parallel_map(
-            lambda job: evaluate(self.problem, *job, self.duration_s),
-            jobs,
-            lambda done: progress(done, len(jobs)),
-        )
+        evaluations = parallel_map(simulate, jobs, lambda done: progress(done, len(jobs)))
         count = len(self.seeds)
-        return self._collect(assignments, [evaluations[i : i + count] for i in range(0, len(jobs), count)])
+        by_instance = [evaluations[i : i + count] for i in range(0, len(jobs), count)]
+        return self._collect(assignments, self.seeds, by_instance)
 
     def whole(
         self, assignments: Sequence[Assignment], progress: Callable[[int, int], None] = no_progress
     ) -> list[InstanceVerification]:
         """Verify a complete plan: all instances under one clock, requests routed by its shares.
 
-        A single instance is simulated alone.
+        A single instance is simulated alone. Seeds that the deadline ends are left out, which the violations
+        say.
+
+        Raises
+        ------
+        OutOfTimeError
+            If it ends all of them.
         """
-        if len(assignments) == 1:
-            return self(assignments, progress)
-        by_seed = parallel_map(
-            lambda seed: evaluate_cluster(self.problem, assignments, seed, self.duration_s),
-            self.seeds,
-            lambda done: progress(done, len(self.seeds)),
+
+        def simulate(seed: int) -> list[Evaluation]:
+            if len(assignments) == 1:
+                return [evaluate(self.problem, assignments[0], seed, self.duration_s)]
+            return evaluate_cluster(self.problem, assignments, seed, self.duration_s, self.deadline)
+
+        by_seed = parallel_until(
+            simulate, self.seeds, self.deadline, lambda done: progress(done, len(self.seeds))
         )
-        return self._collect(assignments, list(zip(*by_seed, strict=True)))
+        known = [(seed, each) for seed, each in zip(self.seeds, by_seed, strict=True) if each is not None]
+        if not known:
+            raise OutOfTimeError
+        seeds, evaluations = zip(*known, strict=True)
+        return self._collect(assignments, seeds, list(zip(*evaluations, strict=True)))
 
     def with_drawn_profiles(
         self,
@@ -94,42 +125,58 @@ class Verifier:
     ) -> tuple[InstanceVerification, ...]:
         """Add simulations with profiles drawn from the uncertainty of the fit; none after one seed.
 
-        The seed is the first of the verification, so differences are those of the profiles.
+        The seed is the first of the verification, so differences are those of the profiles. None are added if
+        the deadline ends one of them.
         """
         if len(self.seeds) < 2:
             return tuple(verifications)
+        seed = verifications[0].seeds[0]
         by_pool = [drawn_profiles(pool.profile) for pool in self.problem.pools]
-        drawn = parallel_map(
-            lambda profiles: simulate_instances(
-                self.problem.with_profiles(profiles), assignments, self.seeds[0], self.duration_s
-            ),
-            list(zip(*by_pool, strict=True)),
-            lambda done: progress(done, DRAWS),
-        )
+
+        def simulate(profiles: Sequence[Profile]) -> list[SimulationResult]:
+            problem = self.problem.with_profiles(profiles)
+            return simulate_instances(problem, assignments, seed, self.duration_s, self.deadline)
+
+        draws = list(zip(*by_pool, strict=True))
+        answers = parallel_until(simulate, draws, self.deadline, lambda done: progress(done, DRAWS))
+        drawn = [each for each in answers if each is not None]
+        if len(drawn) < len(draws):
+            return tuple(verifications)
         by_instance = zip(verifications, zip(*drawn, strict=True), strict=True)
         return tuple(replace(each, drawn=results) for each, results in by_instance)
 
     def _collect(
-        self, assignments: Sequence[Assignment], evaluations: Sequence[Sequence[Evaluation]]
+        self,
+        assignments: Sequence[Assignment],
+        seeds: tuple[int, ...],
+        evaluations: Sequence[Sequence[Evaluation]],
     ) -> list[InstanceVerification]:
-        at_headroom = parallel_map(self.with_headroom, assignments)
+        at_headroom = parallel_until(self.with_headroom, assignments, self.deadline)
         return [
-            self._verify(each, estimate.starved)
+            self._verify(seeds, each, estimate)
             for each, estimate in zip(evaluations, at_headroom, strict=True)
         ]
 
-    def _verify(self, evaluations: Sequence[Evaluation], lacks_headroom: bool) -> InstanceVerification:
+    def _verify(
+        self, seeds: tuple[int, ...], evaluations: Sequence[Evaluation], at_headroom: Estimate | None
+    ) -> InstanceVerification:
         violations = [
             f"seed {seed}: {words}"
-            for seed, each in zip(self.seeds, evaluations, strict=True)
+            for seed, each in zip(seeds, evaluations, strict=True)
             for words in each.violations
         ]
-        if not violations and lacks_headroom:
-            headroom = self.problem.workload.headroom
+        load = f"the load over (1 - headroom {self.problem.workload.headroom:g})"
+        if not violations and at_headroom is not None and at_headroom.starved:
             robust = self.problem.robust
             slow = "" if robust is None else f" and step times at their quantile {robust:g}"
-            violations = [f"a bound breaks at the load over (1 - headroom {headroom:g}){slow}"]
-        return InstanceVerification(tuple(each.result for each in evaluations), tuple(violations))
+            violations = [f"a bound breaks at {load}{slow}"]
+        if len(seeds) < len(self.seeds):
+            violations.append(f"{OUT_OF_TIME} after {len(seeds)} of {len(self.seeds)} seeds")
+        elif at_headroom is None:
+            violations.append(f"{OUT_OF_TIME} before {load}")
+        return InstanceVerification(
+            tuple(each.result for each in evaluations), tuple(violations), seeds=seeds
+        )
 
 
 def make_verifier(

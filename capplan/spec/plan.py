@@ -7,7 +7,7 @@ import json
 import math
 import os
 from collections.abc import Iterable, Mapping, Sequence
-from typing import TYPE_CHECKING, Annotated, Any, Literal, Self
+from typing import TYPE_CHECKING, Annotated, Any, Final, Literal, Self
 
 from pydantic import Field, JsonValue, Strict, model_validator
 
@@ -234,6 +234,10 @@ class Move(SpecModel):
     from_group: Name | None = Field(default=None, description="Group it leaves; null: newly placed.")
     to_group: Name | None = Field(default=None, description="Group it goes to; null: taken away.")
     share: Share = Field(default=1.0, description="Share of the adapter's requests that moves.")
+
+
+OUT_OF_TIME: Final = "the time limit ended the verification"
+"""Beginning of the note on a group whose verification is incomplete."""
 
 
 class GroupVerification(SpecModel):

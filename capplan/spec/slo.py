@@ -93,6 +93,12 @@ class Slo(SpecModel):
         return {name: value for name, value in bounds.items() if value is not None}
 
 
+def describe_latency(bound: str) -> tuple[str, str]:
+    """Return the latency that a bound such as ``ttft_p99_s`` is on, as text, and its unit."""
+    metric, statistic, unit = bound.split("_")
+    return f"{metric.upper()} {statistic}", unit
+
+
 class Gpus(SpecModel):
     """GPUs of one kind that a plan may use."""
 

@@ -9,15 +9,16 @@ from statistics import median_low
 from typing import Final
 
 from capplan.errors import InfeasibleError
-from capplan.planner.api import plan as make_plan
+from capplan.planner.api import PlanOptions, plan_problem
 from capplan.planner.estimate import SEARCH_DURATION_S, TwinEstimator
 from capplan.planner.evaluate import evaluate
 from capplan.planner.explain.rebuild import RebuiltPlan
 from capplan.planner.parallel import Progress, parallel_map
-from capplan.planner.problem import Assignment, Problem, infeasible
+from capplan.planner.problem import Assignment, Problem, infeasible, make_problem
 from capplan.planner.search.data import build_search_data
 from capplan.planner.search.placement import balanced
 from capplan.planner.slots import rank_slots
+from capplan.planner.solvers import find_solver
 from capplan.spec import Objective, Plan, Workload
 
 _MAX_SPREAD_INSTANCES: Final = 16
@@ -104,8 +105,9 @@ def _replan(fleet: FleetChange, objective: Objective, seed: int, progress: Progr
     workload = fleet.workload.replace(objective=objective, previous_plan=None, move_cost=None)
     profile = None if workload.pools else fleet.problem.profile
     gpus = None if workload.pools else fleet.gpus
-    knobs = fleet.problem.knobs
-    return make_plan(workload, gpus=gpus, profile=profile, seed=seed, seeds=1, knobs=knobs, progress=report)
+    problem = replace(make_problem(workload, gpus, profile), knobs=fleet.problem.knobs)
+    options = PlanOptions(find_solver("capplan"), seed=seed, seeds=1, finds_shortage=False)
+    return plan_problem(problem, options, progress=report)
 
 
 def _summarize(plan: Plan, fleet: FleetChange, aim: str = "") -> WhatIf:

@@ -8,6 +8,7 @@ from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Final, NamedTuple
 
+from capplan.planner.deadline import NEVER, Deadline
 from capplan.planner.knobs import fallback_running_requests, knob_grid, tune_knobs
 from capplan.planner.parallel import estimate_all, parallel_map
 from capplan.planner.problem import Assignment, Estimator
@@ -80,6 +81,8 @@ class Evaluator:
     """Whether an instance that the twin refuses is tried with other values of its open knobs."""
     other_settings: tuple[InstanceSetting, ...] = ()
     """Settings with other knobs, at any number of slots, that are tried on an instance that is refused."""
+    deadline: Deadline = NEVER
+    """Time at which a new estimate raises `OutOfTimeError`."""
     _knobs: InstanceSetting | None = None
     """First setting with other knobs that was confirmed; the next descent begins there as well."""
     _estimates: dict[InstanceKind, InstanceEstimate] = field(default_factory=dict)
@@ -164,6 +167,7 @@ class Evaluator:
     def _estimate(self, content: InstanceContent, near: int | None = None) -> InstanceEstimate:
         kind = self._kind(content)
         if kind not in self._estimates:
+            self.deadline.check()
             self._estimates[kind] = self._compute_estimate(content, near)
         return self._estimates[kind]
 

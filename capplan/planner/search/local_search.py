@@ -6,13 +6,13 @@ import itertools
 import math
 import time
 from collections import Counter
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Final, NamedTuple
 
 import numpy as np
 
-from capplan.planner.parallel import parallel_map
+from capplan.planner.parallel import no_progress, parallel_map
 from capplan.planner.problem import Assignment, Problem
 from capplan.planner.search.data import SearchData
 from capplan.planner.search.evaluator import Evaluator
@@ -99,6 +99,8 @@ class LocalSearch:
     """Value of `time.monotonic` at which to stop."""
     initial_solutions: tuple[InitialSolution, ...] = INITIAL_SOLUTIONS
     """Constructions of initial placements, in order."""
+    on_answer: Callable[[Sequence[Assignment]], None] = no_progress
+    """Called with each confirmed placement."""
 
     @property
     def timed_out(self) -> bool:
@@ -140,7 +142,8 @@ class LocalSearch:
 
     def search_fleet(self, fleet: FleetSize) -> tuple[Assignment, ...] | None:
         """Return the first confirmed placement on a fleet; None without any."""
-        return next(self._placements(fleet), None)
+        found = next(self._placements(fleet), None)
+        return None if found is None else self._reported(found)
 
     def search_unchanged(self, fleet: FleetSize, improving: bool) -> tuple[Assignment, ...] | None:
         """Return the first initial solution on a fleet that the twin confirms as it is.
@@ -151,19 +154,19 @@ class LocalSearch:
         for state in self._initial_placements(fleet):
             confirmed = self.evaluator.confirm_all(state)
             if confirmed is not None:
-                return confirmed
+                return self._reported(confirmed)
             states.append(state)
         rounds = _ROUNDS + 4 * sum(fleet)
         for state in states if improving else ():
             if not self.timed_out and improve(state, self.evaluator, rounds):
                 confirmed = self._confirm(state, rounds)
                 if confirmed is not None:
-                    return confirmed
+                    return self._reported(confirmed)
         return None
 
     def min_latency(self, fleet: FleetSize) -> tuple[Assignment, ...] | None:
         """Return the confirmed placement with the shortest mean time from arrival to last token."""
-        placements = (self.tune_slots(placement) for placement in self._placements(fleet))
+        placements = (self._reported(self.tune_slots(each)) for each in self._placements(fleet))
         return min(placements, key=self.mean_e2e_s, default=None)
 
     def tune_slots(self, assignments: tuple[Assignment, ...]) -> tuple[Assignment, ...]:
@@ -179,6 +182,10 @@ class LocalSearch:
         rates = [sum(share.rate_rps for share in each.shares) for each in assignments]
         times = [self.evaluator.twin(each).e2e_s_mean for each in assignments]
         return _weighted_mean(times, rates)
+
+    def _reported(self, answer: tuple[Assignment, ...]) -> tuple[Assignment, ...]:
+        self.on_answer(answer)
+        return answer
 
     def _placements(self, fleet: FleetSize) -> Iterator[tuple[Assignment, ...]]:
         """Yield a confirmed placement per initial solution that has one, shortest estimated time first."""

@@ -6,6 +6,8 @@ from collections.abc import Callable, Sequence
 from dataclasses import InitVar, dataclass
 from enum import StrEnum
 
+from capplan.planner.deadline import NEVER, Deadline
+from capplan.planner.parallel import no_progress
 from capplan.planner.problem import Assignment, Estimator, Problem, warn_renamed
 from capplan.spec import Plan
 
@@ -51,6 +53,12 @@ class SolverContext:
     """Twin with a larger margin to the served fraction; None: use `twin`."""
     previous: Plan | None = None
     """Plan in force, from which adapters are moved as little as possible."""
+    insufficient_gpus: int = 0
+    """Number of GPUs that is known not to suffice."""
+    deadline: Deadline = NEVER
+    """Time at which estimates raise `OutOfTimeError`."""
+    on_answer: Callable[[Sequence[Assignment]], None] = no_progress
+    """Called with each answer that is found during the search, which is used if the deadline ends it."""
     renew: Callable[[Problem], SolverContext] | None = None
     """Returns the context for another load on the same instances; None: this one."""
 

@@ -15,9 +15,10 @@ from dataclasses import replace
 from functools import partial
 from typing import Final
 
-from capplan.errors import InfeasibleError
+from capplan.errors import InfeasibleError, InfeasibleReason
 from capplan.planner.bound import lower_bound, lower_bound_gpus
 from capplan.planner.knobs import knob_grid
+from capplan.planner.parallel import no_progress
 from capplan.planner.previous import previous_instances
 from capplan.planner.problem import Assignment, Estimator, Problem, infeasible
 from capplan.planner.search.data import SearchData, build_search_data, split_heavy_adapters
@@ -37,6 +38,7 @@ from capplan.planner.search.placement import (
     placement_of,
 )
 from capplan.planner.search.warm_start import keep_shares, levelled_start, relieved_start, warm_start
+from capplan.planner.shortage import broken_when_spread
 from capplan.planner.solvers.base import RequiredEstimator, Requirement, Solver, SolverContext
 from capplan.planner.solvers.greedy import solve_greedy
 from capplan.spec import Objective
@@ -61,14 +63,15 @@ def _place(problem: Problem, context: SolverContext) -> Placement:
         answer = place(problem, context, deadline_s, twin)
         if answer is not None:
             return answer
-    raise _too_few_gpus(problem, lower_bound_gpus(problem), late=time.monotonic() > deadline_s)
+    raise _too_few_gpus(problem, context, deadline_s)
 
 
 def _place_from_scratch(
     problem: Problem, context: SolverContext, deadline_s: float, twin: Estimator
 ) -> Placement | None:
     """Return the best placement without regard to the plan in force."""
-    bound, search_data, known = lower_bound_gpus(problem), _search_data(problem), None
+    bound = max(lower_bound_gpus(problem), context.insufficient_gpus + 1)
+    search_data, known = _search_data(problem), None
     for opens_knobs in _knob_stages(problem):
         for data in search_data:
             search = _local_search(data, context, deadline_s, twin, opens_knobs)
@@ -151,8 +154,8 @@ def _local_search(
 ) -> LocalSearch:
     surrogate = context.surrogate or context.estimator
     greedy: InitialSolution = partial(_greedy_solution, surrogate)
-    evaluator = Evaluator(data, surrogate, twin, opens_knobs)
-    return LocalSearch(data, evaluator, deadline_s, (*INITIAL_SOLUTIONS, greedy))
+    evaluator = Evaluator(data, surrogate, twin, opens_knobs, deadline=context.deadline)
+    return LocalSearch(data, evaluator, deadline_s, (*INITIAL_SOLUTIONS, greedy), context.on_answer)
 
 
 def _move_search(
@@ -164,14 +167,15 @@ def _move_search(
     engines = [*map(problem.engine_args, answer), *(group.engine_args for group in groups)]
     data = build_search_data(keep_shares(problem, old))
     surrogate = context.surrogate or context.estimator
-    evaluator = Evaluator(data, surrogate, twin, other_settings=frequent_settings(engines))
+    settings = frequent_settings(engines)
+    evaluator = Evaluator(data, surrogate, twin, other_settings=settings, deadline=context.deadline)
 
     def holds(members: frozenset[int], pool: int) -> bool:
         return time.monotonic() < deadline_s and evaluator.holds(members, pool)
 
     relieved = relieved_start(old, holds)
-    local = LocalSearch(data, evaluator, deadline_s, (warm_start(old), relieved, levelled_start(old)))
-    return MoveSearch(problem, old, local)
+    starts = (warm_start(old), relieved, levelled_start(old))
+    return MoveSearch(problem, old, LocalSearch(data, evaluator, deadline_s, starts, context.on_answer))
 
 
 def _greedy_solution(estimator: Estimator, data: SearchData, pools: Sequence[int]) -> PlacementState | None:
@@ -201,7 +205,7 @@ def _maximize_load(problem: Problem, context: SolverContext, deadline_s: float) 
     def search_at(headroom: float) -> tuple[LocalSearch, Placement] | None:
         workload = problem.workload.model_copy(update={"headroom": headroom})
         loaded = replace(problem, workload=workload)
-        scaled = context.for_problem(loaded)
+        scaled = replace(context.for_problem(loaded), on_answer=no_progress)
         if context.previous is not None:
             near = _move_search(loaded, scaled, deadline_s, scaled.twin)
             answer = near.search(None)
@@ -220,12 +224,14 @@ def _maximize_load(problem: Problem, context: SolverContext, deadline_s: float) 
     bound = lower_bound(problem).gpus
     best = search_at(problem.workload.headroom)
     if best is None:
-        raise _too_few_gpus(problem, lower_bound_gpus(problem), late=time.monotonic() > deadline_s)
+        raise _too_few_gpus(problem, context, deadline_s)
+    context.on_answer(best[1])
     fails = holds * min(_MAX_LOAD, _available_gpus(problem) / bound if bound else _MAX_LOAD)
     for _ in range(_LOAD_STEPS):
         middle = math.sqrt(holds * fails)
         better = search_at(1.0 - 1.0 / middle) if time.monotonic() < deadline_s else None
         best, holds, fails = (best, holds, middle) if better is None else (better, middle, fails)
+        context.on_answer(best[1])
     return _tune_slots(*best)
 
 
@@ -233,15 +239,16 @@ def _available_gpus(problem: Problem) -> int:
     return fleet_gpus(problem, tuple(pool.instances for pool in problem.pools))
 
 
-def _too_few_gpus(problem: Problem, bound: int, *, late: bool) -> InfeasibleError:
+def _too_few_gpus(problem: Problem, context: SolverContext, deadline_s: float) -> InfeasibleError:
+    """Return the error of a search without an answer, with the bound that breaks."""
     workload = problem.workload
     gpus = f"{_available_gpus(problem)} GPU(s) with headroom {workload.headroom:g}"
-    where = f"{gpus}; the lower bound is {bound}"
-    if late:
-        words = f"time: no placement found within the time limit on {where}"
-        return InfeasibleError(words, reason="gpus")
-    load = f"{len(workload.adapters)} adapters at {workload.total_rate_rps:g} req/s"
-    return infeasible("slo" if workload.slo.latency_bounds() else "gpus", f"{load} do not fit on {where}")
+    words = f"{len(workload.adapters)} adapters at {workload.total_rate_rps:g} req/s do not fit on {gpus}"
+    reason: InfeasibleReason = "slo" if problem.bounds_latency else "gpus"
+    if time.monotonic() > deadline_s:
+        words, reason = f"no placement found in {context.time_limit_s:g} s on {gpus}", "time"
+    bound = f"the lower bound is {lower_bound_gpus(problem)}"
+    return infeasible(reason, "; ".join(filter(None, (words, broken_when_spread(problem), bound))))
 
 
 CAPPLAN = Solver(

@@ -19,6 +19,7 @@ from operator import attrgetter
 from typing import Final
 
 from capplan.errors import InfeasibleError
+from capplan.planner.evaluate import describe_failure
 from capplan.planner.parallel import estimate_all
 from capplan.planner.problem import (
     GRID,
@@ -144,10 +145,11 @@ def _fits_nowhere(problem: Problem, share: AdapterShare) -> InfeasibleError:
             f"the slots for adapter {share.name} (rank {share.rank}) leave no room for one request of "
             f"max_model_len {problem.engine.max_model_len} on {gpu}",
         )
-    return InfeasibleError(
-        f"starvation: adapter {share.name} at {share.rate_rps:g} req/s breaks served_fraction or a latency "
-        f"bound even alone on a {gpu} with headroom {problem.workload.headroom:g}",
-        reason="slo" if problem.workload.slo.latency_bounds() else "starvation",
+    alone = Assignment((share,), problem.fixed_a_max or 1)
+    return infeasible(
+        "slo" if problem.bounds_latency else "starvation",
+        f"adapter {share.name} at {share.rate_rps:g} req/s fails even alone on a {gpu} with headroom "
+        f"{problem.workload.headroom:g}: {describe_failure(problem, alone)}",
     )
 
 

@@ -7,6 +7,7 @@ tests all GPUs once, at the end. Every GPU is used, since an empty one has the l
 from __future__ import annotations
 
 from capplan.errors import InfeasibleError
+from capplan.planner.evaluate import describe_failure
 from capplan.planner.parallel import parallel_map
 from capplan.planner.problem import AdapterShare, Assignment, Problem, distinct_adapters, infeasible
 from capplan.planner.solvers.base import RequiredEstimator, Solver, SolverContext
@@ -37,7 +38,9 @@ def _place(problem: Problem, context: SolverContext) -> tuple[Assignment, ...]:
 def _fails(problem: Problem, assignments: tuple[Assignment, ...], first: int, count: int) -> InfeasibleError:
     failing = assignments[first]
     fits = problem.fits_in_memory(failing)
-    what = "starve or break a latency bound" if fits else "leave no room for a request beside their slots"
+    what = "leave no room for a request beside their slots"
+    if fits:
+        what = f"fail: {describe_failure(problem, failing)}"
     return infeasible(
         "gpus" if fits else "memory",
         f"spread over {len(assignments)} GPU(s) by rate, the {len(failing.shares)} adapters of GPU {first} "
