@@ -14,9 +14,10 @@ from capplan.cli.console import DASH, Table, counted, number, percent, print_jso
 from capplan.cli.notes import plan_notes
 from capplan.cli.options import AsJson, PlanFile, command
 from capplan.cli.output import require_writable_files
-from capplan.cli.plan import base_rate_rps, group_rate_rps, throughput, verdict
+from capplan.cli.plan import base_rate_rps, binding, group_rate_rps, throughput, verdict
 from capplan.cli.progress import announce_compilation, progress_bars
 from capplan.errors import InputError
+from capplan.spec.slo import describe_latency
 
 if TYPE_CHECKING:
     from capplan.planner.explain import Explanation, Headroom, KnobCurve, PlanOutcome, SlotCurve
@@ -155,16 +156,6 @@ def _print_explained(group: Group, explanation: Explanation | None) -> None:
             typer.echo(f"  adapters and settings alike, so slots and what is in use as on {each.ids[0]}")
 
 
-def binding(group: Group) -> str:
-    """Return in words what keeps a group from serving more, and how near it is."""
-    load = group.predicted.load_over_capacity
-    near = "" if load is None else f"; its load is {percent(load)} of what it sustains"
-    if group.binds is None:
-        return f"nothing binds yet{near}"
-    note = f" ({group.binds.note})" if group.binds.note else ""
-    return f"bound by {_RESOURCES[group.binds.resource]}: {group.binds.value:.4g}{note}{near}"
-
-
 def gpus_reason(plan: Plan) -> str:
     """Return in words why the plan uses its number of GPUs, against the lower bound."""
     used, least = plan.totals.gpus, plan.totals.lower_bound_gpus
@@ -223,10 +214,14 @@ def _predicted_table(group: Group) -> Table:
         if any(name in predicted.intervals for name in names):
             cells = (_interval(predicted.intervals.get(name), decimals) for name in names)
             rows.append((f"{metric.upper()}, {unit}, 90 %", *cells))
+    for name, value in predicted.bounded.items():
+        if not name.startswith(("ttft", "tpot")):
+            rows.append((", ".join(describe_latency(name)), number(value, 3)))
     rows.append(("tok/s", " ".join(throughput(predicted))))
     rows.append(("served", percent(predicted.served_fraction)))
     rows.append(("KV capacity, tokens", number(predicted.kv_tokens)))
-    return Table((f"predicted for one GPU ({predicted.source})", *type(predicted.ttft_s).model_fields), rows)
+    head = (f"predicted for one instance ({predicted.source})", *type(predicted.ttft_s).model_fields)
+    return Table(head, rows)
 
 
 def _interval(ends: tuple[float, float] | None, decimals: int) -> str:

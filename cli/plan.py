@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING
 import typer
 
 from capplan.cli.console import DASH, Table, counted, number, percent, print_table
+from capplan.cli.latency import latency_cells, latency_heads, takes_several_gpus
 from capplan.cli.notes import Strict, extrapolation_lines, plan_notes, require_no_extrapolation
 from capplan.cli.options import (
     FAILED,
@@ -29,6 +30,8 @@ if TYPE_CHECKING:
     from capplan.spec import Group, Plan, Predicted
 
 _GIB = 2**30
+_MAX_BOTTLENECKS = 8
+"""Groups with a line of their own below the table."""
 _PRINTING = ("output", "as_json", "quiet")
 
 
@@ -118,6 +121,8 @@ def plan(args: PlanArgs) -> None:
         typer.echo(result.to_json(), nl=False)
     elif not args.quiet:
         print_table(groups_table(result))
+        for line in bottleneck_lines(result):
+            typer.echo(line)
         typer.echo(_summary(result, args.output))
         for line in plan_notes(result):
             typer.echo(line)
@@ -128,17 +133,25 @@ def plan(args: PlanArgs) -> None:
 
 
 def groups_table(plan: Plan) -> Table:
-    """Return one row per group; predictions are for one GPU of it."""
+    """Return one row per group; predictions are for one instance of it."""
     from capplan.spec.engine_args import DEFAULT_MAX_NUM_BATCHED_TOKENS, DEFAULT_MAX_NUM_SEQS
 
     queued = any(group.queues is not None for group in plan.groups)
     knobs = {(each.engine_args.max_num_batched_tokens, each.engine_args.max_num_seqs) for each in plan.groups}
     tuned = not knobs <= {(DEFAULT_MAX_NUM_BATCHED_TOKENS, DEFAULT_MAX_NUM_SEQS)}
+    several = takes_several_gpus(plan)
     based = any(group.base is not None for group in plan.groups)
     head = (
-        *("group", "profile", "adapters", "rate\nreq/s", *(["base model\nreq/s"] if based else [])),
+        *(
+            "group",
+            "profile",
+            *(["GPUs"] if several else []),
+            "adapters",
+            "rate\nreq/s",
+            *(["base model\nreq/s"] if based else []),
+        ),
         *("max\nloras", "max lora\nrank", "KV\ntokens"),
-        *("tok/s\n(low..high)", "TTFT p99\ns", "TPOT p99\nms", "served", "binds"),
+        *("tok/s\n(low..high)", *latency_heads(plan, "\n"), "served", "binds"),
         *(["quotas\ntokens"] if queued else []),
         *(["max batched\ntokens", "max\nseqs"] if tuned else []),
     )
@@ -151,6 +164,7 @@ def groups_table(plan: Plan) -> Table:
             (
                 group.id if group.replicas == 1 else f"{group.id} ×{group.replicas}",
                 group.profile,
+                *([number(group.replicas * group.tp)] if several else []),
                 f"{len(group.adapters):,}",
                 number(group_rate_rps(group), 2),
                 *([number(base_rate_rps(group), 2)] if based else []),
@@ -158,8 +172,7 @@ def groups_table(plan: Plan) -> Table:
                 str(args.max_lora_rank),
                 number(predicted.kv_tokens),
                 "\n".join(throughput(predicted)),
-                number(predicted.ttft_s.p99, 2),
-                number(predicted.tpot_ms.p99, 1),
+                *latency_cells(plan, group),
                 percent(predicted.served_fraction),
                 DASH if group.binds is None else group.binds.resource,
                 *([quotas] if queued else []),
@@ -167,6 +180,21 @@ def groups_table(plan: Plan) -> Table:
             )
         )
     return Table(head, rows, numbers_from=2)
+
+
+def bottleneck_lines(plan: Plan) -> tuple[str, ...]:
+    """Return the bottleneck of each group, of the fullest ones only if there are many."""
+    by_load = sorted(plan.groups, key=lambda group: -(group.predicted.load_over_capacity or 0.0))
+    shown = {group.id for group in by_load[:_MAX_BOTTLENECKS]}
+    return tuple(f"{group.id}: {binding(group)}" for group in plan.groups if group.id in shown)
+
+
+def binding(group: Group) -> str:
+    """Return the load of a group over its capacity, and what binds at the load where it fails."""
+    load = group.predicted.load_over_capacity
+    use = "" if load is None else f"{100.0 * load:.0f} % of capacity"
+    limit = "nothing binds yet" if group.binds is None else group.binds.note
+    return "; ".join(filter(None, (use, limit)))
 
 
 def throughput(predicted: Predicted) -> tuple[str, ...]:

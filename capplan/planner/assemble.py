@@ -37,6 +37,7 @@ from capplan.spec import (
     Predicted,
     Profile,
     Queues,
+    Slo,
     Totals,
     Trace,
     Verification,
@@ -202,7 +203,7 @@ def _group(
         ),
         base=_base(problem, fractions),
         queues=queues,
-        predicted=_predicted(verification, load_over_capacity),
+        predicted=_predicted(verification, load_over_capacity, problem.workload.slo),
         binds=binds,
     )
 
@@ -215,13 +216,14 @@ def _base(problem: Problem, fractions: Mapping[str, float]) -> PlanBase | None:
     return PlanBase(rate_rps=base.rate_rps, share=round(share, _SHARE_DIGITS))
 
 
-def _predicted(verification: InstanceVerification, load_over_capacity: float | None) -> Predicted:
+def _predicted(verification: InstanceVerification, load_over_capacity: float | None, slo: Slo) -> Predicted:
     """Return means over seeds, with intervals over seeds and drawn profiles."""
     results, drawn = verification.results, verification.drawn
     throughput = [r.throughput_tok_s for r in results]
     low_tok_s, high_tok_s = (
         prediction_interval(throughput, [r.throughput_tok_s for r in drawn]) or (None,) * 2
     )
+    bounded = {name: known_values(bound_value(r, name) for r in results) for name in slo.latency_bounds()}
     return Predicted(
         throughput_tok_s=fmean(throughput),
         low_tok_s=low_tok_s,
@@ -229,6 +231,7 @@ def _predicted(verification: InstanceVerification, load_over_capacity: float | N
         intervals=_latency_intervals(results, drawn),
         ttft_s=_percentiles(results, "ttft_{}_s"),
         tpot_ms=_percentiles(results, "tpot_{}_ms"),
+        bounded={name: fmean(values) for name, values in bounded.items() if values},
         served_fraction=fmean(r.served_fraction for r in results),
         kv_tokens=results[0].kv_tokens,
         load_over_capacity=load_over_capacity,

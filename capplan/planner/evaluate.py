@@ -6,7 +6,7 @@ import math
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, replace
 from itertools import chain
-from typing import Any, Final, NamedTuple
+from typing import Any, Final, Literal, NamedTuple
 
 import numpy as np
 from numpy.typing import NDArray
@@ -271,23 +271,27 @@ def find_bottleneck(problem: Problem, assignment: Assignment) -> tuple[Binds | N
         else:
             holds = middle
     load = 1.0 / max(holds, 1e-3)
-    return _bottleneck(problem, assignment, failing, load), load
+    resource, value, words = _bottleneck(problem, assignment, failing)
+    binds = Binds(resource=resource, value=load if value is None else value, note=f"at {fails:.2f}x {words}")
+    return binds, load
 
 
-def _bottleneck(problem: Problem, assignment: Assignment, evaluation: Evaluation, load: float) -> Binds:
+def _bottleneck(
+    problem: Problem, assignment: Assignment, evaluation: Evaluation
+) -> tuple[Literal["kv", "slots", "compute", "slo"], float | None, str]:
+    """Return the resource that runs out on a failing instance, its use (None: a latency), and words."""
+    violation = describe_violation(problem, evaluation)
+    if evaluation.result.served_fraction >= problem.workload.slo.served_fraction:
+        return "slo", None, violation
     result = evaluation.result
     kv_use = result.kv_tokens_mean / result.kv_tokens
     slot_use = result.adapters_mean / max(1, assignment.a_max)
     scarce_slots = assignment.a_max < distinct_adapters(assignment.shares)
-    if result.served_fraction >= problem.workload.slo.served_fraction:
-        resource, value, words = "slo", load, evaluation.violations[0]
-    elif kv_use >= _EXHAUSTED or result.preemptions > 0.01 * result.completed:
-        words = f"{kv_use:.0%} of {result.kv_tokens} KV tokens in use"
-        resource, value = "kv", kv_use
-    elif scarce_slots and slot_use >= _EXHAUSTED:
-        words = f"{result.adapters_mean:.1f} of {assignment.a_max} adapter slots in use"
-        resource, value = "slots", slot_use
-    else:
-        words = f"steps take all the time with {result.running_mean:.0f} requests running"
-        resource, value = "compute", result.busy_fraction
-    return Binds(resource=resource, value=value, note=f"{words} at {1.0 / load:.2f} x the planned load")
+    if kv_use >= _EXHAUSTED or result.preemptions > 0.01 * result.completed:
+        words = f"{100.0 * kv_use:.0f} % of {result.kv_tokens:,} KV tokens are in use"
+        return "kv", kv_use, f"{words} and {violation}"
+    if scarce_slots and slot_use >= _EXHAUSTED:
+        words = f"{result.adapters_mean:.1f} of {assignment.a_max} adapter slots are in use"
+        return "slots", slot_use, f"{words} and {violation}"
+    words = f"steps take all the time with {result.running_mean:.0f} requests running"
+    return "compute", result.busy_fraction, f"{words} and {violation}"

@@ -150,12 +150,23 @@ class Predicted(SpecModel):
         default={},
         description="90 % intervals of latencies by the names of their bounds, such as ttft_p99_s.",
     )
+    bounded: dict[str, NonNegative] = Field(
+        default={}, description="Latencies that the workload bounds, by the names of their bounds."
+    )
     served_fraction: Fraction = Field(description="Tokens of completed requests / tokens submitted.")
     kv_tokens: Natural = Field(description="Tokens the KV cache holds.")
     load_over_capacity: NonNegative | None = Field(
         default=None, description="Offered load / sustainable load."
     )
     source: Text = Field(description="Where the numbers come from, such as twin or surrogate.")
+
+    def latency(self, bound: str) -> float | None:
+        """Return the latency that a bound such as ``ttft_p99_s`` is on; None if it is not in the plan."""
+        if bound in self.bounded:
+            return self.bounded[bound]
+        metric, statistic, unit = bound.split("_")
+        value: float | None = getattr(getattr(self, f"{metric}_{unit}", None), statistic, None)
+        return value
 
     @model_validator(mode="after")
     def _ordered_interval(self) -> Self:

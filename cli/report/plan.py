@@ -7,7 +7,6 @@ from typing import TYPE_CHECKING, Final
 from capplan.cli.console import DASH, Cell, Table, counted, number, percent
 from capplan.cli.explain import (
     MORE,
-    binding,
     curve_table,
     gpus_reason,
     knob_table,
@@ -18,10 +17,12 @@ from capplan.cli.explain import (
     verified,
     what_if_table,
 )
+from capplan.cli.latency import latency_cells, latency_heads, shown_latencies, worst_latency
 from capplan.cli.notes import extrapolation_lines, plan_notes
-from capplan.cli.plan import group_rate_rps, throughput, verdict
+from capplan.cli.plan import binding, group_rate_rps, throughput, verdict
 from capplan.cli.report import page
 from capplan.cli.report.figures import Axis, Chart, Curve, bar_rows, is_wide, line_chart, plan_charts
+from capplan.spec.slo import describe_latency
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Mapping, Sequence
@@ -33,9 +34,10 @@ _OPEN: Final = 100
 """Adapters up to which their table is shown unfolded."""
 
 _HEAD: Final = (
-    *("group", "GPU", "instances", "adapters", "req/s", "A_max", "slot rank", "max num seqs", "KV tokens"),
-    *("tok/s", "interval", "TTFT p99, s", "TPOT p99, ms", "served", "load / capacity", "verified"),
+    *("group", "GPU", "instances", "GPUs", "adapters", "req/s", "A_max", "slot rank", "max num seqs"),
+    *("KV tokens", "tok/s", "interval"),
 )
+_LAST: Final = ("served", "load / capacity", "verified")
 
 _TERMS: Final = {
     **page.terms("A_max"),
@@ -84,11 +86,9 @@ def _cards(plan: Plan) -> list[page.Card]:
     cards = [page.Card("GPUs", str(totals.gpus), f"lower bound {totals.lower_bound_gpus}")]
     if totals.usd_per_hour is not None:
         cards.append(page.Card("Cost", f"{totals.usd_per_hour:,.2f} USD/h", f"{totals.gpus} GPUs"))
-    for label, key in (("Worst TTFT p99", "ttft_p99_s"), ("Worst TPOT p99", "tpot_p99_ms")):
-        metric = f"{key.split('_')[0]}_{key.split('_')[2]}"
-        known = [getattr(group.predicted, metric).p99 for group in plan.groups]
-        worst = max((value for value in known if value is not None), default=None)
-        cards.append(page.latency_card(label, key, worst, bounds))
+    for key in shown_latencies(plan):
+        label = f"Worst {describe_latency(key)[0]}"
+        cards.append(page.latency_card(label, key, worst_latency(plan, key), bounds))
     trust = page.good("verified") if check.ok else page.bad("NOT VERIFIED")
     note = f"{counted(len(check.seeds), 'seed')}, {percent(check.min_served_fraction)} served"
     if lines := extrapolation_lines(plan.provenance):
@@ -127,6 +127,7 @@ def _groups_table(plan: Plan) -> Table:
                 group.id,
                 _instance(group),
                 number(group.replicas),
+                number(group.replicas * group.tp),
                 number(len(group.adapters)),
                 number(group_rate_rps(group), 2),
                 number(args.max_loras),
@@ -135,14 +136,14 @@ def _groups_table(plan: Plan) -> Table:
                 number(predicted.kv_tokens),
                 number(predicted.throughput_tok_s),
                 DASH if len(shown := throughput(predicted)) == 1 else shown[1].strip("()"),
-                number(predicted.ttft_s.p99, 2),
-                number(predicted.tpot_ms.p99, 1),
+                *latency_cells(plan, group),
                 percent(predicted.served_fraction),
                 percent(predicted.load_over_capacity),
                 DASH if check is None else page.good("yes") if check.ok else page.bad("FAILED"),
             )
         )
-    return Table(_HEAD, rows, 2, "Latencies, throughput and KV tokens are those of one instance.")
+    head = (*_HEAD, *latency_heads(plan, ", "), *_LAST)
+    return Table(head, rows, 2, "Latencies, throughput and KV tokens are those of one instance.")
 
 
 def _instance(group: Group) -> str:
