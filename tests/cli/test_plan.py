@@ -1,6 +1,7 @@
 import json
 import os
 import pty
+import re
 import select
 import signal
 import subprocess
@@ -10,7 +11,10 @@ from pathlib import Path
 import pytest
 
 from capplan import Plan, load_profile, load_workload, plan
-from capplan.spec import Verification
+from capplan.cli.plan import binding, groups_table
+from capplan.cli.plan import verdict as words_of
+from capplan.spec import Slo, Verification
+from capplan.spec.plan import OUT_OF_TIME
 from tests.cli.conftest import Process, Run, command, environment
 from tests.cli.examples import MODEL, WORKLOAD, small_plan, verdict, write_inputs
 
@@ -175,3 +179,44 @@ def _read_until(terminal: int, wanted: bytes, seconds: float) -> bytes:
         if select.select([terminal], [], [], 1.0)[0]:
             shown += os.read(terminal, 4096)
     return shown
+
+
+def test_rows_show_the_bounded_statistics_and_the_gpus_of_several_instances() -> None:
+    bounded = {"ttft_mean_s": 1.0, "e2e_p95_s": 20.0}
+    plain = small_plan()
+    predicted = plain.groups[0].predicted.replace(bounded={"ttft_mean_s": 0.25, "e2e_p95_s": 7.5})
+    groups = tuple(group.replace(predicted=predicted) for group in plain.groups)
+    table = groups_table(plain.replace(slo=Slo(**bounded), groups=groups))
+    head = [" ".join(name.split()) for name in table.head]
+    row = dict(zip(head, map(str, table.rows[0]), strict=True))
+    assert (row["TTFT mean s"], row["TPOT p99 ms"], row["E2E p95 s"]) == ("0.25", "41.5", "7.50")
+    assert "TTFT p99 s" not in row
+    assert row["GPUs"] == str(plain.groups[0].replicas * plain.groups[0].tp)
+
+
+def test_a_bottleneck_is_the_number_that_binds_at_the_load_where_it_breaks(
+    run: Run, workload_yaml: Path
+) -> None:
+    busy = WORKLOAD.replace("rate_rps: 0.05", "rate_rps: 0.5")
+    workload_yaml.write_text(busy + "slo: {ttft_p99_s: 2.0}\n")
+    out = workload_yaml.with_name("plan.json")
+    shown = " ".join(run("plan", workload_yaml, "-o", out).stdout.split())
+    told = " ".join(run("explain", out).stdout.split())
+    words = binding(Plan.from_json(out).groups[0])
+    assert re.fullmatch(r"\d+ % of capacity; at \d+\.\d\dx .+ \(limit .+\)", words)
+    assert words in shown
+    assert words in told
+
+
+def test_a_verification_that_runs_out_of_time_is_undecided() -> None:
+    made = small_plan()
+    note = f"{OUT_OF_TIME} after 2 of 5 seeds"
+    groups = tuple(check.replace(ok=False, note=note) for check in made.verification.groups)
+    late = made.replace(verification=made.verification.replace(ok=False, groups=groups))
+    assert words_of(late).startswith(f"UNDECIDED: {note}")
+
+
+def test_a_time_limit_without_a_placement_is_one_line(run: Run, workload_yaml: Path) -> None:
+    result = run("plan", workload_yaml, "--time-limit", "1e-6")
+    assert result.exit_code == 3
+    assert result.stderr.splitlines()[-1].startswith("error: time: no placement found")

@@ -1,10 +1,11 @@
 """Pools of an open number of GPUs, and answers to too few."""
 
+import re
 from collections.abc import Callable
 
 import pytest
 
-from capplan import InputError, Workload, plan
+from capplan import InfeasibleError, InputError, Workload, plan
 from capplan.planner import SOLVERS, compare
 from capplan.planner.bound import lower_bound_instances
 from capplan.planner.problem import OPEN_FACTOR, make_problem
@@ -46,3 +47,26 @@ def test_a_solver_that_uses_all_gpus_needs_their_number(workload: Make) -> None:
             assert "gpus: is required" in rows[name].failure
         elif name != "greedy-strict":  # whose first testing point is eight adapters
             assert rows[name].answered, rows[name].failure
+
+
+def test_too_few_gpus_are_told_the_broken_bound_and_how_many_would_hold(workload: Make) -> None:
+    with pytest.raises(InfeasibleError, match=r"spread evenly, .* \(limit .*\)") as error:
+        plan(workload(*ADAPTERS), gpus=1)
+    needed = re.search(r"(\d+) GPUs would hold", str(error.value))
+    assert needed is not None
+    assert plan(workload(*ADAPTERS), gpus=int(needed[1]), seeds=1).verification.ok
+
+
+@pytest.mark.parametrize("solver", ["capplan", "greedy"])
+def test_a_hot_adapter_is_told_the_broken_bound_and_the_gpus_it_needs(workload: Make, solver: str) -> None:
+    hot = workload(("hot", 8, 80.0), slo={"ttft_p99_s": 2.0})
+    broken = r"TTFT p99 is .* s \(limit 2 s\)|.* % of the tokens are served \(limit 90 %\)"
+    with pytest.raises(InfeasibleError, match=f"adapter hot at 80 req/s fails .*: ({broken}); \\d+ GPUs"):
+        plan(hot, gpus=1, solver=solver)
+
+
+def test_a_bound_that_no_number_of_gpus_keeps_is_named(workload: Make) -> None:
+    tight = workload(("a", 8, 0.5), slo={"tpot_mean_ms": 0.5})
+    words = r"TPOT mean is .* ms \(limit 0\.5 ms\); no number up to 8 holds"
+    with pytest.raises(InfeasibleError, match=words):
+        plan(tight, gpus=1)

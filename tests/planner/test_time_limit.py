@@ -1,0 +1,143 @@
+"""The time limit of planning, and calls that it ends."""
+
+import threading
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field, replace
+
+import pytest
+
+from capplan import InfeasibleError, InputError, Plan, Workload, plan
+from capplan.planner.api import solve
+from capplan.planner.deadline import Deadline, OutOfTimeError, TimeBudget
+from capplan.planner.estimate import TwinEstimator
+from capplan.planner.evaluate import evaluate_cluster
+from capplan.planner.parallel import parallel_until
+from capplan.planner.problem import Assignment, Problem, make_problem
+from capplan.planner.solvers import find_solver
+from capplan.planner.solvers.base import SolverContext
+from capplan.planner.verify import make_verifier
+from capplan.spec.plan import OUT_OF_TIME
+
+Make = Callable[..., Workload]
+
+
+@dataclass(frozen=True)
+class Countdown(Deadline):
+    """Deadline that passes after a number of checks."""
+
+    checks: list[int] = field(default_factory=lambda: [0])
+
+    @property
+    def passed(self) -> bool:
+        self.checks[0] -= 1
+        return self.checks[0] < 0
+
+
+FEW = tuple((f"a{i}", 8, 2.0) for i in range(4))
+
+
+def test_calls_that_a_deadline_ends_have_no_result_and_leave_no_thread() -> None:
+    deadline, threads = Deadline.after(0.2), threading.active_count()
+
+    def wait(seconds: float) -> float:
+        end_s = time.monotonic() + seconds
+        while time.monotonic() < end_s:
+            deadline.check()
+            time.sleep(0.01)
+        return seconds
+
+    started = time.monotonic()
+    assert parallel_until(wait, [0.0, 60.0, 0.01] + 20 * [60.0], deadline) == [0.0, None, 0.01] + 20 * [None]
+    assert time.monotonic() - started < 5.0
+    assert threading.active_count() == threads
+
+
+def test_errors_of_a_call_are_raised_and_later_calls_do_not_start() -> None:
+    called = []
+
+    def fail(number: int) -> None:
+        called.append(number)
+        raise KeyError(number)
+
+    with pytest.raises(KeyError):
+        parallel_until(fail, range(1000), Deadline.after(60.0))
+    assert len(called) < 1000
+
+
+def test_stages_of_a_budget_follow_each_other() -> None:
+    for verify in (True, False):
+        budget = TimeBudget(10.0, verify, start_s=100.0)
+        assert 100.0 < budget.search.at_s <= budget.shortage.at_s <= budget.end.at_s == 110.0
+        assert budget.search_s(60.0) == pytest.approx(budget.search.at_s - 100.0)
+    assert budget.verification.at_s == TimeBudget(None, True).search.at_s == float("inf")
+    assert TimeBudget(None, True).search_s(60.0) == 60.0
+
+
+def test_a_cluster_simulation_ends_at_its_deadline(workload: Make) -> None:
+    problem = make_problem(workload(*FEW), 2, None)
+    halves = [Assignment(problem.shares[:2], 2), Assignment(problem.shares[2:], 2)]
+    with pytest.raises(OutOfTimeError):
+        evaluate_cluster(problem, halves, 0, 3600.0, Countdown(checks=[5]))
+    whole, limited = (
+        evaluate_cluster(problem, halves, 0, 600.0, *deadline) for deadline in ((), (Deadline.after(600.0),))
+    )
+    assert limited == whole
+
+
+def test_the_best_reported_answer_is_returned_at_the_deadline(workload: Make) -> None:
+    problem = make_problem(workload(*FEW), 4, None)
+    capplan = find_solver("capplan")
+
+    def places(problem: Problem, context: SolverContext) -> Sequence[Assignment]:
+        for size in (1, 4, 2):  # on four, one and two instances
+            parts = [problem.shares[i : i + size] for i in range(0, 4, size)]
+            context.on_answer([Assignment(shares, 1) for shares in parts])
+        raise OutOfTimeError
+
+    twin = TwinEstimator(problem, 0)
+    run = solve(problem, replace(capplan, place=places), twin, time_limit_s=60.0)
+    assert len(run.assignments) == 1
+
+
+def test_seeds_that_a_deadline_ends_leave_the_verdict_open(workload: Make) -> None:
+    problem = make_problem(workload(*FEW), 1, None)
+    verifier = make_verifier(problem, TwinEstimator(problem, 0), 0)
+    (only,) = replace(verifier, deadline=Countdown(checks=[3])).whole([Assignment(problem.shares, 4)])
+    assert len(only.seeds) == len(only.results) == 3
+    assert set(only.seeds) < set(verifier.seeds)
+    assert not only.ok
+    assert only.violations[-1] == f"{OUT_OF_TIME} after 3 of 5 seeds"
+    with pytest.raises(OutOfTimeError):
+        replace(verifier, deadline=Countdown(checks=[0])).whole([Assignment(problem.shares, 4)])
+
+
+def test_the_time_limit_bounds_search_and_verification(workload: Make) -> None:
+    """Whatever is found by then is returned with its verdict, or the error says that time ran out."""
+    many = tuple((f"a{i}", 8 * (1 + i % 4), 0.1 + 0.002 * (i % 50)) for i in range(600))
+    large = workload(*many, slo={"ttft_p99_s": 1.0})
+    plan(workload(*FEW), seeds=1)  # compiled before time is measured
+    started = time.monotonic()
+    answer = answer_within(large, 2.0)
+    assert time.monotonic() - started < 6.0
+    if isinstance(answer, InfeasibleError):
+        assert answer.reason == "time"
+    else:
+        assert answer.verification.ok or any(group.note for group in answer.verification.groups)
+
+
+def answer_within(spec: Workload, time_limit_s: float) -> Plan | InfeasibleError:
+    try:
+        return plan(spec, gpus=64, time_limit_s=time_limit_s)
+    except InfeasibleError as error:
+        return error
+
+
+def test_a_long_time_limit_changes_nothing(workload: Make) -> None:
+    made, limited = plan(workload(*FEW), seeds=2), plan(workload(*FEW), seeds=2, time_limit_s=300.0)
+    assert limited == made
+
+
+def test_a_time_limit_is_positive(workload: Make) -> None:
+    with pytest.raises(InputError, match="time_limit_s: must be > 0"):
+        plan(workload(*FEW), time_limit_s=0.0)
