@@ -31,8 +31,15 @@ from capplan.twin.group_metrics import (
     time_series,
 )
 from capplan.twin.metrics import SimulationResult, reduce_trace, summarize
-from capplan.twin.per_request import FINISHED, RequestTable, isolated_s, request_status, request_table
-from capplan.twin.scenario import Scenario, build_scenario, require_settings
+from capplan.twin.per_request import (
+    FINISHED,
+    REJECTED,
+    RequestTable,
+    isolated_s,
+    request_status,
+    request_table,
+)
+from capplan.twin.scenario import NS_PER_S, Scenario, build_scenario, require_settings
 from capplan.twin.scrapes import client_itl_factor
 from capplan.twin.trace import TwinTrace
 
@@ -323,6 +330,23 @@ def detailed_result(
         slo=bounds,
         series=time_series(scenario, trace, table),
     )
+
+
+def tpt_attainment(scenario: Scenario, trace: t.TwinTrace, overhead_s: float, factor: float) -> Attainment:
+    """Return the attainment of ``slo.tpt_over_base``: of `factor` times the mean TPT without adapters.
+
+    It is that of a detailed run without its details.
+    """
+    requests = scenario.requests
+    limit_ms = factor * mean_base_tpt_ms(scenario, overhead_s, run)
+    status = request_status(trace, scenario.horizon_ns)
+    until_ns = np.where(status == FINISHED, trace.finish_ns, scenario.horizon_ns)
+    room = np.maximum(scenario.limits.max_model_len - requests.prompt_tokens, 1)
+    tpt_ms = 1e3 * ((until_ns - requests.arrival_ns) / NS_PER_S + overhead_s)
+    late = tpt_ms / np.minimum(requests.output_tokens, room) > limit_ms
+    broken, kept = late | (status == REJECTED), (status == FINISHED) & ~late
+    counts = int(kept.sum()), int(broken.sum())
+    return Attainment("tpt_over_base", limit_ms, float("nan"), *counts, status.size - sum(counts))
 
 
 def mean_base_tpt_ms(

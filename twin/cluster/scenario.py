@@ -18,7 +18,14 @@ from capplan.spec.engine_args import (
     DEFAULT_MAX_NUM_BATCHED_TOKENS,
     DEFAULT_MAX_NUM_SEQS,
 )
-from capplan.twin.scenario import NS_PER_S, Scenario, build_scenario, draw_for, require_settings
+from capplan.twin.scenario import (
+    NS_PER_S,
+    Scenario,
+    build_scenario,
+    draw_for,
+    require_settings,
+    with_length_correlation,
+)
 from capplan.twin.simulate import EngineKeywords, engine_args, keywords_of
 from capplan.workload import Requests
 
@@ -121,11 +128,10 @@ def build_cluster(
     first = instances[0]
     require_settings(workload, first.profile, {"duration_s": duration_s, "seed": seed})
     held = _held(workload, instances)
-    if requests is None:
-        longest = max(each.max_model_len or each.profile.model.default_max_model_len for each in instances)
-        requests = draw_for(workload, first.profile, duration_s, seed, longest)
     shares = [_shares(workload, instance) for instance in instances]
     placement = place(held, shares, len(workload.adapters), _base_shares(workload, instances))
+    if requests is None:
+        requests = _draw(workload, instances, placement, duration_s, seed)
     parts = [_part_of(workload, placement, i) for i in range(len(instances))]
     return ClusterScenario(
         engines=_engines(parts, instances, held, duration_s, seed, requests.arrival_ns.size),
@@ -135,6 +141,36 @@ def build_cluster(
         horizon_ns=round(duration_s * NS_PER_S),
         shared_prefix_tokens=workload.shared_prefix_tokens,
     )
+
+
+def _draw(
+    workload: Workload, instances: Sequence[Instance], placement: Placement, duration_s: float, seed: int
+) -> Requests:
+    """Draw the requests; an adapter has the correlation of lengths of the instance that serves most of it."""
+    longest = max(each.max_model_len or each.profile.model.default_max_model_len for each in instances)
+    first = instances[0].profile
+    requests = draw_for(workload, first, duration_s, seed, longest)
+    others = {each.profile.length_correlation: each.profile for each in instances[1:]}
+    others.pop(first.length_correlation, None)
+    if with_length_correlation(workload, first) is workload:
+        return requests
+    main = np.array([_main_instance(placement, number) for number in range(len(workload.adapters) + 1)])
+    for correlation, profile in others.items():
+        there = [each.profile.length_correlation == correlation for each in instances]
+        drawn = draw_for(workload, profile, duration_s, seed, longest)
+        own = np.array(there)[main][requests.adapter]
+        lengths = {
+            name: np.where(own, getattr(drawn, name), getattr(requests, name))
+            for name in ("prompt_tokens", "output_tokens")
+        }
+        requests = requests._replace(**lengths)
+    return requests
+
+
+def _main_instance(placement: Placement, adapter: int) -> int:
+    """Return the first of the instances with the largest share of an adapter; 0: the base model."""
+    places = slice(placement.start[adapter], placement.start[adapter + 1])
+    return int(placement.instance[places][np.argmax(placement.share[places])])
 
 
 def _held(workload: Workload, instances: Sequence[Instance]) -> list[NDArray[np.int64]]:

@@ -22,13 +22,12 @@ from capplan.twin.cluster.scenario import (
     take_requests,
     without_adapters,
 )
-from capplan.twin.core import run
 from capplan.twin.group_metrics import Attainment
 from capplan.twin.metrics import SimulationResult, summarize
-from capplan.twin.per_request import FINISHED, REJECTED, request_status
+from capplan.twin.per_request import FINISHED, request_status
 from capplan.twin.scenario import NS_PER_S, Scenario
 from capplan.twin.scrapes import client_itl_factor
-from capplan.twin.simulate import mean_base_tpt_ms
+from capplan.twin.simulate import tpt_attainment
 from capplan.workload import Requests
 
 
@@ -203,22 +202,8 @@ def cluster_result(
         requests=_routed(scenario, trace, parts),
         tpt_over_base=()
         if tpt_over_base is None
-        else tuple(_tpt_attainment(part, tpt_over_base) for part in parts),
+        else tuple(tpt_attainment(p.scenario, p.trace, p.overhead_s, tpt_over_base) for p in parts),
     )
-
-
-def _tpt_attainment(part: _Part, factor: float) -> Attainment:
-    """Return the attainment of `factor` times the mean TPT of the same requests without adapters."""
-    scenario, requests = part.scenario, part.scenario.requests
-    limit_ms = factor * mean_base_tpt_ms(scenario, part.overhead_s, run)
-    status = request_status(part.trace, scenario.horizon_ns)
-    until_ns = np.where(status == FINISHED, part.trace.finish_ns, scenario.horizon_ns)
-    room = np.maximum(scenario.limits.max_model_len - requests.prompt_tokens, 1)
-    tpt_ms = 1e3 * ((until_ns - requests.arrival_ns) / NS_PER_S + part.overhead_s)
-    late = tpt_ms / np.minimum(requests.output_tokens, room) > limit_ms
-    broken, kept = late | (status == REJECTED), (status == FINISHED) & ~late
-    counts = int(kept.sum()), int(broken.sum())
-    return Attainment("tpt_over_base", limit_ms, float("nan"), *counts, status.size - sum(counts))
 
 
 def _part(scenario: ClusterScenario, trace: ClusterTrace, instance: int, profile: Profile) -> _Part:

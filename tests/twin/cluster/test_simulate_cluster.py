@@ -17,6 +17,8 @@ from capplan.twin.cluster import (
     simulate_cluster,
     simulate_without_adapters,
 )
+from capplan.twin.cluster.scenario import build_cluster
+from capplan.twin.scenario import draw_for
 from tests.twin.cluster.workloads import OTHER, PROFILE, even, same
 
 MINUTE = 60.0
@@ -169,3 +171,41 @@ def test_a_recorded_trace_is_replayed_as_on_one_gpu() -> None:
     two = simulate_cluster(workload, halves, duration_s=MINUTE)
     in_first = int((numbers % 6 < 3).sum())
     assert two.requests_per_instance == (in_first, 200 - in_first)
+
+
+def test_an_adapter_has_the_length_correlation_of_the_instance_that_serves_it() -> None:
+    """Of several instances, that of the largest share; a correlation of the workload holds for all."""
+    workload, other = even(3, 12.0), PROFILE.replace(length_correlation=-0.6)
+    instances = [
+        Instance(PROFILE, a_max=2, s_max=8, adapters={"a0": 1.0, "a1": 0.6}),
+        Instance(other, a_max=2, s_max=8, adapters={"a1": 0.4, "a2": 1.0}),
+    ]
+    requests = build_cluster(workload, instances, MINUTE, 1).requests
+    longest = PROFILE.model.default_max_model_len
+    plain, correlated = (draw_for(workload, each, MINUTE, 1, longest) for each in (PROFILE, other))
+    last = requests.adapter == 3
+    assert (plain.output_tokens[last] != correlated.output_tokens[last]).any()
+    for name in ("prompt_tokens", "output_tokens"):
+        expected = np.where(last, getattr(correlated, name), getattr(plain, name))
+        assert (getattr(requests, name) == expected).all()
+    given = workload.replace(length_correlation=0.3)
+    drawn = draw_for(given, PROFILE, MINUTE, 1, longest)
+    assert (build_cluster(given, instances, MINUTE, 1).requests.output_tokens == drawn.output_tokens).all()
+
+
+def test_an_interrupt_ends_a_simulation_and_changes_nothing_otherwise() -> None:
+    workload, calls = even(24, 12.0, (8, 64)), []
+    for router in ("smooth-shares", "least-loaded"):
+        plain = simulate_cluster(workload, same(2), router=router, duration_s=10 * MINUTE)
+        watched = simulate_cluster(
+            workload, same(2), router=router, duration_s=10 * MINUTE, interrupt=lambda: calls.append(1)
+        )
+        assert as_single(watched) == as_single(plain)
+        assert 5 <= len(calls) <= 10
+        calls.clear()
+
+    def stop() -> None:
+        raise TimeoutError
+
+    with pytest.raises(TimeoutError):
+        simulate_cluster(workload, same(2), duration_s=10 * MINUTE, interrupt=stop)
