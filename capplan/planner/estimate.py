@@ -307,9 +307,10 @@ def _surrogates(
     for pool in problem.pools:
         try:
             surrogate = load_surrogate(pool.profile, kind)
-        except InputError:
+        except InputError as error:
             if not allow_twin:
-                raise
+                rule = f"{error.rule}; or use a solver or estimator without surrogates, such as capplan"
+                raise InputError(rule, error.value, error.location) from None
             estimators.append(twin)
             continue
         estimators.append(SurrogateEstimator(problem, surrogate, twin, extrapolates).prepared())

@@ -253,7 +253,11 @@ def load_surrogate(profile: str | Profile, kind: str = "best") -> Surrogate:
     if kind not in KINDS:
         raise InputError(f"must be one of {', '.join(KINDS)}", kind, "kind")
     loaded = load_profile(profile) if isinstance(profile, str) else profile
-    return read_surrogate(surrogate_path(loaded.name, kind), loaded, kind)
+    path = surrogate_path(loaded.name, kind)
+    if not path.is_file():
+        rule = f"has no surrogate of kind {kind}; make one with: capplan train {loaded.name}"
+        raise InputError(rule, loaded.name, "profile")
+    return read_surrogate(path, loaded, kind)
 
 
 def read_surrogate(path: Path, profile: Profile, kind: str = "best") -> Surrogate:

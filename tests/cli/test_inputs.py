@@ -108,6 +108,12 @@ def test_a_workload_without_gpus_is_one_line_where_all_are_used(run: Run, inputs
     assert files(inputs) == before
 
 
+def test_a_solver_without_its_surrogate_is_one_line(run: Run, inputs: Path) -> None:
+    line = error_line(run("plan", inputs / "workload.yaml", "--solver", "greedy-fast"))
+    assert "profile: has no surrogate of kind tree; make one with: capplan train" in line
+    assert "surrogates/" not in line.replace("capplan train ", "")
+
+
 @pytest.mark.parametrize(
     ("flags", "words"),
     [

@@ -197,7 +197,7 @@ def test_rows_show_the_bounded_statistics_and_the_gpus_of_several_instances() ->
 def test_a_bottleneck_is_the_number_that_binds_at_the_load_where_it_breaks(
     run: Run, workload_yaml: Path
 ) -> None:
-    busy = WORKLOAD.replace("rate_rps: 0.05", "rate_rps: 0.5")
+    busy = WORKLOAD.replace("rate_rps: 0.05", "rate_rps: 4.0")
     workload_yaml.write_text(busy + "slo: {ttft_p99_s: 2.0}\n")
     out = workload_yaml.with_name("plan.json")
     shown = " ".join(run("plan", workload_yaml, "-o", out).stdout.split())
