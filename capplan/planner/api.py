@@ -164,12 +164,17 @@ def plan_problem(
             previous=previous,
         )
     except InfeasibleError as error:
+        progress("placing on more GPUs", 0, 1)
         raise _with_sufficient_gpus(error, problem, options, budget) from None
     progress("placing", 1, 1)
     twin = replace(twin, deadline=budget.verification)
     verifier = make_verifier(answer.problem, twin, options.seed, options.verify, options.seeds)
     verifier = replace(verifier, deadline=budget.verification)
-    outcome = _verify(answer, verifier, twin, options.verify and options.repair, progress)
+    try:
+        outcome = _verify(answer, verifier, twin, options.verify and options.repair, progress)
+    except OutOfTimeError:
+        words = f"the time limit ends the verification of {len(answer.assignments)} instance(s) before its"
+        raise infeasible("time", f"{words} first seed; a longer one decides") from None
     drawn = replace(verifier, deadline=budget.end).with_drawn_profiles(
         outcome.assignments,
         outcome.verifications,
@@ -224,11 +229,7 @@ def _verify(
     def verify(assignments: Sequence[Assignment]) -> list[InstanceVerification]:
         return verifier.whole(assignments, lambda done, total: report("verifying", done, total))
 
-    try:
-        verifications = verify(assignments)
-    except OutOfTimeError:
-        words = f"the time limit ends the verification of {len(assignments)} instance(s) before its first"
-        raise infeasible("time", f"{words} seed; a longer one decides") from None
+    verifications = verify(assignments)
     unrepaired = RepairResult(assignments, tuple(verifications), changes)
     if not repair_failing or all(each.ok for each in verifications):
         return unrepaired
@@ -266,6 +267,8 @@ def _with_sufficient_gpus(
             time_limit_s=DEFAULT_TIME_LIMIT_S,
             insufficient_gpus=available,
         )
+    except InputError:  # larger than the solver supports
+        return error
     except InfeasibleError as other:
         words = f"no number up to {most} holds"
         if other.reason == "time":

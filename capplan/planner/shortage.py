@@ -19,11 +19,13 @@ def broken_when_spread(problem: Problem) -> str:
     """Return the bound that breaks on the fullest instance with the load spread evenly, as text.
 
     The instance has a slot for each adapter, as far as memory allows. Empty if the constraints allow no even
-    spread.
+    spread, or there are many instances.
     """
     pools = [number for number, pool in enumerate(problem.pools) for _ in range(pool.instances)]
+    if len(pools) > _MAX_INSTANCES:
+        return ""
     data = build_search_data(problem)
-    state = balanced(data, pools) if len(pools) <= _MAX_INSTANCES else None
+    state = balanced(data, pools)
     if state is None:
         return ""
     fullest = int(state.loads().argmax())
