@@ -33,6 +33,6 @@ def broken_when_spread(problem: Problem) -> str:
     one_slot = Assignment(shares, min(1, distinct_adapters(shares)), pool=pool)
     slots = problem.fixed_a_max or max_fitting_slots(problem, one_slot, distinct_adapters(shares))
     instance = replace(one_slot, a_max=slots)
-    if not problem.fits_in_memory(instance):
+    if slots < one_slot.a_max or not problem.fits_in_memory(instance):
         return "spread evenly, the adapter slots leave no room for one request"
     return f"spread evenly, {describe_failure(problem, instance)} at the load over (1 - headroom)"
