@@ -119,7 +119,7 @@ def test_the_time_limit_bounds_search_and_verification(workload: Make) -> None:
     plan(workload(*FEW), seeds=1)  # compiled before time is measured
     started = time.monotonic()
     answer = answer_within(large, 2.0)
-    assert time.monotonic() - started < 6.0
+    assert time.monotonic() - started < 15.0
     if isinstance(answer, InfeasibleError):
         assert answer.reason == "time"
     else:
