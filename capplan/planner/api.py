@@ -276,6 +276,8 @@ def _with_sufficient_gpus(
     else:
         used = fleet_size_of(larger, answer.assignments)
         words = f"{_gpus(larger, used)} GPUs would hold"
+        if error.reason == "time":
+            words = f"on {_gpus(larger, used)} GPUs one was found"
     return InfeasibleError(f"{error.message}; {words}", error.reason)
 
 
