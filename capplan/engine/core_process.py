@@ -18,7 +18,7 @@ import sys
 from collections.abc import Sequence
 from typing import Any, Final, Self
 
-from capplan.engine.affinity import bound_to
+from capplan.engine.affinity import bound_to, other_cpus
 from capplan.engine.core_loop import AWAKE_S, CoreLoop
 from capplan.engine.engine import Engine
 from capplan.engine.messages import CoreReady, CoreRefused, CoreSettings, FrameReader, frame
@@ -64,7 +64,7 @@ class CoreProcess:
             command = (*_COMMAND, str(inherited.fileno()), str(os.getpid()))
             self._process = subprocess.Popen(command, pass_fds=[inherited.fileno()])  # noqa: S603 - ourselves
         try:
-            self.connection.sendall(frame(settings._replace(own_cpus=bool(cpus))))
+            self.connection.sendall(frame(settings._replace(beside_cpus=other_cpus(cpus) if cpus else ())))
             self.ready: CoreReady = self._first_message()
         except BaseException:
             self.kill()
@@ -139,7 +139,9 @@ def run_core(connection: socket.socket) -> None:
             return
         gc.collect()
         gc.freeze()  # shorter collections between steps
-        loop = CoreLoop(engine, connection, AWAKE_S if settings.own_cpus else 0.0)
+        if settings.beside_cpus:
+            engine.core.loader.bind(settings.beside_cpus)
+        loop = CoreLoop(engine, connection, AWAKE_S if settings.beside_cpus else 0.0)
         connection.sendall(frame(loop.ready()))
         loop.run()
 

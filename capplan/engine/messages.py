@@ -32,8 +32,8 @@ class CoreSettings(NamedTuple):
     model: str
     adapters: Mapping[str, str | Path | int]
     options: Mapping[str, Any]
-    own_cpus: bool = False
-    """Whether the core is bound to CPUs of its own."""
+    beside_cpus: tuple[int, ...] = ()
+    """CPUs beside those that the core is bound to; none: it is bound to none."""
 
 
 class CoreReady(NamedTuple):

@@ -8,6 +8,8 @@ from pathlib import Path
 import pytest
 
 from capplan.engine.affinity import allowed_cpus, bound_to, core_cpus, other_cpus, parse_cpus
+from capplan.engine.lora.loader import ThreadLoader
+from capplan.engine.timing import WallClock
 from capplan.errors import InputError
 from capplan.profiling.load import preflight
 from capplan.profiling.load.preflight import beside_engine, engine_info
@@ -87,3 +89,21 @@ def test_a_client_on_the_same_machine_keeps_off_the_cpus_of_the_core(
 def test_cpus_of_a_server_that_reports_none() -> None:
     assert engine_info("").cpus == ()
     assert os.sched_getaffinity(0) == set(allowed_cpus())
+
+
+@needs_two
+def test_adapters_are_copied_on_the_cpus_beside_the_core() -> None:
+    first, last = allowed_cpus()[0], allowed_cpus()[-1]
+    where: list[set[int]] = []
+
+    def load() -> str | None:
+        where.append(os.sched_getaffinity(0))
+        return None
+
+    loader = ThreadLoader(WallClock())
+    with bound_to([last]), contextlib.closing(loader):
+        loader.bind([first])
+        loader.start(1, load, report=False)
+        assert loader.wait(1) is None
+        assert where == [{first}]
+        assert allowed_cpus() == (last,)
