@@ -20,7 +20,7 @@ from capplan.errors import InputError
 from capplan.spec.slo import describe_latency
 
 if TYPE_CHECKING:
-    from capplan.planner.explain import Explanation, Headroom, KnobCurve, PlanOutcome, SlotCurve
+    from capplan.planner.explain import Explanation, Headroom, PlanOutcome, SettingCurve
     from capplan.spec import Group, GroupVerification, Plan, Queues
 
 PlannedWorkload: TypeAlias = Annotated[
@@ -149,7 +149,7 @@ def _print_explained(group: Group, explanation: Explanation | None) -> None:
             typer.echo(f"  {each.why_a_max}")
             print_table(curve_table(each.curve))
             for curve in each.knobs:
-                print_table(knob_table(curve))
+                print_table(curve_table(curve))
             typer.echo(f"  {each.room.words}")
             print_table(room_table(each.room))
         elif group.id in each.ids:
@@ -247,7 +247,16 @@ def _document(plan: Plan, explanation: Explanation | None, shown: Sequence[Group
         ],
         "provenance": whole["provenance"],
     }
-    return document if explanation is None else document | {"explanation": asdict(explanation)}
+    return document if explanation is None else document | {"explanation": _explanation(explanation)}
+
+
+def _explanation(explanation: Explanation) -> dict[str, Any]:
+    """Return an explanation as JSON; the values of the curve over slots have their earlier name as well."""
+    document = asdict(explanation)
+    for group in document["groups"]:
+        for point in group["curve"]["points"]:
+            point["a_max"] = point["value"]
+    return document
 
 
 def provenance(plan: Plan) -> dict[str, str]:
@@ -259,48 +268,39 @@ def provenance(plan: Plan) -> dict[str, str]:
     }
 
 
-def curve_table(curve: SlotCurve, chosen: str = " ◀ chosen") -> Table:
-    """Return one row per number of slots, the chosen one marked."""
-    rows = [
-        (
-            f"{point.a_max}{chosen if point.a_max == curve.chosen else ''}",
-            number(point.kv_tokens),
-            number(point.throughput_tok_s),
-            percent(point.served_fraction),
-            number(point.ttft_p99_s, 2),
-            number(point.e2e_mean_s, 2),
-            number(point.itl_mean_ms, 1),
-            number(point.loads_per_min, 1),
-            ("; ".join(point.broken) or "holds") if point.fits else "does not fit in memory",
-        )
-        for point in curve.points
-    ]
-    head = (
-        *(f"A_max at {times(curve.scale)}", "KV tokens", "tok/s", "served", "TTFT p99, s", "E2E mean, s"),
-        *("ITL mean, ms", "loads/min", "verdict"),
-    )
-    return Table(head, rows, text_last=True)
+_SLOT_COLUMNS: Final = (
+    "KV tokens",
+    "tok/s",
+    "served",
+    "TTFT p99, s",
+    "E2E mean, s",
+    "ITL mean, ms",
+    "loads/min",
+)
+_KNOB_COLUMNS: Final = ("tok/s", "served", "TTFT p99, s", "TPOT p99, ms", "ITL p99, ms")
 
 
-def knob_table(curve: KnobCurve, chosen: str = " ◀ chosen") -> Table:
-    """Return one row per value of an engine knob, the chosen one marked."""
-    rows = [
-        (
-            f"{point.value}{chosen if point.value == curve.chosen else ''}",
-            number(point.throughput_tok_s),
-            percent(point.served_fraction),
-            number(point.ttft_p99_s, 2),
-            number(point.tpot_p99_ms, 1),
-            number(point.itl_p99_ms, 1),
-            "; ".join(point.broken) or "holds",
-        )
-        for point in curve.points
-    ]
-    head = (
-        *(f"{curve.knob} at {times(curve.scale)}", "tok/s", "served", "TTFT p99, s", "TPOT p99, ms"),
-        *("ITL p99, ms", "verdict"),
-    )
-    return Table(head, rows, text_last=True)
+def curve_table(curve: SettingCurve, chosen: str = " ◀ chosen") -> Table:
+    """Return one row per value of an engine setting, the chosen one marked."""
+    of_slots = curve.setting == "a_max"
+    name, columns = ("A_max", _SLOT_COLUMNS) if of_slots else (curve.setting, _KNOB_COLUMNS)
+    rows = []
+    for point in curve.points:
+        cells = {
+            "KV tokens": number(point.kv_tokens),
+            "tok/s": number(point.throughput_tok_s),
+            "served": percent(point.served_fraction),
+            "TTFT p99, s": number(point.ttft_p99_s, 2),
+            "TPOT p99, ms": number(point.tpot_p99_ms, 1),
+            "E2E mean, s": number(point.e2e_mean_s, 2),
+            "ITL mean, ms": number(point.itl_mean_ms, 1),
+            "ITL p99, ms": number(point.itl_p99_ms, 1),
+            "loads/min": number(point.loads_per_min, 1),
+        }
+        value = f"{point.value}{chosen if point.value == curve.chosen else ''}"
+        holds = ("; ".join(point.broken) or "holds") if point.fits else "does not fit in memory"
+        rows.append((value, *(cells[column] for column in columns), holds))
+    return Table((f"{name} at {times(curve.scale)}", *columns, "verdict"), rows, text_last=True)
 
 
 def room_table(room: Headroom) -> Table:

@@ -9,7 +9,6 @@ from capplan.cli.explain import (
     MORE,
     curve_table,
     gpus_reason,
-    knob_table,
     provenance,
     queues_table,
     room_table,
@@ -261,19 +260,19 @@ def _slots(group: GroupExplanation, bounds: Mapping[str, float]) -> list[page.Bl
         page.paragraph(group.why_a_max),
         page.charts(*_curve_charts(group.curve, bounds)),
         curve_table(group.curve, " (chosen)").text_second(),
-        *(knob_table(curve, " (chosen)").text_second() for curve in group.knobs),
+        *(curve_table(curve, " (chosen)").text_second() for curve in group.knobs),
     ]
 
 
 def _curve_charts(curve: SlotCurve, bounds: Mapping[str, float]) -> list[Chart]:
     def chart(
-        title: str, unit: str, value: Callable[[CurvePoint], float | None], limits: Mapping[str, float]
+        title: str, unit: str, height: Callable[[CurvePoint], float | None], limits: Mapping[str, float]
     ) -> Chart:
-        known = [(point.a_max, at) for point in curve.points if (at := value(point)) is not None]
+        known = [(point.value, at) for point in curve.points if (at := height(point)) is not None]
         heights = [at for _, at in known]
         return line_chart(
             title,
-            [Curve("", [float(a_max) for a_max, _ in known], heights, marked=True)],
+            [Curve("", [float(value) for value, _ in known], heights, marked=True)],
             _across(curve),
             Axis(f"{title}, {unit}", log=is_wide(heights)),
             bounds=limits,
@@ -295,7 +294,7 @@ def _curve_charts(curve: SlotCurve, bounds: Mapping[str, float]) -> list[Chart]:
 
 def _across(curve: SlotCurve) -> Axis:
     """Return the axis of the slots, to the first number that does not fit."""
-    slots = [float(point.a_max) for point in curve.points]
+    slots = [float(point.value) for point in curve.points]
     return Axis(
         "A_max, slots", log=slots[-1] >= 8.0 * slots[0], low=slots[0], high=slots[-1], ticks=tuple(slots)
     )

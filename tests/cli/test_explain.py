@@ -51,6 +51,9 @@ def test_machines_get_the_same(run: Run, planned: tuple[Path, Path]) -> None:
     (only,) = told["groups"]
     assert only["ids"] == [group.id]
     assert only["curve"]["chosen"] == group.engine_args.max_loras
+    assert [point["a_max"] for point in only["curve"]["points"]] == [
+        p["value"] for p in only["curve"]["points"]
+    ]
     assert only["why_a_max"].startswith(f"A_max {group.engine_args.max_loras}: ")
     assert {use["resource"] for use in only["room"]["uses"]} >= {"kv", "slots", "requests", "compute"}
     assert [each["gpus"] for each in told["what_if"]] == [2]

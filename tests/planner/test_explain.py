@@ -21,9 +21,10 @@ from capplan import (
     plan,
 )
 from capplan.planner.evaluate import evaluate
-from capplan.planner.explain import CurvePoint, Explanation, SlotCurve, slot_curve
+from capplan.planner.explain import CurvePoint, CurveRuns, Explanation, SlotCurve, slot_curve
+from capplan.planner.explain.curve import MAX_POINTS
 from capplan.planner.explain.rebuild import rebuild
-from capplan.planner.explain.slot_curve import MAX_POINTS, explain_slots
+from capplan.planner.explain.slot_reason import explain_slots
 from capplan.planner.explain.what_if import one_fewer, one_more
 from capplan.planner.problem import Estimate, make_problem
 from capplan.planner.slots import best_slots
@@ -102,7 +103,7 @@ def curves(explained: Explanation) -> list[SlotCurve]:
 
 def test_a_curve_contains_the_chosen_number_and_kv_tokens_decrease(explained: Explanation) -> None:
     for curve in curves(explained):
-        slots = [point.a_max for point in curve.points]
+        slots = [point.value for point in curve.points]
         assert curve.chosen in slots
         assert slots == sorted(set(slots))
         assert sum(point.fits for point in curve.points) <= MAX_POINTS
@@ -112,13 +113,13 @@ def test_a_curve_contains_the_chosen_number_and_kv_tokens_decrease(explained: Ex
 
 def test_numbers_near_the_chosen_one_are_compared_over_paired_seeds(explained: Explanation) -> None:
     for curve in curves(explained):
-        paired = {point.a_max: point.paired for point in curve.points if point.paired}
-        holding = [point.a_max for point in curve.points if point.holds]
+        paired = {point.value: point.paired for point in curve.points if point.paired}
+        holding = [point.value for point in curve.points if point.holds]
         assert set(paired) <= set(holding)
         assert curve.chosen in paired or len(holding) == 1
         for a_max, values in paired.items():
             assert {len(of) for of in values.values()} == {PAIRED_SEEDS}
-            point = next(each for each in curve.points if each.a_max == a_max)
+            point = next(each for each in curve.points if each.value == a_max)
             assert values["throughput_tok_s"][0] == point.throughput_tok_s
 
 
@@ -130,11 +131,12 @@ def test_most_slots_is_the_limit_of_memory(made: Plan, crowded: Workload) -> Non
     each = rebuild(made, crowded, None, "workload").groups[0]
     problem = replace(each.problem, engine=each.problem.engine.replace(gpu_memory_utilization=0.37))
     shares = tuple(replace(share, rate_rps=0.01) for share in each.assignment.shares)
-    curve = slot_curve(problem, replace(each.assignment, shares=shares, a_max=1), duration_s=60.0)
+    assignment = replace(each.assignment, shares=shares, a_max=1)
+    curve = slot_curve(CurveRuns(problem, assignment, duration_s=60.0))
     assert curve.most_slots is not None
     assert problem.fits_in_memory(replace(each.assignment, a_max=curve.most_slots))
     assert not problem.fits_in_memory(replace(each.assignment, a_max=curve.most_slots + 1))
-    assert [p.fits for p in curve.points] == [p.a_max <= curve.most_slots for p in curve.points]
+    assert [p.fits for p in curve.points] == [p.value <= curve.most_slots for p in curve.points]
     assert [p.fits for p in curve.points].count(False) <= 1
 
 
@@ -301,7 +303,7 @@ def unfit(a_max: int) -> CurvePoint:
 
 
 def curve(*points: CurvePoint, chosen: int, adapters: int = 64, most: int | None = None) -> SlotCurve:
-    return SlotCurve(points, chosen, adapters, most, 1.0 / 0.9, 1000.0)
+    return SlotCurve("a_max", points, chosen, 1.0 / 0.9, 1000.0, adapters, most)
 
 
 def test_a_decided_difference_is_stated_without_doubt() -> None:
@@ -384,17 +386,17 @@ points = st.builds(
 )
 
 
-@given(st.lists(points, min_size=1, max_size=7, unique_by=lambda p: p.a_max), st.data())
+@given(st.lists(points, min_size=1, max_size=7, unique_by=lambda p: p.value), st.data())
 def test_the_reason_agrees_with_best_slots(drawn: list[CurvePoint], data: st.DataObject) -> None:
-    ordered = sorted(drawn, key=lambda p: p.a_max)
+    ordered = sorted(drawn, key=lambda p: p.value)
     chosen = data.draw(st.sampled_from(ordered))
     best = best_slots(
         {
-            p.a_max: Estimate(p.throughput_tok_s or 0.0, bool(p.broken), e2e_s_mean=p.e2e_mean_s or 0.0)
+            p.value: Estimate(p.throughput_tok_s or 0.0, bool(p.broken), e2e_s_mean=p.e2e_mean_s or 0.0)
             for p in ordered
         }
     )
-    words = explain_slots(curve(*ordered, chosen=chosen.a_max), "capplan", fixed=False)
-    assert words.startswith(f"A_max {chosen.a_max}")
+    words = explain_slots(curve(*ordered, chosen=chosen.value), "capplan", fixed=False)
+    assert words.startswith(f"A_max {chosen.value}")
     assert f"breaks {chosen.broken[0]}" in words.split(";")[0] if chosen.broken else True
-    assert (f"on this curve {best}" in words) == (chosen.holds and best != chosen.a_max)
+    assert (f"on this curve {best}" in words) == (chosen.holds and best != chosen.value)

@@ -9,7 +9,7 @@ from hypothesis import strategies as st
 from capplan import Adapter, Assignment, EngineConfig, InputError, Lengths, Profile, Workload
 from capplan.planner.api import plan
 from capplan.planner.estimate import TwinEstimator
-from capplan.planner.explain.knob_curve import knob_curves
+from capplan.planner.explain.curve import CurveRuns, knob_curves
 from capplan.planner.knobs import (
     KNOBS,
     RUNNING_REQUESTS,
@@ -150,12 +150,12 @@ def test_given_values_stay_in_the_plan(busy: Workload) -> None:
 def test_curves_show_every_open_value_and_the_chosen_one(busy: Workload) -> None:
     problem = make_problem(busy, 1, None)
     chosen = Assignment(problem.shares, 60, max_num_batched_tokens=256)
-    curves = knob_curves(problem, chosen, duration_s=300.0)
-    assert [curve.knob for curve in curves] == list(KNOBS)
+    curves = knob_curves(CurveRuns(problem, chosen, duration_s=300.0))
+    assert [curve.setting for curve in curves] == list(KNOBS)
     for curve in curves:
         values = [point.value for point in curve.points]
         assert values == sorted(values)
-        assert set(values) <= set(getattr(knob_grid(problem, 0), curve.knob))
+        assert set(values) <= set(getattr(knob_grid(problem, 0), curve.setting))
         assert curve.chosen in values
     tokens = curves[0].points
     first, last = tokens[0].tpot_p99_ms, tokens[-1].tpot_p99_ms
@@ -163,4 +163,4 @@ def test_curves_show_every_open_value_and_the_chosen_one(busy: Workload) -> None
     assert last is not None
     assert first < last  # shorter steps
     closed = replace(problem, knobs=KnobSearch.DEFAULT)
-    assert knob_curves(closed, Assignment(problem.shares, 60), duration_s=60.0) == ()
+    assert knob_curves(CurveRuns(closed, Assignment(problem.shares, 60))) == ()

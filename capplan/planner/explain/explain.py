@@ -2,15 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
-from functools import partial
 
 from capplan.planner.estimate import SEARCH_DURATION_S
+from capplan.planner.explain.curve import CurveRuns, SettingCurve, SlotCurve, knob_curves, slot_curve
 from capplan.planner.explain.headroom import Headroom, find_headroom
-from capplan.planner.explain.knob_curve import KnobCurve, knob_curves, knob_curves_size
 from capplan.planner.explain.rebuild import RebuiltGroup, rebuild, search_seed
-from capplan.planner.explain.slot_curve import SlotCurve, curve_size, explain_slots, slot_curve
+from capplan.planner.explain.slot_reason import explain_slots
 from capplan.planner.explain.what_if import PlanOutcome, WhatIf, plan_outcome, what_if
 from capplan.planner.parallel import Progress, no_progress, parallel_map
 from capplan.planner.verify import fresh_seeds
@@ -30,7 +29,7 @@ class GroupExplanation:
     """Reason for the number of slots, in one sentence."""
     room: Headroom
     """Utilization and headroom."""
-    knobs: tuple[KnobCurve, ...] = ()
+    knobs: tuple[SettingCurve, ...] = ()
     """Simulations with other values of each engine knob that the planner may choose."""
 
 
@@ -112,24 +111,19 @@ def _explain_groups(
         return find_headroom(each.problem, each.assignment, each.group.binds, load, fresh, duration_s)
 
     rooms = parallel_map(headroom, firsts, lambda done: report("what is in use", done, len(firsts)))
-    sizes = [curve_size(each.problem, each.assignment) for each in firsts]
+    runs = [CurveRuns(each.problem, each.assignment, seed) for each in firsts]
+    slot_sizes = [len(each.slot_values()[0]) for each in runs]
+    knob_sizes = [len(each.knob_values()) for each in runs]
 
-    def simulated(before: int, done: int) -> None:
-        report("adapter slots", before + done, sum(sizes))
-
-    knob_sizes = [knob_curves_size(each.problem, each.assignment) for each in firsts]
-
-    def knob_progress(before: int, done: int) -> None:
-        report("engine knobs", before + done, sum(knob_sizes))
+    def simulated(stage: str, sizes: Sequence[int], number: int) -> Callable[[int], None]:
+        return lambda done: report(stage, sum(sizes[:number]) + done, sum(sizes))
 
     explained = []
     for number, (same, room) in enumerate(zip(alike.values(), rooms, strict=True)):
-        first, answered = same[0], partial(simulated, sum(sizes[:number]))
-        curve = slot_curve(first.problem, first.assignment, seed=seed, answered=answered)
-        settings = partial(knob_progress, sum(knob_sizes[:number]))
-        knobs = knob_curves(first.problem, first.assignment, seed=seed, answered=settings)
+        curve = slot_curve(runs[number], simulated("adapter slots", slot_sizes, number))
+        knobs = knob_curves(runs[number], simulated("engine knobs", knob_sizes, number))
         solver = str(plan.provenance.get("solver", "its solver"))
-        why = explain_slots(curve, solver, fixed=first.problem.fixed_a_max is not None)
+        why = explain_slots(curve, solver, fixed=same[0].problem.fixed_a_max is not None)
         names = tuple(each.group.id for each in same)
         explained.append(GroupExplanation(names, curve, why, room, knobs))
     return tuple(explained)
