@@ -4,10 +4,17 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass
+from typing import TypeVar
+
+import numpy as np
+from numpy.typing import NDArray
 
 from capplan.errors import InfeasibleError
 from capplan.serving.memory import kv_bytes_per_token, slot_bytes, weight_bytes
 from capplan.spec import Coefficient, EngineArgs, Fit, FittedModel, Profile
+
+Floats = NDArray[np.float64]
+Slots = TypeVar("Slots", float, Floats)
 
 MEMORY_FORM = "slots-and-reserve"
 """``gpu_memory * utilization - weights - reserved - a_max * (slot_factor * slot_bytes(s_max) + slot_overhead)
@@ -47,6 +54,13 @@ class KvBudget:
 
     def tokens(self, a_max: int, s_max: int, max_num_seqs: int) -> int:
         """Return the KV tokens beside `a_max` slots of rank `s_max`; see `kv_tokens`."""
+        return max(0, int(self._blocks(a_max, s_max, max_num_seqs))) * self.block_tokens
+
+    def tokens_beside(self, a_max: Floats, s_max: int, max_num_seqs: int) -> Floats:
+        """Return `tokens` for several numbers of slots, of the shape of `a_max`."""
+        return np.maximum(0.0, self._blocks(a_max, s_max, max_num_seqs)) * self.block_tokens
+
+    def _blocks(self, a_max: Slots, s_max: int, max_num_seqs: int) -> Slots:
         slot = self.slot_factor * (s_max * self.slot_bytes_per_rank)
         taken = (
             self.weight_bytes
@@ -54,7 +68,7 @@ class KvBudget:
             + a_max * (slot + self.slot_overhead_bytes)
             + self.bytes_per_seq * max(0.0, max_num_seqs - self.seqs_in_reserve)
         )
-        return max(0, int((self.memory_bytes - taken) // self.block_bytes)) * self.block_tokens
+        return (self.memory_bytes - taken) // self.block_bytes
 
 
 def kv_budget(profile: Profile, gpu_memory_utilization: float) -> KvBudget:

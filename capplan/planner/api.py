@@ -340,7 +340,8 @@ def solve(
     try:
         if solver.splits_hot:
             deciding: Estimator = twin if required is RequiredEstimator.TWIN else selected
-            problem = replace(problem, shares=split_hot_adapters(problem, deciding))
+            shares = split_hot_adapters(problem, deciding)
+            problem = problem if shares is problem.shares else replace(problem, shares=shares)
         context = SolverContext(
             selected,
             twin,

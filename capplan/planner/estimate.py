@@ -160,24 +160,37 @@ class SurrogateEstimator:
         return self.estimate_all((assignment,))[0]
 
     def estimate_all(self, assignments: Sequence[Assignment]) -> list[Estimate]:
-        """Return the estimates of several instances, in one batch for neighbours with the same shares."""
+        """Return the estimates of several instances.
+
+        Neighbours with the same shares are one batch, and so are instances with one share each.
+        """
         known: list[Estimate | None] = []
-        for _, same in groupby(assignments, key=lambda assignment: id(assignment.shares)):
-            known += self._predict(list(same))
+        if len(assignments) > 1 and all(len(each.shares) == 1 for each in assignments):
+            known = self._predict([each.shares[0] for each in assignments], assignments, alone=True)
+        else:
+            for _, group in groupby(assignments, key=lambda assignment: id(assignment.shares)):
+                same = list(group)
+                known += self._predict(same[0].shares, same)
         if None not in known:
             return cast(list[Estimate], known)
         unknown = [each for each, estimate in zip(assignments, known, strict=True) if estimate is None]
         simulated = iter(estimate_all(self.twin, unknown) if unknown else ())
         return [next(simulated) if estimate is None else estimate for estimate in known]
 
-    def _predict(self, same: Sequence[Assignment]) -> list[Estimate | None]:
-        """Return the surrogate's estimates of instances with the same shares; None outside its range."""
-        inputs = self.inputs(same[0].shares)
+    def _predict(
+        self, shares: Sequence[AdapterShare], assignments: Sequence[Assignment], *, alone: bool = False
+    ) -> list[Estimate | None]:
+        """Return the surrogate's estimates, None outside its range, of instances with all these shares.
+
+        If `alone`, each instance has one of the shares.
+        """
+        inputs = self.inputs(shares, merge=not alone)
         if inputs is None:
-            return [None] * len(same)
+            return [None] * len(assignments)
         compiled, rates_rps, ranks = inputs
-        engines = [self.problem.engine_args(assignment) for assignment in same]
-        predictions = compiled.predict(rates_rps, ranks, engines)
+        engines = [self.problem.engine_args(assignment) for assignment in assignments]
+        predict = compiled.predict_alone if alone else compiled.predict
+        predictions = predict(rates_rps, ranks, engines)
         starved = predictions.starvation_probability >= STARVED_PROBABILITY
         usable = predictions.in_range | (predictions.is_lighter & ~starved) | self.extrapolates
         columns = (
@@ -190,17 +203,17 @@ class SurrogateEstimator:
         return [Estimate(*estimate) if known else None for known, *estimate in rows]
 
     def inputs(
-        self, shares: Sequence[AdapterShare]
+        self, shares: Sequence[AdapterShare], *, merge: bool = True
     ) -> tuple[CompiledSurrogate, NDArray[np.float64], NDArray[np.float64]] | None:
         """Return the compiled surrogate, and rate at the load over (1 - headroom) and rank of each adapter.
 
-        None if the surrogate does not cover adapters with these lengths.
+        None if the surrogate does not cover adapters with these lengths. Unless `merge`, each share counts as
+        an adapter.
         """
         compiled, own = self._compiled, self._own_lengths
-        names = list(map(_NAME, shares))
-        if compiled is None or (own and not self.extrapolates and not own.keys().isdisjoint(names)):
+        if compiled is None or (own and not self.extrapolates and any(each.name in own for each in shares)):
             return None
-        rates_rps, ranks = _rates_and_ranks(shares, names, own)
+        rates_rps, ranks = _rates_and_ranks(shares, own, merge)
         return compiled, rates_rps / (1.0 - self.problem.workload.headroom), ranks
 
     @cached_property
@@ -236,13 +249,14 @@ def with_default_lengths(workload: Workload) -> Workload:
 
 
 def _rates_and_ranks(
-    shares: Sequence[AdapterShare], names: Sequence[str], relative_tokens: Mapping[str, float]
+    shares: Sequence[AdapterShare], relative_tokens: Mapping[str, float], merge: bool
 ) -> tuple[NDArray[np.float64], NDArray[np.float64]]:
-    """Return the rate and rank of each adapter, shares of one adapter added up."""
+    """Return the rate and rank of each share; with `merge`, of each adapter, its shares added up."""
     rates_rps = np.fromiter(map(_RATE, shares), np.float64, len(shares))
     ranks = np.fromiter(map(_RANK, shares), np.float64, len(shares))
     if relative_tokens:
-        rates_rps *= [relative_tokens.get(name, 1.0) for name in names]
+        rates_rps *= [relative_tokens.get(share.name, 1.0) for share in shares]
+    names = list(map(_NAME, shares)) if merge else []
     if len(set(names)) == len(names):
         return rates_rps, ranks
     _, first, which = np.unique(names, return_index=True, return_inverse=True)

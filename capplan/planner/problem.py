@@ -320,6 +320,8 @@ class Constraints:
 
     leader: Mapping[str, str]
     """First adapter, in the workload's order, of the group that each adapter is placed with."""
+    groups: frozenset[str]
+    """Leaders of groups of several adapters."""
     conflicts: Mapping[str, frozenset[str]]
     """Adapters that must not be on an instance with an adapter; symmetric."""
     pinned_pool: Mapping[str, str]
@@ -355,7 +357,8 @@ def read_constraints(workload: Workload) -> Constraints:
             raise InputError(rule, adapter.pool, f"adapters: {adapter.name}.pool")
         if adapter.max_replicas is not None:
             max_replicas[first] = min(adapter.max_replicas, max_replicas.get(first, adapter.max_replicas))
-    return Constraints(leader, conflicts, pinned_pool, max_replicas)
+    groups = frozenset(first for name, first in leader.items() if name != first)
+    return Constraints(leader, groups, conflicts, pinned_pool, max_replicas)
 
 
 def _group_leaders(adapters: Iterable[Adapter]) -> dict[str, str]:

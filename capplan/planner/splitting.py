@@ -3,18 +3,23 @@
 from __future__ import annotations
 
 from collections import defaultdict
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import replace
+from itertools import chain
 from operator import attrgetter
 from typing import Final
 
 from capplan.errors import InfeasibleError
 from capplan.planner.bound import lower_bound_instances
 from capplan.planner.evaluate import describe_failure
+from capplan.planner.parallel import estimate_all
 from capplan.planner.problem import AdapterShare, Assignment, Estimator, Problem, infeasible
 from capplan.spec import Adapter
 
 _KIND: Final = attrgetter("rank", "prompt_tokens", "output_tokens")
+_RANK: Final = attrgetter("rank")
+_PROMPT: Final = attrgetter("prompt_tokens")
+_OUTPUT: Final = attrgetter("output_tokens")
 _NAME: Final = attrgetter("name")
 _RATE: Final = attrgetter("rate_rps")
 
@@ -41,7 +46,7 @@ def split_hot_adapters(problem: Problem, estimator: Estimator) -> tuple[AdapterS
         too few shares.
     """
     split: dict[str, int] = {}
-    for kind in _kinds(problem):
+    for kind in _doubtful_kinds(problem, estimator):
         for members in kind:
             count = _shares_needed(problem, estimator, members)
             if count == 1:
@@ -70,7 +75,7 @@ def require_memory(problem: Problem) -> None:
     InfeasibleError
         If none does.
     """
-    largest = max(problem.shares, key=attrgetter("rank"))
+    largest = max(problem.shares, key=_RANK)
     alone = Assignment((largest,), problem.fixed_a_max or 1)
     pools = range(len(problem.pools))
     if not any(problem.fits_in_memory(replace(alone, pool=pool)) for pool in pools):
@@ -84,16 +89,35 @@ def require_memory(problem: Problem) -> None:
         )
 
 
-def _kinds(problem: Problem) -> Iterator[list[AdapterSet]]:
+def _doubtful_kinds(problem: Problem, estimator: Estimator) -> Iterator[Iterable[AdapterSet]]:
+    """Yield the kinds of which the hottest adapter alone does not hold, or was not tested.
+
+    One batch of estimates tests single adapters on instances of the only pool.
+    """
+    kinds = [(next(kind), kind) for kind in map(iter, _kinds(problem))]
+    tested: dict[str, Assignment] = {}
+    if len(problem.pools) == 1 and not problem.constraints.pinned_pool:
+        for (hottest, *others), _ in kinds:
+            alone = Assignment((AdapterShare.of(hottest),), problem.fixed_a_max or 1)
+            if not others and problem.fits_in_memory(alone):
+                tested[hottest.name] = alone
+    estimates = zip(tested, estimate_all(estimator, list(tested.values())), strict=True)
+    holding = {name for name, estimate in estimates if not estimate.starved}
+    for first, rest in kinds:
+        if first[0].name not in holding:
+            yield chain((first,), rest)
+
+
+def _kinds(problem: Problem) -> Iterator[Iterable[AdapterSet]]:
     """Yield adapter sets by kind, hottest first.
 
     A kind is single adapters that differ in name and rate only, or any other set.
     """
     constraints, adapters = problem.constraints, problem.traffic
     leader, pins = constraints.leader, constraints.pinned_pool
-    apart = {first for name, first in leader.items() if name != first} | constraints.max_replicas.keys()
+    apart = constraints.groups | constraints.max_replicas.keys()
     if problem.workload.trace is not None:
-        apart = set(leader.values())
+        apart = frozenset(leader.values())
     alone: defaultdict[object, list[Adapter]] = defaultdict(list)
     together: defaultdict[str, list[Adapter]] = defaultdict(list)
     if apart or pins:
@@ -104,13 +128,20 @@ def _kinds(problem: Problem) -> Iterator[list[AdapterSet]]:
             else:
                 alone[_KIND(adapter), pins.get(first)].append(adapter)
     else:
-        for kind, adapter in zip(map(_KIND, adapters), adapters, strict=True):
-            alone[kind].append(adapter)
+        kind = _KIND if any(map(_PROMPT, adapters)) or any(map(_OUTPUT, adapters)) else _RANK
+        for adapter in adapters:
+            alone[kind(adapter)].append(adapter)
     yield from ([tuple(members)] for members in together.values())
-    for same in alone.values():
-        same.sort(key=_NAME)
-        same.sort(key=_RATE, reverse=True)
-        yield [(adapter,) for adapter in same]
+    yield from map(_hottest_first, alone.values())
+
+
+def _hottest_first(same: Sequence[Adapter]) -> Iterator[AdapterSet]:
+    """Yield single adapters by falling rate; they are sorted only if the first one is not enough."""
+    hottest = max(same, key=_RATE)
+    yield (hottest,)
+    for adapter in sorted(same, key=_RATE, reverse=True):
+        if adapter is not hottest:
+            yield (adapter,)
 
 
 def _shares_needed(problem: Problem, estimator: Estimator, members: AdapterSet) -> int:

@@ -22,6 +22,7 @@ from capplan.models.surrogates.features import (
     feature_vectors,
     gpu_limits,
     unsupported_workload,
+    vectors_alone,
 )
 from capplan.models.surrogates.outputs import (
     LEAST_PROBABILITY,
@@ -137,7 +138,14 @@ class CompiledSurrogate:
             As `Surrogate.predict` for each setting; arrays of shape (engines,).
         """
         limits = [gpu_limits(self.kv_budget, engine) for engine in engines]
-        vectors = feature_vectors(self.common, limits, rates_rps, ranks)
+        return self._predict(feature_vectors(self.common, limits, rates_rps, ranks))
+
+    def predict_alone(self, rates_rps: Floats, ranks: Floats, engines: Sequence[EngineArgs]) -> Predictions:
+        """Predict GPUs that serve one adapter each, with its own engine settings; shape (adapters,)."""
+        limits = [gpu_limits(self.kv_budget, engine) for engine in engines]
+        return self._predict(vectors_alone(self.common, limits, rates_rps, ranks))
+
+    def _predict(self, vectors: Vectors) -> Predictions:
         if self.packed is None:
             return predict_numpy(self.surrogate, vectors)
         return predict_compiled(self.packed, vectors)

@@ -128,6 +128,15 @@ def feature_vectors(
     return vectors
 
 
+def vectors_alone(
+    common: CommonInputs, limits: Sequence[Sequence[float]], rates_rps: Floats, ranks: Floats
+) -> NDArray[np.float32]:
+    """Return the features of GPUs that serve one adapter each; arguments as in `feature_vectors`."""
+    vectors = np.empty((len(limits), len(FEATURES)), np.float32)
+    _fill_alone(vectors, common, np.array(limits, float), rates_rps, ranks, np.empty((4, 1)))
+    return vectors
+
+
 @jit
 def fill_vectors(
     vectors: NDArray[np.float32],
@@ -158,6 +167,20 @@ def fill_vectors(
         vector = _vector(common, limits[row, 3], mix, gpu, load, ascending_rps, scratch[3])
         for number, value in enumerate(vector):
             vectors[row, number] = value
+
+
+@jit
+def _fill_alone(
+    vectors: NDArray[np.float32],
+    common: CommonInputs,
+    limits: Floats,
+    rates_rps: Floats,
+    ranks: Floats,
+    scratch: Floats,
+) -> None:
+    for i in range(limits.shape[0]):
+        here, rate_rps = slice(i, i + 1), rates_rps[i : i + 1]
+        fill_vectors(vectors[here], common, limits[here], rate_rps, ranks[here], rate_rps, scratch)
 
 
 @jit

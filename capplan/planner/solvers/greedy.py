@@ -51,24 +51,24 @@ def solve_greedy(problem: Problem, estimator: Estimator, *, strict: bool = False
     placed: list[Assignment] = []
     start = used = 0
     while start < len(queue):
-        waiting = queue[start:]
+        waiting = len(queue) - start
         if used == problem.gpus:
-            raise _too_few(problem, len(waiting), used - len(placed), strict)
+            raise _too_few(problem, waiting, used - len(placed), strict)
         gpu = None if compiled is None else compiled(start)
         if gpu is None:
-            gpu = fill_gpu(problem, estimator, waiting, grid)
+            gpu = fill_gpu(problem, estimator, queue[start:], grid)
         if not gpu.adapters and not strict:
-            raise _fits_nowhere(problem, waiting[0])
+            raise _fits_nowhere(problem, queue[start])
         if strict and gpu.failed_with_rest:
             raise infeasible(
                 "starvation",
-                f"the last {len(waiting) - gpu.adapters} adapters fail on the GPU that has room for them, "
+                f"the last {waiting - gpu.adapters} adapters fail on the GPU that has room for them, "
                 f"with headroom {problem.workload.headroom:g}; to the letter, the greedy algorithm then "
                 "tries no other",
             )
+        shares = tuple(queue[start : start + gpu.adapters])
         used, start = used + 1, start + gpu.adapters
-        if gpu.adapters:
-            shares = tuple(waiting[: gpu.adapters])
+        if shares:
             placed.append(
                 Assignment(shares, problem.fixed_a_max or min(gpu.a_max, distinct_adapters(shares)))
             )
@@ -113,7 +113,8 @@ def test_allocation(
 
 def priority_order(shares: Iterable[AdapterShare]) -> list[AdapterShare]:
     """Return the shares by descending rank; within a rank by highest, lowest, second highest, ... rate."""
-    by_rank = sorted(shares, key=attrgetter("name", "number"))
+    by_rank = sorted(shares, key=attrgetter("number"))
+    by_rank.sort(key=attrgetter("name"))
     for key in ("rate_rps", "rank"):
         by_rank.sort(key=attrgetter(key), reverse=True)
     ordered: list[AdapterShare] = []

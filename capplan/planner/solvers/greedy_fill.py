@@ -7,6 +7,7 @@ from dataclasses import dataclass, field
 from typing import Final, NamedTuple
 
 import numpy as np
+from numpy.typing import NDArray
 
 from capplan.models.surrogates import greedy_fill
 from capplan.models.surrogates.compiled import CompiledSurrogate, PackedTrees
@@ -38,16 +39,18 @@ class CompiledFill:
     shares: Sequence[AdapterShare]
     queue: AdapterQueue
     grid: Sequence[int]
-    """Testing points, and numbers of slots."""
+    """Numbers of slots."""
+    points: NDArray[np.int64]
+    """Testing points, the same numbers."""
     scratch: Scratch
     _slots: dict[int, SlotNumbers] = field(default_factory=dict)
 
     def __call__(self, start: int) -> GpuFill | None:
         """Fill a GPU from a position of the queue; None if a test is outside the surrogate's range."""
         slots = self._slots_of_rank(self.problem.s_max(self.shares[start : start + 1]))
-        surrogate, points = (self.packed, self.surrogate.common), np.array(self.grid)
+        surrogate = self.packed, self.surrogate.common
         count, at, failed_with_rest, known = greedy_fill.fill_gpu(
-            *surrogate, self.queue, start, points, slots, self.extrapolates, self.scratch
+            *surrogate, self.queue, start, self.points, slots, self.extrapolates, self.scratch
         )
         return GpuFill(count, int(slots.limits[at, 0]) if count else 0, failed_with_rest) if known else None
 
@@ -61,7 +64,7 @@ class CompiledFill:
             limits = np.empty((len(values), 5))
             limits[:, 0] = values
             limits[:, 1:] = s_max, seqs, 0, engine.max_num_batched_tokens
-            limits[:, 3] = [budget.tokens(value, s_max, seqs) for value in values]
+            limits[:, 3] = budget.tokens_beside(limits[:, 0], s_max, seqs)
             fits = limits[:, 3] >= engine.max_model_len
             self._slots[s_max] = SlotNumbers(limits, fits, _NO_LIMIT if host is None else host)
         return self._slots[s_max]
@@ -85,4 +88,5 @@ def compiled_fill(
         return None
     queue = AdapterQueue(rates_rps, ranks, np.argsort(rates_rps, kind="stable"))
     scratch = scratch_arrays(len(shares))
-    return CompiledFill(problem, surrogate, packed, estimator.extrapolates, shares, queue, grid, scratch)
+    extrapolates, points = estimator.extrapolates, np.array(grid)
+    return CompiledFill(problem, surrogate, packed, extrapolates, shares, queue, grid, points, scratch)
