@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
+from typing import NamedTuple
 
 from capplan.errors import InfeasibleError, InputError
 from capplan.planner.assemble import build_plan
@@ -20,7 +21,7 @@ from capplan.planner.estimate import (
 from capplan.planner.evaluate import evaluate, evaluate_cluster
 from capplan.planner.knobs import KnobSearch
 from capplan.planner.parallel import Progress, no_progress
-from capplan.planner.previous import read_previous
+from capplan.planner.previous import PreviousInstance, previous_instances, read_previous
 from capplan.planner.problem import (
     OPEN_FACTOR,
     Assignment,
@@ -30,6 +31,7 @@ from capplan.planner.problem import (
     make_problem,
 )
 from capplan.planner.search.local_search import fleet_cost, fleet_size_of
+from capplan.planner.search.moves import placement_cost
 from capplan.planner.shortage import broken_when_spread
 from capplan.planner.solvers import find_solver
 from capplan.planner.solvers.base import (
@@ -153,8 +155,9 @@ def plan_problem(
         _compile(problem)
     budget = TimeBudget(options.time_limit_s, options.verify)
     twin = TwinEstimator(problem, options.seed, deadline=budget.search)
-    try:
-        answer = solve(
+
+    def place(previous: Plan | None) -> SolverRun:
+        return solve(
             problem,
             options.solver,
             twin,
@@ -163,18 +166,20 @@ def plan_problem(
             time_limit_s=budget.search_s(DEFAULT_TIME_LIMIT_S),
             previous=previous,
         )
+
+    def verified(answer: SolverRun) -> VerifiedRun:
+        progress("placing", 1, 1)
+        return _verified_run(answer, replace(twin, deadline=budget.verification), options, progress)
+
+    try:
+        answer = place(previous)
     except InfeasibleError as error:
         progress("placing on more GPUs", 0, 1)
         raise _with_sufficient_gpus(error, problem, options, budget) from None
-    progress("placing", 1, 1)
-    twin = replace(twin, deadline=budget.verification)
-    verifier = make_verifier(answer.problem, twin, options.seed, options.verify, options.seeds)
-    verifier = replace(verifier, deadline=budget.verification)
-    try:
-        outcome = _verify(answer, verifier, twin, options.verify and options.repair, progress)
-    except OutOfTimeError:
-        words = f"the time limit ends the verification of {len(answer.assignments)} instance(s) before its"
-        raise infeasible("time", f"{words} first seed; a longer one decides") from None
+    run = verified(answer)
+    if previous is not None and run.has_grown:
+        run = _cheaper(run, lambda: verified(place(None)), previous_instances(previous))
+    answer, verifier, outcome = run
     drawn = replace(verifier, deadline=budget.end).with_drawn_profiles(
         outcome.assignments,
         outcome.verifications,
@@ -195,6 +200,60 @@ def plan_problem(
         },
         deadline=budget.end,
     )
+
+
+class VerifiedRun(NamedTuple):
+    """Answer of a solver, its verifier, and the outcome after repairs."""
+
+    answer: SolverRun
+    verifier: Verifier
+    outcome: RepairResult
+
+    @property
+    def has_grown(self) -> bool:
+        """Whether repairs took further instances, or did not suffice."""
+        repaired = self.outcome.assignments
+        return bool(self.outcome.changes) and (len(repaired) > len(self.answer.assignments) or not self.ok)
+
+    @property
+    def ok(self) -> bool:
+        """Whether every instance is verified."""
+        return all(each.ok for each in self.outcome.verifications)
+
+
+def _verified_run(
+    answer: SolverRun, twin: TwinEstimator, options: PlanOptions, progress: Progress
+) -> VerifiedRun:
+    """Verify an answer, and repair it if asked."""
+    verifier = make_verifier(answer.problem, twin, options.seed, options.verify, options.seeds)
+    verifier = replace(verifier, deadline=twin.deadline)
+    try:
+        outcome = _verify(answer, verifier, twin, options.verify and options.repair, progress)
+    except OutOfTimeError:
+        words = f"the time limit ends the verification of {len(answer.assignments)} instance(s) before its"
+        raise infeasible("time", f"{words} first seed; a longer one decides") from None
+    return VerifiedRun(answer, verifier, outcome)
+
+
+def _cheaper(
+    near: VerifiedRun, from_scratch: Callable[[], VerifiedRun], old: Sequence[PreviousInstance]
+) -> VerifiedRun:
+    """Return the cheaper of a plan near the one in force and a plan from scratch, moves included.
+
+    A repair may take an instance that a search from scratch does not need.
+    """
+    problem = near.answer.problem
+    if problem.workload.objective not in (Objective.MIN_GPUS, Objective.MIN_COST):
+        return near
+    try:
+        anew = from_scratch()
+    except InfeasibleError:
+        return near
+
+    def cost(run: VerifiedRun) -> tuple[bool, tuple[float, float, int]]:
+        return not run.ok, placement_cost(problem, run.outcome.assignments, old)
+
+    return min(near, anew, key=cost)
 
 
 def _compile(problem: Problem) -> None:

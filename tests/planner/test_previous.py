@@ -1,5 +1,6 @@
 from collections.abc import Callable, Sequence
 from dataclasses import replace
+from itertools import islice
 from pathlib import Path
 from typing import Any
 
@@ -7,7 +8,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from capplan import Adapter, InputError, Lengths, Plan, Workload, plan
+from capplan import Adapter, InfeasibleError, InputError, Lengths, Plan, Workload, plan
 from capplan.planner.previous import (
     PreviousInstance,
     moved_adapters,
@@ -15,7 +16,8 @@ from capplan.planner.previous import (
     name_groups,
     previous_instances,
 )
-from capplan.planner.problem import AdapterShare, Assignment, make_problem
+from capplan.planner.problem import AdapterShare, Assignment, Problem, make_problem
+from capplan.planner.solvers.base import Requirement, Solver, SolverContext
 from capplan.spec import Move
 from tests.planner.conftest import MODEL, PROFILE
 
@@ -68,6 +70,31 @@ def test_a_change_moves_few_adapters_on_no_more_gpus(workload: Make, in_force: P
     assert made.totals.gpus <= anew.totals.gpus
     assert len(Plan.from_json(in_force).groups) > 1
     assert made.provenance["moved_adapters"] <= len(ADAPTERS) // 3
+
+
+def test_a_plan_from_scratch_replaces_a_near_one_that_repairs_made_larger(
+    workload: Make, tmp_path: Path
+) -> None:
+    """A quarter of an overloaded GPU moves to an unused one, which a placement from scratch does not need."""
+    spec, path = workload(*((f"a{i}", 8, 6.0) for i in range(10))), tmp_path / "plan.json"
+
+    def placing(counts: Sequence[int], near: Sequence[int]) -> Solver:
+        def place(problem: Problem, context: SolverContext) -> list[Assignment]:
+            shares, on_gpus = iter(problem.shares), near if context.previous else counts
+            if not on_gpus:
+                raise InfeasibleError("gpus: none", "gpus")
+            return [Assignment(tuple(islice(shares, count)), count) for count in on_gpus]
+
+        return Solver("fixed", "", "", place, supports=frozenset(Requirement))
+
+    plan(spec, gpus=4, seeds=1, solver=placing((5, 5), ())).to_json(path)
+    repaired = replanned(spec, path, solver=placing((), near=(9, 1)))
+    assert repaired.verification.ok
+    assert repaired.totals.gpus > 2
+    made = replanned(spec, path, solver=placing((5, 5), near=(9, 1)))
+    assert made.verification.ok
+    assert made.totals.gpus == 2
+    assert made.moves == ()
 
 
 def test_moves_are_priced(workload: Make, tmp_path: Path) -> None:

@@ -27,6 +27,16 @@ _MAX_EQUAL_FLEETS: Final = 4
 Placement = tuple[Assignment, ...]
 
 
+def placement_cost(
+    problem: Problem, placement: Placement, old: Sequence[PreviousInstance]
+) -> tuple[float, float, int]:
+    """Return GPUs or price with the price of moves, the other of the two, and the number of moves."""
+    workload, moves = problem.workload, count_moves(problem, placement, old)
+    fleet = fleet_size_of(problem, placement)
+    first, second, _ = fleet_cost(problem, fleet, workload.objective)
+    return first + (workload.move_cost or 0.0) * moves, second, moves
+
+
 @dataclass(frozen=True)
 class MoveSearch:
     """Search for the placement of least cost, with `move_cost` added for every adapter that moves."""
@@ -58,13 +68,12 @@ class MoveSearch:
 
     def cost(self, placement: Placement) -> tuple[float, float, int]:
         """Return the cost of a placement with the price of its moves, its second cost, and the moves."""
-        workload, moves = self.problem.workload, self.count_moves(placement)
-        if workload.objective is Objective.MIN_LATENCY:
-            price = _LATENCY_GAIN * moves / max(1, len(workload.adapters))
-            return self.local.mean_e2e_s(placement) * (1.0 + price), 0.0, moves
-        fleet = fleet_size_of(self.problem, placement)
-        first, second, _ = fleet_cost(self.problem, fleet, workload.objective)
-        return first + (workload.move_cost or 0.0) * moves, second, moves
+        workload = self.problem.workload
+        if workload.objective is not Objective.MIN_LATENCY:
+            return placement_cost(self.problem, placement, self.old)
+        moves = self.count_moves(placement)
+        price = _LATENCY_GAIN * moves / max(1, len(workload.adapters))
+        return self.local.mean_e2e_s(placement) * (1.0 + price), 0.0, moves
 
     def _least_cost(self, fleet: FleetSize) -> float:
         """Return the cost of a fleet without moves."""
