@@ -4,14 +4,15 @@
 kept in DIR, so that an interrupted run continues. Workload `seed` draws from one generator:
 
 - profile: one of the two shipped ones;
-- adapters: 8 to 96 (log-uniform), ranks each 8, 16 or 32, Zipf popularity with exponent 0 to 1.2;
+- adapters: 8 to 64 (log-uniform), ranks each 8, 16 or 32, Zipf popularity with exponent 0 to 1.2;
 - mean prompt 100 to 1,000 and mean output 50 to 300 tokens (log-uniform), each with a standard deviation of
   0.5 to 1.5 times the mean;
-- total rate: keeps 2 to 4 GPUs busy by the lower bound;
-- bounds: TTFT p99 and TPOT p99, each 1.1 to 2 times its value on one GPU at half of its capacity by the lower
-  bound, with the default knobs.
+- total rate: keeps 1.5 to 4 GPUs busy by the lower bound, which ignores latencies;
+- bounds: 2 to 10 times the TTFT p99 and 1.25 to 2.5 times the TPOT p99 (log-uniform) of one GPU where
+  requests hardly ever wait, at a tenth of the load that keeps it busy; no tighter than 0.3 s and 20 ms, no
+  looser than 3 s and 100 ms.
 
-A workload that no fleet of 16 GPUs serves with the default knobs is drawn again.
+A workload that no fleet of 24 GPUs serves with the default knobs is drawn again.
 """
 
 from __future__ import annotations
@@ -34,8 +35,10 @@ from capplan.planner.problem import make_problem
 from capplan.spec import Slo
 from capplan.workload import zipf
 
-GPUS: Final = 16
-_HALF: Final = 0.5
+GPUS: Final = 24
+_LIGHT: Final = 0.1
+_TTFT_P99_S: Final = (0.3, 3.0)
+_TPOT_P99_MS: Final = (20.0, 100.0)
 _DRAWS: Final = 20
 
 
@@ -47,12 +50,12 @@ def drawn_workload(seed: int, draw: int) -> Workload:
         return float(np.exp(random.uniform(np.log(low), np.log(high))))
 
     profile = load_profile(random.choice(list_profiles()))
-    count = round(log_uniform(8, 96))
+    count = round(log_uniform(8, 64))
     ranks = random.choice([8, 16, 32], count)
     shares = np.array(zipf(count, random.uniform(0.0, 1.2)))
     prompt, output = log_uniform(100, 1000), log_uniform(50, 300)
-    spread, busy = random.uniform(0.5, 1.5, 2), random.uniform(2.0, 4.0)
-    factors = random.uniform(1.1, 2.0, 2)
+    spread, busy = random.uniform(0.5, 1.5, 2), random.uniform(1.5, 4.0)
+    times = log_uniform(2.0, 10.0), log_uniform(1.25, 2.5)
 
     def at(total_rps: float) -> Workload:
         return Workload(
@@ -64,11 +67,10 @@ def drawn_workload(seed: int, draw: int) -> Workload:
         )
 
     total_rps = busy / busy_gpus(make_problem(at(1.0), 1, None))
-    half = simulate(
-        at(_HALF * total_rps / busy), profile, a_max=min(count, 64), s_max=int(max(ranks)), seed=seed
-    )
+    light = simulate(at(_LIGHT * total_rps / busy), profile, a_max=count, s_max=int(max(ranks)), seed=seed)
     bounds = Slo(
-        ttft_p99_s=float(factors[0] * half.ttft_s_p99), tpot_p99_ms=float(factors[1] * half.tpot_ms_p99)
+        ttft_p99_s=float(np.clip(times[0] * light.ttft_s_p99, *_TTFT_P99_S)),
+        tpot_p99_ms=float(np.clip(times[1] * light.tpot_ms_p99, *_TPOT_P99_MS)),
     )
     return at(total_rps).replace(slo=bounds)
 

@@ -86,7 +86,7 @@ def knob_grid(problem: Problem, pool: int) -> KnobGrid:
 
 def fallback_running_requests(problem: Problem) -> tuple[int, ...]:
     """Return other values of max_num_seqs to try before an instance is refused, also without a grid."""
-    if problem.workload.engine.max_num_seqs is not None:
+    if problem.workload.engine.max_num_seqs is not None or problem.knobs is KnobSearch.DEFAULT:
         return ()
     return tuple(value for value in _FALLBACKS if value <= problem.engine.max_num_batched_tokens)
 

@@ -12,6 +12,7 @@ from typing import Final
 from capplan.errors import InfeasibleError
 from capplan.planner.bound import lower_bound_instances
 from capplan.planner.evaluate import describe_failure
+from capplan.planner.knobs import knob_grid, tune_knobs
 from capplan.planner.parallel import estimate_all
 from capplan.planner.problem import AdapterShare, Assignment, Estimator, Problem, infeasible
 from capplan.spec import Adapter
@@ -145,7 +146,10 @@ def _hottest_first(same: Sequence[Adapter]) -> Iterator[AdapterSet]:
 
 
 def _shares_needed(problem: Problem, estimator: Estimator, members: AdapterSet) -> int:
-    """Return the fewest equal shares of an adapter set that hold on an instance of an allowed pool."""
+    """Return the fewest equal shares of an adapter set that hold on an instance of an allowed pool.
+
+    If none do with the default knobs, those that hold with others count.
+    """
     leader = members[0].name
     pin = problem.constraints.pinned_pool.get(leader)
     pools = [number for number, pool in enumerate(problem.pools) if pin is None or pool.name == pin]
@@ -167,9 +171,13 @@ def _shares_needed(problem: Problem, estimator: Estimator, members: AdapterSet) 
             f"{problem.engine.max_model_len} on {_gpu_names(problem, pools)}",
         )
 
-    def holds(count: int) -> bool:
+    def holds(count: int, opens_knobs: bool = False) -> bool:
         divided = tuple(split_evenly(share, count)[0] for share in shares)
-        return any(not estimator(Assignment(divided, slots, pool=pool)).starved for pool, slots in settings)
+        instances = (Assignment(divided, slots, pool=pool) for pool, slots in settings)
+        if opens_knobs:
+            tuned = (tune_knobs(problem, each, estimator, until_it_holds=True) for each in instances)
+            return any(not each.estimate.starved for each in tuned)
+        return any(not estimator(each).starved for each in instances)
 
     if holds(1):
         return 1
@@ -177,6 +185,10 @@ def _shares_needed(problem: Problem, estimator: Estimator, members: AdapterSet) 
     for count in range(max(2, lower_bound_instances(alone)), most + 1):
         if holds(count):
             return count
+    if any(knob_grid(problem, pool).is_open for pool in pools):
+        for count in range(lower_bound_instances(alone), most + 1):
+            if holds(count, opens_knobs=True):
+                return count
     pool, slots = settings[0]
     lightest = Assignment(tuple(split_evenly(share, most)[0] for share in shares), slots, pool=pool)
     raise _load_error(problem, members, most, lightest)

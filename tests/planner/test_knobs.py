@@ -1,12 +1,23 @@
 """Engine knobs: values to choose from, their tuning, and their use in a plan."""
 
-from dataclasses import replace
+from collections.abc import Mapping
+from dataclasses import dataclass, replace
 
 import pytest
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from capplan import Adapter, Assignment, EngineConfig, InputError, Lengths, Profile, Workload
+from capplan import (
+    Adapter,
+    Assignment,
+    EngineConfig,
+    InfeasibleError,
+    InputError,
+    Lengths,
+    Profile,
+    Workload,
+)
+from capplan.planner import SolverContext
 from capplan.planner.api import plan
 from capplan.planner.estimate import TwinEstimator
 from capplan.planner.explain.curve import CurveRuns, knob_curves
@@ -19,6 +30,8 @@ from capplan.planner.knobs import (
     tune_knobs,
 )
 from capplan.planner.problem import Estimate, Problem, make_problem
+from capplan.planner.solvers import REGISTRY
+from capplan.planner.splitting import split_hot_adapters
 from capplan.spec import Slo
 from capplan.spec.engine_args import DEFAULT_MAX_NUM_BATCHED_TOKENS, DEFAULT_MAX_NUM_SEQS
 from capplan.testing import example_problem
@@ -101,6 +114,68 @@ def test_tuning_ends_at_the_least_utilization_or_where_the_instance_holds(
     elif best_seqs <= best_tokens:
         assert (args.max_num_batched_tokens, args.max_num_seqs) == (best_tokens, best_seqs)
     assert len(asked) <= 2 * (len(TOKEN_BUDGETS) + len(RUNNING_REQUESTS))
+
+
+@dataclass(frozen=True)
+class CapacityByKnobs:
+    """Sustains a request rate that depends on the knobs."""
+
+    problem: Problem
+    rps: float
+    factors: Mapping[tuple[int, int], float]
+    """Relative rate by token budget and running requests; 1 for others."""
+
+    def __call__(self, assignment: Assignment) -> Estimate:
+        args = self.problem.engine_args(assignment)
+        factor = self.factors.get((args.max_num_batched_tokens, args.max_num_seqs), 1.0)
+        load = sum(share.rate_rps for share in assignment.shares) / (self.rps * factor)
+        return Estimate(1.0, load > 1.0, utilization=load)
+
+
+def gpus_of(problem: Problem, estimator: CapacityByKnobs) -> int:
+    return len(REGISTRY["capplan"].place(problem, SolverContext(estimator=estimator, twin=estimator)))
+
+
+@settings(max_examples=15, derandomize=True)
+@given(
+    seed=st.integers(0, 1000),
+    factors=st.dictionaries(
+        st.tuples(st.sampled_from(TOKEN_BUDGETS), st.sampled_from(RUNNING_REQUESTS)),
+        st.floats(0.3, 3.0),
+        max_size=20,
+    ),
+)
+def test_open_knobs_never_take_more_gpus(seed: int, factors: dict[tuple[int, int], float]) -> None:
+    problem = example_problem(seed, adapters=20, gpus=16)
+    problem = replace(problem, workload=problem.workload.replace(slo=BOUNDED))
+    estimator = CapacityByKnobs(problem, 2.0, factors)
+    try:
+        default = gpus_of(replace(problem, knobs=KnobSearch.DEFAULT), estimator)
+    except InfeasibleError:
+        return
+    assert gpus_of(problem, estimator) <= default
+    if factors.get((1024, 256), 0.0) > 2.0:
+        assert gpus_of(problem, estimator) < default
+
+
+def test_default_knobs_are_the_defaults_only() -> None:
+    """Other numbers of running requests are no fallback either."""
+    problem = bounded(knobs=KnobSearch.DEFAULT)
+    estimator = CapacityByKnobs(problem, 1e-3, {(2048, 512): 1e6})
+    with pytest.raises(InfeasibleError):
+        gpus_of(problem, estimator)
+    assert gpus_of(bounded(), estimator) == 1
+
+
+def test_adapters_that_hold_with_other_knobs_only_are_not_refused() -> None:
+    """A hot adapter is split into the fewest shares that hold with any knobs, if none do with the default."""
+    problem = bounded()
+    hottest = max(share.rate_rps for share in problem.shares)
+    estimator = CapacityByKnobs(problem, 1e-3, {(512, 256): 0.6e3 * hottest})
+    shares = split_hot_adapters(problem, estimator)
+    assert max(share.rate_rps for share in shares) == pytest.approx(hottest / 2.0)
+    with pytest.raises(InfeasibleError, match="even when spread"):
+        split_hot_adapters(replace(problem, knobs=KnobSearch.DEFAULT), estimator)
 
 
 def test_the_twin_tells_settings_apart() -> None:

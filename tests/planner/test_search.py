@@ -10,6 +10,7 @@ from hypothesis import strategies as st
 
 from capplan import Assignment, InfeasibleError, Problem
 from capplan.planner import SolverContext
+from capplan.planner.knobs import KnobSearch
 from capplan.planner.problem import Estimate, Estimator
 from capplan.planner.search.data import build_search_data, split_heavy_adapters
 from capplan.planner.search.evaluator import Evaluator
@@ -18,6 +19,7 @@ from capplan.planner.search.placement import INITIAL_SOLUTIONS, InitialSolution,
 from capplan.planner.solvers import REGISTRY
 from capplan.planner.solvers.greedy import solve_greedy
 from capplan.planner.splitting import split_evenly
+from capplan.spec import Slo
 from capplan.testing import Capacity, example_problem
 
 
@@ -155,3 +157,31 @@ def test_no_more_shares_than_max_replicas() -> None:
     shares = tuple(replace(share, rate_rps=50.0) for share in problem.shares)
     lighter = split_heavy_adapters(build_search_data(replace(problem, workload=workload, shares=shares)))
     assert sorted(share.number for share in lighter.shares) == [0, 0, 0, 1, 1, 1]
+
+
+def bounded(problem: Problem) -> Problem:
+    """Return the problem with a latency bound and the default knobs."""
+    workload = problem.workload.replace(slo=Slo(tpot_p99_ms=50.0))
+    return replace(problem, workload=workload, knobs=KnobSearch.DEFAULT)
+
+
+@settings(max_examples=10, derandomize=True)
+@given(seed=st.integers(0, 10_000), adapters=st.integers(2, 60), rps=st.floats(1.5, 10.0))
+def test_a_latency_bound_does_not_change_the_number_of_gpus(seed: int, adapters: int, rps: float) -> None:
+    """Bisection finds the fleet size that trying all of them in order does."""
+    problem, estimator = example_problem(seed, adapters, gpus=8), Capacity(rps)
+    try:
+        found = capplan(problem, estimator)
+    except InfeasibleError:
+        return
+    assert len(capplan(bounded(problem), estimator)) <= len(found)
+
+
+def test_fleets_on_which_every_instance_is_refused_cost_few_estimates() -> None:
+    """The surrogate ignores latency bounds: it takes two GPUs where the twin needs twelve."""
+    problem = bounded(example_problem(1, adapters=24, gpus=16))
+    problem = replace(problem, shares=tuple(replace(share, rate_rps=1.0) for share in problem.shares))
+    twin = UpToRate(2.0)
+    context = SolverContext(estimator=UpToRate(12.0), twin=twin)
+    assert len(REGISTRY["capplan"].place(problem, context)) == 12
+    assert len(twin.calls) < 250

@@ -135,6 +135,25 @@ class Evaluator:
             assignments.append(self._assignment(content, setting))
         return tuple(assignments)
 
+    def refuses_all(self, state: PlacementState) -> bool:
+        """Tell whether the twin refuses even the instance with the least load, so that no move helps.
+
+        The surrogate ignores latency bounds. Without one, or with several pools, the answer is False.
+        """
+        problem = self.data.problem
+        contents = _used_instances(state)
+        if not (problem.bounds_latency and len(problem.pools) == 1 and contents):
+            return False
+        loads = state.loads()
+        content = contents[min(contents, key=lambda instance: float(loads[instance]))]
+        kind = self._kind(content)
+        if kind not in self._confirmations:
+            confirmation = self._confirm_kind([content])
+            if confirmation.setting is None:
+                self._confirmations[kind] = confirmation
+            return confirmation.setting is None
+        return self._confirmations[kind].setting is None
+
     def holds(self, members: frozenset[int], pool: int) -> bool:
         """Tell whether the twin confirms an instance of a pool with these groups."""
         return not members or self._confirm_kind([(members, pool)]).setting is not None

@@ -116,7 +116,8 @@ class LocalSearch:
         fleets = [fleet for fleet in order if self._has_required_pools(fleet)]
         if len(fleets) > _SMALL_FLEET:
             fleets = [fleet for fleet in fleets if self._has_capacity(fleet)]
-        in_order = len(fleets) <= _SMALL_FLEET or len(fleets[0]) > 1  # of pools, better is not always smaller
+        in_order = len(fleets) <= _SMALL_FLEET and not self.data.problem.bounds_latency
+        in_order = in_order or len(self.data.problem.pools) > 1  # of these, better is not always smaller
         begin = 0 if in_order else self._bisect(fleets)
         found, misses, at = None, 0, begin
         while at < len(fleets) and found is None and not self.timed_out:
@@ -131,13 +132,20 @@ class LocalSearch:
         return found
 
     def shrink(self, order: Sequence[FleetSize]) -> tuple[Assignment, ...] | None:
-        """Return a placement on the best of these fleet sizes, tried from the worst until one fails."""
-        found = None
-        for fleet in reversed([fleet for fleet in order if self._has_required_pools(fleet)]):
-            smaller = None if self.timed_out else self.search_fleet(fleet)
-            if smaller is None:
-                break
-            found = smaller
+        """Return a placement on the best of these fleet sizes found; None without any.
+
+        Sizes of one pool are bisected. Those of several pools are tried from the worst until one fails.
+        """
+        fleets, found = [fleet for fleet in order if self._has_required_pools(fleet)], None
+        single = len(self.data.problem.pools) == 1
+        low, high = (self._bisect(fleets) if single else 0), len(fleets)
+        while low < high and not self.timed_out:
+            at = (low + high) // 2 if single else high - 1
+            smaller = self.search_fleet(fleets[at])
+            if smaller is not None:
+                found, high = smaller, at
+            else:
+                low = at + 1
         return found
 
     def search_fleet(self, fleet: FleetSize) -> tuple[Assignment, ...] | None:
@@ -217,6 +225,8 @@ class LocalSearch:
 
     def _confirm(self, state: PlacementState, rounds: int) -> tuple[Assignment, ...] | None:
         """Confirm every instance with the twin; improve the placement after each refusal."""
+        if self.evaluator.refuses_all(state):
+            return None
         for _ in range(3 + len(state)):
             results = self.evaluator.confirm(state)
             confirmed = tuple(result for result in results if result is not None)
@@ -235,13 +245,16 @@ class LocalSearch:
         return max(self.evaluator.estimate(state, instance).utilization for instance in range(len(state)))
 
     def _bisect(self, fleets: Sequence[FleetSize]) -> int:
-        """Return the first fleet with a placement by the surrogate, as if all later ones had one."""
+        """Return the first fleet with a placement by the surrogate, as if all later ones had one.
+
+        The twin refuses placements of which no instance keeps a latency bound.
+        """
         low, high = 0, len(fleets) - 1
         while low < high and not self.timed_out:
             middle = (low + high) // 2
             rounds = 8 + sum(fleets[middle]) // 4
             states = self._initial_placements(fleets[middle])
-            if any(improve(state, self.evaluator, rounds) for state in states):
+            if any(improve(s, self.evaluator, rounds) and not self.evaluator.refuses_all(s) for s in states):
                 high = middle
             else:
                 low = middle + 1
