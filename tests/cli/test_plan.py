@@ -15,7 +15,7 @@ from capplan.cli.plan import binding, groups_table
 from capplan.cli.plan import verdict as words_of
 from capplan.spec import Slo, Verification
 from capplan.spec.plan import OUT_OF_TIME
-from tests.cli.conftest import Process, Run, command, environment
+from tests.cli.conftest import Process, Run, command, environment, error_line
 from tests.cli.examples import MODEL, WORKLOAD, small_plan, verdict, write_inputs
 
 LARGE = f"""\
@@ -57,6 +57,26 @@ def test_the_table_names_every_group_and_the_summary_says_what_was_verified(
     tried = f"in simulation, {len(check.seeds)} × {check.duration_s / 3600:g} h, profile roofline"
     assert f"(lower bound {written.totals.lower_bound_gpus}); verified {tried}" in text
     assert f"written to {out}" in " ".join(text.split())
+
+
+def test_knobs_are_searched_unless_the_defaults_are_asked_for(run: Run, workload_yaml: Path) -> None:
+    """Steps of 2048 tokens delay running requests beyond the bound, those of 256 do not."""
+    text = workload_yaml.read_text().replace("max_num_seqs: 64, max_num_batched_tokens: 2048, ", "")
+    text = text.replace("mean: 120, std: 60", "mean: 800, std: 400").replace("count: 2}", "count: 1}")
+    text = text.replace("rate_rps: 0.05", "rate_rps: 1.0")
+    workload_yaml.write_text(f"{text}slo: {{tpot_p99_ms: 16.5}}\n")
+    out = workload_yaml.with_name("plan.json")
+    searched = run("plan", workload_yaml, "-o", out, "--seeds", "1", "--quiet")
+    assert searched.exit_code == 0, searched.output
+    written = Plan.from_json(out)
+    assert written.groups[0].engine_args.max_num_batched_tokens < 2048
+    assert "knobs" not in written.provenance
+    assert run("plan", workload_yaml, "--seeds", "1", "--quiet", "--knobs", "default").exit_code == 3
+
+
+def test_unknown_knobs_are_refused_in_one_line(run: Run, workload_yaml: Path) -> None:
+    line = error_line(run("plan", workload_yaml, "--knobs", "all"))
+    assert "knobs: must be one of default, fitted, any (got 'all')" in line
 
 
 def test_json_is_the_only_thing_on_stdout_and_equals_the_file(run: Run, workload_yaml: Path) -> None:
