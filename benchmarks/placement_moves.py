@@ -1,8 +1,9 @@
-"""Moves after a change of the workload: ``python -m benchmarks.placement_moves`` prints the table.
+"""Moves after a change of the workload: ``python -m benchmarks.placement_moves --out DIR`` prints the table.
 
-A workload is planned, changed, and planned again twice: from scratch and from the plan in force. The first
-rows double the rates of 300 adapters of Zipf popularity. The other workloads are random (20 to 150 adapters,
-ranks 8 to 64, Zipf exponents 0 to 1.2, half of them with a TTFT bound); five kinds of change alternate.
+Results are kept in DIR, so that an interrupted run continues. A workload is planned, changed, and planned
+again twice: from scratch and from the plan in force. The first rows double the rates of 300 adapters of Zipf
+popularity. The other workloads are random (20 to 150 adapters, ranks 8 to 64, Zipf exponents 0 to 1.2, half
+of them with a TTFT bound); five kinds of change alternate.
 """
 
 from __future__ import annotations
@@ -11,12 +12,21 @@ import tempfile
 import time
 from collections.abc import Sequence
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
-from typing import Final
+from typing import Any, Final
 
 import numpy as np
 
-from benchmarks.common import H100_LLAMA, LLAMA, command_line, numbered_adapters, records_table, user_errors
+from benchmarks.common import (
+    H100_LLAMA,
+    LLAMA,
+    command_line,
+    numbered_adapters,
+    read_or_make,
+    records_table,
+    user_errors,
+)
 from capplan import Lengths, Workload, plan
 from capplan.errors import CapplanError
 from capplan.spec.traffic import zipf
@@ -77,14 +87,16 @@ def changed(workload: Workload, name: str, random: np.random.Generator) -> Workl
     return scaled(workload, [2.0 if name == "doubled" else 1.1] * len(adapters))
 
 
-def measure(change: Change, folder: Path) -> dict[str, object]:
+def measure(change: Change) -> dict[str, Any]:
     """Return the table row of a change."""
-    path = folder / "plan.json"
     old = plan(change.before)
-    old.to_json(path)
     from_scratch, row = plan(change.after), {"change": change.name, "adapters": len(change.after.adapters)}
-    started = time.perf_counter()
-    made = plan(change.after.replace(previous_plan=str(path)))
+    with tempfile.TemporaryDirectory() as folder:
+        path = Path(folder) / "plan.json"
+        old.to_json(path)
+        started = time.perf_counter()
+        made = plan(change.after.replace(previous_plan=str(path)))
+        seconds = time.perf_counter() - started
     moved = {m.adapter for m in made.moves if m.from_group is not None and m.to_group is not None}
     return row | {
         "GPUs before": old.totals.gpus,
@@ -94,7 +106,7 @@ def measure(change: Change, folder: Path) -> dict[str, object]:
         "share moved": f"{100.0 * len(moved) / len(change.after.adapters):.0f} %",
         "verified": "yes" if made.verification.ok else "no",
         "scratch verified": "yes" if from_scratch.verification.ok else "no",
-        "seconds": f"{time.perf_counter() - started:.1f}",
+        "seconds": f"{seconds:.1f}",
     }
 
 
@@ -102,17 +114,18 @@ def main() -> None:
     parser = command_line(__doc__)
     parser.add_argument("--cases", type=int, default=20, help="random changes")
     parser.add_argument("--seed", type=int, default=0)
+    parser.add_argument("--out", type=Path, required=True, metavar="DIR", help="a JSON result per change")
     args = parser.parse_args()
     changes = [
         zipf_doubled(16),
         zipf_doubled(64),
         *(random_change(number, args.seed) for number in range(args.cases)),
     ]
-    with user_errors(), tempfile.TemporaryDirectory() as folder:
+    with user_errors():
         rows, failed = [], []
         for number, change in enumerate(changes):
             try:
-                rows.append(measure(change, Path(folder)))
+                rows.append(read_or_make(args.out / f"{number}.json", partial(measure, change)))
             except CapplanError as error:
                 failed.append(f"{change.name}, {len(change.after.adapters)} adapters: {error}")
             print(f"{number + 1} of {len(changes)}: {change.name}", flush=True)

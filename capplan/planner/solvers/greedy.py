@@ -69,9 +69,8 @@ def solve_greedy(problem: Problem, estimator: Estimator, *, strict: bool = False
         shares = tuple(queue[start : start + gpu.adapters])
         used, start = used + 1, start + gpu.adapters
         if shares:
-            placed.append(
-                Assignment(shares, problem.fixed_a_max or min(gpu.a_max, distinct_adapters(shares)))
-            )
+            distinct = len(shares) if compiled is not None else distinct_adapters(shares)
+            placed.append(Assignment(shares, problem.fixed_a_max or min(gpu.a_max, distinct)))
     return tuple(placed)
 
 

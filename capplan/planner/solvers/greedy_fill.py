@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass, field
+from operator import attrgetter
 from typing import Final, NamedTuple
 
 import numpy as np
@@ -16,6 +17,7 @@ from capplan.planner.estimate import SurrogateEstimator
 from capplan.planner.problem import AdapterShare, Estimator, Problem
 
 _NO_LIMIT: Final = 2**31
+_NUMBER: Final = attrgetter("number")
 
 
 class GpuFill(NamedTuple):
@@ -79,8 +81,10 @@ def compiled_fill(
     """
     if not isinstance(estimator, SurrogateEstimator):
         return None
-    inputs = estimator.inputs(shares)
-    if inputs is None or inputs[1].size < len(shares):
+    if any(map(_NUMBER, shares)):
+        return None
+    inputs = estimator.inputs(shares, merge=False)
+    if inputs is None:
         return None
     surrogate, rates_rps, ranks = inputs
     packed = surrogate.packed
