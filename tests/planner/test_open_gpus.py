@@ -49,12 +49,13 @@ def test_a_solver_that_uses_all_gpus_needs_their_number(workload: Make) -> None:
             assert rows[name].answered, rows[name].failure
 
 
-def test_too_few_gpus_are_told_the_broken_bound_and_how_many_would_hold(workload: Make) -> None:
+@pytest.mark.parametrize("solver", ["capplan", "greedy", "milp"])
+def test_too_few_gpus_are_told_the_broken_bound_and_how_many_would_hold(workload: Make, solver: str) -> None:
     with pytest.raises(InfeasibleError, match=r"spread evenly, .* \(limit .*\)") as error:
-        plan(workload(*ADAPTERS), gpus=1)
+        plan(workload(*ADAPTERS), gpus=1, solver=solver)
     needed = re.search(r"(\d+) GPUs would hold", str(error.value))
     assert needed is not None
-    assert plan(workload(*ADAPTERS), gpus=int(needed[1]), seeds=1).verification.ok
+    assert plan(workload(*ADAPTERS), gpus=int(needed[1]), seeds=1, solver=solver).verification.ok
 
 
 @pytest.mark.parametrize("solver", ["capplan", "greedy"])

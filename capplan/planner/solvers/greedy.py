@@ -30,6 +30,7 @@ from capplan.planner.problem import (
     distinct_adapters,
     infeasible,
 )
+from capplan.planner.shortage import broken_when_spread
 from capplan.planner.solvers.base import RequiredEstimator, Solver, SolverContext
 from capplan.planner.solvers.greedy_fill import GpuFill, compiled_fill
 
@@ -154,7 +155,13 @@ def _fits_nowhere(problem: Problem, share: AdapterShare) -> InfeasibleError:
 
 
 def _place(problem: Problem, context: SolverContext, *, strict: bool = False) -> tuple[Assignment, ...]:
-    return solve_greedy(problem, context.estimator, strict=strict)
+    try:
+        return solve_greedy(problem, context.estimator, strict=strict)
+    except InfeasibleError as error:
+        if error.reason != "gpus":
+            raise
+        words = "; ".join(filter(None, (error.message, broken_when_spread(problem))))
+        raise InfeasibleError(words, error.reason) from None
 
 
 GREEDY = Solver(

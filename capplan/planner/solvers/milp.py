@@ -24,9 +24,10 @@ from typing import Final
 import numpy as np
 from numpy.typing import NDArray
 
-from capplan.errors import InputError
+from capplan.errors import InfeasibleReason, InputError
 from capplan.planner.bound import busy_gpus
 from capplan.planner.problem import AdapterShare, Assignment, Problem, infeasible
+from capplan.planner.shortage import broken_when_spread
 from capplan.planner.slots import choose_slots
 from capplan.planner.solvers.base import RequiredEstimator, Solver, SolverContext
 
@@ -74,11 +75,12 @@ def _place(problem: Problem, context: SolverContext) -> tuple[Assignment, ...]:
             ) from None
         if placed is not None:
             return placed
-    raise infeasible(
-        "slo" if problem.workload.slo.latency_bounds() else "gpus",
-        f"no placement of {len(shares)} adapters and shares on {available} instance(s) holds with "
-        f"headroom {problem.workload.headroom:g}, by exhaustion",
+    words = (
+        f"no placement of {len(shares)} adapters and shares on {available} instance(s) holds with headroom "
+        f"{problem.workload.headroom:g}, by exhaustion"
     )
+    reason: InfeasibleReason = "slo" if problem.bounds_latency else "gpus"
+    raise infeasible(reason, "; ".join(filter(None, (words, broken_when_spread(problem)))))
 
 
 def _confirm(
