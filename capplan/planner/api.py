@@ -392,10 +392,11 @@ def solve(
     required = solver.required_estimator
     name = solver.estimator if estimator == "auto" else estimator
     none = required is RequiredEstimator.NONE
+    answers = _Answers(problem)
+    twin = replace(twin, deadline=replace(twin.deadline, is_missing=lambda: not answers.best))
     selected = twin if none else make_estimator(problem, name, twin)
     started = time.perf_counter()
     require_memory(problem)
-    answers = _Answers(problem)
     try:
         if solver.splits_hot:
             deciding: Estimator = twin if required is RequiredEstimator.TWIN else selected

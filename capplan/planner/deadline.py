@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import math
 import time
-from dataclasses import dataclass, field
+from collections.abc import Callable
+from dataclasses import dataclass, field, replace
 from typing import Final, Self
 
 
@@ -18,6 +19,10 @@ class Deadline:
 
     at_s: float = math.inf
     """Value of `time.monotonic`."""
+    latest_s: float = -math.inf
+    """The same while the answer is missing."""
+    is_missing: Callable[[], bool] = field(default=lambda: False, compare=False)
+    """Whether it is."""
 
     @classmethod
     def after(cls, seconds: float) -> Self:
@@ -27,7 +32,10 @@ class Deadline:
     @property
     def passed(self) -> bool:
         """Whether it has passed."""
-        return self.at_s != math.inf and time.monotonic() > self.at_s
+        if self.at_s == math.inf:
+            return False
+        now_s = time.monotonic()
+        return now_s > self.at_s and (now_s > self.latest_s or not self.is_missing())
 
     def check(self) -> None:
         """Raise `OutOfTimeError` if it has passed."""
@@ -38,9 +46,11 @@ class Deadline:
 NEVER: Final = Deadline()
 
 _SEARCH_SHARE: Final = 0.5
-_VERIFICATION_SHARE: Final = 0.8
+_FIRST_ANSWER_SHARE: Final = 0.7
+"""Shares of the time limit at which the search ends, with an answer and without."""
+_VERIFICATION_SHARE: Final = 0.85
 _UNVERIFIED_SHARE: Final = 0.9
-"""Shares of the time limit at which the search, the verification, and a search without verification end."""
+"""Shares at which the verification ends, and a search without verification."""
 _SHORTAGE_S: Final = 15.0
 """Time for the number of GPUs that would hold, without a time limit."""
 
@@ -57,15 +67,17 @@ class TimeBudget:
     """Value of `time.monotonic` at the start."""
 
     def search_s(self, default_s: float) -> float:
-        """Return the duration of the search, which is the default without a time limit."""
+        """Return the longest duration of the search, which is the default without a time limit."""
         if self.limit_s is None:
             return default_s
-        return self.limit_s * (_SEARCH_SHARE if self.verify else _UNVERIFIED_SHARE)
+        return self.limit_s * (_FIRST_ANSWER_SHARE if self.verify else _UNVERIFIED_SHARE)
 
     @property
     def search(self) -> Deadline:
-        """Deadline of the search."""
-        return self._share(_SEARCH_SHARE if self.verify else _UNVERIFIED_SHARE)
+        """Deadline of the search, which is later while no answer is found."""
+        if not self.verify:
+            return self._share(_UNVERIFIED_SHARE)
+        return replace(self._share(_SEARCH_SHARE), latest_s=self._share(_FIRST_ANSWER_SHARE).at_s)
 
     @property
     def shortage(self) -> Deadline:

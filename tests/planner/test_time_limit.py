@@ -69,9 +69,22 @@ def test_stages_of_a_budget_follow_each_other() -> None:
     for verify in (True, False):
         budget = TimeBudget(10.0, verify, start_s=100.0)
         assert 100.0 < budget.search.at_s <= budget.shortage.at_s <= budget.end.at_s == 110.0
-        assert budget.search_s(60.0) == pytest.approx(budget.search.at_s - 100.0)
+        latest_s = max(budget.search.at_s, budget.search.latest_s)
+        assert budget.search_s(60.0) == pytest.approx(latest_s - 100.0)
+        assert latest_s <= budget.shortage.at_s
     assert budget.verification.at_s == TimeBudget(None, True).search.at_s == float("inf")
     assert TimeBudget(None, True).search_s(60.0) == 60.0
+
+
+def test_a_search_without_an_answer_has_more_time() -> None:
+    found: list[int] = []
+    now_s = time.monotonic()
+    late = Deadline(now_s - 1.0, now_s + 60.0, lambda: not found)
+    late.check()
+    found.append(1)
+    assert late.passed
+    assert Deadline(now_s - 2.0, now_s - 1.0, lambda: True).passed
+    assert not Deadline(now_s + 60.0).passed
 
 
 def test_a_cluster_simulation_ends_at_its_deadline(workload: Make) -> None:

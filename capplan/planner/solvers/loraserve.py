@@ -19,6 +19,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from capplan.errors import InputError
+from capplan.planner.deadline import NEVER, Deadline
 from capplan.planner.estimate import TwinEstimator
 from capplan.planner.parallel import parallel_map
 from capplan.planner.previous import previous_instances
@@ -32,7 +33,7 @@ from capplan.workload import Requests, draw_requests
 
 
 def _place(problem: Problem, context: SolverContext) -> tuple[Assignment, ...]:
-    points = OperatingPoints(problem, context.seed)
+    points = OperatingPoints(problem, context.seed, context.deadline)
     ranks = [adapter.rank for adapter in problem.traffic]
     return solve_loraserve(problem, points(ranks), _stored_adapters(context.previous, problem.gpus))
 
@@ -172,6 +173,8 @@ class OperatingPoints:
     """Problem with one pool."""
     seed: int = 0
     """Seed of the simulations."""
+    deadline: Deadline = NEVER
+    """Time at which a new simulation raises `OutOfTimeError`."""
     _measured: dict[int, float] = field(default_factory=dict, compare=False, repr=False)
 
     def __call__(self, ranks: Iterable[int]) -> dict[int, float]:
@@ -224,14 +227,15 @@ class OperatingPoints:
         )
         alone = replace(self.problem, workload=self._mix.model_copy(update={"adapters": adapters}), shares=())
         shares = tuple(map(AdapterShare.of, adapters))
-        twin = TwinEstimator(alone, self.seed)
+        twin = TwinEstimator(alone, self.seed, deadline=self.deadline)
         return not twin(Assignment(shares, most_slots(alone, shares))).starved
 
     def _base_holds(self, rate_rps: float) -> bool:
         """Return whether a server without LoRA sustains this rate of the base model."""
         only = {"adapters": (), "base": BaseTraffic(rate_rps=rate_rps)}
         alone = replace(self.problem, workload=self._mix.model_copy(update=only), shares=())
-        return not TwinEstimator(alone, self.seed)(Assignment(whole_adapters(alone), 0)).starved
+        twin = TwinEstimator(alone, self.seed, deadline=self.deadline)
+        return not twin(Assignment(whole_adapters(alone), 0)).starved
 
     @property
     def _tokens_per_request(self) -> float:
