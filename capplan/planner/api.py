@@ -42,6 +42,7 @@ from capplan.planner.solvers.base import (
     SolverContext,
 )
 from capplan.planner.splitting import require_memory, split_hot_adapters
+from capplan.planner.validity import require_valid
 from capplan.planner.verify import (
     FRESH_SEEDS,
     InstanceVerification,
@@ -382,7 +383,8 @@ def solve(
     Raises
     ------
     InputError
-        If the estimator is unknown or not the solver's, or the solver does not support the problem.
+        If the estimator is unknown or not the solver's, the solver does not support the problem, or its
+        placement breaks a rule.
     InfeasibleError
         If there is no answer.
     """
@@ -421,6 +423,7 @@ def solve(
             raise infeasible("time", "; ".join(filter(None, (words, broken_when_spread(problem))))) from None
         assignments = answers.best
     solve_s = time.perf_counter() - started
+    require_valid(problem, assignments, solver.name)
     return SolverRun(problem, assignments, "none" if none else estimator_name(selected), solve_s)
 
 

@@ -28,6 +28,7 @@ from capplan.planner.problem import (
 )
 from capplan.planner.search.data import AdapterGroup, adapter_groups
 from capplan.planner.slots import choose_slots, slot_candidates
+from capplan.planner.validity import broken_rules
 from capplan.spec import Profile
 from capplan.spec.plan import OUT_OF_TIME
 from capplan.twin import SimulationResult
@@ -258,7 +259,7 @@ def repair(
             current[failing], current_verifications[failing] = other
             continue
         moved = _move_load(problem, current, failing, twin)
-        if not moved:
+        if not moved or any(broken_rules(problem, list((current | moved).values()))):
             break
         target = next(i for i in moved if i != failing)
         moving = len(current[failing].shares) - len(moved[failing].shares)
