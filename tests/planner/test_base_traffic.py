@@ -13,6 +13,8 @@ from capplan.spec import BaseTraffic, QueueConfig
 from tests.twin.examples import profile as tiny_profile
 
 MODEL = "org/tiny"
+LLAMA = "meta-llama/Llama-3.1-8B-Instruct"
+H100_LLAMA = "h100-64g/llama-3.1-8b/vllm-0.8.5"
 SLOW = tiny_profile(step_ms=200.0, load_ms=5.0)
 CLOSE = 1e-9
 
@@ -81,13 +83,21 @@ def test_every_solver_places_all_of_it(solver: str) -> None:
         assert (group.engine_args.max_loras == 0) == (not group.adapters)
 
 
+def test_greedy_fast_asks_the_twin_where_there_is_base_traffic() -> None:
+    """Its trees were trained without: a GPU that they would call idle is full of base traffic."""
+    given = workload(adapters=40, base_rps=10.0, engine=EngineConfig(), prompt_tokens=Lengths(mean=400))
+    given = given.replace(base_model=LLAMA, output_tokens=Lengths(mean=100))
+    answer = plan(given, gpus=3, profile=H100_LLAMA, seeds=1, solver="greedy-fast")
+    assert base_share(answer) == pytest.approx(1.0, abs=CLOSE)
+    assert sorted(a.name for g in answer.groups for a in g.adapters) == sorted(f"a{i}" for i in range(40))
+    assert answer.verification.ok
+
+
 def test_the_lower_bound_counts_the_base_model() -> None:
-    llama = workload(base_rps=20.0).replace(
-        base_model="meta-llama/Llama-3.1-8B-Instruct", engine=EngineConfig()
-    )
+    llama = workload(base_rps=20.0).replace(base_model=LLAMA, engine=EngineConfig())
 
     def bound(**changes: object) -> float:
-        problem = make_problem(llama.replace(**changes), 4, "h100-64g/llama-3.1-8b/vllm-0.8.5")
+        problem = make_problem(llama.replace(**changes), 4, H100_LLAMA)
         return lower_bound(problem).gpus
 
     as_adapter = bound(adapters=[Adapter(name="a", rank=8, rate_rps=20.0)], base=None)
@@ -95,9 +105,10 @@ def test_the_lower_bound_counts_the_base_model() -> None:
     assert bound(base=BaseTraffic(rate_rps=20.0, prompt_tokens=Lengths(mean=640))) > 2.0 * bound()
 
 
-def test_slots_that_the_workload_fixes_are_on_every_gpu() -> None:
+@pytest.mark.parametrize("solver", ["capplan", "loraserve", "greedy", "dlora-proactive"])
+def test_slots_that_the_workload_fixes_are_on_every_gpu(solver: str) -> None:
     fixed = EngineConfig(max_num_seqs=4, max_model_len=512, max_loras=2, max_lora_rank=16)
-    (group,) = planned(workload(engine=fixed)).groups
+    (group,) = planned(workload(engine=fixed), gpus=1, solver=solver).groups
     assert (group.engine_args.max_loras, group.engine_args.max_lora_rank) == (2, 16)
 
 

@@ -231,11 +231,11 @@ class OperatingPoints:
         return not twin(Assignment(shares, most_slots(alone, shares))).starved
 
     def _base_holds(self, rate_rps: float) -> bool:
-        """Return whether a server without LoRA sustains this rate of the base model."""
+        """Return whether a server sustains this rate of the base model, with the fixed slots or none."""
         only = {"adapters": (), "base": BaseTraffic(rate_rps=rate_rps)}
         alone = replace(self.problem, workload=self._mix.model_copy(update=only), shares=())
         twin = TwinEstimator(alone, self.seed, deadline=self.deadline)
-        return not twin(Assignment(whole_adapters(alone), 0)).starved
+        return not twin(Assignment(whole_adapters(alone), alone.fixed_a_max or 0)).starved
 
     @property
     def _tokens_per_request(self) -> float:
