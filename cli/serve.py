@@ -98,7 +98,11 @@ class ServeArgs:
     max_num_seqs: int = engine_option("max_num_seqs", 256)
     max_num_batched_tokens: int = engine_option("max_num_batched_tokens", 2048)
     max_model_len: int | None = engine_option("max_model_len", None)
-    max_queue: int = typer.Option(512, metavar="N", help="Prompts taken beyond --max-num-seqs; then 429.")
+    max_queue: int = typer.Option(
+        512,
+        metavar="N",
+        help="Prompts taken beyond --max-num-seqs, then 429; of a plan at least twice its longest queue.",
+    )
     max_body_bytes: int = typer.Option(8 * 2**20, metavar="N", help="Largest body of a request.")
     drain_timeout_s: float = typer.Option(30.0, metavar="S", help="For running requests, after SIGTERM.")
     dtype: str = typer.Option("auto", metavar="NAME", help="auto, float32, float16 or bfloat16.")
@@ -254,7 +258,7 @@ def _instances(args: ServeArgs, file: str, plan: Plan, given: set[str]) -> Seque
         model=_model_of(plan, args.model),
         model_name=args.served_model_name or plan.base_model,
         engine={name: getattr(args, name) for name in _ENGINE_FLAGS if name in given},
-        max_queue=args.max_queue,
+        max_queue=args.max_queue if "max_queue" in given else None,
         max_body_bytes=args.max_body_bytes,
     )
     try:

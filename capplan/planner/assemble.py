@@ -234,6 +234,7 @@ def _predicted(verification: InstanceVerification, load_over_capacity: float | N
         bounded={name: fmean(values) for name, values in bounded.items() if values},
         served_fraction=fmean(r.served_fraction for r in results),
         kv_tokens=results[0].kv_tokens,
+        waiting_max=max(r.waiting_max for r in results),
         load_over_capacity=load_over_capacity,
         source=f"twin, {len(results)} seed(s) of {results[0].duration_s:g} s",
     )

@@ -14,6 +14,7 @@ from numpy.typing import NDArray
 from capplan.planner.deadline import NEVER, Deadline
 from capplan.planner.problem import SIMULATED_S, Assignment, Problem, distinct_adapters, horizon_s
 from capplan.spec import Binds, Slo, Workload
+from capplan.spec.plan import PLAN_ROUTER
 from capplan.spec.slo import describe_latency
 from capplan.twin import SimulationResult, simulate
 from capplan.twin.cluster import Instance, simulate_cluster
@@ -90,7 +91,8 @@ def starving_adapters(workload: Workload, requests: SimulatedRequests) -> tuple[
 
     An adapter without a slot waits while others are served, and the mean over all hides it. Of the requests
     that arrive in the first `served_fraction` of the time, an instance that serves this fraction in order of
-    arrival leaves none. An adapter starves if it leaves more than 1 - `served_fraction` of its own.
+    arrival leaves none. An adapter starves if it leaves more than 1 - `served_fraction` of its own. Adapters
+    with too few requests for a verdict on each are judged together.
     """
     fraction = workload.slo.served_fraction
     early = requests.arrival_s < fraction * requests.duration_s
@@ -100,13 +102,18 @@ def starving_adapters(workload: Workload, requests: SimulatedRequests) -> tuple[
     size = len(workload.adapters) + 1
     left = np.bincount(requests.adapter[unserved], minlength=size)
     count = np.bincount(requests.adapter[early], minlength=size)
-    starving = np.flatnonzero((left > _FEW_REQUESTS) & (left > (1.0 - fraction) * count))
-    if not starving.size:
+    allowed = np.maximum(_FEW_REQUESTS, (1.0 - fraction) * count)
+    starving = np.flatnonzero(left > allowed)
+    if starving.size:
+        worst = int(starving[np.argmax(left[starving] / count[starving])])
+        name = workload.adapters[worst - 1].name if worst else "of the base model"
+        more = f", and {starving.size - 1} more adapters" if starving.size > 1 else ""
+        return (f"adapter {name}: {left[worst]} of {count[worst]} requests unserved{more}",)
+    light = (1.0 - fraction) * count <= _FEW_REQUESTS
+    lost, total = int(left[light].sum()), int(count[light].sum())
+    if lost <= max(_FEW_REQUESTS, (1.0 - fraction) * total):
         return ()
-    worst = int(starving[np.argmax(left[starving] / count[starving])])
-    name = workload.adapters[worst - 1].name if worst else "of the base model"
-    more = f", and {starving.size - 1} more adapters" if starving.size > 1 else ""
-    return (f"adapter {name}: {left[worst]} of {count[worst]} requests unserved{more}",)
+    return (f"adapters with few requests: {lost} of {total} requests unserved",)
 
 
 def _violated_attainment(slo: Slo, good: Attainment) -> tuple[str, ...]:
@@ -192,7 +199,7 @@ def evaluate_cluster(
     ]
     length_s = horizon_s(workload, duration_s)
     options: dict[str, Any] = {"seed": seed, "duration_s": length_s, "interrupt": deadline.check}
-    cluster = simulate_cluster(workload, instances, router="smooth-shares", **options)
+    cluster = simulate_cluster(workload, instances, router=PLAN_ROUTER, **options)
     evaluations = []
     for number, result in enumerate(cluster.instances):
         routed, own = cluster.requests, cluster.requests.instance == number

@@ -40,6 +40,9 @@ if TYPE_CHECKING:
     import pandas as pd
 from capplan.spec.workload import AdapterCharge, SizeForm
 
+PLAN_ROUTER: Final = "smooth-shares"
+"""Router by which a plan is verified and `capplan serve` serves it: smooth weighted round robin."""
+
 
 class PlanEngine(SpecModel):
     """The serving engine a plan is made for."""
@@ -155,6 +158,10 @@ class Predicted(SpecModel):
     )
     served_fraction: Fraction = Field(description="Tokens of completed requests / tokens submitted.")
     kv_tokens: Natural = Field(description="Tokens the KV cache holds.")
+    waiting_max: Natural | None = Field(
+        default=None,
+        description="Longest queue of waiting requests over the seeds; null in plans of before it was kept.",
+    )
     load_over_capacity: NonNegative | None = Field(
         default=None, description="Offered load / sustainable load."
     )

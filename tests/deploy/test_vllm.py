@@ -117,6 +117,7 @@ def test_every_setting_of_the_group_is_a_flag(tmp_path: Path) -> None:
 
 def test_ports_of_servers_differ() -> None:
     routing = json.loads(vllm_files(small_plan(), port=9000)["routing.json"])
+    assert routing["router"] == "smooth-shares"
     ports = [each["port"] for part in routing["groups"].values() for each in part["instances"]]
     assert ports == [9000, 9001, 9002]
 

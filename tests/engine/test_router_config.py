@@ -127,6 +127,20 @@ def test_instances_are_configured_by_the_plan(tmp_path: Path) -> None:
     assert message["server"]["max_requests"] == 264
 
 
+@pytest.mark.parametrize(
+    ("waiting_max", "max_queue", "queue"), [(None, None, 512), (800, None, 1600), (800, 8, 8)]
+)
+def test_an_instance_queues_what_its_verification_queued(
+    waiting_max: int | None, max_queue: int | None, queue: int
+) -> None:
+    """The twin refuses no request, so a served plan must not refuse one that the twin let wait."""
+    plan = small_plan()
+    groups = tuple(g.replace(predicted=g.predicted.replace(waiting_max=waiting_max)) for g in plan.groups)
+    serving = ServingOptions("tiny-llama", "base", {}, max_queue)
+    specs = instances_of(plan.replace(groups=groups), serving, ["g0"])
+    assert {spec.server.max_requests for spec in specs} == {256 + queue}
+
+
 def test_a_group_of_the_base_model_is_an_instance_without_adapters() -> None:
     plan = small_plan()
     g0, g1 = plan.groups

@@ -58,6 +58,16 @@ def test_an_adapter_without_a_slot_starves_beside_one_that_is_served(
     assert [words.partition(":")[0] for words in together.violations] == ["adapter cold"]
 
 
+def test_rare_adapters_without_a_slot_starve_together(workload: Make, profile: Profile) -> None:
+    """Each has too few requests for a verdict of its own."""
+    rare = tuple((f"rare-{i}", 8, 0.0002) for i in range(60))
+    problem = make_problem(workload(("hot", 8, 12.0), *rare), 1, profile)
+    alone = evaluate(problem, Assignment(problem.shares, 1), 0, 3600.0)
+    assert alone.result.served_fraction > 0.98
+    assert [words.partition(":")[0] for words in alone.violations] == ["adapters with few requests"]
+    assert not evaluate(problem, Assignment(problem.shares, 8), 0, 3600.0).violations
+
+
 def test_every_instance_of_a_plan_is_judged_by_the_bound_relative_to_the_base_model(
     workload: Make, profile: Profile
 ) -> None:

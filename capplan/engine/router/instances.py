@@ -17,6 +17,9 @@ from capplan.spec import Group, Plan, PlanAdapter, Queues
 
 _DRAIN_TIMEOUT_S: Final = 1.0
 """For requests of an instance when the router, which drains first, stops it."""
+DEFAULT_MAX_QUEUE: Final = 512
+_QUEUE_RESERVE: Final = 2
+"""Queue of an instance relative to the longest one of its verification, in which none is refused."""
 
 
 @dataclass(frozen=True)
@@ -32,13 +35,14 @@ class ServingOptions:
     engine
         Fields of `EngineArgs` and `EngineOptions` that override the plan.
     max_queue
-        Prompts that an instance accepts beyond its ``max_num_seqs``.
+        Prompts that an instance accepts beyond its ``max_num_seqs``; None: `DEFAULT_MAX_QUEUE`, or more if
+        the verification of the plan had longer queues.
     """
 
     model: str
     model_name: str
     engine: Mapping[str, Any] = field(default_factory=dict)
-    max_queue: int = 512
+    max_queue: int | None = None
     max_body_bytes: int = 8 * 2**20
 
 
@@ -107,7 +111,7 @@ def _of_group(plan: Plan, group: Group, serving: ServingOptions) -> list[Instanc
     }
     server = ServerSettings(
         model_name=serving.model_name,
-        max_requests=engine["max_num_seqs"] + serving.max_queue,
+        max_requests=engine["max_num_seqs"] + _max_queue(group, serving),
         max_body_bytes=serving.max_body_bytes,
         drain_timeout_s=_DRAIN_TIMEOUT_S,
     )
@@ -131,6 +135,12 @@ def _of_group(plan: Plan, group: Group, serving: ServingOptions) -> list[Instanc
         )
         for replica in range(1, group.replicas + 1)
     ]
+
+
+def _max_queue(group: Group, serving: ServingOptions) -> int:
+    if serving.max_queue is not None:
+        return serving.max_queue
+    return max(DEFAULT_MAX_QUEUE, _QUEUE_RESERVE * (group.predicted.waiting_max or 0))
 
 
 def _source(adapter: PlanAdapter, group: Group) -> str | int:
