@@ -40,6 +40,8 @@ ROUTER: Final = "smooth-shares"
 FEW_REQUESTS: Final = 3
 """Unserved requests of an adapter that are not starvation yet."""
 STATUS_FINISHED: Final = 0
+PERIODS: Final = ("period_s", "every_s", "over_s")
+"""Fields of a modulation with the time after which it repeats or ends."""
 SLOW_S: Final = 60.0
 
 
@@ -62,6 +64,9 @@ class Outcome:
     covered: int = 0
     """Throughputs within the predicted interval, of `predicted`."""
     predicted: int = 0
+    options: dict[str, Any] = field(default_factory=dict)
+    rules: list[str] = field(default_factory=list)
+    """Serving rules of the profiles."""
 
 
 Values = dict[str, list[float]]
@@ -71,10 +76,12 @@ Values = dict[str, list[float]]
 def run_case(folder: Path, seed: int, number: int) -> Outcome:
     """Draw, plan and simulate one workload."""
     case = draw_case(folder, seed, number)
-    outcome = Outcome(number, case.solver, "crash")
+    outcome = Outcome(number, case.solver, "crash", options=dict(case.options))
     started = time.perf_counter()
     try:
-        made = plan(load_workload(case.path), solver=case.solver)
+        workload = load_workload(case.path)
+        outcome.rules = sorted({profile.engine.rules for profile in profiles_of(workload, folder)})
+        made = plan(workload, solver=case.solver, **case.options)
     except (InputError, InfeasibleError) as error:
         outcome.kind = "refused" if isinstance(error, InputError) else "infeasible"
         outcome.message = str(error)
@@ -122,7 +129,8 @@ def beyond(values: Values) -> bool:
 def structure(made: Plan, workload: Workload) -> Iterator[str]:
     """Yield the constraints of the workload that the document breaks."""
     for group in made.groups:
-        if group.engine_args.max_lora_rank < allowed_lora_rank(max(a.rank for a in group.adapters)):
+        largest = max((adapter.rank for adapter in group.adapters), default=0)
+        if largest and group.engine_args.max_lora_rank < allowed_lora_rank(largest):
             yield f"{group.id}: max_lora_rank below its adapters"
         for name, given in workload.engine:
             if given is not None and getattr(group.engine_args, name) != given:
@@ -144,6 +152,8 @@ def misplaced(made: Plan, workload: Workload) -> Iterator[str]:
             groups[adapter.name].add(group.id)
     pool_of = {group.id: group.pool for group in made.groups}
     replicas = {group.id: group.replicas for group in made.groups}
+    if workload.base is not None and all(group.base is None for group in made.groups):
+        yield "the base model: served nowhere"
     for adapter in workload.adapters:
         own = groups[adapter.name]
         if not own:
@@ -156,15 +166,17 @@ def misplaced(made: Plan, workload: Workload) -> Iterator[str]:
         yield from (f"{adapter.name}: without {o}" for o in adapter.together_with if own != groups[o])
 
 
+def profiles_of(workload: Workload, folder: Path) -> list[Profile]:
+    """Return the profiles of a workload file in a folder."""
+    names = [str(pool.profile) for pool in workload.pools] or [str(workload.profile)]
+    return [load_profile(folder / name if name.startswith("./") else name) for name in names]
+
+
 def served(made: Plan, workload: Workload, folder: Path) -> Iterator[tuple[Group, Instance]]:
     """Yield every instance of a plan document with its group."""
-    names = [pool.profile for pool in workload.pools] or [workload.profile]
-    profiles: dict[str, Profile] = {}
-    for name in names:
-        loaded = load_profile(folder / name if str(name).startswith("./") else str(name))
-        profiles[loaded.name] = loaded
+    profiles = {profile.name: profile for profile in profiles_of(workload, folder)}
     for group in made.groups:
-        shares = {adapter.name: adapter.share / group.replicas for adapter in group.adapters}
+        shares = {name: share / group.replicas for name, share in made.shares_of(group).items()}
         instance = Instance.of(profiles[group.profile], group.engine_args, shares)
         yield from [(group, instance)] * group.replicas
 
@@ -195,19 +207,23 @@ def simulate_seed(
             add(f"{group.id} attainment", missed(workload, instance, fleet, at, horizon_s, seed))
         check_group(outcome, group, result)
         for name, ratio in starving_adapters(workload, fleet, at, horizon_s):
-            add(f"{group.id} adapter {name}", ratio)
+            add(f"{group.id} {name}", ratio)
         for window, ratio in starving_hours(fleet, at, horizon_s, bound):
             add(f"{group.id} hour {window}", ratio)
-        outcome.covered += group.predicted.low_tok_s <= result.throughput_tok_s <= group.predicted.high_tok_s
-        outcome.predicted += 1
+        low, high = group.predicted.low_tok_s, group.predicted.high_tok_s
+        if low is not None and high is not None:  # a trace is simulated once, without an interval
+            outcome.covered += low <= result.throughput_tok_s <= high
+            outcome.predicted += 1
 
 
 def horizon(workload: Workload) -> float:
-    """Return the length of the trace, or an hour, or one period of the arrivals if that is longer."""
+    """Return the length of the trace, or an hour, or the longest period of the arrivals if that is longer."""
     if workload.trace is not None:
         return workload.trace.duration_s
-    modulation = workload.arrivals.modulation if isinstance(workload.arrivals, Renewal) else None
-    return max(HORIZON_S, getattr(modulation, "period_s", None) or 0.0)
+    processes = [workload.arrivals, *([workload.base.arrivals] if workload.base else [])]
+    modulations = [each.modulation for each in processes if isinstance(each, Renewal)]
+    periods = (getattr(each, name, None) for each in modulations for name in PERIODS)
+    return max([HORIZON_S, *(period for period in periods if period)])
 
 
 def check_group(outcome: Outcome, group: Group, result: SimulationResult) -> None:
@@ -238,7 +254,7 @@ def starving_adapters(
     """Yield the adapters of an instance of whose requests too many wait longer than served_fraction allows.
 
     An instance that serves this fraction in order of arrival lets no request wait for longer than the rest of
-    the horizon.
+    the horizon. Adapters with too few requests for a verdict on each are judged together.
     """
     requests, fraction = fleet.requests, workload.slo.served_fraction
     early = (requests.instance == at) & (requests.arrival_s < fraction * horizon_s)
@@ -246,7 +262,10 @@ def starving_adapters(
     lost = np.bincount(requests.adapter[early & np.isnan(requests.ttft_s)], minlength=count.size)
     for number in np.flatnonzero((lost > FEW_REQUESTS) & (lost > (1.0 - fraction) * count)).tolist():
         name = workload.adapters[number - 1].name if number else "of the base model"
-        yield name, lost[number] / count[number] / (1.0 - fraction + 1e-9)
+        yield f"adapter {name}", lost[number] / count[number] / (1.0 - fraction + 1e-9)
+    light = count * (1.0 - fraction) <= FEW_REQUESTS
+    if lost[light].sum() > FEW_REQUESTS:
+        yield "light adapters", lost[light].sum() / count[light].sum() / (1.0 - fraction + 1e-9)
 
 
 def starving_hours(
@@ -270,7 +289,7 @@ def row(outcome: Outcome, folder: Path) -> Mapping[str, object]:
     return {
         "workload": outcome.number,
         "solver": outcome.solver,
-        "features": features(json.loads((folder / "workload.yaml").read_text())),
+        "features": features(json.loads((folder / "workload.yaml").read_text()), outcome),
         "outcome": outcome.kind,
         "GPUs": outcome.gpus or "",
         "plan s": f"{outcome.plan_s:.1f}",
@@ -280,7 +299,7 @@ def row(outcome: Outcome, folder: Path) -> Mapping[str, object]:
     }
 
 
-def features(document: Mapping[str, Any]) -> str:
+def features(document: Mapping[str, Any], outcome: Outcome) -> str:
     """Return the features of a workload in a few words."""
     requests, adapters = document.get("requests", {}), document.get("adapters", ())
     arrivals = requests.get("arrivals", "poisson")
@@ -289,20 +308,26 @@ def features(document: Mapping[str, Any]) -> str:
         arrivals = "+".join(filter(None, [arrivals["process"], modulation]))
     words = ["trace" if "trace" in document else arrivals, *document.get("slo", {})]
     words += [k for k in ("lengths_from", "stickiness", "shared_prefix_tokens") if k in requests]
-    words += [k for k in ("pools", "queues", "previous_plan") if k in document]
+    words += [k for k in ("base", "pools", "queues", "previous_plan", "move_cost") if k in document]
     words += document.get("engine", {})
     entries = adapters if isinstance(adapters, list) else []
     constraints = ("pool", "apart_from", "together_with", "max_replicas")
     words += [key for key in constraints if any(key in entry for entry in entries)]
     words += [] if document["objective"] == "min_gpus" else [document["objective"]]
-    return ", ".join([*words, f"headroom {document['headroom']:g}"])
+    words += [f"{name} {value}" for name, value in outcome.options.items()]
+    return ", ".join([*words, f"headroom {document['headroom']:g}", *outcome.rules])
+
+
+def starves(finding: str) -> bool:
+    """Tell whether a broken statement is starvation, of an instance, an adapter or an hour."""
+    return any(word in finding for word in ("served_fraction", " adapter", " hour "))
 
 
 def summary(outcomes: Sequence[Outcome]) -> str:
     """Return the table of totals."""
     kinds = Counter(outcome.kind for outcome in outcomes)
     ok = [outcome for outcome in outcomes if outcome.kind == "ok"]
-    starving = [o for o in ok if any("served_fraction" in each for each in o.broken)]
+    starving = [o for o in ok if any(starves(each) for each in o.broken)]
     tested, covered = sum(o.predicted for o in ok), sum(o.covered for o in ok)
     lines: list[tuple[str, object]] = [
         ("workloads", len(outcomes)),

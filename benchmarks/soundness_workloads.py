@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import csv
 import json
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from copy import deepcopy
 from dataclasses import dataclass
 from pathlib import Path
@@ -16,13 +16,14 @@ from benchmarks.common import H100_LLAMA, LLAMA
 from capplan import load_profile, load_workload, plan
 from capplan.datasets.catalog import gpu_sheet
 from capplan.errors import CapplanError
-from capplan.models.roofline import roofline_profile
+from capplan.models.roofline import EngineChoice, roofline_profile
 from capplan.planner import SOLVERS
 from capplan.planner.bound import lower_bound
 from capplan.planner.problem import make_problem
 from capplan.planner.solvers import find_solver
 from capplan.planner.solvers.base import Requirement
-from capplan.spec import write_text_atomic
+from capplan.serving.rules import RULES
+from capplan.spec import Profile, write_text_atomic
 
 Document = dict[str, Any]
 Item = TypeVar("Item")
@@ -40,10 +41,12 @@ PREVIOUS_SCALE: Final = 0.7
 
 @dataclass(frozen=True)
 class Case:
-    """A workload file and the solver that plans it."""
+    """A workload file, and the arguments of `capplan.plan` beside it."""
 
     path: Path
     solver: str
+    options: Mapping[str, Any]
+    """``robust`` and ``knobs`` where drawn."""
 
 
 @dataclass(frozen=True)
@@ -73,32 +76,49 @@ def draw_case(folder: Path, seed: int, number: int) -> Case:
     load = draw.log(0.1, 1.5)
     document: Document = {"version": 1, **_hardware(draw, folder, load)}
     document["adapters"] = _adapters(draw, folder)
+    if draw.maybe(0.3):
+        document["base"] = _base(draw)
     if draw.maybe(0.15):
         document["trace"] = _trace(draw, folder, document)
     else:
         document["requests"] = _requests(draw, folder)
+        if "base" in document and draw.maybe(0.15):
+            del document["adapters"]
     document |= _objectives(draw, document)
     document["engine"] = _engine(draw)
     supports = find_solver(solver).supports if draw.maybe(0.95) else frozenset(Requirement)
     _constrain(draw, document, supports)
     path = folder / "workload.yaml"
     _scale(path, document, load)
-    listed = "trace" not in document and isinstance(document["adapters"], list)
+    listed = "trace" not in document and isinstance(document.get("adapters"), list)
     if listed and Requirement.PREVIOUS_PLAN in supports and draw.maybe(0.15):
-        _plan_in_force(path, document)
-    return Case(path, solver)
+        _plan_in_force(path, _with_move_cost(draw, document))
+    return Case(path, solver, _options(draw))
+
+
+def _options(draw: Draw) -> Document:
+    robust = {"robust": draw.one((0.7, 0.9, 0.95))} if draw.maybe(0.12) else {}
+    return robust | ({"knobs": draw.one(("any", "default"))} if draw.maybe(0.15) else {})
 
 
 def _hardware(draw: Draw, folder: Path, load: float) -> Document:
-    """Return profile and GPUs, or pools; some profiles are rooflines, some of two GPUs per instance."""
+    """Return profile and GPUs, or pools; some profiles are rooflines, some of two GPUs per instance.
+
+    Rooflines, and some shipped profiles, are of any engine whose rules are known.
+    """
     shipped = draw.one(list(MODELS))
     count = max(1, round(load * draw.log(1.2, 4.0)) + draw.count(1, 4) - 1)
     model = {"base_model": MODELS[shipped]}
     if draw.maybe(0.7):
-        return {**model, "profile": shipped, "gpus": {"count": min(8, count)}}
+        profile = shipped
+        if draw.maybe(0.3):
+            profile = "./engine.json"
+            other = _of_other_engine(load_profile(shipped), _engine_choice(draw))
+            write_text_atomic(folder / profile, other.model_dump_json())
+        return {**model, "profile": profile, "gpus": {"count": min(8, count)}}
     tp = draw.one((1, 2))
     sheet = gpu_sheet(draw.one(OTHER_GPUS))
-    roofline = roofline_profile(sheet, load_profile(shipped).model, tp=tp)
+    roofline = roofline_profile(sheet, load_profile(shipped).model, _engine_choice(draw), tp=tp)
     write_text_atomic(folder / "roofline.json", roofline.model_dump_json())
     if draw.maybe(0.4):
         return {**model, "profile": "./roofline.json", "gpus": {"count": min(8, count) * tp}}
@@ -112,6 +132,18 @@ def _hardware(draw: Draw, folder: Path, load: float) -> Document:
             for name, profile, size in pools
         ],
     }
+
+
+def _engine_choice(draw: Draw) -> EngineChoice:
+    rules = draw.one(RULES)
+    return EngineChoice(rules.engine, rules.version, rules.name, lora_extra_vocab=rules.lora_extra_vocab)
+
+
+def _of_other_engine(profile: Profile, engine: EngineChoice) -> Profile:
+    """Return a profile with the step times of another engine's, under the rules of an engine."""
+    fields = ("name", "version", "rules", "lora_extra_vocab")
+    changed = profile.engine.replace(**{name: getattr(engine, name) for name in fields}, prefix_caching=None)
+    return profile.replace(engine=changed, name=f"{profile.name}/{engine.rules}")
 
 
 def _adapters(draw: Draw, folder: Path) -> list[Document] | str:
@@ -144,6 +176,18 @@ def _adapters(draw: Draw, folder: Path) -> list[Document] | str:
     if draw.maybe(0.2):
         entries.append({"name": "idle-{i}", "count": draw.count(1, 20), "rank": ranks[0], "rate_rps": 0.0})
     return entries
+
+
+def _base(draw: Draw) -> Document:
+    """Return traffic of the base model: from little to several times that of the adapters."""
+    entry: Document = {"rate_rps": 0.0 if draw.maybe(0.05) else draw.log(0.05, 4.0)}
+    if draw.maybe(0.4):
+        entry["prompt_tokens"] = _gamma(draw, 60, 1200)
+    if draw.maybe(0.3):
+        entry["output_tokens"] = _gamma(draw, 30, 400)
+    if draw.maybe(0.3):
+        entry["arrivals"] = _arrivals(draw)
+    return entry
 
 
 def _gamma(draw: Draw, low: float, high: float) -> Document:
@@ -199,16 +243,14 @@ def _arrivals(draw: Draw) -> str | Document:
         )
     )
     every_s = draw.one((300.0, 900.0, 1800.0))
-    period_s = draw.one((3600.0, 14400.0, 86400.0))
+    period_s, phase = draw.one((3600.0, 14400.0, 86400.0)), draw.one((0.0, 0.25, 0.6))
     modulations: list[Document] = [
         {"kind": "steps", "steps": [[0, 1], [600, draw.log(1.2, 3.0)], [900, 1]], "period_s": 1800},
-        {
-            "kind": "diurnal",
-            "amplitude": draw.log(0.2, 0.9),
-            "period_s": period_s,
-        },
+        {"kind": "diurnal", "amplitude": draw.log(0.2, 0.9), "period_s": period_s, "phase": phase},
         {"kind": "burst", "factor": draw.log(1.5, 6.0), "every_s": every_s, "length_s": every_s / 10},
+        {"kind": "burst", "factor": draw.log(1.5, 4.0), "every_s": 7200.0, "length_s": 900.0, "at_s": 5400.0},
         {"kind": "shifting_skew", "from_rank": 32, "to_rank": 16},
+        {"kind": "shifting_skew", "from_rank": 16, "to_rank": 8, "over_s": 7200.0},
     ]
     if draw.maybe(0.5) or process == {"process": "poisson"}:
         process["modulation"] = draw.one(modulations)
@@ -222,10 +264,14 @@ def _trace(draw: Draw, folder: Path, document: Document) -> Document:
     lengths = np.ceil(draw.rng.lognormal((5.6, 4.8), (0.8, 0.6), (count, 2))).clip(1, 7000).astype(int)
     columns = [gaps.cumsum().round(4).tolist(), *lengths.T.tolist()]
     header = ["arrival_s", "prompt_tokens", "output_tokens"]
+    based = "base" in document
+    if based:
+        document["base"] = {"rate_rps": document["base"]["rate_rps"]}
     if draw.maybe(0.5):
         names = [f"t{i}" for i in range(draw.count(4, 200))]
         weights = np.arange(1, len(names) + 1) ** -draw.log(0.2, 1.4)
-        columns.append(draw.rng.choice(names, count, p=weights / weights.sum()).tolist())
+        named = draw.rng.choice(names, count, p=weights / weights.sum())
+        columns.append(np.where(draw.rng.random(count) < 0.3 * based, "", named).tolist())
         header.append("adapter")
         ranks = "\n".join(f"{name},{draw.one(RANKS[:6])}" for name in names)
         write_text_atomic(folder / "ranks.csv", f"name,rank\n{ranks}\n")
@@ -309,15 +355,23 @@ def _scale(path: Path, document: Document, load: float) -> None:
         cells = (row.rsplit(",", 1) for row in rows)
         scaled = [f"{head},{float(rate) * factor:.6g}" for head, rate in cells]
         write_text_atomic(path.parent / entries, "\n".join([header, *scaled]) + "\n")
-    else:
+    if "trace" not in document:
         _multiply_rates(document, factor)
     write_text_atomic(path, json.dumps(document, indent=1))
 
 
 def _multiply_rates(document: Document, factor: float) -> None:
-    for entry in document["adapters"]:
+    listed = document.get("adapters", ())
+    entries = [] if isinstance(listed, str) else [*listed]
+    for entry in [*entries, *([document["base"]] if "base" in document else [])]:
         key = "total_rate_rps" if "popularity" in entry else "rate_rps"
         entry[key] = float(f"{entry[key] * factor:.6g}")
+
+
+def _with_move_cost(draw: Draw, document: Document) -> Document:
+    """Return the workload with a cost of moves, if its objective takes one."""
+    priced = document["objective"] in ("min_gpus", "min_cost") and draw.maybe(0.5)
+    return {**document, "move_cost": draw.log(0.001, 0.1)} if priced else document
 
 
 def _plan_in_force(path: Path, document: Document) -> None:
