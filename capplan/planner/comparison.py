@@ -13,7 +13,7 @@ from capplan.planner import SOLVERS
 from capplan.planner.api import SolverRun, solve
 from capplan.planner.bound import lower_bound_gpus
 from capplan.planner.estimate import TwinEstimator
-from capplan.planner.evaluate import known_values, violated_bounds
+from capplan.planner.evaluate import known_values
 from capplan.planner.parallel import Progress, no_progress
 from capplan.planner.previous import read_previous
 from capplan.planner.problem import Assignment, Problem, distinct_adapters, make_problem
@@ -38,7 +38,7 @@ class SolverResult:
     """GPUs used, `tp` per instance."""
     instances: int = 0
     starved: int = 0
-    """Instances that serve too small a fraction on at least one seed."""
+    """Instances that serve too small a fraction, of all or of an adapter's requests, on at least one seed."""
     late: int = 0
     """Other instances that break a latency bound on at least one seed."""
     memory_errors: int = 0
@@ -192,19 +192,19 @@ def _run_solver(
 def _summarize(
     run: SolverRun, solver: Solver, starting: int, verifications: Sequence[InstanceVerification]
 ) -> SolverResult:
-    slo, assignments = run.problem.workload.slo, run.assignments
-    starved = [any(r.served_fraction < slo.served_fraction for r in v.results) for v in verifications]
-    broken = [any(violated_bounds(slo, r) for r in v.results) for v in verifications]
+    assignments = run.assignments
+    starved = sum(each.starves for each in verifications)
+    short_of_headroom = sum(each.lacks_headroom for each in verifications)
     by_seed = list(zip(*(each.results for each in verifications), strict=True))
     return SolverResult(
         solver=solver.name,
         estimator=run.estimator,
         gpus=sum(run.problem.pools[each.pool].profile.tp for each in assignments),
         instances=len(assignments),
-        starved=sum(starved),
-        late=sum(broken) - sum(starved),
+        starved=starved,
+        late=sum(not each.ok for each in verifications) - starved - short_of_headroom,
         memory_errors=len(assignments) - starting,
-        short_of_headroom=sum(not each.ok for each in verifications) - sum(broken),
+        short_of_headroom=short_of_headroom,
         adapters_per_gpu=tuple(distinct_adapters(each.shares) for each in assignments),
         slots_per_gpu=tuple(each.a_max for each in assignments),
         served_fraction=min((r.served_fraction for v in verifications for r in v.results), default=0.0),

@@ -5,8 +5,7 @@ from __future__ import annotations
 import math
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, replace
-from itertools import chain
-from typing import Any, Final, Literal, NamedTuple
+from typing import Any, Final, Literal, NamedTuple, Self
 
 import numpy as np
 from numpy.typing import NDArray
@@ -34,6 +33,16 @@ class Evaluation:
     result: SimulationResult
     violations: tuple[str, ...]
     """Broken bounds, as text."""
+    starves: bool
+    """Whether too little is served: of all requests, or of those of an adapter."""
+
+    @classmethod
+    def of(
+        cls, slo: Slo, result: SimulationResult, starving: Sequence[str], relative: Sequence[str] = ()
+    ) -> Self:
+        """Return the evaluation of a result; `starving` adapters and broken `relative` bounds as text."""
+        starves = bool(starving) or result.served_fraction < slo.served_fraction
+        return cls(result, (*violated_bounds(slo, result), *relative, *starving), starves)
 
 
 def evaluate(
@@ -68,7 +77,7 @@ def evaluate(
     status = request_status(trace, scenario.horizon_ns)
     columns = scenario.requests.adapter, scenario.requests.arrival_ns / NS_PER_S, status
     starving = starving_adapters(workload, SimulatedRequests(*columns, length_s))
-    return Evaluation(result, (*violated_bounds(slo, result), *relative, *starving))
+    return Evaluation.of(slo, result, starving, relative)
 
 
 class SimulatedRequests(NamedTuple):
@@ -205,9 +214,9 @@ def evaluate_cluster(
         routed, own = cluster.requests, cluster.requests.instance == number
         columns = routed.adapter[own], routed.arrival_s[own], routed.status[own]
         starving = starving_adapters(workload, SimulatedRequests(*columns, length_s))
-        relative = (_violated_attainment(workload.slo, good) for good in cluster.tpt_over_base[number:][:1])
-        violations = (*violated_bounds(workload.slo, result), *chain(*relative), *starving)
-        evaluations.append(Evaluation(result, violations))
+        good = cluster.tpt_over_base[number:][:1]
+        relative = _violated_attainment(workload.slo, good[0]) if good else ()
+        evaluations.append(Evaluation.of(workload.slo, result, starving, relative))
     return evaluations
 
 

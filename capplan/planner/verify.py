@@ -45,6 +45,10 @@ class InstanceVerification:
     results: tuple[SimulationResult, ...]
     violations: tuple[str, ...]
     """Broken bounds by seed, as text; empty if the instance holds."""
+    starves: bool = False
+    """Whether too little is served on some seed, of all requests or of those of an adapter."""
+    lacks_headroom: bool = False
+    """Whether every bound holds at the planned load, and one breaks at the load over (1 - headroom)."""
     drawn: tuple[SimulationResult, ...] = ()
     """Simulations of the first seed with drawn profiles."""
     seeds: tuple[int, ...] = ()
@@ -167,7 +171,8 @@ class Verifier:
             for words in each.violations
         ]
         load = f"the load over (1 - headroom {self.problem.workload.headroom:g})"
-        if not violations and at_headroom is not None and at_headroom.starved:
+        lacks_headroom = not violations and at_headroom is not None and at_headroom.starved
+        if lacks_headroom:
             robust = self.problem.robust
             slow = "" if robust is None else f" and step times at their quantile {robust:g}"
             violations = [f"a bound breaks at {load}{slow}"]
@@ -176,7 +181,11 @@ class Verifier:
         elif at_headroom is None:
             violations.append(f"{OUT_OF_TIME} before {load}")
         return InstanceVerification(
-            tuple(each.result for each in evaluations), tuple(violations), seeds=seeds
+            tuple(each.result for each in evaluations),
+            tuple(violations),
+            starves=any(each.starves for each in evaluations),
+            lacks_headroom=lacks_headroom,
+            seeds=seeds,
         )
 
 

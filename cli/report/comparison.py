@@ -20,7 +20,8 @@ if TYPE_CHECKING:
 _TERMS: Final = {
     "raw answer": "placement of a solver, without the repair that capplan plan adds",
     "GPUs": "used by the answer; with tensor parallelism, all GPUs of its instances",
-    "starved": "instances that serve less than served_fraction of the tokens, on at least one seed",
+    "starved": "instances that serve less than served_fraction of all tokens, or of an adapter's requests, "
+    "on at least one seed",
     "late": "other instances that break a latency bound of the workload, on at least one seed",
     "memory errors": "instances that would not start: their slots leave no room for one request of "
     "max_model_len, or their adapters do not fit on the host",

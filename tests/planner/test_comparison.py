@@ -42,6 +42,14 @@ def test_a_raw_answer_is_not_repaired(workload: Make) -> None:
     assert row.served_fraction < 0.9
 
 
+def test_an_instance_on_which_an_adapter_starves_does_not_hold(workload: Make) -> None:
+    """The hot adapter keeps the only slot, and enough of all requests is served."""
+    row = only(workload(("hot", 8, 12.0), ("cold", 8, 0.1)), all_on_one(1))
+    assert row.served_fraction > 0.98
+    assert (row.starved, row.late, row.short_of_headroom) == (1, 0, 0)
+    assert not row.holds
+
+
 def test_slots_that_do_not_fit_are_memory_errors_and_serve_nothing(workload: Make) -> None:
     row = only(workload(*((f"a{i}", 64, 0.02) for i in range(300))), all_on_one(300))
     assert (row.starved, row.memory_errors) == (0, 1)

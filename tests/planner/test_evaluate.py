@@ -60,7 +60,7 @@ def test_an_adapter_without_a_slot_starves_beside_one_that_is_served(
 
 def test_rare_adapters_without_a_slot_starve_together(workload: Make, profile: Profile) -> None:
     """Each has too few requests for a verdict of its own."""
-    rare = tuple((f"rare-{i}", 8, 0.0002) for i in range(60))
+    rare = tuple((f"rare-{i}", 8, 0.00005) for i in range(200))
     problem = make_problem(workload(("hot", 8, 12.0), *rare), 1, profile)
     alone = evaluate(problem, Assignment(problem.shares, 1), 0, 3600.0)
     assert alone.result.served_fraction > 0.98
