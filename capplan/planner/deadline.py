@@ -30,9 +30,14 @@ class Deadline:
         return cls(time.monotonic() + seconds)
 
     @property
+    def is_limited(self) -> bool:
+        """Whether it can pass."""
+        return self.at_s != math.inf
+
+    @property
     def passed(self) -> bool:
         """Whether it has passed."""
-        if self.at_s == math.inf:
+        if not self.is_limited:
             return False
         now_s = time.monotonic()
         return now_s > self.at_s and (now_s > self.latest_s or not self.is_missing())

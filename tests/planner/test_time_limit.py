@@ -125,6 +125,21 @@ def test_seeds_that_a_deadline_ends_leave_the_verdict_open(workload: Make) -> No
         replace(verifier, deadline=Countdown(checks=[0])).whole([Assignment(problem.shares, 4)])
 
 
+def test_a_search_that_is_ended_early_has_a_placement_on_more_gpus(workload: Make) -> None:
+    """Placements on all GPUs, and on half of them and so on, come before the search for the fewest."""
+    problem = make_problem(workload(*FEW, slo={"ttft_p99_s": 2.0}), 4, None)
+    capplan, found = find_solver("capplan"), list[int]()
+    twin = TwinEstimator(problem, 0, deadline=Deadline.after(3600.0))
+    context = SolverContext(
+        twin, twin, deadline=twin.deadline, on_answer=lambda each: found.append(len(each))
+    )
+    fewest = capplan.place(problem, context)
+    assert found[:2] == [4, 2]
+    assert len(fewest) == min(found)
+    unlimited = capplan.place(problem, SolverContext(twin, replace(twin, deadline=Deadline())))
+    assert fewest == unlimited
+
+
 def test_the_time_limit_bounds_search_and_verification(workload: Make) -> None:
     """Whatever is found by then is returned with its verdict, or the error says that time ran out."""
     many = tuple((f"a{i}", 8 * (1 + i % 4), 0.1 + 0.002 * (i % 50)) for i in range(600))

@@ -58,12 +58,27 @@ def _place(problem: Problem, context: SolverContext) -> Placement:
     deadline_s = time.monotonic() + context.time_limit_s
     if problem.workload.objective is Objective.MAX_THROUGHPUT:
         return _maximize_load(problem, context, deadline_s)
+    if context.deadline.is_limited and context.insufficient_gpus == 0:
+        _report_larger_fleets(problem, context, deadline_s)
     place = _place_from_scratch if context.previous is None else _place_near
     for twin in _margins(context):
         answer = place(problem, context, deadline_s, twin)
         if answer is not None:
             return answer
     raise _too_few_gpus(problem, context, deadline_s)
+
+
+def _report_larger_fleets(problem: Problem, context: SolverContext, deadline_s: float) -> None:
+    """Report placements on all GPUs, on half of them, and so on, as the answer of a search that is ended.
+
+    Large fleets are placed at once; the search for the fewest GPUs may end before its first answer.
+    """
+    data = build_search_data(problem)
+    search = _local_search(data, context, deadline_s, context.twin, opens_knobs=False)
+    fleets = fleet_sizes(problem, len(data.groups), problem.workload.objective)
+    while fleets and search.search_fleet(fleets[-1]) is not None:
+        half = fleet_gpus(problem, fleets[-1]) // 2
+        fleets = [fleet for fleet in fleets if fleet_gpus(problem, fleet) <= half]
 
 
 def _place_from_scratch(
