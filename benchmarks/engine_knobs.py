@@ -1,18 +1,19 @@
 """Engine knobs: GPUs of plans with open knobs against the defaults, on random workloads with tight bounds.
 
 ``python -m benchmarks.engine_knobs --out DIR`` plans every workload twice and prints the table; results are
-kept in DIR, so that an interrupted run continues. Workload `seed` draws from one generator:
+kept in DIR, so that an interrupted run continues. ``--solve-time`` times 384 adapters on 4 GPUs instead.
+Workload `seed` draws from one generator:
 
 - profile: one of the two shipped ones;
 - adapters: 8 to 64 (log-uniform), ranks each 8, 16 or 32, Zipf popularity with exponent 0 to 1.2;
 - mean prompt 100 to 1,000 and mean output 50 to 300 tokens (log-uniform), each with a standard deviation of
   0.5 to 1.5 times the mean;
-- total rate: keeps 1.5 to 4 GPUs busy by the lower bound, which ignores latencies;
+- total rate: keeps 1 to 2.5 GPUs busy by the lower bound, which ignores latencies;
 - bounds: 2 to 10 times the TTFT p99 and 1.25 to 2.5 times the TPOT p99 (log-uniform) of one GPU where
   requests hardly ever wait, at a tenth of the load that keeps it busy; no tighter than 0.3 s and 20 ms, no
   looser than 3 s and 100 ms.
 
-A workload that no fleet of 24 GPUs serves with the default knobs is drawn again.
+A workload that no fleet of 16 GPUs serves with the default knobs is drawn again.
 """
 
 from __future__ import annotations
@@ -21,25 +22,31 @@ import argparse
 import json
 import time
 from collections.abc import Sequence
+from dataclasses import replace
 from functools import partial
 from pathlib import Path
 from typing import Any, Final
 
 import numpy as np
 
+from benchmarks import placement_growth
 from benchmarks.common import command_line, emit, numbered_adapters, read_or_make, records_table
 from capplan import Lengths, Workload, list_profiles, load_profile, plan, simulate
 from capplan.errors import InfeasibleError
 from capplan.planner.bound import busy_gpus
+from capplan.planner.knobs import KnobSearch
 from capplan.planner.problem import make_problem
 from capplan.spec import Slo
 from capplan.workload import zipf
 
-GPUS: Final = 24
+GPUS: Final = 16
 _LIGHT: Final = 0.1
 _TTFT_P99_S: Final = (0.3, 3.0)
 _TPOT_P99_MS: Final = (20.0, 100.0)
 _DRAWS: Final = 20
+_SOLVED: Final = ((0.1, 1.0, 80.0), (0.2, 1.0, 80.0), (0.3, 2.0, 150.0))
+"""Loads and bounds of the problems of 384 adapters."""
+_REPEATED: Final = 3
 
 
 def drawn_workload(seed: int, draw: int) -> Workload:
@@ -54,7 +61,7 @@ def drawn_workload(seed: int, draw: int) -> Workload:
     ranks = random.choice([8, 16, 32], count)
     shares = np.array(zipf(count, random.uniform(0.0, 1.2)))
     prompt, output = log_uniform(100, 1000), log_uniform(50, 300)
-    spread, busy = random.uniform(0.5, 1.5, 2), random.uniform(1.5, 4.0)
+    spread, busy = random.uniform(0.5, 1.5, 2), random.uniform(1.0, 2.5)
     times = log_uniform(2.0, 10.0), log_uniform(1.25, 2.5)
 
     def at(total_rps: float) -> Workload:
@@ -116,6 +123,22 @@ def _values(found: Any, knob: str) -> str:
     return " ".join(map(str, sorted({getattr(group.engine_args, knob) for group in found.groups})))
 
 
+def solve_times() -> list[dict[str, Any]]:
+    """Return the solve time of 384 adapters on 4 GPUs, without verification; the best of three runs."""
+    rows = []
+    for load, ttft_p99_s, tpot_p99_ms in _SOLVED:
+        bounds = Slo(ttft_p99_s=ttft_p99_s, tpot_p99_ms=tpot_p99_ms)
+        problem = make_problem(placement_growth.workload(384, 4, load).replace(slo=bounds), 4, None)
+        row: dict[str, Any] = {"load": load, "TTFT p99 s": ttft_p99_s, "TPOT p99 ms": tpot_p99_ms}
+        for knobs in (KnobSearch.DEFAULT, KnobSearch.FITTED):
+            given = replace(problem, knobs=knobs)
+            runs = [placement_growth.solve_once(given, "capplan")[0] for _ in range(_REPEATED)]
+            solve_s = min(run.solve_s for run in runs)
+            row |= {f"{knobs}: GPUs": len(runs[0].assignments), f"{knobs}: s": f"{solve_s:.2f}"}
+        rows.append(row)
+    return rows
+
+
 def summary(rows: Sequence[dict[str, Any]]) -> str:
     """Return the totals of the table in one sentence."""
     gpus = [(row["default: GPUs"], row["open: GPUs"]) for row in rows]
@@ -133,10 +156,16 @@ def main(arguments: Sequence[str] | None = None) -> None:
     parser = command_line(__doc__)
     parser.add_argument("--workloads", type=int, default=40, metavar="N")
     parser.add_argument("--first", type=int, default=0, metavar="SEED")
-    parser.add_argument("--out", type=Path, required=True, metavar="DIR", help="a JSON result per workload")
+    parser.add_argument("--out", type=Path, metavar="DIR", help="a JSON result per workload")
+    parser.add_argument("--solve-time", action="store_true", help="time 384 adapters on 4 GPUs instead")
     parser.add_argument("--done", action="store_true", help="only print the table of the results in DIR")
     parser.add_argument("--markdown", type=Path, metavar="FILE", help=argparse.SUPPRESS)
     given = parser.parse_args(arguments)
+    if given.solve_time:
+        emit(records_table(solve_times()) + "\n", given.markdown)
+        return
+    if given.out is None:
+        parser.error("--out DIR is required")
     seeds = range(given.first, given.first + given.workloads)
     files = {seed: given.out / f"{seed}.json" for seed in seeds}
     if given.done:

@@ -211,7 +211,8 @@ class Evaluator:
             if worst < 0.0:
                 return Confirmation(InstanceSetting(slots))
             overload = min(overload, worst)
-        other = self._try_max_num_seqs(same, estimate.slots[0]) if estimate.slots else None
+        fallback = bool(estimate.slots) and not self.opens_knobs
+        other = self._try_max_num_seqs(same, estimate.slots[0]) if fallback else None
         other = other or self._try_other_settings(same, estimate.slots[:_MAX_SLOT_VALUES])
         if other is None and self.opens_knobs:
             other = self._try_knobs(same, estimate.slots[:_MAX_SLOT_VALUES])

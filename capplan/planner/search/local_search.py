@@ -138,7 +138,7 @@ class LocalSearch:
         """
         fleets, found = [fleet for fleet in order if self._has_required_pools(fleet)], None
         single = len(self.data.problem.pools) == 1
-        low, high = (self._bisect(fleets) if single else 0), len(fleets)
+        low, high = 0, len(fleets)
         while low < high and not self.timed_out:
             at = (low + high) // 2 if single else high - 1
             smaller = self.search_fleet(fleets[at])

@@ -88,7 +88,7 @@ def _place_from_scratch(
     bound = max(lower_bound_gpus(problem), context.insufficient_gpus + 1)
     search_data, known = _search_data(problem), None
     for opens_knobs in _knob_stages(problem):
-        for data in search_data:
+        for data in search_data[-1:] if opens_knobs else search_data:
             search = _local_search(data, context, deadline_s, twin, opens_knobs)
             known = _search(search, bound, known)
     return known
