@@ -43,6 +43,8 @@ STATUS_FINISHED: Final = 0
 PERIODS: Final = ("period_s", "every_s", "over_s")
 """Fields of a modulation with the time after which it repeats or ends."""
 SLOW_S: Final = 60.0
+TIME_LIMIT_S: Final = 120.0
+"""Time limit of a plan."""
 
 
 @dataclass
@@ -81,7 +83,7 @@ def run_case(folder: Path, seed: int, number: int) -> Outcome:
     try:
         workload = load_workload(case.path)
         outcome.rules = sorted({profile.engine.rules for profile in profiles_of(workload, folder)})
-        made = plan(workload, solver=case.solver, **case.options)
+        made = plan(workload, solver=case.solver, time_limit_s=TIME_LIMIT_S, **case.options)
     except (InputError, InfeasibleError) as error:
         outcome.kind = "refused" if isinstance(error, InputError) else "infeasible"
         outcome.message = str(error)
