@@ -247,14 +247,14 @@ def _cheaper(
     if problem.workload.objective not in (Objective.MIN_GPUS, Objective.MIN_COST):
         return near
     try:
-        anew = from_scratch()
+        scratch = from_scratch()
     except InfeasibleError:
         return near
 
     def cost(run: VerifiedRun) -> tuple[bool, tuple[float, float, int]]:
         return not run.ok, placement_cost(problem, run.outcome.assignments, old)
 
-    return min(near, anew, key=cost)
+    return min(near, scratch, key=cost)
 
 
 def _compile(problem: Problem) -> None:

@@ -4,9 +4,10 @@ from pathlib import Path
 
 import pytest
 
-from benchmarks.plan_soundness import Outcome, misplaced, starving_hours, structure, summary
+from benchmarks.plan_soundness import Outcome, horizon, misplaced, starving_hours, structure, summary
 from benchmarks.soundness_workloads import draw_case
 from capplan import load_workload, plan
+from capplan.spec import BaseTraffic, Burst, Renewal
 from capplan.twin.cluster import Instance, simulate_cluster
 from tests.twin.cluster.workloads import PROFILE, even
 
@@ -18,6 +19,22 @@ def test_the_same_seed_and_number_draw_the_same_workload(tmp_path: Path, number:
     assert files[0] == files[1]
     assert first.solver == second.solver
     assert load_workload(first.path).digest() == load_workload(second.path).digest()
+
+
+def test_base_traffic_and_arguments_of_planning_are_drawn(tmp_path: Path) -> None:
+    case = draw_case(tmp_path, 1, 45)
+    assert case.options == {"robust": 0.9}
+    base = load_workload(case.path).base
+    assert base is not None
+    assert base.rate_rps > 0.0
+
+
+def test_the_longest_period_of_the_arrivals_is_simulated() -> None:
+    hour = even(2, 0.2)
+    assert horizon(hour) == 3600.0
+    burst = Burst(factor=2.0, every_s=7200.0, length_s=60.0, at_s=5400.0)
+    base = BaseTraffic(rate_rps=0.1, arrivals=Renewal(modulation=burst))
+    assert horizon(hour.replace(base=base)) == 7200.0
 
 
 def test_a_plan_against_its_constraints_is_found() -> None:

@@ -65,9 +65,9 @@ def scaled(factor: float) -> tuple[tuple[str, int, float], ...]:
 @pytest.mark.parametrize("factor", [1.1, 2.0])
 def test_a_change_moves_few_adapters_on_no_more_gpus(workload: Make, in_force: Path, factor: float) -> None:
     spec = workload(*scaled(factor))
-    made, anew = replanned(spec, in_force), plan(spec, gpus=8, seeds=1)
+    made, scratch = replanned(spec, in_force), plan(spec, gpus=8, seeds=1)
     assert made.verification.ok
-    assert made.totals.gpus <= anew.totals.gpus
+    assert made.totals.gpus <= scratch.totals.gpus
     assert len(Plan.from_json(in_force).groups) > 1
     assert made.provenance["moved_adapters"] <= len(ADAPTERS) // 3
 
