@@ -51,7 +51,7 @@ def test_latency_gives_each_adapter_to_the_gpu_with_the_lowest_rate_so_far(
 
 def test_latency_tests_all_gpus_at_the_end() -> None:
     problem = example_problem(0, adapters=20, gpus=2)
-    with pytest.raises(InfeasibleError, match=r"GPU 0 with 10 slots starve") as error:
+    with pytest.raises(InfeasibleError, match=r"GPU 0 with 10 slots fail: no bound breaks") as error:
         placed("latency", problem, Capacity(rps=1.0))
     assert error.value.reason == "gpus"
     crowded = example_problem(0, adapters=400, gpus=1, largest_rps=0.001)
