@@ -43,8 +43,3 @@ def worst_latency(plan: Plan, bound: str) -> float | None:
     """Return the largest latency of all groups."""
     known = (group.predicted.latency(bound) for group in plan.groups)
     return max((value for value in known if value is not None), default=None)
-
-
-def takes_several_gpus(plan: Plan) -> bool:
-    """Tell whether a row stands for several GPUs."""
-    return any(group.replicas * group.tp > 1 for group in plan.groups)

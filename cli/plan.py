@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING
 import typer
 
 from capplan.cli.console import DASH, Table, counted, number, percent, print_table
-from capplan.cli.latency import latency_cells, latency_heads, takes_several_gpus
+from capplan.cli.latency import latency_cells, latency_heads
 from capplan.cli.notes import Strict, extrapolation_lines, plan_notes, require_no_extrapolation
 from capplan.cli.options import (
     FAILED,
@@ -139,7 +139,7 @@ def groups_table(plan: Plan) -> Table:
     queued = any(group.queues is not None for group in plan.groups)
     knobs = {(each.engine_args.max_num_batched_tokens, each.engine_args.max_num_seqs) for each in plan.groups}
     tuned = not knobs <= {(DEFAULT_MAX_NUM_BATCHED_TOKENS, DEFAULT_MAX_NUM_SEQS)}
-    several = takes_several_gpus(plan)
+    several = any(group.replicas * group.tp > 1 for group in plan.groups)
     based = any(group.base is not None for group in plan.groups)
     head = (
         *(

@@ -91,7 +91,7 @@ def require_memory(problem: Problem) -> None:
 
 
 def _doubtful_kinds(problem: Problem, estimator: Estimator) -> Iterator[Iterable[AdapterSet]]:
-    """Yield the kinds of which the hottest adapter alone does not hold, or was not tested.
+    """Yield the kinds whose hottest adapter does not hold on an instance of its own, or was not tested.
 
     One batch of estimates tests single adapters on instances of the only pool.
     """

@@ -75,9 +75,7 @@ def simulate_cluster(
     started = time.perf_counter()
     scenario = build_cluster(workload, instances, duration_s, seed)
     trace = _trace(scenario, router, seed, interrupt)
-    profiles = [instance.profile for instance in instances]
-    wall_s = time.perf_counter() - started
-    return cluster_result(scenario, trace, profiles, wall_s, workload.slo.tpt_over_base)
+    return _result(scenario, trace, instances, started, workload.slo.tpt_over_base)
 
 
 def simulate_without_adapters(
@@ -95,9 +93,7 @@ def simulate_without_adapters(
     """
     started = time.perf_counter()
     scenario = without_adapters(build_cluster(workload, instances, duration_s, seed))
-    trace = _trace(scenario, router, seed)
-    profiles = [instance.profile for instance in instances]
-    return cluster_result(scenario, trace, profiles, time.perf_counter() - started)
+    return _result(scenario, _trace(scenario, router, seed), instances, started)
 
 
 def _trace(
@@ -109,6 +105,17 @@ def _trace(
     if callable(router):
         return run_with(scenario, router, seed)
     return run_cluster(scenario, build_rule(router, scenario), seed, interrupt=interrupt)
+
+
+def _result(
+    scenario: ClusterScenario,
+    trace: ClusterTrace,
+    instances: Sequence[Instance],
+    started: float,
+    tpt_over_base: float | None = None,
+) -> ClusterResult:
+    profiles = [instance.profile for instance in instances]
+    return cluster_result(scenario, trace, profiles, time.perf_counter() - started, tpt_over_base)
 
 
 @dataclass(frozen=True, eq=False)

@@ -247,7 +247,7 @@ class LocalSearch:
     def _bisect(self, fleets: Sequence[FleetSize]) -> int:
         """Return the first fleet with a placement by the surrogate, as if all later ones had one.
 
-        The twin refuses placements of which no instance keeps a latency bound.
+        The twin refuses placements in which no instance keeps the latency bounds.
         """
         low, high = 0, len(fleets) - 1
         while low < high and not self.timed_out:

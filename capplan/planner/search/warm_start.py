@@ -25,7 +25,7 @@ _MAX_ROUNDS: Final = 4
 def keep_shares(problem: Problem, old: Sequence[PreviousInstance]) -> Problem:
     """Return the problem with adapters in the shares of the plan in force.
 
-    An adapter of which the problem has more shares is divided further, until no share is larger than those.
+    An adapter with more shares in the problem is divided further, until no share is larger than those.
     Adapters that are placed together keep equal shares.
     """
     constraints = problem.constraints
