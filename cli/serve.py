@@ -21,6 +21,7 @@ from capplan.spec import Plan
 if TYPE_CHECKING:
     from capplan.engine.router.instances import InstanceSpec
     from capplan.engine.router.launcher import Launcher
+    from capplan.engine.server import ServerLimits
 
 _OPEN_RANK: Final = 16  # vLLM's default
 
@@ -103,8 +104,31 @@ class ServeArgs:
         metavar="N",
         help="Prompts taken beyond --max-num-seqs, then 429; of a plan at least twice its longest queue.",
     )
-    max_body_bytes: int = typer.Option(8 * 2**20, metavar="N", help="Largest body of a request.")
     drain_timeout_s: float = typer.Option(30.0, metavar="S", help="For running requests, after SIGTERM.")
+    max_body_bytes: int | None = typer.Option(
+        None, metavar="N", help="Of a request; default: max(1 MiB, 16 bytes per token of --max-model-len)."
+    )
+    body_timeout_s: float = typer.Option(60.0, metavar="S", help="For a whole body.")
+    max_buffered_bytes: int | None = typer.Option(
+        None, metavar="N", help="Of all incomplete requests; default: max(128 MiB, 64 bodies)."
+    )
+    max_header_bytes: int = typer.Option(
+        64 * 1024,
+        "--max-header-bytes",
+        "--h11-max-incomplete-event-size",
+        metavar="N",
+        help="Of request line and headers.",
+    )
+    max_header_count: int = typer.Option(
+        100, "--max-header-count", "--h11-max-header-count", metavar="N", help="Headers of a request."
+    )
+    header_timeout_s: float = typer.Option(15.0, metavar="S", help="For complete headers.")
+    send_timeout_s: float = typer.Option(
+        30.0, metavar="S", help="For a client that does not read; then it is disconnected."
+    )
+    max_connections: int | None = typer.Option(
+        None, metavar="N", help="Open connections; default: by the limit of open files, at most 8192."
+    )
     dtype: str = typer.Option("auto", metavar="NAME", help="auto, float32, float16 or bfloat16.")
     device: str = typer.Option("cpu", metavar="NAME", help="cpu, cuda, cuda:1 ...")
     rules: str = typer.Option("capplan", metavar="NAME", help="Serving rules.")
@@ -152,7 +176,7 @@ def _serve_instance(args: ServeArgs) -> int:
     require_writable_files(args.records)
     adapters = _adapters([*(args.lora_modules or ()), *(args.words or ())])
     _require_queue(args)
-    from capplan.engine.server import InstanceConfig, ServerSettings, run_instance
+    from capplan.engine.server import InstanceConfig, ServerLimits, ServerSettings, run_instance
 
     try:
         settings = fill(
@@ -161,6 +185,7 @@ def _serve_instance(args: ServeArgs) -> int:
             model_name=args.model if args.served_model_name is None else args.served_model_name,
             lora_root=None if args.lora_root is None else Path(args.lora_root),
             max_requests=args.max_num_seqs + args.max_queue,
+            limits=fill(ServerLimits, args),
         )
         announce_compilation()
         if sys.stderr.isatty():
@@ -209,16 +234,23 @@ def _serve_plan(args: ServeArgs) -> int:
     from capplan.engine.router.instances import unused_parts
     from capplan.engine.router.process import run_router
     from capplan.engine.router.supervisor import RouterConfig
-    from capplan.engine.server import ServerSettings
+    from capplan.engine.server import ServerLimits, ServerSettings
 
     given = {name for name in args.ctx.params if _is_given(args.ctx, name)}
     file, plan = _plan_of(args, given)
     _require_queue(args)
     model_name = args.served_model_name or plan.base_model
-    specs = _instances(args, file, plan, given)
     try:
-        max_requests = sum(spec.server.max_requests for spec in specs)
-        server = fill(ServerSettings, args, model_name=model_name, lora_root=None, max_requests=max_requests)
+        limits = fill(ServerLimits, args)
+        specs = _instances(args, file, plan, given, limits)
+        server = fill(
+            ServerSettings,
+            args,
+            model_name=model_name,
+            lora_root=None,
+            max_requests=sum(spec.server.max_requests for spec in specs),
+            limits=limits,
+        )
     except InputError as error:
         raise _by_flag(error) from None
     for line in unused_parts(plan):
@@ -250,7 +282,9 @@ def _plan_of(args: ServeArgs, given: set[str]) -> tuple[str, Plan]:
     return words[0], read_plan(words[0], unverified=args.unverified)
 
 
-def _instances(args: ServeArgs, file: str, plan: Plan, given: set[str]) -> Sequence[InstanceSpec]:
+def _instances(
+    args: ServeArgs, file: str, plan: Plan, given: set[str], limits: ServerLimits
+) -> Sequence[InstanceSpec]:
     """Return the instances of a plan; engine flags on the command line take precedence over the plan."""
     from capplan.engine.router.instances import ServingOptions, instances_of, spread_over_gpus
 
@@ -259,7 +293,7 @@ def _instances(args: ServeArgs, file: str, plan: Plan, given: set[str]) -> Seque
         model_name=args.served_model_name or plan.base_model,
         engine={name: getattr(args, name) for name in _ENGINE_FLAGS if name in given},
         max_queue=args.max_queue if "max_queue" in given else None,
-        max_body_bytes=args.max_body_bytes,
+        limits=limits,
     )
     try:
         specs = instances_of(plan, serving, args.groups or ())

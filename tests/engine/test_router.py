@@ -9,6 +9,7 @@ import pytest
 
 pytest.importorskip("aiohttp", reason="the router needs aiohttp (extra `engine`)")
 
+from capplan.engine.server import ServerLimits
 from capplan.spec import QueueClass, Queues, Wrs
 from tests.engine.fake_instances import QUICK, Routed, events, routed, tiny_plan
 
@@ -237,7 +238,7 @@ def test_refusals_have_the_format_of_openai_errors() -> None:
         r.launcher["g0-1"].resume.set()
         assert [answer[0] for answer in await asyncio.gather(*held)] == [200] * 3
 
-    run(check, api_key="secret", max_requests=3, max_body_bytes=200_000)
+    run(check, api_key="secret", max_requests=3, limits=ServerLimits(max_body_bytes=200_000))
 
 
 def test_quotas_delay_requests_and_admit_them_in_order() -> None:

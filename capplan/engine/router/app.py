@@ -20,7 +20,7 @@ from capplan.engine.router.proxy import ProxyResponse, RouterState, parse_body, 
 from capplan.engine.router.supervisor import InstanceSupervisor
 from capplan.engine.server.limiter import RequestLimiter
 from capplan.engine.server.metrics import MetricKind, metric_family
-from capplan.engine.server.protocol import add_error_handlers, model_card, unknown_model
+from capplan.engine.server.protocol import add_error_handlers, model_card, unknown_model, whole_body
 
 _LONG_BODY: Final = 50_000
 """Bytes of a body from which it is parsed in a thread."""
@@ -36,7 +36,7 @@ def make_app(state: RouterState) -> FastAPI:
     app.state.metrics = RouterMetrics(state)
     app.state.cards = _model_cards(state)
     app.include_router(router)
-    app.add_middleware(RequestLimiter, settings=state.settings, refuse=state.refuse_if_full)
+    app.add_middleware(RequestLimiter, state=state, refuse=state.refuse_if_full)
     add_error_handlers(app)
     return app
 
@@ -68,7 +68,7 @@ async def chat_completions(request: Request) -> Response:
 
 async def _proxy(request: Request, chat: bool) -> Response:
     state: RouterState = request.app.state.router
-    body = await request.body()
+    body = await whole_body(request)
     state.refuse_if_full()  # the state may have changed while the body was read
 
     def parse() -> RequestSize:

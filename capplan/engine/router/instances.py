@@ -11,6 +11,7 @@ from typing import Any, Final
 import torch
 
 from capplan.engine.server.limiter import ServerSettings
+from capplan.engine.server.limits import ServerLimits
 from capplan.engine.server.process import InstanceConfig
 from capplan.errors import InputError
 from capplan.spec import Group, Plan, PlanAdapter, Queues
@@ -37,13 +38,15 @@ class ServingOptions:
     max_queue
         Prompts that an instance accepts beyond its ``max_num_seqs``; None: `DEFAULT_MAX_QUEUE`, or more if
         the verification of the plan had longer queues.
+    limits
+        Limits of requests, as those of the router.
     """
 
     model: str
     model_name: str
     engine: Mapping[str, Any] = field(default_factory=dict)
     max_queue: int | None = None
-    max_body_bytes: int = 8 * 2**20
+    limits: ServerLimits = field(default_factory=ServerLimits)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -112,8 +115,8 @@ def _of_group(plan: Plan, group: Group, serving: ServingOptions) -> list[Instanc
     server = ServerSettings(
         model_name=serving.model_name,
         max_requests=engine["max_num_seqs"] + _max_queue(group, serving),
-        max_body_bytes=serving.max_body_bytes,
         drain_timeout_s=_DRAIN_TIMEOUT_S,
+        limits=replace(serving.limits, max_connections=None),
     )
     adapters = {adapter.name: _source(adapter, group) for adapter in group.adapters}
     if serving.model_name in adapters:

@@ -252,13 +252,13 @@ def main() -> int:
         return 1
     fields = json.loads(line)
     threading.Thread(target=_exit_with_parent, daemon=True).start()
-    from capplan.engine.server import InstanceConfig, ServerSettings, run_instance
+    from capplan.engine.server import InstanceConfig, ServerLimits, ServerSettings, run_instance
 
     try:
         adapters = {name: Path(at) if isinstance(at, str) else at for name, at in fields["adapters"].items()}
-        instance = InstanceConfig(
-            fields["model"], ServerSettings(**fields["server"]), adapters, fields["engine"]
-        )
+        limits = ServerLimits(**fields["server"].pop("limits"))
+        server = ServerSettings(**fields["server"], limits=limits)
+        instance = InstanceConfig(fields["model"], server, adapters, fields["engine"])
         return run_instance(instance, lambda url: reply({"url": url}))
     except InputError as error:
         value = [] if isinstance(error.value, NoValue) else [str(error.value)]

@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 import asyncio
-import contextlib
+import gc
 import socket
 from collections.abc import Callable
 from pathlib import Path
+from typing import Final
 
 from capplan.engine.models import model_config
 from capplan.engine.router.app import make_app
@@ -18,10 +19,8 @@ from capplan.engine.server.process import DrainingServer, bind, url_of
 from capplan.engine.tokenizer import load_tokenizer
 from capplan.serving.memory import kv_bytes_per_token, lora_elements_per_rank
 
-try:
-    import resource
-except ImportError:  # Windows has no such limit
-    resource = None  # type: ignore[assignment]
+_FILES_PER_CONNECTION: Final = 2
+"""Of the client, and of its request to an instance."""
 
 
 def run_router(config: RouterConfig, ready: Callable[[str], None]) -> int:
@@ -43,9 +42,10 @@ def run_router(config: RouterConfig, ready: Callable[[str], None]) -> int:
         If an instance does not start.
     """
     state = new_router_state(config)
-    _raise_file_limit()
     with bind(config.server.host, config.server.port) as listener:
-        RouterServer(state, lambda: ready(url_of(listener))).run([listener])
+        server = RouterServer(state, lambda: ready(url_of(listener)))
+        gc.freeze()  # shorter collections while requests are parsed
+        server.run([listener])
     return int(state.failed.is_set())
 
 
@@ -66,19 +66,11 @@ def new_router_state(config: RouterConfig) -> RouterState:
     return RouterState(config.server, fleet, tokenizer if has_queues else None)
 
 
-def _raise_file_limit() -> None:
-    """Raise the limit of open files to its maximum: a request takes two, and the default is 1024."""
-    if resource is not None:
-        most = resource.getrlimit(resource.RLIMIT_NOFILE)[1]
-        with contextlib.suppress(ValueError, OSError):
-            resource.setrlimit(resource.RLIMIT_NOFILE, (most, most))
-
-
 class RouterServer(DrainingServer):
     """Server that starts its instances before it listens, and stops them at its end."""
 
     def __init__(self, state: RouterState, ready: Callable[[], None]) -> None:
-        super().__init__(make_app(state), state, ready)
+        super().__init__(make_app(state), state, ready, _FILES_PER_CONNECTION)
         self._fleet = state.fleet
         self._starting: asyncio.Future[None] | None = None
 

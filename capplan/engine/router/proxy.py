@@ -16,7 +16,7 @@ from starlette.types import Receive, Scope, Send
 from capplan.engine.router.instance_client import InstanceGoneError, QueueFullError, RequestSize
 from capplan.engine.router.supervisor import InstanceFleet, InstanceSupervisor
 from capplan.engine.server.limiter import ServerSettings, ServerState
-from capplan.engine.server.protocol import ApiError, error_code
+from capplan.engine.server.protocol import MAX_PROMPTS, ApiError, error_code
 from capplan.engine.tokenizer import Tokenizer
 from capplan.errors import InputError
 
@@ -25,6 +25,8 @@ QUEUE_FULL_RETRY_S: Final = 5
 _COMPLETION_TOKENS: Final = 16  # OpenAI's default
 _FORWARDED_HEADERS: Final = ("content-type", "retry-after", "cache-control", "x-accel-buffering")
 _END_OF_EVENT: Final = b"\n\n"
+_MAX_TOKENS: Final = 2**31
+"""Of the size of a request; its instance refuses more than fit."""
 _RETRIED_CODES: Final = ("engine_failed", "shutting_down")
 """Error codes of an instance that has not started the request."""
 
@@ -47,7 +49,8 @@ class RouterState(ServerState):
     """
 
     def __init__(self, settings: ServerSettings, fleet: InstanceFleet, tokenizer: Tokenizer | None) -> None:
-        super().__init__(settings, fleet)
+        lengths = [instance.spec.engine["max_model_len"] for instance in fleet.instances]
+        super().__init__(settings, fleet, max(lengths))
         self.fleet = fleet
         self.tokenizer = tokenizer
         self.in_flight = 0
@@ -80,8 +83,8 @@ class RouterState(ServerState):
         except TimeoutError:
             await self.fleet.stop(at_once=False)
 
-    def refuse_if_full(self, reading: int = 0) -> None:
-        """Check that a request can be accepted, in addition to requests whose body is being read.
+    def refuse_if_full(self) -> None:
+        """Check that a request can be accepted.
 
         Raises
         ------
@@ -90,7 +93,7 @@ class RouterState(ServerState):
         """
         if self.draining:
             raise self.refusal(503, "The server shuts down", "shutting_down", 1)
-        if self.in_flight + reading >= self.settings.max_requests:
+        if self.in_flight >= self.settings.max_requests:
             raise self.refusal(429, "The queue is full", "queue_full", QUEUE_FULL_RETRY_S)
 
 
@@ -128,13 +131,15 @@ def request_size(
     if tokenizer is None:
         return RequestSize(adapter, 0, None)
     prompts = list(_texts(fields.get("messages")) if chat else _prompts(fields.get("prompt")))
+    if len(prompts) > MAX_PROMPTS:
+        raise ApiError(400, f"A request must not have more than {MAX_PROMPTS} prompts or texts", "prompt")
     limits = [fields.get(name) for name in ("max_completion_tokens", "max_tokens")]
     most = next((each for each in limits if isinstance(each, int) and each > 0), None)
     if most is None and not chat:
         most = _COMPLETION_TOKENS
     choices = 1 if chat else max(1, len(prompts))
     tokens = sum(_count(prompt, tokenizer) for prompt in prompts)
-    return RequestSize(adapter, tokens, None if most is None else most * choices)
+    return RequestSize(adapter, tokens, None if most is None else min(most * choices, _MAX_TOKENS))
 
 
 def _prompts(prompt: Any) -> Iterator[Any]:
@@ -190,13 +195,14 @@ class ProxyResponse(Response):
         self._content_type = content_type
         self._size = size
         self._started = False
+        self._body_bytes = contextlib.ExitStack()
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         """Respond; if the client disconnects, close the connection to the instance."""
         work = asyncio.ensure_future(self._forward(send))
         watch = asyncio.ensure_future(_disconnected(receive))
         try:
-            with self._state.running():
+            with self._state.running(), self._body_bytes:
                 await asyncio.wait((work, watch), return_when=asyncio.FIRST_COMPLETED)
         finally:
             for task in (work, watch):
@@ -207,6 +213,8 @@ class ProxyResponse(Response):
             work.result()
 
     async def _forward(self, send: Send) -> None:
+        if not self._body_bytes.enter_context(self._state.budget.reserved(len(self._request))):
+            raise self._state.refusal(503, "The server is overloaded", "overloaded", 1)
         tried: list[InstanceSupervisor] = []
         while True:
             instance = self._state.fleet.choose(self._size.adapter, tried)
@@ -275,6 +283,8 @@ class ProxyResponse(Response):
 
     async def _start(self, send: Send, status: int, headers: list[tuple[bytes, bytes]]) -> None:
         self._started = True
+        self._request = b""  # not sent again
+        self._body_bytes.close()
         await send({"type": "http.response.start", "status": status, "headers": headers})
 
 

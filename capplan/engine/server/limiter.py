@@ -1,26 +1,27 @@
-"""Server settings and state, and checks before a request body is read: key, size, queue length."""
+"""Server settings and state, and checks of requests: key, queue length, size and time of the body."""
 
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import hmac
 import time
 from abc import ABC, abstractmethod
 from collections import Counter
 from collections.abc import Callable, Container
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Final
 
 from starlette.datastructures import Headers
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
-from capplan.engine.server.protocol import ApiError, unknown_model
+from capplan.engine.server.byte_budget import ByteBudget
+from capplan.engine.server.limits import ServerLimits
+from capplan.engine.server.protocol import RETRY, ApiError, unknown_model
 from capplan.errors import InputError
 
 _GENERATION_PATHS: Final = ("/v1/completions", "/v1/chat/completions")
-_BODY_TIMEOUT_S: Final = 60.0
-"""For a whole body: a slow client must not hold its place in the queue."""
 
 
 @dataclass(frozen=True)
@@ -39,10 +40,10 @@ class ServerSettings:
         Folder of adapters that clients may load; None: they may load none.
     max_requests
         Maximum number of prompts in the engine, running and waiting; further ones get 429.
-    max_body_bytes
-        Maximum size of a request body.
     drain_timeout_s
         Time for running requests after SIGTERM.
+    limits
+        Limits of requests and connections.
     """
 
     model_name: str
@@ -51,14 +52,12 @@ class ServerSettings:
     api_key: str | None = None
     lora_root: Path | None = None
     max_requests: int = 1024
-    max_body_bytes: int = 8 * 2**20
     drain_timeout_s: float = 30.0
+    limits: ServerLimits = field(default_factory=ServerLimits)
 
     def __post_init__(self) -> None:
         if not 0 <= self.port < 2**16:
             raise InputError("must be a port from 0 to 65535", self.port, "port")
-        if self.max_body_bytes < 1:
-            raise InputError("must be >= 1", self.max_body_bytes, "max_body_bytes")
         if not 0 <= self.drain_timeout_s < float("inf"):
             raise InputError("must be a finite number >= 0", self.drain_timeout_s, "drain_timeout_s")
         if self.api_key == "":
@@ -78,13 +77,22 @@ class ServerState(ABC):
         Names of the adapters that are served.
     draining
         Whether new requests are refused.
+    max_model_len
+        Maximum number of tokens of prompt and output.
     refusals
         Number of refused requests by status.
+    max_body_bytes
+        Maximum size of a request body.
+    budget
+        Bytes of incomplete requests.
     """
 
-    def __init__(self, settings: ServerSettings, adapters: Container[object]) -> None:
+    def __init__(self, settings: ServerSettings, adapters: Container[object], max_model_len: int) -> None:
         self.settings = settings
         self.adapters = adapters
+        self.max_model_len = max_model_len
+        self.max_body_bytes = settings.limits.body_bytes(max_model_len)
+        self.budget = ByteBudget(settings.limits.buffered_bytes(max_model_len))
         self.created = int(time.time())
         self.draining = False
         self.refusals: Counter[int] = Counter()
@@ -119,20 +127,21 @@ class ServerState(ABC):
 
 
 class RequestLimiter:
-    """ASGI middleware that checks key, size and queue length.
+    """ASGI middleware that checks key, queue length, and size and time of bodies.
 
     Parameters
     ----------
+    state
+        State of the server.
     refuse
-        Called with the number of requests whose body is being read; raises if no further one is accepted.
+        Raises if no further request is accepted.
     """
 
-    def __init__(self, app: ASGIApp, settings: ServerSettings, refuse: Callable[[int], None]) -> None:
+    def __init__(self, app: ASGIApp, state: ServerState, refuse: Callable[[], None]) -> None:
         self._app = app
-        self._max_bytes = settings.max_body_bytes
-        self._key = None if settings.api_key is None else settings.api_key.encode()
+        self._state = state
+        self._key = None if state.settings.api_key is None else state.settings.api_key.encode()
         self._refuse = refuse
-        self._reading = 0
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         """Pass a request on, or refuse it."""
@@ -144,16 +153,11 @@ class RequestLimiter:
         except ApiError as error:
             await error.response()(scope, receive, send)
             return
-        generates = _generates(scope)
-        body = _BodyReader(receive, self._max_bytes, self._body_read if generates else lambda: None)
-        self._reading += generates
+        body = _BodyReader(receive, self._state)
         try:
             await self._app(scope, body.receive, send)
         finally:
             body.close()
-
-    def _body_read(self) -> None:
-        self._reading -= 1
 
     def _check(self, scope: Scope) -> None:
         headers = Headers(scope=scope)
@@ -162,10 +166,10 @@ class RequestLimiter:
                 401, "A valid API key is required", None, "invalid_api_key", {"WWW-Authenticate": "Bearer"}
             )
         length = headers.get("content-length", "0")
-        if not length.isdecimal() or int(length[:20]) > self._max_bytes:
-            raise _too_large(self._max_bytes)
+        if not length.isdecimal() or int(length[:20]) > self._state.max_body_bytes:
+            raise _too_large(self._state.max_body_bytes)
         if _generates(scope):
-            self._refuse(self._reading)
+            self._refuse()
 
     def _has_key(self, headers: Headers) -> bool:
         if self._key is None:
@@ -175,37 +179,55 @@ class RequestLimiter:
 
 
 class _BodyReader:
-    """Request body with limits of size and time, declared or not; calls `on_end` once."""
+    """Request body with limits of size and time, declared or not."""
 
-    def __init__(self, receive: Receive, max_bytes: int, on_end: Callable[[], None]) -> None:
+    def __init__(self, receive: Receive, state: ServerState) -> None:
         self._receive = receive
-        self._max_bytes = max_bytes
-        self._on_end = on_end
+        self._max_bytes = state.max_body_bytes
+        self._budget = state.budget
+        self._timeout_s = state.settings.limits.body_timeout_s
+        self._until_s = asyncio.get_running_loop().time() + self._timeout_s
+        self._timeout: asyncio.Timeout | None = None
         self._bytes = 0
         self._is_open = True
-        self._until_s = time.monotonic() + _BODY_TIMEOUT_S
+        self._is_refused = False
 
     async def receive(self) -> Message:
         """Return the next message of the request."""
         if not self._is_open:
             return await self._receive()
         try:
-            async with asyncio.timeout(self._until_s - time.monotonic()):
+            async with asyncio.timeout_at(self._until_s) as self._timeout:
                 message = await self._receive()
         except TimeoutError:
-            raise ApiError(408, f"The body must come within {_BODY_TIMEOUT_S:g} s", code="timeout") from None
+            raise self._error() from None
         self._bytes += len(message.get("body", b""))
         if self._bytes > self._max_bytes:
             raise _too_large(self._max_bytes)
         if message["type"] == "http.disconnect" or not message.get("more_body", False):
             self.close()
+        else:
+            self._budget.hold(self, self._bytes)
+        if self._is_refused:
+            raise self._error()
         return message
+
+    def refuse_overload(self) -> None:
+        """End the request: its bytes are needed for others."""
+        self._is_refused = True
+        if self._timeout is not None:
+            with contextlib.suppress(RuntimeError):  # not waiting
+                self._timeout.reschedule(0.0)
 
     def close(self) -> None:
         """End the body."""
-        if self._is_open:
-            self._is_open = False
-            self._on_end()
+        self._is_open = False
+        self._budget.release(self)
+
+    def _error(self) -> ApiError:
+        if self._is_refused:
+            return ApiError(503, "The server is overloaded", code="overloaded", headers=RETRY)
+        return ApiError(408, f"The body must come within {self._timeout_s:g} s", code="timeout")
 
 
 def _generates(scope: Scope) -> bool:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import gc
 import logging
 import signal
 import socket
@@ -21,7 +22,9 @@ from capplan.engine.affinity import AUTO, bound_to, core_cpus, other_cpus
 from capplan.engine.core_process import CoreProcess
 from capplan.engine.messages import CoreSettings, Ended
 from capplan.engine.models import model_config
+from capplan.engine.server.http_protocol import ConnectionCap
 from capplan.engine.server.limiter import ServerSettings, ServerState
+from capplan.engine.server.limits import raise_file_limit
 from capplan.engine.server.output_stream import RequestState
 from capplan.engine.server.routes import make_app
 from capplan.engine.server.service import Service
@@ -78,13 +81,22 @@ class DrainingServer(uvicorn.Server):
     ----------
     ready
         Called once the server listens.
+    files_each
+        Open files per connection.
     """
 
-    def __init__(self, app: FastAPI, state: ServerState, ready: Callable[[], None]) -> None:
+    def __init__(
+        self, app: FastAPI, state: ServerState, ready: Callable[[], None], files_each: int = 1
+    ) -> None:
+        raise_file_limit()
+        limits = state.settings.limits
+        cap = ConnectionCap(limits, limits.connections(files_each), state.budget)
         super().__init__(
             uvicorn.Config(
                 app,
-                log_level=logging.WARNING,
+                http=cap.new_protocol,  # type: ignore[arg-type] # called like a class
+                ws="none",
+                log_level=logging.ERROR,  # warnings are about clients
                 access_log=False,
                 server_header=False,
                 timeout_keep_alive=_KEEP_ALIVE_S,
@@ -209,6 +221,7 @@ def run_instance(instance: InstanceConfig, ready: Callable[[str], None]) -> int:
             stack.enter_context(bound_to(other_cpus(cpus)))
         service = Service(core.connection, core.ready, settings, instance.adapters, observers)
         server = DrainingServer(make_app(service), service, lambda: ready(url_of(listener)))
+        gc.freeze()  # shorter collections while requests are parsed
         server.run([listener])
         failure = service.engine.failure
         service.engine.stop()

@@ -1,22 +1,23 @@
 """Request schemas and error responses of the OpenAI API, with vLLM's additions.
 
 A field that the engine does not support is accepted only with its neutral value. An unknown field is an error
-that names the nearest known one.
+that names the nearest known one. Validation ends at the first invalid item of a list, and every list has a
+maximum length, so that its time and memory are those of a valid body of the same size.
 """
 
 from __future__ import annotations
 
 import json
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from types import MappingProxyType
-from typing import Annotated, Any, Final, Literal, Self, cast
+from typing import Annotated, Any, Final, Literal, Self, TypeVar, cast
 
 from fastapi import FastAPI, Request
-from fastapi.exceptions import RequestValidationError
 from fastapi.responses import Response
-from pydantic import BaseModel, ConfigDict, Field, ValidationError, WrapValidator, model_validator
+from pydantic import BaseModel, ConfigDict, Field, ValidationError, model_validator
 from pydantic_core import PydanticCustomError
 from starlette.exceptions import HTTPException
+from starlette.requests import ClientDisconnect
 
 from capplan.engine.request import SamplingParams
 from capplan.errors import InputError
@@ -33,6 +34,14 @@ _TYPES: Final = {
 
 
 RETRY: Final = MappingProxyType({"Retry-After": "1"})
+_MAX_MESSAGE: Final = 1000
+"""Characters of an error message, which may quote the request."""
+_MAX_VALUE: Final = 100
+
+
+def clipped(text: str, length: int) -> str:
+    """Return the start of a text."""
+    return text if len(text) <= length else f"{text[: length - 3]}..."
 
 
 class ApiError(HTTPException):
@@ -54,8 +63,8 @@ class ApiError(HTTPException):
         code: str | None = None,
         headers: Mapping[str, str] | None = None,
     ) -> None:
-        super().__init__(status, message, dict(headers or {}))
-        self.param = param
+        super().__init__(status, clipped(message, _MAX_MESSAGE), dict(headers or {}))
+        self.param = None if param is None else clipped(param, _MAX_VALUE)
         self.code = code
 
     def body(self) -> bytes:
@@ -76,7 +85,8 @@ def bad_request(error: InputError) -> ApiError:
 
 def unknown_model(name: str) -> ApiError:
     """Return the error for a model that is not served."""
-    return ApiError(404, f"The model {name!r} does not exist", "model", "model_not_found")
+    message = f"The model {clipped(name, _MAX_VALUE)!r} does not exist"
+    return ApiError(404, message, "model", "model_not_found")
 
 
 def add_error_handlers(app: FastAPI) -> None:
@@ -87,26 +97,72 @@ def add_error_handlers(app: FastAPI) -> None:
         api_error = error if isinstance(error, ApiError) else ApiError(error.status_code, error.detail)
         return api_error.response()
 
-    @app.exception_handler(RequestValidationError)
-    async def validation_error(_: Request, error: RequestValidationError) -> Response:
-        return _first_problem(error.errors()[0]).response()
-
     @app.exception_handler(Exception)
     async def internal_error(_: Request, __: Exception) -> Response:
         return ApiError(500, "The server made a mistake").response()
 
 
-def _first_problem(problem: Mapping[str, Any]) -> ApiError:
-    """Return the error of the first invalid field of a body."""
-    kind, where = problem.get("type"), [str(part) for part in problem.get("loc", ())[1:]]
+async def read_body(request: Request, model: type[Model]) -> Model:
+    """Return the body of a request. Its bytes are freed: a response may take long.
+
+    Raises
+    ------
+    ApiError
+        400 if the body is not valid JSON or breaks a rule of the model; 408, 413 and 503 of the limits.
+    """
+    body = await whole_body(request)
+    if not body or not _is_json(request.headers.get("content-type", "")):
+        raise _not_an_object()
+    try:
+        return model.model_validate_json(body)
+    except ValidationError as error:
+        first = error.errors(include_url=False, include_input=False)[0]
+    raise _problem(first)
+
+
+async def whole_body(request: Request) -> bytes:
+    """Return the bytes of a body, which the request does not keep.
+
+    Raises
+    ------
+    ApiError
+        If the client disconnects.
+    """
+    try:
+        return b"".join([part async for part in request.stream()])
+    except ClientDisconnect:
+        raise ApiError(400, "The client has disconnected") from None
+
+
+def _is_json(content_type: str) -> bool:
+    kind, _, subtype = content_type.partition(";")[0].strip().lower().partition("/")
+    return kind == "application" and (subtype == "json" or subtype.endswith("+json"))
+
+
+def _not_an_object() -> ApiError:
+    return ApiError(400, "The body must be a JSON object, with Content-Type: application/json")
+
+
+def _problem(problem: Mapping[str, Any]) -> ApiError:
+    """Return the error of an invalid field of a body."""
+    kind, context = problem["type"], problem.get("ctx", {})
+    where = [str(part) for part in problem["loc"]]
     if kind == "json_invalid":
-        return ApiError(400, f"The body is not valid JSON: {problem['ctx']['error']} at {where[0]}")
-    if not where and kind in ("model_attributes_type", "missing"):
-        return ApiError(400, "The body must be a JSON object, with Content-Type: application/json")
-    param = problem.get("ctx", {}).get("param") or (where[0] if where else None)
-    place = ".".join(where) or param
-    message = str(problem.get("msg", "is not valid")).removeprefix("Value error, ")
-    return ApiError(400, f"{place}: {message}" if place else message, param)
+        return ApiError(400, f"The body is not valid JSON: {context['error']}")
+    if kind == "model_type" and not where:
+        return _not_an_object()
+    if "param" in context:
+        where.append(context["param"])
+    message = str(problem["msg"])
+    if where[0] == "prompt" and kind != "missing":  # else the rule of one type of the union
+        where, message = ["prompt"], _PROMPT_RULE
+    return ApiError(400, f"{'.'.join(where)}: {message}", where[0])
+
+
+def request_schema(model: type[BaseModel]) -> dict[str, Any]:
+    """Return the description of a request body for OpenAPI; its definitions are inline."""
+    content = {"application/json": {"schema": model.model_json_schema()}}
+    return {"requestBody": {"required": True, "content": content}}
 
 
 def error_code(body: bytes) -> str | None:
@@ -133,6 +189,16 @@ def model_card(name: str, created: int, root: str, parent: str | None, max_model
 _MAX_LOGPROBS: Final = 20  # vLLM's --max-logprobs
 _MAX_STOPS: Final = 16
 _MAX_STOP_LENGTH: Final = 1000
+_MAX_STOP_TOKENS: Final = 1024
+_MAX_MODEL_NAME: Final = 4096
+"""Characters: a name may be a path."""
+MAX_PROMPTS: Final = 16_384
+"""Of one request; the queue of the server, which is shorter, refuses most."""
+MAX_MESSAGES: Final = 10_000
+_MAX_PARTS: Final = 1000
+"""Of one message."""
+_MAX_PROMPT_TOKENS: Final = 2**24
+"""More than any model takes."""
 
 _WITHOUT_EFFECT: Final = frozenset(
     ("metadata", "prompt_cache_key", "safety_identifier", "service_tier", "store", "user", "verbosity")
@@ -170,21 +236,28 @@ _NEUTRAL: Final = MappingProxyType(
 )
 """Unsupported fields and their neutral values."""
 
+Model = TypeVar("Model", bound=BaseModel)
+
 TokenId = Annotated[int, Field(ge=0)]
-Prompts = str | list[str] | list[TokenId] | list[list[TokenId]]
-
-
-def _prompts(value: Any, validate: Any) -> Any:
-    """Report one error instead of one per type of the union."""
-    try:
-        return validate(value)
-    except ValidationError:
-        rule = "must be a string, a list of strings, a list of token ids, or a list of such lists"
-        raise PydanticCustomError("prompt", rule) from None
+_PROMPT_RULE: Final = "must be a string, a list of strings, a list of token ids, or a list of such lists"
+_Tokens = Annotated[list[TokenId], Field(max_length=_MAX_PROMPT_TOKENS, fail_fast=True)]
+Prompts = (
+    str
+    | Annotated[list[str], Field(max_length=MAX_PROMPTS, fail_fast=True)]
+    | _Tokens
+    | Annotated[list[_Tokens], Field(max_length=MAX_PROMPTS, fail_fast=True)]
+)
 
 
 class _Body(BaseModel):
-    model_config = ConfigDict(strict=True, extra="forbid", allow_inf_nan=False)
+    # Forbidden by the model, each of many unknown keys would be an error of its own.
+    model_config = ConfigDict(strict=True, extra="allow", allow_inf_nan=False)
+
+    @model_validator(mode="after")
+    def _refuse_unknown(self) -> Self:
+        for name in self.model_extra or {}:
+            raise _unknown_field(name, list(type(self).model_fields))
+        return self
 
 
 class StreamOptions(_Body):
@@ -199,16 +272,16 @@ class _Generation(BaseModel):
 
     model_config = ConfigDict(strict=True, extra="allow", allow_inf_nan=False)
 
-    model: str
+    model: Annotated[str, Field(max_length=_MAX_MODEL_NAME)]
     max_tokens: Annotated[int, Field(ge=1)] | None = None
     temperature: Annotated[float, Field(ge=0)] | None = None
     top_p: Annotated[float, Field(gt=0, le=1)] | None = None
     seed: Annotated[int, Field(ge=0, lt=2**63)] | None = None
-    stop: str | Annotated[list[str], Field(max_length=_MAX_STOPS)] | None = None
+    stop: str | Annotated[list[str], Field(max_length=_MAX_STOPS, fail_fast=True)] | None = None
     stream: bool | None = None
     stream_options: StreamOptions | None = None
     ignore_eos: bool = False
-    stop_token_ids: list[TokenId] | None = None
+    stop_token_ids: Annotated[list[TokenId], Field(max_length=_MAX_STOP_TOKENS, fail_fast=True)] | None = None
     return_token_ids: bool | None = None
 
     @model_validator(mode="after")
@@ -218,8 +291,7 @@ class _Generation(BaseModel):
                 allowed = " or ".join(json.dumps(each) for each in _NEUTRAL[name])
                 raise _field_error(name, f"is not supported; it can only be {allowed}")
             if name not in _NEUTRAL and name not in _WITHOUT_EFFECT:
-                known = [*type(self).model_fields, *_NEUTRAL, *_WITHOUT_EFFECT]
-                raise _field_error(name, unknown_key(name, known))
+                raise _unknown_field(name, [*type(self).model_fields, *_NEUTRAL, *_WITHOUT_EFFECT])
         if self.stream_options is not None and not self.stream:
             raise _field_error("stream_options", "is only for streams")
         if any(not 1 <= len(stop) <= _MAX_STOP_LENGTH for stop in self.stops()):
@@ -250,7 +322,7 @@ class _Generation(BaseModel):
 class CompletionRequest(_Generation):
     """``POST /v1/completions``."""
 
-    prompt: Annotated[Prompts, WrapValidator(_prompts)]
+    prompt: Prompts
     logprobs: Annotated[int, Field(ge=0, le=_MAX_LOGPROBS)] | None = None
 
     def prompts(self) -> list[str] | list[list[int]]:
@@ -276,7 +348,7 @@ class ChatMessage(_Body):
     """
 
     role: Literal["system", "developer", "user", "assistant", "tool"]
-    content: str | list[TextPart] | None = None
+    content: str | Annotated[list[TextPart], Field(max_length=_MAX_PARTS, fail_fast=True)] | None = None
     name: str | None = None
     tool_call_id: str | None = None
     refusal: None = None
@@ -295,7 +367,7 @@ class ChatMessage(_Body):
 class ChatRequest(_Generation):
     """``POST /v1/chat/completions``."""
 
-    messages: Annotated[list[ChatMessage], Field(min_length=1)]
+    messages: Annotated[list[ChatMessage], Field(min_length=1, max_length=MAX_MESSAGES, fail_fast=True)]
     max_completion_tokens: Annotated[int, Field(ge=1)] | None = None
     logprobs: bool | None = None
     top_logprobs: Annotated[int, Field(ge=0, le=_MAX_LOGPROBS)] | None = None
@@ -324,6 +396,10 @@ class UnloadAdapterRequest(_Body):
 def _is(value: Any, neutral: Any) -> bool:
     """Compare, with True and 1 different."""
     return bool(value == neutral) and isinstance(value, bool) == isinstance(neutral, bool)
+
+
+def _unknown_field(name: str, known: Sequence[str]) -> PydanticCustomError:
+    return _field_error(name, unknown_key(clipped(name, _MAX_VALUE), known))
 
 
 def _field_error(param: str, rule: str) -> PydanticCustomError:

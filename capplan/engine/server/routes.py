@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections.abc import AsyncIterator, Sequence
 from contextlib import asynccontextmanager
-from functools import partial
 from typing import Any, Final
 
 from fastapi import APIRouter, FastAPI, Request, Response
@@ -21,6 +20,8 @@ from capplan.engine.server.protocol import (
     UnloadAdapterRequest,
     add_error_handlers,
     model_card,
+    read_body,
+    request_schema,
     unknown_model,
 )
 from capplan.engine.server.responses import (
@@ -52,7 +53,7 @@ def make_app(service: Service) -> FastAPI:
     app = FastAPI(title="capplan", lifespan=lifespan, docs_url=None, redoc_url=None)
     app.state.service = service
     app.include_router(router)
-    app.add_middleware(RequestLimiter, settings=service.settings, refuse=partial(service.refuse_if_full, 1))
+    app.add_middleware(RequestLimiter, state=service, refuse=service.refuse_if_full)
     add_error_handlers(app)
     return app
 
@@ -62,10 +63,10 @@ def _service(request: Request) -> Service:
     return service
 
 
-@router.post("/v1/completions", response_model=None)
-async def completions(body: CompletionRequest, request: Request) -> Response:
+@router.post("/v1/completions", response_model=None, openapi_extra=request_schema(CompletionRequest))
+async def completions(request: Request) -> Response:
     """Complete a prompt, or each of several."""
-    service = _service(request)
+    service, body = _service(request), await read_body(request, CompletionRequest)
     adapter = service.adapter_of(body.model)
     max_tokens = body.max_tokens or _COMPLETION_TOKENS
     if not body.prompts():
@@ -75,10 +76,10 @@ async def completions(body: CompletionRequest, request: Request) -> Response:
     return _respond(service, body, prompts, adapter, max_tokens, body.logprobs, form)
 
 
-@router.post("/v1/chat/completions", response_model=None)
-async def chat_completions(body: ChatRequest, request: Request) -> Response:
+@router.post("/v1/chat/completions", response_model=None, openapi_extra=request_schema(ChatRequest))
+async def chat_completions(request: Request) -> Response:
     """Complete a conversation."""
-    service = _service(request)
+    service, body = _service(request), await read_body(request, ChatRequest)
     adapter = service.adapter_of(body.model)
     limit = body.max_completion_tokens or body.max_tokens
     text = service.apply_chat_template(body.messages)
@@ -127,16 +128,18 @@ async def model(name: str, request: Request) -> dict[str, Any]:
     raise unknown_model(name)
 
 
-@router.post("/v1/load_lora_adapter")
-async def load_lora_adapter(body: LoadAdapterRequest, request: Request) -> PlainTextResponse:
+@router.post("/v1/load_lora_adapter", openapi_extra=request_schema(LoadAdapterRequest))
+async def load_lora_adapter(request: Request) -> PlainTextResponse:
     """Load an adapter from a folder below the server's root."""
+    body = await read_body(request, LoadAdapterRequest)
     await _service(request).adapters.load(body.lora_name, body.lora_path)
     return PlainTextResponse(f"Success: LoRA adapter '{body.lora_name}' added successfully.")
 
 
-@router.post("/v1/unload_lora_adapter")
-async def unload_lora_adapter(body: UnloadAdapterRequest, request: Request) -> PlainTextResponse:
+@router.post("/v1/unload_lora_adapter", openapi_extra=request_schema(UnloadAdapterRequest))
+async def unload_lora_adapter(request: Request) -> PlainTextResponse:
     """Remove an adapter that no request uses."""
+    body = await read_body(request, UnloadAdapterRequest)
     await _service(request).adapters.unload(body.lora_name)
     return PlainTextResponse(f"Success: LoRA adapter '{body.lora_name}' removed successfully.")
 

@@ -161,12 +161,12 @@ class Service(ServerState):
     ) -> None:
         self.metrics = Metrics(settings.model_name, ready)
         self.engine = AsyncEngine(connection, ready.clock_start_ns, [self.metrics, *observers])
-        super().__init__(settings, ServedAdapters(ready, self.engine, settings, initial))
+        adapters = ServedAdapters(ready, self.engine, settings, initial)
+        super().__init__(settings, adapters, ready.args.max_model_len)
         self.refusals.update({429: 0, 503: 0})
         self.tokenizer = load_tokenizer(ready.folder, ready.config.vocab_size)
         self.template = chat_template(self.tokenizer, ready.folder)
         self.vocab_size = ready.config.vocab_size
-        self.max_model_len = ready.args.max_model_len
 
     @property
     def failed(self) -> asyncio.Event:
@@ -180,8 +180,8 @@ class Service(ServerState):
         except TimeoutError:
             self.engine.cancel_all()
 
-    def refuse_if_full(self, prompts: int = 1, reading: int = 0) -> None:
-        """Check that further prompts can be accepted, in addition to requests whose body is being read.
+    def refuse_if_full(self, prompts: int = 1) -> None:
+        """Check that further prompts can be accepted.
 
         Raises
         ------
@@ -195,7 +195,7 @@ class Service(ServerState):
         if prompts > self.settings.max_requests:
             message = f"A request must not have more than {self.settings.max_requests} prompts"
             raise ApiError(400, message, "prompt")
-        if self.engine.in_flight + reading + prompts > self.settings.max_requests:
+        if self.engine.in_flight + prompts > self.settings.max_requests:
             raise self.refusal(429, "The queue is full", "queue_full", self._retry_after_s())
 
     async def encode(

@@ -1,0 +1,258 @@
+"""HTTP protocol of a connection: uvicorn's, with limits on what comes before a request is complete.
+
+uvicorn and httptools accept headers of any size and number, in any time. Bytes are counted before they are
+parsed, because a header reaches Python only as a whole.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from http import HTTPStatus
+from typing import TYPE_CHECKING, Any, Final
+
+from uvicorn.protocols.http.httptools_impl import HttpToolsProtocol
+
+from capplan.engine.server.protocol import RETRY, ApiError
+
+if TYPE_CHECKING:
+    from capplan.engine.server.byte_budget import ByteBudget
+    from capplan.engine.server.limits import ServerLimits
+
+_MAX_PIPELINED: Final = 16
+"""Requests that one connection may send before the response to the first; clients hardly ever do."""
+
+
+class ConnectionCap:
+    """Maximum number of connections of a server.
+
+    Parameters
+    ----------
+    limits
+        Limits of headers and times.
+    max_connections
+        Beyond it, the connection is closed that has waited longest for a request or the rest of one.
+    budget
+        Bytes of incomplete requests.
+    """
+
+    def __init__(self, limits: ServerLimits, max_connections: int, budget: ByteBudget) -> None:
+        self.limits = limits
+        self.budget = budget
+        self._max_connections = max_connections
+        self._open = 0
+        self._waiting: dict[LimitedProtocol, None] = {}  # in the order in which they began to wait
+
+    def new_protocol(self, **arguments: Any) -> LimitedProtocol:
+        """Return the protocol of a connection."""
+        return LimitedProtocol(self, **arguments)
+
+    def add(self, connection: LimitedProtocol) -> bool:
+        """Count a connection; return whether there is a place."""
+        self._open += 1
+        if self._open > self._max_connections:
+            if not self._waiting:
+                return False
+            next(iter(self._waiting)).refuse_overload()
+        self._waiting[connection] = None
+        return True
+
+    def wait(self, connection: LimitedProtocol) -> None:
+        """Note that a connection waits for a request."""
+        self._waiting[connection] = None
+
+    def complete(self, connection: LimitedProtocol) -> None:
+        """Note that a request has come as a whole."""
+        self._waiting.pop(connection, None)
+
+    def remove(self, connection: LimitedProtocol) -> None:
+        """Forget a closed connection."""
+        self._open -= 1
+        self._waiting.pop(connection, None)
+
+
+class LimitedProtocol(HttpToolsProtocol):
+    """HTTP connection with limits on its headers, and on the time in which a client sends and reads.
+
+    Parameters
+    ----------
+    cap
+        Connections of the server.
+    """
+
+    def __init__(self, cap: ConnectionCap, **arguments: Any) -> None:
+        super().__init__(**arguments)
+        self._cap = cap
+        self._limits = cap.limits
+        self._unparsed_bytes = 0
+        """Received since the last complete headers or part of a body."""
+        self._receives_body = False
+        self._refusal: ApiError | None = None
+        self._timer: asyncio.TimerHandle | None = None
+        self._send_timer: asyncio.TimerHandle | None = None
+
+    @property
+    def _is_idle(self) -> bool:
+        """Whether no request is being processed."""
+        return self.cycle is None or self.cycle.response_complete
+
+    def connection_made(self, transport: asyncio.Transport) -> None:  # type: ignore[override]
+        """Wait for headers."""
+        super().connection_made(transport)
+        if self._cap.add(self):
+            self._start_timer()
+        else:
+            self._refusal = _overloaded("The server has too many connections")
+            self._refuse(self._refusal)
+
+    def connection_lost(self, exc: Exception | None) -> None:
+        """Release what the connection holds."""
+        self._stop_timer()
+        self.resume_writing()
+        self._cap.remove(self)
+        self._cap.budget.release(self)
+        super().connection_lost(exc)
+
+    def data_received(self, data: bytes) -> None:
+        """Parse bytes, within the limits."""
+        if self.transport.is_closing():
+            return
+        self._unparsed_bytes += len(data)
+        super().data_received(data)
+        if self.transport.is_closing():
+            return
+        if self._unparsed_bytes > self._limits.max_header_bytes:
+            self._refuse(self._too_large())
+            return
+        if self._unparsed_bytes:
+            self._cap.budget.hold(self, self._unparsed_bytes)
+        if self._is_idle and self._timer is None and self.timeout_keep_alive_task is None:
+            self._start_timer()
+
+    def on_message_begin(self) -> None:
+        """Begin a request."""
+        super().on_message_begin()
+        self._receives_body = False
+
+    def on_headers_complete(self) -> None:
+        """Check the headers, and pass the request on."""
+        size = len(self.url) + sum(len(name) + len(value) for name, value in self.headers)
+        if size > self._limits.max_header_bytes or len(self.headers) > self._limits.max_header_count:
+            self._refusal = self._too_large()
+            raise self._refusal
+        if len(self.pipeline) >= _MAX_PIPELINED:
+            self._refusal = _overloaded(f"At most {_MAX_PIPELINED} requests may be pipelined")
+            raise self._refusal
+        self._parsed()
+        self._stop_timer()
+        super().on_headers_complete()
+        self._receives_body = True
+
+    def on_body(self, body: bytes) -> None:
+        """Pass a part of a body on."""
+        self._parsed()
+        super().on_body(body)
+
+    def on_message_complete(self) -> None:
+        """End a request."""
+        self._parsed()
+        self._receives_body = False
+        if self._is_idle:  # the rest of a refused body
+            self._stop_timer()
+        else:
+            self._cap.complete(self)
+        super().on_message_complete()
+
+    def on_response_complete(self) -> None:
+        """Wait for the next request, or for the rest of a refused body, which is discarded."""
+        has_next = bool(self.pipeline)
+        super().on_response_complete()
+        if self.transport.is_closing():
+            self.pause_writing()  # limits the time of what is buffered
+        elif not has_next:
+            self._cap.wait(self)
+            if self._receives_body:
+                self._start_timer()
+
+    def pause_writing(self) -> None:
+        """Wait for a client that does not read, for a limited time."""
+        super().pause_writing()
+        if self._send_timer is None:
+            self._send_timer = self.loop.call_later(self._limits.send_timeout_s, self.transport.abort)
+
+    def resume_writing(self) -> None:
+        """Write again."""
+        if self._send_timer is not None:
+            self._send_timer.cancel()
+            self._send_timer = None
+        super().resume_writing()
+
+    def timeout_keep_alive_handler(self) -> None:
+        """Close an idle connection, also if its client has not read the last response."""
+        self._close()
+
+    def refuse_overload(self) -> None:
+        """Close the connection, which waits for a request or the rest of one, in favour of others."""
+        self._refuse(_overloaded("The server is overloaded"))
+
+    def send_400_response(self, msg: str) -> None:
+        """Refuse a request that is not HTTP or beyond a limit."""
+        self._refuse(self._refusal or ApiError(400, msg))
+
+    def _refuse(self, error: ApiError) -> None:
+        """Send an error if a request has begun and nothing else is being sent, and close the connection."""
+        has_begun = self._unparsed_bytes > 0 or self._receives_body or error is self._refusal
+        can_send = self._is_idle or (self._receives_body and not self.cycle.response_started)
+        if has_begun and can_send and not self.pipeline:
+            self.transport.write(_response(error))
+        self._close()
+
+    def _close(self) -> None:
+        self._stop_timer()
+        self._cap.complete(self)
+        if self.transport.get_write_buffer_size():
+            self.pause_writing()
+        self.transport.close()
+
+    def _start_timer(self) -> None:
+        timeout_s = self._limits.header_timeout_s
+        error = ApiError(408, f"The headers must come within {timeout_s:g} s", code="timeout")
+        self._timer = self.loop.call_later(timeout_s, self._refuse, error)
+
+    def _stop_timer(self) -> None:
+        if self._timer is not None:
+            self._timer.cancel()
+            self._timer = None
+
+    def _parsed(self) -> None:
+        if self._unparsed_bytes:
+            self._unparsed_bytes = 0
+            self._cap.budget.release(self)
+
+    def _too_large(self) -> ApiError:
+        limits = self._limits
+        message = (
+            f"Request line and headers must not have more than {limits.max_header_bytes} bytes and"
+            f" {limits.max_header_count} headers"
+        )
+        return ApiError(431, message, code="headers_too_large")
+
+
+def _overloaded(message: str) -> ApiError:
+    return ApiError(503, message, code="overloaded", headers=RETRY)
+
+
+def _response(error: ApiError) -> bytes:
+    """Return an error as HTTP/1.1."""
+    body = error.body()
+    status = HTTPStatus(error.status_code)
+    headers = {
+        **(error.headers or {}),
+        "content-type": "application/json",
+        "content-length": str(len(body)),
+        "connection": "close",
+    }
+    lines = [
+        f"HTTP/1.1 {status.value} {status.phrase}",
+        *(f"{name}: {value}" for name, value in headers.items()),
+    ]
+    return "\r\n".join([*lines, "", ""]).encode("latin-1") + body

@@ -1,0 +1,246 @@
+"""Limits of headers, bodies and connections: hostile clients are refused, others are answered."""
+
+import contextlib
+import json
+import socket
+import time
+from collections.abc import Iterator
+from typing import Any
+
+import pytest
+
+from capplan import InputError
+from capplan.engine.server import ServerLimits
+from capplan.engine.server.byte_budget import ByteBudget
+from tests.engine.live import Live, live
+
+LIMITS = ServerLimits(
+    max_body_bytes=100_000,
+    max_buffered_bytes=300_000,
+    max_header_bytes=20_000,
+    max_header_count=30,
+    header_timeout_s=0.3,
+    body_timeout_s=20.0,
+    max_connections=8,
+)
+HEALTH = b"GET /health HTTP/1.1\r\nHost: x\r\n\r\n"
+POST = b"POST /v1/completions HTTP/1.1\r\nHost: x\r\nContent-Type: application/json\r\n"
+
+
+@pytest.fixture(scope="module")
+def shared() -> Iterator[Live]:
+    with live({}, limits=LIMITS) as running:
+        yield running
+
+
+@pytest.fixture
+def server(shared: Live) -> Iterator[Live]:
+    """A server that is checked for leaks after the test."""
+    yield shared
+    with connected(shared) as client:
+        assert answer(client, HEALTH)[0] == 200
+    deadline = time.monotonic() + 20
+    while shared.service.budget.used_bytes and time.monotonic() < deadline:
+        time.sleep(0.01)
+    assert shared.service.budget.used_bytes == 0
+    shared.check_idle()
+
+
+def connected(server: Live) -> socket.socket:
+    host, port = server.url.removeprefix("http://").split(":")
+    return socket.create_connection((host, int(port)), timeout=20)
+
+
+def answer(client: socket.socket, data: bytes) -> tuple[int, dict[str, Any]]:
+    """Send bytes and return status and body; status 0 if the connection is closed without a response."""
+    with contextlib.suppress(ConnectionError):
+        client.sendall(data)
+    received = b""
+    with contextlib.suppress(ConnectionError):
+        while b"\r\n\r\n" not in received and (part := client.recv(65536)):
+            received += part
+        if not received:
+            return 0, {}
+        head, _, body = received.partition(b"\r\n\r\n")
+        fields = dict(line.lower().split(b": ", 1) for line in head.split(b"\r\n")[1:])
+        while len(body) < int(fields[b"content-length"]):
+            body += client.recv(65536)
+        return int(head.split()[1]), json.loads(body)
+    return 0, {}
+
+
+def error_code(found: tuple[int, dict[str, Any]]) -> tuple[int, str | None]:
+    status, body = found
+    assert set(body["error"]) == {"message", "type", "param", "code"}
+    return status, body["error"]["code"]
+
+
+@pytest.mark.parametrize(
+    "head",
+    [
+        b"GET /" + b"x" * 21_000 + b" HTTP/1.1\r\nHost: x\r\n\r\n",
+        b"GET /health HTTP/1.1\r\nX: " + b"x" * 21_000 + b"\r\n\r\n",
+        b"GET /health HTTP/1.1\r\nX: " + b"x" * 400_000,
+        b"GET /health HTTP/1.1\r\n" + b"x" * 400_000,
+        b"GET /" + b"x" * 400_000,
+        b"GET /health HTTP/1.1\r\n" + b"a: b\r\n" * 31 + b"\r\n",
+        b"GET /health HTTP/1.1\r\n" + (b"x: " + b"y" * 900 + b"\r\n") * 25 + b"\r\n",
+    ],
+    ids=["url", "header", "endless-header", "endless-name", "endless-url", "many", "large-in-all"],
+)
+def test_large_headers_are_refused(server: Live, head: bytes) -> None:
+    with connected(server) as client:
+        assert error_code(answer(client, head)) == (431, "headers_too_large")
+        with contextlib.suppress(ConnectionResetError):  # bytes were not read
+            assert client.recv(1) == b""
+
+
+def test_headers_within_the_limits_are_accepted(server: Live) -> None:
+    head = b"GET /health HTTP/1.1\r\n" + b"a: b\r\n" * 28 + b"x: " + b"y" * 19_000 + b"\r\n\r\n"
+    with connected(server) as client:
+        assert answer(client, head)[0] == 200
+        for byte in HEALTH:  # on the same connection
+            client.sendall(bytes([byte]))
+        assert answer(client, b"")[0] == 200
+
+
+@pytest.mark.parametrize("sent", [b"", b"GET /health HTTP/1.1\r\nX: y", b"\r\n\r\n"])
+def test_headers_that_do_not_come_in_time_end_the_connection(server: Live, sent: bytes) -> None:
+    with connected(server) as client:
+        begin_s = time.monotonic()
+        found = answer(client, sent)
+        assert found == (0, {}) if not sent else error_code(found) == (408, "timeout")
+        assert 0.2 < time.monotonic() - begin_s < 5
+
+
+def test_trickled_headers_do_not_extend_the_time(server: Live) -> None:
+    with connected(server) as client:
+        begin_s = time.monotonic()
+        with contextlib.suppress(ConnectionError):
+            while time.monotonic() - begin_s < 5:
+                client.sendall(b"\r\n")
+                time.sleep(0.05)
+        assert time.monotonic() - begin_s < 2
+
+
+def test_trailers_are_limited_like_headers(server: Live) -> None:
+    head = POST + b"Transfer-Encoding: chunked\r\n\r\n2\r\n{}\r\n0\r\nX: "
+    with connected(server) as client:
+        status, _ = answer(client, head + b"x" * 400_000)
+        assert status == 431
+
+
+def test_pipelined_requests_are_answered_in_order_up_to_a_limit(server: Live) -> None:
+    with connected(server) as client:
+        client.sendall(HEALTH * 10)
+        received = b""
+        while received.count(b"HTTP/1.1 200") < 10:
+            received += client.recv(65536)
+    with connected(server) as client:
+        client.sendall(HEALTH * 1000)
+        received = b""
+        with contextlib.suppress(ConnectionError):
+            while part := client.recv(65536):
+                received += part
+        assert received.count(b"HTTP/1.1 200") < 30
+
+
+def test_bytes_that_are_not_http_are_refused(server: Live) -> None:
+    with connected(server) as client:
+        assert error_code(answer(client, b"\x16\x03\x01\x02\x00\x01\x00")) == (400, None)
+
+
+def test_waiting_connections_give_way_to_new_ones(server: Live) -> None:
+    with contextlib.ExitStack() as stack:
+        for _ in range(30):
+            stack.enter_context(connected(server)).sendall(b"GET /health HTTP/1.1\r\nX: y")
+            with connected(server) as client:
+                assert answer(client, HEALTH)[0] == 200
+
+
+def test_a_stalled_body_gives_way_to_new_ones(server: Live) -> None:
+    """Five bodies of 90 kB exceed the budget of 300 kB; the oldest are refused."""
+    with contextlib.ExitStack() as stack:
+        stalled = []
+        for _ in range(5):
+            client = stack.enter_context(connected(server))
+            client.sendall(POST + b"Content-Length: 95000\r\n\r\n" + b" " * 90_000)
+            stalled.append(client)
+            time.sleep(0.05)
+        assert error_code(answer(stalled[0], b"")) == (503, "overloaded")
+        assert error_code(answer(stalled[1], b"")) == (503, "overloaded")
+        body = b'{"model": "base", "prompt": [1], "max_tokens": 1}' + b" " * 40_000
+        length = f"Content-Length: {len(body)}\r\n\r\n".encode()
+        with connected(server) as client:
+            assert answer(client, POST + length + body)[0] == 200
+        status, _ = answer(stalled[4], b" " * 5000)
+        assert status == 400  # no JSON, but whole
+
+
+def test_a_client_that_does_not_read_is_disconnected() -> None:
+    limits = ServerLimits(send_timeout_s=0.3)
+    with live({}, {"max_model_len": 500}, limits=limits) as server, connected(server) as client:
+        client.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, 4096)
+        fields = {"model": "base", "prompt": [[1]] * 64, "max_tokens": 480, "stream": True, "logprobs": 20}
+        body = json.dumps(fields | {"ignore_eos": True}).encode()
+        client.sendall(POST + f"Content-Length: {len(body)}\r\n\r\n".encode() + body)
+        deadline = time.monotonic() + 60
+        while server.on_loop(lambda: len(server.server.server_state.connections)) != 1:
+            assert time.monotonic() < deadline
+            time.sleep(0.01)
+        while server.on_loop(lambda: len(server.server.server_state.connections)) != 0:
+            assert time.monotonic() < deadline
+            time.sleep(0.05)
+        server.check_idle()
+
+
+@pytest.mark.parametrize(
+    "fields",
+    [
+        {"max_body_bytes": 0},
+        {"max_header_count": -1},
+        {"header_timeout_s": 0.0},
+        {"body_timeout_s": float("nan")},
+        {"send_timeout_s": float("inf")},
+        {"max_connections": 0},
+        {"max_buffered_bytes": 1000},
+        {"max_buffered_bytes": 1000, "max_body_bytes": 1001},
+    ],
+)
+def test_limits_out_of_range_are_refused(fields: dict[str, Any]) -> None:
+    with pytest.raises(InputError, match=next(iter(fields))):
+        ServerLimits(**fields)
+
+
+def test_the_default_body_grows_with_the_context() -> None:
+    assert ServerLimits().body_bytes(2048) == 2**20
+    assert ServerLimits().body_bytes(131_072) == 2**21
+    assert ServerLimits(max_body_bytes=5).body_bytes(131_072) == 5
+    assert ServerLimits().buffered_bytes(2048) == 128 * 2**20
+
+
+class Request:
+    """Incomplete request that records its end."""
+
+    refused = False
+
+    def refuse_overload(self) -> None:
+        self.refused = True
+
+
+def test_a_budget_refuses_the_oldest_first_and_never_what_is_reserved() -> None:
+    budget = ByteBudget(100)
+    first, second, third = Request(), Request(), Request()
+    budget.hold(first, 40)
+    budget.hold(second, 40)
+    budget.hold(first, 50)  # growth does not make it younger
+    budget.hold(third, 20)
+    assert (first.refused, second.refused, third.refused) == (True, False, False)
+    assert budget.used_bytes == 60
+    with budget.reserved(70) as has_room:
+        assert has_room
+        assert (second.refused, third.refused, budget.used_bytes) == (True, False, 90)
+        with budget.reserved(40) as more:
+            assert not more
+            assert (third.refused, budget.used_bytes) == (True, 70)
+    assert budget.used_bytes == 0
