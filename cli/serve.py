@@ -129,6 +129,9 @@ class ServeArgs:
     max_connections: int | None = typer.Option(
         None, metavar="N", help="Open connections; default: by the limit of open files, at most 8192."
     )
+    chat_template_timeout_s: float = typer.Option(
+        2.0, metavar="S", help="For the model's chat template and one conversation."
+    )
     dtype: str = typer.Option("auto", metavar="NAME", help="auto, float32, float16 or bfloat16.")
     device: str = typer.Option("cpu", metavar="NAME", help="cpu, cuda, cuda:1 ...")
     rules: str = typer.Option("capplan", metavar="NAME", help="Serving rules.")

@@ -94,7 +94,7 @@ class Live:
         """Wait for the end of the server, and stop its engine."""
         self._thread.join(60)
         assert not self._thread.is_alive(), "the server does not end"
-        self.service.engine.stop()
+        self.service.close()
         self._core.join(60)
         assert not self._core.is_alive(), "the engine core does not end"
         self._connection.close()

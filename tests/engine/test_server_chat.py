@@ -3,6 +3,8 @@
 import contextlib
 import http.client
 import json
+import time
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
@@ -12,6 +14,7 @@ from tokenizers import Tokenizer as HfTokenizer
 
 from capplan import InputError
 from capplan.engine import Engine
+from capplan.engine.server import ServerLimits
 from capplan.engine.server.chat_template import chat_template
 from capplan.engine.server.protocol import ChatMessage
 from capplan.engine.tokenizer import ByteTokenizer, FileTokenizer
@@ -165,3 +168,60 @@ def test_a_binary_template_is_reported_with_its_file(tmp_path: Path) -> None:
     (tmp_path / "chat_template.jinja").write_bytes(b"\xff")
     with pytest.raises(InputError, match=r"chat_template\.jinja"):
         chat_template(ByteTokenizer(300), tmp_path)
+
+
+@pytest.mark.parametrize(
+    ("template", "message"),
+    [
+        (
+            "{% for i in range(99999) %}{% for j in range(99999) %}{% endfor %}{% endfor %}",
+            "longer than 0.5 s",
+        ),
+        ("{% for i in range(99999) %}{{ 'x' * 99999 }}{% endfor %}", "more than 67108864 characters"),
+        ("{{ messages[0].content * 2 ** 31 }}", "more than 1073741824 bytes"),
+    ],
+    ids=["loop", "text", "memory"],
+)
+def test_a_conversation_on_which_the_template_is_endless_is_refused(
+    tmp_path: Path, template: str, message: str
+) -> None:
+    """The process of the template ends or refuses, and the next conversation is rendered."""
+    source = "{% if messages[0].content == 'Hello' %}" + template + "{% else %}fine{% endif %}"
+    limits = ServerLimits(chat_template_timeout_s=0.5)
+    found = chat_template(ByteTokenizer(300), folder_with(tmp_path, source), limits)
+    with contextlib.closing(found):
+        begin_s = time.monotonic()
+        with pytest.raises(InputError, match=message):
+            found.render([ChatMessage(role="user", content="Hello")])
+        assert time.monotonic() - begin_s < 5
+        assert found.render(TALK) == "fine"
+
+
+def test_a_template_that_cannot_be_compiled_in_time_is_refused(tmp_path: Path) -> None:
+    folder = folder_with(tmp_path, "{{ 9 ** (9 ** 9) }}")  # constants are computed by the compiler
+    with pytest.raises(InputError, match=r"tokenizer_config\.json: chat template: it takes longer than"):
+        chat_template(ByteTokenizer(300), folder, ServerLimits(chat_template_timeout_s=0.5))
+
+
+def test_an_endless_template_does_not_delay_other_requests(tmp_path: Path) -> None:
+    source = "{% for i in range(99999) %}{% for j in range(99999) %}{% endfor %}{% endfor %}"
+    engine = Engine(TINY, {}, **SIZES)
+    engine.folder = folder_with(tmp_path, source)
+    server = Live(engine, {}, limits=ServerLimits(chat_template_timeout_s=1.0))
+    try:
+        with ThreadPoolExecutor(4) as threads:
+            chats = [threads.submit(chat, server, "user") for _ in range(4)]
+            longest_s = 0.0
+            while not all(each.done() for each in chats):
+                begin_s = time.monotonic()
+                with contextlib.closing(
+                    http.client.HTTPConnection(server.url.removeprefix("http://"))
+                ) as probe:
+                    probe.request("GET", "/health")
+                    assert probe.getresponse().status == 200
+                longest_s = max(longest_s, time.monotonic() - begin_s)
+    finally:
+        server.close()
+    assert longest_s < 0.5
+    for status, answer in (each.result() for each in chats):
+        assert (status, answer["error"]["param"]) == (400, "messages")

@@ -47,6 +47,8 @@ class ServerLimits:
     max_connections
         Maximum number of open connections; beyond it the one that has waited longest for a request is closed.
         None: by the limit of open files, at most 8192.
+    chat_template_timeout_s
+        Maximum time in which the model's chat template turns a conversation into a prompt.
 
     Raises
     ------
@@ -62,6 +64,7 @@ class ServerLimits:
     header_timeout_s: float = 15.0
     send_timeout_s: float = 30.0
     max_connections: int | None = None
+    chat_template_timeout_s: float = 2.0
 
     def __post_init__(self) -> None:
         for field in fields(self):

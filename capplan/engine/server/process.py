@@ -224,7 +224,7 @@ def run_instance(instance: InstanceConfig, ready: Callable[[str], None]) -> int:
         gc.freeze()  # shorter collections while requests are parsed
         server.run([listener])
         failure = service.engine.failure
-        service.engine.stop()
+        service.close()
         if server.force_exit:
             core.kill()
         if failure is None:

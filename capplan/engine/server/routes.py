@@ -47,7 +47,7 @@ def make_app(service: Service) -> FastAPI:
     async def lifespan(_: FastAPI) -> AsyncIterator[None]:
         await service.engine.start()
         yield
-        service.engine.stop()
+        service.close()
 
     # No documentation pages: they load scripts from other hosts. The schema is at /openapi.json.
     app = FastAPI(title="capplan", lifespan=lifespan, docs_url=None, redoc_url=None)
@@ -82,7 +82,7 @@ async def chat_completions(request: Request) -> Response:
     service, body = _service(request), await read_body(request, ChatRequest)
     adapter = service.adapter_of(body.model)
     limit = body.max_completion_tokens or body.max_tokens
-    text = service.apply_chat_template(body.messages)
+    text = await service.apply_chat_template(body.messages)
     (prompt,) = await service.encode([text], limit, special=service.template.adds_special)
     logprobs = (body.top_logprobs or 0) if body.logprobs else None
     form = ChatFormat(body.model, service.tokenizer, body.include_usage(), bool(body.return_token_ids))

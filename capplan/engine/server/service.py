@@ -24,6 +24,8 @@ from capplan.errors import InputError
 
 _MAX_NAME_LENGTH: Final = 256
 _FILES: Final = ("adapter_config.json", "adapter_model.safetensors")
+_TEMPLATE_PROCESSES: Final = 2
+"""A conversation on which the template takes long does not delay all others."""
 _LONG_TEXT: Final = 50_000
 """Characters of prompts from which tokenization runs in a thread."""
 
@@ -165,13 +167,20 @@ class Service(ServerState):
         super().__init__(settings, adapters, ready.args.max_model_len)
         self.refusals.update({429: 0, 503: 0})
         self.tokenizer = load_tokenizer(ready.folder, ready.config.vocab_size)
-        self.template = chat_template(self.tokenizer, ready.folder)
+        self.template = chat_template(self.tokenizer, ready.folder, settings.limits)
+        self._template_places = asyncio.Semaphore(_TEMPLATE_PROCESSES)
+        self._conversations = 0
         self.vocab_size = ready.config.vocab_size
 
     @property
     def failed(self) -> asyncio.Event:
         """Set when the engine has failed."""
         return self.engine.failed
+
+    def close(self) -> None:
+        """End the processes of the server."""
+        self.engine.stop()
+        self.template.close()
 
     async def drain(self) -> None:
         """Wait for running requests, and cancel them after the drain timeout."""
@@ -217,18 +226,23 @@ class Service(ServerState):
             return encode_all()
         return await asyncio.to_thread(encode_all)
 
-    def apply_chat_template(self, messages: Sequence[ChatMessage]) -> str:
+    async def apply_chat_template(self, messages: Sequence[ChatMessage]) -> str:
         """Return a conversation as one prompt.
 
         Raises
         ------
         ApiError
-            400 if the model's template refuses it.
+            400 if the model's template refuses it; 429 and 503 as `refuse_if_full`.
         """
+        self.refuse_if_full(1 + self._conversations)
+        self._conversations += 1
         try:
-            return self.template.render(messages)
+            async with self._template_places:
+                return await asyncio.to_thread(self.template.render, messages)
         except InputError as error:
             raise ApiError(400, str(error), "messages") from None
+        finally:
+            self._conversations -= 1
 
     def _encode(self, prompt: str | list[int], max_tokens: int | None, special: bool) -> list[int]:
         tokens = prompt if isinstance(prompt, list) else self._tokens(prompt, special)
