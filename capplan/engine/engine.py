@@ -13,8 +13,9 @@ import torch
 from numpy.typing import NDArray
 
 from capplan.engine.engine_core import StepOutput
-from capplan.engine.lora.adapter import AdapterSource, PeftFolder, RandomAdapter
+from capplan.engine.lora.adapter import AdapterSource, RandomAdapter
 from capplan.engine.lora.manager import AdapterRegistry
+from capplan.engine.lora.peft import PeftFolder
 from capplan.engine.models import ModelConfig
 from capplan.engine.request import Completion, FinishReason, Request, SamplingParams, Timing
 from capplan.engine.settings import EngineOptions

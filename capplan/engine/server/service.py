@@ -11,7 +11,8 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Final
 
-from capplan.engine.lora.adapter import AdapterLayout, PeftFolder
+from capplan.engine.lora.adapter import AdapterLayout
+from capplan.engine.lora.peft import PeftFolder
 from capplan.engine.messages import CoreReady, Gauges
 from capplan.engine.server.async_engine import AsyncEngine, StepObserver
 from capplan.engine.server.chat_template import chat_template
