@@ -186,7 +186,7 @@ class Engine:
                 self.records.append(step.record)
         return step
 
-    def add_adapter(self, name: str, source: str | Path | int) -> None:
+    def add_adapter(self, name: str, source: str | Path | int | PeftFolder) -> None:
         """Register an adapter: a PEFT folder, or the rank of a random one.
 
         Only shapes are read; the first request loads the adapter.
@@ -277,13 +277,15 @@ class Engine:
         return ids.astype(np.int32)
 
 
-def _adapter_source(value: str | Path | int, seed: int) -> AdapterSource:
+def _adapter_source(value: str | Path | int | PeftFolder, seed: int) -> AdapterSource:
     """Return a PEFT folder, or a random adapter of a given rank."""
+    if isinstance(value, PeftFolder):
+        return value
     if isinstance(value, int):
         if isinstance(value, bool) or not 1 <= value <= 512:
             raise InputError("must be a rank from 1 to 512, or a folder", value, "adapters")
         return RandomAdapter(value, seed)
-    return PeftFolder(Path(value))
+    return PeftFolder.of(Path(value))
 
 
 def _as_list(prompts: Prompt | Sequence[Prompt]) -> list[Prompt]:

@@ -173,6 +173,19 @@ def ranks_of(layout: AdapterLayout, shapes: Shapes, location: str) -> NDArray[np
     return ranks
 
 
+def require_rank(ranks: NDArray[np.int64], max_rank: int, location: str) -> None:
+    """Check the largest rank of an adapter.
+
+    Raises
+    ------
+    InputError
+        If it exceeds `max_rank`.
+    """
+    rank = int(ranks.max(initial=0))
+    if rank > max_rank:
+        raise InputError(f"must be at most max_lora_rank, {max_rank}", rank, f"{location}: rank")
+
+
 class AdapterSource(Protocol):
     """Source of an adapter, read whenever the host has no copy. Messages show it by `str`."""
 
@@ -180,8 +193,8 @@ class AdapterSource(Protocol):
         """Return the rank on each module, shape (layers, modules)."""
         ...
 
-    def read(self, layout: AdapterLayout, dtype: torch.dtype, pin: bool) -> HostAdapter:
-        """Return the adapter, in pinned memory if `pin`."""
+    def read(self, layout: AdapterLayout, dtype: torch.dtype, pin: bool, max_rank: int) -> HostAdapter:
+        """Return the adapter, in pinned memory if `pin`; refuse a rank above `max_rank`."""
         ...
 
 
@@ -199,7 +212,7 @@ class RandomAdapter:
         """Return the rank on each module."""
         return layout.ranks(self.rank)
 
-    def read(self, layout: AdapterLayout, dtype: torch.dtype, pin: bool) -> HostAdapter:
+    def read(self, layout: AdapterLayout, dtype: torch.dtype, pin: bool, max_rank: int) -> HostAdapter:
         """Return the adapter; the same for the same seed."""
         generator = torch.Generator().manual_seed(self.seed)
         matrices = {}

@@ -13,7 +13,7 @@ import numpy as np
 import torch
 from numpy.typing import NDArray
 
-from capplan.engine.lora.adapter import AdapterLayout, AdapterSource, HostAdapter
+from capplan.engine.lora.adapter import AdapterLayout, AdapterSource, HostAdapter, require_rank
 from capplan.engine.lora.loader import AdapterLoader, LoadJob, LoadResult
 from capplan.engine.lora.memory import AdapterMemory, AdapterPlacement, RowTables, SiteViews
 from capplan.engine.scheduler_output import evict_unused
@@ -119,10 +119,10 @@ class LoRAManager:
             If it cannot be read, does not fit the model, or its rank exceeds `max_rank`.
         """
         ranks = source.ranks(self.layout)
-        rank = int(ranks.max(initial=0))
-        if max_rank is not None and rank > max_rank:
-            raise InputError(f"must be at most max_lora_rank, {max_rank}", rank, f"{source}: rank")
-        self._sources[number], self._ranks[number], self.rank_of[number] = source, ranks, rank
+        if max_rank is not None:
+            require_rank(ranks, max_rank, str(source))
+        self._sources[number], self._ranks[number] = source, ranks
+        self.rank_of[number] = ranks.max(initial=0)
 
     def unregister(self, number: int) -> None:
         """Remove an adapter and all its copies."""
@@ -132,7 +132,8 @@ class LoRAManager:
 
     def read(self, number: int) -> None:
         """Read an adapter into host memory."""
-        adapter = self._sources[number].read(self.layout, self._dtype, self._pin)
+        max_rank = int(self.rank_of[number])
+        adapter = self._sources[number].read(self.layout, self._dtype, self._pin, max_rank)
         if not np.array_equal(adapter.ranks, self._ranks[number]):
             raise InputError("must not change while the engine runs", location=str(self._sources[number]))
         self._host[number] = adapter
@@ -201,7 +202,9 @@ class LoRAManager:
                 with _copy_stream(memory.storage.device):
                     memory.clear(number)
                     placement.copy_from(self._host[number])
-            except (InputError, RuntimeError, MemoryError) as error:
+            except InputError as error:
+                return str(InputError(error.rule, error.value, error.location.rpartition("/")[2]))
+            except (RuntimeError, MemoryError) as error:
                 return str(error)
             return None
 

@@ -63,6 +63,7 @@ class ServedAdapters:
         self._root = None if settings.lora_root is None else settings.lora_root.resolve()
         self._layout = AdapterLayout(ready.config)
         self._dtype = ready.dtype
+        self._max_rank = ready.args.max_lora_rank
         self._adapters = {name: AdapterInfo(name, str(source)) for name, source in initial.items()}
         self._lock = asyncio.Lock()
 
@@ -91,8 +92,9 @@ class ServedAdapters:
             folder = await asyncio.to_thread(self._confined, path)
             try:
                 # A full read outside the engine core rejects broken adapters.
-                source = PeftFolder(folder)
-                await asyncio.to_thread(source.read, self._layout, self._dtype, pin=False)
+                source = PeftFolder.of(folder)
+                rank = self._max_rank
+                await asyncio.to_thread(source.read, self._layout, self._dtype, pin=False, max_rank=rank)
                 await self._engine.call("add_adapter", name, folder)
             except InputError as error:
                 message = str(error).replace(f"{self._root}/", "")  # the root's path is not disclosed
