@@ -84,6 +84,13 @@ class ServeArgs:
         show_envvar=True,
         help="Key that clients must send; command lines are visible to other users, the environment is not.",
     )
+    admin_api_key: str | None = typer.Option(
+        None,
+        metavar="KEY",
+        envvar="CAPPLAN_ADMIN_API_KEY",
+        show_envvar=True,
+        help="Key to load and unload adapters; required by --lora-root.",
+    )
     max_loras: int | None = engine_option("max_loras", None)
     max_lora_rank: int | None = engine_option("max_lora_rank", None)
     max_cpu_loras: int | None = engine_option("max_cpu_loras", None)
@@ -91,7 +98,7 @@ class ServeArgs:
         None, metavar="N", help="Adapters known at a time, loaded ones included."
     )
     lora_root: str | None = typer.Option(
-        None, metavar="DIR", help="Let clients load adapters from this folder."
+        None, metavar="DIR", help="Let administrators load adapters from this folder."
     )
     enable_lora: bool = typer.Option(
         True, "--enable-lora", help="Accepted for compatibility with vLLM; adapters are always on."
@@ -132,6 +139,7 @@ class ServeArgs:
     chat_template_timeout_s: float = typer.Option(
         2.0, metavar="S", help="For the model's chat template and one conversation."
     )
+    lora_timeout_s: float = typer.Option(60.0, metavar="S", help="To load or unload an adapter.")
     dtype: str = typer.Option("auto", metavar="NAME", help="auto, float32, float16 or bfloat16.")
     device: str = typer.Option("cpu", metavar="NAME", help="cpu, cuda, cuda:1 ...")
     rules: str = typer.Option("capplan", metavar="NAME", help="Serving rules.")

@@ -27,6 +27,7 @@ TINY = ModelConfig(
     vocab_size=300,
     max_positions=512,
 )
+ADMIN_KEY = "admin"
 SIZES: Mapping[str, Any] = {"num_kv_blocks": 400, "block_size": 8, "max_num_seqs": 64, "max_lora_rank": 16}
 
 
@@ -45,7 +46,8 @@ class Live:
         self.engine = engine
         connection, self._core_end = socket.socketpair()
         loop = CoreLoop(engine, self._core_end)
-        server_settings = ServerSettings(**({"model_name": "base"} | settings))
+        key = {"admin_api_key": ADMIN_KEY} if "lora_root" in settings else {}
+        server_settings = ServerSettings(**({"model_name": "base"} | key | settings))
         self.service = Service(connection, loop.ready(), server_settings, adapters)
         self._connection = connection
         self._core = threading.Thread(target=self._run_core, args=(loop,))

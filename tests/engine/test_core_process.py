@@ -49,7 +49,8 @@ class Server:
 
     def post(self, path: str, **fields: Any) -> Any:
         body = json.dumps(fields).encode()
-        return urlopen(Request(f"{self.url}{path}", body, {"Content-Type": "application/json"}), timeout=60)
+        headers = {"Content-Type": "application/json", "Authorization": "Bearer admin"}
+        return urlopen(Request(f"{self.url}{path}", body, headers), timeout=60)
 
     def tokens(self, **fields: Any) -> list[int]:
         asked = {"temperature": 0, "ignore_eos": True, "return_token_ids": True, **fields}
@@ -89,7 +90,8 @@ def root(tmp_path_factory: pytest.TempPathFactory) -> Path:
 def server(root: Path) -> Iterator[Server]:
     cpus = allowed_cpus()
     affinity = cpus[-1] if len(cpus) > 1 else "none"
-    running = Server("--lora-root", root, "--max-loras", 2, "--max-num-seqs", 64, "--cpu-affinity", affinity)
+    keys = ("--admin-api-key", "admin", "--lora-root", root)
+    running = Server(*keys, "--max-loras", 2, "--max-num-seqs", 64, "--cpu-affinity", affinity)
     yield running
     running.process.terminate()
     status, errors = running.end()

@@ -17,8 +17,9 @@ from safetensors.torch import load_file, save_file
 
 from capplan.engine import Engine
 from capplan.engine.engine_core import StepOutput
+from capplan.engine.lora import PeftFolder
 from capplan.engine.server import ServerLimits
-from tests.engine.live import SIZES, TINY, Live, live
+from tests.engine.live import ADMIN_KEY, SIZES, TINY, Live, live
 from tests.engine.test_generate import write_adapter
 
 ADAPTERS = {"a": 8, "b": 4}
@@ -50,6 +51,19 @@ def send(server: Live, method: str, path: str, body: bytes | None = None, **head
 
 def post(server: Live, path: str, **fields: Any) -> Answer:
     return send(server, "POST", path, json.dumps(fields).encode())
+
+
+def administer(server: Live, verb: str, key: str = ADMIN_KEY, **fields: str) -> Answer:
+    body = json.dumps(fields).encode()
+    return send(server, "POST", f"/v1/{verb}_lora_adapter", body, Authorization=f"Bearer {key}")
+
+
+def load(server: Live, name: str, path: str) -> Answer:
+    return administer(server, "load", lora_name=name, lora_path=path)
+
+
+def unload(server: Live, name: str) -> Answer:
+    return administer(server, "unload", lora_name=name)
 
 
 def complete(server: Live, **fields: Any) -> Answer:
@@ -206,7 +220,7 @@ def test_unknown_models_and_paths_are_404(server: Live) -> None:
     assert send(server, "GET", "/v1/nothing").status == 404
     assert send(server, "GET", "/v1/nothing").error["type"] == "not_found_error"
     assert send(server, "GET", "/v1/completions").status == 405
-    assert post(server, "/v1/unload_lora_adapter", lora_name="unknown").status == 404
+    assert unload(server, "unknown").status == 404
 
 
 def test_a_too_large_body_is_refused_before_it_is_read(server: Live) -> None:
@@ -270,7 +284,7 @@ def test_loading_a_broken_adapter_is_refused(server: Live, root: Path, spoil: Ca
     folder = root / f"broken-{spoil.__name__}"
     write_adapter(folder, server.engine)
     spoil(folder)
-    answer = post(server, "/v1/load_lora_adapter", lora_name="broken", lora_path=folder.name)
+    answer = load(server, "broken", folder.name)
     assert (answer.status, answer.error["param"]) == (400, "lora_path")
     assert str(root) not in answer.error["message"]
     assert complete(server, model="broken").status == 404
@@ -302,7 +316,7 @@ def test_adapters_outside_the_root_are_refused(server: Live, root: Path, path: s
         (root / path).mkdir()
         (root / path / "adapter_config.json").symlink_to(outside / "adapter_config.json")
     asked = path.format(outside=outside)
-    answer = post(server, "/v1/load_lora_adapter", lora_name="stranger", lora_path=asked)
+    answer = load(server, "stranger", asked)
     assert answer.status == status, answer.body
     assert answer.error["param"] == "lora_path"
     assert complete(server, model="stranger").status == 404
@@ -310,7 +324,7 @@ def test_adapters_outside_the_root_are_refused(server: Live, root: Path, path: s
 
 @pytest.mark.parametrize("name", ["", "a", "base", "x" * 257, "new\nline"])
 def test_an_adapter_name_must_be_valid_and_unique(server: Live, name: str) -> None:
-    answer = post(server, "/v1/load_lora_adapter", lora_name=name, lora_path="good")
+    answer = load(server, name, "good")
     assert (answer.status, answer.error["param"]) == (400, "lora_name")
 
 
@@ -318,25 +332,25 @@ def test_adapters_are_loaded_and_unloaded_at_run_time(server: Live, root: Path) 
     with Engine(TINY, {"good": root / "good"}, **SIZES) as engine:
         [right] = engine.generate([[1, 2, 3]], "good", max_tokens=20)
     for path in ("good", str(root / "good"), "./good/."):
-        assert post(server, "/v1/load_lora_adapter", lora_name="new", lora_path=path).status == 200
+        assert load(server, "new", path).status == 200
         assert "new" in [each["id"] for each in json.loads(send(server, "GET", "/v1/models").body)["data"]]
         got = complete(server, model="new", max_tokens=20, return_token_ids=True)
         assert tokens_of(got) == list(right.token_ids)
-        assert post(server, "/v1/unload_lora_adapter", lora_name="new").status == 200
+        assert unload(server, "new").status == 200
         assert complete(server, model="new").status == 404
 
 
 def test_an_adapter_in_use_cannot_be_removed(server: Live) -> None:
-    post(server, "/v1/load_lora_adapter", lora_name="busy", lora_path="good")
+    load(server, "busy", "good")
     connection = http.client.HTTPConnection(server.url.removeprefix("http://"), timeout=60)
     with contextlib.closing(connection):
         asked = {"model": "busy", "prompt": [1], "max_tokens": 500, "stream": True, "temperature": 0}
         connection.request("POST", "/v1/completions", json.dumps(asked), {"Content-Type": "application/json"})
         response = connection.getresponse()
         response.readline()
-        assert post(server, "/v1/unload_lora_adapter", lora_name="busy").status == 409
+        assert unload(server, "busy").status == 409
         assert b"[DONE]" in response.read()
-    assert post(server, "/v1/unload_lora_adapter", lora_name="busy").status == 200
+    assert unload(server, "busy").status == 200
 
 
 def test_a_deleted_adapter_fails_only_its_own_requests(root: Path) -> None:
@@ -346,7 +360,7 @@ def test_a_deleted_adapter_fails_only_its_own_requests(root: Path) -> None:
     engine_settings = {"max_adapters": 4, "max_loras": 1, "max_cpu_loras": 1}
     with live({"a": 8}, engine_settings, lora_root=root) as server:
         right = tokens_of(complete(server, return_token_ids=True))
-        assert post(server, "/v1/load_lora_adapter", lora_name="v", lora_path="vanishing").status == 200
+        assert load(server, "v", "vanishing").status == 200
         lose_weights(folder)
         for stream in (False, True):  # a stream that fails before its first token has a status
             answer = complete(server, model="v", stream=stream)
@@ -354,6 +368,63 @@ def test_a_deleted_adapter_fails_only_its_own_requests(root: Path) -> None:
             assert "adapter_model.safetensors" in answer.error["message"]
         assert tokens_of(complete(server, return_token_ids=True)) == right
         server.check_idle()
+
+
+def test_a_folder_swapped_for_a_link_is_not_followed(root: Path) -> None:
+    with Engine(TINY, num_kv_blocks=4) as engine:
+        write_adapter(root / "swapped", engine)
+    engine_settings = {"max_adapters": 4, "max_loras": 1, "max_cpu_loras": 1}
+    with live({"a": 8}, engine_settings, lora_root=root) as server:
+        assert load(server, "v", "swapped").status == 200
+        (root / "swapped").rename(root / "before")
+        (root / "swapped").symlink_to(root.parent / "outside")
+        answer = complete(server, model="v")
+        assert (answer.status, answer.error["code"]) == (500, "request_failed")
+        assert "cannot be read" in answer.error["message"]
+        assert str(root) not in answer.error["message"]
+        server.check_idle()
+
+
+def test_adapters_change_with_the_admin_key_and_a_root_only(root: Path) -> None:
+    with live(ADAPTERS, {"max_adapters": 4}, lora_root=root, api_key="client") as server:
+        for key in ("", "client", "admi", "admin2"):
+            for verb in ("load", "unload"):
+                answer = administer(server, verb, key, lora_name="a", lora_path="good")
+                assert (answer.status, answer.error["code"]) == (401, "invalid_api_key")
+        assert send(server, "GET", "/v1/models", Authorization=f"Bearer {ADMIN_KEY}").status == 401
+        assert load(server, "new", "good").status == 200
+        models = send(server, "GET", "/v1/models", Authorization="Bearer client").body.decode()
+        assert '"new"' in models
+        assert str(root) not in models
+        assert unload(server, "new").status == 200
+    with live(ADAPTERS, admin_api_key=ADMIN_KEY) as server:
+        for answer in (load(server, "new", "good"), unload(server, "a")):
+            assert (answer.status, answer.error["code"]) == (403, "no_lora_root")
+
+
+def test_a_file_system_that_hangs_holds_neither_other_loads_nor_the_end(
+    root: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    hang, read = threading.Event(), PeftFolder.read
+
+    def hangs(folder: PeftFolder, *args: Any, **options: Any) -> Any:
+        if folder.name == "other":
+            hang.wait(60)
+        return read(folder, *args, **options)
+
+    monkeypatch.setattr(PeftFolder, "read", hangs)
+    limits = ServerLimits(lora_timeout_s=0.3)
+    with live(ADAPTERS, {"max_adapters": 4}, lora_root=root, limits=limits) as server:
+        for _ in range(2):
+            answer = load(server, "new", "other")
+            assert (answer.status, answer.error["code"]) == (503, "timeout")
+        assert load(server, "new", "good").status == 200
+        for _ in range(7):
+            answer = load(server, "newer", "other")
+        assert (answer.status, answer.error["code"]) == (503, "overloaded")
+        server.close()
+        assert not hang.is_set()
+    hang.set()
 
 
 @pytest.mark.parametrize(

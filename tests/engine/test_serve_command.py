@@ -72,7 +72,7 @@ def test_the_key_can_come_from_the_environment(
 
 
 def test_lora_root_allows_further_adapters(run: Run, started: list[InstanceConfig], tmp_path: Path) -> None:
-    run("serve", "--model", "tiny-llama", "--lora-root", tmp_path)
+    run("serve", "--model", "tiny-llama", "--lora-root", tmp_path, "--admin-api-key", "admin")
     engine = started[0].engine
     assert engine["max_adapters"] > 100
     assert engine["max_lora_rank"] == 16
@@ -100,6 +100,9 @@ def test_a_public_host_without_a_key_is_warned_about(run: Run, started: list[Ins
         ("--model tiny-llama --port 70000", "--port: must be a port"),
         ("--model tiny-llama --rules vllm", "rules: must be one of"),
         ("--model tiny-llama --lora-root no-such-folder", "--lora-root: must be a folder"),
+        ("--model tiny-llama --lora-root .", "--lora-root: requires --admin-api-key"),
+        ("--model tiny-llama --api-key x --admin-api-key x", "--admin-api-key: must be another key"),
+        ("--model tiny-llama --lora-timeout-s 0", "--lora-timeout-s: must be"),
         ("--model tiny-llama --drain-timeout-s -1", "--drain-timeout-s: must be"),
         ("--model tiny-llama --host 203.0.113.1 --api-key x", "cannot be listened on"),
         ("--model tiny-llama --api-key=", "--api-key: must not be empty"),

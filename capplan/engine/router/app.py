@@ -47,9 +47,9 @@ def _model_cards(state: RouterState) -> dict[str, dict[str, Any]]:
     cards: dict[str, dict[str, Any]] = {}
     for instance in state.fleet.instances:
         longest = instance.spec.engine["max_model_len"]
-        for name, source in {base: base, **instance.spec.adapters}.items():
+        for name in (base, *instance.spec.adapters):
             parent = None if name == base else base
-            card = cards.setdefault(name, model_card(name, state.created, str(source), parent, longest))
+            card = cards.setdefault(name, model_card(name, state.created, parent, longest))
             card["max_model_len"] = min(card["max_model_len"], longest)
     return cards
 

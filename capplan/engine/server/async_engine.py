@@ -149,6 +149,11 @@ class AsyncEngine:
         finally:
             del self._calls[number]
 
+    def post(self, method: str, *arguments: object) -> None:
+        """Call a method of the core and ignore the result."""
+        if self.failure is None and not self._stopped:
+            self._send(Call(next(self._tags), method, arguments))
+
     async def is_alive(self, timeout_s: float) -> bool:
         """Return whether the core answers within a time."""
         try:

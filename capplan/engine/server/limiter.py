@@ -22,6 +22,7 @@ from capplan.engine.server.protocol import RETRY, ApiError, unknown_model
 from capplan.errors import InputError
 
 _GENERATION_PATHS: Final = ("/v1/completions", "/v1/chat/completions")
+_ADMIN_PATHS: Final = ("/v1/load_lora_adapter", "/v1/unload_lora_adapter")
 
 
 @dataclass(frozen=True)
@@ -36,8 +37,10 @@ class ServerSettings:
         Address; port 0 is any free one.
     api_key
         Required as ``Authorization: Bearer KEY`` for all paths under ``/v1/``; None: not required.
+    admin_api_key
+        Required instead to load and unload adapters.
     lora_root
-        Folder of adapters that clients may load; None: they may load none.
+        Folder of adapters that may be loaded at run time; None: none can be loaded or unloaded.
     max_requests
         Maximum number of prompts in the engine, running and waiting; further ones get 429.
     drain_timeout_s
@@ -50,6 +53,7 @@ class ServerSettings:
     host: str = "127.0.0.1"
     port: int = 8000
     api_key: str | None = None
+    admin_api_key: str | None = None
     lora_root: Path | None = None
     max_requests: int = 1024
     drain_timeout_s: float = 30.0
@@ -60,12 +64,19 @@ class ServerSettings:
             raise InputError("must be a port from 0 to 65535", self.port, "port")
         if not 0 <= self.drain_timeout_s < float("inf"):
             raise InputError("must be a finite number >= 0", self.drain_timeout_s, "drain_timeout_s")
-        if self.api_key == "":
-            raise InputError("must not be empty", location="api_key")
+        for name in ("api_key", "admin_api_key"):
+            if getattr(self, name) == "":
+                raise InputError("must not be empty", location=name)
+        if self.admin_api_key is not None and self.admin_api_key == self.api_key:
+            rule = "must be another key than --api-key, which all clients have"
+            raise InputError(rule, location="admin_api_key")
         if not self.model_name:
             raise InputError("must not be empty", location="served_model_name")
         if self.lora_root is not None and not self.lora_root.is_dir():
             raise InputError("must be a folder", str(self.lora_root), "lora_root")
+        if self.lora_root is not None and self.admin_api_key is None:
+            rule = "requires --admin-api-key: the key of those who may load and unload adapters"
+            raise InputError(rule, location="lora_root")
 
 
 class ServerState(ABC):
@@ -140,7 +151,6 @@ class RequestLimiter:
     def __init__(self, app: ASGIApp, state: ServerState, refuse: Callable[[], None]) -> None:
         self._app = app
         self._state = state
-        self._key = None if state.settings.api_key is None else state.settings.api_key.encode()
         self._refuse = refuse
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
@@ -161,21 +171,30 @@ class RequestLimiter:
 
     def _check(self, scope: Scope) -> None:
         headers = Headers(scope=scope)
-        if scope["path"].startswith("/v1/") and not self._has_key(headers):
-            raise ApiError(
-                401, "A valid API key is required", None, "invalid_api_key", {"WWW-Authenticate": "Bearer"}
-            )
+        settings, path = self._state.settings, scope["path"]
+        if path in _ADMIN_PATHS:
+            if settings.lora_root is None:
+                message = "Adapters cannot be loaded or unloaded: the server has no --lora-root"
+                raise ApiError(403, message, code="no_lora_root")
+            _require_key(headers, settings.admin_api_key, "admin API key")
+        elif path.startswith("/v1/"):
+            _require_key(headers, settings.api_key, "API key")
         length = headers.get("content-length", "0")
         if not length.isdecimal() or int(length[:20]) > self._state.max_body_bytes:
             raise _too_large(self._state.max_body_bytes)
         if _generates(scope):
             self._refuse()
 
-    def _has_key(self, headers: Headers) -> bool:
-        if self._key is None:
-            return True
-        scheme, _, key = headers.get("authorization", "").partition(" ")
-        return scheme.lower() == "bearer" and hmac.compare_digest(key.strip().encode("latin-1"), self._key)
+
+def _require_key(headers: Headers, key: str | None, name: str) -> None:
+    """Check the key of a request; None: none is required."""
+    if key is None:
+        return
+    scheme, _, given = headers.get("authorization", "").partition(" ")
+    # The comparison takes the same time wherever the keys differ.
+    if scheme.lower() != "bearer" or not hmac.compare_digest(given.strip().encode("latin-1"), key.encode()):
+        header = {"WWW-Authenticate": "Bearer"}
+        raise ApiError(401, f"A valid {name} is required", None, "invalid_api_key", header)
 
 
 class _BodyReader:

@@ -49,6 +49,8 @@ class ServerLimits:
         None: by the limit of open files, at most 8192.
     chat_template_timeout_s
         Maximum time in which the model's chat template turns a conversation into a prompt.
+    lora_timeout_s
+        Maximum time to load or unload an adapter.
 
     Raises
     ------
@@ -65,6 +67,7 @@ class ServerLimits:
     send_timeout_s: float = 30.0
     max_connections: int | None = None
     chat_template_timeout_s: float = 2.0
+    lora_timeout_s: float = 60.0
 
     def __post_init__(self) -> None:
         for field in fields(self):

@@ -173,14 +173,14 @@ def error_code(body: bytes) -> str | None:
         return None
 
 
-def model_card(name: str, created: int, root: str, parent: str | None, max_model_len: int) -> dict[str, Any]:
+def model_card(name: str, created: int, parent: str | None, max_model_len: int) -> dict[str, Any]:
     """Return an entry of ``/v1/models``."""
     return {
         "id": name,
         "object": "model",
         "created": created,
         "owned_by": "capplan",
-        "root": root,
+        "root": name,  # in vLLM the folder, which is no concern of clients
         "parent": parent,
         "max_model_len": max_model_len,
     }

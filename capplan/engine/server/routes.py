@@ -112,10 +112,8 @@ async def models(request: Request) -> dict[str, Any]:
     """List the base model and its adapters."""
     service = _service(request)
     base, longest = service.settings.model_name, service.max_model_len
-    adapters = [
-        model_card(info.name, info.created, info.source, base, longest) for info in service.adapters.all()
-    ]
-    return {"object": "list", "data": [model_card(base, service.created, base, None, longest), *adapters]}
+    adapters = [model_card(info.name, info.created, base, longest) for info in service.adapters.all()]
+    return {"object": "list", "data": [model_card(base, service.created, None, longest), *adapters]}
 
 
 @router.get("/v1/models/{name:path}")

@@ -1,19 +1,16 @@
-"""Service behind the routes of one server: admission, tokenization, adapters at run time."""
+"""Service behind the routes of one server: admission and tokenization."""
 
 from __future__ import annotations
 
 import asyncio
 import math
 import socket
-import time
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Final
 
-from capplan.engine.lora.adapter import AdapterLayout
-from capplan.engine.lora.peft import PeftFolder
 from capplan.engine.messages import CoreReady, Gauges
+from capplan.engine.server.adapters import ServedAdapters
 from capplan.engine.server.async_engine import AsyncEngine, StepObserver
 from capplan.engine.server.chat_template import chat_template
 from capplan.engine.server.limiter import ServerSettings, ServerState
@@ -23,122 +20,10 @@ from capplan.engine.server.protocol import ApiError, ChatMessage
 from capplan.engine.tokenizer import load_tokenizer
 from capplan.errors import InputError
 
-_MAX_NAME_LENGTH: Final = 256
-_FILES: Final = ("adapter_config.json", "adapter_model.safetensors")
 _TEMPLATE_PROCESSES: Final = 2
 """A conversation on which the template takes long does not delay all others."""
 _LONG_TEXT: Final = 50_000
 """Characters of prompts from which tokenization runs in a thread."""
-
-
-@dataclass(frozen=True)
-class AdapterInfo:
-    """Entry of an adapter in `/v1/models`."""
-
-    name: str
-    source: str
-    created: int = field(default_factory=lambda: int(time.time()))
-
-
-class ServedAdapters:
-    """Adapters of a server by name.
-
-    Parameters
-    ----------
-    ready
-        Facts of the engine.
-    initial
-        Name to folder or rank of the adapters that the engine started with.
-    """
-
-    def __init__(
-        self,
-        ready: CoreReady,
-        engine: AsyncEngine,
-        settings: ServerSettings,
-        initial: Mapping[str, str | Path | int],
-    ) -> None:
-        self._engine = engine
-        self._base_name = settings.model_name
-        self._root = None if settings.lora_root is None else settings.lora_root.resolve()
-        self._layout = AdapterLayout(ready.config)
-        self._dtype = ready.dtype
-        self._max_rank = ready.args.max_lora_rank
-        self._adapters = {name: AdapterInfo(name, str(source)) for name, source in initial.items()}
-        self._lock = asyncio.Lock()
-
-    def __contains__(self, name: object) -> bool:
-        return name in self._adapters
-
-    def all(self) -> list[AdapterInfo]:
-        """Return all adapters, oldest first."""
-        return list(self._adapters.values())
-
-    async def load(self, name: str, path: str) -> None:
-        """Load an adapter from a folder below the root.
-
-        Raises
-        ------
-        ApiError
-            If the name is invalid or taken, the folder is outside the root, or the adapter is broken or does
-            not fit the model.
-        """
-        if not 1 <= len(name) <= _MAX_NAME_LENGTH or not name.isprintable():
-            rule = f"lora_name must be 1 to {_MAX_NAME_LENGTH} printable characters"
-            raise ApiError(400, rule, "lora_name")
-        async with self._lock:
-            if name in self._adapters or name == self._base_name:
-                raise ApiError(400, f"The adapter {name!r} is loaded already", "lora_name", "already_loaded")
-            folder = await asyncio.to_thread(self._confined, path)
-            try:
-                # A full read outside the engine core rejects broken adapters.
-                source = PeftFolder.of(folder)
-                rank = self._max_rank
-                await asyncio.to_thread(source.read, self._layout, self._dtype, pin=False, max_rank=rank)
-                await self._engine.call("add_adapter", name, folder)
-            except InputError as error:
-                message = str(error).replace(f"{self._root}/", "")  # the root's path is not disclosed
-                raise ApiError(400, message, "lora_path") from None
-            self._adapters[name] = AdapterInfo(name, path)
-
-    async def unload(self, name: str) -> None:
-        """Remove an adapter.
-
-        Raises
-        ------
-        ApiError
-            If it does not exist, or requests use it.
-        """
-        async with self._lock:
-            info = self._adapters.pop(name, None)  # new requests get 404 from here on
-            if info is None:
-                raise ApiError(404, f"There is no adapter {name!r}", "lora_name", "adapter_not_found")
-            try:
-                await self._engine.call("remove_adapter", name)
-            except InputError as error:
-                self._adapters[name] = info
-                raise ApiError(409, str(error), "lora_name", "adapter_in_use") from None
-
-    def _confined(self, path: str) -> Path:
-        """Return the folder of an adapter with all links resolved, if it is within the root."""
-        if self._root is None:
-            raise ApiError(403, "No adapters can be loaded: the server has no --lora-root", "lora_path")
-        outside = ApiError(
-            403, "lora_path must lie within the server's --lora-root", "lora_path", "outside_root"
-        )
-        try:
-            folder = (self._root / path).resolve()
-            if not folder.is_relative_to(self._root):
-                raise outside
-            for name in _FILES:  # files may be links to the outside
-                if not (folder / name).resolve().is_relative_to(self._root):
-                    raise outside
-            found = folder.is_dir()
-        except (OSError, ValueError, RuntimeError):  # a long name, a NUL, a loop of links
-            raise ApiError(400, "lora_path is no path", "lora_path") from None
-        if not found:
-            raise ApiError(404, f"There is no folder {path!r}", "lora_path", "not_found")
-        return folder
 
 
 class Service(ServerState):

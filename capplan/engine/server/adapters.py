@@ -1,0 +1,199 @@
+"""Adapters of a server: those it started with, and those loaded at run time from below a root."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import threading
+import time
+from collections.abc import AsyncIterator, Callable, Mapping
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any, Final, TypeVar
+
+from capplan.engine.lora import AdapterLayout, PeftFolder
+from capplan.engine.lora.peft import CONFIG_FILE, WEIGHTS_FILE
+from capplan.engine.messages import CoreReady
+from capplan.engine.server.async_engine import AsyncEngine
+from capplan.engine.server.limiter import ServerSettings
+from capplan.engine.server.output_stream import EngineDeadError
+from capplan.engine.server.protocol import RETRY, ApiError
+from capplan.errors import InputError
+
+T = TypeVar("T")
+
+_MAX_NAME_LENGTH: Final = 256
+_MAX_READERS: Final = 8
+"""Threads that read adapters, one of which is waited for; the others hang in a file system."""
+
+
+@dataclass(frozen=True)
+class AdapterInfo:
+    """Entry of an adapter in `/v1/models`."""
+
+    name: str
+    created: int = field(default_factory=lambda: int(time.time()))
+
+
+class ServedAdapters:
+    """Adapters of a server by name.
+
+    Parameters
+    ----------
+    ready
+        Facts of the engine.
+    initial
+        Name to folder or rank of the adapters that the engine started with.
+    """
+
+    def __init__(
+        self,
+        ready: CoreReady,
+        engine: AsyncEngine,
+        settings: ServerSettings,
+        initial: Mapping[str, str | Path | int],
+    ) -> None:
+        self._engine = engine
+        self._base_name = settings.model_name
+        self._root = (settings.lora_root or Path()).resolve()  # requests are refused without a root
+        self._timeout_s = settings.limits.lora_timeout_s
+        self._layout = AdapterLayout(ready.config)
+        self._dtype = ready.dtype
+        self._max_rank = ready.args.max_lora_rank
+        self._adapters = {name: AdapterInfo(name) for name in initial}
+        self._lock = asyncio.Lock()
+        self._readers = 0
+
+    def __contains__(self, name: object) -> bool:
+        return name in self._adapters
+
+    def all(self) -> list[AdapterInfo]:
+        """Return all adapters, oldest first."""
+        return list(self._adapters.values())
+
+    async def load(self, name: str, path: str) -> None:
+        """Load an adapter from a folder below the root.
+
+        Raises
+        ------
+        ApiError
+            If the name is invalid or taken, the folder is outside the root, the adapter is broken or does not
+            fit the model, or the time limit has passed.
+        """
+        if not 1 <= len(name) <= _MAX_NAME_LENGTH or not name.isprintable():
+            rule = f"lora_name must be 1 to {_MAX_NAME_LENGTH} printable characters"
+            raise ApiError(400, rule, "lora_name")
+        async with self._changing():
+            if name in self._adapters or name == self._base_name:
+                raise ApiError(400, f"The adapter {name!r} is loaded already", "lora_name", "already_loaded")
+            try:
+                # A full read outside the engine core rejects broken adapters.
+                source = await self._read(path)
+                await self._add(name, source)
+            except InputError as error:
+                raise ApiError(400, str(error), "lora_path") from None
+            self._adapters[name] = AdapterInfo(name)
+
+    async def unload(self, name: str) -> None:
+        """Remove an adapter.
+
+        Raises
+        ------
+        ApiError
+            If it does not exist, requests use it, or the time limit has passed.
+        """
+        async with self._changing():
+            info = self._adapters.pop(name, None)  # new requests get 404 from here on
+            if info is None:
+                raise ApiError(404, f"There is no adapter {name!r}", "lora_name", "adapter_not_found")
+            try:
+                await self._engine.call("remove_adapter", name)
+            except InputError as error:
+                self._adapters[name] = info
+                raise ApiError(409, str(error), "lora_name", "adapter_in_use") from None
+
+    @contextlib.asynccontextmanager
+    async def _changing(self) -> AsyncIterator[None]:
+        """Change adapters one at a time, within the time limit."""
+        try:
+            async with asyncio.timeout(self._timeout_s), self._lock:
+                yield
+        except EngineDeadError:
+            raise ApiError(503, "The engine has failed", code="engine_failed", headers=RETRY) from None
+        except TimeoutError:
+            message = f"The adapters could not be changed within {self._timeout_s:g} s"
+            raise ApiError(503, message, code="timeout", headers=RETRY) from None
+
+    async def _add(self, name: str, source: PeftFolder) -> None:
+        """Add an adapter to the engine core, or leave none there."""
+        try:
+            await self._engine.call("add_adapter", name, source)
+        except asyncio.CancelledError:
+            self._engine.post("remove_adapter", name)  # the core takes messages in order
+            raise
+
+    async def _read(self, path: str) -> PeftFolder:
+        """Return the folder of an adapter that can be read."""
+
+        def read() -> PeftFolder:
+            folder = _below(self._root, path)
+            folder.read(self._layout, self._dtype, pin=False, max_rank=self._max_rank)
+            return folder
+
+        if self._readers >= _MAX_READERS:
+            message = "The file system of --lora-root does not respond"
+            raise ApiError(503, message, code="overloaded", headers=RETRY)
+        self._readers += 1
+        return await _in_daemon_thread(read, self._reader_ended)
+
+    def _reader_ended(self) -> None:
+        self._readers -= 1
+
+
+def _below(root: Path, path: str) -> PeftFolder:
+    """Return an adapter whose files are within the root, with all links resolved."""
+    outside = ApiError(403, "lora_path must lie within the server's --lora-root", "lora_path", "outside_root")
+    try:
+        folder = (root / path).resolve()
+        config, weights = ((folder / name).resolve() for name in (CONFIG_FILE, WEIGHTS_FILE))
+        if not all(each.is_relative_to(root) for each in (folder, config, weights)):
+            raise outside
+        found = folder.is_dir()
+    except (OSError, ValueError, RuntimeError):  # a long name, a NUL, a loop of links
+        raise ApiError(400, "lora_path is no path", "lora_path") from None
+    if not found:
+        raise ApiError(404, f"There is no folder {path!r}", "lora_path", "not_found")
+    return PeftFolder(str(folder.relative_to(root)), config, weights, root)
+
+
+async def _in_daemon_thread(function: Callable[[], T], on_end: Callable[[], None]) -> T:
+    """Return what a function returns; a thread that hangs does not keep the process from ending.
+
+    Parameters
+    ----------
+    on_end
+        Called on the event loop when the function ends, also after this call was cancelled.
+    """
+    loop = asyncio.get_running_loop()
+    result: asyncio.Future[T] = loop.create_future()
+
+    def settle(value: Any, error: BaseException | None) -> None:
+        on_end()
+        if result.done():
+            return
+        if error is None:
+            result.set_result(value)
+        else:
+            result.set_exception(error)
+
+    def run() -> None:
+        value, error = None, None
+        try:
+            value = function()
+        except BaseException as raised:  # noqa: BLE001 - raised in the caller
+            error = raised
+        with contextlib.suppress(RuntimeError):  # the loop has been closed
+            loop.call_soon_threadsafe(settle, value, error)
+
+    threading.Thread(target=run, daemon=True, name="adapter-reader").start()
+    return await result
