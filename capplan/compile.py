@@ -11,10 +11,12 @@ entry thus compiles in about half the time of separately compiled functions.
 
 from __future__ import annotations
 
+import contextlib
 import functools
 import hashlib
 import itertools
 import os
+import pickle
 import re
 from collections.abc import Callable, Mapping
 from pathlib import Path
@@ -24,6 +26,7 @@ from typing import Any, Final, TypeVar, cast
 import numba
 from llvmlite import ir  # type: ignore[import-untyped]
 from numba.core import cgutils, event, types
+from numba.core.caching import FunctionCache, IndexDataCacheFile
 from numba.core.codegen import JITCodeLibrary
 from numba.core.compiler import Compiler
 from numba.core.registry import CPUDispatcher
@@ -60,6 +63,7 @@ _PACKAGE = Path(__file__).resolve().parent
 _COMPILED_PACKAGES = ("serving", "models", "twin", "workload")
 _IMPORT = re.compile(r"^\s*from (capplan[\w.]*) import (\([^)]*\)|[^\n]*)", re.MULTILINE)
 
+_DIGEST_BYTES: Final = 32
 _numbers = itertools.count()
 _TWIN_FUNCTIONS: Final = 155
 """Approximate number of functions that the first simulation compiles."""
@@ -200,9 +204,54 @@ class _Entry(CPUDispatcher):
         super().__init__(function, **options)
         self._linked: Any = inner(function)
 
+    def enable_caching(self) -> None:
+        """Store compiled code on disk."""
+        self._cache = _Cache(self.py_func)
+
     @property
     def _numba_type_(self) -> Any:
         return types.Dispatcher(self._linked)
+
+
+class _Cache(FunctionCache):
+    """Cache on disk of which a file that cannot be read or written counts as absent.
+
+    A process that is killed, a full disk or a power failure leaves any part of a file.
+    """
+
+    def __init__(self, function: Callable[..., object]) -> None:
+        super().__init__(function)
+        impl = self._impl
+        self._cache_file = _CheckedFiles(
+            self._cache_path, impl.filename_base, impl.locator.get_source_stamp()
+        )
+
+    def save_overload(self, sig: Any, data: Any) -> None:
+        """Save compiled code if the disk takes it."""
+        with contextlib.suppress(OSError):
+            super().save_overload(sig, data)
+
+
+class _CheckedFiles(IndexDataCacheFile):
+    """Index and code of a function; code begins with its digest, because damaged code would run."""
+
+    def _load_index(self) -> dict[Any, str]:
+        try:
+            return dict(super()._load_index())
+        except Exception:  # noqa: BLE001 - what unpickling any bytes raises
+            return {}
+
+    def _load_data(self, name: str) -> Any:
+        contents = Path(self._data_path(name)).read_bytes()
+        digest, code = contents[:_DIGEST_BYTES], contents[_DIGEST_BYTES:]
+        if hashlib.sha256(code).digest() != digest:
+            raise OSError("damaged")  # `load` compiles then, as for a missing file
+        return pickle.loads(code)  # noqa: S301 - written by this class
+
+    def _save_data(self, name: str, data: Any) -> None:
+        code = self._dump(data)
+        with self._open_for_write(self._data_path(name)) as file:
+            file.write(hashlib.sha256(code).digest() + code)
 
 
 class _LinkedLibrary(JITCodeLibrary):

@@ -67,3 +67,35 @@ def test_compiled_code_that_would_need_reference_counts_is_refused() -> None:
 
     with pytest.raises(TypingError, match="allocate"):
         jit(allocate)(3)
+
+
+@pytest.mark.parametrize("damage", [b"", b"\x80", b"garbage", None])
+@pytest.mark.parametrize("ending", ["nbi", "nbc"])
+def test_a_damaged_file_of_the_cache_is_compiled_again(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, ending: str, damage: bytes | None
+) -> None:
+    """A kill or a full disk leaves any part of a file; None: its second half is zeros."""
+    monkeypatch.setattr("capplan.compile.cache_dir", lambda: tmp_path)
+    assert jit(_plus_1)(41) == 42
+    (file,) = tmp_path.rglob(f"*.{ending}")
+    whole = file.read_bytes()
+    half = len(whole) // 2
+    file.write_bytes(whole[:half] + bytes(half) if damage is None else damage)
+    again = jit(_plus_1)
+    assert again(41) == 42
+    assert again.stats.cache_misses  # type: ignore[attr-defined]
+    repaired = jit(_plus_1)
+    assert repaired(41) == 42
+    assert repaired.stats.cache_hits  # type: ignore[attr-defined]
+
+
+def test_a_cache_that_cannot_be_written_is_no_error(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("capplan.compile.cache_dir", lambda: tmp_path)
+    entry = jit(_plus_1)
+    shutil.rmtree(tmp_path)
+    tmp_path.write_text("no folder")
+    assert entry(41) == 42
+
+
+def _plus_1(x: int) -> int:
+    return x + 1
