@@ -10,10 +10,11 @@ from contextlib import closing
 from dataclasses import dataclass
 from functools import partial
 from types import ModuleType
-from typing import TypeVar
+from typing import Final, TypeVar
 
 from capplan.compile import is_compiled
 from capplan.errors import InfeasibleError, InputError
+from capplan.processes import end_with_pool
 from capplan.spec import Profile, Workload
 from capplan.twin.metrics import SimulationResult
 from capplan.twin.simulate import DetailedResult, SimulateSettings, simulate, simulate_detailed
@@ -26,6 +27,8 @@ OnProgress = Callable[[int, int], None]
 """Called in the caller's thread with (done, total)."""
 
 _CHUNKS_PER_WORKER = 8
+
+MAX_WORKERS: Final = 1024  # above the cores of any machine; each is a process with its own memory
 
 
 @dataclass(frozen=True)
@@ -106,8 +109,7 @@ def in_parallel(
     chunk
         Items that a worker process gets at once; None: an eighth of its share.
     """
-    if workers is not None and (isinstance(workers, bool) or not isinstance(workers, int) or workers < 1):
-        raise InputError("must be a whole number >= 1", workers, "workers")
+    require_workers(workers)
     if ray_address is not None:
         imported_ray()  # raise before any work is done
     every = list(items)
@@ -117,6 +119,12 @@ def in_parallel(
             if progress is not None:
                 progress(done, len(every))
             yield result
+
+
+def require_workers(workers: int | None) -> None:
+    """Check a number of processes; None stands for one per core."""
+    if workers is not None and not (type(workers) is int and 1 <= workers <= MAX_WORKERS):
+        raise InputError(f"must be a whole number from 1 to {MAX_WORKERS}", workers, "workers")
 
 
 def cores() -> int:
@@ -142,7 +150,7 @@ def _results(
     if ray_address is not None:
         yield from over_ray(function, items, ray_address)
         return
-    pool = ProcessPoolExecutor(workers)
+    pool = ProcessPoolExecutor(workers, initializer=end_with_pool)
     try:
         # Items of a chunk travel together, so a workload that they share travels once.
         chunk = chunk or max(1, len(items) // (_CHUNKS_PER_WORKER * workers))

@@ -1,10 +1,9 @@
-"""`capplan serve` and other commands of capplan as child processes."""
+"""`capplan serve` and other commands of capplan as child processes, which end with this one."""
 
 from __future__ import annotations
 
 import itertools
 import json
-import os
 import subprocess
 import sys
 import tempfile
@@ -16,6 +15,7 @@ from pathlib import Path
 from typing import IO, Final
 
 from capplan.errors import InputError
+from capplan.processes import attached
 from capplan.spec import EngineArgs
 
 _START_S: Final = 600.0
@@ -53,7 +53,7 @@ def running_server(command: ServerCommand) -> Iterator[str]:
     InputError
         If it does not start; the message holds its last line.
     """
-    environment = {**os.environ, "OMP_NUM_THREADS": str(command.threads)}
+    environment = attached({"OMP_NUM_THREADS": str(command.threads)})
     with tempfile.TemporaryFile("w+", encoding="utf-8") as errors:
         process = subprocess.Popen(  # noqa: S603 - our own program
             command.words(), stdout=subprocess.PIPE, stderr=errors, text=True, env=environment
@@ -99,7 +99,7 @@ def run_capplan(words: Sequence[str], threads: int, fine: Sequence[int] = (0,)) 
     RuntimeError
         If its exit code is not among `fine`; the message holds the last line of its errors.
     """
-    environment = {**os.environ, "OMP_NUM_THREADS": str(threads)}
+    environment = attached({"OMP_NUM_THREADS": str(threads)})
     command = [sys.executable, "-m", "capplan", *words]
     done = subprocess.run(command, env=environment, capture_output=True, text=True, check=False)  # noqa: S603
     if done.returncode not in fine:

@@ -83,7 +83,7 @@ def test_an_invalid_job_stops_the_sweep_with_its_error(workers: int) -> None:
 
 @pytest.mark.parametrize("workers", [0, -1, 1.5, True, "2"])
 def test_an_invalid_number_of_workers_is_refused(workers: Any) -> None:
-    with pytest.raises(InputError, match=r"^workers: must be a whole number >= 1"):
+    with pytest.raises(InputError, match=r"^workers: must be a whole number from 1 to 1024"):
         sweep(jobs(), workers=workers)
 
 
