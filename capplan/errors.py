@@ -7,6 +7,7 @@ from typing import ClassVar, Final, Literal, TypeAlias
 InfeasibleReason: TypeAlias = Literal["memory", "starvation", "slo", "gpus", "time"]
 
 _VALUE_LIMIT: Final = 80  # characters of a value shown in a message
+_LOCATION_LIMIT: Final = 4096 + 256  # characters of a path and a key
 
 
 class NoValue:
@@ -55,7 +56,7 @@ class InputError(CapplanError, ValueError):
         self.location = location
 
     def __str__(self) -> str:
-        where = f"{self.location}: " if self.location else ""
+        where = f"{_clipped(self.location)}: " if self.location else ""
         got = "" if isinstance(self.value, NoValue) else f" (got {_short(self.value)})"
         return _one_line(f"{where}{self.rule}{got}")
 
@@ -83,10 +84,27 @@ class InfeasibleError(CapplanError):
         return _one_line(self.message)
 
 
+def _clipped(location: str) -> str:
+    """Return a location without the middle of a key that is longer than any path."""
+    half = _LOCATION_LIMIT // 2
+    return location if len(location) <= _LOCATION_LIMIT else f"{location[:half]}...{location[-half:]}"
+
+
 def _short(value: object) -> str:
     text = repr(value)
     return text if len(text) <= _VALUE_LIMIT else f"{text[: _VALUE_LIMIT - 3]}..."
 
 
 def _one_line(text: str) -> str:
-    return " ".join(text.split())
+    return printable(" ".join(text.split()))
+
+
+def printable(text: str) -> str:
+    """Return text with escapes in place of characters that would control a terminal, but for line breaks."""
+    if text.isprintable():
+        return text
+    plain = (
+        each if each.isprintable() or each == "\n" else each.encode("unicode_escape").decode()
+        for each in text
+    )
+    return "".join(plain)

@@ -16,6 +16,7 @@ from typer.core import TyperCommand, TyperGroup
 from typer.main import get_command
 
 from capplan.errors import CapplanError
+from capplan.spec.limits import InputLimits, limited
 
 _INTERRUPTED: Final = 130  # 128 + SIGINT, as shells report it
 _PIPE_CLOSED: Final = 141  # 128 + SIGPIPE
@@ -49,17 +50,36 @@ def _show_version(wanted: bool) -> None:
         raise typer.Exit
 
 
+def _limit(name: str, metavar: str, words: str) -> Any:
+    """Return the option of a field of `InputLimits`."""
+    return typer.Option(getattr(InputLimits(), name), metavar=metavar, help=words)
+
+
 def _shared_options(
-    version: Annotated[
+    ctx: typer.Context,
+    version: Annotated[  # noqa: ARG001 - acted on as it is parsed
         bool,
         typer.Option("--version", callback=_show_version, is_eager=True, help="Print the version and stop."),
     ] = False,
-    debug: Annotated[bool, typer.Option("--debug", help="Show the traceback of an error.")] = False,
+    debug: Annotated[  # noqa: ARG001 - read by the group
+        bool, typer.Option("--debug", help="Show the traceback of an error.")
+    ] = False,
+    max_adapters: int = _limit("max_adapters", "N", "Refuse files with more adapters."),
+    max_instances: int = _limit("max_instances", "N", "Refuse plans with more instances."),
+    max_duration_s: float = _limit("max_duration_s", "SECONDS", "Refuse to simulate more time."),
+    max_trace_rows: int = _limit("max_trace_rows", "N", "Refuse traces with more requests."),
 ) -> None:
     """From a workload file to a multi-LoRA serving plan that is verified before anyone deploys it.
 
     Exit status: 0 done, 1 a verification disagrees, 2 something given is wrong, 3 no plan is possible.
     """
+    limits = InputLimits(
+        max_adapters=max_adapters,
+        max_instances=max_instances,
+        max_duration_s=max_duration_s,
+        max_trace_rows=max_trace_rows,
+    )
+    ctx.with_resource(limited(limits))
 
 
 _COMMANDS: Final = {

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import tempfile
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
@@ -28,6 +27,7 @@ from capplan.cli.options import (
 from capplan.cli.output import require_writable_files
 from capplan.cli.progress import load_progress
 from capplan.errors import InputError
+from capplan.spec.files import parse_json
 
 if TYPE_CHECKING:
     from capplan.profiling.load.record import RequestFile
@@ -187,10 +187,7 @@ def _names(given: list[str] | None, workload: Workload) -> dict[str, str]:
 def _fields(text: str | None) -> dict[str, Any]:
     if text is None:
         return {}
-    try:
-        fields = json.loads(text)
-    except ValueError:
-        fields = None
+    fields = parse_json(text, "--extra-body")
     if not isinstance(fields, dict):
         raise InputError("must be a JSON object", text, "--extra-body")
     return fields

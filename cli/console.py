@@ -14,6 +14,8 @@ import typer
 from rich import box
 from rich.console import Console
 
+from capplan.errors import printable
+
 _WIDTH_OF_A_FILE: Final = 200  # columns, when the output is not a terminal
 DASH: Final = "–"
 
@@ -72,7 +74,7 @@ def print_table(table: Table) -> None:
         is_number = index >= first and not (table.text_last and index == len(table.head) - 1)
         shown.add_column(column, justify="right" if is_number else "left", overflow="fold")
     for row in table.rows:
-        shown.add_row(*map(str, row))
+        shown.add_row(*(printable(str(cell)) for cell in row))
     console().print(shown)
 
 

@@ -5,17 +5,15 @@ from __future__ import annotations
 import contextlib
 import json
 import os
-import shutil
 import tempfile
 from collections.abc import Iterator, Mapping
 from pathlib import Path
-from typing import Any, Final
+from typing import Any
 
 from capplan.cli.console import finite
 from capplan.errors import InputError
-from capplan.spec.files import error_reason, write_text_atomic
-
-_READ_AND_RUN: Final = 0o755
+from capplan.spec.durable import write_folder_atomic, write_text_atomic
+from capplan.spec.files import error_reason
 
 
 def require_writable_files(*paths: str | None) -> None:
@@ -74,16 +72,7 @@ def require_writable_folder(path: str, known: frozenset[str], *, force: bool) ->
 
 
 def write_folder(path: str, files: Mapping[str, str], executable: frozenset[str]) -> None:
-    """Write a folder so that readers see the old one or the new one, never a part.
-
-    Parameters
-    ----------
-    path : str
-        The folder; one that exists is replaced.
-    files : mapping of str to str
-        Text of each file, by its path within the folder.
-    executable : frozenset of str
-        Files that can be run.
+    """Write a folder as :func:`capplan.spec.durable.write_folder_atomic` does.
 
     Raises
     ------
@@ -91,13 +80,7 @@ def write_folder(path: str, files: Mapping[str, str], executable: frozenset[str]
         When the folder cannot be written; an existing one is then left as it was.
     """
     with _write_errors(path):
-        target = Path(os.path.realpath(path))
-        workshop = Path(tempfile.mkdtemp(prefix=f".{target.name[:100]}.", dir=target.parent))
-        try:
-            _fill(workshop / "new", files, executable)
-            _swap(workshop / "new", target, workshop / "old")
-        finally:
-            shutil.rmtree(workshop, ignore_errors=True)
+        write_folder_atomic(Path(os.path.realpath(path)), files, executable)
 
 
 @contextlib.contextmanager
@@ -109,26 +92,3 @@ def _write_errors(path: str) -> Iterator[None]:
         raise
     except (OSError, ValueError) as error:  # ValueError: a null byte in the path
         raise InputError(f"cannot be written: {error_reason(error)}", location=path) from None
-
-
-def _fill(folder: Path, files: Mapping[str, str], executable: frozenset[str]) -> None:
-    folder.mkdir()
-    for name, text in files.items():
-        file = folder / name
-        file.parent.mkdir(parents=True, exist_ok=True)
-        file.write_text(text, encoding="utf-8", newline="\n")
-        if name in executable:
-            file.chmod(_READ_AND_RUN)
-
-
-def _swap(new: Path, target: Path, old: Path) -> None:
-    """Put ``new`` in the place of ``target``; what was there is at ``old`` then, or back if this fails."""
-    try:
-        if target.is_dir():
-            target.rename(old)
-        new.rename(target)
-    except BaseException:
-        if old.exists() and not target.exists():
-            with contextlib.suppress(OSError):
-                old.rename(target)
-        raise

@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING, Any, Final, cast
 
 from capplan.cli.console import Table, number
 from capplan.errors import InfeasibleError, InputError
+from capplan.spec.limits import require_seed_count
 
 if TYPE_CHECKING:
     from capplan.spec import Workload
@@ -43,10 +44,9 @@ def require_seeds(count: int, workload: Workload) -> None:
     Raises
     ------
     InputError
-        For fewer than one, or several with a trace.
+        For fewer than one, too many, or several with a trace.
     """
-    if count < 1:
-        raise InputError("must be at least 1", count, "--seeds")
+    require_seed_count(count, "--seeds")
     if count > 1 and workload.trace is not None:
         raise InputError("must be 1 for a trace, which every seed replays alike", count, "--seeds")
 

@@ -12,7 +12,7 @@ from numpy.typing import NDArray
 
 from capplan.errors import InfeasibleError, InputError
 from capplan.spec import Adapter, Lengths, Profile, Workload, load_workload
-from capplan.spec.files import read_columns
+from capplan.spec.table_files import read_columns
 from capplan.twin.core import run as run_compiled
 from capplan.twin.metrics import SimulationResult
 from capplan.twin.scenario import Scenario

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from numbers import Integral, Real
@@ -17,6 +16,7 @@ from capplan.models.memory import disk_load_ms, gpu_load_ms, require_kv_tokens
 from capplan.models.step_latency import coefficient_array, latency_code, uses_ranks
 from capplan.serving import Limits, ServingRules, adapter_bytes, kv_bytes_per_token, serving_rules
 from capplan.spec import EngineArgs, Profile, Workload
+from capplan.spec.limits import require_duration
 from capplan.workload import Requests, draw_requests
 
 _MOST: Final = 2**31 - 1  # rows and tokens are 32-bit integers
@@ -34,8 +34,9 @@ def require_settings(workload: Workload, profile: Profile, settings: Mapping[str
         raise InputError("must be a Profile, as load_profile returns it", profile, "profile")
     for name, value in settings.items():
         if name == "duration_s":
-            if not _is_number(value) or not 0 < value < math.inf:
+            if not _is_number(value):
                 raise InputError("must be a finite number > 0", value, name)
+            require_duration(value)
         elif name == "gpu_memory_utilization":
             if not _is_number(value) or not 0 < value <= 1:
                 raise InputError("must be a number above 0 and at most 1", value, name)

@@ -128,8 +128,8 @@ def _script(plan: Plan, server: Server, digest: str, runtime_updates: bool) -> s
         lines.append("export VLLM_ALLOW_RUNTIME_LORA_UPDATING=True")
     command = [
         f"exec vllm serve {shlex.quote(plan.base_model)}",
-        f'--port "${{PORT:-{server.port}}}"',
-        f"--tensor-parallel-size {group.tp}",
+        f'--port="${{PORT:-{server.port}}}"',
+        f"--tensor-parallel-size={group.tp}",
         *_engine_flags(group.engine_args, len(group.adapters), engine.version),
         *_scheduling_flags(engine.rules),
         '"$@"',  # before --lora-modules, which takes every word up to the next flag
@@ -163,13 +163,13 @@ def _in_comment(text: str) -> str:
 
 def _engine_flags(args: EngineArgs, adapters: int, version: str) -> Iterable[str]:
     if args.max_loras == 0:  # an engine without LoRA
-        return [" ".join(words) for words in args.flags()]
+        return ["=".join(words) for words in args.flags()]
     host_slots = max(args.max_loras, adapters) if args.max_cpu_loras is None else args.max_cpu_loras
     accepted = args.replace(
         max_lora_rank=_accepted_rank(args.max_lora_rank, version),
         max_cpu_loras=max(args.max_loras, host_slots),  # vLLM refuses fewer than max-loras
     )
-    return ["--enable-lora", *(" ".join(words) for words in accepted.flags())]
+    return ["--enable-lora", *("=".join(words) for words in accepted.flags())]
 
 
 def _scheduling_flags(name: str) -> Iterable[str]:
@@ -186,13 +186,13 @@ def _accepted_rank(rank: int, version: str) -> int:
 
 
 def _lora_module(adapter: PlanAdapter) -> str:
-    """Return the argument ``name=path``, or JSON if vLLM would split it or parse it as a flag."""
+    """Return the argument ``name=path``, or JSON if vLLM would split it."""
     if adapter.path is None:
-        if ".." in adapter.name.split("/") or adapter.name.startswith("/"):
+        if ".." in adapter.name.split("/"):
             rule = "must have a path, or a name that stays in the adapters' folder"
             raise InputError(rule, adapter.name, "adapters: name")
         return f"{shlex.quote(f'{adapter.name}=')}{_ROOT}/{shlex.quote(adapter.name)}"
-    if adapter.name.startswith(("-", "{")) or set("=,") & set(adapter.path):
+    if set("=,") & set(adapter.path):
         return shlex.quote(json.dumps({"name": adapter.name, "path": adapter.path}))
     return shlex.quote(f"{adapter.name}={adapter.path}")
 

@@ -6,13 +6,13 @@ is skipped, and the twin, given the same durations, must take the same decisions
 
 from __future__ import annotations
 
-import os
 import time
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any, Final, NamedTuple, Self
 
 from capplan.engine.scheduler_output import SchedulerOutput
+from capplan.spec.durable import replace_durably, unused_beside
 
 _ROWS_PER_GROUP: Final = 10_000
 
@@ -176,7 +176,7 @@ class RecordFile:
 
     def __init__(self, path: Path) -> None:
         self._path = path
-        self._partial = path.with_name(f"{path.name}.part{os.getpid()}")
+        self._partial = unused_beside(path)
         self._records: list[StepRecord] = []
         self._writer: Any = None
 
@@ -186,7 +186,7 @@ class RecordFile:
     def __exit__(self, *error: object) -> None:
         self._flush()
         self._writer.close()
-        self._partial.replace(self._path)
+        replace_durably(self._partial, self._path)
 
     def add(self, record: StepRecord) -> None:
         """Append a record."""

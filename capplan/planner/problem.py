@@ -16,6 +16,7 @@ from capplan.models.memory import KvBudget, kv_budget
 from capplan.models.uncertainty import pessimistic_profile
 from capplan.planner.knobs import KnobSearch
 from capplan.spec import Adapter, EngineArgs, Objective, Pool, Profile, Workload, allowed_lora_rank
+from capplan.spec.limits import beyond, input_limits
 from capplan.workload.peak import busiest_window
 
 GRID = (1, 2, 4, 8, 16, 32, 64, 96, 128, 160, 192, 256, 320, 384)
@@ -424,7 +425,9 @@ def _with_instances(problem: Problem, pool: GpuPool) -> GpuPool:
     if objective in (Objective.MIN_LATENCY, Objective.MAX_THROUGHPUT):
         rule = f"is required for objective {objective.value}, which uses all GPUs"
         raise InputError(rule, location="gpus" if pool.name is None else f"pools: {pool.name}.count")
-    return replace(pool, instances=OPEN_FACTOR * lower_bound_instances(replace(problem, pools=(pool,))))
+    least = lower_bound_instances(replace(problem, pools=(pool,)))
+    _require_few(least, "lower bound of the load")
+    return replace(pool, instances=min(OPEN_FACTOR * least, input_limits().max_instances))
 
 
 def _single_pool(workload: Workload, gpus: int | None, profile: Profile | str | None) -> GpuPool:
@@ -457,7 +460,14 @@ def _pool_of(
     if gpus < profile.tp:
         rule = f"must be at least the {profile.tp} GPUs of one instance of profile {profile.name}"
         raise InputError(rule, gpus, location)
+    _require_few(gpus // profile.tp, location)
     return GpuPool(name, profile, gpus // profile.tp, price)
+
+
+def _require_few(instances: int, location: str) -> None:
+    most = input_limits().max_instances
+    if instances > most:
+        raise InputError(beyond(most, "instances", "--max-instances"), instances, location)
 
 
 def _require_fitting_prompts(workload: Workload, max_model_len: int) -> None:

@@ -30,6 +30,7 @@ from capplan.planner.search.data import AdapterGroup, adapter_groups
 from capplan.planner.slots import choose_slots, slot_candidates
 from capplan.planner.validity import broken_rules
 from capplan.spec import Profile
+from capplan.spec.limits import require_seed_count
 from capplan.spec.plan import OUT_OF_TIME
 from capplan.twin import SimulationResult
 
@@ -199,11 +200,10 @@ def make_verifier(
 
 
 def require_seeds(seed: int, count: int) -> None:
-    """Check that the planning seed is not negative, and that there is a fresh seed."""
+    """Check that the planning seed is not negative, and the number of fresh seeds."""
     if seed < 0:
         raise InputError("must be a whole number >= 0", seed, "seed")
-    if count < 1:
-        raise InputError("must be >= 1", count, "seeds")
+    require_seed_count(count, "seeds")
 
 
 def fresh_seeds(seed: int, count: int = FRESH_SEEDS) -> tuple[int, ...]:

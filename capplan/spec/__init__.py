@@ -1,7 +1,8 @@
 """Documents: workloads, plans, profiles, and their validation rules."""
 
+from capplan.spec.durable import write_bytes_atomic, write_text_atomic
 from capplan.spec.engine_args import EngineArgs, EngineConfig
-from capplan.spec.files import read_text, write_bytes_atomic, write_text_atomic
+from capplan.spec.files import read_text
 from capplan.spec.lengths import LengthPairs, Lengths
 from capplan.spec.load import load_workload
 from capplan.spec.plan import (

@@ -1,24 +1,21 @@
-"""Reading and writing files: text, YAML with line numbers, JSON and table columns."""
+"""Reading files: text, YAML with line numbers, and JSON."""
 
 from __future__ import annotations
 
-import contextlib
 import json
 import os
 import re
-from collections.abc import Iterator, Sequence
+import stat
+from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
 from types import MappingProxyType
-from typing import TYPE_CHECKING, Any, Final, TypeAlias
+from typing import Any, BinaryIO, Final, TypeAlias
 
 import yaml
 
 from capplan.errors import InputError
 from capplan.spec.validation import Key, format_key
-
-if TYPE_CHECKING:
-    import pandas as pd
 
 MAX_BYTES: Final = 64 * 2**20  # a workload or plan beyond this is a mistake, not a document
 
@@ -32,11 +29,14 @@ def read_text(path: str | os.PathLike[str], max_bytes: int = MAX_BYTES) -> str:
         When it is missing, a directory, unreadable, larger than ``max_bytes``, or not UTF-8.
     """
     try:
-        with Path(path).open("rb") as file:
-            raw = file.read(max_bytes + 1)
+        with open_stream(path) as file:
+            is_larger = os.fstat(file.fileno()).st_size > max_bytes
+            raw = b"" if is_larger else file.read(max_bytes + 1)
+    except InputError:
+        raise
     except (OSError, ValueError) as error:  # ValueError: a null byte in the path
         raise InputError(f"cannot be read: {error_reason(error)}", location=os.fspath(path)) from None
-    if len(raw) > max_bytes:
+    if is_larger or len(raw) > max_bytes:
         raise InputError(f"must not be larger than {max_bytes / 2**20:g} MiB", location=os.fspath(path))
     try:
         return raw.decode("utf-8-sig")
@@ -45,45 +45,21 @@ def read_text(path: str | os.PathLike[str], max_bytes: int = MAX_BYTES) -> str:
         raise InputError("must be UTF-8 text", location=f"{os.fspath(path)}:{line}") from None
 
 
-def write_text_atomic(path: str | os.PathLike[str], text: str) -> None:
-    """Write ``text`` as UTF-8; as :func:`write_bytes_atomic`."""
-    try:
-        data = text.encode("utf-8")
-    except UnicodeEncodeError as error:
-        raise InputError(f"cannot be written: {error.reason}", location=os.fspath(path)) from None
-    write_bytes_atomic(path, data)
-
-
-def write_bytes_atomic(path: str | os.PathLike[str], data: bytes) -> None:
-    """Write ``data`` so that readers see the old file or the new one, never a part.
-
-    The data is written beside the target and renamed. A device or a pipe is written to directly.
+def open_stream(path: str | os.PathLike[str]) -> BinaryIO:
+    """Open a file or pipe for reading; a device other than a terminal, which may be endless, is refused.
 
     Raises
     ------
+    OSError, ValueError
+        If it cannot be opened.
     InputError
-        When the file cannot be written; an existing file is then left as it was.
+        For a device.
     """
-    try:
-        target = Path(os.path.realpath(path))  # a link stays a link, and what it points to is replaced
-        if target.exists() and not target.is_file():
-            target.write_bytes(data)
-            return
-        _write_and_rename(target, data)
-    except (OSError, ValueError) as error:
-        raise InputError(f"cannot be written: {error_reason(error)}", location=os.fspath(path)) from None
-
-
-def _write_and_rename(target: Path, data: bytes) -> None:
-    beside = target.with_name(f".{target.name}.{os.getpid()}.tmp")
-    try:
-        with beside.open("xb") as file:
-            file.write(data)
-        beside.replace(target)
-    except BaseException:
-        with contextlib.suppress(OSError):
-            beside.unlink()
-        raise
+    file = Path(path).open("rb")  # noqa: SIM115 - the caller closes it
+    if stat.S_ISCHR(os.fstat(file.fileno()).st_mode) and not file.isatty():
+        file.close()
+        raise InputError("must be a file, not a device", location=os.fspath(path))
+    return file
 
 
 def error_reason(error: Exception) -> str:
@@ -297,11 +273,12 @@ def parse_json(text: str, name: str) -> Any:
     """
 
     def no_duplicates(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
-        keys = [key for key, _ in pairs]
-        for key in keys:
-            if keys.count(key) > 1:
+        fields: dict[str, Any] = {}
+        for key, value in pairs:
+            if key in fields:
                 raise InputError("duplicate key", key, name)
-        return dict(pairs)
+            fields[key] = value
+        return fields
 
     def no_constant(constant: str) -> Any:
         raise InputError("must hold finite numbers only", constant, name)
@@ -314,32 +291,3 @@ def parse_json(text: str, name: str) -> Any:
         if isinstance(error, InputError):
             raise
         raise InputError("must be JSON without deep nesting or endless numbers", location=name) from None
-
-
-def read_columns(path: Path, columns: Sequence[str], optional: Sequence[str] = ()) -> pd.DataFrame:
-    """Read columns of a .parquet file, or of a CSV file under any other name; ``optional`` ones if there.
-
-    Raises
-    ------
-    InputError
-        For an unreadable file or a missing column.
-    """
-    import pandas as pd
-    import pyarrow as pa
-
-    try:
-        if path.suffix == ".parquet":
-            table = pd.read_parquet(path)
-        else:
-            keep_text = {"adapter": str} if "adapter" in (*columns, *optional) else None
-            table = pd.read_csv(path, dtype=keep_text, keep_default_na=False, na_values=[""])
-    except (
-        OSError,
-        ValueError,
-        pa.ArrowException,
-    ) as error:  # ValueError: what pandas raises for broken text
-        raise InputError(f"cannot be read: {error_reason(error)}", location=str(path)) from None
-    for name in columns:
-        if name not in table.columns:
-            raise InputError("column is missing", location=f"{path}: {name}")
-    return table[[*columns, *(name for name in optional if name in table.columns)]]

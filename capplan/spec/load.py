@@ -5,15 +5,17 @@ from __future__ import annotations
 import csv
 import io
 import os
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
 from typing import Any, cast
 
 from capplan.errors import InputError
-from capplan.spec.files import parse_scalar, read_columns, read_text, read_yaml
+from capplan.spec.files import parse_scalar, read_text, read_yaml
 from capplan.spec.lengths import Lengths
+from capplan.spec.limits import beyond, input_limits
+from capplan.spec.table_files import read_columns
 from capplan.spec.trace import Trace
 from capplan.spec.trace_files import read_length_pairs, read_trace
 from capplan.spec.validation import Key, SpecModel, unknown_key, validate_document
@@ -42,7 +44,7 @@ def load_workload(path: str | os.PathLike[str]) -> Workload:
     """
     source = read_yaml(os.fspath(path))
     file = validate_document(WorkloadFile, source.data, source.locate)
-    reader = _Reader(Path(path).parent)
+    reader = _Reader(Path(path).parent, source.locate)
     requirements = reader.requirements(file)
     if file.trace is not None:
         adapters, requests = reader.traced(file)
@@ -80,6 +82,7 @@ class _AdapterRecord:
 @dataclass(frozen=True)
 class _Reader:
     folder: Path
+    locate: Callable[[Key], str]
 
     def requirements(self, file: WorkloadFile) -> dict[str, Any]:
         """Return the planning requirements, paths resolved."""
@@ -95,9 +98,10 @@ class _Reader:
 
     def listed(self, entries: Sequence[AdapterEntry]) -> list[_AdapterRecord]:
         """Return the adapters that the entries of the list stand for."""
-        placed = []
+        placed: list[_AdapterRecord] = []
         for index, entry in enumerate(entries):
             key = ("adapters", index)
+            _require_few(len(placed) + (entry.count or 1), self.locate(key))
             fields = _fields(entry, AdapterFields)
             fields |= {name: self.lengths(getattr(entry, name)) for name in _LENGTHS}
             for i, rate_rps in enumerate(entry.rates_rps()):
@@ -243,11 +247,18 @@ def read_adapters(path: Path, columns: Sequence[str], optional: Sequence[str] = 
             if adapter.name in adapters:
                 raise InputError("must be unique", adapter.name, f"{path}:{rows.line_num}: name")
             adapters[adapter.name] = adapter
+            _require_few(len(adapters), f"{path}:{rows.line_num}")
     except csv.Error as error:
         raise InputError(f"must be CSV: {error}", location=f"{path}:{rows.reader.line_num}") from None
     if not adapters:
         raise InputError("must hold at least one adapter", location=str(path))
     return list(adapters.values())
+
+
+def _require_few(adapters: int, location: str) -> None:
+    most = input_limits().max_adapters
+    if adapters > most:
+        raise InputError(beyond(most, "adapters", "--max-adapters"), adapters, location)
 
 
 def _adapter_of(row: dict[str | Any, str | Any], path: Path, line: int) -> AdapterFields:

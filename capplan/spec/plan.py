@@ -13,8 +13,10 @@ from pydantic import Field, JsonValue, Strict, model_validator
 
 from capplan.errors import InputError
 from capplan.spec.display import Displayed, plot
+from capplan.spec.durable import write_text_atomic
 from capplan.spec.engine_args import EngineArgs
-from capplan.spec.files import parse_json, parse_yaml, read_text, write_text_atomic
+from capplan.spec.files import parse_json, parse_yaml, read_text
+from capplan.spec.limits import beyond, input_limits
 from capplan.spec.slo import Objective, Slo
 from capplan.spec.validation import (
     LORA_RANKS,
@@ -22,6 +24,7 @@ from capplan.spec.validation import (
     Flag,
     Fraction,
     Key,
+    ModelId,
     Name,
     Natural,
     NonNegative,
@@ -314,7 +317,7 @@ class Plan(Displayed, SpecModel):
 
     schema_version: Literal[1] = Field(default=1, description="Version of this format.")
     created_by: Text = Field(description="Program and version that made the plan.")
-    base_model: Text = Field(description="Hugging Face id of the base model.")
+    base_model: ModelId = Field(description="Hugging Face id of the base model.")
     engine: PlanEngine = Field(description="Serving engine the plan is made for.")
     objective: Objective = Field(description="What the plan optimises.")
     slo: Slo = Field(default=Slo(), description="Objectives the plan was verified against.")
@@ -330,6 +333,10 @@ class Plan(Displayed, SpecModel):
     @model_validator(mode="after")
     def _whole(self) -> Self:
         ids = check_unique("groups", (group.id for group in self.groups), field="id")
+        instances, most = sum(group.replicas for group in self.groups), input_limits().max_instances
+        if instances > most:
+            rule = beyond(most, "instances", "--max-instances")
+            raise rule_error(rule, key=("groups",), value=instances)
         for index, verdict in enumerate(self.verification.groups):
             if verdict.id not in ids:
                 raise rule_error(

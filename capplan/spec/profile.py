@@ -9,7 +9,7 @@ from pydantic import Field, model_validator
 
 from capplan.errors import InputError
 from capplan.spec.engine_args import DEFAULT_MAX_MODEL_LEN
-from capplan.spec.validation import SpecModel, rule_error
+from capplan.spec.validation import Line, SpecModel, rule_error
 
 Positive = Annotated[float, Field(gt=0)]
 NonNegative = Annotated[float, Field(ge=0)]
@@ -40,8 +40,8 @@ class ProvenanceKind(StrEnum):
 class ModelArch(SpecModel):
     """A transformer with grouped-query attention and a gated MLP, by the numbers in its ``config.json``."""
 
-    name: str = Field(description="Name of the architecture.")
-    hf_ids: Annotated[tuple[str, ...], Field(min_length=1)] = Field(
+    name: Line = Field(description="Name of the architecture.")
+    hf_ids: Annotated[tuple[Line, ...], Field(min_length=1)] = Field(
         description="Hugging Face ids of models of this shape; a workload's base_model must be among them."
     )
     layers: Count = Field(description="Transformer layers.")
@@ -84,16 +84,16 @@ class ModelArch(SpecModel):
 class Gpu(SpecModel):
     """A GPU type."""
 
-    name: str = Field(description="Name of the GPU type.")
+    name: Line = Field(description="Name of the GPU type.")
     memory_bytes: Annotated[int, Field(gt=0)] = Field(description="Memory of one GPU, in bytes.")
 
 
 class ProfileEngine(SpecModel):
     """The engine that was measured."""
 
-    name: str = Field(description="Name of the engine, such as vllm.")
-    version: str = Field(description="Version of the engine.")
-    rules: str = Field(description="Name of its serving rules, such as vllm-0.8.")
+    name: Line = Field(description="Name of the engine, such as vllm.")
+    version: Line = Field(description="Version of the engine.")
+    rules: Line = Field(description="Name of its serving rules, such as vllm-0.8.")
     kernel: Kernel = Field(default=Kernel.VLLM, description="LoRA kernel, by the rank it depends on.")
     block_size: Count = Field(default=16, description="Tokens of one KV block.")
     prefix_caching: bool | None = Field(
@@ -116,9 +116,9 @@ class Coefficient(SpecModel):
 class Fit(SpecModel):
     """Data of a fit, and its errors."""
 
-    source: str = Field(description="Data of the fit: file and rows.")
+    source: Line = Field(description="Data of the fit: file and rows.")
     samples: Annotated[int, Field(ge=0)] = Field(description="Number of samples.")
-    error_formula: str = Field(description="Definition of the error.")
+    error_formula: Line = Field(description="Definition of the error.")
     error: float = Field(description="Error on the samples of the fit, by that formula.")
     cross_validated_error: float | None = Field(
         default=None, description="Error on samples left out in turn, by the same formula."
@@ -150,7 +150,7 @@ class Uncertainty(SpecModel):
 class FittedModel(SpecModel):
     """Coefficients of a named form, the range they were fitted on, and their error."""
 
-    form: str = Field(description="Name of the formula.")
+    form: Line = Field(description="Name of the formula.")
     coefficients: dict[str, Coefficient] = Field(description="Coefficients of the formula by name.")
     fitted_range: dict[str, tuple[float, float]] = Field(
         default_factory=dict,
@@ -177,10 +177,10 @@ class Provenance(SpecModel):
     """Source of the numbers of a profile."""
 
     kind: ProvenanceKind = Field(description="How the numbers were obtained.")
-    source: str = Field(description="Measurement, publication or datasheet.")
-    license: str | None = Field(default=None, description="Licence of the source.")
-    command: str = Field(description="Command of this project that made the profile.")
-    notes: str = Field(default="", description="Remarks.")
+    source: Line = Field(description="Measurement, publication or datasheet.")
+    license: Line | None = Field(default=None, description="Licence of the source.")
+    command: Line = Field(description="Command of this project that made the profile.")
+    notes: Line = Field(default="", description="Remarks.")
 
 
 class Profile(SpecModel):
@@ -189,7 +189,7 @@ class Profile(SpecModel):
     schema_version: Annotated[int, Field(ge=1, le=1)] = Field(
         default=1, description="Version of this format."
     )
-    name: str = Field(description="Name of the profile.")
+    name: Line = Field(description="Name of the profile.")
     gpu: Gpu = Field(description="GPU type.")
     tp: Count = Field(default=1, description="GPUs that share one copy of the model.")
     model: ModelArch = Field(description="Architecture of the base model.")

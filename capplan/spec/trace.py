@@ -4,13 +4,14 @@ from __future__ import annotations
 
 import hashlib
 from abc import ABC, abstractmethod
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any, Final
+from typing import TYPE_CHECKING, Any, Final, NamedTuple
 
 from pydantic_core import CoreSchema, core_schema
 
 from capplan.errors import InputError
+from capplan.spec.limits import MAX_SIMULATED_S
 from capplan.spec.validation import MAX_TOKENS
 
 if TYPE_CHECKING:
@@ -19,7 +20,6 @@ if TYPE_CHECKING:
     from pydantic import GetCoreSchemaHandler
 
 NS_PER_S: Final = 1_000_000_000
-_MAX_DURATION_S: Final = 9e9  # int64 nanoseconds end at 292 years
 
 
 class Recording(ABC):
@@ -81,7 +81,7 @@ class Trace(Recording):
     def from_arrays(
         cls,
         arrival_s: ArrayLike,
-        adapter: Sequence[str],
+        adapter: Sequence[str] | NamedRows,
         prompt_tokens: ArrayLike,
         output_tokens: ArrayLike,
         duration_s: float | None = None,
@@ -103,7 +103,7 @@ class Trace(Recording):
 
         arrivals = _arrivals(arrival_s)
         end_s = float(arrivals[-1]) if duration_s is None else duration_s
-        if not (0 < end_s <= _MAX_DURATION_S and end_s >= arrivals[-1]):
+        if not (0 < end_s <= MAX_SIMULATED_S and end_s >= arrivals[-1]):
             raise InputError("must be above 0 and not end before the last arrival", end_s, "duration_s")
         names, position = _names(adapter)
         lengths = (
@@ -152,7 +152,7 @@ class Trace(Recording):
         import numpy as np
 
         scale = len(self) / (rate_rps * self.duration_s)
-        if not 0 < self.duration_s * scale <= _MAX_DURATION_S:
+        if not 0 < self.duration_s * scale <= MAX_SIMULATED_S:
             raise InputError("makes the recording too long", rate_rps, "rate_rps")
         arrival_ns = np.rint(self.arrival_ns * scale).astype(np.int64)
         columns = (arrival_ns, self.adapter, self.prompt_tokens, self.output_tokens)
@@ -205,10 +205,35 @@ def lengths_column(name: str, column: ArrayLike) -> NDArray[np.int32]:
     return tokens.astype(np.int32)
 
 
-def _names(column: Sequence[str]) -> tuple[tuple[str, ...], NDArray[np.int32]]:
+class NamedRows(NamedTuple):
+    """Names of rows, each distinct one once; compact for many rows."""
+
+    names: tuple[Any, ...]
+    row: NDArray[np.int32]
+    """Position of each row's name in ``names``."""
+
+    def __len__(self) -> int:
+        return len(self.row)
+
+    def renamed(self, rename: Callable[[Any], Any]) -> NamedRows:
+        """Return the rows with other names, of which several may become equal."""
+        import numpy as np
+
+        positions: dict[Any, int] = {}
+        place = [positions.setdefault(rename(name), len(positions)) for name in self.names]
+        return NamedRows(tuple(positions), np.array(place, np.int32)[self.row])
+
+
+def _names(column: Sequence[str] | NamedRows) -> tuple[tuple[str, ...], NDArray[np.int32]]:
     """Return the distinct names, in order of first use, and each request's position among them."""
     import numpy as np
 
+    if isinstance(column, NamedRows):
+        for position, name in enumerate(column.names):
+            if not isinstance(name, str) or not name:
+                row = int((column.row == position).argmax())
+                raise InputError(f"must name an adapter (row {row + 1})", name, "adapter")
+        return column.names, column.row
     positions: dict[str, int] = {}
     index = np.empty(len(column), dtype=np.int32)
     for row, name in enumerate(column):

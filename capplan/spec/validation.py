@@ -207,13 +207,37 @@ LoraRank: TypeAlias = Annotated[
 
 Flag: TypeAlias = Annotated[bool, Strict(), rule("must be true or false")]
 
-Text: TypeAlias = Annotated[
-    str, Strict(), Field(min_length=1), rule("must be text, not empty; quote a number")
+_CONTROL: Final = r"\x00-\x1f\x7f-\x9f"  # in a class of a pattern: characters that control a terminal
+
+Line: TypeAlias = Annotated[
+    str,
+    Strict(),
+    Field(pattern=rf"^[^{_CONTROL}]*$"),
+    rule("must be text on one line, without control characters"),
 ]
+
+Text: TypeAlias = Annotated[
+    str,
+    Strict(),
+    Field(min_length=1, pattern=rf"^[^{_CONTROL}]+$"),
+    rule("must be text, not empty, without control characters; quote a number"),
+]
+
+ModelId: TypeAlias = Annotated[
+    str,
+    Strict(),
+    Field(min_length=1, pattern=rf"^[\w/.~][^{_CONTROL}]*$"),
+    rule("must be a Hugging Face id or a path, without control characters"),
+]
+"""Never a flag: exported scripts pass it to the engine as an argument."""
 
 Name: TypeAlias = Annotated[
     str,
     Strict(),
-    Field(min_length=1, max_length=256, pattern=r"^[^\s=,]+$"),
-    rule("must be a name of 1 to 256 characters without spaces, '=' or ','; quote a number"),
+    Field(min_length=1, max_length=256, pattern=rf"^[^\W_][^\s=,{_CONTROL}]*$"),
+    rule(
+        "must be a name of 1 to 256 characters that begins with a letter or digit, without spaces, '=', ',' "
+        "or control characters; quote a number"
+    ),
 ]
+"""Never a flag: exported scripts begin arguments with it."""

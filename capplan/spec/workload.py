@@ -21,6 +21,7 @@ from capplan.spec.traffic import ArrivalProcess, Arrivals, Stickiness
 from capplan.spec.validation import (
     Count,
     Key,
+    ModelId,
     Name,
     Natural,
     NonNegative,
@@ -147,7 +148,7 @@ Headroom = Annotated[
 class PlanningRequirements(SpecModel):
     """Fields of a workload and of a workload file."""
 
-    base_model: Text = Field(description="Hugging Face id of the model the adapters belong to.")
+    base_model: ModelId = Field(description="Hugging Face id of the model the adapters belong to.")
     profile: Text | None = Field(
         default=None, description="Name of a shipped profile, or path of a profile JSON."
     )

@@ -22,6 +22,7 @@ from capplan.spec import (
     Trace,
     Workload,
 )
+from capplan.spec.limits import MAX_SIMULATED_S
 from capplan.workload.arrivals import NS_PER_S, draw_arrivals, poisson_arrivals, repeat_recent
 from capplan.workload.lengths import copula, length_sampler, length_score_sampler, sample_pairs
 from capplan.workload.renewal import MAX_REQUESTS
@@ -34,8 +35,6 @@ from capplan.workload.sampling import (
     streams,
     uniforms,
 )
-
-_MAX_DURATION_S: Final = 9e9  # int64 nanoseconds end at 292 years
 
 _BASE: Final = (1,)
 """Branch of the seed for the traffic of the base model."""
@@ -84,8 +83,8 @@ def draw_requests(
     InputError
         For a parameter out of range, over 1e8 requests, or a mean length that cannot be reached.
     """
-    if not 0 < duration_s <= _MAX_DURATION_S:
-        rule = f"must be a number of seconds above 0, at most {_MAX_DURATION_S:g}"
+    if not 0 < duration_s <= MAX_SIMULATED_S:
+        rule = f"must be a number of seconds above 0, at most {MAX_SIMULATED_S:g}"
         raise InputError(rule, duration_s, "duration_s")
     if workload.trace is not None:
         return _replay(workload, workload.trace, duration_s)

@@ -13,7 +13,7 @@ from scipy.stats import gamma
 
 from capplan.errors import InputError
 from capplan.models.step_latency import StepRanks
-from capplan.spec.files import read_columns
+from capplan.spec.table_files import read_columns
 
 if TYPE_CHECKING:
     import pandas as pd

@@ -31,8 +31,7 @@ from capplan.profiling.kernels.timing import (
 )
 from capplan.profiling.machine import describe, device_name, last_cache_bytes
 from capplan.profiling.tables import PROVENANCE, OnProgress, require_same
-from capplan.spec import read_text, write_text_atomic
-from capplan.spec.files import write_bytes_atomic
+from capplan.spec import read_text, write_bytes_atomic, write_text_atomic
 
 TABLE: Final = "kernels.parquet"
 _FIXED: Final = ("device_name", "dtype", "threads", "seed")

@@ -16,6 +16,7 @@ from numpy.typing import NDArray
 
 from capplan.errors import InputError
 from capplan.profiling.load.requests import Schedule
+from capplan.spec.durable import replace_durably, unused_beside
 from capplan.spec.files import error_reason
 
 FINISHED: Final = "finished"
@@ -181,7 +182,7 @@ class RequestFile:
 
     def __init__(self, path: str | os.PathLike[str]) -> None:
         self.path = Path(os.path.realpath(path))
-        self._beside = self.path.with_name(f".{self.path.name}.{os.getpid()}.tmp")
+        self._beside = unused_beside(self.path)
         self._writer: Any = None
         # Arrow loads much on first use, which later would delay requests.
         none, numbers = np.empty(0, np.int32), np.empty(0, np.int64)
@@ -223,7 +224,7 @@ class RequestFile:
     def keep(self) -> None:
         """Move the file to its path."""
         try:
-            self.finished().replace(self.path)
+            replace_durably(self.finished(), self.path)
         except OSError as error:
             raise InputError(f"cannot be written: {error_reason(error)}", location=str(self.path)) from None
 

@@ -173,7 +173,7 @@ def test_an_existing_plan_survives_a_failed_one(run: Run, inputs: Path) -> None:
         (("--a-max", "4", "--max-num-batched-tokens", "0"), "max_num_batched_tokens"),
         (("--a-max", "4", "--max-model-len", "0"), "max_model_len"),
         (("--a-max", "4", "--rules", "vllm-1"), "must be one of"),
-        (("--a-max", "4", "--workers", "0"), "workers: must be a whole number >= 1"),
+        (("--a-max", "4", "--workers", "0"), "workers: must be a whole number from 1 to 1024"),
     ],
 )
 def test_a_wrong_simulate_flag_is_one_line(

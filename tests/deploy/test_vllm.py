@@ -63,8 +63,9 @@ def options(argv: list[str]) -> dict[str, list[str]]:
     result: dict[str, list[str]] = {}
     for word in argv[2:]:
         if word.startswith("--"):
-            assert word not in result
-            result[word] = []
+            name, equals, value = word.partition("=")
+            assert name not in result
+            result[name] = [value] if equals else []
         else:
             result[list(result)[-1]].append(word)
     return result
@@ -186,7 +187,16 @@ def test_runtime_updates_are_allowed_only_on_request(tmp_path: Path) -> None:
     assert launched(tmp_path, only_script(plan, runtime_updates=True))[1][variable] == "True"
 
 
-HOSTILE = ("$(touch pwned)", "`touch pwned`", "';touch pwned;'", '"&touch pwned', "a\\b", "*", "~", "é漢")
+HOSTILE = (
+    "a$(touch pwned)",
+    "a`touch pwned`",
+    "a';touch pwned;'",
+    'a"&touch pwned',
+    "a\\b",
+    "a*",
+    "é漢",
+    "a{",
+)
 
 
 @pytest.mark.parametrize("text", HOSTILE)
@@ -202,21 +212,39 @@ def test_text_of_a_plan_is_quoted(tmp_path: Path, text: str, monkeypatch: pytest
 
 def test_a_line_break_in_a_comment_starts_no_command(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir(tmp_path)
-    part = group("g", adapters=(("a", 8, 1.0, "p"),)).replace(profile="x\ntouch pwned", gpu="y\ntouch pwned")
-    plan = plan_of(part, created_by="z\ntouch pwned")
+    part = group("g", adapters=(("a", 8, 1.0, "p"),))
+    unchecked = part.model_copy(update={"profile": "x\ntouch pwned", "gpu": "y\ntouch pwned"})
+    plan = plan_of(part).model_copy(update={"groups": (unchecked,), "created_by": "z\ntouch pwned"})
     _, _, done = launched(tmp_path, only_script(plan))
     assert done.returncode == 0
     assert not (tmp_path / "pwned").exists()
 
 
-@pytest.mark.parametrize(("name", "path"), [("a", "s3://b/x=1"), ("a", "/p,q"), ("-a", "/p"), ("{a", "/p")])
+@pytest.mark.parametrize(
+    "name", ["--api-key", "-a", "{a", "/etc/x", "_a", ".a", "a\x1b[31m", "a\x00", "a\x9b"]
+)
+def test_names_that_would_be_flags_or_control_a_terminal_are_refused(name: str) -> None:
+    with pytest.raises(errors.InputError, match="begins with a letter or digit"):
+        group("g", adapters=((name, 8, 1.0, None),))
+    with pytest.raises(errors.InputError, match="begins with a letter or digit"):
+        group(name, adapters=(("a", 8, 1.0, None),))
+
+
+@pytest.mark.parametrize("model", ["--trust-remote-code", "-m", "a\nb", "a\x1b[2J", " a"])
+def test_a_model_that_would_be_a_flag_is_refused(model: str) -> None:
+    with pytest.raises(errors.InputError, match="must be a Hugging Face id or a path"):
+        small_plan(base_model=model)
+    assert small_plan(base_model="/srv/models/llama").base_model == "/srv/models/llama"
+
+
+@pytest.mark.parametrize(("name", "path"), [("a", "s3://b/x=1"), ("a", "/p,q")])
 def test_ambiguous_modules_are_json(tmp_path: Path, name: str, path: str) -> None:
     argv, _, _ = launched(tmp_path, only_script(plan_of(group("g", adapters=((name, 8, 1.0, path),)))))
     (word,) = options(argv)["--lora-modules"]
     assert json.loads(word) == {"name": name, "path": path}
 
 
-@pytest.mark.parametrize("name", ["../../x", "/etc/x", "..", "é", "a/b", "-rf", "x" * 256])
+@pytest.mark.parametrize("name", ["a/../../x", "x/etc", "a..", "é", "a/b", "0-rf", "x" * 256])
 def test_scripts_are_inside_the_launch_folder(name: str) -> None:
     part = group(name, adapters=(("a", 8, 1.0, "p"),))
     (path,) = (Path(each) for each in vllm_files(plan_of(part)) if each.endswith(".sh"))
@@ -333,7 +361,7 @@ def test_the_same_plan_gives_the_same_files() -> None:
     assert EXPORTERS["vllm"](small_plan(), port=8000, runtime_updates=False) == vllm_files(small_plan())
 
 
-@pytest.mark.parametrize("name", ["../a", "x/../../a", "/etc"])
+@pytest.mark.parametrize("name", ["a/../../b", "x/.."])
 def test_a_name_outside_the_adapter_folder_needs_a_path(name: str) -> None:
     with pytest.raises(errors.InputError, match="adapters: name"):
         vllm_files(plan_of(group("g0", ((name, 8, 1.0, None),))))

@@ -152,7 +152,7 @@ def test_the_digest_does_not_depend_on_the_folder(tmp_path):
         (
             "name: legal",
             "name: 12",
-            "workload.yaml:10: adapters[1].name: must be a name of 1 to 256 characters without spaces",
+            "workload.yaml:10: adapters[1].name: must be a name of 1 to 256 characters that begins",
         ),
         ("version: 1", "version: 2", "workload.yaml:1: version: must be 1 (got 2)"),
         ("version: 1", "{", "workload.yaml:3: must be YAML: "),

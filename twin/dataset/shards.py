@@ -40,11 +40,13 @@ from capplan.models.training.data import (
 )
 from capplan.spec import Profile, write_bytes_atomic, write_text_atomic
 from capplan.spec.files import error_reason
+from capplan.spec.limits import require_duration
 from capplan.twin.dataset.answers import NoRow, ScenarioRow, Span, parts_of, simulate_spans
 from capplan.twin.dataset.designs import DESIGNS
-from capplan.twin.sweep import OnProgress, imported_ray
+from capplan.twin.sweep import OnProgress, imported_ray, require_workers
 
 SCENARIOS_PER_SHARD: Final = 128
+MAX_SCENARIOS: Final = 100_000_000  # years of simulation
 _KEY: Final = b"capplan.shard"
 _TEMPORARY: Final = (".part-*.parquet.*.tmp", f".{MANIFEST}.*.tmp")
 
@@ -109,8 +111,7 @@ def generate_dataset(
         For an invalid argument, or a folder with other files or data of other arguments.
     """
     asked = _request(profile, design, scenarios, seed, duration_s)
-    if workers is not None:
-        _require_whole("workers", workers, 1)
+    require_workers(workers)
     if ray_address is not None:
         imported_ray()  # raise before anything is written
     target = Path(folder)
@@ -135,10 +136,9 @@ def _request(profile: Profile, design: str, scenarios: int, seed: int, duration_
     """Return the checked request of a dataset."""
     if design not in DESIGNS:
         raise InputError(f"must be one of {', '.join(DESIGNS)}", design, "design")
-    _require_whole("scenarios", scenarios, 1)
+    _require_whole("scenarios", scenarios, 1, MAX_SCENARIOS)
     _require_whole("seed", seed, 0)
-    if not 0 < duration_s < np.inf:
-        raise InputError("must be a finite number > 0", duration_s, "duration_s")
+    require_duration(duration_s)
     return DatasetRequest(
         design=design,
         seed=seed,
@@ -152,9 +152,11 @@ def _request(profile: Profile, design: str, scenarios: int, seed: int, duration_
     )
 
 
-def _require_whole(name: str, value: int, least: int) -> None:
+def _require_whole(name: str, value: int, least: int, most: int | None = None) -> None:
     if isinstance(value, bool) or not isinstance(value, int) or value < least:
         raise InputError(f"must be a whole number >= {least}", value, name)
+    if most is not None and value > most:
+        raise InputError(f"must be a whole number from {least} to {most}", value, name)
 
 
 def shard_bytes(answers: Sequence[ScenarioRow | NoRow], asked: DatasetRequest, span: Span) -> bytes:

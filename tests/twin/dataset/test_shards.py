@@ -293,7 +293,7 @@ def test_a_folder_that_cannot_be_created_is_one_line(tmp_path: Path) -> None:
         ({"seed": -1}, "^seed: must be a whole number >= 0"),
         ({"duration_s": 0.0}, "^duration_s: must be a finite number > 0"),
         ({"duration_s": float("nan")}, "^duration_s: must be a finite number > 0"),
-        ({"workers": 0}, "^workers: must be a whole number >= 1"),
+        ({"workers": 0}, "^workers: must be a whole number from 1 to 1024"),
     ],
 )
 def test_an_invalid_argument_is_refused_before_anything_is_written(
