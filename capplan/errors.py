@@ -7,7 +7,7 @@ from typing import ClassVar, Final, Literal, TypeAlias
 InfeasibleReason: TypeAlias = Literal["memory", "starvation", "slo", "gpus", "time"]
 
 _VALUE_LIMIT: Final = 80  # characters of a value shown in a message
-_LOCATION_LIMIT: Final = 4096 + 256  # characters of a path and a key
+_LOCATION_LIMIT: Final = 1024
 
 
 class NoValue:

@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
+import errno
 import os
 import sys
 import traceback
 from collections.abc import Iterator, Mapping
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from functools import cache
 from importlib import import_module
 from typing import Annotated, Any, Final
@@ -15,11 +16,12 @@ import typer
 from typer.core import TyperCommand, TyperGroup
 from typer.main import get_command
 
-from capplan.errors import CapplanError
+from capplan.errors import CapplanError, InputError
 from capplan.spec.limits import InputLimits, limited
 
 _INTERRUPTED: Final = 130  # 128 + SIGINT, as shells report it
 _PIPE_CLOSED: Final = 141  # 128 + SIGPIPE
+_STREAM_ERRORS: Final = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG, errno.EIO, errno.EBADF)
 
 
 @contextmanager
@@ -37,8 +39,7 @@ def reported(debug: bool) -> Iterator[None]:
         typer.echo("interrupted", err=True)
         raise typer.Exit(_INTERRUPTED) from None
     except BrokenPipeError:
-        # Redirect buffered output, which would otherwise raise at interpreter exit.
-        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+        _discard_stdout()
         raise typer.Exit(_PIPE_CLOSED) from None
 
 
@@ -187,4 +188,38 @@ app = typer.Typer(
 
 def main() -> None:
     """Run the command line; never returns."""
-    app(prog_name="capplan")
+    _require_streams()
+    try:
+        try:
+            app(prog_name="capplan")
+        finally:
+            sys.stdout.flush()
+    except OSError as error:
+        raise SystemExit(_ended_by_stream(error)) from None
+
+
+def _require_streams() -> None:
+    """Open what is closed of the standard streams, whose numbers files would get; stdout must be open."""
+    if sys.stdout is None:
+        typer.echo("error: standard output: is closed", err=True)
+        raise SystemExit(InputError.exit_code)
+    for stream, flags in ((sys.stdin, os.O_RDONLY), (sys.stderr, os.O_WRONLY)):
+        if stream is None:
+            os.open(os.devnull, flags)
+    if sys.stderr is None:
+        sys.stderr = open(os.devnull, "w")  # noqa: PTH123, SIM115 - until the end of the process
+
+
+def _discard_stdout() -> None:
+    """Redirect buffered output, which would otherwise raise at interpreter exit."""
+    os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+
+
+def _ended_by_stream(error: OSError) -> int:
+    """Return the exit status after an error of stdout; others pass unchanged."""
+    if error.filename is not None or error.errno not in _STREAM_ERRORS:
+        raise error
+    _discard_stdout()
+    with suppress(OSError):
+        typer.echo(f"error: standard output: cannot be written: {error.strerror}", err=True)
+    return InputError.exit_code

@@ -76,6 +76,7 @@ def _unused(stem: str, taken: set[str]) -> str:
     return unused
 
 
+_MOST_DIGITS: Final = 9  # of a part of a version that counts
 _FIRST_WITH_RANK_1: Final = (0, 11, 1)
 
 _ROOT: Final = '"$ADAPTER_ROOT"'
@@ -181,7 +182,7 @@ def _scheduling_flags(name: str) -> Iterable[str]:
 
 def _accepted_rank(rank: int, version: str) -> int:
     """Return the rank, or the least that the version accepts: releases before 0.11.1 reject 1."""
-    numbers = tuple(map(int, re.findall(r"\d+", version)[:3]))
+    numbers = tuple(int(each[:_MOST_DIGITS]) for each in re.findall(r"\d+", version)[:3])
     return max(rank, 8) if numbers < _FIRST_WITH_RANK_1 else rank
 
 

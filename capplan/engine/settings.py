@@ -40,6 +40,22 @@ _DEPRECATED: Final = MappingProxyType(
     {"a_max": "max_loras", "s_max": "max_lora_rank", "prefix_caching": "enable_prefix_caching"}
 )
 
+_MOST: Final = MappingProxyType(
+    {
+        "max_num_seqs": 2**16,
+        "max_num_batched_tokens": 2**22,
+        "max_loras": 2**16,
+        "max_cpu_loras": 2**20,
+        "max_adapters": 2**20,
+        "max_in_flight": 2**20,
+        "max_model_len": 2**24,
+        "block_size": 2**16,
+        "num_kv_blocks": 2**31 - 1,
+        "shared_prefix_tokens": 2**24,
+    }
+)
+"""Largest settings: beyond those of any engine, and the tables of the scheduler have a row for each."""
+
 
 class EngineOptions(SpecModel):
     """Options of the reference engine in addition to `EngineArgs`.
@@ -123,6 +139,9 @@ class EngineOptions(SpecModel):
                 raise InputError(unknown_key(name, names), location=name)
             if value is not None:
                 (args if known in EngineArgs.model_fields else options)[known] = value
+        for name, value in (args | options).items():
+            if name in _MOST and isinstance(value, int) and value > _MOST[name]:
+                raise InputError(f"must be at most {_MOST[name]}", value, name)
         validate_document(EngineArgs, dict.fromkeys(_CHOSEN_ARGS, 1) | _DEFAULT_ARGS | args, format_key)
         parsed = validate_document(cls, options | {"args": args}, format_key)
         parsed._check_rules()

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Final, NamedTuple
@@ -34,6 +35,8 @@ from capplan.spec import EngineArgs, allowed_lora_rank
 _CPU_KV_BYTES: Final = 256 * 2**20
 _STEP_BYTES: Final = 2 * 2**30
 """Reserved for activations and logits of a step on a GPU; to be replaced by a measured peak (docs/gpu.md)."""
+
+_INDEX_BYTES: Final = 8
 
 
 class LoadedModel(NamedTuple):
@@ -81,6 +84,7 @@ def build_core(
         lora.read(number)  # each is read once, so that a broken one fails here; the host keeps the last ones
         lora.discard(number - host_slots)
     sizes = choose_sizes(model.config, options, lora, dtype, device)
+    _require_memory(sizes, kv_page_elements(model.config, options.block_size) * dtype.itemsize, options)
     pool = PagePool(sizes.pool_pages, kv_page_elements(model.config, options.block_size), dtype, device)
     rules, args = options.serving_rules(), sizes.args
     limits = rules.limits(args, capacity, options.block_size, sizes.num_blocks)
@@ -190,6 +194,27 @@ def _check_host_slots(args: EngineArgs, adapters: int, slotless: bool) -> None:
             f"must be at least {f'the {adapters} adapters' if slotless else f'max_loras, {args.max_loras}'}"
         )
         raise InputError(rule, args.max_cpu_loras, "max_cpu_loras")
+
+
+def _require_memory(sizes: Sizes, page_bytes: int, options: EngineOptions) -> None:
+    """Check that this machine has the memory of pool, slots and block tables.
+
+    Raises
+    ------
+    InfeasibleError
+        If it has not; the operating system would end the process as it fills them.
+    """
+    blocks_per_request = -(-sizes.args.max_model_len // options.block_size)
+    tables_bytes = options.max_in_flight * blocks_per_request * _INDEX_BYTES
+    pool_bytes = sizes.pool_pages * page_bytes + sizes.args.max_loras * sizes.slot_bytes
+    needed_bytes = tables_bytes + (pool_bytes if options.device == "cpu" else 0)
+    machine_bytes = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
+    if needed_bytes > machine_bytes:
+        message = (
+            f"KV blocks, adapter slots and block tables take {needed_bytes / 2**30:.3g} GiB, "
+            f"and this machine has {machine_bytes / 2**30:.3g} GiB"
+        )
+        raise InfeasibleError(f"memory: {message}", "memory")
 
 
 def _blocks_that_fit(utilization: float, page_bytes: int, slots_bytes: int, device: torch.device) -> int:

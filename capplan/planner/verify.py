@@ -36,6 +36,7 @@ from capplan.twin import SimulationResult
 
 FRESH_SEEDS = 5
 _FIRST_FRESH_SEED = 1_000_003
+_SEEDS = 2**64
 """Verification seeds start here, away from the seed that the search used."""
 
 
@@ -203,6 +204,8 @@ def require_seeds(seed: int, count: int) -> None:
     """Check that the planning seed is not negative, and the number of fresh seeds."""
     if seed < 0:
         raise InputError("must be a whole number >= 0", seed, "seed")
+    if seed >= _SEEDS:
+        raise InputError(f"must be below {_SEEDS}", seed, "seed")
     require_seed_count(count, "seeds")
 
 

@@ -17,6 +17,7 @@ import yaml
 from capplan.errors import InputError
 from capplan.spec.validation import Key, format_key
 
+_PART_BYTES: Final = 2**20
 MAX_BYTES: Final = 64 * 2**20  # a workload or plan beyond this is a mistake, not a document
 
 
@@ -31,7 +32,7 @@ def read_text(path: str | os.PathLike[str], max_bytes: int = MAX_BYTES) -> str:
     try:
         with open_stream(path) as file:
             is_larger = os.fstat(file.fileno()).st_size > max_bytes
-            raw = b"" if is_larger else file.read(max_bytes + 1)
+            raw = b"" if is_larger else _read_at_most(file, max_bytes)
     except InputError:
         raise
     except (OSError, ValueError) as error:  # ValueError: a null byte in the path
@@ -43,6 +44,16 @@ def read_text(path: str | os.PathLike[str], max_bytes: int = MAX_BYTES) -> str:
     except UnicodeDecodeError as error:
         line = raw.count(b"\n", 0, error.start) + 1
         raise InputError("must be UTF-8 text", location=f"{os.fspath(path)}:{line}") from None
+
+
+def _read_at_most(file: BinaryIO, max_bytes: int) -> bytes:
+    """Return the contents of a file, and a byte more if it is larger; `read` would allocate the maximum."""
+    parts: list[bytes] = []
+    left = max_bytes + 1
+    while left and (part := file.read(min(left, _PART_BYTES))):
+        parts.append(part)
+        left -= len(part)
+    return b"".join(parts)
 
 
 def open_stream(path: str | os.PathLike[str]) -> BinaryIO:

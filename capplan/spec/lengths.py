@@ -11,7 +11,7 @@ from pydantic import Field, Strict, model_validator
 
 from capplan.errors import InputError
 from capplan.spec.trace import Recording, lengths_column
-from capplan.spec.validation import MAX_TOKENS, NonNegative, SpecModel, rule, rule_error
+from capplan.spec.validation import MAX_TOKENS, Many, NonNegative, SpecModel, at_most, rule, rule_error
 
 if TYPE_CHECKING:
     import numpy as np
@@ -26,6 +26,8 @@ EdgeLength = Annotated[int, Strict(), Field(ge=1, le=MAX_TOKENS + 1), rule(_LENG
 MeanLength = Annotated[
     float, Strict(), Field(ge=1, le=MAX_TOKENS), rule(f"must be a number of tokens from 1 to {MAX_TOKENS}")
 ]
+
+StdLength = Annotated[NonNegative, at_most(MAX_TOKENS)]
 
 
 class Lengths(SpecModel):
@@ -46,20 +48,20 @@ class Lengths(SpecModel):
     mean: MeanLength | None = Field(
         default=None, description="Mean length in tokens; alone: every request has it."
     )
-    std: NonNegative | None = Field(
+    std: StdLength | None = Field(
         default=None, description="Standard deviation in tokens, beside mean: gamma lengths."
     )
-    values: tuple[TokenLength, ...] | None = Field(
+    values: Many[TokenLength] | None = Field(
         default=None,
         min_length=1,
         description="Exact lengths in tokens, ascending; taken as often as counts says.",
     )
-    edges: tuple[EdgeLength, ...] | None = Field(
+    edges: Many[EdgeLength] | None = Field(
         default=None,
         min_length=2,
         description="Edges of histogram bins in tokens, ascending; bin i is [edge i, edge i + 1).",
     )
-    counts: tuple[NonNegative, ...] | None = Field(
+    counts: Many[NonNegative] | None = Field(
         default=None, min_length=1, description="Weight of each value or bin; need not sum to 1."
     )
 

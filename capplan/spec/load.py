@@ -9,7 +9,7 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
-from typing import Any, cast
+from typing import Any, Final, cast
 
 from capplan.errors import InputError
 from capplan.spec.files import parse_scalar, read_text, read_yaml
@@ -30,6 +30,7 @@ from capplan.spec.workload_file import (
 )
 
 _LENGTHS = ("prompt_tokens", "output_tokens")
+_MAX_LINE: Final = 65_536  # of an adapter: name, rank, rate and path
 
 
 def load_workload(path: str | os.PathLike[str]) -> Workload:
@@ -98,10 +99,13 @@ class _Reader:
 
     def listed(self, entries: Sequence[AdapterEntry]) -> list[_AdapterRecord]:
         """Return the adapters that the entries of the list stand for."""
-        placed: list[_AdapterRecord] = []
+        adapters = 0
+        for index, entry in enumerate(entries):
+            adapters += entry.count or 1
+            _require_few(adapters, partial(self.locate, ("adapters", index)))
+        placed = []
         for index, entry in enumerate(entries):
             key = ("adapters", index)
-            _require_few(len(placed) + (entry.count or 1), self.locate(key))
             fields = _fields(entry, AdapterFields)
             fields |= {name: self.lengths(getattr(entry, name)) for name in _LENGTHS}
             for i, rate_rps in enumerate(entry.rates_rps()):
@@ -229,7 +233,10 @@ def read_adapters(path: Path, columns: Sequence[str], optional: Sequence[str] = 
     InputError
         For a missing or unknown column, or the first value that breaks a rule, with file and line.
     """
-    rows = csv.DictReader(io.StringIO(read_text(path), newline=""), strict=True)
+    text = read_text(path)
+    if max(map(len, io.StringIO(text)), default=0) > _MAX_LINE:
+        raise InputError(f"a line must not be longer than {_MAX_LINE} characters", location=str(path))
+    rows = csv.DictReader(io.StringIO(text, newline=""), strict=True)
     try:
         header = list(rows.fieldnames or ())
         for name in columns:
@@ -247,7 +254,7 @@ def read_adapters(path: Path, columns: Sequence[str], optional: Sequence[str] = 
             if adapter.name in adapters:
                 raise InputError("must be unique", adapter.name, f"{path}:{rows.line_num}: name")
             adapters[adapter.name] = adapter
-            _require_few(len(adapters), f"{path}:{rows.line_num}")
+            _require_few(len(adapters), lambda: f"{path}:{rows.line_num}")
     except csv.Error as error:
         raise InputError(f"must be CSV: {error}", location=f"{path}:{rows.reader.line_num}") from None
     if not adapters:
@@ -255,10 +262,10 @@ def read_adapters(path: Path, columns: Sequence[str], optional: Sequence[str] = 
     return list(adapters.values())
 
 
-def _require_few(adapters: int, location: str) -> None:
+def _require_few(adapters: int, location: Callable[[], str]) -> None:
     most = input_limits().max_adapters
     if adapters > most:
-        raise InputError(beyond(most, "adapters", "--max-adapters"), adapters, location)
+        raise InputError(beyond(most, "adapters", "--max-adapters"), adapters, location())
 
 
 def _adapter_of(row: dict[str | Any, str | Any], path: Path, line: int) -> AdapterFields:

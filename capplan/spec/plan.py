@@ -24,11 +24,13 @@ from capplan.spec.validation import (
     Flag,
     Fraction,
     Key,
+    Many,
     ModelId,
     Name,
     Natural,
     NonNegative,
     Rank,
+    SeedNumber,
     Share,
     SpecModel,
     Text,
@@ -105,7 +107,7 @@ class Queues(SpecModel):
         description="Whether a request takes its adapter's weights, counted in tokens, from the quota, "
         "beside prompt and predicted output.",
     )
-    classes: tuple[QueueClass, ...] = Field(min_length=1, description="Queues by ascending size.")
+    classes: Many[QueueClass] = Field(min_length=1, description="Queues by ascending size.")
 
     @model_validator(mode="after")
     def _ascending_and_open(self) -> Self:
@@ -208,7 +210,7 @@ class Group(SpecModel):
         description="Engine of the group's profile if it is not that of the plan; null: the plan's.",
     )
     engine_args: EngineArgs = Field(description="Engine flags.")
-    adapters: tuple[PlanAdapter, ...] = Field(
+    adapters: Many[PlanAdapter] = Field(
         description="Adapters served, with their shares; may be empty beside base."
     )
     base: PlanBase | None = Field(
@@ -278,14 +280,14 @@ class Verification(SpecModel):
     """Verdict of the twin on the plan, on seeds not used in the search."""
 
     ok: Flag = Field(description="Whether every group passed.")
-    seeds: tuple[Natural, ...] = Field(description="Seeds used.")
+    seeds: Many[SeedNumber] = Field(description="Seeds used.")
     duration_s: NonNegative = Field(description="Simulated seconds per seed.")
     min_served_fraction: Fraction = Field(description="Least over groups and seeds.")
-    groups: tuple[GroupVerification, ...] = Field(default=(), description="Verdict per group.")
+    groups: Many[GroupVerification] = Field(default=(), description="Verdict per group.")
     drawn_profiles: Natural = Field(
         default=0, description="Profiles drawn from the uncertainty of the fit, for the intervals."
     )
-    not_simulated: tuple[Text, ...] = Field(
+    not_simulated: Many[Text] = Field(
         default=(),
         description="Settings of the plan that the verification did not simulate, such as queues; if there "
         "are any, the plan is not ok.",
@@ -308,6 +310,7 @@ def not_simulated(groups: Iterable[Group]) -> tuple[str, ...]:
 
 
 _SHARE_TOLERANCE = 1e-6
+_MAX_LOCATED: Final = 2**20  # characters of a plan whose errors have a line: it is parsed a second time
 
 Sha256 = Annotated[str, Strict(), Field(pattern="^[0-9a-f]{64}$"), rule("must be a SHA-256 in hexadecimal")]
 
@@ -322,9 +325,9 @@ class Plan(Displayed, SpecModel):
     objective: Objective = Field(description="What the plan optimises.")
     slo: Slo = Field(default=Slo(), description="Objectives the plan was verified against.")
     workload_digest: Sha256 = Field(description="Digest of the workload the plan is for.")
-    groups: tuple[Group, ...] = Field(min_length=1, description="Groups of identical instances.")
+    groups: Many[Group] = Field(min_length=1, description="Groups of identical instances.")
     totals: Totals = Field(description="Size and price.")
-    moves: tuple[Move, ...] = Field(default=(), description="Changes from the plan in force.")
+    moves: Many[Move] = Field(default=(), description="Changes from the plan in force.")
     provenance: dict[str, JsonValue] = Field(
         default={}, description="Where the numbers and the plan come from."
     )
@@ -463,6 +466,8 @@ def _require_sum_of_1(whose: str, shares: Sequence[float]) -> None:
 def _locate(text: str, name: str, key: Key) -> str:
     """Return the place of a key in JSON text, which a YAML parser reads too, with line numbers."""
     try:
-        return parse_yaml(text, name).locate(key)
+        return (
+            f"{name}: {format_key(key)}" if len(text) > _MAX_LOCATED else parse_yaml(text, name).locate(key)
+        )
     except InputError:  # a corner where YAML is not a superset of JSON: the key alone must do
         return f"{name}: {format_key(key)}"

@@ -11,9 +11,10 @@ from capplan.errors import InputError
 from capplan.spec.engine_args import DEFAULT_MAX_MODEL_LEN
 from capplan.spec.validation import Line, SpecModel, rule_error
 
-Positive = Annotated[float, Field(gt=0)]
-NonNegative = Annotated[float, Field(ge=0)]
-Count = Annotated[int, Field(ge=1)]
+NonNegative = Annotated[float, Field(ge=0, le=1e15)]
+Count = Annotated[int, Field(ge=1, le=2**40)]
+Finite = Annotated[float, Field(ge=-1e15, le=1e15)]
+"""Bytes and milliseconds: a petabyte, and more than ages."""
 
 
 class Kernel(StrEnum):
@@ -85,7 +86,7 @@ class Gpu(SpecModel):
     """A GPU type."""
 
     name: Line = Field(description="Name of the GPU type.")
-    memory_bytes: Annotated[int, Field(gt=0)] = Field(description="Memory of one GPU, in bytes.")
+    memory_bytes: Annotated[int, Field(gt=0, le=2**53)] = Field(description="Memory of one GPU, in bytes.")
 
 
 class ProfileEngine(SpecModel):
@@ -99,7 +100,7 @@ class ProfileEngine(SpecModel):
     prefix_caching: bool | None = Field(
         default=None, description="Whether it kept KV of shared prompt beginnings; absent: as its rules do."
     )
-    lora_extra_vocab: Annotated[int, Field(ge=0)] = Field(
+    lora_extra_vocab: Annotated[int, Field(ge=0, le=2**40)] = Field(
         default=0, description="Extra vocabulary rows per slot (vLLM up to 0.11: 256)."
     )
 
@@ -107,7 +108,7 @@ class ProfileEngine(SpecModel):
 class Coefficient(SpecModel):
     """One fitted number."""
 
-    value: float = Field(description="Fitted value.")
+    value: Finite = Field(description="Fitted value.")
     std_error: Annotated[float | None, Field(ge=0)] = Field(
         default=None, description="Standard error; null if not fitted, or at a bound."
     )

@@ -321,6 +321,8 @@ def _vllm_result(path: Path, wanted: Mapping[str, str], extra: Mapping[str, str]
             raise InputError(rule, location=f"{path}: {labels[name]}")
         requests = len(column)
     errors = record.get("errors") or []
+    if not isinstance(errors, list):
+        raise InputError("must be a list", errors, f"{path}: errors")
     kept = [row for row in range(requests or 0) if row >= len(errors) or not errors[row]]
     starts = columns.get("arrival_s")
     if starts is None:

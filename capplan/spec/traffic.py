@@ -11,7 +11,17 @@ from typing import Annotated, Any, Literal, Self, TypeAlias
 from pydantic import AfterValidator, BeforeValidator, Discriminator, Field, Strict, Tag, model_validator
 
 from capplan.errors import InputError
-from capplan.spec.validation import Fraction, NonNegative, Positive, Rank, SpecModel, rule, rule_error
+from capplan.spec.validation import (
+    Fraction,
+    Many,
+    NonNegative,
+    Positive,
+    Rank,
+    SpecModel,
+    at_most,
+    rule,
+    rule_error,
+)
 
 
 class Arrivals(StrEnum):
@@ -31,7 +41,7 @@ Spread = Annotated[
     float, Strict(), Field(ge=0.01, le=50), rule("must be a number from 0.01 to 50, such as 3")
 ]
 
-AtLeastOne = Annotated[float, Strict(), Field(ge=1), rule("must be a finite number >= 1")]
+AtLeastOne = Annotated[float, Strict(), Field(ge=1), rule("must be a finite number >= 1"), at_most(1e6)]
 
 LogSigma = Annotated[float, Strict(), Field(gt=0, le=5), rule("must be a number above 0 and at most 5")]
 
@@ -46,7 +56,7 @@ class Steps(SpecModel):
     """A rate that jumps at given times; factors are relative, the mean rate stays the adapter's."""
 
     kind: Literal["steps"] = Field(default="steps", description="Which modulation: steps.")
-    steps: tuple[tuple[NonNegative, NonNegative], ...] = Field(
+    steps: Many[tuple[NonNegative, NonNegative]] = Field(
         min_length=1,
         description="Pairs [t_s, factor], ascending from 0: from t_s on the rate has this factor.",
     )

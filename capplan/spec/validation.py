@@ -181,9 +181,33 @@ def _listed_rank(rank: int) -> int:
     return rank
 
 
-NonNegative: TypeAlias = Annotated[float, Strict(), Field(ge=0), rule("must be a finite number >= 0")]
+def at_most(most: float) -> AfterValidator:
+    """Return a validator of an upper bound that users do not reach; its message is of its own."""
 
-Positive: TypeAlias = Annotated[float, Strict(), Field(gt=0), rule("must be a finite number > 0")]
+    def validate(value: Any) -> Any:
+        if value > most:
+            raise rule_error(f"must be at most {most:g}")
+        return value
+
+    return AfterValidator(validate)
+
+
+_MOST: Final = 1e100  # products of three numbers of a document, and sums of millions, stay finite
+
+_MOST_WHOLE: Final = 2**53  # exact as a number of JSON, and products with 1000 fit into int64
+
+Item = TypeVar("Item")
+
+Many: TypeAlias = Annotated[tuple[Item, ...], Field(fail_fast=True)]
+"""A list of which only the first wrong item is reported: reports of millions would fill the memory."""
+
+NonNegative: TypeAlias = Annotated[
+    float, Strict(), Field(ge=0), rule("must be a finite number >= 0"), at_most(_MOST)
+]
+
+Positive: TypeAlias = Annotated[
+    float, Strict(), Field(gt=0), rule("must be a finite number > 0"), at_most(_MOST)
+]
 
 Share: TypeAlias = Annotated[
     float, Strict(), Field(gt=0, le=1), rule("must be a number above 0 and at most 1")
@@ -191,9 +215,17 @@ Share: TypeAlias = Annotated[
 
 Fraction: TypeAlias = Annotated[float, Strict(), Field(ge=0, le=1), rule("must be a number from 0 to 1")]
 
-Count: TypeAlias = Annotated[int, Strict(), Field(ge=1), rule("must be a whole number >= 1")]
+Count: TypeAlias = Annotated[
+    int, Strict(), Field(ge=1), rule("must be a whole number >= 1"), at_most(_MOST_WHOLE)
+]
 
-Natural: TypeAlias = Annotated[int, Strict(), Field(ge=0), rule("must be a whole number >= 0")]
+Natural: TypeAlias = Annotated[
+    int, Strict(), Field(ge=0), rule("must be a whole number >= 0"), at_most(_MOST_WHOLE)
+]
+
+SeedNumber: TypeAlias = Annotated[
+    int, Strict(), Field(ge=0), rule("must be a whole number >= 0"), at_most(2.0**128)
+]
 
 Rank: TypeAlias = Annotated[int, Strict(), Field(ge=1, le=512), rule("must be a whole number from 1 to 512")]
 

@@ -21,6 +21,7 @@ from capplan.spec.traffic import ArrivalProcess, Arrivals, Stickiness
 from capplan.spec.validation import (
     Count,
     Key,
+    Many,
     ModelId,
     Name,
     Natural,
@@ -89,7 +90,7 @@ def _sequence_of_names(value: Any) -> Any:
     return value
 
 
-AdapterNames = Annotated[tuple[Name, ...], BeforeValidator(_sequence_of_names)]
+AdapterNames = Annotated[Many[Name], BeforeValidator(_sequence_of_names)]
 
 
 class AdapterFields(SpecModel):
@@ -156,9 +157,7 @@ class PlanningRequirements(SpecModel):
         default=None,
         description="GPUs a plan may use, beside profile; absent: up to 8 times the lower bound.",
     )
-    pools: tuple[Pool, ...] = Field(
-        default=(), description="GPUs of several kinds, instead of profile and gpus."
-    )
+    pools: Many[Pool] = Field(default=(), description="GPUs of several kinds, instead of profile and gpus.")
     engine: EngineConfig = Field(default=EngineConfig(), description="Engine flags that are fixed.")
     slo: Slo = Field(default=Slo(), description="Service-level objectives.")
     objective: Objective = Field(default=Objective.MIN_GPUS, description="What the plan should optimise.")
@@ -199,7 +198,7 @@ class Workload(PlanningRequirements):
     Rates are long-run means of ``arrivals``, unless a trace is given, which is then replayed.
     """
 
-    adapters: tuple[Adapter, ...] = Field(description="Adapters to serve; may be empty beside base.")
+    adapters: Many[Adapter] = Field(description="Adapters to serve; may be empty beside base.")
     base: BaseTraffic | None = Field(
         default=None, description="Traffic of the base model; absent: every request names an adapter."
     )

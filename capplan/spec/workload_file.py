@@ -10,7 +10,7 @@ from pydantic import BeforeValidator, Discriminator, Field, Strict, Tag, model_v
 from capplan.spec.lengths import Lengths
 from capplan.spec.trace_files import TraceFormat
 from capplan.spec.traffic import ArrivalProcess, Arrivals, Popularity, Stickiness
-from capplan.spec.validation import Natural, NonNegative, Positive, SpecModel, Text, rule, rule_error
+from capplan.spec.validation import Many, Natural, NonNegative, Positive, SpecModel, Text, rule, rule_error
 from capplan.spec.workload import (
     LENGTH_CORRELATION,
     STICKINESS,
@@ -183,7 +183,7 @@ def _adapters_tag(value: Any) -> str:
 
 
 AdaptersSource: TypeAlias = Annotated[
-    Annotated[tuple[AdapterEntry, ...], Field(min_length=1), Tag("<list>")] | Annotated[Text, Tag("<csv>")],
+    Annotated[Many[AdapterEntry], Field(min_length=1), Tag("<list>")] | Annotated[Text, Tag("<csv>")],
     Discriminator(_adapters_tag),
 ]
 

@@ -148,6 +148,7 @@ def _burst_rate(burst: Burst, adapters: int) -> PeriodicRate:
 
 
 NS_PER_S: Final = 1_000_000_000
+_MAX_DRAWS: Final = 2e7
 _LARGEST_EXPONENT: Final = 700.0  # e to it is still a floating-point number
 
 
@@ -187,7 +188,10 @@ def _unpredictable(
     rng: np.random.Generator, process: Unpredictable, rates_rps: Floats, duration_s: float
 ) -> tuple[Owners, Floats]:
     """Return a process per adapter and interval: at a border the pending gap is dropped and drawn anew."""
-    intervals = math.ceil(duration_s / process.every_s)
+    intervals = math.ceil(min(duration_s / process.every_s, _MAX_DRAWS + 1.0))
+    if intervals * len(rates_rps) > _MAX_DRAWS:
+        rule = f"must leave at most {_MAX_DRAWS:g} redraws of all adapters in the duration"
+        raise InputError(rule, process.every_s, "arrivals.every_s")
     rates = rates_rps[:, None] * _multipliers(rng, process, len(rates_rps), intervals)
     heavy = rng.random(rates.shape) < 0.5
     begin_s = np.arange(intervals) * process.every_s

@@ -122,9 +122,10 @@ def renewals(
     InputError
         When over 1e8 events are to be expected.
     """
-    if spans.sum() > MAX_REQUESTS:
+    expected = float(spans.sum())
+    if expected > MAX_REQUESTS:
         raise InputError(
-            f"rates x duration must not exceed {MAX_REQUESTS:g} requests", spans.sum(), "duration_s"
+            f"rates x duration must not exceed {MAX_REQUESTS:g} requests", expected, "duration_s"
         )
     last = first(rng, np.arange(len(spans)))
     active = np.flatnonzero(last < spans)

@@ -113,7 +113,10 @@ def read_table(
 def _numbers(column: pd.Series, location: str, *, may_be_blank: bool) -> NDArray[np.float64]:
     import pandas as pd
 
-    values = pd.to_numeric(column, errors="coerce").to_numpy(np.float64)
+    try:
+        values = pd.to_numeric(column, errors="coerce").to_numpy(np.float64)
+    except OverflowError:  # whole numbers of hundreds of digits
+        raise InputError("must be finite numbers >= 0", location=location) from None
     wrong = ~(np.isfinite(values) & (values >= 0.0))
     if may_be_blank:
         wrong &= column.notna().to_numpy(bool)

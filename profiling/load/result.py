@@ -23,7 +23,7 @@ from capplan.profiling.load.record import (
 from capplan.spec import STARVED_BELOW, read_text, write_text_atomic
 from capplan.spec.files import parse_json
 from capplan.spec.latency_stats import PERCENTILES, latency_stats
-from capplan.spec.validation import SpecModel, format_key, validate_document
+from capplan.spec.validation import Many, SpecModel, format_key, validate_document
 
 if TYPE_CHECKING:
     from capplan.profiling.load.bench import EventLoopLag
@@ -122,10 +122,10 @@ class BenchResult(SpecModel):
     warm_up_s: float = Field(description="Time before the window.")
     duration_s: float = Field(description="Length of the window.")
     overall: LoadMetrics
-    adapters: tuple[LoadMetrics, ...] = ()
-    failures: tuple[Failure, ...] = ()
+    adapters: Many[LoadMetrics] = ()
+    failures: Many[Failure] = ()
     client: ClientHealth
-    server: Annotated[tuple[ServerSample, ...], Field(description="Scrapes of /metrics.")] = ()
+    server: Annotated[Many[ServerSample], Field(description="Scrapes of /metrics.")] = ()
 
     def to_json(self, path: str | os.PathLike[str] | None = None) -> str:
         """Return the result as JSON text, and write it to ``path`` atomically if given."""

@@ -120,6 +120,23 @@ def test_a_table_for_a_reader_that_goes_away_is_no_error(tmp_path: Path) -> None
     assert (done.returncode, done.stderr) == (141, b"")
 
 
+@pytest.mark.parametrize("words", ["profiles", "schema plan", "--help", "--version"])
+@pytest.mark.parametrize(("redirection", "reason"), [(">/dev/full", "No space left"), (">&-", "is closed")])
+def test_output_that_cannot_be_written_is_one_line(words: str, redirection: str, reason: str) -> None:
+    line = f"exec {sys.executable} -m capplan {words} {redirection}"
+    done = subprocess.run(["sh", "-c", line], env=environment(), capture_output=True, text=True, timeout=120)
+    assert done.returncode == 2
+    assert done.stderr.startswith("error: standard output: ")
+    assert reason in done.stderr
+    assert done.stderr.count("\n") == 1
+
+
+def test_nowhere_to_write_an_error_is_no_traceback(tmp_path: Path) -> None:
+    line = f"exec {sys.executable} -m capplan profiles {tmp_path}/absent.json 2>&-"
+    done = subprocess.run(["sh", "-c", line], env=environment(), capture_output=True, text=True, timeout=120)
+    assert (done.returncode, done.stdout) == (2, "")
+
+
 @pytest.mark.parametrize(
     "statement",
     [

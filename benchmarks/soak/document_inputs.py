@@ -1,0 +1,297 @@
+"""Hostile workloads, plans and profiles: values of single fields, and broken documents."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from pathlib import Path
+from typing import Final
+
+from benchmarks.soak.case import (
+    DIGITS,
+    EXPORT,
+    PLAN,
+    SIMULATE,
+    WORKLOAD,
+    Case,
+    Content,
+    link_to_zeros,
+    shown,
+    sparse_file,
+    with_value,
+)
+
+LARGE: Final = ("1e308", "1e-300", "9" * 400, "1e15", ".nan")
+COUNTS: Final = ("1000000000", "9223372036854775808", DIGITS, "1e9", "-1")
+
+_SIMULATED: Final[Mapping[str, Sequence[str]]] = {
+    "requests.prompt_tokens.mean": LARGE,
+    "requests.prompt_tokens.std": LARGE,
+    "requests.output_tokens.mean": LARGE,
+    "requests.output_tokens.std": LARGE,
+    "requests.prompt_tokens": (
+        "{values: [1, 2], counts: [1e308, 1e308]}",
+        "{values: [1, 2], counts: [1e-320, 1e-320]}",
+        "{edges: [1, 16777216], counts: [1]}",
+        "{edges: [1, 2, 16777217], counts: [1e-300, 1e300]}",
+        "{values: [1, 9223372036854775808], counts: [1, 1]}",
+        "{file: workload.yaml, column: a}",
+        "{file: /dev/zero, column: a}",
+    ),
+    "requests.arrivals.cv": ("50", "0.01", *LARGE),
+    "requests.arrivals.modulation.amplitude": LARGE,
+    "requests.arrivals.modulation": (
+        "{kind: steps, steps: [[0, 1e308], [1, 1e308]]}",
+        "{kind: steps, steps: [[0, 1e-308]], period_s: 1e-300}",
+        "{kind: diurnal, amplitude: 1, period_s: 1e-300}",
+        "{kind: diurnal, amplitude: 1, period_s: 1e300}",
+        "{kind: burst, factor: 1e308, every_s: 2, length_s: 1}",
+        "{kind: burst, factor: 2, every_s: 1e308, length_s: 1e308}",
+        "{kind: shifting_skew, from_rank: 16, to_rank: 8, over_s: 1e-308}",
+        "{kind: shifting_skew, from_rank: 16, to_rank: 8, over_s: 1e308}",
+    ),
+    "requests.arrivals": (
+        "{process: unpredictable, every_s: 1e-300}",
+        "{process: unpredictable, every_s: 1e-4, factor: 1e308, clip: 1e308}",
+        "{process: unpredictable, sigma: 5, clip: 1e308, factor: 1e308}",
+        "{process: unpredictable, lognormal_gaps: published_client}",
+        "{process: lognormal, cv: 50}",
+        "{process: weibull, cv: 50}",
+    ),
+    "requests.stickiness.last": COUNTS,
+    "requests.length_correlation": ("0.9999999999999999", "-0.9999999999999999", *LARGE),
+    "requests.shared_prefix_tokens": COUNTS,
+    "base.rate_rps": LARGE,
+    "adapters.0.rate_rps": LARGE,
+    "adapters.0.count": (*COUNTS, "100000"),
+    "adapters.0.rank": COUNTS,
+    "adapters.1.popularity.zipf": ("50", *LARGE),
+    "adapters.1.popularity": ("{power_law: 1e-300}", "{exponential: 50}", "{power_law: 1e-5}"),
+    "adapters.1.total_rate_rps": LARGE,
+    "adapters.1.count": (*COUNTS, "100000"),
+    "adapters.2.max_replicas": COUNTS,
+    "adapters.2.name": ('"\\u001b[31m"', '"--api-key"', '"\\u0000"', '"' + "x" * 5000 + '"', "[[[[]]]]"),
+    "engine.max_num_seqs": COUNTS,
+    "engine.max_num_batched_tokens": COUNTS,
+    "engine.max_model_len": COUNTS,
+    "engine.max_loras": COUNTS,
+    "engine.max_cpu_loras": COUNTS,
+    "engine.gpu_memory_utilization": ("1e-300", *LARGE),
+    "base_model": ('""', '"--trust-remote-code"', '"\\u001b[2J"', "3", "[]", '"' + "m" * 100_000 + '"'),
+    "profile": ("/dev/zero", "./workload.yaml", '"../" ', '"' + "p" * 5000 + '.json"', '"./\\u0000.json"'),
+}
+"""Values of fields that a simulation reads, as YAML."""
+
+_PLANNED: Final[Mapping[str, Sequence[str]]] = {
+    "gpus.count": (*COUNTS, "10001"),
+    "slo.ttft_p99_s": LARGE,
+    "slo.served_fraction": LARGE,
+    "slo": ("{tpt_over_base: 1e308, attainment: 1e-300}", "{tpot_p99_ms: 1e-300}", "{itl_mean_ms: 1e-300}"),
+    "headroom": ("0.9999999999999999", *LARGE),
+    "adapters.0.rate_rps": LARGE,
+    "adapters.1.total_rate_rps": LARGE,
+    "base.rate_rps": LARGE,
+    "requests.output_tokens.std": LARGE,
+    "adapters.0.count": ("100000", "1000000"),
+    "engine.max_num_seqs": COUNTS,
+    "move_cost": LARGE,
+    "queues": ("{max_queues: 1000000000}", "{percentile: 0.9999999999999999}", "{size: output_only}"),
+    "previous_plan": ("/dev/zero", "./workload.yaml", '"absent.json"', '"' + "p" * 5000 + '"'),
+    "objective": ("min_cost", "max_throughput", "3"),
+    "pools": (
+        "[{name: p, profile: ./profile.json, count: 1000000000}]",
+        "[{name: p, profile: ./profile.json, usd_per_hour: 1e308}]",
+        "[{name: --x, profile: ./profile.json}]",
+    ),
+}
+"""Values of fields that a plan reads, as YAML."""
+
+_PLAN_FIELDS: Final[Mapping[str, Sequence[str]]] = {
+    "groups.0.replicas": (*COUNTS, "10001"),
+    "groups.0.tp": COUNTS,
+    "groups.0.id": ('"--help"', '"../../etc"', '"\\u001b[31m"', '""', DIGITS),
+    "groups.0.adapters.0.rate_rps": ("1e308", "-1", DIGITS, "1e-320"),
+    "groups.0.adapters.0.share": ("1e308", "1e-320", DIGITS, "2"),
+    "groups.0.adapters.0.name": ('"--api-key"', '"\\u0007"', "5"),
+    "groups.0.predicted.throughput_tok_s": ("1e308", DIGITS, "1e400"),
+    "groups.0.predicted.kv_tokens": (DIGITS, "9223372036854775808"),
+    "groups.0.predicted.load_over_capacity": ("1e308", "1e-320"),
+    "groups.0.engine_args.max_loras": COUNTS,
+    "groups.0.engine_args.max_num_seqs": COUNTS,
+    "groups.0.engine_args.max_model_len": COUNTS,
+    "totals.gpus": COUNTS,
+    "totals.lower_bound_gpus": ("9223372036854775808", DIGITS),
+    "verification.duration_s": ("1e308", "1e-320", DIGITS),
+    "verification.seeds": ("[]", f"[{DIGITS}]", "[9223372036854775808]"),
+    "provenance": ("[]", '{"a": ' * 500 + "1" + "}" * 500, '{"profile_kind": {"a": 1e308}}', "null"),
+    "base_model": ('"--trust-remote-code"', '""', '"\\u001b[2J"'),
+    "engine.version": ('"' + "9" * 5000 + '"', '"\\u001b[2J"', '""', '"rm -rf"'),
+    "engine.rules": ('"none"', '"' + "r" * 100_000 + '"'),
+}
+"""Values of fields of a plan, as JSON."""
+
+_PROFILE_FIELDS: Final[Mapping[str, Sequence[str]]] = {
+    "gpu.memory_bytes": (*COUNTS, "1" + "0" * 300),
+    "tp": COUNTS,
+    "model.layers": COUNTS,
+    "model.hidden_size": COUNTS,
+    "model.vocab_size": COUNTS,
+    "model.head_dim": COUNTS,
+    "model.max_positions": COUNTS,
+    "engine.block_size": COUNTS,
+    "engine.lora_extra_vocab": ("9223372036854775808", "1" + "0" * 300),
+    "step_latency.coefficients.base_ms.value": ("1e308", "-1e308", "0", "1e-320", "-1"),
+    "memory.coefficients.reserved_bytes.value": ("1e308", "-1e308", "1e-320"),
+    "memory.coefficients.slot_factor.value": ("1e308", "-1e308", "1e-320"),
+    "loading.coefficients.gpu_base_ms.value": ("1e308", "-1e308", "1e-320"),
+    "loading.coefficients.disk_ms_per_rank.value": ("1e308", "-1e308"),
+    "host.coefficients.request_ms.value": ("1e308", "-1e308"),
+    "length_correlation": ("0.9999999999999999", "-1", "1e308"),
+    "step_latency.form": ('"none"', '""', '"' + "f" * 100_000 + '"'),
+    "step_latency.coefficients": ("{}", "[]", "null"),
+    "step_latency.fitted_range": ('{"tokens": [1e308, -1e308]}', '{"rank": [0, 1e-320]}', "[]"),
+    "name": ('"\\u001b[31m"', '"../../x"', '""'),
+}
+"""Values of fields of a profile, as JSON."""
+
+
+def cases() -> Iterator[Case]:
+    """Yield the cases of all documents."""
+    yield from _documents()
+    yield from _mutated_workloads()
+    yield from _mutated_plans()
+    yield from _mutated_profiles()
+
+
+def _mutated_workloads() -> Iterator[Case]:
+    for words, table in ((SIMULATE, _SIMULATED), (PLAN, _PLANNED)):
+        for path, values in table.items():
+            for number, value in enumerate(values):
+                text = with_value(WORKLOAD, path, value)
+                if path == "pools":
+                    text = text.replace('"profile": "./profile.json", "gpus": {"count": 2}, ', "")
+                name = f"{words[0]} {path} {shown(value)} #{number}"
+                yield Case(name, words, {"workload.yaml": text})
+
+
+def _mutated_plans() -> Iterator[Case]:
+    for path, values in _PLAN_FIELDS.items():
+        for number, value in enumerate(values):
+            words = EXPORT if number % 2 == 0 else ("explain", "plan.json")
+            yield Case(
+                f"plan.json {path} {shown(value)} #{number}",
+                words,
+                {"plan.json": _changed("plan.json", path, value)},
+            )
+
+
+def _mutated_profiles() -> Iterator[Case]:
+    for path, values in _PROFILE_FIELDS.items():
+        for number, value in enumerate(values):
+            words = PLAN if number % 3 == 2 else SIMULATE
+            name = f"profile.json {path} {shown(value)} #{number}"
+            yield Case(name, words, {"profile.json": _changed("profile.json", path, value)})
+
+
+def _changed(base: str, path: str, value: str) -> Callable[[Path], None]:
+    """Return a writer of the base file with one value changed."""
+
+    def write(file: Path) -> None:
+        file.write_text(with_value(json.loads(file.read_text()), path, value))
+
+    assert base
+    return write
+
+
+def _documents() -> Iterator[Case]:
+    """Yield broken and huge documents in place of each kind of document."""
+    for kind, words in {
+        "workload.yaml": SIMULATE,
+        "plan.json": ("explain", "plan.json"),
+        "profile.json": ("profiles", "./profile.json"),
+        "result.json": ("bench", "--read", "result.json"),
+        "config.json": (
+            "profile",
+            "roofline",
+            "--gpu",
+            "h200",
+            "--model-config",
+            "config.json",
+            "--base-model",
+            "o/m",
+            "-o",
+            "out.json",
+        ),
+    }.items():
+        for name, content in _BROKEN.items():
+            yield Case(f"{kind}: {name}", words, {kind: content})
+    adapters = json.dumps(WORKLOAD["adapters"])
+    whole = json.dumps(WORKLOAD)
+    for name, text in {
+        "60 kB that name 100 million adapters": json.dumps(
+            [{"name": f"n{k}-{{i}}", "count": 100_000, "rank": 8, "rate_rps": 0.0} for k in range(1000)]
+        ),
+        "1,000,001 adapters": json.dumps(
+            [{"name": f"n{k}-{{i}}", "count": 100_000, "rank": 8, "rate_rps": 0.0} for k in range(10)]
+            + [{"name": "last", "rank": 8, "rate_rps": 0}]
+        ),
+        "50,000 equal names": json.dumps([{"name": "a", "rank": 8, "rate_rps": 0.0}] * 50_000),
+        "10,000 entries apart from each other": json.dumps(
+            [
+                {"name": f"a{k}", "rank": 8, "rate_rps": 0.0, "apart_from": [f"a{(k + 1) % 10_000}"]}
+                for k in range(10_000)
+            ]
+        ),
+        "an adapter with 100,000 names in apart_from": json.dumps(
+            [
+                {"name": "a", "rank": 8, "rate_rps": 0.0, "apart_from": ["b"] * 100_000},
+                {"name": "b", "rank": 8, "rate_rps": 0.0},
+            ]
+        ),
+        "adapters: /dev/zero": '"/dev/zero"',
+        "adapters: the workload itself": '"workload.yaml"',
+    }.items():
+        for words in (SIMULATE, PLAN):
+            yield Case(f"{words[0]} {name}", words, {"workload.yaml": whole.replace(adapters, text)})
+
+
+def _nested(opening: str, closing: str, levels: int) -> str:
+    return opening * levels + closing * levels
+
+
+def _link_to_itself(file: Path) -> None:
+    file.unlink(missing_ok=True)
+    file.symlink_to(file)
+
+
+_BROKEN: Final[Mapping[str, Content]] = {
+    "empty": "",
+    "null": "null",
+    "a list": "[]",
+    "a number": "1",
+    "5,000 digits": DIGITS,
+    "a key of 5,000 digits": '{"groups": ' + DIGITS + "}",
+    "100,000 open lists": "[" * 100_000,
+    "100,000 nested lists": _nested("[", "]", 100_000),
+    "900 nested objects": '{"provenance": ' * 900 + "1" + "}" * 900,
+    "100,000 keys": json.dumps({f"k{i}": i for i in range(100_000)}),
+    "100,000 keys, the last twice": json.dumps({f"k{i}": i for i in range(100_000)})[:-1] + ', "k0": 1}',
+    "a duplicate key": '{"groups": [], "groups": []}',
+    "NaN": '{"totals": NaN}',
+    "half a document": '{"groups": [{"id": "g',
+    "UTF-16": '{"groups": []}'.encode("utf-16"),
+    "null bytes": b"\0" * 1000,
+    "invalid UTF-8": b'{"a": "\xff\xfe"}',
+    "a lone surrogate": '{"base_model": "\\ud800"}',
+    "aliases of aliases": "\n".join(
+        f"a{i}: &a{i} [*a{i - 1}, *a{i - 1}]" if i else "a0: &a0 [1]" for i in range(60)
+    ),
+    "a tag": "!!python/object/apply:os.system [id]",
+    "an escape in a key": '{"\\u001b[31m": 1}',
+    "a key of 1 MiB": json.dumps({"k" * 2**20: 1}),
+    "a string of 16 MiB": json.dumps({"base_model": "m" * 2**24}),
+    "a list of 2 million numbers": json.dumps({"groups": [0] * 2_000_000}),
+    "8 GiB of zeros": sparse_file,
+    "a link to itself": _link_to_itself,
+    "a link to /dev/zero": link_to_zeros,
+}
