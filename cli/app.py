@@ -38,6 +38,11 @@ def reported(debug: bool) -> Iterator[None]:
     except KeyboardInterrupt:
         typer.echo("interrupted", err=True)
         raise typer.Exit(_INTERRUPTED) from None
+    except MemoryError:
+        if debug:
+            traceback.print_exc()
+        typer.echo("error: out of memory: this machine has too little for an input of this size", err=True)
+        raise typer.Exit(InputError.exit_code) from None
     except BrokenPipeError:
         _discard_stdout()
         raise typer.Exit(_PIPE_CLOSED) from None

@@ -92,7 +92,7 @@ _PLANNED: Final[Mapping[str, Sequence[str]]] = {
     "adapters.1.total_rate_rps": LARGE,
     "base.rate_rps": LARGE,
     "requests.output_tokens.std": LARGE,
-    "adapters.0.count": ("100000", "1000000"),
+    "adapters.0.count": ("100001", "1000000"),
     "engine.max_num_seqs": COUNTS,
     "move_cost": LARGE,
     "queues": ("{max_queues: 1000000000}", "{percentile: 0.9999999999999999}", "{size: output_only}"),

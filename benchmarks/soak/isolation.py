@@ -30,7 +30,8 @@ OUTPUTS: Final = ("stdout", "stderr")
 class Limits:
     """Limits of a call; one that reaches them is ended."""
 
-    seconds: float = 30.0
+    seconds: float = 60.0
+    """Elapsed time."""
     bytes: int = 2 * _GIB
     """Address space beyond that of the parent."""
     processes: int = 64
@@ -44,7 +45,8 @@ class Outcome:
     """Exit status; minus the signal that ended it."""
     stdout: str
     stderr: str
-    seconds: float
+    cpu_s: float
+    """Processor time, with that of the processes it waited for."""
     peak_bytes: int
     """Peak resident memory, modules included."""
     left: int
@@ -73,11 +75,11 @@ def isolated(call: Callable[[], int], folder: Path, limits: Limits) -> Outcome:
     if process == 0:
         _child(call, folder, outputs, limits)
     status, usage = _awaited(process, started_s, limits)
-    seconds = time.monotonic() - started_s
     left = _end_group(process)
     stdout, stderr = (path.read_text(errors="replace") for path in outputs)
     exit_status = os.waitstatus_to_exitcode(status)
-    return Outcome(exit_status, stdout, stderr, seconds, usage.ru_maxrss * 1024, left)
+    cpu_s = usage.ru_utime + usage.ru_stime
+    return Outcome(exit_status, stdout, stderr, cpu_s, usage.ru_maxrss * 1024, left)
 
 
 def _child(call: Callable[[], int], folder: Path, outputs: list[Path], limits: Limits) -> None:

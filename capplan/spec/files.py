@@ -79,7 +79,7 @@ def error_reason(error: Exception) -> str:
 
 
 Scalar: TypeAlias = str | int | float | bool | None
-_MAX_NODES: Final = 4_000_000
+_MAX_NODES: Final = 2_000_000
 _MAX_DEPTH: Final = 32
 
 _CORE_SCHEMA: Final = MappingProxyType(
@@ -180,6 +180,7 @@ class _Builder:
         self._events = events
         self._path = path
         self._anchors: dict[str, Node] = {}
+        self._nodes_left = _MAX_NODES
 
     def document(self) -> Node | None:
         """Return the only document of the stream, or None when there is none."""
@@ -192,6 +193,9 @@ class _Builder:
         return root
 
     def _node(self, event: yaml.Event, depth: int) -> Node:
+        self._nodes_left -= 1
+        if self._nodes_left < 0:
+            raise self._error(event, f"must not hold over {_MAX_NODES} values")
         if depth > _MAX_DEPTH:
             raise self._error(event, f"must not be nested more than {_MAX_DEPTH} levels deep")
         if isinstance(event, yaml.AliasEvent):

@@ -21,6 +21,8 @@ if TYPE_CHECKING:
 _PART_ROWS: Final = 500_000
 _MAX_ROWS: Final = 10_000_000  # of a table of measurements, which is kept whole
 _MAX_LINE_BYTES: Final = 2**20  # a longer line is no row of numbers and names
+_MAX_COLUMNS: Final = 10_000
+_BUFFER_BYTES: Final = 2**18
 _UNPACK: Final[Mapping[str, Callable[[BinaryIO], Any]]] = MappingProxyType(
     {".gz": gzip.open, ".bz2": bz2.open, ".xz": lzma.open}
 )
@@ -97,7 +99,14 @@ def _csv(path: Path, wanted: Sequence[str]) -> Iterator[pd.DataFrame]:
 
     keep_text = {"adapter": str} if "adapter" in wanted else None
     unpack = _UNPACK.get(path.suffix, nullcontext)
-    with open_stream(path) as file, unpack(file) as text, io.BufferedReader(_Lines(text)) as lines:
+    with (
+        open_stream(path) as file,
+        unpack(file) as text,
+        io.BufferedReader(_Lines(text), _BUFFER_BYTES) as lines,
+    ):
+        header = lines.peek(_MAX_LINE_BYTES).partition(b"\n")[0]
+        if header.count(b",") >= _MAX_COLUMNS:
+            raise ValueError(f"a table must not have over {_MAX_COLUMNS:,} columns")
         options: Any = {"dtype": keep_text, "keep_default_na": False, "na_values": [""]}
         yield from pd.read_csv(lines, chunksize=_PART_ROWS, **options)
 

@@ -21,6 +21,7 @@ from capplan.models.calibration.tables import REGIMES, StepTable
 from capplan.spec import Fit, FittedModel, Kernel, Uncertainty
 
 DEFAULT_FOLDS: Final = 5
+_UNFITTED: Final = "cannot be fitted: values are too large, too small or too far apart"
 NEGLIGIBLE: Final = 0.01
 NEGLIGIBLE_POINTS: Final = 0.02
 """Candidates count as equal if their held-out errors differ by less than `NEGLIGIBLE` of the error or by less
@@ -217,7 +218,12 @@ def _fit(candidate: StepModelCandidate, table: StepTable) -> StepModelFit:
     if table.rows < coefficients:
         rule = f"must leave at least {coefficients} rows to each fit of the form {candidate.label}"
         raise InputError(rule, table.rows, table.source)
-    return candidate.fit(table)
+    try:
+        return candidate.fit(table)
+    except (ValueError, np.linalg.LinAlgError) as error:  # ValueError: sums that overflow
+        if isinstance(error, InputError):
+            raise
+        raise InputError(f"{_UNFITTED} by {candidate.label}", location=table.source) from None
 
 
 def _score(fit: StepModelFit, table: StepTable, held_out: NDArray[np.float64]) -> StepModelScore:
@@ -232,7 +238,11 @@ def _score(fit: StepModelFit, table: StepTable, held_out: NDArray[np.float64]) -
 
 def _best(scores: Sequence[StepModelScore], preferred: Sequence[str]) -> str:
     """Return the first label in order of preference whose held-out error equals the lowest."""
-    errors = {score.label: score.held_out_error for score in scores}
+    errors = {
+        score.label: score.held_out_error if np.isfinite(score.held_out_error) else np.inf for score in scores
+    }
     least = min(errors[label] for label in preferred)
+    if not np.isfinite(least):
+        raise InputError(_UNFITTED, location="steps")
     limit = least + max(NEGLIGIBLE * least, NEGLIGIBLE_POINTS)
     return next(label for label in preferred if errors[label] <= limit)

@@ -58,6 +58,8 @@ FROM_PREFILLS: Final = ("decodes", "lora_decodes", "lora_prefills", "lora_prefil
 requests have adapters.
 """
 
+_MOST: Final = 1e18  # of a cell; bytes, tokens and milliseconds are less, and squares of cells are finite
+_LEAST: Final = 1e-9  # of a positive cell
 _POSITIVE: Final = ("step_ms", "requests", "a_max", "s_max", "adapters_served", "steps", "kv_capacity")
 
 UNQUEUED: Final = "un-queued"
@@ -117,12 +119,14 @@ def _numbers(column: pd.Series, location: str, *, may_be_blank: bool) -> NDArray
         values = pd.to_numeric(column, errors="coerce").to_numpy(np.float64)
     except OverflowError:  # whole numbers of hundreds of digits
         raise InputError("must be finite numbers >= 0", location=location) from None
-    wrong = ~(np.isfinite(values) & (values >= 0.0))
+    wrong = ~((values >= 0.0) & (values <= _MOST))
     if may_be_blank:
         wrong &= column.notna().to_numpy(bool)
     if wrong.any():
         row = int(np.argmax(wrong))
         rule = "must be a finite number >= 0"
+        if values[row] > _MOST:
+            rule = f"must be at most {_MOST:g}"
         raise InputError(rule, _plain(column.iloc[row]), f"{location}, row {row + 1}")
     return values
 
@@ -136,8 +140,8 @@ def require_positive(frame: pd.DataFrame, columns: Sequence[str], location: str)
         Naming the first row that breaks the rule.
     """
     for name in columns:
-        if name in frame.columns and (frame[name] <= 0.0).any():
-            row = int(np.argmax(frame[name].to_numpy() <= 0.0))
+        if name in frame.columns and (frame[name] < _LEAST).any():
+            row = int(np.argmax(frame[name].to_numpy() < _LEAST))
             cell = f"{location}: {name}, row {row + 1}"
             raise InputError("must be above 0", _plain(frame[name].iloc[row]), cell)
 
