@@ -22,6 +22,7 @@ _FOLDER: Final = Path(__file__).parent
 _EMBEDDING_ADAPTERS: Final = ("LlamaForCausalLM", "MistralForCausalLM")
 """Architectures whose slots also hold embedding and output head (vLLM: ``embedding_modules``)."""
 
+_MOST: Final = 2**40  # of a size of a model
 _POSITIONS: Final = "max_position_embeddings"
 
 Positive = Annotated[float, Field(gt=0, allow_inf_nan=False)]
@@ -156,6 +157,8 @@ def whole_number(config: Mapping[str, Any], key: str, location: str, default: in
         value = default
     if not isinstance(value, int) or isinstance(value, bool) or value < 1:
         raise InputError("must be a whole number above 0", value, f"{location}: {key}")
+    if value > _MOST:
+        raise InputError(f"must be at most {_MOST}", value, f"{location}: {key}")
     return value
 
 

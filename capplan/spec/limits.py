@@ -11,7 +11,7 @@ from typing import Final
 from capplan.errors import InputError
 
 MAX_SIMULATED_S: Final = 2e9  # 63 years; 2^62 nanoseconds, 146 years, stand for never in the twin
-_LEAST_S: Final = 1e-9
+LEAST_S: Final = 1e-9  # the clock counts nanoseconds
 MAX_SEEDS: Final = 1000  # the standard error of the mean over them is 3 % of the standard deviation
 
 
@@ -94,9 +94,7 @@ def require_duration(duration_s: float, location: str = "duration_s") -> None:
     most_s = input_limits().max_duration_s
     if not 0 < duration_s < float("inf"):
         raise InputError("must be a finite number > 0", duration_s, location)
-    if duration_s < _LEAST_S:
-        raise InputError(
-            f"must be at least {_LEAST_S:g} seconds, the unit of the clock", duration_s, location
-        )
+    if duration_s < LEAST_S:
+        raise InputError(f"must be at least {LEAST_S:g} seconds, the unit of the clock", duration_s, location)
     if duration_s > most_s:
         raise InputError(beyond(most_s, "seconds", "--max-duration-s"), duration_s, location)

@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Any, Final, NamedTuple
 from pydantic_core import CoreSchema, core_schema
 
 from capplan.errors import InputError
-from capplan.spec.limits import MAX_SIMULATED_S
+from capplan.spec.limits import LEAST_S, MAX_SIMULATED_S
 from capplan.spec.validation import MAX_TOKENS
 
 if TYPE_CHECKING:
@@ -151,9 +151,12 @@ class Trace(Recording):
         """Return the same requests at another mean rate: all times are scaled in proportion."""
         import numpy as np
 
-        scale = len(self) / (rate_rps * self.duration_s)
+        at_rate = rate_rps * self.duration_s
+        scale = len(self) / at_rate if at_rate > 0 else float("inf")
         if not 0 < self.duration_s * scale <= MAX_SIMULATED_S:
             raise InputError("makes the recording too long", rate_rps, "rate_rps")
+        if self.duration_s * scale < LEAST_S:
+            raise InputError("makes the recording shorter than a nanosecond", rate_rps, "rate_rps")
         arrival_ns = np.rint(self.arrival_ns * scale).astype(np.int64)
         columns = (arrival_ns, self.adapter, self.prompt_tokens, self.output_tokens)
         duration_s, speed = self.duration_s * scale, self.speed / scale

@@ -29,6 +29,8 @@ from capplan.spec.latency_stats import latency_stats
 
 _MS_PER_S: Final = 1e3
 _MAX_BYTES: Final = 2**31
+_MOST: Final = 1e18  # seconds, requests and tokens are fewer
+_OPTIONAL: Final = ("failed", "num_prompts")
 _NEEDED: Final = ("duration", "completed", "total_input_tokens", "total_output_tokens")
 
 
@@ -169,10 +171,12 @@ def _document(path: str | os.PathLike[str]) -> Mapping[str, Any]:
     data: Any = parse_json(read_text(path, _MAX_BYTES), name)
     if not isinstance(data, Mapping):
         raise InputError("must hold a mapping, as vllm bench serve --save-result writes", location=name)
-    for key in _NEEDED:
+    for key in (*_NEEDED, *_OPTIONAL):
         value = data.get(key)
-        if not isinstance(value, int | float) or isinstance(value, bool) or value < 0:
-            raise InputError("must be a number >= 0", value, f"{name}: {key}")
+        if value is None and key in _OPTIONAL:
+            continue
+        if not isinstance(value, int | float) or isinstance(value, bool) or not 0 <= value <= _MOST:
+            raise InputError(f"must be a number >= 0, at most {_MOST:g}", value, f"{name}: {key}")
     if data["duration"] == 0:
         raise InputError("must be above 0", data["duration"], f"{name}: duration")
     return data
