@@ -142,8 +142,8 @@ def _started(script: Path, folder: Path, model: str, adapters: Mapping[str, str]
     if done.returncode or done.stderr or not record.exists():
         yield f"exit status {done.returncode}: {done.stderr.decode(errors='replace')[:200]}"
         return
-    words = record.read_text().split("\0")[:-1]
-    if words[:2] != ["serve", model]:
+    words = record.read_bytes().decode().split("\0")[:-1]
+    if words[:2] != ["serve", model] or model.startswith("-"):
         yield f"starts with {words[:2]}"
     at = words.index("--lora-modules")
     unknown = [word for word in words[2 : at + 1] if word.partition("=")[0] not in _FLAGS]
@@ -152,7 +152,13 @@ def _started(script: Path, folder: Path, model: str, adapters: Mapping[str, str]
     modules = words[at + 1 :]
     if any(word.startswith("-") for word in modules):
         yield f"an adapter that is a flag: {modules}"
-    elif dict(map(_module, modules)) != adapters:
+        return
+    try:
+        parsed = dict(map(_module, modules))
+    except (ValueError, KeyError):
+        yield f"adapters that cannot be parsed: {modules}"
+        return
+    if parsed != adapters:
         yield f"other adapters: {modules}"
 
 
