@@ -125,7 +125,7 @@ def _numbers(column: pd.Series, location: str, *, may_be_blank: bool) -> NDArray
     if wrong.any():
         row = int(np.argmax(wrong))
         rule = "must be a finite number >= 0"
-        if values[row] > _MOST:
+        if _MOST < values[row] < np.inf:
             rule = f"must be at most {_MOST:g}"
         raise InputError(rule, _plain(column.iloc[row]), f"{location}, row {row + 1}")
     return values
