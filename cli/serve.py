@@ -130,6 +130,9 @@ class ServeArgs:
         100, "--max-header-count", "--h11-max-header-count", metavar="N", help="Headers of a request."
     )
     header_timeout_s: float = typer.Option(15.0, metavar="S", help="For complete headers.")
+    client_buffer_bytes: int = typer.Option(
+        512 * 1024, metavar="N", help="Of a response that its client has not read yet."
+    )
     send_timeout_s: float = typer.Option(
         30.0, metavar="S", help="For a client that does not read; then it is disconnected."
     )

@@ -18,6 +18,8 @@ from capplan.spec import Group, Plan, PlanAdapter, Queues
 
 _DRAIN_TIMEOUT_S: Final = 1.0
 """For requests of an instance when the router, which drains first, stops it."""
+_SEND_RESERVE: Final = 2
+"""Send timeout of an instance relative to the router's, which disconnects a slow client first."""
 DEFAULT_MAX_QUEUE: Final = 512
 _QUEUE_RESERVE: Final = 2
 """Queue of an instance relative to the longest one of its verification, in which none is refused."""
@@ -116,7 +118,9 @@ def _of_group(plan: Plan, group: Group, serving: ServingOptions) -> list[Instanc
         model_name=serving.model_name,
         max_requests=engine["max_num_seqs"] + _max_queue(group, serving),
         drain_timeout_s=_DRAIN_TIMEOUT_S,
-        limits=replace(serving.limits, max_connections=None),
+        limits=replace(
+            serving.limits, max_connections=None, send_timeout_s=_SEND_RESERVE * serving.limits.send_timeout_s
+        ),
     )
     adapters = {adapter.name: _source(adapter, group) for adapter in group.adapters}
     if serving.model_name in adapters:

@@ -73,12 +73,14 @@ class RouterServer(DrainingServer):
         super().__init__(make_app(state), state, ready, _FILES_PER_CONNECTION)
         self._fleet = state.fleet
         self._starting: asyncio.Future[None] | None = None
+        self._is_stopping = False
 
-    async def serve(self, sockets: list[socket.socket] | None = None) -> None:
-        """Serve until stopped; no instance is left afterwards."""
+    async def _serve(self, sockets: list[socket.socket] | None = None) -> None:
+        """Serve until stopped, with signals handled; no instance is left afterwards."""
         try:
-            await super().serve(sockets)
+            await super()._serve(sockets)
         finally:
+            self._is_stopping = True
             for task in self._tasks:
                 task.cancel()
             await self._fleet.stop(at_once=self.force_exit)
@@ -100,5 +102,7 @@ class RouterServer(DrainingServer):
         if self._starting is not None:
             self.force_exit = True
             self._starting.cancel()
+        elif self._is_stopping:
+            self._tasks.append(asyncio.ensure_future(self._fleet.stop(at_once=True)))
         else:
             super().end()

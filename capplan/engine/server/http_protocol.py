@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Any, Final
 
 from uvicorn.protocols.http.httptools_impl import HttpToolsProtocol
 
-from capplan.engine.server.protocol import RETRY, ApiError
+from capplan.engine.server.protocol import RETRY, ApiError, shutting_down
 
 if TYPE_CHECKING:
     from capplan.engine.server.byte_budget import ByteBudget
@@ -33,11 +33,17 @@ class ConnectionCap:
         Beyond it, the connection is closed that has waited longest for a request or the rest of one.
     budget
         Bytes of incomplete requests.
+
+    Attributes
+    ----------
+    draining
+        Whether connections are closed after their next response.
     """
 
     def __init__(self, limits: ServerLimits, max_connections: int, budget: ByteBudget) -> None:
         self.limits = limits
         self.budget = budget
+        self.draining = False
         self._max_connections = max_connections
         self._open = 0
         self._waiting: dict[LimitedProtocol, None] = {}  # in the order in which they began to wait
@@ -98,6 +104,7 @@ class LimitedProtocol(HttpToolsProtocol):
     def connection_made(self, transport: asyncio.Transport) -> None:  # type: ignore[override]
         """Wait for headers."""
         super().connection_made(transport)
+        transport.set_write_buffer_limits(self._limits.client_buffer_bytes)
         if self._cap.add(self):
             self._start_timer()
         else:
@@ -160,6 +167,8 @@ class LimitedProtocol(HttpToolsProtocol):
             self._stop_timer()
         else:
             self._cap.complete(self)
+            # Not earlier: to close a connection while its client still sends can destroy the response.
+            self.cycle.keep_alive &= not self._cap.draining
         super().on_message_complete()
 
     def on_response_complete(self) -> None:
@@ -188,6 +197,24 @@ class LimitedProtocol(HttpToolsProtocol):
 
     def timeout_keep_alive_handler(self) -> None:
         """Close an idle connection, also if its client has not read the last response."""
+        self._close()
+
+    @property
+    def is_new(self) -> bool:
+        """Whether the first request of the connection has not come yet."""
+        return self.cycle is None
+
+    def cut_off(self) -> None:
+        """End the request that is being processed, with an error if its response has not begun, and close."""
+        if self.pipeline:
+            self.transport.abort()
+            return
+        if not self._is_idle:
+            if not self.cycle.response_started:
+                self.transport.write(_response(shutting_down()))
+            self.cycle.disconnected = True  # as if the client had left
+            self.cycle.message_event.set()
+            self.flow.resume_writing()
         self._close()
 
     def refuse_overload(self) -> None:

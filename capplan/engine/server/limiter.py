@@ -166,6 +166,9 @@ class RequestLimiter:
         body = _BodyReader(receive, self._state)
         try:
             await self._app(scope, body.receive, send)
+        except asyncio.CancelledError:  # at the end of the process; the client has been disconnected
+            if not self._state.draining:
+                raise
         finally:
             body.close()
 

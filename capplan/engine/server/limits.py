@@ -42,8 +42,11 @@ class ServerLimits:
         Maximum size of request line and headers, and number of headers.
     header_timeout_s
         Maximum time for complete headers, and for the rest of a body that is refused.
+    client_buffer_bytes
+        Size of a client's buffer. A response that fits into it has ended for the engine and the queues of a
+        plan, whether or not its client reads.
     send_timeout_s
-        Maximum time in which a client reads nothing while its buffer is full; the connection is closed then.
+        Maximum time for a client to read three quarters of its full buffer; it is disconnected then.
     max_connections
         Maximum number of open connections; beyond it the one that has waited longest for a request is closed.
         None: by the limit of open files, at most 8192.
@@ -64,6 +67,7 @@ class ServerLimits:
     max_header_bytes: int = 64 * 1024
     max_header_count: int = 100
     header_timeout_s: float = 15.0
+    client_buffer_bytes: int = 512 * 1024
     send_timeout_s: float = 30.0
     max_connections: int | None = None
     chat_template_timeout_s: float = 2.0

@@ -4,10 +4,13 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import ctypes
 import gc
 import logging
+import select
 import signal
 import socket
+import struct
 import sys
 import threading
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -22,7 +25,7 @@ from capplan.engine.affinity import AUTO, bound_to, core_cpus, other_cpus
 from capplan.engine.core_process import CoreProcess
 from capplan.engine.messages import CoreSettings, Ended
 from capplan.engine.models import model_config
-from capplan.engine.server.http_protocol import ConnectionCap
+from capplan.engine.server.http_protocol import ConnectionCap, LimitedProtocol
 from capplan.engine.server.limiter import ServerSettings, ServerState
 from capplan.engine.server.limits import raise_file_limit
 from capplan.engine.server.output_stream import RequestState
@@ -36,6 +39,20 @@ _SIGNALS: Final = (signal.SIGINT, signal.SIGTERM)
 _KEEP_ALIVE_S: Final = 75
 _SHUTDOWN_TIMEOUT_S: Final = 5
 """For responses that are complete but not sent, and for those that draining cut off."""
+_CANCEL_TIMEOUT_S: Final = 7
+"""For requests that do not end when they are disconnected."""
+_LAST_REQUESTS_S: Final = 3.0
+"""For the first request of clients that have connected when the server stops to listen."""
+_TICK_S: Final = 0.02
+_ACCEPTS: Final = 8
+"""Connections accepted per iteration of the event loop: uvloop accepts one for every descriptor.
+
+With one, the connections of an overload wait in the kernel, where nothing refuses them, until it resets them.
+"""
+
+_SO_ATTACH_FILTER: Final = 26
+_DROP_ALL: Final = struct.pack("=HBBI", 6, 0, 0, 0)
+"""The program "return 0" of the Berkeley packet filter."""
 
 
 def bind(host: str, port: int) -> socket.socket:
@@ -71,11 +88,23 @@ def url_of(listener: socket.socket) -> str:
     return f"http://[{host}]:{port}" if ":" in host else f"http://{host}:{port}"
 
 
+def ignore_new_connections(listener: socket.socket) -> None:
+    """Let the kernel drop requests for new connections; those it has accepted remain in its queue.
+
+    To close a listening socket resets the connections in its queue. A client whose first packet is dropped
+    repeats it after a second, and is refused then.
+    """
+    if sys.platform == "linux":
+        filter_ = ctypes.create_string_buffer(_DROP_ALL)
+        program = struct.pack("@HP", 1, ctypes.addressof(filter_))
+        listener.setsockopt(socket.SOL_SOCKET, _SO_ATTACH_FILTER, program)
+
+
 class DrainingServer(uvicorn.Server):
     """uvicorn with a shutdown in two steps.
 
     The first SIGTERM or SIGINT lets running requests finish, for a limited time, while new ones are refused
-    with 503. The second stops the server at once.
+    with 503. Every connection that the kernel has accepted is answered. The second stops the server at once.
 
     Parameters
     ----------
@@ -90,7 +119,7 @@ class DrainingServer(uvicorn.Server):
     ) -> None:
         raise_file_limit()
         limits = state.settings.limits
-        cap = ConnectionCap(limits, limits.connections(files_each), state.budget)
+        self._cap = cap = ConnectionCap(limits, limits.connections(files_each), state.budget)
         super().__init__(
             uvicorn.Config(
                 app,
@@ -100,7 +129,7 @@ class DrainingServer(uvicorn.Server):
                 access_log=False,
                 server_header=False,
                 timeout_keep_alive=_KEEP_ALIVE_S,
-                timeout_graceful_shutdown=_SHUTDOWN_TIMEOUT_S,
+                timeout_graceful_shutdown=_CANCEL_TIMEOUT_S,
             )
         )
         self._state = state
@@ -109,8 +138,9 @@ class DrainingServer(uvicorn.Server):
 
     async def startup(self, sockets: list[socket.socket] | None = None) -> None:
         """Listen, and report it."""
+        listeners = [each.dup() for each in sockets or () for _ in range(_ACCEPTS)]
         try:
-            await super().startup(sockets)
+            await super().startup(listeners)
         except OSError as error:
             raise _cannot_listen(error, "address") from None
         self._tasks.append(asyncio.ensure_future(self._exit_on_failure()))
@@ -131,12 +161,50 @@ class DrainingServer(uvicorn.Server):
             for number in _SIGNALS:
                 loop.remove_signal_handler(number)
 
+    async def shutdown(self, sockets: list[socket.socket] | None = None) -> None:
+        """Answer the clients that have connected, and stop."""
+        self._cap.draining = True
+        if not self.force_exit:
+            await self._take_last_requests(sockets or [])
+        self._state.draining = True
+        cut_off = asyncio.get_running_loop().call_later(_SHUTDOWN_TIMEOUT_S, self._cut_off)
+        await super().shutdown(sockets)
+        cut_off.cancel()
+        if self.force_exit:
+            await self.lifespan.shutdown()
+
+    async def _take_last_requests(self, sockets: Sequence[socket.socket]) -> None:
+        loop = asyncio.get_running_loop()
+        until_s = loop.time() + _LAST_REQUESTS_S
+
+        def waits() -> bool:
+            return loop.time() < until_s and not self.force_exit
+
+        for listener in sockets:
+            ignore_new_connections(listener)
+        while waits() and select.select(sockets, (), (), 0)[0]:
+            await asyncio.sleep(_TICK_S)  # the event loop accepts what is in the kernel's queue
+        for server in self.servers:
+            server.close()
+        while waits() and any(each.is_new for each in self._connections):
+            await asyncio.sleep(_TICK_S)
+
+    def _cut_off(self) -> None:
+        """End all requests."""
+        for connection in self._connections:
+            connection.cut_off()
+
+    @property
+    def _connections(self) -> list[LimitedProtocol]:
+        return [each for each in self.server_state.connections if isinstance(each, LimitedProtocol)]
+
     def end(self) -> None:
         """Drain and stop; called again, stop at once."""
         if self._state.draining:
             self.should_exit = self.force_exit = True
+            self._cut_off()
         else:
-            self._state.draining = True
+            self._state.draining = self._cap.draining = True
             self._tasks.append(asyncio.ensure_future(self._drain()))
 
     async def _drain(self) -> None:

@@ -83,6 +83,11 @@ def bad_request(error: InputError) -> ApiError:
     return ApiError(400, str(error), error.location or None)
 
 
+def shutting_down() -> ApiError:
+    """Return the error for a request that a server cannot answer before it ends."""
+    return ApiError(503, "The server shuts down", code="shutting_down", headers=RETRY)
+
+
 def unknown_model(name: str) -> ApiError:
     """Return the error for a model that is not served."""
     message = f"The model {clipped(name, _MAX_VALUE)!r} does not exist"
