@@ -6,6 +6,7 @@ core without a loop.
 
 from __future__ import annotations
 
+import os
 import socket
 import time
 from array import array
@@ -74,6 +75,7 @@ class CoreLoop:
             args=engine.args,
             clock_start_ns=engine.core.clock.start_ns,
             cpus=allowed_cpus(),
+            pid=os.getpid(),
         )
 
     def run(self) -> None:

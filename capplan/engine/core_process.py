@@ -16,6 +16,7 @@ import socket
 import subprocess
 import sys
 from collections.abc import Sequence
+from pathlib import Path
 from typing import Any, Final, Self
 
 from capplan.engine.affinity import bound_to, other_cpus
@@ -26,7 +27,8 @@ from capplan.engine.request import SamplingParams
 from capplan.errors import CapplanError
 
 _COMMAND: Final = (sys.executable, "-m", "capplan.engine.core_process")
-_STOP_TIMEOUT_S: Final = 30.0
+_STOP_TIMEOUT_S: Final = 5.0
+"""For the current step; a core that is stopped or hangs is killed then."""
 _PR_SET_PDEATHSIG: Final = 1
 _RECEIVE_BYTES: Final = 2**16
 
@@ -109,6 +111,15 @@ class CoreProcess:
                 if isinstance(message, CoreReady):
                     return message
         raise CoreEndedError(f"the engine core ended {self.describe_end()} while it was starting")
+
+
+def is_stopped(pid: int) -> bool:
+    """Return whether a process is stopped by a signal; False where the system does not tell."""
+    try:
+        state = Path(f"/proc/{pid}/stat").read_text().rpartition(") ")[2][:1]
+    except OSError:
+        return False
+    return state == "T"
 
 
 def warm_up(engine: Engine) -> None:

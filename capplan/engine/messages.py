@@ -47,6 +47,8 @@ class CoreReady(NamedTuple):
     """Start of the engine's clock on the monotonic clock, which all processes share."""
     cpus: Sequence[int]
     """That the core may run on."""
+    pid: int
+    """Process of the core."""
 
 
 class CoreRefused(NamedTuple):

@@ -44,7 +44,7 @@ class FakeInstance:
         self.url = ""
         self.streaming = asyncio.Event()
         self.resume = asyncio.Event()
-        self.hung = self.failed = False
+        self.hung = self.failed = self.stopped = self.refusing = False
         self.busy = 0
         self.bodies: list[dict[str, Any]] = []
         self.stopped_within_s: float | None = None
@@ -52,6 +52,7 @@ class FakeInstance:
         app = web.Application()
         app.router.add_post("/v1/completions", self._complete)
         app.router.add_get("/health", self._health)
+        app.router.add_get("/ping", self._ping)
         app.router.add_get("/metrics", self._metrics)
         self._runner = web.AppRunner(app, shutdown_timeout=0.01)
 
@@ -75,7 +76,7 @@ class FakeInstance:
         self.busy += 1
         try:
             if body.get("stream"):
-                return await self._stream(request)
+                return await self._stream(request, body)
             if body.get("hold"):
                 self.streaming.set()
                 await self.resume.wait()
@@ -83,9 +84,13 @@ class FakeInstance:
         finally:
             self.busy -= 1
 
-    async def _stream(self, request: web.Request) -> web.StreamResponse:
+    async def _stream(self, request: web.Request, body: dict[str, Any]) -> web.StreamResponse:
         answer = web.StreamResponse(headers={"Content-Type": "text/event-stream; charset=utf-8"})
         await answer.prepare(request)
+        if body.get("flood"):
+            for _ in range(body["flood"]):
+                await answer.write(b"data: " + b"x" * 1000 + b"\n\n")
+            return answer
         await answer.write(b'data: {"n": 1}\n\ndata: {"n"')  # and half an event
         self.streaming.set()
         await self.resume.wait()
@@ -96,6 +101,11 @@ class FakeInstance:
         if self.hung:
             await asyncio.sleep(3600)
         return web.json_response({})
+
+    async def _ping(self, _: web.Request) -> web.Response:
+        if self.stopped:
+            await asyncio.sleep(3600)
+        return web.json_response({}, status=503 if self.refusing else 200)
 
     async def _metrics(self, _: web.Request) -> web.Response:
         return web.Response(text='# HELP x An x\n# TYPE x gauge\nx{l="1"} 1.0\n# HELP y A y\ny 2.0\n')
@@ -120,6 +130,9 @@ class FakeInstance:
 
     async def ended(self) -> str:
         return await asyncio.shield(self._end)
+
+    def is_stopped(self) -> bool:
+        return False
 
     async def stop(self, grace_s: float) -> None:
         self.stopped_within_s = grace_s

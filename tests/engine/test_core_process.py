@@ -155,6 +155,24 @@ def test_two_hundred_streams_and_disconnects(server: Server) -> None:
     assert server.metric("vllm:kv_cache_usage_perc") == 0
 
 
+def test_a_stopped_core_refuses_requests_until_it_continues(server: Server) -> None:
+    server.core.suspend()
+    try:
+        time.sleep(1.1)  # the state of the core is looked at once in a second
+        with pytest.raises(HTTPError, match="503") as refused:
+            server.tokens(model="a", prompt=[1], max_tokens=1)
+        assert json.loads(refused.value.read())["error"]["code"] == "engine_stopped"
+        for path in ("/health", "/ping"):
+            with pytest.raises(HTTPError, match="503"):
+                urlopen(f"{server.url}{path}", timeout=10)
+        with urlopen(f"{server.url}/metrics", timeout=10) as metrics:
+            assert metrics.status == 200
+    finally:
+        server.core.resume()
+    time.sleep(1.1)
+    assert len(server.tokens(model="a", prompt=[1], max_tokens=2)) == 2
+
+
 def test_a_killed_core_fails_its_requests_and_the_server() -> None:
     server = Server()
     asked = {"model": "a", "prompt": [1], "max_tokens": 1000, "stream": True, "ignore_eos": True}

@@ -224,8 +224,20 @@ class InstanceClient:
             response.raise_for_status()
             return await response.read()
 
-    async def close(self) -> None:
-        """Fail all requests in progress."""
+    async def responds(self, timeout_s: float) -> bool:
+        """Return whether the instance reports within a time that it accepts requests."""
+        try:
+            await self.get("/ping", timeout_s)
+        except (aiohttp.ClientError, TimeoutError):
+            return False
+        return True
+
+    def release_waiting(self) -> None:
+        """Let the requests that wait in the queues go to other instances."""
         if self.queues is not None:
             self.queues.close()
+
+    async def close(self) -> None:
+        """Fail all requests in progress."""
+        self.release_waiting()
         await self._session.close()

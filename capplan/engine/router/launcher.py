@@ -20,6 +20,7 @@ from pathlib import Path
 from typing import Any, Final, Protocol
 
 from capplan.compile import is_compiled
+from capplan.engine.core_process import is_stopped
 from capplan.engine.router.instances import InstanceSpec
 from capplan.errors import NO_VALUE, CapplanError, InputError, NoValue
 
@@ -37,6 +38,10 @@ class InstanceHandle(Protocol):
 
     async def ended(self) -> str:
         """Wait for the end of the process and return a description."""
+        ...
+
+    def is_stopped(self) -> bool:
+        """Return whether the process is known to be stopped by a signal (SIGSTOP)."""
         ...
 
     async def stop(self, grace_s: float) -> None:
@@ -113,6 +118,10 @@ class EngineProcess:
         """Wait for the end of the process and return a description."""
         status = 0 if self._process is None else await self._process.wait()
         return f"with status {status}" if status >= 0 else f"by {signal.Signals(-status).name}"
+
+    def is_stopped(self) -> bool:
+        """Return whether the process is stopped by a signal."""
+        return self._process is not None and is_stopped(self._process.pid)
 
     async def stop(self, grace_s: float) -> None:
         """Terminate the process, and kill it after a time; 0: kill it."""
@@ -229,6 +238,10 @@ class RayHandle:
         end = await asyncio.shield(self._ended)
         ray.kill(self._actor)
         return end
+
+    def is_stopped(self) -> bool:
+        """Return False: the process is on another machine."""
+        return False
 
     async def stop(self, grace_s: float) -> None:
         """Stop the process within a time; 0: kill it."""

@@ -27,7 +27,7 @@ _FORWARDED_HEADERS: Final = ("content-type", "retry-after", "cache-control", "x-
 _END_OF_EVENT: Final = b"\n\n"
 _MAX_TOKENS: Final = 2**31
 """Of the size of a request; its instance refuses more than fit."""
-_RETRIED_CODES: Final = ("engine_failed", "shutting_down")
+_RETRIED_CODES: Final = ("engine_failed", "engine_stopped", "shutting_down")
 """Error codes of an instance that has not started the request."""
 
 

@@ -23,7 +23,7 @@ from capplan.errors import InputError
 from capplan.serving.routers import Placement
 from capplan.serving.routers import smooth_shares as rule
 
-InstanceState = Literal["starting", "up", "down", "failed"]
+InstanceState = Literal["starting", "up", "stalled", "down", "failed"]
 
 # The plain Python function: a decision takes microseconds, and nothing is compiled before the first request.
 _by_credit: Final[Callable[..., int]] = getattr(rule.by_credit, "py_func", rule.by_credit)
@@ -107,8 +107,12 @@ class RestartPolicy:
         Restarts in a row after which an instance has failed for good.
     reset_after_s
         Uptime after which the count of restarts in a row is reset.
+    ping_every_s, ping_timeout_s
+        Interval of pings of the server, and the time for their response. An instance that does not respond
+        is stalled: it gets no new requests until it responds again.
     probe_every_s, probe_timeout_s
-        Interval of health probes, and the time for their response.
+        Interval of health probes, which an engine answers between two steps, and the time for their response.
+        An instance that does not respond, or is stalled for this time, is restarted.
     max_refused_probes
         Refused probes in a row after which an instance is restarted.
     start_timeout_s
@@ -121,6 +125,8 @@ class RestartPolicy:
     max_delay_s: float = 30.0
     max_restarts: int = 5
     reset_after_s: float = 60.0
+    ping_every_s: float = 1.0
+    ping_timeout_s: float = 3.0
     probe_every_s: float = 5.0
     probe_timeout_s: float = 60.0
     max_refused_probes: int = 12
@@ -163,7 +169,7 @@ class InstanceSupervisor:
     Attributes
     ----------
     state
-        ``failed`` is final.
+        ``stalled``: running, but without new requests; ``failed`` is final.
     client
         Client of the running process; None if the instance is not up.
     restarts
@@ -190,11 +196,12 @@ class InstanceSupervisor:
         self._start_duration_s = 1.0
         self._back_at_s = 0.0
         self._refused = 0
+        self._stalled_since_s = 0.0
 
     @property
     def is_up(self) -> bool:
         """Whether the instance accepts requests."""
-        return self.client is not None
+        return self.state == "up"
 
     def retry_after_s(self) -> int:
         """Return the time until the instance may be up again."""
@@ -258,6 +265,7 @@ class InstanceSupervisor:
     async def _end_of(self, handle: InstanceHandle) -> str:
         """Wait until a process ends or does not respond, and return a description."""
         ended = asyncio.ensure_future(handle.ended())
+        pings = asyncio.ensure_future(self._watch_pings())
         try:
             while True:
                 await asyncio.wait((ended,), timeout=self._policy.probe_every_s)
@@ -270,13 +278,33 @@ class InstanceSupervisor:
                     return "after it stopped responding"
         finally:
             ended.cancel()
+            pings.cancel()
+
+    async def _watch_pings(self) -> None:
+        """Take the instance out of the rotation while it does not respond."""
+        while self.client is not None:
+            await asyncio.sleep(self._policy.ping_every_s)
+            client, handle = self.client, self._handle
+            if client is None or handle is None:
+                return
+            responds = not handle.is_stopped() and await client.responds(self._policy.ping_timeout_s)
+            if client is not self.client or responds == self.is_up:
+                continue
+            self.state = "up" if responds else "stalled"
+            self._stalled_since_s = time.monotonic()
+            if not responds:
+                client.release_waiting()
+            self._log(f"instance {self.spec.name} {'responds again' if responds else 'is stalled'}")
 
     async def _responds(self, ended: asyncio.Future[str]) -> bool:
         """Return whether the process responds in any way, or has ended meanwhile."""
         if self.client is None:
             return True
+        timeout_s = self._policy.probe_timeout_s
+        if self.state == "stalled" and time.monotonic() - self._stalled_since_s > timeout_s:
+            return ended.done()
         try:
-            await self.client.get("/health", self._policy.probe_timeout_s)
+            await self.client.get("/health", timeout_s)
         except TimeoutError:
             return ended.done()
         except aiohttp.ClientResponseError:

@@ -146,7 +146,16 @@ async def unload_lora_adapter(request: Request) -> PlainTextResponse:
 async def health(request: Request) -> Response:
     """Report whether requests are accepted; the engine core answers between two steps."""
     service = _service(request)
-    healthy = not service.draining and await service.engine.is_alive(_HEALTH_S)
+    return _health(service.is_accepting() and await service.engine.is_alive(_HEALTH_S))
+
+
+@router.get("/ping", response_model=None)
+async def ping(request: Request) -> Response:
+    """Report whether requests are accepted, at once: the engine core may be in the midst of a long step."""
+    return _health(_service(request).is_accepting())
+
+
+def _health(healthy: bool) -> Response:
     return JSONResponse({"status": "ok" if healthy else "unavailable"}, 200 if healthy else 503)
 
 

@@ -5,10 +5,12 @@ from __future__ import annotations
 import asyncio
 import math
 import socket
+import time
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Final
 
+from capplan.engine.core_process import is_stopped
 from capplan.engine.messages import CoreReady, Gauges
 from capplan.engine.server.adapters import ServedAdapters
 from capplan.engine.server.async_engine import AsyncEngine, StepObserver
@@ -16,12 +18,15 @@ from capplan.engine.server.chat_template import chat_template
 from capplan.engine.server.limiter import ServerSettings, ServerState
 from capplan.engine.server.metrics import Metrics
 from capplan.engine.server.output_stream import EngineDeadError
-from capplan.engine.server.protocol import ApiError, ChatMessage
+from capplan.engine.server.protocol import RETRY, ApiError, ChatMessage
 from capplan.engine.tokenizer import load_tokenizer
 from capplan.errors import InputError
 
 _TEMPLATE_PROCESSES: Final = 2
 """A conversation on which the template takes long does not delay all others."""
+_LOOK_EVERY_S: Final = 1.0
+_GAUGES_TIMEOUT_S: Final = 3.0
+"""Longer than most steps, and less than a router waits for its instances."""
 _LONG_TEXT: Final = 50_000
 """Characters of prompts from which tokenization runs in a thread."""
 
@@ -59,6 +64,9 @@ class Service(ServerState):
         self._template_places = asyncio.Semaphore(_TEMPLATE_PROCESSES)
         self._conversations = 0
         self.vocab_size = ready.config.vocab_size
+        self._core_pid = ready.pid
+        self._core_is_stopped = False
+        self._look_again_s = 0.0
 
     @property
     def failed(self) -> asyncio.Event:
@@ -77,18 +85,32 @@ class Service(ServerState):
         except TimeoutError:
             self.engine.cancel_all()
 
+    def is_accepting(self) -> bool:
+        """Return whether requests are accepted as long as the queue is not full."""
+        return not self.draining and self.engine.failure is None and not self.core_is_stopped()
+
+    def core_is_stopped(self) -> bool:
+        """Return whether the engine core was stopped by a signal, as of the last second."""
+        now_s = time.monotonic()
+        if now_s >= self._look_again_s:
+            self._core_is_stopped = is_stopped(self._core_pid)
+            self._look_again_s = now_s + _LOOK_EVERY_S
+        return self._core_is_stopped
+
     def refuse_if_full(self, prompts: int = 1) -> None:
         """Check that further prompts can be accepted.
 
         Raises
         ------
         ApiError
-            503 if the server drains or its engine has failed, 429 if the queue is full.
+            503 if the server drains or its engine has failed or is stopped, 429 if the queue is full.
         """
         if self.draining:
             raise self.refusal(503, "The server shuts down", "shutting_down", 1)
         if self.engine.failure is not None:
-            raise ApiError(503, "The engine has failed", code="engine_failed", headers={"Retry-After": "1"})
+            raise ApiError(503, "The engine has failed", code="engine_failed", headers=RETRY)
+        if self.core_is_stopped():
+            raise self.refusal(503, "The engine core is stopped", "engine_stopped", 1)
         if prompts > self.settings.max_requests:
             message = f"A request must not have more than {self.settings.max_requests} prompts"
             raise ApiError(400, message, "prompt")
@@ -166,7 +188,7 @@ class Service(ServerState):
     async def metrics_text(self) -> bytes:
         """Return all metrics in Prometheus' text format."""
         try:
-            gauges: Gauges | None = await self.engine.call("gauges")
-        except EngineDeadError:
+            gauges: Gauges | None = await asyncio.wait_for(self.engine.call("gauges"), _GAUGES_TIMEOUT_S)
+        except (EngineDeadError, TimeoutError):
             gauges = None
         return self.metrics.text(gauges, dict(self.refusals))
