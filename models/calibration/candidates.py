@@ -98,7 +98,7 @@ class StepModelCandidate:
         return {name: values for name, values in columns.items() if name not in self.left_out}
 
     def fit(self, table: StepTable) -> StepModelFit:
-        """Minimise the squared relative errors of the step times."""
+        """Fit the mean step times, with scatter proportional to them."""
         if self.form is DIGITAL_TWIN:
             return _fit_digital_twin(self, table)
         columns = self.columns(table)
@@ -106,8 +106,7 @@ class StepModelCandidate:
         fit = fit_linear(problem)
         bound = np.isnan(fit.std_errors) if table.rows > len(columns) else np.zeros(len(columns), bool)
         values = np.where(bound, 0.0, fit.values)  # the solver stops slightly above the bound
-        weighted = problem.design / problem.y[:, None]
-        covariance = clustered_covariance(weighted, weighted @ values - 1.0, ~bound, table.run)
+        covariance = clustered_covariance(*problem.relative(values), ~bound, table.run)
         return StepModelFit(self, problem.names, values, covariance)
 
 
@@ -341,7 +340,7 @@ def _fit_digital_twin(candidate: StepModelCandidate, table: StepTable) -> StepMo
         return {"k7": 1.0, **dict(zip(names, (scaled * unit).tolist(), strict=True))}
 
     def residuals(scaled: NDArray[np.float64]) -> NDArray[np.float64]:
-        return _digital_twin_ms(table, named(scaled)) / table.step_ms - 1.0
+        return _deviance_residuals(_digital_twin_ms(table, named(scaled)), table.step_ms)
 
     lower = np.array([-np.inf if name == _UNBOUNDED else 0.0 for name in names])
     begin = np.array([start.get(name, 1.0) for name in names]) / unit
@@ -353,6 +352,15 @@ def _fit_digital_twin(candidate: StepModelCandidate, table: StepTable) -> StepMo
     covariance = clustered_covariance(found.jac, found.fun, ~bound, table.run) * np.outer(unit, unit)
     with_k7 = np.pad(covariance, (0, 1), constant_values=np.nan)
     return StepModelFit(candidate, (*names, "k7"), np.append(values, 1.0), with_k7)
+
+
+def _deviance_residuals(
+    predicted_ms: NDArray[np.float64], step_ms: NDArray[np.float64]
+) -> NDArray[np.float64]:
+    """Return signed roots of the deviance; its least squares fit the mean as those of `fit_linear` do."""
+    excess = step_ms / np.maximum(predicted_ms, _AT_BOUND * step_ms) - 1.0
+    deviance = 2.0 * (excess - np.log1p(excess))
+    return -np.sign(excess) * np.sqrt(np.maximum(deviance, 0.0))
 
 
 def _digital_twin_start(table: StepTable) -> dict[str, float]:

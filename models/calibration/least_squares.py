@@ -1,10 +1,11 @@
-"""Non-negative least squares of relative errors, and standard errors that allow for clusters."""
+"""Non-negative fits with constant relative scatter, and standard errors that allow for clusters."""
 
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from types import MappingProxyType
+from typing import Final
 
 import numpy as np
 from numpy.typing import ArrayLike, NDArray
@@ -13,6 +14,10 @@ from scipy.optimize import lsq_linear
 from capplan.spec import Coefficient, Fit, FittedModel, Uncertainty
 
 SMAPE_FORMULA = "100 * mean(|p - a| / (|p| + |a|))"
+_ROUNDS: Final = 50
+_CONVERGED: Final = 1e-8
+_LEAST_SHARE: Final = 0.1
+"""Smallest prediction, relative to the measurement, that a weight is computed from."""
 
 
 def smape(predicted: ArrayLike, actual: ArrayLike) -> float:
@@ -29,7 +34,7 @@ def r_squared(predicted: NDArray[np.float64], actual: NDArray[np.float64]) -> fl
 
 @dataclass(frozen=True)
 class LinearProblem:
-    """Linear model to fit: ``y ~ design @ coefficients`` with errors relative to y.
+    """Linear model to fit: ``y ~ design @ coefficients`` with errors relative to the prediction.
 
     Coefficients are bounded below by 0, since no part of a step takes negative time.
     """
@@ -45,6 +50,15 @@ class LinearProblem:
     def of(columns: Mapping[str, NDArray[np.float64]], y: NDArray[np.float64]) -> LinearProblem:
         """Return the problem of named regressors, shape (samples,) each."""
         return LinearProblem(tuple(columns), np.column_stack(list(columns.values())), y)
+
+    def expected(self, values: NDArray[np.float64]) -> NDArray[np.float64]:
+        """Return the predictions, shape (samples,), none of them near 0."""
+        return np.maximum(self.design @ values, _LEAST_SHARE * self.y)
+
+    def relative(self, values: NDArray[np.float64]) -> tuple[NDArray[np.float64], NDArray[np.float64]]:
+        """Return design and residuals relative to the predictions of a fit."""
+        expected = self.expected(values)
+        return self.design / expected[:, None], (self.design @ values - self.y) / expected
 
     def rows(self, keep: NDArray[np.bool_]) -> LinearProblem:
         """Return the problem with a subset of its samples."""
@@ -76,25 +90,48 @@ class LinearFit:
 
 
 def fit_linear(problem: LinearProblem) -> LinearFit:
-    """Minimise the squared relative errors with coefficients of at least 0."""
-    weighted = problem.design / problem.y[:, None]
-    largest = np.abs(weighted).max(axis=0)
-    scale = np.where(largest > 0, largest, 1.0)  # a regressor that is always 0 gets the coefficient 0
-    # The triangle of a QR decomposition has the same solution as all rows, with few rows of its own.
-    q, r = np.linalg.qr(weighted / scale)
-    target = q.T @ np.ones(problem.y.size)
-    solution = lsq_linear(r, target, bounds=(0.0, np.inf), method="bvls")
-    values = solution.x / scale
-    free = solution.active_mask == 0
+    """Fit the mean of measurements whose standard deviation is proportional to it, coefficients at least 0.
+
+    Quasi-likelihood by iteratively reweighted least squares (McCullagh and Nelder 1989, chapter 9): squared
+    errors are weighted by 1 / prediction^2. Weights of 1 / measurement^2 would count a measurement that is
+    high by chance less than one that is low: with a scatter of 25 % the fit would be 12 % below the mean.
+    """
+    values, free = _solve(problem, problem.y)
+    for _ in range(_ROUNDS):
+        before = values
+        values, free = _solve(problem, problem.expected(before))
+        change = np.abs(problem.design @ (values - before)) / problem.y
+        if change.max(initial=0.0) < _CONVERGED:
+            break
+    weighted, residuals = problem.relative(values)
     whole = np.full((values.size, values.size), np.nan)
     degrees = problem.y.size - int(free.sum())
     if degrees > 0:
-        variance = float(np.sum((weighted @ values - 1.0) ** 2)) / degrees
+        variance = float(np.sum(residuals**2)) / degrees
+        scale = _column_scale(weighted)
         scaled = (weighted / scale)[:, free]
         covariance = np.linalg.pinv(scaled.T @ scaled) * variance
         np.fill_diagonal(covariance, np.maximum(np.diag(covariance), 0.0))
         whole[np.ix_(free, free)] = covariance / np.outer(scale[free], scale[free])
     return LinearFit(problem, values, whole)
+
+
+def _solve(
+    problem: LinearProblem, expected: NDArray[np.float64]
+) -> tuple[NDArray[np.float64], NDArray[np.bool_]]:
+    """Return coefficients, and which of them are off their bound, with errors relative to `expected`."""
+    weighted = problem.design / expected[:, None]
+    scale = _column_scale(weighted)
+    # The triangle of a QR decomposition has the same solution as all rows, with few rows of its own.
+    q, r = np.linalg.qr(weighted / scale)
+    solution = lsq_linear(r, q.T @ (problem.y / expected), bounds=(0.0, np.inf), method="bvls")
+    return solution.x / scale, solution.active_mask == 0
+
+
+def _column_scale(weighted: NDArray[np.float64]) -> NDArray[np.float64]:
+    """Return the largest magnitude of each column; 1 for a regressor that is always 0."""
+    largest = np.abs(weighted).max(axis=0)
+    return np.where(largest > 0, largest, 1.0)
 
 
 def cross_validate(problem: LinearProblem, groups: ArrayLike, folds: int = 5) -> float:

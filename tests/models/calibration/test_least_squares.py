@@ -1,4 +1,4 @@
-"""Least squares of relative errors, cross-validation and clustered standard errors."""
+"""Fits with relative scatter, cross-validation and clustered standard errors."""
 
 import numpy as np
 import pytest
@@ -34,6 +34,13 @@ def test_noisy_coefficients_lie_within_their_stated_errors() -> None:
     z = np.array([(fit.values - values) / fit.std_errors for fit in fits])
     assert np.mean(np.abs(z) < 2.0) > 0.88
     assert fits[0].error == pytest.approx(2.0, abs=0.5)  # half the mean of |N(0, 5 %)|
+
+
+def test_scatter_does_not_bias_the_mean() -> None:
+    made = problem([5.0, 2.0, 0.3], 3, noise=0.3)  # the mean of exp(noise) is above 1
+    predicted = made.design @ fit_linear(made).values
+    assert np.mean(made.y / predicted) == pytest.approx(1.0, abs=1e-6)
+    assert np.sum(made.y) / np.sum(predicted) == pytest.approx(1.0, abs=0.02)
 
 
 def test_coefficients_are_not_negative() -> None:
