@@ -39,7 +39,7 @@ def test_each_token_uses_its_own_adapter(where: str, most: int) -> None:
     segments = [Segment(*map(int, each)) for each in zip(order, starts, ends, strict=True)]
     tokens = int(ends[-1])
     applied = CompiledLoRA(
-        LAYOUT, tables, memory.storage, segments, tokens, lambda number: placements[number].views()
+        LAYOUT, tables, memory.storage, segments, tokens, lambda number: placements[number].views
     )
     layer = int(rng.integers(CONFIG.layers))
     for site, modules in enumerate(SITES):

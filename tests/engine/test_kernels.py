@@ -62,7 +62,7 @@ def expected(adapter: HostAdapter, layer: int, site: int, x: torch.Tensor, out: 
     from capplan.engine.lora.memory import AdapterPlacement
 
     offsets = np.concatenate([[0], np.cumsum(LAYOUT.row_lengths(adapter.ranks))])[:-1]
-    views = AdapterPlacement(LAYOUT, adapter.flat.to(DEVICE), adapter.ranks, offsets).views()[layer][site]
+    views = AdapterPlacement(LAYOUT, adapter.flat.to(DEVICE), adapter.ranks, offsets).views[layer][site]
     result = out.double().clone()
     if views.rank:
         h = torch.cat([x.double() @ part.rows.double().t() for part in views.shrinks], dim=1)

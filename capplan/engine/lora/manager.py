@@ -102,7 +102,6 @@ class LoRAManager:
         self._ranks: dict[int, NDArray[np.int64]] = {}
         self._host: dict[int, HostAdapter] = {}
         self._placements: dict[int, AdapterPlacement] = {}
-        self._views: dict[int, list[list[SiteViews]]] = {}
         self._tables: RowTables | None = None
 
     @property
@@ -144,9 +143,7 @@ class LoRAManager:
 
     def views(self, adapter: int) -> list[list[SiteViews]]:
         """Return the matrices of an adapter on the device, by layer and site."""
-        if adapter not in self._views:
-            self._views[adapter] = self._placements[adapter].views()
-        return self._views[adapter]
+        return self._placements[adapter].views
 
     def set_tables(self, tables: RowTables) -> None:
         """Keep adapter tables up to date from now on."""
@@ -184,7 +181,6 @@ class LoRAManager:
 
     def _evict(self, number: int) -> None:
         del self._placements[number]
-        self._views.pop(number, None)
         self.memory.remove(number)
         if self._tables is not None:
             self._tables.remove(number)

@@ -8,8 +8,9 @@ from __future__ import annotations
 
 from collections.abc import Set
 from dataclasses import dataclass
+from functools import cached_property, lru_cache
 from itertools import pairwise
-from typing import NamedTuple
+from typing import Final, NamedTuple
 
 import numpy as np
 import torch
@@ -18,6 +19,9 @@ from numpy.typing import NDArray
 from capplan.engine.lora.adapter import GROUPS, MODULES, SITES, A, AdapterLayout, B, HostAdapter, group_number
 from capplan.engine.pool import PagePool
 from capplan.errors import InputError
+
+_RANK_PATTERNS: Final = 8
+"""Placements kept per slot. Most adapters of a deployment have one of a few ranks on the same modules."""
 
 
 class Shrink(NamedTuple):
@@ -57,16 +61,23 @@ class AdapterPlacement:
 
     def copy_from(self, adapter: HostAdapter) -> None:
         """Copy all rows, contiguous ones together."""
-        lengths = self.layout.row_lengths(self.ranks)
-        source = np.concatenate([[0], np.cumsum(lengths)])
-        for first, end in _runs(self.offsets, lengths):
-            size = int(source[end] - source[first])
-            at = int(self.offsets[first])
-            part = adapter.flat[int(source[first]) : int(source[end])]
-            self.memory[at : at + size].copy_(part, non_blocking=True)
+        for target, source in self._copies:
+            self.memory[target].copy_(adapter.flat[source], non_blocking=True)
 
+    @cached_property
+    def _copies(self) -> list[tuple[slice, slice]]:
+        """Elements of `memory` and of the adapter for each run of contiguous rows."""
+        lengths = self.layout.row_lengths(self.ranks)
+        starts = np.concatenate([[0], np.cumsum(lengths)]).tolist()
+        copies = []
+        for first, end in _runs(self.offsets, lengths):
+            at, size = int(self.offsets[first]), starts[end] - starts[first]
+            copies.append((slice(at, at + size), slice(starts[first], starts[end])))
+        return copies
+
+    @cached_property
     def views(self) -> list[list[SiteViews]]:
-        """Return the matrices of every layer and site."""
+        """Matrices of every layer and site."""
         first_rows = self.layout.first_rows(self.ranks)
         return [
             [self._site(layer, site, first_rows) for site in SITES] for layer in range(self.layout.layers)
@@ -115,7 +126,8 @@ def _runs(offsets: NDArray[np.int64], lengths: NDArray[np.int64]) -> list[tuple[
 class StaticSlots:
     """A_max slots of S_max rows on every module, as in vLLM.
 
-    Slots have the size of `capplan.serving.slot_bytes` without embeddings.
+    Slots have the size of `capplan.serving.slot_bytes` without embeddings. Adapters of the same ranks have
+    the same placement in a slot, which is computed once: a load delays the step that starts it.
 
     Attributes
     ----------
@@ -130,12 +142,19 @@ class StaticSlots:
         self._slot_rank = slot_rank
         self._slot_elements = layout.elements(layout.ranks(slot_rank))
         self.storage = torch.zeros(slots * self._slot_elements, dtype=dtype, device=device)
+        rows = layout.padded_offsets(layout.ranks(slot_rank), slot_rank)
+        self._rows = rows.reshape(layout.layers * len(GROUPS), slot_rank)
         self._free = list(range(slots - 1, -1, -1))
         self._slot_of: dict[int, int] = {}
+        self._placement = lru_cache(maxsize=_RANK_PATTERNS * slots)(self._new_placement)
 
     def place(self, adapter: int, ranks: NDArray[np.int64]) -> AdapterPlacement:
         """Allocate a free slot; the adapter's rows are not copied yet."""
         slot = self._slot_of[adapter] = self._free.pop()
+        return self._placement(slot, ranks.tobytes())
+
+    def _new_placement(self, slot: int, rank_bytes: bytes) -> AdapterPlacement:
+        ranks = np.frombuffer(rank_bytes, np.int64).reshape(self._layout.layers, len(MODULES))
         offsets = slot * self._slot_elements + self._layout.padded_offsets(ranks, self._slot_rank)
         return AdapterPlacement(self._layout, self.storage, ranks, offsets)
 
@@ -168,9 +187,7 @@ class StaticSlots:
 
         Rows beyond the adapter's rank hold zeros.
         """
-        full = self._layout.padded_offsets(self._layout.ranks(self._slot_rank), self._slot_rank)
-        start = self._slot_of[adapter] * self._slot_elements
-        return start + full.reshape(-1, self._slot_rank)[:, :rows]
+        return self._slot_of[adapter] * self._slot_elements + self._rows[:, :rows]
 
 
 class UnifiedPages:
