@@ -3,14 +3,15 @@
 A command replaces the output of an earlier one. In a forked process each call of the operating system by
 which Python code changes the folder of the output raises an error (EIO, ENOSPC) or kills the process, one
 after the other; a limit on the size of files, at several sizes, stands for a disk that fills up in the midst
-of a file. Afterwards every output must be the old one or the new one, and the same command without a fault
-must give the new one.
+of a file. Afterwards every output must be the old one or the new one (a dataset may also say that it is
+unfinished), and the same command without a fault must give the new one.
 """
 
 from __future__ import annotations
 
 import errno
 import io
+import json
 import os
 import resource
 import shutil
@@ -56,6 +57,8 @@ class Written:
     """Files and folders at the top of the working directory; each file of a folder counts on its own."""
     whole: tuple[str, ...] = ()
     """Folders that are replaced as a whole."""
+    resumable: str = ""
+    """Manifest of a dataset: while it is generated, it holds the request without an answer."""
 
 
 COMMANDS: Final = (
@@ -85,6 +88,7 @@ COMMANDS: Final = (
             "4",
         ),
         ("out",),
+        resumable="out/manifest.json",
     ),
     Written(
         "profile",
@@ -190,7 +194,12 @@ def faults_of(
     if written.whole:
         return [] if now in (old, new) else [f"{written.whole[0]} is neither the old nor the new folder"]
     names = now.keys() | old.keys() | new.keys()
-    return [name for name in sorted(names) if now.get(name) not in (old.get(name), new.get(name))]
+    broken = [name for name in sorted(names) if now.get(name) not in (old.get(name), new.get(name))]
+    if broken == [written.resumable]:
+        manifest = json.loads(now[written.resumable])
+        wanted = json.loads(new[written.resumable])
+        return [] if manifest == {**wanted, "answered": None} else broken
+    return broken
 
 
 def injected(
