@@ -21,7 +21,19 @@ from capplan.spec.limits import InputLimits, limited
 
 _INTERRUPTED: Final = 130  # 128 + SIGINT, as shells report it
 _PIPE_CLOSED: Final = 141  # 128 + SIGPIPE
-_STREAM_ERRORS: Final = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG, errno.EIO, errno.EBADF)
+_SYSTEM_ERRORS: Final = (
+    *(
+        errno.ENOSPC,
+        errno.EDQUOT,
+        errno.EFBIG,
+        errno.EIO,
+        errno.EBADF,
+        errno.EROFS,
+        errno.EMFILE,
+        errno.ENFILE,
+    ),
+    *(errno.EACCES, errno.EPERM, errno.ENAMETOOLONG, errno.ELOOP, errno.EISDIR, errno.ENOTDIR),
+)
 
 
 @contextmanager
@@ -200,7 +212,7 @@ def main() -> None:
         finally:
             sys.stdout.flush()
     except OSError as error:
-        raise SystemExit(_ended_by_stream(error)) from None
+        raise SystemExit(_reported_by_system(error)) from None
 
 
 def _require_streams() -> None:
@@ -220,11 +232,14 @@ def _discard_stdout() -> None:
     os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
 
 
-def _ended_by_stream(error: OSError) -> int:
-    """Return the exit status after an error of stdout; others pass unchanged."""
-    if error.filename is not None or error.errno not in _STREAM_ERRORS:
+def _reported_by_system(error: OSError) -> int:
+    """Report what the machine or a name of the user is to blame for, in one line; others pass unchanged."""
+    if error.errno not in _SYSTEM_ERRORS:
         raise error
-    _discard_stdout()
+    where, what = error.filename, "cannot be used"
+    if where is None:
+        _discard_stdout()
+        where, what = "standard output", "cannot be written"
     with suppress(OSError):
-        typer.echo(f"error: standard output: cannot be written: {error.strerror}", err=True)
+        typer.echo(f"error: {InputError(f'{what}: {error.strerror}', location=str(where))}", err=True)
     return InputError.exit_code

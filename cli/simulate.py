@@ -36,6 +36,7 @@ from capplan.cli.slot_order import (
     require_seeds,
 )
 from capplan.errors import InfeasibleError, InputError
+from capplan.spec.limits import require_duration
 
 if TYPE_CHECKING:
     from capplan.spec import Profile, Workload
@@ -104,6 +105,7 @@ def simulate(args: SimulateArgs) -> None:
     from capplan.spec import load_workload, write_text_atomic
 
     require_writable_files(args.report, args.requests_out)
+    require_duration(args.duration_s)
     workload = load_workload(args.workload)
     slots = _slots(args.a_max, workload)
     require_seeds(args.seeds, workload)

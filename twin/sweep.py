@@ -6,6 +6,7 @@ import os
 import socket
 from collections.abc import Callable, Generator, Iterable, Sequence
 from concurrent.futures import ProcessPoolExecutor
+from concurrent.futures.process import BrokenProcessPool
 from contextlib import closing
 from dataclasses import dataclass
 from functools import partial
@@ -155,6 +156,9 @@ def _results(
         # Items of a chunk travel together, so a workload that they share travels once.
         chunk = chunk or max(1, len(items) // (_CHUNKS_PER_WORKER * workers))
         yield from pool.map(function, items, chunksize=chunk)
+    except BrokenProcessPool:
+        rule = "a worker process was ended from outside, perhaps for lack of memory; fewer of them need less"
+        raise InputError(rule, workers, "workers") from None
     finally:
         pool.shutdown(cancel_futures=True)  # after an interrupt or an error
 

@@ -114,7 +114,7 @@ _FLAGS: Final[Mapping[tuple[str, ...], Mapping[str, Sequence[str]]]] = {
         "--block-size": ("1000000000000", "0"),
         "--gpu-memory-utilization": ("1e308", "nan"),
         "--port": ("65536", "-1"),
-        "--lora-modules": ("=", "a=1e9", "a=999999999999", "a=/dev/zero", "--help=8"),
+        "--lora-modules": ("=", "a=1e9", "a=999999999999", "a=/dev/zero"),
         "--model": ("/dev/zero", "x" * 100_000, "", "/proc/self/fd/0"),
         "--drain-timeout-s": ("nan", "-1"),
     },

@@ -151,7 +151,10 @@ def _renameat2() -> Any:
 
 def _sync(path: Path) -> None:
     """Flush a file or folder to the disk."""
-    number = os.open(path, os.O_RDONLY)
+    try:
+        number = os.open(path, os.O_RDONLY)
+    except PermissionError:  # a folder that may be written, but not listed
+        return
     try:
         os.fsync(number)
     except OSError as error:

@@ -131,6 +131,15 @@ def test_output_that_cannot_be_written_is_one_line(words: str, redirection: str,
     assert done.stderr.count("\n") == 1
 
 
+def test_a_name_that_the_system_refuses_is_one_line() -> None:
+    words = ["profile", "kernels", "-o", "x" * 5000, "--quiet"]
+    done = subprocess.run(command(words), env=environment(), capture_output=True, text=True, timeout=120)
+    assert (done.returncode, done.stdout) == (2, "")
+    assert done.stderr.startswith("error: xxx")
+    assert done.stderr.endswith("cannot be used: File name too long\n")
+    assert len(done.stderr) < 2000
+
+
 def test_nowhere_to_write_an_error_is_no_traceback(tmp_path: Path) -> None:
     line = f"exec {sys.executable} -m capplan profiles {tmp_path}/absent.json 2>&-"
     done = subprocess.run(["sh", "-c", line], env=environment(), capture_output=True, text=True, timeout=120)

@@ -1,6 +1,9 @@
 """Sweeps answer the same wherever they run."""
 
 import dataclasses
+import multiprocessing
+import os
+import signal
 import subprocess
 import sys
 from functools import partial
@@ -92,6 +95,17 @@ def test_results_come_in_order_and_one_by_one() -> None:
     assert next(answers) == 1
     answers.close()
     assert list(in_parallel(partial(pow, 2), range(50), workers=2)) == [2**n for n in range(50)]
+
+
+def end_worker(item: int) -> None:
+    """End a worker process as the system does that runs out of memory."""
+    if multiprocessing.parent_process() is not None:
+        os.kill(os.getpid(), signal.SIGKILL)
+
+
+def test_a_worker_that_is_killed_ends_the_sweep_with_an_error() -> None:
+    with pytest.raises(InputError, match="workers: a worker process was ended from outside"):
+        list(in_parallel(end_worker, range(8), workers=2))
 
 
 def test_this_process_has_a_core() -> None:
