@@ -79,7 +79,7 @@ def error_reason(error: Exception) -> str:
 
 
 Scalar: TypeAlias = str | int | float | bool | None
-_MAX_NODES: Final = 2_000_000
+_MAX_NODES: Final = 1_000_000
 _MAX_DEPTH: Final = 32
 
 _CORE_SCHEMA: Final = MappingProxyType(
