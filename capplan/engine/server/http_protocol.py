@@ -15,6 +15,8 @@ from uvicorn.protocols.http.httptools_impl import HttpToolsProtocol
 from capplan.engine.server.protocol import RETRY, ApiError, shutting_down
 
 if TYPE_CHECKING:
+    from collections.abc import Callable
+
     from capplan.engine.server.byte_budget import ByteBudget
     from capplan.engine.server.limits import ServerLimits
 
@@ -38,18 +40,22 @@ class ConnectionCap:
     ----------
     draining
         Whether connections are closed after their next response.
+    on_new
+        Called for every new connection.
     """
 
     def __init__(self, limits: ServerLimits, max_connections: int, budget: ByteBudget) -> None:
         self.limits = limits
         self.budget = budget
         self.draining = False
+        self.on_new: Callable[[], None] = lambda: None
         self._max_connections = max_connections
         self._open = 0
         self._waiting: dict[LimitedProtocol, None] = {}  # in the order in which they began to wait
 
     def new_protocol(self, **arguments: Any) -> LimitedProtocol:
         """Return the protocol of a connection."""
+        self.on_new()
         return LimitedProtocol(self, **arguments)
 
     def add(self, connection: LimitedProtocol) -> bool:

@@ -15,6 +15,7 @@ import sys
 import threading
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
+from functools import partial
 from pathlib import Path
 from typing import Any, Final
 
@@ -44,11 +45,8 @@ _CANCEL_TIMEOUT_S: Final = 7
 _LAST_REQUESTS_S: Final = 3.0
 """For the first request of clients that have connected when the server stops to listen."""
 _TICK_S: Final = 0.02
-_ACCEPTS: Final = 8
-"""Connections accepted per iteration of the event loop: uvloop accepts one for every descriptor.
-
-With one, the connections of an overload wait in the kernel, where nothing refuses them, until it resets them.
-"""
+_MAX_ACCEPTS: Final = 2048
+"""Per iteration of the event loop: uvicorn's backlog, so that the kernel's queue does not overflow."""
 
 _SO_ATTACH_FILTER: Final = 26
 _DROP_ALL: Final = struct.pack("=HBBI", 6, 0, 0, 0)
@@ -135,16 +133,49 @@ class DrainingServer(uvicorn.Server):
         self._state = state
         self._ready = ready
         self._tasks: list[asyncio.Task[None]] = []
+        self._accepts = False
+        self._accepting: set[asyncio.Task[None]] = set()
 
     async def startup(self, sockets: list[socket.socket] | None = None) -> None:
         """Listen, and report it."""
-        listeners = [each.dup() for each in sockets or () for _ in range(_ACCEPTS)]
         try:
-            await super().startup(listeners)
+            await super().startup(sockets)
         except OSError as error:
             raise _cannot_listen(error, "address") from None
+        self._cap.on_new = partial(self._accept_soon, list(sockets or ()))
         self._tasks.append(asyncio.ensure_future(self._exit_on_failure()))
         self._ready()
+
+    def _accept_soon(self, sockets: Sequence[socket.socket]) -> None:
+        """After a new connection, accept the others that wait.
+
+        uvloop accepts one per iteration. The connections of an overload would wait in the kernel, where
+        nothing refuses them, until it resets them.
+        """
+        if not self._accepts:
+            self._accepts = True
+            asyncio.get_running_loop().call_soon(self._accept_waiting, sockets)
+
+    def _accept_waiting(self, sockets: Sequence[socket.socket]) -> None:
+        self._accepts = False
+        for listener in sockets:
+            for _ in range(_MAX_ACCEPTS):
+                try:
+                    connection, _address = listener.accept()
+                except OSError:  # none waits, or there are too many open files
+                    break
+                connection.setblocking(False)
+                task = asyncio.ensure_future(self._connect(connection))
+                self._accepting.add(task)
+                task.add_done_callback(self._accepting.discard)
+
+    async def _connect(self, connection: socket.socket) -> None:
+        loop = asyncio.get_running_loop()
+        protocol = self._cap.new_protocol(
+            config=self.config, server_state=self.server_state, app_state=self.lifespan.state, _loop=loop
+        )
+        with contextlib.suppress(OSError):  # the client has left
+            await loop.connect_accepted_socket(lambda: protocol, connection)
 
     @contextlib.contextmanager
     def capture_signals(self) -> Iterator[None]:
