@@ -370,14 +370,15 @@ class OpenLoop:
 
     async def _complete(self, number: int) -> None:
         schedule = self.schedule
+        output_tokens = int(schedule.output_tokens[number])
         body = self.bodies.body(
             number,
             int(schedule.adapter[number]),
             int(schedule.prompt_tokens[number]),
-            int(schedule.output_tokens[number]),
+            output_tokens,
             schedule.shared_prefix_tokens,
         )
-        self.recorder.add(await self.client.complete(number, body))
+        self.recorder.add(await self.client.complete(number, body, output_tokens))
 
     def _on_done(self, task: asyncio.Task[None]) -> None:
         self.tasks.discard(task)

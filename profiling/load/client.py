@@ -8,7 +8,7 @@ import errno
 import json
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Any, Final
+from typing import TYPE_CHECKING, Any, Final
 
 import aiohttp
 from aiohttp import hdrs, http_exceptions
@@ -27,10 +27,18 @@ from capplan.profiling.load.record import (
 )
 from capplan.profiling.load.requests import Target
 
+if TYPE_CHECKING:
+    from aiohttp.connector import Connection
+
 _EVENT: Final = b"\ndata:"
 _DONE: Final = b"[DONE]"
 _TAIL_BYTES: Final = 2048
 _READ: Final = 3  # the last token, the usage, [DONE]
+_MOST_INFORMATIONAL: Final = 16
+"""Responses such as 100 Continue before the final one."""
+_EVENTS_PER_TOKEN: Final = 4
+_MORE_EVENTS: Final = 64
+"""Events of an answer beyond those of its tokens."""
 _MOST_TOKENS: Final = 1 << 30
 """Limit on the token counts of an answer; a larger count is an error of the server."""
 _SHOWN_BYTES: Final = 300
@@ -53,7 +61,46 @@ def open_session(target: Target) -> aiohttp.ClientSession:
         timeout=aiohttp.ClientTimeout(total=None, sock_connect=None),
         connector=aiohttp.TCPConnector(limit=0, ttl_dns_cache=None, keepalive_timeout=_KEEPALIVE_S),
         cookie_jar=aiohttp.DummyCookieJar(),
+        auto_decompress=False,  # not requested, and without a limit
+        response_class=_Response,
     )
+
+
+class _Response(aiohttp.ClientResponse):
+    """Response after a limited number of informational ones, which aiohttp skips without a limit."""
+
+    async def start(self, connection: Connection) -> aiohttp.ClientResponse:
+        protocol: Any = connection.protocol
+        read, count = protocol.read, 0
+
+        async def limited() -> Any:
+            nonlocal count
+            count += 1
+            if count > _MOST_INFORMATIONAL:
+                raise aiohttp.ClientPayloadError(f"more than {_MOST_INFORMATIONAL} informational responses")
+            return await read()
+
+        protocol.read = limited
+        try:
+            return await super().start(connection)
+        finally:
+            del protocol.read
+
+
+async def read_at_most(response: aiohttp.ClientResponse, max_bytes: int) -> str:
+    """Return the text of a response.
+
+    Raises
+    ------
+    aiohttp.ClientPayloadError
+        If it is longer than `max_bytes`.
+    """
+    data = bytearray()
+    async for part in response.content.iter_any():
+        data += part
+        if len(data) > max_bytes:
+            raise aiohttp.ClientPayloadError(f"a response of more than {max_bytes} bytes")
+    return data.decode("utf-8", "replace")
 
 
 def raise_file_limit() -> None:
@@ -76,15 +123,16 @@ class CompletionClient:
         self._timeout_s = timeout_s
         self._clock = clock
 
-    async def complete(self, number: int, body: bytes) -> RequestOutcome:
-        """Send a request and read its answer to the end.
+    async def complete(self, number: int, body: bytes, output_tokens: int) -> RequestOutcome:
+        """Send a request for a number of tokens and read its answer to the end.
 
         Failures and cancellation are outcomes, not exceptions.
         """
+        most_events = _EVENTS_PER_TOKEN * output_tokens + _MORE_EVENTS
         sent_s, events = self._clock(), EventCounter()
         try:
             async with asyncio.timeout(self._timeout_s):
-                refusal = await self._exchange(body, events)
+                refusal = await self._exchange(body, events, most_events)
         except TimeoutError:
             failure = TIMEOUT, f"took longer than {self._timeout_s:g} s"
         except asyncio.CancelledError:
@@ -97,14 +145,17 @@ class CompletionClient:
             failure = refusal
         return RequestOutcome(number, failure[0], sent_s, self._clock(), events.times, message=failure[1])
 
-    async def _exchange(self, body: bytes, events: EventCounter) -> tuple[str, str] | None:
-        """Read one answer into `events`; return kind and message if its status is not 200."""
+    async def _exchange(self, body: bytes, events: EventCounter, most_events: int) -> tuple[str, str] | None:
+        """Read one answer into `events`; return kind and message if it is none, or has too many events."""
         async with self._session.post(self._url, data=body, allow_redirects=False) as response:
             if response.status != _OK:
                 text = await response.content.read(_SHOWN_BYTES)
                 return f"{HTTP_PREFIX}{response.status}", text.decode("utf-8", "replace")
             async for content in response.content.iter_any():
                 events.feed(content, self._clock())
+                if len(events.times) > most_events:
+                    del events.times[most_events:]
+                    return BAD_RESPONSE, f"an answer of more than {most_events} events"
         return None
 
 

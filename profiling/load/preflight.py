@@ -17,13 +17,15 @@ from typing import Any, Final
 import aiohttp
 
 from capplan.errors import InputError
-from capplan.profiling.load.client import open_session
+from capplan.profiling.load.client import open_session, read_at_most
 from capplan.profiling.load.requests import PromptForm, PromptWriter, RequestBodies, Target
 from capplan.profiling.load.result import ServerSample
 
 _PROBE_TIMEOUT_S: Final = 120.0
 """A server that has just started compiles for its first request."""
 _METRICS_TIMEOUT_S: Final = 10.0
+_MAX_RESPONSE_BYTES: Final = 16 * 2**20
+"""Of lists of models and of metrics: an adapter takes about 250 bytes in either."""
 _OK: Final = 200
 _SERVER_ERROR: Final = 500
 _PROBE_TOKENS: Final = 64
@@ -136,7 +138,7 @@ class _Probe:
                 asyncio.timeout(_PROBE_TIMEOUT_S),
                 self._session.request(method, self._target.at(path), data=data) as response,
             ):
-                text = await response.text("utf-8", "replace")
+                text = await read_at_most(response, _MAX_RESPONSE_BYTES)
         except TimeoutError:
             rule = f"did not answer within {_PROBE_TIMEOUT_S:g} s"
             raise InputError(rule, location=self._target.shown) from None
@@ -165,7 +167,7 @@ async def fetch_metrics(session: aiohttp.ClientSession, target: Target) -> str |
     """Return the text of ``/metrics``; None if the server has none."""
     try:
         async with asyncio.timeout(_METRICS_TIMEOUT_S), session.get(target.at("/metrics")) as response:
-            text = await response.text("utf-8", "replace")
+            text = await read_at_most(response, _MAX_RESPONSE_BYTES)
             return text if response.status == _OK else None
     except (TimeoutError, OSError, aiohttp.ClientError):
         return None

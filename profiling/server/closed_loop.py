@@ -140,7 +140,7 @@ class RequestSender:
         """Send one request and wait for its outcome."""
         number = next(self._numbers)
         body = self._bodies.body(number, model, prompt_tokens, output_tokens)
-        outcome = await self._client.complete(number, body)
+        outcome = await self._client.complete(number, body, output_tokens)
         return ClosedLoopRequest(outcome, model, prompt_tokens, output_tokens)
 
 
