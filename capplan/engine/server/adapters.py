@@ -16,13 +16,13 @@ from capplan.engine.lora.peft import CONFIG_FILE, WEIGHTS_FILE
 from capplan.engine.messages import CoreReady
 from capplan.engine.server.async_engine import AsyncEngine
 from capplan.engine.server.limiter import ServerSettings
+from capplan.engine.server.limits import NAME_RULE, is_name
 from capplan.engine.server.output_stream import EngineDeadError
 from capplan.engine.server.protocol import RETRY, ApiError
 from capplan.errors import InputError
 
 T = TypeVar("T")
 
-_MAX_NAME_LENGTH: Final = 256
 _MAX_READERS: Final = 8
 """Threads that read adapters, one of which is waited for; the others hang in a file system."""
 
@@ -80,9 +80,8 @@ class ServedAdapters:
             If the name is invalid or taken, the folder is outside the root, the adapter is broken or does not
             fit the model, or the time limit has passed.
         """
-        if not 1 <= len(name) <= _MAX_NAME_LENGTH or not name.isprintable():
-            rule = f"lora_name must be 1 to {_MAX_NAME_LENGTH} printable characters"
-            raise ApiError(400, rule, "lora_name")
+        if not is_name(name):
+            raise ApiError(400, f"lora_name {NAME_RULE}", "lora_name")
         async with self._changing():
             if name in self._adapters or name == self._base_name:
                 raise ApiError(400, f"The adapter {name!r} is loaded already", "lora_name", "already_loaded")

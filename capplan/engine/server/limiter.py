@@ -70,8 +70,8 @@ class ServerSettings:
         if self.admin_api_key is not None and self.admin_api_key == self.api_key:
             rule = "must be another key than --api-key, which all clients have"
             raise InputError(rule, location="admin_api_key")
-        if not self.model_name:
-            raise InputError("must not be empty", location="served_model_name")
+        if not (self.model_name and self.model_name.isprintable()):  # of any length: it may be a path
+            raise InputError("must be printable characters, not empty", self.model_name, "served_model_name")
         if self.lora_root is not None and not self.lora_root.is_dir():
             raise InputError("must be a folder", str(self.lora_root), "lora_root")
         if self.lora_root is not None and self.admin_api_key is None:

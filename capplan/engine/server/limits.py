@@ -23,6 +23,8 @@ _MOST_CONNECTIONS: Final = 8192
 _RESERVED_FILES: Final = 64
 """For the engine core, libraries, and adapters being loaded."""
 _ASSUMED_FILES: Final = 1024
+_MAX_NAME_LENGTH: Final = 256
+NAME_RULE: Final = f"must be 1 to {_MAX_NAME_LENGTH} printable characters"
 
 
 @dataclass(frozen=True)
@@ -37,7 +39,7 @@ class ServerLimits:
         Maximum time for a whole body.
     max_buffered_bytes
         Maximum size of all requests together that are not complete, or not passed on yet; the oldest
-        incomplete ones are refused first. None: the larger of 128 MiB and 64 bodies.
+        incomplete ones are refused first. None: 64 bodies, at least 64 MiB.
     max_header_bytes, max_header_count
         Maximum size of request line and headers, and number of headers.
     header_timeout_s
@@ -91,7 +93,7 @@ class ServerLimits:
 
     def buffered_bytes(self, max_model_len: int) -> int:
         """Return the maximum size of all incomplete requests together."""
-        return self.max_buffered_bytes or max(128 * _MIB, _BUFFERED_BODIES * self.body_bytes(max_model_len))
+        return self.max_buffered_bytes or _BUFFERED_BODIES * max(_MIB, self.body_bytes(max_model_len))
 
     def connections(self, files_each: int = 1) -> int:
         """Return the maximum number of connections.
@@ -103,6 +105,11 @@ class ServerLimits:
         """
         available = max(1, (open_file_limit() - _RESERVED_FILES) // files_each)
         return min(available, self.max_connections or _MOST_CONNECTIONS)
+
+
+def is_name(name: str) -> bool:
+    """Return whether a model or adapter may have a name, which metrics, logs and terminals show."""
+    return 1 <= len(name) <= _MAX_NAME_LENGTH and name.isprintable()
 
 
 def open_file_limit() -> int:

@@ -28,7 +28,7 @@ from capplan.engine.messages import CoreSettings, Ended
 from capplan.engine.models import model_config
 from capplan.engine.server.http_protocol import ConnectionCap, LimitedProtocol
 from capplan.engine.server.limiter import ServerSettings, ServerState
-from capplan.engine.server.limits import raise_file_limit
+from capplan.engine.server.limits import NAME_RULE, is_name, raise_file_limit
 from capplan.engine.server.output_stream import RequestState
 from capplan.engine.server.routes import make_app
 from capplan.engine.server.service import Service
@@ -279,6 +279,9 @@ class InstanceConfig:
         InputError
             For what can be refused before a process starts.
         """
+        for name in self.adapters:
+            if not is_name(name):
+                raise InputError(NAME_RULE, name, "adapters")
         if self.server.model_name in self.adapters:
             rule = "must be other names than the base model's"
             raise InputError(rule, self.server.model_name, "adapters")
