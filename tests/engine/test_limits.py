@@ -10,8 +10,10 @@ from typing import Any
 import pytest
 
 from capplan import InputError
+from capplan.engine.router.proxy import ForwardedRequest
 from capplan.engine.server import ServerLimits
 from capplan.engine.server.byte_budget import ByteBudget
+from capplan.engine.server.protocol import ApiError, parsed
 from tests.engine.live import Live, live
 
 LIMITS = ServerLimits(
@@ -145,6 +147,32 @@ def test_pipelined_requests_are_answered_in_order_up_to_a_limit(server: Live) ->
         assert received.count(b"HTTP/1.1 200") < 30
 
 
+def test_the_rest_of_a_refused_body_is_discarded_for_a_limited_time(server: Live) -> None:
+    head = b"POST /v1/nothing HTTP/1.1\r\nHost: x\r\nContent-Length: 5000\r\n\r\n"
+    with connected(server) as client:
+        assert answer(client, head)[0] == 404
+        assert answer(client, b" " * 5000 + HEALTH)[0] == 200  # on the same connection
+        assert answer(client, head)[0] == 404
+        assert answer(client, b" " * 10) == (0, {})  # one response to one request
+
+
+def test_a_body_in_tiny_chunks_is_refused(server: Live) -> None:
+    chunks = POST + b"Transfer-Encoding: chunked\r\n\r\n" + b"1\r\n \r\n" * 20_000
+    with connected(server) as client:
+        assert error_code(answer(client, chunks)) == (413, "too_large")
+
+
+@pytest.mark.parametrize(("item", "code"), [("[]", 400), ("{}", 400), ('"[{"', 200), ('"\\\\","[\\"{"', 200)])
+def test_lists_and_objects_are_counted_outside_of_texts(item: str, code: int) -> None:
+    items = ",".join([item] * 50_001)
+    body = f'{{"model": "base", "user": [{items}]}}'.encode()
+    if code == 200:
+        assert parsed(body, ForwardedRequest).model == "base"
+    else:
+        with pytest.raises(ApiError, match="lists and objects"):
+            parsed(body, ForwardedRequest)
+
+
 def test_bytes_that_are_not_http_are_refused(server: Live) -> None:
     with connected(server) as client:
         assert error_code(answer(client, b"\x16\x03\x01\x02\x00\x01\x00")) == (400, None)
@@ -216,7 +244,7 @@ def test_the_default_body_grows_with_the_context() -> None:
     assert ServerLimits().body_bytes(2048) == 2**20
     assert ServerLimits().body_bytes(131_072) == 2**21
     assert ServerLimits(max_body_bytes=5).body_bytes(131_072) == 5
-    assert ServerLimits().buffered_bytes(2048) == 128 * 2**20
+    assert ServerLimits().buffered_bytes(2048) == 64 * 2**20
 
 
 class Request:

@@ -16,14 +16,20 @@ from prometheus_client.metrics_core import Metric
 from prometheus_client.parser import text_string_to_metric_families
 
 from capplan.engine.router.instance_client import RequestSize
-from capplan.engine.router.proxy import ProxyResponse, RouterState, parse_body, request_size
+from capplan.engine.router.proxy import (
+    ForwardedRequest,
+    ProxyResponse,
+    RouterState,
+    SizedRequest,
+    request_size,
+)
 from capplan.engine.router.supervisor import InstanceSupervisor
 from capplan.engine.server.limiter import RequestLimiter
 from capplan.engine.server.metrics import MetricKind, metric_family
-from capplan.engine.server.protocol import add_error_handlers, model_card, unknown_model, whole_body
+from capplan.engine.server.protocol import add_error_handlers, model_card, parsed, unknown_model, whole_body
 
 _LONG_BODY: Final = 50_000
-"""Bytes of a body from which it is parsed in a thread."""
+"""Bytes of a body from which its tokens are counted in a thread."""
 _METRICS_TIMEOUT_S: Final = 5.0
 
 router = APIRouter()
@@ -71,11 +77,14 @@ async def _proxy(request: Request, chat: bool) -> Response:
     body = await whole_body(request)
     state.refuse_if_full()  # the state may have changed while the body was read
 
-    def parse() -> RequestSize:
-        fields = parse_body(body)
-        return request_size(fields, state.adapter_of(fields["model"]), chat, state.tokenizer)
+    def size_of() -> RequestSize:
+        if state.tokenizer is None:  # queues do not use sizes
+            return RequestSize(state.adapter_of(parsed(body, ForwardedRequest).model), 0, None)
+        fields = parsed(body, SizedRequest)
+        return request_size(fields, state.adapter_of(fields.model), chat, state.tokenizer)
 
-    size = parse() if len(body) < _LONG_BODY else await asyncio.to_thread(parse)
+    is_long = state.tokenizer is not None and len(body) >= _LONG_BODY
+    size = await asyncio.to_thread(size_of) if is_long else size_of()
     content_type = request.headers.get("content-type", "application/json")
     return ProxyResponse(state, request.url.path, body, content_type, size)
 

@@ -4,19 +4,19 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
-import json
 from collections import Counter
 from collections.abc import Iterator
-from typing import Any, Final
+from typing import Annotated, Any, Final
 
 import aiohttp
 from fastapi.responses import Response
+from pydantic import BaseModel, ConfigDict, Field
 from starlette.types import Receive, Scope, Send
 
 from capplan.engine.router.instance_client import InstanceGoneError, QueueFullError, RequestSize
 from capplan.engine.router.supervisor import InstanceFleet, InstanceSupervisor
 from capplan.engine.server.limiter import ServerSettings, ServerState
-from capplan.engine.server.protocol import MAX_PROMPTS, ApiError, error_code
+from capplan.engine.server.protocol import MAX_MODEL_NAME, MAX_PROMPTS, ApiError, error_code
 from capplan.engine.tokenizer import Tokenizer
 from capplan.errors import InputError
 
@@ -97,43 +97,40 @@ class RouterState(ServerState):
             raise self.refusal(429, "The queue is full", "queue_full", QUEUE_FULL_RETRY_S)
 
 
-def parse_body(body: bytes) -> dict[str, Any]:
-    """Return the fields of a request.
+class ForwardedRequest(BaseModel):
+    """Fields of a request that the router uses; the instance checks the others."""
 
-    Raises
-    ------
-    ApiError
-        400 if the body is no JSON object or has no model.
-    """
-    try:
-        fields = json.loads(body)
-    except (ValueError, RecursionError):
-        raise ApiError(400, "The body is not valid JSON") from None
-    if not isinstance(fields, dict):
-        raise ApiError(400, "The body must be a JSON object, with Content-Type: application/json")
-    if not isinstance(fields.get("model"), str):
-        raise ApiError(400, "model: must be a string", "model")
-    return fields
+    model_config = ConfigDict(strict=True, extra="ignore")
+
+    model: Annotated[str, Field(max_length=MAX_MODEL_NAME)]
 
 
-def request_size(
-    fields: dict[str, Any], adapter: str | None, chat: bool, tokenizer: Tokenizer | None
-) -> RequestSize:
+class SizedRequest(ForwardedRequest):
+    """Fields of a request whose size counts for a queue; the instance checks them."""
+
+    prompt: Any = None
+    messages: Any = None
+    max_tokens: Any = None
+    max_completion_tokens: Any = None
+
+
+def request_size(fields: SizedRequest, adapter: str | None, chat: bool, tokenizer: Tokenizer) -> RequestSize:
     """Return the size of a request.
 
     Parameters
     ----------
     chat
         Whether it is a conversation. The text of its template is not counted.
-    tokenizer
-        Counts tokens; None: sizes are not used.
+
+    Raises
+    ------
+    ApiError
+        400 if it has too many prompts.
     """
-    if tokenizer is None:
-        return RequestSize(adapter, 0, None)
-    prompts = list(_texts(fields.get("messages")) if chat else _prompts(fields.get("prompt")))
+    prompts = list(_texts(fields.messages) if chat else _prompts(fields.prompt))
     if len(prompts) > MAX_PROMPTS:
         raise ApiError(400, f"A request must not have more than {MAX_PROMPTS} prompts or texts", "prompt")
-    limits = [fields.get(name) for name in ("max_completion_tokens", "max_tokens")]
+    limits = (fields.max_completion_tokens, fields.max_tokens)
     most = next((each for each in limits if isinstance(each, int) and each > 0), None)
     if most is None and not chat:
         most = _COMPLETION_TOKENS

@@ -10,7 +10,7 @@ import asyncio
 from http import HTTPStatus
 from typing import TYPE_CHECKING, Any, Final
 
-from uvicorn.protocols.http.httptools_impl import HttpToolsProtocol
+from uvicorn.protocols.http.httptools_impl import HttpToolsProtocol, RequestResponseCycle
 
 from capplan.engine.server.protocol import RETRY, ApiError, shutting_down
 
@@ -22,6 +22,8 @@ if TYPE_CHECKING:
 
 _MAX_PIPELINED: Final = 16
 """Requests that one connection may send before the response to the first; clients hardly ever do."""
+_MAX_PARTS: Final = 16_384
+"""Of a body: chunks of a few bytes take more time than their size suggests."""
 
 
 class ConnectionCap:
@@ -98,14 +100,11 @@ class LimitedProtocol(HttpToolsProtocol):
         self._unparsed_bytes = 0
         """Received since the last complete headers or part of a body."""
         self._receives_body = False
+        self._parts = 0
+        self._running: RequestResponseCycle | None = None
         self._refusal: ApiError | None = None
         self._timer: asyncio.TimerHandle | None = None
         self._send_timer: asyncio.TimerHandle | None = None
-
-    @property
-    def _is_idle(self) -> bool:
-        """Whether no request is being processed."""
-        return self.cycle is None or self.cycle.response_complete
 
     def connection_made(self, transport: asyncio.Transport) -> None:  # type: ignore[override]
         """Wait for headers."""
@@ -114,15 +113,13 @@ class LimitedProtocol(HttpToolsProtocol):
         if self._cap.add(self):
             self._start_timer()
         else:
-            self._refusal = _overloaded("The server has too many connections")
-            self._refuse(self._refusal)
+            self._refuse(_overloaded("The server has too many connections"), has_begun=True)
 
     def connection_lost(self, exc: Exception | None) -> None:
         """Release what the connection holds."""
-        self._stop_timer()
+        self._disconnect()
         self.resume_writing()
         self._cap.remove(self)
-        self._cap.budget.release(self)
         super().connection_lost(exc)
 
     def data_received(self, data: bytes) -> None:
@@ -134,11 +131,11 @@ class LimitedProtocol(HttpToolsProtocol):
         if self.transport.is_closing():
             return
         if self._unparsed_bytes > self._limits.max_header_bytes:
-            self._refuse(self._too_large())
+            self._refuse(self._too_large(), has_begun=True)
             return
         if self._unparsed_bytes:
             self._cap.budget.hold(self, self._unparsed_bytes)
-        if self._is_idle and self._timer is None and self.timeout_keep_alive_task is None:
+        if self._running is None and self.timeout_keep_alive_task is None:
             self._start_timer()
 
     def on_message_begin(self) -> None:
@@ -159,9 +156,17 @@ class LimitedProtocol(HttpToolsProtocol):
         self._stop_timer()
         super().on_headers_complete()
         self._receives_body = True
+        self._parts = 0
+        if self._running is None:
+            self._running = self.cycle
 
     def on_body(self, body: bytes) -> None:
         """Pass a part of a body on."""
+        self._parts += 1
+        if self._parts > _MAX_PARTS:
+            message = f"The body must not come in more than {_MAX_PARTS} parts"
+            self._refusal = ApiError(413, message, code="too_large")
+            raise self._refusal
         self._parsed()
         super().on_body(body)
 
@@ -169,7 +174,7 @@ class LimitedProtocol(HttpToolsProtocol):
         """End a request."""
         self._parsed()
         self._receives_body = False
-        if self._is_idle:  # the rest of a refused body
+        if self._running is None:  # the rest of a refused body
             self._stop_timer()
         else:
             self._cap.complete(self)
@@ -179,11 +184,11 @@ class LimitedProtocol(HttpToolsProtocol):
 
     def on_response_complete(self) -> None:
         """Wait for the next request, or for the rest of a refused body, which is discarded."""
-        has_next = bool(self.pipeline)
+        self._running = self.pipeline[-1][0] if self.pipeline else None
         super().on_response_complete()
         if self.transport.is_closing():
             self.pause_writing()  # limits the time of what is buffered
-        elif not has_next:
+        elif self._running is None:
             self._cap.wait(self)
             if self._receives_body:
                 self._start_timer()
@@ -192,7 +197,7 @@ class LimitedProtocol(HttpToolsProtocol):
         """Wait for a client that does not read, for a limited time."""
         super().pause_writing()
         if self._send_timer is None:
-            self._send_timer = self.loop.call_later(self._limits.send_timeout_s, self.transport.abort)
+            self._send_timer = self.loop.call_later(self._limits.send_timeout_s, self._abort)
 
     def resume_writing(self) -> None:
         """Write again."""
@@ -213,13 +218,12 @@ class LimitedProtocol(HttpToolsProtocol):
     def cut_off(self) -> None:
         """End the request that is being processed, with an error if its response has not begun, and close."""
         if self.pipeline:
-            self.transport.abort()
+            self._abort()
             return
-        if not self._is_idle:
-            if not self.cycle.response_started:
+        if self._running is not None:
+            if not self._running.response_started:
                 self.transport.write(_response(shutting_down()))
-            self.cycle.disconnected = True  # as if the client had left
-            self.cycle.message_event.set()
+            self._running.disconnected = True  # as if the client had left
             self.flow.resume_writing()
         self._close()
 
@@ -229,24 +233,42 @@ class LimitedProtocol(HttpToolsProtocol):
 
     def send_400_response(self, msg: str) -> None:
         """Refuse a request that is not HTTP or beyond a limit."""
-        self._refuse(self._refusal or ApiError(400, msg))
+        self._refuse(self._refusal or ApiError(400, msg), has_begun=True)
 
-    def _refuse(self, error: ApiError) -> None:
-        """Send an error if a request has begun and nothing else is being sent, and close the connection."""
-        has_begun = self._unparsed_bytes > 0 or self._receives_body or error is self._refusal
-        can_send = self._is_idle or (self._receives_body and not self.cycle.response_started)
-        if has_begun and can_send and not self.pipeline:
+    def _refuse(self, error: ApiError, has_begun: bool = False) -> None:
+        """Send an error if a request has begun that has no response yet, and close the connection."""
+        if self.transport.is_closing():
+            return
+        if self._running is None:
+            can_send = not self._receives_body and (has_begun or self._unparsed_bytes > 0)
+        else:
+            can_send = self._receives_body and not self._running.response_started and not self.pipeline
+        if can_send:
             self.transport.write(_response(error))
         self._close()
 
     def _close(self) -> None:
-        self._stop_timer()
-        self._cap.complete(self)
+        """Close the connection once its buffer is sent; what is being processed cannot be answered."""
+        self._disconnect()
         if self.transport.get_write_buffer_size():
             self.pause_writing()
         self.transport.close()
 
+    def _abort(self) -> None:
+        self._disconnect()
+        self.transport.abort()
+
+    def _disconnect(self) -> None:
+        self._stop_timer()
+        self._cap.complete(self)
+        self._cap.budget.release(self)
+        if self._running is not None:
+            self._running.disconnected = True
+            self._running.message_event.set()
+
     def _start_timer(self) -> None:
+        if self._timer is not None:
+            return
         timeout_s = self._limits.header_timeout_s
         error = ApiError(408, f"The headers must come within {timeout_s:g} s", code="timeout")
         self._timer = self.loop.call_later(timeout_s, self._refuse, error)
