@@ -8,12 +8,13 @@ from typing import Final
 from benchmarks.soak.case import (
     DIGITS,
     PROFILE,
+    SIMULATE,
     Case,
     shown,
 )
 
 _FLAGS: Final[Mapping[tuple[str, ...], Mapping[str, Sequence[str]]]] = {
-    ("simulate", "workload.yaml", "--workers", "1"): {
+    SIMULATE: {
         "--a-max": ("1,2,3", "99999999999", DIGITS, ",".join(["2"] * 10_000), "-1", "1e3", "1,,2"),
         "--duration": ("4.62e9", "9e18", "1e308", "1e-300", "-0.0", "31622401", "nan"),
         "--seed": ("9223372036854775808", DIGITS, "-1"),
