@@ -9,7 +9,7 @@ import numpy as np
 import torch
 from numpy.typing import NDArray
 
-from capplan.spec.validation import Count, Natural, NonNegative, Share, SpecModel
+from capplan.spec.validation import Count, Natural, NonNegative, SeedNumber, Share, SpecModel
 
 FinishReason = Literal["stop", "length", "abort", "error"]
 
@@ -40,7 +40,7 @@ class SamplingParams(SpecModel):
     max_tokens: Count = 16
     temperature: NonNegative = 0.0
     top_p: Share = 1.0
-    seed: Natural | None = None
+    seed: SeedNumber | None = None
     logprobs: Natural | None = None
     ignore_eos: bool = False
     stop_token_ids: tuple[int, ...] = ()

@@ -179,6 +179,10 @@ def test_an_invalid_value_is_refused_with_its_field(server: Live, fields: dict[s
     assert (answer.status, answer.error["param"]) == (400, param), answer.body
 
 
+def test_the_largest_seed_of_openai_is_accepted(server: Live) -> None:
+    assert complete(server, seed=2**63 - 1).status == 200
+
+
 def test_an_unknown_field_is_refused_with_the_nearest_name(server: Live) -> None:
     assert "'temperature'" in complete(server, temprature=0.5).error["message"]
 
