@@ -152,6 +152,7 @@ def test_an_invalid_body_is_refused(server: Live, body: bytes) -> None:
         ({"max_tokens": 4.5}, "max_tokens"),
         ({"temperature": -0.1}, "temperature"),
         ({"temperature": "hot"}, "temperature"),
+        ({"temperature": 1e308}, "temperature"),
         ({"top_p": 0}, "top_p"),
         ({"top_p": 1.1}, "top_p"),
         ({"seed": -1}, "seed"),

@@ -19,6 +19,7 @@ from capplan.engine.server.protocol import (
     LoadAdapterRequest,
     UnloadAdapterRequest,
     add_error_handlers,
+    bad_request,
     model_card,
     read_body,
     request_schema,
@@ -32,6 +33,7 @@ from capplan.engine.server.responses import (
     ResponseFormat,
 )
 from capplan.engine.server.service import Service
+from capplan.errors import InputError
 
 _COMPLETION_TOKENS: Final = 16  # OpenAI's default
 _HEALTH_S = 90.0
@@ -100,7 +102,11 @@ def _respond(
     form: ResponseFormat,
 ) -> Response:
     service.refuse_if_full(len(prompts))
-    params = body.sampling(max_tokens, logprobs)
+    try:
+        params = body.sampling(max_tokens, logprobs)
+    except InputError as error:
+        field = error.location.rpartition(".")[2]
+        raise bad_request(InputError(error.rule, error.value, field)) from None
     streamed = bool(body.stream)
     engine, tokenizer = service.engine, service.tokenizer
     stream = OutputStream(engine, tokenizer, prompts, adapter, params, body.stops(), streamed)
