@@ -1,10 +1,11 @@
-"""Child processes that end with their parent, however it ends.
+"""Processes: children that end with their parent, however it ends, and the limit of open files.
 
 A parent that is killed cannot end its children, and a child that waits for work would wait for ever.
 """
 
 from __future__ import annotations
 
+import contextlib
 import multiprocessing
 import os
 import signal
@@ -13,10 +14,16 @@ import time
 from collections.abc import Mapping
 from typing import Final
 
+try:
+    import resource
+except ImportError:  # Windows has no such limit
+    resource = None  # type: ignore[assignment]
+
 PARENT: Final = "CAPPLAN_PARENT"
 """Environment variable of a capplan command: number of the process with which it ends."""
 
 _POLL_S: Final = 1.0
+_ASSUMED_FILES: Final = 1024
 
 
 def end_with_pool() -> None:
@@ -47,3 +54,19 @@ def _stop_after(parent: int) -> None:
     while os.getppid() == parent:
         time.sleep(_POLL_S)
     os.kill(os.getpid(), signal.SIGTERM)
+
+
+def open_file_limit() -> int:
+    """Return the limit of open files of this process."""
+    if resource is None:
+        return _ASSUMED_FILES
+    limit = resource.getrlimit(resource.RLIMIT_NOFILE)[0]
+    return 2**31 if limit == resource.RLIM_INFINITY else limit
+
+
+def raise_file_limit() -> None:
+    """Raise the limit of open files to its maximum; the usual one allows a thousand connections."""
+    if resource is not None:
+        most = resource.getrlimit(resource.RLIMIT_NOFILE)[1]
+        with contextlib.suppress(ValueError, OSError):
+            resource.setrlimit(resource.RLIMIT_NOFILE, (most, most))

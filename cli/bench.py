@@ -113,9 +113,9 @@ def _measured(args: BenchArgs) -> BenchResult:
         missing = "WORKLOAD" if args.workload is None else "--url"
         raise InputError("is required, unless a result is read (--read)", location=missing)
     require_extra("bench", ("aiohttp",))
+    from capplan.processes import raise_file_limit
     from capplan.profiling.load.bench import BenchOptions
     from capplan.profiling.load.bench import bench as measure
-    from capplan.profiling.load.client import raise_file_limit
     from capplan.profiling.load.requests import LoadSettings, PromptForm, Target
     from capplan.spec import load_workload
 

@@ -28,6 +28,8 @@ _OPEN_RANK: Final = 16  # vLLM's default
 _OPEN_ADAPTERS: Final = 1000
 """Adapter numbers reserved if clients may load adapters; each costs some dozen bytes."""
 
+_MOST_RANK_DIGITS: Final = 9
+
 _LOOPBACK: Final = ("127.0.0.1", "::1", "localhost")
 
 
@@ -238,7 +240,8 @@ def _adapters(modules: list[str]) -> dict[str, str | Path | int]:
             raise InputError("must be NAME=FOLDER or NAME=RANK", module, "--lora-modules")
         if name in adapters:
             raise InputError("must be unique", name, "--lora-modules")
-        adapters[name] = int(source) if source.isdecimal() else Path(source)
+        is_rank = source.isdecimal() and len(source) <= _MOST_RANK_DIGITS
+        adapters[name] = int(source) if is_rank else Path(source)
     return adapters
 
 

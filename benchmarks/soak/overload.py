@@ -31,7 +31,7 @@ import psutil
 
 from benchmarks.common import command_line, emit, markdown
 from benchmarks.soak.servers import KINDS, served
-from capplan.engine.server.limits import raise_file_limit
+from capplan.processes import raise_file_limit
 
 MODELS: Final = ("base", "a", "b")
 TOKENS: Final = 32

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import asyncio
-import contextlib
 import errno
 import json
 from collections.abc import Callable
@@ -101,15 +100,6 @@ async def read_at_most(response: aiohttp.ClientResponse, max_bytes: int) -> str:
         if len(data) > max_bytes:
             raise aiohttp.ClientPayloadError(f"a response of more than {max_bytes} bytes")
     return data.decode("utf-8", "replace")
-
-
-def raise_file_limit() -> None:
-    """Raise the limit of open files to its maximum, if supported."""
-    with contextlib.suppress(ImportError, ValueError, OSError):
-        import resource
-
-        _, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
-        resource.setrlimit(resource.RLIMIT_NOFILE, (hard, hard))
 
 
 class CompletionClient:

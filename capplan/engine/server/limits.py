@@ -2,17 +2,12 @@
 
 from __future__ import annotations
 
-import contextlib
 import math
 from dataclasses import dataclass, fields
 from typing import Final
 
 from capplan.errors import InputError
-
-try:
-    import resource
-except ImportError:  # Windows has no such limit
-    resource = None  # type: ignore[assignment]
+from capplan.processes import open_file_limit
 
 _MIB: Final = 2**20
 _BYTES_PER_TOKEN: Final = 16
@@ -22,7 +17,6 @@ _MOST_CONNECTIONS: Final = 8192
 """Default cap: an idle connection costs about 10 kB."""
 _RESERVED_FILES: Final = 64
 """For the engine core, libraries, and adapters being loaded."""
-_ASSUMED_FILES: Final = 1024
 _MAX_NAME_LENGTH: Final = 256
 NAME_RULE: Final = f"must be 1 to {_MAX_NAME_LENGTH} printable characters"
 
@@ -110,19 +104,3 @@ class ServerLimits:
 def is_name(name: str) -> bool:
     """Return whether a model or adapter may have a name, which metrics, logs and terminals show."""
     return 1 <= len(name) <= _MAX_NAME_LENGTH and name.isprintable()
-
-
-def open_file_limit() -> int:
-    """Return the limit of open files of this process."""
-    if resource is None:
-        return _ASSUMED_FILES
-    limit = resource.getrlimit(resource.RLIMIT_NOFILE)[0]
-    return 2**31 if limit == resource.RLIM_INFINITY else limit
-
-
-def raise_file_limit() -> None:
-    """Raise the limit of open files to its maximum: the default of 1024 is less than `max_connections`."""
-    if resource is not None:
-        most = resource.getrlimit(resource.RLIMIT_NOFILE)[1]
-        with contextlib.suppress(ValueError, OSError):
-            resource.setrlimit(resource.RLIMIT_NOFILE, (most, most))

@@ -28,13 +28,14 @@ from capplan.engine.messages import CoreSettings, Ended
 from capplan.engine.models import model_config
 from capplan.engine.server.http_protocol import ConnectionCap, LimitedProtocol
 from capplan.engine.server.limiter import ServerSettings, ServerState
-from capplan.engine.server.limits import NAME_RULE, is_name, raise_file_limit
+from capplan.engine.server.limits import NAME_RULE, is_name
 from capplan.engine.server.output_stream import RequestState
 from capplan.engine.server.routes import make_app
 from capplan.engine.server.service import Service
 from capplan.engine.settings import EngineOptions
 from capplan.engine.timing import RecordFile, StepRecord
 from capplan.errors import InputError
+from capplan.processes import raise_file_limit
 
 _SIGNALS: Final = (signal.SIGINT, signal.SIGTERM)
 _KEEP_ALIVE_S: Final = 75
