@@ -18,6 +18,7 @@ from capplan.models.calibration.least_squares import (
     clustered_covariance,
     coefficient,
     fit_linear,
+    fit_mean,
 )
 from capplan.models.calibration.tables import FROM_PREFILLS, StepTable
 from capplan.models.step_latency import (
@@ -103,7 +104,7 @@ class StepModelCandidate:
             return _fit_digital_twin(self, table)
         columns = self.columns(table)
         problem = LinearProblem.of(columns, table.step_ms)
-        fit = fit_linear(problem)
+        fit = fit_mean(problem)
         bound = np.isnan(fit.std_errors) if table.rows > len(columns) else np.zeros(len(columns), bool)
         values = np.where(bound, 0.0, fit.values)  # the solver stops slightly above the bound
         covariance = clustered_covariance(*problem.relative(values), ~bound, table.run)
@@ -357,7 +358,7 @@ def _fit_digital_twin(candidate: StepModelCandidate, table: StepTable) -> StepMo
 def _deviance_residuals(
     predicted_ms: NDArray[np.float64], step_ms: NDArray[np.float64]
 ) -> NDArray[np.float64]:
-    """Return signed roots of the deviance; its least squares fit the mean as those of `fit_linear` do."""
+    """Return signed roots of the deviance; its least squares fit the mean as `fit_mean` does."""
     excess = step_ms / np.maximum(predicted_ms, _AT_BOUND * step_ms) - 1.0
     deviance = 2.0 * (excess - np.log1p(excess))
     return -np.sign(excess) * np.sqrt(np.maximum(deviance, 0.0))

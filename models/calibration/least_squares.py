@@ -34,7 +34,7 @@ def r_squared(predicted: NDArray[np.float64], actual: NDArray[np.float64]) -> fl
 
 @dataclass(frozen=True)
 class LinearProblem:
-    """Linear model to fit: ``y ~ design @ coefficients`` with errors relative to the prediction.
+    """Linear model to fit: ``y ~ design @ coefficients`` with relative errors.
 
     Coefficients are bounded below by 0, since no part of a step takes negative time.
     """
@@ -90,6 +90,14 @@ class LinearFit:
 
 
 def fit_linear(problem: LinearProblem) -> LinearFit:
+    """Minimise the squared errors relative to the measurements, with coefficients of at least 0.
+
+    For measurements without scatter, such as medians of repetitions.
+    """
+    return _fit_of(problem, *_solve(problem, problem.y), problem.y)
+
+
+def fit_mean(problem: LinearProblem) -> LinearFit:
     """Fit the mean of measurements whose standard deviation is proportional to it, coefficients at least 0.
 
     Quasi-likelihood by iteratively reweighted least squares (McCullagh and Nelder 1989, chapter 9): squared
@@ -103,11 +111,21 @@ def fit_linear(problem: LinearProblem) -> LinearFit:
         change = np.abs(problem.design @ (values - before)) / problem.y
         if change.max(initial=0.0) < _CONVERGED:
             break
-    weighted, residuals = problem.relative(values)
+    return _fit_of(problem, values, free, problem.expected(values))
+
+
+def _fit_of(
+    problem: LinearProblem,
+    values: NDArray[np.float64],
+    free: NDArray[np.bool_],
+    expected: NDArray[np.float64],
+) -> LinearFit:
+    """Return a solution with its covariance; errors are relative to `expected`."""
+    weighted = problem.design / expected[:, None]
     whole = np.full((values.size, values.size), np.nan)
     degrees = problem.y.size - int(free.sum())
     if degrees > 0:
-        variance = float(np.sum(residuals**2)) / degrees
+        variance = float(np.sum((weighted @ values - problem.y / expected) ** 2)) / degrees
         scale = _column_scale(weighted)
         scaled = (weighted / scale)[:, free]
         covariance = np.linalg.pinv(scaled.T @ scaled) * variance

@@ -34,7 +34,7 @@ def test_representations_are_short(result: SimulationResult) -> None:
         assert repr(each).startswith(type(each).__name__ + "(")
         assert each._repr_html_().startswith("<table>")
     assert "gpus=3" in repr(small_plan())
-    assert "&lt;b&gt;" in small_plan(base_model="<b>")._repr_html_()
+    assert "&lt;b&gt;" in small_plan(base_model="./<b>")._repr_html_()
     assert comparison.to_pandas()["holds"].tolist() == [True]
 
 

@@ -207,7 +207,7 @@ def test_an_endless_template_does_not_delay_other_requests(tmp_path: Path) -> No
     source = "{% for i in range(99999) %}{% for j in range(99999) %}{% endfor %}{% endfor %}"
     engine = Engine(TINY, {}, **SIZES)
     engine.folder = folder_with(tmp_path, source)
-    server = Live(engine, {}, limits=ServerLimits(chat_template_timeout_s=1.0))
+    server = Live(engine, {}, limits=ServerLimits(chat_template_timeout_s=4.0))
     try:
         with ThreadPoolExecutor(4) as threads:
             chats = [threads.submit(chat, server, "user") for _ in range(4)]
@@ -222,6 +222,6 @@ def test_an_endless_template_does_not_delay_other_requests(tmp_path: Path) -> No
                 longest_s = max(longest_s, time.monotonic() - begin_s)
     finally:
         server.close()
-    assert longest_s < 0.5
+    assert longest_s < 2.0  # on the event loop, a conversation would take its 4 s
     for status, answer in (each.result() for each in chats):
         assert (status, answer["error"]["param"]) == (400, "messages")

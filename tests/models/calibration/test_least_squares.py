@@ -1,18 +1,24 @@
 """Fits with relative scatter, cross-validation and clustered standard errors."""
 
+from collections.abc import Callable
+
 import numpy as np
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
 from capplan.models.calibration.least_squares import (
+    LinearFit,
     LinearProblem,
     clustered_errors,
     cross_validate,
     fit_linear,
+    fit_mean,
     fitted_model,
     smape,
 )
+
+Fitter = Callable[[LinearProblem], LinearFit]
 
 
 def problem(values: list[float], seed: int, noise: float = 0.0) -> LinearProblem:
@@ -23,22 +29,24 @@ def problem(values: list[float], seed: int, noise: float = 0.0) -> LinearProblem
     return LinearProblem(tuple(f"k{i}" for i in range(len(values))), design, y)
 
 
-@given(st.lists(st.floats(0.01, 100.0), min_size=1, max_size=6), st.integers(0, 99))
-def test_known_coefficients_are_recovered(values: list[float], seed: int) -> None:
-    assert fit_linear(problem(values, seed)).values == pytest.approx(values, rel=1e-3, abs=1e-4)
+@pytest.mark.parametrize("fit", [fit_linear, fit_mean])
+@given(values=st.lists(st.floats(0.01, 100.0), min_size=1, max_size=6), seed=st.integers(0, 99))
+def test_known_coefficients_are_recovered(fit: Fitter, values: list[float], seed: int) -> None:
+    assert fit(problem(values, seed)).values == pytest.approx(values, rel=1e-3, abs=1e-4)
 
 
-def test_noisy_coefficients_lie_within_their_stated_errors() -> None:
+@pytest.mark.parametrize("fit", [fit_linear, fit_mean])
+def test_noisy_coefficients_lie_within_their_stated_errors(fit: Fitter) -> None:
     values = np.array([5.0, 2.0, 0.3])
-    fits = [fit_linear(problem(values.tolist(), seed, noise=0.05)) for seed in range(60)]
-    z = np.array([(fit.values - values) / fit.std_errors for fit in fits])
+    fits = [fit(problem(values.tolist(), seed, noise=0.05)) for seed in range(60)]
+    z = np.array([(each.values - values) / each.std_errors for each in fits])
     assert np.mean(np.abs(z) < 2.0) > 0.88
     assert fits[0].error == pytest.approx(2.0, abs=0.5)  # half the mean of |N(0, 5 %)|
 
 
 def test_scatter_does_not_bias_the_mean() -> None:
     made = problem([5.0, 2.0, 0.3], 3, noise=0.3)  # the mean of exp(noise) is above 1
-    predicted = made.design @ fit_linear(made).values
+    predicted = made.design @ fit_mean(made).values
     assert np.mean(made.y / predicted) == pytest.approx(1.0, abs=1e-6)
     assert np.sum(made.y) / np.sum(predicted) == pytest.approx(1.0, abs=0.02)
 
