@@ -11,6 +11,7 @@ from benchmarks.soak.case import (
     DIGITS,
     EXPORT,
     PLAN,
+    ROOFLINE,
     SIMULATE,
     WORKLOAD,
     Case,
@@ -210,18 +211,7 @@ def _documents() -> Iterator[Case]:
         "plan.json": ("explain", "plan.json"),
         "profile.json": ("profiles", "./profile.json"),
         "result.json": ("bench", "--read", "result.json"),
-        "config.json": (
-            "profile",
-            "roofline",
-            "--gpu",
-            "h200",
-            "--model-config",
-            "config.json",
-            "--base-model",
-            "o/m",
-            "-o",
-            "out.json",
-        ),
+        "config.json": ROOFLINE,
     }.items():
         for name, content in _BROKEN.items():
             yield Case(f"{kind}: {name}", words, {kind: content})

@@ -92,7 +92,7 @@ def request(path: str, body: bytes, *headers: bytes, method: str = "POST") -> by
 
 
 def _begun(path: str, declared: int, sent: bytes = b"") -> bytes:
-    """Return a request of which a part of the body is sent."""
+    """Return a request with a part of its body."""
     head = f"POST {path} HTTP/1.1\r\nHost: x\r\nContent-Type: application/json\r\nContent-Length: {declared}"
     return head.encode() + _END + sent
 

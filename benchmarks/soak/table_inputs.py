@@ -9,6 +9,7 @@ from typing import Final
 
 from benchmarks.soak.case import (
     DIGITS,
+    ROOFLINE,
     SIMULATE,
     STEPS,
     WORKLOAD,
@@ -208,18 +209,6 @@ def _results() -> Iterator[Case]:
                 ("bench", "--read", "result.json"),
                 {"result.json": text},
             )
-    words = (
-        "profile",
-        "roofline",
-        "--gpu",
-        "h200",
-        "--model-config",
-        "config.json",
-        "--base-model",
-        "o/m",
-        "-o",
-        "out.json",
-    )
     config = {
         "hidden_size": 4096,
         "num_hidden_layers": 32,
@@ -236,6 +225,6 @@ def _results() -> Iterator[Case]:
         ):
             yield Case(
                 f"config.json {key} {shown(value)} #{number}",
-                words,
+                ROOFLINE,
                 {"config.json": with_value(config, key, value)},
             )

@@ -219,7 +219,7 @@ class NamedRows(NamedTuple):
         return len(self.row)
 
     def renamed(self, rename: Callable[[Any], Any]) -> NamedRows:
-        """Return the rows with other names, of which several may become equal."""
+        """Return the rows with other names; several names may become equal."""
         import numpy as np
 
         positions: dict[Any, int] = {}

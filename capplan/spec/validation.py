@@ -114,7 +114,7 @@ def rule_error(rule: str, *, key: Key = (), value: object = NO_VALUE) -> Pydanti
 
 
 def check_unique(key: str, names: Iterable[str], field: str = "name") -> set[str]:
-    """Return the names, of which the i-th is found under ``key[i].field``; raise for one that repeats."""
+    """Return the names, the i-th from ``key[i].field``; raise for one that repeats."""
     seen: set[str] = set()
     for index, name in enumerate(names):
         if name in seen:
@@ -199,7 +199,7 @@ _MOST_WHOLE: Final = 2**53  # exact as a number of JSON, and products with 1000 
 Item = TypeVar("Item")
 
 Many: TypeAlias = Annotated[tuple[Item, ...], Field(fail_fast=True)]
-"""A list of which only the first wrong item is reported: reports of millions would fill the memory."""
+"""List with errors of its first wrong item alone: those of millions would fill the memory."""
 
 NonNegative: TypeAlias = Annotated[
     float, Strict(), Field(ge=0), rule("must be a finite number >= 0"), at_most(_MOST)

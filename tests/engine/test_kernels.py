@@ -3,6 +3,9 @@
 Inputs are fresh, everything that a kernel must not read is poisoned with NaN, and so is what it must write.
 """
 
+import gc
+import weakref
+
 import numpy as np
 import pytest
 import torch
@@ -55,6 +58,19 @@ def memory_of(kind: str, adapters: int, dtype: torch.dtype) -> AdapterMemory:
     pool = PagePool(900, kv_page_elements(CONFIG, 4), dtype, DEVICE)
     pool.tensor[1:] = torch.nan
     return UnifiedPages(LAYOUT, pool)
+
+
+def test_slots_are_freed_with_their_last_reference() -> None:
+    slots = StaticSlots(LAYOUT, 2, S_MAX, torch.float32, DEVICE)
+    adapter = random_adapter(np.random.default_rng(), 8, torch.float32)
+    slots.place(1, adapter.ranks).copy_from(adapter)
+    storage = weakref.ref(slots.storage)
+    gc.disable()
+    try:
+        del slots
+        assert storage() is None
+    finally:
+        gc.enable()
 
 
 def expected(adapter: HostAdapter, layer: int, site: int, x: torch.Tensor, out: torch.Tensor) -> torch.Tensor:

@@ -14,7 +14,7 @@ import pytest
 
 from capplan.cli import options
 from capplan.engine import server
-from capplan.engine.server import InstanceConfig
+from capplan.engine.server import InstanceConfig, ServerLimits, ServerSettings
 from capplan.engine.timing import StepRecord
 from tests.cli.conftest import Run, command, environment, error_line, run
 
@@ -49,6 +49,8 @@ def test_flags_become_settings(run: Run, started: list[InstanceConfig], tmp_path
     assert instance.adapters == {"a": 8, "b": tmp_path, "c": 16}
     assert instance.server.max_requests == 24
     assert instance.server.host == "127.0.0.1"
+    assert instance.server.drain_timeout_s == ServerSettings("tiny-llama").drain_timeout_s
+    assert instance.server.limits == ServerLimits()
     wanted = {
         "max_loras": 4,
         "max_lora_rank": 32,

@@ -22,7 +22,7 @@ _MAX_HEADER_BYTES: Final = 4 * 2**20
 _MAX_SIZE: Final = 2**32
 """Of one dimension; products of a few remain small integers."""
 _FLAGS: Final = os.O_RDONLY | sum(
-    # O_NONBLOCK: a FIFO may have nobody at its other end. O_BINARY is a flag of Windows.
+    # O_NONBLOCK: a FIFO without a writer blocks its reader. O_BINARY is a flag of Windows.
     getattr(os, name, 0)
     for name in ("O_NONBLOCK", "O_CLOEXEC", "O_NOCTTY", "O_BINARY")
 )

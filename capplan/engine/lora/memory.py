@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Set
 from dataclasses import dataclass
-from functools import cached_property, lru_cache
+from functools import cached_property, lru_cache, partial
 from itertools import pairwise
 from typing import Final, NamedTuple
 
@@ -146,17 +146,14 @@ class StaticSlots:
         self._rows = rows.reshape(layout.layers * len(GROUPS), slot_rank)
         self._free = list(range(slots - 1, -1, -1))
         self._slot_of: dict[int, int] = {}
-        self._placement = lru_cache(maxsize=_RANK_PATTERNS * slots)(self._new_placement)
+        # Bound to the tensor instead of a method: a reference cycle would delay freeing the slots.
+        new_placement = partial(_slot_placement, layout, self.storage, slot_rank)
+        self._placement = lru_cache(maxsize=_RANK_PATTERNS * slots)(new_placement)
 
     def place(self, adapter: int, ranks: NDArray[np.int64]) -> AdapterPlacement:
         """Allocate a free slot; the adapter's rows are not copied yet."""
         slot = self._slot_of[adapter] = self._free.pop()
         return self._placement(slot, ranks.tobytes())
-
-    def _new_placement(self, slot: int, rank_bytes: bytes) -> AdapterPlacement:
-        ranks = np.frombuffer(rank_bytes, np.int64).reshape(self._layout.layers, len(MODULES))
-        offsets = slot * self._slot_elements + self._layout.padded_offsets(ranks, self._slot_rank)
-        return AdapterPlacement(self._layout, self.storage, ranks, offsets)
 
     def clear(self, adapter: int) -> None:
         """Fill the slot with zeros: padded kernels read rows beyond the adapter's rank."""
@@ -188,6 +185,16 @@ class StaticSlots:
         Rows beyond the adapter's rank hold zeros.
         """
         return self._slot_of[adapter] * self._slot_elements + self._rows[:, :rows]
+
+
+def _slot_placement(
+    layout: AdapterLayout, storage: torch.Tensor, slot_rank: int, slot: int, rank_bytes: bytes
+) -> AdapterPlacement:
+    """Return an adapter in a slot; `rank_bytes` are its ranks, shape (layers, modules), as bytes."""
+    ranks = np.frombuffer(rank_bytes, np.int64).reshape(layout.layers, len(MODULES))
+    slot_elements = layout.elements(layout.ranks(slot_rank))
+    offsets = slot * slot_elements + layout.padded_offsets(ranks, slot_rank)
+    return AdapterPlacement(layout, storage, ranks, offsets)
 
 
 class UnifiedPages:

@@ -18,13 +18,13 @@ from capplan.engine.server.async_engine import AsyncEngine
 from capplan.engine.server.limiter import ServerSettings
 from capplan.engine.server.limits import NAME_RULE, is_name
 from capplan.engine.server.output_stream import EngineDeadError
-from capplan.engine.server.protocol import RETRY, ApiError
+from capplan.engine.server.protocol import RETRY, ApiError, overloaded
 from capplan.errors import InputError
 
 T = TypeVar("T")
 
 _MAX_READERS: Final = 8
-"""Threads that read adapters, one of which is waited for; the others hang in a file system."""
+"""Threads that read adapters. Loads wait for one of them; the others hang in a file system."""
 
 
 @dataclass(frozen=True)
@@ -140,8 +140,7 @@ class ServedAdapters:
             return folder
 
         if self._readers >= _MAX_READERS:
-            message = "The file system of --lora-root does not respond"
-            raise ApiError(503, message, code="overloaded", headers=RETRY)
+            raise overloaded("The file system of --lora-root does not respond")
         self._readers += 1
         return await _in_daemon_thread(read, self._reader_ended)
 

@@ -8,7 +8,7 @@ from typing import Protocol
 
 
 class IncompleteRequest(Protocol):
-    """Request of which a part has arrived."""
+    """Request that has not arrived as a whole."""
 
     def refuse_overload(self) -> None:
         """End the request: its bytes are needed for others."""

@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Any, Final
 
 from uvicorn.protocols.http.httptools_impl import HttpToolsProtocol, RequestResponseCycle
 
-from capplan.engine.server.protocol import RETRY, ApiError, shutting_down
+from capplan.engine.server.protocol import ApiError, overloaded, shutting_down
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -113,7 +113,7 @@ class LimitedProtocol(HttpToolsProtocol):
         if self._cap.add(self):
             self._start_timer()
         else:
-            self._refuse(_overloaded("The server has too many connections"), has_begun=True)
+            self._refuse(overloaded("The server has too many connections"), has_begun=True)
 
     def connection_lost(self, exc: Exception | None) -> None:
         """Release what the connection holds."""
@@ -150,7 +150,7 @@ class LimitedProtocol(HttpToolsProtocol):
             self._refusal = self._too_large()
             raise self._refusal
         if len(self.pipeline) >= _MAX_PIPELINED:
-            self._refusal = _overloaded(f"At most {_MAX_PIPELINED} requests may be pipelined")
+            self._refusal = overloaded(f"At most {_MAX_PIPELINED} requests may be pipelined")
             raise self._refusal
         self._parsed()
         self._stop_timer()
@@ -229,7 +229,7 @@ class LimitedProtocol(HttpToolsProtocol):
 
     def refuse_overload(self) -> None:
         """Close the connection, which waits for a request or the rest of one, in favour of others."""
-        self._refuse(_overloaded("The server is overloaded"))
+        self._refuse(overloaded())
 
     def send_400_response(self, msg: str) -> None:
         """Refuse a request that is not HTTP or beyond a limit."""
@@ -290,10 +290,6 @@ class LimitedProtocol(HttpToolsProtocol):
             f" {limits.max_header_count} headers"
         )
         return ApiError(431, message, code="headers_too_large")
-
-
-def _overloaded(message: str) -> ApiError:
-    return ApiError(503, message, code="overloaded", headers=RETRY)
 
 
 def _response(error: ApiError) -> bytes:

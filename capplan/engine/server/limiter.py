@@ -18,7 +18,7 @@ from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from capplan.engine.server.byte_budget import ByteBudget
 from capplan.engine.server.limits import ServerLimits
-from capplan.engine.server.protocol import RETRY, ApiError, unknown_model
+from capplan.engine.server.protocol import ApiError, overloaded, unknown_model
 from capplan.errors import InputError
 
 _GENERATION_PATHS: Final = ("/v1/completions", "/v1/chat/completions")
@@ -248,7 +248,7 @@ class _BodyReader:
 
     def _error(self) -> ApiError:
         if self._is_refused:
-            return ApiError(503, "The server is overloaded", code="overloaded", headers=RETRY)
+            return overloaded()
         return ApiError(408, f"The body must come within {self._timeout_s:g} s", code="timeout")
 
 

@@ -90,6 +90,11 @@ def shutting_down() -> ApiError:
     return ApiError(503, "The server shuts down", code="shutting_down", headers=RETRY)
 
 
+def overloaded(message: str = "The server is overloaded") -> ApiError:
+    """Return the error for a request that gives way to others."""
+    return ApiError(503, message, code="overloaded", headers=RETRY)
+
+
 def unknown_model(name: str) -> ApiError:
     """Return the error for a model that is not served."""
     message = f"The model {clipped(name, _MAX_VALUE)!r} does not exist"
