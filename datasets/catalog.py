@@ -19,11 +19,22 @@ from capplan.spec.files import read_json_object
 from capplan.spec.validation import SpecModel
 
 _FOLDER: Final = Path(__file__).parent
-_EMBEDDING_ADAPTERS: Final = ("LlamaForCausalLM", "MistralForCausalLM")
+_EMBEDDING_ADAPTERS: Final = (
+    "LlamaForCausalLM",
+    "MistralForCausalLM",
+    "Phi3ForCausalLM",
+    "Qwen3ForCausalLM",
+)
 """Architectures whose slots also hold embedding and output head (vLLM: ``embedding_modules``)."""
 
 _MOST: Final = 2**40  # of a size of a model
 _POSITIONS: Final = "max_position_embeddings"
+
+_QK_NORM: Final = ("Qwen3ForCausalLM", "Gemma3ForCausalLM")
+"""Architectures that normalize queries and keys per head."""
+
+_EXPERTS: Final = ("num_local_experts", "num_experts", "n_routed_experts", "moe_num_experts")
+"""Fields of the ``config.json`` of a mixture of experts."""
 
 Positive = Annotated[float, Field(gt=0, allow_inf_nan=False)]
 
@@ -128,8 +139,9 @@ def arch_of(config: Mapping[str, Any], hf_id: str, location: str) -> ModelArch:
     Raises
     ------
     InputError
-        If a size is missing or not a whole number above 0.
+        If a size is missing or not a whole number above 0, or the model is a mixture of experts.
     """
+    _require_dense(config, hf_id, location)
     heads = whole_number(config, "num_attention_heads", location)
     hidden = whole_number(config, "hidden_size", location)
     return ModelArch(
@@ -144,10 +156,30 @@ def arch_of(config: Mapping[str, Any], hf_id: str, location: str) -> ModelArch:
         vocab_size=whole_number(config, "vocab_size", location),
         tied_embeddings=bool(config.get("tie_word_embeddings", False)),
         lora_on_embeddings=any(each in _EMBEDDING_ADAPTERS for each in config.get("architectures") or ()),
+        qk_norm=any(each in _QK_NORM for each in config.get("architectures") or ()),
+        sliding_window=_sliding_window(config, location),
         max_positions=(
             None if config.get(_POSITIONS) is None else whole_number(config, _POSITIONS, location)
         ),
     )
+
+
+def _require_dense(config: Mapping[str, Any], hf_id: str, location: str) -> None:
+    for key in _EXPERTS:
+        experts = config.get(key)
+        if isinstance(experts, int) and experts > 1:
+            rule = (
+                f"must be a dense model: {hf_id} is a mixture of {experts} experts, whose adapter slots hold "
+                "A and B of every local expert"
+            )
+            raise InputError(rule, location=f"{location}: {key}")
+
+
+def _sliding_window(config: Mapping[str, Any], location: str) -> int | None:
+    """Return the window of attention; None without one, or if the config turns it off."""
+    if config.get("sliding_window") is None or config.get("use_sliding_window") is False:
+        return None
+    return whole_number(config, "sliding_window", location)
 
 
 def whole_number(config: Mapping[str, Any], key: str, location: str, default: int | None = None) -> int:

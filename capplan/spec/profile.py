@@ -60,6 +60,11 @@ class ModelArch(SpecModel):
         default=False,
         description="Whether slots hold space for embedding and output head (vLLM: Llama yes, Qwen2 no).",
     )
+    qk_norm: bool = Field(default=False, description="Whether queries and keys are normalized per head.")
+    sliding_window: Count | None = Field(
+        default=None,
+        description="Most tokens that a layer with a window attends to; null: every layer attends to all.",
+    )
     max_positions: Count | None = Field(
         default=None, description="Most tokens of prompt and output (max_position_embeddings); null: unknown."
     )

@@ -1,0 +1,49 @@
+import pytest
+
+from capplan.datasets.catalog import arch_of, model_arch, model_archs
+from capplan.errors import InputError
+from capplan.serving import weight_bytes
+
+PARAMETERS = {
+    "llama-30b": 32.53e9,
+    "llama-65b": 65.29e9,
+    "llama-2-70b": 68.98e9,
+    "qwen3-14b": 14.77e9,
+    "qwen3-32b": 32.76e9,
+    "mistral-7b": 7.25e9,
+    "phi-4": 14.66e9,
+    "gemma-2-9b": 9.24e9,
+    "gemma-2-27b": 27.23e9,
+}
+"""Parameters as published, embeddings counted once where they are tied."""
+
+
+@pytest.mark.parametrize("name", PARAMETERS)
+def test_architectures_have_as_many_parameters_as_published(name: str) -> None:
+    assert weight_bytes(model_arch(name)) / 2 == pytest.approx(PARAMETERS[name], rel=0.003)
+
+
+def test_names_and_ids_of_architectures_are_distinct() -> None:
+    assert len({arch.name.lower() for arch in model_archs()}) == len(model_archs())
+    ids = [each for arch in model_archs() for each in arch.hf_ids]
+    assert len(set(ids)) == len(ids)
+
+
+def test_a_window_that_the_config_turns_off_is_none() -> None:
+    config = {
+        "num_attention_heads": 4,
+        "hidden_size": 64,
+        "num_hidden_layers": 2,
+        "intermediate_size": 128,
+        "vocab_size": 100,
+        "sliding_window": 32,
+    }
+    assert arch_of(config, "org/any", "c").sliding_window == 32
+    assert arch_of(config | {"use_sliding_window": False}, "org/any", "c").sliding_window is None
+
+
+@pytest.mark.parametrize("key", ["num_local_experts", "num_experts", "n_routed_experts"])
+def test_mixtures_of_experts_are_refused_by_name_with_the_reason(key: str) -> None:
+    with pytest.raises(InputError, match=r"org/moe is a mixture of 8 experts.*local expert") as caught:
+        arch_of({key: 8}, "org/moe", "config.json")
+    assert key in str(caught.value)
