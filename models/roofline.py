@@ -17,9 +17,10 @@ from typing import Final
 
 from capplan.datasets.catalog import GpuSheet
 from capplan.errors import InputError
-from capplan.models.memory import HOST_FORM, LOADING_FORM, MEMORY_FORM, assumed_model
+from capplan.models.memory import HOST_FORM, LOADING_FORM, assumed_model, memory_model
 from capplan.models.step_latency import ADDITIVE, GRAPH_TOKENS
 from capplan.serving.memory import adapter_bytes, kv_bytes_per_token, lora_elements_per_rank, weight_bytes
+from capplan.serving.rules import VLLM_ENGINE
 from capplan.spec import (
     Gpu,
     Kernel,
@@ -32,15 +33,6 @@ from capplan.spec import (
 
 _MATRICES: Final = 14
 """A and B of q, k, v, o, gate, up and down: copied one by one."""
-
-_LOGIT_COPIES: Final = 3.5
-"""Float32 logits that vLLM's start-up run holds at its peak, per request."""
-
-_SEQS_IN_RESERVE: Final = 270.0
-"""Requests up to which activations, not logits, set that peak."""
-
-_RESERVED_BYTES: Final = 2.2e9
-"""Activations, graphs and context of vLLM 0.8.5 with 2,048 tokens per step."""
 
 _REQUEST_MS: Final = 10.5
 
@@ -238,13 +230,6 @@ def roofline_profile(
     notes = [f"Nothing here was measured on this GPU. {physics.in_words()}", *([_CARRIED] if carried else [])]
     source = f"{sheet.source}. {physics.in_words()}"
     formula = f"none: {NOT_MEASURED}"
-    memory = {
-        "reserved_bytes": _RESERVED_BYTES,
-        "slot_factor": 1.0,
-        "slot_overhead_bytes": 0.0,
-        "bytes_per_seq": _LOGIT_COPIES * 4.0 * arch.vocab_size,
-        "seqs_in_reserve": _SEQS_IN_RESERVE,
-    }
     # Copies over PCIe one by one, files from disk.
     on_gpu = arch.dtype_bytes * lora_elements_per_rank(arch, tp)
     loading = {
@@ -271,7 +256,7 @@ def roofline_profile(
             lora_extra_vocab=engine.lora_extra_vocab,
         ),
         step_latency=assumed_model(ADDITIVE.name, steps, source, formula),
-        memory=assumed_model(MEMORY_FORM, memory, f"kept-back memory {shipped}", formula),
+        memory=memory_model(arch, tp, engine.version if engine.name == VLLM_ENGINE else None),
         loading=assumed_model(LOADING_FORM, loading, source, formula),
         host=assumed_model(HOST_FORM, host, f"time per request {shipped}", formula),
         provenance=Provenance(

@@ -164,6 +164,10 @@ class Problem:
         """Return the maximum number of running requests of an instance."""
         return assignment.max_num_seqs or self.engine.max_num_seqs
 
+    def max_num_batched_tokens(self, assignment: Assignment) -> int:
+        """Return the maximum of tokens per step of an instance."""
+        return assignment.max_num_batched_tokens or self.engine.max_num_batched_tokens
+
     def slots(self, assignment: Assignment) -> tuple[int, int]:
         """Return number and rank of the slots of an instance; 0 and 0 if it serves the base model alone."""
         rank = self.s_max(assignment.shares)
@@ -176,7 +180,7 @@ class Problem:
             "max_loras": a_max,
             "max_lora_rank": rank,
             "max_num_seqs": self.max_num_seqs(assignment),
-            "max_num_batched_tokens": assignment.max_num_batched_tokens or self.engine.max_num_batched_tokens,
+            "max_num_batched_tokens": self.max_num_batched_tokens(assignment),
         }
         return self.engine.model_copy(update=slots)
 
@@ -218,7 +222,9 @@ class Problem:
         if host is not None and host < min(a_max, distinct_adapters(assignment.shares)):
             return False
         budget = self._kv_budgets[assignment.pool]
-        tokens = budget.tokens(a_max, rank, self.max_num_seqs(assignment))
+        tokens = budget.tokens(
+            a_max, rank, self.max_num_seqs(assignment), self.max_num_batched_tokens(assignment)
+        )
         return tokens >= self.engine.max_model_len
 
     def offered_tok_s(self, share: AdapterShare) -> float:

@@ -345,7 +345,8 @@ def feature_vector(workload: Workload, profile: Profile, args: EngineArgs) -> ND
 def gpu_limits(budget: KvBudget, args: EngineArgs) -> tuple[int, int, int, int, int]:
     """Return slots, their rank, most running requests, KV tokens and most tokens per step of one GPU."""
     limits = (args.max_loras, args.max_lora_rank, args.max_num_seqs)
-    return (*limits, budget.tokens(*limits), args.max_num_batched_tokens)
+    tokens = budget.tokens(*limits, args.max_num_batched_tokens)
+    return (*limits, tokens, args.max_num_batched_tokens)
 
 
 def common_inputs(workload: Workload, profile: Profile) -> CommonInputs:

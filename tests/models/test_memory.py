@@ -7,7 +7,9 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from capplan import errors, load_profile
-from capplan.models.memory import kv_tokens, require_kv_tokens
+from capplan.datasets.catalog import gpu_sheet, model_arch
+from capplan.models.memory import kv_tokens, memory_model, require_kv_tokens
+from capplan.models.roofline import EngineChoice, roofline_profile
 from capplan.serving import adapter_bytes, kv_bytes_per_token, slot_bytes, weight_bytes
 from capplan.spec import EngineConfig, ModelArch, ProfileEngine
 
@@ -120,6 +122,31 @@ def test_kv_sizes_that_vllm_printed_are_met_within_the_stated_error(name: str, r
     assert errors_percent.mean() <= profile.memory.fit.error + slack
     assert profile.memory.fit.max_error is not None
     assert errors_percent.max() <= profile.memory.fit.max_error + slack
+
+
+@pytest.mark.parametrize(
+    ("name", "version", "memory_bytes", "settings", "measured"),
+    [
+        # Request logs of casys-kaist/LLMServingSim, commit 5daddb2: RTX 4090, bytes and tokens as logged.
+        ("llama-3.1-8b", "0.19.0", 25_250_627_584, (0.9, 256, 2048), 41_408),
+        # inference-sim/residency-vllm, commit 2641b57: H100 80 GB with default flags; requests not recorded.
+        ("qwen3-14b", "0.23.0", 85_520_809_984, (0.92, 1024, 8192), 288_608),
+    ],
+)
+def test_kv_tokens_of_later_versions_are_met_within_3_percent(
+    name: str, version: str, memory_bytes: int, settings: tuple[float, int, int], measured: int
+) -> None:
+    sheet = gpu_sheet("h100-80g").replace(memory_bytes=memory_bytes)
+    profile = roofline_profile(sheet, model_arch(name), EngineChoice(version=version))
+    assert kv_tokens(profile, 0, 0, *settings) == pytest.approx(measured, rel=0.03)
+
+
+@given(tp=st.sampled_from([1, 2, 4, 8]), tokens=st.integers(1, 65536), seqs=st.integers(1, 4096))
+def test_larger_batches_take_memory_from_the_kv_cache(tp: int, tokens: int, seqs: int) -> None:
+    profile = load_profile(PROFILES[0]).replace(tp=tp, memory=memory_model(LLAMA_31_8B, tp, "0.15.1"))
+    left = kv_tokens(profile, 0, 0, 0.9, seqs, tokens)
+    assert kv_tokens(profile, 0, 0, 0.9, seqs, 2 * tokens) <= left
+    assert kv_tokens(profile, 0, 0, 0.9, 2 * seqs, tokens) <= left
 
 
 def test_an_engine_that_cannot_hold_one_request_is_infeasible() -> None:

@@ -119,10 +119,10 @@ def test_what_is_carried_over_is_near_both_measured_profiles(name: str) -> None:
     assert len(ratios) == 8
 
 
-@pytest.mark.parametrize("arch", model_archs()[1::2], ids=lambda arch: arch.name)
-def test_kv_tokens_are_near_those_of_the_measured_profile(arch) -> None:
-    shipped = load_profile(f"h100-64g/{arch.name.lower()}/vllm-0.8.5")
-    analytic = roofline_profile(gpu_sheet("h100-64g"), arch)
+@pytest.mark.parametrize("name", ["llama-3.1-8b", "qwen2.5-7b"])
+def test_kv_tokens_are_near_those_of_the_measured_profile(name: str) -> None:
+    shipped = load_profile(f"h100-64g/{name}/vllm-0.8.5")
+    analytic = roofline_profile(gpu_sheet("h100-64g"), model_arch(name), EngineChoice(version="0.8.5"))
     for a_max, s_max in ((8, 8), (64, 16), (32, 32)):
         tokens = [kv_tokens(each, a_max, s_max, 0.9, 256) for each in (analytic, shipped)]
         assert tokens[0] == pytest.approx(tokens[1], rel=0.05)

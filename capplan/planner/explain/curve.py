@@ -236,11 +236,13 @@ def _point(value: int, evaluation: Evaluation) -> CurvePoint:
 
 
 def _unfit_point(problem: Problem, assignment: Assignment, a_max: int) -> CurvePoint:
+    args = problem.engine_args(assignment)
     tokens = kv_tokens(
         problem.pools[assignment.pool].profile,
         a_max,
         problem.s_max(assignment.shares),
-        problem.engine.gpu_memory_utilization,
-        problem.max_num_seqs(assignment),
+        args.gpu_memory_utilization,
+        args.max_num_seqs,
+        args.max_num_batched_tokens,
     )
     return CurvePoint(value=a_max, kv_tokens=tokens, fits=False)

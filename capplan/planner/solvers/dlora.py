@@ -50,7 +50,8 @@ def _place(problem: Problem, context: SolverContext) -> tuple[Assignment, ...]:
 def _empty_state(problem: Problem, shares: tuple[AdapterShare, ...]) -> BurstTolerance:
     profile, engine = problem.profile, problem.engine
     s_max = problem.s_max(shares)
-    free = kv_tokens(profile, 0, s_max, engine.gpu_memory_utilization, engine.max_num_seqs)
+    utilization, seqs = engine.gpu_memory_utilization, engine.max_num_seqs
+    free = kv_tokens(profile, 0, s_max, utilization, seqs, engine.max_num_batched_tokens)
     slot = profile.memory.value("slot_factor") * slot_bytes(profile.model, profile.engine, s_max, profile.tp)
     slot += profile.memory.value("slot_overhead_bytes")
     rates = np.array([share.rate_rps for share in shares])

@@ -66,7 +66,7 @@ class CompiledFill:
             limits = np.empty((len(values), 5))
             limits[:, 0] = values
             limits[:, 1:] = s_max, seqs, 0, engine.max_num_batched_tokens
-            limits[:, 3] = budget.tokens_beside(limits[:, 0], s_max, seqs)
+            limits[:, 3] = budget.tokens_beside(limits[:, 0], s_max, seqs, engine.max_num_batched_tokens)
             fits = limits[:, 3] >= engine.max_model_len
             self._slots[s_max] = SlotNumbers(limits, fits, _NO_LIMIT if host is None else host)
         return self._slots[s_max]

@@ -105,7 +105,8 @@ def _simulate_without_adapters(problem: Problem, scale: float, seed: int) -> Sim
     args = engine.model_copy(update={"max_loras": 1, "max_lora_rank": s_max, "max_cpu_loras": None})
     duration_s = horizon_s(workload, _DURATION_S)
     scenario = build_scenario(workload, profile, args, duration_s=duration_s, seed=seed)
-    tokens = kv_tokens(profile, 0, s_max, engine.gpu_memory_utilization, engine.max_num_seqs)
+    utilization, seqs = engine.gpu_memory_utilization, engine.max_num_seqs
+    tokens = kv_tokens(profile, 0, s_max, utilization, seqs, engine.max_num_batched_tokens)
     bare = scenario._replace(
         requests=scenario.requests._replace(adapter=np.zeros_like(scenario.requests.adapter)),
         num_blocks=tokens // profile.engine.block_size,
