@@ -17,7 +17,7 @@ from capplan.errors import InputError
 from capplan.models.calibration.components import fit_length_correlation, fit_loading, fit_memory
 from capplan.models.calibration.least_squares import SMAPE_FORMULA, coefficient, uncertainty
 from capplan.models.calibration.step_model import DEFAULT_FOLDS, StepCalibration, calibrate_steps
-from capplan.models.calibration.tables import StepTable, read_steps
+from capplan.models.calibration.tables import MeasuredSteps, read_steps
 from capplan.spec import Fit, FittedModel, Kernel, Profile, Provenance, ProvenanceKind, Uncertainty
 from capplan.twin.calibration_fit import (
     COMPONENTS,
@@ -163,7 +163,7 @@ def _length_correlation(runs: Sequence[MeasuredRun], profile: Profile, location:
 
 
 def _fit_steps(
-    table: StepTable,
+    table: MeasuredSteps,
     runs: Sequence[MeasuredRun],
     profile: Profile,
     options: CalibrationOptions,
@@ -171,7 +171,7 @@ def _fit_steps(
 ) -> tuple[StepCalibration, Profile]:
     """Fit the step model. With runs, repeat the fit with the adapter loads that the twin counts in each."""
 
-    def fit(measured: StepTable, stage: str) -> tuple[StepCalibration, Profile]:
+    def fit(measured: MeasuredSteps, stage: str) -> tuple[StepCalibration, Profile]:
         steps = calibrate_steps(
             measured,
             profile.engine.kernel,
@@ -206,7 +206,7 @@ def _with_steps(profile: Profile, steps: StepCalibration) -> Profile:
     return fitted.replace(loading=loading)
 
 
-def _require_same_runs(table: StepTable, runs: Sequence[MeasuredRun]) -> None:
+def _require_same_runs(table: MeasuredSteps, runs: Sequence[MeasuredRun]) -> None:
     named = {table.run_names[at] for at in table.run[table.unknown_loads]} if table.run_names else set()
     unknown = sorted(named - {run.name for run in runs})
     if unknown or not named:

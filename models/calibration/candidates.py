@@ -20,7 +20,7 @@ from capplan.models.calibration.least_squares import (
     fit_linear,
     fit_mean,
 )
-from capplan.models.calibration.tables import FROM_PREFILLS, StepTable
+from capplan.models.calibration.tables import FROM_PREFILLS, MeasuredSteps
 from capplan.models.step_latency import (
     ADDITIVE,
     DIGITAL_TWIN,
@@ -85,20 +85,20 @@ class StepModelCandidate:
     left_out: tuple[str, ...] = ()
     """Coefficients of the form that stay 0."""
 
-    def missing(self, table: StepTable) -> tuple[str, ...]:
+    def missing(self, table: MeasuredSteps) -> tuple[str, ...]:
         """Return the required columns that the table does not have."""
         required = _REQUIRED_BY_FORM.get(self.form.name, ())
         missing = tuple(name for name in required if name not in table.ranks)
         return tuple(n for n in missing if n not in FROM_PREFILLS) if "prefills" in missing else missing
 
-    def columns(self, table: StepTable) -> dict[str, NDArray[np.float64]]:
+    def columns(self, table: MeasuredSteps) -> dict[str, NDArray[np.float64]]:
         """Return the regressor of each coefficient, including loads; only for linear forms."""
         columns = unit_columns(latency_code(self.form.name, self.kernel), self.form.names, table)
         if table.load_ms is not None:
             columns[SERVING_FACTOR] = table.load_ms
         return {name: values for name, values in columns.items() if name not in self.left_out}
 
-    def fit(self, table: StepTable) -> StepModelFit:
+    def fit(self, table: MeasuredSteps) -> StepModelFit:
         """Fit the mean step times, with scatter proportional to them."""
         if self.form is DIGITAL_TWIN:
             return _fit_digital_twin(self, table)
@@ -126,7 +126,7 @@ class StepModelFit:
         """Standard errors; NaN for coefficients on their bound."""
         return np.sqrt(np.diag(self.covariance))
 
-    def predict(self, table: StepTable) -> NDArray[np.float64]:
+    def predict(self, table: MeasuredSteps) -> NDArray[np.float64]:
         """Return the milliseconds of each row, including loads."""
         if self.candidate.form is DIGITAL_TWIN:
             return _digital_twin_ms(table, dict(zip(self.names, self.values, strict=True)))
@@ -153,7 +153,7 @@ class StepModelFit:
         return coefficient(self.values[at], self.std_errors[at])
 
 
-def candidates(table: StepTable, kernel: Kernel) -> tuple[StepModelCandidate, ...]:
+def candidates(table: MeasuredSteps, kernel: Kernel) -> tuple[StepModelCandidate, ...]:
     """Return the candidates: the additive form, variants without a group of terms, and published forms.
 
     The order is that of preference among candidates of equal error. Rank terms require the ranks that the
@@ -184,7 +184,7 @@ def candidates(table: StepTable, kernel: Kernel) -> tuple[StepModelCandidate, ..
     return (*additive, *(StepModelCandidate(form.name, form, kernel) for form in published))
 
 
-def _known_groups(table: StepTable, kernel: Kernel) -> dict[str, tuple[str, ...]]:
+def _known_groups(table: MeasuredSteps, kernel: Kernel) -> dict[str, tuple[str, ...]]:
     """Return the groups of terms that the columns of the table determine."""
     known = {
         "ranks": all(name in table.ranks for name in _REQUIRED_BY_KERNEL[kernel]),
@@ -194,7 +194,7 @@ def _known_groups(table: StepTable, kernel: Kernel) -> dict[str, tuple[str, ...]
     return {name: terms for name, terms in TERM_GROUPS.items() if known.get(name, True)}
 
 
-def _unknown_terms(table: StepTable, groups: Mapping[str, tuple[str, ...]]) -> tuple[str, ...]:
+def _unknown_terms(table: MeasuredSteps, groups: Mapping[str, tuple[str, ...]]) -> tuple[str, ...]:
     """Return the coefficients that stay 0 in every variant of the additive form.
 
     Slots are not separable from ``base_ms`` in a table of one number of slots, nor their rank in one of one
@@ -212,7 +212,7 @@ def _unknown_terms(table: StepTable, groups: Mapping[str, tuple[str, ...]]) -> t
     return tuple(unknown)
 
 
-def candidate_named(label: str, table: StepTable, kernel: Kernel) -> StepModelCandidate:
+def candidate_named(label: str, table: MeasuredSteps, kernel: Kernel) -> StepModelCandidate:
     """Return one candidate.
 
     Raises
@@ -246,7 +246,7 @@ class _Mixture(NamedTuple):
     """Whether tokens divide into those of prompts and those of decodes."""
 
 
-def unit_columns(form: int, names: tuple[str, ...], table: StepTable) -> dict[str, NDArray[np.float64]]:
+def unit_columns(form: int, names: tuple[str, ...], table: MeasuredSteps) -> dict[str, NDArray[np.float64]]:
     """Return the regressor of each coefficient of a linear form, without loads, shape (rows,) each.
 
     The regressor of a coefficient is the time of the step with that coefficient at 1 and the others at 0,
@@ -313,7 +313,7 @@ def _fill(form: int, k: NDArray[np.float64], mixture: _Mixture, columns: NDArray
                 k[at] = 0.0
 
 
-def _digital_twin_ms(table: StepTable, k: Mapping[str, float]) -> NDArray[np.float64]:
+def _digital_twin_ms(table: MeasuredSteps, k: Mapping[str, float]) -> NDArray[np.float64]:
     """Return the milliseconds of each row by the adapter-caching paper's form, including loads."""
     in_batch = table.adapters / table.adapters_served
     scheduler = k["k1"] * table.requests + table.waiting * (k["k2"] + k["k3"] * in_batch)
@@ -326,7 +326,7 @@ def _digital_twin_ms(table: StepTable, k: Mapping[str, float]) -> NDArray[np.flo
     return milliseconds
 
 
-def _fit_digital_twin(candidate: StepModelCandidate, table: StepTable) -> StepModelFit:
+def _fit_digital_twin(candidate: StepModelCandidate, table: MeasuredSteps) -> StepModelFit:
     """Fit the form that is not linear. k7 is 1: ``(k4*B + k5) * (k6*A + k7)`` has a spare constant."""
     names = ["k1", "k2", "k3", "k4", "k5", "k6"]
     if np.any(table.adapters == 0.0) and np.any(table.adapters > 0.0):
@@ -364,7 +364,7 @@ def _deviance_residuals(
     return -np.sign(excess) * np.sqrt(np.maximum(deviance, 0.0))
 
 
-def _digital_twin_start(table: StepTable) -> dict[str, float]:
+def _digital_twin_start(table: MeasuredSteps) -> dict[str, float]:
     """Return initial coefficients: the expanded form is linear in B, A and A*B."""
     columns = {
         "k5": np.ones_like(table.requests),
@@ -378,7 +378,7 @@ def _digital_twin_start(table: StepTable) -> dict[str, float]:
     return {"k1": 0.0, "k2": k["k2"], "k3": 0.0, "k4": k["k4"], "k5": k["k5"], "k6": by_base}
 
 
-def _negligible(name: str, table: StepTable) -> float:
+def _negligible(name: str, table: MeasuredSteps) -> float:
     """Return the value at which a coefficient contributes about a thousandth of a step."""
     small = 1e-3 * float(np.median(table.step_ms))
     regressor = {"k1": table.requests, "k2": table.waiting, "k3": table.waiting, "k4": table.requests}

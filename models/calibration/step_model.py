@@ -17,7 +17,7 @@ from capplan.models.calibration.candidates import (
     candidates,
 )
 from capplan.models.calibration.least_squares import SMAPE_FORMULA, r_squared, smape, uncertainty
-from capplan.models.calibration.tables import REGIMES, StepTable
+from capplan.models.calibration.tables import REGIMES, MeasuredSteps
 from capplan.spec import Fit, FittedModel, Kernel, Uncertainty
 
 DEFAULT_FOLDS: Final = 5
@@ -67,7 +67,7 @@ class Residuals:
 class StepCalibration:
     """The selected step model and the scores of all candidates."""
 
-    table: StepTable
+    table: MeasuredSteps
     fit: StepModelFit
     forced: bool
     """Whether the form was given instead of selected."""
@@ -131,14 +131,14 @@ class StepCalibration:
         )
 
 
-def run_scatter(table: StepTable, predicted_ms: NDArray[np.float64]) -> float:
+def run_scatter(table: MeasuredSteps, predicted_ms: NDArray[np.float64]) -> float:
     """Return the root mean square over runs of the mean of measured / predicted - 1 in a run."""
     _, numbers = np.unique(table.run, return_inverse=True)
     relative = table.step_ms / predicted_ms - 1.0
     return float(np.sqrt(np.mean((np.bincount(numbers, relative) / np.bincount(numbers)) ** 2)))
 
 
-def step_ranges(table: StepTable) -> dict[str, tuple[float, float]]:
+def step_ranges(table: MeasuredSteps) -> dict[str, tuple[float, float]]:
     """Return the smallest and largest value of each input of the step model."""
     inputs = ("tokens", "requests", "kv_tokens", "adapters", "a_max", "s_max", "waiting")
     own = {name: (float(getattr(table, name).min()), float(getattr(table, name).max())) for name in inputs}
@@ -146,7 +146,7 @@ def step_ranges(table: StepTable) -> dict[str, tuple[float, float]]:
 
 
 def calibrate_steps(
-    table: StepTable,
+    table: MeasuredSteps,
     kernel: Kernel = Kernel.VLLM,
     *,
     form: str | None = None,
@@ -199,7 +199,7 @@ def calibrate_steps(
     return StepCalibration(table, fits[label], forced is not None, tuple(scores), held_out[label])
 
 
-def predict_left_out(candidate: StepModelCandidate, table: StepTable, folds: int) -> NDArray[np.float64]:
+def predict_left_out(candidate: StepModelCandidate, table: MeasuredSteps, folds: int) -> NDArray[np.float64]:
     """Return the milliseconds of each row predicted by a fit without the row's run, shape (rows,)."""
     _, numbers = np.unique(table.run, return_inverse=True)
     part = numbers % folds
@@ -213,7 +213,7 @@ def predict_left_out(candidate: StepModelCandidate, table: StepTable, folds: int
     return predicted
 
 
-def _fit(candidate: StepModelCandidate, table: StepTable) -> StepModelFit:
+def _fit(candidate: StepModelCandidate, table: MeasuredSteps) -> StepModelFit:
     coefficients = len(candidate.form.names) - len(candidate.left_out)
     if table.rows < coefficients:
         rule = f"must leave at least {coefficients} rows to each fit of the form {candidate.label}"
@@ -226,7 +226,7 @@ def _fit(candidate: StepModelCandidate, table: StepTable) -> StepModelFit:
         raise InputError(f"{_UNFITTED} by {candidate.label}", location=table.source) from None
 
 
-def _score(fit: StepModelFit, table: StepTable, held_out: NDArray[np.float64]) -> StepModelScore:
+def _score(fit: StepModelFit, table: MeasuredSteps, held_out: NDArray[np.float64]) -> StepModelScore:
     return StepModelScore(
         label=fit.candidate.label,
         coefficients=int(np.sum(~np.isnan(fit.std_errors))),

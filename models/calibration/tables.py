@@ -151,7 +151,7 @@ def _plain(value: object) -> object:
 
 
 @dataclass(frozen=True)
-class StepTable:
+class MeasuredSteps:
     """Measured steps, one per row, or means over the steps of one window.
 
     Arrays have shape (rows,) unless stated otherwise.
@@ -201,7 +201,7 @@ class StepTable:
         """
         return np.where(self.steps > 1.0, 1.0 - np.exp(-mean), (mean > 0.0).astype(float))
 
-    def select(self, keep: NDArray[np.bool_]) -> StepTable:
+    def select(self, keep: NDArray[np.bool_]) -> MeasuredSteps:
         """Return a subset of the rows."""
         changed: dict[str, Any] = {
             each.name: value[keep]
@@ -212,7 +212,7 @@ class StepTable:
         return replace(self, ranks=ranks, **changed)
 
 
-def read_steps(path: str | Path, folds: int = 5) -> StepTable:
+def read_steps(path: str | Path, folds: int = 5) -> MeasuredSteps:
     """Read a step table from a .parquet file, or from a CSV file under any other name.
 
     Parameters
@@ -233,7 +233,7 @@ def read_steps(path: str | Path, folds: int = 5) -> StepTable:
     return step_table(frame, Path(path).name, folds)
 
 
-def step_table(frame: pd.DataFrame, source: str, folds: int = 5) -> StepTable:
+def step_table(frame: pd.DataFrame, source: str, folds: int = 5) -> MeasuredSteps:
     """Return the step table of a validated frame; see `read_steps`."""
     rows = len(frame)
 
@@ -256,7 +256,7 @@ def step_table(frame: pd.DataFrame, source: str, folds: int = 5) -> StepTable:
     steps = column("steps", 1.0)
     loads = column("load_ms", np.nan)
     offered = {name: column(name, 0.0) for name in ("streams", "rate_rps") if name in frame.columns}
-    return StepTable(
+    return MeasuredSteps(
         source=source,
         **{name: column(name, 0.0) for name in STEP_COLUMNS},
         slots_per_adapter=np.minimum(1.0, column("a_max", 1.0) / column("adapters_served", 1.0)),

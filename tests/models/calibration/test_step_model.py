@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 from capplan import InputError
 from capplan.models.calibration.candidates import TERM_GROUPS, candidate_named, candidates
 from capplan.models.calibration.step_model import calibrate_steps, predict_left_out, step_ranges
-from capplan.models.calibration.tables import StepTable, step_table
+from capplan.models.calibration.tables import MeasuredSteps, step_table
 from capplan.models.step_latency import ADDITIVE
 from capplan.spec import Coefficient, Kernel
 from tests.models.calibration.step_tables import (
@@ -32,7 +32,7 @@ CASES = [
 ]
 
 
-def table_of(frame: pd.DataFrame) -> StepTable:
+def table_of(frame: pd.DataFrame) -> MeasuredSteps:
     return step_table(frame, "steps.csv")
 
 
