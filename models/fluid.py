@@ -259,6 +259,7 @@ def _ranks_ms(engine: FluidEngine, load: FluidLoad, batch: float) -> float:
         decode_rank_sum=batch * load.mean_rank,
         prefill_rank_sum=0.0,
         prefill_rank_tokens=0.0,
+        prefill_mpairs=0.0,
     )
     prefilling = StepRanks(
         decodes=0.0,
@@ -270,6 +271,7 @@ def _ranks_ms(engine: FluidEngine, load: FluidLoad, batch: float) -> float:
         decode_rank_sum=0.0,
         prefill_rank_sum=prefills * load.mean_rank,
         prefill_rank_tokens=prefills * load.prompt_tokens * load.mean_rank,
+        prefill_mpairs=prefills * load.prefill_mpairs_per_request,
     )
     share = min(1.0, batch / load.output_tokens)
     prefill_ms = rank_ms(engine.step_form, engine.step_coefficients, engine.s_max, prefilling)

@@ -46,6 +46,8 @@ class FluidLoad(NamedTuple):
     output_tokens: float
     kv_tokens_per_request: float
     """Mean KV tokens that a decoding request holds."""
+    prefill_mpairs_per_request: float
+    """Mean million pairs of a query and a key token in the prefill of a prompt."""
     output_cv: float
     mean_rank: float
     max_rank: float

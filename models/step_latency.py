@@ -19,7 +19,10 @@ from numpy.typing import NDArray
 
 from capplan.compile import jit
 from capplan.errors import InputError
+from capplan.models.step_tables import pack_tables, tables_ms
 from capplan.spec import FittedModel, Kernel
+from capplan.spec.step_tables import TABLE_FORM
+from capplan.spec.validation import unknown_key
 
 
 class StepFeatures(NamedTuple):
@@ -43,7 +46,7 @@ class StepFeatures(NamedTuple):
 
 
 class StepRanks(NamedTuple):
-    """Ranks and prefills of one step.
+    """Ranks and prefills of one step, which only some profiles depend on.
 
     A request *decodes* in a step when it computes one token there and has emitted one before; any other that
     computes tokens there is in *prefill* (its first pass, and recomputing after a preemption). Requests that
@@ -69,6 +72,10 @@ class StepRanks(NamedTuple):
     """The same over `lora_prefills`."""
     prefill_rank_tokens: float
     """Sum over `lora_prefills` of tokens computed times rank."""
+    prefill_mpairs: float = 0.0
+    """Million pairs of a query token and a key token in the attention of `prefills`. A request that computes
+    n tokens after c others, computed before or found in the prefix cache, has ``n * (c + (n + 1) / 2)``.
+    """
 
 
 @dataclass(frozen=True)
@@ -157,10 +164,24 @@ no count of tokens, so a long prompt costs what a short one does (PAPER_NOTES 1)
 TOPPINGS_MBGMV = LatencyForm("toppings-mbgmv", 3, TOPPINGS_BGMV.coefficients)
 """The same for kernels without padding: ``alpha * sum of ranks + beta``."""
 
-FORMS = (ADDITIVE, DIGITAL_TWIN, TOPPINGS_BGMV, TOPPINGS_MBGMV)
+TABLE = LatencyForm(
+    TABLE_FORM,
+    6,
+    (),
+    MappingProxyType(dict.fromkeys((*ADDITIVE.names, "ms_per_prefill_mpair"))),
+)
+"""Tables of milliseconds over tokens, and over requests and KV tokens, beside the terms of the additive form:
+``tokens_ms(tokens) + requests_ms(requests, kv_tokens) + ms_per_prefill_mpair * prefill_mpairs + ...``.
+
+`capplan.models.step_tables` describes the functions between and beyond the points of a table.
+"""
+
+FORMS = (ADDITIVE, DIGITAL_TWIN, TOPPINGS_BGMV, TOPPINGS_MBGMV, TABLE)
 
 _ADDITIVE_BGMV = 4
 _ADDITIVE_MBGMV = 5
+_TABLE_BGMV = 7
+_TABLE_MBGMV = 8
 
 # Positions in the coefficient arrays, folded into compiled code as constants.
 (
@@ -182,13 +203,16 @@ _ADDITIVE_MBGMV = 5
     _REQUEST,
     _SEVERAL,
     _PREFILL,
-) = range(len(ADDITIVE.names))
+    _PREFILL_MPAIR,
+) = range(len(TABLE.names))
+_TABLES = len(TABLE.names)
 _K1, _K2, _K3, _K4, _K5, _K6, _K7, _K7_BASE = range(len(DIGITAL_TWIN.names))
 _DECODE_ALPHA, _DECODE_BETA, _PREFILL_ALPHA, _PREFILL_BETA = range(len(TOPPINGS_BGMV.names))
 _IS_DIGITAL_TWIN = DIGITAL_TWIN.code
 _IS_TOPPINGS_BGMV = TOPPINGS_BGMV.code
 _IS_TOPPINGS_MBGMV = TOPPINGS_MBGMV.code
 _IS_ADDITIVE = ADDITIVE.code
+_IS_TABLE = TABLE.code
 
 GRAPH_TOKENS = 512
 """vLLM's largest captured CUDA graph; larger steps launch every kernel from the host."""
@@ -215,34 +239,61 @@ def latency_form(name: str) -> LatencyForm:
 def latency_code(name: str, kernel: Kernel = Kernel.VLLM) -> int:
     """Return the number of a form under a kernel, for `step_ms` and `rank_ms`.
 
-    Only the additive form depends on the kernel.
+    Only the additive form and the table form depend on the kernel.
     """
     form = latency_form(name)
-    if form is not ADDITIVE or kernel is Kernel.VLLM:
+    if form not in (ADDITIVE, TABLE) or kernel is Kernel.VLLM:
         return form.code
-    return _ADDITIVE_BGMV if kernel is Kernel.BGMV else _ADDITIVE_MBGMV
+    padded, summed = (_ADDITIVE_BGMV, _ADDITIVE_MBGMV) if form is ADDITIVE else (_TABLE_BGMV, _TABLE_MBGMV)
+    return padded if kernel is Kernel.BGMV else summed
 
 
 def coefficient_array(model: FittedModel) -> NDArray[np.float64]:
-    """Return the coefficients of `model` in the order of its form; optional ones only if it has any."""
+    """Return the coefficients of `model` in the order of its form, and its tables after them.
+
+    Optional coefficients are included if the model has any of them, or tables.
+
+    Raises
+    ------
+    InputError
+        If the form is unknown, or a coefficient is missing; in a model with tables, all of whose coefficients
+        are optional, also if one is unknown.
+    """
     form = latency_form(model.form)
     values = [model.value(name) for name in form.coefficients]
-    if model.coefficients.keys() & form.optional.keys():
+    if form is TABLE:
+        _require_known(model, form)
+    if form is TABLE or model.coefficients.keys() & form.optional.keys():
         for name, instead in form.optional.items():
             if name in model.coefficients:
                 values.append(model.value(name))
             else:
                 values.append(0.0 if instead is None else model.value(instead))
-    return np.array(values)
+    return np.concatenate([values, pack_tables(model.tables)]) if form is TABLE else np.array(values)
+
+
+def _require_known(model: FittedModel, form: LatencyForm) -> None:
+    for name in model.coefficients:
+        if name not in form.names:
+            rule = unknown_key(name, form.names)
+            raise InputError(rule, location=f"profile: step_latency.coefficients.{name}")
 
 
 def uses_ranks(form: int, k: NDArray[np.float64]) -> bool:
-    """Return whether `rank_ms` can differ from 0; if not, the twin counts no ranks."""
+    """Return whether `rank_ms` can differ from 0; if not, the twin counts no `StepRanks`."""
     if form in (_IS_TOPPINGS_BGMV, _IS_TOPPINGS_MBGMV):
         return True
     if form == _IS_DIGITAL_TWIN or k.size <= _PREFILL:
         return False
-    return bool(k[_DECODE_KRANK] or k[_PREFILL_KRANK] or k[_PREFILL])
+    pairs = form >= _IS_TABLE and k[_PREFILL_MPAIR]
+    return bool(k[_DECODE_KRANK] or k[_PREFILL_KRANK] or k[_PREFILL] or pairs)
+
+
+def uses_decode_ranks(form: int, k: NDArray[np.float64]) -> bool:
+    """Return whether `rank_ms` depends on requests that decode; if not, the twin counts prefills only."""
+    if form in (_IS_TOPPINGS_BGMV, _IS_TOPPINGS_MBGMV):
+        return True
+    return uses_ranks(form, k) and bool(k[_DECODE_KRANK] or k[_PREFILL_KRANK])
 
 
 @jit
@@ -254,13 +305,15 @@ def step_ms(form: int, k: NDArray[np.float64], step: StepFeatures) -> float:
     form
         Number of the form, by `latency_code`.
     k
-        Its coefficients in order, shape (n,).
+        Its coefficients in order, by `coefficient_array`, shape (n,).
     step
         Contents of the step.
     """
     if form in (_IS_TOPPINGS_BGMV, _IS_TOPPINGS_MBGMV):
         return 0.0
     milliseconds = _digital_twin_ms(k, step) if form == _IS_DIGITAL_TWIN else _additive_ms(k, step)
+    if form >= _IS_TABLE:
+        milliseconds += tables_ms(k, _TABLES, step.tokens, step.requests, step.kv_tokens)
     return max(0.0, milliseconds)  # coefficients of free sign must not turn the clock back
 
 
@@ -283,6 +336,8 @@ def rank_ms(form: int, k: NDArray[np.float64], s_max: float, ranks: StepRanks) -
         milliseconds = 0.0
     else:
         milliseconds = _additive_rank_ms(form, k, s_max, ranks)
+        if form >= _IS_TABLE:
+            milliseconds += k[_PREFILL_MPAIR] * ranks.prefill_mpairs
     return max(0.0, milliseconds)
 
 
@@ -316,8 +371,8 @@ def _additive_ms(k: NDArray[np.float64], step: StepFeatures) -> float:
 def _additive_rank_ms(form: int, k: NDArray[np.float64], s_max: float, ranks: StepRanks) -> float:
     decode = ranks.decode_rank_sum
     prefill = ranks.prefill_rank_tokens
-    if form != _ADDITIVE_MBGMV:
-        padded_to = s_max if form == _IS_ADDITIVE else ranks.max_rank
+    if form not in (_ADDITIVE_MBGMV, _TABLE_MBGMV):
+        padded_to = s_max if form in (_IS_ADDITIVE, _IS_TABLE) else ranks.max_rank
         decode = ranks.lora_decodes * padded_to
         prefill = ranks.lora_prefill_tokens * padded_to
     milliseconds = k[_DECODE_KRANK] * decode / 1000.0 + k[_PREFILL_KRANK] * prefill / 1000.0

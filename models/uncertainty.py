@@ -51,8 +51,8 @@ def drawn_profiles(profile: Profile, count: int = DRAWS) -> tuple[Profile, ...]:
     """Return profiles with coefficients drawn from the uncertainty of the fit.
 
     Coefficients are normal with the covariance of the fit, bounded at 0 if the fitted ones are not negative.
-    All coefficients of the step model are multiplied by ``exp(scatter * z)`` with z at equally likely
-    quantiles of a normal distribution, scaled to variance 1. Draws 2i and 2i + 1 have opposite signs.
+    All coefficients and tables of the step model are multiplied by ``exp(scatter * z)`` with z at equally
+    likely quantiles of a normal distribution, scaled to variance 1. Draws 2i and 2i + 1 have opposite signs.
 
     Parameters
     ----------
@@ -104,13 +104,16 @@ def _moved(model: FittedModel, normal: NDArray[np.float64]) -> FittedModel:
 
 def _scaled(model: FittedModel, factor: float) -> FittedModel:
     """Return the step model with every time multiplied."""
+    if factor == 1.0:
+        return model
     scaled = _SCALED.get(model.form)
     changed = {
         name: Coefficient(value=each.value * factor)
         for name, each in model.coefficients.items()
         if scaled is None or name in scaled
     }
-    return model.replace(coefficients=model.coefficients | changed) if factor != 1.0 else model
+    tables = {name: table.scaled(factor) for name, table in model.tables.items()}
+    return model.replace(coefficients=model.coefficients | changed, tables=tables)
 
 
 _SCALED: Final = MappingProxyType({"digital-twin": ("k1", "k2", "k3", "k4", "k5")})

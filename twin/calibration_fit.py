@@ -82,6 +82,7 @@ _TYPICAL_RANKS: Final = StepRanks(
     decode_rank_sum=1200.0,
     prefill_rank_sum=12.0,
     prefill_rank_tokens=2400.0,
+    prefill_mpairs=0.02,
 )
 _TYPICAL_SHARE: Final = 0.02
 _STARTS: Final = MappingProxyType(

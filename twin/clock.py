@@ -90,7 +90,7 @@ def compute_ns(c: np.record, costs: Costs, tokens: int, ranks_ms: float) -> int:
 
 @inner
 def ranks_ms(state: State, costs: Costs) -> float:
-    """Return the milliseconds of the step that depend on the ranks in it."""
+    """Return the milliseconds of the step that depend on its `StepRanks`."""
     if not costs.uses_ranks:
         return 0.0
     return rank_ms(costs.form, costs.coefficients, float(costs.s_max), _ranks(state, costs))
@@ -98,12 +98,14 @@ def ranks_ms(state: State, costs: Costs) -> float:
 
 @inner
 def _ranks(state: State, costs: Costs) -> StepRanks:
-    """Count the ranks of the requests in the step."""
+    """Count the ranks of the requests in the step, or those of its partial rows alone if that suffices."""
     c = state.counters
     decodes = prefills = lora_decodes = lora_prefills = lora_prefill_tokens = 0
-    max_rank = decode_ranks = prefill_ranks = prefill_rank_tokens = 0
+    max_rank = decode_ranks = prefill_ranks = prefill_rank_tokens = prefill_pairs = 0
     row = c.run_head
-    while row != NONE:
+    for i in range(c.n_running if costs.uses_decode_ranks else c.n_partial):
+        if not costs.uses_decode_ranks:
+            row = state.lists.partial[i]
         rank = costs.rank[state.rows.adapter[row]]
         tokens = 0
         if state.rows.since[row] >= 0:
@@ -120,6 +122,7 @@ def _ranks(state: State, costs: Costs) -> StepRanks:
             lora_prefill_tokens += tokens * (rank > 0)
             prefill_ranks += rank
             prefill_rank_tokens += tokens * rank
+            prefill_pairs += tokens * (2 * state.rows.computed[row] + tokens + 1) // 2
         if tokens > 0:
             max_rank = max(max_rank, rank)
         row = state.rows.following[row]
@@ -133,6 +136,7 @@ def _ranks(state: State, costs: Costs) -> StepRanks:
         decode_rank_sum=float(decode_ranks),
         prefill_rank_sum=float(prefill_ranks),
         prefill_rank_tokens=float(prefill_rank_tokens),
+        prefill_mpairs=prefill_pairs / 1e6,
     )
 
 

@@ -13,7 +13,7 @@ from numpy.typing import NDArray
 from capplan.compile import by_reference
 from capplan.errors import InputError
 from capplan.models.memory import disk_load_ms, gpu_load_ms, require_kv_tokens
-from capplan.models.step_latency import coefficient_array, latency_code, uses_ranks
+from capplan.models.step_latency import coefficient_array, latency_code, uses_decode_ranks, uses_ranks
 from capplan.serving import Limits, ServingRules, adapter_bytes, kv_bytes_per_token, serving_rules
 from capplan.spec import EngineArgs, Profile, Workload
 from capplan.spec.limits import require_duration
@@ -96,7 +96,9 @@ class Costs(NamedTuple):
     rank: NDArray[np.int64]
     """Rank of each adapter, same shape."""
     uses_ranks: bool
-    """Whether the duration of a step depends on the ranks in it."""
+    """Whether the duration of a step depends on its `StepRanks`."""
+    uses_decode_ranks: bool
+    """Whether it depends on those of requests that decode."""
     pages: NDArray[np.int64]
     """KV blocks of each adapter if adapters and KV share one pool (S-LoRA), same shape."""
 
@@ -246,6 +248,7 @@ def build_costs(workload: Workload, profile: Profile, a_max: int, s_max: int) ->
         disk_ns=_per_adapter_ns(disk_ms, ranks),
         rank=np.array([0, *ranks], np.int64),
         uses_ranks=uses_ranks(form, coefficients),
+        uses_decode_ranks=uses_decode_ranks(form, coefficients),
         pages=np.array([0, *map(pages.__getitem__, ranks)], np.int64),
     )
 

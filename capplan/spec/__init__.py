@@ -37,6 +37,7 @@ from capplan.spec.profile import (
     Uncertainty,
 )
 from capplan.spec.slo import STARVED_BELOW, Gpus, Objective, Pool, Slo
+from capplan.spec.step_tables import StepTable, TableAxis
 from capplan.spec.trace import Trace
 from capplan.spec.trace_files import TraceFormat, read_length_pairs, read_trace
 from capplan.spec.traffic import (
@@ -97,8 +98,10 @@ __all__ = [
     "Renewal",
     "ShiftingSkew",
     "Slo",
+    "StepTable",
     "Steps",
     "Stickiness",
+    "TableAxis",
     "Totals",
     "Trace",
     "TraceFormat",

@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 from enum import StrEnum
-from typing import Annotated, Self
+from typing import Annotated, Any, Self
 
-from pydantic import Field, model_validator
+from pydantic import Field, SerializerFunctionWrapHandler, model_serializer, model_validator
 
 from capplan.errors import InputError
 from capplan.spec.engine_args import DEFAULT_MAX_MODEL_LEN
+from capplan.spec.step_tables import StepTable, check_tables
 from capplan.spec.validation import Line, SpecModel, rule_error
 
 NonNegative = Annotated[float, Field(ge=0, le=1e15)]
@@ -165,10 +166,27 @@ class FittedModel(SpecModel):
         "max_num_batched_tokens, rate_rps, streams (requests in flight). Values outside are reported as "
         "extrapolations.",
     )
+    tables: dict[str, StepTable] = Field(
+        default_factory=dict,
+        description="Tables of the form 'table' of a step model: tokens_ms over tokens, requests_ms over "
+        "requests and kv_tokens. Their milliseconds are added to the terms of the coefficients.",
+    )
     fit: Fit = Field(description="Data of the fit, and its errors.")
     uncertainty: Uncertainty | None = Field(
         default=None, description="Uncertainty of the fit; null: a default by the kind of provenance."
     )
+
+    @model_validator(mode="after")
+    def _tables_of_form(self) -> Self:
+        check_tables(self.form, self.tables)
+        return self
+
+    @model_serializer(mode="wrap")
+    def _without_empty_tables(self, handler: SerializerFunctionWrapHandler) -> dict[str, Any]:
+        document: dict[str, Any] = handler(self)
+        if not self.tables:
+            document.pop("tables", None)
+        return document
 
     def value(self, name: str) -> float:
         """Return the coefficient `name`."""

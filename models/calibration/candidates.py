@@ -305,6 +305,7 @@ def _fill(form: int, k: NDArray[np.float64], mixture: _Mixture, columns: NDArray
                 decode_rank_sum=ranks[row, 6],
                 prefill_rank_sum=ranks[row, 7] * scale,
                 prefill_rank_tokens=ranks[row, 8] * scale,
+                prefill_mpairs=ranks[row, 9] * scale,
             )
             for at in range(k.size):
                 k[at] = 1.0

@@ -256,15 +256,18 @@ def _fluid_load(
         max_rank = max(max_rank, ranks[i])
         weighted_rank += rates_rps[i] * ranks[i]
     distinct = _distinct(ascending_rps, scratch[0], scratch[1], scratch[2])
+    prompt_tokens = max(common.prompt_mean_tokens, 1.0)
+    squared_tokens = prompt_tokens**2 + common.prompt_std_tokens**2
     return FluidLoad(
         rates_rps=scratch[0, :distinct],
         gaps_s=scratch[1, :distinct],
         counts=scratch[2, :distinct],
         adapters=float(rates_rps.size),
         total_rps=total_rps,
-        prompt_tokens=max(common.prompt_mean_tokens, 1.0),
+        prompt_tokens=prompt_tokens,
         output_tokens=max(common.output_mean_tokens, 1.0),
         kv_tokens_per_request=common.kv_tokens_per_request,
+        prefill_mpairs_per_request=(squared_tokens + prompt_tokens) / 2e6,
         output_cv=common.output_std_tokens / max(common.output_mean_tokens, 1.0),
         mean_rank=weighted_rank / total_rps if total_rps > 0.0 else _moments(ranks)[0],
         max_rank=max_rank,

@@ -78,6 +78,8 @@ def profile_digest(profile: Profile) -> str:
     for part in ("step_latency", "memory", "loading"):
         fitted = getattr(profile, part)
         relevant[part] = [fitted.form, {name: c.value for name, c in fitted.coefficients.items()}]
+        if fitted.tables:
+            relevant[part].append({name: table.model_dump() for name, table in fitted.tables.items()})
     return hashlib.sha256(json.dumps(relevant, sort_keys=True, default=str).encode()).hexdigest()
 
 

@@ -222,6 +222,7 @@ def constant_step(profile: Profile, result: SimulationResult) -> Profile:
     step = profile.step_latency.replace(
         form=ADDITIVE.name,
         coefficients={name: Coefficient(value=value) for name, value in values.items()},
+        tables={},
     )
     return profile.replace(step_latency=step)
 

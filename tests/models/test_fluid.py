@@ -66,6 +66,7 @@ def load_of(
         prompt_tokens=prompt,
         output_tokens=output,
         kv_tokens_per_request=prompt + output / 2,
+        prefill_mpairs_per_request=prompt * (prompt + 1.0) / 2e6,
         output_cv=output_cv,
         mean_rank=16.0,
         max_rank=32.0,

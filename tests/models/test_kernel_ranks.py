@@ -51,6 +51,7 @@ def batch(decode: Sequence[int] = (), prefill: Sequence[tuple[int, int]] = (), b
         decode_rank_sum=float(sum(decode)),
         prefill_rank_sum=float(sum(prefill_ranks)),
         prefill_rank_tokens=float(sum(rank * tokens for rank, tokens in prefill)),
+        prefill_mpairs=float(sum(tokens * (tokens + 1) / 2e6 for _, tokens in prefill)),
     )
 
 
@@ -214,6 +215,6 @@ def test_the_digital_twin_form_has_no_ranks_and_a_constant_of_its_own_without_ad
 
 def test_every_form_and_kernel_has_a_number_of_its_own_where_it_differs() -> None:
     numbers = {(form.name, kernel): latency_code(form.name, kernel) for form in FORMS for kernel in Kernel}
-    assert len(set(numbers.values())) == len(FORMS) + 2
+    assert len(set(numbers.values())) == len(FORMS) + 4
     for form in (DIGITAL_TWIN, TOPPINGS_BGMV, TOPPINGS_MBGMV):
         assert {numbers[form.name, kernel] for kernel in Kernel} == {form.code}

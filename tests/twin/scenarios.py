@@ -1,9 +1,14 @@
 """Small random scenarios for both forms of the twin: tight limits, and clocks that often coincide."""
 
+from math import prod
+
 import numpy as np
 from hypothesis import strategies as st
 
-from capplan.models.step_latency import FORMS, uses_ranks
+from capplan.models.step_latency import FORMS, TABLE, uses_decode_ranks, uses_ranks
+from capplan.models.step_tables import pack_tables
+from capplan.spec import StepTable
+from capplan.spec.step_tables import TABLE_AXES
 from capplan.twin import Scenario
 from capplan.twin.scenario import NS_PER_MS, Costs
 from capplan.workload import Requests
@@ -14,11 +19,13 @@ def make_scenario(choose: Choose, max_requests: int = 40) -> Scenario:
     """Return a scenario. Times are small multiples of 1 ms, so arrivals often meet the end of a step."""
     world = make_world(choose, max_requests)
     form = FORMS[choose(0, len(FORMS) - 1)]
-    names = form.names if choose(0, 1) else form.coefficients
+    names = form.names if choose(0, 1) or form is TABLE else form.coefficients
     coefficients = np.array([choose(0, 3) / choose(1, 3) for _ in names])
     for always in ("base_ms", "k7", "k7_base", "decode_beta", "prefill_beta"):  # no step takes no time
         if always in names:
             coefficients[names.index(always)] = choose(1, 4)
+    if form is TABLE:
+        coefficients = np.concatenate([coefficients, pack_tables(make_tables(choose))])
     if "k5" in names and not any(coefficients[names.index(name)] for name in ("k1", "k4", "k5")):
         coefficients[names.index("k5")] = 1  # what k7 is multiplied with
     load_ns = np.array([0, *(choose(0, 6) * NS_PER_MS for _ in range(world.adapters))], np.int64)
@@ -45,6 +52,7 @@ def make_scenario(choose: Choose, max_requests: int = 40) -> Scenario:
             disk_ns=disk_ns,
             rank=np.array([0, *(choose(1, 32) for _ in range(world.adapters))], np.int64),
             uses_ranks=uses_ranks(form.code, coefficients),
+            uses_decode_ranks=uses_decode_ranks(form.code, coefficients),
             pages=np.array([0, *(world.pages or [0] * world.adapters)], np.int64),
         ),
         horizon_ns=choose(1, 400) * (choose(1, 5) if choose(0, 1) else 100) * NS_PER_MS,
@@ -52,6 +60,23 @@ def make_scenario(choose: Choose, max_requests: int = 40) -> Scenario:
         shared_prefix_tokens=max(0, choose(-20, 20)),
         buckets=max(0, choose(-20, 20)),
     )
+
+
+def make_tables(choose: Choose) -> dict[str, StepTable]:
+    """Return step tables with points and values at multiples of a third."""
+
+    def grid() -> list[float]:
+        return np.cumsum([choose(0, 3), *(choose(1, 20) / 3 for _ in range(choose(1, 5)))]).tolist()
+
+    def table(*names: str) -> StepTable:
+        axes = {name: grid() for name in names}
+        milliseconds = np.array([choose(0, 2) / 3 for _ in range(prod(map(len, axes.values())))])
+        milliseconds = milliseconds.reshape([len(points) for points in axes.values()])
+        for axis in range(milliseconds.ndim):
+            milliseconds = milliseconds.cumsum(axis)
+        return StepTable.of(axes, milliseconds)
+
+    return {name: table(*axes) for name, axes in TABLE_AXES.items()}
 
 
 @st.composite

@@ -66,6 +66,7 @@ def hand_computed() -> Scenario:
             disk_ns=np.array([0, 0, 0]),
             rank=np.array([0, 8, 8]),
             uses_ranks=False,
+            uses_decode_ranks=False,
             pages=np.array([0, 0, 0]),
         ),
         horizon_ns=120 * NS_PER_MS,

@@ -44,7 +44,7 @@ def _member_type() -> Any:
     """Return the compiled type of every member."""
     numbers = np.zeros(1, np.int64)
     limits = Limits(1, 1, 1, 1, 1, 1, 0, 0, 0)
-    costs = Costs(0, np.zeros(1), 1, 1, 1.0, 1, numbers, numbers, numbers, False, numbers)
+    costs = Costs(0, np.zeros(1), 1, 1, 1.0, 1, numbers, numbers, numbers, False, False, numbers)
     return _typeof(ClusterMember(new_state(1, 0, 1, limits), limits, costs, new_clock(0), new_trace(1), 1))
 
 

@@ -209,6 +209,7 @@ def _prefill_ms(costs: Costs, batch: _Batch) -> float:
         lora_prefill_tokens=tokens,
         prefill_rank_sum=batch.rank_sum,
         prefill_rank_tokens=batch.rank_sum * batch.prompt_tokens,
+        prefill_mpairs=tokens * (batch.prompt_tokens + 1.0) / 2e6,
     )
     return _iteration_ms(costs, batch, tokens, 0.0, ranks)
 

@@ -202,6 +202,10 @@ class _Run:
             decode_rank_sum=float(sum(rank[r.adapter] for r in decoding)),
             prefill_rank_sum=float(sum(rank[r.adapter] for r, _ in prefilling)),
             prefill_rank_tokens=float(sum(tokens * rank[r.adapter] for r, tokens in prefilling)),
+            prefill_mpairs=sum(
+                key for r, n in prefilling for key in range(r.computed - n + 1, r.computed + 1)
+            )
+            / 1e6,
         )
 
     def _record_details(

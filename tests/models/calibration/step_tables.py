@@ -106,7 +106,7 @@ def milliseconds(
         share = min(1.0, row["a_max"] / row["adapters_served"])
         known = {name: float(row[name]) for name in StepFeatures._fields if name in row}
         step = StepFeatures(slots_per_adapter=share, **known)
-        ranks = StepRanks(**{name: float(row[name]) for name in StepRanks._fields})
+        ranks = StepRanks(**{name: float(row[name]) for name in StepRanks._fields if name in row})
         loads = 1.5 * row["load_ms"]
         answers.append(step_ms(code, k, step) + rank_ms(code, k, step.s_max, ranks) + loads)
     return np.array(answers)
