@@ -122,12 +122,26 @@ def _show_part(part: str, model: FittedModel) -> None:
             for name, coefficient in model.coefficients.items()
         ]
         print_table(Table(("coefficient", "value", "standard error"), rows))
+    if model.tables:
+        print_table(Table(("table", "axis", "points", "from", "to", "ms from", "ms to"), _table_rows(model)))
     if model.fitted_range:
         ranges = [
             (name, *(number(end, _decimals(end)) for end in ends))
             for name, ends in model.fitted_range.items()
         ]
         print_table(Table(("fitted over", "from", "to"), ranges))
+
+
+def _table_rows(model: FittedModel) -> list[tuple[str, ...]]:
+    """Return a row per axis of each step table, with the milliseconds at the ends of the table."""
+    rows = []
+    for name, table in model.tables.items():
+        ends_ms = [f"{value:.4g}" for value in (table.values[0], table.values[-1])]
+        for axis in table.axes:
+            ends = [number(end, 0) for end in (axis.points[0], axis.points[-1])]
+            rows.append((name, axis.name, str(len(axis.points)), *ends, *ends_ms))
+            name, ends_ms = "", ["", ""]
+    return rows
 
 
 def _decimals(value: float) -> int:

@@ -78,6 +78,8 @@ class Extrapolation:
     """The extrapolation in words, without the groups."""
     groups: tuple[str, ...] = ()
     """Groups of a plan."""
+    tables: bool = False
+    """Whether the range is that of an axis of step tables, beyond which the last slope goes on."""
 
     def document(self) -> dict[str, Any]:
         """Return the record as JSON data; lists for tuples."""
@@ -87,7 +89,8 @@ class Extrapolation:
 def extrapolations(profile: Profile, values: Values) -> tuple[Extrapolation, ...]:
     """Return one record per quantity and range that the values leave, and per model without a fit.
 
-    A profile that was not measured has one record, without ranges.
+    A profile that was not measured has one record without ranges. Axes of step tables are ranges as well: of
+    their upper ends, since below an axis its first value applies.
 
     Parameters
     ----------
@@ -97,8 +100,10 @@ def extrapolations(profile: Profile, values: Values) -> tuple[Extrapolation, ...
         Values of any `QUANTITIES`; those that the profile has no range of are not compared.
     """
     kind = profile.provenance.kind
+    beyond = _beyond_tables(profile, values)
     if kind in _NOT_MEASURED:
-        return (Extrapolation(profile.name, (), note=f"profile {profile.name} {_NOT_MEASURED[kind]}"),)
+        note = f"profile {profile.name} {_NOT_MEASURED[kind]}"
+        return (Extrapolation(profile.name, (), note=note), *beyond)
     unfitted = tuple(name for name in MODELS if getattr(profile, name).fit.samples == 0)
     found = []
     if unfitted:
@@ -111,7 +116,18 @@ def extrapolations(profile: Profile, values: Values) -> tuple[Extrapolation, ...
     for (quantity, ends), models in ranges.items():
         if quantity in values and quantity in QUANTITIES and _is_outside(quantity, values[quantity], ends):
             found.append(_outside(profile.name, tuple(models), quantity, values[quantity], ends))
-    return tuple(found)
+    return (*found, *beyond)
+
+
+def _beyond_tables(profile: Profile, values: Values) -> list[Extrapolation]:
+    """Return a record for every axis of the step tables that the values exceed."""
+    tables = profile.step_latency.tables.values()
+    ends = {axis.name: (axis.points[0], axis.points[-1]) for table in tables for axis in table.axes}
+    return [
+        _outside(profile.name, ("step_latency",), name, values[name], each, tables=True)
+        for name, each in ends.items()
+        if name in values and values[name][1] > each[1]
+    ]
 
 
 def _is_outside(quantity: str, values: tuple[float, float], ends: tuple[float, float]) -> bool:
@@ -126,12 +142,17 @@ def _outside(
     quantity: str,
     values: tuple[float, float],
     ends: tuple[float, float],
+    *,
+    tables: bool = False,
 ) -> Extrapolation:
     low, high = values
     at = _words(high if high > ends[1] else low)
     fitted = _words(ends[0]) if ends[0] == ends[1] else f"{_words(ends[0])} to {_words(ends[1])}"
-    note = f"{QUANTITIES[quantity].label} {at}, {' and '.join(models)} of {profile} fitted on {fitted}"
-    return Extrapolation(profile, models, quantity, low, high, *ends, note=note)
+    covered = (
+        f"tables of {profile} end at {_words(ends[1])}" if tables else f"of {profile} fitted on {fitted}"
+    )
+    note = f"{QUANTITIES[quantity].label} {at}, {' and '.join(models)} {covered}"
+    return Extrapolation(profile, models, quantity, low, high, *ends, note=note, tables=tables)
 
 
 def _words(value: float) -> str:
@@ -186,7 +207,7 @@ def merged(records: Iterable[tuple[str, Extrapolation]]) -> tuple[Extrapolation,
     """
     together: dict[tuple[object, ...], list[tuple[str, Extrapolation]]] = {}
     for group, each in records:
-        key = (each.profile, each.models, each.quantity, each.fitted_low, each.fitted_high)
+        key = (each.profile, each.models, each.quantity, each.fitted_low, each.fitted_high, each.tables)
         together.setdefault(key, []).append((group, each))
     found = []
     for same in together.values():
@@ -194,6 +215,7 @@ def merged(records: Iterable[tuple[str, Extrapolation]]) -> tuple[Extrapolation,
         if first.quantity is not None:
             lows, highs = ([getattr(each, end) for _, each in same] for end in ("low", "high"))
             ends = (first.fitted_low or 0.0, first.fitted_high or 0.0)
-            first = _outside(first.profile, first.models, first.quantity, (min(lows), max(highs)), ends)
+            values = min(lows), max(highs)
+            first = _outside(first.profile, first.models, first.quantity, values, ends, tables=first.tables)
         found.append(replace(first, groups=groups))
     return tuple(found)

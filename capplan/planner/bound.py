@@ -2,29 +2,34 @@
 
 Relaxation: requests are divisible, every instance has all adapters at no cost, batches are full, and no
 request waits. The remaining cost is the time that the step model charges for tokens, for reading KV, and for
-its base once per batch of decodes. Only `served_fraction` of the load is served, cheapest tokens first.
+its base once per batch of decodes. Step tables count as straight lines below them. Only `served_fraction` of
+the load is served, cheapest tokens first.
 """
 
 from __future__ import annotations
 
 import math
 from dataclasses import dataclass
+from itertools import pairwise
 from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
 from scipy.optimize import linprog
 
-from capplan.models.step_latency import ADDITIVE
+from capplan.models.step_latency import ADDITIVE, TABLE, StepFeatures, coefficient_array, step_ms
 from capplan.planner.knobs import max_running_requests
 from capplan.planner.problem import Problem
-from capplan.spec import Lengths
+from capplan.spec import FittedModel, Lengths
+from capplan.spec.step_tables import TABLE_AXES
 from capplan.workload import Requests, draw_requests
 
 _SAMPLE = 2**16
 _SAMPLE_ERROR = 0.01
 """Relative sampling error of mean costs, by which the bound is lowered."""
 _MAX_DURATION_S = 1e9
+_FAR = 1e3
+"""Multiple of the last point of a table that stands for infinity."""
 
 
 @dataclass(frozen=True)
@@ -63,7 +68,7 @@ def lower_bound(problem: Problem) -> LowerBound:
 def busy_gpus(problem: Problem) -> float:
     """Return the least number of busy instances of the only pool.
 
-    0 if the profile has no additive step model, or one with a negative coefficient.
+    0 if the step model is neither additive nor of tables, or has a negative coefficient.
     """
     tokens, busy = _busy_by_kind(problem)
     return _min_busy(problem.workload.slo.served_fraction, tokens, busy[0])
@@ -129,18 +134,68 @@ def _busy_ms(
 ) -> NDArray[np.float64]:
     """Return the least time that each request takes of an instance; 0 if unknown."""
     step = problem.pools[pool].profile.step_latency
-    value = step.value
-    if step.form != ADDITIVE.name or min(c.value for c in step.coefficients.values()) < 0.0:
+    value = {name: each.value for name, each in step.coefficients.items()}
+    if step.form not in (ADDITIVE.name, TABLE.name) or min(value.values(), default=0.0) < 0.0:
         return np.zeros(prompt.size)
     decodes = output - 1.0  # the last token is never fed back, and the first comes from the prompt
     kv_read = output * prompt + decodes * output / 2.0
+    steps = decodes / max_running_requests(problem, pool)
     busy_ms: NDArray[np.float64] = (
-        value("ms_per_ktoken") * (prompt + decodes) / 1e3
-        + value("ms_per_kv_ktoken") * kv_read / 1e3
-        + value("base_ms") * decodes / max_running_requests(problem, pool)
+        value.get("ms_per_ktoken", 0.0) * (prompt + decodes) / 1e3
+        + value.get("ms_per_kv_ktoken", 0.0) * kv_read / 1e3
+        + value.get("base_ms", 0.0) * steps
     )
+    if step.form == TABLE.name:
+        tokens_ms, kv_tokens_ms = _table_lines(step)
+        busy_ms += _largest_line(tokens_ms, steps, prompt + decodes)
+        busy_ms += _largest_line(kv_tokens_ms, steps, kv_read)
     busy_ms[prompt >= problem.engine.max_model_len] = 0.0  # rejected
     return busy_ms
+
+
+def _table_lines(step: FittedModel) -> tuple[NDArray[np.float64], NDArray[np.float64]]:
+    """Return lines below the tables over tokens and over KV tokens, of as few requests as the table has."""
+    tables = step.replace(coefficients={})
+    k = coefficient_array(tables)
+    none = StepFeatures(0.0, 0.0, 0.0, 0.0, 0.0, 0.0, 0.0, 1.0, 0.0)
+
+    def lines(table: str, axis: int, constant_ms: float) -> NDArray[np.float64]:
+        name, points = TABLE_AXES[table][axis], tables.tables[table].axes[axis].points
+        amounts = np.array([0.0, *points, _FAR * points[-1]])
+        values = [step_ms(TABLE.code, k, none._replace(**{name: each})) for each in amounts.tolist()]
+        return _lines_below(amounts, np.array(values) - constant_ms)
+
+    return lines("tokens_ms", 0, 0.0), lines("requests_ms", 1, step_ms(TABLE.code, k, none))
+
+
+def _lines_below(amounts: NDArray[np.float64], values: NDArray[np.float64]) -> NDArray[np.float64]:
+    """Return constant and slope, none negative, of lines that no value is below: the lower convex hull.
+
+    Shape (lines, 2). The hull ends with the line through 0 and the point of the least value per amount.
+    """
+    hull: list[int] = []
+    for at in range(amounts.size):
+        while len(hull) > 1 and _slope(amounts, values, hull[-2], at) <= _slope(amounts, values, *hull[-2:]):
+            hull.pop()
+        hull.append(at)
+    slopes = np.array([_slope(amounts, values, *pair) for pair in pairwise(hull)])
+    constants = values[hull[:-1]] - slopes * amounts[hull[:-1]]
+    rising = constants >= 0.0
+    least = np.min(values[1:] / np.maximum(amounts[1:], 1e-9))
+    return np.vstack([np.column_stack([constants, slopes])[rising], [0.0, least]])
+
+
+def _slope(amounts: NDArray[np.float64], values: NDArray[np.float64], first: int, second: int) -> float:
+    return float((values[second] - values[first]) / max(amounts[second] - amounts[first], 1e-9))
+
+
+def _largest_line(
+    lines: NDArray[np.float64], steps: NDArray[np.float64], amounts: NDArray[np.float64]
+) -> NDArray[np.float64]:
+    """Return the milliseconds of each request by the line that charges most for all of them."""
+    charged = lines[:, :1] * steps + lines[:, 1:] * amounts
+    largest: NDArray[np.float64] = charged[np.argmax(charged.sum(axis=1))]
+    return largest
 
 
 def _kinds(problem: Problem) -> NDArray[np.int64]:

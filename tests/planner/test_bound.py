@@ -5,9 +5,11 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from benchmarks.step_tables import tabulated
 from capplan import Adapter, Lengths, Problem, Profile, Workload, load_profile, simulate
 from capplan.planner.bound import busy_gpus, lower_bound_gpus
 from capplan.planner.problem import GpuPool
+from capplan.spec import StepTable
 from tests.planner.conftest import MODEL, PROFILE
 
 
@@ -27,11 +29,16 @@ lengths = st.builds(
 
 
 @settings(max_examples=12)
-@given(kinds=st.lists(lengths, min_size=1, max_size=3), busy=st.floats(0.5, 1.6), seed=st.integers(0, 99))
+@given(
+    kinds=st.lists(lengths, min_size=1, max_size=3),
+    busy=st.floats(0.5, 1.6),
+    seed=st.integers(0, 99),
+    tables=st.booleans(),
+)
 def test_load_that_one_simulated_gpu_serves_has_a_bound_of_one(
-    kinds: list[tuple[Lengths, Lengths]], busy: float, seed: int
+    kinds: list[tuple[Lengths, Lengths]], busy: float, seed: int, tables: bool
 ) -> None:
-    profile = load_profile(PROFILE)
+    profile = with_concave_tables(load_profile(PROFILE)) if tables else load_profile(PROFILE)
     workload = Workload(
         base_model=MODEL,
         adapters=tuple(
@@ -48,6 +55,26 @@ def test_load_that_one_simulated_gpu_serves_has_a_bound_of_one(
     if not result.starved:
         drawn = result.offered_tok_s / (scale * sum(p.mean_tokens + o.mean_tokens for p, o in kinds))
         assert busy_gpus(problem_of(loaded, profile)) * drawn <= 1.01
+
+
+def with_concave_tables(profile: Profile) -> Profile:
+    """Return the profile with tables of which no point but the ends is on a line below them."""
+    tables = {
+        "tokens_ms": StepTable.of({"tokens": [1, 64, 512, 4096]}, [9.0, 11.0, 28.0, 150.0]),
+        "requests_ms": StepTable.of(
+            {"requests": [1, 256], "kv_tokens": [0, 50_000, 400_000]}, [[0.1, 6.0, 30.0], [0.5, 6.5, 30.0]]
+        ),
+    }
+    terms = tabulated(profile).step_latency
+    return profile.replace(step_latency=terms.replace(tables=tables))
+
+
+def test_the_bound_of_an_additive_profile_is_that_of_its_tables(
+    workload: Callable[..., Workload], profile: Profile
+) -> None:
+    served = workload(("a", 8, 2.0), ("b", 16, 5.0))
+    plain, tables = (busy_gpus(problem_of(served, each)) for each in (profile, tabulated(profile)))
+    assert tables == pytest.approx(plain, rel=1e-3)
 
 
 def test_busy_gpus_are_proportional_to_rates_over_headroom(

@@ -8,6 +8,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from benchmarks.step_tables import tabulated
 from capplan import Adapter, Lengths, Profile, Workload, load_profile, plan, simulate
 from capplan.spec import Fit, ProvenanceKind
 from capplan.twin.extrapolation import (
@@ -62,6 +63,26 @@ def test_a_record_is_made_if_and_only_if_a_value_leaves_the_range(
     found = extrapolations(fitted(**{name: ends}), {name: values})
     assert [each.quantity for each in found] == [name] * outside
     assert extrapolations(fitted(), {name: values}) == ()
+
+
+@pytest.mark.parametrize("kind", [ProvenanceKind.MEASURED, ProvenanceKind.COMPOSED])
+def test_steps_beyond_the_axes_of_tables_are_named(kind: ProvenanceKind) -> None:
+    """Also for a profile of which nothing was measured as a whole."""
+    plain = tabulated(fitted())
+    profile = plain.replace(provenance=plain.provenance.replace(kind=kind))
+    axes = {axis.name: axis for table in profile.step_latency.tables.values() for axis in table.axes}
+    for name, axis in axes.items():
+        end = axis.points[-1]
+        assert not [each for each in extrapolations(profile, {name: (0.0, end)}) if each.tables]
+        beyond = (
+            (f"group-{at}", each) for at in (1, 2) for each in extrapolations(profile, {name: (1, at + end)})
+        )
+        found = [each for each in merged(beyond) if each.tables]
+        assert [(each.quantity, each.high, each.groups) for each in found] == [
+            (name, end + 2, ("group-1", "group-2"))
+        ]
+        value = f"{QUANTITIES[name].label} {end + 2:,.0f}"
+        assert found[0].note == f"{value}, step_latency tables of {profile.name} end at {end:,.0f}"
 
 
 def test_slots_of_a_rank_that_was_not_measured_are_named_once() -> None:
