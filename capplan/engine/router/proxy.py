@@ -40,8 +40,6 @@ class RouterState(ServerState):
         `max_requests` counts requests with any number of prompts.
     tokenizer
         Of the model; None: queues do not use sizes.
-    in_flight
-        Unanswered requests.
     by_instance
         Requests sent to each instance.
     retries
@@ -53,7 +51,7 @@ class RouterState(ServerState):
         super().__init__(settings, fleet, max(lengths))
         self.fleet = fleet
         self.tokenizer = tokenizer
-        self.in_flight = 0
+        self._in_flight = 0
         self.by_instance: Counter[str] = Counter()
         self.retries = 0
         self._idle = asyncio.Event()
@@ -64,16 +62,21 @@ class RouterState(ServerState):
         """Set when all instances have failed for good."""
         return self.fleet.failed
 
+    @property
+    def in_flight(self) -> int:
+        """Number of requests that are not answered yet."""
+        return self._in_flight
+
     @contextlib.contextmanager
     def running(self) -> Iterator[None]:
         """Count a request in flight."""
-        self.in_flight += 1
+        self._in_flight += 1
         self._idle.clear()
         try:
             yield
         finally:
-            self.in_flight -= 1
-            if self.in_flight == 0:
+            self._in_flight -= 1
+            if self._in_flight == 0:
                 self._idle.set()
 
     async def drain(self) -> None:

@@ -17,6 +17,7 @@ from starlette.datastructures import Headers
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from capplan.engine.server.byte_budget import ByteBudget
+from capplan.engine.server.concurrency import ConcurrencyLimit
 from capplan.engine.server.limits import ServerLimits
 from capplan.engine.server.protocol import ApiError, overloaded, unknown_model
 from capplan.errors import InputError
@@ -96,6 +97,8 @@ class ServerState(ABC):
         Maximum size of a request body.
     budget
         Bytes of incomplete requests.
+    concurrency
+        Limit of requests in flight while the event loop is late.
     """
 
     def __init__(self, settings: ServerSettings, adapters: Container[object], max_model_len: int) -> None:
@@ -104,6 +107,7 @@ class ServerState(ABC):
         self.max_model_len = max_model_len
         self.max_body_bytes = settings.limits.body_bytes(max_model_len)
         self.budget = ByteBudget(settings.limits.buffered_bytes(max_model_len))
+        self.concurrency = ConcurrencyLimit(settings.max_requests, lambda: self.in_flight)
         self.created = int(time.time())
         self.draining = False
         self.refusals: Counter[int] = Counter()
@@ -112,6 +116,11 @@ class ServerState(ABC):
     @abstractmethod
     def failed(self) -> asyncio.Event:
         """Event after which the server stops."""
+
+    @property
+    @abstractmethod
+    def in_flight(self) -> int:
+        """Number of requests, or prompts, that are not answered yet."""
 
     @abstractmethod
     async def drain(self) -> None:
@@ -130,6 +139,18 @@ class ServerState(ABC):
         if model not in self.adapters:
             raise unknown_model(model)
         return model
+
+    def refuse_if_late(self) -> None:
+        """Check that the event loop keeps up with the requests in flight.
+
+        Raises
+        ------
+        ApiError
+            503 if it is late.
+        """
+        if not self.concurrency.admits():
+            self.refusals[503] += 1
+            raise overloaded()
 
     def refusal(self, status: int, message: str, code: str, retry_after_s: int) -> ApiError:
         """Count a refusal and return its error."""
@@ -187,6 +208,7 @@ class RequestLimiter:
             raise _too_large(self._state.max_body_bytes)
         if _generates(scope):
             self._refuse()
+            self._state.refuse_if_late()
 
 
 def _require_key(headers: Headers, key: str | None, name: str) -> None:

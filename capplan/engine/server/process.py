@@ -46,8 +46,11 @@ _CANCEL_TIMEOUT_S: Final = 7
 _LAST_REQUESTS_S: Final = 3.0
 """For the first request of clients that have connected when the server stops to listen."""
 _TICK_S: Final = 0.02
-_MAX_ACCEPTS: Final = 2048
-"""Per iteration of the event loop: uvicorn's backlog, so that the kernel's queue does not overflow."""
+_BACKLOG: Final = 8192
+"""Connections in the queue of the kernel (at most ``net.core.somaxconn``), and accepted per iteration.
+
+Beyond it the kernel drops packets, which clients repeat ever later.
+"""
 
 _SO_ATTACH_FILTER: Final = 26
 _DROP_ALL: Final = struct.pack("=HBBI", 6, 0, 0, 0)
@@ -127,6 +130,7 @@ class DrainingServer(uvicorn.Server):
                 log_level=logging.ERROR,  # warnings are about clients
                 access_log=False,
                 server_header=False,
+                backlog=_BACKLOG,
                 timeout_keep_alive=_KEEP_ALIVE_S,
                 timeout_graceful_shutdown=_CANCEL_TIMEOUT_S,
             )
@@ -145,6 +149,7 @@ class DrainingServer(uvicorn.Server):
             raise _cannot_listen(error, "address") from None
         self._cap.on_new = partial(self._accept_soon, list(sockets or ()))
         self._tasks.append(asyncio.ensure_future(self._exit_on_failure()))
+        self._tasks.append(asyncio.ensure_future(self._state.concurrency.follow()))
         self._ready()
 
     def _accept_soon(self, sockets: Sequence[socket.socket]) -> None:
@@ -160,7 +165,7 @@ class DrainingServer(uvicorn.Server):
     def _accept_waiting(self, sockets: Sequence[socket.socket]) -> None:
         self._accepts = False
         for listener in sockets:
-            for _ in range(_MAX_ACCEPTS):
+            for _ in range(_BACKLOG):
                 try:
                     connection, _address = listener.accept()
                 except OSError:  # none waits, or there are too many open files

@@ -73,6 +73,11 @@ class Service(ServerState):
         """Set when the engine has failed."""
         return self.engine.failed
 
+    @property
+    def in_flight(self) -> int:
+        """Number of prompts in the engine."""
+        return self.engine.in_flight
+
     def close(self) -> None:
         """End the processes of the server."""
         self.engine.stop()

@@ -1,0 +1,55 @@
+"""Concurrency limit of a server whose event loop is late."""
+
+import math
+
+from hypothesis import given
+from hypothesis import strategies as st
+
+from capplan.engine.server.concurrency import ConcurrencyLimit
+
+MOST = 500
+
+
+class Model:
+    """Event loop whose lag grows with the requests in flight, under unlimited demand."""
+
+    def __init__(self, capacity: int) -> None:
+        self.in_flight = 0
+        self.capacity = capacity
+        self.limit = ConcurrencyLimit(MOST, lambda: self.in_flight)
+
+    def tick(self) -> None:
+        while self.in_flight < MOST and self.limit.admits():
+            self.in_flight += 1
+        self.limit.update(self.in_flight / self.capacity)
+        self.in_flight -= self.in_flight // 4
+
+
+@given(st.integers(40, 400))
+def test_the_limit_settles_at_the_requests_that_are_handled_in_time(capacity: int) -> None:
+    model = Model(capacity)
+    found = []
+    for _ in range(300):
+        model.tick()
+        found.append(model.limit.value)
+    assert capacity / 2 <= min(found[100:])
+    assert max(found[100:]) <= capacity + MOST / 100
+
+
+@given(st.lists(st.floats(0, 100)), st.integers(0, 32))
+def test_a_lag_with_few_requests_limits_nothing(lags: list[float], in_flight: int) -> None:
+    limit = ConcurrencyLimit(MOST, lambda: in_flight)
+    for lag_s in lags:
+        limit.update(lag_s)
+    assert limit.value == math.inf
+
+
+@given(st.lists(st.floats(1.1, 100), min_size=1, max_size=50))
+def test_the_limit_ends_in_time(lags: list[float]) -> None:
+    limit = ConcurrencyLimit(MOST, lambda: MOST)
+    for lag_s in lags:
+        limit.update(lag_s)
+    assert 32 <= limit.value < MOST
+    for _ in range(100):
+        limit.update(0.0)
+    assert limit.value == math.inf
