@@ -111,7 +111,7 @@ def test_headers_that_do_not_come_in_time_end_the_connection(server: Live, sent:
     with connected(server) as client:
         begin_s = time.monotonic()
         found = answer(client, sent)
-        assert found == (0, {}) if not sent else error_code(found) == (408, "timeout")
+        assert error_code(found) == (408, "timeout")
         assert 0.2 < time.monotonic() - begin_s < 5
 
 
@@ -178,12 +178,24 @@ def test_bytes_that_are_not_http_are_refused(server: Live) -> None:
         assert error_code(answer(client, b"\x16\x03\x01\x02\x00\x01\x00")) == (400, None)
 
 
-def test_waiting_connections_give_way_to_new_ones(server: Live) -> None:
+@pytest.mark.parametrize("sent", [b"", b"GET /health HTTP/1.1\r\nX: y"])
+def test_waiting_connections_give_way_to_new_ones(server: Live, sent: bytes) -> None:
     with contextlib.ExitStack() as stack:
-        for _ in range(30):
-            stack.enter_context(connected(server)).sendall(b"GET /health HTTP/1.1\r\nX: y")
-            with connected(server) as client:
-                assert answer(client, HEALTH)[0] == 200
+        waiting = [stack.enter_context(connected(server)) for _ in range(15)]
+        for client in waiting:
+            client.sendall(sent)
+            with connected(server) as other:
+                assert answer(other, HEALTH)[0] == 200
+        assert error_code(answer(waiting[0], b"")) == (503, "overloaded")
+
+
+def test_an_idle_connection_gives_way_without_a_response(server: Live) -> None:
+    with contextlib.ExitStack() as stack:
+        idle = stack.enter_context(connected(server))
+        assert answer(idle, HEALTH)[0] == 200
+        for _ in range(8):
+            stack.enter_context(connected(server))
+        assert answer(idle, b"") == (0, {})
 
 
 def test_a_stalled_body_gives_way_to_new_ones(server: Live) -> None:
@@ -203,6 +215,17 @@ def test_a_stalled_body_gives_way_to_new_ones(server: Live) -> None:
             assert answer(client, POST + length + body)[0] == 200
         status, _ = answer(stalled[4], b" " * 5000)
         assert status == 400  # no JSON, but whole
+
+
+def test_a_late_server_refuses_generation_alone(server: Live, monkeypatch: pytest.MonkeyPatch) -> None:
+    body = b'{"model": "base", "prompt": [1], "max_tokens": 1}'
+    asked = POST + f"Content-Length: {len(body)}\r\n\r\n".encode() + body
+    with connected(server) as client:
+        monkeypatch.setattr(server.service.concurrency, "admits", lambda: False)
+        assert error_code(answer(client, asked)) == (503, "overloaded")
+        assert answer(client, HEALTH)[0] == 200
+        monkeypatch.undo()
+        assert answer(client, asked)[0] == 200
 
 
 def test_a_client_that_does_not_read_is_disconnected() -> None:

@@ -113,7 +113,7 @@ class LimitedProtocol(HttpToolsProtocol):
         if self._cap.add(self):
             self._start_timer()
         else:
-            self._refuse(overloaded("The server has too many connections"), has_begun=True)
+            self._refuse(overloaded("The server has too many connections"))
 
     def connection_lost(self, exc: Exception | None) -> None:
         """Release what the connection holds."""
@@ -131,7 +131,7 @@ class LimitedProtocol(HttpToolsProtocol):
         if self.transport.is_closing():
             return
         if self._unparsed_bytes > self._limits.max_header_bytes:
-            self._refuse(self._too_large(), has_begun=True)
+            self._refuse(self._too_large())
             return
         if self._unparsed_bytes:
             self._cap.budget.hold(self, self._unparsed_bytes)
@@ -236,11 +236,14 @@ class LimitedProtocol(HttpToolsProtocol):
         self._refuse(self._refusal or ApiError(400, msg), has_begun=True)
 
     def _refuse(self, error: ApiError, has_begun: bool = False) -> None:
-        """Send an error if a request has begun that has no response yet, and close the connection."""
+        """Send an error if a request has begun that has no response yet, and close the connection.
+
+        The first request of a connection counts as begun: its bytes may be on their way for long.
+        """
         if self.transport.is_closing():
             return
         if self._running is None:
-            can_send = not self._receives_body and (has_begun or self._unparsed_bytes > 0)
+            can_send = not self._receives_body and (has_begun or self._unparsed_bytes > 0 or self.is_new)
         else:
             can_send = self._receives_body and not self._running.response_started and not self.pipeline
         if can_send:

@@ -44,8 +44,8 @@ class ServerLimits:
     send_timeout_s
         Maximum time for a client to read three quarters of its full buffer; it is disconnected then.
     max_connections
-        Maximum number of open connections; beyond it the one that has waited longest for a request is closed.
-        None: by the limit of open files, at most 8192.
+        Maximum number of open connections; beyond it the one that has waited longest for a request gets 503,
+        or is closed if it is idle. None: by the limit of open files, at most 8192.
     chat_template_timeout_s
         Maximum time in which the model's chat template turns a conversation into a prompt.
     lora_timeout_s
