@@ -44,7 +44,9 @@ class FakeInstance:
         self.url = ""
         self.streaming = asyncio.Event()
         self.resume = asyncio.Event()
-        self.hung = self.failed = self.stopped = self.refusing = False
+        self.hung = self.stopped = False
+        self.refusal: str | None = None
+        """Code of the refusal of all requests and pings."""
         self.busy = 0
         self.bodies: list[dict[str, Any]] = []
         self.stopped_within_s: float | None = None
@@ -68,8 +70,8 @@ class FakeInstance:
         self.bodies.append(body)
         if request.headers.get("Authorization") != f"Bearer {self.key}":
             return web.json_response({"error": "no key"}, status=401)
-        if self.failed:
-            error = {"error": {"code": "engine_failed"}}
+        if self.refusal is not None:
+            error = {"error": {"code": self.refusal}}
             return web.json_response(error, status=503, headers={"Retry-After": "1"})
         if body.get("refuse"):
             return web.json_response({"error": {"code": "full"}}, status=429, headers={"Retry-After": "7"})
@@ -93,6 +95,9 @@ class FakeInstance:
             return answer
         await answer.write(b'data: {"n": 1}\n\ndata: {"n"')  # and half an event
         self.streaming.set()
+        while body.get("ticks") and not self.resume.is_set():
+            await asyncio.sleep(0.01)
+            await answer.write(b': 1}\n\ndata: {"n"')
         await self.resume.wait()
         await answer.write(b": 2}\n\ndata: [DONE]\n\n")
         return answer
@@ -105,7 +110,9 @@ class FakeInstance:
     async def _ping(self, _: web.Request) -> web.Response:
         if self.stopped:
             await asyncio.sleep(3600)
-        return web.json_response({}, status=503 if self.refusing else 200)
+        if self.refusal is not None:
+            return web.json_response({"status": "unavailable", "reason": self.refusal}, status=503)
+        return web.json_response({"status": "ok"})
 
     async def _metrics(self, _: web.Request) -> web.Response:
         return web.Response(text='# HELP x An x\n# TYPE x gauge\nx{l="1"} 1.0\n# HELP y A y\ny 2.0\n')

@@ -107,7 +107,7 @@ def test_requests_go_to_other_holders_while_an_instance_is_down() -> None:
 
 def test_requests_refused_by_a_failed_engine_go_to_other_holders() -> None:
     async def check(r: Routed) -> None:
-        r.launcher["g1-1"].failed = True
+        r.launcher["g1-1"].refusal = "engine_failed"
         answers = [await r.post("shared") for _ in range(8)]
         assert {(status, body["instance"]) for status, body, _ in answers} == {(200, "g0-1")}
         status, body, headers = await r.post("b")

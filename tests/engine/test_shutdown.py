@@ -126,4 +126,10 @@ def test_responses_while_draining_close_their_connection() -> None:
                 refused = late.recv(65536)
             assert refused.startswith(b"HTTP/1.1 503 ")
             assert b"connection: close" in refused
+            for path in ("/health", "/ping"):
+                with socket.create_connection((host, int(port))) as probe:
+                    probe.sendall(f"GET {path} HTTP/1.1\r\nHost: x\r\n\r\n".encode())
+                    state = b"".join(iter(lambda: probe.recv(65536), b""))
+                assert state.startswith(b"HTTP/1.1 503 ")
+                assert json.loads(state.partition(b"\r\n\r\n")[2])["reason"] == "shutting_down"
         server.join()

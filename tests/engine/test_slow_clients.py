@@ -6,7 +6,6 @@ import socket
 import time
 from collections.abc import Awaitable, Callable
 from contextlib import ExitStack
-from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -15,7 +14,7 @@ pytest.importorskip("aiohttp", reason="the router needs aiohttp (extra `engine`)
 
 from capplan.engine.server import ServerLimits
 from capplan.spec import QueueClass, Queues, Wrs
-from tests.engine.fake_instances import QUICK, Routed, routed, tiny_plan
+from tests.engine.fake_instances import Routed, routed, tiny_plan
 from tests.engine.live import live
 
 WRS = Wrs(a=0.4, b=0.6, max_prompt_tokens=100, max_output_tokens=100, max_adapter_bytes=1)
@@ -80,36 +79,3 @@ def test_a_client_that_never_reads_is_disconnected_from_a_server() -> None:
             assert time.monotonic() < until_s
             time.sleep(0.05)
         server.check_idle()
-
-
-def test_a_stalled_instance_leaves_the_rotation_and_comes_back() -> None:
-    async def check(r: Routed) -> None:
-        stalled, supervisor = r.launcher["g1-1"], r.state.fleet.instances[1]
-        held = [asyncio.ensure_future(r.post("b", hold=True)) for _ in range(2)]
-        await r.until(lambda: r.state.in_flight == 2 and stalled.busy == 1)
-        stalled.stopped = True
-        await r.until(lambda: supervisor.state == "stalled")
-        assert {(await r.post("shared"))[1]["instance"] for _ in range(5)} == {"g0-1"}
-        done, running = await asyncio.wait(held, return_when=asyncio.FIRST_COMPLETED)
-        assert [task.result()[1]["error"]["code"] for task in done] == ["no_instance"]  # it had waited
-        health = await (await r.client.get("/health")).json()
-        assert health["instances"]["g1-1"] == {"state": "stalled", "restarts": 0}
-        stalled.stopped = False
-        await r.until(lambda: supervisor.is_up)
-        stalled.resume.set()
-        assert [(await task)[0] for task in running] == [200]
-        stalled.refusing = True  # as an instance whose core is stopped
-        await r.until(lambda: supervisor.state == "stalled")
-        assert r.log == [f"instance g1-1 {end}" for end in ("is stalled", "responds again", "is stalled")]
-
-    policy = replace(QUICK, ping_every_s=0.05, ping_timeout_s=0.2)
-    run(check, plan=tiny_plan(ONE_AT_A_TIME), policy=policy)
-
-
-def test_an_instance_that_stays_stalled_is_restarted() -> None:
-    async def check(r: Routed) -> None:
-        r.launcher["g0-1"].refusing = True
-        await r.until(lambda: len(r.launcher.lives["g0-1"]) == 2)
-        await r.until(lambda: r.state.fleet.instances[0].is_up)
-
-    run(check, policy=replace(QUICK, ping_every_s=0.05, probe_timeout_s=0.2))

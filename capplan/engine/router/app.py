@@ -112,7 +112,8 @@ async def health(request: Request) -> Response:
     healthy = not state.draining and state.fleet.serves_everything()
     status = "unavailable" if not healthy else "ok" if all(i.is_up for i in instances) else "degraded"
     states = {each.spec.name: {"state": each.state, "restarts": each.restarts} for each in instances}
-    return JSONResponse({"status": status, "instances": states}, 200 if healthy else 503)
+    reason = {"reason": "shutting_down"} if state.draining else {}
+    return JSONResponse({"status": status, **reason, "instances": states}, 200 if healthy else 503)
 
 
 @router.get("/metrics", response_model=None)

@@ -9,16 +9,22 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import json
+import math
+import time
 from collections import deque
-from collections.abc import AsyncIterator, Mapping
+from collections.abc import AsyncIterator, Coroutine, Mapping
 from dataclasses import dataclass, field
-from typing import Final, NamedTuple
+from typing import Final, NamedTuple, TypeVar
 
 import aiohttp
 
 from capplan.spec import Queues
 
+T = TypeVar("T")
+
 _CONNECT_TIMEOUT_S: Final = 10.0
+_TIMEOUT_PARTS: Final = 12
 
 
 class RequestSize(NamedTuple):
@@ -35,7 +41,17 @@ class QueueFullError(Exception):
 
 
 class InstanceGoneError(Exception):
-    """The instance cannot be reached; the request has not been sent."""
+    """The instance cannot be reached, or accepts no requests; the request has not been started.
+
+    Parameters
+    ----------
+    refusal
+        Code of the instance's error, if it has refused the request.
+    """
+
+    def __init__(self, refusal: str | None = None) -> None:
+        super().__init__(refusal)
+        self.refusal = refusal
 
 
 @dataclass
@@ -170,10 +186,20 @@ class InstanceClient:
     ----------
     queues
         Queues by request size; None: requests are sent at once.
+
+    Attributes
+    ----------
+    running
+        Number of requests sent and not answered as a whole.
+    progress_s
+        Time of the last part of a response to one of them, on the monotonic clock.
     """
 
     def __init__(self, url: str, key: str, queues: SizeQueues | None) -> None:
         self.queues = queues
+        self.running = 0
+        self._responses: set[aiohttp.ClientResponse] = set()
+        self.progress_s = -math.inf
         self._session = aiohttp.ClientSession(
             base_url=url,
             headers={"Authorization": f"Bearer {key}"},
@@ -202,14 +228,25 @@ class InstanceClient:
             raise InstanceGoneError
         sent = False
         headers = {"Content-Type": content_type}
+        self.running += 1
         try:
             async with self._session.post(path, data=body, headers=headers) as response:
                 sent = True
-                yield response
+                self._responses.add(response)
+                try:
+                    yield response
+                finally:
+                    self._responses.remove(response)
         except (aiohttp.ClientConnectorError, aiohttp.ConnectionTimeoutError):
             if sent:
                 raise
             raise InstanceGoneError from None
+        finally:
+            self.running -= 1
+
+    def note_progress(self) -> None:
+        """Note that a part of a response has come: evidence that the instance works, however slowly."""
+        self.progress_s = time.monotonic()
 
     async def get(self, path: str, timeout_s: float) -> bytes:
         """Return the body of a response.
@@ -224,13 +261,28 @@ class InstanceClient:
             response.raise_for_status()
             return await response.read()
 
-    async def responds(self, timeout_s: float) -> bool:
-        """Return whether the instance reports within a time that it accepts requests."""
+    async def ping(self, timeout_s: float) -> str | None:
+        """Return why the instance accepts no requests; None: it does.
+
+        Raises
+        ------
+        TimeoutError
+            If it does not respond.
+        """
         try:
-            await self.get("/ping", timeout_s)
-        except (aiohttp.ClientError, TimeoutError):
-            return False
-        return True
+            return await _within(timeout_s, self._ping())
+        except aiohttp.ClientError:
+            return "unreachable"
+
+    async def _ping(self) -> str | None:
+        async with self._session.get("/ping") as response:
+            if response.ok:
+                return None
+            body = await response.read()
+        try:
+            return str(json.loads(body)["reason"])
+        except (ValueError, TypeError, KeyError):
+            return f"status {response.status}"
 
     def release_waiting(self) -> None:
         """Let the requests that wait in the queues go to other instances."""
@@ -240,4 +292,28 @@ class InstanceClient:
     async def close(self) -> None:
         """Fail all requests in progress."""
         self.release_waiting()
+        for response in list(self._responses):
+            response.close()  # aiohttp does not end the reader of a stream when its session is closed
         await self._session.close()
+
+
+async def _within(timeout_s: float, work: Coroutine[None, None, T]) -> T:
+    """Return the result of work.
+
+    Of the time in which this event loop is late, only a part counts: its timers run before it reads what has
+    arrived meanwhile.
+
+    Raises
+    ------
+    TimeoutError
+        If it has none within a time.
+    """
+    task = asyncio.ensure_future(work)
+    try:
+        for _ in range(_TIMEOUT_PARTS):
+            done, _ = await asyncio.wait((task,), timeout=timeout_s / _TIMEOUT_PARTS)
+            if done:
+                return task.result()
+        raise TimeoutError
+    finally:
+        task.cancel()

@@ -13,7 +13,12 @@ from fastapi.responses import Response
 from pydantic import BaseModel, ConfigDict, Field
 from starlette.types import Receive, Scope, Send
 
-from capplan.engine.router.instance_client import InstanceGoneError, QueueFullError, RequestSize
+from capplan.engine.router.instance_client import (
+    InstanceClient,
+    InstanceGoneError,
+    QueueFullError,
+    RequestSize,
+)
 from capplan.engine.router.supervisor import InstanceFleet, InstanceSupervisor
 from capplan.engine.server.limiter import ServerSettings, ServerState
 from capplan.engine.server.protocol import MAX_MODEL_NAME, MAX_PROMPTS, ApiError, error_code
@@ -225,7 +230,9 @@ class ProxyResponse(Response):
             try:
                 await self._forward_to(instance, send)
                 return
-            except InstanceGoneError:
+            except InstanceGoneError as gone:
+                if gone.refusal is not None:
+                    instance.take_out(gone.refusal)
                 tried.append(instance)
                 self._state.retries += 1
 
@@ -246,18 +253,20 @@ class ProxyResponse(Response):
             async with client.admitted(self._size):
                 self._state.by_instance[instance.spec.name] += 1
                 async with client.post(self._path, self._request, self._content_type) as response:
-                    await self._send_response(response, send)
+                    await self._send_response(response, client, send)
         except QueueFullError:
             error = self._state.refusal(429, "The queue is full", "queue_full", QUEUE_FULL_RETRY_S)
             raise error from None
         except aiohttp.ClientError:
-            message = "The instance has failed; please try again"
+            message = "The instance has failed or does not respond; please try again"
             error = self._state.refusal(503, message, "instance_failed", 1)
             if not self._started:
                 raise error from None
             await _end(send, b"data: " + error.body() + _END_OF_EVENT)
 
-    async def _send_response(self, response: aiohttp.ClientResponse, send: Send) -> None:
+    async def _send_response(
+        self, response: aiohttp.ClientResponse, client: InstanceClient, send: Send
+    ) -> None:
         headers = [
             (name.encode(), response.headers[name].encode("latin-1"))
             for name in _FORWARDED_HEADERS
@@ -265,13 +274,16 @@ class ProxyResponse(Response):
         ]
         if response.content_type != "text/event-stream":
             body = await response.read()  # whole, so that a failure still sets the status
-            if response.status == 503 and error_code(body) in _RETRIED_CODES:
-                raise InstanceGoneError
+            if response.status == 503 and (code := error_code(body)) in _RETRIED_CODES:
+                raise InstanceGoneError(code)
+            if response.ok:  # a refusal says nothing of the engine
+                client.note_progress()
             await self._start(send, response.status, [*headers, (b"content-length", str(len(body)).encode())])
             await _end(send, body)
             return
         held = b""
         async for part in response.content.iter_any():
+            client.note_progress()
             if not self._started:
                 await self._start(send, response.status, headers)
             whole, end, held = (held + part).rpartition(_END_OF_EVENT)  # clients get whole events

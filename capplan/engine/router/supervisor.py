@@ -108,11 +108,14 @@ class RestartPolicy:
     reset_after_s
         Uptime after which the count of restarts in a row is reset.
     ping_every_s, ping_timeout_s
-        Interval of pings of the server, and the time for their response. An instance that does not respond
-        is stalled: it gets no new requests until it responds again.
+        Interval of pings of the server, and the time for their response. An instance that does not respond,
+        and makes no progress with its requests meanwhile, is stalled: it gets no new requests until it
+        responds again. The same holds for one that refuses requests.
     probe_every_s, probe_timeout_s
         Interval of health probes, which an engine answers between two steps, and the time for their response.
         An instance that does not respond, or is stalled for this time, is restarted.
+    abandon_after_s
+        Time without progress after which the requests of a stalled instance are ended with an error.
     max_refused_probes
         Refused probes in a row after which an instance is restarted.
     start_timeout_s
@@ -129,6 +132,7 @@ class RestartPolicy:
     ping_timeout_s: float = 3.0
     probe_every_s: float = 5.0
     probe_timeout_s: float = 60.0
+    abandon_after_s: float = 10.0
     max_refused_probes: int = 12
     start_timeout_s: float = 1800.0
     stop_grace_s: float = 15.0
@@ -226,9 +230,12 @@ class InstanceSupervisor:
             took = f"{self._policy.start_timeout_s:g} s"
             raise LaunchError(f"instance {self.spec.name} does not take requests after {took}") from None
         self._start_duration_s = time.monotonic() - started_s
-        self.client = InstanceClient(self._handle.url, self._key, self._new_queues(self.spec))
+        self.client = self._new_client(self._handle)
         self.state = "up"
         self._refused = 0
+
+    def _new_client(self, handle: InstanceHandle) -> InstanceClient:
+        return InstanceClient(handle.url, self._key, self._new_queues(self.spec))
 
     async def supervise(self) -> None:
         """Restart the instance whenever it ends; return when it has failed for good."""
@@ -281,32 +288,59 @@ class InstanceSupervisor:
             pings.cancel()
 
     async def _watch_pings(self) -> None:
-        """Take the instance out of the rotation while it does not respond."""
-        while self.client is not None:
+        """Take the instance out of the rotation while it does not respond, and end its requests then."""
+        while True:
             await asyncio.sleep(self._policy.ping_every_s)
             client, handle = self.client, self._handle
             if client is None or handle is None:
                 return
-            responds = not handle.is_stopped() and await client.responds(self._policy.ping_timeout_s)
-            if client is not self.client or responds == self.is_up:
-                continue
-            self.state = "up" if responds else "stalled"
-            self._stalled_since_s = time.monotonic()
-            if not responds:
-                client.release_waiting()
-            self._log(f"instance {self.spec.name} {'responds again' if responds else 'is stalled'}")
+            await self._ping(client, handle)
+            if client.running and self._is_silent(client, self._policy.abandon_after_s):
+                self._log(f"instance {self.spec.name} makes no progress: {client.running} requests are ended")
+                self.client = self._new_client(handle)
+                await client.close()
+
+    async def _ping(self, client: InstanceClient, handle: InstanceHandle) -> None:
+        begin_s = time.monotonic()
+        try:
+            reason = "stopped" if handle.is_stopped() else await client.ping(self._policy.ping_timeout_s)
+        except TimeoutError:
+            if client.progress_s > begin_s and not handle.is_stopped():
+                return  # busy
+            reason = "no response"
+        if client is not self.client:
+            return
+        if reason is not None:
+            self.take_out(reason)
+        elif self.state == "stalled":
+            self.state = "up"
+            self._log(f"instance {self.spec.name} responds again")
+
+    def take_out(self, reason: str) -> None:
+        """Send no new requests until the instance responds again; running ones go on."""
+        if not self.is_up or self.client is None:
+            return
+        self.state = "stalled"
+        self._stalled_since_s = time.monotonic()
+        self.client.release_waiting()
+        self._log(f"instance {self.spec.name} is stalled: {reason}")
+
+    def _is_silent(self, client: InstanceClient, time_s: float) -> bool:
+        """Return whether a stalled instance has made no progress for a time."""
+        since_s = max(self._stalled_since_s, client.progress_s)
+        return self.state == "stalled" and time.monotonic() - since_s > time_s
 
     async def _responds(self, ended: asyncio.Future[str]) -> bool:
         """Return whether the process responds in any way, or has ended meanwhile."""
-        if self.client is None:
+        client, timeout_s, begin_s = self.client, self._policy.probe_timeout_s, time.monotonic()
+        if client is None:
             return True
-        timeout_s = self._policy.probe_timeout_s
-        if self.state == "stalled" and time.monotonic() - self._stalled_since_s > timeout_s:
+        if self._is_silent(client, timeout_s):
             return ended.done()
         try:
-            await self.client.get("/health", timeout_s)
+            await client.get("/health", timeout_s)
         except TimeoutError:
-            return ended.done()
+            return client.progress_s > begin_s or ended.done()
         except aiohttp.ClientResponseError:
             return True  # unhealthy, but responsive
         except aiohttp.ClientError:  # refused: it may be about to end

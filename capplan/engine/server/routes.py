@@ -152,17 +152,28 @@ async def unload_lora_adapter(request: Request) -> PlainTextResponse:
 async def health(request: Request) -> Response:
     """Report whether requests are accepted; the engine core answers between two steps."""
     service = _service(request)
-    return _health(service.is_accepting() and await service.engine.is_alive(_HEALTH_S))
+    reason = _unavailability(service)
+    if reason is None and not await service.engine.is_alive(_HEALTH_S):
+        reason = "engine_unresponsive"
+    return _health(reason)
 
 
 @router.get("/ping", response_model=None)
 async def ping(request: Request) -> Response:
     """Report whether requests are accepted, at once: the engine core may be in the midst of a long step."""
-    return _health(_service(request).is_accepting())
+    return _health(_unavailability(_service(request)))
 
 
-def _health(healthy: bool) -> Response:
-    return JSONResponse({"status": "ok" if healthy else "unavailable"}, 200 if healthy else 503)
+def _unavailability(service: Service) -> str | None:
+    error = service.unavailability()
+    return None if error is None else error.code
+
+
+def _health(reason: str | None) -> Response:
+    """Return the state of a server; `reason`: code of the error of requests, None: they are accepted."""
+    if reason is None:
+        return JSONResponse({"status": "ok"})
+    return JSONResponse({"status": "unavailable", "reason": reason}, 503)
 
 
 @router.get("/metrics", response_model=None)

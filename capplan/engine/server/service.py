@@ -18,7 +18,7 @@ from capplan.engine.server.chat_template import chat_template
 from capplan.engine.server.limiter import ServerSettings, ServerState
 from capplan.engine.server.metrics import Metrics
 from capplan.engine.server.output_stream import EngineDeadError
-from capplan.engine.server.protocol import RETRY, ApiError, ChatMessage
+from capplan.engine.server.protocol import RETRY, ApiError, ChatMessage, shutting_down
 from capplan.engine.tokenizer import load_tokenizer
 from capplan.errors import InputError
 
@@ -90,9 +90,15 @@ class Service(ServerState):
         except TimeoutError:
             self.engine.cancel_all()
 
-    def is_accepting(self) -> bool:
-        """Return whether requests are accepted as long as the queue is not full."""
-        return not self.draining and self.engine.failure is None and not self.core_is_stopped()
+    def unavailability(self) -> ApiError | None:
+        """Return why no request is accepted, however short the queue; None: requests are accepted."""
+        if self.draining:
+            return shutting_down()
+        if self.engine.failure is not None:
+            return ApiError(503, "The engine has failed", code="engine_failed", headers=RETRY)
+        if self.core_is_stopped():
+            return ApiError(503, "The engine core is stopped", code="engine_stopped", headers=RETRY)
+        return None
 
     def core_is_stopped(self) -> bool:
         """Return whether the engine core was stopped by a signal, as of the last second."""
@@ -110,12 +116,10 @@ class Service(ServerState):
         ApiError
             503 if the server drains or its engine has failed or is stopped, 429 if the queue is full.
         """
-        if self.draining:
-            raise self.refusal(503, "The server shuts down", "shutting_down", 1)
-        if self.engine.failure is not None:
-            raise ApiError(503, "The engine has failed", code="engine_failed", headers=RETRY)
-        if self.core_is_stopped():
-            raise self.refusal(503, "The engine core is stopped", "engine_stopped", 1)
+        error = self.unavailability()
+        if error is not None:
+            self.refusals[503] += 1
+            raise error
         if prompts > self.settings.max_requests:
             message = f"A request must not have more than {self.settings.max_requests} prompts"
             raise ApiError(400, message, "prompt")
