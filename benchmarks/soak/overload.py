@@ -2,7 +2,7 @@
 
 Starts a single server, then a router over two instances, with the tiny model, and measures its capacity in
 closed loops. Phases follow, in which requests arrive at a multiple of the capacity whatever becomes of them,
-each on a connection of its own: three times the capacity; for a router 1.5 times while instances are killed
+each on a connection of its own: three times the capacity; for a router the same while instances are killed
 and stopped (SIGKILL, SIGSTOP, SIGTERM, their engine cores alone); and twice the capacity while the server
 itself gets SIGTERM. Every request is counted by its end. Exit status 1 if one is neither answered nor refused
 with a reason, if a stopped instance is in the rotation for more than 5 s, or if a process is left.
@@ -61,7 +61,7 @@ class Phase:
 
     def _is_explained(self, end: str) -> bool:
         words = end.split()
-        if words[0] in ("400", "408", "429", "500", "503"):
+        if words[0] in ("400", "408", "429", "503"):
             return words[-1] != "reason"
         return end == "answered" or words[:2] == ["error", "event"] or (end == REFUSED and self.ends_server)
 
@@ -197,7 +197,7 @@ class Soak:
         async with self._phase("3 x capacity", 3.0 * capacity_rps):
             await asyncio.sleep(self.args.duration_s)
         if self.kind == "router":
-            async with self._phase("1.5 x capacity, with faults", 1.5 * capacity_rps):
+            async with self._phase("3 x capacity, with faults", 3.0 * capacity_rps):
                 await self._faults()
         family = psutil.Process(self.process.pid).children(recursive=True)
         async with self._phase("SIGTERM at 2 x capacity", 2.0 * capacity_rps, ends_server=True):
