@@ -83,7 +83,7 @@ class ServingRules:
         A step is decided while the previous one runs (vLLM's default on GPUs since 0.14).
     reserve_full_sequence
         Admit a waiting request only if its whole known sequence fits into free KV blocks now
-        (vLLM's ``scheduler_reserve_full_isl``, on since 0.20).
+        (vLLM's ``scheduler_reserve_full_isl``, on since 0.19).
     reverse_skipped
         Skipped requests return to the queue in reversed order (vLLM 0.9.2 to 0.13), otherwise in order.
     watermark
@@ -184,7 +184,7 @@ _VLLM_0_14 = replace(
     _VLLM_0_12, name="vllm-0.14-sync", releases=Releases("0.14.0", "0.18.1"), reverse_skipped=False
 )
 _VLLM_0_20 = replace(
-    _VLLM_0_14, name="vllm-0.20-sync", releases=Releases("0.20.0", "0.23.0"), reserve_full_sequence=True
+    _VLLM_0_14, name="vllm-0.20-sync", releases=Releases("0.19.0", "0.23.0"), reserve_full_sequence=True
 )
 _VLLM_0_32 = replace(
     _VLLM_0_20,

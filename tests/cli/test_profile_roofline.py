@@ -119,8 +119,8 @@ def test_the_version_of_the_engine_chooses_its_rules_and_the_record_repeats_the_
         "capplan profile roofline --gpu h200 --output h200.json --model llama-3.1-8b --engine-version 0.11.0"
         " --step-overhead-ms 3.0"
     )
-    refused = error_line(run(*H200, "-o", path, "--engine-version", "0.19.0"))
-    assert "0.14.0 to 0.18 (vllm-0.14-async) and 0.20.0 to 0.23 (vllm-0.20-async)" in refused
+    refused = error_line(run(*H200, "-o", path, "--engine-version", "0.25.0"))
+    assert "0.19.0 to 0.23 (vllm-0.20-async) and 0.27.0 to 0.32 (vllm-0.32-async)" in refused
     assert "must be vllm-0.11 for vLLM 0.11.0" in error_line(
         run(*H200, "-o", path, "--engine-version", "0.11.0", "--rules", "vllm-0.8")
     )

@@ -54,7 +54,7 @@ def test_rule_sets_differ_in_nothing_but_the_documented_switches(rules: ServingR
         ("0.9.2 0.10.1.1 0.11.0 0.11.2", "vllm-0.11"),
         ("0.12.0 0.13.0rc1", "vllm-0.12-sync"),
         ("0.14.0 0.16 0.18.1", "vllm-0.14-async"),
-        ("0.20.0 0.23.0", "vllm-0.20-async"),
+        ("0.19.0 0.20.0 0.23.0", "vllm-0.20-async"),
         ("0.27.1 0.32.0 0.32.0+cpu", "vllm-0.32-async"),
     ],
 )
@@ -69,8 +69,7 @@ def test_a_version_has_the_default_rules_of_its_releases(versions: str, name: st
     [
         ("0.7.3", ["0.8.5 (vllm-0.8)"]),
         ("0.9.1", ["0.8.5 (vllm-0.8)", "0.9.2 to 0.11 (vllm-0.11)"]),
-        ("0.19.1", ["0.14.0 to 0.18 (vllm-0.14-async)", "0.20.0 to 0.23 (vllm-0.20-async)"]),
-        ("0.25.0", ["0.20.0 to 0.23 (vllm-0.20-async)", "0.27.0 to 0.32 (vllm-0.32-async)"]),
+        ("0.25.0", ["0.19.0 to 0.23 (vllm-0.20-async)", "0.27.0 to 0.32 (vllm-0.32-async)"]),
         ("0.33.0", ["0.27.0 to 0.32 (vllm-0.32-async)"]),
         ("latest", ["such as 0.11.0"]),
     ],
