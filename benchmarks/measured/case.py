@@ -4,14 +4,16 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
-from types import MappingProxyType
 from typing import Final, Protocol
 
 from capplan import InputError, Profile
-from capplan.datasets.catalog import gpu_sheet, known_arch
+from capplan.datasets.catalog import gpu_sheet, model_arch
 from capplan.models.roofline import EngineChoice, roofline_profile
-from capplan.serving.rules import rules_of_version
-from capplan.spec import ModelArch
+from capplan.serving.rules import rules_of_version, serving_rules
+from capplan.spec import Kernel
+
+SLORA: Final = "s-lora"
+"""Version of a deployment under S-LoRA instead of vLLM."""
 
 
 @dataclass(frozen=True)
@@ -24,7 +26,7 @@ class Deployment:
     """Hugging Face id."""
     tp: int = 1
     version: str = ""
-    """Version of vLLM; empty: not recorded."""
+    """Version of vLLM, empty if not recorded; or `SLORA`."""
     dtype: str = "bfloat16"
 
 
@@ -50,8 +52,8 @@ class LeftOut:
     """Rows that no coefficient of a profile may rest on: those with this value of a key."""
 
     key: str
-    """``gpu`` or ``model``."""
-    value: str
+    """``gpu``, ``model`` or ``tp``."""
+    value: object
 
     def covers(self, deployment: Deployment) -> bool:
         return bool(getattr(deployment, self.key) == self.value)
@@ -60,35 +62,17 @@ class LeftOut:
 ProfileFor = Callable[[Deployment, LeftOut | None], Profile]
 """Profile of a deployment; an `InputError` says why there is none."""
 
-_LLAMA_2: Final = {"vocab_size": 32000, "head_dim": 128, "max_positions": 4096}
-_QWEN_3: Final = {"vocab_size": 151936, "head_dim": 128, "kv_heads": 8, "hidden_size": 5120}
-_ARCHS: Final[Mapping[str, Mapping[str, int]]] = MappingProxyType(
-    {
-        "Qwen/Qwen3-14B": _QWEN_3 | {"layers": 40, "heads": 40, "intermediate_size": 17408},
-        "Qwen/Qwen3-32B": _QWEN_3 | {"layers": 64, "heads": 64, "intermediate_size": 25600},
-        "meta-llama/Llama-2-13b-hf": _LLAMA_2
-        | {"layers": 40, "hidden_size": 5120, "heads": 40, "kv_heads": 40, "intermediate_size": 13824},
-        "meta-llama/Llama-2-70b-hf": _LLAMA_2
-        | {"layers": 80, "hidden_size": 8192, "heads": 64, "kv_heads": 8, "intermediate_size": 28672},
-    }
-)
-"""Shapes from ``config.json``, of models that the catalog lacks."""
-
-
-def arch_of_model(model: str) -> ModelArch:
-    """Return the shape of a model by its Hugging Face id."""
-    known = known_arch([model])
-    if known is not None:
-        return known
-    if model not in _ARCHS:
-        raise InputError("must be a dense decoder of known shape", model, "model")
-    return ModelArch.model_validate({"name": model.rsplit("/", 1)[-1], "hf_ids": (model,), **_ARCHS[model]})
+UNRECORDED: Final = "0.8.5"
+"""Version of vLLM assumed for rows that tell none."""
 
 
 def roofline_for(deployment: Deployment, _left_out: LeftOut | None = None) -> Profile:
     """Return the analytic profile; nothing in it was fitted, whatever is left out."""
     if deployment.dtype not in ("bfloat16", "float16"):
         raise InputError("must have 16 bits: so has the arithmetic of data sheets", deployment.dtype, "dtype")
-    rules = rules_of_version(deployment.version or "0.11.0")
-    engine = EngineChoice(version=deployment.version or "unknown", rules=rules.name, lora=False)
-    return roofline_profile(gpu_sheet(deployment.gpu), arch_of_model(deployment.model), engine, deployment.tp)
+    if deployment.version == SLORA:
+        engine = EngineChoice(SLORA, serving_rules("slora").version, "slora", Kernel.BGMV)
+    else:
+        version = deployment.version or UNRECORDED
+        engine = EngineChoice(version=version, rules=rules_of_version(version).name, lora=False)
+    return roofline_profile(gpu_sheet(deployment.gpu), model_arch(deployment.model), engine, deployment.tp)

@@ -89,7 +89,6 @@ class Stage:
             "ttft_p90_ms": 1e3 * found.ttft_s_p90,
             "ttft_p99_ms": 1e3 * found.ttft_s_p99,
             "e2e_ms": 1e3 * found.e2e_s_mean,
-            "running": self.rate_rps * found.e2e_s_mean,
         }
 
 
@@ -108,7 +107,6 @@ def _stage(row: Mapping[str, object]) -> Stage:
         "ttft_p90_ms": number["ttft_ms_p90"],
         "ttft_p99_ms": number["ttft_ms_p99"],
         "e2e_ms": number["e2e_ms_mean"],
-        "running": number["rate_rps"] * number["e2e_ms_mean"] / 1e3,
     }
     name = f"{row['workload']} {number['rate_rps']:g} rps, budget {budget}, run {row['exp_id']}"
     return Stage(

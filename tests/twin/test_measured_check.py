@@ -2,16 +2,23 @@
 
 from __future__ import annotations
 
+import json
+from collections.abc import Mapping
+from dataclasses import dataclass, replace
 from pathlib import Path
 
 import numpy as np
 import pytest
 
-from benchmarks.measured import dense_stages
+from benchmarks.measured import dense_stages, request_logs
 from benchmarks.measured.case import Deployment, LeftOut, roofline_for
+from benchmarks.measured.compare import compare, error_table, errors
 from benchmarks.measured.dense_stages import Stage
 from benchmarks.measured.host_terms import HostTerms, fit_host_terms
+from benchmarks.measured.replay import Engine, closed_loop, requests_of, scenario_of
 from benchmarks.measured.step_log import log_steps
+from benchmarks.measured_check import data_folder
+from capplan import InputError, Profile
 from capplan.twin.core import run
 
 MODEL = "meta-llama/Llama-3.1-8B-Instruct"
@@ -19,6 +26,23 @@ MODEL = "meta-llama/Llama-3.1-8B-Instruct"
 
 def stage(rate_rps: float = 4.0, gpu: str = "h100-80g", **measured: float) -> Stage:
     return Stage("written here", Deployment(gpu, MODEL, 1, "0.15.1"), rate_rps, 550.0, 200.0, 512, measured)
+
+
+@dataclass(frozen=True)
+class Known:
+    """A row whose prediction is given."""
+
+    deployment: Deployment
+    measured: Mapping[str, float]
+    predicted: Mapping[str, float]
+    name: str = "known"
+
+    def predict(self, _profile: Profile) -> Mapping[str, float]:
+        return self.predicted
+
+
+def refused(_deployment: Deployment, _left_out: LeftOut | None) -> Profile:
+    raise InputError("no such GPU", "abacus", "--gpu")
 
 
 def test_every_step_of_a_simulation_is_in_its_log() -> None:
@@ -37,16 +61,16 @@ def test_every_step_of_a_simulation_is_in_its_log() -> None:
 
 
 def test_host_terms_that_made_the_measurement_are_found() -> None:
-    true = HostTerms(ms_per_step=1.5, ms_per_request=0.03)
+    true = HostTerms(ms_per_step=1.5, ms_per_request=0.03, request_ms=6.0)
     stages = []
     for rate_rps in (2.0, 8.0, 16.0):
         plain = stage(rate_rps)
-        itl_ms = plain.predict(true.added_to(roofline_for(plain.deployment)))["itl_ms"]
-        stages.append(stage(rate_rps, itl_ms=itl_ms))
-    odd = stage(gpu="l40s", itl_ms=500.0)
+        stages.append(stage(rate_rps, **plain.predict(true.added_to(roofline_for(plain.deployment)))))
+    odd = stage(gpu="l40s", itl_ms=500.0, ttft_ms=9.0)
     found = fit_host_terms([*stages, odd], roofline_for, LeftOut("gpu", "l40s"))
-    assert found.ms_per_step == pytest.approx(true.ms_per_step, rel=0.03)
-    assert found.ms_per_request == pytest.approx(true.ms_per_request, rel=0.05)
+    assert found.ms_per_step == pytest.approx(true.ms_per_step, rel=1e-3)
+    assert found.ms_per_request == pytest.approx(true.ms_per_request, rel=1e-3)
+    assert found.request_ms == pytest.approx(true.request_ms, abs=0.05)
 
 
 def test_a_stage_is_read_with_the_units_of_its_columns(tmp_path: Path) -> None:
@@ -58,7 +82,60 @@ def test_a_stage_is_read_with_the_units_of_its_columns(tmp_path: Path) -> None:
     (row,) = dense_stages.read(tmp_path)
     assert row.deployment == Deployment("l40s", MODEL, 1, "0.15.1")
     assert row.workload(MODEL).shared_prefix_tokens == 484
-    assert row.measured["running"] == pytest.approx(2.5 * 4.068)
     predicted = row.predict(roofline_for(row.deployment))
     assert set(predicted) == set(row.measured)
     assert predicted["e2e_ms"] == pytest.approx(predicted["ttft_ms"] + 200 * predicted["itl_ms"])
+
+
+def test_closed_loop_keeps_its_requests_in_flight() -> None:
+    """A request follows each end at once, and the list is served in its order."""
+    count, concurrency = 40, 4
+    outputs = np.random.default_rng(1).integers(20, 60, count)
+    requests = requests_of(np.zeros(count), np.full(count, 300), outputs)
+    profile = roofline_for(Deployment("h100-80g", MODEL, 1, "0.12.0"))
+    scenario, trace = closed_loop(scenario_of(profile, Engine(), requests), concurrency)
+    arrival_ns = scenario.requests.arrival_ns
+    assert np.array_equal(arrival_ns[concurrency:], np.sort(trace.finish_ns)[: count - concurrency])
+    assert not arrival_ns[:concurrency].any()
+
+
+def test_a_replayed_log_is_measured_on_the_clock_of_its_engine(tmp_path: Path) -> None:
+    folder = tmp_path / "vllm_request_logs" / "L40S_made"
+    folder.mkdir(parents=True)
+    request = {"input_toks": 40, "output_toks": 11, "queued_ts": 70.0, "arrival_time": 1000.5}
+    request |= {"scheduled_ts": 70.0, "first_token_ts": 70.2, "last_token_ts": 70.7}
+    lines = [request, request | {"queued_ts": 70.1, "arrival_time": 1000.6, "first_token_ts": 70.4}]
+    (folder / "vllm_requests.jsonl").write_text("\n".join(map(json.dumps, lines)))
+    kwargs = {"max_num_seqs": 8, "max_num_batched_tokens": 2048, "max_model_len": 4096}
+    meta = {"model": MODEL, "engine_kwargs": kwargs, "started_at": "1970-01-01T00:16:40Z"}
+    meta["kv_cache"] = {"num_gpu_blocks": 101, "num_kv_tokens": 1616}
+    (folder / "vllm_meta.json").write_text(json.dumps(meta))
+    (folder / "vllm_timeseries.csv").write_text("t,running,waiting,kv_cache_pct\n1.0,2,0,5.0\n2.0,0,0,0.0\n")
+    (log,) = request_logs.read(tmp_path)
+    assert log.measured["ttft_ms"] == pytest.approx(250.0)
+    assert log.measured["tpot_ms"] == pytest.approx(40.0)
+    assert log.requests.arrival_ns.tolist() == [0, 100_000_000]
+    assert log.course["t"].tolist() == [0.5, 1.5]
+    log = replace(log, deployment=replace(log.deployment, gpu="l40s"))
+    profile = roofline_for(log.deployment)
+    assert log.scenario(profile).num_blocks == 100
+    assert log.predict(profile)["e2e_ms"] < log.measured["e2e_ms"]
+    course = log.replayed_course(profile)
+    assert course["running"].max() == 2.0
+
+
+def test_errors_have_the_stated_formulas_and_refusals_their_reason() -> None:
+    one = Known(Deployment("h100-80g", MODEL), {"itl_ms": 10.0}, {"itl_ms": 8.0})
+    found = compare("made", [one], {"half": roofline_for, "none": refused})
+    row = errors(found.records, ()).loc[("itl_ms", "half")]
+    assert (row["MAPE"], row["bias"]) == pytest.approx((20.0, -20.0))
+    assert row["SMAPE"] == pytest.approx(100 * 2 / 18)
+    (refusal,) = found.refusals
+    assert (refusal.methods, refusal.rows) == ("none", 1)
+    assert "no such GPU" in refusal.reason
+    assert "| itl_ms |" in error_table(found.records, ("gpu",)).replace("h100-80g | ", "")
+
+
+def test_a_missing_folder_is_one_line(tmp_path: Path) -> None:
+    with pytest.raises(InputError, match=r"--data: must be the folder of measured data .*CAPPLAN_MEASURED"):
+        data_folder(tmp_path / "absent")

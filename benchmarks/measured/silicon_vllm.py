@@ -1,0 +1,85 @@
+"""Closed-loop runs of vLLM on dense models (``silicon_dense_vllm.csv``): a constant number of requests.
+
+Source: github.com/ai-dynamo/aiconfigurator, ``silicon_sample.csv``, commit 095f58a, Apache-2.0. The table
+names no client, number of requests or spread of lengths. With equal lengths requests of a simulation stay in
+step: they arrive, prefill and end together, at a TTFT that rows at low concurrency contradict. So lengths are
+drawn evenly from within `SPREAD` of the means of a row.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from types import MappingProxyType
+from typing import Final
+
+import numpy as np
+import pandas as pd
+
+from benchmarks.measured.case import Deployment
+from benchmarks.measured.replay import Engine, closed_loop, latencies, requests_of, scenario_of
+from capplan import Profile
+
+FILE: Final = "silicon_dense_vllm.csv"
+_GENERATIONS: Final = 6
+SPREAD: Final = 0.1
+_GPUS: Final = MappingProxyType({"h100_sxm": "h100-80g", "b200_sxm": "b200"})
+_DTYPES: Final = MappingProxyType({"fp8": "fp8", "fp4": "nvfp4"})
+
+
+@dataclass(frozen=True)
+class ClosedLoopRun:
+    """One row."""
+
+    name: str
+    deployment: Deployment
+    concurrency: int
+    prompt_tokens: int
+    output_tokens: int
+    measured: Mapping[str, float]
+
+    def predict(self, profile: Profile, spread: float = SPREAD) -> Mapping[str, float]:
+        """Return the simulated latencies of all requests."""
+        count = _GENERATIONS * self.concurrency
+        drawn = np.random.default_rng(0)
+        prompts, outputs = (
+            drawn.integers(round((1 - spread) * mean), round((1 + spread) * mean) + 1, count)
+            for mean in (self.prompt_tokens, self.output_tokens)
+        )
+        requests = requests_of(np.zeros(count), prompts, outputs)
+        scenario, trace = closed_loop(scenario_of(profile, Engine(), requests), self.concurrency)
+        found = latencies(scenario, trace, profile.host.value("request_ms"))
+        return {"tpot_ms": found.tpot_ms_mean, "ttft_ms": 1e3 * found.ttft_s_mean}
+
+
+def read(folder: Path) -> list[ClosedLoopRun]:
+    """Return the rows of one aggregated engine."""
+    table = pd.read_csv(folder / FILE, dtype={"backend_version": str, "precision": str})
+    whole = table[table["mode"] == "agg"]
+    return [_run(row) for row in whole.to_dict("records")]
+
+
+def _run(row: Mapping[str, object]) -> ClosedLoopRun:
+    prompt, output, concurrency, tp = (
+        int(float(str(row[name]))) for name in ("isl", "osl", "batch_size", "tp_size")
+    )
+    version = row["backend_version"]
+    system = str(row["system"])
+    return ClosedLoopRun(
+        name=f"{prompt} + {output}, {concurrency} in flight",
+        deployment=Deployment(
+            _GPUS.get(system, system),
+            str(row["model_path"]),
+            tp,
+            str(version) if isinstance(version, str) else "",
+            _DTYPES.get(str(row["precision"]), "bfloat16"),
+        ),
+        concurrency=concurrency,
+        prompt_tokens=prompt,
+        output_tokens=output,
+        measured={
+            "tpot_ms": float(str(row["silicon_tpot_ms"])),
+            "ttft_ms": float(str(row["silicon_ttft_ms"])),
+        },
+    )

@@ -1,0 +1,120 @@
+"""Simulate every visible measured row of others with the twin, and compare.
+
+    python -m benchmarks.measured_check [--data DIR] [--only NAME ...] [--rows] [--json FILE] [--plots DIR]
+
+DIR is the folder of measured data: by default that of the environment variable CAPPLAN_MEASURED, or else
+``../shared/reference/measured`` beside the checkout. Nothing of it is part of the project. Rows are simulated
+at their rate or concurrency and with their lengths, not at the measured batch.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import asdict
+from pathlib import Path
+from types import MappingProxyType
+from typing import Final
+
+from benchmarks.common import command_line, emit, records_table, user_errors
+from benchmarks.measured import dense_stages, memory_gap, rank_sweeps, request_logs, silicon_vllm, vllm_023
+from benchmarks.measured.case import LeftOut, MeasuredCase, ProfileFor, roofline_for
+from benchmarks.measured.compare import FORMULAS, Comparison, compare, error_table, row_table
+from benchmarks.measured.dense_stages import Stage
+from benchmarks.measured.host_terms import WithHostTerms
+from benchmarks.measured.plots import write_course
+from capplan import InputError
+from capplan.spec import write_text_atomic
+
+VARIABLE: Final = "CAPPLAN_MEASURED"
+SOURCES: Final[Mapping[str, Callable[[Path], Sequence[MeasuredCase]]]] = MappingProxyType(
+    {
+        "dense_stages": dense_stages.read,
+        "silicon_vllm": silicon_vllm.read,
+        "request_logs": request_logs.read,
+        "vllm_023": vllm_023.read,
+        "memory_gap": memory_gap.read,
+        "rank_sweeps": rank_sweeps.read,
+    }
+)
+_GROUPS: Final = ("gpu", "model", "tp", "dtype")
+
+
+def data_folder(given: Path | None) -> Path:
+    """Return the folder of measured data.
+
+    Raises
+    ------
+    InputError
+        If there is none.
+    """
+    beside = Path(__file__).resolve().parents[2] / "shared" / "reference" / "measured"
+    folder = given or Path(os.environ.get(VARIABLE, beside))
+    if not folder.is_dir():
+        rule = f"must be the folder of measured data (set it by --data or {VARIABLE})"
+        raise InputError(rule, str(folder), "--data")
+    return folder
+
+
+def methods_for(stages: Sequence[Stage]) -> dict[str, ProfileFor]:
+    """Return the methods by name; those with host terms are fitted on the stages."""
+    return {"roofline": roofline_for, "roofline + host": WithHostTerms(roofline_for, stages)}
+
+
+def left_out_errors(stages: Sequence[Stage], methods: Mapping[str, ProfileFor]) -> Comparison:
+    """Compare stages with profiles that rest on no stage of their GPU, then of their model."""
+    found = []
+    for key in ("gpu", "model"):
+        for value in dict.fromkeys(getattr(stage.deployment, key) for stage in stages):
+            left_out = LeftOut(key, value)
+            rows = [stage for stage in stages if left_out.covers(stage.deployment)]
+            if len(rows) < len(stages):
+                found.append(compare(f"without {key} {value}", rows, methods, left_out))
+    return Comparison(
+        [r for each in found for r in each.records], [r for each in found for r in each.refusals]
+    )
+
+
+def report(comparisons: Mapping[str, Comparison], with_rows: bool) -> str:
+    """Return the report in Markdown."""
+    parts = [f"Errors: {FORMULAS}, of simulated against measured rows."]
+    for name, each in comparisons.items():
+        by = ("source",) if name == "left_out" else ()
+        parts += [f"## {name}", error_table(each.records, by)]
+        if name != "left_out":
+            parts.append(error_table(each.records, _GROUPS))
+        if with_rows:
+            parts.append(row_table(each.records))
+        if each.refusals:
+            parts += ["Not predicted:", records_table(map(asdict, each.refusals))]
+    return "\n\n".join(part for part in parts if part) + "\n"
+
+
+def main() -> None:
+    parser = command_line(__doc__)
+    parser.add_argument("--data", type=Path, help="folder of measured data")
+    parser.add_argument("--only", nargs="+", choices=[*SOURCES], help="sources to compare; default: all")
+    parser.add_argument("--rows", action="store_true", help="also print every row")
+    parser.add_argument("--out", type=Path, help="file for the report")
+    parser.add_argument("--json", type=Path, help="file for the records")
+    parser.add_argument("--plots", type=Path, help="folder for figures")
+    args = parser.parse_args()
+    with user_errors():
+        folder = data_folder(args.data)
+        stages = dense_stages.read(folder)
+        methods = methods_for(stages)
+        comparisons = {name: compare(name, SOURCES[name](folder), methods) for name in args.only or SOURCES}
+        if "dense_stages" in comparisons:
+            comparisons["left_out"] = left_out_errors(stages, methods)
+        if args.json is not None:
+            records = {name: [vars(record) for record in each.records] for name, each in comparisons.items()}
+            write_text_atomic(args.json, json.dumps(records, indent=1))
+        if args.plots is not None:
+            for log in request_logs.read(folder):
+                write_course(log, methods, args.plots)
+        emit(report(comparisons, args.rows), args.out)
+
+
+if __name__ == "__main__":
+    main()
