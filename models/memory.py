@@ -2,18 +2,19 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from typing import Final, TypeVar
+from typing import Final, NamedTuple, TypeVar
 
 import numpy as np
 from numpy.typing import NDArray
 
 from capplan.errors import InfeasibleError
-from capplan.serving.memory import kv_bytes_per_token, slot_bytes, weight_bytes
+from capplan.serving.memory import kv_bytes_per_token, lora_elements_per_rank, slot_bytes, weight_bytes
 from capplan.serving.rules import Releases
 from capplan.spec import Coefficient, EngineArgs, Fit, FittedModel, ModelArch, Profile
 from capplan.spec.engine_args import DEFAULT_MAX_NUM_BATCHED_TOKENS
+from capplan.spec.lora_modules import LORA_MODULES
 
 Floats = NDArray[np.float64]
 Slots = TypeVar("Slots", float, Floats)
@@ -168,16 +169,36 @@ def require_kv_tokens(profile: Profile, args: EngineArgs, a_max: int) -> int:
     return tokens
 
 
-def gpu_load_ms(loading: FittedModel, rank: int, s_max: int) -> float:
+class LoadShare(NamedTuple):
+    """Parts of a load that an adapter causes, as shares of one that targets all modules of the engine."""
+
+    matrices: float = 1.0
+    elements: float = 1.0
+
+
+WHOLE: Final = LoadShare()
+
+
+def load_share(profile: Profile, modules: Sequence[str] | None) -> LoadShare:
+    """Return the share of an adapter that targets these modules; None: all that the engine adapts."""
+    if modules is None:
+        return WHOLE
+    every = profile.engine.target_modules or LORA_MODULES
+    elements = [lora_elements_per_rank(profile.model, modules=each) for each in (modules, every)]
+    return LoadShare(len(modules) / len(every), elements[0] / elements[1])
+
+
+def gpu_load_ms(loading: FittedModel, rank: int, s_max: int, share: LoadShare = WHOLE) -> float:
     """Return the milliseconds of one copy from host memory into a slot."""
     padding = loading.value("gpu_padding_ms") if rank < s_max else 0.0
-    idle = loading.value("gpu_base_ms") + loading.value("gpu_ms_per_rank") * rank + padding
-    return loading.value("serving_factor") * idle
+    copies_ms = share.matrices * (loading.value("gpu_base_ms") + padding)
+    bytes_ms = share.elements * loading.value("gpu_ms_per_rank") * rank
+    return loading.value("serving_factor") * (copies_ms + bytes_ms)
 
 
-def disk_load_ms(loading: FittedModel, rank: int) -> float:
+def disk_load_ms(loading: FittedModel, rank: int, share: LoadShare = WHOLE) -> float:
     """Return the milliseconds of one read from disk into host memory."""
-    return loading.value("disk_base_ms") + loading.value("disk_ms_per_rank") * rank
+    return loading.value("disk_base_ms") + share.elements * loading.value("disk_ms_per_rank") * rank
 
 
 def memory_model(arch: ModelArch, tp: int = 1, engine_version: str | None = None) -> FittedModel:

@@ -74,11 +74,34 @@ def new_answered() -> np.record:
 @inner
 def compute_ns(c: np.record, costs: Costs, tokens: int, ranks_ms: float) -> int:
     """Return the nanoseconds of the step without waits for adapters; `c` are the state's counters."""
+    requests, adapters = c.n_running - c.n_ending, c.n_active - c.n_claimed
+    return _batch_ns(c, costs, tokens, requests, c.kv_tokens, adapters, ranks_ms)
+
+
+@inner
+def prompts_ns(state: State, costs: Costs, tokens: int, ranks_ms: float) -> int:
+    """Return the nanoseconds of a batch of whole prompts, in which decoding requests have no part."""
+    admitted = state.lists.admitted
+    adapters = 0
+    for i in range(state.counters.n_admitted):
+        adapter = state.rows.adapter[admitted[i]]
+        first = adapter != 0
+        for j in range(i):
+            first = first and state.rows.adapter[admitted[j]] != adapter
+        adapters += first
+    c = state.counters
+    return _batch_ns(c, costs, tokens, c.n_admitted, 0, adapters, ranks_ms)
+
+
+@inner
+def _batch_ns(
+    c: np.record, costs: Costs, tokens: int, requests: int, kv_tokens: int, adapters: int, ranks_ms: float
+) -> int:
     features = StepFeatures(
         tokens=float(tokens),
-        requests=float(c.n_running - c.n_ending),
-        kv_tokens=float(c.kv_tokens),
-        adapters=float(c.n_active - c.n_claimed),
+        requests=float(requests),
+        kv_tokens=float(kv_tokens),
+        adapters=float(adapters),
         a_max=float(costs.a_max),
         s_max=float(costs.s_max),
         waiting=float(c.n_waiting),

@@ -23,6 +23,7 @@ from capplan.twin.clock import (
     loads_ns,
     new_clock,
     next_copy_ns,
+    prompts_ns,
     ranks_ms,
     take_copies,
 )
@@ -237,7 +238,11 @@ def _charge(
     if c.n_loads > 0 or limits.policy == SLORA:
         load_ns = loads_ns(state, limits, costs, clock, trace, counts.now_ns)
         counts.load_ns += load_ns
-    duration_ns = load_ns + compute_ns(c, costs, tokens, ranks_ms(state, costs))
+    if limits.policy == SLORA and c.step_decodes == 0:
+        step_ns = prompts_ns(state, costs, tokens, ranks_ms(state, costs))
+    else:
+        step_ns = compute_ns(c, costs, tokens, ranks_ms(state, costs))
+    duration_ns = load_ns + step_ns
     _elapse(state, limits, requests, clock, trace, duration_ns, load_ns, tokens)
 
 

@@ -12,11 +12,12 @@ from numpy.typing import NDArray
 
 from capplan.compile import by_reference
 from capplan.errors import InputError
-from capplan.models.memory import disk_load_ms, gpu_load_ms, require_kv_tokens
+from capplan.models.memory import disk_load_ms, gpu_load_ms, load_share, require_kv_tokens
 from capplan.models.step_latency import coefficient_array, latency_code, uses_decode_ranks, uses_ranks
-from capplan.serving import Limits, ServingRules, adapter_bytes, kv_bytes_per_token, serving_rules
+from capplan.serving import Limits, ServingRules, adapter_pages, kv_bytes_per_token, serving_rules
 from capplan.spec import EngineArgs, Profile, Workload
 from capplan.spec.limits import require_duration
+from capplan.spec.lora_modules import LORA_MODULES
 from capplan.workload import Requests, draw_requests
 
 _MOST: Final = 2**31 - 1  # rows and tokens are 32-bit integers
@@ -138,6 +139,7 @@ def build_scenario(
     """Size the memory of an engine and draw the requests, unless given; the rest as for `simulate`."""
     adapters = len(workload.adapters)
     _require_slots(workload, args)
+    _require_modules(workload, profile)
     profile.model.require_positions(args.max_model_len)
     _require_room(workload, args.max_model_len)
     serving = chosen_rules(profile, rules, args.enable_prefix_caching)
@@ -168,6 +170,16 @@ def _require_slots(workload: Workload, args: EngineArgs) -> None:
         raise InputError(rule, args.max_lora_rank, "s_max")
     if args.max_cpu_loras is not None and args.max_cpu_loras < min(args.max_loras, len(workload.adapters)):
         raise InputError(f"must be at least a_max, {args.max_loras}", args.max_cpu_loras, "max_cpu_loras")
+
+
+def _require_modules(workload: Workload, profile: Profile) -> None:
+    """Check that the engine adapts every module that an adapter targets."""
+    adapted = profile.engine.target_modules or LORA_MODULES
+    for adapter in workload.adapters:
+        for name in adapter.target_modules or ():
+            if name not in adapted:
+                rule = f"must be among {', '.join(adapted)}, which {profile.engine.name} adapts"
+                raise InputError(rule, name, f"adapter {adapter.name}: target_modules")
 
 
 def draw_for(
@@ -231,12 +243,18 @@ def _require_room(workload: Workload, max_model_len: int) -> None:
 def build_costs(workload: Workload, profile: Profile, a_max: int, s_max: int) -> Costs:
     """Evaluate the profile's models for these adapters and slots."""
     ranks = [adapter.rank for adapter in workload.adapters]
-    gpu_ms = {rank: gpu_load_ms(profile.loading, rank, s_max) for rank in set(ranks)}
-    disk_ms = {rank: disk_load_ms(profile.loading, rank) for rank in set(ranks)}
+    shapes = [(adapter.rank, adapter.target_modules) for adapter in workload.adapters]
+    shares = {modules: load_share(profile, modules) for _, modules in set(shapes)}
+    gpu_ms = {(r, m): gpu_load_ms(profile.loading, r, s_max, shares[m]) for r, m in set(shapes)}
+    disk_ms = {(r, m): disk_load_ms(profile.loading, r, shares[m]) for r, m in set(shapes)}
     form = latency_code(profile.step_latency.form, profile.engine.kernel)
     coefficients = coefficient_array(profile.step_latency)
-    page_bytes = kv_bytes_per_token(profile.model) * profile.engine.block_size
-    pages = {rank: -(-adapter_bytes(profile.model, rank) // page_bytes) for rank in set(ranks)}
+    page_bytes = kv_bytes_per_token(profile.model, profile.tp) * profile.engine.block_size
+    every = profile.engine.target_modules
+    pages = {
+        (rank, modules): adapter_pages(profile.model, rank, page_bytes, profile.tp, modules or every)
+        for rank, modules in set(shapes)
+    }
     return Costs(
         form=form,
         coefficients=coefficients,
@@ -244,12 +262,12 @@ def build_costs(workload: Workload, profile: Profile, a_max: int, s_max: int) ->
         s_max=s_max,
         slots_per_adapter=_slots_per_adapter(workload, a_max),
         adapters_served=len(workload.adapters),
-        load_ns=_per_adapter_ns(gpu_ms, ranks),
-        disk_ns=_per_adapter_ns(disk_ms, ranks),
+        load_ns=_per_adapter_ns([gpu_ms[shape] for shape in shapes]),
+        disk_ns=_per_adapter_ns([disk_ms[shape] for shape in shapes]),
         rank=np.array([0, *ranks], np.int64),
         uses_ranks=uses_ranks(form, coefficients),
         uses_decode_ranks=uses_decode_ranks(form, coefficients),
-        pages=np.array([0, *map(pages.__getitem__, ranks)], np.int64),
+        pages=np.array([0, *(pages[shape] for shape in shapes)], np.int64),
     )
 
 
@@ -263,7 +281,6 @@ def _slots_per_adapter(workload: Workload, a_max: int) -> float:
     return ratio + of_base * (1.0 - ratio)
 
 
-def _per_adapter_ns(ms_of_rank: Mapping[int, float], ranks: Sequence[int]) -> NDArray[np.int64]:
+def _per_adapter_ns(adapters_ms: Sequence[float]) -> NDArray[np.int64]:
     """Return nanoseconds by number of the adapter; 0 for the base model."""
-    ms = np.array([0.0, *map(ms_of_rank.__getitem__, ranks)])
-    return np.round(ms * NS_PER_MS).astype(np.int64)
+    return np.round(np.array([0.0, *adapters_ms]) * NS_PER_MS).astype(np.int64)

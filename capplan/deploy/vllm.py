@@ -17,7 +17,7 @@ from capplan.datasets.catalog import known_arch
 from capplan.errors import InputError
 from capplan.serving.rules import SLORA_ENGINE, serving_rules
 from capplan.spec import EngineArgs, Group, Plan, PlanAdapter
-from capplan.spec.plan import PLAN_ROUTER
+from capplan.spec.plan import PLAN_ROUTER, PlanEngine
 
 LAUNCH: Final = "launch"
 ROUTING: Final = "routing.json"
@@ -79,6 +79,15 @@ def _unused(stem: str, taken: set[str]) -> str:
 _MOST_DIGITS: Final = 9  # of a part of a version that counts
 _FIRST_WITH_RANK_1: Final = (0, 11, 1)
 
+_FUSED: Final = {
+    "q_proj": "qkv_proj",
+    "k_proj": "qkv_proj",
+    "v_proj": "qkv_proj",
+    "gate_proj": "gate_up_proj",
+    "up_proj": "gate_up_proj",
+}
+"""Layers that vLLM fuses, by PEFT's names of their parts."""
+
 _ROOT: Final = '"$ADAPTER_ROOT"'
 
 
@@ -132,6 +141,7 @@ def _script(plan: Plan, server: Server, digest: str, runtime_updates: bool) -> s
         f'--port="${{PORT:-{server.port}}}"',
         f"--tensor-parallel-size={group.tp}",
         *_engine_flags(group.engine_args, len(group.adapters), engine.version),
+        *(_module_flags(engine) if group.engine_args.max_loras else ()),
         *_scheduling_flags(engine.rules),
         '"$@"',  # before --lora-modules, which takes every word up to the next flag
     ]
@@ -171,6 +181,15 @@ def _engine_flags(args: EngineArgs, adapters: int, version: str) -> Iterable[str
         max_cpu_loras=max(args.max_loras, host_slots),  # vLLM refuses fewer than max-loras
     )
     return ["--enable-lora", *("=".join(words) for words in accepted.flags())]
+
+
+def _module_flags(engine: PlanEngine) -> Iterable[str]:
+    """Return the flags of the layers that slots hold space for, and of their shards."""
+    if engine.fully_sharded_loras:
+        yield "--fully-sharded-loras"
+    if engine.target_modules is not None:
+        fused = dict.fromkeys(_FUSED.get(name, name) for name in engine.target_modules)
+        yield " ".join(("--lora-target-modules", *fused))
 
 
 def _scheduling_flags(name: str) -> Iterable[str]:

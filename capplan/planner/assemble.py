@@ -170,7 +170,13 @@ def _profiles(problem: Problem) -> dict[str, JsonValue]:
 
 def _engine(profile: Profile) -> PlanEngine:
     engine = profile.engine
-    return PlanEngine(name=engine.name, version=engine.version, rules=engine.rules)
+    return PlanEngine(
+        name=engine.name,
+        version=engine.version,
+        rules=engine.rules,
+        target_modules=engine.target_modules,
+        fully_sharded_loras=engine.fully_sharded_loras,
+    )
 
 
 def _group(
@@ -197,7 +203,14 @@ def _group(
         engine=None if engine == _engine(problem.profile) else engine,
         engine_args=problem.engine_args(assignment).replace(enable_prefix_caching=caching),
         adapters=tuple(
-            PlanAdapter(name=a.name, rank=a.rank, rate_rps=a.rate_rps, path=a.path, share=fractions[a.name])
+            PlanAdapter(
+                name=a.name,
+                rank=a.rank,
+                rate_rps=a.rate_rps,
+                path=a.path,
+                target_modules=a.target_modules,
+                share=fractions[a.name],
+            )
             for a in problem.workload.adapters
             if a.name in fractions
         ),

@@ -11,7 +11,6 @@ from scipy.optimize import linear_sum_assignment
 
 from capplan.errors import InputError
 from capplan.planner.problem import Assignment, Problem
-from capplan.serving import adapter_bytes
 from capplan.spec import Move, Plan, Workload
 
 _MIN_SHARE = 1e-5
@@ -85,17 +84,17 @@ def moved_adapters(moves: Sequence[Move]) -> int:
 
 def moved_bytes(problem: Problem, moves: Sequence[Move], old: Sequence[PreviousInstance]) -> int:
     """Return the bytes of adapters that are copied to instances without them."""
-    rank = {adapter.name: adapter.rank for adapter in problem.workload.adapters}
+    size = {a.name: problem.adapter_bytes(a) for a in problem.workload.adapters}
     held = {(name, instance.name) for instance in old for name in instance.fractions}
     copies = {(move.adapter, move.to_group) for move in moves if move.to_group is not None} - held
-    return sum(adapter_bytes(problem.profile.model, rank[adapter]) for adapter, _ in copies)
+    return sum(size[adapter] for adapter, _ in copies)
 
 
 def _match_names(
     problem: Problem, assignments: Sequence[Assignment], old: Sequence[PreviousInstance]
 ) -> tuple[str, ...]:
     """Return the names of the new instances by the Hungarian method; the cost is the bytes to copy."""
-    size = {a.name: float(adapter_bytes(problem.profile.model, a.rank)) for a in problem.traffic}
+    size = {a.name: float(problem.adapter_bytes(a)) for a in problem.traffic}
     new_names = [{share.name for share in assignment.shares} for assignment in assignments]
     columns = len(old) + len(assignments)
     cost = np.empty((len(assignments), columns))

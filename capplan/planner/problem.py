@@ -15,6 +15,7 @@ from capplan.errors import InfeasibleError, InfeasibleReason, InputError
 from capplan.models.memory import KvBudget, kv_budget
 from capplan.models.uncertainty import pessimistic_profile
 from capplan.planner.knobs import KnobSearch
+from capplan.serving import adapter_bytes
 from capplan.spec import Adapter, EngineArgs, Objective, Pool, Profile, Workload, allowed_lora_rank
 from capplan.spec.limits import beyond, input_limits
 from capplan.workload.peak import busiest_window
@@ -226,6 +227,11 @@ class Problem:
             a_max, rank, self.max_num_seqs(assignment), self.max_num_batched_tokens(assignment)
         )
         return tokens >= self.engine.max_model_len
+
+    def adapter_bytes(self, adapter: Adapter) -> int:
+        """Return the bytes of an adapter's own weights."""
+        modules = adapter.target_modules or self.profile.engine.target_modules
+        return adapter_bytes(self.profile.model, adapter.rank, modules)
 
     def offered_tok_s(self, share: AdapterShare) -> float:
         """Return the offered input and output tokens per second of a share."""

@@ -1,7 +1,7 @@
 """The serving rules: pure functions over flat arrays, which engine and twin call once a step."""
 
 from capplan.serving.adapter_slots import adapter_loaded
-from capplan.serving.memory import adapter_bytes, kv_bytes_per_token, slot_bytes, weight_bytes
+from capplan.serving.memory import adapter_bytes, adapter_pages, kv_bytes_per_token, slot_bytes, weight_bytes
 from capplan.serving.rules import RULES, ServingRules, serving_rules
 from capplan.serving.scheduler import commit, finish, schedule, submit
 from capplan.serving.state import NONE, Limits, State, new_state
@@ -14,6 +14,7 @@ __all__ = [
     "State",
     "adapter_bytes",
     "adapter_loaded",
+    "adapter_pages",
     "commit",
     "finish",
     "kv_bytes_per_token",

@@ -6,41 +6,95 @@ matrices of every wrapped linear layer at the largest rank, whatever the adapter
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+from itertools import chain
+from typing import Final
+
+from capplan.spec.lora_modules import LORA_MODULES
 from capplan.spec.profile import ModelArch, ProfileEngine
+
+_FUSED: Final = (("q_proj", "k_proj", "v_proj"), ("gate_proj", "up_proj"))
 
 
 def kv_bytes_per_token(arch: ModelArch, tp: int = 1) -> int:
     """Return the bytes of keys and values of one token on one GPU."""
-    kv_heads = max(1, arch.kv_heads // tp)
-    return arch.layers * 2 * kv_heads * arch.head_dim * arch.dtype_bytes
+    return arch.layers * 2 * _kv_width(arch, tp) * arch.dtype_bytes
 
 
-def lora_elements_per_rank(arch: ModelArch, tp: int = 1) -> int:
-    """Return the elements that q, k, v, o, gate, up and down take per unit of rank, all layers, on one GPU.
+def _kv_width(arch: ModelArch, tp: int) -> int:
+    """Return the width of keys on one GPU: with more GPUs than heads, each has a whole head."""
+    return max(1, arch.kv_heads // tp) * arch.head_dim
 
-    A column-parallel layer keeps its whole input side and a share of the output side; a row-parallel one the
-    reverse.
+
+def lora_elements_per_rank(
+    arch: ModelArch,
+    tp: int = 1,
+    modules: Sequence[str] | None = None,
+    *,
+    fully_sharded: bool = False,
+) -> int:
+    """Return the elements that LoRA matrices take per unit of rank, all layers, on one GPU.
+
+    A and B are each sharded as vLLM does it. Of a column-parallel layer (q, k, v, gate, up), B has a share
+    of the output side; of a row-parallel one (o, down), A has a share of the input side. The other matrix is
+    whole on every GPU, or sharded as well if `fully_sharded`.
+
+    Parameters
+    ----------
+    arch
+        The base model.
+    tp
+        GPUs that share one copy of it.
+    modules
+        Targeted linear layers; None: all.
+    fully_sharded
+        As vLLM's ``--fully-sharded-loras``.
     """
-    query = arch.heads * arch.head_dim
-    kv = arch.kv_heads * arch.head_dim
-    hidden, inner = arch.hidden_size, arch.intermediate_size
-    column = [(hidden, query), (hidden, kv), (hidden, kv), (hidden, inner), (hidden, inner)]
-    row = [(query, hidden), (inner, hidden)]
-    per_layer = sum(i + o // tp for i, o in column) + sum(i // tp + o for i, o in row)
-    return arch.layers * per_layer
+    query = arch.heads * arch.head_dim // tp
+    kv = _kv_width(arch, tp)
+    hidden, inner = arch.hidden_size, arch.intermediate_size // tp
+    whole = hidden // tp if fully_sharded else hidden
+    elements = {
+        "q_proj": whole + query,
+        "k_proj": whole + kv,
+        "v_proj": whole + kv,
+        "o_proj": query + whole,
+        "gate_proj": whole + inner,
+        "up_proj": whole + inner,
+        "down_proj": inner + whole,
+    }
+    return arch.layers * sum(elements[name] for name in modules or LORA_MODULES)
 
 
 def slot_bytes(arch: ModelArch, engine: ProfileEngine, max_lora_rank: int, tp: int = 1) -> int:
-    """Return the bytes that one adapter slot reserves on one GPU."""
-    elements = lora_elements_per_rank(arch, tp)
-    if arch.lora_on_embeddings:
+    """Return the bytes that one adapter slot reserves on one GPU, whatever its adapter targets.
+
+    vLLM fuses q, k and v, and gate and up: a slot holds all parts of a fused layer, or none.
+    """
+    modules = engine.target_modules
+    if modules is not None:
+        fused = [each for each in _FUSED if not set(each).isdisjoint(modules)]
+        modules = tuple({*modules, *chain.from_iterable(fused)})
+    elements = lora_elements_per_rank(arch, tp, modules, fully_sharded=engine.fully_sharded_loras)
+    if arch.lora_on_embeddings and modules is None:
         elements += 2 * (arch.vocab_size + engine.lora_extra_vocab + arch.hidden_size)
     return max_lora_rank * arch.dtype_bytes * elements
 
 
-def adapter_bytes(arch: ModelArch, rank: int) -> int:
-    """Return the bytes of an adapter's own weights on all linear layers, at its true rank."""
-    return rank * arch.dtype_bytes * lora_elements_per_rank(arch)
+def adapter_bytes(arch: ModelArch, rank: int, modules: Sequence[str] | None = None) -> int:
+    """Return the bytes of an adapter's own weights on these linear layers (None: all), at its true rank."""
+    return rank * arch.dtype_bytes * lora_elements_per_rank(arch, modules=modules)
+
+
+def adapter_pages(
+    arch: ModelArch, rank: int, page_bytes: int, tp: int = 1, modules: Sequence[str] | None = None
+) -> int:
+    """Return the pages that an adapter takes of a pool shared with KV, on one GPU.
+
+    S-LoRA shards both matrices, so with heads for every GPU the pages are those of one GPU.
+    """
+    elements = lora_elements_per_rank(arch, tp, modules, fully_sharded=True)
+    return -(-rank * arch.dtype_bytes * elements // page_bytes)
 
 
 def weight_bytes(arch: ModelArch, tp: int = 1) -> int:

@@ -15,6 +15,7 @@ from capplan.errors import InputError
 from capplan.spec.files import parse_scalar, read_text, read_yaml
 from capplan.spec.lengths import Lengths
 from capplan.spec.limits import beyond, input_limits
+from capplan.spec.lora_modules import ADAPTER_CONFIG, ALL_LINEAR, read_target_modules
 from capplan.spec.table_files import read_columns
 from capplan.spec.trace import Trace
 from capplan.spec.trace_files import read_length_pairs, read_trace
@@ -30,6 +31,7 @@ from capplan.spec.workload_file import (
 )
 
 _LENGTHS = ("prompt_tokens", "output_tokens")
+_OPTIONAL_COLUMNS: Final = ("path", "target_modules")
 _MAX_LINE: Final = 65_536  # of an adapter: name, rank, rate and path
 
 
@@ -110,13 +112,21 @@ class _Reader:
             fields |= {name: self.lengths(getattr(entry, name)) for name in _LENGTHS}
             for i, rate_rps in enumerate(entry.rates_rps()):
                 numbered = fields if entry.count is None else _numbered(fields, i)
+                if entry.target_modules == ADAPTER_CONFIG:
+                    numbered = numbered | {"target_modules": self._modules(numbered["path"], key)}
                 placed.append(_AdapterRecord(numbered | {"rate_rps": rate_rps}, key))
         return placed
+
+    def _modules(self, path: str | None, key: Key) -> tuple[str, ...]:
+        """Return the targeted modules of an adapter from its folder."""
+        if path is None:
+            raise InputError("is required to read adapter_config.json", location=self.locate((*key, "path")))
+        return read_target_modules(self.folder / path)
 
     def table(self, name: str) -> list[_AdapterRecord]:
         """Return the adapters of a CSV file."""
         path = self.folder / name
-        adapters = read_adapters(path, ("name", "rank", "rate_rps"), ("path",))
+        adapters = read_adapters(path, ("name", "rank", "rate_rps"), _OPTIONAL_COLUMNS)
         return [_AdapterRecord(_fields(adapter, AdapterFields), ("adapters",)) for adapter in adapters]
 
     def base(self, entry: BaseEntry | None) -> dict[str, Any]:
@@ -156,7 +166,7 @@ class _Reader:
         return placed, {**common, "trace": trace, "base": base}
 
     def _ranked(self, name: str) -> list[_AdapterRecord]:
-        adapters = read_adapters(self.folder / name, ("name", "rank"), ("path",))
+        adapters = read_adapters(self.folder / name, ("name", "rank"), _OPTIONAL_COLUMNS)
         return [_AdapterRecord(_fields(adapter, AdapterFields), ("trace", "ranks")) for adapter in adapters]
 
     def requests(self, entry: RequestsEntry, base: BaseEntry | None = None) -> dict[str, Any]:
@@ -275,8 +285,11 @@ def _adapter_of(row: dict[str | Any, str | Any], path: Path, line: int) -> Adapt
     data: dict[str, Any] = {"rate_rps": 0.0}
     for name, text in cells.items():
         data[name] = parse_scalar(text) if name in ("rank", "rate_rps") else text
-    if not data.get("path"):
-        data.pop("path", None)
+    for name in _OPTIONAL_COLUMNS:
+        if not data.get(name):
+            data.pop(name, None)
+    if data.get("target_modules", ALL_LINEAR) != ALL_LINEAR:
+        data["target_modules"] = data["target_modules"].split()
 
     def locate(key: Key) -> str:
         return f"{path}:{line}: {key[0]}" if key else f"{path}:{line}"

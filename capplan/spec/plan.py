@@ -17,6 +17,7 @@ from capplan.spec.durable import write_text_atomic
 from capplan.spec.engine_args import EngineArgs
 from capplan.spec.files import parse_json, parse_yaml, read_text
 from capplan.spec.limits import beyond, input_limits
+from capplan.spec.lora_modules import TargetModules
 from capplan.spec.slo import Objective, Slo
 from capplan.spec.validation import (
     LORA_RANKS,
@@ -55,6 +56,12 @@ class PlanEngine(SpecModel):
     name: Text = Field(description="Name of the engine, such as vllm.")
     version: Text = Field(description="Version of the engine.")
     rules: Text = Field(description="Serving rules the twin followed, such as vllm-0.8.")
+    target_modules: TargetModules | None = Field(
+        default=None, description="Linear layers for which slots hold space; absent: all."
+    )
+    fully_sharded_loras: bool = Field(
+        default=False, description="Whether tensor parallelism shards both matrices of every layer."
+    )
 
 
 class PlanAdapter(SpecModel):
@@ -66,6 +73,9 @@ class PlanAdapter(SpecModel):
         description="Rate of all the adapter's requests, over all groups, per second."
     )
     path: Text | None = Field(default=None, description="Where the weights are.")
+    target_modules: TargetModules | None = Field(
+        default=None, description="Linear layers that the adapter has matrices for; absent: all."
+    )
     share: Share = Field(description="Share of the adapter's requests that goes to this group.")
 
 

@@ -9,6 +9,7 @@ from pydantic import Field, SerializerFunctionWrapHandler, model_serializer, mod
 
 from capplan.errors import InputError
 from capplan.spec.engine_args import DEFAULT_MAX_MODEL_LEN
+from capplan.spec.lora_modules import TargetModules
 from capplan.spec.step_tables import StepTable, check_tables
 from capplan.spec.validation import Line, SpecModel, rule_error
 
@@ -108,6 +109,16 @@ class ProfileEngine(SpecModel):
     )
     lora_extra_vocab: Annotated[int, Field(ge=0, le=2**40)] = Field(
         default=0, description="Extra vocabulary rows per slot (vLLM up to 0.11: 256)."
+    )
+    target_modules: TargetModules | None = Field(
+        default=None,
+        description="Linear layers that the engine adapts, for which slots hold space; absent: all, and the "
+        "embeddings of models with lora_on_embeddings.",
+    )
+    fully_sharded_loras: bool = Field(
+        default=False,
+        description="Whether tensor parallelism shards both matrices of every layer "
+        "(vLLM: --fully-sharded-loras), not only the one on the side that the layer itself shards.",
     )
 
 

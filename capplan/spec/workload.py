@@ -15,6 +15,7 @@ from pydantic.json_schema import SkipJsonSchema
 from capplan.errors import InputError
 from capplan.spec.engine_args import EngineConfig
 from capplan.spec.lengths import LengthPairs, Lengths
+from capplan.spec.lora_modules import TargetModules
 from capplan.spec.slo import Gpus, Objective, Pool, Slo
 from capplan.spec.trace import Trace
 from capplan.spec.traffic import ArrivalProcess, Arrivals, Stickiness
@@ -103,6 +104,11 @@ class AdapterFields(SpecModel):
     )
     path: Text | None = Field(
         default=None, description="Where the weights are: a directory, a hub id or a URL."
+    )
+    target_modules: TargetModules | None = Field(
+        default=None,
+        description="Linear layers that the adapter has matrices for, as in PEFT; absent: all that the "
+        "engine adapts.",
     )
     pool: Name | None = Field(default=None, description="Pool the adapter must be served from.")
     max_replicas: Count | None = Field(

@@ -8,6 +8,7 @@ from typing import Annotated, Any, Literal, Self, TypeAlias
 from pydantic import BeforeValidator, Discriminator, Field, Strict, Tag, model_validator
 
 from capplan.spec.lengths import Lengths
+from capplan.spec.lora_modules import TargetModulesSource
 from capplan.spec.trace_files import TraceFormat
 from capplan.spec.traffic import ArrivalProcess, Arrivals, Popularity, Stickiness
 from capplan.spec.validation import Many, Natural, NonNegative, Positive, SpecModel, Text, rule, rule_error
@@ -52,6 +53,11 @@ class AdapterEntry(AdapterFields):
     rate_rps: NonNegative = Field(
         default=0.0,
         description="Mean arrival rate of each in requests per second; required without popularity.",
+    )
+    target_modules: TargetModulesSource | None = Field(  # type: ignore[assignment]
+        default=None,
+        description="Linear layers that the adapter has matrices for, as in PEFT; adapter_config.json: those "
+        "in that file of its path; absent: all that the engine adapts.",
     )
     popularity: Popularity | None = Field(
         default=None, description="How the group shares total_rate_rps out, instead of rate_rps."

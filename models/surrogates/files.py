@@ -71,10 +71,16 @@ _DETERMINING: Final[Any] = {
 }
 """Fields of a profile that the results of its simulations depend on, beside the coefficients."""
 
+_LATER_FIELDS: Final = ("target_modules", "fully_sharded_loras")
+"""Fields of the engine that count when they are set: digests of before stay the same."""
+
 
 def profile_digest(profile: Profile) -> str:
     """Return a digest of everything in a profile that throughput and starvation depend on."""
     relevant = profile.model_dump(include=_DETERMINING)
+    for name in _LATER_FIELDS:
+        if not relevant["engine"][name]:
+            del relevant["engine"][name]
     for part in ("step_latency", "memory", "loading"):
         fitted = getattr(profile, part)
         relevant[part] = [fitted.form, {name: c.value for name, c in fitted.coefficients.items()}]

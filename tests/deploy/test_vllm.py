@@ -167,6 +167,18 @@ def test_rank_1_is_raised_for_releases_that_reject_it(tmp_path: Path, version: s
     assert options(launched(tmp_path, only_script(plan))[0])["--max-lora-rank"] == [flag]
 
 
+def test_layers_and_shards_of_slots_are_flags_by_the_names_of_vllm(tmp_path: Path) -> None:
+    part = group("g", adapters=(("a", 8, 1.0, "p"),))
+    engine = PlanEngine(name="vllm", version="0.32.0", rules="vllm-0.32-async")
+    plain = options(launched(tmp_path, only_script(plan_of(part, engine=engine)))[0])
+    assert not {"--lora-target-modules", "--fully-sharded-loras"} & plain.keys()
+    modules = ("q_proj", "v_proj", "down_proj")
+    restricted = engine.replace(target_modules=modules, fully_sharded_loras=True)
+    given = options(launched(tmp_path, only_script(plan_of(part, engine=restricted)))[0])
+    assert given["--lora-target-modules"] == ["qkv_proj", "down_proj"]
+    assert given["--fully-sharded-loras"] == []
+
+
 @pytest.mark.parametrize(
     ("asked", "flags"),
     [(None, set()), (True, {"--enable-prefix-caching"}), (False, {"--no-enable-prefix-caching"})],

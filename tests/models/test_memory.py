@@ -8,10 +8,11 @@ from hypothesis import strategies as st
 
 from capplan import errors, load_profile
 from capplan.datasets.catalog import gpu_sheet, model_arch
-from capplan.models.memory import kv_tokens, memory_model, require_kv_tokens
+from capplan.models.memory import gpu_load_ms, kv_tokens, load_share, memory_model, require_kv_tokens
 from capplan.models.roofline import EngineChoice, roofline_profile
-from capplan.serving import adapter_bytes, kv_bytes_per_token, slot_bytes, weight_bytes
+from capplan.serving import adapter_bytes, adapter_pages, kv_bytes_per_token, slot_bytes, weight_bytes
 from capplan.spec import EngineConfig, ModelArch, ProfileEngine
+from capplan.spec.lora_modules import LORA_MODULES
 
 MIB = 2**20
 TODAY = ProfileEngine(name="vllm", version="0.32.0", rules="vllm-0.8")
@@ -81,6 +82,56 @@ def test_two_gpus_halve_what_is_split() -> None:
     assert weight_bytes(LLAMA_31_8B, tp=2) * 2 == weight_bytes(LLAMA_31_8B)
     assert slot_bytes(QWEN_25_7B, TODAY, 16) / 2 < slot_bytes(QWEN_25_7B, TODAY, 16, tp=2)
     assert slot_bytes(QWEN_25_7B, TODAY, 16, tp=2) < slot_bytes(QWEN_25_7B, TODAY, 16)
+
+
+def test_tensor_parallelism_shards_what_vllm_shards() -> None:
+    """vLLM shards B of column-parallel layers and A of row-parallel ones, and heads are never split."""
+    model, rank, bytes_each = LLAMA_31_8B.replace(lora_on_embeddings=False), 16, 2
+    hidden, heads, kv, inner = 4096, 32 * 128, 8 * 128, 14336
+    for tp in (1, 2, 4, 8, 16):
+        kv_of_gpu = max(kv // tp, 128)
+        column = [heads // tp, kv_of_gpu, kv_of_gpu, inner // tp, inner // tp]
+        row = [heads // tp, inner // tp]
+        elements = 32 * (sum(hidden + out for out in column) + sum(each + hidden for each in row))
+        assert slot_bytes(model, TODAY, rank, tp) == rank * bytes_each * elements
+        fully = TODAY.replace(fully_sharded_loras=True)
+        saved = 7 * (hidden - hidden // tp)
+        assert slot_bytes(model, fully, rank, tp) == rank * bytes_each * (elements - 32 * saved)
+
+
+MODULES = st.sets(st.sampled_from(LORA_MODULES), min_size=1).map(tuple)
+
+
+@given(modules=MODULES, rank=st.integers(1, 512))
+def test_adapters_count_only_the_matrices_that_they_target(modules: tuple[str, ...], rank: int) -> None:
+    parts = [adapter_bytes(QWEN_25_7B, rank, (name,)) for name in modules]
+    assert adapter_bytes(QWEN_25_7B, rank, modules) == sum(parts)
+    assert adapter_bytes(QWEN_25_7B, rank, LORA_MODULES) == adapter_bytes(QWEN_25_7B, rank)
+
+
+@given(modules=MODULES)
+def test_slots_hold_all_parts_of_the_layers_that_vllm_fuses(modules: tuple[str, ...]) -> None:
+    engine = TODAY.replace(target_modules=modules)
+    fused = {"q_proj", "k_proj", "v_proj"} & set(modules) and ("q_proj", "k_proj", "v_proj")
+    gated = {"gate_proj", "up_proj"} & set(modules) and ("gate_proj", "up_proj")
+    held = tuple({*modules, *fused, *gated})
+    assert slot_bytes(LLAMA_31_8B, engine, 16) == adapter_bytes(LLAMA_31_8B, 16, held)
+
+
+@pytest.mark.parametrize("tp", [1, 2, 4, 8])
+def test_an_adapter_of_s_lora_takes_four_pages_per_rank_on_every_gpu(tp: int) -> None:
+    attention = ("q_proj", "k_proj", "v_proj", "o_proj")
+    assert adapter_pages(LLAMA_2_7B, 32, kv_bytes_per_token(LLAMA_2_7B, tp), tp, attention) == 4 * 32
+
+
+def test_loads_copy_only_the_matrices_that_an_adapter_targets() -> None:
+    profile = load_profile(PROFILES[0])
+    shares = [load_share(profile, each) for each in (None, LORA_MODULES, ("q_proj", "v_proj"), ("q_proj",))]
+    assert shares[0] == shares[1] == (1.0, 1.0)
+    ms = [gpu_load_ms(profile.loading, 16, 16, share) for share in shares]
+    assert ms[0] == gpu_load_ms(profile.loading, 16, 16)
+    assert ms[2] / ms[0] == pytest.approx(2 / 7, rel=0.3)
+    assert ms[3] < ms[2] < ms[1]
 
 
 @pytest.mark.parametrize("name", PROFILES)

@@ -131,7 +131,7 @@ class _Run:
             slots_per_adapter=costs.slots_per_adapter,
             adapters_served=float(costs.adapters_served),
         )
-        milliseconds = step_ms(costs.form, costs.coefficients, features)
+        milliseconds = step_ms(costs.form, costs.coefficients, self._computed(step, features))
         if costs.uses_ranks:
             milliseconds += rank_ms(costs.form, costs.coefficients, float(costs.s_max), self._ranks(step))
         duration_ns = load_ns + round(milliseconds * 1e6)
@@ -151,6 +151,14 @@ class _Run:
         sums.kv_token_ns += features.kv_tokens * duration_ns
         sums.adapter_ns += features.adapters * duration_ns
         return duration_ns
+
+    def _computed(self, step: ReferenceStep, running: StepFeatures) -> StepFeatures:
+        """Return the contents of a step, without the requests that pause in a batch of prompts (S-LoRA)."""
+        if self.scenario.limits.policy != SLORA or not step.admitted:
+            return running
+        batch = [r for r in self.engine.running if r.number in set(step.admitted)]
+        adapters = {r.adapter for r in batch} - {0}
+        return running._replace(requests=float(len(batch)), kv_tokens=0.0, adapters=float(len(adapters)))
 
     def _begin_loads(self, step: ReferenceStep) -> None:
         """Record the decided loads; asynchronous ones start without a step as well."""

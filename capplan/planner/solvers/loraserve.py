@@ -27,7 +27,6 @@ from capplan.planner.problem import AdapterShare, Assignment, Problem, infeasibl
 from capplan.planner.slots import most_slots
 from capplan.planner.solvers.base import RequiredEstimator, Requirement, Solver, SolverContext
 from capplan.planner.solvers.loraserve_placement import AdapterDemand, place
-from capplan.serving import adapter_bytes
 from capplan.spec import Adapter, Arrivals, BaseTraffic, LengthPairs, Plan, Renewal, Workload
 from capplan.workload import Requests, draw_requests
 
@@ -63,7 +62,7 @@ def solve_loraserve(
             adapter.name,
             adapter.rank,
             problem.offered_tok_s(AdapterShare.of(adapter)),
-            adapter_bytes(problem.profile.model, adapter.rank),
+            problem.adapter_bytes(adapter),
             adapter.max_replicas,
         )
         for adapter in problem.traffic
