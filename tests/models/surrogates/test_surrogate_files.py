@@ -131,11 +131,20 @@ def test_another_identity_is_refused_by_the_name_of_what_differs(file: Path, key
 def test_the_digest_covers_what_simulations_depend_on_and_no_limits() -> None:
     base = profile()
     known = profile_digest(base)
-    assert profile_digest(base.replace(model=base.model.replace(max_positions=77))) == known
+    irrelevant = {"max_positions": 77, "qk_norm": True, "sliding_window": 512}
+    assert profile_digest(base.replace(model=base.model.replace(**irrelevant))) == known
     for field, value in base.model:
-        if field != "max_positions":
+        if field not in irrelevant:
             other = not value if isinstance(value, bool) else value * 2
             assert profile_digest(base.replace(model=base.model.replace(**{field: other}))) != known, field
+
+
+def test_the_digest_covers_layers_and_shards_of_slots_once_they_are_set() -> None:
+    base = profile()
+    for field, value in (("target_modules", ("q_proj",)), ("fully_sharded_loras", True)):
+        assert profile_digest(base.replace(engine=base.engine.replace(**{field: value}))) != (
+            profile_digest(base)
+        )
 
 
 @pytest.mark.parametrize("name", list_profiles())
