@@ -15,7 +15,8 @@ from capplan.errors import InputError
 from capplan.spec.files import parse_scalar, read_text, read_yaml
 from capplan.spec.lengths import Lengths
 from capplan.spec.limits import beyond, input_limits
-from capplan.spec.lora_modules import ADAPTER_CONFIG, ALL_LINEAR, read_target_modules
+from capplan.spec.lora_modules import ADAPTER_CONFIG, ALL_LINEAR
+from capplan.spec.peft_config import read_target_modules
 from capplan.spec.table_files import read_columns
 from capplan.spec.trace import Trace
 from capplan.spec.trace_files import read_length_pairs, read_trace

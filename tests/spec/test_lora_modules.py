@@ -5,7 +5,8 @@ import pytest
 
 from capplan import Adapter, load_workload
 from capplan.errors import InputError
-from capplan.spec.lora_modules import LORA_MODULES, read_target_modules
+from capplan.spec.lora_modules import LORA_MODULES
+from capplan.spec.peft_config import read_target_modules
 
 HEAD = """
 version: 1
