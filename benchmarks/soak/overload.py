@@ -41,6 +41,7 @@ _STOP_S: Final = 60.0
 _STREAMS: Final = 64
 _ATTEMPTS: Final = 5
 REFUSED: Final = "connection refused"
+_ABORTED: Final = "answered in part, finish_reason abort"
 _DONE: Final = b"data: [DONE]\n\n"
 
 
@@ -63,7 +64,11 @@ class Phase:
         words = end.split()
         if words[0] in ("400", "408", "429", "503"):
             return words[-1] != "reason"
-        return end == "answered" or words[:2] == ["error", "event"] or (end == REFUSED and self.ends_server)
+        return (
+            end in ("answered", _ABORTED)
+            or words[:2] == ["error", "event"]
+            or (end == REFUSED and self.ends_server)
+        )
 
     def row(self, kind: str) -> list[str]:
         """Return the row of the report."""
@@ -93,7 +98,7 @@ def end_of(response: bytes) -> str:
     status = head.split(b" ", 2)[1].decode()
     if status == "200":
         if _DONE in body or (b"content-length" in head.lower() and b'"usage"' in body):
-            return "answered"
+            return _ABORTED if b'"finish_reason":"abort"' in body.replace(b" ", b"") else "answered"
         event = body.rpartition(b'data: {"error": ')[2] if b'data: {"error": ' in body else b""
         code = _code(event)
         return f"error event {code}" if code else "cut off without a reason"
