@@ -168,10 +168,13 @@ TABLE = LatencyForm(
     TABLE_FORM,
     6,
     (),
-    MappingProxyType(dict.fromkeys((*ADDITIVE.names, "ms_per_prefill_mpair"))),
+    MappingProxyType(dict.fromkeys((*ADDITIVE.names, "ms_per_prefill_mpair", "ms_per_lora_ktoken"))),
 )
 """Tables of milliseconds over tokens, and over requests and KV tokens, beside the terms of the additive form:
 ``tokens_ms(tokens) + requests_ms(requests, kv_tokens) + ms_per_prefill_mpair * prefill_mpairs + ...``.
+
+Slots and ``ms_per_lora_ktoken`` count in steps with an adapter only: from vLLM 0.12 on, the CUDA graphs of
+other steps hold no LoRA kernels.
 
 `capplan.models.step_tables` describes the functions between and beyond the points of a table.
 """
@@ -204,6 +207,7 @@ _TABLE_MBGMV = 8
     _SEVERAL,
     _PREFILL,
     _PREFILL_MPAIR,
+    _LORA_KTOKEN,
 ) = range(len(TABLE.names))
 _TABLES = len(TABLE.names)
 _K1, _K2, _K3, _K4, _K5, _K6, _K7, _K7_BASE = range(len(DIGITAL_TWIN.names))
@@ -311,9 +315,15 @@ def step_ms(form: int, k: NDArray[np.float64], step: StepFeatures) -> float:
     """
     if form in (_IS_TOPPINGS_BGMV, _IS_TOPPINGS_MBGMV):
         return 0.0
-    milliseconds = _digital_twin_ms(k, step) if form == _IS_DIGITAL_TWIN else _additive_ms(k, step)
-    if form >= _IS_TABLE:
+    if form == _IS_DIGITAL_TWIN:
+        milliseconds = _digital_twin_ms(k, step)
+    elif form >= _IS_TABLE:
+        with_adapter = min(1.0, step.adapters)  # means over steps lie between none and one, too
+        milliseconds = _additive_ms(k, step, with_adapter * step.a_max)
+        milliseconds += with_adapter * k[_LORA_KTOKEN] * step.tokens / 1000.0
         milliseconds += tables_ms(k, _TABLES, step.tokens, step.requests, step.kv_tokens)
+    else:
+        milliseconds = _additive_ms(k, step, step.a_max)
     return max(0.0, milliseconds)  # coefficients of free sign must not turn the clock back
 
 
@@ -342,14 +352,14 @@ def rank_ms(form: int, k: NDArray[np.float64], s_max: float, ranks: StepRanks) -
 
 
 @jit
-def _additive_ms(k: NDArray[np.float64], step: StepFeatures) -> float:
+def _additive_ms(k: NDArray[np.float64], step: StepFeatures, slots: float) -> float:
     ktokens = step.tokens / 1000.0
     small_ms = k[_ADAPTER_SMALL_RANK16] * step.adapters * np.ceil(step.s_max / 16.0)
     milliseconds = (
         k[_BASE]
         + k[_KTOKEN] * ktokens
         + k[_KV_KTOKEN] * step.kv_tokens / 1000.0
-        + step.a_max * (k[_SLOT] + k[_SLOT_KTOKEN] * ktokens + k[_SLOT_RANK16] * step.s_max / 16.0)
+        + slots * (k[_SLOT] + k[_SLOT_KTOKEN] * ktokens + k[_SLOT_RANK16] * step.s_max / 16.0)
         + step.adapters
         * (
             k[_ADAPTER]
