@@ -11,6 +11,7 @@ import typer
 
 from capplan.cli.console import DASH, Table, number, percent, print_json, print_table
 from capplan.cli.options import AsJson, command
+from capplan.errors import InputError
 
 if TYPE_CHECKING:
     from pydantic import BaseModel
@@ -29,19 +30,28 @@ class ProfilesArgs:
     name: str | None = typer.Argument(
         None, metavar="[NAME]", help="Shipped name or path: show this one in full."
     )
+    gpu: str | None = typer.Option(
+        None, metavar="WORDS", help="List those of GPUs whose name contains this, such as h100."
+    )
+    model: str | None = typer.Option(
+        None, metavar="WORDS", help="List those of models whose name contains this, such as qwen."
+    )
     as_json: AsJson = False
 
 
 @command
 def profiles(args: ProfilesArgs) -> None:
     """List the shipped profiles, or show one with its coefficients, ranges and source."""
-    from capplan.datasets import list_profiles, load_profile
+    from capplan.datasets import load_profile
 
     if args.name is not None:
+        for option in ("gpu", "model"):
+            if getattr(args, option) is not None:
+                raise InputError("filters the list, without a NAME", getattr(args, option), f"--{option}")
         profile = load_profile(args.name)
         print_json(profile.model_dump(mode="json")) if args.as_json else _show(profile)
         return
-    shipped = {each: load_profile(each) for each in list_profiles()}
+    shipped = _matching(args.gpu, args.model)
     if args.as_json:
         print_json([_summary(each, profile) for each, profile in shipped.items()])
         return
@@ -49,15 +59,37 @@ def profiles(args: ProfilesArgs) -> None:
         (
             each,
             profile.gpu.name,
+            str(profile.tp),
             profile.model.name,
             f"{profile.engine.name} {profile.engine.version}",
             profile.provenance.kind,
-            _fit_error(profile.step_latency.fit),
+            _error(profile.step_latency.fit, "error"),
+            _error(profile.step_latency.fit, "cross_validated_error"),
         )
         for each, profile in shipped.items()
     ]
-    head = ("profile", "GPU", "model", "engine", "provenance", "fit error")
+    head = ("profile", "GPU", "tp", "model", "engine", "provenance", "error of the fit", "left out")
     print_table(Table(head, rows, numbers_from=None))
+    for formula in dict.fromkeys(each.step_latency.fit.error_formula for each in shipped.values()):
+        typer.echo(f"error: {formula}")
+
+
+def _matching(gpu: str | None, model: str | None) -> dict[str, Profile]:
+    """Return the shipped profiles whose GPU and model contain these words, in any case."""
+    from capplan.datasets import list_profiles, load_profile
+
+    shipped = {each: load_profile(each) for each in list_profiles()}
+    found = {
+        name: profile
+        for name, profile in shipped.items()
+        if (gpu or "").lower() in f"{name.split('/')[0]} {profile.gpu.name}".lower()
+        and (model or "").lower() in " ".join([profile.model.name, *profile.model.hf_ids]).lower()
+    }
+    if not found:
+        option, words = ("--gpu", gpu) if gpu is not None else ("--model", model)
+        known = sorted({name.split("/")[option == "--model"] for name in shipped})
+        raise InputError(f"must match a shipped profile: {', '.join(known)}", words, option)
+    return found
 
 
 def _summary(name: str, profile: Profile) -> dict[str, object]:
@@ -72,12 +104,14 @@ def _summary(name: str, profile: Profile) -> dict[str, object]:
         "rules": profile.engine.rules,
         "provenance": profile.provenance.kind,
         "fit_error": fit.error if fit.samples else None,
+        "left_out_error": fit.cross_validated_error if fit.samples else None,
         "fit_error_formula": fit.error_formula,
     }
 
 
-def _fit_error(fit: Fit) -> str:
-    return f"{fit.error:.3g} ({fit.error_formula})" if fit.samples else "not fitted"
+def _error(fit: Fit, which: str) -> str:
+    value = getattr(fit, which)
+    return "not fitted" if not fit.samples else DASH if value is None else f"{value:.2f} %"
 
 
 def _show(profile: Profile) -> None:
