@@ -117,6 +117,7 @@ _COMMANDS: Final = {
     "dataset": "Make training data for surrogates.",
     "dataset generate": "Simulate scenarios of one GPU, and write the results as training data.",
     "profile": "Measure the tables that profiles are fitted to.",
+    "profile compose": "Compose a profile from measured operators of a GPU.",
     "profile engine": "Measure the reference engine: KV memory, adapter loads, steps, and its server.",
     "profile kernels": "Time shrink and expand of padded and grouped LoRA kernels, and fit Toppings' models.",
     "profile roofline": "Compute a profile from a GPU's datasheet and a model's architecture.",

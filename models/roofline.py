@@ -22,6 +22,7 @@ from capplan.models.step_latency import ADDITIVE, GRAPH_TOKENS
 from capplan.serving.memory import adapter_bytes, kv_bytes_per_token, lora_elements_per_rank, weight_bytes
 from capplan.serving.rules import VLLM_ENGINE
 from capplan.spec import (
+    FittedModel,
     Gpu,
     Kernel,
     ModelArch,
@@ -129,7 +130,7 @@ def step_coefficients(
     chord_ms = max(0.0, decode_ms - read_ms / graph_ktokens)
     kernels = physics.kernels_per_layer + (physics.lora_kernels_per_layer if lora else 0)
     reduce_ms, reduce_ms_per_ktoken = _all_reduce(sheet, arch, tp, physics)
-    traffic = _activations(arch, tp) / bytes_per_ms if lora else 0.0
+    traffic = activation_bytes(arch, tp) / bytes_per_ms if lora else 0.0
     traffic *= 1.0 if carried is None else carried.traffic
     found = dict.fromkeys(ADDITIVE.coefficients, 0.0) | {
         "base_ms": read_ms + arch.layers * kernels * physics.kernel_us / 1e3 + reduce_ms + physics.step_ms,
@@ -146,7 +147,7 @@ def step_coefficients(
     return found
 
 
-def _activations(arch: ModelArch, tp: int) -> float:
+def activation_bytes(arch: ModelArch, tp: int) -> float:
     """Return the bytes per token that shrink reads and expand reads and writes, all layers."""
     query, kv = arch.heads * arch.head_dim // tp, arch.kv_heads * arch.head_dim // tp
     hidden, inner = arch.hidden_size, arch.intermediate_size // tp
@@ -230,16 +231,6 @@ def roofline_profile(
     notes = [f"Nothing here was measured on this GPU. {physics.in_words()}", *([_CARRIED] if carried else [])]
     source = f"{sheet.source}. {physics.in_words()}"
     formula = f"none: {NOT_MEASURED}"
-    # Copies over PCIe one by one, files from disk.
-    on_gpu = arch.dtype_bytes * lora_elements_per_rank(arch, tp)
-    loading = {
-        "serving_factor": 1.0,
-        "gpu_base_ms": arch.layers * _MATRICES * physics.copy_us / 1e3,
-        "gpu_ms_per_rank": 1e3 * on_gpu / (physics.host_link * sheet.host_bytes_per_s),
-        "gpu_padding_ms": 0.0,
-        "disk_base_ms": physics.disk_ms,
-        "disk_ms_per_rank": 1e3 * adapter_bytes(arch, 1) / physics.disk_bytes_per_s,
-    }
     host = {"request_ms": _REQUEST_MS, "client_itl_factor": 1.0}
     shipped = "of the shipped H100 profiles, rounded"
     steps = step_coefficients(sheet, arch, tp, physics, lora=engine.lora, carried=carried)
@@ -257,7 +248,7 @@ def roofline_profile(
         ),
         step_latency=assumed_model(ADDITIVE.name, steps, source, formula),
         memory=memory_model(arch, tp, engine.version if engine.name == VLLM_ENGINE else None),
-        loading=assumed_model(LOADING_FORM, loading, source, formula),
+        loading=loading_model(sheet, arch, tp, physics, error_formula=formula),
         host=assumed_model(HOST_FORM, host, f"time per request {shipped}", formula),
         provenance=Provenance(
             kind=ProvenanceKind.ROOFLINE,
@@ -266,6 +257,27 @@ def roofline_profile(
             notes=". ".join(notes),
         ),
     )
+
+
+def loading_model(
+    sheet: GpuSheet,
+    arch: ModelArch,
+    tp: int = 1,
+    physics: Efficiencies | None = None,
+    error_formula: str = "none: nothing was measured",
+) -> FittedModel:
+    """Return adapter loading by the host link of a GPU: copies over PCIe one by one, files from disk."""
+    physics = physics or Efficiencies()
+    on_gpu = arch.dtype_bytes * lora_elements_per_rank(arch, tp)
+    values = {
+        "serving_factor": 1.0,
+        "gpu_base_ms": arch.layers * _MATRICES * physics.copy_us / 1e3,
+        "gpu_ms_per_rank": 1e3 * on_gpu / (physics.host_link * sheet.host_bytes_per_s),
+        "gpu_padding_ms": 0.0,
+        "disk_base_ms": physics.disk_ms,
+        "disk_ms_per_rank": 1e3 * adapter_bytes(arch, 1) / physics.disk_bytes_per_s,
+    }
+    return assumed_model(LOADING_FORM, values, f"{sheet.source}. {physics.in_words()}", error_formula)
 
 
 def _check(sheet: GpuSheet, arch: ModelArch, tp: int) -> None:

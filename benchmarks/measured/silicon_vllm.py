@@ -25,7 +25,8 @@ FILE: Final = "silicon_dense_vllm.csv"
 _GENERATIONS: Final = 6
 SPREAD: Final = 0.1
 _GPUS: Final = MappingProxyType({"h100_sxm": "h100-80g", "b200_sxm": "b200"})
-_DTYPES: Final = MappingProxyType({"fp8": "fp8", "fp4": "nvfp4"})
+_DTYPES: Final = MappingProxyType({"fp8": "fp8", "fp4": "nvfp4", "nvfp4": "nvfp4"})
+_DTYPE_KEYS: Final = ("precision", "gemm_quant_mode")
 
 
 @dataclass(frozen=True)
@@ -73,7 +74,7 @@ def _run(row: Mapping[str, object]) -> ClosedLoopRun:
             str(row["model_path"]),
             tp,
             str(version) if isinstance(version, str) else "",
-            _DTYPES.get(str(row["precision"]), "bfloat16"),
+            next((_DTYPES[str(row[key])] for key in _DTYPE_KEYS if str(row[key]) in _DTYPES), "bfloat16"),
         ),
         concurrency=concurrency,
         prompt_tokens=prompt,

@@ -103,4 +103,5 @@ def weight_bytes(arch: ModelArch, tp: int = 1) -> int:
     kv = arch.kv_heads * arch.head_dim
     per_layer = arch.hidden_size * (2 * query + 2 * kv + 3 * arch.intermediate_size)
     embeddings = arch.vocab_size * arch.hidden_size * (1 if arch.tied_embeddings else 2)
-    return arch.dtype_bytes * (arch.layers * per_layer + embeddings) // tp
+    linear_bytes = arch.linear_dtype_bytes or arch.dtype_bytes
+    return (linear_bytes * arch.layers * per_layer + arch.dtype_bytes * embeddings) // tp

@@ -57,7 +57,13 @@ class ModelArch(SpecModel):
     tied_embeddings: bool = Field(
         default=False, description="Whether the output head is the embedding, transposed."
     )
-    dtype_bytes: Annotated[int, Field(ge=1, le=4)] = Field(default=2, description="Bytes of a weight.")
+    dtype_bytes: Annotated[int, Field(ge=1, le=4)] = Field(
+        default=2, description="Bytes of a weight, of an activation and of an element of keys and values."
+    )
+    linear_dtype_bytes: Annotated[int | None, Field(ge=1, le=4)] = Field(
+        default=None,
+        description="Bytes of a weight of the layers' matrices where they are quantized; null: dtype_bytes.",
+    )
     lora_on_embeddings: bool = Field(
         default=False,
         description="Whether slots hold space for embedding and output head (vLLM: Llama yes, Qwen2 no).",

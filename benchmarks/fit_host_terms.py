@@ -1,0 +1,240 @@
+"""Fit the host terms of composed profiles to measured engines, by engine version.
+
+    python -m benchmarks.fit_host_terms [--data FOLDER] [-o datasets/composed/host_terms.json]
+
+Milliseconds per step and per running request are those with the least squared relative error of the simulated
+mean inter-token latency; milliseconds outside steps are the median difference of TTFT, where clients send at
+given times from outside. Other versions than 0.15.1 have few GPUs and models: their terms are drawn towards
+those of 0.15.1 by a normal prior with the standard deviations of `_PRIOR`, and their scatter is at least its.
+Rows are left out in turn, by GPU, model and tensor parallelism as far as a version has several, else one by
+one.
+"""
+
+from __future__ import annotations
+
+import argparse
+import os
+import sys
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Final
+
+import numpy as np
+from numpy.typing import NDArray
+from scipy.optimize import least_squares
+
+from benchmarks.measured import dense_stages, request_logs, silicon_vllm, vllm_023
+from benchmarks.measured.case import Deployment, MeasuredCase
+from capplan import InputError, Profile
+from capplan.datasets.catalog import hf_config
+from capplan.models.compose import compose_profile, decoder_of
+from capplan.models.compose.host_terms import FILE, FittedTerms, HostTerms, LeftOutError
+from capplan.serving.rules import rules_of_version
+from capplan.spec import Coefficient, write_text_atomic
+
+Floats = NDArray[np.float64]
+
+_PRIOR: Final = (0.5, 0.01)
+"""Standard deviations of base_ms and ms_per_request between versions."""
+
+_ROW_ERROR: Final = 0.03
+"""Relative error of a row, by which the prior is weighed."""
+
+_LEFT_OUT: Final = ("gpu", "model", "tp", "name")
+
+
+@dataclass(frozen=True)
+class Source:
+    """Measured rows of one engine version."""
+
+    version: str
+    words: str
+    read: Callable[[Path], Sequence[MeasuredCase]]
+    is_open_loop: bool = True
+    """Whether clients send at given times from outside, so that TTFT shows the time outside steps."""
+    dtype: str = "bfloat16"
+
+
+SOURCES: Final = (
+    Source("0.15.1", "28 load stages of inference-sim/sim-to-real-accuracy-validation", dense_stages.read),
+    Source("0.12.0", "closed-loop rows of Qwen3-32B of ai-dynamo/aiconfigurator", silicon_vllm.read, False),
+    Source(
+        "0.19.0", "300 requests of casys-kaist/LLMServingSim on an RTX PRO 6000", request_logs.read, False
+    ),
+    Source("0.23.0", "four rates of inference-sim/residency-vllm", vllm_023.read),
+)
+
+
+class Rows:
+    """Rows of a source with their bare profiles, simulated under given terms."""
+
+    def __init__(self, source: Source, folder: Path) -> None:
+        """Read the rows that a composed profile exists for."""
+        self.cases: list[MeasuredCase] = []
+        self.profiles: list[Profile] = []
+        for case in source.read(folder):
+            where = case.deployment
+            if where.version == source.version and where.dtype == source.dtype:
+                try:
+                    profile = bare_profile(where)
+                except InputError as error:
+                    print(f"left aside: {case.name}: {error}", file=sys.stderr)
+                    continue
+                self.cases.append(case)
+                self.profiles.append(profile)
+        self.metric = "itl_ms" if "itl_ms" in self.cases[0].measured else "tpot_ms"
+
+    def errors(self, terms: Floats, metric: str | None = None, keep: Sequence[int] | None = None) -> Floats:
+        """Return predicted over measured, less 1, of rows under base_ms, ms_per_request and request_ms."""
+        name = self.metric if metric is None else metric
+        return np.array(
+            [
+                self.cases[i].predict(with_terms(self.profiles[i], terms))[name]
+                / self.cases[i].measured[name]
+                - 1.0
+                for i in (range(len(self.cases)) if keep is None else keep)
+            ]
+        )
+
+    def groups(self, key: str) -> dict[str, list[int]]:
+        """Return the rows by the value of a key."""
+        found: dict[str, list[int]] = {}
+        for i, case in enumerate(self.cases):
+            value = case.name if key == "name" else str(getattr(case.deployment, key))
+            found.setdefault(value, []).append(i)
+        return found
+
+
+def bare_profile(where: Deployment) -> Profile:
+    """Return the composed profile of a deployment without host terms."""
+    config = hf_config(where.model)
+    if config is None:
+        raise InputError("must be a model of the catalogue", where.model, "model")
+    decoder = decoder_of(config, where.model, where.dtype)
+    none = HostTerms(
+        engine_version=where.version,
+        dtype=where.dtype,
+        base_ms=0.0,
+        ms_per_request=0.0,
+        request_ms=0.0,
+        std_errors=(0.0, 0.0),
+        source="none",
+        rows=1,
+        error_percent=0.0,
+        scatter=0.0,
+    )
+    return compose_profile(
+        where.gpu, decoder, rules_of_version(where.version), where.version, tp=where.tp, terms=none
+    )
+
+
+def with_terms(profile: Profile, terms: Floats) -> Profile:
+    """Return the profile with base_ms, ms_per_request and request_ms set."""
+    base_ms, ms_per_request, request_ms = (Coefficient(value=float(each)) for each in terms)
+    step, host = profile.step_latency, profile.host
+    return profile.replace(
+        step_latency=step.replace(
+            coefficients=step.coefficients | {"base_ms": base_ms, "ms_per_request": ms_per_request}
+        ),
+        host=host.replace(coefficients=host.coefficients | {"request_ms": request_ms}),
+    )
+
+
+def fitted(
+    rows: Rows, keep: Sequence[int] | None = None, prior: Floats | None = None
+) -> tuple[Floats, Floats]:
+    """Return the terms of least squared relative error on some rows, and the standard errors of the first
+    two.
+    """
+    pull = np.zeros(2) if prior is None else 1.0 / np.array(_PRIOR)
+    towards = np.zeros(2) if prior is None else prior[:2]
+
+    def residuals(two: Floats) -> Floats:
+        errors = rows.errors(np.append(two, 0.0), keep=keep) / _ROW_ERROR
+        return np.concatenate([errors, pull * (two - towards)])
+
+    found = least_squares(
+        residuals,
+        np.array([0.5, 0.015]),
+        bounds=(0.0, np.inf),
+        diff_step=np.array([0.1, 0.1]),
+        x_scale=_PRIOR,
+        max_nfev=6,
+    )
+    jacobian = np.asarray(found.jac)
+    covariance = np.linalg.pinv(jacobian.T @ jacobian) * max(
+        1.0, 2.0 * found.cost / max(1, found.fun.size - 2)
+    )
+    terms = np.append(found.x, 0.0)
+    chosen = range(len(rows.cases)) if keep is None else keep
+    late_ms = -rows.errors(terms, "ttft_ms", keep) * np.array(
+        [rows.cases[i].measured["ttft_ms"] for i in chosen]
+    )
+    terms[2] = max(0.0, float(np.median(late_ms)))
+    return terms, np.sqrt(np.diag(covariance))
+
+
+def fit(source: Source, folder: Path, reference: HostTerms | None = None) -> HostTerms:
+    """Return the terms of a source with their errors; `reference` is the one with most GPUs and models."""
+    rows = Rows(source, folder)
+    prior = None
+    if reference is not None:
+        prior = np.array([reference.base_ms, reference.ms_per_request, reference.request_ms])
+    terms, std_errors = fitted(rows, prior=prior)
+    if prior is not None and not source.is_open_loop:
+        terms[2] = prior[2]
+    errors = rows.errors(terms)
+    left_out: list[LeftOutError] = []
+    left_errors: list[Floats] = []
+    for key in _LEFT_OUT if len(rows.cases) > 1 else ():
+        groups = rows.groups(key)
+        if len(groups) < 2 or (key == "name" and left_out):
+            continue
+        for value, out in groups.items():
+            keep = [i for i in range(len(rows.cases)) if i not in out]
+            those = rows.errors(fitted(rows, keep, prior)[0], keep=out)
+            left_errors.append(those)
+            percent = round(100.0 * float(np.mean(np.abs(those))), 2)
+            left_out.append(LeftOutError(left_out=f"{key} {value}", rows=len(out), error_percent=percent))
+            print(f"  {source.version}: left out {key} {value}: {percent} %", file=sys.stderr)
+    late = rows.errors(terms, "ttft_ms")
+    print(f"  TTFT {100 * np.mean(np.abs(late)):.1f} %", file=sys.stderr)
+    scatter = 0.0 if reference is None else reference.scatter
+    if left_errors:
+        scatter = max(scatter, float(np.sqrt(np.mean(np.square(np.concatenate(left_errors))))))
+    return HostTerms(
+        engine_version=source.version,
+        dtype=source.dtype,
+        base_ms=round(float(terms[0]), 4),
+        ms_per_request=round(float(terms[1]), 5),
+        request_ms=round(float(terms[2]), 2),
+        std_errors=(round(float(std_errors[0]), 4), round(float(std_errors[1]), 5)),
+        source=f"{source.words} (vLLM {source.version})",
+        rows=len(rows.cases),
+        error_percent=round(100.0 * float(np.mean(np.abs(errors))), 2),
+        left_out=tuple(left_out),
+        scatter=round(scatter, 4),
+    )
+
+
+def main() -> None:
+    """Fit the terms of every source."""
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument(
+        "--data", type=Path, default=os.environ.get("CAPPLAN_MEASURED", "../shared/reference/measured")
+    )
+    parser.add_argument("-o", "--output", type=Path, default=FILE)
+    args = parser.parse_args()
+    found: list[HostTerms] = []
+    for source in SOURCES:
+        found.append(fit(source, Path(args.data), found[0] if found else None))
+        print(found[-1].model_dump_json(), file=sys.stderr)
+    found.sort(key=lambda each: tuple(int(part) for part in each.engine_version.split(".")))
+    write_text_atomic(args.output, FittedTerms(terms=tuple(found)).model_dump_json(indent=2) + "\n")
+
+
+if __name__ == "__main__":
+    main()

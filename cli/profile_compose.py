@@ -1,0 +1,101 @@
+"""`capplan profile compose`: a profile from measured operators of a GPU, for any dense model."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
+
+import typer
+
+from capplan.cli.console import print_json
+from capplan.cli.options import AsJson, EngineRules, EngineVersion, Quiet, command, command_line
+from capplan.cli.output import require_writable_files, write_json
+from capplan.errors import InputError
+
+if TYPE_CHECKING:
+    from capplan.spec import Profile
+
+
+@dataclass(frozen=True, kw_only=True)
+class ComposeArgs:
+    """Options of `capplan profile compose`."""
+
+    gpu: str = typer.Option(
+        ..., metavar="NAME", help="GPU with measured operators, such as h100-80g or h100_sxm."
+    )
+    output: str = typer.Option(..., "--output", "-o", metavar="FILE", help="Profile JSON to write.")
+    model: str | None = typer.Option(None, metavar="NAME", help="Known model, such as llama-3.1-8b.")
+    model_config: str | None = typer.Option(None, metavar="FILE", help="Instead of --model: its config.json.")
+    base_model: str | None = typer.Option(
+        None, metavar="ID", help="With --model-config: its Hugging Face id."
+    )
+    dtype: str | None = typer.Option(
+        None, metavar="NAME", help="bfloat16, float16, fp8 or fp8_block; by default that of config.json."
+    )
+    tp: int = typer.Option(1, metavar="N", min=1, help="GPUs per copy of the model.")
+    engine_version: EngineVersion = None
+    rules: EngineRules = None
+    as_json: AsJson = False
+    quiet: Quiet = False
+
+
+@command
+def compose(args: ComposeArgs) -> None:
+    """Compose a profile from measured operators of a GPU.
+
+    Needs the operator tables of the extra `measured`. The profile states the error of such profiles on
+    measured engines, and so does every plan based on it.
+    """
+    from capplan.models.compose import compose_profile, decoder_of
+    from capplan.serving.rules import rules_of_engine
+
+    config, base_model, location = _config(args.model, args.model_config, args.base_model)
+    decoder = decoder_of(config, base_model, args.dtype, location)
+    rules, version = rules_of_engine(args.engine_version, args.rules)
+    require_writable_files(args.output)
+    profile = compose_profile(
+        args.gpu,
+        decoder,
+        rules,
+        version,
+        tp=args.tp,
+        command=command_line("capplan profile compose", args),
+    )
+    document = profile.model_dump(mode="json")
+    write_json(args.output, document)
+    if args.as_json:
+        print_json(document)
+    elif not args.quiet:
+        _show(profile, args.output)
+
+
+def _config(
+    model: str | None, config: str | None, base_model: str | None
+) -> tuple[Mapping[str, Any], str, str]:
+    """Return the fields of config.json, the Hugging Face id, and their place for messages."""
+    from capplan.datasets.catalog import hf_config, model_arch
+    from capplan.spec.files import read_json_object
+
+    if (model is None) == (config is None):
+        raise InputError("is required, or else --model-config", model, "--model")
+    if config is None:
+        if base_model is not None:
+            raise InputError("goes with --model-config", base_model, "--base-model")
+        arch = model_arch(str(model))
+        return hf_config(arch.hf_ids[0]) or {}, arch.hf_ids[0], "--model"
+    if base_model is None:
+        raise InputError("is required with --model-config", location="--base-model")
+    return read_json_object(config), base_model, config
+
+
+def _show(profile: Profile, output: str) -> None:
+    fit = profile.step_latency.fit
+    left = (
+        "" if fit.cross_validated_error is None else f", {fit.cross_validated_error:.1f} % on rows left out"
+    )
+    typer.echo(f"{profile.name}: {profile.gpu.name}, tp {profile.tp}")
+    typer.echo(f"error on measured engines: {fit.error:.1f} %{left} ({fit.error_formula})")
+    for sentence in profile.provenance.notes.split(". "):
+        typer.echo(f"- {sentence}")
+    typer.echo(f"written to {output}")

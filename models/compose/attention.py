@@ -1,0 +1,148 @@
+"""Milliseconds of attention of one layer on one GPU: decode by requests and KV tokens, prefill by pairs.
+
+Attention was measured in a loop over the same keys and values, so contexts that fit the L2 cache were read
+from it. In a serving engine the weights of a layer replace them between two steps. Decode is therefore not
+faster than a kernel's start and reading keys and values at the rate of the largest measured contexts.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Final
+
+import numpy as np
+from numpy.typing import NDArray
+from scipy.interpolate import RegularGridInterpolator
+
+if TYPE_CHECKING:
+    import pandas as pd
+
+Floats = NDArray[np.float64]
+
+KV_BYTES: Final = 2
+"""Bytes of an element of a key or a value."""
+
+_STREAMING_BYTES: Final = 2.5e8
+"""KV of a measured context from which on it is read from memory: more than twice every L2 cache here."""
+
+_PAIR_PROMPTS: Final = (256, 4096)
+"""Prompt lengths, in tokens, by which the time per pair is fitted."""
+
+
+@dataclass(frozen=True)
+class Heads:
+    """Attention heads on one GPU."""
+
+    query: int
+    kv: int
+    head_dim: int
+
+
+@dataclass(frozen=True)
+class DecodeAttention:
+    """Decode attention of one layer, over requests and tokens of context of each."""
+
+    times: RegularGridInterpolator
+    """Milliseconds over the log of requests and over tokens of context, with the floor of cold memory."""
+    batch_scale: float
+    """Measured requests per request: KV heads beyond the measured ones count as more requests."""
+    context_scale: float
+    """Measured tokens per token of context: another head size counts by its bytes."""
+    ms_per_token: float
+    """Milliseconds per KV token of large contexts, for contexts beyond the measured ones."""
+
+    def ms(self, requests: Floats, kv_tokens: Floats) -> Floats:
+        """Return milliseconds for `requests` with `kv_tokens` together, of their common shape."""
+        batch = np.maximum(requests, 1.0) * self.batch_scale
+        context = np.maximum(kv_tokens / np.maximum(requests, 1.0), 0.0) * self.context_scale
+        batches, contexts = self.times.grid
+        inside_batch = np.clip(batch, np.exp(batches[0]), np.exp(batches[-1]))
+        inside = np.clip(context, contexts[0], contexts[-1])
+        at = self.times(np.stack([np.log(inside_batch), inside], axis=-1))
+        more = batch * context - inside_batch * inside
+        return np.asarray(at + self.ms_per_token * np.maximum(more, 0.0))
+
+
+def decode_attention(table: pd.DataFrame, heads: Heads) -> DecodeAttention:
+    """Return decode attention for some heads, from an operator table.
+
+    Between measured numbers of query heads the logs of the times are interpolated.
+    """
+    at_size, kv, head_dim = _nearest(table, heads)
+    batch_scale = heads.kv / kv
+    query = heads.query / batch_scale
+    of_kv = at_size[at_size["num_key_value_heads"] == kv]
+    measured = np.sort(of_kv["num_heads"].unique()).astype(float)
+    query = float(np.clip(query, measured[0], measured[-1]))
+    low, high = measured[measured <= query][-1], measured[measured >= query][0]
+    share = 0.0 if low == high else np.log(query / low) / np.log(high / low)
+    logs = [
+        np.log(
+            of_kv[of_kv["num_heads"] == each].pivot_table(
+                index="batch_size", columns="step", values="latency"
+            )
+        )
+        for each in (low, high)
+    ]
+    times = np.exp((1.0 - share) * logs[0] + share * logs[1])
+    batches, contexts = times.index.to_numpy(dtype=float), times.columns.to_numpy(dtype=float)
+    token_bytes = 2 * KV_BYTES * kv * head_dim
+    ms_per_token = _ms_per_token(times.to_numpy(), batches, contexts, token_bytes)
+    cold = _cold(times.to_numpy(), batches, contexts, ms_per_token)
+    return DecodeAttention(
+        times=RegularGridInterpolator((np.log(batches), contexts), cold),
+        batch_scale=batch_scale,
+        context_scale=heads.head_dim / head_dim,
+        ms_per_token=ms_per_token,
+    )
+
+
+def prefill_ms_per_mpair(table: pd.DataFrame, heads: Heads) -> float:
+    """Return the milliseconds of one layer per million (query, key) pairs of causal prefill attention."""
+    at_size, kv, head_dim = _nearest(table, heads)
+    first, last = _PAIR_PROMPTS
+    chosen = at_size[
+        (at_size["num_key_value_heads"] == kv)
+        & (at_size["batch_size"] == 1)
+        & at_size["isl"].between(first, last)
+    ]
+    query = np.sort(chosen["num_heads"].unique()).astype(float)
+    nearest = query[np.argmin(np.abs(np.log(query / (heads.query * kv / heads.kv))))]
+    rows = chosen[chosen["num_heads"] == nearest]
+    tokens, ms = rows["isl"].to_numpy(dtype=float), rows["latency"].to_numpy(dtype=float)
+    mpairs = tokens * (tokens + 1.0) / 2.0 / 1e6
+    design = np.stack([np.ones_like(mpairs), mpairs], axis=1) / ms[:, None]
+    slope = np.linalg.lstsq(design, np.ones_like(ms))[0][1]
+    work = heads.query * heads.head_dim / (nearest * head_dim)
+    return float(max(0.0, slope) * work)
+
+
+def _nearest(table: pd.DataFrame, heads: Heads) -> tuple[pd.DataFrame, int, int]:
+    """Return rows of the nearest head size, the most measured KV heads up to those asked, and that size."""
+    sizes = np.sort(table["head_dim"].unique())
+    head_dim = int(sizes[np.argmin(np.abs(np.log(sizes / heads.head_dim)))])
+    rows = table[table["head_dim"] == head_dim]
+    grouped = rows.loc[rows["num_heads"] > rows["num_key_value_heads"], "num_key_value_heads"].unique()
+    return rows, int(max(each for each in grouped if each <= heads.kv)), head_dim
+
+
+def _ms_per_token(times: Floats, batches: Floats, contexts: Floats, token_bytes: int) -> float:
+    """Return the median slope between the two longest contexts of each batch that exceed every cache."""
+    slopes = []
+    for batch, row in zip(batches, times, strict=True):
+        last = int(np.flatnonzero(np.isfinite(row))[-1])
+        if last > 0 and batch * contexts[last - 1] * token_bytes >= _STREAMING_BYTES:
+            slopes.append((row[last] - row[last - 1]) / (batch * (contexts[last] - contexts[last - 1])))
+    return float(np.median(slopes))
+
+
+def _cold(times: Floats, batches: Floats, contexts: Floats, ms_per_token: float) -> Floats:
+    """Return times without the help of the cache, with those of unmeasured contexts extrapolated."""
+    start_ms = times[0, 0]
+    streamed = start_ms + ms_per_token * batches[:, None] * contexts[None, :]
+    filled = times.copy()
+    for column in range(1, contexts.size):
+        missing = np.isnan(filled[:, column])
+        step = ms_per_token * batches * (contexts[column] - contexts[column - 1])
+        filled[missing, column] = (filled[:, column - 1] + step)[missing]
+    return np.maximum.accumulate(np.maximum(filled, streamed), axis=1)

@@ -1,0 +1,165 @@
+"""Profiles composed from measured operators: a GPU, a dense model, tensor parallelism, and a vLLM version."""
+
+from __future__ import annotations
+
+from typing import Final
+
+import numpy as np
+
+from capplan.errors import InputError
+from capplan.models.compose.decoder import Decoder
+from capplan.models.compose.forward import ForwardPass, forward_pass
+from capplan.models.compose.grids import MAX_TOKENS, step_tables
+from capplan.models.compose.host_terms import HostTerms, composition_terms, host_terms
+from capplan.models.compose.lora import CARRIED_STD_ERROR, lora_coefficients, small_product_ratio
+from capplan.models.compose.tables import operator_tables
+from capplan.models.memory import HOST_FORM, assumed_model, memory_model
+from capplan.models.roofline import loading_model
+from capplan.serving.memory import weight_bytes
+from capplan.serving.rules import ServingRules
+from capplan.spec import (
+    Coefficient,
+    Fit,
+    FittedModel,
+    Gpu,
+    Kernel,
+    Profile,
+    ProfileEngine,
+    Provenance,
+    ProvenanceKind,
+    Uncertainty,
+)
+from capplan.spec.step_tables import TABLE_FORM
+
+ERROR_FORMULA: Final = "100 * mean(|p - a| / a) of mean ITL"
+LICENCE: Final = "Apache-2.0 (operator tables)"
+
+
+def compose_profile(
+    gpu: str,
+    decoder: Decoder,
+    rules: ServingRules,
+    version: str,
+    *,
+    tp: int = 1,
+    terms: HostTerms | None = None,
+    command: str = "capplan profile compose",
+) -> Profile:
+    """Return the profile of a model on a GPU, composed from the GPU's measured operators.
+
+    Step times are those of `forward_pass`, on the grid of `step_tables`, and host terms. Adapter terms and
+    loads are carried over from measured profiles of another GPU, and so marked.
+
+    Parameters
+    ----------
+    gpu
+        GPU with measured operators, by the name of its data sheet or of its tables.
+    decoder
+        The model.
+    rules
+        Serving rules of the engine version.
+    version
+        vLLM version.
+    tp
+        GPUs per copy of the model.
+    terms
+        Host terms; those of the nearest fitted version by default.
+    command
+        Recorded in the provenance.
+
+    Raises
+    ------
+    InputError
+        If there are no operators for the GPU, `tp` or the model's dtype, or the weights do not fit.
+    """
+    tables = operator_tables(gpu)
+    sheet, arch = tables.system.sheet, decoder.arch
+    forward = forward_pass(tables, decoder, tp)
+    _check_weights(forward)
+    terms = host_terms(version, decoder.dtype) if terms is None else terms
+    suffix = "".join(
+        f"-{each}" for each in (f"tp{tp}" if tp > 1 else "", decoder.dtype.replace("bfloat16", "")) if each
+    )
+    return Profile(
+        name=f"{sheet.key}/{arch.name.lower()}/{rules.engine}-{version}{suffix}",
+        gpu=Gpu(name=sheet.name, memory_bytes=sheet.memory_bytes),
+        tp=tp,
+        model=arch,
+        engine=ProfileEngine(
+            name=rules.engine,
+            version=version,
+            rules=rules.name,
+            kernel=Kernel.VLLM,
+            lora_extra_vocab=rules.lora_extra_vocab,
+        ),
+        step_latency=_step_model(forward, terms),
+        memory=memory_model(arch, tp, version),
+        loading=loading_model(sheet, arch, tp),
+        host=assumed_model(
+            HOST_FORM,
+            {"request_ms": terms.request_ms, "client_itl_factor": 1.0},
+            terms.source,
+            "see step_latency",
+        ),
+        provenance=Provenance(
+            kind=ProvenanceKind.COMPOSED,
+            source=tables.source,
+            license=LICENCE,
+            command=command,
+            notes=_notes(forward, terms, version),
+        ),
+    )
+
+
+def _step_model(forward: ForwardPass, terms: HostTerms) -> FittedModel:
+    errors = terms if terms.spans_hardware else composition_terms()
+    carried = lora_coefficients(forward.tables, forward.decoder.arch, forward.tp)
+    coefficients: dict[str, Coefficient] = {
+        "base_ms": Coefficient(value=terms.base_ms, std_error=terms.std_errors[0]),
+        "ms_per_request": Coefficient(value=terms.ms_per_request, std_error=terms.std_errors[1]),
+        "ms_per_prefill_mpair": Coefficient(value=forward.ms_per_prefill_mpair),
+        **carried,
+    }
+    known = {name: each.std_error for name, each in coefficients.items() if each.std_error}
+    covariance = np.diag(np.square(np.array(list(known.values()), dtype=float)))
+    return FittedModel(
+        form=TABLE_FORM,
+        coefficients=coefficients,
+        tables=step_tables(forward),
+        fitted_range={"tokens": (1.0, float(MAX_TOKENS))},
+        fit=Fit(
+            source=f"{forward.tables.source}; {terms.in_words()}",
+            samples=terms.rows,
+            error_formula=ERROR_FORMULA,
+            error=terms.error_percent,
+            cross_validated_error=errors.left_out_error_percent,
+        ),
+        uncertainty=Uncertainty(
+            names=tuple(known), covariance=tuple(map(tuple, covariance.tolist())), scatter=terms.scatter
+        ),
+    )
+
+
+def _notes(forward: ForwardPass, terms: HostTerms, version: str) -> str:
+    """Return in sentences what was fitted, carried over or extrapolated."""
+    notes = [terms.in_words()]
+    if not terms.spans_hardware:
+        notes.append(f"error on other GPUs and models: {composition_terms().in_words()}")
+    if (terms.engine_version, terms.dtype) != (version, forward.decoder.dtype):
+        fitted = f"vLLM {terms.engine_version} in {terms.dtype}"
+        notes.append(f"host terms are those of {fitted}, the nearest that were fitted")
+    ratio = small_product_ratio(forward.tables)
+    notes.append(
+        "adapter terms are carried over from the H100-64G profiles of vLLM 0.8.5 by times of small products "
+        f"({ratio:.2f} of the H100's), bytes and bandwidth, with a standard error of {CARRIED_STD_ERROR:.0%}"
+    )
+    notes += [f"beyond the measured operators: {words}" for words in forward.beyond(MAX_TOKENS)]
+    return ". ".join(note[0].upper() + note[1:] for note in notes)
+
+
+def _check_weights(forward: ForwardPass) -> None:
+    arch, sheet = forward.decoder.arch, forward.tables.system.sheet
+    if weight_bytes(arch, forward.tp) >= sheet.memory_bytes:
+        size, room = weight_bytes(arch, forward.tp) / 2**30, sheet.memory_bytes / 2**30
+        rule = f"must be more: {size:.1f} GiB of weights per GPU do not fit into {room:.1f} GiB"
+        raise InputError(rule, forward.tp, "--tp")

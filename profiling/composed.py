@@ -1,0 +1,76 @@
+"""Composed profiles that ship: ``python -m capplan.profiling.composed [FOLDER]`` writes them anew.
+
+Every GPU with measured operators, with the models of `MODELS`, at the tensor parallelism that fits: weights
+and a request of the model's default length.
+"""
+
+from __future__ import annotations
+
+import argparse
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Final
+
+import capplan.datasets
+from capplan.datasets.catalog import hf_config, model_arch
+from capplan.errors import CapplanError
+from capplan.models.compose import SYSTEMS, compose_profile, decoder_of
+from capplan.models.memory import require_kv_tokens
+from capplan.serving.rules import rules_of_version
+from capplan.spec import EngineArgs, Profile, write_text_atomic
+
+MODELS: Final = ("llama-3.1-8b", "qwen2.5-7b", "qwen3-14b", "qwen3-32b", "llama-3.1-70b")
+VERSION: Final = "0.15.1"
+"""Version of vLLM whose host terms rest on most rows."""
+
+MAX_NUM_BATCHED_TOKENS: Final = 8192
+
+_TPS: Final = (1, 2, 4, 8)
+_COMMAND: Final = "python -m capplan.profiling.composed"
+
+
+def shipped_profiles() -> Iterator[Profile]:
+    """Yield the composed profiles that ship."""
+    rules = rules_of_version(VERSION)
+    for system in SYSTEMS:
+        for name in MODELS:
+            base_model = model_arch(name).hf_ids[0]
+            decoder = decoder_of(hf_config(base_model) or {}, base_model)
+            for tp in _TPS:
+                try:
+                    profile = compose_profile(system.key, decoder, rules, VERSION, tp=tp, command=_COMMAND)
+                    require_kv_tokens(profile, _engine_args(profile), a_max=0)
+                except CapplanError:  # heads that `tp` does not divide, or memory
+                    continue
+                yield profile.replace(model=model_arch(name))
+
+
+def _engine_args(profile: Profile) -> EngineArgs:
+    """Return vLLM's defaults without adapters."""
+    return EngineArgs(
+        max_loras=0,
+        max_lora_rank=0,
+        max_num_seqs=256,
+        max_num_batched_tokens=MAX_NUM_BATCHED_TOKENS,
+        gpu_memory_utilization=0.9,
+        max_model_len=profile.model.default_max_model_len,
+    )
+
+
+def main() -> None:
+    """Write the profiles."""
+    parser = argparse.ArgumentParser(prog=_COMMAND, description=__doc__)
+    parser.add_argument(
+        "folder", nargs="?", type=Path, default=Path(capplan.datasets.__file__).parent / "profiles"
+    )
+    folder = parser.parse_args().folder
+    for profile in shipped_profiles():
+        path = folder / f"{profile.name}.json"
+        path.parent.mkdir(parents=True, exist_ok=True)
+        write_text_atomic(path, profile.model_dump_json(indent=1) + "\n")
+        sys.stderr.write(f"{profile.name}\n")
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,111 @@
+"""Composed profiles: any dense model on any measured GPU, by sizes alone, with what it rests on."""
+
+import numpy as np
+import pytest
+
+from capplan import InputError, Lengths, Workload, simulate
+from capplan.datasets.catalog import hf_config, model_archs
+from capplan.models.compose import SYSTEMS, compose_profile, decoder_of, operator_tables
+from capplan.models.compose.forward import forward_pass
+from capplan.models.compose.grids import step_tables
+from capplan.models.compose.host_terms import fitted_terms, host_terms
+from capplan.serving import weight_bytes
+from capplan.serving.rules import rules_of_version
+
+LLAMA = "meta-llama/Llama-3.1-8B-Instruct"
+SMALL = {
+    "architectures": ["LlamaForCausalLM"],
+    "num_hidden_layers": 32,
+    "hidden_size": 4096,
+    "num_attention_heads": 32,
+    "num_key_value_heads": 8,
+    "intermediate_size": 14336,
+    "vocab_size": 128256,
+}
+
+
+def composed(gpu: str = "h100-80g", model: str = LLAMA, version: str = "0.15.1", **options: object):
+    decoder = decoder_of(hf_config(model) or {}, model)
+    return compose_profile(gpu, decoder, rules_of_version(version), version, **options)
+
+
+def test_every_known_model_fits_some_gpus() -> None:
+    for arch in model_archs():
+        decoder = decoder_of(hf_config(arch.hf_ids[0]) or {}, arch.hf_ids[0])
+        tp = 1 if weight_bytes(arch) < 8e10 else 4
+        tables = step_tables(forward_pass(operator_tables("b200"), decoder, tp))
+        step_ms = tables["tokens_ms"].values[0] + tables["requests_ms"].values[0]
+        weights_ms = 1e3 * weight_bytes(arch, tp) / operator_tables("b200").system.sheet.bytes_per_s
+        assert 0.9 * weights_ms < step_ms < 6 * weights_ms
+
+
+def test_the_tables_are_the_forward_pass_between_their_points() -> None:
+    forward = forward_pass(operator_tables("h100-80g"), decoder_of(SMALL, LLAMA))
+    tables = step_tables(forward)
+    rng = np.random.default_rng(0)
+    requests = np.exp(rng.uniform(0, np.log(512), 500))
+    kv_tokens = requests * np.exp(rng.uniform(np.log(16), np.log(4000), 500))
+    from scipy.interpolate import RegularGridInterpolator
+
+    grid = tables["requests_ms"]
+    by_table = RegularGridInterpolator([axis.points for axis in grid.axes], grid.grid_ms)(
+        np.stack([requests, kv_tokens], axis=1)
+    ) + np.interp(requests, tables["tokens_ms"].axes[0].points, tables["tokens_ms"].values)
+    direct = forward.requests_ms(requests, kv_tokens) + forward.tokens_ms(requests)
+    assert np.mean(np.abs(by_table / direct - 1)) < 0.012
+    assert abs(np.mean(by_table / direct - 1)) < 0.01
+
+
+@pytest.mark.parametrize("system", SYSTEMS, ids=lambda each: each.sheet_key)
+def test_a_gpu_serves_faster_with_more_bandwidth(system) -> None:
+    profile = composed(system.sheet_key)
+    lengths = {"prompt_tokens": Lengths(mean=200), "output_tokens": Lengths(mean=100)}
+    load = Workload(base_model=LLAMA, adapters=[], base_rate_rps=2.0, **lengths)
+    itl_ms = simulate(load, profile, a_max=0, s_max=0, duration_s=60.0).itl_ms_mean
+    read_ms = 1e3 * weight_bytes(profile.model) / system.sheet.bytes_per_s
+    assert read_ms < itl_ms < 2.2 * read_ms
+
+
+def test_a_profile_says_what_it_rests_on() -> None:
+    profile = composed(version="0.23.0")
+    fit = profile.step_latency.fit
+    assert fit.samples > 0
+    assert fit.cross_validated_error is not None
+    assert "aiconfigurator-core" in profile.provenance.source
+    assert "lm_head: 128256 outputs, 1.96 times the largest measured" in profile.provenance.notes
+    assert "carried over" in profile.provenance.notes
+
+
+def test_host_terms_are_of_the_nearest_version_with_the_same_scheduling() -> None:
+    versions = {each.engine_version for each in fitted_terms()}
+    for version in versions:
+        assert host_terms(version, "bfloat16").engine_version == version
+    assert host_terms("0.11.0", "bfloat16").engine_version == "0.12.0"
+    assert host_terms("0.14.0", "bfloat16").engine_version == "0.15.1"
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        ({"architectures": ["MixtralForCausalLM"]}, "architectures: must name one of LlamaForCausalLM"),
+        ({"quantization_config": {"quant_method": "awq"}}, "quant_method: must be fp8"),
+        ({"hidden_size": 0}, "hidden_size: must be a whole number above 0"),
+    ],
+)
+def test_what_is_not_known_is_refused_by_name(change: dict[str, object], message: str) -> None:
+    with pytest.raises(InputError, match=message):
+        decoder_of(SMALL | change, "a/b")
+
+
+def test_tensor_parallelism_must_have_been_measured_and_divide_the_heads() -> None:
+    with pytest.raises(InputError, match="must be one of 1, 2, 4, 8, whose all-reduces were measured"):
+        composed(tp=3)
+    with pytest.raises(InputError, match="of weights per GPU do not fit"):
+        composed("l40s", "meta-llama/Llama-3.1-70B-Instruct")
+
+
+def test_quantized_weights_take_half_the_memory_and_keep_16_bit_keys_and_values() -> None:
+    plain, fp8 = (decoder_of(hf_config(LLAMA) or {}, LLAMA, dtype).arch for dtype in ("bfloat16", "fp8"))
+    embeddings = 2 * 2 * plain.vocab_size * plain.hidden_size
+    assert 2 * (weight_bytes(fp8) - embeddings) == weight_bytes(plain) - embeddings
+    assert fp8.dtype_bytes == 2
