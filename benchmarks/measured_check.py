@@ -18,12 +18,20 @@ from types import MappingProxyType
 from typing import Final
 
 from benchmarks.common import command_line, emit, records_table, user_errors
-from benchmarks.measured import dense_stages, memory_gap, rank_sweeps, request_logs, silicon_vllm, vllm_023
+from benchmarks.measured import (
+    dense_stages,
+    layers,
+    memory_gap,
+    rank_sweeps,
+    request_logs,
+    silicon_vllm,
+    vllm_023,
+)
 from benchmarks.measured.case import LeftOut, MeasuredCase, ProfileFor, roofline_for
 from benchmarks.measured.compare import FORMULAS, Comparison, compare, error_table, row_table
 from benchmarks.measured.dense_stages import Stage
 from benchmarks.measured.host_terms import WithHostTerms
-from benchmarks.measured.plots import write_course
+from benchmarks.measured.plots import draw_courses
 from capplan import InputError
 from capplan.spec import write_text_atomic
 
@@ -35,6 +43,7 @@ SOURCES: Final[Mapping[str, Callable[[Path], Sequence[MeasuredCase]]]] = Mapping
         "request_logs": request_logs.read,
         "vllm_023": vllm_023.read,
         "memory_gap": memory_gap.read,
+        "layers": layers.read,
         "rank_sweeps": rank_sweeps.read,
     }
 )
@@ -98,7 +107,7 @@ def main() -> None:
     parser.add_argument("--rows", action="store_true", help="also print every row")
     parser.add_argument("--out", type=Path, help="file for the report")
     parser.add_argument("--json", type=Path, help="file for the records")
-    parser.add_argument("--plots", type=Path, help="folder for figures")
+    parser.add_argument("--plots", type=Path, help="folder for the figure of request logs")
     args = parser.parse_args()
     with user_errors():
         folder = data_folder(args.data)
@@ -111,8 +120,7 @@ def main() -> None:
             records = {name: [vars(record) for record in each.records] for name, each in comparisons.items()}
             write_text_atomic(args.json, json.dumps(records, indent=1))
         if args.plots is not None:
-            for log in request_logs.read(folder):
-                write_course(log, methods, args.plots)
+            draw_courses(request_logs.read(folder), methods, args.plots)
         emit(report(comparisons, args.rows), args.out)
 
 

@@ -76,8 +76,8 @@ def latencies(scenario: Scenario, trace: TwinTrace, overhead_ms: float = 0.0) ->
     return summarize(scenario, trace, overhead_ms)
 
 
-def closed_loop(scenario: Scenario, concurrency: int) -> tuple[Scenario, TwinTrace]:
-    """Simulate a client that sends the next request of the list when one ends.
+def closed_loop(scenario: Scenario, concurrency: int, delay_ms: float = 0.0) -> tuple[Scenario, TwinTrace]:
+    """Simulate a client that sends the next request of the list when one ends; it arrives after the delay.
 
     The arrivals of the scenario are not used but for those of the first requests. Once arrivals are right up
     to some time, so are ends, and with them later arrivals: repeated simulations reach the only solution.
@@ -86,12 +86,12 @@ def closed_loop(scenario: Scenario, concurrency: int) -> tuple[Scenario, TwinTra
     count = requests.arrival_ns.size
     arrival_ns = np.full(count, _LAST_NS, np.int64)
     arrival_ns[:concurrency] = requests.arrival_ns[:concurrency]
-    for _ in range(count):
+    for _ in range(count + 1):
         at = scenario._replace(requests=requests._replace(arrival_ns=arrival_ns), horizon_ns=_LAST_NS)
         trace = run(at)
         finish_ns = np.sort(np.where(trace.finish_ns == NEVER, _LAST_NS, trace.finish_ns))
         following = arrival_ns.copy()
-        following[concurrency:] = finish_ns[: max(0, count - concurrency)]
+        following[concurrency:] = finish_ns[: max(0, count - concurrency)] + round(1e6 * delay_ms)
         if np.array_equal(following, arrival_ns):
             break
         arrival_ns = following

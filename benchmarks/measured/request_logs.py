@@ -115,6 +115,8 @@ def _log(folder: Path) -> RequestLog:
     started_s = datetime.fromisoformat(meta["started_at"]).timestamp()
     course = pd.read_csv(folder / "vllm_timeseries.csv")
     course["t"] -= table["arrival_time"].min() - started_s
+    if not course["kv_cache_pct"].any():
+        course["kv_cache_pct"] = np.nan  # not recorded
     decoding_s = table["last_token_ts"] - table["first_token_ts"]
     measured = _metrics(
         1e3 * (table["first_token_ts"] - table["queued_ts"]).to_numpy(),

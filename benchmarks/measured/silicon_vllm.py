@@ -49,8 +49,10 @@ class ClosedLoopRun:
             for mean in (self.prompt_tokens, self.output_tokens)
         )
         requests = requests_of(np.zeros(count), prompts, outputs)
-        scenario, trace = closed_loop(scenario_of(profile, Engine(), requests), self.concurrency)
-        found = latencies(scenario, trace, profile.host.value("request_ms"))
+        request_ms = profile.host.value("request_ms")
+        bare = scenario_of(profile, Engine(), requests)
+        scenario, trace = closed_loop(bare, self.concurrency, request_ms)
+        found = latencies(scenario, trace, request_ms)
         return {"tpot_ms": found.tpot_ms_mean, "ttft_ms": 1e3 * found.ttft_s_mean}
 
 

@@ -10,7 +10,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from benchmarks.measured import dense_stages, request_logs
+from benchmarks.measured import dense_stages, layers, request_logs
 from benchmarks.measured.case import Deployment, LeftOut, roofline_for
 from benchmarks.measured.compare import compare, error_table, errors
 from benchmarks.measured.dense_stages import Stage
@@ -139,3 +139,25 @@ def test_errors_have_the_stated_formulas_and_refusals_their_reason() -> None:
 def test_a_missing_folder_is_one_line(tmp_path: Path) -> None:
     with pytest.raises(InputError, match=r"--data: must be the folder of measured data .*CAPPLAN_MEASURED"):
         data_folder(tmp_path / "absent")
+
+
+def test_measured_layers_add_up_to_a_step(tmp_path: Path) -> None:
+    """The layers of a step are 32 times those within, with two norms each, and the others once."""
+    folder = tmp_path / "layers_rtx4090"
+    folder.mkdir()
+    within = ["qkv_proj", "rotary_emb", "o_proj", "gate_up_proj", "act_fn", "down_proj", "layernorm"]
+    sizes = [1, 8, 32, 64, 128, 256, 512, 2048]
+    dense = [f"{layer},{n},10" for layer in [*within, "embedding", "final_layernorm"] for n in sizes]
+    (folder / "dense.csv").write_text("\n".join(["layer,tokens,time_us", *dense]))
+    last = [f"{layer},{n},500" for layer in ("lm_head", "sampler") for n in sizes]
+    (folder / "per_sequence.csv").write_text("\n".join(["layer,sequences,time_us", *last]))
+    decode = [f"0,0,{n},{kv},30" for n in sizes for kv in (128, 512, 2048)]
+    prefill = [f"{n},0,0,0,30" for n in sizes]
+    head = "prefill_chunk,kv_prefill,n_decode,kv_decode,time_us"
+    (folder / "attention.csv").write_text("\n".join([head, *decode, *prefill]))
+    steps = layers.read(tmp_path)
+    for step in steps:
+        assert step.measured["step_ms"] == pytest.approx((32 * 110 + 1020) / 1e3)
+    profile = roofline_for(replace(steps[0].deployment, gpu="l40s"))
+    longer = [step.predict(profile)["step_ms"] for step in steps if step.name.startswith("decode 64")]
+    assert longer == sorted(set(longer))

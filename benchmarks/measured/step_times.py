@@ -1,0 +1,44 @@
+"""Milliseconds of single steps by the step model of a profile."""
+
+from __future__ import annotations
+
+from capplan import Profile
+from capplan.models.step_latency import (
+    StepFeatures,
+    StepRanks,
+    coefficient_array,
+    latency_code,
+    rank_ms,
+    step_ms,
+)
+
+
+def model_ms(profile: Profile, chunk: int, decodes: int, context: int) -> float:
+    """Return the time of a step without adapters.
+
+    Parameters
+    ----------
+    chunk
+        Tokens of one prompt that has nothing computed before; 0: none.
+    decodes
+        Requests that decode.
+    context
+        KV tokens of each of them.
+    """
+    model = profile.step_latency
+    form, coefficients = latency_code(model.form, profile.engine.kernel), coefficient_array(model)
+    prefills = 1.0 if chunk else 0.0
+    step = StepFeatures(
+        tokens=float(chunk + decodes),
+        requests=prefills + decodes,
+        kv_tokens=float(chunk + decodes * context),
+        adapters=0.0,
+        a_max=0.0,
+        s_max=0.0,
+        waiting=0.0,
+        slots_per_adapter=1.0,
+        adapters_served=0.0,
+    )
+    counts = {"decodes": float(decodes), "prefills": prefills, "prefill_mpairs": chunk * (chunk + 1.0) / 2e6}
+    ranks = StepRanks(**dict.fromkeys(StepRanks._fields, 0.0) | counts)
+    return float(step_ms(form, coefficients, step) + rank_ms(form, coefficients, 0.0, ranks))
