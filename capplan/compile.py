@@ -214,7 +214,7 @@ class _Entry(CPUDispatcher):
 
 
 class _Cache(FunctionCache):
-    """Cache on disk of which a file that cannot be read or written counts as absent.
+    """Cache on disk; a file that cannot be read or written counts as absent.
 
     A process that is killed, a full disk or a power failure leaves any part of a file.
     """

@@ -18,7 +18,7 @@ from capplan.engine.server.async_engine import AsyncEngine
 from capplan.engine.server.limiter import ServerSettings
 from capplan.engine.server.limits import NAME_RULE, is_name
 from capplan.engine.server.output_stream import EngineDeadError
-from capplan.engine.server.protocol import RETRY, ApiError, overloaded
+from capplan.engine.server.protocol import RETRY, ApiError, engine_failed, overloaded
 from capplan.errors import InputError
 
 T = TypeVar("T")
@@ -118,7 +118,7 @@ class ServedAdapters:
             async with asyncio.timeout(self._timeout_s), self._lock:
                 yield
         except EngineDeadError:
-            raise ApiError(503, "The engine has failed", code="engine_failed", headers=RETRY) from None
+            raise engine_failed() from None
         except TimeoutError:
             message = f"The adapters could not be changed within {self._timeout_s:g} s"
             raise ApiError(503, message, code="timeout", headers=RETRY) from None

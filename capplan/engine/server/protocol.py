@@ -90,6 +90,11 @@ def shutting_down() -> ApiError:
     return ApiError(503, "The server shuts down", code="shutting_down", headers=RETRY)
 
 
+def engine_failed() -> ApiError:
+    """Return the error for a request to a server whose engine core has ended."""
+    return ApiError(503, "The engine has failed", code="engine_failed", headers=RETRY)
+
+
 def overloaded(message: str = "The server is overloaded") -> ApiError:
     """Return the error for a request that gives way to others."""
     return ApiError(503, message, code="overloaded", headers=RETRY)

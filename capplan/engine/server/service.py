@@ -18,7 +18,7 @@ from capplan.engine.server.chat_template import chat_template
 from capplan.engine.server.limiter import ServerSettings, ServerState
 from capplan.engine.server.metrics import Metrics
 from capplan.engine.server.output_stream import EngineDeadError
-from capplan.engine.server.protocol import RETRY, ApiError, ChatMessage, shutting_down
+from capplan.engine.server.protocol import RETRY, ApiError, ChatMessage, engine_failed, shutting_down
 from capplan.engine.tokenizer import load_tokenizer
 from capplan.errors import InputError
 
@@ -95,7 +95,7 @@ class Service(ServerState):
         if self.draining:
             return shutting_down()
         if self.engine.failure is not None:
-            return ApiError(503, "The engine has failed", code="engine_failed", headers=RETRY)
+            return engine_failed()
         if self.core_is_stopped():
             return ApiError(503, "The engine core is stopped", code="engine_stopped", headers=RETRY)
         return None
