@@ -155,6 +155,38 @@ _PROFILE_FIELDS: Final[Mapping[str, Sequence[str]]] = {
 }
 """Values of fields of a profile, as JSON."""
 
+_TOKENS_MS: Final = '{"axes": [{"name": "tokens", "points": %s}], "values": %s}'
+_REQUESTS_MS: Final = (
+    '{"axes": [{"name": "requests", "points": [0, 256]}, {"name": "kv_tokens", "points": [0, 1e6]}],'
+    ' "values": [0, 5, 5, 10]}'
+)
+_STEP_TABLES: Final = (
+    _TOKENS_MS % ("[1, 1e12]", "[1, 2]"),
+    _TOKENS_MS % ("[1e-300, 2e-300]", "[0, 1e12]"),
+    _TOKENS_MS % ("[1, 2]", "[1e12, 1e12]"),
+    _TOKENS_MS % ("[1, 2]", "[1e308, 1e308]"),
+    _TOKENS_MS % ("[2, 1]", "[1, 2]"),
+    _TOKENS_MS % ("[1, 2]", "[2, 1]"),
+    _TOKENS_MS % ("[1, 2]", "[1]"),
+    _TOKENS_MS % ("[1]", "[1]"),
+    _TOKENS_MS % (f"[1, {DIGITS}]", "[1, 2]"),
+    _TOKENS_MS % ("[" + ",".join(map(str, range(200_000))) + "]", "[1, 2]"),
+    _TOKENS_MS % ("[1, 2]", "[" + "1," * 1_000_000 + "1]"),
+    _TOKENS_MS % ("[1, 1e400]", "[1, 2]"),
+    _TOKENS_MS % ('["\\u001b[31m", 2]', "[1, 2]"),
+    '{"axes": [], "values": []}',
+    _REQUESTS_MS,
+    "[]",
+)
+"""Tables of tokens of a step model, as JSON."""
+
+_TARGETS: Final = (
+    *('"(a+)+$"', '"((q_proj){900}){900}"', '"(?<=q)_proj"', '"("', '"\\ud800"', '"\\u0000"', '""'),
+    *('"' + "(q_proj|" * 100_000 + '"', '"' + "q" * 2_000_000 + '"', '"\\u001b[31m"', "1e308", "null", "{}"),
+    *('["embed_tokens"]', '["q_proj", 3]', "[" + '"q_proj",' * 500_000 + '"q_proj"]', "[]", "[" * 2000),
+)
+"""Targets of an adapter's configuration, as JSON."""
+
 
 def cases() -> Iterator[Case]:
     """Yield the cases of all documents."""
@@ -162,6 +194,7 @@ def cases() -> Iterator[Case]:
     yield from _mutated_workloads()
     yield from _mutated_plans()
     yield from _mutated_profiles()
+    yield from _adapter_configs()
 
 
 def _mutated_workloads() -> Iterator[Case]:
@@ -192,6 +225,25 @@ def _mutated_profiles() -> Iterator[Case]:
             words = PLAN if number % 3 == 2 else SIMULATE
             name = f"profile.json {path} {shown(value)} #{number}"
             yield Case(name, words, {"profile.json": _changed("profile.json", path, value)})
+    for number, table in enumerate(_STEP_TABLES):
+        model = f'{{"form": "table", "coefficients": {{}}, "tables": {{"tokens_ms": {table}, "requests_ms": '
+        model += f"{_REQUESTS_MS}}}}}"
+        name = f"profile.json table {shown(table)} #{number}"
+        words = PLAN if number % 3 == 2 else SIMULATE
+        yield Case(name, words, {"profile.json": _changed("profile.json", "step_latency", model)})
+
+
+def _adapter_configs() -> Iterator[Case]:
+    adapter = {"name": "a", "rank": 8, "rate_rps": 0.1, "path": ".", "target_modules": "adapter_config.json"}
+    workload = json.dumps(WORKLOAD | {"adapters": [adapter]})
+    for number, targets in enumerate(_TARGETS):
+        files = {"workload.yaml": workload, "adapter_config.json": f'{{"target_modules": {targets}}}'}
+        yield Case(f"adapter_config.json {shown(targets)} #{number}", SIMULATE, files)
+        inline = json.dumps(WORKLOAD | {"adapters": [adapter | {"target_modules": "\0"}]})
+        text = inline.replace(json.dumps("\0"), targets)
+        yield Case(f"workload.yaml targets {shown(targets)} #{number}", SIMULATE, {"workload.yaml": text})
+    files = {"workload.yaml": workload, "adapter_config.json": link_to_zeros}
+    yield Case("adapter_config.json without end", SIMULATE, files)
 
 
 def _changed(base: str, path: str, value: str) -> Callable[[Path], None]:
