@@ -226,8 +226,9 @@ def _mutated_profiles() -> Iterator[Case]:
             name = f"profile.json {path} {shown(value)} #{number}"
             yield Case(name, words, {"profile.json": _changed("profile.json", path, value)})
     for number, table in enumerate(_STEP_TABLES):
-        model = f'{{"form": "table", "coefficients": {{}}, "tables": {{"tokens_ms": {table}, "requests_ms": '
-        model += f"{_REQUESTS_MS}}}}}"
+        fit = '{"source": "none", "samples": 1, "error_formula": "none", "error": 1.0}'
+        tables = f'{{"tokens_ms": {table}, "requests_ms": {_REQUESTS_MS}}}'
+        model = f'{{"form": "table", "coefficients": {{}}, "fit": {fit}, "tables": {tables}}}'
         name = f"profile.json table {shown(table)} #{number}"
         words = PLAN if number % 3 == 2 else SIMULATE
         yield Case(name, words, {"profile.json": _changed("profile.json", "step_latency", model)})

@@ -51,6 +51,6 @@ def _matching(pattern: str, location: str) -> tuple[str, ...]:
     names = [f"model.layers.0.{parents[name in LORA_MODULES[:4]]}.{name}" for name in LORA_MODULES]
     try:
         matched = pc.match_substring_regex(pa.array(names, pa.string()), f"^(?:{pattern})$").to_pylist()
-    except pa.ArrowInvalid:
+    except (pa.ArrowInvalid, UnicodeError):  # half of a surrogate pair
         raise InputError("must be a regular expression", pattern, location) from None
     return tuple(name for name, found in zip(LORA_MODULES, matched, strict=True) if found)

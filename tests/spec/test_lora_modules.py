@@ -36,7 +36,7 @@ def test_peft_configs_are_read_as_peft_matches_them(tmp_path: Path, given: objec
     assert read_target_modules(peft_folder(tmp_path, given)) == expected
 
 
-@pytest.mark.parametrize("given", [["lm_head"], [], "nothing", "(", None, 3, ["q_proj", 3]])
+@pytest.mark.parametrize("given", [["lm_head"], [], "nothing", "(", "\ud800", None, 3, ["q_proj", 3]])
 def test_peft_configs_that_target_other_layers_are_refused_by_key(tmp_path: Path, given: object) -> None:
     with pytest.raises(InputError, match=r"adapter_config\.json: target_modules"):
         read_target_modules(peft_folder(tmp_path, given))
