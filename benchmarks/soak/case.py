@@ -17,10 +17,9 @@ MODEL: Final = "meta-llama/Llama-3.1-8B-Instruct"
 DIGITS: Final = "9" * 5000
 SIMULATE: Final = ("simulate", "workload.yaml", "--a-max", "2", "--duration", "20", "--workers", "1")
 PLAN: Final = ("plan", "workload.yaml", "-o", "out.json", "--seeds", "1", "--time-limit", "2", "--quiet")
-ROOFLINE: Final = (
-    *("profile", "roofline", "--gpu", "h200", "--model-config", "config.json"),
-    *("--base-model", "o/m", "-o", "out.json"),
-)
+_ARCHITECTURE: Final = ("--model-config", "config.json", "--base-model", "o/m", "-o", "out.json")
+ROOFLINE: Final = ("profile", "roofline", "--gpu", "h200", *_ARCHITECTURE)
+COMPOSE: Final = ("profile", "compose", "--gpu", "h100-80g", *_ARCHITECTURE)
 EXPORT: Final = ("export", "plan.json", "--target", "vllm", "-o", "out", "--unverified")
 
 

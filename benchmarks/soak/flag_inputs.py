@@ -65,6 +65,14 @@ _FLAGS: Final[Mapping[tuple[str, ...], Mapping[str, Sequence[str]]]] = {
         "--engine-version": (DIGITS, "", "0.8.5\x1b[31m"),
         "--gpu": ("x" * 100_000, "../../etc/passwd"),
     },
+    ("profile", "compose", "--gpu", "h100-80g", "--model", "llama-3.1-8b", "-o", "out.json", "--quiet"): {
+        "--tp": ("1000000000000", DIGITS, "0", "3"),
+        "--engine-version": (DIGITS, "", "0.8.5\x1b[31m"),
+        "--rules": ("x" * 100_000, ""),
+        "--dtype": ("x" * 100_000, "", "float64"),
+        "--gpu": ("x" * 100_000, "../../etc/passwd", "", "h100-80g/../l40s"),
+        "--model": ("x" * 100_000, "../x", ""),
+    },
     ("export", "plan.json", "--target", "vllm", "-o", "out", "--unverified"): {
         "--port": ("65535", "65536", "-1", DIGITS),
         "--target": ("x" * 100_000, ""),
@@ -129,7 +137,8 @@ _FLAGS: Final[Mapping[tuple[str, ...], Mapping[str, Sequence[str]]]] = {
 def cases() -> Iterator[Case]:
     """Yield a case per value."""
     for words, flags in _FLAGS.items():
+        command = " ".join(words[: 2 if words[0] == "profile" else 1])
         for flag, values in flags.items():
             for number, value in enumerate(values):
                 given = (value,) if not flag else (f"{flag}={value}",)
-                yield Case(f"{words[0]} {flag} {shown(value)} #{number}", (*words, *given))
+                yield Case(f"{command} {flag} {shown(value)} #{number}", (*words, *given))

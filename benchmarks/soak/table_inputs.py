@@ -4,10 +4,12 @@ from __future__ import annotations
 
 import json
 from collections.abc import Callable, Iterator
+from itertools import product
 from pathlib import Path
 from typing import Final
 
 from benchmarks.soak.case import (
+    COMPOSE,
     DIGITS,
     ROOFLINE,
     SIMULATE,
@@ -219,12 +221,7 @@ def _results() -> Iterator[Case]:
         "head_dim": 128,
         "max_position_embeddings": 8192,
     }
-    for key in config:
-        for number, value in enumerate(
-            ("0", "1e9", "9223372036854775808", "9" * 400, DIGITS, '"x"', "true", "[]")
-        ):
-            yield Case(
-                f"config.json {key} {shown(value)} #{number}",
-                ROOFLINE,
-                {"config.json": with_value(config, key, value)},
-            )
+    values = ("0", "1e9", "9223372036854775808", "9" * 400, DIGITS, '"x"', "true", "[]")
+    for words, (key, (number, value)) in product((ROOFLINE, COMPOSE), product(config, enumerate(values))):
+        name = f"{words[1]} config.json {key} {shown(value)} #{number}"
+        yield Case(name, words, {"config.json": with_value(config, key, value)})
