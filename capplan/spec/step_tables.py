@@ -26,6 +26,9 @@ TABLE_AXES: Final[Mapping[str, tuple[str, ...]]] = MappingProxyType(
 MAX_POINTS: Final = 512
 MAX_VALUES: Final = 16_384
 
+_MIN_GAP: Final = 1e-3
+"""Between points, which are counts: smaller ones give slopes beyond any number."""
+
 _Amount = Annotated[float, Strict(), Field(ge=0, le=1e12)]
 
 
@@ -42,6 +45,9 @@ class TableAxis(SpecModel):
         for at, (before, point) in enumerate(pairwise(self.points), start=1):
             if point <= before:
                 raise rule_error(f"must increase, and follows {before:g}", key=("points", at), value=point)
+            if point - before < _MIN_GAP:
+                words = f"must increase by at least {_MIN_GAP:g}, and follows {before:g}"
+                raise rule_error(words, key=("points", at), value=point)
         return self
 
 

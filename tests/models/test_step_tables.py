@@ -169,6 +169,7 @@ VALUES = "step_latency.tables.{}.values"
     ("table", "changes", "message"),
     [
         ("tokens_ms", {"points": [1, 4, 4]}, f"{POINTS}[2]: must increase, and follows 4 (got 4.0)"),
+        ("tokens_ms", {"points": [1, 1.0001, 4]}, "by at least 0.001, and follows 1 (got 1.0001)"),
         ("tokens_ms", {"points": [1, 4, "x"]}, f"{POINTS}[2]: must be number (got 'x')"),
         ("tokens_ms", {"points": [1]}, f"{POINTS}: must hold 2 to 512 values (got 1)"),
         (
