@@ -11,8 +11,8 @@ from __future__ import annotations
 
 import json
 import os
-from collections.abc import Callable, Mapping, Sequence
-from dataclasses import asdict
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import asdict, replace
 from pathlib import Path
 from types import MappingProxyType
 from typing import Final
@@ -20,6 +20,8 @@ from typing import Final
 from benchmarks.common import command_line, emit, records_table, user_errors
 from benchmarks.measured import (
     dense_stages,
+    estimator,
+    h100_64g,
     layers,
     memory_gap,
     rank_sweeps,
@@ -28,15 +30,15 @@ from benchmarks.measured import (
     vllm_023,
 )
 from benchmarks.measured.case import LeftOut, MeasuredCase, ProfileFor, roofline_for
-from benchmarks.measured.compare import FORMULAS, Comparison, compare, error_table, row_table
+from benchmarks.measured.compare import FORMULAS, Comparison, Refusal, compare, error_table, row_table
+from benchmarks.measured.composed import Composed, kernels_alone
 from benchmarks.measured.dense_stages import Stage
-from benchmarks.measured.host_terms import WithHostTerms
 from benchmarks.measured.plots import draw_courses
 from capplan import InputError
 from capplan.spec import write_text_atomic
 
 VARIABLE: Final = "CAPPLAN_MEASURED"
-SOURCES: Final[Mapping[str, Callable[[Path], Sequence[MeasuredCase]]]] = MappingProxyType(
+MEASURED: Final[Mapping[str, Callable[[Path], Sequence[MeasuredCase]]]] = MappingProxyType(
     {
         "dense_stages": dense_stages.read,
         "silicon_vllm": silicon_vllm.read,
@@ -47,7 +49,19 @@ SOURCES: Final[Mapping[str, Callable[[Path], Sequence[MeasuredCase]]]] = Mapping
         "rank_sweeps": rank_sweeps.read,
     }
 )
-_GROUPS: Final = ("gpu", "model", "tp", "dtype")
+SOURCES: Final = MappingProxyType(
+    {
+        **MEASURED,
+        "h100_64g": lambda _folder: h100_64g.read(),
+        "estimator": lambda _folder: estimator.read(),
+    }
+)
+"""Also steps by shipped profiles, and by the estimator in the package of the operator tables."""
+LEFT_OUT: Final = "left_out"
+
+_BY_HARDWARE: Final = ((), ("gpu", "model", "tp", "dtype"))
+_TABLES: Final = MappingProxyType({LEFT_OUT: (("source",),), "estimator": ((), ("gpu",), ("tp",))})
+"""Groups of the error tables of a source."""
 
 
 def data_folder(given: Path | None) -> Path:
@@ -66,9 +80,28 @@ def data_folder(given: Path | None) -> Path:
     return folder
 
 
+def comparisons(folder: Path, chosen: Sequence[str]) -> Iterator[tuple[str, Comparison]]:
+    """Compare the chosen sources one by one, and stages also with profiles that rest on none like them."""
+    stages = dense_stages.read(folder)
+    methods = methods_for(stages)
+    for name in chosen:
+        used = methods if name in MEASURED else {"composed": kernels_alone}
+        try:
+            cases = SOURCES[name](folder)
+        except InputError as error:
+            yield name, Comparison([], [Refusal("all", 0, ", ".join(used), str(error))])
+            continue
+        found = compare(name, cases, used)
+        if name == "rank_sweeps":
+            found = replace(found, predictions=records_table(rank_sweeps.ratios_by_tp(cases, used)))
+        yield name, found
+        if name == "dense_stages":
+            yield LEFT_OUT, left_out_errors(stages, methods)
+
+
 def methods_for(stages: Sequence[Stage]) -> dict[str, ProfileFor]:
-    """Return the methods by name; those with host terms are fitted on the stages."""
-    return {"roofline": roofline_for, "roofline + host": WithHostTerms(roofline_for, stages)}
+    """Return the methods by name; host terms for rows left out are fitted on the other stages."""
+    return {"composed": Composed(stages), "roofline": roofline_for}
 
 
 def left_out_errors(stages: Sequence[Stage], methods: Mapping[str, ProfileFor]) -> Comparison:
@@ -81,20 +114,19 @@ def left_out_errors(stages: Sequence[Stage], methods: Mapping[str, ProfileFor]) 
             if len(rows) < len(stages):
                 found.append(compare(f"without {key} {value}", rows, methods, left_out))
     return Comparison(
-        [r for each in found for r in each.records], [r for each in found for r in each.refusals]
+        records=[record for each in found for record in each.records],
+        refusals=[refusal for each in found for refusal in each.refusals],
     )
 
 
-def report(comparisons: Mapping[str, Comparison], with_rows: bool) -> str:
+def report(found: Mapping[str, Comparison], with_rows: bool) -> str:
     """Return the report in Markdown."""
     parts = [f"Errors: {FORMULAS}, of simulated against measured rows."]
-    for name, each in comparisons.items():
-        by = ("source",) if name == "left_out" else ()
-        parts += [f"## {name}", error_table(each.records, by)]
-        if name != "left_out":
-            parts.append(error_table(each.records, _GROUPS))
+    for name, each in found.items():
+        parts += [f"## {name}", *(error_table(each.records, by) for by in _TABLES.get(name, _BY_HARDWARE))]
         if with_rows:
             parts.append(row_table(each.records))
+        parts.append(each.predictions)
         if each.refusals:
             parts += ["Not predicted:", records_table(map(asdict, each.refusals))]
     return "\n\n".join(part for part in parts if part) + "\n"
@@ -111,17 +143,13 @@ def main() -> None:
     args = parser.parse_args()
     with user_errors():
         folder = data_folder(args.data)
-        stages = dense_stages.read(folder)
-        methods = methods_for(stages)
-        comparisons = {name: compare(name, SOURCES[name](folder), methods) for name in args.only or SOURCES}
-        if "dense_stages" in comparisons:
-            comparisons["left_out"] = left_out_errors(stages, methods)
+        found = dict(comparisons(folder, args.only or [*SOURCES]))
         if args.json is not None:
-            records = {name: [vars(record) for record in each.records] for name, each in comparisons.items()}
+            records = {name: [vars(record) for record in each.records] for name, each in found.items()}
             write_text_atomic(args.json, json.dumps(records, indent=1))
         if args.plots is not None:
-            draw_courses(request_logs.read(folder), methods, args.plots)
-        emit(report(comparisons, args.rows), args.out)
+            draw_courses(request_logs.read(folder), methods_for([]), args.plots)
+        emit(report(found, args.rows), args.out)
 
 
 if __name__ == "__main__":

@@ -7,16 +7,17 @@ No coefficient is fitted on them.
 
 from __future__ import annotations
 
-from collections.abc import Mapping
-from dataclasses import dataclass
+import itertools
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, replace
 from pathlib import Path
 from types import MappingProxyType
 from typing import Final
 
 import pandas as pd
 
-from benchmarks.measured.case import SLORA, Deployment
-from capplan import Adapter, Lengths, Profile, Workload
+from benchmarks.measured.case import SLORA, Deployment, ProfileFor
+from capplan import Adapter, InfeasibleError, InputError, Lengths, Profile, Workload
 from capplan.spec import EngineArgs, allowed_lora_rank
 from capplan.twin import build_scenario
 from capplan.twin.core import run
@@ -32,6 +33,7 @@ _MODELS: Final = MappingProxyType(
     }
 )
 _GPU: Final = "a100-40g"
+_TPS: Final = (1, 2, 4, 8)
 
 
 @dataclass(frozen=True)
@@ -72,6 +74,21 @@ def prefill_ms(profile: Profile, rank: int, prompt_tokens: int = PROMPT_TOKENS) 
     loads = scenario.costs.load_ns * 0
     trace = run(scenario._replace(costs=scenario.costs._replace(load_ns=loads, disk_ns=loads)))
     return float(trace.first_ns[0] - one.arrival_ns[0]) / 1e6
+
+
+def ratios_by_tp(
+    sweeps: Sequence[RankSweep], methods: Mapping[str, ProfileFor]
+) -> Iterator[dict[str, object]]:
+    """Yield simulated ratios of prefills at rank 128 over rank 8, by tensor parallelism."""
+    for sweep, (method, profile_for) in itertools.product(sweeps, methods.items()):
+        line: dict[str, object] = {"model": sweep.deployment.model, "method": method}
+        for tp in _TPS:
+            try:
+                profile = profile_for(replace(sweep.deployment, tp=tp), None)
+                line[f"TP {tp}"] = f"{prefill_ms(profile, 128) / prefill_ms(profile, 8):.2f}"
+            except (InputError, InfeasibleError):
+                line[f"TP {tp}"] = "-"
+        yield line
 
 
 def read(folder: Path) -> list[RankSweep]:

@@ -10,14 +10,15 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from benchmarks.measured import dense_stages, layers, request_logs
+from benchmarks.measured import dense_stages, layers, rank_sweeps, request_logs
 from benchmarks.measured.case import Deployment, LeftOut, roofline_for
-from benchmarks.measured.compare import compare, error_table, errors
+from benchmarks.measured.compare import compare, errors
+from benchmarks.measured.composed import Composed
 from benchmarks.measured.dense_stages import Stage
 from benchmarks.measured.host_terms import HostTerms, fit_host_terms
 from benchmarks.measured.replay import Engine, closed_loop, requests_of, scenario_of
 from benchmarks.measured.step_log import log_steps
-from benchmarks.measured_check import data_folder
+from benchmarks.measured_check import data_folder, report
 from capplan import InputError, Profile
 from capplan.twin.core import run
 
@@ -133,7 +134,10 @@ def test_errors_have_the_stated_formulas_and_refusals_their_reason() -> None:
     (refusal,) = found.refusals
     assert (refusal.methods, refusal.rows) == ("none", 1)
     assert "no such GPU" in refusal.reason
-    assert "| itl_ms |" in error_table(found.records, ("gpu",)).replace("h100-80g | ", "")
+    page = report({"made": found}, with_rows=True)
+    assert "| itl_ms | 1 | 20.0 / 11.1 / -20.0 % |" in page
+    assert "| h100-80g | Llama-3.1-8B-Instruct | 1 | known | 10 | -20.0 % |" in page
+    assert "| none | --gpu: no such GPU (got 'abacus') |" in page
 
 
 def test_a_missing_folder_is_one_line(tmp_path: Path) -> None:
@@ -161,3 +165,19 @@ def test_measured_layers_add_up_to_a_step(tmp_path: Path) -> None:
     profile = roofline_for(replace(steps[0].deployment, gpu="l40s"))
     longer = [step.predict(profile)["step_ms"] for step in steps if step.name.startswith("decode 64")]
     assert longer == sorted(set(longer))
+
+
+def test_ratios_of_prefills_grow_with_the_rank_but_not_on_a_gpu_without_operators(
+    tmp_path: Path,
+) -> None:
+    folder = tmp_path / "loraserve_authors"
+    folder.mkdir()
+    head = "model,rank,tp,prompt_tokens,req_rate,ttft_mean_s"
+    rows = [f"llama-7b,{rank},8,2000,1,{ttft_s}" for rank, ttft_s in ((8, 0.2), (16, 0.22), (128, 0.3))]
+    (folder / "rank_sweeps.csv").write_text("\n".join([head, *rows, "llama-7b,64,8,2000,2,9.0"]))
+    (sweep,) = rank_sweeps.read(tmp_path)
+    assert sweep.measured == pytest.approx({"prefill_ratio_16": 1.1, "prefill_ratio_128": 1.5})
+    found = sweep.predict(roofline_for(sweep.deployment))
+    assert 1.0 < found["prefill_ratio_16"] < found["prefill_ratio_128"]
+    with pytest.raises(InputError, match="measured operators or a shipped profile"):
+        Composed([])(replace(sweep.deployment, gpu="l4"))

@@ -1,0 +1,59 @@
+"""Composed profiles: with the host terms that ship, or with terms fitted without the rows left out."""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Sequence
+from typing import Final
+
+from benchmarks.fit_host_terms import bare_profile
+from benchmarks.measured.case import SLORA, UNRECORDED, Deployment, LeftOut, MeasuredCase
+from benchmarks.measured.host_terms import WithHostTerms
+from capplan import InputError, Profile, list_profiles, load_profile
+from capplan.datasets.catalog import gpu_sheet, hf_config
+from capplan.models.compose import SYSTEMS, compose_profile, decoder_of
+from capplan.serving.rules import rules_of_version
+
+_WITH_OPERATORS: Final = frozenset(system.sheet_key for system in SYSTEMS)
+
+
+class Composed:
+    """Profiles of deployments whose GPU has measured operators, and shipped ones of other GPUs."""
+
+    def __init__(self, cases: Sequence[MeasuredCase]) -> None:
+        self._refitted = WithHostTerms(kernels_alone, cases)
+
+    def __call__(self, deployment: Deployment, left_out: LeftOut | None = None) -> Profile:
+        if left_out is not None:
+            return self._refitted(deployment, left_out)
+        return _profile(deployment)
+
+
+def kernels_alone(deployment: Deployment, _left_out: LeftOut | None = None) -> Profile:
+    """Return the composed profile without host terms."""
+    return _bare(deployment)
+
+
+_bare = functools.cache(bare_profile)
+
+
+@functools.cache
+def _profile(deployment: Deployment) -> Profile:
+    if deployment.gpu not in _WITH_OPERATORS:
+        return _shipped(deployment)
+    config = hf_config(deployment.model)
+    if config is None or deployment.version == SLORA:
+        raise InputError("must be a known model under vLLM", deployment.model, "model")
+    version = deployment.version or UNRECORDED
+    decoder = decoder_of(config, deployment.model, deployment.dtype)
+    return compose_profile(deployment.gpu, decoder, rules_of_version(version), version, tp=deployment.tp)
+
+
+def _shipped(deployment: Deployment) -> Profile:
+    gpu = gpu_sheet(deployment.gpu).name
+    for name in list_profiles():
+        profile = load_profile(name)
+        same = profile.gpu.name == gpu and deployment.model in profile.model.hf_ids
+        if same and profile.tp == deployment.tp and profile.engine.version == deployment.version:
+            return profile
+    raise InputError("must be a GPU with measured operators or a shipped profile", deployment.gpu, "gpu")
