@@ -110,9 +110,9 @@ def error_table(records: Sequence[Record], by: Sequence[str]) -> str:
 
 def row_table(records: Sequence[Record]) -> str:
     """Return a Markdown table with a row per measured row: measured value, and predictions by method."""
-    lines: dict[tuple[str, str, int, str], dict[str, object]] = {}
+    lines: dict[tuple[object, ...], dict[str, object]] = {}
     for each in records:
-        key = (each.gpu, each.model, each.tp, each.row)
+        key = (each.source, each.gpu, each.model, each.tp, each.dtype, each.row)
         line = lines.setdefault(
             key, {"GPU": each.gpu, "model": each.model.split("/")[-1], "TP": each.tp, "row": each.row}
         )

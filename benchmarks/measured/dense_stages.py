@@ -17,9 +17,7 @@ from typing import Final
 import pandas as pd
 
 from benchmarks.measured.case import Deployment
-from capplan import EngineArgs, Lengths, Profile, Workload, simulate
-from capplan.twin import Scenario, SimulationResult, build_scenario
-from capplan.twin.simulate import engine_args
+from capplan import Lengths, Profile, Workload, simulate
 
 FILE: Final = "dense_stages.csv"
 VERSION: Final = "0.15.1"
@@ -54,34 +52,17 @@ class Stage:
             shared_prefix_tokens=round(self.prompt_tokens) - _COMPUTED_TOKENS,
         )
 
-    def simulate(self, profile: Profile, seed: int = 0) -> SimulationResult:
-        """Simulate the stage."""
-        return simulate(
+    def predict(self, profile: Profile) -> Mapping[str, float]:
+        """Return the simulated latencies, with the source's definition of ITL."""
+        found = simulate(
             self.workload(profile.model.hf_ids[0]),
             profile,
             a_max=0,
             s_max=0,
             duration_s=STAGE_S,
-            seed=seed,
             max_num_seqs=_MAX_NUM_SEQS,
             max_num_batched_tokens=self.max_num_batched_tokens,
         )
-
-    def scenario(self, profile: Profile, duration_s: float = STAGE_S, seed: int = 0) -> Scenario:
-        """Return the scenario that `simulate` runs."""
-        workload = self.workload(profile.model.hf_ids[0])
-        settings = {
-            "a_max": 0,
-            "s_max": 0,
-            "max_num_seqs": _MAX_NUM_SEQS,
-            "max_num_batched_tokens": self.max_num_batched_tokens,
-        }
-        args: EngineArgs = engine_args(workload, settings, profile)
-        return build_scenario(workload, profile, args, duration_s=duration_s, seed=seed)
-
-    def predict(self, profile: Profile) -> Mapping[str, float]:
-        """Return the simulated latencies, with the source's definition of ITL."""
-        found = self.simulate(profile)
         decoding_ms = 1e3 * (found.e2e_s_mean - found.ttft_s_mean)
         return {
             "itl_ms": decoding_ms / round(self.output_tokens),

@@ -90,7 +90,7 @@ def read(points: int = POINTS) -> list[EstimatedStep]:
             estimate = {"decode_ms": float(engine.decode_step_latency(requests, context, 2))}
             name = f"decode {requests} x {context}"
             steps.append(EstimatedStep(name, deployment, 0, requests, context, estimate))
-    return steps
+    return sorted(steps, key=lambda step: (step.deployment.gpu, step.deployment.tp, step.name))
 
 
 def _log_uniform(draw: np.random.Generator, low: int, high: int) -> int:

@@ -34,8 +34,6 @@ class HostTerms:
     """Per request that runs in a step."""
     request_ms: float | None = None
     """Outside of steps, before the first token; None: as the profile has it."""
-    std_errors: tuple[float, float] = (0.0, 0.0)
-    """Of the first two."""
 
     def added_to(self, profile: Profile) -> Profile:
         """Return the profile with the terms added to its step model."""
@@ -86,9 +84,7 @@ def fit_host_terms(
         columns = [(ratios(*(at + step)) - ratio) / step.sum() for step in np.diag(_DIFFERENCES_MS)]
         slopes = np.stack(columns, axis=1)
         at, _ = nnls(slopes, slopes @ at + 1.0 - ratio)
-    spread = float(np.sum((ratios(*at) - 1.0) ** 2)) / max(1, len(kept) - 2)
-    errors = np.sqrt(np.diag(np.linalg.pinv(slopes.T @ slopes)) * spread)
-    found = HostTerms(*map(float, at), std_errors=(float(errors[0]), float(errors[1])))
+    found = HostTerms(*map(float, at))
     return replace(found, request_ms=_request_ms(kept, bare, found))
 
 

@@ -17,10 +17,8 @@ from benchmarks.measured.composed import Composed
 from benchmarks.measured.dense_stages import Stage
 from benchmarks.measured.host_terms import HostTerms, fit_host_terms
 from benchmarks.measured.replay import Engine, closed_loop, requests_of, scenario_of
-from benchmarks.measured.step_log import log_steps
 from benchmarks.measured_check import data_folder, report
 from capplan import InputError, Profile
-from capplan.twin.core import run
 
 MODEL = "meta-llama/Llama-3.1-8B-Instruct"
 
@@ -44,21 +42,6 @@ class Known:
 
 def refused(_deployment: Deployment, _left_out: LeftOut | None) -> Profile:
     raise InputError("no such GPU", "abacus", "--gpu")
-
-
-def test_every_step_of_a_simulation_is_in_its_log() -> None:
-    """Tokens, gaps and pairs of the log are those of the requests; a prompt of 550 takes two steps of 512."""
-    one = stage(rate_rps=8.0)
-    scenario = one.scenario(roofline_for(one.deployment), duration_s=20.0)._replace(shared_prefix_tokens=0)
-    log, trace = log_steps(scenario), run(scenario)
-    assert log.ms.size == trace.counts.steps
-    assert log.ms.sum() == pytest.approx(trace.sums.busy_ns / 1e6)
-    assert log.decodes.sum() == trace.gaps.sum()
-    done = trace.first_ns >= 0
-    pairs = scenario.requests.prompt_tokens[done] * (scenario.requests.prompt_tokens[done] + 1.0) / 2e6
-    assert log.prefill_mpairs.sum() == pytest.approx(pairs.sum())
-    assert log.prefills.sum() > done.sum()
-    assert np.all(log.tokens >= log.decodes)
 
 
 def test_host_terms_that_made_the_measurement_are_found() -> None:
