@@ -9,7 +9,14 @@ import os
 from collections.abc import Iterable, Mapping, Sequence
 from typing import TYPE_CHECKING, Annotated, Any, Final, Literal, Self
 
-from pydantic import Field, JsonValue, Strict, model_validator
+from pydantic import (
+    Field,
+    JsonValue,
+    SerializerFunctionWrapHandler,
+    Strict,
+    model_serializer,
+    model_validator,
+)
 
 from capplan.errors import InputError
 from capplan.spec.display import Displayed, plot
@@ -50,6 +57,11 @@ PLAN_ROUTER: Final = "smooth-shares"
 """Router by which a plan is verified and `capplan serve` serves it: smooth weighted round robin."""
 
 
+def _without_unset(fields: dict[str, Any], names: Iterable[str]) -> dict[str, Any]:
+    """Return a document without later fields that are not set: plans of before keep their text."""
+    return {key: value for key, value in fields.items() if value or key not in names}
+
+
 class PlanEngine(SpecModel):
     """The serving engine a plan is made for."""
 
@@ -62,6 +74,10 @@ class PlanEngine(SpecModel):
     fully_sharded_loras: bool = Field(
         default=False, description="Whether tensor parallelism shards both matrices of every layer."
     )
+
+    @model_serializer(mode="wrap")
+    def _as_before(self, handler: SerializerFunctionWrapHandler) -> dict[str, Any]:
+        return _without_unset(handler(self), ("target_modules", "fully_sharded_loras"))
 
 
 class PlanAdapter(SpecModel):
@@ -77,6 +93,10 @@ class PlanAdapter(SpecModel):
         default=None, description="Linear layers that the adapter has matrices for; absent: all."
     )
     share: Share = Field(description="Share of the adapter's requests that goes to this group.")
+
+    @model_serializer(mode="wrap")
+    def _as_before(self, handler: SerializerFunctionWrapHandler) -> dict[str, Any]:
+        return _without_unset(handler(self), ("target_modules",))
 
 
 class PlanBase(SpecModel):
