@@ -143,7 +143,7 @@ def sizes_and_loads() -> Iterator[Comparison]:
 
 def _with_host(model: str, host_ms: float) -> Profile:
     assumptions = Assumptions(physics=Efficiencies(step_ms=host_ms))
-    engine = EngineChoice(version="0.8.5", rules="vllm-0.8", lora_extra_vocab=256)
+    engine = EngineChoice(version="0.8.5")
     return roofline_profile(gpu_sheet("h100-64g"), model_arch(model), engine, assumptions=assumptions)
 
 

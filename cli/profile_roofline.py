@@ -56,19 +56,11 @@ def roofline(args: RooflineArgs) -> None:
     """
     from capplan.datasets.catalog import gpu_sheet
     from capplan.models.roofline import Assumptions, Efficiencies, EngineChoice, roofline_profile
-    from capplan.serving.rules import rules_of_engine
     from capplan.spec import Kernel
 
     sheet, arch = gpu_sheet(args.gpu), _arch(args.model, args.model_config, args.base_model)
     kernel = member(Kernel, args.kernel, "--kernel")
-    rules, version = rules_of_engine(args.engine_version, args.rules)
-    engine = EngineChoice(
-        name=rules.engine,
-        version=version,
-        rules=rules.name,
-        kernel=kernel,
-        lora_extra_vocab=rules.lora_extra_vocab,
-    )
+    engine = EngineChoice(version=args.engine_version, rules=args.rules, kernel=kernel)
     if args.dtype not in ("bfloat16", "float16"):
         raise InputError("must be bfloat16 or float16", args.dtype, "--dtype")
     require_writable_files(args.output)

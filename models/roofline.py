@@ -20,7 +20,7 @@ from capplan.errors import InputError
 from capplan.models.memory import HOST_FORM, LOADING_FORM, assumed_model, memory_model
 from capplan.models.step_latency import ADDITIVE, GRAPH_TOKENS
 from capplan.serving.memory import adapter_bytes, kv_bytes_per_token, lora_elements_per_rank, weight_bytes
-from capplan.serving.rules import VLLM_ENGINE
+from capplan.serving.rules import VLLM_ENGINE, rules_of_engine
 from capplan.spec import (
     FittedModel,
     Gpu,
@@ -174,16 +174,34 @@ _CARRIED: Final = (
 
 @dataclass(frozen=True)
 class EngineChoice:
-    """Engine of a profile."""
+    """Engine of a profile; what is None follows from the rest, and without any of it is the newest vLLM."""
 
-    name: str = "vllm"
-    version: str = "0.32.0"
-    rules: str = "vllm-0.32-async"
+    name: str | None = None
+    version: str | None = None
+    rules: str | None = None
     kernel: Kernel = Kernel.VLLM
     lora: bool = True
     """Whether adapters are served."""
-    lora_extra_vocab: int = 0
+    lora_extra_vocab: int | None = None
     """Rows of extra vocabulary in an adapter slot."""
+
+    def profile_engine(self) -> ProfileEngine:
+        """Return the engine with its rules.
+
+        Raises
+        ------
+        InputError
+            If the version or the rules are unknown, or the version follows other rules.
+        """
+        rules, version = rules_of_engine(self.version, self.rules)
+        extra = rules.lora_extra_vocab if self.lora_extra_vocab is None else self.lora_extra_vocab
+        return ProfileEngine(
+            name=self.name or rules.engine,
+            version=version,
+            rules=rules.name,
+            kernel=self.kernel,
+            lora_extra_vocab=extra,
+        )
 
 
 @dataclass(frozen=True)
@@ -197,7 +215,7 @@ class Assumptions:
 def roofline_profile(
     sheet: GpuSheet,
     arch: ModelArch,
-    engine: EngineChoice | None = None,
+    choice: EngineChoice | None = None,
     tp: int = 1,
     assumptions: Assumptions | None = None,
     command: str = "capplan profile roofline",
@@ -210,7 +228,7 @@ def roofline_profile(
         The GPU.
     arch
         The model; its `dtype_bytes` must be 2.
-    engine
+    choice
         The engine; vLLM by default.
     tp
         GPUs per copy of the model.
@@ -224,28 +242,23 @@ def roofline_profile(
     InputError
         When weights are not of 16 bits, `tp` does not divide the heads, or the weights do not fit.
     """
-    engine, given = engine or EngineChoice(), assumptions or Assumptions()
+    choice, given = choice or EngineChoice(), assumptions or Assumptions()
     _check(sheet, arch, tp)
+    engine = choice.profile_engine()
     physics = given.physics
-    carried = given.vllm_lora if engine.lora and engine.kernel is Kernel.VLLM else None
+    carried = given.vllm_lora if choice.lora and choice.kernel is Kernel.VLLM else None
     notes = [f"Nothing here was measured on this GPU. {physics.in_words()}", *([_CARRIED] if carried else [])]
     source = f"{sheet.source}. {physics.in_words()}"
     formula = f"none: {NOT_MEASURED}"
     host = {"request_ms": _REQUEST_MS, "client_itl_factor": 1.0}
     shipped = "of the shipped H100 profiles, rounded"
-    steps = step_coefficients(sheet, arch, tp, physics, lora=engine.lora, carried=carried)
+    steps = step_coefficients(sheet, arch, tp, physics, lora=choice.lora, carried=carried)
     return Profile(
         name=f"roofline/{sheet.key}/{arch.name.lower()}/{engine.name}-{engine.version}",
         gpu=Gpu(name=sheet.name, memory_bytes=sheet.memory_bytes),
         tp=tp,
         model=arch,
-        engine=ProfileEngine(
-            name=engine.name,
-            version=engine.version,
-            rules=engine.rules,
-            kernel=engine.kernel,
-            lora_extra_vocab=engine.lora_extra_vocab,
-        ),
+        engine=engine,
         step_latency=assumed_model(ADDITIVE.name, steps, source, formula),
         memory=memory_model(arch, tp, engine.version if engine.name == VLLM_ENGINE else None),
         loading=loading_model(sheet, arch, tp, physics, error_formula=formula),
