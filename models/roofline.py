@@ -215,7 +215,7 @@ class Assumptions:
 def roofline_profile(
     sheet: GpuSheet,
     arch: ModelArch,
-    choice: EngineChoice | None = None,
+    engine: EngineChoice | None = None,
     tp: int = 1,
     assumptions: Assumptions | None = None,
     command: str = "capplan profile roofline",
@@ -228,7 +228,7 @@ def roofline_profile(
         The GPU.
     arch
         The model; its `dtype_bytes` must be 2.
-    choice
+    engine
         The engine; vLLM by default.
     tp
         GPUs per copy of the model.
@@ -242,9 +242,9 @@ def roofline_profile(
     InputError
         When weights are not of 16 bits, `tp` does not divide the heads, or the weights do not fit.
     """
-    choice, given = choice or EngineChoice(), assumptions or Assumptions()
+    choice, given = engine or EngineChoice(), assumptions or Assumptions()
     _check(sheet, arch, tp)
-    engine = choice.profile_engine()
+    profiled = choice.profile_engine()
     physics = given.physics
     carried = given.vllm_lora if choice.lora and choice.kernel is Kernel.VLLM else None
     notes = [f"Nothing here was measured on this GPU. {physics.in_words()}", *([_CARRIED] if carried else [])]
@@ -254,13 +254,13 @@ def roofline_profile(
     shipped = "of the shipped H100 profiles, rounded"
     steps = step_coefficients(sheet, arch, tp, physics, lora=choice.lora, carried=carried)
     return Profile(
-        name=f"roofline/{sheet.key}/{arch.name.lower()}/{engine.name}-{engine.version}",
+        name=f"roofline/{sheet.key}/{arch.name.lower()}/{profiled.name}-{profiled.version}",
         gpu=Gpu(name=sheet.name, memory_bytes=sheet.memory_bytes),
         tp=tp,
         model=arch,
-        engine=engine,
+        engine=profiled,
         step_latency=assumed_model(ADDITIVE.name, steps, source, formula),
-        memory=memory_model(arch, tp, engine.version if engine.name == VLLM_ENGINE else None),
+        memory=memory_model(arch, tp, profiled.version if profiled.name == VLLM_ENGINE else None),
         loading=loading_model(sheet, arch, tp, physics, error_formula=formula),
         host=assumed_model(HOST_FORM, host, f"time per request {shipped}", formula),
         provenance=Provenance(
