@@ -146,6 +146,39 @@ def test_models_are_those_of_the_engine() -> None:
             assert there.replace(**same) == arch
 
 
+@pytest.mark.parametrize(
+    ("choice", "engine"),
+    [
+        (EngineChoice(), ("vllm", "0.32.0", "vllm-0.32-async", 0)),
+        (EngineChoice(version="0.8.5"), ("vllm", "0.8.5", "vllm-0.8", 256)),
+        (EngineChoice(rules="vllm-0.11"), ("vllm", "0.11.2", "vllm-0.11", 256)),
+        (EngineChoice(rules="slora"), ("s-lora", "c1ddf48", "slora", 0)),
+    ],
+)
+def test_names_hold_the_engine_of_the_rules_and_its_version(choice: EngineChoice, engine: tuple) -> None:
+    profile = roofline_profile(H100, LLAMA, choice)
+    found = profile.engine
+    assert (found.name, found.version, found.rules, found.lora_extra_vocab) == engine
+    assert profile.name == f"roofline/h100-80g/llama-3.1-8b/{engine[0]}-{engine[1]}"
+
+
+def test_sheets_are_distinct_and_name_their_source() -> None:
+    assert (
+        len({sheet.key for sheet in gpu_sheets()}) == len({s.name for s in gpu_sheets()}) == len(gpu_sheets())
+    )
+    for key, gib in (
+        ("a40", 48),
+        ("l40", 48),
+        ("rtx-a6000", 48),
+        ("rtx-a5000", 24),
+        ("rtx-3090", 24),
+        ("a30", 24),
+    ):
+        sheet = gpu_sheet(key)
+        assert 0.92 * gib < sheet.memory_bytes / 2**30 <= gib
+        assert "datasheet" in sheet.source or "whitepaper" in sheet.source
+
+
 def test_the_profile_is_marked_as_not_measured() -> None:
     profile = roofline_profile(H100, LLAMA)
     assert profile.provenance.kind is ProvenanceKind.ROOFLINE
