@@ -47,6 +47,7 @@ from capplan.spec.validation import (
     rule,
     rule_error,
     validate_document,
+    without_unset,
 )
 
 if TYPE_CHECKING:
@@ -55,11 +56,6 @@ from capplan.spec.workload import AdapterCharge, SizeForm
 
 PLAN_ROUTER: Final = "smooth-shares"
 """Router by which a plan is verified and `capplan serve` serves it: smooth weighted round robin."""
-
-
-def _without_unset(fields: dict[str, Any], names: Iterable[str]) -> dict[str, Any]:
-    """Return a document without later fields that are not set: plans of before keep their text."""
-    return {key: value for key, value in fields.items() if value or key not in names}
 
 
 class PlanEngine(SpecModel):
@@ -77,7 +73,7 @@ class PlanEngine(SpecModel):
 
     @model_serializer(mode="wrap")
     def _as_before(self, handler: SerializerFunctionWrapHandler) -> dict[str, Any]:
-        return _without_unset(handler(self), ("target_modules", "fully_sharded_loras"))
+        return without_unset(handler(self), ("target_modules", "fully_sharded_loras"))
 
 
 class PlanAdapter(SpecModel):
@@ -96,7 +92,7 @@ class PlanAdapter(SpecModel):
 
     @model_serializer(mode="wrap")
     def _as_before(self, handler: SerializerFunctionWrapHandler) -> dict[str, Any]:
-        return _without_unset(handler(self), ("target_modules",))
+        return without_unset(handler(self), ("target_modules",))
 
 
 class PlanBase(SpecModel):

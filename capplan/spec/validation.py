@@ -107,6 +107,11 @@ def _broken_rule(detail: ErrorDetails) -> str:
             return detail["msg"].replace("Input should be", "must be").replace("a valid ", "")
 
 
+def without_unset(fields: dict[str, Any], names: Iterable[str]) -> dict[str, Any]:
+    """Return a document without later fields that are not set: plans of before keep their text."""
+    return {key: value for key, value in fields.items() if value or key not in names}
+
+
 def rule_error(rule: str, *, key: Key = (), value: object = NO_VALUE) -> PydanticCustomError:
     """Return the error a validator raises; ``key`` leads from the validated value to the one at fault."""
     position = {"key": key, "value": value} if key else {}
