@@ -31,7 +31,8 @@ import numpy as np
 
 from benchmarks import placement_growth
 from benchmarks.common import command_line, emit, numbered_adapters, read_or_make, records_table
-from capplan import Lengths, Workload, list_profiles, load_profile, plan, simulate
+from capplan import Lengths, Workload, load_profile, plan, simulate
+from capplan.datasets.profile_files import profiles_with_surrogates
 from capplan.errors import InfeasibleError
 from capplan.planner.bound import busy_gpus
 from capplan.planner.knobs import KnobSearch
@@ -56,7 +57,7 @@ def drawn_workload(seed: int, draw: int) -> Workload:
     def log_uniform(low: float, high: float) -> float:
         return float(np.exp(random.uniform(np.log(low), np.log(high))))
 
-    profile = load_profile(random.choice(list_profiles()))
+    profile = load_profile(random.choice(profiles_with_surrogates()))
     count = round(log_uniform(8, 64))
     ranks = random.choice([8, 16, 32], count)
     shares = np.array(zipf(count, random.uniform(0.0, 1.2)))

@@ -30,6 +30,8 @@ from capplan import InputError, Profile
 from capplan.datasets.catalog import hf_config
 from capplan.models.compose import compose_profile, decoder_of
 from capplan.models.compose.host_terms import FILE, FittedTerms, HostTerms, LeftOutError
+from capplan.models.compose.layers import layer_times
+from capplan.models.compose.profile import profile_of_times
 from capplan.serving.rules import rules_of_version
 from capplan.spec import Coefficient, write_text_atomic
 
@@ -40,6 +42,9 @@ _PRIOR: Final = (0.5, 0.01)
 
 _ROW_ERROR: Final = 0.03
 """Relative error of a row, by which the prior is weighed."""
+
+LAYERS_GPU: Final = "rtx-4090"
+LAYERS_FOLDER: Final = "layers_rtx4090"
 
 _LEFT_OUT: Final = ("gpu", "model", "tp", "name")
 
@@ -218,6 +223,33 @@ def fit(source: Source, folder: Path, reference: HostTerms | None = None) -> Hos
     )
 
 
+def of_layers(folder: Path, reference: HostTerms) -> HostTerms:
+    """Return the terms that go with measured layers, which hold the starts of kernels and the sampler: none.
+
+    The error is that on the requests of the same server, which nothing was fitted to.
+    """
+    case = next(each for each in request_logs.read(folder) if each.deployment.gpu == LAYERS_GPU)
+    where = case.deployment
+    terms = HostTerms(
+        engine_version=where.version,
+        dtype=where.dtype,
+        parts="layers",
+        base_ms=0.0,
+        ms_per_request=0.0,
+        request_ms=reference.request_ms,
+        std_errors=(0.0, 0.0),
+        source=f"300 requests of LLMServingSim on an RTX 4090 (vLLM {where.version})",
+        rows=1,
+        error_percent=0.0,
+        scatter=reference.scatter,
+    )
+    decoder = decoder_of(hf_config(where.model) or {}, where.model, where.dtype)
+    times = layer_times(folder / LAYERS_FOLDER, where.gpu, decoder)
+    profile = profile_of_times(times, rules_of_version(where.version), where.version, terms=terms)
+    error = abs(case.predict(profile)["tpot_ms"] / case.measured["tpot_ms"] - 1.0)
+    return terms.replace(error_percent=round(100.0 * error, 2))
+
+
 def main() -> None:
     """Fit the terms of every source."""
     parser = argparse.ArgumentParser(
@@ -232,6 +264,7 @@ def main() -> None:
     for source in SOURCES:
         found.append(fit(source, Path(args.data), found[0] if found else None))
         print(found[-1].model_dump_json(), file=sys.stderr)
+    found.append(of_layers(Path(args.data), found[0]))
     found.sort(key=lambda each: tuple(int(part) for part in each.engine_version.split(".")))
     write_text_atomic(args.output, FittedTerms(terms=tuple(found)).model_dump_json(indent=2) + "\n")
 

@@ -33,6 +33,9 @@ class ComposeArgs:
     dtype: str | None = typer.Option(
         None, metavar="NAME", help="bfloat16, float16, fp8 or fp8_block; by default that of config.json."
     )
+    layers: str | None = typer.Option(
+        None, metavar="FOLDER", help="Instead of operators: layers measured by LLMServingSim's profiler."
+    )
     tp: int = typer.Option(1, metavar="N", min=1, help="GPUs per copy of the model.")
     engine_version: EngineVersion = None
     rules: EngineRules = None
@@ -47,21 +50,21 @@ def compose(args: ComposeArgs) -> None:
     Needs the operator tables of the extra `measured`. The profile states the error of such profiles on
     measured engines, and so does every plan based on it.
     """
-    from capplan.models.compose import compose_profile, decoder_of
+    from capplan.models.compose import decoder_of, layer_times, operator_times, profile_of_times
     from capplan.serving.rules import rules_of_engine
 
     config, base_model, location = _config(args.model, args.model_config, args.base_model)
     decoder = decoder_of(config, base_model, args.dtype, location)
     rules, version = rules_of_engine(args.engine_version, args.rules)
     require_writable_files(args.output)
-    profile = compose_profile(
-        args.gpu,
-        decoder,
-        rules,
-        version,
-        tp=args.tp,
-        command=command_line("capplan profile compose", args),
+    if args.layers is not None and args.tp != 1:
+        raise InputError("must be 1 with --layers, which are those of one GPU", args.tp, "--tp")
+    times = (
+        operator_times(args.gpu, decoder, args.tp)
+        if args.layers is None
+        else layer_times(args.layers, args.gpu, decoder)
     )
+    profile = profile_of_times(times, rules, version, command=command_line("capplan profile compose", args))
     document = profile.model_dump(mode="json")
     write_json(args.output, document)
     if args.as_json:

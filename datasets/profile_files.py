@@ -42,6 +42,11 @@ def surrogate_path(profile_name: str, kind: str) -> Path:
     return _SURROGATES / f"{profile_name}.{kind}.{ending}"
 
 
+def profiles_with_surrogates() -> tuple[str, ...]:
+    """Return the names of the shipped profiles whose surrogates ship, too."""
+    return tuple(name for name in list_profiles() if surrogate_path(name, "tree").is_file())
+
+
 def load_profile(name_or_path: str | os.PathLike[str]) -> Profile:
     """Return a shipped profile, or one from a file.
 

@@ -43,7 +43,7 @@ def shipped_profiles() -> Iterator[Profile]:
                     require_kv_tokens(profile, _engine_args(profile), a_max=0)
                 except CapplanError:  # heads that `tp` does not divide, or memory
                     continue
-                yield profile.replace(model=model_arch(name))
+                yield profile
 
 
 def _engine_args(profile: Profile) -> EngineArgs:

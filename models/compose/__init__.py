@@ -1,7 +1,17 @@
-"""Profiles composed from measured operators, see `compose_profile`."""
+"""Profiles composed from measured operators or layers, see `compose_profile`."""
 
 from capplan.models.compose.decoder import Decoder, decoder_of
-from capplan.models.compose.profile import compose_profile
+from capplan.models.compose.layers import layer_times
+from capplan.models.compose.profile import compose_profile, operator_times, profile_of_times
 from capplan.models.compose.tables import SYSTEMS, operator_tables
 
-__all__ = ["SYSTEMS", "Decoder", "compose_profile", "decoder_of", "operator_tables"]
+__all__ = [
+    "SYSTEMS",
+    "Decoder",
+    "compose_profile",
+    "decoder_of",
+    "layer_times",
+    "operator_tables",
+    "operator_times",
+    "profile_of_times",
+]

@@ -7,7 +7,7 @@ faster than a kernel's start and reading keys and values at the rate of the larg
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Final
 
 import numpy as np
@@ -44,12 +44,12 @@ class DecodeAttention:
 
     times: RegularGridInterpolator
     """Milliseconds over the log of requests and over tokens of context, with the floor of cold memory."""
-    batch_scale: float
-    """Measured requests per request: KV heads beyond the measured ones count as more requests."""
-    context_scale: float
-    """Measured tokens per token of context: another head size counts by its bytes."""
     ms_per_token: float
     """Milliseconds per KV token of large contexts, for contexts beyond the measured ones."""
+    batch_scale: float = 1.0
+    """Measured requests per request: KV heads beyond the measured ones count as more requests."""
+    context_scale: float = 1.0
+    """Measured tokens per token of context: another head size counts by its bytes."""
 
     def ms(self, requests: Floats, kv_tokens: Floats) -> Floats:
         """Return milliseconds for `requests` with `kv_tokens` together, of their common shape."""
@@ -85,14 +85,21 @@ def decode_attention(table: pd.DataFrame, heads: Heads) -> DecodeAttention:
         for each in (low, high)
     ]
     times = np.exp((1.0 - share) * logs[0] + share * logs[1])
+    measured_heads = Heads(heads.query, kv, head_dim)
+    return replace(
+        decode_times(times, measured_heads), batch_scale=batch_scale, context_scale=heads.head_dim / head_dim
+    )
+
+
+def decode_times(times: pd.DataFrame, heads: Heads) -> DecodeAttention:
+    """Return decode attention from milliseconds by requests (index) and tokens of context (columns)."""
     batches, contexts = times.index.to_numpy(dtype=float), times.columns.to_numpy(dtype=float)
-    token_bytes = 2 * KV_BYTES * kv * head_dim
+    token_bytes = 2 * KV_BYTES * heads.kv * heads.head_dim
     ms_per_token = _ms_per_token(times.to_numpy(), batches, contexts, token_bytes)
-    cold = _cold(times.to_numpy(), batches, contexts, ms_per_token)
     return DecodeAttention(
-        times=RegularGridInterpolator((np.log(batches), contexts), cold),
-        batch_scale=batch_scale,
-        context_scale=heads.head_dim / head_dim,
+        times=RegularGridInterpolator(
+            (np.log(batches), contexts), _cold(times.to_numpy(), batches, contexts, ms_per_token)
+        ),
         ms_per_token=ms_per_token,
     )
 
@@ -100,21 +107,23 @@ def decode_attention(table: pd.DataFrame, heads: Heads) -> DecodeAttention:
 def prefill_ms_per_mpair(table: pd.DataFrame, heads: Heads) -> float:
     """Return the milliseconds of one layer per million (query, key) pairs of causal prefill attention."""
     at_size, kv, head_dim = _nearest(table, heads)
-    first, last = _PAIR_PROMPTS
-    chosen = at_size[
-        (at_size["num_key_value_heads"] == kv)
-        & (at_size["batch_size"] == 1)
-        & at_size["isl"].between(first, last)
-    ]
+    chosen = at_size[(at_size["num_key_value_heads"] == kv) & (at_size["batch_size"] == 1)]
     query = np.sort(chosen["num_heads"].unique()).astype(float)
     nearest = query[np.argmin(np.abs(np.log(query / (heads.query * kv / heads.kv))))]
     rows = chosen[chosen["num_heads"] == nearest]
-    tokens, ms = rows["isl"].to_numpy(dtype=float), rows["latency"].to_numpy(dtype=float)
-    mpairs = tokens * (tokens + 1.0) / 2.0 / 1e6
-    design = np.stack([np.ones_like(mpairs), mpairs], axis=1) / ms[:, None]
-    slope = np.linalg.lstsq(design, np.ones_like(ms))[0][1]
     work = heads.query * heads.head_dim / (nearest * head_dim)
-    return float(max(0.0, slope) * work)
+    return float(work) * ms_per_mpair(
+        rows["isl"].to_numpy(dtype=float), rows["latency"].to_numpy(dtype=float)
+    )
+
+
+def ms_per_mpair(tokens: Floats, ms: Floats) -> float:
+    """Return the slope of prefill attention over million pairs, by prompts of `_PAIR_PROMPTS` tokens."""
+    first, last = _PAIR_PROMPTS
+    chosen = (tokens >= first) & (tokens <= last)
+    mpairs = tokens[chosen] * (tokens[chosen] + 1.0) / 2e6
+    design = np.stack([np.ones_like(mpairs), mpairs], axis=1) / ms[chosen, None]
+    return float(max(0.0, np.linalg.lstsq(design, np.ones_like(mpairs))[0][1]))
 
 
 def _nearest(table: pd.DataFrame, heads: Heads) -> tuple[pd.DataFrame, int, int]:

@@ -6,7 +6,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any, Final
 
-from capplan.datasets.catalog import arch_of
+from capplan.datasets.catalog import arch_of, known_arch
 from capplan.errors import InputError
 from capplan.models.compose.attention import Heads
 from capplan.spec import ModelArch
@@ -108,6 +108,9 @@ def decoder_of(
     if dtype not in DTYPES:
         raise InputError(f"must be one of {', '.join(DTYPES)}", dtype, "--dtype")
     arch = arch_of(config, base_model, location)
+    known = known_arch([base_model])
+    if known is not None and known.replace(name=arch.name, hf_ids=arch.hf_ids) == arch:
+        arch = known  # with its short name, and the ids of other models of this shape
     if dtype.startswith("fp8"):
         arch = arch.replace(linear_dtype_bytes=1)
     return Decoder(

@@ -8,15 +8,17 @@ head), and pairs of query and key (prefill attention).
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Final
+from typing import Final, Protocol
 
 import numpy as np
 from numpy.typing import NDArray
 
+from capplan.datasets.catalog import GpuSheet
 from capplan.errors import InputError
 from capplan.models.compose.attention import DecodeAttention, decode_attention, prefill_ms_per_mpair
 from capplan.models.compose.decoder import Decoder
 from capplan.models.compose.gemm import GemmTimes, gemm_times
+from capplan.models.compose.lora import small_product_ratio
 from capplan.models.compose.tables import OperatorTables
 
 Floats = NDArray[np.float64]
@@ -28,9 +30,50 @@ ELEMENTWISE_BANDWIDTH: Final = 0.8
 """Share of the memory's peak that memory-bound kernels reach."""
 
 
+class StepTimes(Protocol):
+    """Times of the forward passes of a decoder on `tp` GPUs, from measurements of its parts."""
+
+    @property
+    def decoder(self) -> Decoder:
+        """The model."""
+
+    @property
+    def tp(self) -> int:
+        """GPUs per copy of the model."""
+
+    @property
+    def sheet(self) -> GpuSheet:
+        """Data sheet of the GPU."""
+
+    @property
+    def source(self) -> str:
+        """Source of the measurements, in words."""
+
+    @property
+    def parts(self) -> str:
+        """Kind of the measured parts: operators or layers."""
+
+    @property
+    def small_product_ratio(self) -> float:
+        """Time of products of LoRA's shapes over that on an H100."""
+
+    @property
+    def ms_per_prefill_mpair(self) -> float:
+        """Prefill attention of all layers, per million pairs of query and key."""
+
+    def tokens_ms(self, tokens: Floats) -> Floats:
+        """Return the milliseconds that depend on tokens of the step, of their shape."""
+
+    def requests_ms(self, requests: Floats, kv_tokens: Floats) -> Floats:
+        """Return the milliseconds that depend on requests and their KV tokens, of their common shape."""
+
+    def beyond(self, max_tokens: int) -> tuple[str, ...]:
+        """Return in words what lies beyond the measured range, and how far."""
+
+
 @dataclass(frozen=True)
 class ForwardPass:
-    """Times of one forward pass of a decoder on `tp` GPUs; see `forward_pass`."""
+    """Times by the operators of a GPU; see `forward_pass`."""
 
     decoder: Decoder
     tp: int
@@ -41,6 +84,22 @@ class ForwardPass:
     attention: DecodeAttention
     ms_per_prefill_mpair: float
     """Prefill attention of all layers, per million pairs of query and key."""
+    parts: str = "operators"
+
+    @property
+    def sheet(self) -> GpuSheet:
+        """Data sheet of the GPU."""
+        return self.tables.system.sheet
+
+    @property
+    def source(self) -> str:
+        """Source of the measurements, in words."""
+        return self.tables.source
+
+    @property
+    def small_product_ratio(self) -> float:
+        """Time of products of LoRA's shapes over that on an H100."""
+        return small_product_ratio(self.tables)
 
     def tokens_ms(self, tokens: Floats) -> Floats:
         """Return the milliseconds that depend on tokens of the step, of their shape."""
@@ -79,7 +138,7 @@ class ForwardPass:
 
     def _elementwise_ms(self, tokens: Floats) -> Floats:
         parts = self.decoder.elementwise_bytes(self.tp)
-        bytes_per_ms = ELEMENTWISE_BANDWIDTH * self.tables.system.sheet.bytes_per_s / 1e3
+        bytes_per_ms = ELEMENTWISE_BANDWIDTH * self.sheet.bytes_per_s / 1e3
         return np.asarray(len(parts) * KERNEL_MS + sum(parts) * tokens / bytes_per_ms)
 
     def _quantize_ms(self, tokens: Floats) -> Floats | float:

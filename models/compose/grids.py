@@ -8,7 +8,7 @@ import numpy as np
 from numpy.typing import NDArray
 from scipy.optimize import isotonic_regression
 
-from capplan.models.compose.forward import ForwardPass
+from capplan.models.compose.forward import StepTimes
 from capplan.spec import StepTable
 
 Floats = NDArray[np.float64]
@@ -26,16 +26,16 @@ _KV_TOKENS: Final = (0, *(int(2.0 ** (exponent / 2.0)) for exponent in range(14,
 """Factors of the square root of 2, from 128 to 2 million."""
 
 
-def step_tables(forward: ForwardPass) -> dict[str, StepTable]:
+def step_tables(times: StepTimes) -> dict[str, StepTable]:
     """Return the tables of the step form ``table`` for a forward pass.
 
     Times between the captured sizes are those of the mean size that steps in between run at. Single measured
     products scatter, so the sum over a step's products is made monotone by isotonic regression of its log.
     """
-    tokens, ms = _tokens_ms(forward)
+    tokens, ms = _tokens_ms(times)
     requests, kv_tokens = np.meshgrid(np.array(_REQUESTS, float), np.array(_KV_TOKENS, float), indexing="ij")
-    times = forward.requests_ms(requests, np.maximum(kv_tokens, requests))
-    requests_ms = _monotone(np.where(kv_tokens > LONGEST_CONTEXT * requests, np.nan, times))
+    requests_ms = times.requests_ms(requests, np.maximum(kv_tokens, requests))
+    requests_ms = _monotone(np.where(kv_tokens > LONGEST_CONTEXT * requests, np.nan, requests_ms))
     return {
         "tokens_ms": StepTable.of({"tokens": tokens}, np.round(ms, 5)),
         "requests_ms": StepTable.of(
@@ -44,13 +44,13 @@ def step_tables(forward: ForwardPass) -> dict[str, StepTable]:
     }
 
 
-def _tokens_ms(forward: ForwardPass) -> tuple[list[float], Floats]:
+def _tokens_ms(times: StepTimes) -> tuple[list[float], Floats]:
     """Return grid values and milliseconds of steps by tokens."""
     tokens = np.array([*CAPTURED, *_LARGE_STEPS], dtype=float)
     gap = np.diff(np.array(CAPTURED, dtype=float), append=CAPTURED[-1])
     run_at = tokens.copy()
     run_at[: len(CAPTURED)] += np.where(tokens[: len(CAPTURED)] >= 8, gap / 2.0, 0.0)
-    ms = forward.tokens_ms(run_at)
+    ms = times.tokens_ms(run_at)
     return tokens.tolist(), np.exp(isotonic_regression(np.log(ms)).x)
 
 

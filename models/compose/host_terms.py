@@ -33,6 +33,9 @@ class HostTerms(SpecModel):
 
     engine_version: Line
     dtype: Line
+    parts: Line = Field(
+        default="operators", description="Measured parts that the terms go with: operators or layers."
+    )
     base_ms: Annotated[float, Field(ge=0)] = Field(description="Milliseconds per step.")
     ms_per_request: Annotated[float, Field(ge=0)] = Field(description="Milliseconds per running request.")
     request_ms: Annotated[float, Field(ge=0)] = Field(description="Milliseconds per request outside steps.")
@@ -59,7 +62,10 @@ class HostTerms(SpecModel):
     def in_words(self) -> str:
         """Return rows and errors in one sentence."""
         left = ", ".join(f"{each.left_out} {each.error_percent:.1f} %" for each in self.left_out)
-        words = f"host terms fitted on {self.source}: mean ITL within {self.error_percent:.1f} %"
+        fitted = (
+            "host terms fitted on" if self.base_ms or self.ms_per_request else "no host terms; compared with"
+        )
+        words = f"{fitted} {self.source}: mean ITL within {self.error_percent:.1f} %"
         return f"{words}; left out in turn: {left}" if left else words
 
 
@@ -75,8 +81,10 @@ def fitted_terms() -> tuple[HostTerms, ...]:
     return FittedTerms.model_validate_json(FILE.read_bytes()).terms
 
 
-def host_terms(version: str, dtype: str) -> HostTerms:
+def host_terms(version: str, dtype: str, parts: str = "operators") -> HostTerms:
     """Return the fitted terms of the nearest engine version, in this dtype if there are any.
+
+    Measured layers hold the starts of their kernels and the sampler, so that their terms are others.
 
     Raises
     ------
@@ -84,7 +92,8 @@ def host_terms(version: str, dtype: str) -> HostTerms:
         If the version is not one of numbers.
     """
     asked = _numbers(version)
-    fitted = [each for each in fitted_terms() if each.dtype == dtype] or list(fitted_terms())
+    of_parts = [each for each in fitted_terms() if each.parts == parts]
+    fitted = [each for each in of_parts if each.dtype == dtype] or of_parts
     return min(
         fitted, key=lambda each: (_distance(asked, _numbers(each.engine_version)), each.engine_version)
     )

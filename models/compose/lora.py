@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING, Final
 
 import numpy as np
 
-from capplan.datasets.catalog import gpu_sheet, model_arch
+from capplan.datasets.catalog import GpuSheet, gpu_sheet, model_arch
 from capplan.models.compose.tables import OperatorTables, operator_tables
 from capplan.models.roofline import VllmLora, activation_bytes
 from capplan.serving.memory import lora_elements_per_rank
@@ -50,28 +50,32 @@ def small_product_ratio(tables: OperatorTables) -> float:
     return float(np.exp(np.log(ratio).mean()))
 
 
-def lora_coefficients(tables: OperatorTables, arch: ModelArch, tp: int) -> dict[str, Coefficient]:
+def lora_coefficients(
+    sheet: GpuSheet, arch: ModelArch, tp: int, small_product_ratio: float
+) -> dict[str, Coefficient]:
     """Return LoRA terms of the step model in milliseconds, with standard errors.
 
     Parameters
     ----------
-    tables
-        Operators of the GPU.
+    sheet
+        The GPU.
     arch
         Base model.
     tp
         GPUs per copy of the model.
+    small_product_ratio
+        Time of products of LoRA's shapes over that on an H100.
     """
-    carried = VllmLora()
-    sheet, measured = tables.system.sheet, gpu_sheet(_MEASURED_SHEET)
-    small = small_product_ratio(tables)
+    carried, measured = VllmLora(), gpu_sheet(_MEASURED_SHEET)
     bandwidth = measured.bytes_per_s / sheet.bytes_per_s
     elements = _elements_per_layer(arch, tp) / _elements_per_layer(model_arch(_MEASURED_MODEL), 1)
     values = {}
     for name, us in vars(carried).items():
         if not name.startswith("us_"):
             continue
-        ratio = elements * bandwidth if name in _BY_BYTES else 1.0 if name in _BY_HOST else small
+        ratio = (
+            elements * bandwidth if name in _BY_BYTES else 1.0 if name in _BY_HOST else small_product_ratio
+        )
         values[f"ms_{name.removeprefix('us_')}"] = arch.layers * us * ratio / 1e3
     activations_ms = activation_bytes(arch, tp) / (sheet.bytes_per_s / 1e3)
     values["ms_per_lora_ktoken"] = 1e3 * carried.traffic * activations_ms

@@ -8,10 +8,10 @@ import numpy as np
 
 from capplan.errors import InputError
 from capplan.models.compose.decoder import Decoder
-from capplan.models.compose.forward import ForwardPass, forward_pass
+from capplan.models.compose.forward import ForwardPass, StepTimes, forward_pass
 from capplan.models.compose.grids import MAX_TOKENS, step_tables
 from capplan.models.compose.host_terms import HostTerms, composition_terms, host_terms
-from capplan.models.compose.lora import CARRIED_STD_ERROR, lora_coefficients, small_product_ratio
+from capplan.models.compose.lora import CARRIED_STD_ERROR, lora_coefficients
 from capplan.models.compose.tables import operator_tables
 from capplan.models.memory import HOST_FORM, assumed_model, memory_model
 from capplan.models.roofline import loading_model
@@ -32,7 +32,7 @@ from capplan.spec import (
 from capplan.spec.step_tables import TABLE_FORM
 
 ERROR_FORMULA: Final = "100 * mean(|p - a| / a) of mean ITL"
-LICENCE: Final = "Apache-2.0 (operator tables)"
+_LICENCES: Final = {"operators": "Apache-2.0 (operator tables)", "layers": "MIT (layer latencies)"}
 
 
 def compose_profile(
@@ -72,14 +72,35 @@ def compose_profile(
     InputError
         If there are no operators for the GPU, `tp` or the model's dtype, or the weights do not fit.
     """
-    tables = operator_tables(gpu)
-    sheet, arch = tables.system.sheet, decoder.arch
-    forward = forward_pass(tables, decoder, tp)
-    _check_weights(forward)
-    terms = host_terms(version, decoder.dtype) if terms is None else terms
-    suffix = "".join(
-        f"-{each}" for each in (f"tp{tp}" if tp > 1 else "", decoder.dtype.replace("bfloat16", "")) if each
-    )
+    return profile_of_times(operator_times(gpu, decoder, tp), rules, version, terms=terms, command=command)
+
+
+def operator_times(gpu: str, decoder: Decoder, tp: int = 1) -> ForwardPass:
+    """Return the step times of a model by the measured operators of a GPU; see `compose_profile`."""
+    return forward_pass(operator_tables(gpu), decoder, tp)
+
+
+def profile_of_times(
+    times: StepTimes,
+    rules: ServingRules,
+    version: str,
+    *,
+    terms: HostTerms | None = None,
+    command: str = "capplan profile compose",
+) -> Profile:
+    """Return the profile of composed step times; see `compose_profile` for the parameters.
+
+    Raises
+    ------
+    InputError
+        If the weights do not fit.
+    """
+    sheet, arch, tp = times.sheet, times.decoder.arch, times.tp
+    _check_weights(times)
+    terms = host_terms(version, times.decoder.dtype, times.parts) if terms is None else terms
+    kind = times.decoder.dtype.replace("bfloat16", "")
+    suffix = "".join(f"-{each}" for each in (f"tp{tp}" if tp > 1 else "", kind) if each)
+    host = {"request_ms": terms.request_ms, "client_itl_factor": 1.0}
     return Profile(
         name=f"{sheet.key}/{arch.name.lower()}/{rules.engine}-{version}{suffix}",
         gpu=Gpu(name=sheet.name, memory_bytes=sheet.memory_bytes),
@@ -92,32 +113,27 @@ def compose_profile(
             kernel=Kernel.VLLM,
             lora_extra_vocab=rules.lora_extra_vocab,
         ),
-        step_latency=_step_model(forward, terms),
+        step_latency=_step_model(times, terms),
         memory=memory_model(arch, tp, version),
         loading=loading_model(sheet, arch, tp),
-        host=assumed_model(
-            HOST_FORM,
-            {"request_ms": terms.request_ms, "client_itl_factor": 1.0},
-            terms.source,
-            "see step_latency",
-        ),
+        host=assumed_model(HOST_FORM, host, terms.source, "see step_latency"),
         provenance=Provenance(
             kind=ProvenanceKind.COMPOSED,
-            source=tables.source,
-            license=LICENCE,
+            source=times.source,
+            license=_LICENCES[times.parts],
             command=command,
-            notes=_notes(forward, terms, version),
+            notes=_notes(times, terms, version),
         ),
     )
 
 
-def _step_model(forward: ForwardPass, terms: HostTerms) -> FittedModel:
+def _step_model(times: StepTimes, terms: HostTerms) -> FittedModel:
     errors = terms if terms.spans_hardware else composition_terms()
-    carried = lora_coefficients(forward.tables, forward.decoder.arch, forward.tp)
+    carried = lora_coefficients(times.sheet, times.decoder.arch, times.tp, times.small_product_ratio)
     coefficients: dict[str, Coefficient] = {
         "base_ms": Coefficient(value=terms.base_ms, std_error=terms.std_errors[0]),
         "ms_per_request": Coefficient(value=terms.ms_per_request, std_error=terms.std_errors[1]),
-        "ms_per_prefill_mpair": Coefficient(value=forward.ms_per_prefill_mpair),
+        "ms_per_prefill_mpair": Coefficient(value=times.ms_per_prefill_mpair),
         **carried,
     }
     known = {name: each.std_error for name, each in coefficients.items() if each.std_error}
@@ -125,10 +141,10 @@ def _step_model(forward: ForwardPass, terms: HostTerms) -> FittedModel:
     return FittedModel(
         form=TABLE_FORM,
         coefficients=coefficients,
-        tables=step_tables(forward),
+        tables=step_tables(times),
         fitted_range={"tokens": (1.0, float(MAX_TOKENS))},
         fit=Fit(
-            source=f"{forward.tables.source}; {terms.in_words()}",
+            source=f"{times.source}; {terms.in_words()}",
             samples=terms.rows,
             error_formula=ERROR_FORMULA,
             error=terms.error_percent,
@@ -140,26 +156,26 @@ def _step_model(forward: ForwardPass, terms: HostTerms) -> FittedModel:
     )
 
 
-def _notes(forward: ForwardPass, terms: HostTerms, version: str) -> str:
+def _notes(times: StepTimes, terms: HostTerms, version: str) -> str:
     """Return in sentences what was fitted, carried over or extrapolated."""
     notes = [terms.in_words()]
     if not terms.spans_hardware:
         notes.append(f"error on other GPUs and models: {composition_terms().in_words()}")
-    if (terms.engine_version, terms.dtype) != (version, forward.decoder.dtype):
+    if (terms.engine_version, terms.dtype) != (version, times.decoder.dtype):
         fitted = f"vLLM {terms.engine_version} in {terms.dtype}"
         notes.append(f"host terms are those of {fitted}, the nearest that were fitted")
-    ratio = small_product_ratio(forward.tables)
     notes.append(
         "adapter terms are carried over from the H100-64G profiles of vLLM 0.8.5 by times of small products "
-        f"({ratio:.2f} of the H100's), bytes and bandwidth, with a standard error of {CARRIED_STD_ERROR:.0%}"
+        f"({times.small_product_ratio:.2f} of the H100's), bytes and bandwidth, with a standard error of "
+        f"{100 * CARRIED_STD_ERROR:.0f} %"
     )
-    notes += [f"beyond the measured operators: {words}" for words in forward.beyond(MAX_TOKENS)]
+    notes += [f"beyond the measured operators: {words}" for words in times.beyond(MAX_TOKENS)]
     return ". ".join(note[0].upper() + note[1:] for note in notes)
 
 
-def _check_weights(forward: ForwardPass) -> None:
-    arch, sheet = forward.decoder.arch, forward.tables.system.sheet
-    if weight_bytes(arch, forward.tp) >= sheet.memory_bytes:
-        size, room = weight_bytes(arch, forward.tp) / 2**30, sheet.memory_bytes / 2**30
+def _check_weights(times: StepTimes) -> None:
+    arch, sheet = times.decoder.arch, times.sheet
+    if weight_bytes(arch, times.tp) >= sheet.memory_bytes:
+        size, room = weight_bytes(arch, times.tp) / 2**30, sheet.memory_bytes / 2**30
         rule = f"must be more: {size:.1f} GiB of weights per GPU do not fit into {room:.1f} GiB"
-        raise InputError(rule, forward.tp, "--tp")
+        raise InputError(rule, times.tp, "--tp")

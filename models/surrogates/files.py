@@ -64,23 +64,27 @@ _DETERMINING: Final[Any] = {
     "tp": True,
     "model": {
         *("name", "hf_ids", "layers", "hidden_size", "heads", "kv_heads", "head_dim", "intermediate_size"),
-        *("vocab_size", "tied_embeddings", "dtype_bytes", "lora_on_embeddings"),
+        *("vocab_size", "tied_embeddings", "dtype_bytes", "linear_dtype_bytes", "lora_on_embeddings"),
     },
     "engine": True,
     "length_correlation": True,
 }
 """Fields of a profile that the results of its simulations depend on, beside the coefficients."""
 
-_LATER_FIELDS: Final = ("target_modules", "fully_sharded_loras")
-"""Fields of the engine that count when they are set: digests of before stay the same."""
+_LATER_FIELDS: Final = (
+    ("engine", "target_modules"),
+    ("engine", "fully_sharded_loras"),
+    ("model", "linear_dtype_bytes"),
+)
+"""Fields that count when they are set: digests of before stay the same."""
 
 
 def profile_digest(profile: Profile) -> str:
     """Return a digest of everything in a profile that throughput and starvation depend on."""
     relevant = profile.model_dump(include=_DETERMINING)
-    for name in _LATER_FIELDS:
-        if not relevant["engine"][name]:
-            del relevant["engine"][name]
+    for part, name in _LATER_FIELDS:
+        if not relevant[part][name]:
+            del relevant[part][name]
     for part in ("step_latency", "memory", "loading"):
         fitted = getattr(profile, part)
         relevant[part] = [fitted.form, {name: c.value for name, c in fitted.coefficients.items()}]

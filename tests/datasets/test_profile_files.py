@@ -133,4 +133,4 @@ def test_a_profile_of_a_known_model_has_its_positions(tmp_path: Path) -> None:
         document["model"] |= {"hf_ids": [hf_id], "max_positions": given}
         path.write_text(json.dumps(document))
         assert load_profile(path).model.max_positions == expected
-    assert {load_profile(name).model.max_positions for name in list_profiles()} == {131_072, 32_768}
+    assert all(load_profile(name).model.max_positions is not None for name in list_profiles())

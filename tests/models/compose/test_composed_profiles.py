@@ -1,11 +1,21 @@
 """Composed profiles: any dense model on any measured GPU, by sizes alone, with what it rests on."""
 
+from pathlib import Path
+
 import numpy as np
+import pandas as pd
 import pytest
 
 from capplan import InputError, Lengths, Workload, simulate
 from capplan.datasets.catalog import hf_config, model_archs
-from capplan.models.compose import SYSTEMS, compose_profile, decoder_of, operator_tables
+from capplan.models.compose import (
+    SYSTEMS,
+    compose_profile,
+    decoder_of,
+    layer_times,
+    operator_tables,
+    profile_of_times,
+)
 from capplan.models.compose.forward import forward_pass
 from capplan.models.compose.grids import step_tables
 from capplan.models.compose.host_terms import fitted_terms, host_terms
@@ -34,7 +44,7 @@ def test_every_known_model_fits_some_gpus() -> None:
         decoder = decoder_of(hf_config(arch.hf_ids[0]) or {}, arch.hf_ids[0])
         tp = 1 if weight_bytes(arch) < 8e10 else 4
         tables = step_tables(forward_pass(operator_tables("b200"), decoder, tp))
-        step_ms = tables["tokens_ms"].values[0] + tables["requests_ms"].values[0]
+        step_ms = sum(float(table.grid_ms.min()) for table in tables.values())
         weights_ms = 1e3 * weight_bytes(arch, tp) / operator_tables("b200").system.sheet.bytes_per_s
         assert 0.9 * weights_ms < step_ms < 6 * weights_ms
 
@@ -76,8 +86,39 @@ def test_a_profile_says_what_it_rests_on() -> None:
     assert "carried over" in profile.provenance.notes
 
 
+def test_measured_layers_need_no_operators(tmp_path: Path) -> None:
+    kinds = ("layernorm", "qkv_proj", "rotary_emb", "o_proj", "gate_up_proj", "act_fn", "down_proj")
+    dense = [
+        (kind, tokens, 10.0 + tokens)
+        for kind in (*kinds, "embedding", "final_layernorm")
+        for tokens in (1, 64)
+    ]
+    pd.DataFrame(dense, columns=["layer", "tokens", "time_us"]).to_csv(tmp_path / "dense.csv", index=False)
+    decode = [(0, 0, n, kv, 5.0 + 0.01 * n * kv) for n in (1, 256) for kv in (16, 1024, 16384)]
+    prefill = [(n, 0, 0, 0, 5.0 + n * n / 1e3) for n in (256, 1024, 2048)]
+    columns = ["prefill_chunk", "kv_prefill", "n_decode", "kv_decode", "time_us"]
+    pd.DataFrame([*decode, *prefill], columns=columns).to_csv(tmp_path / "attention.csv", index=False)
+    sequences = [(layer, n, 100.0) for layer in ("lm_head", "sampler") for n in (1, 256)]
+    pd.DataFrame(sequences, columns=["layer", "sequences", "time_us"]).to_csv(
+        tmp_path / "per_sequence.csv", index=False
+    )
+    times = layer_times(tmp_path, "rtx-4090", decoder_of(hf_config(LLAMA) or {}, LLAMA))
+    # Eight layers of 11 us, norms counted twice, in 32 layers; embedding and last norm once.
+    assert times.tokens_ms(np.array([1.0]))[0] == pytest.approx((32 * 8 + 2) * 0.011)
+    assert times.requests_ms(np.array([1.0]), np.array([1024.0]))[0] == pytest.approx(
+        0.2 + 32 * 0.01524, rel=0.01
+    )
+    assert times.ms_per_prefill_mpair == pytest.approx(32 * 2.0, rel=0.02)
+    profile = profile_of_times(times, rules_of_version("0.19.0"), "0.19.0")
+    assert profile.step_latency.value("base_ms") == 0.0
+    assert "dense layers: 16384 rows, 256.00 times the largest measured" in profile.provenance.notes
+    (tmp_path / "dense.csv").write_text("layer,tokens\n")
+    with pytest.raises(InputError, match="must have the columns time_us"):
+        layer_times(tmp_path, "rtx-4090", times.decoder)
+
+
 def test_host_terms_are_of_the_nearest_version_with_the_same_scheduling() -> None:
-    versions = {each.engine_version for each in fitted_terms()}
+    versions = {each.engine_version for each in fitted_terms() if each.parts == "operators"}
     for version in versions:
         assert host_terms(version, "bfloat16").engine_version == version
     assert host_terms("0.11.0", "bfloat16").engine_version == "0.12.0"

@@ -3,7 +3,8 @@
 import numpy as np
 import pytest
 
-from capplan import Lengths, Workload, errors, list_profiles, load_surrogate
+from capplan import Lengths, Workload, errors, load_surrogate
+from capplan.datasets.profile_files import profiles_with_surrogates
 from capplan.models import Surrogate
 from capplan.models.surrogates.features import FEATURES, feature_vector
 from capplan.models.surrogates.files import KINDS
@@ -121,7 +122,7 @@ def test_most_scenarios_like_those_of_training_are_in_range(surrogate: Surrogate
 
 
 @pytest.mark.parametrize("kind", KINDS)
-@pytest.mark.parametrize("name", list_profiles())
+@pytest.mark.parametrize("name", profiles_with_surrogates())
 def test_shipped_surrogates_predict_and_flag_their_range(name: str, kind: str) -> None:
     surrogate = load_surrogate(name, kind)
     assert surrogate.predict(asked(), **SETTINGS).in_range
@@ -132,7 +133,7 @@ def test_shipped_surrogates_predict_and_flag_their_range(name: str, kind: str) -
 
 def test_an_unknown_kind_is_named() -> None:
     with pytest.raises(errors.InputError, match="must be one of best, forest, tree"):
-        load_surrogate(list_profiles()[0], kind="oracle")
+        load_surrogate(profiles_with_surrogates()[0], kind="oracle")
 
 
 def test_a_profile_without_surrogates_names_the_command_that_makes_them() -> None:

@@ -1,0 +1,70 @@
+"""`capplan profile compose`: a profile of any dense model, or one line that says what exists."""
+
+import json
+from pathlib import Path
+
+import pytest
+
+from capplan import load_profile
+from tests.cli.conftest import Run, error_line
+
+OWN = {
+    "architectures": ["Qwen3ForCausalLM"],
+    "num_hidden_layers": 24,
+    "hidden_size": 2048,
+    "num_attention_heads": 16,
+    "num_key_value_heads": 8,
+    "head_dim": 128,
+    "intermediate_size": 6144,
+    "vocab_size": 151936,
+    "max_position_embeddings": 40960,
+}
+
+
+def config(folder: Path, **changes: object) -> Path:
+    path = folder / "config.json"
+    path.write_text(json.dumps(OWN | changes))
+    return path
+
+
+def test_a_config_becomes_a_profile_that_says_its_error(run: Run, tmp_path: Path) -> None:
+    path = tmp_path / "own.json"
+    given = ("--model-config", config(tmp_path), "--base-model", "someone/own", "--engine-version", "0.15.1")
+    result = run("profile", "compose", "--gpu", "h100_sxm", *given, "--tp", "2", "-o", path)
+    assert "error on measured engines: 2.2 %" in result.stdout
+    profile = load_profile(path)
+    assert (profile.name, profile.tp) == ("h100-80g/own/vllm-0.15.1-tp2", 2)
+    assert profile.provenance.kind == "composed"
+    assert "compose --gpu h100_sxm" in profile.provenance.command
+    assert "left out" in run("profiles", path).stdout
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        (("--gpu", "v100"), "--gpu: must be a GPU with measured operators: a100-80g (a100_sxm)"),
+        (("--gpu", "h200", "--tp", "3"), "--tp: must be one of 1, 2, 4, 8"),
+        (("--gpu", "h200", "--dtype", "int4"), "--dtype: must be one of bfloat16, float16, fp8, fp8_block"),
+        (
+            ("--gpu", "a100-80g", "--dtype", "fp8"),
+            "--dtype: must be a dtype with measured products on this GPU",
+        ),
+        (("--gpu", "h200", "--engine-version", "0.1"), "engine_version: must be a version of vLLM"),
+        (("--gpu", "rtx-4090", "--layers", "nowhere"), "nowhere/dense.csv: cannot be read"),
+    ],
+)
+def test_what_does_not_exist_is_one_line(
+    run: Run, tmp_path: Path, options: tuple[str, ...], message: str
+) -> None:
+    output = tmp_path / "out.json"
+    result = run("profile", "compose", "--model", "llama-3.1-8b", *options, "-o", output)
+    assert message in error_line(result)
+    assert not output.exists()
+
+
+def test_an_unknown_architecture_is_refused_by_name(run: Run, tmp_path: Path) -> None:
+    path = config(tmp_path, architectures=["MambaForCausalLM"])
+    given = ("--model-config", path, "--base-model", "a/b")
+    line = error_line(run("profile", "compose", "--gpu", "h200", *given, "-o", tmp_path / "x.json"))
+    assert "architectures: must name one of LlamaForCausalLM" in line
+    assert "MambaForCausalLM" in line
