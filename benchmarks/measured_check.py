@@ -21,6 +21,7 @@ from benchmarks.common import command_line, emit, records_table, user_errors
 from benchmarks.measured import (
     dense_stages,
     estimator,
+    estimator_rows,
     h100_64g,
     layers,
     memory_gap,
@@ -93,7 +94,10 @@ def comparisons(folder: Path, chosen: Sequence[str]) -> Iterator[tuple[str, Comp
             continue
         found = compare(name, cases, used)
         if name == "rank_sweeps":
-            found = replace(found, predictions=records_table(rank_sweeps.ratios_by_tp(cases, used)))
+            found = replace(found, more=records_table(rank_sweeps.ratios_by_tp(cases, used)))
+        if name == "estimator":
+            rows = estimator_rows.supported(stages, silicon_vllm.read(folder))
+            found = replace(found, more=records_table(rows))
         yield name, found
         if name == "dense_stages":
             yield LEFT_OUT, left_out_errors(stages, methods)
@@ -126,7 +130,7 @@ def report(found: Mapping[str, Comparison], with_rows: bool) -> str:
         parts += [f"## {name}", *(error_table(each.records, by) for by in _TABLES.get(name, _BY_HARDWARE))]
         if with_rows:
             parts.append(row_table(each.records))
-        parts.append(each.predictions)
+        parts.append(each.more)
         if each.refusals:
             parts += ["Not predicted:", records_table(map(asdict, each.refusals))]
     return "\n\n".join(part for part in parts if part) + "\n"

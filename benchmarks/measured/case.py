@@ -9,7 +9,6 @@ from typing import Final, Protocol
 from capplan import InputError, Profile
 from capplan.datasets.catalog import gpu_sheet, model_arch
 from capplan.models.roofline import EngineChoice, roofline_profile
-from capplan.serving.rules import rules_of_version, serving_rules
 from capplan.spec import Kernel
 
 SLORA: Final = "s-lora"
@@ -71,8 +70,8 @@ def roofline_for(deployment: Deployment, _left_out: LeftOut | None = None) -> Pr
     if deployment.dtype not in ("bfloat16", "float16"):
         raise InputError("must have 16 bits: so has the arithmetic of data sheets", deployment.dtype, "dtype")
     if deployment.version == SLORA:
-        engine = EngineChoice(SLORA, serving_rules("slora").version, "slora", Kernel.BGMV)
+        engine = EngineChoice(rules="slora", kernel=Kernel.BGMV)
     else:
         version = deployment.version or UNRECORDED
-        engine = EngineChoice(version=version, rules=rules_of_version(version).name, lora=False)
+        engine = EngineChoice(version=version, lora=False)
     return roofline_profile(gpu_sheet(deployment.gpu), model_arch(deployment.model), engine, deployment.tp)

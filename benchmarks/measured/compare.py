@@ -49,8 +49,8 @@ class Refusal:
 class Comparison:
     records: Sequence[Record]
     refusals: Sequence[Refusal]
-    predictions: str = ""
-    """Markdown table of predictions that no measurement belongs to."""
+    more: str = ""
+    """Another table of the source, in Markdown."""
 
 
 def compare(

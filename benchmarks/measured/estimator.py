@@ -19,13 +19,14 @@ from benchmarks.measured.step_times import model_ms
 from capplan import InputError, Profile
 from capplan.datasets.catalog import gpu_sheet, model_arch
 from capplan.models.compose import SYSTEMS
+from capplan.models.compose.tables import system_of
 from capplan.serving.memory import weight_bytes
 
 POINTS: Final = 200
 _SEED: Final = 0
 _VERSION: Final = "0.15.1"
 """Of no influence on a step without the host."""
-_MODELS: Final[Mapping[str, str]] = MappingProxyType(
+MODELS: Final[Mapping[str, str]] = MappingProxyType(
     {
         "meta-llama/Llama-3.1-8B": "meta-llama/Meta-Llama-3.1-8B",
         "meta-llama/Llama-3.1-70B": "meta-llama/Meta-Llama-3.1-70B",
@@ -72,14 +73,14 @@ def read(points: int = POINTS) -> list[EstimatedStep]:
     fitting = [
         (system, model, tp)
         for system in SYSTEMS
-        for model in _MODELS
+        for model in MODELS
         for tp in _TPS
         if weight_bytes(model_arch(model), tp) < _WEIGHTS * gpu_sheet(system.sheet_key).memory_bytes
     ]
     steps = []
     for number in range(points):
         system, model, tp = fitting[draw.integers(len(fitting))]
-        engine = _engine(_MODELS[model], system.key, tp)
+        engine = engine_of(MODELS[model], system.sheet_key, tp)
         deployment = Deployment(system.sheet_key, model, tp, _VERSION)
         if number % 2:
             prompt = _log_uniform(draw, *_PROMPTS)
@@ -98,10 +99,11 @@ def _log_uniform(draw: np.random.Generator, low: int, high: int) -> int:
 
 
 @functools.cache
-def _engine(model: str, system: str, tp: int) -> Any:
+def engine_of(model: str, gpu: str, tp: int) -> Any:
+    """Return the estimator of a model by the package's name, on GPUs by the name of their data sheet."""
     try:
         from aiconfigurator_core.sdk.engine import EngineHandle
     except ImportError:
         rule = "needs the operator tables: pip install 'capplan[measured]'"
         raise InputError(rule, location="estimator") from None
-    return EngineHandle.compile(model, system, "vllm", tp_size=tp)
+    return EngineHandle.compile(model, system_of(gpu).key, "vllm", tp_size=tp)
