@@ -144,6 +144,7 @@ def arch_of(config: Mapping[str, Any], hf_id: str, location: str) -> ModelArch:
     _require_dense(config, hf_id, location)
     heads = whole_number(config, "num_attention_heads", location)
     hidden = whole_number(config, "hidden_size", location)
+    architectures = architectures_of(config, location)
     return ModelArch(
         name=hf_id.rsplit("/", maxsplit=1)[-1],
         hf_ids=(hf_id,),
@@ -155,8 +156,8 @@ def arch_of(config: Mapping[str, Any], hf_id: str, location: str) -> ModelArch:
         intermediate_size=whole_number(config, "intermediate_size", location),
         vocab_size=whole_number(config, "vocab_size", location),
         tied_embeddings=bool(config.get("tie_word_embeddings", False)),
-        lora_on_embeddings=any(each in _EMBEDDING_ADAPTERS for each in config.get("architectures") or ()),
-        qk_norm=any(each in _QK_NORM for each in config.get("architectures") or ()),
+        lora_on_embeddings=any(each in _EMBEDDING_ADAPTERS for each in architectures),
+        qk_norm=any(each in _QK_NORM for each in architectures),
         sliding_window=_sliding_window(config, location),
         max_positions=(
             None if config.get(_POSITIONS) is None else whole_number(config, _POSITIONS, location)
@@ -180,6 +181,16 @@ def _sliding_window(config: Mapping[str, Any], location: str) -> int | None:
     if config.get("sliding_window") is None or config.get("use_sliding_window") is False:
         return None
     return whole_number(config, "sliding_window", location)
+
+
+def architectures_of(config: Mapping[str, Any], location: str) -> list[str]:
+    """Return the names of a model's classes; none if the field is absent."""
+    names = config.get("architectures")
+    if names is None:
+        return []
+    if not isinstance(names, list) or not all(isinstance(name, str) for name in names):
+        raise InputError("must be a list of names", names, f"{location}: architectures")
+    return names
 
 
 def whole_number(config: Mapping[str, Any], key: str, location: str, default: int | None = None) -> int:

@@ -6,7 +6,7 @@ import json
 from collections.abc import Callable, Iterator
 from itertools import product
 from pathlib import Path
-from typing import Final
+from typing import Any, Final
 
 from benchmarks.soak.case import (
     COMPOSE,
@@ -211,7 +211,8 @@ def _results() -> Iterator[Case]:
                 ("bench", "--read", "result.json"),
                 {"result.json": text},
             )
-    config = {
+    config: dict[str, Any] = {
+        "architectures": ["LlamaForCausalLM"],
         "hidden_size": 4096,
         "num_hidden_layers": 32,
         "num_attention_heads": 32,
@@ -220,6 +221,10 @@ def _results() -> Iterator[Case]:
         "vocab_size": 128256,
         "head_dim": 128,
         "max_position_embeddings": 8192,
+        "sliding_window": 4096,
+        "sliding_window_pattern": 2,
+        "layer_types": None,
+        "quantization_config": None,
     }
     values = ("0", "1e9", "9223372036854775808", "9" * 400, DIGITS, '"x"', "true", "[]")
     for words, (key, (number, value)) in product((ROOFLINE, COMPOSE), product(config, enumerate(values))):

@@ -6,7 +6,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any, Final
 
-from capplan.datasets.catalog import arch_of, known_arch
+from capplan.datasets.catalog import arch_of, architectures_of, known_arch, whole_number
 from capplan.errors import InputError
 from capplan.models.compose.attention import Heads
 from capplan.spec import ModelArch
@@ -22,6 +22,8 @@ DENSE: Final = (
     "Gemma3ForCausalLM",
 )
 """Dense decoders with a gated MLP, by ``architectures`` of config.json."""
+
+_PATTERN: Final = "sliding_window_pattern"
 
 DTYPES: Final = ("bfloat16", "float16", "fp8", "fp8_block")
 """Dtypes of weights and products; those of 16 bits take the same time. In ``fp8`` a weight matrix has one
@@ -99,7 +101,7 @@ def decoder_of(
         For an architecture that is not known to be a dense decoder, by its name; for an unknown dtype or
         quantization.
     """
-    names = [str(each) for each in config.get("architectures") or ()]
+    names = architectures_of(config, location)
     name = next((each for each in names if each in DENSE), None)
     if name is None:
         rule = f"must name one of {', '.join(DENSE)}: dense decoders whose operators are known"
@@ -116,7 +118,9 @@ def decoder_of(
     return Decoder(
         arch=arch,
         norms=4 if name in _FOUR_NORMS else 2,
-        window_layers=0 if arch.sliding_window is None else _window_layers(config, name, arch.layers),
+        window_layers=(
+            0 if arch.sliding_window is None else _window_layers(config, name, arch.layers, location)
+        ),
         dtype="bfloat16" if dtype == "float16" else dtype,
     )
 
@@ -126,17 +130,23 @@ def _dtype(config: Mapping[str, Any], location: str) -> str:
     quantization = config.get("quantization_config")
     if not quantization:
         return "bfloat16"
-    method = quantization.get("quant_method") if isinstance(quantization, Mapping) else quantization
-    if method != "fp8":
+    fields = quantization if isinstance(quantization, Mapping) else {"quant_method": quantization}
+    if fields.get("quant_method") != "fp8":
         rule = "must be fp8, whose products were measured; other weights by --dtype"
-        raise InputError(rule, str(method), f"{location}: quantization_config.quant_method")
-    return "fp8_block" if quantization.get("weight_block_size") else "fp8"
+        method = str(fields.get("quant_method"))
+        raise InputError(rule, method, f"{location}: quantization_config.quant_method")
+    return "fp8_block" if fields.get("weight_block_size") else "fp8"
 
 
-def _window_layers(config: Mapping[str, Any], name: str, layers: int) -> int:
+def _window_layers(config: Mapping[str, Any], name: str, layers: int, location: str) -> int:
     """Return the number of layers with a sliding window, in a model that has one."""
     kinds = config.get("layer_types")
+    if kinds is not None and not isinstance(kinds, list):
+        raise InputError("must be a list of names", kinds, f"{location}: layer_types")
     if kinds:
         return sum(kind == "sliding_attention" for kind in kinds)
-    period = config.get("sliding_window_pattern") or _WINDOW_PERIODS.get(name)
-    return layers - layers // int(period) if period else layers
+    if config.get(_PATTERN) is not None:
+        period = whole_number(config, _PATTERN, location)
+    else:
+        period = _WINDOW_PERIODS.get(name, 0)
+    return layers - layers // period if period else layers

@@ -131,11 +131,19 @@ def test_host_terms_are_of_the_nearest_version_with_the_same_scheduling() -> Non
         ({"architectures": ["MixtralForCausalLM"]}, "architectures: must name one of LlamaForCausalLM"),
         ({"quantization_config": {"quant_method": "awq"}}, "quant_method: must be fp8"),
         ({"hidden_size": 0}, "hidden_size: must be a whole number above 0"),
+        ({"architectures": 5}, "architectures: must be a list of names"),
+        ({"sliding_window": 64, "layer_types": 5}, "layer_types: must be a list of names"),
+        ({"sliding_window": 64, "sliding_window_pattern": "x"}, "pattern: must be a whole number above 0"),
     ],
 )
 def test_what_is_not_known_is_refused_by_name(change: dict[str, object], message: str) -> None:
     with pytest.raises(InputError, match=message):
         decoder_of(SMALL | change, "a/b")
+
+
+def test_a_quantization_may_be_a_name() -> None:
+    named = decoder_of(SMALL | {"quantization_config": "fp8"}, "a/b")
+    assert named == decoder_of(SMALL | {"quantization_config": {"quant_method": "fp8"}}, "a/b")
 
 
 def test_tensor_parallelism_must_have_been_measured_and_divide_the_heads() -> None:
