@@ -130,7 +130,7 @@ def calibrate(
         steps, profile = _fit_steps(table, counted, profile, options, progress)
     run_fit = None
     if runs:
-        run_fit, profile = _fit_runs(runs, profile, steps is not None, options, progress)
+        run_fit, profile = fit_runs(runs, profile, steps is not None, options, progress)
         profile = profile.replace(step_latency=_with_prompts(profile.step_latency, runs))
     profile = profile.replace(
         name=options.name or f"{base.name}-calibrated",
@@ -232,13 +232,28 @@ def _idle_load_ms(
     return loads
 
 
-def _fit_runs(
+def fit_runs(
     runs: Sequence[MeasuredRun],
     profile: Profile,
     steps_known: bool,
     options: CalibrationOptions,
-    progress: Progress | None,
+    progress: Progress | None = None,
 ) -> tuple[RunCalibration, Profile]:
+    """Fit free coefficients of a profile to runs, and return the profile with their uncertainty and errors.
+
+    Parameters
+    ----------
+    runs
+        The runs.
+    profile
+        The initial profile.
+    steps_known
+        Whether a step table has determined the step model.
+    options
+        Options of the fit.
+    progress
+        Called with (stage, done, total).
+    """
     latencies = any(target in run.measured for run in runs for target in _LATENCIES)
     free = free_coefficients(profile, options.free, steps_known=steps_known, latency_measured=latencies)
     found = calibrate_runs(
@@ -275,9 +290,9 @@ def _run_uncertainty(found: RunCalibration) -> Uncertainty:
 
 
 def _target(found: RunCalibration) -> str:
-    """Return the first measured target, mean ITL before the others."""
+    """Return the first measured target, mean ITL and TPOT before the others."""
     known = found.errors(found.after)
-    return next(name for name in ("itl_ms_mean", *TARGETS) if name in known)
+    return next(name for name in ("itl_ms_mean", "tpot_ms_mean", *TARGETS) if name in known)
 
 
 def _with_prompts(model: FittedModel, runs: Sequence[MeasuredRun]) -> FittedModel:

@@ -43,7 +43,7 @@ from capplan.twin.trace import TwinTrace
 
 Progress = Callable[[int, int], None]
 
-COMPONENTS: Final = ("step_latency", "loading", "host")
+COMPONENTS: Final = ("step_latency", "memory", "loading", "host")
 """Components of a profile that may have free coefficients."""
 
 _SCATTER: Final = MappingProxyType(
