@@ -1,0 +1,52 @@
+"""The shipped profile of S-LoRA: its pool, and measured runs that it simulates."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+from benchmarks.measured import slora
+from capplan import Adapter, InputError, Lengths, Workload, load_profile, simulate
+
+PROFILE = load_profile(slora.NAME)
+
+
+def served(adapters: int, rate_rps: float = 4.0, **fields: object) -> Workload:
+    return Workload(
+        base_model="meta-llama/Llama-2-7b-hf",
+        adapters=[
+            Adapter(name=f"a{i}", rank=32, rate_rps=rate_rps / adapters, **fields) for i in range(adapters)
+        ],
+        prompt_tokens=Lengths(mean=250),
+        output_tokens=Lengths(mean=230),
+    )
+
+
+def run(workload: Workload) -> float:
+    result = simulate(workload, PROFILE, a_max=32, s_max=32, duration_s=200.0, max_num_seqs=1000)
+    return result.throughput_tok_s
+
+
+def test_more_adapters_leave_less_of_the_pool_to_requests() -> None:
+    """An overloaded engine serves fewer requests the more adapters share the pool with them."""
+    assert run(served(32, 30.0)) > run(served(128, 30.0)) > run(served(512, 30.0))
+
+
+def test_adapters_of_fewer_matrices_leave_more_of_the_pool_to_requests() -> None:
+    every, two = served(256, 30.0), served(256, 30.0, target_modules=["q_proj", "v_proj"])
+    assert run(two) > run(every)
+
+
+def test_layers_that_s_lora_does_not_adapt_are_refused_by_adapter() -> None:
+    with pytest.raises(InputError, match="adapter a0: target_modules: must be among q_proj, k_proj, v_proj"):
+        run(served(2, target_modules=["gate_proj"]))
+
+
+@pytest.mark.parametrize("row", [6, 19, 42])
+def test_measured_runs_are_met(reference_dir: Path, row: int) -> None:
+    """A run below capacity, one near it and one far beyond, with 64, 160 and 512 adapters."""
+    measured = slora.measured_runs(reference_dir / "measured")[row]
+    result = measured.simulate(PROFILE, seed=row)
+    assert result.throughput_tok_s == pytest.approx(measured.measured["throughput_tok_s"], rel=0.05)
+    assert result.tpot_ms_mean == pytest.approx(measured.measured["tpot_ms_mean"], rel=0.08)
