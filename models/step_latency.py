@@ -17,9 +17,9 @@ from typing import NamedTuple
 import numpy as np
 from numpy.typing import NDArray
 
-from capplan.compile import jit
+from capplan.compile import inner, jit
 from capplan.errors import InputError
-from capplan.models.step_tables import pack_tables, tables_ms
+from capplan.models.step_tables import KvLine, kv_line, milliseconds_at, no_line, pack_tables
 from capplan.spec import FittedModel, Kernel
 from capplan.spec.step_tables import TABLE_FORM
 from capplan.spec.validation import unknown_key
@@ -273,7 +273,10 @@ def coefficient_array(model: FittedModel) -> NDArray[np.float64]:
                 values.append(model.value(name))
             else:
                 values.append(0.0 if instead is None else model.value(instead))
-    return np.concatenate([values, pack_tables(model.tables)]) if form is TABLE else np.array(values)
+    if form is TABLE:
+        packed = pack_tables(model.tables["tokens_ms"], model.tables["requests_ms"], len(values))
+        return np.concatenate([values, packed])
+    return np.array(values)
 
 
 def _require_known(model: FittedModel, form: LatencyForm) -> None:
@@ -313,17 +316,33 @@ def step_ms(form: int, k: NDArray[np.float64], step: StepFeatures) -> float:
     step
         Contents of the step.
     """
-    if form in (_IS_TOPPINGS_BGMV, _IS_TOPPINGS_MBGMV):
-        return 0.0
-    if form == _IS_DIGITAL_TWIN:
+    return with_line_ms(form, k, step, step_line(form, k, step))
+
+
+@inner
+def step_line(form: int, k: NDArray[np.float64], step: StepFeatures) -> KvLine:
+    """Return `step_ms` of the table form as long as only KV tokens change; no line in other forms."""
+    if form < _IS_TABLE:
+        return no_line(np.inf)
+    line = kv_line(k, _TABLES, step.tokens, step.requests, step.kv_tokens)
+    with_adapter = min(1.0, step.adapters)  # means over steps lie between none and one, too
+    terms_ms = _additive_ms(k, step, with_adapter * step.a_max, line.start)
+    terms_ms += with_adapter * k[_LORA_KTOKEN] * step.tokens / 1000.0
+    ms_per_token = line.ms_per_token + k[_KV_KTOKEN] / 1000.0
+    return KvLine(terms_ms + line.constant_ms, ms_per_token, line.start, line.end)
+
+
+@inner
+def with_line_ms(form: int, k: NDArray[np.float64], step: StepFeatures, line: KvLine) -> float:
+    """Return `step_ms`, given its `step_line`."""
+    if form >= _IS_TABLE:
+        milliseconds = milliseconds_at(line, step.kv_tokens)
+    elif form in (_IS_TOPPINGS_BGMV, _IS_TOPPINGS_MBGMV):
+        milliseconds = 0.0
+    elif form == _IS_DIGITAL_TWIN:
         milliseconds = _digital_twin_ms(k, step)
-    elif form >= _IS_TABLE:
-        with_adapter = min(1.0, step.adapters)  # means over steps lie between none and one, too
-        milliseconds = _additive_ms(k, step, with_adapter * step.a_max)
-        milliseconds += with_adapter * k[_LORA_KTOKEN] * step.tokens / 1000.0
-        milliseconds += tables_ms(k, _TABLES, step.tokens, step.requests, step.kv_tokens)
     else:
-        milliseconds = _additive_ms(k, step, step.a_max)
+        milliseconds = _additive_ms(k, step, step.a_max, step.kv_tokens)
     return max(0.0, milliseconds)  # coefficients of free sign must not turn the clock back
 
 
@@ -352,13 +371,13 @@ def rank_ms(form: int, k: NDArray[np.float64], s_max: float, ranks: StepRanks) -
 
 
 @jit
-def _additive_ms(k: NDArray[np.float64], step: StepFeatures, slots: float) -> float:
+def _additive_ms(k: NDArray[np.float64], step: StepFeatures, slots: float, kv_tokens: float) -> float:
     ktokens = step.tokens / 1000.0
     small_ms = k[_ADAPTER_SMALL_RANK16] * step.adapters * np.ceil(step.s_max / 16.0)
     milliseconds = (
         k[_BASE]
         + k[_KTOKEN] * ktokens
-        + k[_KV_KTOKEN] * step.kv_tokens / 1000.0
+        + k[_KV_KTOKEN] * kv_tokens / 1000.0
         + slots * (k[_SLOT] + k[_SLOT_KTOKEN] * ktokens + k[_SLOT_RANK16] * step.s_max / 16.0)
         + step.adapters
         * (

@@ -8,12 +8,15 @@ the points, continuous, and non-decreasing in every argument:
 - within the grid it is linear in one quantity, and bilinear in two;
 - beyond the last point of an axis the last slope goes on. If these slopes fall along the other axis, the
   nearest ones that do not fall apply: otherwise more requests would take less time, far enough out.
+
+The cell of a value is found through its binary exponent and the first bits of its mantissa. They number a
+bucket of 6 to 12 % of the value, and an index holds the cell at the beginning of each bucket.
 """
 
 from __future__ import annotations
 
-from collections.abc import Mapping
-from typing import Final
+import functools
+from typing import Final, NamedTuple
 
 import numpy as np
 from numpy.typing import NDArray
@@ -21,52 +24,102 @@ from numpy.typing import NDArray
 from capplan.compile import inner
 from capplan.spec import StepTable
 
-SIZES: Final = 3
-"""Numbers at the beginning of a packed array: points over tokens, over requests, and over KV tokens."""
-_LINE: Final = 2  # numbers of a cell over one quantity: value and slope
-_PLANE: Final = 4  # of a cell over two: value, slopes, and their common growth
+_MANTISSA_BITS: Final = 3
+_SHIFT: Final = 52 - _MANTISSA_BITS
+_FIRST_BUCKET: Final = 1023 << _MANTISSA_BITS
+"""Bucket of 1. Smaller values belong to it as well."""
+_BUCKETS: Final = 40 << _MANTISSA_BITS
+"""Up to 2^40; larger values belong to the last one."""
+
+# Numbers of a cell, which begins with its point. Over tokens: value and slope. Over requests: position of the
+# cells over KV tokens. Over KV tokens: value, both slopes, and their common growth.
+_TOKENS_CELL: Final = 3
+_REQUESTS_CELL: Final = 2
+_KV_CELL: Final = 5
+_CELLS: Final = 3 * _BUCKETS
 
 
-def pack_tables(tables: Mapping[str, StepTable]) -> NDArray[np.float64]:
-    """Return the tables of a step model as one array, for `tables_ms`.
+@functools.lru_cache(maxsize=32)
+def pack_tables(tokens_ms: StepTable, requests_ms: StepTable, start: int) -> NDArray[np.float64]:
+    """Return the tables of a step model as one array, for `kv_line`; not to be changed.
 
     Parameters
     ----------
-    tables
+    tokens_ms, requests_ms
         The tables of `capplan.spec.step_tables.TABLE_AXES`.
+    start
+        Position of the result in the array of the step model.
 
     Returns
     -------
     ndarray
-        Sizes, grid over tokens and its cells, grids over requests and KV tokens and their cells.
+        The index of each axis, the cells over tokens, those over requests, and for each of the latter the
+        cells over KV tokens. Axes begin at 0; a point at infinity ends every list of cells. Positions are
+        those in the array of the step model; the index of KV tokens is relative to the first cell of a list.
     """
-    tokens, requests = tables["tokens_ms"], tables["requests_ms"]
-    sizes = np.array([*tokens.shape, *requests.shape], float)
-    grids = [np.array(axis.points) for table in (tokens, requests) for axis in table.axes]
-    line = _line_cells(grids[0], tokens.grid_ms)
-    plane = _plane_cells(grids[1], grids[2], requests.grid_ms)
-    return np.concatenate([sizes, grids[0], line.ravel(), grids[1], grids[2], plane.ravel()])
+    (tokens,), line_ms = _from_zero(tokens_ms)
+    (requests, kv_tokens), plane_ms = _from_zero(requests_ms)
+    cells = start + _CELLS
+    of_requests = cells + _TOKENS_CELL * (tokens.size + 1)
+    of_kv = (
+        of_requests
+        + _REQUESTS_CELL * (requests.size + 1)
+        + _KV_CELL * (kv_tokens.size + 1) * np.arange(requests.size)
+    )
+    return np.concatenate(
+        [
+            cells + _TOKENS_CELL * _at_buckets(tokens),
+            of_requests + _REQUESTS_CELL * _at_buckets(requests),
+            _KV_CELL * _at_buckets(kv_tokens),
+            _line_cells(tokens, line_ms).ravel(),
+            np.column_stack([np.append(requests, np.inf), np.append(of_kv, 0.0)]).ravel(),
+            _plane_cells(requests, kv_tokens, plane_ms).ravel(),
+        ]
+    )
+
+
+def _from_zero(table: StepTable) -> tuple[list[NDArray[np.float64]], NDArray[np.float64]]:
+    """Return the axes of a table and its values, with the first value of an axis repeated at 0."""
+    grids, grid_ms = [np.array(axis.points) for axis in table.axes], table.grid_ms
+    for at, grid in enumerate(grids):
+        if grid[0] > 0.0:
+            grids[at] = np.concatenate([[0.0], grid])
+            grid_ms = np.concatenate([grid_ms.take([0], axis=at), grid_ms], axis=at)
+    return grids, grid_ms
+
+
+def _at_buckets(grid: NDArray[np.float64]) -> NDArray[np.int64]:
+    """Return the number of the last point at or below the beginning of each bucket, 0 without any."""
+    beginnings = (np.arange(_FIRST_BUCKET, _FIRST_BUCKET + _BUCKETS) << _SHIFT).view(np.float64)
+    return np.maximum(np.searchsorted(grid, beginnings, side="right") - 1, 0)
 
 
 def _line_cells(grid: NDArray[np.float64], value_ms: NDArray[np.float64]) -> NDArray[np.float64]:
-    """Return value and slope of each cell, shape (points, 2)."""
+    """Return point, value and slope of each cell and of the end, shape (points + 1, 3)."""
     slopes = np.diff(value_ms) / np.diff(grid)
-    return np.column_stack([value_ms, np.append(slopes, slopes[-1])])
+    cells = np.column_stack([grid, value_ms, np.append(slopes, slopes[-1])])
+    return np.vstack([cells, [np.inf, 0.0, 0.0]])
 
 
 def _plane_cells(
     rows: NDArray[np.float64], columns: NDArray[np.float64], value_ms: NDArray[np.float64]
 ) -> NDArray[np.float64]:
-    """Return value, slope over rows, slope over columns, and common growth, shape (rows, columns, 4)."""
+    """Return the cells of each row and their ends, shape (rows, columns + 1, 5).
+
+    A cell has its column's point, value, slope over rows, slope over columns, and their common growth.
+    """
     row_widths, column_widths = np.diff(rows)[:, None], np.diff(columns)
-    by_row = np.diff(value_ms, axis=0) / row_widths
-    by_row = np.concatenate([by_row, _not_falling(by_row[-1])[None]])
-    by_column = np.diff(value_ms, axis=1) / column_widths
-    by_column = np.column_stack([by_column, _not_falling(by_column[:, -1])])
-    growth = np.zeros_like(value_ms)
+    cells = np.zeros((rows.size, columns.size + 1, _KV_CELL))
+    points, value, by_row, by_column, growth = np.moveaxis(cells[:, :-1], 2, 0)
+    points[:], value[:] = columns, value_ms
+    by_row[:-1] = np.diff(value_ms, axis=0) / row_widths
+    by_row[-1] = _not_falling(by_row[-2])
+    by_column[:, :-1] = np.diff(value_ms, axis=1) / column_widths
+    by_column[:, -1] = _not_falling(by_column[:, -2])
     growth[:-1] = np.diff(by_column, axis=0) / row_widths
     growth[-1, :-1] = np.diff(by_row[-1]) / column_widths
-    return np.stack([value_ms, by_row, by_column, growth], axis=2)
+    cells[:, -1, 0] = np.inf
+    return cells
 
 
 def _not_falling(slopes: NDArray[np.float64]) -> NDArray[np.float64]:
@@ -85,38 +138,59 @@ def _not_falling(slopes: NDArray[np.float64]) -> NDArray[np.float64]:
     return np.maximum.accumulate(np.maximum(regression, 0.0))
 
 
+class KvLine(NamedTuple):
+    """Milliseconds of a step over KV tokens, as long as it stays in its cell of the tables."""
+
+    constant_ms: float
+    ms_per_token: float
+    start: float
+    """KV tokens of the constant."""
+    end: float
+    """KV tokens at which another cell begins."""
+
+
 @inner
-def tables_ms(
+def no_line(end: float) -> KvLine:
+    """Return a line of 0 ms."""
+    return KvLine(0.0, 0.0, 0.0, end)
+
+
+@inner
+def kv_line(
     packed: NDArray[np.float64], start: int, tokens: float, requests: float, kv_tokens: float
-) -> float:
-    """Return the milliseconds of a step by tables that `pack_tables` stored from `start` on."""
-    token_points, rows, columns = int(packed[start]), int(packed[start + 1]), int(packed[start + 2])
-    grid = start + SIZES
-    at = _cell(packed, grid, token_points, tokens)
-    cell = grid + token_points + _LINE * at
-    milliseconds = packed[cell] + packed[cell + 1] * max(0.0, tokens - packed[grid + at])
-    grid += (1 + _LINE) * token_points
-    row = _cell(packed, grid, rows, requests)
-    column = _cell(packed, grid + rows, columns, kv_tokens)
-    more_requests = max(0.0, requests - packed[grid + row])
-    more_kv_tokens = max(0.0, kv_tokens - packed[grid + rows + column])
-    cell = grid + rows + columns + _PLANE * (row * columns + column)
-    return float(
-        milliseconds
-        + packed[cell]
-        + packed[cell + 1] * more_requests
-        + (packed[cell + 2] + packed[cell + 3] * more_requests) * more_kv_tokens
+) -> KvLine:
+    """Return the line of a step by tables that `pack_tables` stored from `start` on."""
+    at = _cell(packed, int(packed[start + _bucket(tokens)]), _TOKENS_CELL, tokens)
+    row = _cell(packed, int(packed[start + _BUCKETS + _bucket(requests)]), _REQUESTS_CELL, requests)
+    first = int(packed[row + 1]) + int(packed[start + 2 * _BUCKETS + _bucket(kv_tokens)])
+    cell = _cell(packed, first, _KV_CELL, kv_tokens)
+    tokens_ms = packed[at + 1] + packed[at + 2] * (tokens - packed[at])
+    more_requests = requests - packed[row]
+    return KvLine(
+        constant_ms=tokens_ms + packed[cell + 1] + packed[cell + 2] * more_requests,
+        ms_per_token=packed[cell + 3] + packed[cell + 4] * more_requests,
+        start=packed[cell],
+        end=packed[cell + _KV_CELL],
     )
 
 
 @inner
-def _cell(packed: NDArray[np.float64], grid: int, points: int, value: float) -> int:
-    """Return the number of the last point of a grid that does not exceed a value; 0 if all do."""
-    low, high = 0, points
-    while high - low > 1:
-        middle = (low + high) // 2
-        if packed[grid + middle] <= value:
-            low = middle
-        else:
-            high = middle
-    return low
+def _bucket(value: float) -> int:
+    """Return the number of the bucket of a value that is not negative."""
+    bucket = int(np.float64(value).view(np.int64) >> _SHIFT) - _FIRST_BUCKET
+    return min(max(bucket, 0), _BUCKETS - 1)
+
+
+@inner
+def _cell(packed: NDArray[np.float64], first: int, size: int, value: float) -> int:
+    """Return the position of the last cell from `first` on whose point does not exceed a value."""
+    at = first + size * int(packed[first + size] <= value)  # no branch: few buckets have several points
+    while packed[at + size] <= value:
+        at += size
+    return at
+
+
+@inner
+def milliseconds_at(line: KvLine, kv_tokens: float) -> float:
+    """Return the milliseconds at KV tokens before the end of the line."""
+    return line.constant_ms + line.ms_per_token * (kv_tokens - line.start)

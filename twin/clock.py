@@ -8,7 +8,8 @@ import numpy as np
 from numpy.typing import NDArray
 
 from capplan.compile import by_reference, inner, jit
-from capplan.models.step_latency import StepFeatures, StepRanks, rank_ms, step_ms
+from capplan.models.step_latency import StepFeatures, StepRanks, rank_ms, step_line, step_ms, with_line_ms
+from capplan.models.step_tables import KvLine
 from capplan.serving import Limits, State, adapter_loaded
 from capplan.serving.routers.fleet import PRESENT, QUEUED, QUEUED_TOKENS
 from capplan.serving.state import (
@@ -72,10 +73,16 @@ def new_answered() -> np.record:
 
 
 @inner
-def compute_ns(c: np.record, costs: Costs, tokens: int, ranks_ms: float) -> int:
+def compute_ns(c: np.record, costs: Costs, tokens: int, line: KvLine, ranks_ms: float) -> int:
     """Return the nanoseconds of the step without waits for adapters; `c` are the state's counters."""
-    requests, adapters = c.n_running - c.n_ending, c.n_active - c.n_claimed
-    return _batch_ns(c, costs, tokens, requests, c.kv_tokens, adapters, ranks_ms)
+    milliseconds = with_line_ms(costs.form, costs.coefficients, _features(c, costs, tokens), line)
+    return round((milliseconds + ranks_ms) * 1e6)
+
+
+@inner
+def tables_line(c: np.record, costs: Costs, tokens: int) -> KvLine:
+    """Return the part of the step's time by tables over KV tokens."""
+    return step_line(costs.form, costs.coefficients, _features(c, costs, tokens))
 
 
 @inner
@@ -90,14 +97,20 @@ def prompts_ns(state: State, costs: Costs, tokens: int, ranks_ms: float) -> int:
             first = first and state.rows.adapter[admitted[j]] != adapter
         adapters += first
     c = state.counters
-    return _batch_ns(c, costs, tokens, c.n_admitted, 0, adapters, ranks_ms)
+    features = _batch(c, costs, tokens, c.n_admitted, 0, adapters)
+    return round((step_ms(costs.form, costs.coefficients, features) + ranks_ms) * 1e6)
 
 
 @inner
-def _batch_ns(
-    c: np.record, costs: Costs, tokens: int, requests: int, kv_tokens: int, adapters: int, ranks_ms: float
-) -> int:
-    features = StepFeatures(
+def _features(c: np.record, costs: Costs, tokens: int) -> StepFeatures:
+    return _batch(c, costs, tokens, c.n_running - c.n_ending, c.kv_tokens, c.n_active - c.n_claimed)
+
+
+@inner
+def _batch(
+    c: np.record, costs: Costs, tokens: int, requests: int, kv_tokens: int, adapters: int
+) -> StepFeatures:
+    return StepFeatures(
         tokens=float(tokens),
         requests=float(requests),
         kv_tokens=float(kv_tokens),
@@ -108,13 +121,12 @@ def _batch_ns(
         slots_per_adapter=costs.slots_per_adapter,
         adapters_served=float(costs.adapters_served),
     )
-    return round((step_ms(costs.form, costs.coefficients, features) + ranks_ms) * 1e6)
 
 
 @inner
 def ranks_ms(state: State, costs: Costs) -> float:
     """Return the milliseconds of the step that depend on its `StepRanks`."""
-    if not costs.uses_ranks:
+    if not costs.uses_ranks or (state.counters.n_partial == 0 and not costs.uses_decode_ranks):
         return 0.0
     return rank_ms(costs.form, costs.coefficients, float(costs.s_max), _ranks(state, costs))
 

@@ -6,6 +6,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from capplan.compile import inner, jit
+from capplan.models.step_tables import no_line
 from capplan.serving import Limits, State, commit, new_state, schedule, submit
 from capplan.serving.fast_forward import decode_step, steps_ahead
 from capplan.serving.state import (
@@ -25,6 +26,7 @@ from capplan.twin.clock import (
     next_copy_ns,
     prompts_ns,
     ranks_ms,
+    tables_line,
     take_copies,
 )
 from capplan.twin.scenario import Costs, Scenario
@@ -202,7 +204,7 @@ def _fast_forward(
     if steps <= 0:
         return False
     event_ns = next_event_ns(requests, clock, trace)
-    constant_ms = 0.0
+    constant_ms, line = 0.0, no_line(-1.0)
     while left > 0 and counts.now_ns < until_ns and clock.at.visible_ns < event_ns:
         needed = state.phase[(-c.tick) % limits.block_size]
         if needed > c.free_blocks:
@@ -210,7 +212,9 @@ def _fast_forward(
         decode_step(state, limits, needed)
         if left == steps:
             constant_ms = ranks_ms(state, costs)  # the decoding rows stay the same
-        duration_ns = compute_ns(c, costs, c.n_decoding, constant_ms)
+        if c.kv_tokens >= line.end:
+            line = tables_line(c, costs, c.n_decoding)
+        duration_ns = compute_ns(c, costs, c.n_decoding, line, constant_ms)
         _elapse(state, limits, requests, clock, trace, duration_ns, 0, c.n_decoding)
         c.tick += 1
         c.kv_tokens += c.n_decoding
@@ -241,7 +245,7 @@ def _charge(
     if limits.policy == SLORA and c.step_decodes == 0:
         step_ns = prompts_ns(state, costs, tokens, ranks_ms(state, costs))
     else:
-        step_ns = compute_ns(c, costs, tokens, ranks_ms(state, costs))
+        step_ns = compute_ns(c, costs, tokens, tables_line(c, costs, tokens), ranks_ms(state, costs))
     duration_ns = load_ns + step_ns
     _elapse(state, limits, requests, clock, trace, duration_ns, load_ns, tokens)
 

@@ -101,7 +101,7 @@ class StepTable(SpecModel):
 
     def scaled(self, factor: float) -> Self:
         """Return the table with every time multiplied."""
-        return self.replace(values=tuple((factor * np.array(self.values)).tolist()))
+        return self.replace(values=tuple((factor * self.grid_ms).ravel().tolist()))
 
     @model_validator(mode="after")
     def _consistent(self) -> Self:

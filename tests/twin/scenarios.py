@@ -25,7 +25,9 @@ def make_scenario(choose: Choose, max_requests: int = 40) -> Scenario:
         if always in names:
             coefficients[names.index(always)] = choose(1, 4)
     if form is TABLE:
-        coefficients = np.concatenate([coefficients, pack_tables(make_tables(choose))])
+        coefficients = np.concatenate(
+            [coefficients, pack_tables(*make_tables(choose).values(), coefficients.size)]
+        )
     if "k5" in names and not any(coefficients[names.index(name)] for name in ("k1", "k4", "k5")):
         coefficients[names.index("k5")] = 1  # what k7 is multiplied with
     load_ns = np.array([0, *(choose(0, 6) * NS_PER_MS for _ in range(world.adapters))], np.int64)
