@@ -19,7 +19,6 @@ from capplan import Lengths, Profile, SimulationResult, Workload, load_profile, 
 from capplan.models.step_latency import ADDITIVE, GRAPH_TOKENS, TABLE
 from capplan.spec import Coefficient, FittedModel, StepTable
 
-TWIN_BAR: Final = 1.1  # CPU seconds of the twin with tables, over those without
 _POINTS: Final = 32  # per axis
 _MOST: Final = {"tokens": 16_384.0, "requests": 1_024.0, "kv_tokens": 2_097_152.0}
 

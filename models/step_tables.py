@@ -36,7 +36,6 @@ _BUCKETS: Final = 40 << _MANTISSA_BITS
 _TOKENS_CELL: Final = 3
 _REQUESTS_CELL: Final = 2
 _KV_CELL: Final = 5
-_CELLS: Final = 3 * _BUCKETS
 
 
 @functools.lru_cache(maxsize=32)
@@ -57,54 +56,50 @@ def pack_tables(tokens_ms: StepTable, requests_ms: StepTable, start: int) -> NDA
         cells over KV tokens. Axes begin at 0; a point at infinity ends every list of cells. Positions are
         those in the array of the step model; the index of KV tokens is relative to the first cell of a list.
     """
-    (tokens,), line_ms = _from_zero(tokens_ms)
-    (requests, kv_tokens), plane_ms = _from_zero(requests_ms)
-    cells = start + _CELLS
-    of_requests = cells + _TOKENS_CELL * (tokens.size + 1)
-    of_kv = (
-        of_requests
-        + _REQUESTS_CELL * (requests.size + 1)
-        + _KV_CELL * (kv_tokens.size + 1) * np.arange(requests.size)
-    )
+    axes = [np.array(axis.points) for axis in (*tokens_ms.axes, *requests_ms.axes)]
+    line = _line_cells(axes[0], tokens_ms.grid_ms)
+    plane = _plane_cells(axes[1], axes[2], requests_ms.grid_ms)
+    tokens, requests, kv_tokens = map(_from_zero, axes)
+    of_tokens = start + 3 * _BUCKETS
+    of_requests = of_tokens + _TOKENS_CELL * (tokens.size + 1)
+    of_kv_tokens = of_requests + _REQUESTS_CELL * (requests.size + 1)
+    lists = of_kv_tokens + _KV_CELL * (kv_tokens.size + 1) * np.arange(requests.size)
     return np.concatenate(
         [
-            cells + _TOKENS_CELL * _at_buckets(tokens),
+            of_tokens + _TOKENS_CELL * _at_buckets(tokens),
             of_requests + _REQUESTS_CELL * _at_buckets(requests),
             _KV_CELL * _at_buckets(kv_tokens),
-            _line_cells(tokens, line_ms).ravel(),
-            np.column_stack([np.append(requests, np.inf), np.append(of_kv, 0.0)]).ravel(),
-            _plane_cells(requests, kv_tokens, plane_ms).ravel(),
+            line.ravel(),
+            np.column_stack([np.append(requests, np.inf), np.append(lists, 0.0)]).ravel(),
+            plane.ravel(),
         ]
     )
 
 
-def _from_zero(table: StepTable) -> tuple[list[NDArray[np.float64]], NDArray[np.float64]]:
-    """Return the axes of a table and its values, with the first value of an axis repeated at 0."""
-    grids, grid_ms = [np.array(axis.points) for axis in table.axes], table.grid_ms
-    for at, grid in enumerate(grids):
-        if grid[0] > 0.0:
-            grids[at] = np.concatenate([[0.0], grid])
-            grid_ms = np.concatenate([grid_ms.take([0], axis=at), grid_ms], axis=at)
-    return grids, grid_ms
+def _from_zero(grid: NDArray[np.float64]) -> NDArray[np.float64]:
+    """Return a grid that begins at 0."""
+    return grid if grid[0] == 0.0 else np.concatenate([[0.0], grid])
 
 
 def _at_buckets(grid: NDArray[np.float64]) -> NDArray[np.int64]:
-    """Return the number of the last point at or below the beginning of each bucket, 0 without any."""
+    """Return the number of the last point at or below the beginning of each bucket; the first begins at 0."""
     beginnings = (np.arange(_FIRST_BUCKET, _FIRST_BUCKET + _BUCKETS) << _SHIFT).view(np.float64)
-    return np.maximum(np.searchsorted(grid, beginnings, side="right") - 1, 0)
+    beginnings[0] = 0.0
+    return np.searchsorted(grid, beginnings, side="right") - 1
 
 
 def _line_cells(grid: NDArray[np.float64], value_ms: NDArray[np.float64]) -> NDArray[np.float64]:
-    """Return point, value and slope of each cell and of the end, shape (points + 1, 3)."""
+    """Return point, value and slope of each cell from 0 on, and of the end, shape (points + 1, 3)."""
     slopes = np.diff(value_ms) / np.diff(grid)
     cells = np.column_stack([grid, value_ms, np.append(slopes, slopes[-1])])
-    return np.vstack([cells, [np.inf, 0.0, 0.0]])
+    below = np.array([[0.0, value_ms[0], 0.0]])[: int(grid[0] > 0.0)]
+    return np.vstack([below, cells, [[np.inf, 0.0, 0.0]]])
 
 
 def _plane_cells(
     rows: NDArray[np.float64], columns: NDArray[np.float64], value_ms: NDArray[np.float64]
 ) -> NDArray[np.float64]:
-    """Return the cells of each row and their ends, shape (rows, columns + 1, 5).
+    """Return the cells of each row and their ends, rows and columns from 0 on, shape (rows, columns + 1, 5).
 
     A cell has its column's point, value, slope over rows, slope over columns, and their common growth.
     """
@@ -119,6 +114,12 @@ def _plane_cells(
     growth[:-1] = np.diff(by_column, axis=0) / row_widths
     growth[-1, :-1] = np.diff(by_row[-1]) / column_widths
     cells[:, -1, 0] = np.inf
+    if columns[0] > 0.0:
+        below = cells[:, :1] * np.array([0.0, 1.0, 1.0, 0.0, 0.0])  # constant over columns
+        cells = np.concatenate([below, cells], axis=1)
+    if rows[0] > 0.0:
+        below = np.where([True, True, False, True, False], cells[:1], 0.0)  # constant over rows
+        cells = np.concatenate([below, cells])
     return cells
 
 
