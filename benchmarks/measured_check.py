@@ -28,6 +28,7 @@ from benchmarks.measured import (
     rank_sweeps,
     request_logs,
     silicon_vllm,
+    slora,
     vllm_023,
 )
 from benchmarks.measured.case import LeftOut, MeasuredCase, ProfileFor, roofline_for
@@ -50,6 +51,9 @@ MEASURED: Final[Mapping[str, Callable[[Path], Sequence[MeasuredCase]]]] = Mappin
         "rank_sweeps": rank_sweeps.read,
     }
 )
+_SLORA: Final = "slora"
+"""Runs of S-LoRA, compared with its shipped profile instead of the methods."""
+
 SOURCES: Final = MappingProxyType(
     {
         **MEASURED,
@@ -139,7 +143,7 @@ def report(found: Mapping[str, Comparison], with_rows: bool) -> str:
 def main() -> None:
     parser = command_line(__doc__)
     parser.add_argument("--data", type=Path, help="folder of measured data")
-    parser.add_argument("--only", nargs="+", choices=[*SOURCES], help="sources to compare; default: all")
+    parser.add_argument("--only", nargs="+", choices=[*SOURCES, _SLORA], help="sources; default: all")
     parser.add_argument("--rows", action="store_true", help="also print every row")
     parser.add_argument("--out", type=Path, help="file for the report")
     parser.add_argument("--json", type=Path, help="file for the records")
@@ -147,13 +151,17 @@ def main() -> None:
     args = parser.parse_args()
     with user_errors():
         folder = data_folder(args.data)
-        found = dict(comparisons(folder, args.only or [*SOURCES]))
+        chosen = args.only or [*SOURCES, _SLORA]
+        found = dict(comparisons(folder, [name for name in chosen if name in SOURCES]))
         if args.json is not None:
             records = {name: [vars(record) for record in each.records] for name, each in found.items()}
             write_text_atomic(args.json, json.dumps(records, indent=1))
         if args.plots is not None:
             draw_courses(request_logs.read(folder), methods_for([]), args.plots)
-        emit(report(found, args.rows), args.out)
+        text = report(found, args.rows)
+        if _SLORA in chosen:
+            text += f"\n## {_SLORA}\n\nMAPE of the shipped profile:\n\n{slora.shipped_errors(folder)}\n"
+        emit(text, args.out)
 
 
 if __name__ == "__main__":
