@@ -2,12 +2,16 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
 
 from benchmarks.measured import slora
 from capplan import Adapter, InputError, Lengths, Workload, load_profile, simulate
+from capplan.spec import Coefficient
+from capplan.twin.calibration import CalibrationOptions, fit_runs
+from capplan.twin.calibration_runs import MeasuredRun
 
 PROFILE = load_profile(slora.NAME)
 
@@ -50,3 +54,20 @@ def test_measured_runs_are_met(reference_dir: Path, row: int) -> None:
     result = measured.simulate(PROFILE, seed=row)
     assert result.throughput_tok_s == pytest.approx(measured.measured["throughput_tok_s"], rel=0.05)
     assert result.tpot_ms_mean == pytest.approx(measured.measured["tpot_ms_mean"], rel=0.08)
+
+
+def test_the_size_of_the_pool_follows_from_overloaded_runs() -> None:
+    settings = {"a_max": 32, "s_max": 32, "max_num_seqs": 1000, "duration_s": 200.0}
+    runs = []
+    for seed, adapters in enumerate((32, 256)):
+        known = MeasuredRun(f"{adapters}", served(adapters, 30.0), settings, {})
+        result = known.simulate(PROFILE, seed)
+        measured = {"throughput_tok_s": result.throughput_tok_s, "tpot_ms_mean": result.tpot_ms_mean}
+        runs.append(replace(known, measured=measured))
+    reserve = PROFILE.memory.coefficients["reserved_bytes"].value
+    other = PROFILE.memory.coefficients | {"reserved_bytes": Coefficient(value=1.5 * reserve)}
+    start = PROFILE.replace(memory=PROFILE.memory.replace(coefficients=other))
+    options = CalibrationOptions(free=("reserved_bytes",), folds=2)
+    found, fitted = fit_runs(runs, start, False, options)
+    assert fitted.memory.value("reserved_bytes") == pytest.approx(reserve, rel=0.05)
+    assert found.after == pytest.approx(found.measured(), rel=0.01, nan_ok=True)
