@@ -1,7 +1,8 @@
 """Speed with step tables: ``python -m benchmarks.step_tables`` prints the table of the docs.
 
 A shipped profile is compared with itself as tables, which predict the same times. The twin runs one workload
-with both in turn. The ratio of CPU seconds is the median over all pairs of neighbouring runs.
+with both in turn. The ratio of CPU seconds is the median over all pairs of neighbouring runs. Plans have no
+surrogates for tables, so their search asks the twin.
 """
 
 from __future__ import annotations
@@ -15,10 +16,11 @@ from typing import Final
 import numpy as np
 
 from benchmarks.common import H100_LLAMA, LLAMA, command_line, cpu_timed, emit, equal_adapters, records_table
-from capplan import Lengths, Profile, SimulationResult, Workload, load_profile, simulate
+from capplan import Lengths, Profile, SimulationResult, Workload, load_profile, load_workload, plan, simulate
 from capplan.models.step_latency import ADDITIVE, GRAPH_TOKENS, TABLE
 from capplan.spec import Coefficient, FittedModel, StepTable
 
+CHATS: Final = (Lengths(mean=223, std=245), Lengths(mean=194, std=206))
 _POINTS: Final = 32  # per axis
 _MOST: Final = {"tokens": 16_384.0, "requests": 1_024.0, "kv_tokens": 2_097_152.0}
 
@@ -62,11 +64,10 @@ def with_prefill_pairs(profile: Profile) -> Profile:
 
 def workloads() -> dict[str, tuple[Workload, int, float]]:
     """Return workload, slots and seconds of each case."""
-    chats = Lengths(mean=223, std=245), Lengths(mean=194, std=206)
     return {
-        "128 adapters at 7.5 req/s, 64 slots, an hour": (_workload(128, 7.5, *chats), 64, 3600.0),
-        "384 adapters at 20 req/s, 32 slots, 10 minutes": (_workload(384, 20.0, *chats), 32, 600.0),
-        "16 adapters at 1 req/s, 16 slots, 4 hours": (_workload(16, 1.0, *chats), 16, 14_400.0),
+        "128 adapters at 7.5 req/s, 64 slots, an hour": (_workload(128, 7.5, *CHATS), 64, 3600.0),
+        "384 adapters at 20 req/s, 32 slots, 10 minutes": (_workload(384, 20.0, *CHATS), 32, 600.0),
+        "16 adapters at 1 req/s, 16 slots, 4 hours": (_workload(16, 1.0, *CHATS), 16, 14_400.0),
     }
 
 
@@ -111,12 +112,43 @@ def twin_table(pairs: int) -> str:
     return records_table(rows)
 
 
+def plan_table(pairs: int) -> str:
+    """Return the CPU seconds of `plan` with both profiles; 64 and 384 adapters have no latency bound."""
+    plain = load_profile(H100_LLAMA)
+    tables = tabulated(plain)
+    cases = {
+        "examples/chat-96, TTFT p99 bound": (load_workload("examples/chat-96/workload.yaml"), None),
+        "64 adapters at 12.8 req/s, 4 GPUs": (_workload(64, 12.8, *CHATS), 4),
+        "384 adapters at 38.4 req/s, 8 GPUs": (_workload(384, 38.4, *CHATS), 8),
+    }
+    rows = []
+    for name, (workload, gpus) in cases.items():
+        run = partial(plan, workload, gpus=gpus)
+        answers = run(profile=plain), run(profile=tables)
+        seconds = [
+            median(cpu_timed(partial(run, profile=each))[0] for _ in range(pairs)) for each in (plain, tables)
+        ]
+        rows.append(
+            {
+                "workload": name,
+                "GPUs": " and ".join(str(each.totals.gpus) for each in answers),
+                "additive, CPU s": f"{seconds[0]:.1f}",
+                "tables, CPU s": f"{seconds[1]:.1f}",
+                "ratio": f"{seconds[1] / seconds[0]:.1f}",
+            }
+        )
+    return records_table(rows)
+
+
 def main(arguments: Sequence[str] | None = None) -> None:
     """Print the tables."""
     parser: argparse.ArgumentParser = command_line(__doc__)
     parser.add_argument("--pairs", type=int, default=21, help="pairs of runs of each case")
+    parser.add_argument("--plans", type=int, default=0, metavar="N", help="time plans as well, N of each")
     chosen = parser.parse_args(arguments)
-    emit(twin_table(chosen.pairs) + "\n")
+    parts = [twin_table(chosen.pairs)] if chosen.pairs else []
+    parts += [plan_table(chosen.plans)] if chosen.plans else []
+    emit("\n\n".join(parts) + "\n")
 
 
 if __name__ == "__main__":

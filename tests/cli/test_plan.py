@@ -10,6 +10,7 @@ from pathlib import Path
 
 import pytest
 
+from benchmarks.step_tables import tabulated
 from capplan import Plan, load_profile, load_workload, plan
 from capplan.cli.plan import binding, groups_table
 from capplan.cli.plan import verdict as words_of
@@ -34,8 +35,12 @@ def workload_yaml(tmp_path: Path) -> Path:
     return write_inputs(tmp_path)
 
 
-def test_the_file_is_the_plan_of_the_library(run: Run, workload_yaml: Path) -> None:
+@pytest.mark.parametrize("tables", [False, True], ids=["additive", "tables"])
+def test_the_file_is_the_plan_of_the_library(run: Run, workload_yaml: Path, tables: bool) -> None:
     out = workload_yaml.with_name("plan.json")
+    if tables:
+        file = workload_yaml.with_name("profile.json")
+        file.write_text(tabulated(load_profile(file)).model_dump_json())
     result = run("plan", workload_yaml, "-o", out, "--seed", "5")
     assert result.exit_code == 0, result.output
     profile = load_profile(workload_yaml.with_name("profile.json"))
