@@ -5,7 +5,7 @@
 Milliseconds per step and per running request are those with the least squared relative error of the simulated
 mean inter-token latency; milliseconds outside steps are the median difference of TTFT, where clients send at
 given times from outside. Other versions than 0.15.1 have few GPUs and models: their terms are drawn towards
-those of 0.15.1 by a normal prior with the standard deviations of `_PRIOR`, and their scatter is at least its.
+those of 0.15.1 by a normal prior (`benchmarks.measured.host_terms`), and their scatter is at least its.
 Rows are left out in turn, by GPU, model and tensor parallelism as far as a version has several, else one by
 one.
 """
@@ -13,6 +13,7 @@ one.
 from __future__ import annotations
 
 import argparse
+import functools
 import os
 import sys
 from collections.abc import Callable, Sequence
@@ -22,10 +23,10 @@ from typing import Final
 
 import numpy as np
 from numpy.typing import NDArray
-from scipy.optimize import least_squares
 
 from benchmarks.measured import dense_stages, request_logs, silicon_vllm, vllm_023
-from benchmarks.measured.case import Deployment, MeasuredCase
+from benchmarks.measured.case import Deployment, LeftOut, MeasuredCase
+from benchmarks.measured.host_terms import Rows, fitted
 from capplan import InputError, Profile
 from capplan.datasets.catalog import hf_config
 from capplan.models.compose import compose_profile, decoder_of
@@ -33,15 +34,9 @@ from capplan.models.compose.host_terms import FILE, FittedTerms, HostTerms, Left
 from capplan.models.compose.layers import layer_times
 from capplan.models.compose.profile import profile_of_times
 from capplan.serving.rules import rules_of_version
-from capplan.spec import Coefficient, write_text_atomic
+from capplan.spec import write_text_atomic
 
 Floats = NDArray[np.float64]
-
-_PRIOR: Final = (0.5, 0.01)
-"""Standard deviations of base_ms and ms_per_request between versions."""
-
-_ROW_ERROR: Final = 0.03
-"""Relative error of a row, by which the prior is weighed."""
 
 LAYERS_GPU: Final = "rtx-4090"
 LAYERS_FOLDER: Final = "layers_rtx4090"
@@ -71,47 +66,8 @@ SOURCES: Final = (
 )
 
 
-class Rows:
-    """Rows of a source with their bare profiles, simulated under given terms."""
-
-    def __init__(self, source: Source, folder: Path) -> None:
-        """Read the rows that a composed profile exists for."""
-        self.cases: list[MeasuredCase] = []
-        self.profiles: list[Profile] = []
-        for case in source.read(folder):
-            where = case.deployment
-            if where.version == source.version and where.dtype == source.dtype:
-                try:
-                    profile = bare_profile(where)
-                except InputError as error:
-                    print(f"left aside: {case.name}: {error}", file=sys.stderr)
-                    continue
-                self.cases.append(case)
-                self.profiles.append(profile)
-        self.metric = "itl_ms" if "itl_ms" in self.cases[0].measured else "tpot_ms"
-
-    def errors(self, terms: Floats, metric: str | None = None, keep: Sequence[int] | None = None) -> Floats:
-        """Return predicted over measured, less 1, of rows under base_ms, ms_per_request and request_ms."""
-        name = self.metric if metric is None else metric
-        return np.array(
-            [
-                self.cases[i].predict(with_terms(self.profiles[i], terms))[name]
-                / self.cases[i].measured[name]
-                - 1.0
-                for i in (range(len(self.cases)) if keep is None else keep)
-            ]
-        )
-
-    def groups(self, key: str) -> dict[str, list[int]]:
-        """Return the rows by the value of a key."""
-        found: dict[str, list[int]] = {}
-        for i, case in enumerate(self.cases):
-            value = case.name if key == "name" else str(getattr(case.deployment, key))
-            found.setdefault(value, []).append(i)
-        return found
-
-
-def bare_profile(where: Deployment) -> Profile:
+@functools.cache
+def bare_profile(where: Deployment, _left_out: LeftOut | None = None) -> Profile:
     """Return the composed profile of a deployment without host terms."""
     config = hf_config(where.model)
     if config is None:
@@ -134,71 +90,47 @@ def bare_profile(where: Deployment) -> Profile:
     )
 
 
-def with_terms(profile: Profile, terms: Floats) -> Profile:
-    """Return the profile with base_ms, ms_per_request and request_ms set."""
-    base_ms, ms_per_request, request_ms = (Coefficient(value=float(each)) for each in terms)
-    step, host = profile.step_latency, profile.host
-    return profile.replace(
-        step_latency=step.replace(
-            coefficients=step.coefficients | {"base_ms": base_ms, "ms_per_request": ms_per_request}
-        ),
-        host=host.replace(coefficients=host.coefficients | {"request_ms": request_ms}),
-    )
+def rows_of(source: Source, folder: Path) -> Rows:
+    """Return the rows of a source that a composed profile exists for."""
+    found = []
+    for case in source.read(folder):
+        if (case.deployment.version, case.deployment.dtype) == (source.version, source.dtype):
+            try:
+                bare_profile(case.deployment)
+            except InputError as error:
+                print(f"left aside: {case.name}: {error}", file=sys.stderr)
+                continue
+            found.append(case)
+    return Rows.of(found, bare_profile)
 
 
-def fitted(
-    rows: Rows, keep: Sequence[int] | None = None, prior: Floats | None = None
-) -> tuple[Floats, Floats]:
-    """Return the terms of least squared relative error on some rows, and the standard errors of the first
-    two.
-    """
-    pull = np.zeros(2) if prior is None else 1.0 / np.array(_PRIOR)
-    towards = np.zeros(2) if prior is None else prior[:2]
-
-    def residuals(two: Floats) -> Floats:
-        errors = rows.errors(np.append(two, 0.0), keep=keep) / _ROW_ERROR
-        return np.concatenate([errors, pull * (two - towards)])
-
-    found = least_squares(
-        residuals,
-        np.array([0.5, 0.015]),
-        bounds=(0.0, np.inf),
-        diff_step=np.array([0.1, 0.1]),
-        x_scale=_PRIOR,
-        max_nfev=6,
-    )
-    jacobian = np.asarray(found.jac)
-    covariance = np.linalg.pinv(jacobian.T @ jacobian) * max(
-        1.0, 2.0 * found.cost / max(1, found.fun.size - 2)
-    )
-    terms = np.append(found.x, 0.0)
-    chosen = range(len(rows.cases)) if keep is None else keep
-    late_ms = -rows.errors(terms, "ttft_ms", keep) * np.array(
-        [rows.cases[i].measured["ttft_ms"] for i in chosen]
-    )
-    terms[2] = max(0.0, float(np.median(late_ms)))
-    return terms, np.sqrt(np.diag(covariance))
+def groups(rows: Rows, key: str) -> dict[str, list[int]]:
+    """Return positions of rows by the value of a key."""
+    found: dict[str, list[int]] = {}
+    for i, case in enumerate(rows.cases):
+        value = case.name if key == "name" else str(getattr(case.deployment, key))
+        found.setdefault(value, []).append(i)
+    return found
 
 
 def fit(source: Source, folder: Path, reference: HostTerms | None = None) -> HostTerms:
     """Return the terms of a source with their errors; `reference` is the one with most GPUs and models."""
-    rows = Rows(source, folder)
+    rows = rows_of(source, folder)
     prior = None
     if reference is not None:
         prior = np.array([reference.base_ms, reference.ms_per_request, reference.request_ms])
-    terms, std_errors = fitted(rows, prior=prior)
+    terms, std_errors = fitted(rows, prior)
     if prior is not None and not source.is_open_loop:
         terms[2] = prior[2]
     errors = rows.errors(terms)
     left_out: list[LeftOutError] = []
     left_errors: list[Floats] = []
     for key in _LEFT_OUT if len(rows.cases) > 1 else ():
-        groups = rows.groups(key)
-        if len(groups) < 2 or (key == "name" and left_out):
+        by_value = groups(rows, key)
+        if len(by_value) < 2 or (key == "name" and left_out):
             continue
-        for value, out in groups.items():
-            keep = [i for i in range(len(rows.cases)) if i not in out]
-            those = rows.errors(fitted(rows, keep, prior)[0], keep=out)
+        for value, out in by_value.items():
+            those = rows.only(out).errors(fitted(rows.without(out), prior)[0])
             left_errors.append(those)
             percent = round(100.0 * float(np.mean(np.abs(those))), 2)
             left_out.append(LeftOutError(left_out=f"{key} {value}", rows=len(out), error_percent=percent))

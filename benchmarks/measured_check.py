@@ -18,6 +18,7 @@ from types import MappingProxyType
 from typing import Final
 
 from benchmarks.common import command_line, emit, records_table, user_errors
+from benchmarks.fit_host_terms import bare_profile
 from benchmarks.measured import (
     dense_stages,
     estimator,
@@ -33,7 +34,7 @@ from benchmarks.measured import (
 )
 from benchmarks.measured.case import LeftOut, MeasuredCase, ProfileFor, roofline_for
 from benchmarks.measured.compare import FORMULAS, Comparison, Refusal, compare, error_table, row_table
-from benchmarks.measured.composed import Composed, kernels_alone
+from benchmarks.measured.composed import Composed
 from benchmarks.measured.dense_stages import Stage
 from benchmarks.measured.plots import draw_courses
 from capplan import InputError
@@ -90,7 +91,7 @@ def comparisons(folder: Path, chosen: Sequence[str]) -> Iterator[tuple[str, Comp
     stages = dense_stages.read(folder)
     methods = methods_for(stages)
     for name in chosen:
-        used = methods if name in MEASURED else {"composed": kernels_alone}
+        used = methods if name in MEASURED else {"composed": bare_profile}
         try:
             cases = SOURCES[name](folder)
         except InputError as error:

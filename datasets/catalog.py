@@ -56,6 +56,8 @@ class GpuSheet(SpecModel):
     """Peak of the link to the host, one direction."""
     peer_bytes_per_s: Positive
     """Peak of the links to its peers, one direction; the host's link if there are no others."""
+    l2_bytes_per_s: Positive | None = None
+    """Peak of reading the L2 cache, where a source states it."""
     source: str
     licence: str
 

@@ -112,12 +112,15 @@ class VllmLora:
 
 
 def step_coefficients(
-    sheet: GpuSheet, arch: ModelArch, tp: int, physics: Efficiencies, *, lora: bool, carried: VllmLora | None
+    sheet: GpuSheet, arch: ModelArch, tp: int, engine: EngineChoice, assumptions: Assumptions
 ) -> dict[str, float]:
     """Return the coefficients of the step model.
 
-    Without `carried` costs, LoRA kernels cost their bytes and operations at true or padded ranks.
+    LoRA kernels of vLLM cost what they did on the GPU of the shipped profiles; others cost their bytes and
+    operations at true or padded ranks. BGMV gathers A and B for every token, in prefill from the L2 cache.
     """
+    physics, lora = assumptions.physics, engine.lora
+    carried = assumptions.vllm_lora if engine.lora and engine.kernel is Kernel.VLLM else None
     bytes_per_ms = 1e-3 * physics.bandwidth * sheet.bytes_per_s
     flop_per_ms = 1e-3 * physics.compute * sheet.flop_per_s
     embedding = arch.dtype_bytes * arch.vocab_size * arch.hidden_size / tp
@@ -141,9 +144,11 @@ def step_coefficients(
     if carried is not None:
         return found | carried.coefficients(arch.layers)
     if lora:
-        elements = lora_elements_per_rank(arch, tp)
+        elements = lora_elements_per_rank(arch, tp, engine.target_modules)
         found["ms_per_decode_krank"] = 1e3 * elements * arch.dtype_bytes / bytes_per_ms
         found["ms_per_prefill_krank"] = 1e3 * 2.0 * elements / flop_per_ms
+        if engine.kernel is Kernel.BGMV and sheet.l2_bytes_per_s is not None:
+            found["ms_per_prefill_krank"] = 1e6 * elements * arch.dtype_bytes / sheet.l2_bytes_per_s
     return found
 
 
@@ -184,6 +189,8 @@ class EngineChoice:
     """Whether adapters are served."""
     lora_extra_vocab: int | None = None
     """Rows of extra vocabulary in an adapter slot."""
+    target_modules: tuple[str, ...] | None = None
+    """Linear layers with adapters; None: all."""
 
     def profile_engine(self) -> ProfileEngine:
         """Return the engine with its rules.
@@ -201,6 +208,7 @@ class EngineChoice:
             rules=rules.name,
             kernel=self.kernel,
             lora_extra_vocab=extra,
+            target_modules=self.target_modules,
         )
 
 
@@ -252,7 +260,7 @@ def roofline_profile(
     formula = f"none: {NOT_MEASURED}"
     host = {"request_ms": _REQUEST_MS, "client_itl_factor": 1.0}
     shipped = "of the shipped H100 profiles, rounded"
-    steps = step_coefficients(sheet, arch, tp, physics, lora=choice.lora, carried=carried)
+    steps = step_coefficients(sheet, arch, tp, choice, given)
     return Profile(
         name=f"roofline/{sheet.key}/{arch.name.lower()}/{profiled.name}-{profiled.version}",
         gpu=Gpu(name=sheet.name, memory_bytes=sheet.memory_bytes),

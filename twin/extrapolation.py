@@ -102,7 +102,7 @@ def extrapolations(profile: Profile, values: Values) -> tuple[Extrapolation, ...
     kind = profile.provenance.kind
     beyond = _beyond_tables(profile, values)
     if kind in _NOT_MEASURED:
-        note = f"profile {profile.name} {_NOT_MEASURED[kind]}"
+        note = f"profile {profile.name} {_NOT_MEASURED[kind]}{_error_in_words(profile)}"
         return (Extrapolation(profile.name, (), note=note), *beyond)
     unfitted = tuple(name for name in MODELS if getattr(profile, name).fit.samples == 0)
     found = []
@@ -128,6 +128,15 @@ def _beyond_tables(profile: Profile, values: Values) -> list[Extrapolation]:
         for name, each in ends.items()
         if name in values and values[name][1] > each[1]
     ]
+
+
+def _error_in_words(profile: Profile) -> str:
+    """Return the error of a composed step model on measured engines; nothing if it was compared with none."""
+    fit = profile.step_latency.fit
+    if not fit.samples or fit.cross_validated_error is None:
+        return ""
+    left_out = f"{fit.cross_validated_error:.1f} % on those left out"
+    return f"; mean ITL is {fit.error:.1f} % off on measured engines, {left_out}"
 
 
 def _is_outside(quantity: str, values: tuple[float, float], ends: tuple[float, float]) -> bool:

@@ -8,7 +8,7 @@ from typing import Final
 
 from benchmarks.fit_host_terms import bare_profile
 from benchmarks.measured.case import SLORA, UNRECORDED, Deployment, LeftOut, MeasuredCase
-from benchmarks.measured.host_terms import WithHostTerms
+from benchmarks.measured.host_terms import Floats, Rows, fitted, with_terms
 from capplan import InputError, Profile, list_profiles, load_profile
 from capplan.datasets.catalog import gpu_sheet, hf_config
 from capplan.models.compose import SYSTEMS, compose_profile, decoder_of
@@ -21,20 +21,16 @@ class Composed:
     """Profiles of deployments whose GPU has measured operators, and shipped ones of other GPUs."""
 
     def __init__(self, cases: Sequence[MeasuredCase]) -> None:
-        self._refitted = WithHostTerms(kernels_alone, cases)
+        self._cases = cases
+        self._terms: dict[LeftOut, Floats] = {}
 
     def __call__(self, deployment: Deployment, left_out: LeftOut | None = None) -> Profile:
-        if left_out is not None:
-            return self._refitted(deployment, left_out)
-        return _profile(deployment)
-
-
-def kernels_alone(deployment: Deployment, _left_out: LeftOut | None = None) -> Profile:
-    """Return the composed profile without host terms."""
-    return _bare(deployment)
-
-
-_bare = functools.cache(bare_profile)
+        if left_out is None:
+            return _profile(deployment)
+        if left_out not in self._terms:
+            kept = [case for case in self._cases if not left_out.covers(case.deployment)]
+            self._terms[left_out], _ = fitted(Rows.of(kept, bare_profile))
+        return with_terms(bare_profile(deployment), self._terms[left_out])
 
 
 @functools.cache

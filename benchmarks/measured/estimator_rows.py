@@ -11,7 +11,7 @@ from typing import Final
 
 import numpy as np
 
-from benchmarks.measured.composed import kernels_alone
+from benchmarks.fit_host_terms import bare_profile
 from benchmarks.measured.dense_stages import Stage
 from benchmarks.measured.estimator import MODELS, engine_of
 from benchmarks.measured.silicon_vllm import ClosedLoopRun
@@ -62,7 +62,7 @@ def _closed_loop(run: ClosedLoopRun) -> tuple[float, float, float, float]:
 
 def _methods(row: Stage | ClosedLoopRun) -> tuple[StepMs, StepMs]:
     at = row.deployment
-    profile, engine = kernels_alone(at), engine_of(_MODELS[at.model], at.gpu, at.tp)
+    profile, engine = bare_profile(at), engine_of(_MODELS[at.model], at.gpu, at.tp)
 
     def composed(chunk: int, decodes: int, context: int) -> float:
         return model_ms(profile, chunk, decodes, context)

@@ -1,124 +1,105 @@
 """Host terms of a profile, fitted on measured rows: milliseconds per step, running request, and request.
 
-A step model composed of kernels has none of them. Each round of the fit simulates all rows, with the terms
-and with each of the first two a little larger, and solves a linear problem: longer steps hold more requests,
-so that no single simulation suffices.
+A step model composed of operators has none of them. Longer steps hold more requests, so that every evaluation
+of the fit simulates all rows.
 """
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, replace
+from collections.abc import Sequence
+from dataclasses import dataclass
 from typing import Final
 
 import numpy as np
 from numpy.typing import NDArray
-from scipy.optimize import nnls
+from scipy.optimize import least_squares
 
-from benchmarks.measured.case import Deployment, LeftOut, MeasuredCase, ProfileFor
+from benchmarks.measured.case import MeasuredCase, ProfileFor
 from capplan import Profile
 from capplan.spec import Coefficient
 
-_ROUNDS: Final = 4
-_DIFFERENCES_MS: Final = (0.2, 0.004)
+Floats = NDArray[np.float64]
+
+_PRIOR: Final = (0.5, 0.01)
+"""Standard deviations of base_ms and ms_per_request between versions."""
+
+_ROW_ERROR: Final = 0.03
+"""Relative error of a row, by which the prior is weighed."""
+
+_START: Final = (0.5, 0.015)
 _FITTED: Final = ("itl_ms", "tpot_ms")
 """Metrics that the fit is on: the first that a row has."""
 
 
 @dataclass(frozen=True)
-class HostTerms:
-    """Milliseconds of the host."""
+class Rows:
+    """Measured rows with their profiles without host terms."""
 
-    ms_per_step: float = 0.0
-    ms_per_request: float = 0.0
-    """Per request that runs in a step."""
-    request_ms: float | None = None
-    """Outside of steps, before the first token; None: as the profile has it."""
+    cases: tuple[MeasuredCase, ...]
+    profiles: tuple[Profile, ...]
 
-    def added_to(self, profile: Profile) -> Profile:
-        """Return the profile with the terms added to its step model."""
-        added = {"base_ms": self.ms_per_step, "ms_per_request": self.ms_per_request}
-        model, host = profile.step_latency, profile.host
-        values = {name: each.value for name, each in model.coefficients.items()}
-        more = {name: Coefficient(value=values.get(name, 0.0) + added[name]) for name in added}
-        step_latency = model.replace(coefficients=model.coefficients | more)
-        if self.request_ms is not None:
-            outside = {"request_ms": Coefficient(value=self.request_ms)}
-            host = host.replace(coefficients=host.coefficients | outside)
-        return profile.replace(step_latency=step_latency, host=host)
+    @staticmethod
+    def of(cases: Sequence[MeasuredCase], bare_profile_for: ProfileFor) -> Rows:
+        """Return rows with the profiles of their deployments."""
+        return Rows(tuple(cases), tuple(bare_profile_for(case.deployment, None) for case in cases))
+
+    def without(self, out: Sequence[int]) -> Rows:
+        """Return the rows but for those of these positions."""
+        return self.only([i for i in range(len(self.cases)) if i not in out])
+
+    def only(self, keep: Sequence[int]) -> Rows:
+        """Return the rows of these positions."""
+        return Rows(tuple(self.cases[i] for i in keep), tuple(self.profiles[i] for i in keep))
+
+    def errors(self, terms: Floats, metric: str | None = None) -> Floats:
+        """Return predicted over measured, less 1, under base_ms, ms_per_request and request_ms.
+
+        Without a metric it is the one that fits are on.
+        """
+        found = []
+        for case, profile in zip(self.cases, self.profiles, strict=True):
+            name = metric or next(each for each in _FITTED if each in case.measured)
+            found.append(case.predict(with_terms(profile, terms))[name] / case.measured[name] - 1.0)
+        return np.array(found)
 
 
-def fit_host_terms(
-    cases: Sequence[MeasuredCase],
-    bare_profile_for: ProfileFor,
-    left_out: LeftOut | None = None,
-    rounds: int = _ROUNDS,
-) -> HostTerms:
-    """Return the terms, none below 0, of least squared relative error of ITL over rows that are not left out.
+def with_terms(profile: Profile, terms: Floats) -> Profile:
+    """Return the profile with base_ms, ms_per_request and request_ms set."""
+    base_ms, ms_per_request, request_ms = (Coefficient(value=float(each)) for each in terms)
+    step, host = profile.step_latency, profile.host
+    return profile.replace(
+        step_latency=step.replace(
+            coefficients=step.coefficients | {"base_ms": base_ms, "ms_per_request": ms_per_request}
+        ),
+        host=host.replace(coefficients=host.coefficients | {"request_ms": request_ms}),
+    )
 
-    `request_ms` is the median over rows of measured TTFT without that of the simulation.
 
-    Parameters
-    ----------
-    cases
-        Measured rows of ITL or TPOT.
-    bare_profile_for
-        Profiles without host terms.
-    left_out
-        Rows to leave out of the fit.
-    rounds
-        Linear problems to solve.
+def fitted(rows: Rows, prior: Floats | None = None) -> tuple[Floats, Floats]:
+    """Return the terms of least squared relative error, and the standard errors of the first two.
+
+    The first two are fitted on ITL or TPOT, towards those of a prior if there is one. `request_ms` is the
+    median over rows of measured TTFT without that of the simulation.
     """
-    kept = [case for case in cases if left_out is None or not left_out.covers(case.deployment)]
-    bare = {case.deployment: bare_profile_for(case.deployment, left_out) for case in kept}
+    pull = np.zeros(2) if prior is None else 1.0 / np.array(_PRIOR)
+    towards = np.zeros(2) if prior is None else prior[:2]
 
-    def ratios(ms_per_step: float, ms_per_request: float) -> NDArray[np.float64]:
-        terms = HostTerms(ms_per_step, ms_per_request)
-        return np.array(
-            [_itl_ratio(case, case.predict(terms.added_to(bare[case.deployment]))) for case in kept]
-        )
+    def residuals(two: Floats) -> Floats:
+        errors = rows.errors(np.append(two, 0.0)) / _ROW_ERROR
+        return np.concatenate([errors, pull * (two - towards)])
 
-    at = np.zeros(2)
-    for _ in range(rounds):
-        ratio = ratios(*at)
-        columns = [(ratios(*(at + step)) - ratio) / step.sum() for step in np.diag(_DIFFERENCES_MS)]
-        slopes = np.stack(columns, axis=1)
-        at, _ = nnls(slopes, slopes @ at + 1.0 - ratio)
-    found = HostTerms(*map(float, at))
-    return replace(found, request_ms=_request_ms(kept, bare, found))
-
-
-def _itl_ratio(case: MeasuredCase, predicted: Mapping[str, float]) -> float:
-    metric = next(name for name in _FITTED if name in case.measured)
-    return predicted[metric] / case.measured[metric]
-
-
-def _request_ms(
-    cases: Sequence[MeasuredCase], bare: Mapping[Deployment, Profile], terms: HostTerms
-) -> float | None:
-    inside = replace(terms, request_ms=0.0)
-    rest_ms = [
-        case.measured["ttft_ms"] - case.predict(inside.added_to(bare[case.deployment]))["ttft_ms"]
-        for case in cases
-        if "ttft_ms" in case.measured
-    ]
-    return max(0.0, float(np.median(rest_ms))) if rest_ms else None
-
-
-class WithHostTerms:
-    """Profiles with host terms that are fitted on measured rows when first asked for."""
-
-    def __init__(self, bare_profile_for: ProfileFor, cases: Sequence[MeasuredCase]) -> None:
-        self._bare_profile_for = bare_profile_for
-        self._cases = cases
-        self._terms: dict[LeftOut | None, HostTerms] = {}
-
-    def terms(self, left_out: LeftOut | None = None) -> HostTerms:
-        """Return the terms fitted without some rows."""
-        if left_out not in self._terms:
-            self._terms[left_out] = fit_host_terms(self._cases, self._bare_profile_for, left_out)
-        return self._terms[left_out]
-
-    def __call__(self, deployment: Deployment, left_out: LeftOut | None = None) -> Profile:
-        bare = self._bare_profile_for(deployment, left_out)
-        return self.terms(left_out).added_to(bare)
+    found = least_squares(
+        residuals,
+        np.array(_START),
+        bounds=(0.0, np.inf),
+        diff_step=np.array([0.1, 0.1]),
+        x_scale=_PRIOR,
+        max_nfev=6,
+    )
+    jacobian = np.asarray(found.jac)
+    spread = max(1.0, 2.0 * found.cost / max(1, found.fun.size - 2))
+    covariance = np.linalg.pinv(jacobian.T @ jacobian) * spread
+    terms = np.append(found.x, 0.0)
+    ttft_ms = np.array([case.measured["ttft_ms"] for case in rows.cases])
+    terms[2] = max(0.0, float(np.median(-rows.errors(terms, "ttft_ms") * ttft_ms)))
+    return terms, np.sqrt(np.diag(covariance))

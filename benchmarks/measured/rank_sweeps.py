@@ -1,8 +1,10 @@
 """Rank sweeps of S-LoRA's kernels (``loraserve_authors/rank_sweeps.csv``): single requests, BGMV path.
 
-Source: github.com/shashwatj07/S-LoRA. GPU and TP are not in the files: A100 SXM 40 GB and TP 8 are inferred.
-The metrics are ratios of prefill times, of a rank over rank 8: TTFT of a request alone, 2,000 prompt tokens.
-No coefficient is fitted on them.
+Source: github.com/shashwatj07/S-LoRA. GPU and TP are not in the files: A100 SXM 40 GB and TP 8 are inferred;
+Llama-30B counts at TP 4, since 8 does not divide its 52 heads. The metrics are ratios of prefill times, of a
+rank over rank 8: TTFT of a request alone, 2,000 prompt tokens. No coefficient is fitted on them. The time at
+rank 8 is that of an engine whose host takes most of it; it comes from a line through shorter prompts at rank
+8. The rank term of a profile adds the rest.
 """
 
 from __future__ import annotations
@@ -14,17 +16,17 @@ from pathlib import Path
 from types import MappingProxyType
 from typing import Final
 
+import numpy as np
 import pandas as pd
 
 from benchmarks.measured.case import SLORA, Deployment, ProfileFor
-from capplan import Adapter, InfeasibleError, InputError, Lengths, Profile, Workload
-from capplan.spec import EngineArgs, allowed_lora_rank
-from capplan.twin import build_scenario
-from capplan.twin.core import run
-from capplan.twin.scenario import draw_for
+from capplan import InfeasibleError, InputError, Profile
+from capplan.datasets.catalog import model_arch
 
 FILE: Final = "loraserve_authors/rank_sweeps.csv"
 PROMPT_TOKENS: Final = 2000
+COLD_START_TOKENS: Final = 100
+"""Prompts up to which the first request of a run was measured, with its start-up."""
 _MODELS: Final = MappingProxyType(
     {
         "llama-7b": "huggyllama/llama-7b",
@@ -42,50 +44,29 @@ class RankSweep:
 
     name: str
     deployment: Deployment
+    rank_8_ms: float
+    """Prefill at rank 8, by a line through shorter prompts."""
     measured: Mapping[str, float]
 
     def predict(self, profile: Profile) -> Mapping[str, float]:
-        """Return the simulated ratios."""
-        ranks = sorted(int(metric.removeprefix("prefill_ratio_")) for metric in self.measured)
-        base_ms = prefill_ms(profile, 8)
-        return {f"prefill_ratio_{rank}": prefill_ms(profile, rank) / base_ms for rank in ranks}
-
-
-def prefill_ms(profile: Profile, rank: int, prompt_tokens: int = PROMPT_TOKENS) -> float:
-    """Return the milliseconds from arrival to first token of a request alone, its adapter resident."""
-    adapter = Adapter(name="a", rank=rank, rate_rps=1.0)
-    workload = Workload(
-        base_model=profile.model.hf_ids[0],
-        adapters=[adapter],
-        prompt_tokens=Lengths(mean=prompt_tokens),
-        output_tokens=Lengths(mean=4),
-    )
-    args = EngineArgs(
-        max_loras=1,
-        max_lora_rank=allowed_lora_rank(rank),
-        max_num_seqs=16,
-        max_num_batched_tokens=4096,
-        max_model_len=4096 if profile.model.max_positions is None else min(4096, profile.model.max_positions),
-        gpu_memory_utilization=0.9,
-    )
-    requests = draw_for(workload, profile, 10.0, 0, args.max_model_len)
-    one = type(requests)(*(column[:1] for column in requests))
-    scenario = build_scenario(workload, profile, args, duration_s=1e3, seed=0, requests=one)
-    loads = scenario.costs.load_ns * 0
-    trace = run(scenario._replace(costs=scenario.costs._replace(load_ns=loads, disk_ns=loads)))
-    return float(trace.first_ns[0] - one.arrival_ns[0]) / 1e6
+        """Return the ratios by the rank term of a profile."""
+        ms_per_rank = profile.step_latency.value("ms_per_prefill_krank") * PROMPT_TOKENS / 1e3
+        return {
+            metric: 1.0 + ms_per_rank * (int(metric.removeprefix("prefill_ratio_")) - 8) / self.rank_8_ms
+            for metric in self.measured
+        }
 
 
 def ratios_by_tp(
     sweeps: Sequence[RankSweep], methods: Mapping[str, ProfileFor]
 ) -> Iterator[dict[str, object]]:
-    """Yield simulated ratios of prefills at rank 128 over rank 8, by tensor parallelism."""
+    """Yield ratios of prefills at rank 128 over rank 8, by tensor parallelism of the adapters."""
     for sweep, (method, profile_for) in itertools.product(sweeps, methods.items()):
         line: dict[str, object] = {"model": sweep.deployment.model, "method": method}
         for tp in _TPS:
             try:
                 profile = profile_for(replace(sweep.deployment, tp=tp), None)
-                line[f"TP {tp}"] = f"{prefill_ms(profile, 128) / prefill_ms(profile, 8):.2f}"
+                line[f"TP {tp}"] = f"{sweep.predict(profile)['prefill_ratio_128']:.2f}"
             except (InputError, InfeasibleError):
                 line[f"TP {tp}"] = "-"
         yield line
@@ -94,14 +75,19 @@ def ratios_by_tp(
 def read(folder: Path) -> list[RankSweep]:
     """Return one sweep per model."""
     table = pd.read_csv(folder / FILE)
-    alone = table[(table["req_rate"] == 1) & (table["prompt_tokens"] == PROMPT_TOKENS)]
+    alone = table[(table["req_rate"] == 1) & (table["prompt_tokens"] > COLD_START_TOKENS)]
     sweeps = []
     for (model, tp), rows in alone.groupby(["model", "tp"], sort=False):
-        ttft_s = rows.set_index("rank")["ttft_mean_s"]
+        longest = rows[rows["prompt_tokens"] == PROMPT_TOKENS].set_index("rank")["ttft_mean_s"]
         measured = {
-            f"prefill_ratio_{rank}": float(ttft_s[rank] / ttft_s[8])
-            for rank in sorted(ttft_s.index[ttft_s.index > 8])
+            f"prefill_ratio_{rank}": float(longest[rank] / longest[8])
+            for rank in sorted(longest.index[longest.index > 8])
         }
-        deployment = Deployment(_GPU, _MODELS[str(model)], int(tp), SLORA, "float16")
-        sweeps.append(RankSweep(f"{PROMPT_TOKENS} tokens", deployment, measured))
+        shorter = rows[(rows["rank"] == 8) & (rows["prompt_tokens"] < PROMPT_TOKENS)]
+        line = np.polyfit(shorter["prompt_tokens"], shorter["ttft_mean_s"], 1)
+        rank_8_ms = 1e3 * float(np.polyval(line, PROMPT_TOKENS))
+        hf_id = _MODELS[str(model)]
+        fitting = max(each for each in _TPS if each <= tp and model_arch(hf_id).heads % each == 0)
+        deployment = Deployment(_GPU, hf_id, fitting, SLORA, "float16")
+        sweeps.append(RankSweep(f"{PROMPT_TOKENS} tokens", deployment, rank_8_ms, measured))
     return sweeps

@@ -30,6 +30,10 @@ ELEMENTWISE_BANDWIDTH: Final = 0.8
 """Share of the memory's peak that memory-bound kernels reach."""
 
 
+_AFTER_ATTENTION: Final = 1
+"""Position of o in `Decoder.products`: attention does not quantize its output."""
+
+
 class StepTimes(Protocol):
     """Times of the forward passes of a decoder on `tp` GPUs, from measurements of its parts."""
 
@@ -142,16 +146,17 @@ class ForwardPass:
         return np.asarray(len(parts) * KERNEL_MS + sum(parts) * tokens / bytes_per_ms)
 
     def _quantize_ms(self, tokens: Floats) -> Floats | float:
-        """Return the milliseconds that quantizing the inputs of a layer's products takes."""
+        """Return the milliseconds of quantizing inputs of a layer's products by kernels of their own.
+
+        vLLM fuses the others with the kernels before them: norms, and the activation of the MLP.
+        """
         if self.decoder.dtype == "bfloat16":
             return 0.0
+        _, k = self.decoder.products(self.tp)[_AFTER_ATTENTION]
         rows = self.tables.quantize.sort_values("m")
         sizes = np.sort(rows["k"].unique())
-        total = np.zeros_like(tokens)
-        for _, k in self.decoder.products(self.tp):
-            nearest = rows[rows["k"] == sizes[np.argmin(np.abs(np.log(sizes / k)))]]
-            total += np.interp(tokens, nearest["m"], nearest["latency"])
-        return total
+        nearest = rows[rows["k"] == sizes[np.argmin(np.abs(np.log(sizes / k)))]]
+        return np.asarray(np.interp(tokens, nearest["m"], nearest["latency"]))
 
     def _all_reduce_ms(self, elements: Floats) -> Floats:
         if self.tp == 1:

@@ -1,10 +1,10 @@
 """Milliseconds of dense matrix products between and beyond the measured shapes.
 
 What is interpolated is the efficiency: measured time over the roofline of the data sheet, which varies slowly
-over shapes where the time itself varies by orders of magnitude. Single times scatter by 15 %, mostly upwards;
-no product takes longer than one of more rows, which could be computed in its place. Products were measured in
-a loop, so small weights stay in the L2 cache; in a serving engine the layers in between replace them. No
-product is therefore faster than reading its weights at the rate of the largest measured product.
+over shapes where the time itself varies by orders of magnitude. Single times scatter by 15 %; at the sizes of
+CUDA graphs no product takes longer than one of more rows, which could be computed in its place. Products were
+measured in a loop, so small weights stay in the L2 cache; in a serving engine the layers in between replace
+them. No product is therefore faster than reading its weights at the rate of the largest measured product.
 """
 
 from __future__ import annotations
@@ -89,8 +89,9 @@ def gemm_times(table: pd.DataFrame, sheet: GpuSheet, dtype: str) -> GemmTimes:
         raise InputError(f"must be a dtype with measured products on this GPU: {known}", dtype, "--dtype")
     cube = chosen.pivot_table(index="m", columns=["n", "k"], values="latency")
     cube = cube[cube.notna().mean(axis=1) > 0.5]
-    cube = cube[::-1].cummin()[::-1]
     rows = cube.index.to_numpy(dtype=float)
+    graphs = cube[rows <= GRAPH_ROWS]
+    cube.loc[graphs.index] = graphs[::-1].cummin()[::-1]
     cube = cube[(rows <= 8) & np.isin(rows, (1, 2, 4, 8)) | (rows > GRAPH_ROWS) | (rows % 8 == 0)]
     m, n, k = (
         np.sort(np.asarray(each, dtype=float))

@@ -142,7 +142,6 @@ def _step_model(times: StepTimes, terms: HostTerms) -> FittedModel:
         form=TABLE_FORM,
         coefficients=coefficients,
         tables=step_tables(times),
-        fitted_range={"tokens": (1.0, float(MAX_TOKENS))},
         fit=Fit(
             source=f"{times.source}; {terms.in_words()}",
             samples=terms.rows,

@@ -109,6 +109,17 @@ def test_adapters_cost_time_and_their_ranks_as_the_kernel_has_it(kernel: Kernel)
     assert has_rank_terms == (kernel is not Kernel.VLLM)
 
 
+def test_gathered_matrices_cost_the_l2_cache_in_prefills_where_a_source_states_it() -> None:
+    sheet, engine = (
+        gpu_sheet("a100-40g"),
+        EngineChoice(rules="slora", kernel=Kernel.BGMV, target_modules=("q_proj",)),
+    )
+    assert sheet.l2_bytes_per_s is not None
+    ms_per_krank = roofline_profile(sheet, LLAMA, engine).step_latency.value("ms_per_prefill_krank")
+    gathered_bytes = 2 * LLAMA.layers * 2 * LLAMA.hidden_size  # A and B of q, square here
+    assert ms_per_krank == pytest.approx(1e3 * 1e3 * gathered_bytes / sheet.l2_bytes_per_s)
+
+
 @pytest.mark.parametrize("name", ["h100-64g/llama-3.1-8b/vllm-0.8.5", "h100-64g/qwen2.5-7b/vllm-0.8.5"])
 def test_what_is_carried_over_is_near_both_measured_profiles(name: str) -> None:
     shipped = load_profile(name)

@@ -15,7 +15,7 @@ from benchmarks.measured.case import Deployment, LeftOut, roofline_for
 from benchmarks.measured.compare import compare, errors
 from benchmarks.measured.composed import Composed
 from benchmarks.measured.dense_stages import Stage
-from benchmarks.measured.host_terms import HostTerms, fit_host_terms
+from benchmarks.measured.host_terms import Rows, fitted, with_terms
 from benchmarks.measured.replay import Engine, closed_loop, requests_of, scenario_of
 from benchmarks.measured_check import data_folder, report
 from capplan import InputError, Profile
@@ -45,16 +45,15 @@ def refused(_deployment: Deployment, _left_out: LeftOut | None) -> Profile:
 
 
 def test_host_terms_that_made_the_measurement_are_found() -> None:
-    true = HostTerms(ms_per_step=1.5, ms_per_request=0.03, request_ms=6.0)
-    stages = []
-    for rate_rps in (2.0, 8.0, 16.0):
-        plain = stage(rate_rps)
-        stages.append(stage(rate_rps, **plain.predict(true.added_to(roofline_for(plain.deployment)))))
-    odd = stage(gpu="l40s", itl_ms=500.0, ttft_ms=9.0)
-    found = fit_host_terms([*stages, odd], roofline_for, LeftOut("gpu", "l40s"))
-    assert found.ms_per_step == pytest.approx(true.ms_per_step, rel=1e-3)
-    assert found.ms_per_request == pytest.approx(true.ms_per_request, rel=1e-3)
-    assert found.request_ms == pytest.approx(true.request_ms, abs=0.05)
+    true = np.array([9.5, 0.03, 6.0])
+    plain = [stage(rate_rps) for rate_rps in (2.0, 8.0, 16.0)]
+    profile = roofline_for(plain[0].deployment)
+    stages = [stage(each.rate_rps, **each.predict(with_terms(profile, true))) for each in plain]
+    rows = Rows.of([*stages, stage(9.0, itl_ms=500.0, ttft_ms=9.0)], roofline_for)
+    found, std_errors = fitted(rows.without([3]))
+    assert found == pytest.approx(true, rel=0.02)
+    assert np.all(std_errors > 0.0)
+    assert np.abs(rows.only([0, 1, 2]).errors(found)).max() < 0.002
 
 
 def test_a_stage_is_read_with_the_units_of_its_columns(tmp_path: Path) -> None:
@@ -157,9 +156,11 @@ def test_ratios_of_prefills_grow_with_the_rank_but_not_on_a_gpu_without_operator
     folder.mkdir()
     head = "model,rank,tp,prompt_tokens,req_rate,ttft_mean_s"
     rows = [f"llama-7b,{rank},8,2000,1,{ttft_s}" for rank, ttft_s in ((8, 0.2), (16, 0.22), (128, 0.3))]
+    rows += [f"llama-7b,8,8,{tokens},1,{0.1 + tokens / 2e4}" for tokens in (500, 1000, 1500)]
     (folder / "rank_sweeps.csv").write_text("\n".join([head, *rows, "llama-7b,64,8,2000,2,9.0"]))
     (sweep,) = rank_sweeps.read(tmp_path)
     assert sweep.measured == pytest.approx({"prefill_ratio_16": 1.1, "prefill_ratio_128": 1.5})
+    assert sweep.rank_8_ms == pytest.approx(200.0)
     found = sweep.predict(roofline_for(sweep.deployment))
     assert 1.0 < found["prefill_ratio_16"] < found["prefill_ratio_128"]
     with pytest.raises(InputError, match="measured operators or a shipped profile"):
