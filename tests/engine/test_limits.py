@@ -2,9 +2,11 @@
 
 import contextlib
 import json
+import select
 import socket
+import threading
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import pytest
@@ -51,6 +53,13 @@ def server(shared: Live) -> Iterator[Live]:
 def connected(server: Live) -> socket.socket:
     host, port = server.url.removeprefix("http://").split(":")
     return socket.create_connection((host, int(port)), timeout=20)
+
+
+def wait_for(server: Live, holds: Callable[[], bool]) -> None:
+    deadline = time.monotonic() + 60
+    while not server.on_loop(holds):
+        assert time.monotonic() < deadline
+        time.sleep(0.01)
 
 
 def answer(client: socket.socket, data: bytes) -> tuple[int, dict[str, Any]]:
@@ -217,6 +226,52 @@ def test_a_stalled_body_gives_way_to_new_ones(server: Live) -> None:
         assert status == 400  # no JSON, but whole
 
 
+def test_prompts_that_wait_for_their_tokens_count(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Complete requests count against the budget and the queue until their prompts are submitted."""
+    with live({}, {"max_model_len": 500}, limits=LIMITS, max_requests=4) as server:
+        continues = threading.Event()
+        tokens = server.service.tokenizer.encode
+
+        def slow(text: str, **options: Any) -> list[int]:
+            assert continues.wait(60)
+            return tokens(text, **options)
+
+        monkeypatch.setattr(server.service.tokenizer, "encode", slow)
+        for size, codes in ((90_000, [(503, "overloaded")] * 3), (55_000, [(429, "queue_full")] * 2)):
+            body = json.dumps({"model": "base", "prompt": "x" * size, "max_tokens": 1}).encode()
+            asked = POST + f"Content-Length: {len(body)}\r\n\r\n".encode() + body
+            with contextlib.ExitStack() as stack:
+                clients = [stack.enter_context(connected(server)) for _ in range(6)]
+                for client in clients:
+                    client.sendall(asked)
+                accepted = len(clients) - len(codes)
+                wait_for(server, lambda n=accepted: server.service.in_flight == n)  # type: ignore[misc]
+                late = [each for each in clients if select.select([each], (), (), 1.0)[0]]
+                assert [error_code(answer(each, b"")) for each in late] == codes
+                with connected(server) as probe:
+                    assert answer(probe, HEALTH)[0] == 200
+                continues.set()
+                rest = [error_code(answer(each, b"")) for each in clients if each not in late]
+                assert rest == [(400, "context_length_exceeded")] * accepted
+            continues.clear()
+            assert (server.service.budget.used_bytes, server.service.in_flight) == (0, 0)
+
+
+def test_a_burst_of_conversations_is_refused_by_the_queue(monkeypatch: pytest.MonkeyPatch) -> None:
+    with live({}, max_requests=2) as server, contextlib.ExitStack() as stack:
+        continues = threading.Event()
+        monkeypatch.setattr(server.service.template, "render", lambda _: "x" * continues.wait(60))
+        fields = {"model": "base", "messages": [{"role": "user", "content": "x"}], "max_tokens": 1}
+        body = json.dumps(fields).encode()
+        head = POST.replace(b"completions", b"chat/completions") + f"Content-Length: {len(body)}".encode()
+        clients = [stack.enter_context(connected(server)) for _ in range(8)]
+        for client in clients:
+            client.sendall(head + b"\r\n\r\n" + body)
+        wait_for(server, lambda: server.service.refusals[429] == 6)
+        continues.set()
+        assert sorted(answer(each, b"")[0] for each in clients) == [200] * 2 + [429] * 6
+
+
 def test_a_late_server_refuses_generation_alone(server: Live, monkeypatch: pytest.MonkeyPatch) -> None:
     body = b'{"model": "base", "prompt": [1], "max_tokens": 1}'
     asked = POST + f"Content-Length: {len(body)}\r\n\r\n".encode() + body
@@ -235,13 +290,8 @@ def test_a_client_that_does_not_read_is_disconnected() -> None:
         fields = {"model": "base", "prompt": [[1]] * 64, "max_tokens": 480, "stream": True, "logprobs": 20}
         body = json.dumps(fields | {"ignore_eos": True}).encode()
         client.sendall(POST + f"Content-Length: {len(body)}\r\n\r\n".encode() + body)
-        deadline = time.monotonic() + 60
-        while server.on_loop(lambda: len(server.server.server_state.connections)) != 1:
-            assert time.monotonic() < deadline
-            time.sleep(0.01)
-        while server.on_loop(lambda: len(server.server.server_state.connections)) != 0:
-            assert time.monotonic() < deadline
-            time.sleep(0.05)
+        wait_for(server, lambda: len(server.server.server_state.connections) == 1)
+        wait_for(server, lambda: len(server.server.server_state.connections) == 0)
         server.check_idle()
 
 

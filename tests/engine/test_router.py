@@ -1,6 +1,7 @@
 """Router over fake instances: shares, failures, queues, limits."""
 
 import asyncio
+import threading
 from collections.abc import Awaitable, Callable
 from dataclasses import replace
 from typing import Any
@@ -273,6 +274,26 @@ def test_quotas_delay_requests_and_admit_them_in_order() -> None:
         assert [body["prompt"][0] for body in instance.bodies] == [0, 1, 9, 3]
 
     run(check, plan=tiny_plan(queues), groups=["g0"])
+
+
+def test_requests_that_wait_for_their_size_count() -> None:
+    wrs = Wrs(a=0.4, b=0.6, max_prompt_tokens=100, max_output_tokens=100, max_adapter_bytes=1)
+    queues = Queues(wrs=wrs, classes=(QueueClass(upper_wrs=None, quota_tokens=1),))
+    continues = threading.Event()
+
+    async def check(r: Routed) -> None:
+        assert r.state.tokenizer is not None
+        r.state.tokenizer.encode = lambda *_, **__: [1] * continues.wait(60)  # type: ignore[method-assign]
+        held = [asyncio.ensure_future(r.post("a", prompt="x" * 60_000)) for _ in range(3)]
+        await r.until(lambda: r.state.in_flight == 3)
+        assert r.state.budget.used_bytes > 3 * 60_000
+        status, body, _ = await r.post("a")
+        assert (status, body["error"]["code"]) == (429, "queue_full")
+        continues.set()
+        assert [answer[0] for answer in await asyncio.gather(*held)] == [200] * 3
+        assert r.state.budget.used_bytes == 0
+
+    run(check, plan=tiny_plan(queues), max_requests=3)
 
 
 def test_the_queue_of_an_instance_is_bounded_and_fails_with_it() -> None:

@@ -15,21 +15,12 @@ from prometheus_client.core import GaugeMetricFamily as Gauge
 from prometheus_client.metrics_core import Metric
 from prometheus_client.parser import text_string_to_metric_families
 
-from capplan.engine.router.instance_client import RequestSize
-from capplan.engine.router.proxy import (
-    ForwardedRequest,
-    ProxyResponse,
-    RouterState,
-    SizedRequest,
-    request_size,
-)
+from capplan.engine.router.proxy import ProxyResponse, RouterState
 from capplan.engine.router.supervisor import InstanceSupervisor
 from capplan.engine.server.limiter import RequestLimiter
 from capplan.engine.server.metrics import MetricKind, metric_family
-from capplan.engine.server.protocol import add_error_handlers, model_card, parsed, unknown_model, whole_body
+from capplan.engine.server.protocol import add_error_handlers, model_card, unknown_model, whole_body
 
-_LONG_BODY: Final = 50_000
-"""Bytes of a body from which its tokens are counted in a thread."""
 _METRICS_TIMEOUT_S: Final = 5.0
 
 router = APIRouter()
@@ -63,30 +54,21 @@ def _model_cards(state: RouterState) -> dict[str, dict[str, Any]]:
 @router.post("/v1/completions", response_model=None)
 async def completions(request: Request) -> Response:
     """Complete a prompt, or each of several."""
-    return await _proxy(request, chat=False)
+    return await _proxy(request)
 
 
 @router.post("/v1/chat/completions", response_model=None)
 async def chat_completions(request: Request) -> Response:
     """Complete a conversation."""
-    return await _proxy(request, chat=True)
+    return await _proxy(request)
 
 
-async def _proxy(request: Request, chat: bool) -> Response:
+async def _proxy(request: Request) -> Response:
     state: RouterState = request.app.state.router
     body = await whole_body(request)
     state.refuse_if_full()  # the state may have changed while the body was read
-
-    def size_of() -> RequestSize:
-        if state.tokenizer is None:  # queues do not use sizes
-            return RequestSize(state.adapter_of(parsed(body, ForwardedRequest).model), 0, None)
-        fields = parsed(body, SizedRequest)
-        return request_size(fields, state.adapter_of(fields.model), chat, state.tokenizer)
-
-    is_long = state.tokenizer is not None and len(body) >= _LONG_BODY
-    size = await asyncio.to_thread(size_of) if is_long else size_of()
     content_type = request.headers.get("content-type", "application/json")
-    return ProxyResponse(state, request.url.path, body, content_type, size)
+    return ProxyResponse(state, request.url.path, body, content_type)
 
 
 @router.get("/v1/models")

@@ -21,7 +21,7 @@ from capplan.engine.router.instance_client import (
 )
 from capplan.engine.router.supervisor import InstanceFleet, InstanceSupervisor
 from capplan.engine.server.limiter import ServerSettings, ServerState
-from capplan.engine.server.protocol import MAX_MODEL_NAME, MAX_PROMPTS, ApiError, error_code
+from capplan.engine.server.protocol import MAX_MODEL_NAME, MAX_PROMPTS, ApiError, error_code, parsed
 from capplan.engine.tokenizer import Tokenizer
 from capplan.errors import InputError
 
@@ -32,6 +32,9 @@ _FORWARDED_HEADERS: Final = ("content-type", "retry-after", "cache-control", "x-
 _END_OF_EVENT: Final = b"\n\n"
 _MAX_TOKENS: Final = 2**31
 """Of the size of a request; its instance refuses more than fit."""
+_LONG_BODY: Final = 50_000
+"""Bytes of a body from which its tokens are counted in a thread."""
+_CHAT_PATH: Final = "/v1/chat/completions"
 _RETRIED_CODES: Final = ("engine_failed", "engine_stopped", "shutting_down")
 """Error codes of an instance that has not started the request."""
 
@@ -191,24 +194,29 @@ class ProxyResponse(Response):
         path: str,
         body: bytes,
         content_type: str,
-        size: RequestSize,
     ) -> None:
         super().__init__()
         self._state = state
         self._path = path
         self._request = body
         self._content_type = content_type
-        self._size = size
         self._started = False
         self._body_bytes = contextlib.ExitStack()
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         """Respond; if the client disconnects, close the connection to the instance."""
-        work = asyncio.ensure_future(self._forward(send))
+        with self._state.running(), self._body_bytes:
+            self._body_bytes.enter_context(self._state.holding(len(self._request)))
+            is_long = self._state.tokenizer is not None and len(self._request) >= _LONG_BODY
+            # Not cancelled by a disconnect: the thread has the body until it ends.
+            size = await asyncio.to_thread(self._size) if is_long else self._size()
+            await self._forward_while_connected(size, receive, send)
+
+    async def _forward_while_connected(self, size: RequestSize, receive: Receive, send: Send) -> None:
+        work = asyncio.ensure_future(self._forward(size, send))
         watch = asyncio.ensure_future(_disconnected(receive))
         try:
-            with self._state.running(), self._body_bytes:
-                await asyncio.wait((work, watch), return_when=asyncio.FIRST_COMPLETED)
+            await asyncio.wait((work, watch), return_when=asyncio.FIRST_COMPLETED)
         finally:
             for task in (work, watch):
                 if not task.done():
@@ -217,18 +225,16 @@ class ProxyResponse(Response):
         if not work.cancelled():
             work.result()
 
-    async def _forward(self, send: Send) -> None:
-        if not self._body_bytes.enter_context(self._state.budget.reserved(len(self._request))):
-            raise self._state.refusal(503, "The server is overloaded", "overloaded", 1)
+    async def _forward(self, size: RequestSize, send: Send) -> None:
         tried: list[InstanceSupervisor] = []
         while True:
-            instance = self._state.fleet.choose(self._size.adapter, tried)
+            instance = self._state.fleet.choose(size.adapter, tried)
             if instance is None:
-                retry_after_s = self._state.fleet.retry_after_s(self._size.adapter)
+                retry_after_s = self._state.fleet.retry_after_s(size.adapter)
                 message = "No instance that serves this model is up"
                 raise self._state.refusal(503, message, "no_instance", retry_after_s)
             try:
-                await self._forward_to(instance, send)
+                await self._forward_to(instance, size, send)
                 return
             except InstanceGoneError as gone:
                 if gone.refusal is not None:
@@ -236,7 +242,22 @@ class ProxyResponse(Response):
                 tried.append(instance)
                 self._state.retries += 1
 
-    async def _forward_to(self, instance: InstanceSupervisor, send: Send) -> None:
+    def _size(self) -> RequestSize:
+        """Return the size of the request.
+
+        Raises
+        ------
+        ApiError
+            400 if it is not valid, 404 if its model does not exist.
+        """
+        state = self._state
+        if state.tokenizer is None:  # queues do not use sizes
+            return RequestSize(state.adapter_of(parsed(self._request, ForwardedRequest).model), 0, None)
+        fields = parsed(self._request, SizedRequest)
+        is_chat = self._path == _CHAT_PATH
+        return request_size(fields, state.adapter_of(fields.model), is_chat, state.tokenizer)
+
+    async def _forward_to(self, instance: InstanceSupervisor, size: RequestSize, send: Send) -> None:
         """Forward the request to an instance and its response to the client.
 
         Raises
@@ -250,7 +271,7 @@ class ProxyResponse(Response):
         if client is None:
             raise InstanceGoneError
         try:
-            async with client.admitted(self._size):
+            async with client.admitted(size):
                 self._state.by_instance[instance.spec.name] += 1
                 async with client.post(self._path, self._request, self._content_type) as response:
                     await self._send_response(response, client, send)

@@ -1,4 +1,4 @@
-"""Byte budget: the memory that incomplete requests of all connections may take."""
+"""Byte budget: the memory of requests of all connections before they are submitted or forwarded."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ class IncompleteRequest(Protocol):
 
 
 class ByteBudget:
-    """Budget of the bytes of all incomplete requests.
+    """Budget of the bytes of all requests that are incomplete, or not submitted or forwarded yet.
 
     A request that arrives slowly holds its bytes for long. When the budget is exhausted, the requests that
     have been arriving for the longest time are refused, so that slow clients cannot lock others out.

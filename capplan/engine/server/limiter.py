@@ -8,7 +8,7 @@ import hmac
 import time
 from abc import ABC, abstractmethod
 from collections import Counter
-from collections.abc import Callable, Container
+from collections.abc import Callable, Container, Iterator
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Final
@@ -96,7 +96,7 @@ class ServerState(ABC):
     max_body_bytes
         Maximum size of a request body.
     budget
-        Bytes of incomplete requests.
+        Bytes of requests that are incomplete, or not submitted or forwarded yet.
     concurrency
         Limit of requests in flight while the event loop is late.
     """
@@ -151,6 +151,21 @@ class ServerState(ABC):
         if not self.concurrency.admits():
             self.refusals[503] += 1
             raise overloaded()
+
+    @contextlib.contextmanager
+    def holding(self, size_bytes: int) -> Iterator[None]:
+        """Count the bytes of a complete request until it is submitted or forwarded.
+
+        Raises
+        ------
+        ApiError
+            503 if the budget has no room.
+        """
+        with self.budget.reserved(size_bytes) as has_room:
+            if not has_room:
+                self.refusals[503] += 1
+                raise overloaded()
+            yield
 
     def refusal(self, status: int, message: str, code: str, retry_after_s: int) -> ApiError:
         """Count a refusal and return its error."""

@@ -119,18 +119,18 @@ def add_error_handlers(app: FastAPI) -> None:
         return ApiError(500, "The server made a mistake").response()
 
 
-async def read_body(request: Request, model: type[Model]) -> Model:
-    """Return the body of a request. Its bytes are freed: a response may take long.
+async def json_body(request: Request) -> bytes:
+    """Return the bytes of a body that is to be JSON, which the request does not keep.
 
     Raises
     ------
     ApiError
-        400 if the body is not valid JSON or breaks a rule of the model; 408, 413 and 503 of the limits.
+        400 if it is empty or of another type; 408, 413 and 503 of the limits.
     """
     body = await whole_body(request)
     if not body or not _is_json(request.headers.get("content-type", "")):
         raise _not_an_object()
-    return parsed(body, model)
+    return body
 
 
 def parsed(body: bytes, model: type[Model]) -> Model:

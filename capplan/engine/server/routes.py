@@ -20,8 +20,9 @@ from capplan.engine.server.protocol import (
     UnloadAdapterRequest,
     add_error_handlers,
     bad_request,
+    json_body,
     model_card,
-    read_body,
+    parsed,
     request_schema,
     unknown_model,
 )
@@ -68,24 +69,31 @@ def _service(request: Request) -> Service:
 @router.post("/v1/completions", response_model=None, openapi_extra=request_schema(CompletionRequest))
 async def completions(request: Request) -> Response:
     """Complete a prompt, or each of several."""
-    service, body = _service(request), await read_body(request, CompletionRequest)
-    adapter = service.adapter_of(body.model)
-    max_tokens = body.max_tokens or _COMPLETION_TOKENS
-    if not body.prompts():
-        raise ApiError(400, "There must be at least one prompt", "prompt")
-    prompts = await service.encode(body.prompts(), max_tokens)
-    form = CompletionFormat(body.model, service.tokenizer, body.include_usage(), bool(body.return_token_ids))
+    service, data = _service(request), await json_body(request)
+    with service.holding(len(data)):
+        body = parsed(data, CompletionRequest)
+        del data
+        adapter = service.adapter_of(body.model)
+        max_tokens = body.max_tokens or _COMPLETION_TOKENS
+        if not body.prompts():
+            raise ApiError(400, "There must be at least one prompt", "prompt")
+        prompts = await service.encode(body.prompts(), max_tokens)
+    tokenizer = service.tokenizer
+    form = CompletionFormat(body.model, tokenizer, body.include_usage(), bool(body.return_token_ids))
     return _respond(service, body, prompts, adapter, max_tokens, body.logprobs, form)
 
 
 @router.post("/v1/chat/completions", response_model=None, openapi_extra=request_schema(ChatRequest))
 async def chat_completions(request: Request) -> Response:
     """Complete a conversation."""
-    service, body = _service(request), await read_body(request, ChatRequest)
-    adapter = service.adapter_of(body.model)
-    limit = body.max_completion_tokens or body.max_tokens
-    text = await service.apply_chat_template(body.messages)
-    (prompt,) = await service.encode([text], limit, special=service.template.adds_special)
+    service, data = _service(request), await json_body(request)
+    with service.holding(len(data)):
+        body = parsed(data, ChatRequest)
+        del data
+        adapter = service.adapter_of(body.model)
+        limit = body.max_completion_tokens or body.max_tokens
+        text = await service.apply_chat_template(body.messages)
+        (prompt,) = await service.encode([text], limit, special=service.template.adds_special)
     logprobs = (body.top_logprobs or 0) if body.logprobs else None
     form = ChatFormat(body.model, service.tokenizer, body.include_usage(), bool(body.return_token_ids))
     max_tokens = limit or service.max_model_len - len(prompt)
@@ -135,7 +143,7 @@ async def model(name: str, request: Request) -> dict[str, Any]:
 @router.post("/v1/load_lora_adapter", openapi_extra=request_schema(LoadAdapterRequest))
 async def load_lora_adapter(request: Request) -> PlainTextResponse:
     """Load an adapter from a folder below the server's root."""
-    body = await read_body(request, LoadAdapterRequest)
+    body = parsed(await json_body(request), LoadAdapterRequest)
     await _service(request).adapters.load(body.lora_name, body.lora_path)
     return PlainTextResponse(f"Success: LoRA adapter '{body.lora_name}' added successfully.")
 
@@ -143,7 +151,7 @@ async def load_lora_adapter(request: Request) -> PlainTextResponse:
 @router.post("/v1/unload_lora_adapter", openapi_extra=request_schema(UnloadAdapterRequest))
 async def unload_lora_adapter(request: Request) -> PlainTextResponse:
     """Remove an adapter that no request uses."""
-    body = await read_body(request, UnloadAdapterRequest)
+    body = parsed(await json_body(request), UnloadAdapterRequest)
     await _service(request).adapters.unload(body.lora_name)
     return PlainTextResponse(f"Success: LoRA adapter '{body.lora_name}' removed successfully.")
 

@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import math
 import socket
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Final
 
@@ -62,7 +63,7 @@ class Service(ServerState):
         self.tokenizer = load_tokenizer(ready.folder, ready.config.vocab_size)
         self.template = chat_template(self.tokenizer, ready.folder, settings.limits)
         self._template_places = asyncio.Semaphore(_TEMPLATE_PROCESSES)
-        self._conversations = 0
+        self._preparing = 0
         self.vocab_size = ready.config.vocab_size
         self._core_pid = ready.pid
         self._core_is_stopped = False
@@ -75,8 +76,8 @@ class Service(ServerState):
 
     @property
     def in_flight(self) -> int:
-        """Number of prompts in the engine."""
-        return self.engine.in_flight
+        """Number of prompts in the engine, and of those that are rendered or tokenized for it."""
+        return self.engine.in_flight + self._preparing
 
     def close(self) -> None:
         """End the processes of the server."""
@@ -123,7 +124,7 @@ class Service(ServerState):
         if prompts > self.settings.max_requests:
             message = f"A request must not have more than {self.settings.max_requests} prompts"
             raise ApiError(400, message, "prompt")
-        if self.engine.in_flight + prompts > self.settings.max_requests:
+        if self.in_flight + prompts > self.settings.max_requests:
             raise self.refusal(429, "The queue is full", "queue_full", self._retry_after_s())
 
     async def encode(
@@ -143,7 +144,8 @@ class Service(ServerState):
 
         if sum(len(prompt) for prompt in prompts if isinstance(prompt, str)) < _LONG_TEXT:
             return encode_all()
-        return await asyncio.to_thread(encode_all)
+        with self._prepared(len(prompts)):
+            return await asyncio.to_thread(encode_all)
 
     async def apply_chat_template(self, messages: Sequence[ChatMessage]) -> str:
         """Return a conversation as one prompt.
@@ -153,15 +155,22 @@ class Service(ServerState):
         ApiError
             400 if the model's template refuses it; 429 and 503 as `refuse_if_full`.
         """
-        self.refuse_if_full(1 + self._conversations)
-        self._conversations += 1
+        self.refuse_if_full()
         try:
-            async with self._template_places:
-                return await asyncio.to_thread(self.template.render, messages)
+            with self._prepared(1):
+                async with self._template_places:
+                    return await asyncio.to_thread(self.template.render, messages)
         except InputError as error:
             raise ApiError(400, str(error), "messages") from None
+
+    @contextlib.contextmanager
+    def _prepared(self, prompts: int) -> Iterator[None]:
+        """Count prompts in the context: they wait for a thread or process."""
+        self._preparing += prompts
+        try:
+            yield
         finally:
-            self._conversations -= 1
+            self._preparing -= prompts
 
     def _encode(self, prompt: str | list[int], max_tokens: int | None, special: bool) -> list[int]:
         tokens = prompt if isinstance(prompt, list) else self._tokens(prompt, special)
