@@ -543,7 +543,7 @@ def test_requests_beyond_the_drain_timeout_end_with_an_error() -> None:
             response.readline()
             server.loop.call_soon_threadsafe(server.server.end)
             last = response.read().decode().strip().split("\n\n")[-1]
-        assert json.loads(last.removeprefix("data: "))["error"]["code"] == "shutting_down"
+        assert json.loads(last.removeprefix("data: "))["error"]["code"] == "aborted"
         server.join()
         check = server.engine.core.requests
         assert check == {}

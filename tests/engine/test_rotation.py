@@ -107,6 +107,18 @@ def test_requests_of_an_instance_that_stays_stalled_end_with_an_error() -> None:
     run(check, policy=replace(PINGS, abandon_after_s=0.2))
 
 
+def test_a_request_that_its_instance_aborts_is_not_sent_again() -> None:
+    async def check(r: Routed) -> None:
+        for name in ("g0-1", "g1-1"):
+            r.launcher[name].refusal = "aborted"
+        status, body, _ = await r.post("shared")
+        assert (status, body["error"]["code"]) == (503, "aborted")
+        assert sum(len(r.launcher[name].bodies) for name in ("g0-1", "g1-1")) == 1
+        assert r.state.retries == 0
+
+    run(check, policy=replace(QUICK, ping_every_s=30.0))
+
+
 def test_the_first_refused_request_takes_an_instance_out_of_the_rotation() -> None:
     async def check(r: Routed) -> None:
         ending, supervisor = r.launcher["g1-1"], r.state.fleet.instances[1]

@@ -199,6 +199,20 @@ def test_draining_ends_at_its_timeout() -> None:
     run(check, drain_timeout_s=0.05)
 
 
+def test_requests_in_the_queue_at_the_end_of_draining_are_refused_by_the_shutdown() -> None:
+    wrs = Wrs(a=0.4, b=0.6, max_prompt_tokens=100, max_output_tokens=100, max_adapter_bytes=1)
+    queues = Queues(wrs=wrs, classes=(QueueClass(upper_wrs=None, quota_tokens=1),))
+
+    async def check(r: Routed) -> None:
+        held = [asyncio.ensure_future(r.post("a", hold=True)) for _ in range(3)]
+        await r.until(lambda: r.state.in_flight == 3 and r.launcher["g0-1"].busy == 1)
+        r.router.end()  # type: ignore[attr-defined]
+        codes = sorted(body["error"]["code"] for _, body, _ in await asyncio.gather(*held))
+        assert codes == ["instance_failed", "shutting_down", "shutting_down"]
+
+    run(check, plan=tiny_plan(queues), drain_timeout_s=0.05)
+
+
 def test_a_disconnect_of_the_client_closes_the_request_at_the_instance() -> None:
     async def check(r: Routed) -> None:
         instance = r.launcher["g0-1"]

@@ -61,6 +61,35 @@ def test_every_connection_is_answered_while_the_server_ends() -> None:
     assert statuses.count(503) > 0
 
 
+@pytest.mark.parametrize("signals", [1, 2])
+def test_connections_without_whole_headers_are_answered(signals: int) -> None:
+    with live(ADAPTERS) as server, contextlib.ExitStack() as stack:
+        host, port = server.url.removeprefix("http://").split(":")
+        clients = [stack.enter_context(socket.create_connection((host, int(port)), 30)) for _ in range(3)]
+        for client, sent in zip(clients, (b"", b"POST /v1/comple", b"GET / HTTP/1.1\r\nA: b"), strict=True):
+            client.sendall(sent)
+        while server.on_loop(lambda: len(server.server.server_state.connections)) != 3:
+            time.sleep(0.01)
+        for _ in range(signals):
+            server.loop.call_soon_threadsafe(server.server.end)
+        server.join()
+        for client in clients:
+            response = client.recv(65536)
+            assert response.startswith(b"HTTP/1.1 503 ")
+            assert b'"shutting_down"' in response
+
+
+def test_an_idle_connection_is_closed_without_a_response() -> None:
+    with live(ADAPTERS) as server:
+        host, port = server.url.removeprefix("http://").split(":")
+        with socket.create_connection((host, int(port)), 30) as idle:
+            idle.sendall(b"GET /ping HTTP/1.1\r\nHost: x\r\n\r\n")
+            assert idle.recv(65536).startswith(b"HTTP/1.1 200 ")
+            server.loop.call_soon_threadsafe(server.server.end)
+            server.join()
+            assert idle.recv(65536) == b""
+
+
 def test_connections_are_accepted_faster_than_one_per_iteration() -> None:
     with live(ADAPTERS) as server, contextlib.ExitStack() as stack:
         host, port = server.url.removeprefix("http://").split(":")
@@ -107,7 +136,7 @@ def test_a_second_signal_answers_without_a_traceback(capfd: pytest.CaptureFixtur
             server.join()
             response = clients[1].recv(65536)
             assert response.startswith(b"HTTP/1.1 503 ")
-            assert b"shutting_down" in response
+            assert b'"aborted"' in response
     assert "Traceback" not in capfd.readouterr().err
 
 

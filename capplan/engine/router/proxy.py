@@ -230,6 +230,8 @@ class ProxyResponse(Response):
         while True:
             instance = self._state.fleet.choose(size.adapter, tried)
             if instance is None:
+                if self._state.draining:
+                    raise self._state.refusal(503, "The server shuts down", "shutting_down", 1)
                 retry_after_s = self._state.fleet.retry_after_s(size.adapter)
                 message = "No instance that serves this model is up"
                 raise self._state.refusal(503, message, "no_instance", retry_after_s)

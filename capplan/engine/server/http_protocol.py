@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Any, Final
 
 from uvicorn.protocols.http.httptools_impl import HttpToolsProtocol, RequestResponseCycle
 
-from capplan.engine.server.protocol import ApiError, overloaded, shutting_down
+from capplan.engine.server.protocol import ApiError, aborted, overloaded, shutting_down
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -215,17 +215,25 @@ class LimitedProtocol(HttpToolsProtocol):
         """Whether the first request of the connection has not come yet."""
         return self.cycle is None
 
+    def shutdown(self) -> None:
+        """Close the connection after its running request, or now; a request that has begun is answered."""
+        if self._running is None:
+            self._refuse(shutting_down())
+        else:
+            super().shutdown()
+
     def cut_off(self) -> None:
-        """End the request that is being processed, with an error if its response has not begun, and close."""
+        """Close the connection, with an error for a request whose response has not begun."""
         if self.pipeline:
             self._abort()
-            return
-        if self._running is not None:
+        elif self._running is None:
+            self._refuse(shutting_down())
+        else:
             if not self._running.response_started:
-                self.transport.write(_response(shutting_down()))
+                self.transport.write(_response(shutting_down() if self._receives_body else aborted()))
             self._running.disconnected = True  # as if the client had left
             self.flow.resume_writing()
-        self._close()
+            self._close()
 
     def refuse_overload(self) -> None:
         """Close the connection, which waits for a request or the rest of one, in favour of others."""

@@ -16,7 +16,7 @@ from starlette.types import Receive
 
 from capplan.engine.messages import Ended
 from capplan.engine.request import FinishReason, SamplingParams, TokenLogprobs
-from capplan.engine.server.protocol import ApiError, shutting_down
+from capplan.engine.server.protocol import ApiError, aborted
 from capplan.engine.tokenizer import ByteTokenizer, Tokenizer
 
 if TYPE_CHECKING:
@@ -193,7 +193,7 @@ class RequestState:
             return RequestOutput(self, tokens, logprobs)
         error = None
         if ended.reason == "abort":
-            error = shutting_down()
+            error = aborted()
         elif ended.reason == "error":
             error = ApiError(500, ended.error or "The request failed", code="request_failed")
         return RequestOutput(self, tokens, logprobs, ended.reason, error)

@@ -86,8 +86,13 @@ def bad_request(error: InputError) -> ApiError:
 
 
 def shutting_down() -> ApiError:
-    """Return the error for a request that a server cannot answer before it ends."""
+    """Return the error for a request that a server does not start, because it ends."""
     return ApiError(503, "The server shuts down", code="shutting_down", headers=RETRY)
+
+
+def aborted() -> ApiError:
+    """Return the error for a request that a server may have started, and cuts off because it ends."""
+    return ApiError(503, "The server has shut down during the request", code="aborted", headers=RETRY)
 
 
 def engine_failed() -> ApiError:
