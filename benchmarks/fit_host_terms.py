@@ -39,6 +39,7 @@ from capplan.spec import write_text_atomic
 Floats = NDArray[np.float64]
 
 LAYERS_GPU: Final = "rtx-4090"
+LAYERS_MODEL: Final = "Llama-3.1-8B"
 LAYERS_FOLDER: Final = "layers_rtx4090"
 
 _LEFT_OUT: Final = ("gpu", "model", "tp", "name")
@@ -171,6 +172,7 @@ def of_layers(folder: Path, reference: HostTerms) -> HostTerms:
         request_ms=reference.request_ms,
         std_errors=(0.0, 0.0),
         source=f"300 requests of LLMServingSim on an RTX 4090 (vLLM {where.version})",
+        only_for=f"{LAYERS_GPU} {LAYERS_MODEL}",
         rows=1,
         error_percent=0.0,
         scatter=reference.scatter,

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass
+from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import typer
@@ -28,7 +29,7 @@ class ComposeArgs:
     model: str | None = typer.Option(None, metavar="NAME", help="Known model, such as llama-3.1-8b.")
     model_config: str | None = typer.Option(None, metavar="FILE", help="Instead of --model: its config.json.")
     base_model: str | None = typer.Option(
-        None, metavar="ID", help="With --model-config: its Hugging Face id."
+        None, metavar="ID", help="With --model-config: its Hugging Face id; else as the file or folder says."
     )
     dtype: str | None = typer.Option(
         None, metavar="NAME", help="bfloat16, float16, fp8 or fp8_block; by default that of config.json."
@@ -87,9 +88,9 @@ def _config(
             raise InputError("goes with --model-config", base_model, "--base-model")
         arch = model_arch(str(model))
         return hf_config(arch.hf_ids[0]) or {}, arch.hf_ids[0], "--model"
-    if base_model is None:
-        raise InputError("is required with --model-config", location="--base-model")
-    return read_json_object(config), base_model, config
+    fields = read_json_object(config)
+    named = base_model or fields.get("_name_or_path") or Path(config).absolute().parent.name
+    return fields, str(named), config
 
 
 def _show(profile: Profile, output: str) -> None:

@@ -33,6 +33,11 @@ _POSITIONS: Final = "max_position_embeddings"
 _QK_NORM: Final = ("Qwen3ForCausalLM", "Gemma3ForCausalLM")
 """Architectures that normalize queries and keys per head."""
 
+_TIED: Final = ("GemmaForCausalLM", "Gemma2ForCausalLM", "Gemma3ForCausalLM")
+"""Architectures whose output head is the embedding unless the config says otherwise."""
+
+_OPTIONAL_WINDOW: Final = ("Qwen2ForCausalLM", "Qwen3ForCausalLM")
+
 _EXPERTS: Final = ("num_local_experts", "num_experts", "n_routed_experts", "moe_num_experts")
 """Fields of the ``config.json`` of a mixture of experts."""
 
@@ -157,7 +162,7 @@ def arch_of(config: Mapping[str, Any], hf_id: str, location: str) -> ModelArch:
         head_dim=whole_number(config, "head_dim", location, hidden // heads),
         intermediate_size=whole_number(config, "intermediate_size", location),
         vocab_size=whole_number(config, "vocab_size", location),
-        tied_embeddings=bool(config.get("tie_word_embeddings", False)),
+        tied_embeddings=bool(config.get("tie_word_embeddings", _is_of(config, _TIED))),
         lora_on_embeddings=any(each in _EMBEDDING_ADAPTERS for each in architectures),
         qk_norm=any(each in _QK_NORM for each in architectures),
         sliding_window=_sliding_window(config, location),
@@ -165,6 +170,10 @@ def arch_of(config: Mapping[str, Any], hf_id: str, location: str) -> ModelArch:
             None if config.get(_POSITIONS) is None else whole_number(config, _POSITIONS, location)
         ),
     )
+
+
+def _is_of(config: Mapping[str, Any], names: Iterable[str]) -> bool:
+    return not set(names).isdisjoint(config.get("architectures") or ())
 
 
 def _require_dense(config: Mapping[str, Any], hf_id: str, location: str) -> None:
@@ -179,8 +188,12 @@ def _require_dense(config: Mapping[str, Any], hf_id: str, location: str) -> None
 
 
 def _sliding_window(config: Mapping[str, Any], location: str) -> int | None:
-    """Return the window of attention; None without one, or if the config turns it off."""
-    if config.get("sliding_window") is None or config.get("use_sliding_window") is False:
+    """Return the window of attention; None without one, or if the config turns it off.
+
+    Qwen2 and Qwen3 have windows only where the config turns them on.
+    """
+    is_on = config.get("use_sliding_window", not _is_of(config, _OPTIONAL_WINDOW))
+    if config.get("sliding_window") is None or not is_on:
         return None
     return whole_number(config, "sliding_window", location)
 

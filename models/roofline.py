@@ -20,7 +20,7 @@ from capplan.errors import InputError
 from capplan.models.memory import HOST_FORM, LOADING_FORM, assumed_model, memory_model
 from capplan.models.step_latency import ADDITIVE, GRAPH_TOKENS
 from capplan.serving.memory import adapter_bytes, kv_bytes_per_token, lora_elements_per_rank, weight_bytes
-from capplan.serving.rules import VLLM_ENGINE, rules_of_engine
+from capplan.serving.rules import SLORA_ENGINE, VLLM_ENGINE, rules_of_engine
 from capplan.spec import (
     FittedModel,
     Gpu,
@@ -31,6 +31,7 @@ from capplan.spec import (
     Provenance,
     ProvenanceKind,
 )
+from capplan.spec.lora_modules import ATTENTION_MODULES
 
 _MATRICES: Final = 14
 """A and B of q, k, v, o, gate, up and down: copied one by one."""
@@ -93,9 +94,9 @@ class VllmLora:
     `us_per_slot` and `us_per_slot_rank16`, although their models differ in width, heads and layers.
     """
 
-    traffic: float = 6.0
-    """Time of the kernels per token over the time to move their activations once. The profiles have 5.0 to
-    7.0 if their memory does 2 TB/s."""
+    traffic: float = 4.7
+    """Time of the kernels per token over the time to move their activations once. The profiles have 3.9 to
+    5.5 with the 1.56 TB/s of their memory."""
     us_per_slot: float = 0.4
     us_per_slot_ktoken: float = 5.7
     us_per_slot_rank16: float = 0.24
@@ -144,7 +145,7 @@ def step_coefficients(
     if carried is not None:
         return found | carried.coefficients(arch.layers)
     if lora:
-        elements = lora_elements_per_rank(arch, tp, engine.target_modules)
+        elements = lora_elements_per_rank(arch, tp, engine.profile_engine().target_modules)
         found["ms_per_decode_krank"] = 1e3 * elements * arch.dtype_bytes / bytes_per_ms
         found["ms_per_prefill_krank"] = 1e3 * 2.0 * elements / flop_per_ms
         if engine.kernel is Kernel.BGMV and sheet.l2_bytes_per_s is not None:
@@ -190,7 +191,7 @@ class EngineChoice:
     lora_extra_vocab: int | None = None
     """Rows of extra vocabulary in an adapter slot."""
     target_modules: tuple[str, ...] | None = None
-    """Linear layers with adapters; None: all."""
+    """Linear layers with adapters; None: all, and with S-LoRA those of attention."""
 
     def profile_engine(self) -> ProfileEngine:
         """Return the engine with its rules.
@@ -202,7 +203,7 @@ class EngineChoice:
         """
         rules, version = rules_of_engine(self.version, self.rules)
         extra = rules.lora_extra_vocab if self.lora_extra_vocab is None else self.lora_extra_vocab
-        return ProfileEngine(
+        engine = ProfileEngine(
             name=self.name or rules.engine,
             version=version,
             rules=rules.name,
@@ -210,6 +211,10 @@ class EngineChoice:
             lora_extra_vocab=extra,
             target_modules=self.target_modules,
         )
+        if rules.engine != SLORA_ENGINE:
+            return engine
+        modules = self.target_modules or ATTENTION_MODULES
+        return engine.replace(block_size=1, target_modules=modules)  # pages of one token
 
 
 @dataclass(frozen=True)

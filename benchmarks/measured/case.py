@@ -14,9 +14,6 @@ from capplan.spec import Kernel
 SLORA: Final = "s-lora"
 """Version of a deployment under S-LoRA instead of vLLM."""
 
-ATTENTION: Final = ("q_proj", "k_proj", "v_proj", "o_proj")
-"""Layers with adapters in S-LoRA."""
-
 
 @dataclass(frozen=True)
 class Deployment:
@@ -73,7 +70,7 @@ def roofline_for(deployment: Deployment, _left_out: LeftOut | None = None) -> Pr
     if deployment.dtype not in ("bfloat16", "float16"):
         raise InputError("must have 16 bits: so has the arithmetic of data sheets", deployment.dtype, "dtype")
     if deployment.version == SLORA:
-        engine = EngineChoice(rules="slora", kernel=Kernel.BGMV, target_modules=ATTENTION)
+        engine = EngineChoice(rules="slora", kernel=Kernel.BGMV)
     else:
         version = deployment.version or UNRECORDED
         engine = EngineChoice(version=version, lora=False)

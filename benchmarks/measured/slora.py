@@ -32,6 +32,7 @@ from capplan.datasets.catalog import gpu_sheet, model_arch
 from capplan.models.memory import MEMORY_FORM, assumed_model, load_share
 from capplan.models.roofline import EngineChoice, roofline_profile
 from capplan.spec import FittedModel, Kernel, Provenance, ProvenanceKind, write_text_atomic
+from capplan.spec.lora_modules import ATTENTION_MODULES
 from capplan.twin.calibration import CalibrationOptions, fit_runs
 from capplan.twin.calibration_fit import RunCalibration
 from capplan.twin.calibration_runs import TARGETS, MeasuredRun
@@ -43,9 +44,6 @@ FOLDS: Final = 5
 STARVED: Final = "starved"
 NOT_STARVED: Final = "not starved"
 _SERVED: Final = 0.9
-
-_TARGET_MODULES: Final = ("q_proj", "k_proj", "v_proj", "o_proj")
-"""Layers that S-LoRA adapts."""
 
 _SETTINGS: Final = {
     "a_max": RANK,  # not used under these rules
@@ -119,7 +117,7 @@ def base_profile() -> Profile:
     """Return GPU, model and engine, with the coefficients that the fit starts from."""
     engine = EngineChoice(rules="slora", kernel=Kernel.MBGMV, lora=False)
     analytic = roofline_profile(gpu_sheet("h100-64g"), model_arch("llama-2-7b"), engine)
-    loads, share = analytic.loading, load_share(analytic, _TARGET_MODULES)
+    loads, share = analytic.loading, load_share(analytic, ATTENTION_MODULES)
     of_modules = {
         "gpu_base_ms": share.matrices * loads.value("gpu_base_ms"),
         "gpu_ms_per_rank": share.elements * loads.value("gpu_ms_per_rank"),
@@ -137,7 +135,6 @@ def base_profile() -> Profile:
     }
     return analytic.replace(
         name=NAME,
-        engine=analytic.engine.replace(block_size=1, target_modules=_TARGET_MODULES),
         step_latency=assumed_model(analytic.step_latency.form, zeros | kv | _START),
         memory=assumed_model(MEMORY_FORM, pool),
         loading=assumed_model(loads.form, kept | of_modules, loads.fit.source),

@@ -14,6 +14,8 @@ import numpy as np
 from numpy.typing import NDArray
 from scipy.interpolate import RegularGridInterpolator
 
+from capplan.errors import InputError
+
 if TYPE_CHECKING:
     import pandas as pd
 
@@ -118,9 +120,17 @@ def prefill_ms_per_mpair(table: pd.DataFrame, heads: Heads) -> float:
 
 
 def ms_per_mpair(tokens: Floats, ms: Floats) -> float:
-    """Return the slope of prefill attention over million pairs, by prompts of `_PAIR_PROMPTS` tokens."""
+    """Return the slope of prefill attention over million pairs, by prompts of `_PAIR_PROMPTS` tokens.
+
+    Raises
+    ------
+    InputError
+        If fewer than two prompts are that long.
+    """
     first, last = _PAIR_PROMPTS
     chosen = (tokens >= first) & (tokens <= last)
+    if chosen.sum() < 2:
+        raise InputError(f"must hold two prompts of {first} to {last} tokens", location="attention")
     mpairs = tokens[chosen] * (tokens[chosen] + 1.0) / 2e6
     design = np.stack([np.ones_like(mpairs), mpairs], axis=1) / ms[chosen, None]
     return float(max(0.0, np.linalg.lstsq(design, np.ones_like(mpairs))[0][1]))
@@ -132,16 +142,28 @@ def _nearest(table: pd.DataFrame, heads: Heads) -> tuple[pd.DataFrame, int, int]
     head_dim = int(sizes[np.argmin(np.abs(np.log(sizes / heads.head_dim)))])
     rows = table[table["head_dim"] == head_dim]
     grouped = rows.loc[rows["num_heads"] > rows["num_key_value_heads"], "num_key_value_heads"].unique()
-    return rows, int(max(each for each in grouped if each <= heads.kv)), head_dim
+    fewer = [int(each) for each in grouped if each <= heads.kv]
+    if not fewer:
+        raise InputError(f"must hold at most {heads.kv} KV heads of size {head_dim}", location="attention")
+    return rows, max(fewer), head_dim
 
 
 def _ms_per_token(times: Floats, batches: Floats, contexts: Floats, token_bytes: int) -> float:
-    """Return the median slope between the two longest contexts of each batch that exceed every cache."""
+    """Return the median slope between the two longest contexts of each batch that exceed every cache.
+
+    Raises
+    ------
+    InputError
+        If no batch has such contexts.
+    """
     slopes = []
     for batch, row in zip(batches, times, strict=True):
         last = int(np.flatnonzero(np.isfinite(row))[-1])
         if last > 0 and batch * contexts[last - 1] * token_bytes >= _STREAMING_BYTES:
             slopes.append((row[last] - row[last - 1]) / (batch * (contexts[last] - contexts[last - 1])))
+    if not slopes:
+        rule = f"must hold decodes of two contexts beyond {_STREAMING_BYTES / 1e6:.0f} MB of KV"
+        raise InputError(rule, location="attention")
     return float(np.median(slopes))
 
 

@@ -144,6 +144,8 @@ def _window_layers(config: Mapping[str, Any], name: str, layers: int, location: 
     if kinds is not None and not isinstance(kinds, list):
         raise InputError("must be a list of names", kinds, f"{location}: layer_types")
     if kinds:
+        if len(kinds) != layers:
+            raise InputError(f"must name the {layers} layers", len(kinds), "layer_types")
         return sum(kind == "sliding_attention" for kind in kinds)
     if config.get(_PATTERN) is not None:
         period = whole_number(config, _PATTERN, location)

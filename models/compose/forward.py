@@ -134,6 +134,9 @@ class ForwardPass:
             for name, (n, k) in zip(("qkv", "o", "gate_up", "down"), decoder.products(self.tp), strict=True)
         ]
         found.append(("lm_head", self.head.beyond(1, *decoder.head(self.tp))))
+        window = decoder.arch.sliding_window
+        if window is not None:
+            found.append(("prefill attention", f"prompts beyond the window of {window} tokens count whole"))
         if self.attention.batch_scale != 1.0:
             found.append(("attention", f"{decoder.heads(self.tp).kv} KV heads counted as more requests"))
         if self.attention.context_scale != 1.0:

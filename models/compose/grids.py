@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from itertools import pairwise
 from typing import Final
 
 import numpy as np
@@ -29,8 +30,9 @@ _KV_TOKENS: Final = (0, *(int(2.0 ** (exponent / 2.0)) for exponent in range(14,
 def step_tables(times: StepTimes) -> dict[str, StepTable]:
     """Return the tables of the step form ``table`` for a forward pass.
 
-    Times between the captured sizes are those of the mean size that steps in between run at. Single measured
-    products scatter, so the sum over a step's products is made monotone by isotonic regression of its log.
+    A step runs at the size of the CUDA graph that holds its tokens, so the table has both ends of every size.
+    The sum over a step's operators is made monotone by isotonic regression of its log, since single measured
+    products scatter.
     """
     tokens, ms = _tokens_ms(times)
     requests, kv_tokens = np.meshgrid(np.array(_REQUESTS, float), np.array(_KV_TOKENS, float), indexing="ij")
@@ -46,12 +48,13 @@ def step_tables(times: StepTimes) -> dict[str, StepTable]:
 
 def _tokens_ms(times: StepTimes) -> tuple[list[float], Floats]:
     """Return grid values and milliseconds of steps by tokens."""
-    tokens = np.array([*CAPTURED, *_LARGE_STEPS], dtype=float)
-    gap = np.diff(np.array(CAPTURED, dtype=float), append=CAPTURED[-1])
-    run_at = tokens.copy()
-    run_at[: len(CAPTURED)] += np.where(tokens[: len(CAPTURED)] >= 8, gap / 2.0, 0.0)
-    ms = times.tokens_ms(run_at)
-    return tokens.tolist(), np.exp(isotonic_regression(np.log(ms)).x)
+    run_at = np.array([*CAPTURED, *_LARGE_STEPS], dtype=float)
+    ms = np.exp(isotonic_regression(np.log(times.tokens_ms(run_at))).x)
+    points = dict(zip(run_at.tolist(), ms.tolist(), strict=True))
+    for smaller, size in pairwise(CAPTURED):
+        points.setdefault(smaller + 1.0, points[size])
+    tokens = sorted(points)
+    return tokens, np.array([points[each] for each in tokens])
 
 
 def _monotone(times: Floats) -> Floats:

@@ -1,7 +1,7 @@
 """Host terms of a composed profile: milliseconds per step and request that no operator table holds.
 
 They belong to an engine version and a dtype, and are fitted on measured inter-token latencies (``python -m
-benchmarks.measured_check --fit-host-terms``). Steps of versions in between have those of the nearest fitted
+benchmarks.fit_host_terms``). Steps of versions in between have those of the nearest fitted
 version with the same kind of scheduling, since asynchronous scheduling hides most of the host's work.
 """
 
@@ -41,6 +41,9 @@ class HostTerms(SpecModel):
     request_ms: Annotated[float, Field(ge=0)] = Field(description="Milliseconds per request outside steps.")
     std_errors: tuple[float, float] = Field(description="Standard errors of base_ms and ms_per_request.")
     source: Line = Field(description="Rows of the fit.")
+    only_for: Line | None = Field(
+        default=None, description="GPU and model that the errors hold for; null: those of the rows left out."
+    )
     rows: Annotated[int, Field(ge=1)]
     error_percent: float = Field(description="Mean absolute percentage error of mean ITL on these rows.")
     left_out: tuple[LeftOutError, ...] = ()
@@ -81,10 +84,11 @@ def fitted_terms() -> tuple[HostTerms, ...]:
     return FittedTerms.model_validate_json(FILE.read_bytes()).terms
 
 
-def host_terms(version: str, dtype: str, parts: str = "operators") -> HostTerms:
+def host_terms(version: str, dtype: str, parts: str = "operators", is_async: bool | None = None) -> HostTerms:
     """Return the fitted terms of the nearest engine version, in this dtype if there are any.
 
-    Measured layers hold the starts of their kernels and the sampler, so that their terms are others.
+    Terms of the same scheduling are nearer: asynchronous from vLLM 0.14 on, unless given. Measured layers
+    hold the starts of their kernels and the sampler, so that their terms are others.
 
     Raises
     ------
@@ -92,10 +96,15 @@ def host_terms(version: str, dtype: str, parts: str = "operators") -> HostTerms:
         If the version is not one of numbers.
     """
     asked = _numbers(version)
+    scheduling = _is_async(asked) if is_async is None else is_async
     of_parts = [each for each in fitted_terms() if each.parts == parts]
     fitted = [each for each in of_parts if each.dtype == dtype] or of_parts
     return min(
-        fitted, key=lambda each: (_distance(asked, _numbers(each.engine_version)), each.engine_version)
+        fitted,
+        key=lambda each: (
+            _is_async(_numbers(each.engine_version)) != scheduling,
+            _distance(asked, _numbers(each.engine_version)),
+        ),
     )
 
 
@@ -104,8 +113,8 @@ def composition_terms() -> HostTerms:
     return max((each for each in fitted_terms() if each.spans_hardware), key=lambda each: each.rows)
 
 
-def _distance(one: tuple[int, int], other: tuple[int, int]) -> tuple[bool, int]:
-    return _is_async(one) != _is_async(other), abs(100 * (one[0] - other[0]) + one[1] - other[1])
+def _distance(one: tuple[int, int], other: tuple[int, int]) -> int:
+    return abs(100 * (one[0] - other[0]) + one[1] - other[1])
 
 
 def _is_async(version: tuple[int, int]) -> bool:

@@ -99,15 +99,16 @@ def layer_times(folder: str | os.PathLike[str], gpu: str, decoder: Decoder) -> L
     Raises
     ------
     InputError
-        If a file is missing or lacks a column or a kind of layer.
+        If a file is missing, or lacks columns, kinds of layers or contexts; if the model has other layers.
     """
     import pandas as pd
 
+    _require_plain(decoder)
     dense, attention, sequences = (_read(Path(folder), name) for name in _COLUMNS)
     by_layer = dense.pivot_table(index="tokens", columns="layer", values="time_us") / 1e3
-    missing = {*_PER_LAYER, *_ONCE} - set(by_layer.columns)
-    if missing:
-        raise InputError(f"must have the layers {', '.join(sorted(missing))}", location=f"{folder}/dense.csv")
+    if set(by_layer.columns) != {*_PER_LAYER, *_ONCE} or by_layer.isna().any(axis=None):
+        rule = f"must have the layers {', '.join([*_PER_LAYER, *_ONCE])} at the same numbers of tokens"
+        raise InputError(rule, ", ".join(map(str, by_layer.columns)), f"{folder}/dense.csv")
     often = pd.Series(
         {kind: decoder.arch.layers * count for kind, count in _PER_LAYER.items()} | dict.fromkeys(_ONCE, 1)
     )
@@ -127,6 +128,14 @@ def layer_times(folder: str | os.PathLike[str], gpu: str, decoder: Decoder) -> L
         ms_per_prefill_mpair=decoder.arch.layers
         * ms_per_mpair(prefill["prefill_chunk"].to_numpy(float), prefill["time_us"].to_numpy(float) / 1e3),
     )
+
+
+def _require_plain(decoder: Decoder) -> None:
+    """Check that the kinds of layers of the files are all that the model has."""
+    arch = decoder.arch
+    if decoder.norms != 2 or arch.qk_norm or decoder.window_layers or decoder.dtype != "bfloat16":
+        rule = "must be a model with two norms per layer, without QK norm, windows and quantization"
+        raise InputError(rule, arch.name, "--layers")
 
 
 def _line(points: Floats, ms: Floats, at: Floats) -> Floats:

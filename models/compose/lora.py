@@ -28,9 +28,9 @@ REFERENCE_GPU: Final = "h100_sxm"
 """GPU with operator tables whose processor is that of the measured profiles; its memory is faster."""
 
 CARRIED_STD_ERROR: Final = 0.3
-"""Relative standard error of a carried term. The two measured profiles differ by up to 20 % in terms per
-layer of the same GPU and version; a ratio between GPUs and a newer version of the kernels are assumed to add
-as much again.
+"""Relative standard error of carried terms. Terms per layer of the two measured profiles, of one GPU and
+version, differ by up to 20 %, those of empty slots by more; ratios between GPUs and versions are assumed to
+add as much.
 """
 
 _MEASURED_SHEET: Final = "h100-64g"

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from typing import Final
 
 import numpy as np
@@ -15,8 +16,9 @@ from capplan.models.compose.lora import CARRIED_STD_ERROR, lora_coefficients
 from capplan.models.compose.tables import operator_tables
 from capplan.models.memory import HOST_FORM, assumed_model, memory_model
 from capplan.models.roofline import loading_model
+from capplan.models.uncertainty import DEFAULT_SCATTER
 from capplan.serving.memory import weight_bytes
-from capplan.serving.rules import ServingRules
+from capplan.serving.rules import VLLM_ENGINE, ServingRules
 from capplan.spec import (
     Coefficient,
     Fit,
@@ -32,6 +34,10 @@ from capplan.spec import (
 from capplan.spec.step_tables import TABLE_FORM
 
 ERROR_FORMULA: Final = "100 * mean(|p - a| / a) of mean ITL"
+_SPLIT_GRAPHS: Final = (0, 12)
+"""Version of vLLM from which on steps without adapters have CUDA graphs of their own (VLLM_RULES 1)."""
+
+_DEFAULT_SCATTER: Final = DEFAULT_SCATTER[ProvenanceKind.COMPOSED]
 _LICENCES: Final = {"operators": "Apache-2.0 (operator tables)", "layers": "MIT (layer latencies)"}
 
 
@@ -93,11 +99,16 @@ def profile_of_times(
     Raises
     ------
     InputError
-        If the weights do not fit.
+        If the weights do not fit, or for rules of another engine than vLLM.
     """
     sheet, arch, tp = times.sheet, times.decoder.arch, times.tp
+    if rules.engine != VLLM_ENGINE:
+        raise InputError(
+            "must be rules of vLLM, whose operators and host terms were measured", rules.name, "--rules"
+        )
     _check_weights(times)
-    terms = host_terms(version, times.decoder.dtype, times.parts) if terms is None else terms
+    if terms is None:
+        terms = host_terms(version, times.decoder.dtype, times.parts, rules.async_scheduling)
     kind = times.decoder.dtype.replace("bfloat16", "")
     suffix = "".join(f"-{each}" for each in (f"tp{tp}" if tp > 1 else "", kind) if each)
     host = {"request_ms": terms.request_ms, "client_itl_factor": 1.0}
@@ -128,7 +139,6 @@ def profile_of_times(
 
 
 def _step_model(times: StepTimes, terms: HostTerms) -> FittedModel:
-    errors = terms if terms.spans_hardware else composition_terms()
     carried = lora_coefficients(times.sheet, times.decoder.arch, times.tp, times.small_product_ratio)
     coefficients: dict[str, Coefficient] = {
         "base_ms": Coefficient(value=terms.base_ms, std_error=terms.std_errors[0]),
@@ -136,29 +146,46 @@ def _step_model(times: StepTimes, terms: HostTerms) -> FittedModel:
         "ms_per_prefill_mpair": Coefficient(value=times.ms_per_prefill_mpair),
         **carried,
     }
-    known = {name: each.std_error for name, each in coefficients.items() if each.std_error}
-    covariance = np.diag(np.square(np.array(list(known.values()), dtype=float)))
+    errors = terms if terms.spans_hardware else composition_terms()
+    compared = _are_compared(times, terms)
     return FittedModel(
         form=TABLE_FORM,
         coefficients=coefficients,
         tables=step_tables(times),
         fit=Fit(
             source=f"{times.source}; {terms.in_words()}",
-            samples=terms.rows,
+            samples=terms.rows if compared else 0,
             error_formula=ERROR_FORMULA,
-            error=terms.error_percent,
-            cross_validated_error=errors.left_out_error_percent,
+            error=terms.error_percent if compared else 0.0,
+            cross_validated_error=errors.left_out_error_percent if compared and not terms.only_for else None,
         ),
-        uncertainty=Uncertainty(
-            names=tuple(known), covariance=tuple(map(tuple, covariance.tolist())), scatter=terms.scatter
-        ),
+        uncertainty=_uncertainty(coefficients, carried, terms.scatter if compared else _DEFAULT_SCATTER),
     )
+
+
+def _are_compared(times: StepTimes, terms: HostTerms) -> bool:
+    """Return whether the errors of the terms hold for these times: for their dtype and hardware."""
+    hardware = f"{times.sheet.key} {times.decoder.arch.name}"
+    return terms.dtype == times.decoder.dtype and terms.only_for in (None, hardware)
+
+
+def _uncertainty(
+    coefficients: Mapping[str, Coefficient], carried: Mapping[str, Coefficient], scatter: float
+) -> Uncertainty:
+    """Return the uncertainty of the coefficients: carried ones err together, by one ratio between GPUs."""
+    known = {name: each.std_error for name, each in coefficients.items() if each.std_error}
+    errors = np.array(list(known.values()), dtype=float)
+    together = np.array([name in carried for name in known])
+    covariance = np.outer(errors, errors) * (np.eye(errors.size) + np.outer(together, together) > 0)
+    return Uncertainty(names=tuple(known), covariance=tuple(map(tuple, covariance.tolist())), scatter=scatter)
 
 
 def _notes(times: StepTimes, terms: HostTerms, version: str) -> str:
     """Return in sentences what was fitted, carried over or extrapolated."""
     notes = [terms.in_words()]
-    if not terms.spans_hardware:
+    if not _are_compared(times, terms):
+        notes.append("no measured engine of this dtype or hardware was compared")
+    elif not terms.spans_hardware and not terms.only_for:
         notes.append(f"error on other GPUs and models: {composition_terms().in_words()}")
     if (terms.engine_version, terms.dtype) != (version, times.decoder.dtype):
         fitted = f"vLLM {terms.engine_version} in {terms.dtype}"
@@ -168,6 +195,8 @@ def _notes(times: StepTimes, terms: HostTerms, version: str) -> str:
         f"({times.small_product_ratio:.2f} of the H100's), bytes and bandwidth, with a standard error of "
         f"{100 * CARRIED_STD_ERROR:.0f} %"
     )
+    if tuple(map(int, version.split(".")[:2])) < _SPLIT_GRAPHS:
+        notes.append("steps without adapters cost no slots, as from vLLM 0.12 on")
     notes += [f"beyond the measured operators: {words}" for words in times.beyond(MAX_TOKENS)]
     return ". ".join(note[0].upper() + note[1:] for note in notes)
 

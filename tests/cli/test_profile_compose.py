@@ -39,6 +39,14 @@ def test_a_config_becomes_a_profile_that_says_its_error(run: Run, tmp_path: Path
     assert "left out" in run("profiles", path).stdout
 
 
+def test_the_id_of_a_config_is_that_of_its_file_or_folder(run: Run, tmp_path: Path) -> None:
+    for named, changes in ((tmp_path.name, {}), ("org/named", {"_name_or_path": "org/named"})):
+        path = tmp_path / "out.json"
+        given = ("--gpu", "h200", "--model-config", config(tmp_path, **changes), "--tp", "2")
+        assert run("profile", "compose", *given, "--engine-version", "0.15.1", "-o", path).exit_code == 0
+        assert load_profile(path).model.hf_ids == (named,)
+
+
 @pytest.mark.parametrize(
     ("options", "message"),
     [

@@ -132,6 +132,7 @@ def test_plans_name_the_engine_of_their_rules(run: Run, tmp_path: Path) -> None:
     workload.write_text(WORKLOAD.format(profile=profile))
     assert run("plan", workload, "-o", plan, "--seeds", 1, "--no-verify").exit_code == 0
     engine = json.loads(plan.read_text())["engine"]
-    assert engine == {"name": "s-lora", "version": "c1ddf48", "rules": "slora"}
+    modules = ["q_proj", "k_proj", "v_proj", "o_proj"]
+    assert engine == {"name": "s-lora", "version": "c1ddf48", "rules": "slora", "target_modules": modules}
     exported = run("export", plan, "--target", "vllm", "-o", tmp_path / "out", "--unverified")
     assert "must be an engine with adapter slots" in error_line(exported)

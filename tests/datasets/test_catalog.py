@@ -47,3 +47,20 @@ def test_mixtures_of_experts_are_refused_by_name_with_the_reason(key: str) -> No
     with pytest.raises(InputError, match=r"org/moe is a mixture of 8 experts.*local expert") as caught:
         arch_of({key: 8}, "org/moe", "config.json")
     assert key in str(caught.value)
+
+
+def test_fields_that_a_family_leaves_out_have_its_defaults() -> None:
+    sizes = {
+        "num_hidden_layers": 4,
+        "hidden_size": 256,
+        "num_attention_heads": 4,
+        "intermediate_size": 512,
+        "vocab_size": 1000,
+        "sliding_window": 128,
+    }
+    gemma, qwen, mistral = (
+        arch_of(sizes | {"architectures": [name]}, "a/b", "config.json")
+        for name in ("Gemma2ForCausalLM", "Qwen2ForCausalLM", "MistralForCausalLM")
+    )
+    assert (gemma.tied_embeddings, qwen.tied_embeddings, mistral.tied_embeddings) == (True, False, False)
+    assert (gemma.sliding_window, qwen.sliding_window, mistral.sliding_window) == (128, None, 128)

@@ -171,6 +171,8 @@ def test_names_hold_the_engine_of_the_rules_and_its_version(choice: EngineChoice
     found = profile.engine
     assert (found.name, found.version, found.rules, found.lora_extra_vocab) == engine
     assert profile.name == f"roofline/h100-80g/llama-3.1-8b/{engine[0]}-{engine[1]}"
+    of_slora = (1, ("q_proj", "k_proj", "v_proj", "o_proj"))  # pages of one token, adapters of attention
+    assert (found.block_size, found.target_modules) == (of_slora if found.rules == "slora" else (16, None))
 
 
 def test_sheets_are_distinct_and_name_their_source() -> None:
