@@ -176,6 +176,8 @@ class LimitedProtocol(HttpToolsProtocol):
         self._receives_body = False
         if self._running is None:  # the rest of a refused body
             self._stop_timer()
+            if self._cap.draining:
+                self._close()
         else:
             self._cap.complete(self)
             # Not earlier: to close a connection while its client still sends can destroy the response.
@@ -217,10 +219,10 @@ class LimitedProtocol(HttpToolsProtocol):
 
     def shutdown(self) -> None:
         """Close the connection after its running request, or now; a request that has begun is answered."""
-        if self._running is None:
-            self._refuse(shutting_down())
-        else:
+        if self._running is not None:
             super().shutdown()
+        elif not self._receives_body:  # else after the rest of a refused body
+            self._refuse(shutting_down())
 
     def cut_off(self) -> None:
         """Close the connection, with an error for a request whose response has not begun."""
