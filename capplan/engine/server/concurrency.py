@@ -11,9 +11,8 @@ from typing import Final
 _TICK_S: Final = 0.1
 _LATE_S: Final = 1.0
 _DECREASE: Final = 2 / 3
-_INCREASES: Final = 100
-"""Steps from none to the maximum."""
-_FEWEST: Final = 32
+_STEPS_TO_MAX: Final = 100
+_MIN_LIMIT: Final = 32
 """An event loop that is late with fewer requests is late for another reason."""
 
 
@@ -38,14 +37,18 @@ class ConcurrencyLimit:
     """
 
     def __init__(self, max_requests: int, in_flight: Callable[[], int]) -> None:
-        self._step = max(1, max_requests // _INCREASES)
+        self._step = max(1, max_requests // _STEPS_TO_MAX)
         self._max_requests = max_requests
         self._in_flight = in_flight
+        self._is_reached = True
+        """Whether the requests in flight have been within the limit since its last decrease."""
         self.value = math.inf
 
     def admits(self) -> bool:
         """Return whether a further request is accepted."""
-        return self._in_flight() < self.value
+        has_room = self._in_flight() < self.value
+        self._is_reached |= has_room
+        return has_room
 
     async def follow(self) -> None:
         """Update the limit until cancelled."""
@@ -55,10 +58,17 @@ class ConcurrencyLimit:
             self.update(time.monotonic() - begin_s - _TICK_S)
 
     def update(self, lag_s: float) -> None:
-        """Update the limit by the present lag of the event loop."""
+        """Update the limit by the present lag of the event loop.
+
+        A decrease takes effect when requests that were accepted before it have ended. Until then the limit is
+        not decreased again.
+        """
+        in_flight = self._in_flight()
+        self._is_reached |= in_flight <= self.value
         if lag_s <= _LATE_S:
             self.value += self._step
-        elif self._in_flight() > _FEWEST:
-            self.value = max(_FEWEST, _DECREASE * min(self.value, self._in_flight()))
+        elif self._is_reached and in_flight > _MIN_LIMIT:
+            self.value = max(_MIN_LIMIT, _DECREASE * min(self.value, in_flight))
+            self._is_reached = False
         if self.value >= self._max_requests:
             self.value = math.inf
