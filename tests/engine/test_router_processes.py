@@ -8,7 +8,6 @@ import sys
 import time
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import suppress
 from http.client import IncompleteRead
 from pathlib import Path
 from typing import Any
@@ -141,8 +140,11 @@ def check_drain(served: Served, model: str, stopped_model: str, stopped: psutil.
         assert served.process.poll() is None
         served.process.send_signal(signal.SIGTERM)
         assert served.process.wait(20) == 0
-        with suppress(IncompleteRead):
-            held.read()
+        try:
+            last = events(held.read())[-1]
+        except IncompleteRead:
+            last = None  # cut off by the second signal
+        assert last is None or last["error"]["code"]
     _, left = psutil.wait_procs(family, 10)
     assert left == []
     assert "Traceback" not in served.log()

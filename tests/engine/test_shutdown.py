@@ -79,6 +79,19 @@ def test_connections_without_whole_headers_are_answered(signals: int) -> None:
             assert b'"shutting_down"' in response
 
 
+def test_a_server_that_cannot_drain_ends(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    async def drain() -> None:
+        raise ZeroDivisionError
+
+    with live(ADAPTERS) as server:
+        monkeypatch.setattr(server.service, "drain", drain)
+        server.loop.call_soon_threadsafe(server.server.end)
+        server.join()
+    assert "draining has failed" in caplog.text
+
+
 def test_an_idle_connection_is_closed_without_a_response() -> None:
     with live(ADAPTERS) as server:
         host, port = server.url.removeprefix("http://").split(":")

@@ -245,8 +245,12 @@ class DrainingServer(uvicorn.Server):
             self._tasks.append(asyncio.ensure_future(self._drain()))
 
     async def _drain(self) -> None:
-        await self._state.drain()
-        self.should_exit = True
+        try:
+            await self._state.drain()
+        except Exception:
+            logging.getLogger(__name__).exception("running requests are cut off: draining has failed")
+        finally:
+            self.should_exit = True
 
     async def _exit_on_failure(self) -> None:
         await self._state.failed.wait()
