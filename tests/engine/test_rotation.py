@@ -107,6 +107,22 @@ def test_requests_of_an_instance_that_stays_stalled_end_with_an_error() -> None:
     run(check, policy=replace(PINGS, abandon_after_s=0.2))
 
 
+def test_a_request_that_an_overloaded_instance_refuses_goes_to_another_holder() -> None:
+    async def check(r: Routed) -> None:
+        overloaded = r.launcher["g1-1"]
+        overloaded.refusal = "overloaded"
+        answers = [await r.post("shared") for _ in range(8)]
+        assert {(status, body["instance"]) for status, body, _ in answers} == {(200, "g0-1")}
+        assert len(overloaded.bodies) == r.state.retries == 6  # it stays in the rotation
+        status, body, headers = await r.post("b")
+        assert (status, body["error"]["code"], headers["Retry-After"]) == (503, "overloaded", "1")
+        overloaded.refusal = None
+        assert (await r.post("b"))[0] == 200
+        assert r.log == []
+
+    run(check, policy=replace(QUICK, ping_every_s=30.0))
+
+
 def test_a_request_that_its_instance_aborts_is_not_sent_again() -> None:
     async def check(r: Routed) -> None:
         for name in ("g0-1", "g1-1"):

@@ -41,7 +41,7 @@ class QueueFullError(Exception):
 
 
 class InstanceGoneError(Exception):
-    """The instance cannot be reached, or accepts no requests; the request has not been started.
+    """The instance cannot be reached, or accepts no request; the request has not been started.
 
     Parameters
     ----------

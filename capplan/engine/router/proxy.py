@@ -36,7 +36,9 @@ _LONG_BODY: Final = 50_000
 """Bytes of a body from which its tokens are counted in a thread."""
 _CHAT_PATH: Final = "/v1/chat/completions"
 _RETRIED_CODES: Final = ("engine_failed", "engine_stopped", "shutting_down")
-"""Error codes of an instance that has not started the request."""
+"""Error codes of an instance that accepts no requests and has not started this one."""
+_OVERLOADED: Final = "overloaded"
+"""Error code of an instance that has not started this request, and may accept the next one."""
 
 
 class RouterState(ServerState):
@@ -183,9 +185,9 @@ def _count(prompt: Any, tokenizer: Tokenizer) -> int:
 class ProxyResponse(Response):
     """Sends a request to an instance and forwards the response.
 
-    A request that could not be sent, because the instance is gone, goes to another one. A request that is
-    lost with its instance ends with 503, which clients may retry; after the start of a stream, with an error
-    event.
+    A request that was not started, because the instance is gone or overloaded, goes to another one. A request
+    that is lost with its instance ends with 503, which clients may retry; after the start of a stream, with
+    an error event.
     """
 
     def __init__(
@@ -227,22 +229,32 @@ class ProxyResponse(Response):
 
     async def _forward(self, size: RequestSize, send: Send) -> None:
         tried: list[InstanceSupervisor] = []
+        is_overloaded = False
         while True:
             instance = self._state.fleet.choose(size.adapter, tried)
             if instance is None:
-                if self._state.draining:
-                    raise self._state.refusal(503, "The server shuts down", "shutting_down", 1)
-                retry_after_s = self._state.fleet.retry_after_s(size.adapter)
-                message = "No instance that serves this model is up"
-                raise self._state.refusal(503, message, "no_instance", retry_after_s)
+                raise self._no_instance(size.adapter, is_overloaded)
             try:
                 await self._forward_to(instance, size, send)
                 return
             except InstanceGoneError as gone:
-                if gone.refusal is not None:
+                if gone.refusal == _OVERLOADED:
+                    is_overloaded = True
+                elif gone.refusal is not None:
                     instance.take_out(gone.refusal)
                 tried.append(instance)
                 self._state.retries += 1
+
+    def _no_instance(self, adapter: str | None, is_overloaded: bool) -> ApiError:
+        """Return the error if no instance has started the request; `is_overloaded`: one is up."""
+        if self._state.draining:
+            return self._state.refusal(503, "The server shuts down", "shutting_down", 1)
+        if is_overloaded:
+            return self._state.refusal(503, "The instances of this model are overloaded", _OVERLOADED, 1)
+        retry_after_s = self._state.fleet.retry_after_s(adapter)
+        return self._state.refusal(
+            503, "No instance that serves this model is up", "no_instance", retry_after_s
+        )
 
     def _size(self) -> RequestSize:
         """Return the size of the request.
@@ -297,7 +309,7 @@ class ProxyResponse(Response):
         ]
         if response.content_type != "text/event-stream":
             body = await response.read()  # whole, so that a failure still sets the status
-            if response.status == 503 and (code := error_code(body)) in _RETRIED_CODES:
+            if response.status == 503 and (code := error_code(body)) in (*_RETRIED_CODES, _OVERLOADED):
                 raise InstanceGoneError(code)
             if response.ok:  # a refusal says nothing of the engine
                 client.note_progress()
