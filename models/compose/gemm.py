@@ -1,7 +1,7 @@
 """Milliseconds of dense matrix products between and beyond the measured shapes.
 
 What is interpolated is the efficiency: measured time over the roofline of the data sheet, which varies slowly
-over shapes where the time itself varies by orders of magnitude. Single times scatter by 15 %; at the sizes of
+over shapes where the time itself varies by orders of magnitude. Single times scatter; at the sizes of
 CUDA graphs no product takes longer than one of more rows, which could be computed in its place. Products were
 measured in a loop, so small weights stay in the L2 cache; in a serving engine the layers in between replace
 them. No product is therefore faster than reading its weights at the rate of the largest measured product.
