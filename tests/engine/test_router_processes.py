@@ -92,6 +92,7 @@ def test_a_served_plan_survives_a_killed_instance_and_drains(served: Served) -> 
 
 
 def check_shares(served: Served) -> None:
+    assert sorted(each.cmdline()[-1] for each in served.instances()) == ["g0-1", "g1-1"]
     with ThreadPoolExecutor(16) as pool:
         assert list(pool.map(lambda _: served.status("shared"), range(200))) == [200] * 200
     done = {

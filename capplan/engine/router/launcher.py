@@ -93,6 +93,7 @@ class EngineProcess:
         """
         self._process = await asyncio.create_subprocess_exec(
             *_COMMAND,
+            spec.name,  # for lists of processes
             stdin=subprocess.PIPE,
             stdout=subprocess.PIPE,
             env={**os.environ, **environment},
