@@ -119,7 +119,7 @@ class ServeArgs:
     )
     body_timeout_s: float = typer.Option(60.0, metavar="S", help="For a whole body.")
     max_buffered_bytes: int | None = typer.Option(
-        None, metavar="N", help="Of all incomplete requests; default: 64 bodies, at least 64 MiB."
+        None, metavar="N", help="Of all requests not submitted yet; default: 64 bodies, at least 64 MiB."
     )
     max_header_bytes: int = typer.Option(
         64 * 1024,

@@ -92,6 +92,7 @@ def test_requests_go_to_other_holders_while_an_instance_is_down() -> None:
         status, body, headers = await r.post("b")
         assert (status, body["error"]["code"]) == (503, "no_instance")
         assert int(headers["Retry-After"]) >= 1
+        assert (await r.client.get("/ping")).status == 200
         health = await r.client.get("/health")
         assert health.status == 503
         assert (await health.json())["instances"]["g1-1"]["state"] == "down"
@@ -179,7 +180,9 @@ def test_draining_finishes_running_requests_and_refuses_new_ones() -> None:
         status, body, headers = await r.post("b")
         assert (status, body["error"]["code"]) == (503, "shutting_down")
         assert headers["Retry-After"] == "1"
-        assert (await r.client.get("/health")).status == 503
+        for path in ("/health", "/ping"):
+            state = await r.client.get(path)
+            assert (state.status, (await state.json())["reason"]) == (503, "shutting_down")
         r.launcher["g0-1"].resume.set()
         assert (await plain)[0] == 200
         await r.serving  # type: ignore[attr-defined]

@@ -98,6 +98,14 @@ async def health(request: Request) -> Response:
     return JSONResponse({"status": status, **reason, "instances": states}, 200 if healthy else 503)
 
 
+@router.get("/ping", response_model=None)
+async def ping(request: Request) -> Response:
+    """Report whether the router accepts requests, in any state of its instances."""
+    if request.app.state.router.draining:
+        return JSONResponse({"status": "unavailable", "reason": "shutting_down"}, 503)
+    return JSONResponse({"status": "ok"})
+
+
 @router.get("/metrics", response_model=None)
 async def metrics(request: Request) -> Response:
     """Return the metrics of the router and its instances in Prometheus' text format."""
