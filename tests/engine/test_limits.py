@@ -191,11 +191,13 @@ def test_bytes_that_are_not_http_are_refused(server: Live) -> None:
 def test_waiting_connections_give_way_to_new_ones(server: Live, sent: bytes) -> None:
     with contextlib.ExitStack() as stack:
         waiting = [stack.enter_context(connected(server)) for _ in range(15)]
+        refused = server.service.refusals[503]
         for client in waiting:
             client.sendall(sent)
             with connected(server) as other:
                 assert answer(other, HEALTH)[0] == 200
         assert error_code(answer(waiting[0], b"")) == (503, "overloaded")
+        assert server.service.refusals[503] > refused
 
 
 def test_an_idle_connection_gives_way_without_a_response(server: Live) -> None:
@@ -211,6 +213,7 @@ def test_a_stalled_body_gives_way_to_new_ones(server: Live) -> None:
     """Five bodies of 90 kB exceed the budget of 300 kB; the oldest are refused."""
     with contextlib.ExitStack() as stack:
         stalled = []
+        refused = server.service.refusals[503]
         for _ in range(5):
             client = stack.enter_context(connected(server))
             client.sendall(POST + b"Content-Length: 95000\r\n\r\n" + b" " * 90_000)
@@ -218,6 +221,7 @@ def test_a_stalled_body_gives_way_to_new_ones(server: Live) -> None:
             time.sleep(0.05)
         assert error_code(answer(stalled[0], b"")) == (503, "overloaded")
         assert error_code(answer(stalled[1], b"")) == (503, "overloaded")
+        assert server.service.refusals[503] == refused + 2
         body = b'{"model": "base", "prompt": [1], "max_tokens": 1}' + b" " * 40_000
         length = f"Content-Length: {len(body)}\r\n\r\n".encode()
         with connected(server) as client:

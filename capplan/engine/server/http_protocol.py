@@ -15,6 +15,7 @@ from uvicorn.protocols.http.httptools_impl import HttpToolsProtocol, RequestResp
 from capplan.engine.server.protocol import ApiError, aborted, overloaded, shutting_down
 
 if TYPE_CHECKING:
+    from collections import Counter
     from collections.abc import Callable
 
     from capplan.engine.server.byte_budget import ByteBudget
@@ -37,6 +38,8 @@ class ConnectionCap:
         Beyond it, the connection is closed that has waited longest for a request or the rest of one.
     budget
         Bytes of incomplete requests.
+    refusals
+        Number of refused requests by status, of which 503 is counted here.
 
     Attributes
     ----------
@@ -46,9 +49,12 @@ class ConnectionCap:
         Called for every new connection.
     """
 
-    def __init__(self, limits: ServerLimits, max_connections: int, budget: ByteBudget) -> None:
+    def __init__(
+        self, limits: ServerLimits, max_connections: int, budget: ByteBudget, refusals: Counter[int]
+    ) -> None:
         self.limits = limits
         self.budget = budget
+        self.refusals = refusals
         self.draining = False
         self.on_new: Callable[[], None] = lambda: None
         self._max_connections = max_connections
@@ -258,6 +264,8 @@ class LimitedProtocol(HttpToolsProtocol):
             can_send = self._receives_body and not self._running.response_started and not self.pipeline
         if can_send:
             self.transport.write(_response(error))
+            if error.status_code == HTTPStatus.SERVICE_UNAVAILABLE:
+                self._cap.refusals[error.status_code] += 1
         self._close()
 
     def _close(self) -> None:

@@ -244,6 +244,7 @@ class _BodyReader:
         self._receive = receive
         self._max_bytes = state.max_body_bytes
         self._budget = state.budget
+        self._refusals = state.refusals
         self._timeout_s = state.settings.limits.body_timeout_s
         self._until_s = asyncio.get_running_loop().time() + self._timeout_s
         self._timeout: asyncio.Timeout | None = None
@@ -274,6 +275,7 @@ class _BodyReader:
     def refuse_overload(self) -> None:
         """End the request: its bytes are needed for others."""
         self._is_refused = True
+        self._refusals[503] += 1
         if self._timeout is not None:
             with contextlib.suppress(RuntimeError):  # not waiting
                 self._timeout.reschedule(0.0)

@@ -121,7 +121,7 @@ class DrainingServer(uvicorn.Server):
     ) -> None:
         raise_file_limit()
         limits = state.settings.limits
-        self._cap = cap = ConnectionCap(limits, limits.connections(files_each), state.budget)
+        self._cap = cap = ConnectionCap(limits, limits.connections(files_each), state.budget, state.refusals)
         super().__init__(
             uvicorn.Config(
                 app,
