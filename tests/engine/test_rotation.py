@@ -1,6 +1,7 @@
 """Rotation of a router: instances that stall, refuse requests or are busy, and their requests."""
 
 import asyncio
+import errno
 import time
 from collections.abc import Awaitable, Callable
 from dataclasses import replace
@@ -9,6 +10,8 @@ from typing import Any
 import pytest
 
 pytest.importorskip("aiohttp", reason="the router needs aiohttp (extra `engine`)")
+
+import aiohttp
 
 from tests.engine.fake_instances import QUICK, Routed, events, routed, tiny_plan
 from tests.engine.test_slow_clients import ONE_AT_A_TIME
@@ -121,6 +124,29 @@ def test_a_request_that_an_overloaded_instance_refuses_goes_to_another_holder() 
         assert r.log == []
 
     run(check, policy=replace(QUICK, ping_every_s=30.0))
+
+
+def test_too_many_open_files_of_the_router_are_no_fault_of_an_instance() -> None:
+    async def connect(request: Any, *_: Any, **__: Any) -> Any:
+        raise aiohttp.ClientConnectorError(
+            request.connection_key, OSError(errno.EMFILE, "Too many open files")
+        )
+
+    async def check(r: Routed) -> None:
+        supervisor = r.state.fleet.instances[0]
+        assert supervisor.client is not None
+        await supervisor.client.close()
+        client = supervisor.client = supervisor._new_client(r.launcher["g0-1"])
+        connector: Any = client._session.connector
+        connector._create_connection = connect
+        await asyncio.sleep(20 * PINGS.ping_every_s)
+        status, body, _ = await r.post("a")
+        assert (status, body["error"]["code"]) == (503, "overloaded")
+        del connector._create_connection
+        assert (await r.post("a"))[0] == 200
+        assert r.log == []
+
+    run(check, policy=replace(PINGS, max_refused_probes=2))
 
 
 def test_a_request_that_its_instance_aborts_is_not_sent_again() -> None:

@@ -15,6 +15,7 @@ from prometheus_client.core import GaugeMetricFamily as Gauge
 from prometheus_client.metrics_core import Metric
 from prometheus_client.parser import text_string_to_metric_families
 
+from capplan.engine.router.instance_client import FileLimitError
 from capplan.engine.router.proxy import ProxyResponse, RouterState
 from capplan.engine.router.supervisor import InstanceSupervisor
 from capplan.engine.server.limiter import RequestLimiter
@@ -167,7 +168,7 @@ async def _metrics_of(instance: InstanceSupervisor) -> str:
         return ""
     try:
         return (await instance.client.get("/metrics", _METRICS_TIMEOUT_S)).decode()
-    except (aiohttp.ClientError, TimeoutError):
+    except (aiohttp.ClientError, FileLimitError, TimeoutError):
         return ""
 
 

@@ -9,11 +9,12 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import errno
 import json
 import math
 import time
 from collections import deque
-from collections.abc import AsyncIterator, Coroutine, Mapping
+from collections.abc import AsyncIterator, Coroutine, Iterator, Mapping
 from dataclasses import dataclass, field
 from typing import Final, NamedTuple, TypeVar
 
@@ -52,6 +53,21 @@ class InstanceGoneError(Exception):
     def __init__(self, refusal: str | None = None) -> None:
         super().__init__(refusal)
         self.refusal = refusal
+
+
+class FileLimitError(Exception):
+    """The router has too many open files to connect to an instance."""
+
+
+@contextlib.contextmanager
+def _file_limit() -> Iterator[None]:
+    """Raise `FileLimitError` for errors of a connection that are no fault of the instance."""
+    try:
+        yield
+    except aiohttp.ClientConnectorError as error:
+        if error.os_error.errno in (errno.EMFILE, errno.ENFILE):
+            raise FileLimitError from None
+        raise
 
 
 @dataclass
@@ -221,6 +237,8 @@ class InstanceClient:
         ------
         InstanceGoneError
             If the process cannot be reached and the request has not been sent.
+        FileLimitError
+            If the router has too many open files.
         aiohttp.ClientError
             If the connection fails after that.
         """
@@ -230,7 +248,9 @@ class InstanceClient:
         headers = {"Content-Type": content_type}
         self.running += 1
         try:
-            async with self._session.post(path, data=body, headers=headers) as response:
+            with _file_limit():
+                posted = await self._session.post(path, data=body, headers=headers)
+            async with posted as response:
                 sent = True
                 self._responses.add(response)
                 try:
@@ -255,9 +275,13 @@ class InstanceClient:
         ------
         aiohttp.ClientError, TimeoutError
             If there is none, or its status is an error.
+        FileLimitError
+            If the router has too many open files.
         """
         timeout = aiohttp.ClientTimeout(total=timeout_s)
-        async with self._session.get(path, timeout=timeout) as response:
+        with _file_limit():
+            got = await self._session.get(path, timeout=timeout)
+        async with got as response:
             response.raise_for_status()
             return await response.read()
 
@@ -268,6 +292,8 @@ class InstanceClient:
         ------
         TimeoutError
             If it does not respond.
+        FileLimitError
+            If the router has too many open files.
         """
         try:
             return await _within(timeout_s, self._ping())
@@ -275,7 +301,9 @@ class InstanceClient:
             return "unreachable"
 
     async def _ping(self) -> str | None:
-        async with self._session.get("/ping") as response:
+        with _file_limit():
+            got = await self._session.get("/ping")
+        async with got as response:
             if response.ok:
                 return None
             body = await response.read()

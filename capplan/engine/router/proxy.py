@@ -14,6 +14,7 @@ from pydantic import BaseModel, ConfigDict, Field
 from starlette.types import Receive, Scope, Send
 
 from capplan.engine.router.instance_client import (
+    FileLimitError,
     InstanceClient,
     InstanceGoneError,
     QueueFullError,
@@ -291,6 +292,9 @@ class ProxyResponse(Response):
                     await self._send_response(response, client, send)
         except QueueFullError:
             error = self._state.refusal(429, "The queue is full", "queue_full", QUEUE_FULL_RETRY_S)
+            raise error from None
+        except FileLimitError:
+            error = self._state.refusal(503, "The server is overloaded", _OVERLOADED, 1)
             raise error from None
         except aiohttp.ClientError:
             message = "The instance has failed or does not respond; please try again"

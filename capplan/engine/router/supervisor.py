@@ -15,7 +15,7 @@ from typing import Final, Literal
 import aiohttp
 import numpy as np
 
-from capplan.engine.router.instance_client import InstanceClient, SizeQueues
+from capplan.engine.router.instance_client import FileLimitError, InstanceClient, SizeQueues
 from capplan.engine.router.instances import InstanceSpec
 from capplan.engine.router.launcher import InstanceHandle, Launcher, LaunchError
 from capplan.engine.server.limiter import ServerSettings
@@ -304,6 +304,8 @@ class InstanceSupervisor:
         begin_s = time.monotonic()
         try:
             reason = "stopped" if handle.is_stopped() else await client.ping(self._policy.ping_timeout_s)
+        except FileLimitError:
+            return
         except TimeoutError:
             if client.progress_s > begin_s and not handle.is_stopped():
                 return  # busy
@@ -341,8 +343,8 @@ class InstanceSupervisor:
             await client.get("/health", timeout_s)
         except TimeoutError:
             return client.progress_s > begin_s or ended.done()
-        except aiohttp.ClientResponseError:
-            return True  # unhealthy, but responsive
+        except (aiohttp.ClientResponseError, FileLimitError):
+            return True  # unhealthy, but responsive; or no fault of its own
         except aiohttp.ClientError:  # refused: it may be about to end
             self._refused += 1
             return self._refused < self._policy.max_refused_probes or ended.done()
