@@ -48,6 +48,7 @@ class FakeInstance:
         self.refusal: str | None = None
         """Code of the refusal of all requests and pings."""
         self.busy = 0
+        self.scrapes = 0
         self.bodies: list[dict[str, Any]] = []
         self.stopped_within_s: float | None = None
         self._end: asyncio.Future[str] = asyncio.get_running_loop().create_future()
@@ -115,6 +116,8 @@ class FakeInstance:
         return web.json_response({"status": "ok"})
 
     async def _metrics(self, _: web.Request) -> web.Response:
+        self.scrapes += 1
+        await asyncio.sleep(0.2)
         return web.Response(text='# HELP x An x\n# TYPE x gauge\nx{l="1"} 1.0\n# HELP y A y\ny 2.0\n')
 
     async def stop_listening(self) -> None:

@@ -44,6 +44,21 @@ def test_requests_follow_the_shares_of_the_plan() -> None:
     run(check)
 
 
+def test_concurrent_scrapes_share_the_metrics_of_instances() -> None:
+    async def check(r: Routed) -> None:
+        async def scrape() -> str:
+            return await (await r.client.get("/metrics")).text()
+
+        texts = await asyncio.gather(*(scrape() for _ in range(8)))
+        assert len(set(texts)) == 1
+        assert 'y{instance="g1-1"} 2.0' in texts[0]
+        assert r.launcher["g1-1"].scrapes == 1
+        await scrape()
+        assert r.launcher["g1-1"].scrapes == 2
+
+    run(check)
+
+
 def test_a_single_group_gets_all_requests_of_its_adapters() -> None:
     async def check(r: Routed) -> None:
         assert {(await r.post("shared"))[1]["instance"] for _ in range(4)} == {"g0-1"}

@@ -119,11 +119,17 @@ class RouterMetrics:
     def __init__(self, state: RouterState) -> None:
         self._state = state
         self._of_instances: list[Metric] = []
+        self._collecting: asyncio.Task[bytes] | None = None
         self._registry = CollectorRegistry()
         self._registry.register(self)
 
     async def text(self) -> bytes:
-        """Return the metrics of the router and of the instances that respond."""
+        """Return the metrics of the router and of the instances that respond; concurrent calls share them."""
+        if self._collecting is None or self._collecting.done():
+            self._collecting = asyncio.create_task(self._collected())
+        return await asyncio.shield(self._collecting)
+
+    async def _collected(self) -> bytes:
         instances = self._state.fleet.instances
         pages = await asyncio.gather(*(_metrics_of(instance) for instance in instances))
         texts = {each.spec.name: page for each, page in zip(instances, pages, strict=True)}
