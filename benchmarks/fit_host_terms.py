@@ -99,7 +99,7 @@ def rows_of(source: Source, folder: Path) -> Rows:
             try:
                 bare_profile(case.deployment)
             except InputError as error:
-                print(f"left aside: {case.name}: {error}", file=sys.stderr)
+                print(f"not composed: {case.name}: {error}", file=sys.stderr)
                 continue
             found.append(case)
     return Rows.of(found, bare_profile)

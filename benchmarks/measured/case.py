@@ -62,7 +62,7 @@ ProfileFor = Callable[[Deployment, LeftOut | None], Profile]
 """Profile of a deployment; an `InputError` says why there is none."""
 
 UNRECORDED: Final = "0.8.5"
-"""Version of vLLM assumed for rows that tell none."""
+"""Version of vLLM assumed for rows without one."""
 
 
 def roofline_for(deployment: Deployment, _left_out: LeftOut | None = None) -> Profile:

@@ -8,15 +8,14 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Mapping
-from dataclasses import dataclass
 from types import MappingProxyType
 from typing import Any, Final
 
 import numpy as np
 
 from benchmarks.measured.case import Deployment
-from benchmarks.measured.step_times import model_ms
-from capplan import InputError, Profile
+from benchmarks.measured.step_times import StepCase
+from capplan import InputError
 from capplan.datasets.catalog import gpu_sheet, model_arch
 from capplan.models.compose import SYSTEMS
 from capplan.models.compose.tables import system_of
@@ -43,25 +42,7 @@ _WEIGHTS: Final = 0.85
 """Largest share of the memory that weights may take."""
 
 
-@dataclass(frozen=True)
-class EstimatedStep:
-    """A prompt alone, or a batch of decodes."""
-
-    name: str
-    deployment: Deployment
-    chunk: int
-    decodes: int
-    context: int
-    measured: Mapping[str, float]
-    """The estimate."""
-
-    def predict(self, profile: Profile) -> Mapping[str, float]:
-        """Return the milliseconds of the step by the step model."""
-        metric = "prefill_ms" if self.chunk else "decode_ms"
-        return {metric: model_ms(profile, self.chunk, self.decodes, self.context)}
-
-
-def read(points: int = POINTS) -> list[EstimatedStep]:
+def read(points: int = POINTS) -> list[StepCase]:
     """Return steps of random deployments and sizes with their estimates.
 
     Raises
@@ -85,12 +66,12 @@ def read(points: int = POINTS) -> list[EstimatedStep]:
         if number % 2:
             prompt = _log_uniform(draw, *_PROMPTS)
             estimate = {"prefill_ms": float(engine.predict_prefill_latency(1, prompt))}
-            steps.append(EstimatedStep(f"prefill {prompt}", deployment, prompt, 0, 0, estimate))
+            steps.append(StepCase(f"prefill {prompt}", deployment, prompt, 0, 0, estimate))
         else:
             requests, context = _log_uniform(draw, 1, _MOST_REQUESTS), _log_uniform(draw, *_CONTEXTS)
             estimate = {"decode_ms": float(engine.decode_step_latency(requests, context, 2))}
             name = f"decode {requests} x {context}"
-            steps.append(EstimatedStep(name, deployment, 0, requests, context, estimate))
+            steps.append(StepCase(name, deployment, 0, requests, context, estimate))
     return sorted(steps, key=lambda step: (step.deployment.gpu, step.deployment.tp, step.name))
 
 

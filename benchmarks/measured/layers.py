@@ -6,16 +6,14 @@ embedding, last norm, output head and sampler. No host is in it, nor the gaps be
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
-from dataclasses import dataclass
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Final
 
 import pandas as pd
 
 from benchmarks.measured.case import Deployment
-from benchmarks.measured.step_times import model_ms
-from capplan import Profile
+from benchmarks.measured.step_times import StepCase
 
 FOLDER: Final = "layers_rtx4090"
 _LAYERS: Final = 32
@@ -28,23 +26,7 @@ _MOST_KV_TOKENS: Final = 70_000
 """KV tokens beyond the memory of the GPU are left out."""
 
 
-@dataclass(frozen=True)
-class LayeredStep:
-    """A step of one prefill chunk, or of decodes of equal context."""
-
-    name: str
-    deployment: Deployment
-    chunk: int
-    decodes: int
-    context: int
-    measured: Mapping[str, float]
-
-    def predict(self, profile: Profile) -> Mapping[str, float]:
-        """Return the milliseconds of the step by the step model."""
-        return {"step_ms": model_ms(profile, self.chunk, self.decodes, self.context)}
-
-
-def read(folder: Path) -> list[LayeredStep]:
+def read(folder: Path) -> list[StepCase]:
     """Return decode and prefill steps of several sizes."""
     root = folder / FOLDER
     dense = pd.read_csv(root / "dense.csv").set_index(["layer", "tokens"])["time_us"]
@@ -62,7 +44,7 @@ def read(folder: Path) -> list[LayeredStep]:
         once_us = dense["embedding", tokens] + dense["final_layernorm", tokens]
         once_us += last["lm_head", requests] + last["sampler", requests]
         measured = {"step_ms": float(_LAYERS * layer_us + once_us) / 1e3}
-        steps.append(LayeredStep(name, deployment, chunk, decodes, context, measured))
+        steps.append(StepCase(name, deployment, chunk, decodes, context, measured))
     return steps
 
 

@@ -12,8 +12,8 @@ come in one chunk: down to 200 chunks of 230 tokens, while chunks times their me
 overloaded run. The fit takes 230 tokens per completed request, and the TPOT that belongs to them. Errors are
 stated against these and against the counts of the load generator.
 
-The bandwidth of KV is that of the roofline: all requests have the same lengths, so that nothing in the runs
-tells KV tokens from requests.
+The bandwidth of KV is that of the roofline: all requests have the same lengths, so that KV tokens and
+requests are collinear in the runs.
 """
 
 from __future__ import annotations
@@ -62,7 +62,7 @@ _START: Final = {
     "ms_per_request": 0.0298,
     "ms_per_prefill": 2.34,
 }
-"""Where the fit starts: what it found in an earlier run."""
+"""Start of the fit: the result of an earlier run."""
 
 _RESERVED_BYTES: Final = 4.75e9
 _FREE: Final = (*_START, "reserved_bytes", "request_ms")

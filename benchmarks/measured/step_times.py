@@ -1,7 +1,11 @@
-"""Milliseconds of single steps by the step model of a profile."""
+"""Single steps: their milliseconds by the step model of a profile, beside those of another source."""
 
 from __future__ import annotations
 
+from collections.abc import Mapping
+from dataclasses import dataclass
+
+from benchmarks.measured.case import Deployment
 from capplan import Profile
 from capplan.models.step_latency import (
     StepFeatures,
@@ -11,6 +15,26 @@ from capplan.models.step_latency import (
     rank_ms,
     step_ms,
 )
+
+
+@dataclass(frozen=True)
+class StepCase:
+    """A step of one prefill chunk, or of decodes of equal context."""
+
+    name: str
+    deployment: Deployment
+    chunk: int
+    decodes: int
+    context: int
+    measured: Mapping[str, float]
+    """Milliseconds by the source, under the one metric of the case."""
+    scale: float = 1.0
+    """Factor of the milliseconds of the step model."""
+
+    def predict(self, profile: Profile) -> Mapping[str, float]:
+        """Return the milliseconds of the step by the step model."""
+        step_ms = self.scale * model_ms(profile, self.chunk, self.decodes, self.context)
+        return dict.fromkeys(self.measured, step_ms)
 
 
 def model_ms(profile: Profile, chunk: int, decodes: int, context: int) -> float:

@@ -11,7 +11,7 @@ from capplan.spec.validation import rule_error
 
 LORA_MODULES: Final = ("q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj")
 ATTENTION_MODULES: Final = LORA_MODULES[:4]
-"""Linear layers of a transformer layer, all of which vLLM wraps."""
+"""Linear layers of a transformer layer; vLLM wraps them all."""
 
 ALL_LINEAR: Final = "all-linear"
 """PEFT's word for all of them."""

@@ -15,9 +15,8 @@ from capplan.models.compose.host_terms import HostTerms, composition_terms, host
 from capplan.models.compose.lora import CARRIED_STD_ERROR, lora_coefficients
 from capplan.models.compose.tables import operator_tables
 from capplan.models.memory import HOST_FORM, assumed_model, memory_model
-from capplan.models.roofline import loading_model
+from capplan.models.roofline import loading_model, require_weights_fit
 from capplan.models.uncertainty import DEFAULT_SCATTER
-from capplan.serving.memory import weight_bytes
 from capplan.serving.rules import VLLM_ENGINE, ServingRules
 from capplan.spec import (
     Coefficient,
@@ -106,7 +105,7 @@ def profile_of_times(
         raise InputError(
             "must be rules of vLLM, whose operators and host terms were measured", rules.name, "--rules"
         )
-    _check_weights(times)
+    require_weights_fit(sheet, arch, tp)
     if terms is None:
         terms = host_terms(version, times.decoder.dtype, times.parts, rules.async_scheduling)
     kind = times.decoder.dtype.replace("bfloat16", "")
@@ -199,11 +198,3 @@ def _notes(times: StepTimes, terms: HostTerms, version: str) -> str:
         notes.append("steps without adapters cost no slots, as from vLLM 0.12 on")
     notes += [f"beyond the measured operators: {words}" for words in times.beyond(MAX_TOKENS)]
     return ". ".join(note[0].upper() + note[1:] for note in notes)
-
-
-def _check_weights(times: StepTimes) -> None:
-    arch, sheet = times.decoder.arch, times.sheet
-    if weight_bytes(arch, times.tp) >= sheet.memory_bytes:
-        size, room = weight_bytes(arch, times.tp) / 2**30, sheet.memory_bytes / 2**30
-        rule = f"must be more: {size:.1f} GiB of weights per GPU do not fit into {room:.1f} GiB"
-        raise InputError(rule, times.tp, "--tp")
