@@ -18,8 +18,7 @@ from numpy.typing import NDArray
 from scipy.optimize import nnls
 
 from benchmarks.common import emit, records_table
-from capplan.datasets.catalog import hf_config
-from capplan.models.compose import SYSTEMS, decoder_of, operator_times
+from capplan.models.compose import SYSTEMS, known_decoder, operator_times
 from capplan.models.compose.forward import StepTimes
 from capplan.models.compose.grids import CAPTURED, step_tables
 from capplan.models.step_latency import (
@@ -47,7 +46,7 @@ def lines() -> Iterator[dict[str, object]]:
     """Yield one line per GPU and model."""
     for system in SYSTEMS:
         for model, tp in MODELS:
-            times = operator_times(system.key, decoder_of(hf_config(model) or {}, model), tp)
+            times = operator_times(system.key, known_decoder(model), tp)
             rng = np.random.default_rng(0)
             line: dict[str, object] = {"gpu": system.sheet_key, "model": model.split("/")[1], "tp": tp}
             for kind, most in (("decode", 1.0), ("mixed", 8192.0)):

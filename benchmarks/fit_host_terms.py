@@ -12,9 +12,7 @@ one.
 
 from __future__ import annotations
 
-import argparse
 import functools
-import os
 import sys
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
@@ -24,12 +22,12 @@ from typing import Final
 import numpy as np
 from numpy.typing import NDArray
 
+from benchmarks.common import command_line, user_errors
 from benchmarks.measured import dense_stages, request_logs, silicon_vllm, vllm_023
-from benchmarks.measured.case import Deployment, LeftOut, MeasuredCase
+from benchmarks.measured.case import Deployment, LeftOut, MeasuredCase, data_folder
 from benchmarks.measured.host_terms import Rows, fitted
 from capplan import InputError, Profile
-from capplan.datasets.catalog import hf_config
-from capplan.models.compose import compose_profile, decoder_of
+from capplan.models.compose import compose_profile, known_decoder
 from capplan.models.compose.host_terms import FILE, FittedTerms, HostTerms, LeftOutError
 from capplan.models.compose.layers import layer_times
 from capplan.models.compose.profile import profile_of_times
@@ -70,10 +68,7 @@ SOURCES: Final = (
 @functools.cache
 def bare_profile(where: Deployment, _left_out: LeftOut | None = None) -> Profile:
     """Return the composed profile of a deployment without host terms."""
-    config = hf_config(where.model)
-    if config is None:
-        raise InputError("must be a model of the catalogue", where.model, "model")
-    decoder = decoder_of(config, where.model, where.dtype)
+    decoder = known_decoder(where.model, where.dtype)
     none = HostTerms(
         engine_version=where.version,
         dtype=where.dtype,
@@ -177,7 +172,7 @@ def of_layers(folder: Path, reference: HostTerms) -> HostTerms:
         error_percent=0.0,
         scatter=reference.scatter,
     )
-    decoder = decoder_of(hf_config(where.model) or {}, where.model, where.dtype)
+    decoder = known_decoder(where.model, where.dtype)
     times = layer_times(folder / LAYERS_FOLDER, where.gpu, decoder)
     profile = profile_of_times(times, rules_of_version(where.version), where.version, terms=terms)
     error = abs(case.predict(profile)["tpot_ms"] / case.measured["tpot_ms"] - 1.0)
@@ -186,19 +181,17 @@ def of_layers(folder: Path, reference: HostTerms) -> HostTerms:
 
 def main() -> None:
     """Fit the terms of every source."""
-    parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
-    parser.add_argument(
-        "--data", type=Path, default=os.environ.get("CAPPLAN_MEASURED", "../shared/reference/measured")
-    )
+    parser = command_line(__doc__)
+    parser.add_argument("--data", type=Path, help="folder of measured data")
     parser.add_argument("-o", "--output", type=Path, default=FILE)
     args = parser.parse_args()
-    found: list[HostTerms] = []
-    for source in SOURCES:
-        found.append(fit(source, Path(args.data), found[0] if found else None))
-        print(found[-1].model_dump_json(), file=sys.stderr)
-    found.append(of_layers(Path(args.data), found[0]))
+    with user_errors():
+        folder = data_folder(args.data)
+        found: list[HostTerms] = []
+        for source in SOURCES:
+            found.append(fit(source, folder, found[0] if found else None))
+            print(found[-1].model_dump_json(), file=sys.stderr)
+        found.append(of_layers(folder, found[0]))
     found.sort(key=lambda each: tuple(int(part) for part in each.engine_version.split(".")))
     write_text_atomic(args.output, FittedTerms(terms=tuple(found)).model_dump_json(indent=2) + "\n")
 

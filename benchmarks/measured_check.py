@@ -10,7 +10,6 @@ at their rate or concurrency and with their lengths, not at the measured batch.
 from __future__ import annotations
 
 import json
-import os
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import asdict, replace
 from pathlib import Path
@@ -32,7 +31,7 @@ from benchmarks.measured import (
     slora,
     vllm_023,
 )
-from benchmarks.measured.case import LeftOut, MeasuredCase, ProfileFor, roofline_for
+from benchmarks.measured.case import LeftOut, MeasuredCase, ProfileFor, data_folder, roofline_for
 from benchmarks.measured.compare import FORMULAS, Comparison, Refusal, compare, error_table, row_table
 from benchmarks.measured.composed import Composed
 from benchmarks.measured.dense_stages import Stage
@@ -40,7 +39,6 @@ from benchmarks.measured.plots import draw_courses
 from capplan import InputError
 from capplan.spec import write_text_atomic
 
-VARIABLE: Final = "CAPPLAN_MEASURED"
 MEASURED: Final[Mapping[str, Callable[[Path], Sequence[MeasuredCase]]]] = MappingProxyType(
     {
         "dense_stages": dense_stages.read,
@@ -68,22 +66,6 @@ LEFT_OUT: Final = "left_out"
 _BY_HARDWARE: Final = ((), ("gpu", "model", "tp", "dtype"))
 _TABLES: Final = MappingProxyType({LEFT_OUT: (("source",),), "estimator": ((), ("gpu",), ("tp",))})
 """Groups of the error tables of a source."""
-
-
-def data_folder(given: Path | None) -> Path:
-    """Return the folder of measured data.
-
-    Raises
-    ------
-    InputError
-        If there is none.
-    """
-    beside = Path(__file__).resolve().parents[2] / "shared" / "reference" / "measured"
-    folder = given or Path(os.environ.get(VARIABLE, beside))
-    if not folder.is_dir():
-        rule = f"must be the folder of measured data (set it by --data or {VARIABLE})"
-        raise InputError(rule, str(folder), "--data")
-    return folder
 
 
 def comparisons(folder: Path, chosen: Sequence[str]) -> Iterator[tuple[str, Comparison]]:

@@ -2,10 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 import typer
 
@@ -15,6 +14,7 @@ from capplan.cli.output import require_writable_files, write_json
 from capplan.errors import InputError
 
 if TYPE_CHECKING:
+    from capplan.models.compose import Decoder
     from capplan.spec import Profile
 
 
@@ -51,11 +51,10 @@ def compose(args: ComposeArgs) -> None:
     Needs the operator tables of the extra `measured`. The profile states the error of such profiles on
     measured engines, and so does every plan based on it.
     """
-    from capplan.models.compose import decoder_of, layer_times, operator_times, profile_of_times
+    from capplan.models.compose import layer_times, operator_times, profile_of_times
     from capplan.serving.rules import rules_of_engine
 
-    config, base_model, location = _config(args.model, args.model_config, args.base_model)
-    decoder = decoder_of(config, base_model, args.dtype, location)
+    decoder = _decoder(args)
     rules, version = rules_of_engine(args.engine_version, args.rules)
     require_writable_files(args.output)
     if args.layers is not None and args.tp != 1:
@@ -74,23 +73,20 @@ def compose(args: ComposeArgs) -> None:
         _show(profile, args.output)
 
 
-def _config(
-    model: str | None, config: str | None, base_model: str | None
-) -> tuple[Mapping[str, Any], str, str]:
-    """Return the fields of config.json, the Hugging Face id, and their place for messages."""
-    from capplan.datasets.catalog import hf_config, model_arch
+def _decoder(args: ComposeArgs) -> Decoder:
+    """Return the known model, or that of a config.json."""
+    from capplan.models.compose import decoder_of, known_decoder
     from capplan.spec.files import read_json_object
 
-    if (model is None) == (config is None):
-        raise InputError("is required, or else --model-config", model, "--model")
-    if config is None:
-        if base_model is not None:
-            raise InputError("goes with --model-config", base_model, "--base-model")
-        arch = model_arch(str(model))
-        return hf_config(arch.hf_ids[0]) or {}, arch.hf_ids[0], "--model"
-    fields = read_json_object(config)
-    named = base_model or fields.get("_name_or_path") or Path(config).absolute().parent.name
-    return fields, str(named), config
+    if (args.model is None) == (args.model_config is None):
+        raise InputError("is required, or else --model-config", args.model, "--model")
+    if args.model_config is None:
+        if args.base_model is not None:
+            raise InputError("goes with --model-config", args.base_model, "--base-model")
+        return known_decoder(str(args.model), args.dtype)
+    fields = read_json_object(args.model_config)
+    named = args.base_model or fields.get("_name_or_path") or Path(args.model_config).absolute().parent.name
+    return decoder_of(fields, str(named), args.dtype, args.model_config)
 
 
 def _show(profile: Profile, output: str) -> None:

@@ -13,9 +13,8 @@ from pathlib import Path
 from typing import Final
 
 import capplan.datasets
-from capplan.datasets.catalog import hf_config, model_arch
 from capplan.errors import CapplanError
-from capplan.models.compose import SYSTEMS, compose_profile, decoder_of
+from capplan.models.compose import SYSTEMS, compose_profile, known_decoder
 from capplan.models.memory import require_kv_tokens
 from capplan.serving.rules import rules_of_version
 from capplan.spec import EngineArgs, Profile, write_text_atomic
@@ -35,8 +34,7 @@ def shipped_profiles() -> Iterator[Profile]:
     rules = rules_of_version(VERSION)
     for system in SYSTEMS:
         for name in MODELS:
-            base_model = model_arch(name).hf_ids[0]
-            decoder = decoder_of(hf_config(base_model) or {}, base_model)
+            decoder = known_decoder(name)
             for tp in _TPS:
                 try:
                     profile = compose_profile(system.key, decoder, rules, VERSION, tp=tp, command=_COMMAND)

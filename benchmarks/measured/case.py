@@ -2,14 +2,19 @@
 
 from __future__ import annotations
 
+import os
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Final, Protocol
 
 from capplan import InputError, Profile
 from capplan.datasets.catalog import gpu_sheet, model_arch
 from capplan.models.roofline import EngineChoice, roofline_profile
 from capplan.spec import Kernel
+
+VARIABLE: Final = "CAPPLAN_MEASURED"
+"""Environment variable with the folder of measured data."""
 
 SLORA: Final = "s-lora"
 """Version of a deployment under S-LoRA instead of vLLM."""
@@ -75,3 +80,19 @@ def roofline_for(deployment: Deployment, _left_out: LeftOut | None = None) -> Pr
         version = deployment.version or UNRECORDED
         engine = EngineChoice(version=version, lora=False)
     return roofline_profile(gpu_sheet(deployment.gpu), model_arch(deployment.model), engine, deployment.tp)
+
+
+def data_folder(given: Path | None) -> Path:
+    """Return the folder of measured data.
+
+    Raises
+    ------
+    InputError
+        If there is none.
+    """
+    beside = Path(__file__).resolve().parents[3] / "shared" / "reference" / "measured"
+    folder = given or Path(os.environ.get(VARIABLE, beside))
+    if not folder.is_dir():
+        rule = f"must be the folder of measured data (set it by --data or {VARIABLE})"
+        raise InputError(rule, str(folder), "--data")
+    return folder

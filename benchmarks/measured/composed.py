@@ -10,8 +10,8 @@ from benchmarks.fit_host_terms import bare_profile
 from benchmarks.measured.case import SLORA, UNRECORDED, Deployment, LeftOut, MeasuredCase
 from benchmarks.measured.host_terms import Floats, Rows, fitted, with_terms
 from capplan import InputError, Profile, list_profiles, load_profile
-from capplan.datasets.catalog import gpu_sheet, hf_config
-from capplan.models.compose import SYSTEMS, compose_profile, decoder_of
+from capplan.datasets.catalog import gpu_sheet
+from capplan.models.compose import SYSTEMS, compose_profile, known_decoder
 from capplan.serving.rules import rules_of_version
 
 _WITH_OPERATORS: Final = frozenset(system.sheet_key for system in SYSTEMS)
@@ -37,11 +37,10 @@ class Composed:
 def _profile(deployment: Deployment) -> Profile:
     if deployment.gpu not in _WITH_OPERATORS:
         return _shipped(deployment)
-    config = hf_config(deployment.model)
-    if config is None or deployment.version == SLORA:
-        raise InputError("must be a known model under vLLM", deployment.model, "model")
+    if deployment.version == SLORA:
+        raise InputError("must be a model under vLLM", deployment.model, "model")
     version = deployment.version or UNRECORDED
-    decoder = decoder_of(config, deployment.model, deployment.dtype)
+    decoder = known_decoder(deployment.model, deployment.dtype)
     return compose_profile(deployment.gpu, decoder, rules_of_version(version), version, tp=deployment.tp)
 
 

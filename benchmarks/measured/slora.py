@@ -27,6 +27,7 @@ import numpy as np
 import pandas as pd
 
 from benchmarks.common import command_line, emit, records_table, user_errors
+from benchmarks.measured.case import data_folder
 from capplan import Adapter, Lengths, Profile, Workload, load_profile
 from capplan.datasets.catalog import gpu_sheet, model_arch
 from capplan.models.memory import MEMORY_FORM, assumed_model, load_share
@@ -211,8 +212,6 @@ def _mape(predicted: np.ndarray, actual: np.ndarray) -> str:
 
 
 def main() -> None:
-    from benchmarks.measured_check import data_folder
-
     parser = command_line(__doc__)
     parser.add_argument("--data", type=Path, help="folder of measured data")
     parser.add_argument("--workers", type=int, default=1, metavar="N", help="threads of the simulations")

@@ -1,6 +1,6 @@
 """Profiles composed from measured operators or layers, see `compose_profile`."""
 
-from capplan.models.compose.decoder import Decoder, decoder_of
+from capplan.models.compose.decoder import Decoder, decoder_of, known_decoder
 from capplan.models.compose.layers import layer_times
 from capplan.models.compose.profile import compose_profile, operator_times, profile_of_times
 from capplan.models.compose.tables import SYSTEMS, operator_tables
@@ -10,6 +10,7 @@ __all__ = [
     "Decoder",
     "compose_profile",
     "decoder_of",
+    "known_decoder",
     "layer_times",
     "operator_tables",
     "operator_times",

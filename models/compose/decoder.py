@@ -6,7 +6,14 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any, Final
 
-from capplan.datasets.catalog import arch_of, architectures_of, known_arch, whole_number
+from capplan.datasets.catalog import (
+    arch_of,
+    architectures_of,
+    hf_config,
+    known_arch,
+    model_arch,
+    whole_number,
+)
 from capplan.errors import InputError
 from capplan.models.compose.attention import Heads
 from capplan.spec import ModelArch
@@ -123,6 +130,19 @@ def decoder_of(
         ),
         dtype="bfloat16" if dtype == "float16" else dtype,
     )
+
+
+def known_decoder(name: str, dtype: str | None = None) -> Decoder:
+    """Return the decoder of a known model, by its short name or Hugging Face id; see `decoder_of`.
+
+    Raises
+    ------
+    InputError
+        For an unknown name; the message lists the known ones.
+    """
+    arch = model_arch(name)
+    base_model = name if name in arch.hf_ids else arch.hf_ids[0]
+    return decoder_of(hf_config(base_model) or {}, base_model, dtype, "--model")
 
 
 def _dtype(config: Mapping[str, Any], location: str) -> str:

@@ -11,13 +11,13 @@ import numpy as np
 import pytest
 
 from benchmarks.measured import dense_stages, layers, rank_sweeps, request_logs
-from benchmarks.measured.case import Deployment, LeftOut, roofline_for
+from benchmarks.measured.case import Deployment, LeftOut, data_folder, roofline_for
 from benchmarks.measured.compare import compare, errors
 from benchmarks.measured.composed import Composed
 from benchmarks.measured.dense_stages import Stage
 from benchmarks.measured.host_terms import Rows, fitted, with_terms
 from benchmarks.measured.replay import Engine, closed_loop, requests_of, scenario_of
-from benchmarks.measured_check import data_folder, report
+from benchmarks.measured_check import report
 from capplan import InputError, Profile
 
 MODEL = "meta-llama/Llama-3.1-8B-Instruct"

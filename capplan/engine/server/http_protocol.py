@@ -39,7 +39,7 @@ class ConnectionCap:
     budget
         Bytes of incomplete requests.
     refusals
-        Number of refused requests by status, of which 503 is counted here.
+        Number of refused requests by status; 503 is counted here.
 
     Attributes
     ----------
