@@ -14,6 +14,9 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import Any, TypeVar
 
+import numpy as np
+from numpy.typing import NDArray
+
 from capplan import Adapter, Workload, load_workload
 from capplan.errors import CapplanError
 from capplan.spec import write_text_atomic
@@ -59,6 +62,11 @@ def records_table(records: Iterable[Mapping[str, object]]) -> str:
     """Return a Markdown table with a row per record; the keys are the header."""
     rows = list(records)
     return markdown(list(rows[0]), [[str(value) for value in row.values()] for row in rows]) if rows else ""
+
+
+def mape(predicted: NDArray[np.float64], actual: NDArray[np.float64]) -> str:
+    """Return ``100 * mean(|p / a - 1|)`` in words."""
+    return f"{100.0 * np.mean(np.abs(predicted / actual - 1.0)):.1f} %"
 
 
 def read_or_make(path: Path, make: Callable[[], Answer]) -> Answer:

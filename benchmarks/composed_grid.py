@@ -17,7 +17,7 @@ import numpy as np
 from numpy.typing import NDArray
 from scipy.optimize import nnls
 
-from benchmarks.common import emit, records_table
+from benchmarks.common import emit, mape, records_table
 from capplan.models.compose import SYSTEMS, known_decoder, operator_times
 from capplan.models.compose.forward import StepTimes
 from capplan.models.compose.grids import CAPTURED, step_tables
@@ -54,8 +54,8 @@ def lines() -> Iterator[dict[str, object]]:
                 kv_tokens = requests * np.exp(rng.uniform(np.log(16.0), np.log(8000.0), STEPS))
                 tokens = np.maximum(requests, np.round(np.exp(rng.uniform(0.0, np.log(most), STEPS))))
                 actual = times.tokens_ms(graph_sizes(tokens)) + times.requests_ms(requests, kv_tokens)
-                line[f"{kind}: table"] = error(tabulated(times, tokens, requests, kv_tokens), actual)
-                line[f"{kind}: additive"] = error(additive(tokens, requests, kv_tokens, actual), actual)
+                line[f"{kind}: table"] = mape(tabulated(times, tokens, requests, kv_tokens), actual)
+                line[f"{kind}: additive"] = mape(additive(tokens, requests, kv_tokens, actual), actual)
             yield line
 
 
@@ -84,11 +84,6 @@ def additive(tokens: Floats, requests: Floats, kv_tokens: Floats, actual: Floats
     design = np.stack([np.ones_like(tokens), tokens, beyond, requests, kv_tokens], axis=1)
     coefficients, _ = nnls(design / actual[:, None], np.ones_like(actual))
     return np.asarray(design @ coefficients)
-
-
-def error(predicted: Floats, actual: Floats) -> str:
-    """Return the mean error in words."""
-    return f"{100.0 * np.mean(np.abs(predicted / actual - 1.0)):.1f} %"
 
 
 if __name__ == "__main__":

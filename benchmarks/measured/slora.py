@@ -26,7 +26,7 @@ from typing import Any, Final
 import numpy as np
 import pandas as pd
 
-from benchmarks.common import command_line, emit, records_table, user_errors
+from benchmarks.common import command_line, emit, mape, records_table, user_errors
 from benchmarks.measured.case import data_folder
 from capplan import Adapter, Lengths, Profile, Workload, load_profile
 from capplan.datasets.catalog import gpu_sheet, model_arch
@@ -183,8 +183,8 @@ def shipped_errors(folder: Path) -> str:
         for regime in (STARVED, NOT_STARVED):
             keep = np.array([run.regime == regime for run in runs])
             errors = {
-                "230 tokens": _mape(predicted[keep], actual[keep]),
-                "chunks": _mape(predicted[keep], of_generator[keep]),
+                "230 tokens": mape(predicted[keep], actual[keep]),
+                "chunks": mape(predicted[keep], of_generator[keep]),
             }
             rows.append({"metric": target, "runs": f"{keep.sum()} {regime}"} | errors)
     return records_table(rows)
@@ -199,16 +199,12 @@ def error_table(found: RunCalibration, folder: Path) -> str:
         for regime in (STARVED, NOT_STARVED):
             keep = np.array([each == regime for each in found.regimes])
             errors = {
-                f"{sample}, {words}": _mape(predicted[keep, at], actual[keep])
+                f"{sample}, {words}": mape(predicted[keep, at], actual[keep])
                 for sample, predicted in (("in sample", found.after), ("left out", found.held_out))
                 for words, actual in (("230 tokens", corrected), ("chunks", of_generator))
             }
             rows.append({"metric": target, "runs": f"{keep.sum()} {regime}"} | errors)
     return records_table(rows)
-
-
-def _mape(predicted: np.ndarray, actual: np.ndarray) -> str:
-    return f"{100.0 * np.mean(np.abs(predicted / actual - 1.0)):.1f} %"
 
 
 def main() -> None:

@@ -17,6 +17,7 @@ from numpy.typing import NDArray
 from scipy.interpolate import RegularGridInterpolator
 
 from capplan.errors import InputError
+from capplan.models.step_latency import GRAPH_TOKENS
 
 if TYPE_CHECKING:
     import pandas as pd
@@ -24,9 +25,6 @@ if TYPE_CHECKING:
     from capplan.datasets.catalog import GpuSheet
 
 Floats = NDArray[np.float64]
-
-GRAPH_ROWS: Final = 512
-"""Rows up to which vLLM replays CUDA graphs, whose sizes are multiples of 8 from 8 on."""
 
 _STREAMING_ELEMENTS: Final = 5e8
 """Weights from which on a product of few rows is the reading of them: 1 GB of 16-bit floats,
@@ -90,9 +88,9 @@ def gemm_times(table: pd.DataFrame, sheet: GpuSheet, dtype: str) -> GemmTimes:
     cube = chosen.pivot_table(index="m", columns=["n", "k"], values="latency")
     cube = cube[cube.notna().mean(axis=1) > 0.5]
     rows = cube.index.to_numpy(dtype=float)
-    graphs = cube[rows <= GRAPH_ROWS]
+    graphs = cube[rows <= GRAPH_TOKENS]
     cube.loc[graphs.index] = graphs[::-1].cummin()[::-1]
-    cube = cube[(rows <= 8) & np.isin(rows, (1, 2, 4, 8)) | (rows > GRAPH_ROWS) | (rows % 8 == 0)]
+    cube = cube[(rows <= 8) & np.isin(rows, (1, 2, 4, 8)) | (rows > GRAPH_TOKENS) | (rows % 8 == 0)]
     m, n, k = (
         np.sort(np.asarray(each, dtype=float))
         for each in (cube.index, chosen["n"].unique(), chosen["k"].unique())

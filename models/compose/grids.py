@@ -10,17 +10,18 @@ from numpy.typing import NDArray
 from scipy.optimize import isotonic_regression
 
 from capplan.models.compose.forward import StepTimes
+from capplan.models.step_latency import GRAPH_TOKENS
 from capplan.spec import StepTable
 
 Floats = NDArray[np.float64]
 
-CAPTURED: Final = (1, 2, 4, *range(8, 257, 8), *range(272, 513, 16))
+CAPTURED: Final = (1, 2, 4, *range(8, 257, 8), *range(272, GRAPH_TOKENS + 1, 16))
 """Sizes of vLLM's CUDA graphs: a step runs at the next one from its tokens up (VLLM_RULES 2)."""
 
 LONGEST_CONTEXT: Final = 32_768
 
 MAX_TOKENS: Final = 16_384
-_LARGE_STEPS: Final = tuple(int(each) for each in np.geomspace(513, MAX_TOKENS, 28))
+_LARGE_STEPS: Final = tuple(int(each) for each in np.geomspace(GRAPH_TOKENS + 1, MAX_TOKENS, 28))
 
 _REQUESTS: Final = (1, 2, 3, 4, 6, 8, 12, 16, 24, 32, 48, 64, 96, 128, 192, 256, 384, 512, 768, 1024)
 _KV_TOKENS: Final = (0, *(int(2.0 ** (exponent / 2.0)) for exponent in range(14, 43)))
