@@ -279,7 +279,7 @@ def _serve_plan(args: ServeArgs) -> int:
         "adapters": len({name for spec in specs for name in spec.adapters}),
         "instances": [spec.name for spec in specs],
     }
-    config = RouterConfig(specs, _launcher(args.ray_address, len(specs)), server, args.max_queue, log=_log)
+    config = RouterConfig(specs, _launcher(args.ray_address, len(specs)), server, log=_log)
     return run_router(config, _ready(f"{file}: {model_name}", facts, as_json=args.as_json))
 
 

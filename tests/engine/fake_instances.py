@@ -12,17 +12,17 @@ from aiohttp import web
 from capplan import Plan
 from capplan.engine.router.instances import InstanceSpec, ServingOptions, instances_of
 from capplan.engine.router.launcher import LaunchError
-from capplan.engine.router.process import RouterServer, new_router_state
+from capplan.engine.router.process import RouterServer
 from capplan.engine.router.proxy import RouterState
-from capplan.engine.router.supervisor import RestartPolicy, RouterConfig
+from capplan.engine.router.supervisor import InstanceFleet, RestartPolicy, RouterConfig
 from capplan.engine.server import ServerSettings, bind, url_of
-from capplan.spec import Queues, Totals, Verification
+from capplan.spec import Totals, Verification
 from tests.cli.examples import group, small_plan
 
 QUICK = RestartPolicy(initial_delay_s=0.01, max_delay_s=0.02, probe_every_s=0.05, stop_grace_s=1.0)
 
 
-def tiny_plan(queues: Queues | None = None) -> Plan:
+def tiny_plan() -> Plan:
     """Return a plan of two instances of the tiny model with one private and one shared adapter each."""
     sizes = {"max_model_len": 512, "max_num_seqs": 32, "max_num_batched_tokens": 256}
     groups = (
@@ -31,7 +31,6 @@ def tiny_plan(queues: Queues | None = None) -> Plan:
     )
     check = Verification(ok=True, seeds=(1,), duration_s=60.0, min_served_fraction=1.0)
     totals = Totals(gpus=2, lower_bound_gpus=1)
-    groups = tuple(each.replace(queues=queues) for each in groups)
     return small_plan(groups=groups, totals=totals, verification=check)
 
 
@@ -203,9 +202,8 @@ async def routed(
     specs = instances_of(plan or tiny_plan(), ServingOptions("tiny-llama", "base", max_queue=4), groups)
     launcher, log = FakeLauncher(), list[str]()
     settings = ServerSettings("base", **server)
-    state = new_router_state(
-        RouterConfig(specs, launcher, settings, max_queue=4, restart_policy=policy, log=log.append)
-    )
+    config = RouterConfig(specs, launcher, settings, restart_policy=policy, log=log.append)
+    state = RouterState(settings, InstanceFleet(config))
     is_ready = asyncio.Event()
     listener = bind("127.0.0.1", 0)
     router = RouterServer(state, is_ready.set)

@@ -1,7 +1,6 @@
-"""Router over fake instances: shares, failures, queues, limits."""
+"""Router over fake instances: shares, failures, limits."""
 
 import asyncio
-import threading
 from collections.abc import Awaitable, Callable
 from dataclasses import replace
 from typing import Any
@@ -11,8 +10,7 @@ import pytest
 pytest.importorskip("aiohttp", reason="the router needs aiohttp (extra `engine`)")
 
 from capplan.engine.server import ServerLimits
-from capplan.spec import QueueClass, Queues, Wrs
-from tests.engine.fake_instances import QUICK, Routed, events, routed, tiny_plan
+from tests.engine.fake_instances import QUICK, Routed, events, routed
 
 
 def run(check: Callable[[Routed], Awaitable[None]], **settings: Any) -> None:
@@ -217,20 +215,6 @@ def test_draining_ends_at_its_timeout() -> None:
     run(check, drain_timeout_s=0.05)
 
 
-def test_requests_in_the_queue_at_the_end_of_draining_are_refused_by_the_shutdown() -> None:
-    wrs = Wrs(a=0.4, b=0.6, max_prompt_tokens=100, max_output_tokens=100, max_adapter_bytes=1)
-    queues = Queues(wrs=wrs, classes=(QueueClass(upper_wrs=None, quota_tokens=1),))
-
-    async def check(r: Routed) -> None:
-        held = [asyncio.ensure_future(r.post("a", hold=True)) for _ in range(3)]
-        await r.until(lambda: r.state.in_flight == 3 and r.launcher["g0-1"].busy == 1)
-        r.router.end()  # type: ignore[attr-defined]
-        codes = sorted(body["error"]["code"] for _, body, _ in await asyncio.gather(*held))
-        assert codes == ["instance_failed", "shutting_down", "shutting_down"]
-
-    run(check, plan=tiny_plan(queues), drain_timeout_s=0.05)
-
-
 def test_a_disconnect_of_the_client_closes_the_request_at_the_instance() -> None:
     async def check(r: Routed) -> None:
         instance = r.launcher["g0-1"]
@@ -272,78 +256,3 @@ def test_refusals_have_the_format_of_openai_errors() -> None:
         assert [answer[0] for answer in await asyncio.gather(*held)] == [200] * 3
 
     run(check, api_key="secret", max_requests=3, limits=ServerLimits(max_body_bytes=200_000))
-
-
-def test_quotas_delay_requests_and_admit_them_in_order() -> None:
-    wrs = Wrs(a=0.4, b=0.6, max_prompt_tokens=100, max_output_tokens=100, max_adapter_bytes=1)
-    classes = (QueueClass(upper_wrs=0.25, quota_tokens=50), QueueClass(upper_wrs=None, quota_tokens=200))
-    queues = Queues(wrs=wrs, adapter_charge="none", classes=classes)
-
-    async def check(r: Routed) -> None:
-        instance = r.launcher["g0-1"]
-
-        def ask(number: int, tokens: int) -> "asyncio.Future[Any]":
-            return asyncio.ensure_future(
-                r.post("shared", prompt=[number, 0], max_tokens=tokens - 2, hold=True)
-            )
-
-        small = []
-        for number in range(3):  # of 20 tokens each; two fit into the quota of the first queue
-            small.append(ask(number, 20))
-            await r.until(lambda n=number: r.state.in_flight == n + 1)  # type: ignore[misc]
-        await r.until(lambda: instance.busy == 2)
-        large = ask(9, 90)  # in another queue
-        await r.until(lambda: instance.busy == 3)
-        text = await (await r.client.get("/metrics")).text()
-        assert 'capplan:router_requests_queued{group="g0",instance="g0-1"} 1.0' in text
-        small.append(ask(3, 30))
-        await r.until(lambda: r.state.in_flight == 5)
-        small[2].cancel()  # while it waits
-        await r.until(lambda: r.state.in_flight == 4)
-        instance.resume.set()
-        answers = await asyncio.gather(small[0], small[1], small[3], large)
-        assert [status for status, _, _ in answers] == [200] * 4
-        assert [body["prompt"][0] for body in instance.bodies] == [0, 1, 9, 3]
-
-    run(check, plan=tiny_plan(queues), groups=["g0"])
-
-
-def test_requests_that_wait_for_their_size_count() -> None:
-    wrs = Wrs(a=0.4, b=0.6, max_prompt_tokens=100, max_output_tokens=100, max_adapter_bytes=1)
-    queues = Queues(wrs=wrs, classes=(QueueClass(upper_wrs=None, quota_tokens=1),))
-    continues = threading.Event()
-
-    async def check(r: Routed) -> None:
-        assert r.state.tokenizer is not None
-        r.state.tokenizer.encode = lambda *_, **__: [1] * continues.wait(60)  # type: ignore[method-assign]
-        held = [asyncio.ensure_future(r.post("a", prompt="x" * 60_000)) for _ in range(3)]
-        await r.until(lambda: r.state.in_flight == 3)
-        assert r.state.budget.used_bytes > 3 * 60_000
-        status, body, _ = await r.post("a")
-        assert (status, body["error"]["code"]) == (429, "queue_full")
-        continues.set()
-        assert [answer[0] for answer in await asyncio.gather(*held)] == [200] * 3
-        assert r.state.budget.used_bytes == 0
-
-    run(check, plan=tiny_plan(queues), max_requests=3)
-
-
-def test_the_queue_of_an_instance_is_bounded_and_fails_with_it() -> None:
-    wrs = Wrs(a=0.4, b=0.6, max_prompt_tokens=100, max_output_tokens=100, max_adapter_bytes=1)
-    queues = Queues(wrs=wrs, classes=(QueueClass(upper_wrs=None, quota_tokens=1),))
-
-    async def check(r: Routed) -> None:
-        held = [asyncio.ensure_future(r.post("a", hold=True)) for _ in range(5)]
-        await r.until(lambda: r.state.in_flight == 5 and r.launcher["g0-1"].busy == 1)
-        status, body, headers = await r.post("a")
-        assert (status, body["error"]["code"]) == (429, "queue_full")
-        assert "Retry-After" in headers
-        r.launcher.may_start.clear()
-        await r.launcher["g0-1"].crash()
-        answers = await asyncio.gather(*held)
-        assert (
-            sorted(body["error"]["code"] for _, body, _ in answers)
-            == ["instance_failed"] + ["no_instance"] * 4
-        )
-
-    run(check, plan=tiny_plan(queues))

@@ -15,10 +15,8 @@ pytest.importorskip("aiohttp", reason="the router needs aiohttp (extra `engine`)
 
 from capplan.engine.router import process as router_process
 from capplan.engine.router.app import merged
-from capplan.engine.router.instance_client import RequestSize, SizeQueues
 from capplan.engine.router.instances import ServingOptions, instances_of
 from capplan.engine.router.supervisor import RouterConfig, WeightedRoundRobin
-from capplan.planner.queues import RequestSample, request_sizes, with_base_model
 from capplan.spec import Cache, PlanBase, QueueClass, Queues, Wrs
 from capplan.twin.cluster import Candidate, RoutedRequest
 from capplan.twin.cluster.reference import SmoothShares
@@ -77,30 +75,6 @@ def test_an_unavailable_holder_accumulates_no_credit() -> None:
     assert [shares.choose("x", lambda i: i == 0) for _ in range(50)] == [0] * 50
     back = [shares.choose("x", lambda _: True) for _ in range(10)]
     assert back.count(0) == 5
-
-
-@given(
-    st.sampled_from(["degree2", "degree1", "output_only"]),
-    st.lists(st.tuples(st.integers(0, 3), st.integers(1, 300), st.integers(1, 300)), min_size=1),
-)
-def test_request_sizes_equal_the_planners(form: Any, requests: list[tuple[int, int, int]]) -> None:
-    ranks = {"a": 4, "b": 16, "c": 64}
-    per_rank = 1000
-    weights, tokens = with_base_model(
-        np.array([rank * per_rank for rank in ranks.values()]),
-        np.array([rank * 2 for rank in ranks.values()]),
-    )
-    adapter, prompt, output = (np.array(column) for column in zip(*requests, strict=True))
-    sample = RequestSample(prompt, output, adapter, np.zeros(len(requests)), weights, tokens)
-    wrs = Wrs(form=form, a=0.4, b=0.6, max_prompt_tokens=200, max_output_tokens=100, max_adapter_bytes=64_000)
-    classes = (QueueClass(upper_wrs=0.2, quota_tokens=9), QueueClass(upper_wrs=None, quota_tokens=9))
-    queues = SizeQueues(Queues(wrs=wrs, classes=classes), ranks, 2.0, 1)
-    names = [None, *ranks]
-    sized = [RequestSize(names[a], p, o) for a, p, o in requests]
-    sizes = request_sizes(wrs, sample)
-    np.testing.assert_allclose([queues.size(each) for each in sized], sizes)
-    assert [queues.charge(each) for each in sized] == sample.charges("per_request").tolist()
-    assert [queues.queue_of(each) for each in sized] == [int(size >= 0.2) for size in sizes]
 
 
 def test_instances_are_configured_by_the_plan(tmp_path: Path) -> None:
@@ -214,10 +188,14 @@ def test_unsupported_parts_of_a_plan_are_reported(
     run: Run, started: list[RouterConfig], tmp_path: Path
 ) -> None:
     plan = tiny_plan()
-    groups = tuple(each.replace(cache=Cache(policy="chameleon")) for each in plan.groups)
+    wrs = Wrs(a=0.4, b=0.6, max_prompt_tokens=9, max_output_tokens=9, max_adapter_bytes=9)
+    queues = Queues(wrs=wrs, classes=(QueueClass(upper_wrs=None, quota_tokens=9),))
+    cache = Cache(policy="chameleon")
+    groups = tuple(each.replace(cache=cache, queues=queues) for each in plan.groups)
     plan.replace(groups=groups).to_json(tmp_path / "p.json")
     served = run("serve", "--unverified", "--model", "tiny-llama", tmp_path / "p.json")
     assert "cache policy chameleon" in served.stderr
+    assert "queues: the engine has one" in served.stderr
 
 
 @pytest.mark.parametrize(

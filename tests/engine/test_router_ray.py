@@ -15,8 +15,9 @@ import ray
 from capplan import InputError
 from capplan.engine.router.instances import ServingOptions, instances_of
 from capplan.engine.router.launcher import RayLauncher
-from capplan.engine.router.process import RouterServer, new_router_state
-from capplan.engine.router.supervisor import RouterConfig
+from capplan.engine.router.process import RouterServer
+from capplan.engine.router.proxy import RouterState
+from capplan.engine.router.supervisor import InstanceFleet, RouterConfig
 from capplan.engine.server import ServerSettings, bind, url_of
 from tests.cli.conftest import ROOT
 from tests.engine.fake_instances import QUICK, tiny_plan
@@ -44,9 +45,8 @@ def engines() -> list[psutil.Process]:
 def test_an_actor_restarts_its_engine_and_leaves_no_process(launcher: RayLauncher) -> None:
     specs = instances_of(tiny_plan(), ServingOptions("tiny-llama", "base"), ["g0"])
     log: list[str] = []
-    state = new_router_state(
-        RouterConfig(specs, launcher, ServerSettings("base"), restart_policy=QUICK, log=log.append)
-    )
+    config = RouterConfig(specs, launcher, ServerSettings("base"), restart_policy=QUICK, log=log.append)
+    state = RouterState(config.server, InstanceFleet(config))
 
     async def whole() -> None:
         ready = asyncio.Event()

@@ -154,18 +154,12 @@ class RouterMetrics:
         yield from self._of_instances
 
 
-def _queued(instance: InstanceSupervisor) -> int:
-    queues = None if instance.client is None else instance.client.queues
-    return 0 if queues is None else queues.waiting
-
-
 _INSTANCE_METRICS: Final[
     tuple[tuple[MetricKind, str, str, Callable[[RouterState, InstanceSupervisor], float]], ...]
 ] = (
     (Counter, "router_requests", "Requests sent to an instance", lambda s, i: s.by_instance[i.spec.name]),
     (Counter, "instance_restarts", "Starts after an end", lambda _, i: i.restarts),
     (Gauge, "instance_up", "Whether it is up", lambda _, i: float(i.is_up)),
-    (Gauge, "router_requests_queued", "Requests before an instance", lambda _, i: _queued(i)),
 )
 
 

@@ -14,7 +14,7 @@ from capplan.engine.server.limiter import ServerSettings
 from capplan.engine.server.limits import ServerLimits
 from capplan.engine.server.process import InstanceConfig
 from capplan.errors import InputError
-from capplan.spec import Group, Plan, PlanAdapter, Queues
+from capplan.spec import Group, Plan, PlanAdapter
 
 _DRAIN_TIMEOUT_S: Final = 1.0
 """For requests of an instance when the router, which drains first, stops it."""
@@ -61,8 +61,6 @@ class InstanceSpec(InstanceConfig):
         ``g0-1`` is the first replica of group ``g0``.
     shares
         Share of each adapter's requests meant for this instance.
-    queues
-        Queues by request size; None: requests go to the engine at once.
     base_share
         Share of the base model's requests meant for this instance; 0 for all: equal shares.
     """
@@ -70,8 +68,6 @@ class InstanceSpec(InstanceConfig):
     name: str
     group: str
     shares: Mapping[str, float]
-    ranks: Mapping[str, int]
-    queues: Queues | None = None
     base_share: float = 0.0
 
     def message(self, host: str, key: str) -> bytes:
@@ -100,9 +96,10 @@ def instances_of(plan: Plan, serving: ServingOptions, groups: Sequence[str] = ()
 def unused_parts(plan: Plan) -> tuple[str, ...]:
     """Return the settings of a plan that the engine does not support, a line each."""
     policies = {group.cache.policy for group in plan.groups if group.cache is not None} - {"lru"}
-    return tuple(
-        f"cache policy {policy}: the engine evicts the least recently used" for policy in sorted(policies)
-    )
+    lines = [f"cache policy {each}: the engine evicts the least recently used" for each in sorted(policies)]
+    if any(group.queues is not None for group in plan.groups):
+        lines.append("queues: the engine has one, in order of arrival")
+    return tuple(lines)
 
 
 def _of_group(plan: Plan, group: Group, serving: ServingOptions) -> list[InstanceSpec]:
@@ -126,7 +123,6 @@ def _of_group(plan: Plan, group: Group, serving: ServingOptions) -> list[Instanc
     if serving.model_name in adapters:
         raise InputError("must be another name than the base model's", serving.model_name, "adapters")
     shares = {adapter.name: adapter.share / group.replicas for adapter in group.adapters}
-    ranks = {adapter.name: adapter.rank for adapter in group.adapters}
     return [
         InstanceSpec(
             name=f"{group.id}-{replica}",
@@ -136,8 +132,6 @@ def _of_group(plan: Plan, group: Group, serving: ServingOptions) -> list[Instanc
             engine=engine,
             server=server,
             shares=shares,
-            ranks=ranks,
-            queues=group.queues,
             base_share=0.0 if group.base is None else group.base.share / group.replicas,
         )
         for replica in range(1, group.replicas + 1)

@@ -6,18 +6,12 @@ import asyncio
 import gc
 import socket
 from collections.abc import Callable
-from pathlib import Path
 from typing import Final
 
-from capplan.engine.models import model_config
 from capplan.engine.router.app import make_app
-from capplan.engine.router.instance_client import SizeQueues
-from capplan.engine.router.instances import InstanceSpec
 from capplan.engine.router.proxy import RouterState
 from capplan.engine.router.supervisor import InstanceFleet, RouterConfig
 from capplan.engine.server.process import DrainingServer, bind, url_of
-from capplan.engine.tokenizer import load_tokenizer
-from capplan.serving.memory import kv_bytes_per_token, lora_elements_per_rank
 
 _FILES_PER_CONNECTION: Final = 2
 """Of the client, and of its request to an instance."""
@@ -41,29 +35,12 @@ def run_router(config: RouterConfig, ready: Callable[[str], None]) -> int:
     InputError, LaunchError
         If an instance does not start.
     """
-    state = new_router_state(config)
+    state = RouterState(config.server, InstanceFleet(config))
     with bind(config.server.host, config.server.port) as listener:
         server = RouterServer(state, lambda: ready(url_of(listener)))
         gc.freeze()  # shorter collections while requests are parsed
         server.run([listener])
     return int(state.failed.is_set())
-
-
-def new_router_state(config: RouterConfig) -> RouterState:
-    """Return the state of a router; no instance is started yet."""
-    path = Path(config.specs[0].model)
-    model = model_config(path)
-    tokenizer = load_tokenizer(path if path.is_dir() else None, model.vocab_size)
-    tokens_per_rank = model.dtype_bytes * lora_elements_per_rank(model) / kv_bytes_per_token(model)
-
-    def new_queues(spec: InstanceSpec) -> SizeQueues | None:
-        if spec.queues is None:
-            return None
-        return SizeQueues(spec.queues, spec.ranks, tokens_per_rank, config.max_queue)
-
-    fleet = InstanceFleet(config, new_queues)
-    has_queues = any(spec.queues is not None for spec in config.specs)
-    return RouterState(config.server, fleet, tokenizer if has_queues else None)
 
 
 class RouterServer(DrainingServer):

@@ -1,4 +1,4 @@
-"""Proxy of one request: its size, the instance it goes to, and the response."""
+"""Proxy of one request: the instance it goes to, and the response."""
 
 from __future__ import annotations
 
@@ -6,36 +6,22 @@ import asyncio
 import contextlib
 from collections import Counter
 from collections.abc import Iterator
-from typing import Annotated, Any, Final
+from typing import Annotated, Final
 
 import aiohttp
 from fastapi.responses import Response
 from pydantic import BaseModel, ConfigDict, Field
 from starlette.types import Receive, Scope, Send
 
-from capplan.engine.router.instance_client import (
-    FileLimitError,
-    InstanceClient,
-    InstanceGoneError,
-    QueueFullError,
-    RequestSize,
-)
+from capplan.engine.router.instance_client import FileLimitError, InstanceClient, InstanceGoneError
 from capplan.engine.router.supervisor import InstanceFleet, InstanceSupervisor
 from capplan.engine.server.limiter import ServerSettings, ServerState
-from capplan.engine.server.protocol import MAX_MODEL_NAME, MAX_PROMPTS, ApiError, error_code, parsed
-from capplan.engine.tokenizer import Tokenizer
-from capplan.errors import InputError
+from capplan.engine.server.protocol import MAX_MODEL_NAME, ApiError, error_code, parsed
 
 QUEUE_FULL_RETRY_S: Final = 5
 
-_COMPLETION_TOKENS: Final = 16  # OpenAI's default
 _FORWARDED_HEADERS: Final = ("content-type", "retry-after", "cache-control", "x-accel-buffering")
 _END_OF_EVENT: Final = b"\n\n"
-_MAX_TOKENS: Final = 2**31
-"""Of the size of a request; its instance refuses more than fit."""
-_LONG_BODY: Final = 50_000
-"""Bytes of a body from which its tokens are counted in a thread."""
-_CHAT_PATH: Final = "/v1/chat/completions"
 _RETRIED_CODES: Final = ("engine_failed", "engine_stopped", "shutting_down")
 """Error codes of an instance that accepts no requests and has not started this one."""
 _OVERLOADED: Final = "overloaded"
@@ -49,19 +35,16 @@ class RouterState(ServerState):
     ----------
     settings
         `max_requests` counts requests with any number of prompts.
-    tokenizer
-        Of the model; None: queues do not use sizes.
     by_instance
         Requests sent to each instance.
     retries
         Requests sent to another instance because one was gone.
     """
 
-    def __init__(self, settings: ServerSettings, fleet: InstanceFleet, tokenizer: Tokenizer | None) -> None:
+    def __init__(self, settings: ServerSettings, fleet: InstanceFleet) -> None:
         lengths = [instance.spec.engine["max_model_len"] for instance in fleet.instances]
         super().__init__(settings, fleet, max(lengths))
         self.fleet = fleet
-        self.tokenizer = tokenizer
         self._in_flight = 0
         self.by_instance: Counter[str] = Counter()
         self.retries = 0
@@ -119,70 +102,6 @@ class ForwardedRequest(BaseModel):
     model: Annotated[str, Field(max_length=MAX_MODEL_NAME)]
 
 
-class SizedRequest(ForwardedRequest):
-    """Fields of a request whose size counts for a queue; the instance checks them."""
-
-    prompt: Any = None
-    messages: Any = None
-    max_tokens: Any = None
-    max_completion_tokens: Any = None
-
-
-def request_size(fields: SizedRequest, adapter: str | None, chat: bool, tokenizer: Tokenizer) -> RequestSize:
-    """Return the size of a request.
-
-    Parameters
-    ----------
-    chat
-        Whether it is a conversation. The text of its template is not counted.
-
-    Raises
-    ------
-    ApiError
-        400 if it has too many prompts.
-    """
-    prompts = list(_texts(fields.messages) if chat else _prompts(fields.prompt))
-    if len(prompts) > MAX_PROMPTS:
-        raise ApiError(400, f"A request must not have more than {MAX_PROMPTS} prompts or texts", "prompt")
-    limits = (fields.max_completion_tokens, fields.max_tokens)
-    most = next((each for each in limits if isinstance(each, int) and each > 0), None)
-    if most is None and not chat:
-        most = _COMPLETION_TOKENS
-    choices = 1 if chat else max(1, len(prompts))
-    tokens = sum(_count(prompt, tokenizer) for prompt in prompts)
-    return RequestSize(adapter, tokens, None if most is None else min(most * choices, _MAX_TOKENS))
-
-
-def _prompts(prompt: Any) -> Iterator[Any]:
-    """Yield the prompts of a completion, each as text or token ids."""
-    if isinstance(prompt, list) and prompt and not isinstance(prompt[0], int):
-        yield from prompt
-    else:
-        yield prompt
-
-
-def _texts(messages: Any) -> Iterator[Any]:
-    """Yield the texts of a conversation."""
-    for message in messages if isinstance(messages, list) else ():
-        content = message.get("content") if isinstance(message, dict) else None
-        if isinstance(content, list):
-            yield from (part.get("text") for part in content if isinstance(part, dict))
-        else:
-            yield content
-
-
-def _count(prompt: Any, tokenizer: Tokenizer) -> int:
-    """Return the tokens of a prompt; 0 for one that the instance will refuse."""
-    if isinstance(prompt, list):
-        return len(prompt)
-    if not isinstance(prompt, str):
-        return 0
-    try:
-        return len(tokenizer.encode(prompt))
-    except (InputError, UnicodeError, TypeError):
-        return 0
-
-
 class ProxyResponse(Response):
     """Sends a request to an instance and forwards the response.
 
@@ -210,13 +129,11 @@ class ProxyResponse(Response):
         """Respond; if the client disconnects, close the connection to the instance."""
         with self._state.running(), self._body_bytes:
             self._body_bytes.enter_context(self._state.holding(len(self._request)))
-            is_long = self._state.tokenizer is not None and len(self._request) >= _LONG_BODY
-            # Not cancelled by a disconnect: the thread has the body until it ends.
-            size = await asyncio.to_thread(self._size) if is_long else self._size()
-            await self._forward_while_connected(size, receive, send)
+            adapter = self._state.adapter_of(parsed(self._request, ForwardedRequest).model)
+            await self._forward_while_connected(adapter, receive, send)
 
-    async def _forward_while_connected(self, size: RequestSize, receive: Receive, send: Send) -> None:
-        work = asyncio.ensure_future(self._forward(size, send))
+    async def _forward_while_connected(self, adapter: str | None, receive: Receive, send: Send) -> None:
+        work = asyncio.ensure_future(self._forward(adapter, send))
         watch = asyncio.ensure_future(_disconnected(receive))
         try:
             await asyncio.wait((work, watch), return_when=asyncio.FIRST_COMPLETED)
@@ -228,15 +145,15 @@ class ProxyResponse(Response):
         if not work.cancelled():
             work.result()
 
-    async def _forward(self, size: RequestSize, send: Send) -> None:
+    async def _forward(self, adapter: str | None, send: Send) -> None:
         tried: list[InstanceSupervisor] = []
         is_overloaded = False
         while True:
-            instance = self._state.fleet.choose(size.adapter, tried)
+            instance = self._state.fleet.choose(adapter, tried)
             if instance is None:
-                raise self._no_instance(size.adapter, is_overloaded)
+                raise self._no_instance(adapter, is_overloaded)
             try:
-                await self._forward_to(instance, size, send)
+                await self._forward_to(instance, send)
                 return
             except InstanceGoneError as gone:
                 if gone.refusal == _OVERLOADED:
@@ -257,22 +174,7 @@ class ProxyResponse(Response):
             503, "No instance that serves this model is up", "no_instance", retry_after_s
         )
 
-    def _size(self) -> RequestSize:
-        """Return the size of the request.
-
-        Raises
-        ------
-        ApiError
-            400 if it is not valid, 404 if its model does not exist.
-        """
-        state = self._state
-        if state.tokenizer is None:  # queues do not use sizes
-            return RequestSize(state.adapter_of(parsed(self._request, ForwardedRequest).model), 0, None)
-        fields = parsed(self._request, SizedRequest)
-        is_chat = self._path == _CHAT_PATH
-        return request_size(fields, state.adapter_of(fields.model), is_chat, state.tokenizer)
-
-    async def _forward_to(self, instance: InstanceSupervisor, size: RequestSize, send: Send) -> None:
+    async def _forward_to(self, instance: InstanceSupervisor, send: Send) -> None:
         """Forward the request to an instance and its response to the client.
 
         Raises
@@ -286,13 +188,9 @@ class ProxyResponse(Response):
         if client is None:
             raise InstanceGoneError
         try:
-            async with client.admitted(size):
-                self._state.by_instance[instance.spec.name] += 1
-                async with client.post(self._path, self._request, self._content_type) as response:
-                    await self._send_response(response, client, send)
-        except QueueFullError:
-            error = self._state.refusal(429, "The queue is full", "queue_full", QUEUE_FULL_RETRY_S)
-            raise error from None
+            self._state.by_instance[instance.spec.name] += 1
+            async with client.post(self._path, self._request, self._content_type) as response:
+                await self._send_response(response, client, send)
         except FileLimitError:
             error = self._state.refusal(503, "The server is overloaded", _OVERLOADED, 1)
             raise error from None

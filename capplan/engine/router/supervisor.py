@@ -15,7 +15,7 @@ from typing import Final, Literal
 import aiohttp
 import numpy as np
 
-from capplan.engine.router.instance_client import FileLimitError, InstanceClient, SizeQueues
+from capplan.engine.router.instance_client import FileLimitError, InstanceClient
 from capplan.engine.router.instances import InstanceSpec
 from capplan.engine.router.launcher import InstanceHandle, Launcher, LaunchError
 from capplan.engine.server.limiter import ServerSettings
@@ -146,8 +146,6 @@ class RouterConfig:
     ----------
     server
         Settings of the router.
-    max_queue
-        Maximum number of requests that wait before an instance, if the plan has queues by size.
     log
         Receives one line per event of an instance.
     """
@@ -155,7 +153,6 @@ class RouterConfig:
     specs: Sequence[InstanceSpec]
     launcher: Launcher
     server: ServerSettings
-    max_queue: int = 512
     restart_policy: RestartPolicy = field(default_factory=RestartPolicy)
     log: Callable[[str], None] = lambda line: logging.getLogger(__name__).warning(line)
 
@@ -167,8 +164,6 @@ class InstanceSupervisor:
     ----------
     key
         API key of the instance.
-    new_queues
-        Returns the instance's queues; called at every start.
 
     Attributes
     ----------
@@ -180,13 +175,7 @@ class InstanceSupervisor:
         Number of restarts.
     """
 
-    def __init__(
-        self,
-        spec: InstanceSpec,
-        config: RouterConfig,
-        key: str,
-        new_queues: Callable[[InstanceSpec], SizeQueues | None],
-    ) -> None:
+    def __init__(self, spec: InstanceSpec, config: RouterConfig, key: str) -> None:
         self.spec = spec
         self.state: InstanceState = "starting"
         self.client: InstanceClient | None = None
@@ -194,7 +183,6 @@ class InstanceSupervisor:
         self._launcher = config.launcher
         self._key = key
         self._policy = config.restart_policy
-        self._new_queues = new_queues
         self._log = config.log
         self._handle: InstanceHandle | None = None
         self._start_duration_s = 1.0
@@ -230,12 +218,9 @@ class InstanceSupervisor:
             took = f"{self._policy.start_timeout_s:g} s"
             raise LaunchError(f"instance {self.spec.name} does not take requests after {took}") from None
         self._start_duration_s = time.monotonic() - started_s
-        self.client = self._new_client(self._handle)
+        self.client = InstanceClient(self._handle.url, self._key)
         self.state = "up"
         self._refused = 0
-
-    def _new_client(self, handle: InstanceHandle) -> InstanceClient:
-        return InstanceClient(handle.url, self._key, self._new_queues(self.spec))
 
     async def supervise(self) -> None:
         """Restart the instance whenever it ends; return when it has failed for good."""
@@ -297,7 +282,7 @@ class InstanceSupervisor:
             await self._ping(client, handle)
             if client.running and self._is_silent(client, self._policy.abandon_after_s):
                 self._log(f"instance {self.spec.name} makes no progress: {client.running} requests are ended")
-                self.client = self._new_client(handle)
+                self.client = InstanceClient(handle.url, self._key)
                 await client.close()
 
     async def _ping(self, client: InstanceClient, handle: InstanceHandle) -> None:
@@ -324,7 +309,6 @@ class InstanceSupervisor:
             return
         self.state = "stalled"
         self._stalled_since_s = time.monotonic()
-        self.client.release_waiting()
         self._log(f"instance {self.spec.name} is stalled: {reason}")
 
     def _is_silent(self, client: InstanceClient, time_s: float) -> bool:
@@ -376,9 +360,9 @@ class InstanceFleet:
         Set when all instances have failed for good, or a supervisor has a defect.
     """
 
-    def __init__(self, config: RouterConfig, new_queues: Callable[[InstanceSpec], SizeQueues | None]) -> None:
+    def __init__(self, config: RouterConfig) -> None:
         key = secrets.token_urlsafe(32)  # only the router uses the instances
-        self.instances = [InstanceSupervisor(spec, config, key, new_queues) for spec in config.specs]
+        self.instances = [InstanceSupervisor(spec, config, key) for spec in config.specs]
         self.failed = asyncio.Event()
         self._shares = WeightedRoundRobin(
             [spec.shares for spec in config.specs], [spec.base_share for spec in config.specs]

@@ -39,8 +39,8 @@ class ServerLimits:
     header_timeout_s
         Maximum time for complete headers, and for the rest of a body that is refused.
     client_buffer_bytes
-        Size of a client's buffer. A response that fits into it has ended for the engine and the queues of a
-        plan, whether or not its client reads.
+        Size of a client's buffer. A response that fits into it has ended for the engine, whether or not its
+        client reads.
     send_timeout_s
         Maximum time for a client to read three quarters of its full buffer; it is disconnected then.
     max_connections
