@@ -18,19 +18,26 @@ from capplan.serving.state import (
     SLORA,
 )
 from capplan.serving.structures import int_fields, new_record
+from capplan.twin.host_link import (
+    NEVER_NS,
+    HostLink,
+    copy_on_demand,
+    new_link,
+    prefetched_ns,
+)
 from capplan.twin.scenario import Costs
 from capplan.twin.trace import TwinTrace, record_load
 
 _AT = int_fields(
     "visible_ns",  # arrivals up to this time are known when the next step is decided
-    "copier_free_ns",  # end of the last copy in the queue
-    "first_copy",  # asynchronous copies: position of the oldest in `copies`
+    "first_copy",  # asynchronous copies: position of the oldest load on demand in `copies`
     "n_copies",  # and their number
+    "prefetched",  # adapter of a prefetch in progress; 0: none
+    "place",  # of this instance among those that share its link
     "paused_ns",  # time for which decoding rows have paused
     "paused_rows",  # and their number
 )
 _ANSWERED = int_fields("answers", "answer_tokens")
-NEVER_NS = 2**62
 
 
 @by_reference
@@ -44,7 +51,9 @@ class TwinClock(NamedTuple):
     begun_ns: NDArray[np.int64]
     """Start of that copy, or of its wait for the link."""
     copies: NDArray[np.int64]
-    """Ring of the adapters that are copied asynchronously, of the same length."""
+    """Ring of the adapters that are loaded on demand asynchronously, of the same length."""
+    link: HostLink
+    """Link from host memory, which instances of a cluster may share."""
     # -- instances of a cluster only; otherwise empty --
     following: NDArray[np.int64]
     """The request after each request at this instance, shape (requests,); empty: the next number."""
@@ -55,12 +64,13 @@ class TwinClock(NamedTuple):
 
 
 def new_clock(adapters: int) -> TwinClock:
-    """Return a clock at 0."""
+    """Return a clock at 0, with a link of its own."""
     return TwinClock(
         at=new_record(_AT),
         ready_ns=np.full(adapters + 1, -1, np.int64),
         begun_ns=np.zeros(adapters + 1, np.int64),
         copies=np.zeros(adapters + 1, np.int64),
+        link=new_link(),
         following=np.zeros(0, np.int64),
         rank_stats=np.zeros((3, 0), np.int64),
         answered=new_answered(),
@@ -198,7 +208,9 @@ def loads_ns(
         else:
             in_step_ns += load_ns
     trace.counts.adapter_loads += c.n_loads
-    in_step_ns = with_reloads_ns(in_step_ns, c.n_active, limits.max_loras)
+    if in_step_ns > 0:
+        in_step_ns = with_reloads_ns(in_step_ns, c.n_active, limits.max_loras)
+        in_step_ns = copy_on_demand(clock.link, begin_ns, in_step_ns) - begin_ns
     if limits.policy == SLORA:  # a batch of prompts waits for all of its adapters
         for i in range(c.n_admitted):
             ready_ns = clock.ready_ns[state.rows.adapter[state.lists.admitted[i]]]
@@ -222,10 +234,9 @@ def with_reloads_ns(load_ns: int, active: int, max_loras: int) -> int:
 
 @inner
 def _begin_copy(clock: TwinClock, adapter: int, begin_ns: int, load_ns: int, announced: bool) -> None:
-    """Queue a copy; `announced`: add it to `copies`."""
+    """Queue a load on demand; `announced`: add it to `copies`."""
     at = clock.at
-    at.copier_free_ns = max(at.copier_free_ns, begin_ns) + load_ns
-    clock.ready_ns[adapter] = at.copier_free_ns
+    clock.ready_ns[adapter] = copy_on_demand(clock.link, begin_ns, load_ns)
     clock.begun_ns[adapter] = begin_ns
     if announced:
         clock.copies[(at.first_copy + at.n_copies) % clock.copies.size] = adapter
@@ -233,21 +244,40 @@ def _begin_copy(clock: TwinClock, adapter: int, begin_ns: int, load_ns: int, ann
 
 
 @inner
-def next_copy_ns(clock: TwinClock) -> int:
-    """Return the end of the next asynchronous copy; NEVER_NS without any."""
+def _next_on_demand_ns(clock: TwinClock) -> int:
     if clock.at.n_copies == 0:
         return NEVER_NS
     return int(clock.ready_ns[clock.copies[clock.at.first_copy]])
 
 
 @inner
+def _next_ahead_ns(clock: TwinClock) -> int:
+    return NEVER_NS if clock.at.prefetched == 0 else prefetched_ns(clock.link, clock.at.place)
+
+
+@inner
+def next_copy_ns(clock: TwinClock) -> int:
+    """Return the end of the next asynchronous copy; NEVER_NS without any."""
+    return min(_next_on_demand_ns(clock), _next_ahead_ns(clock))
+
+
+@inner
 def take_copies(state: State, clock: TwinClock) -> None:
     """Notify the scheduler of completed copies."""
     at = clock.at
-    while at.n_copies > 0 and next_copy_ns(clock) <= at.visible_ns:
-        adapter_loaded(state, clock.copies[at.first_copy])
-        at.first_copy = (at.first_copy + 1) % clock.copies.size
-        at.n_copies -= 1
+    while True:
+        on_demand_ns, ahead_ns = _next_on_demand_ns(clock), _next_ahead_ns(clock)
+        if min(on_demand_ns, ahead_ns) > at.visible_ns:
+            break
+        if on_demand_ns <= ahead_ns:
+            adapter = clock.copies[at.first_copy]
+            at.first_copy = (at.first_copy + 1) % clock.copies.size
+            at.n_copies -= 1
+        else:
+            adapter = at.prefetched
+            clock.ready_ns[adapter] = ahead_ns
+            at.prefetched = 0
+        adapter_loaded(state, adapter)
 
 
 @inner

@@ -135,6 +135,7 @@ def build_scenario(
     max_in_flight: int | None = None,
     rules: str | None = None,
     requests: Requests | None = None,
+    gpus_per_link: int = 1,
 ) -> Scenario:
     """Size the memory of an engine and draw the requests, unless given; the rest as for `simulate`."""
     adapters = len(workload.adapters)
@@ -155,7 +156,7 @@ def build_scenario(
         requests=requests,
         limits=serving.limits(args, adapters, profile.engine.block_size, num_blocks),
         num_blocks=num_blocks,
-        costs=build_costs(workload, profile, args.max_loras, args.max_lora_rank),
+        costs=build_costs(workload, profile, args.max_loras, args.max_lora_rank, gpus_per_link),
         horizon_ns=round(duration_s * NS_PER_S),
         max_in_flight=max_in_flight if max_in_flight is not None else max(1, requests.arrival_ns.size),
         shared_prefix_tokens=workload.shared_prefix_tokens,
@@ -240,8 +241,15 @@ def _require_room(workload: Workload, max_model_len: int) -> None:
             raise InputError(f"must be at least {mean}", max_model_len, "max_model_len")
 
 
-def build_costs(workload: Workload, profile: Profile, a_max: int, s_max: int) -> Costs:
-    """Evaluate the profile's models for these adapters and slots."""
+def build_costs(
+    workload: Workload, profile: Profile, a_max: int, s_max: int, gpus_per_link: int = 1
+) -> Costs:
+    """Evaluate the profile's models for these adapters and slots.
+
+    The profile's load time is that of one GPU's shard. Shards for GPUs of one link are copied one after the
+    other, and a load ends with the last of them.
+    """
+    shards = min(profile.tp, gpus_per_link)
     ranks = [adapter.rank for adapter in workload.adapters]
     shapes = [(adapter.rank, adapter.target_modules) for adapter in workload.adapters]
     shares = {modules: load_share(profile, modules) for _, modules in set(shapes)}
@@ -262,7 +270,7 @@ def build_costs(workload: Workload, profile: Profile, a_max: int, s_max: int) ->
         s_max=s_max,
         slots_per_adapter=_slots_per_adapter(workload, a_max),
         adapters_served=len(workload.adapters),
-        load_ns=_per_adapter_ns([gpu_ms[shape] for shape in shapes]),
+        load_ns=shards * _per_adapter_ns([gpu_ms[shape] for shape in shapes]),
         disk_ns=_per_adapter_ns([disk_ms[shape] for shape in shapes]),
         rank=np.array([0, *ranks], np.int64),
         uses_ranks=uses_ranks(form, coefficients),

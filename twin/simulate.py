@@ -67,6 +67,7 @@ class SimulateSettings(EngineKeywords, total=False):
     seed: int
     max_in_flight: int | None
     rules: str | None
+    gpus_per_link: int
 
 
 def simulate(
@@ -85,6 +86,7 @@ def simulate(
     max_in_flight: int | None = None,
     rules: str | None = None,
     prefix_caching: bool | None = None,
+    gpus_per_link: int = 1,
     runner: Callable[[Scenario], TwinTrace] = run,
 ) -> SimulationResult:
     """Simulate one GPU that serves all adapters of `workload`, and its traffic of the base model.
@@ -116,6 +118,9 @@ def simulate(
         Name of the serving rules; None: those of the profile.
     prefix_caching
         Whether KV of shared prefixes is reused; None: as in the profile, or as the rules define.
+    gpus_per_link
+        GPUs of this instance that share a link to host memory, over which copies of adapters follow each
+        other.
     runner
         The compiled twin, or `capplan.twin.reference.loop.run_reference`.
 
@@ -144,6 +149,7 @@ def simulate(
         "max_in_flight": max_in_flight,
         "rules": rules,
         "prefix_caching": prefix_caching,
+        "gpus_per_link": gpus_per_link,
     }
     started = time.perf_counter()
     used = _loaded(profile)
@@ -233,6 +239,7 @@ def _scenario(workload: Workload, profile: Profile, settings: SimulateSettings) 
         seed=settings.get("seed", 0),
         max_in_flight=settings.get("max_in_flight"),
         rules=settings.get("rules"),
+        gpus_per_link=settings.get("gpus_per_link", 1),
     )
 
 

@@ -14,7 +14,8 @@ from capplan.engine import Engine, ModelConfig, SamplingParams
 from capplan.engine.lora.loader import VirtualLoader
 from capplan.engine.scheduler_output import Decision
 from capplan.serving import RULES, ServingRules, serving_rules
-from capplan.twin.reference.loop import ReferenceCopier, reference_scheduler
+from capplan.twin.reference.host_link import ReferenceCopier
+from capplan.twin.reference.loop import reference_scheduler
 from capplan.twin.reference.scheduler import ReferenceScheduler, ReferenceStep
 from tests.engine.engines import TimedRequest, check_engine, replay
 

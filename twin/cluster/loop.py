@@ -16,7 +16,7 @@ from capplan.twin.clock import count_present, count_queued, keeps_stats
 from capplan.twin.cluster.member import load_member
 from capplan.twin.cluster.steps import (
     Cluster,
-    advance_member,
+    advance_to,
     hand_over,
     lacks_rows,
     observe,
@@ -93,8 +93,7 @@ def serve(
                 cursor.place = choose_blindly(rule, cluster.fleet, placement, cluster.adapter[request], draw)
             first, last = cursor.place, cursor.place + 1
         for place in range(first, last):
-            if cluster.progress.wake_ns[placement.instance[place]] < until_ns:
-                advance_member(cluster, placement.instance[place], until_ns)
+            advance_to(cluster, placement.instance[place], until_ns)
         if event == END:
             break
         if event == TICK:

@@ -24,7 +24,7 @@ from capplan.twin import trace as t
 from capplan.twin.cluster.member import load_member
 from capplan.twin.cluster.run import ClusterTrace, Laid, grow, lay_out, routing_key, trace_of
 from capplan.twin.cluster.scenario import ClusterScenario
-from capplan.twin.cluster.steps import Cluster, advance_member, hand_over, lacks_rows
+from capplan.twin.cluster.steps import Cluster, advance_to, hand_over, lacks_rows
 from capplan.twin.core import mark_running
 from capplan.twin.scenario import NS_PER_S
 from capplan.workload.sampling import uniform
@@ -177,9 +177,7 @@ def _mean_answer(scenario: ClusterScenario, laid: Laid, first_answer: float) -> 
 @jit
 def _advance(cluster: Cluster, first: int, last: int, until_ns: int) -> None:
     for place in range(first, last):
-        instance = cluster.placement.instance[place]
-        if cluster.progress.wake_ns[instance] < until_ns:
-            advance_member(cluster, instance, until_ns)
+        advance_to(cluster, cluster.placement.instance[place], until_ns)
 
 
 @jit

@@ -19,6 +19,7 @@ from capplan.twin.cluster.loop import PAUSED, new_cursor, serve
 from capplan.twin.cluster.member import ClusterMember, new_memory, store_member
 from capplan.twin.cluster.scenario import ClusterScenario, take_requests
 from capplan.twin.cluster.steps import Cluster, new_progress
+from capplan.twin.host_link import new_link
 
 FIRST_ROWS = 512
 """Initial rows of an instance for requests in flight; a full table is doubled."""
@@ -105,19 +106,27 @@ def lay_out(scenario: ClusterScenario, by_rank: bool, first_rows: int = FIRST_RO
     answered, following = new_answered(), np.zeros(count, np.int64)
     shared = t.new_trace(count)
     memory = new_memory(scenario.instances)
+    neighbours = _neighbours(scenario.link)
+    links = {int(first): new_link(int(end - first)) for first, end in neighbours}
     members = []
     for i, engine in enumerate(scenario.engines):
         rows = max(1, min(count, engine.max_in_flight, max(first_rows, engine.limits.max_num_seqs)))
         state = new_state(rows, engine.adapters, engine.num_blocks, engine.limits)
         state.adapters.pages[:] = engine.costs.pages
         clock = new_clock(engine.adapters)
+        clock.at.place = i - neighbours[i, 0]
         own = t.new_trace(0)
         own.counts.next_request = count
         member = ClusterMember(
             state=state,
             limits=engine.limits,
             costs=engine.costs,
-            clock=clock._replace(following=following, rank_stats=fleet.by_rank[i], answered=answered),
+            clock=clock._replace(
+                link=links[int(neighbours[i, 0])],
+                following=following,
+                rank_stats=fleet.by_rank[i],
+                answered=answered,
+            ),
             trace=shared._replace(gaps=own.gaps, counts=own.counts, sums=own.sums),
             max_in_flight=engine.max_in_flight,
         )
@@ -134,10 +143,16 @@ def lay_out(scenario: ClusterScenario, by_rank: bool, first_rows: int = FIRST_RO
         stream=take_requests(requests, slice(None)),
         following=following,
         instance=np.full(count, NONE, np.int32),
+        neighbours=neighbours,
         shared_prefix_tokens=scenario.shared_prefix_tokens,
         horizon_ns=scenario.horizon_ns,
     )
     return Laid(cluster, members, answered)
+
+
+def _neighbours(link: NDArray[np.int64]) -> NDArray[np.int64]:
+    """Return the first instance, and the one after the last, on the link of each; links are in order."""
+    return np.stack([np.searchsorted(link, link, side) for side in ("left", "right")], axis=1)
 
 
 def _describe(fleet: Fleet, instance: int, member: ClusterMember) -> None:

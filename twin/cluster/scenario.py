@@ -96,6 +96,8 @@ class ClusterScenario:
     rank: NDArray[np.int64]
     """Rank of each adapter, shape (adapters + 1,); 0 for the base model."""
     horizon_ns: int
+    link: NDArray[np.int64]
+    """Number of the link to host memory of each instance, ascending, shape (instances,)."""
     shared_prefix_tokens: int = 0
 
     @property
@@ -110,8 +112,11 @@ def build_cluster(
     duration_s: float,
     seed: int,
     requests: Requests | None = None,
+    gpus_per_link: int = 1,
 ) -> ClusterScenario:
     """Check instances and placement, size every engine, and draw the requests unless given.
+
+    `gpus_per_link` GPUs, in the order of the instances, share a link to host memory.
 
     Raises
     ------
@@ -126,7 +131,8 @@ def build_cluster(
         if not isinstance(instance, Instance):
             raise InputError("must be of class Instance", instance, "instances")
     first = instances[0]
-    require_settings(workload, first.profile, {"duration_s": duration_s, "seed": seed})
+    whole = {"duration_s": duration_s, "seed": seed, "gpus_per_link": gpus_per_link}
+    require_settings(workload, first.profile, whole)
     held = _held(workload, instances)
     shares = [_shares(workload, instance) for instance in instances]
     placement = place(held, shares, len(workload.adapters), _base_shares(workload, instances))
@@ -134,13 +140,34 @@ def build_cluster(
         requests = _draw(workload, instances, placement, duration_s, seed)
     parts = [_part_of(workload, placement, i) for i in range(len(instances))]
     return ClusterScenario(
-        engines=_engines(parts, instances, held, duration_s, seed, requests.arrival_ns.size),
+        engines=_engines(
+            parts,
+            instances,
+            held,
+            requests.arrival_ns.size,
+            duration_s=duration_s,
+            seed=seed,
+            gpus_per_link=gpus_per_link,
+        ),
         placement=placement,
         requests=requests,
         rank=np.array([0, *(adapter.rank for adapter in workload.adapters)], np.int64),
         horizon_ns=round(duration_s * NS_PER_S),
+        link=_links([instance.profile.tp for instance in instances], gpus_per_link),
         shared_prefix_tokens=workload.shared_prefix_tokens,
     )
+
+
+def _links(gpus: Sequence[int], gpus_per_link: int) -> NDArray[np.int64]:
+    """Return the number of the link of each instance; an instance of more GPUs has several for itself."""
+    links: list[int] = []
+    link, used = -1, gpus_per_link
+    for count in gpus:
+        if used + count > gpus_per_link:
+            link, used = link + 1, 0
+        links.append(link)
+        used += count
+    return np.array(links, np.int64)
 
 
 def _draw(
@@ -263,9 +290,11 @@ def _engines(
     parts: Sequence[Workload],
     instances: Sequence[Instance],
     held: Sequence[NDArray[np.int64]],
+    requests: int,
+    *,
     duration_s: float,
     seed: int,
-    requests: int,
+    gpus_per_link: int,
 ) -> tuple[Scenario, ...]:
     """Size the engine of every instance; equal ones share their costs."""
     none = Requests(np.zeros(0, np.int64), *(np.zeros(0, np.int32) for _ in range(3)))
@@ -284,6 +313,7 @@ def _engines(
                 max_in_flight=instance.max_in_flight,
                 rules=instance.rules,
                 requests=none,
+                gpus_per_link=gpus_per_link,
             )
         engine = known[key]
         most = requests if instance.max_in_flight is None else instance.max_in_flight

@@ -38,6 +38,7 @@ def simulate_cluster(
     router: NamedRouter | PythonRouter = "plan-shares",
     duration_s: float = 3600.0,
     seed: int = 0,
+    gpus_per_link: int = 1,
     interrupt: Callable[[], None] | None = None,
 ) -> ClusterResult:
     """Simulate several instances that serve one workload.
@@ -56,6 +57,9 @@ def simulate_cluster(
     seed
         Seed of arrivals, lengths and the router; same seed, same result. The requests are those that
         `capplan.simulate` draws with it.
+    gpus_per_link
+        GPUs that share a link to host memory, in the order of the instances. Copies of adapters over one link
+        follow each other, those to the GPUs of one instance too.
     interrupt
         Called every simulated minute, unless the router is a function; an exception that it raises ends the
         simulation.
@@ -73,7 +77,7 @@ def simulate_cluster(
         For an invalid setting, or an adapter without a holder.
     """
     started = time.perf_counter()
-    scenario = build_cluster(workload, instances, duration_s, seed)
+    scenario = build_cluster(workload, instances, duration_s, seed, gpus_per_link=gpus_per_link)
     trace = _trace(scenario, router, seed, interrupt)
     return _result(scenario, trace, instances, started, workload.slo.tpt_over_base)
 

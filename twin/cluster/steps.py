@@ -49,6 +49,8 @@ class Cluster(NamedTuple):
     `TwinTrace.counts.next_request` and ends with the number of requests."""
     instance: NDArray[np.int32]
     """Instance of each request; NONE before it arrives."""
+    neighbours: NDArray[np.int64]
+    """Shape (instances, 2): the first instance on the link of each, and the one after the last."""
     shared_prefix_tokens: int
     horizon_ns: int
 
@@ -62,7 +64,50 @@ def new_progress(instances: int) -> Records:
 
 
 @inner
-def advance_member(cluster: Cluster, instance: int, until_ns: int) -> None:
+def advance_to(cluster: Cluster, instance: int, until_ns: int) -> None:
+    """Advance an instance to a time, and those on its link in the order of their steps.
+
+    Loads begin with a step, so the link gets them in the order of time.
+    """
+    while True:
+        first, limit_ns = _first_to_step(cluster, instance, until_ns)
+        if first == NONE:
+            return
+        _advance_member(cluster, first, limit_ns)
+
+
+@inner
+def _first_to_step(cluster: Cluster, instance: int, until_ns: int) -> tuple[int, int]:
+    """Return the instance on a link with the first step before `until_ns`, or NONE, and its limit of time.
+
+    Up to the limit its steps come before those of the others; at equal times those of lower numbers do.
+    """
+    wake_ns = cluster.progress.wake_ns
+    start, end = cluster.neighbours[instance, 0], cluster.neighbours[instance, 1]
+    chosen, first_ns = NONE, until_ns
+    for other in range(start, end):
+        if end - start > 1:
+            _update_wake(cluster, other)
+        if wake_ns[other] < first_ns:
+            chosen, first_ns = other, wake_ns[other]
+    limit_ns = until_ns
+    for other in range(start, end):
+        if other != chosen:
+            limit_ns = min(limit_ns, wake_ns[other] + (other > chosen))
+    return chosen, limit_ns
+
+
+@inner
+def _update_wake(cluster: Cluster, instance: int) -> None:
+    """Update the next event of an idle instance, whose prefetch others may have delayed."""
+    progress = cluster.progress[instance]
+    if progress.resting:
+        member = load_member(cluster.memory, instance)
+        progress.wake_ns = next_event_ns(cluster.stream, member.clock, member.trace)
+
+
+@inner
+def _advance_member(cluster: Cluster, instance: int, until_ns: int) -> None:
     """Advance an instance with work before `until_ns` to that time."""
     progress = cluster.progress[instance]
     member = load_member(cluster.memory, instance)

@@ -6,8 +6,6 @@ is slow: like the engine it scans the whole waiting queue in every step, and it 
 
 from __future__ import annotations
 
-from collections import deque
-
 import numpy as np
 from numpy.typing import NDArray
 
@@ -17,6 +15,7 @@ from capplan.serving.state import SLORA
 from capplan.twin import trace
 from capplan.twin import trace as t
 from capplan.twin.clock import with_reloads_ns
+from capplan.twin.reference.host_link import ReferenceCopier
 from capplan.twin.reference.scheduler import ReferenceRequest, ReferenceScheduler, ReferenceStep
 from capplan.twin.reference.slora import ReferenceSlora
 from capplan.twin.scenario import Scenario
@@ -257,44 +256,3 @@ class _Run:
             self.last_token_ns[number] = self.now_ns
         for number in output.finished:
             self.trace.finish_ns[number] = self.now_ns
-
-
-class ReferenceCopier:
-    """One link from host to GPU. Times in ns."""
-
-    def __init__(self) -> None:
-        self.free_ns = 0
-        self.begun_ns: dict[int, int] = {}
-        """Start of the last copy of an adapter, or of its wait for the link."""
-        self.ready_ns: dict[int, int] = {}
-        """End of that copy."""
-        self.coming: deque[int] = deque()
-        """Adapters whose arrival is pending for the scheduler, in order of arrival."""
-
-    def begin(self, adapter: int, now_ns: int, duration_ns: int, announce: bool) -> None:
-        """Queue a copy; `announce`: add it to `coming`."""
-        self.free_ns = max(self.free_ns, now_ns) + duration_ns
-        self.begun_ns[adapter] = now_ns
-        self.ready_ns[adapter] = self.free_ns
-        if announce:
-            self.coming.append(adapter)
-
-    def next_ns(self) -> int | None:
-        """Return the next pending arrival, or None."""
-        return self.ready_ns[self.coming[0]] if self.coming else None
-
-    def arrived(self, now_ns: int) -> list[int]:
-        """Return and remove the pending adapters that have arrived by `now_ns`."""
-        adapters = []
-        while self.coming and self.ready_ns[self.coming[0]] <= now_ns:
-            adapters.append(self.coming.popleft())
-        return adapters
-
-    def wait_ns(self, adapter: int, from_ns: int) -> int:
-        """Return the remaining time of the last copy of an adapter at `from_ns`."""
-        return max(0, self.ready_ns.get(adapter, from_ns) - from_ns)
-
-    def waited_ns(self, adapter: int, arrival_ns: int) -> int:
-        """Return the time that a request of this arrival waited for that copy."""
-        since_ns = max(arrival_ns, self.begun_ns.get(adapter, arrival_ns))
-        return self.wait_ns(adapter, since_ns)

@@ -13,8 +13,8 @@ from tests.twin.scenarios import make_scenario
 NOBODY = Requests(np.zeros(0, np.int64), *(np.zeros(0, np.int32) for _ in range(3)))
 
 
-def make_cluster(choose: Choose, most: int = 4, apart: bool = False) -> ClusterScenario:
-    """Return a cluster; with `apart`, every adapter is on one instance only."""
+def make_cluster(choose: Choose, most: int = 4, apart: bool = False, shared: bool = False) -> ClusterScenario:
+    """Return a cluster; `apart`: adapters on one instance each; `shared`: some instances share a link."""
     base = make_scenario(choose)._replace(buckets=0)
     adapters = base.adapters
     ranks = np.array([0, *(choose(1, 4) * 8 for _ in range(adapters))], np.int64)
@@ -39,6 +39,7 @@ def make_cluster(choose: Choose, most: int = 4, apart: bool = False) -> ClusterS
         requests=base.requests,
         rank=ranks,
         horizon_ns=base.horizon_ns,
+        link=np.cumsum([choose(0, 1) if shared else 1 for _ in engines]),
         shared_prefix_tokens=base.shared_prefix_tokens,
     )
 
@@ -62,9 +63,9 @@ def make_performance(choose: Choose) -> Performance:
 
 
 @st.composite
-def clusters(draw: st.DrawFn) -> ClusterScenario:
+def clusters(draw: st.DrawFn, shared: bool = False) -> ClusterScenario:
     """Return a strategy of clusters."""
-    return make_cluster(lambda low, high: draw(st.integers(low, high)))
+    return make_cluster(lambda low, high: draw(st.integers(low, high)), shared=shared)
 
 
 def seeded_cluster(seed: int, most: int = 4, apart: bool = False) -> ClusterScenario:
