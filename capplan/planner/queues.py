@@ -15,7 +15,7 @@ from capplan.errors import InfeasibleError
 from capplan.planner.problem import Assignment, Problem, horizon_s
 from capplan.serving.memory import adapter_bytes, kv_bytes_per_token, lora_elements_per_rank
 from capplan.spec import ModelArch, QueueClass, QueueConfig, Queues, Slo, Workload, Wrs
-from capplan.spec.workload import AdapterCharge, ClusterRule, QuotaSize, RestWeights, SizeForm
+from capplan.spec.scheduling import AdapterCharge, ClusterRule, QuotaSize, RestWeights, SizeForm
 from capplan.twin import RequestTable, SimulationResult, simulate_detailed
 from capplan.twin.per_request import REJECTED
 from capplan.twin.simulate import keywords_of

@@ -7,7 +7,6 @@ from capplan.spec.lengths import LengthPairs, Lengths
 from capplan.spec.load import load_workload
 from capplan.spec.plan import (
     Binds,
-    Cache,
     Group,
     GroupVerification,
     Move,
@@ -17,11 +16,8 @@ from capplan.spec.plan import (
     PlanBase,
     PlanEngine,
     Predicted,
-    QueueClass,
-    Queues,
     Totals,
     Verification,
-    Wrs,
 )
 from capplan.spec.profile import (
     Coefficient,
@@ -36,6 +32,7 @@ from capplan.spec.profile import (
     ProvenanceKind,
     Uncertainty,
 )
+from capplan.spec.scheduling import Cache, Predictor, QueueClass, QueueConfig, Queues, Scheduler, Wrs
 from capplan.spec.slo import STARVED_BELOW, Gpus, Objective, Pool, Slo
 from capplan.spec.step_tables import StepTable, TableAxis
 from capplan.spec.trace import Trace
@@ -52,7 +49,7 @@ from capplan.spec.traffic import (
     Unpredictable,
 )
 from capplan.spec.validation import LORA_RANKS, allowed_lora_rank
-from capplan.spec.workload import Adapter, BaseTraffic, QueueConfig, Workload
+from capplan.spec.workload import Adapter, BaseTraffic, Workload
 from capplan.spec.workload_file import WorkloadFile
 
 __all__ = [
@@ -88,6 +85,7 @@ __all__ = [
     "PlanEngine",
     "Pool",
     "Predicted",
+    "Predictor",
     "Profile",
     "ProfileEngine",
     "Provenance",
@@ -96,6 +94,7 @@ __all__ = [
     "QueueConfig",
     "Queues",
     "Renewal",
+    "Scheduler",
     "ShiftingSkew",
     "Slo",
     "StepTable",

@@ -17,6 +17,7 @@ from capplan.spec.lengths import Lengths
 from capplan.spec.limits import beyond, input_limits
 from capplan.spec.lora_modules import ADAPTER_CONFIG, ALL_LINEAR
 from capplan.spec.peft_config import read_target_modules
+from capplan.spec.scheduling import Scheduler
 from capplan.spec.table_files import read_columns
 from capplan.spec.trace import Trace
 from capplan.spec.trace_files import read_length_pairs, read_trace
@@ -93,8 +94,16 @@ class _Reader:
         requirements = _fields(file, PlanningRequirements)
         requirements["profile"] = self._profile(file.profile)
         requirements["pools"] = [pool.replace(profile=self._profile(pool.profile)) for pool in file.pools]
+        requirements["scheduler"] = self._scheduler(file.scheduler)
         requirements["previous_plan"] = file.previous_plan and str(self.folder / file.previous_plan)
         return requirements
+
+    def _scheduler(self, scheduler: Scheduler | None) -> Scheduler | None:
+        """Return the scheduler with the path of its learned predictor resolved."""
+        if scheduler is None or scheduler.predictor.file is None:
+            return scheduler
+        path = str(self.folder / scheduler.predictor.file)
+        return scheduler.replace(predictor=scheduler.predictor.replace(file=path))
 
     def adapters(self, source: Sequence[AdapterEntry] | str | None) -> list[_AdapterRecord]:
         """Return the adapters of the list or of the CSV file."""

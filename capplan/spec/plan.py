@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import itertools
 import json
 import math
 import os
@@ -25,6 +24,15 @@ from capplan.spec.engine_args import EngineArgs
 from capplan.spec.files import parse_json, parse_yaml, read_text
 from capplan.spec.limits import beyond, input_limits
 from capplan.spec.lora_modules import TargetModules
+from capplan.spec.scheduling import (
+    Cache,
+    CacheSource,
+    Queues,
+    Scheduler,
+    SchedulerSource,
+    check_cache,
+    completed,
+)
 from capplan.spec.slo import Objective, Slo
 from capplan.spec.validation import (
     LORA_RANKS,
@@ -52,7 +60,6 @@ from capplan.spec.validation import (
 
 if TYPE_CHECKING:
     import pandas as pd
-from capplan.spec.workload import AdapterCharge, SizeForm
 
 PLAN_ROUTER: Final = "smooth-shares"
 """Router by which a plan is verified and `capplan serve` serves it: smooth weighted round robin."""
@@ -100,59 +107,6 @@ class PlanBase(SpecModel):
 
     rate_rps: NonNegative = Field(description="Mean arrival rate of the base model over all groups.")
     share: Share = Field(description="Share of the base model's requests that goes to this group.")
-
-
-class Wrs(SpecModel):
-    """Weighted request size, from lengths = a * prompt / max + b * output / max and adapter = bytes / max.
-
-    degree2 is lengths * adapter, degree1 (lengths + adapter) / 2, and output_only lengths alone. Ratios end
-    at 1; requests for the base model count as requests for the smallest adapter of the group.
-    """
-
-    form: SizeForm = Field(default="degree2", description="How lengths and adapter are combined.")
-    a: NonNegative = Field(description="Weight of the prompt.")
-    b: NonNegative = Field(description="Weight of the predicted output.")
-    max_prompt_tokens: Count = Field(description="Prompt length that counts as 1, in tokens.")
-    max_output_tokens: Count = Field(description="Output length that counts as 1, in tokens.")
-    max_adapter_bytes: Count = Field(description="Adapter size that counts as 1, in bytes.")
-
-
-class QueueClass(SpecModel):
-    """One queue: requests up to a size, and the tokens it may have in execution."""
-
-    upper_wrs: NonNegative | None = Field(description="Sizes of this queue are below this; null in the last.")
-    quota_tokens: Count = Field(description="Tokens this queue may have in execution.")
-
-
-class Queues(SpecModel):
-    """Queues by request size."""
-
-    wrs: Wrs = Field(description="How the size of a request is computed.")
-    adapter_charge: AdapterCharge = Field(
-        default="per_request",
-        description="Whether a request takes its adapter's weights, counted in tokens, from the quota, "
-        "beside prompt and predicted output.",
-    )
-    classes: Many[QueueClass] = Field(min_length=1, description="Queues by ascending size.")
-
-    @model_validator(mode="after")
-    def _ascending_and_open(self) -> Self:
-        uppers = [queue.upper_wrs for queue in self.classes]
-        if uppers[-1] is not None:
-            raise rule_error("must be null in the last class", key=("classes", len(uppers) - 1, "upper_wrs"))
-        for index, (low, high) in enumerate(itertools.pairwise([-1.0, *uppers[:-1]])):
-            if low is None or high is None or high <= low:
-                raise rule_error(
-                    "must be a number above the class before", key=("classes", index, "upper_wrs"), value=high
-                )
-        return self
-
-
-class Cache(SpecModel):
-    """Eviction of adapters from the group's caches."""
-
-    policy: Text = Field(description="Name of the eviction policy, such as lru, chameleon or gdsf.")
-    weights: dict[str, float] = Field(default={}, description="Weights of the policy's terms, by name.")
 
 
 class Percentiles(SpecModel):
@@ -242,12 +196,37 @@ class Group(SpecModel):
     base: PlanBase | None = Field(
         default=None, description="Traffic of the base model; null: none is sent to this group."
     )
-    queues: Queues | None = Field(default=None, description="Queues by request size; null: one queue.")
-    cache: Cache | None = Field(default=None, description="Eviction policy; null: the engine's own.")
+    scheduler: SchedulerSource | None = Field(
+        default=None,
+        description="Order and admission of requests; absent: the engine's own.",
+    )
+    queues: Queues | None = Field(
+        default=None, description="Queues by request size at the start; null: one queue."
+    )
+    cache: CacheSource | None = Field(
+        default=None, description="Idle adapters kept in GPU memory; null: the engine's own."
+    )
     predicted: Predicted = Field(description="What one instance is predicted to do.")
     binds: Binds | None = Field(
         default=None, description="What keeps the group from serving more; null: nothing in sight."
     )
+
+    @model_serializer(mode="wrap")
+    def _as_before(self, handler: SerializerFunctionWrapHandler) -> dict[str, Any]:
+        return without_unset(handler(self), ("scheduler",))
+
+    @property
+    def scheduling(self) -> tuple[Scheduler, Cache] | None:
+        """Scheduler and cache of an instance; None: the engine's own."""
+        implied = Scheduler(policy="chameleon") if self.queues is not None else None
+        return completed(self.scheduler or implied, self.cache)
+
+    @model_validator(mode="after")
+    def _scheduling_fits(self) -> Self:
+        if self.queues is not None and self.scheduler is not None and not self.scheduler.has_queues:
+            raise rule_error("go with scheduler chameleon or static", key=("queues",))
+        check_cache(self.scheduler, self.cache)
+        return self
 
     @model_validator(mode="after")
     def _adapters_fit(self) -> Self:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import difflib
 from collections.abc import Callable, Iterable, Mapping
 from numbers import Integral, Real
-from typing import Annotated, Any, Final, Self, TypeAlias, TypeVar
+from typing import Annotated, Any, Final, Self, TypeAlias, TypeVar, get_args
 
 from pydantic import (
     AfterValidator,
@@ -163,6 +163,21 @@ def rule(words: str) -> WrapValidator:
             return handler(value)
         except ValidationError:
             raise rule_error(words) from None
+
+    return WrapValidator(validate)
+
+
+def one_of(names: Any, *aliases: str) -> WrapValidator:
+    """Return a validator of a ``Literal`` whose message lists the names, and the nearest one."""
+    valid = (*get_args(names), *aliases)
+
+    def validate(value: Any, handler: ValidatorFunctionWrapHandler) -> Any:
+        try:
+            return handler(value)
+        except ValidationError:
+            near = difflib.get_close_matches(str(value), valid, n=1)
+            hint = f"; did you mean {near[0]!r}?" if near else ""
+            raise rule_error(f"must be one of {', '.join(valid)}{hint}") from None
 
     return WrapValidator(validate)
 

@@ -7,7 +7,7 @@ import json
 import math
 from collections.abc import Iterable, Mapping, Sequence
 from pathlib import PurePath
-from typing import TYPE_CHECKING, Annotated, Any, Literal, Self, TypeAlias
+from typing import TYPE_CHECKING, Annotated, Any, Self
 
 from pydantic import BeforeValidator, Field, Strict, model_validator
 from pydantic.json_schema import SkipJsonSchema
@@ -16,6 +16,17 @@ from capplan.errors import InputError
 from capplan.spec.engine_args import EngineConfig
 from capplan.spec.lengths import LengthPairs, Lengths
 from capplan.spec.lora_modules import TargetModules
+from capplan.spec.scheduling import (
+    CACHE,
+    SCHEDULER,
+    Cache,
+    CacheSource,
+    QueueConfig,
+    Scheduler,
+    SchedulerSource,
+    check_cache,
+    completed,
+)
 from capplan.spec.slo import Gpus, Objective, Pool, Slo
 from capplan.spec.trace import Trace
 from capplan.spec.traffic import ArrivalProcess, Arrivals, Stickiness
@@ -34,55 +45,6 @@ from capplan.spec.validation import (
     rule,
     rule_error,
 )
-
-SizeForm: TypeAlias = Literal["degree2", "degree1", "output_only"]
-
-ClusterRule: TypeAlias = Literal["elbow", "wcss", "silhouette"]
-
-QuotaSize: TypeAlias = Literal["max", "p99", "mean"]
-
-RestWeights: TypeAlias = Literal["minimum", "load", "rate"]
-
-AdapterCharge: TypeAlias = Literal["per_request", "none"]
-
-MaxQueues = Annotated[int, Strict(), Field(ge=1, le=16), rule("must be a whole number from 1 to 16")]
-
-Percentile = Annotated[
-    float, Strict(), Field(gt=0, lt=1), rule("must be a number above 0 and below 1, such as 0.99")
-]
-
-
-class QueueConfig(SpecModel):
-    """Queues by request size and their quotas (Chameleon, section 4.3); defaults are the paper's."""
-
-    policy: Literal["chameleon"] = Field(default="chameleon", description="How queues are made.")
-    size: SizeForm = Field(
-        default="degree2",
-        description="How size is computed: degree2 multiplies lengths by the adapter, degree1 adds it, "
-        "output_only counts nothing but the output.",
-    )
-    clusters: ClusterRule = Field(
-        default="elbow",
-        description="What chooses the number of queues: elbow, wcss (the paper's words, which always give "
-        "max_queues) or silhouette.",
-    )
-    max_queues: MaxQueues = Field(default=4, description="Most queues of a group.")
-    quota_size: QuotaSize = Field(
-        default="max",
-        description="Size that stands for those of a queue: the largest, the 99th percentile, or the mean.",
-    )
-    percentile: Percentile | None = Field(
-        default=None,
-        description="Share of requests that the bound on time is for; absent: the bound is on the mean.",
-    )
-    rest: RestWeights = Field(
-        default="minimum",
-        description="What the tokens left go by: the minima, the mean load, or the rate of each queue.",
-    )
-    adapter_charge: AdapterCharge = Field(
-        default="per_request",
-        description="Whether a request takes its adapter's weights, counted in tokens, from the quota.",
-    )
 
 
 def _sequence_of_names(value: Any) -> Any:
@@ -168,8 +130,10 @@ class PlanningRequirements(SpecModel):
     slo: Slo = Field(default=Slo(), description="Service-level objectives.")
     objective: Objective = Field(default=Objective.MIN_GPUS, description="What the plan should optimise.")
     headroom: Headroom = Field(default=0.1, description="Share of each GPU's capacity that stays free.")
+    scheduler: SchedulerSource | None = Field(default=None, description=SCHEDULER)
+    cache: CacheSource | None = Field(default=None, description=CACHE)
     queues: QueueConfig | None = Field(
-        default=None, description="Queues by request size, with quotas, on every GPU; absent: one queue."
+        default=None, description="Queues by request size of scheduler chameleon, which this key implies."
     )
     previous_plan: Text | None = Field(
         default=None, description="Plan in force, to keep adapters where they are."
@@ -196,6 +160,20 @@ class PlanningRequirements(SpecModel):
                         "is required for objective min_cost", key=("pools", index, "usd_per_hour")
                     )
         return self
+
+    @model_validator(mode="after")
+    def _one_scheduler(self) -> Self:
+        if self.queues is not None and self.scheduler is not None:
+            raise rule_error("does not go with scheduler: give scheduler.queues", key=("queues",))
+        check_cache(self.scheduler, self.cache)
+        return self
+
+    @property
+    def scheduling(self) -> tuple[Scheduler, Cache] | None:
+        """Scheduler and cache of every GPU; None: the engine's own."""
+        if self.queues is not None:
+            return completed(Scheduler(policy="chameleon", queues=self.queues), self.cache)
+        return completed(self.scheduler, self.cache)
 
 
 class Workload(PlanningRequirements):
@@ -356,13 +334,16 @@ class Workload(PlanningRequirements):
     def digest(self) -> str:
         """Return the SHA-256 of the canonical JSON, in hexadecimal; the same on every machine.
 
-        The plan in force and the cost of moves are left out, and of a profile's path only the file name
-        counts. Fields that came after the first release count when they are given: plans of before keep their
-        digests.
+        The plan in force and the cost of moves are left out, and of the path of a profile or predictor only
+        the file name counts. Fields that came after the first release count when they are given: plans of
+        before keep their digests.
         """
         document = self.model_dump(mode="json", exclude={"previous_plan", "move_cost"}, exclude_none=True)
         for holder in (document, *document["pools"]):
             holder["profile"] = _machine_independent(holder.get("profile"))
+        predictor = document.get("scheduler", {}).get("predictor", {})
+        if "file" in predictor:
+            predictor["file"] = PurePath(predictor["file"]).name
         text = json.dumps(document, sort_keys=True, separators=(",", ":"), ensure_ascii=True, allow_nan=False)
         return hashlib.sha256(text.encode()).hexdigest()
 

@@ -8,7 +8,7 @@ import jsonschema
 import pytest
 
 from capplan import InputError, Plan, Slo
-from capplan.spec import Percentiles, write_text_atomic
+from capplan.spec import Cache, Percentiles, Scheduler, write_text_atomic
 
 DOCUMENT = {
     "schema_version": 1,
@@ -109,6 +109,17 @@ def test_a_plan_survives_the_way_to_a_file_and_back(tmp_path):
     jsonschema.validate(DOCUMENT, Plan.model_json_schema())
 
 
+def test_a_group_has_the_scheduler_and_cache_of_its_fields_and_one_of_before_that_of_its_queues(tmp_path):
+    old = Plan.from_json(write(tmp_path, DOCUMENT)).groups[0]
+    assert old.scheduling == (Scheduler(policy="chameleon"), Cache(policy="chameleon", weights={"size": 0.1}))
+    assert old.replace(queues=None, cache=None).scheduling is None
+    assert "scheduler" not in old.model_dump()
+    settings = {"policy": "sjf", "ageing_s": 2.0}
+    group = old.replace(queues=None, scheduler=settings, cache="lru")
+    assert group.scheduling == (Scheduler(**settings), Cache(policy="lru"))
+    assert type(group)(**group.model_dump(mode="json")) == group
+
+
 def changed(path, value):
     document = copy.deepcopy(DOCUMENT)
     holder = document
@@ -169,6 +180,8 @@ def changed(path, value):
             None,
             "groups[0].queues.classes[0].upper_wrs: must be a number",
         ),
+        (("groups", 0, "scheduler"), "fifo", "groups[0].queues: go with scheduler chameleon or static"),
+        (("groups", 0, "scheduler"), "fivo", "groups[0].scheduler.policy: must be one of chameleon, fifo"),
         (
             ("groups", 0, "predicted", "low_tok_s"),
             200,
