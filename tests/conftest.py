@@ -4,6 +4,7 @@ from pathlib import Path
 import pytest
 from hypothesis import settings
 
+TRACES = Path(__file__).resolve().parents[2] / "shared" / "traces"
 REFERENCE_DIR = Path(__file__).resolve().parents[2] / "shared" / "reference"
 
 if "PYTEST_XDIST_WORKER" in os.environ:  # the workers share the cores already
@@ -21,3 +22,11 @@ def reference_dir() -> Path:
     if not REFERENCE_DIR.is_dir():
         pytest.skip("no ../shared/reference beside the checkout with the published measurements")
     return REFERENCE_DIR
+
+
+@pytest.fixture(scope="session")
+def traces_dir() -> Path:
+    """Public traces of requests, kept in a folder beside the checkout."""
+    if not TRACES.is_dir():
+        pytest.skip("no ../shared/traces beside the checkout: public traces are missing")
+    return TRACES

@@ -1,5 +1,4 @@
 from collections.abc import Callable
-from pathlib import Path
 
 import pytest
 
@@ -7,7 +6,6 @@ from capplan import Adapter, Lengths, Profile, Workload, load_profile
 
 PROFILE = "h100-64g/llama-3.1-8b/vllm-0.8.5"
 MODEL = "meta-llama/Llama-3.1-8B-Instruct"
-TRACES = Path(__file__).resolve().parents[3] / "shared" / "traces"
 
 
 @pytest.fixture(scope="session")
@@ -39,11 +37,3 @@ def workload() -> Callable[..., Workload]:
         )
 
     return make
-
-
-@pytest.fixture(scope="session")
-def traces_dir() -> Path:
-    """Public traces of requests, kept in a folder beside the checkout."""
-    if not TRACES.is_dir():
-        pytest.skip("no ../shared/traces beside the checkout: public traces are missing")
-    return TRACES

@@ -10,15 +10,13 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from capplan import InfeasibleError
-from capplan.planner.queues import (
+from capplan.serving.quotas import QueueLoad, allocate_quotas, queue_loads, scaled_quotas
+from capplan.serving.size_clusters import (
     SAMPLE,
-    QueueLoad,
-    allocate_quotas,
     choose_clustering,
     classify,
     cluster_sizes,
     cut_offs,
-    queue_loads,
     silhouette,
     subsample,
 )
@@ -174,6 +172,21 @@ def test_quotas_that_do_not_fit_are_infeasible(
     assert f"queue {least.index(max(least)) + 1} of {len(queues)}" in str(error.value)
     fits = sum(each.largest_tokens for each in queues) <= sum(least) - short
     assert error.value.reason == ("slo" if fits else "memory")
+
+
+@given(several, bounds, percentiles, st.floats(0.0, 1.0))
+def test_scaled_quotas_sum_to_all_tokens_and_hold_the_largest_requests_if_these_fit(
+    queues: list[QueueLoad], bound_s: float, percentile: float | None, share: float
+) -> None:
+    least = needed(queues, bound_s, percentile)
+    tokens = max(len(queues), int(share * sum(least)))
+    quotas = scaled_quotas(queues, tokens, bound_s, percentile)
+    assert sum(quotas) == tokens
+    assert min(quotas) >= 1
+    largest = [each.largest_tokens for each in queues]
+    if sum(largest) <= tokens:
+        for quota, low, high in zip(quotas, largest, least, strict=True):
+            assert low <= quota <= high + 1
 
 
 @given(queue_load(), bounds)
