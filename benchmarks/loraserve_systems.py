@@ -219,7 +219,7 @@ def served_by_shares(load: Load, placements: Sequence[Shares]) -> NDArray[np.flo
     args = EngineArgs(max_loras=slots, max_lora_rank=rank, **LIMITS)
     for number in range(len(placements[0])):
         mine = np.flatnonzero(server == number)
-        own = Requests(*(column[mine] for column in load.requests))
+        own = Requests(*(column[mine] for column in load.requests[:4]))
         scenario = build_scenario(
             load.workload, load.profile, args, duration_s=load.duration_s, seed=load.seed, requests=own
         )

@@ -98,22 +98,26 @@ def tables_line(c: np.record, costs: Costs, tokens: int) -> KvLine:
 @inner
 def prompts_ns(state: State, costs: Costs, tokens: int, ranks_ms: float) -> int:
     """Return the nanoseconds of a batch of whole prompts, in which decoding requests have no part."""
-    admitted = state.lists.admitted
-    adapters = 0
-    for i in range(state.counters.n_admitted):
-        adapter = state.rows.adapter[admitted[i]]
+    c, partial = state.counters, state.lists.partial
+    requests = adapters = 0
+    for i in range(c.n_partial):
+        if state.rows.tokens[partial[i]] == 0:
+            continue
+        requests += 1
+        adapter = state.rows.adapter[partial[i]]
         first = adapter != 0
         for j in range(i):
-            first = first and state.rows.adapter[admitted[j]] != adapter
+            is_other = state.rows.adapter[partial[j]] != adapter or state.rows.tokens[partial[j]] == 0
+            first = first and is_other
         adapters += first
-    c = state.counters
-    features = _batch(c, costs, tokens, c.n_admitted, 0, adapters)
+    features = _batch(c, costs, tokens, requests, 0, adapters)
     return round((step_ms(costs.form, costs.coefficients, features) + ranks_ms) * 1e6)
 
 
 @inner
 def _features(c: np.record, costs: Costs, tokens: int) -> StepFeatures:
-    return _batch(c, costs, tokens, c.n_running - c.n_ending, c.kv_tokens, c.n_active - c.n_claimed)
+    requests = c.n_running - c.n_ending - c.n_absent
+    return _batch(c, costs, tokens, requests, c.kv_tokens, c.n_active - c.n_claimed)
 
 
 @inner

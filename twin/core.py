@@ -12,6 +12,7 @@ from capplan.serving.fast_forward import decode_step, steps_ahead
 from capplan.serving.state import (
     NONE,
     SLORA,
+    VLLM,
 )
 from capplan.twin.clock import (
     TwinClock,
@@ -54,18 +55,23 @@ def run(scenario: Scenario, fast_forward: bool = True) -> TwinTrace:
     state = new_state(rows, scenario.adapters, scenario.num_blocks, scenario.limits)
     state.adapters.pages[:] = scenario.costs.pages
     trace = new_trace(requests, scenario.adapters, scenario.buckets, scenario.horizon_ns)
-    advance(
-        state,
-        scenario.limits,
-        scenario.requests,
-        scenario.shared_prefix_tokens,
-        scenario.costs,
-        new_clock(scenario.adapters),
-        trace,
-        scenario.max_in_flight,
-        scenario.horizon_ns,
-        fast_forward,
-    )
+    clock = new_clock(scenario.adapters)
+    for until_ns in [*scenario.refreshes_ns, scenario.horizon_ns]:
+        advance(
+            state,
+            scenario.limits,
+            scenario.requests,
+            scenario.shared_prefix_tokens,
+            scenario.costs,
+            clock,
+            trace,
+            scenario.max_in_flight,
+            until_ns,
+            fast_forward,
+        )
+        if until_ns < scenario.horizon_ns:
+            scenario.refresh(state, scenario.limits, until_ns)
+    mark_running(state, trace)
     return trace
 
 
@@ -87,6 +93,7 @@ def advance(
     while counts.now_ns < until_ns:
         _take_arrivals(state, limits, requests, shared_prefix_tokens, costs, clock, trace, max_in_flight)
         take_copies(state, clock)
+        state.counters.now_ns = counts.now_ns
         if fast_forward and _fast_forward(state, limits, requests, costs, clock, trace, until_ns):
             continue
         tokens = schedule(state, limits)
@@ -102,11 +109,9 @@ def advance(
         record_tokens(state, trace)
         if keeps_stats(clock):
             count_finished(state, costs, clock)
-    if clock.following.size == 0:  # a cluster marks them at its end
-        mark_running(state, trace)
 
 
-@inner
+@jit
 def mark_running(state: State, trace: TwinTrace) -> None:
     """Mark the requests that run at the end of the simulation."""
     row = state.counters.run_head
@@ -135,9 +140,10 @@ def _take_arrivals(
         row = NONE
         if c.n_running + c.n_waiting < max_in_flight:
             adapter = requests.adapter[i]
-            row = submit(
-                state, limits, i, adapter, requests.prompt_tokens[i], requests.output_tokens[i], 0, shared
-            )
+            prompt, output = requests.prompt_tokens[i], requests.output_tokens[i]
+            predicted = requests.predicted_tokens[i] if requests.predicted_tokens.size > 0 else 0
+            arrival_ns = requests.arrival_ns[i]
+            row = submit(state, limits, i, adapter, prompt, output, 0, shared, predicted, arrival_ns)
         if row == NONE:
             record_rejection(trace, i)
             if keeps_stats(clock):
@@ -209,6 +215,7 @@ def _fast_forward(
         needed = state.phase[(-c.tick) % limits.block_size]
         if needed > c.free_blocks:
             break
+        c.now_ns = counts.now_ns
         decode_step(state, limits, needed)
         if left == steps:
             constant_ms = ranks_ms(state, costs)  # the decoding rows stay the same
@@ -242,7 +249,7 @@ def _charge(
     if c.n_loads > 0 or limits.policy == SLORA:
         load_ns = loads_ns(state, limits, costs, clock, trace, counts.now_ns)
         counts.load_ns += load_ns
-    if limits.policy == SLORA and c.step_decodes == 0:
+    if limits.policy != VLLM and c.step_decodes == 0:
         step_ns = prompts_ns(state, costs, tokens, ranks_ms(state, costs))
     else:
         step_ns = compute_ns(c, costs, tokens, tables_line(c, costs, tokens), ranks_ms(state, costs))

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from numbers import Integral, Real
 from typing import Any, Final, NamedTuple
@@ -14,7 +14,7 @@ from capplan.compile import by_reference
 from capplan.errors import InputError
 from capplan.models.memory import disk_load_ms, gpu_load_ms, load_share, require_kv_tokens
 from capplan.models.step_latency import coefficient_array, latency_code, uses_decode_ranks, uses_ranks
-from capplan.serving import Limits, ServingRules, adapter_pages, kv_bytes_per_token, serving_rules
+from capplan.serving import Limits, ServingRules, State, adapter_pages, kv_bytes_per_token, serving_rules
 from capplan.spec import EngineArgs, Profile, Workload
 from capplan.spec.limits import require_duration
 from capplan.spec.lora_modules import LORA_MODULES
@@ -104,6 +104,10 @@ class Costs(NamedTuple):
     """KV blocks of each adapter if adapters and KV share one pool (S-LoRA), same shape."""
 
 
+def no_refresh(state: State, limits: Limits, at_ns: int) -> None:
+    """Leave the queues as they are."""
+
+
 class Scenario(NamedTuple):
     """One instance under one stream of requests."""
 
@@ -118,6 +122,10 @@ class Scenario(NamedTuple):
     """Length of the prefix that all prompts of an adapter share."""
     buckets: int = 0
     """Buckets of the time series; 0: a plain run without details."""
+    refreshes_ns: tuple[int, ...] = ()
+    """Times at which queues are designed anew, before the horizon."""
+    refresh: Callable[[State, Limits, int], None] = no_refresh
+    """Designs them from the state, under its limits, at a time."""
 
     @property
     def adapters(self) -> int:
@@ -145,10 +153,10 @@ def build_scenario(
     _require_room(workload, args.max_model_len)
     serving = chosen_rules(profile, rules, args.enable_prefix_caching)
     host_slots = adapters if args.max_cpu_loras is None else args.max_cpu_loras
-    if serving.declared_output and host_slots < adapters:
+    if serving.unified_memory and host_slots < adapters:
         rule = f"must be at least the {adapters} adapters under the rules {serving.name}"
         raise InputError(rule, host_slots, "max_cpu_loras")
-    kv = require_kv_tokens(profile, args, 0 if serving.declared_output else args.max_loras)
+    kv = require_kv_tokens(profile, args, 0 if serving.unified_memory else args.max_loras)
     num_blocks = kv // profile.engine.block_size
     if requests is None:
         requests = draw_for(workload, profile, duration_s, seed, args.max_model_len)
@@ -202,11 +210,11 @@ def chosen_rules(profile: Profile, name: str | None, prefix_caching: bool | None
         For an unknown name, or prefix caching under rules without it.
     """
     rules = serving_rules(name or profile.engine.rules)
-    if prefix_caching is None and not rules.declared_output:
+    if prefix_caching is None and not rules.unified_memory:
         prefix_caching = profile.engine.prefix_caching
     if prefix_caching is None:
         return rules
-    if prefix_caching and rules.declared_output:
+    if prefix_caching and rules.unified_memory:
         raise InputError(f"must be off under the rules {rules.name}, which have none", True, "prefix_caching")
     return replace(rules, prefix_caching=prefix_caching)
 

@@ -15,14 +15,16 @@ from capplan.compile import jit
 from capplan.serving import NONE, Limits, State
 from capplan.serving.adapter_slots import release_adapter
 from capplan.serving.running import free_row
+from capplan.serving.size_queues import leave_queue
 from capplan.serving.slora import drop_unused
 from capplan.serving.state import (
     NO_CLAIM,
+    POOLED,
     READY,
     SLORA,
 )
 from capplan.serving.structures import links_append, links_remove, new_links
-from capplan.serving.waiting_queue import list_queue, unlist_queue
+from capplan.serving.waiting_queue import leave_waiting
 
 if TYPE_CHECKING:
     pass
@@ -143,20 +145,9 @@ def decision_of(state: State, scheduled: ScheduledRequests, begin_ns: int) -> De
 def cancel_waiting(state: State, limits: Limits, row: int) -> None:
     """Remove a waiting row from its queue and free it."""
     adapter = state.rows.adapter[row]
-    before = NONE
-    at = state.adapters.queue_head[adapter]
-    while at != row:
-        before, at = at, state.rows.following[at]
-    after = state.rows.following[row]
-    unlist_queue(state, adapter)
-    if before == NONE:
-        state.adapters.queue_head[adapter] = after
-    else:
-        state.rows.following[before] = after
-    if after == NONE:
-        state.adapters.queue_tail[adapter] = before
-    list_queue(state, adapter)
-    state.counters.n_waiting -= 1
+    leave_waiting(state, row)
+    if limits.policy == POOLED:
+        leave_queue(state, row)
     free_row(state, row)
     if state.adapters.queue_head[adapter] == NONE and state.adapters.claim[adapter] == READY:
         # The slot was claimed for this request; `adapter_loaded` releases a claim that is still LOADING.

@@ -149,9 +149,9 @@ class EngineOptions(SpecModel):
 
     def _check_rules(self) -> None:
         rules = serving_rules(self.rules)
-        if rules.declared_output and self.memory == "slots":
+        if rules.unified_memory and self.memory == "slots":
             raise InputError(f"must be unified under the rules {self.rules}", self.memory, "memory")
-        if rules.declared_output and self.args.get("enable_prefix_caching"):
+        if rules.unified_memory and self.args.get("enable_prefix_caching"):
             rule = f"must be off under the rules {self.rules}, which have none"
             raise InputError(rule, True, "enable_prefix_caching")
 
@@ -177,7 +177,7 @@ class EngineOptions(SpecModel):
         """Return the memory of adapters."""
         if self.memory is not None:
             return self.memory
-        return "unified" if serving_rules(self.rules).declared_output else "slots"
+        return "unified" if serving_rules(self.rules).unified_memory else "slots"
 
     def chosen_lora_kernel(self, dtype: torch.dtype) -> LoraKernel:
         """Return the LoRA kernel for a model of this dtype."""

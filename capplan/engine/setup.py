@@ -158,7 +158,7 @@ def choose_sizes(
     elif "max_lora_rank" not in options.args:
         chosen["max_lora_rank"] = _slot_rank(int(lora.rank_of.max()))
     args = options.engine_args(**chosen)
-    slotless = options.serving_rules().declared_output
+    slotless = options.serving_rules().unified_memory
     _check_host_slots(args, adapters, slotless)
     page_bytes = kv_page_elements(config, options.block_size) * dtype.itemsize
     slot_bytes = layout.elements(layout.ranks(args.max_lora_rank)) * dtype.itemsize

@@ -7,6 +7,7 @@ ones can be evicted, and their order of last use is the order in which they beca
 from __future__ import annotations
 
 from capplan.compile import inner, jit
+from capplan.serving.caches import end_load
 from capplan.serving.state import (
     LOADING,
     NO_CLAIM,
@@ -76,7 +77,10 @@ def claim_adapter(state: State, limits: Limits, adapter: int) -> None:
 
 @jit
 def adapter_loaded(state: State, adapter: int) -> None:
-    """Note that an adapter claimed by `schedule` is in its slot."""
+    """Note that the asynchronous load of an adapter is complete."""
+    if state.pooled.rows.size > 0:
+        end_load(state, adapter)
+        return
     if state.adapters.queue_head[adapter] == NONE:  # its requests were removed
         state.adapters.claim[adapter] = NO_CLAIM
         state.counters.n_claimed -= 1

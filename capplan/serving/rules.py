@@ -7,7 +7,7 @@ from dataclasses import dataclass, replace
 from typing import Final
 
 from capplan.errors import InputError
-from capplan.serving.state import SLORA, VLLM, Limits
+from capplan.serving.state import POOLED, SLORA, VLLM, Limits
 from capplan.spec.engine_args import EngineArgs
 from capplan.version import installed_version
 
@@ -96,8 +96,11 @@ class ServingRules:
     load_beside
         Adapters are loaded asynchronously: a request is skipped until its adapter is resident. Otherwise a
         load blocks the step.
-    declared_output
-        S-LoRA's rules instead of vLLM's: see `capplan.serving.slora`. Adapters take KV blocks, not slots.
+    unified_memory
+        Adapters take KV blocks, not slots.
+    policy
+        Code of the scheduler: vLLM's, S-LoRA's (`capplan.serving.slora`), or that of Chameleon and its
+        baselines (`capplan.serving.pooled`).
     """
 
     name: str
@@ -114,7 +117,8 @@ class ServingRules:
     long_prefill_tokens: int = 0
     lone_prefill_exempt: bool = False
     load_beside: bool = False
-    declared_output: bool = False
+    unified_memory: bool = False
+    policy: int = VLLM
 
     def __post_init__(self) -> None:
         if not 0.0 <= self.watermark < 1.0:
@@ -157,7 +161,7 @@ class ServingRules:
             max_num_seqs=args.max_num_seqs,
             max_num_batched_tokens=args.max_num_batched_tokens,
             max_model_len=args.max_model_len,
-            max_loras=max(1, adapters) if self.declared_output else args.max_loras,
+            max_loras=max(1, adapters) if self.unified_memory else args.max_loras,
             max_cpu_loras=max(1, host_slots),
             block_size=block_size,
             watermark_blocks=int(self.watermark * (num_blocks + 1)),  # vLLM counts its null block, too
@@ -169,7 +173,7 @@ class ServingRules:
             prefix_caching=int(self.prefix_caching),
             unhashed_to_front=int(self.unhashed_to_front),
             load_beside=int(self.load_beside),
-            policy=SLORA if self.declared_output else VLLM,
+            policy=self.policy,
         )
 
 
@@ -214,7 +218,8 @@ RULES: tuple[ServingRules, ...] = (
     *_both(_VLLM_0_20, async_by_default=True),
     *_both(_VLLM_0_32, async_by_default=True),
     replace(_VLLM_0_32, name="capplan", engine=CAPPLAN_ENGINE, releases=None, load_beside=True),
-    ServingRules("slora", engine=SLORA_ENGINE, declared_output=True),
+    ServingRules("slora", engine=SLORA_ENGINE, unified_memory=True, policy=SLORA),
+    ServingRules("chameleon", engine=CAPPLAN_ENGINE, load_beside=True, unified_memory=True, policy=POOLED),
 )
 """Every named set of rules; sources in the docstring of `capplan.serving.scheduler`."""
 

@@ -107,6 +107,18 @@ def leave_running(state: State, limits: Limits, row: int, ended: bool) -> None:
 
 
 @inner
+def leave_partial(state: State, row: int) -> None:
+    """Remove a row from the partial ones."""
+    c = state.counters
+    kept = 0
+    for i in range(c.n_partial):
+        if state.lists.partial[i] != row:
+            state.lists.partial[kept] = state.lists.partial[i]
+            kept += 1
+    c.n_partial = kept
+
+
+@inner
 def _known_blocks(state: State, limits: Limits, row: int, ended: bool) -> int:
     """Return the number of full blocks of a row that are registered when the row leaves.
 

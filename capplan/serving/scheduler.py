@@ -17,8 +17,12 @@ from capplan.compile import inner, jit
 from capplan.serving.adapter_slots import release_adapter
 from capplan.serving.admission import admit_waiting
 from capplan.serving.kv_blocks import same_answers
+from capplan.serving.look_ahead import remove_from_order
+from capplan.serving.pool import end_admitted, watch_growth
+from capplan.serving.pooled import enter_pool, pooled_takes, schedule_pooled
 from capplan.serving.running import (
     free_row,
+    leave_partial,
     leave_running,
     prefill_cap,
     serve_running,
@@ -26,11 +30,13 @@ from capplan.serving.running import (
     stop_decoding,
     take_row,
 )
-from capplan.serving.slora import drop_unused, remove_from_order, schedule_slora, slora_takes
+from capplan.serving.size_queues import leave_queue
+from capplan.serving.slora import drop_unused, schedule_slora, slora_takes
 from capplan.serving.state import (
     ENDING,
     NO_CLAIM,
     NONE,
+    POOLED,
     READY,
     SLORA,
     Limits,
@@ -49,6 +55,8 @@ def submit(
     output: int,
     prefix: int = 0,
     shared_tokens: int = 0,
+    predicted: int = 0,
+    arrival_ns: int = 0,
 ) -> int:
     """Queue a request and return its row; NONE if no row is free or the request can never run.
 
@@ -62,12 +70,16 @@ def submit(
         Prompt tokens, and output tokens after which it ends.
     prefix, shared_tokens
         The first `shared_tokens` of the prompt are equal for all requests of this adapter and prefix.
+    predicted, arrival_ns
+        Predicted output tokens (0: `output`) and time of arrival, for the rules that use them.
     """
     c = state.counters
     if c.n_free_rows == 0 or prompt >= limits.max_model_len:
         return NONE
     target = min(output, limits.max_model_len - prompt)
     if limits.policy == SLORA and not slora_takes(state, limits, adapter, prompt, target):
+        return NONE
+    if limits.policy == POOLED and not pooled_takes(state, limits, adapter, prompt, target):
         return NONE
     row = take_row(state)
     state.rows.request[row] = request
@@ -85,6 +97,8 @@ def submit(
     state.rows.shared[row] = min(shared_tokens, prompt)
     c.submitted += 1
     c.same_answers += same_answers(state, row)
+    if limits.policy == POOLED:
+        enter_pool(state, limits, row, predicted, arrival_ns)
     push_back(state, row)
     return row
 
@@ -100,6 +114,9 @@ def schedule(state: State, limits: Limits) -> int:
     c.n_admitted = c.n_preempted = c.n_stalled = c.n_loads = 0
     if limits.policy == SLORA:
         c.step_tokens = schedule_slora(state, limits)
+        return int(c.step_tokens)
+    if limits.policy == POOLED:
+        c.step_tokens = schedule_pooled(state, limits)
         return int(c.step_tokens)
     budget = limits.max_num_batched_tokens
     cap = prefill_cap(state, limits)
@@ -140,6 +157,8 @@ def commit(state: State, limits: Limits) -> None:
             c.n_resumed += 1
         state.rows.output[row] += 1
         start_decoding(state, row)
+        if limits.policy == POOLED:
+            watch_growth(state, row)
     c.n_partial = kept
     _end_due(state, limits)
 
@@ -189,16 +208,14 @@ def finish(state: State, limits: Limits, row: int) -> None:
     if state.rows.since[row] != NONE:
         stop_decoding(state, row)
     else:
-        kept = 0
-        for i in range(c.n_partial):
-            if state.lists.partial[i] != row:
-                state.lists.partial[kept] = state.lists.partial[i]
-                kept += 1
-        c.n_partial = kept
+        leave_partial(state, row)
     if limits.policy == SLORA:
         remove_from_order(state, row)
+    if limits.policy == POOLED:
+        end_admitted(state, limits, row)
+    else:
+        release_adapter(state, state.rows.adapter[row])
     leave_running(state, limits, row, True)
-    release_adapter(state, state.rows.adapter[row])
     c.kv_tokens -= state.rows.computed[row]
     free_row(state, row)
     state.lists.finished[c.n_finished] = row
@@ -227,6 +244,8 @@ def withdraw(state: State, adapter: int, first_request: int) -> int:
                 state.adapters.queue_head[adapter] = after
             else:
                 state.rows.following[before] = after
+            if state.pooled.rows.size > 0:
+                leave_queue(state, row)
             free_row(state, row)
             taken += 1
         else:

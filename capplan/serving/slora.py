@@ -13,7 +13,7 @@ from __future__ import annotations
 from capplan.compile import inner
 from capplan.serving.adapter_slots import acquire_adapter, release_adapter
 from capplan.serving.admission import start_row
-from capplan.serving.running import output_tokens
+from capplan.serving.look_ahead import fits_to_end, insert_by_end
 from capplan.serving.state import (
     NO_CLAIM,
     NONE,
@@ -75,8 +75,13 @@ def _admit_batch(state: State, limits: Limits) -> int:
         pop_head(state, adapter)
         _use(state, limits, adapter)
         tokens += start_row(state, limits, row, 0, limits.max_num_batched_tokens)
-        _insert(state, row)
+        insert_by_end(state, row)
     return tokens
+
+
+@inner
+def _fits(state: State, limits: Limits, new: int, new_pages: int) -> bool:
+    return fits_to_end(state, limits, new, state.counters.adapter_pages + new_pages)
 
 
 @inner
@@ -96,65 +101,6 @@ def _drop_fetched(state: State, kept: int) -> None:
             c.n_claimed -= 1
             release_adapter(state, adapter)
     drop_unused(state)
-
-
-@inner
-def _left(state: State, row: int) -> int:
-    """Return the tokens that a row may still generate after the next one."""
-    return int(state.rows.target[row] - output_tokens(state, row) - 1)
-
-
-@inner
-def _insert(state: State, row: int) -> None:
-    """Insert an admitted row into the descending order of ends."""
-    at = state.counters.n_running - 1
-    left = _left(state, row)
-    while at > 0 and _left(state, state.lists.by_end[at - 1]) < left:
-        state.lists.by_end[at] = state.lists.by_end[at - 1]
-        at -= 1
-    state.lists.by_end[at] = row
-
-
-@inner
-def remove_from_order(state: State, row: int) -> None:
-    """Remove an ending row, which still runs, from the order of ends."""
-    last = state.counters.n_running - 1
-    at = last
-    while state.lists.by_end[at] != row:
-        at -= 1
-    for i in range(at, last):
-        state.lists.by_end[i] = state.lists.by_end[i + 1]
-
-
-@inner
-def _fits(state: State, limits: Limits, new: int, new_pages: int) -> bool:
-    """Return whether the batch with the row `new` and new pages can run to its end without preemption.
-
-    When the i-th request in the descending order of ends ends, each of the first i has grown by the tokens
-    left of the i-th: ``need = max_i(left_i * i + sum of what the first i hold now)``. `new` may be NONE.
-    """
-    c = state.counters
-    waste = limits.block_size - 1  # what the last block of a request may leave unused
-    room = (c.capacity - c.adapter_pages - new_pages) * limits.block_size
-    held = n = 0
-    pending = new != NONE
-    at = 0
-    while at < c.n_running or pending:
-        if pending and (
-            at == c.n_running or _left(state, state.lists.by_end[at]) < state.rows.target[new] - 1
-        ):
-            left = state.rows.target[new] - 1
-            held += state.rows.prompt[new] + 1 + waste
-            pending = False
-        else:
-            row = state.lists.by_end[at]
-            left = _left(state, row)
-            held += state.rows.prompt[row] + max(1, output_tokens(state, row)) + waste
-            at += 1
-        n += 1
-        if left * n + held >= room:
-            return False
-    return True
 
 
 @inner

@@ -18,7 +18,17 @@ import numpy as np
 from numpy.typing import NDArray
 
 from capplan.compile import by_reference
-from capplan.serving.structures import Heap, Records, int_fields, new_heap, new_links, new_record, new_rings
+from capplan.serving.pooled_state import PooledState, new_pooled
+from capplan.serving.structures import (
+    NONE,
+    Heap,
+    Records,
+    int_fields,
+    new_heap,
+    new_links,
+    new_record,
+    new_rings,
+)
 
 _COUNTERS = int_fields(
     "tick",  # steps committed so far in which decoding rows advanced
@@ -56,10 +66,10 @@ _COUNTERS = int_fields(
     "n_free_places",
     "fresh_row",  # the next row that was never used
     "n_gone",  # async: rows preempted in this step whose last token was in flight; they count as waiting
+    "now_ns",  # time of the step, set by the caller before `schedule`
+    "n_absent",  # pooled: running rows without tokens in the step, such as those that wait for an adapter
 )
 
-NONE = -1
-"""No row, no adapter."""
 ENDING = -2
 """Value of `since` for a row whose last token is in flight (async)."""
 
@@ -68,6 +78,7 @@ LOADING = 1  # an adapter that is loaded asynchronously
 READY = 2  # a loaded one, which keeps its slot until its first request runs
 VLLM = 0
 SLORA = 1
+POOLED = 2
 
 
 @by_reference
@@ -90,6 +101,15 @@ class Limits(NamedTuple):
     unhashed_to_front: int = 0
     load_beside: int = 0
     policy: int = VLLM
+    # -- POOLED only; codes of `capplan.serving.pooled_state` --
+    order: int = 0
+    admit_every: int = 1
+    cache: int = 0
+    prefetch: int = 0
+    chunked: int = 0
+    bypass: int = 0
+    ageing_ns: int = 0
+    refresh_ns: int = 0
 
 
 EMPTY = -1
@@ -215,6 +235,7 @@ class State(NamedTuple):
     pool: BlockPool
     in_phase: NDArray[np.int64]
     """Prefix caching: decoding rows listed by phase, shape (2, rows + block_size)."""
+    pooled: PooledState
 
     def counter_values(self) -> dict[str, int]:
         """Return a copy of the counters, cheaper to read from Python than the record."""
@@ -252,6 +273,7 @@ def new_state(rows: int, adapters: int, num_blocks: int, limits: Limits) -> Stat
     records.queue_head = records.queue_tail = NONE
     records.on_host[first_on_host:] = 1
     cached = limits.prefix_caching
+    pooled = limits.policy == POOLED
     counters.n_free_places = running if cached else 0
     return State(
         counters=counters,
@@ -270,4 +292,11 @@ def new_state(rows: int, adapters: int, num_blocks: int, limits: Limits) -> Stat
             blocks_per_request=-(-limits.max_model_len // limits.block_size) if cached else 0,
         ),
         in_phase=new_rings(rows if cached else 0, limits.block_size),
+        pooled=new_pooled(
+            rows=rows if pooled else 0,
+            adapters=adapters if pooled else 0,
+            quota_tokens=num_blocks * limits.block_size,
+            cache=limits.cache,
+            prefetch=limits.prefetch,
+        ),
     )

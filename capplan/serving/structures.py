@@ -11,6 +11,9 @@ from capplan.compile import by_reference, inner, jit
 
 Records = np.recarray[Any, Any]
 
+NONE = -1
+"""No row, no adapter."""
+
 
 def int_fields(*names: str) -> np.dtype[np.void]:
     """Return the type of records of 64-bit integers."""

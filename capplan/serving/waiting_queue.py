@@ -28,6 +28,8 @@ def list_queue(state: State, adapter: int) -> None:
     The queue of an adapter that is being loaded is in neither heap.
     """
     head = state.adapters.queue_head[adapter]
+    if state.pooled.rows.size > 0:  # which has queues by size instead
+        return
     if head != NONE and state.adapters.claim[adapter] != LOADING:
         if _may_run(state, adapter):
             heap_push(state.hot, adapter, state.rows.waiting_key[head])
@@ -112,6 +114,26 @@ def pop_head(state: State, adapter: int) -> int:
     list_queue(state, adapter)
     state.counters.n_waiting -= 1
     return row
+
+
+@inner
+def leave_waiting(state: State, row: int) -> None:
+    """Remove a waiting row from anywhere in its adapter's queue."""
+    adapter = state.rows.adapter[row]
+    before = NONE
+    at = state.adapters.queue_head[adapter]
+    while at != row:
+        before, at = at, state.rows.following[at]
+    after = state.rows.following[row]
+    unlist_queue(state, adapter)
+    if before == NONE:
+        state.adapters.queue_head[adapter] = after
+    else:
+        state.rows.following[before] = after
+    if after == NONE:
+        state.adapters.queue_tail[adapter] = before
+    list_queue(state, adapter)
+    state.counters.n_waiting -= 1
 
 
 @inner

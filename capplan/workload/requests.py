@@ -52,6 +52,8 @@ class Requests(NamedTuple):
     """1 + position in ``workload.adapters``; 0 stands for the base model."""
     prompt_tokens: NDArray[np.int32]
     output_tokens: NDArray[np.int32]
+    predicted_tokens: NDArray[np.int32] = np.zeros(0, np.int32)
+    """Outputs as predicted at arrival; empty: as they are."""
 
 
 def draw_requests(

@@ -38,7 +38,7 @@ _PAGES_PER_RANK: Final = 13
 def draw(seed: int, rules: str) -> tuple[Engine, list[TimedRequest]]:
     """Return a random engine, so small that requests and adapters compete, and its requests."""
     rng = np.random.default_rng(seed)
-    slotless = serving_rules(rules).declared_output
+    slotless = serving_rules(rules).unified_memory
     adapters = {f"a{i}": int(rng.integers(1, 3 if slotless else 9)) for i in range(rng.integers(2, 7))}
     a_max = int(rng.integers(1, len(adapters) + 1))
     shared = int(rng.choice([0, 0, 9]))
@@ -150,7 +150,7 @@ def test_decisions_equal_the_twins_under_measured_durations(rules: ServingRules)
         loads += sum(len(decision.loads) for decision in engine.core.decisions)
         from_disk += sum(disk for decision in engine.core.decisions for _, disk in decision.loads)
         chunks += sum(record.prefill_tokens < record.prefill_requests * 10 for record in engine.records)
-    seen = [loads, chunks] if rules.declared_output else [loads, chunks, preemptions, from_disk]
+    seen = [loads, chunks] if rules.unified_memory else [loads, chunks, preemptions, from_disk]
     assert min(seen) > 2  # otherwise the comparison is weak
 
 

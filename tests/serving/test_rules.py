@@ -32,7 +32,7 @@ SWITCHES = {
         *("prefix_caching", "reserve_full_sequence"),
         *("unhashed_to_front", "lone_prefill_exempt", "load_beside"),
     },
-    "slora": {"declared_output"},
+    "slora": {"unified_memory"},
 }
 VLLM = pytest.mark.parametrize(
     "rules", [rules for rules in RULES if rules.engine == "vllm"], ids=lambda rules: rules.name

@@ -1,0 +1,253 @@
+"""Chameleon's batch: queues by size with quotas, loans, bypass and squash.
+
+Phase 1 admits from every queue, small sizes first, what fits its own quota. Phase 2 lends what empty queues
+have left. If the head of a queue fits its quota but not the memory, younger requests that end before it could
+start may bypass it; they are squashed once their memory lets it start.
+
+Source: Chameleon, sections 4.3.2 and 4.3.3, algorithm 1. The paper leaves open who lends: the queues with the
+largest remainder here.
+"""
+
+from __future__ import annotations
+
+from capplan.compile import inner
+from capplan.serving.caches import pages_to_pin
+from capplan.serving.pool import admit, requeue, row_has_memory, step_allows
+from capplan.serving.running import output_tokens
+from capplan.serving.size_queues import book
+from capplan.serving.state import LOADING, NONE, Limits, State
+
+
+@inner
+def admit_batch(state: State, limits: Limits) -> None:
+    """Admit waiting requests in two phases."""
+    if state.pooled.counts.n_bypassers > 0:
+        for queue in range(state.pooled.counts.n_queues):
+            _squash(state, limits, queue)
+    queues = state.pooled.queues
+    for queue in range(state.pooled.counts.n_queues):
+        queues.spare[queue] = 0
+        if not _admit_own(state, limits, queue):
+            return
+        if queues.head[queue] == NONE:
+            queues.spare[queue] = max(0, available(state, queue))
+    for queue in range(state.pooled.counts.n_queues):
+        if not _admit_by_loan(state, limits, queue):
+            return
+
+
+@inner
+def available(state: State, queue: int) -> int:
+    """Return the tokens of a quota that no admitted request holds; negative after a reduction or a growth."""
+    return int(state.pooled.queues.quota[queue] - state.pooled.queues.outstanding[queue])
+
+
+@inner
+def _fits_quota(state: State, row: int) -> bool:
+    """Return whether a row fits the quota of its queue; one larger than the quota runs alone in its queue."""
+    pooled = state.pooled
+    queue, charge = pooled.rows.queue[row], pooled.rows.charge[row]
+    if charge <= available(state, queue):
+        return True
+    if charge <= pooled.queues.quota[queue] or pooled.queues.running[queue] > 0:
+        return False
+    left = 0
+    for other in range(pooled.counts.n_queues):
+        left += available(state, other)
+    return bool(charge <= left)
+
+
+@inner
+def _admit_own(state: State, limits: Limits, queue: int) -> bool:
+    """Admit from a queue what fits its quota; return False if the step is full."""
+    pooled = state.pooled
+    while pooled.queues.head[queue] != NONE:
+        row = pooled.queues.head[queue]
+        if not step_allows(state, limits, row):
+            return False
+        if not _fits_quota(state, row):
+            return True
+        if not row_has_memory(state, limits, row):
+            if limits.bypass:
+                _bypass(state, limits, row)
+            return True
+        admit(state, limits, row)
+        book(state, row, queue, pooled.rows.charge[row])
+    return True
+
+
+@inner
+def _admit_by_loan(state: State, limits: Limits, queue: int) -> bool:
+    """Admit from a queue what fits the remainders of empty queues; return False if the step is full."""
+    pooled = state.pooled
+    while pooled.queues.head[queue] != NONE:
+        row = pooled.queues.head[queue]
+        if not step_allows(state, limits, row):
+            return False
+        left = 0
+        for lender in range(pooled.counts.n_queues):
+            left += pooled.queues.spare[lender]
+        if pooled.rows.charge[row] > left or not row_has_memory(state, limits, row):
+            return True
+        admit(state, limits, row)
+        _lend(state, row)
+    return True
+
+
+@inner
+def _lend(state: State, row: int) -> None:
+    """Book the charge of a row on the lenders, the largest remainder first."""
+    queues = state.pooled.queues
+    charge = state.pooled.rows.charge[row]
+    while charge > 0:
+        lender = 0
+        for queue in range(1, state.pooled.counts.n_queues):
+            if queues.spare[queue] > queues.spare[lender]:
+                lender = queue
+        tokens = min(charge, queues.spare[lender])
+        queues.spare[lender] -= tokens
+        charge -= tokens
+        book(state, row, lender, tokens)
+
+
+@inner
+def _remaining(state: State, row: int) -> int:
+    """Return the tokens that a row will still generate, as predicted."""
+    return int(state.pooled.rows.predicted[row] - output_tokens(state, row))
+
+
+@inner
+def _bypass(state: State, limits: Limits, first: int) -> None:
+    """Admit younger rows of a queue that end before its head, which lacks memory, could start."""
+    counts, own = state.pooled.counts, state.pooled.rows
+    free_ns = _time_to_fit(state, first)
+    row = own.later[first]
+    while row != NONE and free_ns > 0:
+        following = own.later[row]
+        known = state.rows.prompt[row] + state.rows.output[row]
+        run_ns = counts.prefill_ns_per_token * known + _remaining(state, row) * counts.decode_ns
+        if (
+            own.squashed[row] == 0
+            and free_ns > run_ns
+            and own.charge[row] <= available(state, own.queue[row])
+            and step_allows(state, limits, row)
+            and row_has_memory(state, limits, row)
+        ):
+            admit(state, limits, row)
+            book(state, row, own.queue[row], own.charge[row])
+            own.bypassed[row] = own.arrival[first]
+            counts.n_bypassers += 1
+            counts.bypasses += 1
+        row = following
+
+
+@inner
+def _time_to_fit(state: State, first: int) -> int:
+    """Return the nanoseconds until running rows that end as predicted leave memory for a row; 0: never."""
+    pooled = state.pooled
+    _begin_release(state)
+    lacking = _lacking_blocks(state, first)
+    for _ in range(state.counters.n_running):
+        if lacking <= 0:
+            break
+        row = _next_to_end(state)
+        if row == NONE:
+            return 0
+        lacking -= _released_blocks(state, row, first)
+        if lacking <= 0:
+            return int(max(0, _remaining(state, row)) * pooled.counts.decode_ns)
+    return 0
+
+
+@inner
+def _next_to_end(state: State) -> int:
+    """Return the unmarked running row with the fewest tokens left, the one admitted first among equals."""
+    chosen = NONE
+    row = state.counters.run_head
+    while row != NONE:
+        if state.pooled.rows.mark[row] == 0 and (
+            chosen == NONE or _remaining(state, row) < _remaining(state, chosen)
+        ):
+            chosen = row
+        row = state.rows.following[row]
+    return int(chosen)
+
+
+@inner
+def _begin_release(state: State) -> None:
+    """Unmark all running rows, and count the users of their adapters."""
+    row = state.counters.run_head
+    while row != NONE:
+        adapter = state.rows.adapter[row]
+        state.pooled.rows.mark[row] = 0
+        state.pooled.adapters.users_left[adapter] = state.adapters.users[adapter]
+        row = state.rows.following[row]
+
+
+@inner
+def _lacking_blocks(state: State, row: int) -> int:
+    """Return the blocks that a waiting row and its adapter lack now."""
+    pooled = state.pooled
+    pages = pages_to_pin(state, state.rows.adapter[row])
+    return int(
+        pooled.rows.reserved[row]
+        + pages
+        + pooled.counts.reserved
+        + pooled.counts.pinned_pages
+        - state.counters.capacity
+    )
+
+
+@inner
+def _released_blocks(state: State, row: int, first: int) -> int:
+    """Mark a running row as released, and return the blocks that `first` lacks less without it.
+
+    The last user of an adapter frees its blocks, unless `first` would use it.
+    """
+    pooled = state.pooled
+    adapter = state.rows.adapter[row]
+    pooled.rows.mark[row] = 1
+    pooled.adapters.users_left[adapter] -= 1
+    blocks = pooled.rows.reserved[row]
+    if (
+        adapter != 0
+        and pooled.adapters.users_left[adapter] == 0
+        and state.adapters.claim[adapter] != LOADING
+        and adapter != state.rows.adapter[first]
+    ):
+        blocks += state.adapters.pages[adapter]
+    return int(blocks)
+
+
+@inner
+def _squash(state: State, limits: Limits, queue: int) -> None:
+    """Preempt the youngest rows that bypassed the head of a queue, as few as let it start; else none."""
+    pooled = state.pooled
+    first = pooled.queues.head[queue]
+    if first == NONE:
+        return
+    _begin_release(state)
+    lacking = _lacking_blocks(state, first)
+    tokens = available(state, queue)
+    last = NONE
+    row = state.counters.run_tail
+    while row != NONE and (lacking > 0 or tokens < pooled.rows.charge[first]):
+        if pooled.rows.bypassed[row] == pooled.rows.arrival[first]:
+            lacking -= _released_blocks(state, row, first)
+            tokens += pooled.book[row, queue]
+            last = row
+        row = state.rows.previous[row]
+    if last == NONE or lacking > 0 or tokens < pooled.rows.charge[first]:
+        return
+    row = state.counters.run_tail
+    while row != NONE:
+        before = state.rows.previous[row]
+        bypassed = pooled.rows.bypassed[row] == pooled.rows.arrival[first]
+        is_last = row == last
+        if bypassed:
+            requeue(state, limits, row)
+            pooled.rows.squashed[row] = 1
+            pooled.counts.squashes += 1
+        if is_last:
+            return
+        row = before
