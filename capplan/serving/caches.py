@@ -56,8 +56,6 @@ def use_adapter(state: State, limits: Limits, adapter: int) -> None:
         c.n_claimed += adapters.claim[adapter] == LOADING
     adapters.users[adapter] += 1
     own.uses[adapter] += 1
-    own.last_used_ns[adapter] = c.now_ns
-    state.pooled.inflation[adapter] = state.pooled.inflation[0]
     if not adapters.resident[adapter]:
         make_room(state, limits, adapters.pages[adapter], True)
         _begin_load(state, adapter)
@@ -68,6 +66,13 @@ def use_adapter(state: State, limits: Limits, adapter: int) -> None:
             state.pooled.counts.late_prefetches += 1
         else:
             state.pooled.counts.useful_prefetches += 1
+    _note_use(state, adapter)
+
+
+@inner
+def _note_use(state: State, adapter: int) -> None:
+    state.pooled.adapters.last_used_ns[adapter] = state.counters.now_ns
+    state.pooled.inflation[adapter] = state.pooled.inflation[0]
 
 
 @inner
@@ -105,7 +110,7 @@ def leave_adapter(state: State, adapter: int) -> None:
     if adapter == 0:
         return
     own, counts = state.pooled.adapters, state.pooled.counts
-    own.last_used_ns[adapter] = state.counters.now_ns
+    _note_use(state, adapter)
     state.adapters.users[adapter] -= 1
     if state.adapters.users[adapter] > 0:
         return
@@ -188,7 +193,7 @@ def find_victim(state: State, limits: Limits, wanted: bool) -> tuple[int, float]
 def _score(state: State, limits: Limits, adapter: int, uses: float, age_ns: int, size: int) -> float:
     """Return the score of an adapter; the others are the largest uses, age and size of all residents."""
     own = state.pooled.adapters
-    if limits.cache == LRU:
+    if limits.cache <= LRU:  # without a cache only prefetched adapters are idle
         return float(own.last_used_ns[adapter])
     frequent = frequency(state, limits, adapter)
     if limits.cache == GDSF:
@@ -244,9 +249,9 @@ def load_ahead(state: State, limits: Limits, adapter: int) -> None:
     make_room(state, limits, pages, False)
     _begin_load(state, adapter)
     state.pooled.counts.pinned_pages += pages
+    state.pooled.counts.n_prefetches = 1
     own.prefetched[adapter] = 1
-    own.last_used_ns[adapter] = c.now_ns
-    state.pooled.inflation[adapter] = state.pooled.inflation[0]
+    _note_use(state, adapter)
     if limits.prefetch == BY_HISTOGRAM and own.late_ns[adapter] != NONE and own.released_ns[adapter] != NONE:
         own.protected_ns[adapter] = own.released_ns[adapter] + own.late_ns[adapter]
 

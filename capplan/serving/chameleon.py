@@ -51,10 +51,11 @@ def _fits_quota(state: State, row: int) -> bool:
         return True
     if charge <= pooled.queues.quota[queue] or pooled.queues.running[queue] > 0:
         return False
-    left = 0
+    left = outstanding = 0
     for other in range(pooled.counts.n_queues):
         left += available(state, other)
-    return bool(charge <= left)
+        outstanding += pooled.queues.outstanding[other]
+    return bool(charge <= left or outstanding == 0)
 
 
 @inner
@@ -63,10 +64,10 @@ def _admit_own(state: State, limits: Limits, queue: int) -> bool:
     pooled = state.pooled
     while pooled.queues.head[queue] != NONE:
         row = pooled.queues.head[queue]
-        if not step_allows(state, limits, row):
-            return False
         if not _fits_quota(state, row):
             return True
+        if not step_allows(state, limits, row):
+            return False
         if not row_has_memory(state, limits, row):
             if limits.bypass:
                 _bypass(state, limits, row)
@@ -82,12 +83,14 @@ def _admit_by_loan(state: State, limits: Limits, queue: int) -> bool:
     pooled = state.pooled
     while pooled.queues.head[queue] != NONE:
         row = pooled.queues.head[queue]
-        if not step_allows(state, limits, row):
-            return False
         left = 0
         for lender in range(pooled.counts.n_queues):
             left += pooled.queues.spare[lender]
-        if pooled.rows.charge[row] > left or not row_has_memory(state, limits, row):
+        if pooled.rows.charge[row] > left:
+            return True
+        if not step_allows(state, limits, row):
+            return False
+        if not row_has_memory(state, limits, row):
             return True
         admit(state, limits, row)
         _lend(state, row)

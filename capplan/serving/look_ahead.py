@@ -52,17 +52,14 @@ def fits_to_end(state: State, limits: Limits, new: int, adapter_pages: int) -> b
     pending = new != NONE
     at = 0
     while at < c.n_running or pending:
-        if pending and (
-            at == c.n_running or _left(state, state.lists.by_end[at]) < state.rows.target[new] - 1
-        ):
-            left = state.rows.target[new] - 1
-            held += state.rows.prompt[new] + 1 + waste
+        if pending and (at == c.n_running or _left(state, state.lists.by_end[at]) < _left(state, new)):
+            row = new
             pending = False
         else:
             row = state.lists.by_end[at]
-            left = _left(state, row)
-            held += state.rows.prompt[row] + max(1, output_tokens(state, row)) + waste
             at += 1
+        left = _left(state, row)
+        held += state.rows.prompt[row] + max(1, output_tokens(state, row)) + waste
         n += 1
         if left * n + held >= room:
             return False

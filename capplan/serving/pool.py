@@ -133,8 +133,9 @@ def end_admitted(state: State, limits: Limits, row: int) -> None:
 def requeue(state: State, limits: Limits, row: int) -> None:
     """Preempt an admitted row: it loses its KV and returns to its queue at its place by arrival."""
     c = state.counters
-    state.lists.preempted[c.n_preempted] = row
-    c.n_preempted += 1
+    if not _withdraw_admission(state, row):
+        state.lists.preempted[c.n_preempted] = row
+        c.n_preempted += 1
     if state.rows.since[row] != NONE:
         stop_decoding(state, row)
         state.lists.stalled[c.n_stalled] = row
@@ -149,6 +150,20 @@ def requeue(state: State, limits: Limits, row: int) -> None:
     set_prediction(state, limits, row, state.pooled.rows.predicted[row])
     push_front(state, row)
     join_queue(state, limits, row)
+
+
+@inner
+def _withdraw_admission(state: State, row: int) -> bool:
+    """Remove a row from the admissions of this step; return False if it was admitted before."""
+    c = state.counters
+    kept = 0
+    for i in range(c.n_admitted):
+        if state.lists.admitted[i] != row:
+            state.lists.admitted[kept] = state.lists.admitted[i]
+            kept += 1
+    was_listed = kept < c.n_admitted
+    c.n_admitted = kept
+    return was_listed
 
 
 @inner

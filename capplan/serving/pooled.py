@@ -65,8 +65,11 @@ def schedule_pooled(state: State, limits: Limits) -> int:
     """Decide one step and return its tokens."""
     c, counts = state.counters, state.pooled.counts
     _note_duration(state)
+    counts.n_prefetches = 0
     if limits.order == QUEUES:
         grow(state, limits)
+    elif c.n_partial > 0:
+        _order_by_end(state)
     _admit(state, limits)
     c.step_decodes = 0
     if limits.chunked:
@@ -150,7 +153,6 @@ def _admit(state: State, limits: Limits) -> None:
 @inner
 def _admit_in_order(state: State, limits: Limits) -> None:
     """Admit by arrival or by predicted output, up to the first row that does not fit."""
-    _order_by_end(state)
     while True:
         row = _next_in_order(state, limits)
         if row == NONE or not step_allows(state, limits, row) or not row_has_memory(state, limits, row):

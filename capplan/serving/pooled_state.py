@@ -94,11 +94,15 @@ _COUNTS = int_fields(
     "reserved",  # blocks of admitted rows
     "pinned_pages",  # blocks of adapters that cannot be evicted: used, or being loaded
     "n_loading",
+    "n_prefetches",  # of this step, 0 or 1: the last of its loads
     "keeps_idle",  # 0: without a cache
     "since_admission",  # decode steps since the last admission that was due
     "room_tokens",  # of the step, for prompts
     "window_start_ns",
     "n_window",  # requests recorded so far
+    "refreshes",  # designs of queues adopted
+    "kept_queues",  # refreshes without enough requests for a design
+    "scaled_quotas",  # designs whose minima exceeded the pool
     "n_bypassers",
     "hits",  # first admissions whose adapter was loaded
     "misses",

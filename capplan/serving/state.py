@@ -279,7 +279,8 @@ def new_state(rows: int, adapters: int, num_blocks: int, limits: Limits) -> Stat
         counters=counters,
         rows=np.zeros(rows, _ROW).view(np.recarray),
         adapters=records,
-        lists=np.zeros(running, _LISTS).view(np.recarray),
+        # Rows that are squashed leave their places to others, which may be preempted as well.
+        lists=np.zeros(2 * running if pooled else running, _LISTS).view(np.recarray),
         phase=np.zeros(limits.block_size, np.int64),
         finish=new_heap(rows),
         hot=new_heap(adapters + 1),
