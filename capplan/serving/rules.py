@@ -96,8 +96,6 @@ class ServingRules:
     load_beside
         Adapters are loaded asynchronously: a request is skipped until its adapter is resident. Otherwise a
         load blocks the step.
-    unified_memory
-        Adapters take KV blocks, not slots.
     policy
         Code of the scheduler: vLLM's, S-LoRA's (`capplan.serving.slora`), or that of Chameleon and its
         baselines (`capplan.serving.pooled`).
@@ -117,7 +115,6 @@ class ServingRules:
     long_prefill_tokens: int = 0
     lone_prefill_exempt: bool = False
     load_beside: bool = False
-    unified_memory: bool = False
     policy: int = VLLM
 
     def __post_init__(self) -> None:
@@ -129,6 +126,11 @@ class ServingRules:
             raise InputError(
                 rule="must be >= 0", value=self.long_prefill_tokens, location="rules.long_prefill_tokens"
             )
+
+    @property
+    def unified_memory(self) -> bool:
+        """Whether adapters take KV blocks, not slots."""
+        return self.policy != VLLM
 
     @property
     def short_name(self) -> str:
@@ -174,6 +176,7 @@ class ServingRules:
             unhashed_to_front=int(self.unhashed_to_front),
             load_beside=int(self.load_beside),
             policy=self.policy,
+            admit_every=SLORA_CADENCE if self.policy == SLORA else 1,
         )
 
 
@@ -218,8 +221,8 @@ RULES: tuple[ServingRules, ...] = (
     *_both(_VLLM_0_20, async_by_default=True),
     *_both(_VLLM_0_32, async_by_default=True),
     replace(_VLLM_0_32, name="capplan", engine=CAPPLAN_ENGINE, releases=None, load_beside=True),
-    ServingRules("slora", engine=SLORA_ENGINE, unified_memory=True, policy=SLORA),
-    ServingRules("chameleon", engine=CAPPLAN_ENGINE, load_beside=True, unified_memory=True, policy=POOLED),
+    ServingRules("slora", engine=SLORA_ENGINE, policy=SLORA),
+    ServingRules("chameleon", engine=CAPPLAN_ENGINE, load_beside=True, policy=POOLED),
 )
 """Every named set of rules; sources in the docstring of `capplan.serving.scheduler`."""
 

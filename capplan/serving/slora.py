@@ -2,7 +2,7 @@
 
 KV and adapter weights share one pool of pages (KV blocks here). A request is admitted only if its declared
 output fits together with all running ones, so no request is ever preempted. New requests are admitted every
-ten decode steps; their prompts form a separate batch while decoding pauses. Adapters of queued requests are
+ten decode steps (`Limits.admit_every`); their prompts form a separate batch while decoding pauses. Adapters of queued requests are
 fetched asynchronously. When a request ends, all unused adapters are dropped.
 
 Source: S-LoRA c1ddf48, ``router/manager.py`` and ``router/req_queue.py``.
@@ -24,10 +24,6 @@ from capplan.serving.state import (
 from capplan.serving.structures import Heap, links_first, links_remove
 from capplan.serving.waiting_queue import next_adapter, pop_head
 
-_STEPS_BETWEEN_PREFILLS = 10
-_FETCH_AT = (5, 7)
-
-
 @inner
 def slora_takes(state: State, limits: Limits, adapter: int, prompt: int, output: int) -> bool:
     """Return whether a request can ever run: the prompt fits into one batch, the whole into memory."""
@@ -41,14 +37,14 @@ def schedule_slora(state: State, limits: Limits) -> int:
     """Decide one step, either a batch of prompts or one token for each decoding row; return its tokens."""
     c = state.counters
     c.step_decodes = 0
-    if c.n_running == 0 or c.since_prefill >= _STEPS_BETWEEN_PREFILLS:
+    if c.n_running == 0 or c.since_prefill >= limits.admit_every:
         tokens = _admit_batch(state, limits)
         if tokens > 0:
             c.since_prefill = 0
             return tokens
     if c.n_decoding == 0:
         return 0
-    if c.since_prefill == _FETCH_AT[0] or c.since_prefill == _FETCH_AT[1]:
+    if c.since_prefill == limits.admit_every // 2 or c.since_prefill == limits.admit_every - 3:
         _fetch_ahead(state, limits)
     c.since_prefill += 1
     c.free_blocks -= state.phase[(-c.tick) % limits.block_size]

@@ -32,7 +32,8 @@ SWITCHES = {
         *("prefix_caching", "reserve_full_sequence"),
         *("unhashed_to_front", "lone_prefill_exempt", "load_beside"),
     },
-    "slora": {"unified_memory"},
+    "slora": {"policy"},
+    "chameleon": {"policy", "load_beside"},
 }
 VLLM = pytest.mark.parametrize(
     "rules", [rules for rules in RULES if rules.engine == "vllm"], ids=lambda rules: rules.name
