@@ -159,7 +159,7 @@ def _age_ns(state: State, adapter: int) -> int:
 def _is_wanted(state: State, adapter: int) -> bool:
     """Return whether a waiting request wants an adapter, or a prefetch protects it."""
     protected_ns = state.pooled.adapters.protected_ns[adapter]
-    return state.adapters.queue_head[adapter] != NONE or state.counters.now_ns < protected_ns
+    return bool(state.adapters.queue_head[adapter] != NONE or state.counters.now_ns < protected_ns)
 
 
 @inner

@@ -163,7 +163,7 @@ def _withdraw_admission(state: State, row: int) -> bool:
             kept += 1
     was_listed = kept < c.n_admitted
     c.n_admitted = kept
-    return was_listed
+    return bool(was_listed)
 
 
 @inner

@@ -11,7 +11,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from capplan.compile import by_reference
-from capplan.serving.structures import NONE, Heap, Records, int_fields, new_heap, new_record
+from capplan.serving.structures import ABSENT, Heap, Records, int_fields, new_heap, new_record
 
 MOST_QUEUES = 4
 WINDOW = 8192
@@ -167,10 +167,10 @@ def new_pooled(rows: int, adapters: int, quota_tokens: int, cache: int, prefetch
     """
     used = rows > 0
     queues = np.zeros(MOST_QUEUES, _QUEUE).view(np.recarray)
-    queues.head = queues.tail = NONE
+    queues.head = queues.tail = ABSENT
     queues.quota[0] = quota_tokens
     records = np.zeros(adapters + 1 if used else 0, _ADAPTER).view(np.recarray)
-    records.released_ns = records.late_ns = NONE
+    records.released_ns = records.late_ns = ABSENT
     wrs: np.record = np.zeros(1, _WRS).view(np.recarray)[0]
     wrs.a, wrs.b = 0.4, 0.6
     wrs.max_prompt = wrs.max_output = wrs.max_bytes = 1.0

@@ -9,6 +9,7 @@ from typing import Final
 from capplan.errors import InputError
 from capplan.serving.state import POOLED, SLORA, VLLM, Limits
 from capplan.spec.engine_args import EngineArgs
+from capplan.spec.scheduling import SLORA_CADENCE
 from capplan.version import installed_version
 
 VLLM_ENGINE: Final = "vllm"

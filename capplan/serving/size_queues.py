@@ -1,7 +1,7 @@
 """Queues by request size: sizes, the order of waiting requests, tokens booked on quotas.
 
-Every admitted request holds its charge, ``prompt + predicted output + adapter`` in tokens, of the quotas until
-it ends. A loan is booked on the queues that lend it, so the sum over all queues never exceeds the pool.
+Every admitted request holds its charge, ``prompt + predicted output + adapter`` in tokens, of the quotas
+until it ends. A loan is booked on the queues that lend it, so the sum over all queues never exceeds the pool.
 
 Source: Chameleon, sections 4.3.1 to 4.3.3.
 """

@@ -2,8 +2,8 @@
 
 KV and adapter weights share one pool of pages (KV blocks here). A request is admitted only if its declared
 output fits together with all running ones, so no request is ever preempted. New requests are admitted every
-ten decode steps (`Limits.admit_every`); their prompts form a separate batch while decoding pauses. Adapters of queued requests are
-fetched asynchronously. When a request ends, all unused adapters are dropped.
+ten decode steps (`Limits.admit_every`); their prompts form a separate batch while decoding pauses. Adapters
+of queued requests are fetched asynchronously. When a request ends, all unused adapters are dropped.
 
 Source: S-LoRA c1ddf48, ``router/manager.py`` and ``router/req_queue.py``.
 """
@@ -23,6 +23,7 @@ from capplan.serving.state import (
 )
 from capplan.serving.structures import Heap, links_first, links_remove
 from capplan.serving.waiting_queue import next_adapter, pop_head
+
 
 @inner
 def slora_takes(state: State, limits: Limits, adapter: int, prompt: int, output: int) -> bool:

@@ -20,7 +20,7 @@ from numpy.typing import NDArray
 from capplan.compile import by_reference
 from capplan.serving.pooled_state import PooledState, new_pooled
 from capplan.serving.structures import (
-    NONE,
+    ABSENT,
     Heap,
     Records,
     int_fields,
@@ -70,6 +70,8 @@ _COUNTERS = int_fields(
     "n_absent",  # pooled: running rows without tokens in the step, such as those that wait for an adapter
 )
 
+NONE = ABSENT
+"""No row, no adapter."""
 ENDING = -2
 """Value of `since` for a row whose last token is in flight (async)."""
 

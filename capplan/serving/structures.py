@@ -11,8 +11,8 @@ from capplan.compile import by_reference, inner, jit
 
 Records = np.recarray[Any, Any]
 
-NONE = -1
-"""No row, no adapter."""
+ABSENT = -1
+"""No member of a structure."""
 
 
 def int_fields(*names: str) -> np.dtype[np.void]:

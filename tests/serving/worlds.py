@@ -83,6 +83,7 @@ def make_world(choose: Choose, max_requests: int = 24) -> World:
     if limits.policy == SLORA:  # no slots, no cached prefixes, one batch at a time
         limits = limits._replace(max_loras=adapters, prefix_caching=0, async_scheduling=0, load_beside=0)
         limits = limits._replace(max_cpu_loras=max(adapters, limits.max_cpu_loras))
+        limits = limits._replace(admit_every=choose(1, 12))
     # Half of all worlds go without a watermark or a prefill limit, as most engines do.
     limits = limits._replace(
         watermark_blocks=max(0, limits.watermark_blocks),

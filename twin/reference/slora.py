@@ -14,11 +14,6 @@ from collections.abc import Iterable, Sequence
 from capplan.serving import Limits
 from capplan.twin.reference.scheduler import ReferenceOutput, ReferenceRequest, ReferenceStep
 
-_DECODES_BETWEEN_PREFILLS = 10
-
-_FETCH_BEFORE_DECODES = (6, 8)
-"""Decode steps since the last prefill, counted from 1."""
-
 
 class ReferenceSlora:
     """The rules: calls of `schedule` and `commit` in turn.
@@ -74,14 +69,14 @@ class ReferenceSlora:
         """Decide a step: either a batch of prompts, or a token for each request that runs."""
         loads: list[int] = []
         batch: list[ReferenceRequest] = []
-        if not self.running or self.decodes >= _DECODES_BETWEEN_PREFILLS:
+        if not self.running or self.decodes >= self.limits.admit_every:
             batch, loads = self._admit()
         if batch:
             self.decodes = 0
         elif self.running:
-            self.decodes += 1
-            if self.decodes in _FETCH_BEFORE_DECODES:
+            if self.decodes in (self.limits.admit_every // 2, self.limits.admit_every - 3):
                 loads += self._fetch_ahead()
+            self.decodes += 1
         self.scheduled = batch or list(self.running)
         tokens = [(request.number, request.known - request.computed) for request in self.scheduled]
         for request in self.scheduled:
