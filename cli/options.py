@@ -15,7 +15,9 @@ import typer
 from typer.models import ArgumentInfo, ParameterInfo
 
 from capplan.errors import InputError
-from capplan.spec import EngineArgs
+from capplan.spec import Cache, EngineArgs, Scheduler
+from capplan.spec.files import parse_yaml
+from capplan.spec.scheduling import cache_of, scheduler_of
 
 if TYPE_CHECKING:
     from capplan.spec import Plan, Profile, Workload
@@ -70,6 +72,26 @@ EngineRules: TypeAlias = Annotated[
     str | None, typer.Option(metavar="NAME", help="Serving rules; default: by --engine-version.")
 ]
 
+SchedulerName: TypeAlias = Annotated[
+    str | None,
+    typer.Option(
+        "--scheduler",
+        metavar="NAME",
+        help="Scheduler: chameleon, static, fifo, sjf, slora, slora-every-step, or a mapping such as "
+        "'{policy: sjf, ageing_s: 10}'; default: the engine's own, or fifo beside --cache.",
+    ),
+]
+
+CacheName: TypeAlias = Annotated[
+    str | None,
+    typer.Option(
+        "--cache",
+        metavar="NAME",
+        help="Adapter cache: chameleon, fairshare, lru, gdsf, none, or a mapping such as "
+        "'{policy: lru, prefetch: none}'; default: the engine's own, or none beside --scheduler.",
+    ),
+]
+
 Workers: TypeAlias = Annotated[
     int | None, typer.Option(metavar="N", help="Processes; default: one per core.")
 ]
@@ -91,6 +113,26 @@ def read_plan(path: str, *, unverified: bool) -> Plan:
             rule = f"{error.rule}; --unverified uses it as it is"
             raise InputError(rule, error.value, f"{path}: {error.location}") from None
     return plan
+
+
+def read_scheduler(text: str | None) -> Scheduler | None:
+    """Return the scheduler of the command line: a name or a mapping.
+
+    Raises
+    ------
+    InputError
+        If it is neither, or breaks a rule.
+    """
+    return scheduler_of(_name_or_mapping(text, "--scheduler"), "--scheduler")
+
+
+def read_cache(text: str | None) -> Cache | None:
+    """Return the cache of the command line; as `read_scheduler`."""
+    return cache_of(_name_or_mapping(text, "--cache"), "--cache")
+
+
+def _name_or_mapping(text: str | None, flag: str) -> Any:
+    return parse_yaml(text, flag).data if text is not None and text.lstrip().startswith("{") else text
 
 
 def engine_option(name: str, default: float | None, least: int | None = None) -> Any:

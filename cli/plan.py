@@ -13,21 +13,26 @@ from capplan.cli.notes import Strict, extrapolation_lines, plan_notes, require_n
 from capplan.cli.options import (
     FAILED,
     AsJson,
+    CacheName,
     ProfileName,
     Quiet,
+    SchedulerName,
     Seed,
     WorkloadFile,
     chosen_profile,
     command,
     command_line,
+    read_cache,
+    read_scheduler,
 )
 from capplan.cli.output import require_writable_files
 from capplan.cli.progress import announce_compilation, progress_bars
+from capplan.errors import InputError
 from capplan.planner import SOLVERS
 from capplan.spec.plan import OUT_OF_TIME
 
 if TYPE_CHECKING:
-    from capplan.spec import Group, Plan, Predicted
+    from capplan.spec import Group, Plan, Predicted, Workload
 
 _GIB = 2**30
 _MAX_BOTTLENECKS = 8
@@ -71,8 +76,10 @@ class PlanArgs:
         help="Cost of moving an adapter of the plan in force; USD per hour for min_cost.",
     )
     verify: bool = typer.Option(True, "--verify/--no-verify", help="Verify every group with the twin.")
+    scheduler: SchedulerName = None
+    cache: CacheName = None
     queues: bool = typer.Option(
-        False, "--queues", help="Plan queues by request size even if the workload sets none."
+        False, "--queues", help="Plan queues by request size: --scheduler chameleon with every default."
     )
     robust: float | None = typer.Option(
         None, metavar="QUANTILE", help="Bounds must hold at this quantile of the step times, such as 0.9."
@@ -85,12 +92,10 @@ class PlanArgs:
 @command
 def plan(args: PlanArgs) -> None:
     """Plan which adapters share which GPUs, with which engine settings, and verify it with the twin."""
-    from capplan.spec import QueueConfig, load_workload
+    from capplan.spec import load_workload
 
     require_writable_files(args.output)
-    workload = load_workload(args.workload)
-    if args.queues and workload.queues is None:
-        workload = workload.replace(queues=QueueConfig())
+    workload = _with_scheduling(load_workload(args.workload), args)
     if args.previous is not None:
         workload = workload.replace(previous_plan=args.previous)
     if args.move_cost is not None:
@@ -130,6 +135,21 @@ def plan(args: PlanArgs) -> None:
         require_no_extrapolation(extrapolation_lines(result.provenance))
     if args.verify and not result.verification.ok:
         raise typer.Exit(FAILED)
+
+
+def _with_scheduling(workload: Workload, args: PlanArgs) -> Workload:
+    """Return the workload with the scheduler and the cache of the command line."""
+    from capplan.spec import QueueConfig
+
+    if args.queues and args.scheduler is not None:
+        raise InputError("does not go with --scheduler", location="--queues")
+    if args.queues and workload.queues is None:
+        workload = workload.replace(queues=QueueConfig())
+    if args.scheduler is not None:
+        workload = workload.replace(scheduler=read_scheduler(args.scheduler), queues=None)
+    if args.cache is not None:
+        workload = workload.replace(cache=read_cache(args.cache))
+    return workload
 
 
 def groups_table(plan: Plan) -> Table:

@@ -288,26 +288,28 @@ SchedulerSource: TypeAlias = Annotated[
 CacheSource: TypeAlias = Annotated[Cache, _name_of("policy", CachePolicy | Cache)]
 
 
-def scheduler_of(value: Scheduler | Mapping[str, Any] | str | None) -> Scheduler | None:
-    """Return a scheduler from its name or a mapping.
+def scheduler_of(
+    value: Scheduler | Mapping[str, Any] | str | None, location: str = "scheduler"
+) -> Scheduler | None:
+    """Return a scheduler from its name or a mapping; errors call it `location`.
 
     Raises
     ------
     InputError
         For an unknown name, with the nearest one, or another broken rule.
     """
-    return _read(Scheduler, value, "scheduler")
+    return _read(Scheduler, value, location)
 
 
-def cache_of(value: Cache | Mapping[str, Any] | str | None) -> Cache | None:
-    """Return a cache from its name or a mapping.
+def cache_of(value: Cache | Mapping[str, Any] | str | None, location: str = "cache") -> Cache | None:
+    """Return a cache from its name or a mapping; errors call it `location`.
 
     Raises
     ------
     InputError
         For an unknown name, with the nearest one, or another broken rule.
     """
-    return _read(Cache, value, "cache")
+    return _read(Cache, value, location)
 
 
 def _read(model: type[Model], value: Model | Mapping[str, Any] | str | None, location: str) -> Model | None:
