@@ -1,0 +1,147 @@
+"""Refresh of the queues from the requests of the last window (Chameleon, sections 4.3.4 and 4.3.5).
+
+Engine and twin call `refresh` at every multiple of the period, before the first step at or after that time.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Final
+
+import numpy as np
+from numpy.typing import NDArray
+
+from capplan.serving.pooled_state import DEGREE_1, DEGREE_2, OUTPUT_ONLY, WINDOW
+from capplan.serving.queue_design import (
+    RequestSample,
+    SizeClasses,
+    clustered_classes,
+    equal_quotas,
+    equal_ranges,
+)
+from capplan.serving.quotas import allocate_quotas, needed_tokens, queue_loads, scaled_quotas
+from capplan.serving.size_queues import rebin
+from capplan.serving.state import Limits, State
+from capplan.spec.scheduling import QueueConfig, Scheduler, Wrs
+
+LEAST_REQUESTS: Final = 50
+"""Fewest requests of a window, and of each new queue, that new queues are made from."""
+BOUND_OVER_EXECUTION: Final = 5.0
+"""Bound on the time from arrival to last token, relative to the mean time in execution (section 5.1)."""
+_FORMS: Final = {"degree2": DEGREE_2, "degree1": DEGREE_1, "output_only": OUTPUT_ONLY}
+_NS_PER_S: Final = 1e9
+
+
+def refresh(state: State, limits: Limits, scheduler: Scheduler, at_ns: int) -> None:
+    """Begin a window of adapter uses, and make new queues from the requests of the last window.
+
+    The queues stay as they are if the window or one of the new queues has too few requests. Static queues
+    are made once. Waiting requests move to the queue of their size in order of arrival; the charge of a
+    running one moves to its queue, and loans end.
+
+    Parameters
+    ----------
+    state, limits
+        Engine, changed in place.
+    scheduler
+        Settings of the queues.
+    at_ns
+        Time of the refresh, a multiple of the period.
+    """
+    pooled = state.pooled
+    pooled.adapters.uses_before[:] = pooled.adapters.uses
+    pooled.adapters.uses[:] = 0
+    pooled.counts.window_start_ns = at_ns
+    is_made = scheduler.policy == "static" and pooled.counts.n_queues > 1
+    if not scheduler.has_queues or is_made:
+        return
+    made = _new_queues(state, scheduler, at_ns)
+    if made is None:
+        pooled.counts.kept_queues += 1
+        return
+    classes, quotas = made
+    set_queues(state, limits, classes.wrs, classes.cuts, quotas)
+    pooled.counts.refreshes += 1
+
+
+def set_queues(
+    state: State, limits: Limits, wrs: Wrs, cuts: NDArray[np.float64], quotas: Sequence[int]
+) -> None:
+    """Replace the queues, and move waiting and running requests to them.
+
+    Parameters
+    ----------
+    state, limits
+        Engine, changed in place.
+    wrs
+        Weights of request sizes.
+    cuts
+        Borders between queues, ascending.
+    quotas
+        Tokens of each queue, one more than `cuts`.
+    """
+    pooled = state.pooled
+    pooled.wrs.form = _FORMS[wrs.form]
+    pooled.wrs.a, pooled.wrs.b = wrs.a, wrs.b
+    pooled.wrs.max_prompt, pooled.wrs.max_output = wrs.max_prompt_tokens, wrs.max_output_tokens
+    pooled.wrs.max_bytes = wrs.max_adapter_bytes
+    pooled.cuts[:] = np.inf
+    pooled.cuts[: cuts.size] = cuts
+    pooled.queues.quota[:] = 0
+    pooled.queues.quota[: len(quotas)] = quotas
+    rebin(state, limits, len(quotas))
+
+
+def _new_queues(state: State, scheduler: Scheduler, at_ns: int) -> tuple[SizeClasses, tuple[int, ...]] | None:
+    """Return new queues and their quotas; None: too few requests."""
+    sample, rate_rps = _window(state, at_ns, round(scheduler.refresh_s * _NS_PER_S))
+    if sample.adapter.size < LEAST_REQUESTS:
+        return None
+    if scheduler.policy == "static":
+        classes = equal_ranges(sample, scheduler.queues)
+        return classes, equal_quotas(_tokens(state), classes.count)
+    classes = clustered_classes(sample, scheduler.queues)
+    is_thin = np.bincount(classes.queue).min() < LEAST_REQUESTS
+    if is_thin or np.isnan(sample.execution_s).all():
+        return None
+    return classes, _quotas(state, sample, classes, rate_rps, scheduler.queues)
+
+
+def _tokens(state: State) -> int:
+    """Return the sum of the quotas, which no refresh changes."""
+    return int(state.pooled.queues.quota.sum())
+
+
+def _quotas(
+    state: State, sample: RequestSample, classes: SizeClasses, rate_rps: float, config: QueueConfig
+) -> tuple[int, ...]:
+    """Return new quotas; minima beyond the pool are scaled down."""
+    charges = sample.charges("per_request")  # the state has tokens of adapters only if they are charged
+    loads = queue_loads(charges, sample.execution_s, classes.queue, rate_rps, config.quota_size)
+    bound_s = BOUND_OVER_EXECUTION * float(np.nanmean(sample.execution_s))
+    tokens = _tokens(state)
+    if sum(needed_tokens(loads, bound_s, config.percentile)) > tokens:
+        state.pooled.counts.scaled_quotas += 1
+        return scaled_quotas(loads, tokens, bound_s, config.percentile)
+    return allocate_quotas(loads, tokens, bound_s, percentile=config.percentile, rest=config.rest)
+
+
+def _window(state: State, at_ns: int, period_ns: int) -> tuple[RequestSample, float]:
+    """Return the requests that arrived in the last period, as far as they are recorded, and their rate."""
+    records, adapters = state.pooled.window, state.pooled.adapters
+    begun_ns = at_ns - period_ns
+    count = int(state.pooled.counts.n_window)
+    if count > WINDOW:
+        begun_ns = max(begun_ns, int(records.arrival_ns.min()) - 1)
+    arrival_ns = records.arrival_ns[:count]
+    kept = np.flatnonzero((arrival_ns > begun_ns) & (arrival_ns <= at_ns))
+    execution_ns = records.execution_ns[kept]
+    sample = RequestSample(
+        prompt_tokens=records.prompt[kept],
+        output_tokens=records.predicted[kept],
+        adapter=records.adapter[kept],
+        execution_s=np.where(execution_ns < 0, np.nan, execution_ns / _NS_PER_S),
+        adapter_bytes=adapters.bytes,
+        adapter_tokens=adapters.tokens,
+    )
+    return sample, kept.size * _NS_PER_S / max(1, at_ns - begun_ns)
