@@ -124,7 +124,8 @@ _COMMANDS: Final = {
     "profile server": "Measure a running OpenAI-compatible server from outside; it should be idle otherwise.",
     "surrogate": "Inspect the surrogates of a profile.",
     "surrogate rules": "Print the decision rules of a profile's small trees, those that cover most first.",
-    "workload": "Write workload files of papers and public traces.",
+    "workload": "Write workload files of papers and public traces, and train predictors of output lengths.",
+    "workload predictor": "Train a predictor of output lengths, and report its accuracy.",
     "workload preset": "List the presets, or write the workload file of one.",
 }
 """Commands and groups with the first lines of their help, in the order of the help pages."""

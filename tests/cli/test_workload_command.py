@@ -69,3 +69,20 @@ def test_a_preset_with_its_trace_is_a_whole_workload(run: Run, tmp_path: Path) -
 )
 def test_a_mistake_is_one_line(run: Run, arguments: tuple[str, ...], message: str) -> None:
     assert message in error_line(run("workload", "preset", *arguments))
+
+
+def test_a_predictor_of_output_lengths_is_trained_and_reported(run: Run, tmp_path: Path) -> None:
+    rows = [f"{i},{'ab'[i % 2]},{10 + i % 7},{20 + 200 * (i % 2) + i % 11}" for i in range(400)]
+    (tmp_path / "trace.csv").write_text("\n".join(["arrival_s,adapter,prompt_tokens,output_tokens", *rows]))
+    (tmp_path / "ranks.csv").write_text("name,rank\na,8\nb,8\n")
+    (tmp_path / "workload.yaml").write_text(
+        f"version: 1\nbase_model: {MODEL}\nprofile: h100-64g/llama-3.1-8b/vllm-0.8.5\ngpus: {{count: 1}}\n"
+        "trace: {file: trace.csv, ranks: ranks.csv}\n"
+    )
+    given = ("workload", "predictor", tmp_path / "workload.yaml", "-o", tmp_path / "predictor.json")
+    document = json.loads(run(*given, "--json").stdout)
+    assert (document["trained"], document["held_out"]) == (320, 80)
+    assert document["accuracy"] > document["baseline"]
+    assert "right class, held out" in run(*given).stdout
+    told = error_line(run(*given, "--duration", 100))
+    assert "requests: must leave at least 200 requests to train on (got 80)" in told
