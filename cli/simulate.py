@@ -373,7 +373,7 @@ def documents(outcomes: Outcomes, details: Details) -> list[dict[str, Any]]:
         if isinstance(outcome, InfeasibleError):
             found.append({"a_max": slots, "infeasible": str(outcome)})
         else:
-            found.append({"a_max": slots, **asdict(outcome), **_detail(details.get(slots))})
+            found.append({"a_max": slots, **outcome.document(), **_detail(details.get(slots))})
     return found
 
 

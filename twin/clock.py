@@ -15,15 +15,18 @@ from capplan.serving.routers.fleet import PRESENT, QUEUED, QUEUED_TOKENS
 from capplan.serving.state import (
     ENDING,
     NONE,
+    POOLED,
     SLORA,
 )
 from capplan.serving.structures import int_fields, new_record
 from capplan.twin.host_link import (
     NEVER_NS,
     HostLink,
+    copy_ahead,
     copy_on_demand,
     new_link,
     prefetched_ns,
+    promote,
 )
 from capplan.twin.scenario import Costs
 from capplan.twin.trace import TwinTrace, record_load
@@ -33,6 +36,7 @@ _AT = int_fields(
     "first_copy",  # asynchronous copies: position of the oldest load on demand in `copies`
     "n_copies",  # and their number
     "prefetched",  # adapter of a prefetch in progress; 0: none
+    "idle",  # 1: nothing can run before the next event
     "place",  # of this instance among those that share its link
     "paused_ns",  # time for which decoding rows have paused
     "paused_rows",  # and their number
@@ -207,7 +211,10 @@ def loads_ns(
             load_ns += costs.disk_ns[adapter]
             trace.counts.disk_loads += 1
         record_load(trace, adapter, load_ns)
-        if through_copier:
+        if limits.policy == POOLED and state.pooled.adapters.prefetched[adapter]:
+            copy_ahead(clock.link, clock.at.place, begin_ns, load_ns)
+            clock.at.prefetched = adapter
+        elif through_copier:
             _begin_copy(clock, adapter, begin_ns, load_ns, beside)
         else:
             in_step_ns += load_ns
@@ -282,6 +289,15 @@ def take_copies(state: State, clock: TwinClock) -> None:
             clock.ready_ns[adapter] = ahead_ns
             at.prefetched = 0
         adapter_loaded(state, adapter)
+
+
+@inner
+def wait_for_load_ns(clock: TwinClock, adapter: int, now_ns: int) -> int:
+    """Return the time until an adapter that a request needs is loaded; a prefetch of it is then on demand."""
+    ready_ns = clock.ready_ns[adapter]
+    if adapter != 0 and adapter == clock.at.prefetched:
+        ready_ns = promote(clock.link, clock.at.place, now_ns)
+    return int(max(0, ready_ns - now_ns))
 
 
 @inner

@@ -7,10 +7,12 @@ from numpy.typing import NDArray
 
 from capplan.compile import inner, jit
 from capplan.models.step_tables import no_line
-from capplan.serving import Limits, State, commit, new_state, schedule, submit
+from capplan.serving import Limits, State, commit, schedule, submit
 from capplan.serving.fast_forward import decode_step, steps_ahead
+from capplan.serving.refresh import refresh
 from capplan.serving.state import (
     NONE,
+    POOLED,
     SLORA,
     VLLM,
 )
@@ -29,16 +31,20 @@ from capplan.twin.clock import (
     ranks_ms,
     tables_line,
     take_copies,
+    wait_for_load_ns,
 )
-from capplan.twin.scenario import Costs, Scenario
+from capplan.twin.host_link import NEVER_NS
+from capplan.twin.scenario import Costs, Scenario, new_engine
 from capplan.twin.trace import (
     NEVER,
+    POOL_COUNTS,
     SMALL_BATCH,
     STATUS_RUNNING,
     TwinTrace,
     gap_bin,
     new_trace,
     record_admission,
+    record_admission_with_wait,
     record_first_token,
     record_loads,
     record_rejection,
@@ -52,9 +58,9 @@ def run(scenario: Scenario, fast_forward: bool = True) -> TwinTrace:
     """Simulate `scenario` to its horizon; without `fast_forward` the scheduler decides every step."""
     requests = scenario.requests.arrival_ns.size
     rows = max(1, min(requests, scenario.max_in_flight))
-    state = new_state(rows, scenario.adapters, scenario.num_blocks, scenario.limits)
-    state.adapters.pages[:] = scenario.costs.pages
-    trace = new_trace(requests, scenario.adapters, scenario.buckets, scenario.horizon_ns)
+    state = new_engine(scenario, rows)
+    waits = scenario.pool is not None
+    trace = new_trace(requests, scenario.adapters, scenario.buckets, scenario.horizon_ns, waits)
     clock = new_clock(scenario.adapters)
     for until_ns in [*scenario.refreshes_ns, scenario.horizon_ns]:
         advance(
@@ -70,9 +76,25 @@ def run(scenario: Scenario, fast_forward: bool = True) -> TwinTrace:
             fast_forward,
         )
         if until_ns < scenario.horizon_ns:
-            scenario.refresh(state, scenario.limits, until_ns)
+            refresh_queues(scenario, state, until_ns)
     mark_running(state, trace)
+    record_pool(state, clock, trace)
     return trace
+
+
+def refresh_queues(scenario: Scenario, state: State, at_ns: int) -> None:
+    """Design the queues anew by the requests of the last window, and begin the next one."""
+    if scenario.scheduler is not None:
+        refresh(state, scenario.limits, scenario.scheduler, at_ns)
+
+
+def record_pool(state: State, clock: TwinClock, trace: TwinTrace) -> None:
+    """Record the counts of the pool and its link at the end of a simulation."""
+    if state.pooled.rows.size > 0:
+        for name in POOL_COUNTS:
+            trace.pool[name] = state.pooled.counts[name]
+    waiting = clock.link.prefetches.asked_ns != NEVER_NS
+    trace.pool.link_ns = clock.link.at.busy_ns + int(clock.link.prefetches.copy_ns[waiting].sum())
 
 
 @jit
@@ -90,6 +112,8 @@ def advance(
 ) -> None:
     """Run steps until the clock reaches `until_ns` or no event is left before it."""
     counts = trace.counts
+    if clock.at.idle and not _resume(requests, clock, trace, until_ns):
+        return
     while counts.now_ns < until_ns:
         _take_arrivals(state, limits, requests, shared_prefix_tokens, costs, clock, trace, max_in_flight)
         take_copies(state, clock)
@@ -101,6 +125,8 @@ def advance(
             if state.counters.n_loads > 0:  # asynchronous loads start without a batch as well
                 loads_ns(state, limits, costs, clock, trace, counts.now_ns)
                 record_loads(trace, counts.now_ns, state.counters.n_loads)
+            if limits.policy == POOLED:
+                _note_admissions_only(state, costs, clock, trace)
             if not _wait(state, limits, requests, costs, clock, trace, until_ns):
                 break
             continue
@@ -176,11 +202,28 @@ def _wait(
         commit(state, limits)
         at.visible_ns = counts.now_ns
         return True
+    return _resume(requests, clock, trace, until_ns)
+
+
+@inner
+def _resume(requests: Requests, clock: TwinClock, trace: TwinTrace, until_ns: int) -> bool:
+    """Advance an idle clock to the next event; return False without one before `until_ns`."""
     upcoming = next_event_ns(requests, clock, trace)
+    clock.at.idle = upcoming >= until_ns
     if upcoming >= until_ns:
         return False
-    counts.now_ns = at.visible_ns = upcoming
+    trace.counts.now_ns = clock.at.visible_ns = upcoming
     return True
+
+
+@inner
+def _note_admissions_only(state: State, costs: Costs, clock: TwinClock, trace: TwinTrace) -> None:
+    """Note what a schedule without tokens did: requests that now wait for their adapters, and preemptions."""
+    note_stalls(state, trace)
+    trace.counts.preemptions += state.counters.n_preempted
+    if keeps_stats(clock):
+        count_step(state, costs, clock)
+    record_admissions(state, clock, trace, trace.counts.now_ns)
 
 
 @inner
@@ -272,7 +315,9 @@ def _elapse(
     c = state.counters
     counts = trace.counts
     begin_ns = counts.now_ns
-    if trace.series.size > 0:
+    if limits.policy == POOLED:
+        record_admissions(state, clock, trace, begin_ns)
+    if trace.admitted_ns.size > 0:
         record_details(state, limits, requests, clock, trace, begin_ns, duration_ns, load_ns, tokens)
     counts.now_ns += duration_ns
     clock.at.visible_ns = begin_ns if limits.async_scheduling else counts.now_ns
@@ -336,9 +381,9 @@ def record_details(
     load_ns: int,
     tokens: int,
 ) -> None:
-    """Record the admissions of a step and add it to the time series, in detailed runs."""
+    """Record the admissions of a step, and add it to the time series."""
     c = state.counters
-    for i in range(c.n_admitted):
+    for i in range(c.n_admitted if limits.policy != POOLED else 0):
         row = state.lists.admitted[i]
         request, adapter = state.rows.request[row], state.rows.adapter[row]
         if limits.load_beside and trace.admitted_ns[request] == NEVER:
@@ -346,6 +391,9 @@ def record_details(
             if clock.ready_ns[adapter] > since_ns:
                 record_wait_for_load(trace, request, clock.ready_ns[adapter] - since_ns)
         record_admission(trace, request, adapter, begin_ns, load_ns)
+        if limits.policy == SLORA and adapter != 0:
+            trace.pool.misses += clock.ready_ns[adapter] > begin_ns
+            trace.pool.hits += clock.ready_ns[adapter] <= begin_ns
     record_step(
         trace,
         begin_ns,
@@ -359,6 +407,16 @@ def record_details(
         load_ns,
         tokens,
     )
+
+
+@inner
+def record_admissions(state: State, clock: TwinClock, trace: TwinTrace, begin_ns: int) -> None:
+    """Record the admitted requests, which wait for their adapters among the running ones."""
+    for i in range(state.counters.n_admitted):
+        row = state.lists.admitted[i]
+        adapter = state.rows.adapter[row]
+        wait_ns = wait_for_load_ns(clock, adapter, begin_ns)
+        record_admission_with_wait(trace, state.rows.request[row], adapter, begin_ns, wait_ns)
 
 
 @inner

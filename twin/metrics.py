@@ -15,6 +15,7 @@ from capplan.spec import STARVED_BELOW
 from capplan.spec.display import Displayed, plot
 from capplan.spec.latency_stats import PERCENTILES, LatencyStats, latency_stats_in_place
 from capplan.twin import trace as t
+from capplan.twin.pool_metrics import PoolMetrics, pool_metrics
 from capplan.twin.scenario import NS_PER_MS, NS_PER_S, Scenario
 from capplan.twin.trace import NEVER, STATUS_RUNNING, TwinTrace
 from capplan.workload import Requests
@@ -94,6 +95,8 @@ class SimulationResult(Displayed):
     """Most KV tokens in use."""
     step_tokens_max: int = 0
     """Most tokens computed in one step."""
+    pool: PoolMetrics | None = None
+    """Metrics of scheduler and adapter cache; None under the engine's own rules."""
 
     def display_facts(self) -> Mapping[str, object]:
         """Return throughput, the verdict on starvation and tail latencies."""
@@ -111,11 +114,15 @@ class SimulationResult(Displayed):
         """Return a Plotly figure of mean and percentiles of TTFT, TPOT, ITL and E2E."""
         return plot("simulation_figure", self)
 
+    def document(self) -> dict[str, Any]:
+        """Return all metrics by name for JSON, `pool` only if it is not None."""
+        return {name: value for name, value in asdict(self).items() if name != "pool" or value is not None}
+
     def to_pandas(self) -> pd.Series[Any]:
         """Return all metrics by name."""
         import pandas as pd
 
-        return pd.Series(asdict(self))
+        return pd.Series(self.document())
 
 
 def bound_value(result: SimulationResult, bound: str) -> float:
@@ -179,7 +186,7 @@ def summarize(
         submitted=submitted,
         load_s=float(trace.counts.load_ns) / NS_PER_S,
         rejected=int(trace.counts.rejected),
-        preemptions=int(trace.counts.preemptions),
+        preemptions=int(trace.counts.preemptions) - int(trace.pool.squashes),
         adapter_loads=int(trace.counts.adapter_loads),
         disk_loads=int(trace.counts.disk_loads),
         steps=int(trace.counts.steps),
@@ -194,6 +201,7 @@ def summarize(
         duration_s=horizon_s,
         kv_tokens_max=int(trace.counts.max_kv_tokens),
         step_tokens_max=int(trace.counts.max_step_tokens),
+        pool=pool_metrics(scenario, trace, request_overhead_ms / 1e3),
     )
 
 

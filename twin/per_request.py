@@ -12,6 +12,7 @@ from numpy.typing import NDArray
 
 from capplan.spec import Workload, write_bytes_atomic
 from capplan.twin import trace as t
+from capplan.twin.pool_metrics import size_classes
 from capplan.twin.scenario import NS_PER_S, Scenario
 from capplan.workload import Requests
 
@@ -62,13 +63,16 @@ class RequestTable:
     """E2E of the same request alone on an idle engine with its adapter resident; finished requests."""
     slowdown: NDArray[np.float64]
     """e2e_s / isolated_s (Chameleon section 3.3)."""
+    size_class: NDArray[np.int64] | None = None
+    """Position in `PoolMetrics.sizes`, -1: rejected; None without scheduler and cache."""
 
     def __len__(self) -> int:
         return self.arrival_s.size
 
     def columns(self) -> Mapping[str, NDArray[np.generic]]:
         """Return the columns by name; adapter and status as positions in `adapters` and STATUSES."""
-        return {field.name: getattr(self, field.name) for field in fields(self) if field.name != "adapters"}
+        every = {field.name: getattr(self, field.name) for field in fields(self) if field.name != "adapters"}
+        return {name: column for name, column in every.items() if column is not None}
 
     def to_arrow(self) -> pa.Table:
         """Return the table for Arrow: adapter and status by name, null instead of NaN."""
@@ -150,6 +154,7 @@ def request_table(
         e2e_s=e2e_s,
         isolated_s=isolated_s,
         slowdown=e2e_s / isolated_s,
+        size_class=None if scenario.pool is None else size_classes(scenario, trace),
     )
 
 
@@ -225,6 +230,7 @@ def _alone_ns(
         max_in_flight=count,
         shared_prefix_tokens=0,  # nothing of a prompt is cached yet
         buckets=0,
+        scheduler=None,  # queues make no difference to a request alone
     )
     apart_ns = 100 * NS_PER_S
     while True:

@@ -2,8 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
-from dataclasses import replace
+from collections.abc import Mapping, Sequence
 from numbers import Integral, Real
 from typing import Any, Final, NamedTuple
 
@@ -14,11 +13,15 @@ from capplan.compile import by_reference
 from capplan.errors import InputError
 from capplan.models.memory import disk_load_ms, gpu_load_ms, load_share, require_kv_tokens
 from capplan.models.step_latency import coefficient_array, latency_code, uses_decode_ranks, uses_ranks
-from capplan.serving import Limits, ServingRules, State, adapter_pages, kv_bytes_per_token, serving_rules
-from capplan.spec import EngineArgs, Profile, Workload
+from capplan.serving import Limits, State, adapter_pages, kv_bytes_per_token, new_state
+from capplan.serving.pool_setup import PoolSetup, pool_setup, set_up
+from capplan.serving.state import POOLED
+from capplan.spec import EngineArgs, Predictor, Profile, Scheduler, Workload
 from capplan.spec.limits import require_duration
 from capplan.spec.lora_modules import LORA_MODULES
+from capplan.twin.policies import Policies, choose_policies
 from capplan.workload import Requests, draw_requests
+from capplan.workload.predictors import predicted_tokens
 
 _MOST: Final = 2**31 - 1  # rows and tokens are 32-bit integers
 
@@ -44,6 +47,8 @@ def require_settings(workload: Workload, profile: Profile, settings: Mapping[str
         elif name == "seed":
             if not _is_whole(value) or value < 0:
                 raise InputError("must be a whole number >= 0", value, name)
+        elif name in ("scheduler", "cache", "queues"):
+            continue  # checked together
         elif name == "rules":
             if not (value is None or isinstance(value, str)):
                 raise InputError("must be the name of serving rules", value, name)
@@ -104,10 +109,6 @@ class Costs(NamedTuple):
     """KV blocks of each adapter if adapters and KV share one pool (S-LoRA), same shape."""
 
 
-def no_refresh(state: State, limits: Limits, at_ns: int) -> None:
-    """Leave the queues as they are."""
-
-
 class Scenario(NamedTuple):
     """One instance under one stream of requests."""
 
@@ -122,15 +123,32 @@ class Scenario(NamedTuple):
     """Length of the prefix that all prompts of an adapter share."""
     buckets: int = 0
     """Buckets of the time series; 0: a plain run without details."""
-    refreshes_ns: tuple[int, ...] = ()
-    """Times at which queues are designed anew, before the horizon."""
-    refresh: Callable[[State, Limits, int], None] = no_refresh
-    """Designs them from the state, under its limits, at a time."""
+    pool: PoolSetup | None = None
+    """Set-up of one pool for adapters and KV; None: an engine without scheduler and cache of capplan."""
+    scheduler: Scheduler | None = None
+    """Settings of the refresh of queues; None: they stay as they are."""
 
     @property
     def adapters(self) -> int:
         """Number of adapters."""
         return self.costs.load_ns.size - 1
+
+    @property
+    def refreshes_ns(self) -> range:
+        """Times of refreshes, before the horizon."""
+        if self.scheduler is None:
+            return range(0)
+        period_ns = round(self.scheduler.refresh_s * NS_PER_S)
+        return range(period_ns, self.horizon_ns, period_ns)
+
+
+def new_engine(scenario: Scenario, rows: int) -> State:
+    """Return an idle engine of a scenario for so many requests in flight."""
+    state = new_state(rows, scenario.adapters, scenario.num_blocks, scenario.limits)
+    state.adapters.pages[:] = scenario.costs.pages
+    if scenario.pool is not None and scenario.limits.policy == POOLED:
+        set_up(state, scenario.limits, scenario.pool)
+    return state
 
 
 def build_scenario(
@@ -141,17 +159,17 @@ def build_scenario(
     duration_s: float,
     seed: int,
     max_in_flight: int | None = None,
-    rules: str | None = None,
     requests: Requests | None = None,
-    gpus_per_link: int = 1,
+    policies: Policies | None = None,
 ) -> Scenario:
     """Size the memory of an engine and draw the requests, unless given; the rest as for `simulate`."""
     adapters = len(workload.adapters)
+    policies = policies or choose_policies(workload, profile, prefix_caching=args.enable_prefix_caching)
+    serving = policies.rules
     _require_slots(workload, args)
     _require_modules(workload, profile)
     profile.model.require_positions(args.max_model_len)
     _require_room(workload, args.max_model_len)
-    serving = chosen_rules(profile, rules, args.enable_prefix_caching)
     host_slots = adapters if args.max_cpu_loras is None else args.max_cpu_loras
     if serving.unified_memory and host_slots < adapters:
         rule = f"must be at least the {adapters} adapters under the rules {serving.name}"
@@ -160,15 +178,58 @@ def build_scenario(
     num_blocks = kv // profile.engine.block_size
     if requests is None:
         requests = draw_for(workload, profile, duration_s, seed, args.max_model_len)
+        requests = with_predictions(requests, policies.predictor, seed)
+    costs = build_costs(workload, profile, args.max_loras, args.max_lora_rank)
     return Scenario(
         requests=requests,
-        limits=serving.limits(args, adapters, profile.engine.block_size, num_blocks),
+        limits=policies.limits(args, adapters, profile.engine.block_size, num_blocks),
         num_blocks=num_blocks,
-        costs=build_costs(workload, profile, args.max_loras, args.max_lora_rank, gpus_per_link),
+        costs=costs,
         horizon_ns=round(duration_s * NS_PER_S),
         max_in_flight=max_in_flight if max_in_flight is not None else max(1, requests.arrival_ns.size),
         shared_prefix_tokens=workload.shared_prefix_tokens,
+        pool=_pool(workload, profile, costs, policies),
+        scheduler=policies.scheduling[0] if policies.scheduling is not None and policies.pooled else None,
     )
+
+
+def _pool(workload: Workload, profile: Profile, costs: Costs, policies: Policies) -> PoolSetup | None:
+    """Return the set-up of the pool under a scheduler and a cache."""
+    if policies.scheduling is None:
+        return None
+    every = profile.engine.target_modules
+    scheduler, cache = policies.scheduling
+    return pool_setup(
+        profile.model,
+        profile.tp,
+        [(adapter.rank, adapter.target_modules or every) for adapter in workload.adapters],
+        pages=costs.pages,
+        load_ns=costs.load_ns,
+        scheduler=scheduler,
+        cache=cache,
+        queues=policies.queues,
+    )
+
+
+def with_predictions(requests: Requests, predictor: Predictor, seed: int) -> Requests:
+    """Return the requests with their predicted outputs."""
+    if predictor.kind == "oracle":
+        return requests
+    predicted = predicted_tokens(requests, predictor, seed)
+    return requests._replace(predicted_tokens=predicted.astype(np.int32))
+
+
+def on_shared_link(scenario: Scenario, tp: int, gpus_per_link: int) -> Scenario:
+    """Return the scenario of an instance of `tp` GPUs, so many of which share a link to host memory.
+
+    The profile's load time is that of one GPU's shard. Shards for GPUs of one link are copied one after the
+    other, and a load ends with the last of them.
+    """
+    shards = min(tp, gpus_per_link)
+    if shards == 1:
+        return scenario
+    costs = scenario.costs
+    return scenario._replace(costs=costs._replace(load_ns=shards * costs.load_ns))
 
 
 def _require_slots(workload: Workload, args: EngineArgs) -> None:
@@ -197,26 +258,6 @@ def draw_for(
     """Draw the requests. Drawn prompts leave room for one token; long recorded ones are rejected later."""
     correlated = with_length_correlation(workload, profile)
     return draw_requests(correlated, duration_s, seed, max_model_len, max(1, max_model_len - 1))
-
-
-def chosen_rules(profile: Profile, name: str | None, prefix_caching: bool | None) -> ServingRules:
-    """Return the named serving rules; None: those of the profile.
-
-    `prefix_caching` None: as in the measured engine, or else as the rules define.
-
-    Raises
-    ------
-    InputError
-        For an unknown name, or prefix caching under rules without it.
-    """
-    rules = serving_rules(name or profile.engine.rules)
-    if prefix_caching is None and not rules.unified_memory:
-        prefix_caching = profile.engine.prefix_caching
-    if prefix_caching is None:
-        return rules
-    if prefix_caching and rules.unified_memory:
-        raise InputError(f"must be off under the rules {rules.name}, which have none", True, "prefix_caching")
-    return replace(rules, prefix_caching=prefix_caching)
 
 
 def with_length_correlation(workload: Workload, profile: Profile) -> Workload:
@@ -249,15 +290,8 @@ def _require_room(workload: Workload, max_model_len: int) -> None:
             raise InputError(f"must be at least {mean}", max_model_len, "max_model_len")
 
 
-def build_costs(
-    workload: Workload, profile: Profile, a_max: int, s_max: int, gpus_per_link: int = 1
-) -> Costs:
-    """Evaluate the profile's models for these adapters and slots.
-
-    The profile's load time is that of one GPU's shard. Shards for GPUs of one link are copied one after the
-    other, and a load ends with the last of them.
-    """
-    shards = min(profile.tp, gpus_per_link)
+def build_costs(workload: Workload, profile: Profile, a_max: int, s_max: int) -> Costs:
+    """Evaluate the profile's models for these adapters and slots."""
     ranks = [adapter.rank for adapter in workload.adapters]
     shapes = [(adapter.rank, adapter.target_modules) for adapter in workload.adapters]
     shares = {modules: load_share(profile, modules) for _, modules in set(shapes)}
@@ -278,7 +312,7 @@ def build_costs(
         s_max=s_max,
         slots_per_adapter=_slots_per_adapter(workload, a_max),
         adapters_served=len(workload.adapters),
-        load_ns=shards * _per_adapter_ns([gpu_ms[shape] for shape in shapes]),
+        load_ns=_per_adapter_ns([gpu_ms[shape] for shape in shapes]),
         disk_ns=_per_adapter_ns([disk_ms[shape] for shape in shapes]),
         rank=np.array([0, *ranks], np.int64),
         uses_ranks=uses_ranks(form, coefficients),

@@ -11,7 +11,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from capplan.datasets import load_profile
-from capplan.spec import EngineArgs, Profile, Workload, allowed_lora_rank
+from capplan.spec import EngineArgs, Profile, Queues, Workload, allowed_lora_rank
 from capplan.spec.display import Displayed, plot
 from capplan.spec.engine_args import (
     DEFAULT_GPU_MEMORY_UTILIZATION,
@@ -39,7 +39,8 @@ from capplan.twin.per_request import (
     request_status,
     request_table,
 )
-from capplan.twin.scenario import NS_PER_S, Scenario, build_scenario, require_settings
+from capplan.twin.policies import CacheLike, SchedulerLike, choose_policies
+from capplan.twin.scenario import NS_PER_S, Scenario, build_scenario, on_shared_link, require_settings
 from capplan.twin.scrapes import client_itl_factor
 from capplan.twin.trace import TwinTrace
 
@@ -68,6 +69,9 @@ class SimulateSettings(EngineKeywords, total=False):
     max_in_flight: int | None
     rules: str | None
     gpus_per_link: int
+    scheduler: SchedulerLike | None
+    cache: CacheLike | None
+    queues: Queues | None
 
 
 def simulate(
@@ -87,6 +91,9 @@ def simulate(
     rules: str | None = None,
     prefix_caching: bool | None = None,
     gpus_per_link: int = 1,
+    scheduler: SchedulerLike | None = None,
+    cache: CacheLike | None = None,
+    queues: Queues | None = None,
     runner: Callable[[Scenario], TwinTrace] = run,
 ) -> SimulationResult:
     """Simulate one GPU that serves all adapters of `workload`, and its traffic of the base model.
@@ -121,6 +128,11 @@ def simulate(
     gpus_per_link
         GPUs of this instance that share a link to host memory, over which copies of adapters follow each
         other.
+    scheduler, cache
+        Order and admission of requests, and idle adapters in the memory of KV: names or settings. None: those
+        of the workload; without any, the rules of the engine. With one of them, `a_max` is not a limit.
+    queues
+        Queues by request size at the start; None: one, until the first refresh.
     runner
         The compiled twin, or `capplan.twin.reference.loop.run_reference`.
 
@@ -150,6 +162,9 @@ def simulate(
         "rules": rules,
         "prefix_caching": prefix_caching,
         "gpus_per_link": gpus_per_link,
+        "scheduler": scheduler,
+        "cache": cache,
+        "queues": queues,
     }
     started = time.perf_counter()
     used = _loaded(profile)
@@ -231,16 +246,24 @@ def _loaded(profile: Profile | str) -> Profile:
 
 def _scenario(workload: Workload, profile: Profile, settings: SimulateSettings) -> Scenario:
     require_settings(workload, profile, settings)
-    return build_scenario(
+    scenario = build_scenario(
         workload,
         profile,
         engine_args(workload, settings, profile),
         duration_s=settings.get("duration_s", 3600.0),
         seed=settings.get("seed", 0),
         max_in_flight=settings.get("max_in_flight"),
-        rules=settings.get("rules"),
-        gpus_per_link=settings.get("gpus_per_link", 1),
+        policies=choose_policies(
+            workload,
+            profile,
+            rules=settings.get("rules"),
+            prefix_caching=settings.get("prefix_caching"),
+            scheduler=settings.get("scheduler"),
+            cache=settings.get("cache"),
+            queues=settings.get("queues"),
+        ),
     )
+    return on_shared_link(scenario, profile.tp, settings.get("gpus_per_link", 1))
 
 
 def _summary(profile: Profile, scenario: Scenario, trace: TwinTrace, started: float) -> SimulationResult:

@@ -62,6 +62,20 @@ _ADAPTER = int_fields(
     "load_ns",
     "loaded_at",  # number of the step of the last load, counted from 1
 )
+POOL_COUNTS = (
+    "hits",  # first admissions whose adapter was loaded
+    "misses",
+    "evictions",
+    "useful_prefetches",
+    "late_prefetches",
+    "wasted_prefetches",
+    "bypasses",
+    "squashes",
+    "overruns",
+    "refreshes",
+)
+"""Counts of the rules for one pool, as in `capplan.serving.pooled_state`."""
+_POOL = int_fields(*POOL_COUNTS, "link_ns")
 
 # Values of `Trace.status`.
 STATUS_RUNNING = 1
@@ -90,20 +104,26 @@ class TwinTrace(NamedTuple):
     """Fields as in `_COUNTS`."""
     sums: np.record
     """Fields as in `_SUMS`."""
+    pool: np.record
+    """POOL_COUNTS, and ``link_ns``, the time of copies on the link from host memory."""
     # -- a detailed run only; otherwise of length 0 --
     series: Records
     """Buckets of time, shape (buckets,); fields as in `_SERIES`."""
     adapters: Records
     """Shape (adapters + 1,); entry 0 is the base model; fields as in `_ADAPTER`."""
+    # -- a detailed run, or one under a scheduler and a cache --
     admitted_ns: NDArray[np.int64]
     """Clock at the start of the step that first admitted each request; NEVER before."""
     skipped_ns: NDArray[np.int64]
     """Time that each request waited before its first admission for the load of its adapter."""
     held_up_ns: NDArray[np.int64]
-    """Time of loads inside the steps from each request's first admission to its first token."""
+    """Time of loads inside the steps from each request's first admission to its first token; under the rules
+    for one pool, the time from the first admission until its adapter is loaded."""
 
 
-def new_trace(requests: int, adapters: int = 0, buckets: int = 0, horizon_ns: int = 0) -> TwinTrace:
+def new_trace(
+    requests: int, adapters: int = 0, buckets: int = 0, horizon_ns: int = 0, waits: bool = False
+) -> TwinTrace:
     """Return an empty record.
 
     Parameters
@@ -114,9 +134,11 @@ def new_trace(requests: int, adapters: int = 0, buckets: int = 0, horizon_ns: in
         Buckets of the time series; 0: a plain run.
     horizon_ns
         End of the last bucket, which includes steps that end later.
+    waits
+        Whether admissions and waits are recorded in a plain run, too.
     """
     counts = new_record(_COUNTS)
-    detailed = requests if buckets else 0
+    detailed = requests if buckets or waits else 0
     if buckets:
         counts.bucket_ns = counts.bucket_end_ns = max(1, -(-horizon_ns // buckets))
     return TwinTrace(
@@ -127,6 +149,7 @@ def new_trace(requests: int, adapters: int = 0, buckets: int = 0, horizon_ns: in
         gaps=np.zeros(_GAP_BINS, np.int64),
         counts=counts,
         sums=new_record(_SUMS),
+        pool=new_record(_POOL),
         series=np.zeros(buckets, _SERIES).view(np.recarray),
         adapters=np.zeros(adapters + 1 if buckets else 0, _ADAPTER).view(np.recarray),
         admitted_ns=np.full(detailed, NEVER, np.int64),
@@ -196,15 +219,27 @@ def record_admission(trace: TwinTrace, request: int, adapter: int, begin_ns: int
     load_ns
         Time of the loads inside the step, which delay all of its requests.
     """
-    if trace.adapters.size == 0:
-        return
-    trace.adapters.admissions[adapter] += 1
-    loaded_now = trace.adapters.loaded_at[adapter] == trace.counts.steps + 1
-    if not loaded_now and trace.skipped_ns[request] == 0:
-        trace.adapters.hits[adapter] += 1
-    if trace.admitted_ns[request] == NEVER:
+    if trace.adapters.size > 0:
+        trace.adapters.admissions[adapter] += 1
+        loaded_now = trace.adapters.loaded_at[adapter] == trace.counts.steps + 1
+        if not loaded_now and trace.skipped_ns[request] == 0:
+            trace.adapters.hits[adapter] += 1
+    if trace.admitted_ns.size > 0 and trace.admitted_ns[request] == NEVER:
         trace.admitted_ns[request] = begin_ns
         trace.held_up_ns[request] = load_ns - trace.counts.load_ns  # without loads before this step
+
+
+@jit
+def record_admission_with_wait(
+    trace: TwinTrace, request: int, adapter: int, begin_ns: int, wait_ns: int
+) -> None:
+    """Record an admission under the rules for one pool, and the time until its adapter is loaded."""
+    if trace.adapters.size > 0:
+        trace.adapters.admissions[adapter] += 1
+        trace.adapters.hits[adapter] += wait_ns == 0
+    if trace.admitted_ns.size > 0 and trace.admitted_ns[request] == NEVER:
+        trace.admitted_ns[request] = begin_ns
+        trace.held_up_ns[request] = wait_ns
 
 
 @jit

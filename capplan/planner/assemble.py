@@ -46,7 +46,7 @@ from capplan.spec.plan import not_simulated
 from capplan.twin import SimulationResult
 from capplan.twin.extrapolation import Extrapolation, extrapolations, merged, values_of
 from capplan.twin.metrics import bound_value
-from capplan.twin.scenario import chosen_rules
+from capplan.twin.policies import chosen_rules
 from capplan.version import installed_version
 
 _SHARE_DIGITS: Final = 12

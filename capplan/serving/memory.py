@@ -97,6 +97,12 @@ def adapter_pages(
     return -(-rank * arch.dtype_bytes * elements // page_bytes)
 
 
+def adapter_tokens(arch: ModelArch, rank: int, tp: int = 1, modules: Sequence[str] | None = None) -> int:
+    """Return the KV tokens that take the memory of an adapter in a shared pool, on one GPU."""
+    elements = lora_elements_per_rank(arch, tp, modules, fully_sharded=True)
+    return -(-rank * arch.dtype_bytes * elements // kv_bytes_per_token(arch, tp))
+
+
 def weight_bytes(arch: ModelArch, tp: int = 1) -> int:
     """Return the bytes of the base model's matrices on one GPU (norms and biases, under 0.1 %, left out)."""
     query = arch.heads * arch.head_dim

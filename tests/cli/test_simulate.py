@@ -27,12 +27,10 @@ def results(run: Run, *arguments: object) -> list[dict[str, Any]]:
 
 
 def expected(path: Path, **settings: Any) -> dict[str, Any]:
-    from dataclasses import asdict
-
     workload: Workload = load_workload(path)
     profile = load_profile(path.parent / "profile.json")
     given = {"max_num_seqs": 64, "max_num_batched_tokens": 2048, "max_model_len": 4096} | settings
-    return asdict(simulate(workload, profile, duration_s=60.0, **given))  # type: ignore[arg-type]
+    return simulate(workload, profile, duration_s=60.0, **given).document()  # type: ignore[arg-type]
 
 
 def same(told: dict[str, Any], wanted: dict[str, float]) -> bool:

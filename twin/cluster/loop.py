@@ -31,20 +31,24 @@ _CURSOR = int_fields(
     "tick_ns",  # time of the next migration
     "migrations",  # requests moved so far
     "pause_ns",  # time after which the loop returns to its caller
+    "refresh_ns",  # time of the next refresh of queues, before which all instances are advanced to it
 )
 
 # Events.
 ARRIVAL = 0
 TICK = 1
 END = 2
+REFRESH = 3
 
 PAUSED = -2
+REFRESH_DUE = -3
 
 
 def new_cursor(period_ns: int) -> np.record:
     """Return the initial position of the loop, from which it continues after an interruption."""
     cursor = new_record(_CURSOR)
-    cursor.place, cursor.tick_ns, cursor.pause_ns = NONE, period_ns, np.iinfo(np.int64).max
+    cursor.place, cursor.tick_ns = NONE, period_ns
+    cursor.pause_ns = cursor.refresh_ns = np.iinfo(np.int64).max
     return cursor
 
 
@@ -74,8 +78,8 @@ def serve(
     Returns
     -------
     int
-        NONE at the end, PAUSED at the time of a pause; else an instance that needs more rows before the loop
-        can continue.
+        NONE at the end, PAUSED at the time of a pause, REFRESH_DUE at that of a refresh; else an instance
+        that needs more rows before the loop can continue.
     """
     placement = cluster.placement
     while True:
@@ -94,6 +98,8 @@ def serve(
             first, last = cursor.place, cursor.place + 1
         for place in range(first, last):
             advance_to(cluster, placement.instance[place], until_ns)
+        if event == REFRESH:
+            return REFRESH_DUE
         if event == END:
             break
         if event == TICK:
@@ -116,6 +122,8 @@ def _next_event(cluster: Cluster, rule: RoutingRule, cursor: np.record) -> tuple
     if cursor.next < cluster.following.size:
         at_ns = min(at_ns, cluster.stream.arrival_ns[cursor.next])
         event = ARRIVAL
+    if cursor.refresh_ns <= at_ns:
+        event, at_ns = REFRESH, cursor.refresh_ns
     if rule.period_ns > 0 and cursor.tick_ns <= at_ns and cursor.tick_ns < cluster.horizon_ns:
         return TICK, cursor.tick_ns
     return event, at_ns

@@ -22,7 +22,16 @@ from capplan.serving.routers import Gateway, Performance
 from capplan.serving.state import ENDING, LOADING
 from capplan.twin import trace as t
 from capplan.twin.cluster.member import load_member
-from capplan.twin.cluster.run import ClusterTrace, Laid, grow, lay_out, routing_key, trace_of
+from capplan.twin.cluster.run import (
+    ClusterTrace,
+    Laid,
+    grow,
+    lay_out,
+    next_refresh_ns,
+    refresh_members,
+    routing_key,
+    trace_of,
+)
 from capplan.twin.cluster.scenario import ClusterScenario
 from capplan.twin.cluster.steps import Cluster, advance_to, hand_over, lacks_rows
 from capplan.twin.core import mark_running
@@ -93,9 +102,11 @@ def run_with(scenario: ClusterScenario, router: PythonRouter, seed: int) -> Clus
     key = routing_key(seed)
     outputs = scenario.requests.output_tokens
     first_answer = float(outputs.mean()) if outputs.size else 1.0
+    refresh_ns = next_refresh_ns(laid, 0)
     for number, arrival_ns in enumerate(scenario.requests.arrival_ns.tolist()):
         adapter = int(scenario.requests.adapter[number])
         start, end = scenario.placement.start[adapter : adapter + 2].tolist()
+        refresh_ns = _refresh_until(laid, refresh_ns, arrival_ns)
         _advance(laid.cluster, start, end, min(arrival_ns, scenario.horizon_ns))
         request = RoutedRequest(
             number=number,
@@ -113,10 +124,20 @@ def run_with(scenario: ClusterScenario, router: PythonRouter, seed: int) -> Clus
         if _lacks_rows(laid.cluster, candidates[chosen].instance):
             grow(laid, candidates[chosen].instance)
         _hand_over(laid.cluster, start + chosen, number, arrival_ns)
+    _refresh_until(laid, refresh_ns, scenario.horizon_ns)
     _advance(laid.cluster, 0, scenario.instances, scenario.horizon_ns)  # the base model is everywhere
     for member in laid.members:
         _mark_running(member.state, member.trace)
     return trace_of(laid, migrations=0)
+
+
+def _refresh_until(laid: Laid, refresh_ns: int, until_ns: int) -> int:
+    """Do the refreshes from `refresh_ns` to `until_ns`, and return the time of the next one."""
+    while refresh_ns <= until_ns:
+        _advance(laid.cluster, 0, len(laid.members), refresh_ns)  # the base model is everywhere
+        refresh_members(laid, refresh_ns)
+        refresh_ns = next_refresh_ns(laid, refresh_ns)
+    return refresh_ns
 
 
 def observe_candidate(laid: Laid, place: int) -> Candidate:

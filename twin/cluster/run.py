@@ -9,17 +9,20 @@ from typing import Final, NamedTuple
 import numpy as np
 from numpy.typing import NDArray
 
-from capplan.serving import NONE, State, new_state
+from capplan.serving import NONE, State
+from capplan.serving.pooled_state import PooledState
 from capplan.serving.routers.choose import ASK_RANKS, RoutingRule
 from capplan.serving.routers.fleet import Fleet, new_fleet
 from capplan.serving.structures import Heap, Records, new_heap
 from capplan.twin import trace as t
 from capplan.twin.clock import new_answered, new_clock
-from capplan.twin.cluster.loop import PAUSED, new_cursor, serve
+from capplan.twin.cluster.loop import REFRESH_DUE, new_cursor, serve
 from capplan.twin.cluster.member import ClusterMember, new_memory, store_member
 from capplan.twin.cluster.scenario import ClusterScenario, take_requests
 from capplan.twin.cluster.steps import Cluster, new_progress
-from capplan.twin.host_link import new_link
+from capplan.twin.core import record_pool, refresh_queues
+from capplan.twin.host_link import NEVER_NS, new_link
+from capplan.twin.scenario import Scenario, new_engine
 
 FIRST_ROWS = 512
 """Initial rows of an instance for requests in flight; a full table is doubled."""
@@ -42,6 +45,7 @@ class ClusterTrace:
 class Laid(NamedTuple):
     """A cluster in memory."""
 
+    engines: tuple[Scenario, ...]
     cluster: Cluster
     members: list[ClusterMember]
     answered: np.record
@@ -74,22 +78,42 @@ def run_cluster(
 def run_laid(laid: Laid, rule: RoutingRule, seed: int, interrupt: Callable[[], None] | None = None) -> int:
     """Simulate a cluster in memory, and return the number of moved requests."""
     cursor = new_cursor(rule.period_ns)
+    cursor.refresh_ns = next_refresh_ns(laid, 0)
     if interrupt is not None:
         cursor.pause_ns = _PAUSE_NS
     count = laid.cluster.following.size if rule.period_ns else 0
     movable, moved = new_heap(count), np.zeros(count, np.int64)
     key = routing_key(seed)
     while (state := serve(laid.cluster, rule, key, laid.answered, cursor, movable, moved)) != NONE:
-        if state != PAUSED:
+        if state >= 0:
             grow(laid, state)
+        elif state == REFRESH_DUE:
+            refresh_members(laid, int(cursor.refresh_ns))
+            cursor.refresh_ns = next_refresh_ns(laid, int(cursor.refresh_ns))
         elif interrupt is not None:
             cursor.pause_ns += _PAUSE_NS
             interrupt()
     return int(cursor.migrations)
 
 
+def next_refresh_ns(laid: Laid, now_ns: int) -> int:
+    """Return the time of the first refresh of an instance after `now_ns`; NEVER_NS without any."""
+    periods = {each.refreshes_ns.step for each in laid.engines if each.refreshes_ns}
+    upcoming = min((now_ns // period + 1) * period for period in periods) if periods else NEVER_NS
+    return upcoming if upcoming < laid.cluster.horizon_ns else NEVER_NS
+
+
+def refresh_members(laid: Laid, at_ns: int) -> None:
+    """Refresh the instances for which it is due."""
+    for engine, member in zip(laid.engines, laid.members, strict=True):
+        if at_ns in engine.refreshes_ns:
+            refresh_queues(engine, member.state, at_ns)
+
+
 def trace_of(laid: Laid, migrations: int) -> ClusterTrace:
     """Return the record of a simulated cluster."""
+    for member in laid.members:
+        record_pool(member.state, member.clock, member.trace)
     return ClusterTrace(laid.cluster.instance, tuple(m.trace for m in laid.members), migrations)
 
 
@@ -104,17 +128,17 @@ def lay_out(scenario: ClusterScenario, by_rank: bool, first_rows: int = FIRST_RO
     count = requests.arrival_ns.size
     fleet = new_fleet(scenario.instances, scenario.rank, by_rank)
     answered, following = new_answered(), np.zeros(count, np.int64)
-    shared = t.new_trace(count)
+    shared = t.new_trace(count, waits=any(engine.pool is not None for engine in scenario.engines))
     memory = new_memory(scenario.instances)
     neighbours = _neighbours(scenario.link)
     links = {int(first): new_link(int(end - first)) for first, end in neighbours}
     members = []
     for i, engine in enumerate(scenario.engines):
         rows = max(1, min(count, engine.max_in_flight, max(first_rows, engine.limits.max_num_seqs)))
-        state = new_state(rows, engine.adapters, engine.num_blocks, engine.limits)
-        state.adapters.pages[:] = engine.costs.pages
+        state = new_engine(engine, rows)
         clock = new_clock(engine.adapters)
         clock.at.place = i - neighbours[i, 0]
+        clock.at.idle = 1
         own = t.new_trace(0)
         own.counts.next_request = count
         member = ClusterMember(
@@ -127,7 +151,7 @@ def lay_out(scenario: ClusterScenario, by_rank: bool, first_rows: int = FIRST_RO
                 rank_stats=fleet.by_rank[i],
                 answered=answered,
             ),
-            trace=shared._replace(gaps=own.gaps, counts=own.counts, sums=own.sums),
+            trace=shared._replace(gaps=own.gaps, counts=own.counts, sums=own.sums, pool=own.pool),
             max_in_flight=engine.max_in_flight,
         )
         store_member(memory, i, member)
@@ -147,7 +171,7 @@ def lay_out(scenario: ClusterScenario, by_rank: bool, first_rows: int = FIRST_RO
         shared_prefix_tokens=scenario.shared_prefix_tokens,
         horizon_ns=scenario.horizon_ns,
     )
-    return Laid(cluster, members, answered)
+    return Laid(scenario.engines, cluster, members, answered)
 
 
 def _neighbours(link: NDArray[np.int64]) -> NDArray[np.int64]:
@@ -183,9 +207,26 @@ def with_rows(state: State, rows: int) -> State:
         in_phase[:, rows:] = moved[:, before:]
     return state._replace(
         rows=_longer(state.rows, rows),
-        finish=Heap(_longer(state.finish.items, rows), state.finish.size),
+        finish=_longer_heap(state.finish, rows),
         in_phase=in_phase,
+        pooled=_with_rows(state.pooled, rows),
     )
+
+
+def _with_rows(pooled: PooledState, rows: int) -> PooledState:
+    """Return the state of the rules for one pool with more rows, if they are in use."""
+    before = pooled.rows.size
+    if before == 0:
+        return pooled
+    book = np.zeros((rows, pooled.book.shape[1]), np.int64)
+    book[:before] = pooled.book
+    return pooled._replace(
+        rows=_longer(pooled.rows, rows), book=book, outgrow=_longer_heap(pooled.outgrow, rows)
+    )
+
+
+def _longer_heap(heap: Heap, size: int) -> Heap:
+    return Heap(_longer(heap.items, size), heap.size)
 
 
 def _longer(records: Records, size: int) -> Records:

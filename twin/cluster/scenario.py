@@ -12,19 +12,22 @@ from numpy.typing import NDArray
 
 from capplan.errors import InputError
 from capplan.serving.routers import Placement
-from capplan.spec import EngineArgs, Profile, Workload
+from capplan.spec import Cache, EngineArgs, Predictor, Profile, Queues, Scheduler, Workload
 from capplan.spec.engine_args import (
     DEFAULT_GPU_MEMORY_UTILIZATION,
     DEFAULT_MAX_NUM_BATCHED_TOKENS,
     DEFAULT_MAX_NUM_SEQS,
 )
+from capplan.twin.policies import CacheLike, Policies, SchedulerLike, choose_policies
 from capplan.twin.scenario import (
     NS_PER_S,
     Scenario,
     build_scenario,
     draw_for,
+    on_shared_link,
     require_settings,
     with_length_correlation,
+    with_predictions,
 )
 from capplan.twin.simulate import EngineKeywords, engine_args, keywords_of
 from capplan.workload import Requests
@@ -45,8 +48,8 @@ class Instance:
     adapters
         Share of the requests of each adapter it holds, normalised over the holders; None: all adapters in
         equal shares. Every instance has the base model, whose shares are given under its name.
-    max_in_flight, rules, prefix_caching
-        As for `capplan.simulate`.
+    max_in_flight, rules, prefix_caching, scheduler, cache, queues
+        As for `capplan.simulate`; all instances have one predictor of output lengths.
     """
 
     profile: Profile
@@ -61,6 +64,9 @@ class Instance:
     max_in_flight: int | None = None
     rules: str | None = None
     prefix_caching: bool | None = None
+    scheduler: SchedulerLike | None = None
+    cache: CacheLike | None = None
+    queues: Queues | None = None
 
     def __post_init__(self) -> None:
         for name, share in (self.adapters or {}).items():
@@ -68,9 +74,18 @@ class Instance:
                 raise InputError("must be a finite number >= 0", share, f"Instance.adapters[{name}]")
 
     @classmethod
-    def of(cls, profile: Profile, args: EngineArgs, adapters: Mapping[str, float] | None = None) -> Instance:
-        """Return an instance with these engine settings."""
-        return cls(profile, adapters=adapters, **cast("Any", keywords_of(args)))
+    def of(
+        cls,
+        profile: Profile,
+        args: EngineArgs,
+        adapters: Mapping[str, float] | None = None,
+        scheduling: tuple[Scheduler, Cache] | None = None,
+        queues: Queues | None = None,
+    ) -> Instance:
+        """Return an instance with these engine settings, scheduler and cache, and queues."""
+        scheduler, cache = scheduling or (None, None)
+        keywords = cast("Any", keywords_of(args))
+        return cls(profile, adapters=adapters, scheduler=scheduler, cache=cache, queues=queues, **keywords)
 
     @property
     def settings(self) -> dict[str, Any]:
@@ -82,6 +97,18 @@ class Instance:
         """Return its engine settings, checked."""
         require_settings(workload, self.profile, self.settings)
         return engine_args(workload, cast("EngineKeywords", self.settings), self.profile)
+
+    def policies(self, workload: Workload) -> Policies:
+        """Return how it serves, beside its engine settings."""
+        return choose_policies(
+            workload,
+            self.profile,
+            rules=self.rules,
+            prefix_caching=self.prefix_caching,
+            scheduler=self.scheduler,
+            cache=self.cache,
+            queues=self.queues,
+        )
 
 
 @dataclass(frozen=True, eq=False)
@@ -138,6 +165,7 @@ def build_cluster(
     placement = place(held, shares, len(workload.adapters), _base_shares(workload, instances))
     if requests is None:
         requests = _draw(workload, instances, placement, duration_s, seed)
+        requests = with_predictions(requests, _predictor(workload, instances), seed)
     parts = [_part_of(workload, placement, i) for i in range(len(instances))]
     return ClusterScenario(
         engines=_engines(
@@ -156,6 +184,16 @@ def build_cluster(
         link=_links([instance.profile.tp for instance in instances], gpus_per_link),
         shared_prefix_tokens=workload.shared_prefix_tokens,
     )
+
+
+def _predictor(workload: Workload, instances: Sequence[Instance]) -> Predictor:
+    """Return the predictor of all instances with a scheduler; the oracle without any."""
+    every = [(i, instance.policies(workload)) for i, instance in enumerate(instances)]
+    predictors = [(i, each.predictor) for i, each in every if each.scheduling is not None]
+    for i, other in predictors:
+        if other != predictors[0][1]:
+            raise InputError("must be that of the other instances", other.kind, f"instances[{i}].predictor")
+    return predictors[0][1] if predictors else Predictor()
 
 
 def _links(gpus: Sequence[int], gpus_per_link: int) -> NDArray[np.int64]:
@@ -302,19 +340,19 @@ def _engines(
     engines = []
     for instance, own, numbers in zip(instances, parts, held, strict=True):
         rates_rps = None if own.base is None else (own.base_rate_rps, own.total_rate_rps)
-        key = (id(instance.profile), numbers.tobytes(), rates_rps, *instance.settings.values())
+        key = (id(instance.profile), numbers.tobytes(), rates_rps, repr(instance.settings))
         if key not in known:
-            known[key] = build_scenario(
+            engine = build_scenario(
                 own,
                 instance.profile,
                 instance.engine_args(own),
                 duration_s=duration_s,
                 seed=seed,
                 max_in_flight=instance.max_in_flight,
-                rules=instance.rules,
                 requests=none,
-                gpus_per_link=gpus_per_link,
+                policies=instance.policies(own),
             )
+            known[key] = on_shared_link(engine, instance.profile.tp, gpus_per_link)
         engine = known[key]
         most = requests if instance.max_in_flight is None else instance.max_in_flight
         engines.append(engine._replace(max_in_flight=max(1, most)))
@@ -328,6 +366,7 @@ def take_requests(requests: Requests, rows: NDArray[np.int64] | slice) -> Reques
         np.array(requests.adapter[rows]),
         np.array(requests.prompt_tokens[rows]),
         np.array(requests.output_tokens[rows]),
+        np.array(requests.predicted_tokens[rows] if requests.predicted_tokens.size else ()).astype(np.int32),
     )
 
 

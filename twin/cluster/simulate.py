@@ -10,6 +10,7 @@ from typing import Any, NamedTuple
 import numpy as np
 from numpy.typing import NDArray
 
+from capplan.serving.pool_setup import PoolSetup
 from capplan.spec import Profile, Workload
 from capplan.twin import trace as t
 from capplan.twin.cluster.reference import PythonRouter, run_with
@@ -229,13 +230,14 @@ def _part(scenario: ClusterScenario, trace: ClusterTrace, instance: int, profile
     engine = engine._replace(
         requests=columns._replace(adapter=local[columns.adapter]), horizon_ns=scenario.horizon_ns
     )
-    own = own._replace(**{name: getattr(own, name)[rows] for name in _PER_REQUEST})
+    columns_of = {name: getattr(own, name) for name in _PER_REQUEST}
+    own = own._replace(**{name: column[rows] for name, column in columns_of.items() if column.size})
     host = profile.host
     factor = client_itl_factor(host, engine, own)
     return _Part(rows, engine, own, host.value("request_ms") / 1e3, factor)
 
 
-_PER_REQUEST = ("first_ns", "finish_ns", "stalled_ns", "status")
+_PER_REQUEST = ("first_ns", "finish_ns", "stalled_ns", "status", "admitted_ns", "skipped_ns", "held_up_ns")
 
 
 def _overall(scenario: ClusterScenario, trace: ClusterTrace, parts: Sequence[_Part]) -> SimulationResult:
@@ -250,6 +252,7 @@ def _overall(scenario: ClusterScenario, trace: ClusterTrace, parts: Sequence[_Pa
         gaps=np.sum([own.gaps for own in traces], axis=0),
         counts=_merged([own.counts for own in traces]),
         sums=_merged([own.sums for own in traces]),
+        pool=_merged([own.pool for own in traces]),
     )
     first = scenario.engines[0]
     longest = max(engine.limits.max_model_len for engine in scenario.engines)
@@ -257,11 +260,30 @@ def _overall(scenario: ClusterScenario, trace: ClusterTrace, parts: Sequence[_Pa
         requests=requests,
         horizon_ns=scenario.horizon_ns,
         limits=first.limits._replace(max_model_len=longest),
+        pool=_whole_pool(scenario),
     )
     result = summarize(everything, together, 1e3 * overhead_s, factor)
     busy = float(together.sums.busy_ns) / scenario.horizon_ns / scenario.instances
     kv_tokens = sum(engine.num_blocks * engine.limits.block_size for engine in scenario.engines)
-    return replace(result, busy_fraction=min(1.0, busy), kv_tokens=kv_tokens)
+    pool = result.pool
+    if pool is not None:
+        links = [part.trace.pool.link_ns for part in parts]
+        pool = replace(pool, link_utilization=min(1.0, float(np.mean(links)) / scenario.horizon_ns))
+    return replace(result, busy_fraction=min(1.0, busy), kv_tokens=kv_tokens, pool=pool)
+
+
+def _whole_pool(scenario: ClusterScenario) -> PoolSetup | None:
+    """Return the sizes of all adapters; None if no instance has scheduler and cache."""
+    sizes = np.ones((2, scenario.rank.size), np.int64)
+    found = None
+    adapters = np.repeat(np.arange(scenario.rank.size), np.diff(scenario.placement.start))
+    for instance, engine in enumerate(scenario.engines):
+        if engine.pool is not None:
+            found = engine.pool
+            here = scenario.placement.instance == instance
+            local = scenario.placement.local[here]
+            sizes[:, adapters[here]] = engine.pool.adapter_bytes[local], engine.pool.adapter_tokens[local]
+    return None if found is None else replace(found, adapter_bytes=sizes[0], adapter_tokens=sizes[1])
 
 
 def _merged(records: Sequence[np.record]) -> np.record:

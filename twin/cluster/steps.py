@@ -112,8 +112,6 @@ def _advance_member(cluster: Cluster, instance: int, until_ns: int) -> None:
     progress = cluster.progress[instance]
     member = load_member(cluster.memory, instance)
     counts = member.trace.counts
-    if progress.resting:
-        counts.now_ns = member.clock.at.visible_ns = progress.wake_ns
     advance(
         member.state,
         member.limits,

@@ -41,7 +41,8 @@ class _Run:
         self.engine = reference_scheduler(scenario.limits, scenario.num_blocks, scenario.costs.pages)
         self.copier = ReferenceCopier()
         requests = scenario.requests.arrival_ns.size
-        self.trace = t.new_trace(requests, scenario.adapters, scenario.buckets, scenario.horizon_ns)
+        waits = scenario.pool is not None
+        self.trace = t.new_trace(requests, scenario.adapters, scenario.buckets, scenario.horizon_ns, waits)
         self.last_token_ns: dict[int, int] = {}
         self.upcoming = 0
         self.now_ns = 0
@@ -74,6 +75,8 @@ class _Run:
             if self.trace.finish_ns[request.number] != t.NEVER:
                 continue  # its last token is in flight
             self.trace.status[request.number] = t.STATUS_RUNNING
+        link = self.copier.link
+        self.trace.pool.link_ns = link.busy_ns + sum(each.copy_ns for each in link.waiting)
         return self.trace
 
     def _awaits_last_tokens(self) -> bool:
@@ -186,7 +189,11 @@ class _Run:
             return max((self.copier.wait_ns(adapter, self.now_ns) for adapter in admitted), default=0)
         in_step = {number for number, _ in step.tokens}
         active = len({r.adapter for r in running if r.number in in_step or not r.draining} - {0})
-        return with_reloads_ns(sum(self._load_ns(*load) for load in step.loads), active, limits.max_loras)
+        in_step_ns = sum(self._load_ns(*load) for load in step.loads)
+        if in_step_ns == 0:
+            return 0
+        in_step_ns = with_reloads_ns(in_step_ns, active, limits.max_loras)
+        return self.copier.link.load(self.now_ns, in_step_ns) - self.now_ns
 
     def _ranks(self, step: ReferenceStep) -> StepRanks:
         """Count the ranks in a step."""
@@ -223,6 +230,9 @@ class _Run:
             if self.scenario.limits.load_beside:
                 self._record_wait(number, adapter_of[number])
             trace.record_admission(self.trace, number, adapter_of[number], self.now_ns, load_ns)
+            if self.scenario.limits.policy == SLORA and adapter_of[number] and self.trace.admitted_ns.size:
+                missed = self.copier.wait_ns(adapter_of[number], self.now_ns) > 0
+                self.trace.pool["misses" if missed else "hits"] += 1
         trace.record_step(
             self.trace,
             self.now_ns,

@@ -1,0 +1,92 @@
+"""Small random scenarios under the rules for one pool: tight memory, wrong predictions, coinciding clocks."""
+
+import numpy as np
+from hypothesis import strategies as st
+
+from capplan.serving import Limits
+from capplan.serving import pooled_state as p
+from capplan.serving.pool_setup import PoolSetup
+from capplan.serving.state import POOLED
+from capplan.spec import QueueClass, Queues, Scheduler, Wrs
+from capplan.twin import Scenario
+from capplan.twin.scenario import NS_PER_MS
+from tests.serving.worlds import Choose, seeded
+from tests.twin.scenarios import make_scenario
+
+QUEUE_CUTS = (0.1, 0.3, 0.6)
+
+
+def make_pooled(choose: Choose, max_requests: int = 40) -> Scenario:
+    """Return a scenario; times are small multiples of 1 ms."""
+    base = make_scenario(choose, max_requests)
+    adapters = base.adapters
+    pages = np.array([0, *(choose(1, 5) for _ in range(adapters))], np.int64)
+    block_size = base.limits.block_size
+    num_blocks = int(pages.max()) + choose(4, 40)
+    limits = Limits(
+        max_num_seqs=choose(1, 9),
+        max_num_batched_tokens=choose(2, 40),
+        max_model_len=choose(4, num_blocks * block_size),
+        max_loras=adapters,
+        max_cpu_loras=adapters,
+        block_size=block_size,
+        watermark_blocks=0,
+        long_prefill_tokens=0,
+        reserve_full_sequence=0,
+        load_beside=1,
+        policy=POOLED,
+        order=p.QUEUES if choose(0, 2) else choose(p.FIFO, p.SJF),
+        admit_every=(1, 1, 3, 10)[choose(0, 3)],
+        cache=choose(p.NO_CACHE, p.SCORE),
+        prefetch=choose(p.NO_PREFETCH, p.BY_HISTOGRAM),
+        chunked=choose(0, 1),
+        bypass=int(choose(0, 3) > 0),
+        ageing_ns=choose(0, 1) * choose(1, 100) * NS_PER_MS,
+        refresh_ns=choose(20, 500) * NS_PER_MS,
+    )
+    requests = base.requests
+    outputs = requests.output_tokens
+    predicted = np.array([choose(1, 2 * int(tokens)) if choose(0, 1) else tokens for tokens in outputs])
+    refreshed = choose(0, 1)
+    return base._replace(
+        requests=requests._replace(predicted_tokens=predicted.astype(np.int32)),
+        limits=limits,
+        num_blocks=num_blocks,
+        costs=base.costs._replace(pages=pages, disk_ns=np.zeros_like(pages)),
+        pool=PoolSetup(
+            adapter_pages=pages,
+            adapter_bytes=np.maximum(1, 100 * pages + choose(0, 99)),
+            adapter_tokens=pages * block_size * choose(0, 1),
+            load_ns=base.costs.load_ns,
+            weights=(0.45, 0.1, 0.45),
+            queues=_queues(choose, num_blocks * block_size) if limits.order == p.QUEUES else None,
+        ),
+        scheduler=Scheduler(policy="chameleon", refresh_s=limits.refresh_ns / 1e9) if refreshed else None,
+    )
+
+
+def _queues(choose: Choose, tokens: int) -> Queues | None:
+    count = choose(0, min(p.MOST_QUEUES, tokens))
+    if count == 0:
+        return None
+    quotas = [tokens // count] * (count - 1)
+    return Queues(
+        wrs=Wrs(a=0.4, b=0.6, max_prompt_tokens=24, max_output_tokens=18, max_adapter_bytes=600),
+        classes=tuple(
+            QueueClass(upper_wrs=upper, quota_tokens=max(1, quota))
+            for upper, quota in zip(
+                [*QUEUE_CUTS[: count - 1], None], [*quotas, tokens - sum(quotas)], strict=True
+            )
+        ),
+    )
+
+
+@st.composite
+def pooled_scenarios(draw: st.DrawFn) -> Scenario:
+    """Return a strategy of scenarios."""
+    return make_pooled(lambda low, high: draw(st.integers(low, high)))
+
+
+def seeded_pooled(seed: int) -> Scenario:
+    """Return the scenario of a seed."""
+    return make_pooled(seeded(seed))

@@ -1,0 +1,33 @@
+"""The twin under a scheduler and an adapter cache: exactness of its forms, events, metrics."""
+
+import numpy as np
+from hypothesis import given, settings
+
+from capplan.twin import Scenario
+from capplan.twin import trace as t
+from capplan.twin.core import run
+from tests.twin.comparison import assert_same, run_stopping
+from tests.twin.pooled import pooled_scenarios, seeded_pooled
+
+SEEDS = range(300)
+EVENTS = [name for name in t.POOL_COUNTS if name != "refreshes"]
+
+
+@settings(max_examples=150)
+@given(pooled_scenarios())
+def test_fast_forward_and_stops_leave_the_trace_of_stepping(scenario: Scenario) -> None:
+    stepping = run(scenario, fast_forward=False)
+    assert_same(run(scenario), stepping)
+    assert_same(run_stopping(scenario), stepping)
+
+
+def test_every_event_happens_in_some_of_the_scenarios() -> None:
+    seen = dict.fromkeys((*EVENTS, "preemptions", "rejected", "load wait"), 0)
+    for scenario in map(seeded_pooled, SEEDS):
+        trace = run(scenario)
+        for name in EVENTS:
+            seen[name] += int(trace.pool[name]) > 0
+        seen["preemptions"] += trace.counts.preemptions > trace.pool.squashes
+        seen["rejected"] += trace.counts.rejected > 0
+        seen["load wait"] += bool(np.any(trace.held_up_ns > 0))
+    assert all(count >= 5 for count in seen.values()), seen
